@@ -1,0 +1,239 @@
+//! The one error type. Every message says what was found, what was needed and what to do about it.
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Result of everything in this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A place in the user's program, captured with `#[track_caller]`.
+pub type Site = &'static Location<'static>;
+
+/// What went wrong. Cheap to clone, because one failure is often reported on every rank.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A value handed in by the caller cannot be used.
+    #[error("{0}")]
+    Invalid(Box<Invalid>),
+
+    /// One rank called a collective with arguments that cannot be used; every rank of the group gets this error.
+    #[error("{call} was rejected: {source}")]
+    Rejected {
+        /// Who called, what, and where.
+        call: Box<RankCall>,
+        /// Why the call cannot be carried out.
+        source: Box<Error>,
+    },
+
+    /// Two ranks do not agree on what happens next.
+    #[error("ranks disagree: {first}, but {second}; {advice}")]
+    Mismatch {
+        /// One of the two ranks.
+        first: Box<RankCall>,
+        /// The other one.
+        second: Box<RankCall>,
+        /// What to change.
+        advice: &'static str,
+    },
+
+    /// Another rank failed, so this rank's collective can never complete.
+    #[error("{call} was abandoned because rank {rank} {reason}; fix rank {rank}, this rank only waited for it")]
+    PeerFailed {
+        /// The rank that failed.
+        rank: usize,
+        /// How it failed.
+        reason: Arc<str>,
+        /// What this rank was doing.
+        call: Box<RankCall>,
+    },
+
+    /// Another rank finished its program while this rank still needs it.
+    #[error(
+        "{call} waits for rank {rank}, which has already returned from the program; \
+         every rank of a group must make the same calls in the same order"
+    )]
+    PeerLeft {
+        /// The rank that is gone.
+        rank: usize,
+        /// What this rank was doing.
+        call: Box<RankCall>,
+    },
+
+    /// A rank stayed silent past the deadline.
+    #[error(
+        "{call} waited {waited:?} for rank(s) {missing:?}, which did not come; \
+         look at what they were doing, or raise the deadline of the launch"
+    )]
+    Timeout {
+        /// What the waiting rank was doing.
+        call: Box<RankCall>,
+        /// How long it waited.
+        waited: Duration,
+        /// The ranks that did not come.
+        missing: Vec<usize>,
+    },
+
+    /// A message was sent that nobody received before the program ended.
+    #[error(
+        "rank {from} sent {what} to rank {to} at {site}, and rank {to} never received it; add the recv or drop the send"
+    )]
+    Unreceived {
+        /// The sender.
+        from: usize,
+        /// The rank that should have received.
+        to: usize,
+        /// Description of the message.
+        what: String,
+        /// Where it was sent.
+        site: Site,
+    },
+
+    /// The program of one rank panicked.
+    #[error("rank {rank} panicked: {message}")]
+    Panicked {
+        /// The rank.
+        rank: usize,
+        /// The panic message.
+        message: String,
+    },
+
+    /// The program of one rank returned an error.
+    #[error("rank {rank} failed: {source}")]
+    Rank {
+        /// The rank.
+        rank: usize,
+        /// Its error.
+        source: Box<Error>,
+    },
+
+    /// The local tensor library reported an error.
+    #[error("local tensor operation failed: {0}")]
+    Candle(Arc<candle_core::Error>),
+
+    /// Reading or writing failed.
+    #[error("input or output failed: {0}")]
+    Io(Arc<std::io::Error>),
+
+    /// An error of the user's own program, passed through unchanged.
+    #[error("{0}")]
+    Other(Arc<dyn std::error::Error + Send + Sync>),
+}
+
+/// A value that cannot be used: what it is, what was found, what was needed, what to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Invalid {
+    /// What kind of value is wrong, such as `mesh` or `shard dimension`.
+    pub what: &'static str,
+    /// What was found.
+    pub found: String,
+    /// What was needed.
+    pub needed: String,
+    /// What to do about it.
+    pub fix: String,
+}
+
+impl fmt::Display for Invalid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "invalid {}: found {}, needed {}; {}", self.what, self.found, self.needed, self.fix)
+    }
+}
+
+/// A collective (or send, or receive) as one rank called it: the rank, the operation, the place in the program.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankCall {
+    /// Global rank of the caller.
+    pub rank: usize,
+    /// The call with its arguments, such as `all_reduce(sum) of f32 [4, 8]`.
+    pub call: String,
+    /// Global ranks of the group that the call belongs to.
+    pub group: Vec<usize>,
+    /// Where the program made the call.
+    pub site: Site,
+}
+
+impl fmt::Display for RankCall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} called {} in group {:?} at {}", self.rank, self.call, self.group, self.site)
+    }
+}
+
+impl Error {
+    /// An invalid value: what it is, what was found, what was needed, what to do.
+    ///
+    /// ```
+    /// let e = shardwise::Error::invalid("mesh", "6 ranks", "at most 4", "use a smaller mesh");
+    /// assert_eq!(e.to_string(), "invalid mesh: found 6 ranks, needed at most 4; use a smaller mesh");
+    /// ```
+    pub fn invalid(
+        what: &'static str,
+        found: impl fmt::Display,
+        needed: impl fmt::Display,
+        fix: impl fmt::Display,
+    ) -> Self {
+        Error::Invalid(Box::new(Invalid {
+            what,
+            found: found.to_string(),
+            needed: needed.to_string(),
+            fix: fix.to_string(),
+        }))
+    }
+
+    /// Carries an error of the user's own program through a rank's `Result`.
+    ///
+    /// ```
+    /// # use shardwise::Error;
+    /// let parsed: Result<i32, Error> = "x".parse().map_err(|e: std::num::ParseIntError| Error::other(e));
+    /// assert!(parsed.unwrap_err().to_string().contains("invalid digit"));
+    /// ```
+    pub fn other(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Error::Other(Arc::from(error.into()))
+    }
+
+    /// Whether the message already names the ranks at fault, so that naming them again would only be noise.
+    pub(crate) fn names_ranks(&self) -> bool {
+        !matches!(self, Error::Invalid(_) | Error::Candle(_) | Error::Io(_) | Error::Other(_))
+    }
+
+    /// Whether this error merely reports that some other rank failed.
+    pub(crate) fn is_consequence(&self) -> bool {
+        matches!(self, Error::PeerFailed { .. } | Error::PeerLeft { .. })
+    }
+}
+
+impl From<candle_core::Error> for Error {
+    fn from(e: candle_core::Error) -> Self {
+        Error::Candle(Arc::new(e))
+    }
+}
+
+impl From<std::io::Error> for Error {
+    fn from(e: std::io::Error) -> Self {
+        Error::Io(Arc::new(e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stays_small_enough_to_return_by_value() {
+        assert!(std::mem::size_of::<Error>() <= 80, "{}", std::mem::size_of::<Error>());
+    }
+
+    #[test]
+    fn a_peer_failure_names_both_ranks_and_the_call_site() {
+        let e = Error::PeerFailed {
+            rank: 3,
+            reason: "panicked: boom".into(),
+            call: Box::new(RankCall { rank: 1, call: "barrier".into(), group: vec![1, 3], site: Location::caller() }),
+        };
+        let text = e.to_string();
+        for part in ["rank 1", "rank 3", "barrier", "error.rs", "boom"] {
+            assert!(text.contains(part), "{part} missing in {text}");
+        }
+    }
+}

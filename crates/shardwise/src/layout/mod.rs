@@ -1,0 +1,273 @@
+//! Layouts: a tensor's shape, the mesh it lies on, and how. Pure arithmetic: what every rank owns.
+
+mod boxes;
+mod geometry;
+mod order;
+mod text;
+
+pub use boxes::{OwnedBox, TensorBox};
+pub(crate) use geometry::{Runs, chunk};
+
+use std::sync::LazyLock;
+
+use candle_core::{DType, Shape};
+
+use crate::error::{Error, Result};
+use crate::intern::{Interned, Interner};
+use crate::mesh::Mesh;
+use crate::placement::Placement;
+
+/// Shape and element type of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct TensorMeta {
+    /// Size of every dimension.
+    pub shape: Vec<usize>,
+    /// Element type.
+    pub dtype: DType,
+}
+
+impl TensorMeta {
+    /// Shape and element type together.
+    pub fn new(shape: impl Into<Shape>, dtype: DType) -> Self {
+        TensorMeta { shape: shape.into().into_dims(), dtype }
+    }
+
+    /// Number of elements.
+    pub fn elem_count(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.elem_count() * self.dtype.size_in_bytes()
+    }
+}
+
+/// How a tensor of a certain shape lies on a mesh: one placement per mesh axis and, where several axes cut one tensor
+/// dimension, the order in which they do.
+///
+/// A layout that exists is valid. Equal layouts are one allocation: comparing, hashing and cloning cost a pointer's
+/// work. Two spellings of one thing become one: negative dimensions are resolved, a ragged placement with the sizes of
+/// a shard is that shard, a strided shard with factor 1 is a shard.
+///
+/// ```
+/// # use shardwise::{Layout, Mesh, Placement::*};
+/// let mesh = Mesh::new([("dp", 2), ("tp", 2)])?;
+/// let layout = Layout::new(&mesh, (5, 4), [Shard(0), Shard(-1)])?;
+/// assert_eq!(layout.to_string(), "[5, 4] on dp=2,tp=2: S(0), S(1)");
+/// assert_eq!(layout.local_shape(3), [2, 2]);
+/// assert_eq!(layout.global_offset(3), [3, 2]);
+/// # Ok::<(), shardwise::Error>(())
+/// ```
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct Layout(Interned<LayoutData>);
+
+#[derive(Debug, PartialEq, Eq, Hash)]
+struct LayoutData {
+    mesh: Mesh,
+    shape: Vec<usize>,
+    placements: Vec<Placement>,
+    /// Per tensor dimension the mesh axes that cut it, in order of application.
+    cuts: Vec<Vec<usize>>,
+}
+
+static LAYOUTS: LazyLock<Interner<LayoutData>> = LazyLock::new(Interner::new);
+
+impl Layout {
+    /// A layout in which several axes that cut one dimension do so in mesh order, outermost first.
+    pub fn new(mesh: &Mesh, shape: impl Into<Shape>, placements: impl IntoIterator<Item = Placement>) -> Result<Self> {
+        Self::build(mesh, shape.into().into_dims(), placements.into_iter().collect(), &[])
+    }
+
+    /// A layout with an explicit order of the axes that cut a dimension: `(dimension, axes)`, the axis that cuts first
+    /// comes first. Dimensions not listed keep the mesh order.
+    ///
+    /// ```
+    /// # use shardwise::{Layout, Mesh, Placement::*};
+    /// let mesh = Mesh::new([("dp", 2), ("tp", 2)])?;
+    /// let layout = Layout::with_shard_order(&mesh, 8, [Shard(0), Shard(0)], &[(0, &["tp", "dp"])])?;
+    /// let offsets: Vec<_> = (0..4).map(|r| layout.global_offset(r)[0]).collect();
+    /// assert_eq!(offsets, [0, 4, 2, 6]); // tp cuts the halves, dp cuts each half
+    /// # Ok::<(), shardwise::Error>(())
+    /// ```
+    pub fn with_shard_order(
+        mesh: &Mesh,
+        shape: impl Into<Shape>,
+        placements: impl IntoIterator<Item = Placement>,
+        order: &[(usize, &[&str])],
+    ) -> Result<Self> {
+        let order = order
+            .iter()
+            .map(|(dim, names)| Ok((*dim, names.iter().map(|n| mesh.axis(n)).collect::<Result<Vec<_>>>()?)))
+            .collect::<Result<Vec<_>>>()?;
+        Self::build(mesh, shape.into().into_dims(), placements.into_iter().collect(), &order)
+    }
+
+    /// Every rank of the mesh holds the whole tensor.
+    pub fn replicated(mesh: &Mesh, shape: impl Into<Shape>) -> Self {
+        let placements = vec![Placement::Replicate; mesh.ndim()];
+        Self::build(mesh, shape.into().into_dims(), placements, &[]).expect("replication fits every mesh and shape")
+    }
+
+    fn build(
+        mesh: &Mesh,
+        shape: Vec<usize>,
+        placements: Vec<Placement>,
+        order: &[(usize, Vec<usize>)],
+    ) -> Result<Self> {
+        if placements.len() != mesh.ndim() {
+            return Err(Error::invalid(
+                "placements",
+                format!("{} placement(s) for mesh {mesh}", placements.len()),
+                format!("{}, one per mesh axis", mesh.ndim()),
+                "use R for axes that do not matter",
+            ));
+        }
+        let mut placements =
+            placements.iter().map(|p| p.normalized(shape.len())).collect::<Result<Vec<Placement>>>()?;
+        let cuts = order::cuts(mesh, &placements, shape.len(), order)?;
+        for (dim, axes) in cuts.iter().enumerate() {
+            for (i, &axis) in axes.iter().enumerate() {
+                let canonical = canonical(mesh, shape[dim], &placements, &axes[..i], axis)?;
+                placements[axis] = canonical;
+            }
+        }
+        Ok(Layout(LAYOUTS.intern(LayoutData { mesh: mesh.clone(), shape, placements, cuts })))
+    }
+
+    /// The mesh.
+    pub fn mesh(&self) -> &Mesh {
+        &self.0.mesh
+    }
+
+    /// Shape of the whole tensor.
+    pub fn shape(&self) -> &[usize] {
+        &self.0.shape
+    }
+
+    /// One placement per mesh axis.
+    pub fn placements(&self) -> &[Placement] {
+        &self.0.placements
+    }
+
+    /// The mesh axes that cut a tensor dimension, the one that cuts first first.
+    pub fn shard_order(&self, dim: usize) -> &[usize] {
+        &self.0.cuts[dim]
+    }
+
+    /// Whether axes that cut the same dimension do so in mesh order.
+    pub fn has_default_order(&self) -> bool {
+        self.0.cuts == order::default_cuts(self.mesh(), self.placements(), self.shape().len())
+    }
+
+    /// Whether every rank of the mesh holds the whole value.
+    pub fn is_replicated(&self) -> bool {
+        self.placements().iter().all(Placement::is_replicate)
+    }
+
+    /// Whether a reduction is pending on some axis.
+    pub fn is_partial(&self) -> bool {
+        self.placements().iter().any(Placement::is_partial)
+    }
+
+    /// Shape of the part that `rank` holds; `[0]` for a rank outside the mesh.
+    pub fn local_shape(&self, rank: usize) -> Vec<usize> {
+        match self.mesh().coordinate(rank) {
+            Some(coordinate) => (0..self.shape().len()).map(|dim| self.owned(dim, &coordinate).len()).collect(),
+            None => vec![0],
+        }
+    }
+
+    /// Global index of the first element that `rank` holds, in a dimension of which it holds nothing the size of that
+    /// dimension; empty for a rank outside the mesh.
+    pub fn global_offset(&self, rank: usize) -> Vec<usize> {
+        match self.mesh().coordinate(rank) {
+            Some(coordinate) => (0..self.shape().len())
+                .map(|dim| self.owned(dim, &coordinate).first().unwrap_or(self.shape()[dim]))
+                .collect(),
+            None => Vec::new(),
+        }
+    }
+
+    /// The global indices along `dim` that `rank` holds, in local order; nothing for a rank outside the mesh.
+    pub fn global_indices(&self, rank: usize, dim: usize) -> Vec<usize> {
+        self.mesh().coordinate(rank).map_or(Vec::new(), |c| self.owned(dim, &c).iter().flatten().collect())
+    }
+
+    /// The indices along `dim` at a mesh coordinate.
+    fn owned(&self, dim: usize, coordinate: &[usize]) -> Runs {
+        owned(self.mesh(), self.shape()[dim], self.placements(), &self.0.cuts[dim], coordinate)
+    }
+}
+
+/// The indices of `0..n` at a mesh coordinate after `axes` have cut in order.
+fn owned(mesh: &Mesh, n: usize, placements: &[Placement], axes: &[usize], coordinate: &[usize]) -> Runs {
+    let mut runs = Runs::all(n);
+    let mut outer = 0;
+    for &axis in axes {
+        let (k, i) = (mesh.shape()[axis], coordinate[axis]);
+        runs = runs.cut(&placements[axis], k, i, outer);
+        outer = outer * k + i;
+    }
+    runs
+}
+
+/// The one spelling of the placement of `axis`, which cuts a dimension of size `n` after the axes `before`; an error
+/// if its sizes do not add up.
+fn canonical(mesh: &Mesh, n: usize, placements: &[Placement], before: &[usize], axis: usize) -> Result<Placement> {
+    let k = mesh.shape()[axis];
+    match &placements[axis] {
+        Placement::StridedShard { split_factor: 0, .. } => Err(Error::invalid(
+            "placement",
+            format!("{} with split factor 0", placements[axis]),
+            "a factor of at least 1",
+            "use S(dim) for a plain shard",
+        )),
+        Placement::StridedShard { dim, split_factor: 1 } => Ok(Placement::Shard(*dim)),
+        Placement::Ragged { dim, sizes } => {
+            let combinations: usize = before.iter().map(|&a| mesh.shape()[a]).product();
+            if sizes.len() != k && sizes.len() != combinations * k {
+                return Err(Error::invalid(
+                    "ragged sizes",
+                    format!("{} sizes in {} on axis `{}`", sizes.len(), placements[axis], mesh.axes()[axis].name),
+                    if combinations == 1 { format!("{k}") } else { format!("{k} or {}", combinations * k) },
+                    "give one size per coordinate",
+                ));
+            }
+            let mut is_chunked = true;
+            for outer in 0..combinations {
+                let have = owned(mesh, n, placements, before, &coordinate_of(mesh, before, outer)).len();
+                let row = geometry::ragged_row(sizes, k, outer);
+                if row.iter().try_fold(0usize, |sum, &s| sum.checked_add(s)) != Some(have) {
+                    return Err(Error::invalid(
+                        "ragged sizes",
+                        format!("{row:?} in {} on axis `{}`", placements[axis], mesh.axes()[axis].name),
+                        format!("sizes that add up to {have}"),
+                        "correct the sizes",
+                    ));
+                }
+                is_chunked &= row.iter().enumerate().all(|(i, &s)| s == chunk(have, k, i).len());
+            }
+            if is_chunked {
+                return Ok(Placement::Shard(*dim));
+            }
+            let first = &sizes[..k];
+            let repeats = sizes.chunks(k).all(|row| row == first);
+            Ok(if repeats { Placement::ragged(*dim, first) } else { placements[axis].clone() })
+        }
+        other => Ok(other.clone()),
+    }
+}
+
+/// A mesh coordinate whose entries at `axes` are those of the row-major number `index`, and zero elsewhere.
+fn coordinate_of(mesh: &Mesh, axes: &[usize], mut index: usize) -> Vec<usize> {
+    let mut coordinate = vec![0; mesh.ndim()];
+    for &axis in axes.iter().rev() {
+        coordinate[axis] = index % mesh.shape()[axis];
+        index /= mesh.shape()[axis];
+    }
+    coordinate
+}
+
+#[cfg(test)]
+mod tests;

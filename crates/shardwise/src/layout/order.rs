@@ -1,0 +1,152 @@
+//! The order in which mesh axes cut a tensor dimension, and its other form, strided shards.
+//!
+//! "First `tp`, then `dp`" on a mesh `dp,tp` can also be said in mesh order: `dp` holds a piece of each of the `tp`
+//! chunks that are still to be made, which is a strided shard with factor `tp`. The two forms own the same elements
+//! as long as sizes divide; where they do not, they may differ, and the conversions here refuse instead of guessing.
+
+use super::{Layout, coordinate_of};
+use crate::error::{Error, Result};
+use crate::mesh::Mesh;
+use crate::placement::Placement;
+
+/// Per tensor dimension the axes that cut it, in mesh order.
+pub(super) fn default_cuts(mesh: &Mesh, placements: &[Placement], ndim: usize) -> Vec<Vec<usize>> {
+    let axes_of = |dim| (0..placements.len()).filter(|&a| placements[a].is_shard(Some(dim))).collect();
+    (0..ndim).map(|dim| canonical_order(mesh, axes_of(dim))).collect()
+}
+
+/// Per tensor dimension the axes that cut it, with `order` (dimension, axes) in place of mesh order where given.
+pub(super) fn cuts(
+    mesh: &Mesh,
+    placements: &[Placement],
+    ndim: usize,
+    order: &[(usize, Vec<usize>)],
+) -> Result<Vec<Vec<usize>>> {
+    let mut cuts = default_cuts(mesh, placements, ndim);
+    for (dim, axes) in order {
+        let names = |axes: &[usize]| axes.iter().map(|&a| mesh.axes()[a].name.as_str()).collect::<Vec<_>>().join(",");
+        let expected = cuts.get(*dim).cloned().unwrap_or_default();
+        let mut sorted = axes.clone();
+        sorted.sort_unstable();
+        let mut expected_sorted = expected.clone();
+        expected_sorted.sort_unstable();
+        if *dim >= ndim || sorted != expected_sorted {
+            return Err(Error::invalid(
+                "shard order",
+                format!("`{}` for dimension {dim}", names(axes)),
+                if *dim < ndim {
+                    format!("each of `{}` once, the axes that cut dimension {dim}", names(&expected))
+                } else {
+                    format!("a dimension below {ndim}")
+                },
+                "list exactly the axes whose placement cuts that dimension",
+            ));
+        }
+        cuts[*dim] = canonical_order(mesh, axes.clone());
+    }
+    Ok(cuts)
+}
+
+/// Where an axis of size 1 stands makes no difference, so it always stands first.
+fn canonical_order(mesh: &Mesh, axes: Vec<usize>) -> Vec<usize> {
+    let (mut ordered, rest): (Vec<_>, Vec<_>) = axes.into_iter().partition(|&a| mesh.shape()[a] == 1);
+    ordered.sort_unstable();
+    ordered.extend(rest);
+    ordered
+}
+
+impl Layout {
+    /// The same layout in mesh order, with strided shards where the order was another: the form in which PyTorch
+    /// stores "tensor parallel first, then data parallel". An error if the sizes are such that no strided shard owns
+    /// the same elements.
+    ///
+    /// ```
+    /// # use shardwise::{Layout, Mesh, Placement::*};
+    /// let mesh = Mesh::new([("dp", 2), ("tp", 2)])?;
+    /// let ordered = Layout::with_shard_order(&mesh, 8, [Shard(0), Shard(0)], &[(0, &["tp", "dp"])])?;
+    /// let strided = ordered.to_strided()?;
+    /// assert_eq!(strided.to_string(), "[8] on dp=2,tp=2: SS(0,2), S(0)");
+    /// assert_eq!(strided.to_shard_order()?, ordered);
+    /// # Ok::<(), shardwise::Error>(())
+    /// ```
+    pub fn to_strided(&self) -> Result<Layout> {
+        let mut placements = self.placements().to_vec();
+        for dim in 0..self.shape().len() {
+            let order = self.shard_order(dim);
+            for (i, &axis) in order.iter().enumerate() {
+                let later = order[..i].iter().filter(|&&a| a > axis);
+                let split_factor: usize = later.map(|&a| self.mesh().shape()[a]).product();
+                if split_factor == 1 {
+                    continue;
+                }
+                let Placement::Shard(dim) = placements[axis] else {
+                    return Err(self.no_other_form("strided", "only plain shards have a strided form"));
+                };
+                placements[axis] = Placement::StridedShard { dim, split_factor };
+            }
+        }
+        let strided = Layout::new(self.mesh(), self.shape(), placements)?;
+        self.checked_same_ownership(strided, "strided")
+    }
+
+    /// The same layout with plain shards in an explicit order where it had strided shards; the inverse of
+    /// [`to_strided`](Self::to_strided). An error if a strided shard stands for no order.
+    pub fn to_shard_order(&self) -> Result<Layout> {
+        if !self.placements().iter().any(|p| matches!(p, Placement::StridedShard { .. })) {
+            return Ok(self.clone());
+        }
+        let mut placements = self.placements().to_vec();
+        let mut order = Vec::new();
+        for dim in 0..self.shape().len() {
+            let mut axes: Vec<usize> = Vec::new();
+            let mut in_mesh_order = self.shard_order(dim).to_vec();
+            in_mesh_order.sort_unstable();
+            for &axis in in_mesh_order.iter().rev() {
+                let factor = match &self.placements()[axis] {
+                    Placement::StridedShard { dim, split_factor } => {
+                        placements[axis] = Placement::Shard(*dim);
+                        *split_factor
+                    }
+                    _ => 1,
+                };
+                let product = |axes: &[usize]| axes.iter().map(|&a| self.mesh().shape()[a]).product::<usize>();
+                let position = (0..=axes.len()).find(|&p| product(&axes[..p]) == factor).ok_or_else(|| {
+                    self.no_other_form("ordered", "a split factor is not the size of any axes that could cut first")
+                })?;
+                axes.insert(position, axis);
+            }
+            order.push((dim, axes));
+        }
+        let ordered = Layout::build(self.mesh(), self.shape().to_vec(), placements, &order)?;
+        self.checked_same_ownership(ordered, "ordered")
+    }
+
+    fn checked_same_ownership(&self, other: Layout, form: &'static str) -> Result<Layout> {
+        if self.owns_same_as(&other) {
+            return Ok(other);
+        }
+        Err(self.no_other_form(form, "the sizes do not divide, so the two forms own different elements"))
+    }
+
+    /// Whether every rank owns the same elements in the same local order under both layouts, which must have one mesh
+    /// and shape.
+    fn owns_same_as(&self, other: &Layout) -> bool {
+        (0..self.shape().len()).all(|dim| {
+            let axes = self.shard_order(dim);
+            let combinations: usize = axes.iter().map(|&a| self.mesh().shape()[a]).product();
+            (0..combinations).all(|index| {
+                let coordinate = coordinate_of(self.mesh(), axes, index);
+                self.owned(dim, &coordinate) == other.owned(dim, &coordinate)
+            })
+        })
+    }
+
+    fn no_other_form(&self, form: &'static str, why: &str) -> Error {
+        Error::invalid(
+            "layout",
+            format!("{self}, which has no {form} form: {why}"),
+            format!("a layout with a {form} form"),
+            "use the layout as it is, or redistribute to plain shards",
+        )
+    }
+}
