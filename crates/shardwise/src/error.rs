@@ -91,6 +91,18 @@ pub enum Error {
         site: Site,
     },
 
+    /// A rank did not return from its program after another one had failed, and was left behind.
+    #[error(
+        "rank {rank} did not return within {waited:?} after another rank had failed, and was left behind; \
+         look for a loop that makes no collective call"
+    )]
+    Stuck {
+        /// The rank.
+        rank: usize,
+        /// How long the launch waited for it.
+        waited: Duration,
+    },
+
     /// The program of one rank panicked.
     #[error("rank {rank} panicked: {message}")]
     Panicked {
@@ -199,7 +211,7 @@ impl Error {
 
     /// Whether this error merely reports that some other rank failed.
     pub(crate) fn is_consequence(&self) -> bool {
-        matches!(self, Error::PeerFailed { .. } | Error::PeerLeft { .. })
+        matches!(self, Error::PeerFailed { .. } | Error::PeerLeft { .. } | Error::Stuck { .. })
     }
 }
 

@@ -1,0 +1,298 @@
+//! What a rank asks of its group: one value per collective, with the rules for its arguments.
+
+use std::fmt;
+
+use candle_core::Tensor;
+use smallvec::SmallVec;
+
+use crate::error::{Error, Result};
+use crate::layout::TensorMeta;
+use crate::local::check_served;
+use crate::placement::ReduceOp;
+
+/// One size per rank of a group.
+pub type Sizes = SmallVec<[usize; 8]>;
+
+/// A collective with all arguments but the tensors. Roots are ranks within the group.
+///
+/// Every rank of a group must make equal calls; only [`Call::AllToAll`] may differ, in what each rank expects.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Call {
+    /// Wait for all.
+    Barrier,
+    /// Every rank gets the reduction of all inputs.
+    AllReduce {
+        /// How inputs combine.
+        op: ReduceOp,
+    },
+    /// The root gets the reduction of all inputs.
+    Reduce {
+        /// How inputs combine.
+        op: ReduceOp,
+        /// Who gets the result.
+        root: usize,
+    },
+    /// Every rank gets all inputs, joined along a dimension in rank order.
+    AllGather {
+        /// The dimension.
+        dim: usize,
+        /// Size of every rank's input along it.
+        sizes: Sizes,
+    },
+    /// The root gets all inputs, joined along a dimension in rank order.
+    Gather {
+        /// The dimension.
+        dim: usize,
+        /// Size of every rank's input along it.
+        sizes: Sizes,
+        /// Who gets the result.
+        root: usize,
+    },
+    /// Every rank gets its piece of the reduction of all inputs.
+    ReduceScatter {
+        /// How inputs combine.
+        op: ReduceOp,
+        /// The dimension that is cut.
+        dim: usize,
+        /// Size of every rank's piece along it.
+        sizes: Sizes,
+    },
+    /// Every rank gets its piece of the root's input.
+    Scatter {
+        /// The root's input.
+        whole: TensorMeta,
+        /// The dimension that is cut.
+        dim: usize,
+        /// Size of every rank's piece along it.
+        sizes: Sizes,
+        /// Whose input it is.
+        root: usize,
+    },
+    /// Every rank gets the root's input.
+    Broadcast {
+        /// The root's input.
+        whole: TensorMeta,
+        /// Whose input it is.
+        root: usize,
+    },
+    /// A tensor spread along one dimension becomes spread along another.
+    ExchangeDims {
+        /// The dimension along which the inputs are pieces of the whole.
+        from: usize,
+        /// Size of every rank's input along it.
+        from_sizes: Sizes,
+        /// The dimension along which the outputs are.
+        to: usize,
+        /// Size of every rank's output along it.
+        to_sizes: Sizes,
+    },
+    /// Every rank hands one tensor to every rank and gets one from each.
+    AllToAll {
+        /// What this rank expects from every rank.
+        expected: Vec<TensorMeta>,
+    },
+}
+
+impl Call {
+    /// Name of the collective.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Call::Barrier => "barrier",
+            Call::AllReduce { .. } => "all_reduce",
+            Call::Reduce { .. } => "reduce",
+            Call::AllGather { .. } => "all_gather",
+            Call::Gather { .. } => "gather",
+            Call::ReduceScatter { .. } => "reduce_scatter",
+            Call::Scatter { .. } => "scatter",
+            Call::Broadcast { .. } => "broadcast",
+            Call::ExchangeDims { .. } => "exchange_dims",
+            Call::AllToAll { .. } => "all_to_all",
+        }
+    }
+
+    /// Checks the arguments of the rank `me` of a group of `size`, as far as they can be judged without the others.
+    pub fn check(&self, me: usize, size: usize, inputs: &[Tensor]) -> Result<()> {
+        inputs.iter().try_for_each(check_served)?;
+        let count = |needed: usize| match inputs.len() {
+            n if n == needed => Ok(()),
+            n => Err(Error::invalid(
+                "inputs",
+                format!("{n} tensor(s)"),
+                format!("{needed}"),
+                "a root passes Some(tensor), every other rank None; all_to_all takes one tensor per rank",
+            )),
+        };
+        match self {
+            Call::Barrier => count(0),
+            Call::AllReduce { op } => count(1).and_then(|()| op.check(inputs[0].dtype())),
+            Call::Reduce { op, root } => {
+                check_root(*root, size)?;
+                count(1).and_then(|()| op.check(inputs[0].dtype()))
+            }
+            Call::AllGather { dim, sizes } => {
+                count(1)?;
+                check_held(inputs[0].dims(), *dim, sizes, me, size)
+            }
+            Call::Gather { dim, sizes, root } => {
+                check_root(*root, size)?;
+                count(1)?;
+                check_held(inputs[0].dims(), *dim, sizes, me, size)
+            }
+            Call::ReduceScatter { op, dim, sizes } => {
+                count(1)?;
+                op.check(inputs[0].dtype())?;
+                check_cut(inputs[0].dims(), *dim, sizes, size)
+            }
+            Call::Scatter { whole, dim, sizes, root } => {
+                check_root(*root, size)?;
+                count(usize::from(me == *root))?;
+                check_cut(&whole.shape, *dim, sizes, size)?;
+                inputs.first().map_or(Ok(()), |t| check_meta(t, whole))
+            }
+            Call::Broadcast { whole, root } => {
+                check_root(*root, size)?;
+                count(usize::from(me == *root))?;
+                inputs.first().map_or(Ok(()), |t| check_meta(t, whole))
+            }
+            Call::ExchangeDims { from, from_sizes, to, to_sizes } => {
+                count(1)?;
+                check_held(inputs[0].dims(), *from, from_sizes, me, size)?;
+                check_cut(inputs[0].dims(), *to, to_sizes, size)?;
+                if from != to {
+                    return Ok(());
+                }
+                Err(Error::invalid(
+                    "dimensions",
+                    format!("{from} twice"),
+                    "two different dimensions",
+                    "use all_to_all to move the cuts of one dimension",
+                ))
+            }
+            Call::AllToAll { expected } => {
+                count(size)?;
+                if expected.len() == size {
+                    return check_meta(&inputs[me], &expected[me]);
+                }
+                Err(Error::invalid(
+                    "expected tensors",
+                    format!("{}", expected.len()),
+                    format!("{size}, one per rank of the group"),
+                    "say what each rank sends",
+                ))
+            }
+        }
+    }
+
+    /// The call and its tensors in words, such as `all_reduce(sum) of f32 [4, 8]`.
+    pub fn describe(&self, inputs: &[Tensor]) -> String {
+        let mut text = self.to_string();
+        for (i, t) in inputs.iter().enumerate() {
+            text += if i == 0 { " of " } else { ", " };
+            text += &describe_tensor(t.dtype().as_str(), t.dims());
+        }
+        text
+    }
+}
+
+fn describe_tensor(dtype: &str, shape: &[usize]) -> String {
+    format!("{dtype} {shape:?}")
+}
+
+fn check_root(root: usize, size: usize) -> Result<()> {
+    if root < size {
+        return Ok(());
+    }
+    Err(Error::invalid("root", root, format!("a rank of the group, below {size}"), "roots count within the group"))
+}
+
+fn check_dim(shape: &[usize], dim: usize) -> Result<()> {
+    if dim < shape.len() {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        "dimension",
+        format!("{dim} for shape {shape:?}"),
+        format!("one below {}", shape.len()),
+        "name a dimension of the tensor",
+    ))
+}
+
+fn check_count(sizes: &[usize], size: usize) -> Result<()> {
+    if sizes.len() == size {
+        return Ok(());
+    }
+    Err(Error::invalid("sizes", format!("{sizes:?}"), format!("{size}, one per rank of the group"), "list all ranks"))
+}
+
+/// `sizes` lists what every rank holds along `dim`; this rank must hold what it says.
+fn check_held(shape: &[usize], dim: usize, sizes: &[usize], me: usize, size: usize) -> Result<()> {
+    check_dim(shape, dim)?;
+    check_count(sizes, size)?;
+    if shape[dim] == sizes[me] {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        "sizes",
+        format!("{sizes:?}, which give {} to this rank, for a tensor of shape {shape:?}", sizes[me]),
+        format!("{} at position {me}", shape[dim]),
+        format!("list the size of every rank's tensor along dimension {dim}"),
+    ))
+}
+
+/// `sizes` cuts `dim` into one piece per rank.
+fn check_cut(shape: &[usize], dim: usize, sizes: &[usize], size: usize) -> Result<()> {
+    check_dim(shape, dim)?;
+    check_count(sizes, size)?;
+    if sizes.iter().try_fold(0usize, |sum, &s| sum.checked_add(s)) == Some(shape[dim]) {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        "sizes",
+        format!("{sizes:?}"),
+        format!("sizes that add up to {}, dimension {dim} of {shape:?}", shape[dim]),
+        "correct the sizes",
+    ))
+}
+
+fn check_meta(tensor: &Tensor, meta: &TensorMeta) -> Result<()> {
+    if tensor.dtype() == meta.dtype && tensor.dims() == meta.shape {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        "tensor",
+        describe_tensor(tensor.dtype().as_str(), tensor.dims()),
+        meta,
+        "pass the shape and type that the tensor has",
+    ))
+}
+
+impl fmt::Display for TensorMeta {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&describe_tensor(self.dtype.as_str(), &self.shape))
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = self.name();
+        match self {
+            Call::Barrier => f.write_str(name),
+            Call::AllReduce { op } => write!(f, "{name}({op})"),
+            Call::Reduce { op, root } => write!(f, "{name}({op}, root {root})"),
+            Call::AllGather { dim, sizes } => write!(f, "{name}(dim {dim}, sizes {sizes:?})"),
+            Call::Gather { dim, sizes, root } => write!(f, "{name}(dim {dim}, sizes {sizes:?}, root {root})"),
+            Call::ReduceScatter { op, dim, sizes } => write!(f, "{name}({op}, dim {dim}, sizes {sizes:?})"),
+            Call::Scatter { whole, dim, sizes, root } => {
+                write!(f, "{name}({whole}, dim {dim}, sizes {sizes:?}, root {root})")
+            }
+            Call::Broadcast { whole, root } => write!(f, "{name}({whole}, root {root})"),
+            Call::ExchangeDims { from, from_sizes, to, to_sizes } => {
+                write!(f, "{name}(dim {from} of sizes {from_sizes:?} to dim {to} of sizes {to_sizes:?})")
+            }
+            Call::AllToAll { expected } => {
+                let expected: Vec<String> = expected.iter().map(ToString::to_string).collect();
+                write!(f, "{name}(expecting {})", expected.join(", "))
+            }
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! A mesh bound to a world: the arithmetic of [`Mesh`] together with the groups to communicate in.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::{Group, World};
+use crate::error::{Error, Result};
+use crate::mesh::{Axes, Mesh};
+
+/// A [`Mesh`] whose ranks are those of a running program, seen from one of them.
+///
+/// All arithmetic comes from [`Mesh`], which it dereferences to. Ranks outside the mesh can hold it, but have no
+/// coordinate and no groups on it.
+#[derive(Clone)]
+pub struct DeviceMesh {
+    mesh: Mesh,
+    world: World,
+    /// Groups by the axes they span, made when first asked for.
+    groups: Arc<Mutex<HashMap<Vec<usize>, Group>>>,
+}
+
+thread_local! {
+    static CURRENT: RefCell<Vec<DeviceMesh>> = const { RefCell::new(Vec::new()) };
+}
+
+impl DeviceMesh {
+    /// Binds a mesh to a world, which must have all its ranks.
+    pub fn new(world: &World, mesh: Mesh) -> Result<Self> {
+        if let Some(rank) = mesh.ranks().iter().find(|&&r| r >= world.size()) {
+            return Err(Error::invalid(
+                "mesh",
+                format!("mesh {mesh} of {} ranks with rank {rank}", mesh.size()),
+                format!("ranks below {}, the size of the world", world.size()),
+                "launch more ranks or make the mesh smaller",
+            ));
+        }
+        Ok(DeviceMesh { mesh, world: world.clone(), groups: Arc::default() })
+    }
+
+    /// A mesh of one axis over the ranks of a group, which serves as the group of that axis.
+    pub fn from_group(world: &World, axis: &str, group: &Group) -> Result<Self> {
+        let mesh = Self::new(world, Mesh::from_ranks([(axis, group.size())], group.ranks().to_vec())?)?;
+        mesh.with_group(&[axis], group)
+    }
+
+    /// The mesh without its world.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// The world.
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
+    /// Coordinate of this rank, `None` if it is outside the mesh.
+    pub fn my_coordinate(&self) -> Option<Vec<usize>> {
+        self.mesh.coordinate(self.world.rank())
+    }
+
+    /// The group through this rank along some axes, in row-major order of the axes as listed. Made when first asked
+    /// for, then kept.
+    pub fn group(&self, axes: &[&str]) -> Result<Group> {
+        let positions = axes.iter().map(|name| self.mesh.axis(name)).collect::<Result<Vec<_>>>()?;
+        self.group_of(&positions)
+    }
+
+    /// As [`group`](Self::group), with axes by position.
+    pub fn group_of(&self, axes: &[usize]) -> Result<Group> {
+        if let Some(group) = self.groups.lock().get(axes) {
+            return Ok(group.clone());
+        }
+        if !self.mesh.contains(self.world.rank()) {
+            return Err(Error::invalid(
+                "mesh group",
+                format!("rank {}, which is outside mesh {}", self.world.rank(), self.mesh),
+                "a rank of the mesh",
+                "test my_coordinate() before communicating",
+            ));
+        }
+        let group = self.world.subgroup(&self.mesh.fibre(axes, self.world.rank()))?;
+        self.groups.lock().insert(axes.to_vec(), group.clone());
+        Ok(group)
+    }
+
+    /// The same mesh with another group for some axes, such as one from another engine. It must have the ranks of the
+    /// group that it replaces.
+    pub fn with_group(&self, axes: &[&str], group: &Group) -> Result<Self> {
+        let positions = axes.iter().map(|name| self.mesh.axis(name)).collect::<Result<Vec<_>>>()?;
+        let ranks = self.mesh.fibre(&positions, self.world.rank());
+        if group.ranks() != ranks {
+            return Err(Error::invalid(
+                "mesh group",
+                format!("ranks {:?}", group.ranks()),
+                format!("ranks {ranks:?}, which axes {axes:?} have here"),
+                "use a group of the same ranks in the same order",
+            ));
+        }
+        let mut groups = self.groups.lock().clone();
+        groups.insert(positions, group.clone());
+        Ok(DeviceMesh { groups: Arc::new(Mutex::new(groups)), ..self.clone() })
+    }
+
+    /// The submesh spanned by some axes, in any order, that passes through this rank. See [`Mesh::slice`].
+    pub fn slice<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>) -> Result<Self> {
+        Self::new(&self.world, self.mesh.slice(names, self.world.rank())?)
+    }
+
+    /// Merges axes into one. See [`Mesh::flatten`].
+    pub fn flatten<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>, name: &str) -> Result<Self> {
+        Self::new(&self.world, self.mesh.flatten(names, name)?)
+    }
+
+    /// Splits an axis into several. See [`Mesh::unflatten`].
+    pub fn unflatten(&self, axis: &str, parts: impl Into<Axes>) -> Result<Self> {
+        Self::new(&self.world, self.mesh.unflatten(axis, parts)?)
+    }
+
+    /// Joins submeshes of this mesh. See [`Mesh::concatenate`].
+    pub fn concatenate(&self, parts: &[&DeviceMesh]) -> Result<Self> {
+        let parts: Vec<&Mesh> = parts.iter().map(|p| &p.mesh).collect();
+        Self::new(&self.world, self.mesh.concatenate(&parts)?)
+    }
+
+    /// Runs `body` with this mesh as the [current](Self::current) one of this thread. Nests.
+    pub fn scope<R>(&self, body: impl FnOnce() -> R) -> R {
+        /// Leaves the scope also when `body` panics.
+        struct Leave;
+        impl Drop for Leave {
+            fn drop(&mut self) {
+                CURRENT.with_borrow_mut(Vec::pop);
+            }
+        }
+        CURRENT.with_borrow_mut(|stack| stack.push(self.clone()));
+        let _leave = Leave;
+        body()
+    }
+
+    /// The mesh of the innermost [`scope`](Self::scope) that this thread is in.
+    pub fn current() -> Result<Self> {
+        CURRENT.with_borrow(|stack| stack.last().cloned()).ok_or_else(|| {
+            Error::invalid("mesh", "no current mesh", "a mesh scope around the call", "use mesh.scope(|| ...)")
+        })
+    }
+}
+
+impl Deref for DeviceMesh {
+    type Target = Mesh;
+    fn deref(&self) -> &Mesh {
+        &self.mesh
+    }
+}
+
+impl PartialEq for DeviceMesh {
+    /// Equal meshes of one program; which rank looks at them makes no difference.
+    fn eq(&self, other: &Self) -> bool {
+        self.mesh == other.mesh
+    }
+}
+
+impl Eq for DeviceMesh {}
+
+impl fmt::Debug for DeviceMesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceMesh({} at rank {})", self.mesh, self.world.rank())
+    }
+}

@@ -1,0 +1,52 @@
+//! Communication: groups of ranks, the collectives they make together, and the world of threads.
+//!
+//! A [`Group`] is what programs use: typed methods, call sites captured. Behind it stands a [`Communicator`], the
+//! engine: threads of this process here, MPI in a crate of its own. A collective travels to the engine as one
+//! [`Call`] value, so that checking, recording and describing it is written once for all engines.
+
+mod call;
+mod check;
+mod device_mesh;
+mod group;
+pub mod threads;
+mod world;
+
+pub use call::{Call, Sizes};
+pub use device_mesh::DeviceMesh;
+pub use group::Group;
+pub use threads::{ThreadWorld, launch};
+pub use world::World;
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use crate::error::{Result, Site};
+use crate::layout::TensorMeta;
+
+/// One rank's end of a group, as an engine provides it. Programs use [`Group`].
+pub trait Communicator: Send + Sync {
+    /// This rank's position in the group.
+    fn rank(&self) -> usize;
+
+    /// Global ranks of the group, in group order.
+    fn ranks(&self) -> &[usize];
+
+    /// Carries out a collective that all ranks of the group enter. Returns what this rank gets: nothing, one tensor,
+    /// or for [`Call::AllToAll`] one tensor per rank. Arguments are as the program gave them: an engine checks them
+    /// ([`Call::check`]) so that a refusal reaches every rank of the group.
+    fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>>;
+
+    /// Hands a tensor to another rank of the group without waiting for it.
+    fn send(&self, tensor: &Tensor, to: usize, tag: u64, site: Site) -> Result<()>;
+
+    /// Waits for the tensor that another rank of the group sends with the same tag.
+    fn recv(&self, expected: &TensorMeta, from: usize, tag: u64, site: Site) -> Result<Tensor>;
+
+    /// The group of some ranks of this world, given as distinct global ranks, this one among them, in the order that
+    /// the group shall have. Every member asks for it; asking again gives the same group.
+    fn subgroup(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>>;
+
+    /// Brings every pending and later collective of this world to an error that carries `reason`.
+    fn abort(&self, reason: &str);
+}

@@ -1,0 +1,196 @@
+//! What the ranks do once they have met: every rank reads the others' tensors where they lie.
+//!
+//! Small results every rank computes for itself. Large ones the ranks make together: each fills its part of one output,
+//! and after a second phase all hold that same output.
+
+use std::sync::Arc;
+
+use candle_core::{Storage, Tensor, WithDType};
+
+use super::meeting::Posted;
+use crate::comm::Call;
+use crate::comm::check::Entry;
+use crate::error::Result;
+use crate::layout::{TensorMeta, chunk};
+use crate::local::{Assembly, Reducible, concat, reduce_block, with_type};
+use crate::placement::ReduceOp;
+
+/// From this many bytes on, a second phase costs less than doing all the work on every rank.
+const SHARE_FROM: usize = 16 << 10;
+
+/// Parts of a shared reduction begin at multiples of this many elements, so that no cache line has two writers.
+const GRAIN: usize = 1024;
+
+/// Shorter runs than this are first made contiguous: reducing them one by one would be mostly overhead.
+const MIN_RUN: usize = 256;
+
+/// Makes an entry ready to be read by others, and on the first rank the output that all will fill, if there is one.
+pub(super) fn prepare(entry: &mut Entry, me: usize, size: usize) -> Option<Assembly> {
+    if entry.refused.is_some() {
+        return None;
+    }
+    let output = match &entry.call {
+        Call::AllReduce { .. } | Call::Reduce { .. } | Call::ReduceScatter { .. } => {
+            match concat(&entry.inputs, 0) {
+                _ if entry.inputs[0].is_contiguous() => {}
+                Ok(contiguous) => entry.inputs[0] = contiguous,
+                Err(error) => {
+                    entry.refused = Some(error);
+                    return None;
+                }
+            }
+            let reduced = TensorMeta::new(entry.inputs[0].dims(), entry.inputs[0].dtype());
+            (!matches!(entry.call, Call::ReduceScatter { .. })).then_some(reduced)
+        }
+        Call::AllGather { dim, sizes } => {
+            let mut shape = entry.inputs[0].dims().to_vec();
+            shape[*dim] = sizes.iter().sum();
+            Some(TensorMeta { shape, dtype: entry.inputs[0].dtype() })
+        }
+        _ => None,
+    };
+    let output = output.filter(|meta| size > 1 && meta.bytes() >= SHARE_FROM)?;
+    match (me == 0).then(|| Assembly::new(output)).transpose() {
+        Ok(assembly) => assembly,
+        Err(error) => {
+            entry.refused = Some(error);
+            None
+        }
+    }
+}
+
+/// Carries out the call on which all ranks agree. `pass` brings this rank to the next phase together with the others.
+pub(super) fn carry_out(all: &[Arc<Posted>], me: usize, pass: impl FnOnce() -> Result<()>) -> Result<Vec<Tensor>> {
+    let shared = all[0].output.as_ref();
+    let input = |rank: usize| &all[rank].entry.inputs[0];
+    let inputs = || (0..all.len()).map(input).collect::<Vec<_>>();
+    let only = |tensor: Result<Tensor>| tensor.map(|t| vec![t]);
+    match &all[me].entry.call {
+        Call::Barrier => Ok(Vec::new()),
+        Call::AllReduce { op } => only(all_reduce(&inputs(), *op, me, shared, pass)),
+        Call::Reduce { op, root } if shared.is_some() || me == *root => {
+            let reduced = all_reduce(&inputs(), *op, me, shared, pass)?;
+            Ok(if me == *root { vec![reduced] } else { Vec::new() })
+        }
+        Call::AllGather { dim, sizes } => match shared {
+            Some(output) => only(gather_into(output, input(me), *dim, sizes[..me].iter().sum(), pass)),
+            None => only(concat(&(0..all.len()).map(|r| input(r).clone()).collect::<Vec<_>>(), *dim)),
+        },
+        Call::Gather { dim, root, .. } if me == *root => {
+            only(concat(&(0..all.len()).map(|r| input(r).clone()).collect::<Vec<_>>(), *dim))
+        }
+        Call::Reduce { .. } | Call::Gather { .. } => Ok(Vec::new()),
+        Call::ReduceScatter { op, dim, sizes } => {
+            only(reduce_piece(&inputs(), *op, *dim, sizes[..me].iter().sum(), sizes[me]))
+        }
+        Call::Scatter { dim, sizes, root, .. } => {
+            let piece = input(*root).narrow(*dim, sizes[..me].iter().sum(), sizes[me])?;
+            only(concat(&[piece], *dim))
+        }
+        Call::Broadcast { root, .. } => Ok(vec![input(*root).clone()]),
+        Call::ExchangeDims { from, to, to_sizes, .. } => {
+            let start = to_sizes[..me].iter().sum();
+            let pieces = inputs().into_iter().map(|t| Ok(t.narrow(*to, start, to_sizes[me])?));
+            only(concat(&pieces.collect::<Result<Vec<_>>>()?, *from))
+        }
+        Call::AllToAll { .. } => Ok(all.iter().map(|p| p.entry.inputs[me].clone()).collect()),
+    }
+}
+
+/// The part of `inputs` that is this rank's goes into `output`, at `start` along `dim`.
+fn gather_into(
+    output: &Assembly,
+    input: &Tensor,
+    dim: usize,
+    start: usize,
+    pass: impl FnOnce() -> Result<()>,
+) -> Result<Tensor> {
+    let mut offsets = vec![0; input.rank()];
+    offsets[dim] = start;
+    // SAFETY: all ranks agree on shapes and sizes, so the parts lie side by side and fill the output; each rank writes
+    // its own. Nobody finishes before all have passed.
+    unsafe { output.paste(input, &offsets) };
+    pass()?;
+    // SAFETY: every rank has written its part before the phase that just ended.
+    Ok(unsafe { output.finish() })
+}
+
+/// The reduction of tensors of one shape, all of it or this rank's share in a common output.
+fn all_reduce(
+    inputs: &[&Tensor],
+    op: ReduceOp,
+    me: usize,
+    shared: Option<&Assembly>,
+    pass: impl FnOnce() -> Result<()>,
+) -> Result<Tensor> {
+    if inputs.len() == 1 {
+        return Ok(inputs[0].clone());
+    }
+    let count = inputs[0].elem_count();
+    let Some(output) = shared else {
+        return reduce_piece(inputs, op, 0, 0, inputs[0].dims().first().copied().unwrap_or(1));
+    };
+    let grains = chunk(count.div_ceil(GRAIN), inputs.len(), me);
+    let (from, to) = (count.min(grains.start * GRAIN), count.min(grains.end * GRAIN));
+    // SAFETY: the ranges of the ranks are disjoint and cover the output; nobody finishes before all have passed.
+    unsafe { reduce_runs(inputs, op, output, &[(from, from)], to - from) };
+    pass()?;
+    // SAFETY: every rank has written its range before the phase that just ended.
+    Ok(unsafe { output.finish() })
+}
+
+/// The reduction of indices `start..start + size` along `dim`.
+fn reduce_piece(inputs: &[&Tensor], op: ReduceOp, dim: usize, start: usize, size: usize) -> Result<Tensor> {
+    let shape = inputs[0].dims();
+    let (extent, inner) = match shape {
+        [] => (1, 1),
+        _ => (shape[dim], shape[dim + 1..].iter().product::<usize>()),
+    };
+    let outer: usize = shape[..dim].iter().product();
+    let mut piece = shape.to_vec();
+    if let Some(n) = piece.get_mut(dim) {
+        *n = size;
+    }
+    if outer > 1 && size < extent && size * inner < MIN_RUN {
+        let narrow = |t: &&Tensor| concat(&[t.narrow(dim, start, size)?], dim);
+        let narrowed = inputs.iter().map(narrow).collect::<Result<Vec<_>>>()?;
+        return reduce_piece(&narrowed.iter().collect::<Vec<_>>(), op, dim, 0, size);
+    }
+    let output = Assembly::new(TensorMeta { shape: piece, dtype: inputs[0].dtype() })?;
+    let (outer, run) = if size == extent { (1, outer * size * inner) } else { (outer, size * inner) };
+    let runs: Vec<(usize, usize)> = (0..outer).map(|o| ((o * extent + start) * inner, o * run)).collect();
+    // SAFETY: one thread; the runs are disjoint and fill the output.
+    unsafe {
+        reduce_runs(inputs, op, &output, &runs, run);
+        Ok(output.finish())
+    }
+}
+
+/// Reduces runs of `len` elements, given as (position in the inputs, position in the output).
+///
+/// # Safety
+/// The inputs are contiguous, of one type and shape; the runs are inside inputs and output; nobody else writes there.
+unsafe fn reduce_runs(inputs: &[&Tensor], op: ReduceOp, output: &Assembly, runs: &[(usize, usize)], len: usize) {
+    fn typed<T: WithDType + Reducible>(
+        inputs: &[&Tensor],
+        op: ReduceOp,
+        output: &Assembly,
+        runs: &[(usize, usize)],
+        len: usize,
+    ) {
+        let guards: Vec<_> = inputs.iter().map(|t| t.storage_and_layout()).collect();
+        let whole = guards.iter().map(|(storage, layout)| {
+            let Storage::Cpu(cpu) = &**storage else { unreachable!("checked on entry") };
+            &T::cpu_storage_as_slice(cpu).expect("one type, checked on entry")[layout.start_offset()..]
+        });
+        let whole: Vec<&[T]> = whole.collect();
+        let mut srcs = Vec::with_capacity(whole.len());
+        for &(from, to) in runs {
+            srcs.clear();
+            srcs.extend(whole.iter().map(|s| &s[from..from + len]));
+            // SAFETY: the promise of the outer function.
+            unsafe { reduce_block(op, &srcs, output.range::<T>(to)) };
+        }
+    }
+    with_type!(inputs[0].dtype(), T => typed::<T>(inputs, op, output, runs, len), otherwise unreachable!("checked on entry"));
+}

@@ -1,0 +1,145 @@
+//! One rank's end of a group of threads.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use super::collectives;
+use super::hub::{Hub, Reason, Wait};
+use super::mailbox::Envelope;
+use super::meeting::{Meeting, Posted};
+use crate::comm::check::{Entry, check_agreement};
+use crate::comm::{Call, Communicator};
+use crate::error::{Error, RankCall, Result, Site};
+use crate::layout::TensorMeta;
+use crate::local::check_served;
+
+pub(super) struct Member {
+    hub: Arc<Hub>,
+    meeting: Arc<Meeting>,
+    me: usize,
+}
+
+impl Member {
+    /// The end that `rank` has of the group of all ranks.
+    pub(super) fn of_world(hub: Arc<Hub>, rank: usize) -> Self {
+        let meeting = hub.meeting(&(0..hub.size()).collect::<Vec<_>>());
+        Member { hub, meeting, me: rank }
+    }
+
+    /// The envelope of a message between this rank and another of the group, which is an error if there is none.
+    fn envelope(&self, other: usize, tag: u64, incoming: bool) -> Result<Envelope> {
+        let ranks = self.ranks();
+        let Some(&other) = ranks.get(other) else {
+            return Err(Error::invalid(
+                "rank",
+                format!("{other} in a group of {}", ranks.len()),
+                format!("a rank below {}", ranks.len()),
+                "ranks count within the group",
+            ));
+        };
+        let (from, to) = if incoming { (other, ranks[self.me]) } else { (ranks[self.me], other) };
+        Ok(Envelope { group: ranks.to_vec(), from, to, tag })
+    }
+
+    fn describe(&self, call: String, site: Site) -> Box<RankCall> {
+        Box::new(RankCall { rank: self.ranks()[self.me], call, group: self.ranks().to_vec(), site })
+    }
+}
+
+impl Communicator for Member {
+    fn rank(&self) -> usize {
+        self.me
+    }
+
+    fn ranks(&self) -> &[usize] {
+        self.meeting.ranks()
+    }
+
+    fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
+        let (me, size) = (self.me, self.ranks().len());
+        let mut turn = self.meeting.begin(me)?;
+        let mut entry = Entry::new(call, inputs, site, me, size);
+        if let Some(error) = self.hub.failure_for(|| entry.describe(self.ranks(), me)) {
+            return Err(error);
+        }
+        let output = collectives::prepare(&mut entry, me, size);
+        let all = self.meeting.exchange(&self.hub, me, &mut turn, Posted { entry, output })?;
+        let entries: smallvec::SmallVec<[&Entry; 8]> = all.iter().map(|p| &p.entry).collect();
+        check_agreement(&entries, self.ranks())?;
+        collectives::carry_out(&all, me, || {
+            self.meeting.pass(&self.hub, me, &mut turn, &|| all[me].entry.describe(self.ranks(), me))
+        })
+    }
+
+    fn send(&self, tensor: &Tensor, to: usize, tag: u64, site: Site) -> Result<()> {
+        check_served(tensor)?;
+        let envelope = self.envelope(to, tag, false)?;
+        let describe = || self.describe(format!("send(to {}, tag {tag}) of {}", envelope.to, meta(tensor)), site);
+        if let Some(error) = self.hub.failure_for(describe) {
+            return Err(error);
+        }
+        let to = envelope.to;
+        if self.hub.has_left(to) {
+            return Err(Error::PeerLeft { rank: to, call: describe() });
+        }
+        self.hub.mailbox.post(envelope, tensor.clone(), site);
+        self.hub.wake(to);
+        Ok(())
+    }
+
+    fn recv(&self, expected: &TensorMeta, from: usize, tag: u64, site: Site) -> Result<Tensor> {
+        let envelope = self.envelope(from, tag, true)?;
+        let mailbox = &self.hub.mailbox;
+        let describe = || self.describe(format!("recv({expected} from {}, tag {tag})", envelope.from), site);
+        let received = loop {
+            let posted = mailbox.posted();
+            if let Some(message) = mailbox.take(&envelope) {
+                break message;
+            }
+            if let Some(error) = self.hub.failure_for(describe) {
+                return Err(error);
+            }
+            self.hub.wait_until(
+                envelope.to,
+                || mailbox.posted() != posted && mailbox.holds(&envelope),
+                || if mailbox.holds(&envelope) { Vec::new() } else { vec![envelope.from] },
+                || Wait { call: describe(), reason: Reason::Message(envelope.clone()) },
+            )?;
+        };
+        let (tensor, sent_at) = received;
+        if meta(&tensor) == *expected {
+            return Ok(tensor);
+        }
+        let sent = RankCall {
+            rank: envelope.from,
+            call: format!("send(to {}, tag {tag}) of {}", envelope.to, meta(&tensor)),
+            group: self.ranks().to_vec(),
+            site: sent_at,
+        };
+        let advice = "what a rank sends must be what the other expects from it";
+        Err(Error::Mismatch { first: Box::new(sent), second: describe(), advice })
+    }
+
+    fn subgroup(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>> {
+        if let Some(rank) = ranks.iter().find(|&&r| r >= self.hub.size()) {
+            return Err(Error::invalid(
+                "group",
+                format!("rank {rank} in {ranks:?}"),
+                format!("ranks below {}, the size of the world", self.hub.size()),
+                "use ranks of this world",
+            ));
+        }
+        let me = self.ranks()[self.me];
+        let me = ranks.iter().position(|&r| r == me).expect("the group has checked that the asking rank is a member");
+        Ok(Arc::new(Member { hub: Arc::clone(&self.hub), meeting: self.hub.meeting(ranks), me }))
+    }
+
+    fn abort(&self, reason: &str) {
+        self.hub.fail(self.ranks()[self.me], format!("aborted: {reason}"));
+    }
+}
+
+fn meta(tensor: &Tensor) -> TensorMeta {
+    TensorMeta::new(tensor.dims(), tensor.dtype())
+}

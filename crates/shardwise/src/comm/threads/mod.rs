@@ -1,0 +1,230 @@
+//! A world whose ranks are threads of this process: the embedded default, nothing to install.
+//!
+//! Sharing a reference is the transfer, and one meeting of the ranks is a collective. Ranks spin briefly and then
+//! sleep, so that more ranks than cores run well.
+
+mod collectives;
+mod hub;
+mod mailbox;
+mod meeting;
+mod member;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Once};
+use std::time::Duration;
+
+use hub::Hub;
+use member::Member;
+
+use super::{Group, World};
+use crate::error::{Error, Result};
+
+/// Runs `program` on `ranks` threads and returns what the first of them returned.
+///
+/// If any rank fails, the error of the rank that failed first comes back, and it names the rank. Use [`ThreadWorld`]
+/// for the results of all ranks and for settings.
+///
+/// ```
+/// let sum = shardwise::launch(4, |world| {
+///     let mine = candle_core::Tensor::new(&[world.rank() as i64], &candle_core::Device::Cpu)?;
+///     let sum = world.all_reduce(&mine, shardwise::ReduceOp::Sum)?;
+///     Ok(sum.to_vec1::<i64>()?[0])
+/// })?;
+/// assert_eq!(sum, 6);
+/// # Ok::<(), shardwise::Error>(())
+/// ```
+pub fn launch<T, F>(ranks: usize, program: F) -> Result<T>
+where
+    T: Send + 'static,
+    F: Fn(World) -> Result<T> + Send + Sync + 'static,
+{
+    let mut values = ThreadWorld::new(ranks)?.run(program)?;
+    Ok(values.swap_remove(0))
+}
+
+/// Settings for a world of threads.
+///
+/// ```
+/// # use shardwise::ThreadWorld;
+/// # use std::time::Duration;
+/// let ranks = ThreadWorld::new(3)?.deadline(Duration::from_secs(10)).run(|world| Ok(world.rank()))?;
+/// assert_eq!(ranks, [0, 1, 2]);
+/// # Ok::<(), shardwise::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct ThreadWorld {
+    ranks: usize,
+    deadline: Duration,
+    kernel_threads: usize,
+}
+
+/// How long a rank waits for a silent one unless told otherwise.
+const DEFAULT_DEADLINE: Duration = Duration::from_secs(300);
+
+/// More thread ranks than any program means; a larger number is a typing error.
+const MAX_RANKS: usize = 4096;
+
+/// Room for deep programs; only the part in use takes memory.
+const STACK_BYTES: usize = 16 << 20;
+
+impl ThreadWorld {
+    /// A world of `ranks` threads that share the cores of the machine evenly.
+    pub fn new(ranks: usize) -> Result<Self> {
+        if ranks == 0 || ranks > MAX_RANKS {
+            return Err(Error::invalid(
+                "world",
+                format!("{ranks} ranks"),
+                format!("1 to {MAX_RANKS} ranks"),
+                "launch at least one rank",
+            ));
+        }
+        Ok(ThreadWorld { ranks, deadline: DEFAULT_DEADLINE, kernel_threads: (cores() / ranks).max(1) })
+    }
+
+    /// How long a rank waits in one call for a silent one before everybody gets an error (300 s by default).
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// How many threads the kernels of each rank may use: by default the cores divided by the ranks, at least one.
+    pub fn kernel_threads(mut self, threads: usize) -> Self {
+        self.kernel_threads = threads.max(1);
+        self
+    }
+
+    /// Runs `program` on every rank and returns what each returned, in rank order; if any rank failed, the error of
+    /// the one that failed first.
+    pub fn run<T, F>(&self, program: F) -> Result<Vec<T>>
+    where
+        T: Send + 'static,
+        F: Fn(World) -> Result<T> + Send + Sync + 'static,
+    {
+        let (results, first_failed) = self.run_to_end(program);
+        if results.iter().all(Result::is_ok) {
+            return results.into_iter().collect();
+        }
+        let errors = results.into_iter().enumerate().filter_map(|(rank, result)| Some((rank, result.err()?)));
+        let (rank, error) = errors
+            .min_by_key(|(rank, error)| (first_failed != Some(*rank), error.is_consequence()))
+            .expect("one has failed");
+        Err(if error.names_ranks() { error } else { Error::Rank { rank, source: Box::new(error) } })
+    }
+
+    /// Runs `program` on every rank and returns each rank's own result, in rank order.
+    ///
+    /// After a failure the other ranks have the time of the deadline to return; a rank that stays away even then is
+    /// reported and left behind, so that this function returns.
+    pub fn run_each<T, F>(&self, program: F) -> Vec<Result<T>>
+    where
+        T: Send + 'static,
+        F: Fn(World) -> Result<T> + Send + Sync + 'static,
+    {
+        self.run_to_end(program).0
+    }
+
+    /// Each rank's result, and the rank that failed first, if one failed by itself.
+    fn run_to_end<T, F>(&self, program: F) -> (Vec<Result<T>>, Option<usize>)
+    where
+        T: Send + 'static,
+        F: Fn(World) -> Result<T> + Send + Sync + 'static,
+    {
+        confine_candle_to(self.kernel_threads, self.ranks);
+        let hub = Arc::new(Hub::new(self.ranks, self.deadline, self.ranks <= cores()));
+        let program = Arc::new(program);
+        let (report, reports) = channel();
+        let mut results: Vec<Option<Result<T>>> = (0..self.ranks).map(|_| None).collect();
+        for rank in 0..self.ranks {
+            let (hub_of_rank, program, report) = (Arc::clone(&hub), Arc::clone(&program), report.clone());
+            // A rank runs inside a pool of its own, so that parallel kernels stay within its share of the cores.
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(self.kernel_threads)
+                .stack_size(STACK_BYTES)
+                .thread_name(move |i| if i == 0 { format!("rank {rank}") } else { format!("rank {rank} kernel {i}") })
+                .build();
+            match pool {
+                Ok(pool) => pool.spawn(move || {
+                    let result = run_rank(&hub_of_rank, rank, &*program);
+                    // Nobody listens any more if this rank was left behind.
+                    let _ = report.send((rank, result));
+                }),
+                Err(error) => {
+                    let error = Error::other(error);
+                    hub.fail(rank, format!("could not be started: {error}"));
+                    hub.leave(rank);
+                    results[rank] = Some(Err(error));
+                }
+            }
+        }
+        drop(report);
+        collect(&hub, &mut results, &reports);
+        let unreceived = hub.mailbox.unreceived();
+        let mut results: Vec<Result<T>> = results.into_iter().map(|r| r.expect("collected")).collect();
+        if let Some((from, error)) = unreceived
+            && results.iter().all(Result::is_ok)
+        {
+            results[from] = Err(error);
+        }
+        (results, hub.first_failed())
+    }
+}
+
+/// Runs the program of one rank to its end, whichever way it ends, and tells the others.
+fn run_rank<T>(hub: &Arc<Hub>, rank: usize, program: &(impl Fn(World) -> Result<T> + ?Sized)) -> Result<T> {
+    let world = World::new(Group::new(Arc::new(Member::of_world(Arc::clone(hub), rank))));
+    let result = catch_unwind(AssertUnwindSafe(|| program(world))).unwrap_or_else(|payload| {
+        let text = payload.downcast_ref::<&str>().map(|s| (*s).to_string());
+        let message = text.or_else(|| payload.downcast_ref::<String>().cloned());
+        Err(Error::Panicked { rank, message: message.unwrap_or_else(|| "no message".into()) })
+    });
+    match &result {
+        Ok(_) => {}
+        Err(Error::Panicked { message, .. }) => hub.fail(rank, format!("panicked: {message}")),
+        Err(error) => hub.fail(rank, format!("failed: {error}")),
+    }
+    hub.leave(rank);
+    result
+}
+
+/// Waits for the ranks' results; after a failure no longer than the deadline.
+fn collect<T>(hub: &Hub, results: &mut [Option<Result<T>>], reports: &std::sync::mpsc::Receiver<(usize, Result<T>)>) {
+    while results.iter().any(Option::is_none) {
+        let patience = Duration::from_millis(50);
+        match reports.recv_timeout(patience) {
+            Ok((rank, result)) => results[rank] = Some(result),
+            Err(RecvTimeoutError::Disconnected) => unreachable!("every rank reports before it drops its sender"),
+            Err(RecvTimeoutError::Timeout) => {
+                if hub.failed_since().is_some_and(|elapsed| elapsed > hub.deadline + patience) {
+                    for rank in (0..results.len()).filter(|&r| results[r].is_none()).collect::<Vec<_>>() {
+                        results[rank] = Some(Err(Error::Stuck { rank, waited: hub.deadline }));
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, Into::into)
+}
+
+/// Candle runs large elementwise operations on one pool for the whole process, behind a lock. With several ranks that
+/// pool has to be no larger than a rank's share; candle reads its size from the environment when it first needs it.
+fn confine_candle_to(threads: usize, ranks: usize) {
+    static ONCE: Once = Once::new();
+    const VARIABLE: &str = "CANDLE_NUM_THREADS";
+    if ranks > 1 {
+        ONCE.call_once(|| {
+            if std::env::var_os(VARIABLE).is_none() {
+                // SAFETY: Rust's own accesses to the environment are synchronised with this one. It happens once per
+                // process, before the ranks of the first launch start; a program that reads the environment from C at
+                // the same time must set the variable itself, as the documentation of the crate says.
+                unsafe { std::env::set_var(VARIABLE, threads.to_string()) };
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,104 @@
+//! CPU kernels on local tensors: blocks copied into a tensor under construction, and operands reduced. Nothing here
+//! knows of ranks or meshes.
+
+mod assembly;
+mod copy;
+mod reduce;
+
+pub(crate) use assembly::{Assembly, concat};
+pub(crate) use reduce::{Reducible, reduce_block};
+
+use candle_core::{CpuStorage, DType, Storage, Tensor};
+
+use crate::error::{Error, Result};
+
+/// Runs `$body` with `$T` standing for the Rust type of `$dtype`; types whose elements are not whole bytes in memory
+/// evaluate to `$otherwise`.
+macro_rules! with_type {
+    ($dtype:expr, $T:ident => $body:expr, otherwise $otherwise:expr) => {
+        match $dtype {
+            candle_core::DType::U8 => {
+                type $T = u8;
+                $body
+            }
+            candle_core::DType::U32 => {
+                type $T = u32;
+                $body
+            }
+            candle_core::DType::I16 => {
+                type $T = i16;
+                $body
+            }
+            candle_core::DType::I32 => {
+                type $T = i32;
+                $body
+            }
+            candle_core::DType::I64 => {
+                type $T = i64;
+                $body
+            }
+            candle_core::DType::BF16 => {
+                type $T = half::bf16;
+                $body
+            }
+            candle_core::DType::F16 => {
+                type $T = half::f16;
+                $body
+            }
+            candle_core::DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            candle_core::DType::F64 => {
+                type $T = f64;
+                $body
+            }
+            _ => $otherwise,
+        }
+    };
+}
+pub(crate) use with_type;
+
+/// The error for an element type or a device that the CPU kernels do not serve.
+pub(crate) fn check_served(tensor: &Tensor) -> Result<()> {
+    if !tensor.device().is_cpu() {
+        return Err(Error::invalid(
+            "tensor",
+            format!("a tensor on {:?}", tensor.device().location()),
+            "a tensor on the CPU",
+            "move it with to_device(&Device::Cpu) first",
+        ));
+    }
+    check_dtype(tensor.dtype())
+}
+
+/// The error for an element type that the CPU kernels do not serve.
+pub(crate) fn check_dtype(dtype: DType) -> Result<()> {
+    with_type!(dtype, T => { let _ = size_of::<T>(); Ok(()) }, otherwise Err(Error::invalid(
+        "element type",
+        dtype.as_str(),
+        "f64, f32, f16, bf16, i64, i32, i16, u32 or u8",
+        "convert the tensor first",
+    )))
+}
+
+/// Runs `body` with the address of the tensor's first element and its strides. The tensor must be on the CPU.
+fn with_first_element<R>(tensor: &Tensor, body: impl FnOnce(*const u8, &[usize]) -> R) -> R {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(cpu) = &*storage else { unreachable!("callers check the device") };
+    let base: *const u8 = match cpu {
+        CpuStorage::U8(v) => v.as_ptr().cast(),
+        CpuStorage::U32(v) => v.as_ptr().cast(),
+        CpuStorage::I16(v) => v.as_ptr().cast(),
+        CpuStorage::I32(v) => v.as_ptr().cast(),
+        CpuStorage::I64(v) => v.as_ptr().cast(),
+        CpuStorage::BF16(v) => v.as_ptr().cast(),
+        CpuStorage::F16(v) => v.as_ptr().cast(),
+        CpuStorage::F32(v) => v.as_ptr().cast(),
+        CpuStorage::F64(v) => v.as_ptr().cast(),
+        _ => unreachable!("callers check the element type"),
+    };
+    // SAFETY: the layout of a tensor points inside its storage (or one past its end if it has no elements).
+    let first = unsafe { base.add(layout.start_offset() * tensor.dtype().size_in_bytes()) };
+    body(first, layout.stride())
+}
