@@ -1,2 +1,38 @@
-//! x
-fn main() {}
+//! The `shardwise` command.
+
+mod bench;
+mod output;
+
+use clap::{Parser, Subcommand};
+
+/// Distributed tensors for Rust: benchmarks and tools.
+#[derive(Parser)]
+#[command(name = "shardwise", version, arg_required_else_help = true, after_help = EXAMPLES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXAMPLES: &str = "Examples:
+  shardwise bench collectives                     a table for 2, 4 and 8 thread ranks
+  shardwise bench collectives --ranks 2 --json    one JSON object per line";
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measure how fast things are on this machine.
+    #[command(subcommand)]
+    Bench(bench::Bench),
+}
+
+fn main() -> std::process::ExitCode {
+    let result = match Cli::parse().command {
+        Command::Bench(bench) => bench.run(),
+    };
+    match result {
+        Ok(()) => std::process::ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            std::process::ExitCode::FAILURE
+        }
+    }
+}

@@ -1,12 +1,12 @@
 //! Distributed tensors for Rust.
 
-pub mod comm;
 pub mod error;
 mod intern;
-pub mod layout;
-mod local;
 pub mod mesh;
 pub mod placement;
+pub mod layout;
+mod local;
+pub mod comm;
 
 pub use comm::{DeviceMesh, Group, ThreadWorld, World, launch};
 pub use error::{Error, Result};

@@ -125,12 +125,13 @@ impl Layout {
         }
         let mut placements =
             placements.iter().map(|p| p.normalized(shape.len())).collect::<Result<Vec<Placement>>>()?;
-        let cuts = order::cuts(mesh, &placements, shape.len(), order)?;
-        for (dim, axes) in cuts.iter().enumerate() {
+        let mut cuts = order::cuts(mesh, &placements, shape.len(), order)?;
+        for (dim, axes) in cuts.iter_mut().enumerate() {
             for (i, &axis) in axes.iter().enumerate() {
                 let canonical = canonical(mesh, shape[dim], &placements, &axes[..i], axis)?;
                 placements[axis] = canonical;
             }
+            *axes = order::canonical_order(mesh, axes);
         }
         Ok(Layout(LAYOUTS.intern(LayoutData { mesh: mesh.clone(), shape, placements, cuts })))
     }
@@ -153,11 +154,6 @@ impl Layout {
     /// The mesh axes that cut a tensor dimension, the one that cuts first first.
     pub fn shard_order(&self, dim: usize) -> &[usize] {
         &self.0.cuts[dim]
-    }
-
-    /// Whether axes that cut the same dimension do so in mesh order.
-    pub fn has_default_order(&self) -> bool {
-        self.0.cuts == order::default_cuts(self.mesh(), self.placements(), self.shape().len())
     }
 
     /// Whether every rank of the mesh holds the whole value.

@@ -10,9 +10,9 @@ use crate::mesh::Mesh;
 use crate::placement::Placement;
 
 /// Per tensor dimension the axes that cut it, in mesh order.
-pub(super) fn default_cuts(mesh: &Mesh, placements: &[Placement], ndim: usize) -> Vec<Vec<usize>> {
+pub(super) fn default_cuts(placements: &[Placement], ndim: usize) -> Vec<Vec<usize>> {
     let axes_of = |dim| (0..placements.len()).filter(|&a| placements[a].is_shard(Some(dim))).collect();
-    (0..ndim).map(|dim| canonical_order(mesh, axes_of(dim))).collect()
+    (0..ndim).map(axes_of).collect()
 }
 
 /// Per tensor dimension the axes that cut it, with `order` (dimension, axes) in place of mesh order where given.
@@ -22,7 +22,7 @@ pub(super) fn cuts(
     ndim: usize,
     order: &[(usize, Vec<usize>)],
 ) -> Result<Vec<Vec<usize>>> {
-    let mut cuts = default_cuts(mesh, placements, ndim);
+    let mut cuts = default_cuts(placements, ndim);
     for (dim, axes) in order {
         let names = |axes: &[usize]| axes.iter().map(|&a| mesh.axes()[a].name.as_str()).collect::<Vec<_>>().join(",");
         let expected = cuts.get(*dim).cloned().unwrap_or_default();
@@ -42,20 +42,31 @@ pub(super) fn cuts(
                 "list exactly the axes whose placement cuts that dimension",
             ));
         }
-        cuts[*dim] = canonical_order(mesh, axes.clone());
+        cuts[*dim].clone_from(axes);
     }
     Ok(cuts)
 }
 
 /// Where an axis of size 1 stands makes no difference, so it always stands first.
-fn canonical_order(mesh: &Mesh, axes: Vec<usize>) -> Vec<usize> {
-    let (mut ordered, rest): (Vec<_>, Vec<_>) = axes.into_iter().partition(|&a| mesh.shape()[a] == 1);
+pub(super) fn canonical_order(mesh: &Mesh, axes: &[usize]) -> Vec<usize> {
+    let (mut ordered, rest): (Vec<_>, Vec<_>) = axes.iter().partition(|&&a| mesh.shape()[a] == 1);
     ordered.sort_unstable();
     ordered.extend(rest);
     ordered
 }
 
 impl Layout {
+    /// The axes that would cut `dim` in mesh order.
+    pub(super) fn default_order(&self, dim: usize) -> Vec<usize> {
+        let axes: Vec<usize> = (0..self.mesh().ndim()).filter(|a| self.shard_order(dim).contains(a)).collect();
+        canonical_order(self.mesh(), &axes)
+    }
+
+    /// Whether axes that cut the same dimension do so in mesh order.
+    pub fn has_default_order(&self) -> bool {
+        (0..self.shape().len()).all(|dim| self.shard_order(dim) == self.default_order(dim))
+    }
+
     /// The same layout in mesh order, with strided shards where the order was another: the form in which PyTorch
     /// stores "tensor parallel first, then data parallel". An error if the sizes are such that no strided shard owns
     /// the same elements.

@@ -4,15 +4,14 @@ use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-use super::{Layout, order};
+use super::Layout;
 use crate::mesh::Mesh;
 use crate::placement::Placement;
 
 impl Layout {
     /// The dimensions that are cut in another order than that of the mesh, with the axes in order.
     fn unusual_orders(&self) -> Vec<(usize, Vec<&str>)> {
-        let default = order::default_cuts(self.mesh(), self.placements(), self.shape().len());
-        let unusual = (0..self.shape().len()).filter(|&dim| self.shard_order(dim) != default[dim]);
+        let unusual = (0..self.shape().len()).filter(|&dim| self.shard_order(dim) != self.default_order(dim));
         unusual
             .map(|dim| (dim, self.shard_order(dim).iter().map(|&a| self.mesh().axes()[a].name.as_str()).collect()))
             .collect()

@@ -34,6 +34,7 @@ impl Assembly {
         let count = meta.elem_count();
         let (first, storage) = with_type!(meta.dtype, T => {
             let mut buffer: Vec<T> = Vec::with_capacity(count);
+            ask_for_large_pages(buffer.as_mut_ptr().cast(), count * size_of::<T>());
             (buffer.as_mut_ptr().cast(), T::to_cpu_storage_owned(buffer))
         }, otherwise unreachable!("checked above"));
         let mut strides = vec![1; meta.shape.len()];
@@ -86,10 +87,32 @@ impl Assembly {
     }
 }
 
+/// Large new memory costs most of its time in page faults; with large pages it takes 512 times fewer of them.
+#[cfg(target_os = "linux")]
+fn ask_for_large_pages(first: *mut u8, bytes: usize) {
+    const LARGE_PAGE: usize = 2 << 20;
+    let aligned = first.align_offset(LARGE_PAGE);
+    if bytes >= 2 * LARGE_PAGE && aligned < bytes {
+        // SAFETY: the range lies inside one live allocation, and this advice does not change what memory holds. Where
+        // the kernel does not take it, nothing is lost, so the result does not matter.
+        unsafe { libc::madvise(first.add(aligned).cast(), bytes - aligned, libc::MADV_HUGEPAGE) };
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn ask_for_large_pages(_: *mut u8, _: usize) {}
+
+/// A tensor with these elements that begin at the start of a dense range of memory: itself wherever that is so. Views
+/// without elements are made anew, because candle trips over their offsets.
+pub(crate) fn dense(tensor: &Tensor) -> Result<Tensor> {
+    concat(std::slice::from_ref(tensor), 0)
+}
+
 /// Joins tensors of one type along `dim`, reading each where it lies.
 pub(crate) fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     if let [single] = parts
         && single.is_contiguous()
+        && single.elem_count() > 0
     {
         return Ok(single.clone());
     }

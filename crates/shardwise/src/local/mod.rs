@@ -5,7 +5,7 @@ mod assembly;
 mod copy;
 mod reduce;
 
-pub(crate) use assembly::{Assembly, concat};
+pub(crate) use assembly::{Assembly, concat, dense};
 pub(crate) use reduce::{Reducible, reduce_block};
 
 use candle_core::{CpuStorage, DType, Storage, Tensor};
@@ -98,7 +98,9 @@ fn with_first_element<R>(tensor: &Tensor, body: impl FnOnce(*const u8, &[usize])
         CpuStorage::F64(v) => v.as_ptr().cast(),
         _ => unreachable!("callers check the element type"),
     };
-    // SAFETY: the layout of a tensor points inside its storage (or one past its end if it has no elements).
-    let first = unsafe { base.add(layout.start_offset() * tensor.dtype().size_in_bytes()) };
+    // The offset of a view without elements may point anywhere.
+    let offset = if tensor.elem_count() == 0 { 0 } else { layout.start_offset() };
+    // SAFETY: the layout of a tensor with elements points inside its storage.
+    let first = unsafe { base.add(offset * tensor.dtype().size_in_bytes()) };
     body(first, layout.stride())
 }

@@ -12,7 +12,7 @@ use crate::comm::Call;
 use crate::comm::check::Entry;
 use crate::error::Result;
 use crate::layout::{TensorMeta, chunk};
-use crate::local::{Assembly, Reducible, concat, reduce_block, with_type};
+use crate::local::{Assembly, Reducible, concat, dense, reduce_block, with_type};
 use crate::placement::ReduceOp;
 
 /// From this many bytes on, a second phase costs less than doing all the work on every rank.
@@ -29,34 +29,35 @@ pub(super) fn prepare(entry: &mut Entry, me: usize, size: usize) -> Option<Assem
     if entry.refused.is_some() {
         return None;
     }
-    let output = match &entry.call {
-        Call::AllReduce { .. } | Call::Reduce { .. } | Call::ReduceScatter { .. } => {
-            match concat(&entry.inputs, 0) {
-                _ if entry.inputs[0].is_contiguous() => {}
-                Ok(contiguous) => entry.inputs[0] = contiguous,
-                Err(error) => {
-                    entry.refused = Some(error);
-                    return None;
-                }
-            }
-            let reduced = TensorMeta::new(entry.inputs[0].dims(), entry.inputs[0].dtype());
-            (!matches!(entry.call, Call::ReduceScatter { .. })).then_some(reduced)
-        }
-        Call::AllGather { dim, sizes } => {
-            let mut shape = entry.inputs[0].dims().to_vec();
-            shape[*dim] = sizes.iter().sum();
-            Some(TensorMeta { shape, dtype: entry.inputs[0].dtype() })
-        }
-        _ => None,
-    };
-    let output = output.filter(|meta| size > 1 && meta.bytes() >= SHARE_FROM)?;
-    match (me == 0).then(|| Assembly::new(output)).transpose() {
-        Ok(assembly) => assembly,
-        Err(error) => {
-            entry.refused = Some(error);
-            None
+    prepare_inputs(entry).and_then(|()| prepare_output(entry, me, size)).unwrap_or_else(|error| {
+        entry.refused = Some(error);
+        None
+    })
+}
+
+/// Operands of reductions are read as dense ranges, and nobody is handed a view without elements.
+fn prepare_inputs(entry: &mut Entry) -> Result<()> {
+    let reduces = matches!(entry.call, Call::AllReduce { .. } | Call::Reduce { .. } | Call::ReduceScatter { .. });
+    for input in &mut entry.inputs {
+        if reduces || input.elem_count() == 0 {
+            *input = dense(input)?;
         }
     }
+    Ok(())
+}
+
+fn prepare_output(entry: &Entry, me: usize, size: usize) -> Result<Option<Assembly>> {
+    let (mut shape, dtype) = match entry.inputs.first() {
+        Some(input) if me == 0 && size > 1 => (input.dims().to_vec(), input.dtype()),
+        _ => return Ok(None),
+    };
+    match &entry.call {
+        Call::AllReduce { .. } | Call::Reduce { .. } => {}
+        Call::AllGather { dim, sizes } => shape[*dim] = sizes.iter().sum(),
+        _ => return Ok(None),
+    }
+    let output = TensorMeta { shape, dtype };
+    (output.bytes() >= SHARE_FROM).then(|| Assembly::new(output)).transpose()
 }
 
 /// Carries out the call on which all ranks agree. `pass` brings this rank to the next phase together with the others.
@@ -85,7 +86,7 @@ pub(super) fn carry_out(all: &[Arc<Posted>], me: usize, pass: impl FnOnce() -> R
         }
         Call::Scatter { dim, sizes, root, .. } => {
             let piece = input(*root).narrow(*dim, sizes[..me].iter().sum(), sizes[me])?;
-            only(concat(&[piece], *dim))
+            only(dense(&piece))
         }
         Call::Broadcast { root, .. } => Ok(vec![input(*root).clone()]),
         Call::ExchangeDims { from, to, to_sizes, .. } => {
@@ -152,7 +153,7 @@ fn reduce_piece(inputs: &[&Tensor], op: ReduceOp, dim: usize, start: usize, size
         *n = size;
     }
     if outer > 1 && size < extent && size * inner < MIN_RUN {
-        let narrow = |t: &&Tensor| concat(&[t.narrow(dim, start, size)?], dim);
+        let narrow = |t: &&Tensor| dense(&t.narrow(dim, start, size)?);
         let narrowed = inputs.iter().map(narrow).collect::<Result<Vec<_>>>()?;
         return reduce_piece(&narrowed.iter().collect::<Vec<_>>(), op, dim, 0, size);
     }
@@ -178,6 +179,9 @@ unsafe fn reduce_runs(inputs: &[&Tensor], op: ReduceOp, output: &Assembly, runs:
         runs: &[(usize, usize)],
         len: usize,
     ) {
+        if len == 0 {
+            return;
+        }
         let guards: Vec<_> = inputs.iter().map(|t| t.storage_and_layout()).collect();
         let whole = guards.iter().map(|(storage, layout)| {
             let Storage::Cpu(cpu) = &**storage else { unreachable!("checked on entry") };

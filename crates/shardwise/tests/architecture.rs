@@ -1,0 +1,102 @@
+//! Knowledge flows one way: a module may use modules declared above it in `lib.rs`, none below.
+
+use std::path::{Path, PathBuf};
+
+#[test]
+fn modules_use_only_modules_declared_above_them() {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let order = declared_modules(&std::fs::read_to_string(src.join("lib.rs")).unwrap());
+    assert!(order.len() > 5, "{order:?}");
+    let mut seen = 0;
+    for module in &order {
+        for file in files_of(&src, module) {
+            seen += 1;
+            let text = std::fs::read_to_string(&file).unwrap();
+            let problems = violations(&order, module, &text);
+            assert!(problems.is_empty(), "{}: {problems:?}", file.display());
+        }
+    }
+    let all = rust_files(&src).len();
+    assert_eq!(seen + 1, all, "a file of src/ belongs to no module declared in lib.rs");
+}
+
+#[test]
+fn the_check_finds_a_violation() {
+    let order = ["error", "mesh", "comm"].map(String::from);
+    let text =
+        "use crate::error::Error;\n// crate::comm in a comment\nfn f() { crate::comm::launch() }\nuse crate::Layout;";
+    assert_eq!(
+        violations(&order, "mesh", text),
+        ["line 3: mesh uses comm, which is below it", "line 4: mesh uses the root re-export Layout"]
+    );
+    assert!(violations(&order, "comm", "use crate::{error::Error, mesh};").is_empty());
+    assert_eq!(violations(&order, "error", "use crate::{error::Error, mesh};").len(), 1);
+}
+
+#[test]
+fn nothing_is_called_utils_common_or_base_and_nothing_is_left_undone() {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    for file in rust_files(crates) {
+        let stem = file.file_stem().unwrap().to_str().unwrap();
+        assert!(!["utils", "util", "common", "base", "helpers"].contains(&stem), "{}", file.display());
+        let text = std::fs::read_to_string(&file).unwrap();
+        for undone in [concat!("todo", "!("), concat!("unimplemented", "!("), concat!("#[", "ignore")] {
+            assert!(!text.contains(undone), "{undone} in {}", file.display());
+        }
+    }
+}
+
+/// Names of the modules that `lib.rs` declares, in order.
+fn declared_modules(lib: &str) -> Vec<String> {
+    let declared = lib.lines().filter_map(|line| {
+        let line = line.trim().trim_start_matches("pub ");
+        line.strip_prefix("mod ")?.strip_suffix(';').map(String::from)
+    });
+    declared.collect()
+}
+
+/// Lines of `text`, a file of `module`, that use a module below it, or the root instead of a module.
+fn violations(order: &[String], module: &str, text: &str) -> Vec<String> {
+    let place = |name: &str| order.iter().position(|m| m == name);
+    let own = place(module).expect("a declared module");
+    let mut found = Vec::new();
+    for (number, line) in text.lines().enumerate() {
+        let code = line.split("//").next().unwrap();
+        for (at, _) in code.match_indices("crate::") {
+            let rest = &code[at + "crate::".len()..];
+            let names: Vec<&str> = match rest.strip_prefix('{') {
+                Some(list) => list.split('}').next().unwrap().split(',').map(first_word).collect(),
+                None => vec![first_word(rest)],
+            };
+            for name in names {
+                match place(name) {
+                    Some(below) if below > own => {
+                        found.push(format!("line {}: {module} uses {name}, which is below it", number + 1));
+                    }
+                    Some(_) => {}
+                    None => found.push(format!("line {}: {module} uses the root re-export {name}", number + 1)),
+                }
+            }
+        }
+    }
+    found
+}
+
+fn first_word(text: &str) -> &str {
+    text.trim().split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap()
+}
+
+/// The files of one module: `name.rs` or everything in `name/`.
+fn files_of(src: &Path, module: &str) -> Vec<PathBuf> {
+    let mut files = rust_files(&src.join(module));
+    files.extend(Some(src.join(format!("{module}.rs"))).filter(|f| f.exists()));
+    assert!(!files.is_empty(), "module {module} has no file");
+    files
+}
+
+fn rust_files(directory: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(directory) else { return Vec::new() };
+    let paths = entries.map(|e| e.unwrap().path());
+    let nested = paths.flat_map(|path| if path.is_dir() { rust_files(&path) } else { vec![path] });
+    nested.filter(|path| path.extension().is_some_and(|e| e == "rs")).collect()
+}

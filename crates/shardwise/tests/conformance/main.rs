@@ -1,0 +1,11 @@
+//! Test vectors recorded from PyTorch, one test per file of vectors.
+//!
+//! The vectors in `data/` are used unless `SHARDWISE_CONFORMANCE_DIR` names another directory of the same form.
+
+mod local_shards;
+mod vectors;
+
+#[test]
+fn local_shards() {
+    vectors::run("local_shards", local_shards::check);
+}

@@ -1,0 +1,59 @@
+//! Reading vectors, running a check over them, and telling what came out.
+
+use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+
+use serde::Deserialize;
+use serde_json::Value;
+use shardwise::{Placement, ReduceOp};
+
+/// A placement as the vectors write it.
+#[derive(Deserialize, Debug)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub(crate) enum PlacementForm {
+    Replicate,
+    Shard { dim: isize },
+    StridedShard { dim: isize, split_factor: usize },
+    Partial { op: String },
+}
+
+impl PlacementForm {
+    pub(crate) fn to_placement(&self) -> Placement {
+        match self {
+            PlacementForm::Replicate => Placement::Replicate,
+            PlacementForm::Shard { dim } => Placement::Shard(*dim),
+            PlacementForm::StridedShard { dim, split_factor } => {
+                Placement::StridedShard { dim: *dim, split_factor: *split_factor }
+            }
+            PlacementForm::Partial { op } => Placement::Partial(op.parse::<ReduceOp>().expect("a known reduction")),
+        }
+    }
+}
+
+/// Runs `check` on every case of `<name>.jsonl`, prints `conformance <name>: <passed>/<total>` and every difference, and
+/// fails if any case failed.
+pub(crate) fn run(name: &str, check: fn(&Value) -> Result<(), String>) {
+    let directory = std::env::var_os("SHARDWISE_CONFORMANCE_DIR")
+        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/data"), PathBuf::from);
+    let path = directory.join(format!("{name}.jsonl"));
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("cannot read {}: {e}", path.display()));
+    let cases: Vec<Value> =
+        text.lines().map(|line| serde_json::from_str(line).expect("a JSON object per line")).collect();
+    let mut failures = Vec::new();
+    for case in &cases {
+        let outcome = catch_unwind(AssertUnwindSafe(|| check(case))).unwrap_or_else(|_| Err("panicked".into()));
+        if let Err(difference) = outcome {
+            failures.push(format!("{}: {difference}", case["id"]));
+        }
+    }
+    // Not println!: the count is to be seen even when the test passes and its output is captured.
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "conformance {name}: {}/{}", cases.len() - failures.len(), cases.len()).expect("standard output");
+    for failure in &failures {
+        writeln!(out, "  {failure}").expect("standard output");
+    }
+    drop(out);
+    assert!(!cases.is_empty(), "{} holds no cases", path.display());
+    assert!(failures.is_empty(), "{} of {} cases failed", failures.len(), cases.len());
+}
