@@ -39,6 +39,14 @@ pub enum Error {
         advice: &'static str,
     },
 
+    /// Ranks wait for each other in a circle.
+    #[error("{}; each waits for the next and the last for the first, so make these calls in one order on all ranks",
+        .circle.iter().map(ToString::to_string).collect::<Vec<_>>().join(", while "))]
+    Deadlock {
+        /// The calls of the ranks in the circle; each waits for the next, the last for the first.
+        circle: Vec<RankCall>,
+    },
+
     /// Another rank failed, so this rank's collective can never complete.
     #[error("{call} was abandoned because rank {rank} {reason}; fix rank {rank}, this rank only waited for it")]
     PeerFailed {

@@ -246,13 +246,9 @@ impl Hub {
     /// circle finds it, since everyone looks after writing down what it waits for.
     fn look_for_circle(&self, rank: usize) -> Result<()> {
         let waits = self.waits.lock();
-        let Some(next) = next_in_circle(&waits, rank, |wait| self.missing_for(wait)) else { return Ok(()) };
-        let call = |rank: usize| waits[rank].as_ref().expect("on a circle of waiting ranks").call.clone();
-        let error = Error::Mismatch {
-            first: call(rank),
-            second: call(next),
-            advice: "each waits for the other; every rank must make its calls in the same order",
-        };
+        let Some(circle) = shortest_circle(&waits, rank, |wait| self.missing_for(wait)) else { return Ok(()) };
+        let call = |rank: &usize| (*waits[*rank].as_ref().expect("on a circle of waiting ranks").call).clone();
+        let error = Error::Deadlock { circle: circle.iter().map(call).collect() };
         drop(waits);
         self.fail_all(error.clone());
         Err(error)
@@ -268,23 +264,25 @@ impl Hub {
     }
 }
 
-/// The rank after `start` on a circle of waiting ranks through it, if there is one.
-fn next_in_circle(waits: &[Option<Wait>], start: usize, missing: impl Fn(&Wait) -> Vec<usize>) -> Option<usize> {
-    // Depth first over "waits for"; `first` is the rank after `start` on the way to each one found.
-    let mut seen = vec![false; waits.len()];
-    let mut open: Vec<(usize, usize)> = Vec::new();
-    if let Some(wait) = &waits[start] {
-        open.extend(missing(wait).into_iter().map(|r| (r, r)));
-    }
-    while let Some((rank, first)) = open.pop() {
-        if rank == start {
-            return Some(first);
-        }
-        if std::mem::replace(&mut seen[rank], true) {
-            continue;
-        }
-        if let Some(wait) = &waits[rank] {
-            open.extend(missing(wait).into_iter().map(|r| (r, first)));
+/// The ranks on a shortest circle of waiting ranks through `start`, beginning with it, if there is one.
+fn shortest_circle(waits: &[Option<Wait>], start: usize, missing: impl Fn(&Wait) -> Vec<usize>) -> Option<Vec<usize>> {
+    // Breadth first over "waits for", remembering through whom each rank was found.
+    let mut found_through: Vec<Option<usize>> = vec![None; waits.len()];
+    let mut open = std::collections::VecDeque::from([start]);
+    while let Some(rank) = open.pop_front() {
+        for next in waits[rank].as_ref().map(&missing).unwrap_or_default() {
+            if next == start {
+                let mut circle = vec![rank];
+                while let Some(&before) = found_through[*circle.last().expect("not empty")].as_ref() {
+                    circle.push(before);
+                }
+                circle.reverse();
+                return Some(circle);
+            }
+            if found_through[next].is_none() {
+                found_through[next] = Some(rank);
+                open.push_back(next);
+            }
         }
     }
     None

@@ -80,6 +80,12 @@ impl Meeting {
         (0..self.ranks.len()).filter(late).map(|m| self.ranks[m]).collect()
     }
 
+    /// Number of entries that lie in the slots.
+    #[cfg(test)]
+    pub(super) fn posted(&self) -> usize {
+        self.slots.iter().flatten().filter(|slot| slot.lock().posted.is_some()).count()
+    }
+
     /// Begins a collective of member `me`. The same error again if an earlier wait of this member failed.
     pub(super) fn begin(&self, me: usize) -> Result<parking_lot::MutexGuard<'_, Turn>> {
         let turn = self.members[me].0.turn.lock();
