@@ -1,4 +1,40 @@
 //! Distributed tensors for Rust.
+//!
+//! A program written as if for one device runs on a mesh of ranks. What is here so far is the floor that this stands on:
+//!
+//! * [`Mesh`], [`Placement`] and [`Layout`]: which rank owns which part of a tensor, as pure arithmetic;
+//! * [`launch`], [`World`], [`Group`]: ranks as threads of one process, and the collectives they make together, which
+//!   never hang: whatever goes wrong on one rank is an [`Error`] on the others, naming ranks and places;
+//! * [`DeviceMesh`]: a mesh bound to a running world.
+//!
+//! Local tensors are those of [`candle_core`].
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use shardwise::prelude::*;
+//!
+//! // A 5x4 tensor, rows cut over two ranks: 3 rows and 2.
+//! let mesh = Mesh::new([("dp", 2)])?;
+//! let layout = Layout::new(&mesh, (5, 4), [Shard(0)])?;
+//!
+//! launch(2, move |world| {
+//!     let mine = Tensor::ones(layout.local_shape(world.rank()), DType::F32, &Device::Cpu)?;
+//!     let sizes: Vec<usize> = (0..2).map(|r| layout.local_shape(r)[0]).collect();
+//!     let whole = world.all_gather(&mine, 0, &sizes)?;
+//!     assert_eq!(whole.dims(), [5, 4]);
+//!     Ok(())
+//! })?;
+//! # Ok::<(), Error>(())
+//! ```
+//!
+//! # Threads
+//!
+//! [`launch`] gives every rank an equal share of the cores: parallel kernels of a rank run in a pool of that size. Candle
+//! has one more pool for large elementwise operations, whose size it reads from the variable `CANDLE_NUM_THREADS`; the
+//! first launch of more than one rank sets it, unless it is set already. A program in which foreign code reads the
+//! environment from other threads at that moment should set it itself.
+
+// The order of the modules is the architecture: each may use those above it, none below. A test holds it so.
 
 pub mod error;
 mod intern;
@@ -13,3 +49,11 @@ pub use error::{Error, Result};
 pub use layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 pub use mesh::Mesh;
 pub use placement::{Placement, ReduceOp};
+
+/// What most programs need, in one line: `use shardwise::prelude::*;`.
+pub mod prelude {
+    pub use crate::Placement::{Partial, Replicate, Shard};
+    pub use crate::{
+        DeviceMesh, Error, Group, Layout, Mesh, Placement, ReduceOp, Result, TensorMeta, ThreadWorld, World, launch,
+    };
+}

@@ -169,7 +169,7 @@ impl Case {
             },
             Fault::OtherReduction => match step.kind {
                 Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter => {
-                    step.run(group, DType::F32, 0, 0, ReduceOp::Max)?
+                    step.run(group, DType::F32, 0, 0, ReduceOp::Max)?;
                 }
                 _ => drop(group.all_reduce(&tensor, ReduceOp::Max)?),
             },

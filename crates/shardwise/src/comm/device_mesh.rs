@@ -63,8 +63,9 @@ impl DeviceMesh {
         self.mesh.coordinate(self.world.rank())
     }
 
-    /// The group through this rank along some axes, in row-major order of the axes as listed. Made when first asked
+    /// The group through this rank along some axes (one is usual), in row-major order of the axes as listed. Made when first asked
     /// for, then kept.
+    #[doc(alias = "get_group")]
     pub fn group(&self, axes: &[&str]) -> Result<Group> {
         let positions = axes.iter().map(|name| self.mesh.axis(name)).collect::<Result<Vec<_>>>()?;
         self.group_of(&positions)
@@ -86,6 +87,12 @@ impl DeviceMesh {
         let group = self.world.subgroup(&self.mesh.fibre(axes, self.world.rank()))?;
         self.groups.lock().insert(axes.to_vec(), group.clone());
         Ok(group)
+    }
+
+    /// The groups through this rank along every axis, outermost first.
+    #[doc(alias = "get_all_groups")]
+    pub fn all_groups(&self) -> Result<Vec<Group>> {
+        (0..self.mesh.ndim()).map(|axis| self.group_of(&[axis])).collect()
     }
 
     /// The same mesh with another group for some axes, such as one from another engine. It must have the ranks of the

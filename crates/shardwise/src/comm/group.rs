@@ -32,6 +32,7 @@ use crate::placement::ReduceOp;
 /// })?;
 /// # Ok::<(), shardwise::Error>(())
 /// ```
+#[doc(alias = "ProcessGroup")]
 #[derive(Clone)]
 pub struct Group {
     engine: Arc<dyn Communicator>,

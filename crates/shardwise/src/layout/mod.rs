@@ -76,7 +76,7 @@ static LAYOUTS: LazyLock<Interner<LayoutData>> = LazyLock::new(Interner::new);
 impl Layout {
     /// A layout in which several axes that cut one dimension do so in mesh order, outermost first.
     pub fn new(mesh: &Mesh, shape: impl Into<Shape>, placements: impl IntoIterator<Item = Placement>) -> Result<Self> {
-        Self::build(mesh, shape.into().into_dims(), placements.into_iter().collect(), &[])
+        Self::build(mesh, shape.into().into_dims(), &placements.into_iter().collect::<Vec<_>>(), &[])
     }
 
     /// A layout with an explicit order of the axes that cut a dimension: `(dimension, axes)`, the axis that cuts first
@@ -100,21 +100,16 @@ impl Layout {
             .iter()
             .map(|(dim, names)| Ok((*dim, names.iter().map(|n| mesh.axis(n)).collect::<Result<Vec<_>>>()?)))
             .collect::<Result<Vec<_>>>()?;
-        Self::build(mesh, shape.into().into_dims(), placements.into_iter().collect(), &order)
+        Self::build(mesh, shape.into().into_dims(), &placements.into_iter().collect::<Vec<_>>(), &order)
     }
 
     /// Every rank of the mesh holds the whole tensor.
     pub fn replicated(mesh: &Mesh, shape: impl Into<Shape>) -> Self {
         let placements = vec![Placement::Replicate; mesh.ndim()];
-        Self::build(mesh, shape.into().into_dims(), placements, &[]).expect("replication fits every mesh and shape")
+        Self::build(mesh, shape.into().into_dims(), &placements, &[]).expect("replication fits every mesh and shape")
     }
 
-    fn build(
-        mesh: &Mesh,
-        shape: Vec<usize>,
-        placements: Vec<Placement>,
-        order: &[(usize, Vec<usize>)],
-    ) -> Result<Self> {
+    fn build(mesh: &Mesh, shape: Vec<usize>, placements: &[Placement], order: &[(usize, Vec<usize>)]) -> Result<Self> {
         if placements.len() != mesh.ndim() {
             return Err(Error::invalid(
                 "placements",

@@ -128,7 +128,7 @@ impl Layout {
             }
             order.push((dim, axes));
         }
-        let ordered = Layout::build(self.mesh(), self.shape().to_vec(), placements, &order)?;
+        let ordered = Layout::build(self.mesh(), self.shape().to_vec(), &placements, &order)?;
         self.checked_same_ownership(ordered, "ordered")
     }
 

@@ -135,7 +135,7 @@ impl ThreadWorld {
         let program = Arc::new(program);
         let (report, reports) = channel();
         let mut results: Vec<Option<Result<T>>> = (0..self.ranks).map(|_| None).collect();
-        for rank in 0..self.ranks {
+        for (rank, result) in results.iter_mut().enumerate() {
             let (hub_of_rank, program, report) = (Arc::clone(&hub), Arc::clone(&program), report.clone());
             // A rank runs inside a pool of its own, so that parallel kernels stay within its share of the cores.
             let pool = rayon::ThreadPoolBuilder::new()
@@ -153,7 +153,7 @@ impl ThreadWorld {
                     let error = Error::other(error);
                     hub.fail(rank, format!("could not be started: {error}"));
                     hub.leave(rank);
-                    results[rank] = Some(Err(error));
+                    *result = Some(Err(error));
                 }
             }
         }

@@ -1,0 +1,33 @@
+//! The command as a user runs it.
+
+use std::process::{Command, Output};
+
+fn shardwise(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_shardwise")).args(arguments).output().expect("the command starts")
+}
+
+#[test]
+fn bench_collectives_prints_one_json_object_per_case() {
+    let output = shardwise(&["bench", "collectives", "--ranks", "1,2", "--mb", "2", "--json"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let rows: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
+    assert_eq!(rows.len(), 2 * 16);
+    for row in &rows {
+        assert!(row["case"].is_string() && row["ms"].as_f64().unwrap() > 0.0, "{row}");
+        assert!(row["world"].is_u64() && row["gbps"].is_f64() && row["memcpy_ms"].is_f64(), "{row}");
+    }
+    for case in ["64B all_reduce", "2MB all_gather", "1MB exchange_dims", "barrier"] {
+        assert!(rows.iter().any(|row| row["case"] == case), "{case} missing in {text}");
+    }
+}
+
+#[test]
+fn help_shows_examples_and_mistakes_are_explained() {
+    let help = String::from_utf8(shardwise(&["bench", "collectives", "--help"]).stdout).unwrap();
+    assert!(help.contains("Examples:") && help.contains("--ranks"), "{help}");
+    let output = shardwise(&["bench", "collectives", "--ranks", "0"]);
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && message.contains("launch at least one rank"), "{message}");
+    assert!(!shardwise(&["bench", "collectives", "--mb", "0"]).status.success());
+}
