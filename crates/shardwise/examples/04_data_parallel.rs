@@ -10,8 +10,8 @@ const FEATURES: usize = 5;
 const STEPS: usize = 200;
 
 fn main() -> Result<()> {
-    let alone = launch(1, train)?;
-    let together = launch(4, train)?;
+    let alone = launch(1, |world| train(&world))?;
+    let together = launch(4, |world| train(&world))?;
     println!("weights on 1 rank:  {alone:.4?}");
     println!("weights on 4 ranks: {together:.4?}");
     let difference = alone.iter().zip(&together).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
@@ -20,7 +20,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-fn train(world: World) -> Result<Vec<f64>> {
+fn train(world: &World) -> Result<Vec<f64>> {
     // Each rank takes its rows, as a layout cuts them.
     let mesh = world.mesh([("dp", world.size())])?;
     let layout = Layout::new(mesh.mesh(), (SAMPLES, FEATURES), [Shard(0)])?;
