@@ -47,6 +47,18 @@ pub enum Error {
         circle: Vec<RankCall>,
     },
 
+    /// Communication that the program did not ask for, where it allows none.
+    #[error(
+        "operator {operator} needs communication that was not asked for ({call}); redistribute its inputs first, \
+             or leave the scope that allows explicit communication only"
+    )]
+    Implicit {
+        /// The operator.
+        operator: &'static str,
+        /// What it would have communicated.
+        call: Box<RankCall>,
+    },
+
     /// Another rank failed, so this rank's collective can never complete.
     #[error("{call} was abandoned because rank {rank} {reason}; fix rank {rank}, this rank only waited for it")]
     PeerFailed {

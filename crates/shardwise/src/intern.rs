@@ -81,6 +81,8 @@ impl<T: Eq + Hash> Interner<T> {
         if let Some(found) = bucket.iter().filter_map(Weak::upgrade).find(|found| **found == value) {
             return Interned(found);
         }
+        // Dead entries of this bucket go now: values that come and go again and again must not pile up.
+        bucket.retain(|weak| weak.strong_count() > 0);
         let new = Arc::new(value);
         bucket.push(Arc::downgrade(&new));
         Interned(new)
@@ -101,6 +103,10 @@ mod tests {
             interner.intern(i.to_string());
         }
         assert!(interner.table.lock().by_hash.len() <= FIRST_SWEEP + 1);
+        for _ in 0..1000 {
+            interner.intern("again".to_string());
+        }
+        assert!(interner.table.lock().by_hash.values().all(|bucket| bucket.len() <= 2));
         assert!(a == interner.intern("a".to_string()));
     }
 }

@@ -41,19 +41,26 @@ mod intern;
 pub mod mesh;
 pub mod placement;
 pub mod layout;
+pub mod random;
 mod local;
 pub mod comm;
+pub mod redistribute;
+pub mod tensor;
 
-pub use comm::{DeviceMesh, Group, ThreadWorld, World, launch};
+pub use comm::{DeviceMesh, DryWorld, Group, ThreadWorld, World, explicit_communication_only, launch};
 pub use error::{Error, Result};
 pub use layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 pub use mesh::Mesh;
 pub use placement::{Placement, ReduceOp};
+pub use random::{Distribution, Generator};
+pub use tensor::DTensor;
 
 /// What most programs need, in one line: `use shardwise::prelude::*;`.
 pub mod prelude {
     pub use crate::Placement::{Partial, Replicate, Shard};
     pub use crate::{
-        DeviceMesh, Error, Group, Layout, Mesh, Placement, ReduceOp, Result, TensorMeta, ThreadWorld, World, launch,
+        DTensor, DeviceMesh, Distribution, Error, Group, Layout, Mesh, Placement, ReduceOp, Result, TensorMeta,
+        ThreadWorld, World, launch,
     };
+    pub use candle_core::DType;
 }

@@ -283,7 +283,8 @@ impl FromStr for Placement {
             "S" => match argument.split_once(';') {
                 None => dim(argument).map(Placement::Shard),
                 Some((d, sizes)) => {
-                    let sizes: Vec<usize> = sizes.split(',').map(size).collect::<Result<_>>()?;
+                    let sizes = sizes.split(',').filter(|_| !sizes.trim().is_empty());
+                    let sizes: Vec<usize> = sizes.map(size).collect::<Result<_>>()?;
                     Ok(Placement::ragged(dim(d)?, sizes))
                 }
             },
@@ -320,6 +321,7 @@ mod tests {
             Placement::Shard(-1),
             Placement::StridedShard { dim: 1, split_factor: 4 },
             Placement::ragged(0, [3, 0, 5]),
+            Placement::ragged(1, []),
         ];
         all.extend(ReduceOp::ALL.map(Placement::Partial));
         for placement in &all {
@@ -334,7 +336,7 @@ mod tests {
     #[test]
     fn unparsable_placements_are_refused_with_the_text() {
         for text in [
-            "", "X", "S", "S()", "S(a)", "S(0", "S0", "P(sums)", "SS(0)", "SS(0,-1)", "S(0;)", "S(0;1,x)", "R(0)",
+            "", "X", "S", "S()", "S(a)", "S(0", "S0", "P(sums)", "SS(0)", "SS(0,-1)", "S(0;,)", "S(0;1,x)", "R(0)",
             "(0)",
         ] {
             let message = text.parse::<Placement>().expect_err(text).to_string();

@@ -20,6 +20,13 @@ pub type Sizes = SmallVec<[usize; 8]>;
 pub enum Call {
     /// Wait for all.
     Barrier,
+    /// Find out whether every rank has the same numbers.
+    Agree {
+        /// What the numbers are.
+        what: &'static str,
+        /// The numbers.
+        values: SmallVec<[u64; 4]>,
+    },
     /// Every rank gets the reduction of all inputs.
     AllReduce {
         /// How inputs combine.
@@ -98,6 +105,7 @@ impl Call {
     pub fn name(&self) -> &'static str {
         match self {
             Call::Barrier => "barrier",
+            Call::Agree { .. } => "agree",
             Call::AllReduce { .. } => "all_reduce",
             Call::Reduce { .. } => "reduce",
             Call::AllGather { .. } => "all_gather",
@@ -123,7 +131,7 @@ impl Call {
             )),
         };
         match self {
-            Call::Barrier => count(0),
+            Call::Barrier | Call::Agree { .. } => count(0),
             Call::AllReduce { op } => count(1).and_then(|()| op.check(inputs[0].dtype())),
             Call::Reduce { op, root } => {
                 check_root(*root, size)?;
@@ -183,6 +191,72 @@ impl Call {
         }
     }
 
+    /// What rank `me` gets from the call, whose arguments are good.
+    pub fn outputs(&self, me: usize, inputs: &[Tensor]) -> Vec<TensorMeta> {
+        let like = |change: &dyn Fn(&mut Vec<usize>)| {
+            let mut shape = inputs[0].dims().to_vec();
+            change(&mut shape);
+            vec![TensorMeta { shape, dtype: inputs[0].dtype() }]
+        };
+        match self {
+            Call::Barrier | Call::Agree { .. } => Vec::new(),
+            Call::Reduce { root, .. } | Call::Gather { root, .. } if *root != me => Vec::new(),
+            Call::AllReduce { .. } | Call::Reduce { .. } => like(&|_| {}),
+            Call::AllGather { dim, sizes } | Call::Gather { dim, sizes, .. } => {
+                like(&|shape| shape[*dim] = sizes.iter().sum())
+            }
+            Call::ReduceScatter { dim, sizes, .. } => like(&|shape| shape[*dim] = sizes[me]),
+            Call::Scatter { whole, dim, sizes, .. } => {
+                let mut piece = whole.clone();
+                piece.shape[*dim] = sizes[me];
+                vec![piece]
+            }
+            Call::Broadcast { whole, .. } => vec![whole.clone()],
+            Call::ExchangeDims { from, from_sizes, to, to_sizes } => like(&|shape| {
+                shape[*from] = from_sizes.iter().sum();
+                shape[*to] = to_sizes[me];
+            }),
+            Call::AllToAll { expected } => expected.clone(),
+        }
+    }
+
+    /// Bytes that rank `me` of a group of `size` sends when the call is carried out with as few bytes as possible.
+    pub fn bytes_sent(&self, me: usize, size: usize, inputs: &[Tensor]) -> usize {
+        let bytes = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
+        let input = || inputs.first().map_or(0, bytes);
+        match self {
+            Call::Barrier | Call::Agree { .. } => 0,
+            Call::AllReduce { .. } => 2 * input() * (size - 1) / size,
+            Call::AllGather { .. } => input() * (size - 1),
+            Call::Gather { root, .. } | Call::Reduce { root, .. } => {
+                if me == *root {
+                    0
+                } else {
+                    input()
+                }
+            }
+            Call::Broadcast { root, .. } => {
+                if me == *root && size > 1 {
+                    input()
+                } else {
+                    0
+                }
+            }
+            Call::ReduceScatter { sizes, dim, .. } | Call::Scatter { sizes, dim, .. } => {
+                // everything but the own piece
+                inputs.first().map_or(0, |t| match t.dims()[*dim] {
+                    0 => 0,
+                    extent => bytes(t) / extent * (extent - sizes[me]),
+                })
+            }
+            Call::ExchangeDims { to, to_sizes, .. } => match inputs[0].dims()[*to] {
+                0 => 0,
+                extent => input() / extent * (extent - to_sizes[me]),
+            },
+            Call::AllToAll { .. } => inputs.iter().enumerate().filter(|(to, _)| *to != me).map(|(_, t)| bytes(t)).sum(),
+        }
+    }
+
     /// The call and its tensors in words, such as `all_reduce(sum) of f32 [4, 8]`.
     pub fn describe(&self, inputs: &[Tensor]) -> String {
         let mut text = self.to_string();
@@ -228,6 +302,17 @@ fn check_count(sizes: &[usize], size: usize) -> Result<()> {
 fn check_held(shape: &[usize], dim: usize, sizes: &[usize], me: usize, size: usize) -> Result<()> {
     check_dim(shape, dim)?;
     check_count(sizes, size)?;
+    let joined = sizes.iter().try_fold(0usize, |sum, &s| sum.checked_add(s));
+    let mut rest = shape.iter().enumerate().filter(|(d, _)| *d != dim).map(|(_, &n)| n);
+    let elements = joined.and_then(|joined| rest.try_fold(joined, |count, n| count.checked_mul(n)));
+    if elements.is_none_or(|count| count > isize::MAX as usize / 8) {
+        return Err(Error::invalid(
+            "sizes",
+            format!("{sizes:?} along dimension {dim} of {shape:?}"),
+            "a result that memory can address",
+            "check the sizes for overflow",
+        ));
+    }
     if shape[dim] == sizes[me] {
         return Ok(());
     }
@@ -277,6 +362,7 @@ impl fmt::Display for Call {
         let name = self.name();
         match self {
             Call::Barrier => f.write_str(name),
+            Call::Agree { what, values } => write!(f, "{name}({what} {values:?})"),
             Call::AllReduce { op } => write!(f, "{name}({op})"),
             Call::Reduce { op, root } => write!(f, "{name}({op}, root {root})"),
             Call::AllGather { dim, sizes } => write!(f, "{name}(dim {dim}, sizes {sizes:?})"),

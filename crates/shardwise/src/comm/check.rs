@@ -79,6 +79,9 @@ fn agree(a: &Entry, b: &Entry) -> bool {
             same_type() && x.len() == y.len() && (0..x.len()).all(|d| d == *dim || x[d] == y[d])
         }
         // Nothing beyond the call itself: the tensor is the root's alone and is part of the call.
-        (Call::Barrier | Call::Broadcast { .. } | Call::Scatter { .. } | Call::AllToAll { .. }, _) => true,
+        (
+            Call::Barrier | Call::Agree { .. } | Call::Broadcast { .. } | Call::Scatter { .. } | Call::AllToAll { .. },
+            _,
+        ) => true,
     }
 }

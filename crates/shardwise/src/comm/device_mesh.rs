@@ -10,7 +10,8 @@ use parking_lot::Mutex;
 
 use super::{Group, World};
 use crate::error::{Error, Result};
-use crate::mesh::{Axes, Mesh};
+use crate::mesh::{Axes, Link, Links, Mesh};
+use crate::random::Generator;
 
 /// A [`Mesh`] whose ranks are those of a running program, seen from one of them.
 ///
@@ -22,6 +23,8 @@ pub struct DeviceMesh {
     world: World,
     /// Groups by the axes they span, made when first asked for.
     groups: Arc<Mutex<HashMap<Vec<usize>, Group>>>,
+    links: Links,
+    generator: Generator,
 }
 
 thread_local! {
@@ -39,7 +42,8 @@ impl DeviceMesh {
                 "launch more ranks or make the mesh smaller",
             ));
         }
-        Ok(DeviceMesh { mesh, world: world.clone(), groups: Arc::default() })
+        let links = Links::uniform(mesh.ndim(), Link::THREADS);
+        Ok(DeviceMesh { mesh, world: world.clone(), groups: Arc::default(), links, generator: Generator::new(0) })
     }
 
     /// A mesh of one axis over the ranks of a group, which serves as the group of that axis.
@@ -67,12 +71,11 @@ impl DeviceMesh {
     /// for, then kept.
     #[doc(alias = "get_group")]
     pub fn group(&self, axes: &[&str]) -> Result<Group> {
-        let positions = axes.iter().map(|name| self.mesh.axis(name)).collect::<Result<Vec<_>>>()?;
-        self.group_of(&positions)
+        self.group_of(&self.mesh.axis_positions(axes)?)
     }
 
     /// As [`group`](Self::group), with axes by position.
-    pub fn group_of(&self, axes: &[usize]) -> Result<Group> {
+    pub(crate) fn group_of(&self, axes: &[usize]) -> Result<Group> {
         if let Some(group) = self.groups.lock().get(axes) {
             return Ok(group.clone());
         }
@@ -98,7 +101,7 @@ impl DeviceMesh {
     /// The same mesh with another group for some axes, such as one from another engine. It must have the ranks of the
     /// group that it replaces.
     pub fn with_group(&self, axes: &[&str], group: &Group) -> Result<Self> {
-        let positions = axes.iter().map(|name| self.mesh.axis(name)).collect::<Result<Vec<_>>>()?;
+        let positions = self.mesh.axis_positions(axes)?;
         let ranks = self.mesh.fibre(&positions, self.world.rank());
         if group.ranks() != ranks {
             return Err(Error::invalid(
@@ -111,6 +114,39 @@ impl DeviceMesh {
         let mut groups = self.groups.lock().clone();
         groups.insert(positions, group.clone());
         Ok(DeviceMesh { groups: Arc::new(Mutex::new(groups)), ..self.clone() })
+    }
+
+    /// The same mesh with other connections along its axes, for the planner of redistributions: one link per axis.
+    pub fn with_links(&self, links: &[Link]) -> Result<Self> {
+        if links.len() != self.mesh.ndim() {
+            return Err(Error::invalid(
+                "links",
+                format!("{} link(s) for mesh {}", links.len(), self.mesh),
+                format!("{}, one per axis", self.mesh.ndim()),
+                "list the axes outermost first",
+            ));
+        }
+        let groups = Arc::new(Mutex::new(self.groups.lock().clone()));
+        Ok(DeviceMesh { links: Links::new(links)?, groups, ..self.clone() })
+    }
+
+    /// A number that two meshes have in common only if they share groups and links, while either lives.
+    pub(crate) fn identity(&self) -> usize {
+        Arc::as_ptr(&self.groups) as usize
+    }
+
+    pub(crate) fn links(&self) -> &Links {
+        &self.links
+    }
+
+    /// The generator that random tensors on this mesh draw from; clones of the mesh share it.
+    pub fn generator(&self) -> &Generator {
+        &self.generator
+    }
+
+    /// Begins the generator of this mesh anew. Every rank must do the same, or the next draw is an error.
+    pub fn manual_seed(&self, seed: u64) {
+        self.generator.manual_seed(seed);
     }
 
     /// The submesh spanned by some axes, in any order, that passes through this rank. See [`Mesh::slice`].

@@ -20,6 +20,10 @@ use crate::placement::ReduceOp;
 ///
 /// Ranks and roots in arguments count within the group. One thread of a rank makes its calls.
 ///
+/// Tensors are taken as immutable, as candle's are: a result may share memory with what another rank passed in, and is
+/// cut off from any graph of candle's own gradients. Variables (`candle_core::Var`) are copied where that matters, so
+/// that `var.set(&group.all_reduce(&var, op)?)` is safe; other tensors must not be changed in place.
+///
 /// ```
 /// # use shardwise::{launch, ReduceOp};
 /// use candle_core::{Device, Tensor};
@@ -68,6 +72,18 @@ impl Group {
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
         self.engine.run(&Call::Barrier, &[], Location::caller()).map(drop)
+    }
+
+    /// An error on every rank unless all have the same numbers; `what` says in the error what they are.
+    ///
+    /// ```
+    /// # use shardwise::launch;
+    /// let error = launch(2, |world| world.agree("step", &[world.rank() as u64]));
+    /// assert!(error.unwrap_err().to_string().contains("agree(step [1])"));
+    /// ```
+    #[track_caller]
+    pub fn agree(&self, what: &'static str, values: &[u64]) -> Result<()> {
+        self.engine.run(&Call::Agree { what, values: values.into() }, &[], Location::caller()).map(drop)
     }
 
     /// Every rank gets the reduction of all tensors, which have one shape.
@@ -209,13 +225,13 @@ impl Group {
     /// ```
     #[track_caller]
     pub fn split(&self, color: Option<usize>, key: i64) -> Result<Option<Group>> {
-        let mine = [color.map_or(-1, |c| c as i64), key];
+        let mine = [i64::from(color.is_some()), color.unwrap_or(0) as i64, key];
         let call = Call::AllGather { dim: 0, sizes: std::iter::repeat_n(1, self.size()).collect() };
         let mine = Tensor::new(&[mine], &Device::Cpu)?;
         let all: Vec<Vec<i64>> = self.single(&call, Some(&mine), Location::caller())?.to_vec2()?;
         let Some(color) = color else { return Ok(None) };
-        let mut members: Vec<usize> = (0..self.size()).filter(|&r| all[r][0] == color as i64).collect();
-        members.sort_by_key(|&r| (all[r][1], r));
+        let mut members: Vec<usize> = (0..self.size()).filter(|&r| all[r][..2] == [1, color as i64]).collect();
+        members.sort_by_key(|&r| (all[r][2], r));
         let ranks: Vec<usize> = members.iter().map(|&r| self.ranks()[r]).collect();
         self.subgroup(&ranks).map(Some)
     }
@@ -223,8 +239,10 @@ impl Group {
     /// The group of some ranks of this world, given as global ranks in the order that the group shall have; this rank
     /// must be one of them. Nothing is communicated: every member asks for the same group by itself.
     pub fn subgroup(&self, ranks: &[usize]) -> Result<Group> {
-        let repeated = (1..ranks.len()).find(|&i| ranks[..i].contains(&ranks[i]));
-        if repeated.is_some() || !ranks.contains(&self.global_rank()) {
+        let mut sorted = ranks.to_vec();
+        sorted.sort_unstable();
+        let repeated = sorted.windows(2).any(|pair| pair[0] == pair[1]);
+        if repeated || !ranks.contains(&self.global_rank()) {
             return Err(Error::invalid(
                 "group",
                 format!("ranks {ranks:?} asked for by rank {}", self.global_rank()),
@@ -238,6 +256,16 @@ impl Group {
     /// Brings every pending and later collective of the world to an error that carries `reason`, on all ranks.
     pub fn abort(&self, reason: &str) {
         self.engine.abort(reason);
+    }
+
+    /// Whether this is a dry run: tensors are placeholders without data.
+    pub fn is_dry(&self) -> bool {
+        self.engine.is_dry()
+    }
+
+    /// Carries out a call that is put together elsewhere.
+    pub(crate) fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
+        self.engine.run(call, inputs, site)
     }
 
     fn single(&self, call: &Call, input: Option<&Tensor>, site: Site) -> Result<Tensor> {

@@ -7,14 +7,22 @@
 mod call;
 mod check;
 mod device_mesh;
+mod dry;
 mod group;
+mod memory;
 pub mod threads;
+mod trace;
 mod world;
 
 pub use call::{Call, Sizes};
 pub use device_mesh::DeviceMesh;
+pub use dry::{DryRun, DryWorld};
 pub use group::Group;
+pub(crate) use memory::Charge;
+pub use memory::Memory;
 pub use threads::{ThreadWorld, launch};
+pub(crate) use trace::implicitly;
+pub use trace::{Record, Report, Total, Trace, explicit_communication_only, operator};
 pub use world::World;
 
 use std::sync::Arc;
@@ -49,4 +57,9 @@ pub trait Communicator: Send + Sync {
 
     /// Brings every pending and later collective of this world to an error that carries `reason`.
     fn abort(&self, reason: &str);
+
+    /// Whether tensors are placeholders without data, because only shapes are wanted.
+    fn is_dry(&self) -> bool {
+        false
+    }
 }

@@ -1,19 +1,38 @@
 //! The world: all ranks of a program.
 
 use std::ops::Deref;
+use std::sync::Arc;
 
-use super::{DeviceMesh, Group};
+use super::trace::Traced;
+use super::{Communicator, DeviceMesh, Group, Memory, Trace};
 use crate::error::Result;
 use crate::mesh::{Axes, Mesh};
 
-/// All ranks of a program, seen from one of them: a [`Group`] that can make meshes.
+/// All ranks of a program, seen from one of them: a [`Group`] that can make meshes and that keeps a record of what the
+/// rank communicates and how much memory its tensors take.
 #[derive(Clone, Debug)]
-pub struct World(Group);
+pub struct World {
+    all: Group,
+    trace: Trace,
+    memory: Memory,
+}
 
 impl World {
-    /// Wraps the group of all ranks, as an engine provides it.
-    pub fn new(all: Group) -> Self {
-        World(all)
+    /// Wraps an engine's end of the group of all ranks.
+    pub fn new(engine: Arc<dyn Communicator>) -> Self {
+        let trace = Trace::default();
+        let all = Group::new(Arc::new(Traced::new(engine, trace.clone())));
+        World { all, trace, memory: Memory::default() }
+    }
+
+    /// What this rank has communicated.
+    pub fn trace(&self) -> &Trace {
+        &self.trace
+    }
+
+    /// How much memory the local tensors of this rank's distributed tensors take.
+    pub fn memory(&self) -> &Memory {
+        &self.memory
     }
 
     /// A mesh over the first ranks of the world. Nothing is communicated: every rank makes it by itself.
@@ -41,6 +60,6 @@ impl World {
 impl Deref for World {
     type Target = Group;
     fn deref(&self) -> &Group {
-        &self.0
+        &self.all
     }
 }

@@ -19,7 +19,7 @@ impl TensorBox {
 
     /// Number of elements.
     pub fn volume(&self) -> usize {
-        self.sizes.iter().product()
+        self.sizes.iter().fold(1, |volume, &n| volume.saturating_mul(n))
     }
 
     /// The elements in both boxes, `None` if there are none.
@@ -32,9 +32,12 @@ impl TensorBox {
     /// ```
     pub fn intersect(&self, other: &TensorBox) -> Option<TensorBox> {
         let mut both = TensorBox { offsets: Vec::new(), sizes: Vec::new() };
-        for dim in 0..self.offsets.len() {
+        let ends =
+            |b: &TensorBox| b.offsets.iter().zip(&b.sizes).map(|(o, s)| o.saturating_add(*s)).collect::<Vec<_>>();
+        let (ends, other_ends) = (ends(self), ends(other));
+        for dim in 0..ends.len().min(other_ends.len()) {
             let start = self.offsets[dim].max(other.offsets[dim]);
-            let end = (self.offsets[dim] + self.sizes[dim]).min(other.offsets[dim] + other.sizes[dim]);
+            let end = ends[dim].min(other_ends[dim]);
             if start >= end {
                 return None;
             }

@@ -66,7 +66,9 @@ impl Runs {
             Placement::Replicate | Placement::Partial(_) => return self.clone(),
             Placement::Shard(_) => self.take(chunk(n, k, i), &mut out),
             Placement::StridedShard { split_factor, .. } => {
-                for group in (0..*split_factor).map(|g| chunk(n, *split_factor, g)) {
+                // All groups behind an empty one are empty too.
+                let groups = (0..*split_factor).map(|g| chunk(n, *split_factor, g)).take_while(|g| !g.is_empty());
+                for group in groups {
                     let piece = chunk(group.len(), k, i);
                     self.take(group.start + piece.start..group.start + piece.end, &mut out);
                 }

@@ -34,12 +34,12 @@ impl TensorMeta {
 
     /// Number of elements.
     pub fn elem_count(&self) -> usize {
-        self.shape.iter().product()
+        self.shape.iter().fold(1, |count, &n| count.saturating_mul(n))
     }
 
     /// Size in bytes.
     pub fn bytes(&self) -> usize {
-        self.elem_count() * self.dtype.size_in_bytes()
+        self.elem_count().saturating_mul(self.dtype.size_in_bytes())
     }
 }
 
@@ -70,6 +70,9 @@ struct LayoutData {
     /// Per tensor dimension the mesh axes that cut it, in order of application.
     cuts: Vec<Vec<usize>>,
 }
+
+/// The largest element that a tensor can have.
+const MAX_ELEMENT_BYTES: usize = 8;
 
 static LAYOUTS: LazyLock<Interner<LayoutData>> = LazyLock::new(Interner::new);
 
@@ -106,7 +109,18 @@ impl Layout {
     /// Every rank of the mesh holds the whole tensor.
     pub fn replicated(mesh: &Mesh, shape: impl Into<Shape>) -> Self {
         let placements = vec![Placement::Replicate; mesh.ndim()];
-        Self::build(mesh, shape.into().into_dims(), &placements, &[]).expect("replication fits every mesh and shape")
+        Self::build(mesh, shape.into().into_dims(), &placements, &[]).expect("replication fits every mesh and tensor")
+    }
+
+    /// A layout from placements and, per tensor dimension, the axes that cut it in order.
+    pub(crate) fn from_cuts(
+        mesh: &Mesh,
+        shape: &[usize],
+        placements: &[Placement],
+        cuts: &[Vec<usize>],
+    ) -> Result<Self> {
+        let order: Vec<(usize, Vec<usize>)> = cuts.iter().cloned().enumerate().collect();
+        Self::build(mesh, shape.to_vec(), placements, &order)
     }
 
     fn build(mesh: &Mesh, shape: Vec<usize>, placements: &[Placement], order: &[(usize, Vec<usize>)]) -> Result<Self> {
@@ -116,6 +130,16 @@ impl Layout {
                 format!("{} placement(s) for mesh {mesh}", placements.len()),
                 format!("{}, one per mesh axis", mesh.ndim()),
                 "use R for axes that do not matter",
+            ));
+        }
+        // Sizes of empty tensors are bounded too, so that no arithmetic on them can overflow.
+        let bounded = shape.iter().try_fold(1usize, |count, &n| count.checked_mul(n.max(1)));
+        if bounded.is_none_or(|count| count > isize::MAX as usize / MAX_ELEMENT_BYTES) {
+            return Err(Error::invalid(
+                "shape",
+                format!("{shape:?}"),
+                "a tensor that memory can address",
+                "check the sizes for overflow",
             ));
         }
         let mut placements =
@@ -147,6 +171,9 @@ impl Layout {
     }
 
     /// The mesh axes that cut a tensor dimension, the one that cuts first first.
+    ///
+    /// # Panics
+    /// If the tensor has no such dimension.
     pub fn shard_order(&self, dim: usize) -> &[usize] {
         &self.0.cuts[dim]
     }
@@ -181,12 +208,15 @@ impl Layout {
     }
 
     /// The global indices along `dim` that `rank` holds, in local order; nothing for a rank outside the mesh.
+    ///
+    /// # Panics
+    /// If the tensor has no such dimension.
     pub fn global_indices(&self, rank: usize, dim: usize) -> Vec<usize> {
         self.mesh().coordinate(rank).map_or(Vec::new(), |c| self.owned(dim, &c).iter().flatten().collect())
     }
 
     /// The indices along `dim` at a mesh coordinate.
-    fn owned(&self, dim: usize, coordinate: &[usize]) -> Runs {
+    pub(crate) fn owned(&self, dim: usize, coordinate: &[usize]) -> Runs {
         owned(self.mesh(), self.shape()[dim], self.placements(), &self.0.cuts[dim], coordinate)
     }
 }
@@ -214,7 +244,7 @@ fn canonical(mesh: &Mesh, n: usize, placements: &[Placement], before: &[usize], 
             "a factor of at least 1",
             "use S(dim) for a plain shard",
         )),
-        Placement::StridedShard { dim, split_factor: 1 } => Ok(Placement::Shard(*dim)),
+        Placement::StridedShard { dim, split_factor } if *split_factor == 1 || k == 1 => Ok(Placement::Shard(*dim)),
         Placement::Ragged { dim, sizes } => {
             let combinations: usize = before.iter().map(|&a| mesh.shape()[a]).product();
             if sizes.len() != k && sizes.len() != combinations * k {

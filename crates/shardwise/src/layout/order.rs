@@ -109,6 +109,11 @@ impl Layout {
         let mut placements = self.placements().to_vec();
         let mut order = Vec::new();
         for dim in 0..self.shape().len() {
+            let strided = |&a: &usize| matches!(self.placements()[a], Placement::StridedShard { .. });
+            if !self.shard_order(dim).iter().any(strided) {
+                order.push((dim, self.shard_order(dim).to_vec()));
+                continue;
+            }
             let mut axes: Vec<usize> = Vec::new();
             let mut in_mesh_order = self.shard_order(dim).to_vec();
             in_mesh_order.sort_unstable();

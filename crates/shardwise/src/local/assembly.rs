@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::copy::copy_block;
 use super::{check_dtype, with_first_element, with_type};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
 
 /// A contiguous tensor whose memory is allocated but not yet filled.
@@ -33,13 +33,16 @@ impl Assembly {
         check_dtype(meta.dtype)?;
         let count = meta.elem_count();
         let (first, storage) = with_type!(meta.dtype, T => {
-            let mut buffer: Vec<T> = Vec::with_capacity(count);
+            let mut buffer: Vec<T> = Vec::new();
+            buffer.try_reserve_exact(count).map_err(|_| {
+                Error::invalid("tensor", &meta, "memory for it", "use smaller tensors or more ranks")
+            })?;
             ask_for_large_pages(buffer.as_mut_ptr().cast(), count * size_of::<T>());
             (buffer.as_mut_ptr().cast(), T::to_cpu_storage_owned(buffer))
         }, otherwise unreachable!("checked above"));
-        let mut strides = vec![1; meta.shape.len()];
+        let mut strides = vec![1usize; meta.shape.len()];
         for dim in (1..strides.len()).rev() {
-            strides[dim - 1] = strides[dim] * meta.shape[dim];
+            strides[dim - 1] = strides[dim].saturating_mul(meta.shape[dim]);
         }
         Ok(Assembly { meta, strides, first, storage: Mutex::new(Some(storage)), finished: OnceLock::new() })
     }
@@ -50,6 +53,9 @@ impl Assembly {
     /// The block has this tensor's element type, is on the CPU and fits at `offsets`; no other thread writes to the
     /// same place; [`finish`](Self::finish) is called later.
     pub(crate) unsafe fn paste(&self, block: &Tensor, offsets: &[usize]) {
+        if block.elem_count() == 0 {
+            return;
+        }
         let elem = self.meta.dtype.size_in_bytes();
         let start: usize = offsets.iter().zip(&self.strides).map(|(o, s)| o * s).sum();
         with_first_element(block, |src, src_strides| {

@@ -8,9 +8,10 @@ mod reduce;
 pub(crate) use assembly::{Assembly, concat, dense};
 pub(crate) use reduce::{Reducible, reduce_block};
 
-use candle_core::{CpuStorage, DType, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 
 use crate::error::{Error, Result};
+use crate::layout::TensorMeta;
 
 /// Runs `$body` with `$T` standing for the Rust type of `$dtype`; types whose elements are not whole bytes in memory
 /// evaluate to `$otherwise`.
@@ -80,6 +81,11 @@ pub(crate) fn check_dtype(dtype: DType) -> Result<()> {
         "f64, f32, f16, bf16, i64, i32, i16, u32 or u8",
         "convert the tensor first",
     )))
+}
+
+/// A tensor of any size in the memory of one element, for dry runs.
+pub(crate) fn placeholder(meta: &TensorMeta) -> Result<Tensor> {
+    Ok(Tensor::zeros((), meta.dtype, &Device::Cpu)?.broadcast_as(meta.shape.as_slice())?)
 }
 
 /// Runs `body` with the address of the tensor's first element and its strides. The tensor must be on the CPU.

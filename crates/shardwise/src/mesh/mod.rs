@@ -1,6 +1,10 @@
 //! Device meshes: an n-dimensional array of ranks with named axes. Pure arithmetic, no communication.
 
+mod links;
 mod text;
+
+pub use links::Link;
+pub(crate) use links::Links;
 
 use std::collections::HashMap;
 use std::sync::{LazyLock, OnceLock};
@@ -251,7 +255,7 @@ impl Mesh {
 
     /// Global ranks of the group through `rank` along some axes (by position), in row-major order of those axes as
     /// listed.
-    pub fn fibre(&self, axes: &[usize], rank: usize) -> Vec<usize> {
+    pub(crate) fn fibre(&self, axes: &[usize], rank: usize) -> Vec<usize> {
         let mut coordinate = self.coordinate(rank).unwrap_or_else(|| vec![0; self.ndim()]);
         let count = axes.iter().map(|&a| self.shape()[a]).product();
         let mut ranks = Vec::with_capacity(count);
@@ -366,7 +370,7 @@ impl Mesh {
     }
 
     /// Positions of named axes; names must be distinct and at least one.
-    fn axis_positions<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>) -> Result<Vec<usize>> {
+    pub(crate) fn axis_positions<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>) -> Result<Vec<usize>> {
         let axes = names.into_iter().map(|n| self.axis(n.as_ref())).collect::<Result<Vec<_>>>()?;
         let repeated = (1..axes.len()).find(|&i| axes[..i].contains(&axes[i]));
         if axes.is_empty() || repeated.is_some() {

@@ -39,11 +39,18 @@ pub(super) fn prepare(entry: &mut Entry, me: usize, size: usize) -> Option<Assem
 fn prepare_inputs(entry: &mut Entry) -> Result<()> {
     let reduces = matches!(entry.call, Call::AllReduce { .. } | Call::Reduce { .. } | Call::ReduceScatter { .. });
     for input in &mut entry.inputs {
+        *input = posted(input)?;
         if reduces || input.elem_count() == 0 {
             *input = dense(input)?;
         }
     }
     Ok(())
+}
+
+/// The tensor as other ranks may see it: without its place in a graph of gradients, and without a variable's memory,
+/// which its owner may overwrite while others still read.
+pub(super) fn posted(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.is_variable() { Ok(tensor.copy()?.detach()) } else { Ok(tensor.detach()) }
 }
 
 fn prepare_output(entry: &Entry, me: usize, size: usize) -> Result<Option<Assembly>> {
@@ -67,7 +74,7 @@ pub(super) fn carry_out(all: &[Arc<Posted>], me: usize, pass: impl FnOnce() -> R
     let inputs = || (0..all.len()).map(input).collect::<Vec<_>>();
     let only = |tensor: Result<Tensor>| tensor.map(|t| vec![t]);
     match &all[me].entry.call {
-        Call::Barrier => Ok(Vec::new()),
+        Call::Barrier | Call::Agree { .. } => Ok(Vec::new()),
         Call::AllReduce { op } => only(all_reduce(&inputs(), *op, me, shared, pass)),
         Call::Reduce { op, root } if shared.is_some() || me == *root => {
             let reduced = all_reduce(&inputs(), *op, me, shared, pass)?;

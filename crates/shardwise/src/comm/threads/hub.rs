@@ -215,22 +215,30 @@ impl Hub {
         call: &RankCall,
     ) -> Result<()> {
         let state = &self.ranks[rank];
-        let until = Instant::now() + self.deadline;
+        // A deadline beyond what the clock can say is none.
+        let until = Instant::now().checked_add(self.deadline);
         let mut guard = state.lock.lock();
         state.sleepers.fetch_add(1, SeqCst);
         let result = loop {
             if ready() {
                 break Ok(());
             }
+            // In this order: a rank fails before it leaves, and it may come to the meeting before it leaves.
+            let gone: Vec<usize> = (0..self.size()).filter(|&r| self.has_left(r)).collect();
             if let Some(error) = self.failure_for(|| Box::new(call.clone())) {
                 break Err(error);
             }
-            // First whether it has left, then whether it is missing: a rank may come and leave in between.
-            let gone: Vec<usize> = (0..self.size()).filter(|&r| self.has_left(r)).collect();
             if let Some(gone) = missing().into_iter().find(|r| gone.contains(r)) {
                 break Err(Error::PeerLeft { rank: gone, call: Box::new(call.clone()) });
             }
-            if state.wake.wait_until(&mut guard, until).timed_out() && !ready() {
+            let timed_out = match until {
+                Some(until) => state.wake.wait_until(&mut guard, until).timed_out(),
+                None => {
+                    state.wake.wait(&mut guard);
+                    false
+                }
+            };
+            if timed_out && !ready() {
                 break Err(Error::Timeout { call: Box::new(call.clone()), waited: self.deadline, missing: missing() });
             }
         };
@@ -246,12 +254,18 @@ impl Hub {
     /// circle finds it, since everyone looks after writing down what it waits for.
     fn look_for_circle(&self, rank: usize) -> Result<()> {
         let waits = self.waits.lock();
-        let Some(circle) = shortest_circle(&waits, rank, |wait| self.missing_for(wait)) else { return Ok(()) };
+        // A wait for a rank that has left ends by itself, so it is no part of a circle.
+        let edges = |wait: &Wait| {
+            let missing = self.missing_for(wait);
+            if missing.iter().any(|&r| self.has_left(r)) { Vec::new() } else { missing }
+        };
+        let Some(circle) = shortest_circle(&waits, rank, edges) else { return Ok(()) };
         let call = |rank: &usize| (*waits[*rank].as_ref().expect("on a circle of waiting ranks").call).clone();
         let error = Error::Deadlock { circle: circle.iter().map(call).collect() };
         drop(waits);
         self.fail_all(error.clone());
-        Err(error)
+        // Another failure may have come first; then that is what everybody hears.
+        Err(self.failure_for(|| self.waits.lock()[rank].as_ref().expect("still waiting").call.clone()).unwrap_or(error))
     }
 
     /// The ranks that a waiting rank waits for.

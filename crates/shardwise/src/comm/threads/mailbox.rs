@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 
-use crate::error::{Error, Site};
+use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
 
 /// Who sends to whom, in which group and with which tag.
@@ -18,16 +18,22 @@ pub(super) struct Envelope {
     pub(super) tag: u64,
 }
 
+/// What was sent: a tensor, or why the tensor was refused, so that the receiver does not wait for it.
+pub(super) struct Message {
+    pub(super) content: Result<Tensor>,
+    pub(super) site: Site,
+}
+
 #[derive(Default)]
 pub(super) struct Mailbox {
     /// Number of messages ever posted: lets a waiting rank see cheaply whether looking again is worth it.
     posted: AtomicU64,
-    messages: Mutex<HashMap<Envelope, VecDeque<(Tensor, Site)>>>,
+    messages: Mutex<HashMap<Envelope, VecDeque<Message>>>,
 }
 
 impl Mailbox {
-    pub(super) fn post(&self, envelope: Envelope, tensor: Tensor, site: Site) {
-        self.messages.lock().entry(envelope).or_default().push_back((tensor, site));
+    pub(super) fn post(&self, envelope: Envelope, message: Message) {
+        self.messages.lock().entry(envelope).or_default().push_back(message);
         self.posted.fetch_add(1, SeqCst);
     }
 
@@ -39,7 +45,7 @@ impl Mailbox {
         self.messages.lock().contains_key(envelope)
     }
 
-    pub(super) fn take(&self, envelope: &Envelope) -> Option<(Tensor, Site)> {
+    pub(super) fn take(&self, envelope: &Envelope) -> Option<Message> {
         let mut messages = self.messages.lock();
         let queue = messages.get_mut(envelope)?;
         let message = queue.pop_front();
@@ -53,8 +59,11 @@ impl Mailbox {
     pub(super) fn unreceived(&self) -> Option<(usize, Error)> {
         let messages = self.messages.lock();
         let (envelope, queue) = messages.iter().min_by_key(|(e, _)| (e.from, e.to, e.tag))?;
-        let (tensor, site) = queue.front()?;
-        let what = TensorMeta::new(tensor.dims(), tensor.dtype()).to_string();
+        let Message { content, site } = queue.front()?;
+        let what = match content {
+            Ok(tensor) => TensorMeta::new(tensor.dims(), tensor.dtype()).to_string(),
+            Err(_) => "a tensor that was refused".to_string(),
+        };
         Some((envelope.from, Error::Unreceived { from: envelope.from, to: envelope.to, what, site }))
     }
 }

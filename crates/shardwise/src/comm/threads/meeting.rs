@@ -107,7 +107,13 @@ impl Meeting {
         let slots = &self.slots[(turn.collectives % 2) as usize];
         *slots[me].lock() = Slot { posted: Some(Arc::clone(&posted)), readers: 0 };
         turn.collectives += 1;
-        self.pass(hub, me, turn, &|| posted.entry.describe(&self.ranks, me))?;
+        if let Err(error) = self.pass(hub, me, turn, &|| posted.entry.describe(&self.ranks, me)) {
+            if matches!(error, Error::PeerLeft { .. }) {
+                // Nobody can complete this meeting, so nobody will read the entry.
+                *slots[me].lock() = Slot::default();
+            }
+            return Err(error);
+        }
         // Begin at the own slot, so that ranks do not queue for the same one.
         let size = self.ranks.len();
         let mut all: Vec<Arc<Posted>> = (me..me + size).map(|m| slots[m % size].lock().read(size)).collect();

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use super::collectives;
+use super::collectives::{self, posted};
 use super::hub::{Hub, Reason, Wait};
-use super::mailbox::Envelope;
+use super::mailbox::{Envelope, Message};
 use super::meeting::{Meeting, Posted};
 use crate::comm::check::{Entry, check_agreement};
 use crate::comm::{Call, Communicator};
@@ -73,19 +73,21 @@ impl Communicator for Member {
     }
 
     fn send(&self, tensor: &Tensor, to: usize, tag: u64, site: Site) -> Result<()> {
-        check_served(tensor)?;
         let envelope = self.envelope(to, tag, false)?;
         let describe = || self.describe(format!("send(to {}, tag {tag}) of {}", envelope.to, meta(tensor)), site);
+        let to = envelope.to;
+        let gone = self.hub.has_left(to);
         if let Some(error) = self.hub.failure_for(describe) {
             return Err(error);
         }
-        let to = envelope.to;
-        if self.hub.has_left(to) {
+        if gone {
             return Err(Error::PeerLeft { rank: to, call: describe() });
         }
-        self.hub.mailbox.post(envelope, tensor.clone(), site);
+        let content = check_served(tensor).and_then(|()| posted(tensor));
+        let refused = content.as_ref().err().cloned();
+        self.hub.mailbox.post(envelope, Message { content, site });
         self.hub.wake(to);
-        Ok(())
+        refused.map_or(Ok(()), Err)
     }
 
     fn recv(&self, expected: &TensorMeta, from: usize, tag: u64, site: Site) -> Result<Tensor> {
@@ -107,7 +109,12 @@ impl Communicator for Member {
                 || Wait { call: describe(), reason: Reason::Message(envelope.clone()) },
             )?;
         };
-        let (tensor, sent_at) = received;
+        let Message { content, site: sent_at } = received;
+        let tensor = content.map_err(|source| {
+            let (rank, call) = (envelope.from, format!("send(to {}, tag {tag})", envelope.to));
+            let call = RankCall { rank, call, group: self.ranks().to_vec(), site: sent_at };
+            Error::Rejected { call: Box::new(call), source: Box::new(source) }
+        })?;
         if meta(&tensor) == *expected {
             return Ok(tensor);
         }

@@ -17,7 +17,7 @@ use std::time::Duration;
 use hub::Hub;
 use member::Member;
 
-use super::{Group, World};
+use super::World;
 use crate::error::{Error, Result};
 
 /// Runs `program` on `ranks` threads and returns what the first of them returned.
@@ -172,7 +172,7 @@ impl ThreadWorld {
 
 /// Runs the program of one rank to its end, whichever way it ends, and tells the others.
 fn run_rank<T>(hub: &Arc<Hub>, rank: usize, program: &(impl Fn(World) -> Result<T> + ?Sized)) -> Result<T> {
-    let world = World::new(Group::new(Arc::new(Member::of_world(Arc::clone(hub), rank))));
+    let world = World::new(Arc::new(Member::of_world(Arc::clone(hub), rank)));
     let result = catch_unwind(AssertUnwindSafe(|| program(world))).unwrap_or_else(|payload| {
         let text = payload.downcast_ref::<&str>().map(|s| (*s).to_string());
         let message = text.or_else(|| payload.downcast_ref::<String>().cloned());
@@ -195,7 +195,7 @@ fn collect<T>(hub: &Hub, results: &mut [Option<Result<T>>], reports: &std::sync:
             Ok((rank, result)) => results[rank] = Some(result),
             Err(RecvTimeoutError::Disconnected) => unreachable!("every rank reports before it drops its sender"),
             Err(RecvTimeoutError::Timeout) => {
-                if hub.failed_since().is_some_and(|elapsed| elapsed > hub.deadline + patience) {
+                if hub.failed_since().is_some_and(|elapsed| elapsed > hub.deadline.saturating_add(patience)) {
                     for rank in (0..results.len()).filter(|&r| results[r].is_none()).collect::<Vec<_>>() {
                         results[rank] = Some(Err(Error::Stuck { rank, waited: hub.deadline }));
                     }

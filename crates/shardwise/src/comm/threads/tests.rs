@@ -1,4 +1,5 @@
 use super::*;
+use crate::comm::Group;
 use crate::placement::ReduceOp;
 use candle_core::{DType, Device, Tensor};
 

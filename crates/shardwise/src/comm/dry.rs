@@ -1,0 +1,141 @@
+//! A world without data: one rank of any number runs the program, and collectives only work out shapes.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use super::check::Entry;
+use super::trace::Record;
+use super::{Call, Communicator, World};
+use crate::error::{Error, Result, Site};
+use crate::layout::TensorMeta;
+use crate::local::placeholder;
+
+/// Settings for a dry run: the program of one rank of a world of any size, without data and without the other ranks.
+///
+/// Local tensors have the shapes and types that they would have, but no memory: every element is one and the same.
+///
+/// ```
+/// # use shardwise::{DryWorld, prelude::*};
+/// let run = DryWorld::new(16_384)?.run(|world| {
+///     let mesh = world.mesh([("dp", 128), ("tp", 128)])?;
+///     let weight = DTensor::zeros((1 << 20, 1 << 16), DType::F32, &mesh, [Shard(0), Shard(1)])?;
+///     weight.redistribute([Replicate, Shard(1)])
+/// })?;
+/// assert_eq!(run.value.to_local().dims(), [1 << 20, 1 << 9]);
+/// assert_eq!(run.records[0].call, "all_gather");
+/// assert_eq!(run.peak_bytes, (1 << 31) + (1 << 24)); // the gathered tensor and its shard
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct DryWorld {
+    size: usize,
+    rank: usize,
+}
+
+/// What a dry run found out.
+#[derive(Debug)]
+pub struct DryRun<T> {
+    /// What the program returned.
+    pub value: T,
+    /// Every collective, in order.
+    pub records: Vec<Record>,
+    /// The most bytes that the rank's local tensors would take at one time.
+    pub peak_bytes: usize,
+}
+
+impl DryWorld {
+    /// A world of `size` ranks, of which rank 0 runs.
+    pub fn new(size: usize) -> Result<Self> {
+        if size == 0 {
+            return Err(Error::invalid("world", "0 ranks", "at least one rank", "say how many ranks to imagine"));
+        }
+        Ok(DryWorld { size, rank: 0 })
+    }
+
+    /// The rank whose program runs.
+    pub fn as_rank(mut self, rank: usize) -> Result<Self> {
+        if rank >= self.size {
+            return Err(Error::invalid(
+                "rank",
+                rank,
+                format!("a rank below {}", self.size),
+                "choose a rank of the world",
+            ));
+        }
+        self.rank = rank;
+        Ok(self)
+    }
+
+    /// Runs the program of the rank.
+    pub fn run<T>(&self, program: impl FnOnce(World) -> Result<T>) -> Result<DryRun<T>> {
+        let ranks: Arc<[usize]> = (0..self.size).collect();
+        let world = World::new(Arc::new(DryMember { me: self.rank, world: self.size, ranks }));
+        let (trace, memory) = (world.trace().clone(), world.memory().clone());
+        let value = program(world)?;
+        Ok(DryRun { value, records: trace.records(), peak_bytes: memory.peak() })
+    }
+}
+
+struct DryMember {
+    me: usize,
+    world: usize,
+    ranks: Arc<[usize]>,
+}
+
+impl Communicator for DryMember {
+    fn rank(&self) -> usize {
+        self.me
+    }
+
+    fn ranks(&self) -> &[usize] {
+        &self.ranks
+    }
+
+    fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
+        if let Err(error) = call.check(self.me, self.ranks.len(), inputs) {
+            let call = Entry::new(call, inputs, site, self.me, self.ranks.len()).describe(&self.ranks, self.me);
+            return Err(Error::Rejected { call, source: Box::new(error) });
+        }
+        call.outputs(self.me, inputs).iter().map(placeholder).collect()
+    }
+
+    fn send(&self, _: &Tensor, to: usize, _: u64, _: Site) -> Result<()> {
+        self.check_rank(to)
+    }
+
+    fn recv(&self, expected: &TensorMeta, from: usize, _: u64, _: Site) -> Result<Tensor> {
+        self.check_rank(from)?;
+        placeholder(expected)
+    }
+
+    fn subgroup(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>> {
+        let me = self.ranks[self.me];
+        let me = ranks.iter().position(|&r| r == me).expect("the group has checked that the asking rank is a member");
+        if let Some(rank) = ranks.iter().find(|&&r| r >= self.world) {
+            return Err(Error::invalid(
+                "group",
+                format!("rank {rank}"),
+                format!("ranks below {}, the size of the world", self.world),
+                "use ranks of this world",
+            ));
+        }
+        Ok(Arc::new(DryMember { me, world: self.world, ranks: ranks.into() }))
+    }
+
+    fn abort(&self, _: &str) {}
+
+    fn is_dry(&self) -> bool {
+        true
+    }
+}
+
+impl DryMember {
+    fn check_rank(&self, rank: usize) -> Result<()> {
+        if rank < self.ranks.len() {
+            return Ok(());
+        }
+        let needed = format!("a rank below {}", self.ranks.len());
+        Err(Error::invalid("rank", rank, needed, "ranks count within the group"))
+    }
+}

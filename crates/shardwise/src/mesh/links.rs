@@ -1,0 +1,85 @@
+//! How fast ranks along the axes of a mesh reach each other, for planners.
+
+use std::hash::{Hash, Hasher};
+use std::sync::LazyLock;
+
+use crate::error::{Error, Result};
+use crate::intern::{Interned, Interner};
+
+/// The connection between neighbours along one mesh axis.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct Link {
+    /// Time of an empty message in microseconds.
+    pub latency_us: f64,
+    /// Bytes per second of a long message, in 10^9.
+    pub gb_per_s: f64,
+}
+
+impl Link {
+    /// Threads of one process.
+    pub const THREADS: Link = Link { latency_us: 1.0, gb_per_s: 8.0 };
+
+    /// The same connection, checked: both numbers must be finite, the bandwidth above zero.
+    fn checked(self) -> Result<Self> {
+        if self.latency_us >= 0.0 && self.latency_us.is_finite() && self.gb_per_s > 0.0 && self.gb_per_s.is_finite() {
+            return Ok(self);
+        }
+        Err(Error::invalid(
+            "link",
+            format!("{self:?}"),
+            "a finite latency of at least 0 and a finite bandwidth above 0",
+            "give microseconds and 10^9 bytes per second",
+        ))
+    }
+}
+
+/// One link per axis of a mesh. Equal ones are one allocation.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Links(Interned<LinkList>);
+
+#[derive(Debug)]
+struct LinkList(Vec<Link>);
+
+impl LinkList {
+    fn bits(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.0.iter().map(|l| (l.latency_us.to_bits(), l.gb_per_s.to_bits()))
+    }
+}
+
+impl PartialEq for LinkList {
+    fn eq(&self, other: &Self) -> bool {
+        self.bits().eq(other.bits())
+    }
+}
+
+impl Eq for LinkList {}
+
+impl Hash for LinkList {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.bits().for_each(|bits| bits.hash(state));
+    }
+}
+
+static LINKS: LazyLock<Interner<LinkList>> = LazyLock::new(Interner::new);
+
+impl Links {
+    /// One link per axis.
+    pub(crate) fn new(links: &[Link]) -> Result<Self> {
+        let links = links.iter().map(|link| link.checked()).collect::<Result<Vec<_>>>()?;
+        Ok(Links(LINKS.intern(LinkList(links))))
+    }
+
+    /// The same link on every axis.
+    pub(crate) fn uniform(axes: usize, link: Link) -> Self {
+        Self::new(&vec![link; axes]).expect("a checked link")
+    }
+
+    /// The slowest of some axes in either respect.
+    pub(crate) fn slowest(&self, axes: &[usize]) -> Link {
+        let all = axes.iter().map(|&a| self.0.0[a]);
+        all.fold(Link { latency_us: 0.0, gb_per_s: f64::MAX }, |a, b| Link {
+            latency_us: a.latency_us.max(b.latency_us),
+            gb_per_s: a.gb_per_s.min(b.gb_per_s),
+        })
+    }
+}

@@ -1,0 +1,262 @@
+//! Random numbers that depend on the position of an element in the whole tensor and on nothing else.
+//!
+//! Element `i` of draw `o` of a generator with seed `s` comes from Philox4x32-10 with key `s` and a counter made of `i`
+//! and `o`. No rank needs to know what another one draws: every layout, mesh and world size gives the same bits.
+
+use std::f64::consts::TAU;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// What a checkpoint stores of a [`Generator`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct GeneratorState {
+    /// The seed.
+    pub seed: u64,
+    /// Number of draws so far.
+    pub offset: u64,
+}
+
+/// A source of random tensors. Clones share the state: each draw advances it by one, however large the tensor is.
+#[derive(Debug, Clone)]
+pub struct Generator(Arc<Mutex<GeneratorState>>);
+
+impl Generator {
+    /// A generator at its beginning.
+    pub fn new(seed: u64) -> Self {
+        Generator(Arc::new(Mutex::new(GeneratorState { seed, offset: 0 })))
+    }
+
+    /// Where the generator stands.
+    pub fn state(&self) -> GeneratorState {
+        *self.0.lock()
+    }
+
+    /// Puts the generator where `state` says.
+    pub fn set_state(&self, state: GeneratorState) {
+        *self.0.lock() = state;
+    }
+
+    /// Begins anew with another seed.
+    pub fn manual_seed(&self, seed: u64) {
+        self.set_state(GeneratorState { seed, offset: 0 });
+    }
+
+    /// The state for one draw; the generator moves on to the next.
+    pub(crate) fn draw(&self) -> GeneratorState {
+        let mut state = self.0.lock();
+        let drawn = *state;
+        state.offset += 1;
+        drawn
+    }
+}
+
+/// What the elements of a random tensor look like.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Distribution {
+    /// Uniform in `low..high`.
+    Uniform {
+        /// Smallest value.
+        low: f64,
+        /// Bound that is not reached, but for rounding.
+        high: f64,
+    },
+    /// Normal.
+    Normal {
+        /// Mean.
+        mean: f64,
+        /// Standard deviation.
+        std: f64,
+    },
+    /// One with a probability, else zero.
+    Bernoulli {
+        /// The probability.
+        p: f64,
+    },
+    /// Whole numbers in `low..high`.
+    Integers {
+        /// Smallest value.
+        low: i64,
+        /// Bound that is not reached.
+        high: i64,
+    },
+    /// The numbers `0..n` in random order, by position.
+    Permutation {
+        /// How many.
+        n: u64,
+    },
+}
+
+impl Distribution {
+    /// An error if the parameters make no sense.
+    pub fn check(&self) -> Result<()> {
+        let (good, needed) = match *self {
+            Distribution::Uniform { low, high } => (low <= high && (high - low).is_finite(), "finite low <= high"),
+            Distribution::Normal { mean, std } => {
+                (mean.is_finite() && std >= 0.0 && std.is_finite(), "a finite mean and std >= 0")
+            }
+            Distribution::Bernoulli { p } => ((0.0..=1.0).contains(&p), "a probability from 0 to 1"),
+            Distribution::Integers { low, high } => (low < high, "low < high"),
+            Distribution::Permutation { .. } => (true, ""),
+        };
+        if good {
+            return Ok(());
+        }
+        Err(Error::invalid("distribution", format!("{self:?}"), needed, "correct the parameters"))
+    }
+
+    /// The value of the element at `index`.
+    pub(crate) fn at(&self, draw: GeneratorState, index: u64) -> f64 {
+        match *self {
+            Distribution::Uniform { low, high } => low + unit(draw, index) * (high - low),
+            Distribution::Normal { mean, std } => {
+                // Box-Muller; the first number is in (0, 1].
+                let words = block(draw, index);
+                let radius = (-2.0 * (1.0 - to_unit(words[0], words[1])).ln()).sqrt();
+                mean + std * radius * (TAU * to_unit(words[2], words[3])).cos()
+            }
+            Distribution::Bernoulli { p } => f64::from(u8::from(unit(draw, index) < p)),
+            Distribution::Integers { .. } | Distribution::Permutation { .. } => self.integer_at(draw, index) as f64,
+        }
+    }
+
+    /// The value of the element at `index` as a whole number; other distributions are rounded toward zero.
+    pub(crate) fn integer_at(&self, draw: GeneratorState, index: u64) -> i64 {
+        match *self {
+            Distribution::Integers { low, high } => {
+                let words = block(draw, index);
+                let bits = u128::from(words[0]) | u128::from(words[1]) << 32;
+                let range = high.wrapping_sub(low) as u64;
+                low.wrapping_add(((bits * u128::from(range)) >> 64) as i64)
+            }
+            Distribution::Permutation { n } => permuted(draw, index, n) as i64,
+            _ => self.at(draw, index) as i64,
+        }
+    }
+}
+
+/// Uniform in `0..1`.
+fn unit(draw: GeneratorState, index: u64) -> f64 {
+    let words = block(draw, index);
+    to_unit(words[0], words[1])
+}
+
+/// 53 bits of two words as a number in `0..1`.
+fn to_unit(low: u32, high: u32) -> f64 {
+    let bits = u64::from(low) | u64::from(high) << 32;
+    (bits >> 11) as f64 / (1u64 << 53) as f64
+}
+
+/// The four words of one element.
+fn block(draw: GeneratorState, index: u64) -> [u32; 4] {
+    let halves = |x: u64| (x as u32, (x >> 32) as u32);
+    let ((i0, i1), (o0, o1), (k0, k1)) = (halves(index), halves(draw.offset), halves(draw.seed));
+    philox4x32_10([i0, i1, o0, o1], [k0, k1])
+}
+
+/// Where a random permutation of `0..n` sends `index`: a Feistel network on the smallest even number of bits that hold
+/// `n`, walked until it lands below `n`. Needs no knowledge of the other elements.
+fn permuted(draw: GeneratorState, index: u64, n: u64) -> u64 {
+    let half_bits = (u64::BITS - n.saturating_sub(1).leading_zeros()).div_ceil(2).max(1);
+    let mask = (1u64 << half_bits) - 1;
+    let mut value = index;
+    loop {
+        let (mut left, mut right) = (value >> half_bits, value & mask);
+        for round in 0..8u64 {
+            let words = block(draw, right | round << 60);
+            (left, right) = (right, left ^ (u64::from(words[0]) | u64::from(words[1]) << 32) & mask);
+        }
+        value = left << half_bits | right;
+        if value < n {
+            return value;
+        }
+    }
+}
+
+/// Philox4x32 with ten rounds (Salmon, Moraes, Dror and Shaw, 2011).
+pub fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+    for round in 0..10 {
+        if round > 0 {
+            key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
+        }
+        let a = u64::from(counter[0]) * 0xD251_1F53;
+        let b = u64::from(counter[2]) * 0xCD9E_8D57;
+        counter = [(b >> 32) as u32 ^ counter[1] ^ key[0], b as u32, (a >> 32) as u32 ^ counter[3] ^ key[1], a as u32];
+    }
+    counter
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn philox_known_answers() {
+        // From the known-answer tests of the Random123 library.
+        let cases = [
+            ([0; 4], [0; 2], [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]),
+            ([u32::MAX; 4], [u32::MAX; 2], [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]),
+            (
+                [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344],
+                [0xa409_3822, 0x299f_31d0],
+                [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1],
+            ),
+        ];
+        for (counter, key, expected) in cases {
+            assert_eq!(philox4x32_10(counter, key), expected);
+        }
+    }
+
+    #[test]
+    fn permutations_hit_every_number_once_and_differ_by_draw() {
+        for n in [0, 1, 2, 3, 5, 16, 17, 1000] {
+            let of = |offset| (0..n).map(|i| permuted(GeneratorState { seed: 3, offset }, i, n)).collect::<Vec<_>>();
+            let mut sorted = of(0);
+            sorted.sort_unstable();
+            assert_eq!(sorted, (0..n).collect::<Vec<_>>());
+            assert!(n < 16 || of(0) != of(1));
+        }
+    }
+
+    #[test]
+    fn moments_are_those_of_the_distribution() {
+        let draw = GeneratorState { seed: 11, offset: 5 };
+        let n = 200_000u64;
+        let moments = |d: Distribution| {
+            let values: Vec<f64> = (0..n).map(|i| d.at(draw, i)).collect();
+            let mean = values.iter().sum::<f64>() / n as f64;
+            (mean, values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n as f64)
+        };
+        // Bounds are five standard errors of each estimate.
+        for (distribution, mean, variance) in [
+            (Distribution::Uniform { low: -1.0, high: 3.0 }, 1.0, 16.0 / 12.0),
+            (Distribution::Normal { mean: 2.0, std: 3.0 }, 2.0, 9.0),
+            (Distribution::Bernoulli { p: 0.3 }, 0.3, 0.21),
+            (Distribution::Integers { low: -5, high: 6 }, 0.0, 10.0),
+        ] {
+            let (m, v) = moments(distribution);
+            let error = 5.0 * (variance / n as f64).sqrt();
+            assert!((m - mean).abs() < error, "{distribution:?}: mean {m}");
+            assert!((v / variance - 1.0).abs() < 5.0 * (2.0 / n as f64).sqrt(), "{distribution:?}: variance {v}");
+        }
+        let extremes = Distribution::Integers { low: i64::MIN, high: i64::MAX };
+        assert!((0..100).any(|i| extremes.integer_at(draw, i) < 0));
+    }
+
+    #[test]
+    fn generators_advance_by_draw_and_can_be_put_back() {
+        let generator = Generator::new(7);
+        let (a, b) = (generator.draw(), generator.clone().draw());
+        assert_eq!((a.offset, b.offset), (0, 1));
+        let state = generator.state();
+        generator.draw();
+        generator.set_state(state);
+        assert_eq!(generator.draw().offset, 2);
+        generator.manual_seed(8);
+        assert_eq!(generator.state(), GeneratorState { seed: 8, offset: 0 });
+        assert!(Distribution::Bernoulli { p: 1.5 }.check().is_err());
+    }
+}

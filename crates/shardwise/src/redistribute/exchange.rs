@@ -1,0 +1,97 @@
+//! Moving boxes between ranks: every rank gets what it lacks from those that have it, in one collective.
+
+use candle_core::{DType, Tensor};
+
+use super::boxes::{Sources, Transfer};
+use crate::comm::{Call, Group};
+use crate::error::{Result, Site};
+use crate::layout::{OwnedBox, TensorMeta};
+use crate::local::{concat, dense, placeholder};
+
+/// One rank's part in an exchange of boxes within a group.
+pub(crate) struct Exchange {
+    group: Group,
+    call: Call,
+    dtype: DType,
+    /// Per rank of the group what this rank sends to it.
+    outgoing: Vec<Vec<Transfer>>,
+    /// Per rank of the group what this rank gets from it.
+    incoming: Vec<Vec<Transfer>>,
+}
+
+impl Exchange {
+    /// The part of this rank. `before` and `after` give the boxes of any rank of the group.
+    pub(crate) fn new(
+        group: Group,
+        dtype: DType,
+        before: impl Fn(usize) -> Vec<OwnedBox>,
+        after: impl Fn(usize) -> Vec<OwnedBox>,
+    ) -> Self {
+        let (ranks, me) = (group.ranks(), group.global_rank());
+        let sources = Sources::new(ranks.iter().flat_map(|&rank| before(rank)));
+        let position = |rank: usize| ranks.iter().position(|&r| r == rank).expect("owners are in the group");
+        let outgoing: Vec<Vec<Transfer>> = ranks
+            .iter()
+            .map(|&rank| {
+                after(rank).iter().flat_map(|target| sources.sent_by(me, target).collect::<Vec<_>>()).collect()
+            })
+            .collect();
+        let mut incoming: Vec<Vec<Transfer>> = vec![Vec::new(); ranks.len()];
+        for target in after(me) {
+            for transfer in sources.filling(&target) {
+                incoming[position(transfer.from)].push(transfer);
+            }
+        }
+        let expected = incoming.iter().map(|transfers| TensorMeta { shape: packed_shape(transfers), dtype }).collect();
+        Exchange { call: Call::AllToAll { expected }, group, dtype, outgoing, incoming }
+    }
+
+    /// Carries the exchange out. Returns the blocks that this rank got, with their places in its new local tensor.
+    pub(crate) fn run(&self, local: &Tensor, site: Site) -> Result<Vec<(Vec<usize>, Tensor)>> {
+        let pieces = self.outgoing.iter().map(|transfers| self.pack(local, transfers)).collect::<Result<Vec<_>>>()?;
+        let got = self.group.run(&self.call, &pieces, site)?;
+        let mut blocks = Vec::new();
+        for (piece, transfers) in got.iter().zip(&self.incoming) {
+            let mut start = 0;
+            for transfer in transfers {
+                let count = transfer.sizes.iter().product();
+                let block = match transfers.len() {
+                    1 => piece.clone(),
+                    _ => piece.narrow(0, start, count)?.reshape(transfer.sizes.as_slice())?,
+                };
+                start += count;
+                blocks.push((transfer.target.clone(), block));
+            }
+        }
+        Ok(blocks)
+    }
+
+    /// What goes to one rank: a view if it is one block, else all blocks one after the other.
+    fn pack(&self, local: &Tensor, transfers: &[Transfer]) -> Result<Tensor> {
+        let meta = TensorMeta { shape: packed_shape(transfers), dtype: self.dtype };
+        if self.group.is_dry() || transfers.is_empty() {
+            return placeholder(&meta);
+        }
+        let block = |transfer: &Transfer| -> Result<Tensor> {
+            let mut view = local.clone();
+            for (dim, (&start, &size)) in transfer.source.iter().zip(&transfer.sizes).enumerate() {
+                view = view.narrow(dim, start, size)?;
+            }
+            Ok(view)
+        };
+        if let [single] = transfers {
+            return block(single);
+        }
+        let flat = transfers.iter().map(|t| Ok(dense(&block(t)?)?.flatten_all()?)).collect::<Result<Vec<_>>>()?;
+        concat(&flat, 0)
+    }
+}
+
+/// One block keeps its shape; several are packed into one dimension.
+fn packed_shape(transfers: &[Transfer]) -> Vec<usize> {
+    match transfers {
+        [] => vec![0],
+        [single] => single.sizes.clone(),
+        many => vec![many.iter().map(|t| t.sizes.iter().product::<usize>()).sum()],
+    }
+}

@@ -1,0 +1,269 @@
+//! Carrying out a plan: each step as one rank does it, prepared once per pair of layouts and kept.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use candle_core::{DType, Device, Tensor};
+
+use super::exchange::Exchange;
+use super::plan::{Plan, Step, StepKind};
+use crate::comm::{Call, DeviceMesh, Group, Sizes, operator};
+use crate::error::{Result, Site};
+use crate::layout::{Layout, Runs, TensorMeta};
+use crate::local::{Assembly, concat, dense, placeholder};
+use crate::placement::{Placement, ReduceOp};
+
+/// Brings a rank's local tensor from one layout to another on the same mesh.
+pub(crate) fn redistribute(
+    mesh: &DeviceMesh,
+    from: &Layout,
+    to: &Layout,
+    local: &Tensor,
+    site: Site,
+) -> Result<Tensor> {
+    if from == to || !mesh.contains(mesh.world().rank()) {
+        return Ok(local.clone());
+    }
+    let prepared = prepared(mesh, from, to, local.dtype())?;
+    operator("redistribute", || prepared.iter().try_fold(local.clone(), |local, step| step.run(mesh, &local, site)))
+}
+
+/// A plan in a form that only has to be run.
+type Prepared = Rc<Vec<PreparedStep>>;
+
+/// What a prepared plan depends on. The mesh stands for its groups and links.
+type Key = (Layout, Layout, DType, usize);
+
+/// Prepared plans that a rank keeps before it begins anew.
+const KEPT: usize = 4096;
+
+thread_local! {
+    static PREPARED: RefCell<HashMap<Key, (DeviceMesh, Prepared)>> = RefCell::new(HashMap::new());
+}
+
+fn prepared(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> Result<Prepared> {
+    let key = (from.clone(), to.clone(), dtype, mesh.identity());
+    if let Some(found) = PREPARED.with_borrow(|kept| kept.get(&key).map(|(_, prepared)| Rc::clone(prepared))) {
+        return Ok(found);
+    }
+    let plan = Plan::candidates(from, to, dtype.size_in_bytes(), mesh.links())?.swap_remove(0);
+    let steps = plan.steps().iter().map(|step| PreparedStep::new(mesh, step, dtype)).collect::<Result<Vec<_>>>()?;
+    let prepared = Rc::new(steps);
+    PREPARED.with_borrow_mut(|kept| {
+        if kept.len() >= KEPT {
+            kept.clear();
+        }
+        // The mesh is kept too: while it lives, nothing else has its identity.
+        kept.insert(key, (mesh.clone(), Rc::clone(&prepared)));
+    });
+    Ok(prepared)
+}
+
+enum PreparedStep {
+    Nothing,
+    /// Per dimension the ranges to keep.
+    Narrow {
+        ranges: Vec<Vec<(usize, usize)>>,
+        after: TensorMeta,
+    },
+    Collective {
+        group: Group,
+        call: Call,
+        divide: usize,
+    },
+    Exchange {
+        exchange: Exchange,
+        after: TensorMeta,
+    },
+    MakePartial {
+        stages: Vec<Stage>,
+        after: TensorMeta,
+    },
+}
+
+/// What becomes of the value on one axis that turns partial.
+enum Stage {
+    /// This rank's operand is neutral, another rank has the value.
+    Neutral(ReduceOp),
+    /// This rank's shard begins at this offset along a dimension, among neutral elements.
+    Pad { op: ReduceOp, dim: usize, offset: usize },
+}
+
+impl PreparedStep {
+    fn new(mesh: &DeviceMesh, step: &Step, dtype: DType) -> Result<Self> {
+        let (rank, before, after) = (mesh.world().rank(), &step.before, &step.after);
+        let meta = TensorMeta { shape: after.local_shape(rank), dtype };
+        // Sizes along a dimension of what every rank of a group holds.
+        let sizes = |layout: &Layout, group: &Group, dim: usize| -> Sizes {
+            let mesh = layout.mesh();
+            let size = |&r: &usize| layout.owned(dim, &mesh.coordinate(r).expect("in the mesh")).len();
+            group.ranks().iter().map(size).collect()
+        };
+        Ok(match &step.kind {
+            StepKind::Relabel => PreparedStep::Nothing,
+            StepKind::Narrow => PreparedStep::Narrow { ranges: kept_ranges(before, after, rank), after: meta },
+            StepKind::AllReduce { axes, op, divide } => PreparedStep::Collective {
+                group: mesh.group_of(axes)?,
+                call: Call::AllReduce { op: *op },
+                divide: *divide,
+            },
+            StepKind::ReduceScatter { axes, op, divide, dim } => {
+                let group = mesh.group_of(axes)?;
+                let call = Call::ReduceScatter { op: *op, dim: *dim, sizes: sizes(after, &group, *dim) };
+                PreparedStep::Collective { group, call, divide: *divide }
+            }
+            StepKind::AllGather { axes, dim } => {
+                let group = mesh.group_of(axes)?;
+                let call = Call::AllGather { dim: *dim, sizes: sizes(before, &group, *dim) };
+                PreparedStep::Collective { group, call, divide: 1 }
+            }
+            StepKind::ExchangeDims { axes, from, to } => {
+                let group = mesh.group_of(axes)?;
+                let (from_sizes, to_sizes) = (sizes(before, &group, *from), sizes(after, &group, *to));
+                let call = Call::ExchangeDims { from: *from, from_sizes, to: *to, to_sizes };
+                PreparedStep::Collective { group, call, divide: 1 }
+            }
+            StepKind::Exchange { axes } => {
+                let (old, new) = (|r| before.boxes_of(r), |r| after.boxes_of(r));
+                PreparedStep::Exchange { exchange: Exchange::new(mesh.group_of(axes)?, dtype, old, new), after: meta }
+            }
+            StepKind::MakePartial => PreparedStep::MakePartial { stages: stages(before, after, rank), after: meta },
+        })
+    }
+
+    fn run(&self, mesh: &DeviceMesh, local: &Tensor, site: Site) -> Result<Tensor> {
+        let dry = mesh.world().is_dry();
+        match self {
+            PreparedStep::Nothing => Ok(local.clone()),
+            PreparedStep::Narrow { after, .. } | PreparedStep::MakePartial { after, .. } if dry => placeholder(after),
+            PreparedStep::Narrow { ranges, .. } => narrow(local, ranges),
+            PreparedStep::Collective { group, call, divide } => {
+                let output = group.run(call, std::slice::from_ref(local), site)?.swap_remove(0);
+                if *divide == 1 || dry { Ok(output) } else { Ok((output / *divide as f64)?) }
+            }
+            PreparedStep::Exchange { exchange, after } => {
+                let blocks = exchange.run(local, site)?;
+                if dry {
+                    return placeholder(after);
+                }
+                let whole = Assembly::new(after.clone())?;
+                for (offsets, block) in &blocks {
+                    // SAFETY: one thread; the blocks are disjoint and fill the boxes that make up the local tensor.
+                    unsafe { whole.paste(block, offsets) };
+                }
+                // SAFETY: the blocks fill the local tensor.
+                Ok(unsafe { whole.finish() })
+            }
+            PreparedStep::MakePartial { stages, after } => {
+                stages.iter().try_fold(local.clone(), |value, stage| stage.apply(&value, after))
+            }
+        }
+    }
+}
+
+/// Per dimension the ranges of the local tensor that stay when a layout is narrowed.
+fn kept_ranges(before: &Layout, after: &Layout, rank: usize) -> Vec<Vec<(usize, usize)>> {
+    let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh carry out nothing");
+    let ranges = |dim: usize| {
+        let mut start = 0;
+        let mut ranges = Vec::new();
+        let new = after.owned(dim, &coordinate);
+        for old in before.owned(dim, &coordinate).iter() {
+            let inside = new.iter().filter(|run| run.start >= old.start && run.end <= old.end);
+            ranges.extend(inside.map(|run| (start + run.start - old.start, run.len())));
+            start += old.len();
+        }
+        ranges
+    };
+    (0..before.shape().len()).map(ranges).collect()
+}
+
+/// Keeps some ranges in every dimension, in memory of its own: a shard must not keep the whole alive.
+fn narrow(local: &Tensor, ranges: &[Vec<(usize, usize)>]) -> Result<Tensor> {
+    let mut kept = local.clone();
+    for (dim, ranges) in ranges.iter().enumerate() {
+        kept = match ranges[..] {
+            [] => kept.narrow(dim, 0, 0)?,
+            [(start, len)] => kept.narrow(dim, start, len)?,
+            _ => {
+                let parts = ranges.iter().map(|&(start, len)| Ok(kept.narrow(dim, start, len)?));
+                concat(&parts.collect::<Result<Vec<_>>>()?, dim)?
+            }
+        };
+    }
+    if kept.dims() == local.dims() {
+        return Ok(local.clone());
+    }
+    if kept.elem_count() > 0 && kept.is_contiguous() { Ok(kept.force_contiguous()?) } else { dense(&kept) }
+}
+
+/// What a rank does to turn its value into its operand, from the first axis to the last: the last is reduced first, so
+/// what an earlier axis wants as a value, a later one makes operands of.
+fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<Stage> {
+    let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh carry out nothing");
+    let mut stages = Vec::new();
+    for axis in 0..coordinate.len() {
+        let (old, new) = (&before.placements()[axis], &after.placements()[axis]);
+        let Placement::Partial(op) = new else { continue };
+        if old == new || before.mesh().shape()[axis] == 1 {
+            continue;
+        }
+        match old.shard_dim() {
+            Some(dim) => {
+                let (part, whole) = (before.owned(dim, &coordinate), after.owned(dim, &coordinate));
+                let first = |runs: &Runs| runs.iter().next().map_or(0, |run| run.start);
+                stages.push(Stage::Pad { op: *op, dim, offset: first(&part).saturating_sub(first(&whole)) });
+            }
+            // An operand that occurs many times changes these, and no others.
+            None if coordinate[axis] > 0 && matches!(op, ReduceOp::Sum | ReduceOp::Product | ReduceOp::BitXor) => {
+                stages.push(Stage::Neutral(*op));
+            }
+            None => {}
+        }
+    }
+    stages
+}
+
+impl Stage {
+    fn apply(&self, value: &Tensor, after: &TensorMeta) -> Result<Tensor> {
+        match self {
+            Stage::Neutral(op) => neutral(*op, value.dims(), value.dtype()),
+            Stage::Pad { op, dim, offset } => {
+                let around = |size: usize| -> Result<Tensor> {
+                    let mut shape = value.dims().to_vec();
+                    shape[*dim] = size;
+                    neutral(*op, &shape, value.dtype())
+                };
+                let behind = after.shape[*dim] - offset - value.dims()[*dim];
+                concat(&[around(*offset)?, value.clone(), around(behind)?], *dim)
+            }
+        }
+    }
+}
+
+/// A tensor of operands that change nothing.
+fn neutral(op: ReduceOp, shape: &[usize], dtype: DType) -> Result<Tensor> {
+    macro_rules! limits {
+        ($T:ty, $lowest:expr, $highest:expr, $ones:expr) => {
+            match op {
+                ReduceOp::Sum | ReduceOp::BitOr | ReduceOp::BitXor => Tensor::zeros(shape, dtype, &Device::Cpu),
+                ReduceOp::Product => Tensor::ones(shape, dtype, &Device::Cpu),
+                ReduceOp::Max => Tensor::full::<$T, _>($lowest, shape, &Device::Cpu),
+                ReduceOp::Min => Tensor::full::<$T, _>($highest, shape, &Device::Cpu),
+                ReduceOp::BitAnd => Tensor::full::<$T, _>($ones, shape, &Device::Cpu),
+                ReduceOp::Avg => unreachable!("the plan replicates before it makes means"),
+            }
+        };
+    }
+    let made = match dtype {
+        DType::U8 => limits!(u8, u8::MIN, u8::MAX, u8::MAX),
+        DType::U32 => limits!(u32, u32::MIN, u32::MAX, u32::MAX),
+        DType::I16 => limits!(i16, i16::MIN, i16::MAX, -1),
+        DType::I32 => limits!(i32, i32::MIN, i32::MAX, -1),
+        DType::I64 => limits!(i64, i64::MIN, i64::MAX, -1),
+        DType::F64 => limits!(f64, f64::NEG_INFINITY, f64::INFINITY, f64::NAN),
+        _ => limits!(f32, f32::NEG_INFINITY, f32::INFINITY, f32::NAN),
+    };
+    Ok(made?.to_dtype(dtype)?)
+}

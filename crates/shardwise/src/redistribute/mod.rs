@@ -1,0 +1,56 @@
+//! Bringing a tensor from one layout to another: a plan, then its execution.
+
+mod boxes;
+mod cost;
+mod exchange;
+mod execute;
+mod plan;
+
+pub use cost::Cost;
+pub(crate) use exchange::Exchange;
+pub(crate) use execute::redistribute;
+pub use plan::{Plan, Step, StepKind};
+
+use std::fmt;
+
+use candle_core::DType;
+
+use crate::comm::DeviceMesh;
+use crate::error::{Error, Result};
+use crate::layout::Layout;
+
+/// A plan and what was considered instead.
+#[derive(Debug, Clone)]
+pub struct Explanation {
+    /// The plan that is taken.
+    pub chosen: Plan,
+    /// Plans that would do the same at a higher cost, cheapest first.
+    pub rejected: Vec<Plan>,
+}
+
+/// The plan for a redistribution on a mesh with its links, and the alternatives that were rejected.
+pub fn explain(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> Result<Explanation> {
+    if from.mesh() != mesh.mesh() || to.mesh() != mesh.mesh() || from.shape() != to.shape() {
+        return Err(Error::invalid(
+            "layouts",
+            format!("{from} and {to}"),
+            format!("two layouts of one shape on mesh {}", mesh.mesh()),
+            "plan moves between meshes or shapes in steps",
+        ));
+    }
+    let mut plans = Plan::candidates(from, to, dtype.size_in_bytes(), mesh.links())?;
+    let chosen = plans.remove(0);
+    Ok(Explanation { chosen, rejected: plans })
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.chosen)?;
+        for plan in &self.rejected {
+            write!(f, "\nrejected, {:.1} us: ", plan.us())?;
+            let steps: Vec<String> = plan.steps().iter().map(ToString::to_string).collect();
+            f.write_str(&steps.join("; "))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,139 @@
+//! Writing to a distributed tensor: what is written changes the tensor, wherever it lies.
+
+use std::ops::Range;
+use std::panic::Location;
+
+use super::DTensor;
+use crate::comm::implicitly;
+use crate::error::{Error, Result, Site};
+use crate::layout::{OwnedBox, TensorBox, TensorMeta};
+use crate::local::{Assembly, placeholder};
+use crate::redistribute::Exchange;
+
+impl DTensor {
+    /// Writes `value` to the elements in `ranges`, one range per dimension. Only the parts that lie on another rank than
+    /// they are needed on are communicated. Pending reductions of this tensor are carried out first.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let mut x = DTensor::zeros(6, DType::F32, &mesh, [Shard(0)])?;
+    ///     x.assign(&[2..5], &DTensor::ones(3, DType::F32, &mesh, [Replicate])?)?;
+    ///     assert_eq!(x.full_tensor()?.to_vec1::<f32>()?, [0.0, 0.0, 1.0, 1.0, 1.0, 0.0]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[track_caller]
+    pub fn assign(&mut self, ranges: &[Range<usize>], value: &DTensor) -> Result<()> {
+        let site = Location::caller();
+        let region = self.region(ranges)?;
+        if value.shape() != region.sizes || value.dtype() != self.dtype() || value.device_mesh() != self.device_mesh() {
+            return Err(Error::invalid(
+                "value to assign",
+                format!("{} {}", value.dtype().as_str(), value.layout()),
+                format!("{} {:?} on mesh {}", self.dtype().as_str(), region.sizes, self.layout().mesh()),
+                "slice, convert or move the value first",
+            ));
+        }
+        *self = implicitly("assign", || {
+            let (value, base) = (value.reduced(site)?, self.reduced(site)?);
+            base.written(&region, Some(&value), 0.0, site)
+        })?;
+        Ok(())
+    }
+
+    /// Writes one number to the elements in `ranges`, one range per dimension.
+    #[track_caller]
+    pub fn fill_range(&mut self, ranges: &[Range<usize>], value: f64) -> Result<()> {
+        let site = Location::caller();
+        let region = self.region(ranges)?;
+        *self = implicitly("fill_range", || self.reduced(site)?.written(&region, None, value, site))?;
+        Ok(())
+    }
+
+    /// Writes one number to all elements. Pending reductions end with it.
+    #[track_caller]
+    pub fn fill(&mut self, value: f64) -> Result<()> {
+        *self = self.full_like(value)?;
+        Ok(())
+    }
+
+    /// Takes the elements of another tensor of the same shape, type and mesh; the layout stays.
+    #[track_caller]
+    pub fn copy_from(&mut self, other: &DTensor) -> Result<()> {
+        let all: Vec<Range<usize>> = self.shape().iter().map(|&n| 0..n).collect();
+        self.assign(&all, other)
+    }
+
+    fn region(&self, ranges: &[Range<usize>]) -> Result<TensorBox> {
+        let fits = ranges.len() == self.rank()
+            && ranges.iter().zip(self.shape()).all(|(r, &n)| r.start <= r.end && r.end <= n);
+        if !fits {
+            return Err(Error::invalid(
+                "ranges",
+                format!("{ranges:?}"),
+                format!("one range within each dimension of {:?}", self.shape()),
+                "use 0..n for a whole dimension",
+            ));
+        }
+        Ok(TensorBox {
+            offsets: ranges.iter().map(|r| r.start).collect(),
+            sizes: ranges.iter().map(ExactSizeIterator::len).collect(),
+        })
+    }
+
+    /// This tensor, which has nothing pending, with a region overwritten by a tensor, or by a number if there is none.
+    fn written(&self, region: &TensorBox, value: Option<&DTensor>, number: f64, site: Site) -> Result<DTensor> {
+        let (mesh, me) = (self.device_mesh(), self.device_mesh().world().rank());
+        if !mesh.contains(me) {
+            return Ok(self.clone());
+        }
+        // The parts of a rank's boxes that are overwritten, with their places in its local tensor.
+        let overwritten = |rank: usize| -> Vec<OwnedBox> {
+            let owned = self.layout().boxes_of(rank).into_iter();
+            let parts = owned.filter_map(|owned| {
+                let part = owned.global.intersect(region)?;
+                let inside = part.offsets.iter().zip(&owned.global.offsets).zip(&owned.local_offsets);
+                let local_offsets = inside.map(|((part, start), local)| part - start + local).collect();
+                Some(OwnedBox { rank, global: part, local_offsets })
+            });
+            parts.collect()
+        };
+        let blocks = match value {
+            Some(value) => {
+                // The boxes of the value, where they lie in this tensor.
+                let shifted = |rank: usize| -> Vec<OwnedBox> {
+                    let mut boxes = value.layout().boxes_of(rank);
+                    for owned in &mut boxes {
+                        owned.global.offsets.iter_mut().zip(&region.offsets).for_each(|(o, start)| *o += start);
+                    }
+                    boxes
+                };
+                let group = super::construct::all_of(mesh)?;
+                Exchange::new(group, self.dtype(), shifted, overwritten).run(value.to_local(), site)?
+            }
+            None => {
+                let block = |owned: OwnedBox| -> Result<_> {
+                    let filled =
+                        candle_core::Tensor::full(number, owned.global.sizes.as_slice(), &candle_core::Device::Cpu)?;
+                    Ok((owned.local_offsets, filled.to_dtype(self.dtype())?))
+                };
+                overwritten(me).into_iter().map(block).collect::<Result<Vec<_>>>()?
+            }
+        };
+        let meta = TensorMeta::new(self.to_local().dims(), self.dtype());
+        if mesh.world().is_dry() {
+            return Ok(Self::from_parts(mesh, self.layout().clone(), placeholder(&meta)?));
+        }
+        let local = Assembly::new(meta)?;
+        // SAFETY: one thread; every block lies inside the local tensor, which is written as a whole first.
+        let local = unsafe {
+            local.paste(self.to_local(), &vec![0; self.rank()]);
+            blocks.iter().for_each(|(offsets, block)| local.paste(block, offsets));
+            local.finish()
+        };
+        Ok(Self::from_parts(mesh, self.layout().clone(), local))
+    }
+}

@@ -1,0 +1,226 @@
+//! Distributed tensors from what ranks have: their parts, or the whole on one of them.
+
+use std::panic::Location;
+
+use candle_core::{DType, Device, Shape, Tensor};
+
+use super::{DTensor, check_partial, foreign};
+use crate::comm::{Call, DeviceMesh, Group};
+use crate::error::{Error, Result, Site};
+use crate::layout::{Layout, TensorMeta};
+use crate::local::{check_served, dense, placeholder};
+use crate::placement::Placement;
+
+impl DTensor {
+    /// A distributed tensor from the part that each rank has.
+    ///
+    /// Ranks tell each other their sizes: shards of any sizes are accepted, and become ragged where they are not the
+    /// chunks of a plain shard. If the parts do not fit together under the placements, every rank gets an error that
+    /// names a rank whose part does not. Values of replicated axes are trusted.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// # use candle_core::{Device, Tensor};
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let mine = Tensor::full(1f32, (1 + 3 * world.rank(), 2), &Device::Cpu)?; // 1 row and 4 rows
+    ///     let whole = DTensor::from_local(&mine, &mesh, [Shard(0)])?;
+    ///     assert_eq!(whole.layout().to_string(), "[5, 2] on dp=2: S(0;1,4)");
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[track_caller]
+    pub fn from_local(
+        local: &Tensor,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+    ) -> Result<DTensor> {
+        let (site, placements) = (Location::caller(), placements.into_iter().collect::<Vec<_>>());
+        let group = all_of(mesh)?;
+        let shapes = gather_shapes(&group, local, site)?;
+        let layout = infer(mesh, &placements, &shapes, group.ranks())?;
+        check_fit(&layout, &shapes, group.ranks())?;
+        check_partial(&layout, local.dtype())?;
+        Ok(DTensor::from_parts(mesh, layout, dense(local)?))
+    }
+
+    /// As [`from_local`](Self::from_local) with the shape of the whole given: nothing is communicated, and only this
+    /// rank's part is checked. For ranks outside the mesh the part does not matter.
+    pub fn from_local_with_shape(
+        local: &Tensor,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+        shape: impl Into<Shape>,
+    ) -> Result<DTensor> {
+        let layout = Layout::new(mesh.mesh(), shape, placements)?;
+        check_served(local)?;
+        check_partial(&layout, local.dtype())?;
+        let rank = mesh.world().rank();
+        if !mesh.contains(rank) {
+            return Ok(DTensor::from_parts(mesh, layout, placeholder(&TensorMeta::new(0, local.dtype()))?));
+        }
+        let expected = layout.local_shape(rank);
+        if local.dims() != expected {
+            return Err(Error::invalid(
+                "local tensor",
+                format!("shape {:?} on rank {rank}", local.dims()),
+                format!("{expected:?}, what this rank holds of {layout}"),
+                "pass this rank's part, or leave the shape to from_local",
+            ));
+        }
+        Ok(DTensor::from_parts(mesh, layout, dense(local)?))
+    }
+
+    /// Spreads a tensor over a mesh.
+    ///
+    /// With `src_data_rank`, a position on the mesh, the data of that rank counts: it sends every rank its part, and the
+    /// others only say shape and type. With `None` every rank cuts its part out of its own copy, without communication.
+    /// A mesh on a type of device that candle does not serve is handed over to the backend registered for it
+    /// ([`register_backend`](super::register_backend)).
+    #[track_caller]
+    pub fn distribute_tensor(
+        tensor: &Tensor,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+        src_data_rank: Option<usize>,
+    ) -> Result<DTensor> {
+        let (site, placements) = (Location::caller(), placements.into_iter().collect::<Vec<_>>());
+        if let Some(backend) = foreign::backend_for(mesh.device_type())? {
+            return backend.distribute_tensor(tensor, mesh, &placements);
+        }
+        let to = Layout::new(mesh.mesh(), tensor.dims(), placements)?;
+        check_partial(&to, tensor.dtype())?;
+        let replicated = Layout::replicated(mesh.mesh(), tensor.dims());
+        if !mesh.contains(mesh.world().rank()) {
+            return Ok(DTensor::from_parts(mesh, to, placeholder(&TensorMeta::new(0, tensor.dtype()))?));
+        }
+        let Some(source) = src_data_rank else {
+            check_served(tensor)?;
+            return DTensor::from_parts(mesh, replicated, tensor.clone()).to_layout_at(&to, site);
+        };
+        let placements = to.placements().iter();
+        let kept: Vec<Placement> =
+            placements.map(|p| if p.is_partial() { Placement::Replicate } else { p.clone() }).collect();
+        let middle = Layout::new(mesh.mesh(), tensor.dims(), kept)?;
+        let local = scatter_boxes(tensor, &all_of(mesh)?, &middle, source, site)?;
+        DTensor::from_parts(mesh, middle, local).to_layout_at(&to, site)
+    }
+}
+
+/// The group of all ranks of a mesh, in mesh order.
+pub(super) fn all_of(mesh: &DeviceMesh) -> Result<Group> {
+    mesh.group_of(&(0..mesh.ndim()).collect::<Vec<_>>())
+}
+
+/// The shapes of all ranks' tensors, which must have one type and number of dimensions.
+fn gather_shapes(group: &Group, local: &Tensor, site: Site) -> Result<Vec<Vec<usize>>> {
+    let form = Call::Agree {
+        what: "element type and number of dimensions",
+        values: [local.dtype() as u64, local.rank() as u64].into_iter().collect(),
+    };
+    group.run(&form, &[], site)?;
+    if group.is_dry() {
+        return Ok(vec![local.dims().to_vec(); group.size()]);
+    }
+    let shape: Vec<i64> = local.dims().iter().map(|&n| n as i64).collect();
+    let mine = Tensor::from_vec(shape, (1, local.rank()), &Device::Cpu)?;
+    let call = Call::AllGather { dim: 0, sizes: std::iter::repeat_n(1, group.size()).collect() };
+    let all: Vec<Vec<i64>> = group.run(&call, &[mine], site)?.swap_remove(0).to_dtype(DType::I64)?.to_vec2()?;
+    Ok(all.into_iter().map(|shape| shape.into_iter().map(|n| n as usize).collect()).collect())
+}
+
+/// The layout that parts of these shapes (by position on the mesh) have under the placements.
+fn infer(mesh: &DeviceMesh, placements: &[Placement], shapes: &[Vec<usize>], ranks: &[usize]) -> Result<Layout> {
+    let mesh = mesh.mesh();
+    let ndim = shapes[0].len();
+    // A layout of an empty tensor checks the placements and finds the order of cuts.
+    let strided_as_shard = |p: &Placement| match p {
+        Placement::Ragged { dim, .. } | Placement::StridedShard { dim, .. } => Placement::Shard(*dim),
+        other => other.clone(),
+    };
+    let plain: Vec<Placement> = placements.iter().map(strided_as_shard).collect();
+    let empty = Layout::new(mesh, vec![0; ndim], plain)?;
+    let mut shape = shapes[0].clone();
+    let mut sized: Vec<Placement> =
+        placements.iter().map(|p| p.normalized(ndim)).collect::<Result<Vec<Placement>>>()?;
+    for (dim, whole) in shape.iter_mut().enumerate() {
+        let axes = empty.shard_order(dim);
+        // Size at every combination of coordinates of the cutting axes, zero on all others.
+        let count = |axes: &[usize]| axes.iter().map(|&a| mesh.shape()[a]).product::<usize>();
+        let fibre = mesh.fibre(axes, mesh.ranks()[0]);
+        let position = |rank: &usize| ranks.iter().position(|r| r == rank).expect("in the mesh");
+        let sizes: Vec<usize> = fibre.iter().map(|rank| shapes[position(rank)][dim]).collect();
+        *whole = sizes.iter().sum();
+        for (i, &axis) in axes.iter().enumerate() {
+            if matches!(sized[axis], Placement::Shard(_)) {
+                // The sizes that this axis cuts are sums over what the axes after it cut.
+                let inner = count(&axes[i + 1..]);
+                let cut: Vec<usize> = sizes.chunks(inner).map(|chunk| chunk.iter().sum()).collect();
+                sized[axis] = Placement::ragged(dim as isize, cut);
+            }
+        }
+    }
+    Layout::new(mesh, shape, sized)
+}
+
+/// An error that names the first rank whose part is not what the layout says.
+fn check_fit(layout: &Layout, shapes: &[Vec<usize>], ranks: &[usize]) -> Result<()> {
+    for (shape, &rank) in shapes.iter().zip(ranks) {
+        let expected = layout.local_shape(rank);
+        if *shape != expected {
+            return Err(Error::invalid(
+                "local tensors",
+                format!("shape {shape:?} on rank {rank} and {:?} on rank {}", shapes[0], ranks[0]),
+                format!("{expected:?} on rank {rank}, if the whole is {layout}"),
+                "correct the placements or the parts; along an axis that cuts nothing all parts have one shape",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Every rank's part of the tensor that the rank at position `source` of the group has.
+fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize, site: Site) -> Result<Tensor> {
+    if source >= group.size() {
+        return Err(Error::invalid(
+            "source rank",
+            source,
+            format!("a position on the mesh, below {}", group.size()),
+            "0 is the first rank of the mesh",
+        ));
+    }
+    let shape = tensor.dims().iter().map(|&n| n as u64);
+    let values = [source as u64, tensor.dtype() as u64].into_iter().chain(shape).collect();
+    group.run(&Call::Agree { what: "source rank, element type and shape", values }, &[], site)?;
+    let part = |rank: usize| TensorMeta { shape: layout.local_shape(rank), dtype: tensor.dtype() };
+    let nothing = TensorMeta::new(0, tensor.dtype());
+    let mut expected = vec![nothing.clone(); group.size()];
+    expected[source] = part(group.global_rank());
+    let piece = |&rank: &usize| -> Result<Tensor> {
+        if group.rank() != source {
+            return placeholder(&nothing);
+        }
+        if group.is_dry() {
+            return placeholder(&part(rank));
+        }
+        let mut piece = tensor.clone();
+        for dim in 0..tensor.rank() {
+            let indices = layout.global_indices(rank, dim);
+            let dense_run = indices.windows(2).all(|w| w[1] == w[0] + 1);
+            piece = match indices.first() {
+                Some(&first) if dense_run => piece.narrow(dim, first, indices.len())?,
+                None => piece.narrow(dim, 0, 0)?,
+                _ => {
+                    let index: Vec<u32> = indices.iter().map(|&i| i as u32).collect();
+                    dense(&piece)?.index_select(&Tensor::new(index, &Device::Cpu)?, dim)?
+                }
+            };
+        }
+        Ok(piece)
+    };
+    let pieces = group.ranks().iter().map(piece).collect::<Result<Vec<_>>>()?;
+    let mut got = group.run(&Call::AllToAll { expected }, &pieces, site)?;
+    let local = got.swap_remove(source);
+    if group.is_dry() { Ok(local) } else { dense(&local) }
+}

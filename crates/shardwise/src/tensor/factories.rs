@@ -1,0 +1,415 @@
+//! Distributed tensors from a rule: every rank fills in its own part.
+
+use std::panic::Location;
+
+use candle_core::{DType, Device, Shape, Tensor};
+
+use super::{DTensor, check_partial, construct::all_of};
+use crate::comm::{Call, DeviceMesh};
+use crate::error::{Error, Result, Site};
+use crate::layout::{Layout, TensorMeta};
+use crate::local::{check_dtype, placeholder};
+use crate::placement::Placement;
+use crate::random::{Distribution, Generator};
+
+/// Elements by global index: row-major number of the element, and its index in every dimension.
+type Rule<'a> = &'a dyn Fn(u64, &[usize]) -> Value;
+
+/// One element.
+#[derive(Clone, Copy)]
+enum Value {
+    Real(f64),
+    Whole(i64),
+}
+
+impl DTensor {
+    /// A tensor filled with one value.
+    #[track_caller]
+    pub fn full(
+        value: f64,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+    ) -> Result<DTensor> {
+        let layout = Layout::new(mesh.mesh(), shape, placements)?;
+        make(mesh, &layout, dtype, Location::caller(), |meta, _| {
+            Ok(Tensor::full(value, meta.shape.as_slice(), &Device::Cpu)?.to_dtype(meta.dtype)?)
+        })
+    }
+
+    /// A tensor of zeros.
+    #[track_caller]
+    pub fn zeros(
+        shape: impl Into<Shape>,
+        dtype: DType,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+    ) -> Result<DTensor> {
+        let layout = Layout::new(mesh.mesh(), shape, placements)?;
+        make(mesh, &layout, dtype, Location::caller(), |meta, _| {
+            Ok(Tensor::zeros(meta.shape.as_slice(), meta.dtype, &Device::Cpu)?)
+        })
+    }
+
+    /// A tensor of ones.
+    #[track_caller]
+    pub fn ones(
+        shape: impl Into<Shape>,
+        dtype: DType,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+    ) -> Result<DTensor> {
+        Self::full(1.0, shape, dtype, mesh, placements)
+    }
+
+    /// A tensor to be filled later. Its elements are zero: memory without a value does not exist here.
+    #[track_caller]
+    pub fn empty(
+        shape: impl Into<Shape>,
+        dtype: DType,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+    ) -> Result<DTensor> {
+        Self::zeros(shape, dtype, mesh, placements)
+    }
+
+    /// A tensor whose elements are a function of their index in the whole tensor.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// launch(3, |world| {
+    ///     let mesh = world.mesh([("dp", 3)])?;
+    ///     let table = DTensor::from_fn((4, 4), DType::I64, &mesh, [Shard(1)], |i| (10 * i[0] + i[1]) as f64)?;
+    ///     assert_eq!(table.full_tensor()?.to_vec2::<i64>()?[2], [20, 21, 22, 23]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[track_caller]
+    pub fn from_fn(
+        shape: impl Into<Shape>,
+        dtype: DType,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+        f: impl Fn(&[usize]) -> f64,
+    ) -> Result<DTensor> {
+        let layout = Layout::new(mesh.mesh(), shape, placements)?;
+        by_rule(mesh, &layout, dtype, Location::caller(), &|_, index| Value::Real(f(index)))
+    }
+
+    /// The numbers from `start` to before `end` in steps of `step`.
+    #[track_caller]
+    pub fn arange(
+        start: f64,
+        end: f64,
+        step: f64,
+        dtype: DType,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+    ) -> Result<DTensor> {
+        let count = ((end - start) / step).ceil();
+        if !count.is_finite() || step == 0.0 || count > MAX_COUNT {
+            return Err(Error::invalid(
+                "range",
+                format!("{start} to {end} in steps of {step}"),
+                "finite bounds and a step that leads from one to the other",
+                "correct the bounds",
+            ));
+        }
+        let layout = Layout::new(mesh.mesh(), count.max(0.0) as usize, placements)?;
+        by_rule(mesh, &layout, dtype, Location::caller(), &|i, _| Value::Real(start + i as f64 * step))
+    }
+
+    /// `steps` numbers at equal distances from `start` to `end`, both included.
+    #[track_caller]
+    pub fn linspace(
+        start: f64,
+        end: f64,
+        steps: usize,
+        dtype: DType,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+    ) -> Result<DTensor> {
+        let layout = Layout::new(mesh.mesh(), steps, placements)?;
+        by_rule(mesh, &layout, dtype, Location::caller(), &|i, _| Value::Real(spaced(start, end, steps, i)))
+    }
+
+    /// `steps` powers of `base` with exponents at equal distances from `start` to `end`, both included.
+    #[track_caller]
+    pub fn logspace(
+        start: f64,
+        end: f64,
+        steps: usize,
+        base: f64,
+        dtype: DType,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+    ) -> Result<DTensor> {
+        let layout = Layout::new(mesh.mesh(), steps, placements)?;
+        let rule = |i: u64, _: &[usize]| Value::Real(base.powf(spaced(start, end, steps, i)));
+        by_rule(mesh, &layout, dtype, Location::caller(), &rule)
+    }
+
+    /// A matrix with ones on its diagonal.
+    #[track_caller]
+    pub fn eye(
+        rows: usize,
+        columns: usize,
+        dtype: DType,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+    ) -> Result<DTensor> {
+        let layout = Layout::new(mesh.mesh(), (rows, columns), placements)?;
+        let rule = |_: u64, index: &[usize]| Value::Whole(i64::from(index[0] == index[1]));
+        by_rule(mesh, &layout, dtype, Location::caller(), &rule)
+    }
+
+    /// Random elements, drawn from the generator of the mesh. Every layout, mesh and world size gives the same bits.
+    ///
+    /// Ranks compare the states of their generators: if one has drawn more often than another, all get an error.
+    #[track_caller]
+    pub fn random(
+        distribution: Distribution,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+    ) -> Result<DTensor> {
+        Self::random_at(distribution, shape.into(), dtype, mesh, placements, mesh.generator(), Location::caller())
+    }
+
+    /// As [`random`](Self::random), drawn from another generator.
+    #[track_caller]
+    pub fn random_from(
+        generator: &Generator,
+        distribution: Distribution,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+    ) -> Result<DTensor> {
+        Self::random_at(distribution, shape.into(), dtype, mesh, placements, generator, Location::caller())
+    }
+
+    fn random_at(
+        distribution: Distribution,
+        shape: Shape,
+        dtype: DType,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+        generator: &Generator,
+        site: Site,
+    ) -> Result<DTensor> {
+        distribution.check()?;
+        let layout = Layout::new(mesh.mesh(), shape, placements)?;
+        let draw = generator.draw();
+        if mesh.contains(mesh.world().rank()) && mesh.size() > 1 {
+            let values = [draw.seed, draw.offset].into_iter().collect();
+            all_of(mesh)?.run(&Call::Agree { what: "generator seed and offset", values }, &[], site)?;
+        }
+        let whole = matches!(distribution, Distribution::Integers { .. } | Distribution::Permutation { .. });
+        by_rule(mesh, &layout, dtype, site, &|i, _| match whole {
+            true => Value::Whole(distribution.integer_at(draw, i)),
+            false => Value::Real(distribution.at(draw, i)),
+        })
+    }
+
+    /// Uniform random numbers in `0..1`, f32.
+    #[track_caller]
+    pub fn rand(
+        shape: impl Into<Shape>,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+    ) -> Result<DTensor> {
+        Self::random(Distribution::Uniform { low: 0.0, high: 1.0 }, shape, DType::F32, mesh, placements)
+    }
+
+    /// Normal random numbers with mean 0 and standard deviation 1, f32.
+    #[track_caller]
+    pub fn randn(
+        shape: impl Into<Shape>,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+    ) -> Result<DTensor> {
+        Self::random(Distribution::Normal { mean: 0.0, std: 1.0 }, shape, DType::F32, mesh, placements)
+    }
+
+    /// Random whole numbers in `low..high`, i64.
+    #[track_caller]
+    pub fn randint(
+        low: i64,
+        high: i64,
+        shape: impl Into<Shape>,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+    ) -> Result<DTensor> {
+        Self::random(Distribution::Integers { low, high }, shape, DType::I64, mesh, placements)
+    }
+
+    /// The numbers `0..n` in random order, i64.
+    #[track_caller]
+    pub fn randperm(n: usize, mesh: &DeviceMesh, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
+        Self::random(Distribution::Permutation { n: n as u64 }, n, DType::I64, mesh, placements)
+    }
+
+    /// Zeros with the shape, type and layout of this tensor.
+    #[track_caller]
+    pub fn zeros_like(&self) -> Result<DTensor> {
+        self.full_like(0.0)
+    }
+
+    /// Ones with the shape, type and layout of this tensor.
+    #[track_caller]
+    pub fn ones_like(&self) -> Result<DTensor> {
+        self.full_like(1.0)
+    }
+
+    /// A tensor to be filled later with the shape, type and layout of this tensor.
+    #[track_caller]
+    pub fn empty_like(&self) -> Result<DTensor> {
+        self.full_like(0.0)
+    }
+
+    /// One value with the shape, type and layout of this tensor; axes with a pending reduction become replicated.
+    #[track_caller]
+    pub fn full_like(&self, value: f64) -> Result<DTensor> {
+        let layout = self.settled_layout()?;
+        make(self.device_mesh(), &layout, self.dtype(), Location::caller(), |meta, _| {
+            Ok(Tensor::full(value, meta.shape.as_slice(), &Device::Cpu)?.to_dtype(meta.dtype)?)
+        })
+    }
+
+    /// Random elements with the shape, type and layout of this tensor; axes with a pending reduction become replicated.
+    #[track_caller]
+    pub fn random_like(&self, distribution: Distribution) -> Result<DTensor> {
+        let (site, mesh) = (Location::caller(), self.device_mesh());
+        let placements = vec![Placement::Replicate; mesh.ndim()];
+        let layout = self.settled_layout()?;
+        // Drawn with the same bits in any layout, so the layout may come last.
+        let drawn =
+            Self::random_at(distribution, self.shape().into(), self.dtype(), mesh, placements, mesh.generator(), site)?;
+        drawn.to_layout_at(&layout, site)
+    }
+
+    /// Uniform random numbers in `0..1` like this tensor.
+    #[track_caller]
+    pub fn rand_like(&self) -> Result<DTensor> {
+        self.random_like(Distribution::Uniform { low: 0.0, high: 1.0 })
+    }
+
+    /// Normal random numbers like this tensor.
+    #[track_caller]
+    pub fn randn_like(&self) -> Result<DTensor> {
+        self.random_like(Distribution::Normal { mean: 0.0, std: 1.0 })
+    }
+
+    /// Random whole numbers in `low..high` like this tensor.
+    #[track_caller]
+    pub fn randint_like(&self, low: i64, high: i64) -> Result<DTensor> {
+        self.random_like(Distribution::Integers { low, high })
+    }
+
+    /// This layout with partial axes replicated.
+    pub(super) fn settled_layout(&self) -> Result<Layout> {
+        let settled = self.placements().iter().map(|p| if p.is_partial() { Placement::Replicate } else { p.clone() });
+        let cuts: Vec<Vec<usize>> = (0..self.rank()).map(|d| self.layout().shard_order(d).to_vec()).collect();
+        Layout::from_cuts(self.layout().mesh(), self.shape(), &settled.collect::<Vec<_>>(), &cuts)
+    }
+}
+
+/// Longer ranges are a mistake.
+const MAX_COUNT: f64 = 1e18;
+
+fn spaced(start: f64, end: f64, steps: usize, i: u64) -> f64 {
+    match steps {
+        0 | 1 => start,
+        // From the nearer end, so that both ends are exact.
+        _ if (i as usize) < steps / 2 => start + (end - start) / (steps - 1) as f64 * i as f64,
+        _ => end - (end - start) / (steps - 1) as f64 * (steps - 1 - i as usize) as f64,
+    }
+}
+
+/// A tensor whose part on this rank `fill` makes from its description; axes that shall be partial are made so after.
+fn make(
+    mesh: &DeviceMesh,
+    layout: &Layout,
+    dtype: DType,
+    site: Site,
+    fill: impl FnOnce(&TensorMeta, &Layout) -> Result<Tensor>,
+) -> Result<DTensor> {
+    check_dtype(dtype)?;
+    check_partial(layout, dtype)?;
+    let settled: Vec<Placement> =
+        layout.placements().iter().map(|p| if p.is_partial() { Placement::Replicate } else { p.clone() }).collect();
+    let settled = Layout::new(mesh.mesh(), layout.shape(), settled)?;
+    let rank = mesh.world().rank();
+    let meta = TensorMeta { shape: settled.local_shape(rank), dtype };
+    let local = match mesh.world().is_dry() || !mesh.contains(rank) {
+        true => placeholder(&meta)?,
+        false => fill(&meta, &settled)?,
+    };
+    DTensor::from_parts(mesh, settled, local).to_layout_at(layout, site)
+}
+
+/// A tensor by a rule for its elements.
+fn by_rule(mesh: &DeviceMesh, layout: &Layout, dtype: DType, site: Site, rule: Rule<'_>) -> Result<DTensor> {
+    let rank = mesh.world().rank();
+    make(mesh, layout, dtype, site, |meta, layout| {
+        let indices: Vec<Vec<usize>> = (0..layout.shape().len()).map(|dim| layout.global_indices(rank, dim)).collect();
+        let walk = |take: &mut dyn FnMut(Value)| {
+            let mut index = vec![0; indices.len()];
+            for_each_index(layout.shape(), &indices, 0, 0, &mut index, &mut |flat, index| take(rule(flat, index)));
+        };
+        match dtype {
+            DType::U8 | DType::U32 | DType::I16 | DType::I32 | DType::I64 => {
+                let mut values: Vec<i64> = Vec::with_capacity(meta.elem_count());
+                walk(&mut |v| {
+                    values.push(match v {
+                        Value::Real(x) => x as i64,
+                        Value::Whole(n) => n,
+                    })
+                });
+                Ok(Tensor::from_vec(values, meta.shape.as_slice(), &Device::Cpu)?.to_dtype(dtype)?)
+            }
+            DType::F64 => {
+                let mut values: Vec<f64> = Vec::with_capacity(meta.elem_count());
+                walk(&mut |v| {
+                    values.push(match v {
+                        Value::Real(x) => x,
+                        Value::Whole(n) => n as f64,
+                    })
+                });
+                Ok(Tensor::from_vec(values, meta.shape.as_slice(), &Device::Cpu)?)
+            }
+            _ => {
+                let mut values: Vec<f32> = Vec::with_capacity(meta.elem_count());
+                walk(&mut |v| {
+                    values.push(match v {
+                        Value::Real(x) => x as f32,
+                        Value::Whole(n) => n as f32,
+                    })
+                });
+                Ok(Tensor::from_vec(values, meta.shape.as_slice(), &Device::Cpu)?.to_dtype(dtype)?)
+            }
+        }
+    })
+}
+
+/// Visits the elements at all combinations of `indices` in order, with their row-major number.
+fn for_each_index(
+    shape: &[usize],
+    indices: &[Vec<usize>],
+    dim: usize,
+    flat: u64,
+    index: &mut [usize],
+    visit: &mut dyn FnMut(u64, &[usize]),
+) {
+    if dim == shape.len() {
+        return visit(flat, index);
+    }
+    for &i in &indices[dim] {
+        index[dim] = i;
+        for_each_index(shape, indices, dim + 1, flat * shape[dim] as u64 + i as u64, index, visit);
+    }
+}

@@ -1,0 +1,241 @@
+//! Distributed tensors: a layout, this rank's part, and the mesh that both belong to.
+
+mod assign;
+mod compare;
+mod construct;
+mod factories;
+mod foreign;
+mod show;
+mod state;
+
+pub use foreign::{DeviceBackend, register_backend};
+pub use state::DTensorState;
+
+use std::panic::Location;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::comm::{Charge, DeviceMesh, implicitly};
+use crate::error::{Error, Result, Site};
+use crate::layout::{Layout, TensorMeta};
+use crate::local::{Assembly, placeholder};
+use crate::placement::Placement;
+use crate::redistribute::{Exchange, redistribute};
+
+/// A tensor that lies on a mesh of ranks, seen from one of them.
+///
+/// It knows its [`Layout`]; this rank holds the local part. Cloning is free. Calls that communicate must be made by all
+/// ranks of the mesh.
+///
+/// ```
+/// use shardwise::prelude::*;
+///
+/// launch(4, |world| {
+///     let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+///     let x = DTensor::arange(0.0, 12.0, 1.0, DType::F32, &mesh, [Shard(0), Replicate])?;
+///     let y = x.redistribute([Replicate, Shard(0)])?;
+///     assert_eq!(y.full_tensor()?.to_vec1::<f32>()?[7], 7.0);
+///     assert_eq!(y.to_local().dims(), [6]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+#[doc(alias = "DistributedTensor")]
+#[derive(Clone)]
+pub struct DTensor(Arc<Inner>);
+
+struct Inner {
+    mesh: DeviceMesh,
+    layout: Layout,
+    local: Tensor,
+    _charge: Charge,
+}
+
+impl DTensor {
+    /// Puts the parts together; `local` is what the layout says this rank holds.
+    pub(crate) fn from_parts(mesh: &DeviceMesh, layout: Layout, local: Tensor) -> Self {
+        debug_assert_eq!(local.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
+        let charge = mesh.world().memory().charge(local.elem_count() * local.dtype().size_in_bytes());
+        DTensor(Arc::new(Inner { mesh: mesh.clone(), layout, local, _charge: charge }))
+    }
+
+    /// The mesh.
+    pub fn device_mesh(&self) -> &DeviceMesh {
+        &self.0.mesh
+    }
+
+    /// How the tensor lies on the mesh.
+    pub fn layout(&self) -> &Layout {
+        &self.0.layout
+    }
+
+    /// One placement per mesh axis.
+    pub fn placements(&self) -> &[Placement] {
+        self.0.layout.placements()
+    }
+
+    /// Shape of the whole tensor.
+    pub fn shape(&self) -> &[usize] {
+        self.0.layout.shape()
+    }
+
+    /// Number of dimensions.
+    pub fn rank(&self) -> usize {
+        self.shape().len()
+    }
+
+    /// Number of elements of the whole tensor.
+    pub fn elem_count(&self) -> usize {
+        self.shape().iter().product()
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.0.local.dtype()
+    }
+
+    /// Shape and element type of the whole tensor.
+    pub fn meta(&self) -> TensorMeta {
+        TensorMeta { shape: self.shape().to_vec(), dtype: self.dtype() }
+    }
+
+    /// The part that this rank holds; without elements on a rank outside the mesh.
+    pub fn to_local(&self) -> &Tensor {
+        &self.0.local
+    }
+
+    /// The same value with other placements on the same mesh.
+    ///
+    /// Any placement to any other: shards, ragged and strided shards, pending reductions. What is communicated is the
+    /// cheapest plan that [`explain`](crate::redistribute::explain) shows.
+    #[track_caller]
+    pub fn redistribute(&self, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
+        let to = Layout::new(self.0.layout.mesh(), self.shape(), placements)?;
+        self.to_layout_at(&to, Location::caller())
+    }
+
+    /// The same value in another layout, which may have another order of cuts. Its mesh must be this tensor's.
+    #[track_caller]
+    pub fn to_layout(&self, layout: &Layout) -> Result<DTensor> {
+        self.to_layout_at(layout, Location::caller())
+    }
+
+    pub(crate) fn to_layout_at(&self, to: &Layout, site: Site) -> Result<DTensor> {
+        if to == self.layout() {
+            return Ok(self.clone());
+        }
+        if to.mesh() != self.layout().mesh() || to.shape() != self.shape() {
+            return Err(Error::invalid(
+                "layout",
+                to,
+                format!("a layout of shape {:?} on mesh {}", self.shape(), self.layout().mesh()),
+                "use to_mesh to move to another mesh",
+            ));
+        }
+        check_partial(to, self.dtype())?;
+        let local = redistribute(&self.0.mesh, self.layout(), to, self.to_local(), site)?;
+        Ok(Self::from_parts(&self.0.mesh, to.clone(), local))
+    }
+
+    /// The same value on another mesh of the same world, whatever ranks the two have.
+    ///
+    /// All ranks of either mesh take part; what each sends goes directly to those that need it.
+    #[track_caller]
+    pub fn to_mesh(&self, mesh: &DeviceMesh, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
+        let to = Layout::new(mesh.mesh(), self.shape(), placements)?;
+        check_partial(&to, self.dtype())?;
+        let site = Location::caller();
+        // Reduce what is pending before the move, make what shall be pending after it.
+        let source = self.reduced(site)?;
+        let replicated = to.placements().iter().map(|p| if p.is_partial() { Placement::Replicate } else { p.clone() });
+        let middle = Layout::from_cuts(
+            mesh.mesh(),
+            to.shape(),
+            &replicated.collect::<Vec<_>>(),
+            &(0..to.shape().len()).map(|d| to.shard_order(d).to_vec()).collect::<Vec<_>>(),
+        )?;
+        let moved = source.move_boxes(mesh, middle, site)?;
+        moved.to_layout_at(&to, site)
+    }
+
+    fn move_boxes(&self, mesh: &DeviceMesh, to: Layout, site: Site) -> Result<DTensor> {
+        let me = mesh.world().rank();
+        let meta = TensorMeta { shape: to.local_shape(me), dtype: self.dtype() };
+        let mut ranks = [self.layout().mesh().ranks(), to.mesh().ranks()].concat();
+        ranks.sort_unstable();
+        ranks.dedup();
+        if !ranks.contains(&me) {
+            return Ok(Self::from_parts(mesh, to, placeholder(&meta)?));
+        }
+        let group = mesh.world().subgroup(&ranks)?;
+        let (from, dry) = (self.layout(), group.is_dry());
+        let exchange = Exchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
+        let blocks = exchange.run(self.to_local(), site)?;
+        if dry {
+            return Ok(Self::from_parts(mesh, to, placeholder(&meta)?));
+        }
+        let local = Assembly::new(meta)?;
+        for (offsets, block) in &blocks {
+            // SAFETY: one thread; the blocks are disjoint and fill the boxes that make up the local tensor.
+            unsafe { local.paste(block, offsets) };
+        }
+        // SAFETY: the blocks fill the local tensor.
+        let local = unsafe { local.finish() };
+        Ok(Self::from_parts(mesh, to, local))
+    }
+
+    /// The whole tensor on every rank of the mesh; without elements on a rank outside it.
+    #[track_caller]
+    pub fn full_tensor(&self) -> Result<Tensor> {
+        let to = Layout::replicated(self.layout().mesh(), self.shape());
+        Ok(self.to_layout_at(&to, Location::caller())?.to_local().clone())
+    }
+
+    /// The same value without pending reductions: partial axes become replicated.
+    pub(crate) fn reduced(&self, site: Site) -> Result<DTensor> {
+        if !self.layout().is_partial() {
+            return Ok(self.clone());
+        }
+        let placements: Vec<Placement> =
+            self.placements().iter().map(|p| if p.is_partial() { Placement::Replicate } else { p.clone() }).collect();
+        let cuts: Vec<Vec<usize>> = (0..self.rank()).map(|d| self.layout().shard_order(d).to_vec()).collect();
+        self.to_layout_at(&Layout::from_cuts(self.layout().mesh(), self.shape(), &placements, &cuts)?, site)
+    }
+
+    /// The same values with another element type. Pending reductions are carried out first, unless they pick one of
+    /// their operands, because rounding does not commute with adding.
+    #[track_caller]
+    pub fn to_dtype(&self, dtype: DType) -> Result<DTensor> {
+        use crate::placement::ReduceOp::{Max, Min};
+        if dtype == self.dtype() {
+            return Ok(self.clone());
+        }
+        let picks = |p: &Placement| !p.is_partial() || matches!(p, Placement::Partial(Max | Min));
+        let site = Location::caller();
+        let source = match self.placements().iter().all(picks) {
+            true => self.clone(),
+            false => implicitly("to_dtype", || self.reduced(site))?,
+        };
+        let local = match self.0.mesh.world().is_dry() {
+            true => placeholder(&TensorMeta::new(source.to_local().dims(), dtype))?,
+            false => source.to_local().to_dtype(dtype)?,
+        };
+        Ok(Self::from_parts(&self.0.mesh, source.layout().clone(), local))
+    }
+
+    /// The same tensor with its local part on another device.
+    pub fn to_device(&self, device: &Device) -> Result<DTensor> {
+        Ok(Self::from_parts(&self.0.mesh, self.layout().clone(), self.to_local().to_device(device)?))
+    }
+}
+
+/// An error if a pending reduction of the layout makes no sense for the type.
+pub(crate) fn check_partial(layout: &Layout, dtype: DType) -> Result<()> {
+    for placement in layout.placements() {
+        if let Placement::Partial(op) = placement {
+            op.check(dtype)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,77 @@
+//! The state of one rank's part in a form that can be stored.
+
+use candle_core::{DType, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::DTensor;
+use crate::comm::DeviceMesh;
+use crate::error::{Error, Result};
+use crate::layout::Layout;
+use crate::local::dense;
+
+/// One rank's part of a distributed tensor, with the layout that it belongs to.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DTensorState {
+    /// The layout of the whole.
+    pub layout: Layout,
+    /// Name of the element type, such as `f32`.
+    pub dtype: String,
+    /// Global rank that held the part.
+    pub rank: usize,
+    /// The part's elements in row-major order, in little-endian bytes.
+    pub bytes: Vec<u8>,
+}
+
+impl DTensor {
+    /// What this rank must store to have its part again.
+    pub fn state(&self) -> Result<DTensorState> {
+        self.check_readable("state")?;
+        let local = dense(self.to_local())?.flatten_all()?;
+        macro_rules! bytes {
+            ($T:ty) => {
+                local.to_vec1::<$T>()?.into_iter().flat_map(|x| x.to_le_bytes()).collect()
+            };
+        }
+        let bytes = match local.dtype() {
+            DType::U8 => bytes!(u8),
+            DType::U32 => bytes!(u32),
+            DType::I16 => bytes!(i16),
+            DType::I32 => bytes!(i32),
+            DType::I64 => bytes!(i64),
+            DType::BF16 => bytes!(half::bf16),
+            DType::F16 => bytes!(half::f16),
+            DType::F32 => bytes!(f32),
+            _ => bytes!(f64),
+        };
+        Ok(DTensorState {
+            layout: self.layout().clone(),
+            dtype: self.dtype().as_str().to_string(),
+            rank: self.device_mesh().world().rank(),
+            bytes,
+        })
+    }
+
+    /// The tensor of which every rank of the mesh has stored its part. The mesh must be the one it was stored on; to
+    /// load into another layout or world, redistribute afterwards or use a checkpoint.
+    pub fn from_state(state: &DTensorState, mesh: &DeviceMesh) -> Result<DTensor> {
+        let bad = |found: String, needed: String| {
+            Error::invalid("tensor state", found, needed, "load the state on the rank and mesh that stored it")
+        };
+        let rank = mesh.world().rank();
+        if state.layout.mesh() != mesh.mesh() || state.rank != rank {
+            return Err(bad(
+                format!("rank {} of mesh {}", state.rank, state.layout.mesh()),
+                format!("rank {rank} of mesh {}", mesh.mesh()),
+            ));
+        }
+        let dtype: DType = state.dtype.parse().map_err(|_| bad(state.dtype.clone(), "an element type".into()))?;
+        crate::local::check_dtype(dtype)?;
+        let shape = state.layout.local_shape(rank);
+        let expected = shape.iter().product::<usize>() * dtype.size_in_bytes();
+        if state.bytes.len() != expected {
+            return Err(bad(format!("{} bytes", state.bytes.len()), format!("{expected} bytes")));
+        }
+        let local = Tensor::from_raw_buffer(&state.bytes, dtype, &shape, &candle_core::Device::Cpu)?;
+        Ok(Self::from_parts(mesh, state.layout.clone(), local))
+    }
+}
