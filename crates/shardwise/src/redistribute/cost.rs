@@ -14,7 +14,7 @@ pub struct Cost {
 }
 
 /// How many ranks are looked at to find the busiest one.
-const SAMPLE: usize = 64;
+const SAMPLE: usize = 4;
 
 /// The cost of a step from `before` to `after` on elements of `elem` bytes.
 pub(super) fn cost(kind: &StepKind, before: &Layout, after: &Layout, elem: usize, links: &Links) -> Cost {

@@ -42,7 +42,7 @@ impl DTensor {
         let layout = infer(mesh, &placements, &shapes, group.ranks())?;
         check_fit(&layout, &shapes, group.ranks())?;
         check_partial(&layout, local.dtype())?;
-        Ok(DTensor::from_parts(mesh, layout, dense(local)?))
+        Ok(DTensor::from_parts(mesh, layout, densely(mesh, local)?))
     }
 
     /// As [`from_local`](Self::from_local) with the shape of the whole given: nothing is communicated, and only this
@@ -69,7 +69,7 @@ impl DTensor {
                 "pass this rank's part, or leave the shape to from_local",
             ));
         }
-        Ok(DTensor::from_parts(mesh, layout, dense(local)?))
+        Ok(DTensor::from_parts(mesh, layout, densely(mesh, local)?))
     }
 
     /// Spreads a tensor over a mesh.
@@ -106,6 +106,11 @@ impl DTensor {
         let local = scatter_boxes(tensor, &all_of(mesh)?, &middle, source, site)?;
         DTensor::from_parts(mesh, middle, local).to_layout_at(&to, site)
     }
+}
+
+/// The tensor as a dense one; placeholders of a dry run stay what they are.
+fn densely(mesh: &DeviceMesh, local: &Tensor) -> Result<Tensor> {
+    if mesh.world().is_dry() { Ok(local.clone()) } else { dense(local) }
 }
 
 /// The group of all ranks of a mesh, in mesh order.

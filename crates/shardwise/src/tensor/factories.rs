@@ -176,7 +176,8 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        Self::random_at(distribution, shape.into(), dtype, mesh, placements, mesh.generator(), Location::caller())
+        let layout = Layout::new(mesh.mesh(), shape, placements)?;
+        random_at(distribution, &layout, dtype, mesh, mesh.generator(), Location::caller())
     }
 
     /// As [`random`](Self::random), drawn from another generator.
@@ -189,30 +190,8 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        Self::random_at(distribution, shape.into(), dtype, mesh, placements, generator, Location::caller())
-    }
-
-    fn random_at(
-        distribution: Distribution,
-        shape: Shape,
-        dtype: DType,
-        mesh: &DeviceMesh,
-        placements: impl IntoIterator<Item = Placement>,
-        generator: &Generator,
-        site: Site,
-    ) -> Result<DTensor> {
-        distribution.check()?;
         let layout = Layout::new(mesh.mesh(), shape, placements)?;
-        let draw = generator.draw();
-        if mesh.contains(mesh.world().rank()) && mesh.size() > 1 {
-            let values = [draw.seed, draw.offset].into_iter().collect();
-            all_of(mesh)?.run(&Call::Agree { what: "generator seed and offset", values }, &[], site)?;
-        }
-        let whole = matches!(distribution, Distribution::Integers { .. } | Distribution::Permutation { .. });
-        by_rule(mesh, &layout, dtype, site, &|i, _| match whole {
-            true => Value::Whole(distribution.integer_at(draw, i)),
-            false => Value::Real(distribution.at(draw, i)),
-        })
+        random_at(distribution, &layout, dtype, mesh, generator, Location::caller())
     }
 
     /// Uniform random numbers in `0..1`, f32.
@@ -283,13 +262,9 @@ impl DTensor {
     /// Random elements with the shape, type and layout of this tensor; axes with a pending reduction become replicated.
     #[track_caller]
     pub fn random_like(&self, distribution: Distribution) -> Result<DTensor> {
-        let (site, mesh) = (Location::caller(), self.device_mesh());
-        let placements = vec![Placement::Replicate; mesh.ndim()];
+        let mesh = self.device_mesh();
         let layout = self.settled_layout()?;
-        // Drawn with the same bits in any layout, so the layout may come last.
-        let drawn =
-            Self::random_at(distribution, self.shape().into(), self.dtype(), mesh, placements, mesh.generator(), site)?;
-        drawn.to_layout_at(&layout, site)
+        random_at(distribution, &layout, self.dtype(), mesh, mesh.generator(), Location::caller())
     }
 
     /// Uniform random numbers in `0..1` like this tensor.
@@ -350,6 +325,28 @@ fn make(
         false => fill(&meta, &settled)?,
     };
     DTensor::from_parts(mesh, settled, local).to_layout_at(layout, site)
+}
+
+/// Random elements; an error on every rank if the ranks' generators have drifted apart.
+fn random_at(
+    distribution: Distribution,
+    layout: &Layout,
+    dtype: DType,
+    mesh: &DeviceMesh,
+    generator: &Generator,
+    site: Site,
+) -> Result<DTensor> {
+    distribution.check()?;
+    let draw = generator.draw();
+    if mesh.contains(mesh.world().rank()) && mesh.size() > 1 {
+        let values = [draw.seed, draw.offset].into_iter().collect();
+        all_of(mesh)?.run(&Call::Agree { what: "generator seed and offset", values }, &[], site)?;
+    }
+    let whole = matches!(distribution, Distribution::Integers { .. } | Distribution::Permutation { .. });
+    by_rule(mesh, layout, dtype, site, &|i, _| match whole {
+        true => Value::Whole(distribution.integer_at(draw, i)),
+        false => Value::Real(distribution.at(draw, i)),
+    })
 }
 
 /// A tensor by a rule for its elements.

@@ -3,9 +3,15 @@
 //! The vectors in `data/` are used unless `SHARDWISE_CONFORMANCE_DIR` names another directory of the same form.
 
 mod local_shards;
+mod redistribute;
 mod vectors;
 
 #[test]
 fn local_shards() {
     vectors::run("local_shards", local_shards::check);
+}
+
+#[test]
+fn redistribute() {
+    vectors::run("redistribute", redistribute::check);
 }

@@ -4,6 +4,7 @@ use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
+use candle_core::{DType, Device, Tensor};
 use serde::Deserialize;
 use serde_json::Value;
 use shardwise::{Placement, ReduceOp};
@@ -28,6 +29,41 @@ impl PlacementForm {
             }
             PlacementForm::Partial { op } => Placement::Partial(op.parse::<ReduceOp>().expect("a known reduction")),
         }
+    }
+}
+
+/// A tensor as the vectors write it.
+#[derive(Deserialize, Debug)]
+pub(crate) struct TensorForm {
+    pub(crate) dtype: String,
+    pub(crate) shape: Vec<usize>,
+    data: Vec<Value>,
+}
+
+impl TensorForm {
+    /// The tensor; types that candle lacks become the next larger one, bool becomes u8.
+    pub(crate) fn to_tensor(&self) -> Tensor {
+        let whole = |v: &Value| v.as_i64().or_else(|| v.as_bool().map(i64::from)).expect("a whole number or bool");
+        let real = |v: &Value| match v.as_str() {
+            Some("nan") => f64::NAN,
+            Some("inf") => f64::INFINITY,
+            Some("-inf") => f64::NEG_INFINITY,
+            _ => v.as_f64().expect("a number"),
+        };
+        let dtype = match self.dtype.as_str() {
+            "bool" => DType::U8,
+            "i8" => DType::I16,
+            other => other.parse().expect("a known type"),
+        };
+        let made = match dtype.is_float() {
+            true => {
+                Tensor::from_vec(self.data.iter().map(real).collect::<Vec<f64>>(), self.shape.as_slice(), &Device::Cpu)
+            }
+            false => {
+                Tensor::from_vec(self.data.iter().map(whole).collect::<Vec<i64>>(), self.shape.as_slice(), &Device::Cpu)
+            }
+        };
+        made.and_then(|t| t.to_dtype(dtype)).expect("as many elements as the shape has")
     }
 }
 

@@ -1,0 +1,104 @@
+//! Tensors whose value is known in every layout: whole numbers by index, and operands of pending reductions that give them
+//! exactly.
+
+// Each test target uses a part of it.
+#![allow(dead_code)]
+
+use candle_core::{DType, Device, Tensor};
+use shardwise::prelude::*;
+
+/// A number that looks random, from some numbers.
+pub(crate) fn hash(parts: &[usize]) -> u64 {
+    let mix = |h: u64, x: &usize| (h ^ *x as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
+    parts.iter().fold(0x1234_5678_9ABC_DEF1, mix).wrapping_mul(0xD6E8_FEB8_6659_FD93) >> 20
+}
+
+/// The value of the element with a row-major number.
+pub(crate) fn value(flat: usize) -> f64 {
+    (hash(&[flat]) % 64) as f64 - 32.0
+}
+
+/// The whole tensor.
+pub(crate) fn whole(shape: &[usize]) -> Tensor {
+    let values: Vec<f64> = (0..shape.iter().product()).map(value).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+}
+
+/// What a rank holds of the whole in a layout, with operands on partial axes that reduce to it exactly.
+pub(crate) fn local(layout: &Layout, rank: usize) -> Tensor {
+    let Some(coordinate) = layout.mesh().coordinate(rank) else {
+        return Tensor::zeros(0, DType::F64, &Device::Cpu).unwrap();
+    };
+    let shape = layout.shape();
+    let mut flat = vec![0];
+    for (dim, &n) in shape.iter().enumerate() {
+        let held = layout.global_indices(rank, dim);
+        flat = flat.iter().flat_map(|f| held.iter().map(move |i| f * n + i)).collect();
+    }
+    let operand = |&flat: &usize| {
+        let mut x = value(flat);
+        // The last axis is reduced first: operands of the first axis are values for the next.
+        for (axis, placement) in layout.placements().iter().enumerate() {
+            if let Partial(op) = placement {
+                x = operand_of(x, *op, layout.mesh().shape()[axis], coordinate[axis], &[flat, axis]);
+            }
+        }
+        x
+    };
+    let values: Vec<f64> = flat.iter().map(operand).collect();
+    Tensor::from_vec(values, layout.local_shape(rank), &Device::Cpu).unwrap()
+}
+
+/// Operand `i` of `k` that reduce to `x`.
+fn operand_of(x: f64, op: ReduceOp, k: usize, i: usize, seed: &[usize]) -> f64 {
+    let noise = |j: usize| (hash(&[seed[0], seed[1], j]) % 9) as f64;
+    let others = || (0..k - 1).map(noise).sum::<f64>();
+    let winner = (hash(&[seed[0], seed[1], 77]) % k as u64) as usize;
+    match op {
+        ReduceOp::Sum if i + 1 < k => noise(i),
+        ReduceOp::Sum => x - others(),
+        ReduceOp::Avg if i + 1 < k => x + noise(i),
+        ReduceOp::Avg => x - others(),
+        ReduceOp::Max if i != winner => x - 1.0 - noise(i),
+        ReduceOp::Min if i != winner => x + 1.0 + noise(i),
+        ReduceOp::Product if i != winner => 1.0,
+        _ => x,
+    }
+}
+
+/// Equal shapes and elements.
+pub(crate) fn same(a: &Tensor, b: &Tensor) -> bool {
+    let values = |t: &Tensor| t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+    a.dims() == b.dims() && (a.elem_count() == 0 || values(a) == values(b))
+}
+
+/// A ragged cut of `dim` along `axis`, behind what the other placements cut: uneven in another way for every
+/// combination of outer coordinates.
+pub(crate) fn ragged(
+    mesh: &Mesh,
+    shape: &[usize],
+    so_far: &[Placement],
+    dim: usize,
+    axis: usize,
+    seed: usize,
+) -> Placement {
+    let layout = Layout::new(mesh, shape, so_far.to_vec()).unwrap();
+    let (axes, k) = (layout.shard_order(dim).to_vec(), mesh.shape()[axis]);
+    let combinations: usize = axes.iter().map(|&a| mesh.shape()[a]).product();
+    let mut sizes = Vec::new();
+    for mut outer in 0..combinations {
+        let number = outer;
+        let mut coordinate = vec![0; mesh.ndim()];
+        for &a in axes.iter().rev() {
+            coordinate[a] = outer % mesh.shape()[a];
+            outer /= mesh.shape()[a];
+        }
+        let mut left = layout.local_shape(mesh.rank_at(&coordinate).unwrap())[dim];
+        for i in 0..k {
+            let take = if i + 1 == k { left } else { hash(&[seed, number, i, dim]) as usize % (left + 1) };
+            sizes.push(take);
+            left -= take;
+        }
+    }
+    Placement::ragged(dim as isize, sizes)
+}
