@@ -15,7 +15,8 @@ struct Cli {
 
 const EXAMPLES: &str = "Examples:
   shardwise bench collectives                     a table for 2, 4 and 8 thread ranks
-  shardwise bench collectives --ranks 2 --json    one JSON object per line";
+  shardwise bench collectives --ranks 2 --json    one JSON object per line
+  shardwise bench redistribute                    changes of layout on 2 and 4 thread ranks";
 
 #[derive(Subcommand)]
 enum Command {

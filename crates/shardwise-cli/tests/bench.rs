@@ -23,6 +23,23 @@ fn bench_collectives_prints_one_json_object_per_case() {
 }
 
 #[test]
+fn bench_redistribute_prints_one_json_object_per_case() {
+    let output = shardwise(&["bench", "redistribute", "--ranks", "2", "--mb", "1,2"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let rows: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
+    let cases: Vec<&str> = rows.iter().map(|row| row["case"].as_str().unwrap()).collect();
+    let expected =
+        ["S0->R", "S0->S1", "P->R", "P->S0"].map(|name| ["1MB ", "2MB "].map(|size| format!("{size}{name}")));
+    assert!(expected.iter().flatten().all(|case| cases.contains(&case.as_str())), "{cases:?}");
+    assert!(cases.contains(&"small S0->R"));
+    for row in &rows {
+        assert!(row["world"] == 2 && row["ms"].as_f64().unwrap() > 0.0, "{row}");
+        assert!(row["gbps"].is_f64() && row["memcpy_gbps"].is_f64(), "{row}");
+    }
+}
+
+#[test]
 fn help_shows_examples_and_mistakes_are_explained() {
     let help = String::from_utf8(shardwise(&["bench", "collectives", "--help"]).stdout).unwrap();
     assert!(help.contains("Examples:") && help.contains("--ranks"), "{help}");

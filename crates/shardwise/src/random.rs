@@ -249,8 +249,10 @@ mod tests {
     #[test]
     fn generators_advance_by_draw_and_can_be_put_back() {
         let generator = Generator::new(7);
-        let (a, b) = (generator.draw(), generator.clone().draw());
+        let shared = generator.clone();
+        let (a, b) = (generator.draw(), shared.draw());
         assert_eq!((a.offset, b.offset), (0, 1));
+        assert_eq!(shared.state(), generator.state());
         let state = generator.state();
         generator.draw();
         generator.set_state(state);

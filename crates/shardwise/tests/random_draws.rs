@@ -8,6 +8,7 @@ mod values;
 use candle_core::{DType, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use shardwise::Generator;
 use shardwise::prelude::*;
 use shardwise::random::GeneratorState;
 
@@ -44,7 +45,7 @@ fn draws_are_equal_to_those_of_one_rank() {
 fn check_draw(world: &World, seed: usize) -> Result<()> {
     let rng = &mut StdRng::seed_from_u64(seed as u64);
     let ranks = world.size();
-    let outer = (1..=ranks).filter(|d| ranks % d == 0).nth(rng.random_range(0..2) % 2).unwrap_or(1);
+    let outer = (1..=ranks).filter(|d| ranks.is_multiple_of(*d)).nth(rng.random_range(0..2) % 2).unwrap_or(1);
     let mesh = world.mesh([("a", outer), ("b", ranks / outer)])?;
     let shape: Vec<usize> = (0..rng.random_range(1..=3)).map(|_| [0, 1, 3, 5, 8, 13][rng.random_range(0..6)]).collect();
     let mut placements = vec![Replicate; 2];
@@ -105,8 +106,6 @@ fn draws_follow_each_other_and_states_bring_them_back() {
     })
     .unwrap();
 }
-
-use shardwise::Generator;
 
 #[test]
 fn ranks_that_drew_differently_get_an_error_instead_of_different_numbers() {

@@ -1,13 +1,11 @@
 //! `shardwise bench collectives`: every collective beside a plain copy of the bytes that one rank must write.
 
-use std::cell::RefCell;
-use std::time::Instant;
-
 use candle_core::{DType, Device, Tensor};
 use clap::Args;
 use serde::Serialize;
-use shardwise::{Error, Group, ReduceOp, Result, TensorMeta, ThreadWorld, World};
+use shardwise::{ReduceOp, Result, TensorMeta, ThreadWorld, World};
 
+use super::timing::{duration, memcpy_ms, time};
 use crate::output::{Row, Rows};
 
 /// What to measure.
@@ -67,14 +65,13 @@ struct Measured {
 
 impl Row for Measured {
     fn columns(&self) -> Vec<(&'static str, i32, String)> {
-        let time = |ms: f64| if ms < 0.1 { format!("{:.2} us", ms * 1e3) } else { format!("{ms:.2} ms") };
         vec![
             ("case", -26, self.case.clone()),
             ("ranks", 5, self.world.to_string()),
-            ("best", 11, time(self.ms)),
-            ("median", 11, time(self.median_ms)),
+            ("best", 11, duration(self.ms)),
+            ("median", 11, duration(self.median_ms)),
             ("GB/s", 8, if self.gbps > 0.0 { format!("{:.2}", self.gbps) } else { "-".into() }),
-            ("memcpy", 11, if self.memcpy_ms > 0.0 { time(self.memcpy_ms) } else { "-".into() }),
+            ("memcpy", 11, if self.memcpy_ms > 0.0 { duration(self.memcpy_ms) } else { "-".into() }),
         ]
     }
 }
@@ -130,11 +127,7 @@ fn measure(world: &World, collective: Collective, bytes: usize) -> Result<Measur
         }
     };
     let times = time(world, bytes, call)?;
-    let (source, copy) = (vec![1u8; written], RefCell::new(vec![2u8; written]));
-    let copies = time(world, bytes, || {
-        copy.borrow_mut().copy_from_slice(std::hint::black_box(&source));
-        Ok(())
-    })?;
+    let memcpy_ms = if written == 0 { 0.0 } else { memcpy_ms(world, written)? };
     let ms = times[0];
     Ok(Measured {
         case: String::new(),
@@ -142,32 +135,6 @@ fn measure(world: &World, collective: Collective, bytes: usize) -> Result<Measur
         ms,
         median_ms: times[times.len() / 2],
         gbps: bytes as f64 / ms / 1e6,
-        memcpy_ms: if written == 0 { 0.0 } else { copies[0] },
+        memcpy_ms,
     })
-}
-
-/// Times of one call in milliseconds, in ascending order. Every sample begins when all ranks are ready and lasts until
-/// the last one is done; short calls are repeated within a sample.
-fn time(group: &Group, bytes: usize, call: impl Fn() -> Result<()>) -> Result<Vec<f64>> {
-    let (samples, repeats) = match bytes {
-        b if b < 1 << 16 => (20, 2000),
-        b if b <= 1 << 20 => (20, 20),
-        _ => (9, 1),
-    };
-    for _ in 0..repeats.min(50) {
-        call()?;
-    }
-    let mut times = Vec::with_capacity(samples);
-    for _ in 0..samples {
-        group.barrier()?;
-        let start = Instant::now();
-        for _ in 0..repeats {
-            call()?;
-        }
-        let elapsed = Tensor::new(start.elapsed().as_secs_f64(), &Device::Cpu)?;
-        let slowest: f64 = group.all_reduce(&elapsed, ReduceOp::Max)?.to_scalar().map_err(Error::from)?;
-        times.push(slowest * 1e3 / f64::from(repeats));
-    }
-    times.sort_by(f64::total_cmp);
-    Ok(times)
 }

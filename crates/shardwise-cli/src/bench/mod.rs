@@ -1,6 +1,8 @@
 //! `shardwise bench`.
 
 mod collectives;
+mod redistribute;
+mod timing;
 
 use clap::Subcommand;
 use shardwise::Result;
@@ -9,12 +11,15 @@ use shardwise::Result;
 pub(crate) enum Bench {
     /// Collectives of the thread world beside plain copies of the same bytes.
     Collectives(collectives::Options),
+    /// Changes of layout beside plain copies of the same bytes.
+    Redistribute(redistribute::Options),
 }
 
 impl Bench {
     pub(crate) fn run(self) -> Result<()> {
         match self {
             Bench::Collectives(options) => collectives::run(&options),
+            Bench::Redistribute(options) => redistribute::run(&options),
         }
     }
 }

@@ -188,6 +188,16 @@ impl Layout {
         self.placements().iter().any(Placement::is_partial)
     }
 
+    /// The same layout without pending reductions: partial axes are replicated.
+    pub fn settled(&self) -> Layout {
+        if !self.is_partial() {
+            return self.clone();
+        }
+        let settle = |p: &Placement| if p.is_partial() { Placement::Replicate } else { p.clone() };
+        let placements: Vec<Placement> = self.placements().iter().map(settle).collect();
+        Self::from_cuts(self.mesh(), self.shape(), &placements, &self.0.cuts).expect("cuts as valid as before")
+    }
+
     /// Shape of the part that `rank` holds; `[0]` for a rank outside the mesh.
     pub fn local_shape(&self, rank: usize) -> Vec<usize> {
         match self.mesh().coordinate(rank) {

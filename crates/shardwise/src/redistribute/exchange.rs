@@ -6,7 +6,7 @@ use super::boxes::{Sources, Transfer};
 use crate::comm::{Call, Group};
 use crate::error::{Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
-use crate::local::{concat, dense, placeholder};
+use crate::local::{Assembly, concat, dense, placeholder};
 
 /// One rank's part in an exchange of boxes within a group.
 pub(crate) struct Exchange {
@@ -64,6 +64,21 @@ impl Exchange {
             }
         }
         Ok(blocks)
+    }
+
+    /// Carries the exchange out and puts the blocks together: they fill a new local tensor, described by `after`.
+    pub(crate) fn assemble(&self, local: &Tensor, after: &TensorMeta, site: Site) -> Result<Tensor> {
+        let blocks = self.run(local, site)?;
+        if self.group.is_dry() {
+            return placeholder(after);
+        }
+        let whole = Assembly::new(after.clone())?;
+        for (offsets, block) in &blocks {
+            // SAFETY: one thread; the blocks are disjoint and fill the boxes that make up the local tensor.
+            unsafe { whole.paste(block, offsets) };
+        }
+        // SAFETY: the blocks fill the local tensor.
+        Ok(unsafe { whole.finish() })
     }
 
     /// What goes to one rank: a view if it is one block, else all blocks one after the other.

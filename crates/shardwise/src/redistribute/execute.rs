@@ -7,11 +7,12 @@ use std::rc::Rc;
 use candle_core::{DType, Device, Tensor};
 
 use super::exchange::Exchange;
-use super::plan::{Plan, Step, StepKind};
+use super::plan::{Step, StepKind};
+use super::planner;
 use crate::comm::{Call, DeviceMesh, Group, Sizes, operator};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, Runs, TensorMeta};
-use crate::local::{Assembly, concat, dense, placeholder};
+use crate::local::{concat, dense, placeholder};
 use crate::placement::{Placement, ReduceOp};
 
 /// Brings a rank's local tensor from one layout to another on the same mesh.
@@ -47,7 +48,7 @@ fn prepared(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> Resu
     if let Some(found) = PREPARED.with_borrow(|kept| kept.get(&key).map(|(_, prepared)| Rc::clone(prepared))) {
         return Ok(found);
     }
-    let plan = Plan::candidates(from, to, dtype.size_in_bytes(), mesh.links())?.swap_remove(0);
+    let plan = planner::candidates(from, to, dtype.size_in_bytes(), mesh.links())?.swap_remove(0);
     let steps = plan.steps().iter().map(|step| PreparedStep::new(mesh, step, dtype)).collect::<Result<Vec<_>>>()?;
     let prepared = Rc::new(steps);
     PREPARED.with_borrow_mut(|kept| {
@@ -142,19 +143,7 @@ impl PreparedStep {
                 let output = group.run(call, std::slice::from_ref(local), site)?.swap_remove(0);
                 if *divide == 1 || dry { Ok(output) } else { Ok((output / *divide as f64)?) }
             }
-            PreparedStep::Exchange { exchange, after } => {
-                let blocks = exchange.run(local, site)?;
-                if dry {
-                    return placeholder(after);
-                }
-                let whole = Assembly::new(after.clone())?;
-                for (offsets, block) in &blocks {
-                    // SAFETY: one thread; the blocks are disjoint and fill the boxes that make up the local tensor.
-                    unsafe { whole.paste(block, offsets) };
-                }
-                // SAFETY: the blocks fill the local tensor.
-                Ok(unsafe { whole.finish() })
-            }
+            PreparedStep::Exchange { exchange, after } => exchange.assemble(local, after, site),
             PreparedStep::MakePartial { stages, after } => {
                 stages.iter().try_fold(local.clone(), |value, stage| stage.apply(&value, after))
             }

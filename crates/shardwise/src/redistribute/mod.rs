@@ -5,6 +5,7 @@ mod cost;
 mod exchange;
 mod execute;
 mod plan;
+mod planner;
 
 pub use cost::Cost;
 pub(crate) use exchange::Exchange;
@@ -38,7 +39,7 @@ pub fn explain(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> R
             "plan moves between meshes or shapes in steps",
         ));
     }
-    let mut plans = Plan::candidates(from, to, dtype.size_in_bytes(), mesh.links())?;
+    let mut plans = planner::candidates(from, to, dtype.size_in_bytes(), mesh.links())?;
     let chosen = plans.remove(0);
     Ok(Explanation { chosen, rejected: plans })
 }

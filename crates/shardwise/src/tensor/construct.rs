@@ -99,10 +99,7 @@ impl DTensor {
             check_served(tensor)?;
             return DTensor::from_parts(mesh, replicated, tensor.clone()).to_layout_at(&to, site);
         };
-        let placements = to.placements().iter();
-        let kept: Vec<Placement> =
-            placements.map(|p| if p.is_partial() { Placement::Replicate } else { p.clone() }).collect();
-        let middle = Layout::new(mesh.mesh(), tensor.dims(), kept)?;
+        let middle = to.settled();
         let local = scatter_boxes(tensor, &all_of(mesh)?, &middle, source, site)?;
         DTensor::from_parts(mesh, middle, local).to_layout_at(&to, site)
     }

@@ -22,6 +22,22 @@ enum Value {
     Whole(i64),
 }
 
+impl Value {
+    fn real(self) -> f64 {
+        match self {
+            Value::Real(x) => x,
+            Value::Whole(n) => n as f64,
+        }
+    }
+
+    fn whole(self) -> i64 {
+        match self {
+            Value::Real(x) => x as i64,
+            Value::Whole(n) => n,
+        }
+    }
+}
+
 impl DTensor {
     /// A tensor filled with one value.
     #[track_caller]
@@ -253,7 +269,7 @@ impl DTensor {
     /// One value with the shape, type and layout of this tensor; axes with a pending reduction become replicated.
     #[track_caller]
     pub fn full_like(&self, value: f64) -> Result<DTensor> {
-        let layout = self.settled_layout()?;
+        let layout = self.layout().settled();
         make(self.device_mesh(), &layout, self.dtype(), Location::caller(), |meta, _| {
             Ok(Tensor::full(value, meta.shape.as_slice(), &Device::Cpu)?.to_dtype(meta.dtype)?)
         })
@@ -263,7 +279,7 @@ impl DTensor {
     #[track_caller]
     pub fn random_like(&self, distribution: Distribution) -> Result<DTensor> {
         let mesh = self.device_mesh();
-        let layout = self.settled_layout()?;
+        let layout = self.layout().settled();
         random_at(distribution, &layout, self.dtype(), mesh, mesh.generator(), Location::caller())
     }
 
@@ -283,13 +299,6 @@ impl DTensor {
     #[track_caller]
     pub fn randint_like(&self, low: i64, high: i64) -> Result<DTensor> {
         self.random_like(Distribution::Integers { low, high })
-    }
-
-    /// This layout with partial axes replicated.
-    pub(super) fn settled_layout(&self) -> Result<Layout> {
-        let settled = self.placements().iter().map(|p| if p.is_partial() { Placement::Replicate } else { p.clone() });
-        let cuts: Vec<Vec<usize>> = (0..self.rank()).map(|d| self.layout().shard_order(d).to_vec()).collect();
-        Layout::from_cuts(self.layout().mesh(), self.shape(), &settled.collect::<Vec<_>>(), &cuts)
     }
 }
 
@@ -315,9 +324,7 @@ fn make(
 ) -> Result<DTensor> {
     check_dtype(dtype)?;
     check_partial(layout, dtype)?;
-    let settled: Vec<Placement> =
-        layout.placements().iter().map(|p| if p.is_partial() { Placement::Replicate } else { p.clone() }).collect();
-    let settled = Layout::new(mesh.mesh(), layout.shape(), settled)?;
+    let settled = layout.settled();
     let rank = mesh.world().rank();
     let meta = TensorMeta { shape: settled.local_shape(rank), dtype };
     let local = match mesh.world().is_dry() || !mesh.contains(rank) {
@@ -358,37 +365,18 @@ fn by_rule(mesh: &DeviceMesh, layout: &Layout, dtype: DType, site: Site, rule: R
             let mut index = vec![0; indices.len()];
             for_each_index(layout.shape(), &indices, 0, 0, &mut index, &mut |flat, index| take(rule(flat, index)));
         };
+        let (shape, cpu) = (meta.shape.as_slice(), &Device::Cpu);
+        macro_rules! filled {
+            ($convert:expr) => {{
+                let mut values = Vec::with_capacity(meta.elem_count());
+                walk(&mut |value| values.push($convert(value)));
+                Ok(Tensor::from_vec(values, shape, cpu)?.to_dtype(dtype)?)
+            }};
+        }
         match dtype {
-            DType::U8 | DType::U32 | DType::I16 | DType::I32 | DType::I64 => {
-                let mut values: Vec<i64> = Vec::with_capacity(meta.elem_count());
-                walk(&mut |v| {
-                    values.push(match v {
-                        Value::Real(x) => x as i64,
-                        Value::Whole(n) => n,
-                    })
-                });
-                Ok(Tensor::from_vec(values, meta.shape.as_slice(), &Device::Cpu)?.to_dtype(dtype)?)
-            }
-            DType::F64 => {
-                let mut values: Vec<f64> = Vec::with_capacity(meta.elem_count());
-                walk(&mut |v| {
-                    values.push(match v {
-                        Value::Real(x) => x,
-                        Value::Whole(n) => n as f64,
-                    })
-                });
-                Ok(Tensor::from_vec(values, meta.shape.as_slice(), &Device::Cpu)?)
-            }
-            _ => {
-                let mut values: Vec<f32> = Vec::with_capacity(meta.elem_count());
-                walk(&mut |v| {
-                    values.push(match v {
-                        Value::Real(x) => x as f32,
-                        Value::Whole(n) => n as f32,
-                    })
-                });
-                Ok(Tensor::from_vec(values, meta.shape.as_slice(), &Device::Cpu)?.to_dtype(dtype)?)
-            }
+            DType::U8 | DType::U32 | DType::I16 | DType::I32 | DType::I64 => filled!(Value::whole),
+            DType::F64 => filled!(Value::real),
+            _ => filled!(|value: Value| value.real() as f32),
         }
     })
 }

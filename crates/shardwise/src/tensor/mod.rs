@@ -19,7 +19,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::comm::{Charge, DeviceMesh, implicitly};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{Assembly, placeholder};
+use crate::local::placeholder;
 use crate::placement::Placement;
 use crate::redistribute::{Exchange, redistribute};
 
@@ -148,14 +148,7 @@ impl DTensor {
         let site = Location::caller();
         // Reduce what is pending before the move, make what shall be pending after it.
         let source = self.reduced(site)?;
-        let replicated = to.placements().iter().map(|p| if p.is_partial() { Placement::Replicate } else { p.clone() });
-        let middle = Layout::from_cuts(
-            mesh.mesh(),
-            to.shape(),
-            &replicated.collect::<Vec<_>>(),
-            &(0..to.shape().len()).map(|d| to.shard_order(d).to_vec()).collect::<Vec<_>>(),
-        )?;
-        let moved = source.move_boxes(mesh, middle, site)?;
+        let moved = source.move_boxes(mesh, to.settled(), site)?;
         moved.to_layout_at(&to, site)
     }
 
@@ -169,19 +162,9 @@ impl DTensor {
             return Ok(Self::from_parts(mesh, to, placeholder(&meta)?));
         }
         let group = mesh.world().subgroup(&ranks)?;
-        let (from, dry) = (self.layout(), group.is_dry());
+        let from = self.layout();
         let exchange = Exchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
-        let blocks = exchange.run(self.to_local(), site)?;
-        if dry {
-            return Ok(Self::from_parts(mesh, to, placeholder(&meta)?));
-        }
-        let local = Assembly::new(meta)?;
-        for (offsets, block) in &blocks {
-            // SAFETY: one thread; the blocks are disjoint and fill the boxes that make up the local tensor.
-            unsafe { local.paste(block, offsets) };
-        }
-        // SAFETY: the blocks fill the local tensor.
-        let local = unsafe { local.finish() };
+        let local = exchange.assemble(self.to_local(), &meta, site)?;
         Ok(Self::from_parts(mesh, to, local))
     }
 
@@ -194,13 +177,7 @@ impl DTensor {
 
     /// The same value without pending reductions: partial axes become replicated.
     pub(crate) fn reduced(&self, site: Site) -> Result<DTensor> {
-        if !self.layout().is_partial() {
-            return Ok(self.clone());
-        }
-        let placements: Vec<Placement> =
-            self.placements().iter().map(|p| if p.is_partial() { Placement::Replicate } else { p.clone() }).collect();
-        let cuts: Vec<Vec<usize>> = (0..self.rank()).map(|d| self.layout().shard_order(d).to_vec()).collect();
-        self.to_layout_at(&Layout::from_cuts(self.layout().mesh(), self.shape(), &placements, &cuts)?, site)
+        self.to_layout_at(&self.layout().settled(), site)
     }
 
     /// The same values with another element type. Pending reductions are carried out first, unless they pick one of

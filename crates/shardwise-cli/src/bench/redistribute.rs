@@ -1,0 +1,93 @@
+//! `shardwise bench redistribute`: changes of layout beside plain copies.
+
+use candle_core::{DType, Device, Tensor};
+use clap::Args;
+use serde::Serialize;
+use shardwise::prelude::*;
+
+use super::timing::{duration, memcpy_ms, time};
+use crate::output::{Row, Rows};
+
+/// What to measure.
+#[derive(Args)]
+#[command(after_help = "\
+Tensors are f32 with 1024 columns; sizes are those of the whole tensor. `gbps` is bytes of the whole tensor per second,
+`memcpy_gbps` the speed of a plain copy of as many bytes into memory in use, all ranks at once, in the same run.
+
+Examples:
+  shardwise bench redistribute
+  shardwise bench redistribute --ranks 2 --json")]
+pub(crate) struct Options {
+    /// World sizes to measure.
+    #[arg(long, value_delimiter = ',', default_value = "2,4")]
+    ranks: Vec<usize>,
+    /// Sizes of the whole tensor in megabytes.
+    #[arg(long, value_delimiter = ',', default_value = "1,16,64", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    mb: Vec<u16>,
+    /// Print JSON lines (also the default when the output is not a terminal).
+    #[arg(long)]
+    json: bool,
+}
+
+/// Name, source and target.
+const CASES: [(&str, &str, &str); 4] =
+    [("S0->R", "S(0)", "R"), ("S0->S1", "S(0)", "S(1)"), ("P->R", "P(sum)", "R"), ("P->S0", "P(sum)", "S(0)")];
+
+#[derive(Serialize)]
+struct Measured {
+    case: String,
+    world: usize,
+    /// Best time of one redistribution.
+    ms: f64,
+    /// Median time of one redistribution.
+    median_ms: f64,
+    /// Bytes of the whole tensor per second, in 10^9.
+    gbps: f64,
+    /// The same for a plain copy.
+    memcpy_gbps: f64,
+}
+
+impl Row for Measured {
+    fn columns(&self) -> Vec<(&'static str, i32, String)> {
+        vec![
+            ("case", -16, self.case.clone()),
+            ("ranks", 5, self.world.to_string()),
+            ("best", 11, duration(self.ms)),
+            ("median", 11, duration(self.median_ms)),
+            ("GB/s", 8, format!("{:.2}", self.gbps)),
+            ("memcpy GB/s", 12, format!("{:.2}", self.memcpy_gbps)),
+        ]
+    }
+}
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let mut rows = Rows::new(options.json, (options.ranks.len() * (options.mb.len() * CASES.len() + 1)) as u64);
+    for &ranks in &options.ranks {
+        rows.announce(&format!("small tensors on {ranks} ranks"));
+        rows.print(&measure("small S0->R".into(), ranks, [8, 8], "S(0)", "R")?)?;
+        for &mb in &options.mb {
+            for (name, from, to) in CASES {
+                let case = format!("{mb}MB {name}");
+                rows.announce(&format!("{case} on {ranks} ranks"));
+                rows.print(&measure(case, ranks, [usize::from(mb) << 8, 1024], from, to)?)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn measure(case: String, ranks: usize, shape: [usize; 2], from: &str, to: &str) -> Result<Measured> {
+    let (from, to): (Placement, Placement) = (from.parse()?, to.parse()?);
+    let bytes = shape[0] * shape[1] * 4;
+    let measured = ThreadWorld::new(ranks)?.run(move |world| {
+        let mesh = world.mesh([("ranks", ranks)])?;
+        let layout = Layout::new(mesh.mesh(), shape.as_slice(), [from.clone()])?;
+        let local = Tensor::ones(layout.local_shape(world.rank()), DType::F32, &Device::Cpu)?;
+        let tensor = DTensor::from_local_with_shape(&local, &mesh, [from.clone()], shape.as_slice())?;
+        let times = time(&world, bytes, || tensor.redistribute([to.clone()]).map(drop))?;
+        Ok((times[0], times[times.len() / 2], memcpy_ms(&world, bytes)?))
+    })?;
+    let (ms, median_ms, memcpy) = measured[0];
+    let gbps = |ms: f64| bytes as f64 / ms / 1e6;
+    Ok(Measured { case, world: ranks, ms, median_ms, gbps: gbps(ms), memcpy_gbps: gbps(memcpy) })
+}

@@ -1,0 +1,48 @@
+//! Measuring calls that ranks make together.
+
+use std::cell::RefCell;
+use std::time::Instant;
+
+use candle_core::{Device, Tensor};
+use shardwise::{Error, Group, ReduceOp, Result};
+
+/// Times of one call in milliseconds, in ascending order. Every sample begins when all ranks are ready and lasts until
+/// the last one is done; short calls are repeated within a sample.
+pub(super) fn time(group: &Group, bytes: usize, call: impl Fn() -> Result<()>) -> Result<Vec<f64>> {
+    let (samples, repeats) = match bytes {
+        b if b < 1 << 16 => (20, 2000),
+        b if b <= 1 << 20 => (20, 20),
+        _ => (9, 1),
+    };
+    for _ in 0..repeats.min(50) {
+        call()?;
+    }
+    let mut times = Vec::with_capacity(samples);
+    for _ in 0..samples {
+        group.barrier()?;
+        let start = Instant::now();
+        for _ in 0..repeats {
+            call()?;
+        }
+        let elapsed = Tensor::new(start.elapsed().as_secs_f64(), &Device::Cpu)?;
+        let slowest: f64 = group.all_reduce(&elapsed, ReduceOp::Max)?.to_scalar().map_err(Error::from)?;
+        times.push(slowest * 1e3 / f64::from(repeats));
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times)
+}
+
+/// Best time in which a rank copies some bytes into memory that is in use already, all ranks at once.
+pub(super) fn memcpy_ms(group: &Group, bytes: usize) -> Result<f64> {
+    let (source, copy) = (vec![1u8; bytes], RefCell::new(vec![2u8; bytes]));
+    let times = time(group, bytes, || {
+        copy.borrow_mut().copy_from_slice(std::hint::black_box(&source));
+        Ok(())
+    })?;
+    Ok(times[0])
+}
+
+/// Milliseconds in a readable unit.
+pub(super) fn duration(ms: f64) -> String {
+    if ms < 0.1 { format!("{:.2} us", ms * 1e3) } else { format!("{ms:.2} ms") }
+}

@@ -1,0 +1,357 @@
+//! Planning a redistribution on one mesh: which steps, in which order. Pure: no rank is asked, no data touched.
+//!
+//! Everything that shrinks data comes first, everything that grows it last: narrow what may be narrowed for free, reduce
+//! pending partials (scattered where the target is sharded), move boxes between shards in one exchange, make partials.
+//! Where a choice remains, all combinations are costed and the cheapest is taken; their number is bounded.
+
+use super::cost::cost;
+use super::plan::{Plan, Step, StepKind};
+use crate::error::Result;
+use crate::layout::Layout;
+use crate::mesh::Links;
+use crate::placement::{Placement, ReduceOp};
+
+/// The decisions that a plan leaves open: one bit per axis whose reduction could be scattered, and one more.
+#[derive(Clone, Copy)]
+struct Choice {
+    bits: usize,
+    /// Gather what is cut differently and narrow it again, instead of an exchange.
+    gather_first: bool,
+}
+
+/// With more axes than this to choose for, the others are scattered.
+const MAX_CHOICES: usize = 5;
+
+/// All plans that are considered, cheapest first.
+pub(super) fn candidates(from: &Layout, to: &Layout, elem: usize, links: &Links) -> Result<Vec<Plan>> {
+    let mut plans: Vec<Plan> = Vec::new();
+    let open = Builder::new(from, to, elem, links).open_choices();
+    for bits in 0..1usize << open.min(MAX_CHOICES) {
+        for gather_first in [false, true] {
+            let builder = Builder::new(from, to, elem, links);
+            let Some(plan) = builder.build(Choice { bits, gather_first })? else { continue };
+            let same = |p: &Plan| p.steps.iter().map(|s| &s.kind).eq(plan.steps.iter().map(|s| &s.kind));
+            if !plans.iter().any(same) {
+                plans.push(plan);
+            }
+        }
+    }
+    plans.sort_by(|a: &Plan, b: &Plan| a.us().total_cmp(&b.us()).then(a.steps.len().cmp(&b.steps.len())));
+    Ok(plans)
+}
+
+/// A plan in the making.
+struct Builder<'a> {
+    to: &'a Layout,
+    elem: usize,
+    links: &'a Links,
+    from: Layout,
+    current: Layout,
+    steps: Vec<Step>,
+}
+
+impl<'a> Builder<'a> {
+    fn new(from: &Layout, to: &'a Layout, elem: usize, links: &'a Links) -> Self {
+        Builder { to, elem, links, from: from.clone(), current: from.clone(), steps: Vec::new() }
+    }
+
+    /// `None` if the choice leads nowhere.
+    fn build(mut self, choice: Choice) -> Result<Option<Plan>> {
+        if self.from != *self.to {
+            self.relabel()?;
+            self.narrow()?;
+            self.reduce(choice)?;
+            if !self.move_boxes(choice)? {
+                return Ok(None);
+            }
+            self.make_partial()?;
+        }
+        assert_eq!(self.current, *self.to, "a plan ends where it should");
+        Ok(Some(Plan { from: self.from, to: self.to.clone(), steps: self.steps }))
+    }
+
+    fn size(&self, axis: usize) -> usize {
+        self.to.mesh().shape()[axis]
+    }
+
+    /// The axes that cut `dim` of a layout, without those of size 1, which cut nothing off.
+    fn real_cuts(&self, layout: &Layout, dim: usize) -> Vec<usize> {
+        layout.shard_order(dim).iter().copied().filter(|&a| self.size(a) > 1).collect()
+    }
+
+    fn push(&mut self, kind: StepKind, placements: &[Placement], cuts: &[Vec<usize>]) -> Result<()> {
+        let after = Layout::from_cuts(self.to.mesh(), self.to.shape(), placements, cuts)?;
+        if after != self.current {
+            let cost = cost(&kind, &self.current, &after, self.elem, self.links);
+            self.steps.push(Step { kind, before: self.current.clone(), after: after.clone(), cost });
+            self.current = after;
+        }
+        Ok(())
+    }
+
+    fn current_cuts(&self) -> Vec<Vec<usize>> {
+        (0..self.to.shape().len()).map(|dim| self.current.shard_order(dim).to_vec()).collect()
+    }
+
+    /// On axes of size 1 every placement is the same data.
+    fn relabel(&mut self) -> Result<()> {
+        let mut placements = self.current.placements().to_vec();
+        let mut cuts = Vec::new();
+        for (axis, placement) in placements.iter_mut().enumerate() {
+            if self.size(axis) == 1 {
+                placement.clone_from(&self.to.placements()[axis]);
+            }
+        }
+        for dim in 0..self.to.shape().len() {
+            let new = self.to.shard_order(dim).iter().copied().filter(|&a| self.size(a) == 1);
+            cuts.push(new.chain(self.real_cuts(&self.current, dim)).collect());
+        }
+        self.push(StepKind::Relabel, &placements, &cuts)
+    }
+
+    /// The axes that are still to cut `dim`, if those that cut it now are the first of those that shall.
+    fn to_be_cut(&self, dim: usize) -> Vec<usize> {
+        let (now, target) = (self.real_cuts(&self.current, dim), self.real_cuts(self.to, dim));
+        let same = |&a: &usize| self.current.placements()[a] == self.to.placements()[a];
+        if target.starts_with(&now) && now.iter().all(same) { target[now.len()..].to_vec() } else { Vec::new() }
+    }
+
+    /// Keeps only what the target has, wherever that needs no communication.
+    fn narrow(&mut self) -> Result<()> {
+        let (mut placements, mut cuts) = (self.current.placements().to_vec(), self.current_cuts());
+        for (dim, cuts) in cuts.iter_mut().enumerate() {
+            let replicated = |a: &usize| self.current.placements()[*a].is_replicate();
+            for axis in self.to_be_cut(dim).into_iter().take_while(replicated) {
+                placements[axis] = self.to.placements()[axis].clone();
+                cuts.push(axis);
+            }
+        }
+        self.push(StepKind::Narrow, &placements, &cuts)
+    }
+
+    /// The axes whose pending reduction must be carried out: those with another target, and those that stand in the way
+    /// of an earlier axis, because the last axis is reduced first and not all operations commute.
+    fn pending(&self) -> Vec<usize> {
+        let partial = |axis: usize| match self.current.placements()[axis] {
+            Placement::Partial(op) if self.size(axis) > 1 => Some(op),
+            _ => None,
+        };
+        let changes = |axis: usize| self.current.placements()[axis] != self.to.placements()[axis];
+        let axes = 0..self.current.placements().len();
+        let mut pending: Vec<usize> = axes.clone().filter(|&a| partial(a).is_some() && changes(a)).collect();
+        let mut touched: Vec<(usize, ReduceOp)> = pending.iter().filter_map(|&a| Some((a, partial(a)?))).collect();
+        touched.extend(axes.filter(|&a| changes(a) && self.size(a) > 1).filter_map(|a| {
+            match self.to.placements()[a] {
+                Placement::Partial(op) => Some((a, op)),
+                _ => None,
+            }
+        }));
+        while let Some((axis, op)) = touched.pop() {
+            for later in axis + 1..self.current.placements().len() {
+                if let Some(other) = partial(later).filter(|o| !commute(op, *o) && !pending.contains(&later)) {
+                    pending.push(later);
+                    touched.push((later, other));
+                }
+            }
+        }
+        pending.sort_unstable();
+        pending
+    }
+
+    /// Axes for which both a scattered and a full reduction are possible.
+    fn open_choices(&self) -> usize {
+        self.pending().iter().filter(|&&a| matches!(self.to.placements()[a], Placement::Shard(_))).count()
+    }
+
+    fn reduce(&mut self, choice: Choice) -> Result<()> {
+        let open: Vec<usize> =
+            self.pending().into_iter().filter(|&a| self.to.placements()[a].is_shard(None)).take(MAX_CHOICES).collect();
+        let scattered = |axis: usize| open.iter().position(|&a| a == axis).is_none_or(|i| choice.bits >> i & 1 == 0);
+        loop {
+            let pending = self.pending();
+            let Some(&last) = pending.last() else { return Ok(()) };
+            let op_of = |a: usize| match self.current.placements()[a] {
+                Placement::Partial(op) => op,
+                _ => unreachable!("pending axes are partial"),
+            };
+            // The last axis, and those before it that may be reduced together with it.
+            let class: Vec<usize> = pending
+                .iter()
+                .copied()
+                .filter(|&a| {
+                    let later = pending.iter().filter(|&&b| b > a);
+                    commute(op_of(a), op_of(last)) && later.into_iter().all(|&b| commute(op_of(a), op_of(b)))
+                })
+                .collect();
+            if !self.scatter_in_place(&class, &scattered)? && !self.scatter_at_end(&class, &scattered)? {
+                let (op, divide) = self.merged_op(&class);
+                let mut placements = self.current.placements().to_vec();
+                class.iter().for_each(|&a| placements[a] = Placement::Replicate);
+                let cuts = self.current_cuts();
+                self.push(StepKind::AllReduce { axes: class, op, divide }, &placements, &cuts)?;
+            }
+            self.narrow()?;
+        }
+    }
+
+    /// Reduces axes that the target has sharded next on some dimension. Whether there were any.
+    fn scatter_in_place(&mut self, class: &[usize], scattered: &impl Fn(usize) -> bool) -> Result<bool> {
+        for dim in 0..self.to.shape().len() {
+            let fits = |a: &usize| {
+                let contiguous = matches!(self.to.placements()[*a], Placement::Shard(_) | Placement::Ragged { .. });
+                class.contains(a) && contiguous && scattered(*a)
+            };
+            let axes: Vec<usize> = self.to_be_cut(dim).into_iter().take_while(fits).collect();
+            if !axes.is_empty() {
+                let targets: Vec<Placement> = axes.iter().map(|&a| self.to.placements()[a].clone()).collect();
+                self.scatter(axes, &targets, dim)?;
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Reduces an axis that the target has sharded, but not where it can be put now: behind the present cuts of its
+    /// dimension, from where an exchange moves it. Whether there was one.
+    fn scatter_at_end(&mut self, class: &[usize], scattered: &impl Fn(usize) -> bool) -> Result<bool> {
+        let sharded = class.iter().copied().find(|&a| self.to.placements()[a].is_shard(None) && scattered(a));
+        let Some(axis) = sharded else { return Ok(false) };
+        let dim = self.to.placements()[axis].shard_dim().expect("a shard");
+        self.scatter(vec![axis], &[Placement::Shard(dim as isize)], dim)?;
+        Ok(true)
+    }
+
+    fn scatter(&mut self, axes: Vec<usize>, targets: &[Placement], dim: usize) -> Result<()> {
+        let (op, divide) = self.merged_op(&axes);
+        let (mut placements, mut cuts) = (self.current.placements().to_vec(), self.current_cuts());
+        for (&axis, target) in axes.iter().zip(targets) {
+            placements[axis] = target.clone();
+            cuts[dim].push(axis);
+        }
+        self.push(StepKind::ReduceScatter { axes, op, divide, dim }, &placements, &cuts)
+    }
+
+    /// One operation for axes that commute: sums and means mix as a sum that is divided afterwards.
+    fn merged_op(&self, axes: &[usize]) -> (ReduceOp, usize) {
+        let op_of = |a: usize| match self.current.placements()[a] {
+            Placement::Partial(op) => op,
+            _ => unreachable!("only partial axes are reduced"),
+        };
+        let first = op_of(axes[0]);
+        if axes.iter().all(|&a| op_of(a) == first) {
+            return (first, 1);
+        }
+        let means = axes.iter().filter(|&&a| op_of(a) == ReduceOp::Avg);
+        (ReduceOp::Sum, means.map(|&a| self.size(a)).product())
+    }
+
+    /// Whether a shard turns into operands of a reduction where it lies: what the rank does not own is neutral.
+    fn pads(&self, axis: usize) -> bool {
+        let (Placement::Shard(dim), Placement::Partial(op)) =
+            (&self.current.placements()[axis], &self.to.placements()[axis])
+        else {
+            return false;
+        };
+        let mut without = self.real_cuts(&self.current, *dim as usize);
+        let last = without.pop() == Some(axis);
+        last && *op != ReduceOp::Avg && without == self.real_cuts(self.to, *dim as usize)
+    }
+
+    /// Brings every shard where the target has it. `false` if the choice leads nowhere.
+    fn move_boxes(&mut self, choice: Choice) -> Result<bool> {
+        let mut placements = self.to.placements().to_vec();
+        let mut cuts: Vec<Vec<usize>> = (0..self.to.shape().len()).map(|d| self.to.shard_order(d).to_vec()).collect();
+        for axis in 0..placements.len() {
+            if placements[axis].is_partial() && placements[axis] != self.current.placements()[axis] {
+                placements[axis] = Placement::Replicate;
+                if self.pads(axis) {
+                    placements[axis] = self.current.placements()[axis].clone();
+                    cuts[placements[axis].shard_dim().expect("a shard")].push(axis);
+                }
+            }
+        }
+        let target = Layout::from_cuts(self.to.mesh(), self.to.shape(), &placements, &cuts)?;
+        if choice.gather_first && !self.gather_differences(&target)? {
+            return Ok(false);
+        }
+        if self.current != target {
+            let kind = if choice.gather_first { StepKind::Narrow } else { self.move_kind(&target) };
+            self.push(kind, &placements, &cuts)?;
+        }
+        Ok(true)
+    }
+
+    /// The dimensions that are not cut as the target has them.
+    fn changed_dims(&self, target: &Layout) -> Vec<usize> {
+        let differs = |&dim: &usize| {
+            let (now, then) = (self.real_cuts(&self.current, dim), self.real_cuts(target, dim));
+            now != then || now.iter().any(|&a| self.current.placements()[a] != target.placements()[a])
+        };
+        (0..self.to.shape().len()).filter(differs).collect()
+    }
+
+    /// The one collective that moves all boxes to where the target has them.
+    fn move_kind(&self, target: &Layout) -> StepKind {
+        let changed = self.changed_dims(target);
+        let cuts = |layout: &Layout, dim: usize| self.real_cuts(layout, dim);
+        // The axes that `longer` has behind those of `shorter`, if it begins with these.
+        let extra = |longer: &Layout, shorter: &Layout, dim: usize| -> Option<Vec<usize>> {
+            let (long, short) = (cuts(longer, dim), cuts(shorter, dim));
+            let same = short.iter().all(|&a| longer.placements()[a] == shorter.placements()[a]);
+            let rest = long.strip_prefix(short.as_slice())?.to_vec();
+            let contiguous = rest.iter().all(|&a| !matches!(longer.placements()[a], Placement::StridedShard { .. }));
+            (same && contiguous && !rest.is_empty()).then_some(rest)
+        };
+        match changed[..] {
+            [dim] => {
+                if let Some(axes) = extra(&self.current, target, dim) {
+                    return StepKind::AllGather { axes, dim };
+                }
+            }
+            [a, b] => {
+                for (from, to) in [(a, b), (b, a)] {
+                    if let (Some(old), Some(new)) =
+                        (extra(&self.current, target, from), extra(target, &self.current, to))
+                        && old == new
+                    {
+                        return StepKind::ExchangeDims { axes: old, from, to };
+                    }
+                }
+            }
+            _ => {}
+        }
+        let involved = |axis: &usize| {
+            changed.iter().any(|&dim| cuts(&self.current, dim).contains(axis) || cuts(target, dim).contains(axis))
+        };
+        StepKind::Exchange { axes: (0..target.placements().len()).filter(involved).collect() }
+    }
+
+    /// Joins everything that is cut otherwise than in the target. `false` if that is not one gather per dimension.
+    fn gather_differences(&mut self, target: &Layout) -> Result<bool> {
+        for dim in self.changed_dims(target) {
+            let (now, then) = (self.real_cuts(&self.current, dim), self.real_cuts(target, dim));
+            let same = |(a, b): &(&usize, &usize)| a == b && self.current.placements()[**a] == target.placements()[**b];
+            let keep = now.iter().zip(&then).take_while(same).count();
+            let axes = now[keep..].to_vec();
+            let (mut placements, mut cuts) = (self.current.placements().to_vec(), self.current_cuts());
+            if axes.iter().any(|&a| matches!(placements[a], Placement::StridedShard { .. })) {
+                return Ok(false);
+            }
+            axes.iter().for_each(|&a| placements[a] = Placement::Replicate);
+            cuts[dim].retain(|a| !axes.contains(a));
+            self.push(StepKind::AllGather { axes, dim }, &placements, &cuts)?;
+        }
+        Ok(true)
+    }
+
+    fn make_partial(&mut self) -> Result<()> {
+        let cuts: Vec<Vec<usize>> = (0..self.to.shape().len()).map(|d| self.to.shard_order(d).to_vec()).collect();
+        self.push(StepKind::MakePartial, self.to.placements(), &cuts)
+    }
+}
+
+/// Whether two reductions along different axes may be carried out in either order.
+fn commute(a: ReduceOp, b: ReduceOp) -> bool {
+    let linear = |op| matches!(op, ReduceOp::Sum | ReduceOp::Avg);
+    a == b || linear(a) && linear(b)
+}
