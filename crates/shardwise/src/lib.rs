@@ -1,27 +1,23 @@
 //! Distributed tensors for Rust.
 //!
-//! A program written as if for one device runs on a mesh of ranks. What is here so far is the floor that this stands on:
+//! A program written as if for one device runs on a mesh of ranks. What is here so far:
 //!
 //! * [`Mesh`], [`Placement`] and [`Layout`]: which rank owns which part of a tensor, as pure arithmetic;
 //! * [`launch`], [`World`], [`Group`]: ranks as threads of one process, and the collectives they make together, which
 //!   never hang: whatever goes wrong on one rank is an [`Error`] on the others, naming ranks and places;
-//! * [`DeviceMesh`]: a mesh bound to a running world.
+//! * [`DeviceMesh`] and [`DTensor`]: tensors on a mesh of a running world, redistributed from any layout to any other;
+//! * [`DryWorld`]: the program of one rank of any number, without data.
 //!
 //! Local tensors are those of [`candle_core`].
 //!
 //! ```
-//! use candle_core::{DType, Device, Tensor};
 //! use shardwise::prelude::*;
 //!
-//! // A 5x4 tensor, rows cut over two ranks: 3 rows and 2.
-//! let mesh = Mesh::new([("dp", 2)])?;
-//! let layout = Layout::new(&mesh, (5, 4), [Shard(0)])?;
-//!
-//! launch(2, move |world| {
-//!     let mine = Tensor::ones(layout.local_shape(world.rank()), DType::F32, &Device::Cpu)?;
-//!     let sizes: Vec<usize> = (0..2).map(|r| layout.local_shape(r)[0]).collect();
-//!     let whole = world.all_gather(&mine, 0, &sizes)?;
-//!     assert_eq!(whole.dims(), [5, 4]);
+//! launch(4, |world| {
+//!     let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+//!     let x = DTensor::randn((5, 4), &mesh, [Shard(0), Shard(1)])?; // the same numbers in every layout
+//!     let y = x.redistribute([Replicate, Shard(0)])?;
+//!     assert!(x.equal(&y)?);
 //!     Ok(())
 //! })?;
 //! # Ok::<(), Error>(())
