@@ -128,7 +128,7 @@ fn values_read_are_those_of_the_whole() {
         let x = DTensor::arange(0.0, 10.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
         let y = DTensor::arange(0.0, 10.0, 1.0, DType::F32, &mesh, [Replicate])?;
         assert!(x.equal(&y)? && y.equal(&x)? && x.allclose(&y, 0.0, 0.0)?);
-        let mut z = y.clone();
+        let mut z = y;
         z.fill_range(&[9..10], 9.001)?; // differs on the last rank only
         assert!(!x.equal(&z)? && !z.equal(&x)?);
         assert!(x.allclose(&z, 1e-3, 0.0)? && !x.allclose(&z, 1e-6, 1e-6)?);
