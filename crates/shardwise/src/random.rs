@@ -6,6 +6,7 @@
 use std::f64::consts::TAU;
 use std::sync::Arc;
 
+use candle_core::DType;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
@@ -49,7 +50,7 @@ impl Generator {
     pub(crate) fn draw(&self) -> GeneratorState {
         let mut state = self.0.lock();
         let drawn = *state;
-        state.offset += 1;
+        state.offset = state.offset.wrapping_add(1);
         drawn
     }
 }
@@ -108,10 +109,51 @@ impl Distribution {
         Err(Error::invalid("distribution", format!("{self:?}"), needed, "correct the parameters"))
     }
 
-    /// The value of the element at `index`.
-    pub(crate) fn at(&self, draw: GeneratorState, index: u64) -> f64 {
+    /// An error if the distribution cannot fill a tensor of this shape, or if the element type cannot hold its numbers.
+    pub(crate) fn check_fit(&self, shape: &[usize], dtype: DType) -> Result<()> {
+        let count = shape.iter().product::<usize>() as u64;
+        let (low, high) = match *self {
+            Distribution::Permutation { n } if n != count => {
+                return Err(Error::invalid(
+                    "permutation",
+                    format!("{n} numbers for shape {shape:?}"),
+                    format!("{count}, one per element"),
+                    "permute as many numbers as the tensor has elements",
+                ));
+            }
+            Distribution::Permutation { n } => (0, n.saturating_sub(1) as i64),
+            Distribution::Integers { low, high } => (low, high - 1),
+            _ => return Ok(()),
+        };
+        // The whole numbers that a type holds, all of them exactly.
+        let (least, most) = match dtype {
+            DType::U8 => (0, i64::from(u8::MAX)),
+            DType::U32 => (0, i64::from(u32::MAX)),
+            DType::I16 => (i64::from(i16::MIN), i64::from(i16::MAX)),
+            DType::I32 => (i64::from(i32::MIN), i64::from(i32::MAX)),
+            DType::I64 => (i64::MIN, i64::MAX),
+            float => (-1 << mantissa_bits(float), 1 << mantissa_bits(float)),
+        };
+        if least <= low && high <= most {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            "element type",
+            format!("{} for whole numbers from {low} to {high}", dtype.as_str()),
+            format!("a type that holds them; {} holds {least} to {most}", dtype.as_str()),
+            "use a wider type or a smaller range",
+        ))
+    }
+
+    /// The value of the element at `index`, for a type with so many bits of precision: a uniform number has no more, so
+    /// that it is not rounded up to its bound.
+    pub(crate) fn at(&self, draw: GeneratorState, index: u64, precision: u32) -> f64 {
         match *self {
-            Distribution::Uniform { low, high } => low + unit(draw, index) * (high - low),
+            Distribution::Uniform { low, high } => {
+                let words = block(draw, index);
+                let bits = (u64::from(words[0]) | u64::from(words[1]) << 32) >> (64 - precision);
+                low + bits as f64 / (1u64 << precision) as f64 * (high - low)
+            }
             Distribution::Normal { mean, std } => {
                 // Box-Muller; the first number is in (0, 1].
                 let words = block(draw, index);
@@ -133,8 +175,18 @@ impl Distribution {
                 low.wrapping_add(((bits * u128::from(range)) >> 64) as i64)
             }
             Distribution::Permutation { n } => permuted(draw, index, n) as i64,
-            _ => self.at(draw, index) as i64,
+            _ => self.at(draw, index, mantissa_bits(DType::F64)) as i64,
         }
+    }
+}
+
+/// Bits of precision of a floating-point type.
+pub(crate) fn mantissa_bits(dtype: DType) -> u32 {
+    match dtype {
+        DType::BF16 => 8,
+        DType::F16 => 11,
+        DType::F32 => 24,
+        _ => 53,
     }
 }
 
@@ -226,7 +278,7 @@ mod tests {
         let draw = GeneratorState { seed: 11, offset: 5 };
         let n = 200_000u64;
         let moments = |d: Distribution| {
-            let values: Vec<f64> = (0..n).map(|i| d.at(draw, i)).collect();
+            let values: Vec<f64> = (0..n).map(|i| d.at(draw, i, 53)).collect();
             let mean = values.iter().sum::<f64>() / n as f64;
             (mean, values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n as f64)
         };
@@ -260,5 +312,18 @@ mod tests {
         generator.manual_seed(8);
         assert_eq!(generator.state(), GeneratorState { seed: 8, offset: 0 });
         assert!(Distribution::Bernoulli { p: 1.5 }.check().is_err());
+    }
+
+    #[test]
+    fn numbers_fit_their_type_and_stay_below_their_bound() {
+        let uniform = Distribution::Uniform { low: 0.0, high: 1.0 };
+        let draw = GeneratorState { seed: 1, offset: 1 };
+        let largest = (0..100_000).map(|i| half::bf16::from_f64(uniform.at(draw, i, 8)).to_f64()).fold(0.0, f64::max);
+        assert!(largest < 1.0 && largest > 0.99, "{largest}");
+        let integers = Distribution::Integers { low: 0, high: 257 };
+        assert!(integers.check_fit(&[3], DType::BF16).is_ok() && integers.check_fit(&[3], DType::U8).is_err());
+        assert!(Distribution::Integers { low: -1, high: 5 }.check_fit(&[3], DType::U32).is_err());
+        assert!(Distribution::Permutation { n: 5 }.check_fit(&[100], DType::I64).is_err());
+        assert!(Distribution::Permutation { n: 300 }.check_fit(&[300], DType::U8).is_err());
     }
 }

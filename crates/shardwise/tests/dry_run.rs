@@ -36,6 +36,12 @@ fn step(world: &World, axes: [(&'static str, usize); 3], model: Model) -> Result
         drop(gathered);
         gradient.redistribute(sharded.clone())?;
     }
+    // Parts of one size everywhere, a strided move, and a write: what dry runs could get wrong.
+    let part = candle_core::Tensor::zeros((4, 2), DType::F32, &candle_core::Device::Cpu)?;
+    let whole = DTensor::from_local(&part, &mesh, [Shard(0), Replicate, Shard(1)])?;
+    let strided = Placement::StridedShard { dim: 0, split_factor: 2 };
+    let mut moved = whole.redistribute([strided, Replicate, Shard(0)])?;
+    moved.fill_range(&[1..3, 0..2], 1.0)?;
     Ok(weights.iter().map(|(a, b)| a * b).sum())
 }
 
@@ -107,6 +113,8 @@ fn dry_runs_refuse_what_they_cannot_know_and_check_what_they_can() {
                 assert!(message.contains(part), "{message}");
             }
             assert!(x.to_string().contains("dry run"));
+            assert!(world.split(Some(0), 0).unwrap_err().to_string().contains("dry run"));
+            x.clone().fill_range(&[0..1 << 20, 0..1 << 20], 1.0)?;
             assert_eq!(x.redistribute([Shard(1)])?.to_local().dims(), [1 << 20, 1 << 14]);
             let y = x.redistribute([Partial(ReduceOp::Sum)])?.to_dtype(DType::F64)?;
             assert_eq!(
@@ -160,7 +168,8 @@ fn implicit_communication_is_an_error_where_only_explicit_is_allowed() {
             for part in ["item", "all_reduce", "dry_run.rs", "redistribute its inputs"] {
                 assert!(message.contains(part), "{part} missing in {message}");
             }
-            explicit_communication_only(|| assert!(x.clone().assign(&[0..4], &x).is_err()));
+            let two = DTensor::zeros(2, DType::F32, &mesh, [Shard(0)])?;
+            explicit_communication_only(|| assert!(x.clone().assign(&[1..3], &two).is_err()));
             assert!(sum.to_dtype(DType::I64).is_err());
             // asked for by name, or needing none
             assert_eq!(sum.redistribute([Replicate])?.item::<f32>()?, 1.0);

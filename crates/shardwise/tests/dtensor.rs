@@ -134,7 +134,19 @@ fn values_read_are_those_of_the_whole() {
         assert!(x.allclose(&z, 1e-3, 0.0)? && !x.allclose(&z, 1e-6, 1e-6)?);
         assert!(!x.equal(&x.to_dtype(DType::F64)?)? && !x.equal(&DTensor::zeros(9, DType::F32, &mesh, [Replicate])?)?);
         let inf = DTensor::full(f64::INFINITY, 4, DType::F32, &mesh, [Shard(0)])?;
-        assert!(inf.allclose(&inf, 0.0, 0.0)?);
+        assert!(inf.allclose(&inf, 0.0, 0.0)? && inf.allclose(&inf, 0.1, 0.1)?);
+        let one = inf.ones_like()?;
+        assert!(!one.allclose(&inf, 0.5, 1.0)? && !inf.allclose(&one, 0.5, 1.0)?);
+        let large = DTensor::full(9_007_199_254_740_992.0, 2, DType::I64, &mesh, [Shard(0)])?;
+        let mut larger = large.clone();
+        larger.copy_from(&DTensor::distribute_tensor(
+            &Tensor::new(&[9_007_199_254_740_993i64; 2], &Device::Cpu)?,
+            &mesh,
+            [Replicate],
+            None,
+        )?)?;
+        assert!(!large.allclose(&larger, 0.0, 0.0)?);
+        assert!(larger.to_string().starts_with("[9007199254740993, 9007199254740993]"), "{larger}");
         let nan = DTensor::full(f64::NAN, 4, DType::F32, &mesh, [Shard(0)])?;
         assert!(!nan.equal(&nan)? && !nan.allclose(&nan, 1.0, 1.0)?);
         Ok(())
@@ -151,6 +163,10 @@ fn conversion_reduces_first_where_rounding_would_not_commute() {
         let max = DTensor::from_local(&part, &mesh, [Partial(ReduceOp::Max)])?.to_dtype(DType::F64)?;
         assert!(max.layout().is_partial());
         assert_eq!(list(&max)?, [0.75, 0.75]);
+        // 256 as u8 is 0, whatever the other operands are
+        let part = Tensor::full(255 + world.rank() as i64, 1, &Device::Cpu)?;
+        let max = DTensor::from_local(&part, &mesh, [Partial(ReduceOp::Max)])?;
+        assert_eq!(list(&max.to_dtype(DType::U8)?)?, [0.0]);
         assert_eq!(list(&sum.to_device(&Device::Cpu)?)?, [1.5, 1.5]);
         Ok(())
     });
@@ -259,6 +275,58 @@ fn devices_that_candle_does_not_serve_go_to_their_backend() {
         let toy = world.device_mesh("toy/a=2".parse()?)?;
         assert_eq!(list(&DTensor::distribute_tensor(&tensor, &toy, [Shard(0)], None)?)?, [2.0; 4]);
         assert!(register_backend("cpu", Arc::new(Doubling)).is_err());
+        Ok(())
+    });
+}
+
+#[test]
+fn tensors_do_not_change_with_the_variables_they_were_made_of() {
+    on(2, |world| {
+        let mesh = world.mesh([("a", 2)])?;
+        let var = candle_core::Var::from_tensor(&Tensor::ones(4, DType::F32, &Device::Cpu)?)?;
+        let tensors = [
+            DTensor::from_local(var.as_tensor(), &mesh, [Shard(0)])?,
+            DTensor::from_local_with_shape(var.as_tensor(), &mesh, [Replicate], 4)?,
+            DTensor::distribute_tensor(var.as_tensor(), &mesh, [Replicate], None)?,
+            DTensor::distribute_tensor(var.as_tensor(), &mesh, [Replicate], Some(0))?,
+            DTensor::distribute_tensor(var.as_tensor(), &mesh, [Shard(0)], Some(0))?,
+        ];
+        var.set(&Tensor::zeros(4, DType::F32, &Device::Cpu)?)?;
+        world.barrier()?;
+        for tensor in &tensors {
+            assert!(list(tensor)?.iter().all(|&x| x == 1.0), "{tensor:?}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn claims_that_differ_between_ranks_are_errors_on_all_of_them() {
+    let run = |world: World| {
+        let mesh = world.mesh([("a", 2)])?;
+        let part = Tensor::zeros((2, 2), DType::F32, &Device::Cpu)?;
+        let placement = if world.rank() == 0 { Replicate } else { Shard(0) };
+        let error = DTensor::from_local(&part, &mesh, [placement.clone()]).unwrap_err().to_string();
+        assert!(error.contains("placements") && error.contains("rank 1"), "{error}");
+        let error = DTensor::distribute_tensor(&part, &mesh, [placement], Some(0)).unwrap_err().to_string();
+        assert!(error.contains("placements") && error.contains("rank 1"), "{error}");
+        // a rank whose tensor does not fit the placements does not leave the others waiting
+        let flat = if world.rank() == 1 { part.flatten_all()? } else { part };
+        assert!(DTensor::distribute_tensor(&flat, &mesh, [Shard(1)], Some(0)).is_err());
+        world.barrier()
+    };
+    ThreadWorld::new(2).unwrap().run(run).unwrap();
+}
+
+#[test]
+fn meshes_made_of_a_mesh_begin_with_its_seed() {
+    on(4, |world| {
+        let mesh = world.mesh([("a", 2), ("b", 2)])?;
+        mesh.manual_seed(42);
+        for derived in [mesh.slice(["b"])?, mesh.flatten(["a", "b"], "ab")?, mesh.unflatten("a", [("x", 2), ("y", 1)])?]
+        {
+            assert_eq!(derived.generator().state().seed, 42);
+        }
         Ok(())
     });
 }

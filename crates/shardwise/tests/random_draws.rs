@@ -70,6 +70,10 @@ fn check_draw(world: &World, seed: usize) -> Result<()> {
         Distribution::Permutation { n: shape.iter().product::<usize>() as u64 },
     ] {
         for dtype in [DType::F32, DType::F64, DType::BF16, DType::I64] {
+            let numbers = shape.iter().product::<usize>();
+            if matches!(distribution, Distribution::Permutation { .. }) && dtype == DType::BF16 && numbers > 256 {
+                continue; // more than the type can tell apart
+            }
             mesh.generator().set_state(state);
             alone.generator().set_state(state);
             let spread = DTensor::random(distribution, shape.as_slice(), dtype, &mesh, placements.clone())?;

@@ -25,6 +25,16 @@ pub struct DeviceMesh {
     groups: Arc<Mutex<HashMap<Vec<usize>, Group>>>,
     links: Links,
     generator: Generator,
+    /// Set if some groups were given from outside.
+    custom: Option<Arc<()>>,
+}
+
+/// What the groups and links of a mesh depend on beside the ranks, while the mesh lives.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct MeshIdentity {
+    world: usize,
+    custom: Option<usize>,
+    links: Links,
 }
 
 thread_local! {
@@ -43,7 +53,8 @@ impl DeviceMesh {
             ));
         }
         let links = Links::uniform(mesh.ndim(), Link::THREADS);
-        Ok(DeviceMesh { mesh, world: world.clone(), groups: Arc::default(), links, generator: Generator::new(0) })
+        let (world, generator) = (world.clone(), Generator::new(0));
+        Ok(DeviceMesh { mesh, world, groups: Arc::default(), links, generator, custom: None })
     }
 
     /// A mesh of one axis over the ranks of a group, which serves as the group of that axis.
@@ -113,7 +124,7 @@ impl DeviceMesh {
         }
         let mut groups = self.groups.lock().clone();
         groups.insert(positions, group.clone());
-        Ok(DeviceMesh { groups: Arc::new(Mutex::new(groups)), ..self.clone() })
+        Ok(DeviceMesh { groups: Arc::new(Mutex::new(groups)), custom: Some(Arc::default()), ..self.clone() })
     }
 
     /// The same mesh with other connections along its axes, for the planner of redistributions: one link per axis.
@@ -130,16 +141,31 @@ impl DeviceMesh {
         Ok(DeviceMesh { links: Links::new(links)?, groups, ..self.clone() })
     }
 
-    /// A number that two meshes have in common only if they share groups and links, while either lives.
-    pub(crate) fn identity(&self) -> usize {
-        Arc::as_ptr(&self.groups) as usize
+    /// Equal for two meshes of the same ranks only if they communicate and plan alike, while either lives.
+    pub(crate) fn identity(&self) -> MeshIdentity {
+        let custom = self.custom.as_ref().map(|token| Arc::as_ptr(token) as usize);
+        MeshIdentity { world: self.world.identity(), custom, links: self.links.clone() }
+    }
+
+    /// A mesh made of this one: it begins with the same seed and keeps the links of the axes it has in common, or the
+    /// slowest of those that its axes are made of.
+    fn derived(&self, mesh: Mesh, parts: &dyn Fn(&str) -> Vec<usize>) -> Result<Self> {
+        let links: Vec<Link> = mesh.axes().iter().map(|axis| self.links.slowest(&parts(&axis.name))).collect();
+        let generator = Generator::new(self.generator.state().seed);
+        Ok(DeviceMesh { links: Links::new(&links)?, generator, ..Self::new(&self.world, mesh)? })
+    }
+
+    /// The position of an axis that this mesh has, or of those that `others` names for a new one.
+    fn made_of(&self, axis: &str, others: &[usize]) -> Vec<usize> {
+        self.mesh.axis(axis).map_or_else(|_| others.to_vec(), |position| vec![position])
     }
 
     pub(crate) fn links(&self) -> &Links {
         &self.links
     }
 
-    /// The generator that random tensors on this mesh draw from; clones of the mesh share it.
+    /// The generator that random tensors on this mesh draw from. Clones of the mesh share it; a mesh made of this one, by
+    /// slicing for example, has its own, which begins with the same seed. Meshes made anew begin with seed 0.
     pub fn generator(&self) -> &Generator {
         &self.generator
     }
@@ -151,23 +177,29 @@ impl DeviceMesh {
 
     /// The submesh spanned by some axes, in any order, that passes through this rank. See [`Mesh::slice`].
     pub fn slice<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>) -> Result<Self> {
-        Self::new(&self.world, self.mesh.slice(names, self.world.rank())?)
+        self.derived(self.mesh.slice(names, self.world.rank())?, &|axis| self.made_of(axis, &[]))
     }
 
     /// Merges axes into one. See [`Mesh::flatten`].
     pub fn flatten<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>, name: &str) -> Result<Self> {
-        Self::new(&self.world, self.mesh.flatten(names, name)?)
+        let names: Vec<S> = names.into_iter().collect();
+        let merged = self.mesh.axis_positions(&names)?;
+        self.derived(self.mesh.flatten(&names, name)?, &|axis| match axis == name {
+            true => merged.clone(),
+            false => self.made_of(axis, &[]),
+        })
     }
 
     /// Splits an axis into several. See [`Mesh::unflatten`].
     pub fn unflatten(&self, axis: &str, parts: impl Into<Axes>) -> Result<Self> {
-        Self::new(&self.world, self.mesh.unflatten(axis, parts)?)
+        let split = [self.mesh.axis(axis)?];
+        self.derived(self.mesh.unflatten(axis, parts)?, &|part| self.made_of(part, &split))
     }
 
     /// Joins submeshes of this mesh. See [`Mesh::concatenate`].
     pub fn concatenate(&self, parts: &[&DeviceMesh]) -> Result<Self> {
         let parts: Vec<&Mesh> = parts.iter().map(|p| &p.mesh).collect();
-        Self::new(&self.world, self.mesh.concatenate(&parts)?)
+        self.derived(self.mesh.concatenate(&parts)?, &|axis| self.made_of(axis, &[]))
     }
 
     /// Runs `body` with this mesh as the [current](Self::current) one of this thread. Nests.

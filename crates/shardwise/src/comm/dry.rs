@@ -6,7 +6,7 @@ use candle_core::Tensor;
 
 use super::check::Entry;
 use super::trace::Record;
-use super::{Call, Communicator, World};
+use super::{Call, Communicator, Trace, World};
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
 use crate::local::placeholder;
@@ -67,12 +67,14 @@ impl DryWorld {
         Ok(self)
     }
 
-    /// Runs the program of the rank.
-    pub fn run<T>(&self, program: impl FnOnce(World) -> Result<T>) -> Result<DryRun<T>> {
+    /// Runs the program of the rank, on a thread of its own: what ranks keep per thread ends with the run.
+    pub fn run<T: Send>(&self, program: impl FnOnce(World) -> Result<T> + Send) -> Result<DryRun<T>> {
         let ranks: Arc<[usize]> = (0..self.size).collect();
-        let world = World::new(Arc::new(DryMember { me: self.rank, world: self.size, ranks }));
+        let engine = Arc::new(DryMember { me: self.rank, world: self.size, ranks });
+        let world = World::with_trace(engine, Trace::keeping(usize::MAX));
         let (trace, memory) = (world.trace().clone(), world.memory().clone());
-        let value = program(world)?;
+        let run = std::thread::scope(|scope| scope.spawn(|| program(world)).join());
+        let value = run.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         Ok(DryRun { value, records: trace.records(), peak_bytes: memory.peak() })
     }
 }

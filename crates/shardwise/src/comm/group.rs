@@ -225,6 +225,14 @@ impl Group {
     /// ```
     #[track_caller]
     pub fn split(&self, color: Option<usize>, key: i64) -> Result<Option<Group>> {
+        if self.is_dry() {
+            return Err(Error::invalid(
+                "split",
+                "a dry run, in which the colors of other ranks are unknown",
+                "a run with all ranks",
+                "name the ranks with subgroup, or use a mesh",
+            ));
+        }
         let mine = [i64::from(color.is_some()), color.unwrap_or(0) as i64, key];
         let call = Call::AllGather { dim: 0, sizes: std::iter::repeat_n(1, self.size()).collect() };
         let mine = Tensor::new(&[mine], &Device::Cpu)?;

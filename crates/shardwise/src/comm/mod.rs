@@ -16,6 +16,7 @@ mod world;
 
 pub use call::{Call, Sizes};
 pub use device_mesh::DeviceMesh;
+pub(crate) use device_mesh::MeshIdentity;
 pub use dry::{DryRun, DryWorld};
 pub use group::Group;
 pub(crate) use memory::Charge;

@@ -20,7 +20,11 @@ pub struct World {
 impl World {
     /// Wraps an engine's end of the group of all ranks.
     pub fn new(engine: Arc<dyn Communicator>) -> Self {
-        let trace = Trace::default();
+        Self::with_trace(engine, Trace::default())
+    }
+
+    /// As [`new`](Self::new), with a trace that may have been set up otherwise.
+    pub(super) fn with_trace(engine: Arc<dyn Communicator>, trace: Trace) -> Self {
         let all = Group::new(Arc::new(Traced::new(engine, trace.clone())));
         World { all, trace, memory: Memory::default() }
     }
@@ -33,6 +37,11 @@ impl World {
     /// How much memory the local tensors of this rank's distributed tensors take.
     pub fn memory(&self) -> &Memory {
         &self.memory
+    }
+
+    /// A number that no other world has while this one lives.
+    pub(super) fn identity(&self) -> usize {
+        self.trace.identity()
     }
 
     /// A mesh over the first ranks of the world. Nothing is communicated: every rank makes it by itself.

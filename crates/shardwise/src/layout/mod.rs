@@ -107,9 +107,8 @@ impl Layout {
     }
 
     /// Every rank of the mesh holds the whole tensor.
-    pub fn replicated(mesh: &Mesh, shape: impl Into<Shape>) -> Self {
-        let placements = vec![Placement::Replicate; mesh.ndim()];
-        Self::build(mesh, shape.into().into_dims(), &placements, &[]).expect("replication fits every mesh and tensor")
+    pub fn replicated(mesh: &Mesh, shape: impl Into<Shape>) -> Result<Self> {
+        Self::build(mesh, shape.into().into_dims(), &vec![Placement::Replicate; mesh.ndim()], &[])
     }
 
     /// A layout from placements and, per tensor dimension, the axes that cut it in order.

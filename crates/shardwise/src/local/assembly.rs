@@ -7,8 +7,8 @@ use candle_core::{CpuStorage, Storage, Tensor, WithDType};
 use parking_lot::Mutex;
 
 use super::copy::copy_block;
-use super::{check_dtype, with_first_element, with_type};
-use crate::error::{Error, Result};
+use super::{check_dtype, reserve, with_first_element, with_type};
+use crate::error::Result;
 use crate::layout::TensorMeta;
 
 /// A contiguous tensor whose memory is allocated but not yet filled.
@@ -33,10 +33,7 @@ impl Assembly {
         check_dtype(meta.dtype)?;
         let count = meta.elem_count();
         let (first, storage) = with_type!(meta.dtype, T => {
-            let mut buffer: Vec<T> = Vec::new();
-            buffer.try_reserve_exact(count).map_err(|_| {
-                Error::invalid("tensor", &meta, "memory for it", "use smaller tensors or more ranks")
-            })?;
+            let mut buffer: Vec<T> = reserve(count)?;
             ask_for_large_pages(buffer.as_mut_ptr().cast(), count * size_of::<T>());
             (buffer.as_mut_ptr().cast(), T::to_cpu_storage_owned(buffer))
         }, otherwise unreachable!("checked above"));

@@ -83,6 +83,35 @@ pub(crate) fn check_dtype(dtype: DType) -> Result<()> {
     )))
 }
 
+/// The tensor as something that nobody will change: without a place in a graph of candle's gradients, and in memory of its
+/// own if it is a variable, whose memory may be overwritten at any time.
+pub(crate) fn immutable(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.is_variable() { Ok(tensor.copy()?.detach()) } else { Ok(tensor.detach()) }
+}
+
+/// A tensor filled with one number.
+pub(crate) fn filled(value: f64, meta: &TensorMeta) -> Result<Tensor> {
+    let output = Assembly::new(meta.clone())?;
+    with_type!(meta.dtype, T => {
+        // SAFETY: the memory is that of a tensor with this type and number of elements, and nobody else writes to it.
+        unsafe {
+            let first = output.range::<T>(0);
+            (0..meta.elem_count()).for_each(|i| first.add(i).write(<T as candle_core::WithDType>::from_f64(value)));
+            Ok(output.finish())
+        }
+    }, otherwise unreachable!("checked when reserved"))
+}
+
+/// A vector with room for so many elements, or an error where memory ends.
+pub(crate) fn reserve<T>(count: usize) -> Result<Vec<T>> {
+    let mut values = Vec::new();
+    values.try_reserve_exact(count).map_err(|_| {
+        let found = format!("a tensor of {count} elements");
+        Error::invalid("tensor", found, "memory for it", "use smaller tensors or more ranks")
+    })?;
+    Ok(values)
+}
+
 /// A tensor of any size in the memory of one element, for dry runs.
 pub(crate) fn placeholder(meta: &TensorMeta) -> Result<Tensor> {
     Ok(Tensor::zeros((), meta.dtype, &Device::Cpu)?.broadcast_as(meta.shape.as_slice())?)

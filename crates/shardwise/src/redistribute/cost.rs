@@ -7,14 +7,14 @@ use crate::mesh::Links;
 /// Bytes and time of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Cost {
-    /// Bytes that the busiest rank sends at least.
+    /// Bytes that the busiest rank sends at least (receives, in an exchange of boxes).
     pub bytes: usize,
     /// Estimated time in microseconds.
     pub us: f64,
 }
 
 /// How many ranks are looked at to find the busiest one.
-const SAMPLE: usize = 4;
+const SAMPLE: usize = 32;
 
 /// The cost of a step from `before` to `after` on elements of `elem` bytes.
 pub(super) fn cost(kind: &StepKind, before: &Layout, after: &Layout, elem: usize, links: &Links) -> Cost {
@@ -30,9 +30,9 @@ pub(super) fn cost(kind: &StepKind, before: &Layout, after: &Layout, elem: usize
     let elements = |layout: &Layout, rank: usize| layout.local_shape(rank).iter().product::<usize>();
     let bytes_of = |rank: usize| match kind {
         StepKind::AllReduce { .. } => 2 * elements(before, rank) * elem * (size - 1) / size,
-        StepKind::ReduceScatter { .. } => elements(before, rank) * elem * (size - 1) / size,
+        StepKind::ReduceScatter { .. } => (elements(before, rank) - elements(after, rank)) * elem,
         StepKind::AllGather { .. } => elements(before, rank) * elem * (size - 1),
-        StepKind::ExchangeDims { .. } => elements(before, rank) * elem * (size - 1) / size,
+        StepKind::ExchangeDims { .. } => (elements(before, rank) - kept(before, after, rank)) * elem,
         // What a rank sends is hard to see from its boxes alone; what it receives is not, and the sums are equal.
         _ => (elements(after, rank) - kept(before, after, rank)) * elem,
     };

@@ -46,11 +46,15 @@ impl Exchange {
         Exchange { call: Call::AllToAll { expected }, group, dtype, outgoing, incoming }
     }
 
-    /// Carries the exchange out. Returns the blocks that this rank got, with their places in its new local tensor.
+    /// Carries the exchange out. Returns the blocks that this rank got, with their places in its new local tensor; none in
+    /// a dry run.
     pub(crate) fn run(&self, local: &Tensor, site: Site) -> Result<Vec<(Vec<usize>, Tensor)>> {
         let pieces = self.outgoing.iter().map(|transfers| self.pack(local, transfers)).collect::<Result<Vec<_>>>()?;
         let got = self.group.run(&self.call, &pieces, site)?;
         let mut blocks = Vec::new();
+        if self.group.is_dry() {
+            return Ok(blocks);
+        }
         for (piece, transfers) in got.iter().zip(&self.incoming) {
             let mut start = 0;
             for transfer in transfers {

@@ -9,9 +9,9 @@ use candle_core::{DType, Device, Tensor};
 use super::exchange::Exchange;
 use super::plan::{Step, StepKind};
 use super::planner;
-use crate::comm::{Call, DeviceMesh, Group, Sizes, operator};
+use crate::comm::{Call, DeviceMesh, Group, MeshIdentity, Sizes, operator};
 use crate::error::{Result, Site};
-use crate::layout::{Layout, Runs, TensorMeta};
+use crate::layout::{Layout, TensorMeta};
 use crate::local::{concat, dense, placeholder};
 use crate::placement::{Placement, ReduceOp};
 
@@ -27,14 +27,25 @@ pub(crate) fn redistribute(
         return Ok(local.clone());
     }
     let prepared = prepared(mesh, from, to, local.dtype())?;
-    operator("redistribute", || prepared.iter().try_fold(local.clone(), |local, step| step.run(mesh, &local, site)))
+    operator("redistribute", || {
+        let mut local = local.clone();
+        // What a step makes for the next one takes memory too; the last result is counted where it is kept.
+        let mut held = None;
+        for (i, step) in prepared.iter().enumerate() {
+            local = step.run(mesh, &local, site)?;
+            let bytes = local.elem_count() * local.dtype().size_in_bytes();
+            held = (i + 1 < prepared.len()).then(|| mesh.world().memory().charge(bytes));
+        }
+        drop(held);
+        Ok(local)
+    })
 }
 
 /// A plan in a form that only has to be run.
 type Prepared = Rc<Vec<PreparedStep>>;
 
-/// What a prepared plan depends on. The mesh stands for its groups and links.
-type Key = (Layout, Layout, DType, usize);
+/// What a prepared plan depends on.
+type Key = (Layout, Layout, DType, MeshIdentity);
 
 /// Prepared plans that a rank keeps before it begins anew.
 const KEPT: usize = 4096;
@@ -55,7 +66,7 @@ fn prepared(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> Resu
         if kept.len() >= KEPT {
             kept.clear();
         }
-        // The mesh is kept too: while it lives, nothing else has its identity.
+        // The mesh is kept too: while it lives, no other world has its identity.
         kept.insert(key, (mesh.clone(), Rc::clone(&prepared)));
     });
     Ok(prepared)
@@ -71,7 +82,6 @@ enum PreparedStep {
     Collective {
         group: Group,
         call: Call,
-        divide: usize,
     },
     Exchange {
         exchange: Exchange,
@@ -104,26 +114,24 @@ impl PreparedStep {
         Ok(match &step.kind {
             StepKind::Relabel => PreparedStep::Nothing,
             StepKind::Narrow => PreparedStep::Narrow { ranges: kept_ranges(before, after, rank), after: meta },
-            StepKind::AllReduce { axes, op, divide } => PreparedStep::Collective {
-                group: mesh.group_of(axes)?,
-                call: Call::AllReduce { op: *op },
-                divide: *divide,
-            },
-            StepKind::ReduceScatter { axes, op, divide, dim } => {
+            StepKind::AllReduce { axes, op } => {
+                PreparedStep::Collective { group: mesh.group_of(axes)?, call: Call::AllReduce { op: *op } }
+            }
+            StepKind::ReduceScatter { axes, op, dim } => {
                 let group = mesh.group_of(axes)?;
                 let call = Call::ReduceScatter { op: *op, dim: *dim, sizes: sizes(after, &group, *dim) };
-                PreparedStep::Collective { group, call, divide: *divide }
+                PreparedStep::Collective { group, call }
             }
             StepKind::AllGather { axes, dim } => {
                 let group = mesh.group_of(axes)?;
                 let call = Call::AllGather { dim: *dim, sizes: sizes(before, &group, *dim) };
-                PreparedStep::Collective { group, call, divide: 1 }
+                PreparedStep::Collective { group, call }
             }
             StepKind::ExchangeDims { axes, from, to } => {
                 let group = mesh.group_of(axes)?;
                 let (from_sizes, to_sizes) = (sizes(before, &group, *from), sizes(after, &group, *to));
                 let call = Call::ExchangeDims { from: *from, from_sizes, to: *to, to_sizes };
-                PreparedStep::Collective { group, call, divide: 1 }
+                PreparedStep::Collective { group, call }
             }
             StepKind::Exchange { axes } => {
                 let (old, new) = (|r| before.boxes_of(r), |r| after.boxes_of(r));
@@ -139,9 +147,8 @@ impl PreparedStep {
             PreparedStep::Nothing => Ok(local.clone()),
             PreparedStep::Narrow { after, .. } | PreparedStep::MakePartial { after, .. } if dry => placeholder(after),
             PreparedStep::Narrow { ranges, .. } => narrow(local, ranges),
-            PreparedStep::Collective { group, call, divide } => {
-                let output = group.run(call, std::slice::from_ref(local), site)?.swap_remove(0);
-                if *divide == 1 || dry { Ok(output) } else { Ok((output / *divide as f64)?) }
+            PreparedStep::Collective { group, call } => {
+                Ok(group.run(call, std::slice::from_ref(local), site)?.swap_remove(0))
             }
             PreparedStep::Exchange { exchange, after } => exchange.assemble(local, after, site),
             PreparedStep::MakePartial { stages, after } => {
@@ -201,13 +208,12 @@ fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<Stage> {
         match old.shard_dim() {
             Some(dim) => {
                 let (part, whole) = (before.owned(dim, &coordinate), after.owned(dim, &coordinate));
-                let first = |runs: &Runs| runs.iter().next().map_or(0, |run| run.start);
-                stages.push(Stage::Pad { op: *op, dim, offset: first(&part).saturating_sub(first(&whole)) });
+                // As many elements of the whole local tensor come before the first one of the part.
+                let first = part.iter().next().map_or(0, |run| run.start);
+                let before = |run: std::ops::Range<usize>| first.clamp(run.start, run.end) - run.start;
+                stages.push(Stage::Pad { op: *op, dim, offset: whole.iter().map(before).sum() });
             }
-            // An operand that occurs many times changes these, and no others.
-            None if coordinate[axis] > 0 && matches!(op, ReduceOp::Sum | ReduceOp::Product | ReduceOp::BitXor) => {
-                stages.push(Stage::Neutral(*op));
-            }
+            None if coordinate[axis] > 0 && !planner::stays(*op) => stages.push(Stage::Neutral(*op)),
             None => {}
         }
     }

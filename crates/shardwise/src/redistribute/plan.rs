@@ -35,8 +35,6 @@ pub enum StepKind {
         axes: Vec<usize>,
         /// How operands combine.
         op: ReduceOp,
-        /// What the result is divided by afterwards: sums and means in one reduction.
-        divide: usize,
     },
     /// Pending reductions are carried out, everybody gets a piece of the result.
     ReduceScatter {
@@ -44,8 +42,6 @@ pub enum StepKind {
         axes: Vec<usize>,
         /// How operands combine.
         op: ReduceOp,
-        /// What the result is divided by afterwards.
-        divide: usize,
         /// The tensor dimension that is cut.
         dim: usize,
     },
@@ -131,16 +127,13 @@ impl fmt::Display for Step {
         let names = |axes: &[usize]| {
             axes.iter().map(|&a| self.before.mesh().axes()[a].name.as_str()).collect::<Vec<_>>().join(",")
         };
-        let divided = |divide: usize| if divide > 1 { format!(" divided by {divide}") } else { String::new() };
         match &self.kind {
             StepKind::Relabel => f.write_str("relabel")?,
             StepKind::Narrow => f.write_str("narrow")?,
             StepKind::MakePartial => f.write_str("make partial")?,
-            StepKind::AllReduce { axes, op, divide } => {
-                write!(f, "all_reduce({op}) over {}{}", names(axes), divided(*divide))?;
-            }
-            StepKind::ReduceScatter { axes, op, divide, dim } => {
-                write!(f, "reduce_scatter({op}) over {} along dim {dim}{}", names(axes), divided(*divide))?;
+            StepKind::AllReduce { axes, op } => write!(f, "all_reduce({op}) over {}", names(axes))?,
+            StepKind::ReduceScatter { axes, op, dim } => {
+                write!(f, "reduce_scatter({op}) over {} along dim {dim}", names(axes))?;
             }
             StepKind::AllGather { axes, dim } => write!(f, "all_gather over {} along dim {dim}", names(axes))?,
             StepKind::ExchangeDims { axes, from, to } => {

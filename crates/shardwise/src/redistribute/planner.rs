@@ -6,7 +6,7 @@
 
 use super::cost::cost;
 use super::plan::{Plan, Step, StepKind};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::mesh::Links;
 use crate::placement::{Placement, ReduceOp};
@@ -15,8 +15,18 @@ use crate::placement::{Placement, ReduceOp};
 #[derive(Clone, Copy)]
 struct Choice {
     bits: usize,
-    /// Gather what is cut differently and narrow it again, instead of an exchange.
-    gather_first: bool,
+    moves: Moves,
+}
+
+/// How shards come to where the target has them.
+#[derive(Clone, Copy, PartialEq)]
+enum Moves {
+    /// One exchange to the target.
+    Direct,
+    /// An exchange among the axes that are sharded now; axes that are replicated are narrowed afterwards.
+    NarrowLast,
+    /// Gather what is cut differently, then narrow it.
+    GatherFirst,
 }
 
 /// With more axes than this to choose for, the others are scattered.
@@ -24,20 +34,33 @@ const MAX_CHOICES: usize = 5;
 
 /// All plans that are considered, cheapest first.
 pub(super) fn candidates(from: &Layout, to: &Layout, elem: usize, links: &Links) -> Result<Vec<Plan>> {
-    let mut plans: Vec<Plan> = Vec::new();
+    if from.mesh() != to.mesh() || from.shape() != to.shape() {
+        return Err(Error::invalid(
+            "layouts",
+            format!("{from} and {to}"),
+            "two layouts of one shape on one mesh",
+            "plan moves between meshes or shapes in steps",
+        ));
+    }
+    let mut plans: Vec<(Moves, Plan)> = Vec::new();
     let open = Builder::new(from, to, elem, links).open_choices();
     for bits in 0..1usize << open.min(MAX_CHOICES) {
-        for gather_first in [false, true] {
+        for moves in [Moves::Direct, Moves::NarrowLast, Moves::GatherFirst] {
             let builder = Builder::new(from, to, elem, links);
-            let Some(plan) = builder.build(Choice { bits, gather_first })? else { continue };
-            let same = |p: &Plan| p.steps.iter().map(|s| &s.kind).eq(plan.steps.iter().map(|s| &s.kind));
+            let Some(plan) = builder.build(Choice { bits, moves })? else { continue };
+            let same = |(_, p): &(Moves, Plan)| p.steps.iter().map(|s| &s.kind).eq(plan.steps.iter().map(|s| &s.kind));
             if !plans.iter().any(same) {
-                plans.push(plan);
+                plans.push((moves, plan));
             }
         }
     }
-    plans.sort_by(|a: &Plan, b: &Plan| a.us().total_cmp(&b.us()).then(a.steps.len().cmp(&b.steps.len())));
-    Ok(plans)
+    let order = |a: &Plan, b: &Plan| a.us().total_cmp(&b.us()).then(a.steps.len().cmp(&b.steps.len()));
+    // A gather may save a round of messages, but never at the price of more bytes.
+    let exchanged = plans.iter().filter(|(moves, _)| *moves != Moves::GatherFirst).map(|(_, plan)| plan);
+    let limit = exchanged.min_by(|a, b| order(a, b)).map_or(usize::MAX, Plan::bytes);
+    let wasteful = |(moves, plan): &(Moves, Plan)| *moves == Moves::GatherFirst && plan.bytes() > limit;
+    plans.sort_by(|a, b| wasteful(a).cmp(&wasteful(b)).then_with(|| order(&a.1, &b.1)));
+    Ok(plans.into_iter().map(|(_, plan)| plan).collect())
 }
 
 /// A plan in the making.
@@ -140,12 +163,12 @@ impl<'a> Builder<'a> {
         let axes = 0..self.current.placements().len();
         let mut pending: Vec<usize> = axes.clone().filter(|&a| partial(a).is_some() && changes(a)).collect();
         let mut touched: Vec<(usize, ReduceOp)> = pending.iter().filter_map(|&a| Some((a, partial(a)?))).collect();
-        touched.extend(axes.filter(|&a| changes(a) && self.size(a) > 1).filter_map(|a| {
-            match self.to.placements()[a] {
-                Placement::Partial(op) => Some((a, op)),
-                _ => None,
-            }
-        }));
+        // Axes that become partial; a replicated value that stays on all ranks is an operand as it is.
+        let made = |a: usize| match self.to.placements()[a] {
+            Placement::Partial(op) if !(stays(op) && self.current.placements()[a].is_replicate()) => Some((a, op)),
+            _ => None,
+        };
+        touched.extend(axes.filter(|&a| changes(a) && self.size(a) > 1).filter_map(made));
         while let Some((axis, op)) = touched.pop() {
             for later in axis + 1..self.current.placements().len() {
                 if let Some(other) = partial(later).filter(|o| !commute(op, *o) && !pending.contains(&later)) {
@@ -158,53 +181,63 @@ impl<'a> Builder<'a> {
         pending
     }
 
+    /// Axes whose reduction may be scattered, as far as choices are considered.
+    fn scatterable(&self) -> Vec<usize> {
+        let sharded = |a: &usize| self.to.placements()[*a].is_shard(None);
+        self.pending().into_iter().filter(sharded).take(MAX_CHOICES).collect()
+    }
+
     /// Axes for which both a scattered and a full reduction are possible.
     fn open_choices(&self) -> usize {
-        self.pending().iter().filter(|&&a| matches!(self.to.placements()[a], Placement::Shard(_))).count()
+        self.scatterable().len()
     }
 
     fn reduce(&mut self, choice: Choice) -> Result<()> {
-        let open: Vec<usize> =
-            self.pending().into_iter().filter(|&a| self.to.placements()[a].is_shard(None)).take(MAX_CHOICES).collect();
+        let open = self.scatterable();
         let scattered = |axis: usize| open.iter().position(|&a| a == axis).is_none_or(|i| choice.bits >> i & 1 == 0);
         loop {
             let pending = self.pending();
             let Some(&last) = pending.last() else { return Ok(()) };
-            let op_of = |a: usize| match self.current.placements()[a] {
-                Placement::Partial(op) => op,
-                _ => unreachable!("pending axes are partial"),
+            // Those that may be reduced before all later ones: the last, and those before it that commute.
+            let free = |&a: &usize| {
+                let later = pending.iter().filter(|&&b| b > a);
+                later.into_iter().all(|&b| commute(self.op_of(a), self.op_of(b)))
             };
-            // The last axis, and those before it that may be reduced together with it.
-            let class: Vec<usize> = pending
-                .iter()
-                .copied()
-                .filter(|&a| {
-                    let later = pending.iter().filter(|&&b| b > a);
-                    commute(op_of(a), op_of(last)) && later.into_iter().all(|&b| commute(op_of(a), op_of(b)))
-                })
-                .collect();
-            if !self.scatter_in_place(&class, &scattered)? && !self.scatter_at_end(&class, &scattered)? {
-                let (op, divide) = self.merged_op(&class);
+            let free: Vec<usize> = pending.iter().copied().filter(free).collect();
+            if !self.scatter_in_place(&free, &scattered)? && !self.scatter_at_end(&free, &scattered)? {
+                let op = self.op_of(last);
+                let axes: Vec<usize> = free.into_iter().filter(|&a| self.op_of(a) == op).collect();
                 let mut placements = self.current.placements().to_vec();
-                class.iter().for_each(|&a| placements[a] = Placement::Replicate);
+                axes.iter().for_each(|&a| placements[a] = Placement::Replicate);
                 let cuts = self.current_cuts();
-                self.push(StepKind::AllReduce { axes: class, op, divide }, &placements, &cuts)?;
+                self.push(StepKind::AllReduce { axes, op }, &placements, &cuts)?;
             }
             self.narrow()?;
         }
     }
 
+    /// The operation of an axis that is partial.
+    fn op_of(&self, axis: usize) -> ReduceOp {
+        match self.current.placements()[axis] {
+            Placement::Partial(op) => op,
+            _ => unreachable!("pending axes are partial"),
+        }
+    }
+
     /// Reduces axes that the target has sharded next on some dimension. Whether there were any.
-    fn scatter_in_place(&mut self, class: &[usize], scattered: &impl Fn(usize) -> bool) -> Result<bool> {
+    fn scatter_in_place(&mut self, free: &[usize], scattered: &impl Fn(usize) -> bool) -> Result<bool> {
         for dim in 0..self.to.shape().len() {
             let fits = |a: &usize| {
                 let contiguous = matches!(self.to.placements()[*a], Placement::Shard(_) | Placement::Ragged { .. });
-                class.contains(a) && contiguous && scattered(*a)
+                free.contains(a) && contiguous && scattered(*a)
             };
-            let axes: Vec<usize> = self.to_be_cut(dim).into_iter().take_while(fits).collect();
-            if !axes.is_empty() {
+            let mut axes: Vec<usize> = self.to_be_cut(dim).into_iter().take_while(fits).collect();
+            if let Some(&first) = axes.first() {
+                let op = self.op_of(first);
+                let alike = axes.iter().take_while(|&&a| self.op_of(a) == op).count();
+                axes.truncate(alike);
                 let targets: Vec<Placement> = axes.iter().map(|&a| self.to.placements()[a].clone()).collect();
-                self.scatter(axes, &targets, dim)?;
+                self.scatter(axes, op, &targets, dim)?;
                 return Ok(true);
             }
         }
@@ -213,36 +246,21 @@ impl<'a> Builder<'a> {
 
     /// Reduces an axis that the target has sharded, but not where it can be put now: behind the present cuts of its
     /// dimension, from where an exchange moves it. Whether there was one.
-    fn scatter_at_end(&mut self, class: &[usize], scattered: &impl Fn(usize) -> bool) -> Result<bool> {
-        let sharded = class.iter().copied().find(|&a| self.to.placements()[a].is_shard(None) && scattered(a));
+    fn scatter_at_end(&mut self, free: &[usize], scattered: &impl Fn(usize) -> bool) -> Result<bool> {
+        let sharded = free.iter().copied().find(|&a| self.to.placements()[a].is_shard(None) && scattered(a));
         let Some(axis) = sharded else { return Ok(false) };
-        let dim = self.to.placements()[axis].shard_dim().expect("a shard");
-        self.scatter(vec![axis], &[Placement::Shard(dim as isize)], dim)?;
+        let (dim, op) = (self.to.placements()[axis].shard_dim().expect("a shard"), self.op_of(axis));
+        self.scatter(vec![axis], op, &[Placement::Shard(dim as isize)], dim)?;
         Ok(true)
     }
 
-    fn scatter(&mut self, axes: Vec<usize>, targets: &[Placement], dim: usize) -> Result<()> {
-        let (op, divide) = self.merged_op(&axes);
+    fn scatter(&mut self, axes: Vec<usize>, op: ReduceOp, targets: &[Placement], dim: usize) -> Result<()> {
         let (mut placements, mut cuts) = (self.current.placements().to_vec(), self.current_cuts());
         for (&axis, target) in axes.iter().zip(targets) {
             placements[axis] = target.clone();
             cuts[dim].push(axis);
         }
-        self.push(StepKind::ReduceScatter { axes, op, divide, dim }, &placements, &cuts)
-    }
-
-    /// One operation for axes that commute: sums and means mix as a sum that is divided afterwards.
-    fn merged_op(&self, axes: &[usize]) -> (ReduceOp, usize) {
-        let op_of = |a: usize| match self.current.placements()[a] {
-            Placement::Partial(op) => op,
-            _ => unreachable!("only partial axes are reduced"),
-        };
-        let first = op_of(axes[0]);
-        if axes.iter().all(|&a| op_of(a) == first) {
-            return (first, 1);
-        }
-        let means = axes.iter().filter(|&&a| op_of(a) == ReduceOp::Avg);
-        (ReduceOp::Sum, means.map(|&a| self.size(a)).product())
+        self.push(StepKind::ReduceScatter { axes, op, dim }, &placements, &cuts)
     }
 
     /// Whether a shard turns into operands of a reduction where it lies: what the rank does not own is neutral.
@@ -271,12 +289,36 @@ impl<'a> Builder<'a> {
             }
         }
         let target = Layout::from_cuts(self.to.mesh(), self.to.shape(), &placements, &cuts)?;
-        if choice.gather_first && !self.gather_differences(&target)? {
-            return Ok(false);
-        }
-        if self.current != target {
-            let kind = if choice.gather_first { StepKind::Narrow } else { self.move_kind(&target) };
+        let reached = match choice.moves {
+            Moves::Direct => true,
+            Moves::NarrowLast => self.move_sharded(&target)?,
+            Moves::GatherFirst => self.gather_differences(&target)?,
+        };
+        if reached && self.current != target {
+            let kind = if choice.moves == Moves::Direct { self.move_kind(&target) } else { StepKind::Narrow };
             self.push(kind, &placements, &cuts)?;
+        }
+        Ok(reached)
+    }
+
+    /// Moves what is sharded now, and leaves axes that are replicated to be narrowed. `false` if these do not all come
+    /// last.
+    fn move_sharded(&mut self, target: &Layout) -> Result<bool> {
+        let mut placements = target.placements().to_vec();
+        let mut cuts: Vec<Vec<usize>> = Vec::new();
+        for dim in 0..target.shape().len() {
+            let axes = self.real_cuts(target, dim);
+            let replicated = |a: &&usize| self.current.placements()[**a].is_replicate();
+            let first = axes.iter().position(|a| replicated(&a)).unwrap_or(axes.len());
+            if !axes[first..].iter().all(|a| replicated(&a)) {
+                return Ok(false);
+            }
+            axes[first..].iter().for_each(|&a| placements[a] = Placement::Replicate);
+            cuts.push(target.shard_order(dim).iter().copied().filter(|a| !axes[first..].contains(a)).collect());
+        }
+        let middle = Layout::from_cuts(target.mesh(), target.shape(), &placements, &cuts)?;
+        if middle != self.current {
+            self.push(self.move_kind(&middle), &placements, &cuts)?;
         }
         Ok(true)
     }
@@ -347,6 +389,14 @@ impl<'a> Builder<'a> {
     fn make_partial(&mut self) -> Result<()> {
         let cuts: Vec<Vec<usize>> = (0..self.to.shape().len()).map(|d| self.to.shard_order(d).to_vec()).collect();
         self.push(StepKind::MakePartial, self.to.placements(), &cuts)
+    }
+}
+
+/// Whether a value is its own operand on every rank: reducing copies of it changes nothing.
+pub(super) fn stays(op: ReduceOp) -> bool {
+    match op {
+        ReduceOp::Avg | ReduceOp::Max | ReduceOp::Min | ReduceOp::BitAnd | ReduceOp::BitOr => true,
+        ReduceOp::Sum | ReduceOp::Product | ReduceOp::BitXor => false,
     }
 }
 

@@ -7,7 +7,7 @@ use super::DTensor;
 use crate::comm::implicitly;
 use crate::error::{Error, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
-use crate::local::{Assembly, placeholder};
+use crate::local::{Assembly, filled, placeholder};
 use crate::redistribute::Exchange;
 
 impl DTensor {
@@ -38,6 +38,9 @@ impl DTensor {
             ));
         }
         *self = implicitly("assign", || {
+            if region.sizes == self.shape() {
+                return value.to_layout_at(&self.layout().settled(), site); // nothing of the old value is left
+            }
             let (value, base) = (value.reduced(site)?, self.reduced(site)?);
             base.written(&region, Some(&value), 0.0, site)
         })?;
@@ -87,7 +90,7 @@ impl DTensor {
     /// This tensor, which has nothing pending, with a region overwritten by a tensor, or by a number if there is none.
     fn written(&self, region: &TensorBox, value: Option<&DTensor>, number: f64, site: Site) -> Result<DTensor> {
         let (mesh, me) = (self.device_mesh(), self.device_mesh().world().rank());
-        if !mesh.contains(me) {
+        if !mesh.contains(me) || (mesh.world().is_dry() && value.is_none()) {
             return Ok(self.clone());
         }
         // The parts of a rank's boxes that are overwritten, with their places in its local tensor.
@@ -116,9 +119,8 @@ impl DTensor {
             }
             None => {
                 let block = |owned: OwnedBox| -> Result<_> {
-                    let filled =
-                        candle_core::Tensor::full(number, owned.global.sizes.as_slice(), &candle_core::Device::Cpu)?;
-                    Ok((owned.local_offsets, filled.to_dtype(self.dtype())?))
+                    let meta = TensorMeta { shape: owned.global.sizes, dtype: self.dtype() };
+                    Ok((owned.local_offsets, filled(number, &meta)?))
                 };
                 overwritten(me).into_iter().map(block).collect::<Result<Vec<_>>>()?
             }

@@ -32,7 +32,7 @@ impl DTensor {
                 "ask for the tensor's own type, or convert it first",
             ));
         }
-        let replicated = Layout::replicated(self.layout().mesh(), self.shape());
+        let replicated = Layout::replicated(self.layout().mesh(), self.shape())?;
         let whole = implicitly("item", || self.to_layout_at(&replicated, site))?;
         Ok(whole.to_local().flatten_all()?.to_vec1::<T>()?[0])
     }
@@ -51,9 +51,13 @@ impl DTensor {
     #[track_caller]
     pub fn allclose(&self, other: &DTensor, rtol: f64, atol: f64) -> Result<bool> {
         self.all_elements("allclose", other, Location::caller(), |a, b| {
+            if rtol == 0.0 && atol == 0.0 && a.dtype() == b.dtype() {
+                return Ok(a.eq(b)?); // also where an f64 would not hold the numbers
+            }
             let (a, b) = (a.to_dtype(DType::F64)?, b.to_dtype(DType::F64)?);
-            // Equal infinities are close although their difference is no number.
-            let close = (&a - &b)?.abs()?.le(&((b.abs()? * rtol)? + atol)?)?;
+            // An infinity is close to itself alone.
+            let difference = (&a - &b)?.abs()?;
+            let close = difference.le(&((b.abs()? * rtol)? + atol)?)?.minimum(&difference.lt(f64::INFINITY)?)?;
             Ok(close.maximum(&a.eq(&b)?)?)
         })
     }

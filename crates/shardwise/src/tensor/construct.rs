@@ -2,13 +2,13 @@
 
 use std::panic::Location;
 
-use candle_core::{DType, Device, Shape, Tensor};
+use candle_core::{Device, Shape, Tensor};
 
 use super::{DTensor, check_partial, foreign};
 use crate::comm::{Call, DeviceMesh, Group};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{check_served, dense, placeholder};
+use crate::local::{check_served, dense, immutable, placeholder};
 use crate::placement::Placement;
 
 impl DTensor {
@@ -16,7 +16,8 @@ impl DTensor {
     ///
     /// Ranks tell each other their sizes: shards of any sizes are accepted, and become ragged where they are not the
     /// chunks of a plain shard. If the parts do not fit together under the placements, every rank gets an error that
-    /// names a rank whose part does not. Values of replicated axes are trusted.
+    /// names a rank whose part does not. Values of replicated axes are trusted. A dry run takes all parts to be of the
+    /// size of this rank's; where they are not, use [`from_local_with_shape`](Self::from_local_with_shape).
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -38,7 +39,8 @@ impl DTensor {
     ) -> Result<DTensor> {
         let (site, placements) = (Location::caller(), placements.into_iter().collect::<Vec<_>>());
         let group = all_of(mesh)?;
-        let shapes = gather_shapes(&group, local, site)?;
+        let shapes = gather_shapes(&group, local, &placements, site)?;
+        check_served(local)?;
         let layout = infer(mesh, &placements, &shapes, group.ranks())?;
         check_fit(&layout, &shapes, group.ranks())?;
         check_partial(&layout, local.dtype())?;
@@ -89,25 +91,33 @@ impl DTensor {
         if let Some(backend) = foreign::backend_for(mesh.device_type())? {
             return backend.distribute_tensor(tensor, mesh, &placements);
         }
-        let to = Layout::new(mesh.mesh(), tensor.dims(), placements)?;
-        check_partial(&to, tensor.dtype())?;
-        let replicated = Layout::replicated(mesh.mesh(), tensor.dims());
+        let layout = || -> Result<Layout> {
+            let to = Layout::new(mesh.mesh(), tensor.dims(), placements.clone())?;
+            check_partial(&to, tensor.dtype())?;
+            check_served(tensor)?;
+            Ok(to)
+        };
         if !mesh.contains(mesh.world().rank()) {
-            return Ok(DTensor::from_parts(mesh, to, placeholder(&TensorMeta::new(0, tensor.dtype()))?));
+            return Ok(DTensor::from_parts(mesh, layout()?, placeholder(&TensorMeta::new(0, tensor.dtype()))?));
         }
         let Some(source) = src_data_rank else {
-            check_served(tensor)?;
-            return DTensor::from_parts(mesh, replicated, tensor.clone()).to_layout_at(&to, site);
+            let to = layout()?;
+            let whole = Layout::replicated(mesh.mesh(), tensor.dims())?;
+            return DTensor::from_parts(mesh, whole, densely(mesh, tensor)?).to_layout_at(&to, site);
         };
+        // Agree first: what is wrong after that is wrong on every rank.
+        let group = all_of(mesh)?;
+        agree_on_source(tensor, &group, source, &placements, site)?;
+        let to = layout()?;
         let middle = to.settled();
-        let local = scatter_boxes(tensor, &all_of(mesh)?, &middle, source, site)?;
+        let local = scatter_boxes(tensor, &group, &middle, source, site)?;
         DTensor::from_parts(mesh, middle, local).to_layout_at(&to, site)
     }
 }
 
 /// The tensor as a dense one; placeholders of a dry run stay what they are.
 fn densely(mesh: &DeviceMesh, local: &Tensor) -> Result<Tensor> {
-    if mesh.world().is_dry() { Ok(local.clone()) } else { dense(local) }
+    if mesh.world().is_dry() { Ok(local.clone()) } else { dense(&immutable(local)?) }
 }
 
 /// The group of all ranks of a mesh, in mesh order.
@@ -115,21 +125,28 @@ pub(super) fn all_of(mesh: &DeviceMesh) -> Result<Group> {
     mesh.group_of(&(0..mesh.ndim()).collect::<Vec<_>>())
 }
 
-/// The shapes of all ranks' tensors, which must have one type and number of dimensions.
-fn gather_shapes(group: &Group, local: &Tensor, site: Site) -> Result<Vec<Vec<usize>>> {
+/// The shapes of all ranks' tensors, which must have one type, number of dimensions and placements.
+fn gather_shapes(group: &Group, local: &Tensor, placements: &[Placement], site: Site) -> Result<Vec<Vec<usize>>> {
     let form = Call::Agree {
-        what: "element type and number of dimensions",
-        values: [local.dtype() as u64, local.rank() as u64].into_iter().collect(),
+        what: "element type, number of dimensions and placements",
+        values: [local.dtype() as u64, local.rank() as u64, number_of(placements)].into_iter().collect(),
     };
     group.run(&form, &[], site)?;
-    if group.is_dry() {
-        return Ok(vec![local.dims().to_vec(); group.size()]);
-    }
     let shape: Vec<i64> = local.dims().iter().map(|&n| n as i64).collect();
     let mine = Tensor::from_vec(shape, (1, local.rank()), &Device::Cpu)?;
     let call = Call::AllGather { dim: 0, sizes: std::iter::repeat_n(1, group.size()).collect() };
-    let all: Vec<Vec<i64>> = group.run(&call, &[mine], site)?.swap_remove(0).to_dtype(DType::I64)?.to_vec2()?;
+    let all = group.run(&call, &[mine], site)?.swap_remove(0);
+    if group.is_dry() {
+        return Ok(vec![local.dims().to_vec(); group.size()]);
+    }
+    let all: Vec<Vec<i64>> = all.to_vec2()?;
     Ok(all.into_iter().map(|shape| shape.into_iter().map(|n| n as usize).collect()).collect())
+}
+
+/// A number that is the same for equal placements on every rank (FNV-1a over their text).
+fn number_of(placements: &[Placement]) -> u64 {
+    let text = placements.iter().map(|p| p.to_string() + ",").collect::<String>();
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
 }
 
 /// The layout that parts of these shapes (by position on the mesh) have under the placements.
@@ -182,19 +199,20 @@ fn check_fit(layout: &Layout, shapes: &[Vec<usize>], ranks: &[usize]) -> Result<
     Ok(())
 }
 
+/// An error on every rank unless all name the same source, type, shape and placements, and the source exists.
+fn agree_on_source(tensor: &Tensor, group: &Group, source: usize, placements: &[Placement], site: Site) -> Result<()> {
+    let shape = tensor.dims().iter().map(|&n| n as u64);
+    let values = [source as u64, tensor.dtype() as u64, number_of(placements)].into_iter().chain(shape).collect();
+    group.run(&Call::Agree { what: "source rank, element type, placements and shape", values }, &[], site)?;
+    if source < group.size() {
+        return Ok(());
+    }
+    let needed = format!("a position on the mesh, below {}", group.size());
+    Err(Error::invalid("source rank", source, needed, "0 is the first rank of the mesh"))
+}
+
 /// Every rank's part of the tensor that the rank at position `source` of the group has.
 fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize, site: Site) -> Result<Tensor> {
-    if source >= group.size() {
-        return Err(Error::invalid(
-            "source rank",
-            source,
-            format!("a position on the mesh, below {}", group.size()),
-            "0 is the first rank of the mesh",
-        ));
-    }
-    let shape = tensor.dims().iter().map(|&n| n as u64);
-    let values = [source as u64, tensor.dtype() as u64].into_iter().chain(shape).collect();
-    group.run(&Call::Agree { what: "source rank, element type and shape", values }, &[], site)?;
     let part = |rank: usize| TensorMeta { shape: layout.local_shape(rank), dtype: tensor.dtype() };
     let nothing = TensorMeta::new(0, tensor.dtype());
     let mut expected = vec![nothing.clone(); group.size()];
@@ -206,7 +224,7 @@ fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize,
         if group.is_dry() {
             return placeholder(&part(rank));
         }
-        let mut piece = tensor.clone();
+        let mut piece = immutable(tensor)?;
         for dim in 0..tensor.rank() {
             let indices = layout.global_indices(rank, dim);
             let dense_run = indices.windows(2).all(|w| w[1] == w[0] + 1);
@@ -224,5 +242,6 @@ fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize,
     let pieces = group.ranks().iter().map(piece).collect::<Result<Vec<_>>>()?;
     let mut got = group.run(&Call::AllToAll { expected }, &pieces, site)?;
     let local = got.swap_remove(source);
-    if group.is_dry() { Ok(local) } else { dense(&local) }
+    // A part has memory of its own, so that it does not keep the whole alive; the whole itself may be shared.
+    if group.is_dry() || local.dims() == tensor.dims() { Ok(local) } else { dense(&local.copy()?) }
 }

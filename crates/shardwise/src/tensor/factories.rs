@@ -8,9 +8,9 @@ use super::{DTensor, check_partial, construct::all_of};
 use crate::comm::{Call, DeviceMesh};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{check_dtype, placeholder};
+use crate::local::{check_dtype, filled, placeholder, reserve};
 use crate::placement::Placement;
-use crate::random::{Distribution, Generator};
+use crate::random::{Distribution, Generator, mantissa_bits};
 
 /// Elements by global index: row-major number of the element, and its index in every dimension.
 type Rule<'a> = &'a dyn Fn(u64, &[usize]) -> Value;
@@ -49,9 +49,7 @@ impl DTensor {
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
         let layout = Layout::new(mesh.mesh(), shape, placements)?;
-        make(mesh, &layout, dtype, Location::caller(), |meta, _| {
-            Ok(Tensor::full(value, meta.shape.as_slice(), &Device::Cpu)?.to_dtype(meta.dtype)?)
-        })
+        make(mesh, &layout, dtype, Location::caller(), |meta, _| filled(value, meta))
     }
 
     /// A tensor of zeros.
@@ -62,10 +60,7 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        let layout = Layout::new(mesh.mesh(), shape, placements)?;
-        make(mesh, &layout, dtype, Location::caller(), |meta, _| {
-            Ok(Tensor::zeros(meta.shape.as_slice(), meta.dtype, &Device::Cpu)?)
-        })
+        Self::full(0.0, shape, dtype, mesh, placements)
     }
 
     /// A tensor of ones.
@@ -196,7 +191,8 @@ impl DTensor {
         random_at(distribution, &layout, dtype, mesh, mesh.generator(), Location::caller())
     }
 
-    /// As [`random`](Self::random), drawn from another generator.
+    /// As [`random`](Self::random), drawn from another generator: one per rank, made inside the program. One that thread
+    /// ranks share would be further along on some of them, which is an error.
     #[track_caller]
     pub fn random_from(
         generator: &Generator,
@@ -270,9 +266,7 @@ impl DTensor {
     #[track_caller]
     pub fn full_like(&self, value: f64) -> Result<DTensor> {
         let layout = self.layout().settled();
-        make(self.device_mesh(), &layout, self.dtype(), Location::caller(), |meta, _| {
-            Ok(Tensor::full(value, meta.shape.as_slice(), &Device::Cpu)?.to_dtype(meta.dtype)?)
-        })
+        make(self.device_mesh(), &layout, self.dtype(), Location::caller(), |meta, _| filled(value, meta))
     }
 
     /// Random elements with the shape, type and layout of this tensor; axes with a pending reduction become replicated.
@@ -344,15 +338,17 @@ fn random_at(
     site: Site,
 ) -> Result<DTensor> {
     distribution.check()?;
+    distribution.check_fit(layout.shape(), dtype)?;
     let draw = generator.draw();
     if mesh.contains(mesh.world().rank()) && mesh.size() > 1 {
         let values = [draw.seed, draw.offset].into_iter().collect();
         all_of(mesh)?.run(&Call::Agree { what: "generator seed and offset", values }, &[], site)?;
     }
     let whole = matches!(distribution, Distribution::Integers { .. } | Distribution::Permutation { .. });
+    let precision = mantissa_bits(dtype);
     by_rule(mesh, layout, dtype, site, &|i, _| match whole {
         true => Value::Whole(distribution.integer_at(draw, i)),
-        false => Value::Real(distribution.at(draw, i)),
+        false => Value::Real(distribution.at(draw, i, precision)),
     })
 }
 
@@ -368,7 +364,7 @@ fn by_rule(mesh: &DeviceMesh, layout: &Layout, dtype: DType, site: Site, rule: R
         let (shape, cpu) = (meta.shape.as_slice(), &Device::Cpu);
         macro_rules! filled {
             ($convert:expr) => {{
-                let mut values = Vec::with_capacity(meta.elem_count());
+                let mut values = reserve(meta.elem_count())?;
                 walk(&mut |value| values.push($convert(value)));
                 Ok(Tensor::from_vec(values, shape, cpu)?.to_dtype(dtype)?)
             }};

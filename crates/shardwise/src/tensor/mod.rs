@@ -20,7 +20,7 @@ use crate::comm::{Charge, DeviceMesh, implicitly};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::local::placeholder;
-use crate::placement::Placement;
+use crate::placement::{Placement, ReduceOp};
 use crate::redistribute::{Exchange, redistribute};
 
 /// A tensor that lies on a mesh of ranks, seen from one of them.
@@ -171,7 +171,7 @@ impl DTensor {
     /// The whole tensor on every rank of the mesh; without elements on a rank outside it.
     #[track_caller]
     pub fn full_tensor(&self) -> Result<Tensor> {
-        let to = Layout::replicated(self.layout().mesh(), self.shape());
+        let to = Layout::replicated(self.layout().mesh(), self.shape())?;
         Ok(self.to_layout_at(&to, Location::caller())?.to_local().clone())
     }
 
@@ -180,15 +180,17 @@ impl DTensor {
         self.to_layout_at(&self.layout().settled(), site)
     }
 
-    /// The same values with another element type. Pending reductions are carried out first, unless they pick one of
-    /// their operands, because rounding does not commute with adding.
+    /// The same values with another element type. Pending reductions are carried out first, because rounding does not
+    /// commute with adding; only a largest or smallest operand stays one under a conversion that keeps order.
     #[track_caller]
     pub fn to_dtype(&self, dtype: DType) -> Result<DTensor> {
-        use crate::placement::ReduceOp::{Max, Min};
         if dtype == self.dtype() {
             return Ok(self.clone());
         }
-        let picks = |p: &Placement| !p.is_partial() || matches!(p, Placement::Partial(Max | Min));
+        let picks = |p: &Placement| match p {
+            Placement::Partial(op) => matches!(op, ReduceOp::Max | ReduceOp::Min) && keeps_order(self.dtype(), dtype),
+            _ => true,
+        };
         let site = Location::caller();
         let source = match self.placements().iter().all(picks) {
             true => self.clone(),
@@ -204,6 +206,17 @@ impl DTensor {
     /// The same tensor with its local part on another device.
     pub fn to_device(&self, device: &Device) -> Result<DTensor> {
         Ok(Self::from_parts(&self.0.mesh, self.layout().clone(), self.to_local().to_device(device)?))
+    }
+}
+
+/// Whether a conversion between types never swaps two numbers, and keeps not-a-number.
+fn keeps_order(from: DType, to: DType) -> bool {
+    let bits = |dtype: DType| 8 * dtype.size_in_bytes();
+    let unsigned = |dtype: DType| matches!(dtype, DType::U8 | DType::U32);
+    match (from.is_float(), to.is_float()) {
+        (_, true) => true,
+        (true, false) => false,
+        (false, false) => bits(to) > bits(from) && (unsigned(from) || !unsigned(to)),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::panic::Location;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor, WithDType};
 
 use super::{DTensor, construct::all_of};
 use crate::comm::{Call, operator};
@@ -18,7 +18,7 @@ const EDGE: usize = 3;
 
 impl fmt::Display for DTensor {
     /// The whole tensor, abbreviated if it is large, and its layout. All ranks of the mesh must print, because each shows
-    /// elements of the others; only the elements shown are communicated.
+    /// elements of the others; only the elements shown are communicated, unless a reduction is pending.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = match self.check_readable("printing").and_then(|()| operator("display", || self.shown())) {
             Ok(values) => {
@@ -46,7 +46,7 @@ impl fmt::Debug for DTensor {
 impl DTensor {
     /// Per dimension the indices that are shown.
     fn shown_indices(&self) -> Vec<Vec<usize>> {
-        let all = self.elem_count() <= ABBREVIATE_FROM;
+        let all = self.elem_count() <= ABBREVIATE_FROM && self.shape().iter().all(|&n| n <= ABBREVIATE_FROM);
         let shown = |&n: &usize| match all || n <= 2 * EDGE {
             true => (0..n).collect(),
             false => (0..EDGE).chain(n - EDGE..n).collect(),
@@ -54,14 +54,22 @@ impl DTensor {
         self.shape().iter().map(shown).collect()
     }
 
-    /// The elements that are shown, as numbers, in order.
-    fn shown(&self) -> Result<Vec<f64>> {
+    /// The elements that are shown, in order.
+    fn shown(&self) -> Result<Vec<String>> {
+        Ok(match self.dtype().is_float() {
+            true => self.shown_as::<f64>()?.into_iter().map(number).collect(),
+            false => self.shown_as::<i64>()?.iter().map(ToString::to_string).collect(),
+        })
+    }
+
+    /// The elements that are shown, as numbers of a type that holds them all.
+    fn shown_as<T: WithDType>(&self) -> Result<Vec<T>> {
         let site = Location::caller();
         let source = self.reduced(site)?;
         let (layout, me) = (source.layout().clone(), self.device_mesh().world().rank());
         let shown = self.shown_indices();
         let sizes: Vec<usize> = shown.iter().map(Vec::len).collect();
-        let mut values = vec![0f64; sizes.iter().product()];
+        let mut values = vec![T::zero(); sizes.iter().product()];
         let primary = layout.primary_boxes().any(|owned| owned.rank == me);
         if primary {
             // Pick the shown elements of this rank's part, and put them where they are shown.
@@ -80,7 +88,7 @@ impl DTensor {
                 places.push(both.into_iter().map(|(s, _)| s).collect::<Vec<_>>());
             }
             if part.elem_count() > 0 {
-                let numbers = part.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+                let numbers = part.to_dtype(T::DTYPE)?.flatten_all()?.to_vec1::<T>()?;
                 let mut flat = vec![0usize];
                 for (places, &size) in places.iter().zip(&sizes) {
                     flat = flat.iter().flat_map(|f| places.iter().map(move |p| f * size + p)).collect();
@@ -95,9 +103,16 @@ impl DTensor {
     }
 }
 
-fn write_dim(text: &mut String, values: &[f64], shown: &[Vec<usize>], shape: &[usize], dim: usize, next: &mut usize) {
+fn write_dim(
+    text: &mut String,
+    values: &[String],
+    shown: &[Vec<usize>],
+    shape: &[usize],
+    dim: usize,
+    next: &mut usize,
+) {
     if dim == shape.len() {
-        *text += &number(values[*next]);
+        *text += &values[*next];
         *next += 1;
         return;
     }

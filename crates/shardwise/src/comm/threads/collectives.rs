@@ -12,7 +12,7 @@ use crate::comm::Call;
 use crate::comm::check::Entry;
 use crate::error::Result;
 use crate::layout::{TensorMeta, chunk};
-use crate::local::{Assembly, Reducible, concat, dense, reduce_block, with_type};
+use crate::local::{Assembly, Reducible, concat, dense, immutable, reduce_block, with_type};
 use crate::placement::ReduceOp;
 
 /// From this many bytes on, a second phase costs less than doing all the work on every rank.
@@ -39,18 +39,12 @@ pub(super) fn prepare(entry: &mut Entry, me: usize, size: usize) -> Option<Assem
 fn prepare_inputs(entry: &mut Entry) -> Result<()> {
     let reduces = matches!(entry.call, Call::AllReduce { .. } | Call::Reduce { .. } | Call::ReduceScatter { .. });
     for input in &mut entry.inputs {
-        *input = posted(input)?;
+        *input = immutable(input)?;
         if reduces || input.elem_count() == 0 {
             *input = dense(input)?;
         }
     }
     Ok(())
-}
-
-/// The tensor as other ranks may see it: without its place in a graph of gradients, and without a variable's memory,
-/// which its owner may overwrite while others still read.
-pub(super) fn posted(tensor: &Tensor) -> Result<Tensor> {
-    if tensor.is_variable() { Ok(tensor.copy()?.detach()) } else { Ok(tensor.detach()) }
 }
 
 fn prepare_output(entry: &Entry, me: usize, size: usize) -> Result<Option<Assembly>> {

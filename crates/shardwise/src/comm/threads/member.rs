@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use super::collectives::{self, posted};
+use super::collectives;
 use super::hub::{Hub, Reason, Wait};
 use super::mailbox::{Envelope, Message};
 use super::meeting::{Meeting, Posted};
@@ -12,7 +12,7 @@ use crate::comm::check::{Entry, check_agreement};
 use crate::comm::{Call, Communicator};
 use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::TensorMeta;
-use crate::local::check_served;
+use crate::local::{check_served, immutable};
 
 pub(super) struct Member {
     hub: Arc<Hub>,
@@ -83,7 +83,7 @@ impl Communicator for Member {
         if gone {
             return Err(Error::PeerLeft { rank: to, call: describe() });
         }
-        let content = check_served(tensor).and_then(|()| posted(tensor));
+        let content = check_served(tensor).and_then(|()| immutable(tensor));
         let refused = content.as_ref().err().cloned();
         self.hub.mailbox.post(envelope, Message { content, site });
         self.hub.wake(to);
