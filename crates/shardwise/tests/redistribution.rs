@@ -16,12 +16,15 @@ use shardwise::redistribute::{Plan, StepKind, explain};
 
 const KINDS: [&str; 8] = ["R", "S(0)", "S(1)", "ragged", "P(sum)", "P(avg)", "P(max)", "P(min)"];
 
+/// What integers have instead of means.
+const INTEGER_KINDS: [&str; 8] = ["R", "S(0)", "S(1)", "P(sum)", "P(product)", "P(and)", "P(or)", "P(xor)"];
+
 fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
 }
 
-/// All layouts over [`KINDS`] per axis.
-fn layouts(mesh: &Mesh, shape: &[usize]) -> Vec<Layout> {
+/// All layouts over some kinds per axis.
+fn layouts(mesh: &Mesh, shape: &[usize], kinds: &[&str]) -> Vec<Layout> {
     let mut all = vec![Vec::new()];
     for axis in 0..mesh.ndim() {
         let with = |so_far: &Vec<Placement>, kind: &str| {
@@ -33,20 +36,24 @@ fn layouts(mesh: &Mesh, shape: &[usize]) -> Vec<Layout> {
             };
             [so_far.as_slice(), &[next]].concat()
         };
-        all = all.iter().flat_map(|so_far| KINDS.iter().map(move |kind| with(so_far, kind))).collect();
+        all = all.iter().flat_map(|so_far| kinds.iter().map(move |kind| with(so_far, kind))).collect();
     }
     all.into_iter().map(|placements| Layout::new(mesh, shape, placements).unwrap()).collect()
 }
 
 /// Redistributes and checks value, local part, and that what ran is what was planned.
-fn check_pair(mesh: &DeviceMesh, from: &Layout, to: &Layout, whole: &Tensor) -> Result<()> {
+fn check_pair(mesh: &DeviceMesh, from: &Layout, to: &Layout, whole: &Tensor, dtype: DType) -> Result<()> {
     let (world, rank) = (mesh.world(), mesh.world().rank());
-    let source =
-        DTensor::from_local_with_shape(&values::local(from, rank), mesh, from.placements().to_vec(), from.shape())?;
+    let source = DTensor::from_local_with_shape(
+        &values::local(from, rank).to_dtype(dtype)?,
+        mesh,
+        from.placements().to_vec(),
+        from.shape(),
+    )?;
     world.trace().clear();
     let moved = source.to_layout(to)?;
     let ran: Vec<(&str, usize)> = world.trace().records().iter().map(|r| (r.call, r.group.len())).collect();
-    let plan = explain(mesh, from, to, DType::F64)?.chosen;
+    let plan = explain(mesh, from, to, dtype)?.chosen;
     let planned: Vec<(&str, usize)> = plan.steps().iter().filter_map(|s| collective(&s.kind, mesh)).collect();
     assert_eq!(ran, planned, "{plan}");
     if !to.is_partial() {
@@ -69,16 +76,19 @@ fn collective(kind: &StepKind, mesh: &DeviceMesh) -> Option<(&'static str, usize
     Some((name, axes.iter().map(|&a| mesh.shape()[a]).product()))
 }
 
-fn check_all_pairs(mesh_shape: &[usize], shapes: &[[usize; 2]], stride: usize) {
+fn check_all_pairs(mesh_shape: &[usize], shapes: &[[usize; 2]], dtype: DType, stride: usize) {
     let (mesh_shape, shapes) = (mesh_shape.to_vec(), shapes.to_vec());
     let ranks = mesh_shape.iter().product();
     let run = move |world: World| {
         let mesh = world.mesh(mesh_shape.clone())?;
         let mut checked = 0;
         for shape in &shapes {
-            let (all, whole) = (layouts(mesh.mesh(), shape), values::whole(shape));
+            let (all, whole) = (
+                layouts(mesh.mesh(), shape, if dtype.is_float() { &KINDS } else { &INTEGER_KINDS }),
+                values::whole(shape),
+            );
             for pair in (0..all.len() * all.len()).step_by(stride) {
-                check_pair(&mesh, &all[pair / all.len()], &all[pair % all.len()], &whole)?;
+                check_pair(&mesh, &all[pair / all.len()], &all[pair % all.len()], &whole, dtype)?;
                 checked += 1;
             }
         }
@@ -94,21 +104,25 @@ const SHAPES: [[usize; 2]; 4] = [[5, 3], [0, 4], [1, 7], [11, 2]];
 #[test]
 fn all_pairs_on_one_axis() {
     for ranks in [2, 3, 4] {
-        check_all_pairs(&[ranks], &SHAPES, 1);
+        check_all_pairs(&[ranks], &SHAPES, DType::F64, 1);
+        check_all_pairs(&[ranks], &SHAPES[..2], DType::I64, 1);
+        check_all_pairs(&[ranks], &SHAPES[..1], DType::BF16, 1);
     }
 }
 
 #[test]
 fn all_pairs_on_two_axes() {
-    check_all_pairs(&[2, 2], &SHAPES, 1);
-    check_all_pairs(&[2, 3], &SHAPES[..2], 1);
+    check_all_pairs(&[2, 2], &SHAPES, DType::F64, 1);
+    check_all_pairs(&[2, 2], &SHAPES[..1], DType::I64, 1);
+    check_all_pairs(&[2, 3], &SHAPES[..2], DType::F64, 1);
+    check_all_pairs(&[2, 3], &SHAPES[..1], DType::I64, 1);
 }
 
 #[test]
 fn all_pairs_on_three_axes() {
     // A stride that is prime to the number of layouts visits all sources and targets.
     let stride = number("SHARDWISE_PAIR_STRIDE", 4);
-    check_all_pairs(&[2, 2, 2], &SHAPES[..1], if stride > 1 { stride + 1 } else { 1 });
+    check_all_pairs(&[2, 2, 2], &SHAPES[..1], DType::F64, if stride > 1 { stride + 1 } else { 1 });
 }
 
 /// A random layout, strided shards and other orders of cuts included.
@@ -352,7 +366,7 @@ fn a_shard_behind_a_strided_one_becomes_partial_where_it_lies() {
         let layout = |text: &str| Layout::new(mesh.mesh(), 8, Placement::parse_list(text).unwrap()).unwrap();
         let whole = values::whole(&[8]);
         for to in ["SS(0,2),P(sum)", "SS(0,2),P(max)", "P(sum),S(0)", "SS(0,2),P(avg)"] {
-            check_pair(&mesh, &layout("SS(0,2),S(0)"), &layout(to), &whole)?;
+            check_pair(&mesh, &layout("SS(0,2),S(0)"), &layout(to), &whole, DType::F64)?;
         }
         Ok(())
     };

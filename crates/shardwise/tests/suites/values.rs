@@ -62,6 +62,10 @@ fn operand_of(x: f64, op: ReduceOp, k: usize, i: usize, seed: &[usize]) -> f64 {
         ReduceOp::Max if i != winner => x - 1.0 - noise(i),
         ReduceOp::Min if i != winner => x + 1.0 + noise(i),
         ReduceOp::Product if i != winner => 1.0,
+        ReduceOp::BitAnd if i != winner => (x as i64 | noise(i) as i64) as f64,
+        ReduceOp::BitOr if i != winner => (x as i64 & noise(i) as i64) as f64,
+        ReduceOp::BitXor if i + 1 < k => noise(i),
+        ReduceOp::BitXor => (0..k - 1).fold(x as i64, |x, j| x ^ noise(j) as i64) as f64,
         _ => x,
     }
 }
