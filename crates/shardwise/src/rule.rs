@@ -1,0 +1,282 @@
+//! Rules: how an operator may be spread over a mesh, and which way is cheapest.
+//!
+//! An operator names the dimensions of its tensors: `mk,kn->mn`. Along one mesh axis it can then be carried out in a few
+//! ways: every rank does the whole; the ranks share a dimension, which every tensor that has it is cut along; or the
+//! operands of a pending reduction pass through. A choice per axis gives the layout of every tensor. Pure arithmetic.
+
+use smallvec::SmallVec;
+
+use crate::error::{Error, Result};
+use crate::layout::Layout;
+use crate::mesh::Mesh;
+use crate::placement::{Placement, ReduceOp};
+
+/// What happens when ranks share a dimension of an operator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shared {
+    /// Each rank does its part of it; outputs that have the dimension are cut, others are not affected.
+    Free,
+    /// Each rank does its part, and outputs without the dimension are pending: their parts combine so.
+    Reduces(ReduceOp),
+    /// It cannot be shared.
+    Never,
+}
+
+/// The dimensions of an operator's tensors by name, and which pending reductions pass through it.
+#[derive(Debug, Clone)]
+pub struct Signature {
+    /// Per dimension of the operator what happens when it is shared.
+    dims: SmallVec<[Shared; 8]>,
+    /// Per input and tensor dimension the dimension of the operator; `None` for one that is broadcast.
+    inputs: Vec<Vec<Option<usize>>>,
+    outputs: Vec<Vec<Option<usize>>>,
+    passes: Vec<Pass>,
+}
+
+/// Operands that pass through: if the inputs are pending so, the outputs are.
+#[derive(Debug, Clone)]
+struct Pass {
+    /// Per input its reduction, or `None` for an input that must be whole.
+    inputs: SmallVec<[Option<ReduceOp>; 3]>,
+    output: ReduceOp,
+}
+
+/// The layouts in which an operator is carried out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Decision {
+    /// Layout that every input is brought to.
+    pub inputs: Vec<Layout>,
+    /// Layout that every output has.
+    pub outputs: Vec<Layout>,
+}
+
+impl Signature {
+    /// From an equation such as `mk,kn->mn`: letters on the left that are missing on the right are summed over.
+    pub fn einsum(equation: &str) -> Self {
+        let (left, right) = equation.split_once("->").expect("an equation has an arrow");
+        let mut names: Vec<char> = Vec::new();
+        let mut tensor = |text: &str| -> Vec<Option<usize>> {
+            let number = |c| {
+                Some(names.iter().position(|&n| n == c).unwrap_or_else(|| {
+                    names.push(c);
+                    names.len() - 1
+                }))
+            };
+            text.chars().map(number).collect()
+        };
+        let inputs: Vec<Vec<Option<usize>>> = left.split(',').map(&mut tensor).collect();
+        let outputs = vec![tensor(right)];
+        let kept = |name: &char| right.contains(*name);
+        let dims = names.iter().map(|n| if kept(n) { Shared::Free } else { Shared::Reduces(ReduceOp::Sum) }).collect();
+        let mut signature = Signature { dims, inputs, outputs, passes: Vec::new() };
+        // A product is linear in each factor.
+        for factor in 0..signature.inputs.len() {
+            for op in [ReduceOp::Sum, ReduceOp::Avg] {
+                let pending = (0..signature.inputs.len()).map(|i| (i == factor).then_some(op));
+                signature = signature.passing(pending, op);
+            }
+        }
+        signature
+    }
+
+    /// Elementwise on inputs that broadcast to `shape`.
+    pub fn pointwise(inputs: &[&[usize]], shape: &[usize]) -> Self {
+        let tensor = |input: &[usize]| -> Vec<Option<usize>> {
+            let missing = shape.len() - input.len();
+            (0..input.len()).map(|d| (input[d] == shape[d + missing]).then_some(d + missing)).collect()
+        };
+        Signature {
+            dims: shape.iter().map(|_| Shared::Free).collect(),
+            inputs: inputs.iter().map(|input| tensor(input)).collect(),
+            outputs: vec![tensor(shape)],
+            passes: Vec::new(),
+        }
+    }
+
+    /// A reduction of the dimensions `reduced` of a tensor with `ndim` dimensions; `shared` says what becomes of them.
+    pub fn reduction(ndim: usize, reduced: &[usize], keepdim: bool, shared: Shared) -> Self {
+        let dims = (0..ndim).map(|d| if reduced.contains(&d) { shared } else { Shared::Free }).collect();
+        let output = (0..ndim).filter(|d| keepdim || !reduced.contains(d));
+        let output = output.map(|d| (!reduced.contains(&d)).then_some(d)).collect();
+        Signature { dims, inputs: vec![(0..ndim).map(Some).collect()], outputs: vec![output], passes: Vec::new() }
+    }
+
+    /// Adds: if the inputs are pending so (`None`: whole), the outputs are pending with `output`.
+    pub fn passing(mut self, inputs: impl IntoIterator<Item = Option<ReduceOp>>, output: ReduceOp) -> Self {
+        self.passes.push(Pass { inputs: inputs.into_iter().collect(), output });
+        self
+    }
+}
+
+/// What happens along one mesh axis.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Along {
+    /// Every rank does the whole.
+    Whole,
+    /// A dimension is shared, cut as the input `leader` is, or into plain chunks.
+    Cut { dim: usize, leader: Option<usize> },
+    /// Operands of the pending reduction with this number pass through.
+    Pass(usize),
+}
+
+impl Signature {
+    /// The cheapest way to carry the operator out on inputs in these layouts: bytes are counted along each axis by
+    /// itself, so that the effort grows with the number of axes and not with its power. `elem` is the size of an element
+    /// of each input, `shapes` are those of the outputs.
+    pub fn decide(&self, inputs: &[&Layout], elem: &[usize], shapes: &[&[usize]]) -> Result<Decision> {
+        let mesh = inputs[0].mesh();
+        let bytes: Vec<f64> = inputs
+            .iter()
+            .zip(elem)
+            .map(|(layout, elem)| {
+                let cut: usize = layout.placements().iter().zip(mesh.shape()).filter(|(p, _)| p.is_shard(None)).map(|(_, n)| n).product();
+                layout.shape().iter().product::<usize>() as f64 * *elem as f64 / cut as f64
+            })
+            .collect();
+        let along: Vec<Along> = (0..mesh.ndim()).map(|axis| self.cheapest(inputs, &bytes, axis)).collect();
+        let cut_as_led = self.layouts(mesh, inputs, &along, shapes, false);
+        // Ragged sizes that fit one input's other cuts need not fit the choice; plain chunks always do.
+        cut_as_led.or_else(|_| self.layouts(mesh, inputs, &along, shapes, true))
+    }
+
+    fn cheapest(&self, inputs: &[&Layout], bytes: &[f64], axis: usize) -> Along {
+        let mut options = vec![Along::Whole];
+        let pending = inputs.iter().any(|l| l.placements()[axis].is_partial());
+        for (i, layout) in inputs.iter().enumerate() {
+            if let Some(dim) = layout.placements()[axis].shard_dim().and_then(|d| self.inputs[i][d])
+                && self.dims[dim] != Shared::Never
+            {
+                options.push(Along::Cut { dim, leader: Some(i) });
+            }
+        }
+        if pending {
+            options.extend((0..self.passes.len()).map(Along::Pass));
+            let free = (0..self.dims.len()).filter(|&d| self.dims[d] != Shared::Never);
+            options.extend(free.map(|dim| Along::Cut { dim, leader: None }));
+        }
+        let cost = |along: &Along| -> f64 {
+            (0..inputs.len()).map(|i| bytes[i] * self.transition(inputs, i, axis, along)).sum()
+        };
+        // Among equals: sharing work is better than passing operands, and that is better than doing the whole everywhere.
+        let rank = |along: &Along| match along {
+            Along::Cut { leader: Some(_), .. } => 0,
+            Along::Pass(_) => 1,
+            Along::Whole => 2,
+            Along::Cut { leader: None, .. } => 3,
+        };
+        let better = |a: &&Along, b: &&Along| cost(a).total_cmp(&cost(b)).then(rank(a).cmp(&rank(b)));
+        *options.iter().min_by(better).expect("doing the whole is always possible")
+    }
+
+    /// What it takes to bring an input where it is needed along one axis, in units of its local bytes.
+    fn transition(&self, inputs: &[&Layout], input: usize, axis: usize, along: &Along) -> f64 {
+        let (now, k) = (&inputs[input].placements()[axis], inputs[input].mesh().shape()[axis] as f64);
+        let gather = k - 1.0;
+        let part = (k - 1.0) / k;
+        let wanted = match along {
+            Along::Whole => None,
+            Along::Cut { dim, .. } => self.inputs[input].iter().position(|d| *d == Some(*dim)),
+            Along::Pass(pass) => {
+                return match (now, self.passes[*pass].inputs[input]) {
+                    (Placement::Partial(op), Some(wanted)) if *op == wanted => 0.0,
+                    (Placement::Replicate, _) => 0.0,
+                    (Placement::Partial(_), _) => 2.0 * part,
+                    _ => gather,
+                };
+            }
+        };
+        match (now, wanted) {
+            (Placement::Replicate, _) => 0.0,
+            (Placement::Partial(_), Some(_)) => part,
+            (Placement::Partial(_), None) => 2.0 * part,
+            (_, None) => gather,
+            (now, Some(dim)) => {
+                let same_dim = now.shard_dim() == Some(dim);
+                let led = matches!(along, Along::Cut { leader: Some(l), .. } if same_cut(inputs, *l, input, axis));
+                if same_dim && led { 0.0 } else { part }
+            }
+        }
+    }
+
+    /// The layouts that a choice per axis means.
+    fn layouts(&self, mesh: &Mesh, inputs: &[&Layout], along: &[Along], shapes: &[&[usize]], plain: bool) -> Result<Decision> {
+        let cuts: Vec<Vec<usize>> = (0..self.dims.len()).map(|dim| order_of_cuts(inputs, along, &self.inputs, dim)).collect();
+        let layout = |tensor: &[Option<usize>], shape: &[usize], of: Tensor| -> Result<Layout> {
+            let placement = |(axis, along): (usize, &Along)| match along {
+                Along::Whole => Placement::Replicate,
+                Along::Pass(pass) => match of {
+                    Tensor::Input(i) => self.passes[*pass].inputs[i].map_or(Placement::Replicate, Placement::Partial),
+                    Tensor::Output => Placement::Partial(self.passes[*pass].output),
+                },
+                Along::Cut { dim, leader } => match tensor.iter().position(|d| d == &Some(*dim)) {
+                    Some(at) => match leader.filter(|_| !plain).map(|l| &inputs[l].placements()[axis]) {
+                        Some(Placement::Ragged { sizes, .. }) => Placement::ragged(at as isize, sizes.clone()),
+                        Some(Placement::StridedShard { split_factor, .. }) => {
+                            Placement::StridedShard { dim: at as isize, split_factor: *split_factor }
+                        }
+                        _ => Placement::Shard(at as isize),
+                    },
+                    None => match (of, self.dims[*dim]) {
+                        (Tensor::Output, Shared::Reduces(op)) => Placement::Partial(op),
+                        _ => Placement::Replicate,
+                    },
+                },
+            };
+            let placements: Vec<Placement> = along.iter().enumerate().map(placement).collect();
+            let cuts: Vec<Vec<usize>> = tensor.iter().map(|d| d.map_or(Vec::new(), |d| cuts[d].clone())).collect();
+            Layout::from_cuts(mesh, shape, &placements, &cuts)
+        };
+        let needed = inputs.iter().enumerate().map(|(i, l)| layout(&self.inputs[i], l.shape(), Tensor::Input(i)));
+        let made = self.outputs.iter().zip(shapes).map(|(tensor, shape)| layout(tensor, shape, Tensor::Output));
+        Ok(Decision { inputs: needed.collect::<Result<_>>()?, outputs: made.collect::<Result<_>>()? })
+    }
+
+    /// An error unless the signature has as many inputs and dimensions as the tensors.
+    pub fn check(&self, shapes: &[&[usize]]) -> Result<()> {
+        let fits = self.inputs.len() == shapes.len() && self.inputs.iter().zip(shapes).all(|(a, b)| a.len() == b.len());
+        if fits {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            "signature",
+            format!("tensors of shapes {shapes:?}"),
+            format!("tensors of {:?} dimensions", self.inputs.iter().map(Vec::len).collect::<Vec<_>>()),
+            "name every dimension of every input",
+        ))
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Tensor {
+    Input(usize),
+    Output,
+}
+
+/// Whether two inputs are cut alike along an axis: the same placement, behind the same cuts of the dimension.
+fn same_cut(inputs: &[&Layout], a: usize, b: usize, axis: usize) -> bool {
+    let cut = |i: usize| {
+        let placement = &inputs[i].placements()[axis];
+        let dim = placement.shard_dim()?;
+        let before = inputs[i].shard_order(dim).iter().take_while(|&&a| a != axis).copied().collect::<Vec<_>>();
+        let kind = match placement {
+            Placement::Ragged { sizes, .. } => (1, 0, Some(sizes.clone())),
+            Placement::StridedShard { split_factor, .. } => (2, *split_factor, None),
+            _ => (0, 0, None),
+        };
+        Some((before, kind))
+    };
+    a == b || cut(a) == cut(b)
+}
+
+/// The axes that share a dimension of the operator: those led by an input in its order, inputs one after the other.
+fn order_of_cuts(inputs: &[&Layout], along: &[Along], tensors: &[Vec<Option<usize>>], dim: usize) -> Vec<usize> {
+    let led_by = |axis: usize, by: Option<usize>| matches!(along[axis], Along::Cut { dim: d, leader } if d == dim && leader == by);
+    let mut order = Vec::new();
+    for (i, layout) in inputs.iter().enumerate() {
+        if let Some(at) = tensors[i].iter().position(|d| d == &Some(dim)) {
+            order.extend(layout.shard_order(at).iter().copied().filter(|&axis| led_by(axis, Some(i))));
+        }
+    }
+    order.extend((0..along.len()).filter(|&axis| led_by(axis, None)));
+    order
+}
