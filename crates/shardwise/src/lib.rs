@@ -42,6 +42,9 @@ mod local;
 pub mod comm;
 pub mod redistribute;
 pub mod tensor;
+pub mod rule;
+pub mod op;
+pub mod ops;
 
 pub use comm::{DeviceMesh, DryWorld, Group, ThreadWorld, World, explicit_communication_only, launch};
 pub use error::{Error, Result};

@@ -146,7 +146,8 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
     let shapes: Vec<&[usize]> = plan.outputs.iter().map(|m| m.shape.as_slice()).collect();
     let decision = plan.signature.decide(&layouts, &elem, &shapes)?;
     let rank = inputs[0].device_mesh().world().rank();
-    let local = |(layout, meta): (&Layout, &TensorMeta)| TensorMeta { shape: layout.local_shape(rank), dtype: meta.dtype };
+    let local =
+        |(layout, meta): (&Layout, &TensorMeta)| TensorMeta { shape: layout.local_shape(rank), dtype: meta.dtype };
     let locals = decision.outputs.iter().zip(&plan.outputs).map(local).collect();
     let decided = Rc::new(Decided { decision, locals });
     CACHE.with_borrow_mut(|cache| {

@@ -6,7 +6,7 @@
 
 use smallvec::SmallVec;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::layout::Layout;
 use crate::mesh::Mesh;
 use crate::placement::{Placement, ReduceOp};
@@ -52,20 +52,25 @@ pub struct Decision {
 
 impl Signature {
     /// From an equation such as `mk,kn->mn`: letters on the left that are missing on the right are summed over.
-    pub fn einsum(equation: &str) -> Self {
+    /// `broadcast` says of an input, its dimension and the letter whether it is stretched there.
+    pub fn einsum(equation: &str, broadcast: &dyn Fn(usize, usize, char) -> bool) -> Self {
         let (left, right) = equation.split_once("->").expect("an equation has an arrow");
         let mut names: Vec<char> = Vec::new();
-        let mut tensor = |text: &str| -> Vec<Option<usize>> {
-            let number = |c| {
-                Some(names.iter().position(|&n| n == c).unwrap_or_else(|| {
-                    names.push(c);
-                    names.len() - 1
-                }))
-            };
-            text.chars().map(number).collect()
+        let mut number = |c: char| {
+            names.iter().position(|&n| n == c).unwrap_or_else(|| {
+                names.push(c);
+                names.len() - 1
+            })
         };
-        let inputs: Vec<Vec<Option<usize>>> = left.split(',').map(&mut tensor).collect();
-        let outputs = vec![tensor(right)];
+        let mut inputs: Vec<Vec<Option<usize>>> = Vec::new();
+        for (input, term) in left.split(',').enumerate() {
+            let dims = term.chars().enumerate().map(|(dim, c)| {
+                let number = number(c);
+                (!broadcast(input, dim, c)).then_some(number)
+            });
+            inputs.push(dims.collect());
+        }
+        let outputs = vec![right.chars().map(|c| Some(number(c))).collect()];
         let kept = |name: &char| right.contains(*name);
         let dims = names.iter().map(|n| if kept(n) { Shared::Free } else { Shared::Reduces(ReduceOp::Sum) }).collect();
         let mut signature = Signature { dims, inputs, outputs, passes: Vec::new() };
@@ -101,6 +106,12 @@ impl Signature {
         Signature { dims, inputs: vec![(0..ndim).map(Some).collect()], outputs: vec![output], passes: Vec::new() }
     }
 
+    /// The same without pending reductions that pass.
+    pub fn without_passes(mut self) -> Self {
+        self.passes.clear();
+        self
+    }
+
     /// Adds: if the inputs are pending so (`None`: whole), the outputs are pending with `output`.
     pub fn passing(mut self, inputs: impl IntoIterator<Item = Option<ReduceOp>>, output: ReduceOp) -> Self {
         self.passes.push(Pass { inputs: inputs.into_iter().collect(), output });
@@ -129,7 +140,13 @@ impl Signature {
             .iter()
             .zip(elem)
             .map(|(layout, elem)| {
-                let cut: usize = layout.placements().iter().zip(mesh.shape()).filter(|(p, _)| p.is_shard(None)).map(|(_, n)| n).product();
+                let cut: usize = layout
+                    .placements()
+                    .iter()
+                    .zip(mesh.shape())
+                    .filter(|(p, _)| p.is_shard(None))
+                    .map(|(_, n)| n)
+                    .product();
                 layout.shape().iter().product::<usize>() as f64 * *elem as f64 / cut as f64
             })
             .collect();
@@ -199,8 +216,16 @@ impl Signature {
     }
 
     /// The layouts that a choice per axis means.
-    fn layouts(&self, mesh: &Mesh, inputs: &[&Layout], along: &[Along], shapes: &[&[usize]], plain: bool) -> Result<Decision> {
-        let cuts: Vec<Vec<usize>> = (0..self.dims.len()).map(|dim| order_of_cuts(inputs, along, &self.inputs, dim)).collect();
+    fn layouts(
+        &self,
+        mesh: &Mesh,
+        inputs: &[&Layout],
+        along: &[Along],
+        shapes: &[&[usize]],
+        plain: bool,
+    ) -> Result<Decision> {
+        let cuts: Vec<Vec<usize>> =
+            (0..self.dims.len()).map(|dim| order_of_cuts(inputs, along, &self.inputs, dim)).collect();
         let layout = |tensor: &[Option<usize>], shape: &[usize], of: Tensor| -> Result<Layout> {
             let placement = |(axis, along): (usize, &Along)| match along {
                 Along::Whole => Placement::Replicate,
@@ -229,20 +254,6 @@ impl Signature {
         let needed = inputs.iter().enumerate().map(|(i, l)| layout(&self.inputs[i], l.shape(), Tensor::Input(i)));
         let made = self.outputs.iter().zip(shapes).map(|(tensor, shape)| layout(tensor, shape, Tensor::Output));
         Ok(Decision { inputs: needed.collect::<Result<_>>()?, outputs: made.collect::<Result<_>>()? })
-    }
-
-    /// An error unless the signature has as many inputs and dimensions as the tensors.
-    pub fn check(&self, shapes: &[&[usize]]) -> Result<()> {
-        let fits = self.inputs.len() == shapes.len() && self.inputs.iter().zip(shapes).all(|(a, b)| a.len() == b.len());
-        if fits {
-            return Ok(());
-        }
-        Err(Error::invalid(
-            "signature",
-            format!("tensors of shapes {shapes:?}"),
-            format!("tensors of {:?} dimensions", self.inputs.iter().map(Vec::len).collect::<Vec<_>>()),
-            "name every dimension of every input",
-        ))
     }
 }
 

@@ -3,9 +3,11 @@
 
 mod assembly;
 mod copy;
+mod pointwise;
 mod reduce;
 
 pub(crate) use assembly::{Assembly, concat, dense};
+pub(crate) use pointwise::{from_reals, from_wholes, reals, stretch, wholes};
 pub(crate) use reduce::{Reducible, reduce_block};
 
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};

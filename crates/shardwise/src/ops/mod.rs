@@ -1,0 +1,47 @@
+//! The operators, one family per file: rule, kernel, methods. [`OPS`] lists them all.
+
+mod binary;
+mod dtype;
+mod einsum;
+mod reduce;
+mod scalar;
+mod ternary;
+mod unary;
+
+use candle_core::DType;
+
+use crate::error::Result;
+use crate::tensor::DTensor;
+
+/// One operator as tests and tables see it.
+pub struct OpEntry {
+    /// Name of the method on [`DTensor`].
+    pub name: &'static str,
+    /// Inputs to try it on: shapes that broadcast, are uneven, of size one, or empty.
+    pub samples: fn() -> Vec<Vec<Sample>>,
+    /// The operator on such inputs.
+    pub apply: fn(&[DTensor]) -> Result<Vec<DTensor>>,
+}
+
+/// One input of a sample call.
+#[derive(Debug, Clone)]
+pub struct Sample {
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Its element type.
+    pub dtype: DType,
+}
+
+impl Sample {
+    fn new(shape: &[usize], dtype: DType) -> Self {
+        Sample { shape: shape.to_vec(), dtype }
+    }
+}
+
+/// All operators.
+pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
+    OPS.iter().flat_map(|family| family.iter())
+}
+
+/// The families of operators.
+static OPS: [&[OpEntry]; 5] = [unary::OPS, binary::OPS, ternary::OPS, einsum::OPS, reduce::OPS];

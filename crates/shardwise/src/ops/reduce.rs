@@ -1,0 +1,267 @@
+//! Reductions over dimensions. A dimension that ranks share leaves the result pending; nothing is gathered.
+
+use std::panic::Location;
+
+use candle_core::{DType, Tensor};
+
+use super::{OpEntry, Sample};
+use crate::error::{Error, Result};
+use crate::layout::TensorMeta;
+use crate::local::{from_reals, from_wholes, reals, wholes};
+use crate::op::{Op, OpPlan, dispatch};
+use crate::placement::ReduceOp;
+use crate::rule::{Shared, Signature};
+use crate::tensor::DTensor;
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Reduce {
+    kind: Kind,
+    dims: Vec<usize>,
+    keepdim: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Kind {
+    Sum,
+    Prod,
+    Max,
+    Min,
+    /// 1 if any element is not zero.
+    Any,
+    /// 1 if no element is zero.
+    All,
+    CountNonzero,
+}
+
+impl DTensor {
+    /// The sum over some dimensions (all for none named); whole numbers give i64.
+    #[track_caller]
+    pub fn sum(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
+        reduce(self, Kind::Sum, dims, keepdim)
+    }
+
+    /// The sum of all elements.
+    #[track_caller]
+    pub fn sum_all(&self) -> Result<DTensor> {
+        self.sum(&[], false)
+    }
+
+    /// The mean over some dimensions (all for none named).
+    #[track_caller]
+    pub fn mean(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
+        let resolved = resolve("mean", dims, self.rank())?;
+        let count: usize = resolved.iter().map(|&d| self.shape()[d]).product();
+        let x = if self.dtype().is_float() { self.clone() } else { self.to_dtype(DType::F32)? };
+        reduce(&x, Kind::Sum, dims, keepdim)?.div_scalar(count as f64)
+    }
+
+    /// The product over some dimensions (all for none named); whole numbers give i64.
+    #[track_caller]
+    pub fn prod(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
+        reduce(self, Kind::Prod, dims, keepdim)
+    }
+
+    /// The largest element along some dimensions (all for none named).
+    #[track_caller]
+    pub fn amax(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
+        reduce(self, Kind::Max, dims, keepdim)
+    }
+
+    /// The smallest element along some dimensions (all for none named).
+    #[track_caller]
+    pub fn amin(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
+        reduce(self, Kind::Min, dims, keepdim)
+    }
+
+    /// 1 where any element along some dimensions (all for none named) is not zero.
+    #[track_caller]
+    pub fn any(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
+        reduce(self, Kind::Any, dims, keepdim)
+    }
+
+    /// 1 where no element along some dimensions (all for none named) is zero.
+    #[track_caller]
+    pub fn all(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
+        reduce(self, Kind::All, dims, keepdim)
+    }
+
+    /// How many elements along some dimensions (all for none named) are not zero.
+    #[track_caller]
+    pub fn count_nonzero(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
+        reduce(self, Kind::CountNonzero, dims, keepdim)
+    }
+}
+
+#[track_caller]
+fn reduce(x: &DTensor, kind: Kind, dims: &[isize], keepdim: bool) -> Result<DTensor> {
+    let op = Reduce { kind, dims: resolve(kind.name(), dims, x.rank())?, keepdim };
+    Ok(dispatch(&op, &[x], Location::caller())?.swap_remove(0))
+}
+
+/// Dimensions counted from the front, all of them for none named.
+fn resolve(name: &str, dims: &[isize], ndim: usize) -> Result<Vec<usize>> {
+    if dims.is_empty() {
+        return Ok((0..ndim).collect());
+    }
+    let mut resolved = Vec::new();
+    for &dim in dims {
+        let from_front = if dim < 0 { dim + ndim as isize } else { dim };
+        match usize::try_from(from_front).ok().filter(|&d| d < ndim && !resolved.contains(&d)) {
+            Some(d) => resolved.push(d),
+            None => {
+                return Err(Error::invalid(
+                    "dimensions",
+                    format!("{dims:?} in {name} of a tensor with {ndim} dimension(s)"),
+                    "dimensions of the tensor, each once",
+                    "correct the dimensions",
+                ));
+            }
+        }
+    }
+    resolved.sort_unstable();
+    Ok(resolved)
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Sum => "sum",
+            Kind::Prod => "prod",
+            Kind::Max => "amax",
+            Kind::Min => "amin",
+            Kind::Any => "any",
+            Kind::All => "all",
+            Kind::CountNonzero => "count_nonzero",
+        }
+    }
+
+    /// How parts combine.
+    fn combines(self) -> ReduceOp {
+        match self {
+            Kind::Sum | Kind::CountNonzero => ReduceOp::Sum,
+            Kind::Prod => ReduceOp::Product,
+            Kind::Max | Kind::Any => ReduceOp::Max,
+            Kind::Min | Kind::All => ReduceOp::Min,
+        }
+    }
+
+    fn dtype(self, input: DType) -> DType {
+        match self {
+            Kind::Sum | Kind::Prod if !input.is_float() => DType::I64,
+            Kind::Sum | Kind::Prod | Kind::Max | Kind::Min => input,
+            Kind::Any | Kind::All => DType::U8,
+            Kind::CountNonzero => DType::I64,
+        }
+    }
+}
+
+impl Op for Reduce {
+    fn name(&self) -> &'static str {
+        self.kind.name()
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let x = &inputs[0];
+        if matches!(self.kind, Kind::Max | Kind::Min) && self.dims.iter().any(|&d| x.shape[d] == 0) {
+            return Err(Error::invalid(
+                "operand",
+                format!("shape {:?} in {} over dimensions {:?}", x.shape, self.name(), self.dims),
+                "at least one element to choose from",
+                "reduce other dimensions",
+            ));
+        }
+        let dtype = self.kind.dtype(x.dtype);
+        let combines = self.kind.combines();
+        let mut signature = Signature::reduction(x.shape.len(), &self.dims, self.keepdim, Shared::Reduces(combines));
+        match self.kind {
+            Kind::Sum => {
+                signature = signature.passing([Some(ReduceOp::Sum)], ReduceOp::Sum);
+                signature = signature.passing([Some(ReduceOp::Avg)], ReduceOp::Avg);
+            }
+            Kind::Prod | Kind::Max | Kind::Min => signature = signature.passing([Some(combines)], combines),
+            Kind::Any | Kind::All | Kind::CountNonzero => {}
+        }
+        let kept = (0..x.shape.len()).filter(|d| self.keepdim || !self.dims.contains(d));
+        let shape = kept.map(|d| if self.dims.contains(&d) { 1 } else { x.shape[d] }).collect();
+        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
+    }
+
+    fn run(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+        let x = &inputs[0];
+        let (ndim, dtype) = (x.rank(), self.kind.dtype(x.dtype()));
+        let kept: Vec<usize> = (0..ndim).filter(|d| !self.dims.contains(d)).collect();
+        let rows: usize = kept.iter().map(|&d| x.dims()[d]).product();
+        let columns: usize = self.dims.iter().map(|&d| x.dims()[d]).product();
+        let shape: Vec<usize> = (0..ndim)
+            .filter(|d| self.keepdim || !self.dims.contains(d))
+            .map(|d| if self.dims.contains(&d) { 1 } else { x.dims()[d] })
+            .collect();
+        let order: Vec<usize> = kept.iter().chain(&self.dims).copied().collect();
+        let turned = x.permute(order)?;
+        let row = |i: usize| i * columns..(i + 1) * columns;
+        if x.dtype().is_float() {
+            let values = reals(&turned)?;
+            let reduced = (0..rows).map(|i| {
+                let row = values[row(i)].iter().copied();
+                match self.kind {
+                    Kind::Sum => row.sum(),
+                    Kind::Prod => row.product(),
+                    // The neutral element where this rank has nothing; not-a-number wins.
+                    Kind::Max => row.fold(f64::NEG_INFINITY, |a, b| if a >= b || a.is_nan() { a } else { b }),
+                    Kind::Min => row.fold(f64::INFINITY, |a, b| if a <= b || a.is_nan() { a } else { b }),
+                    Kind::Any => f64::from(u8::from(row.into_iter().any(|x| x != 0.0))),
+                    Kind::All => f64::from(u8::from(row.into_iter().all(|x| x != 0.0))),
+                    Kind::CountNonzero => row.filter(|x| *x != 0.0).count() as f64,
+                }
+            });
+            return Ok(vec![from_reals(reduced.collect(), &shape, dtype)?]);
+        }
+        let values = wholes(&turned)?;
+        let (least, most) = limits(dtype);
+        let reduced = (0..rows).map(|i| {
+            let row = values[row(i)].iter().copied();
+            match self.kind {
+                Kind::Sum => row.fold(0, i64::wrapping_add),
+                Kind::Prod => row.fold(1, i64::wrapping_mul),
+                Kind::Max => row.fold(least, i64::max),
+                Kind::Min => row.fold(most, i64::min),
+                Kind::Any => i64::from(row.into_iter().any(|x| x != 0)),
+                Kind::All => i64::from(row.into_iter().all(|x| x != 0)),
+                Kind::CountNonzero => row.filter(|x| *x != 0).count() as i64,
+            }
+        });
+        Ok(vec![from_wholes(reduced.collect(), &shape, dtype)?])
+    }
+}
+
+/// The least and the largest whole number of a type.
+fn limits(dtype: DType) -> (i64, i64) {
+    match dtype {
+        DType::U8 => (0, i64::from(u8::MAX)),
+        DType::U32 => (0, i64::from(u32::MAX)),
+        DType::I16 => (i64::from(i16::MIN), i64::from(i16::MAX)),
+        DType::I32 => (i64::from(i32::MIN), i64::from(i32::MAX)),
+        _ => (i64::MIN, i64::MAX),
+    }
+}
+
+macro_rules! entries {
+    ($($name:ident),*) => {
+        &[$(
+            OpEntry { name: stringify!($name), samples, apply: |x| Ok(vec![
+                x[0].$name(&[0], false)?,
+                x[0].$name(&[-1], true)?,
+                x[0].$name(&[], false)?,
+            ]) },
+        )*]
+    };
+}
+
+pub(super) const OPS: &[OpEntry] = entries!(sum, mean, prod, amax, amin, any, all, count_nonzero);
+
+fn samples() -> Vec<Vec<Sample>> {
+    let shapes: [&[usize]; 4] = [&[4, 6], &[5, 3], &[1, 1], &[3]];
+    let mut all: Vec<Vec<Sample>> = shapes.iter().map(|shape| vec![Sample::new(shape, DType::F64)]).collect();
+    all.push(vec![Sample::new(&[5, 2], DType::I64)]);
+    all
+}

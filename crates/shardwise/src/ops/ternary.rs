@@ -1,0 +1,163 @@
+//! Functions of three tensors that broadcast, element by element.
+
+use std::panic::Location;
+
+use candle_core::{DType, Tensor};
+
+use super::binary::broadcast;
+use super::scalar::Scalar;
+use super::{OpEntry, Sample, dtype};
+use crate::error::Result;
+use crate::layout::TensorMeta;
+use crate::local::{from_reals, from_wholes, reals, stretch, wholes};
+use crate::op::{Op, OpPlan, dispatch};
+use crate::placement::ReduceOp;
+use crate::rule::Signature;
+use crate::tensor::DTensor;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Ternary {
+    Where,
+    Addcmul(Scalar),
+    Addcdiv(Scalar),
+    ClampTensor,
+}
+
+impl DTensor {
+    /// `a` where this tensor is not zero, else `b`.
+    #[track_caller]
+    pub fn where_cond(&self, a: &DTensor, b: &DTensor) -> Result<DTensor> {
+        call(Ternary::Where, [self, a, b])
+    }
+
+    /// `x + value * a * b`.
+    #[track_caller]
+    pub fn addcmul(&self, a: &DTensor, b: &DTensor, value: f64) -> Result<DTensor> {
+        call(Ternary::Addcmul(Scalar(value)), [self, a, b])
+    }
+
+    /// `x + value * a / b`.
+    #[track_caller]
+    pub fn addcdiv(&self, a: &DTensor, b: &DTensor, value: f64) -> Result<DTensor> {
+        call(Ternary::Addcdiv(Scalar(value)), [self, a, b])
+    }
+
+    /// `x`, but no less than `low` and no more than `high`.
+    #[track_caller]
+    pub fn clamp_tensor(&self, low: &DTensor, high: &DTensor) -> Result<DTensor> {
+        call(Ternary::ClampTensor, [self, low, high])
+    }
+
+    /// `x` with a number where `mask` is not zero.
+    #[track_caller]
+    pub fn masked_fill(&self, mask: &DTensor, value: f64) -> Result<DTensor> {
+        let number = DTensor::full(
+            value,
+            (),
+            self.dtype(),
+            self.device_mesh(),
+            vec![crate::placement::Placement::Replicate; self.device_mesh().ndim()],
+        )?;
+        call(Ternary::Where, [mask, &number, self])
+    }
+
+    /// `a + weight * (b - a)`, where this tensor is `a`.
+    #[track_caller]
+    pub fn lerp(&self, b: &DTensor, weight: f64) -> Result<DTensor> {
+        self.mul_scalar(1.0 - weight)?.add(&b.mul_scalar(weight)?)
+    }
+}
+
+#[track_caller]
+fn call(op: Ternary, inputs: [&DTensor; 3]) -> Result<DTensor> {
+    Ok(dispatch(&op, &inputs, Location::caller())?.swap_remove(0))
+}
+
+impl Ternary {
+    /// The type of the result.
+    fn dtype(self, inputs: &[TensorMeta]) -> DType {
+        let all = |from: usize| inputs[from..].iter().map(|m| m.dtype).reduce(dtype::promote).expect("three inputs");
+        match self {
+            Ternary::Where => all(1),
+            Ternary::ClampTensor => all(0),
+            Ternary::Addcmul(value) if value.0.fract() == 0.0 => all(0),
+            Ternary::Addcmul(_) | Ternary::Addcdiv(_) => dtype::real(all(0)),
+        }
+    }
+}
+
+impl Op for Ternary {
+    fn name(&self) -> &'static str {
+        match self {
+            Ternary::Where => "where_cond",
+            Ternary::Addcmul(_) => "addcmul",
+            Ternary::Addcdiv(_) => "addcdiv",
+            Ternary::ClampTensor => "clamp_tensor",
+        }
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let shape = broadcast(self.name(), inputs)?;
+        let dtype = self.dtype(inputs);
+        let shapes: Vec<&[usize]> = inputs.iter().map(|m| m.shape.as_slice()).collect();
+        let mut signature = Signature::pointwise(&shapes, &shape);
+        if *self == Ternary::Where && inputs[1].dtype == dtype && inputs[2].dtype == dtype {
+            // The same side is chosen for every operand.
+            for op in ReduceOp::ALL {
+                signature = signature.passing([None, Some(op), Some(op)], op);
+            }
+        }
+        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
+    }
+
+    fn run(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+        let metas: Vec<TensorMeta> = inputs.iter().map(|t| TensorMeta::new(t.dims(), t.dtype())).collect();
+        let (shape, dtype) = (broadcast(self.name(), &metas)?, self.dtype(&metas));
+        let inputs = inputs.iter().map(|t| stretch(t, &shape)).collect::<Result<Vec<_>>>()?;
+        if !dtype.is_float() {
+            let [x, a, b] = [wholes(&inputs[0])?, wholes(&inputs[1])?, wholes(&inputs[2])?];
+            let value = |i: usize| match self {
+                Ternary::Where => {
+                    if x[i] != 0 {
+                        a[i]
+                    } else {
+                        b[i]
+                    }
+                }
+                Ternary::ClampTensor => x[i].max(a[i]).min(b[i]),
+                Ternary::Addcmul(v) => x[i].wrapping_add((v.0 as i64).wrapping_mul(a[i].wrapping_mul(b[i]))),
+                Ternary::Addcdiv(_) => unreachable!("gives a floating-point type"),
+            };
+            return Ok(vec![from_wholes((0..x.len()).map(value).collect(), &shape, dtype)?]);
+        }
+        let [x, a, b] = [reals(&inputs[0])?, reals(&inputs[1])?, reals(&inputs[2])?];
+        let value = |i: usize| match self {
+            Ternary::Where => {
+                if x[i] != 0.0 {
+                    a[i]
+                } else {
+                    b[i]
+                }
+            }
+            Ternary::ClampTensor => {
+                let low = if x[i] < a[i] { a[i] } else { x[i] };
+                if low > b[i] { b[i] } else { low }
+            }
+            Ternary::Addcmul(v) => x[i] + v.0 * a[i] * b[i],
+            Ternary::Addcdiv(v) => x[i] + v.0 * a[i] / b[i],
+        };
+        Ok(vec![from_reals((0..x.len()).map(value).collect(), &shape, dtype)?])
+    }
+}
+
+pub(super) const OPS: &[OpEntry] = &[
+    OpEntry { name: "where_cond", samples, apply: |x| Ok(vec![x[0].where_cond(&x[1], &x[2])?]) },
+    OpEntry { name: "addcmul", samples, apply: |x| Ok(vec![x[0].addcmul(&x[1], &x[2], 2.0)?]) },
+    OpEntry { name: "addcdiv", samples, apply: |x| Ok(vec![x[0].addcdiv(&x[1], &x[2], 0.5)?]) },
+    OpEntry { name: "clamp_tensor", samples, apply: |x| Ok(vec![x[0].clamp_tensor(&x[1], &x[2])?]) },
+];
+
+fn samples() -> Vec<Vec<Sample>> {
+    let shapes: [[&[usize]; 3]; 2] = [[&[5, 3], &[3], &[5, 1]], [&[1], &[4], &[0, 4]]];
+    shapes.iter().map(|shapes| shapes.iter().map(|s| Sample::new(s, DType::I64)).collect()).collect()
+}

@@ -1,0 +1,195 @@
+//! Every operator against its unsharded answer: all combinations of placements of its inputs on one axis, and random ones
+//! on two.
+//!
+//! `SHARDWISE_OP_CASES` sets the number of random layouts on two axes per operator (default 40), `SHARDWISE_SEED` the seed.
+
+#[path = "suites/values.rs"]
+mod values;
+
+use candle_core::{DType, Tensor};
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+use shardwise::ops::{OpEntry, Sample, ops};
+use shardwise::prelude::*;
+
+/// The placements to try for an input along one axis.
+fn placements(mesh: &Mesh, sample: &Sample, axis: usize, so_far: &[Placement]) -> Vec<Placement> {
+    let mut all = vec![Replicate];
+    for dim in 0..sample.shape.len() {
+        all.push(Shard(dim as isize));
+        all.push(values::ragged(mesh, &sample.shape, so_far, dim, axis, dim + 3));
+    }
+    all.push(Placement::StridedShard { dim: 0, split_factor: 2 });
+    if sample.shape.is_empty() {
+        all.truncate(1);
+    }
+    let reductions: &[ReduceOp] = match sample.dtype.is_float() {
+        true => &[ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max, ReduceOp::Min],
+        false => &[ReduceOp::Sum, ReduceOp::Product, ReduceOp::Max, ReduceOp::Min, ReduceOp::BitXor],
+    };
+    all.extend(reductions.iter().map(|&op| Partial(op)));
+    all
+}
+
+fn input(mesh: &DeviceMesh, sample: &Sample, placements: &[Placement]) -> Result<DTensor> {
+    let layout = Layout::new(mesh.mesh(), sample.shape.as_slice(), placements.to_vec())?;
+    let local = values::local(&layout, mesh.world().rank()).to_dtype(sample.dtype)?;
+    DTensor::from_local_with_shape(&local, mesh, placements.to_vec(), sample.shape.as_slice())
+}
+
+/// Equal, but for the rounding of a few operations where parts are rounded before they are combined.
+fn same(a: &Tensor, b: &Tensor) -> bool {
+    if a.elem_count() == 0 {
+        return true;
+    }
+    let values = |t: &Tensor| t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+    let precision = if b.dtype() == DType::F32 { f64::from(f32::EPSILON) } else { f64::EPSILON };
+    let close = |(a, b): (&f64, &f64)| a == b || a.is_nan() && b.is_nan() || (a - b).abs() <= 4.0 * precision * b.abs();
+    values(a).iter().zip(&values(b)).all(close)
+}
+
+/// Runs the operator on inputs in the given placements and compares every output with the unsharded one.
+fn check(
+    op: &OpEntry,
+    mesh: &DeviceMesh,
+    samples: &[Sample],
+    chosen: &[Vec<Placement>],
+    expected: &[Tensor],
+) -> Result<()> {
+    let inputs = samples.iter().zip(chosen).map(|(s, p)| input(mesh, s, p)).collect::<Result<Vec<_>>>()?;
+    let layouts: Vec<String> = inputs.iter().map(|t| t.layout().to_string()).collect();
+    let outputs = (op.apply)(&inputs).map_err(|e| Error::other(format!("{} of {layouts:?}: {e}", op.name)))?;
+    assert_eq!(outputs.len(), expected.len());
+    for (output, expected) in outputs.iter().zip(expected) {
+        let got = output.full_tensor()?;
+        assert_eq!((got.dims(), got.dtype()), (expected.dims(), expected.dtype()), "{} of {layouts:?}", op.name);
+        assert!(
+            same(&got, expected),
+            "{} of {layouts:?} gives {}: got {got}, expected {expected}",
+            op.name,
+            output.layout()
+        );
+    }
+    Ok(())
+}
+
+/// The answer of one rank that has everything.
+fn unsharded(op: &OpEntry, world: &World, samples: &[Sample]) -> Result<Vec<Tensor>> {
+    let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
+    let inputs = samples.iter().map(|s| input(&alone, s, &[Replicate])).collect::<Result<Vec<_>>>()?;
+    (op.apply)(&inputs)?.iter().map(|t| t.full_tensor()).collect()
+}
+
+#[test]
+fn every_rule_on_one_axis_gives_the_unsharded_answer() {
+    for ranks in [2, 3] {
+        let run = move |world: World| {
+            let mesh = world.mesh([("a", ranks)])?;
+            let mut checked = 0;
+            for op in ops() {
+                for samples in (op.samples)() {
+                    let expected = unsharded(op, &world, &samples)?;
+                    let mut combinations: Vec<Vec<Vec<Placement>>> = vec![Vec::new()];
+                    for sample in &samples {
+                        let options = placements(mesh.mesh(), sample, 0, &[Replicate]);
+                        let with = |so_far: &Vec<Vec<Placement>>, p: &Placement| {
+                            [so_far.as_slice(), &[vec![p.clone()]]].concat()
+                        };
+                        combinations =
+                            combinations.iter().flat_map(|c| options.iter().map(move |p| with(c, p))).collect();
+                    }
+                    for chosen in combinations {
+                        check(op, &mesh, &samples, &chosen, &expected)?;
+                        checked += 1;
+                    }
+                }
+            }
+            Ok(checked)
+        };
+        let checked = ThreadWorld::new(ranks).unwrap().run(run).unwrap();
+        println!("{} operators, {} combinations on {ranks} ranks", ops().count(), checked[0]);
+    }
+}
+
+#[test]
+fn random_layouts_on_two_axes_give_the_unsharded_answer() {
+    let number = |name: &str, default: u64| std::env::var(name).map_or(default, |v| v.parse().expect(name));
+    let (cases, seed) = (number("SHARDWISE_OP_CASES", 40), number("SHARDWISE_SEED", 0));
+    let run = move |world: World| {
+        let mesh = world.mesh([("a", 2), ("b", 2)])?;
+        for (i, op) in ops().enumerate() {
+            let rng = &mut StdRng::seed_from_u64(seed + i as u64);
+            let all = (op.samples)();
+            for _ in 0..cases {
+                let samples = all.choose(rng).unwrap();
+                let expected = unsharded(op, &world, samples)?;
+                let mut chosen = Vec::new();
+                for sample in samples {
+                    let mut placed = vec![Replicate, Replicate];
+                    for axis in 0..2 {
+                        let options = placements(mesh.mesh(), sample, axis, &placed);
+                        placed[axis] = options[rng.random_range(0..options.len())].clone();
+                    }
+                    chosen.push(placed);
+                }
+                check(op, &mesh, samples, &chosen, &expected)?;
+            }
+        }
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(run).unwrap();
+}
+
+#[test]
+fn products_and_chains_stay_sharded_without_communication() {
+    let run = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        let x = DTensor::randn((8, 6), &mesh, [Shard(0), Replicate])?;
+        let w = DTensor::randn((6, 4), &mesh, [Replicate, Shard(1)])?;
+        world.trace().clear();
+        let y = x.matmul(&w)?.gelu()?;
+        assert_eq!(y.placements(), [Shard(0), Shard(1)]);
+        let loss = y.sum_all()?;
+        assert_eq!(loss.placements(), [Partial(ReduceOp::Sum), Partial(ReduceOp::Sum)]);
+        let mean = y.mean(&[0], false)?;
+        assert_eq!(mean.placements(), [Partial(ReduceOp::Sum), Shard(0)]);
+        let deep = x.matmul(&w)?.matmul(&DTensor::randn((4, 3), &mesh, [Replicate, Shard(0)])?)?;
+        assert_eq!(deep.placements(), [Shard(0), Partial(ReduceOp::Sum)]);
+        let communicated = world.trace().records().iter().filter(|r| r.call != "agree").count();
+        assert_eq!(communicated, 0, "{:?}", world.trace().records());
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(run).unwrap();
+}
+
+#[test]
+fn bad_operands_are_the_same_error_on_every_rank() {
+    let run = |world: World| {
+        let mesh = world.mesh([("a", 2)])?;
+        let other = world.mesh([("b", 2)])?;
+        let x = DTensor::zeros((4, 3), DType::F32, &mesh, [Shard(0)])?;
+        let far = DTensor::zeros((4, 3), DType::F32, &other, [Shard(0)])?;
+        let scalar = DTensor::zeros((), DType::F32, &mesh, [Replicate])?;
+        let empty = DTensor::zeros((0, 3), DType::F32, &mesh, [Shard(0)])?;
+        for (result, parts) in [
+            (x.matmul(&x), &["matmul", "[4, 3]"][..]),
+            (x.add(&DTensor::zeros((4, 2), DType::F32, &mesh, [Replicate])?), &["add", "[4, 2]"]),
+            (x.add(&far), &["add", "b=2", "one mesh"]),
+            (x.bitwise_and(&x), &["bitwise_and", "whole numbers"]),
+            (x.sum(&[2], false), &["sum", "[2]"]),
+            (x.sum(&[0, -2], false), &["sum", "each once"]),
+            (empty.amax(&[0], false), &["amax", "at least one element"]),
+            (scalar.matmul(&x), &["scalar in matmul"]),
+            (DTensor::einsum("ij,jk", &[&x, &x]), &["`ij,jk`"]),
+            (DTensor::einsum("ii->i", &[&x]), &["`ii->i`"]),
+            (DTensor::einsum("ij->k", &[&x]), &["`ij->k`"]),
+            (DTensor::einsum("ijk->i", &[&x]), &["[4, 3]", "3 dimension(s)"]),
+        ] {
+            let message = result.expect_err(parts[0]).to_string();
+            assert!(parts.iter().all(|p| message.contains(p)), "{parts:?} missing in {message}");
+        }
+        world.barrier()
+    };
+    ThreadWorld::new(2).unwrap().run(run).unwrap();
+}
