@@ -106,6 +106,13 @@ impl Signature {
         Signature { dims, inputs: vec![(0..ndim).map(Some).collect()], outputs: vec![output], passes: Vec::new() }
     }
 
+    /// The dimensions of one tensor under other names: per dimension of the output the input's (`None`: a new one). Those
+    /// that do not stay cannot be shared.
+    pub fn renaming(ndim: usize, stays: &dyn Fn(usize) -> bool, output: Vec<Option<usize>>) -> Self {
+        let dims = (0..ndim).map(|d| if stays(d) { Shared::Free } else { Shared::Never }).collect();
+        Signature { dims, inputs: vec![(0..ndim).map(Some).collect()], outputs: vec![output], passes: Vec::new() }
+    }
+
     /// The same without pending reductions that pass.
     pub fn without_passes(mut self) -> Self {
         self.passes.clear();

@@ -38,15 +38,21 @@ fn input(mesh: &DeviceMesh, sample: &Sample, placements: &[Placement]) -> Result
     DTensor::from_local_with_shape(&local, mesh, placements.to_vec(), sample.shape.as_slice())
 }
 
-/// Equal, but for the rounding of a few operations where parts are rounded before they are combined.
+/// Equal, but for the rounding of a few operations where parts are rounded before they are combined: the error of a sum
+/// is one of its largest terms.
 fn same(a: &Tensor, b: &Tensor) -> bool {
     if a.elem_count() == 0 {
         return true;
     }
     let values = |t: &Tensor| t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
-    let precision = if b.dtype() == DType::F32 { f64::from(f32::EPSILON) } else { f64::EPSILON };
-    let close = |(a, b): (&f64, &f64)| a == b || a.is_nan() && b.is_nan() || (a - b).abs() <= 4.0 * precision * b.abs();
-    values(a).iter().zip(&values(b)).all(close)
+    let (a, b, precision) = match b.dtype() {
+        DType::F32 => (values(a), values(b), f64::from(f32::EPSILON)),
+        DType::F64 => (values(a), values(b), f64::EPSILON),
+        _ => (values(a), values(b), 0.0),
+    };
+    let scale = b.iter().filter(|x| x.is_finite()).fold(1.0, |scale: f64, x| scale.max(x.abs()));
+    let close = |(a, b): (&f64, &f64)| a == b || a.is_nan() && b.is_nan() || (a - b).abs() <= 4.0 * precision * scale;
+    a.iter().zip(&b).all(close)
 }
 
 /// Runs the operator on inputs in the given placements and compares every output with the unsharded one.
@@ -139,6 +145,46 @@ fn random_layouts_on_two_axes_give_the_unsharded_answer() {
         Ok(())
     };
     ThreadWorld::new(4).unwrap().run(run).unwrap();
+}
+
+#[test]
+fn operands_of_different_types_meet_before_they_are_rounded() {
+    let run = |world: World| {
+        let mesh = world.mesh([("a", 2)])?;
+        // 2^24 + 1 is no f32: a sum of operands that are converted first would lose the one
+        let part = Tensor::full((1i64 << 23) + world.rank() as i64, 3, &candle_core::Device::Cpu)?;
+        let whole = DTensor::from_local(&part, &mesh, [Partial(ReduceOp::Sum)])?;
+        let half = DTensor::full(0.5, 3, DType::F64, &mesh, [Replicate])?;
+        let sum = whole.add(&half)?;
+        assert_eq!((sum.dtype(), sum.full_tensor()?.to_vec1::<f64>()?), (DType::F64, vec![16_777_217.5; 3]));
+        let narrow = DTensor::ones(3, DType::BF16, &mesh, [Shard(0)])?;
+        assert_eq!(narrow.mul(&DTensor::ones(3, DType::F16, &mesh, [Shard(0)])?)?.dtype(), DType::F32);
+        assert_eq!(narrow.eq(&narrow)?.dtype(), DType::U8);
+        assert_eq!(whole.div(&whole)?.dtype(), DType::F32);
+        Ok(())
+    };
+    ThreadWorld::new(2).unwrap().run(run).unwrap();
+}
+
+#[test]
+fn decisions_are_made_once() {
+    let run = |world: World| {
+        let mesh = world.mesh([("a", 2)])?;
+        let x = DTensor::ones((4, 4), DType::F32, &mesh, [Shard(0)])?;
+        x.add(&x)?;
+        let before = shardwise::op::cache_report();
+        for _ in 0..10 {
+            x.add(&x)?;
+        }
+        let after = shardwise::op::cache_report();
+        assert_eq!((after.hits - before.hits, after.misses - before.misses), (10, 0));
+        // another argument is another operator
+        x.add_scalar(1.0)?;
+        x.add_scalar(2.0)?;
+        assert_eq!(shardwise::op::cache_report().misses - after.misses, 2);
+        Ok(())
+    };
+    ThreadWorld::new(2).unwrap().run(run).unwrap();
 }
 
 #[test]

@@ -220,6 +220,17 @@ impl Op for Binary {
         let metas: Vec<TensorMeta> = inputs.iter().map(|t| TensorMeta::new(t.dims(), t.dtype())).collect();
         let shape = broadcast(self.0, &metas)?;
         let meet = dtype::promote(metas[0].dtype, metas[1].dtype);
+        // Candle's own kernels, where the result is exact to the last bit whatever the length of the tensor.
+        if matches!(meet, DType::F32 | DType::F64) && metas[0].dtype == metas[1].dtype && !shape.contains(&0) {
+            let (a, b) = (&inputs[0], &inputs[1]);
+            match self.0 {
+                "add" => return Ok(vec![a.broadcast_add(b)?]),
+                "sub" => return Ok(vec![a.broadcast_sub(b)?]),
+                "mul" => return Ok(vec![a.broadcast_mul(b)?]),
+                "div" => return Ok(vec![a.broadcast_div(b)?]),
+                _ => {}
+            }
+        }
         let (a, b) = (stretch(&inputs[0], &shape)?, stretch(&inputs[1], &shape)?);
         let dtype = match function.gives {
             Gives::Meet => meet,

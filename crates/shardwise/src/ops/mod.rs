@@ -5,8 +5,10 @@ mod dtype;
 mod einsum;
 mod reduce;
 mod scalar;
+mod statistics;
 mod ternary;
 mod unary;
+mod view;
 
 use candle_core::DType;
 
@@ -44,4 +46,5 @@ pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// The families of operators.
-static OPS: [&[OpEntry]; 5] = [unary::OPS, binary::OPS, ternary::OPS, einsum::OPS, reduce::OPS];
+static OPS: [&[OpEntry]; 7] =
+    [unary::OPS, binary::OPS, ternary::OPS, einsum::OPS, reduce::OPS, statistics::OPS, view::OPS];
