@@ -3,6 +3,7 @@
 //! The vectors in `data/` are used unless `SHARDWISE_CONFORMANCE_DIR` names another directory of the same form.
 
 mod local_shards;
+mod ops;
 mod redistribute;
 mod vectors;
 
@@ -14,4 +15,10 @@ fn local_shards() {
 #[test]
 fn redistribute() {
     vectors::run("redistribute", redistribute::check);
+}
+
+/// The cases of operators that exist so far.
+#[test]
+fn ops_so_far() {
+    vectors::run_where("ops", ops::is_known, ops::check);
 }

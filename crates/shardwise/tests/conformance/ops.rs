@@ -1,0 +1,244 @@
+//! Operators on distributed inputs: the value of every output.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+use serde::Deserialize;
+use serde_json::Value;
+use shardwise::prelude::*;
+
+use crate::vectors::{PlacementForm, TensorForm};
+
+#[derive(Deserialize)]
+struct Case {
+    op: String,
+    mesh_shape: Vec<usize>,
+    inputs: Vec<Input>,
+    attrs: Value,
+    expected: Vec<TensorForm>,
+    rtol: f64,
+    atol: f64,
+}
+
+#[derive(Deserialize)]
+struct Input {
+    global: TensorForm,
+    placements: Vec<PlacementForm>,
+    locals: Option<Vec<TensorForm>>,
+}
+
+/// Whether the operator of a case exists already.
+pub(crate) fn is_known(case: &Value) -> bool {
+    let name = case["op"].as_str().unwrap_or_default();
+    shardwise::ops::ops().any(|op| op.name == name)
+        || ["div", "where", "masked_fill", "lerp", "cast", "clone", "full_like"].contains(&name)
+}
+
+pub(crate) fn check(case: &Value) -> std::result::Result<(), String> {
+    let case = Arc::new(Case::deserialize(case).map_err(|e| e.to_string())?);
+    let ranks = case.mesh_shape.iter().product();
+    let program = Arc::clone(&case);
+    let world = ThreadWorld::new(ranks).map_err(|e| e.to_string())?;
+    world.run(move |world| run(&program, &world)).map(drop).map_err(|e| e.to_string())
+}
+
+fn run(case: &Case, world: &World) -> Result<()> {
+    let mesh = world.mesh(case.mesh_shape.clone())?;
+    let mut inputs = Vec::new();
+    for input in &case.inputs {
+        let placements: Vec<Placement> = input.placements.iter().map(PlacementForm::to_placement).collect();
+        inputs.push(match &input.locals {
+            Some(locals) => {
+                let local = locals[world.rank()].to_tensor();
+                DTensor::from_local_with_shape(&local, &mesh, placements, input.global.shape.as_slice())?
+            }
+            None => DTensor::distribute_tensor(&input.global.to_tensor(), &mesh, placements, None)?,
+        });
+    }
+    let outputs = apply(&case.op, &inputs, &case.attrs)?;
+    if outputs.len() != case.expected.len() {
+        return Err(Error::other(format!("{} outputs, expected {}", outputs.len(), case.expected.len())));
+    }
+    for (output, expected) in outputs.iter().zip(&case.expected) {
+        close(&output.full_tensor()?, &expected.to_tensor(), case.rtol, case.atol)?;
+    }
+    Ok(())
+}
+
+/// The operator by its name in the vocabulary.
+fn apply(name: &str, x: &[DTensor], attrs: &Value) -> Result<Vec<DTensor>> {
+    let number = |key: &str| attrs[key].as_f64();
+    let flag = |key: &str| attrs[key].as_bool().unwrap_or(false);
+    let dims = |key: &str| -> Vec<isize> {
+        match &attrs[key] {
+            Value::Array(all) => all.iter().filter_map(Value::as_i64).map(|d| d as isize).collect(),
+            Value::Number(n) => n.as_i64().map(|d| d as isize).into_iter().collect(),
+            _ => Vec::new(),
+        }
+    };
+    let dim = |key: &str| attrs[key].as_i64().unwrap_or(0) as isize;
+    let result = match name {
+        "neg" => x[0].neg(),
+        "abs" => x[0].abs(),
+        "exp" => x[0].exp(),
+        "log" => x[0].log(),
+        "log1p" => x[0].log1p(),
+        "expm1" => x[0].expm1(),
+        "sqrt" => x[0].sqrt(),
+        "rsqrt" => x[0].rsqrt(),
+        "reciprocal" => x[0].reciprocal(),
+        "sin" => x[0].sin(),
+        "cos" => x[0].cos(),
+        "tan" => x[0].tan(),
+        "asin" => x[0].asin(),
+        "tanh" => x[0].tanh(),
+        "sigmoid" => x[0].sigmoid(),
+        "erf" => x[0].erf(),
+        "erfc" => x[0].erfc(),
+        "relu" => x[0].relu(),
+        "silu" => x[0].silu(),
+        "floor" => x[0].floor(),
+        "ceil" => x[0].ceil(),
+        "round" => x[0].round(),
+        "trunc" => x[0].trunc(),
+        "frac" => x[0].frac(),
+        "sign" => x[0].sign(),
+        "signbit" => x[0].signbit(),
+        "square" => x[0].square(),
+        "isnan" => x[0].isnan(),
+        "isfinite" => x[0].isfinite(),
+        "isinf" => x[0].isinf(),
+        "sinh" => x[0].sinh(),
+        "cosh" => x[0].cosh(),
+        "atan" => x[0].atan(),
+        "asinh" => x[0].asinh(),
+        "log2" => x[0].log2(),
+        "log10" => x[0].log10(),
+        "exp2" => x[0].exp2(),
+        "mish" => x[0].mish(),
+        "hardswish" => x[0].hardswish(),
+        "logsigmoid" => x[0].logsigmoid(),
+        "softsign" => x[0].softsign(),
+        "gelu" if attrs["approximate"] == "tanh" => x[0].gelu_tanh(),
+        "gelu" => x[0].gelu(),
+        "leaky_relu" => x[0].leaky_relu(number("negative_slope").unwrap_or(0.01)),
+        "elu" => x[0].elu(number("alpha").unwrap_or(1.0)),
+        "softplus" => x[0].softplus(number("beta").unwrap_or(1.0), number("threshold").unwrap_or(20.0)),
+        "pow_scalar" => x[0].pow_scalar(number("exponent").unwrap_or(1.0)),
+        "clamp" => x[0].clamp(number("min"), number("max")),
+        "add_scalar" => x[0].add_scalar(number("other").unwrap_or(0.0)),
+        "mul_scalar" => x[0].mul_scalar(number("other").unwrap_or(1.0)),
+        "sub_scalar" => x[0].sub_scalar(number("other").unwrap_or(0.0)),
+        "rsub_scalar" => x[0].rsub_scalar(number("other").unwrap_or(0.0)),
+        "div_scalar" => x[0].div_scalar(number("other").unwrap_or(1.0)),
+        "nan_to_num" => x[0].nan_to_num(
+            number("nan").unwrap_or(0.0),
+            number("posinf").unwrap_or(0.0),
+            number("neginf").unwrap_or(0.0),
+        ),
+        "logical_not" => x[0].logical_not(),
+        "full_like" => x[0].full_like(number("value").unwrap_or(0.0)),
+        "clone" => Ok(x[0].clone()),
+        "cast" => match attrs["dtype"].as_str().unwrap_or_default() {
+            "bool" => x[0].ne(&x[0].zeros_like()?),
+            "i8" => x[0].to_dtype(DType::I16),
+            other => x[0].to_dtype(other.parse().map_err(|_| Error::other(format!("type {other}")))?),
+        },
+        "add" => match number("alpha").unwrap_or(1.0) {
+            1.0 => x[0].add(&x[1]),
+            alpha => x[0].add(&x[1].mul_scalar(alpha)?),
+        },
+        "sub" => x[0].sub(&x[1]),
+        "mul" => x[0].mul(&x[1]),
+        "div" => match attrs["rounding_mode"].as_str() {
+            Some("floor") => x[0].div_floor(&x[1]),
+            Some("trunc") => x[0].div_trunc(&x[1]),
+            _ => x[0].div(&x[1]),
+        },
+        "pow" => x[0].pow(&x[1]),
+        "maximum" => x[0].maximum(&x[1]),
+        "minimum" => x[0].minimum(&x[1]),
+        "fmod" => x[0].fmod(&x[1]),
+        "remainder" => x[0].remainder(&x[1]),
+        "atan2" => x[0].atan2(&x[1]),
+        "hypot" => x[0].hypot(&x[1]),
+        "eq" => x[0].eq(&x[1]),
+        "ne" => x[0].ne(&x[1]),
+        "lt" => x[0].lt(&x[1]),
+        "le" => x[0].le(&x[1]),
+        "gt" => x[0].gt(&x[1]),
+        "ge" => x[0].ge(&x[1]),
+        "logical_and" => x[0].logical_and(&x[1]),
+        "logical_or" => x[0].logical_or(&x[1]),
+        "logical_xor" => x[0].logical_xor(&x[1]),
+        "bitwise_and" => x[0].bitwise_and(&x[1]),
+        "where" => x[0].where_cond(&x[1], &x[2]),
+        "masked_fill" => x[0].masked_fill(&x[1], number("value").unwrap_or(0.0)),
+        "addcmul" => x[0].addcmul(&x[1], &x[2], number("value").unwrap_or(1.0)),
+        "addcdiv" => x[0].addcdiv(&x[1], &x[2], number("value").unwrap_or(1.0)),
+        "lerp" => x[0].lerp(&x[1], number("weight").unwrap_or(0.0)),
+        "clamp_tensor" => x[0].clamp_tensor(&x[1], &x[2]),
+        "mm" => x[0].mm(&x[1]),
+        "bmm" => x[0].bmm(&x[1]),
+        "matmul" => x[0].matmul(&x[1]),
+        "mv" => x[0].mv(&x[1]),
+        "dot" => x[0].dot(&x[1]),
+        "outer" => x[0].outer(&x[1]),
+        "einsum" => DTensor::einsum(attrs["equation"].as_str().unwrap_or_default(), &x.iter().collect::<Vec<_>>()),
+        "sum" => x[0].sum(&dims("dim"), flag("keepdim")),
+        "mean" => x[0].mean(&dims("dim"), flag("keepdim")),
+        "amax" => x[0].amax(&dims("dim"), flag("keepdim")),
+        "amin" => x[0].amin(&dims("dim"), flag("keepdim")),
+        "prod" => x[0].prod(&dims("dim"), flag("keepdim")),
+        "any" => x[0].any(&dims("dim"), flag("keepdim")),
+        "all" => x[0].all(&dims("dim"), flag("keepdim")),
+        "count_nonzero" => x[0].count_nonzero(&dims("dim"), false),
+        "var" => x[0].var(&dims("dim"), number("correction").unwrap_or(1.0), flag("keepdim")),
+        "std" => x[0].std(&dims("dim"), number("correction").unwrap_or(1.0), flag("keepdim")),
+        "logsumexp" => x[0].logsumexp(&dims("dim"), flag("keepdim")),
+        "norm" => {
+            let order = match attrs["ord"].as_str() {
+                Some("inf") => f64::INFINITY,
+                Some("-inf") => f64::NEG_INFINITY,
+                _ => number("ord").unwrap_or(2.0),
+            };
+            x[0].norm(order, &dims("dim"), flag("keepdim"))
+        }
+        "softmax" => x[0].softmax(dim("dim")),
+        "log_softmax" => x[0].log_softmax(dim("dim")),
+        "layer_norm" => {
+            x[0].layer_norm(dims("normalized_shape").len(), x.get(1), x.get(2), number("eps").unwrap_or(1e-5))
+        }
+        "rms_norm" => x[0].rms_norm(dims("normalized_shape").len(), x.get(1), number("eps").unwrap_or(1e-5)),
+        "permute" => x[0].permute(&dims("dims")),
+        "transpose" => x[0].transpose(dim("dim0"), dim("dim1")),
+        "t" => x[0].t(),
+        "movedim" => x[0].movedim(dim("source"), dim("destination")),
+        "unsqueeze" => x[0].unsqueeze(dim("dim")),
+        "squeeze" => x[0].squeeze(attrs["dim"].as_i64().map(|d| d as isize)),
+        "expand" => x[0].expand(&dims("size")),
+        other => return Err(Error::other(format!("no operator {other}"))),
+    };
+    Ok(vec![result?])
+}
+
+fn close(got: &Tensor, expected: &Tensor, rtol: f64, atol: f64) -> Result<()> {
+    if got.dims() != expected.dims() || got.dtype() != expected.dtype() {
+        return Err(Error::other(format!(
+            "got {:?} {:?}, expected {:?} {:?}",
+            got.dtype(),
+            got.dims(),
+            expected.dtype(),
+            expected.dims()
+        )));
+    }
+    if got.elem_count() == 0 {
+        return Ok(());
+    }
+    let values = |t: &Tensor| -> Result<Vec<f64>> { Ok(t.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?) };
+    let fits = |(a, b): (&f64, &f64)| a == b || a.is_nan() && b.is_nan() || (a - b).abs() <= atol + rtol * b.abs();
+    if values(got)?.iter().zip(&values(expected)?).all(fits) {
+        return Ok(());
+    }
+    Err(Error::other(format!("got {got}, expected {expected}")))
+}
