@@ -6,6 +6,7 @@
 //! * [`launch`], [`World`], [`Group`]: ranks as threads of one process, and the collectives they make together, which
 //!   never hang: whatever goes wrong on one rank is an [`Error`] on the others, naming ranks and places;
 //! * [`DeviceMesh`] and [`DTensor`]: tensors on a mesh of a running world, redistributed from any layout to any other;
+//! * [`ops`]: operators as methods of [`DTensor`]; layouts propagate, and data moves only when it must;
 //! * [`DryWorld`]: the program of one rank of any number, without data.
 //!
 //! Local tensors are those of [`candle_core`].

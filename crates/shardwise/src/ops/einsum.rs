@@ -111,7 +111,7 @@ fn named(name: &'static str, equation: String, a: &DTensor, b: &DTensor) -> Resu
 }
 
 /// Names for leading dimensions.
-fn letters(count: usize) -> String {
+pub(super) fn letters(count: usize) -> String {
     ('A'..).take(count).collect()
 }
 

@@ -1,14 +1,18 @@
-//! The operators, one family per file: rule, kernel, methods. [`OPS`] lists them all.
+//! The operators, one family per file: rule, kernel, methods. [`ops`] lists them all.
 
+mod affine;
 mod binary;
 mod dtype;
 mod einsum;
+mod loss;
 mod reduce;
 mod scalar;
 mod statistics;
 mod ternary;
 mod unary;
 mod view;
+
+pub use loss::Reduction;
 
 use candle_core::DType;
 
@@ -46,5 +50,14 @@ pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// The families of operators.
-static OPS: [&[OpEntry]; 7] =
-    [unary::OPS, binary::OPS, ternary::OPS, einsum::OPS, reduce::OPS, statistics::OPS, view::OPS];
+static OPS: [&[OpEntry]; 9] = [
+    unary::OPS,
+    binary::OPS,
+    ternary::OPS,
+    einsum::OPS,
+    affine::OPS,
+    reduce::OPS,
+    statistics::OPS,
+    loss::OPS,
+    view::OPS,
+];

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 use serde::Deserialize;
 use serde_json::Value;
+use shardwise::ops::Reduction;
 use shardwise::prelude::*;
 
 use crate::vectors::{PlacementForm, TensorForm};
@@ -31,7 +32,18 @@ struct Input {
 pub(crate) fn is_known(case: &Value) -> bool {
     let name = case["op"].as_str().unwrap_or_default();
     shardwise::ops::ops().any(|op| op.name == name)
-        || ["div", "where", "masked_fill", "lerp", "cast", "clone", "full_like"].contains(&name)
+        || [
+            "where",
+            "masked_fill",
+            "lerp",
+            "cast",
+            "clone",
+            "full_like",
+            "dropout_eval",
+            "aminmax",
+            "masked_scatter_sum",
+        ]
+        .contains(&name)
 }
 
 pub(crate) fn check(case: &Value) -> std::result::Result<(), String> {
@@ -75,6 +87,11 @@ fn apply(name: &str, x: &[DTensor], attrs: &Value) -> Result<Vec<DTensor>> {
             Value::Number(n) => n.as_i64().map(|d| d as isize).into_iter().collect(),
             _ => Vec::new(),
         }
+    };
+    let reduction = match attrs["reduction"].as_str() {
+        Some("sum") => Reduction::Sum,
+        Some("none") => Reduction::None,
+        _ => Reduction::Mean,
     };
     let dim = |key: &str| attrs[key].as_i64().unwrap_or(0) as isize;
     let result = match name {
@@ -182,6 +199,19 @@ fn apply(name: &str, x: &[DTensor], attrs: &Value) -> Result<Vec<DTensor>> {
         "bmm" => x[0].bmm(&x[1]),
         "matmul" => x[0].matmul(&x[1]),
         "mv" => x[0].mv(&x[1]),
+        "linear" => x[0].linear(&x[1], x.get(2)),
+        "addmm" => x[0].addmm(&x[1], &x[2], number("beta").unwrap_or(1.0), number("alpha").unwrap_or(1.0)),
+        "baddbmm" => x[0].baddbmm(&x[1], &x[2], number("beta").unwrap_or(1.0), number("alpha").unwrap_or(1.0)),
+        "mse_loss" => x[0].mse_loss(&x[1], reduction),
+        "l1_loss" => x[0].l1_loss(&x[1], reduction),
+        "smooth_l1_loss" => x[0].smooth_l1_loss(&x[1], number("beta").unwrap_or(1.0), reduction),
+        "bce_with_logits" => x[0].bce_with_logits(&x[1], reduction),
+        "kl_div" => x[0].kl_div(&x[1], reduction),
+        "dropout_eval" => Ok(x[0].clone()),
+        "aminmax" => {
+            return Ok(vec![x[0].amin(&dims("dim"), flag("keepdim"))?, x[0].amax(&dims("dim"), flag("keepdim"))?]);
+        }
+        "masked_scatter_sum" => x[1].where_cond(&x[0], &x[0].zeros_like()?)?.sum(&[], false),
         "dot" => x[0].dot(&x[1]),
         "outer" => x[0].outer(&x[1]),
         "einsum" => DTensor::einsum(attrs["equation"].as_str().unwrap_or_default(), &x.iter().collect::<Vec<_>>()),
