@@ -148,6 +148,39 @@ fn random_layouts_on_two_axes_give_the_unsharded_answer() {
 }
 
 #[test]
+fn neutral_operands_and_the_ends_of_a_type_pass_unharmed() {
+    let run = |world: World| {
+        let mesh = world.mesh([("a", 2)])?;
+        let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
+        let cpu = &candle_core::Device::Cpu;
+        let reals = Tensor::new(&[-3.5, f64::NEG_INFINITY, 0.0, 2.5, f64::INFINITY, -0.25], cpu)?.reshape((6, 1))?;
+        let bytes = Tensor::new(&[0u8, 100, 200, 255, 1, 128], cpu)?.reshape((6, 1))?;
+        for tensor in [reals, bytes] {
+            let whole = DTensor::distribute_tensor(&tensor, &alone, [Replicate], None)?;
+            for op in ops().filter(|op| {
+                (op.samples)()[0].len() == 1 && !["permute", "transpose", "squeeze", "expand"].contains(&op.name)
+            }) {
+                let expected: Vec<Tensor> = (op.apply)(std::slice::from_ref(&whole))?
+                    .iter()
+                    .map(DTensor::full_tensor)
+                    .collect::<Result<_>>()?;
+                for pending in [ReduceOp::Max, ReduceOp::Min, ReduceOp::Sum] {
+                    // a shard padded with neutral operands: infinities, or the ends of the type
+                    let sharded = DTensor::distribute_tensor(&tensor, &mesh, [Shard(0)], None)?;
+                    let outputs = (op.apply)(&[sharded.redistribute([Partial(pending)])?])?;
+                    for (output, expected) in outputs.iter().zip(&expected) {
+                        let got = output.full_tensor()?;
+                        assert!(same(&got, expected), "{} of {pending}: got {got}, expected {expected}", op.name);
+                    }
+                }
+            }
+        }
+        Ok(())
+    };
+    ThreadWorld::new(2).unwrap().run(run).unwrap();
+}
+
+#[test]
 fn operands_of_different_types_meet_before_they_are_rounded() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;

@@ -39,30 +39,12 @@ struct Binary(&'static str);
 
 use ReduceOp::{Avg, Max, Min, Sum};
 
-/// Sums add up term by term; a value that is added to a mean or to an extreme may be whole.
-const ADD: &[Passing] = &[
-    (Some(Sum), Some(Sum), Sum),
-    (Some(Avg), Some(Avg), Avg),
-    (Some(Avg), None, Avg),
-    (None, Some(Avg), Avg),
-    (Some(Max), None, Max),
-    (None, Some(Max), Max),
-    (Some(Min), None, Min),
-    (None, Some(Min), Min),
-];
-const SUB: &[Passing] = &[
-    (Some(Sum), Some(Sum), Sum),
-    (Some(Avg), Some(Avg), Avg),
-    (Some(Avg), None, Avg),
-    (None, Some(Avg), Avg),
-    (Some(Max), None, Max),
-    (Some(Min), None, Min),
-    (None, Some(Max), Min),
-    (None, Some(Min), Max),
-];
+/// Sums and means add up term by term, and a value that is added to a mean may be whole. Extremes do not pass: whole
+/// numbers wrap, and an infinite operand beside the other infinity would be not-a-number.
+const ADD: &[Passing] =
+    &[(Some(Sum), Some(Sum), Sum), (Some(Avg), Some(Avg), Avg), (Some(Avg), None, Avg), (None, Some(Avg), Avg)];
 const MUL: &[Passing] =
     &[(Some(Sum), None, Sum), (None, Some(Sum), Sum), (Some(Avg), None, Avg), (None, Some(Avg), Avg)];
-const DIV: &[Passing] = &[(Some(Sum), None, Sum), (Some(Avg), None, Avg)];
 /// An extreme of extremes; a whole operand is one of them on every rank.
 const MAXIMUM: &[Passing] = &[
     (Some(Max), Some(Max), Max),
@@ -112,11 +94,11 @@ functions! {
     /// a + b.
     add: Meet, ADD, |a, b| a + b, i64::wrapping_add;
     /// a - b.
-    sub: Meet, SUB, |a, b| a - b, i64::wrapping_sub;
+    sub: Meet, ADD, |a, b| a - b, i64::wrapping_sub;
     /// a * b.
     mul: Meet, MUL, |a, b| a * b, i64::wrapping_mul;
     /// a / b, a floating-point number.
-    div: Real, DIV, |a, b| a / b, |a, _| a;
+    div: Real, &[], |a, b| a / b, |a, _| a;
     /// The whole number next below a / b.
     div_floor: Meet, &[], |a, b| (a / b).floor(), |a, b| if b == 0 { 0 } else { a.div_euclid(b) - i64::from(b < 0 && a.rem_euclid(b) != 0) };
     /// a / b without its fraction.

@@ -174,6 +174,8 @@ impl Op for Reduce {
         let combines = self.kind.combines();
         let mut signature = Signature::reduction(x.shape.len(), &self.dims, self.keepdim, Shared::Reduces(combines));
         match self.kind {
+            // A type that wraps must do so before it is widened.
+            Kind::Sum | Kind::Prod if dtype != x.dtype => {}
             Kind::Sum => {
                 signature = signature.passing([Some(ReduceOp::Sum)], ReduceOp::Sum);
                 signature = signature.passing([Some(ReduceOp::Avg)], ReduceOp::Avg);

@@ -24,7 +24,8 @@ impl DTensor {
     /// `log(sum(exp(x)))` over some dimensions (all for none named).
     #[track_caller]
     pub fn logsumexp(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
-        let shift = self.amax(dims, true)?;
+        // An infinite shift would turn everything into not-a-number.
+        let shift = self.amax(dims, true)?.nan_to_num(f64::NAN, 0.0, 0.0)?;
         let sum = self.sub(&shift)?.exp()?.sum(dims, true)?.log()?;
         let kept = sum.add(&shift)?;
         if keepdim {

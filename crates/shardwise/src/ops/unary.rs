@@ -175,7 +175,7 @@ functions! {
     /// log(sigmoid(x)).
     logsigmoid: RISING, Real, |x| x.min(0.0) - (-x.abs()).exp().ln_1p();
     /// x / (1 + |x|).
-    softsign: RISING, Real, |x| x / (1.0 + x.abs());
+    softsign: NOTHING, Real, |x| x / (1.0 + x.abs());
     /// x * sigmoid(x).
     silu: NOTHING, Real, |x| x / (1.0 + (-x).exp());
     /// x * tanh(softplus(x)).
@@ -278,16 +278,28 @@ impl Unary {
     fn passes(self) -> Passes {
         match self {
             Unary::Named(name) => function(name).passes,
-            Unary::LeakyRelu(s) | Unary::Elu(s) if s.0 >= 0.0 => RISING,
+            Unary::LeakyRelu(s) | Unary::Elu(s) if s.0 > 0.0 => RISING,
             Unary::Softplus(beta, _) if beta.0 > 0.0 => RISING,
-            Unary::Clamp(..) | Unary::Add(_) => RISING,
-            Unary::RSub(_) => Passes::Falling,
+            Unary::Clamp(..) => RISING,
+            // Not-a-number would win where an infinite operand meets an infinite number.
+            Unary::Add(s) if s.0.is_finite() => RISING,
+            Unary::RSub(s) if s.0.is_finite() => Passes::Falling,
             Unary::Mul(s) | Unary::Div(s) if s.0.is_finite() && s.0 != 0.0 => Passes::Multiple { rising: s.0 > 0.0 },
             _ => NOTHING,
         }
     }
 
-    /// Whether whole numbers stay whole.
+    /// Whether whole numbers may leave the range of their type.
+    fn wraps(self) -> bool {
+        self.gives() == Gives::Same
+            && match self {
+                Unary::Named(name) => ["neg", "abs", "square"].contains(&name),
+                Unary::Clamp(..) | Unary::NanToNum(..) => false,
+                _ => true,
+            }
+    }
+
+    /// What becomes of the element type.
     fn gives(self) -> Gives {
         let whole = |s: Scalar| s.0.fract() == 0.0 && s.0.abs() < 9e15;
         match self {
@@ -379,8 +391,11 @@ impl Op for Unary {
         let dtype = output_type(*self, x.dtype);
         let mut pass = |from, to| signature = signature.clone().passing([Some(from)], to);
         let (sum, avg, max, min) = (ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max, ReduceOp::Min);
-        // Rounding whole numbers does not commute with adding, so sums pass only where the type stays.
+        // Rounding whole numbers does not commute with adding, so sums pass only where the type stays; and whole numbers
+        // that wrap lose their order.
+        let wraps = !x.dtype.is_float() && self.wraps();
         match self.passes() {
+            Passes::Rising | Passes::Falling if wraps => {}
             Passes::Nothing => {}
             Passes::Rising => {
                 pass(max, max);
@@ -395,8 +410,10 @@ impl Op for Unary {
                     pass(sum, sum);
                     pass(avg, avg);
                 }
-                pass(max, if rising { max } else { min });
-                pass(min, if rising { min } else { max });
+                if !wraps {
+                    pass(max, if rising { max } else { min });
+                    pass(min, if rising { min } else { max });
+                }
             }
         }
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: x.shape.clone(), dtype }] })
