@@ -56,9 +56,9 @@ pub(super) enum Reason {
     Message(Envelope),
 }
 
-/// How long a rank looks before it sleeps, if it has a core to itself: longer than ranks that work alike are apart,
-/// shorter than anyone would notice on a power bill.
-const SPIN: Duration = Duration::from_micros(50);
+/// How long a rank looks before it sleeps, if it has a core to itself: longer than waking up takes (some 60 us here), or
+/// else ranks that have slept once keep each other late; shorter than anyone would notice on a power bill.
+const SPIN: Duration = Duration::from_micros(200);
 
 /// How often a rank lets others run before it sleeps, if it shares its core.
 const YIELDS: usize = 8;
