@@ -1,6 +1,6 @@
 //! Redistribution: every pair of layouts on small meshes, random pairs of meshes, and what plans promise.
 //!
-//! `SHARDWISE_PAIR_STRIDE` takes every n-th pair on the mesh of three axes (default 4; 1 takes all 262,144 per shape),
+//! `SHARDWISE_PAIR_STRIDE` takes every n-th pair on the mesh of three axes (default 5; 1 takes all 262,144 per shape),
 //! `SHARDWISE_CROSS_MESH_CASES` sets the number of random moves between meshes (default 500), `SHARDWISE_SEED` the first
 //! seed.
 
@@ -120,9 +120,9 @@ fn all_pairs_on_two_axes() {
 
 #[test]
 fn all_pairs_on_three_axes() {
-    // A stride that is prime to the number of layouts visits all sources and targets.
-    let stride = number("SHARDWISE_PAIR_STRIDE", 4);
-    check_all_pairs(&[2, 2, 2], &SHAPES[..1], DType::F64, if stride > 1 { stride + 1 } else { 1 });
+    // An odd stride has no factor in common with the 512 layouts, so that each comes up as a source and as a target.
+    let stride = number("SHARDWISE_PAIR_STRIDE", 5);
+    check_all_pairs(&[2, 2, 2], &SHAPES[..1], DType::F64, stride);
 }
 
 /// A random layout, strided shards and other orders of cuts included.
@@ -185,7 +185,6 @@ fn any_layout_on_any_mesh_reaches_any_other() {
                 format!("SHARDWISE_SEED={seed} rank {}: {what} {from} to {to} or {same_mesh}", world.rank())
             };
             let part = values::local(&from, world.rank());
-            let source = DTensor::zeros(shape.as_slice(), DType::F64, &a, vec![Replicate; a.ndim()])?;
             // Build in the plain order, then bring it to the layout in question and check that this is exact, too.
             let settled = DTensor::distribute_tensor(&whole, &a, vec![Replicate; a.ndim()], None)?.to_layout(&from)?;
             if a.my_coordinate().is_some() {
@@ -201,7 +200,6 @@ fn any_layout_on_any_mesh_reaches_any_other() {
                     );
                 }
             }
-            drop(source);
             let moved = settled.to_mesh(&b, to.placements().to_vec())?;
             let plain = Layout::new(b.mesh(), shape.as_slice(), to.placements().to_vec())?;
             if b.my_coordinate().is_some() {
@@ -248,7 +246,7 @@ fn adjacent_axes_merge_and_data_shrinks_before_it_moves() {
 }
 
 #[test]
-fn slow_links_change_the_plan_and_explain_shows_what_was_rejected() {
+fn links_set_the_cost_and_explain_shows_what_was_rejected() {
     use shardwise::mesh::Link;
     launch(4, |world| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;

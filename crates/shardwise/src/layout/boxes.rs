@@ -12,11 +12,6 @@ pub struct TensorBox {
 }
 
 impl TensorBox {
-    /// The whole of a tensor.
-    pub fn whole(shape: &[usize]) -> Self {
-        TensorBox { offsets: vec![0; shape.len()], sizes: shape.to_vec() }
-    }
-
     /// Number of elements.
     pub fn volume(&self) -> usize {
         self.sizes.iter().fold(1, |volume, &n| volume.saturating_mul(n))
