@@ -10,11 +10,13 @@ use std::rc::Rc;
 use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
 
-use crate::comm::implicitly;
+use crate::comm::{DeviceMesh, implicitly};
 use crate::error::{Error, Result, Site};
-use crate::layout::{Layout, TensorMeta};
+use crate::layout::{Layout, OwnedBox, Runs, TensorMeta};
 use crate::local::placeholder;
-use crate::rule::{Decision, Signature};
+use crate::mesh::Mesh;
+use crate::redistribute::Exchange;
+use crate::rule::{Decision, Need, Signature};
 use crate::tensor::DTensor;
 
 /// An operator with its arguments that are not tensors. Equal operators do the same.
@@ -25,8 +27,48 @@ pub trait Op: Any + Clone + Eq + Hash {
     /// How the operator may be spread, and what it gives, for inputs of these shapes and types.
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan>;
 
+    /// The layouts in which it is carried out on inputs that lie so: the cheapest that the signature allows, unless cuts
+    /// of inputs and outputs are related in another way than by name.
+    fn decide(&self, plan: &OpPlan, inputs: &[&Layout], elem: &[usize]) -> Result<Decision> {
+        let shapes: Vec<&[usize]> = plan.outputs.iter().map(|m| m.shape.as_slice()).collect();
+        plan.signature.decide(inputs, elem, &shapes)
+    }
+
     /// The operator on local tensors.
-    fn run(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>>;
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>>;
+}
+
+/// Where a rank stands when it carries out an operator.
+pub struct Place<'a> {
+    decision: &'a Decision,
+    mesh: &'a Mesh,
+    rank: usize,
+}
+
+impl Place<'_> {
+    /// The global indices along a dimension that this rank holds of an input, in local order.
+    pub(crate) fn input(&self, input: usize, dim: usize) -> Runs {
+        match &self.decision.inputs[input] {
+            Need::As(layout) => layout.owned(dim, &self.coordinate()),
+            Need::Boxes { boxes, .. } => {
+                let own = &boxes[self.position()];
+                Runs::range(own.offsets[dim]..own.offsets[dim] + own.sizes[dim])
+            }
+        }
+    }
+
+    /// The global indices along a dimension that this rank holds of an output, in local order.
+    pub(crate) fn output(&self, output: usize, dim: usize) -> Runs {
+        self.decision.outputs[output].owned(dim, &self.coordinate())
+    }
+
+    fn coordinate(&self) -> Vec<usize> {
+        self.mesh.coordinate(self.rank).expect("ranks outside the mesh carry out nothing")
+    }
+
+    fn position(&self) -> usize {
+        self.mesh.ranks().iter().position(|&r| r == self.rank).expect("ranks outside the mesh carry out nothing")
+    }
 }
 
 /// What an operator does with inputs of certain shapes and types.
@@ -60,14 +102,36 @@ struct Cache {
 struct Entry {
     op: Box<dyn Any>,
     inputs: SmallVec<[(Layout, DType); 3]>,
+    mesh: DeviceMesh,
     decided: Rc<Decided>,
 }
 
 /// Everything about a call that does not depend on data.
 struct Decided {
     decision: Decision,
+    /// Per input how this rank gets what it needs.
+    brings: SmallVec<[Bring; 3]>,
     /// Per output what this rank holds of it.
     locals: Vec<TensorMeta>,
+}
+
+/// How a rank gets what it needs of an input.
+enum Bring {
+    /// It is there.
+    Ready,
+    Redistribute(Layout),
+    /// After a redistribution, a box: every rank holds its own already.
+    Narrow {
+        from: Layout,
+        ranges: Vec<(usize, usize)>,
+        after: TensorMeta,
+    },
+    /// After a redistribution, boxes from other ranks.
+    Fetch {
+        from: Layout,
+        exchange: Exchange,
+        after: TensorMeta,
+    },
 }
 
 /// The keys are hashes already.
@@ -102,19 +166,78 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
         return Err(refuse(op, inputs, &format!("a tensor on mesh {}", other.layout().mesh()), "tensors on one mesh"));
     }
     let decided = decide(op, inputs)?;
+    let (rank, dry) = (mesh.world().rank(), mesh.world().is_dry());
     let mut locals: SmallVec<[Tensor; 3]> = SmallVec::new();
-    for (input, layout) in inputs.iter().zip(&decided.decision.inputs) {
-        locals.push(match layout == input.layout() {
-            true => input.to_local().clone(),
-            false => implicitly(op.name(), || input.to_layout_at(layout, site))?.to_local().clone(),
+    for (input, bring) in inputs.iter().zip(&decided.brings) {
+        locals.push(match bring {
+            Bring::Ready => input.to_local().clone(),
+            _ => implicitly(op.name(), || bring.run(input, dry, site))?,
         });
     }
-    let outputs = match mesh.world().is_dry() || !mesh.contains(mesh.world().rank()) {
+    let outputs = match dry || !mesh.contains(rank) {
         true => decided.locals.iter().map(placeholder).collect::<Result<Vec<_>>>()?,
-        false => op.run(&locals)?,
+        false => op.run(&locals, &Place { decision: &decided.decision, mesh: mesh.mesh(), rank })?,
     };
     let wrap = |(layout, local): (&Layout, Tensor)| DTensor::from_parts(mesh, layout.clone(), local);
     Ok(decided.decision.outputs.iter().zip(outputs).map(wrap).collect())
+}
+
+impl Bring {
+    fn new(mesh: &DeviceMesh, input: &DTensor, need: &Need) -> Result<Self> {
+        let (from, axes, boxes) = match need {
+            Need::As(layout) if layout == input.layout() => return Ok(Bring::Ready),
+            Need::As(layout) => return Ok(Bring::Redistribute(layout.clone())),
+            Need::Boxes { from, .. } if !mesh.contains(mesh.world().rank()) => {
+                return Ok(Bring::Redistribute(from.clone()));
+            }
+            Need::Boxes { from, axes, boxes } => (from.clone(), axes, boxes),
+        };
+        let ranks = mesh.mesh().ranks();
+        let position = |rank: usize| ranks.iter().position(|&r| r == rank).expect("a rank of the mesh");
+        let wanted = |rank: usize| {
+            let global = boxes[position(rank)].clone();
+            let local_offsets = vec![0; global.offsets.len()];
+            let some = global.volume() > 0;
+            some.then_some(OwnedBox { rank, global, local_offsets }).into_iter().collect::<Vec<_>>()
+        };
+        let me = mesh.world().rank();
+        let after = TensorMeta { shape: boxes[position(me)].sizes.clone(), dtype: input.dtype() };
+        let held = |rank: usize| {
+            let own = from.boxes_of(rank);
+            wanted(rank).iter().all(|w| own.iter().any(|o| o.global.intersect(&w.global).as_ref() == Some(&w.global)))
+        };
+        let single = from.boxes_of(me).len() <= 1;
+        if single && mesh.mesh().fibre(axes, me).into_iter().all(held) {
+            let ranges = match (wanted(me).first(), from.boxes_of(me).first()) {
+                (Some(w), Some(own)) => {
+                    let starts = w.global.offsets.iter().zip(&own.global.offsets).map(|(w, o)| w - o);
+                    starts.zip(w.global.sizes.iter().copied()).collect()
+                }
+                _ => after.shape.iter().map(|&n| (0, n)).collect(),
+            };
+            return Ok(Bring::Narrow { from, ranges, after });
+        }
+        let exchange = Exchange::new(mesh.group_of(axes)?, input.dtype(), |r| from.boxes_of(r), wanted);
+        Ok(Bring::Fetch { from, exchange, after })
+    }
+
+    fn run(&self, input: &DTensor, dry: bool, site: Site) -> Result<Tensor> {
+        match self {
+            Bring::Ready => Ok(input.to_local().clone()),
+            Bring::Redistribute(layout) => Ok(input.to_layout_at(layout, site)?.to_local().clone()),
+            Bring::Narrow { from, ranges, after } => {
+                let held = input.to_layout_at(from, site)?;
+                if dry || after.elem_count() == 0 {
+                    return placeholder(after);
+                }
+                let narrow = |t: Tensor, (dim, &(start, len)): (usize, &(usize, usize))| t.narrow(dim, start, len);
+                Ok(ranges.iter().enumerate().try_fold(held.to_local().clone(), narrow)?)
+            }
+            Bring::Fetch { from, exchange, after } => {
+                exchange.assemble(input.to_layout_at(from, site)?.to_local(), after, site)
+            }
+        }
+    }
 }
 
 fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
@@ -126,8 +249,10 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
         (input.dtype() as u8).hash(&mut hasher);
     }
     let hash = hasher.finish();
+    let mesh = inputs[0].device_mesh();
     let same = |entry: &Entry| {
         entry.op.downcast_ref::<O>() == Some(op)
+            && entry.mesh.is_same(mesh)
             && entry.inputs.len() == inputs.len()
             && entry.inputs.iter().zip(inputs).all(|((layout, dtype), t)| layout == t.layout() && *dtype == t.dtype())
     };
@@ -143,13 +268,14 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
     let plan = op.plan(&metas)?;
     let layouts: Vec<&Layout> = inputs.iter().map(|t| t.layout()).collect();
     let elem: Vec<usize> = metas.iter().map(|m| m.dtype.size_in_bytes()).collect();
-    let shapes: Vec<&[usize]> = plan.outputs.iter().map(|m| m.shape.as_slice()).collect();
-    let decision = plan.signature.decide(&layouts, &elem, &shapes)?;
-    let rank = inputs[0].device_mesh().world().rank();
+    let decision = op.decide(&plan, &layouts, &elem)?;
+    let rank = mesh.world().rank();
     let local =
         |(layout, meta): (&Layout, &TensorMeta)| TensorMeta { shape: layout.local_shape(rank), dtype: meta.dtype };
     let locals = decision.outputs.iter().zip(&plan.outputs).map(local).collect();
-    let decided = Rc::new(Decided { decision, locals });
+    let brings = inputs.iter().zip(&decision.inputs).map(|(input, need)| Bring::new(mesh, input, need));
+    let brings = brings.collect::<Result<SmallVec<_>>>()?;
+    let decided = Rc::new(Decided { decision, brings, locals });
     CACHE.with_borrow_mut(|cache| {
         cache.report.misses += 1;
         if cache.report.kept >= KEPT {
@@ -158,7 +284,7 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
         }
         cache.report.kept += 1;
         let inputs = inputs.iter().map(|t| (t.layout().clone(), t.dtype())).collect();
-        let entry = Entry { op: Box::new(op.clone()), inputs, decided: Rc::clone(&decided) };
+        let entry = Entry { op: Box::new(op.clone()), inputs, mesh: mesh.clone(), decided: Rc::clone(&decided) };
         cache.decisions.entry(hash).or_default().push(entry);
     });
     Ok(decided)

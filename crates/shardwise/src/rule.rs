@@ -7,7 +7,7 @@
 use smallvec::SmallVec;
 
 use crate::error::Result;
-use crate::layout::Layout;
+use crate::layout::{Layout, TensorBox};
 use crate::mesh::Mesh;
 use crate::placement::{Placement, ReduceOp};
 
@@ -41,13 +41,29 @@ struct Pass {
     output: ReduceOp,
 }
 
-/// The layouts in which an operator is carried out.
+/// How an operator is carried out: what every rank needs of its inputs, and how its outputs lie.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decision {
-    /// Layout that every input is brought to.
-    pub inputs: Vec<Layout>,
+    /// What is needed of every input.
+    pub inputs: Vec<Need>,
     /// Layout that every output has.
     pub outputs: Vec<Layout>,
+}
+
+/// What an operator needs of one input.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Need {
+    /// The input in this layout.
+    As(Layout),
+    /// A box for every rank, which may overlap: what a rank lacks it gets from those that hold it in the layout `from`.
+    Boxes {
+        /// Layout that the input is brought to first; nothing is pending in it where boxes are fetched.
+        from: Layout,
+        /// The mesh axes along which boxes move.
+        axes: Vec<usize>,
+        /// The box of every rank of the mesh, in its order.
+        boxes: Vec<TensorBox>,
+    },
 }
 
 impl Signature {
@@ -175,12 +191,15 @@ impl Signature {
         }
         if pending {
             options.extend((0..self.passes.len()).map(Along::Pass));
-            let free = (0..self.dims.len()).filter(|&d| self.dims[d] != Shared::Never);
-            options.extend(free.map(|dim| Along::Cut { dim, leader: None }));
         }
         let cost = |along: &Along| -> f64 {
             (0..inputs.len()).map(|i| bytes[i] * self.transition(inputs, i, axis, along)).sum()
         };
+        // Where nothing is free, sharing a dimension that no input is cut along may still be cheaper than the whole.
+        if options.iter().all(|along| cost(along) > 0.0) {
+            let free = (0..self.dims.len()).filter(|&d| self.dims[d] != Shared::Never);
+            options.extend(free.map(|dim| Along::Cut { dim, leader: None }));
+        }
         // Among equals: sharing work is better than passing operands, and that is better than doing the whole everywhere.
         let rank = |along: &Along| match along {
             Along::Cut { leader: Some(_), .. } => 0,
@@ -258,7 +277,8 @@ impl Signature {
             let cuts: Vec<Vec<usize>> = tensor.iter().map(|d| d.map_or(Vec::new(), |d| cuts[d].clone())).collect();
             Layout::from_cuts(mesh, shape, &placements, &cuts)
         };
-        let needed = inputs.iter().enumerate().map(|(i, l)| layout(&self.inputs[i], l.shape(), Tensor::Input(i)));
+        let needed =
+            inputs.iter().enumerate().map(|(i, l)| layout(&self.inputs[i], l.shape(), Tensor::Input(i)).map(Need::As));
         let made = self.outputs.iter().zip(shapes).map(|(tensor, shape)| layout(tensor, shape, Tensor::Output));
         Ok(Decision { inputs: needed.collect::<Result<_>>()?, outputs: made.collect::<Result<_>>()? })
     }

@@ -147,6 +147,12 @@ impl DeviceMesh {
         MeshIdentity { world: self.world.identity(), custom, links: self.links.clone() }
     }
 
+    /// Whether the two communicate in the same groups and plan alike.
+    pub(crate) fn is_same(&self, other: &DeviceMesh) -> bool {
+        let shared = Arc::ptr_eq(&self.groups, &other.groups) && self.links == other.links;
+        shared || self.mesh == other.mesh && self.identity() == other.identity()
+    }
+
     /// A mesh made of this one: it begins with the same seed and keeps the links of the axes it has in common, or the
     /// slowest of those that its axes are made of.
     fn derived(&self, mesh: Mesh, parts: &dyn Fn(&str) -> Vec<usize>) -> Result<Self> {

@@ -20,8 +20,13 @@ pub(crate) struct Runs(SmallVec<[Range<usize>; 1]>);
 
 impl Runs {
     pub(super) fn all(n: usize) -> Self {
+        Self::range(0..n)
+    }
+
+    /// One range.
+    pub(crate) fn range(range: Range<usize>) -> Self {
         let mut runs = Runs::default();
-        runs.push(0..n);
+        runs.push(range);
         runs
     }
 

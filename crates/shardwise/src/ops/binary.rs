@@ -8,7 +8,7 @@ use super::{OpEntry, Sample, dtype};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
 use crate::local::{from_reals, from_wholes, reals, stretch, wholes};
-use crate::op::{Op, OpPlan, dispatch};
+use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::DTensor;
@@ -197,7 +197,7 @@ impl Op for Binary {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
         let function = function(self.0);
         let metas: Vec<TensorMeta> = inputs.iter().map(|t| TensorMeta::new(t.dims(), t.dtype())).collect();
         let shape = broadcast(self.0, &metas)?;

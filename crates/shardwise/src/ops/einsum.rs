@@ -8,7 +8,7 @@ use super::{OpEntry, Sample, dtype};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
 use crate::local::dense;
-use crate::op::{Op, OpPlan, dispatch};
+use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::rule::Signature;
 use crate::tensor::DTensor;
 
@@ -173,7 +173,7 @@ impl Op for Einsum {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
         let (left, right) = self.equation.split_once("->").expect("checked");
         let terms: Vec<&str> = left.split(',').collect();
         let dtype = inputs.iter().map(Tensor::dtype).reduce(dtype::promote).expect("at least one input");

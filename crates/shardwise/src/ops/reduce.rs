@@ -8,7 +8,7 @@ use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
 use crate::local::{from_reals, from_wholes, reals, wholes};
-use crate::op::{Op, OpPlan, dispatch};
+use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Shared, Signature};
 use crate::tensor::DTensor;
@@ -188,7 +188,7 @@ impl Op for Reduce {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
         let x = &inputs[0];
         let (ndim, dtype) = (x.rank(), self.kind.dtype(x.dtype()));
         let kept: Vec<usize> = (0..ndim).filter(|d| !self.dims.contains(d)).collect();

@@ -10,7 +10,7 @@ use super::{OpEntry, Sample, dtype};
 use crate::error::Result;
 use crate::layout::TensorMeta;
 use crate::local::{from_reals, from_wholes, reals, stretch, wholes};
-use crate::op::{Op, OpPlan, dispatch};
+use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::DTensor;
@@ -110,7 +110,7 @@ impl Op for Ternary {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
         let metas: Vec<TensorMeta> = inputs.iter().map(|t| TensorMeta::new(t.dims(), t.dtype())).collect();
         let (shape, dtype) = (broadcast(self.name(), &metas)?, self.dtype(&metas));
         let inputs = inputs.iter().map(|t| stretch(t, &shape)).collect::<Result<Vec<_>>>()?;

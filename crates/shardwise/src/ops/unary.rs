@@ -9,7 +9,7 @@ use super::{OpEntry, Sample, dtype};
 use crate::error::Result;
 use crate::layout::TensorMeta;
 use crate::local::{from_reals, from_wholes, reals, wholes};
-use crate::op::{Op, OpPlan, dispatch};
+use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::DTensor;
@@ -419,7 +419,7 @@ impl Op for Unary {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: x.shape.clone(), dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
         let x = &inputs[0];
         let dtype = output_type(*self, x.dtype());
         if !x.dtype().is_float() && self.gives() != Gives::Real {

@@ -8,7 +8,7 @@ use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
 use crate::local::dense;
-use crate::op::{Op, OpPlan, dispatch};
+use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::DTensor;
@@ -151,7 +151,7 @@ impl Op for Rename {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
         let x = &inputs[0];
         let used = |from: &From| match from {
             From::Input(d) | From::Stretched(d, _) => Some(*d),
