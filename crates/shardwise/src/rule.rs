@@ -100,6 +100,29 @@ impl Signature {
         signature
     }
 
+    /// From the dimensions of the operator and, per tensor, the name (number) of each of its dimensions.
+    pub fn new(
+        dims: impl IntoIterator<Item = Shared>,
+        inputs: impl IntoIterator<Item = Vec<Option<usize>>>,
+        outputs: impl IntoIterator<Item = Vec<Option<usize>>>,
+    ) -> Self {
+        Signature {
+            dims: dims.into_iter().collect(),
+            inputs: inputs.into_iter().collect(),
+            outputs: outputs.into_iter().collect(),
+            passes: Vec::new(),
+        }
+    }
+
+    /// The same, with operands of every reduction passing from all inputs to the output.
+    pub fn passing_all(mut self) -> Self {
+        for op in ReduceOp::ALL {
+            let inputs = vec![Some(op); self.inputs.len()];
+            self = self.passing(inputs, op);
+        }
+        self
+    }
+
     /// Elementwise on inputs that broadcast to `shape`.
     pub fn pointwise(inputs: &[&[usize]], shape: &[usize]) -> Self {
         let tensor = |input: &[usize]| -> Vec<Option<usize>> {

@@ -43,7 +43,8 @@ impl Runs {
         self.0.iter().cloned()
     }
 
-    fn push(&mut self, run: Range<usize>) {
+    /// Appends a range behind all others.
+    pub(crate) fn push(&mut self, run: Range<usize>) {
         match self.0.last_mut() {
             _ if run.is_empty() => {}
             Some(last) if last.end == run.start => last.end = run.end,

@@ -3,10 +3,12 @@
 mod boxes;
 mod geometry;
 mod order;
+mod resize;
 mod text;
 
 pub use boxes::{OwnedBox, TensorBox};
 pub(crate) use geometry::{Runs, chunk};
+pub(crate) use resize::{coordinates, ragged};
 
 use std::sync::LazyLock;
 

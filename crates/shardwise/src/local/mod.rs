@@ -5,10 +5,12 @@ mod assembly;
 mod copy;
 mod pointwise;
 mod reduce;
+mod rows;
 
 pub(crate) use assembly::{Assembly, concat, dense};
 pub(crate) use pointwise::{from_reals, from_wholes, reals, stretch, wholes};
 pub(crate) use reduce::{Reducible, reduce_block};
+pub(crate) use rows::take;
 
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 

@@ -4,8 +4,12 @@ mod affine;
 mod binary;
 mod dtype;
 mod einsum;
+mod flip;
+mod join;
 mod loss;
+mod narrow;
 mod reduce;
+mod reshape;
 mod scalar;
 mod statistics;
 mod ternary;
@@ -50,7 +54,7 @@ pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// The families of operators.
-static OPS: [&[OpEntry]; 9] = [
+static OPS: [&[OpEntry]; 13] = [
     unary::OPS,
     binary::OPS,
     ternary::OPS,
@@ -60,4 +64,8 @@ static OPS: [&[OpEntry]; 9] = [
     statistics::OPS,
     loss::OPS,
     view::OPS,
+    reshape::OPS,
+    narrow::OPS,
+    join::OPS,
+    flip::OPS,
 ];

@@ -114,13 +114,13 @@ impl DTensor {
         Ok(dispatch(&Rename { name, dims }, &[self], Location::caller())?.swap_remove(0))
     }
 
-    fn resolve_dim(&self, name: &'static str, dim: isize) -> Result<usize> {
+    pub(super) fn resolve_dim(&self, name: &'static str, dim: isize) -> Result<usize> {
         let from_front = if dim < 0 { dim + self.rank() as isize } else { dim };
         let inside = usize::try_from(from_front).ok().filter(|&d| d < self.rank());
         inside.ok_or_else(|| self.bad_dims(name, &[dim], "dimensions of the tensor"))
     }
 
-    fn bad_dims(&self, name: &'static str, dims: &[isize], needed: &str) -> Error {
+    pub(super) fn bad_dims(&self, name: &'static str, dims: &[isize], needed: &str) -> Error {
         let found = format!("{dims:?} in {name} of shape {:?}", self.shape());
         Error::invalid("dimensions", found, needed, "correct the dimensions")
     }

@@ -1,0 +1,80 @@
+//! Layouts derived from others: a dimension of another size, without some cuts, with plain cuts.
+
+use super::{Layout, Runs, coordinate_of};
+use crate::error::Result;
+use crate::mesh::Mesh;
+use crate::placement::Placement;
+
+impl Layout {
+    /// The layout of a tensor whose dimension `dim` has another size and is cut by the same axes: every coordinate holds
+    /// as much of it as `count` says of what it held.
+    pub(crate) fn resized(&self, dim: usize, size: usize, count: &dyn Fn(&Runs) -> usize) -> Result<Layout> {
+        let axes = self.shard_order(dim);
+        let counts: Vec<usize> = coordinates(self.mesh(), axes).map(|c| count(&self.owned(dim, &c))).collect();
+        let mut placements = self.placements().to_vec();
+        for (axis, placement) in ragged(self.mesh(), dim, axes, &counts) {
+            placements[axis] = placement;
+        }
+        let mut shape = self.shape().to_vec();
+        shape[dim] = size;
+        Self::from_cuts(self.mesh(), &shape, &placements, &self.cuts())
+    }
+
+    /// Per tensor dimension the axes that cut it, in order.
+    pub(crate) fn cuts(&self) -> Vec<Vec<usize>> {
+        (0..self.shape().len()).map(|dim| self.shard_order(dim).to_vec()).collect()
+    }
+
+    /// The same layout with replicas along some axes. Ragged cuts whose sizes depended on those axes become plain ones.
+    pub(crate) fn without_axes(&self, axes: &[usize]) -> Result<Layout> {
+        let replaced = |plain: bool| {
+            let placements: Vec<Placement> = (0..self.mesh().ndim())
+                .map(|axis| match (&self.placements()[axis], plain) {
+                    _ if axes.contains(&axis) => Placement::Replicate,
+                    (Placement::Ragged { dim, .. }, true) => Placement::Shard(*dim),
+                    (other, _) => other.clone(),
+                })
+                .collect();
+            let kept = |order: Vec<usize>| order.into_iter().filter(|a| !axes.contains(a)).collect();
+            let cuts: Vec<Vec<usize>> = self.cuts().into_iter().map(kept).collect();
+            Self::from_cuts(self.mesh(), self.shape(), &placements, &cuts)
+        };
+        replaced(false).or_else(|_| replaced(true))
+    }
+
+    /// The same layout with plain cuts in place of strided ones along some dimensions, so that every rank holds one range
+    /// of them.
+    pub(crate) fn unstrided(&self, dims: &dyn Fn(usize) -> bool) -> Result<Layout> {
+        let strided = |p: &Placement| matches!(p, Placement::StridedShard { .. }) && p.shard_dim().is_some_and(dims);
+        if !self.placements().iter().any(strided) {
+            return Ok(self.clone());
+        }
+        let plain = |p: &Placement| match p {
+            Placement::StridedShard { dim, .. } | Placement::Ragged { dim, .. } if p.shard_dim().is_some_and(dims) => {
+                Placement::Shard(*dim)
+            }
+            other => other.clone(),
+        };
+        let placements: Vec<Placement> = self.placements().iter().map(plain).collect();
+        Self::from_cuts(self.mesh(), self.shape(), &placements, &self.cuts())
+    }
+}
+
+/// The coordinates that differ along some axes only, in row-major order of the axes as listed; zero elsewhere.
+pub(crate) fn coordinates<'a>(mesh: &'a Mesh, axes: &'a [usize]) -> impl Iterator<Item = Vec<usize>> + 'a {
+    let combinations: usize = axes.iter().map(|&a| mesh.shape()[a]).product();
+    (0..combinations).map(move |index| coordinate_of(mesh, axes, index))
+}
+
+/// The placements with which axes, one after the other, cut a dimension into pieces of these sizes: one size per
+/// combination of their coordinates, row-major.
+pub(crate) fn ragged(mesh: &Mesh, dim: usize, axes: &[usize], sizes: &[usize]) -> Vec<(usize, Placement)> {
+    let mut inner = sizes.len();
+    let mut placements = Vec::new();
+    for &axis in axes {
+        inner /= mesh.shape()[axis];
+        let row: Vec<usize> = sizes.chunks(inner.max(1)).map(|piece| piece.iter().sum()).collect();
+        placements.push((axis, Placement::ragged(dim as isize, row)));
+    }
+    placements
+}

@@ -1,0 +1,72 @@
+//! The order along dimensions turned round. Where such a dimension is cut, every rank fetches the mirror image of its part.
+
+use std::panic::Location;
+
+use candle_core::{DType, Tensor};
+
+use super::{OpEntry, Sample};
+use crate::error::Result;
+use crate::layout::{Layout, TensorBox, TensorMeta};
+use crate::local::take;
+use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::rule::{Decision, Need, Shared, Signature};
+use crate::tensor::DTensor;
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Flip {
+    dims: Vec<usize>,
+}
+
+impl DTensor {
+    /// The elements in reverse order along some dimensions.
+    #[track_caller]
+    pub fn flip(&self, dims: &[isize]) -> Result<DTensor> {
+        let dims = dims.iter().map(|&d| self.resolve_dim("flip", d)).collect::<Result<Vec<_>>>()?;
+        Ok(dispatch(&Flip { dims }, &[self], Location::caller())?.swap_remove(0))
+    }
+}
+
+impl Op for Flip {
+    fn name(&self) -> &'static str {
+        "flip"
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
+        let signature = Signature::new(dims.iter().map(|_| Shared::Free), [dims.clone()], [dims.clone()]).passing_all();
+        Ok(OpPlan { signature, outputs: vec![inputs[0].clone()] })
+    }
+
+    fn decide(&self, _: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
+        let axes: Vec<usize> = self.dims.iter().flat_map(|&d| inputs[0].shard_order(d).to_vec()).collect();
+        if axes.is_empty() {
+            return Ok(Decision { inputs: vec![Need::As(inputs[0].clone())], outputs: vec![inputs[0].clone()] });
+        }
+        let from = inputs[0].unstrided(&|_| true)?;
+        let mirrored = |rank: usize| {
+            let (mut offsets, sizes) = (from.global_offset(rank), from.local_shape(rank));
+            for &dim in &self.dims {
+                offsets[dim] = from.shape()[dim] - offsets[dim] - sizes[dim];
+            }
+            TensorBox { offsets, sizes }
+        };
+        let boxes = from.mesh().ranks().iter().map(|&rank| mirrored(rank)).collect();
+        Ok(Decision { inputs: vec![Need::Boxes { from: from.clone(), axes, boxes }], outputs: vec![from] })
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+        let turn = |x: Tensor, &dim: &usize| {
+            let backwards: Vec<usize> = (0..x.dims()[dim]).rev().collect();
+            take(&x, dim, &backwards)
+        };
+        Ok(vec![self.dims.iter().try_fold(inputs[0].clone(), turn)?])
+    }
+}
+
+pub(super) const OPS: &[OpEntry] =
+    &[OpEntry { name: "flip", samples, apply: |x| Ok(vec![x[0].flip(&[0])?, x[0].flip(&[-1, 0])?]) }];
+
+fn samples() -> Vec<Vec<Sample>> {
+    let shapes: [&[usize]; 3] = [&[5, 3], &[8, 1], &[0, 2]];
+    shapes.iter().map(|shape| vec![Sample::new(shape, DType::I64)]).collect()
+}

@@ -1,0 +1,189 @@
+//! Parts of a tensor along a dimension. What a rank holds of the part it held before: nothing moves, and a part of a
+//! shard is a ragged one.
+
+use std::panic::Location;
+
+use candle_core::{DType, Tensor};
+
+use super::{OpEntry, Sample};
+use crate::error::{Error, Result};
+use crate::layout::{Layout, Runs, TensorMeta};
+use crate::local::{dense, take};
+use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::rule::{Decision, Need, Shared, Signature};
+use crate::tensor::DTensor;
+
+/// Every `step`-th index of `start..start + step * len` along a dimension.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Narrow {
+    dim: usize,
+    start: usize,
+    len: usize,
+    step: usize,
+}
+
+impl DTensor {
+    /// `len` indices from `start` on along a dimension.
+    #[track_caller]
+    pub fn narrow(&self, dim: isize, start: usize, len: usize) -> Result<DTensor> {
+        let at = self.resolve_dim("narrow", dim)?;
+        if start.checked_add(len).is_none_or(|end| end > self.shape()[at]) {
+            return Err(self.bad_part("narrow", &format!("{len} from {start}"), at));
+        }
+        self.part(Narrow { dim: at, start, len, step: 1 })
+    }
+
+    /// `x[start:end:step]` along a dimension: negative ends count from the back, ends beyond the tensor are cut off.
+    #[track_caller]
+    pub fn slice(&self, dim: isize, start: isize, end: Option<isize>, step: usize) -> Result<DTensor> {
+        let at = self.resolve_dim("slice", dim)?;
+        if step == 0 {
+            return Err(self.bad_part("slice", "step 0", at));
+        }
+        let n = self.shape()[at] as isize;
+        let edge = |i: isize| (if i < 0 { i.saturating_add(n) } else { i }).clamp(0, n) as usize;
+        let (start, end) = (edge(start), edge(end.unwrap_or(n)));
+        self.part(Narrow { dim: at, start, len: end.saturating_sub(start).div_ceil(step), step })
+    }
+
+    /// The slice at one index along a dimension, without that dimension.
+    #[track_caller]
+    pub fn select(&self, dim: isize, index: isize) -> Result<DTensor> {
+        let at = self.resolve_dim("select", dim)?;
+        let n = self.shape()[at] as isize;
+        let from_front = if index < 0 { index.saturating_add(n) } else { index };
+        if !(0..n).contains(&from_front) {
+            return Err(self.bad_part("select", &format!("index {index}"), at));
+        }
+        self.part(Narrow { dim: at, start: from_front as usize, len: 1, step: 1 })?.squeeze(Some(at as isize))
+    }
+
+    /// Pieces of the given sizes along a dimension, which they fill.
+    #[track_caller]
+    pub fn split_sizes(&self, sizes: &[usize], dim: isize) -> Result<Vec<DTensor>> {
+        let at = self.resolve_dim("split", dim)?;
+        if sizes.iter().try_fold(0usize, |sum, &s| sum.checked_add(s)) != Some(self.shape()[at]) {
+            return Err(self.bad_part("split", &format!("sizes {sizes:?}"), at));
+        }
+        let mut start = 0;
+        let mut pieces = Vec::with_capacity(sizes.len());
+        for &len in sizes {
+            pieces.push(self.part(Narrow { dim: at, start, len, step: 1 })?);
+            start += len;
+        }
+        Ok(pieces)
+    }
+
+    /// Pieces of one size along a dimension; the last may be smaller.
+    #[track_caller]
+    pub fn split(&self, size: usize, dim: isize) -> Result<Vec<DTensor>> {
+        let at = self.resolve_dim("split", dim)?;
+        let n = self.shape()[at];
+        if size == 0 && n > 0 {
+            return Err(self.bad_part("split", "size 0", at));
+        }
+        let pieces = n.div_ceil(size.max(1)).max(1);
+        let sizes: Vec<usize> = (0..pieces).map(|i| size.min(n - (i * size).min(n))).collect();
+        self.split_sizes(&sizes, dim)
+    }
+
+    /// At most so many pieces of equal size along a dimension; the last may be smaller.
+    #[track_caller]
+    pub fn chunk(&self, chunks: usize, dim: isize) -> Result<Vec<DTensor>> {
+        let at = self.resolve_dim("chunk", dim)?;
+        if chunks == 0 {
+            return Err(self.bad_part("chunk", "0 pieces", at));
+        }
+        match self.shape()[at] {
+            0 => self.split_sizes(&vec![0; chunks], dim),
+            n => self.split(n.div_ceil(chunks), dim),
+        }
+    }
+
+    /// All slices along a dimension, without that dimension.
+    #[track_caller]
+    pub fn unbind(&self, dim: isize) -> Result<Vec<DTensor>> {
+        let at = self.resolve_dim("unbind", dim)?;
+        (0..self.shape()[at]).map(|index| self.select(dim, index as isize)).collect()
+    }
+
+    #[track_caller]
+    fn part(&self, op: Narrow) -> Result<DTensor> {
+        if op.start == 0 && op.step == 1 && op.len == self.shape()[op.dim] {
+            return Ok(self.clone());
+        }
+        Ok(dispatch(&op, &[self], Location::caller())?.swap_remove(0))
+    }
+
+    fn bad_part(&self, name: &str, found: &str, dim: usize) -> Error {
+        let found = format!("{found} along dimension {dim} in {name} of {}", self.layout());
+        Error::invalid("part", found, "a part of the tensor", "correct the numbers")
+    }
+}
+
+impl Narrow {
+    /// How many of the indices are picked.
+    fn count(&self, runs: &Runs) -> usize {
+        runs.iter().map(|run| self.picked(run.start, run.end).1).sum()
+    }
+
+    /// The first picked index at `from` or later, and how many there are before `to`.
+    fn picked(&self, from: usize, to: usize) -> (usize, usize) {
+        let end = self.start + self.len * self.step;
+        let first = self.start + from.saturating_sub(self.start).div_ceil(self.step) * self.step;
+        let last = to.min(end);
+        (first, if first < last { (last - first).div_ceil(self.step) } else { 0 })
+    }
+}
+
+impl Op for Narrow {
+    fn name(&self) -> &'static str {
+        if self.step == 1 { "narrow" } else { "slice" }
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let x = &inputs[0];
+        let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
+        let signature = Signature::new(dims.iter().map(|_| Shared::Free), [dims.clone()], [dims.clone()]).passing_all();
+        let mut shape = x.shape.clone();
+        shape[self.dim] = self.len;
+        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
+    }
+
+    fn decide(&self, _: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
+        let from = inputs[0].unstrided(&|dim| dim == self.dim)?;
+        let to = from.resized(self.dim, self.len, &|runs| self.count(runs))?;
+        Ok(Decision { inputs: vec![Need::As(from)], outputs: vec![to] })
+    }
+
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+        let held = at.input(0, self.dim);
+        let Some(run) = held.iter().next() else { return Ok(vec![inputs[0].clone()]) };
+        let (first, count) = self.picked(run.start, run.end);
+        if self.step == 1 {
+            let start = if count == 0 { 0 } else { first - run.start };
+            return Ok(vec![dense(&inputs[0].narrow(self.dim, start, count)?)?]);
+        }
+        let positions: Vec<usize> = (0..count).map(|i| first + i * self.step - run.start).collect();
+        Ok(vec![take(&inputs[0], self.dim, &positions)?])
+    }
+}
+
+pub(super) const OPS: &[OpEntry] = &[
+    OpEntry { name: "narrow", samples, apply: |x| Ok(vec![x[0].narrow(0, 1, 3)?, x[0].narrow(-1, 0, 1)?]) },
+    OpEntry {
+        name: "slice",
+        samples,
+        apply: |x| Ok(vec![x[0].slice(0, 1, Some(-1), 2)?, x[0].slice(1, -2, None, 1)?, x[0].slice(0, 3, Some(2), 1)?]),
+    },
+    OpEntry { name: "select", samples, apply: |x| Ok(vec![x[0].select(0, -1)?, x[0].select(1, 0)?]) },
+    OpEntry { name: "split", samples, apply: |x| x[0].split(2, 0) },
+    OpEntry { name: "split_sizes", samples, apply: |x| x[0].split_sizes(&[1, 0, x[0].shape()[0] - 1], 0) },
+    OpEntry { name: "chunk", samples, apply: |x| x[0].chunk(3, 0) },
+    OpEntry { name: "unbind", samples, apply: |x| x[0].unbind(1) },
+];
+
+fn samples() -> Vec<Vec<Sample>> {
+    let shapes: [&[usize]; 3] = [&[5, 3], &[8, 1], &[4, 2, 3]];
+    shapes.iter().map(|shape| vec![Sample::new(shape, DType::I64)]).collect()
+}

@@ -1,0 +1,438 @@
+//! The same elements in another shape. Whatever the cuts, it works; and shards stay shards whenever what every rank holds
+//! can be said of the new shape too.
+
+use std::panic::Location;
+
+use candle_core::{DType, Tensor};
+
+use super::{OpEntry, Sample};
+use crate::error::Result;
+use crate::layout::{Layout, Runs, TensorMeta, chunk, coordinates, ragged};
+use crate::local::dense;
+use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::placement::Placement;
+use crate::rule::{Decision, Need, Shared, Signature};
+use crate::tensor::DTensor;
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Reshape {
+    shape: Vec<usize>,
+}
+
+impl DTensor {
+    /// The same elements in another shape; one size may be -1 and follows from the others.
+    #[track_caller]
+    pub fn reshape(&self, shape: &[isize]) -> Result<DTensor> {
+        let shape = self.resolve_shape(shape)?;
+        if shape == self.shape() {
+            return Ok(self.clone());
+        }
+        Ok(dispatch(&Reshape { shape }, &[self], Location::caller())?.swap_remove(0))
+    }
+
+    /// The same as [`reshape`](Self::reshape).
+    #[track_caller]
+    pub fn view(&self, shape: &[isize]) -> Result<DTensor> {
+        self.reshape(shape)
+    }
+
+    /// Dimensions `start..=end` merged into one.
+    #[track_caller]
+    pub fn flatten(&self, start: isize, end: isize) -> Result<DTensor> {
+        if self.rank() == 0 {
+            return self.reshape(&[1]);
+        }
+        let (first, last) = (self.resolve_dim("flatten", start)?, self.resolve_dim("flatten", end)?);
+        if first > last {
+            return Err(self.bad_dims("flatten", &[start, end], "a first dimension before the last"));
+        }
+        let mut shape: Vec<isize> = self.shape().iter().map(|&n| n as isize).collect();
+        let merged: isize = shape[first..=last].iter().product();
+        shape.splice(first..=last, [merged]);
+        self.reshape(&shape)
+    }
+
+    /// A dimension split into several; one size may be -1.
+    #[track_caller]
+    pub fn unflatten(&self, dim: isize, sizes: &[isize]) -> Result<DTensor> {
+        let at = self.resolve_dim("unflatten", dim)?;
+        let known: isize = sizes.iter().filter(|&&n| n != -1).product();
+        let n = self.shape()[at] as isize;
+        let sizes: Vec<isize> = sizes.iter().map(|&s| if s == -1 && known > 0 { n / known } else { s }).collect();
+        if sizes.iter().any(|&s| s < 0) || sizes.iter().product::<isize>() != n {
+            return Err(self.bad_dims("unflatten", &sizes, &format!("sizes whose product is {n}")));
+        }
+        let mut shape: Vec<isize> = self.shape().iter().map(|&n| n as isize).collect();
+        shape.splice(at..=at, sizes);
+        self.reshape(&shape)
+    }
+
+    fn resolve_shape(&self, shape: &[isize]) -> Result<Vec<usize>> {
+        let bad = || self.bad_dims("reshape", shape, &format!("sizes whose product is {}", self.elem_count()));
+        let given = shape.iter().filter(|&&n| n != -1);
+        let known = given.clone().try_fold(1usize, |product, &n| product.checked_mul(usize::try_from(n).ok()?));
+        let known = known.ok_or_else(bad)?;
+        let open = shape.len() - given.count();
+        let fits = match open {
+            0 => known == self.elem_count(),
+            1 => known > 0 && self.elem_count().is_multiple_of(known),
+            _ => false,
+        };
+        if !fits {
+            return Err(bad());
+        }
+        Ok(shape.iter().map(|&n| if n == -1 { self.elem_count() / known } else { n as usize }).collect())
+    }
+}
+
+impl Op for Reshape {
+    fn name(&self) -> &'static str {
+        "reshape"
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let x = &inputs[0];
+        let signature = Signature::new(
+            x.shape.iter().map(|_| Shared::Free),
+            [(0..x.shape.len()).map(Some).collect()],
+            [vec![None; self.shape.len()]],
+        );
+        Ok(OpPlan {
+            signature: signature.passing_all(),
+            outputs: vec![TensorMeta { shape: self.shape.clone(), dtype: x.dtype }],
+        })
+    }
+
+    fn decide(&self, _: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
+        let mut from = inputs[0].clone();
+        if from.shape().contains(&0) {
+            let whole = from.without_axes(&cutting(&from, &(0..from.shape().len()).collect::<Vec<_>>()))?;
+            let to = Layout::new(whole.mesh(), self.shape.as_slice(), whole.placements().to_vec())?;
+            return Ok(Decision { inputs: vec![Need::As(whole)], outputs: vec![to] });
+        }
+        // A cut of a single index says nothing about the new shape.
+        let single: Vec<usize> = (0..from.shape().len()).filter(|&d| from.shape()[d] == 1).collect();
+        from = from.without_axes(&cutting(&from, &single))?;
+        let groups = groups(from.shape(), &self.shape);
+        let mut cuts = Cuts::of(&from);
+        for group in &groups {
+            // As it lies; else in units that both shapes can be cut into; else whole.
+            let found = group.carried(&from, &self.shape).or_else(|| {
+                let (moved, carried) = group.in_units(&from, &self.shape)?;
+                from = moved;
+                Some(carried)
+            });
+            match found {
+                Some(carried) => cuts.add(carried),
+                None => {
+                    let axes = cutting(&from, &group.inputs);
+                    from = from.without_axes(&axes)?;
+                }
+            }
+        }
+        let to = cuts.layout(&from, &self.shape)?;
+        Ok(Decision { inputs: vec![Need::As(from)], outputs: vec![to] })
+    }
+
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+        let shape: Vec<usize> = (0..self.shape.len()).map(|dim| at.output(0, dim).len()).collect();
+        let x = dense(&inputs[0])?;
+        Ok(vec![if x.elem_count() == 0 { Tensor::zeros(shape, x.dtype(), x.device())? } else { x.reshape(shape)? }])
+    }
+}
+
+/// The mesh axes that cut any of some dimensions.
+fn cutting(layout: &Layout, dims: &[usize]) -> Vec<usize> {
+    dims.iter().flat_map(|&d| layout.shard_order(d).to_vec()).collect()
+}
+
+/// Consecutive dimensions of the old and of the new shape that hold the same elements.
+struct Part {
+    inputs: Vec<usize>,
+    outputs: Vec<usize>,
+}
+
+/// The smallest such parts, in order. Dimensions of size 1 belong to none.
+fn groups(old: &[usize], new: &[usize]) -> Vec<Part> {
+    let mut parts = Vec::new();
+    let (mut i, mut o) = (0, 0);
+    while i < old.len() || o < new.len() {
+        if i < old.len() && old[i] == 1 {
+            i += 1;
+            continue;
+        }
+        if o < new.len() && new[o] == 1 {
+            o += 1;
+            continue;
+        }
+        let (first_in, first_out) = (i, o);
+        let (mut inside, mut outside) = (old[i], new[o]);
+        (i, o) = (i + 1, o + 1);
+        while inside != outside {
+            if inside < outside {
+                inside *= old[i];
+                i += 1;
+            } else {
+                outside *= new[o];
+                o += 1;
+            }
+        }
+        let several = |range: std::ops::Range<usize>, shape: &[usize]| range.filter(|&d| shape[d] > 1).collect();
+        parts.push(Part { inputs: several(first_in..i, old), outputs: several(first_out..o, new) });
+    }
+    parts
+}
+
+/// How some axes cut one dimension of the new shape.
+type Carried = Vec<(usize, Vec<(usize, Placement)>)>;
+
+/// The cuts of the new shape, as they are found.
+struct Cuts {
+    placements: Vec<Placement>,
+    order: Vec<(usize, Vec<usize>)>,
+}
+
+impl Cuts {
+    fn of(from: &Layout) -> Self {
+        let pending = |p: &Placement| if p.is_partial() { p.clone() } else { Placement::Replicate };
+        Cuts { placements: from.placements().iter().map(pending).collect(), order: Vec::new() }
+    }
+
+    fn add(&mut self, carried: Carried) {
+        for (dim, cuts) in carried {
+            self.order.push((dim, cuts.iter().map(|(axis, _)| *axis).collect()));
+            for (axis, placement) in cuts {
+                self.placements[axis] = placement;
+            }
+        }
+    }
+
+    fn layout(&self, from: &Layout, shape: &[usize]) -> Result<Layout> {
+        let of = |dim: usize| self.order.iter().find(|(d, _)| *d == dim).map_or(Vec::new(), |(_, axes)| axes.clone());
+        let cuts: Vec<Vec<usize>> = (0..shape.len()).map(of).collect();
+        Layout::from_cuts(from.mesh(), shape, &self.placements, &cuts)
+    }
+}
+
+/// A factor of a part's size that axes cut: how much each coordinate (row-major over the axes) holds of it.
+struct FactorCut {
+    factor: usize,
+    axes: Vec<usize>,
+    counts: Vec<usize>,
+}
+
+impl Part {
+    /// The cuts of the new dimensions with which every rank holds exactly what it holds now.
+    fn carried(&self, from: &Layout, new: &[usize]) -> Option<Carried> {
+        let axes = cutting(from, &self.inputs);
+        if axes.is_empty() {
+            return Some(Vec::new());
+        }
+        let carried = self.leading(from, new).or_else(|| self.by_factors(from, new))?;
+        let mut cuts = Cuts::of(from);
+        cuts.add(carried.clone());
+        let to = cuts.layout(from, new).ok()?;
+        let held = |layout: &Layout, dims: &[usize], c: &[usize]| flat_runs(layout, dims, c);
+        let same = |c: Vec<usize>| held(from, &self.inputs, &c) == held(&to, &self.outputs, &c);
+        coordinates(from.mesh(), &axes).all(same).then_some(carried)
+    }
+
+    /// Only the first dimension is cut, in ranges: so is the first new one, if the ranges fit.
+    fn leading(&self, from: &Layout, new: &[usize]) -> Option<Carried> {
+        let first = self.inputs[0];
+        let axes = from.shard_order(first);
+        let strided = axes.iter().any(|&a| matches!(from.placements()[a], Placement::StridedShard { .. }));
+        if strided || self.inputs[1..].iter().any(|&d| !from.shard_order(d).is_empty()) {
+            return None;
+        }
+        let (inside, outside) = (inner(from.shape(), &self.inputs), inner(new, &self.outputs));
+        let held = |c: Vec<usize>| {
+            let elements = from.owned(first, &c).len() * inside;
+            elements.is_multiple_of(outside).then_some(elements / outside)
+        };
+        let sizes = coordinates(from.mesh(), axes).map(held).collect::<Option<Vec<_>>>()?;
+        Some(vec![(self.outputs[0], ragged(from.mesh(), self.outputs[0], axes, &sizes))])
+    }
+
+    /// Each old and each new dimension is a product of common factors, and axes cut such factors.
+    fn by_factors(&self, from: &Layout, new: &[usize]) -> Option<Carried> {
+        let factors = common_factors(from.shape(), &self.inputs, new, &self.outputs)?;
+        let mut cuts = Vec::new();
+        let mut next = 0;
+        for &dim in &self.inputs {
+            let own = factors_of(&factors, next, from.shape()[dim]);
+            if !from.shard_order(dim).is_empty() {
+                cuts.push(factor_cut(from, dim, &factors, own.clone())?);
+            }
+            next = own.end;
+        }
+        let mut carried = Vec::new();
+        let mut next = 0;
+        for &dim in &self.outputs {
+            let own = factors_of(&factors, next, new[dim]);
+            next = own.end;
+            let mut placed = Vec::new();
+            // How many groups a later cut finds: what one rank holds of the factors before it.
+            let mut before = 1;
+            for factor in own.clone() {
+                let after: usize = factors[factor + 1..own.end].iter().product();
+                let Some(cut) = cuts.iter().find(|c| c.factor == factor) else {
+                    before *= factors[factor];
+                    continue;
+                };
+                if before == 1 {
+                    let sizes: Vec<usize> = cut.counts.iter().map(|n| n * after).collect();
+                    placed.extend(ragged(from.mesh(), dim, &cut.axes, &sizes));
+                } else {
+                    let [axis] = cut.axes[..] else { return None };
+                    placed.push((axis, Placement::StridedShard { dim: dim as isize, split_factor: before }));
+                }
+                before *= cut.counts[0];
+            }
+            if !placed.is_empty() {
+                carried.push((dim, placed));
+            }
+        }
+        Some(carried)
+    }
+
+    /// The layout in which the axes that cut this part share it in units that both shapes can be cut into.
+    fn in_units(&self, from: &Layout, new: &[usize]) -> Option<(Layout, Carried)> {
+        let (inside, outside) = (inner(from.shape(), &self.inputs), inner(new, &self.outputs));
+        let unit = least_common_multiple(inside, outside);
+        let units = from.shape()[self.inputs[0]] * inside / unit;
+        if units < 2 {
+            return None;
+        }
+        let axes = cutting(from, &self.inputs);
+        let mut shares = vec![units];
+        for &axis in &axes {
+            let k = from.mesh().shape()[axis];
+            shares = shares.iter().flat_map(|&n| (0..k).map(move |i| chunk(n, k, i).len())).collect();
+        }
+        let sizes: Vec<usize> = shares.iter().map(|n| n * unit / inside).collect();
+        let bare = from.without_axes(&axes).ok()?;
+        let (mut placements, mut cuts) = (bare.placements().to_vec(), bare.cuts());
+        for (axis, placement) in ragged(from.mesh(), self.inputs[0], &axes, &sizes) {
+            placements[axis] = placement;
+        }
+        cuts[self.inputs[0]].clone_from(&axes);
+        let moved = Layout::from_cuts(from.mesh(), from.shape(), &placements, &cuts).ok()?;
+        let carried = self.carried(&moved, new)?;
+        Some((moved, carried))
+    }
+}
+
+/// The number of elements behind one index of the first of some dimensions.
+fn inner(shape: &[usize], dims: &[usize]) -> usize {
+    dims[1..].iter().map(|&d| shape[d]).product()
+}
+
+fn least_common_multiple(a: usize, b: usize) -> usize {
+    let (mut x, mut y) = (a, b);
+    while y > 0 {
+        (x, y) = (y, x % y);
+    }
+    a / x * b
+}
+
+/// The factors whose products are the sizes on either side, `None` if the sizes have no such factors.
+fn common_factors(old: &[usize], inputs: &[usize], new: &[usize], outputs: &[usize]) -> Option<Vec<usize>> {
+    let products = |shape: &[usize], dims: &[usize]| {
+        let mut product = 1;
+        dims.iter()
+            .map(|&d| {
+                product *= shape[d];
+                product
+            })
+            .collect::<Vec<usize>>()
+    };
+    let mut edges = [products(old, inputs), products(new, outputs)].concat();
+    edges.sort_unstable();
+    edges.dedup();
+    let mut before = 1;
+    let factor = |&edge: &usize| {
+        let factor = edge.is_multiple_of(before).then_some(edge / before)?;
+        before = edge;
+        Some(factor)
+    };
+    edges.iter().map(factor).collect()
+}
+
+/// The factors from `start` on whose product is `size`.
+fn factors_of(factors: &[usize], start: usize, size: usize) -> std::ops::Range<usize> {
+    let mut end = start;
+    let mut product = 1;
+    while product < size {
+        product *= factors[end];
+        end += 1;
+    }
+    start..end
+}
+
+/// The cut of a dimension as a cut of one of its factors.
+fn factor_cut(from: &Layout, dim: usize, factors: &[usize], own: std::ops::Range<usize>) -> Option<FactorCut> {
+    let axes = from.shard_order(dim).to_vec();
+    let strided = axes.iter().any(|&a| matches!(from.placements()[a], Placement::StridedShard { .. }));
+    let (factor, groups) = match (&axes[..], strided) {
+        (_, false) => (own.start, 1),
+        ([axis], true) => {
+            let Placement::StridedShard { split_factor, .. } = from.placements()[*axis] else { return None };
+            let groups = |&f: &usize| factors[own.start..f].iter().product::<usize>() == split_factor;
+            (own.clone().find(groups)?, split_factor)
+        }
+        _ => return None,
+    };
+    let after: usize = factors[factor + 1..own.end].iter().product::<usize>() * groups;
+    let held = |c: Vec<usize>| {
+        let n = from.owned(dim, &c).len();
+        n.is_multiple_of(after).then_some(n / after)
+    };
+    let counts = coordinates(from.mesh(), &axes).map(held).collect::<Option<Vec<_>>>()?;
+    Some(FactorCut { factor, axes, counts })
+}
+
+/// The row-major numbers within some consecutive dimensions that a coordinate holds, as ranges.
+fn flat_runs(layout: &Layout, dims: &[usize], coordinate: &[usize]) -> Runs {
+    let mut starts = vec![0];
+    let mut flat = Runs::default();
+    for (i, &dim) in dims.iter().enumerate() {
+        let (n, held) = (layout.shape()[dim], layout.owned(dim, coordinate));
+        if i + 1 == dims.len() {
+            starts.iter().for_each(|s| held.iter().for_each(|run| flat.push(s * n + run.start..s * n + run.end)));
+        } else {
+            starts = starts.iter().flat_map(|s| held.iter().flatten().map(move |index| s * n + index)).collect();
+        }
+    }
+    flat
+}
+
+pub(super) const OPS: &[OpEntry] = &[
+    OpEntry {
+        name: "reshape",
+        samples,
+        apply: |x| {
+            let n = x[0].elem_count() as isize;
+            let half = if n % 2 == 0 && n > 0 { [2, n / 2] } else { [1, n] };
+            let third = if n % 3 == 0 && n > 0 { [n / 3, 3] } else { [n, 1] };
+            Ok(vec![x[0].reshape(&[n])?, x[0].reshape(&half)?, x[0].reshape(&third)?, x[0].reshape(&[n, 1])?])
+        },
+    },
+    OpEntry { name: "view", samples, apply: |x| Ok(vec![x[0].view(&[1, x[0].elem_count() as isize])?]) },
+    OpEntry { name: "flatten", samples, apply: |x| Ok(vec![x[0].flatten(0, 1)?, x[0].flatten(0, -1)?]) },
+    OpEntry {
+        name: "unflatten",
+        samples,
+        apply: |x| {
+            let n = x[0].shape()[0] as isize;
+            let sizes =
+                if n % 2 == 0 && n > 0 { vec![vec![2, -1], vec![n / 2, 2]] } else { vec![vec![n, 1], vec![1, n]] };
+            sizes.iter().map(|sizes| x[0].unflatten(0, sizes)).collect()
+        },
+    },
+];
+
+fn samples() -> Vec<Vec<Sample>> {
+    let shapes: [&[usize]; 6] = [&[4, 6], &[5, 3], &[2, 3, 4], &[12, 1], &[0, 2], &[6, 2, 2]];
+    shapes.iter().map(|shape| vec![Sample::new(shape, DType::I64)]).collect()
+}
