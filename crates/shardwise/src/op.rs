@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 
 use crate::comm::{DeviceMesh, implicitly};
 use crate::error::{Error, Result, Site};
-use crate::layout::{Layout, OwnedBox, Runs, TensorMeta};
+use crate::layout::{Layout, OwnedBox, Runs, TensorMeta, coordinates};
 use crate::local::placeholder;
 use crate::mesh::Mesh;
 use crate::redistribute::Exchange;
@@ -60,6 +60,20 @@ impl Place<'_> {
     /// The global indices along a dimension that this rank holds of an output, in local order.
     pub(crate) fn output(&self, output: usize, dim: usize) -> Runs {
         self.decision.outputs[output].owned(dim, &self.coordinate())
+    }
+
+    /// How many ranges of an input, of those that ranks hold along a dimension, begin before an index.
+    pub(crate) fn parts_before(&self, input: usize, dim: usize, index: usize) -> usize {
+        let Need::As(layout) = &self.decision.inputs[input] else { return 0 };
+        let starts = coordinates(self.mesh, layout.shard_order(dim)).filter_map(|c| layout.owned(dim, &c).first());
+        starts.filter(|&start| start < index).count()
+    }
+
+    /// The shape of the whole of an input.
+    pub(crate) fn input_shape(&self, input: usize) -> &[usize] {
+        match &self.decision.inputs[input] {
+            Need::As(layout) | Need::Boxes { from: layout, .. } => layout.shape(),
+        }
     }
 
     fn coordinate(&self) -> Vec<usize> {

@@ -35,7 +35,7 @@ impl Runs {
     }
 
     /// First index owned, `None` if nothing is.
-    pub(super) fn first(&self) -> Option<usize> {
+    pub(crate) fn first(&self) -> Option<usize> {
         self.0.first().map(|run| run.start)
     }
 

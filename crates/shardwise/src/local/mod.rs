@@ -10,7 +10,7 @@ mod rows;
 pub(crate) use assembly::{Assembly, concat, dense};
 pub(crate) use pointwise::{from_reals, from_wholes, reals, stretch, wholes};
 pub(crate) use reduce::{Reducible, reduce_block};
-pub(crate) use rows::take;
+pub(crate) use rows::{NOWHERE, Numbers, pick, take};
 
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 

@@ -1,21 +1,27 @@
 //! The operators, one family per file: rule, kernel, methods. [`ops`] lists them all.
 
 mod affine;
+mod band;
 mod binary;
 mod dtype;
 mod einsum;
 mod flip;
 mod join;
+mod lookup;
 mod loss;
 mod narrow;
+mod order;
 mod reduce;
 mod reshape;
 mod scalar;
+mod scan;
+mod scatter;
 mod statistics;
 mod ternary;
 mod unary;
 mod view;
 
+pub use lookup::Bag;
 pub use loss::Reduction;
 
 use candle_core::DType;
@@ -40,11 +46,17 @@ pub struct Sample {
     pub shape: Vec<usize>,
     /// Its element type.
     pub dtype: DType,
+    /// Its elements are indices below this number.
+    pub below: Option<usize>,
 }
 
 impl Sample {
     fn new(shape: &[usize], dtype: DType) -> Self {
-        Sample { shape: shape.to_vec(), dtype }
+        Sample { shape: shape.to_vec(), dtype, below: None }
+    }
+
+    fn index(shape: &[usize], below: usize) -> Self {
+        Sample { shape: shape.to_vec(), dtype: DType::I64, below: Some(below) }
     }
 }
 
@@ -54,7 +66,7 @@ pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// The families of operators.
-static OPS: [&[OpEntry]; 13] = [
+static OPS: [&[OpEntry]; 18] = [
     unary::OPS,
     binary::OPS,
     ternary::OPS,
@@ -68,4 +80,9 @@ static OPS: [&[OpEntry]; 13] = [
     narrow::OPS,
     join::OPS,
     flip::OPS,
+    band::OPS,
+    lookup::OPS,
+    scatter::OPS,
+    order::OPS,
+    scan::OPS,
 ];

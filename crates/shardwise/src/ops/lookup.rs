@@ -1,0 +1,318 @@
+//! Slices and elements picked by index. Where the dimension that is looked up is cut, a rank answers for the indices that
+//! it holds and gives zeros for the others: the result is a pending sum.
+
+use std::panic::Location;
+
+use candle_core::{DType, Tensor};
+
+use super::{OpEntry, Sample};
+use crate::error::{Error, Result};
+use crate::layout::{Runs, TensorMeta};
+use crate::local::{NOWHERE, dense, pick, reals, take, wholes};
+use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::placement::ReduceOp;
+use crate::rule::{Shared, Signature};
+use crate::tensor::DTensor;
+
+/// The slices of `x` along a dimension at the places of an index of any shape, whose dimensions replace that one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Lookup {
+    name: &'static str,
+    dim: usize,
+}
+
+/// The element of `x` whose coordinate along a dimension is the index at that place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Gather {
+    dim: usize,
+}
+
+/// How a bag of embeddings becomes one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Bag {
+    /// Their sum.
+    Sum,
+    /// Their mean.
+    Mean,
+    /// The largest of each component.
+    Max,
+}
+
+impl DTensor {
+    /// The slices along a dimension that a vector of indices names.
+    #[track_caller]
+    pub fn index_select(&self, dim: isize, index: &DTensor) -> Result<DTensor> {
+        let at = self.resolve_dim("index_select", dim)?;
+        if index.rank() != 1 {
+            return Err(index.bad_dims("index_select", &[], "a vector of indices"));
+        }
+        lookup(Lookup { name: "index_select", dim: at }, self, index)
+    }
+
+    /// `x[index]`: the slices along the first dimension that an index of any shape names; negative ones count from the back.
+    #[track_caller]
+    pub fn index(&self, index: &DTensor) -> Result<DTensor> {
+        let n = self.shape().first().copied().unwrap_or(0) as f64;
+        let from_front = index.lt(&index.zeros_like()?)?.where_cond(&index.add_scalar(n)?, index)?;
+        lookup(Lookup { name: "index", dim: self.resolve_dim("index", 0)? }, self, &from_front)
+    }
+
+    /// The rows of a weight `[vocabulary, features]`, which this tensor is, for ids of any shape.
+    #[track_caller]
+    pub fn embedding(&self, ids: &DTensor) -> Result<DTensor> {
+        if self.rank() != 2 {
+            return Err(self.bad_dims("embedding", &[], "a weight [vocabulary, features]"));
+        }
+        lookup(Lookup { name: "embedding", dim: 0 }, self, ids)
+    }
+
+    /// The rows of a weight for bags of ids, each bag reduced to one row. `ids` is a matrix with a bag per row, or a vector
+    /// in which a bag begins at every offset.
+    #[track_caller]
+    pub fn embedding_bag(&self, ids: &DTensor, offsets: Option<&[usize]>, mode: Bag) -> Result<DTensor> {
+        let rows = self.embedding(ids)?;
+        let Some(offsets) = offsets else {
+            if ids.rank() != 2 {
+                return Err(ids.bad_dims("embedding_bag", &[], "a matrix of ids, or offsets"));
+            }
+            return mode.reduce(&rows, ids.shape()[1]);
+        };
+        let n = rows.shape()[0];
+        let rising = offsets.is_sorted() && offsets.first() == Some(&0) && offsets.iter().all(|&o| o <= n);
+        if ids.rank() != 1 || !rising {
+            let found = format!("offsets {offsets:?} for {} in embedding_bag", ids.layout());
+            return Err(Error::invalid(
+                "bags",
+                found,
+                "a vector of ids and rising offsets from 0",
+                "correct the offsets",
+            ));
+        }
+        let ends = offsets[1..].iter().copied().chain([n]);
+        let bags = offsets.iter().zip(ends).map(|(&start, end)| {
+            let bag = rows.narrow(0, start, end - start)?.unsqueeze(0)?;
+            mode.reduce(&bag, end - start)
+        });
+        let bags = bags.collect::<Result<Vec<_>>>()?;
+        DTensor::cat(&bags.iter().collect::<Vec<_>>(), 0)
+    }
+
+    /// The elements whose coordinate along a dimension is the index at their place. The index has as many dimensions as
+    /// the tensor, and is nowhere longer but along that dimension.
+    #[track_caller]
+    pub fn gather(&self, dim: isize, index: &DTensor) -> Result<DTensor> {
+        let op = Gather { dim: self.resolve_dim("gather", dim)? };
+        Ok(dispatch(&op, &[self, index], Location::caller())?.swap_remove(0))
+    }
+
+    /// One where the class is the id at that place, along a new last dimension of classes.
+    #[track_caller]
+    pub fn one_hot(&self, classes: usize) -> Result<DTensor> {
+        if self.dtype().is_float() {
+            return Err(not_whole("one_hot", self.dtype()));
+        }
+        let whole = vec![crate::placement::Placement::Replicate; self.placements().len()];
+        let all = DTensor::arange(0.0, classes as f64, 1.0, self.dtype(), self.device_mesh(), whole)?;
+        self.unsqueeze(-1)?.eq(&all)?.to_dtype(DType::I64)
+    }
+
+    /// The number of boundaries below each element: the index of the first boundary that is not below it.
+    #[track_caller]
+    pub fn bucketize(&self, boundaries: &DTensor) -> Result<DTensor> {
+        if boundaries.rank() != 1 {
+            return Err(boundaries.bad_dims("bucketize", &[], "a vector of ascending boundaries"));
+        }
+        Ok(dispatch(&Bucketize, &[self, boundaries], Location::caller())?.swap_remove(0))
+    }
+}
+
+impl Bag {
+    /// One row per bag of `[bags, size, features]`.
+    #[track_caller]
+    fn reduce(self, rows: &DTensor, size: usize) -> Result<DTensor> {
+        match self {
+            _ if size == 0 => rows.sum(&[1], false),
+            Bag::Sum => rows.sum(&[1], false),
+            Bag::Mean => rows.mean(&[1], false),
+            Bag::Max => rows.amax(&[1], false),
+        }
+    }
+}
+
+#[track_caller]
+fn lookup(op: Lookup, x: &DTensor, index: &DTensor) -> Result<DTensor> {
+    Ok(dispatch(&op, &[x, index], Location::caller())?.swap_remove(0))
+}
+
+fn not_whole(name: &str, dtype: DType) -> Error {
+    Error::invalid("index", format!("{} in {name}", dtype.as_str()), "whole numbers", "convert it to i64 first")
+}
+
+/// The places within what a rank holds of a dimension for global indices; nowhere for those that others hold. An index
+/// outside the dimension is an error.
+pub(super) fn places(name: &str, index: &[i64], n: usize, held: &Runs) -> Result<Vec<usize>> {
+    let mut starts = Vec::new();
+    let mut local = 0;
+    for run in held.iter() {
+        starts.push((run.start, run.end, local));
+        local += run.len();
+    }
+    let place = |&i: &i64| {
+        let i = usize::try_from(i).ok().filter(|&i| i < n).ok_or_else(|| {
+            let found = format!("{i} in {name} along a dimension of size {n}");
+            Error::invalid("index", found, format!("numbers from 0 to {}", n.saturating_sub(1)), "check the indices")
+        })?;
+        let run = starts.partition_point(|&(start, ..)| start <= i).checked_sub(1).map(|r| starts[r]);
+        Ok(run.filter(|&(_, end, _)| i < end).map_or(NOWHERE, |(start, _, local)| local + i - start))
+    };
+    index.iter().map(place).collect()
+}
+
+/// Operands of a reduction of the first input pass, because all of them are picked alike.
+fn passing_first(mut signature: Signature, others: usize) -> Signature {
+    for op in ReduceOp::ALL {
+        let inputs = std::iter::once(Some(op)).chain((0..others).map(|_| None));
+        signature = signature.passing(inputs, op);
+    }
+    signature
+}
+
+impl Op for Lookup {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let (x, index) = (&inputs[0], &inputs[1]);
+        if index.dtype.is_float() {
+            return Err(not_whole(self.name, index.dtype));
+        }
+        let ndim = x.shape.len();
+        let of_index: Vec<Option<usize>> = (0..index.shape.len()).map(|d| Some(ndim + d)).collect();
+        let of_x: Vec<Option<usize>> = (0..ndim).map(Some).collect();
+        let shared = (0..ndim + index.shape.len())
+            .map(|d| if d == self.dim { Shared::Reduces(ReduceOp::Sum) } else { Shared::Free });
+        let output = [&of_x[..self.dim], &of_index, &of_x[self.dim + 1..]].concat();
+        let shape = [&x.shape[..self.dim], &index.shape, &x.shape[self.dim + 1..]].concat();
+        let signature = passing_first(Signature::new(shared, [of_x, of_index], [output]), 1);
+        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
+    }
+
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+        let (x, index) = (&inputs[0], &inputs[1]);
+        let places = places(self.name, &wholes(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
+        let taken = take(x, self.dim, &places)?;
+        let shape = [&x.dims()[..self.dim], index.dims(), &x.dims()[self.dim + 1..]].concat();
+        Ok(vec![dense(&taken.reshape(shape)?)?])
+    }
+}
+
+impl Op for Gather {
+    fn name(&self) -> &'static str {
+        "gather"
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let (x, index) = (&inputs[0], &inputs[1]);
+        if index.dtype.is_float() {
+            return Err(not_whole("gather", index.dtype));
+        }
+        let ndim = x.shape.len();
+        let longer = |d: usize| d != self.dim && index.shape[d] > x.shape[d];
+        if index.shape.len() != ndim || (0..ndim).any(longer) {
+            return Err(Error::invalid(
+                "index",
+                format!("shape {:?} in gather of shape {:?} along dimension {}", index.shape, x.shape, self.dim),
+                "as many dimensions, nowhere longer but along that one",
+                "reshape or expand the index",
+            ));
+        }
+        // A dimension of which the index uses only the beginning cannot be shared.
+        let aligned = |d: usize| (d != self.dim && index.shape[d] == x.shape[d]).then_some(d);
+        let of_x = (0..ndim).map(|d| if d == self.dim { Some(d) } else { aligned(d) }).collect();
+        let of_index: Vec<Option<usize>> =
+            (0..ndim).map(|d| if d == self.dim { Some(ndim) } else { aligned(d) }).collect();
+        let shared = (0..=ndim).map(|d| if d == self.dim { Shared::Reduces(ReduceOp::Sum) } else { Shared::Free });
+        let signature = passing_first(Signature::new(shared, [of_x, of_index.clone()], [of_index]), 1);
+        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: index.shape.clone(), dtype: x.dtype }] })
+    }
+
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+        let (x, index) = (&inputs[0], &inputs[1]);
+        let places = places("gather", &wholes(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
+        Ok(vec![pick(x, self.dim, &places, index.dims())?])
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Bucketize;
+
+impl Op for Bucketize {
+    fn name(&self) -> &'static str {
+        "bucketize"
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let x = &inputs[0];
+        let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
+        let signature = Signature::new(dims.iter().map(|_| Shared::Free), [dims.clone(), vec![None]], [dims.clone()]);
+        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: x.shape.clone(), dtype: DType::I64 }] })
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+        let edges = reals(&inputs[1])?;
+        let found = reals(&inputs[0])?.into_iter().map(|x| edges.partition_point(|&e| e < x) as i64);
+        Ok(vec![Tensor::from_vec(found.collect::<Vec<_>>(), inputs[0].dims(), inputs[0].device())?])
+    }
+}
+
+pub(super) const OPS: &[OpEntry] = &[
+    OpEntry { name: "index_select", samples: selects, apply: |x| Ok(vec![x[0].index_select(0, &x[1])?]) },
+    OpEntry { name: "index", samples: selects, apply: |x| Ok(vec![x[0].index(&x[1])?]) },
+    OpEntry { name: "embedding", samples: embeddings, apply: |x| Ok(vec![x[0].embedding(&x[1])?]) },
+    OpEntry {
+        name: "embedding_bag",
+        samples: embeddings,
+        apply: |x| {
+            let vector = x[1].flatten(0, -1)?;
+            let n = vector.elem_count();
+            let bags = [Bag::Sum, Bag::Mean, Bag::Max].into_iter();
+            let mut all = bags.map(|m| x[0].embedding_bag(&x[1], None, m)).collect::<Result<Vec<_>>>()?;
+            all.push(x[0].embedding_bag(&vector, Some(&[0, n / 2, n]), Bag::Mean)?);
+            Ok(all)
+        },
+    },
+    OpEntry { name: "gather", samples: gathers, apply: |x| Ok(vec![x[0].gather(0, &x[1])?]) },
+    OpEntry { name: "one_hot", samples: ids, apply: |x| Ok(vec![x[0].one_hot(4)?]) },
+    OpEntry { name: "bucketize", samples: buckets, apply: |x| Ok(vec![x[0].bucketize(&x[1].mul_scalar(0.0)?)?]) },
+];
+
+fn selects() -> Vec<Vec<Sample>> {
+    vec![
+        vec![Sample::new(&[5, 3], DType::F64), Sample::index(&[4], 5)],
+        vec![Sample::new(&[2, 2, 2], DType::I64), Sample::index(&[1], 2)],
+        vec![Sample::new(&[3, 2], DType::I64), Sample::index(&[0], 3)],
+    ]
+}
+
+fn embeddings() -> Vec<Vec<Sample>> {
+    vec![
+        vec![Sample::new(&[7, 4], DType::F64), Sample::index(&[3, 5], 7)],
+        vec![Sample::new(&[2, 1], DType::F64), Sample::index(&[1, 2], 2)],
+    ]
+}
+
+fn gathers() -> Vec<Vec<Sample>> {
+    vec![
+        vec![Sample::new(&[5, 3], DType::F64), Sample::index(&[2, 3], 5)],
+        vec![Sample::new(&[4, 4], DType::I64), Sample::index(&[6, 2], 4)],
+    ]
+}
+
+fn ids() -> Vec<Vec<Sample>> {
+    vec![vec![Sample::index(&[5], 4)], vec![Sample::index(&[2, 3], 4)]]
+}
+
+fn buckets() -> Vec<Vec<Sample>> {
+    vec![vec![Sample::new(&[5, 3], DType::F64), Sample::new(&[4], DType::F64)]]
+}

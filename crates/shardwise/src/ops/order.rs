@@ -1,0 +1,314 @@
+//! Sorting, and the largest or smallest elements. Where the dimension is cut, every rank sends only the candidates that
+//! it holds, and the best of them are picked.
+
+use std::cmp::Ordering;
+use std::panic::Location;
+
+use candle_core::{DType, Tensor};
+
+use super::{OpEntry, Sample};
+use crate::error::{Error, Result};
+use crate::layout::{Layout, TensorMeta};
+use crate::local::{dense, from_wholes, reals, take, wholes};
+use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::rule::{Decision, Need, Shared, Signature};
+use crate::tensor::DTensor;
+
+/// The first `k` elements along a dimension in some order, and where they were.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Best {
+    name: &'static str,
+    dim: usize,
+    k: usize,
+    order: Order,
+    stage: Stage,
+}
+
+/// What comes first. Equal elements keep their order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Order {
+    /// The largest; not-a-number counts as larger than all.
+    Descending,
+    /// The smallest; not-a-number counts as larger than all.
+    Ascending,
+    /// The smallest, but not-a-number before all.
+    Smallest,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Stage {
+    /// Of a whole dimension.
+    Whole,
+    /// Of the part that each rank holds.
+    Candidates,
+    /// Of candidates, whose places are the second input.
+    Merge,
+}
+
+impl DTensor {
+    /// The elements in order along a dimension, and the indices that they had. Equal elements keep their order;
+    /// not-a-number counts as the largest.
+    #[track_caller]
+    pub fn sort(&self, dim: isize, descending: bool) -> Result<(DTensor, DTensor)> {
+        let dim = self.resolve_dim("sort", dim)?;
+        let order = if descending { Order::Descending } else { Order::Ascending };
+        pair(dispatch(
+            &Best { name: "sort", dim, k: self.shape()[dim], order, stage: Stage::Whole },
+            &[self],
+            Location::caller(),
+        )?)
+    }
+
+    /// The indices that sort the elements along a dimension.
+    #[track_caller]
+    pub fn argsort(&self, dim: isize, descending: bool) -> Result<DTensor> {
+        Ok(self.sort(dim, descending)?.1)
+    }
+
+    /// The `k` largest (or smallest) elements along a dimension, best first, and their indices.
+    #[track_caller]
+    pub fn topk(&self, k: usize, dim: isize, largest: bool) -> Result<(DTensor, DTensor)> {
+        self.best("topk", dim, k, if largest { Order::Descending } else { Order::Ascending })
+    }
+
+    /// The `k`-th smallest element along a dimension (from 1 on), and its index.
+    #[track_caller]
+    pub fn kthvalue(&self, k: usize, dim: isize, keepdim: bool) -> Result<(DTensor, DTensor)> {
+        let at = self.resolve_dim("kthvalue", dim)? as isize;
+        if k == 0 {
+            return Err(self.bad_dims("kthvalue", &[0], "a k from 1 on"));
+        }
+        let (values, indices) = self.best("kthvalue", dim, k, Order::Ascending)?;
+        let last = |t: &DTensor| match keepdim {
+            true => t.narrow(at, k - 1, 1),
+            false => t.select(at, k as isize - 1),
+        };
+        Ok((last(&values)?, last(&indices)?))
+    }
+
+    /// The largest element along a dimension and the first index where it is; not-a-number wins.
+    #[track_caller]
+    pub fn max_dim(&self, dim: isize, keepdim: bool) -> Result<(DTensor, DTensor)> {
+        self.extreme("max_dim", dim, keepdim, Order::Descending)
+    }
+
+    /// The smallest element along a dimension and the first index where it is; not-a-number wins.
+    #[track_caller]
+    pub fn min_dim(&self, dim: isize, keepdim: bool) -> Result<(DTensor, DTensor)> {
+        self.extreme("min_dim", dim, keepdim, Order::Smallest)
+    }
+
+    /// The first index of the largest element along a dimension, or in row-major order of all elements.
+    #[track_caller]
+    pub fn argmax(&self, dim: Option<isize>, keepdim: bool) -> Result<DTensor> {
+        self.arg("argmax", dim, keepdim, Order::Descending)
+    }
+
+    /// The first index of the smallest element along a dimension, or in row-major order of all elements.
+    #[track_caller]
+    pub fn argmin(&self, dim: Option<isize>, keepdim: bool) -> Result<DTensor> {
+        self.arg("argmin", dim, keepdim, Order::Smallest)
+    }
+
+    /// The smallest and the largest element along a dimension, or of all.
+    #[track_caller]
+    pub fn aminmax(&self, dim: Option<isize>, keepdim: bool) -> Result<(DTensor, DTensor)> {
+        let dims: Vec<isize> = dim.into_iter().collect();
+        Ok((self.amin(&dims, keepdim)?, self.amax(&dims, keepdim)?))
+    }
+
+    #[track_caller]
+    fn arg(&self, name: &'static str, dim: Option<isize>, keepdim: bool, order: Order) -> Result<DTensor> {
+        if let Some(dim) = dim {
+            return Ok(self.extreme(name, dim, keepdim, order)?.1);
+        }
+        // From the last dimension to the first: the first of equal rows is that of the first of equal elements.
+        let mut values = self.clone();
+        let mut flat: Option<DTensor> = None;
+        let mut below = 1;
+        for at in (0..self.rank()).rev() {
+            let (best, index) = values.best(name, at as isize, 1, order)?;
+            let inner = flat.map(|f| f.gather(at as isize, &index)).transpose()?;
+            let outer = index.mul_scalar(below as f64)?;
+            flat = Some(inner.map_or(Ok(outer.clone()), |inner| inner.add(&outer))?);
+            below *= self.shape()[at];
+            values = best;
+        }
+        match flat {
+            Some(flat) if keepdim => Ok(flat),
+            Some(flat) => flat.squeeze(None),
+            None => self.zeros_like()?.to_dtype(DType::I64),
+        }
+    }
+
+    #[track_caller]
+    fn extreme(&self, name: &'static str, dim: isize, keepdim: bool, order: Order) -> Result<(DTensor, DTensor)> {
+        let at = self.resolve_dim(name, dim)? as isize;
+        let (values, indices) = self.best(name, dim, 1, order)?;
+        if keepdim {
+            return Ok((values, indices));
+        }
+        Ok((values.squeeze(Some(at))?, indices.squeeze(Some(at))?))
+    }
+
+    #[track_caller]
+    fn best(&self, name: &'static str, dim: isize, k: usize, order: Order) -> Result<(DTensor, DTensor)> {
+        let site = Location::caller();
+        let dim = self.resolve_dim(name, dim)?;
+        if k > self.shape()[dim] {
+            let found = format!("{k} along dimension {dim} in {name} of {}", self.layout());
+            return Err(Error::invalid("number of elements", found, "no more than there are", "ask for fewer"));
+        }
+        let whole = Best { name, dim, k, order, stage: Stage::Whole };
+        // Candidates are worth it where they are fewer than the elements.
+        let parts: usize = self.layout().shard_order(dim).iter().map(|&a| self.layout().mesh().shape()[a]).product();
+        if parts == 1 || k * parts >= self.shape()[dim] {
+            return pair(dispatch(&whole, &[self], site)?);
+        }
+        let (values, indices) = pair(dispatch(&Best { stage: Stage::Candidates, ..whole }, &[self], site)?)?;
+        pair(dispatch(&Best { stage: Stage::Merge, ..whole }, &[&values, &indices], site)?)
+    }
+}
+
+fn pair(mut outputs: Vec<DTensor>) -> Result<(DTensor, DTensor)> {
+    let second = outputs.pop().expect("two outputs");
+    Ok((outputs.pop().expect("two outputs"), second))
+}
+
+impl Best {
+    /// How many a rank that holds `n` gives.
+    fn count(&self, n: usize) -> usize {
+        self.k.min(n)
+    }
+}
+
+impl Op for Best {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let x = &inputs[0];
+        let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
+        let shared = (0..x.shape.len()).map(|d| if d == self.dim { Shared::Never } else { Shared::Free });
+        let signature = Signature::new(shared, inputs.iter().map(|_| dims.clone()), [dims.clone(), dims.clone()]);
+        let mut shape = x.shape.clone();
+        shape[self.dim] = self.k;
+        let outputs =
+            vec![TensorMeta { shape: shape.clone(), dtype: x.dtype }, TensorMeta { shape, dtype: DType::I64 }];
+        Ok(OpPlan { signature, outputs })
+    }
+
+    fn decide(&self, plan: &OpPlan, inputs: &[&Layout], elem: &[usize]) -> Result<Decision> {
+        if self.stage != Stage::Candidates {
+            let shape = plan.outputs[0].shape.as_slice();
+            return plan.signature.decide(inputs, elem, &[shape, shape]);
+        }
+        let from = inputs[0].settled().unstrided(&|dim| dim == self.dim)?;
+        let axes = from.shard_order(self.dim).to_vec();
+        let held = crate::layout::coordinates(from.mesh(), &axes).map(|c| self.count(from.owned(self.dim, &c).len()));
+        let to = from.resized(self.dim, held.sum(), &|runs| self.count(runs.len()))?;
+        Ok(Decision { inputs: vec![Need::As(from)], outputs: vec![to.clone(), to] })
+    }
+
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+        let x = dense(&inputs[0])?;
+        let dims = x.dims().to_vec();
+        let (n, inner) = (dims[self.dim], dims[self.dim + 1..].iter().product::<usize>());
+        let k = self.count(n);
+        let chosen = if x.dtype().is_float() {
+            let compare = |a: &f64, b: &f64| match self.order {
+                Order::Descending => larger(b, a),
+                Order::Ascending => larger(a, b),
+                Order::Smallest => b.is_nan().cmp(&a.is_nan()).then(a.partial_cmp(b).unwrap_or(Ordering::Equal)),
+            };
+            choose(&reals(&x)?, n, inner, k, compare)
+        } else {
+            let compare = |a: &i64, b: &i64| if self.order == Order::Descending { b.cmp(a) } else { a.cmp(b) };
+            choose(&wholes(&x)?, n, inner, k, compare)
+        };
+        let mut shape = dims;
+        shape[self.dim] = k;
+        // Every element of the result by its number in the input.
+        let flat = x.reshape(x.elem_count())?;
+        let values = dense(&take(&flat, 0, &chosen)?.reshape(shape.as_slice())?)?;
+        let indices = match self.stage {
+            Stage::Merge => {
+                take(&dense(&inputs[1])?.reshape(flat.elem_count())?, 0, &chosen)?.reshape(shape.as_slice())?
+            }
+            _ => {
+                let first = at.input(0, self.dim).iter().next().map_or(0, |run| run.start);
+                let index = |&number: &usize| (number / inner % n + first) as i64;
+                from_wholes(chosen.iter().map(index).collect(), &shape, DType::I64)?
+            }
+        };
+        Ok(vec![values, dense(&indices)?])
+    }
+}
+
+/// Not-a-number is the largest.
+fn larger(a: &f64, b: &f64) -> Ordering {
+    a.is_nan().cmp(&b.is_nan()).then(a.partial_cmp(b).unwrap_or(Ordering::Equal))
+}
+
+/// The numbers of the first `k` elements of every line along a dimension with `n` elements, `inner` apart.
+fn choose<T>(values: &[T], n: usize, inner: usize, k: usize, compare: impl Fn(&T, &T) -> Ordering) -> Vec<usize> {
+    if values.is_empty() || k == 0 {
+        return Vec::new();
+    }
+    let outer = values.len() / (n * inner);
+    let mut chosen = vec![0; outer * k * inner];
+    let mut line: Vec<usize> = Vec::with_capacity(n);
+    for o in 0..outer {
+        for i in 0..inner {
+            let number = |j: usize| (o * n + j) * inner + i;
+            let by = |a: &usize, b: &usize| compare(&values[number(*a)], &values[number(*b)]).then(a.cmp(b));
+            line.clear();
+            if k == 1 {
+                line.extend((0..n).min_by(by));
+            } else {
+                line.extend(0..n);
+                if k < n {
+                    line.select_nth_unstable_by(k - 1, by);
+                    line.truncate(k);
+                }
+                line.sort_unstable_by(by);
+            }
+            for (j, &place) in line.iter().enumerate() {
+                chosen[(o * k + j) * inner + i] = number(place);
+            }
+        }
+    }
+    chosen
+}
+
+macro_rules! entry {
+    ($name:literal, $samples:ident, |$x:ident| $($call:expr),*) => {
+        OpEntry { name: $name, samples: $samples, apply: |$x| {
+            let mut all = Vec::new();
+            $(let (a, b) = $call; all.extend([a, b]);)*
+            Ok(all)
+        } }
+    };
+}
+
+pub(super) const OPS: &[OpEntry] = &[
+    entry!("sort", samples, |x| x[0].sort(0, false)?, x[0].sort(-1, true)?),
+    OpEntry { name: "argsort", samples, apply: |x| Ok(vec![x[0].argsort(0, true)?]) },
+    entry!("topk", samples, |x| x[0].topk(1, 0, true)?, x[0].topk(2, 1, false)?),
+    entry!("kthvalue", samples, |x| x[0].kthvalue(2, 1, false)?),
+    entry!("max_dim", samples, |x| x[0].max_dim(0, false)?, x[0].max_dim(1, true)?),
+    entry!("min_dim", samples, |x| x[0].min_dim(0, true)?, x[0].min_dim(1, false)?),
+    OpEntry { name: "argmax", samples, apply: |x| Ok(vec![x[0].argmax(Some(0), false)?, x[0].argmax(None, false)?]) },
+    OpEntry { name: "argmin", samples, apply: |x| Ok(vec![x[0].argmin(Some(1), true)?, x[0].argmin(None, true)?]) },
+    entry!("aminmax", samples, |x| x[0].aminmax(Some(0), false)?, x[0].aminmax(None, false)?),
+];
+
+fn samples() -> Vec<Vec<Sample>> {
+    let shapes: [&[usize]; 3] = [&[7, 2], &[1, 8], &[3, 5, 2]];
+    let mut all: Vec<Vec<Sample>> = shapes.iter().map(|shape| vec![Sample::new(shape, DType::I64)]).collect();
+    // few different values: ties
+    all.push(vec![Sample::index(&[9, 4], 2)]);
+    all.push(vec![Sample::new(&[9, 2], DType::F64)]);
+    all
+}

@@ -1,0 +1,270 @@
+//! Running sums, products and extremes. Where the dimension is cut, every rank scans its part, and only the totals of the
+//! parts are exchanged.
+
+use std::panic::Location;
+
+use candle_core::{DType, Tensor};
+
+use super::{OpEntry, Sample};
+use crate::error::Result;
+use crate::layout::{Layout, Runs, TensorMeta, coordinates};
+use crate::local::{dense, from_reals, from_wholes, reals, wholes};
+use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::rule::{Decision, Need, Shared, Signature};
+use crate::tensor::DTensor;
+
+/// A running total along a dimension, with the index of the running extreme where there is one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Scan {
+    dim: usize,
+    kind: Kind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Kind {
+    Sum,
+    Prod,
+    Max,
+    Min,
+}
+
+/// The totals before a rank's part, put to its own running totals.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Carry(Scan);
+
+impl DTensor {
+    /// The running sum along a dimension; whole numbers give i64.
+    #[track_caller]
+    pub fn cumsum(&self, dim: isize) -> Result<DTensor> {
+        Ok(self.scan("cumsum", dim, Kind::Sum)?.0)
+    }
+
+    /// The running product along a dimension; whole numbers give i64.
+    #[track_caller]
+    pub fn cumprod(&self, dim: isize) -> Result<DTensor> {
+        Ok(self.scan("cumprod", dim, Kind::Prod)?.0)
+    }
+
+    /// The running maximum along a dimension and the last index where it is; not-a-number wins from where it stands on.
+    #[track_caller]
+    pub fn cummax(&self, dim: isize) -> Result<(DTensor, DTensor)> {
+        self.scan("cummax", dim, Kind::Max)
+    }
+
+    /// The running minimum along a dimension and the last index where it is; not-a-number wins from where it stands on.
+    #[track_caller]
+    pub fn cummin(&self, dim: isize) -> Result<(DTensor, DTensor)> {
+        self.scan("cummin", dim, Kind::Min)
+    }
+
+    #[track_caller]
+    fn scan(&self, name: &'static str, dim: isize, kind: Kind) -> Result<(DTensor, DTensor)> {
+        let site = Location::caller();
+        let op = Scan { dim: self.resolve_dim(name, dim)?, kind };
+        let scanned = dispatch(&op, &[self], site)?;
+        let [values, indices, totals, places] = &scanned[..] else { unreachable!("four outputs") };
+        if values.layout().shard_order(op.dim).is_empty() {
+            return Ok((values.clone(), indices.clone()));
+        }
+        let mut carried = dispatch(&Carry(op), &[values, indices, totals, places], site)?;
+        let indices = carried.pop().expect("two outputs");
+        Ok((carried.pop().expect("two outputs"), indices))
+    }
+}
+
+impl Kind {
+    fn dtype(self, input: DType) -> DType {
+        match self {
+            Kind::Sum | Kind::Prod if !input.is_float() => DType::I64,
+            _ => input,
+        }
+    }
+
+    /// The total after one more element, and whether the element is the new extreme.
+    fn real(self, total: f64, x: f64) -> (f64, bool) {
+        match self {
+            Kind::Sum => (total + x, false),
+            Kind::Prod => (total * x, false),
+            Kind::Max if total.is_nan() || x < total => (total, false),
+            Kind::Min if total.is_nan() || x > total => (total, false),
+            Kind::Max | Kind::Min => (x, true),
+        }
+    }
+
+    fn whole(self, total: i64, x: i64) -> (i64, bool) {
+        match self {
+            Kind::Sum => (total.wrapping_add(x), false),
+            Kind::Prod => (total.wrapping_mul(x), false),
+            Kind::Max if x < total => (total, false),
+            Kind::Min if x > total => (total, false),
+            Kind::Max | Kind::Min => (x, true),
+        }
+    }
+}
+
+impl Op for Scan {
+    fn name(&self) -> &'static str {
+        match self.kind {
+            Kind::Sum => "cumsum",
+            Kind::Prod => "cumprod",
+            Kind::Max => "cummax",
+            Kind::Min => "cummin",
+        }
+    }
+
+    /// Outputs: running totals, their indices (for extremes), and one total and index per part.
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let x = &inputs[0];
+        let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
+        let all = [dims.clone(), dims.clone(), dims.clone(), dims.clone()];
+        let signature = Signature::new(dims.iter().map(|_| Shared::Free), [dims.clone()], all);
+        let of = |dtype: DType| TensorMeta { shape: x.shape.clone(), dtype };
+        let (value, index) = (of(self.kind.dtype(x.dtype)), of(DType::I64));
+        Ok(OpPlan { signature, outputs: vec![value.clone(), index.clone(), value, index] })
+    }
+
+    fn decide(&self, _: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
+        let from = inputs[0].settled().unstrided(&|dim| dim == self.dim)?;
+        let totals = totals(&from, self.dim)?;
+        Ok(Decision { inputs: vec![Need::As(from.clone())], outputs: vec![from.clone(), from, totals.clone(), totals] })
+    }
+
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+        let x = &inputs[0];
+        let first = at.input(0, self.dim).iter().next().map_or(0, |run| run.start);
+        let lines = Lines::new(x.dims(), self.dim);
+        let mut indices = vec![0i64; x.elem_count()];
+        let mut shape = x.dims().to_vec();
+        shape[self.dim] = shape[self.dim].min(1);
+        let count = shape.iter().product();
+        let mut last = vec![0i64; count];
+        let dtype = self.kind.dtype(x.dtype());
+        macro_rules! scan {
+            ($values:expr, $step:ident, $from:ident) => {{
+                let mut values = $values;
+                let mut totals = Vec::with_capacity(count);
+                for line in 0..count {
+                    for j in 1..lines.n {
+                        let (before, here) = (lines.at(line, j - 1), lines.at(line, j));
+                        let (total, new) = self.kind.$step(values[before], values[here]);
+                        values[here] = total;
+                        indices[here] = if new { j as i64 } else { indices[before] };
+                    }
+                    let end = lines.at(line, lines.n - 1);
+                    totals.push(values[end]);
+                    last[line] = indices[end] + first as i64;
+                }
+                indices.iter_mut().for_each(|i| *i += first as i64);
+                ($from(values, x.dims(), dtype)?, $from(totals, &shape, dtype)?)
+            }};
+        }
+        let (values, totals) = match x.dtype().is_float() {
+            true => scan!(reals(x)?, real, from_reals),
+            false => scan!(wholes(x)?, whole, from_wholes),
+        };
+        Ok(vec![values, from_wholes(indices, x.dims(), DType::I64)?, totals, from_wholes(last, &shape, DType::I64)?])
+    }
+}
+
+/// The layout of one total per part that holds anything.
+fn totals(from: &Layout, dim: usize) -> Result<Layout> {
+    let one = |runs: &Runs| runs.len().min(1);
+    let axes = from.shard_order(dim);
+    let parts = coordinates(from.mesh(), axes).map(|c| one(&from.owned(dim, &c))).sum();
+    from.resized(dim, parts, &one)
+}
+
+/// Where the elements of the lines along a dimension lie.
+struct Lines {
+    n: usize,
+    inner: usize,
+}
+
+impl Lines {
+    fn new(dims: &[usize], dim: usize) -> Self {
+        Lines { n: dims[dim], inner: dims[dim + 1..].iter().product() }
+    }
+
+    fn at(&self, line: usize, j: usize) -> usize {
+        (line / self.inner * self.n + j) * self.inner + line % self.inner
+    }
+}
+
+impl Op for Carry {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
+        let all = [dims.clone(), dims.clone(), dims.clone(), dims.clone()];
+        let signature = Signature::new(dims.iter().map(|_| Shared::Free), all, [dims.clone(), dims.clone()]);
+        Ok(OpPlan { signature, outputs: inputs[..2].to_vec() })
+    }
+
+    fn decide(&self, _: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
+        let values = inputs[0].clone();
+        let totals = inputs[2].without_axes(values.shard_order(self.0.dim))?;
+        let needs = [&values, &values, &totals, &totals].map(|l| Need::As(l.clone()));
+        Ok(Decision { inputs: needs.to_vec(), outputs: vec![values.clone(), values] })
+    }
+
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+        let Scan { dim, kind } = self.0;
+        let [x, indices, totals, places] = inputs else { unreachable!("four inputs") };
+        // The parts before this one are those that begin before it.
+        let held = at.input(0, dim);
+        let before = match held.iter().next() {
+            Some(run) => at.parts_before(0, dim, run.start),
+            None => return Ok(vec![x.clone(), indices.clone()]),
+        };
+        if before == 0 || x.elem_count() == 0 {
+            return Ok(vec![x.clone(), indices.clone()]);
+        }
+        let (lines, heads) = (Lines::new(x.dims(), dim), Lines::new(totals.dims(), dim));
+        let count = x.elem_count() / lines.n;
+        let (mut index, place) = (wholes(indices)?, wholes(places)?);
+        macro_rules! carry {
+            ($read:ident, $step:ident, $from:ident) => {{
+                let (mut values, totals) = ($read(&dense(x)?)?, $read(&dense(totals)?)?);
+                for line in 0..count {
+                    let (mut total, mut from) = (totals[heads.at(line, 0)], place[heads.at(line, 0)]);
+                    for part in 1..before {
+                        let here = heads.at(line, part);
+                        let (next, new) = kind.$step(total, totals[here]);
+                        (total, from) = (next, if new { place[here] } else { from });
+                    }
+                    for j in 0..lines.n {
+                        let here = lines.at(line, j);
+                        let (next, new) = kind.$step(total, values[here]);
+                        values[here] = next;
+                        if !new {
+                            index[here] = from;
+                        }
+                    }
+                }
+                $from(values, x.dims(), x.dtype())?
+            }};
+        }
+        let values = match x.dtype().is_float() {
+            true => carry!(reals, real, from_reals),
+            false => carry!(wholes, whole, from_wholes),
+        };
+        Ok(vec![values, from_wholes(index, x.dims(), DType::I64)?])
+    }
+}
+
+pub(super) const OPS: &[OpEntry] = &[
+    OpEntry { name: "cumsum", samples, apply: |x| Ok(vec![x[0].cumsum(0)?, x[0].cumsum(-1)?]) },
+    OpEntry { name: "cumprod", samples, apply: |x| Ok(vec![x[0].cumprod(0)?]) },
+    OpEntry { name: "cummax", samples, apply: |x| x[0].cummax(0).map(|(values, indices)| vec![values, indices]) },
+    OpEntry { name: "cummin", samples, apply: |x| x[0].cummin(0).map(|(values, indices)| vec![values, indices]) },
+];
+
+fn samples() -> Vec<Vec<Sample>> {
+    let shapes: [&[usize]; 3] = [&[7, 2], &[1, 8], &[0, 2]];
+    let mut all: Vec<Vec<Sample>> = shapes.iter().map(|shape| vec![Sample::new(shape, DType::I64)]).collect();
+    all.push(vec![Sample::index(&[9, 2], 3)]);
+    all.push(vec![Sample::new(&[3, 5, 2], DType::F64)]);
+    all
+}

@@ -1,0 +1,327 @@
+//! Elements and slices written to places that an index names. A rank writes what falls into its part; where the sources
+//! are cut instead, the parts are a pending sum.
+
+use std::panic::Location;
+
+use candle_core::{DType, Tensor, WithDType};
+
+use super::lookup::places;
+use super::{OpEntry, Sample};
+use crate::error::{Error, Result};
+use crate::layout::{Layout, TensorMeta};
+use crate::local::{NOWHERE, Numbers, dense, wholes, with_type};
+use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::placement::{Placement, ReduceOp};
+use crate::rule::{Decision, Shared, Signature};
+use crate::tensor::DTensor;
+
+/// A copy of `x` with elements of `source` at the places that `index` names along a dimension.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Scatter {
+    dim: usize,
+}
+
+/// Zeros, with elements of a source added at the places that an index names along a dimension of a given size.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Spread {
+    dim: usize,
+    size: usize,
+    /// The index is a vector, and names slices.
+    slices: bool,
+    /// How the dimension shall be cut along axes that leave it free.
+    like: Layout,
+}
+
+impl DTensor {
+    /// A copy with elements of `source` at the places that `index` names along a dimension; places are distinct.
+    #[track_caller]
+    pub fn scatter(&self, dim: isize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
+        let op = Scatter { dim: self.resolve_dim("scatter", dim)? };
+        let source = source.to_dtype(self.dtype())?;
+        Ok(dispatch(&op, &[self, index, &source], Location::caller())?.swap_remove(0))
+    }
+
+    /// A copy with elements of `source` added at the places that `index` names along a dimension.
+    #[track_caller]
+    pub fn scatter_add(&self, dim: isize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
+        let at = self.resolve_dim("scatter_add", dim)?;
+        check_sizes("scatter_add", at, self.shape(), index.shape(), source.shape())?;
+        let mut padding: Vec<(usize, usize)> =
+            (0..self.rank()).rev().map(|d| (0, if d == at { 0 } else { self.shape()[d] - index.shape()[d] })).collect();
+        let spread = self.spread(at, index, source, false)?;
+        while padding.last() == Some(&(0, 0)) {
+            padding.pop();
+        }
+        self.add(&spread.pad(&padding, 0.0)?)
+    }
+
+    /// A copy with slices of `source` added at the places that a vector of indices names along a dimension.
+    #[track_caller]
+    pub fn index_add(&self, dim: isize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
+        let at = self.resolve_dim("index_add", dim)?;
+        self.add(&self.spread(at, index, source, true)?)
+    }
+
+    /// A copy in which the elements that indices of the first dimensions name are those of `values`, or have them added.
+    /// The indices broadcast; `values` has their shape, followed by the dimensions that no index names.
+    #[track_caller]
+    pub fn index_put(&self, indices: &[&DTensor], values: &DTensor, accumulate: bool) -> Result<DTensor> {
+        if indices.is_empty() || indices.len() > self.rank() {
+            return Err(self.bad_dims("index_put", &[], "one index per leading dimension"));
+        }
+        let (named, rest) = self.shape().split_at(indices.len());
+        let signed = |dims: &[usize]| dims.iter().map(|&n| n as isize).collect::<Vec<_>>();
+        let mut place = indices[0].clone();
+        for (index, &n) in indices[1..].iter().zip(&named[1..]) {
+            place = place.mul_scalar(n as f64)?.add(index)?;
+        }
+        let flat = self.reshape(&[signed(&[named.iter().product()]), signed(rest)].concat())?;
+        let count = place.elem_count();
+        let place = place.reshape(&[count as isize])?;
+        let wanted = [signed(&[count]), signed(rest)].concat();
+        if values.elem_count() != count * rest.iter().product::<usize>() {
+            let found =
+                format!("values of shape {:?} for {count} places in index_put of {}", values.shape(), self.layout());
+            return Err(Error::invalid("values", found, format!("shape {wanted:?}"), "expand the values"));
+        }
+        let values = values.reshape(&wanted)?;
+        let put = if accumulate {
+            flat.index_add(0, &place, &values)?
+        } else {
+            let column = [vec![count as isize], vec![1; rest.len()]].concat();
+            flat.scatter(0, &place.reshape(&column)?.expand(&wanted)?, &values)?
+        };
+        put.reshape(&signed(self.shape()))
+    }
+
+    #[track_caller]
+    fn spread(&self, dim: usize, index: &DTensor, source: &DTensor, slices: bool) -> Result<DTensor> {
+        let op = Spread { dim, size: self.shape()[dim], slices, like: self.layout().clone() };
+        let source = source.to_dtype(self.dtype())?;
+        Ok(dispatch(&op, &[index, &source], Location::caller())?.swap_remove(0))
+    }
+}
+
+/// An error unless `source` has an element for every place of `index`, which lies inside `x` but along `dim`.
+fn check_sizes(name: &str, dim: usize, x: &[usize], index: &[usize], source: &[usize]) -> Result<()> {
+    let inside = |d: usize| index[d] <= source[d] && (d == dim || index[d] <= x[d]);
+    if index.len() == x.len() && source.len() == x.len() && (0..x.len()).all(inside) {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        "operands",
+        format!("index {index:?} and source {source:?} in {name} of shape {x:?} along dimension {dim}"),
+        "as many dimensions, an index no longer than the source, nor than the tensor but along that dimension",
+        "reshape or slice the operands",
+    ))
+}
+
+fn check_index(name: &str, dtype: DType) -> Result<()> {
+    match dtype.is_float() {
+        true => {
+            let found = format!("{} in {name}", dtype.as_str());
+            Err(Error::invalid("index", found, "whole numbers", "convert it to i64 first"))
+        }
+        false => Ok(()),
+    }
+}
+
+impl Op for Scatter {
+    fn name(&self) -> &'static str {
+        "scatter"
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let [x, index, source] = inputs else { unreachable!("three inputs") };
+        check_index("scatter", index.dtype)?;
+        check_sizes("scatter", self.dim, &x.shape, &index.shape, &source.shape)?;
+        let aligned = |d: usize| {
+            let same = index.shape[d] == x.shape[d] && source.shape[d] == x.shape[d];
+            (d != self.dim && same).then_some(d)
+        };
+        let ndim = x.shape.len();
+        let of_x: Vec<Option<usize>> = (0..ndim).map(|d| if d == self.dim { Some(d) } else { aligned(d) }).collect();
+        let of_index: Vec<Option<usize>> = (0..ndim).map(aligned).collect();
+        let shared = (0..ndim).map(|_| Shared::Free);
+        let mut signature = Signature::new(shared, [of_x.clone(), of_index.clone(), of_index], [of_x]);
+        for op in ReduceOp::ALL {
+            signature = signature.passing([Some(op), None, Some(op)], op);
+        }
+        Ok(OpPlan { signature, outputs: vec![x.clone()] })
+    }
+
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+        let [x, index, source] = inputs else { unreachable!("three inputs") };
+        let places = places("scatter", &wholes(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
+        let x = dense(x)?;
+        let (targets, sources) = (Numbers::new(x.dims(), self.dim, index.dims()), used(source, index.dims())?);
+        if x.elem_count() == 0 || sources.elem_count() == 0 {
+            return Ok(vec![x]);
+        }
+        with_type!(x.dtype(), T => {
+            let mut values: Vec<T> = x.flatten_all()?.to_vec1()?;
+            let sources: Vec<T> = sources.flatten_all()?.to_vec1()?;
+            for (i, &place) in places.iter().enumerate().filter(|(_, place)| **place != NOWHERE) {
+                values[targets.of(i, place)] = sources[i];
+            }
+            Ok(vec![Tensor::from_vec(values, x.dims(), x.device())?])
+        }, otherwise unreachable!("tensors of a mesh have served types"))
+    }
+}
+
+/// The part of a source that an index of this shape uses.
+fn used(source: &Tensor, shape: &[usize]) -> Result<Tensor> {
+    let narrow = |t: Tensor, (dim, &n): (usize, &usize)| t.narrow(dim, 0, n);
+    dense(&shape.iter().enumerate().try_fold(source.clone(), narrow)?)
+}
+
+impl Op for Spread {
+    fn name(&self) -> &'static str {
+        if self.slices { "index_add" } else { "scatter_add" }
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let (index, source) = (&inputs[0], &inputs[1]);
+        check_index(self.name(), index.dtype)?;
+        let (ndim, like) = (source.shape.len(), self.like.shape());
+        if self.slices {
+            let fits = |d: usize| d == self.dim || source.shape[d] == like[d];
+            if index.shape.len() != 1
+                || ndim != like.len()
+                || source.shape[self.dim] != index.shape[0]
+                || !(0..ndim).all(fits)
+            {
+                return Err(Error::invalid(
+                    "operands",
+                    format!(
+                        "index {:?} and source {:?} in index_add of shape {like:?} along dimension {}",
+                        index.shape, source.shape, self.dim
+                    ),
+                    "a vector with one index per slice, and slices of the tensor's sizes",
+                    "reshape the operands",
+                ));
+            }
+        }
+        let aligned = |d: usize| d == self.dim || self.slices || index.shape[d] == source.shape[d];
+        let of_source: Vec<Option<usize>> = (0..ndim).map(|d| aligned(d).then_some(d)).collect();
+        let of_index = if self.slices { vec![Some(self.dim)] } else { of_source.clone() };
+        let output: Vec<Option<usize>> = (0..ndim).map(|d| of_source[d].filter(|_| d != self.dim)).collect();
+        let shared = (0..ndim).map(|d| if d == self.dim { Shared::Reduces(ReduceOp::Sum) } else { Shared::Free });
+        let signature = Signature::new(shared, [of_index, of_source], [output])
+            .passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum)
+            .passing([None, Some(ReduceOp::Avg)], ReduceOp::Avg);
+        let mut shape = if self.slices { source.shape.clone() } else { index.shape.clone() };
+        shape[self.dim] = self.size;
+        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: source.dtype }] })
+    }
+
+    /// As the sources lie; and along axes where they are whole, the dimension that is written to is cut as wished.
+    fn decide(&self, plan: &OpPlan, inputs: &[&Layout], elem: &[usize]) -> Result<Decision> {
+        let mut decision = plan.signature.decide(inputs, elem, &[&plan.outputs[0].shape])?;
+        let output = &decision.outputs[0];
+        let wished = |axis: &usize| {
+            let free = output.placements()[*axis].is_replicate();
+            free && matches!(self.like.placements()[*axis], Placement::Shard(d) if d as usize == self.dim)
+        };
+        let axes: Vec<usize> = self.like.shard_order(self.dim).iter().copied().filter(wished).collect();
+        let (mut placements, mut cuts) = (output.placements().to_vec(), output.cuts());
+        for &axis in &axes {
+            placements[axis] = Placement::Shard(self.dim as isize);
+        }
+        cuts[self.dim] = axes;
+        decision.outputs[0] = Layout::from_cuts(output.mesh(), output.shape(), &placements, &cuts)?;
+        Ok(decision)
+    }
+
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+        let (index, source) = (&inputs[0], &inputs[1]);
+        let held = at.output(0, self.dim);
+        let places = places(self.name(), &wholes(index)?, self.size, &held)?;
+        let source = if self.slices { dense(source)? } else { used(source, index.dims())? };
+        let mut shape = source.dims().to_vec();
+        shape[self.dim] = held.len();
+        let zeros = Tensor::zeros(shape.as_slice(), source.dtype(), source.device())?;
+        if source.elem_count() == 0 || zeros.elem_count() == 0 {
+            return Ok(vec![zeros]);
+        }
+        let dims = source.dims();
+        let (n, inner) = (dims[self.dim], dims[self.dim + 1..].iter().product::<usize>());
+        let numbers = Numbers::new(&shape, self.dim, dims);
+        // Half precision adds up in f32.
+        let work = if matches!(source.dtype(), DType::F16 | DType::BF16) { DType::F32 } else { source.dtype() };
+        let source = source.to_dtype(work)?;
+        let sum = with_type!(work, T => {
+            let mut values: Vec<T> = vec![T::from_f64(0.0); zeros.elem_count()];
+            let sources: Vec<T> = source.flatten_all()?.to_vec1()?;
+            if self.slices {
+                for (i, slice) in sources.chunks_exact(inner).enumerate() {
+                    let place = places[i % n];
+                    if place != NOWHERE {
+                        let start = (i / n * held.len() + place) * inner;
+                        values[start..start + inner].iter_mut().zip(slice).for_each(|(v, s)| *v += *s);
+                    }
+                }
+            } else {
+                for (i, &place) in places.iter().enumerate().filter(|(_, place)| **place != NOWHERE) {
+                    values[numbers.of(i, place)] += sources[i];
+                }
+            }
+            Tensor::from_vec(values, shape.as_slice(), zeros.device())?
+        }, otherwise unreachable!("tensors of a mesh have served types"));
+        Ok(vec![sum.to_dtype(zeros.dtype())?])
+    }
+}
+
+pub(super) const OPS: &[OpEntry] = &[
+    OpEntry {
+        name: "scatter",
+        samples: distinct,
+        apply: |x| Ok(vec![x[0].scatter(0, &distinct_rows(&x[1])?, &x[1])?]),
+    },
+    OpEntry { name: "scatter_add", samples: scattered, apply: |x| Ok(vec![x[0].scatter_add(0, &x[1], &x[2])?]) },
+    OpEntry { name: "index_add", samples: slices, apply: |x| Ok(vec![x[0].index_add(0, &x[1], &x[2])?]) },
+    OpEntry {
+        name: "index_put",
+        samples: puts,
+        apply: |x| {
+            let places = [&x[1], &x[1]];
+            Ok(vec![x[0].index_put(&places[..1], &x[2], true)?, x[0].index_put(&places, &x[3], true)?])
+        },
+    },
+];
+
+/// An index that names every row once, in reverse, as long as the source.
+fn distinct_rows(source: &DTensor) -> Result<DTensor> {
+    let n = source.shape()[0];
+    let whole = vec![Placement::Replicate; source.placements().len()];
+    let rows = DTensor::arange(0.0, n as f64, 1.0, DType::I64, source.device_mesh(), whole)?;
+    let rows = rows.mul_scalar(-1.0)?.add_scalar(n as f64)?;
+    rows.unsqueeze(1)?.expand(&[n as isize, source.shape()[1] as isize])
+}
+
+fn distinct() -> Vec<Vec<Sample>> {
+    vec![
+        vec![Sample::new(&[5, 3], DType::I64), Sample::new(&[4, 3], DType::I64)],
+        vec![Sample::new(&[4, 3], DType::F64), Sample::new(&[2, 2], DType::F64)],
+    ]
+}
+
+fn scattered() -> Vec<Vec<Sample>> {
+    vec![
+        vec![Sample::new(&[5, 3], DType::I64), Sample::index(&[4, 3], 5), Sample::new(&[4, 3], DType::I64)],
+        vec![Sample::new(&[2, 4], DType::F64), Sample::index(&[3, 2], 2), Sample::new(&[3, 3], DType::F64)],
+    ]
+}
+
+fn slices() -> Vec<Vec<Sample>> {
+    vec![vec![Sample::new(&[5, 3], DType::I64), Sample::index(&[4], 5), Sample::new(&[4, 3], DType::I64)]]
+}
+
+fn puts() -> Vec<Vec<Sample>> {
+    vec![vec![
+        Sample::new(&[4, 3], DType::I64),
+        Sample::index(&[2], 3),
+        Sample::new(&[2, 3], DType::I64),
+        Sample::new(&[2], DType::I64),
+    ]]
+}
