@@ -89,6 +89,17 @@ impl Placement {
         self.cut_dim().and_then(|dim| usize::try_from(dim).ok())
     }
 
+    /// The same cut of another dimension.
+    pub(crate) fn with_dim(&self, dim: usize) -> Self {
+        let dim = dim as isize;
+        match self.clone() {
+            Placement::Shard(_) => Placement::Shard(dim),
+            Placement::StridedShard { split_factor, .. } => Placement::StridedShard { dim, split_factor },
+            Placement::Ragged { sizes, .. } => Placement::Ragged { dim, sizes },
+            other => other,
+        }
+    }
+
     /// Whether the placement cuts a dimension (any dimension for `None`).
     pub fn is_shard(&self, dim: Option<usize>) -> bool {
         match dim {

@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::{OpEntry, Sample};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::tensor::DTensor;
 
 /// What becomes of the losses of single elements.
@@ -28,7 +28,73 @@ impl Reduction {
     }
 }
 
+/// How classes are judged.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Classes {
+    /// What becomes of the losses of single predictions.
+    pub reduction: Reduction,
+    /// Targets with this number do not count.
+    pub ignore_index: i64,
+    /// This share of every target is spread over all classes.
+    pub label_smoothing: f64,
+}
+
+impl Default for Classes {
+    fn default() -> Self {
+        Classes { reduction: Reduction::Mean, ignore_index: -100, label_smoothing: 0.0 }
+    }
+}
+
 impl DTensor {
+    /// Cross entropy of logits `[n, classes, ...]` (or `[classes]`) and classes `[n, ...]` (or a scalar). Ranks that share
+    /// the classes exchange a maximum, a sum and the logit of the target: three numbers per prediction.
+    #[track_caller]
+    pub fn cross_entropy(&self, target: &DTensor, options: Classes) -> Result<DTensor> {
+        let dim = self.check_classes("cross_entropy", target)?;
+        let spread = self.logsumexp(&[dim], false)?;
+        let losses = spread.sub(&self.of_target(target, dim, options.ignore_index)?)?;
+        let losses = match options.label_smoothing {
+            0.0 => losses,
+            smoothing => {
+                let even = spread.sub(&self.mean(&[dim], false)?)?;
+                losses.mul_scalar(1.0 - smoothing)?.add(&even.mul_scalar(smoothing)?)?
+            }
+        };
+        counted(&losses, target, options)
+    }
+
+    /// Negative log-likelihood of log-probabilities `[n, classes, ...]` (or `[classes]`) and classes `[n, ...]`.
+    #[track_caller]
+    pub fn nll_loss(&self, target: &DTensor, options: Classes) -> Result<DTensor> {
+        let dim = self.check_classes("nll_loss", target)?;
+        counted(&self.of_target(target, dim, options.ignore_index)?.neg()?, target, options)
+    }
+
+    /// The dimension of classes.
+    fn check_classes(&self, name: &str, target: &DTensor) -> Result<isize> {
+        let dim = usize::from(self.rank() > 1);
+        let mut wanted = self.shape().to_vec();
+        let fits = !wanted.is_empty() && {
+            wanted.remove(dim);
+            wanted == target.shape()
+        };
+        if fits && !target.dtype().is_float() && self.dtype().is_float() {
+            return Ok(dim as isize);
+        }
+        let found =
+            format!("{:?} and {} targets {:?} in {name}", self.shape(), target.dtype().as_str(), target.shape());
+        let needed = "predictions [n, classes, ...] and whole-number classes [n, ...]";
+        Err(Error::invalid("operands", found, needed, "reshape or convert the operands"))
+    }
+
+    /// What stands at the class of the target; anything where the target is ignored.
+    #[track_caller]
+    fn of_target(&self, target: &DTensor, dim: isize, ignore_index: i64) -> Result<DTensor> {
+        let ignored = target.full_like(ignore_index as f64)?;
+        let known = target.ne(&ignored)?.where_cond(target, &target.zeros_like()?)?;
+        self.gather(dim, &known.unsqueeze(dim)?)?.squeeze(Some(dim))
+    }
+
     /// The square of the difference.
     #[track_caller]
     pub fn mse_loss(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
@@ -70,6 +136,19 @@ impl DTensor {
     }
 }
 
+/// Losses without those of ignored targets, reduced.
+#[track_caller]
+fn counted(losses: &DTensor, target: &DTensor, options: Classes) -> Result<DTensor> {
+    let counts = target.ne(&target.full_like(options.ignore_index as f64)?)?;
+    let zero = losses.zeros_like()?;
+    let losses = counts.where_cond(losses, &zero)?;
+    match options.reduction {
+        Reduction::None => Ok(losses),
+        Reduction::Sum => losses.sum(&[], false),
+        Reduction::Mean => losses.sum(&[], false)?.div(&counts.to_dtype(losses.dtype())?.sum(&[], false)?),
+    }
+}
+
 macro_rules! entries {
     ($($name:ident $(, $argument:expr)?;)*) => {
         &[$(
@@ -79,6 +158,34 @@ macro_rules! entries {
             } },
         )*]
     };
+}
+
+/// Class losses with some targets ignored.
+const CLASSES: [Classes; 3] = [
+    Classes { reduction: Reduction::None, ignore_index: 1, label_smoothing: 0.0 },
+    Classes { reduction: Reduction::Mean, ignore_index: -100, label_smoothing: 0.0 },
+    Classes { reduction: Reduction::Sum, ignore_index: 2, label_smoothing: 0.25 },
+];
+
+pub(super) const CLASS_OPS: &[OpEntry] = &[
+    OpEntry {
+        name: "cross_entropy",
+        samples: classes,
+        apply: |x| CLASSES.into_iter().map(|options| x[0].cross_entropy(&x[1], options)).collect(),
+    },
+    OpEntry {
+        name: "nll_loss",
+        samples: classes,
+        apply: |x| CLASSES.into_iter().map(|options| x[0].nll_loss(&x[1], options)).collect(),
+    },
+];
+
+fn classes() -> Vec<Vec<Sample>> {
+    vec![
+        vec![Sample::new(&[5, 7], DType::F64), Sample::index(&[5], 7)],
+        vec![Sample::new(&[2, 3, 2], DType::F64), Sample::index(&[2, 2], 3)],
+        vec![Sample::new(&[4], DType::F64), Sample::index(&[], 4)],
+    ]
 }
 
 pub(super) const OPS: &[OpEntry] = entries! {

@@ -1,8 +1,11 @@
 //! The operators, one family per file: rule, kernel, methods. [`ops`] lists them all.
 
 mod affine;
+mod attention;
 mod band;
 mod binary;
+mod convolution;
+mod dropout;
 mod dtype;
 mod einsum;
 mod flip;
@@ -21,8 +24,10 @@ mod ternary;
 mod unary;
 mod view;
 
+pub use attention::Attention;
+pub use convolution::Convolution;
 pub use lookup::Bag;
-pub use loss::Reduction;
+pub use loss::{Classes, Reduction};
 
 use candle_core::DType;
 
@@ -66,7 +71,7 @@ pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// The families of operators.
-static OPS: [&[OpEntry]; 18] = [
+static OPS: [&[OpEntry]; 22] = [
     unary::OPS,
     binary::OPS,
     ternary::OPS,
@@ -85,4 +90,8 @@ static OPS: [&[OpEntry]; 18] = [
     scatter::OPS,
     order::OPS,
     scan::OPS,
+    loss::CLASS_OPS,
+    dropout::OPS,
+    attention::OPS,
+    convolution::OPS,
 ];

@@ -88,6 +88,70 @@ impl DTensor {
         weight.map_or(Ok(normal.clone()), |w| normal.mul(w))
     }
 
+    /// Mean 0 and variance 1 over groups of the channels of `[n, channels, ...]`, times a weight and plus a bias per channel.
+    #[track_caller]
+    pub fn group_norm(
+        &self,
+        groups: usize,
+        weight: Option<&DTensor>,
+        bias: Option<&DTensor>,
+        eps: f64,
+    ) -> Result<DTensor> {
+        if self.rank() < 2 || groups == 0 || !self.shape()[1].is_multiple_of(groups) {
+            let found = format!("{groups} groups in group_norm of shape {:?}", self.shape());
+            return Err(Error::invalid("groups", found, "a divisor of the channels", "change the number of groups"));
+        }
+        let signed = |dims: &[usize]| dims.iter().map(|&n| n as isize).collect::<Vec<_>>();
+        let apart = self.unflatten(1, &[groups as isize, (self.shape()[1] / groups) as isize])?;
+        let normal = apart.layer_norm(apart.rank() - 2, None, None, eps)?.reshape(&signed(self.shape()))?;
+        normal.per_channel(weight, bias)
+    }
+
+    /// Mean 0 and variance 1 per channel of `[n, channels, ...]`, times a weight and plus a bias per channel. Mean and
+    /// variance are those given, or those of the whole batch, whatever ranks share it.
+    #[track_caller]
+    pub fn batch_norm(
+        &self,
+        statistics: Option<(&DTensor, &DTensor)>,
+        weight: Option<&DTensor>,
+        bias: Option<&DTensor>,
+        eps: f64,
+    ) -> Result<DTensor> {
+        let own;
+        let (mean, variance) = match statistics {
+            Some(given) => given,
+            None => {
+                own = self.batch_statistics(0.0)?;
+                (&own.0, &own.1)
+            }
+        };
+        let centred = self.sub(&self.channels(mean)?)?;
+        let normal = centred.mul(&self.channels(&variance.add_scalar(eps)?.rsqrt()?)?)?;
+        normal.per_channel(weight, bias)
+    }
+
+    /// The mean and the variance (with divisor `n - correction`) of every channel of `[n, channels, ...]`.
+    #[track_caller]
+    pub fn batch_statistics(&self, correction: f64) -> Result<(DTensor, DTensor)> {
+        if self.rank() < 2 {
+            return Err(self.bad_dims("batch_norm", &[], "[n, channels, ...]"));
+        }
+        let others: Vec<isize> = (0..self.rank() as isize).filter(|&d| d != 1).collect();
+        Ok((self.mean(&others, false)?, self.var(&others, correction, false)?))
+    }
+
+    /// A vector with one number per channel as it stands beside `[n, channels, ...]`.
+    #[track_caller]
+    fn channels(&self, vector: &DTensor) -> Result<DTensor> {
+        vector.reshape(&[vec![-1], vec![1; self.rank() - 2]].concat())
+    }
+
+    #[track_caller]
+    fn per_channel(&self, weight: Option<&DTensor>, bias: Option<&DTensor>) -> Result<DTensor> {
+        let scaled = weight.map_or(Ok(self.clone()), |w| self.mul(&self.channels(w)?))?;
+        bias.map_or(Ok(scaled.clone()), |b| scaled.add(&self.channels(b)?))
+    }
+
     fn last_dims(&self, name: &str, dims: usize) -> Result<Vec<isize>> {
         if dims == 0 || dims > self.rank() {
             let found = format!("{dims} dimension(s) in {name} of shape {:?}", self.shape());
@@ -117,9 +181,27 @@ pub(super) const OPS: &[OpEntry] = &[
     },
     OpEntry { name: "layer_norm", samples, apply: |x| Ok(vec![x[0].layer_norm(1, None, None, 1e-5)?]) },
     OpEntry { name: "rms_norm", samples, apply: |x| Ok(vec![x[0].rms_norm(1, None, 1e-5)?]) },
+    OpEntry {
+        name: "group_norm",
+        samples: channels,
+        apply: |x| Ok(vec![x[0].group_norm(2, Some(&x[1]), Some(&x[1]), 1e-5)?]),
+    },
+    OpEntry {
+        name: "batch_norm",
+        samples: channels,
+        apply: |x| {
+            let given = (&x[1], &x[1].abs()?);
+            Ok(vec![x[0].batch_norm(None, Some(&x[1]), None, 1e-5)?, x[0].batch_norm(Some(given), None, None, 1e-5)?])
+        },
+    },
 ];
 
 fn samples() -> Vec<Vec<Sample>> {
     let shapes: [&[usize]; 3] = [&[4, 6], &[5, 3], &[3, 1]];
     shapes.iter().map(|shape| vec![Sample::new(shape, DType::F64)]).collect()
+}
+
+fn channels() -> Vec<Vec<Sample>> {
+    let shapes: [&[usize]; 2] = [&[3, 4, 2], &[5, 4]];
+    shapes.iter().map(|shape| vec![Sample::new(shape, DType::F64), Sample::new(&[4], DType::F64)]).collect()
 }

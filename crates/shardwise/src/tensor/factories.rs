@@ -206,6 +206,17 @@ impl DTensor {
         random_at(distribution, &layout, dtype, mesh, generator, Location::caller())
     }
 
+    /// Random elements in a layout, drawn from the generator of the mesh.
+    #[track_caller]
+    pub(crate) fn random_in(
+        layout: &Layout,
+        dtype: DType,
+        mesh: &DeviceMesh,
+        distribution: Distribution,
+    ) -> Result<DTensor> {
+        random_at(distribution, layout, dtype, mesh, mesh.generator(), Location::caller())
+    }
+
     /// Uniform random numbers in `0..1`, f32.
     #[track_caller]
     pub fn rand(

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 use serde::Deserialize;
 use serde_json::Value;
-use shardwise::ops::Reduction;
+use shardwise::ops::{Attention, Classes, Convolution, Reduction};
 use shardwise::prelude::*;
 
 use crate::vectors::{PlacementForm, TensorForm};
@@ -26,24 +26,6 @@ struct Input {
     global: TensorForm,
     placements: Vec<PlacementForm>,
     locals: Option<Vec<TensorForm>>,
-}
-
-/// Whether the operator of a case exists already.
-pub(crate) fn is_known(case: &Value) -> bool {
-    let name = case["op"].as_str().unwrap_or_default();
-    shardwise::ops::ops().any(|op| op.name == name)
-        || [
-            "where",
-            "masked_fill",
-            "lerp",
-            "cast",
-            "clone",
-            "full_like",
-            "dropout_eval",
-            "aminmax",
-            "masked_scatter_sum",
-        ]
-        .contains(&name)
 }
 
 pub(crate) fn check(case: &Value) -> std::result::Result<(), String> {
@@ -94,6 +76,21 @@ fn apply(name: &str, x: &[DTensor], attrs: &Value) -> Result<Vec<DTensor>> {
         _ => Reduction::Mean,
     };
     let dim = |key: &str| attrs[key].as_i64().unwrap_or(0) as isize;
+    let maybe_dim = attrs["dim"].as_i64().map(|d| d as isize);
+    let counts = |key: &str| -> Vec<usize> { dims(key).into_iter().map(|n| n as usize).collect() };
+    let count = |key: &str| counts(key).first().copied().unwrap_or(0);
+    let all: Vec<&DTensor> = x.iter().collect();
+    let both = |(a, b): (DTensor, DTensor)| Ok(vec![a, b]);
+    let classes = Classes {
+        reduction,
+        ignore_index: attrs["ignore_index"].as_i64().unwrap_or(-100),
+        label_smoothing: number("label_smoothing").unwrap_or(0.0),
+    };
+    let convolution = Convolution {
+        stride: attrs["stride"].as_u64().unwrap_or(1) as usize,
+        padding: count("padding"),
+        ..Convolution::default()
+    };
     let result = match name {
         "neg" => x[0].neg(),
         "abs" => x[0].abs(),
@@ -247,6 +244,68 @@ fn apply(name: &str, x: &[DTensor], attrs: &Value) -> Result<Vec<DTensor>> {
         "unsqueeze" => x[0].unsqueeze(dim("dim")),
         "squeeze" => x[0].squeeze(attrs["dim"].as_i64().map(|d| d as isize)),
         "expand" => x[0].expand(&dims("size")),
+        "view" => x[0].view(&dims("shape")),
+        "reshape" => x[0].reshape(&dims("shape")),
+        "flatten" => x[0].flatten(dim("start_dim"), dim("end_dim")),
+        "unflatten" => x[0].unflatten(dim("dim"), &dims("sizes")),
+        "diagonal" => x[0].diagonal(dim("offset")),
+        "cat" => DTensor::cat(&all, dim("dim")),
+        "stack" => DTensor::stack(&all, dim("dim")),
+        "split" => {
+            return match &attrs["split_size"] {
+                Value::Array(_) => x[0].split_sizes(&counts("split_size"), dim("dim")),
+                _ => x[0].split(count("split_size"), dim("dim")),
+            };
+        }
+        "chunk" => return x[0].chunk(count("chunks"), dim("dim")),
+        "slice" => {
+            let end = attrs["end"].as_i64().map(|e| e as isize);
+            x[0].slice(dim("dim"), dim("start"), end, attrs["step"].as_u64().unwrap_or(1) as usize)
+        }
+        "select" => x[0].select(dim("dim"), dim("index")),
+        "narrow" => x[0].narrow(dim("dim"), count("start"), count("length")),
+        "unbind" => return x[0].unbind(dim("dim")),
+        "pad" => {
+            let borders: Vec<(usize, usize)> = counts("pad").chunks(2).map(|b| (b[0], b[1])).collect();
+            x[0].pad(&borders, number("value").unwrap_or(0.0))
+        }
+        "flip" => x[0].flip(&dims("dims")),
+        "roll" => x[0].roll(&dims("shifts"), &dims("dims")),
+        "repeat" => x[0].repeat(&counts("repeats")),
+        "repeat_interleave" => x[0].repeat_interleave(count("repeats"), dim("dim")),
+        "tril" => x[0].tril(dim("diagonal")),
+        "triu" => x[0].triu(dim("diagonal")),
+        "index_select" => x[0].index_select(dim("dim"), &x[1]),
+        "index" => x[0].index(&x[1]),
+        "gather" => x[0].gather(dim("dim"), &x[1]),
+        "scatter" => x[0].scatter(dim("dim"), &x[1], &x[2]),
+        "scatter_add" => x[0].scatter_add(dim("dim"), &x[1], &x[2]),
+        "index_add" => x[0].index_add(dim("dim"), &x[1], &x[2]),
+        "embedding" => x[0].embedding(&x[1]),
+        "one_hot" => x[0].one_hot(count("num_classes")),
+        "bucketize" => x[0].bucketize(&x[1]),
+        "sort" => return both(x[0].sort(dim("dim"), flag("descending"))?),
+        "argsort" => x[0].argsort(dim("dim"), flag("descending")),
+        "topk" => {
+            return both(x[0].topk(count("k"), dim("dim"), attrs["largest"].as_bool().unwrap_or(true))?);
+        }
+        "max_dim" => return both(x[0].max_dim(dim("dim"), flag("keepdim"))?),
+        "min_dim" => return both(x[0].min_dim(dim("dim"), flag("keepdim"))?),
+        "argmax" => x[0].argmax(maybe_dim, flag("keepdim")),
+        "argmin" => x[0].argmin(maybe_dim, flag("keepdim")),
+        "cumsum" => x[0].cumsum(dim("dim")),
+        "cumprod" => x[0].cumprod(dim("dim")),
+        "group_norm" => x[0].group_norm(count("num_groups"), x.get(1), x.get(2), number("eps").unwrap_or(1e-5)),
+        "cross_entropy" => x[0].cross_entropy(&x[1], classes),
+        "nll_loss" => x[0].nll_loss(&x[1], classes),
+        "scaled_dot_product_attention" | "sdpa_masked" => {
+            let options = Attention { causal: flag("is_causal"), mask: x.get(3), scale: number("scale") };
+            x[0].scaled_dot_product_attention(&x[1], &x[2], options)
+        }
+        "conv1d" => x[0].conv1d(&x[1], x.get(2), convolution),
+        "conv2d" => x[0].conv2d(&x[1], x.get(2), convolution),
+        "avg_pool2d" => x[0].avg_pool2d(count("kernel_size"), None, 0),
+        "max_pool2d" => x[0].max_pool2d(count("kernel_size"), None, 0),
         other => return Err(Error::other(format!("no operator {other}"))),
     };
     Ok(vec![result?])

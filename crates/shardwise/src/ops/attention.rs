@@ -1,0 +1,137 @@
+//! Attention and its position encoding, made of other operators: whatever dimension is cut, they know what to exchange.
+
+use candle_core::DType;
+
+use super::{OpEntry, Sample};
+use crate::error::{Error, Result};
+use crate::placement::Placement;
+use crate::tensor::DTensor;
+
+/// What attention may look at.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Attention<'a> {
+    /// Queries look only at keys that are not later, counted from the end of both sequences' common beginning.
+    pub causal: bool,
+    /// Added to the scores; broadcasts to `[batch, heads, queries, keys]`.
+    pub mask: Option<&'a DTensor>,
+    /// Factor of the scores, by default one over the root of the size of a head.
+    pub scale: Option<f64>,
+}
+
+impl DTensor {
+    /// `softmax(q k^T * scale + mask) v` of queries `[..., heads, queries, size]`, which this tensor is, and of keys and
+    /// values `[..., heads, keys, size]`. Keys and values may have fewer heads, of which each serves a group of query heads.
+    #[track_caller]
+    pub fn scaled_dot_product_attention(
+        &self,
+        keys: &DTensor,
+        values: &DTensor,
+        options: Attention<'_>,
+    ) -> Result<DTensor> {
+        let (heads, groups) = self.check_attention(keys, values)?;
+        let size = self.shape()[self.rank() - 1];
+        let scale = options.scale.unwrap_or(1.0 / (size as f64).sqrt());
+        // Query heads that share a key head stand beside each other.
+        let grouped =
+            |x: &DTensor| if groups > 1 { x.unflatten(-3, &[heads as isize, groups as isize]) } else { Ok(x.clone()) };
+        let shared = |x: &DTensor| if groups > 1 { x.unsqueeze(-3) } else { Ok(x.clone()) };
+        let queries = grouped(&self.mul_scalar(scale)?)?;
+        let mut scores = queries.matmul(&shared(keys)?.transpose(-2, -1)?)?;
+        if let Some(mask) = options.mask {
+            let mask = if groups > 1 && mask.rank() > 2 { spread_heads(mask, heads, groups)? } else { mask.clone() };
+            scores = scores.add(&mask)?;
+        }
+        if options.causal {
+            scores = scores.causal(0, f64::NEG_INFINITY)?;
+        }
+        let mixed = scores.softmax(-1)?.matmul(&shared(values)?)?;
+        if groups > 1 { mixed.flatten(-4, -3) } else { Ok(mixed) }
+    }
+
+    /// Heads of keys, and query heads for each.
+    fn check_attention(&self, keys: &DTensor, values: &DTensor) -> Result<(usize, usize)> {
+        let (q, k, v) = (self.shape(), keys.shape(), values.shape());
+        let fits = || {
+            let [batch_q @ .., heads, _, size] = q else { return None };
+            let [batch_k @ .., shared, keys, key_size] = k else { return None };
+            let [batch_v @ .., value_heads, values, _] = v else { return None };
+            let whole = *shared > 0 && heads.is_multiple_of(*shared) && shared == value_heads;
+            let same = batch_q == batch_k && batch_k == batch_v && size == key_size && keys == values;
+            (whole && same).then(|| (*shared, heads / shared))
+        };
+        fits().ok_or_else(|| {
+            Error::invalid(
+                "operands",
+                format!("queries {q:?}, keys {k:?} and values {v:?} in scaled_dot_product_attention"),
+                "[..., heads, length, size] with equal leading sizes, and query heads that are a multiple of key heads",
+                "reshape the operands",
+            )
+        })
+    }
+
+    /// Rotates pairs of features by angles that grow with the position: `x` is `[..., length, size]`, feature `i` of the
+    /// first half of a head goes with feature `i` of the second, and turns by `position * base^(-2 i / size)`. The first
+    /// row has position `first`.
+    #[track_caller]
+    pub fn rotary_embedding(&self, base: f64, first: usize) -> Result<DTensor> {
+        let [.., length, size] = *self.shape() else {
+            return Err(self.bad_dims("rotary_embedding", &[], "[..., length, size]"));
+        };
+        if size % 2 == 1 || !self.dtype().is_float() {
+            return Err(self.bad_dims("rotary_embedding", &[], "an even number of floating-point features"));
+        }
+        let half = size / 2;
+        let table = |f: fn(f64) -> f64| {
+            let whole = vec![Placement::Replicate; self.placements().len()];
+            let angle = move |at: &[usize]| {
+                let frequency = base.powf(-2.0 * at[1] as f64 / size as f64);
+                f((first + at[0]) as f64 * frequency)
+            };
+            DTensor::from_fn((length, half), self.dtype(), self.device_mesh(), whole, angle)
+        };
+        let (cos, sin) = (table(f64::cos)?, table(f64::sin)?);
+        let (a, b) = (self.narrow(-1, 0, half)?, self.narrow(-1, half, half)?);
+        let left = a.mul(&cos)?.sub(&b.mul(&sin)?)?;
+        let right = b.mul(&cos)?.add(&a.mul(&sin)?)?;
+        DTensor::cat(&[&left, &right], -1)
+    }
+}
+
+/// A mask with a dimension of heads, as it stands beside grouped heads.
+#[track_caller]
+fn spread_heads(mask: &DTensor, heads: usize, groups: usize) -> Result<DTensor> {
+    match mask.shape()[mask.rank() - 3] {
+        1 => mask.unsqueeze(-3),
+        _ => mask.unflatten(-3, &[heads as isize, groups as isize]),
+    }
+}
+
+pub(super) const OPS: &[OpEntry] = &[
+    OpEntry {
+        name: "scaled_dot_product_attention",
+        samples: heads,
+        apply: |x| {
+            let mask = x[0].select(0, 0)?.select(0, 0)?.narrow(1, 0, 1)?;
+            let masked = Attention { mask: Some(&mask), ..Attention::default() };
+            let causal = Attention { causal: true, scale: Some(0.01), ..Attention::default() };
+            let attend = |options| x[0].mul_scalar(0.1)?.scaled_dot_product_attention(&x[1], &x[2], options);
+            Ok(vec![attend(Attention::default())?, attend(causal)?, attend(masked)?])
+        },
+    },
+    OpEntry {
+        name: "rotary_embedding",
+        samples: rotated,
+        apply: |x| Ok(vec![x[0].rotary_embedding(10000.0, 0)?, x[0].rotary_embedding(100.0, 3)?]),
+    },
+];
+
+fn heads() -> Vec<Vec<Sample>> {
+    let all = |q: &[usize], k: &[usize]| {
+        vec![Sample::new(q, DType::F64), Sample::new(k, DType::F64), Sample::new(k, DType::F64)]
+    };
+    vec![all(&[1, 2, 3, 2], &[1, 2, 3, 2]), all(&[1, 4, 3, 2], &[1, 2, 3, 2])]
+}
+
+fn rotated() -> Vec<Vec<Sample>> {
+    vec![vec![Sample::new(&[2, 5, 6], DType::F64)], vec![Sample::new(&[3, 2], DType::F64)]]
+}

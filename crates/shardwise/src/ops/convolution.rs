@@ -1,0 +1,359 @@
+//! Convolutions and pooling as products and reductions of windows. Where a spatial dimension is cut, a rank fetches the
+//! rows that its windows reach beyond its own part: the halo.
+
+use std::panic::Location;
+
+use candle_core::{DType, Tensor, WithDType};
+
+use super::scalar::Scalar;
+use super::{OpEntry, Sample};
+use crate::error::{Error, Result};
+use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
+use crate::local::{dense, with_type};
+use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::placement::ReduceOp;
+use crate::rule::{Decision, Need, Shared, Signature};
+use crate::tensor::DTensor;
+
+/// How windows lie along one dimension.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Window {
+    size: usize,
+    stride: usize,
+    padding: usize,
+    dilation: usize,
+}
+
+/// From `[n, c, spatial...]` all windows: `[n, c, offsets in the window..., windows...]`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Windows {
+    name: &'static str,
+    windows: Vec<Window>,
+    /// What stands in the border.
+    border: Scalar,
+}
+
+/// How a convolution goes over its input, alike in all spatial dimensions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Convolution {
+    /// Distance of windows.
+    pub stride: usize,
+    /// Width of the border of zeros.
+    pub padding: usize,
+    /// Distance of the elements within a window.
+    pub dilation: usize,
+    /// Input and output channels fall into so many groups that do not mix.
+    pub groups: usize,
+}
+
+impl Default for Convolution {
+    fn default() -> Self {
+        Convolution { stride: 1, padding: 0, dilation: 1, groups: 1 }
+    }
+}
+
+impl DTensor {
+    /// Cross-correlation of `[n, channels, length]` with a weight `[out, channels / groups, size]`, plus a bias `[out]`.
+    #[track_caller]
+    pub fn conv1d(&self, weight: &DTensor, bias: Option<&DTensor>, options: Convolution) -> Result<DTensor> {
+        self.convolution("conv1d", 1, weight, bias, options)
+    }
+
+    /// Cross-correlation of `[n, channels, height, width]` with a weight `[out, channels / groups, height, width]`, plus a
+    /// bias `[out]`.
+    #[track_caller]
+    pub fn conv2d(&self, weight: &DTensor, bias: Option<&DTensor>, options: Convolution) -> Result<DTensor> {
+        self.convolution("conv2d", 2, weight, bias, options)
+    }
+
+    /// Means over windows of `[n, channels, length]`; the stride is the size unless given.
+    #[track_caller]
+    pub fn avg_pool1d(&self, size: usize, stride: Option<usize>, padding: usize) -> Result<DTensor> {
+        self.pooling("avg_pool1d", 1, size, stride, padding, 0.0)?.mean(&[2], false)
+    }
+
+    /// Means over windows of `[n, channels, height, width]`; the stride is the size unless given.
+    #[track_caller]
+    pub fn avg_pool2d(&self, size: usize, stride: Option<usize>, padding: usize) -> Result<DTensor> {
+        self.pooling("avg_pool2d", 2, size, stride, padding, 0.0)?.mean(&[2, 3], false)
+    }
+
+    /// The largest elements of windows of `[n, channels, length]`; the stride is the size unless given.
+    #[track_caller]
+    pub fn max_pool1d(&self, size: usize, stride: Option<usize>, padding: usize) -> Result<DTensor> {
+        self.pooling("max_pool1d", 1, size, stride, padding, f64::NEG_INFINITY)?.amax(&[2], false)
+    }
+
+    /// The largest elements of windows of `[n, channels, height, width]`; the stride is the size unless given.
+    #[track_caller]
+    pub fn max_pool2d(&self, size: usize, stride: Option<usize>, padding: usize) -> Result<DTensor> {
+        self.pooling("max_pool2d", 2, size, stride, padding, f64::NEG_INFINITY)?.amax(&[2, 3], false)
+    }
+
+    #[track_caller]
+    fn convolution(
+        &self,
+        name: &'static str,
+        spatial: usize,
+        weight: &DTensor,
+        bias: Option<&DTensor>,
+        options: Convolution,
+    ) -> Result<DTensor> {
+        let Convolution { stride, padding, dilation, groups } = options;
+        let fits = self.rank() == spatial + 2
+            && weight.rank() == spatial + 2
+            && groups > 0
+            && self.shape()[1] == weight.shape()[1] * groups
+            && weight.shape()[0].is_multiple_of(groups);
+        if !fits {
+            let found = format!("shapes {:?} and {:?} with {groups} group(s) in {name}", self.shape(), weight.shape());
+            let needed = "[n, channels, ...] and [out, channels / groups, ...]";
+            return Err(Error::invalid("operands", found, needed, "reshape the operands"));
+        }
+        let windows = weight.shape()[2..].iter().map(|&size| Window { size, stride, padding, dilation }).collect();
+        let windows = self.windows(Windows { name, windows, border: Scalar(0.0) })?;
+        let (inside, places) = (&"ij"[..spatial], &"hw"[..spatial]);
+        let product = if groups == 1 {
+            DTensor::einsum(&format!("nc{inside}{places},oc{inside}->no{places}"), &[&windows, weight])?
+        } else {
+            let apart = windows.unflatten(1, &[groups as isize, -1])?;
+            let weight = weight.unflatten(0, &[groups as isize, -1])?;
+            DTensor::einsum(&format!("ngc{inside}{places},goc{inside}->ngo{places}"), &[&apart, &weight])?
+                .flatten(1, 2)?
+        };
+        let Some(bias) = bias else { return Ok(product) };
+        product.add(&bias.reshape(&[vec![-1], vec![1; spatial]].concat())?)
+    }
+
+    #[track_caller]
+    fn pooling(
+        &self,
+        name: &'static str,
+        spatial: usize,
+        size: usize,
+        stride: Option<usize>,
+        padding: usize,
+        border: f64,
+    ) -> Result<DTensor> {
+        if self.rank() != spatial + 2 || padding * 2 > size {
+            return Err(self.bad_dims(
+                name,
+                &[padding as isize],
+                "[n, channels, ...] and padding of half a window at most",
+            ));
+        }
+        let window = Window { size, stride: stride.unwrap_or(size), padding, dilation: 1 };
+        self.windows(Windows { name, windows: vec![window; spatial], border: Scalar(border) })
+    }
+
+    #[track_caller]
+    fn windows(&self, op: Windows) -> Result<DTensor> {
+        Ok(dispatch(&op, &[self], Location::caller())?.swap_remove(0))
+    }
+}
+
+impl Window {
+    /// How far a window reaches.
+    fn reach(&self) -> usize {
+        (self.size - 1) * self.dilation + 1
+    }
+
+    /// How many windows a dimension has; `None` if not even one fits.
+    fn count(&self, n: usize) -> Option<usize> {
+        let room = (n + 2 * self.padding).checked_sub(self.reach())?;
+        Some(room / self.stride + 1)
+    }
+
+    /// The index that decides which part a window belongs to: the one in its middle.
+    fn middle(&self, window: usize, n: usize) -> usize {
+        (window * self.stride + self.reach() / 2).saturating_sub(self.padding).min(n - 1)
+    }
+
+    /// The indices that windows `from..to` need, cut off at the ends.
+    fn needed(&self, from: usize, to: usize, n: usize) -> std::ops::Range<usize> {
+        if from >= to {
+            return 0..0;
+        }
+        let start = (from * self.stride).saturating_sub(self.padding).min(n);
+        let end = ((to - 1) * self.stride + self.reach()).saturating_sub(self.padding).clamp(start, n);
+        start..end
+    }
+}
+
+impl Op for Windows {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let x = &inputs[0];
+        let bad = |window: &Window| window.size == 0 || window.stride == 0 || window.dilation == 0;
+        let counts: Option<Vec<usize>> = match self.windows.iter().any(bad) {
+            true => None,
+            false => self.windows.iter().zip(&x.shape[2..]).map(|(w, &n)| w.count(n)).collect(),
+        };
+        let Some(counts) = counts else {
+            let found = format!("shape {:?} and windows {:?} in {}", x.shape, self.windows, self.name);
+            return Err(Error::invalid(
+                "operands",
+                found,
+                "room for at least one window",
+                "pad more or shrink the window",
+            ));
+        };
+        let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
+        let inside = vec![None; self.windows.len()];
+        let signature = Signature::new(
+            dims.iter().map(|_| Shared::Free),
+            [dims.clone()],
+            [[&dims[..2], &inside, &dims[2..]].concat()],
+        );
+        let signature = match self.border.0 {
+            0.0 => signature.passing_all(),
+            _ => signature.passing([Some(ReduceOp::Max)], ReduceOp::Max),
+        };
+        let sizes: Vec<usize> = self.windows.iter().map(|w| w.size).collect();
+        let shape = [&x.shape[..2], &sizes, &counts].concat();
+        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
+    }
+
+    fn decide(&self, plan: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
+        let spatial = self.windows.len();
+        let shape = &plan.outputs[0].shape;
+        let mut from = inputs[0].clone();
+        let pending: Vec<usize> =
+            (0..from.mesh().ndim()).filter(|&a| from.placements()[a].is_partial() && self.border.0 != 0.0).collect();
+        from = from.without_axes(&pending)?;
+        let axes: Vec<usize> = (0..spatial).flat_map(|s| from.shard_order(2 + s).to_vec()).collect();
+        if !axes.is_empty() {
+            from = from.unstrided(&|_| true)?;
+        }
+        // A window belongs to the part that holds its middle.
+        let mut resized = from.clone();
+        for (s, window) in self.windows.iter().enumerate() {
+            let (n, count) = (from.shape()[2 + s], shape[2 + spatial + s]);
+            let owned = |runs: &Runs| {
+                runs.iter().map(|run| (0..count).filter(|&w| n > 0 && run.contains(&window.middle(w, n))).count()).sum()
+            };
+            resized = resized.resized(2 + s, count, &owned)?;
+        }
+        let (mut placements, mut cuts) = (resized.placements().to_vec(), resized.cuts());
+        for placement in &mut placements {
+            if let Some(dim) = placement.shard_dim().filter(|&d| d >= 2) {
+                *placement = placement.with_dim(dim + spatial);
+            }
+        }
+        cuts.splice(2..2, vec![Vec::new(); spatial]);
+        let to = Layout::from_cuts(from.mesh(), shape, &placements, &cuts)?;
+        if axes.is_empty() {
+            return Ok(Decision { inputs: vec![Need::As(from)], outputs: vec![to] });
+        }
+        let boxes = from.mesh().ranks().iter().map(|&rank| {
+            let (mut offsets, mut sizes) = (from.global_offset(rank), from.local_shape(rank));
+            let (first, count) = (to.global_offset(rank), to.local_shape(rank));
+            for (s, window) in self.windows.iter().enumerate() {
+                let at = 2 + spatial + s;
+                let needed = window.needed(first[at], first[at] + count[at], from.shape()[2 + s]);
+                (offsets[2 + s], sizes[2 + s]) = (needed.start, needed.len());
+            }
+            TensorBox { offsets, sizes }
+        });
+        let boxes = boxes.collect();
+        Ok(Decision { inputs: vec![Need::Boxes { from, axes, boxes }], outputs: vec![to] })
+    }
+
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+        let x = dense(&inputs[0])?;
+        let spatial = self.windows.len();
+        let outer = x.dims()[0] * x.dims()[1];
+        // Per spatial dimension, window and offset the local index, `None` in the border.
+        let mut tables: Vec<Vec<Vec<Option<usize>>>> = Vec::new();
+        for (s, window) in self.windows.iter().enumerate() {
+            let (held, own) = (at.input(0, 2 + s), at.output(0, 2 + spatial + s));
+            let n = at.input_shape(0)[2 + s];
+            let start = held.first().unwrap_or(0);
+            let place = |w: usize, offset: usize| {
+                let index = (w * window.stride + offset * window.dilation).checked_sub(window.padding)?;
+                (index < n).then(|| index - start)
+            };
+            let line = |offset: usize| own.iter().flatten().map(|w| place(w, offset)).collect();
+            tables.push((0..window.size).map(line).collect());
+        }
+        let counts: Vec<usize> = tables.iter().map(|t| t[0].len()).collect();
+        let sizes: Vec<usize> = self.windows.iter().map(|w| w.size).collect();
+        let shape = [&x.dims()[..2], &sizes, &counts].concat();
+        let total: usize = shape.iter().product();
+        with_type!(x.dtype(), T => {
+            let border = T::from_f64(self.border.0);
+            let values: Vec<T> = if x.elem_count() == 0 { Vec::new() } else { x.flatten_all()?.to_vec1()? };
+            let mut out: Vec<T> = Vec::with_capacity(total);
+            let single = [vec![Some(0)]];
+            // One spatial dimension is a plane of one row.
+            let (rows, columns) = if spatial == 1 { (&single[..], &tables[0][..]) } else { (&tables[0][..], &tables[1][..]) };
+            let width = x.dims()[x.rank() - 1];
+            let height = if spatial == 1 { 1 } else { x.dims()[2] };
+            for plane in 0..outer {
+                let plane = &values[plane * width * height..(plane + 1) * width * height];
+                for row in rows {
+                    for column in columns {
+                        for r in row {
+                            out.extend(column.iter().map(|c| match (r, c) {
+                                (Some(r), Some(c)) => plane[r * width + c],
+                                _ => border,
+                            }));
+                        }
+                    }
+                }
+            }
+            Ok(vec![Tensor::from_vec(out, shape.as_slice(), x.device())?])
+        }, otherwise unreachable!("tensors of a mesh have served types"))
+    }
+}
+
+pub(super) const OPS: &[OpEntry] = &[
+    OpEntry {
+        name: "conv1d",
+        samples: lines,
+        apply: |x| {
+            let wide = Convolution { stride: 2, padding: 2, dilation: 2, groups: 1 };
+            let bias = x[1].select(1, 0)?.select(1, 0)?;
+            Ok(vec![x[0].conv1d(&x[1], None, Convolution::default())?, x[0].conv1d(&x[1], Some(&bias), wide)?])
+        },
+    },
+    OpEntry {
+        name: "conv2d",
+        samples: planes,
+        apply: |x| {
+            let wide = Convolution { stride: 2, padding: 1, ..Convolution::default() };
+            Ok(vec![x[0].conv2d(&x[1], None, Convolution::default())?, x[0].conv2d(&x[1], None, wide)?])
+        },
+    },
+    OpEntry {
+        name: "avg_pool1d",
+        samples: line,
+        apply: |x| Ok(vec![x[0].avg_pool1d(2, None, 0)?, x[0].avg_pool1d(3, Some(1), 1)?]),
+    },
+    OpEntry { name: "max_pool1d", samples: line, apply: |x| Ok(vec![x[0].max_pool1d(2, None, 1)?]) },
+    OpEntry { name: "avg_pool2d", samples: plane, apply: |x| Ok(vec![x[0].avg_pool2d(2, None, 0)?]) },
+    OpEntry {
+        name: "max_pool2d",
+        samples: plane,
+        apply: |x| Ok(vec![x[0].max_pool2d(2, None, 0)?, x[0].max_pool2d(3, Some(2), 1)?]),
+    },
+];
+
+fn lines() -> Vec<Vec<Sample>> {
+    vec![vec![Sample::new(&[2, 2, 7], DType::I64), Sample::new(&[3, 2, 3], DType::I64)]]
+}
+
+fn planes() -> Vec<Vec<Sample>> {
+    vec![vec![Sample::new(&[1, 2, 5, 4], DType::I64), Sample::new(&[2, 2, 3, 2], DType::I64)]]
+}
+
+fn line() -> Vec<Vec<Sample>> {
+    vec![vec![Sample::new(&[2, 2, 7], DType::F64)]]
+}
+
+fn plane() -> Vec<Vec<Sample>> {
+    vec![vec![Sample::new(&[1, 2, 6, 5], DType::F64)]]
+}
