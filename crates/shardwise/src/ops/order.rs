@@ -160,9 +160,10 @@ impl DTensor {
             return Err(Error::invalid("number of elements", found, "no more than there are", "ask for fewer"));
         }
         let whole = Best { name, dim, k, order, stage: Stage::Whole };
-        // Candidates are worth it where they are fewer than the elements.
+        // Candidates, which travel with their indices, are worth it where they take less than the elements.
         let parts: usize = self.layout().shard_order(dim).iter().map(|&a| self.layout().mesh().shape()[a]).product();
-        if parts == 1 || k * parts >= self.shape()[dim] {
+        let (own, index) = (self.dtype().size_in_bytes(), DType::I64.size_in_bytes());
+        if parts == 1 || k * parts * (own + index) >= self.shape()[dim] * own {
             return pair(dispatch(&whole, &[self], site)?);
         }
         let (values, indices) = pair(dispatch(&Best { stage: Stage::Candidates, ..whole }, &[self], site)?)?;

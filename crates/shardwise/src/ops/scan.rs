@@ -36,43 +36,52 @@ impl DTensor {
     /// The running sum along a dimension; whole numbers give i64.
     #[track_caller]
     pub fn cumsum(&self, dim: isize) -> Result<DTensor> {
-        Ok(self.scan("cumsum", dim, Kind::Sum)?.0)
+        Ok(self.scan("cumsum", dim, Kind::Sum)?.swap_remove(0))
     }
 
     /// The running product along a dimension; whole numbers give i64.
     #[track_caller]
     pub fn cumprod(&self, dim: isize) -> Result<DTensor> {
-        Ok(self.scan("cumprod", dim, Kind::Prod)?.0)
+        Ok(self.scan("cumprod", dim, Kind::Prod)?.swap_remove(0))
     }
 
     /// The running maximum along a dimension and the last index where it is; not-a-number wins from where it stands on.
     #[track_caller]
     pub fn cummax(&self, dim: isize) -> Result<(DTensor, DTensor)> {
-        self.scan("cummax", dim, Kind::Max)
+        pair(self.scan("cummax", dim, Kind::Max)?)
     }
 
     /// The running minimum along a dimension and the last index where it is; not-a-number wins from where it stands on.
     #[track_caller]
     pub fn cummin(&self, dim: isize) -> Result<(DTensor, DTensor)> {
-        self.scan("cummin", dim, Kind::Min)
+        pair(self.scan("cummin", dim, Kind::Min)?)
     }
 
+    /// The running totals and, for extremes, their indices.
     #[track_caller]
-    fn scan(&self, name: &'static str, dim: isize, kind: Kind) -> Result<(DTensor, DTensor)> {
+    fn scan(&self, name: &'static str, dim: isize, kind: Kind) -> Result<Vec<DTensor>> {
         let site = Location::caller();
         let op = Scan { dim: self.resolve_dim(name, dim)?, kind };
-        let scanned = dispatch(&op, &[self], site)?;
-        let [values, indices, totals, places] = &scanned[..] else { unreachable!("four outputs") };
-        if values.layout().shard_order(op.dim).is_empty() {
-            return Ok((values.clone(), indices.clone()));
+        let mut scanned = dispatch(&op, &[self], site)?;
+        if !scanned[0].layout().shard_order(op.dim).is_empty() {
+            return dispatch(&Carry(op), &scanned.iter().collect::<Vec<_>>(), site);
         }
-        let mut carried = dispatch(&Carry(op), &[values, indices, totals, places], site)?;
-        let indices = carried.pop().expect("two outputs");
-        Ok((carried.pop().expect("two outputs"), indices))
+        scanned.truncate(kind.outputs());
+        Ok(scanned)
     }
 }
 
+fn pair(mut outputs: Vec<DTensor>) -> Result<(DTensor, DTensor)> {
+    let indices = outputs.pop().expect("two outputs");
+    Ok((outputs.pop().expect("two outputs"), indices))
+}
+
 impl Kind {
+    /// How many tensors tell a total: extremes have an index too.
+    fn outputs(self) -> usize {
+        if matches!(self, Kind::Max | Kind::Min) { 2 } else { 1 }
+    }
+
     fn dtype(self, input: DType) -> DType {
         match self {
             Kind::Sum | Kind::Prod if !input.is_float() => DType::I64,
@@ -112,21 +121,23 @@ impl Op for Scan {
         }
     }
 
-    /// Outputs: running totals, their indices (for extremes), and one total and index per part.
+    /// Outputs: running totals (with their indices for extremes), and the same for the end of every part.
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
         let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
-        let all = [dims.clone(), dims.clone(), dims.clone(), dims.clone()];
+        let all = vec![dims.clone(); 2 * self.kind.outputs()];
         let signature = Signature::new(dims.iter().map(|_| Shared::Free), [dims.clone()], all);
         let of = |dtype: DType| TensorMeta { shape: x.shape.clone(), dtype };
-        let (value, index) = (of(self.kind.dtype(x.dtype)), of(DType::I64));
-        Ok(OpPlan { signature, outputs: vec![value.clone(), index.clone(), value, index] })
+        let one = [of(self.kind.dtype(x.dtype)), of(DType::I64)];
+        let one = &one[..self.kind.outputs()];
+        Ok(OpPlan { signature, outputs: [one, one].concat() })
     }
 
     fn decide(&self, _: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
         let from = inputs[0].settled().unstrided(&|dim| dim == self.dim)?;
-        let totals = totals(&from, self.dim)?;
-        Ok(Decision { inputs: vec![Need::As(from.clone())], outputs: vec![from.clone(), from, totals.clone(), totals] })
+        let (running, ends) =
+            (vec![from.clone(); self.kind.outputs()], vec![totals(&from, self.dim)?; self.kind.outputs()]);
+        Ok(Decision { inputs: vec![Need::As(from)], outputs: [running, ends].concat() })
     }
 
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
@@ -162,6 +173,9 @@ impl Op for Scan {
             true => scan!(reals(x)?, real, from_reals),
             false => scan!(wholes(x)?, whole, from_wholes),
         };
+        if self.kind.outputs() == 1 {
+            return Ok(vec![values, totals]);
+        }
         Ok(vec![values, from_wholes(indices, x.dims(), DType::I64)?, totals, from_wholes(last, &shape, DType::I64)?])
     }
 }
@@ -197,49 +211,53 @@ impl Op for Carry {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
-        let all = [dims.clone(), dims.clone(), dims.clone(), dims.clone()];
-        let signature = Signature::new(dims.iter().map(|_| Shared::Free), all, [dims.clone(), dims.clone()]);
-        Ok(OpPlan { signature, outputs: inputs[..2].to_vec() })
+        let count = self.0.kind.outputs();
+        let signature =
+            Signature::new(dims.iter().map(|_| Shared::Free), vec![dims.clone(); 2 * count], vec![dims.clone(); count]);
+        Ok(OpPlan { signature, outputs: inputs[..count].to_vec() })
     }
 
     fn decide(&self, _: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
-        let values = inputs[0].clone();
-        let totals = inputs[2].without_axes(values.shard_order(self.0.dim))?;
-        let needs = [&values, &values, &totals, &totals].map(|l| Need::As(l.clone()));
-        Ok(Decision { inputs: needs.to_vec(), outputs: vec![values.clone(), values] })
+        let (running, ends) = inputs.split_at(self.0.kind.outputs());
+        let whole = ends[0].without_axes(running[0].shard_order(self.0.dim))?;
+        let outputs: Vec<Layout> = running.iter().map(|&l| l.clone()).collect();
+        let needs = outputs.iter().cloned().chain(ends.iter().map(|_| whole.clone())).map(Need::As);
+        Ok(Decision { inputs: needs.collect(), outputs })
     }
 
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
         let Scan { dim, kind } = self.0;
-        let [x, indices, totals, places] = inputs else { unreachable!("four inputs") };
+        let (running, ends) = inputs.split_at(kind.outputs());
+        let (x, totals) = (&running[0], &ends[0]);
         // The parts before this one are those that begin before it.
         let held = at.input(0, dim);
         let before = match held.iter().next() {
             Some(run) => at.parts_before(0, dim, run.start),
-            None => return Ok(vec![x.clone(), indices.clone()]),
+            None => 0,
         };
         if before == 0 || x.elem_count() == 0 {
-            return Ok(vec![x.clone(), indices.clone()]);
+            return Ok(running.to_vec());
         }
         let (lines, heads) = (Lines::new(x.dims(), dim), Lines::new(totals.dims(), dim));
         let count = x.elem_count() / lines.n;
-        let (mut index, place) = (wholes(indices)?, wholes(places)?);
+        let of = |tensors: &[Tensor]| tensors.get(1).map_or(Ok(Vec::new()), wholes);
+        let (mut index, place) = (of(running)?, of(ends)?);
         macro_rules! carry {
             ($read:ident, $step:ident, $from:ident) => {{
                 let (mut values, totals) = ($read(&dense(x)?)?, $read(&dense(totals)?)?);
                 for line in 0..count {
-                    let (mut total, mut from) = (totals[heads.at(line, 0)], place[heads.at(line, 0)]);
+                    let (mut total, mut from) = (totals[heads.at(line, 0)], heads.at(line, 0));
                     for part in 1..before {
                         let here = heads.at(line, part);
                         let (next, new) = kind.$step(total, totals[here]);
-                        (total, from) = (next, if new { place[here] } else { from });
+                        (total, from) = (next, if new { here } else { from });
                     }
                     for j in 0..lines.n {
                         let here = lines.at(line, j);
                         let (next, new) = kind.$step(total, values[here]);
                         values[here] = next;
-                        if !new {
-                            index[here] = from;
+                        if !new && !index.is_empty() {
+                            index[here] = place[from];
                         }
                     }
                 }
@@ -250,6 +268,9 @@ impl Op for Carry {
             true => carry!(reals, real, from_reals),
             false => carry!(wholes, whole, from_wholes),
         };
+        if kind.outputs() == 1 {
+            return Ok(vec![values]);
+        }
         Ok(vec![values, from_wholes(index, x.dims(), DType::I64)?])
     }
 }

@@ -1,23 +1,65 @@
 //! Operators made of others: ranks that share a dimension exchange statistics of it, not data.
 
-use candle_core::DType;
+use std::panic::Location;
+
+use candle_core::{DType, Tensor};
 
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
+use crate::layout::TensorMeta;
+use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::rule::{Shared, Signature};
 use crate::tensor::DTensor;
 
+/// The tensor itself without pending reductions, for operators that need it more than once.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Settle {
+    name: &'static str,
+    /// Dimensions that shall not be cut for it.
+    dims: Vec<usize>,
+}
+
+impl Op for Settle {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
+        let shared = (0..dims.len()).map(|d| if self.dims.contains(&d) { Shared::Never } else { Shared::Free });
+        let signature = Signature::new(shared, [dims.clone()], [dims.clone()]);
+        Ok(OpPlan { signature, outputs: vec![inputs[0].clone()] })
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+        Ok(inputs.to_vec())
+    }
+}
+
 impl DTensor {
+    /// The tensor without pending reductions, brought about as is best for an operator along some dimensions.
+    #[track_caller]
+    fn settle(&self, name: &'static str, dims: &[isize]) -> Result<DTensor> {
+        if !self.layout().is_partial() {
+            return Ok(self.clone());
+        }
+        let dims = dims.iter().map(|&d| self.resolve_dim(name, d)).collect::<Result<_>>()?;
+        Ok(dispatch(&Settle { name, dims }, &[self], Location::caller())?.swap_remove(0))
+    }
+
     /// `exp(x)` divided by its sum along a dimension.
     #[track_caller]
     pub fn softmax(&self, dim: isize) -> Result<DTensor> {
-        let exponentials = self.sub(&self.amax(&[dim], true)?)?.exp()?;
+        let x = self.settle("softmax", &[dim])?;
+        let exponentials = x.sub(&x.amax(&[dim], true)?)?.exp()?;
         exponentials.div(&exponentials.sum(&[dim], true)?)
     }
 
     /// The logarithm of the softmax.
     #[track_caller]
     pub fn log_softmax(&self, dim: isize) -> Result<DTensor> {
-        let shifted = self.sub(&self.amax(&[dim], true)?)?;
+        let x = self.settle("log_softmax", &[dim])?;
+        let shifted = x.sub(&x.amax(&[dim], true)?)?;
         shifted.sub(&shifted.exp()?.sum(&[dim], true)?.log()?)
     }
 
@@ -25,8 +67,9 @@ impl DTensor {
     #[track_caller]
     pub fn logsumexp(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
         // An infinite shift would turn everything into not-a-number.
-        let shift = self.amax(dims, true)?.nan_to_num(f64::NAN, 0.0, 0.0)?;
-        let sum = self.sub(&shift)?.exp()?.sum(dims, true)?.log()?;
+        let x = self.settle("logsumexp", dims)?;
+        let shift = x.amax(dims, true)?.nan_to_num(f64::NAN, 0.0, 0.0)?;
+        let sum = x.sub(&shift)?.exp()?.sum(dims, true)?.log()?;
         let kept = sum.add(&shift)?;
         if keepdim {
             return Ok(kept);
@@ -37,7 +80,8 @@ impl DTensor {
     /// The variance over some dimensions (all for none named), with divisor `n - correction`.
     #[track_caller]
     pub fn var(&self, dims: &[isize], correction: f64, keepdim: bool) -> Result<DTensor> {
-        let centred = self.sub(&self.mean(dims, true)?)?;
+        let x = self.settle("var", dims)?;
+        let centred = x.sub(&x.mean(dims, true)?)?;
         let squares = centred.square()?.sum(dims, keepdim)?;
         let count = self.elem_count() as f64 / squares.elem_count().max(1) as f64;
         squares.div_scalar((count - correction).max(0.0))
@@ -73,7 +117,8 @@ impl DTensor {
         eps: f64,
     ) -> Result<DTensor> {
         let last = self.last_dims("layer_norm", dims)?;
-        let centred = self.sub(&self.mean(&last, true)?)?;
+        let x = self.settle("layer_norm", &last)?;
+        let centred = x.sub(&x.mean(&last, true)?)?;
         let variance = centred.square()?.mean(&last, true)?;
         let normal = centred.mul(&variance.add_scalar(eps)?.rsqrt()?)?;
         let scaled = weight.map_or(Ok(normal.clone()), |w| normal.mul(w))?;
@@ -84,7 +129,8 @@ impl DTensor {
     #[track_caller]
     pub fn rms_norm(&self, dims: usize, weight: Option<&DTensor>, eps: f64) -> Result<DTensor> {
         let last = self.last_dims("rms_norm", dims)?;
-        let normal = self.mul(&self.square()?.mean(&last, true)?.add_scalar(eps)?.rsqrt()?)?;
+        let x = self.settle("rms_norm", &last)?;
+        let normal = x.mul(&x.square()?.mean(&last, true)?.add_scalar(eps)?.rsqrt()?)?;
         weight.map_or(Ok(normal.clone()), |w| normal.mul(w))
     }
 

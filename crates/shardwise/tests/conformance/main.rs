@@ -20,4 +20,5 @@ fn redistribute() {
 #[test]
 fn ops() {
     vectors::run("ops", ops::check);
+    ops::compare_bytes();
 }
