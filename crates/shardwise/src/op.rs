@@ -4,10 +4,11 @@
 use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher, Hash, Hasher};
+use std::hash::{BuildHasherDefault, Hash, Hasher};
 use std::rc::Rc;
 
 use candle_core::{DType, Tensor};
+use rustc_hash::FxHasher;
 use smallvec::SmallVec;
 
 use crate::comm::{DeviceMesh, implicitly};
@@ -41,6 +42,7 @@ pub trait Op: Any + Clone + Eq + Hash {
 /// Where a rank stands when it carries out an operator.
 pub struct Place<'a> {
     decision: &'a Decision,
+    locals: &'a [TensorMeta],
     mesh: &'a Mesh,
     rank: usize,
 }
@@ -55,6 +57,11 @@ impl Place<'_> {
                 Runs::range(own.offsets[dim]..own.offsets[dim] + own.sizes[dim])
             }
         }
+    }
+
+    /// The shape of what this rank holds of an output.
+    pub(crate) fn local_shape(&self, output: usize) -> &[usize] {
+        &self.locals[output].shape
     }
 
     /// The global indices along a dimension that this rank holds of an output, in local order.
@@ -143,7 +150,7 @@ enum Bring {
     /// After a redistribution, boxes from other ranks.
     Fetch {
         from: Layout,
-        exchange: Exchange,
+        exchange: Box<Exchange>,
         after: TensorMeta,
     },
 }
@@ -190,7 +197,9 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     }
     let outputs = match dry || !mesh.contains(rank) {
         true => decided.locals.iter().map(placeholder).collect::<Result<Vec<_>>>()?,
-        false => op.run(&locals, &Place { decision: &decided.decision, mesh: mesh.mesh(), rank })?,
+        false => {
+            op.run(&locals, &Place { decision: &decided.decision, locals: &decided.locals, mesh: mesh.mesh(), rank })?
+        }
     };
     let wrap = |(layout, local): (&Layout, Tensor)| DTensor::from_parts(mesh, layout.clone(), local);
     Ok(decided.decision.outputs.iter().zip(outputs).map(wrap).collect())
@@ -232,7 +241,7 @@ impl Bring {
             return Ok(Bring::Narrow { from, ranges, after });
         }
         let exchange = Exchange::new(mesh.group_of(axes)?, input.dtype(), |r| from.boxes_of(r), wanted);
-        Ok(Bring::Fetch { from, exchange, after })
+        Ok(Bring::Fetch { from, exchange: Box::new(exchange), after })
     }
 
     fn run(&self, input: &DTensor, dry: bool, site: Site) -> Result<Tensor> {
@@ -255,7 +264,7 @@ impl Bring {
 }
 
 fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
-    let mut hasher = BuildHasherDefault::<DefaultHasher>::default().build_hasher();
+    let mut hasher = FxHasher::default();
     op.type_id().hash(&mut hasher);
     op.hash(&mut hasher);
     for input in inputs {

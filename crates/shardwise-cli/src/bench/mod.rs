@@ -1,6 +1,7 @@
 //! `shardwise bench`.
 
 mod collectives;
+mod dispatch;
 mod redistribute;
 mod timing;
 
@@ -11,6 +12,8 @@ use shardwise::Result;
 pub(crate) enum Bench {
     /// Collectives of the thread world beside plain copies of the same bytes.
     Collectives(collectives::Options),
+    /// Operators on one rank beside the plain operation, and first calls.
+    Dispatch(dispatch::Options),
     /// Changes of layout beside plain copies of the same bytes.
     Redistribute(redistribute::Options),
 }
@@ -19,6 +22,7 @@ impl Bench {
     pub(crate) fn run(self) -> Result<()> {
         match self {
             Bench::Collectives(options) => collectives::run(&options),
+            Bench::Dispatch(options) => dispatch::run(&options),
             Bench::Redistribute(options) => redistribute::run(&options),
         }
     }

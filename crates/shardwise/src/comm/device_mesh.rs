@@ -18,7 +18,10 @@ use crate::random::Generator;
 /// All arithmetic comes from [`Mesh`], which it dereferences to. Ranks outside the mesh can hold it, but have no
 /// coordinate and no groups on it.
 #[derive(Clone)]
-pub struct DeviceMesh {
+pub struct DeviceMesh(Arc<Bound>);
+
+#[derive(Clone)]
+struct Bound {
     mesh: Mesh,
     world: World,
     /// Groups by the axes they span, made when first asked for.
@@ -54,7 +57,7 @@ impl DeviceMesh {
         }
         let links = Links::uniform(mesh.ndim(), Link::THREADS);
         let (world, generator) = (world.clone(), Generator::new(0));
-        Ok(DeviceMesh { mesh, world, groups: Arc::default(), links, generator, custom: None })
+        Ok(DeviceMesh(Arc::new(Bound { mesh, world, groups: Arc::default(), links, generator, custom: None })))
     }
 
     /// A mesh of one axis over the ranks of a group, which serves as the group of that axis.
@@ -65,55 +68,55 @@ impl DeviceMesh {
 
     /// The mesh without its world.
     pub fn mesh(&self) -> &Mesh {
-        &self.mesh
+        &self.0.mesh
     }
 
     /// The world.
     pub fn world(&self) -> &World {
-        &self.world
+        &self.0.world
     }
 
     /// Coordinate of this rank, `None` if it is outside the mesh.
     pub fn my_coordinate(&self) -> Option<Vec<usize>> {
-        self.mesh.coordinate(self.world.rank())
+        self.0.mesh.coordinate(self.0.world.rank())
     }
 
     /// The group through this rank along some axes (one is usual), in row-major order of the axes as listed. Made when first asked
     /// for, then kept.
     #[doc(alias = "get_group")]
     pub fn group(&self, axes: &[&str]) -> Result<Group> {
-        self.group_of(&self.mesh.axis_positions(axes)?)
+        self.group_of(&self.0.mesh.axis_positions(axes)?)
     }
 
     /// As [`group`](Self::group), with axes by position.
     pub(crate) fn group_of(&self, axes: &[usize]) -> Result<Group> {
-        if let Some(group) = self.groups.lock().get(axes) {
+        if let Some(group) = self.0.groups.lock().get(axes) {
             return Ok(group.clone());
         }
-        if !self.mesh.contains(self.world.rank()) {
+        if !self.0.mesh.contains(self.0.world.rank()) {
             return Err(Error::invalid(
                 "mesh group",
-                format!("rank {}, which is outside mesh {}", self.world.rank(), self.mesh),
+                format!("rank {}, which is outside mesh {}", self.0.world.rank(), self.0.mesh),
                 "a rank of the mesh",
                 "test my_coordinate() before communicating",
             ));
         }
-        let group = self.world.subgroup(&self.mesh.fibre(axes, self.world.rank()))?;
-        self.groups.lock().insert(axes.to_vec(), group.clone());
+        let group = self.0.world.subgroup(&self.0.mesh.fibre(axes, self.0.world.rank()))?;
+        self.0.groups.lock().insert(axes.to_vec(), group.clone());
         Ok(group)
     }
 
     /// The groups through this rank along every axis, outermost first.
     #[doc(alias = "get_all_groups")]
     pub fn all_groups(&self) -> Result<Vec<Group>> {
-        (0..self.mesh.ndim()).map(|axis| self.group_of(&[axis])).collect()
+        (0..self.0.mesh.ndim()).map(|axis| self.group_of(&[axis])).collect()
     }
 
     /// The same mesh with another group for some axes, such as one from another engine. It must have the ranks of the
     /// group that it replaces.
     pub fn with_group(&self, axes: &[&str], group: &Group) -> Result<Self> {
-        let positions = self.mesh.axis_positions(axes)?;
-        let ranks = self.mesh.fibre(&positions, self.world.rank());
+        let positions = self.0.mesh.axis_positions(axes)?;
+        let ranks = self.0.mesh.fibre(&positions, self.0.world.rank());
         if group.ranks() != ranks {
             return Err(Error::invalid(
                 "mesh group",
@@ -122,75 +125,76 @@ impl DeviceMesh {
                 "use a group of the same ranks in the same order",
             ));
         }
-        let mut groups = self.groups.lock().clone();
+        let mut groups = self.0.groups.lock().clone();
         groups.insert(positions, group.clone());
-        Ok(DeviceMesh { groups: Arc::new(Mutex::new(groups)), custom: Some(Arc::default()), ..self.clone() })
+        let groups = Arc::new(Mutex::new(groups));
+        Ok(DeviceMesh(Arc::new(Bound { groups, custom: Some(Arc::default()), ..(*self.0).clone() })))
     }
 
     /// The same mesh with other connections along its axes, for the planner of redistributions: one link per axis.
     pub fn with_links(&self, links: &[Link]) -> Result<Self> {
-        if links.len() != self.mesh.ndim() {
+        if links.len() != self.0.mesh.ndim() {
             return Err(Error::invalid(
                 "links",
-                format!("{} link(s) for mesh {}", links.len(), self.mesh),
-                format!("{}, one per axis", self.mesh.ndim()),
+                format!("{} link(s) for mesh {}", links.len(), self.0.mesh),
+                format!("{}, one per axis", self.0.mesh.ndim()),
                 "list the axes outermost first",
             ));
         }
-        let groups = Arc::new(Mutex::new(self.groups.lock().clone()));
-        Ok(DeviceMesh { links: Links::new(links)?, groups, ..self.clone() })
+        let groups = Arc::new(Mutex::new(self.0.groups.lock().clone()));
+        Ok(DeviceMesh(Arc::new(Bound { links: Links::new(links)?, groups, ..(*self.0).clone() })))
     }
 
     /// Equal for two meshes of the same ranks only if they communicate and plan alike, while either lives.
     pub(crate) fn identity(&self) -> MeshIdentity {
-        let custom = self.custom.as_ref().map(|token| Arc::as_ptr(token) as usize);
-        MeshIdentity { world: self.world.identity(), custom, links: self.links.clone() }
+        let custom = self.0.custom.as_ref().map(|token| Arc::as_ptr(token) as usize);
+        MeshIdentity { world: self.0.world.identity(), custom, links: self.0.links.clone() }
     }
 
     /// Whether the two communicate in the same groups and plan alike.
     pub(crate) fn is_same(&self, other: &DeviceMesh) -> bool {
-        let shared = Arc::ptr_eq(&self.groups, &other.groups) && self.links == other.links;
-        shared || self.mesh == other.mesh && self.identity() == other.identity()
+        Arc::ptr_eq(&self.0, &other.0) || self.0.mesh == other.0.mesh && self.identity() == other.identity()
     }
 
     /// A mesh made of this one: it begins with the same seed and keeps the links of the axes it has in common, or the
     /// slowest of those that its axes are made of.
     fn derived(&self, mesh: Mesh, parts: &dyn Fn(&str) -> Vec<usize>) -> Result<Self> {
-        let links: Vec<Link> = mesh.axes().iter().map(|axis| self.links.slowest(&parts(&axis.name))).collect();
-        let generator = Generator::new(self.generator.state().seed);
-        Ok(DeviceMesh { links: Links::new(&links)?, generator, ..Self::new(&self.world, mesh)? })
+        let links: Vec<Link> = mesh.axes().iter().map(|axis| self.0.links.slowest(&parts(&axis.name))).collect();
+        let generator = Generator::new(self.0.generator.state().seed);
+        let new = Self::new(&self.0.world, mesh)?;
+        Ok(DeviceMesh(Arc::new(Bound { links: Links::new(&links)?, generator, ..(*new.0).clone() })))
     }
 
     /// The position of an axis that this mesh has, or of those that `others` names for a new one.
     fn made_of(&self, axis: &str, others: &[usize]) -> Vec<usize> {
-        self.mesh.axis(axis).map_or_else(|_| others.to_vec(), |position| vec![position])
+        self.0.mesh.axis(axis).map_or_else(|_| others.to_vec(), |position| vec![position])
     }
 
     pub(crate) fn links(&self) -> &Links {
-        &self.links
+        &self.0.links
     }
 
     /// The generator that random tensors on this mesh draw from. Clones of the mesh share it; a mesh made of this one, by
     /// slicing for example, has its own, which begins with the same seed. Meshes made anew begin with seed 0.
     pub fn generator(&self) -> &Generator {
-        &self.generator
+        &self.0.generator
     }
 
     /// Begins the generator of this mesh anew. Every rank must do the same, or the next draw is an error.
     pub fn manual_seed(&self, seed: u64) {
-        self.generator.manual_seed(seed);
+        self.0.generator.manual_seed(seed);
     }
 
     /// The submesh spanned by some axes, in any order, that passes through this rank. See [`Mesh::slice`].
     pub fn slice<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>) -> Result<Self> {
-        self.derived(self.mesh.slice(names, self.world.rank())?, &|axis| self.made_of(axis, &[]))
+        self.derived(self.0.mesh.slice(names, self.0.world.rank())?, &|axis| self.made_of(axis, &[]))
     }
 
     /// Merges axes into one. See [`Mesh::flatten`].
     pub fn flatten<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>, name: &str) -> Result<Self> {
         let names: Vec<S> = names.into_iter().collect();
-        let merged = self.mesh.axis_positions(&names)?;
-        self.derived(self.mesh.flatten(&names, name)?, &|axis| match axis == name {
+        let merged = self.0.mesh.axis_positions(&names)?;
+        self.derived(self.0.mesh.flatten(&names, name)?, &|axis| match axis == name {
             true => merged.clone(),
             false => self.made_of(axis, &[]),
         })
@@ -198,14 +202,14 @@ impl DeviceMesh {
 
     /// Splits an axis into several. See [`Mesh::unflatten`].
     pub fn unflatten(&self, axis: &str, parts: impl Into<Axes>) -> Result<Self> {
-        let split = [self.mesh.axis(axis)?];
-        self.derived(self.mesh.unflatten(axis, parts)?, &|part| self.made_of(part, &split))
+        let split = [self.0.mesh.axis(axis)?];
+        self.derived(self.0.mesh.unflatten(axis, parts)?, &|part| self.made_of(part, &split))
     }
 
     /// Joins submeshes of this mesh. See [`Mesh::concatenate`].
     pub fn concatenate(&self, parts: &[&DeviceMesh]) -> Result<Self> {
-        let parts: Vec<&Mesh> = parts.iter().map(|p| &p.mesh).collect();
-        self.derived(self.mesh.concatenate(&parts)?, &|axis| self.made_of(axis, &[]))
+        let parts: Vec<&Mesh> = parts.iter().map(|p| p.mesh()).collect();
+        self.derived(self.0.mesh.concatenate(&parts)?, &|axis| self.made_of(axis, &[]))
     }
 
     /// Runs `body` with this mesh as the [current](Self::current) one of this thread. Nests.
@@ -233,14 +237,14 @@ impl DeviceMesh {
 impl Deref for DeviceMesh {
     type Target = Mesh;
     fn deref(&self) -> &Mesh {
-        &self.mesh
+        &self.0.mesh
     }
 }
 
 impl PartialEq for DeviceMesh {
     /// Equal meshes of one program; which rank looks at them makes no difference.
     fn eq(&self, other: &Self) -> bool {
-        self.mesh == other.mesh
+        Arc::ptr_eq(&self.0, &other.0) || self.0.mesh == other.0.mesh
     }
 }
 
@@ -248,6 +252,6 @@ impl Eq for DeviceMesh {}
 
 impl fmt::Debug for DeviceMesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "DeviceMesh({} at rank {})", self.mesh, self.world.rank())
+        write!(f, "DeviceMesh({} at rank {})", self.0.mesh, self.0.world.rank())
     }
 }

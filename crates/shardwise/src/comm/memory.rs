@@ -31,9 +31,21 @@ impl Memory {
 
     /// Counts `bytes` for as long as the result lives.
     pub(crate) fn charge(&self, bytes: usize) -> Charge {
-        let now = self.0.current.fetch_add(bytes, Relaxed) + bytes;
-        self.0.peak.fetch_max(now, Relaxed);
+        self.take(bytes);
         Charge { memory: self.clone(), bytes }
+    }
+
+    /// Counts `bytes` until they are released.
+    pub(crate) fn take(&self, bytes: usize) {
+        let now = self.0.current.fetch_add(bytes, Relaxed) + bytes;
+        if now > self.0.peak.load(Relaxed) {
+            self.0.peak.fetch_max(now, Relaxed);
+        }
+    }
+
+    /// Counts `bytes` no longer.
+    pub(crate) fn release(&self, bytes: usize) {
+        self.0.current.fetch_sub(bytes, Relaxed);
     }
 }
 
@@ -46,7 +58,7 @@ pub(crate) struct Charge {
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        self.memory.0.current.fetch_sub(self.bytes, Relaxed);
+        self.memory.release(self.bytes);
     }
 }
 

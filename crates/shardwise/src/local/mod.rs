@@ -4,11 +4,13 @@
 mod assembly;
 mod copy;
 mod pointwise;
+mod product;
 mod reduce;
 mod rows;
 
 pub(crate) use assembly::{Assembly, concat, dense};
 pub(crate) use pointwise::{from_reals, from_wholes, reals, stretch, wholes};
+pub(crate) use product::product;
 pub(crate) use reduce::{Reducible, reduce_block};
 pub(crate) use rows::{NOWHERE, Numbers, pick, take};
 

@@ -111,7 +111,7 @@ impl DTensor {
             return Err(Error::invalid("operands", found, needed, "reshape the operands"));
         }
         let windows = weight.shape()[2..].iter().map(|&size| Window { size, stride, padding, dilation }).collect();
-        let windows = self.windows(Windows { name, windows, border: Scalar(0.0) })?;
+        let windows = self.windows(&Windows { name, windows, border: Scalar(0.0) })?;
         let (inside, places) = (&"ij"[..spatial], &"hw"[..spatial]);
         let product = if groups == 1 {
             DTensor::einsum(&format!("nc{inside}{places},oc{inside}->no{places}"), &[&windows, weight])?
@@ -143,12 +143,12 @@ impl DTensor {
             ));
         }
         let window = Window { size, stride: stride.unwrap_or(size), padding, dilation: 1 };
-        self.windows(Windows { name, windows: vec![window; spatial], border: Scalar(border) })
+        self.windows(&Windows { name, windows: vec![window; spatial], border: Scalar(border) })
     }
 
     #[track_caller]
-    fn windows(&self, op: Windows) -> Result<DTensor> {
-        Ok(dispatch(&op, &[self], Location::caller())?.swap_remove(0))
+    fn windows(&self, op: &Windows) -> Result<DTensor> {
+        Ok(dispatch(op, &[self], Location::caller())?.swap_remove(0))
     }
 }
 

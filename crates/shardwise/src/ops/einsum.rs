@@ -1,5 +1,6 @@
 //! Products that sum over shared dimensions: one equation says the rule and the kernel.
 
+use std::borrow::Cow;
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
@@ -7,7 +8,7 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample, dtype};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::local::dense;
+use crate::local::{dense, product as matrix_product};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::rule::Signature;
 use crate::tensor::DTensor;
@@ -16,7 +17,7 @@ use crate::tensor::DTensor;
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Einsum {
     name: &'static str,
-    equation: String,
+    equation: Cow<'static, str>,
 }
 
 impl DTensor {
@@ -28,10 +29,10 @@ impl DTensor {
         check(&equation, inputs.len())?;
         // More than two factors are multiplied one after the other.
         let [first, second, rest @ ..] = inputs else {
-            return Ok(dispatch(&Einsum { name: "einsum", equation }, inputs, site)?.swap_remove(0));
+            return Ok(dispatch(&Einsum { name: "einsum", equation: equation.into() }, inputs, site)?.swap_remove(0));
         };
         if rest.is_empty() {
-            return Ok(dispatch(&Einsum { name: "einsum", equation }, inputs, site)?.swap_remove(0));
+            return Ok(dispatch(&Einsum { name: "einsum", equation: equation.into() }, inputs, site)?.swap_remove(0));
         }
         let (left, right) = equation.split_once("->").expect("checked");
         let terms: Vec<&str> = left.split(',').collect();
@@ -56,19 +57,20 @@ impl DTensor {
             (0, _) | (_, 0) => {
                 return Err(Error::invalid("operands", "a scalar in matmul", "vectors or matrices", "use mul"));
             }
-            (1, 1) => "k,k->".to_string(),
+            (1, 1) => "k,k->".into(),
+            (2, 2) => "mk,kn->mn".into(),
             (1, n) => {
                 let batch = letters(n - 2);
-                format!("k,{batch}kn->{batch}n")
+                format!("k,{batch}kn->{batch}n").into()
             }
             (m, 1) => {
                 let batch = letters(m - 2);
-                format!("{batch}mk,k->{batch}m")
+                format!("{batch}mk,k->{batch}m").into()
             }
             (m, n) => {
                 let batch = letters(m.max(n) - 2);
                 let tail = |count: usize| &batch[batch.len() - count..];
-                format!("{}mk,{}kn->{batch}mn", tail(m - 2), tail(n - 2))
+                format!("{}mk,{}kn->{batch}mn", tail(m - 2), tail(n - 2)).into()
             }
         };
         named("matmul", equation, self, other)
@@ -106,7 +108,7 @@ impl DTensor {
 }
 
 #[track_caller]
-fn named(name: &'static str, equation: String, a: &DTensor, b: &DTensor) -> Result<DTensor> {
+fn named(name: &'static str, equation: Cow<'static, str>, a: &DTensor, b: &DTensor) -> Result<DTensor> {
     Ok(dispatch(&Einsum { name, equation }, &[a, b], Location::caller())?.swap_remove(0))
 }
 
@@ -174,6 +176,14 @@ impl Op for Einsum {
     }
 
     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+        // The usual case needs no analysis.
+        if let ([a, b], "mk,kn->mn") = (inputs, &*self.equation)
+            && a.dtype() == b.dtype()
+            && a.dtype().is_float()
+            && a.elem_count() * b.elem_count() > 0
+        {
+            return Ok(vec![matrix_product(a, b, 0, 1)?]);
+        }
         let (left, right) = self.equation.split_once("->").expect("checked");
         let terms: Vec<&str> = left.split(',').collect();
         let dtype = inputs.iter().map(Tensor::dtype).reduce(dtype::promote).expect("at least one input");
@@ -234,22 +244,19 @@ fn product(a: &Tensor, a_term: &str, b: &Tensor, b_term: &str, target: &str) -> 
         let permuted =
             t.permute(order.chars().map(|c| term.find(c).expect("a letter of the term")).collect::<Vec<_>>())?;
         let full: Vec<usize> = order.chars().map(size).collect();
-        dense(&permuted.broadcast_as(full)?)
+        if permuted.dims() == full { Ok(permuted) } else { Ok(permuted.broadcast_as(full)?) }
     };
-    let count = |letters: &str| letters.chars().map(size).product::<usize>();
-    let (nb, m, k, n) = (count(&batch), count(&rows), count(&inner), count(&columns));
     let shape: Vec<usize> = (batch.clone() + &rows + &columns).chars().map(size).collect();
-    let multiplied = match nb * m * n * k {
-        0 => Tensor::zeros((nb, m, n), a.dtype(), a.device())?,
-        _ => {
-            let left = arranged(&a, &a_kept, &(batch.clone() + &rows + &inner))?.reshape((nb, m, k))?;
-            let right = arranged(&b, &b_kept, &(batch.clone() + &inner + &columns))?.reshape((nb, k, n))?;
-            left.matmul(&right)?
-        }
+    let multiplied = if shape.contains(&0) || inner.chars().map(size).any(|n| n == 0) {
+        Tensor::zeros(shape, a.dtype(), a.device())?
+    } else {
+        let left = arranged(&a, &a_kept, &(batch.clone() + &rows + &inner))?;
+        let right = arranged(&b, &b_kept, &(batch.clone() + &inner + &columns))?;
+        matrix_product(&left, &right, batch.len(), inner.len())?
     };
     let named = batch + &rows + &columns;
     let order: Vec<usize> = target.chars().map(|c| named.find(c).expect("a letter of a term")).collect();
-    Ok(multiplied.reshape(shape)?.permute(order)?)
+    Ok(multiplied.permute(order)?)
 }
 
 pub(super) const OPS: &[OpEntry] = &[

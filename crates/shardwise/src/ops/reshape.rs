@@ -135,8 +135,7 @@ impl Op for Reshape {
     }
 
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
-        let shape: Vec<usize> = (0..self.shape.len()).map(|dim| at.output(0, dim).len()).collect();
-        let x = dense(&inputs[0])?;
+        let (shape, x) = (at.local_shape(0), dense(&inputs[0])?);
         Ok(vec![if x.elem_count() == 0 { Tensor::zeros(shape, x.dtype(), x.device())? } else { x.reshape(shape)? }])
     }
 }

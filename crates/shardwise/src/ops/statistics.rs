@@ -27,7 +27,7 @@ impl Op for Settle {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
         let shared = (0..dims.len()).map(|d| if self.dims.contains(&d) { Shared::Never } else { Shared::Free });
-        let signature = Signature::new(shared, [dims.clone()], [dims.clone()]);
+        let signature = Signature::new(shared, [dims.clone()], [dims]);
         Ok(OpPlan { signature, outputs: vec![inputs[0].clone()] })
     }
 

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::comm::{Charge, DeviceMesh, implicitly};
+use crate::comm::{DeviceMesh, implicitly};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::local::placeholder;
@@ -49,15 +49,28 @@ struct Inner {
     mesh: DeviceMesh,
     layout: Layout,
     local: Tensor,
-    _charge: Charge,
+}
+
+impl Inner {
+    /// Bytes of the local part.
+    fn bytes(&self) -> usize {
+        self.local.elem_count() * self.local.dtype().size_in_bytes()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.mesh.world().memory().release(self.bytes());
+    }
 }
 
 impl DTensor {
     /// Puts the parts together; `local` is what the layout says this rank holds.
     pub(crate) fn from_parts(mesh: &DeviceMesh, layout: Layout, local: Tensor) -> Self {
         debug_assert_eq!(local.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
-        let charge = mesh.world().memory().charge(local.elem_count() * local.dtype().size_in_bytes());
-        DTensor(Arc::new(Inner { mesh: mesh.clone(), layout, local, _charge: charge }))
+        let inner = Inner { mesh: mesh.clone(), layout, local };
+        mesh.world().memory().take(inner.bytes());
+        DTensor(Arc::new(inner))
     }
 
     /// The mesh.

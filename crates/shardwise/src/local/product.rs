@@ -1,0 +1,158 @@
+//! Matrix products of tensors as they lie: no copy where strides allow, and no threads where they do not pay.
+
+use candle_core::{DType, Tensor};
+use gemm::Parallelism;
+use rayon::prelude::*;
+
+use super::{Assembly, dense, with_first_element};
+use crate::error::Result;
+use crate::layout::TensorMeta;
+
+/// Products with fewer multiplications than this run on the calling thread.
+const WORTH_THREADS: usize = 1 << 20;
+
+/// The product of `a`, whose dimensions are `batch` ones, rows and `inner` ones, and `b`, whose dimensions are as many
+/// batch ones, `inner` ones and columns; both are floating-point tensors of one type.
+pub(crate) fn product(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Result<Tensor> {
+    let dtype = a.dtype();
+    if dtype == DType::BF16 {
+        let wide = product(&a.to_dtype(DType::F32)?, &b.to_dtype(DType::F32)?, batch, inner)?;
+        return Ok(wide.to_dtype(dtype)?);
+    }
+    let rows = a.rank() - inner;
+    let shape = [&a.dims()[..rows], &b.dims()[batch + inner..]].concat();
+    let (a, b) = (Side::new(a, batch, rows)?, Side::new(b, batch, batch + inner)?);
+    let output = Assembly::new(TensorMeta { shape, dtype })?;
+    // SAFETY: the output has room for every product; all of it is written; the type is that of the tensors.
+    unsafe {
+        match dtype {
+            DType::F64 => multiply::<f64>(&a, &b, output.range(0), 0.0, 1.0),
+            DType::F16 => multiply::<half::f16>(&a, &b, output.range(0), half::f16::ZERO, half::f16::ONE),
+            _ => multiply::<f32>(&a, &b, output.range(0), 0.0, 1.0),
+        }
+        Ok(output.finish())
+    }
+}
+
+/// A factor as a batch of matrices.
+struct Side {
+    tensor: Tensor,
+    /// Sizes of the batch, of the first and of the second dimension of a matrix, and their strides.
+    sizes: [usize; 3],
+    strides: [usize; 3],
+}
+
+impl Side {
+    /// Dimensions up to `batch` are the batch, those up to `first` the first dimension of the matrices.
+    fn new(tensor: &Tensor, batch: usize, first: usize) -> Result<Self> {
+        let ranges = [0..batch, batch..first, first..tensor.rank()];
+        let sizes = ranges.clone().map(|r| tensor.dims()[r].iter().product());
+        let merged = ranges.map(|r| merged_stride(&tensor.dims()[r.clone()], &tensor.stride()[r]));
+        if let [Some(a), Some(b), Some(c)] = merged
+            && tensor.elem_count() > 0
+        {
+            return Ok(Side { tensor: tensor.clone(), sizes, strides: [a, b, c] });
+        }
+        Ok(Side { tensor: dense(tensor)?, sizes, strides: [sizes[1] * sizes[2], sizes[2], 1] })
+    }
+}
+
+/// The stride with which several dimensions can be walked as one.
+fn merged_stride(dims: &[usize], strides: &[usize]) -> Option<usize> {
+    let mut walked: Option<(usize, usize)> = None;
+    for (&n, &stride) in dims.iter().zip(strides).rev().filter(|(n, _)| **n != 1) {
+        match walked {
+            None => walked = Some((stride, stride * n)),
+            Some((first, next)) if stride == next => walked = Some((first, next * n)),
+            Some(_) => return None,
+        }
+    }
+    Some(walked.map_or(1, |(stride, _)| stride))
+}
+
+/// Somewhere in memory that several threads write to, each to its own part.
+#[derive(Clone, Copy)]
+struct Target<T>(*mut T);
+// SAFETY: the parts that threads write to do not overlap.
+unsafe impl<T> Send for Target<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Target<T> {}
+
+/// # Safety
+/// The tensors have elements of type `T`, and there is room for the products.
+unsafe fn multiply<T: 'static + Copy + Send + Sync>(a: &Side, b: &Side, output: *mut T, zero: T, one: T) {
+    let ([count, m, k], n) = (a.sizes, b.sizes[2]);
+    with_first_element(&a.tensor, |left, _| {
+        with_first_element(&b.tensor, |right, _| {
+            let (left, right, output) =
+                (Target(left.cast::<T>().cast_mut()), Target(right.cast::<T>().cast_mut()), Target(output));
+            let work = m * n * k;
+            let one_product = |i: usize, threads: Parallelism| {
+                let (left, right, output) = (left, right, output);
+                // SAFETY: strides and sizes are those of live tensors; the products do not overlap.
+                unsafe {
+                    gemm::gemm(
+                        m,
+                        n,
+                        k,
+                        { output }.0.add(i * m * n),
+                        1,
+                        n as isize,
+                        false,
+                        { left }.0.add(i * a.strides[0]).cast_const(),
+                        a.strides[2] as isize,
+                        a.strides[1] as isize,
+                        { right }.0.add(i * b.strides[0]).cast_const(),
+                        b.strides[2] as isize,
+                        b.strides[1] as isize,
+                        zero,
+                        one,
+                        false,
+                        false,
+                        false,
+                        threads,
+                    );
+                }
+            };
+            let threads = if work * count < WORTH_THREADS { 1 } else { rayon::current_num_threads() };
+            match (threads, count) {
+                (1, _) => (0..count).for_each(|i| one_product(i, Parallelism::None)),
+                (_, 1) => one_product(0, Parallelism::Rayon(threads)),
+                _ => (0..count).into_par_iter().for_each(|i| one_product(i, Parallelism::None)),
+            }
+        });
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn products_of_views_are_those_of_copies() {
+        let x = Tensor::arange(0f32, 240.0, &Device::Cpu).unwrap().reshape((2, 3, 5, 8)).unwrap();
+        let y = Tensor::arange(0f32, 192.0, &Device::Cpu).unwrap().reshape((2, 3, 4, 8)).unwrap();
+        let turned = y.transpose(2, 3).unwrap();
+        let expected = x.matmul(&turned.contiguous().unwrap()).unwrap();
+        for dtype in [DType::F32, DType::F64, DType::BF16] {
+            let got = product(&x.to_dtype(dtype).unwrap(), &turned.to_dtype(dtype).unwrap(), 2, 1).unwrap();
+            let rounded = expected.to_dtype(dtype).unwrap().to_dtype(DType::F64).unwrap();
+            let difference = (got.to_dtype(DType::F64).unwrap() - &rounded).unwrap().abs().unwrap();
+            let bound = if dtype == DType::BF16 { 0.02 } else { 0.0 };
+            let worst = (difference / rounded.abs().unwrap()).unwrap().flatten_all().unwrap().max(0).unwrap();
+            assert!(worst.to_scalar::<f64>().unwrap() <= bound, "{dtype:?}: {worst}");
+        }
+        // a batch that is one matrix, stretched, and rows that are two dimensions
+        let single = turned.narrow(0, 0, 1).unwrap().narrow(1, 0, 1).unwrap();
+        let stretched = single.broadcast_as((2, 3, 8, 4)).unwrap();
+        let expected = x.matmul(&stretched.contiguous().unwrap()).unwrap();
+        let got = product(&x, &stretched, 2, 1).unwrap();
+        assert_eq!(
+            got.flatten_all().unwrap().to_vec1::<f32>().unwrap(),
+            expected.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+        );
+        let rows = product(&x, &single.reshape((8, 4)).unwrap(), 0, 1).unwrap();
+        assert_eq!(rows.dims(), [2, 3, 5, 4]);
+    }
+}
