@@ -7,6 +7,7 @@
 //!   never hang: whatever goes wrong on one rank is an [`Error`] on the others, naming ranks and places;
 //! * [`DeviceMesh`] and [`DTensor`]: tensors on a mesh of a running world, redistributed from any layout to any other;
 //! * [`ops`]: operators as methods of [`DTensor`]; layouts propagate, and data moves only when it must;
+//! * [`autograd`]: gradients, which may stay pending sums until they are needed;
 //! * [`DryWorld`]: the program of one rank of any number, without data.
 //!
 //! Local tensors are those of [`candle_core`].
@@ -46,21 +47,23 @@ pub mod tensor;
 pub mod rule;
 pub mod op;
 pub mod ops;
+pub mod autograd;
 
+pub use autograd::{Gradients, checkpoint};
 pub use comm::{DeviceMesh, DryWorld, Group, ThreadWorld, World, explicit_communication_only, launch};
 pub use error::{Error, Result};
 pub use layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 pub use mesh::Mesh;
 pub use placement::{Placement, ReduceOp};
 pub use random::{Distribution, Generator};
-pub use tensor::DTensor;
+pub use tensor::{DTensor, no_grad};
 
 /// What most programs need, in one line: `use shardwise::prelude::*;`.
 pub mod prelude {
     pub use crate::Placement::{Partial, Replicate, Shard};
     pub use crate::{
-        DTensor, DeviceMesh, Distribution, Error, Group, Layout, Mesh, Placement, ReduceOp, Result, TensorMeta,
-        ThreadWorld, World, launch,
+        DTensor, DeviceMesh, Distribution, Error, Gradients, Group, Layout, Mesh, Placement, ReduceOp, Result,
+        TensorMeta, ThreadWorld, World, launch,
     };
     pub use candle_core::DType;
 }

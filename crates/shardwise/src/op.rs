@@ -18,10 +18,10 @@ use crate::local::placeholder;
 use crate::mesh::Mesh;
 use crate::redistribute::Exchange;
 use crate::rule::{Decision, Need, Signature};
-use crate::tensor::DTensor;
+use crate::tensor::{Backward, DTensor, Keeps, Saved};
 
 /// An operator with its arguments that are not tensors. Equal operators do the same.
-pub trait Op: Any + Clone + Eq + Hash {
+pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
     /// Name for errors and records.
     fn name(&self) -> &'static str;
 
@@ -37,6 +37,30 @@ pub trait Op: Any + Clone + Eq + Hash {
 
     /// The operator on local tensors.
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>>;
+
+    /// What the gradient needs; `None` if the operator has no gradient.
+    fn differentiable(&self) -> Option<Keeps> {
+        None
+    }
+
+    /// The gradients of the inputs, made with operators on distributed tensors. See [`Backward::run`].
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let _ = gradients;
+        Ok((0..saved.inputs()).map(|_| None).collect())
+    }
+}
+
+/// The way back of an operator.
+struct Recorded<O>(O);
+
+impl<O: Op> Backward for Recorded<O> {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        self.0.gradient(saved, gradients)
+    }
 }
 
 /// Where a rank stands when it carries out an operator.
@@ -192,7 +216,7 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     for (input, bring) in inputs.iter().zip(&decided.brings) {
         locals.push(match bring {
             Bring::Ready => input.to_local().clone(),
-            _ => implicitly(op.name(), || bring.run(input, dry, site))?,
+            _ => implicitly(op.name(), || bring.run(&input.detach(), dry, site))?,
         });
     }
     let outputs = match dry || !mesh.contains(rank) {
@@ -202,7 +226,14 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
         }
     };
     let wrap = |(layout, local): (&Layout, Tensor)| DTensor::from_parts(mesh, layout.clone(), local);
-    Ok(decided.decision.outputs.iter().zip(outputs).map(wrap).collect())
+    let outputs: Vec<DTensor> = decided.decision.outputs.iter().zip(outputs).map(wrap).collect();
+    if inputs.iter().all(|t| !t.has_gradient()) {
+        return Ok(outputs);
+    }
+    match op.differentiable() {
+        Some(keeps) => Ok(DTensor::recorded(outputs, inputs, keeps, || Box::new(Recorded(op.clone())))),
+        None => Ok(outputs),
+    }
 }
 
 impl Bring {

@@ -12,7 +12,7 @@ use crate::local::{dense, with_type};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, Keeps, Saved};
 
 /// The elements of the last two dimensions with `lower <= column - row <= upper`, and a number elsewhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -106,6 +106,15 @@ impl Op for Band {
             }
             Ok(vec![Tensor::from_vec(values, x.dims(), x.device())?])
         }, otherwise unreachable!("tensors of a mesh have served types"))
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(Keeps::Nothing)
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        Ok(vec![Some(gradient.band(self.name, self.lower, self.upper, 0.0)?)])
     }
 }
 

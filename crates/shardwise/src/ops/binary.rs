@@ -4,14 +4,14 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::{OpEntry, Sample, dtype};
+use super::{OpEntry, Sample, derivative, dtype};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
 use crate::local::{from_reals, from_wholes, reals, stretch, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, Keeps, Saved};
 
 /// What a function gives.
 #[derive(Clone, Copy, PartialEq)]
@@ -225,6 +225,17 @@ impl Op for Binary {
         }
         let values = reals(&a)?.into_iter().zip(reals(&b)?).map(|(a, b)| (function.real)(a, b)).collect();
         Ok(vec![from_reals(values, &shape, dtype)?])
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        derivative::of_two_keeps(self.name())
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        match &gradients[0] {
+            Some(gradient) => derivative::of_two(self.name(), saved, gradient),
+            None => Ok(vec![None, None]),
+        }
     }
 }
 

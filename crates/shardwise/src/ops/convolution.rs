@@ -9,11 +9,11 @@ use super::scalar::Scalar;
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
-use crate::local::{dense, with_type};
+use crate::local::{dense, from_reals, reals, with_type};
 use crate::op::{Op, OpPlan, Place, dispatch};
-use crate::placement::ReduceOp;
+use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, Keeps, Saved};
 
 /// How windows lie along one dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -169,6 +169,16 @@ impl Window {
         (window * self.stride + self.reach() / 2).saturating_sub(self.padding).min(n - 1)
     }
 
+    /// The windows, of `count`, that have any of the indices `from..to`.
+    fn touching(&self, from: usize, to: usize, count: usize) -> std::ops::Range<usize> {
+        if from >= to {
+            return 0..0;
+        }
+        let first = (from + self.padding + 1).saturating_sub(self.reach()).div_ceil(self.stride).min(count);
+        let last = ((to - 1 + self.padding) / self.stride + 1).clamp(first, count);
+        first..last
+    }
+
     /// The indices that windows `from..to` need, cut off at the ends.
     fn needed(&self, from: usize, to: usize, n: usize) -> std::ops::Range<usize> {
         if from >= to {
@@ -307,6 +317,144 @@ impl Op for Windows {
             }
             Ok(vec![Tensor::from_vec(out, shape.as_slice(), x.device())?])
         }, otherwise unreachable!("tensors of a mesh have served types"))
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(Keeps::Nothing)
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        let sizes = saved.shape(0)[2..].to_vec();
+        let op = Fold { name: self.name, windows: self.windows.clone(), sizes };
+        Ok(vec![Some(dispatch(&op, &[gradient], Location::caller())?.swap_remove(0))])
+    }
+}
+
+/// The way back from windows: every element is the sum of what all windows have in its place.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Fold {
+    name: &'static str,
+    windows: Vec<Window>,
+    /// Sizes of the spatial dimensions.
+    sizes: Vec<usize>,
+}
+
+impl Op for Fold {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let (x, spatial) = (&inputs[0], self.windows.len());
+        let dims: Vec<Option<usize>> = (0..2 + spatial).map(Some).collect();
+        let inside = vec![None; spatial];
+        let signature = Signature::new(
+            dims.iter().map(|_| Shared::Free),
+            [[&dims[..2], &inside, &dims[2..]].concat()],
+            [dims.clone()],
+        );
+        let shape = [&x.shape[..2], &self.sizes].concat();
+        let signature =
+            signature.passing([Some(ReduceOp::Sum)], ReduceOp::Sum).passing([Some(ReduceOp::Avg)], ReduceOp::Avg);
+        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
+    }
+
+    fn decide(&self, plan: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
+        let spatial = self.windows.len();
+        let shape = &plan.outputs[0].shape;
+        let sums = |p: &Placement| matches!(p, Placement::Partial(ReduceOp::Sum | ReduceOp::Avg));
+        let whole: Vec<usize> = (0..inputs[0].mesh().ndim())
+            .filter(|&a| {
+                let p = &inputs[0].placements()[a];
+                p.is_partial() && !sums(p) || p.shard_dim().is_some_and(|d| (2..2 + spatial).contains(&d))
+            })
+            .collect();
+        let mut from = inputs[0].without_axes(&whole)?;
+        let axes: Vec<usize> = (0..spatial).flat_map(|s| from.shard_order(2 + spatial + s).to_vec()).collect();
+        if !axes.is_empty() {
+            from = from.unstrided(&|_| true)?;
+        }
+        // Chunks of the spatial dimensions, along the axes that share the windows.
+        let placements: Vec<Placement> = from
+            .placements()
+            .iter()
+            .map(|p| match p.shard_dim() {
+                Some(dim) if dim >= 2 => Placement::Shard((dim - spatial) as isize),
+                _ => p.clone(),
+            })
+            .collect();
+        let mut cuts = from.cuts();
+        cuts.drain(2..2 + spatial);
+        let to = Layout::from_cuts(from.mesh(), shape, &placements, &cuts)?;
+        if axes.is_empty() {
+            return Ok(Decision { inputs: vec![Need::As(from)], outputs: vec![to] });
+        }
+        let boxes = from.mesh().ranks().iter().map(|&rank| {
+            let (mut offsets, mut sizes) = (from.global_offset(rank), from.local_shape(rank));
+            let (first, count) = (to.global_offset(rank), to.local_shape(rank));
+            for (s, window) in self.windows.iter().enumerate() {
+                let at = 2 + spatial + s;
+                let needed = window.touching(first[2 + s], first[2 + s] + count[2 + s], from.shape()[at]);
+                (offsets[at], sizes[at]) = (needed.start, needed.len());
+            }
+            TensorBox { offsets, sizes }
+        });
+        let boxes = boxes.collect();
+        Ok(Decision { inputs: vec![Need::Boxes { from, axes, boxes }], outputs: vec![to] })
+    }
+
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+        let x = dense(&inputs[0])?;
+        let spatial = self.windows.len();
+        let shape = at.local_shape(0).to_vec();
+        let total: usize = shape.iter().product();
+        if x.elem_count() == 0 || total == 0 {
+            return Ok(vec![Tensor::zeros(shape, x.dtype(), x.device())?]);
+        }
+        // Per spatial dimension, offset and window the local index it adds to, `None` outside this part.
+        let mut tables: Vec<Vec<Vec<Option<usize>>>> = Vec::new();
+        for (s, window) in self.windows.iter().enumerate() {
+            let (held, own) = (at.input(0, 2 + spatial + s), at.output(0, 2 + s));
+            let start = own.first().unwrap_or(0);
+            let place = |w: usize, offset: usize| {
+                let index = (w * window.stride + offset * window.dilation).checked_sub(window.padding)?;
+                index.checked_sub(start).filter(|&local| local < own.len())
+            };
+            let line = |offset: usize| held.iter().flatten().map(|w| place(w, offset)).collect();
+            tables.push((0..window.size).map(line).collect());
+        }
+        let single = [vec![Some(0)]];
+        let (rows, columns) =
+            if spatial == 1 { (&single[..], &tables[0][..]) } else { (&tables[0][..], &tables[1][..]) };
+        let width = shape[shape.len() - 1];
+        let plane: usize = shape[2..].iter().product();
+        let mut sums = vec![0.0; total];
+        let mut values = reals(&x)?.into_iter();
+        for plane in sums.chunks_exact_mut(plane) {
+            for row in rows {
+                for column in columns {
+                    for r in row {
+                        for (c, value) in column.iter().zip(values.by_ref()) {
+                            if let (Some(r), Some(c)) = (r, c) {
+                                plane[r * width + c] += value;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        Ok(vec![from_reals(sums, &shape, x.dtype())?])
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(Keeps::Nothing)
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        let windows = Windows { name: self.name, windows: self.windows.clone(), border: Scalar(0.0) };
+        Ok(vec![Some(gradient.windows(&windows)?)])
     }
 }
 

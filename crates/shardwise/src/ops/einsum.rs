@@ -11,7 +11,7 @@ use crate::layout::TensorMeta;
 use crate::local::{dense, product as matrix_product};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::rule::Signature;
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, Keeps, Saved};
 
 /// A product of one or two tensors after an equation such as `mk,kn->mn`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -195,6 +195,47 @@ impl Op for Einsum {
             _ => unreachable!("longer products are taken apart"),
         };
         Ok(vec![dense(&result.to_dtype(dtype)?)?])
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(if self.equation.contains(',') { Keeps::Inputs } else { Keeps::Nothing })
+    }
+
+    /// The product of the gradient and the other factors, summed over what this factor has not.
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        let (left, right) = self.equation.split_once("->").expect("checked");
+        let terms: Vec<&str> = left.split(',').collect();
+        let mut found = Vec::new();
+        for (i, term) in terms.iter().enumerate() {
+            if !saved.wants(i) {
+                found.push(None);
+                continue;
+            }
+            let others: Vec<usize> = (0..terms.len()).filter(|&o| o != i).collect();
+            let size = |c: char| {
+                let sizes = (0..terms.len()).filter_map(|t| Some(saved.shape(t)[terms[t].find(c)?]));
+                sizes.max().expect("a letter of a term")
+            };
+            // Letters that this factor is stretched along are summed over; those that it alone has are spread evenly.
+            let elsewhere = |c: char| right.contains(c) || others.iter().any(|&o| terms[o].contains(c));
+            let whole = |(d, c): (usize, char)| saved.shape(i)[d] == size(c) && elsewhere(c);
+            let target: String = term.chars().enumerate().filter(|&(d, c)| whole((d, c))).map(|(_, c)| c).collect();
+            let factors: Vec<DTensor> = others.iter().map(|&o| saved.input(o)).collect();
+            let equation = std::iter::once(right).chain(others.iter().map(|&o| terms[o])).collect::<Vec<_>>().join(",");
+            let inputs: Vec<&DTensor> = std::iter::once(gradient).chain(&factors).collect();
+            let mut product = DTensor::einsum(&format!("{equation}->{target}"), &inputs)?;
+            for (d, c) in term.chars().enumerate().filter(|&(d, c)| !whole((d, c))) {
+                product = product.unsqueeze(d as isize)?;
+                if saved.shape(i)[d] == size(c) {
+                    let mut sizes = vec![-1; product.rank()];
+                    sizes[d] = saved.shape(i)[d] as isize;
+                    product = product.expand(&sizes)?;
+                }
+            }
+            found.push(Some(product.to_dtype(saved.dtype(i))?));
+        }
+        Ok(found)
     }
 }
 

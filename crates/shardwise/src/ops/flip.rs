@@ -10,7 +10,7 @@ use crate::layout::{Layout, TensorBox, TensorMeta};
 use crate::local::take;
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, Keeps, Saved};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Flip {
@@ -60,6 +60,16 @@ impl Op for Flip {
             take(&x, dim, &backwards)
         };
         Ok(vec![self.dims.iter().try_fold(inputs[0].clone(), turn)?])
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(Keeps::Nothing)
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        let dims: Vec<isize> = self.dims.iter().map(|&d| d as isize).collect();
+        Ok(vec![Some(gradient.flip(&dims)?)])
     }
 }
 

@@ -13,7 +13,7 @@ use crate::mesh::Mesh;
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, Keeps, Saved};
 
 /// Joins its inputs along a dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -199,6 +199,22 @@ impl Op for Cat {
 
     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
         Ok(vec![concat(inputs, self.dim)?])
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(Keeps::Nothing)
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        let mut start = 0;
+        let mut pieces = Vec::new();
+        for i in 0..saved.inputs() {
+            let n = saved.shape(i)[self.dim];
+            pieces.push(saved.wants(i).then(|| gradient.narrow(self.dim as isize, start, n)).transpose()?);
+            start += n;
+        }
+        Ok(pieces)
     }
 }
 

@@ -5,6 +5,7 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
+use super::scatter::{spread_elements, spread_slices};
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Runs, TensorMeta};
@@ -12,7 +13,7 @@ use crate::local::{NOWHERE, dense, pick, reals, take, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Shared, Signature};
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, Keeps, Saved};
 
 /// The slices of `x` along a dimension at the places of an index of any shape, whose dimensions replace that one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -205,6 +206,19 @@ impl Op for Lookup {
         let shape = [&x.dims()[..self.dim], index.dims(), &x.dims()[self.dim + 1..]].concat();
         Ok(vec![dense(&taken.reshape(shape)?)?])
     }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(Keeps::Input(1))
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        let index = saved.input(1);
+        let (dim, ndim) = (self.dim as isize, index.rank() as isize);
+        let rows = if ndim == 0 { gradient.unsqueeze(dim)? } else { gradient.flatten(dim, dim + ndim - 1)? };
+        let places = index.reshape(&[index.elem_count() as isize])?;
+        Ok(vec![Some(spread_slices(saved.layout(0), self.dim, &places, &rows)?), None])
+    }
 }
 
 impl Op for Gather {
@@ -241,6 +255,15 @@ impl Op for Gather {
         let (x, index) = (&inputs[0], &inputs[1]);
         let places = places("gather", &wholes(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
         Ok(vec![pick(x, self.dim, &places, index.dims())?])
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(Keeps::Input(1))
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        Ok(vec![Some(spread_elements(saved.layout(0), self.dim, &saved.input(1), gradient)?), None])
     }
 }
 

@@ -5,6 +5,7 @@ mod attention;
 mod band;
 mod binary;
 mod convolution;
+mod derivative;
 mod dropout;
 mod dtype;
 mod einsum;

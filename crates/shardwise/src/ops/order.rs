@@ -12,7 +12,7 @@ use crate::layout::{Layout, TensorMeta};
 use crate::local::{dense, from_wholes, reals, take, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, is_recording};
 
 /// The first `k` elements along a dimension in some order, and where they were.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -52,11 +52,8 @@ impl DTensor {
     pub fn sort(&self, dim: isize, descending: bool) -> Result<(DTensor, DTensor)> {
         let dim = self.resolve_dim("sort", dim)?;
         let order = if descending { Order::Descending } else { Order::Ascending };
-        pair(dispatch(
-            &Best { name: "sort", dim, k: self.shape()[dim], order, stage: Stage::Whole },
-            &[self],
-            Location::caller(),
-        )?)
+        let op = Best { name: "sort", dim, k: self.shape()[dim], order, stage: Stage::Whole };
+        self.picked(dim, pair(dispatch(&op, &[self], Location::caller())?))
     }
 
     /// The indices that sort the elements along a dimension.
@@ -164,16 +161,25 @@ impl DTensor {
         let parts: usize = self.layout().shard_order(dim).iter().map(|&a| self.layout().mesh().shape()[a]).product();
         let (own, index) = (self.dtype().size_in_bytes(), DType::I64.size_in_bytes());
         if parts == 1 || k * parts * (own + index) >= self.shape()[dim] * own {
-            return pair(dispatch(&whole, &[self], site)?);
+            return self.picked(dim, pair(dispatch(&whole, &[self], site)?));
         }
-        let (values, indices) = pair(dispatch(&Best { stage: Stage::Candidates, ..whole }, &[self], site)?)?;
-        pair(dispatch(&Best { stage: Stage::Merge, ..whole }, &[&values, &indices], site)?)
+        let (values, indices) = pair(dispatch(&Best { stage: Stage::Candidates, ..whole }, &[self], site)?);
+        self.picked(dim, pair(dispatch(&Best { stage: Stage::Merge, ..whole }, &[&values, &indices], site)?))
+    }
+
+    /// Values and indices as they are; with a gradient, the values are looked up once more in a way that knows its own.
+    #[track_caller]
+    fn picked(&self, dim: usize, (values, indices): (DTensor, DTensor)) -> Result<(DTensor, DTensor)> {
+        if !self.has_gradient() || !is_recording() {
+            return Ok((values, indices));
+        }
+        Ok((self.gather(dim as isize, &indices)?, indices))
     }
 }
 
-fn pair(mut outputs: Vec<DTensor>) -> Result<(DTensor, DTensor)> {
+fn pair(mut outputs: Vec<DTensor>) -> (DTensor, DTensor) {
     let second = outputs.pop().expect("two outputs");
-    Ok((outputs.pop().expect("two outputs"), second))
+    (outputs.pop().expect("two outputs"), second)
 }
 
 impl Best {

@@ -11,7 +11,7 @@ use crate::local::{from_reals, from_wholes, reals, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Shared, Signature};
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, Keeps, Saved};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Reduce {
@@ -234,6 +234,38 @@ impl Op for Reduce {
         });
         Ok(vec![from_wholes(reduced.collect(), &shape, dtype)?])
     }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        match self.kind {
+            Kind::Sum => Some(Keeps::Nothing),
+            Kind::Prod => Some(Keeps::Inputs),
+            Kind::Max | Kind::Min => Some(Keeps::All),
+            Kind::Any | Kind::All | Kind::CountNonzero => None,
+        }
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(g) = &gradients[0] else { return Ok(vec![None]) };
+        // With the dimensions that were reduced, of size one.
+        let kept = |t: &DTensor| match self.keepdim {
+            true => Ok(t.clone()),
+            false => self.dims.iter().try_fold(t.clone(), |t, &d| t.unsqueeze(d as isize)),
+        };
+        let shape: Vec<isize> = saved.shape(0).iter().map(|&n| n as isize).collect();
+        let g = kept(g)?;
+        let gradient = match self.kind {
+            Kind::Prod => g.mul(&products_of_others(&saved.input(0), &self.dims)?)?,
+            Kind::Max | Kind::Min => {
+                // Equal extremes share the gradient.
+                let mask = saved.input(0).eq(&kept(&saved.output(0))?)?.to_dtype(g.dtype())?;
+                let dims: Vec<isize> = self.dims.iter().map(|&d| d as isize).collect();
+                let count = if dims.is_empty() { mask.clone() } else { mask.sum(&dims, true)? };
+                g.div(&count)?.mul(&mask)?
+            }
+            _ => g.expand(&shape)?,
+        };
+        Ok(vec![Some(gradient.to_dtype(saved.dtype(0))?)])
+    }
 }
 
 /// The least and the largest whole number of a type.
@@ -245,6 +277,27 @@ fn limits(dtype: DType) -> (i64, i64) {
         DType::I32 => (i64::from(i32::MIN), i64::from(i32::MAX)),
         _ => (i64::MIN, i64::MAX),
     }
+}
+
+/// Per element the product of all others along some dimensions, right also where some are zero.
+#[track_caller]
+fn products_of_others(x: &DTensor, dims: &[usize]) -> Result<DTensor> {
+    let kept: Vec<usize> = (0..x.rank()).filter(|d| !dims.contains(d)).collect();
+    let order: Vec<isize> = kept.iter().chain(dims).map(|&d| d as isize).collect();
+    let mut shape: Vec<isize> = kept.iter().map(|&d| x.shape()[d] as isize).collect();
+    shape.push(dims.iter().map(|&d| x.shape()[d] as isize).product());
+    let flat = x.permute(&order)?.reshape(&shape)?;
+    let n = flat.shape()[kept.len()];
+    // The product of those before, and of those after.
+    let before = |t: &DTensor| match n {
+        0 => Ok(t.clone()),
+        _ => t.narrow(-1, 0, n - 1)?.pad(&[(1, 0)], 1.0)?.cumprod(-1),
+    };
+    let others = before(&flat)?.mul(&before(&flat.flip(&[-1])?)?.flip(&[-1])?)?;
+    let turned: Vec<isize> = order.iter().map(|&d| x.shape()[d as usize] as isize).collect();
+    let back: Vec<isize> =
+        (0..x.rank() as isize).map(|d| order.iter().position(|&o| o == d).expect("every dimension") as isize).collect();
+    others.reshape(&turned)?.permute(&back)
 }
 
 macro_rules! entries {

@@ -12,7 +12,7 @@ use crate::local::dense;
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, Keeps, Saved};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Reshape {
@@ -137,6 +137,16 @@ impl Op for Reshape {
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
         let (shape, x) = (at.local_shape(0), dense(&inputs[0])?);
         Ok(vec![if x.elem_count() == 0 { Tensor::zeros(shape, x.dtype(), x.device())? } else { x.reshape(shape)? }])
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(Keeps::Nothing)
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        let shape: Vec<isize> = saved.shape(0).iter().map(|&n| n as isize).collect();
+        Ok(vec![Some(gradient.reshape(&shape)?)])
     }
 }
 

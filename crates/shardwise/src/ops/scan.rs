@@ -5,13 +5,15 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
+use super::scatter::spread_elements;
 use super::{OpEntry, Sample};
 use crate::error::Result;
 use crate::layout::{Layout, Runs, TensorMeta, coordinates};
 use crate::local::{dense, from_reals, from_wholes, reals, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::placement::ReduceOp;
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::DTensor;
+use crate::tensor::{Backward, DTensor, Keeps, Saved};
 
 /// A running total along a dimension, with the index of the running extreme where there is one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -63,17 +65,82 @@ impl DTensor {
         let site = Location::caller();
         let op = Scan { dim: self.resolve_dim(name, dim)?, kind };
         let mut scanned = dispatch(&op, &[self], site)?;
-        if !scanned[0].layout().shard_order(op.dim).is_empty() {
-            return dispatch(&Carry(op), &scanned.iter().collect::<Vec<_>>(), site);
+        if scanned[0].layout().shard_order(op.dim).is_empty() {
+            scanned.truncate(kind.outputs());
+        } else {
+            scanned = dispatch(&Carry(op), &scanned.iter().collect::<Vec<_>>(), site)?;
         }
-        scanned.truncate(kind.outputs());
-        Ok(scanned)
+        let keeps = match kind {
+            Kind::Sum => Keeps::Nothing,
+            Kind::Prod => Keeps::Inputs,
+            Kind::Max | Kind::Min => Keeps::Outputs,
+        };
+        Ok(DTensor::recorded(scanned, &[self], keeps, || Box::new(op)))
     }
 }
 
 fn pair(mut outputs: Vec<DTensor>) -> Result<(DTensor, DTensor)> {
     let indices = outputs.pop().expect("two outputs");
     Ok((outputs.pop().expect("two outputs"), indices))
+}
+
+impl Backward for Scan {
+    fn name(&self) -> &'static str {
+        Op::name(self)
+    }
+
+    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
+        let dim = self.dim as isize;
+        Ok(vec![Some(match self.kind {
+            // An element counts in every total from its own on.
+            Kind::Sum => gradient.sum(&[dim], true)?.sub(&gradient.cumsum(dim)?)?.add(gradient)?,
+            Kind::Prod => {
+                let op = ProductGradient { dim: self.dim };
+                dispatch(&op, &[&saved.input(0), gradient], Location::caller())?.swap_remove(0)
+            }
+            Kind::Max | Kind::Min => spread_elements(saved.layout(0), self.dim, &saved.output(1), gradient)?,
+        })])
+    }
+}
+
+/// The gradient of a running product, with any number of zeros: `p[k] * s[k]`, where `p` is the product of what comes
+/// before and `s[k] = g[k] + x[k + 1] * s[k + 1]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct ProductGradient {
+    dim: usize,
+}
+
+impl Op for ProductGradient {
+    fn name(&self) -> &'static str {
+        "cumprod"
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
+        let shared = (0..dims.len()).map(|d| if d == self.dim { Shared::Never } else { Shared::Free });
+        let signature = Signature::new(shared, [dims.clone(), dims.clone()], [dims.clone()])
+            .passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum);
+        Ok(OpPlan { signature, outputs: vec![inputs[1].clone()] })
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+        let (x, mut g) = (reals(&inputs[0])?, reals(&inputs[1])?);
+        let lines = Lines::new(inputs[0].dims(), self.dim);
+        for line in 0..x.len() / lines.n.max(1) {
+            for j in (0..lines.n.saturating_sub(1)).rev() {
+                let (here, next) = (lines.at(line, j), lines.at(line, j + 1));
+                g[here] += x[next] * g[next];
+            }
+            let mut before = 1.0;
+            for j in 0..lines.n {
+                let here = lines.at(line, j);
+                g[here] *= before;
+                before *= x[here];
+            }
+        }
+        Ok(vec![from_reals(g, inputs[0].dims(), inputs[1].dtype())?])
+    }
 }
 
 impl Kind {
@@ -206,7 +273,7 @@ impl Lines {
 
 impl Op for Carry {
     fn name(&self) -> &'static str {
-        self.0.name()
+        Op::name(&self.0)
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {

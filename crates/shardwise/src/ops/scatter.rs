@@ -13,7 +13,7 @@ use crate::local::{NOWHERE, Numbers, dense, wholes, with_type};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Shared, Signature};
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, Keeps, Saved};
 
 /// A copy of `x` with elements of `source` at the places that `index` names along a dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -46,20 +46,14 @@ impl DTensor {
     pub fn scatter_add(&self, dim: isize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
         let at = self.resolve_dim("scatter_add", dim)?;
         check_sizes("scatter_add", at, self.shape(), index.shape(), source.shape())?;
-        let mut padding: Vec<(usize, usize)> =
-            (0..self.rank()).rev().map(|d| (0, if d == at { 0 } else { self.shape()[d] - index.shape()[d] })).collect();
-        let spread = self.spread(at, index, source, false)?;
-        while padding.last() == Some(&(0, 0)) {
-            padding.pop();
-        }
-        self.add(&spread.pad(&padding, 0.0)?)
+        self.add(&spread_elements(self.layout(), at, index, &source.to_dtype(self.dtype())?)?)
     }
 
     /// A copy with slices of `source` added at the places that a vector of indices names along a dimension.
     #[track_caller]
     pub fn index_add(&self, dim: isize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
         let at = self.resolve_dim("index_add", dim)?;
-        self.add(&self.spread(at, index, source, true)?)
+        self.add(&spread_slices(self.layout(), at, index, &source.to_dtype(self.dtype())?)?)
     }
 
     /// A copy in which the elements that indices of the first dimensions name are those of `values`, or have them added.
@@ -93,13 +87,38 @@ impl DTensor {
         };
         put.reshape(&signed(self.shape()))
     }
+}
 
-    #[track_caller]
-    fn spread(&self, dim: usize, index: &DTensor, source: &DTensor, slices: bool) -> Result<DTensor> {
-        let op = Spread { dim, size: self.shape()[dim], slices, like: self.layout().clone() };
-        let source = source.to_dtype(self.dtype())?;
-        Ok(dispatch(&op, &[index, &source], Location::caller())?.swap_remove(0))
-    }
+/// Zeros that lie as wished, with slices of `source` added at the places that a vector of indices names along `dim`.
+#[track_caller]
+pub(super) fn spread_slices(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
+    let op = Spread { dim, size: like.shape()[dim], slices: true, like: like.settled() };
+    Ok(dispatch(&op, &[index, source], Location::caller())?.swap_remove(0))
+}
+
+/// Zeros that lie as wished, with elements of `source` added at the places that `index` names along `dim`.
+#[track_caller]
+pub(super) fn spread_elements(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
+    let op = Spread { dim, size: like.shape()[dim], slices: false, like: like.settled() };
+    padded(&dispatch(&op, &[index, source], Location::caller())?.swap_remove(0), like.shape())
+}
+
+/// With zeros behind every dimension, up to a shape.
+#[track_caller]
+fn padded(x: &DTensor, shape: &[usize]) -> Result<DTensor> {
+    let missing = |d: usize| (0, shape[d] - x.shape()[d]);
+    x.pad(&(0..x.rank()).rev().map(missing).collect::<Vec<_>>(), 0.0)
+}
+
+/// The beginning of every dimension but one, as long as in a shape.
+#[track_caller]
+fn narrowed(x: &DTensor, dim: usize, shape: &[usize]) -> Result<DTensor> {
+    let mut others = (0..x.rank()).filter(|&d| d != dim);
+    others.try_fold(x.clone(), |x, d| x.narrow(d as isize, 0, shape[d]))
+}
+
+fn whole(like: &DTensor) -> Vec<Placement> {
+    vec![Placement::Replicate; like.placements().len()]
 }
 
 /// An error unless `source` has an element for every place of `index`, which lies inside `x` but along `dim`.
@@ -166,6 +185,21 @@ impl Op for Scatter {
             }
             Ok(vec![Tensor::from_vec(values, x.dims(), x.device())?])
         }, otherwise unreachable!("tensors of a mesh have served types"))
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(Keeps::Input(1))
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        let (dim, index) = (self.dim as isize, saved.input(1));
+        let covered = || {
+            let zeros = DTensor::zeros(index.shape(), gradient.dtype(), gradient.device_mesh(), whole(gradient))?;
+            gradient.scatter(dim, &index, &zeros)
+        };
+        let source = || padded(&narrowed(gradient, self.dim, index.shape())?.gather(dim, &index)?, saved.shape(2));
+        Ok(vec![saved.wants(0).then(covered).transpose()?, None, saved.wants(2).then(source).transpose()?])
     }
 }
 
@@ -269,6 +303,20 @@ impl Op for Spread {
             Tensor::from_vec(values, shape.as_slice(), zeros.device())?
         }, otherwise unreachable!("tensors of a mesh have served types"));
         Ok(vec![sum.to_dtype(zeros.dtype())?])
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(Keeps::Input(0))
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        let (dim, index) = (self.dim as isize, saved.input(0));
+        let source = match self.slices {
+            true => gradient.index_select(dim, &index)?,
+            false => padded(&gradient.gather(dim, &index)?, saved.shape(1))?,
+        };
+        Ok(vec![None, Some(source)])
     }
 }
 

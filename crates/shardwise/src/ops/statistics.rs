@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::rule::{Shared, Signature};
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, Keeps, Saved};
 
 /// The tensor itself without pending reductions, for operators that need it more than once.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -33,6 +33,15 @@ impl Op for Settle {
 
     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
         Ok(inputs.to_vec())
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(Keeps::Nothing)
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        Ok(vec![Some(gradient.clone())])
     }
 }
 

@@ -5,14 +5,14 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::scalar::Scalar;
-use super::{OpEntry, Sample, dtype};
+use super::{OpEntry, Sample, derivative, dtype};
 use crate::error::Result;
 use crate::layout::TensorMeta;
 use crate::local::{from_reals, from_wholes, reals, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, Keeps, Saved};
 
 /// What a function does to the order and to sums of its arguments: which pending reductions pass through it.
 #[derive(Clone, Copy, PartialEq)]
@@ -433,6 +433,51 @@ impl Op for Unary {
         };
         Ok(vec![from_reals(values, x.dims(), dtype)?])
     }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        match self {
+            Unary::Add(_) | Unary::Mul(_) | Unary::RSub(_) | Unary::Div(_) => Some(Keeps::Nothing),
+            Unary::Named(_) => derivative::exists(self.name()).then_some(Keeps::Inputs),
+            _ => Some(Keeps::Inputs),
+        }
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(g) = &gradients[0] else { return Ok(vec![None]) };
+        let gradient = match *self {
+            Unary::Named(_) => return Ok(vec![derivative::chain(self.name(), &saved.input(0), g)?]),
+            Unary::Add(_) => g.clone(),
+            Unary::RSub(_) => g.neg()?,
+            Unary::Mul(s) => g.mul_scalar(s.0)?,
+            Unary::Div(s) => g.div_scalar(s.0)?,
+            Unary::Pow(s) if s.0 == 0.0 => g.zeros_like()?,
+            Unary::Pow(s) => g.mul(&saved.input(0).pow_scalar(s.0 - 1.0)?.mul_scalar(s.0)?)?,
+            Unary::LeakyRelu(s) => positive(&saved.input(0))?.where_cond(g, &g.mul_scalar(s.0)?)?,
+            Unary::Elu(s) => {
+                let x = saved.input(0);
+                positive(&x)?.where_cond(g, &g.mul(&x.exp()?.mul_scalar(s.0)?)?)?
+            }
+            Unary::Softplus(beta, threshold) => {
+                let x = saved.input(0).mul_scalar(beta.0)?;
+                positive(&x.add_scalar(-threshold.0)?)?.where_cond(g, &g.mul(&x.sigmoid()?)?)?
+            }
+            Unary::Clamp(low, high) => {
+                let x = saved.input(0);
+                let bound = |s: Option<Scalar>, none: f64| x.full_like(s.map_or(none, |s| s.0));
+                let above = x.ge(&bound(low, f64::NEG_INFINITY)?)?;
+                let inside = above.logical_and(&x.le(&bound(high, f64::INFINITY)?)?)?;
+                inside.where_cond(g, &g.zeros_like()?)?
+            }
+            Unary::NanToNum(..) => saved.input(0).isfinite()?.where_cond(g, &g.zeros_like()?)?,
+        };
+        Ok(vec![Some(gradient.to_dtype(saved.dtype(0))?)])
+    }
+}
+
+/// 1 where above zero.
+#[track_caller]
+fn positive(x: &DTensor) -> Result<DTensor> {
+    x.gt(&x.full_like(0.0)?)
 }
 
 fn output_type(op: Unary, input: DType) -> DType {

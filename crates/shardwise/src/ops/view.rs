@@ -11,7 +11,7 @@ use crate::local::dense;
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, Keeps, Saved};
 
 /// Every dimension of the result is one of the input, or new.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -170,6 +170,21 @@ impl Op for Rename {
             })
             .collect();
         Ok(vec![dense(&dense(&turned)?.reshape(single)?.broadcast_as(full)?)?])
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(Keeps::Nothing)
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        // Dimensions that were stretched or new are summed over; the others go back to their places.
+        let made = |from: &From| !matches!(from, From::Input(_));
+        let summed: Vec<isize> = (0..self.dims.len()).filter(|&i| made(&self.dims[i])).map(|i| i as isize).collect();
+        let left = if summed.is_empty() { gradient.clone() } else { gradient.sum(&summed, false)? };
+        let kept: Vec<&From> = self.dims.iter().filter(|from| !made(from)).collect();
+        let back = |d: usize| kept.iter().position(|from| **from == From::Input(d)).map_or(From::New(1), From::Input);
+        Ok(vec![Some(left.renamed(self.name, (0..saved.shape(0).len()).map(back).collect())?)])
     }
 }
 

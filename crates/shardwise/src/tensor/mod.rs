@@ -7,9 +7,12 @@ mod factories;
 mod foreign;
 mod show;
 mod state;
+mod tape;
 
 pub use foreign::{DeviceBackend, register_backend};
 pub use state::DTensorState;
+pub use tape::{Backward, Keeps, Saved, no_grad};
+pub(crate) use tape::{Node, Tape, is_recording, next_number, with_recording};
 
 use std::panic::Location;
 use std::sync::Arc;
@@ -43,22 +46,26 @@ use crate::redistribute::{Exchange, redistribute};
 /// ```
 #[doc(alias = "DistributedTensor")]
 #[derive(Clone)]
-pub struct DTensor(Arc<Inner>);
+pub struct DTensor {
+    value: Arc<Value>,
+    /// How it was made, if gradients can be taken through it.
+    tape: Option<Tape>,
+}
 
-struct Inner {
+struct Value {
     mesh: DeviceMesh,
     layout: Layout,
     local: Tensor,
 }
 
-impl Inner {
+impl Value {
     /// Bytes of the local part.
     fn bytes(&self) -> usize {
         self.local.elem_count() * self.local.dtype().size_in_bytes()
     }
 }
 
-impl Drop for Inner {
+impl Drop for Value {
     fn drop(&mut self) {
         self.mesh.world().memory().release(self.bytes());
     }
@@ -68,29 +75,29 @@ impl DTensor {
     /// Puts the parts together; `local` is what the layout says this rank holds.
     pub(crate) fn from_parts(mesh: &DeviceMesh, layout: Layout, local: Tensor) -> Self {
         debug_assert_eq!(local.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
-        let inner = Inner { mesh: mesh.clone(), layout, local };
-        mesh.world().memory().take(inner.bytes());
-        DTensor(Arc::new(inner))
+        let value = Value { mesh: mesh.clone(), layout, local };
+        mesh.world().memory().take(value.bytes());
+        DTensor { value: Arc::new(value), tape: None }
     }
 
     /// The mesh.
     pub fn device_mesh(&self) -> &DeviceMesh {
-        &self.0.mesh
+        &self.value.mesh
     }
 
     /// How the tensor lies on the mesh.
     pub fn layout(&self) -> &Layout {
-        &self.0.layout
+        &self.value.layout
     }
 
     /// One placement per mesh axis.
     pub fn placements(&self) -> &[Placement] {
-        self.0.layout.placements()
+        self.value.layout.placements()
     }
 
     /// Shape of the whole tensor.
     pub fn shape(&self) -> &[usize] {
-        self.0.layout.shape()
+        self.value.layout.shape()
     }
 
     /// Number of dimensions.
@@ -105,7 +112,7 @@ impl DTensor {
 
     /// Element type.
     pub fn dtype(&self) -> DType {
-        self.0.local.dtype()
+        self.value.local.dtype()
     }
 
     /// Shape and element type of the whole tensor.
@@ -115,7 +122,7 @@ impl DTensor {
 
     /// The part that this rank holds; without elements on a rank outside the mesh.
     pub fn to_local(&self) -> &Tensor {
-        &self.0.local
+        &self.value.local
     }
 
     /// The same value with other placements on the same mesh.
@@ -124,7 +131,7 @@ impl DTensor {
     /// cheapest plan that [`explain`](crate::redistribute::explain) shows.
     #[track_caller]
     pub fn redistribute(&self, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
-        let to = Layout::new(self.0.layout.mesh(), self.shape(), placements)?;
+        let to = Layout::new(self.value.layout.mesh(), self.shape(), placements)?;
         self.to_layout_at(&to, Location::caller())
     }
 
@@ -147,8 +154,9 @@ impl DTensor {
             ));
         }
         check_partial(to, self.dtype())?;
-        let local = redistribute(&self.0.mesh, self.layout(), to, self.to_local(), site)?;
-        Ok(Self::from_parts(&self.0.mesh, to.clone(), local))
+        let local = redistribute(&self.value.mesh, self.layout(), to, self.to_local(), site)?;
+        let moved = Self::from_parts(&self.value.mesh, to.clone(), local);
+        Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).settled())))
     }
 
     /// The same value on another mesh of the same world, whatever ranks the two have.
@@ -162,7 +170,11 @@ impl DTensor {
         // Reduce what is pending before the move, make what shall be pending after it.
         let source = self.reduced(site)?;
         let moved = source.move_boxes(mesh, to.settled(), site)?;
-        moved.to_layout_at(&to, site)
+        let back: WayBack = &|saved, gradient| {
+            let layout = saved.layout(0).settled();
+            gradient.reduced(Location::caller())?.move_boxes(saved.mesh(0), layout, Location::caller())
+        };
+        source.moved(moved, "to_mesh", back).to_layout_at(&to, site)
     }
 
     fn move_boxes(&self, mesh: &DeviceMesh, to: Layout, site: Site) -> Result<DTensor> {
@@ -209,16 +221,43 @@ impl DTensor {
             true => self.clone(),
             false => implicitly("to_dtype", || self.reduced(site))?,
         };
-        let local = match self.0.mesh.world().is_dry() {
+        let local = match self.value.mesh.world().is_dry() {
             true => placeholder(&TensorMeta::new(source.to_local().dims(), dtype))?,
             false => source.to_local().to_dtype(dtype)?,
         };
-        Ok(Self::from_parts(&self.0.mesh, source.layout().clone(), local))
+        let converted = Self::from_parts(&self.value.mesh, source.layout().clone(), local);
+        Ok(source.moved(converted, "to_dtype", &|saved, gradient| gradient.to_dtype(saved.dtype(0))))
+    }
+
+    /// A tensor made from this one, whose gradient goes back in the given way.
+    fn moved(&self, made: DTensor, name: &'static str, back: WayBack) -> DTensor {
+        if self.tape.is_none() {
+            return made;
+        }
+        Self::recorded(vec![made], &[self], Keeps::Nothing, || Box::new(Moved { name, back })).swap_remove(0)
     }
 
     /// The same tensor with its local part on another device.
     pub fn to_device(&self, device: &Device) -> Result<DTensor> {
-        Ok(Self::from_parts(&self.0.mesh, self.layout().clone(), self.to_local().to_device(device)?))
+        Ok(Self::from_parts(&self.value.mesh, self.layout().clone(), self.to_local().to_device(device)?))
+    }
+}
+
+/// How the gradient of a tensor that was moved or converted goes back.
+type WayBack = &'static (dyn Fn(&Saved<'_>, &DTensor) -> Result<DTensor> + Send + Sync);
+
+struct Moved {
+    name: &'static str,
+    back: WayBack,
+}
+
+impl Backward for Moved {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        Ok(vec![gradients[0].as_ref().map(|gradient| (self.back)(saved, gradient)).transpose()?])
     }
 }
 

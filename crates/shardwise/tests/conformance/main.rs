@@ -2,6 +2,7 @@
 //!
 //! The vectors in `data/` are used unless `SHARDWISE_CONFORMANCE_DIR` names another directory of the same form.
 
+mod grads;
 mod local_shards;
 mod ops;
 mod redistribute;
@@ -21,4 +22,9 @@ fn redistribute() {
 fn ops() {
     vectors::run("ops", ops::check);
     ops::compare_bytes();
+}
+
+#[test]
+fn grads() {
+    vectors::run("grads", grads::check);
 }

@@ -102,7 +102,7 @@ fn run(case: &Case, world: &World) -> Result<usize> {
 }
 
 /// The operator by its name in the vocabulary.
-fn apply(name: &str, x: &[DTensor], attrs: &Value) -> Result<Vec<DTensor>> {
+pub(crate) fn apply(name: &str, x: &[DTensor], attrs: &Value) -> Result<Vec<DTensor>> {
     let number = |key: &str| attrs[key].as_f64();
     let flag = |key: &str| attrs[key].as_bool().unwrap_or(false);
     let dims = |key: &str| -> Vec<isize> {
@@ -353,7 +353,7 @@ fn apply(name: &str, x: &[DTensor], attrs: &Value) -> Result<Vec<DTensor>> {
     Ok(vec![result?])
 }
 
-fn close(got: &Tensor, expected: &Tensor, rtol: f64, atol: f64) -> Result<()> {
+pub(crate) fn close(got: &Tensor, expected: &Tensor, rtol: f64, atol: f64) -> Result<()> {
     if got.dims() != expected.dims() || got.dtype() != expected.dtype() {
         return Err(Error::other(format!(
             "got {:?} {:?}, expected {:?} {:?}",

@@ -1,0 +1,163 @@
+//! Many gradients to their layouts with few collectives: those that need the same kind of reduction go together.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Tensor};
+
+use crate::comm::{Call, DeviceMesh, operator};
+use crate::error::{Result, Site};
+use crate::layout::{Layout, TensorMeta};
+use crate::local::{concat, dense, placeholder};
+use crate::placement::{Placement, ReduceOp};
+use crate::tensor::DTensor;
+
+/// Bytes of the largest bucket; a larger gradient travels alone.
+const BUCKET: usize = 25 << 20;
+
+/// What a gradient needs.
+#[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
+enum Kind {
+    AllReduce,
+    /// Every rank keeps its part of one dimension.
+    ReduceScatter,
+}
+
+/// Gradients that can share a collective: kind, mesh axes, element type.
+type Key = (Kind, Vec<usize>, u8);
+
+/// The tensors in these layouts. The order of the collectives is the same on all ranks.
+pub(super) fn to_layouts(wanted: &[(DTensor, Layout)], site: Site) -> Result<Vec<DTensor>> {
+    let mut done: Vec<Option<DTensor>> = vec![None; wanted.len()];
+    let mut buckets: BTreeMap<Key, Vec<usize>> = BTreeMap::new();
+    let mesh = wanted.first().map(|(t, _)| t.device_mesh().clone());
+    for (i, (tensor, layout)) in wanted.iter().enumerate() {
+        let shared = mesh.as_ref().is_some_and(|mesh| mesh.is_same(tensor.device_mesh()));
+        match kind(tensor.layout(), layout).filter(|_| shared) {
+            Some((kind, axes)) => buckets.entry((kind, axes, tensor.dtype() as u8)).or_default().push(i),
+            None => done[i] = Some(tensor.to_layout_at(layout, site)?),
+        }
+    }
+    for ((kind, axes, _), members) in buckets {
+        for bucket in fill(&members, wanted) {
+            let parts: Vec<&(DTensor, Layout)> = bucket.iter().map(|&i| &wanted[i]).collect();
+            let moved = operator("gradients", || reduce(kind, &axes, &parts, site))?;
+            bucket.iter().zip(moved).for_each(|(&i, tensor)| done[i] = Some(tensor));
+        }
+    }
+    Ok(done.into_iter().map(|tensor| tensor.expect("each is done once")).collect())
+}
+
+/// The one reduction that brings a tensor from a layout to another, and its axes, if that is all it takes.
+fn kind(from: &Layout, to: &Layout) -> Option<(Kind, Vec<usize>)> {
+    let differs = |&axis: &usize| from.placements()[axis] != to.placements()[axis];
+    let axes: Vec<usize> = (0..from.mesh().ndim()).filter(differs).collect();
+    let pending = |&axis: &usize| from.placements()[axis] == Placement::Partial(ReduceOp::Sum);
+    if axes.is_empty() || !axes.iter().all(pending) {
+        return None;
+    }
+    if axes.iter().all(|&axis| to.placements()[axis].is_replicate()) {
+        return Some((Kind::AllReduce, axes));
+    }
+    let [axis] = axes[..] else { return None };
+    match to.placements()[axis] {
+        // Behind all other cuts of the dimension, so that what a rank has of it before is one piece after the other.
+        Placement::Shard(dim) | Placement::Ragged { dim, .. } => {
+            let last = to.shard_order(dim as usize).last() == Some(&axis);
+            last.then_some((Kind::ReduceScatter, axes))
+        }
+        _ => None,
+    }
+}
+
+/// Members in buckets that are not too large.
+fn fill(members: &[usize], wanted: &[(DTensor, Layout)]) -> Vec<Vec<usize>> {
+    let mut buckets: Vec<(usize, Vec<usize>)> = Vec::new();
+    for &i in members {
+        // The largest local part of any rank, so that all ranks fill alike.
+        let bytes = wanted[i].0.elem_count() * wanted[i].0.dtype().size_in_bytes();
+        match buckets.last_mut() {
+            Some((size, bucket)) if *size + bytes <= BUCKET => {
+                *size += bytes;
+                bucket.push(i);
+            }
+            _ => buckets.push((bytes, vec![i])),
+        }
+    }
+    buckets.into_iter().map(|(_, bucket)| bucket).collect()
+}
+
+fn reduce(kind: Kind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) -> Result<Vec<DTensor>> {
+    if let [(tensor, layout)] = parts {
+        return Ok(vec![tensor.to_layout_at(layout, site)?]);
+    }
+    let mesh = parts[0].0.device_mesh();
+    let rank = mesh.world().rank();
+    if !mesh.contains(rank) {
+        return parts.iter().map(|(tensor, layout)| tensor.to_layout_at(layout, site)).collect();
+    }
+    let group = mesh.group_of(axes)?;
+    let dtype = parts[0].0.dtype();
+    // Per part and rank of the group the piece that the rank shall have.
+    let pieces = |layout: &Layout| -> Vec<Vec<usize>> {
+        match kind {
+            Kind::AllReduce => vec![layout.local_shape(rank)],
+            Kind::ReduceScatter => group.ranks().iter().map(|&r| layout.local_shape(r)).collect(),
+        }
+    };
+    let shapes: Vec<Vec<Vec<usize>>> = parts.iter().map(|(_, layout)| pieces(layout)).collect();
+    let count = |shape: &Vec<usize>| shape.iter().product::<usize>();
+    let (call, own) = match kind {
+        Kind::AllReduce => (Call::AllReduce { op: ReduceOp::Sum }, 0),
+        Kind::ReduceScatter => {
+            let sizes = (0..group.size()).map(|r| shapes.iter().map(|s| count(&s[r])).sum()).collect();
+            (Call::ReduceScatter { op: ReduceOp::Sum, dim: 0, sizes }, group.rank())
+        }
+    };
+    let packed = pack(mesh, axes[0], parts, &shapes, dtype)?;
+    let reduced = group.run(&call, &[packed], site)?.swap_remove(0);
+    let mut start = 0;
+    let mut moved = Vec::new();
+    for ((_, layout), shapes) in parts.iter().zip(&shapes) {
+        let shape = shapes[own].clone();
+        let n = count(&shape);
+        let local = match mesh.world().is_dry() || n == 0 {
+            true => placeholder(&TensorMeta { shape, dtype })?,
+            // In memory of its own: a gradient must not keep the bucket alive.
+            false => reduced.narrow(0, start, n)?.force_contiguous()?.reshape(shape)?,
+        };
+        start += n;
+        moved.push(DTensor::from_parts(mesh, layout.clone(), local));
+    }
+    Ok(moved)
+}
+
+/// All parts in one vector: first everything for the first rank of the group, then for the next.
+fn pack(
+    mesh: &DeviceMesh,
+    axis: usize,
+    parts: &[&(DTensor, Layout)],
+    shapes: &[Vec<Vec<usize>>],
+    dtype: DType,
+) -> Result<Tensor> {
+    let total: usize = shapes.iter().flatten().map(|shape| shape.iter().product::<usize>()).sum();
+    if mesh.world().is_dry() || total == 0 {
+        return placeholder(&TensorMeta { shape: vec![total], dtype });
+    }
+    let mut flat: Vec<Tensor> = Vec::new();
+    for piece in 0..shapes[0].len() {
+        for ((tensor, layout), shapes) in parts.iter().zip(shapes) {
+            let local = tensor.to_local();
+            let part = match layout.placements()[axis].shard_dim() {
+                None => local.clone(),
+                Some(dim) => {
+                    let start = shapes[..piece].iter().map(|s| s[dim]).sum();
+                    local.narrow(dim, start, shapes[piece][dim])?
+                }
+            };
+            if part.elem_count() > 0 {
+                flat.push(dense(&part)?.flatten_all()?);
+            }
+        }
+    }
+    concat(&flat, 0)
+}

@@ -1,0 +1,80 @@
+//! Activations that are not kept but computed again when the gradient is taken.
+
+use std::sync::Arc;
+
+use super::{ASIDE, pass};
+use crate::error::{Error, Result};
+use crate::random::GeneratorState;
+use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording, next_number, with_recording};
+
+/// Runs `f` and keeps none of what it computes on the way: it runs once more when the gradient is taken. Random draws are
+/// repeated exactly.
+///
+/// `f` must do the same both times. Tensors that it uses beside its inputs, such as parameters, get their gradients too.
+///
+/// ```
+/// use shardwise::prelude::*;
+/// use shardwise::checkpoint;
+///
+/// launch(2, |world| {
+///     let mesh = world.mesh([("dp", 2)])?;
+///     let x = DTensor::randn((4, 8), &mesh, [Shard(0)])?;
+///     let w = DTensor::randn((8, 8), &mesh, [Replicate])?.requires_grad();
+///     let inner = w.clone();
+///     let y = checkpoint(&[&x], move |x| Ok(vec![x[0].matmul(&inner)?.gelu()?.dropout(0.1, true)?]))?;
+///     let grads = y[0].sum_all()?.backward()?;
+///     assert_eq!(grads.get(&w)?.shape(), [8, 8]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+#[track_caller]
+pub fn checkpoint(
+    inputs: &[&DTensor],
+    f: impl Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync + 'static,
+) -> Result<Vec<DTensor>> {
+    let first = inputs.first().ok_or_else(|| {
+        Error::invalid("checkpoint", "no inputs", "at least one tensor", "pass the tensors that it works on")
+    })?;
+    let draws = first.device_mesh().generator().state();
+    let plain: Vec<DTensor> = inputs.iter().map(|t| t.detach()).collect();
+    if !is_recording() {
+        return f(&plain);
+    }
+    // Even if no input has a gradient, tensors that `f` holds may: a leaf of its own makes the call part of the graph.
+    let anchor = first.detach().requires_grad();
+    let outputs = with_recording(false, || f(&plain))?;
+    let outputs = outputs.iter().map(DTensor::detach).collect();
+    let all: Vec<&DTensor> = std::iter::once(&anchor).chain(inputs.iter().copied()).collect();
+    Ok(DTensor::recorded(outputs, &all, Keeps::Inputs, || Box::new(Replay { f: Arc::new(f), draws })))
+}
+
+struct Replay<F> {
+    f: Arc<F>,
+    draws: GeneratorState,
+}
+
+impl<F: Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync> Backward for Replay<F> {
+    fn name(&self) -> &'static str {
+        "checkpoint"
+    }
+
+    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let generator = saved.mesh(0).generator();
+        let now = generator.state();
+        generator.set_state(self.draws);
+        let first = next_number();
+        let leaf =
+            |i: usize| if saved.wants(i) { saved.input(i).detach().requires_grad() } else { saved.input(i).detach() };
+        let inputs: Vec<DTensor> = (1..saved.inputs()).map(leaf).collect();
+        let outputs = with_recording(true, || (self.f)(&inputs));
+        generator.set_state(now);
+        let outputs = outputs?;
+        let seeds = outputs.iter().zip(gradients).filter_map(|(y, g)| Some((y.tape()?.clone(), g.clone()?)));
+        let mut found = pass(seeds.collect(), first)?;
+        let own = inputs.iter().map(|x| x.tape().and_then(|t| found.leaves.remove(&t.node.number)).map(|(_, g)| g));
+        let own: Vec<Option<DTensor>> = std::iter::once(None).chain(own).collect();
+        ASIDE.with_borrow_mut(|aside| aside.append(&mut found.earlier));
+        Ok(own)
+    }
+}

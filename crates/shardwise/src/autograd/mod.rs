@@ -1,0 +1,205 @@
+//! Gradients: from a result back to the leaves, with the same distributed operators that made it.
+
+mod bucket;
+mod checkpoint;
+
+pub use checkpoint::checkpoint;
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+use crate::placement::Placement;
+use crate::tensor::{DTensor, Node, Saved, Tape, with_recording};
+
+/// The gradients of the leaves that a result depends on.
+///
+/// A gradient lies as the operators left it: it may be a pending sum, which is carried out once, when it is needed.
+pub struct Gradients {
+    /// By number of the leaf, so that all ranks walk them in the same order.
+    leaves: BTreeMap<u64, (Arc<Node>, DTensor)>,
+}
+
+impl DTensor {
+    /// The gradients of this number with respect to every leaf (see [`requires_grad`](Self::requires_grad)) it depends on.
+    ///
+    /// ```
+    /// use shardwise::prelude::*;
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let x = DTensor::ones((4, 3), DType::F32, &mesh, [Shard(0)])?;
+    ///     let w = DTensor::ones((3, 2), DType::F32, &mesh, [Replicate])?.requires_grad();
+    ///     let grads = x.matmul(&w)?.sum_all()?.backward()?;
+    ///     // every rank has the part of its rows; nothing was communicated
+    ///     assert_eq!(grads.get(&w)?.placements(), [Partial(ReduceOp::Sum)]);
+    ///     assert_eq!(grads.get(&w)?.full_tensor()?.to_vec2::<f32>()?, [[4.0, 4.0], [4.0, 4.0], [4.0, 4.0]]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[track_caller]
+    pub fn backward(&self) -> Result<Gradients> {
+        self.backward_from(&self.one()?)
+    }
+
+    /// As [`backward`](Self::backward) for a tensor of any shape: the gradients of the sum of its products with `cotangent`.
+    #[track_caller]
+    pub fn backward_with(&self, cotangent: &DTensor) -> Result<Gradients> {
+        if cotangent.shape() != self.shape() || cotangent.device_mesh() != self.device_mesh() {
+            let found = format!("{} for {}", cotangent.layout(), self.layout());
+            return Err(Error::invalid("cotangent", found, "one of the same shape on the same mesh", "reshape it"));
+        }
+        self.backward_from(&cotangent.to_dtype(self.dtype())?)
+    }
+
+    /// As [`backward`](Self::backward), but the gradients have a history of their own, so that gradients can be taken
+    /// through them again.
+    #[track_caller]
+    pub fn backward_graph(&self) -> Result<Gradients> {
+        let one = self.one()?;
+        let tape = self.taped()?;
+        let leaves = with_recording(true, || pass(vec![(tape.clone(), one)], 0))?;
+        Ok(Gradients { leaves: leaves.leaves })
+    }
+
+    #[track_caller]
+    fn backward_from(&self, cotangent: &DTensor) -> Result<Gradients> {
+        let tape = self.taped()?;
+        let found = with_recording(false, || pass(vec![(tape.clone(), cotangent.clone())], 0))?;
+        Ok(Gradients { leaves: found.leaves })
+    }
+
+    fn taped(&self) -> Result<&Tape> {
+        self.tape().ok_or_else(|| {
+            Error::invalid(
+                "gradient",
+                format!("{}, which depends on no leaf", self.layout()),
+                "a result of operators on tensors that require a gradient",
+                "call requires_grad() on the parameters, and backward() outside no_grad",
+            )
+        })
+    }
+
+    /// The number one in this tensor's shape, which must have one element.
+    #[track_caller]
+    fn one(&self) -> Result<DTensor> {
+        if self.elem_count() != 1 {
+            let found = format!("backward of {}", self.layout());
+            return Err(Error::invalid("result", found, "a single number", "reduce it, or use backward_with"));
+        }
+        let whole = vec![Placement::Replicate; self.placements().len()];
+        DTensor::full(1.0, self.shape(), self.dtype(), self.device_mesh(), whole)
+    }
+}
+
+impl Gradients {
+    /// The gradient of a leaf.
+    pub fn get(&self, leaf: &DTensor) -> Result<&DTensor> {
+        let tape = leaf.tape().ok_or_else(|| {
+            let fix = "keep the tensor that requires_grad() returned";
+            Error::invalid("leaf", leaf.layout(), "a tensor that requires a gradient", fix)
+        })?;
+        self.leaves.get(&tape.node.number).map(|(_, gradient)| gradient).ok_or_else(|| {
+            let needed = "a leaf that the result depends on";
+            Error::invalid("leaf", leaf.layout(), needed, "check that the leaf, not a copy, was used")
+        })
+    }
+
+    /// How many leaves have a gradient.
+    pub fn len(&self) -> usize {
+        self.leaves.len()
+    }
+
+    /// Whether no leaf has a gradient.
+    pub fn is_empty(&self) -> bool {
+        self.leaves.is_empty()
+    }
+
+    /// These gradients with those of another pass added: for results that are computed one after the other.
+    #[track_caller]
+    pub fn accumulate(mut self, other: Gradients) -> Result<Gradients> {
+        for (number, (node, gradient)) in other.leaves {
+            let sum = match self.leaves.remove(&number) {
+                Some((_, so_far)) => so_far.add(&gradient)?,
+                None => gradient,
+            };
+            self.leaves.insert(number, (node, sum));
+        }
+        Ok(self)
+    }
+
+    /// All gradients multiplied by a number.
+    #[track_caller]
+    pub fn scale(mut self, factor: f64) -> Result<Gradients> {
+        for (_, gradient) in self.leaves.values_mut() {
+            *gradient = gradient.mul_scalar(factor)?;
+        }
+        Ok(self)
+    }
+
+    /// All gradients in the layouts of their leaves: sums that are pending are carried out, all-reduced for replicated
+    /// leaves and reduce-scattered for sharded ones, in few large collectives.
+    #[track_caller]
+    pub fn in_param_layout(self) -> Result<Gradients> {
+        let wanted: Vec<(DTensor, crate::layout::Layout)> =
+            self.leaves.values().map(|(node, g)| (g.detach(), node.layout(0).settled())).collect();
+        let moved = bucket::to_layouts(&wanted, std::panic::Location::caller())?;
+        let leaves = self.leaves.into_iter().zip(moved).map(|((number, (node, _)), g)| (number, (node, g)));
+        Ok(Gradients { leaves: leaves.collect() })
+    }
+}
+
+/// Where gradients of one pass ended.
+struct Found {
+    leaves: BTreeMap<u64, (Arc<Node>, DTensor)>,
+    /// Calls before the first that the pass goes through.
+    earlier: Vec<(Tape, DTensor)>,
+}
+
+thread_local! {
+    /// Gradients of tensors that a call used without being given them, as it is replayed.
+    static ASIDE: RefCell<Vec<(Tape, DTensor)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Walks from the seeds back, later calls first: when a call is reached, all that used its outputs have been. Goes no
+/// further than the call with number `first`.
+fn pass(seeds: Vec<(Tape, DTensor)>, first: u64) -> Result<Found> {
+    let mut open: BTreeMap<u64, (Arc<Node>, Vec<Option<DTensor>>)> = BTreeMap::new();
+    let mut found = Found { leaves: BTreeMap::new(), earlier: Vec::new() };
+    let mut arrived = seeds;
+    loop {
+        for (tape, gradient) in arrived.drain(..) {
+            let (_, gradients) = open
+                .entry(tape.node.number)
+                .or_insert_with(|| (Arc::clone(&tape.node), vec![None; tape.node.outputs()]));
+            let slot = &mut gradients[tape.output];
+            *slot = Some(match slot.take() {
+                Some(sum) => sum.add(&gradient)?,
+                None => gradient,
+            });
+        }
+        let Some((number, (node, mut gradients))) = open.pop_last() else { return Ok(found) };
+        if number < first {
+            let each = gradients.into_iter().enumerate();
+            let earlier = each.filter_map(|(output, g)| Some((Tape { node: Arc::clone(&node), output }, g?)));
+            found.earlier.extend(earlier);
+            continue;
+        }
+        let Some(backward) = &node.backward else {
+            let gradient = gradients.swap_remove(0).expect("something arrived");
+            found.leaves.insert(number, (node, gradient));
+            continue;
+        };
+        let inputs = backward.run(&Saved(&node), &gradients)?;
+        debug_assert_eq!(inputs.len(), node.parents.len(), "{}", backward.name());
+        for (i, (parent, gradient)) in node.parents.iter().zip(inputs).enumerate() {
+            if let (Some(parent), Some(gradient)) = (parent, gradient) {
+                debug_assert_eq!(gradient.shape(), Saved(&node).shape(i), "input {i} of {}", backward.name());
+                arrived.push((parent.clone(), gradient));
+            }
+        }
+        arrived.append(&mut ASIDE.take());
+    }
+}

@@ -1,0 +1,256 @@
+//! Derivatives of functions of one number: as one pass over memory, and as formulas of operators, which have derivatives
+//! themselves.
+
+use std::f64::consts::{FRAC_1_SQRT_2, LN_2, LN_10, PI};
+use std::hash::{Hash, Hasher};
+use std::panic::Location;
+
+use candle_core::Tensor;
+
+use crate::error::Result;
+use crate::layout::TensorMeta;
+use crate::local::{from_reals, reals};
+use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::placement::ReduceOp;
+use crate::rule::Signature;
+use crate::tensor::{DTensor, Keeps, Saved, is_recording};
+
+/// The derivative of one function.
+#[derive(Clone, Copy)]
+pub(super) struct Derivative {
+    name: &'static str,
+    /// Its value at a number.
+    at: fn(f64) -> f64,
+    /// The same of a tensor, made of operators.
+    formula: fn(&DTensor) -> Result<DTensor>,
+}
+
+impl PartialEq for Derivative {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Eq for Derivative {}
+
+impl Hash for Derivative {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.name.hash(state);
+    }
+}
+
+/// The gradient with respect to `x` of the named function of it, given that of its value; `None` if it has none.
+#[track_caller]
+pub(super) fn chain(name: &str, x: &DTensor, gradient: &DTensor) -> Result<Option<DTensor>> {
+    let Some(derivative) = DERIVATIVES.iter().find(|d| d.name == name) else { return Ok(None) };
+    if is_recording() {
+        return Ok(Some(gradient.mul(&(derivative.formula)(x)?)?));
+    }
+    Ok(Some(dispatch(derivative, &[x, gradient], Location::caller())?.swap_remove(0)))
+}
+
+/// Whether the named function has a derivative.
+pub(super) fn exists(name: &str) -> bool {
+    DERIVATIVES.iter().any(|d| d.name == name)
+}
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// 1 where true.
+fn step(truth: DTensor, like: &DTensor) -> Result<DTensor> {
+    truth.to_dtype(like.dtype())
+}
+
+fn zero(x: &DTensor) -> Result<DTensor> {
+    DTensor::full(0.0, x.shape(), x.dtype(), x.device_mesh(), x.layout().settled().placements().to_vec())
+}
+
+const GELU_INNER: f64 = 0.797_884_560_802_865_4; // sqrt(2 / pi)
+const GELU_CUBIC: f64 = 0.044715;
+
+macro_rules! derivatives {
+    ($($name:ident: $at:expr, $formula:expr;)*) => {
+        static DERIVATIVES: &[Derivative] =
+            &[$(Derivative { name: stringify!($name), at: $at, formula: $formula },)*];
+    };
+}
+
+derivatives! {
+    neg: |_| -1.0, |x| zero(x)?.add_scalar(-1.0);
+    abs: |x| if x == 0.0 { 0.0 } else { x.signum() }, DTensor::sign;
+    // steps have no slope
+    sign: |_| 0.0, zero;
+    floor: |_| 0.0, zero;
+    ceil: |_| 0.0, zero;
+    round: |_| 0.0, zero;
+    trunc: |_| 0.0, zero;
+    frac: |_| 1.0, |x| zero(x)?.add_scalar(1.0);
+    square: |x| 2.0 * x, |x| x.mul_scalar(2.0);
+    relu: |x| f64::from(u8::from(x > 0.0)), |x| step(x.gt(&zero(x)?)?, x);
+    exp: f64::exp, DTensor::exp;
+    expm1: f64::exp, DTensor::exp;
+    exp2: |x| x.exp2() * LN_2, |x| x.exp2()?.mul_scalar(LN_2);
+    log: f64::recip, DTensor::reciprocal;
+    log1p: |x| 1.0 / (1.0 + x), |x| x.add_scalar(1.0)?.reciprocal();
+    log2: |x| 1.0 / (x * LN_2), |x| x.mul_scalar(LN_2)?.reciprocal();
+    log10: |x| 1.0 / (x * LN_10), |x| x.mul_scalar(LN_10)?.reciprocal();
+    sqrt: |x| 0.5 / x.sqrt(), |x| x.rsqrt()?.mul_scalar(0.5);
+    rsqrt: |x| -0.5 / (x * x.sqrt()), |x| x.rsqrt()?.pow_scalar(3.0)?.mul_scalar(-0.5);
+    reciprocal: |x| -1.0 / (x * x), |x| x.reciprocal()?.square()?.neg();
+    sin: f64::cos, DTensor::cos;
+    cos: |x| -x.sin(), |x| x.sin()?.neg();
+    tan: |x| 1.0 + x.tan().powi(2), |x| x.tan()?.square()?.add_scalar(1.0);
+    asin: |x| 1.0 / (1.0 - x * x).sqrt(), |x| x.square()?.rsub_scalar(1.0)?.rsqrt();
+    atan: |x| 1.0 / (1.0 + x * x), |x| x.square()?.add_scalar(1.0)?.reciprocal();
+    sinh: f64::cosh, DTensor::cosh;
+    cosh: f64::sinh, DTensor::sinh;
+    asinh: |x| 1.0 / (1.0 + x * x).sqrt(), |x| x.square()?.add_scalar(1.0)?.rsqrt();
+    tanh: |x| 1.0 - x.tanh().powi(2), |x| x.tanh()?.square()?.rsub_scalar(1.0);
+    erf: |x| 2.0 / PI.sqrt() * (-x * x).exp(), |x| x.square()?.neg()?.exp()?.mul_scalar(2.0 / PI.sqrt());
+    erfc: |x| -2.0 / PI.sqrt() * (-x * x).exp(), |x| x.square()?.neg()?.exp()?.mul_scalar(-2.0 / PI.sqrt());
+    sigmoid: |x| sigmoid(x) * sigmoid(-x), |x| x.sigmoid()?.mul(&x.neg()?.sigmoid()?);
+    logsigmoid: |x| sigmoid(-x), |x| x.neg()?.sigmoid();
+    softsign: |x| (1.0 + x.abs()).powi(-2), |x| x.abs()?.add_scalar(1.0)?.square()?.reciprocal();
+    silu: |x| sigmoid(x) * (1.0 + x * sigmoid(-x)), |x| {
+        let other = x.neg()?.sigmoid()?;
+        x.sigmoid()?.mul(&x.mul(&other)?.add_scalar(1.0)?)
+    };
+    mish: |x| {
+        let t = (x.max(0.0) + (-x.abs()).exp().ln_1p()).tanh();
+        t + x * (1.0 - t * t) * sigmoid(x)
+    }, |x| {
+        let t = x.softplus(1.0, 20.0)?.tanh()?;
+        t.add(&x.mul(&x.sigmoid()?)?.mul(&t.square()?.rsub_scalar(1.0)?)?)
+    };
+    hardswish: |x| if x < -3.0 { 0.0 } else if x > 3.0 { 1.0 } else { (2.0 * x + 3.0) / 6.0 }, |x| {
+        let inside = x.mul_scalar(2.0)?.add_scalar(3.0)?.div_scalar(6.0)?;
+        let above = x.gt(&zero(x)?.add_scalar(3.0)?)?;
+        let below = x.lt(&zero(x)?.add_scalar(-3.0)?)?;
+        below.where_cond(&zero(x)?, &above.where_cond(&zero(x)?.add_scalar(1.0)?, &inside)?)
+    };
+    gelu: |x| {
+        let density = (-0.5 * x * x).exp() / (2.0 * PI).sqrt();
+        0.5 * (1.0 + libm::erf(x * FRAC_1_SQRT_2)) + x * density
+    }, |x| {
+        let density = x.square()?.mul_scalar(-0.5)?.exp()?.mul_scalar(1.0 / (2.0 * PI).sqrt())?;
+        x.mul_scalar(FRAC_1_SQRT_2)?.erf()?.add_scalar(1.0)?.mul_scalar(0.5)?.add(&x.mul(&density)?)
+    };
+    gelu_tanh: |x| {
+        let t = (GELU_INNER * (x + GELU_CUBIC * x * x * x)).tanh();
+        0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * GELU_INNER * (1.0 + 3.0 * GELU_CUBIC * x * x)
+    }, |x| {
+        let squares = x.square()?;
+        let t = x.mul(&squares.mul_scalar(GELU_CUBIC)?.add_scalar(1.0)?)?.mul_scalar(GELU_INNER)?.tanh()?;
+        let slope = squares.mul_scalar(3.0 * GELU_CUBIC)?.add_scalar(1.0)?.mul_scalar(GELU_INNER)?;
+        let curved = x.mul(&t.square()?.rsub_scalar(1.0)?)?.mul(&slope)?;
+        t.add_scalar(1.0)?.add(&curved)?.mul_scalar(0.5)
+    };
+}
+
+impl Op for Derivative {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let (x, g) = (&inputs[0], &inputs[1]);
+        // Linear in the gradient.
+        let signature = Signature::pointwise(&[&x.shape, &g.shape], &x.shape)
+            .passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum)
+            .passing([None, Some(ReduceOp::Avg)], ReduceOp::Avg);
+        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: x.shape.clone(), dtype: g.dtype }] })
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+        let (x, g) = (reals(&inputs[0])?, reals(&inputs[1])?);
+        let products = x.into_iter().zip(g).map(|(x, g)| g * (self.at)(x)).collect();
+        Ok(vec![from_reals(products, inputs[0].dims(), inputs[1].dtype())?])
+    }
+}
+
+/// A gradient with respect to one operand of a function of two, given both operands and the gradient of the value.
+type OfTwo = fn(&DTensor, &DTensor, &DTensor) -> Result<DTensor>;
+
+/// Gradients of functions of two tensors, with respect to each.
+static OF_TWO: &[(&str, OfTwo, OfTwo)] = &[
+    ("mul", |_, b, g| g.mul(b), |a, _, g| g.mul(a)),
+    ("div", |_, b, g| g.div(b), |a, b, g| g.mul(a)?.div(&b.square()?)?.neg()),
+    ("div_floor", |_, _, g| zero(g), |_, _, g| zero(g)),
+    ("div_trunc", |_, _, g| zero(g), |_, _, g| zero(g)),
+    (
+        "pow",
+        |a, b, g| {
+            let slope = b.mul(&a.pow(&b.add_scalar(-1.0)?)?)?;
+            b.eq(&zero(b)?)?.where_cond(&zero(g)?, &g.mul(&slope)?)
+        },
+        |a, b, g| {
+            // At zero a power with a positive exponent stays zero.
+            let flat = a.eq(&zero(a)?)?.logical_and(&b.ge(&zero(b)?)?)?;
+            flat.where_cond(&zero(g)?, &g.mul(&a.pow(b)?)?.mul(&a.log()?)?)
+        },
+    ),
+    // Equal operands share the gradient.
+    ("maximum", |a, b, g| g.mul(&share(a.gt(b)?, a, b)?), |a, b, g| g.mul(&share(b.gt(a)?, a, b)?)),
+    ("minimum", |a, b, g| g.mul(&share(a.lt(b)?, a, b)?), |a, b, g| g.mul(&share(b.lt(a)?, a, b)?)),
+    ("fmod", |_, _, g| Ok(g.clone()), |a, b, g| g.mul(&a.div_trunc(b)?)?.neg()),
+    ("remainder", |_, _, g| Ok(g.clone()), |a, b, g| g.mul(&a.div_floor(b)?)?.neg()),
+    (
+        "atan2",
+        |a, b, g| g.mul(b)?.div(&a.square()?.add(&b.square()?)?),
+        |a, b, g| g.mul(a)?.div(&a.square()?.add(&b.square()?)?)?.neg(),
+    ),
+    ("hypot", |a, b, g| g.mul(a)?.div(&a.hypot(b)?), |a, b, g| g.mul(b)?.div(&a.hypot(b)?)),
+];
+
+/// 1 where true, and a half where the operands are equal.
+fn share(truth: DTensor, a: &DTensor, b: &DTensor) -> Result<DTensor> {
+    let dtype = super::dtype::promote(a.dtype(), b.dtype());
+    truth.to_dtype(dtype)?.add(&a.eq(b)?.to_dtype(dtype)?.mul_scalar(0.5)?)
+}
+
+/// What the gradient of the named function of two tensors needs.
+pub(super) fn of_two_keeps(name: &str) -> Option<Keeps> {
+    match name {
+        "add" | "sub" => Some(Keeps::Nothing),
+        _ => OF_TWO.iter().any(|(n, ..)| *n == name).then_some(Keeps::Inputs),
+    }
+}
+
+/// The gradients of the named function of two tensors that broadcast.
+#[track_caller]
+pub(super) fn of_two(name: &str, saved: &Saved<'_>, gradient: &DTensor) -> Result<Vec<Option<DTensor>>> {
+    let mut found = Vec::new();
+    for i in 0..2 {
+        if !saved.wants(i) {
+            found.push(None);
+            continue;
+        }
+        let whole = match (name, i) {
+            ("sub", 1) => gradient.neg()?,
+            ("add" | "sub", _) => gradient.clone(),
+            _ => {
+                let (_, left, right) = OF_TWO.iter().find(|(n, ..)| *n == name).expect("a function with a gradient");
+                let of = if i == 0 { left } else { right };
+                of(&saved.input(0), &saved.input(1), gradient)?
+            }
+        };
+        found.push(Some(back_to(&whole, saved, i)?));
+    }
+    Ok(found)
+}
+
+/// The gradient of what an input was stretched to, as that of the input: summed over what was stretched, in its type.
+#[track_caller]
+pub(super) fn back_to(gradient: &DTensor, saved: &Saved<'_>, i: usize) -> Result<DTensor> {
+    let shape = saved.shape(i);
+    let new = gradient.rank() - shape.len();
+    let stretched = |d: usize| d >= new && shape[d - new] == 1 && gradient.shape()[d] != 1;
+    let kept: Vec<isize> = (0..gradient.rank()).filter(|&d| stretched(d)).map(|d| d as isize).collect();
+    let mut summed = if kept.is_empty() { gradient.clone() } else { gradient.sum(&kept, true)? };
+    if new > 0 {
+        summed = summed.sum(&(0..new as isize).collect::<Vec<_>>(), false)?;
+    }
+    summed.to_dtype(saved.dtype(i))
+}
