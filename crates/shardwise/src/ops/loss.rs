@@ -131,8 +131,11 @@ impl DTensor {
     #[track_caller]
     pub fn kl_div(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
         let zero = target.zeros_like()?;
-        let losses = target.mul(&target.log()?.sub(self)?)?;
-        reduction.of(target.gt(&zero)?.where_cond(&losses, &zero)?)
+        // The logarithm only where there is one, so that its slope does no harm elsewhere.
+        let counts = target.gt(&zero)?;
+        let known = counts.where_cond(target, &target.ones_like()?)?;
+        let losses = target.mul(&known.log()?.sub(self)?)?;
+        reduction.of(counts.where_cond(&losses, &zero)?)
     }
 }
 

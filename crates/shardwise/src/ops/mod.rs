@@ -32,7 +32,9 @@ pub use loss::{Classes, Reduction};
 
 use candle_core::DType;
 
+use crate::comm::DryWorld;
 use crate::error::Result;
+use crate::placement::Placement;
 use crate::tensor::DTensor;
 
 /// One operator as tests and tables see it.
@@ -43,6 +45,24 @@ pub struct OpEntry {
     pub samples: fn() -> Vec<Vec<Sample>>,
     /// The operator on such inputs.
     pub apply: fn(&[DTensor]) -> Result<Vec<DTensor>>,
+}
+
+impl OpEntry {
+    /// Whether a gradient can be taken through the operator: tried on its first sample, with floating-point inputs.
+    pub fn is_differentiable(&self) -> Result<bool> {
+        let mut ran = DryWorld::new(1)?.run(|world| {
+            let mesh = world.mesh([("one", 1)])?;
+            let input = |sample: &Sample| {
+                let dtype = if sample.below.is_some() { sample.dtype } else { DType::F64 };
+                let tensor = DTensor::zeros(sample.shape.as_slice(), dtype, &mesh, [Placement::Replicate])?;
+                Ok(if sample.below.is_some() { tensor } else { tensor.requires_grad() })
+            };
+            let inputs = (self.samples)()[0].iter().map(input).collect::<Result<Vec<_>>>()?;
+            // Operators on whole numbers alone refuse others.
+            Ok((self.apply)(&inputs).is_ok_and(|outputs| outputs.iter().any(DTensor::has_gradient)))
+        })?;
+        Ok(std::mem::take(&mut ran.value))
+    }
 }
 
 /// One input of a sample call.

@@ -99,7 +99,7 @@ impl DTensor {
     /// The standard deviation over some dimensions (all for none named), with divisor `n - correction`.
     #[track_caller]
     pub fn std(&self, dims: &[isize], correction: f64, keepdim: bool) -> Result<DTensor> {
-        self.var(dims, correction, keepdim)?.sqrt()
+        self.var(dims, correction, keepdim)?.root(2.0)
     }
 
     /// The vector norm of an order (infinities included) over some dimensions (all for none named).
@@ -111,9 +111,22 @@ impl DTensor {
             f64::NEG_INFINITY => x.amin(dims, keepdim),
             0.0 => x.ne(&x.zeros_like()?)?.to_dtype(x.dtype())?.sum(dims, keepdim),
             1.0 => x.sum(dims, keepdim),
-            2.0 => x.square()?.sum(dims, keepdim)?.sqrt(),
-            p => x.pow_scalar(p)?.sum(dims, keepdim)?.pow_scalar(1.0 / p),
+            2.0 => x.square()?.sum(dims, keepdim)?.root(2.0),
+            p => x.pow_scalar(p)?.sum(dims, keepdim)?.root(p),
         }
+    }
+
+    /// The root of an order, whose gradient at zero is taken as zero: there a spread or a norm cannot fall.
+    #[track_caller]
+    fn root(&self, order: f64) -> Result<DTensor> {
+        let root = |x: &DTensor| if order == 2.0 { x.sqrt() } else { x.pow_scalar(1.0 / order) };
+        if !self.has_gradient() {
+            return root(self);
+        }
+        let x = self.settle("norm", &[])?;
+        let zero = x.zeros_like()?;
+        let flat = x.eq(&zero)?;
+        flat.where_cond(&zero, &root(&flat.where_cond(&x.ones_like()?, &x)?)?)
     }
 
     /// Mean 0 and variance 1 over the last `dims` dimensions, times a weight, plus a bias.
