@@ -2,12 +2,12 @@
 
 use std::sync::OnceLock;
 
-use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, Storage, Tensor, WithDType};
+use candle_core::Tensor;
 use parking_lot::Mutex;
 
 use super::copy::copy_block;
-use super::{check_dtype, reserve, with_first_element, with_type};
+use super::fresh::Fresh;
+use super::with_first_element;
 use crate::error::Result;
 use crate::layout::TensorMeta;
 
@@ -16,12 +16,12 @@ pub(crate) struct Assembly {
     meta: TensorMeta,
     strides: Vec<usize>,
     first: *mut u8,
-    /// Vector of length 0 with the capacity of the whole tensor, until it is finished.
-    storage: Mutex<Option<CpuStorage>>,
+    /// The memory, until it is finished.
+    fresh: Mutex<Option<Fresh>>,
     finished: OnceLock<Tensor>,
 }
 
-// SAFETY: `first` points into the heap buffer that `storage` owns; writes through it follow the contract of the unsafe
+// SAFETY: `first` points into the heap buffer that `fresh` owns; writes through it follow the contract of the unsafe
 // methods below, and everything else is behind a lock.
 unsafe impl Send for Assembly {}
 // SAFETY: as above.
@@ -30,18 +30,12 @@ unsafe impl Sync for Assembly {}
 impl Assembly {
     /// Reserves memory for a tensor. Its pages are not touched, so that whoever fills a part pays for that part.
     pub(crate) fn new(meta: TensorMeta) -> Result<Self> {
-        check_dtype(meta.dtype)?;
-        let count = meta.elem_count();
-        let (first, storage) = with_type!(meta.dtype, T => {
-            let mut buffer: Vec<T> = reserve(count)?;
-            ask_for_large_pages(buffer.as_mut_ptr().cast(), count * size_of::<T>());
-            (buffer.as_mut_ptr().cast(), T::to_cpu_storage_owned(buffer))
-        }, otherwise unreachable!("checked above"));
+        let fresh = Fresh::new(meta.dtype, meta.elem_count())?;
         let mut strides = vec![1usize; meta.shape.len()];
         for dim in (1..strides.len()).rev() {
             strides[dim - 1] = strides[dim].saturating_mul(meta.shape[dim]);
         }
-        Ok(Assembly { meta, strides, first, storage: Mutex::new(Some(storage)), finished: OnceLock::new() })
+        Ok(Assembly { meta, strides, first: fresh.first(), fresh: Mutex::new(Some(fresh)), finished: OnceLock::new() })
     }
 
     /// Copies `block` to the place that begins at `offsets`.
@@ -76,34 +70,13 @@ impl Assembly {
     /// Every element has been written, and the writes happened before this call.
     pub(crate) unsafe fn finish(&self) -> Tensor {
         let finish = || {
-            let storage = self.storage.lock().take().expect("finished once, inside the cell");
-            let count = self.meta.elem_count();
-            let storage = with_type!(self.meta.dtype, T => {
-                let mut buffer = T::cpu_storage_data(storage).expect("allocated with this type");
-                // SAFETY: the capacity is `count`, and the caller promises that all elements are written.
-                unsafe { buffer.set_len(count) };
-                T::to_cpu_storage_owned(buffer)
-            }, otherwise unreachable!("checked when allocated"));
-            Tensor::from_storage(Storage::Cpu(storage), self.meta.shape.as_slice(), BackpropOp::none(), false)
+            let fresh = self.fresh.lock().take().expect("finished once, inside the cell");
+            // SAFETY: the caller's promise.
+            unsafe { fresh.finish(&self.meta.shape) }
         };
         self.finished.get_or_init(finish).clone()
     }
 }
-
-/// Large new memory costs most of its time in page faults; with large pages it takes 512 times fewer of them.
-#[cfg(target_os = "linux")]
-fn ask_for_large_pages(first: *mut u8, bytes: usize) {
-    const LARGE_PAGE: usize = 2 << 20;
-    let aligned = first.align_offset(LARGE_PAGE);
-    if bytes >= 2 * LARGE_PAGE && aligned < bytes {
-        // SAFETY: the range lies inside one live allocation, and this advice does not change what memory holds. Where
-        // the kernel does not take it, nothing is lost, so the result does not matter.
-        unsafe { libc::madvise(first.add(aligned).cast(), bytes - aligned, libc::MADV_HUGEPAGE) };
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn ask_for_large_pages(_: *mut u8, _: usize) {}
 
 /// A tensor with these elements that begin at the start of a dense range of memory: itself wherever that is so. Views
 /// without elements are made anew, because candle trips over their offsets.

@@ -22,22 +22,101 @@ pub(super) unsafe fn copy_block(
         return;
     }
     let mut dims = merged(sizes, src_strides, dst_strides);
-    // The innermost dimension is copied as one run where both sides are dense in it, else element by element.
-    let run = match dims.last() {
-        Some(&(size, 1, 1)) => {
-            dims.pop();
-            size
+    // The innermost dimension is copied as one run where both sides are dense in it. Where each side is dense in another
+    // dimension, both go innermost and are copied in tiles. The rest goes element by element.
+    if let Some(&(run, 1, 1)) = dims.last() {
+        dims.pop();
+        // SAFETY: forwarded from the caller; the loops visit exactly the block.
+        unsafe { walk(&dims, src, dst, elem, |s, d| std::ptr::copy_nonoverlapping(s, d, run * elem)) };
+        return;
+    }
+    let dense_in = |stride: fn(&Dim) -> usize| dims.iter().rposition(|d| stride(d) == 1);
+    let plane = match (dense_in(|d| d.1), dense_in(|d| d.2)) {
+        (Some(s), Some(d)) if s != d => {
+            let plane = [dims[s], dims[d]];
+            dims.remove(s.max(d));
+            dims.remove(s.min(d));
+            plane
         }
-        _ => 1,
+        _ => [(1, 0, 0), dims.pop().unwrap_or((1, 0, 0))],
     };
-    // SAFETY: forwarded from the caller; the loops visit exactly the block.
+    // SAFETY: as above.
     unsafe {
-        match (run, elem) {
-            (1, 1) => walk(&dims, src, dst, elem, |s, d| d.write(s.read())),
-            (1, 2) => walk(&dims, src, dst, elem, |s, d| d.cast::<[u8; 2]>().write(s.cast::<[u8; 2]>().read())),
-            (1, 4) => walk(&dims, src, dst, elem, |s, d| d.cast::<[u8; 4]>().write(s.cast::<[u8; 4]>().read())),
-            (1, 8) => walk(&dims, src, dst, elem, |s, d| d.cast::<[u8; 8]>().write(s.cast::<[u8; 8]>().read())),
-            _ => walk(&dims, src, dst, elem, |s, d| std::ptr::copy_nonoverlapping(s, d, run * elem)),
+        match elem {
+            1 => walk(&dims, src, dst, elem, |s, d| turn(s.cast::<u8>(), d.cast(), plane)),
+            2 => walk(&dims, src, dst, elem, |s, d| turn(s.cast::<u16>(), d.cast(), plane)),
+            4 => walk(&dims, src, dst, elem, |s, d| turn(s.cast::<u32>(), d.cast(), plane)),
+            8 => walk(&dims, src, dst, elem, |s, d| turn(s.cast::<u64>(), d.cast(), plane)),
+            _ => unreachable!("no element type has {elem} bytes"),
+        }
+    }
+}
+
+/// Elements along one side of a tile.
+const TILE: usize = 32;
+
+/// Copies a plane of two dimensions. Where the source is dense in the first and the destination in the second, this goes
+/// in tiles: every line of the cache is then read and written once, whatever the strides are.
+///
+/// # Safety
+/// As for [`copy_block`].
+unsafe fn turn<T: Copy + Default>(src: *const T, dst: *mut T, plane: [Dim; 2]) {
+    let [(m, src_far, dst_far), (n, src_near, dst_near)] = plane;
+    let tiles = if (src_far, dst_near) == (1, 1) { (m - m % TILE, n - n % TILE) } else { (0, 0) };
+    let mut tile = [[T::default(); TILE]; TILE];
+    // SAFETY: all indices are inside the block, so all addresses are inside their buffers; tensors are aligned to their
+    // elements.
+    unsafe {
+        for left in (0..tiles.1).step_by(TILE) {
+            for top in (0..tiles.0).step_by(TILE) {
+                for (j, line) in tile.iter_mut().enumerate() {
+                    let from = src.add(top + (left + j) * src_near);
+                    std::ptr::copy_nonoverlapping(from, line.as_mut_ptr(), TILE);
+                }
+                for i in (0..TILE).step_by(SQUARE) {
+                    for j in (0..TILE).step_by(SQUARE) {
+                        turn_square(&tile, j, i, dst.add((top + i) * dst_far + left + j), dst_far);
+                    }
+                }
+            }
+        }
+        for i in 0..m {
+            for j in if i < tiles.0 { tiles.1..n } else { 0..n } {
+                *dst.add(i * dst_far + j * dst_near) = *src.add(i * src_far + j * src_near);
+            }
+        }
+    }
+}
+
+/// Elements along one side of what is turned in registers.
+const SQUARE: usize = 4;
+
+/// Writes the square that begins at a row and a column of a tile, turned.
+///
+/// # Safety
+/// The square is inside the tile, and so many elements can be written in as many rows of the destination.
+#[inline(always)]
+unsafe fn turn_square<T: Copy>(tile: &[[T; TILE]; TILE], row: usize, column: usize, dst: *mut T, stride: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if size_of::<T>() == 4 {
+        use std::arch::x86_64::*;
+        // SAFETY: every processor of this kind has these instructions; addresses are inside by the caller's promise.
+        unsafe {
+            let line = |j: usize| _mm_loadu_si128(tile[row + j].as_ptr().add(column).cast());
+            let [a, b, c, d] = [line(0), line(1), line(2), line(3)];
+            let (left, right) = (_mm_unpacklo_epi32(a, b), _mm_unpacklo_epi32(c, d));
+            _mm_storeu_si128(dst.cast(), _mm_unpacklo_epi64(left, right));
+            _mm_storeu_si128(dst.add(stride).cast(), _mm_unpackhi_epi64(left, right));
+            let (left, right) = (_mm_unpackhi_epi32(a, b), _mm_unpackhi_epi32(c, d));
+            _mm_storeu_si128(dst.add(2 * stride).cast(), _mm_unpacklo_epi64(left, right));
+            _mm_storeu_si128(dst.add(3 * stride).cast(), _mm_unpackhi_epi64(left, right));
+        }
+        return;
+    }
+    for i in 0..SQUARE {
+        for j in 0..SQUARE {
+            // SAFETY: the caller's promise.
+            unsafe { *dst.add(i * stride + j) = tile[row + j][column + i] };
         }
     }
 }

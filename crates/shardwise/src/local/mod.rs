@@ -1,20 +1,29 @@
-//! CPU kernels on local tensors: blocks copied into a tensor under construction, and operands reduced. Nothing here
-//! knows of ranks or meshes.
+//! CPU kernels on local tensors: blocks copied into a tensor under construction, operands reduced, functions of elements
+//! and reductions over dimensions. Nothing here knows of ranks or meshes. A kernel runs on one thread, since every rank
+//! has its own.
 
+mod fresh;
 mod assembly;
 mod copy;
 mod pointwise;
 mod product;
 mod reduce;
 mod rows;
+mod vector;
+pub(crate) mod math;
+mod convert;
+mod map;
+mod fold;
 
 pub(crate) use assembly::{Assembly, concat, dense};
-pub(crate) use pointwise::{from_reals, from_wholes, reals, stretch, wholes};
+pub(crate) use fold::{Fold, fold};
+pub(crate) use map::{Arithmetic, Each, Function, Wide, map};
+pub(crate) use pointwise::{from_reals, from_wholes, reals, wholes};
 pub(crate) use product::product;
 pub(crate) use reduce::{Reducible, reduce_block};
 pub(crate) use rows::{NOWHERE, Numbers, pick, take};
 
-use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
 
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
@@ -126,22 +135,26 @@ pub(crate) fn placeholder(meta: &TensorMeta) -> Result<Tensor> {
 /// Runs `body` with the address of the tensor's first element and its strides. The tensor must be on the CPU.
 fn with_first_element<R>(tensor: &Tensor, body: impl FnOnce(*const u8, &[usize]) -> R) -> R {
     let (storage, layout) = tensor.storage_and_layout();
-    let Storage::Cpu(cpu) = &*storage else { unreachable!("callers check the device") };
-    let base: *const u8 = match cpu {
-        CpuStorage::U8(v) => v.as_ptr().cast(),
-        CpuStorage::U32(v) => v.as_ptr().cast(),
-        CpuStorage::I16(v) => v.as_ptr().cast(),
-        CpuStorage::I32(v) => v.as_ptr().cast(),
-        CpuStorage::I64(v) => v.as_ptr().cast(),
-        CpuStorage::BF16(v) => v.as_ptr().cast(),
-        CpuStorage::F16(v) => v.as_ptr().cast(),
-        CpuStorage::F32(v) => v.as_ptr().cast(),
-        CpuStorage::F64(v) => v.as_ptr().cast(),
+    body(first_element(&storage, layout).0, layout.stride())
+}
+
+/// The address of a tensor's first element and its type. The tensor must be on the CPU.
+fn first_element(storage: &Storage, layout: &Layout) -> (*const u8, DType) {
+    let Storage::Cpu(cpu) = storage else { unreachable!("callers check the device") };
+    let (base, dtype): (*const u8, DType) = match cpu {
+        CpuStorage::U8(v) => (v.as_ptr(), DType::U8),
+        CpuStorage::U32(v) => (v.as_ptr().cast(), DType::U32),
+        CpuStorage::I16(v) => (v.as_ptr().cast(), DType::I16),
+        CpuStorage::I32(v) => (v.as_ptr().cast(), DType::I32),
+        CpuStorage::I64(v) => (v.as_ptr().cast(), DType::I64),
+        CpuStorage::BF16(v) => (v.as_ptr().cast(), DType::BF16),
+        CpuStorage::F16(v) => (v.as_ptr().cast(), DType::F16),
+        CpuStorage::F32(v) => (v.as_ptr().cast(), DType::F32),
+        CpuStorage::F64(v) => (v.as_ptr().cast(), DType::F64),
         _ => unreachable!("callers check the element type"),
     };
     // The offset of a view without elements may point anywhere.
-    let offset = if tensor.elem_count() == 0 { 0 } else { layout.start_offset() };
+    let offset = if layout.dims().contains(&0) { 0 } else { layout.start_offset() };
     // SAFETY: the layout of a tensor with elements points inside its storage.
-    let first = unsafe { base.add(offset * tensor.dtype().size_in_bytes()) };
-    body(first, layout.stride())
+    (unsafe { base.add(offset * dtype.size_in_bytes()) }, dtype)
 }

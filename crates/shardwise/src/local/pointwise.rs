@@ -1,8 +1,7 @@
-//! Elementwise kernels on local tensors of any strides, computed in f64 or i64.
+//! Elements as plain vectors, for operators that look at them one by one.
 
 use candle_core::{DType, Tensor};
 
-use super::dense;
 use crate::error::Result;
 
 /// The elements in row-major order.
@@ -29,9 +28,4 @@ pub(crate) fn from_reals(values: Vec<f64>, shape: &[usize], dtype: DType) -> Res
 /// A tensor of a type from whole numbers in row-major order.
 pub(crate) fn from_wholes(values: Vec<i64>, shape: &[usize], dtype: DType) -> Result<Tensor> {
     Ok(Tensor::from_vec(values, shape, &candle_core::Device::Cpu)?.to_dtype(dtype)?)
-}
-
-/// `tensor` stretched to `shape`, which it broadcasts to.
-pub(crate) fn stretch(tensor: &Tensor, shape: &[usize]) -> Result<Tensor> {
-    if tensor.dims() == shape { dense(tensor) } else { dense(&tensor.broadcast_as(shape)?) }
 }

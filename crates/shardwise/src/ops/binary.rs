@@ -3,11 +3,12 @@
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
+use smallvec::SmallVec;
 
 use super::{OpEntry, Sample, derivative, dtype};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::local::{from_reals, from_wholes, reals, stretch, wholes};
+use crate::local::{Arithmetic, Each, Wide, map};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
@@ -28,14 +29,11 @@ enum Gives {
 type Passing = (Option<ReduceOp>, Option<ReduceOp>, ReduceOp);
 
 struct Function {
+    name: &'static str,
     gives: Gives,
     passes: &'static [Passing],
-    real: fn(f64, f64) -> f64,
-    whole: fn(i64, i64) -> i64,
+    run: fn([&Tensor; 2], &[usize], Arithmetic, DType) -> Result<Tensor>,
 }
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Binary(&'static str);
 
 use ReduceOp::{Avg, Max, Min, Sum};
 
@@ -61,133 +59,195 @@ const MINIMUM: &[Passing] = &[
     (None, Some(Max), Max),
 ];
 
+/// Functions by name. `each` is written alike for f32 and f64, `wide` is computed in f64 for f32 too.
 macro_rules! functions {
-    ($($(#[doc = $doc:literal])* $name:ident: $gives:ident, $passes:expr, $real:expr, $whole:expr;)*) => {
+    ($(
+        $(#[doc = $doc:literal])*
+        $name:ident: $gives:ident, $passes:expr, |$a:ident, $b:ident| $form:ident($real:expr), whole($whole:expr);
+    )*) => {
         impl DTensor {
             $(
                 $(#[doc = $doc])*
                 #[track_caller]
                 pub fn $name(&self, other: &DTensor) -> Result<DTensor> {
-                    Ok(dispatch(&Binary(stringify!($name)), &[self, other], Location::caller())?.swap_remove(0))
+                    Ok(dispatch(&Binary::$name, &[self, other], Location::caller())?.swap_remove(0))
                 }
             )*
         }
 
-        fn function(name: &str) -> Function {
-            match name {
-                $(stringify!($name) => Function { gives: Gives::$gives, passes: $passes, real: $real, whole: $whole },)*
-                other => unreachable!("{other} is not in the table"),
-            }
+        #[allow(non_camel_case_types)]
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        enum Binary {
+            $($name,)*
         }
+
+        static FUNCTIONS: &[Function] = &[
+            $(Function {
+                name: stringify!($name),
+                gives: Gives::$gives,
+                passes: $passes,
+                run: |inputs, shape, arithmetic, dtype| {
+                    let whole = |[$a, $b]: [i64; 2]| $whole;
+                    map(functions!(@$form $a, $b, $real, whole), inputs, shape, arithmetic, dtype)
+                },
+            },)*
+        ];
 
         pub(super) const OPS: &[OpEntry] = &[
             $(OpEntry { name: stringify!($name), samples, apply: |x| Ok(vec![x[0].$name(&x[1])?]) },)*
         ];
     };
-}
-
-fn truth(b: bool) -> f64 {
-    f64::from(u8::from(b))
+    (@each $a:ident, $b:ident, $real:expr, $whole:ident) => {
+        Each(|[$a, $b]: [f32; 2]| $real, |[$a, $b]: [f64; 2]| $real, $whole)
+    };
+    (@wide $a:ident, $b:ident, $real:expr, $whole:ident) => { Wide(|[$a, $b]: [f64; 2]| $real, $whole) };
 }
 
 functions! {
     /// a + b.
-    add: Meet, ADD, |a, b| a + b, i64::wrapping_add;
+    add: Meet, ADD, |a, b| each(a + b), whole(a.wrapping_add(b));
     /// a - b.
-    sub: Meet, ADD, |a, b| a - b, i64::wrapping_sub;
+    sub: Meet, ADD, |a, b| each(a - b), whole(a.wrapping_sub(b));
     /// a * b.
-    mul: Meet, MUL, |a, b| a * b, i64::wrapping_mul;
+    mul: Meet, MUL, |a, b| each(a * b), whole(a.wrapping_mul(b));
     /// a / b, a floating-point number.
-    div: Real, &[], |a, b| a / b, |a, _| a;
+    div: Real, &[], |a, b| each(a / b), whole(real_only(a, b));
     /// The whole number next below a / b.
-    div_floor: Meet, &[], |a, b| (a / b).floor(), |a, b| if b == 0 { 0 } else { a.div_euclid(b) - i64::from(b < 0 && a.rem_euclid(b) != 0) };
+    div_floor: Meet, &[], |a, b| wide((a / b).floor()), whole(floor_of_quotient(a, b));
     /// a / b without its fraction.
-    div_trunc: Meet, &[], |a, b| (a / b).trunc(), |a, b| if b == 0 { 0 } else { a.wrapping_div(b) };
+    div_trunc: Meet, &[], |a, b| wide((a / b).trunc()), whole(if b == 0 { 0 } else { a.wrapping_div(b) });
     /// a to the power of b.
-    pow: Meet, &[], f64::powf, |a, b| if b < 0 { if a.abs() == 1 { a.pow((b & 1) as u32) } else { 0 } } else { a.wrapping_pow(b as u32) };
+    pow: Meet, &[], |a, b| wide(a.powf(b)), whole(power(a, b));
     /// The larger one; not-a-number wins.
-    maximum: Meet, MAXIMUM, |a, b| if a >= b || a.is_nan() { a } else { b }, i64::max;
+    maximum: Meet, MAXIMUM, |a, b| each(if a >= b || a.is_nan() { a } else { b }), whole(a.max(b));
     /// The smaller one; not-a-number wins.
-    minimum: Meet, MINIMUM, |a, b| if a <= b || a.is_nan() { a } else { b }, i64::min;
+    minimum: Meet, MINIMUM, |a, b| each(if a <= b || a.is_nan() { a } else { b }), whole(a.min(b));
     /// What a leaves when divided by b, with the sign of a.
-    fmod: Meet, &[], |a, b| a % b, |a, b| if b == 0 { 0 } else { a.wrapping_rem(b) };
+    fmod: Meet, &[], |a, b| each(a % b), whole(if b == 0 { 0 } else { a.wrapping_rem(b) });
     /// What a leaves when divided by b, with the sign of b.
-    remainder: Meet, &[], |a, b| a - b * (a / b).floor(), |a, b| if b == 0 { 0 } else { ((a % b) + b) % b };
+    remainder: Meet, &[], |a, b| wide(a - b * (a / b).floor()), whole(remainder_of_quotient(a, b));
     /// The angle of the point (b, a).
-    atan2: Real, &[], f64::atan2, |a, _| a;
+    atan2: Real, &[], |a, b| wide(a.atan2(b)), whole(real_only(a, b));
     /// sqrt(a^2 + b^2).
-    hypot: Real, &[], f64::hypot, |a, _| a;
+    hypot: Real, &[], |a, b| wide(a.hypot(b)), whole(real_only(a, b));
     /// 1 where equal.
-    eq: Truth, &[], |a, b| truth(a == b), |a, b| i64::from(a == b);
+    eq: Truth, &[], |a, b| each(if a == b { 1.0 } else { 0.0 }), whole(i64::from(a == b));
     /// 1 where different.
-    ne: Truth, &[], |a, b| truth(a != b), |a, b| i64::from(a != b);
+    ne: Truth, &[], |a, b| each(if a != b { 1.0 } else { 0.0 }), whole(i64::from(a != b));
     /// 1 where a < b.
-    lt: Truth, &[], |a, b| truth(a < b), |a, b| i64::from(a < b);
+    lt: Truth, &[], |a, b| each(if a < b { 1.0 } else { 0.0 }), whole(i64::from(a < b));
     /// 1 where a <= b.
-    le: Truth, &[], |a, b| truth(a <= b), |a, b| i64::from(a <= b);
+    le: Truth, &[], |a, b| each(if a <= b { 1.0 } else { 0.0 }), whole(i64::from(a <= b));
     /// 1 where a > b.
-    gt: Truth, &[], |a, b| truth(a > b), |a, b| i64::from(a > b);
+    gt: Truth, &[], |a, b| each(if a > b { 1.0 } else { 0.0 }), whole(i64::from(a > b));
     /// 1 where a >= b.
-    ge: Truth, &[], |a, b| truth(a >= b), |a, b| i64::from(a >= b);
+    ge: Truth, &[], |a, b| each(if a >= b { 1.0 } else { 0.0 }), whole(i64::from(a >= b));
     /// 1 where neither is zero.
-    logical_and: Truth, &[], |a, b| truth(a != 0.0 && b != 0.0), |a, b| i64::from(a != 0 && b != 0);
+    logical_and: Truth, &[], |a, b| each(if a != 0.0 && b != 0.0 { 1.0 } else { 0.0 }),
+        whole(i64::from(a != 0 && b != 0));
     /// 1 where not both are zero.
-    logical_or: Truth, &[], |a, b| truth(a != 0.0 || b != 0.0), |a, b| i64::from(a != 0 || b != 0);
+    logical_or: Truth, &[], |a, b| each(if a != 0.0 || b != 0.0 { 1.0 } else { 0.0 }),
+        whole(i64::from(a != 0 || b != 0));
     /// 1 where exactly one is zero.
-    logical_xor: Truth, &[], |a, b| truth((a != 0.0) != (b != 0.0)), |a, b| i64::from((a != 0) != (b != 0));
+    logical_xor: Truth, &[], |a, b| each(if (a != 0.0) != (b != 0.0) { 1.0 } else { 0.0 }),
+        whole(i64::from((a != 0) != (b != 0)));
     /// The bits that both have; whole numbers only.
-    bitwise_and: Meet, &[], |a, _| a, |a, b| a & b;
+    bitwise_and: Meet, &[], |a, b| each(whole_only(a, b)), whole(a & b);
     /// The bits that either has; whole numbers only.
-    bitwise_or: Meet, &[], |a, _| a, |a, b| a | b;
+    bitwise_or: Meet, &[], |a, b| each(whole_only(a, b)), whole(a | b);
     /// The bits that exactly one has; whole numbers only.
-    bitwise_xor: Meet, &[], |a, _| a, |a, b| a ^ b;
+    bitwise_xor: Meet, &[], |a, b| each(whole_only(a, b)), whole(a ^ b);
+}
+
+/// Of a function that gives real numbers; whole numbers become such before they get here.
+fn real_only(_: i64, _: i64) -> i64 {
+    unreachable!("computed in a floating-point type")
+}
+
+/// Of a function whose plan refuses real numbers.
+fn whole_only<T>(_: T, _: T) -> T {
+    unreachable!("refused when planned")
+}
+
+fn floor_of_quotient(a: i64, b: i64) -> i64 {
+    match b {
+        0 => 0,
+        _ => a.wrapping_div_euclid(b) - i64::from(b < 0 && a.wrapping_rem_euclid(b) != 0),
+    }
+}
+
+fn remainder_of_quotient(a: i64, b: i64) -> i64 {
+    if b == 0 { 0 } else { a.wrapping_rem(b).wrapping_add(b).wrapping_rem(b) }
+}
+
+fn power(a: i64, b: i64) -> i64 {
+    match (a, b) {
+        (1, _) => 1,
+        (-1, _) => 1 - 2 * (b & 1),
+        (_, ..0) => 0,
+        _ => a.wrapping_pow(b as u32),
+    }
+}
+
+/// The shape that tensors of these shapes broadcast to, if there is one.
+pub(super) fn meeting_shape(shapes: &[&[usize]]) -> Option<SmallVec<[usize; 6]>> {
+    let ndim = shapes.iter().map(|s| s.len()).max().unwrap_or(0);
+    let mut met: SmallVec<[usize; 6]> = SmallVec::from_elem(1, ndim);
+    for shape in shapes {
+        for (out, &n) in met[ndim - shape.len()..].iter_mut().zip(*shape) {
+            if *out == 1 {
+                *out = n;
+            } else if n != *out && n != 1 {
+                return None;
+            }
+        }
+    }
+    Some(met)
 }
 
 /// The shape that tensors broadcast to.
 pub(super) fn broadcast(name: &str, inputs: &[TensorMeta]) -> Result<Vec<usize>> {
-    let ndim = inputs.iter().map(|m| m.shape.len()).max().unwrap_or(0);
-    let mut shape = vec![1; ndim];
-    for input in inputs {
-        let missing = ndim - input.shape.len();
-        for (d, &n) in input.shape.iter().enumerate() {
-            let out = &mut shape[d + missing];
-            if *out != n && *out != 1 && n != 1 {
-                let shapes: Vec<&[usize]> = inputs.iter().map(|m| m.shape.as_slice()).collect();
-                return Err(Error::invalid(
-                    "operands",
-                    format!("shapes {shapes:?} in {name}"),
-                    "shapes that are equal or 1 in every dimension, counted from the last",
-                    "reshape or expand the tensors",
-                ));
-            }
-            if *out == 1 {
-                *out = n;
-            }
+    let shapes: Vec<&[usize]> = inputs.iter().map(|m| m.shape.as_slice()).collect();
+    meeting_shape(&shapes).map(SmallVec::into_vec).ok_or_else(|| {
+        Error::invalid(
+            "operands",
+            format!("shapes {shapes:?} in {name}"),
+            "shapes that are equal or 1 in every dimension, counted from the last",
+            "reshape or expand the tensors",
+        )
+    })
+}
+
+impl Binary {
+    fn function(self) -> &'static Function {
+        &FUNCTIONS[self as usize]
+    }
+
+    /// The type of the result, for inputs that meet in a type.
+    fn dtype(self, meet: DType) -> DType {
+        match self.function().gives {
+            Gives::Meet => meet,
+            Gives::Real => dtype::real(meet),
+            Gives::Truth => DType::U8,
         }
     }
-    Ok(shape)
 }
 
 impl Op for Binary {
     fn name(&self) -> &'static str {
-        self.0
+        self.function().name
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
-        let function = function(self.0);
-        let shape = broadcast(self.0, inputs)?;
+        let shape = broadcast(self.name(), inputs)?;
         let meet = dtype::promote(inputs[0].dtype, inputs[1].dtype);
-        if self.0.starts_with("bitwise") && meet.is_float() {
-            let found = format!("{} and {} in {}", inputs[0].dtype.as_str(), inputs[1].dtype.as_str(), self.0);
+        if matches!(self, Binary::bitwise_and | Binary::bitwise_or | Binary::bitwise_xor) && meet.is_float() {
+            let found = format!("{} and {} in {}", inputs[0].dtype.as_str(), inputs[1].dtype.as_str(), self.name());
             return Err(Error::invalid("operands", found, "whole numbers", "convert the tensors first"));
         }
-        let dtype = match function.gives {
-            Gives::Meet => meet,
-            Gives::Real => dtype::real(meet),
-            Gives::Truth => DType::U8,
-        };
+        let dtype = self.dtype(meet);
         let mut signature = Signature::pointwise(&[&inputs[0].shape, &inputs[1].shape], &shape);
-        for &(a, b, result) in function.passes {
+        for &(a, b, result) in self.function().passes {
             // Operands that are converted on the way must not be rounded before they are reduced.
             let converted = |pending: Option<ReduceOp>, from: DType| pending.is_some() && from != dtype;
             if !converted(a, inputs[0].dtype) && !converted(b, inputs[1].dtype) {
@@ -198,33 +258,12 @@ impl Op for Binary {
     }
 
     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
-        let function = function(self.0);
-        let metas: Vec<TensorMeta> = inputs.iter().map(|t| TensorMeta::new(t.dims(), t.dtype())).collect();
-        let shape = broadcast(self.0, &metas)?;
-        let meet = dtype::promote(metas[0].dtype, metas[1].dtype);
-        // Candle's own kernels, where the result is exact to the last bit whatever the length of the tensor.
-        if matches!(meet, DType::F32 | DType::F64) && metas[0].dtype == metas[1].dtype && !shape.contains(&0) {
-            let (a, b) = (&inputs[0], &inputs[1]);
-            match self.0 {
-                "add" => return Ok(vec![a.broadcast_add(b)?]),
-                "sub" => return Ok(vec![a.broadcast_sub(b)?]),
-                "mul" => return Ok(vec![a.broadcast_mul(b)?]),
-                "div" => return Ok(vec![a.broadcast_div(b)?]),
-                _ => {}
-            }
-        }
-        let (a, b) = (stretch(&inputs[0], &shape)?, stretch(&inputs[1], &shape)?);
-        let dtype = match function.gives {
-            Gives::Meet => meet,
-            Gives::Real => dtype::real(meet),
-            Gives::Truth => DType::U8,
-        };
-        if !meet.is_float() && function.gives != Gives::Real {
-            let values = wholes(&a)?.into_iter().zip(wholes(&b)?).map(|(a, b)| (function.whole)(a, b)).collect();
-            return Ok(vec![from_wholes(values, &shape, dtype)?]);
-        }
-        let values = reals(&a)?.into_iter().zip(reals(&b)?).map(|(a, b)| (function.real)(a, b)).collect();
-        Ok(vec![from_reals(values, &shape, dtype)?])
+        let (a, b) = (&inputs[0], &inputs[1]);
+        let shape = meeting_shape(&[a.dims(), b.dims()]).expect("parts of tensors that broadcast");
+        let meet = dtype::promote(a.dtype(), b.dtype());
+        let whole = !meet.is_float() && self.function().gives != Gives::Real;
+        let arithmetic = if whole { Arithmetic::Whole } else { Arithmetic::real([a.dtype(), b.dtype()]) };
+        Ok(vec![(self.function().run)([a, b], &shape, arithmetic, self.dtype(meet))?])
     }
 
     fn differentiable(&self) -> Option<Keeps> {

@@ -9,7 +9,7 @@ use candle_core::Tensor;
 
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::local::{from_reals, reals};
+use crate::local::{Arithmetic, Wide, map};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
@@ -59,7 +59,7 @@ fn sigmoid(x: f64) -> f64 {
 }
 
 /// 1 where true.
-fn step(truth: DTensor, like: &DTensor) -> Result<DTensor> {
+fn step(truth: &DTensor, like: &DTensor) -> Result<DTensor> {
     truth.to_dtype(like.dtype())
 }
 
@@ -88,7 +88,7 @@ derivatives! {
     trunc: |_| 0.0, zero;
     frac: |_| 1.0, |x| zero(x)?.add_scalar(1.0);
     square: |x| 2.0 * x, |x| x.mul_scalar(2.0);
-    relu: |x| f64::from(u8::from(x > 0.0)), |x| step(x.gt(&zero(x)?)?, x);
+    relu: |x| f64::from(u8::from(x > 0.0)), |x| step(&x.gt(&zero(x)?)?, x);
     exp: f64::exp, DTensor::exp;
     expm1: f64::exp, DTensor::exp;
     exp2: |x| x.exp2() * LN_2, |x| x.exp2()?.mul_scalar(LN_2);
@@ -164,9 +164,9 @@ impl Op for Derivative {
     }
 
     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
-        let (x, g) = (reals(&inputs[0])?, reals(&inputs[1])?);
-        let products = x.into_iter().zip(g).map(|(x, g)| g * (self.at)(x)).collect();
-        Ok(vec![from_reals(products, inputs[0].dims(), inputs[1].dtype())?])
+        let (x, g, at) = (&inputs[0], &inputs[1], self.at);
+        let product = Wide(move |[x, g]: [f64; 2]| g * at(x), |[_, g]: [i64; 2]| g);
+        Ok(vec![map(product, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())?])
     }
 }
 
@@ -192,8 +192,8 @@ static OF_TWO: &[(&str, OfTwo, OfTwo)] = &[
         },
     ),
     // Equal operands share the gradient.
-    ("maximum", |a, b, g| g.mul(&share(a.gt(b)?, a, b)?), |a, b, g| g.mul(&share(b.gt(a)?, a, b)?)),
-    ("minimum", |a, b, g| g.mul(&share(a.lt(b)?, a, b)?), |a, b, g| g.mul(&share(b.lt(a)?, a, b)?)),
+    ("maximum", |a, b, g| g.mul(&share(&a.gt(b)?, a, b)?), |a, b, g| g.mul(&share(&b.gt(a)?, a, b)?)),
+    ("minimum", |a, b, g| g.mul(&share(&a.lt(b)?, a, b)?), |a, b, g| g.mul(&share(&b.lt(a)?, a, b)?)),
     ("fmod", |_, _, g| Ok(g.clone()), |a, b, g| g.mul(&a.div_trunc(b)?)?.neg()),
     ("remainder", |_, _, g| Ok(g.clone()), |a, b, g| g.mul(&a.div_floor(b)?)?.neg()),
     (
@@ -205,7 +205,7 @@ static OF_TWO: &[(&str, OfTwo, OfTwo)] = &[
 ];
 
 /// 1 where true, and a half where the operands are equal.
-fn share(truth: DTensor, a: &DTensor, b: &DTensor) -> Result<DTensor> {
+fn share(truth: &DTensor, a: &DTensor, b: &DTensor) -> Result<DTensor> {
     let dtype = super::dtype::promote(a.dtype(), b.dtype());
     truth.to_dtype(dtype)?.add(&a.eq(b)?.to_dtype(dtype)?.mul_scalar(0.5)?)
 }

@@ -3,11 +3,12 @@
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
+use smallvec::SmallVec;
 
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::local::{from_reals, from_wholes, reals, wholes};
+use crate::local::{Fold, fold};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Shared, Signature};
@@ -135,6 +136,19 @@ impl Kind {
         }
     }
 
+    /// How elements combine.
+    fn fold(self) -> Fold {
+        match self {
+            Kind::Sum => Fold::Sum,
+            Kind::Prod => Fold::Product,
+            Kind::Max => Fold::Max,
+            Kind::Min => Fold::Min,
+            Kind::Any => Fold::Any,
+            Kind::All => Fold::All,
+            Kind::CountNonzero => Fold::CountNonzero,
+        }
+    }
+
     /// How parts combine.
     fn combines(self) -> ReduceOp {
         match self {
@@ -152,6 +166,14 @@ impl Kind {
             Kind::Any | Kind::All => DType::U8,
             Kind::CountNonzero => DType::I64,
         }
+    }
+}
+
+impl Reduce {
+    /// The shape of the result for an input of this shape.
+    fn shape<'a>(&'a self, input: &'a [usize]) -> impl Iterator<Item = usize> + 'a {
+        let kept = (0..input.len()).filter(|d| self.keepdim || !self.dims.contains(d));
+        kept.map(|d| if self.dims.contains(&d) { 1 } else { input[d] })
     }
 }
 
@@ -183,56 +205,14 @@ impl Op for Reduce {
             Kind::Prod | Kind::Max | Kind::Min => signature = signature.passing([Some(combines)], combines),
             Kind::Any | Kind::All | Kind::CountNonzero => {}
         }
-        let kept = (0..x.shape.len()).filter(|d| self.keepdim || !self.dims.contains(d));
-        let shape = kept.map(|d| if self.dims.contains(&d) { 1 } else { x.shape[d] }).collect();
+        let shape = self.shape(&x.shape).collect();
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }
 
     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
         let x = &inputs[0];
-        let (ndim, dtype) = (x.rank(), self.kind.dtype(x.dtype()));
-        let kept: Vec<usize> = (0..ndim).filter(|d| !self.dims.contains(d)).collect();
-        let rows: usize = kept.iter().map(|&d| x.dims()[d]).product();
-        let columns: usize = self.dims.iter().map(|&d| x.dims()[d]).product();
-        let shape: Vec<usize> = (0..ndim)
-            .filter(|d| self.keepdim || !self.dims.contains(d))
-            .map(|d| if self.dims.contains(&d) { 1 } else { x.dims()[d] })
-            .collect();
-        let order: Vec<usize> = kept.iter().chain(&self.dims).copied().collect();
-        let turned = x.permute(order)?;
-        let row = |i: usize| i * columns..(i + 1) * columns;
-        if x.dtype().is_float() {
-            let values = reals(&turned)?;
-            let reduced = (0..rows).map(|i| {
-                let row = values[row(i)].iter().copied();
-                match self.kind {
-                    Kind::Sum => row.sum(),
-                    Kind::Prod => row.product(),
-                    // The neutral element where this rank has nothing; not-a-number wins.
-                    Kind::Max => row.fold(f64::NEG_INFINITY, |a, b| if a >= b || a.is_nan() { a } else { b }),
-                    Kind::Min => row.fold(f64::INFINITY, |a, b| if a <= b || a.is_nan() { a } else { b }),
-                    Kind::Any => f64::from(u8::from(row.into_iter().any(|x| x != 0.0))),
-                    Kind::All => f64::from(u8::from(row.into_iter().all(|x| x != 0.0))),
-                    Kind::CountNonzero => row.filter(|x| *x != 0.0).count() as f64,
-                }
-            });
-            return Ok(vec![from_reals(reduced.collect(), &shape, dtype)?]);
-        }
-        let values = wholes(&turned)?;
-        let (least, most) = limits(dtype);
-        let reduced = (0..rows).map(|i| {
-            let row = values[row(i)].iter().copied();
-            match self.kind {
-                Kind::Sum => row.fold(0, i64::wrapping_add),
-                Kind::Prod => row.fold(1, i64::wrapping_mul),
-                Kind::Max => row.fold(least, i64::max),
-                Kind::Min => row.fold(most, i64::min),
-                Kind::Any => i64::from(row.into_iter().any(|x| x != 0)),
-                Kind::All => i64::from(row.into_iter().all(|x| x != 0)),
-                Kind::CountNonzero => row.filter(|x| *x != 0).count() as i64,
-            }
-        });
-        Ok(vec![from_wholes(reduced.collect(), &shape, dtype)?])
+        let shape: SmallVec<[usize; 6]> = self.shape(x.dims()).collect();
+        Ok(vec![fold(self.kind.fold(), x, &self.dims, &shape, self.kind.dtype(x.dtype()))?])
     }
 
     fn differentiable(&self) -> Option<Keeps> {
@@ -265,17 +245,6 @@ impl Op for Reduce {
             _ => g.expand(&shape)?,
         };
         Ok(vec![Some(gradient.to_dtype(saved.dtype(0))?)])
-    }
-}
-
-/// The least and the largest whole number of a type.
-fn limits(dtype: DType) -> (i64, i64) {
-    match dtype {
-        DType::U8 => (0, i64::from(u8::MAX)),
-        DType::U32 => (0, i64::from(u32::MAX)),
-        DType::I16 => (i64::from(i16::MIN), i64::from(i16::MAX)),
-        DType::I32 => (i64::from(i32::MIN), i64::from(i32::MAX)),
-        _ => (i64::MIN, i64::MAX),
     }
 }
 

@@ -119,7 +119,7 @@ impl Op for ProductGradient {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
         let shared = (0..dims.len()).map(|d| if d == self.dim { Shared::Never } else { Shared::Free });
-        let signature = Signature::new(shared, [dims.clone(), dims.clone()], [dims.clone()])
+        let signature = Signature::new(shared, [dims.clone(), dims.clone()], [dims])
             .passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum);
         Ok(OpPlan { signature, outputs: vec![inputs[1].clone()] })
     }

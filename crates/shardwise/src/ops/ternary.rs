@@ -4,13 +4,13 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::binary::broadcast;
+use super::binary::{broadcast, meeting_shape};
 use super::derivative::back_to;
 use super::scalar::Scalar;
 use super::{OpEntry, Sample, dtype};
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::local::{from_reals, from_wholes, reals, stretch, wholes};
+use crate::local::{Arithmetic, Each, Wide, map};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
@@ -76,13 +76,14 @@ fn call(op: Ternary, inputs: [&DTensor; 3]) -> Result<DTensor> {
 
 impl Ternary {
     /// The type of the result.
-    fn dtype(self, inputs: &[TensorMeta]) -> DType {
-        let all = |from: usize| inputs[from..].iter().map(|m| m.dtype).reduce(dtype::promote).expect("three inputs");
+    fn dtype(self, inputs: [DType; 3]) -> DType {
+        let [x, a, b] = inputs;
+        let all = || dtype::promote(dtype::promote(x, a), b);
         match self {
-            Ternary::Where => all(1),
-            Ternary::ClampTensor => all(0),
-            Ternary::Addcmul(value) if value.0.fract() == 0.0 => all(0),
-            Ternary::Addcmul(_) | Ternary::Addcdiv(_) => dtype::real(all(0)),
+            Ternary::Where => dtype::promote(a, b),
+            Ternary::ClampTensor => all(),
+            Ternary::Addcmul(value) if value.0.fract() == 0.0 => all(),
+            Ternary::Addcmul(_) | Ternary::Addcdiv(_) => dtype::real(all()),
         }
     }
 }
@@ -99,7 +100,7 @@ impl Op for Ternary {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let shape = broadcast(self.name(), inputs)?;
-        let dtype = self.dtype(inputs);
+        let dtype = self.dtype([inputs[0].dtype, inputs[1].dtype, inputs[2].dtype]);
         let shapes: Vec<&[usize]> = inputs.iter().map(|m| m.shape.as_slice()).collect();
         let mut signature = Signature::pointwise(&shapes, &shape);
         if *self == Ternary::Where && inputs[1].dtype == dtype && inputs[2].dtype == dtype {
@@ -112,42 +113,48 @@ impl Op for Ternary {
     }
 
     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
-        let metas: Vec<TensorMeta> = inputs.iter().map(|t| TensorMeta::new(t.dims(), t.dtype())).collect();
-        let (shape, dtype) = (broadcast(self.name(), &metas)?, self.dtype(&metas));
-        let inputs = inputs.iter().map(|t| stretch(t, &shape)).collect::<Result<Vec<_>>>()?;
-        if !dtype.is_float() {
-            let [x, a, b] = [wholes(&inputs[0])?, wholes(&inputs[1])?, wholes(&inputs[2])?];
-            let value = |i: usize| match self {
-                Ternary::Where => {
-                    if x[i] != 0 {
-                        a[i]
-                    } else {
-                        b[i]
-                    }
-                }
-                Ternary::ClampTensor => x[i].max(a[i]).min(b[i]),
-                Ternary::Addcmul(v) => x[i].wrapping_add((v.0 as i64).wrapping_mul(a[i].wrapping_mul(b[i]))),
-                Ternary::Addcdiv(_) => unreachable!("gives a floating-point type"),
-            };
-            return Ok(vec![from_wholes((0..x.len()).map(value).collect(), &shape, dtype)?]);
-        }
-        let [x, a, b] = [reals(&inputs[0])?, reals(&inputs[1])?, reals(&inputs[2])?];
-        let value = |i: usize| match self {
-            Ternary::Where => {
-                if x[i] != 0.0 {
-                    a[i]
-                } else {
-                    b[i]
-                }
-            }
-            Ternary::ClampTensor => {
-                let low = if x[i] < a[i] { a[i] } else { x[i] };
-                if low > b[i] { b[i] } else { low }
-            }
-            Ternary::Addcmul(v) => x[i] + v.0 * a[i] * b[i],
-            Ternary::Addcdiv(v) => x[i] + v.0 * a[i] / b[i],
+        let (x, a, b) = (&inputs[0], &inputs[1], &inputs[2]);
+        let shape = meeting_shape(&[x.dims(), a.dims(), b.dims()]).expect("parts of tensors that broadcast");
+        let types = [x.dtype(), a.dtype(), b.dtype()];
+        let dtype = self.dtype(types);
+        let arithmetic = match self {
+            _ if !dtype.is_float() => Arithmetic::Whole,
+            // Only whether a condition is zero matters, which every whole number keeps.
+            Ternary::Where if !types[0].is_float() => Arithmetic::real([types[1], types[2]]),
+            _ => Arithmetic::real(types),
         };
-        Ok(vec![from_reals((0..x.len()).map(value).collect(), &shape, dtype)?])
+        let choose = Each(
+            |[x, a, b]: [f32; 3]| if x != 0.0 { a } else { b },
+            |[x, a, b]: [f64; 3]| if x != 0.0 { a } else { b },
+            |[x, a, b]: [i64; 3]| if x != 0 { a } else { b },
+        );
+        let output = match *self {
+            // A fraction is not zero, but would become it as a whole number.
+            Ternary::Where if arithmetic == Arithmetic::Whole && types[0].is_float() => {
+                let nonzero = Wide(|[x]: [f64; 1]| if x != 0.0 { 1.0 } else { 0.0 }, |[x]: [i64; 1]| x);
+                let mask = map(nonzero, [x], x.dims(), Arithmetic::real([types[0]]), DType::U8)?;
+                map(choose, [&mask, a, b], &shape, arithmetic, dtype)?
+            }
+            Ternary::Where => map(choose, [x, a, b], &shape, arithmetic, dtype)?,
+            Ternary::ClampTensor => {
+                let real = |[x, low, high]: [f64; 3]| {
+                    let x = if x < low { low } else { x };
+                    if x > high { high } else { x }
+                };
+                let whole = |[x, low, high]: [i64; 3]| x.max(low).min(high);
+                map(Wide(real, whole), [x, a, b], &shape, arithmetic, dtype)?
+            }
+            Ternary::Addcmul(Scalar(v)) => {
+                let whole = move |[x, a, b]: [i64; 3]| x.wrapping_add((v as i64).wrapping_mul(a.wrapping_mul(b)));
+                let f = Wide(move |[x, a, b]: [f64; 3]| x + v * a * b, whole);
+                map(f, [x, a, b], &shape, arithmetic, dtype)?
+            }
+            Ternary::Addcdiv(Scalar(v)) => {
+                let f = Wide(move |[x, a, b]: [f64; 3]| x + v * a / b, |[x, _, _]: [i64; 3]| x);
+                map(f, [x, a, b], &shape, arithmetic, dtype)?
+            }
+        };
+        Ok(vec![output])
     }
 
     fn differentiable(&self) -> Option<Keeps> {

@@ -8,7 +8,7 @@ use super::scalar::Scalar;
 use super::{OpEntry, Sample, derivative, dtype};
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::local::{from_reals, from_wholes, reals, wholes};
+use crate::local::{Arithmetic, Each, Function, Wide, map, math};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
@@ -41,7 +41,7 @@ enum Gives {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Unary {
-    Named(&'static str),
+    Named(Name),
     LeakyRelu(Scalar),
     Elu(Scalar),
     Softplus(Scalar, Scalar),
@@ -54,38 +54,48 @@ enum Unary {
     NanToNum(Scalar, Scalar, Scalar),
 }
 
-/// One function: what passes, what it gives, and its value.
-struct Function {
+/// One function without arguments: its name, what passes, what it gives, and its kernel.
+struct Entry {
+    name: &'static str,
     passes: Passes,
     gives: Gives,
-    real: fn(f64) -> f64,
-    /// The same on whole numbers, where they stay whole.
-    whole: fn(i64) -> i64,
+    run: fn(&Tensor, Arithmetic, DType) -> Result<Tensor>,
 }
 
+/// Functions by name. `each` is written alike for f32 and f64, `wide` is computed in f64 for f32 too, and `fast` has a
+/// function of f32 in [`math`]; whole numbers that stay so are left as they are unless another function is given.
 macro_rules! functions {
-    ($($(#[doc = $doc:literal])* $name:ident: $passes:expr, $gives:ident, $real:expr $(, $whole:expr)?;)*) => {
+    ($(
+        $(#[doc = $doc:literal])*
+        $name:ident: $passes:expr, $gives:ident, |$x:ident| $form:ident($real:expr) $(, whole($whole:expr))?;
+    )*) => {
         impl DTensor {
             $(
                 $(#[doc = $doc])*
                 #[track_caller]
                 pub fn $name(&self) -> Result<DTensor> {
-                    call(Unary::Named(stringify!($name)), self)
+                    call(Unary::Named(Name::$name), self)
                 }
             )*
         }
 
-        fn function(name: &str) -> Function {
-            match name {
-                $(stringify!($name) => {
-                    #[allow(unused_mut, unused_assignments)]
-                    let mut whole: fn(i64) -> i64 = |x| x;
-                    $(whole = $whole;)?
-                    Function { passes: $passes, gives: Gives::$gives, real: $real, whole }
-                })*
-                other => unreachable!("{other} is not in the table"),
-            }
+        #[allow(non_camel_case_types)]
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        enum Name {
+            $($name,)*
         }
+
+        static FUNCTIONS: &[Entry] = &[
+            $(Entry {
+                name: stringify!($name),
+                passes: $passes,
+                gives: Gives::$gives,
+                run: |x, arithmetic, dtype| {
+                    let whole = functions!(@whole $x $(, $whole)?);
+                    map(functions!(@$form $name, $x, $real, whole), [x], x.dims(), arithmetic, dtype)
+                },
+            },)*
+        ];
 
         pub(super) const OPS: &[OpEntry] = &[
             $(OpEntry { name: stringify!($name), samples, apply: |x| Ok(vec![x[0].$name()?]) },)*
@@ -102,6 +112,36 @@ macro_rules! functions {
             OpEntry { name: "nan_to_num", samples, apply: |x| Ok(vec![x[0].nan_to_num(0.0, 1e3, -1e3)?]) },
         ];
     };
+    (@whole $x:ident) => { |[$x]: [i64; 1]| $x };
+    (@whole $x:ident, $whole:expr) => {
+        |[$x]: [i64; 1]| {
+            let _ = $x;
+            $whole
+        }
+    };
+    (@each $name:ident, $x:ident, $real:expr, $whole:ident) => {
+        Each(|[$x]: [f32; 1]| $real, |[$x]: [f64; 1]| $real, $whole)
+    };
+    (@wide $name:ident, $x:ident, $real:expr, $whole:ident) => { Wide(|[$x]: [f64; 1]| $real, $whole) };
+    (@fast $name:ident, $x:ident, $real:expr, $whole:ident) => {{
+        #[derive(Clone, Copy)]
+        struct Fast<W>(W);
+        impl<W: Fn([i64; 1]) -> i64 + Copy> Function<1> for Fast<W> {
+            #[inline(always)]
+            fn f32<const FMA: bool>(self, [$x]: [f32; 1]) -> f32 {
+                math::$name::<FMA>($x)
+            }
+            #[inline(always)]
+            fn f64(self, [$x]: [f64; 1]) -> f64 {
+                $real
+            }
+            #[inline(always)]
+            fn i64(self, x: [i64; 1]) -> i64 {
+                (self.0)(x)
+            }
+        }
+        Fast($whole)
+    }};
 }
 
 const RISING: Passes = Passes::Rising;
@@ -109,96 +149,96 @@ const NOTHING: Passes = Passes::Nothing;
 
 functions! {
     /// The negative.
-    neg: Passes::Multiple { rising: false }, Same, |x| -x, i64::wrapping_neg;
+    neg: Passes::Multiple { rising: false }, Same, |x| each(-x), whole(x.wrapping_neg());
     /// The absolute value.
-    abs: NOTHING, Same, f64::abs, i64::wrapping_abs;
+    abs: NOTHING, Same, |x| each(x.abs()), whole(x.wrapping_abs());
     /// -1, 0 or 1.
-    sign: RISING, Same, |x| if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { x }, i64::signum;
+    sign: RISING, Same, |x| each(if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { x }), whole(x.signum());
     /// The square.
-    square: NOTHING, Same, |x| x * x, |x| x.wrapping_mul(x);
+    square: NOTHING, Same, |x| each(x * x), whole(x.wrapping_mul(x));
     /// The positive part.
-    relu: RISING, Same, |x| if x < 0.0 { 0.0 } else { x }, |x| x.max(0);
+    relu: RISING, Same, |x| each(if x < 0.0 { 0.0 } else { x }), whole(x.max(0));
     /// The next whole number below.
-    floor: RISING, Same, f64::floor;
+    floor: RISING, Same, |x| each(x.floor());
     /// The next whole number above.
-    ceil: RISING, Same, f64::ceil;
+    ceil: RISING, Same, |x| each(x.ceil());
     /// The nearest whole number, the even one of two.
-    round: RISING, Same, f64::round_ties_even;
+    round: RISING, Same, |x| each(x.round_ties_even());
     /// The whole part.
-    trunc: RISING, Same, f64::trunc;
+    trunc: RISING, Same, |x| each(x.trunc());
     /// What is left without the whole part.
-    frac: NOTHING, Real, f64::fract;
+    frac: NOTHING, Real, |x| each(x.fract());
     /// e to the power of x.
-    exp: RISING, Real, f64::exp;
+    exp: RISING, Real, |x| fast(x.exp());
     /// exp(x) - 1.
-    expm1: RISING, Real, f64::exp_m1;
+    expm1: RISING, Real, |x| fast(x.exp_m1());
     /// 2 to the power of x.
-    exp2: RISING, Real, f64::exp2;
+    exp2: RISING, Real, |x| each(x.exp2());
     /// Natural logarithm.
-    log: NOTHING, Real, f64::ln;
+    log: NOTHING, Real, |x| fast(x.ln());
     /// log(1 + x).
-    log1p: NOTHING, Real, f64::ln_1p;
+    log1p: NOTHING, Real, |x| fast(x.ln_1p());
     /// Logarithm to base 2.
-    log2: NOTHING, Real, f64::log2;
+    log2: NOTHING, Real, |x| each(x.log2());
     /// Logarithm to base 10.
-    log10: NOTHING, Real, f64::log10;
+    log10: NOTHING, Real, |x| wide(x.log10());
     /// Square root.
-    sqrt: NOTHING, Real, f64::sqrt;
+    sqrt: NOTHING, Real, |x| each(x.sqrt());
     /// 1 / sqrt(x).
-    rsqrt: NOTHING, Real, |x| 1.0 / x.sqrt();
+    rsqrt: NOTHING, Real, |x| each(1.0 / x.sqrt());
     /// 1 / x.
-    reciprocal: NOTHING, Real, f64::recip;
+    reciprocal: NOTHING, Real, |x| each(1.0 / x);
     /// Sine.
-    sin: NOTHING, Real, f64::sin;
+    sin: NOTHING, Real, |x| each(x.sin());
     /// Cosine.
-    cos: NOTHING, Real, f64::cos;
+    cos: NOTHING, Real, |x| each(x.cos());
     /// Tangent.
-    tan: NOTHING, Real, f64::tan;
+    tan: NOTHING, Real, |x| wide(x.tan());
     /// Inverse sine.
-    asin: NOTHING, Real, f64::asin;
+    asin: NOTHING, Real, |x| wide(x.asin());
     /// Inverse tangent.
-    atan: RISING, Real, f64::atan;
+    atan: RISING, Real, |x| wide(x.atan());
     /// Hyperbolic sine.
-    sinh: RISING, Real, f64::sinh;
+    sinh: RISING, Real, |x| wide(x.sinh());
     /// Hyperbolic cosine.
-    cosh: NOTHING, Real, f64::cosh;
+    cosh: NOTHING, Real, |x| wide(x.cosh());
     /// Inverse hyperbolic sine.
-    asinh: RISING, Real, f64::asinh;
+    asinh: RISING, Real, |x| wide(x.asinh());
     /// Hyperbolic tangent.
-    tanh: RISING, Real, f64::tanh;
+    tanh: RISING, Real, |x| fast(x.tanh());
     /// Error function.
-    erf: RISING, Real, libm::erf;
+    erf: RISING, Real, |x| fast(libm::erf(x));
     /// 1 - erf(x).
-    erfc: Passes::Falling, Real, libm::erfc;
+    erfc: Passes::Falling, Real, |x| fast(libm::erfc(x));
     /// 1 / (1 + exp(-x)).
-    sigmoid: RISING, Real, |x| 1.0 / (1.0 + (-x).exp());
+    sigmoid: RISING, Real, |x| fast(1.0 / (1.0 + (-x).exp()));
     /// log(sigmoid(x)).
-    logsigmoid: RISING, Real, |x| x.min(0.0) - (-x.abs()).exp().ln_1p();
+    logsigmoid: RISING, Real, |x| fast(x.min(0.0) - (-x.abs()).exp().ln_1p());
     /// x / (1 + |x|).
-    softsign: NOTHING, Real, |x| x / (1.0 + x.abs());
+    softsign: NOTHING, Real, |x| each(x / (1.0 + x.abs()));
     /// x * sigmoid(x).
-    silu: NOTHING, Real, |x| x / (1.0 + (-x).exp());
+    silu: NOTHING, Real, |x| fast(x / (1.0 + (-x).exp()));
     /// x * tanh(softplus(x)).
-    mish: NOTHING, Real, |x| x * (x.max(0.0) + (-x.abs()).exp().ln_1p()).tanh();
+    mish: NOTHING, Real, |x| fast(x * (x.max(0.0) + (-x.abs()).exp().ln_1p()).tanh());
     /// x * clamp(x + 3, 0, 6) / 6.
-    hardswish: NOTHING, Real, |x| x * (x + 3.0).clamp(0.0, 6.0) / 6.0;
+    hardswish: NOTHING, Real, |x| wide(x * (x + 3.0).clamp(0.0, 6.0) / 6.0);
     /// x * Phi(x) with the normal distribution.
-    gelu: NOTHING, Real, |x| 0.5 * x * (1.0 + libm::erf(x * std::f64::consts::FRAC_1_SQRT_2));
-    /// The tanh approximation of gelu.
-    gelu_tanh: NOTHING, Real, |x| {
-        let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
-        0.5 * x * (1.0 + inner.tanh())
-    };
+    gelu: NOTHING, Real, |x| fast(0.5 * x * libm::erfc(-x * std::f64::consts::FRAC_1_SQRT_2));
+    /// The tanh approximation of gelu, which is x * sigmoid(z) with a cubic z.
+    gelu_tanh: NOTHING, Real, |x| fast({
+        let z = 2.0 * (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
+        x / (1.0 + (-z).exp())
+    });
     /// 1 where not-a-number.
-    isnan: NOTHING, Truth, |x| f64::from(u8::from(x.is_nan())), |_| 0;
+    isnan: NOTHING, Truth, |x| each(if x.is_nan() { 1.0 } else { 0.0 }), whole(0);
     /// 1 where finite.
-    isfinite: NOTHING, Truth, |x| f64::from(u8::from(x.is_finite())), |_| 1;
+    isfinite: NOTHING, Truth, |x| each(if x.is_finite() { 1.0 } else { 0.0 }), whole(1);
     /// 1 where infinite.
-    isinf: NOTHING, Truth, |x| f64::from(u8::from(x.is_infinite())), |_| 0;
+    isinf: NOTHING, Truth, |x| each(if x.is_infinite() { 1.0 } else { 0.0 }), whole(0);
     /// 1 where the sign is negative.
-    signbit: NOTHING, Truth, |x| f64::from(u8::from(x.is_sign_negative())), |x| i64::from(x < 0);
+    signbit: NOTHING, Truth, |x| each(if x.is_sign_negative() { 1.0 } else { 0.0 }), whole(i64::from(x < 0));
     /// 1 where zero.
-    logical_not: NOTHING, Truth, |x| f64::from(u8::from(x == 0.0)), |x| i64::from(x == 0);
+    logical_not: NOTHING, Truth, |x| each(if x == 0.0 { 1.0 } else { 0.0 }), whole(i64::from(x == 0));
 }
 
 impl DTensor {
@@ -277,7 +317,7 @@ fn call(op: Unary, x: &DTensor) -> Result<DTensor> {
 impl Unary {
     fn passes(self) -> Passes {
         match self {
-            Unary::Named(name) => function(name).passes,
+            Unary::Named(name) => FUNCTIONS[name as usize].passes,
             Unary::LeakyRelu(s) | Unary::Elu(s) if s.0 > 0.0 => RISING,
             Unary::Softplus(beta, _) if beta.0 > 0.0 => RISING,
             Unary::Clamp(..) => RISING,
@@ -293,7 +333,7 @@ impl Unary {
     fn wraps(self) -> bool {
         self.gives() == Gives::Same
             && match self {
-                Unary::Named(name) => ["neg", "abs", "square"].contains(&name),
+                Unary::Named(name) => matches!(name, Name::neg | Name::abs | Name::square),
                 Unary::Clamp(..) | Unary::NanToNum(..) => false,
                 _ => true,
             }
@@ -303,7 +343,7 @@ impl Unary {
     fn gives(self) -> Gives {
         let whole = |s: Scalar| s.0.fract() == 0.0 && s.0.abs() < 9e15;
         match self {
-            Unary::Named(name) => function(name).gives,
+            Unary::Named(name) => FUNCTIONS[name as usize].gives,
             Unary::Add(s) | Unary::Mul(s) | Unary::RSub(s) if whole(s) => Gives::Same,
             Unary::Pow(s) if whole(s) && s.0 >= 0.0 => Gives::Same,
             Unary::Clamp(a, b) if a.is_none_or(whole) && b.is_none_or(whole) => Gives::Same,
@@ -312,66 +352,107 @@ impl Unary {
         }
     }
 
-    fn real(self, x: f64) -> f64 {
+    /// The function on a local tensor.
+    fn compute(self, x: &Tensor, arithmetic: Arithmetic, dtype: DType) -> Result<Tensor> {
         match self {
-            Unary::Named(_) => unreachable!("called through its table"),
-            Unary::LeakyRelu(s) => {
-                if x < 0.0 {
-                    s.0 * x
-                } else {
-                    x
-                }
+            Unary::Named(name) => (FUNCTIONS[name as usize].run)(x, arithmetic, dtype),
+            Unary::LeakyRelu(Scalar(s)) => wide(x, arithmetic, dtype, move |x| if x < 0.0 { s * x } else { x }, |x| x),
+            Unary::Elu(Scalar(alpha)) => map(Elu { alpha }, [x], x.dims(), arithmetic, dtype),
+            // Where the argument is scaled, f32 has too few digits for it.
+            Unary::Softplus(Scalar(beta), Scalar(threshold)) if beta != 1.0 => {
+                let f = move |x: f64| if beta * x > threshold { x } else { (beta * x).exp().ln_1p() / beta };
+                wide(x, arithmetic, dtype, f, |x| x)
             }
-            Unary::Elu(s) => {
-                if x < 0.0 {
-                    s.0 * x.exp_m1()
-                } else {
-                    x
-                }
-            }
-            Unary::Softplus(b, t) if b.0 * x > t.0 => x,
-            Unary::Softplus(b, _) => (b.0 * x).exp().ln_1p() / b.0,
-            Unary::Pow(s) => x.powf(s.0),
+            Unary::Softplus(_, Scalar(threshold)) => map(Softplus { threshold }, [x], x.dims(), arithmetic, dtype),
+            Unary::Pow(Scalar(2.0)) => (FUNCTIONS[Name::square as usize].run)(x, arithmetic, dtype),
+            Unary::Pow(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x.powf(s), move |x| x.wrapping_pow(s as u32)),
             Unary::Clamp(low, high) => {
-                let x = low.map_or(x, |low| if x < low.0 { low.0 } else { x });
-                high.map_or(x, |high| if x > high.0 { high.0 } else { x })
+                // A bound that is missing bounds nothing; not-a-number stays.
+                let (low, high) = (low.map_or(f64::NEG_INFINITY, |s| s.0), high.map_or(f64::INFINITY, |s| s.0));
+                let real = move |x: f64| {
+                    let x = if x < low { low } else { x };
+                    if x > high { high } else { x }
+                };
+                wide(x, arithmetic, dtype, real, move |x| x.max(low as i64).min(high as i64))
             }
-            Unary::Add(s) => x + s.0,
-            Unary::Mul(s) => x * s.0,
-            Unary::RSub(s) => s.0 - x,
-            Unary::Div(s) => x / s.0,
-            Unary::NanToNum(nan, _, _) if x.is_nan() => nan.0,
-            Unary::NanToNum(_, pos, neg) if x.is_infinite() => {
-                if x > 0.0 {
-                    pos.0
-                } else {
-                    neg.0
-                }
+            Unary::Add(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x + s, move |x| x.wrapping_add(s as i64)),
+            Unary::Mul(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x * s, move |x| x.wrapping_mul(s as i64)),
+            Unary::RSub(Scalar(s)) => wide(x, arithmetic, dtype, move |x| s - x, move |x| (s as i64).wrapping_sub(x)),
+            Unary::Div(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x / s, |x| x),
+            Unary::NanToNum(Scalar(nan), Scalar(most), Scalar(least)) => {
+                let real = move |x: f64| {
+                    let x = if x == f64::INFINITY { most } else { x };
+                    let x = if x == f64::NEG_INFINITY { least } else { x };
+                    if x.is_nan() { nan } else { x }
+                };
+                wide(x, arithmetic, dtype, real, |x| x)
             }
-            Unary::NanToNum(..) => x,
         }
     }
+}
 
-    fn whole(self, x: i64) -> i64 {
-        match self {
-            Unary::Named(name) => (function(name).whole)(x),
-            Unary::Add(s) => x.wrapping_add(s.0 as i64),
-            Unary::Mul(s) => x.wrapping_mul(s.0 as i64),
-            Unary::RSub(s) => (s.0 as i64).wrapping_sub(x),
-            Unary::Pow(s) => x.wrapping_pow(s.0 as u32),
-            Unary::Clamp(low, high) => {
-                let x = low.map_or(x, |low| x.max(low.0 as i64));
-                high.map_or(x, |high| x.min(high.0 as i64))
-            }
-            _ => x,
-        }
+/// A function of which f32 too is computed in f64: a number given as f64 is not rounded before it is used.
+fn wide(
+    x: &Tensor,
+    arithmetic: Arithmetic,
+    dtype: DType,
+    real: impl Fn(f64) -> f64 + Copy,
+    whole: impl Fn(i64) -> i64 + Copy,
+) -> Result<Tensor> {
+    map(Wide(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| whole(x)), [x], x.dims(), arithmetic, dtype)
+}
+
+#[derive(Clone, Copy)]
+struct Elu {
+    alpha: f64,
+}
+
+impl Function<1> for Elu {
+    #[inline(always)]
+    fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
+        let below = (self.alpha * f64::from(math::expm1::<FMA>(x))) as f32;
+        if x < 0.0 { below } else { x }
+    }
+
+    #[inline(always)]
+    fn f64(self, [x]: [f64; 1]) -> f64 {
+        if x < 0.0 { self.alpha * x.exp_m1() } else { x }
+    }
+
+    #[inline(always)]
+    fn i64(self, [x]: [i64; 1]) -> i64 {
+        x
+    }
+}
+
+/// With beta 1.
+#[derive(Clone, Copy)]
+struct Softplus {
+    threshold: f64,
+}
+
+impl Function<1> for Softplus {
+    #[inline(always)]
+    fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
+        let bent = math::softplus::<FMA>(x);
+        if f64::from(x) > self.threshold { x } else { bent }
+    }
+
+    #[inline(always)]
+    fn f64(self, [x]: [f64; 1]) -> f64 {
+        if x > self.threshold { x } else { x.exp().ln_1p() }
+    }
+
+    #[inline(always)]
+    fn i64(self, [x]: [i64; 1]) -> i64 {
+        x
     }
 }
 
 impl Op for Unary {
     fn name(&self) -> &'static str {
         match self {
-            Unary::Named(name) => name,
+            Unary::Named(name) => FUNCTIONS[*name as usize].name,
             Unary::LeakyRelu(_) => "leaky_relu",
             Unary::Elu(_) => "elu",
             Unary::Softplus(..) => "softplus",
@@ -421,17 +502,9 @@ impl Op for Unary {
 
     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
         let x = &inputs[0];
-        let dtype = output_type(*self, x.dtype());
-        if !x.dtype().is_float() && self.gives() != Gives::Real {
-            let values = wholes(x)?.into_iter().map(|v| self.whole(v)).collect();
-            return Ok(vec![from_wholes(values, x.dims(), dtype)?]);
-        }
-        let values = reals(x)?;
-        let values = match self {
-            Unary::Named(name) => values.into_iter().map(function(name).real).collect(),
-            _ => values.into_iter().map(|v| self.real(v)).collect(),
-        };
-        Ok(vec![from_reals(values, x.dims(), dtype)?])
+        let whole = !x.dtype().is_float() && self.gives() != Gives::Real;
+        let arithmetic = if whole { Arithmetic::Whole } else { Arithmetic::real([x.dtype()]) };
+        Ok(vec![self.compute(x, arithmetic, output_type(*self, x.dtype()))?])
     }
 
     fn differentiable(&self) -> Option<Keeps> {

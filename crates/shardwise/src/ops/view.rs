@@ -3,6 +3,7 @@
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
+use smallvec::SmallVec;
 
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
@@ -151,25 +152,28 @@ impl Op for Rename {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
         let x = &inputs[0];
         let used = |from: &From| match from {
             From::Input(d) | From::Stretched(d, _) => Some(*d),
             From::New(_) => None,
         };
-        let order: Vec<usize> = self.dims.iter().filter_map(used).collect();
-        let dropped = (0..x.rank()).filter(|d| !order.contains(d));
-        let turned = x.permute(order.iter().copied().chain(dropped).collect::<Vec<_>>())?;
-        let single: Vec<usize> = self.dims.iter().map(|f| used(f).map_or(1, |d| x.dims()[d])).collect();
-        let full: Vec<usize> = self
-            .dims
-            .iter()
-            .map(|f| match f {
-                From::Input(d) => x.dims()[*d],
-                From::Stretched(_, n) | From::New(n) => *n,
-            })
-            .collect();
-        Ok(vec![dense(&dense(&turned)?.reshape(single)?.broadcast_as(full)?)?])
+        // Only views: dimensions that are dropped (from the last on, so that the others keep their numbers), turned,
+        // inserted and stretched.
+        let order: SmallVec<[usize; 6]> = self.dims.iter().filter_map(used).collect();
+        let mut view = x.clone();
+        for dim in (0..x.rank()).rev().filter(|d| !order.contains(d)) {
+            view = view.squeeze(dim)?;
+        }
+        let place = |&d: &usize| order.iter().filter(|&&o| o < d).count();
+        view = view.permute(order.iter().map(place).collect::<Vec<_>>())?;
+        for at in (0..self.dims.len()).filter(|&i| matches!(self.dims[i], From::New(_))) {
+            view = view.unsqueeze(at)?;
+        }
+        if view.dims() != at.local_shape(0) {
+            view = view.broadcast_as(at.local_shape(0))?;
+        }
+        Ok(vec![if view.elem_count() == 0 { dense(&view)? } else { view }])
     }
 
     fn differentiable(&self) -> Option<Keeps> {

@@ -1,0 +1,247 @@
+//! Elements of any type read into the types in which kernels compute, and written back. Half-precision numbers are computed
+//! in f32, whole numbers in i64, which wraps when it is narrowed.
+
+use std::mem::MaybeUninit;
+
+use candle_core::{DType, WithDType};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+use super::{vector, with_type};
+
+/// A block of elements in rows: how many rows and elements in a row, and the strides of both.
+#[derive(Clone, Copy)]
+pub(super) struct Block {
+    pub(super) rows: usize,
+    pub(super) row_stride: usize,
+    pub(super) width: usize,
+    pub(super) stride: usize,
+}
+
+/// A type in which kernels compute.
+pub(super) trait Compute: WithDType {
+    /// Reads a block into a buffer, row after row.
+    ///
+    /// # Safety
+    /// Every element that the block reaches from `first` is readable and of the type; the buffer has their number.
+    unsafe fn load(dtype: DType, first: *const u8, block: Block, buffer: &mut [MaybeUninit<Self>]);
+
+    /// Writes numbers one after the other.
+    ///
+    /// # Safety
+    /// As many elements of the type can be written at `first`.
+    unsafe fn store(dtype: DType, numbers: &[Self], first: *mut u8);
+}
+
+/// One number as another type.
+trait Cast<To>: Copy {
+    fn cast(self) -> To;
+
+    /// Numbers one after the other, `to` as many as `from`.
+    fn cast_all(from: &[Self], to: &mut [MaybeUninit<To>]) {
+        vector::run(CastAll { from, to });
+    }
+}
+
+struct CastAll<'a, S, D> {
+    from: &'a [S],
+    to: &'a mut [MaybeUninit<D>],
+}
+
+impl<S: Cast<D>, D> vector::Kernel for CastAll<'_, S, D> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        for (to, from) in self.to.iter_mut().zip(self.from) {
+            to.write(from.cast());
+        }
+    }
+}
+
+macro_rules! casts {
+    ($($($From:ty),* => $To:tt;)*) => {
+        $($(casts!(@ $From => $To);)*)*
+    };
+    (@ $From:ty => ($($To:ty),*)) => {
+        $(impl Cast<$To> for $From {
+            #[inline(always)]
+            fn cast(self) -> $To {
+                self as $To
+            }
+        })*
+    };
+}
+casts! {
+    u8, u32, i16, i32 => (f32, f64, i64);
+    i64 => (u8);
+    f32, f64, i64 => (u32, i16, i32, i64, f32, f64);
+}
+
+// Comparisons give bytes. The plain conversion of a vector is slow, because it has to look for numbers out of range.
+macro_rules! byte_casts {
+    ($($T:ty),*) => {$(
+        impl Cast<u8> for $T {
+            #[inline(always)]
+            fn cast(self) -> u8 {
+                let inside = self.max(0.0).min(255.0);
+                // SAFETY: not-a-number became 0, and everything else is between 0 and 255 now.
+                unsafe { inside.to_int_unchecked::<i32>() as u8 }
+            }
+        }
+    )*};
+}
+byte_casts!(f32, f64);
+
+macro_rules! half_casts {
+    ($($T:ty),*) => {$(
+        impl Cast<f64> for $T {
+            #[inline(always)]
+            fn cast(self) -> f64 {
+                self.to_f64()
+            }
+        }
+        impl Cast<i64> for $T {
+            #[inline(always)]
+            fn cast(self) -> i64 {
+                self.to_f64() as i64
+            }
+        }
+        impl Cast<$T> for f64 {
+            #[inline(always)]
+            fn cast(self) -> $T {
+                <$T>::from_f64(self)
+            }
+        }
+        impl Cast<$T> for i64 {
+            #[inline(always)]
+            fn cast(self) -> $T {
+                <$T>::from_f64(self as f64)
+            }
+        }
+    )*};
+}
+half_casts!(f16, bf16);
+
+// Processors have instructions for f16, which the crate of the type uses for slices.
+
+impl Cast<f32> for f16 {
+    #[inline(always)]
+    fn cast(self) -> f32 {
+        self.to_f32()
+    }
+
+    fn cast_all(from: &[Self], to: &mut [MaybeUninit<f32>]) {
+        from.convert_to_f32_slice(zeroed(to));
+    }
+}
+
+impl Cast<f16> for f32 {
+    #[inline(always)]
+    fn cast(self) -> f16 {
+        f16::from_f32(self)
+    }
+
+    fn cast_all(from: &[Self], to: &mut [MaybeUninit<f16>]) {
+        zeroed(to).convert_from_f32_slice(from);
+    }
+}
+
+// bf16 is the upper half of an f32. Written without branches, so that it becomes vector instructions.
+
+impl Cast<f32> for bf16 {
+    #[inline(always)]
+    fn cast(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+}
+
+impl Cast<bf16> for f32 {
+    #[inline(always)]
+    fn cast(self) -> bf16 {
+        let bits = self.to_bits();
+        // To the nearest, the even one of two.
+        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+        // Rounding must not make an infinity of not-a-number.
+        let quiet = bits >> 16 | 0x40;
+        bf16::from_bits(if self.is_nan() { quiet } else { rounded } as u16)
+    }
+}
+
+/// The memory, written with zeros.
+fn zeroed<T: Copy + Default>(memory: &mut [MaybeUninit<T>]) -> &mut [T] {
+    memory.fill(MaybeUninit::new(T::default()));
+    // SAFETY: every element was just written.
+    unsafe { memory.assume_init_mut() }
+}
+
+/// Reads a block of one type into a buffer of another.
+///
+/// # Safety
+/// As for [`Compute::load`].
+unsafe fn load<S: Cast<C>, C: Copy>(first: *const S, block: Block, buffer: &mut [MaybeUninit<C>]) {
+    let Block { rows, row_stride, width, stride } = block;
+    if width == 0 {
+        return;
+    }
+    for (row, to) in (0..rows).zip(buffer.chunks_exact_mut(width)) {
+        // SAFETY: the caller promises that the block can be read.
+        unsafe {
+            let first = first.add(row * row_stride);
+            match stride {
+                0 => to.fill(MaybeUninit::new((*first).cast())),
+                1 => S::cast_all(std::slice::from_raw_parts(first, width), to),
+                _ => to.iter_mut().enumerate().for_each(|(i, to)| {
+                    to.write((*first.add(i * stride)).cast());
+                }),
+            }
+        }
+    }
+}
+
+macro_rules! computes {
+    ($($C:ty),*) => {$(
+        impl Compute for $C {
+            unsafe fn load(dtype: DType, first: *const u8, block: Block, buffer: &mut [MaybeUninit<Self>]) {
+                // SAFETY: the caller's promise.
+                with_type!(dtype, S => unsafe { load::<S, $C>(first.cast(), block, buffer) },
+                    otherwise unreachable!("callers check the element type"));
+            }
+
+            unsafe fn store(dtype: DType, numbers: &[Self], first: *mut u8) {
+                with_type!(dtype, D => {
+                    // SAFETY: the caller's promise; memory that may be uninitialised is taken as such.
+                    let to = unsafe { std::slice::from_raw_parts_mut(first.cast::<MaybeUninit<D>>(), numbers.len()) };
+                    <$C as Cast<D>>::cast_all(numbers, to);
+                }, otherwise unreachable!("callers check the element type"));
+            }
+        }
+    )*};
+}
+computes!(f32, f64, i64);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_end_where_their_range_does() {
+        for (x, expected) in [(-1.0, 0), (0.9, 0), (1.0, 1), (255.5, 255), (1e30, 255), (f32::NAN, 0), (-1e30, 0)] {
+            let bytes: [u8; 2] = [x.cast(), f64::from(x).cast()];
+            assert_eq!(bytes, [expected; 2], "{x}");
+        }
+    }
+
+    #[test]
+    fn bf16_rounds_as_its_crate_does() {
+        for high in 0..=u16::MAX {
+            for low in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let x = f32::from_bits(u32::from(high) << 16 | low);
+                let (got, expected): (bf16, bf16) = (x.cast(), bf16::from_f32(x));
+                assert!(got == expected || got.is_nan() && expected.is_nan(), "{x:e}: {got} and not {expected}");
+                let back: f32 = got.cast();
+                assert!(back == got.to_f32() || got.is_nan() && back.is_nan());
+            }
+        }
+    }
+}

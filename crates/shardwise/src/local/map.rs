@@ -1,0 +1,400 @@
+//! Functions of tensors that broadcast, element by element, in one pass over memory.
+
+use std::array::from_fn;
+use std::mem::MaybeUninit;
+
+use candle_core::{DType, Layout, Storage, Tensor};
+use smallvec::SmallVec;
+
+use super::convert::{Block, Compute};
+use super::fresh::Fresh;
+use super::{dense, first_element, vector};
+use crate::error::Result;
+
+/// Elements worked on at a time where they cannot be read or written in place: few enough that all buffers stay in the
+/// first-level cache.
+const CHUNK: usize = 512;
+
+/// A function of `N` numbers in every type in which it is computed. All but `N` numbers are arguments of its own. The
+/// methods must be `#[inline(always)]`, see [`vector::Kernel`].
+pub(crate) trait Function<const N: usize>: Copy {
+    /// Of f32; `FMA` as in the functions of [`math`](super::math).
+    fn f32<const FMA: bool>(self, x: [f32; N]) -> f32;
+    /// Of f64.
+    fn f64(self, x: [f64; N]) -> f64;
+    /// Of whole numbers.
+    fn i64(self, x: [i64; N]) -> i64;
+}
+
+/// A function computed in f64, of f32 too, with another one for whole numbers.
+#[derive(Clone, Copy)]
+pub(crate) struct Wide<R, W>(pub(crate) R, pub(crate) W);
+
+impl<const N: usize, R, W> Function<N> for Wide<R, W>
+where
+    R: Fn([f64; N]) -> f64 + Copy,
+    W: Fn([i64; N]) -> i64 + Copy,
+{
+    #[inline(always)]
+    fn f32<const FMA: bool>(self, x: [f32; N]) -> f32 {
+        (self.0)(x.map(f64::from)) as f32
+    }
+
+    #[inline(always)]
+    fn f64(self, x: [f64; N]) -> f64 {
+        (self.0)(x)
+    }
+
+    #[inline(always)]
+    fn i64(self, x: [i64; N]) -> i64 {
+        (self.1)(x)
+    }
+}
+
+/// A function written once for every type in which it is computed.
+#[derive(Clone, Copy)]
+pub(crate) struct Each<S, R, W>(pub(crate) S, pub(crate) R, pub(crate) W);
+
+impl<const N: usize, S, R, W> Function<N> for Each<S, R, W>
+where
+    S: Fn([f32; N]) -> f32 + Copy,
+    R: Fn([f64; N]) -> f64 + Copy,
+    W: Fn([i64; N]) -> i64 + Copy,
+{
+    #[inline(always)]
+    fn f32<const FMA: bool>(self, x: [f32; N]) -> f32 {
+        (self.0)(x)
+    }
+
+    #[inline(always)]
+    fn f64(self, x: [f64; N]) -> f64 {
+        (self.1)(x)
+    }
+
+    #[inline(always)]
+    fn i64(self, x: [i64; N]) -> i64 {
+        (self.2)(x)
+    }
+}
+
+/// The type in which a function is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Arithmetic {
+    /// For f32 and types that are exact in it.
+    F32,
+    F64,
+    /// For whole numbers that stay so.
+    Whole,
+}
+
+impl Arithmetic {
+    /// For real numbers of these types: what f32 holds exactly is computed in f32.
+    pub(crate) fn real(types: impl IntoIterator<Item = DType>) -> Self {
+        let exact = |t| matches!(t, DType::F32 | DType::F16 | DType::BF16 | DType::U8 | DType::I16);
+        if types.into_iter().all(exact) { Arithmetic::F32 } else { Arithmetic::F64 }
+    }
+}
+
+/// A function of tensors that broadcast to `shape`, as a tensor of a type.
+pub(crate) fn map<const N: usize, F: Function<N>>(
+    f: F,
+    inputs: [&Tensor; N],
+    shape: &[usize],
+    arithmetic: Arithmetic,
+    dtype: DType,
+) -> Result<Tensor> {
+    match arithmetic {
+        Arithmetic::F32 => over_blocks(inputs, shape, dtype, &|inputs, out| vector::run(InF32 { f, inputs, out })),
+        Arithmetic::F64 => over_blocks(inputs, shape, dtype, &|inputs, out| vector::run(InF64 { f, inputs, out })),
+        Arithmetic::Whole => over_blocks(inputs, shape, dtype, &|inputs, out| each(inputs, out, |x| f.i64(x))),
+    }
+}
+
+struct InF32<'a, F, const N: usize> {
+    f: F,
+    inputs: [&'a [f32]; N],
+    out: &'a mut [MaybeUninit<f32>],
+}
+
+impl<F: Function<N>, const N: usize> vector::Kernel for InF32<'_, F, N> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        each(self.inputs, self.out, |x| self.f.f32::<FMA>(x));
+    }
+}
+
+struct InF64<'a, F, const N: usize> {
+    f: F,
+    inputs: [&'a [f64]; N],
+    out: &'a mut [MaybeUninit<f64>],
+}
+
+impl<F: Function<N>, const N: usize> vector::Kernel for InF64<'_, F, N> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        each(self.inputs, self.out, |x| self.f.f64(x));
+    }
+}
+
+/// `out[i]` becomes the function of `inputs[..][i]`. The value does not depend on where an element stands: what is left
+/// over of whole vectors is computed with the same steps.
+#[inline(always)]
+fn each<T: Copy, const N: usize>(inputs: [&[T]; N], out: &mut [MaybeUninit<T>], f: impl Fn([T; N]) -> T) {
+    let inputs: [&[T]; N] = from_fn(|k| &inputs[k][..out.len()]);
+    for (i, out) in out.iter_mut().enumerate() {
+        out.write(f(from_fn(|k| inputs[k][i])));
+    }
+}
+
+/// A loop over elements in row-major order: inputs of one length and as much memory to write.
+type Loop<'a, C, const N: usize> = &'a dyn Fn([&[C]; N], &mut [MaybeUninit<C>]);
+
+/// Gives a loop the elements of tensors that broadcast to `shape`: all at once where they lie so, else in blocks.
+fn over_blocks<C: Compute, const N: usize>(
+    inputs: [&Tensor; N],
+    shape: &[usize],
+    dtype: DType,
+    body: Loop<'_, C, N>,
+) -> Result<Tensor> {
+    let count = shape.iter().product();
+    let mut output = Fresh::new(dtype, count)?;
+    if count > 0 {
+        let mut copies = [const { None }; N];
+        for (copy, input) in copies.iter_mut().zip(inputs).filter(|(_, input)| is_turned(input)) {
+            *copy = Some(dense(input)?);
+        }
+        let inputs: [&Tensor; N] = from_fn(|k| copies[k].as_ref().unwrap_or(inputs[k]));
+        let guards = inputs.map(Tensor::storage_and_layout);
+        let sources: [Source; N] = from_fn(|k| Source::new(&guards[k].0, guards[k].1));
+        let dense =
+            (0..N).all(|k| sources[k].dtype == C::DTYPE && inputs[k].dims() == shape && inputs[k].is_contiguous());
+        match output.elements::<C>().filter(|_| dense) {
+            // SAFETY: the tensors hold `count` elements of this type one after the other, and the guards keep them.
+            Some(out) => body(from_fn(|k| unsafe { std::slice::from_raw_parts(sources[k].first.cast(), count) }), out),
+            None => {
+                let dims = merged(shape, from_fn(|k| guards[k].1));
+                // SAFETY: the sizes and strides are those of the tensors, which the guards keep.
+                unsafe { block_by_block(&sources, &dims, dtype, output.first(), body) };
+            }
+        }
+    }
+    // SAFETY: the loop wrote every element.
+    Ok(unsafe { output.finish(shape) })
+}
+
+/// Whether elements that follow each other lie far apart, so that it pays to copy them first, in the order of memory.
+fn is_turned(t: &Tensor) -> bool {
+    let innermost = t.dims().iter().zip(t.stride()).rev().find(|(size, _)| **size > 1);
+    innermost.is_some_and(|(_, &stride)| stride > 1) && t.elem_count() > CHUNK
+}
+
+/// Where the elements of an input lie.
+#[derive(Clone, Copy)]
+struct Source {
+    first: *const u8,
+    dtype: DType,
+}
+
+impl Source {
+    fn new(storage: &Storage, layout: &Layout) -> Self {
+        let (first, dtype) = first_element(storage, layout);
+        Source { first, dtype }
+    }
+}
+
+/// A dimension of the output: its size, and the stride of every input, 0 where it is stretched.
+type Dim<const N: usize> = (usize, [usize; N]);
+
+/// The dimensions of the output, without those of size 1, and with neighbours joined that lie so in every input.
+fn merged<const N: usize>(shape: &[usize], layouts: [&Layout; N]) -> SmallVec<[Dim<N>; 6]> {
+    let mut dims: SmallVec<[Dim<N>; 6]> = SmallVec::new();
+    for (d, &size) in shape.iter().enumerate().filter(|&(_, &size)| size != 1) {
+        let strides: [usize; N] = from_fn(|k| {
+            let missing = shape.len() - layouts[k].dims().len();
+            let stretched = d < missing || layouts[k].dims()[d - missing] == 1;
+            if stretched { 0 } else { layouts[k].stride()[d - missing] }
+        });
+        match dims.last_mut() {
+            Some((n, outer)) if (0..N).all(|k| outer[k] == strides[k] * size) => (*n, *outer) = (*n * size, strides),
+            _ => dims.push((size, strides)),
+        }
+    }
+    dims
+}
+
+/// The general case: blocks of some rows of the last dimension, or of a part of one. What does not lie as the loop wants
+/// it goes through buffers.
+///
+/// # Safety
+/// Every element that sizes and strides reach is readable; `out` can be written for as many elements.
+unsafe fn block_by_block<C: Compute, const N: usize>(
+    sources: &[Source; N],
+    dims: &[Dim<N>],
+    dtype: DType,
+    out: *mut u8,
+    body: Loop<'_, C, N>,
+) {
+    let (n, stride) = dims.last().copied().unwrap_or((1, [0; N]));
+    let (m, row_stride) = dims.len().checked_sub(2).map_or((1, [0; N]), |d| dims[d]);
+    let outer = &dims[..dims.len().saturating_sub(2)];
+    let (rows, width) = if n < CHUNK { (CHUNK / n, n) } else { (1, CHUNK) };
+    let mut buffers = [[MaybeUninit::<C>::uninit(); CHUNK]; N];
+    let mut results = [MaybeUninit::<C>::uninit(); CHUNK];
+    // What a buffer holds: a stretched input is often the same for block after block.
+    let mut held = [(std::ptr::null::<u8>(), 0, 0); N];
+    let mut done = 0;
+    for number in 0..outer.iter().map(|(size, _)| size).product() {
+        let begin = offsets(outer, number);
+        for i in (0..m).step_by(rows) {
+            for j in (0..n).step_by(width) {
+                let (rows, width) = (rows.min(m - i), width.min(n - j));
+                let count = rows * width;
+                for k in 0..N {
+                    let source = sources[k];
+                    let offset = begin[k] + i * row_stride[k] + j * stride[k];
+                    // SAFETY: the block is a part of the tensor.
+                    let first = unsafe { source.first.add(offset * source.dtype.size_in_bytes()) };
+                    let in_place = source.dtype == C::DTYPE && stride[k] == 1 && (rows == 1 || row_stride[k] == width);
+                    if !in_place && held[k] != (first, rows, width) {
+                        let block = Block { rows, row_stride: row_stride[k], width, stride: stride[k] };
+                        // SAFETY: as above; a block has no more elements than a buffer.
+                        unsafe { C::load(source.dtype, first, block, &mut buffers[k][..count]) };
+                    }
+                    held[k] = (first, if in_place { 0 } else { rows }, width);
+                }
+                let inputs: [&[C]; N] = from_fn(|k| match held[k] {
+                    // SAFETY: read in place, where the elements of the block lie one after the other.
+                    (first, 0, _) => unsafe { std::slice::from_raw_parts(first.cast(), count) },
+                    // SAFETY: loaded above, or for a block before this one.
+                    _ => unsafe { buffers[k][..count].assume_init_ref() },
+                });
+                // SAFETY: blocks follow each other in row-major order, so this one begins after `done` elements.
+                unsafe {
+                    let to = out.add(done * dtype.size_in_bytes());
+                    if dtype == C::DTYPE {
+                        body(inputs, std::slice::from_raw_parts_mut(to.cast(), count));
+                    } else {
+                        body(inputs, &mut results[..count]);
+                        C::store(dtype, results[..count].assume_init_ref(), to);
+                    }
+                }
+                done += count;
+            }
+        }
+    }
+}
+
+/// Where the elements of the inputs begin for one index of the outer dimensions, numbered in row-major order.
+fn offsets<const N: usize>(outer: &[Dim<N>], mut number: usize) -> [usize; N] {
+    let mut begin = [0; N];
+    for (size, strides) in outer.iter().rev() {
+        let index = number % size;
+        number /= size;
+        (0..N).for_each(|k| begin[k] += index * strides[k]);
+    }
+    begin
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    fn values(t: &Tensor) -> Vec<f64> {
+        t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
+    }
+
+    /// Sums with places, so that a wrong element shows.
+    fn places<const N: usize>() -> impl Function<N> {
+        let real = |x: [f64; N]| x.iter().fold(0.0, |sum, x| sum * 3.0 + x);
+        Wide(real, move |x: [i64; N]| real(x.map(|x| x as f64)) as i64)
+    }
+
+    fn check<const N: usize>(inputs: [&Tensor; N], shape: &[usize]) {
+        let stretched = inputs.map(|t| values(&t.broadcast_as(shape).unwrap()));
+        let expected: Vec<f64> =
+            (0..shape.iter().product()).map(|i| stretched.iter().fold(0.0, |sum, x| sum * 3.0 + x[i])).collect();
+        for arithmetic in [Arithmetic::F32, Arithmetic::F64, Arithmetic::Whole] {
+            for dtype in [DType::F32, DType::F64, DType::I64, DType::I32] {
+                let got = map(places::<N>(), inputs, shape, arithmetic, dtype).unwrap();
+                assert_eq!((got.dims(), got.dtype()), (shape, dtype));
+                assert!(got.is_contiguous());
+                let layouts = inputs.map(Tensor::layout);
+                assert_eq!(values(&got), expected, "{layouts:?} in {arithmetic:?} as {dtype:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn inputs_of_any_strides_and_types_meet() {
+        let numbers = |shape: &[usize], dtype: DType| {
+            let count = shape.iter().product::<usize>() as u32;
+            let t = Tensor::arange(0u32, count, &Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+            // Small enough to be exact in every type.
+            let small = (&t - ((&t / 120.0).unwrap().floor().unwrap() * 120.0).unwrap()).unwrap();
+            small.reshape(shape).unwrap().to_dtype(dtype).unwrap()
+        };
+        // Rows shorter and longer than a chunk.
+        for (m, n) in [(1, 1), (3, 5), (40, 100), (1, 700), (3, 700), (700, 3), (5, 512)] {
+            for (one, other) in [(DType::F32, DType::F32), (DType::F64, DType::U8), (DType::BF16, DType::I64)] {
+                let matrix = numbers(&[m, n], one);
+                check([&matrix], &[m, n]);
+                let turned = numbers(&[n, m], one).t().unwrap();
+                check([&turned], &[m, n]);
+                let narrowed = numbers(&[m + 2, n + 2], one).narrow(0, 1, m).unwrap().narrow(1, 2, n).unwrap();
+                for partner in [&[m, n][..], &[n], &[m, 1], &[], &[1, 1]] {
+                    let partner = numbers(partner, other);
+                    for first in [&matrix, &turned, &narrowed] {
+                        check([first, &partner], &[m, n]);
+                        check([&partner, first], &[m, n]);
+                        check([&partner, first, &turned], &[m, n]);
+                    }
+                }
+            }
+        }
+        let (a, b) = (numbers(&[4, 1, 6, 5], DType::F32), numbers(&[3, 1, 5], DType::F16));
+        check([&a.transpose(0, 2).unwrap(), &b], &[6, 3, 4, 5]);
+        check([&numbers(&[0, 3], DType::F32), &numbers(&[3], DType::F32)], &[0, 3]);
+        check([&matrix_without_elements()], &[0, 2]);
+    }
+
+    /// A view whose offset lies outside its memory.
+    fn matrix_without_elements() -> Tensor {
+        Tensor::zeros((4, 2), DType::F32, &Device::Cpu).unwrap().narrow(0, 4, 0).unwrap()
+    }
+
+    #[test]
+    fn a_value_does_not_depend_on_where_its_element_stands() {
+        #[derive(Clone, Copy)]
+        struct Gelu;
+        impl Function<1> for Gelu {
+            #[inline(always)]
+            fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
+                crate::local::math::gelu::<FMA>(x)
+            }
+            #[inline(always)]
+            fn f64(self, [x]: [f64; 1]) -> f64 {
+                x
+            }
+            #[inline(always)]
+            fn i64(self, [x]: [i64; 1]) -> i64 {
+                x
+            }
+        }
+        let gelu = |x: &Tensor| {
+            let y = map(Gelu, [x], x.dims(), Arithmetic::F32, DType::F32).unwrap();
+            y.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        };
+        let x = Tensor::arange(-400f32, 400.0, &Device::Cpu).unwrap().affine(0.01, 0.003).unwrap();
+        let all = gelu(&x);
+        for (start, len) in [(0, 1), (1, 7), (3, 64), (5, 100), (17, 700), (793, 7)] {
+            assert_eq!(gelu(&x.narrow(0, start, len).unwrap()), all[start..start + len]);
+        }
+        let strided = Tensor::stack(&[&x, &x], 1).unwrap().narrow(1, 1, 1).unwrap().squeeze(1).unwrap();
+        assert_eq!(gelu(&strided), all);
+    }
+}

@@ -1,0 +1,397 @@
+//! Functions of f32, written without branches so that a loop over them becomes vector instructions. Each is within three
+//! units in the last place over the whole range, the tails of erfc, gelu and mish within five; zeros, infinities and
+//! not-a-number give what the function in f64 gives.
+//!
+//! `FMA` says whether the loop is compiled for a processor that multiplies and adds in one step; without that a call of
+//! a library function would stand there. Coefficients are minimax fits on the interval that a comment names.
+
+use std::f32::consts::{FRAC_2_SQRT_PI, LOG2_E, SQRT_2};
+
+/// ln 2 as a number with few bits, whose product with an exponent is exact, and the rest.
+const LN_2_HIGH: f32 = 0.693_359_4;
+const LN_2_LOW: f32 = -2.121_944_4e-4;
+
+/// Added to a small number, this leaves the nearest whole number in the low bits.
+const ROUNDER: f32 = 12_582_912.0;
+
+#[inline(always)]
+fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
+    if FMA { a.mul_add(b, c) } else { a * b + c }
+}
+
+/// A polynomial, the highest coefficient first.
+#[inline(always)]
+fn polynomial<const FMA: bool, const N: usize>(x: f32, coefficients: [f32; N]) -> f32 {
+    let mut sum = coefficients[0];
+    for &c in &coefficients[1..] {
+        sum = fma::<FMA>(sum, x, c);
+    }
+    sum
+}
+
+/// No more than a bound; not-a-number stays.
+#[inline(always)]
+fn at_most(x: f32, bound: f32) -> f32 {
+    if x > bound { bound } else { x }
+}
+
+/// No less than a bound; not-a-number stays.
+#[inline(always)]
+fn at_least(x: f32, bound: f32) -> f32 {
+    if x < bound { bound } else { x }
+}
+
+/// `(1 + more) * 2^n`, not yet multiplied out: the value may lie outside the range of f32 where a factor brings it back,
+/// and the small summand keeps digits that the sum would lose.
+#[derive(Clone, Copy)]
+struct Exponential {
+    more: f32,
+    /// Two halves of the power of two, since one alone may be out of range.
+    powers: [f32; 2],
+}
+
+impl Exponential {
+    /// `exp(rest) * 2^n` for |rest| <= ln(2) / 2 and n between -252 and 254.
+    #[inline(always)]
+    fn new<const FMA: bool>(rest: f32, n: i32) -> Self {
+        let p =
+            polynomial::<FMA, 5>(rest, [1.378_059_4e-3, 8.373_124_5e-3, 4.166_953_6e-2, 0.166_664_72, 0.499_999_85]);
+        let half = n >> 1;
+        let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
+        let powers = [power(half), power(n.wrapping_sub(half))];
+        Exponential { more: fma::<FMA>(rest * rest, p, rest), powers }
+    }
+
+    /// exp(x) for x between -170 and 170, or not-a-number.
+    #[inline(always)]
+    fn of<const FMA: bool>(x: f32) -> Self {
+        let (rest, n) = reduce::<FMA>(x);
+        Self::new::<FMA>(rest, n)
+    }
+
+    /// `factor * (1 + more)`, without the power of two.
+    #[inline(always)]
+    fn number<const FMA: bool>(self, factor: f32) -> f32 {
+        fma::<FMA>(factor, self.more, factor)
+    }
+
+    /// A number made with [`number`](Self::number) times the power of two, which rounds once.
+    #[inline(always)]
+    fn scale(self, number: f32) -> f32 {
+        number * self.powers[0] * self.powers[1]
+    }
+
+    #[inline(always)]
+    fn value(self) -> f32 {
+        self.scale(1.0 + self.more)
+    }
+}
+
+/// `x - n ln 2` and `n`, the nearest whole number to `x / ln 2`, for |x| < 1e6.
+#[inline(always)]
+fn reduce<const FMA: bool>(x: f32) -> (f32, i32) {
+    let rounded = fma::<FMA>(x, LOG2_E, ROUNDER);
+    let n = rounded - ROUNDER;
+    let rest = fma::<FMA>(n, -LN_2_LOW, fma::<FMA>(n, -LN_2_HIGH, x));
+    (rest, rounded.to_bits().wrapping_sub(ROUNDER.to_bits()) as i32)
+}
+
+/// The same for a number with more digits than f32 has: the exponential of a large argument needs them.
+#[inline(always)]
+fn reduce_wide(x: f64) -> (f32, i32) {
+    const ROUNDER: f64 = 6_755_399_441_055_744.0;
+    let rounded = x * std::f64::consts::LOG2_E + ROUNDER;
+    let n = rounded - ROUNDER;
+    ((x - n * std::f64::consts::LN_2) as f32, rounded.to_bits() as i32)
+}
+
+/// e to the power of x.
+#[inline(always)]
+pub(crate) fn exp<const FMA: bool>(x: f32) -> f32 {
+    Exponential::of::<FMA>(at_most(at_least(x, -110.0), 95.0)).value()
+}
+
+/// exp(x) - 1.
+#[inline(always)]
+pub(crate) fn expm1<const FMA: bool>(x: f32) -> f32 {
+    let (rest, n) = reduce::<FMA>(at_most(at_least(x, -30.0), 89.0));
+    // |x| <= ln(2) / 2
+    let p = polynomial::<FMA, 6>(rest, [2.001_270_3e-4, 1.390_653_8e-3, 8.333_56e-3, 4.166_668e-2, 0.166_666_67, 0.5]);
+    let near = fma::<FMA>(rest * rest, p, rest);
+    // Half of the power: the whole one may be out of range.
+    let half = f32::from_bits((n.wrapping_add(126) as u32) << 23);
+    let value = 2.0 * fma::<FMA>(half, near, half - 0.5);
+    // A zero keeps its sign.
+    if x == 0.0 { x } else { value }
+}
+
+/// A positive normal number as `(1 + f) * 2^n` with 1 + f between sqrt(1/2) and sqrt(2).
+#[inline(always)]
+fn mantissa(x: f32) -> (f32, i32) {
+    const SQRT_HALF: i32 = 0x3f35_04f3;
+    let bits = x.to_bits() as i32;
+    let n = bits.wrapping_sub(SQRT_HALF) >> 23;
+    (f32::from_bits(bits.wrapping_sub(n << 23) as u32) - 1.0, n)
+}
+
+/// log((1 + f) * 2^n) for 1 + f between sqrt(1/2) and sqrt(2).
+#[inline(always)]
+fn log_of_parts<const FMA: bool>(f: f32, n: f32) -> f32 {
+    let p = polynomial::<FMA, 8>(
+        f,
+        [
+            -7.634_33e-2,
+            0.127_614_14,
+            -0.131_601_69,
+            0.142_017_81,
+            -0.166_233_61,
+            0.200_012_26,
+            -0.250_008_2,
+            0.333_333_3,
+        ],
+    );
+    let square = f * f;
+    let small = fma::<FMA>(square * f, p, fma::<FMA>(square, -0.5, n * LN_2_LOW));
+    fma::<FMA>(n, LN_2_HIGH, f + small)
+}
+
+/// Natural logarithm.
+#[inline(always)]
+pub(crate) fn log<const FMA: bool>(x: f32) -> f32 {
+    let tiny = x < f32::MIN_POSITIVE;
+    let (f, n) = mantissa(if tiny { x * 8_388_608.0 } else { x });
+    let value = log_of_parts::<FMA>(f, (if tiny { n.wrapping_sub(23) } else { n }) as f32);
+    let value = if x < f32::INFINITY { value } else { x };
+    let value = if x == 0.0 { f32::NEG_INFINITY } else { value };
+    if x < 0.0 { f32::NAN } else { value }
+}
+
+/// log(1 + x).
+#[inline(always)]
+pub(crate) fn log1p<const FMA: bool>(x: f32) -> f32 {
+    let (far, n) = mantissa(1.0 + x);
+    // The sum was rounded, so it only tells the exponent; both terms below are exact.
+    let power = f32::from_bits((127i32.wrapping_sub(n) as u32) << 23);
+    let near = x * power + (power - 1.0);
+    let value = log_of_parts::<FMA>(if x > 1e9 { far } else { near }, n as f32);
+    let value = if x < f32::INFINITY { value } else { x };
+    // A zero keeps its sign.
+    let value = if x.abs() < 1e-10 { x } else { value };
+    let value = if x == -1.0 { f32::NEG_INFINITY } else { value };
+    if x < -1.0 { f32::NAN } else { value }
+}
+
+/// Hyperbolic tangent.
+#[inline(always)]
+pub(crate) fn tanh<const FMA: bool>(x: f32) -> f32 {
+    let size = x.abs();
+    let far = 1.0 - 2.0 / (Exponential::of::<FMA>(2.0 * at_most(size, 10.0)).value() + 1.0);
+    // |x| < 0.625
+    let square = x * x;
+    let p = polynomial::<FMA, 5>(square, [-5.704_988e-3, 2.063_908_7e-2, -5.373_971_5e-2, 0.133_314_42, -0.333_332_8]);
+    let near = fma::<FMA>(size * square, p, size);
+    (if size < 0.625 { near } else { far }).copysign(x)
+}
+
+/// `x / (1 + exp(-z))`, given exp(-|z|) and whether z is negative.
+#[inline(always)]
+fn logistic<const FMA: bool>(x: f32, negative: bool, decay: Exponential) -> f32 {
+    let whole = 1.0 + decay.value();
+    let share = (if negative { decay.number::<FMA>(x) } else { x }) / whole;
+    if negative { decay.scale(share) } else { share }
+}
+
+/// 1 / (1 + exp(-x)).
+#[inline(always)]
+pub(crate) fn sigmoid<const FMA: bool>(x: f32) -> f32 {
+    logistic::<FMA>(1.0, x < 0.0, Exponential::of::<FMA>(at_least(-x.abs(), -110.0)))
+}
+
+/// A part of `x`, which is nothing below a bound from which on it rounds to zero.
+#[inline(always)]
+fn vanishing(x: f32, bound: f32, part: f32) -> f32 {
+    if x < bound { 0.0 * x } else { part }
+}
+
+/// x * sigmoid(x).
+#[inline(always)]
+pub(crate) fn silu<const FMA: bool>(x: f32) -> f32 {
+    let decay = Exponential::of::<FMA>(at_least(-x.abs(), -150.0));
+    vanishing(x, -149.0, logistic::<FMA>(x, x < 0.0, decay))
+}
+
+/// The tanh approximation of gelu: `x * sigmoid(z)` with a cubic `z`.
+#[inline(always)]
+pub(crate) fn gelu_tanh<const FMA: bool>(x: f32) -> f32 {
+    const TWICE_SQRT_2_OVER_PI: f64 = 1.595_769_121_605_730_7;
+    let size = f64::from(at_most(x.abs(), 12.0));
+    let (rest, n) = reduce_wide(-TWICE_SQRT_2_OVER_PI * size * (1.0 + 0.044715 * size * size));
+    vanishing(x, -11.9, logistic::<FMA>(x, x < 0.0, Exponential::new::<FMA>(rest, n)))
+}
+
+/// log(1 + exp(-|z|)), for the functions that bend from 0 to x.
+#[inline(always)]
+fn bend<const FMA: bool>(z: f32) -> f32 {
+    log1p::<FMA>(Exponential::of::<FMA>(at_least(-z.abs(), -110.0)).value())
+}
+
+/// log(sigmoid(x)).
+#[inline(always)]
+pub(crate) fn logsigmoid<const FMA: bool>(x: f32) -> f32 {
+    at_most(x, 0.0) - bend::<FMA>(x)
+}
+
+/// log(1 + exp(x)).
+#[inline(always)]
+pub(crate) fn softplus<const FMA: bool>(x: f32) -> f32 {
+    at_least(x, 0.0) + bend::<FMA>(x)
+}
+
+/// x * tanh(softplus(x)), which is a fraction of exponentials.
+#[inline(always)]
+pub(crate) fn mish<const FMA: bool>(x: f32) -> f32 {
+    let growth = Exponential::of::<FMA>(at_most(at_least(x, -150.0), 20.0));
+    let e = growth.value();
+    let share = (e + 2.0) * growth.number::<FMA>(x) / fma::<FMA>(e, e + 2.0, 2.0);
+    if x > 20.0 { x } else { vanishing(x, -149.0, growth.scale(share)) }
+}
+
+/// exp(-x^2 * factor) for x between 0 and 15 and a power of two as factor. The square of a number with half the digits is
+/// exact.
+#[inline(always)]
+fn bell<const FMA: bool>(x: f32, factor: f32) -> Exponential {
+    let high = f32::from_bits(x.to_bits() & 0xffff_f000);
+    let low = (x - high) * (x + high);
+    let (rest, n) = reduce::<FMA>(-factor * high * high);
+    Exponential::new::<FMA>(rest - factor * low, n)
+}
+
+/// The probability of a normal number above y, divided by exp(-y^2 / 2), for y between 0 and 14.5.
+#[inline(always)]
+fn tail<const FMA: bool>(y: f32) -> f32 {
+    let sum = y + 4.0;
+    let lost = y - (sum - 4.0);
+    let inverse = 1.0 / sum;
+    let inverse = inverse - inverse * inverse * lost;
+    // In a variable that is exact for small y, since the function is steep there.
+    let p = polynomial::<FMA, 10>(
+        0.5 - y * inverse,
+        [
+            1.689_138e-2,
+            1.147_97e-2,
+            -5.023_768_7e-2,
+            -5.620_100_4e-2,
+            6.020_220_5e-2,
+            0.241_615_33,
+            0.373_046_88,
+            0.387_136_9,
+            0.303_948_3,
+            0.188_821_28,
+        ],
+    );
+    4.0 * inverse * p
+}
+
+/// erf(x) for |x| < 0.75.
+#[inline(always)]
+fn erf_near_zero<const FMA: bool>(x: f32) -> f32 {
+    let p = polynomial::<FMA, 6>(
+        x * x,
+        [-6.749_519e-4, 5.114_346_3e-3, -2.683_462_5e-2, 0.112_833_77, -0.376_126_2, FRAC_2_SQRT_PI],
+    );
+    x * p
+}
+
+/// Error function.
+#[inline(always)]
+pub(crate) fn erf<const FMA: bool>(x: f32) -> f32 {
+    let size = at_most(x.abs(), 4.5);
+    let bell = bell::<FMA>(size, 1.0);
+    let above = bell.scale(bell.number::<FMA>(tail::<FMA>(size * SQRT_2)));
+    if x.abs() < 0.75 { erf_near_zero::<FMA>(x) } else { (1.0 - 2.0 * above).copysign(x) }
+}
+
+/// 1 - erf(x).
+#[inline(always)]
+pub(crate) fn erfc<const FMA: bool>(x: f32) -> f32 {
+    let size = at_most(x.abs(), 10.5);
+    let bell = bell::<FMA>(size, 1.0);
+    let above = bell.scale(2.0 * bell.number::<FMA>(tail::<FMA>(size * SQRT_2)));
+    let far = if x < 0.0 { 2.0 - above } else { above };
+    if x.abs() < 0.5 { 1.0 - erf_near_zero::<FMA>(x) } else { far }
+}
+
+/// x * Phi(x) with the normal distribution.
+#[inline(always)]
+pub(crate) fn gelu<const FMA: bool>(x: f32) -> f32 {
+    let size = at_most(x.abs(), 14.5);
+    let bell = bell::<FMA>(size, 0.5);
+    let above = bell.scale(bell.number::<FMA>(tail::<FMA>(size)) * at_most(x, 14.5));
+    let far = if x < 0.0 { vanishing(x, -14.4, above) } else { x - above };
+    // |x| < 0.5
+    let p = polynomial::<FMA, 5>(x * x, [1.154_344e-4, -1.187_326e-3, 9.973_557e-3, -6.649_038e-2, 0.398_942_3]);
+    if x.abs() < 0.5 { x * fma::<FMA>(x, p, 0.5) } else { far }
+}
+
+#[cfg(test)]
+mod tests {
+    /// The distance from what is right, in units of the last place that an f32 of this size has.
+    fn error(got: f32, right: f64) -> f64 {
+        let rounded = right as f32;
+        if got.to_bits() == rounded.to_bits() || got.is_nan() && rounded.is_nan() {
+            return 0.0;
+        }
+        if got == 0.0 && right == 0.0 || got.is_nan() || rounded.is_nan() {
+            return f64::INFINITY;
+        }
+        // An infinity counts as the next number after the largest.
+        let number = |x: f32| if x.is_infinite() { f64::from(x.signum()) * 2f64.powi(128) } else { f64::from(x) };
+        let exponent = (rounded.abs().clamp(f32::MIN_POSITIVE, f32::MAX).to_bits() >> 23) as i32 - 127;
+        (number(got) - right.clamp(-2f64.powi(128), 2f64.powi(128))).abs() / 2f64.powi(exponent - 23)
+    }
+
+    /// Bit patterns of all kinds, and numbers where functions bend.
+    fn arguments() -> Vec<f32> {
+        let mut all =
+            vec![0.0, f32::INFINITY, f32::NAN, 1.0, f32::MAX, f32::MIN_POSITIVE, 1e-45, 0.5, 0.75, 0.625, 104.0];
+        all.extend(all.clone().iter().map(|x| -x));
+        let mut state = 1u64;
+        for i in 0..300_000 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let bits = (state >> 32) as u32;
+            let unit = f64::from(bits) / f64::from(u32::MAX) * 2.0 - 1.0;
+            all.push([f32::from_bits(bits), (unit * 110.0) as f32, (unit * 15.0) as f32][i % 3]);
+        }
+        all
+    }
+
+    macro_rules! close {
+        ($name:ident, $limit:expr, $right:expr) => {
+            let right: fn(f64) -> f64 = $right;
+            for x in arguments() {
+                for got in [super::$name::<true>(x), super::$name::<false>(x)] {
+                    let error = error(got, right(f64::from(x)));
+                    assert!(error <= $limit, "{}({x:e}) is {got:e}, off by {error}", stringify!($name));
+                }
+            }
+        };
+    }
+
+    #[test]
+    fn functions_are_within_a_few_units_of_the_last_place() {
+        close!(exp, 1.5, f64::exp);
+        close!(expm1, 2.0, f64::exp_m1);
+        close!(log, 1.5, f64::ln);
+        close!(log1p, 2.0, f64::ln_1p);
+        close!(tanh, 2.0, f64::tanh);
+        close!(sigmoid, 3.0, |x| 1.0 / (1.0 + (-x).exp()));
+        close!(silu, 3.0, |x| x / (1.0 + (-x).exp()));
+        close!(logsigmoid, 2.0, |x| x.min(0.0) - (-x.abs()).exp().ln_1p());
+        close!(softplus, 2.0, |x| x.max(0.0) + (-x.abs()).exp().ln_1p());
+        close!(gelu_tanh, 3.0, |x| x / (1.0 + (-1.595_769_121_605_730_8 * (x + 0.044715 * x * x * x)).exp()));
+        close!(mish, 4.5, |x| x * (x.max(0.0) + (-x.abs()).exp().ln_1p()).tanh());
+        close!(erf, 3.0, libm::erf);
+        close!(erfc, 4.5, libm::erfc);
+        close!(gelu, 4.5, |x| 0.5 * x * libm::erfc(-x * std::f64::consts::FRAC_1_SQRT_2));
+    }
+}
