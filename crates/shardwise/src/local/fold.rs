@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::layout::TensorMeta;
 
 /// Sums that are carried side by side.
-const LANES: usize = 16;
+pub(super) const LANES: usize = 16;
 
 /// Columns that are reduced together: few enough that their lanes stay in the first-level cache.
 const COLUMNS: usize = 128;
@@ -266,7 +266,7 @@ fn columns<C: Compute, S: Step<C>>(source: &Source, outer: usize, extent: Extent
 }
 
 /// How elements of a type are reduced.
-trait Step<C> {
+pub(super) trait Step<C> {
     /// What is carried along.
     type Acc: Compute;
     /// Where it begins.
@@ -277,9 +277,9 @@ trait Step<C> {
     fn join(a: Self::Acc, b: Self::Acc) -> Self::Acc;
 }
 
-struct Sum;
+pub(super) struct Sum;
 struct Product;
-struct Max;
+pub(super) struct Max;
 struct Min;
 struct Any;
 struct All;
@@ -337,7 +337,7 @@ steps! {
 
 /// The lanes as one, halves first.
 #[inline(always)]
-fn joined<C, S: Step<C>>(mut lanes: [S::Acc; LANES]) -> S::Acc {
+pub(super) fn joined<C, S: Step<C>>(mut lanes: [S::Acc; LANES]) -> S::Acc {
     let mut half = LANES / 2;
     while half > 0 {
         for i in 0..half {
@@ -350,7 +350,7 @@ fn joined<C, S: Step<C>>(mut lanes: [S::Acc; LANES]) -> S::Acc {
 
 /// The lanes with more elements, the first of which belongs to lane 0.
 #[inline(always)]
-fn continued<C: Copy, S: Step<C>>(mut lanes: [S::Acc; LANES], elements: &[C]) -> [S::Acc; LANES] {
+pub(super) fn continued<C: Copy, S: Step<C>>(mut lanes: [S::Acc; LANES], elements: &[C]) -> [S::Acc; LANES] {
     let (whole, rest) = elements.as_chunks::<LANES>();
     for chunk in whole {
         for i in 0..LANES {

@@ -33,6 +33,11 @@ impl Fresh {
         Ok(Fresh { dtype, count, first, storage })
     }
 
+    /// How many elements there is room for.
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
     /// The address of the first element.
     pub(super) fn first(&self) -> *mut u8 {
         self.first

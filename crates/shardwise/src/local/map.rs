@@ -143,7 +143,7 @@ impl<F: Function<N>, const N: usize> vector::Kernel for InF64<'_, F, N> {
 /// `out[i]` becomes the function of `inputs[..][i]`. The value does not depend on where an element stands: what is left
 /// over of whole vectors is computed with the same steps.
 #[inline(always)]
-fn each<T: Copy, const N: usize>(inputs: [&[T]; N], out: &mut [MaybeUninit<T>], f: impl Fn([T; N]) -> T) {
+pub(super) fn each<T: Copy, const N: usize>(inputs: [&[T]; N], out: &mut [MaybeUninit<T>], f: impl Fn([T; N]) -> T) {
     let inputs: [&[T]; N] = from_fn(|k| &inputs[k][..out.len()]);
     for (i, out) in out.iter_mut().enumerate() {
         out.write(f(from_fn(|k| inputs[k][i])));

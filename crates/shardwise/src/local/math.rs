@@ -46,23 +46,21 @@ fn at_least(x: f32, bound: f32) -> f32 {
 #[derive(Clone, Copy)]
 struct Exponential {
     more: f32,
-    /// Two halves of the power of two, since one alone may be out of range.
+    /// Two factors of the power of two, since one alone may be out of range.
     powers: [f32; 2],
 }
 
 impl Exponential {
-    /// `exp(rest) * 2^n` for |rest| <= ln(2) / 2 and n between -252 and 254.
+    /// `exp(rest) * 2^n` for |rest| <= ln(2) / 2 and n between -190 and 63.
     #[inline(always)]
     fn new<const FMA: bool>(rest: f32, n: i32) -> Self {
         let p =
             polynomial::<FMA, 5>(rest, [1.378_059_4e-3, 8.373_124_5e-3, 4.166_953_6e-2, 0.166_664_72, 0.499_999_85]);
-        let half = n >> 1;
-        let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
-        let powers = [power(half), power(n.wrapping_sub(half))];
-        Exponential { more: fma::<FMA>(rest * rest, p, rest), powers }
+        let more = fma::<FMA>(rest * rest, p, rest);
+        Exponential { more, powers: [power_of_two(n.wrapping_add(64)), 1.0 / 18_446_744_073_709_551_616.0] }
     }
 
-    /// exp(x) for x between -170 and 170, or not-a-number.
+    /// exp(x) for x between -130 and 43, or not-a-number.
     #[inline(always)]
     fn of<const FMA: bool>(x: f32) -> Self {
         let (rest, n) = reduce::<FMA>(x);
@@ -87,6 +85,12 @@ impl Exponential {
     }
 }
 
+/// 2 to the power of n between -126 and 127.
+#[inline(always)]
+fn power_of_two(n: i32) -> f32 {
+    f32::from_bits((n.wrapping_add(127) as u32) << 23)
+}
+
 /// `x - n ln 2` and `n`, the nearest whole number to `x / ln 2`, for |x| < 1e6.
 #[inline(always)]
 fn reduce<const FMA: bool>(x: f32) -> (f32, i32) {
@@ -108,7 +112,11 @@ fn reduce_wide(x: f64) -> (f32, i32) {
 /// e to the power of x.
 #[inline(always)]
 pub(crate) fn exp<const FMA: bool>(x: f32) -> f32 {
-    Exponential::of::<FMA>(at_most(at_least(x, -110.0), 95.0)).value()
+    let (rest, n) = reduce::<FMA>(at_most(at_least(x, -110.0), 95.0));
+    // Two halves of the power reach both ends of the range.
+    let half = n >> 1;
+    let powers = [power_of_two(half), power_of_two(n.wrapping_sub(half))];
+    Exponential { powers, ..Exponential::new::<FMA>(rest, n) }.value()
 }
 
 /// exp(x) - 1.
@@ -119,7 +127,7 @@ pub(crate) fn expm1<const FMA: bool>(x: f32) -> f32 {
     let p = polynomial::<FMA, 6>(rest, [2.001_270_3e-4, 1.390_653_8e-3, 8.333_56e-3, 4.166_668e-2, 0.166_666_67, 0.5]);
     let near = fma::<FMA>(rest * rest, p, rest);
     // Half of the power: the whole one may be out of range.
-    let half = f32::from_bits((n.wrapping_add(126) as u32) << 23);
+    let half = power_of_two(n.wrapping_sub(1));
     let value = 2.0 * fma::<FMA>(half, near, half - 0.5);
     // A zero keeps its sign.
     if x == 0.0 { x } else { value }
@@ -171,7 +179,7 @@ pub(crate) fn log<const FMA: bool>(x: f32) -> f32 {
 pub(crate) fn log1p<const FMA: bool>(x: f32) -> f32 {
     let (far, n) = mantissa(1.0 + x);
     // The sum was rounded, so it only tells the exponent; both terms below are exact.
-    let power = f32::from_bits((127i32.wrapping_sub(n) as u32) << 23);
+    let power = power_of_two(n.wrapping_neg());
     let near = x * power + (power - 1.0);
     let value = log_of_parts::<FMA>(if x > 1e9 { far } else { near }, n as f32);
     let value = if x < f32::INFINITY { value } else { x };
@@ -216,17 +224,17 @@ fn vanishing(x: f32, bound: f32, part: f32) -> f32 {
 /// x * sigmoid(x).
 #[inline(always)]
 pub(crate) fn silu<const FMA: bool>(x: f32) -> f32 {
-    let decay = Exponential::of::<FMA>(at_least(-x.abs(), -150.0));
-    vanishing(x, -149.0, logistic::<FMA>(x, x < 0.0, decay))
+    let decay = Exponential::of::<FMA>(at_least(-x.abs(), -130.0));
+    vanishing(x, -129.0, logistic::<FMA>(x, x < 0.0, decay))
 }
 
 /// The tanh approximation of gelu: `x * sigmoid(z)` with a cubic `z`.
 #[inline(always)]
 pub(crate) fn gelu_tanh<const FMA: bool>(x: f32) -> f32 {
     const TWICE_SQRT_2_OVER_PI: f64 = 1.595_769_121_605_730_7;
-    let size = f64::from(at_most(x.abs(), 12.0));
+    let size = f64::from(at_most(x.abs(), 11.0));
     let (rest, n) = reduce_wide(-TWICE_SQRT_2_OVER_PI * size * (1.0 + 0.044715 * size * size));
-    vanishing(x, -11.9, logistic::<FMA>(x, x < 0.0, Exponential::new::<FMA>(rest, n)))
+    vanishing(x, -10.95, logistic::<FMA>(x, x < 0.0, Exponential::new::<FMA>(rest, n)))
 }
 
 /// log(1 + exp(-|z|)), for the functions that bend from 0 to x.
@@ -250,10 +258,10 @@ pub(crate) fn softplus<const FMA: bool>(x: f32) -> f32 {
 /// x * tanh(softplus(x)), which is a fraction of exponentials.
 #[inline(always)]
 pub(crate) fn mish<const FMA: bool>(x: f32) -> f32 {
-    let growth = Exponential::of::<FMA>(at_most(at_least(x, -150.0), 20.0));
+    let growth = Exponential::of::<FMA>(at_most(at_least(x, -130.0), 20.0));
     let e = growth.value();
     let share = (e + 2.0) * growth.number::<FMA>(x) / fma::<FMA>(e, e + 2.0, 2.0);
-    if x > 20.0 { x } else { vanishing(x, -149.0, growth.scale(share)) }
+    if x > 20.0 { x } else { vanishing(x, -129.0, growth.scale(share)) }
 }
 
 /// exp(-x^2 * factor) for x between 0 and 15 and a power of two as factor. The square of a number with half the digits is

@@ -14,6 +14,7 @@ pub(crate) mod math;
 mod convert;
 mod map;
 mod fold;
+pub(crate) mod rows;
 
 pub(crate) use assembly::{Assembly, concat, dense};
 pub(crate) use fold::{Fold, fold};

@@ -287,3 +287,22 @@ fn samples() -> Vec<Vec<Sample>> {
     }
     all
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whole_numbers_divide_towards_the_floor_and_never_fail() {
+        for a in -7..=7i64 {
+            for b in (-4..=4i64).filter(|b| *b != 0) {
+                let floor = (a as f64 / b as f64).floor() as i64;
+                assert_eq!((floor_of_quotient(a, b), remainder_of_quotient(a, b)), (floor, a - b * floor), "{a} {b}");
+            }
+            assert_eq!((floor_of_quotient(a, 0), remainder_of_quotient(a, 0)), (0, 0));
+        }
+        assert_eq!((floor_of_quotient(i64::MIN, -1), remainder_of_quotient(i64::MIN, -1)), (i64::MIN, 0));
+        assert_eq!([power(-1, -3), power(-1, 4), power(1, -9), power(2, -1), power(3, 4)], [-1, 1, 1, 0, 81]);
+        assert_eq!(power(i64::MIN, -1), 0);
+    }
+}

@@ -199,3 +199,24 @@ fn samples() -> Vec<Vec<Sample>> {
     let shapes: [[&[usize]; 3]; 2] = [[&[5, 3], &[3], &[5, 1]], [&[1], &[4], &[0, 4]]];
     shapes.iter().map(|shapes| shapes.iter().map(|s| Sample::new(s, DType::I64)).collect()).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::launch;
+    use crate::placement::Placement::Replicate;
+
+    #[test]
+    fn a_fraction_is_not_zero_where_whole_numbers_are_chosen() {
+        launch(1, |world| {
+            let mesh = world.mesh([("a", 1)])?;
+            let cpu = &candle_core::Device::Cpu;
+            let tensor = |t: Tensor| DTensor::distribute_tensor(&t, &mesh, [Replicate], None);
+            let mask = tensor(Tensor::new(&[0.5f32, 0.0, -0.25], cpu)?)?;
+            let (a, b) = (tensor(Tensor::new(&[1i64, 2, 3], cpu)?)?, tensor(Tensor::new(&[4i64, 5, 6], cpu)?)?);
+            assert_eq!(mask.where_cond(&a, &b)?.to_local().to_vec1::<i64>()?, [1, 5, 3]);
+            Ok(())
+        })
+        .unwrap();
+    }
+}

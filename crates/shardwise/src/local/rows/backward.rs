@@ -1,0 +1,258 @@
+//! Gradients of functions of rows.
+
+use std::mem::MaybeUninit;
+
+use candle_core::{DType, Tensor};
+
+use super::{Norm, Real, Target, extent, in_type_of, over_rows, per_element, sum, write};
+use crate::error::Result;
+use crate::local::vector::{self, Kernel};
+
+/// The gradient of a softmax: `y * (g - sum(g * y))`, from its result and the gradient of that.
+#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
+pub(crate) fn softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor> {
+    in_type_of!(y, T => {
+        let (count, width) = extent(y);
+        let mut target = Target::new(y.dtype(), count, width)?;
+        over_rows::<T, 2>(&[y, g], &mut |[y, g]| {
+            // SAFETY: the kernel writes the whole row.
+            unsafe { target.write(|out| vector::run(SoftmaxBackward { y, g, out })) };
+        })?;
+        Ok(target.finish(y.dims()))
+    })
+}
+
+/// The gradient of a log-softmax: `g - exp(y) * sum(g)`, from its result and the gradient of that.
+#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
+pub(crate) fn log_softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor> {
+    in_type_of!(y, T => {
+        let (count, width) = extent(y);
+        let mut target = Target::new(y.dtype(), count, width)?;
+        over_rows::<T, 2>(&[y, g], &mut |[y, g]| {
+            // SAFETY: the kernel writes the whole row.
+            unsafe { target.write(|out| vector::run(LogSoftmaxBackward { y, g, out })) };
+        })?;
+        Ok(target.finish(y.dims()))
+    })
+}
+
+/// The gradients of a layer norm: of its input, of its weight and of its bias, the last two summed over the rows.
+#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
+pub(crate) fn layer_norm_backward_rows(
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    g: &Tensor,
+    eps: f64,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    norm_backward(Norm::Layer, x, weight, g, eps)
+}
+
+/// The gradients of a norm by the root mean square: of its input and, if it has one, of its weight, summed over the rows.
+#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
+pub(crate) fn rms_norm_backward_rows(
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    g: &Tensor,
+    eps: f64,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let (dx, dweight, _) = norm_backward(Norm::RootMeanSquare, x, weight, g, eps)?;
+    Ok((dx, weight.map(|_| dweight)))
+}
+
+fn norm_backward(
+    norm: Norm,
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    g: &Tensor,
+    eps: f64,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    in_type_of!(x, T => {
+        let (count, width) = extent(x);
+        let dtype = weight.map_or(x.dtype(), Tensor::dtype);
+        let weight = weight.map(|w| per_element::<T>(w, width)).transpose()?;
+        let mut target = Target::new(x.dtype(), count, width)?;
+        let (mut dweight, mut dbias) = (vec![0.0; width], vec![0.0; width]);
+        let mut scratch = vec![[MaybeUninit::<T>::uninit(); 2]; width];
+        over_rows::<T, 2>(&[x, g], &mut |[x, g]| {
+            let (normal, scaled) = scratch.as_flattened_mut().split_at_mut(width);
+            let (weight, dweight, dbias) = (weight.as_deref(), &mut dweight, &mut dbias);
+            // SAFETY: the kernel writes the whole row.
+            unsafe {
+                target.write(|out| {
+                    vector::run(NormBackward { norm, x, weight, g, eps, normal, scaled, dweight, dbias, out });
+                });
+            }
+        })?;
+        Ok((target.finish(x.dims()), one_row(&dweight, dtype)?, one_row(&dbias, dtype)?))
+    })
+}
+
+/// A tensor of one dimension.
+fn one_row(values: &[f64], dtype: DType) -> Result<Tensor> {
+    let mut target = Target::<f64>::new(dtype, 1, values.len())?;
+    // SAFETY: `write` writes the whole row.
+    unsafe {
+        target.write(|out| {
+            write(out, [values], |[x]| x);
+        });
+    }
+    Ok(target.finish(&[values.len()]))
+}
+
+struct SoftmaxBackward<'a, T> {
+    y: &'a [T],
+    g: &'a [T],
+    out: &'a mut [MaybeUninit<T>],
+}
+
+impl<T: Real> Kernel for SoftmaxBackward<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        let dot = T::narrow(sum(self.y, self.g, |y, g| y * g));
+        write(self.out, [self.y, self.g], |[y, g]| y * (g - dot));
+    }
+}
+
+struct LogSoftmaxBackward<'a, T> {
+    y: &'a [T],
+    g: &'a [T],
+    out: &'a mut [MaybeUninit<T>],
+}
+
+impl<T: Real> Kernel for LogSoftmaxBackward<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        let total = T::narrow(sum(self.g, self.g, |g, _| g));
+        write(self.out, [self.y, self.g], |[y, g]| g - y.exp::<FMA>() * total);
+    }
+}
+
+struct NormBackward<'a, T> {
+    norm: Norm,
+    x: &'a [T],
+    weight: Option<&'a [T]>,
+    g: &'a [T],
+    eps: f64,
+    /// Room for the normalised row.
+    normal: &'a mut [MaybeUninit<T>],
+    /// Room for the gradient of it.
+    scaled: &'a mut [MaybeUninit<T>],
+    dweight: &'a mut [f64],
+    dbias: &'a mut [f64],
+    out: &'a mut [MaybeUninit<T>],
+}
+
+impl<T: Real> Kernel for NormBackward<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        let by = self.norm.normal(self.x, self.eps);
+        let normal = &*write(self.normal, [self.x], |[x]| by.of(x));
+        let scaled = &*match self.weight {
+            Some(weight) => write(self.scaled, [self.g, weight], |[g, w]| g * w),
+            None => write(self.scaled, [self.g], |[g]| g),
+        };
+        let count = self.x.len() as f64;
+        let along = sum(scaled, normal, |g, x| g * x) / count;
+        let mean = if self.norm == Norm::Layer { sum(scaled, scaled, |g, _| g) / count } else { 0.0 };
+        write(self.out, [scaled, normal], |[g, x]| T::narrow(by.inverse * (g.wide() - mean - x.wide() * along)));
+        for ((sum, g), x) in self.dweight.iter_mut().zip(self.g).zip(normal) {
+            *sum += g.wide() * x.wide();
+        }
+        for (sum, g) in self.dbias.iter_mut().zip(self.g) {
+            *sum += g.wide();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{assert_close, others, rows, samples};
+    use super::*;
+
+    #[test]
+    fn gradients_of_exponentials_are_those_of_the_plain_formulas() {
+        for (x, precision) in samples() {
+            let (y, g) = (others(&x, 0.9), others(&x, 2.3));
+            let pairs: Vec<(Vec<f64>, Vec<f64>)> = rows(&y).into_iter().zip(rows(&g)).collect();
+            let softmax: Vec<f64> = pairs
+                .iter()
+                .flat_map(|(y, g)| {
+                    let dot: f64 = y.iter().zip(g).map(|(y, g)| y * g).sum();
+                    y.iter().zip(g).map(move |(y, g)| y * (g - dot)).collect::<Vec<_>>()
+                })
+                .collect();
+            assert_close(&softmax_backward_rows(&y, &g).unwrap(), &softmax, &x, precision);
+            let log_softmax: Vec<f64> = pairs
+                .iter()
+                .flat_map(|(y, g)| {
+                    let total: f64 = g.iter().sum();
+                    y.iter().zip(g).map(move |(y, g)| g - y.exp() * total).collect::<Vec<_>>()
+                })
+                .collect();
+            assert_close(&log_softmax_backward_rows(&y, &g).unwrap(), &log_softmax, &x, precision);
+        }
+    }
+
+    /// The sum of the normalised rows times `g`, of which the gradients are taken.
+    fn value(norm: Norm, x: &[Vec<f64>], w: &[f64], g: &[Vec<f64>]) -> f64 {
+        let row = |(x, g): (&Vec<f64>, &Vec<f64>)| -> f64 {
+            let n = x.len() as f64;
+            let mean = if norm == Norm::Layer { x.iter().sum::<f64>() / n } else { 0.0 };
+            let square = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n;
+            x.iter().zip(g).zip(w).map(|((x, g), w)| (x - mean) / (square + 1e-2).sqrt() * w * g).sum()
+        };
+        x.iter().zip(g).map(row).sum()
+    }
+
+    #[test]
+    fn gradients_of_norms_are_differences_of_values() {
+        for (x, precision) in samples() {
+            let g = others(&x, 2.3);
+            let width = *x.dims().last().unwrap();
+            let weight = others(&x, 1.7).flatten_all().unwrap().narrow(0, 0, width).unwrap();
+            let (all, gradients) = (rows(&x), rows(&g));
+            for norm in [Norm::Layer, Norm::RootMeanSquare] {
+                for weight in [None, Some(&weight)] {
+                    let w = weight.map_or(vec![1.0; width], |w| rows(w).concat());
+                    let step = 1e-5;
+                    let mut dx = Vec::new();
+                    for i in 0..all.len() {
+                        for j in 0..width {
+                            let at = |by: f64| {
+                                let mut row = all[i].clone();
+                                row[j] += by;
+                                value(norm, &[row], &w, &gradients[i..=i])
+                            };
+                            dx.push((at(step) - at(-step)) / (2.0 * step));
+                        }
+                    }
+                    let dweight = (0..width).map(|j| {
+                        let mut unit = vec![0.0; width];
+                        unit[j] = 1.0;
+                        value(norm, &all, &unit, &gradients)
+                    });
+                    let dbias: Vec<f64> = (0..width).map(|j| gradients.iter().map(|g| g[j]).sum()).collect();
+                    let precision = (10.0 * precision).max(1e-6);
+                    let (got, got_weight, got_bias) = match norm {
+                        Norm::Layer => layer_norm_backward_rows(&x, weight, &g, 1e-2).unwrap(),
+                        Norm::RootMeanSquare => {
+                            let (dx, dweight) = rms_norm_backward_rows(&x, weight, &g, 1e-2).unwrap();
+                            assert_eq!(dweight.is_some(), weight.is_some());
+                            let Some(dweight) = dweight else { continue };
+                            (dx, dweight, one_row(&dbias, x.dtype()).unwrap())
+                        }
+                    };
+                    assert_close(&got, &dx, &x, precision);
+                    assert_close(&got_weight, &dweight.collect::<Vec<_>>(), &x, precision);
+                    assert_close(&got_bias, &dbias, &x, precision);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! Functions of rows.
+
+use std::mem::MaybeUninit;
+
+use candle_core::Tensor;
+
+use super::{Norm, Real, Target, change, extent, in_type_of, over_rows, per_element, sum, write};
+use crate::error::Result;
+use crate::local::vector::{self, Kernel};
+
+/// `exp(x)` divided by its sum.
+#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
+pub(crate) fn softmax_rows(x: &Tensor) -> Result<Tensor> {
+    in_type_of!(x, T => {
+        let (count, width) = extent(x);
+        let mut target = Target::new(x.dtype(), count, width)?;
+        // SAFETY: the kernel writes the whole row.
+        over_rows::<T, 1>(&[x], &mut |[row]| unsafe { target.write(|out| vector::run(Softmax { row, out })) })?;
+        Ok(target.finish(x.dims()))
+    })
+}
+
+/// The logarithm of the softmax.
+#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
+pub(crate) fn log_softmax_rows(x: &Tensor) -> Result<Tensor> {
+    in_type_of!(x, T => {
+        let (count, width) = extent(x);
+        let mut target = Target::new(x.dtype(), count, width)?;
+        // SAFETY: the kernel writes the whole row.
+        over_rows::<T, 1>(&[x], &mut |[row]| unsafe { target.write(|out| vector::run(LogSoftmax { row, out })) })?;
+        Ok(target.finish(x.dims()))
+    })
+}
+
+/// `log(sum(exp(x)))`, one number per row; the last dimension becomes 1.
+#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
+pub(crate) fn logsumexp_rows(x: &Tensor) -> Result<Tensor> {
+    in_type_of!(x, T => {
+        let (count, width) = extent(x);
+        let mut target = Target::new(x.dtype(), count, 1)?;
+        let mut scratch = vec![MaybeUninit::<T>::uninit(); width];
+        over_rows::<T, 1>(&[x], &mut |[row]| {
+            let value = vector::run(LogSumExp { row, scratch: &mut scratch });
+            // SAFETY: the row has one element.
+            unsafe { target.write(|out| { out[0].write(T::narrow(value)); }) };
+        })?;
+        let mut shape = x.dims().to_vec();
+        shape.last_mut().into_iter().for_each(|last| *last = 1);
+        Ok(target.finish(&shape))
+    })
+}
+
+/// Mean 0 and variance 1, times a weight, plus a bias.
+#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
+pub(crate) fn layer_norm_rows(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+    norm_rows(Norm::Layer, x, weight, bias, eps)
+}
+
+/// Mean square 1, times a weight.
+#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
+pub(crate) fn rms_norm_rows(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+    norm_rows(Norm::RootMeanSquare, x, weight, None, eps)
+}
+
+fn norm_rows(norm: Norm, x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+    in_type_of!(x, T => {
+        let (count, width) = extent(x);
+        let weight = weight.map(|w| per_element::<T>(w, width)).transpose()?;
+        let bias = bias.map(|b| per_element::<T>(b, width)).transpose()?;
+        let mut target = Target::new(x.dtype(), count, width)?;
+        over_rows::<T, 1>(&[x], &mut |[row]| {
+            let (weight, bias) = (weight.as_deref(), bias.as_deref());
+            // SAFETY: the kernel writes the whole row.
+            unsafe { target.write(|out| vector::run(Normalise { norm, row, weight, bias, eps, out })) };
+        })?;
+        Ok(target.finish(x.dims()))
+    })
+}
+
+/// The exponentials of a row, shifted so that none is too large, and their sum.
+#[inline(always)]
+fn exponentials<'a, const FMA: bool, T: Real>(
+    row: &[T],
+    shift: T,
+    out: &'a mut [MaybeUninit<T>],
+) -> (&'a mut [T], f64) {
+    let out = write(out, [row], |[x]| (x - shift).exp::<FMA>());
+    let total = sum(out, out, |e, _| e);
+    (out, total)
+}
+
+struct Softmax<'a, T> {
+    row: &'a [T],
+    out: &'a mut [MaybeUninit<T>],
+}
+
+impl<T: Real> Kernel for Softmax<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        let (out, total) = exponentials::<FMA, T>(self.row, T::largest(self.row), self.out);
+        let total = T::narrow(total);
+        out.iter_mut().for_each(|e| *e /= total);
+    }
+}
+
+struct LogSoftmax<'a, T> {
+    row: &'a [T],
+    out: &'a mut [MaybeUninit<T>],
+}
+
+impl<T: Real> Kernel for LogSoftmax<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        let largest = T::largest(self.row);
+        let (out, total) = exponentials::<FMA, T>(self.row, largest, self.out);
+        let total = T::narrow(total.ln());
+        change(out, self.row, |_, x| x - largest - total);
+    }
+}
+
+struct LogSumExp<'a, T> {
+    row: &'a [T],
+    scratch: &'a mut [MaybeUninit<T>],
+}
+
+impl<T: Real> Kernel for LogSumExp<'_, T> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) -> f64 {
+        let largest = T::largest(self.row);
+        // An infinite shift would turn everything into not-a-number.
+        let shift = if largest.wide().is_infinite() { T::narrow(0.0) } else { largest };
+        shift.wide() + exponentials::<FMA, T>(self.row, shift, self.scratch).1.ln()
+    }
+}
+
+struct Normalise<'a, T> {
+    norm: Norm,
+    row: &'a [T],
+    weight: Option<&'a [T]>,
+    bias: Option<&'a [T]>,
+    eps: f64,
+    out: &'a mut [MaybeUninit<T>],
+}
+
+impl<T: Real> Kernel for Normalise<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        let normal = self.norm.normal(self.row, self.eps);
+        let out = match self.weight {
+            Some(weight) => write(self.out, [self.row, weight], |[x, w]| normal.of(x) * w),
+            None => write(self.out, [self.row], |[x]| normal.of(x)),
+        };
+        if let Some(bias) = self.bias {
+            change(out, bias, |x, b| x + b);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{assert_close, others, rows, samples};
+    use super::*;
+    use candle_core::{DType, Device};
+
+    fn log_sum(row: &[f64]) -> f64 {
+        row.iter().map(|x| x.exp()).sum::<f64>().ln()
+    }
+
+    fn each_row(x: &Tensor, f: impl Fn(&[f64], f64) -> Vec<f64>) -> Vec<f64> {
+        rows(x).iter().flat_map(|row| f(row, log_sum(row))).collect()
+    }
+
+    #[test]
+    fn exponentials_of_rows_are_those_of_the_plain_formulas() {
+        for (x, precision) in samples() {
+            let softmax = each_row(&x, |row, sum| row.iter().map(|x| (x - sum).exp()).collect());
+            assert_close(&softmax_rows(&x).unwrap(), &softmax, &x, precision);
+            let log_softmax = each_row(&x, |row, sum| row.iter().map(|x| x - sum).collect());
+            assert_close(&log_softmax_rows(&x).unwrap(), &log_softmax, &x, precision);
+            let logsumexp = each_row(&x, |_, sum| vec![sum]);
+            assert_close(&logsumexp_rows(&x).unwrap(), &logsumexp, &x, precision);
+        }
+    }
+
+    #[test]
+    fn normalised_rows_are_those_of_the_plain_formulas() {
+        for (x, precision) in samples() {
+            let width = *x.dims().last().unwrap();
+            let first = others(&x, 1.7).flatten_all().unwrap().narrow(0, 0, width).unwrap();
+            let (weight, bias) = (first.affine(1.0, 1.5).unwrap(), first.affine(-2.0, 0.3).unwrap());
+            for (w, b) in [(None, None), (Some(&weight), None), (Some(&weight), Some(&bias))] {
+                let number = |t: Option<&Tensor>, i: usize, otherwise: f64| t.map_or(otherwise, |t| rows(t)[0][i]);
+                let scaled = |row: &[f64], mean: f64, b: Option<&Tensor>| -> Vec<f64> {
+                    let square = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / row.len() as f64;
+                    let normal = row.iter().map(|x| (x - mean) / (square + 1e-3).sqrt());
+                    normal.enumerate().map(|(i, x)| x * number(w, i, 1.0) + number(b, i, 0.0)).collect()
+                };
+                let layer = each_row(&x, |row, _| scaled(row, row.iter().sum::<f64>() / row.len() as f64, b));
+                assert_close(&layer_norm_rows(&x, w, b, 1e-3).unwrap(), &layer, &x, 4.0 * precision);
+                let rms = each_row(&x, |row, _| scaled(row, 0.0, None));
+                assert_close(&rms_norm_rows(&x, w, 1e-3).unwrap(), &rms, &x, 4.0 * precision);
+            }
+        }
+    }
+
+    #[test]
+    fn ends_of_the_range_and_empty_tensors_are_taken() {
+        let (low, high) = (f32::NEG_INFINITY, f32::INFINITY);
+        let x = Tensor::new(&[[1e30f32, -1e30, 0.0], [low, low, 1.0], [low, low, low], [high, 0.0, 0.0]], &Device::Cpu);
+        let x = x.unwrap();
+        assert_eq!(rows(&softmax_rows(&x).unwrap())[..2], [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]);
+        let sums = rows(&logsumexp_rows(&x).unwrap()).concat();
+        assert_eq!(sums, [f64::from(1e30f32), 1.0, f64::NEG_INFINITY, f64::INFINITY]);
+        for shape in [[0, 3], [3, 0]] {
+            let none = Tensor::zeros(&shape, DType::F32, &Device::Cpu).unwrap();
+            assert_eq!(softmax_rows(&none).unwrap().dims(), shape);
+            assert_eq!(layer_norm_rows(&none, None, None, 1e-5).unwrap().dims(), shape);
+        }
+        let short = Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap();
+        let refused = layer_norm_rows(&x, Some(&short), None, 1e-5).unwrap_err().to_string();
+        assert!(refused.contains("rows of 3 elements"), "{refused}");
+    }
+}
