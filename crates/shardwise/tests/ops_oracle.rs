@@ -298,3 +298,18 @@ fn a_source_longer_than_its_index_is_not_cut_with_it() {
     };
     ThreadWorld::new(2).unwrap().run(run).unwrap();
 }
+
+#[test]
+fn operands_are_not_brought_into_a_reduction_that_no_input_is_in() {
+    let run = |world: World| {
+        let mesh = world.mesh([("a", 2)])?;
+        let bytes = DTensor::full(3.0, (), DType::U8, &mesh, [Partial(ReduceOp::Min)])?;
+        let wholes = DTensor::full(5.0, (), DType::I64, &mesh, [Partial(ReduceOp::Max)])?;
+        // A mean of whole numbers would be an error.
+        assert_eq!(bytes.sub(&wholes)?.item::<i64>()?, -2);
+        let least = DTensor::full(3.0, (), DType::F32, &mesh, [Partial(ReduceOp::Min)])?;
+        assert_eq!(least.add(&wholes)?.placements(), [Replicate]);
+        Ok(())
+    };
+    ThreadWorld::new(2).unwrap().run(run).unwrap();
+}
