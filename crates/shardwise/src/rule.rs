@@ -204,7 +204,11 @@ impl Signature {
 
     fn cheapest(&self, inputs: &[&Layout], bytes: &[f64], axis: usize) -> Along {
         let mut options = vec![Along::Whole];
-        let pending = inputs.iter().any(|l| l.placements()[axis].is_partial());
+        // Only what is pending passes: nothing is brought into a reduction that no input is in, nor one its type has not.
+        let pending = |pass: &Pass| {
+            let mut pairs = inputs.iter().zip(&pass.inputs);
+            pairs.any(|(l, op)| op.is_some_and(|op| l.placements()[axis] == Placement::Partial(op)))
+        };
         for (i, layout) in inputs.iter().enumerate() {
             if let Some(dim) = layout.placements()[axis].shard_dim().and_then(|d| self.inputs[i][d])
                 && self.dims[dim] != Shared::Never
@@ -212,9 +216,7 @@ impl Signature {
                 options.push(Along::Cut { dim, leader: Some(i) });
             }
         }
-        if pending {
-            options.extend((0..self.passes.len()).map(Along::Pass));
-        }
+        options.extend((0..self.passes.len()).filter(|&i| pending(&self.passes[i])).map(Along::Pass));
         let cost = |along: &Along| -> f64 {
             (0..inputs.len()).map(|i| bytes[i] * self.transition(inputs, i, axis, along)).sum()
         };

@@ -282,3 +282,34 @@ fn bad_operands_are_the_same_error_on_every_rank() {
     };
     ThreadWorld::new(2).unwrap().run(run).unwrap();
 }
+
+#[test]
+fn a_source_longer_than_its_index_is_not_cut_with_it() {
+    let run = |world: World| {
+        let mesh = world.mesh([("a", 2)])?;
+        let x = DTensor::zeros((1, 7), DType::F64, &mesh, [Replicate])?;
+        let index = DTensor::arange(0.0, 3.0, 1.0, DType::I64, &mesh, [Shard(0)])?.reshape(&[1, 3])?;
+        let source = DTensor::arange(1.0, 5.0, 1.0, DType::F64, &mesh, [Replicate])?.reshape(&[1, 4])?;
+        for placement in [Replicate, Shard(1), Partial(ReduceOp::Sum)] {
+            let added = x.scatter_add(1, &index, &source.redistribute([placement])?)?;
+            assert_eq!(added.full_tensor()?.to_vec2::<f64>()?, [[1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0]]);
+        }
+        Ok(())
+    };
+    ThreadWorld::new(2).unwrap().run(run).unwrap();
+}
+
+#[test]
+fn operands_are_not_brought_into_a_reduction_that_no_input_is_in() {
+    let run = |world: World| {
+        let mesh = world.mesh([("a", 2)])?;
+        let bytes = DTensor::full(3.0, (), DType::U8, &mesh, [Partial(ReduceOp::Min)])?;
+        let wholes = DTensor::full(5.0, (), DType::I64, &mesh, [Partial(ReduceOp::Max)])?;
+        // A mean of whole numbers would be an error.
+        assert_eq!(bytes.sub(&wholes)?.item::<i64>()?, -2);
+        let least = DTensor::full(3.0, (), DType::F32, &mesh, [Partial(ReduceOp::Min)])?;
+        assert_eq!(least.add(&wholes)?.placements(), [Replicate]);
+        Ok(())
+    };
+    ThreadWorld::new(2).unwrap().run(run).unwrap();
+}

@@ -236,7 +236,8 @@ impl Op for Spread {
                 ));
             }
         }
-        let aligned = |d: usize| d == self.dim || self.slices || index.shape[d] == source.shape[d];
+        // A source that is longer than the index is not cut alike.
+        let aligned = |d: usize| self.slices || index.shape[d] == source.shape[d];
         let of_source: Vec<Option<usize>> = (0..ndim).map(|d| aligned(d).then_some(d)).collect();
         let of_index = if self.slices { vec![Some(self.dim)] } else { of_source.clone() };
         let output: Vec<Option<usize>> = (0..ndim).map(|d| of_source[d].filter(|_| d != self.dim)).collect();

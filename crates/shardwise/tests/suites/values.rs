@@ -26,6 +26,11 @@ pub(crate) fn whole(shape: &[usize]) -> Tensor {
 
 /// What a rank holds of the whole in a layout, with operands on partial axes that reduce to it exactly.
 pub(crate) fn local(layout: &Layout, rank: usize) -> Tensor {
+    local_of(layout, rank, &value)
+}
+
+/// The same for a tensor whose elements are a function of their row-major number.
+pub(crate) fn local_of(layout: &Layout, rank: usize, value: &dyn Fn(usize) -> f64) -> Tensor {
     let Some(coordinate) = layout.mesh().coordinate(rank) else {
         return Tensor::zeros(0, DType::F64, &Device::Cpu).unwrap();
     };
