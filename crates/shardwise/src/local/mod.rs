@@ -5,10 +5,10 @@
 mod fresh;
 mod assembly;
 mod copy;
+mod pick;
 mod pointwise;
 mod product;
 mod reduce;
-mod rows;
 mod vector;
 pub(crate) mod math;
 mod convert;
@@ -19,10 +19,10 @@ pub(crate) mod rows;
 pub(crate) use assembly::{Assembly, concat, dense};
 pub(crate) use fold::{Fold, fold};
 pub(crate) use map::{Arithmetic, Each, Function, Wide, map};
+pub(crate) use pick::{NOWHERE, Numbers, pick, take};
 pub(crate) use pointwise::{from_reals, from_wholes, reals, wholes};
 pub(crate) use product::product;
 pub(crate) use reduce::{Reducible, reduce_block};
-pub(crate) use rows::{NOWHERE, Numbers, pick, take};
 
 use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
 

@@ -17,6 +17,7 @@ mod narrow;
 mod order;
 mod reduce;
 mod reshape;
+mod rows;
 mod scalar;
 mod scan;
 mod scatter;

@@ -59,6 +59,9 @@ impl DTensor {
     /// `exp(x)` divided by its sum along a dimension.
     #[track_caller]
     pub fn softmax(&self, dim: isize) -> Result<DTensor> {
+        if self.has_rows(dim) {
+            return self.softmax_rows();
+        }
         let x = self.settle("softmax", &[dim])?;
         let exponentials = x.sub(&x.amax(&[dim], true)?)?.exp()?;
         exponentials.div(&exponentials.sum(&[dim], true)?)
@@ -67,6 +70,9 @@ impl DTensor {
     /// The logarithm of the softmax.
     #[track_caller]
     pub fn log_softmax(&self, dim: isize) -> Result<DTensor> {
+        if self.has_rows(dim) {
+            return self.log_softmax_rows();
+        }
         let x = self.settle("log_softmax", &[dim])?;
         let shifted = x.sub(&x.amax(&[dim], true)?)?;
         shifted.sub(&shifted.exp()?.sum(&[dim], true)?.log()?)
@@ -75,6 +81,12 @@ impl DTensor {
     /// `log(sum(exp(x)))` over some dimensions (all for none named).
     #[track_caller]
     pub fn logsumexp(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
+        if let [dim] = dims
+            && self.has_rows(*dim)
+        {
+            let kept = self.logsumexp_rows()?;
+            return if keepdim { Ok(kept) } else { kept.squeeze(Some(-1)) };
+        }
         // An infinite shift would turn everything into not-a-number.
         let x = self.settle("logsumexp", dims)?;
         let shift = x.amax(dims, true)?.nan_to_num(f64::NAN, 0.0, 0.0)?;
@@ -139,6 +151,11 @@ impl DTensor {
         eps: f64,
     ) -> Result<DTensor> {
         let last = self.last_dims("layer_norm", dims)?;
+        if dims == 1
+            && let Some(normal) = self.layer_norm_rows(weight, bias, eps)?
+        {
+            return Ok(normal);
+        }
         let x = self.settle("layer_norm", &last)?;
         let centred = x.sub(&x.mean(&last, true)?)?;
         let variance = centred.square()?.mean(&last, true)?;
@@ -151,6 +168,11 @@ impl DTensor {
     #[track_caller]
     pub fn rms_norm(&self, dims: usize, weight: Option<&DTensor>, eps: f64) -> Result<DTensor> {
         let last = self.last_dims("rms_norm", dims)?;
+        if dims == 1
+            && let Some(normal) = self.rms_norm_rows(weight, eps)?
+        {
+            return Ok(normal);
+        }
         let x = self.settle("rms_norm", &last)?;
         let normal = x.mul(&x.square()?.mean(&last, true)?.add_scalar(eps)?.rsqrt()?)?;
         weight.map_or(Ok(normal.clone()), |w| normal.mul(w))

@@ -9,7 +9,6 @@ use crate::error::Result;
 use crate::local::vector::{self, Kernel};
 
 /// The gradient of a softmax: `y * (g - sum(g * y))`, from its result and the gradient of that.
-#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
 pub(crate) fn softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor> {
     in_type_of!(y, T => {
         let (count, width) = extent(y);
@@ -23,7 +22,6 @@ pub(crate) fn softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor> {
 }
 
 /// The gradient of a log-softmax: `g - exp(y) * sum(g)`, from its result and the gradient of that.
-#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
 pub(crate) fn log_softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor> {
     in_type_of!(y, T => {
         let (count, width) = extent(y);
@@ -37,7 +35,6 @@ pub(crate) fn log_softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor
 }
 
 /// The gradients of a layer norm: of its input, of its weight and of its bias, the last two summed over the rows.
-#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
 pub(crate) fn layer_norm_backward_rows(
     x: &Tensor,
     weight: Option<&Tensor>,
@@ -48,7 +45,6 @@ pub(crate) fn layer_norm_backward_rows(
 }
 
 /// The gradients of a norm by the root mean square: of its input and, if it has one, of its weight, summed over the rows.
-#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
 pub(crate) fn rms_norm_backward_rows(
     x: &Tensor,
     weight: Option<&Tensor>,

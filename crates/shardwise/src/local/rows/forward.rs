@@ -9,7 +9,6 @@ use crate::error::Result;
 use crate::local::vector::{self, Kernel};
 
 /// `exp(x)` divided by its sum.
-#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
 pub(crate) fn softmax_rows(x: &Tensor) -> Result<Tensor> {
     in_type_of!(x, T => {
         let (count, width) = extent(x);
@@ -21,7 +20,6 @@ pub(crate) fn softmax_rows(x: &Tensor) -> Result<Tensor> {
 }
 
 /// The logarithm of the softmax.
-#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
 pub(crate) fn log_softmax_rows(x: &Tensor) -> Result<Tensor> {
     in_type_of!(x, T => {
         let (count, width) = extent(x);
@@ -33,7 +31,6 @@ pub(crate) fn log_softmax_rows(x: &Tensor) -> Result<Tensor> {
 }
 
 /// `log(sum(exp(x)))`, one number per row; the last dimension becomes 1.
-#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
 pub(crate) fn logsumexp_rows(x: &Tensor) -> Result<Tensor> {
     in_type_of!(x, T => {
         let (count, width) = extent(x);
@@ -51,13 +48,11 @@ pub(crate) fn logsumexp_rows(x: &Tensor) -> Result<Tensor> {
 }
 
 /// Mean 0 and variance 1, times a weight, plus a bias.
-#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
 pub(crate) fn layer_norm_rows(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     norm_rows(Norm::Layer, x, weight, bias, eps)
 }
 
 /// Mean square 1, times a weight.
-#[cfg_attr(not(test), expect(dead_code, reason = "operators are to be built on it"))]
 pub(crate) fn rms_norm_rows(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     norm_rows(Norm::RootMeanSquare, x, weight, None, eps)
 }

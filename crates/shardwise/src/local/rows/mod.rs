@@ -4,11 +4,9 @@
 mod backward;
 mod forward;
 
-#[expect(unused_imports, reason = "operators are to be built on them")]
 pub(crate) use backward::{
     layer_norm_backward_rows, log_softmax_backward_rows, rms_norm_backward_rows, softmax_backward_rows,
 };
-#[expect(unused_imports, reason = "operators are to be built on them")]
 pub(crate) use forward::{layer_norm_rows, log_softmax_rows, logsumexp_rows, rms_norm_rows, softmax_rows};
 
 use std::array::from_fn;
