@@ -48,12 +48,15 @@ pub mod rule;
 pub mod op;
 pub mod ops;
 pub mod autograd;
+pub mod param;
+pub mod nn;
 
 pub use autograd::{Gradients, checkpoint};
 pub use comm::{DeviceMesh, DryWorld, Group, ThreadWorld, World, explicit_communication_only, launch};
 pub use error::{Error, Result};
 pub use layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 pub use mesh::Mesh;
+pub use param::Param;
 pub use placement::{Placement, ReduceOp};
 pub use random::{Distribution, Generator};
 pub use tensor::{DTensor, no_grad};
@@ -62,7 +65,7 @@ pub use tensor::{DTensor, no_grad};
 pub mod prelude {
     pub use crate::Placement::{Partial, Replicate, Shard};
     pub use crate::{
-        DTensor, DeviceMesh, Distribution, Error, Gradients, Group, Layout, Mesh, Placement, ReduceOp, Result,
+        DTensor, DeviceMesh, Distribution, Error, Gradients, Group, Layout, Mesh, Param, Placement, ReduceOp, Result,
         TensorMeta, ThreadWorld, World, launch,
     };
     pub use candle_core::DType;

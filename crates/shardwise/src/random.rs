@@ -72,6 +72,15 @@ pub enum Distribution {
         /// Standard deviation.
         std: f64,
     },
+    /// Normal, but never further from the mean than so many standard deviations.
+    TruncatedNormal {
+        /// Mean.
+        mean: f64,
+        /// Standard deviation before the ends are cut off.
+        std: f64,
+        /// Largest distance from the mean in standard deviations.
+        width: f64,
+    },
     /// One with a probability, else zero.
     Bernoulli {
         /// The probability.
@@ -98,6 +107,10 @@ impl Distribution {
             Distribution::Uniform { low, high } => (low <= high && (high - low).is_finite(), "finite low <= high"),
             Distribution::Normal { mean, std } => {
                 (mean.is_finite() && std >= 0.0 && std.is_finite(), "a finite mean and std >= 0")
+            }
+            Distribution::TruncatedNormal { mean, std, width } => {
+                let finite = mean.is_finite() && std.is_finite() && std >= 0.0;
+                (finite && width > 0.0 && width <= 8.0, "a finite mean, std >= 0 and a width above 0, 8 at most")
             }
             Distribution::Bernoulli { p } => ((0.0..=1.0).contains(&p), "a probability from 0 to 1"),
             Distribution::Integers { low, high } => (low < high, "low < high"),
@@ -149,6 +162,13 @@ impl Distribution {
     /// that it is not rounded up to its bound.
     pub(crate) fn at(&self, draw: GeneratorState, index: u64, precision: u32) -> f64 {
         match *self {
+            Distribution::TruncatedNormal { mean, std, width } => {
+                // Where the normal distribution has reached a share between those of the two ends.
+                let words = block(draw, index);
+                let (low, high) = (normal_share(-width), normal_share(width));
+                let share = low + to_unit(words[0], words[1]) * (high - low);
+                mean + std * normal_quantile(share).clamp(-width, width)
+            }
             Distribution::Uniform { low, high } => {
                 let words = block(draw, index);
                 let bits = (u64::from(words[0]) | u64::from(words[1]) << 32) >> (64 - precision);
@@ -226,6 +246,26 @@ fn permuted(draw: GeneratorState, index: u64, n: u64) -> u64 {
             return value;
         }
     }
+}
+
+/// The share of the standard normal distribution below a number.
+fn normal_share(z: f64) -> f64 {
+    0.5 * libm::erfc(-z * std::f64::consts::FRAC_1_SQRT_2)
+}
+
+/// The number that a share of the standard normal distribution is below. From the middle, tangents come nearer from one
+/// side, so that their steps never go too far.
+fn normal_quantile(share: f64) -> f64 {
+    let mut z: f64 = 0.0;
+    for _ in 0..60 {
+        let density = (-0.5 * z * z).exp() / TAU.sqrt();
+        let step = (share - normal_share(z)) / density;
+        z += step;
+        if step.abs() < 1e-14 {
+            break;
+        }
+    }
+    z
 }
 
 /// Philox4x32 with ten rounds (Salmon, Moraes, Dror and Shaw, 2011).

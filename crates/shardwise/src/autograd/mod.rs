@@ -21,6 +21,12 @@ pub struct Gradients {
     leaves: BTreeMap<u64, (Arc<Node>, DTensor)>,
 }
 
+impl std::fmt::Debug for Gradients {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.leaves.values().map(|(_, gradient)| gradient.layout().to_string())).finish()
+    }
+}
+
 impl DTensor {
     /// The gradients of this number with respect to every leaf (see [`requires_grad`](Self::requires_grad)) it depends on.
     ///

@@ -1,0 +1,60 @@
+//! `#[derive(Module)]`: a struct of parameters, buffers and other modules is a module itself.
+
+use proc_macro2::TokenStream;
+use quote::quote;
+use syn::{Data, DeriveInput, Error, Fields, parse_macro_input};
+
+/// Makes a struct with named fields a `shardwise::nn::Module`: its fields are walked in order, each under its own name.
+///
+/// Numbers, flags and strings hold nothing; mark other fields that are not modules with `#[module(skip)]`.
+#[proc_macro_derive(Module, attributes(module))]
+pub fn derive_module(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
+    let input = parse_macro_input!(input as DeriveInput);
+    module(&input).unwrap_or_else(Error::into_compile_error).into()
+}
+
+fn module(input: &DeriveInput) -> Result<TokenStream, Error> {
+    let Data::Struct(data) = &input.data else {
+        return Err(Error::new_spanned(&input.ident, "Module can be derived for structs only"));
+    };
+    let Fields::Named(fields) = &data.fields else {
+        return Err(Error::new_spanned(&input.ident, "a Module needs named fields: their names are the paths"));
+    };
+    let mut walked = Vec::new();
+    for field in &fields.named {
+        if is_skipped(field)? {
+            continue;
+        }
+        let ident = field.ident.as_ref().expect("a named field");
+        let name = ident.to_string();
+        let name = name.trim_start_matches("r#");
+        walked.push(quote! {
+            ::shardwise::nn::Module::walk(&self.#ident, &::shardwise::nn::join(path, #name), visit);
+        });
+    }
+    let (name, kind) = (&input.ident, input.ident.to_string());
+    let (generics, arguments, bounds) = input.generics.split_for_impl();
+    Ok(quote! {
+        impl #generics ::shardwise::nn::Module for #name #arguments #bounds {
+            fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ::shardwise::nn::Item<'_>)) {
+                visit(path, ::shardwise::nn::Item::Module(#kind));
+                #(#walked)*
+            }
+        }
+    })
+}
+
+/// Whether a field is marked `#[module(skip)]`.
+fn is_skipped(field: &syn::Field) -> Result<bool, Error> {
+    let mut skipped = false;
+    for attribute in field.attrs.iter().filter(|a| a.path().is_ident("module")) {
+        attribute.parse_nested_meta(|meta| {
+            if !meta.path.is_ident("skip") {
+                return Err(meta.error("expected `skip`"));
+            }
+            skipped = true;
+            Ok(())
+        })?;
+    }
+    Ok(skipped)
+}

@@ -1,0 +1,54 @@
+//! Convolution layers.
+
+use super::build::Builder;
+use super::hooks::Hooks;
+use super::init::Init;
+use super::linear::layer;
+use super::module::{Forward, Item, Module, join};
+use crate::error::Result;
+use crate::ops::Convolution;
+use crate::param::Param;
+use crate::tensor::DTensor;
+
+macro_rules! convolutions {
+    ($($(#[doc = $doc:literal])* $name:ident, $method:ident, $spatial:literal;)*) => {$(
+        $(#[doc = $doc])*
+        pub struct $name {
+            /// The weight, `[out, in / groups, ...]`.
+            pub weight: Param,
+            /// The bias, `[out]`.
+            pub bias: Option<Param>,
+            /// Hooks.
+            pub hooks: Hooks,
+            options: Convolution,
+        }
+
+        layer!($name { weight, bias, hooks });
+
+        impl $name {
+            /// With a bias; windows of `size` in every spatial dimension.
+            pub fn new(at: &Builder, inputs: usize, outputs: usize, size: usize, options: Convolution) -> Result<Self> {
+                let inside = inputs / options.groups.max(1);
+                let shape = [vec![outputs, inside], vec![size; $spatial]].concat();
+                let bound = 1.0 / ((inside * size.pow($spatial)).max(1) as f64).sqrt();
+                let weight = at.param("weight", &shape, Init::LINEAR)?;
+                let bias = Some(at.param("bias", &[outputs], Init::Uniform(-bound, bound))?);
+                Ok($name { weight, bias, hooks: Hooks::default(), options })
+            }
+        }
+
+        impl Forward for $name {
+            fn forward(&self, x: &DTensor) -> Result<DTensor> {
+                let bias = self.bias.as_ref().map(Param::get);
+                self.hooks.run(x, |x| x.$method(&self.weight.get(), bias.as_ref(), self.options))
+            }
+        }
+    )*};
+}
+
+convolutions! {
+    /// Convolution of `[n, channels, length]`.
+    Conv1d, conv1d, 1;
+    /// Convolution of `[n, channels, height, width]`.
+    Conv2d, conv2d, 2;
+}

@@ -1,0 +1,85 @@
+//! Blocks of linear layers.
+
+use super::build::Builder;
+use super::linear::{Linear, layer};
+use super::module::{Forward, Item, Module, join};
+use crate::error::Result;
+use crate::tensor::DTensor;
+
+/// The function between two linear layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// The positive part.
+    Relu,
+    /// `x * Phi(x)`.
+    Gelu,
+    /// The tanh approximation of gelu.
+    GeluTanh,
+    /// `x * sigmoid(x)`.
+    Silu,
+}
+
+impl Activation {
+    fn apply(self, x: &DTensor) -> Result<DTensor> {
+        match self {
+            Activation::Relu => x.relu(),
+            Activation::Gelu => x.gelu(),
+            Activation::GeluTanh => x.gelu_tanh(),
+            Activation::Silu => x.silu(),
+        }
+    }
+}
+
+/// A linear layer up, a function, a linear layer down.
+pub struct Mlp {
+    /// The layer up.
+    pub up: Linear,
+    /// The layer down.
+    pub down: Linear,
+    activation: Activation,
+}
+
+layer!(Mlp { up, down });
+
+impl Mlp {
+    /// From `width` features to `hidden` and back.
+    pub fn new(at: &Builder, width: usize, hidden: usize, activation: Activation) -> Result<Self> {
+        let (up, down) = (Linear::new(&at.at("up"), width, hidden)?, Linear::new(&at.at("down"), hidden, width)?);
+        Ok(Mlp { up, down, activation })
+    }
+}
+
+impl Forward for Mlp {
+    fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        self.down.forward(&self.activation.apply(&self.up.forward(x)?)?)
+    }
+}
+
+/// `down(silu(gate(x)) * up(x))`, without biases.
+pub struct SwiGlu {
+    /// The layer whose result is the gate.
+    pub gate: Linear,
+    /// The layer up.
+    pub up: Linear,
+    /// The layer down.
+    pub down: Linear,
+}
+
+layer!(SwiGlu { gate, up, down });
+
+impl SwiGlu {
+    /// From `width` features to `hidden` and back.
+    pub fn new(at: &Builder, width: usize, hidden: usize) -> Result<Self> {
+        Ok(SwiGlu {
+            gate: Linear::without_bias(&at.at("gate"), width, hidden)?,
+            up: Linear::without_bias(&at.at("up"), width, hidden)?,
+            down: Linear::without_bias(&at.at("down"), hidden, width)?,
+        })
+    }
+}
+
+impl Forward for SwiGlu {
+    fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        self.down.forward(&self.gate.forward(x)?.silu()?.mul(&self.up.forward(x)?)?)
+    }
+}

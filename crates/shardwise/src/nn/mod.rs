@@ -1,0 +1,63 @@
+//! Modules: structs of parameters, buffers and other modules, written as if for one device.
+//!
+//! ```
+//! use shardwise::nn::{Builder, Forward, Linear, Module};
+//! use shardwise::prelude::*;
+//!
+//! #[derive(Module)]
+//! struct Mlp {
+//!     up: Linear,
+//!     down: Linear,
+//! }
+//!
+//! impl Mlp {
+//!     fn new(at: &Builder, width: usize) -> Result<Self> {
+//!         Ok(Mlp { up: Linear::new(&at.at("up"), width, 4 * width)?, down: Linear::new(&at.at("down"), 4 * width, width)? })
+//!     }
+//! }
+//!
+//! impl Forward for Mlp {
+//!     fn forward(&self, x: &DTensor) -> Result<DTensor> {
+//!         self.down.forward(&self.up.forward(x)?.gelu()?)
+//!     }
+//! }
+//!
+//! launch(2, |world| {
+//!     let mesh = world.mesh([("tp", 2)])?;
+//!     // the layout of every parameter is said apart from the model
+//!     let built = Builder::new(&mesh).placed(|path, _| match path {
+//!         "up.weight" | "up.bias" => vec![Shard(0)],
+//!         "down.weight" => vec![Shard(1)],
+//!         _ => vec![Replicate],
+//!     });
+//!     let mlp = Mlp::new(&built, 8)?;
+//!     let y = mlp.forward(&DTensor::randn((4, 8), &mesh, [Replicate])?)?;
+//!     assert_eq!(y.placements(), [Partial(ReduceOp::Sum)]);
+//!     assert_eq!(mlp.named_parameters().iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(),
+//!         ["up.weight", "up.bias", "down.weight", "down.bias"]);
+//!     Ok(())
+//! })?;
+//! # Ok::<(), Error>(())
+//! ```
+
+mod attention;
+mod build;
+mod conv;
+mod distribute;
+mod hooks;
+pub mod init;
+mod linear;
+mod mlp;
+mod module;
+mod norm;
+
+pub use attention::{AttentionConfig, MultiHeadAttention, RotaryEmbedding};
+pub use build::Builder;
+pub use conv::{Conv1d, Conv2d};
+pub use distribute::distribute_module;
+pub use hooks::Hooks;
+pub use linear::{Dropout, Embedding, EmbeddingBag, Linear};
+pub use mlp::{Activation, Mlp, SwiGlu};
+pub use module::{Buffer, Forward, Item, Mode, Module, join};
+pub use norm::{BatchNorm, GroupNorm, LayerNorm, RmsNorm};
+pub use shardwise_derive::Module;

@@ -1,0 +1,255 @@
+//! What a module is: something whose parameters, buffers and parts can be walked by path.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use candle_core::{DType, Device};
+use parking_lot::Mutex;
+
+use super::hooks::Hooks;
+use crate::error::{Error, Result};
+use crate::param::Param;
+use crate::tensor::DTensor;
+
+/// What a walk over a module meets.
+pub enum Item<'a> {
+    /// A module of a kind; what is inside follows.
+    Module(&'static str),
+    /// A parameter.
+    Param(&'a Param),
+    /// A tensor that belongs to the state but is not trained.
+    Buffer(&'a Buffer),
+    /// Whether the module is being trained.
+    Mode(&'a Mode),
+    /// Functions to be applied to its input and output.
+    Hooks(&'a Hooks),
+}
+
+/// A struct of parameters, buffers and other modules. Derive it.
+pub trait Module {
+    /// Calls `visit` with every item, each with its dotted path, in order of declaration.
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>));
+
+    /// All parameters with their dotted paths. One that two modules share is listed once, under its first path.
+    fn named_parameters(&self) -> Vec<(String, Param)> {
+        let mut all: Vec<(String, Param)> = Vec::new();
+        self.walk("", &mut |path, item| {
+            if let Item::Param(param) = item
+                && !all.iter().any(|(_, p)| p.is_same(param))
+            {
+                all.push((path.to_string(), param.clone()));
+            }
+        });
+        all
+    }
+
+    /// All buffers with their dotted paths.
+    fn named_buffers(&self) -> Vec<(String, Buffer)> {
+        let mut all = Vec::new();
+        self.walk("", &mut |path, item| {
+            if let Item::Buffer(buffer) = item {
+                all.push((path.to_string(), buffer.clone()));
+            }
+        });
+        all
+    }
+
+    /// All modules inside, itself first, with their dotted paths and kinds.
+    fn named_modules(&self) -> Vec<(String, &'static str)> {
+        let mut all = Vec::new();
+        self.walk("", &mut |path, item| {
+            if let Item::Module(kind) = item {
+                all.push((path.to_string(), kind));
+            }
+        });
+        all
+    }
+
+    /// The number of elements of all parameters.
+    fn parameter_count(&self) -> usize {
+        self.named_parameters().iter().map(|(_, p)| p.shape().iter().product::<usize>()).sum()
+    }
+
+    /// Modules inside behave as in training: dropout drops, batch norm takes its statistics from the batch.
+    fn train(&self) {
+        self.set_mode(true);
+    }
+
+    /// Modules inside behave as in use.
+    fn eval(&self) {
+        self.set_mode(false);
+    }
+
+    /// Training or not.
+    fn set_mode(&self, training: bool) {
+        self.walk("", &mut |_, item| {
+            if let Item::Mode(mode) = item {
+                mode.0.store(training, Relaxed);
+            }
+        });
+    }
+
+    /// Converts all floating-point parameters and buffers.
+    fn to_dtype(&self, dtype: DType) -> Result<()> {
+        self.change(&|tensor| if tensor.dtype().is_float() { tensor.to_dtype(dtype) } else { Ok(tensor.clone()) })
+    }
+
+    /// Moves all parameters and buffers to a device.
+    fn to_device(&self, device: &Device) -> Result<()> {
+        self.change(&|tensor| tensor.to_device(device))
+    }
+
+    /// Replaces the value of every parameter and buffer by a function of it.
+    fn change(&self, f: &dyn Fn(&DTensor) -> Result<DTensor>) -> Result<()> {
+        for (_, param) in self.named_parameters() {
+            param.set(&f(&param.get().detach())?)?;
+        }
+        for (_, buffer) in self.named_buffers() {
+            buffer.set(&f(&buffer.get())?);
+        }
+        Ok(())
+    }
+
+    /// The values of all parameters and buffers by path.
+    fn state_dict(&self) -> BTreeMap<String, DTensor> {
+        let parameters = self.named_parameters().into_iter().map(|(path, p)| (path, p.get().detach()));
+        parameters.chain(self.named_buffers().into_iter().map(|(path, b)| (path, b.get()))).collect()
+    }
+
+    /// Sets all parameters and buffers, each brought to the layout and type that it has here. Nothing changes unless names
+    /// and shapes fit.
+    fn load_state_dict(&self, state: &BTreeMap<String, DTensor>) -> Result<()> {
+        let own = self.state_dict();
+        let missing: Vec<&String> = own.keys().filter(|name| !state.contains_key(*name)).collect();
+        let unknown: Vec<&String> = state.keys().filter(|name| !own.contains_key(*name)).collect();
+        let reshaped: Vec<&String> =
+            own.iter().filter(|(n, t)| state.get(*n).is_some_and(|s| s.shape() != t.shape())).map(|(n, _)| n).collect();
+        if !(missing.is_empty() && unknown.is_empty() && reshaped.is_empty()) {
+            let found = format!("missing {missing:?}, unknown {unknown:?}, other shapes {reshaped:?}");
+            return Err(Error::invalid(
+                "state",
+                found,
+                "the module's names and shapes",
+                "rename or reshape the entries",
+            ));
+        }
+        let fitted = |name: &str, like: &DTensor| -> Result<DTensor> {
+            let value = state[name].to_dtype(like.dtype())?;
+            match value.device_mesh() == like.device_mesh() {
+                true => value.to_layout(like.layout()),
+                false => value.to_mesh(like.device_mesh(), like.placements().to_vec()),
+            }
+        };
+        for (name, param) in self.named_parameters() {
+            param.set(&fitted(&name, &param.get())?)?;
+        }
+        for (name, buffer) in self.named_buffers() {
+            buffer.set(&fitted(&name, &buffer.get())?);
+        }
+        Ok(())
+    }
+}
+
+/// A module with one input and one output.
+pub trait Forward {
+    /// The output for an input.
+    fn forward(&self, x: &DTensor) -> Result<DTensor>;
+}
+
+/// A path and a name behind it.
+pub fn join(path: &str, name: &str) -> String {
+    if path.is_empty() { name.to_string() } else { format!("{path}.{name}") }
+}
+
+/// A tensor that belongs to a module's state but is not trained. Clones share it.
+#[derive(Clone)]
+pub struct Buffer(Arc<Mutex<DTensor>>);
+
+impl Buffer {
+    /// A buffer with a first value.
+    pub fn new(value: &DTensor) -> Self {
+        Buffer(Arc::new(Mutex::new(value.detach())))
+    }
+
+    /// The current value.
+    pub fn get(&self) -> DTensor {
+        self.0.lock().clone()
+    }
+
+    /// Replaces the value.
+    pub fn set(&self, value: &DTensor) {
+        *self.0.lock() = value.detach();
+    }
+}
+
+/// Whether a module is being trained; it is until [`Module::eval`]. Clones share it.
+#[derive(Clone)]
+pub struct Mode(Arc<AtomicBool>);
+
+impl Default for Mode {
+    fn default() -> Self {
+        Mode(Arc::new(AtomicBool::new(true)))
+    }
+}
+
+impl Mode {
+    /// Whether the module is being trained.
+    pub fn is_training(&self) -> bool {
+        self.0.load(Relaxed)
+    }
+}
+
+macro_rules! items {
+    ($($T:ty => $item:ident;)*) => {$(
+        impl Module for $T {
+            fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+                visit(path, Item::$item(self));
+            }
+        }
+    )*};
+}
+items! {
+    Param => Param;
+    Buffer => Buffer;
+    Mode => Mode;
+    Hooks => Hooks;
+}
+
+/// Fields that hold nothing to walk.
+macro_rules! plain {
+    ($($T:ty),*) => {$(
+        impl Module for $T {
+            fn walk(&self, _: &str, _: &mut dyn FnMut(&str, Item<'_>)) {}
+        }
+    )*};
+}
+plain!(usize, isize, i32, i64, u32, u64, f32, f64, bool, String, &'static str, ());
+
+impl<M: Module> Module for Vec<M> {
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+        for (i, module) in self.iter().enumerate() {
+            module.walk(&join(path, &i.to_string()), visit);
+        }
+    }
+}
+
+impl<M: Module> Module for Option<M> {
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+        if let Some(module) = self {
+            module.walk(path, visit);
+        }
+    }
+}
+
+impl<M: Module + ?Sized> Module for Box<M> {
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+        (**self).walk(path, visit);
+    }
+}
+
+impl<M: Module + ?Sized> Module for Arc<M> {
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+        (**self).walk(path, visit);
+    }
+}
