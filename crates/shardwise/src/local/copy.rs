@@ -165,7 +165,7 @@ mod tests {
             let mut dst = vec![number(0); m * n];
             // SAFETY: both hold m * n elements, and the strides stay inside.
             unsafe {
-                copy_block(src.as_ptr().cast(), &[1, m], dst.as_mut_ptr().cast(), &[n, 1], &[m, n], size_of::<T>())
+                copy_block(src.as_ptr().cast(), &[1, m], dst.as_mut_ptr().cast(), &[n, 1], &[m, n], size_of::<T>());
             };
             for (i, x) in dst.iter().enumerate() {
                 assert_eq!(*x, src[i % n * m + i / n], "{m} x {n}, element {i}");
