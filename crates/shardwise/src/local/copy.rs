@@ -1,5 +1,7 @@
 //! Copying a block between two strided buffers in one pass.
 
+use std::mem::MaybeUninit;
+
 use smallvec::SmallVec;
 
 /// One dimension of a copy: size, source stride, destination stride, in elements.
@@ -60,22 +62,24 @@ const TILE: usize = 32;
 ///
 /// # Safety
 /// As for [`copy_block`].
-unsafe fn turn<T: Copy + Default>(src: *const T, dst: *mut T, plane: [Dim; 2]) {
+unsafe fn turn<T: Copy>(src: *const T, dst: *mut T, plane: [Dim; 2]) {
     let [(m, src_far, dst_far), (n, src_near, dst_near)] = plane;
     let tiles = if (src_far, dst_near) == (1, 1) { (m - m % TILE, n - n % TILE) } else { (0, 0) };
-    let mut tile = [[T::default(); TILE]; TILE];
+    // Not initialised, since most planes are small and have no tiles.
+    let mut tile = [MaybeUninit::<T>::uninit(); TILE * TILE];
+    let tile: *mut T = tile.as_mut_ptr().cast();
     // SAFETY: all indices are inside the block, so all addresses are inside their buffers; tensors are aligned to their
     // elements.
     unsafe {
         for left in (0..tiles.1).step_by(TILE) {
             for top in (0..tiles.0).step_by(TILE) {
-                for (j, line) in tile.iter_mut().enumerate() {
+                for j in 0..TILE {
                     let from = src.add(top + (left + j) * src_near);
-                    std::ptr::copy_nonoverlapping(from, line.as_mut_ptr(), TILE);
+                    std::ptr::copy_nonoverlapping(from, tile.add(j * TILE), TILE);
                 }
                 for i in (0..TILE).step_by(SQUARE) {
                     for j in (0..TILE).step_by(SQUARE) {
-                        turn_square(&tile, j, i, dst.add((top + i) * dst_far + left + j), dst_far);
+                        turn_square(tile.add(j * TILE + i), dst.add((top + i) * dst_far + left + j), dst_far);
                     }
                 }
             }
@@ -91,18 +95,18 @@ unsafe fn turn<T: Copy + Default>(src: *const T, dst: *mut T, plane: [Dim; 2]) {
 /// Elements along one side of what is turned in registers.
 const SQUARE: usize = 4;
 
-/// Writes the square that begins at a row and a column of a tile, turned.
+/// Writes a square of a tile, turned.
 ///
 /// # Safety
-/// The square is inside the tile, and so many elements can be written in as many rows of the destination.
+/// The square that begins at `src` is inside a tile, and as many elements can be written in rows of this stride at `dst`.
 #[inline(always)]
-unsafe fn turn_square<T: Copy>(tile: &[[T; TILE]; TILE], row: usize, column: usize, dst: *mut T, stride: usize) {
+unsafe fn turn_square<T: Copy>(src: *const T, dst: *mut T, stride: usize) {
     #[cfg(target_arch = "x86_64")]
     if size_of::<T>() == 4 {
         use std::arch::x86_64::*;
         // SAFETY: every processor of this kind has these instructions; addresses are inside by the caller's promise.
         unsafe {
-            let line = |j: usize| _mm_loadu_si128(tile[row + j].as_ptr().add(column).cast());
+            let line = |j: usize| _mm_loadu_si128(src.add(j * TILE).cast());
             let [a, b, c, d] = [line(0), line(1), line(2), line(3)];
             let (left, right) = (_mm_unpacklo_epi32(a, b), _mm_unpacklo_epi32(c, d));
             _mm_storeu_si128(dst.cast(), _mm_unpacklo_epi64(left, right));
@@ -116,7 +120,7 @@ unsafe fn turn_square<T: Copy>(tile: &[[T; TILE]; TILE], row: usize, column: usi
     for i in 0..SQUARE {
         for j in 0..SQUARE {
             // SAFETY: the caller's promise.
-            unsafe { *dst.add(i * stride + j) = tile[row + j][column + i] };
+            unsafe { *dst.add(i * stride + j) = *src.add(j * TILE + i) };
         }
     }
 }
@@ -145,6 +149,34 @@ unsafe fn walk(dims: &[Dim], src: *const u8, dst: *mut u8, elem: usize, copy: im
             for i in 0..*size {
                 // SAFETY: index i is inside the block, so both addresses are inside their buffers.
                 unsafe { walk(rest, src.add(i * s * elem), dst.add(i * d * elem), elem, copy) };
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn planes_of_any_size_are_turned() {
+        fn check<T: Copy + PartialEq + std::fmt::Debug>(m: usize, n: usize, number: fn(usize) -> T) {
+            let src: Vec<T> = (0..m * n).map(number).collect();
+            let mut dst = vec![number(0); m * n];
+            // SAFETY: both hold m * n elements, and the strides stay inside.
+            unsafe {
+                copy_block(src.as_ptr().cast(), &[1, m], dst.as_mut_ptr().cast(), &[n, 1], &[m, n], size_of::<T>());
+            };
+            for (i, x) in dst.iter().enumerate() {
+                assert_eq!(*x, src[i % n * m + i / n], "{m} x {n}, element {i}");
+            }
+        }
+        for m in [1, 3, 31, 32, 33, 70] {
+            for n in [1, 2, 32, 65, 96] {
+                check(m, n, |i| i as u8);
+                check(m, n, |i| i as u16);
+                check(m, n, |i| i as u32);
+                check(m, n, |i| i as u64);
             }
         }
     }
