@@ -196,13 +196,15 @@ impl Signature {
                 layout.shape().iter().product::<usize>() as f64 * *elem as f64 / cut as f64
             })
             .collect();
-        let along: Vec<Along> = (0..mesh.ndim()).map(|axis| self.cheapest(inputs, &bytes, axis)).collect();
+        let made = shapes.iter().map(|shape| shape.iter().product::<usize>()).sum::<usize>() as f64 * elem[0] as f64;
+        let along: Vec<Along> = (0..mesh.ndim()).map(|axis| self.cheapest(inputs, &bytes, made, axis)).collect();
         let cut_as_led = self.layouts(mesh, inputs, &along, shapes, false);
         // Ragged sizes that fit one input's other cuts need not fit the choice; plain chunks always do.
         cut_as_led.or_else(|_| self.layouts(mesh, inputs, &along, shapes, true))
     }
 
-    fn cheapest(&self, inputs: &[&Layout], bytes: &[f64], axis: usize) -> Along {
+    /// The choice along one axis; `made` are the bytes of all outputs.
+    fn cheapest(&self, inputs: &[&Layout], bytes: &[f64], made: f64, axis: usize) -> Along {
         let mut options = vec![Along::Whole];
         // Only what is pending passes: nothing is brought into a reduction that no input is in, nor one its type has not.
         let pending = |pass: &Pass| {
@@ -218,7 +220,12 @@ impl Signature {
         }
         options.extend((0..self.passes.len()).filter(|&i| pending(&self.passes[i])).map(Along::Pass));
         let cost = |along: &Along| -> f64 {
-            (0..inputs.len()).map(|i| bytes[i] * self.transition(inputs, i, axis, along)).sum()
+            let moved: f64 = (0..inputs.len()).map(|i| bytes[i] * self.transition(inputs, i, axis, along)).sum();
+            match along {
+                // A sum left pending where no input asks for it will have to be carried out.
+                Along::Cut { dim, leader: None } if matches!(self.dims[*dim], Shared::Reduces(_)) => moved + made,
+                _ => moved,
+            }
         };
         // Where nothing is free, sharing a dimension that no input is cut along may still be cheaper than the whole.
         if options.iter().all(|along| cost(along) > 0.0) {
