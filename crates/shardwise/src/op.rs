@@ -208,9 +208,11 @@ pub fn cache_report() -> CacheReport {
 pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result<Vec<DTensor>> {
     let mesh = inputs[0].device_mesh();
     if let Some(other) = inputs.iter().find(|t| t.device_mesh() != mesh) {
-        return Err(refuse(op, inputs, &format!("a tensor on mesh {}", other.layout().mesh()), "tensors on one mesh"));
+        let found = format!("tensors on meshes {} and {}", mesh.mesh(), other.layout().mesh());
+        let error = Error::invalid("operands", found, "tensors on one mesh", "move the tensors to one mesh first");
+        return Err(name_call(error, op.name(), inputs, site));
     }
-    let decided = decide(op, inputs)?;
+    let decided = decide(op, inputs).map_err(|e| name_call(e, op.name(), inputs, site))?;
     let (rank, dry) = (mesh.world().rank(), mesh.world().is_dry());
     let mut locals: SmallVec<[Tensor; 3]> = SmallVec::new();
     for (input, bring) in inputs.iter().zip(&decided.brings) {
@@ -222,7 +224,8 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     let outputs = match dry || !mesh.contains(rank) {
         true => decided.locals.iter().map(placeholder).collect::<Result<Vec<_>>>()?,
         false => {
-            op.run(&locals, &Place { decision: &decided.decision, locals: &decided.locals, mesh: mesh.mesh(), rank })?
+            let place = Place { decision: &decided.decision, locals: &decided.locals, mesh: mesh.mesh(), rank };
+            op.run(&locals, &place).map_err(|e| name_call(e, op.name(), inputs, site))?
         }
     };
     let wrap = |(layout, local): (&Layout, Tensor)| DTensor::from_parts(mesh, layout.clone(), local);
@@ -344,9 +347,11 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
     Ok(decided)
 }
 
-/// An error that names the operator and its tensors.
-fn refuse<O: Op>(op: &O, inputs: &[&DTensor], found: &str, needed: &str) -> Error {
+/// What is wrong with a call, with the operator, its tensors and the place in the program.
+#[cold]
+pub(crate) fn name_call(error: Error, name: &str, inputs: &[&DTensor], site: Site) -> Error {
+    let Error::Invalid(mut invalid) = error else { return error };
     let tensors: Vec<String> = inputs.iter().map(|t| format!("{} {}", t.dtype().as_str(), t.layout())).collect();
-    let found = format!("{found} in {}({})", op.name(), tensors.join("; "));
-    Error::invalid("operands", found, needed, "move or convert the tensors first")
+    invalid.found = format!("{} (called as {}({}) at {site})", invalid.found, name, tensors.join("; "));
+    Error::Invalid(invalid)
 }

@@ -51,23 +51,6 @@ fn input(mesh: &DeviceMesh, sample: &Sample, placements: &[Placement]) -> Result
     DTensor::from_local_with_shape(&local, mesh, placements.to_vec(), sample.shape.as_slice())
 }
 
-/// Equal, but for the rounding of a few operations where parts are rounded before they are combined: the error of a sum
-/// is one of its largest terms.
-fn same(a: &Tensor, b: &Tensor) -> bool {
-    if a.elem_count() == 0 {
-        return true;
-    }
-    let values = |t: &Tensor| t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
-    let (a, b, precision) = match b.dtype() {
-        DType::F32 => (values(a), values(b), f64::from(f32::EPSILON)),
-        DType::F64 => (values(a), values(b), f64::EPSILON),
-        _ => (values(a), values(b), 0.0),
-    };
-    let scale = b.iter().filter(|x| x.is_finite()).fold(1.0, |scale: f64, x| scale.max(x.abs()));
-    let close = |(a, b): (&f64, &f64)| a == b || a.is_nan() && b.is_nan() || (a - b).abs() <= 4.0 * precision * scale;
-    a.iter().zip(&b).all(close)
-}
-
 /// Runs the operator on inputs in the given placements and compares every output with the unsharded one.
 fn check(
     op: &OpEntry,
@@ -84,7 +67,7 @@ fn check(
         let got = output.full_tensor()?;
         assert_eq!((got.dims(), got.dtype()), (expected.dims(), expected.dtype()), "{} of {layouts:?}", op.name);
         assert!(
-            same(&got, expected),
+            values::close(&got, expected, 1.0),
             "{} of {layouts:?} gives {}: got {got}, expected {expected}",
             op.name,
             output.layout()
@@ -180,7 +163,11 @@ fn neutral_operands_and_the_ends_of_a_type_pass_unharmed() {
                     let outputs = (op.apply)(&[sharded.redistribute([Partial(pending)])?])?;
                     for (output, expected) in outputs.iter().zip(&expected) {
                         let got = output.full_tensor()?;
-                        assert!(same(&got, expected), "{} of {pending}: got {got}, expected {expected}", op.name);
+                        assert!(
+                            values::close(&got, expected, 1.0),
+                            "{} of {pending}: got {got}, expected {expected}",
+                            op.name
+                        );
                     }
                 }
             }

@@ -268,12 +268,11 @@ impl Everything {
     }
 }
 
+/// Placements by path and shape.
+type Places = fn(&str, &[usize]) -> Vec<Placement>;
+
 /// Loss, gradients by name and running statistics of the model in some layout.
-fn run_everything(
-    mesh: &DeviceMesh,
-    places: fn(&str, &[usize]) -> Vec<Placement>,
-    batch: Vec<Placement>,
-) -> Result<Vec<(String, Tensor)>> {
+fn run_everything(mesh: &DeviceMesh, places: Places, batch: Vec<Placement>) -> Result<Vec<(String, Tensor)>> {
     mesh.manual_seed(11);
     let model = Everything::new(&Builder::new(mesh).placed(places))?;
     let table = |salt: usize| move |i: &[usize]| ((i[0] * 7 + i[1] * 3 + salt) % 11) as f64;
@@ -312,10 +311,10 @@ fn a_model_of_all_layers_does_the_same_in_every_layout() {
                 Some(("embedding" | "heads.0" | "heads.1", _)) => Shard(0),
                 _ => Replicate,
             };
-            let data = if shape[0] % 2 == 0 && cut == Replicate { Shard(0) } else { Replicate };
+            let data = if shape[0].is_multiple_of(2) && cut == Replicate { Shard(0) } else { Replicate };
             vec![data, cut]
         };
-        let layouts: [(fn(&str, &[usize]) -> Vec<Placement>, [Placement; 2]); 4] = [
+        let layouts: [(Places, [Placement; 2]); 4] = [
             (|_, _| vec![Replicate, Replicate], [Shard(0), Replicate]),
             (|_, _| vec![Shard(0), Shard(0)], [Shard(0), Shard(0)]),
             (|_, shape| vec![Replicate, Shard(shape.len() as isize - 1)], [Shard(0), Shard(1)]),

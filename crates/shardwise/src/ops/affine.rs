@@ -14,7 +14,7 @@ impl DTensor {
         if self.rank() == 0 || weight.rank() != 2 {
             return Err(Error::invalid(
                 "operands",
-                format!("shapes {:?} and {:?} in linear", self.shape(), weight.shape()),
+                format!("{} and {} in linear", self.layout(), weight.layout()),
                 "an input [..., in] and a weight [out, in]",
                 "reshape or transpose the tensors",
             ));

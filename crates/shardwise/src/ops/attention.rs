@@ -62,7 +62,12 @@ impl DTensor {
         fits().ok_or_else(|| {
             Error::invalid(
                 "operands",
-                format!("queries {q:?}, keys {k:?} and values {v:?} in scaled_dot_product_attention"),
+                format!(
+                    "queries {}, keys {} and values {} in scaled_dot_product_attention",
+                    self.layout(),
+                    keys.layout(),
+                    values.layout()
+                ),
                 "[..., heads, length, size] with equal leading sizes, and query heads that are a multiple of key heads",
                 "reshape the operands",
             )

@@ -106,7 +106,7 @@ impl DTensor {
             && self.shape()[1] == weight.shape()[1] * groups
             && weight.shape()[0].is_multiple_of(groups);
         if !fits {
-            let found = format!("shapes {:?} and {:?} with {groups} group(s) in {name}", self.shape(), weight.shape());
+            let found = format!("{} and {} with {groups} group(s) in {name}", self.layout(), weight.layout());
             let needed = "[n, channels, ...] and [out, channels / groups, ...]";
             return Err(Error::invalid("operands", found, needed, "reshape the operands"));
         }

@@ -13,7 +13,7 @@ impl DTensor {
     #[track_caller]
     pub fn dropout(&self, p: f64, training: bool) -> Result<DTensor> {
         if !(0.0..=1.0).contains(&p) || !self.dtype().is_float() {
-            let found = format!("probability {p} for {} in dropout", self.dtype().as_str());
+            let found = format!("probability {p} for {} in dropout of {}", self.dtype().as_str(), self.layout());
             return Err(Error::invalid("operands", found, "0 to 1 for a floating-point tensor", "correct the call"));
         }
         if !training || p == 0.0 {

@@ -9,7 +9,7 @@ use super::{OpEntry, Sample, dtype};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
 use crate::local::{dense, product as matrix_product};
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Op, OpPlan, Place, dispatch, name_call};
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Saved};
 
@@ -26,7 +26,7 @@ impl DTensor {
     pub fn einsum(equation: &str, inputs: &[&DTensor]) -> Result<DTensor> {
         let site = Location::caller();
         let equation: String = equation.chars().filter(|c| !c.is_whitespace()).collect();
-        check(&equation, inputs.len())?;
+        check(&equation, inputs.len()).map_err(|e| name_call(e, "einsum", inputs, site))?;
         // More than two factors are multiplied one after the other.
         let [first, second, rest @ ..] = inputs else {
             return Ok(dispatch(&Einsum { name: "einsum", equation: equation.into() }, inputs, site)?.swap_remove(0));
@@ -55,7 +55,8 @@ impl DTensor {
     pub fn matmul(&self, other: &DTensor) -> Result<DTensor> {
         let equation = match (self.rank(), other.rank()) {
             (0, _) | (_, 0) => {
-                return Err(Error::invalid("operands", "a scalar in matmul", "vectors or matrices", "use mul"));
+                let error = Error::invalid("operands", "a scalar in matmul", "vectors or matrices", "use mul");
+                return Err(name_call(error, "matmul", &[self, other], Location::caller()));
             }
             (1, 1) => "k,k->".into(),
             (2, 2) => "mk,kn->mn".into(),

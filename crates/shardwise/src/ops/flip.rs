@@ -21,8 +21,11 @@ impl DTensor {
     /// The elements in reverse order along some dimensions.
     #[track_caller]
     pub fn flip(&self, dims: &[isize]) -> Result<DTensor> {
-        let dims = dims.iter().map(|&d| self.resolve_dim("flip", d)).collect::<Result<Vec<_>>>()?;
-        Ok(dispatch(&Flip { dims }, &[self], Location::caller())?.swap_remove(0))
+        let resolved = dims.iter().map(|&d| self.resolve_dim("flip", d)).collect::<Result<Vec<_>>>()?;
+        if (1..resolved.len()).any(|i| resolved[..i].contains(&resolved[i])) {
+            return Err(self.bad_dims("flip", dims, "every dimension at most once"));
+        }
+        Ok(dispatch(&Flip { dims: resolved }, &[self], Location::caller())?.swap_remove(0))
     }
 }
 

@@ -42,7 +42,7 @@ impl DTensor {
     #[track_caller]
     pub fn stack(tensors: &[&DTensor], dim: isize) -> Result<DTensor> {
         if let Some(other) = tensors.iter().find(|t| t.shape() != tensors[0].shape()) {
-            let found = format!("shapes {:?} and {:?} in stack", tensors[0].shape(), other.shape());
+            let found = format!("{} and {} in stack", tensors[0].layout(), other.layout());
             return Err(Error::invalid("operands", found, "tensors of one shape", "use cat to join along a dimension"));
         }
         let thick = tensors.iter().map(|t| t.unsqueeze(dim)).collect::<Result<Vec<_>>>()?;
@@ -84,7 +84,7 @@ impl DTensor {
             return flat.reshape(&self.shape().iter().map(|&n| n as isize).collect::<Vec<_>>());
         }
         if shifts.len() != dims.len() {
-            let found = format!("{} shifts and {} dimensions in roll", shifts.len(), dims.len());
+            let found = format!("{} shifts and {} dimensions in roll of {}", shifts.len(), dims.len(), self.layout());
             return Err(Error::invalid("shifts", found, "one shift per dimension", "list both"));
         }
         let mut rolled = self.clone();

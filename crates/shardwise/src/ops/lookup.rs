@@ -110,7 +110,7 @@ impl DTensor {
     #[track_caller]
     pub fn one_hot(&self, classes: usize) -> Result<DTensor> {
         if self.dtype().is_float() {
-            return Err(not_whole("one_hot", self.dtype()));
+            return Err(not_whole(&format!("one_hot of {}", self.layout()), self.dtype()));
         }
         let whole = vec![crate::placement::Placement::Replicate; self.placements().len()];
         let all = DTensor::arange(0.0, classes as f64, 1.0, self.dtype(), self.device_mesh(), whole)?;

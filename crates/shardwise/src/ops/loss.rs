@@ -81,8 +81,8 @@ impl DTensor {
         if fits && !target.dtype().is_float() && self.dtype().is_float() {
             return Ok(dim as isize);
         }
-        let found =
-            format!("{:?} and {} targets {:?} in {name}", self.shape(), target.dtype().as_str(), target.shape());
+        let (own, classes) = (self.dtype().as_str(), target.dtype().as_str());
+        let found = format!("{own} {} and {classes} targets {} in {name}", self.layout(), target.layout());
         let needed = "predictions [n, classes, ...] and whole-number classes [n, ...]";
         Err(Error::invalid("operands", found, needed, "reshape or convert the operands"))
     }

@@ -10,7 +10,7 @@ use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::local::{NOWHERE, Numbers, dense, wholes, with_type};
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Op, OpPlan, Place, dispatch, name_call};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
@@ -45,7 +45,9 @@ impl DTensor {
     #[track_caller]
     pub fn scatter_add(&self, dim: isize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
         let at = self.resolve_dim("scatter_add", dim)?;
-        check_sizes("scatter_add", at, self.shape(), index.shape(), source.shape())?;
+        let site = Location::caller();
+        check_sizes("scatter_add", at, self.shape(), index.shape(), source.shape())
+            .map_err(|e| name_call(e, "scatter_add", &[self, index, source], site))?;
         self.add(&spread_elements(self.layout(), at, index, &source.to_dtype(self.dtype())?)?)
     }
 

@@ -49,10 +49,11 @@ impl DTensor {
     /// The tensor without pending reductions, brought about as is best for an operator along some dimensions.
     #[track_caller]
     fn settle(&self, name: &'static str, dims: &[isize]) -> Result<DTensor> {
+        // A dimension that there is not shall be found here, not by a part of the operator.
+        let dims = dims.iter().map(|&d| self.resolve_dim(name, d)).collect::<Result<_>>()?;
         if !self.layout().is_partial() {
             return Ok(self.clone());
         }
-        let dims = dims.iter().map(|&d| self.resolve_dim(name, d)).collect::<Result<_>>()?;
         Ok(dispatch(&Settle { name, dims }, &[self], Location::caller())?.swap_remove(0))
     }
 
@@ -117,6 +118,7 @@ impl DTensor {
     /// The vector norm of an order (infinities included) over some dimensions (all for none named).
     #[track_caller]
     pub fn norm(&self, order: f64, dims: &[isize], keepdim: bool) -> Result<DTensor> {
+        dims.iter().try_for_each(|&d| self.resolve_dim("norm", d).map(drop))?;
         let x = self.abs()?;
         match order {
             f64::INFINITY => x.amax(dims, keepdim),
@@ -188,7 +190,7 @@ impl DTensor {
         eps: f64,
     ) -> Result<DTensor> {
         if self.rank() < 2 || groups == 0 || !self.shape()[1].is_multiple_of(groups) {
-            let found = format!("{groups} groups in group_norm of shape {:?}", self.shape());
+            let found = format!("{groups} groups in group_norm of {}", self.layout());
             return Err(Error::invalid("groups", found, "a divisor of the channels", "change the number of groups"));
         }
         let signed = |dims: &[usize]| dims.iter().map(|&n| n as isize).collect::<Vec<_>>();
@@ -244,7 +246,7 @@ impl DTensor {
 
     fn last_dims(&self, name: &str, dims: usize) -> Result<Vec<isize>> {
         if dims == 0 || dims > self.rank() {
-            let found = format!("{dims} dimension(s) in {name} of shape {:?}", self.shape());
+            let found = format!("{dims} dimension(s) in {name} of {}", self.layout());
             return Err(Error::invalid("dimensions", found, "some of the last ones", "normalise at least one"));
         }
         Ok((1..=dims as isize).map(|d| -d).collect())

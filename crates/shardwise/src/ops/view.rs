@@ -122,7 +122,10 @@ impl DTensor {
     }
 
     pub(super) fn bad_dims(&self, name: &'static str, dims: &[isize], needed: &str) -> Error {
-        let found = format!("{dims:?} in {name} of shape {:?}", self.shape());
+        let found = match dims {
+            [] => format!("{} in {name}", self.layout()),
+            dims => format!("{dims:?} in {name} of {}", self.layout()),
+        };
         Error::invalid("dimensions", found, needed, "correct the dimensions")
     }
 }

@@ -81,6 +81,32 @@ pub(crate) fn same(a: &Tensor, b: &Tensor) -> bool {
     a.dims() == b.dims() && (a.elem_count() == 0 || values(a) == values(b))
 }
 
+/// The largest finite absolute value.
+pub(crate) fn peak(t: &Tensor) -> f64 {
+    if t.elem_count() == 0 {
+        return 0.0;
+    }
+    let values = t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+    values.iter().filter(|x| x.is_finite()).fold(0.0, |peak: f64, x| peak.max(x.abs()))
+}
+
+/// Equal, but for the rounding of a few operations where parts are rounded before they are combined: the error of a sum
+/// is one of its largest terms, which are no larger than `terms` or the sum.
+pub(crate) fn close(a: &Tensor, b: &Tensor, terms: f64) -> bool {
+    if a.elem_count() == 0 {
+        return a.dims() == b.dims();
+    }
+    let values = |t: &Tensor| t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+    let (a, b, precision) = match b.dtype() {
+        DType::F32 => (values(a), values(b), f64::from(f32::EPSILON)),
+        DType::F64 => (values(a), values(b), f64::EPSILON),
+        _ => (values(a), values(b), 0.0),
+    };
+    let scale = b.iter().filter(|x| x.is_finite()).fold(terms, |scale: f64, x| scale.max(x.abs()));
+    let close = |(a, b): (&f64, &f64)| a == b || a.is_nan() && b.is_nan() || (a - b).abs() <= 4.0 * precision * scale;
+    a.len() == b.len() && a.iter().zip(&b).all(close)
+}
+
 /// A ragged cut of `dim` along `axis`, behind what the other placements cut: uneven in another way for every
 /// combination of outer coordinates.
 pub(crate) fn ragged(
