@@ -6,6 +6,7 @@
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 mod bench;
+mod ops;
 mod output;
 
 use clap::{Parser, Subcommand};
@@ -21,18 +22,24 @@ struct Cli {
 const EXAMPLES: &str = "Examples:
   shardwise bench collectives                     a table for 2, 4 and 8 thread ranks
   shardwise bench collectives --ranks 2 --json    one JSON object per line
-  shardwise bench redistribute                    changes of layout on 2 and 4 thread ranks";
+  shardwise bench redistribute                    changes of layout on 2 and 4 thread ranks
+  shardwise bench dispatch                        operators beside the plain tensor operation
+  shardwise ops                                   all operators and how they are spread
+  shardwise ops matmul                            what matmul does with every placement";
 
 #[derive(Subcommand)]
 enum Command {
     /// Measure how fast things are on this machine.
     #[command(subcommand)]
     Bench(bench::Bench),
+    /// List the operators: how they are spread over ranks, what they communicate, whether they have a gradient.
+    Ops(ops::Options),
 }
 
 fn main() -> std::process::ExitCode {
     let result = match Cli::parse().command {
         Command::Bench(bench) => bench.run(),
+        Command::Ops(options) => ops::run(&options),
     };
     match result {
         Ok(()) => std::process::ExitCode::SUCCESS,

@@ -48,3 +48,37 @@ fn help_shows_examples_and_mistakes_are_explained() {
     assert!(!output.status.success() && message.contains("launch at least one rank"), "{message}");
     assert!(!shardwise(&["bench", "collectives", "--mb", "0"]).status.success());
 }
+
+#[test]
+fn bench_dispatch_prints_every_case() {
+    let output = shardwise(&["bench", "dispatch", "--json"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let rows: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
+    let mut expected: Vec<String> = ["add", "matmul", "gelu", "reshape", "softmax", "sum"]
+        .iter()
+        .flat_map(|op| [format!("local {op}"), op.to_string()])
+        .collect();
+    expected.push("train matmul-relu-sum".into());
+    expected.extend((1..=4).flat_map(|n| [format!("cold matmul {n} axes"), format!("cold add {n} axes")]));
+    assert!(expected.iter().all(|case| rows.iter().any(|row| row["case"] == **case)), "{text}");
+    assert!(rows.iter().all(|row| row["us"].as_f64().is_some_and(|us| us > 0.0)), "{text}");
+}
+
+#[test]
+fn ops_lists_operators_and_the_rules_of_one() {
+    let output = shardwise(&["ops", "--json"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let rows: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
+    assert!(rows.len() >= 170, "{} operators", rows.len());
+    let matmul = rows.iter().find(|row| row["name"] == "matmul").expect("matmul");
+    assert_eq!(matmul["differentiable"], true);
+    assert!(matmul["free"].to_string().contains("S(1), S(0) -> P(sum)"), "{matmul}");
+    let output = shardwise(&["ops", "matmul", "--json"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.lines().any(|line| line.contains("\"S(0), S(1)\"") && line.contains("all_gather")), "{text}");
+    let unknown = shardwise(&["ops", "matmull"]);
+    let message = String::from_utf8_lossy(&unknown.stderr).to_string();
+    assert!(!unknown.status.success() && message.contains("matmull") && message.contains("matmul"), "{message}");
+}

@@ -47,7 +47,7 @@ impl Row for Measured {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let mut rows = Rows::new(options.json, 20);
+    let mut rows = Rows::new(options.json, 21);
     for (case, samples) in warm()? {
         rows.print(&measured(case, samples))?;
     }
@@ -105,6 +105,12 @@ fn warm() -> Result<Vec<(String, Vec<f64>)>> {
         add("softmax", time(|| done(a.softmax(-1)))?);
         add("local sum", time(|| plain(x.sum_all()))?);
         add("sum", time(|| done(a.sum_all()))?);
+        let weight = b.requires_grad();
+        let train = || {
+            let gradients = a.matmul(&weight)?.relu()?.sum_all()?.backward()?;
+            Ok(drop(black_box(gradients)))
+        };
+        add("train matmul-relu-sum", time(train)?);
         Ok(all)
     })?;
     Ok(ran.swap_remove(0))
