@@ -62,7 +62,7 @@ fn input(mesh: &DeviceMesh, sample: &Sample, last: bool) -> Result<DTensor> {
         Some(n) => (flat % n) as f64,
         None => values::value(flat),
     };
-    let local = values::local_of(&layout, mesh.world().rank(), &value).to_dtype(sample.dtype)?;
+    let local = values::local_of(&layout, mesh.world().rank(), 0, &value).to_dtype(sample.dtype)?;
     DTensor::from_local_with_shape(&local, mesh, [placement], sample.shape.as_slice())
 }
 

@@ -5,12 +5,14 @@
 
 #[path = "suites/values.rs"]
 mod values;
+#[path = "suites/missing.rs"]
+mod missing;
 
 use candle_core::{DType, Tensor};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
-use shardwise::ops::{OpEntry, Sample, ops};
+use shardwise::ops::{Attention, OpEntry, Sample, ops};
 use shardwise::prelude::*;
 
 /// The placements to try for an input along one axis.
@@ -232,6 +234,12 @@ fn products_and_chains_stay_sharded_without_communication() {
         assert_eq!(mean.placements(), [Partial(ReduceOp::Sum), Shard(0)]);
         let deep = x.matmul(&w)?.matmul(&DTensor::randn((4, 3), &mesh, [Replicate, Shard(0)])?)?;
         assert_eq!(deep.placements(), [Shard(0), Partial(ReduceOp::Sum)]);
+        // Batch and heads of attention, also where groups of heads share their keys.
+        let queries = DTensor::randn((2, 8, 5, 4), &mesh, [Shard(0), Shard(1)])?;
+        let keys = DTensor::randn((2, 4, 5, 4), &mesh, [Shard(0), Shard(1)])?;
+        let causal = Attention { causal: true, ..Attention::default() };
+        let mixed = queries.scaled_dot_product_attention(&keys, &keys, causal)?;
+        assert_eq!(mixed.placements(), [Shard(0), Shard(1)]);
         let communicated = world.trace().records().iter().filter(|r| r.call != "agree").count();
         assert_eq!(communicated, 0, "{:?}", world.trace().records());
         Ok(())
@@ -299,4 +307,16 @@ fn operands_are_not_brought_into_a_reduction_that_no_input_is_in() {
         Ok(())
     };
     ThreadWorld::new(2).unwrap().run(run).unwrap();
+}
+
+#[test]
+fn what_could_be_done_without_communication_is_done_so_or_has_a_reason() {
+    let world = ThreadWorld::new(2).unwrap();
+    let found = world.run(|world| missing::combinations(&world)).unwrap().swap_remove(0);
+    let unexplained: Vec<&missing::Combination> = found.iter().filter(|c| missing::reason(c).is_none()).collect();
+    println!("valid without communication, but no rule offers it:");
+    for (reason, all) in missing::grouped(&found) {
+        println!("* {reason}: {all}");
+    }
+    assert!(unexplained.is_empty(), "without a reason: {unexplained:#?}");
 }

@@ -3,7 +3,7 @@
 //! A program is made from its seed on every rank alike: some leaves in random layouts, then operators on earlier values.
 //! Every operator runs twice, on the mesh and on a mesh of this rank alone, which has everything.
 //!
-//! `SHARDWISE_PROGRAM_CASES` sets the number of programs (default 4000; 10000 is the full count), `SHARDWISE_SEED` the
+//! `SHARDWISE_PROGRAM_CASES` sets the number of programs (default 6000; 10000 is the full count), `SHARDWISE_SEED` the
 //! first seed.
 
 #[path = "suites/program.rs"]
@@ -38,7 +38,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 #[test]
 fn random_programs_give_the_unsharded_values() {
     let number = |name: &str, default: u64| std::env::var(name).map_or(default, |v| v.parse().expect(name));
-    let (cases, first) = (number("SHARDWISE_PROGRAM_CASES", 4000), number("SHARDWISE_SEED", 0));
+    let (cases, first) = (number("SHARDWISE_PROGRAM_CASES", 6000), number("SHARDWISE_SEED", 0));
     let end = first + cases;
     let mut operators = 0;
     let starts: Vec<u64> = (first / BATCH..end.div_ceil(BATCH)).map(|batch| batch * BATCH).collect();

@@ -204,7 +204,7 @@ impl Program {
             h => factor * ((h % 33) as f64 - 16.0),
         };
         let made = |mesh: &DeviceMesh, layout: &Layout| {
-            let local = values::local_of(layout, mesh.world().rank(), &value).to_dtype(dtype)?;
+            let local = values::local_of(layout, mesh.world().rank(), seed, &value).to_dtype(dtype)?;
             DTensor::from_local_with_shape(&local, mesh, layout.placements().to_vec(), shape)
         };
         let layout = self.layout(shape, dtype, false);

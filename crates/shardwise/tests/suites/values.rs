@@ -26,11 +26,12 @@ pub(crate) fn whole(shape: &[usize]) -> Tensor {
 
 /// What a rank holds of the whole in a layout, with operands on partial axes that reduce to it exactly.
 pub(crate) fn local(layout: &Layout, rank: usize) -> Tensor {
-    local_of(layout, rank, &value)
+    local_of(layout, rank, 0, &value)
 }
 
-/// The same for a tensor whose elements are a function of their row-major number.
-pub(crate) fn local_of(layout: &Layout, rank: usize, value: &dyn Fn(usize) -> f64) -> Tensor {
+/// The same for a tensor whose elements are a function of their row-major number. Tensors with different salt have
+/// operands that differ in other ways.
+pub(crate) fn local_of(layout: &Layout, rank: usize, salt: usize, value: &dyn Fn(usize) -> f64) -> Tensor {
     let Some(coordinate) = layout.mesh().coordinate(rank) else {
         return Tensor::zeros(0, DType::F64, &Device::Cpu).unwrap();
     };
@@ -45,7 +46,7 @@ pub(crate) fn local_of(layout: &Layout, rank: usize, value: &dyn Fn(usize) -> f6
         // The last axis is reduced first: operands of the first axis are values for the next.
         for (axis, placement) in layout.placements().iter().enumerate() {
             if let Partial(op) = placement {
-                x = operand_of(x, *op, layout.mesh().shape()[axis], coordinate[axis], &[flat, axis]);
+                x = operand_of(x, *op, layout.mesh().shape()[axis], coordinate[axis], &[flat + salt * (1 << 20), axis]);
             }
         }
         x
