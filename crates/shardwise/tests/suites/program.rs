@@ -85,6 +85,10 @@ pub(crate) enum Fill {
 }
 
 pub(crate) struct Program {
+    /// Gradients are taken through the program: leaves are generic numbers, moved by so much.
+    gradients: Option<f64>,
+    /// Leaves that gradients are taken with respect to.
+    leaves: Vec<usize>,
     rng: StdRng,
     mesh: DeviceMesh,
     alone: DeviceMesh,
@@ -95,7 +99,43 @@ pub(crate) struct Program {
 
 impl Program {
     pub(crate) fn new(rng: StdRng, mesh: DeviceMesh, alone: DeviceMesh) -> Self {
-        Program { rng, mesh, alone, values: Vec::new(), text: String::new(), operators: 0 }
+        let (values, text) = (Vec::new(), String::new());
+        Program { gradients: None, leaves: Vec::new(), rng, mesh, alone, values, text, operators: 0 }
+    }
+
+    /// A program through which gradients are taken. Its leaves are generic, so that nothing lies on a kink or in a tie by
+    /// construction; `moved` moves all of them a little.
+    pub(crate) fn with_gradients(rng: StdRng, mesh: DeviceMesh, alone: DeviceMesh, moved: f64) -> Self {
+        Program { gradients: Some(moved), ..Self::new(rng, mesh, alone) }
+    }
+
+    /// The gradients of a number that depends on the last values, with respect to every leaf: sharded and unsharded.
+    pub(crate) fn gradients(&self) -> Result<Vec<(Tensor, Tensor)>> {
+        let last: Vec<&Value> =
+            self.values.iter().rev().filter(|v| v.usable && v.plain.has_gradient() && v.count() > 0).take(3).collect();
+        let found = |side: fn(&Value) -> &DTensor| -> Result<Vec<Tensor>> {
+            let mut loss: Option<DTensor> = None;
+            for (i, value) in last.iter().enumerate() {
+                let (tensor, shape) = (side(value), value.shape().to_vec());
+                let whole = vec![Replicate; tensor.placements().len()];
+                let weight = |at: &[usize]| {
+                    let flat = at.iter().zip(&shape).fold(0, |flat, (i, n)| flat * n + i);
+                    (values::hash(&[flat, i, 3]) % 33) as f64 / 16.0 - 1.0
+                };
+                let weights = DTensor::from_fn(tensor.shape(), tensor.dtype(), tensor.device_mesh(), whole, weight)?;
+                let part = tensor.mul(&weights)?.sum_all()?.to_dtype(DType::F64)?;
+                loss = Some(loss.map_or(Ok(part.clone()), |loss| loss.add(&part))?);
+            }
+            let Some(loss) = loss else { return Ok(Vec::new()) };
+            let gradients = loss.backward()?;
+            let of = |&leaf: &usize| match gradients.get(side(&self.values[leaf])) {
+                Ok(gradient) => gradient.full_tensor(),
+                Err(_) => Ok(self.values[leaf].plain.to_local().zeros_like()?),
+            };
+            self.leaves.iter().map(of).collect()
+        };
+        let (sharded, plain) = (found(|v| &v.sharded)?, found(|v| &v.plain)?);
+        Ok(sharded.into_iter().zip(plain).collect())
     }
 
     pub(crate) fn rng(&mut self) -> &mut StdRng {
@@ -199,9 +239,17 @@ impl Program {
             Fill::Int => (DType::I64, 1.0, None),
             Fill::Below(n) => (DType::I64, 1.0, Some(n as u64)),
         };
+        let moved = self.gradients;
         let value = move |flat: usize| match values::hash(&[seed, flat]) {
             h if below.is_some() => (h % below.expect("some").max(1)) as f64,
-            h => factor * ((h % 33) as f64 - 16.0),
+            h => {
+                let coarse = factor * ((h % 33) as f64 - 16.0);
+                let fine = |salt: usize| (values::hash(&[seed, flat, salt]) % 1_000_003) as f64 / 1_000_003.0;
+                match moved {
+                    Some(moved) if dtype == DType::F64 => 0.125 * coarse + 0.09 * fine(1) + moved * fine(2),
+                    _ => coarse,
+                }
+            }
         };
         let made = |mesh: &DeviceMesh, layout: &Layout| {
             let local = values::local_of(layout, mesh.world().rank(), seed, &value).to_dtype(dtype)?;
@@ -211,7 +259,13 @@ impl Program {
         let sharded = made(&self.mesh, &layout)?;
         let plain = made(&self.alone, &Layout::replicated(self.alone.mesh(), shape)?)?;
         self.text += &format!("  v{} = {fill:?} {layout}\n", self.values.len());
-        let exact = !matches!(fill, Fill::Eighths);
+        let trained = self.gradients.is_some() && dtype == DType::F64;
+        let exact = !matches!(fill, Fill::Eighths) && !trained;
+        let (sharded, plain) =
+            if trained { (sharded.requires_grad(), plain.requires_grad()) } else { (sharded, plain) };
+        if trained {
+            self.leaves.push(self.values.len());
+        }
         // The operands of pending reductions have some noise.
         let span = 16.0 + if layout.is_partial() { 9.0 * self.mesh.mesh().size() as f64 } else { 0.0 };
         self.check(sharded, plain, exact, 0.0, span, 0.0)?;
