@@ -231,8 +231,11 @@ impl Op for Windows {
         let spatial = self.windows.len();
         let shape = &plan.outputs[0].shape;
         let mut from = inputs[0].clone();
-        let pending: Vec<usize> =
-            (0..from.mesh().ndim()).filter(|&a| from.placements()[a].is_partial() && self.border.0 != 0.0).collect();
+        // A border of another number than zero suits only what is picked from.
+        let kept = |p: &Placement| self.border.0 == 0.0 || *p == Placement::Partial(ReduceOp::Max);
+        let pending: Vec<usize> = (0..from.mesh().ndim())
+            .filter(|&a| from.placements()[a].is_partial() && !kept(&from.placements()[a]))
+            .collect();
         from = from.without_axes(&pending)?;
         let axes: Vec<usize> = (0..spatial).flat_map(|s| from.shard_order(2 + s).to_vec()).collect();
         if !axes.is_empty() {

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::layout::{Layout, Runs, TensorMeta, coordinates};
 use crate::local::{dense, from_reals, from_wholes, reals, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
-use crate::placement::ReduceOp;
+use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{Backward, DTensor, Keeps, Saved};
 
@@ -200,8 +200,16 @@ impl Op for Scan {
         Ok(OpPlan { signature, outputs: [one, one].concat() })
     }
 
-    fn decide(&self, _: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
-        let from = inputs[0].settled().unstrided(&|dim| dim == self.dim)?;
+    fn decide(&self, plan: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
+        // A running sum is linear in what it adds up, as long as it is not widened on the way.
+        let passes = |p: &Placement| {
+            let sum = matches!(p, Placement::Partial(ReduceOp::Sum | ReduceOp::Avg));
+            sum && self.kind == Kind::Sum && plan.outputs[0].dtype.is_float()
+        };
+        let pending: Vec<usize> = (0..inputs[0].mesh().ndim())
+            .filter(|&a| inputs[0].placements()[a].is_partial() && !passes(&inputs[0].placements()[a]))
+            .collect();
+        let from = inputs[0].without_axes(&pending)?.unstrided(&|dim| dim == self.dim)?;
         let (running, ends) =
             (vec![from.clone(); self.kind.outputs()], vec![totals(&from, self.dim)?; self.kind.outputs()]);
         Ok(Decision { inputs: vec![Need::As(from)], outputs: [running, ends].concat() })

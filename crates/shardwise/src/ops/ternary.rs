@@ -103,6 +103,20 @@ impl Op for Ternary {
         let dtype = self.dtype([inputs[0].dtype, inputs[1].dtype, inputs[2].dtype]);
         let shapes: Vec<&[usize]> = inputs.iter().map(|m| m.shape.as_slice()).collect();
         let mut signature = Signature::pointwise(&shapes, &shape);
+        let same = inputs.iter().all(|m| m.dtype == dtype);
+        let (sum, max, min) = (ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min);
+        match self {
+            // Linear in the first and one factor together.
+            Ternary::Addcmul(_) if same => {
+                signature =
+                    signature.passing([Some(sum), Some(sum), None], sum).passing([Some(sum), None, Some(sum)], sum);
+            }
+            // Rises with what is clamped.
+            Ternary::ClampTensor if same => {
+                signature = signature.passing([Some(max), None, None], max).passing([Some(min), None, None], min);
+            }
+            _ => {}
+        }
         if *self == Ternary::Where && inputs[1].dtype == dtype && inputs[2].dtype == dtype {
             // The same side is chosen for every operand.
             for op in ReduceOp::ALL {

@@ -22,6 +22,8 @@ enum Passes {
     Rising,
     /// Never increases: the largest becomes the smallest.
     Falling,
+    /// Never decreases, and is not-a-number below some number: the smallest stays so, and decides whether there is one.
+    RisingAbove,
     /// A multiple: sums and means stay, order stays or turns with the sign.
     Multiple {
         rising: bool,
@@ -175,15 +177,15 @@ functions! {
     /// 2 to the power of x.
     exp2: RISING, Real, |x| each(x.exp2());
     /// Natural logarithm.
-    log: NOTHING, Real, |x| fast(x.ln());
+    log: Passes::RisingAbove, Real, |x| fast(x.ln());
     /// log(1 + x).
-    log1p: NOTHING, Real, |x| fast(x.ln_1p());
+    log1p: Passes::RisingAbove, Real, |x| fast(x.ln_1p());
     /// Logarithm to base 2.
-    log2: NOTHING, Real, |x| each(x.log2());
+    log2: Passes::RisingAbove, Real, |x| each(x.log2());
     /// Logarithm to base 10.
-    log10: NOTHING, Real, |x| wide(x.log10());
+    log10: Passes::RisingAbove, Real, |x| wide(x.log10());
     /// Square root.
-    sqrt: NOTHING, Real, |x| each(x.sqrt());
+    sqrt: Passes::RisingAbove, Real, |x| each(x.sqrt());
     /// 1 / sqrt(x).
     rsqrt: NOTHING, Real, |x| each(1.0 / x.sqrt());
     /// 1 / x.
@@ -475,8 +477,13 @@ impl Op for Unary {
         // Rounding whole numbers does not commute with adding, so sums pass only where the type stays; and whole numbers
         // that wrap lose their order.
         let wraps = !x.dtype.is_float() && self.wraps();
+        // Means of operands to which the same is added.
+        if matches!(self, Unary::Add(s) | Unary::RSub(s) if s.0.is_finite()) && x.dtype.is_float() {
+            pass(avg, avg);
+        }
         match self.passes() {
-            Passes::Rising | Passes::Falling if wraps => {}
+            Passes::Rising | Passes::Falling | Passes::RisingAbove if wraps => {}
+            Passes::RisingAbove => pass(min, min),
             Passes::Nothing => {}
             Passes::Rising => {
                 pass(max, max);

@@ -49,13 +49,10 @@ const REASONS: &[Reason] = &[
     (&["embedding_bag"], &["S(1)"], "not the operator communicates but the sample, which flattens the ids"),
     (&["cross_entropy", "nll_loss"], &["S(0)", "S(2)"], "by chance: all ranks have as many targets that count"),
     (&["nll_loss"], &[], "the mean divides by a number of targets that may be zero"),
-    (&["add_scalar", "sub_scalar", "rsub_scalar"], &["P(avg)"], "to be added: a mean passes when a number is added"),
-    (&["addcmul"], &["P(sum)"], "to be added: it is linear in the first and one factor together"),
-    (&["clamp_tensor"], EXTREMES, "to be added: it rises with each input"),
-    (&["cumsum"], &["P(sum)", "P(avg)"], "to be added: it is linear"),
-    (&["log", "log2", "log10", "log1p", "sqrt", "rsqrt"], &["P(min)"], "to be added: not-a-number wins as it must"),
-    (&["max_pool1d", "max_pool2d"], &["P(max)"], "to be added: the windows of extremes pass, but it does not ask"),
-    (&["bucketize"], &["S(0)"], "to be added: ranks that share the boundaries count them"),
+    (&["clamp_tensor"], EXTREMES, "bounds that are extremes: nobody has them"),
+    (&["cumsum"], &["P(sum)", "P(avg)"], "whole numbers are widened before they are added up"),
+    (&["rsqrt"], &["P(min)"], "which of two zeros is the smaller is open, and their reciprocals are far apart"),
+    (&["bucketize"], &["S(0)"], "boundaries are few: they are gathered rather than the counts reduced"),
 ];
 
 pub(crate) fn reason(combination: &Combination) -> Option<&'static str> {
