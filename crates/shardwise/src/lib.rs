@@ -8,6 +8,7 @@
 //! * [`DeviceMesh`] and [`DTensor`]: tensors on a mesh of a running world, redistributed from any layout to any other;
 //! * [`ops`]: operators as methods of [`DTensor`]; layouts propagate, and data moves only when it must;
 //! * [`autograd`]: gradients, which may stay pending sums until they are needed;
+//! * [`optim`]: optimizers whose state lies as the parameters do, with clipping and schedules;
 //! * [`DryWorld`]: the program of one rank of any number, without data.
 //!
 //! Local tensors are those of [`candle_core`].
@@ -50,12 +51,14 @@ pub mod ops;
 pub mod autograd;
 pub mod param;
 pub mod nn;
+pub mod optim;
 
 pub use autograd::{Gradients, checkpoint};
 pub use comm::{DeviceMesh, DryWorld, Group, ThreadWorld, World, explicit_communication_only, launch};
 pub use error::{Error, Result};
 pub use layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 pub use mesh::Mesh;
+pub use optim::ShardedOptimizer;
 pub use param::Param;
 pub use placement::{Placement, ReduceOp};
 pub use random::{Distribution, Generator};

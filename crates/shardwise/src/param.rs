@@ -1,5 +1,6 @@
-//! Parameters: leaves that an optimizer replaces and that modules and optimizers share.
+//! Parameters: tensors that modules and optimizers share, and that change from step to step.
 
+use std::fmt;
 use std::sync::Arc;
 
 use candle_core::DType;
@@ -9,27 +10,50 @@ use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::tensor::DTensor;
 
-/// A parameter: a cell that holds the current leaf. Clones share it.
+/// A cell that holds the current value of a parameter. Clones share it: what an optimizer sets, a module gets.
+///
+/// A tensor never changes, so every step puts a new one into the cell. Between two steps all users get the same leaf:
+/// gradients are found under it.
+///
+/// ```
+/// use shardwise::param::Param;
+/// use shardwise::prelude::*;
+///
+/// launch(2, |world| {
+///     let mesh = world.mesh([("dp", 2)])?;
+///     let weight = Param::new(&DTensor::ones((4, 2), DType::F32, &mesh, [Shard(0)])?);
+///     let gradients = weight.get().square()?.sum_all()?.backward()?;
+///     let change = gradients.get(&weight.get())?.mul_scalar(-0.25)?;
+///     weight.set(&weight.get().add(&change)?)?;
+///     assert_eq!(weight.get().full_tensor()?.to_vec2::<f32>()?[3], [0.5, 0.5]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Param(Arc<Mutex<DTensor>>);
 
 impl Param {
-    /// A parameter with a first value.
+    /// A parameter that begins with the value of a tensor, whose history does not matter.
     pub fn new(value: &DTensor) -> Self {
         Param(Arc::new(Mutex::new(value.requires_grad())))
     }
 
-    /// The current leaf: the same one until [`set`](Self::set) replaces it.
+    /// The current value, as a leaf: the same one until the next [`set`](Self::set).
     pub fn get(&self) -> DTensor {
         self.0.lock().clone()
     }
 
-    /// Replaces the value; it must have the same shape.
+    /// Replaces the value by one of the same shape, in any layout and type. Leaves that were gotten before keep theirs.
     pub fn set(&self, value: &DTensor) -> Result<()> {
         let mut current = self.0.lock();
         if value.shape() != current.shape() {
-            let (found, needed) = (format!("shape {:?}", value.shape()), format!("shape {:?}", current.shape()));
-            return Err(Error::invalid("parameter", found, needed, "make a new parameter for another shape"));
+            return Err(Error::invalid(
+                "parameter value",
+                format!("shape {:?}", value.shape()),
+                format!("{:?}, the shape of the parameter", current.shape()),
+                "reshape the value, or make a new parameter",
+            ));
         }
         *current = value.requires_grad();
         Ok(())
@@ -40,18 +64,24 @@ impl Param {
         self.0.lock().layout().clone()
     }
 
-    /// Its shape.
+    /// Shape of the whole.
     pub fn shape(&self) -> Vec<usize> {
         self.0.lock().shape().to_vec()
     }
 
-    /// Its element type.
+    /// Element type of the current value.
     pub fn dtype(&self) -> DType {
         self.0.lock().dtype()
     }
 
-    /// Whether two are the same parameter.
+    /// Whether the two are one cell.
     pub fn is_same(&self, other: &Param) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl fmt::Debug for Param {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Param({} {})", self.dtype().as_str(), self.layout())
     }
 }

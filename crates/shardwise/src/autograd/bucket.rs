@@ -22,22 +22,26 @@ enum Kind {
     ReduceScatter,
 }
 
-/// Gradients that can share a collective: kind, mesh axes, element type.
-type Key = (Kind, Vec<usize>, u8);
+/// Gradients that can share a collective: mesh, kind, mesh axes, element type.
+type Key = (usize, Kind, Vec<usize>, u8);
 
 /// The tensors in these layouts. The order of the collectives is the same on all ranks.
 pub(super) fn to_layouts(wanted: &[(DTensor, Layout)], site: Site) -> Result<Vec<DTensor>> {
     let mut done: Vec<Option<DTensor>> = vec![None; wanted.len()];
     let mut buckets: BTreeMap<Key, Vec<usize>> = BTreeMap::new();
-    let mesh = wanted.first().map(|(t, _)| t.device_mesh().clone());
+    let mut meshes: Vec<&DeviceMesh> = Vec::new();
     for (i, (tensor, layout)) in wanted.iter().enumerate() {
-        let shared = mesh.as_ref().is_some_and(|mesh| mesh.is_same(tensor.device_mesh()));
-        match kind(tensor.layout(), layout).filter(|_| shared) {
-            Some((kind, axes)) => buckets.entry((kind, axes, tensor.dtype() as u8)).or_default().push(i),
-            None => done[i] = Some(tensor.to_layout_at(layout, site)?),
-        }
+        let Some((kind, axes)) = kind(tensor.layout(), layout) else {
+            done[i] = Some(tensor.to_layout_at(layout, site)?);
+            continue;
+        };
+        let mesh = meshes.iter().position(|mesh| mesh.is_same(tensor.device_mesh())).unwrap_or_else(|| {
+            meshes.push(tensor.device_mesh());
+            meshes.len() - 1
+        });
+        buckets.entry((mesh, kind, axes, tensor.dtype() as u8)).or_default().push(i);
     }
-    for ((kind, axes, _), members) in buckets {
+    for ((_, kind, axes, _), members) in buckets {
         for bucket in fill(&members, wanted) {
             let parts: Vec<&(DTensor, Layout)> = bucket.iter().map(|&i| &wanted[i]).collect();
             let moved = operator("gradients", || reduce(kind, &axes, &parts, site))?;

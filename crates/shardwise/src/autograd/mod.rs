@@ -123,6 +123,39 @@ impl Gradients {
         self.leaves.is_empty()
     }
 
+    /// The gradients, in an order that is the same on all ranks.
+    pub fn iter(&self) -> impl Iterator<Item = &DTensor> {
+        self.leaves.values().map(|(_, gradient)| gradient)
+    }
+
+    /// Every gradient replaced by a function of it, of the same shape.
+    #[track_caller]
+    pub fn map(mut self, mut function: impl FnMut(&DTensor) -> Result<DTensor>) -> Result<Gradients> {
+        for (node, gradient) in self.leaves.values_mut() {
+            let new = function(gradient)?;
+            if new.shape() != node.layout(0).shape() {
+                let (found, needed) = (format!("shape {:?}", new.shape()), format!("{:?}", node.layout(0).shape()));
+                return Err(Error::invalid("gradient", found, needed, "keep the shape of the leaf"));
+            }
+            *gradient = new;
+        }
+        Ok(self)
+    }
+
+    /// The gradients of some leaves, and all others.
+    pub fn split(mut self, leaves: &[DTensor]) -> (Gradients, Gradients) {
+        let mut chosen = BTreeMap::new();
+        for tape in leaves.iter().filter_map(DTensor::tape) {
+            chosen.extend(self.leaves.remove_entry(&tape.node.number));
+        }
+        (Gradients { leaves: chosen }, self)
+    }
+
+    /// Takes the gradient of a leaf out, if it has one.
+    pub(crate) fn take(&mut self, leaf: &DTensor) -> Option<DTensor> {
+        self.leaves.remove(&leaf.tape()?.node.number).map(|(_, gradient)| gradient)
+    }
+
     /// These gradients with those of another pass added: for results that are computed one after the other.
     #[track_caller]
     pub fn accumulate(mut self, other: Gradients) -> Result<Gradients> {
@@ -138,11 +171,8 @@ impl Gradients {
 
     /// All gradients multiplied by a number.
     #[track_caller]
-    pub fn scale(mut self, factor: f64) -> Result<Gradients> {
-        for (_, gradient) in self.leaves.values_mut() {
-            *gradient = gradient.mul_scalar(factor)?;
-        }
-        Ok(self)
+    pub fn scale(self, factor: f64) -> Result<Gradients> {
+        self.map(|gradient| gradient.mul_scalar(factor))
     }
 
     /// All gradients in the layouts of their leaves: sums that are pending are carried out, all-reduced for replicated

@@ -19,6 +19,7 @@ pub use device_mesh::DeviceMesh;
 pub(crate) use device_mesh::MeshIdentity;
 pub use dry::{DryRun, DryWorld};
 pub use group::Group;
+pub(crate) use memory::Charge;
 pub use memory::Memory;
 pub use threads::{ThreadWorld, launch};
 pub(crate) use trace::implicitly;

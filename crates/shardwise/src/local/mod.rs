@@ -15,14 +15,18 @@ mod convert;
 mod map;
 mod fold;
 pub(crate) mod rows;
+mod update;
+mod power;
 
 pub(crate) use assembly::{Assembly, concat, dense};
 pub(crate) use fold::{Fold, fold};
 pub(crate) use map::{Arithmetic, Each, Function, Wide, map};
 pub(crate) use pick::{NOWHERE, Numbers, pick, take};
 pub(crate) use pointwise::{from_reals, from_wholes, reals, wholes};
+pub(crate) use power::{Power, measure};
 pub(crate) use product::product;
 pub(crate) use reduce::{Reducible, reduce_block};
+pub(crate) use update::{Stored, Update, update};
 
 use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
 

@@ -5,6 +5,7 @@
 mod grads;
 mod local_shards;
 mod ops;
+mod optim;
 mod redistribute;
 mod vectors;
 
@@ -27,4 +28,9 @@ fn ops() {
 #[test]
 fn grads() {
     vectors::run("grads", grads::check);
+}
+
+#[test]
+fn optim() {
+    vectors::run("optim", optim::check);
 }

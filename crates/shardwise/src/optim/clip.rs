@@ -1,0 +1,108 @@
+//! Gradients made smaller before a step.
+
+use candle_core::{Device, Tensor};
+
+use crate::autograd::Gradients;
+use crate::comm::World;
+use crate::error::{Error, Result};
+use crate::local::{Power, measure};
+use crate::param::Param;
+use crate::placement::ReduceOp;
+use crate::tensor::DTensor;
+
+/// Multiplies the gradients of some parameters by one factor so that their norm, all together, is at most `max_norm`.
+/// Returns them, in the layouts of the parameters, and the norm before. Gradients of others stay as they are.
+///
+/// `norm_type` is the order of the norm, such as 2, or infinity for the largest. Parameters may lie on different meshes: all
+/// ranks of the world call this together, with the parameters that they know of, and all get the norm over those of all.
+/// In a dry run the norm is not a number.
+///
+/// ```
+/// use shardwise::optim::clip_grad_norm;
+/// use shardwise::param::Param;
+/// use shardwise::prelude::*;
+///
+/// launch(2, |world| {
+///     let mesh = world.mesh([("dp", 2)])?;
+///     let w = Param::new(&DTensor::ones(9, DType::F32, &mesh, [Shard(0)])?);
+///     let gradients = w.get().mul_scalar(2.0)?.sum_all()?.backward()?;
+///     let (clipped, norm) = clip_grad_norm(gradients, [&w], 3.0, 2.0)?;
+///     assert_eq!(norm, 6.0);
+///     let clipped = clipped.get(&w.get())?.full_tensor()?.to_vec1::<f32>()?;
+///     assert!(clipped.iter().all(|g| (g - 1.0).abs() < 1e-5));
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+#[track_caller]
+pub fn clip_grad_norm<'a>(
+    gradients: Gradients,
+    params: impl IntoIterator<Item = &'a Param>,
+    max_norm: f64,
+    norm_type: f64,
+) -> Result<(Gradients, f64)> {
+    if !(norm_type > 0.0) || !(max_norm >= 0.0) {
+        let found = format!("norm type {norm_type} and max_norm {max_norm}");
+        return Err(Error::invalid("norm", found, "a type above 0 and a norm from 0", "the usual type is 2"));
+    }
+    let leaves: Vec<DTensor> = params.into_iter().map(Param::get).collect();
+    let Some(world) = leaves.first().map(|leaf| leaf.device_mesh().world().clone()) else {
+        return Err(Error::invalid("parameters", "none", "at least one", "name the parameters to clip"));
+    };
+    let (own, others) = gradients.split(&leaves);
+    let own = own.in_param_layout()?;
+    let total = total_norm(&own, &world, norm_type)?;
+    let factor = max_norm / (total + 1e-6);
+    // Not-a-number spreads, as it would by multiplying always.
+    let own = if factor < 1.0 || factor.is_nan() { own.scale(factor)? } else { own };
+    Ok((own.accumulate(others)?, total))
+}
+
+/// Clamps every element of the gradients of some parameters to the range from `-clip_value` to `clip_value`. Returns them
+/// in the layouts of the parameters; gradients of others stay as they are.
+#[track_caller]
+pub fn clip_grad_value<'a>(
+    gradients: Gradients,
+    params: impl IntoIterator<Item = &'a Param>,
+    clip_value: f64,
+) -> Result<Gradients> {
+    if !(clip_value >= 0.0) {
+        return Err(Error::invalid("clip value", clip_value, "a number from 0", "it bounds sizes"));
+    }
+    let leaves: Vec<DTensor> = params.into_iter().map(Param::get).collect();
+    let (own, others) = gradients.split(&leaves);
+    // A clamped sum is no sum of clamped operands.
+    let clamped = own.in_param_layout()?.map(|gradient| gradient.clamp(Some(-clip_value), Some(clip_value)))?;
+    clamped.accumulate(others)
+}
+
+/// The norm of all gradients of all ranks together: one number per rank is communicated.
+#[track_caller]
+fn total_norm(gradients: &Gradients, world: &World, norm_type: f64) -> Result<f64> {
+    let (power, op) = match norm_type {
+        f64::INFINITY => (Power::Largest, ReduceOp::Max),
+        p => (Power::Sum(p), ReduceOp::Sum),
+    };
+    let mut size = 0.0;
+    for gradient in gradients.iter().filter(|gradient| !world.is_dry() && is_first_holder(gradient)) {
+        let part = measure(gradient.to_local(), power)?;
+        size = match power {
+            Power::Largest if size >= part => size,
+            Power::Largest => part,
+            Power::Sum(_) => size + part,
+        };
+    }
+    let all = world.all_reduce(&Tensor::new(size, &Device::Cpu)?, op)?;
+    if world.is_dry() {
+        return Ok(f64::NAN);
+    }
+    let all = all.to_scalar::<f64>()?;
+    Ok(if norm_type.is_finite() { all.powf(1.0 / norm_type) } else { all })
+}
+
+/// Whether this rank is the first of those that hold its part, so that every element is counted once.
+fn is_first_holder(tensor: &DTensor) -> bool {
+    let coordinate = tensor.device_mesh().my_coordinate();
+    let mut axes = coordinate.iter().flatten().zip(tensor.placements());
+    coordinate.is_some() && axes.all(|(&at, placement)| at == 0 || !placement.is_replicate())
+}

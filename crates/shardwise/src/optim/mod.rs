@@ -1,0 +1,257 @@
+//! Optimizers over parameters of any layout: every rank updates what it holds, in one pass over memory.
+
+mod algorithm;
+mod clip;
+mod rules;
+mod schedule;
+mod state;
+
+pub use algorithm::{Adadelta, Adagrad, Adam, AdamW, Adamax, Algorithm, NAdam, ParamGroup, RmsProp, Sgd};
+pub use clip::{clip_grad_norm, clip_grad_value};
+pub use schedule::Schedule;
+pub use state::{FullState, GroupState, OptimizerState, ParamState};
+
+use std::collections::BTreeSet;
+
+use candle_core::Tensor;
+
+use crate::autograd::Gradients;
+use crate::error::{Error, Result};
+use crate::param::Param;
+use crate::tensor::{DTensor, no_grad};
+use state::State;
+
+/// An optimizer over named parameters, each in any layout on any mesh of the world.
+///
+/// A step first brings gradients into the layouts of their parameters, in few large collectives; the rest is local. The
+/// state of a parameter lies as the parameter does, so that a sharded parameter has a sharded state.
+///
+/// Gradients are values of one [`backward`](DTensor::backward): nothing has to be set to zero between steps.
+///
+/// ```
+/// use shardwise::optim::{Adam, ParamGroup, ShardedOptimizer};
+/// use shardwise::param::Param;
+/// use shardwise::prelude::*;
+///
+/// launch(2, |world| {
+///     let mesh = world.mesh([("dp", 2)])?;
+///     let w = Param::new(&DTensor::full(3.0, 5, DType::F32, &mesh, [Shard(0)])?);
+///     let group = ParamGroup::new(Adam::default()).with_lr(0.1);
+///     let mut optimizer = ShardedOptimizer::new([("w".to_string(), w.clone())], group)?;
+///     for _ in 0..200 {
+///         let loss = w.get().sub_scalar(1.0)?.square()?.sum_all()?;
+///         optimizer.step(loss.backward()?)?;
+///     }
+///     let found = w.get().full_tensor()?.to_vec1::<f32>()?;
+///     assert!(found.iter().all(|x| (x - 1.0).abs() < 0.01), "{found:?}");
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+pub struct ShardedOptimizer {
+    groups: Vec<ParamGroup>,
+    slots: Vec<Slot>,
+    schedule: Schedule,
+    steps: u64,
+}
+
+/// One parameter.
+struct Slot {
+    name: String,
+    param: Param,
+    group: usize,
+    /// Made when the first gradient comes.
+    state: Option<State>,
+}
+
+impl ShardedOptimizer {
+    /// An optimizer with one group of parameters. All ranks must name the same ones in the same order.
+    pub fn new(params: impl IntoIterator<Item = (String, Param)>, group: ParamGroup) -> Result<Self> {
+        let mut new =
+            ShardedOptimizer { groups: Vec::new(), slots: Vec::new(), schedule: Schedule::Constant, steps: 0 };
+        new.add_param_group(params, group)?;
+        Ok(new)
+    }
+
+    /// Adds parameters that are treated in another way.
+    pub fn add_param_group(
+        &mut self,
+        params: impl IntoIterator<Item = (String, Param)>,
+        group: ParamGroup,
+    ) -> Result<()> {
+        group.check()?;
+        let known = self.slots.len();
+        for (name, param) in params {
+            let other = self.slots.iter().find(|slot| slot.name == name || slot.param.is_same(&param));
+            if let Some(other) = other {
+                let found = format!("`{name}` beside `{}`", other.name);
+                self.slots.truncate(known);
+                let needed = "every parameter once, under a name of its own";
+                return Err(Error::invalid(
+                    "parameters",
+                    found,
+                    needed,
+                    "leave one out; shared weights are one parameter",
+                ));
+            }
+            self.slots.push(Slot { name, param, group: self.groups.len(), state: None });
+        }
+        self.groups.push(group);
+        Ok(())
+    }
+
+    /// The groups in the order in which they were added.
+    pub fn groups(&self) -> &[ParamGroup] {
+        &self.groups
+    }
+
+    /// The groups, to change their settings between steps, alike on all ranks.
+    pub fn groups_mut(&mut self) -> &mut [ParamGroup] {
+        &mut self.groups
+    }
+
+    /// The parameters with their names, in the order in which they were added.
+    pub fn params(&self) -> impl Iterator<Item = (&str, &Param)> {
+        self.slots.iter().map(|slot| (slot.name.as_str(), &slot.param))
+    }
+
+    /// A parameter by its name.
+    pub fn param(&self, name: &str) -> Option<&Param> {
+        self.slots.iter().find(|slot| slot.name == name).map(|slot| &slot.param)
+    }
+
+    /// Has the learning rates of all groups follow a schedule.
+    pub fn set_schedule(&mut self, schedule: Schedule) {
+        self.schedule = schedule;
+    }
+
+    /// Steps taken so far.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// One step: every parameter that has a gradient gets a new value. Gradients of other leaves are not looked at.
+    #[track_caller]
+    pub fn step(&mut self, gradients: Gradients) -> Result<()> {
+        self.groups.iter().try_for_each(ParamGroup::check)?;
+        let leaves: Vec<DTensor> = self.slots.iter().map(|slot| slot.param.get()).collect();
+        let given = gradients.len();
+        let (own, _) = gradients.split(&leaves);
+        if own.is_empty() && given > 0 {
+            return Err(Error::invalid(
+                "gradients",
+                format!("{given} gradient(s), none of them of a parameter of the optimizer"),
+                "gradients of the current values of the parameters",
+                "call get() on the parameters anew in every forward pass, after the step before",
+            ));
+        }
+        let mut own = own.in_param_layout()?;
+        for (slot, leaf) in self.slots.iter_mut().zip(&leaves) {
+            let Some(gradient) = own.take(leaf) else { continue };
+            let group = &self.groups[slot.group];
+            // A parameter that is a pending sum becomes the sum.
+            let param = no_grad(|| leaf.to_layout(&leaf.layout().settled()))?;
+            if !slot.state.as_ref().is_some_and(|state| state.fits(&param, group)) {
+                let before = slot.state.take().map(|state| state.saved(&group.algorithm)).transpose()?;
+                slot.state = Some(State::new(&param, group, &before.unwrap_or_default())?);
+            }
+            let state = slot.state.as_mut().expect("made above");
+            let new = state.step(&param, &gradient, group, self.schedule.lr(self.steps, group.lr))?;
+            slot.param.set(&new)?;
+        }
+        self.steps += 1;
+        Ok(())
+    }
+
+    /// The state to save, each tensor in the layout of its parameter.
+    pub fn state_dict(&self) -> Result<OptimizerState> {
+        let mut state = OptimizerState { steps: self.steps, groups: self.group_states(), params: Default::default() };
+        for slot in &self.slots {
+            let algorithm = &self.groups[slot.group].algorithm;
+            let saved = slot.state.as_ref().map(|state| state.saved(algorithm)).transpose()?;
+            state.params.insert(slot.name.clone(), saved.unwrap_or_default());
+        }
+        Ok(state)
+    }
+
+    /// Goes on from a saved state with the settings in it. Its tensors may lie otherwise than the parameters do, also on other meshes of
+    /// the world. If it does not fit, nothing changes.
+    #[track_caller]
+    pub fn load_state_dict(&mut self, state: &OptimizerState) -> Result<()> {
+        self.check(state, DTensor::shape)?;
+        self.load(state, |tensor, _| Ok(tensor.clone()))
+    }
+
+    /// As [`load_state_dict`](Self::load_state_dict) from whole tensors, which may come from a world of another size. Every
+    /// rank takes its part out of its own copy.
+    #[track_caller]
+    pub fn load_full_state(&mut self, state: &FullState) -> Result<()> {
+        self.check(state, Tensor::dims)?;
+        self.load(state, |tensor, param| {
+            let placements = param.layout().settled().placements().to_vec();
+            DTensor::distribute_tensor(tensor, param.device_mesh(), placements, None)
+        })
+    }
+
+    /// Puts states made of saved ones in place of those that are.
+    fn load<T>(&mut self, state: &OptimizerState<T>, tensor: impl Fn(&T, &DTensor) -> Result<DTensor>) -> Result<()> {
+        let mut loaded = Vec::new();
+        for slot in &self.slots {
+            let saved = &state.params[&slot.name];
+            if saved.numbers.is_empty() && saved.tensors.is_empty() {
+                loaded.push(None);
+                continue;
+            }
+            let param = slot.param.get().detach();
+            let mut tensors = std::collections::BTreeMap::new();
+            for (kind, saved) in &saved.tensors {
+                tensors.insert(kind.clone(), tensor(saved, &param)?);
+            }
+            let saved = ParamState { numbers: saved.numbers.clone(), tensors };
+            loaded.push(Some(State::new(&param, &state.groups[slot.group].group, &saved)?));
+        }
+        self.slots.iter_mut().zip(loaded).for_each(|(slot, state)| slot.state = state);
+        self.groups = state.groups.iter().map(|group| group.group).collect();
+        self.steps = state.steps;
+        Ok(())
+    }
+
+    /// An error if a state is not one of these parameters in these groups.
+    fn check<T>(&self, state: &OptimizerState<T>, shape_of: fn(&T) -> &[usize]) -> Result<()> {
+        let fix = "load the state of an optimizer of the same model";
+        let bad = |found: String, needed: String| Err(Error::invalid("optimizer state", found, needed, fix));
+        for slot in &self.slots {
+            if !state.params.contains_key(&slot.name) {
+                return bad(format!("no parameter `{}`", slot.name), "all parameters of the optimizer".into());
+            }
+        }
+        if let Some(name) = state.params.keys().find(|name| self.param(name).is_none()) {
+            return bad(format!("parameter `{name}`"), "parameters of the optimizer only".into());
+        }
+        if state.groups.len() != self.groups.len() {
+            return bad(format!("{} group(s)", state.groups.len()), format!("{}", self.groups.len()));
+        }
+        for (i, (saved, own)) in state.groups.iter().zip(self.group_states()).enumerate() {
+            let set = |names: &[String]| names.iter().cloned().collect::<BTreeSet<_>>();
+            if set(&saved.params) != set(&own.params) {
+                return bad(format!("parameters {:?} in group {i}", saved.params), format!("{:?}", own.params));
+            }
+            let (found, needed) = (saved.group.algorithm.name(), own.group.algorithm.name());
+            if found != needed {
+                return bad(format!("{found} in group {i}"), needed.into());
+            }
+            saved.group.check()?;
+        }
+        for slot in &self.slots {
+            let algorithm = &state.groups[slot.group].group.algorithm;
+            state::check(&slot.name, &state.params[&slot.name], algorithm, &slot.param.shape(), shape_of)?;
+        }
+        Ok(())
+    }
+
+    fn group_states(&self) -> Vec<GroupState> {
+        let of = |i: usize| self.slots.iter().filter(move |slot| slot.group == i).map(|slot| slot.name.clone());
+        let groups = self.groups.iter().enumerate();
+        groups.map(|(i, group)| GroupState { group: *group, params: of(i).collect() }).collect()
+    }
+}
