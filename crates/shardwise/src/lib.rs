@@ -53,7 +53,7 @@ pub mod param;
 pub mod nn;
 pub mod optim;
 
-pub use autograd::{Gradients, checkpoint};
+pub use autograd::{Gradients, checkpoint, local_map};
 pub use comm::{DeviceMesh, DryWorld, Group, ThreadWorld, World, explicit_communication_only, launch};
 pub use error::{Error, Result};
 pub use layout::{Layout, OwnedBox, TensorBox, TensorMeta};

@@ -2,8 +2,10 @@
 
 mod bucket;
 mod checkpoint;
+mod local_map;
 
 pub use checkpoint::checkpoint;
+pub use local_map::local_map;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

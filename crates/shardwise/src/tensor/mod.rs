@@ -120,7 +120,8 @@ impl DTensor {
         TensorMeta { shape: self.shape().to_vec(), dtype: self.dtype() }
     }
 
-    /// The part that this rank holds; without elements on a rank outside the mesh.
+    /// The part that this rank holds; without elements on a rank outside the mesh. It is a plain tensor and has no
+    /// gradient: [`local_map`](crate::autograd::local_map) runs code on local parts that has one.
     pub fn to_local(&self) -> &Tensor {
         &self.value.local
     }
@@ -193,7 +194,8 @@ impl DTensor {
         Ok(Self::from_parts(mesh, to, local))
     }
 
-    /// The whole tensor on every rank of the mesh; without elements on a rank outside it.
+    /// The whole tensor on every rank of the mesh; without elements on a rank outside it. It is a plain tensor; gradients
+    /// go through [`redistribute`](Self::redistribute) and [`local_map`](crate::autograd::local_map).
     #[track_caller]
     pub fn full_tensor(&self) -> Result<Tensor> {
         let to = Layout::replicated(self.layout().mesh(), self.shape())?;

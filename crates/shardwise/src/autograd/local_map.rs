@@ -1,0 +1,106 @@
+//! Code on local tensors in the middle of a distributed program, with its gradient.
+
+use candle_core::{Tensor, Var};
+
+use crate::error::{Error, Result};
+use crate::placement::Placement;
+use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording};
+
+/// Runs `f` on the local parts of some tensors, as they lie, and takes its result for this rank's part of a tensor with the
+/// given placements. Candle's own gradient of `f` becomes part of the distributed one.
+///
+/// The gradient of an input lies as the input does (replicated, if the input is a pending reduction). Where ranks use a
+/// replicated input for different things, each has a part of its gradient only: say `Partial(Sum)` for it in `gradients`.
+///
+/// ```
+/// use shardwise::local_map;
+/// use shardwise::prelude::*;
+///
+/// launch(2, |world| {
+///     let mesh = world.mesh([("dp", 2)])?;
+///     let x = DTensor::arange(0.0, 4.0, 1.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
+///     let scale = DTensor::ones(1, DType::F32, &mesh, [Replicate])?.requires_grad();
+///     let gradients = [None, Some(vec![Partial(ReduceOp::Sum)])];
+///     let y = local_map(&[&x, &scale], [Shard(0)], &gradients, |x| x[0].sqr()?.broadcast_mul(&x[1]))?;
+///     let found = y.sum_all()?.backward()?;
+///     assert_eq!(found.get(&x)?.full_tensor()?.to_vec1::<f32>()?, [0.0, 2.0, 4.0, 6.0]);
+///     assert_eq!(found.get(&scale)?.full_tensor()?.to_vec1::<f32>()?, [14.0]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+#[track_caller]
+pub fn local_map(
+    inputs: &[&DTensor],
+    placements: impl IntoIterator<Item = Placement>,
+    gradients: &[Option<Vec<Placement>>],
+    f: impl FnOnce(&[Tensor]) -> candle_core::Result<Tensor>,
+) -> Result<DTensor> {
+    let Some(first) = inputs.first() else {
+        return Err(Error::invalid(
+            "local_map",
+            "no inputs",
+            "at least one tensor",
+            "pass the tensors that it works on",
+        ));
+    };
+    if gradients.len() > inputs.len() {
+        let found = format!("{} placements of gradients for {} inputs", gradients.len(), inputs.len());
+        return Err(Error::invalid("local_map", found, "one per input at most", "leave some out"));
+    }
+    let mesh = first.device_mesh();
+    let traced = is_recording() && inputs.iter().any(|t| t.has_gradient());
+    let vars = match traced {
+        true => inputs.iter().map(|t| Ok(Var::from_tensor(t.to_local())?)).collect::<Result<Vec<_>>>()?,
+        false => Vec::new(),
+    };
+    let locals: Vec<Tensor> = match traced {
+        true => vars.iter().map(|v| v.as_tensor().clone()).collect(),
+        false => inputs.iter().map(|t| t.to_local().clone()).collect(),
+    };
+    let local = f(&locals)?;
+    let output = DTensor::from_local(&local.detach(), mesh, placements)?;
+    let wanted = |i: usize| gradients.get(i).cloned().flatten();
+    let wanted = (0..inputs.len()).map(wanted).collect();
+    let way =
+        || Box::new(LocalMap { vars, local, wanted, placements: output.placements().to_vec() }) as Box<dyn Backward>;
+    Ok(DTensor::recorded(vec![output.clone()], inputs, Keeps::Nothing, way).swap_remove(0))
+}
+
+struct LocalMap {
+    vars: Vec<Var>,
+    local: Tensor,
+    /// Per input the placements of its gradient, if they were given.
+    wanted: Vec<Option<Vec<Placement>>>,
+    /// Placements of the output.
+    placements: Vec<Placement>,
+}
+
+impl Backward for LocalMap {
+    fn name(&self) -> &'static str {
+        "local_map"
+    }
+
+    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        // Every operand of a pending sum counts once, so each has the whole gradient.
+        let settled = |p: &Placement| if p.is_partial() { Placement::Replicate } else { p.clone() };
+        let gradient = gradient.redistribute(self.placements.iter().map(settled))?;
+        let found = (&self.local * gradient.to_local())?.sum_all()?.backward()?;
+        let mut inputs = Vec::new();
+        for (i, var) in self.vars.iter().enumerate() {
+            if !saved.wants(i) {
+                inputs.push(None);
+                continue;
+            }
+            let local = match found.get(var) {
+                Some(local) => local.detach(),
+                None => var.as_tensor().zeros_like()?,
+            };
+            let own = || saved.layout(i).settled().placements().to_vec();
+            let placements = self.wanted[i].clone().unwrap_or_else(own);
+            inputs.push(Some(DTensor::from_local_with_shape(&local, saved.mesh(i), placements, saved.shape(i))?));
+        }
+        Ok(inputs)
+    }
+}
