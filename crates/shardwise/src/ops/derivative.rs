@@ -9,7 +9,7 @@ use candle_core::Tensor;
 
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::local::{Arithmetic, Wide, map};
+use crate::local::{Arithmetic, Function, Wide, map, math};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
@@ -23,6 +23,8 @@ pub(super) struct Derivative {
     at: fn(f64) -> f64,
     /// The same of a tensor, made of operators.
     formula: fn(&DTensor) -> Result<DTensor>,
+    /// The kernel: the derivative at the first tensor, times the second.
+    kernel: fn(&Derivative, &Tensor, &Tensor) -> Result<Tensor>,
 }
 
 impl PartialEq for Derivative {
@@ -70,11 +72,45 @@ fn zero(x: &DTensor) -> Result<DTensor> {
 const GELU_INNER: f64 = 0.797_884_560_802_865_4; // sqrt(2 / pi)
 const GELU_CUBIC: f64 = 0.044715;
 
+/// Derivatives by name: at a number, as a formula of operators and, for those that training is full of, in f32 with the
+/// functions of [`math`].
 macro_rules! derivatives {
-    ($($name:ident: $at:expr, $formula:expr;)*) => {
-        static DERIVATIVES: &[Derivative] =
-            &[$(Derivative { name: stringify!($name), at: $at, formula: $formula },)*];
+    ($($name:ident: $at:expr, $formula:expr $(, f32(|$x:ident| $fast:expr))?;)*) => {
+        static DERIVATIVES: &[Derivative] = &[$(Derivative {
+            name: stringify!($name),
+            at: $at,
+            formula: $formula,
+            kernel: derivatives!(@kernel $at $(, $x, $fast)?),
+        },)*];
     };
+    (@kernel $at:expr) => { at_every_number };
+    (@kernel $at:expr, $x:ident, $fast:expr) => {{
+        #[derive(Clone, Copy)]
+        struct Fast;
+        impl Function<2> for Fast {
+            #[inline(always)]
+            fn f32<const FMA: bool>(self, [$x, g]: [f32; 2]) -> f32 {
+                g * $fast
+            }
+            #[inline(always)]
+            fn f64(self, [x, g]: [f64; 2]) -> f64 {
+                let at: fn(f64) -> f64 = $at;
+                g * at(x)
+            }
+            #[inline(always)]
+            fn i64(self, [_, g]: [i64; 2]) -> i64 {
+                g
+            }
+        }
+        |_, x, g| map(Fast, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())
+    }};
+}
+
+/// Computed in f64, one number after the other.
+fn at_every_number(derivative: &Derivative, x: &Tensor, g: &Tensor) -> Result<Tensor> {
+    let at = derivative.at;
+    let product = Wide(move |[x, g]: [f64; 2]| g * at(x), |[_, g]: [i64; 2]| g);
+    map(product, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())
 }
 
 derivatives! {
@@ -88,8 +124,8 @@ derivatives! {
     trunc: |_| 0.0, zero;
     frac: |_| 1.0, |x| zero(x)?.add_scalar(1.0);
     square: |x| 2.0 * x, |x| x.mul_scalar(2.0);
-    relu: |x| f64::from(u8::from(x > 0.0)), |x| step(&x.gt(&zero(x)?)?, x);
-    exp: f64::exp, DTensor::exp;
+    relu: |x| f64::from(u8::from(x > 0.0)), |x| step(&x.gt(&zero(x)?)?, x), f32(|x| if x > 0.0 { 1.0 } else { 0.0 });
+    exp: f64::exp, DTensor::exp, f32(|x| math::exp::<FMA>(x));
     expm1: f64::exp, DTensor::exp;
     exp2: |x| x.exp2() * LN_2, |x| x.exp2()?.mul_scalar(LN_2);
     log: f64::recip, DTensor::reciprocal;
@@ -107,16 +143,21 @@ derivatives! {
     sinh: f64::cosh, DTensor::cosh;
     cosh: f64::sinh, DTensor::sinh;
     asinh: |x| 1.0 / (1.0 + x * x).sqrt(), |x| x.square()?.add_scalar(1.0)?.rsqrt();
-    tanh: |x| 1.0 - x.tanh().powi(2), |x| x.tanh()?.square()?.rsub_scalar(1.0);
+    tanh: |x| 1.0 - x.tanh().powi(2), |x| x.tanh()?.square()?.rsub_scalar(1.0), f32(|x| {
+        let t = math::tanh::<FMA>(x);
+        (1.0 - t) * (1.0 + t)
+    });
     erf: |x| 2.0 / PI.sqrt() * (-x * x).exp(), |x| x.square()?.neg()?.exp()?.mul_scalar(2.0 / PI.sqrt());
     erfc: |x| -2.0 / PI.sqrt() * (-x * x).exp(), |x| x.square()?.neg()?.exp()?.mul_scalar(-2.0 / PI.sqrt());
-    sigmoid: |x| sigmoid(x) * sigmoid(-x), |x| x.sigmoid()?.mul(&x.neg()?.sigmoid()?);
+    sigmoid: |x| sigmoid(x) * sigmoid(-x), |x| x.sigmoid()?.mul(&x.neg()?.sigmoid()?), f32(|x| {
+        math::sigmoid::<FMA>(x) * math::sigmoid::<FMA>(-x)
+    });
     logsigmoid: |x| sigmoid(-x), |x| x.neg()?.sigmoid();
     softsign: |x| (1.0 + x.abs()).powi(-2), |x| x.abs()?.add_scalar(1.0)?.square()?.reciprocal();
     silu: |x| sigmoid(x) * (1.0 + x * sigmoid(-x)), |x| {
         let other = x.neg()?.sigmoid()?;
         x.sigmoid()?.mul(&x.mul(&other)?.add_scalar(1.0)?)
-    };
+    }, f32(|x| math::sigmoid::<FMA>(x) * (1.0 + x * math::sigmoid::<FMA>(-x)));
     mish: |x| {
         let t = (x.max(0.0) + (-x.abs()).exp().ln_1p()).tanh();
         t + x * (1.0 - t * t) * sigmoid(x)
@@ -136,7 +177,10 @@ derivatives! {
     }, |x| {
         let density = x.square()?.mul_scalar(-0.5)?.exp()?.mul_scalar(1.0 / (2.0 * PI).sqrt())?;
         x.mul_scalar(FRAC_1_SQRT_2)?.erf()?.add_scalar(1.0)?.mul_scalar(0.5)?.add(&x.mul(&density)?)
-    };
+    }, f32(|x| {
+        let below = 0.5 * (1.0 + math::erf::<FMA>(x * std::f32::consts::FRAC_1_SQRT_2));
+        below + x * math::exp::<FMA>(-0.5 * x * x) * 0.398_942_3
+    });
     gelu_tanh: |x| {
         let t = (GELU_INNER * (x + GELU_CUBIC * x * x * x)).tanh();
         0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * GELU_INNER * (1.0 + 3.0 * GELU_CUBIC * x * x)
@@ -146,7 +190,11 @@ derivatives! {
         let slope = squares.mul_scalar(3.0 * GELU_CUBIC)?.add_scalar(1.0)?.mul_scalar(GELU_INNER)?;
         let curved = x.mul(&t.square()?.rsub_scalar(1.0)?)?.mul(&slope)?;
         t.add_scalar(1.0)?.add(&curved)?.mul_scalar(0.5)
-    };
+    }, f32(|x| {
+        let (inner, cubic) = (GELU_INNER as f32, GELU_CUBIC as f32);
+        let t = math::tanh::<FMA>(inner * (x + cubic * x * x * x));
+        0.5 * (1.0 + t) + 0.5 * x * (1.0 - t) * (1.0 + t) * inner * (1.0 + 3.0 * cubic * x * x)
+    });
 }
 
 impl Op for Derivative {
@@ -164,9 +212,7 @@ impl Op for Derivative {
     }
 
     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
-        let (x, g, at) = (&inputs[0], &inputs[1], self.at);
-        let product = Wide(move |[x, g]: [f64; 2]| g * at(x), |[_, g]: [i64; 2]| g);
-        Ok(vec![map(product, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())?])
+        Ok(vec![(self.kernel)(self, &inputs[0], &inputs[1])?])
     }
 }
 
@@ -253,4 +299,32 @@ pub(super) fn back_to(gradient: &DTensor, saved: &Saved<'_>, i: usize) -> Result
         summed = summed.sum(&(0..new as isize).collect::<Vec<_>>(), false)?;
     }
     summed.to_dtype(saved.dtype(i))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Device};
+
+    #[test]
+    fn derivatives_in_f32_are_those_in_f64() {
+        let values: Vec<f64> = (-4000..4000).map(|i| f64::from(i) * 0.003 + 0.0007).collect();
+        let x = Tensor::from_vec(values.clone(), 8000, &Device::Cpu).unwrap();
+        let ones = x.ones_like().unwrap();
+        let single = |t: &Tensor| t.to_dtype(DType::F32).unwrap();
+        for derivative in DERIVATIVES {
+            let run = |x: &Tensor, g: &Tensor| (derivative.kernel)(derivative, x, g).unwrap();
+            let wide = run(&single(&x).to_dtype(DType::F64).unwrap(), &ones).to_vec1::<f64>().unwrap();
+            let fast = run(&single(&x), &single(&ones)).to_vec1::<f32>().unwrap();
+            for (i, (wide, fast)) in wide.iter().zip(&fast).enumerate() {
+                let near = (wide - f64::from(*fast)).abs() <= 2e-6 * wide.abs().max(1.0);
+                assert!(
+                    near || wide.is_nan() && fast.is_nan() || *wide as f32 == *fast,
+                    "{} at {}: {wide} {fast}",
+                    derivative.name,
+                    values[i]
+                );
+            }
+        }
+    }
 }

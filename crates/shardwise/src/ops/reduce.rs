@@ -50,7 +50,7 @@ impl DTensor {
     /// The mean over some dimensions (all for none named).
     #[track_caller]
     pub fn mean(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
-        let resolved = resolve("mean", dims, self.rank())?;
+        let resolved = resolve("mean", dims, self)?;
         let count: usize = resolved.iter().map(|&d| self.shape()[d]).product();
         let x = if self.dtype().is_float() { self.clone() } else { self.to_dtype(DType::F32)? };
         reduce(&x, Kind::Sum, dims, keepdim)?.div_scalar(count as f64)
@@ -95,12 +95,13 @@ impl DTensor {
 
 #[track_caller]
 fn reduce(x: &DTensor, kind: Kind, dims: &[isize], keepdim: bool) -> Result<DTensor> {
-    let op = Reduce { kind, dims: resolve(kind.name(), dims, x.rank())?, keepdim };
+    let op = Reduce { kind, dims: resolve(kind.name(), dims, x)?, keepdim };
     Ok(dispatch(&op, &[x], Location::caller())?.swap_remove(0))
 }
 
 /// Dimensions counted from the front, all of them for none named.
-fn resolve(name: &str, dims: &[isize], ndim: usize) -> Result<Vec<usize>> {
+fn resolve(name: &'static str, dims: &[isize], x: &DTensor) -> Result<Vec<usize>> {
+    let ndim = x.rank();
     if dims.is_empty() {
         return Ok((0..ndim).collect());
     }
@@ -110,12 +111,7 @@ fn resolve(name: &str, dims: &[isize], ndim: usize) -> Result<Vec<usize>> {
         match usize::try_from(from_front).ok().filter(|&d| d < ndim && !resolved.contains(&d)) {
             Some(d) => resolved.push(d),
             None => {
-                return Err(Error::invalid(
-                    "dimensions",
-                    format!("{dims:?} in {name} of a tensor with {ndim} dimension(s)"),
-                    "dimensions of the tensor, each once",
-                    "correct the dimensions",
-                ));
+                return Err(x.bad_dims(name, dims, "dimensions of the tensor, each once"));
             }
         }
     }
