@@ -58,11 +58,11 @@ fn weights_sharded_over_data_are_gathered_twice_and_their_gradient_is_scattered(
         assert_eq!(collectives(&world), ["all_gather"]);
         world.trace().clear();
         let gradients = loss.backward()?;
-        // once more for the gradient of the input, because what is kept is the shard
-        assert_eq!(collectives(&world), ["all_gather"]);
+        // once more for the gradient of the input, because what is kept is the shard; and no rank keeps the gradient whole
+        assert_eq!(collectives(&world), ["all_gather", "reduce_scatter"]);
         world.trace().clear();
         let gradients = gradients.in_param_layout()?;
-        assert_eq!(collectives(&world), ["reduce_scatter"]);
+        assert_eq!(collectives(&world), Vec::<&str>::new());
         assert_eq!(gradients.get(&layer.weight.get())?.placements(), [Shard(0)]);
         Ok(())
     };
@@ -118,10 +118,10 @@ fn memory_of_a_rank_falls_with_the_number_of_ranks() {
         let real = ThreadWorld::new(ranks).unwrap().run(move |world| sharded_step(&world, ranks, WIDTH)).unwrap();
         let dry = DryWorld::new(ranks).unwrap().run(move |world| sharded_step(&world, ranks, WIDTH)).unwrap();
         assert_eq!(dry.value, real[0], "{ranks} ranks");
-        // weights and gradients of the shard, and what a few layers need whole at one time
+        // weights and gradients of the shards, and what one layer needs whole at one time
         let shards = 2 * 12 * layer / ranks;
-        assert!(real[0] >= 12 * layer / ranks, "{ranks} ranks: {}", real[0]);
-        assert!(real[0] <= shards + 14 * layer, "{ranks} ranks: {} of {shards}", real[0]);
+        assert!(real[0] >= shards, "{ranks} ranks: {}", real[0]);
+        assert!(real[0] <= shards + 3 * layer, "{ranks} ranks: {} beyond {shards}", real[0] - shards);
     }
 }
 

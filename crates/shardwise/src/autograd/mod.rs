@@ -8,11 +8,12 @@ pub use checkpoint::checkpoint;
 pub use local_map::local_map;
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::placement::Placement;
+use crate::layout::Layout;
+use crate::placement::{Placement, ReduceOp};
 use crate::tensor::{DTensor, Node, Saved, Tape, with_recording};
 
 /// The gradients of the leaves that a result depends on.
@@ -181,7 +182,7 @@ impl Gradients {
     /// leaves and reduce-scattered for sharded ones, in few large collectives.
     #[track_caller]
     pub fn in_param_layout(self) -> Result<Gradients> {
-        let wanted: Vec<(DTensor, crate::layout::Layout)> =
+        let wanted: Vec<(DTensor, Layout)> =
             self.leaves.values().map(|(node, g)| (g.detach(), node.layout(0).settled())).collect();
         let moved = bucket::to_layouts(&wanted, std::panic::Location::caller())?;
         let leaves = self.leaves.into_iter().zip(moved).map(|((number, (node, _)), g)| (number, (node, g)));
@@ -201,9 +202,65 @@ thread_local! {
     static ASIDE: RefCell<Vec<(Tape, DTensor)>> = const { RefCell::new(Vec::new()) };
 }
 
+/// The leaves that no call before this one uses.
+fn finished(node: &Node, uses: &mut BTreeMap<u64, usize>) -> Vec<Arc<Node>> {
+    let mut leaves = Vec::new();
+    for parent in node.parents.iter().flatten() {
+        if let Some(left) = uses.get_mut(&parent.node.number) {
+            *left -= 1;
+            if *left == 0 {
+                leaves.push(Arc::clone(&parent.node));
+            }
+        }
+    }
+    leaves
+}
+
+/// How often leaves are used by the calls that a pass goes through, by number.
+fn uses(seeds: &[(Tape, DTensor)], first: u64) -> BTreeMap<u64, usize> {
+    let mut uses = BTreeMap::new();
+    let mut seen = BTreeSet::new();
+    let mut open: Vec<Arc<Node>> = seeds.iter().map(|(tape, _)| Arc::clone(&tape.node)).collect();
+    while let Some(node) = open.pop() {
+        if node.number < first || !seen.insert(node.number) {
+            continue;
+        }
+        for parent in node.parents.iter().flatten() {
+            match parent.node.backward {
+                Some(_) => open.push(Arc::clone(&parent.node)),
+                None => *uses.entry(parent.node.number).or_default() += 1,
+            }
+        }
+    }
+    uses
+}
+
+/// A gradient that all uses of a leaf have contributed to. What the leaf itself holds only a part of, no rank keeps whole: a
+/// pending sum is scattered at once along axes that cut the leaf.
+fn complete(gradient: DTensor, leaf: &Layout) -> Result<DTensor> {
+    let own = gradient.layout().clone();
+    let sum = Placement::Partial(ReduceOp::Sum);
+    let pays = |axis: usize| own.placements()[axis] == sum && leaf.placements()[axis].is_shard(None);
+    let axes: Vec<usize> = (0..own.mesh().ndim()).filter(|&axis| pays(axis)).collect();
+    if axes.is_empty() {
+        return Ok(gradient);
+    }
+    let mut placements = own.placements().to_vec();
+    axes.iter().for_each(|&axis| placements[axis] = leaf.placements()[axis].clone());
+    let order = |dim: usize| {
+        let led = leaf.shard_order(dim).iter().copied();
+        let other = own.shard_order(dim).iter().copied().filter(|a| !leaf.shard_order(dim).contains(a));
+        led.chain(other).filter(|&a| placements[a].is_shard(Some(dim))).collect::<Vec<_>>()
+    };
+    let cuts: Vec<Vec<usize>> = (0..own.shape().len()).map(order).collect();
+    let to = Layout::from_cuts(own.mesh(), own.shape(), &placements, &cuts).unwrap_or_else(|_| leaf.settled());
+    gradient.to_layout(&to)
+}
+
 /// Walks from the seeds back, later calls first: when a call is reached, all that used its outputs have been. Goes no
 /// further than the call with number `first`.
 fn pass(seeds: Vec<(Tape, DTensor)>, first: u64) -> Result<Found> {
+    let mut uses = uses(&seeds, first);
     let mut open: BTreeMap<u64, (Arc<Node>, Vec<Option<DTensor>>)> = BTreeMap::new();
     let mut found = Found { leaves: BTreeMap::new(), earlier: Vec::new() };
     let mut arrived = seeds;
@@ -237,6 +294,23 @@ fn pass(seeds: Vec<(Tape, DTensor)>, first: u64) -> Result<Found> {
                 debug_assert_eq!(gradient.shape(), Saved(&node).shape(i), "input {i} of {}", backward.name());
                 arrived.push((parent.clone(), gradient));
             }
+        }
+        for leaf in finished(&node, &mut uses) {
+            // Its last contribution, if there is one, is among those that arrived just now.
+            let mut own = Vec::new();
+            arrived.retain(|(tape, gradient)| {
+                let is_own = Arc::ptr_eq(&tape.node, &leaf);
+                if is_own {
+                    own.push(gradient.clone());
+                }
+                !is_own
+            });
+            let before = open.get_mut(&leaf.number).and_then(|(_, gradients)| gradients[0].take());
+            let Some(sum) = before.into_iter().chain(own).map(Ok).reduce(|a, b| a?.add(&b?)).transpose()? else {
+                continue;
+            };
+            let whole = complete(sum, leaf.layout(0))?;
+            arrived.push((Tape { node: leaf, output: 0 }, whole));
         }
         arrived.append(&mut ASIDE.take());
     }
