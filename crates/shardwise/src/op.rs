@@ -259,12 +259,15 @@ impl Bring {
         };
         let me = mesh.world().rank();
         let after = TensorMeta { shape: boxes[position(me)].sizes.clone(), dtype: input.dtype() };
+        // The same answer on every rank of the group, since all of them exchange or none does.
         let held = |rank: usize| {
             let own = from.boxes_of(rank);
-            wanted(rank).iter().all(|w| own.iter().any(|o| o.global.intersect(&w.global).as_ref() == Some(&w.global)))
+            own.len() <= 1
+                && wanted(rank)
+                    .iter()
+                    .all(|w| own.iter().any(|o| o.global.intersect(&w.global).as_ref() == Some(&w.global)))
         };
-        let single = from.boxes_of(me).len() <= 1;
-        if single && mesh.mesh().fibre(axes, me).into_iter().all(held) {
+        if mesh.mesh().fibre(axes, me).into_iter().all(held) {
             let ranges = match (wanted(me).first(), from.boxes_of(me).first()) {
                 (Some(w), Some(own)) => {
                     let starts = w.global.offsets.iter().zip(&own.global.offsets).map(|(w, o)| w - o);

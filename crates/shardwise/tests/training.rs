@@ -8,7 +8,7 @@ use shardwise::nn::{
 };
 use shardwise::ops::{Bag, Classes, Convolution};
 use shardwise::prelude::*;
-use shardwise::{DryWorld, checkpoint, no_grad};
+use shardwise::{DryWorld, checkpoint, local_map, no_grad};
 
 /// The collectives of a rank since its trace was cleared, without agreements on seeds.
 fn collectives(world: &World) -> Vec<&'static str> {
@@ -387,6 +387,91 @@ fn states_move_between_modules_and_layouts_or_not_at_all() {
         assert!(target.rms.weight.get().equal(&before)?);
         target.to_dtype(DType::BF16)?;
         assert_eq!(target.rms.weight.dtype(), DType::BF16);
+        Ok(())
+    };
+    ThreadWorld::new(2).unwrap().run(run).unwrap();
+}
+
+#[test]
+fn gradients_keep_an_explicit_order_of_cuts() {
+    let run = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("a", 2), ("b", 2)])?;
+        let turned = |seed: usize| -> Result<DTensor> {
+            let order: &[(usize, &[&str])] = &[(0, &["b", "a"])];
+            let layout = Layout::with_shard_order(mesh.mesh(), 8, [Replicate, Shard(0), Shard(0)], order)?;
+            let plain = DTensor::from_fn(8, DType::F64, &mesh, vec![Replicate; 3], |i| (i[0] * seed) as f64)?;
+            Ok(plain.to_layout(&layout)?.requires_grad())
+        };
+        let (v, w) = (turned(1)?, turned(3)?);
+        let x = DTensor::from_fn((16, 8), DType::F64, &mesh, [Shard(0), Shard(1), Shard(1)], |i| {
+            (i[0] + 10 * i[1]) as f64
+        })?;
+        let loss = v.mul(&x)?.sum_all()?.add(&w.mul(&x)?.square()?.sum_all()?)?;
+        let gradients = loss.backward()?.in_param_layout()?;
+        let expected: Vec<f64> = (0..8).map(|j| (0..16).map(|i| f64::from(i + 10 * j)).sum()).collect();
+        assert_eq!(gradients.get(&v)?.layout(), v.layout());
+        assert_eq!(gradients.get(&v)?.full_tensor()?.to_vec1::<f64>()?, expected);
+        // and so does code on local parts
+        let placements = vec![Partial(ReduceOp::Avg), Partial(ReduceOp::Sum), Partial(ReduceOp::Sum)];
+        let y = local_map(&[&v], placements, &[], |v| v[0].sqr()?.sum_all())?;
+        let found = y.backward()?.get(&v)?.full_tensor()?.to_vec1::<f64>()?;
+        assert_eq!(found, (0..8).map(f64::from).collect::<Vec<_>>()); // 2 v, halved by the mean over dp
+        let refused = local_map(&[&v], [Replicate, Replicate, Partial(ReduceOp::Max)], &[], |v| Ok(v[0].clone()));
+        assert!(refused.unwrap_err().to_string().contains("local_map"));
+        Ok(())
+    };
+    ThreadWorld::new(8).unwrap().run(run).unwrap();
+}
+
+#[test]
+fn a_model_made_on_another_thread_has_all_its_gradients() {
+    let run = |world: World| {
+        let mesh = world.mesh([("dp", 2)])?;
+        let make =
+            move || (0..50).map(|_| Ok(DTensor::ones(3, DType::F64, &mesh, [Shard(0)])?.requires_grad())).collect();
+        let leaves: Result<Vec<DTensor>> = std::thread::spawn(make).join().expect("no panic");
+        let w = leaves?.pop().expect("fifty");
+        let loss = w.square()?.sum_all()?.add(&w.mul_scalar(3.0)?.sum_all()?)?;
+        assert_eq!(loss.backward()?.get(&w)?.full_tensor()?.to_vec1::<f64>()?, [5.0; 3]);
+        Ok(())
+    };
+    ThreadWorld::new(2).unwrap().run(run).unwrap();
+}
+
+#[test]
+fn types_and_indices_at_their_ends_are_not_mistaken() {
+    let run = |world: World| {
+        let mesh = world.mesh([("a", 2)])?;
+        // class 0 of an unsigned target is a class like others
+        let logits = DTensor::from_fn((4, 3), DType::F64, &mesh, [Shard(0)], |i| (i[0] * i[1]) as f64)?;
+        let loss = |dtype: DType| -> Result<f64> {
+            let target = DTensor::from_fn(4, dtype, &mesh, [Shard(0)], |i| (i[0] % 2) as f64)?;
+            logits.cross_entropy(&target, Classes::default())?.item()
+        };
+        assert_eq!(loss(DType::U8)?, loss(DType::I64)?);
+        // products of whole numbers wrap alike in every layout
+        for placements in [[Replicate, Replicate], [Shard(1), Shard(0)]] {
+            let [left, right] = placements;
+            let a = DTensor::full(100.0, (1, 4), DType::U8, &mesh, [left])?;
+            let b = DTensor::ones((4, 1), DType::U8, &mesh, [right])?;
+            assert_eq!(a.matmul(&b)?.full_tensor()?.to_vec2::<u8>()?, [[144]]);
+        }
+        let x = DTensor::zeros((3, 4), DType::I64, &mesh, [Shard(0)])?;
+        let index = |i: f64| DTensor::full(i, 1, DType::I64, &mesh, [Replicate]);
+        let one = DTensor::ones(1, DType::I64, &mesh, [Replicate])?;
+        let put = x.index_put(&[&index(1.0)?, &index(-1.0)?], &one, false)?.full_tensor()?.to_vec2::<i64>()?;
+        assert_eq!(put, [[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]);
+        assert!(x.index_put(&[&index(0.0)?, &index(5.0)?], &one, false).unwrap_err().to_string().contains("index_put"));
+        assert_eq!(x.slice(0, 1, None, usize::MAX)?.shape(), [1, 4]);
+        assert!(DTensor::einsum("\u{e9}a->a", &[&x]).is_err());
+        // the gradient of a running sum does not cancel
+        let y = DTensor::ones(3, DType::F64, &mesh, [Shard(0)])?.requires_grad();
+        let weights =
+            DTensor::from_fn(3, DType::F64, &mesh, [Shard(0)], |i| if i[0] == 0 { f64::INFINITY } else { 1.0 })?;
+        let gradient = y.cumsum(0)?.backward_with(&weights)?.get(&y)?.full_tensor()?.to_vec1::<f64>()?;
+        assert_eq!(gradient, [f64::INFINITY, 2.0, 1.0]);
+        let again = y.cumprod(0)?.sum_all()?.backward_graph();
+        assert!(again.unwrap_err().to_string().contains("cumprod"));
         Ok(())
     };
     ThreadWorld::new(2).unwrap().run(run).unwrap();

@@ -56,7 +56,12 @@ fn kind(from: &Layout, to: &Layout) -> Option<(Kind, Vec<usize>)> {
     let differs = |&axis: &usize| from.placements()[axis] != to.placements()[axis];
     let axes: Vec<usize> = (0..from.mesh().ndim()).filter(differs).collect();
     let pending = |&axis: &usize| from.placements()[axis] == Placement::Partial(ReduceOp::Sum);
-    if axes.is_empty() || !axes.iter().all(pending) {
+    // Other cuts must be the same, and made in the same order.
+    let others = |layout: &Layout, dim: usize| -> Vec<usize> {
+        layout.shard_order(dim).iter().copied().filter(|axis| !axes.contains(axis)).collect()
+    };
+    let alike = (0..from.shape().len()).all(|dim| others(from, dim) == others(to, dim));
+    if axes.is_empty() || !axes.iter().all(pending) || !alike {
         return None;
     }
     if axes.iter().all(|&axis| to.placements()[axis].is_replicate()) {

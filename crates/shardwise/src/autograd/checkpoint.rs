@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use super::{ASIDE, pass};
+use super::{ASIDE, once_only, pass};
 use crate::error::{Error, Result};
-use crate::random::GeneratorState;
+use crate::random::{Generator, GeneratorState};
 use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording, next_number, with_recording};
 
 /// Runs `f` and keeps none of what it computes on the way: it runs once more when the gradient is taken. Random draws are
-/// repeated exactly.
+/// repeated exactly, if they are made
+/// on a mesh of one of the inputs.
 ///
 /// `f` must do the same both times. Tensors that it uses beside its inputs, such as parameters, get their gradients too.
 ///
@@ -36,7 +37,7 @@ pub fn checkpoint(
     let first = inputs.first().ok_or_else(|| {
         Error::invalid("checkpoint", "no inputs", "at least one tensor", "pass the tensors that it works on")
     })?;
-    let draws = first.device_mesh().generator().state();
+    let draws = inputs.iter().map(|t| t.device_mesh().generator().state()).collect();
     let plain: Vec<DTensor> = inputs.iter().map(|t| t.detach()).collect();
     if !is_recording() {
         return f(&plain);
@@ -51,7 +52,8 @@ pub fn checkpoint(
 
 struct Replay<F> {
     f: Arc<F>,
-    draws: GeneratorState,
+    /// Per input the state of its mesh's generator.
+    draws: Vec<GeneratorState>,
 }
 
 impl<F: Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync> Backward for Replay<F> {
@@ -60,15 +62,17 @@ impl<F: Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync> Backward for Repla
     }
 
     fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let generator = saved.mesh(0).generator();
-        let now = generator.state();
-        generator.set_state(self.draws);
+        once_only(self.name())?;
+        // The first input stands for itself and for the anchor.
+        let generators: Vec<&Generator> = (1..saved.inputs()).map(|i| saved.mesh(i).generator()).collect();
+        let now: Vec<GeneratorState> = generators.iter().map(|g| g.state()).collect();
+        generators.iter().zip(&self.draws).for_each(|(g, draws)| g.set_state(*draws));
         let first = next_number();
         let leaf =
             |i: usize| if saved.wants(i) { saved.input(i).detach().requires_grad() } else { saved.input(i).detach() };
         let inputs: Vec<DTensor> = (1..saved.inputs()).map(leaf).collect();
         let outputs = with_recording(true, || (self.f)(&inputs));
-        generator.set_state(now);
+        generators.iter().zip(now).for_each(|(g, now)| g.set_state(now));
         let outputs = outputs?;
         let seeds = outputs.iter().zip(gradients).filter_map(|(y, g)| Some((y.tape()?.clone(), g.clone()?)));
         let mut found = pass(seeds.collect(), first)?;

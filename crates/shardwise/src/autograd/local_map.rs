@@ -2,8 +2,10 @@
 
 use candle_core::{Tensor, Var};
 
+use super::once_only;
 use crate::error::{Error, Result};
-use crate::placement::Placement;
+use crate::local::dense;
+use crate::placement::{Placement, ReduceOp};
 use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording};
 
 /// Runs `f` on the local parts of some tensors, as they lie, and takes its result for this rank's part of a tensor with the
@@ -54,6 +56,13 @@ pub fn local_map(
         true => inputs.iter().map(|t| Ok(Var::from_tensor(t.to_local())?)).collect::<Result<Vec<_>>>()?,
         false => Vec::new(),
     };
+    let placements: Vec<Placement> = placements.into_iter().collect();
+    let sums = |p: &Placement| !p.is_partial() || matches!(p, Placement::Partial(ReduceOp::Sum | ReduceOp::Avg));
+    if traced && !placements.iter().all(sums) {
+        let found = format!("an output with placements {placements:?} in local_map");
+        let needed = "sums and means, whose gradient every rank knows";
+        return Err(Error::invalid("placements", found, needed, "reduce inside, or run it in no_grad"));
+    }
     let locals: Vec<Tensor> = match traced {
         true => vars.iter().map(|v| v.as_tensor().clone()).collect(),
         false => inputs.iter().map(|t| t.to_local().clone()).collect(),
@@ -83,9 +92,13 @@ impl Backward for LocalMap {
 
     fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        once_only(self.name())?;
         // Every operand of a pending sum counts once, so each has the whole gradient.
         let settled = |p: &Placement| if p.is_partial() { Placement::Replicate } else { p.clone() };
         let gradient = gradient.redistribute(self.placements.iter().map(settled))?;
+        let mean = |(p, &n): (&Placement, &usize)| if *p == Placement::Partial(ReduceOp::Avg) { n } else { 1 };
+        let share: usize = self.placements.iter().zip(gradient.device_mesh().shape()).map(mean).product();
+        let gradient = if share > 1 { gradient.div_scalar(share as f64)? } else { gradient };
         let found = (&self.local * gradient.to_local())?.sum_all()?.backward()?;
         let mut inputs = Vec::new();
         for (i, var) in self.vars.iter().enumerate() {
@@ -97,9 +110,10 @@ impl Backward for LocalMap {
                 Some(local) => local.detach(),
                 None => var.as_tensor().zeros_like()?,
             };
-            let own = || saved.layout(i).settled().placements().to_vec();
-            let placements = self.wanted[i].clone().unwrap_or_else(own);
-            inputs.push(Some(DTensor::from_local_with_shape(&local, saved.mesh(i), placements, saved.shape(i))?));
+            inputs.push(Some(match self.wanted[i].clone() {
+                Some(placements) => DTensor::from_local_with_shape(&local, saved.mesh(i), placements, saved.shape(i))?,
+                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).settled(), dense(&local)?),
+            }));
         }
         Ok(inputs)
     }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::placement::{Placement, ReduceOp};
-use crate::tensor::{DTensor, Node, Saved, Tape, with_recording};
+use crate::tensor::{DTensor, Node, Saved, Tape, is_recording, with_recording};
 
 /// The gradients of the leaves that a result depends on.
 ///
@@ -190,6 +190,15 @@ impl Gradients {
         let leaves = self.leaves.into_iter().zip(moved).map(|((number, (node, _)), g)| (number, (node, g)));
         Ok(Gradients { leaves: leaves.collect() })
     }
+}
+
+/// An error where a gradient is to have a gradient itself, for calls whose way back has none.
+pub(crate) fn once_only(name: &str) -> Result<()> {
+    if !is_recording() {
+        return Ok(());
+    }
+    let found = format!("the gradient of the gradient of {name}");
+    Err(Error::invalid("gradient", found, "a first derivative", "use backward, or operators with second derivatives"))
 }
 
 /// Where gradients of one pass ended.

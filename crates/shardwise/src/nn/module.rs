@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use super::hooks::Hooks;
 use crate::error::{Error, Result};
 use crate::param::Param;
+use crate::placement::Placement;
 use crate::tensor::DTensor;
 
 /// What a walk over a module meets.
@@ -138,7 +139,10 @@ pub trait Module {
             let value = state[name].to_dtype(like.dtype())?;
             match value.device_mesh() == like.device_mesh() {
                 true => value.to_layout(like.layout()),
-                false => value.to_mesh(like.device_mesh(), like.placements().to_vec()),
+                false => {
+                    let whole = vec![Placement::Replicate; like.placements().len()];
+                    value.to_mesh(like.device_mesh(), whole)?.to_layout(like.layout())
+                }
             }
         };
         for (name, param) in self.named_parameters() {

@@ -66,7 +66,7 @@ fn step(truth: &DTensor, like: &DTensor) -> Result<DTensor> {
 }
 
 fn zero(x: &DTensor) -> Result<DTensor> {
-    DTensor::full(0.0, x.shape(), x.dtype(), x.device_mesh(), x.layout().settled().placements().to_vec())
+    DTensor::full_in(&x.layout().settled(), 0.0, x.dtype(), x.device_mesh())
 }
 
 const GELU_INNER: f64 = 0.797_884_560_802_865_4; // sqrt(2 / pi)

@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample, dtype};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::local::{dense, product as matrix_product};
+use crate::local::{dense, product as matrix_product, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch, name_call};
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Saved};
@@ -129,7 +129,7 @@ fn check(equation: &str, inputs: usize) -> Result<()> {
     };
     let (left, right) = equation.split_once("->").ok_or_else(|| bad(format!("`{equation}`")))?;
     let terms: Vec<&str> = left.split(',').collect();
-    let distinct = |term: &str| term.chars().enumerate().all(|(i, c)| !term[..i].contains(c));
+    let distinct = |term: &str| term.char_indices().all(|(i, c)| !term[..i].contains(c));
     let known = right.chars().all(|c| left.contains(c));
     let good = terms.len() == inputs && inputs > 0 && terms.iter().all(|t| distinct(t)) && distinct(right) && known;
     let words = equation.chars().all(|c| c.is_ascii_alphabetic() || ",->".contains(c));
@@ -188,8 +188,8 @@ impl Op for Einsum {
         let (left, right) = self.equation.split_once("->").expect("checked");
         let terms: Vec<&str> = left.split(',').collect();
         let dtype = inputs.iter().map(Tensor::dtype).reduce(dtype::promote).expect("at least one input");
-        // Candle multiplies matrices of floating-point numbers only; f64 is exact for whole numbers up to 2^53.
-        let work = if dtype.is_float() { dtype } else { DType::F64 };
+        // Whole numbers are computed as i64 and wrap in the end, as their pending sums do.
+        let work = if dtype.is_float() { dtype } else { DType::I64 };
         let result = match inputs {
             [x] => sum_to(&x.to_dtype(work)?, terms[0], right)?,
             [a, b] => product(&a.to_dtype(work)?, terms[0], &b.to_dtype(work)?, terms[1], right)?,
@@ -294,11 +294,32 @@ fn product(a: &Tensor, a_term: &str, b: &Tensor, b_term: &str, target: &str) -> 
     } else {
         let left = arranged(&a, &a_kept, &(batch.clone() + &rows + &inner))?;
         let right = arranged(&b, &b_kept, &(batch.clone() + &inner + &columns))?;
-        matrix_product(&left, &right, batch.len(), inner.len())?
+        match left.dtype() {
+            DType::I64 => whole_product(&left, &right, batch.len(), inner.len())?,
+            _ => matrix_product(&left, &right, batch.len(), inner.len())?,
+        }
     };
     let named = batch + &rows + &columns;
     let order: Vec<usize> = target.chars().map(|c| named.find(c).expect("a letter of a term")).collect();
     Ok(multiplied.permute(order)?)
+}
+
+/// The product of whole numbers, of which the dimensions are as those of [`matrix_product`].
+fn whole_product(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Result<Tensor> {
+    let rows = a.rank() - inner;
+    let count = |dims: &[usize]| dims.iter().product::<usize>();
+    let (m, k) = (count(&a.dims()[batch..rows]), count(&a.dims()[rows..]));
+    let n = count(&b.dims()[batch + inner..]);
+    let (left, right) = (wholes(a)?, wholes(b)?);
+    let mut products = vec![0i64; left.len() / k * n];
+    for (i, line) in products.chunks_exact_mut(n).enumerate() {
+        let from = &right[i / m * k * n..];
+        for (j, &x) in left[i * k..(i + 1) * k].iter().enumerate() {
+            line.iter_mut().zip(&from[j * n..]).for_each(|(y, &z)| *y = y.wrapping_add(x.wrapping_mul(z)));
+        }
+    }
+    let shape = [&a.dims()[..rows], &b.dims()[batch + inner..]].concat();
+    Ok(Tensor::from_vec(products, shape, a.device())?)
 }
 
 pub(super) const OPS: &[OpEntry] = &[

@@ -116,7 +116,10 @@ impl DTensor {
                 thick = thick.unsqueeze(2 * i as isize)?;
             }
             sizes.extend([times as isize, n as isize]);
-            merged.push((times * n) as isize);
+            merged.push(times.checked_mul(n).and_then(|n| isize::try_from(n).ok()).ok_or_else(|| {
+                let found = format!("{times} times {n} in repeat of {}", self.layout());
+                Error::invalid("repeats", found, "a tensor that memory can address", "repeat less often")
+            })?);
         }
         thick.expand(&sizes)?.reshape(&merged)
     }

@@ -53,9 +53,8 @@ impl DTensor {
     /// `x[index]`: the slices along the first dimension that an index of any shape names; negative ones count from the back.
     #[track_caller]
     pub fn index(&self, index: &DTensor) -> Result<DTensor> {
-        let n = self.shape().first().copied().unwrap_or(0) as f64;
-        let from_front = index.lt(&index.zeros_like()?)?.where_cond(&index.add_scalar(n)?, index)?;
-        lookup(Lookup { name: "index", dim: self.resolve_dim("index", 0)? }, self, &from_front)
+        let dim = self.resolve_dim("index", 0)?;
+        lookup(Lookup { name: "index", dim }, self, &wrapped("index", index, self.shape()[0])?)
     }
 
     /// The rows of a weight `[vocabulary, features]`, which this tensor is, for ids of any shape.
@@ -264,6 +263,48 @@ impl Op for Gather {
     fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
         Ok(vec![Some(spread_elements(saved.layout(0), self.dim, &saved.input(1), gradient)?), None])
+    }
+}
+
+/// Indices counted from the front, as i64: negative ones count from the back, those outside a dimension of size `n` are an
+/// error.
+#[track_caller]
+pub(super) fn wrapped(name: &'static str, index: &DTensor, n: usize) -> Result<DTensor> {
+    Ok(dispatch(&Wrap { name, n }, &[index], Location::caller())?.swap_remove(0))
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Wrap {
+    name: &'static str,
+    n: usize,
+}
+
+impl Op for Wrap {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let index = &inputs[0];
+        if index.dtype.is_float() {
+            return Err(not_whole(self.name, index.dtype));
+        }
+        let signature = Signature::pointwise(&[&index.shape], &index.shape);
+        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: index.shape.clone(), dtype: DType::I64 }] })
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+        let n = self.n as i64;
+        let wrap = |i: i64| match i {
+            _ if (0..n).contains(&i) => Ok(i),
+            _ if (-n..0).contains(&i) => Ok(i + n),
+            _ => {
+                let found = format!("{i} in {} along a dimension of size {n}", self.name);
+                Err(Error::invalid("index", found, format!("numbers from {} to {}", -n, n - 1), "check the indices"))
+            }
+        };
+        let values = wholes(&inputs[0])?.into_iter().map(wrap).collect::<Result<Vec<_>>>()?;
+        Ok(vec![Tensor::from_vec(values, inputs[0].dims(), inputs[0].device())?])
     }
 }
 

@@ -51,6 +51,8 @@ impl DTensor {
     #[track_caller]
     pub fn cross_entropy(&self, target: &DTensor, options: Classes) -> Result<DTensor> {
         let dim = self.check_classes("cross_entropy", target)?;
+        // A type that holds every number to be ignored.
+        let target = &target.to_dtype(DType::I64)?;
         let spread = self.logsumexp(&[dim], false)?;
         let losses = spread.sub(&self.of_target(target, dim, options.ignore_index)?)?;
         let losses = match options.label_smoothing {
@@ -67,6 +69,7 @@ impl DTensor {
     #[track_caller]
     pub fn nll_loss(&self, target: &DTensor, options: Classes) -> Result<DTensor> {
         let dim = self.check_classes("nll_loss", target)?;
+        let target = &target.to_dtype(DType::I64)?;
         counted(&self.of_target(target, dim, options.ignore_index)?.neg()?, target, options)
     }
 

@@ -41,6 +41,7 @@ impl DTensor {
             return Err(self.bad_part("slice", "step 0", at));
         }
         let n = self.shape()[at] as isize;
+        let step = step.min(self.shape()[at].max(1)); // a longer one picks the first element too
         let edge = |i: isize| (if i < 0 { i.saturating_add(n) } else { i }).clamp(0, n) as usize;
         let (start, end) = (edge(start), edge(end.unwrap_or(n)));
         self.part(Narrow { dim: at, start, len: end.saturating_sub(start).div_ceil(step), step })

@@ -56,10 +56,12 @@ impl DTensor {
     #[track_caller]
     pub fn unflatten(&self, dim: isize, sizes: &[isize]) -> Result<DTensor> {
         let at = self.resolve_dim("unflatten", dim)?;
-        let known: isize = sizes.iter().filter(|&&n| n != -1).product();
+        let product = |sizes: &[isize]| sizes.iter().try_fold(1isize, |p, &n| p.checked_mul(n));
+        let given: Vec<isize> = sizes.iter().copied().filter(|&n| n != -1).collect();
+        let known = product(&given).unwrap_or(0);
         let n = self.shape()[at] as isize;
         let sizes: Vec<isize> = sizes.iter().map(|&s| if s == -1 && known > 0 { n / known } else { s }).collect();
-        if sizes.iter().any(|&s| s < 0) || sizes.iter().product::<isize>() != n {
+        if sizes.iter().any(|&s| s < 0) || product(&sizes) != Some(n) {
             return Err(self.bad_dims("unflatten", &sizes, &format!("sizes whose product is {n}")));
         }
         let mut shape: Vec<isize> = self.shape().iter().map(|&n| n as isize).collect();

@@ -7,13 +7,13 @@ use candle_core::{DType, Tensor};
 
 use super::scatter::spread_elements;
 use super::{OpEntry, Sample};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layout::{Layout, Runs, TensorMeta, coordinates};
 use crate::local::{dense, from_reals, from_wholes, reals, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{Backward, DTensor, Keeps, Saved};
+use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording};
 
 /// A running total along a dimension, with the index of the running extreme where there is one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -94,7 +94,11 @@ impl Backward for Scan {
         let dim = self.dim as isize;
         Ok(vec![Some(match self.kind {
             // An element counts in every total from its own on.
-            Kind::Sum => gradient.sum(&[dim], true)?.sub(&gradient.cumsum(dim)?)?.add(gradient)?,
+            Kind::Sum => gradient.flip(&[dim])?.cumsum(dim)?.flip(&[dim])?,
+            Kind::Prod if is_recording() => {
+                let found = "the gradient of the gradient of cumprod";
+                return Err(Error::invalid("gradient", found, "a first derivative", "use backward"));
+            }
             Kind::Prod => {
                 let op = ProductGradient { dim: self.dim };
                 dispatch(&op, &[&saved.input(0), gradient], Location::caller())?.swap_remove(0)

@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor, WithDType};
 
-use super::lookup::places;
+use super::lookup::{places, wrapped};
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
@@ -67,9 +67,9 @@ impl DTensor {
         }
         let (named, rest) = self.shape().split_at(indices.len());
         let signed = |dims: &[usize]| dims.iter().map(|&n| n as isize).collect::<Vec<_>>();
-        let mut place = indices[0].clone();
+        let mut place = wrapped("index_put", indices[0], named[0])?;
         for (index, &n) in indices[1..].iter().zip(&named[1..]) {
-            place = place.mul_scalar(n as f64)?.add(index)?;
+            place = place.mul_scalar(n as f64)?.add(&wrapped("index_put", index, n)?)?;
         }
         let flat = self.reshape(&[signed(&[named.iter().product()]), signed(rest)].concat())?;
         let count = place.elem_count();
@@ -94,6 +94,7 @@ impl DTensor {
 /// Zeros that lie as wished, with slices of `source` added at the places that a vector of indices names along `dim`.
 #[track_caller]
 pub(super) fn spread_slices(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
+    check_mesh("index_add", like, index)?;
     let op = Spread { dim, size: like.shape()[dim], slices: true, like: like.settled() };
     Ok(dispatch(&op, &[index, source], Location::caller())?.swap_remove(0))
 }
@@ -101,8 +102,17 @@ pub(super) fn spread_slices(like: &Layout, dim: usize, index: &DTensor, source: 
 /// Zeros that lie as wished, with elements of `source` added at the places that `index` names along `dim`.
 #[track_caller]
 pub(super) fn spread_elements(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
+    check_mesh("scatter_add", like, index)?;
     let op = Spread { dim, size: like.shape()[dim], slices: false, like: like.settled() };
     padded(&dispatch(&op, &[index, source], Location::caller())?.swap_remove(0), like.shape())
+}
+
+fn check_mesh(name: &str, like: &Layout, index: &DTensor) -> Result<()> {
+    if like.mesh() == index.layout().mesh() {
+        return Ok(());
+    }
+    let found = format!("{} and an index {} in {name}", like, index.layout());
+    Err(Error::invalid("operands", found, "tensors on one mesh", "move the tensors first"))
 }
 
 /// With zeros behind every dimension, up to a shape.
@@ -284,8 +294,12 @@ impl Op for Spread {
         let dims = source.dims();
         let (n, inner) = (dims[self.dim], dims[self.dim + 1..].iter().product::<usize>());
         let numbers = Numbers::new(&shape, self.dim, dims);
-        // Half precision adds up in f32.
-        let work = if matches!(source.dtype(), DType::F16 | DType::BF16) { DType::F32 } else { source.dtype() };
+        // Half precision adds up in f32, whole numbers wrap in the end.
+        let work = match source.dtype() {
+            DType::F16 | DType::BF16 => DType::F32,
+            whole if !whole.is_float() => DType::I64,
+            other => other,
+        };
         let source = source.to_dtype(work)?;
         let sum = with_type!(work, T => {
             let mut values: Vec<T> = vec![T::from_f64(0.0); zeros.elem_count()];

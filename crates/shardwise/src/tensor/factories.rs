@@ -206,6 +206,12 @@ impl DTensor {
         random_at(distribution, &layout, dtype, mesh, generator, Location::caller())
     }
 
+    /// One number everywhere, in a layout.
+    #[track_caller]
+    pub(crate) fn full_in(layout: &Layout, value: f64, dtype: DType, mesh: &DeviceMesh) -> Result<DTensor> {
+        make(mesh, layout, dtype, Location::caller(), |meta, _| filled(value, meta))
+    }
+
     /// Random elements in a layout, drawn from the generator of the mesh.
     #[track_caller]
     pub(crate) fn random_in(

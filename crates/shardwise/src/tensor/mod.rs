@@ -241,7 +241,9 @@ impl DTensor {
 
     /// The same tensor with its local part on another device.
     pub fn to_device(&self, device: &Device) -> Result<DTensor> {
-        Ok(Self::from_parts(&self.value.mesh, self.layout().clone(), self.to_local().to_device(device)?))
+        let made = Self::from_parts(&self.value.mesh, self.layout().clone(), self.to_local().to_device(device)?);
+        // Operators compute on the CPU.
+        Ok(self.moved(made, "to_device", &|_, gradient| gradient.to_device(&Device::Cpu)))
     }
 }
 

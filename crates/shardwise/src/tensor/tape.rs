@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use candle_core::DType;
 
@@ -43,7 +44,7 @@ pub(crate) struct Tape {
 
 /// A recorded call or a leaf.
 pub(crate) struct Node {
-    /// Later calls have larger numbers, alike on all ranks.
+    /// Later calls of a rank have larger numbers.
     pub(crate) number: u64,
     /// Per input where it comes from, if it takes part in the gradient. All links to other nodes are here.
     pub(crate) parents: Vec<Option<Tape>>,
@@ -80,8 +81,11 @@ impl Kept {
     }
 }
 
+/// One count for all threads: a tensor may be made by one and used by another. Ranks get other numbers, but each rank's own
+/// rise in the order of its calls.
+static NUMBER: AtomicU64 = AtomicU64::new(0);
+
 thread_local! {
-    static NUMBER: Cell<u64> = const { Cell::new(0) };
     static PAUSED: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -92,11 +96,11 @@ pub(crate) fn is_recording() -> bool {
 
 /// The number of the next call.
 pub(crate) fn next_number() -> u64 {
-    NUMBER.get()
+    NUMBER.load(Relaxed)
 }
 
 fn take_number() -> u64 {
-    NUMBER.replace(NUMBER.get() + 1)
+    NUMBER.fetch_add(1, Relaxed)
 }
 
 /// Runs `body` without recording how tensors are made: what it makes has no gradient.
