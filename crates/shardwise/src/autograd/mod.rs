@@ -123,7 +123,6 @@ impl Gradients {
     }
 
     /// Every gradient replaced by a function of it, of the same shape.
-    #[track_caller]
     pub fn map(mut self, mut function: impl FnMut(&DTensor) -> Result<DTensor>) -> Result<Gradients> {
         for (node, gradient) in self.leaves.values_mut() {
             let new = function(gradient)?;
@@ -165,8 +164,11 @@ impl Gradients {
 
     /// All gradients multiplied by a number.
     #[track_caller]
-    pub fn scale(self, factor: f64) -> Result<Gradients> {
-        self.map(|gradient| gradient.mul_scalar(factor))
+    pub fn scale(mut self, factor: f64) -> Result<Gradients> {
+        for (_, gradient) in self.leaves.values_mut() {
+            *gradient = gradient.mul_scalar(factor)?;
+        }
+        Ok(self)
     }
 
     /// All gradients in the layouts of their leaves: sums that are pending are carried out, all-reduced for replicated

@@ -41,7 +41,8 @@ pub fn clip_grad_norm<'a>(
     max_norm: f64,
     norm_type: f64,
 ) -> Result<(Gradients, f64)> {
-    if !(norm_type > 0.0) || !(max_norm >= 0.0) {
+    let usable = norm_type > 0.0 && max_norm >= 0.0;
+    if !usable {
         let found = format!("norm type {norm_type} and max_norm {max_norm}");
         return Err(Error::invalid("norm", found, "a type above 0 and a norm from 0", "the usual type is 2"));
     }
@@ -66,7 +67,7 @@ pub fn clip_grad_value<'a>(
     params: impl IntoIterator<Item = &'a Param>,
     clip_value: f64,
 ) -> Result<Gradients> {
-    if !(clip_value >= 0.0) {
+    if clip_value < 0.0 || clip_value.is_nan() {
         return Err(Error::invalid("clip value", clip_value, "a number from 0", "it bounds sizes"));
     }
     let leaves: Vec<DTensor> = params.into_iter().map(Param::get).collect();

@@ -11,14 +11,14 @@ pub use clip::{clip_grad_norm, clip_grad_value};
 pub use schedule::Schedule;
 pub use state::{FullState, GroupState, OptimizerState, ParamState};
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::Tensor;
 
 use crate::autograd::Gradients;
 use crate::error::{Error, Result};
 use crate::param::Param;
-use crate::tensor::{DTensor, no_grad};
+use crate::tensor::DTensor;
 use state::State;
 
 /// An optimizer over named parameters, each in any layout on any mesh of the world.
@@ -150,7 +150,7 @@ impl ShardedOptimizer {
             let Some(gradient) = own.take(leaf) else { continue };
             let group = &self.groups[slot.group];
             // A parameter that is a pending sum becomes the sum.
-            let param = no_grad(|| leaf.to_layout(&leaf.layout().settled()))?;
+            let param = leaf.detach().to_layout(&leaf.layout().settled())?;
             if !slot.state.as_ref().is_some_and(|state| state.fits(&param, group)) {
                 let before = slot.state.take().map(|state| state.saved(&group.algorithm)).transpose()?;
                 slot.state = Some(State::new(&param, group, &before.unwrap_or_default())?);
@@ -165,7 +165,7 @@ impl ShardedOptimizer {
 
     /// The state to save, each tensor in the layout of its parameter.
     pub fn state_dict(&self) -> Result<OptimizerState> {
-        let mut state = OptimizerState { steps: self.steps, groups: self.group_states(), params: Default::default() };
+        let mut state = OptimizerState { steps: self.steps, groups: self.group_states(), params: BTreeMap::new() };
         for slot in &self.slots {
             let algorithm = &self.groups[slot.group].algorithm;
             let saved = slot.state.as_ref().map(|state| state.saved(algorithm)).transpose()?;
@@ -174,8 +174,8 @@ impl ShardedOptimizer {
         Ok(state)
     }
 
-    /// Goes on from a saved state with the settings in it. Its tensors may lie otherwise than the parameters do, also on other meshes of
-    /// the world. If it does not fit, nothing changes.
+    /// Goes on from a saved state, with the settings in it. Its tensors may lie otherwise than the parameters do, also on
+    /// other meshes of the world. If it does not fit, nothing changes.
     #[track_caller]
     pub fn load_state_dict(&mut self, state: &OptimizerState) -> Result<()> {
         self.check(state, DTensor::shape)?;
@@ -194,6 +194,7 @@ impl ShardedOptimizer {
     }
 
     /// Puts states made of saved ones in place of those that are.
+    #[track_caller]
     fn load<T>(&mut self, state: &OptimizerState<T>, tensor: impl Fn(&T, &DTensor) -> Result<DTensor>) -> Result<()> {
         let mut loaded = Vec::new();
         for slot in &self.slots {
@@ -203,7 +204,7 @@ impl ShardedOptimizer {
                 continue;
             }
             let param = slot.param.get().detach();
-            let mut tensors = std::collections::BTreeMap::new();
+            let mut tensors = BTreeMap::new();
             for (kind, saved) in &saved.tensors {
                 tensors.insert(kind.clone(), tensor(saved, &param)?);
             }

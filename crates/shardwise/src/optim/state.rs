@@ -109,6 +109,7 @@ enum Values {
 
 impl State {
     /// A state for a parameter, with tensors that are there already; others begin anew.
+    #[track_caller]
     pub(super) fn new(param: &DTensor, group: &ParamGroup, saved: &ParamState<DTensor>) -> Result<Self> {
         let (mesh, layout) = (param.device_mesh().clone(), param.layout().settled());
         let names = names(param, group);
@@ -215,7 +216,8 @@ fn dtype_of(param: &DTensor) -> DType {
 }
 
 /// A tensor moved to where a parameter lies, in a type.
-pub(super) fn placed(tensor: &DTensor, param: &DTensor, dtype: DType) -> Result<DTensor> {
+#[track_caller]
+fn placed(tensor: &DTensor, param: &DTensor, dtype: DType) -> Result<DTensor> {
     let (tensor, layout) = (tensor.to_dtype(dtype)?, param.layout().settled());
     if tensor.layout().mesh() == layout.mesh() {
         return tensor.to_layout(&layout);
