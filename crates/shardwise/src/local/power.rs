@@ -2,13 +2,13 @@
 
 use std::mem::MaybeUninit;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
-use super::convert::{Block, Compute};
+use super::update::{Stored, read};
 use super::{check_served, dense, first_element, vector};
 use crate::error::Result;
 
-/// Elements that are converted at a time.
+/// Elements that are worked on at a time.
 const CHUNK: usize = 512;
 
 /// Sums that are carried side by side.
@@ -26,19 +26,23 @@ pub(crate) enum Power {
 /// The sum of powers, or the largest, of the absolute values of all elements; 0 without elements.
 pub(crate) fn measure(x: &Tensor, power: Power) -> Result<f64> {
     check_served(x)?;
+    match x.dtype() {
+        DType::F64 => measure_in::<f64>(x, power),
+        _ => measure_in::<f32>(x, power),
+    }
+}
+
+/// Elements are read as numbers of a type, and then computed with in f64.
+fn measure_in<S: Stored>(x: &Tensor, power: Power) -> Result<f64> {
     let x = dense(x)?;
     let guard = x.storage_and_layout();
     let (first, dtype) = first_element(&guard.0, guard.1);
-    let mut buffer = [MaybeUninit::<f64>::uninit(); CHUNK];
+    let mut buffer = [MaybeUninit::<S>::uninit(); CHUNK];
     let mut lanes = [0.0; LANES];
     for start in (0..x.elem_count()).step_by(CHUNK) {
         let n = CHUNK.min(x.elem_count() - start);
-        let block = Block { rows: 1, row_stride: 0, width: n, stride: 1 };
-        // SAFETY: the tensor is dense and the guard keeps it; the range lies inside, and the buffer holds it.
-        let numbers = unsafe {
-            f64::load(dtype, first.add(start * dtype.size_in_bytes()), block, &mut buffer[..n]);
-            buffer[..n].assume_init_ref()
-        };
+        // SAFETY: the tensor is dense and the guard keeps it; the range lies inside.
+        let numbers = unsafe { read(dtype, first.add(start * dtype.size_in_bytes()), &mut buffer[..n]) };
         vector::run(Measure { numbers, lanes: &mut lanes, power });
     }
     let join = |a, b| if power == Power::Largest { largest(a, b) } else { a + b };
@@ -50,13 +54,13 @@ fn largest(a: f64, b: f64) -> f64 {
     if a >= b || a.is_nan() { a } else { b }
 }
 
-struct Measure<'a> {
-    numbers: &'a [f64],
+struct Measure<'a, S> {
+    numbers: &'a [S],
     lanes: &'a mut [f64; LANES],
     power: Power,
 }
 
-impl vector::Kernel for Measure<'_> {
+impl<S: Stored> vector::Kernel for Measure<'_, S> {
     type Output = ();
 
     #[inline(always)]
@@ -73,16 +77,16 @@ impl vector::Kernel for Measure<'_> {
 
 /// Joins every number to the lane of its position.
 #[inline(always)]
-fn each(numbers: &[f64], lanes: &mut [f64; LANES], join: impl Fn(f64, f64) -> f64) {
+fn each<S: Stored>(numbers: &[S], lanes: &mut [f64; LANES], join: impl Fn(f64, f64) -> f64) {
     let (blocks, rest) = numbers.as_chunks::<LANES>();
     let mut joined = *lanes;
     for block in blocks {
         for (lane, &x) in joined.iter_mut().zip(block) {
-            *lane = join(*lane, x);
+            *lane = join(*lane, x.wide());
         }
     }
     for (lane, &x) in joined.iter_mut().zip(rest) {
-        *lane = join(*lane, x);
+        *lane = join(*lane, x.wide());
     }
     *lanes = joined;
 }
@@ -90,7 +94,7 @@ fn each(numbers: &[f64], lanes: &mut [f64; LANES], join: impl Fn(f64, f64) -> f6
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{DType, Device};
+    use candle_core::Device;
 
     #[test]
     fn all_elements_count_once() {

@@ -130,11 +130,11 @@ pub(crate) fn update<S: Stored, U: Update<K>, const K: usize>(
     Ok(unsafe { output.finish(p.dims()) })
 }
 
-/// Elements where they lie if they have the type of the state, else converted into a buffer of their number.
+/// Elements where they lie if they are of the type, else converted into a buffer of their number.
 ///
 /// # Safety
 /// The elements can be read at `first`, one after the other, for as long as the buffer lives.
-unsafe fn read<S: Stored>(dtype: DType, first: *const u8, buffer: &mut [MaybeUninit<S>]) -> &[S] {
+pub(super) unsafe fn read<S: Stored>(dtype: DType, first: *const u8, buffer: &mut [MaybeUninit<S>]) -> &[S] {
     // SAFETY: the caller's promise; `load` writes the whole buffer.
     unsafe {
         if dtype == S::DTYPE {
@@ -157,8 +157,8 @@ fn unrounded<S: Stored>(p: &[S], master: &[S], dtype: DType) -> [S; CHUNK] {
         S::load(dtype, coarse.as_ptr().cast(), &mut rounded[..n]);
         rounded[..n].assume_init_ref()
     };
-    for (i, merged) in merged[..n].iter_mut().enumerate() {
-        *merged = if rounded[i] == p[i] { master[i] } else { p[i] };
+    for (merged, ((&p, &rounded), &master)) in merged.iter_mut().zip(p.iter().zip(rounded).zip(master)) {
+        *merged = if rounded == p { master } else { p };
     }
     merged
 }

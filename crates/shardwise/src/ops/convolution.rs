@@ -190,6 +190,30 @@ impl Window {
     }
 }
 
+/// The decision in which every rank fetches, beside what it holds in other dimensions, what its part of the output needs of
+/// the spatial ones; these begin at the given dimensions of input and output.
+fn fetching(
+    from: Layout,
+    axes: Vec<usize>,
+    to: Layout,
+    windows: &[Window],
+    [of_input, of_output]: [usize; 2],
+    needed: fn(&Window, usize, usize, usize) -> std::ops::Range<usize>,
+) -> Decision {
+    let part = |&rank: &usize| {
+        let (mut offsets, mut sizes) = (from.global_offset(rank), from.local_shape(rank));
+        let (first, count) = (to.global_offset(rank), to.local_shape(rank));
+        for (s, window) in windows.iter().enumerate() {
+            let (at, made) = (of_input + s, of_output + s);
+            let range = needed(window, first[made], first[made] + count[made], from.shape()[at]);
+            (offsets[at], sizes[at]) = (range.start, range.len());
+        }
+        TensorBox { offsets, sizes }
+    };
+    let boxes = from.mesh().ranks().iter().map(part).collect();
+    Decision { inputs: vec![Need::Boxes { from, axes, boxes }], outputs: vec![to] }
+}
+
 impl Op for Windows {
     fn name(&self) -> &'static str {
         self.name
@@ -261,18 +285,7 @@ impl Op for Windows {
         if axes.is_empty() {
             return Ok(Decision { inputs: vec![Need::As(from)], outputs: vec![to] });
         }
-        let boxes = from.mesh().ranks().iter().map(|&rank| {
-            let (mut offsets, mut sizes) = (from.global_offset(rank), from.local_shape(rank));
-            let (first, count) = (to.global_offset(rank), to.local_shape(rank));
-            for (s, window) in self.windows.iter().enumerate() {
-                let at = 2 + spatial + s;
-                let needed = window.needed(first[at], first[at] + count[at], from.shape()[2 + s]);
-                (offsets[2 + s], sizes[2 + s]) = (needed.start, needed.len());
-            }
-            TensorBox { offsets, sizes }
-        });
-        let boxes = boxes.collect();
-        Ok(Decision { inputs: vec![Need::Boxes { from, axes, boxes }], outputs: vec![to] })
+        Ok(fetching(from, axes, to, &self.windows, [2, 2 + spatial], Window::needed))
     }
 
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
@@ -393,18 +406,7 @@ impl Op for Fold {
         if axes.is_empty() {
             return Ok(Decision { inputs: vec![Need::As(from)], outputs: vec![to] });
         }
-        let boxes = from.mesh().ranks().iter().map(|&rank| {
-            let (mut offsets, mut sizes) = (from.global_offset(rank), from.local_shape(rank));
-            let (first, count) = (to.global_offset(rank), to.local_shape(rank));
-            for (s, window) in self.windows.iter().enumerate() {
-                let at = 2 + spatial + s;
-                let needed = window.touching(first[2 + s], first[2 + s] + count[2 + s], from.shape()[at]);
-                (offsets[at], sizes[at]) = (needed.start, needed.len());
-            }
-            TensorBox { offsets, sizes }
-        });
-        let boxes = boxes.collect();
-        Ok(Decision { inputs: vec![Need::Boxes { from, axes, boxes }], outputs: vec![to] })
+        Ok(fetching(from, axes, to, &self.windows, [2 + spatial, 2], Window::touching))
     }
 
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {

@@ -1,0 +1,133 @@
+//! Named parameters in every kind of layout, and gradients for them that are known number by number.
+
+// Each test target uses a part of it.
+#![allow(dead_code)]
+
+use candle_core::{DType, Tensor};
+use shardwise::Param;
+use shardwise::optim::{Adadelta, Adagrad, Adam, AdamW, Adamax, Algorithm, NAdam, RmsProp, Sgd};
+use shardwise::prelude::*;
+
+use crate::values;
+
+/// Every algorithm in all its forms.
+pub(crate) fn algorithms() -> Vec<Algorithm> {
+    let (sgd, rms) = (Sgd { weight_decay: 0.1, ..Sgd::default() }, RmsProp { weight_decay: 0.1, ..RmsProp::default() });
+    let adam = Adam { weight_decay: 0.1, ..Adam::default() };
+    vec![
+        sgd.into(),
+        Sgd { momentum: 0.9, dampening: 0.3, ..sgd }.into(),
+        Sgd { momentum: 0.9, nesterov: true, ..sgd }.into(),
+        Adagrad { lr_decay: 0.1, weight_decay: 0.1, initial_accumulator_value: 0.5, ..Adagrad::default() }.into(),
+        adam.into(),
+        Adam { amsgrad: true, betas: (0.5, 0.7), ..adam }.into(),
+        AdamW::default().into(),
+        AdamW { amsgrad: true, betas: (0.5, 0.7), ..AdamW::default() }.into(),
+        rms.into(),
+        RmsProp { momentum: 0.9, ..rms }.into(),
+        RmsProp { centered: true, ..rms }.into(),
+        RmsProp { momentum: 0.9, centered: true, ..rms }.into(),
+        Adadelta { weight_decay: 0.1, ..Adadelta::default() }.into(),
+        Adamax { weight_decay: 0.1, ..Adamax::default() }.into(),
+        NAdam { weight_decay: 0.1, ..NAdam::default() }.into(),
+    ]
+}
+
+/// Shapes of parameters, with a layout on two axes of two.
+pub(crate) fn layouts() -> Vec<(Vec<usize>, [Placement; 2])> {
+    vec![
+        (vec![5, 3], [Shard(0), Shard(1)]),
+        (vec![7], [Shard(0), Shard(0)]),
+        (vec![7, 2], [Placement::ragged(0, [5, 2]), Replicate]),
+        (vec![9, 2], [Replicate, Placement::StridedShard { dim: 0, split_factor: 3 }]),
+        (vec![3, 40], [Replicate, Replicate]),
+        (vec![], [Replicate, Replicate]),
+        (vec![4], [Partial(ReduceOp::Sum), Replicate]),
+        (vec![0, 3], [Shard(0), Replicate]),
+        (vec![1], [Shard(0), Shard(0)]),
+    ]
+}
+
+/// Layouts of gradients: as parameters, as pending sums, otherwise.
+pub(crate) fn gradient_placements(shape: &[usize], t: usize) -> [Placement; 2] {
+    match (t % 3, shape.is_empty()) {
+        (0, _) => [Partial(ReduceOp::Sum), Partial(ReduceOp::Sum)],
+        (1, false) => [Shard(0), Partial(ReduceOp::Sum)],
+        _ => [Replicate, Replicate],
+    }
+}
+
+pub(crate) fn start(i: usize, flat: usize) -> f64 {
+    values::value(flat + 100 * i) / 16.0
+}
+
+pub(crate) fn slope(i: usize, t: usize, flat: usize) -> f64 {
+    values::value(flat + 1000 * t + 100 * i + 17)
+}
+
+pub(crate) fn tensor(
+    mesh: &DeviceMesh,
+    shape: &[usize],
+    placed: &[Placement],
+    dtype: DType,
+    f: &dyn Fn(usize) -> f64,
+) -> Result<DTensor> {
+    let layout = Layout::new(mesh.mesh(), shape, placed.to_vec())?;
+    let local = values::local_of(&layout, mesh.world().rank(), 0, f).to_dtype(dtype)?;
+    DTensor::from_local_with_shape(&local, mesh, placed.to_vec(), shape)
+}
+
+/// Parameters `p0`, `p1`, ... in layouts on a mesh.
+pub(crate) fn params(mesh: &DeviceMesh, layouts: &[(Vec<usize>, Vec<Placement>)]) -> Result<Vec<Param>> {
+    let one = |(i, (shape, placed)): (usize, &(Vec<usize>, Vec<Placement>))| {
+        Ok(Param::new(&tensor(mesh, shape, placed, DType::F64, &|flat| start(i, flat))?))
+    };
+    layouts.iter().enumerate().map(one).collect()
+}
+
+pub(crate) fn named(params: &[Param]) -> Vec<(String, Param)> {
+    params.iter().enumerate().map(|(i, param)| (format!("p{i}"), param.clone())).collect()
+}
+
+/// The gradients of a step, in layouts that change from step to step.
+pub(crate) fn gradients(params: &[Param], t: usize) -> Result<Gradients> {
+    let mut all: Option<Gradients> = None;
+    for (i, param) in params.iter().enumerate() {
+        let leaf = param.get();
+        let placed = match leaf.placements().len() {
+            2 => gradient_placements(leaf.shape(), t).to_vec(),
+            _ => vec![Partial(ReduceOp::Sum)],
+        };
+        let cotangent = tensor(leaf.device_mesh(), leaf.shape(), &placed, leaf.dtype(), &|flat| slope(i, t, flat))?;
+        let one = leaf.backward_with(&cotangent)?;
+        all = Some(match all {
+            Some(all) => all.accumulate(one)?,
+            None => one,
+        });
+    }
+    Ok(all.unwrap())
+}
+
+pub(crate) fn numbers(t: &Tensor) -> Vec<f64> {
+    if t.elem_count() == 0 {
+        return Vec::new();
+    }
+    t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+pub(crate) fn whole(params: &[Param]) -> Result<Vec<Vec<f64>>> {
+    params.iter().map(|param| Ok(numbers(&param.get().full_tensor()?))).collect()
+}
+
+/// On every rank by itself.
+pub(crate) fn alone(world: &World) -> Result<DeviceMesh> {
+    world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)
+}
+
+pub(crate) fn spread() -> Vec<(Vec<usize>, Vec<Placement>)> {
+    layouts().into_iter().map(|(shape, placed)| (shape, placed.to_vec())).collect()
+}
+
+pub(crate) fn unspread() -> Vec<(Vec<usize>, Vec<Placement>)> {
+    layouts().into_iter().map(|(shape, _)| (shape, vec![Replicate])).collect()
+}
