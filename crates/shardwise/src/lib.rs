@@ -51,6 +51,7 @@ pub mod ops;
 pub mod autograd;
 pub mod param;
 pub mod nn;
+pub mod sharded;
 pub mod optim;
 
 pub use autograd::{Gradients, checkpoint, local_map};

@@ -93,6 +93,8 @@ pub enum Call {
         /// Size of every rank's output along it.
         to_sizes: Sizes,
     },
+    /// Every rank lets the others read its inputs, of which there may be any number.
+    Expose,
     /// Every rank hands one tensor to every rank and gets one from each.
     AllToAll {
         /// What this rank expects from every rank.
@@ -114,6 +116,7 @@ impl Call {
             Call::Scatter { .. } => "scatter",
             Call::Broadcast { .. } => "broadcast",
             Call::ExchangeDims { .. } => "exchange_dims",
+            Call::Expose => "expose",
             Call::AllToAll { .. } => "all_to_all",
         }
     }
@@ -132,6 +135,7 @@ impl Call {
         };
         match self {
             Call::Barrier | Call::Agree { .. } => count(0),
+            Call::Expose => Ok(()),
             Call::AllReduce { op } => count(1).and_then(|()| op.check(inputs[0].dtype())),
             Call::Reduce { op, root } => {
                 check_root(*root, size)?;
@@ -199,7 +203,7 @@ impl Call {
             vec![TensorMeta { shape, dtype: inputs[0].dtype() }]
         };
         match self {
-            Call::Barrier | Call::Agree { .. } => Vec::new(),
+            Call::Barrier | Call::Agree { .. } | Call::Expose => Vec::new(),
             Call::Reduce { root, .. } | Call::Gather { root, .. } if *root != me => Vec::new(),
             Call::AllReduce { .. } | Call::Reduce { .. } => like(&|_| {}),
             Call::AllGather { dim, sizes } | Call::Gather { dim, sizes, .. } => {
@@ -225,7 +229,7 @@ impl Call {
         let bytes = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
         let input = || inputs.first().map_or(0, bytes);
         match self {
-            Call::Barrier | Call::Agree { .. } => 0,
+            Call::Barrier | Call::Agree { .. } | Call::Expose => 0,
             Call::AllReduce { .. } => 2 * input() * (size - 1) / size,
             Call::AllGather { .. } => input() * (size - 1),
             Call::Gather { root, .. } | Call::Reduce { root, .. } => {
@@ -361,7 +365,7 @@ impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = self.name();
         match self {
-            Call::Barrier => f.write_str(name),
+            Call::Barrier | Call::Expose => f.write_str(name),
             Call::Agree { what, values } => write!(f, "{name}({what} {values:?})"),
             Call::AllReduce { op } => write!(f, "{name}({op})"),
             Call::Reduce { op, root } => write!(f, "{name}({op}, root {root})"),

@@ -80,7 +80,12 @@ fn agree(a: &Entry, b: &Entry) -> bool {
         }
         // Nothing beyond the call itself: the tensor is the root's alone and is part of the call.
         (
-            Call::Barrier | Call::Agree { .. } | Call::Broadcast { .. } | Call::Scatter { .. } | Call::AllToAll { .. },
+            Call::Barrier
+            | Call::Agree { .. }
+            | Call::Expose
+            | Call::Broadcast { .. }
+            | Call::Scatter { .. }
+            | Call::AllToAll { .. },
             _,
         ) => true,
     }

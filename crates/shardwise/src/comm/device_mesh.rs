@@ -106,6 +106,11 @@ impl DeviceMesh {
         Ok(group)
     }
 
+    /// The group of all ranks of the mesh, in row-major order.
+    pub(crate) fn whole_group(&self) -> Result<Group> {
+        self.group_of(&(0..self.0.mesh.ndim()).collect::<Vec<_>>())
+    }
+
     /// The groups through this rank along every axis, outermost first.
     #[doc(alias = "get_all_groups")]
     pub fn all_groups(&self) -> Result<Vec<Group>> {

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
-use super::Communicator;
 use super::call::Call;
+use super::{Communicator, Exposed};
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
 use crate::placement::ReduceOp;
@@ -209,6 +209,31 @@ impl Group {
     #[track_caller]
     pub fn recv(&self, expected: &TensorMeta, from: usize, tag: u64) -> Result<Tensor> {
         self.engine.recv(expected, from, tag, Location::caller())
+    }
+
+    /// Lets every rank of the group read these tensors of this one from now on, without its help. All ranks of the group
+    /// make the call, each with any number of tensors.
+    ///
+    /// ```
+    /// # use shardwise::{launch, TensorMeta};
+    /// # use candle_core::{Device, DType, Tensor};
+    /// launch(2, |world| {
+    ///     let exposed = world.expose(&[Tensor::new(world.rank() as i64 + 7, &Device::Cpu)?])?;
+    ///     if world.rank() == 0 {
+    ///         let other = exposed.read(1, 0, &TensorMeta::new((), DType::I64), std::panic::Location::caller())?;
+    ///         assert_eq!(other.to_scalar::<i64>()?, 8); // rank 1 may be anywhere, even at its end
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), shardwise::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn expose(&self, tensors: &[Tensor]) -> Result<Box<dyn Exposed>> {
+        self.expose_at(tensors, Location::caller())
+    }
+
+    pub(crate) fn expose_at(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>> {
+        self.engine.expose(tensors, site)
     }
 
     /// Cuts the group into groups: ranks that name the same `color` end up together, ordered by `key` and then by

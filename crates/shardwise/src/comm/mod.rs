@@ -33,6 +33,12 @@ use candle_core::Tensor;
 use crate::error::{Result, Site};
 use crate::layout::TensorMeta;
 
+/// Tensors of all ranks of a group that each of them can read at any time, as an engine provides them.
+pub trait Exposed: Send + Sync {
+    /// Tensor `index` of a rank of the group, which is described by `expected`. The rank takes no part.
+    fn read(&self, rank: usize, index: usize, expected: &TensorMeta, site: Site) -> Result<Tensor>;
+}
+
 /// One rank's end of a group, as an engine provides it. Programs use [`Group`].
 pub trait Communicator: Send + Sync {
     /// This rank's position in the group.
@@ -55,6 +61,10 @@ pub trait Communicator: Send + Sync {
     /// The group of some ranks of this world, given as distinct global ranks, this one among them, in the order that
     /// the group shall have. Every member asks for it; asking again gives the same group.
     fn subgroup(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>>;
+
+    /// Lets every rank of the group read these tensors of this one from now on, without its help. All ranks of the group
+    /// enter it.
+    fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>>;
 
     /// Brings every pending and later collective of this world to an error that carries `reason`.
     fn abort(&self, reason: &str);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 
-use super::{Call, Communicator};
+use super::{Call, Communicator, Exposed};
 use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::TensorMeta;
 
@@ -204,6 +204,18 @@ impl Traced {
     }
 }
 
+/// Reads that are recorded, as bytes of the rank that reads.
+struct TracedExposed {
+    exposed: Box<dyn Exposed>,
+    this: Traced,
+}
+
+impl Exposed for TracedExposed {
+    fn read(&self, rank: usize, index: usize, expected: &TensorMeta, site: Site) -> Result<Tensor> {
+        self.this.record("fetch", || expected.bytes(), site, || self.exposed.read(rank, index, expected, site))
+    }
+}
+
 impl Communicator for Traced {
     fn rank(&self) -> usize {
         self.engine.rank()
@@ -229,6 +241,13 @@ impl Communicator for Traced {
 
     fn subgroup(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>> {
         Ok(Arc::new(Traced::new(self.engine.subgroup(ranks)?, self.trace.clone())))
+    }
+
+    fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>> {
+        let exposed = self.record("expose", || 0, site, || self.engine.expose(tensors, site))?;
+        let this =
+            Traced { engine: Arc::clone(&self.engine), group: Arc::clone(&self.group), trace: self.trace.clone() };
+        Ok(Box::new(TracedExposed { exposed, this }))
     }
 
     fn abort(&self, reason: &str) {

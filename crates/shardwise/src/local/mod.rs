@@ -4,6 +4,7 @@
 
 mod fresh;
 mod assembly;
+mod compare;
 mod copy;
 mod pick;
 mod pointwise;
@@ -19,6 +20,7 @@ mod update;
 mod power;
 
 pub(crate) use assembly::{Assembly, concat, dense};
+pub(crate) use compare::{all_close, all_equal};
 pub(crate) use fold::{Fold, fold};
 pub(crate) use map::{Arithmetic, Each, Function, Wide, map};
 pub(crate) use pick::{NOWHERE, Numbers, pick, take};
@@ -120,6 +122,14 @@ pub(crate) fn filled(value: f64, meta: &TensorMeta) -> Result<Tensor> {
             Ok(output.finish())
         }
     }, otherwise unreachable!("checked when reserved"))
+}
+
+/// The elements in row-major order, in little-endian bytes.
+pub(crate) fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
+    let flat = dense(tensor)?.flatten_all()?;
+    with_type!(flat.dtype(), T => {
+        Ok(flat.to_vec1::<T>()?.into_iter().flat_map(T::to_le_bytes).collect())
+    }, otherwise unreachable!("checked when the tensor was made"))
 }
 
 /// A vector with room for so many elements, or an error where memory ends.

@@ -46,10 +46,18 @@ impl Init {
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
+        match self.start(shape)? {
+            Start::Constant(value) => DTensor::full(value, shape, dtype, mesh, placements),
+            Start::Random(distribution) => DTensor::random(distribution, shape, dtype, mesh, placements),
+        }
+    }
+
+    /// What the elements of a tensor of this shape begin with.
+    pub(crate) fn start(self, shape: &[usize]) -> Result<Start> {
         let root3 = 3f64.sqrt();
         let fans = || fans(shape);
-        let distribution = match self {
-            Init::Constant(value) => return DTensor::full(value, shape, dtype, mesh, placements),
+        Ok(Start::Random(match self {
+            Init::Constant(value) => return Ok(Start::Constant(value)),
             Init::Uniform(low, high) => Distribution::Uniform { low, high },
             Init::Normal(mean, std) => Distribution::Normal { mean, std },
             Init::TruncNormal(std) => Distribution::TruncatedNormal { mean: 0.0, std, width: 2.0 },
@@ -63,9 +71,16 @@ impl Init {
             }
             Init::KaimingUniform(gain) => uniform(gain / fans()?.0.sqrt() * root3),
             Init::KaimingNormal(gain) => Distribution::Normal { mean: 0.0, std: gain / fans()?.0.sqrt() },
-        };
-        DTensor::random(distribution, shape, dtype, mesh, placements)
+        }))
     }
+}
+
+/// An initial value for a tensor of a certain shape.
+pub(crate) enum Start {
+    /// One number everywhere.
+    Constant(f64),
+    /// Random numbers.
+    Random(Distribution),
 }
 
 fn uniform(bound: f64) -> Distribution {

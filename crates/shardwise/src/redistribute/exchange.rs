@@ -49,7 +49,13 @@ impl Exchange {
     /// Carries the exchange out. Returns the blocks that this rank got, with their places in its new local tensor; none in
     /// a dry run.
     pub(crate) fn run(&self, local: &Tensor, site: Site) -> Result<Vec<(Vec<usize>, Tensor)>> {
-        let pieces = self.outgoing.iter().map(|transfers| self.pack(local, transfers)).collect::<Result<Vec<_>>>()?;
+        self.run_with(&|offsets, sizes| block(local, offsets, sizes), site)
+    }
+
+    /// As [`run`](Self::run), with what this rank sends given as a function from the place and the size of a block to the
+    /// block.
+    pub(crate) fn run_with(&self, source: View<'_>, site: Site) -> Result<Vec<(Vec<usize>, Tensor)>> {
+        let pieces = self.outgoing.iter().map(|transfers| self.pack(source, transfers)).collect::<Result<Vec<_>>>()?;
         let got = self.group.run(&self.call, &pieces, site)?;
         let mut blocks = Vec::new();
         if self.group.is_dry() {
@@ -72,7 +78,12 @@ impl Exchange {
 
     /// Carries the exchange out and puts the blocks together: they fill a new local tensor, described by `after`.
     pub(crate) fn assemble(&self, local: &Tensor, after: &TensorMeta, site: Site) -> Result<Tensor> {
-        let blocks = self.run(local, site)?;
+        self.assemble_with(&|offsets, sizes| block(local, offsets, sizes), after, site)
+    }
+
+    /// As [`assemble`](Self::assemble), with what this rank sends given as in [`run_with`](Self::run_with).
+    pub(crate) fn assemble_with(&self, source: View<'_>, after: &TensorMeta, site: Site) -> Result<Tensor> {
+        let blocks = self.run_with(source, site)?;
         if self.group.is_dry() {
             return placeholder(after);
         }
@@ -86,24 +97,30 @@ impl Exchange {
     }
 
     /// What goes to one rank: a view if it is one block, else all blocks one after the other.
-    fn pack(&self, local: &Tensor, transfers: &[Transfer]) -> Result<Tensor> {
+    fn pack(&self, source: View<'_>, transfers: &[Transfer]) -> Result<Tensor> {
         let meta = TensorMeta { shape: packed_shape(transfers), dtype: self.dtype };
         if self.group.is_dry() || transfers.is_empty() {
             return placeholder(&meta);
         }
-        let block = |transfer: &Transfer| -> Result<Tensor> {
-            let mut view = local.clone();
-            for (dim, (&start, &size)) in transfer.source.iter().zip(&transfer.sizes).enumerate() {
-                view = view.narrow(dim, start, size)?;
-            }
-            Ok(view)
-        };
+        let block = |transfer: &Transfer| source(&transfer.source, &transfer.sizes);
         if let [single] = transfers {
             return block(single);
         }
         let flat = transfers.iter().map(|t| Ok(dense(&block(t)?)?.flatten_all()?)).collect::<Result<Vec<_>>>()?;
         concat(&flat, 0)
     }
+}
+
+/// Gives the block of a certain place and size.
+type View<'a> = &'a dyn Fn(&[usize], &[usize]) -> Result<Tensor>;
+
+/// A block of a tensor, as a view.
+pub(crate) fn block(tensor: &Tensor, offsets: &[usize], sizes: &[usize]) -> Result<Tensor> {
+    let mut view = tensor.clone();
+    for (dim, (&start, &size)) in offsets.iter().zip(sizes).enumerate() {
+        view = view.narrow(dim, start, size)?;
+    }
+    Ok(view)
 }
 
 /// One block keeps its shape; several are packed into one dimension.

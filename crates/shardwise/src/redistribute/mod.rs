@@ -8,7 +8,7 @@ mod plan;
 mod planner;
 
 pub use cost::Cost;
-pub(crate) use exchange::Exchange;
+pub(crate) use exchange::{Exchange, block};
 pub(crate) use execute::redistribute;
 pub use plan::{Plan, Step, StepKind};
 

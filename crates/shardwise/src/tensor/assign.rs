@@ -114,7 +114,7 @@ impl DTensor {
                     }
                     boxes
                 };
-                let group = super::construct::all_of(mesh)?;
+                let group = mesh.whole_group()?;
                 Exchange::new(group, self.dtype(), shifted, overwritten).run(value.to_local(), site)?
             }
             None => {

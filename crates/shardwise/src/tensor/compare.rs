@@ -2,12 +2,13 @@
 
 use std::panic::Location;
 
-use candle_core::{DType, Device, Tensor, WithDType};
+use candle_core::{Device, Tensor, WithDType};
 
-use super::{DTensor, construct::all_of};
+use super::DTensor;
 use crate::comm::{Call, implicitly};
 use crate::error::{Error, Result, Site};
 use crate::layout::Layout;
+use crate::local::{all_close, all_equal};
 use crate::placement::ReduceOp;
 
 impl DTensor {
@@ -43,32 +44,23 @@ impl DTensor {
         if self.dtype() != other.dtype() {
             return Ok(false);
         }
-        self.all_elements("equal", other, Location::caller(), |a, b| Ok(a.eq(b)?))
+        self.all_elements("equal", other, Location::caller(), all_equal)
     }
 
     /// Whether two tensors of one mesh have the same shape and `|a - b| <= atol + rtol * |b|` everywhere. The same answer
     /// on every rank.
     #[track_caller]
     pub fn allclose(&self, other: &DTensor, rtol: f64, atol: f64) -> Result<bool> {
-        self.all_elements("allclose", other, Location::caller(), |a, b| {
-            if rtol == 0.0 && atol == 0.0 && a.dtype() == b.dtype() {
-                return Ok(a.eq(b)?); // also where an f64 would not hold the numbers
-            }
-            let (a, b) = (a.to_dtype(DType::F64)?, b.to_dtype(DType::F64)?);
-            // An infinity is close to itself alone.
-            let difference = (&a - &b)?.abs()?;
-            let close = difference.le(&((b.abs()? * rtol)? + atol)?)?.minimum(&difference.lt(f64::INFINITY)?)?;
-            Ok(close.maximum(&a.eq(&b)?)?)
-        })
+        self.all_elements("allclose", other, Location::caller(), |a, b| all_close(a, b, rtol, atol))
     }
 
-    /// Whether a test of pairs of elements, 0 or 1 each, holds for all.
+    /// Whether a test of two parts holds on all ranks.
     fn all_elements(
         &self,
         name: &'static str,
         other: &DTensor,
         site: Site,
-        test: impl FnOnce(&Tensor, &Tensor) -> Result<Tensor>,
+        test: impl FnOnce(&Tensor, &Tensor) -> Result<bool>,
     ) -> Result<bool> {
         self.check_readable(name)?;
         if self.shape() != other.shape() {
@@ -77,13 +69,10 @@ impl DTensor {
         implicitly(name, || {
             let a = self.reduced(site)?;
             let b = other.to_layout_at(a.layout(), site)?;
-            let passed = a.to_local().elem_count() == 0 || {
-                let results = test(a.to_local(), b.to_local())?.flatten_all()?.to_vec1::<u8>()?;
-                results.iter().all(|&r| r == 1)
-            };
+            let passed = test(a.to_local(), b.to_local())?;
             let mine = Tensor::new(&[u8::from(passed)], &Device::Cpu)?;
             let call = Call::AllReduce { op: ReduceOp::Min };
-            let all = all_of(self.device_mesh())?.run(&call, &[mine], site)?.swap_remove(0);
+            let all = self.device_mesh().whole_group()?.run(&call, &[mine], site)?.swap_remove(0);
             Ok(all.to_vec1::<u8>()?[0] == 1)
         })
     }

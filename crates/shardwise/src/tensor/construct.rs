@@ -38,7 +38,7 @@ impl DTensor {
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
         let (site, placements) = (Location::caller(), placements.into_iter().collect::<Vec<_>>());
-        let group = all_of(mesh)?;
+        let group = mesh.whole_group()?;
         let shapes = gather_shapes(&group, local, &placements, site)?;
         check_served(local)?;
         let layout = infer(mesh, &placements, &shapes, group.ranks())?;
@@ -106,7 +106,7 @@ impl DTensor {
             return DTensor::from_parts(mesh, whole, densely(mesh, tensor)?).to_layout_at(&to, site);
         };
         // Agree first: what is wrong after that is wrong on every rank.
-        let group = all_of(mesh)?;
+        let group = mesh.whole_group()?;
         agree_on_source(tensor, &group, source, &placements, site)?;
         let to = layout()?;
         let middle = to.settled();
@@ -118,11 +118,6 @@ impl DTensor {
 /// The tensor as a dense one; placeholders of a dry run stay what they are.
 fn densely(mesh: &DeviceMesh, local: &Tensor) -> Result<Tensor> {
     if mesh.world().is_dry() { Ok(local.clone()) } else { dense(&immutable(local)?) }
-}
-
-/// The group of all ranks of a mesh, in mesh order.
-pub(super) fn all_of(mesh: &DeviceMesh) -> Result<Group> {
-    mesh.group_of(&(0..mesh.ndim()).collect::<Vec<_>>())
 }
 
 /// The shapes of all ranks' tensors, which must have one type, number of dimensions and placements.

@@ -4,13 +4,13 @@ use std::panic::Location;
 
 use candle_core::{DType, Device, Shape, Tensor};
 
-use super::{DTensor, check_partial, construct::all_of};
+use super::{DTensor, check_partial};
 use crate::comm::{Call, DeviceMesh};
 use crate::error::{Error, Result, Site};
-use crate::layout::{Layout, TensorMeta};
+use crate::layout::{Layout, TensorBox, TensorMeta};
 use crate::local::{check_dtype, filled, placeholder, reserve};
 use crate::placement::Placement;
-use crate::random::{Distribution, Generator, mantissa_bits};
+use crate::random::{Distribution, Generator, GeneratorState, mantissa_bits};
 
 /// Elements by global index: row-major number of the element, and its index in every dimension.
 type Rule<'a> = &'a dyn Fn(u64, &[usize]) -> Value;
@@ -354,44 +354,81 @@ fn random_at(
     generator: &Generator,
     site: Site,
 ) -> Result<DTensor> {
+    let draw = agreed_draw(distribution, layout.shape(), dtype, mesh, generator, site)?;
+    by_rule(mesh, layout, dtype, site, &random_rule(distribution, draw, dtype))
+}
+
+/// The next draw of a generator for a tensor of this shape; an error on every rank if the ranks' generators have drifted
+/// apart, and one if the distribution makes no sense.
+pub(crate) fn agreed_draw(
+    distribution: Distribution,
+    shape: &[usize],
+    dtype: DType,
+    mesh: &DeviceMesh,
+    generator: &Generator,
+    site: Site,
+) -> Result<GeneratorState> {
     distribution.check()?;
-    distribution.check_fit(layout.shape(), dtype)?;
+    distribution.check_fit(shape, dtype)?;
     let draw = generator.draw();
     if mesh.contains(mesh.world().rank()) && mesh.size() > 1 {
         let values = [draw.seed, draw.offset].into_iter().collect();
-        all_of(mesh)?.run(&Call::Agree { what: "generator seed and offset", values }, &[], site)?;
+        mesh.whole_group()?.run(&Call::Agree { what: "generator seed and offset", values }, &[], site)?;
     }
+    Ok(draw)
+}
+
+/// A box of the random tensor of a shape that a draw gives.
+pub(crate) fn random_box(
+    distribution: Distribution,
+    draw: GeneratorState,
+    shape: &[usize],
+    part: &TensorBox,
+    dtype: DType,
+) -> Result<Tensor> {
+    let run = |(&start, &size): (&usize, &usize)| (start..start + size).collect();
+    let indices: Vec<Vec<usize>> = part.offsets.iter().zip(&part.sizes).map(run).collect();
+    filled_by(shape, &indices, dtype, &random_rule(distribution, draw, dtype))
+}
+
+fn random_rule(distribution: Distribution, draw: GeneratorState, dtype: DType) -> impl Fn(u64, &[usize]) -> Value {
     let whole = matches!(distribution, Distribution::Integers { .. } | Distribution::Permutation { .. });
     let precision = mantissa_bits(dtype);
-    by_rule(mesh, layout, dtype, site, &|i, _| match whole {
+    move |i, _| match whole {
         true => Value::Whole(distribution.integer_at(draw, i)),
         false => Value::Real(distribution.at(draw, i, precision)),
-    })
+    }
 }
 
 /// A tensor by a rule for its elements.
 fn by_rule(mesh: &DeviceMesh, layout: &Layout, dtype: DType, site: Site, rule: Rule<'_>) -> Result<DTensor> {
     let rank = mesh.world().rank();
-    make(mesh, layout, dtype, site, |meta, layout| {
+    make(mesh, layout, dtype, site, |_, layout| {
         let indices: Vec<Vec<usize>> = (0..layout.shape().len()).map(|dim| layout.global_indices(rank, dim)).collect();
-        let walk = |take: &mut dyn FnMut(Value)| {
-            let mut index = vec![0; indices.len()];
-            for_each_index(layout.shape(), &indices, 0, 0, &mut index, &mut |flat, index| take(rule(flat, index)));
-        };
-        let (shape, cpu) = (meta.shape.as_slice(), &Device::Cpu);
-        macro_rules! filled {
-            ($convert:expr) => {{
-                let mut values = reserve(meta.elem_count())?;
-                walk(&mut |value| values.push($convert(value)));
-                Ok(Tensor::from_vec(values, shape, cpu)?.to_dtype(dtype)?)
-            }};
-        }
-        match dtype {
-            DType::U8 | DType::U32 | DType::I16 | DType::I32 | DType::I64 => filled!(Value::whole),
-            DType::F64 => filled!(Value::real),
-            _ => filled!(|value: Value| value.real() as f32),
-        }
+        filled_by(layout.shape(), &indices, dtype, rule)
     })
+}
+
+/// The elements at all combinations of `indices` of a tensor of a shape, by a rule.
+fn filled_by(shape: &[usize], indices: &[Vec<usize>], dtype: DType, rule: Rule<'_>) -> Result<Tensor> {
+    let sizes: Vec<usize> = indices.iter().map(Vec::len).collect();
+    let count = sizes.iter().product();
+    let walk = |take: &mut dyn FnMut(Value)| {
+        let mut index = vec![0; indices.len()];
+        for_each_index(shape, indices, 0, 0, &mut index, &mut |flat, index| take(rule(flat, index)));
+    };
+    macro_rules! filled {
+        ($convert:expr) => {{
+            let mut values = reserve(count)?;
+            walk(&mut |value| values.push($convert(value)));
+            Ok(Tensor::from_vec(values, sizes, &Device::Cpu)?.to_dtype(dtype)?)
+        }};
+    }
+    match dtype {
+        DType::U8 | DType::U32 | DType::I16 | DType::I32 | DType::I64 => filled!(Value::whole),
+        DType::F64 => filled!(Value::real),
+        _ => filled!(|value: Value| value.real() as f32),
+    }
 }
 
 /// Visits the elements at all combinations of `indices` in order, with their row-major number.

@@ -9,6 +9,7 @@ mod show;
 mod state;
 mod tape;
 
+pub(crate) use factories::{agreed_draw, random_box};
 pub use foreign::{DeviceBackend, register_backend};
 pub use state::DTensorState;
 pub use tape::{Backward, Keeps, Saved, no_grad};

@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use candle_core::{Device, Tensor, WithDType};
 
-use super::{DTensor, construct::all_of};
+use super::DTensor;
 use crate::comm::{Call, operator};
 use crate::error::Result;
 use crate::placement::ReduceOp;
@@ -98,7 +98,7 @@ impl DTensor {
         }
         let count = values.len();
         let mine = Tensor::from_vec(values, count, &Device::Cpu)?;
-        let sum = all_of(self.device_mesh())?.run(&Call::AllReduce { op: ReduceOp::Sum }, &[mine], site)?;
+        let sum = self.device_mesh().whole_group()?.run(&Call::AllReduce { op: ReduceOp::Sum }, &[mine], site)?;
         Ok(sum[0].to_vec1()?)
     }
 }

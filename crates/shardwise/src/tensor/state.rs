@@ -7,7 +7,7 @@ use super::DTensor;
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
-use crate::local::dense;
+use crate::local::bytes_of;
 
 /// One rank's part of a distributed tensor, with the layout that it belongs to.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -26,23 +26,7 @@ impl DTensor {
     /// What this rank must store to have its part again.
     pub fn state(&self) -> Result<DTensorState> {
         self.check_readable("state")?;
-        let local = dense(self.to_local())?.flatten_all()?;
-        macro_rules! bytes {
-            ($T:ty) => {
-                local.to_vec1::<$T>()?.into_iter().flat_map(|x| x.to_le_bytes()).collect()
-            };
-        }
-        let bytes = match local.dtype() {
-            DType::U8 => bytes!(u8),
-            DType::U32 => bytes!(u32),
-            DType::I16 => bytes!(i16),
-            DType::I32 => bytes!(i32),
-            DType::I64 => bytes!(i64),
-            DType::BF16 => bytes!(half::bf16),
-            DType::F16 => bytes!(half::f16),
-            DType::F32 => bytes!(f32),
-            _ => bytes!(f64),
-        };
+        let bytes = bytes_of(self.to_local())?;
         Ok(DTensorState {
             layout: self.layout().clone(),
             dtype: self.dtype().as_str().to_string(),

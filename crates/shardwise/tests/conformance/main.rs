@@ -7,6 +7,7 @@ mod local_shards;
 mod ops;
 mod optim;
 mod redistribute;
+mod sharded_tensor;
 mod vectors;
 
 #[test]
@@ -17,6 +18,11 @@ fn local_shards() {
 #[test]
 fn redistribute() {
     vectors::run("redistribute", redistribute::check);
+}
+
+#[test]
+fn sharded_tensor() {
+    vectors::run("sharded_tensor", sharded_tensor::check);
 }
 
 #[test]

@@ -68,7 +68,7 @@ pub(super) fn carry_out(all: &[Arc<Posted>], me: usize, pass: impl FnOnce() -> R
     let inputs = || (0..all.len()).map(input).collect::<Vec<_>>();
     let only = |tensor: Result<Tensor>| tensor.map(|t| vec![t]);
     match &all[me].entry.call {
-        Call::Barrier | Call::Agree { .. } => Ok(Vec::new()),
+        Call::Barrier | Call::Agree { .. } | Call::Expose => Ok(Vec::new()),
         Call::AllReduce { op } => only(all_reduce(&inputs(), *op, me, shared, pass)),
         Call::Reduce { op, root } if shared.is_some() || me == *root => {
             let reduced = all_reduce(&inputs(), *op, me, shared, pass)?;

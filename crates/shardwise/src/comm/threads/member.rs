@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
+use parking_lot::MutexGuard;
 
 use super::collectives;
 use super::hub::{Hub, Reason, Wait};
 use super::mailbox::{Envelope, Message};
-use super::meeting::{Meeting, Posted};
+use super::meeting::{Meeting, Posted, Turn};
 use crate::comm::check::{Entry, check_agreement};
-use crate::comm::{Call, Communicator};
+use crate::comm::{Call, Communicator, Exposed};
 use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::TensorMeta;
 use crate::local::{check_served, immutable};
@@ -42,6 +43,22 @@ impl Member {
         Ok(Envelope { group: ranks.to_vec(), from, to, tag })
     }
 
+    /// Meets the others of the group; what all of them brought is the same call.
+    fn meet(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<(Vec<Arc<Posted>>, MutexGuard<'_, Turn>)> {
+        let (me, size) = (self.me, self.ranks().len());
+        let mut turn = self.meeting.begin(me)?;
+        let mut entry = Entry::new(call, inputs, site, me, size);
+        if let Some(error) = self.hub.failure_for(|| entry.describe(self.ranks(), me)) {
+            return Err(error);
+        }
+        let output = collectives::prepare(&mut entry, me, size);
+        let all = self.meeting.exchange(&self.hub, me, &mut turn, Posted { entry, output })?;
+        let entries: smallvec::SmallVec<[&Entry; 8]> = all.iter().map(|p| &p.entry).collect();
+        check_agreement(&entries, self.ranks())?;
+        drop(entries);
+        Ok((all, turn))
+    }
+
     fn describe(&self, call: String, site: Site) -> Box<RankCall> {
         Box::new(RankCall { rank: self.ranks()[self.me], call, group: self.ranks().to_vec(), site })
     }
@@ -57,16 +74,8 @@ impl Communicator for Member {
     }
 
     fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
-        let (me, size) = (self.me, self.ranks().len());
-        let mut turn = self.meeting.begin(me)?;
-        let mut entry = Entry::new(call, inputs, site, me, size);
-        if let Some(error) = self.hub.failure_for(|| entry.describe(self.ranks(), me)) {
-            return Err(error);
-        }
-        let output = collectives::prepare(&mut entry, me, size);
-        let all = self.meeting.exchange(&self.hub, me, &mut turn, Posted { entry, output })?;
-        let entries: smallvec::SmallVec<[&Entry; 8]> = all.iter().map(|p| &p.entry).collect();
-        check_agreement(&entries, self.ranks())?;
+        let (all, mut turn) = self.meet(call, inputs, site)?;
+        let me = self.me;
         collectives::carry_out(&all, me, || {
             self.meeting.pass(&self.hub, me, &mut turn, &|| all[me].entry.describe(self.ranks(), me))
         })
@@ -142,8 +151,38 @@ impl Communicator for Member {
         Ok(Arc::new(Member { hub: Arc::clone(&self.hub), meeting: self.hub.meeting(ranks), me }))
     }
 
+    fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>> {
+        let all = self.meet(&Call::Expose, tensors, site)?.0;
+        let tensors = all.iter().map(|p| p.entry.inputs.to_vec()).collect();
+        Ok(Box::new(Shared { tensors, ranks: self.ranks().to_vec(), me: self.ranks()[self.me] }))
+    }
+
     fn abort(&self, reason: &str) {
         self.hub.fail(self.ranks()[self.me], format!("aborted: {reason}"));
+    }
+}
+
+/// The tensors of all ranks, by position in the group: sharing them is all that reading takes.
+struct Shared {
+    tensors: Vec<Vec<Tensor>>,
+    ranks: Vec<usize>,
+    me: usize,
+}
+
+impl Exposed for Shared {
+    fn read(&self, rank: usize, index: usize, expected: &TensorMeta, site: Site) -> Result<Tensor> {
+        let found = self.tensors.get(rank).and_then(|tensors| tensors.get(index));
+        match found {
+            Some(tensor) if meta(tensor) == *expected => Ok(tensor.clone()),
+            _ => {
+                let found = found.map_or("nothing".to_string(), |tensor| meta(tensor).to_string());
+                let what = format!("{found} as tensor {index} of rank {rank} in group {:?}", self.ranks);
+                let call =
+                    RankCall { rank: self.me, call: format!("fetch of {expected}"), group: self.ranks.clone(), site };
+                let source = Error::invalid("fetch", what, expected, "read what the rank has exposed");
+                Err(Error::Rejected { call: Box::new(call), source: Box::new(source) })
+            }
+        }
     }
 }
 

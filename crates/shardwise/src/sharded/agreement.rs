@@ -1,0 +1,53 @@
+//! Whether all ranks say the same, and if not, who says what.
+
+use candle_core::{Device, Tensor};
+
+use crate::comm::{Call, Group};
+use crate::error::{Error, Result, Site};
+
+/// An error on every rank unless all ranks of the group say the same of every thing; it names the first two that differ.
+pub(super) fn agree(group: &Group, things: &[(&'static str, &str)], site: Site) -> Result<()> {
+    if group.is_dry() || group.size() == 1 {
+        return Ok(());
+    }
+    let mine: Vec<i64> = things.iter().map(|(_, said)| fingerprint(said)).collect();
+    let mine = Tensor::from_vec(mine, (1, things.len()), &Device::Cpu)?;
+    let sizes = std::iter::repeat_n(1, group.size()).collect();
+    let all: Vec<Vec<i64>> = group.run(&Call::AllGather { dim: 0, sizes }, &[mine], site)?.swap_remove(0).to_vec2()?;
+    for (i, (what, said)) in things.iter().enumerate() {
+        let Some(other) = all.iter().position(|numbers| numbers[i] != all[0][i]) else { continue };
+        let texts = texts(group, said, site)?;
+        let found =
+            format!("{} on rank {}, {} on rank {}", texts[0], group.ranks()[0], texts[other], group.ranks()[other]);
+        return Err(Error::invalid(what, found, "the same on all ranks", "let all ranks pass the same"));
+    }
+    Ok(())
+}
+
+/// What every rank of the group says, in group order.
+pub(super) fn texts(group: &Group, mine: &str, site: Site) -> Result<Vec<String>> {
+    if group.is_dry() {
+        let needed = "a run with all ranks";
+        let found = "a dry run, in which nobody knows what other ranks hold";
+        return Err(Error::invalid("sharded tensor", found, needed, "pass the metadata of all shards"));
+    }
+    let length = Tensor::new(&[mine.len() as i64], &Device::Cpu)?;
+    let ones = std::iter::repeat_n(1, group.size()).collect();
+    let lengths: Vec<i64> =
+        group.run(&Call::AllGather { dim: 0, sizes: ones }, &[length], site)?.swap_remove(0).to_vec1()?;
+    let bytes = Tensor::from_vec(mine.as_bytes().to_vec(), mine.len(), &Device::Cpu)?;
+    let sizes = lengths.iter().map(|&n| n as usize).collect();
+    let all: Vec<u8> = group.run(&Call::AllGather { dim: 0, sizes }, &[bytes], site)?.swap_remove(0).to_vec1()?;
+    let mut rest = all.as_slice();
+    let mut next = |length: &i64| {
+        let (text, later) = rest.split_at(*length as usize);
+        rest = later;
+        String::from_utf8_lossy(text).into_owned()
+    };
+    Ok(lengths.iter().map(&mut next).collect())
+}
+
+/// The same number for the same text on every rank (FNV-1a).
+fn fingerprint(text: &str) -> i64 {
+    text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3)) as i64
+}

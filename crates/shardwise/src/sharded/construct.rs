@@ -1,0 +1,301 @@
+//! Sharded tensors from a spec, from shards that ranks already have, or from one whole tensor.
+
+use std::panic::Location;
+
+use candle_core::{DType, Shape, Tensor};
+
+use super::agreement::{agree, texts};
+use super::device::RemoteDevice;
+use super::metadata::{ShardMetadata, ShardedTensorMetadata};
+use super::movement::moved;
+use super::{Shard, ShardedTensor, ShardingSpec};
+use crate::comm::DeviceMesh;
+use crate::error::{Error, Result, Site};
+use crate::layout::TensorMeta;
+use crate::local::{check_dtype, check_served, dense, filled, immutable, placeholder};
+
+impl ShardedTensor {
+    /// A tensor filled with one value.
+    pub fn full(
+        spec: impl Into<ShardingSpec>,
+        value: f64,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        mesh: &DeviceMesh,
+    ) -> Result<ShardedTensor> {
+        Self::by_shard(spec.into(), &shape.into().into_dims(), dtype, mesh, |part| {
+            filled(value, &TensorMeta { shape: part.sizes.clone(), dtype })
+        })
+    }
+
+    /// A tensor of zeros.
+    pub fn zeros(
+        spec: impl Into<ShardingSpec>,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        mesh: &DeviceMesh,
+    ) -> Result<ShardedTensor> {
+        Self::full(spec, 0.0, shape, dtype, mesh)
+    }
+
+    /// A tensor of ones.
+    pub fn ones(
+        spec: impl Into<ShardingSpec>,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        mesh: &DeviceMesh,
+    ) -> Result<ShardedTensor> {
+        Self::full(spec, 1.0, shape, dtype, mesh)
+    }
+
+    /// A tensor to be filled later. Its elements are zero: memory without a value does not exist here.
+    pub fn empty(
+        spec: impl Into<ShardingSpec>,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        mesh: &DeviceMesh,
+    ) -> Result<ShardedTensor> {
+        Self::zeros(spec, shape, dtype, mesh)
+    }
+
+    /// A tensor of shards that a function makes from their descriptions; only those of this rank are asked for.
+    pub(super) fn by_shard(
+        spec: ShardingSpec,
+        shape: &[usize],
+        dtype: DType,
+        mesh: &DeviceMesh,
+        mut make: impl FnMut(&ShardMetadata) -> Result<Tensor>,
+    ) -> Result<ShardedTensor> {
+        check_dtype(dtype)?;
+        let metadata = spec.build_metadata(shape, dtype)?;
+        check_ranks(&metadata, mesh)?;
+        let one = |part: &ShardMetadata| match mesh.world().is_dry() {
+            true => placeholder(&TensorMeta { shape: part.sizes.clone(), dtype }),
+            false => make(part),
+        };
+        let tensors = metadata.shards_of(mesh.world().rank()).map(one).collect::<Result<Vec<_>>>()?;
+        Ok(Self::from_parts(mesh, metadata, spec, tensors))
+    }
+
+    /// The tensor of which every rank of the mesh brings its shards, any number of them.
+    ///
+    /// Ranks tell each other what they have: all get the same error unless the shards are of one type and fill the tensor,
+    /// each element once. The spec is found from the shards.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use shardwise::prelude::*;
+    /// use shardwise::sharded::{Shard, ShardedTensor};
+    ///
+    /// launch(3, |world| {
+    ///     let mesh = world.mesh([("all", 3)])?;
+    ///     let rank = world.rank();
+    ///     let row = Tensor::full(rank as f32, (1, 4), &Device::Cpu)?;
+    ///     let mine = match rank {
+    ///         1 => vec![], // nothing on this rank
+    ///         _ => vec![Shard::from_tensor_and_offsets(&row, [rank / 2, 0], rank)?],
+    ///     };
+    ///     let x = ShardedTensor::init_from_local_shards(&mine, (2, 4), &mesh)?;
+    ///     assert_eq!(x.full_tensor()?.to_vec2::<f32>()?[1], [2.0; 4]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[track_caller]
+    pub fn init_from_local_shards(
+        shards: &[Shard],
+        shape: impl Into<Shape>,
+        mesh: &DeviceMesh,
+    ) -> Result<ShardedTensor> {
+        let (site, size) = (Location::caller(), shape.into().into_dims());
+        let group = mesh.whole_group()?;
+        // What is wrong on one rank alone travels with what it has, so that all ranks refuse together.
+        let mine = described(shards, &size, mesh);
+        let said = match &mine {
+            Ok(metadata) => serde_json::to_string(metadata).map_err(Error::other)?,
+            Err(error) => format!("!{error}"),
+        };
+        let mut ranks = Vec::new();
+        for (position, text) in texts(&group, &said, site)?.iter().enumerate() {
+            if let Some(error) = text.strip_prefix('!') {
+                let rank = group.ranks()[position];
+                let found = format!("shards of rank {rank} that it cannot have ({error})");
+                return Err(Error::invalid("sharded tensor", found, "good shards on every rank", "correct that rank"));
+            }
+            ranks.push(serde_json::from_str::<Option<ShardedTensorMetadata>>(text).map_err(Error::other)?);
+        }
+        let metadata = ShardedTensorMetadata::merge(&ranks)?;
+        let spec = ShardingSpec::infer(&metadata.shards)?;
+        Ok(Self::from_parts(mesh, metadata, spec, shards.iter().map(|s| s.tensor.clone()).collect()))
+    }
+
+    /// As [`init_from_local_shards`](Self::init_from_local_shards) with the shards of all ranks described: nothing is
+    /// communicated, and every rank checks its own.
+    pub fn init_from_local_shards_and_global_metadata(
+        shards: &[Shard],
+        metadata: ShardedTensorMetadata,
+        mesh: &DeviceMesh,
+    ) -> Result<ShardedTensor> {
+        metadata.check_covering()?;
+        check_ranks(&metadata, mesh)?;
+        let rank = mesh.world().rank();
+        let expected: Vec<&ShardMetadata> = metadata.shards_of(rank).collect();
+        let fits = |shard: &Shard| shard.tensor.dtype() == metadata.dtype;
+        let same = shards.iter().map(|s| &s.metadata).eq(expected.iter().copied());
+        if !same || !shards.iter().all(fits) {
+            let list =
+                |shards: &[&ShardMetadata]| shards.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            let types: Vec<&str> = shards.iter().map(|s| s.tensor.dtype().as_str()).collect();
+            let own: Vec<&ShardMetadata> = shards.iter().map(|s| &s.metadata).collect();
+            return Err(Error::invalid(
+                "local shards",
+                format!("{} of types {types:?} on rank {rank}", list(&own)),
+                format!("{} of type {}, as the metadata says", list(&expected), metadata.dtype.as_str()),
+                "pass the shards of this rank in the order of the metadata",
+            ));
+        }
+        let spec = ShardingSpec::infer(&metadata.shards)?;
+        Ok(Self::from_parts(mesh, metadata, spec, shards.iter().map(|s| s.tensor.clone()).collect()))
+    }
+
+    /// The tensor of which every rank of the spec brings its one shard. Nothing is communicated, and every rank checks its
+    /// own.
+    pub fn init_from_local_tensor(
+        tensor: &Tensor,
+        spec: impl Into<ShardingSpec>,
+        shape: impl Into<Shape>,
+        mesh: &DeviceMesh,
+    ) -> Result<ShardedTensor> {
+        check_served(tensor)?;
+        let (spec, size) = (spec.into(), shape.into().into_dims());
+        let metadata = spec.build_metadata(&size, tensor.dtype())?;
+        check_ranks(&metadata, mesh)?;
+        let rank = mesh.world().rank();
+        let held: Vec<&ShardMetadata> = metadata.shards_of(rank).collect();
+        let tensors = match held.as_slice() {
+            [] if !mesh.contains(rank) => Vec::new(),
+            [single] if single.sizes == tensor.dims() => vec![dense(&immutable(tensor)?)?],
+            _ => {
+                let list = held.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+                return Err(Error::invalid(
+                    "local tensor",
+                    format!("shape {:?} on rank {rank}", tensor.dims()),
+                    format!("one shard, what the spec gives this rank being [{list}]"),
+                    "pass this rank's part, or use init_from_local_shards",
+                ));
+            }
+        };
+        Ok(Self::from_parts(mesh, metadata, spec, tensors))
+    }
+}
+
+/// Cuts a tensor as a spec says and brings every rank of the mesh its shards.
+///
+/// With `src_rank`, a position on the mesh, the data of that rank counts and the others only say shape and type. With
+/// `None` every rank cuts its shards out of its own copy, without communication. All ranks get the same error unless they
+/// agree on spec, source, shape and type.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use shardwise::prelude::*;
+/// use shardwise::sharded::{ChunkShardingSpec, shard_tensor};
+///
+/// launch(2, |world| {
+///     let mesh = world.mesh([("all", 2)])?;
+///     let table = Tensor::arange(0i64, 6, &Device::Cpu)?.reshape((2, 3))?;
+///     let x = shard_tensor(&table, ChunkShardingSpec::over_ranks(1, [1, 0])?, &mesh, Some(0))?;
+///     assert_eq!(x.local_tensor()?.to_vec2::<i64>()?[0], [[2].as_slice(), &[0, 1]][world.rank()]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+#[track_caller]
+#[doc(alias = "_shard_tensor")]
+pub fn shard_tensor(
+    tensor: &Tensor,
+    spec: impl Into<ShardingSpec>,
+    mesh: &DeviceMesh,
+    src_rank: Option<usize>,
+) -> Result<ShardedTensor> {
+    shard_tensor_at(tensor, spec.into(), mesh, src_rank, Location::caller())
+}
+
+fn shard_tensor_at(
+    tensor: &Tensor,
+    spec: ShardingSpec,
+    mesh: &DeviceMesh,
+    src_rank: Option<usize>,
+    site: Site,
+) -> Result<ShardedTensor> {
+    let is_member = mesh.contains(mesh.world().rank());
+    if is_member && src_rank.is_some() {
+        let meta = TensorMeta::new(tensor.dims(), tensor.dtype()).to_string();
+        let (source, text) = (format!("{src_rank:?}"), spec.to_string());
+        let things = [("tensor", meta.as_str()), ("source rank", &source), ("sharding spec", &text)];
+        agree(&mesh.whole_group()?, &things, site)?;
+    }
+    check_served(tensor)?;
+    let to = spec.build_metadata(tensor.dims(), tensor.dtype())?;
+    check_ranks(&to, mesh)?;
+    let me = mesh.world().rank();
+    let Some(source) = src_rank else {
+        let own = whole_shard(tensor, me)?;
+        let part = |part: &ShardMetadata| match mesh.world().is_dry() {
+            true => placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: to.dtype }),
+            // A shard has memory of its own, so that it does not keep the whole alive.
+            false => dense(&super::movement::cut(std::slice::from_ref(&own), &part.offsets, &part.sizes)?.copy()?),
+        };
+        let tensors = to.shards_of(me).map(part).collect::<Result<Vec<_>>>()?;
+        return Ok(ShardedTensor::from_parts(mesh, to, spec, tensors));
+    };
+    let Some(&source) = mesh.ranks().get(source) else {
+        let needed = format!("a position on the mesh, below {}", mesh.size());
+        return Err(Error::invalid("source rank", source, needed, "0 is the first rank of the mesh"));
+    };
+    let own = whole_shard(tensor, source)?;
+    let from = ShardedTensorMetadata { shards: vec![own.metadata.clone()], ..to.clone() };
+    let tensors = moved(mesh, &from, &[own], &to, site)?;
+    Ok(ShardedTensor::from_parts(mesh, to, spec, tensors))
+}
+
+/// A tensor as the one shard of a rank.
+fn whole_shard(tensor: &Tensor, rank: usize) -> Result<Shard> {
+    Shard::from_tensor_and_offsets(tensor, vec![0; tensor.rank()], rank)
+}
+
+/// An error unless every shard is on a rank of the mesh.
+pub(super) fn check_ranks(metadata: &ShardedTensorMetadata, mesh: &DeviceMesh) -> Result<()> {
+    for shard in &metadata.shards {
+        if shard.rank().is_none_or(|rank| !mesh.contains(rank)) {
+            return Err(Error::invalid(
+                "placement",
+                format!("shard {shard}"),
+                format!("a rank of the mesh {}, such as {}", mesh.mesh(), RemoteDevice::cpu_of(mesh.ranks()[0])),
+                "name ranks of the mesh, or use a mesh that has the rank",
+            ));
+        }
+        if shard.placement.as_ref().is_some_and(|p| p.device() != "cpu") {
+            let needed = "the CPU, which is where ranks of threads keep their tensors";
+            return Err(Error::invalid("placement", format!("shard {shard}"), needed, "use rank:<rank>/cpu"));
+        }
+    }
+    Ok(())
+}
+
+/// What a rank says of its own shards; `None` if it has none. An error if they cannot be its shards.
+fn described(shards: &[Shard], size: &[usize], mesh: &DeviceMesh) -> Result<Option<ShardedTensorMetadata>> {
+    let Some(first) = shards.first() else { return Ok(None) };
+    let (rank, dtype) = (mesh.world().rank(), first.tensor.dtype());
+    for shard in shards {
+        if shard.metadata.rank() != Some(rank) {
+            let needed = format!("a placement on rank {rank}, which brings it");
+            return Err(Error::invalid("shard", &shard.metadata, needed, "name the own rank"));
+        }
+        if shard.tensor.dtype() != dtype {
+            let found = format!("types {} and {}", dtype.as_str(), shard.tensor.dtype().as_str());
+            return Err(Error::invalid("shards", found, "one type", "convert them first"));
+        }
+    }
+    let shards = shards.iter().map(|s| s.metadata.clone()).collect();
+    Ok(Some(ShardedTensorMetadata { size: size.to_vec(), dtype, requires_grad: false, shards }))
+}

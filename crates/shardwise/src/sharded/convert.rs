@@ -1,0 +1,156 @@
+//! Sharded tensors as distributed tensors and back.
+
+use std::panic::Location;
+
+use super::agreement::agree;
+use super::movement::cut;
+use super::spec::{ChunkShardingSpec, ShardingSpec};
+use super::{ShardMetadata, ShardedTensor};
+use crate::comm::DeviceMesh;
+use crate::error::{Result, Site};
+use crate::layout::{Layout, TensorMeta};
+use crate::local::{dense, placeholder};
+use crate::mesh::Mesh;
+use crate::placement::Placement;
+use crate::redistribute::{Exchange, block};
+use crate::tensor::{DTensor, check_partial};
+
+impl ShardedTensor {
+    /// The same tensor as a distributed one.
+    ///
+    /// Where every rank holds one shard and the shards are chunks or a grid, nothing is moved or copied: the layout is on
+    /// the mesh of this tensor if its axes fit, else on a mesh of the same ranks in the order of the shards. Any other tensor
+    /// is brought into chunks of its longest dimension first. A leaf if gradients are wanted.
+    ///
+    /// ```
+    /// use shardwise::prelude::*;
+    /// use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("tp", 2)])?;
+    ///     let x = ShardedTensor::ones(ChunkShardingSpec::over_ranks(0, [0, 1])?, (3, 2), DType::F32, &mesh)?;
+    ///     let y = x.to_dtensor()?;
+    ///     assert_eq!((y.device_mesh() == &mesh, y.placements()), (true, [Shard(0)].as_slice()));
+    ///     assert_eq!(world.trace().records().len(), 0);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[track_caller]
+    pub fn to_dtensor(&self) -> Result<DTensor> {
+        let site = Location::caller();
+        let layout = self.metadata.layout_on(self.mesh.mesh());
+        let layout = match layout {
+            None => self.spec.layout(self.shape())?.filter(|layout| self.lies_as(layout)),
+            found => found,
+        };
+        let tensor = match layout {
+            Some(layout) => self.labelled(layout)?,
+            None => {
+                let mesh = self.line()?;
+                let longest = (0..self.shape().len()).max_by_key(|&dim| self.shape()[dim]);
+                let placement = longest.map_or(Placement::Replicate, |dim| Placement::Shard(dim as isize));
+                self.moved_to(&mesh, Layout::new(mesh.mesh(), self.shape(), [placement])?, site)?
+            }
+        };
+        Ok(if self.requires_grad() { tensor.requires_grad() } else { tensor })
+    }
+
+    /// The same tensor as a distributed one on a mesh. Nothing is moved or copied where every rank holds its part already;
+    /// otherwise parts go from rank to rank in one exchange. All ranks of both meshes take part.
+    #[track_caller]
+    pub fn to_dtensor_on(&self, mesh: &DeviceMesh, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
+        let site = Location::caller();
+        let layout = Layout::new(mesh.mesh(), self.shape(), placements)?;
+        check_partial(&layout, self.dtype())?;
+        let settled = layout.settled();
+        let tensor = match mesh == &self.mesh && self.lies_as(&settled) {
+            true => self.labelled(settled)?,
+            false => self.moved_to(mesh, settled, site)?,
+        };
+        let tensor = tensor.to_layout_at(&layout, site)?;
+        Ok(if self.requires_grad() { tensor.requires_grad() } else { tensor })
+    }
+
+    /// The same tensor as shards. Pending reductions are carried out; where ranks hold the same, one of them has the shard.
+    #[track_caller]
+    pub fn from_dtensor(tensor: &DTensor) -> Result<ShardedTensor> {
+        let reduced = tensor.reduced(Location::caller())?;
+        let layout = reduced.layout();
+        let spec = ShardingSpec::from_layout(layout)?;
+        let metadata = spec.build_metadata(tensor.shape(), tensor.dtype())?;
+        let (mesh, me) = (reduced.device_mesh(), reduced.device_mesh().world().rank());
+        let boxes = layout.boxes_of(me);
+        let part = |shard: &ShardMetadata| {
+            let local = reduced.to_local();
+            let found = boxes.iter().find(|b| b.global == shard.as_box());
+            match found {
+                // In a dry run a placeholder is as good as another.
+                _ if mesh.world().is_dry() => {
+                    placeholder(&TensorMeta { shape: shard.sizes.clone(), dtype: local.dtype() })
+                }
+                Some(owned) if boxes.len() > 1 => dense(&block(local, &owned.local_offsets, &shard.sizes)?.copy()?),
+                Some(_) => Ok(local.clone()),
+                None => dense(&placeholder(&TensorMeta { shape: shard.sizes.clone(), dtype: local.dtype() })?),
+            }
+        };
+        let tensors = metadata.shards_of(me).map(part).collect::<Result<Vec<_>>>()?;
+        Ok(Self::from_parts(mesh, metadata, spec, tensors))
+    }
+
+    /// The ranks of the mesh in a line.
+    pub(super) fn line(&self) -> Result<DeviceMesh> {
+        if self.mesh.ndim() == 1 {
+            return Ok(self.mesh.clone());
+        }
+        let mesh = Mesh::from_ranks([("shard", self.mesh.size())], self.mesh.ranks().to_vec())?;
+        DeviceMesh::new(self.mesh.world(), mesh)
+    }
+
+    /// Whether every rank holds what it would hold in a layout.
+    fn lies_as(&self, layout: &Layout) -> bool {
+        self.metadata.layout_on(layout.mesh()).as_ref() == Some(layout)
+            || matches!(&self.spec, ShardingSpec::Chunk(spec) if is_layout_of(spec, layout))
+    }
+
+    /// The one shard of this rank, as its part of a layout in which it lies.
+    fn labelled(&self, layout: Layout) -> Result<DTensor> {
+        let mesh = match layout.mesh() == self.mesh.mesh() {
+            true => self.mesh.clone(),
+            false => DeviceMesh::new(self.mesh.world(), layout.mesh().clone())?,
+        };
+        let shape = layout.local_shape(mesh.world().rank());
+        let held = self.shards.iter().find(|shard| shard.metadata.sizes == shape);
+        let local = match held {
+            Some(shard) => shard.tensor.clone(),
+            None => placeholder(&TensorMeta { shape, dtype: self.dtype() })?,
+        };
+        Ok(DTensor::from_parts(&mesh, layout, local))
+    }
+
+    /// The tensor in a layout on any mesh of the world, by one exchange among the ranks of both meshes.
+    fn moved_to(&self, mesh: &DeviceMesh, layout: Layout, site: Site) -> Result<DTensor> {
+        let me = mesh.world().rank();
+        let meta = TensorMeta { shape: layout.local_shape(me), dtype: self.dtype() };
+        let mut ranks = [self.mesh.ranks(), mesh.ranks()].concat();
+        ranks.sort_unstable();
+        ranks.dedup();
+        if !ranks.contains(&me) {
+            return Ok(DTensor::from_parts(mesh, layout, placeholder(&meta)?));
+        }
+        let group = mesh.world().subgroup(&ranks)?;
+        let things = [("sharded tensor", &*self.metadata.to_string()), ("layout", &*layout.to_string())];
+        agree(&group, &things, site)?;
+        let exchange = Exchange::new(group, self.dtype(), |r| self.metadata.boxes_of(r), |r| layout.boxes_of(r));
+        let local = exchange.assemble_with(&|offsets, sizes| cut(&self.shards, offsets, sizes), &meta, site)?;
+        Ok(DTensor::from_parts(mesh, layout, local))
+    }
+}
+
+/// Whether a layout cuts one dimension into the chunks of a spec, for the same ranks.
+fn is_layout_of(spec: &ChunkShardingSpec, layout: &Layout) -> bool {
+    let dims = layout.shape().len() as isize;
+    let dim = if spec.dim() < 0 { spec.dim() + dims } else { spec.dim() };
+    let ranks = spec.placements().iter().map(super::RemoteDevice::rank);
+    layout.placements() == [Placement::Shard(dim)] && ranks.eq(layout.mesh().ranks().iter().map(|&r| Some(r)))
+}

@@ -1,0 +1,78 @@
+//! Shards of other ranks, read without their help.
+
+use std::collections::BTreeMap;
+use std::panic::Location;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use super::{ShardMetadata, ShardedTensor};
+use crate::comm::Exposed;
+use crate::error::Result;
+use crate::layout::TensorMeta;
+
+/// A shard that another rank holds.
+#[derive(Clone)]
+pub struct RemoteShard {
+    metadata: ShardMetadata,
+    meta: TensorMeta,
+    /// Position of the owner in the group, and of the shard among those of the owner.
+    owner: usize,
+    index: usize,
+    exposed: Arc<dyn Exposed>,
+}
+
+impl RemoteShard {
+    /// Where it lies.
+    pub fn metadata(&self) -> &ShardMetadata {
+        &self.metadata
+    }
+
+    /// The elements, as they were when [`ShardedTensor::remote_shards`] was called. The owner takes no part.
+    #[track_caller]
+    pub fn fetch(&self) -> Result<Tensor> {
+        self.exposed.read(self.owner, self.index, &self.meta, Location::caller())
+    }
+}
+
+impl ShardedTensor {
+    /// Handles to the shards of all other ranks, by global rank. All ranks of the mesh make the call; reading through the
+    /// handles later is up to each rank.
+    ///
+    /// ```
+    /// use shardwise::prelude::*;
+    /// use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
+    ///
+    /// launch(3, |world| {
+    ///     let mesh = world.mesh([("all", 3)])?;
+    ///     let x = ShardedTensor::ones(ChunkShardingSpec::over_ranks(0, [0, 1, 2])?, 5, DType::F32, &mesh)?;
+    ///     let remote = x.remote_shards()?;
+    ///     if world.rank() == 0 {
+    ///         assert_eq!(remote[&2][0].metadata().sizes, [1]);
+    ///         assert_eq!(remote[&2][0].fetch()?.to_vec1::<f32>()?, [1.0]);
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[track_caller]
+    #[doc(alias = "_init_rpc")]
+    #[doc(alias = "_register_remote_shards")]
+    pub fn remote_shards(&self) -> Result<BTreeMap<usize, Vec<RemoteShard>>> {
+        let group = self.process_group()?;
+        let tensors: Vec<Tensor> = self.shards.iter().map(|s| s.tensor.clone()).collect();
+        let exposed: Arc<dyn Exposed> = group.expose_at(&tensors, Location::caller())?.into();
+        let of_rank = |(owner, &rank): (usize, &usize)| {
+            let handle = |(index, shard): (usize, &ShardMetadata)| RemoteShard {
+                metadata: shard.clone(),
+                meta: TensorMeta { shape: shard.sizes.clone(), dtype: self.dtype() },
+                owner,
+                index,
+                exposed: Arc::clone(&exposed),
+            };
+            (rank, self.metadata.shards_of(rank).enumerate().map(handle).collect())
+        };
+        let others = group.ranks().iter().enumerate().filter(|(position, _)| *position != group.rank());
+        Ok(others.map(of_rank).collect())
+    }
+}

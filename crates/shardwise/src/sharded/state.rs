@@ -1,0 +1,202 @@
+//! The shards of one rank in a form that can be stored, and loaded by any number of ranks.
+
+use std::panic::Location;
+
+use candle_core::{Device, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::agreement::texts;
+use super::construct::check_ranks;
+use super::device::RemoteDevice;
+use super::movement::moved;
+use super::{Shard, ShardMetadata, ShardedTensor, ShardedTensorMetadata, ShardingSpec};
+use crate::comm::DeviceMesh;
+use crate::error::{Error, Result};
+use crate::local::{bytes_of, check_dtype};
+
+/// What one rank stores of a sharded tensor: its shards, and what it knows of all.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ShardedTensorState {
+    /// All shards of the tensor.
+    pub metadata: ShardedTensorMetadata,
+    /// How it was cut.
+    pub spec: ShardingSpec,
+    /// Position in the metadata and elements, row-major in little-endian bytes, of every shard that is stored here.
+    pub shards: Vec<(usize, Vec<u8>)>,
+}
+
+impl ShardedTensor {
+    /// What this rank must store so that the tensor can be loaded again.
+    #[doc(alias = "__getstate__")]
+    pub fn state(&self) -> Result<ShardedTensorState> {
+        if self.mesh.world().is_dry() {
+            let fix = "dry runs know shapes, not values";
+            return Err(Error::invalid("sharded tensor", "state in a dry run", "a run with data", fix));
+        }
+        let rank = self.mesh.world().rank();
+        let positions = (0..self.metadata.shards.len()).filter(|&i| self.metadata.shards[i].rank() == Some(rank));
+        let shards = positions.zip(&self.shards).map(|(i, shard)| Ok((i, bytes_of(&shard.tensor)?)));
+        Ok(ShardedTensorState {
+            metadata: (*self.metadata).clone(),
+            spec: self.spec.clone(),
+            shards: shards.collect::<Result<Vec<_>>>()?,
+        })
+    }
+
+    /// The tensor whose stored states the ranks of a mesh have between them: any number of them on each rank, in any
+    /// order, on a world of any size. A state that several ranks have counts once.
+    ///
+    /// The tensor is cut as `spec` says. Without one it is cut as it was stored, which must have been on ranks of this mesh.
+    ///
+    /// ```
+    /// use shardwise::prelude::*;
+    /// use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
+    ///
+    /// let states = shardwise::ThreadWorld::new(3)?.run(|world| {
+    ///     let mesh = world.mesh([("all", 3)])?;
+    ///     ShardedTensor::rand(ChunkShardingSpec::over_ranks(0, [0, 1, 2])?, (7, 2), DType::F32, &mesh)?.state()
+    /// })?;
+    /// launch(2, move |world| {
+    ///     let mesh = world.mesh([("all", 2)])?;
+    ///     let mine: Vec<_> = states.iter().skip(world.rank()).step_by(2).cloned().collect();
+    ///     let columns = ChunkShardingSpec::over_ranks(1, [0, 1])?;
+    ///     let x = ShardedTensor::load_with_process_group(&mesh, &mine, Some(columns.into()))?;
+    ///     assert_eq!(x.local_tensor()?.dims(), [7, 1]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[track_caller]
+    #[doc(alias = "__setstate__")]
+    pub fn load_with_process_group(
+        mesh: &DeviceMesh,
+        states: &[ShardedTensorState],
+        spec: Option<ShardingSpec>,
+    ) -> Result<ShardedTensor> {
+        let site = Location::caller();
+        let group = mesh.whole_group()?;
+        // What is wrong with one rank's states travels along, so that all ranks refuse together.
+        let mine = Stored::new(states);
+        let said = match &mine {
+            Ok(stored) => serde_json::to_string(&(stored, &spec)).map_err(Error::other)?,
+            Err(error) => format!("!{error}"),
+        };
+        let mut all: Vec<(usize, Stored)> = Vec::new();
+        for (position, text) in texts(&group, &said, site)?.iter().enumerate() {
+            let rank = group.ranks()[position];
+            if let Some(error) = text.strip_prefix('!') {
+                let found = format!("states on rank {rank} that cannot be loaded ({error})");
+                return Err(bad(found, "good states on every rank"));
+            }
+            let (stored, its_spec): (Stored, Option<ShardingSpec>) =
+                serde_json::from_str(text).map_err(Error::other)?;
+            if its_spec != spec {
+                let show = |spec: &Option<ShardingSpec>| spec.as_ref().map_or("no spec".into(), ToString::to_string);
+                let found =
+                    format!("{} on rank {} and {} on rank {rank}", show(&spec), group.global_rank(), show(&its_spec));
+                return Err(Error::invalid(
+                    "sharding spec",
+                    found,
+                    "the same on all ranks",
+                    "pass the same everywhere",
+                ));
+            }
+            all.push((rank, stored));
+        }
+        let (saved, from) = held(&all)?;
+        let spec = spec.unwrap_or(saved);
+        let mut to = spec.build_metadata(&from.size, from.dtype)?;
+        to.requires_grad = from.requires_grad;
+        check_ranks(&to, mesh)?;
+        let me = mesh.world().rank();
+        let shards = from
+            .shards_of(me)
+            .map(|part| {
+                let bytes = find(states, part).expect("this rank said that it has the shard");
+                let tensor = Tensor::from_raw_buffer(bytes, from.dtype, &part.sizes, &Device::Cpu)?;
+                Shard::new(&tensor, part.clone())
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let tensors = moved(mesh, &from, &shards, &to, site)?;
+        Ok(Self::from_parts(mesh, to, spec, tensors))
+    }
+}
+
+/// What a rank tells the others of its states.
+#[derive(Clone, Serialize, Deserialize)]
+struct Stored {
+    /// Metadata and spec of the states, and which shards they hold; `None` on a rank without states.
+    tensor: Option<(ShardedTensorMetadata, ShardingSpec, Vec<usize>)>,
+}
+
+impl Stored {
+    fn new(states: &[ShardedTensorState]) -> Result<Stored> {
+        let Some(first) = states.first() else { return Ok(Stored { tensor: None }) };
+        first.metadata.check_covering()?;
+        check_dtype(first.metadata.dtype)?;
+        let mut held = Vec::new();
+        for state in states {
+            if state.metadata != first.metadata {
+                let found = format!("{} and {}", first.metadata, state.metadata);
+                return Err(bad(found, "states of one tensor"));
+            }
+            for (i, bytes) in &state.shards {
+                let Some(shard) = first.metadata.shards.get(*i) else {
+                    return Err(bad(format!("shard {i} of {}", first.metadata.shards.len()), "a shard of the tensor"));
+                };
+                let expected = shard.volume() * first.metadata.dtype.size_in_bytes();
+                if bytes.len() != expected {
+                    let found = format!("{} bytes for shard {shard}", bytes.len());
+                    return Err(bad(found, &format!("{expected} bytes")));
+                }
+                held.push(*i);
+            }
+        }
+        Ok(Stored { tensor: Some((first.metadata.clone(), first.spec.clone(), held)) })
+    }
+}
+
+/// The spec with which a tensor was stored, and who has which of its shards now: the first rank that says so.
+fn held(all: &[(usize, Stored)]) -> Result<(ShardingSpec, ShardedTensorMetadata)> {
+    let mut known = all.iter().filter_map(|(rank, stored)| Some((*rank, stored.tensor.as_ref()?)));
+    let Some((first_rank, (metadata, spec, _))) = known.next() else {
+        return Err(bad("no states on any rank".to_string(), "the states of all shards"));
+    };
+    let mut owners: Vec<Option<usize>> = vec![None; metadata.shards.len()];
+    for (rank, stored) in all {
+        let Some((its, _, held)) = &stored.tensor else { continue };
+        if its != metadata {
+            let found = format!("{metadata} on rank {first_rank} and {its} on rank {rank}");
+            return Err(bad(found, "states of one tensor on all ranks"));
+        }
+        for &i in held {
+            owners[i].get_or_insert(*rank);
+        }
+    }
+    if let Some(missing) = owners.iter().position(Option::is_none) {
+        let found = format!("nothing for shard {}", metadata.shards[missing]);
+        return Err(bad(found, "the states of all shards"));
+    }
+    let place = |(shard, owner): (&ShardMetadata, &Option<usize>)| ShardMetadata {
+        placement: owner.map(RemoteDevice::cpu_of),
+        ..shard.clone()
+    };
+    let shards = metadata.shards.iter().zip(&owners).map(place).collect();
+    Ok((spec.clone(), ShardedTensorMetadata { shards, ..metadata.clone() }))
+}
+
+/// The bytes of a shard in some states.
+fn find<'a>(states: &'a [ShardedTensorState], part: &ShardMetadata) -> Option<&'a [u8]> {
+    let same = |state: &ShardedTensorState, i: usize| {
+        let stored = &state.metadata.shards[i];
+        stored.offsets == part.offsets && stored.sizes == part.sizes
+    };
+    states.iter().find_map(|state| {
+        let found = state.shards.iter().find(|(i, _)| same(state, *i));
+        found.map(|(_, bytes)| bytes.as_slice())
+    })
+}
+
+fn bad(found: String, needed: &str) -> Error {
+    Error::invalid("sharded tensor state", found, needed, "pass the states that the ranks stored")
+}
