@@ -8,6 +8,7 @@
 //! * [`DeviceMesh`] and [`DTensor`]: tensors on a mesh of a running world, redistributed from any layout to any other;
 //! * [`ops`]: operators as methods of [`DTensor`]; layouts propagate, and data moves only when it must;
 //! * [`autograd`]: gradients, which may stay pending sums until they are needed;
+//! * [`sharded`]: tensors as boxes one by one, any number per rank, with specs, states and reads without the owner's help;
 //! * [`optim`]: optimizers whose state lies as the parameters do, with clipping and schedules;
 //! * [`DryWorld`]: the program of one rank of any number, without data.
 //!
@@ -63,6 +64,7 @@ pub use optim::ShardedOptimizer;
 pub use param::Param;
 pub use placement::{Placement, ReduceOp};
 pub use random::{Distribution, Generator};
+pub use sharded::ShardedTensor;
 pub use tensor::{DTensor, no_grad};
 
 /// What most programs need, in one line: `use shardwise::prelude::*;`.
