@@ -54,6 +54,7 @@ pub mod param;
 pub mod nn;
 pub mod sharded;
 pub mod optim;
+pub mod checkpoint;
 
 pub use autograd::{Gradients, checkpoint, local_map};
 pub use comm::{DeviceMesh, DryWorld, Group, ThreadWorld, World, explicit_communication_only, launch};

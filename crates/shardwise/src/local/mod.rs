@@ -124,6 +124,14 @@ pub(crate) fn filled(value: f64, meta: &TensorMeta) -> Result<Tensor> {
     }, otherwise unreachable!("checked when reserved"))
 }
 
+/// Runs `body` with the elements of a dense tensor as they lie in memory. The tensor must be on the CPU.
+pub(crate) fn with_bytes<R>(tensor: &Tensor, body: impl FnOnce(&[u8]) -> R) -> R {
+    debug_assert!(tensor.is_contiguous());
+    let length = tensor.elem_count() * tensor.dtype().size_in_bytes();
+    // SAFETY: a contiguous tensor is so many initialised bytes, which nobody changes while its storage is locked.
+    with_first_element(tensor, |first, _| body(unsafe { std::slice::from_raw_parts(first, length) }))
+}
+
 /// The elements in row-major order, in little-endian bytes.
 pub(crate) fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
     let flat = dense(tensor)?.flatten_all()?;

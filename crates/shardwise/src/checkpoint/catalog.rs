@@ -1,0 +1,204 @@
+//! What is in a checkpoint, whatever its format: tensors as boxes that lie somewhere in files, and values.
+
+use std::collections::BTreeMap;
+use std::path::{Component, Path, PathBuf};
+
+use candle_core::DType;
+use serde::{Deserialize, Serialize};
+
+use super::element::ElementType;
+use super::value::{Key, Value};
+use crate::error::{Error, Result};
+use crate::layout::TensorBox;
+use crate::sharded::{ShardMetadata, ShardedTensorMetadata};
+
+/// The ways in which checkpoints are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Format {
+    /// Safetensors files and a manifest, of this library.
+    Native,
+    /// Safetensors files as Hugging Face has them: one, or several with an index, or one per rank.
+    HuggingFace,
+    /// `.metadata` and `.distcp` files of PyTorch's distributed checkpoint.
+    Dcp,
+    /// One file of `torch.save`.
+    Torch,
+}
+
+/// A tensor in a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoredTensor {
+    /// Type of its elements.
+    pub element: ElementType,
+    /// Shape of the whole.
+    pub shape: Vec<usize>,
+    /// The boxes that it is stored in; together they fill it.
+    pub chunks: Vec<Chunk>,
+}
+
+/// A box of a tensor, and where its elements are.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Chunk {
+    /// The box.
+    #[serde(flatten)]
+    pub part: TensorBox,
+    /// File, relative to the checkpoint's directory.
+    pub file: String,
+    /// Where its first element begins in the file.
+    pub offset: u64,
+    /// Distance between neighbours in every dimension, in elements, unless the box is stored row-major.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub strides: Option<Vec<usize>>,
+    /// CRC-32 of its bytes, if the format has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub crc32: Option<u32>,
+}
+
+/// The contents of a checkpoint. One that exists has been checked: boxes fill their tensors, bytes lie inside files, and no
+/// file is outside the directory.
+#[derive(Debug, Clone)]
+pub struct Catalog {
+    /// How it is stored.
+    pub format: Format,
+    /// Where its files are.
+    pub directory: PathBuf,
+    /// Tensors by flat key.
+    pub tensors: BTreeMap<String, StoredTensor>,
+    /// Values by flat key.
+    pub values: BTreeMap<String, Value>,
+    /// The way to every flat key in nested state; a key that is not here is its own way.
+    pub paths: BTreeMap<String, Vec<Key>>,
+}
+
+impl StoredTensor {
+    /// Number of elements.
+    pub fn elem_count(&self) -> usize {
+        self.shape.iter().fold(1, |count, &n| count.saturating_mul(n))
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.elem_count().saturating_mul(self.element.size_in_bytes())
+    }
+
+    /// An error unless the chunks fill the tensor, each element once.
+    fn check(&self, key: &str) -> Result<()> {
+        let bounded = self.shape.iter().try_fold(self.element.size_in_bytes(), |count, &n| count.checked_mul(n.max(1)));
+        if bounded.is_none_or(|bytes| bytes > isize::MAX as usize) {
+            let found = format!("tensor {key:?} of shape {:?}", self.shape);
+            return Err(Error::invalid("checkpoint", found, "a tensor that memory can address", NOT_OURS));
+        }
+        let shard = |chunk: &Chunk| ShardMetadata::new(chunk.part.offsets.clone(), chunk.part.sizes.clone(), None);
+        let shards = self.chunks.iter().map(shard).collect::<Result<Vec<_>>>()?;
+        let size = self.shape.clone();
+        let whole = ShardedTensorMetadata { size, dtype: DType::U8, requires_grad: false, shards };
+        whole.check_covering().map_err(|error| {
+            let found = format!("tensor {key:?} whose chunks do not fit together ({error})");
+            Error::invalid("checkpoint", found, "chunks that fill the tensor, each element once", INCOMPLETE)
+        })
+    }
+}
+
+impl Chunk {
+    /// Distances between neighbours, in elements.
+    pub fn strides(&self) -> Vec<usize> {
+        self.strides.clone().unwrap_or_else(|| row_major(&self.part.sizes))
+    }
+
+    /// Number of bytes from its first element to behind its last one; `None` if no file is that long.
+    pub fn span(&self, element: ElementType) -> Option<u64> {
+        if self.part.volume() == 0 {
+            return Some(0);
+        }
+        let strides = self.strides();
+        let last = self
+            .part
+            .sizes
+            .iter()
+            .zip(&strides)
+            .try_fold(0u64, |last, (&n, &stride)| last.checked_add((n as u64 - 1).checked_mul(stride as u64)?))?;
+        last.checked_add(1)?.checked_mul(element.size_in_bytes() as u64)
+    }
+}
+
+impl Catalog {
+    /// An error unless everything fits together and lies in the files. `sizes` gives the size of a file by name, `None` if
+    /// there is no such file.
+    pub(super) fn check(&self, sizes: &dyn Fn(&str) -> Option<u64>) -> Result<()> {
+        for (key, tensor) in &self.tensors {
+            tensor.check(key)?;
+            for chunk in &tensor.chunks {
+                check_file_name(&chunk.file)?;
+                let Some(size) = sizes(&chunk.file) else {
+                    let found = format!("no file {:?}, which has a part of tensor {key:?}", chunk.file);
+                    return Err(Error::invalid("checkpoint", found, "all files", INCOMPLETE));
+                };
+                if chunk.strides.as_ref().is_some_and(|strides| strides.len() != chunk.part.sizes.len()) {
+                    let found = format!("tensor {key:?} with strides {:?}", chunk.strides);
+                    return Err(Error::invalid("checkpoint", found, "one stride per dimension", NOT_OURS));
+                }
+                let end = chunk.span(tensor.element).and_then(|span| span.checked_add(chunk.offset));
+                if end.is_none_or(|end| end > size) {
+                    let found = format!("file {:?} of {size} bytes", chunk.file);
+                    let needed = format!("{}, the end of a part of tensor {key:?}", end.unwrap_or(u64::MAX));
+                    return Err(Error::invalid("checkpoint", found, needed, "the file is cut off; copy it again"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Size of all tensors in bytes.
+    pub fn bytes(&self) -> usize {
+        self.tensors.values().map(StoredTensor::bytes).fold(0, usize::saturating_add)
+    }
+
+    /// The tensor with a key.
+    pub fn tensor(&self, key: &str) -> Result<&StoredTensor> {
+        self.tensors.get(key).ok_or_else(|| {
+            let near = self.tensors.keys().min_by_key(|name| distance(name, key));
+            let found = near.map_or("no tensors".to_string(), |near| format!("{near:?} as the nearest name"));
+            Error::invalid("checkpoint", found, format!("tensor {key:?}"), "rename it, or leave it out of the load")
+        })
+    }
+}
+
+/// Distances between neighbours of a box that is stored row-major.
+pub(super) fn row_major(sizes: &[usize]) -> Vec<usize> {
+    let mut strides = vec![1usize; sizes.len()];
+    for dim in (1..sizes.len()).rev() {
+        strides[dim - 1] = strides[dim].saturating_mul(sizes[dim]);
+    }
+    strides
+}
+
+/// An error for a name that could lead out of the checkpoint's directory.
+pub(super) fn check_file_name(name: &str) -> Result<()> {
+    let plain = |part: Component<'_>| matches!(part, Component::Normal(_));
+    let path = Path::new(name);
+    if !name.is_empty() && path.components().all(plain) && !name.contains('\\') && !name.contains('\0') {
+        return Ok(());
+    }
+    let needed = "a name inside the checkpoint's directory";
+    Err(Error::invalid("file name", format!("{name:?}"), needed, "do not load this checkpoint: it was made to do harm"))
+}
+
+/// How many letters differ between two names, roughly: for hints.
+fn distance(a: &str, b: &str) -> usize {
+    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.iter().enumerate() {
+        let mut corner = i;
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let least = (corner + usize::from(x != y)).min(row[j] + 1).min(row[j + 1] + 1);
+            corner = row[j + 1];
+            row[j + 1] = least;
+        }
+    }
+    row[b.len()]
+}
+
+pub(super) const INCOMPLETE: &str = "the checkpoint is incomplete; copy or save it again";
+pub(super) const NOT_OURS: &str = "the file is damaged, or was not written as a checkpoint";

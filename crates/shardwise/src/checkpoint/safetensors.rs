@@ -1,0 +1,145 @@
+//! Safetensors files: a header of JSON, then the bytes of all tensors.
+
+use std::collections::BTreeMap;
+use std::io::{Seek, Write};
+
+use serde::Deserialize;
+use serde_json::{Map, Value as Json, json};
+
+use super::catalog::NOT_OURS;
+use super::content::Content;
+use super::element::ElementType;
+use super::read::Files;
+use crate::error::{Error, Result};
+
+/// A header longer than this is refused; the format's own library has the same bound.
+const MAX_HEADER: u64 = 100_000_000;
+
+/// What the header of a file says.
+pub(super) struct Header {
+    /// The free part of the header.
+    pub(super) metadata: BTreeMap<String, String>,
+    /// Tensors by name: type, shape, and where they begin in the file.
+    pub(super) tensors: BTreeMap<String, (ElementType, Vec<usize>, u64)>,
+    /// Bytes of the header with its length.
+    pub(super) bytes: Vec<u8>,
+}
+
+#[derive(Deserialize)]
+struct Info {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: [u64; 2],
+}
+
+/// Reads and checks the header of a file.
+pub(super) fn read_header(files: &Files, name: &str) -> Result<Header> {
+    let bad = |found: String, needed: &str| {
+        Error::invalid("safetensors file", format!("{found} in {name:?}"), needed, NOT_OURS)
+    };
+    let size = files.size(name).ok_or_else(|| bad("no file".to_string(), "a file"))?;
+    let mut length = [0; 8];
+    if size < 8 {
+        return Err(bad(format!("{size} bytes"), "a header"));
+    }
+    files.read(name, 0, &mut length)?;
+    let length = u64::from_le_bytes(length);
+    if length > MAX_HEADER || length > size - 8 {
+        return Err(bad(format!("a header of {length} bytes"), "one that is in the file, and below 100 MB"));
+    }
+    let mut bytes = vec![0; 8 + length as usize];
+    files.read(name, 0, &mut bytes)?;
+    let parsed: BTreeMap<String, Json> =
+        serde_json::from_slice(&bytes[8..]).map_err(|error| bad(error.to_string(), "a header of JSON"))?;
+    let mut header = Header { metadata: BTreeMap::new(), tensors: BTreeMap::new(), bytes };
+    let mut ranges = Vec::new();
+    for (key, value) in parsed {
+        if key == "__metadata__" {
+            header.metadata = serde_json::from_value(value)
+                .map_err(|error| bad(error.to_string(), "texts in the free part of the header"))?;
+            continue;
+        }
+        let info = Info::deserialize(value).map_err(|error| bad(error.to_string(), "type, shape and place"))?;
+        let element = ElementType::from_name(&info.dtype)?;
+        let count = info.shape.iter().try_fold(1u64, |count, &n| count.checked_mul(n as u64));
+        let bytes = count.and_then(|count| count.checked_mul(element.size_in_bytes() as u64));
+        let [start, end] = info.data_offsets;
+        let fits = end <= size - 8 - length && start.checked_add(bytes.unwrap_or(u64::MAX)) == Some(end);
+        if !fits {
+            let found = format!("tensor {key:?} of shape {:?} at bytes {start} to {end}", info.shape);
+            return Err(bad(found, "as many bytes as the shape has, inside the file"));
+        }
+        ranges.push((start, end));
+        header.tensors.insert(key, (element, info.shape, 8 + length + start));
+    }
+    ranges.sort_unstable();
+    let mut reached = 0;
+    for (start, end) in ranges {
+        if start != reached {
+            return Err(bad(format!("tensors that leave or share bytes at {reached}"), "one after the other"));
+        }
+        reached = end;
+    }
+    if 8 + length + reached != size {
+        return Err(bad(format!("{size} bytes"), &format!("{}, as the header says", 8 + length + reached)));
+    }
+    Ok(header)
+}
+
+/// Where a tensor ended up in a file.
+pub(super) struct Written {
+    /// Where it begins.
+    pub(super) offset: u64,
+    /// CRC-32 of its bytes.
+    pub(super) crc32: u32,
+}
+
+/// Writes a file with some tensors, in this order. Returns where they are, and the CRC-32 of the header.
+pub(super) fn write(
+    out: &mut (impl Write + Seek),
+    metadata: &BTreeMap<String, String>,
+    tensors: &[(String, Content)],
+    progress: &dyn Fn(u64),
+) -> Result<(Vec<Written>, u32)> {
+    // Readers that map the file want elements aligned: wide ones come first, as the format's own library has them.
+    let mut order: Vec<usize> = (0..tensors.len()).collect();
+    order.sort_by_key(|&i| std::cmp::Reverse(tensors[i].1.element().size_in_bytes()));
+    let mut header = Map::new();
+    if !metadata.is_empty() {
+        header.insert("__metadata__".to_string(), json!(metadata));
+    }
+    let mut end = 0u64;
+    for &i in &order {
+        let (name, content) = &tensors[i];
+        let start = end;
+        end += content.bytes() as u64;
+        let info = json!({
+            "dtype": content.element().safetensors_name(),
+            "shape": content.shape(),
+            "data_offsets": [start, end],
+        });
+        if header.insert(name.clone(), info).is_some() {
+            let found = format!("two tensors named {name:?} for one file");
+            return Err(Error::invalid("checkpoint", found, "different names", "rename one of them"));
+        }
+    }
+    let mut text = serde_json::to_vec(&header).map_err(Error::other)?;
+    text.resize(text.len().next_multiple_of(8), b' ');
+    let mut head = (text.len() as u64).to_le_bytes().to_vec();
+    head.extend_from_slice(&text);
+    out.write_all(&head)?;
+    let mut offset = head.len() as u64;
+    let mut written: Vec<Option<Written>> = (0..tensors.len()).map(|_| None).collect();
+    for &i in &order {
+        let content = &tensors[i].1;
+        let mut hasher = crc32fast::Hasher::new();
+        content.for_each_block(&mut |block| {
+            hasher.update(block);
+            progress(block.len() as u64);
+            Ok(out.write_all(block)?)
+        })?;
+        written[i] = Some(Written { offset, crc32: hasher.finalize() });
+        offset += content.bytes() as u64;
+    }
+    Ok((written.into_iter().flatten().collect(), crc32fast::hash(&head)))
+}

@@ -1,0 +1,146 @@
+//! What a checkpoint holds beside tensors, and how it is nested.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use serde_json::{Map, Value as Json, json};
+
+use crate::error::{Error, Result};
+
+/// A stored value that is not a tensor.
+///
+/// As JSON it is what one would write, but for what JSON has not: a tuple is `{"tuple": [...]}`, a map `{"map": {...}}`, a
+/// number that JSON cannot say `{"float": "nan"}`.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Value {
+    /// Nothing.
+    None,
+    /// A truth value.
+    Bool(bool),
+    /// A whole number.
+    Int(i64),
+    /// A number.
+    Float(f64),
+    /// Text.
+    Text(String),
+    /// A list.
+    List(Vec<Value>),
+    /// A tuple, which other languages tell from a list.
+    Tuple(Vec<Value>),
+    /// Values by name.
+    Map(BTreeMap<String, Value>),
+}
+
+/// One step of the way to a value in nested state.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Key {
+    /// Position in a list.
+    Index(usize),
+    /// Name in a map.
+    Name(String),
+}
+
+/// The keys of a path joined with dots.
+pub fn flat_key(path: &[Key]) -> String {
+    path.iter().map(ToString::to_string).collect::<Vec<_>>().join(".")
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Key::Index(i) => write!(f, "{i}"),
+            Key::Name(name) => f.write_str(name),
+        }
+    }
+}
+
+impl Value {
+    /// The value as JSON.
+    pub fn to_json(&self) -> Json {
+        let list = |values: &[Value]| values.iter().map(Value::to_json).collect::<Vec<_>>();
+        match self {
+            Value::None => Json::Null,
+            Value::Bool(b) => json!(b),
+            Value::Int(n) => json!(n),
+            Value::Float(x) if x.is_finite() => json!(x),
+            Value::Float(x) => json!({ "float": x.to_string().to_lowercase() }),
+            Value::Text(text) => json!(text),
+            Value::List(values) => Json::Array(list(values)),
+            Value::Tuple(values) => json!({ "tuple": list(values) }),
+            Value::Map(values) => {
+                let object: Map<String, Json> = values.iter().map(|(k, v)| (k.clone(), v.to_json())).collect();
+                json!({ "map": object })
+            }
+        }
+    }
+
+    /// The value that JSON says.
+    pub fn from_json(json: &Json) -> Result<Value> {
+        let list = |values: &[Json]| values.iter().map(Value::from_json).collect::<Result<Vec<_>>>();
+        let bad = |found: &Json| {
+            let needed = "a value, {\"tuple\": [...]}, {\"map\": {...}} or {\"float\": \"nan\"}";
+            Error::invalid("stored value", found, needed, "the file was not written by this library, or was changed")
+        };
+        Ok(match json {
+            Json::Null => Value::None,
+            Json::Bool(b) => Value::Bool(*b),
+            Json::Number(n) => match (n.as_i64(), n.as_f64()) {
+                (Some(n), _) => Value::Int(n),
+                (None, Some(x)) => Value::Float(x),
+                _ => return Err(bad(json)),
+            },
+            Json::String(text) => Value::Text(text.clone()),
+            Json::Array(values) => Value::List(list(values)?),
+            Json::Object(object) if object.len() == 1 => match object.iter().next() {
+                Some((tag, Json::Array(values))) if tag == "tuple" => Value::Tuple(list(values)?),
+                Some((tag, Json::Object(map))) if tag == "map" => {
+                    let entry = |(k, v): (&String, &Json)| Ok((k.clone(), Value::from_json(v)?));
+                    Value::Map(map.iter().map(entry).collect::<Result<_>>()?)
+                }
+                Some((tag, Json::String(text))) if tag == "float" => Value::Float(text.parse().map_err(|_| bad(json))?),
+                _ => return Err(bad(json)),
+            },
+            Json::Object(_) => return Err(bad(json)),
+        })
+    }
+}
+
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.to_json())
+    }
+}
+
+impl Serialize for Value {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.to_json().serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Value {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Value::from_json(&Json::deserialize(deserializer)?).map_err(de::Error::custom)
+    }
+}
+
+macro_rules! from {
+    ($($T:ty => $variant:ident $convert:expr;)*) => {$(
+        impl From<$T> for Value {
+            fn from(value: $T) -> Self {
+                Value::$variant($convert(value))
+            }
+        }
+    )*};
+}
+from! {
+    bool => Bool |b| b;
+    i64 => Int |n| n;
+    i32 => Int i64::from;
+    u32 => Int i64::from;
+    f64 => Float |x| x;
+    f32 => Float f64::from;
+    String => Text |text| text;
+    &str => Text str::to_string;
+}
