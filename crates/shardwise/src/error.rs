@@ -141,6 +141,15 @@ pub enum Error {
         source: Box<Error>,
     },
 
+    /// A rank could not do its part of something that ranks do together; every rank gets this error.
+    #[error("on rank {rank}: {message}")]
+    Elsewhere {
+        /// The rank.
+        rank: usize,
+        /// Its error.
+        message: Arc<str>,
+    },
+
     /// The local tensor library reported an error.
     #[error("local tensor operation failed: {0}")]
     Candle(Arc<candle_core::Error>),

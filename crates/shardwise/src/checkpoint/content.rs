@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
+use super::cast::converted;
 use super::catalog::StoredTensor;
-use super::convert::converted;
 use super::element::ElementType;
 use super::read::Files;
 use crate::error::Result;
@@ -75,7 +75,7 @@ impl Content {
 }
 
 /// A box cut into boxes of so many elements at most, in row-major order.
-fn pieces(part: &TensorBox, elements: usize) -> Vec<TensorBox> {
+pub(super) fn pieces(part: &TensorBox, elements: usize) -> Vec<TensorBox> {
     if part.volume() <= elements.max(1) {
         return if part.volume() == 0 { Vec::new() } else { vec![part.clone()] };
     }

@@ -1,93 +1,199 @@
-//! Elements of one type in files as elements of another.
+//! A checkpoint written anew: in another format, type or cut, with other names. Memory stays bounded however large it is.
 
-use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use rayon::prelude::*;
 
+use super::catalog::{Catalog, Format, StoredTensor};
+use super::content::Content;
+use super::directory::{commit, parent_of, staging, sweep};
 use super::element::ElementType;
+use super::open::open;
+use super::read::Files;
+use super::value::Key;
+use super::write::{Part, WrittenFile, file_name, seal, write_file};
 use crate::error::{Error, Result};
-use crate::local::bytes_of;
+use crate::layout::{OwnedBox, TensorBox};
 
-/// Elements of a type as elements of another: whole numbers to whole numbers wrap, all others are rounded to the nearest.
-pub(super) fn converted(bytes: &[u8], from: ElementType, to: ElementType) -> Result<Cow<'_, [u8]>> {
-    if from == to {
-        return Ok(Cow::Borrowed(bytes));
+/// Which boxes of a tensor go to which file, by key and shape.
+pub type Cut = Arc<dyn Fn(&str, &[usize]) -> Result<Vec<OwnedBox>> + Send + Sync>;
+
+/// How a checkpoint is written anew.
+#[derive(Clone)]
+pub struct ConvertOptions {
+    /// The format.
+    pub format: Format,
+    /// Another type for tensors of floating-point numbers.
+    pub element: Option<ElementType>,
+    /// The new name of a tensor or value.
+    pub rename: Arc<dyn Fn(&str) -> String + Send + Sync>,
+    /// Tensors are cut so, one file per rank. Without it they stay whole, in files of bounded size.
+    pub cut: Option<Cut>,
+    /// Size of a file of whole tensors at most, unless a single one is larger.
+    pub max_file_bytes: usize,
+}
+
+impl ConvertOptions {
+    /// Everything as it is, in a format.
+    pub fn to(format: Format) -> Self {
+        let rename = Arc::new(|name: &str| name.to_string());
+        ConvertOptions { format, element: None, rename, cut: None, max_file_bytes: 5_000_000_000 }
     }
-    let numbers = to_tensor(bytes, from)?;
-    let dtype = to.dtype().ok_or_else(|| {
-        let fix = "choose f64, f32, f16, bf16, i64, i32, i16, u32, u8 or bool";
-        Error::invalid("conversion", format!("{from} to {to}"), "a type that tensors here can have", fix)
-    })?;
-    let numbers = match to {
-        ElementType::Bool => numbers.ne(&numbers.zeros_like()?)?,
-        _ => numbers.to_dtype(dtype)?,
+}
+
+/// What a conversion did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Conversion {
+    /// Number of tensors.
+    pub tensors: usize,
+    /// Number of files.
+    pub files: usize,
+    /// Bytes of tensors.
+    pub bytes: u64,
+    /// Keys of values that the format cannot hold.
+    pub left_out: Vec<String>,
+}
+
+/// Writes the checkpoint at `from` anew to `to`, which must be another place. What is at `to` already is replaced as a whole
+/// at the end. `progress` hears of bytes.
+pub fn convert(
+    from: impl AsRef<Path>,
+    to: impl AsRef<Path>,
+    options: &ConvertOptions,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<Conversion> {
+    let (source, to) = (open(from)?, to.as_ref());
+    if options.format == Format::Torch {
+        let needed = "a format of several files";
+        return Err(Error::invalid("format", "a single file of torch.save", needed, "use Native, HuggingFace or Dcp"));
+    }
+    if to.exists() && fs::canonicalize(to)? == fs::canonicalize(&source.directory)? {
+        let found = format!("{} for both", to.display());
+        return Err(Error::invalid("conversion", found, "two places", "write to another directory"));
+    }
+    let (catalog, left_out) = renamed(&source, options)?;
+    let plan = planned(&source, &catalog, options)?;
+    fs::create_dir_all(parent_of(to))?;
+    sweep(to)?;
+    let staged = staging(to, u64::from(std::process::id()));
+    fs::create_dir(&staged)?;
+    let written = write_all(&staged, options.format, plan, progress);
+    let done = written.and_then(|files| {
+        let summary =
+            Conversion { tensors: catalog.tensors.len(), files: files.len(), bytes: catalog.bytes() as u64, left_out };
+        seal(&staged, catalog, files)?;
+        commit(&staged, to)?;
+        Ok(summary)
+    });
+    if done.is_err() {
+        let _ = fs::remove_dir_all(&staged);
+    }
+    done
+}
+
+/// The catalog of what is to be written, without chunks, and the keys that the format cannot hold.
+fn renamed(source: &Catalog, options: &ConvertOptions) -> Result<(Catalog, Vec<String>)> {
+    let mut catalog = Catalog {
+        format: options.format,
+        directory: PathBuf::new(),
+        tensors: BTreeMap::new(),
+        values: BTreeMap::new(),
+        paths: BTreeMap::new(),
     };
-    Ok(Cow::Owned(bytes_of(&numbers)?))
-}
-
-/// Elements as a tensor of the type that holds them all.
-pub(super) fn to_tensor(bytes: &[u8], from: ElementType) -> Result<Tensor> {
-    let count = bytes.len() / from.size_in_bytes();
-    let vector = |values: Vec<f32>| Ok(Tensor::from_vec(values, count, &Device::Cpu)?);
-    match from {
-        ElementType::I8 => {
-            let wide: Vec<i16> = bytes.iter().map(|&b| i16::from(b.cast_signed())).collect();
-            Ok(Tensor::from_vec(wide, count, &Device::Cpu)?)
+    let mut left_out = Vec::new();
+    let mut origin: BTreeMap<String, &String> = BTreeMap::new();
+    for key in source.tensors.keys().chain(source.values.keys()) {
+        let name = (options.rename)(key);
+        if let Some(other) = origin.insert(name.clone(), key) {
+            let found = format!("{other:?} and {key:?}, which both become {name:?}");
+            return Err(Error::invalid("rename rules", found, "different names", "change the rules"));
         }
-        ElementType::U16 => {
-            let wide: Vec<u32> = bytes.chunks_exact(2).map(|b| u32::from(u16::from_le_bytes([b[0], b[1]]))).collect();
-            Ok(Tensor::from_vec(wide, count, &Device::Cpu)?)
+        if let Some(stored) = source.tensors.get(key) {
+            let element = element_for(stored.element, options);
+            catalog
+                .tensors
+                .insert(name.clone(), StoredTensor { element, shape: stored.shape.clone(), chunks: Vec::new() });
+        } else if options.format == Format::HuggingFace {
+            left_out.push(key.clone());
+            continue;
+        } else {
+            catalog.values.insert(name.clone(), source.values[key].clone());
         }
-        ElementType::F8E4M3 => vector(bytes.iter().map(|&b| small_float(b, 4)).collect()),
-        ElementType::F8E5M2 => vector(bytes.iter().map(|&b| small_float(b, 5)).collect()),
-        other => Ok(Tensor::from_raw_buffer(bytes, other.widened()?, &[count], &Device::Cpu)?),
+        let path = match (&name == key).then(|| source.paths.get(key)).flatten() {
+            Some(path) => path.clone(),
+            None => vec![Key::Name(name.clone())],
+        };
+        catalog.paths.insert(name, path);
     }
+    Ok((catalog, left_out))
 }
 
-/// A number of 8 bits with so many bits of exponent. With four there are no infinities, and one NaN.
-fn small_float(bits: u8, exponent_bits: u32) -> f32 {
-    let mantissa_bits = 7 - exponent_bits;
-    let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
-    let exponent = i32::from(bits & 0x7f) >> mantissa_bits;
-    let mantissa = i32::from(bits) & ((1 << mantissa_bits) - 1);
-    let bias = (1 << (exponent_bits - 1)) - 1;
-    let scale = 1 << mantissa_bits;
-    match (exponent, mantissa) {
-        (15, 7) if exponent_bits == 4 => f32::NAN,
-        (31, 0) if exponent_bits == 5 => sign * f32::INFINITY,
-        (31, _) if exponent_bits == 5 => f32::NAN,
-        (0, m) => sign * m as f32 / scale as f32 * 2f32.powi(1 - bias),
-        (e, m) => sign * (1.0 + m as f32 / scale as f32) * 2f32.powi(e - bias),
-    }
+fn element_for(element: ElementType, options: &ConvertOptions) -> ElementType {
+    let is_float = matches!(
+        element,
+        ElementType::F8E5M2
+            | ElementType::F8E4M3
+            | ElementType::F16
+            | ElementType::BF16
+            | ElementType::F32
+            | ElementType::F64
+    );
+    options.element.filter(|_| is_float).unwrap_or(element)
 }
 
-/// The type of tensor that a stored one becomes.
-pub(super) fn loaded_dtype(element: ElementType) -> Result<DType> {
-    element.widened()
+/// The boxes of every file, by the name of the file.
+fn planned(source: &Catalog, catalog: &Catalog, options: &ConvertOptions) -> Result<Vec<(String, Vec<Part>)>> {
+    let files = Arc::new(Files::new(&source.directory));
+    let mut groups: BTreeMap<usize, Vec<Part>> = BTreeMap::new();
+    let mut filled = (0, 0);
+    for (key, stored) in &source.tensors {
+        let name = (options.rename)(key);
+        let element = catalog.tensors[&name].element;
+        let whole = TensorBox { offsets: vec![0; stored.shape.len()], sizes: stored.shape.clone() };
+        let boxes = match &options.cut {
+            Some(cut) => cut(key, &stored.shape)?,
+            None => Vec::new(),
+        };
+        let mut boxes: Vec<(usize, TensorBox)> = boxes.into_iter().map(|b| (b.rank, b.global)).collect();
+        if boxes.is_empty() {
+            let bytes = stored.elem_count() * element.size_in_bytes();
+            if options.cut.is_none() && filled.1 > 0 && filled.1 + bytes > options.max_file_bytes {
+                filled = (filled.0 + 1, 0);
+            }
+            filled.1 += bytes;
+            boxes.push((filled.0, whole.clone()));
+        }
+        let stored = Arc::new(stored.clone());
+        for (file, part) in boxes {
+            let content = Content::Stored {
+                files: Arc::clone(&files),
+                key: key.clone(),
+                tensor: Arc::clone(&stored),
+                part: part.clone(),
+                element,
+            };
+            let is_whole = part == whole;
+            groups.entry(file).or_default().push(Part { key: name.clone(), part, is_whole, content });
+        }
+    }
+    let count = groups.len();
+    let named = |(i, (rank, parts)): (usize, (usize, Vec<Part>))| match (&options.cut, options.format) {
+        (Some(_), Format::HuggingFace) => (format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1), parts),
+        _ => (file_name(options.format, i, count), parts),
+    };
+    Ok(groups.into_iter().enumerate().map(named).collect())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn small_floats_are_those_of_their_definitions() {
-        // largest, smallest normal, smallest of all, one
-        let e4 = [(0x7e, 448.0), (0x08, 2f32.powi(-6)), (0x01, 2f32.powi(-9)), (0x38, 1.0), (0xb8, -1.0)];
-        let e5 =
-            [(0x7b, 57344.0), (0x04, 2f32.powi(-14)), (0x01, 2f32.powi(-16)), (0x3c, 1.0), (0xfc, f32::NEG_INFINITY)];
-        e4.iter().for_each(|&(bits, x)| assert_eq!(small_float(bits, 4), x));
-        e5.iter().for_each(|&(bits, x)| assert_eq!(small_float(bits, 5), x));
-        assert!(small_float(0x7f, 4).is_nan() && small_float(0x7d, 5).is_nan());
-    }
-
-    #[test]
-    fn elements_convert_by_value() {
-        let bytes = [0x80u8, 0xff, 1]; // -128, -1, 1
-        let wide = converted(&bytes, ElementType::I8, ElementType::I32).unwrap();
-        let numbers: Vec<i32> = wide.chunks(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
-        assert_eq!(numbers, [-128, -1, 1]);
-        assert_eq!(*converted(&[0, 0, 0x80, 0x3f], ElementType::F32, ElementType::Bool).unwrap(), [1]);
-        assert!(converted(&bytes, ElementType::I8, ElementType::C64).is_err());
-    }
+/// Writes files, several at a time.
+fn write_all(
+    staged: &Path,
+    format: Format,
+    plan: Vec<(String, Vec<Part>)>,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<Vec<WrittenFile>> {
+    let one = |(name, parts): (String, Vec<Part>)| write_file(format, staged, &name, parts, &|bytes| progress(bytes));
+    plan.into_par_iter().map(one).collect()
 }

@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::catalog::{Chunk, StoredTensor, check_file_name, row_major};
+use super::catalog::{Catalog, Chunk, StoredTensor, check_file_name, row_major};
 use crate::error::{Error, Result};
 use crate::layout::TensorBox;
+use crate::local::reserve;
 
 /// The files of a checkpoint, opened when first read.
 pub(super) struct Files {
@@ -189,5 +190,29 @@ impl Runs {
                 index[dim] = 0;
             }
         }
+    }
+}
+
+impl Catalog {
+    /// All elements of a tensor, row-major in little-endian bytes.
+    pub fn read(&self, key: &str) -> Result<Vec<u8>> {
+        let stored = self.tensor(key)?;
+        self.read_box(key, &TensorBox { offsets: vec![0; stored.shape.len()], sizes: stored.shape.clone() })
+    }
+
+    /// The elements of a box of a tensor, row-major in little-endian bytes.
+    pub fn read_box(&self, key: &str, part: &TensorBox) -> Result<Vec<u8>> {
+        let stored = self.tensor(key)?;
+        let inside = part.offsets.iter().zip(&part.sizes).zip(&stored.shape);
+        let fits = part.offsets.len() == stored.shape.len() && part.sizes.len() == stored.shape.len();
+        if !fits || inside.into_iter().any(|((o, s), n)| o.checked_add(*s).is_none_or(|end| end > *n)) {
+            let needed = format!("a box of a tensor of shape {:?}", stored.shape);
+            return Err(Error::invalid("box", format!("{part:?}"), needed, "ask for a part of the tensor"));
+        }
+        let length = part.volume() * stored.element.size_in_bytes();
+        let mut bytes = reserve(length)?;
+        bytes.resize(length, 0);
+        Files::new(&self.directory).read_box(key, stored, part, &mut bytes)?;
+        Ok(bytes)
     }
 }

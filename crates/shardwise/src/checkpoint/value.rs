@@ -107,6 +107,40 @@ impl Value {
     }
 }
 
+impl Value {
+    /// The value that serde makes of something: structs become maps.
+    pub fn of(something: &impl Serialize) -> Result<Value> {
+        serde_json::to_value(something).map_err(Error::other).and_then(|json| Value::from_plain(&json))
+    }
+
+    /// What serde reads from the value.
+    pub fn read<T: de::DeserializeOwned>(&self) -> Result<T> {
+        serde_json::from_value(self.to_plain()).map_err(|error| {
+            let found = format!("{self} ({error})");
+            Error::invalid("stored value", found, "what was stored", "load it into what it was saved from")
+        })
+    }
+
+    fn from_plain(json: &Json) -> Result<Value> {
+        Ok(match json {
+            Json::Array(values) => Value::List(values.iter().map(Value::from_plain).collect::<Result<_>>()?),
+            Json::Object(map) => {
+                let entry = |(k, v): (&String, &Json)| Ok((k.clone(), Value::from_plain(v)?));
+                Value::Map(map.iter().map(entry).collect::<Result<_>>()?)
+            }
+            plain => Value::from_json(plain)?,
+        })
+    }
+
+    fn to_plain(&self) -> Json {
+        match self {
+            Value::List(values) | Value::Tuple(values) => Json::Array(values.iter().map(Value::to_plain).collect()),
+            Value::Map(values) => Json::Object(values.iter().map(|(k, v)| (k.clone(), v.to_plain())).collect()),
+            plain => plain.to_json(),
+        }
+    }
+}
+
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.to_json())

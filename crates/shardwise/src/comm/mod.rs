@@ -4,6 +4,7 @@
 //! engine: threads of this process here, MPI in a crate of its own. A collective travels to the engine as one
 //! [`Call`] value, so that checking, recording and describing it is written once for all engines.
 
+mod agreement;
 mod call;
 mod check;
 mod device_mesh;
@@ -14,6 +15,7 @@ pub mod threads;
 mod trace;
 mod world;
 
+pub(crate) use agreement::{agree, texts, together};
 pub use call::{Call, Sizes};
 pub use device_mesh::DeviceMesh;
 pub(crate) use device_mesh::MeshIdentity;

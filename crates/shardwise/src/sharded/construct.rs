@@ -4,12 +4,11 @@ use std::panic::Location;
 
 use candle_core::{DType, Shape, Tensor};
 
-use super::agreement::{agree, texts};
 use super::device::RemoteDevice;
 use super::metadata::{ShardMetadata, ShardedTensorMetadata};
 use super::movement::moved;
 use super::{Shard, ShardedTensor, ShardingSpec};
-use crate::comm::DeviceMesh;
+use crate::comm::{DeviceMesh, agree, texts};
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
 use crate::local::{check_dtype, check_served, dense, filled, immutable, placeholder};

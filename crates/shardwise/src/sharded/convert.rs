@@ -2,11 +2,10 @@
 
 use std::panic::Location;
 
-use super::agreement::agree;
 use super::movement::cut;
 use super::spec::{ChunkShardingSpec, ShardingSpec};
 use super::{ShardMetadata, ShardedTensor};
-use crate::comm::DeviceMesh;
+use crate::comm::{DeviceMesh, agree};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::local::{dense, placeholder};

@@ -163,7 +163,7 @@ impl ShardedTensorMetadata {
     }
 
     /// The boxes of a rank, counted in the whole tensor.
-    pub(super) fn boxes_of(&self, rank: usize) -> Vec<OwnedBox> {
+    pub(crate) fn boxes_of(&self, rank: usize) -> Vec<OwnedBox> {
         let owned = |s: &ShardMetadata| OwnedBox { rank, global: s.as_box(), local_offsets: s.offsets.clone() };
         self.shards_of(rank).filter(|s| s.volume() > 0).map(owned).collect()
     }

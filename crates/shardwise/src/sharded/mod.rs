@@ -22,7 +22,6 @@
 //! # Ok::<(), Error>(())
 //! ```
 
-mod agreement;
 mod construct;
 mod convert;
 mod device;

@@ -4,12 +4,11 @@ use std::panic::Location;
 
 use candle_core::Tensor;
 
-use super::agreement::agree;
 use super::construct::check_ranks;
 use super::device::RemoteDevice;
 use super::metadata::{ShardMetadata, ShardedTensorMetadata};
 use super::{Shard, ShardedTensor, ShardingSpec};
-use crate::comm::DeviceMesh;
+use crate::comm::{DeviceMesh, agree};
 use crate::error::{Error, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
 use crate::local::{Assembly, dense, placeholder};

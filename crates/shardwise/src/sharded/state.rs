@@ -5,12 +5,11 @@ use std::panic::Location;
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::agreement::texts;
 use super::construct::check_ranks;
 use super::device::RemoteDevice;
 use super::movement::moved;
 use super::{Shard, ShardMetadata, ShardedTensor, ShardedTensorMetadata, ShardingSpec};
-use crate::comm::DeviceMesh;
+use crate::comm::{DeviceMesh, texts};
 use crate::error::{Error, Result};
 use crate::local::{bytes_of, check_dtype};
 

@@ -2,11 +2,11 @@
 
 use candle_core::{Device, Tensor};
 
-use crate::comm::{Call, Group};
+use super::{Call, Group};
 use crate::error::{Error, Result, Site};
 
 /// An error on every rank unless all ranks of the group say the same of every thing; it names the first two that differ.
-pub(super) fn agree(group: &Group, things: &[(&'static str, &str)], site: Site) -> Result<()> {
+pub(crate) fn agree(group: &Group, things: &[(&'static str, &str)], site: Site) -> Result<()> {
     if group.is_dry() || group.size() == 1 {
         return Ok(());
     }
@@ -25,11 +25,10 @@ pub(super) fn agree(group: &Group, things: &[(&'static str, &str)], site: Site) 
 }
 
 /// What every rank of the group says, in group order.
-pub(super) fn texts(group: &Group, mine: &str, site: Site) -> Result<Vec<String>> {
+pub(crate) fn texts(group: &Group, mine: &str, site: Site) -> Result<Vec<String>> {
     if group.is_dry() {
-        let needed = "a run with all ranks";
-        let found = "a dry run, in which nobody knows what other ranks hold";
-        return Err(Error::invalid("sharded tensor", found, needed, "pass the metadata of all shards"));
+        let found = "a dry run, in which nobody knows what other ranks have";
+        return Err(Error::invalid("call", found, "a run with all ranks", "say it without asking other ranks"));
     }
     let length = Tensor::new(&[mine.len() as i64], &Device::Cpu)?;
     let ones = std::iter::repeat_n(1, group.size()).collect();
@@ -45,6 +44,19 @@ pub(super) fn texts(group: &Group, mine: &str, site: Site) -> Result<Vec<String>
         String::from_utf8_lossy(text).into_owned()
     };
     Ok(lengths.iter().map(&mut next).collect())
+}
+
+/// What this rank has, if no rank of the group has an error; else the first error, on all ranks alike.
+pub(crate) fn together<T>(group: &Group, mine: Result<T>, site: Site) -> Result<T> {
+    let said = mine.as_ref().err().map(|error| format!("!{error}")).unwrap_or_default();
+    let all = texts(group, &said, site)?;
+    match all.iter().position(|text| !text.is_empty()) {
+        None => mine,
+        Some(position) => {
+            let rank = group.ranks()[position];
+            Err(Error::Elsewhere { rank, message: all[position][1..].into() })
+        }
+    }
 }
 
 /// The same number for the same text on every rank (FNV-1a).

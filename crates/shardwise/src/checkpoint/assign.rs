@@ -1,0 +1,75 @@
+//! Who writes what: every box once, by one of the ranks that hold it, with the bytes spread evenly. Pure arithmetic.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::layout::{OwnedBox, TensorBox};
+
+/// A box that somebody has to write.
+pub(super) struct Task {
+    /// Flat key of the tensor.
+    pub(super) key: String,
+    /// The box.
+    pub(super) part: TensorBox,
+    /// Its size.
+    pub(super) bytes: usize,
+    /// The ranks that have it.
+    pub(super) holders: Vec<usize>,
+}
+
+/// The boxes of a tensor with all ranks that hold each of them.
+pub(super) fn tasks(key: &str, element_bytes: usize, boxes: impl IntoIterator<Item = OwnedBox>) -> Vec<Task> {
+    let mut place: HashMap<TensorBox, usize> = HashMap::new();
+    let mut tasks: Vec<Task> = Vec::new();
+    for OwnedBox { rank, global, .. } in boxes {
+        let at = *place.entry(global.clone()).or_insert_with(|| {
+            let bytes = global.volume() * element_bytes;
+            tasks.push(Task { key: key.to_string(), part: global, bytes, holders: Vec::new() });
+            tasks.len() - 1
+        });
+        tasks[at].holders.push(rank);
+    }
+    tasks
+}
+
+/// The rank that writes each task. Every rank finds the same: the largest first, each to the holder with the least so far.
+pub(super) fn assign(tasks: &[Task]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..tasks.len()).collect();
+    order.sort_by_key(|&i| (std::cmp::Reverse(tasks[i].bytes), i));
+    let mut load: BTreeMap<usize, usize> = BTreeMap::new();
+    let mut writers = vec![0; tasks.len()];
+    for i in order {
+        let least = tasks[i].holders.iter().min_by_key(|&&rank| (load.get(&rank).copied().unwrap_or(0), rank));
+        writers[i] = *least.expect("a box has a holder");
+        *load.entry(writers[i]).or_default() += tasks[i].bytes;
+    }
+    writers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::Layout;
+    use crate::mesh::Mesh;
+    use crate::placement::Placement::{Replicate, Shard};
+
+    #[test]
+    fn replicas_are_written_once_and_the_bytes_are_spread() {
+        let mesh = Mesh::new([2, 2]).unwrap();
+        let mut all = Vec::new();
+        for i in 0..8 {
+            let layout = Layout::new(&mesh, (16, 4), [Replicate, Replicate]).unwrap();
+            all.extend(tasks(&format!("r{i}"), 4, layout.boxes()));
+        }
+        let layout = Layout::new(&mesh, (16, 4), [Replicate, Shard(0)]).unwrap();
+        all.extend(tasks("s", 4, layout.boxes()));
+        assert_eq!(all.len(), 8 + 2);
+        let writers = assign(&all);
+        let mut load = [0; 4];
+        all.iter().zip(&writers).for_each(|(task, &rank)| {
+            assert!(task.holders.contains(&rank));
+            load[rank] += task.bytes;
+        });
+        assert_eq!(load.iter().sum::<usize>(), 9 * 256);
+        assert!(load.iter().max().unwrap() - load.iter().min().unwrap() <= 128, "{load:?}");
+    }
+}

@@ -1,0 +1,155 @@
+//! How two checkpoints differ.
+
+use std::collections::BTreeSet;
+use std::fmt;
+
+use candle_core::DType;
+
+use super::cast::to_tensor;
+use super::catalog::{Catalog, StoredTensor};
+use super::content::pieces;
+use super::element::ElementType;
+use super::read::Files;
+use super::value::Value;
+use crate::error::Result;
+use crate::layout::TensorBox;
+
+/// How an entry differs between two checkpoints.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Difference {
+    /// Only the first has it.
+    OnlyFirst,
+    /// Only the second has it.
+    OnlySecond,
+    /// Other shapes.
+    Shape(Vec<usize>, Vec<usize>),
+    /// Other types of elements, with the same numbers.
+    Type(ElementType, ElementType),
+    /// Other elements.
+    Elements {
+        /// How many.
+        count: usize,
+        /// The largest distance; NaN if one of the two is not a number.
+        largest: f64,
+        /// Where the first one is.
+        first: Vec<usize>,
+    },
+    /// Other values.
+    Values(Value, Value),
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Difference::OnlyFirst => f.write_str("only in the first"),
+            Difference::OnlySecond => f.write_str("only in the second"),
+            Difference::Shape(a, b) => write!(f, "shape {a:?} and {b:?}"),
+            Difference::Type(a, b) => write!(f, "type {a} and {b}"),
+            Difference::Elements { count, largest, first } => {
+                write!(f, "{count} elements, first at {first:?}, largest distance {largest:e}")
+            }
+            Difference::Values(a, b) => write!(f, "{a} and {b}"),
+        }
+    }
+}
+
+/// How much is compared at a time.
+const ELEMENTS: usize = 1 << 20;
+
+/// All differences between two checkpoints, by key. Numbers differ where `|a - b| > atol + rtol * |b|`; without tolerance
+/// the same bytes are the same, also where they are not numbers. `progress` hears of bytes of the first.
+pub fn diff(
+    first: &Catalog,
+    second: &Catalog,
+    rtol: f64,
+    atol: f64,
+    progress: &dyn Fn(u64),
+) -> Result<Vec<(String, Difference)>> {
+    let mut found = Vec::new();
+    let keys: BTreeSet<&String> = first.tensors.keys().chain(second.tensors.keys()).collect();
+    let (files, other_files) = (Files::new(&first.directory), Files::new(&second.directory));
+    for key in keys {
+        let difference = match (first.tensors.get(key), second.tensors.get(key)) {
+            (Some(_), None) => Some(Difference::OnlyFirst),
+            (None, Some(_)) => Some(Difference::OnlySecond),
+            (Some(a), Some(b)) if a.shape != b.shape => Some(Difference::Shape(a.shape.clone(), b.shape.clone())),
+            (Some(a), Some(b)) => {
+                let compared = Compared { key, files: &files, first: a, other_files: &other_files, second: b };
+                let differing = compared.elements(rtol, atol, progress)?;
+                differing.or_else(|| (a.element != b.element).then_some(Difference::Type(a.element, b.element)))
+            }
+            (None, None) => None,
+        };
+        found.extend(difference.map(|difference| (key.clone(), difference)));
+    }
+    let keys: BTreeSet<&String> = first.values.keys().chain(second.values.keys()).collect();
+    for key in keys {
+        let difference = match (first.values.get(key), second.values.get(key)) {
+            (Some(_), None) => Some(Difference::OnlyFirst),
+            (None, Some(_)) => Some(Difference::OnlySecond),
+            (Some(a), Some(b)) if a != b => Some(Difference::Values(a.clone(), b.clone())),
+            _ => None,
+        };
+        found.extend(difference.map(|difference| (key.clone(), difference)));
+    }
+    Ok(found)
+}
+
+/// One tensor in two checkpoints.
+struct Compared<'a> {
+    key: &'a str,
+    files: &'a Files,
+    first: &'a StoredTensor,
+    other_files: &'a Files,
+    second: &'a StoredTensor,
+}
+
+impl Compared<'_> {
+    fn elements(&self, rtol: f64, atol: f64, progress: &dyn Fn(u64)) -> Result<Option<Difference>> {
+        let whole = TensorBox { offsets: vec![0; self.first.shape.len()], sizes: self.first.shape.clone() };
+        let (mut count, mut largest, mut place) = (0, 0f64, None);
+        for piece in pieces(&whole, ELEMENTS) {
+            let read = |files: &Files, stored: &StoredTensor| -> Result<Vec<u8>> {
+                let mut bytes = vec![0; piece.volume() * stored.element.size_in_bytes()];
+                files.read_box(self.key, stored, &piece, &mut bytes)?;
+                Ok(bytes)
+            };
+            let (a, b) = (read(self.files, self.first)?, read(self.other_files, self.second)?);
+            progress(a.len() as u64);
+            if self.first.element == self.second.element && a == b {
+                continue;
+            }
+            let (a, b) = (numbers(&a, self.first.element)?, numbers(&b, self.second.element)?);
+            for (i, (x, y)) in a.iter().zip(&b).enumerate() {
+                let distance = (x - y).abs();
+                if x.to_bits() == y.to_bits() || x == y || distance <= atol + rtol * y.abs() {
+                    continue;
+                }
+                count += 1;
+                largest = if distance.is_nan() || largest.is_nan() { f64::NAN } else { largest.max(distance) };
+                place.get_or_insert_with(|| index_of(&piece, i));
+            }
+        }
+        Ok(place.map(|first| Difference::Elements { count, largest, first }))
+    }
+}
+
+/// Elements as numbers; those of types without one are told apart by their bytes.
+fn numbers(bytes: &[u8], element: ElementType) -> Result<Vec<f64>> {
+    match element {
+        ElementType::U64 | ElementType::C64 => {
+            Ok(bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().expect("eight")) as f64).collect())
+        }
+        other => Ok(to_tensor(bytes, other)?.to_dtype(DType::F64)?.to_vec1()?),
+    }
+}
+
+/// The index in the whole tensor of an element of a box, by its number.
+fn index_of(part: &TensorBox, mut number: usize) -> Vec<usize> {
+    let mut index = part.offsets.clone();
+    for dim in (0..index.len()).rev() {
+        index[dim] += number % part.sizes[dim];
+        number /= part.sizes[dim];
+    }
+    index
+}

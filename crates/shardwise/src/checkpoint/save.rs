@@ -1,0 +1,404 @@
+//! Saving: every rank writes what it owns, and the new checkpoint takes the place of the old one as a whole.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::panic::Location;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Tensor};
+
+use super::assign::{Task, assign, tasks};
+use super::catalog::{Catalog, Format, StoredTensor};
+use super::content::Content;
+use super::directory::{commit, parent_of, staging, sweep};
+use super::element::ElementType;
+use super::state::{Leaf, State};
+use super::write::{Part, WrittenFile, file_name, seal, write_file};
+use crate::comm::{World, agree, texts, together};
+use crate::error::{Error, Result, Site};
+use crate::layout::{OwnedBox, TensorBox, TensorMeta};
+use crate::local::{bytes_of, dense, immutable, placeholder};
+use crate::redistribute::block;
+
+/// How a checkpoint is saved.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SaveOptions {
+    /// The format.
+    pub format: Format,
+    /// How long the rank that puts the checkpoint together waits for the files of the others.
+    pub deadline: Duration,
+}
+
+impl Default for SaveOptions {
+    fn default() -> Self {
+        SaveOptions { format: Format::Native, deadline: Duration::from_secs(600) }
+    }
+}
+
+/// Saves state to a directory, which becomes a checkpoint. All ranks of the world make the call.
+///
+/// Every box of a tensor is written once, by one of the ranks that hold it. If a checkpoint is there already, it is replaced
+/// as a whole: a crash at any moment leaves the old one or the new one.
+///
+/// ```
+/// use shardwise::checkpoint::{self, State};
+/// use shardwise::prelude::*;
+///
+/// # let directory = std::env::temp_dir().join(format!("shardwise-save-{}", std::process::id()));
+/// # let path = directory.clone();
+/// launch(2, move |world| {
+///     let mesh = world.mesh([("dp", 2)])?;
+///     let weight = DTensor::arange(0.0, 6.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+///     checkpoint::save(&world, &path, &State::map([("weight", State::from(weight)), ("step", State::from(3))]))?;
+///
+///     let template = State::map([("weight", DTensor::zeros(6, DType::F32, &mesh, [Replicate])?)]);
+///     let loaded = checkpoint::load(&world, &path, &template)?;
+///     assert_eq!(loaded.tensor("weight")?.to_local().to_vec1::<f32>()?[5], 5.0);
+///     Ok(())
+/// })?;
+/// # std::fs::remove_dir_all(&directory).unwrap();
+/// # Ok::<(), Error>(())
+/// ```
+#[track_caller]
+pub fn save(world: &World, path: impl AsRef<Path>, state: &State) -> Result<()> {
+    begin(world, path.as_ref(), state, &SaveOptions::default(), Location::caller())?.finish(Location::caller())
+}
+
+/// As [`save`], with options.
+#[track_caller]
+pub fn save_with(world: &World, path: impl AsRef<Path>, state: &State, options: &SaveOptions) -> Result<()> {
+    begin(world, path.as_ref(), state, options, Location::caller())?.finish(Location::caller())
+}
+
+/// As [`save_with`], but returns as soon as it is clear what will be written; threads do the rest. What is saved is the
+/// state as it is now: tensors never change, so a snapshot costs nothing.
+#[track_caller]
+pub fn async_save(world: &World, path: impl AsRef<Path>, state: &State, options: &SaveOptions) -> Result<AsyncSave> {
+    begin(world, path.as_ref(), state, options, Location::caller())
+}
+
+/// A save that is under way.
+#[must_use = "the checkpoint is certain only after wait"]
+pub struct AsyncSave {
+    world: World,
+    writer: Option<JoinHandle<Result<()>>>,
+    abandoned: Arc<AtomicBool>,
+}
+
+impl AsyncSave {
+    /// Whether this rank has done its part.
+    pub fn is_finished(&self) -> bool {
+        self.writer.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Waits until the checkpoint is complete. All ranks make the call; if one of them failed, all get its error.
+    #[track_caller]
+    pub fn wait(self) -> Result<()> {
+        self.finish(Location::caller())
+    }
+
+    fn finish(mut self, site: Site) -> Result<()> {
+        let mine = self.join();
+        together(&self.world, mine, site)
+    }
+
+    fn join(&mut self) -> Result<()> {
+        let Some(writer) = self.writer.take() else { return Ok(()) };
+        writer.join().unwrap_or_else(|_| Err(Error::other("the thread that writes the checkpoint panicked")))
+    }
+}
+
+impl Drop for AsyncSave {
+    /// Without [`wait`](Self::wait) the save goes on only as long as its end is near: a rank that fails must not wait for
+    /// others.
+    fn drop(&mut self) {
+        self.abandoned.store(true, SeqCst);
+        let _ = self.join();
+    }
+}
+
+/// How long a save that nobody waits for goes on waiting for other ranks.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// Plans the save on all ranks together, and starts to write.
+fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site: Site) -> Result<AsyncSave> {
+    if world.is_dry() {
+        return Err(Error::invalid("save", "a dry run", "a run with data", "dry runs know shapes, not values"));
+    }
+    if options.format == Format::Torch {
+        let fix = "use Native, HuggingFace or Dcp";
+        return Err(Error::invalid("format", "a single file of torch.save", "one that ranks write together", fix));
+    }
+    let planned = together(world, plan(world, state, options.format), site)?;
+    let fingerprint = planned.describe();
+    agree(world, &[("state to save", &fingerprint), ("path to save to", &path.to_string_lossy())], site)?;
+    let me = world.rank();
+    // One rank chooses the name, all use it.
+    let chosen = texts(world, &format!("{}", unique()), site)?;
+    let id: u64 = chosen[0].parse().map_err(Error::other)?;
+    let staged = staging(path, id);
+    let prepared = match me {
+        0 => sweep(path)
+            .and_then(|()| Ok(fs::create_dir_all(parent_of(path))?))
+            .and_then(|()| Ok(fs::create_dir(&staged)?)),
+        _ => Ok(()),
+    };
+    together(world, prepared, site)?;
+    let abandoned = Arc::new(AtomicBool::new(false));
+    let job = Job {
+        rank: me,
+        ranks: world.size(),
+        format: options.format,
+        deadline: options.deadline,
+        staged,
+        target: path.to_path_buf(),
+        abandoned: Arc::clone(&abandoned),
+        planned,
+    };
+    let writer = std::thread::Builder::new().name(format!("save of rank {me}")).spawn(move || job.run())?;
+    Ok(AsyncSave { world: world.clone(), writer: Some(writer), abandoned })
+}
+
+/// A number that no other save has.
+fn unique() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
+    now ^ (u64::from(std::process::id()) << 40)
+}
+
+/// What is saved, and what this rank writes of it.
+struct Planned {
+    /// All tensors without their chunks, and all values.
+    catalog: Catalog,
+    /// Who writes which box.
+    writers: Vec<(String, TensorBox, usize)>,
+    /// What this rank writes.
+    parts: Vec<Part>,
+    /// Checksums of tensors that should be the same on all ranks.
+    plain: Vec<(String, u32)>,
+}
+
+impl Planned {
+    /// The plan in words that are the same on all ranks if the plan is.
+    fn describe(&self) -> String {
+        let values: Vec<String> = self.catalog.values.iter().map(|(key, value)| format!("{key} = {value}")).collect();
+        format!("{:?} {values:?} {:?}", self.writers, self.plain)
+    }
+}
+
+fn plan(world: &World, state: &State, format: Format) -> Result<Planned> {
+    let directory = PathBuf::new();
+    let mut catalog =
+        Catalog { format, directory, tensors: BTreeMap::new(), values: BTreeMap::new(), paths: BTreeMap::new() };
+    let mut all: Vec<Task> = Vec::new();
+    let mut sources: BTreeMap<String, Source> = BTreeMap::new();
+    let mut plain = Vec::new();
+    for (key, (path, leaf)) in state.flatten()? {
+        let (element, shape, boxes, source) = match leaf {
+            Leaf::Value(value) if format == Format::HuggingFace => {
+                let (found, needed) =
+                    (format!("value {key:?} = {value}"), "tensors only, which is all that this format has");
+                return Err(Error::invalid("state", found, needed, "save it in another format, or leave it out"));
+            }
+            Leaf::Value(value) => {
+                catalog.values.insert(key.clone(), value);
+                catalog.paths.insert(key, path);
+                continue;
+            }
+            Leaf::Tensor(tensor) => {
+                let tensor = tensor.reduced(Location::caller())?;
+                let boxes: Vec<OwnedBox> = tensor.layout().boxes().collect();
+                let mine = tensor.layout().boxes_of(world.rank());
+                let local = tensor.to_local().clone();
+                (
+                    ElementType::of(tensor.dtype())?,
+                    tensor.shape().to_vec(),
+                    boxes,
+                    Source { dtype: tensor.dtype(), mine, tensors: vec![local] },
+                )
+            }
+            Leaf::Sharded(tensor) => {
+                let ranks = tensor.device_mesh().ranks();
+                let boxes: Vec<OwnedBox> = ranks.iter().flat_map(|&r| tensor.metadata().boxes_of(r)).collect();
+                let (mut mine, mut tensors) = (Vec::new(), Vec::new());
+                for shard in tensor.local_shards().iter().filter(|s| s.metadata().volume() > 0) {
+                    let local_offsets = vec![0; shard.metadata().offsets.len()];
+                    mine.push(OwnedBox { rank: world.rank(), global: shard.metadata().as_box(), local_offsets });
+                    tensors.push(shard.tensor().clone());
+                }
+                (
+                    ElementType::of(tensor.dtype())?,
+                    tensor.shape().to_vec(),
+                    boxes,
+                    Source { dtype: tensor.dtype(), mine, tensors },
+                )
+            }
+            Leaf::Plain(tensor) => {
+                let tensor = dense(&immutable(tensor)?)?;
+                let whole = TensorBox { offsets: vec![0; tensor.rank()], sizes: tensor.dims().to_vec() };
+                let owned = |rank| OwnedBox { rank, global: whole.clone(), local_offsets: whole.offsets.clone() };
+                let boxes = if whole.volume() == 0 { Vec::new() } else { (0..world.size()).map(owned).collect() };
+                plain.push((key.clone(), crc32fast::hash(&bytes_of(&tensor)?)));
+                let (element, shape) = (ElementType::of(tensor.dtype())?, whole.sizes.clone());
+                (
+                    element,
+                    shape,
+                    boxes,
+                    Source { dtype: tensor.dtype(), mine: vec![owned(world.rank())], tensors: vec![tensor] },
+                )
+            }
+        };
+        let mut boxes = boxes;
+        if boxes.is_empty() {
+            // A tensor without elements is stored too, by the first rank.
+            boxes.push(OwnedBox {
+                rank: 0,
+                global: TensorBox { offsets: vec![0; shape.len()], sizes: shape.clone() },
+                local_offsets: Vec::new(),
+            });
+        }
+        all.extend(tasks(&key, element.size_in_bytes(), boxes));
+        sources.insert(key.clone(), source);
+        catalog.tensors.insert(key.clone(), StoredTensor { element, shape, chunks: Vec::new() });
+        catalog.paths.insert(key, path);
+    }
+    let mut parts = Vec::new();
+    let mut writers = Vec::new();
+    for (task, rank) in all.iter().zip(assign(&all)) {
+        writers.push((task.key.clone(), task.part.clone(), rank));
+        if rank == world.rank() {
+            let stored = &catalog.tensors[&task.key];
+            parts.push(Part {
+                key: task.key.clone(),
+                part: task.part.clone(),
+                is_whole: task.part.sizes == stored.shape,
+                content: Content::Memory { element: stored.element, tensor: sources[&task.key].cut(&task.part)? },
+            });
+        }
+    }
+    Ok(Planned { catalog, writers, parts, plain })
+}
+
+/// The boxes of a tensor that this rank holds: all in one tensor, or one tensor each.
+struct Source {
+    dtype: DType,
+    mine: Vec<OwnedBox>,
+    tensors: Vec<Tensor>,
+}
+
+impl Source {
+    fn cut(&self, part: &TensorBox) -> Result<Tensor> {
+        if part.volume() == 0 {
+            return dense(&placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: self.dtype })?);
+        }
+        let at = self.mine.iter().position(|owned| owned.global == *part).expect("tasks are boxes of their holders");
+        let tensor = if self.tensors.len() == self.mine.len() { &self.tensors[at] } else { &self.tensors[0] };
+        dense(&block(tensor, &self.mine[at].local_offsets, &part.sizes)?)
+    }
+}
+
+/// One rank's work after the plan is made. Ranks find each other's results in the directory, not by communicating: the
+/// program goes on with that meanwhile.
+struct Job {
+    rank: usize,
+    ranks: usize,
+    format: Format,
+    deadline: Duration,
+    staged: PathBuf,
+    target: PathBuf,
+    abandoned: Arc<AtomicBool>,
+    planned: Planned,
+}
+
+impl Job {
+    fn run(self) -> Result<()> {
+        let (report, rank) = (self.report_of(self.rank), self.rank);
+        let (format, staged) = (self.format, self.staged.clone());
+        let (parts, catalog) = (self.planned.parts, self.planned.catalog);
+        let mine = write_parts(format, &staged, rank, self.ranks, parts);
+        let said = match &mine {
+            Ok(files) => serde_json::to_string(files).map_err(Error::other)?,
+            Err(error) => format!("!{error}"),
+        };
+        if rank != 0 {
+            // The report appears as a whole.
+            let unfinished = report.with_extension("unfinished");
+            fs::write(&unfinished, said)?;
+            fs::rename(&unfinished, &report)?;
+            return mine.map(drop);
+        }
+        let result = mine.and_then(|files| {
+            let others = (1..self.ranks).map(|r| report_path(&staged, r));
+            let mut all = files;
+            for (path, r) in others.zip(1..) {
+                all.extend(wait_for(&path, r, self.deadline, &self.abandoned)?);
+                fs::remove_file(&path)?;
+            }
+            seal(&staged, catalog, all)?;
+            commit(&staged, &self.target)
+        });
+        if result.is_err() {
+            let _ = fs::remove_dir_all(&staged);
+        }
+        result
+    }
+
+    fn report_of(&self, rank: usize) -> PathBuf {
+        report_path(&self.staged, rank)
+    }
+}
+
+fn report_path(staged: &Path, rank: usize) -> PathBuf {
+    staged.join(format!("written-by-{rank}.json"))
+}
+
+/// Writes the files of one rank. In a format that knows boxes by the name of their tensor alone, boxes of one tensor go to
+/// different files.
+fn write_parts(format: Format, staged: &Path, rank: usize, ranks: usize, parts: Vec<Part>) -> Result<Vec<WrittenFile>> {
+    let mut files: Vec<Vec<Part>> = vec![Vec::new()];
+    for part in parts {
+        let free = |file: &&mut Vec<Part>| format != Format::HuggingFace || file.iter().all(|p| p.key != part.key);
+        match files.iter_mut().find(free) {
+            Some(file) => file.push(part),
+            None => files.push(vec![part]),
+        }
+    }
+    let count = files.len();
+    let mut written = Vec::new();
+    for (i, parts) in files.into_iter().enumerate() {
+        if parts.is_empty() {
+            continue;
+        }
+        let name = match format {
+            Format::HuggingFace if ranks == 1 && count == 1 => file_name(format, 0, 1),
+            Format::HuggingFace => format!("shard-{:05}-model-{:05}-of-{count:05}.safetensors", rank + 1, i + 1),
+            _ => file_name(format, rank, ranks),
+        };
+        written.push(write_file(format, staged, &name, parts, &|_| {})?);
+    }
+    Ok(written)
+}
+
+/// What another rank has written, as soon as it says so.
+fn wait_for(path: &Path, rank: usize, deadline: Duration, abandoned: &AtomicBool) -> Result<Vec<WrittenFile>> {
+    let start = Instant::now();
+    let mut left = None;
+    while !path.exists() {
+        if abandoned.load(SeqCst) {
+            left.get_or_insert_with(Instant::now);
+        }
+        if start.elapsed() > deadline || left.is_some_and(|since| since.elapsed() > GRACE) {
+            let found = format!("nothing from rank {rank} after {:?}", start.elapsed());
+            return Err(Error::invalid("save", found, "the files of all ranks", "look at what that rank was doing"));
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let text = fs::read_to_string(path)?;
+    match text.strip_prefix('!') {
+        Some(error) => Err(Error::Elsewhere { rank, message: error.into() }),
+        None => serde_json::from_str(&text).map_err(Error::other),
+    }
+}

@@ -1,0 +1,113 @@
+//! Checkpoints of a run: one directory per step, the last few of them kept.
+
+use std::fs;
+use std::panic::Location;
+use std::path::{Path, PathBuf};
+
+use super::open::format_of;
+use super::save::{AsyncSave, SaveOptions, async_save, save_with};
+use super::state::State;
+use crate::comm::{World, together};
+use crate::error::Result;
+
+/// A directory of checkpoints by step.
+///
+/// ```
+/// use shardwise::checkpoint::{Series, State};
+/// use shardwise::prelude::*;
+///
+/// # let directory = std::env::temp_dir().join(format!("shardwise-series-{}", std::process::id()));
+/// let series = Series::new(&directory).keep(2);
+/// # let kept = series.clone();
+/// launch(2, move |world| {
+///     for step in [10, 20, 30] {
+///         series.save(&world, step, &State::map([("step", step as i64)]))?;
+///     }
+///     Ok(())
+/// })?;
+/// # let series = kept;
+/// assert_eq!(series.steps()?, [20, 30]);
+/// assert!(series.latest()?.unwrap().ends_with("step-00000030"));
+/// # std::fs::remove_dir_all(&directory).unwrap();
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Series {
+    root: PathBuf,
+    keep: Option<usize>,
+    options: SaveOptions,
+}
+
+impl Series {
+    /// Checkpoints in a directory, all of them kept.
+    pub fn new(root: impl AsRef<Path>) -> Self {
+        Series { root: root.as_ref().to_path_buf(), keep: None, options: SaveOptions::default() }
+    }
+
+    /// Keeps the last `count` only, one at least. An older one goes when a newer one is complete.
+    #[must_use]
+    pub fn keep(mut self, count: usize) -> Self {
+        self.keep = Some(count.max(1));
+        self
+    }
+
+    /// Saves with these options.
+    #[must_use]
+    pub fn options(mut self, options: SaveOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Where the checkpoint of a step is.
+    pub fn path(&self, step: u64) -> PathBuf {
+        self.root.join(format!("step-{step:08}"))
+    }
+
+    /// The steps with a complete checkpoint, in order.
+    pub fn steps(&self) -> Result<Vec<u64>> {
+        let mut steps = Vec::new();
+        if !self.root.is_dir() {
+            return Ok(steps);
+        }
+        for entry in fs::read_dir(&self.root)? {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let step = name.strip_prefix("step-").and_then(|digits| digits.parse::<u64>().ok());
+            steps.extend(step.filter(|_| format_of(&entry.path()).is_ok()));
+        }
+        steps.sort_unstable();
+        Ok(steps)
+    }
+
+    /// The checkpoint of the last step, if there is one.
+    pub fn latest(&self) -> Result<Option<PathBuf>> {
+        Ok(self.steps()?.last().map(|&step| self.path(step)))
+    }
+
+    /// Saves the state of a step, and removes checkpoints that are no longer kept. All ranks of the world make the call.
+    #[track_caller]
+    pub fn save(&self, world: &World, step: u64, state: &State) -> Result<()> {
+        save_with(world, self.path(step), state, &self.options)?;
+        self.prune(world)
+    }
+
+    /// As [`save`](Self::save), but returns as soon as it is clear what will be written. Nothing is removed: call
+    /// [`prune`](Self::prune) when the save is over.
+    #[track_caller]
+    pub fn async_save(&self, world: &World, step: u64, state: &State) -> Result<AsyncSave> {
+        async_save(world, self.path(step), state, &self.options)
+    }
+
+    /// Removes checkpoints that are no longer kept. All ranks of the world make the call.
+    #[track_caller]
+    pub fn prune(&self, world: &World) -> Result<()> {
+        let removed = match (self.keep, world.rank()) {
+            (Some(keep), 0) => self.steps().and_then(|steps| {
+                let old = &steps[..steps.len().saturating_sub(keep)];
+                old.iter().try_for_each(|&step| Ok(fs::remove_dir_all(self.path(step))?))
+            }),
+            _ => Ok(()),
+        };
+        together(world, removed, Location::caller())
+    }
+}

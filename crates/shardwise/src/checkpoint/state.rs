@@ -1,0 +1,338 @@
+//! State to be saved and loaded: tensors of any kind and values, nested.
+
+use std::collections::BTreeMap;
+
+use candle_core::Tensor;
+
+use super::value::{Key, Value, flat_key};
+use crate::error::{Error, Result};
+use crate::optim::{OptimizerState, ParamState};
+use crate::random::GeneratorState;
+use crate::sharded::ShardedTensor;
+use crate::tensor::DTensor;
+
+/// A tree of tensors and values.
+///
+/// ```
+/// use shardwise::checkpoint::State;
+///
+/// let state = State::map([("step", State::from(7)), ("names", State::list(["a", "b"]))]);
+/// assert_eq!(state.get("names.1").map(ToString::to_string), Some("\"b\"".to_string()));
+/// ```
+#[derive(Clone)]
+pub enum State {
+    /// A distributed tensor.
+    Tensor(DTensor),
+    /// A sharded tensor.
+    Sharded(ShardedTensor),
+    /// A tensor that is the same on all ranks.
+    Plain(Tensor),
+    /// A value that is the same on all ranks.
+    Value(Value),
+    /// State by name.
+    Map(BTreeMap<String, State>),
+    /// State by position.
+    List(Vec<State>),
+}
+
+/// What a flat key stands for.
+pub(super) enum Leaf<'a> {
+    Tensor(&'a DTensor),
+    Sharded(&'a ShardedTensor),
+    Plain(&'a Tensor),
+    Value(Value),
+}
+
+impl State {
+    /// State by name.
+    pub fn map<N: Into<String>, S: Into<State>>(entries: impl IntoIterator<Item = (N, S)>) -> State {
+        State::Map(entries.into_iter().map(|(name, state)| (name.into(), state.into())).collect())
+    }
+
+    /// State by position.
+    pub fn list<S: Into<State>>(entries: impl IntoIterator<Item = S>) -> State {
+        State::List(entries.into_iter().map(Into::into).collect())
+    }
+
+    /// What is at a path of names and positions, joined with dots.
+    pub fn get(&self, path: &str) -> Option<&State> {
+        if path.is_empty() {
+            return Some(self);
+        }
+        match self {
+            // A name may have dots itself.
+            State::Map(entries) => entries.iter().find_map(|(name, state)| {
+                let rest = path.strip_prefix(name.as_str())?;
+                match rest.strip_prefix('.') {
+                    Some(rest) => state.get(rest),
+                    None => rest.is_empty().then_some(state),
+                }
+            }),
+            State::List(entries) => {
+                let (first, rest) = path.split_once('.').unwrap_or((path, ""));
+                entries.get(first.parse::<usize>().ok()?)?.get(rest)
+            }
+            _ => None,
+        }
+    }
+
+    /// The distributed tensor at a path.
+    pub fn tensor(&self, path: &str) -> Result<&DTensor> {
+        match self.get(path) {
+            Some(State::Tensor(tensor)) => Ok(tensor),
+            other => {
+                let found = other.map_or("nothing", |_| "something else");
+                let needed = format!("a distributed tensor at {path:?}");
+                Err(Error::invalid("state", found, needed, "name an entry of the state"))
+            }
+        }
+    }
+
+    /// The value at a path, put together if it was taken apart.
+    pub fn value(&self, path: &str) -> Result<Value> {
+        self.get(path).and_then(State::as_value).ok_or_else(|| {
+            Error::invalid("state", "nothing, or tensors", format!("a value at {path:?}"), "name an entry of the state")
+        })
+    }
+
+    fn as_value(&self) -> Option<Value> {
+        match self {
+            State::Value(value) => Some(value.clone()),
+            State::Map(entries) => {
+                let entry = |(name, state): (&String, &State)| Some((name.clone(), state.as_value()?));
+                entries.iter().map(entry).collect::<Option<_>>().map(Value::Map)
+            }
+            State::List(entries) => entries.iter().map(State::as_value).collect::<Option<_>>().map(Value::List),
+            _ => None,
+        }
+    }
+
+    /// All tensors and values by flat key, with their paths. Maps are always taken apart, lists only if a tensor or a map is
+    /// in them: as PyTorch does, so that files of either fit the other.
+    pub(super) fn flatten(&self) -> Result<BTreeMap<String, (Vec<Key>, Leaf<'_>)>> {
+        let mut flat = BTreeMap::new();
+        self.collect(&mut Vec::new(), &mut flat)?;
+        Ok(flat)
+    }
+
+    fn collect<'a>(&'a self, path: &mut Vec<Key>, flat: &mut BTreeMap<String, (Vec<Key>, Leaf<'a>)>) -> Result<()> {
+        let leaf = match self {
+            State::Tensor(tensor) => Leaf::Tensor(tensor),
+            State::Sharded(tensor) => Leaf::Sharded(tensor),
+            State::Plain(tensor) => Leaf::Plain(tensor),
+            State::Map(entries) if !entries.is_empty() => {
+                for (name, state) in entries {
+                    path.push(Key::Name(name.clone()));
+                    state.collect(path, flat)?;
+                    path.pop();
+                }
+                return Ok(());
+            }
+            State::List(entries) if self.as_value().is_none_or(|value| has_map(&value)) => {
+                for (i, state) in entries.iter().enumerate() {
+                    path.push(Key::Index(i));
+                    state.collect(path, flat)?;
+                    path.pop();
+                }
+                return Ok(());
+            }
+            State::Value(value) if has_map(value) && !matches!(value, Value::Tuple(_)) => {
+                return collect_value(value, path, flat);
+            }
+            State::Map(_) => Leaf::Value(Value::Map(BTreeMap::new())),
+            State::List(_) | State::Value(_) => Leaf::Value(self.as_value().expect("values only")),
+        };
+        insert(path, leaf, flat)
+    }
+
+    /// The tree with these leaves.
+    pub(super) fn unflatten(leaves: impl IntoIterator<Item = (Vec<Key>, State)>) -> State {
+        let mut root = State::Map(BTreeMap::new());
+        for (path, leaf) in leaves {
+            place(&mut root, &path, leaf);
+        }
+        root
+    }
+}
+
+/// Puts a leaf where its path leads. Positions come in order.
+fn place(at: &mut State, path: &[Key], leaf: State) {
+    let Some((first, rest)) = path.split_first() else {
+        *at = leaf;
+        return;
+    };
+    let fresh = || State::Map(BTreeMap::new());
+    match first {
+        Key::Name(name) => {
+            if !matches!(at, State::Map(_)) {
+                *at = fresh();
+            }
+            let State::Map(entries) = at else { unreachable!("made so above") };
+            place(entries.entry(name.clone()).or_insert_with(fresh), rest, leaf);
+        }
+        Key::Index(i) => {
+            if !matches!(at, State::List(_)) {
+                *at = State::List(Vec::new());
+            }
+            let State::List(entries) = at else { unreachable!("made so above") };
+            // A list with holes is closed up: a position is where an entry was, not how many there must be.
+            let i = (*i).min(entries.len());
+            if i == entries.len() {
+                entries.push(fresh());
+            }
+            place(&mut entries[i], rest, leaf);
+        }
+    }
+}
+
+fn has_map(value: &Value) -> bool {
+    match value {
+        Value::Map(entries) => !entries.is_empty(),
+        Value::List(entries) => entries.iter().any(|e| matches!(e, Value::Map(_)) || has_map(e)),
+        _ => false,
+    }
+}
+
+fn collect_value<'a>(
+    value: &Value,
+    path: &mut Vec<Key>,
+    flat: &mut BTreeMap<String, (Vec<Key>, Leaf<'a>)>,
+) -> Result<()> {
+    let entries: Vec<(Key, &Value)> = match value {
+        Value::Map(entries) if !entries.is_empty() => {
+            entries.iter().map(|(name, value)| (Key::Name(name.clone()), value)).collect()
+        }
+        Value::List(entries) if has_map(value) => {
+            entries.iter().enumerate().map(|(i, value)| (Key::Index(i), value)).collect()
+        }
+        _ => return insert(path, Leaf::Value(value.clone()), flat),
+    };
+    for (key, value) in entries {
+        path.push(key);
+        collect_value(value, path, flat)?;
+        path.pop();
+    }
+    Ok(())
+}
+
+fn insert<'a>(path: &[Key], leaf: Leaf<'a>, flat: &mut BTreeMap<String, (Vec<Key>, Leaf<'a>)>) -> Result<()> {
+    let key = flat_key(path);
+    match flat.insert(key.clone(), (path.to_vec(), leaf)) {
+        None => Ok(()),
+        Some((other, _)) => {
+            let found = format!("paths {other:?} and {path:?}, which are both written as {key:?}");
+            Err(Error::invalid("state", found, "different flat keys", "rename one of the entries"))
+        }
+    }
+}
+
+impl std::fmt::Display for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            State::Tensor(tensor) => write!(f, "{} {}", tensor.dtype().as_str(), tensor.layout()),
+            State::Sharded(tensor) => write!(f, "{tensor}"),
+            State::Plain(tensor) => write!(f, "{} {:?}", tensor.dtype().as_str(), tensor.dims()),
+            State::Value(value) => write!(f, "{value}"),
+            State::Map(entries) => write!(f, "a map of {} entries", entries.len()),
+            State::List(entries) => write!(f, "a list of {} entries", entries.len()),
+        }
+    }
+}
+
+impl From<DTensor> for State {
+    fn from(tensor: DTensor) -> Self {
+        State::Tensor(tensor)
+    }
+}
+
+impl From<ShardedTensor> for State {
+    fn from(tensor: ShardedTensor) -> Self {
+        State::Sharded(tensor)
+    }
+}
+
+impl From<Tensor> for State {
+    fn from(tensor: Tensor) -> Self {
+        State::Plain(tensor)
+    }
+}
+
+impl<V: Into<Value>> From<V> for State {
+    fn from(value: V) -> Self {
+        State::Value(value.into())
+    }
+}
+
+impl From<BTreeMap<String, DTensor>> for State {
+    fn from(tensors: BTreeMap<String, DTensor>) -> Self {
+        State::map(tensors)
+    }
+}
+
+/// Settings, numbers and tensors of an optimizer, by the names of its parameters.
+impl TryFrom<&OptimizerState> for State {
+    type Error = Error;
+
+    fn try_from(state: &OptimizerState) -> Result<State> {
+        let of_param = |(name, param): (&String, &ParamState)| {
+            let numbers = param.numbers.iter().map(|(kind, &number)| (kind.clone(), State::from(number)));
+            let tensors = param.tensors.iter().map(|(kind, tensor)| (kind.clone(), State::from(tensor.clone())));
+            (name.clone(), State::Map(numbers.chain(tensors).collect()))
+        };
+        Ok(State::map([
+            ("steps", State::from(state.steps as i64)),
+            ("groups", State::Value(Value::of(&state.groups)?)),
+            ("state", State::Map(state.params.iter().map(of_param).collect())),
+        ]))
+    }
+}
+
+/// The state of an optimizer again.
+impl TryFrom<&State> for OptimizerState {
+    type Error = Error;
+
+    fn try_from(state: &State) -> Result<OptimizerState> {
+        let Some(State::Map(stored)) = state.get("state") else {
+            return Err(Error::invalid(
+                "state",
+                "no entry \"state\"",
+                "that of an optimizer",
+                "name its part of the state",
+            ));
+        };
+        let mut params = BTreeMap::new();
+        for (name, entries) in stored {
+            let mut param = ParamState::default();
+            if let State::Map(entries) = entries {
+                for (kind, entry) in entries {
+                    match entry {
+                        State::Tensor(tensor) => drop(param.tensors.insert(kind.clone(), tensor.clone())),
+                        other => {
+                            let number = other.as_value().map_or(Ok(0.0), |value| value.read::<f64>())?;
+                            param.numbers.insert(kind.clone(), number);
+                        }
+                    }
+                }
+            }
+            params.insert(name.clone(), param);
+        }
+        let steps = state.value("steps")?.read::<u64>()?;
+        Ok(OptimizerState { steps, groups: state.value("groups")?.read()?, params })
+    }
+}
+
+impl From<GeneratorState> for State {
+    fn from(state: GeneratorState) -> Self {
+        // Seeds use all 64 bits, which a stored whole number has with a sign.
+        State::map([("seed", state.seed.cast_signed()), ("offset", state.offset.cast_signed())])
+    }
+}
+
+impl TryFrom<&State> for GeneratorState {
+    type Error = Error;
+
+    fn try_from(state: &State) -> Result<GeneratorState> {
+        let number = |name: &str| -> Result<u64> { Ok(state.value(name)?.read::<i64>()?.cast_unsigned()) };
+        Ok(GeneratorState { seed: number("seed")?, offset: number("offset")? })
+    }
+}

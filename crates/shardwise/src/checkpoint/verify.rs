@@ -1,0 +1,123 @@
+//! Whether a checkpoint is whole.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use rayon::prelude::*;
+
+use super::catalog::{Catalog, Chunk, Format};
+use super::element::ElementType;
+use super::native::{MANIFEST, read_manifest};
+use super::open::open;
+use super::read::{Files, check_crc};
+use super::safetensors::read_header;
+use crate::error::{Error, Result};
+
+/// What was found out about a checkpoint.
+#[derive(Debug)]
+pub struct Verification {
+    /// What is in it, as far as it can be opened.
+    pub catalog: Option<Catalog>,
+    /// Parts of tensors whose checksum is right.
+    pub verified: usize,
+    /// Parts of tensors that the format stores without a checksum. They are there and have the right size.
+    pub unverified: usize,
+    /// What is wrong.
+    pub problems: Vec<String>,
+    /// Files in the directory that do not belong to the checkpoint.
+    pub strangers: Vec<String>,
+}
+
+impl Verification {
+    /// Whether nothing is wrong.
+    pub fn is_whole(&self) -> bool {
+        self.problems.is_empty()
+    }
+}
+
+/// How much is read at a time.
+const BLOCK: usize = 4 << 20;
+
+/// Reads all of a checkpoint and compares it with its checksums; looks for holes, overlaps and missing bytes. `progress`
+/// hears of bytes. What is wrong is in the result; no error stands in the way of the next one.
+pub fn verify(path: impl AsRef<Path>, progress: &(dyn Fn(u64) + Sync)) -> Verification {
+    let catalog = match open(path) {
+        Ok(catalog) => catalog,
+        Err(error) => {
+            let problems = vec![error.to_string()];
+            return Verification { catalog: None, verified: 0, unverified: 0, problems, strangers: Vec::new() };
+        }
+    };
+    let files = Files::new(&catalog.directory);
+    let chunks: Vec<(&String, ElementType, &Chunk)> =
+        catalog.tensors.iter().flat_map(|(key, t)| t.chunks.iter().map(move |c| (key, t.element, c))).collect();
+    let check = |(key, element, chunk): &(&String, ElementType, &Chunk)| match chunk.crc32 {
+        None => Ok(false),
+        Some(expected) => {
+            let found = crc_of(&files, chunk, *element, progress)?;
+            check_crc(key, chunk, expected, found).map(|()| true)
+        }
+    };
+    let results: Vec<Result<bool>> = chunks.par_iter().map(check).collect();
+    let verified = results.iter().filter(|r| matches!(r, Ok(true))).count();
+    let unverified = results.iter().filter(|r| matches!(r, Ok(false))).count();
+    let mut problems: Vec<String> = results.into_iter().filter_map(Result::err).map(|e| e.to_string()).collect();
+    if catalog.format == Format::Native {
+        problems.extend(check_headers(&files).err().map(|e| e.to_string()));
+    }
+    let strangers = strangers(&catalog);
+    Verification { catalog: Some(catalog), verified, unverified, problems, strangers }
+}
+
+/// CRC-32 of the bytes of a chunk.
+fn crc_of(files: &Files, chunk: &Chunk, element: ElementType, progress: &(dyn Fn(u64) + Sync)) -> Result<u32> {
+    let length = chunk.span(element).unwrap_or(u64::MAX);
+    let mut hasher = crc32fast::Hasher::new();
+    let mut buffer = vec![0; BLOCK.min(length as usize)];
+    let mut done = 0;
+    while done < length {
+        let size = (BLOCK as u64).min(length - done) as usize;
+        files.read(&chunk.file, chunk.offset + done, &mut buffer[..size])?;
+        hasher.update(&buffer[..size]);
+        progress(size as u64);
+        done += size as u64;
+    }
+    Ok(hasher.finalize())
+}
+
+/// An error unless the headers of all files are as they were written, and say what the manifest says.
+fn check_headers(files: &Files) -> Result<()> {
+    for (name, info) in &read_manifest(files)?.files {
+        let header = read_header(files, name)?;
+        let found = crc32fast::hash(&header.bytes);
+        if found != info.header_crc32 {
+            let found = format!("checksum {found:08x} for the header of {name:?}");
+            let needed = format!("{:08x}", info.header_crc32);
+            return Err(Error::invalid("checkpoint", found, needed, "the file is damaged; copy or save it again"));
+        }
+    }
+    Ok(())
+}
+
+/// Files of the directory that no tensor is in.
+fn strangers(catalog: &Catalog) -> Vec<String> {
+    if catalog.format == Format::Torch {
+        return Vec::new();
+    }
+    let used: BTreeSet<&str> =
+        catalog.tensors.values().flat_map(|t| t.chunks.iter().map(|c| c.file.as_str())).collect();
+    let Ok(entries) = std::fs::read_dir(&catalog.directory) else { return Vec::new() };
+    let names = entries.flatten().filter(|e| e.path().is_file()).map(|e| e.file_name().to_string_lossy().into_owned());
+    let belongs = |name: &String| {
+        used.contains(name.as_str())
+            || match catalog.format {
+                Format::Native => name == MANIFEST,
+                Format::Dcp => name == ".metadata" || name.ends_with(".distcp"),
+                // Tokenizers, settings and texts stand beside such files.
+                Format::HuggingFace | Format::Torch => !name.ends_with(".safetensors"),
+            }
+    };
+    let mut strangers: Vec<String> = names.filter(|name| !belongs(name)).collect();
+    strangers.sort();
+    strangers
+}

@@ -1,0 +1,112 @@
+//! Files of a checkpoint written: the boxes of one file in any format, and what makes files a checkpoint.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::BufWriter;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::catalog::{Catalog, Chunk, Format};
+use super::content::Content;
+use super::native::{FileInfo, MANIFEST, Manifest};
+use super::{hf, safetensors};
+use crate::error::{Error, Result};
+use crate::layout::TensorBox;
+
+/// A box to be written.
+pub(super) struct Part {
+    /// Flat key of the tensor.
+    pub(super) key: String,
+    /// The box.
+    pub(super) part: TensorBox,
+    /// Whether it is all of the tensor.
+    pub(super) is_whole: bool,
+    /// Its elements.
+    pub(super) content: Content,
+}
+
+/// What was written to a file: where its boxes are.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(super) struct WrittenFile {
+    pub(super) name: String,
+    pub(super) info: Option<FileInfo>,
+    pub(super) chunks: Vec<(String, Chunk)>,
+}
+
+/// The name of a file in a format: number `index` of `count`.
+pub(super) fn file_name(format: Format, index: usize, count: usize) -> String {
+    match format {
+        Format::Native => format!("part-{index:05}.safetensors"),
+        Format::HuggingFace if count == 1 => "model.safetensors".to_string(),
+        Format::HuggingFace => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
+        Format::Dcp | Format::Torch => format!("__{index}_0.distcp"),
+    }
+}
+
+/// Writes boxes to a file of a directory and makes it durable. `progress` hears of bytes.
+pub(super) fn write_file(
+    format: Format,
+    directory: &Path,
+    name: &str,
+    parts: Vec<Part>,
+    progress: &dyn Fn(u64),
+) -> Result<WrittenFile> {
+    let file = File::create(directory.join(name))?;
+    let mut out = BufWriter::with_capacity(1 << 20, file);
+    let metadata = match format {
+        Format::HuggingFace if parts.iter().all(|p| p.is_whole) => {
+            BTreeMap::from([("format".to_string(), "pt".to_string())])
+        }
+        Format::HuggingFace => {
+            let boxes: Vec<(&str, &TensorBox)> = parts.iter().map(|p| (p.key.as_str(), &p.part)).collect();
+            hf::sharding_info(&boxes)?
+        }
+        _ => BTreeMap::new(),
+    };
+    // Names in this library's own files say which box it is; the manifest is what counts.
+    let named = |p: &Part| match format == Format::Native && !p.is_whole {
+        true => format!("{}@{}", p.key, p.part.offsets.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")),
+        false => p.key.clone(),
+    };
+    let names: Vec<String> = parts.iter().map(named).collect();
+    let mut boxes = Vec::new();
+    let mut tensors = Vec::new();
+    for (part, name) in parts.into_iter().zip(names) {
+        boxes.push((part.key, part.part));
+        tensors.push((name, part.content));
+    }
+    let (places, header_crc32) = safetensors::write(&mut out, &metadata, &tensors, progress)?;
+    let file = out.into_inner().map_err(|error| Error::from(error.into_error()))?;
+    file.sync_all()?;
+    let chunk = |((key, part), place): ((String, TensorBox), safetensors::Written)| {
+        let crc32 = Some(place.crc32);
+        (key, Chunk { part, file: name.to_string(), offset: place.offset, strides: None, crc32 })
+    };
+    let chunks = boxes.into_iter().zip(places).map(chunk).collect();
+    let info = Some(FileInfo { bytes: file.metadata()?.len(), header_crc32 });
+    Ok(WrittenFile { name: name.to_string(), info, chunks })
+}
+
+/// Makes written files a checkpoint: adds the file that says what is where. `catalog` has all tensors but for their chunks.
+pub(super) fn seal(directory: &Path, mut catalog: Catalog, files: Vec<WrittenFile>) -> Result<()> {
+    let mut infos = BTreeMap::new();
+    for file in files {
+        infos.extend(file.info.map(|info| (file.name, info)));
+        for (key, chunk) in file.chunks {
+            if let Some(tensor) = catalog.tensors.get_mut(&key) {
+                tensor.chunks.push(chunk);
+            }
+        }
+    }
+    catalog.tensors.values_mut().for_each(|t| t.chunks.sort_by(|a, b| a.part.offsets.cmp(&b.part.offsets)));
+    match catalog.format {
+        Format::Native => fs::write(directory.join(MANIFEST), Manifest::new(&catalog, infos).to_text()?)?,
+        Format::HuggingFace if infos.len() > 1 && catalog.tensors.values().all(|t| t.chunks.len() <= 1) => {
+            fs::write(directory.join(hf::INDEX), hf::index_text(&catalog.tensors)?)?;
+        }
+        Format::HuggingFace => {}
+        Format::Dcp | Format::Torch => unreachable!("not yet"),
+    }
+    super::directory::sync(directory)
+}

@@ -1,0 +1,372 @@
+//! Checkpoints: any layout of any world to any other, values, snapshots, and what is refused.
+//!
+//! `SHARDWISE_CHECKPOINT_CASES` sets the number of random round trips per format (default 400), `SHARDWISE_SEED` the first
+//! seed.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use candle_core::{DType, Device, Tensor};
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+use rand::{Rng, SeedableRng};
+use shardwise::checkpoint::{self, ElementType, Format, SaveOptions, State, Value};
+use shardwise::prelude::*;
+use shardwise::sharded::{ChunkShardingSpec, ShardedTensor, shard_tensor};
+use shardwise::{DryWorld, ThreadWorld};
+
+const DTYPES: [DType; 9] =
+    [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I64, DType::I32, DType::I16, DType::U32, DType::U8];
+
+fn number(name: &str, default: usize) -> usize {
+    std::env::var(name).map_or(default, |v| v.parse().expect(name))
+}
+
+/// A directory of this test, removed at its end.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("shardwise-checkpoint-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir_all(&path).unwrap();
+        Scratch(path)
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn whole(shape: &[usize], dtype: DType, salt: usize) -> Tensor {
+    let count = shape.iter().product::<usize>();
+    let values: Vec<i64> = (0..count).map(|i| ((i * 37 + salt * 11) % 113) as i64).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+}
+
+fn same(a: &Tensor, b: &Tensor) -> bool {
+    let numbers = |t: &Tensor| t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+    a.dims() == b.dims() && a.dtype() == b.dtype() && numbers(a) == numbers(b)
+}
+
+/// A random mesh over some ranks of a world, and placements on it.
+fn layout(rng: &mut StdRng, ranks: usize, dims: usize) -> (Mesh, Vec<Placement>) {
+    let axes: Vec<usize> = match ranks {
+        4 if rng.random() => vec![2, 2],
+        6 => [vec![2, 3], vec![3, 2], vec![6]][rng.random_range(0..3)].clone(),
+        n => vec![rng.random_range(1..=n)],
+    };
+    let mut order: Vec<usize> = (0..ranks).collect();
+    order.shuffle(rng);
+    order.truncate(axes.iter().product());
+    let placement = |rng: &mut StdRng| match rng.random_range(0..5) {
+        _ if dims == 0 => Replicate,
+        0 => Replicate,
+        1 => Partial(ReduceOp::Sum),
+        _ => Shard(rng.random_range(0..dims) as isize),
+    };
+    let placements = axes.iter().map(|_| placement(rng)).collect();
+    (Mesh::from_ranks(axes, order).unwrap(), placements)
+}
+
+fn round_trips(format: Format, name: &str) {
+    let (cases, first) = (number("SHARDWISE_CHECKPOINT_CASES", 400), number("SHARDWISE_SEED", 0) as u64);
+    let scratch = Scratch::new(name);
+    for case in 0..cases {
+        let seed = first * 1_000_003 + case as u64;
+        let mut rng = StdRng::seed_from_u64(seed);
+        let (ranks, others) = (rng.random_range(1..7), rng.random_range(1..7));
+        let tensors: Vec<(Vec<usize>, DType)> = (0..rng.random_range(1..4))
+            .map(|_| {
+                let shape = (0..rng.random_range(0..4)).map(|_| rng.random_range(0..8)).collect();
+                (shape, DTYPES[rng.random_range(0..DTYPES.len())])
+            })
+            .collect();
+        let from: Vec<_> = tensors.iter().map(|(shape, _)| layout(&mut rng, ranks, shape.len())).collect();
+        let to: Vec<_> = tensors.iter().map(|(shape, _)| layout(&mut rng, others, shape.len())).collect();
+        let options = SaveOptions { format, ..SaveOptions::default() };
+        let (path, label) = (scratch.at("state"), format!("seed {seed}: {tensors:?} {from:?} to {to:?}"));
+        let (saved, place, kinds) = (tensors.clone(), path.clone(), label.clone());
+        launch(ranks, move |world| {
+            let entry =
+                |(i, ((shape, dtype), (mesh, placements))): (usize, (&(Vec<usize>, DType), &(Mesh, Vec<_>)))| {
+                    let mesh = world.device_mesh(mesh.clone())?;
+                    let table = whole(shape, *dtype, i);
+                    Ok((format!("t{i}"), DTensor::distribute_tensor(&table, &mesh, placements.clone(), None)?))
+                };
+            let entries = saved.iter().zip(&from).enumerate().map(entry).collect::<Result<Vec<_>>>()?;
+            checkpoint::save_with(&world, &place, &State::map(entries), &options)
+        })
+        .unwrap_or_else(|error| panic!("{label}: {error}"));
+        launch(others, move |world| {
+            let mut template = Vec::new();
+            for (i, ((shape, dtype), (mesh, placements))) in tensors.iter().zip(&to).enumerate() {
+                let mesh = world.device_mesh(mesh.clone())?;
+                template.push((format!("t{i}"), DTensor::zeros(shape.as_slice(), *dtype, &mesh, placements.clone())?));
+            }
+            let loaded = checkpoint::load(&world, &path, &State::map(template))?;
+            for (i, ((shape, dtype), (mesh, _))) in tensors.iter().zip(&to).enumerate() {
+                let tensor = loaded.tensor(&format!("t{i}"))?;
+                if mesh.contains(world.rank()) {
+                    assert!(same(&tensor.full_tensor()?, &whole(shape, *dtype, i)), "tensor {i}, {kinds}");
+                }
+            }
+            Ok(())
+        })
+        .unwrap_or_else(|error| panic!("{label}: {error}"));
+    }
+    println!("{cases} round trips in {format:?} from seed {first}");
+}
+
+#[test]
+fn any_layout_of_any_world_loads_into_any_other_native() {
+    round_trips(Format::Native, "native");
+}
+
+#[test]
+fn any_layout_of_any_world_loads_into_any_other_hugging_face() {
+    round_trips(Format::HuggingFace, "hf");
+}
+
+fn nested(mesh: &DeviceMesh) -> Result<State> {
+    let rows = ChunkShardingSpec::over_ranks(0, mesh.ranks().iter().rev().copied())?;
+    Ok(State::map([
+        ("model", State::map([("w", DTensor::arange(0.0, 10.0, 1.0, DType::F32, mesh, [Shard(0)])?)])),
+        ("sharded", State::from(shard_tensor(&whole(&[5, 2], DType::I64, 3), rows, mesh, None)?)),
+        ("plain", State::from(whole(&[3], DType::F64, 1))),
+        ("step", State::from(-7)),
+        ("rate", State::from(0.1)),
+        ("infinite", State::from(f64::NEG_INFINITY)),
+        ("name", State::from("naïve \"run\"")),
+        ("none", State::Value(Value::None)),
+        ("pair", State::Value(Value::Tuple(vec![4.into(), "five".into()]))),
+        ("list", State::list([1, 2, 3])),
+        ("mixed", State::list([State::from(whole(&[2], DType::U8, 5)), State::from(true)])),
+        ("empty", State::Map(Default::default())),
+        ("generator", State::from(mesh.generator().state())),
+    ]))
+}
+
+#[test]
+fn nested_state_comes_back_as_it_was() {
+    let scratch = Scratch::new("nested");
+    let path = scratch.at("state");
+    let place = path.clone();
+    launch(3, move |world| {
+        let mesh = world.mesh([("all", 3)])?;
+        mesh.manual_seed(u64::MAX - 5);
+        checkpoint::save(&world, &place, &nested(&mesh)?)
+    })
+    .unwrap();
+    launch(2, move |world| {
+        let mesh = world.mesh([("all", 2)])?;
+        let template = nested(&mesh)?;
+        let State::Map(mut entries) = template else { unreachable!("a map") };
+        // other values and types in the template: values come from the checkpoint, types are the template's
+        entries.insert("step".to_string(), State::from(0));
+        entries.insert("plain".to_string(), State::from(whole(&[3], DType::BF16, 0)));
+        let loaded = checkpoint::load(&world, &path, &State::Map(entries))?;
+        assert_eq!(loaded.tensor("model.w")?.full_tensor()?.to_vec1::<f32>()?[9], 9.0);
+        let Some(State::Sharded(sharded)) = loaded.get("sharded") else { panic!("a sharded tensor") };
+        assert!(same(&sharded.full_tensor()?, &whole(&[5, 2], DType::I64, 3)));
+        let Some(State::Plain(plain)) = loaded.get("plain") else { panic!("a plain tensor") };
+        assert!(same(plain, &whole(&[3], DType::BF16, 1)));
+        for (key, expected) in [
+            ("step", Value::Int(-7)),
+            ("rate", Value::Float(0.1)),
+            ("infinite", Value::Float(f64::NEG_INFINITY)),
+            ("name", Value::Text("naïve \"run\"".to_string())),
+            ("none", Value::None),
+            ("pair", Value::Tuple(vec![Value::Int(4), Value::Text("five".to_string())])),
+            ("list", Value::List(vec![Value::Int(1), Value::Int(2), Value::Int(3)])),
+            ("mixed.1", Value::Bool(true)),
+            ("empty", Value::Map(Default::default())),
+        ] {
+            assert_eq!(loaded.value(key)?, expected, "{key}");
+        }
+        let generator: shardwise::random::GeneratorState = loaded.get("generator").unwrap().try_into()?;
+        assert_eq!(generator.seed, u64::MAX - 5);
+        let everything = checkpoint::load_placed(&world, &path, |_, shape| {
+            Ok((mesh.clone(), Layout::replicated(mesh.mesh(), shape)?))
+        })?;
+        assert_eq!(everything.value("mixed.1")?, Value::Bool(true));
+        assert!(same(everything.tensor("mixed.0")?.to_local(), &whole(&[2], DType::U8, 5)));
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn every_byte_is_written_once_and_each_rank_writes_its_share() {
+    let scratch = Scratch::new("balance");
+    let path = scratch.at("state");
+    let place = path.clone();
+    launch(4, move |world| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        let entry = |i: usize| {
+            let placements = [[Replicate, Replicate], [Replicate, Shard(0)], [Shard(0), Shard(1)]][i % 3].clone();
+            Ok((format!("t{i}"), DTensor::zeros((64, 64), DType::F32, &mesh, placements)?))
+        };
+        checkpoint::save(&world, &place, &State::map((0..12).map(entry).collect::<Result<Vec<_>>>()?))
+    })
+    .unwrap();
+    let catalog = checkpoint::open(&path).unwrap();
+    let stored: usize = catalog.tensors.values().flat_map(|t| &t.chunks).map(|c| c.part.volume()).sum();
+    assert_eq!(stored, 12 * 64 * 64);
+    let mut sizes: Vec<u64> = std::fs::read_dir(&path)
+        .unwrap()
+        .map(|e| e.unwrap())
+        .filter(|e| e.file_name() != "manifest.json")
+        .map(|e| e.metadata().unwrap().len())
+        .collect();
+    sizes.sort_unstable();
+    assert_eq!(sizes.len(), 4);
+    assert!(sizes[3] - sizes[0] < 17 << 10, "{sizes:?}");
+}
+
+#[test]
+fn an_asynchronous_save_is_a_snapshot_and_the_program_goes_on() {
+    let scratch = Scratch::new("async");
+    let path = scratch.at("state");
+    let place = path.clone();
+    launch(2, move |world| {
+        let mesh = world.mesh([("dp", 2)])?;
+        let weight = Param::new(&DTensor::ones((1000, 100), DType::F32, &mesh, [Shard(0)])?);
+        let state = State::map([("w", weight.get())]);
+        let saving = checkpoint::async_save(&world, &place, &state, &SaveOptions::default())?;
+        // collectives and updates go on while it is written
+        for _ in 0..20 {
+            weight.set(&weight.get().detach().mul_scalar(2.0)?)?;
+            let sum = weight.get().sum_all()?.item::<f32>()?;
+            assert!(sum > 100_000.0);
+        }
+        saving.wait()
+    })
+    .unwrap();
+    let catalog = checkpoint::open(&path).unwrap();
+    assert!(catalog.read("w").unwrap().chunks(4).all(|x| x == 1f32.to_le_bytes()));
+    assert_eq!(std::fs::read_dir(&scratch.0).unwrap().count(), 1, "nothing is left beside the checkpoint");
+}
+
+/// Runs a program that must fail, and returns the error, which must be one and the same on all ranks.
+fn refused(ranks: usize, program: impl Fn(World) -> Result<()> + Send + Sync + 'static) -> String {
+    let world = ThreadWorld::new(ranks).unwrap().deadline(Duration::from_secs(20));
+    let told = move |world: World| Ok(program(world).expect_err("must be refused").to_string());
+    let texts = world.run(told).unwrap();
+    assert!(texts.iter().all(|text| text == &texts[0]), "{texts:#?}");
+    texts[0].clone()
+}
+
+#[test]
+fn what_cannot_be_saved_or_loaded_is_one_error_on_all_ranks_and_changes_nothing() {
+    let scratch = Arc::new(Scratch::new("refused"));
+    let save = |name: &'static str, state: fn(&DeviceMesh, usize) -> Result<State>| {
+        let scratch = Arc::clone(&scratch);
+        refused(2, move |world| {
+            let state = state(&world.mesh([("all", 2)])?, world.rank())?;
+            checkpoint::save(&world, scratch.at(name), &state)
+        })
+    };
+    let differs = save("a", |_, rank| Ok(State::map([("step", rank as i64)])));
+    assert!(differs.contains("state to save") && differs.contains("step = 1"), "{differs}");
+    let plain = save("b", |_, rank| Ok(State::map([("p", whole(&[2], DType::F32, rank))])));
+    assert!(plain.contains("state to save"), "{plain}");
+    let twice = save("c", |_, _| Ok(State::map([("a.b", State::from(1)), ("a", State::map([("b", 2)]))])));
+    assert!(twice.contains("\"a.b\"") && twice.contains("rename"), "{twice}");
+    assert_eq!(std::fs::read_dir(&scratch.0).unwrap().count(), 0, "nothing was written");
+
+    let good = scratch.at("good");
+    let place = good.clone();
+    launch(2, move |world| {
+        let mesh = world.mesh([("all", 2)])?;
+        let w = DTensor::ones((4, 3), DType::F32, &mesh, [Shard(0)])?;
+        checkpoint::save(&world, &place, &State::map([("weight", State::from(w)), ("n", State::from(1))]))
+    })
+    .unwrap();
+    let place = good.clone();
+    let missing = refused(2, move |world| {
+        let mesh = world.mesh([("all", 2)])?;
+        let like = |shape: (usize, usize)| DTensor::zeros(shape, DType::F32, &mesh, [Replicate]);
+        let template = State::map([
+            ("weights", State::from(like((4, 3))?)),
+            ("weight", State::from(like((3, 4))?)),
+            ("m", State::from(0)),
+        ]);
+        checkpoint::load(&world, &place, &template).map(drop)
+    });
+    for said in ["no tensor \"weights\"", "\"weight\" as the nearest", "[4, 3] instead of [3, 4]", "no value \"m\""] {
+        assert!(missing.contains(said), "{said}: {missing}");
+    }
+    let nowhere =
+        refused(2, move |world| checkpoint::load(&world, "/nowhere/at/all", &State::map([("a", 1)])).map(drop));
+    assert!(nowhere.contains("nothing there") && nowhere.contains("/nowhere/at/all"), "{nowhere}");
+    let read_only = refused(2, move |world| checkpoint::save(&world, "/proc/nothing", &State::map([("a", 1)])));
+    assert!(read_only.contains("rank 0"), "{read_only}");
+    let values = refused(1, {
+        let place = scratch.at("values");
+        move |world| {
+            let options = SaveOptions { format: Format::HuggingFace, ..SaveOptions::default() };
+            checkpoint::save_with(&world, &place, &State::map([("a", 1)]), &options)
+        }
+    });
+    assert!(values.contains("tensors only"), "{values}");
+    let dry = DryWorld::new(4).unwrap().run(|world| checkpoint::save(&world, "x", &State::map([("a", 1)])));
+    assert!(dry.unwrap_err().to_string().contains("dry run"));
+    check_whole(&good);
+}
+
+fn check_whole(path: &Path) {
+    let catalog = checkpoint::open(path).unwrap();
+    let stored = catalog.tensor("weight").unwrap();
+    assert_eq!((stored.element, stored.shape.as_slice()), (ElementType::F32, [4, 3].as_slice()));
+}
+
+#[test]
+fn a_rank_that_dies_while_saving_leaves_the_old_checkpoint() {
+    let scratch = Scratch::new("dies");
+    let path = scratch.at("state");
+    let save = |value: f64, dies: bool, path: PathBuf| {
+        launch(2, move |world| {
+            let mesh = world.mesh([("all", 2)])?;
+            let x = DTensor::full(value, 8, DType::F32, &mesh, [Shard(0)])?;
+            let options = SaveOptions { deadline: Duration::from_secs(20), ..SaveOptions::default() };
+            let saving = checkpoint::async_save(&world, &path, &State::map([("x", x)]), &options)?;
+            if dies && world.rank() == 1 {
+                return Err(Error::other("rank 1 gives up"));
+            }
+            saving.wait()
+        })
+    };
+    save(1.0, false, path.clone()).unwrap();
+    let error = save(2.0, true, path.clone()).unwrap_err().to_string();
+    assert!(error.contains("rank 1 gives up"), "{error}");
+    // Rank 1 had written its part before it went, so the new checkpoint may be complete; a mixture is never there.
+    let bytes = checkpoint::open(&path).unwrap().read("x").unwrap();
+    let values: Vec<f32> = bytes.chunks(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    assert!(values == [1.0; 8] || values == [2.0; 8], "{values:?}");
+}
+
+#[test]
+fn sharded_tensors_without_shards_on_some_ranks_are_saved() {
+    let scratch = Scratch::new("sharded");
+    let path = scratch.at("state");
+    launch(3, move |world| {
+        let mesh = world.mesh([("all", 3)])?;
+        let spec = ChunkShardingSpec::over_ranks(1, [2, 0, 2])?;
+        let x = ShardedTensor::randn(spec, (3, 7), DType::F32, &mesh)?;
+        checkpoint::save(&world, &path, &State::map([("x", x.clone())]))?;
+        let template = ShardedTensor::zeros(ChunkShardingSpec::over_ranks(0, [1])?, (3, 7), DType::F32, &mesh)?;
+        let loaded = checkpoint::load(&world, &path, &State::map([("x", template)]))?;
+        let Some(State::Sharded(loaded)) = loaded.get("x") else { panic!("a sharded tensor") };
+        assert!(loaded.equal(&x)?);
+        Ok(())
+    })
+    .unwrap();
+}
