@@ -95,7 +95,12 @@ impl Hooks {
     ) -> Result<DTensor> {
         if self.replacement().is_some() {
             let found = format!("{what} of a module that was replaced by a layer with one input");
-            return Err(Error::invalid("module", found, "a module as it was built", "call forward, or clear its hooks"));
+            return Err(Error::invalid(
+                "module",
+                found,
+                "a module as it was built",
+                "call forward, or clear its hooks",
+            ));
         }
         self.run(x, compute)
     }
