@@ -1,0 +1,556 @@
+//! Sharding plans: every layer spread by plans does what it does on one rank; replaced modules, outputs and local parts;
+//! and what is refused leaves everything as it was.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use shardwise::nn::{
+    Activation, AttentionConfig, BatchNorm, Builder, Conv1d, Conv2d, Dropout, Embedding, EmbeddingBag, Forward,
+    GroupNorm, Hooks, Layer, LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding, SwiGlu,
+};
+use shardwise::ops::{Bag, Convolution};
+use shardwise::optim::{ParamGroup, Sgd, ShardedOptimizer};
+use shardwise::plan::{
+    DataParallel, FullyShard, LowRankAdapter, Part, Places, Sharder, ShardingPlan, ShardingPlanner, TableCut,
+    TensorParallel, VocabularyParallel, collect_local_shard, fully_shard, replicate, reshard_output, shard_module,
+    shard_parameter,
+};
+use shardwise::prelude::*;
+
+fn close(a: &Tensor, b: &Tensor) -> bool {
+    let values = |t: &Tensor| t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+    a.dims() == b.dims() && values(a).iter().zip(&values(b)).all(|(a, b)| (a - b).abs() <= 1e-9 * b.abs().max(1.0))
+}
+
+fn alone(world: &World) -> Result<DeviceMesh> {
+    world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)
+}
+
+/// A layer, and the input that it gets: indices below a number, or real numbers.
+struct Case {
+    name: &'static str,
+    make: fn(&Builder) -> Result<Arc<dyn Layer>>,
+    shape: &'static [usize],
+    below: Option<usize>,
+}
+
+fn attention(at: &Builder, width: usize, heads: usize, key_heads: usize) -> Result<MultiHeadAttention> {
+    let rotary = Some(RotaryEmbedding { base: 50.0 });
+    MultiHeadAttention::new(at, AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true })
+}
+
+/// Every layer, with sizes that four ranks do not share evenly.
+const CASES: &[Case] = &[
+    Case { name: "Linear", make: |at| Ok(Arc::new(Linear::new(at, 5, 7)?)), shape: &[3, 5], below: None },
+    Case {
+        name: "Linear without bias",
+        make: |at| Ok(Arc::new(Linear::without_bias(at, 5, 3)?)),
+        shape: &[3, 5],
+        below: None,
+    },
+    Case { name: "Embedding", make: |at| Ok(Arc::new(Embedding::new(at, 7, 5)?)), shape: &[3, 4], below: Some(7) },
+    Case {
+        name: "EmbeddingBag",
+        make: |at| Ok(Arc::new(EmbeddingBag::new(at, 7, 5, Bag::Mean)?)),
+        shape: &[3, 4],
+        below: Some(7),
+    },
+    Case { name: "LayerNorm", make: |at| Ok(Arc::new(LayerNorm::new(at, 7, 1e-5)?)), shape: &[3, 7], below: None },
+    Case { name: "RmsNorm", make: |at| Ok(Arc::new(RmsNorm::new(at, 7, 1e-5)?)), shape: &[3, 7], below: None },
+    Case {
+        name: "GroupNorm",
+        make: |at| Ok(Arc::new(GroupNorm::new(at, 3, 6, 1e-5)?)),
+        shape: &[3, 6, 5],
+        below: None,
+    },
+    Case {
+        name: "BatchNorm",
+        make: |at| Ok(Arc::new(BatchNorm::new(at, 5, 0.1, 1e-5)?)),
+        shape: &[4, 5, 3],
+        below: None,
+    },
+    Case {
+        name: "Conv1d",
+        make: |at| Ok(Arc::new(Conv1d::new(at, 3, 5, 3, Convolution { padding: 1, ..Convolution::default() })?)),
+        shape: &[3, 3, 7],
+        below: None,
+    },
+    Case {
+        name: "Conv2d",
+        make: |at| Ok(Arc::new(Conv2d::new(at, 3, 5, 2, Convolution::default())?)),
+        shape: &[2, 3, 5, 4],
+        below: None,
+    },
+    Case { name: "Dropout", make: |_| Ok(Arc::new(Dropout::new(0.4)?)), shape: &[3, 7], below: None },
+    Case { name: "Mlp", make: |at| Ok(Arc::new(Mlp::new(at, 5, 7, Activation::Gelu)?)), shape: &[3, 5], below: None },
+    Case { name: "SwiGlu", make: |at| Ok(Arc::new(SwiGlu::new(at, 5, 7)?)), shape: &[3, 5], below: None },
+    Case {
+        name: "MultiHeadAttention",
+        make: |at| Ok(Arc::new(attention(at, 12, 6, 3)?)),
+        shape: &[3, 5, 12],
+        below: None,
+    },
+];
+
+/// Output, gradients and buffers of a layer that `make` gives on a mesh.
+fn run(
+    case: &Case,
+    mesh: &DeviceMesh,
+    batch: &[Placement],
+    make: &dyn Fn(&DeviceMesh) -> Result<Arc<dyn Layer>>,
+) -> Result<Vec<(String, Tensor)>> {
+    mesh.manual_seed(5);
+    let layer = make(mesh)?;
+    let index = |at: &[usize]| at.iter().fold(1, |sum, i| sum * 5 + i * 3);
+    let x = match case.below {
+        Some(n) => DTensor::from_fn(case.shape, DType::I64, mesh, batch.to_vec(), |i| (index(i) % n) as f64)?,
+        None => DTensor::from_fn(case.shape, DType::F64, mesh, batch.to_vec(), |i| (index(i) as f64).sin())?,
+    };
+    mesh.manual_seed(6);
+    let y = layer.forward(&x)?;
+    let mut all = vec![("output".to_string(), y.full_tensor()?)];
+    let params = layer.named_parameters();
+    if !params.is_empty() {
+        let gradients = y.mul(&y.detach().add_scalar(0.5)?)?.sum_all()?.backward()?.in_param_layout()?;
+        for (name, param) in params {
+            all.push((name, gradients.get(&param.get())?.full_tensor()?));
+        }
+    }
+    all.extend(layer.named_buffers().into_iter().map(|(n, b)| (n, b.get().full_tensor().expect("no error"))));
+    Ok(all)
+}
+
+fn plans(case: &Case, layer: &dyn Module, mesh: &DeviceMesh) -> Result<Vec<ShardingPlan>> {
+    if case.name == "Dropout" {
+        return Ok(vec![ShardingPlan::new().output("", [("tp", Shard(0))])]);
+    }
+    let everything = |places: Places| ShardingPlan::new().param("**", places);
+    Ok(vec![
+        everything([("tp", Shard(0))].into()),
+        everything([("tp", Shard(-1))].into()).output("", [Replicate, Replicate]),
+        everything([("tp", Shard(0)), ("dp", Shard(0))].into()),
+        everything([Shard(0), Shard(-1)].into()),
+        DataParallel::new(["dp", "tp"]).plan(layer, mesh)?,
+        FullyShard::new(["dp", "tp"]).plan(layer, mesh)?,
+        TensorParallel::new("tp").and(FullyShard::new(["dp"]).on_dim(0)).plan(layer, mesh)?,
+        TensorParallel::new("tp").tables(TableCut::Width).plan(layer, mesh)?,
+    ])
+}
+
+#[test]
+fn every_layer_does_the_same_under_every_plan() {
+    let program = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        for case in CASES {
+            let whole = |mesh: &DeviceMesh| (case.make)(&Builder::new(mesh).dtype(DType::F64));
+            let expected = run(case, &alone(&world)?, &[Replicate], &whole)?;
+            for (i, plan) in plans(case, &*whole(&mesh)?, &mesh)?.iter().enumerate() {
+                let afterwards = |mesh: &DeviceMesh| {
+                    let layer = whole(mesh)?;
+                    shard_module(&*layer, mesh, plan)?;
+                    Ok(layer)
+                };
+                let at_once = |mesh: &DeviceMesh| -> Result<Arc<dyn Layer>> {
+                    let layer = (case.make)(&plan.builder(mesh).dtype(DType::F64))?;
+                    let before: Vec<Layout> = layer.named_parameters().iter().map(|(_, p)| p.layout()).collect();
+                    shard_module(&*layer, mesh, plan)?;
+                    let after: Vec<Layout> = layer.named_parameters().iter().map(|(_, p)| p.layout()).collect();
+                    assert_eq!(before, after, "{}: built where the plan says", case.name);
+                    Ok(layer)
+                };
+                for make in [&afterwards as &dyn Fn(&DeviceMesh) -> Result<Arc<dyn Layer>>, &at_once] {
+                    let table = plan.table(&*whole(&mesh)?)?;
+                    for (row, (name, param)) in table.0.iter().zip(make(&mesh)?.named_parameters()) {
+                        assert_eq!((&row.path, &row.layout), (&name, &param.layout()), "{}", case.name);
+                    }
+                    for batch in [[Shard(0), Replicate], [Shard(0), Shard(1)]] {
+                        let found = run(case, &mesh, &batch, make)?;
+                        assert_eq!(found.len(), expected.len());
+                        for ((name, found), (_, expected)) in found.iter().zip(&expected) {
+                            assert!(close(found, expected), "{} plan {i} {name}: {found} {expected}", case.name);
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+#[test]
+fn planners_place_parameters_as_their_names_say() {
+    let program = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        let model = Model::new(&Builder::new(&mesh))?;
+        let placed = |plan: &ShardingPlan| -> Result<Vec<(String, Vec<Placement>)>> {
+            let table = plan.table(&model)?;
+            assert_eq!(table.to_string().lines().count(), table.0.len() + 1);
+            Ok(table.0.into_iter().map(|row| (row.path, row.layout.placements().to_vec())).collect())
+        };
+        let expect = |plan: &ShardingPlan, path: &str, placements: [Placement; 2]| -> Result<()> {
+            let all = placed(plan)?;
+            let (_, found) = all.iter().find(|(own, _)| own == path).expect("a parameter");
+            assert_eq!(found[..], placements, "{path}\n{plan}");
+            Ok(())
+        };
+        assert!(
+            placed(&DataParallel::new(["dp", "tp"]).plan(&model, &mesh)?)?
+                .iter()
+                .all(|(_, p)| *p == [Replicate, Replicate])
+        );
+        let pieces = FullyShard::new(["dp"]).plan(&model, &mesh)?;
+        expect(&pieces, "tokens.weight", [Shard(1), Replicate])?; // 11 rows do not divide, 8 columns do
+        expect(&pieces, "layers.0.mlp.up.weight", [Shard(0), Replicate])?;
+        expect(&pieces, "layers.0.mlp.down.weight", [Shard(1), Replicate])?;
+        let tensor = TensorParallel::new("tp").plan(&model, &mesh)?;
+        for (path, cut) in [
+            ("tokens.weight", Shard(0)),
+            ("layers.1.attention.query.weight", Shard(0)),
+            ("layers.1.attention.query.bias", Shard(0)),
+            ("layers.1.attention.output.weight", Shard(1)),
+            ("layers.1.attention.output.bias", Replicate),
+            ("layers.0.mlp.up.weight", Shard(0)),
+            ("layers.0.mlp.down.weight", Shard(1)),
+            ("layers.0.norm.weight", Replicate),
+            ("own.w1.weight", Shard(0)),
+            ("own.w2.weight", Shard(1)),
+            ("unembed.weight", Shard(0)),
+        ] {
+            expect(&tensor, path, [Replicate, cut])?;
+        }
+        let both = TensorParallel::new("tp").and(FullyShard::new(["dp"])).plan(&model, &mesh)?;
+        expect(&both, "layers.0.mlp.up.weight", [Shard(0), Shard(0)])?;
+        expect(&both, "layers.0.mlp.up.bias", [Shard(0), Shard(0)])?;
+        // text and back
+        let text = serde_json::to_string(&both).unwrap();
+        assert_eq!(serde_json::from_str::<ShardingPlan>(&text).unwrap(), both);
+        let code = ShardingPlan::new().sharder("tokens", VocabularyParallel::new("tp"));
+        assert!(serde_json::to_string(&code).is_err());
+        // one line each
+        fully_shard(&model, &mesh, &["dp"])?;
+        assert_eq!(model.tokens.weight.get().placements(), [Shard(1), Replicate]);
+        replicate(&model, &mesh, &["dp"])?;
+        assert_eq!(model.tokens.weight.get().placements(), [Replicate, Replicate]);
+        assert!(TensorParallel::new("pp").plan(&model, &mesh).unwrap_err().to_string().contains("`pp`"));
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+/// A block of a program's own, without hooks.
+#[derive(Module)]
+struct Own {
+    w1: Linear,
+    w2: Linear,
+}
+
+#[derive(Module)]
+struct Layer0 {
+    norm: LayerNorm,
+    attention: MultiHeadAttention,
+    mlp: Mlp,
+    hooks: Hooks,
+}
+
+impl Layer0 {
+    fn new(at: &Builder) -> Result<Self> {
+        Ok(Layer0 {
+            norm: LayerNorm::new(&at.at("norm"), 8, 1e-5)?,
+            attention: attention(&at.at("attention"), 8, 4, 2)?,
+            mlp: Mlp::new(&at.at("mlp"), 8, 16, Activation::Gelu)?,
+            hooks: Hooks::default(),
+        })
+    }
+}
+
+impl Forward for Layer0 {
+    fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        self.hooks.run(x, |x| {
+            let x = x.add(&self.attention.forward(&self.norm.forward(x)?)?)?;
+            x.add(&self.mlp.forward(&x)?)
+        })
+    }
+}
+
+#[derive(Module)]
+struct Model {
+    tokens: Embedding,
+    layers: Vec<Layer0>,
+    own: Own,
+    unembed: Linear,
+}
+
+impl Model {
+    fn new(at: &Builder) -> Result<Self> {
+        Ok(Model {
+            tokens: Embedding::new(&at.at("tokens"), 11, 8)?,
+            layers: (0..12).map(|i| Layer0::new(&at.at(&format!("layers.{i}")))).collect::<Result<_>>()?,
+            own: Own { w1: Linear::new(&at.at("own.w1"), 8, 6)?, w2: Linear::new(&at.at("own.w2"), 6, 8)? },
+            unembed: Linear::new(&at.at("unembed"), 8, 11)?,
+        })
+    }
+
+    fn forward(&self, ids: &DTensor) -> Result<DTensor> {
+        let x = self.layers.iter().try_fold(self.tokens.forward(ids)?, |x, layer| layer.forward(&x))?;
+        let x = x.add(&self.own.w2.forward(&self.own.w1.forward(&x)?.relu()?)?)?;
+        self.unembed.forward(&x)
+    }
+}
+
+fn ids(mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
+    DTensor::from_fn((4, 3), DType::I64, mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 11) as f64)
+}
+
+/// Replaces a layer by twice the layer, whose weight it shares.
+#[derive(Debug)]
+struct Doubled;
+
+#[derive(Module)]
+struct Double {
+    weight: Param,
+    hooks: Hooks,
+}
+
+impl Forward for Double {
+    fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        self.hooks.run(x, |x| x.linear(&self.weight.get(), None)?.mul_scalar(2.0))
+    }
+}
+
+impl Sharder for Doubled {
+    fn shard(&self, part: &Part) -> Result<Arc<dyn Layer>> {
+        assert_eq!((part.path(), part.kind(), part.params().len()), ("own.w1", "Linear", 2));
+        Ok(Arc::new(Double { weight: part.param("weight").expect("a weight").clone(), hooks: Hooks::default() }))
+    }
+}
+
+#[test]
+fn a_sharder_replaces_the_module_for_everyone() {
+    let program = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        mesh.manual_seed(1);
+        let model = Model::new(&Builder::new(&mesh).dtype(DType::F64))?;
+        let x = DTensor::from_fn((3, 8), DType::F64, &mesh, [Shard(0), Replicate], |i| (i[0] + i[1]) as f64)?;
+        let once = x.linear(&model.own.w1.weight.get(), None)?;
+        let plan = ShardingPlan::new().sharder("own.w1", Doubled).output("own.w1", [("tp", Shard(1))]);
+        shard_module(&model, &mesh, &plan)?;
+        let y = model.own.w1.forward(&x)?;
+        assert_eq!(y.placements(), [Shard(0), Shard(1)], "the output plan goes with the path");
+        assert!(close(&y.full_tensor()?, &(once.full_tensor()? * 2.0)?));
+        // the bias is gone for walks, states and optimizers
+        assert!(model.named_parameters().iter().all(|(name, _)| name != "own.w1.bias"));
+        assert!(model.named_parameters().iter().any(|(name, _)| name == "own.w1.weight"));
+        assert!(!model.state_dict().contains_key("own.w1.bias"));
+        assert!(model.named_modules().contains(&("own.w1".to_string(), "Double")));
+        let optimizer = ShardedOptimizer::new(model.named_parameters(), ParamGroup::new(Sgd::default()))?;
+        assert!(optimizer.param("own.w1.bias").is_none());
+        // hooks registered on the replaced path later go around the replacement
+        reshard_output(&model, &mesh, "own.w1", [Replicate, Replicate])?;
+        assert_eq!(model.own.w1.forward(&x)?.placements(), [Replicate, Replicate]);
+        // a module that was replaced cannot do what its replacement cannot
+        let bag = EmbeddingBag::new(&Builder::new(&mesh), 4, 4, Bag::Sum)?;
+        bag.hooks.replace(Arc::new(Embedding::new(&Builder::new(&mesh), 4, 4)?));
+        let zero = DTensor::zeros(2, DType::I64, &mesh, [Replicate, Replicate])?;
+        assert!(bag.forward_bags(&zero, &[0]).unwrap_err().to_string().contains("forward_bags"));
+        bag.hooks.clear();
+        assert_eq!(bag.forward_bags(&zero, &[0])?.shape(), [1, 4]);
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+#[test]
+fn the_sharders_of_this_crate_do_what_they_say() {
+    let program = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        mesh.manual_seed(2);
+        let model = Model::new(&Builder::new(&mesh).dtype(DType::F64))?;
+        let expected = model.forward(&ids(&mesh, &[Shard(0), Replicate])?)?.full_tensor()?;
+        let gradient = |model: &Model, name: &str| -> Result<Tensor> {
+            let loss = model.forward(&ids(&mesh, &[Shard(0), Replicate])?)?.square()?.sum_all()?;
+            let params = model.named_parameters();
+            let (_, param) = params.iter().find(|(own, _)| own == name).expect("a parameter");
+            loss.backward()?.get(&param.get())?.full_tensor()
+        };
+        let of_table = gradient(&model, "tokens.weight")?;
+        shard_parameter(&model, &mesh, "unembed.weight", [("tp", Shard(0))])?;
+        shard_parameter(&model, &mesh, "own.w2.weight", [("tp", Shard(1))])?;
+        let scattered = VocabularyParallel { output: Shard(1), ..VocabularyParallel::new("tp") };
+        let plan = ShardingPlan::new()
+            .sharder("tokens", scattered)
+            .sharder("unembed", LowRankAdapter { rank: 2, scale: 0.5 })
+            .sharder("own.w2", LowRankAdapter { rank: 3, scale: 2.0 });
+        shard_module(&model, &mesh, &plan)?;
+        let embedded = model.tokens.forward(&ids(&mesh, &[Shard(0), Replicate])?)?;
+        assert_eq!(embedded.placements(), [Shard(0), Shard(1)]);
+        // adapters begin at zero, and the table is the same table
+        let y = model.forward(&ids(&mesh, &[Shard(0), Replicate])?)?;
+        assert!(close(&y.full_tensor()?, &expected));
+        assert!(close(&gradient(&model, "tokens.weight")?, &of_table));
+        // weights of adapted layers do not learn any more, the adapters do and are cut as the weights are
+        let params = model.named_parameters();
+        let layout =
+            |name: &str| params.iter().find(|(own, _)| own == name).map(|(_, p)| p.get().placements().to_vec());
+        assert_eq!(layout("tokens.weight"), Some(vec![Replicate, Shard(0)]));
+        assert_eq!(layout("unembed.weight"), None);
+        assert_eq!(layout("unembed.up"), Some(vec![Replicate, Shard(0)]));
+        assert_eq!(layout("unembed.down"), Some(vec![Replicate, Replicate]));
+        assert_eq!(layout("own.w2.down"), Some(vec![Replicate, Shard(1)]));
+        assert!(model.state_dict().contains_key("unembed.weight"));
+        let mut optimizer =
+            ShardedOptimizer::new(model.named_parameters(), ParamGroup::new(Sgd::default()).with_lr(0.1))?;
+        let loss = || model.forward(&ids(&mesh, &[Shard(0), Replicate])?)?.square()?.mean(&[], false);
+        let before = loss()?.item::<f64>()?;
+        for _ in 0..3 {
+            optimizer.step(loss()?.backward()?)?;
+        }
+        assert!(loss()?.item::<f64>()? < before);
+        let up = model.named_parameters().into_iter().find(|(own, _)| own == "unembed.up").expect("an adapter").1;
+        assert!(up.get().abs()?.sum_all()?.item::<f64>()? > 0.0, "the adapter learns");
+        // of the wrong kind
+        let wrong = ShardingPlan::new().sharder("layers.0.norm", LowRankAdapter { rank: 2, scale: 1.0 });
+        let message = shard_module(&model, &mesh, &wrong).unwrap_err().to_string();
+        assert!(["LayerNorm", "layers.0.norm", "Linear"].iter().all(|part| message.contains(part)), "{message}");
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+#[test]
+fn outputs_are_resharded_and_returned_as_local_parts() {
+    let program = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        let model = Model::new(&Builder::new(&mesh).dtype(DType::F64))?;
+        let expected = model.forward(&ids(&mesh, &[Replicate, Replicate])?)?;
+        let plan = ShardingPlan::new()
+            .param("unembed.weight", [("tp", Shard(1))])
+            .input("layers.*", [("dp", Shard(0))])
+            .output("layers.1*", [Shard(0), Shard(1)])
+            .output("unembed", [Shard(0), Shard(2)])
+            .return_local("unembed");
+        shard_module(&model, &mesh, &plan)?;
+        let x = model.tokens.forward(&ids(&mesh, &[Replicate, Replicate])?)?;
+        assert_eq!(model.layers[0].forward(&x)?.placements(), [Shard(0), Replicate]);
+        assert_eq!(model.layers[11].forward(&x)?.placements(), [Shard(0), Shard(1)]);
+        let mine = model.forward(&ids(&mesh, &[Replicate, Replicate])?)?;
+        let share = expected.redistribute([Shard(0), Shard(2)])?;
+        assert_eq!((mine.device_mesh().size(), mine.shape()), (1, share.to_local().dims()));
+        assert!(close(mine.to_local(), share.to_local()), "6 of 11 classes on one rank, 5 on the other");
+        // the gradient goes back to all ranks: a sum of local losses is the loss of the whole
+        let found = mine.square()?.sum_all()?.backward()?;
+        let gradient = found.get(&model.tokens.weight.get())?.full_tensor()?;
+        model.unembed.hooks.clear();
+        let whole = model.forward(&ids(&mesh, &[Replicate, Replicate])?)?.square()?.sum_all()?.backward()?;
+        assert!(close(&gradient, &whole.get(&model.tokens.weight.get())?.full_tensor()?));
+        // pending sums are carried out, a local part is its own local part
+        let sum = DTensor::ones(2, DType::F64, &mesh, [Partial(ReduceOp::Sum), Replicate])?;
+        let local = collect_local_shard(&sum)?;
+        assert_eq!(local.to_local().to_vec1::<f64>()?, [1.0, 1.0]);
+        assert_eq!(collect_local_shard(&local)?.shape(), [2]);
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+#[test]
+fn what_does_not_fit_is_refused_and_nothing_changes() {
+    let program = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        let model = Model::new(&Builder::new(&mesh))?;
+        let other = world.mesh([("x", 4)])?;
+        let state = || {
+            (
+                model.named_modules(),
+                model.named_parameters().into_iter().map(|(n, p)| (n, p.layout())).collect::<Vec<_>>(),
+            )
+        };
+        let before = state();
+        let adapter = LowRankAdapter { rank: 1, scale: 1.0 };
+        let new = ShardingPlan::new;
+        // a good entry stands beside every bad one: it must not be carried out
+        let cases: Vec<(ShardingPlan, &[&str])> = vec![
+            (new().param("own.w1.wait", [("tp", Shard(0))]), &["own.w1.wait", "fits no parameter", "`own.w1.weight`"]),
+            (new().param("layer.*.mlp.up.weight", [("tp", Shard(0))]), &["pattern", "fits no parameter", "layers."]),
+            (new().param("own.w1", [("tp", Shard(0))]), &["fits no parameter", "`own.w1.bias`"]),
+            (new().sharder("own.w3", adapter), &["fits no module", "`own.w1`"]),
+            (new().output("unembedding", [("tp", Shard(0))]), &["fits no module", "`unembed`"]),
+            (new().return_local("own.w"), &["fits no module", "`own.w1`"]),
+            (
+                new().sharder("own.w1", adapter).param("own.w1.weight", [("tp", Shard(0))]),
+                &["LowRankAdapter", "own.w1.weight", "narrower"],
+            ),
+            (new().sharder("own.w1", adapter).param("own.**", [("tp", Shard(0))]), &["LowRankAdapter", "own.**"]),
+            (
+                new().sharder("layers.1", Doubled).output("layers.1.mlp", [("tp", Replicate)]),
+                &["Doubled", "layers.1.mlp"],
+            ),
+            (new().sharder("layers.1", Doubled).sharder("layers.1.mlp", Doubled), &["Doubled", "layers.1.mlp"]),
+            (
+                new().param("own.*.weight", [("tp", Shard(0))]).param("**.w1.weight", [("tp", Shard(1))]),
+                &["own.*.weight", "**.w1.weight", "which both fit `own.w1.weight`"],
+            ),
+            (new().output("own.*", [("tp", Shard(0))]).output("own.w*", [("tp", Shard(1))]), &["both fit `own.w1`"]),
+            (new().param("own.w1.weight", [("pp", Shard(0))]), &["`pp`", "`dp`, `tp`", "own.w1.weight"]),
+            (new().input("own.w1", [("pp", Shard(0))]), &["`pp`", "own.w1"]),
+            (new().param("own.w1.weight", [Shard(0)]), &["2, one per mesh axis", "own.w1.weight"]),
+            (new().param("own.w1.weight", [("tp", Shard(0)), ("tp", Shard(1))]), &["`tp` twice"]),
+            (new().param("own.w1.weight", [("tp", Shard(2))]), &["S(2)", "own.w1.weight", "from -2 to 1"]),
+            (new().param("own.w1.bias", [("tp", Shard(-2))]), &["S(-2)", "own.w1.bias"]),
+            (new().output("own", [("tp", Shard(0))]), &["`own`, a Own without hooks", "Hooks"]),
+            (new().sharder("own", Doubled), &["`own`, a Own without hooks"]),
+            (new().sharder("unembed", adapter).sharder("layers.3.mlp", adapter), &["Mlp", "layers.3.mlp"]),
+        ];
+        for (plan, parts) in cases {
+            let plan = plan.param("tokens.weight", [("tp", Shard(0))]).output("tokens", [("tp", Shard(0))]);
+            let message = shard_module(&model, &mesh, &plan).unwrap_err().to_string();
+            assert!(parts.iter().all(|part| message.contains(part)), "{message} should have {parts:?}");
+            assert_eq!(state(), before, "{message}");
+            assert_eq!(
+                model.tokens.forward(&ids(&mesh, &[Replicate, Replicate])?)?.placements(),
+                [Replicate, Replicate]
+            );
+        }
+        // component by component: layers.1 is not a part of layers.11, nor the other way round
+        let beside = new().sharder("layers.1.attention.query", adapter).param("layers.11.**", [("tp", Shard(0))]);
+        shard_module(&model, &mesh, &beside)?;
+        assert!(model.layers[1].attention.query.hooks.replacement().is_some());
+        // an exact path counts before patterns
+        let exact = new().param("own.*.weight", [("tp", Shard(0))]).param("own.w2.weight", [("tp", Shard(1))]);
+        shard_module(&model, &mesh, &exact)?;
+        assert_eq!(model.own.w2.weight.get().placements(), [Replicate, Shard(1)]);
+        // a mesh that the parameters are not on
+        let message = shard_module(&model, &other, &new().param("own.w1.weight", [Shard(0)])).unwrap_err().to_string();
+        assert!(message.contains("x=4") && message.contains("own.w1.weight"), "{message}");
+        // one parameter under two paths has one layout
+        let shared = Own { w1: Linear::new(&Builder::new(&mesh), 4, 4)?, w2: Linear::new(&Builder::new(&mesh), 4, 4)? };
+        let shared = Own { w2: Linear { weight: shared.w1.weight.clone(), ..shared.w2 }, ..shared };
+        let apart = new().param("w1.weight", [("tp", Shard(0))]).param("w2.weight", [("tp", Shard(1))]);
+        assert!(shard_module(&shared, &mesh, &apart).unwrap_err().to_string().contains("one parameter"));
+        fully_shard(&shared, &mesh, &["dp"])?;
+        assert_eq!(shared.w2.weight.get().placements(), [Shard(0), Replicate]);
+        // the plan reaches a builder too
+        let bad = new().param("weight", [("tp", Shard(3))]);
+        assert!(bad.build(&mesh, |at| Linear::new(at, 4, 4)).err().expect("refused").to_string().contains("S(3)"));
+        let unused = new().param("wait", [("tp", Shard(0))]);
+        assert!(
+            unused.build(&mesh, |at| Linear::new(at, 4, 4)).err().expect("refused").to_string().contains("`weight`")
+        );
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+#[test]
+fn ranks_with_different_plans_all_get_an_error() {
+    let program = |world: World| {
+        let mesh = world.mesh([("tp", 2)])?;
+        let layer = Linear::new(&Builder::new(&mesh), 4, 4)?;
+        let plan = ShardingPlan::new().param("weight", [Shard(world.rank() as isize)]);
+        let message = shard_module(&layer, &mesh, &plan).unwrap_err().to_string();
+        assert!(message.contains("sharding plan"), "{message}");
+        assert_eq!(layer.weight.get().placements(), [Replicate]);
+        Ok(())
+    };
+    ThreadWorld::new(2).unwrap().run(program).unwrap();
+}
