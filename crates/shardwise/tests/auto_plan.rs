@@ -116,7 +116,7 @@ fn the_limit_of_memory_is_kept_or_the_least_is_named() {
 
 #[test]
 fn what_is_estimated_is_what_a_real_step_does() {
-    let plan = on_mesh([Link::THREADS, Link::THREADS], |mesh| Ok(search(mesh, usize::MAX, 10)?)).unwrap();
+    let plan = on_mesh([Link::THREADS, Link::THREADS], |mesh| search(mesh, usize::MAX, 10)).unwrap();
     let chosen = plan.plan.clone();
     let real = ThreadWorld::new(8).unwrap().run(move |world| {
         let mesh = world.mesh([("dp", 2), ("tp", 4)])?;

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
+use shardwise::DryWorld;
 use shardwise::nn::{
     Activation, AttentionConfig, BatchNorm, Builder, Conv1d, Conv2d, Dropout, Embedding, EmbeddingBag, Forward,
     GroupNorm, Hooks, Layer, LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding, SwiGlu,
@@ -283,9 +284,13 @@ struct Model {
 
 impl Model {
     fn new(at: &Builder) -> Result<Self> {
+        Self::with_layers(at, 3)
+    }
+
+    fn with_layers(at: &Builder, count: usize) -> Result<Self> {
         Ok(Model {
             tokens: Embedding::new(&at.at("tokens"), 11, 8)?,
-            layers: (0..12).map(|i| Layer0::new(&at.at(&format!("layers.{i}")))).collect::<Result<_>>()?,
+            layers: (0..count).map(|i| Layer0::new(&at.at(&format!("layers.{i}")))).collect::<Result<_>>()?,
             own: Own { w1: Linear::new(&at.at("own.w1"), 8, 6)?, w2: Linear::new(&at.at("own.w2"), 6, 8)? },
             unembed: Linear::new(&at.at("unembed"), 8, 11)?,
         })
@@ -345,6 +350,16 @@ fn a_sharder_replaces_the_module_for_everyone() {
         assert!(model.named_modules().contains(&("own.w1".to_string(), "Double")));
         let optimizer = ShardedOptimizer::new(model.named_parameters(), ParamGroup::new(Sgd::default()))?;
         assert!(optimizer.param("own.w1.bias").is_none());
+        // a module with derived fields is replaced as a whole
+        let count = model.named_parameters().len();
+        model.layers[2].hooks.replace(Arc::new(Linear::without_bias(&Builder::new(&mesh).dtype(DType::F64), 8, 8)?));
+        let names: Vec<String> = model.named_parameters().into_iter().map(|(name, _)| name).collect();
+        let inside: Vec<&String> = names.iter().filter(|name| name.starts_with("layers.2.")).collect();
+        assert_eq!((inside.len(), inside[0].as_str()), (1, "layers.2.weight"));
+        assert!(names.len() < count - 10);
+        assert_eq!(model.layers[2].forward(&x)?.shape(), [3, 8]);
+        shard_parameter(&model, &mesh, "layers.2.weight", [("tp", Shard(0))])?;
+        assert_eq!(model.layers[2].forward(&x)?.placements(), [Shard(0), Shard(1)]);
         // hooks registered on the replaced path later go around the replacement
         reshard_output(&model, &mesh, "own.w1", [Replicate, Replicate])?;
         assert_eq!(model.own.w1.forward(&x)?.placements(), [Replicate, Replicate]);
@@ -358,6 +373,58 @@ fn a_sharder_replaces_the_module_for_everyone() {
         Ok(())
     };
     ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+#[test]
+fn a_whole_model_has_the_gradients_of_one_rank_under_combined_plans() {
+    let program = |world: World| {
+        let gradients = |model: &Model, mesh: &DeviceMesh| -> Result<Vec<(String, Tensor)>> {
+            let mut batch = vec![Replicate; mesh.ndim()];
+            batch[0] = Shard(0);
+            let y = model.forward(&ids(mesh, &batch)?)?;
+            let found = y.mul(&y.detach().add_scalar(0.5)?)?.sum_all()?.backward()?.in_param_layout()?;
+            let mut all = vec![("output".to_string(), y.full_tensor()?)];
+            for (name, param) in model.named_parameters() {
+                assert_eq!(found.get(&param.get())?.layout(), &param.layout(), "{name}");
+                all.push((name, found.get(&param.get())?.full_tensor()?));
+            }
+            Ok(all)
+        };
+        let alone = alone(&world)?;
+        let expected = gradients(&Model::new(&Builder::new(&alone).dtype(DType::F64))?, &alone)?;
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        let model = Model::new(&Builder::new(&mesh))?;
+        let tensor = || TensorParallel::new("tp");
+        for (i, plan) in [
+            tensor().plan(&model, &mesh)?,
+            tensor().sequence(1).plan(&model, &mesh)?,
+            tensor().and(FullyShard::new(["dp"])).plan(&model, &mesh)?,
+            tensor().sequence(1).tables(TableCut::Width).and(FullyShard::new(["dp"]).on_dim(0)).plan(&model, &mesh)?,
+            tensor().and(DataParallel::new(["dp"])).plan(&model, &mesh)?,
+        ]
+        .iter()
+        .enumerate()
+        {
+            mesh.manual_seed(0);
+            let make = |at: &Builder| Model::new(&at.clone().dtype(DType::F64));
+            let found = gradients(&plan.build(&mesh, make)?, &mesh)?;
+            for ((name, found), (_, expected)) in found.iter().zip(&expected) {
+                assert!(close(found, expected), "plan {i}: {name} {found} {expected}");
+            }
+        }
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+#[test]
+fn a_model_built_by_a_plan_never_exists_whole() {
+    let ran = DryWorld::new(8).unwrap().run(|world| {
+        let mesh = world.mesh([("dp", 2), ("tp", 4)])?;
+        let plan = ShardingPlan::new().param("**.weight", [("tp", Shard(0)), ("dp", Shard(0))]);
+        plan.build(&mesh, |at| Mlp::new(at, 64, 256, Activation::Gelu)).map(drop)
+    });
+    assert_eq!(ran.unwrap().peak_bytes, 4 * (2 * 64 * 256 / 8 + 256 + 64));
 }
 
 #[test]
@@ -421,7 +488,7 @@ fn the_sharders_of_this_crate_do_what_they_say() {
 fn outputs_are_resharded_and_returned_as_local_parts() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
-        let model = Model::new(&Builder::new(&mesh).dtype(DType::F64))?;
+        let model = Model::with_layers(&Builder::new(&mesh).dtype(DType::F64), 12)?;
         let expected = model.forward(&ids(&mesh, &[Replicate, Replicate])?)?;
         let plan = ShardingPlan::new()
             .param("unembed.weight", [("tp", Shard(1))])
@@ -457,7 +524,7 @@ fn outputs_are_resharded_and_returned_as_local_parts() {
 fn what_does_not_fit_is_refused_and_nothing_changes() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
-        let model = Model::new(&Builder::new(&mesh))?;
+        let model = Model::with_layers(&Builder::new(&mesh), 12)?;
         let other = world.mesh([("x", 4)])?;
         let state = || {
             (
