@@ -8,6 +8,7 @@ use shardwise::mesh::Link;
 use shardwise::nn::{Activation, Builder, Forward, Mlp};
 use shardwise::plan::{
     AutoPlanner, DataParallel, Estimate, FullyShard, Search, ShardingPlan, ShardingPlanner, TensorParallel,
+    shard_module,
 };
 use shardwise::prelude::*;
 use shardwise::{DryWorld, optim};
@@ -138,6 +139,31 @@ fn what_is_estimated_is_what_a_real_step_does() {
     assert_eq!(real[0].1, plan.estimate.collectives);
     assert_eq!(real[0].0, plan.estimate.peak_bytes);
     assert!(real.iter().all(|(_, _, apart)| *apart < 1e-9), "{real:?}");
+}
+
+#[test]
+fn ranks_find_the_same_plan_by_themselves_and_links_count() {
+    let program = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        let make = |at: &Builder| Mlp::new(at, 16, 64, Activation::Gelu);
+        let step = move |plan: &ShardingPlan, mesh: &DeviceMesh| {
+            let x = DTensor::zeros((32, 16), DType::F32, mesh, [Shard(0), Replicate])?;
+            plan.build(mesh, make)?.forward(&x)?.square()?.sum_all()?.backward()?.in_param_layout().map(drop)
+        };
+        let mlp = make(&Builder::new(&mesh))?;
+        let planner = AutoPlanner::new(step).trials(20);
+        // carried out together, which ranks with different plans could not
+        shard_module(&mlp, &mesh, &planner.plan(&mlp, &mesh)?)?;
+        let tensor = TensorParallel::new("tp").plan(&mlp, &mesh)?;
+        let along =
+            |links: [Link; 2]| Ok::<_, Error>(planner.estimate(&tensor, &mesh.with_links(&links)?)?.communication_us);
+        let (fast, slow) = (along([Link::THREADS, Link::THREADS])?, along([Link::THREADS, SLOW])?);
+        assert!(slow > 5.0 * fast, "{slow} {fast}");
+        let (other, both) = (along([SLOW, Link::THREADS])?, along([SLOW, SLOW])?);
+        assert!(other > fast && other != slow && both > other.max(slow), "{other} {both}");
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
 }
 
 #[test]

@@ -390,7 +390,7 @@ impl<'a> Space<'a> {
         }
         // Last, so that tensor parallelism cuts first.
         let tensors = Found::new(self.module).tensors;
-        for (class, uses) in self.classes.iter().zip(&choice.uses) {
+        for (class, uses) in self.classes.iter().zip(&choice.uses).filter(|(_, uses)| uses.contains(&Use::Pieces)) {
             let axes = self.mesh.axes().iter().zip(uses).filter(|(_, way)| **way == Use::Pieces);
             let pieces = FullyShard::new(axes.map(|(axis, _)| axis.name.as_str()));
             for path in class.params() {
