@@ -75,6 +75,14 @@ fn planners_place_parameters_as_their_names_say() {
         let both = TensorParallel::new("tp").and(FullyShard::new(["dp"])).plan(&model, &mesh)?;
         expect(&both, "layers.0.mlp.up.weight", [Shard(0), Shard(0)])?;
         expect(&both, "layers.0.mlp.up.bias", [Shard(0), Shard(0)])?;
+        // tp cuts first, so that one gather along dp gives back what tensor parallelism works with
+        let whole = Layout::replicated(mesh.mesh(), &[16, 8])?;
+        let cut = both.layout_of("layers.0.mlp.up.weight", &whole)?;
+        assert_eq!(cut.shard_order(0), [1, 0]);
+        world.trace().clear();
+        let gathered = DTensor::zeros((16, 8), DType::F32, &mesh, [Replicate, Replicate])?.to_layout(&cut)?;
+        gathered.redistribute([Replicate, Shard(0)])?;
+        assert_eq!(world.trace().records().iter().map(|r| r.call).collect::<Vec<_>>(), ["all_gather"]);
         // text and back
         let text = serde_json::to_string(&both).unwrap();
         assert_eq!(serde_json::from_str::<ShardingPlan>(&text).unwrap(), both);
