@@ -10,6 +10,7 @@
 //! * [`autograd`]: gradients, which may stay pending sums until they are needed;
 //! * [`sharded`]: tensors as boxes one by one, any number per rank, with specs, states and reads without the owner's help;
 //! * [`optim`]: optimizers whose state lies as the parameters do, with clipping and schedules;
+//! * [`plan`]: how a model is spread over a mesh, said apart from it or found by planners;
 //! * [`DryWorld`]: the program of one rank of any number, without data.
 //!
 //! Local tensors are those of [`candle_core`].
@@ -54,6 +55,7 @@ pub mod param;
 pub mod nn;
 pub mod sharded;
 pub mod optim;
+pub mod plan;
 pub mod checkpoint;
 
 pub use autograd::{Gradients, checkpoint, local_map};

@@ -301,7 +301,7 @@ fn what_cannot_be_saved_or_loaded_is_one_error_on_all_ranks_and_changes_nothing(
         ]);
         checkpoint::load(&world, &place, &template).map(drop)
     });
-    for said in ["no tensor \"weights\"", "\"weight\" as the nearest", "[4, 3] instead of [3, 4]", "no value \"m\""] {
+    for said in ["no tensor \"weights\"", "`weight` as the nearest", "[4, 3] instead of [3, 4]", "no value \"m\""] {
         assert!(missing.contains(said), "{said}: {missing}");
     }
     let nowhere =

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::element::ElementType;
 use super::value::{Key, Value};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, nearest};
 use crate::layout::TensorBox;
 use crate::sharded::{ShardMetadata, ShardedTensorMetadata};
 
@@ -157,8 +157,8 @@ impl Catalog {
     /// The tensor with a key.
     pub fn tensor(&self, key: &str) -> Result<&StoredTensor> {
         self.tensors.get(key).ok_or_else(|| {
-            let near = self.tensors.keys().min_by_key(|name| distance(name, key));
-            let found = near.map_or("no tensors".to_string(), |near| format!("{near:?} as the nearest name"));
+            let near = nearest(key, self.tensors.keys());
+            let found = if near.is_empty() { "no tensors".to_string() } else { format!("{near} as the nearest names") };
             Error::invalid("checkpoint", found, format!("tensor {key:?}"), "rename it, or leave it out of the load")
         })
     }
@@ -182,22 +182,6 @@ pub(super) fn check_file_name(name: &str) -> Result<()> {
     }
     let needed = "a name inside the checkpoint's directory";
     Err(Error::invalid("file name", format!("{name:?}"), needed, "do not load this checkpoint: it was made to do harm"))
-}
-
-/// How many letters differ between two names, roughly: for hints.
-fn distance(a: &str, b: &str) -> usize {
-    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.iter().enumerate() {
-        let mut corner = i;
-        row[0] = i + 1;
-        for (j, y) in b.iter().enumerate() {
-            let least = (corner + usize::from(x != y)).min(row[j] + 1).min(row[j + 1] + 1);
-            corner = row[j + 1];
-            row[j + 1] = least;
-        }
-    }
-    row[b.len()]
 }
 
 pub(super) const INCOMPLETE: &str = "the checkpoint is incomplete; copy or save it again";

@@ -13,6 +13,7 @@ mod group;
 mod memory;
 pub mod threads;
 mod trace;
+mod work;
 mod world;
 
 pub(crate) use agreement::{agree, texts, together};

@@ -4,6 +4,7 @@ use candle_core::DType;
 
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result};
+use crate::layout::Layout;
 use crate::placement::Placement;
 use crate::random::Distribution;
 use crate::tensor::DTensor;
@@ -46,9 +47,15 @@ impl Init {
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        match self.start(shape)? {
-            Start::Constant(value) => DTensor::full(value, shape, dtype, mesh, placements),
-            Start::Random(distribution) => DTensor::random(distribution, shape, dtype, mesh, placements),
+        self.make_in(&Layout::new(mesh.mesh(), shape, placements)?, dtype, mesh)
+    }
+
+    /// As [`make`](Self::make), in a layout.
+    #[track_caller]
+    pub fn make_in(self, layout: &Layout, dtype: DType, mesh: &DeviceMesh) -> Result<DTensor> {
+        match self.start(layout.shape())? {
+            Start::Constant(value) => DTensor::full_in(layout, value, dtype, mesh),
+            Start::Random(distribution) => DTensor::random_in(layout, dtype, mesh, distribution),
         }
     }
 

@@ -1,0 +1,113 @@
+//! The contents of a checkpoint as a tree.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+
+use serde_json::{Value as Json, json};
+use shardwise::Result;
+use shardwise::checkpoint::{self, Catalog, StoredTensor, Value};
+
+pub(super) fn run(path: &Path, json: bool) -> Result<()> {
+    let catalog = checkpoint::open(path)?;
+    let mut out = std::io::stdout().lock();
+    if json {
+        writeln!(out, "{}", to_json(&catalog))?;
+        return Ok(());
+    }
+    let tree = Tree::new(&catalog);
+    let mut lines = Vec::new();
+    tree.lines(0, &mut lines);
+    // The names first, so that what follows can stand in columns.
+    let width = lines.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0).min(48);
+    for (name, rest) in lines {
+        writeln!(out, "{}", format!("{name:<width$}  {rest}").trim_end())?;
+    }
+    let parts: usize = catalog.tensors.values().map(|t| t.chunks.len()).sum();
+    let (tensors, values) = (catalog.tensors.len(), catalog.values.len());
+    let elements: usize = catalog.tensors.values().map(StoredTensor::elem_count).sum();
+    let size = size(catalog.bytes());
+    writeln!(out, "\n{:?}: {tensors} tensors in {parts} parts, {elements} elements, {size}; {values} values", catalog.format)?;
+    Ok(())
+}
+
+fn to_json(catalog: &Catalog) -> Json {
+    let tensor = |(key, t): (&String, &StoredTensor)| {
+        (key.clone(), json!({ "dtype": t.element, "shape": t.shape, "bytes": t.bytes(), "parts": t.chunks }))
+    };
+    let tensors: serde_json::Map<String, Json> = catalog.tensors.iter().map(tensor).collect();
+    json!({ "format": catalog.format, "bytes": catalog.bytes(), "tensors": tensors, "values": catalog.values })
+}
+
+/// Entries by the components of their names.
+#[derive(Default)]
+struct Tree<'a> {
+    inner: BTreeMap<Component, Tree<'a>>,
+    tensor: Option<&'a StoredTensor>,
+    value: Option<&'a Value>,
+}
+
+/// A component of a name; numbers come in the order of numbers.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Component {
+    Number(usize),
+    Name(String),
+}
+
+impl<'a> Tree<'a> {
+    fn new(catalog: &'a Catalog) -> Self {
+        let mut tree = Tree::default();
+        for (key, tensor) in &catalog.tensors {
+            tree.at(key).tensor = Some(tensor);
+        }
+        for (key, value) in &catalog.values {
+            tree.at(key).value = Some(value);
+        }
+        tree
+    }
+
+    fn at(&mut self, key: &str) -> &mut Self {
+        let component = |part: &str| match part.parse() {
+            Ok(number) => Component::Number(number),
+            Err(_) => Component::Name(part.to_string()),
+        };
+        key.split('.').fold(self, |tree, part| tree.inner.entry(component(part)).or_default())
+    }
+
+    fn lines(&self, depth: usize, lines: &mut Vec<(String, String)>) {
+        for (component, tree) in &self.inner {
+            let name = match component {
+                Component::Number(n) => n.to_string(),
+                Component::Name(name) => name.clone(),
+            };
+            let described = match (tree.tensor, tree.value) {
+                (Some(tensor), _) => describe(tensor),
+                (None, Some(value)) => format!("= {value}"),
+                (None, None) => String::new(),
+            };
+            lines.push((format!("{}{name}", "  ".repeat(depth)), described));
+            tree.lines(depth + 1, lines);
+        }
+    }
+}
+
+fn describe(tensor: &StoredTensor) -> String {
+    let shape = format!("{:?}", tensor.shape);
+    let parts = match tensor.chunks.len() {
+        1 => String::new(),
+        n => format!("  {n} parts"),
+    };
+    format!("{:<5} {shape:<18} {:>10}{parts}", tensor.element.to_string(), size(tensor.bytes()))
+}
+
+/// A number of bytes for people.
+fn size(bytes: usize) -> String {
+    let units = ["B", "kB", "MB", "GB", "TB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1000.0 && unit + 1 < units.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{bytes} B") } else { format!("{value:.1} {}", units[unit]) }
+}
