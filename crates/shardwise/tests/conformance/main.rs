@@ -7,6 +7,7 @@ mod local_shards;
 mod ops;
 mod optim;
 mod redistribute;
+mod train;
 mod vectors;
 
 #[test]
@@ -33,4 +34,9 @@ fn grads() {
 #[test]
 fn optim() {
     vectors::run("optim", optim::check);
+}
+
+#[test]
+fn train() {
+    train::check();
 }
