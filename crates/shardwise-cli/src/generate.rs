@@ -4,7 +4,8 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::Args;
-use shardwise::models::{Spread, Weights, import};
+use shardwise::models::import;
+use shardwise::nn::Builder;
 use shardwise::prelude::*;
 
 use crate::train::sample::{Choice, continued};
@@ -55,9 +56,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let (config, weights, count) = (saved.config, saved.weights, options.tokens);
     let made = launch(1, move |world| {
         let mesh = world.mesh([("dp", 1)])?;
-        let alone = Spread { weights: Weights::Replicated, tensor_parallel: false, sequence_parallel: false };
         let dtype = weights.values().next().map_or(DType::F32, candle_core::Tensor::dtype);
-        let model = alone.build(&config, &mesh, dtype)?;
+        let model = config.build(&Builder::new(&mesh).dtype(dtype))?;
         import(&*model, &weights)?;
         continued(&*model, &mesh, config.seq_len(), &prompt, count, choice)
     })?;

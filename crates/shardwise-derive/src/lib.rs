@@ -6,6 +6,8 @@ use syn::{Data, DeriveInput, Error, Fields, parse_macro_input};
 
 /// Makes a struct with named fields a `shardwise::nn::Module`: its fields are walked in order, each under its own name.
 ///
+/// A field of type `Hooks` may hold a replacement for the module, which is then walked instead.
+///
 /// Numbers, flags and strings hold nothing; mark other fields that are not modules with `#[module(skip)]`.
 #[proc_macro_derive(Module, attributes(module))]
 pub fn derive_module(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
@@ -20,7 +22,7 @@ fn module(input: &DeriveInput) -> Result<TokenStream, Error> {
     let Fields::Named(fields) = &data.fields else {
         return Err(Error::new_spanned(&input.ident, "a Module needs named fields: their names are the paths"));
     };
-    let mut walked = Vec::new();
+    let (mut walked, mut replaced) = (Vec::new(), None);
     for field in &fields.named {
         if is_skipped(field)? {
             continue;
@@ -28,6 +30,13 @@ fn module(input: &DeriveInput) -> Result<TokenStream, Error> {
         let ident = field.ident.as_ref().expect("a named field");
         let name = ident.to_string();
         let name = name.trim_start_matches("r#");
+        if is_hooks(&field.ty) {
+            replaced.get_or_insert(quote! {
+                if self.#ident.walk_replacement(path, #name, visit) {
+                    return;
+                }
+            });
+        }
         walked.push(quote! {
             ::shardwise::nn::Module::walk(&self.#ident, &::shardwise::nn::join(path, #name), visit);
         });
@@ -37,11 +46,17 @@ fn module(input: &DeriveInput) -> Result<TokenStream, Error> {
     Ok(quote! {
         impl #generics ::shardwise::nn::Module for #name #arguments #bounds {
             fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ::shardwise::nn::Item<'_>)) {
+                #replaced
                 visit(path, ::shardwise::nn::Item::Module(#kind));
                 #(#walked)*
             }
         }
     })
+}
+
+/// Whether a field is the module's hooks, by the name of its type: a replacement in them is walked in place of the fields.
+fn is_hooks(ty: &syn::Type) -> bool {
+    matches!(ty, syn::Type::Path(path) if path.path.segments.last().is_some_and(|s| s.ident == "Hooks"))
 }
 
 /// Whether a field is marked `#[module(skip)]`.

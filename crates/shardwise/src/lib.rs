@@ -52,6 +52,7 @@ pub mod autograd;
 pub mod param;
 pub mod nn;
 pub mod optim;
+pub mod plan;
 pub mod models;
 
 pub use autograd::{Gradients, checkpoint, local_map};

@@ -50,6 +50,13 @@ pub struct Decision {
     pub outputs: Vec<Layout>,
 }
 
+impl Decision {
+    /// Inputs in some layouts give outputs in others.
+    pub fn new(inputs: impl IntoIterator<Item = Layout>, outputs: impl IntoIterator<Item = Layout>) -> Self {
+        Decision { inputs: inputs.into_iter().map(Need::As).collect(), outputs: outputs.into_iter().collect() }
+    }
+}
+
 /// What an operator needs of one input.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Need {

@@ -84,19 +84,21 @@ fn measure(mode: &str, steps: u32) -> Result<Measured> {
         tensor_parallel: mode == "tp",
         sequence_parallel: false,
     };
+    let config = ModelConfig::Gpt(GptConfig {
+        vocab_size: VOCABULARY,
+        seq_len: LENGTH,
+        d_model: 256,
+        n_layers: 4,
+        n_heads: 8,
+        d_ff: 1024,
+        ..GptConfig::default()
+    });
+    let mesh = Mesh::new([(axis, world)])?;
+    let plan = spread.plan(&config, &mesh)?;
     let program = move |ranks: World| {
-        let mesh = ranks.mesh([(axis, world)])?;
-        let config = ModelConfig::Gpt(GptConfig {
-            vocab_size: VOCABULARY,
-            seq_len: LENGTH,
-            d_model: 256,
-            n_layers: 4,
-            n_heads: 8,
-            d_ff: 1024,
-            ..GptConfig::default()
-        });
+        let mesh = ranks.device_mesh(mesh.clone())?;
         let optimizer = (ParamGroup::new(AdamW::default()), Schedule::Constant);
-        let mut trainer = Trainer::new(&config, spread, &mesh, (DType::F32, 1), optimizer, None)?;
+        let mut trainer = Trainer::new(&config, &plan, &mesh, (DType::F32, 1), optimizer, None)?;
         let (mut times, mut loss) = (Vec::new(), 0.0);
         for step in 0..WARM_UP + steps {
             let batch = [batch(step)];

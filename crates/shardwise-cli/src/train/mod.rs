@@ -107,6 +107,9 @@ pub(crate) fn run(options: Options) -> Result<()> {
         Some(path) => Some(BufWriter::new(File::create(path).map_err(|error| bad_path("log", path, error))?)),
         None => None,
     };
+    if let Some(search) = &job.search {
+        eprintln!("plan `{}`, the cheapest of {} that were tried", search.tried[0].name, search.tried.len());
+    }
     // A second time ends it at once.
     let handler = || {
         if STOP.swap(true, Relaxed) {
@@ -132,7 +135,7 @@ fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
     let Plan { job, tokens } = plan;
     let mesh = world.device_mesh(job.mesh.clone())?;
     let optimizer = (job.group, job.schedule);
-    let mut trainer = Trainer::new(&job.config, job.spread, &mesh, (job.dtype, job.seed), optimizer, job.clip)?;
+    let mut trainer = Trainer::new(&job.config, &job.plan, &mesh, (job.dtype, job.seed), optimizer, job.clip)?;
     let length = job.config.seq_len();
     let is_first = world.rank() == 0;
     let parameters = trainer.model.parameter_count();

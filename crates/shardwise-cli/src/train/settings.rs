@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
-use shardwise::models::{GptConfig, LlamaConfig, ModelConfig, Spread, Weights};
+use shardwise::models::{GptConfig, LlamaConfig, ModelConfig, Spread, Weights, search_plan};
 use shardwise::optim::{AdamW, ParamGroup, Schedule};
+use shardwise::plan::{Search, ShardingPlan};
 use shardwise::prelude::*;
 
 use super::data::Tokens;
@@ -135,6 +136,9 @@ pub(crate) enum Plan {
     #[value(name = "fsdp+tp")]
     #[serde(rename = "fsdp+tp")]
     FsdpTp,
+    /// The cheapest of many that are tried without data
+    #[serde(rename = "auto")]
+    Auto,
 }
 
 /// Type of parameters.
@@ -149,7 +153,9 @@ pub(crate) enum Precision {
 pub(crate) struct Job {
     pub(crate) config: ModelConfig,
     pub(crate) mesh: Mesh,
-    pub(crate) spread: Spread,
+    pub(crate) plan: ShardingPlan,
+    /// The plans that were tried, if the plan was searched for.
+    pub(crate) search: Option<Search>,
     pub(crate) dtype: DType,
     pub(crate) group: ParamGroup,
     pub(crate) schedule: Schedule,
@@ -187,8 +193,6 @@ impl Settings {
     pub(crate) fn decide(self, tokens: &Tokens) -> Result<Job> {
         let config = self.model_config(tokens.vocabulary());
         let mesh: Mesh = self.mesh.as_deref().unwrap_or("dp=2,tp=2").parse()?;
-        let spread = self.spread(&mesh);
-        spread.check(&config, &mesh)?;
         ThreadWorld::new(mesh.size())?;
         let (steps, batch, accumulate) =
             (self.steps.unwrap_or(200), self.batch.unwrap_or(16), self.accumulate.unwrap_or(1));
@@ -204,6 +208,7 @@ impl Settings {
             return Err(Error::invalid("batch", found, "at least one for every rank", "use a larger batch"));
         }
         tokens.check(config.seq_len())?;
+        let (plan, search) = self.find_plan(&config, &mesh, batch)?;
         let lr = self.lr.unwrap_or(3e-3);
         let weight_decay = self.weight_decay.unwrap_or(0.01);
         let clip = self.clip.unwrap_or(1.0);
@@ -218,7 +223,8 @@ impl Settings {
         Ok(Job {
             config,
             mesh,
-            spread,
+            plan,
+            search,
             dtype: if self.dtype == Some(Precision::Bf16) { DType::BF16 } else { DType::F32 },
             group,
             schedule: Schedule::Cosine { warmup, total: steps, end: 0.1 },
@@ -236,15 +242,26 @@ impl Settings {
         })
     }
 
-    fn spread(&self, mesh: &Mesh) -> Spread {
-        let has_tp = mesh.axes().iter().any(|axis| axis.name == "tp");
-        let plan = self.plan.unwrap_or(if has_tp { Plan::Tp } else { Plan::Ddp });
+    /// The plan, and what was tried if it was searched for.
+    fn find_plan(&self, config: &ModelConfig, mesh: &Mesh, batch: usize) -> Result<(ShardingPlan, Option<Search>)> {
+        let by_mesh = if mesh.axis("tp").is_ok() { Plan::Tp } else { Plan::Ddp };
+        let plan = self.plan.unwrap_or(by_mesh);
+        let sequence_parallel = self.sequence_parallel.unwrap_or(false);
+        if plan == Plan::Auto {
+            if sequence_parallel {
+                let needed = "a plan that is not searched for";
+                return Err(Error::invalid("plan", "auto with sequence-parallel", needed, "leave one of them out"));
+            }
+            let search = search_plan(config, mesh, batch)?;
+            return Ok((search.plan.clone(), Some(search)));
+        }
         let sharded = matches!(plan, Plan::Fsdp | Plan::FsdpTp);
-        Spread {
+        let spread = Spread {
             weights: if sharded { Weights::Sharded } else { Weights::Replicated },
             tensor_parallel: matches!(plan, Plan::Tp | Plan::FsdpTp),
-            sequence_parallel: self.sequence_parallel.unwrap_or(false),
-        }
+            sequence_parallel,
+        };
+        Ok((spread.plan(config, mesh)?, None))
     }
 
     fn model_config(&self, vocab_size: usize) -> ModelConfig {

@@ -1,7 +1,8 @@
 //! One training step, for training and for measuring it.
 
-use shardwise::models::{LanguageModel, ModelConfig, Spread};
+use shardwise::models::{LanguageModel, ModelConfig, batch_placements, build};
 use shardwise::optim::{ParamGroup, Schedule, ShardedOptimizer, clip_grad_norm};
+use shardwise::plan::ShardingPlan;
 use shardwise::prelude::*;
 use shardwise::{Gradients, no_grad};
 
@@ -9,7 +10,6 @@ use shardwise::{Gradients, no_grad};
 pub(crate) struct Trainer {
     pub(crate) model: Box<dyn LanguageModel>,
     mesh: DeviceMesh,
-    spread: Spread,
     optimizer: ShardedOptimizer,
     /// The largest norm that gradients may have together.
     clip: Option<f64>,
@@ -37,17 +37,17 @@ impl Trainer {
     /// A new model on the mesh, with weights that depend on the seed alone.
     pub(crate) fn new(
         config: &ModelConfig,
-        spread: Spread,
+        plan: &ShardingPlan,
         mesh: &DeviceMesh,
         (dtype, seed): (DType, u64),
         (group, schedule): (ParamGroup, Schedule),
         clip: Option<f64>,
     ) -> Result<Self> {
         mesh.manual_seed(seed);
-        let model = spread.build(config, mesh, dtype)?;
+        let model = build(config, plan, mesh, dtype)?;
         let mut optimizer = ShardedOptimizer::new(model.named_parameters(), group)?;
         optimizer.set_schedule(schedule);
-        Ok(Trainer { model, mesh: mesh.clone(), spread, optimizer, clip })
+        Ok(Trainer { model, mesh: mesh.clone(), optimizer, clip })
     }
 
     /// One step over some batches, whose gradients add up.
@@ -90,7 +90,7 @@ impl Trainer {
         let all = candle_core::Tensor::from_slice(&batch.tokens, shape, &candle_core::Device::Cpu)?;
         let part = |start: usize| -> Result<DTensor> {
             let part = all.narrow(1, start, shape.1 - 1)?.contiguous()?;
-            DTensor::distribute_tensor(&part, &self.mesh, self.spread.batch(&self.mesh), None)
+            DTensor::distribute_tensor(&part, &self.mesh, batch_placements(&self.mesh), None)
         };
         Ok((part(0)?, part(1)?))
     }

@@ -170,6 +170,13 @@ impl DeviceMesh {
         self.0.mesh.axis(axis).map_or_else(|_| others.to_vec(), |position| vec![position])
     }
 
+    /// The same mesh with the same links in another world, which must have all its ranks.
+    pub(crate) fn in_world(&self, world: &World) -> Result<Self> {
+        let new = Self::new(world, self.0.mesh.clone())?;
+        let generator = Generator::new(self.0.generator.state().seed);
+        Ok(DeviceMesh(Arc::new(Bound { links: self.0.links.clone(), generator, ..(*new.0).clone() })))
+    }
+
     pub(crate) fn links(&self) -> &Links {
         &self.0.links
     }

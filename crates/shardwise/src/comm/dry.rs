@@ -42,6 +42,9 @@ pub struct DryRun<T> {
     pub records: Vec<Record>,
     /// The most bytes that the rank's local tensors would take at one time.
     pub peak_bytes: usize,
+    /// Elementary operations of the rank's operators, roughly: two per element of a product and term of its sum, one per
+    /// element of others.
+    pub flops: u64,
 }
 
 impl DryWorld {
@@ -72,10 +75,10 @@ impl DryWorld {
         let ranks: Arc<[usize]> = (0..self.size).collect();
         let engine = Arc::new(DryMember { me: self.rank, world: self.size, ranks });
         let world = World::with_trace(engine, Trace::keeping(usize::MAX));
-        let (trace, memory) = (world.trace().clone(), world.memory().clone());
+        let (trace, memory, work) = (world.trace().clone(), world.memory().clone(), world.work().clone());
         let run = std::thread::scope(|scope| scope.spawn(|| program(world)).join());
         let value = run.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        Ok(DryRun { value, records: trace.records(), peak_bytes: memory.peak() })
+        Ok(DryRun { value, records: trace.records(), peak_bytes: memory.peak(), flops: work.total() })
     }
 }
 

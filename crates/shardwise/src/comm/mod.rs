@@ -12,6 +12,7 @@ mod group;
 mod memory;
 pub mod threads;
 mod trace;
+mod work;
 mod world;
 
 pub use call::{Call, Sizes};

@@ -4,6 +4,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use super::trace::Traced;
+use super::work::Work;
 use super::{Communicator, DeviceMesh, Group, Memory, Trace};
 use crate::error::Result;
 use crate::mesh::{Axes, Mesh};
@@ -15,6 +16,7 @@ pub struct World {
     all: Group,
     trace: Trace,
     memory: Memory,
+    work: Work,
 }
 
 impl World {
@@ -26,7 +28,7 @@ impl World {
     /// As [`new`](Self::new), with a trace that may have been set up otherwise.
     pub(super) fn with_trace(engine: Arc<dyn Communicator>, trace: Trace) -> Self {
         let all = Group::new(Arc::new(Traced::new(engine, trace.clone())));
-        World { all, trace, memory: Memory::default() }
+        World { all, trace, memory: Memory::default(), work: Work::default() }
     }
 
     /// What this rank has communicated.
@@ -37,6 +39,11 @@ impl World {
     /// How much memory the local tensors of this rank's distributed tensors take.
     pub fn memory(&self) -> &Memory {
         &self.memory
+    }
+
+    /// How much this rank would compute, in a dry run.
+    pub(crate) fn work(&self) -> &Work {
+        &self.work
     }
 
     /// A number that no other world has while this one lives.

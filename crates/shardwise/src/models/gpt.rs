@@ -6,7 +6,7 @@ use super::{LanguageModel, begin, head};
 use crate::error::Result;
 use crate::nn::init::Init;
 use crate::nn::{
-    Activation, AttentionConfig, Builder, Dropout, Embedding, Forward, Item, LayerNorm, Linear, Mlp, Module,
+    Activation, AttentionConfig, Builder, Dropout, Embedding, Forward, Hooks, Item, LayerNorm, Linear, Mlp, Module,
     MultiHeadAttention, join, layer,
 };
 use crate::param::Param;
@@ -26,9 +26,11 @@ pub struct Gpt {
     pub norm: LayerNorm,
     /// Logits from features.
     pub head: Linear,
+    /// Hooks.
+    pub hooks: Hooks,
 }
 
-layer!(Gpt { tokens, positions, dropout, blocks, norm, head });
+layer!(Gpt { tokens, positions, dropout, blocks, norm, head, hooks });
 
 /// Attention and an MLP, each added to what goes in.
 pub struct GptBlock {
@@ -42,9 +44,11 @@ pub struct GptBlock {
     pub mlp: Mlp,
     /// Of what is added.
     pub dropout: Dropout,
+    /// Hooks.
+    pub hooks: Hooks,
 }
 
-layer!(GptBlock { before_attention, attention, before_mlp, mlp, dropout });
+layer!(GptBlock { before_attention, attention, before_mlp, mlp, dropout, hooks });
 
 impl Gpt {
     /// A new model.
@@ -59,6 +63,7 @@ impl Gpt {
             norm: LayerNorm::new(&at.at("norm"), d_model, layer_norm_eps)?,
             head: head(at, &tokens, config.tied_head)?,
             tokens,
+            hooks: Hooks::default(),
         };
         begin(&model, n_layers)?;
         Ok(model)
@@ -75,25 +80,30 @@ impl GptBlock {
             before_mlp: LayerNorm::new(&at.at("before_mlp"), width, eps)?,
             mlp: Mlp::new(&at.at("mlp"), width, d_ff, Activation::GeluTanh)?,
             dropout: Dropout::new(dropout)?,
+            hooks: Hooks::default(),
         })
     }
 }
 
 impl Forward for GptBlock {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let mixed = self.attention.forward(&self.before_attention.forward(x)?)?;
-        let x = x.add(&self.dropout.forward(&mixed)?)?;
-        let changed = self.mlp.forward(&self.before_mlp.forward(&x)?)?;
-        x.add(&self.dropout.forward(&changed)?)
+        self.hooks.run(x, |x| {
+            let mixed = self.attention.forward(&self.before_attention.forward(x)?)?;
+            let x = x.add(&self.dropout.forward(&mixed)?)?;
+            let changed = self.mlp.forward(&self.before_mlp.forward(&x)?)?;
+            x.add(&self.dropout.forward(&changed)?)
+        })
     }
 }
 
 impl Forward for Gpt {
     fn forward(&self, ids: &DTensor) -> Result<DTensor> {
-        let positions = self.positions.get().narrow(0, 0, ids.shape()[1])?;
-        let x = self.dropout.forward(&self.tokens.forward(ids)?.add(&positions)?)?;
-        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
-        self.head.forward(&self.norm.forward(&x)?)
+        self.hooks.run(ids, |ids| {
+            let positions = self.positions.get().narrow(0, 0, ids.shape()[1])?;
+            let x = self.dropout.forward(&self.tokens.forward(ids)?.add(&positions)?)?;
+            let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
+            self.head.forward(&self.norm.forward(&x)?)
+        })
     }
 }
 

@@ -5,7 +5,7 @@ use super::names::Names;
 use super::{LanguageModel, begin, head};
 use crate::error::Result;
 use crate::nn::{
-    AttentionConfig, Builder, Dropout, Embedding, Forward, Item, Linear, Module, MultiHeadAttention, RmsNorm,
+    AttentionConfig, Builder, Dropout, Embedding, Forward, Hooks, Item, Linear, Module, MultiHeadAttention, RmsNorm,
     RotaryEmbedding, SwiGlu, join, layer,
 };
 use crate::tensor::DTensor;
@@ -20,9 +20,11 @@ pub struct Llama {
     pub norm: RmsNorm,
     /// Logits from features.
     pub head: Linear,
+    /// Hooks.
+    pub hooks: Hooks,
 }
 
-layer!(Llama { tokens, blocks, norm, head });
+layer!(Llama { tokens, blocks, norm, head, hooks });
 
 /// Attention and a gated MLP, each added to what goes in.
 pub struct LlamaBlock {
@@ -36,9 +38,11 @@ pub struct LlamaBlock {
     pub mlp: SwiGlu,
     /// Of what is added.
     pub dropout: Dropout,
+    /// Hooks.
+    pub hooks: Hooks,
 }
 
-layer!(LlamaBlock { before_attention, attention, before_mlp, mlp, dropout });
+layer!(LlamaBlock { before_attention, attention, before_mlp, mlp, dropout, hooks });
 
 impl Llama {
     /// A new model.
@@ -51,6 +55,7 @@ impl Llama {
             norm: RmsNorm::new(&at.at("norm"), d_model, rms_norm_eps)?,
             head: head(at, &tokens, config.tied_head)?,
             tokens,
+            hooks: Hooks::default(),
         };
         begin(&model, n_layers)?;
         Ok(model)
@@ -69,24 +74,29 @@ impl LlamaBlock {
             before_mlp: RmsNorm::new(&at.at("before_mlp"), width, eps)?,
             mlp: SwiGlu::new(&at.at("mlp"), width, d_ff)?,
             dropout: Dropout::new(config.dropout)?,
+            hooks: Hooks::default(),
         })
     }
 }
 
 impl Forward for LlamaBlock {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let mixed = self.attention.forward(&self.before_attention.forward(x)?)?;
-        let x = x.add(&self.dropout.forward(&mixed)?)?;
-        let changed = self.mlp.forward(&self.before_mlp.forward(&x)?)?;
-        x.add(&self.dropout.forward(&changed)?)
+        self.hooks.run(x, |x| {
+            let mixed = self.attention.forward(&self.before_attention.forward(x)?)?;
+            let x = x.add(&self.dropout.forward(&mixed)?)?;
+            let changed = self.mlp.forward(&self.before_mlp.forward(&x)?)?;
+            x.add(&self.dropout.forward(&changed)?)
+        })
     }
 }
 
 impl Forward for Llama {
     fn forward(&self, ids: &DTensor) -> Result<DTensor> {
-        let x = self.tokens.forward(ids)?;
-        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
-        self.head.forward(&self.norm.forward(&x)?)
+        self.hooks.run(ids, |ids| {
+            let x = self.tokens.forward(ids)?;
+            let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
+            self.head.forward(&self.norm.forward(&x)?)
+        })
     }
 }
 

@@ -1,15 +1,17 @@
-//! Language models, written as if for one device. How they are spread over ranks is said apart, in a [`Spread`].
+//! Language models, written as if for one device. How they are spread over ranks is said apart, by plans.
 //!
 //! ```
-//! use shardwise::models::{GptConfig, ModelConfig, Spread, Weights};
+//! use shardwise::models::{GptConfig, ModelConfig, Spread, Weights, batch_placements, build};
 //! use shardwise::prelude::*;
 //!
-//! launch(4, |world| {
-//!     let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
-//!     let config = ModelConfig::Gpt(GptConfig { n_layers: 1, d_model: 32, d_ff: 64, ..GptConfig::default() });
-//!     let spread = Spread { weights: Weights::Sharded, tensor_parallel: true, sequence_parallel: false };
-//!     let model = spread.build(&config, &mesh, DType::F32)?;
-//!     let ids = DTensor::from_fn((2, 8), DType::I64, &mesh, spread.batch(&mesh), |i| (i[0] * 8 + i[1]) as f64)?;
+//! let mesh = Mesh::new([("dp", 2), ("tp", 2)])?;
+//! let config = ModelConfig::Gpt(GptConfig { n_layers: 1, d_model: 32, d_ff: 64, ..GptConfig::default() });
+//! let spread = Spread { weights: Weights::Sharded, tensor_parallel: true, sequence_parallel: false };
+//! let plan = spread.plan(&config, &mesh)?;
+//! launch(4, move |world| {
+//!     let mesh = world.device_mesh(mesh.clone())?;
+//!     let model = build(&config, &plan, &mesh, DType::F32)?;
+//!     let ids = DTensor::from_fn((2, 8), DType::I64, &mesh, batch_placements(&mesh), |i| (i[0] * 8 + i[1]) as f64)?;
 //!     let loss = model.loss(&ids, &ids)?;
 //!     assert!(loss.item::<f32>()?.is_finite());
 //!     Ok(())
@@ -19,15 +21,15 @@
 
 mod config;
 mod gpt;
-mod layouts;
 mod llama;
 mod names;
+mod plans;
 
 pub use config::{GptConfig, LlamaConfig, ModelConfig};
 pub use gpt::{Gpt, GptBlock};
-pub use layouts::{Spread, Weights};
 pub use llama::{Llama, LlamaBlock};
 pub use names::{Entry, Names, export, import};
+pub use plans::{Spread, Weights, batch_placements, build, search_plan};
 
 use candle_core::DType;
 
@@ -74,8 +76,7 @@ fn begin(model: &dyn Module, layers: usize) -> Result<()> {
             _ if path.ends_with("bias") => Init::ZEROS,
             _ => continue,
         };
-        let made = init.make(value.shape(), value.dtype(), value.device_mesh(), value.placements().to_vec())?;
-        param.set(&made)?;
+        param.set(&init.make_in(value.layout(), value.dtype(), value.device_mesh())?)?;
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Attention layers.
 
 use super::build::Builder;
+use super::hooks::Hooks;
 use super::linear::{Linear, layer};
 use super::module::{Forward, Item, Module, join};
 use crate::error::{Error, Result};
@@ -48,10 +49,12 @@ pub struct MultiHeadAttention {
     pub value: Linear,
     /// Mixes the heads.
     pub output: Linear,
+    /// Hooks.
+    pub hooks: Hooks,
     config: AttentionConfig,
 }
 
-layer!(MultiHeadAttention { query, key, value, output });
+layer!(MultiHeadAttention { query, key, value, output, hooks });
 
 impl MultiHeadAttention {
     /// A layer of these sizes.
@@ -72,12 +75,17 @@ impl MultiHeadAttention {
             key: linear("key", width, key_heads * size)?,
             value: linear("value", width, key_heads * size)?,
             output: linear("output", width, width)?,
+            hooks: Hooks::default(),
             config,
         })
     }
 
-    /// Attention from `x` to `context`, with a mask that is added to the scores.
+    /// Attention from `x` to `context`, with a mask that is added to the scores. Hooks see `x`.
     pub fn attend(&self, x: &DTensor, context: &DTensor, mask: Option<&DTensor>) -> Result<DTensor> {
+        self.hooks.run_own("attend", x, |x| self.mix(x, context, mask))
+    }
+
+    fn mix(&self, x: &DTensor, context: &DTensor, mask: Option<&DTensor>) -> Result<DTensor> {
         let AttentionConfig { heads, key_heads, causal, rotary, .. } = self.config;
         let apart = |t: DTensor, heads: usize| t.unflatten(-1, &[heads as isize, -1])?.transpose(-3, -2);
         let turned = |t: DTensor| rotary.map_or(Ok(t.clone()), |rotary| rotary.forward(&t));
@@ -91,6 +99,6 @@ impl MultiHeadAttention {
 
 impl Forward for MultiHeadAttention {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        self.attend(x, x, None)
+        self.hooks.run(x, |x| self.mix(x, x, None))
     }
 }

@@ -8,11 +8,13 @@ use super::init::Init;
 use super::module::{Buffer, join};
 use crate::comm::DeviceMesh;
 use crate::error::Result;
+use crate::layout::Layout;
 use crate::param::Param;
 use crate::placement::Placement;
+use crate::tensor::DTensor;
 
-/// Chooses placements by path and shape.
-type Place = Arc<dyn Fn(&str, &[usize]) -> Vec<Placement> + Send + Sync>;
+/// Chooses layouts by path and shape.
+type Place = Arc<dyn Fn(&str, &[usize]) -> Result<Layout> + Send + Sync>;
 
 /// Makes parameters at a path. What a parameter's initial value is does not depend on how it lies.
 #[derive(Clone)]
@@ -26,8 +28,8 @@ pub struct Builder {
 impl Builder {
     /// Parameters in f32, replicated over a mesh.
     pub fn new(mesh: &DeviceMesh) -> Self {
-        let axes = mesh.ndim();
-        let place = Arc::new(move |_: &str, _: &[usize]| vec![Placement::Replicate; axes]);
+        let ranks = mesh.mesh().clone();
+        let place = Arc::new(move |_: &str, shape: &[usize]| Layout::replicated(&ranks, shape));
         Builder { mesh: mesh.clone(), dtype: DType::F32, path: String::new(), place }
     }
 
@@ -38,7 +40,13 @@ impl Builder {
     }
 
     /// The same with placements chosen by dotted path and shape.
-    pub fn placed(mut self, place: impl Fn(&str, &[usize]) -> Vec<Placement> + Send + Sync + 'static) -> Self {
+    pub fn placed(self, place: impl Fn(&str, &[usize]) -> Vec<Placement> + Send + Sync + 'static) -> Self {
+        let ranks = self.mesh.mesh().clone();
+        self.laid_out(move |path, shape| Layout::new(&ranks, shape, place(path, shape)))
+    }
+
+    /// The same with layouts chosen by dotted path and shape, for orders of cuts that placements do not say.
+    pub fn laid_out(mut self, place: impl Fn(&str, &[usize]) -> Result<Layout> + Send + Sync + 'static) -> Self {
         self.place = Arc::new(place);
         self
     }
@@ -56,13 +64,16 @@ impl Builder {
 
     /// A parameter.
     pub fn param(&self, name: &str, shape: &[usize], init: Init) -> Result<Param> {
-        let placements = (self.place)(&join(&self.path, name), shape);
-        Ok(Param::new(&init.make(shape, self.dtype, &self.mesh, placements)?))
+        Ok(Param::new(&self.tensor(name, shape, init)?))
     }
 
     /// A buffer.
     pub fn buffer(&self, name: &str, shape: &[usize], init: Init) -> Result<Buffer> {
-        let placements = (self.place)(&join(&self.path, name), shape);
-        Ok(Buffer::new(&init.make(shape, self.dtype, &self.mesh, placements)?))
+        Ok(Buffer::new(&self.tensor(name, shape, init)?))
+    }
+
+    fn tensor(&self, name: &str, shape: &[usize], init: Init) -> Result<DTensor> {
+        let layout = (self.place)(&join(&self.path, name), shape)?;
+        init.make_in(&layout, self.dtype, &self.mesh)
     }
 }

@@ -1,16 +1,25 @@
-//! Functions that a module applies to its input and output.
+//! Functions that a module applies to its input and output, and a module that stands in for it.
 
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use crate::error::Result;
+use super::module::{Forward, Item, Module};
+use crate::error::{Error, Result};
 use crate::tensor::DTensor;
 
 /// A function of a tensor.
 type Hook = Arc<dyn Fn(&DTensor) -> Result<DTensor> + Send + Sync>;
 
+/// A module that can stand in for another one: it has one input and one output.
+pub trait Layer: Module + Forward + Send + Sync {}
+
+impl<M: Module + Forward + Send + Sync> Layer for M {}
+
 /// The hooks of one module; a field of it. Clones share them.
+///
+/// A module whose hooks hold a replacement is that replacement: [`run`](Self::run) runs it, and a walk over the module
+/// finds its parameters and not those of the module.
 #[derive(Clone, Default)]
 pub struct Hooks(Arc<Mutex<Registered>>);
 
@@ -18,6 +27,7 @@ pub struct Hooks(Arc<Mutex<Registered>>);
 struct Registered {
     input: Vec<Hook>,
     output: Vec<Hook>,
+    replacement: Option<Arc<dyn Layer>>,
 }
 
 impl Hooks {
@@ -31,19 +41,80 @@ impl Hooks {
         self.0.lock().output.push(Arc::new(hook));
     }
 
-    /// Forgets all hooks.
+    /// Puts a layer in the place of the module, between the hooks.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    ///
+    /// use shardwise::nn::{Builder, Forward, Linear, Module};
+    /// use shardwise::prelude::*;
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("tp", 2)])?;
+    ///     let layer = Linear::new(&Builder::new(&mesh), 4, 6)?;
+    ///     layer.hooks.replace(Arc::new(Linear::without_bias(&Builder::new(&mesh), 4, 3)?));
+    ///     let y = layer.forward(&DTensor::ones((2, 4), DType::F32, &mesh, [Replicate])?)?;
+    ///     assert_eq!(y.shape(), [2, 3]);
+    ///     assert_eq!(layer.parameter_count(), 12);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn replace(&self, layer: Arc<dyn Layer>) {
+        self.0.lock().replacement = Some(layer);
+    }
+
+    /// The layer that stands in the place of the module.
+    pub fn replacement(&self) -> Option<Arc<dyn Layer>> {
+        self.0.lock().replacement.clone()
+    }
+
+    /// Forgets all hooks, and the replacement.
     pub fn clear(&self) {
         *self.0.lock() = Registered::default();
     }
 
-    /// Runs a module's computation between its hooks.
+    /// Runs a module's computation, or its replacement, between its hooks.
     pub fn run(&self, x: &DTensor, compute: impl FnOnce(&DTensor) -> Result<DTensor>) -> Result<DTensor> {
         // Not held while they run: a hook may register another.
-        let Registered { input, output } = self.0.lock().clone();
+        let Registered { input, output, replacement } = self.0.lock().clone();
+        let compute = |x: &DTensor| replacement.map_or_else(|| compute(x), |layer| layer.forward(x));
         if input.is_empty() && output.is_empty() {
             return compute(x);
         }
         let x = input.iter().try_fold(x.clone(), |x, hook| hook(&x))?;
         output.iter().try_fold(compute(&x)?, |y, hook| hook(&y))
+    }
+
+    /// As [`run`](Self::run), for a computation that a replacement cannot do, because it needs more than its input.
+    pub(super) fn run_own(
+        &self,
+        what: &str,
+        x: &DTensor,
+        compute: impl FnOnce(&DTensor) -> Result<DTensor>,
+    ) -> Result<DTensor> {
+        if self.replacement().is_some() {
+            let found = format!("{what} of a module that was replaced by a layer with one input");
+            return Err(Error::invalid(
+                "module",
+                found,
+                "a module as it was built",
+                "call forward, or clear its hooks",
+            ));
+        }
+        self.run(x, compute)
+    }
+
+    /// Walks the replacement under the module's path, if there is one; for the `walk` of the module whose field `name`
+    /// this is. Of the two hooks at one path those of the module count.
+    pub fn walk_replacement(&self, path: &str, name: &str, visit: &mut dyn FnMut(&str, Item<'_>)) -> bool {
+        let Some(layer) = self.replacement() else { return false };
+        let at = super::join(path, "");
+        layer.walk(path, &mut |inner, item| match item {
+            Item::Hooks(_) if inner.strip_prefix(&at).is_some_and(|field| !field.contains('.')) => {}
+            item => visit(inner, item),
+        });
+        visit(&super::join(path, name), Item::Hooks(self));
+        true
     }
 }

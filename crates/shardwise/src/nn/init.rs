@@ -4,6 +4,7 @@ use candle_core::DType;
 
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result};
+use crate::layout::Layout;
 use crate::placement::Placement;
 use crate::random::Distribution;
 use crate::tensor::DTensor;
@@ -46,10 +47,16 @@ impl Init {
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
+        self.make_in(&Layout::new(mesh.mesh(), shape, placements)?, dtype, mesh)
+    }
+
+    /// As [`make`](Self::make), in a layout.
+    #[track_caller]
+    pub fn make_in(self, layout: &Layout, dtype: DType, mesh: &DeviceMesh) -> Result<DTensor> {
         let root3 = 3f64.sqrt();
-        let fans = || fans(shape);
+        let fans = || fans(layout.shape());
         let distribution = match self {
-            Init::Constant(value) => return DTensor::full(value, shape, dtype, mesh, placements),
+            Init::Constant(value) => return DTensor::full_in(layout, value, dtype, mesh),
             Init::Uniform(low, high) => Distribution::Uniform { low, high },
             Init::Normal(mean, std) => Distribution::Normal { mean, std },
             Init::TruncNormal(std) => Distribution::TruncatedNormal { mean: 0.0, std, width: 2.0 },
@@ -64,7 +71,7 @@ impl Init {
             Init::KaimingUniform(gain) => uniform(gain / fans()?.0.sqrt() * root3),
             Init::KaimingNormal(gain) => Distribution::Normal { mean: 0.0, std: gain / fans()?.0.sqrt() },
         };
-        DTensor::random(distribution, shape, dtype, mesh, placements)
+        DTensor::random_in(layout, dtype, mesh, distribution)
     }
 }
 

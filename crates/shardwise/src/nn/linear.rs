@@ -14,6 +14,9 @@ macro_rules! layer {
     ($name:ident { $($field:ident),* }) => {
         impl Module for $name {
             fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+                if self.hooks.walk_replacement(path, "hooks", visit) {
+                    return;
+                }
                 visit(path, Item::Module(stringify!($name)));
                 $(self.$field.walk(&join(path, stringify!($field)), visit);)*
             }
@@ -100,7 +103,8 @@ impl EmbeddingBag {
 
     /// Bags of any length: one begins at every offset of a vector of ids.
     pub fn forward_bags(&self, ids: &DTensor, offsets: &[usize]) -> Result<DTensor> {
-        self.hooks.run(ids, |ids| self.weight.get().embedding_bag(ids, Some(offsets), self.mode))
+        let bags = |ids: &DTensor| self.weight.get().embedding_bag(ids, Some(offsets), self.mode);
+        self.hooks.run_own("forward_bags", ids, bags)
     }
 }
 
@@ -113,11 +117,13 @@ impl Forward for EmbeddingBag {
 
 /// Drops elements while training.
 pub struct Dropout {
+    /// Hooks.
+    pub hooks: Hooks,
     p: f64,
     mode: Mode,
 }
 
-layer!(Dropout { mode });
+layer!(Dropout { mode, hooks });
 
 impl Dropout {
     /// Drops with probability `p`.
@@ -125,12 +131,12 @@ impl Dropout {
         if !(0.0..=1.0).contains(&p) {
             return Err(Error::invalid("dropout", format!("probability {p}"), "0 to 1", "correct it"));
         }
-        Ok(Dropout { p, mode: Mode::default() })
+        Ok(Dropout { hooks: Hooks::default(), p, mode: Mode::default() })
     }
 }
 
 impl Forward for Dropout {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        x.dropout(self.p, self.mode.is_training())
+        self.hooks.run(x, |x| x.dropout(self.p, self.mode.is_training()))
     }
 }

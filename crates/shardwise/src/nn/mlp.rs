@@ -1,6 +1,7 @@
 //! Blocks of linear layers.
 
 use super::build::Builder;
+use super::hooks::Hooks;
 use super::linear::{Linear, layer};
 use super::module::{Forward, Item, Module, join};
 use crate::error::Result;
@@ -36,22 +37,24 @@ pub struct Mlp {
     pub up: Linear,
     /// The layer down.
     pub down: Linear,
+    /// Hooks.
+    pub hooks: Hooks,
     activation: Activation,
 }
 
-layer!(Mlp { up, down });
+layer!(Mlp { up, down, hooks });
 
 impl Mlp {
     /// From `width` features to `hidden` and back.
     pub fn new(at: &Builder, width: usize, hidden: usize, activation: Activation) -> Result<Self> {
         let (up, down) = (Linear::new(&at.at("up"), width, hidden)?, Linear::new(&at.at("down"), hidden, width)?);
-        Ok(Mlp { up, down, activation })
+        Ok(Mlp { up, down, hooks: Hooks::default(), activation })
     }
 }
 
 impl Forward for Mlp {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        self.down.forward(&self.activation.apply(&self.up.forward(x)?)?)
+        self.hooks.run(x, |x| self.down.forward(&self.activation.apply(&self.up.forward(x)?)?))
     }
 }
 
@@ -63,9 +66,11 @@ pub struct SwiGlu {
     pub up: Linear,
     /// The layer down.
     pub down: Linear,
+    /// Hooks.
+    pub hooks: Hooks,
 }
 
-layer!(SwiGlu { gate, up, down });
+layer!(SwiGlu { gate, up, down, hooks });
 
 impl SwiGlu {
     /// From `width` features to `hidden` and back.
@@ -74,12 +79,13 @@ impl SwiGlu {
             gate: Linear::without_bias(&at.at("gate"), width, hidden)?,
             up: Linear::without_bias(&at.at("up"), width, hidden)?,
             down: Linear::without_bias(&at.at("down"), hidden, width)?,
+            hooks: Hooks::default(),
         })
     }
 }
 
 impl Forward for SwiGlu {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        self.down.forward(&self.gate.forward(x)?.silu()?.mul(&self.up.forward(x)?)?)
+        self.hooks.run(x, |x| self.down.forward(&self.gate.forward(x)?.silu()?.mul(&self.up.forward(x)?)?))
     }
 }

@@ -55,7 +55,7 @@ pub use attention::{AttentionConfig, MultiHeadAttention, RotaryEmbedding};
 pub use build::Builder;
 pub use conv::{Conv1d, Conv2d};
 pub use distribute::distribute_module;
-pub use hooks::Hooks;
+pub use hooks::{Hooks, Layer};
 pub(crate) use linear::layer;
 pub use linear::{Dropout, Embedding, EmbeddingBag, Linear};
 pub use mlp::{Activation, Mlp, SwiGlu};

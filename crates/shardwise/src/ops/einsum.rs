@@ -198,6 +198,17 @@ impl Op for Einsum {
         Ok(vec![dense(&result.to_dtype(dtype)?)?])
     }
 
+    /// A multiplication and an addition for every combination of indices.
+    fn flops(&self, inputs: &[&[usize]], _: &[&[usize]]) -> u64 {
+        let (left, _) = self.equation.split_once("->").expect("checked");
+        let sizes = || left.split(',').zip(inputs).flat_map(|(term, shape)| term.chars().zip(shape.iter().copied()));
+        let mut names: Vec<char> = left.chars().filter(|c| *c != ',').collect();
+        names.sort_unstable();
+        names.dedup();
+        let size = |c: char| sizes().filter(|(name, _)| *name == c).map(|(_, n)| n).max().unwrap_or(1);
+        2 * names.into_iter().map(|c| size(c) as u64).product::<u64>()
+    }
+
     fn differentiable(&self) -> Option<Keeps> {
         Some(if self.equation.contains(',') { Keeps::Inputs } else { Keeps::Nothing })
     }

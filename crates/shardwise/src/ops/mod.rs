@@ -15,6 +15,7 @@ mod lookup;
 mod loss;
 mod narrow;
 mod order;
+mod overriding;
 mod reduce;
 mod reshape;
 mod rows;
@@ -31,6 +32,7 @@ pub use attention::Attention;
 pub use convolution::Convolution;
 pub use lookup::Bag;
 pub use loss::{Classes, Reduction};
+pub use overriding::override_rule;
 pub use table::{OpEntry, Rule, Sample};
 
 /// All operators.

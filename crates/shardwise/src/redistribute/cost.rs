@@ -2,7 +2,7 @@
 
 use super::plan::StepKind;
 use crate::layout::Layout;
-use crate::mesh::Links;
+use crate::mesh::{Link, Links};
 
 /// Bytes and time of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -39,10 +39,15 @@ pub(super) fn cost(kind: &StepKind, before: &Layout, after: &Layout, elem: usize
     let ranks = before.mesh().ranks();
     let step = ranks.len().div_ceil(SAMPLE);
     let bytes = ranks.iter().step_by(step).map(|&rank| bytes_of(rank)).max().unwrap_or(0);
-    let link = links.slowest(axes);
-    let rounds = f64::from(usize::BITS - (size - 1).leading_zeros());
-    let phases = if matches!(kind, StepKind::AllReduce { .. }) { 2.0 } else { 1.0 };
-    Cost { bytes, us: phases * rounds * link.latency_us + bytes as f64 / link.gb_per_s / 1e3 }
+    let phases = if matches!(kind, StepKind::AllReduce { .. }) { 2 } else { 1 };
+    Cost { bytes, us: collective_us(phases, size, bytes, links.slowest(axes)) }
+}
+
+/// The time of a collective of so many ranks, each of which sends so many bytes, in microseconds. One that reduces and
+/// spreads the result has two phases.
+pub(crate) fn collective_us(phases: usize, ranks: usize, bytes: usize, link: Link) -> f64 {
+    let rounds = usize::BITS - (ranks.max(1) - 1).leading_zeros();
+    phases as f64 * f64::from(rounds) * link.latency_us + bytes as f64 / link.gb_per_s / 1e3
 }
 
 /// How many elements of its new part a rank has already.

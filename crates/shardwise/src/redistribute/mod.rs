@@ -8,6 +8,7 @@ mod plan;
 mod planner;
 
 pub use cost::Cost;
+pub(crate) use cost::collective_us;
 pub(crate) use exchange::Exchange;
 pub(crate) use execute::redistribute;
 pub use plan::{Plan, Step, StepKind};

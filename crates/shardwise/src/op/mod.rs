@@ -1,10 +1,15 @@
 //! Operators and the one way in which they are carried out: decide the layouts (once per combination), bring the inputs
 //! there, run the kernel on local tensors.
 
+mod scope;
+
+pub(crate) use scope::{ScopedRule, operators_in, with_rule};
+
 use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
+use std::panic::Location;
 use std::rc::Rc;
 
 use candle_core::{DType, Tensor};
@@ -37,6 +42,12 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
 
     /// The operator on local tensors.
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>>;
+
+    /// How many elementary operations it takes on local tensors of these shapes, for estimates.
+    fn flops(&self, inputs: &[&[usize]], outputs: &[&[usize]]) -> u64 {
+        let largest = inputs.iter().chain(outputs).map(|shape| shape.iter().product::<usize>()).max();
+        largest.unwrap_or(0) as u64
+    }
 
     /// What the gradient needs; `None` if the operator has no gradient.
     fn differentiable(&self) -> Option<Keeps> {
@@ -84,7 +95,7 @@ impl Place<'_> {
     }
 
     /// The shape of what this rank holds of an output.
-    pub(crate) fn local_shape(&self, output: usize) -> &[usize] {
+    pub fn local_shape(&self, output: usize) -> &[usize] {
         &self.locals[output].shape
     }
 
@@ -101,10 +112,15 @@ impl Place<'_> {
     }
 
     /// The shape of the whole of an input.
-    pub(crate) fn input_shape(&self, input: usize) -> &[usize] {
+    pub fn input_shape(&self, input: usize) -> &[usize] {
         match &self.decision.inputs[input] {
             Need::As(layout) | Need::Boxes { from: layout, .. } => layout.shape(),
         }
+    }
+
+    /// The global indices along a dimension that this rank holds of an output, one by one.
+    pub fn output_indices(&self, output: usize, dim: usize) -> Vec<usize> {
+        self.output(output, dim).iter().flatten().collect()
     }
 
     fn coordinate(&self) -> Vec<usize> {
@@ -146,6 +162,8 @@ struct Cache {
 
 struct Entry {
     op: Box<dyn Any>,
+    /// The rule that decided.
+    rule: u64,
     inputs: SmallVec<[(Layout, DType); 3]>,
     mesh: DeviceMesh,
     decided: Rc<Decided>,
@@ -204,6 +222,63 @@ pub fn cache_report() -> CacheReport {
     CACHE.with_borrow(|cache| cache.report)
 }
 
+/// Carries out an operator of one's own on tensors of one mesh, as those of this crate are: decided and cached by its rule,
+/// its inputs brought where they are needed, recorded for the gradient if it has one.
+///
+/// ```
+/// use candle_core::Tensor;
+/// use shardwise::op::{self, Op, OpPlan, Place};
+/// use shardwise::prelude::*;
+/// use shardwise::rule::Signature;
+/// use shardwise::tensor::{Keeps, Saved};
+///
+/// /// The cube of every element.
+/// #[derive(Clone, PartialEq, Eq, Hash)]
+/// struct Cube;
+///
+/// impl Op for Cube {
+///     fn name(&self) -> &'static str {
+///         "cube"
+///     }
+///
+///     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+///         let shape = inputs[0].shape.as_slice();
+///         Ok(OpPlan { signature: Signature::pointwise(&[shape], shape), outputs: vec![inputs[0].clone()] })
+///     }
+///
+///     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+///         Ok(vec![inputs[0].powf(3.0)?])
+///     }
+///
+///     fn differentiable(&self) -> Option<Keeps> {
+///         Some(Keeps::Inputs)
+///     }
+///
+///     fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+///         let slope = saved.input(0).square()?.mul_scalar(3.0)?;
+///         Ok(vec![gradients[0].as_ref().map(|g| g.mul(&slope)).transpose()?])
+///     }
+/// }
+///
+/// launch(2, |world| {
+///     let mesh = world.mesh([("dp", 2)])?;
+///     let x = DTensor::arange(0.0, 3.0, 1.0, DType::F64, &mesh, [Shard(0)])?.requires_grad();
+///     let y = op::apply(&Cube, &[&x])?.swap_remove(0);
+///     assert_eq!(y.placements(), [Shard(0)]);
+///     assert_eq!(y.sum_all()?.backward()?.get(&x)?.full_tensor()?.to_vec1::<f64>()?, [0.0, 3.0, 12.0]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+#[track_caller]
+pub fn apply<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Vec<DTensor>> {
+    if inputs.is_empty() {
+        let found = format!("{} without tensors", op.name());
+        return Err(Error::invalid("operands", found, "at least one tensor", "pass the tensors that it works on"));
+    }
+    dispatch(op, inputs, Location::caller())
+}
+
 /// Carries out an operator on tensors of one mesh.
 pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result<Vec<DTensor>> {
     let mesh = inputs[0].device_mesh();
@@ -221,11 +296,18 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
             _ => implicitly(op.name(), || bring.run(&input.detach(), dry, site))?,
         });
     }
+    if dry {
+        scope::note(op.name());
+        let held: SmallVec<[&[usize]; 3]> = locals.iter().map(Tensor::dims).collect();
+        let made: SmallVec<[&[usize]; 3]> = decided.locals.iter().map(|m| m.shape.as_slice()).collect();
+        mesh.world().work().add(op.flops(&held, &made));
+    }
     let outputs = match dry || !mesh.contains(rank) {
         true => decided.locals.iter().map(placeholder).collect::<Result<Vec<_>>>()?,
         false => {
             let place = Place { decision: &decided.decision, locals: &decided.locals, mesh: mesh.mesh(), rank };
-            op.run(&locals, &place).map_err(|e| name_call(e, op.name(), inputs, site))?
+            let made = op.run(&locals, &place).and_then(|made| fitting(made, &decided.locals));
+            made.map_err(|e| name_call(e, op.name(), inputs, site))?
         }
     };
     let wrap = |(layout, local): (&Layout, Tensor)| DTensor::from_parts(mesh, layout.clone(), local);
@@ -237,6 +319,17 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
         Some(keeps) => Ok(DTensor::recorded(outputs, inputs, keeps, || Box::new(Recorded(op.clone())))),
         None => Ok(outputs),
     }
+}
+
+/// What a kernel made, if it is what the layouts of the outputs say.
+fn fitting(made: Vec<Tensor>, locals: &[TensorMeta]) -> Result<Vec<Tensor>> {
+    let fits = |(t, m): (&Tensor, &TensorMeta)| t.dims() == m.shape && t.dtype() == m.dtype;
+    if made.len() == locals.len() && made.iter().zip(locals).all(fits) {
+        return Ok(made);
+    }
+    let found = made.iter().map(|t| format!("{} {:?}", t.dtype().as_str(), t.dims())).collect::<Vec<_>>().join(", ");
+    let needed = locals.iter().map(|m| format!("{} {:?}", m.dtype.as_str(), m.shape)).collect::<Vec<_>>().join(", ");
+    Err(Error::invalid("local results", found, needed, "correct the kernel, or the rule that it runs under"))
 }
 
 impl Bring {
@@ -301,7 +394,11 @@ impl Bring {
 }
 
 fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
+    let mesh = inputs[0].device_mesh();
+    let scoped = scope::rule_for(op.name(), mesh.mesh());
+    let rule = scoped.as_ref().map_or(scope::OWN, |scoped| scoped.number);
     let mut hasher = FxHasher::default();
+    rule.hash(&mut hasher);
     op.type_id().hash(&mut hasher);
     op.hash(&mut hasher);
     for input in inputs {
@@ -309,9 +406,9 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
         (input.dtype() as u8).hash(&mut hasher);
     }
     let hash = hasher.finish();
-    let mesh = inputs[0].device_mesh();
     let same = |entry: &Entry| {
-        entry.op.downcast_ref::<O>() == Some(op)
+        entry.rule == rule
+            && entry.op.downcast_ref::<O>() == Some(op)
             && entry.mesh.is_same(mesh)
             && entry.inputs.len() == inputs.len()
             && entry.inputs.iter().zip(inputs).all(|((layout, dtype), t)| layout == t.layout() && *dtype == t.dtype())
@@ -328,7 +425,10 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
     let plan = op.plan(&metas)?;
     let layouts: Vec<&Layout> = inputs.iter().map(|t| t.layout()).collect();
     let elem: Vec<usize> = metas.iter().map(|m| m.dtype.size_in_bytes()).collect();
-    let decision = op.decide(&plan, &layouts, &elem)?;
+    let decision = match scoped.map(|scoped| scoped.decide(&plan, &layouts)).transpose()?.flatten() {
+        Some(decision) => decision,
+        None => op.decide(&plan, &layouts, &elem)?,
+    };
     let rank = mesh.world().rank();
     let local =
         |(layout, meta): (&Layout, &TensorMeta)| TensorMeta { shape: layout.local_shape(rank), dtype: meta.dtype };
@@ -344,7 +444,7 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
         }
         cache.report.kept += 1;
         let inputs = inputs.iter().map(|t| (t.layout().clone(), t.dtype())).collect();
-        let entry = Entry { op: Box::new(op.clone()), inputs, mesh: mesh.clone(), decided: Rc::clone(&decided) };
+        let entry = Entry { op: Box::new(op.clone()), rule, inputs, mesh: mesh.clone(), decided: Rc::clone(&decided) };
         cache.decisions.entry(hash).or_default().push(entry);
     });
     Ok(decided)

@@ -1,0 +1,109 @@
+//! Rules that a program puts in the place of an operator's own, for as long as a scope lasts.
+//!
+//! A scope belongs to a thread, as a rank does. Decisions made under a rule are kept under its number: inside the scope no
+//! decision of the operator's own rule is found, and outside none of the program's.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeSet, HashSet};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use super::OpPlan;
+use crate::error::{Error, Result};
+use crate::layout::{Layout, TensorMeta};
+use crate::mesh::Mesh;
+use crate::rule::{Decision, Need};
+
+/// How an operator is carried out on inputs that lie so, given what its outputs are; `None` leaves it to the operator.
+pub(crate) type ScopedRule = dyn Fn(&[&Layout], &[TensorMeta]) -> Result<Option<Decision>>;
+
+#[derive(Clone)]
+pub(super) struct Scoped {
+    /// No two scopes have the same.
+    pub(super) number: u64,
+    name: &'static str,
+    /// The ranks that agreed on it.
+    ranks: Rc<HashSet<usize>>,
+    rule: Rc<ScopedRule>,
+}
+
+/// The number of decisions by an operator's own rule.
+pub(super) const OWN: u64 = 0;
+
+static NUMBER: AtomicU64 = AtomicU64::new(OWN + 1);
+
+thread_local! {
+    static SCOPES: RefCell<Vec<Scoped>> = const { RefCell::new(Vec::new()) };
+    /// How many scopes there are: most programs have none, and every call asks.
+    static DEPTH: Cell<usize> = const { Cell::new(0) };
+    static NAMES: RefCell<Option<BTreeSet<&'static str>>> = const { RefCell::new(None) };
+}
+
+/// Runs `body`; inside, the operator called `name` is carried out by `rule` where all its ranks are in `ranks`.
+pub(crate) fn with_rule<R>(name: &'static str, ranks: &[usize], rule: Rc<ScopedRule>, body: impl FnOnce() -> R) -> R {
+    /// Leaves the scope also when the body panics.
+    struct Leave;
+    impl Drop for Leave {
+        fn drop(&mut self) {
+            SCOPES.with_borrow_mut(Vec::pop);
+            DEPTH.set(DEPTH.get() - 1);
+        }
+    }
+    let number = NUMBER.fetch_add(1, Relaxed);
+    let scoped = Scoped { number, name, ranks: Rc::new(ranks.iter().copied().collect()), rule };
+    SCOPES.with_borrow_mut(|scopes| scopes.push(scoped));
+    DEPTH.set(DEPTH.get() + 1);
+    let _leave = Leave;
+    body()
+}
+
+/// The innermost rule for an operator on a mesh.
+pub(super) fn rule_for(name: &'static str, mesh: &Mesh) -> Option<Scoped> {
+    if DEPTH.get() == 0 {
+        return None;
+    }
+    let fits = |s: &&Scoped| s.name == name && mesh.ranks().iter().all(|rank| s.ranks.contains(rank));
+    SCOPES.with_borrow(|scopes| scopes.iter().rev().find(fits).cloned())
+}
+
+impl Scoped {
+    /// What the rule says, checked as far as it can be: a rule that is wrong about its operator gives wrong results.
+    pub(super) fn decide(&self, plan: &OpPlan, inputs: &[&Layout]) -> Result<Option<Decision>> {
+        let Some(decision) = (self.rule)(inputs, &plan.outputs)? else { return Ok(None) };
+        let wanted = |need: &Need| match need {
+            Need::As(layout) | Need::Boxes { from: layout, .. } => layout.clone(),
+        };
+        let boxes_fit = |need: &Need| match need {
+            Need::As(_) => true,
+            Need::Boxes { from, boxes, .. } => {
+                boxes.len() == from.mesh().size() && boxes.iter().all(|b| b.sizes.len() == from.shape().len())
+            }
+        };
+        let mesh = inputs[0].mesh();
+        let outputs: Vec<&[usize]> = plan.outputs.iter().map(|m| m.shape.as_slice()).collect();
+        let given: Vec<&[usize]> = inputs.iter().map(|l| l.shape()).collect();
+        let needs: Vec<Layout> = decision.inputs.iter().map(wanted).collect();
+        let fits = |layouts: &[Layout], shapes: &[&[usize]]| {
+            layouts.len() == shapes.len()
+                && layouts.iter().zip(shapes).all(|(l, s)| l.shape() == *s && l.mesh() == mesh)
+        };
+        if fits(&needs, &given) && fits(&decision.outputs, &outputs) && decision.inputs.iter().all(boxes_fit) {
+            return Ok(Some(decision));
+        }
+        let found = format!("a rule for {} with inputs {needs:?} and outputs {:?}", self.name, decision.outputs);
+        let needed = format!("layouts of shapes {given:?} and {outputs:?} on mesh {mesh}");
+        Err(Error::invalid("rule", found, needed, "make the layouts of the shapes that the rule is given"))
+    }
+}
+
+/// Runs `body` and says which operators it carried out, on this thread.
+pub(crate) fn operators_in<R>(body: impl FnOnce() -> R) -> (R, BTreeSet<&'static str>) {
+    NAMES.set(Some(BTreeSet::new()));
+    let result = body();
+    (result, NAMES.take().unwrap_or_default())
+}
+
+/// Notes an operator for [`operators_in`].
+pub(super) fn note(name: &'static str) {
+    NAMES.with_borrow_mut(|names| names.as_mut().map(|names| names.insert(name)));
+}

@@ -1,0 +1,125 @@
+//! Where a tensor is to lie: on all axes of a mesh, or along some of them.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::layout::Layout;
+use crate::mesh::Mesh;
+use crate::placement::Placement;
+
+/// Where a tensor is to lie.
+///
+/// ```
+/// use shardwise::plan::Places;
+/// use shardwise::{Layout, Mesh, Placement::*};
+///
+/// let mesh = Mesh::new([("dp", 2), ("tp", 2)])?;
+/// let now = Layout::new(&mesh, (4, 4), [Shard(1), Replicate])?;
+/// let all = Places::from([Replicate, Shard(0)]).layout(&now)?;
+/// assert_eq!(all.placements(), [Replicate, Shard(0)]);
+/// let some = Places::from([("tp", Shard(0))]).layout(&now)?;
+/// assert_eq!(some.placements(), [Shard(1), Shard(0)]);
+/// # Ok::<(), shardwise::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Places {
+    /// One placement per axis of the mesh.
+    All(Vec<Placement>),
+    /// Placements along axes by name. They cut in this order, after the axes that are not named, which stay as they are.
+    Along(Vec<(String, Placement)>),
+}
+
+impl From<Vec<Placement>> for Places {
+    fn from(placements: Vec<Placement>) -> Self {
+        Places::All(placements)
+    }
+}
+
+impl<const N: usize> From<[Placement; N]> for Places {
+    fn from(placements: [Placement; N]) -> Self {
+        Places::All(placements.to_vec())
+    }
+}
+
+impl<const N: usize> From<[(&str, Placement); N]> for Places {
+    fn from(placements: [(&str, Placement); N]) -> Self {
+        Places::Along(placements.map(|(axis, placement)| (axis.to_string(), placement)).to_vec())
+    }
+}
+
+impl Places {
+    /// One placement along one axis.
+    pub(super) fn one(axis: &str, placement: &Placement) -> Self {
+        Places::Along(vec![(axis.to_string(), placement.clone())])
+    }
+
+    /// The layout that a tensor gets which lies so now.
+    pub fn layout(&self, now: &Layout) -> Result<Layout> {
+        let mesh = now.mesh();
+        self.check(mesh)?;
+        let along = match self {
+            Places::All(placements) => return Layout::new(mesh, now.shape(), placements.iter().cloned()),
+            Places::Along(along) => along,
+        };
+        let (mut placements, mut cuts) = (now.placements().to_vec(), now.cuts());
+        for (axis, placement) in along {
+            let (axis, placement) = (mesh.axis(axis)?, placement.normalized(now.shape().len())?);
+            cuts.iter_mut().for_each(|axes| axes.retain(|&a| a != axis));
+            if let Some(dim) = placement.shard_dim() {
+                cuts[dim].push(axis);
+            }
+            placements[axis] = placement;
+        }
+        Layout::from_cuts(mesh, now.shape(), &placements, &cuts)
+    }
+
+    /// An error unless the axes are those of a mesh.
+    pub(super) fn check(&self, mesh: &Mesh) -> Result<()> {
+        match self {
+            Places::All(placements) if placements.len() != mesh.ndim() => Err(Error::invalid(
+                "placements",
+                format!("{self} for mesh {mesh}"),
+                format!("{}, one per mesh axis", mesh.ndim()),
+                "list all axes, or name those that matter",
+            )),
+            Places::All(_) => Ok(()),
+            Places::Along(along) => {
+                for (i, (axis, _)) in along.iter().enumerate() {
+                    mesh.axis(axis)?;
+                    if along[..i].iter().any(|(other, _)| other == axis) {
+                        let found = format!("axis `{axis}` twice in {self}");
+                        return Err(Error::invalid("placements", found, "every axis once", "leave one out"));
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// The same with placements along more axes, which cut last.
+    pub(super) fn and(&self, mesh: &Mesh, more: &[(String, Placement)]) -> Result<Self> {
+        self.check(mesh)?;
+        let mut along = match self {
+            Places::Along(along) => along.clone(),
+            Places::All(placements) => {
+                mesh.axes().iter().zip(placements).map(|(axis, p)| (axis.name.to_string(), p.clone())).collect()
+            }
+        };
+        along.retain(|(axis, _)| more.iter().all(|(other, _)| other != axis));
+        along.extend(more.iter().cloned());
+        Ok(Places::Along(along))
+    }
+}
+
+impl fmt::Display for Places {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let texts: Vec<String> = match self {
+            Places::All(placements) => placements.iter().map(ToString::to_string).collect(),
+            Places::Along(along) => along.iter().map(|(axis, placement)| format!("{axis}: {placement}")).collect(),
+        };
+        f.write_str(&texts.join(", "))
+    }
+}

@@ -1,0 +1,236 @@
+//! Tensor parallelism for transformers, which are recognised by how they are made.
+
+use super::apply::Found;
+use super::pattern::parent;
+use super::planner::ShardingPlanner;
+use super::sharding_plan::ShardingPlan;
+use crate::comm::DeviceMesh;
+use crate::error::Result;
+use crate::nn::{Module, join};
+use crate::placement::Placement;
+
+/// Which dimension of an embedding table is cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TableCut {
+    /// Rows: every rank knows some words.
+    Vocabulary,
+    /// Columns: every rank knows some features of all words.
+    Width,
+}
+
+/// Tensor parallelism along one axis (Megatron).
+///
+/// A module with linear layers that lead in (`query`, `key`, `value`, `up`, `gate` and their usual other names) and one that
+/// leads out (`output`, `down` and theirs) is a block: the first are cut by outputs, the last by inputs, and the sum over
+/// ranks is carried out behind it. Tables are cut by vocabulary or width, linear layers named like a head or as wide as
+/// a table's vocabulary by outputs. Everything else is whole. With [`sequence`](Self::sequence), activations between
+/// blocks are cut along their sequence: they are gathered before a block and scattered behind it.
+#[doc(alias = "Megatron")]
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorParallel {
+    axis: String,
+    tables: TableCut,
+    sequence: Option<isize>,
+}
+
+impl TensorParallel {
+    /// Along an axis, tables cut by vocabulary.
+    pub fn new(axis: &str) -> Self {
+        TensorParallel { axis: axis.to_string(), tables: TableCut::Vocabulary, sequence: None }
+    }
+
+    /// The same with tables cut otherwise.
+    pub fn tables(mut self, cut: TableCut) -> Self {
+        self.tables = cut;
+        self
+    }
+
+    /// The same with activations between blocks cut along this dimension, 1 for `[batch, length, width]`.
+    pub fn sequence(mut self, dim: isize) -> Self {
+        self.sequence = Some(dim);
+        self
+    }
+}
+
+impl ShardingPlanner for TensorParallel {
+    fn extend(&self, plan: ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan> {
+        mesh.axis(&self.axis)?;
+        let structure = Structure::of(module);
+        let mut cuts = Cuts { plan, mesh, axis: &self.axis, sequence: self.sequence };
+        for block in &structure.blocks {
+            cuts.block(block)?;
+        }
+        for table in &structure.tables {
+            cuts.table(table, self.tables)?;
+        }
+        for head in &structure.heads {
+            cuts.head(head)?;
+        }
+        for path in &structure.rest {
+            cuts.param(path, &Placement::Replicate)?;
+        }
+        Ok(cuts.plan)
+    }
+}
+
+/// A plan in the making: cuts along one axis are added to it.
+pub(super) struct Cuts<'a> {
+    pub(super) plan: ShardingPlan,
+    pub(super) mesh: &'a DeviceMesh,
+    pub(super) axis: &'a str,
+    pub(super) sequence: Option<isize>,
+}
+
+impl Cuts<'_> {
+    pub(super) fn param(&mut self, path: &str, placement: &Placement) -> Result<()> {
+        let plan = std::mem::take(&mut self.plan);
+        self.plan = plan.along(path, self.mesh.mesh(), &[(self.axis.to_string(), placement.clone())])?;
+        Ok(())
+    }
+
+    /// The weight of a linear layer, and its bias if it has one.
+    fn linear(&mut self, linear: &Linear, weight: &Placement, bias: &Placement) -> Result<()> {
+        self.param(&join(&linear.path, "weight"), weight)?;
+        if linear.bias { self.param(&join(&linear.path, "bias"), bias) } else { Ok(()) }
+    }
+
+    fn between(&self) -> Placement {
+        self.sequence.map_or(Placement::Replicate, Placement::Shard)
+    }
+
+    fn input(&mut self, path: &str) {
+        self.plan = std::mem::take(&mut self.plan).input_along(path, self.axis, &Placement::Replicate);
+    }
+
+    fn output(&mut self, path: &str) {
+        let between = self.between();
+        self.plan = std::mem::take(&mut self.plan).output_along(path, self.axis, &between);
+    }
+
+    pub(super) fn block(&mut self, block: &Block) -> Result<()> {
+        for column in &block.columns {
+            self.linear(column, &Placement::Shard(0), &Placement::Shard(0))?;
+            if self.sequence.is_some() && !block.hooks {
+                self.input(&column.path);
+            }
+        }
+        // Once for all that lead in.
+        if self.sequence.is_some() && block.hooks {
+            self.input(&block.path);
+        }
+        for row in &block.rows {
+            self.linear(row, &Placement::Shard(1), &Placement::Replicate)?;
+            self.output(&row.path);
+        }
+        Ok(())
+    }
+
+    pub(super) fn table(&mut self, path: &str, cut: TableCut) -> Result<()> {
+        let dim = if cut == TableCut::Vocabulary { 0 } else { 1 };
+        self.param(&join(path, "weight"), &Placement::Shard(dim))?;
+        self.output(path);
+        Ok(())
+    }
+
+    pub(super) fn head(&mut self, head: &Linear) -> Result<()> {
+        if self.sequence.is_some() {
+            self.input(&head.path);
+        }
+        self.linear(head, &Placement::Shard(0), &Placement::Shard(0))
+    }
+}
+
+/// A linear layer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Linear {
+    pub(super) path: String,
+    pub(super) shape: Vec<usize>,
+    pub(super) bias: bool,
+}
+
+/// A module in which some linear layers lead in and others lead out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Block {
+    pub(super) path: String,
+    pub(super) kind: &'static str,
+    pub(super) columns: Vec<Linear>,
+    pub(super) rows: Vec<Linear>,
+    pub(super) hooks: bool,
+}
+
+/// What a model is made of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Structure {
+    pub(super) blocks: Vec<Block>,
+    /// Embeddings.
+    pub(super) tables: Vec<String>,
+    pub(super) heads: Vec<Linear>,
+    /// All other parameters.
+    pub(super) rest: Vec<String>,
+}
+
+const COLUMNS: &[&str] = &[
+    "query",
+    "key",
+    "value",
+    "qkv",
+    "q",
+    "k",
+    "v",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "qkv_proj",
+    "wq",
+    "wk",
+    "wv",
+    "up",
+    "gate",
+    "up_proj",
+    "gate_proj",
+    "fc1",
+    "c_fc",
+    "w1",
+    "w3",
+];
+const ROWS: &[&str] = &["output", "out", "o", "o_proj", "out_proj", "wo", "down", "down_proj", "fc2", "c_proj", "w2"];
+const HEADS: &[&str] = &["head", "lm_head", "classifier", "unembedding"];
+
+impl Structure {
+    pub(super) fn of(module: &dyn Module) -> Self {
+        let found = Found::new(module);
+        let shape =
+            |path: &str| found.tensors.iter().find(|(own, _)| own == path).map(|(_, s)| s.get().shape().to_vec());
+        let linears = found.modules.iter().filter(|(_, kind)| *kind == "Linear").filter_map(|(path, _)| {
+            let bias = shape(&join(path, "bias")).is_some();
+            Some(Linear { path: path.clone(), shape: shape(&join(path, "weight"))?, bias })
+        });
+        let linears: Vec<Linear> = linears.collect();
+        let tables = found.modules.iter().filter(|(_, kind)| matches!(*kind, "Embedding" | "EmbeddingBag"));
+        let tables: Vec<String> = tables.map(|(path, _)| path.clone()).collect();
+        let mut blocks = Vec::new();
+        for (path, kind) in &found.modules {
+            let named = |names: &[&str]| -> Vec<Linear> {
+                let own = linears.iter().filter(|l| {
+                    let (module, name) = parent(&l.path);
+                    module == path && l.path != *path && names.contains(&name)
+                });
+                own.cloned().collect()
+            };
+            let (columns, rows) = (named(COLUMNS), named(ROWS));
+            if !columns.is_empty() && !rows.is_empty() {
+                let hooks = found.hooks.contains_key(path);
+                blocks.push(Block { path: path.clone(), kind, columns, rows, hooks });
+            }
+        }
+        let in_block = |l: &Linear| blocks.iter().any(|b| b.columns.contains(l) || b.rows.contains(l));
+        let words: Vec<usize> = tables.iter().filter_map(|t| Some(shape(&join(t, "weight"))?[0])).collect();
+        let is_head = |l: &&Linear| HEADS.contains(&parent(&l.path).1) || words.contains(&l.shape[0]);
+        let heads: Vec<Linear> = linears.iter().filter(|l| !in_block(l)).filter(is_head).cloned().collect();
+        let owners = linears.iter().filter(|l| in_block(l) || heads.contains(l)).map(|l| &l.path).chain(&tables);
+        let owners: Vec<&String> = owners.collect();
+        let free = |path: &String| !owners.iter().any(|owner| parent(path).0 == owner.as_str());
+        let rest = module.named_parameters().into_iter().map(|(path, _)| path).filter(free).collect();
+        Structure { blocks, tables, heads, rest }
+    }
+}
