@@ -59,8 +59,20 @@ fn lines(path: &str) -> Vec<Value> {
 
 /// A model that takes no time.
 const TINY: [&str; 14] = [
-    "--layers", "1", "--width", "16", "--heads", "2", "--length", "16", "--batch", "8", "--sample-tokens", "8",
-    "--eval-every", "4",
+    "--layers",
+    "1",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--length",
+    "16",
+    "--batch",
+    "8",
+    "--sample-tokens",
+    "8",
+    "--eval-every",
+    "4",
 ];
 
 fn train(place: &Place, more: &[&str]) -> Value {
@@ -137,7 +149,8 @@ fn options_stand_in_a_file_and_the_command_line_wins() {
     );
     let summary = train(&place, &["--config", &config, "--steps", "3"]);
     assert_eq!(summary["steps"], 3);
-    let saved = json(&std::fs::read_to_string(Path::new(summary["model"].as_str().unwrap()).join("config.json")).unwrap());
+    let saved =
+        json(&std::fs::read_to_string(Path::new(summary["model"].as_str().unwrap()).join("config.json")).unwrap());
     assert_eq!((&saved["model"], &saved["tied_head"]), (&"llama".into(), &true.into()));
     assert_eq!((&saved["tokenizer"], &saved["vocab_size"]), (&"bytes".into(), &256.into()));
     let wrong = place.file("wrong.toml", "stepps = 2\n");
@@ -162,7 +175,10 @@ fn other_text_and_a_tokenizer_file_are_learned_from() {
     let tokenizer = place.file("tokenizer.json", tokenizer);
     let more = ["--data", &text, "--tokenizer", &tokenizer, "--steps", "60", "--mesh", "dp=2", "--lr", "0.02"];
     let summary = train(&place, &more);
-    assert!(summary["held_out_loss"].as_f64().unwrap() < 0.5 * summary["unigram_entropy"].as_f64().unwrap(), "{summary}");
+    assert!(
+        summary["held_out_loss"].as_f64().unwrap() < 0.5 * summary["unigram_entropy"].as_f64().unwrap(),
+        "{summary}"
+    );
     let out = summary["model"].as_str().unwrap();
     let text = succeeds(&["generate", out, "--prompt", "one two", "--tokens", "6", "--temperature", "0"]);
     assert_eq!(text.trim_end(), "one two three two one");
