@@ -9,6 +9,7 @@
 //! * [`ops`]: operators as methods of [`DTensor`]; layouts propagate, and data moves only when it must;
 //! * [`autograd`]: gradients, which may stay pending sums until they are needed;
 //! * [`optim`]: optimizers whose state lies as the parameters do, with clipping and schedules;
+//! * [`plan`]: how a model is spread over a mesh, said apart from it or found by planners;
 //! * [`DryWorld`]: the program of one rank of any number, without data.
 //!
 //! Local tensors are those of [`candle_core`].

@@ -147,15 +147,17 @@ impl Found {
 
     /// The module at a path, for sharders and styles.
     pub(super) fn part(&self, path: &str, mesh: &DeviceMesh) -> Part {
-        let inside = |(own, slot): &(String, Slot)| match slot {
-            Slot::Param(param) if is_beneath(own, path) => {
-                let name = own.strip_prefix(path).expect("beneath").trim_start_matches('.');
-                Some((name.to_string(), param.clone()))
+        let kind = self.kind(path).unwrap_or_default();
+        let (path, mesh) = (path.to_string(), mesh.clone());
+        let mut part = Part { path, kind, params: Vec::new(), buffers: Vec::new(), mesh };
+        for (own, slot) in self.tensors.iter().filter(|(own, _)| is_beneath(own, &part.path)) {
+            let name = own.strip_prefix(&part.path).expect("beneath").trim_start_matches('.').to_string();
+            match slot {
+                Slot::Param(param) => part.params.push((name, param.clone())),
+                Slot::Buffer(buffer) => part.buffers.push((name, buffer.clone())),
             }
-            _ => None,
-        };
-        let params = self.tensors.iter().filter_map(inside).collect();
-        Part { path: path.to_string(), kind: self.kind(path).unwrap_or_default(), params, mesh: mesh.clone() }
+        }
+        part
     }
 
     /// Every parameter and buffer that the plan names, and where it goes.

@@ -90,11 +90,16 @@ impl<F: Fn(&ShardingPlan, &DeviceMesh) -> Result<()> + Sync> AutoPlanner<F> {
     /// The best plan, and all that were tried. The result depends on the module, the mesh and the step alone: every rank
     /// finds the same.
     pub fn search(&self, module: &dyn Module, mesh: &DeviceMesh) -> Result<Search> {
+        self.search_on(&ShardingPlan::new(), module, mesh)
+    }
+
+    /// As [`search`](Self::search), with plans that all contain another one.
+    fn search_on(&self, base: &ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<Search> {
         if !(self.flops_per_s.is_finite() && self.flops_per_s > 0.0) {
             let found = format!("{} elementary operations per second", self.flops_per_s);
             return Err(Error::invalid("planner", found, "a finite number above 0", "say how fast a rank is"));
         }
-        let space = Space::new(module, mesh);
+        let space = Space::new(base, module, mesh);
         let mut tried = Tried { planner: self, mesh, all: Vec::new(), refused: None };
         for (name, plan) in &self.candidates {
             tried.add(name.clone(), plan.clone(), None);
@@ -124,17 +129,9 @@ impl<F: Fn(&ShardingPlan, &DeviceMesh) -> Result<()> + Sync> AutoPlanner<F> {
 }
 
 impl<F: Fn(&ShardingPlan, &DeviceMesh) -> Result<()> + Sync> ShardingPlanner for AutoPlanner<F> {
-    /// Plans that are tried do not know the one that is extended: where both are about a parameter, the found one counts.
+    /// Every plan that is tried contains the one that is extended, but for candidates of one's own.
     fn extend(&self, plan: ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan> {
-        let mut found = self.search(module, mesh)?.plan;
-        let is_new = |path: &String, own: &[String]| !own.contains(path);
-        let names = |found: &ShardingPlan| found.params.iter().map(|(path, _)| path.clone()).collect::<Vec<_>>();
-        let own = names(&found);
-        found.params.extend(plan.params.into_iter().filter(|(path, _)| is_new(path, &own)));
-        found.inputs.extend(plan.inputs);
-        found.outputs.extend(plan.outputs);
-        found.locals.extend(plan.locals);
-        Ok(found)
+        Ok(self.search_on(&plan, module, mesh)?.plan)
     }
 }
 
@@ -289,13 +286,15 @@ impl Class {
 
 /// All plans that can be tried.
 struct Space<'a> {
+    /// What all of them contain.
+    base: &'a ShardingPlan,
     module: &'a dyn Module,
     mesh: &'a DeviceMesh,
     classes: Vec<Class>,
 }
 
 impl<'a> Space<'a> {
-    fn new(module: &'a dyn Module, mesh: &'a DeviceMesh) -> Self {
+    fn new(base: &'a ShardingPlan, module: &'a dyn Module, mesh: &'a DeviceMesh) -> Self {
         let Structure { blocks, tables, heads, rest } = Structure::of(module);
         let mut classes: Vec<Class> = Vec::new();
         for block in blocks {
@@ -317,7 +316,7 @@ impl<'a> Space<'a> {
         class("tables", !tables.is_empty(), Parts::Tables(tables));
         class("heads", !heads.is_empty(), Parts::Heads(heads));
         class("rest", !rest.is_empty(), Parts::Rest(rest));
-        Space { module, mesh, classes }
+        Space { base, module, mesh, classes }
     }
 
     /// Every axis in one way for the whole model: all combinations on up to three axes, beyond that those in which at most
@@ -369,7 +368,7 @@ impl<'a> Space<'a> {
     }
 
     fn plan(&self, choice: &Choice) -> Result<ShardingPlan> {
-        let mut plan = ShardingPlan::new();
+        let mut plan = self.base.clone();
         let sequence = choice.sequence.then_some(1);
         for (i, axis) in self.mesh.axes().iter().enumerate() {
             let mut cuts = Cuts { plan, mesh: self.mesh, axis: &axis.name, sequence };
@@ -391,7 +390,7 @@ impl<'a> Space<'a> {
         }
         // Last, so that tensor parallelism cuts first.
         let tensors = Found::new(self.module).tensors;
-        for (class, uses) in self.classes.iter().zip(&choice.uses) {
+        for (class, uses) in self.classes.iter().zip(&choice.uses).filter(|(_, uses)| uses.contains(&Use::Pieces)) {
             let axes = self.mesh.axes().iter().zip(uses).filter(|(_, way)| **way == Use::Pieces);
             let pieces = FullyShard::new(axes.map(|(axis, _)| axis.name.as_str()));
             for path in class.params() {

@@ -100,12 +100,9 @@ impl FullyShard {
     /// What a parameter that lies so is to be cut along.
     pub(super) fn cut(&self, now: &Layout) -> Result<Vec<(String, Placement)>> {
         let mesh = now.mesh();
-        let ways = self.axes.iter().map(|axis| Ok(mesh.shape()[mesh.axis(axis)?])).product::<Result<usize>>()?;
-        let mut free = now.placements().to_vec();
-        for axis in &self.axes {
-            free[mesh.axis(axis)?] = Placement::Replicate;
-        }
-        let left = Layout::new(mesh, now.shape(), free)?.local_shape(mesh.ranks()[0]);
+        let own = mesh.axis_positions(&self.axes)?;
+        let ways: usize = own.iter().map(|&axis| mesh.shape()[axis]).product();
+        let left = now.without_axes(&own)?.local_shape(mesh.ranks()[0]);
         let longest = |&d: &usize| (left[d].is_multiple_of(ways) && left[d] > 0, left[d], std::cmp::Reverse(d));
         let dim = match (self.dim, left.len()) {
             (_, 0) => None,

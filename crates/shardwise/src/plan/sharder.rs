@@ -27,6 +27,7 @@ pub struct Part {
     pub(super) path: String,
     pub(super) kind: &'static str,
     pub(super) params: Vec<(String, Param)>,
+    pub(super) buffers: Vec<(String, Buffer)>,
     pub(super) mesh: DeviceMesh,
 }
 
@@ -49,6 +50,11 @@ impl Part {
     /// Its parameters, with paths inside it.
     pub fn params(&self) -> &[(String, Param)] {
         &self.params
+    }
+
+    /// Its buffers, with paths inside it.
+    pub fn buffers(&self) -> &[(String, Buffer)] {
+        &self.buffers
     }
 
     /// A parameter by its path inside the module.

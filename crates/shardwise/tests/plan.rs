@@ -1,0 +1,501 @@
+//! Sharding plans: what planners say, modules replaced, outputs and local parts; and what is refused leaves everything as it
+//! was.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use shardwise::DryWorld;
+use shardwise::nn::{
+    Activation, AttentionConfig, Builder, Embedding, EmbeddingBag, Forward, Hooks, Layer, LayerNorm, Linear, Mlp,
+    Module, MultiHeadAttention, RotaryEmbedding,
+};
+use shardwise::ops::Bag;
+use shardwise::optim::{ParamGroup, Sgd, ShardedOptimizer};
+use shardwise::plan::{
+    DataParallel, FullyShard, LowRankAdapter, Part, Sharder, ShardingPlan, ShardingPlanner, TableCut, TensorParallel,
+    VocabularyParallel, collect_local_shard, fully_shard, replicate, reshard_output, shard_module, shard_parameter,
+};
+use shardwise::prelude::*;
+
+fn close(a: &Tensor, b: &Tensor) -> bool {
+    let values = |t: &Tensor| t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+    a.dims() == b.dims() && values(a).iter().zip(&values(b)).all(|(a, b)| (a - b).abs() <= 1e-9 * b.abs().max(1.0))
+}
+
+fn alone(world: &World) -> Result<DeviceMesh> {
+    world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)
+}
+
+fn attention(at: &Builder, width: usize, heads: usize, key_heads: usize) -> Result<MultiHeadAttention> {
+    let rotary = Some(RotaryEmbedding { base: 50.0 });
+    MultiHeadAttention::new(at, AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true })
+}
+
+#[test]
+fn planners_place_parameters_as_their_names_say() {
+    let program = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        let model = Model::new(&Builder::new(&mesh))?;
+        let placed = |plan: &ShardingPlan| -> Result<Vec<(String, Vec<Placement>)>> {
+            let table = plan.table(&model)?;
+            assert_eq!(table.to_string().lines().count(), table.0.len() + 1);
+            Ok(table.0.into_iter().map(|row| (row.path, row.layout.placements().to_vec())).collect())
+        };
+        let expect = |plan: &ShardingPlan, path: &str, placements: [Placement; 2]| -> Result<()> {
+            let all = placed(plan)?;
+            let (_, found) = all.iter().find(|(own, _)| own == path).expect("a parameter");
+            assert_eq!(found[..], placements, "{path}\n{plan}");
+            Ok(())
+        };
+        assert!(
+            placed(&DataParallel::new(["dp", "tp"]).plan(&model, &mesh)?)?
+                .iter()
+                .all(|(_, p)| *p == [Replicate, Replicate])
+        );
+        let pieces = FullyShard::new(["dp"]).plan(&model, &mesh)?;
+        expect(&pieces, "tokens.weight", [Shard(1), Replicate])?; // 11 rows do not divide, 8 columns do
+        expect(&pieces, "layers.0.mlp.up.weight", [Shard(0), Replicate])?;
+        expect(&pieces, "layers.0.mlp.down.weight", [Shard(1), Replicate])?;
+        let tensor = TensorParallel::new("tp").plan(&model, &mesh)?;
+        for (path, cut) in [
+            ("tokens.weight", Shard(0)),
+            ("layers.1.attention.query.weight", Shard(0)),
+            ("layers.1.attention.query.bias", Shard(0)),
+            ("layers.1.attention.output.weight", Shard(1)),
+            ("layers.1.attention.output.bias", Replicate),
+            ("layers.0.mlp.up.weight", Shard(0)),
+            ("layers.0.mlp.down.weight", Shard(1)),
+            ("layers.0.norm.weight", Replicate),
+            ("own.w1.weight", Shard(0)),
+            ("own.w2.weight", Shard(1)),
+            ("unembed.weight", Shard(0)),
+        ] {
+            expect(&tensor, path, [Replicate, cut])?;
+        }
+        let both = TensorParallel::new("tp").and(FullyShard::new(["dp"])).plan(&model, &mesh)?;
+        expect(&both, "layers.0.mlp.up.weight", [Shard(0), Shard(0)])?;
+        expect(&both, "layers.0.mlp.up.bias", [Shard(0), Shard(0)])?;
+        // tp cuts first, so that one gather along dp gives back what tensor parallelism works with
+        let whole = Layout::replicated(mesh.mesh(), &[16, 8])?;
+        let cut = both.layout_of("layers.0.mlp.up.weight", &whole)?;
+        assert_eq!(cut.shard_order(0), [1, 0]);
+        world.trace().clear();
+        let gathered = DTensor::zeros((16, 8), DType::F32, &mesh, [Replicate, Replicate])?.to_layout(&cut)?;
+        gathered.redistribute([Replicate, Shard(0)])?;
+        assert_eq!(world.trace().records().iter().map(|r| r.call).collect::<Vec<_>>(), ["all_gather"]);
+        // text and back
+        let text = serde_json::to_string(&both).unwrap();
+        assert_eq!(serde_json::from_str::<ShardingPlan>(&text).unwrap(), both);
+        let code = ShardingPlan::new().sharder("tokens", VocabularyParallel::new("tp"));
+        assert!(serde_json::to_string(&code).is_err());
+        // one line each
+        fully_shard(&model, &mesh, &["dp"])?;
+        assert_eq!(model.tokens.weight.get().placements(), [Shard(1), Replicate]);
+        replicate(&model, &mesh, &["dp"])?;
+        assert_eq!(model.tokens.weight.get().placements(), [Replicate, Replicate]);
+        assert!(TensorParallel::new("pp").plan(&model, &mesh).unwrap_err().to_string().contains("`pp`"));
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+/// A block of a program's own, without hooks.
+#[derive(Module)]
+struct Own {
+    w1: Linear,
+    w2: Linear,
+}
+
+#[derive(Module)]
+struct Layer0 {
+    norm: LayerNorm,
+    attention: MultiHeadAttention,
+    mlp: Mlp,
+    hooks: Hooks,
+}
+
+impl Layer0 {
+    fn new(at: &Builder) -> Result<Self> {
+        Ok(Layer0 {
+            norm: LayerNorm::new(&at.at("norm"), 8, 1e-5)?,
+            attention: attention(&at.at("attention"), 8, 4, 2)?,
+            mlp: Mlp::new(&at.at("mlp"), 8, 16, Activation::Gelu)?,
+            hooks: Hooks::default(),
+        })
+    }
+}
+
+impl Forward for Layer0 {
+    fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        self.hooks.run(x, |x| {
+            let x = x.add(&self.attention.forward(&self.norm.forward(x)?)?)?;
+            x.add(&self.mlp.forward(&x)?)
+        })
+    }
+}
+
+#[derive(Module)]
+struct Model {
+    tokens: Embedding,
+    layers: Vec<Layer0>,
+    own: Own,
+    unembed: Linear,
+}
+
+impl Model {
+    fn new(at: &Builder) -> Result<Self> {
+        Self::with_layers(at, 3)
+    }
+
+    fn with_layers(at: &Builder, count: usize) -> Result<Self> {
+        Ok(Model {
+            tokens: Embedding::new(&at.at("tokens"), 11, 8)?,
+            layers: (0..count).map(|i| Layer0::new(&at.at(&format!("layers.{i}")))).collect::<Result<_>>()?,
+            own: Own { w1: Linear::new(&at.at("own.w1"), 8, 6)?, w2: Linear::new(&at.at("own.w2"), 6, 8)? },
+            unembed: Linear::new(&at.at("unembed"), 8, 11)?,
+        })
+    }
+
+    fn forward(&self, ids: &DTensor) -> Result<DTensor> {
+        let x = self.layers.iter().try_fold(self.tokens.forward(ids)?, |x, layer| layer.forward(&x))?;
+        let x = x.add(&self.own.w2.forward(&self.own.w1.forward(&x)?.relu()?)?)?;
+        self.unembed.forward(&x)
+    }
+}
+
+fn ids(mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
+    DTensor::from_fn((4, 3), DType::I64, mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 11) as f64)
+}
+
+/// Replaces a layer by twice the layer, whose weight it shares.
+#[derive(Debug)]
+struct Doubled;
+
+#[derive(Module)]
+struct Double {
+    weight: Param,
+    hooks: Hooks,
+}
+
+impl Forward for Double {
+    fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        self.hooks.run(x, |x| x.linear(&self.weight.get(), None)?.mul_scalar(2.0))
+    }
+}
+
+impl Sharder for Doubled {
+    fn shard(&self, part: &Part) -> Result<Arc<dyn Layer>> {
+        assert_eq!((part.path(), part.kind(), part.params().len()), ("own.w1", "Linear", 2));
+        Ok(Arc::new(Double { weight: part.param("weight").expect("a weight").clone(), hooks: Hooks::default() }))
+    }
+}
+
+#[test]
+fn a_sharder_replaces_the_module_for_everyone() {
+    let program = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        mesh.manual_seed(1);
+        let model = Model::new(&Builder::new(&mesh).dtype(DType::F64))?;
+        let x = DTensor::from_fn((3, 8), DType::F64, &mesh, [Shard(0), Replicate], |i| (i[0] + i[1]) as f64)?;
+        let once = x.linear(&model.own.w1.weight.get(), None)?;
+        let plan = ShardingPlan::new().sharder("own.w1", Doubled).output("own.w1", [("tp", Shard(1))]);
+        shard_module(&model, &mesh, &plan)?;
+        let y = model.own.w1.forward(&x)?;
+        assert_eq!(y.placements(), [Shard(0), Shard(1)], "the output plan goes with the path");
+        assert!(close(&y.full_tensor()?, &(once.full_tensor()? * 2.0)?));
+        // the bias is gone for walks, states and optimizers
+        assert!(model.named_parameters().iter().all(|(name, _)| name != "own.w1.bias"));
+        assert!(model.named_parameters().iter().any(|(name, _)| name == "own.w1.weight"));
+        assert!(!model.state_dict().contains_key("own.w1.bias"));
+        assert!(model.named_modules().contains(&("own.w1".to_string(), "Double")));
+        let optimizer = ShardedOptimizer::new(model.named_parameters(), ParamGroup::new(Sgd::default()))?;
+        assert!(optimizer.param("own.w1.bias").is_none());
+        // a module with derived fields is replaced as a whole
+        let count = model.named_parameters().len();
+        model.layers[2].hooks.replace(Arc::new(Linear::without_bias(&Builder::new(&mesh).dtype(DType::F64), 8, 8)?));
+        let names: Vec<String> = model.named_parameters().into_iter().map(|(name, _)| name).collect();
+        let inside: Vec<&String> = names.iter().filter(|name| name.starts_with("layers.2.")).collect();
+        assert_eq!((inside.len(), inside[0].as_str()), (1, "layers.2.weight"));
+        assert!(names.len() < count - 10);
+        assert_eq!(model.layers[2].forward(&x)?.shape(), [3, 8]);
+        shard_parameter(&model, &mesh, "layers.2.weight", [("tp", Shard(0))])?;
+        assert_eq!(model.layers[2].forward(&x)?.placements(), [Shard(0), Shard(1)]);
+        // hooks registered on the replaced path later go around the replacement
+        reshard_output(&model, &mesh, "own.w1", [Replicate, Replicate])?;
+        assert_eq!(model.own.w1.forward(&x)?.placements(), [Replicate, Replicate]);
+        // a module that was replaced cannot do what its replacement cannot
+        let bag = EmbeddingBag::new(&Builder::new(&mesh), 4, 4, Bag::Sum)?;
+        bag.hooks.replace(Arc::new(Embedding::new(&Builder::new(&mesh), 4, 4)?));
+        let zero = DTensor::zeros(2, DType::I64, &mesh, [Replicate, Replicate])?;
+        assert!(bag.forward_bags(&zero, &[0]).unwrap_err().to_string().contains("forward_bags"));
+        bag.hooks.clear();
+        assert_eq!(bag.forward_bags(&zero, &[0])?.shape(), [1, 4]);
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+#[test]
+fn a_whole_model_has_the_gradients_of_one_rank_under_combined_plans() {
+    let program = |world: World| {
+        let gradients = |model: &Model, mesh: &DeviceMesh| -> Result<Vec<(String, Tensor)>> {
+            let mut batch = vec![Replicate; mesh.ndim()];
+            batch[0] = Shard(0);
+            let y = model.forward(&ids(mesh, &batch)?)?;
+            let found = y.mul(&y.detach().add_scalar(0.5)?)?.sum_all()?.backward()?.in_param_layout()?;
+            let mut all = vec![("output".to_string(), y.full_tensor()?)];
+            for (name, param) in model.named_parameters() {
+                assert_eq!(found.get(&param.get())?.layout(), &param.layout(), "{name}");
+                all.push((name, found.get(&param.get())?.full_tensor()?));
+            }
+            Ok(all)
+        };
+        let alone = alone(&world)?;
+        let expected = gradients(&Model::new(&Builder::new(&alone).dtype(DType::F64))?, &alone)?;
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        let model = Model::new(&Builder::new(&mesh))?;
+        let tensor = || TensorParallel::new("tp");
+        for (i, plan) in [
+            tensor().plan(&model, &mesh)?,
+            tensor().sequence(1).plan(&model, &mesh)?,
+            tensor().and(FullyShard::new(["dp"])).plan(&model, &mesh)?,
+            tensor().sequence(1).tables(TableCut::Width).and(FullyShard::new(["dp"]).on_dim(0)).plan(&model, &mesh)?,
+            tensor().and(DataParallel::new(["dp"])).plan(&model, &mesh)?,
+        ]
+        .iter()
+        .enumerate()
+        {
+            mesh.manual_seed(0);
+            let make = |at: &Builder| Model::new(&at.clone().dtype(DType::F64));
+            let found = gradients(&plan.build(&mesh, make)?, &mesh)?;
+            for ((name, found), (_, expected)) in found.iter().zip(&expected) {
+                assert!(close(found, expected), "plan {i}: {name} {found} {expected}");
+            }
+        }
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+#[test]
+fn a_model_built_by_a_plan_never_exists_whole() {
+    let ran = DryWorld::new(8).unwrap().run(|world| {
+        let mesh = world.mesh([("dp", 2), ("tp", 4)])?;
+        let plan = ShardingPlan::new().param("**.weight", [("tp", Shard(0)), ("dp", Shard(0))]);
+        plan.build(&mesh, |at| Mlp::new(at, 64, 256, Activation::Gelu)).map(drop)
+    });
+    assert_eq!(ran.unwrap().peak_bytes, 4 * (2 * 64 * 256 / 8 + 256 + 64));
+}
+
+#[test]
+fn the_sharders_of_this_crate_do_what_they_say() {
+    let program = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        mesh.manual_seed(2);
+        let model = Model::new(&Builder::new(&mesh).dtype(DType::F64))?;
+        let expected = model.forward(&ids(&mesh, &[Shard(0), Replicate])?)?.full_tensor()?;
+        let gradient = |model: &Model, name: &str| -> Result<Tensor> {
+            let loss = model.forward(&ids(&mesh, &[Shard(0), Replicate])?)?.square()?.sum_all()?;
+            let params = model.named_parameters();
+            let (_, param) = params.iter().find(|(own, _)| own == name).expect("a parameter");
+            loss.backward()?.get(&param.get())?.full_tensor()
+        };
+        let of_table = gradient(&model, "tokens.weight")?;
+        shard_parameter(&model, &mesh, "unembed.weight", [("tp", Shard(0))])?;
+        shard_parameter(&model, &mesh, "own.w2.weight", [("tp", Shard(1))])?;
+        let scattered = VocabularyParallel { output: Shard(1), ..VocabularyParallel::new("tp") };
+        let plan = ShardingPlan::new()
+            .sharder("tokens", scattered)
+            .sharder("unembed", LowRankAdapter { rank: 2, scale: 0.5 })
+            .sharder("own.w2", LowRankAdapter { rank: 3, scale: 2.0 });
+        shard_module(&model, &mesh, &plan)?;
+        let embedded = model.tokens.forward(&ids(&mesh, &[Shard(0), Replicate])?)?;
+        assert_eq!(embedded.placements(), [Shard(0), Shard(1)]);
+        // adapters begin at zero, and the table is the same table
+        let y = model.forward(&ids(&mesh, &[Shard(0), Replicate])?)?;
+        assert!(close(&y.full_tensor()?, &expected));
+        assert!(close(&gradient(&model, "tokens.weight")?, &of_table));
+        // weights of adapted layers do not learn any more, the adapters do and are cut as the weights are
+        let params = model.named_parameters();
+        let layout =
+            |name: &str| params.iter().find(|(own, _)| own == name).map(|(_, p)| p.get().placements().to_vec());
+        assert_eq!(layout("tokens.weight"), Some(vec![Replicate, Shard(0)]));
+        assert_eq!(layout("unembed.weight"), None);
+        assert_eq!(layout("unembed.up"), Some(vec![Replicate, Shard(0)]));
+        assert_eq!(layout("unembed.down"), Some(vec![Replicate, Replicate]));
+        assert_eq!(layout("own.w2.down"), Some(vec![Replicate, Shard(1)]));
+        assert!(model.state_dict().contains_key("unembed.weight"));
+        let mut optimizer =
+            ShardedOptimizer::new(model.named_parameters(), ParamGroup::new(Sgd::default()).with_lr(0.1))?;
+        let loss = || model.forward(&ids(&mesh, &[Shard(0), Replicate])?)?.square()?.mean(&[], false);
+        let before = loss()?.item::<f64>()?;
+        for _ in 0..3 {
+            optimizer.step(loss()?.backward()?)?;
+        }
+        assert!(loss()?.item::<f64>()? < before);
+        let up = model.named_parameters().into_iter().find(|(own, _)| own == "unembed.up").expect("an adapter").1;
+        assert!(up.get().abs()?.sum_all()?.item::<f64>()? > 0.0, "the adapter learns");
+        // of the wrong kind
+        let wrong = ShardingPlan::new().sharder("layers.0.norm", LowRankAdapter { rank: 2, scale: 1.0 });
+        let message = shard_module(&model, &mesh, &wrong).unwrap_err().to_string();
+        assert!(["LayerNorm", "layers.0.norm", "Linear"].iter().all(|part| message.contains(part)), "{message}");
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+#[test]
+fn outputs_are_resharded_and_returned_as_local_parts() {
+    let program = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        let model = Model::with_layers(&Builder::new(&mesh).dtype(DType::F64), 12)?;
+        let expected = model.forward(&ids(&mesh, &[Replicate, Replicate])?)?;
+        let plan = ShardingPlan::new()
+            .param("unembed.weight", [("tp", Shard(1))])
+            .input("layers.*", [("dp", Shard(0))])
+            .output("layers.1*", [Shard(0), Shard(1)])
+            .output("unembed", [Shard(0), Shard(2)])
+            .return_local("unembed");
+        shard_module(&model, &mesh, &plan)?;
+        let x = model.tokens.forward(&ids(&mesh, &[Replicate, Replicate])?)?;
+        assert_eq!(model.layers[0].forward(&x)?.placements(), [Shard(0), Replicate]);
+        assert_eq!(model.layers[11].forward(&x)?.placements(), [Shard(0), Shard(1)]);
+        let mine = model.forward(&ids(&mesh, &[Replicate, Replicate])?)?;
+        let share = expected.redistribute([Shard(0), Shard(2)])?;
+        assert_eq!((mine.device_mesh().size(), mine.shape()), (1, share.to_local().dims()));
+        assert!(close(mine.to_local(), share.to_local()), "6 of 11 classes on one rank, 5 on the other");
+        // the gradient goes back to all ranks: a sum of local losses is the loss of the whole
+        let found = mine.square()?.sum_all()?.backward()?;
+        let gradient = found.get(&model.tokens.weight.get())?.full_tensor()?;
+        model.unembed.hooks.clear();
+        let whole = model.forward(&ids(&mesh, &[Replicate, Replicate])?)?.square()?.sum_all()?.backward()?;
+        assert!(close(&gradient, &whole.get(&model.tokens.weight.get())?.full_tensor()?));
+        // pending sums are carried out, a local part is its own local part
+        let sum = DTensor::ones(2, DType::F64, &mesh, [Partial(ReduceOp::Sum), Replicate])?;
+        let local = collect_local_shard(&sum)?;
+        assert_eq!(local.to_local().to_vec1::<f64>()?, [1.0, 1.0]);
+        assert_eq!(collect_local_shard(&local)?.shape(), [2]);
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+#[test]
+fn what_does_not_fit_is_refused_and_nothing_changes() {
+    let program = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        let model = Model::with_layers(&Builder::new(&mesh), 12)?;
+        let other = world.mesh([("x", 4)])?;
+        let state = || {
+            (
+                model.named_modules(),
+                model.named_parameters().into_iter().map(|(n, p)| (n, p.layout())).collect::<Vec<_>>(),
+            )
+        };
+        let before = state();
+        let adapter = LowRankAdapter { rank: 1, scale: 1.0 };
+        let new = ShardingPlan::new;
+        // a good entry stands beside every bad one: it must not be carried out
+        let cases: Vec<(ShardingPlan, &[&str])> = vec![
+            (new().param("own.w1.wait", [("tp", Shard(0))]), &["own.w1.wait", "fits no parameter", "`own.w1.weight`"]),
+            (new().param("layer.*.mlp.up.weight", [("tp", Shard(0))]), &["pattern", "fits no parameter", "layers."]),
+            (new().param("own.w1", [("tp", Shard(0))]), &["fits no parameter", "`own.w1.bias`"]),
+            (new().sharder("own.w3", adapter), &["fits no module", "`own.w1`"]),
+            (new().output("unembedding", [("tp", Shard(0))]), &["fits no module", "`unembed`"]),
+            (new().return_local("own.w"), &["fits no module", "`own.w1`"]),
+            (
+                new().sharder("own.w1", adapter).param("own.w1.weight", [("tp", Shard(0))]),
+                &["LowRankAdapter", "own.w1.weight", "narrower"],
+            ),
+            (new().sharder("own.w1", adapter).param("own.**", [("tp", Shard(0))]), &["LowRankAdapter", "own.**"]),
+            (
+                new().sharder("layers.1", Doubled).output("layers.1.mlp", [("tp", Replicate)]),
+                &["Doubled", "layers.1.mlp"],
+            ),
+            (new().sharder("layers.1", Doubled).sharder("layers.1.mlp", Doubled), &["Doubled", "layers.1.mlp"]),
+            (
+                new().param("own.*.weight", [("tp", Shard(0))]).param("**.w1.weight", [("tp", Shard(1))]),
+                &["own.*.weight", "**.w1.weight", "which both fit `own.w1.weight`"],
+            ),
+            (new().output("own.*", [("tp", Shard(0))]).output("own.w*", [("tp", Shard(1))]), &["both fit `own.w1`"]),
+            (new().param("own.w1.weight", [("pp", Shard(0))]), &["`pp`", "`dp`, `tp`", "own.w1.weight"]),
+            (new().input("own.w1", [("pp", Shard(0))]), &["`pp`", "own.w1"]),
+            (new().param("own.w1.weight", [Shard(0)]), &["2, one per mesh axis", "own.w1.weight"]),
+            (new().param("own.w1.weight", [("tp", Shard(0)), ("tp", Shard(1))]), &["`tp` twice"]),
+            (new().param("own.w1.weight", [("tp", Shard(2))]), &["S(2)", "own.w1.weight", "from -2 to 1"]),
+            (new().param("own.w1.bias", [("tp", Shard(-2))]), &["S(-2)", "own.w1.bias"]),
+            (new().output("own", [("tp", Shard(0))]), &["`own`, a Own without hooks", "Hooks"]),
+            (new().sharder("own", Doubled), &["`own`, a Own without hooks"]),
+            (new().sharder("unembed", adapter).sharder("layers.3.mlp", adapter), &["Mlp", "layers.3.mlp"]),
+        ];
+        for (plan, parts) in cases {
+            let plan = plan.param("tokens.weight", [("tp", Shard(0))]).output("tokens", [("tp", Shard(0))]);
+            let message = shard_module(&model, &mesh, &plan).unwrap_err().to_string();
+            assert!(parts.iter().all(|part| message.contains(part)), "{message} should have {parts:?}");
+            assert_eq!(state(), before, "{message}");
+            assert_eq!(
+                model.tokens.forward(&ids(&mesh, &[Replicate, Replicate])?)?.placements(),
+                [Replicate, Replicate]
+            );
+        }
+        // component by component: layers.1 is not a part of layers.11, nor the other way round
+        let beside = new().sharder("layers.1.attention.query", adapter).param("layers.11.**", [("tp", Shard(0))]);
+        shard_module(&model, &mesh, &beside)?;
+        assert!(model.layers[1].attention.query.hooks.replacement().is_some());
+        // an exact path counts before patterns
+        let exact = new().param("own.*.weight", [("tp", Shard(0))]).param("own.w2.weight", [("tp", Shard(1))]);
+        shard_module(&model, &mesh, &exact)?;
+        assert_eq!(model.own.w2.weight.get().placements(), [Replicate, Shard(1)]);
+        // a mesh that the parameters are not on
+        let message = shard_module(&model, &other, &new().param("own.w1.weight", [Shard(0)])).unwrap_err().to_string();
+        assert!(message.contains("x=4") && message.contains("own.w1.weight"), "{message}");
+        // one parameter under two paths has one layout
+        let shared = Own { w1: Linear::new(&Builder::new(&mesh), 4, 4)?, w2: Linear::new(&Builder::new(&mesh), 4, 4)? };
+        let shared = Own { w2: Linear { weight: shared.w1.weight.clone(), ..shared.w2 }, ..shared };
+        let apart = new().param("w1.weight", [("tp", Shard(0))]).param("w2.weight", [("tp", Shard(1))]);
+        assert!(shard_module(&shared, &mesh, &apart).unwrap_err().to_string().contains("one parameter"));
+        fully_shard(&shared, &mesh, &["dp"])?;
+        assert_eq!(shared.w2.weight.get().placements(), [Shard(0), Replicate]);
+        // the plan reaches a builder too
+        let bad = new().param("weight", [("tp", Shard(3))]);
+        assert!(bad.build(&mesh, |at| Linear::new(at, 4, 4)).err().expect("refused").to_string().contains("S(3)"));
+        let unused = new().param("wait", [("tp", Shard(0))]);
+        assert!(
+            unused.build(&mesh, |at| Linear::new(at, 4, 4)).err().expect("refused").to_string().contains("`weight`")
+        );
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
+
+#[test]
+fn ranks_with_different_plans_all_get_an_error() {
+    let program = |world: World| {
+        let mesh = world.mesh([("tp", 2)])?;
+        let layer = Linear::new(&Builder::new(&mesh), 4, 4)?;
+        let plan = ShardingPlan::new().param("weight", [Shard(world.rank() as isize)]);
+        let message = shard_module(&layer, &mesh, &plan).unwrap_err().to_string();
+        assert!(message.contains("sharding plan"), "{message}");
+        assert_eq!(layer.weight.get().placements(), [Replicate]);
+        Ok(())
+    };
+    ThreadWorld::new(2).unwrap().run(program).unwrap();
+}
+
+#[test]
+fn ranks_outside_the_mesh_follow_the_plan_without_taking_part() {
+    let program = |world: World| {
+        let mesh = world.mesh([("tp", 2)])?;
+        let plan = ShardingPlan::new()
+            .param("down.weight", [Shard(1)])
+            .sharder("up", LowRankAdapter { rank: 2, scale: 1.0 })
+            .output("", [Replicate]);
+        let mlp = plan.build(&mesh, |at| Mlp::new(at, 5, 7, Activation::Gelu))?;
+        let y = mlp.forward(&DTensor::ones((3, 5), DType::F32, &mesh, [Replicate])?)?;
+        y.sum_all()?.backward()?.in_param_layout()?;
+        assert_eq!((y.placements(), mlp.down.weight.get().placements()), (&[Replicate][..], &[Shard(1)][..]));
+        assert_eq!(y.to_local().elem_count(), [15, 15, 0][world.rank()]);
+        Ok(())
+    };
+    ThreadWorld::new(3).unwrap().run(program).unwrap();
+}

@@ -1,0 +1,175 @@
+//! Every layer, spread by every kind of plan, does what it does on one rank: values, gradients and buffers.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use shardwise::nn::{
+    Activation, AttentionConfig, BatchNorm, Builder, Conv1d, Conv2d, Dropout, Embedding, EmbeddingBag, Forward,
+    GroupNorm, Layer, LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding, SwiGlu,
+};
+use shardwise::ops::{Bag, Convolution};
+use shardwise::plan::{
+    DataParallel, FullyShard, Places, ShardingPlan, ShardingPlanner, TableCut, TensorParallel, shard_module,
+};
+use shardwise::prelude::*;
+
+fn close(a: &Tensor, b: &Tensor) -> bool {
+    let values = |t: &Tensor| t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+    a.dims() == b.dims() && values(a).iter().zip(&values(b)).all(|(a, b)| (a - b).abs() <= 1e-9 * b.abs().max(1.0))
+}
+
+fn alone(world: &World) -> Result<DeviceMesh> {
+    world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)
+}
+
+/// A layer, and the input that it gets: indices below a number, or real numbers.
+struct Case {
+    name: &'static str,
+    make: fn(&Builder) -> Result<Arc<dyn Layer>>,
+    shape: &'static [usize],
+    below: Option<usize>,
+}
+
+fn attention(at: &Builder, width: usize, heads: usize, key_heads: usize) -> Result<MultiHeadAttention> {
+    let rotary = Some(RotaryEmbedding { base: 50.0 });
+    MultiHeadAttention::new(at, AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true })
+}
+
+/// Every layer, with sizes that four ranks do not share evenly.
+const CASES: &[Case] = &[
+    Case { name: "Linear", make: |at| Ok(Arc::new(Linear::new(at, 5, 7)?)), shape: &[3, 5], below: None },
+    Case {
+        name: "Linear without bias",
+        make: |at| Ok(Arc::new(Linear::without_bias(at, 5, 3)?)),
+        shape: &[3, 5],
+        below: None,
+    },
+    Case { name: "Embedding", make: |at| Ok(Arc::new(Embedding::new(at, 7, 5)?)), shape: &[3, 4], below: Some(7) },
+    Case {
+        name: "EmbeddingBag",
+        make: |at| Ok(Arc::new(EmbeddingBag::new(at, 7, 5, Bag::Mean)?)),
+        shape: &[3, 4],
+        below: Some(7),
+    },
+    Case { name: "LayerNorm", make: |at| Ok(Arc::new(LayerNorm::new(at, 7, 1e-5)?)), shape: &[3, 7], below: None },
+    Case { name: "RmsNorm", make: |at| Ok(Arc::new(RmsNorm::new(at, 7, 1e-5)?)), shape: &[3, 7], below: None },
+    Case {
+        name: "GroupNorm",
+        make: |at| Ok(Arc::new(GroupNorm::new(at, 3, 6, 1e-5)?)),
+        shape: &[3, 6, 5],
+        below: None,
+    },
+    Case {
+        name: "BatchNorm",
+        make: |at| Ok(Arc::new(BatchNorm::new(at, 5, 0.1, 1e-5)?)),
+        shape: &[4, 5, 3],
+        below: None,
+    },
+    Case {
+        name: "Conv1d",
+        make: |at| Ok(Arc::new(Conv1d::new(at, 3, 5, 3, Convolution { padding: 1, ..Convolution::default() })?)),
+        shape: &[3, 3, 7],
+        below: None,
+    },
+    Case {
+        name: "Conv2d",
+        make: |at| Ok(Arc::new(Conv2d::new(at, 3, 5, 2, Convolution::default())?)),
+        shape: &[2, 3, 5, 4],
+        below: None,
+    },
+    Case { name: "Dropout", make: |_| Ok(Arc::new(Dropout::new(0.4)?)), shape: &[3, 7], below: None },
+    Case { name: "Mlp", make: |at| Ok(Arc::new(Mlp::new(at, 5, 7, Activation::Gelu)?)), shape: &[3, 5], below: None },
+    Case { name: "SwiGlu", make: |at| Ok(Arc::new(SwiGlu::new(at, 5, 7)?)), shape: &[3, 5], below: None },
+    Case {
+        name: "MultiHeadAttention",
+        make: |at| Ok(Arc::new(attention(at, 12, 6, 3)?)),
+        shape: &[3, 5, 12],
+        below: None,
+    },
+];
+
+/// Output, gradients and buffers of a layer that `make` gives on a mesh.
+fn run(
+    case: &Case,
+    mesh: &DeviceMesh,
+    batch: &[Placement],
+    make: &dyn Fn(&DeviceMesh) -> Result<Arc<dyn Layer>>,
+) -> Result<Vec<(String, Tensor)>> {
+    mesh.manual_seed(5);
+    let layer = make(mesh)?;
+    let index = |at: &[usize]| at.iter().fold(1, |sum, i| sum * 5 + i * 3);
+    let x = match case.below {
+        Some(n) => DTensor::from_fn(case.shape, DType::I64, mesh, batch.to_vec(), |i| (index(i) % n) as f64)?,
+        None => DTensor::from_fn(case.shape, DType::F64, mesh, batch.to_vec(), |i| (index(i) as f64).sin())?,
+    };
+    mesh.manual_seed(6);
+    let y = layer.forward(&x)?;
+    let mut all = vec![("output".to_string(), y.full_tensor()?)];
+    let params = layer.named_parameters();
+    if !params.is_empty() {
+        let gradients = y.mul(&y.detach().add_scalar(0.5)?)?.sum_all()?.backward()?.in_param_layout()?;
+        for (name, param) in params {
+            all.push((name, gradients.get(&param.get())?.full_tensor()?));
+        }
+    }
+    all.extend(layer.named_buffers().into_iter().map(|(n, b)| (n, b.get().full_tensor().expect("no error"))));
+    Ok(all)
+}
+
+fn plans(case: &Case, layer: &dyn Module, mesh: &DeviceMesh) -> Result<Vec<ShardingPlan>> {
+    if case.name == "Dropout" {
+        return Ok(vec![ShardingPlan::new().output("", [("tp", Shard(0))])]);
+    }
+    let everything = |places: Places| ShardingPlan::new().param("**", places);
+    Ok(vec![
+        everything([("tp", Shard(0))].into()),
+        everything([("tp", Shard(-1))].into()).output("", [Replicate, Replicate]),
+        everything([("tp", Shard(0)), ("dp", Shard(0))].into()),
+        everything([Shard(0), Shard(-1)].into()),
+        DataParallel::new(["dp", "tp"]).plan(layer, mesh)?,
+        FullyShard::new(["dp", "tp"]).plan(layer, mesh)?,
+        TensorParallel::new("tp").and(FullyShard::new(["dp"]).on_dim(0)).plan(layer, mesh)?,
+        TensorParallel::new("tp").tables(TableCut::Width).plan(layer, mesh)?,
+    ])
+}
+
+#[test]
+fn every_layer_does_the_same_under_every_plan() {
+    let program = |world: World| {
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        for case in CASES {
+            let whole = |mesh: &DeviceMesh| (case.make)(&Builder::new(mesh).dtype(DType::F64));
+            let expected = run(case, &alone(&world)?, &[Replicate], &whole)?;
+            for (i, plan) in plans(case, &*whole(&mesh)?, &mesh)?.iter().enumerate() {
+                let afterwards = |mesh: &DeviceMesh| {
+                    let layer = whole(mesh)?;
+                    shard_module(&*layer, mesh, plan)?;
+                    Ok(layer)
+                };
+                let at_once = |mesh: &DeviceMesh| -> Result<Arc<dyn Layer>> {
+                    let layer = (case.make)(&plan.builder(mesh).dtype(DType::F64))?;
+                    let before: Vec<Layout> = layer.named_parameters().iter().map(|(_, p)| p.layout()).collect();
+                    shard_module(&*layer, mesh, plan)?;
+                    let after: Vec<Layout> = layer.named_parameters().iter().map(|(_, p)| p.layout()).collect();
+                    assert_eq!(before, after, "{}: built where the plan says", case.name);
+                    Ok(layer)
+                };
+                for make in [&afterwards as &dyn Fn(&DeviceMesh) -> Result<Arc<dyn Layer>>, &at_once] {
+                    let table = plan.table(&*whole(&mesh)?)?;
+                    for (row, (name, param)) in table.0.iter().zip(make(&mesh)?.named_parameters()) {
+                        assert_eq!((&row.path, &row.layout), (&name, &param.layout()), "{}", case.name);
+                    }
+                    for batch in [[Shard(0), Replicate], [Shard(0), Shard(1)]] {
+                        let found = run(case, &mesh, &batch, make)?;
+                        assert_eq!(found.len(), expected.len());
+                        for ((name, found), (_, expected)) in found.iter().zip(&expected) {
+                            assert!(close(found, expected), "{} plan {i} {name}: {found} {expected}", case.name);
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    };
+    ThreadWorld::new(4).unwrap().run(program).unwrap();
+}
