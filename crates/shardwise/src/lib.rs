@@ -10,6 +10,7 @@
 //! * [`autograd`]: gradients, which may stay pending sums until they are needed;
 //! * [`optim`]: optimizers whose state lies as the parameters do, with clipping and schedules;
 //! * [`plan`]: how a model is spread over a mesh, said apart from it or found by planners;
+//! * [`models`]: language models to train, written as if for one device;
 //! * [`DryWorld`]: the program of one rank of any number, without data.
 //!
 //! Local tensors are those of [`candle_core`].

@@ -30,7 +30,9 @@ use trainer::Trainer;
 
 /// What to train and what to show.
 #[derive(Args)]
-#[command(after_help = "\
+#[command(
+    args_override_self = true,
+    after_help = "\
 Without options it trains a small GPT on a book that comes with the command, on 4 thread ranks. A seed gives the same
 training on every mesh and with every plan, up to rounding. Ctrl-C ends it after the step and keeps what was learned.
 
@@ -39,7 +41,8 @@ Examples:
   shardwise train --model llama --mesh dp=2 --plan fsdp --steps 500
   shardwise train --data notes.txt --size medium --mesh tp=2 --log steps.jsonl
   shardwise train --config job.toml --lr 0.001 --report
-  shardwise generate shardwise-out --prompt 'Alice'")]
+  shardwise generate shardwise-out --prompt 'Alice'"
+)]
 pub(crate) struct Options {
     /// Read options from a TOML file; those given here win.
     #[arg(long, value_name = "FILE")]

@@ -71,7 +71,7 @@ mod tests {
         (0..6000).for_each(|i| counts[choice.pick(&logits, i) as usize] += 1);
         assert_eq!(counts[2], 0);
         for (token, expected) in [(0, 1000), (1, 3000), (3, 2000)] {
-            assert!((counts[token] - expected as i32).abs() < 150, "{counts:?}");
+            assert!((counts[token] - expected).abs() < 150, "{counts:?}");
         }
         let greedy = Choice { temperature: 0.0, ..choice };
         assert!((0..20).all(|i| greedy.pick(&logits, i) == 1));

@@ -63,7 +63,7 @@ settings! {
     data: PathBuf,
     /// A tokenizer.json of the tokenizers library [bytes are tokens]
     tokenizer: PathBuf,
-    /// Training steps [200]
+    /// Training steps [300]
     steps: u64,
     /// Sequences per batch, over all ranks [16]
     batch: usize,
@@ -195,7 +195,7 @@ impl Settings {
         let mesh: Mesh = self.mesh.as_deref().unwrap_or("dp=2,tp=2").parse()?;
         ThreadWorld::new(mesh.size())?;
         let (steps, batch, accumulate) =
-            (self.steps.unwrap_or(200), self.batch.unwrap_or(16), self.accumulate.unwrap_or(1));
+            (self.steps.unwrap_or(300), self.batch.unwrap_or(16), self.accumulate.unwrap_or(1));
         let at_least_one = |option: &'static str, value: u64| match value {
             0 => Err(Error::invalid(option, "0", "at least 1", "correct the option")),
             _ => Ok(()),

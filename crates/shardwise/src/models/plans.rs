@@ -59,7 +59,8 @@ impl Spread {
                     plan = plan.along(&path, mesh.mesh(), &[("dp".to_string(), Replicate)])?;
                 }
             }
-            Ok(plan)
+            // However the table of tokens was looked up, from here on ranks have their part of the batch.
+            Ok(plan.input("blocks.0", [("dp", Shard(0))]))
         })
     }
 
