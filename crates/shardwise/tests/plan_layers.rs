@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use shardwise::nn::{
-    Activation, AttentionConfig, BatchNorm, Builder, Conv1d, Conv2d, Dropout, Embedding, EmbeddingBag, Forward,
-    GroupNorm, Layer, LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding, SwiGlu,
+    Activation, AttentionConfig, BatchNorm, Builder, Conv1d, Conv2d, Dropout, Embedding, EmbeddingBag, GroupNorm,
+    Layer, LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding, SwiGlu,
 };
 use shardwise::ops::{Bag, Convolution};
 use shardwise::plan::{
