@@ -6,12 +6,15 @@
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 mod bench;
+mod ckpt;
+mod generate;
 mod ops;
 mod output;
+mod train;
 
 use clap::{Parser, Subcommand};
 
-/// Distributed tensors for Rust: benchmarks and tools.
+/// Distributed tensors for Rust: training, benchmarks and tools.
 #[derive(Parser)]
 #[command(name = "shardwise", version, arg_required_else_help = true, after_help = EXAMPLES)]
 struct Cli {
@@ -20,6 +23,12 @@ struct Cli {
 }
 
 const EXAMPLES: &str = "Examples:
+  shardwise train                                 a small GPT on a book, on 4 thread ranks
+  shardwise train --mesh dp=2,tp=2 --plan fsdp+tp --data FILE
+  shardwise generate shardwise-out --prompt Alice text from what was trained
+  shardwise ckpt inspect DIRECTORY                what is in a checkpoint of any format
+  shardwise ckpt convert run/ hf/ --to hf         for Hugging Face
+  shardwise bench train                           training steps on one rank and on two
   shardwise bench collectives                     a table for 2, 4 and 8 thread ranks
   shardwise bench collectives --ranks 2 --json    one JSON object per line
   shardwise bench redistribute                    changes of layout on 2 and 4 thread ranks
@@ -34,12 +43,24 @@ enum Command {
     Bench(bench::Bench),
     /// List the operators: how they are spread over ranks, what they communicate, whether they have a gradient.
     Ops(ops::Options),
+    /// Train a language model on a text, spread over a mesh of thread ranks.
+    Train(Box<train::Options>),
+    /// Write text with a trained model.
+    Generate(generate::Options),
+    /// Look at checkpoints of any format, compare, check and convert them.
+    Ckpt(ckpt::Options),
 }
 
 fn main() -> std::process::ExitCode {
     let result = match Cli::parse().command {
         Command::Bench(bench) => bench.run(),
         Command::Ops(options) => ops::run(&options),
+        Command::Train(options) => train::run(*options),
+        Command::Generate(options) => generate::run(&options),
+        Command::Ckpt(options) => match ckpt::run(&options) {
+            Ok(false) => return std::process::ExitCode::FAILURE,
+            other => other.map(drop),
+        },
     };
     match result {
         Ok(()) => std::process::ExitCode::SUCCESS,

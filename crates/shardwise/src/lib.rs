@@ -11,6 +11,7 @@
 //! * [`sharded`]: tensors as boxes one by one, any number per rank, with specs, states and reads without the owner's help;
 //! * [`optim`]: optimizers whose state lies as the parameters do, with clipping and schedules;
 //! * [`plan`]: how a model is spread over a mesh, said apart from it or found by planners;
+//! * [`models`]: language models to train, written as if for one device;
 //! * [`DryWorld`]: the program of one rank of any number, without data.
 //!
 //! Local tensors are those of [`candle_core`].
@@ -57,6 +58,7 @@ pub mod sharded;
 pub mod optim;
 pub mod plan;
 pub mod checkpoint;
+pub mod models;
 
 pub use autograd::{Gradients, checkpoint, local_map};
 pub use comm::{DeviceMesh, DryWorld, Group, ThreadWorld, World, explicit_communication_only, launch};

@@ -229,8 +229,11 @@ impl Signature {
         let cost = |along: &Along| -> f64 {
             let moved: f64 = (0..inputs.len()).map(|i| bytes[i] * self.transition(inputs, i, axis, along)).sum();
             match along {
-                // A sum left pending where no input asks for it will have to be carried out.
-                Along::Cut { dim, leader: None } if matches!(self.dims[*dim], Shared::Reduces(_)) => moved + made,
+                // A sum left pending that inputs have to be moved for, or that none asks for, will have to be carried out.
+                Along::Cut { dim, leader } if leader.is_none() || moved > 0.0 => match self.dims[*dim] {
+                    Shared::Reduces(_) => moved + made,
+                    _ => moved,
+                },
                 _ => moved,
             }
         };

@@ -4,6 +4,7 @@ mod collectives;
 mod dispatch;
 mod redistribute;
 mod timing;
+mod train;
 
 use clap::Subcommand;
 use shardwise::Result;
@@ -16,6 +17,8 @@ pub(crate) enum Bench {
     Dispatch(dispatch::Options),
     /// Changes of layout beside plain copies of the same bytes.
     Redistribute(redistribute::Options),
+    /// Training steps of a small GPT on one rank and on two.
+    Train(train::Options),
 }
 
 impl Bench {
@@ -24,6 +27,7 @@ impl Bench {
             Bench::Collectives(options) => collectives::run(&options),
             Bench::Dispatch(options) => dispatch::run(&options),
             Bench::Redistribute(options) => redistribute::run(&options),
+            Bench::Train(options) => train::run(&options),
         }
     }
 }

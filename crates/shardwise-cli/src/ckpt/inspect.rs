@@ -27,7 +27,11 @@ pub(super) fn run(path: &Path, json: bool) -> Result<()> {
     let (tensors, values) = (catalog.tensors.len(), catalog.values.len());
     let elements: usize = catalog.tensors.values().map(StoredTensor::elem_count).sum();
     let size = size(catalog.bytes());
-    writeln!(out, "\n{:?}: {tensors} tensors in {parts} parts, {elements} elements, {size}; {values} values", catalog.format)?;
+    writeln!(
+        out,
+        "\n{:?}: {tensors} tensors in {parts} parts, {elements} elements, {size}; {values} values",
+        catalog.format
+    )?;
     Ok(())
 }
 

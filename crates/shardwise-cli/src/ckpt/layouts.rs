@@ -33,8 +33,21 @@ enum PlanName {
 
 /// Weights whose outputs are cut, and weights whose inputs are, by the component of the name before `weight` or `bias`.
 const BY_COLUMNS: [&str; 15] = [
-    "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head", "query", "key", "value", "gate", "up",
-    "tokens", "head", "wte",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "gate_proj",
+    "up_proj",
+    "embed_tokens",
+    "lm_head",
+    "query",
+    "key",
+    "value",
+    "gate",
+    "up",
+    "tokens",
+    "head",
+    "wte",
 ];
 const BY_ROWS: [&str; 4] = ["o_proj", "down_proj", "output", "down"];
 
@@ -72,7 +85,8 @@ impl Chosen {
         if matches!(self.plan, PlanName::Tp | PlanName::FsdpTp)
             && let Some(dim) = tensor_parallel_dim(key, shape)
         {
-            plan = plan.along(key, &self.mesh, &[(self.mesh.axes()[tp].name.clone(), Placement::Shard(dim as isize))])?;
+            plan =
+                plan.along(key, &self.mesh, &[(self.mesh.axes()[tp].name.clone(), Placement::Shard(dim as isize))])?;
             left[dim] = left[dim].div_ceil(self.mesh.shape()[tp]);
         }
         let is_used = self.plan == PlanName::FsdpTp && dp == tp;
@@ -80,7 +94,8 @@ impl Chosen {
             let k = self.mesh.shape()[dp];
             let dim = (0..left.len()).find(|&d| left[d] >= k && left[d].is_multiple_of(k));
             let dim = dim.unwrap_or_else(|| (0..left.len()).max_by_key(|&d| (left[d], usize::MAX - d)).unwrap_or(0));
-            plan = plan.along(key, &self.mesh, &[(self.mesh.axes()[dp].name.clone(), Placement::Shard(dim as isize))])?;
+            plan =
+                plan.along(key, &self.mesh, &[(self.mesh.axes()[dp].name.clone(), Placement::Shard(dim as isize))])?;
         }
         plan.layout_of(key, &whole)
     }

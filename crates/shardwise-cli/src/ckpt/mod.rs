@@ -146,10 +146,9 @@ impl Writing {
 }
 
 fn parse_rule(rule: &str) -> Result<(Regex, String)> {
-    let bad = |found: String| {
-        Error::invalid("rename rule", found, "PATTERN=REPLACEMENT", "for example 'model\\.(.*)=$1'")
-    };
-    let (pattern, new) = rule.split_once('=').ok_or_else(|| bad(format!("{rule:?} without ="))) ?;
+    let bad =
+        |found: String| Error::invalid("rename rule", found, "PATTERN=REPLACEMENT", "for example 'model\\.(.*)=$1'");
+    let (pattern, new) = rule.split_once('=').ok_or_else(|| bad(format!("{rule:?} without =")))?;
     let pattern = Regex::new(&format!("^(?:{pattern})$")).map_err(|error| bad(error.to_string()))?;
     Ok((pattern, new.to_string()))
 }

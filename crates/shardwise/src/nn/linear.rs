@@ -23,7 +23,7 @@ macro_rules! layer {
         }
     };
 }
-pub(super) use layer;
+pub(crate) use layer;
 
 /// `x W^T + b` with a weight `[out, in]`.
 pub struct Linear {

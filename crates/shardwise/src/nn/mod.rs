@@ -56,6 +56,7 @@ pub use build::Builder;
 pub use conv::{Conv1d, Conv2d};
 pub use distribute::distribute_module;
 pub use hooks::{Hooks, Layer};
+pub(crate) use linear::layer;
 pub use linear::{Dropout, Embedding, EmbeddingBag, Linear};
 pub use mlp::{Activation, Mlp, SwiGlu};
 pub use module::{Buffer, Forward, Item, Mode, Module, join};

@@ -8,11 +8,11 @@ use candle_core::{DType, Tensor};
 use super::scatter::{spread_elements, spread_slices};
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
-use crate::layout::{Runs, TensorMeta};
+use crate::layout::{Layout, Runs, TensorMeta};
 use crate::local::{NOWHERE, dense, pick, reals, take, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
-use crate::rule::{Shared, Signature};
+use crate::rule::{Decision, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
 
 /// The slices of `x` along a dimension at the places of an index of any shape, whose dimensions replace that one.
@@ -196,6 +196,19 @@ impl Op for Lookup {
         let shape = [&x.shape[..self.dim], &index.shape, &x.shape[self.dim + 1..]].concat();
         let signature = passing_first(Signature::new(shared, [of_x, of_index], [output]), 1);
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
+    }
+
+    /// Ids are small, but what is made of them is not: where both inputs are cut along an axis, ids stay where they are
+    /// unless the table is larger than the result.
+    fn decide(&self, plan: &OpPlan, inputs: &[&Layout], elem: &[usize]) -> Result<Decision> {
+        let (table, ids) = (inputs[0], inputs[1]);
+        let count = |shape: &[usize]| shape.iter().product::<usize>();
+        let cut = |layout: &Layout, axis: usize| layout.placements()[axis].is_shard(None);
+        let mut axes: Vec<usize> = (0..table.mesh().ndim()).filter(|&a| cut(table, a) && cut(ids, a)).collect();
+        if count(table.shape()) > count(&plan.outputs[0].shape) {
+            axes.clear();
+        }
+        plan.signature.decide(&[&table.without_axes(&axes)?, ids], elem, &[&plan.outputs[0].shape])
     }
 
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {

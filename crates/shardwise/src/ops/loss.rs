@@ -95,7 +95,7 @@ impl DTensor {
     fn of_target(&self, target: &DTensor, dim: isize, ignore_index: i64) -> Result<DTensor> {
         let ignored = target.full_like(ignore_index as f64)?;
         let known = target.ne(&ignored)?.where_cond(target, &target.zeros_like()?)?;
-        self.gather(dim, &known.unsqueeze(dim)?)?.squeeze(Some(dim))
+        self.gather(dim, &known.unsqueeze(dim)?)?.squeeze(Some(dim))?.everywhere("cross_entropy")
     }
 
     /// The square of the difference.
@@ -151,7 +151,11 @@ fn counted(losses: &DTensor, target: &DTensor, options: Classes) -> Result<DTens
     match options.reduction {
         Reduction::None => Ok(losses),
         Reduction::Sum => losses.sum(&[], false),
-        Reduction::Mean => losses.sum(&[], false)?.div(&counts.to_dtype(losses.dtype())?.sum(&[], false)?),
+        Reduction::Mean => {
+            // The sum of the losses may stay pending.
+            let count = counts.to_dtype(losses.dtype())?.sum(&[], false)?.everywhere("cross_entropy")?;
+            losses.sum(&[], false)?.div(&count)
+        }
     }
 }
 

@@ -5,6 +5,7 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::{OpEntry, Sample};
+use crate::comm::implicitly;
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Op, OpPlan, Place, dispatch};
@@ -57,6 +58,14 @@ impl DTensor {
         Ok(dispatch(&Settle { name, dims }, &[self], Location::caller())?.swap_remove(0))
     }
 
+    /// The tensor with its pending reductions carried out for all ranks at once, for results that all of them use again on
+    /// the way back.
+    #[track_caller]
+    pub(super) fn everywhere(&self, name: &'static str) -> Result<DTensor> {
+        let site = Location::caller();
+        implicitly(name, || self.reduced(site))
+    }
+
     /// `exp(x)` divided by its sum along a dimension.
     #[track_caller]
     pub fn softmax(&self, dim: isize) -> Result<DTensor> {
@@ -88,11 +97,12 @@ impl DTensor {
             let kept = self.logsumexp_rows()?;
             return if keepdim { Ok(kept) } else { kept.squeeze(Some(-1)) };
         }
-        // An infinite shift would turn everything into not-a-number.
         let x = self.settle("logsumexp", dims)?;
-        let shift = x.amax(dims, true)?.nan_to_num(f64::NAN, 0.0, 0.0)?;
-        let sum = x.sub(&shift)?.exp()?.sum(dims, true)?.log()?;
-        let kept = sum.add(&shift)?;
+        // The result does not depend on the shift, so that no gradient goes through it. An infinite one would turn
+        // everything into not-a-number.
+        let shift = x.detach().amax(dims, true)?.everywhere("logsumexp")?.nan_to_num(f64::NAN, 0.0, 0.0)?;
+        let sum = x.sub(&shift)?.exp()?.sum(dims, true)?.everywhere("logsumexp")?;
+        let kept = sum.log()?.add(&shift)?;
         if keepdim {
             return Ok(kept);
         }

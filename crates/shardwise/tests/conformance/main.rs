@@ -8,6 +8,7 @@ mod ops;
 mod optim;
 mod redistribute;
 mod sharded_tensor;
+mod train;
 mod vectors;
 
 #[test]
@@ -39,4 +40,9 @@ fn grads() {
 #[test]
 fn optim() {
     vectors::run("optim", optim::check);
+}
+
+#[test]
+fn train() {
+    train::check();
 }

@@ -70,9 +70,7 @@ impl TensorForm {
 /// Runs `check` on every case of `<name>.jsonl`, prints `conformance <name>: <passed>/<total>` and every difference, and
 /// fails if any case failed.
 pub(crate) fn run(name: &str, check: fn(&Value) -> Result<(), String>) {
-    let directory = std::env::var_os("SHARDWISE_CONFORMANCE_DIR")
-        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/data"), PathBuf::from);
-    let path = directory.join(format!("{name}.jsonl"));
+    let path = directory().join(format!("{name}.jsonl"));
     let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("cannot read {}: {e}", path.display()));
     let cases: Vec<Value> =
         text.lines().map(|line| serde_json::from_str(line).expect("a JSON object per line")).collect();
@@ -83,13 +81,24 @@ pub(crate) fn run(name: &str, check: fn(&Value) -> Result<(), String>) {
             failures.push(format!("{}: {difference}", case["id"]));
         }
     }
+    conclude(name, cases.len(), &failures);
+}
+
+/// Where the vectors are.
+pub(crate) fn directory() -> PathBuf {
+    std::env::var_os("SHARDWISE_CONFORMANCE_DIR")
+        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/data"), PathBuf::from)
+}
+
+/// Prints how many cases passed and every difference; fails if any case failed, or if there are none.
+pub(crate) fn conclude(name: &str, cases: usize, failures: &[String]) {
     // Not println!: the count is to be seen even when the test passes and its output is captured.
     let mut out = std::io::stdout().lock();
-    writeln!(out, "conformance {name}: {}/{}", cases.len() - failures.len(), cases.len()).expect("standard output");
-    for failure in &failures {
+    writeln!(out, "conformance {name}: {}/{cases}", cases - failures.len()).expect("standard output");
+    for failure in failures {
         writeln!(out, "  {failure}").expect("standard output");
     }
     drop(out);
-    assert!(!cases.is_empty(), "{} holds no cases", path.display());
-    assert!(failures.is_empty(), "{} of {} cases failed", failures.len(), cases.len());
+    assert!(cases > 0, "no cases of {name} in {}", directory().display());
+    assert!(failures.is_empty(), "{} of {cases} cases failed", failures.len());
 }

@@ -1,0 +1,132 @@
+//! `shardwise bench train`: how fast a small GPT trains on one and on two ranks.
+
+use std::time::Instant;
+
+use clap::Args;
+use serde::Serialize;
+use shardwise::models::{GptConfig, ModelConfig, Spread, Weights};
+use shardwise::optim::{AdamW, ParamGroup, Schedule};
+use shardwise::prelude::*;
+
+use crate::output::{Row, Rows};
+use crate::train::trainer::{Batch, Trainer};
+
+/// What to measure.
+#[derive(Args)]
+#[command(after_help = "\
+A GPT of 4 layers, width 256, 8 heads, a vocabulary of 1024, sequences of 128, batches of 8, in f32, with AdamW. `single`
+is one rank; the others are two ranks that share the batch (ddp), the batch and the weights (fsdp), or heads and features
+(tp). Every rank computes on one thread. A step is forward, backward and optimizer. The losses of all modes are those of
+the same training and differ by rounding alone.
+
+Examples:
+  shardwise bench train
+  shardwise bench train --json --steps 40")]
+pub(crate) struct Options {
+    /// Steps to measure per mode, after three that are not counted.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    steps: u32,
+    /// Only these modes.
+    #[arg(long, value_delimiter = ',', default_values_t = MODES.map(str::to_string), value_parser = MODES)]
+    modes: Vec<String>,
+    /// Print JSON lines (also the default when the output is not a terminal).
+    #[arg(long)]
+    json: bool,
+}
+
+const MODES: [&str; 4] = ["single", "ddp", "tp", "fsdp"];
+const WARM_UP: u32 = 3;
+const BATCH: usize = 8;
+const LENGTH: usize = 128;
+const VOCABULARY: usize = 1024;
+
+#[derive(Serialize)]
+struct Measured {
+    mode: String,
+    world: usize,
+    /// Milliseconds of the best step.
+    best_ms: f64,
+    /// Milliseconds of the median step.
+    median_ms: f64,
+    /// Of the median step.
+    tokens_per_s: f64,
+    /// Of the last step.
+    loss: f64,
+}
+
+impl Row for Measured {
+    fn columns(&self) -> Vec<(&'static str, i32, String)> {
+        vec![
+            ("mode", -8, self.mode.clone()),
+            ("world", 5, self.world.to_string()),
+            ("best ms", 9, format!("{:.1}", self.best_ms)),
+            ("median ms", 9, format!("{:.1}", self.median_ms)),
+            ("tokens/s", 9, format!("{:.0}", self.tokens_per_s)),
+            ("loss", 8, format!("{:.4}", self.loss)),
+        ]
+    }
+}
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let mut rows = Rows::new(options.json, options.modes.len() as u64);
+    for mode in &options.modes {
+        rows.announce(mode);
+        rows.print(&measure(mode, options.steps)?)?;
+    }
+    Ok(())
+}
+
+fn measure(mode: &str, steps: u32) -> Result<Measured> {
+    let axis = if mode == "tp" { "tp" } else { "dp" };
+    let world = if mode == "single" { 1 } else { 2 };
+    let spread = Spread {
+        weights: if mode == "fsdp" { Weights::Sharded } else { Weights::Replicated },
+        tensor_parallel: mode == "tp",
+        sequence_parallel: false,
+    };
+    let config = ModelConfig::Gpt(GptConfig {
+        vocab_size: VOCABULARY,
+        seq_len: LENGTH,
+        d_model: 256,
+        n_layers: 4,
+        n_heads: 8,
+        d_ff: 1024,
+        ..GptConfig::default()
+    });
+    let mesh = Mesh::new([(axis, world)])?;
+    let plan = spread.plan(&config, &mesh)?;
+    let program = move |ranks: World| {
+        let mesh = ranks.device_mesh(mesh.clone())?;
+        let optimizer = (ParamGroup::new(AdamW::default()), Schedule::Constant);
+        let mut trainer = Trainer::new(&config, &plan, &mesh, (DType::F32, 1), optimizer, None)?;
+        let (mut times, mut loss) = (Vec::new(), 0.0);
+        for step in 0..WARM_UP + steps {
+            let batch = [batch(step)];
+            ranks.barrier()?;
+            let start = Instant::now();
+            loss = trainer.step(&batch)?.loss;
+            ranks.barrier()?;
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+        }
+        let mut times = times.split_off(WARM_UP as usize);
+        times.sort_by(f64::total_cmp);
+        Ok((times, loss))
+    };
+    let (times, loss) = ThreadWorld::new(world)?.kernel_threads(1).run(program)?.swap_remove(0);
+    let median_ms = times[times.len() / 2];
+    let tokens_per_s = (BATCH * LENGTH) as f64 / (median_ms * 1e-3);
+    Ok(Measured { mode: mode.to_string(), world, best_ms: times[0], median_ms, tokens_per_s, loss })
+}
+
+/// Tokens that can be predicted in part: each follows from the one before, or is anything.
+fn batch(step: u32) -> Batch {
+    let mut state = u64::from(step) + 1;
+    let mut token = 0u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let noise = state >> 33;
+        token = if noise % 4 == 0 { noise / 4 } else { token * 5 + 1 } % VOCABULARY as u64;
+        token as u32
+    };
+    Batch { tokens: (0..BATCH * (LENGTH + 1)).map(|_| next()).collect(), sequences: BATCH }
+}

@@ -1,0 +1,71 @@
+//! `shardwise generate`: text from a trained model.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use clap::Args;
+use shardwise::models::import;
+use shardwise::nn::Builder;
+use shardwise::prelude::*;
+
+use crate::train::sample::{Choice, continued};
+use crate::train::saved;
+
+/// What to write.
+#[derive(Args)]
+#[command(after_help = "\
+Examples:
+  shardwise generate
+  shardwise generate shardwise-out --prompt 'Alice was' --tokens 300 --temperature 0.7
+  shardwise generate --temperature 0 --json")]
+pub(crate) struct Options {
+    /// Directory that `shardwise train` wrote.
+    #[arg(default_value = "shardwise-out")]
+    model: PathBuf,
+    /// What the text begins with.
+    #[arg(long, default_value = "The ")]
+    prompt: String,
+    /// Tokens to make.
+    #[arg(long, default_value_t = 200)]
+    tokens: usize,
+    /// Below 1 likely tokens become likelier; 0 always takes the likeliest.
+    #[arg(long, default_value_t = 0.8)]
+    temperature: f64,
+    /// Consider only so many of the likeliest tokens.
+    #[arg(long, default_value_t = 50)]
+    top: usize,
+    /// Another seed gives another text.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Print a JSON object with `prompt` and `text`.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    if !(options.temperature >= 0.0 && options.temperature.is_finite()) {
+        let found = options.temperature;
+        return Err(Error::invalid("temperature", found, "a number that is at least 0", "correct the option"));
+    }
+    let saved = saved::read(&options.model)?;
+    let prompt = saved.coding.encode(&options.prompt)?;
+    if prompt.is_empty() {
+        return Err(Error::invalid("prompt", "no tokens", "at least one", "give a prompt that is not empty"));
+    }
+    let choice = Choice { temperature: options.temperature, top: options.top, seed: options.seed };
+    let (config, weights, count) = (saved.config, saved.weights, options.tokens);
+    let made = launch(1, move |world| {
+        let mesh = world.mesh([("dp", 1)])?;
+        let dtype = weights.values().next().map_or(DType::F32, candle_core::Tensor::dtype);
+        let model = config.build(&Builder::new(&mesh).dtype(dtype))?;
+        import(&*model, &weights)?;
+        continued(&*model, &mesh, config.seq_len(), &prompt, count, choice)
+    })?;
+    let text = saved.coding.decode(&made)?;
+    let mut out = std::io::stdout().lock();
+    if options.json {
+        let object = serde_json::json!({ "prompt": options.prompt, "text": text });
+        return Ok(writeln!(out, "{object}")?);
+    }
+    Ok(writeln!(out, "{}{text}", options.prompt)?)
+}

@@ -1,0 +1,304 @@
+//! What to train: options from the command line, over those of a file, over defaults.
+
+use std::path::{Path, PathBuf};
+
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
+use shardwise::models::{GptConfig, LlamaConfig, ModelConfig, Spread, Weights, search_plan};
+use shardwise::optim::{AdamW, ParamGroup, Schedule};
+use shardwise::plan::{Search, ShardingPlan};
+use shardwise::prelude::*;
+
+use super::data::Tokens;
+
+/// Declares the options, each of which can also be an entry of a TOML file.
+macro_rules! settings {
+    ($($(#[$about:meta])* $field:ident: $T:ty,)*) => {
+        /// What to train. Every option can stand in a TOML file under its long name; the command line wins.
+        #[derive(Args, Deserialize, Debug, Clone, Default)]
+        #[serde(deny_unknown_fields, rename_all = "kebab-case")]
+        pub(crate) struct Settings {
+            $($(#[$about])* #[arg(long)] pub(crate) $field: Option<$T>,)*
+        }
+
+        impl Settings {
+            /// These, and those of `others` where nothing is said here.
+            fn over(self, others: Settings) -> Settings {
+                Settings { $($field: self.$field.or(others.$field),)* }
+            }
+        }
+    };
+}
+
+settings! {
+    /// The model: `gpt` (learned positions, layer norm, GELU) or `llama` (rotary positions, RMS norm, SwiGLU) [gpt]
+    model: Family,
+    /// Sizes to begin with; options for single sizes change them [small]
+    size: Size,
+    /// Number of blocks
+    layers: usize,
+    /// Features
+    width: usize,
+    /// Heads of attention
+    heads: usize,
+    /// Key and value heads of llama, each of which serves a group of query heads
+    key_heads: usize,
+    /// Features inside an MLP
+    hidden: usize,
+    /// Length of sequences in tokens
+    length: usize,
+    /// Use the table of tokens as the weight of the head too [false]
+    #[arg(num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    tied_head: bool,
+    /// Probability of dropping elements while training [0]
+    dropout: f64,
+    /// Mesh of ranks: `dp` shares the batch, `tp` shares heads and features [dp=2,tp=2]
+    mesh: String,
+    /// What ranks share [tp on a mesh with an axis tp, else ddp]
+    plan: Plan,
+    /// Share positions along tp where features are whole [false]
+    #[arg(num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    sequence_parallel: bool,
+    /// Text to learn from, UTF-8 [a book that comes with the command]
+    data: PathBuf,
+    /// A tokenizer.json of the tokenizers library [bytes are tokens]
+    tokenizer: PathBuf,
+    /// Training steps [300]
+    steps: u64,
+    /// Sequences per batch, over all ranks [16]
+    batch: usize,
+    /// Batches per step, whose gradients add up [1]
+    accumulate: usize,
+    /// Learning rate, reached after the warm-up; it falls to a tenth in half a cosine [0.003]
+    lr: f64,
+    /// Steps until the full learning rate is reached [a tenth of the steps]
+    warmup: u64,
+    /// Weight decay of AdamW [0.01]
+    weight_decay: f64,
+    /// Largest norm of all gradients together; 0 for no clipping [1]
+    clip: f64,
+    /// Type of the parameters [f32]
+    dtype: Precision,
+    /// Keep an f32 copy of bf16 parameters, in which small changes add up [true]
+    #[arg(num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    master: bool,
+    /// Seed of weights, batches, dropout and samples: the same for every mesh and plan [0]
+    seed: u64,
+    /// Measure the loss on held-out text every so many steps; 0 for only at the end [50]
+    eval_every: u64,
+    /// Write a sample every so many steps; 0 for only at the end [0]
+    sample_every: u64,
+    /// Tokens of a sample [120]
+    sample_tokens: usize,
+    /// What samples begin with [the first words of the held-out text]
+    prompt: String,
+    /// Directory for the trained model and the loss curve [shardwise-out]
+    out: PathBuf,
+    /// Write a JSON object per step to this file
+    log: PathBuf,
+}
+
+/// Which model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Family {
+    Gpt,
+    Llama,
+}
+
+/// Sizes with a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Size {
+    /// 2 layers, width 64, 4 heads, length 64
+    Tiny,
+    /// 3 layers, width 96, 4 heads, length 64
+    Small,
+    /// 4 layers, width 256, 8 heads, length 128
+    Medium,
+    /// 12 layers, width 768, 12 heads, length 1024
+    Large,
+}
+
+/// What ranks share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
+pub(crate) enum Plan {
+    /// The batch, over dp: every rank has all weights
+    #[serde(rename = "ddp")]
+    Ddp,
+    /// The batch and the weights, over dp: weights are gathered where they are used
+    #[serde(rename = "fsdp")]
+    Fsdp,
+    /// Heads and features, over tp; the batch over dp if the mesh has that axis
+    #[serde(rename = "tp")]
+    Tp,
+    /// Heads and features over tp, the batch and the weights over dp
+    #[value(name = "fsdp+tp")]
+    #[serde(rename = "fsdp+tp")]
+    FsdpTp,
+    /// The cheapest of many that are tried without data
+    #[serde(rename = "auto")]
+    Auto,
+}
+
+/// Type of parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Precision {
+    F32,
+    Bf16,
+}
+
+/// Everything decided.
+pub(crate) struct Job {
+    pub(crate) config: ModelConfig,
+    pub(crate) mesh: Mesh,
+    pub(crate) plan: ShardingPlan,
+    /// The plans that were tried, if the plan was searched for.
+    pub(crate) search: Option<Search>,
+    pub(crate) dtype: DType,
+    pub(crate) group: ParamGroup,
+    pub(crate) schedule: Schedule,
+    pub(crate) clip: Option<f64>,
+    pub(crate) steps: u64,
+    pub(crate) batch: usize,
+    pub(crate) accumulate: usize,
+    pub(crate) seed: u64,
+    pub(crate) eval_every: u64,
+    pub(crate) sample_every: u64,
+    pub(crate) sample_tokens: usize,
+    pub(crate) prompt: Option<String>,
+    pub(crate) out: PathBuf,
+    pub(crate) log: Option<PathBuf>,
+}
+
+impl Settings {
+    /// These, over those of a TOML file.
+    pub(crate) fn with_file(self, path: Option<&Path>) -> Result<Settings> {
+        let Some(path) = path else { return Ok(self) };
+        let fix = "see `shardwise train --help` for the options";
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| Error::invalid("config", format!("{}: {error}", path.display()), "a TOML file", fix))?;
+        let found = |error: toml::de::Error| format!("{}: {}", path.display(), error.to_string().trim_end());
+        let file = toml::from_str(&text).map_err(|error| Error::invalid("config", found(error), "options", fix))?;
+        Ok(self.over(file))
+    }
+
+    /// The text as tokens.
+    pub(crate) fn tokens(&self) -> Result<Tokens> {
+        Tokens::read(self.data.as_deref(), self.tokenizer.as_deref())
+    }
+
+    /// Decides what is left open, and checks that everything fits together.
+    pub(crate) fn decide(self, tokens: &Tokens) -> Result<Job> {
+        let config = self.model_config(tokens.vocabulary());
+        let mesh: Mesh = self.mesh.as_deref().unwrap_or("dp=2,tp=2").parse()?;
+        ThreadWorld::new(mesh.size())?;
+        let (steps, batch, accumulate) =
+            (self.steps.unwrap_or(300), self.batch.unwrap_or(16), self.accumulate.unwrap_or(1));
+        let at_least_one = |option: &'static str, value: u64| match value {
+            0 => Err(Error::invalid(option, "0", "at least 1", "correct the option")),
+            _ => Ok(()),
+        };
+        at_least_one("steps", steps)?;
+        at_least_one("accumulate", accumulate as u64)?;
+        let sharing = mesh.axes().iter().find(|axis| axis.name == "dp").map_or(1, |axis| axis.size);
+        if batch < sharing {
+            let found = format!("{batch} sequence(s) for {sharing} ranks along `dp`");
+            return Err(Error::invalid("batch", found, "at least one for every rank", "use a larger batch"));
+        }
+        tokens.check(config.seq_len())?;
+        let (plan, search) = self.find_plan(&config, &mesh, batch)?;
+        let lr = self.lr.unwrap_or(3e-3);
+        let weight_decay = self.weight_decay.unwrap_or(0.01);
+        let clip = self.clip.unwrap_or(1.0);
+        for (option, value) in [("lr", lr), ("weight-decay", weight_decay), ("clip", clip)] {
+            if !(value >= 0.0 && value.is_finite()) {
+                return Err(Error::invalid(option, value, "a number that is at least 0", "correct the option"));
+            }
+        }
+        let algorithm = AdamW { betas: (0.9, 0.95), weight_decay, ..AdamW::default() };
+        let group = ParamGroup { master: self.master.unwrap_or(true), ..ParamGroup::new(algorithm).with_lr(lr) };
+        let warmup = self.warmup.unwrap_or(steps / 10);
+        Ok(Job {
+            config,
+            mesh,
+            plan,
+            search,
+            dtype: if self.dtype == Some(Precision::Bf16) { DType::BF16 } else { DType::F32 },
+            group,
+            schedule: Schedule::Cosine { warmup, total: steps, end: 0.1 },
+            clip: (clip > 0.0).then_some(clip),
+            steps,
+            batch,
+            accumulate,
+            seed: self.seed.unwrap_or(0),
+            eval_every: self.eval_every.unwrap_or(50),
+            sample_every: self.sample_every.unwrap_or(0),
+            sample_tokens: self.sample_tokens.unwrap_or(120),
+            prompt: self.prompt,
+            out: self.out.unwrap_or_else(|| "shardwise-out".into()),
+            log: self.log,
+        })
+    }
+
+    /// The plan, and what was tried if it was searched for.
+    fn find_plan(&self, config: &ModelConfig, mesh: &Mesh, batch: usize) -> Result<(ShardingPlan, Option<Search>)> {
+        let by_mesh = if mesh.axis("tp").is_ok() { Plan::Tp } else { Plan::Ddp };
+        let plan = self.plan.unwrap_or(by_mesh);
+        let sequence_parallel = self.sequence_parallel.unwrap_or(false);
+        if plan == Plan::Auto {
+            if sequence_parallel {
+                let needed = "a plan that is not searched for";
+                return Err(Error::invalid("plan", "auto with sequence-parallel", needed, "leave one of them out"));
+            }
+            let search = search_plan(config, mesh, batch)?;
+            return Ok((search.plan.clone(), Some(search)));
+        }
+        let sharded = matches!(plan, Plan::Fsdp | Plan::FsdpTp);
+        let spread = Spread {
+            weights: if sharded { Weights::Sharded } else { Weights::Replicated },
+            tensor_parallel: matches!(plan, Plan::Tp | Plan::FsdpTp),
+            sequence_parallel,
+        };
+        Ok((spread.plan(config, mesh)?, None))
+    }
+
+    fn model_config(&self, vocab_size: usize) -> ModelConfig {
+        let (layers, width, heads, length) = match self.size.unwrap_or(Size::Small) {
+            Size::Tiny => (2, 64, 4, 64),
+            Size::Small => (3, 96, 4, 64),
+            Size::Medium => (4, 256, 8, 128),
+            Size::Large => (12, 768, 12, 1024),
+        };
+        let (n_layers, d_model) = (self.layers.unwrap_or(layers), self.width.unwrap_or(width));
+        let (n_heads, seq_len) = (self.heads.unwrap_or(heads), self.length.unwrap_or(length));
+        let (tied_head, dropout) = (self.tied_head.unwrap_or(false), self.dropout.unwrap_or(0.0));
+        match self.model.unwrap_or(Family::Gpt) {
+            Family::Gpt => ModelConfig::Gpt(GptConfig {
+                vocab_size,
+                seq_len,
+                d_model,
+                n_layers,
+                n_heads,
+                d_ff: self.hidden.unwrap_or(4 * d_model),
+                tied_head,
+                dropout,
+                ..GptConfig::default()
+            }),
+            Family::Llama => ModelConfig::Llama(LlamaConfig {
+                vocab_size,
+                seq_len,
+                d_model,
+                n_layers,
+                n_heads,
+                n_kv_heads: self.key_heads.unwrap_or(if n_heads.is_multiple_of(2) { n_heads / 2 } else { n_heads }),
+                // Three matrices here take what two take elsewhere.
+                d_ff: self.hidden.unwrap_or(8 * d_model / 3),
+                tied_head,
+                dropout,
+                ..LlamaConfig::default()
+            }),
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! How the models are spread over a mesh: plans for the axes `dp`, whose ranks share the batch, and `tp`, whose ranks share
+//! heads and features.
+
+use candle_core::DType;
+
+use super::LanguageModel;
+use super::config::ModelConfig;
+use crate::comm::{DeviceMesh, DryWorld};
+use crate::error::{Error, Result};
+use crate::mesh::Mesh;
+use crate::nn::Builder;
+use crate::placement::Placement::{self, Replicate, Shard};
+use crate::plan::{
+    AutoPlanner, DataParallel, FullyShard, Search, ShardingPlan, ShardingPlanner, TensorParallel, shard_module,
+};
+use crate::tensor::DTensor;
+
+/// What ranks that share the batch hold of the weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Weights {
+    /// All: gradients are reduced.
+    Replicated,
+    /// A part: weights are gathered where they are used, gradients are scattered.
+    Sharded,
+}
+
+/// How a model is spread over the axes `dp` and `tp` of a mesh.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Spread {
+    /// What ranks along `dp` hold of the weights.
+    pub weights: Weights,
+    /// Whether ranks along `tp` share heads, features inside MLPs, and the vocabulary.
+    pub tensor_parallel: bool,
+    /// Whether they share positions where they do not share features: between attention and MLP.
+    pub sequence_parallel: bool,
+}
+
+impl Spread {
+    /// The plan for a model on a mesh. Nothing runs: a mesh is enough.
+    pub fn plan(&self, config: &ModelConfig, mesh: &Mesh) -> Result<ShardingPlan> {
+        self.check(config, mesh)?;
+        planned(config, mesh, |model, mesh| {
+            let mut plan = ShardingPlan::new();
+            if self.tensor_parallel {
+                let planner = TensorParallel::new("tp");
+                let planner = if self.sequence_parallel { planner.sequence(1) } else { planner };
+                plan = planner.extend(plan, model, mesh)?;
+            }
+            if mesh.axis("dp").is_err() {
+                return Ok(plan);
+            }
+            if self.weights == Weights::Replicated {
+                return DataParallel::new(["dp"]).extend(plan, model, mesh);
+            }
+            plan = FullyShard::new(["dp"]).extend(plan, model, mesh)?;
+            // Vectors are not worth a collective each: their gradients are reduced together.
+            for (path, param) in model.named_parameters() {
+                if param.shape().len() == 1 {
+                    plan = plan.along(&path, mesh.mesh(), &[("dp".to_string(), Replicate)])?;
+                }
+            }
+            // However the table of tokens was looked up, from here on ranks have their part of the batch.
+            Ok(plan.input("blocks.0", [("dp", Shard(0))]))
+        })
+    }
+
+    /// An error if a model cannot be spread so over a mesh.
+    fn check(&self, config: &ModelConfig, mesh: &Mesh) -> Result<()> {
+        config.check()?;
+        check_axes(mesh)?;
+        let tp = mesh.axis("tp").map_or(1, |axis| mesh.shape()[axis]);
+        let bad = |found: String, needed: &str, fix: &str| Err(Error::invalid("mesh", found, needed, fix));
+        if !self.tensor_parallel && tp > 1 {
+            let found = format!("mesh {mesh} with a plan that leaves axis `tp` idle");
+            return bad(found, "axis `dp` alone", "use a plan with tp, or make the axis dp");
+        }
+        if self.tensor_parallel && mesh.axis("tp").is_err() {
+            let found = format!("mesh {mesh} with a plan for tensor parallelism");
+            return bad(found, "an axis `tp`", "use a mesh such as tp=2 or dp=2,tp=2");
+        }
+        if self.weights == Weights::Sharded && mesh.axis("dp").is_err() {
+            let found = format!("mesh {mesh} with a plan that shards weights over the batch axis");
+            return bad(found, "an axis `dp`", "use a mesh such as dp=2 or dp=2,tp=2");
+        }
+        if self.sequence_parallel && !self.tensor_parallel {
+            let found = "sequence parallelism in a plan without tensor parallelism".to_string();
+            return bad(found, "both, or neither", "use a plan with tp");
+        }
+        let (heads, key_heads) = config.heads();
+        if !heads.is_multiple_of(tp) || !key_heads.is_multiple_of(tp) {
+            let found = format!("{heads} query heads and {key_heads} key heads on {tp} ranks along `tp`");
+            let needed = format!("multiples of {tp}: every rank has whole heads");
+            return bad(found, &needed, "change the mesh, or the numbers of heads");
+        }
+        Ok(())
+    }
+}
+
+/// Searches for the plan under which a step on batches of so many sequences takes the least time.
+///
+/// ```
+/// use shardwise::Mesh;
+/// use shardwise::models::{GptConfig, ModelConfig, search_plan};
+///
+/// let config = ModelConfig::Gpt(GptConfig { n_layers: 1, d_model: 32, d_ff: 64, ..GptConfig::default() });
+/// let search = search_plan(&config, &Mesh::new([("dp", 2)])?, 8)?;
+/// assert!(search.tried.len() >= 2, "{search}");
+/// # Ok::<(), shardwise::Error>(())
+/// ```
+pub fn search_plan(config: &ModelConfig, mesh: &Mesh, batch: usize) -> Result<Search> {
+    config.check()?;
+    check_axes(mesh)?;
+    let step = |plan: &ShardingPlan, mesh: &DeviceMesh| -> Result<()> {
+        let model = build(config, plan, mesh, DType::F32)?;
+        let ids = DTensor::zeros((batch, config.seq_len()), DType::U32, mesh, batch_placements(mesh))?;
+        model.loss(&ids, &ids)?.backward()?.in_param_layout()?;
+        Ok(())
+    };
+    planned(config, mesh, |model, mesh| AutoPlanner::new(step).trials(TRIALS).search(model, mesh))
+}
+
+/// Plans that are tried beyond the uniform ones: each runs the whole model once, without data.
+const TRIALS: usize = 24;
+
+/// A new model, spread by a plan, which must be one for the model and the mesh.
+pub fn build(
+    config: &ModelConfig,
+    plan: &ShardingPlan,
+    mesh: &DeviceMesh,
+    dtype: DType,
+) -> Result<Box<dyn LanguageModel>> {
+    let model = config.build(&plan.builder(mesh).dtype(dtype))?;
+    shard_module(&*model, mesh, plan)?;
+    Ok(model)
+}
+
+/// How a batch `[batch, length]` lies: ranks along `dp` share it.
+pub fn batch_placements(mesh: &Mesh) -> Vec<Placement> {
+    mesh.axes().iter().map(|axis| if axis.name == "dp" { Shard(0) } else { Replicate }).collect()
+}
+
+/// What a planner says of a model, which is built without data to be looked at.
+fn planned<T: Send>(
+    config: &ModelConfig,
+    mesh: &Mesh,
+    planner: impl Fn(&dyn LanguageModel, &DeviceMesh) -> Result<T> + Sync,
+) -> Result<T> {
+    let dry = DryWorld::new(mesh.ranks().iter().max().map_or(1, |rank| rank + 1))?.as_rank(mesh.ranks()[0])?;
+    let ran = dry.run(|world| {
+        let mesh = world.device_mesh(mesh.clone())?;
+        planner(&*config.build(&Builder::new(&mesh))?, &mesh)
+    })?;
+    Ok(ran.value)
+}
+
+fn check_axes(mesh: &Mesh) -> Result<()> {
+    let Some(axis) = mesh.axes().iter().find(|axis| !["dp", "tp"].contains(&&*axis.name)) else { return Ok(()) };
+    let found = format!("axis `{}` in mesh {mesh}", axis.name);
+    let needed = "axes `dp` (ranks share the batch) and `tp` (ranks share heads and features)";
+    Err(Error::invalid("mesh", found, needed, "rename the axis"))
+}
