@@ -121,7 +121,7 @@ pub(super) fn check_crc(key: &str, chunk: &Chunk, expected: u32, found: u32) -> 
     ))
 }
 
-/// Ranges of bytes that are dense both in a chunk and in a box under construction, in order of the box's elements.
+/// Ranges of bytes that are dense both in a chunk and in a box under construction, in the order of the chunk's.
 struct Runs {
     /// Sizes of the dimensions that are walked; what is inside them is one run.
     sizes: Vec<usize>,
@@ -151,10 +151,13 @@ impl Runs {
             run *= both.sizes[dims - 1];
             dims -= 1;
         }
+        // A transposed chunk is walked as it lies in the file, so that each of its bytes is read once.
+        let mut order: Vec<usize> = (0..dims).filter(|&dim| both.sizes[dim] != 1).collect();
+        order.sort_by_key(|&dim| std::cmp::Reverse(strides[dim]));
         Runs {
-            sizes: both.sizes[..dims].to_vec(),
-            source_steps: strides[..dims].iter().map(|&s| (s * size) as u64).collect(),
-            target_steps: target_strides[..dims].iter().map(|s| s * size).collect(),
+            sizes: order.iter().map(|&dim| both.sizes[dim]).collect(),
+            source_steps: order.iter().map(|&dim| (strides[dim] * size) as u64).collect(),
+            target_steps: order.iter().map(|&dim| target_strides[dim] * size).collect(),
             source: (source * size) as u64,
             target: offset * size,
             bytes: run * size,

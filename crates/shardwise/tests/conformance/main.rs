@@ -2,6 +2,7 @@
 //!
 //! The vectors in `data/` are used unless `SHARDWISE_CONFORMANCE_DIR` names another directory of the same form.
 
+mod dcp;
 mod grads;
 mod local_shards;
 mod ops;
@@ -39,4 +40,9 @@ fn grads() {
 #[test]
 fn optim() {
     vectors::run("optim", optim::check);
+}
+
+#[test]
+fn dcp() {
+    dcp::run();
 }
