@@ -81,3 +81,6 @@ const STORAGES: &[(&str, ElementType)] = &[
     ("BoolStorage", ElementType::Bool),
     ("ComplexFloatStorage", ElementType::C64),
 ];
+
+#[cfg(test)]
+mod tests;
