@@ -56,7 +56,7 @@ fn check(case: &Path) -> Result<(), String> {
     Ok(())
 }
 
-fn same<T: PartialEq + std::fmt::Debug>(what: &str, found: T, expected: T) -> Result<(), String> {
+fn same<T: PartialEq + std::fmt::Debug>(what: &str, found: &T, expected: &T) -> Result<(), String> {
     match found == expected {
         true => Ok(()),
         false => Err(format!("{what}: found {found:?}, expected {expected:?}")),
@@ -65,15 +65,15 @@ fn same<T: PartialEq + std::fmt::Debug>(what: &str, found: T, expected: T) -> Re
 
 fn check_tensors(catalog: &Catalog, expected: &Catalog) -> Result<(), String> {
     let keys = |catalog: &Catalog| catalog.tensors.keys().cloned().collect::<Vec<_>>();
-    same("tensors", keys(catalog), keys(expected))?;
+    same("tensors", &keys(catalog), &keys(expected))?;
     for (key, tensor) in &catalog.tensors {
         let whole = &expected.tensors[key];
-        same(key, (tensor.element, &tensor.shape), (whole.element, &whole.shape))?;
+        same(key, &(tensor.element, &tensor.shape), &(whole.element, &whole.shape))?;
         let read = |catalog: &Catalog| catalog.read(key).map_err(|e| e.to_string());
-        same(key, read(catalog)?, read(expected)?)?;
+        same(key, &read(catalog)?, &read(expected)?)?;
         for chunk in &tensor.chunks {
             let part = |catalog: &Catalog| catalog.read_box(key, &chunk.part).map_err(|e| e.to_string());
-            same(key, part(catalog)?, part(expected)?)?;
+            same(key, &part(catalog)?, &part(expected)?)?;
         }
     }
     Ok(())
@@ -84,7 +84,7 @@ fn check_values(catalog: &Catalog, expected: &Json) -> Result<(), String> {
     let mut flat = BTreeMap::new();
     flatten("", expected, &mut flat);
     let found: BTreeMap<String, Json> = catalog.values.iter().map(|(key, value)| (key.clone(), plain(value))).collect();
-    same("values", found, flat)
+    same("values", &found, &flat)
 }
 
 fn flatten(prefix: &str, json: &Json, flat: &mut BTreeMap<String, Json>) {
@@ -113,10 +113,10 @@ fn plain(value: &Value) -> Json {
 
 fn check_metadata(catalog: &Catalog, metadata: &Json) -> Result<(), String> {
     let items = metadata["items"].as_object().ok_or("no items")?;
-    same("items", items.len(), catalog.tensors.len() + catalog.values.len())?;
+    same("items", &items.len(), &(catalog.tensors.len() + catalog.values.len()))?;
     for (key, item) in items {
         if item["type"] == "bytes" {
-            same(key, catalog.values.contains_key(key), true)?;
+            same(key, &catalog.values.contains_key(key), &true)?;
             continue;
         }
         let tensor = catalog.tensors.get(key).ok_or(format!("no tensor {key}"))?;
@@ -140,11 +140,11 @@ fn check_metadata(catalog: &Catalog, metadata: &Json) -> Result<(), String> {
         }
         let chunks = &catalog.tensors.get(key).ok_or(format!("no tensor {key}"))?.chunks;
         let chunk = chunks.iter().find(|c| json!(c.part.offsets) == place["chunk_offset"]).ok_or("no chunk")?;
-        same(key, place["file"].as_str(), Some(chunk.file.as_str()))?;
+        same(key, &place["file"].as_str(), &Some(chunk.file.as_str()))?;
         let number = |name: &str| place[name].as_u64().ok_or(format!("no {name}"));
         let (start, length) = (number("byte_offset")?, number("byte_length")?);
         let end = chunk.offset + chunk.span(catalog.tensors[key].element).ok_or("no end")?;
-        same(key, start < chunk.offset && end < start + length, true)?;
+        same(key, &(start < chunk.offset && end < start + length), &true)?;
     }
     Ok(())
 }

@@ -36,10 +36,13 @@ impl Drop for Scratch {
     }
 }
 
+/// Type, shape, elements, and the boxes in which they are written.
+type Whole = (ElementType, Vec<usize>, Vec<u8>, Vec<TensorBox>);
+
 /// State to be written: whole tensors as bytes, and how they are cut.
 #[derive(Default)]
 struct State {
-    tensors: BTreeMap<String, (ElementType, Vec<usize>, Vec<u8>, Vec<TensorBox>)>,
+    tensors: BTreeMap<String, Whole>,
     values: BTreeMap<String, Value>,
     paths: BTreeMap<String, Vec<Key>>,
 }
@@ -65,13 +68,13 @@ impl State {
             bytes.iter_mut().for_each(|b| *b &= 1);
         }
         let mut boxes = vec![TensorBox { offsets: vec![0; shape.len()], sizes: shape.to_vec() }];
-        for dim in 0..shape.len() {
+        for (dim, &length) in shape.iter().enumerate() {
             for _ in 0..rng.random_range(0..3) {
-                let at = rng.random_range(0..=shape[dim]);
+                let at = rng.random_range(0..=length);
                 let cut = |part: TensorBox| -> Vec<TensorBox> {
                     let (start, size) = (part.offsets[dim], part.sizes[dim]);
                     // Empty boxes only at the end: elsewhere one would begin where another box does.
-                    let behind = at == start + size && at != shape[dim];
+                    let behind = at == start + size && at != length;
                     if at <= start || at > start + size || behind || part.volume() == 0 {
                         return vec![part];
                     }

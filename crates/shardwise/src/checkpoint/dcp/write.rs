@@ -69,14 +69,16 @@ pub(in crate::checkpoint) fn write_file(
 }
 
 /// The bytes of `.metadata`: type and shape of every tensor, the places of all chunks and values in all files, and the paths
-/// of flat keys (a key without one is its own path).
+/// of flat keys (a key without one is its own path). The format knows a chunk by its offsets: of several that begin at one
+/// place, the first that is not empty counts.
 pub(in crate::checkpoint) fn metadata_bytes(
     tensors: &BTreeMap<String, (ElementType, Vec<usize>)>,
     places: &[Place],
     paths: &BTreeMap<String, Vec<Key>>,
 ) -> Result<Vec<u8>> {
+    let places = distinct(places);
     let mut chunks: BTreeMap<&str, Vec<&Chunk>> = tensors.keys().map(|key| (key.as_str(), Vec::new())).collect();
-    for place in places {
+    for place in &places {
         let Some(chunk) = &place.chunk else { continue };
         let of_key = chunks.get_mut(place.key.as_str()).ok_or_else(|| {
             let found = format!("a part of tensor {:?} whose type and shape are not given", place.key);
@@ -118,7 +120,7 @@ pub(in crate::checkpoint) fn metadata_bytes(
     pickle.text("storage_data");
     pickle.begin_dict();
     let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
-    for place in places {
+    for place in &places {
         let position = seen.entry(&place.key).or_default();
         put_place(&mut pickle, place, *position);
         *position += 1;
@@ -131,6 +133,25 @@ pub(in crate::checkpoint) fn metadata_bytes(
     pickle.end_dict();
     pickle.build();
     Ok(pickle.finish())
+}
+
+/// One place per key and offsets, in order.
+fn distinct(places: &[Place]) -> Vec<&Place> {
+    let empty = |place: &Place| place.chunk.as_ref().is_some_and(|chunk| chunk.part.volume() == 0);
+    let mut at: BTreeMap<(&str, Option<&[usize]>), usize> = BTreeMap::new();
+    let mut kept: Vec<&Place> = Vec::new();
+    for place in places {
+        let offsets = place.chunk.as_ref().map(|chunk| chunk.part.offsets.as_slice());
+        match at.get(&(place.key.as_str(), offsets)) {
+            Some(&index) if empty(kept[index]) => kept[index] = place,
+            Some(_) => {}
+            None => {
+                at.insert((&place.key, offsets), kept.len());
+                kept.push(place);
+            }
+        }
+    }
+    kept
 }
 
 fn put_tensor(pickle: &mut Writer, element: ElementType, shape: &[usize], chunks: &[&Chunk]) {

@@ -67,6 +67,8 @@ pub(super) struct Pickle {
     budget: usize,
 }
 
+/// More dimensions than PyTorch's tensors can have are refused.
+const MAX_DIMS: usize = 64;
 /// Values nested deeper than this are refused.
 pub(super) const MAX_DEPTH: usize = 100;
 
@@ -122,7 +124,8 @@ impl Pickle {
             Some(_) => return None,
             None => id,
         };
-        self.entries(id)?.iter().map(|&entry| self.size(entry)).collect()
+        let sizes = self.entries(id).filter(|sizes| sizes.len() <= MAX_DIMS)?;
+        sizes.iter().map(|&entry| self.size(entry)).collect()
     }
 
     pub(super) fn dict(&self, id: Id) -> Option<&[(Id, Id)]> {
@@ -156,16 +159,12 @@ impl Pickle {
         }
     }
 
-    /// An object as a value.
-    pub(super) fn value(&self, id: Id) -> Result<Value> {
-        self.value_within(id, MAX_DEPTH, &mut self.budget())
-    }
-
-    fn value_within(&self, id: Id, depth: usize, budget: &mut usize) -> Result<Value> {
+    /// An object as a value, not deeper than `depth`; what it takes comes off the budget.
+    pub(super) fn value(&self, id: Id, depth: usize, budget: &mut usize) -> Result<Value> {
         let object = self.get(id);
         self.spend(id, depth, budget)?;
         let list = |entries: &[Id], budget: &mut usize| -> Result<Vec<Value>> {
-            entries.iter().map(|&entry| self.value_within(entry, depth - 1, budget)).collect()
+            entries.iter().map(|&entry| self.value(entry, depth - 1, budget)).collect()
         };
         let unfit = |found: String| {
             let needed =
@@ -185,7 +184,7 @@ impl Pickle {
                 for &(key, value) in pairs {
                     let name = self.key_text(key).ok_or_else(|| unfit("a dict with keys that are not text".into()))?;
                     *budget = budget.saturating_sub(name.len());
-                    map.insert(name, self.value_within(value, depth - 1, budget)?);
+                    map.insert(name, self.value(value, depth - 1, budget)?);
                 }
                 Value::Map(map)
             }

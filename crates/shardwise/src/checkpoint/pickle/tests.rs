@@ -6,7 +6,7 @@ use super::*;
 
 fn value_of(bytes: &[u8]) -> Result<Value> {
     let pickle = Pickle::read(bytes)?;
-    pickle.value(pickle.root())
+    pickle.value(pickle.root(), MAX_DEPTH, &mut pickle.budget())
 }
 
 fn written(value: &Value) -> Vec<u8> {

@@ -88,30 +88,34 @@ impl<'a> Saved<'a> {
     ) -> Result<()> {
         self.pickle.spend(id, depth, budget)?;
         if let Some(tensor) = self.tensor(id)? {
+            *budget = budget.saturating_sub(length(path));
             leaves.push((path.clone(), Leaf::Tensor(tensor)));
             return Ok(());
         }
-        let children: Vec<(Key, Id)> = match self.pickle.get(id) {
+        let entries = match self.pickle.get(id) {
             Object::Dict(pairs) => {
-                let named = |&(key, value): &(Id, Id)| {
-                    let name = self.pickle.key_text(key).ok_or_else(|| bad("a dict with keys of another kind", "text"));
-                    Ok((Key::Name(name?), value))
-                };
-                pairs.iter().map(named).collect::<Result<_>>()?
+                for &(key, value) in pairs {
+                    self.pickle.spend(key, depth, budget)?;
+                    let name =
+                        self.pickle.key_text(key).ok_or_else(|| bad("a dict with keys of another kind", "text"))?;
+                    path.push(Key::Name(name));
+                    self.visit(value, path, depth - 1, budget, leaves)?;
+                    path.pop();
+                }
+                return Ok(());
             }
-            Object::List(entries) if self.holds(entries, true, depth, budget)? => numbered(entries),
-            Object::Tuple(entries) if self.holds(entries, false, depth, budget)? => numbered(entries),
+            Object::List(entries) if self.holds(&mut entries.iter().copied(), true, depth, budget)? => entries,
+            Object::Tuple(entries) if self.holds(&mut entries.iter().copied(), false, depth, budget)? => &entries[..],
             _ => {
-                let value = self.pickle.value(id).map_err(|error| at_key(error, &super::flat_key(path)))?;
-                // The way is copied for every leaf.
-                let length: usize = path.iter().map(|key| 8 + key.to_string().len()).sum();
-                *budget = budget.saturating_sub(length);
+                *budget = budget.saturating_sub(length(path));
+                let value =
+                    self.pickle.value(id, depth, budget).map_err(|error| at_key(error, &super::flat_key(path)))?;
                 leaves.push((path.clone(), Leaf::Value(value)));
                 return Ok(());
             }
         };
-        for (key, child) in children {
-            path.push(key);
+        for (i, &child) in entries.iter().enumerate() {
+            path.push(Key::Index(i));
             self.visit(child, path, depth - 1, budget, leaves)?;
             path.pop();
         }
@@ -119,17 +123,20 @@ impl<'a> Saved<'a> {
     }
 
     /// Whether there is a tensor among entries and what is in them, or a dict if these count.
-    fn holds(&self, entries: &[Id], dicts: bool, depth: usize, budget: &mut usize) -> Result<bool> {
-        for &id in entries {
+    fn holds(
+        &self,
+        entries: &mut dyn Iterator<Item = Id>,
+        dicts: bool,
+        depth: usize,
+        budget: &mut usize,
+    ) -> Result<bool> {
+        for id in entries {
             self.pickle.spend(id, depth, budget)?;
             let found = match self.pickle.get(id) {
                 Object::Dict(_) if dicts => true,
-                Object::Dict(pairs) => {
-                    let values: Vec<Id> = pairs.iter().map(|&(_, value)| value).collect();
-                    self.holds(&values, dicts, depth - 1, budget)?
-                }
-                Object::List(inner) => self.holds(inner, dicts, depth - 1, budget)?,
-                Object::Tuple(inner) => self.holds(inner, false, depth - 1, budget)?,
+                Object::Dict(pairs) => self.holds(&mut pairs.iter().map(|&(_, id)| id), dicts, depth - 1, budget)?,
+                Object::List(inner) => self.holds(&mut inner.iter().copied(), dicts, depth - 1, budget)?,
+                Object::Tuple(inner) => self.holds(&mut inner.iter().copied(), false, depth - 1, budget)?,
                 _ => self.rebuilt(id).is_some(),
             };
             if found {
@@ -216,8 +223,13 @@ impl<'a> Saved<'a> {
     }
 }
 
-fn numbered(entries: &[Id]) -> Vec<(Key, Id)> {
-    entries.iter().enumerate().map(|(i, &id)| (Key::Index(i), id)).collect()
+/// Bytes that a path takes, roughly: it is copied for every leaf.
+fn length(path: &[Key]) -> usize {
+    let step = |key: &Key| match key {
+        Key::Name(name) => 8 + name.len(),
+        Key::Index(_) => 8,
+    };
+    path.iter().map(step).sum()
 }
 
 /// Says which entry of a checkpoint an error is about.

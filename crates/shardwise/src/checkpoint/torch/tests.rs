@@ -51,7 +51,9 @@ fn tensor(pickle: &mut PickleWriter, first: i64, sizes: &[usize], strides: &[usi
     pickle.call();
 }
 
-fn dict(pickle: &mut PickleWriter, entries: &[(&str, &dyn Fn(&mut PickleWriter))]) {
+type Fill<'a> = &'a dyn Fn(&mut PickleWriter);
+
+fn dict(pickle: &mut PickleWriter, entries: &[(&str, Fill<'_>)]) {
     pickle.begin_dict();
     for (key, entry) in entries {
         pickle.text(key);
@@ -106,7 +108,7 @@ fn nested_state_is_flattened_and_tensors_stay_where_they_are() {
 
 #[test]
 fn tensors_outside_their_storage_and_other_lies_are_refused() {
-    let refused = |needed: &str, byteorder: &[u8], fill: &dyn Fn(&mut PickleWriter)| {
+    let refused = |needed: &str, byteorder: &[u8], fill: Fill<'_>| {
         let error = opened("refused", byteorder, fill).unwrap_err().to_string();
         assert!(error.contains(needed), "{error}");
     };
@@ -124,7 +126,39 @@ fn tensors_outside_their_storage_and_other_lies_are_refused() {
     refused("another order", b"big", &one(0, &[1], &[1]));
     refused("a dict or list", b"little", &|p| tensor(p, 0, &[1], &[1]));
     refused("two entries", b"little", &|p| {
-        dict(p, &[("a.b", &|p| p.int(1)), ("a", &|p| dict(p, &[("b", &|p| p.int(2))]))])
+        dict(p, &[("a.b", &|p| p.int(1)), ("a", &|p| dict(p, &[("b", &|p| p.int(2))]))]);
     });
     refused("an object", b"little", &|p| dict(p, &[("p", &|p| p.object("pathlib", "PosixPath"))]));
+}
+
+/// One long text, and one list, used by many entries: what is made of a pickle stays in proportion to its length.
+#[test]
+fn entries_that_share_what_they_hold_do_not_multiply_it() {
+    for shared_key in [true, false] {
+        let mut pickle = b"\x80\x02}(X\x01\0\0\0k".to_vec();
+        pickle.push(b'X');
+        pickle.extend_from_slice(&200_000u32.to_le_bytes());
+        pickle.resize(pickle.len() + 200_000, b'x');
+        pickle.extend_from_slice(b"q\0");
+        for i in 0..100_000u32 {
+            if shared_key {
+                pickle.extend_from_slice(b"h\0N");
+            } else {
+                pickle.push(b'X');
+                pickle.extend_from_slice(&6u32.to_le_bytes());
+                pickle.extend_from_slice(format!("{i:06}").as_bytes());
+                pickle.extend_from_slice(b"h\0");
+            }
+        }
+        pickle.extend_from_slice(b"u.");
+        let mut bytes = Vec::new();
+        let mut archive = Writer::new(&mut bytes);
+        archive.small("model/data.pkl", &pickle).unwrap();
+        archive.finish().unwrap();
+        let path = std::env::temp_dir().join(format!("shardwise-torch-shared-{}.pt", std::process::id()));
+        std::fs::write(&path, bytes).unwrap();
+        let outcome = open(&path);
+        std::fs::remove_file(&path).unwrap();
+        assert!(outcome.unwrap_err().to_string().contains("over and over"));
+    }
 }

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use super::{CENTRAL, DESCRIPTOR, END, END_64, END_64_LENGTH, EXTRA_64, LOCAL, LOCAL_LENGTH, LOCATOR_64};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Data of entries begins at a multiple of this, counted from the archive's first byte, as PyTorch has it.
 const ALIGNMENT: u64 = 64;
@@ -18,6 +18,9 @@ pub(in crate::checkpoint) struct Writer<'a, W: Write> {
     position: u64,
     entries: Vec<Done>,
 }
+
+/// Takes the next bytes of an entry.
+pub(super) type Sink<'a> = dyn FnMut(&[u8]) -> Result<()> + 'a;
 
 struct Done {
     name: String,
@@ -37,7 +40,7 @@ impl<'a, W: Write> Writer<'a, W> {
         &mut self,
         name: &str,
         bytes: u64,
-        fill: &mut dyn FnMut(&mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()>,
+        fill: &mut dyn FnMut(&mut Sink<'_>) -> Result<()>,
     ) -> Result<(u64, u32)> {
         let header = self.position;
         let wide = bytes >= NARROW;
@@ -67,7 +70,10 @@ impl<'a, W: Write> Writer<'a, W> {
             hasher.update(block);
             self.put(block)
         })?;
-        debug_assert_eq!(self.position - data, bytes);
+        if self.position - data != bytes {
+            let found = format!("{} bytes for entry {name:?}", self.position - data);
+            return Err(Error::invalid("zip archive", found, bytes, "hand over as many bytes as were announced"));
+        }
         let crc32 = hasher.finalize();
         let mut descriptor = Vec::new();
         put32(&mut descriptor, DESCRIPTOR);
