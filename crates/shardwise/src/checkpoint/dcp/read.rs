@@ -57,7 +57,10 @@ pub(in crate::checkpoint) fn open(directory: &Path, files: &Files) -> Result<Cat
     let items = pickle.dict(items).ok_or_else(|| bad(pickle.describe(items), "a dict of items"))?;
     let mut by_key: BTreeMap<&str, Id> = BTreeMap::new();
     for &(key, item) in items {
-        by_key.insert(pickle.text(key).ok_or_else(|| bad("an item whose key is no text", "text"))?, item);
+        let key = pickle.text(key).ok_or_else(|| bad("an item whose key is no text", "text"))?;
+        if by_key.insert(key, item).is_some() {
+            return Err(twice(key));
+        }
     }
     let mut budget = pickle.budget();
     for (key, item) in by_key {
@@ -104,6 +107,11 @@ fn missing(key: &str) -> Error {
     Error::invalid("distributed checkpoint", found, "a place for every part", INCOMPLETE)
 }
 
+/// A dict of Python has a key once.
+fn twice(key: &str) -> Error {
+    bad(format!("{key:?} twice in {METADATA}"), "each key once")
+}
+
 fn storage(pickle: &Pickle, id: Id) -> Result<Storage> {
     let pairs = pickle.dict(id).ok_or_else(|| bad(pickle.describe(id), "a dict of places"))?;
     let mut storage = Storage::new();
@@ -135,7 +143,9 @@ fn storage(pickle: &Pickle, id: Id) -> Result<Storage> {
                 return Err(Error::invalid("distributed checkpoint", found, "parts as torch.save has them", fix));
             }
         }
-        storage.insert((key, offsets), Info { file, offset, length });
+        if storage.insert((key.clone(), offsets), Info { file, offset, length }).is_some() {
+            return Err(twice(&key));
+        }
     }
     Ok(storage)
 }
@@ -158,7 +168,9 @@ fn paths(pickle: &Pickle, id: Id) -> Result<BTreeMap<String, Vec<Key>>> {
             }
         };
         let steps = steps.iter().map(step).collect::<Result<Vec<_>>>()?;
-        paths.insert(name.to_string(), steps);
+        if paths.insert(name.to_string(), steps).is_some() {
+            return Err(twice(name));
+        }
     }
     Ok(paths)
 }

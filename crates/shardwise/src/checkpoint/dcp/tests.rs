@@ -285,6 +285,48 @@ fn cut_and_changed_files_are_found_or_harmless() {
     }
 }
 
+/// The same for files that PyTorch wrote. Elements of a storage that several tensors share have no checksum of their own.
+#[test]
+fn damaged_files_of_pytorch_do_no_harm() {
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/data/dcp");
+    for (case, file) in [("nested", METADATA), ("torch_save", "model.pt")] {
+        let scratch = Scratch::new(case);
+        for entry in std::fs::read_dir(data.join(case).join("checkpoint")).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), scratch.0.join(entry.file_name())).unwrap();
+        }
+        let damaged = scratch.0.join(file);
+        let root = if file == METADATA { &scratch.0 } else { &damaged };
+        let whole = open(root).unwrap();
+        let read = |at: usize| {
+            let Ok(catalog) = open(root) else { return };
+            for (key, tensor) in &catalog.tensors {
+                let Some(known) = whole.tensors.get(key) else { continue };
+                assert!(catalog.read(key).is_err() || tensor.shape == known.shape, "{case}, byte {at}: {key}");
+            }
+            for (key, value) in &catalog.values {
+                assert!(
+                    whole.values.get(key).is_none_or(|known| known == value),
+                    "{case}, byte {at}: {key} is {value}"
+                );
+            }
+        };
+        let bytes = std::fs::read(&damaged).unwrap();
+        let open_file = std::fs::File::options().write(true).open(&damaged).unwrap();
+        for at in 0..bytes.len() {
+            for mask in [1, 0xff] {
+                open_file.write_all_at(&[bytes[at] ^ mask], at as u64).unwrap();
+                read(at);
+            }
+            open_file.write_all_at(&bytes[at..=at], at as u64).unwrap();
+        }
+        for length in (0..bytes.len()).rev() {
+            open_file.set_len(length as u64).unwrap();
+            assert!(open(root).is_err(), "{case} cut at {length}");
+        }
+    }
+}
+
 #[test]
 fn nothing_of_a_hostile_checkpoint_is_executed_or_read_from_elsewhere() {
     let scratch = Scratch::new("hostile");
