@@ -135,6 +135,11 @@ fn any_layout_of_any_world_loads_into_any_other_hugging_face() {
     round_trips(Format::HuggingFace, "hf");
 }
 
+#[test]
+fn any_layout_of_any_world_loads_into_any_other_dcp() {
+    round_trips(Format::Dcp, "dcp");
+}
+
 fn nested(mesh: &DeviceMesh) -> Result<State> {
     let rows = ChunkShardingSpec::over_ranks(0, mesh.ranks().iter().rev().copied())?;
     Ok(State::map([
@@ -156,13 +161,22 @@ fn nested(mesh: &DeviceMesh) -> Result<State> {
 
 #[test]
 fn nested_state_comes_back_as_it_was() {
-    let scratch = Scratch::new("nested");
+    nested_state(Format::Native, "nested");
+}
+
+#[test]
+fn nested_state_comes_back_as_it_was_from_dcp() {
+    nested_state(Format::Dcp, "nested-dcp");
+}
+
+fn nested_state(format: Format, name: &str) {
+    let scratch = Scratch::new(name);
     let path = scratch.at("state");
     let place = path.clone();
     launch(3, move |world| {
         let mesh = world.mesh([("all", 3)])?;
         mesh.manual_seed(u64::MAX - 5);
-        checkpoint::save(&world, &place, &nested(&mesh)?)
+        checkpoint::save_with(&world, &place, &nested(&mesh)?, &SaveOptions { format, ..SaveOptions::default() })
     })
     .unwrap();
     launch(2, move |world| {

@@ -83,8 +83,8 @@ fn inspected(path: &Path) -> bool {
 fn damage_is_found_wherever_there_is_a_checksum_and_never_more_than_an_error() {
     let (cases, first) = (number("SHARDWISE_DAMAGE_CASES", 2000), number("SHARDWISE_SEED", 0) as u64);
     let scratch = Scratch::new("flips");
-    let formats = [Format::Native, Format::HuggingFace];
-    let mut found = [0; 2];
+    let formats = [Format::Native, Format::HuggingFace, Format::Dcp];
+    let mut found = [0; 3];
     for (i, &format) in formats.iter().enumerate() {
         let (good, bad) = (scratch.0.join(format!("good{i}")), scratch.0.join(format!("bad{i}")));
         save(&good, format);

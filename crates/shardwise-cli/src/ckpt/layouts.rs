@@ -15,7 +15,7 @@ pub(super) struct Layouts {
     plan: PlanName,
     /// PATTERN=PLACEMENTS, one placement per axis: 'layers.*.up.weight=R,S(0)'. * stands for one component, ** for any number.
     #[arg(long = "place", value_name = "RULE")]
-    rules: Vec<String>,
+    places: Vec<String>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -61,7 +61,7 @@ pub(super) struct Chosen {
 impl Layouts {
     pub(super) fn chosen(&self) -> Result<Chosen> {
         let mut placed = ShardingPlan::new();
-        for rule in &self.rules {
+        for rule in &self.places {
             let Some((pattern, placements)) = rule.split_once('=') else {
                 let fix = "for example 'layers.*.up.weight=R,S(0)'";
                 return Err(Error::invalid("--place", format!("{rule:?}"), "PATTERN=PLACEMENTS", fix));

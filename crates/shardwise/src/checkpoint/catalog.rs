@@ -7,6 +7,7 @@ use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
 use super::element::ElementType;
+use super::read::Files;
 use super::value::{Key, Value};
 use crate::error::{Error, Result, nearest};
 use crate::layout::TensorBox;
@@ -147,6 +148,36 @@ impl Catalog {
             }
         }
         Ok(())
+    }
+
+    /// All elements of a tensor, row-major, as the files have them. Opens the files anew.
+    pub fn read(&self, key: &str) -> Result<Vec<u8>> {
+        let shape = &self.tensor(key)?.shape;
+        self.read_box(key, &TensorBox { offsets: vec![0; shape.len()], sizes: shape.clone() })
+    }
+
+    /// The elements of a box of a tensor, row-major, as the files have them. Only what the box needs is read; chunks that
+    /// are read as a whole are compared with their checksums.
+    pub fn read_box(&self, key: &str, part: &TensorBox) -> Result<Vec<u8>> {
+        let tensor = self.tensor(key)?;
+        let inside =
+            |(n, (offset, size)): (&usize, (&usize, &usize))| offset.checked_add(*size).is_some_and(|e| e <= *n);
+        let dims = tensor.shape.len();
+        let whole = part.offsets.len() == dims && part.sizes.len() == dims;
+        if !whole || !tensor.shape.iter().zip(part.offsets.iter().zip(&part.sizes)).all(inside) {
+            let found = format!("a box of sizes {:?} at {:?}", part.sizes, part.offsets);
+            let needed = format!("one inside tensor {key:?} of shape {:?}", tensor.shape);
+            return Err(Error::invalid("box", found, needed, "correct its offsets or sizes"));
+        }
+        let length = part.volume().saturating_mul(tensor.element.size_in_bytes());
+        let mut bytes = Vec::new();
+        bytes.try_reserve_exact(length).map_err(|_| {
+            let found = format!("{length} bytes of tensor {key:?}");
+            Error::invalid("box", found, "what memory can hold", "read smaller boxes")
+        })?;
+        bytes.resize(length, 0);
+        Files::new(&self.directory).read_box(key, tensor, part, &mut bytes)?;
+        Ok(bytes)
     }
 
     /// Size of all tensors in bytes.

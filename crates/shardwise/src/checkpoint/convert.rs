@@ -13,7 +13,7 @@ use super::directory::{commit, parent_of, staging, sweep};
 use super::element::ElementType;
 use super::open::open;
 use super::read::Files;
-use super::value::Key;
+use super::value::{Key, Value};
 use super::write::{Part, WrittenFile, file_name, seal, write_file};
 use crate::error::{Error, Result};
 use crate::layout::{OwnedBox, TensorBox};
@@ -80,7 +80,7 @@ pub fn convert(
     sweep(to)?;
     let staged = staging(to, u64::from(std::process::id()));
     fs::create_dir(&staged)?;
-    let written = write_all(&staged, options.format, plan, progress);
+    let written = write_all(&staged, options.format, plan, &catalog.values, progress);
     let done = written.and_then(|files| {
         let summary =
             Conversion { tensors: catalog.tensors.len(), files: files.len(), bytes: catalog.bytes() as u64, left_out };
@@ -191,9 +191,17 @@ fn planned(source: &Catalog, catalog: &Catalog, options: &ConvertOptions) -> Res
 fn write_all(
     staged: &Path,
     format: Format,
-    plan: Vec<(String, Vec<Part>)>,
+    mut plan: Vec<(String, Vec<Part>)>,
+    values: &BTreeMap<String, Value>,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<Vec<WrittenFile>> {
-    let one = |(name, parts): (String, Vec<Part>)| write_file(format, staged, &name, parts, &|bytes| progress(bytes));
-    plan.into_par_iter().map(one).collect()
+    if plan.is_empty() && !values.is_empty() {
+        plan.push((file_name(format, 0, 1), Vec::new()));
+    }
+    let none = BTreeMap::new();
+    let one = |(i, (name, parts)): (usize, (String, Vec<Part>))| {
+        let values = if i == 0 { values } else { &none };
+        write_file(format, staged, &name, parts, values, &|bytes| progress(bytes))
+    };
+    plan.into_par_iter().enumerate().map(one).collect()
 }

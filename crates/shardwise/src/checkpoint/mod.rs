@@ -1,11 +1,12 @@
 //! Checkpoints: any layout to any layout, in the formats that people have.
 
 mod assign;
+mod cast;
 mod catalog;
 mod content;
 mod convert;
+mod dcp;
 mod diff;
-mod cast;
 mod directory;
 mod dry_load;
 mod element;
@@ -13,14 +14,17 @@ mod hf;
 mod load;
 mod native;
 mod open;
+mod pickle;
 mod read;
 mod safetensors;
 mod save;
 mod series;
 mod state;
+mod torch;
 mod value;
 mod verify;
 mod write;
+mod zip;
 
 pub use catalog::{Catalog, Chunk, Format, StoredTensor};
 pub use convert::{Conversion, ConvertOptions, Cut, convert};

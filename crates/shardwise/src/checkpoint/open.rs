@@ -5,10 +5,10 @@ use std::path::Path;
 use super::catalog::{Catalog, Format};
 use super::directory::resolve;
 use super::read::Files;
-use super::{hf, native};
+use super::{dcp, hf, native, torch};
 use crate::error::{Error, Result};
 
-/// What is in the checkpoint at a path: a directory, or one safetensors file. Only descriptions are read, and everything
+/// What is in the checkpoint at a path: a directory, or one file of safetensors or `torch.save`. Only descriptions are read, and everything
 /// about them is checked: what is found lies inside the files, and the boxes of every tensor fill it.
 pub fn open(path: impl AsRef<Path>) -> Result<Catalog> {
     let path = resolve(path.as_ref());
@@ -20,7 +20,8 @@ pub fn open(path: impl AsRef<Path>) -> Result<Catalog> {
     let catalog = match format_of(&path)? {
         Format::Native => native::open(&directory, &files)?,
         Format::HuggingFace => hf::open(&directory, &files, single.as_deref())?,
-        Format::Dcp | Format::Torch => unreachable!("not yet"),
+        Format::Dcp => dcp::open(&directory, &files)?,
+        Format::Torch => torch::open(&directory, &files, single.as_deref().unwrap_or_default())?,
     };
     catalog.check(&|name| files.size(name))?;
     Ok(catalog)
@@ -32,7 +33,7 @@ pub(super) fn format_of(path: &Path) -> Result<Format> {
     if path.join(native::MANIFEST).is_file() {
         return Ok(Format::Native);
     }
-    if path.join(".metadata").is_file() {
+    if path.join(dcp::METADATA).is_file() {
         return Ok(Format::Dcp);
     }
     if has_extension(path, "safetensors") && path.is_file() || path.join(hf::INDEX).is_file() {

@@ -8,10 +8,9 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::catalog::{Catalog, Chunk, StoredTensor, check_file_name, row_major};
+use super::catalog::{Chunk, StoredTensor, check_file_name, row_major};
 use crate::error::{Error, Result};
 use crate::layout::TensorBox;
-use crate::local::reserve;
 
 /// The files of a checkpoint, opened when first read.
 pub(super) struct Files {
@@ -122,7 +121,7 @@ pub(super) fn check_crc(key: &str, chunk: &Chunk, expected: u32, found: u32) -> 
     ))
 }
 
-/// Ranges of bytes that are dense both in a chunk and in a box under construction, in order of the box's elements.
+/// Ranges of bytes that are dense both in a chunk and in a box under construction, in the order of the chunk's.
 struct Runs {
     /// Sizes of the dimensions that are walked; what is inside them is one run.
     sizes: Vec<usize>,
@@ -152,10 +151,13 @@ impl Runs {
             run *= both.sizes[dims - 1];
             dims -= 1;
         }
+        // A transposed chunk is walked as it lies in the file, so that each of its bytes is read once.
+        let mut order: Vec<usize> = (0..dims).filter(|&dim| both.sizes[dim] != 1).collect();
+        order.sort_by_key(|&dim| std::cmp::Reverse(strides[dim]));
         Runs {
-            sizes: both.sizes[..dims].to_vec(),
-            source_steps: strides[..dims].iter().map(|&s| (s * size) as u64).collect(),
-            target_steps: target_strides[..dims].iter().map(|s| s * size).collect(),
+            sizes: order.iter().map(|&dim| both.sizes[dim]).collect(),
+            source_steps: order.iter().map(|&dim| (strides[dim] * size) as u64).collect(),
+            target_steps: order.iter().map(|&dim| target_strides[dim] * size).collect(),
             source: (source * size) as u64,
             target: offset * size,
             bytes: run * size,
@@ -190,29 +192,5 @@ impl Runs {
                 index[dim] = 0;
             }
         }
-    }
-}
-
-impl Catalog {
-    /// All elements of a tensor, row-major in little-endian bytes.
-    pub fn read(&self, key: &str) -> Result<Vec<u8>> {
-        let stored = self.tensor(key)?;
-        self.read_box(key, &TensorBox { offsets: vec![0; stored.shape.len()], sizes: stored.shape.clone() })
-    }
-
-    /// The elements of a box of a tensor, row-major in little-endian bytes.
-    pub fn read_box(&self, key: &str, part: &TensorBox) -> Result<Vec<u8>> {
-        let stored = self.tensor(key)?;
-        let inside = part.offsets.iter().zip(&part.sizes).zip(&stored.shape);
-        let fits = part.offsets.len() == stored.shape.len() && part.sizes.len() == stored.shape.len();
-        if !fits || inside.into_iter().any(|((o, s), n)| o.checked_add(*s).is_none_or(|end| end > *n)) {
-            let needed = format!("a box of a tensor of shape {:?}", stored.shape);
-            return Err(Error::invalid("box", format!("{part:?}"), needed, "ask for a part of the tensor"));
-        }
-        let length = part.volume() * stored.element.size_in_bytes();
-        let mut bytes = reserve(length)?;
-        bytes.resize(length, 0);
-        Files::new(&self.directory).read_box(key, stored, part, &mut bytes)?;
-        Ok(bytes)
     }
 }

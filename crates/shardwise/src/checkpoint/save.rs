@@ -17,6 +17,7 @@ use super::content::Content;
 use super::directory::{commit, parent_of, staging, sweep};
 use super::element::ElementType;
 use super::state::{Leaf, State};
+use super::value::Value;
 use super::write::{Part, WrittenFile, file_name, seal, write_file};
 use crate::comm::{World, agree, texts, together};
 use crate::error::{Error, Result, Site};
@@ -318,7 +319,9 @@ impl Job {
         let (report, rank) = (self.report_of(self.rank), self.rank);
         let (format, staged) = (self.format, self.staged.clone());
         let (parts, catalog) = (self.planned.parts, self.planned.catalog);
-        let mine = write_parts(format, &staged, rank, self.ranks, parts);
+        // Values are the same on all ranks; the first one writes them.
+        let values = if rank == 0 { catalog.values.clone() } else { BTreeMap::new() };
+        let mine = write_parts(format, &staged, (rank, self.ranks), parts, &values);
         let said = match &mine {
             Ok(files) => serde_json::to_string(files).map_err(Error::other)?,
             Err(error) => format!("!{error}"),
@@ -357,7 +360,13 @@ fn report_path(staged: &Path, rank: usize) -> PathBuf {
 
 /// Writes the files of one rank. In a format that knows boxes by the name of their tensor alone, boxes of one tensor go to
 /// different files.
-fn write_parts(format: Format, staged: &Path, rank: usize, ranks: usize, parts: Vec<Part>) -> Result<Vec<WrittenFile>> {
+fn write_parts(
+    format: Format,
+    staged: &Path,
+    (rank, ranks): (usize, usize),
+    parts: Vec<Part>,
+    values: &BTreeMap<String, Value>,
+) -> Result<Vec<WrittenFile>> {
     let mut files: Vec<Vec<Part>> = vec![Vec::new()];
     for part in parts {
         let free = |file: &&mut Vec<Part>| format != Format::HuggingFace || file.iter().all(|p| p.key != part.key);
@@ -369,7 +378,7 @@ fn write_parts(format: Format, staged: &Path, rank: usize, ranks: usize, parts: 
     let count = files.len();
     let mut written = Vec::new();
     for (i, parts) in files.into_iter().enumerate() {
-        if parts.is_empty() {
+        if parts.is_empty() && (values.is_empty() || format != Format::Dcp) {
             continue;
         }
         let name = match format {
@@ -377,7 +386,7 @@ fn write_parts(format: Format, staged: &Path, rank: usize, ranks: usize, parts: 
             Format::HuggingFace => format!("shard-{:05}-model-{:05}-of-{count:05}.safetensors", rank + 1, i + 1),
             _ => file_name(format, rank, ranks),
         };
-        written.push(write_file(format, staged, &name, parts, &|_| {})?);
+        written.push(write_file(format, staged, &name, parts, values, &|_| {})?);
     }
     Ok(written)
 }

@@ -7,10 +7,11 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::catalog::{Catalog, Chunk, Format};
+use super::catalog::{Catalog, Chunk, Format, StoredTensor};
 use super::content::Content;
 use super::native::{FileInfo, MANIFEST, Manifest};
-use super::{hf, safetensors};
+use super::value::Value;
+use super::{dcp, hf, safetensors};
 use crate::error::{Error, Result};
 use crate::layout::TensorBox;
 
@@ -32,6 +33,9 @@ pub(super) struct WrittenFile {
     pub(super) name: String,
     pub(super) info: Option<FileInfo>,
     pub(super) chunks: Vec<(String, Chunk)>,
+    /// The same and where values are, as PyTorch's format wants to know it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) places: Vec<dcp::Place>,
 }
 
 /// The name of a file in a format: number `index` of `count`.
@@ -44,16 +48,26 @@ pub(super) fn file_name(format: Format, index: usize, count: usize) -> String {
     }
 }
 
-/// Writes boxes to a file of a directory and makes it durable. `progress` hears of bytes.
+/// Writes boxes to a file of a directory and makes it durable. `values` go along in a format that has them in such files;
+/// `progress` hears of bytes.
 pub(super) fn write_file(
     format: Format,
     directory: &Path,
     name: &str,
     parts: Vec<Part>,
+    values: &BTreeMap<String, Value>,
     progress: &dyn Fn(u64),
 ) -> Result<WrittenFile> {
     let file = File::create(directory.join(name))?;
     let mut out = BufWriter::with_capacity(1 << 20, file);
+    if format == Format::Dcp {
+        let tensors: Vec<_> = parts.into_iter().map(|p| (p.key, p.part, p.content)).collect();
+        let values: Vec<_> = values.iter().map(|(key, value)| (key.clone(), value)).collect();
+        let places = dcp::write_file(&mut out, name, &tensors, &values, progress)?;
+        out.into_inner().map_err(|error| Error::from(error.into_error()))?.sync_all()?;
+        let chunks = places.iter().filter_map(|place| Some((place.key.clone(), place.chunk.clone()?))).collect();
+        return Ok(WrittenFile { name: name.to_string(), info: None, chunks, places });
+    }
     let metadata = match format {
         Format::HuggingFace if parts.iter().all(|p| p.is_whole) => {
             BTreeMap::from([("format".to_string(), "pt".to_string())])
@@ -85,13 +99,15 @@ pub(super) fn write_file(
     };
     let chunks = boxes.into_iter().zip(places).map(chunk).collect();
     let info = Some(FileInfo { bytes: file.metadata()?.len(), header_crc32 });
-    Ok(WrittenFile { name: name.to_string(), info, chunks })
+    Ok(WrittenFile { name: name.to_string(), info, chunks, places: Vec::new() })
 }
 
 /// Makes written files a checkpoint: adds the file that says what is where. `catalog` has all tensors but for their chunks.
 pub(super) fn seal(directory: &Path, mut catalog: Catalog, files: Vec<WrittenFile>) -> Result<()> {
     let mut infos = BTreeMap::new();
+    let mut places = Vec::new();
     for file in files {
+        places.extend(file.places);
         infos.extend(file.info.map(|info| (file.name, info)));
         for (key, chunk) in file.chunks {
             if let Some(tensor) = catalog.tensors.get_mut(&key) {
@@ -106,7 +122,12 @@ pub(super) fn seal(directory: &Path, mut catalog: Catalog, files: Vec<WrittenFil
             fs::write(directory.join(hf::INDEX), hf::index_text(&catalog.tensors)?)?;
         }
         Format::HuggingFace => {}
-        Format::Dcp | Format::Torch => unreachable!("not yet"),
+        Format::Dcp => {
+            let described = |(key, t): (&String, &StoredTensor)| (key.clone(), (t.element, t.shape.clone()));
+            let tensors = catalog.tensors.iter().map(described).collect();
+            fs::write(directory.join(".metadata"), dcp::metadata_bytes(&tensors, &places, &catalog.paths)?)?;
+        }
+        Format::Torch => unreachable!("refused before anything is written"),
     }
     super::directory::sync(directory)
 }

@@ -2,6 +2,7 @@
 //!
 //! The vectors in `data/` are used unless `SHARDWISE_CONFORMANCE_DIR` names another directory of the same form.
 
+mod dcp;
 mod grads;
 mod local_shards;
 mod ops;
@@ -45,4 +46,9 @@ fn optim() {
 #[test]
 fn train() {
     train::check();
+}
+
+#[test]
+fn dcp() {
+    dcp::run();
 }

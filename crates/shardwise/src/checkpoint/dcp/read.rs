@@ -1,0 +1,220 @@
+//! Reading `.metadata`, and of every archive just enough to know where its elements are.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use super::super::catalog::{Catalog, Format, INCOMPLETE, NOT_OURS, StoredTensor, check_file_name};
+use super::super::element::ElementType;
+use super::super::pickle::{Id, Object, Pickle};
+use super::super::read::Files;
+use super::super::torch::{Saved, add, at_key};
+use super::super::value::Key;
+use super::{CLASSES, FILESYSTEM, METADATA};
+use crate::error::{Error, Result};
+use crate::layout::TensorBox;
+
+/// A longer `.metadata` is refused.
+const MAX_METADATA: u64 = 1 << 30;
+
+/// Where the archive of a chunk or value is.
+struct Info {
+    file: String,
+    offset: u64,
+    length: u64,
+}
+
+/// Archives by key and, for tensors, the offsets of the chunk.
+type Storage = BTreeMap<(String, Option<Vec<usize>>), Info>;
+
+fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
+    Error::invalid("distributed checkpoint", found, needed, NOT_OURS)
+}
+
+/// What is in a checkpoint of this format.
+pub(in crate::checkpoint) fn open(directory: &Path, files: &Files) -> Result<Catalog> {
+    let size = files.size(METADATA).unwrap_or(0);
+    if size > MAX_METADATA {
+        return Err(bad(format!("{METADATA} of {size} bytes"), "1 GB at most"));
+    }
+    let mut bytes = vec![0; size as usize];
+    files.read(METADATA, 0, &mut bytes)?;
+    let pickle = Pickle::read(&bytes)?;
+    drop(bytes);
+    let state = object(&pickle, pickle.root(), CLASSES, "Metadata")?;
+    let mut storage = storage(&pickle, field(&pickle, state, "storage_data")?)?;
+    let paths = match pickle.field(state, "planner_data") {
+        Some(id) if *pickle.get(id) != Object::None => paths(&pickle, id)?,
+        _ => BTreeMap::new(),
+    };
+    let mut catalog = Catalog {
+        format: Format::Dcp,
+        directory: directory.to_path_buf(),
+        tensors: BTreeMap::new(),
+        values: BTreeMap::new(),
+        paths: BTreeMap::new(),
+    };
+    let items = field(&pickle, state, "state_dict_metadata")?;
+    let items = pickle.dict(items).ok_or_else(|| bad(pickle.describe(items), "a dict of items"))?;
+    let mut by_key: BTreeMap<&str, Id> = BTreeMap::new();
+    for &(key, item) in items {
+        let key = pickle.text(key).ok_or_else(|| bad("an item whose key is no text", "text"))?;
+        if by_key.insert(key, item).is_some() {
+            return Err(twice(key));
+        }
+    }
+    let mut budget = pickle.budget();
+    for (key, item) in by_key {
+        let path = paths.get(key).cloned().unwrap_or_else(|| vec![Key::Name(key.to_string())]);
+        match pickle.made(item) {
+            Some((CLASSES, "TensorStorageMetadata", ..)) => {
+                let tensor = tensor(&pickle, item, key, &mut storage, files, &mut budget);
+                catalog.tensors.insert(key.to_string(), tensor.map_err(|error| at_key(error, key))?);
+                if paths.contains_key(key) {
+                    catalog.paths.insert(key.to_string(), path);
+                }
+            }
+            Some((CLASSES, "BytesStorageMetadata", ..)) => {
+                let info = storage.remove(&(key.to_string(), None)).ok_or_else(|| missing(key))?;
+                let leaves = Saved::open(files, &info.file, info.offset, info.length).and_then(|s| s.flatten(&path));
+                for (path, leaf) in leaves.map_err(|error| at_key(error, key))? {
+                    add(&mut catalog, &info.file, path, leaf)?;
+                }
+            }
+            _ => return Err(bad(format!("{} as item {key:?}", pickle.describe(item)), "a tensor or bytes")),
+        }
+    }
+    Ok(catalog)
+}
+
+/// The state of an object of a class.
+fn object(pickle: &Pickle, id: Id, module: &str, class: &str) -> Result<Id> {
+    match pickle.made(id) {
+        Some((found, name, _, Some(state))) if (found, name) == (module, class) => Ok(state),
+        _ => Err(bad(pickle.describe(id), &format!("an object of {module}.{class} with its state"))),
+    }
+}
+
+fn field(pickle: &Pickle, state: Id, name: &str) -> Result<Id> {
+    pickle.field(state, name).ok_or_else(|| bad(format!("an object without {name}"), name))
+}
+
+fn sizes(pickle: &Pickle, id: Id) -> Result<Vec<usize>> {
+    pickle.sizes(id).ok_or_else(|| bad(format!("{} for sizes", pickle.describe(id)), "whole numbers"))
+}
+
+fn missing(key: &str) -> Error {
+    let found = format!("no place for a part of {key:?}");
+    Error::invalid("distributed checkpoint", found, "a place for every part", INCOMPLETE)
+}
+
+/// A dict of Python has a key once.
+fn twice(key: &str) -> Error {
+    bad(format!("{key:?} twice in {METADATA}"), "each key once")
+}
+
+fn storage(pickle: &Pickle, id: Id) -> Result<Storage> {
+    let pairs = pickle.dict(id).ok_or_else(|| bad(pickle.describe(id), "a dict of places"))?;
+    let mut storage = Storage::new();
+    let mut budget = pickle.budget();
+    for &(index, info) in pairs {
+        let index = object(pickle, index, CLASSES, "MetadataIndex")?;
+        let info = object(pickle, info, FILESYSTEM, "_StorageInfo")?;
+        let key = field(pickle, index, "fqn")?;
+        pickle.spend(key, 1, &mut budget)?;
+        let key = pickle.text(key).ok_or_else(|| bad("a key that is no text", "text"))?.to_string();
+        let offsets = match pickle.field(index, "offset") {
+            Some(id) if *pickle.get(id) != Object::None => Some(sizes(pickle, id)?),
+            _ => None,
+        };
+        let file = field(pickle, info, "relative_path")?;
+        pickle.spend(file, 1, &mut budget)?;
+        let file = pickle.text(file).ok_or_else(|| bad("a file whose name is no text", "text"))?.to_string();
+        check_file_name(&file)?;
+        let number = |name: &str| -> Result<u64> {
+            let id = field(pickle, info, name)?;
+            pickle.size(id).map(|n| n as u64).ok_or_else(|| bad(pickle.describe(id), "a place in a file"))
+        };
+        let (offset, length) = (number("offset")?, number("length")?);
+        if let Some(steps) = pickle.field(info, "transform_descriptors") {
+            let none = *pickle.get(steps) == Object::None || pickle.entries(steps).is_some_and(<[Id]>::is_empty);
+            if !none {
+                let found = format!("a transformed part of {key:?}");
+                let fix = "load it with PyTorch and save it without compression";
+                return Err(Error::invalid("distributed checkpoint", found, "parts as torch.save has them", fix));
+            }
+        }
+        if storage.insert((key.clone(), offsets), Info { file, offset, length }).is_some() {
+            return Err(twice(&key));
+        }
+    }
+    Ok(storage)
+}
+
+/// The way to every flat key.
+fn paths(pickle: &Pickle, id: Id) -> Result<BTreeMap<String, Vec<Key>>> {
+    let pairs = pickle.dict(id).ok_or_else(|| bad(pickle.describe(id), "a dict of paths"))?;
+    let mut budget = pickle.budget();
+    let mut paths = BTreeMap::new();
+    for &(key, path) in pairs {
+        pickle.spend(key, 1, &mut budget)?;
+        let name = pickle.text(key).ok_or_else(|| bad("a key that is no text", "text"))?;
+        let steps = pickle.entries(path).ok_or_else(|| bad(pickle.describe(path), "a path"))?;
+        let step = |&id: &Id| {
+            pickle.spend(id, 1, &mut budget)?;
+            match (pickle.text(id), pickle.size(id)) {
+                (Some(name), _) => Ok(Key::Name(name.to_string())),
+                (None, Some(index)) => Ok(Key::Index(index)),
+                _ => Err(bad(format!("{} in a path", pickle.describe(id)), "names and positions")),
+            }
+        };
+        let steps = steps.iter().map(step).collect::<Result<Vec<_>>>()?;
+        if paths.insert(name.to_string(), steps).is_some() {
+            return Err(twice(name));
+        }
+    }
+    Ok(paths)
+}
+
+/// A tensor and where its chunks are.
+fn tensor(
+    pickle: &Pickle,
+    item: Id,
+    key: &str,
+    storage: &mut Storage,
+    files: &Files,
+    budget: &mut usize,
+) -> Result<StoredTensor> {
+    let state = object(pickle, item, CLASSES, "TensorStorageMetadata")?;
+    let properties = object(pickle, field(pickle, state, "properties")?, CLASSES, "TensorProperties")?;
+    // Six entries since strides are stored; five before.
+    let dtype = match pickle.entries(properties) {
+        Some([dtype, _, _, _, _] | [dtype, _, _, _, _, _]) => pickle.global(*dtype),
+        _ => None,
+    };
+    let element = match dtype {
+        Some(("torch", name)) => ElementType::from_name(name)?,
+        _ => return Err(bad("a tensor without a type", "a type of elements")),
+    };
+    let shape = sizes(pickle, field(pickle, state, "size")?)?;
+    let list = field(pickle, state, "chunks")?;
+    let mut chunks = Vec::new();
+    for &chunk in pickle.entries(list).ok_or_else(|| bad(pickle.describe(list), "a list of chunks"))? {
+        pickle.spend(chunk, 1, budget)?;
+        let chunk = object(pickle, chunk, CLASSES, "ChunkStorageMetadata")?;
+        let offsets = sizes(pickle, field(pickle, chunk, "offsets")?)?;
+        let part = TensorBox { offsets, sizes: sizes(pickle, field(pickle, chunk, "sizes")?)? };
+        let Some(info) = storage.remove(&(key.to_string(), Some(part.offsets.clone()))) else {
+            match part.volume() {
+                0 => continue,
+                _ => return Err(missing(key)),
+            }
+        };
+        let located = Saved::open(files, &info.file, info.offset, info.length)?.single()?;
+        if located.element != element || located.sizes != part.sizes {
+            let found = format!("a part of type {} and shape {:?}", located.element, located.sizes);
+            return Err(bad(found, &format!("{element} and {:?}, as {METADATA} says", part.sizes)));
+        }
+        chunks.push(located.chunk(part, &info.file));
+    }
+    Ok(StoredTensor { element, shape, chunks })
+}

@@ -1,0 +1,454 @@
+//! The machine: a stack, a memo, and a table of objects that grows by a bounded amount per byte read.
+
+use rustc_hash::FxHashMap;
+
+use super::globals;
+use super::{Id, Object};
+use crate::error::{Error, Result};
+
+/// Objects that every pickle has.
+const NONE: Id = 0;
+const TRUE: Id = 1;
+const FALSE: Id = 2;
+const EMPTY_TUPLE: Id = 3;
+
+struct Machine<'a> {
+    bytes: &'a [u8],
+    at: usize,
+    objects: Vec<Object>,
+    stack: Vec<Id>,
+    /// Heights of the stack at the marks that are open.
+    marks: Vec<usize>,
+    memo: FxHashMap<u64, Id>,
+}
+
+/// Reads a pickle: its objects, and the one it stands for.
+pub(super) fn run(bytes: &[u8]) -> Result<(Vec<Object>, Id)> {
+    let objects = vec![Object::None, Object::Bool(true), Object::Bool(false), Object::Tuple(Box::new([]))];
+    let memo = FxHashMap::default();
+    let mut machine = Machine { bytes, at: 0, objects, stack: Vec::new(), marks: Vec::new(), memo };
+    loop {
+        let at = machine.at;
+        let opcode = machine.byte()?;
+        if opcode == b'.' {
+            let root = machine.pop()?;
+            return Ok((machine.objects, root));
+        }
+        machine.step(opcode).map_err(|error| located(error, at))?;
+    }
+}
+
+/// Says where in the pickle an error is.
+fn located(error: Error, at: usize) -> Error {
+    match error {
+        Error::Invalid(inner) => {
+            Error::invalid(inner.what, format!("{} at byte {at}", inner.found), &inner.needed, &inner.fix)
+        }
+        other => other,
+    }
+}
+
+fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
+    Error::invalid("pickle", found, needed, super::NOT_OURS)
+}
+
+impl<'a> Machine<'a> {
+    fn step(&mut self, opcode: u8) -> Result<()> {
+        match opcode {
+            // Protocol and frames: nothing depends on them.
+            0x80 => self.take(1).map(drop),
+            0x95 => self.take(8).map(drop),
+            b'(' => {
+                self.marks.push(self.stack.len());
+                Ok(())
+            }
+            b'0' => match self.marks.last() == Some(&self.stack.len()) {
+                true => self.marks.pop().map(drop).ok_or_else(|| bad("an empty stack", "an object")),
+                false => self.pop().map(drop),
+            },
+            b'1' => self.since_mark().map(drop),
+            b'2' => self.top().map(|id| self.stack.push(id)),
+            b'N' => self.known(NONE),
+            0x88 => self.known(TRUE),
+            0x89 => self.known(FALSE),
+            b')' => self.known(EMPTY_TUPLE),
+            b'I' => self.decimal_int(),
+            b'L' => {
+                let line = self.line()?;
+                self.push_decimal(line.strip_suffix('L').unwrap_or(line))
+            }
+            b'J' => {
+                let n = i32::from_le_bytes(self.array()?);
+                self.push(Object::Int(i64::from(n)))
+            }
+            b'K' => {
+                let n = self.byte()?;
+                self.push(Object::Int(i64::from(n)))
+            }
+            b'M' => {
+                let n = u16::from_le_bytes(self.array()?);
+                self.push(Object::Int(i64::from(n)))
+            }
+            0x8a => {
+                let length = usize::from(self.byte()?);
+                self.long(length)
+            }
+            0x8b => {
+                let length = self.length4()?;
+                self.long(length)
+            }
+            b'F' => {
+                let line = self.line()?;
+                let number = line.trim().parse().map_err(|_| bad(format!("{line:?}"), "a number"))?;
+                self.push(Object::Float(number))
+            }
+            b'G' => {
+                let number = f64::from_be_bytes(self.array()?);
+                self.push(Object::Float(number))
+            }
+            b'V' | b'S' => self.quoted(opcode == b'S'),
+            b'X' => {
+                let length = self.length4()?;
+                self.unicode(length)
+            }
+            0x8c => {
+                let length = usize::from(self.byte()?);
+                self.unicode(length)
+            }
+            0x8d => {
+                let length = self.length8()?;
+                self.unicode(length)
+            }
+            b'U' => {
+                let length = usize::from(self.byte()?);
+                self.old_text(length)
+            }
+            b'T' => {
+                let length = self.length4()?;
+                self.old_text(length)
+            }
+            b'C' => {
+                let length = usize::from(self.byte()?);
+                self.binary(length)
+            }
+            b'B' => {
+                let length = self.length4()?;
+                self.binary(length)
+            }
+            0x8e | 0x96 => {
+                let length = self.length8()?;
+                self.binary(length)
+            }
+            b']' => self.push(Object::List(Vec::new())),
+            b'}' => self.push(Object::Dict(Vec::new())),
+            0x8f => self.push(Object::Set(Vec::new())),
+            b'l' => {
+                let entries = self.since_mark()?;
+                self.push(Object::List(entries))
+            }
+            b't' => {
+                let entries = self.since_mark()?;
+                self.push(Object::Tuple(entries.into()))
+            }
+            0x85..=0x87 => self.tuple(usize::from(opcode - 0x84)),
+            b'd' => {
+                let pairs = pairs(&self.since_mark()?)?;
+                self.push(Object::Dict(pairs))
+            }
+            0x91 => {
+                let entries = self.since_mark()?;
+                self.push(Object::Set(entries))
+            }
+            b'a' => {
+                let entry = self.pop()?;
+                self.append(&[entry])
+            }
+            b'e' | 0x90 => {
+                let entries = self.since_mark()?;
+                self.append(&entries)
+            }
+            b's' => {
+                let (value, key) = (self.pop()?, self.pop()?);
+                self.set_items(&[(key, value)])
+            }
+            b'u' => {
+                let pairs = pairs(&self.since_mark()?)?;
+                self.set_items(&pairs)
+            }
+            b'p' => {
+                let index = self.index_line()?;
+                self.remember(index)
+            }
+            b'q' => {
+                let index = u64::from(self.byte()?);
+                self.remember(index)
+            }
+            b'r' => {
+                let index = u64::from(u32::from_le_bytes(self.array()?));
+                self.remember(index)
+            }
+            0x94 => self.remember(self.memo.len() as u64),
+            b'g' => {
+                let index = self.index_line()?;
+                self.recall(index)
+            }
+            b'h' => {
+                let index = u64::from(self.byte()?);
+                self.recall(index)
+            }
+            b'j' => {
+                let index = u64::from(u32::from_le_bytes(self.array()?));
+                self.recall(index)
+            }
+            b'c' => {
+                let (module, name) = (self.line()?, self.line()?);
+                self.push_global(module, name)
+            }
+            0x93 => self.stack_global(),
+            b'R' | 0x81 => self.call(),
+            b'b' => self.build(),
+            b'P' => {
+                let name = Object::Text(self.line()?.into());
+                self.push(name)?;
+                self.outside()
+            }
+            b'Q' => self.outside(),
+            other => Err(bad(format!("instruction {other:#04x}"), "one that checkpoints use")),
+        }
+    }
+
+    fn take(&mut self, length: usize) -> Result<&'a [u8]> {
+        let rest = &self.bytes[self.at..];
+        if length > rest.len() {
+            return Err(bad(format!("an end {} bytes early", length - rest.len()), "a whole pickle"));
+        }
+        self.at += length;
+        Ok(&rest[..length])
+    }
+
+    fn byte(&mut self) -> Result<u8> {
+        Ok(self.take(1)?[0])
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.take(N)?);
+        Ok(array)
+    }
+
+    fn length4(&mut self) -> Result<usize> {
+        Ok(u32::from_le_bytes(self.array()?) as usize)
+    }
+
+    fn length8(&mut self) -> Result<usize> {
+        let length = u64::from_le_bytes(self.array()?);
+        usize::try_from(length).map_err(|_| bad(format!("{length} bytes"), "a length"))
+    }
+
+    /// The text up to the end of the line.
+    fn line(&mut self) -> Result<&'a str> {
+        let rest = &self.bytes[self.at..];
+        let end =
+            rest.iter().position(|&b| b == b'\n').ok_or_else(|| bad("a line without an end", "a whole pickle"))?;
+        self.at += end + 1;
+        std::str::from_utf8(&rest[..end]).map_err(|_| bad("bytes that are not text", "text"))
+    }
+
+    fn index_line(&mut self) -> Result<u64> {
+        let line = self.line()?;
+        line.parse().map_err(|_| bad(format!("{line:?}"), "a number"))
+    }
+
+    fn push(&mut self, object: Object) -> Result<()> {
+        let id = Id::try_from(self.objects.len()).map_err(|_| bad("too many objects", "2^32 at most"))?;
+        self.objects.push(object);
+        self.stack.push(id);
+        Ok(())
+    }
+
+    fn known(&mut self, id: Id) -> Result<()> {
+        self.stack.push(id);
+        Ok(())
+    }
+
+    /// The height below which the stack is hidden by a mark.
+    fn floor(&self) -> usize {
+        self.marks.last().copied().unwrap_or(0)
+    }
+
+    fn top(&self) -> Result<Id> {
+        match self.stack.last() {
+            Some(&id) if self.stack.len() > self.floor() => Ok(id),
+            _ => Err(bad("an empty stack", "an object on it")),
+        }
+    }
+
+    fn pop(&mut self) -> Result<Id> {
+        let id = self.top()?;
+        self.stack.pop();
+        Ok(id)
+    }
+
+    fn since_mark(&mut self) -> Result<Vec<Id>> {
+        let mark = self.marks.pop().ok_or_else(|| bad("no mark", "a mark on the stack"))?;
+        Ok(self.stack.split_off(mark))
+    }
+
+    fn tuple(&mut self, length: usize) -> Result<()> {
+        if self.stack.len() < self.floor() + length {
+            return Err(bad("an empty stack", "objects on it"));
+        }
+        let entries = self.stack.split_off(self.stack.len() - length);
+        self.push(Object::Tuple(entries.into()))
+    }
+
+    fn append(&mut self, entries: &[Id]) -> Result<()> {
+        let id = self.top()?;
+        match &mut self.objects[id as usize] {
+            Object::List(list) | Object::Set(list) => list.extend_from_slice(entries),
+            _ => return Err(bad("entries for what is no list", "a list")),
+        }
+        Ok(())
+    }
+
+    fn set_items(&mut self, pairs: &[(Id, Id)]) -> Result<()> {
+        let id = self.top()?;
+        match &mut self.objects[id as usize] {
+            Object::Dict(dict) => dict.extend_from_slice(pairs),
+            _ => return Err(bad("items for what is no dict", "a dict")),
+        }
+        Ok(())
+    }
+
+    fn remember(&mut self, index: u64) -> Result<()> {
+        let id = self.top()?;
+        self.memo.insert(index, id);
+        Ok(())
+    }
+
+    fn recall(&mut self, index: u64) -> Result<()> {
+        let id = self.memo.get(&index).ok_or_else(|| bad(format!("no object {index}"), "one that was remembered"))?;
+        self.stack.push(*id);
+        Ok(())
+    }
+
+    fn decimal_int(&mut self) -> Result<()> {
+        match self.line()? {
+            "00" => self.known(FALSE),
+            "01" => self.known(TRUE),
+            line => self.push_decimal(line),
+        }
+    }
+
+    fn push_decimal(&mut self, line: &str) -> Result<()> {
+        let digits = line.strip_prefix('-').unwrap_or(line);
+        if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
+            return Err(bad(format!("{line:?}"), "a whole number"));
+        }
+        self.push(line.parse().map_or(Object::BigInt, Object::Int))
+    }
+
+    /// A whole number in two's complement, the low byte first.
+    fn long(&mut self, length: usize) -> Result<()> {
+        let bytes = self.take(length)?;
+        let fill = if bytes.last().is_some_and(|b| b & 0x80 != 0) { 0xff } else { 0 };
+        let mut wide = [fill; 8];
+        let object = match bytes.len() <= 8 {
+            true => {
+                wide[..bytes.len()].copy_from_slice(bytes);
+                Object::Int(i64::from_le_bytes(wide))
+            }
+            false => Object::BigInt,
+        };
+        self.push(object)
+    }
+
+    fn unicode(&mut self, length: usize) -> Result<()> {
+        let bytes = self.take(length)?;
+        let text = std::str::from_utf8(bytes).map_err(|_| bad("bytes that are not text", "text"))?;
+        self.push(Object::Text(text.into()))
+    }
+
+    fn binary(&mut self, length: usize) -> Result<()> {
+        let bytes = self.take(length)?;
+        self.push(Object::Bytes(bytes.into()))
+    }
+
+    /// What Python 2 called a string: text if it can be.
+    fn old_text(&mut self, length: usize) -> Result<()> {
+        let bytes = self.take(length)?;
+        match std::str::from_utf8(bytes) {
+            Ok(text) => self.push(Object::Text(text.into())),
+            Err(_) => self.push(Object::Bytes(bytes.into())),
+        }
+    }
+
+    /// Text on a line of its own.
+    fn quoted(&mut self, quotes: bool) -> Result<()> {
+        let line = self.line()?;
+        let inner = match quotes {
+            false => Some(line),
+            true => ['\'', '"'].iter().find_map(|&quote| line.strip_prefix(quote)?.strip_suffix(quote)),
+        };
+        match inner {
+            Some(text) if !text.contains('\\') => self.push(Object::Text(text.into())),
+            _ => Err(bad("text with escapes", "plain text, as protocol 2 and later have it")),
+        }
+    }
+
+    fn push_global(&mut self, module: &str, name: &str) -> Result<()> {
+        globals::check(module, name)?;
+        self.push(Object::Global(Box::new((module.to_string(), name.to_string()))))
+    }
+
+    fn stack_global(&mut self) -> Result<()> {
+        let (name, module) = (self.pop()?, self.pop()?);
+        match (&self.objects[module as usize], &self.objects[name as usize]) {
+            (Object::Text(module), Object::Text(name)) => {
+                globals::check(module, name)?;
+                let names = Box::new((module.to_string(), name.to_string()));
+                self.push(Object::Global(names))
+            }
+            _ => Err(bad("a class whose name is no text", "the name of a class")),
+        }
+    }
+
+    fn call(&mut self) -> Result<()> {
+        let (args, callable) = (self.pop()?, self.pop()?);
+        let Object::Tuple(given) = &self.objects[args as usize] else {
+            return Err(bad("a call without a tuple of arguments", "a tuple"));
+        };
+        let Object::Global(names) = &self.objects[callable as usize] else {
+            return Err(bad("a call of what is no class or function", "one by name"));
+        };
+        // An ordered dict is a dict: its items follow, as those of a dict do.
+        match names.1 == "OrderedDict" && given.is_empty() {
+            true => self.push(Object::Dict(Vec::new())),
+            false => self.push(Object::Made { callable, args, state: None }),
+        }
+    }
+
+    fn build(&mut self) -> Result<()> {
+        let new = self.pop()?;
+        let id = self.top()?;
+        match &mut self.objects[id as usize] {
+            Object::Made { state, .. } => *state = Some(new),
+            // Attributes of an ordered dict, such as the versions of modules in a state dict.
+            Object::Dict(_) => {}
+            _ => return Err(bad("a state for what is no object", "an object")),
+        }
+        Ok(())
+    }
+
+    fn outside(&mut self) -> Result<()> {
+        let name = self.pop()?;
+        self.push(Object::Outside(name))
+    }
+}
+
+fn pairs(entries: &[Id]) -> Result<Vec<(Id, Id)>> {
+    match entries.as_chunks::<2>() {
+        (pairs, []) => Ok(pairs.iter().map(|&[key, value]| (key, value)).collect()),
+        _ => Err(bad("a key without a value", "pairs")),
+    }
+}

@@ -1,0 +1,251 @@
+//! Pickles, read without executing anything, and written.
+//!
+//! A pickle is a program for a small machine that can call any function it names. Here the machine only builds a table of
+//! objects: a call is recorded and not made, and a name that checkpoints have no use for ends the reading.
+
+mod globals;
+mod machine;
+mod write;
+
+use std::collections::BTreeMap;
+
+use super::catalog::NOT_OURS;
+use super::value::Value;
+use crate::error::{Error, Result};
+
+pub(super) use write::Writer;
+
+/// Number of an object of a pickle.
+pub(super) type Id = u32;
+
+/// What a pickle builds. Objects refer to others by number: one that is used twice, or contains itself, is still one entry.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Object {
+    /// Nothing.
+    None,
+    /// A truth value.
+    Bool(bool),
+    /// A whole number.
+    Int(i64),
+    /// A whole number that 64 bits cannot hold.
+    BigInt,
+    /// A number.
+    Float(f64),
+    /// Text.
+    Text(Box<str>),
+    /// Bytes.
+    Bytes(Box<[u8]>),
+    /// A list.
+    List(Vec<Id>),
+    /// A tuple.
+    Tuple(Box<[Id]>),
+    /// Pairs in the order in which they were put in.
+    Dict(Vec<(Id, Id)>),
+    /// A set.
+    Set(Vec<Id>),
+    /// The name of a class or function.
+    Global(Box<(String, String)>),
+    /// The result of a call that was not made, or an object of a class.
+    Made {
+        /// What would have been called.
+        callable: Id,
+        /// The tuple of its arguments.
+        args: Id,
+        /// What the object would have been filled with.
+        state: Option<Id>,
+    },
+    /// Something that lies outside the pickle, by its name there.
+    Outside(Id),
+}
+
+/// A pickle that has been read.
+#[derive(Debug)]
+pub(super) struct Pickle {
+    objects: Vec<Object>,
+    root: Id,
+    /// How much may be made of it: objects that are used many times would otherwise grow without bound.
+    budget: usize,
+}
+
+/// More dimensions than PyTorch's tensors can have are refused.
+const MAX_DIMS: usize = 64;
+/// Values nested deeper than this are refused.
+pub(super) const MAX_DEPTH: usize = 100;
+
+impl Pickle {
+    /// Reads a pickle.
+    pub(super) fn read(bytes: &[u8]) -> Result<Pickle> {
+        let (objects, root) = machine::run(bytes)?;
+        Ok(Pickle { objects, root, budget: bytes.len().saturating_mul(32).saturating_add(1 << 16) })
+    }
+
+    /// What the pickle stands for.
+    pub(super) fn root(&self) -> Id {
+        self.root
+    }
+
+    /// How many bytes may be made of this pickle.
+    pub(super) fn budget(&self) -> usize {
+        self.budget
+    }
+
+    pub(super) fn get(&self, id: Id) -> &Object {
+        &self.objects[id as usize]
+    }
+
+    pub(super) fn text(&self, id: Id) -> Option<&str> {
+        match self.get(id) {
+            Object::Text(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// A size, an offset or a position.
+    pub(super) fn size(&self, id: Id) -> Option<usize> {
+        match self.get(id) {
+            Object::Int(n) => usize::try_from(*n).ok(),
+            _ => None,
+        }
+    }
+
+    /// The entries of a list or tuple.
+    pub(super) fn entries(&self, id: Id) -> Option<&[Id]> {
+        match self.get(id) {
+            Object::List(entries) => Some(entries),
+            Object::Tuple(entries) => Some(entries),
+            _ => None,
+        }
+    }
+
+    /// Sizes: a tuple or list, or `torch.Size` of one.
+    pub(super) fn sizes(&self, id: Id) -> Option<Vec<usize>> {
+        let id = match self.made(id) {
+            Some(("torch", "Size", args, _)) => *self.entries(args)?.first()?,
+            Some(_) => return None,
+            None => id,
+        };
+        let sizes = self.entries(id).filter(|sizes| sizes.len() <= MAX_DIMS)?;
+        sizes.iter().map(|&entry| self.size(entry)).collect()
+    }
+
+    pub(super) fn dict(&self, id: Id) -> Option<&[(Id, Id)]> {
+        match self.get(id) {
+            Object::Dict(pairs) => Some(pairs),
+            _ => None,
+        }
+    }
+
+    /// The entry of a dict under a name; the last one counts.
+    pub(super) fn field(&self, id: Id, name: &str) -> Option<Id> {
+        self.dict(id)?.iter().rev().find(|(key, _)| self.text(*key) == Some(name)).map(|&(_, value)| value)
+    }
+
+    /// Module and name of a class or function.
+    pub(super) fn global(&self, id: Id) -> Option<(&str, &str)> {
+        match self.get(id) {
+            Object::Global(names) => Some((&names.0, &names.1)),
+            _ => None,
+        }
+    }
+
+    /// Module and name of what an object is made with, the arguments, and the state.
+    pub(super) fn made(&self, id: Id) -> Option<(&str, &str, Id, Option<Id>)> {
+        match self.get(id) {
+            Object::Made { callable, args, state } => {
+                let (module, name) = self.global(*callable)?;
+                Some((module, name, *args, *state))
+            }
+            _ => None,
+        }
+    }
+
+    /// An object as a value, not deeper than `depth`; what it takes comes off the budget.
+    pub(super) fn value(&self, id: Id, depth: usize, budget: &mut usize) -> Result<Value> {
+        let object = self.get(id);
+        self.spend(id, depth, budget)?;
+        let list = |entries: &[Id], budget: &mut usize| -> Result<Vec<Value>> {
+            entries.iter().map(|&entry| self.value(entry, depth - 1, budget)).collect()
+        };
+        let unfit = |found: String| {
+            let needed =
+                "none, truth values, whole numbers of 64 bits, numbers, text, lists, tuples and dicts of these";
+            Error::invalid("stored value", found, needed, "leave it out when saving, or save it as one of these")
+        };
+        Ok(match object {
+            Object::None => Value::None,
+            Object::Bool(b) => Value::Bool(*b),
+            Object::Int(n) => Value::Int(*n),
+            Object::Float(x) => Value::Float(*x),
+            Object::Text(text) => Value::Text(text.to_string()),
+            Object::List(entries) => Value::List(list(entries, budget)?),
+            Object::Tuple(entries) => Value::Tuple(list(entries, budget)?),
+            Object::Dict(pairs) => {
+                let mut map = BTreeMap::new();
+                for &(key, value) in pairs {
+                    let name = self.key_text(key).ok_or_else(|| unfit("a dict with keys that are not text".into()))?;
+                    *budget = budget.saturating_sub(name.len());
+                    map.insert(name, self.value(value, depth - 1, budget)?);
+                }
+                Value::Map(map)
+            }
+            Object::Made { .. } => match self.sizes(id) {
+                Some(sizes) => Value::Tuple(sizes.into_iter().map(|n| Value::Int(n as i64)).collect()),
+                None => return Err(unfit(format!("an object ({})", self.describe(id)))),
+            },
+            _ => return Err(unfit(self.describe(id))),
+        })
+    }
+
+    /// Takes the cost of an object off a budget; an error if it is used up, or if the object lies too deep.
+    pub(super) fn spend(&self, id: Id, depth: usize, budget: &mut usize) -> Result<()> {
+        let cost = match self.get(id) {
+            Object::Text(text) => 1 + text.len(),
+            _ => 1,
+        };
+        if depth == 0 || *budget < cost {
+            let found = "values inside values without end, or one value over and over";
+            let needed = format!("{MAX_DEPTH} levels and {} entries at most", self.budget);
+            return Err(Error::invalid("pickle", found, needed, NOT_OURS));
+        }
+        *budget -= cost;
+        Ok(())
+    }
+
+    /// The key of a dict as text, as Python's `str` has it.
+    pub(super) fn key_text(&self, id: Id) -> Option<String> {
+        match self.get(id) {
+            Object::Text(text) => Some(text.to_string()),
+            Object::Int(n) => Some(n.to_string()),
+            Object::Bool(b) => Some(if *b { "True" } else { "False" }.to_string()),
+            Object::None => Some("None".to_string()),
+            _ => None,
+        }
+    }
+
+    /// What an object is, for messages.
+    pub(super) fn describe(&self, id: Id) -> String {
+        let kind = match self.get(id) {
+            Object::None => "None",
+            Object::Bool(_) => "a truth value",
+            Object::Int(_) => "a whole number",
+            Object::BigInt => "a whole number beyond 64 bits",
+            Object::Float(_) => "a number",
+            Object::Text(_) => "text",
+            Object::Bytes(_) => "bytes",
+            Object::List(_) => "a list",
+            Object::Tuple(_) => "a tuple",
+            Object::Dict(_) => "a dict",
+            Object::Set(_) => "a set",
+            Object::Outside(_) => "a storage",
+            Object::Global(names) => return format!("{}.{}", names.0, names.1),
+            Object::Made { callable, .. } => match self.global(*callable) {
+                Some((module, name)) => return format!("{module}.{name}"),
+                None => "an object without a class",
+            },
+        };
+        kind.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,243 @@
+//! One archive of `torch.save`, read just enough to know where its tensors are.
+
+use super::super::catalog::{NOT_OURS, row_major};
+use super::super::element::ElementType;
+use super::super::pickle::{Id, MAX_DEPTH, Object, Pickle};
+use super::super::read::Files;
+use super::super::value::{Key, Value};
+use super::super::zip::Archive;
+use super::STORAGES;
+use crate::error::{Error, Result};
+
+/// A longer pickle is refused.
+const MAX_PICKLE: u64 = 1 << 30;
+/// A tensor whose elements are one place in the file many times is refused from this size on.
+const MAX_EXPANDED: usize = 64 << 20;
+
+/// An archive and its pickle.
+pub(in crate::checkpoint) struct Saved<'a> {
+    archive: Archive<'a>,
+    /// The directory in which all entries are.
+    prefix: String,
+    pickle: Pickle,
+}
+
+/// A tensor in a file.
+#[derive(Debug)]
+pub(in crate::checkpoint) struct Located {
+    /// Type of its elements.
+    pub(in crate::checkpoint) element: ElementType,
+    /// Its shape.
+    pub(in crate::checkpoint) sizes: Vec<usize>,
+    /// Distances between neighbours, unless it is row-major.
+    pub(in crate::checkpoint) strides: Option<Vec<usize>>,
+    /// Where its first element begins in the file.
+    pub(in crate::checkpoint) offset: u64,
+    /// CRC-32 of its bytes, if they are all that the storage has, in order.
+    pub(in crate::checkpoint) crc32: Option<u32>,
+}
+
+/// What is at the end of a path.
+pub(in crate::checkpoint) enum Leaf {
+    /// A tensor.
+    Tensor(Located),
+    /// A value.
+    Value(Value),
+}
+
+fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
+    Error::invalid("torch.save archive", found, needed, NOT_OURS)
+}
+
+impl<'a> Saved<'a> {
+    /// The archive in a range of a file.
+    pub(in crate::checkpoint) fn open(files: &'a Files, file: &'a str, start: u64, length: u64) -> Result<Self> {
+        let archive = Archive::open(files, file, start, length)?;
+        let prefix = archive.names().find_map(|name| name.strip_suffix("data.pkl").filter(|p| p.ends_with('/')));
+        let prefix = prefix.ok_or_else(|| bad("no entry data.pkl", "a file of torch.save"))?.to_string();
+        let order = format!("{prefix}byteorder");
+        if archive.entry(&order).is_ok() && archive.read(&order, 16)? != b"little" {
+            return Err(bad("bytes in another order", "the low byte of numbers first"));
+        }
+        let pickle = Pickle::read(&archive.read(&format!("{prefix}data.pkl"), MAX_PICKLE)?)?;
+        Ok(Saved { archive, prefix, pickle })
+    }
+
+    /// The one tensor that the archive is.
+    pub(in crate::checkpoint) fn single(&self) -> Result<Located> {
+        let root = self.pickle.root();
+        self.tensor(root)?.ok_or_else(|| bad(self.pickle.describe(root), "a tensor"))
+    }
+
+    /// All tensors and values with the ways to them. Dicts are taken apart, and lists with dicts or tensors in them. So are
+    /// tuples with tensors, which a value cannot have.
+    pub(in crate::checkpoint) fn flatten(&self, base: &[Key]) -> Result<Vec<(Vec<Key>, Leaf)>> {
+        let mut leaves = Vec::new();
+        let mut path = base.to_vec();
+        self.visit(self.pickle.root(), &mut path, MAX_DEPTH, &mut self.pickle.budget(), &mut leaves)?;
+        Ok(leaves)
+    }
+
+    fn visit(
+        &self,
+        id: Id,
+        path: &mut Vec<Key>,
+        depth: usize,
+        budget: &mut usize,
+        leaves: &mut Vec<(Vec<Key>, Leaf)>,
+    ) -> Result<()> {
+        self.pickle.spend(id, depth, budget)?;
+        if let Some(tensor) = self.tensor(id)? {
+            *budget = budget.saturating_sub(length(path));
+            leaves.push((path.clone(), Leaf::Tensor(tensor)));
+            return Ok(());
+        }
+        let entries = match self.pickle.get(id) {
+            Object::Dict(pairs) => {
+                for &(key, value) in pairs {
+                    self.pickle.spend(key, depth, budget)?;
+                    let name =
+                        self.pickle.key_text(key).ok_or_else(|| bad("a dict with keys of another kind", "text"))?;
+                    path.push(Key::Name(name));
+                    self.visit(value, path, depth - 1, budget, leaves)?;
+                    path.pop();
+                }
+                return Ok(());
+            }
+            Object::List(entries) if self.holds(&mut entries.iter().copied(), true, depth, budget)? => entries,
+            Object::Tuple(entries) if self.holds(&mut entries.iter().copied(), false, depth, budget)? => &entries[..],
+            _ => {
+                *budget = budget.saturating_sub(length(path));
+                let value =
+                    self.pickle.value(id, depth, budget).map_err(|error| at_key(error, &super::flat_key(path)))?;
+                leaves.push((path.clone(), Leaf::Value(value)));
+                return Ok(());
+            }
+        };
+        for (i, &child) in entries.iter().enumerate() {
+            path.push(Key::Index(i));
+            self.visit(child, path, depth - 1, budget, leaves)?;
+            path.pop();
+        }
+        Ok(())
+    }
+
+    /// Whether there is a tensor among entries and what is in them, or a dict if these count.
+    fn holds(
+        &self,
+        entries: &mut dyn Iterator<Item = Id>,
+        dicts: bool,
+        depth: usize,
+        budget: &mut usize,
+    ) -> Result<bool> {
+        for id in entries {
+            self.pickle.spend(id, depth, budget)?;
+            let found = match self.pickle.get(id) {
+                Object::Dict(_) if dicts => true,
+                Object::Dict(pairs) => self.holds(&mut pairs.iter().map(|&(_, id)| id), dicts, depth - 1, budget)?,
+                Object::List(inner) => self.holds(&mut inner.iter().copied(), dicts, depth - 1, budget)?,
+                Object::Tuple(inner) => self.holds(&mut inner.iter().copied(), false, depth - 1, budget)?,
+                _ => self.rebuilt(id).is_some(),
+            };
+            if found {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// The function that makes a tensor, and its arguments, if the object is one; what is wrapped around it is left off.
+    fn rebuilt(&self, id: Id) -> Option<(&str, &[Id])> {
+        let mut id = id;
+        for _ in 0..4 {
+            let (module, name, args, _) = self.pickle.made(id)?;
+            let args = self.pickle.entries(args)?;
+            match (module, name) {
+                ("torch._utils", "_rebuild_parameter") => id = *args.first()?,
+                ("torch._tensor", "_rebuild_from_type_v2") => {
+                    let (_, name) = self.pickle.global(*args.first()?)?;
+                    return name.starts_with("_rebuild_tensor").then_some((name, self.pickle.entries(*args.get(2)?)?));
+                }
+                ("torch._utils", _) => return Some((name, args)),
+                _ => return None,
+            }
+        }
+        None
+    }
+
+    /// Where a tensor is; `None` if the object is no tensor.
+    fn tensor(&self, id: Id) -> Result<Option<Located>> {
+        let Some((_, args)) = self.rebuilt(id) else { return Ok(None) };
+        let parts = || -> Option<_> {
+            let [storage, offset, sizes, strides, ..] = args else { return None };
+            let Object::Outside(name) = self.pickle.get(*storage) else { return None };
+            let [kind, class, key, _, _] = self.pickle.entries(*name)? else { return None };
+            let (_, class) = self.pickle.global(*class)?;
+            let of_storage = STORAGES.iter().find(|(name, _)| *name == class).map(|(_, element)| *element);
+            let dtype = args.get(6).and_then(|&dtype| self.pickle.global(dtype)).map(|(_, name)| name);
+            let key = self.pickle.text(*key).filter(|_| self.pickle.text(*kind) == Some("storage"))?;
+            let (sizes, strides) = (self.pickle.sizes(*sizes)?, self.pickle.sizes(*strides)?);
+            (sizes.len() == strides.len()).then_some((
+                key,
+                of_storage,
+                dtype,
+                self.pickle.size(*offset)?,
+                sizes,
+                strides,
+            ))
+        };
+        let (key, of_storage, dtype, first, sizes, strides) =
+            parts().ok_or_else(|| bad("a tensor of another form", "storage, offset, sizes and strides"))?;
+        let element = match (of_storage, dtype) {
+            (Some(element), _) => element,
+            (None, Some(name)) => ElementType::from_name(name)?,
+            (None, None) => return Err(bad("a tensor without a type", "a type of elements")),
+        };
+        let size = element.size_in_bytes();
+        let name = format!("{}data/{key}", self.prefix);
+        let entry = self.archive.entry(&name)?;
+        let volume = sizes.iter().try_fold(1usize, |volume, &n| volume.checked_mul(n));
+        let volume = volume.filter(|volume| volume.checked_mul(size).is_some_and(|bytes| bytes <= isize::MAX as usize));
+        let volume =
+            volume.ok_or_else(|| bad(format!("a tensor of shape {sizes:?}"), "one that memory can address"))?;
+        let span = match volume {
+            0 => Some(0),
+            _ => sizes.iter().zip(&strides).try_fold(1usize, |end, (n, s)| end.checked_add((n - 1).checked_mul(*s)?)),
+        };
+        let end = span.and_then(|span| span.checked_add(if volume == 0 { 0 } else { first })?.checked_mul(size));
+        if end.is_none_or(|end| end as u64 > entry.bytes) {
+            let found = format!("a tensor of shape {sizes:?} and strides {strides:?} from element {first} on");
+            return Err(bad(format!("{found} in {} bytes", entry.bytes), "a tensor inside its storage"));
+        }
+        let bytes = volume * size;
+        if bytes as u64 > entry.bytes && bytes > MAX_EXPANDED {
+            let found = format!("a tensor of {bytes} bytes in a storage of {}", entry.bytes);
+            return Err(Error::invalid("torch.save archive", found, "the elements", "save tensor.contiguous()"));
+        }
+        let dense = row_major(&sizes);
+        let ordered = volume == 0 || sizes.iter().zip(strides.iter().zip(&dense)).all(|(&n, (a, b))| n == 1 || a == b);
+        let start = if volume == 0 { 0 } else { (first * size) as u64 };
+        let crc32 = entry.crc32.filter(|_| ordered && start == 0 && bytes as u64 == entry.bytes);
+        let offset = self.archive.locate(&name)? + start;
+        Ok(Some(Located { element, sizes, strides: (!ordered).then_some(strides), offset, crc32 }))
+    }
+}
+
+/// Bytes that a path takes, roughly: it is copied for every leaf.
+fn length(path: &[Key]) -> usize {
+    let step = |key: &Key| match key {
+        Key::Name(name) => 8 + name.len(),
+        Key::Index(_) => 8,
+    };
+    path.iter().map(step).sum()
+}
+
+/// Says which entry of a checkpoint an error is about.
+pub(in crate::checkpoint) fn at_key(error: Error, key: &str) -> Error {
+    match error {
+        Error::Invalid(inner) => {
+            Error::invalid(inner.what, format!("{} in entry {key:?}", inner.found), &inner.needed, &inner.fix)
+        }
+        other => other,
+    }
+}

@@ -1,0 +1,92 @@
+//! Archives as `torch.save` writes them, for one tensor or one value.
+
+use std::io::Write;
+
+use super::super::catalog::row_major;
+use super::super::content::Content;
+use super::super::pickle::Writer as PickleWriter;
+use super::super::value::Value;
+use super::super::zip::Writer;
+use super::STORAGES;
+use crate::error::Result;
+
+/// An archive that was written.
+pub(in crate::checkpoint) struct Written {
+    /// Its length.
+    pub(in crate::checkpoint) length: u64,
+    /// Where the elements of the tensor begin, counted from its first byte.
+    pub(in crate::checkpoint) data: u64,
+    /// CRC-32 of the elements.
+    pub(in crate::checkpoint) crc32: u32,
+}
+
+/// Writes an archive with one tensor, row-major.
+pub(in crate::checkpoint) fn write_tensor(
+    out: &mut impl Write,
+    content: &Content,
+    progress: &dyn Fn(u64),
+) -> Result<Written> {
+    let mut archive = Writer::new(out);
+    archive.small("archive/data.pkl", &tensor_pickle(content))?;
+    begin(&mut archive)?;
+    let (data, crc32) = archive.entry("archive/data/0", content.bytes() as u64, &mut |put| {
+        content.for_each_block(&mut |block| {
+            progress(block.len() as u64);
+            put(block)
+        })
+    })?;
+    archive.small("archive/version", b"3\n")?;
+    Ok(Written { length: archive.finish()?, data, crc32 })
+}
+
+/// Writes an archive with one value; returns its length.
+pub(in crate::checkpoint) fn write_value(out: &mut impl Write, value: &Value) -> Result<u64> {
+    let mut pickle = PickleWriter::new();
+    pickle.value(value);
+    let mut archive = Writer::new(out);
+    archive.small("archive/data.pkl", &pickle.finish())?;
+    begin(&mut archive)?;
+    archive.small("archive/version", b"3\n")?;
+    archive.finish()
+}
+
+/// The entries between the pickle and the data.
+fn begin(archive: &mut Writer<'_, impl Write>) -> Result<()> {
+    archive.small("archive/.format_version", b"1")?;
+    archive.small("archive/.storage_alignment", b"64")?;
+    archive.small("archive/byteorder", b"little")
+}
+
+/// The pickle of a tensor that is all of storage 0.
+fn tensor_pickle(content: &Content) -> Vec<u8> {
+    let (element, sizes) = (content.element(), content.shape());
+    let storage = STORAGES.iter().find(|(_, of)| *of == element).map(|(name, _)| *name);
+    let mut pickle = PickleWriter::new();
+    pickle.global("torch._utils", if storage.is_some() { "_rebuild_tensor_v2" } else { "_rebuild_tensor_v3" });
+    pickle.begin_tuple();
+    pickle.begin_tuple();
+    pickle.text("storage");
+    match storage {
+        Some(name) => pickle.global("torch", name),
+        None => pickle.global("torch.storage", "UntypedStorage"),
+    }
+    pickle.text("0");
+    pickle.text("cpu");
+    let unit = if storage.is_some() { element.size_in_bytes() } else { 1 };
+    pickle.int((content.bytes() / unit) as i64);
+    pickle.end_tuple();
+    pickle.outside();
+    pickle.int(0);
+    pickle.sizes(sizes);
+    pickle.sizes(&row_major(&sizes.iter().map(|&n| n.max(1)).collect::<Vec<_>>()));
+    pickle.bool(false);
+    pickle.global("collections", "OrderedDict");
+    pickle.empty_tuple();
+    pickle.call();
+    if storage.is_none() {
+        pickle.global("torch", element.torch_name());
+    }
+    pickle.end_tuple();
+    pickle.call();
+    pickle.finish()
+}
