@@ -84,20 +84,20 @@ fn train(place: &Place, more: &[&str]) -> Value {
 fn training_learns_and_leaves_a_model_a_curve_and_a_log() {
     let place = Place::new("learns");
     let log = place.at("steps.jsonl");
-    let more = ["--steps", "80", "--mesh", "dp=2,tp=2", "--plan", "fsdp+tp", "--log", &log, "--report", "--lr", "0.02"];
+    let more = ["--steps", "120", "--mesh", "dp=2,tp=2", "--plan", "fsdp+tp", "--log", &log, "--report", "--lr", "0.02"];
     let more = [&more[..], &["--width", "32", "--batch", "16"]].concat();
     let summary = train(&place, &more);
     let number = |name: &str| summary[name].as_f64().unwrap();
-    assert_eq!((summary["steps"].as_u64(), summary["stopped"].as_bool()), (Some(80), Some(false)));
+    assert_eq!((summary["steps"].as_u64(), summary["stopped"].as_bool()), (Some(120), Some(false)));
     assert!(number("held_out_loss") < number("unigram_entropy"), "{summary}");
     assert!(number("tokens_per_s") > 0.0 && (0.0..1.0).contains(&number("communication")), "{summary}");
     let gathers = |row: &Value| row["collective"] == "all_gather" && row["calls"].as_u64().unwrap() > 1;
     assert!(summary["report"].as_array().unwrap().iter().any(gathers), "{summary}");
     let steps = lines(&log);
     let (trained, tested): (Vec<&Value>, Vec<&Value>) = steps.iter().partition(|line| line["loss"].is_f64());
-    assert_eq!((trained.len(), tested.len()), (80, 20));
+    assert_eq!((trained.len(), tested.len()), (120, 30));
     assert!(trained.iter().all(|line| line["grad_norm"].is_f64() && line["lr"].as_f64().unwrap() > 0.0));
-    assert_eq!(tested[19]["held_out_loss"], summary["held_out_loss"]);
+    assert_eq!(tested[29]["held_out_loss"], summary["held_out_loss"]);
     let curve = std::fs::read_to_string(summary["curve"].as_str().unwrap()).unwrap();
     assert!(curve.starts_with("<svg") && curve.contains("polyline"));
 

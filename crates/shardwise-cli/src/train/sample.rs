@@ -67,7 +67,7 @@ mod tests {
     fn tokens_are_chosen_as_often_as_they_are_likely_and_only_from_the_top() {
         let logits = [0.0, 3f32.ln(), -9.0, 2f32.ln()];
         let choice = Choice { temperature: 1.0, top: 3, seed: 5 };
-        let mut counts = [0; 4];
+        let mut counts = [0i32; 4];
         (0..6000).for_each(|i| counts[choice.pick(&logits, i) as usize] += 1);
         assert_eq!(counts[2], 0);
         for (token, expected) in [(0, 1000), (1, 3000), (3, 2000)] {
