@@ -84,7 +84,8 @@ fn train(place: &Place, more: &[&str]) -> Value {
 fn training_learns_and_leaves_a_model_a_curve_and_a_log() {
     let place = Place::new("learns");
     let log = place.at("steps.jsonl");
-    let more = ["--steps", "120", "--mesh", "dp=2,tp=2", "--plan", "fsdp+tp", "--log", &log, "--report", "--lr", "0.02"];
+    let more =
+        ["--steps", "120", "--mesh", "dp=2,tp=2", "--plan", "fsdp+tp", "--log", &log, "--report", "--lr", "0.02"];
     let more = [&more[..], &["--width", "32", "--batch", "16"]].concat();
     let summary = train(&place, &more);
     let number = |name: &str| summary[name].as_f64().unwrap();
