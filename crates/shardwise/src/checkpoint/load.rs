@@ -11,7 +11,7 @@ use super::catalog::{Catalog, StoredTensor};
 use super::open::open;
 use super::read::Files;
 use super::state::{Leaf, State};
-use super::value::Key;
+use super::value::{Key, Value};
 use crate::comm::{DeviceMesh, World, together};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, OwnedBox, TensorBox, TensorMeta};
@@ -43,7 +43,7 @@ pub fn load(world: &World, path: impl AsRef<Path>, template: &State) -> Result<S
                 }
                 Leaf::Sharded(like) => State::Sharded(read_sharded(&files, &key, &catalog.tensors[&key], like)?),
                 Leaf::Plain(like) => State::Plain(read_plain(&files, &key, &catalog.tensors[&key], like.dtype())?),
-                Leaf::Value(_) => State::Value(catalog.values[&key].clone()),
+                Leaf::Value(like) => State::Value(catalog.values.get(&key).cloned().unwrap_or(like)),
             };
             leaves.push((path, state));
         }
@@ -92,7 +92,8 @@ fn check_entries(catalog: &Catalog, flat: &BTreeMap<String, (Vec<Key>, Leaf<'_>)
     let mut wrong = Vec::new();
     for (key, (_, leaf)) in flat {
         let shape = match leaf {
-            Leaf::Value(_) if catalog.values.contains_key(key) => continue,
+            // Some formats do not store a map without entries, and there is nothing in it to load.
+            Leaf::Value(value) if catalog.values.contains_key(key) || is_empty_map(value) => continue,
             Leaf::Value(_) => {
                 wrong.push(format!("no value {key:?}"));
                 continue;
@@ -119,6 +120,10 @@ fn check_entries(catalog: &Catalog, flat: &BTreeMap<String, (Vec<Key>, Leaf<'_>)
         "all entries of the template in their shapes",
         "rename or leave out entries",
     ))
+}
+
+fn is_empty_map(value: &Value) -> bool {
+    matches!(value, Value::Map(entries) if entries.is_empty())
 }
 
 /// This rank's part of a tensor.
