@@ -11,7 +11,9 @@ use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
-use shardwise::checkpoint::{self, ElementType, Format, SaveOptions, State, Value};
+use shardwise::checkpoint::{
+    self, ConvertOptions, ElementType, Format, SaveOptions, Series, State, Value, convert, diff,
+};
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor, shard_tensor};
 use shardwise::{DryWorld, ThreadWorld};
@@ -334,6 +336,140 @@ fn what_cannot_be_saved_or_loaded_is_one_error_on_all_ranks_and_changes_nothing(
     let dry = DryWorld::new(4).unwrap().run(|world| checkpoint::save(&world, "x", &State::map([("a", 1)])));
     assert!(dry.unwrap_err().to_string().contains("dry run"));
     check_whole(&good);
+}
+
+#[test]
+fn long_lists_come_back_in_order() {
+    let scratch = Scratch::new("long");
+    let path = scratch.at("state");
+    launch(2, move |world| {
+        let mesh = world.mesh([("all", 2)])?;
+        let entry = |i: usize| DTensor::full(i as f64, 3, DType::F32, &mesh, [Shard(0)]);
+        let list = State::list((0..25).map(entry).collect::<Result<Vec<_>>>()?);
+        checkpoint::save(&world, &path, &State::map([("list", list.clone())]))?;
+        let loaded = checkpoint::load(&world, &path, &State::map([("list", list)]))?;
+        for i in 0..25 {
+            let value = loaded.tensor(&format!("list.{i}"))?.full_tensor()?.to_vec1::<f32>()?;
+            assert_eq!(value, [i as f32; 3]);
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn nothing_but_a_checkpoint_is_ever_replaced() {
+    let scratch = Arc::new(Scratch::new("precious"));
+    let project = scratch.at("project");
+    std::fs::create_dir_all(project.join("inner")).unwrap();
+    std::fs::write(project.join("notes.txt"), "mine").unwrap();
+    for (place, said) in [("project", "would be lost"), ("project/notes.txt", "a file")] {
+        let target = scratch.at(place);
+        let error = refused(2, move |world| checkpoint::save(&world, &target, &State::map([("a", 1)])));
+        assert!(error.contains(said), "{error}");
+    }
+    assert_eq!(std::fs::read_to_string(project.join("notes.txt")).unwrap(), "mine");
+    // a series below, converted to the directory that it is in
+    let (steps, place) = (scratch.at("run"), scratch.at("run"));
+    launch(1, move |world| {
+        let x = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
+        Series::new(&place).save(&world, 1, &State::map([("x", x)]))
+    })
+    .unwrap();
+    let options = ConvertOptions::to(Format::Native);
+    let error = convert(steps.join("step-00000001"), &steps, &options, &|_| {}).unwrap_err().to_string();
+    assert!(error.contains("holds what is read"), "{error}");
+    // two saves to one place at a time
+    let target = scratch.at("twice");
+    let error = refused(2, move |world| {
+        let state = State::map([("a", 1)]);
+        let first = checkpoint::async_save(&world, &target, &state, &SaveOptions::default())?;
+        let second = checkpoint::async_save(&world, &target, &state, &SaveOptions::default());
+        first.wait()?;
+        // The first may have been over before the second began.
+        second.and_then(checkpoint::AsyncSave::wait).and(Err(Error::other("under way")))
+    });
+    assert!(error.contains("under way"), "{error}");
+    assert!(checkpoint::verify(scratch.at("twice"), &|_| {}).is_whole());
+}
+
+#[test]
+fn a_series_keeps_the_newest_also_after_going_back() {
+    let scratch = Scratch::new("series");
+    let series = Series::new(scratch.at("run")).keep(2);
+    let saving = series.clone();
+    launch(2, move |world| {
+        for step in [10, 20, 30, 15] {
+            saving.save(&world, step, &State::map([("step", step as i64)]))?;
+        }
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(series.steps().unwrap(), [15, 20, 30]);
+    std::fs::create_dir(scratch.at("run").join("step-7")).unwrap();
+    assert_eq!(series.steps().unwrap(), [15, 20, 30], "only its own names count");
+}
+
+#[test]
+fn conversions_keep_names_numbers_and_values_and_differences_are_found() {
+    let scratch = Scratch::new("convert");
+    let (native, place) = (scratch.at("native"), scratch.at("native"));
+    launch(3, move |world| {
+        let mesh = world.mesh([("all", 3)])?;
+        checkpoint::save(&world, &place, &nested(&mesh)?)
+    })
+    .unwrap();
+    let first = checkpoint::open(&native).unwrap();
+    for (format, name) in [(Format::Dcp, "dcp"), (Format::HuggingFace, "hf"), (Format::Native, "again")] {
+        let to = scratch.at(name);
+        let mut options = ConvertOptions { max_file_bytes: 60, ..ConvertOptions::to(format) };
+        let done = convert(&native, &to, &options, &|_| {}).unwrap();
+        assert_eq!((done.tensors, done.left_out.is_empty()), (first.tensors.len(), format != Format::HuggingFace));
+        assert!(checkpoint::verify(&to, &|_| {}).is_whole());
+        let second = checkpoint::open(&to).unwrap();
+        let found = diff(&first, &second, 0.0, 0.0, &|_| {}).unwrap();
+        let tensors: Vec<_> = found.iter().filter(|(key, _)| first.tensors.contains_key(key)).collect();
+        assert!(tensors.is_empty(), "{format:?}: {tensors:?}");
+        assert!(format != Format::Native || found.is_empty(), "{found:?}");
+        // cut for four ranks, in half precision, with other names
+        let mesh = Mesh::new([4]).unwrap();
+        options.cut = Some(Arc::new(move |_, shape| {
+            let dims = shape.len();
+            let placement = if dims == 0 { Replicate } else { Shard(0) };
+            Ok(Layout::new(&mesh, shape, [placement])?.primary_boxes().collect())
+        }));
+        options.element = Some(ElementType::BF16);
+        options.rename = Arc::new(|name| format!("new.{name}"));
+        let cut = scratch.at(&format!("{name}-cut"));
+        convert(&to, &cut, &options, &|_| {}).unwrap();
+        let third = checkpoint::open(&cut).unwrap();
+        let w = third.tensor("new.model.w").unwrap();
+        assert_eq!((w.element, w.chunks.len()), (ElementType::BF16, 4));
+        assert_eq!(third.tensor("new.sharded").unwrap().element, ElementType::I64, "whole numbers stay");
+    }
+    // what an f64 cannot tell apart, and infinities
+    let write = |name: &str, big: i64, x: f64| {
+        let path = scratch.at(name);
+        let place = path.clone();
+        launch(1, move |world| {
+            let numbers = Tensor::new(&[big], &Device::Cpu)?;
+            let x = Tensor::new(&[x], &Device::Cpu)?;
+            checkpoint::save(&world, &place, &State::map([("n", State::from(numbers)), ("x", State::from(x))]))
+        })
+        .unwrap();
+        checkpoint::open(&path).unwrap()
+    };
+    let (a, b) = (write("a", (1 << 53) + 1, 1.0), write("b", 1 << 53, f64::INFINITY));
+    let found = diff(&a, &b, 0.0, 0.0, &|_| {}).unwrap();
+    assert_eq!(found.iter().map(|(key, _)| key.as_str()).collect::<Vec<_>>(), ["n", "x"]);
+    let found = diff(&a, &b, 1e-3, 0.0, &|_| {}).unwrap();
+    assert_eq!(found.iter().map(|(key, _)| key.as_str()).collect::<Vec<_>>(), ["x"]);
+    let loads = checkpoint::dry_load(&first, &Mesh::new([2]).unwrap(), &|_, shape| {
+        Ok(vec![if shape.is_empty() { Replicate } else { Shard(0) }])
+    })
+    .unwrap();
+    assert_eq!(loads.iter().map(|l| l.read_bytes).sum::<usize>(), first.bytes());
+    assert!(loads.iter().all(|l| l.peak_bytes == l.tensor_bytes && l.files > 0), "{loads:?}");
 }
 
 fn check_whole(path: &Path) {

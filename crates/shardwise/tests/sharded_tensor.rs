@@ -134,6 +134,20 @@ fn ranks_bring_the_shards_that_they_have() {
         let mine = table.narrow(0, 3 - rank, 1)?;
         let z = ShardedTensor::init_from_local_tensor(&mine, rows.clone(), (4, 4), &mesh)?;
         assert!(z.equal(&x)?);
+        // shards that a rank lists out of order stay in that order, for comparison, states and reads
+        if rank == 0 || rank == 1 {
+            let pair = world.subgroup(&[0, 1])?;
+            let two = DeviceMesh::from_group(&world, "two", &pair)?;
+            let row = |i: usize| TensorShard::from_tensor_and_offsets(&table.narrow(0, i, 1)?, [i, 0], rank);
+            let mine = if rank == 0 { vec![row(2)?, row(0)?] } else { vec![row(1)?, row(3)?] };
+            let mut v = ShardedTensor::init_from_local_shards(&mine, (4, 4), &two)?;
+            assert!(v.equal(&v.clone())?);
+            v.copy_from(&v.clone())?;
+            assert_eq!(numbers(&v.full_tensor()?), numbers(&table));
+            let offsets = |s: &TensorShard| s.metadata().offsets[0];
+            assert_eq!(v.local_shards().iter().map(offsets).collect::<Vec<_>>(), [[2, 0], [1, 3]][rank]);
+            assert!(v.local_shards().iter().all(|s| numbers(s.tensor())[0] == 4.0 * offsets(s) as f64));
+        }
         // chunks in any order are found to be chunks
         let own = TensorShard::from_tensor_and_offsets(&mine, [3 - rank, 0], rank)?;
         let w = ShardedTensor::init_from_local_shards(&[own], (4, 4), &mesh)?;

@@ -75,7 +75,8 @@ impl<'a> Tree<'a> {
             Ok(number) => Component::Number(number),
             Err(_) => Component::Name(part.to_string()),
         };
-        key.split('.').fold(self, |tree, part| tree.inner.entry(component(part)).or_default())
+        // A name with more dots than anybody has is shown as it is.
+        key.splitn(128, '.').fold(self, |tree, part| tree.inner.entry(component(part)).or_default())
     }
 
     fn lines(&self, depth: usize, lines: &mut Vec<(String, String)>) {

@@ -127,6 +127,10 @@ impl Catalog {
     /// An error unless everything fits together and lies in the files. `sizes` gives the size of a file by name, `None` if
     /// there is no such file.
     pub(super) fn check(&self, sizes: &dyn Fn(&str) -> Option<u64>) -> Result<()> {
+        if let Some((key, _)) = self.paths.iter().find(|(_, path)| path.len() > MAX_DEPTH) {
+            let (found, needed) = (format!("key {key:.40?}... of great depth"), format!("{MAX_DEPTH} steps at most"));
+            return Err(Error::invalid("checkpoint", found, needed, NOT_OURS));
+        }
         for (key, tensor) in &self.tensors {
             tensor.check(key)?;
             for chunk in &tensor.chunks {
@@ -138,6 +142,12 @@ impl Catalog {
                 if chunk.strides.as_ref().is_some_and(|strides| strides.len() != chunk.part.sizes.len()) {
                     let found = format!("tensor {key:?} with strides {:?}", chunk.strides);
                     return Err(Error::invalid("checkpoint", found, "one stride per dimension", NOT_OURS));
+                }
+                // Strides of zero would make much of little: a file of a few bytes must not fill the memory.
+                let bytes = chunk.part.volume().saturating_mul(tensor.element.size_in_bytes()) as u64;
+                if chunk.strides.is_some() && bytes > size.max(MAX_EXPANDED) {
+                    let found = format!("tensor {key:?} of {bytes} bytes, made by strides of a file of {size}");
+                    return Err(Error::invalid("checkpoint", found, "as many bytes as there are elements", NOT_OURS));
                 }
                 let end = chunk.span(tensor.element).and_then(|span| span.checked_add(chunk.offset));
                 if end.is_none_or(|end| end > size) {
@@ -214,6 +224,11 @@ pub(super) fn check_file_name(name: &str) -> Result<()> {
     let needed = "a name inside the checkpoint's directory";
     Err(Error::invalid("file name", format!("{name:?}"), needed, "do not load this checkpoint: it was made to do harm"))
 }
+
+/// How deep state may be nested: nobody does, and walking it takes the stack.
+const MAX_DEPTH: usize = 128;
+/// What strides may make of a file that is smaller.
+const MAX_EXPANDED: u64 = 64 << 20;
 
 pub(super) const INCOMPLETE: &str = "the checkpoint is incomplete; copy or save it again";
 pub(super) const NOT_OURS: &str = "the file is damaged, or was not written as a checkpoint";

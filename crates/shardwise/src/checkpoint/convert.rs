@@ -9,7 +9,7 @@ use rayon::prelude::*;
 
 use super::catalog::{Catalog, Format, StoredTensor};
 use super::content::Content;
-use super::directory::{commit, parent_of, staging, sweep};
+use super::directory::Staging;
 use super::element::ElementType;
 use super::open::open;
 use super::read::Files;
@@ -70,28 +70,19 @@ pub fn convert(
         let needed = "a format of several files";
         return Err(Error::invalid("format", "a single file of torch.save", needed, "use Native, HuggingFace or Dcp"));
     }
-    if to.exists() && fs::canonicalize(to)? == fs::canonicalize(&source.directory)? {
-        let found = format!("{} for both", to.display());
-        return Err(Error::invalid("conversion", found, "two places", "write to another directory"));
+    if to.exists() && fs::canonicalize(&source.directory)?.starts_with(fs::canonicalize(to)?) {
+        let found = format!("{}, which holds what is read", to.display());
+        return Err(Error::invalid("conversion", found, "another place", "write to another directory"));
     }
     let (catalog, left_out) = renamed(&source, options)?;
     let plan = planned(&source, &catalog, options)?;
-    fs::create_dir_all(parent_of(to))?;
-    sweep(to)?;
-    let staged = staging(to, u64::from(std::process::id()));
-    fs::create_dir(&staged)?;
-    let written = write_all(&staged, options.format, plan, &catalog.values, progress);
-    let done = written.and_then(|files| {
-        let summary =
-            Conversion { tensors: catalog.tensors.len(), files: files.len(), bytes: catalog.bytes() as u64, left_out };
-        seal(&staged, catalog, files)?;
-        commit(&staged, to)?;
-        Ok(summary)
-    });
-    if done.is_err() {
-        let _ = fs::remove_dir_all(&staged);
-    }
-    done
+    let staging = Staging::new(to, 0)?;
+    let files = write_all(staging.path(), options.format, plan, &catalog.values, progress)?;
+    let (tensors, bytes) = (catalog.tensors.len(), catalog.bytes() as u64);
+    let done = Conversion { tensors, files: files.len(), bytes, left_out };
+    seal(staging.path(), catalog, files)?;
+    staging.commit()?;
+    Ok(done)
 }
 
 /// The catalog of what is to be written, without chunks, and the keys that the format cannot hold.

@@ -4,24 +4,97 @@
 //! step of the file system. Where that step does not exist, the old directory is first moved aside; a reader that finds
 //! none takes the one that was moved aside.
 
+use std::collections::BTreeSet;
 use std::ffi::CString;
 use std::fs::{self, File};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use parking_lot::Mutex;
+
 use crate::error::{Error, Result};
 
-/// The directory where new contents for `target` are put together. `id` tells saves apart.
-pub(super) fn staging(target: &Path, id: u64) -> PathBuf {
-    beside(target, &format!("{STAGED}{id:016x}"))
+/// A directory where new contents are put together, for as long as this lives; then it is gone, committed or not.
+pub(super) struct Staging {
+    path: PathBuf,
+    target: PathBuf,
 }
+
+/// Targets for which this process is putting contents together.
+static ACTIVE: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
 const STAGED: &str = "incoming-";
 const ASIDE: &str = "previous";
 
+/// The name of the directory where a process puts new contents together. `id` tells saves apart.
+pub(super) fn staged_path(target: &Path, process: u32, id: u64) -> PathBuf {
+    beside(target, &format!("{STAGED}{process}-{id:016x}"))
+}
+
+impl Staging {
+    /// Makes the directory, after what crashed saves have left is gone. An error if this process is writing there already, or
+    /// if something is there that is not a checkpoint: it would be lost.
+    pub(super) fn new(target: &Path, id: u64) -> Result<Self> {
+        check_replaceable(target)?;
+        fs::create_dir_all(parent_of(target))?;
+        if !ACTIVE.lock().insert(target.to_path_buf()) {
+            let found = format!("another save to {} that is under way", target.display());
+            return Err(Error::invalid("path", found, "one save at a time", "wait for it first"));
+        }
+        let staging = Staging { path: staged_path(target, std::process::id(), id), target: target.to_path_buf() };
+        sweep(target)?;
+        fs::create_dir(&staging.path)?;
+        Ok(staging)
+    }
+
+    /// Where to write.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Puts the contents, which are complete and durable, in the place of the target.
+    pub(super) fn commit(self) -> Result<()> {
+        commit(&self.path, &self.target)
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        let _ = remove(&self.path);
+        ACTIVE.lock().remove(&self.target);
+    }
+}
+
 fn beside(target: &Path, suffix: &str) -> PathBuf {
     let name = target.file_name().map_or_else(|| "checkpoint".into(), |n| n.to_string_lossy().into_owned());
     target.with_file_name(format!(".{name}.{suffix}"))
+}
+
+/// An error if replacing a path would lose anything but a checkpoint.
+fn check_replaceable(target: &Path) -> Result<()> {
+    if !target.exists() {
+        return Ok(());
+    }
+    let kept = |found: String| {
+        let needed = "no directory, an empty one, or a checkpoint and nothing else";
+        Err(Error::invalid("path", found, needed, "choose another path, or move these files away"))
+    };
+    if !target.is_dir() {
+        return kept(format!("a file: {}", target.display()));
+    }
+    for entry in fs::read_dir(target)? {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let is_ours = name == "manifest.json"
+            || name == ".metadata"
+            || name == "model.safetensors.index.json"
+            || name.ends_with(".distcp")
+            || name.ends_with(".safetensors");
+        if !is_ours || !entry.file_type()?.is_file() {
+            return kept(format!("{name:?} in {}, which would be lost", target.display()));
+        }
+    }
+    Ok(())
 }
 
 /// Makes the files of a directory, and that they are in it, durable.
@@ -35,11 +108,12 @@ pub(super) fn sync(directory: &Path) -> Result<()> {
     Ok(File::open(directory)?.sync_all()?)
 }
 
-/// Puts the contents of a staged directory, which is complete and durable, in the place of `target`.
-pub(super) fn commit(staged: &Path, target: &Path) -> Result<()> {
+fn commit(staged: &Path, target: &Path) -> Result<()> {
     let parent = parent_of(target);
     if !target.exists() {
         fs::rename(staged, target)?;
+        // What a crash may have left aside is older than this.
+        remove(&beside(target, ASIDE))?;
     } else if exchange(staged, target).is_ok() {
         File::open(&parent)?.sync_all()?;
         remove(staged)?;
@@ -62,16 +136,16 @@ pub(super) fn resolve(target: &Path) -> PathBuf {
     if !target.exists() && aside.exists() { aside } else { target.to_path_buf() }
 }
 
-/// Removes what crashed saves to `target` have left.
-pub(super) fn sweep(target: &Path) -> Result<()> {
+/// Removes what saves to `target` have left by processes that are no more, and by this one.
+fn sweep(target: &Path) -> Result<()> {
     let prefix = beside(target, STAGED).file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-    let parent = parent_of(target);
-    if !parent.is_dir() {
-        return Ok(());
-    }
-    for entry in fs::read_dir(&parent)? {
+    for entry in fs::read_dir(parent_of(target))? {
         let entry = entry?;
-        if entry.file_name().to_string_lossy().starts_with(&prefix) {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let Some(rest) = name.strip_prefix(&prefix) else { continue };
+        let process: Option<u32> = rest.split('-').next().and_then(|digits| digits.parse().ok());
+        let is_alive = |id: u32| id != std::process::id() && Path::new(&format!("/proc/{id}")).exists();
+        if !process.is_some_and(is_alive) {
             remove(&entry.path())?;
         }
     }
@@ -86,7 +160,7 @@ pub(super) fn parent_of(target: &Path) -> PathBuf {
 }
 
 fn remove(path: &Path) -> Result<()> {
-    match fs::remove_dir_all(path) {
+    match if path.is_file() { fs::remove_file(path) } else { fs::remove_dir_all(path) } {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
         other => Ok(other?),
     }
@@ -112,19 +186,27 @@ mod tests {
         let target = root.join("state");
         fs::create_dir_all(&root).unwrap();
         for content in ["one", "two", "three"] {
-            let staged = staging(&target, 7);
-            fs::create_dir(&staged).unwrap();
-            fs::write(staged.join("file"), content).unwrap();
-            sync(&staged).unwrap();
-            commit(&staged, &target).unwrap();
-            assert_eq!(fs::read_to_string(target.join("file")).unwrap(), content);
+            let staging = Staging::new(&target, 7).unwrap();
+            assert!(Staging::new(&target, 8).err().unwrap().to_string().contains("under way"));
+            fs::write(staging.path().join("x.safetensors"), content).unwrap();
+            sync(staging.path()).unwrap();
+            let staged = staging.path().to_path_buf();
+            staging.commit().unwrap();
+            assert_eq!(fs::read_to_string(target.join("x.safetensors")).unwrap(), content);
             assert!(!staged.exists());
         }
-        fs::create_dir(staging(&target, 8)).unwrap();
-        sweep(&target).unwrap();
-        assert_eq!(fs::read_dir(&root).unwrap().count(), 1);
+        // a process that is no more, and one that is
+        fs::create_dir(staged_path(&target, 0x7fff_ffff, 8)).unwrap();
+        fs::create_dir(staged_path(&target, 1, 8)).unwrap();
+        drop(Staging::new(&target, 9).unwrap());
+        assert_eq!(fs::read_dir(&root).unwrap().count(), 2);
+        // what is not a checkpoint stays
+        fs::write(target.join("notes.txt"), "mine").unwrap();
+        assert!(Staging::new(&target, 10).err().unwrap().to_string().contains("notes.txt"));
+        assert!(Staging::new(&target.join("notes.txt"), 10).err().unwrap().to_string().contains("a file"));
+        fs::remove_file(target.join("notes.txt")).unwrap();
         fs::rename(&target, beside(&target, ASIDE)).unwrap();
-        assert_eq!(fs::read_to_string(resolve(&target).join("file")).unwrap(), "three");
+        assert_eq!(fs::read_to_string(resolve(&target).join("x.safetensors")).unwrap(), "three");
         fs::remove_dir_all(&root).unwrap();
     }
 }

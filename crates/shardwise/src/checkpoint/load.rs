@@ -68,12 +68,14 @@ pub fn load_placed(
         let mut leaves = Vec::new();
         for (key, stored) in &catalog.tensors {
             let (mesh, layout) = place(key, &stored.shape)?;
+            if layout.shape() != stored.shape {
+                let needed = format!("one of shape {:?}, which tensor {key:?} has", stored.shape);
+                return Err(Error::invalid("layout", layout, needed, "choose layouts by the shape that is given"));
+            }
             let tensor = read_tensor(&files, key, stored, &mesh, layout.settled(), stored.element.widened()?)?;
             leaves.push((way(key), State::Tensor(tensor)));
         }
         leaves.extend(catalog.values.iter().map(|(key, value)| (way(key), State::Value(value.clone()))));
-        // Positions in lists come in order.
-        leaves.sort_by(|a, b| a.0.cmp(&b.0));
         Ok(State::unflatten(leaves))
     };
     together(world, loaded(), site)

@@ -22,6 +22,8 @@ pub(super) struct Files {
 const SHORT_RUN: usize = 16 << 10;
 /// Runs that are further apart are read one by one.
 const FAR_APART: u64 = 256 << 10;
+/// How many files stay open.
+const MAX_OPEN: usize = 32;
 /// How much is read at a time for short runs.
 const WINDOW: u64 = 4 << 20;
 
@@ -59,6 +61,10 @@ impl Files {
             Error::invalid("checkpoint file", found, "a file that can be read", "copy the checkpoint again")
         })?;
         let file = Arc::new(file);
+        // All ranks of a process share the number of files that it may have open. Whoever reads one has it.
+        if open.len() >= MAX_OPEN {
+            open.clear();
+        }
         open.insert(name.to_string(), Arc::clone(&file));
         Ok(file)
     }

@@ -5,7 +5,7 @@ use std::fs;
 use std::panic::Location;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ use candle_core::{DType, Tensor};
 use super::assign::{Task, assign, tasks};
 use super::catalog::{Catalog, Format, StoredTensor};
 use super::content::Content;
-use super::directory::{commit, parent_of, staging, sweep};
+use super::directory::Staging;
 use super::element::ElementType;
 use super::state::{Leaf, State};
 use super::value::Value;
@@ -36,7 +36,7 @@ pub struct SaveOptions {
 
 impl Default for SaveOptions {
     fn default() -> Self {
-        SaveOptions { format: Format::Native, deadline: Duration::from_secs(600) }
+        SaveOptions { format: Format::Native, deadline: Duration::from_secs(240) }
     }
 }
 
@@ -87,7 +87,8 @@ pub fn async_save(world: &World, path: impl AsRef<Path>, state: &State, options:
 pub struct AsyncSave {
     world: World,
     writer: Option<JoinHandle<Result<()>>>,
-    abandoned: Arc<AtomicBool>,
+    /// Whether the writer of the first rank is to wait for the others.
+    wait: Arc<AtomicU8>,
 }
 
 impl AsyncSave {
@@ -103,8 +104,19 @@ impl AsyncSave {
     }
 
     fn finish(mut self, site: Site) -> Result<()> {
-        let mine = self.join();
-        together(&self.world, mine, site)
+        // First all but the first rank, so that it need not wait for the files of one that has failed.
+        let is_first = self.world.rank() == 0;
+        let mine = if is_first { Ok(()) } else { self.join() };
+        let others = together(&self.world, mine, site);
+        if others.is_err() {
+            self.wait.store(FAILED, SeqCst);
+        }
+        let mine = if is_first { self.join() } else { Ok(()) };
+        // An error of the others explains that of the first rank.
+        match others {
+            Ok(()) => together(&self.world, mine, site),
+            Err(error) => Err(error),
+        }
     }
 
     fn join(&mut self) -> Result<()> {
@@ -117,7 +129,7 @@ impl Drop for AsyncSave {
     /// Without [`wait`](Self::wait) the save goes on only as long as its end is near: a rank that fails must not wait for
     /// others.
     fn drop(&mut self) {
-        self.abandoned.store(true, SeqCst);
+        let _ = self.wait.compare_exchange(AWAITED, ABANDONED, SeqCst, SeqCst);
         let _ = self.join();
     }
 }
@@ -130,39 +142,39 @@ fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site:
     if world.is_dry() {
         return Err(Error::invalid("save", "a dry run", "a run with data", "dry runs know shapes, not values"));
     }
-    if options.format == Format::Torch {
-        let fix = "use Native, HuggingFace or Dcp";
-        return Err(Error::invalid("format", "a single file of torch.save", "one that ranks write together", fix));
-    }
     let planned = together(world, plan(world, state, options.format), site)?;
     let fingerprint = planned.describe();
     agree(world, &[("state to save", &fingerprint), ("path to save to", &path.to_string_lossy())], site)?;
     let me = world.rank();
-    // One rank chooses the name, all use it.
-    let chosen = texts(world, &format!("{}", unique()), site)?;
-    let id: u64 = chosen[0].parse().map_err(Error::other)?;
-    let staged = staging(path, id);
-    let prepared = match me {
-        0 => sweep(path)
-            .and_then(|()| Ok(fs::create_dir_all(parent_of(path))?))
-            .and_then(|()| Ok(fs::create_dir(&staged)?)),
-        _ => Ok(()),
+    // One rank makes the directory, all use it.
+    let staging = match me {
+        0 => Staging::new(path, unique()).map(Some),
+        _ => Ok(None),
     };
-    together(world, prepared, site)?;
-    let abandoned = Arc::new(AtomicBool::new(false));
+    let staging = together(world, staging, site)?;
+    let chosen = texts(world, &staging.as_ref().map_or_else(String::new, |s| s.path().to_string_lossy().into()), site)?;
+    let wait = Arc::new(AtomicU8::new(AWAITED));
     let job = Job {
         rank: me,
         ranks: world.size(),
         format: options.format,
         deadline: options.deadline,
-        staged,
-        target: path.to_path_buf(),
-        abandoned: Arc::clone(&abandoned),
+        staged: PathBuf::from(&chosen[0]),
+        staging,
+        wait: Arc::clone(&wait),
         planned,
     };
-    let writer = std::thread::Builder::new().name(format!("save of rank {me}")).spawn(move || job.run())?;
-    Ok(AsyncSave { world: world.clone(), writer: Some(writer), abandoned })
+    let writer = std::thread::Builder::new().name(format!("save of rank {me}")).spawn(move || job.run());
+    let writer = together(world, writer.map_err(Error::from), site)?;
+    Ok(AsyncSave { world: world.clone(), writer: Some(writer), wait })
 }
+
+/// Somebody waits for the save.
+const AWAITED: u8 = 0;
+/// Nobody does any more.
+const ABANDONED: u8 = 1;
+/// A rank has failed: there is nothing to wait for.
+const FAILED: u8 = 2;
 
 /// A number that no other save has.
 fn unique() -> u64 {
@@ -186,11 +198,17 @@ impl Planned {
     /// The plan in words that are the same on all ranks if the plan is.
     fn describe(&self) -> String {
         let values: Vec<String> = self.catalog.values.iter().map(|(key, value)| format!("{key} = {value}")).collect();
-        format!("{:?} {values:?} {:?}", self.writers, self.plain)
+        let tensor = |(key, t): (&String, &StoredTensor)| format!("{key}: {} {:?}", t.element, t.shape);
+        let tensors: Vec<String> = self.catalog.tensors.iter().map(tensor).collect();
+        format!("{:?} {values:?} {tensors:?} {:?} {:?}", self.catalog.format, self.writers, self.plain)
     }
 }
 
 fn plan(world: &World, state: &State, format: Format) -> Result<Planned> {
+    if format == Format::Torch {
+        let fix = "use Native, HuggingFace or Dcp";
+        return Err(Error::invalid("format", "a single file of torch.save", "one that ranks write together", fix));
+    }
     let directory = PathBuf::new();
     let mut catalog =
         Catalog { format, directory, tensors: BTreeMap::new(), values: BTreeMap::new(), paths: BTreeMap::new() };
@@ -309,8 +327,9 @@ struct Job {
     format: Format,
     deadline: Duration,
     staged: PathBuf,
-    target: PathBuf,
-    abandoned: Arc<AtomicBool>,
+    /// Of the first rank, which commits it.
+    staging: Option<Staging>,
+    wait: Arc<AtomicU8>,
     planned: Planned,
 }
 
@@ -326,27 +345,21 @@ impl Job {
             Ok(files) => serde_json::to_string(files).map_err(Error::other)?,
             Err(error) => format!("!{error}"),
         };
-        if rank != 0 {
+        let Some(staging) = self.staging else {
             // The report appears as a whole.
             let unfinished = report.with_extension("unfinished");
             fs::write(&unfinished, said)?;
             fs::rename(&unfinished, &report)?;
             return mine.map(drop);
+        };
+        let mut all = mine?;
+        for rank in 1..self.ranks {
+            let path = report_path(&staged, rank);
+            all.extend(wait_for(&path, rank, self.deadline, &self.wait)?);
+            fs::remove_file(&path)?;
         }
-        let result = mine.and_then(|files| {
-            let others = (1..self.ranks).map(|r| report_path(&staged, r));
-            let mut all = files;
-            for (path, r) in others.zip(1..) {
-                all.extend(wait_for(&path, r, self.deadline, &self.abandoned)?);
-                fs::remove_file(&path)?;
-            }
-            seal(&staged, catalog, all)?;
-            commit(&staged, &self.target)
-        });
-        if result.is_err() {
-            let _ = fs::remove_dir_all(&staged);
-        }
-        result
+        seal(&staged, catalog, all)?;
+        staging.commit()
     }
 
     fn report_of(&self, rank: usize) -> PathBuf {
@@ -392,14 +405,15 @@ fn write_parts(
 }
 
 /// What another rank has written, as soon as it says so.
-fn wait_for(path: &Path, rank: usize, deadline: Duration, abandoned: &AtomicBool) -> Result<Vec<WrittenFile>> {
+fn wait_for(path: &Path, rank: usize, deadline: Duration, wait: &AtomicU8) -> Result<Vec<WrittenFile>> {
     let start = Instant::now();
     let mut left = None;
     while !path.exists() {
-        if abandoned.load(SeqCst) {
+        if wait.load(SeqCst) == ABANDONED {
             left.get_or_insert_with(Instant::now);
         }
-        if start.elapsed() > deadline || left.is_some_and(|since| since.elapsed() > GRACE) {
+        let is_failed = wait.load(SeqCst) == FAILED;
+        if is_failed || start.elapsed() > deadline || left.is_some_and(|since| since.elapsed() > GRACE) {
             let found = format!("nothing from rank {rank} after {:?}", start.elapsed());
             return Err(Error::invalid("save", found, "the files of all ranks", "look at what that rank was doing"));
         }

@@ -58,6 +58,13 @@ impl Series {
         self
     }
 
+    /// Removes a checkpoint: it is no longer one before its first file goes.
+    fn remove(&self, step: u64) -> Result<()> {
+        let aside = self.root.join(format!(".removed-{step:08}"));
+        fs::rename(self.path(step), &aside)?;
+        Ok(fs::remove_dir_all(&aside)?)
+    }
+
     /// Where the checkpoint of a step is.
     pub fn path(&self, step: u64) -> PathBuf {
         self.root.join(format!("step-{step:08}"))
@@ -73,7 +80,8 @@ impl Series {
             let entry = entry?;
             let name = entry.file_name().to_string_lossy().into_owned();
             let step = name.strip_prefix("step-").and_then(|digits| digits.parse::<u64>().ok());
-            steps.extend(step.filter(|_| format_of(&entry.path()).is_ok()));
+            let is_own = |step: &u64| self.path(*step).file_name() == Some(&entry.file_name());
+            steps.extend(step.filter(is_own).filter(|_| format_of(&entry.path()).is_ok()));
         }
         steps.sort_unstable();
         Ok(steps)
@@ -88,7 +96,7 @@ impl Series {
     #[track_caller]
     pub fn save(&self, world: &World, step: u64, state: &State) -> Result<()> {
         save_with(world, self.path(step), state, &self.options)?;
-        self.prune(world)
+        self.prune(world, step)
     }
 
     /// As [`save`](Self::save), but returns as soon as it is clear what will be written. Nothing is removed: call
@@ -98,13 +106,15 @@ impl Series {
         async_save(world, self.path(step), state, &self.options)
     }
 
-    /// Removes checkpoints that are no longer kept. All ranks of the world make the call.
+    /// Removes checkpoints that are no longer kept now that there is one of `step`. Those of later steps, which a run that went
+    /// back has left behind, stay. All ranks of the world make the call.
     #[track_caller]
-    pub fn prune(&self, world: &World) -> Result<()> {
+    pub fn prune(&self, world: &World, step: u64) -> Result<()> {
         let removed = match (self.keep, world.rank()) {
-            (Some(keep), 0) => self.steps().and_then(|steps| {
+            (Some(keep), 0) => self.steps().and_then(|mut steps| {
+                steps.retain(|&s| s <= step);
                 let old = &steps[..steps.len().saturating_sub(keep)];
-                old.iter().try_for_each(|&step| Ok(fs::remove_dir_all(self.path(step))?))
+                old.iter().try_for_each(|&step| self.remove(step))
             }),
             _ => Ok(()),
         };

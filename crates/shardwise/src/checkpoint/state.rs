@@ -146,7 +146,9 @@ impl State {
     }
 
     /// The tree with these leaves.
-    pub(super) fn unflatten(leaves: impl IntoIterator<Item = (Vec<Key>, State)>) -> State {
+    pub(super) fn unflatten(mut leaves: Vec<(Vec<Key>, State)>) -> State {
+        // Positions in lists come in the order of numbers, which is not that of flat keys.
+        leaves.sort_by(|a, b| a.0.cmp(&b.0));
         let mut root = State::Map(BTreeMap::new());
         for (path, leaf) in leaves {
             place(&mut root, &path, leaf);
@@ -307,6 +309,8 @@ impl TryFrom<&State> for OptimizerState {
                 for (kind, entry) in entries {
                     match entry {
                         State::Tensor(tensor) => drop(param.tensors.insert(kind.clone(), tensor.clone())),
+                        // As it is: what is not a finite number has no plain form.
+                        State::Value(Value::Float(number)) => drop(param.numbers.insert(kind.clone(), *number)),
                         other => {
                             let number = other.as_value().map_or(Ok(0.0), |value| value.read::<f64>())?;
                             param.numbers.insert(kind.clone(), number);

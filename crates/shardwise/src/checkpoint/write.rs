@@ -58,8 +58,23 @@ pub(super) fn write_file(
     values: &BTreeMap<String, Value>,
     progress: &dyn Fn(u64),
 ) -> Result<WrittenFile> {
-    let file = File::create(directory.join(name))?;
-    let mut out = BufWriter::with_capacity(1 << 20, file);
+    let written = write_to(format, &directory.join(name), name, parts, values, progress);
+    if written.is_err() {
+        // The space is needed to say what went wrong.
+        let _ = fs::remove_file(directory.join(name));
+    }
+    written
+}
+
+fn write_to(
+    format: Format,
+    path: &Path,
+    name: &str,
+    parts: Vec<Part>,
+    values: &BTreeMap<String, Value>,
+    progress: &dyn Fn(u64),
+) -> Result<WrittenFile> {
+    let mut out = BufWriter::with_capacity(1 << 20, File::create(path)?);
     if format == Format::Dcp {
         let tensors: Vec<_> = parts.into_iter().map(|p| (p.key, p.part, p.content)).collect();
         let values: Vec<_> = values.iter().map(|(key, value)| (key.clone(), value)).collect();

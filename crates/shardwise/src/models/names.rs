@@ -51,12 +51,20 @@ pub fn export(model: &dyn LanguageModel) -> Result<BTreeMap<String, Tensor>> {
     let params: BTreeMap<String, Param> = model.named_parameters().into_iter().collect();
     let mut weights = BTreeMap::new();
     for Entry { name, paths } in model.names().0 {
-        let parts = paths.iter().map(|path| params[path].get().detach().full_tensor());
+        let parts = paths.iter().map(|path| param(&params, path)?.get().detach().full_tensor());
         let parts = parts.collect::<Result<Vec<_>>>()?;
         let whole = if let [one] = &parts[..] { one.clone() } else { Tensor::cat(&parts, 0)? };
         weights.insert(name, whole);
     }
     Ok(weights)
+}
+
+/// The parameter at a path; a module that was replaced may have none there.
+fn param<'a>(params: &'a BTreeMap<String, Param>, path: &str) -> Result<&'a Param> {
+    params.get(path).ok_or_else(|| {
+        let found = format!("no parameter at `{path}`");
+        Error::invalid("model", found, "the model as it was built", "export before modules are replaced")
+    })
 }
 
 /// Sets the weights of a model from whole ones by the names that files use, each brought to the layout and type that it
@@ -75,15 +83,16 @@ pub fn import(model: &dyn LanguageModel, weights: &BTreeMap<String, Tensor>) -> 
     let mut found = Vec::new();
     for Entry { name, paths } in &names.0 {
         let Some(whole) = weights.get(name) else { return bad(format!("nothing for `{name}`")) };
-        let shapes: Vec<Vec<usize>> = paths.iter().map(|path| params[path].shape()).collect();
+        let own = paths.iter().map(|path| param(&params, path)).collect::<Result<Vec<_>>>()?;
+        let shapes: Vec<Vec<usize>> = own.iter().map(|param| param.shape()).collect();
         let rows = shapes.iter().map(|shape| shape[0]).sum();
         if whole.rank() != shapes[0].len() || whole.dims()[0] != rows || whole.dims()[1..] != shapes[0][1..] {
             let needed = std::iter::once(rows).chain(shapes[0][1..].iter().copied()).collect::<Vec<_>>();
             return bad(format!("`{name}` of shape {:?} instead of {needed:?}", whole.dims()));
         }
         let mut start = 0;
-        for (path, shape) in paths.iter().zip(&shapes) {
-            found.push((&params[path], whole.narrow(0, start, shape[0])?));
+        for (param, shape) in own.into_iter().zip(&shapes) {
+            found.push((param, whole.narrow(0, start, shape[0])?));
             start += shape[0];
         }
     }

@@ -18,7 +18,7 @@ use smallvec::SmallVec;
 
 use crate::comm::{DeviceMesh, implicitly};
 use crate::error::{Error, Result, Site};
-use crate::layout::{Layout, OwnedBox, Runs, TensorMeta, coordinates};
+use crate::layout::{Layout, OwnedBox, Runs, TensorBox, TensorMeta, coordinates};
 use crate::local::placeholder;
 use crate::mesh::Mesh;
 use crate::redistribute::Exchange;
@@ -342,6 +342,18 @@ impl Bring {
             }
             Need::Boxes { from, axes, boxes } => (from.clone(), axes, boxes),
         };
+        let inside = |b: &TensorBox| {
+            let mut ends = b.offsets.iter().zip(&b.sizes).zip(from.shape());
+            let dims = from.shape().len();
+            b.offsets.len() == dims
+                && b.sizes.len() == dims
+                && ends.all(|((o, s), n)| o.checked_add(*s).is_some_and(|end| end <= *n))
+        };
+        if boxes.len() != mesh.mesh().size() || !boxes.iter().all(inside) {
+            let needed = format!("a box of {from} for each of {} ranks", mesh.mesh().size());
+            let found = format!("boxes {boxes:?}");
+            return Err(Error::invalid("rule", found, needed, "ask for a part of the input on every rank"));
+        }
         let ranks = mesh.mesh().ranks();
         let position = |rank: usize| ranks.iter().position(|&r| r == rank).expect("a rank of the mesh");
         let wanted = |rank: usize| {

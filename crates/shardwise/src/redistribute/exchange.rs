@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 
 use super::boxes::{Sources, Transfer};
 use crate::comm::{Call, Group};
-use crate::error::{Result, Site};
+use crate::error::{Error, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
 use crate::local::{Assembly, concat, dense, placeholder};
 
@@ -87,12 +87,18 @@ impl Exchange {
         if self.group.is_dry() {
             return placeholder(after);
         }
+        let got: usize = blocks.iter().map(|(_, block)| block.elem_count()).sum();
+        if got != after.elem_count() {
+            let needed = format!("{} elements, which {after} has", after.elem_count());
+            let fix = "ask for boxes that the ranks of the group have, each once";
+            return Err(Error::invalid("exchange of boxes", format!("{got} elements"), needed, fix));
+        }
         let whole = Assembly::new(after.clone())?;
         for (offsets, block) in &blocks {
             // SAFETY: one thread; the blocks are disjoint and fill the boxes that make up the local tensor.
             unsafe { whole.paste(block, offsets) };
         }
-        // SAFETY: the blocks fill the local tensor.
+        // SAFETY: the blocks are disjoint and have as many elements as the local tensor.
         Ok(unsafe { whole.finish() })
     }
 

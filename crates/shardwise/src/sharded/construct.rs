@@ -191,8 +191,8 @@ impl ShardedTensor {
 /// Cuts a tensor as a spec says and brings every rank of the mesh its shards.
 ///
 /// With `src_rank`, a position on the mesh, the data of that rank counts and the others only say shape and type. With
-/// `None` every rank cuts its shards out of its own copy, without communication. All ranks get the same error unless they
-/// agree on spec, source, shape and type.
+/// `None` every rank cuts its shards out of its own copy, without communication and unchecked; all ranks pass `None` then.
+/// With a source all ranks get the same error unless they agree on spec, source, shape and type.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

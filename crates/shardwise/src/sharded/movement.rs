@@ -125,6 +125,7 @@ pub(super) fn moved(
         }
         let whole = Assembly::new(meta(part))?;
         let target = part.as_box();
+        let mut pasted = 0;
         for (offsets, block) in &blocks {
             let inside =
                 offsets.iter().zip(&target.offsets).zip(&target.sizes).all(|((o, t), s)| o >= t && o < &(t + s));
@@ -132,9 +133,14 @@ pub(super) fn moved(
                 let place: Vec<usize> = offsets.iter().zip(&target.offsets).map(|(o, t)| o - t).collect();
                 // SAFETY: one thread; the blocks are disjoint, each inside one target, and fill it.
                 unsafe { whole.paste(block, &place) };
+                pasted += block.elem_count();
             }
         }
-        // SAFETY: the exchange brought everything that the boxes `from` have of this one, and they fill the tensor.
+        if pasted != part.volume() {
+            let needed = format!("{}, all elements of shard {part}", part.volume());
+            return Err(Error::invalid("sharded tensor", format!("{pasted} elements"), needed, "check its metadata"));
+        }
+        // SAFETY: as many elements as the shard has were pasted, each to another place.
         Ok(unsafe { whole.finish() })
     };
     to.shards_of(me).map(make).collect()

@@ -190,6 +190,10 @@ impl ShardedTensor {
     /// ```
     #[track_caller]
     pub fn embedding_of_local(&self, ids: &Tensor) -> Result<Tensor> {
+        if self.shape().len() != 2 {
+            let found = format!("a tensor of shape {:?}", self.shape());
+            return Err(Error::invalid("embedding", found, "a table [vocabulary, features]", "use a matrix"));
+        }
         let line = self.line()?;
         let shape = [ids.dims(), &self.shape()[1..]].concat();
         let local = DTensor::from_local(&ids.flatten_all()?, &line, [Placement::Shard(0)])?;

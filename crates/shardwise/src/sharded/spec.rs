@@ -62,6 +62,9 @@ impl ChunkShardingSpec {
 
     /// The shards of a tensor of this size.
     pub fn build_metadata(&self, size: &[usize], dtype: DType) -> Result<ShardedTensorMetadata> {
+        if self.placements.is_empty() {
+            return Err(Error::invalid("chunk spec", "no placements", "one per chunk", "list who holds the chunks"));
+        }
         let dim = self.dim_of(size)?;
         let shard = |(i, placement): (usize, &RemoteDevice)| {
             let range = chunk(size[dim], self.placements.len(), i);
@@ -220,6 +223,14 @@ fn as_chunks(shards: &[ShardMetadata]) -> Option<ChunkShardingSpec> {
     let moved = |dim: usize| shards.iter().any(|s| s.offsets[dim] > 0);
     let mut moving = (0..dims).filter(|&dim| moved(dim));
     let (dim, None) = (moving.next()?, moving.next()) else { return None };
+    // The chunks of a rank come in order, as a chunk spec lists them; else a spec would not give back the same list.
+    let in_order = |i: usize| {
+        let mut before = shards[..i].iter().filter(|s| s.placement == shards[i].placement);
+        before.all(|s| s.offsets[dim] <= shards[i].offsets[dim])
+    };
+    if !(0..shards.len()).all(in_order) {
+        return None;
+    }
     let mut sorted: Vec<&ShardMetadata> = shards.iter().collect();
     sorted.sort_by_key(|s| s.offsets[dim]);
     let size = sorted.iter().try_fold(0usize, |sum, s| sum.checked_add(s.sizes[dim]))?;

@@ -81,6 +81,7 @@ impl ShardedTensor {
             Err(error) => format!("!{error}"),
         };
         let mut all: Vec<(usize, Stored)> = Vec::new();
+        let mut first_spec = None;
         for (position, text) in texts(&group, &said, site)?.iter().enumerate() {
             let rank = group.ranks()[position];
             if let Some(error) = text.strip_prefix('!') {
@@ -89,10 +90,11 @@ impl ShardedTensor {
             }
             let (stored, its_spec): (Stored, Option<ShardingSpec>) =
                 serde_json::from_str(text).map_err(Error::other)?;
-            if its_spec != spec {
+            let first = first_spec.get_or_insert_with(|| its_spec.clone());
+            if its_spec != *first {
                 let show = |spec: &Option<ShardingSpec>| spec.as_ref().map_or("no spec".into(), ToString::to_string);
                 let found =
-                    format!("{} on rank {} and {} on rank {rank}", show(&spec), group.global_rank(), show(&its_spec));
+                    format!("{} on rank {} and {} on rank {rank}", show(first), group.ranks()[0], show(&its_spec));
                 return Err(Error::invalid(
                     "sharding spec",
                     found,
