@@ -4,10 +4,11 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::Args;
-use shardwise::models::import;
+use shardwise::checkpoint;
 use shardwise::nn::Builder;
 use shardwise::prelude::*;
 
+use crate::train::checkpoints::load_model;
 use crate::train::sample::{Choice, continued};
 use crate::train::saved;
 
@@ -19,7 +20,7 @@ Examples:
   shardwise generate shardwise-out --prompt 'Alice was' --tokens 300 --temperature 0.7
   shardwise generate --temperature 0 --json")]
 pub(crate) struct Options {
-    /// Directory that `shardwise train` wrote.
+    /// Directory that `shardwise train` wrote; its last checkpoint is used.
     #[arg(default_value = "shardwise-out")]
     model: PathBuf,
     /// What the text begins with.
@@ -53,12 +54,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         return Err(Error::invalid("prompt", "no tokens", "at least one", "give a prompt that is not empty"));
     }
     let choice = Choice { temperature: options.temperature, top: options.top, seed: options.seed };
-    let (config, weights, count) = (saved.config, saved.weights, options.tokens);
+    let stored = checkpoint::open(&saved.checkpoint)?;
+    let dtype = stored.tensor("model.tokens.weight")?.element.dtype().unwrap_or(DType::F32);
+    let (config, count) = (saved.config, options.tokens);
     let made = launch(1, move |world| {
         let mesh = world.mesh([("dp", 1)])?;
-        let dtype = weights.values().next().map_or(DType::F32, candle_core::Tensor::dtype);
         let model = config.build(&Builder::new(&mesh).dtype(dtype))?;
-        import(&*model, &weights)?;
+        load_model(&world, &saved.checkpoint, &*model)?;
         continued(&*model, &mesh, config.seq_len(), &prompt, count, choice)
     })?;
     let text = saved.coding.decode(&made)?;

@@ -97,13 +97,11 @@ fn round_trips(format: Format, name: &str) {
         let (path, label) = (scratch.at("state"), format!("seed {seed}: {tensors:?} {from:?} to {to:?}"));
         let (saved, place, kinds) = (tensors.clone(), path.clone(), label.clone());
         launch(ranks, move |world| {
-            let entry =
-                |(i, ((shape, dtype), (mesh, placements))): (usize, (&(Vec<usize>, DType), &(Mesh, Vec<_>)))| {
-                    let mesh = world.device_mesh(mesh.clone())?;
-                    let table = whole(shape, *dtype, i);
-                    Ok((format!("t{i}"), DTensor::distribute_tensor(&table, &mesh, placements.clone(), None)?))
-                };
-            let entries = saved.iter().zip(&from).enumerate().map(entry).collect::<Result<Vec<_>>>()?;
+            let mut entries = Vec::new();
+            for (i, ((shape, dtype), (mesh, placements))) in saved.iter().zip(&from).enumerate() {
+                let (mesh, table) = (world.device_mesh(mesh.clone())?, whole(shape, *dtype, i));
+                entries.push((format!("t{i}"), DTensor::distribute_tensor(&table, &mesh, placements.clone(), None)?));
+            }
             checkpoint::save_with(&world, &place, &State::map(entries), &options)
         })
         .unwrap_or_else(|error| panic!("{label}: {error}"));

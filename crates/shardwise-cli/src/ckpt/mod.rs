@@ -197,7 +197,7 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
         Command::DryLoad { path, layouts, json } => {
             let (catalog, layouts) = (checkpoint::open(path)?, layouts.chosen()?);
             let place = |key: &str, shape: &[usize]| Ok(layouts.layout(key, shape)?.placements().to_vec());
-            let loads = checkpoint::dry_load(&catalog, &layouts.mesh, &place)?;
+            let loads = checkpoint::dry_load(&catalog, &layouts.mesh, place)?;
             let mut rows = Rows::new(*json, loads.len() as u64);
             loads.into_iter().try_for_each(|load| rows.print(&LoadRow(load)))?;
             Ok(true)

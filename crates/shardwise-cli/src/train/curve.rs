@@ -9,13 +9,13 @@ const RIGHT: f64 = 20.0;
 const TOP: f64 = 40.0;
 const BOTTOM: f64 = 50.0;
 
-/// An SVG of the losses of all steps, of those on held-out text (after so many steps), and of a guess by frequency.
-pub(crate) fn svg(title: &str, losses: &[f64], held_out: &[(u64, f64)], unigram: f64) -> String {
-    let all = losses.iter().copied().chain(held_out.iter().map(|&(_, loss)| loss)).chain([unigram]);
+/// An SVG of the losses of steps and of those on held-out text (each after so many steps), and of a guess by frequency.
+pub(crate) fn svg(title: &str, losses: &[(u64, f64)], held_out: &[(u64, f64)], unigram: f64) -> String {
+    let all = losses.iter().map(|&(_, loss)| loss).chain(held_out.iter().map(|&(_, loss)| loss)).chain([unigram]);
     let (low, high) = all.filter(|x| x.is_finite()).fold((f64::MAX, f64::MIN), |(a, b), x| (a.min(x), b.max(x)));
     let unit = tick((high - low).max(1e-3));
     let (low, high) = ((low / unit).floor() * unit, (high / unit).ceil() * unit);
-    let steps = losses.len().max(2) as f64;
+    let steps = losses.last().map_or(0, |&(step, _)| step).max(2) as f64;
     let x = |step: f64| LEFT + (WIDTH - LEFT - RIGHT) * step / steps;
     let y = |loss: f64| TOP + (HEIGHT - TOP - BOTTOM) * (high - loss) / (high - low);
     let mut svg = format!(
@@ -49,7 +49,7 @@ pub(crate) fn svg(title: &str, losses: &[f64], held_out: &[(u64, f64)], unigram:
     };
     let guess = line(&mut [(0.0, unigram), (steps, unigram)].into_iter());
     add(format!("<polyline points=\"{guess}\" fill=\"none\" stroke=\"#999\" stroke-dasharray=\"5 4\"/>"));
-    let trained = line(&mut losses.iter().enumerate().map(|(i, &loss)| (i as f64 + 1.0, loss)));
+    let trained = line(&mut losses.iter().map(|&(step, loss)| (step as f64, loss)));
     add(format!("<polyline points=\"{trained}\" fill=\"none\" stroke=\"#1f77b4\" stroke-width=\"1.2\"/>"));
     let tested = line(&mut held_out.iter().map(|&(step, loss)| (step as f64, loss)));
     add(format!("<polyline points=\"{tested}\" fill=\"none\" stroke=\"#d62728\" stroke-width=\"2\"/>"));
@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn every_step_is_a_point_inside_the_picture() {
-        let losses: Vec<f64> = (0..40).map(|i| 4.0 - 0.05 * f64::from(i)).collect();
+        let losses: Vec<(u64, f64)> = (0..40).map(|i| (i + 1, 4.0 - 0.05 * i as f64)).collect();
         let picture = svg("a <b>", &losses, &[(20, 3.0), (40, f64::NAN)], 3.1);
         assert!(picture.contains("a &lt;b&gt;") && picture.ends_with("</svg>\n"));
         let lines: Vec<&str> = picture.split("points=\"").skip(1).map(|s| s.split('"').next().unwrap()).collect();

@@ -54,6 +54,13 @@ impl Coding {
         }
     }
 
+    /// Writes the tokenizer's file into a directory, if there is one.
+    pub(crate) fn write(&self, directory: &Path) -> Result<bool> {
+        let Coding::File(tokenizer) = self else { return Ok(false) };
+        tokenizer.save(directory.join(TOKENIZER), false).map_err(|error| Error::other(error.to_string()))?;
+        Ok(true)
+    }
+
     fn vocabulary(&self) -> usize {
         match self {
             Coding::Bytes => 256,

@@ -1,5 +1,6 @@
 //! `shardwise train`: a language model on a text, over any mesh of thread ranks.
 
+pub(crate) mod checkpoints;
 mod curve;
 mod data;
 mod progress;
@@ -8,7 +9,7 @@ pub(crate) mod saved;
 mod settings;
 pub(crate) mod trainer;
 
-use std::fs::File;
+use std::fs::OpenOptions;
 use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,9 +20,10 @@ use candle_core::{Device, Tensor};
 use clap::Args;
 use serde::Serialize;
 use shardwise::comm::Report;
-use shardwise::models::export;
+use shardwise::models::{check_export, export_hf};
 use shardwise::prelude::*;
 
+use checkpoints::{Position, Resumed, Saver};
 use data::Tokens;
 use progress::{Progress, Step};
 use sample::{Choice, continued};
@@ -34,13 +36,18 @@ use trainer::Trainer;
     args_override_self = true,
     after_help = "\
 Without options it trains a small GPT on a book that comes with the command, on 4 thread ranks. A seed gives the same
-training on every mesh and with every plan, up to rounding. Ctrl-C ends it after the step and keeps what was learned.
+training on every mesh and with every plan, up to rounding. Ctrl-C ends it after the step and saves a checkpoint, as every
+training does at its end; --resume goes on from there. Options then need not be given again, and those that are given count:
+another mesh and plan, more steps.
 
 Examples:
   shardwise train
   shardwise train --model llama --mesh dp=2 --plan fsdp --steps 500
   shardwise train --data notes.txt --size medium --mesh tp=2 --log steps.jsonl
   shardwise train --config job.toml --lr 0.001 --report
+  shardwise train --save-every 50 --keep 2
+  shardwise train --resume --mesh tp=2 --steps 600
+  shardwise train --model llama --out llama --export-hf llama-hf
   shardwise generate shardwise-out --prompt 'Alice'"
 )]
 pub(crate) struct Options {
@@ -49,6 +56,17 @@ pub(crate) struct Options {
     config: Option<PathBuf>,
     #[command(flatten)]
     settings: Settings,
+    /// Go on from a checkpoint, on any mesh with any plan: the last one of a directory, or the one that is named [that of
+    /// --out]. With the same mesh and plan, losses are those of a training without the break, bit by bit.
+    #[arg(long, value_name = "DIR")]
+    resume: Option<Option<PathBuf>>,
+    /// Remove checkpoints of later steps that an earlier training left in the output directory.
+    #[arg(long)]
+    overwrite: bool,
+    /// Write the model at the end as Hugging Face has it: model.safetensors with the names of LlamaForCausalLM or
+    /// GPT2LMHeadModel, and config.json.
+    #[arg(long, value_name = "DIR")]
+    export_hf: Option<PathBuf>,
     /// Print what a step communicates.
     #[arg(long)]
     report: bool,
@@ -64,8 +82,8 @@ struct Summary {
     /// Whether it was interrupted.
     stopped: bool,
     parameters: usize,
-    /// Mean over the last tenth of the steps, at most 20.
-    loss: f64,
+    /// Mean over the last tenth of the steps, at most 20; nothing if there were none left.
+    loss: Option<f64>,
     /// On held-out text.
     held_out_loss: f64,
     /// Of a guess that knows only how frequent tokens are.
@@ -76,6 +94,8 @@ struct Summary {
     seconds: f64,
     sample: String,
     model: PathBuf,
+    /// The last one.
+    checkpoint: PathBuf,
     curve: PathBuf,
 }
 
@@ -83,6 +103,8 @@ struct Summary {
 struct Plan {
     job: Job,
     tokens: Tokens,
+    resumed: Option<Resumed>,
+    export_hf: Option<PathBuf>,
 }
 
 /// What the first rank has in the end.
@@ -98,18 +120,33 @@ const EVALUATED: usize = 4;
 static STOP: AtomicBool = AtomicBool::new(false);
 
 pub(crate) fn run(options: Options) -> Result<()> {
-    let settings = options.settings.with_file(options.config.as_deref())?;
+    let mut settings = options.settings.with_file(options.config.as_deref())?;
+    let resumed = match &options.resume {
+        Some(path) => Some(Resumed::find(path.as_deref().unwrap_or(settings.out()))?),
+        None => None,
+    };
+    if let Some(resumed) = &resumed {
+        settings = settings.resuming(resumed.settings.clone());
+    }
     let tokens = settings.tokens()?;
     let job = settings.decide(&tokens)?;
+    resumed.iter().try_for_each(|resumed| resumed.check(&job))?;
+    options.export_hf.iter().try_for_each(check_export)?;
     let bad_path = |what: &'static str, path: &std::path::Path, error: std::io::Error| {
         let found = format!("{}: {error}", path.display());
         Error::invalid(what, found, "a place that can be written to", "name another one")
     };
     std::fs::create_dir_all(&job.out).map_err(|error| bad_path("output directory", &job.out, error))?;
     let log = match &job.log {
-        Some(path) => Some(BufWriter::new(File::create(path).map_err(|error| bad_path("log", path, error))?)),
+        Some(path) => {
+            let (append, mut open) = (resumed.is_some(), OpenOptions::new());
+            let opened = open.create(true).write(true).append(append).truncate(!append).open(path);
+            Some(BufWriter::new(opened.map_err(|error| bad_path("log", path, error))?))
+        }
         None => None,
     };
+    checkpoints::make_way(&job.out, resumed.as_ref().map_or(0, |resumed| resumed.at.step), options.overwrite)?;
+    saved::describe(&job.out, &job.config, &tokens.coding)?;
     if let Some(search) = &job.search {
         eprintln!("plan `{}`, the cheapest of {} that were tried", search.tried[0].name, search.tried.len());
     }
@@ -121,7 +158,7 @@ pub(crate) fn run(options: Options) -> Result<()> {
     };
     ctrlc::set_handler(handler).map_err(Error::other)?;
     let ranks = job.mesh.size();
-    let plan = Arc::new(Plan { job, tokens });
+    let plan = Arc::new(Plan { job, tokens, resumed, export_hf: options.export_hf });
     let progress = Arc::new(Progress::new(plan.job.steps, log));
     let outcome = {
         let (plan, progress) = (Arc::clone(&plan), Arc::clone(&progress));
@@ -135,10 +172,16 @@ pub(crate) fn run(options: Options) -> Result<()> {
 
 /// The program of every rank.
 fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
-    let Plan { job, tokens } = plan;
+    let Plan { job, tokens, resumed, export_hf: exported } = plan;
     let mesh = world.device_mesh(job.mesh.clone())?;
     let optimizer = (job.group, job.schedule);
     let mut trainer = Trainer::new(&job.config, &job.plan, &mesh, (job.dtype, job.seed), optimizer, job.clip)?;
+    let mut at = Position::default();
+    if let Some(resumed) = resumed {
+        resumed.load(world, &mut trainer, job)?;
+        at = resumed.at;
+    }
+    let mut saver = Saver::new(world, job);
     let length = job.config.seq_len();
     let is_first = world.rank() == 0;
     let parameters = trainer.model.parameter_count();
@@ -149,6 +192,9 @@ fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
             job.mesh,
             tokens.counts().0,
         ));
+        if resumed.is_some() {
+            progress.say(&format!("goes on after step {} of {}", at.step, job.steps));
+        }
     }
     let held_out = tokens.held_out(EVALUATED, job.batch, length);
     let evaluate = |trainer: &Trainer| -> Result<f64> {
@@ -166,11 +212,9 @@ fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
     };
     let (mut losses, mut evaluated, mut report) = (Vec::new(), Vec::new(), None);
     let (mut in_steps, mut communicating) = (0.0, 0.0);
-    let mut step = 0;
-    while step < job.steps && !all_want_to_stop(world)? {
-        let micro = job.accumulate as u64;
-        let batches: Vec<_> =
-            (step * micro..(step + 1) * micro).map(|i| tokens.batch(job.seed, i, job.batch, length)).collect();
+    while at.step < job.steps && !all_want_to_stop(world)? {
+        let numbers = at.batches..at.batches + job.accumulate as u64;
+        let batches: Vec<_> = numbers.map(|i| tokens.batch(job.seed, i, job.batch, length)).collect();
         world.trace().clear();
         let start = Instant::now();
         let stepped = trainer.step(&batches)?;
@@ -178,15 +222,16 @@ fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
         let made = world.trace().report();
         let communication: f64 = made.0.iter().map(|(_, _, total)| total.duration.as_secs_f64()).sum();
         if !stepped.loss.is_finite() {
-            let found = format!("a loss of {} in step {step}", stepped.loss);
+            let found = format!("a loss of {} in step {}", stepped.loss, at.step);
             let fix = "use a smaller learning rate, clipping, or f32";
             return Err(Error::invalid("training", found, "a finite number", fix));
         }
-        let lr = job.schedule.lr(step, job.group.lr);
-        step += 1;
+        let lr = job.schedule.lr(at.step, job.group.lr);
+        at = Position { step: at.step + 1, batches: at.batches + job.accumulate as u64 };
+        let step = at.step;
         in_steps += seconds;
         communicating += communication;
-        losses.push(stepped.loss);
+        losses.push((step, stepped.loss));
         report = Some(made);
         if is_first {
             let count = job.batch * job.accumulate * length;
@@ -206,6 +251,9 @@ fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
                 progress.evaluation(step, evaluated[evaluated.len() - 1].1)?;
             }
         }
+        if is_due(step, job.save_every) {
+            saver.save(&trainer, job, at)?;
+        }
         if is_due(step, job.sample_every) && step < job.steps {
             let text = sample(&trainer)?;
             if is_first {
@@ -213,16 +261,24 @@ fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
             }
         }
     }
+    let step = at.step;
+    saver.end(&trainer, job, at)?;
     evaluated.push((step, evaluate(&trainer)?));
     let text = sample(&trainer)?;
-    let weights = export(&*trainer.model)?;
+    if let Some(path) = exported {
+        export_hf(world, path, &*trainer.model, &job.config)?;
+        if is_first {
+            tokens.coding.write(path)?;
+        }
+    }
     let tail = (losses.len() / 10).clamp(1, 20);
-    let count = (step as usize * job.batch * job.accumulate * length) as f64;
+    let count = (losses.len() * job.batch * job.accumulate * length) as f64;
     let summary = Summary {
         steps: step,
         stopped: step < job.steps,
         parameters,
-        loss: losses.iter().rev().take(tail).sum::<f64>() / tail as f64,
+        loss: (!losses.is_empty())
+            .then(|| losses.iter().rev().take(tail).map(|(_, loss)| loss).sum::<f64>() / tail as f64),
         held_out_loss: evaluated[evaluated.len() - 1].1,
         unigram_entropy,
         tokens_per_s: count / f64::max(in_steps, 1e-9),
@@ -230,11 +286,11 @@ fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
         seconds: in_steps,
         sample: text,
         model: job.out.clone(),
+        checkpoint: checkpoints::series(&job.out).path(step),
         curve: job.out.join("loss.svg"),
     };
     if is_first {
         progress.evaluation(step, summary.held_out_loss)?;
-        saved::write(&job.out, &job.config, &tokens.coding, &weights)?;
         let title = format!("{} on {}, loss in nats per token", plan.job.config.name(), job.mesh);
         std::fs::write(&summary.curve, curve::svg(&title, &losses, &evaluated, unigram_entropy))?;
     }
@@ -276,10 +332,14 @@ fn show(summary: &Summary, report: Option<&Report>, json: bool) -> Result<()> {
     writeln!(out, "time           {:.1} s", summary.seconds)?;
     writeln!(out, "speed          {:.0} tokens/s", summary.tokens_per_s)?;
     writeln!(out, "communication  {:.0} % of the time", summary.communication * 100.0)?;
-    writeln!(out, "loss           {:.3} at the end of training", summary.loss)?;
+    match summary.loss {
+        Some(loss) => writeln!(out, "loss           {loss:.3} at the end of training")?,
+        None => writeln!(out, "loss           none: no steps were left to take")?,
+    }
     writeln!(out, "held-out loss  {:.3}", summary.held_out_loss)?;
     writeln!(out, "guessing       {:.3} by frequency alone", summary.unigram_entropy)?;
     writeln!(out, "model          {}", summary.model.display())?;
+    writeln!(out, "checkpoint     {}", summary.checkpoint.display())?;
     writeln!(out, "loss curve     {}", summary.curve.display())?;
     writeln!(out, "sample         {:?}", summary.sample)?;
     Ok(())

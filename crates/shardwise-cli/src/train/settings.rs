@@ -15,15 +15,20 @@ use super::data::Tokens;
 macro_rules! settings {
     ($($(#[$about:meta])* $field:ident: $T:ty,)*) => {
         /// What to train. Every option can stand in a TOML file under its long name; the command line wins.
-        #[derive(Args, Deserialize, Debug, Clone, Default)]
+        #[derive(Args, Serialize, Deserialize, Debug, Clone, Default)]
         #[serde(deny_unknown_fields, rename_all = "kebab-case")]
         pub(crate) struct Settings {
-            $($(#[$about])* #[arg(long)] pub(crate) $field: Option<$T>,)*
+            $(
+                $(#[$about])*
+                #[arg(long)]
+                #[serde(skip_serializing_if = "Option::is_none")]
+                pub(crate) $field: Option<$T>,
+            )*
         }
 
         impl Settings {
             /// These, and those of `others` where nothing is said here.
-            fn over(self, others: Settings) -> Settings {
+            pub(super) fn over(self, others: Settings) -> Settings {
                 Settings { $($field: self.$field.or(others.$field),)* }
             }
         }
@@ -92,14 +97,18 @@ settings! {
     sample_tokens: usize,
     /// What samples begin with [the first words of the held-out text]
     prompt: String,
-    /// Directory for the trained model and the loss curve [shardwise-out]
+    /// Save a checkpoint every so many steps; 0 for only at the end [0]
+    save_every: u64,
+    /// Checkpoints to keep, the newest ones [3]
+    keep: usize,
+    /// Directory for checkpoints and the loss curve [shardwise-out]
     out: PathBuf,
-    /// Write a JSON object per step to this file
+    /// Write a JSON object per step to this file; with --resume they are added to it
     log: PathBuf,
 }
 
 /// Which model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Family {
     Gpt,
@@ -107,7 +116,7 @@ pub(crate) enum Family {
 }
 
 /// Sizes with a name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Size {
     /// 2 layers, width 64, 4 heads, length 64
@@ -121,7 +130,7 @@ pub(crate) enum Size {
 }
 
 /// What ranks share.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 pub(crate) enum Plan {
     /// The batch, over dp: every rank has all weights
     #[serde(rename = "ddp")]
@@ -142,7 +151,7 @@ pub(crate) enum Plan {
 }
 
 /// Type of parameters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Precision {
     F32,
@@ -168,9 +177,16 @@ pub(crate) struct Job {
     pub(crate) sample_every: u64,
     pub(crate) sample_tokens: usize,
     pub(crate) prompt: Option<String>,
+    pub(crate) save_every: u64,
+    pub(crate) keep: usize,
     pub(crate) out: PathBuf,
     pub(crate) log: Option<PathBuf>,
+    /// The options that a checkpoint tells, so that they need not be given again.
+    pub(crate) settings: Settings,
 }
+
+/// The directory for what comes out.
+const OUT: &str = "shardwise-out";
 
 impl Settings {
     /// These, over those of a TOML file.
@@ -182,6 +198,20 @@ impl Settings {
         let found = |error: toml::de::Error| format!("{}: {}", path.display(), error.to_string().trim_end());
         let file = toml::from_str(&text).map_err(|error| Error::invalid("config", found(error), "options", fix))?;
         Ok(self.over(file))
+    }
+
+    /// These, and those of the run that saved a checkpoint where nothing is said here. A new mesh or plan is taken for all
+    /// of how ranks share.
+    pub(crate) fn resuming(self, mut saved: Settings) -> Settings {
+        if self.mesh.is_some() || self.plan.is_some() {
+            (saved.plan, saved.sequence_parallel) = (None, None);
+        }
+        self.over(saved)
+    }
+
+    /// The directory for what comes out.
+    pub(crate) fn out(&self) -> &Path {
+        self.out.as_deref().unwrap_or(Path::new(OUT))
     }
 
     /// The text as tokens.
@@ -202,6 +232,8 @@ impl Settings {
         };
         at_least_one("steps", steps)?;
         at_least_one("accumulate", accumulate as u64)?;
+        let keep = self.keep.unwrap_or(3);
+        at_least_one("keep", keep as u64)?;
         let sharing = mesh.axes().iter().find(|axis| axis.name == "dp").map_or(1, |axis| axis.size);
         if batch < sharing {
             let found = format!("{batch} sequence(s) for {sharing} ranks along `dp`");
@@ -220,6 +252,8 @@ impl Settings {
         let algorithm = AdamW { betas: (0.9, 0.95), weight_decay, ..AdamW::default() };
         let group = ParamGroup { master: self.master.unwrap_or(true), ..ParamGroup::new(algorithm).with_lr(lr) };
         let warmup = self.warmup.unwrap_or(steps / 10);
+        // A checkpoint has the seed in its own way, and its reader another place to write to.
+        let settings = Settings { seed: None, out: None, log: None, ..self.clone() };
         Ok(Job {
             config,
             mesh,
@@ -236,9 +270,12 @@ impl Settings {
             eval_every: self.eval_every.unwrap_or(50),
             sample_every: self.sample_every.unwrap_or(0),
             sample_tokens: self.sample_tokens.unwrap_or(120),
+            save_every: self.save_every.unwrap_or(0),
+            keep,
+            out: self.out().to_path_buf(),
             prompt: self.prompt,
-            out: self.out.unwrap_or_else(|| "shardwise-out".into()),
             log: self.log,
+            settings,
         })
     }
 

@@ -9,8 +9,8 @@ use shardwise::{Gradients, no_grad};
 /// A model with its optimizer, spread over a mesh.
 pub(crate) struct Trainer {
     pub(crate) model: Box<dyn LanguageModel>,
-    mesh: DeviceMesh,
-    optimizer: ShardedOptimizer,
+    pub(super) mesh: DeviceMesh,
+    pub(super) optimizer: ShardedOptimizer,
     /// The largest norm that gradients may have together.
     clip: Option<f64>,
 }

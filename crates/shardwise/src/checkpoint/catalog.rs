@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::element::ElementType;
 use super::read::Files;
+use super::state::State;
 use super::value::{Key, Value};
 use crate::error::{Error, Result, nearest};
 use crate::layout::TensorBox;
@@ -193,6 +194,36 @@ impl Catalog {
     /// Size of all tensors in bytes.
     pub fn bytes(&self) -> usize {
         self.tensors.values().map(StoredTensor::bytes).fold(0, usize::saturating_add)
+    }
+
+    /// The value at a path of names and positions, joined with dots; put together if it was taken apart.
+    ///
+    /// ```
+    /// use shardwise::checkpoint::{self, State, Value};
+    /// use shardwise::prelude::*;
+    ///
+    /// # let directory = std::env::temp_dir().join(format!("shardwise-value-{}", std::process::id()));
+    /// # let path = directory.clone();
+    /// launch(1, move |world| checkpoint::save(&world, &path, &State::map([("sizes", State::map([("width", 8)]))])))?;
+    /// let catalog = checkpoint::open(&directory)?;
+    /// assert_eq!(catalog.value("sizes.width")?, Value::Int(8));
+    /// assert_eq!(catalog.value("sizes")?.to_string(), r#"{"map":{"width":8}}"#);
+    /// assert!(catalog.value("size").is_err());
+    /// # std::fs::remove_dir_all(&directory).unwrap();
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn value(&self, path: &str) -> Result<Value> {
+        let way = |key: &String| self.paths.get(key).cloned().unwrap_or_else(|| vec![Key::Name(key.clone())]);
+        let mut leaves: Vec<_> = self.values.iter().map(|(k, value)| (way(k), State::Value(value.clone()))).collect();
+        // Positions in lists come in order.
+        leaves.sort_by(|a, b| a.0.cmp(&b.0));
+        State::unflatten(leaves).value(path).map_err(|_| {
+            let found = match self.values.is_empty() {
+                true => "no values".to_string(),
+                false => format!("{} as the nearest names", nearest(path, self.values.keys())),
+            };
+            Error::invalid("checkpoint", found, format!("value {path:?}"), "name a value that was saved")
+        })
     }
 
     /// The tensor with a key.

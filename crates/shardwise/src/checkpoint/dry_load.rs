@@ -30,7 +30,7 @@ pub struct RankLoad {
 pub fn dry_load(
     catalog: &Catalog,
     mesh: &Mesh,
-    place: &dyn Fn(&str, &[usize]) -> Result<Vec<Placement>>,
+    place: impl Fn(&str, &[usize]) -> Result<Vec<Placement>>,
 ) -> Result<Vec<RankLoad>> {
     let mut layouts = Vec::new();
     for (key, stored) in &catalog.tensors {

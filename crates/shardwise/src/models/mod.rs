@@ -21,12 +21,14 @@
 
 mod config;
 mod gpt;
+mod hf;
 mod llama;
 mod names;
 mod plans;
 
 pub use config::{GptConfig, LlamaConfig, ModelConfig};
 pub use gpt::{Gpt, GptBlock};
+pub use hf::{check_export, export_hf};
 pub use llama::{Llama, LlamaBlock};
 pub use names::{Entry, Names, export, import};
 pub use plans::{Spread, Weights, batch_placements, build, search_plan};

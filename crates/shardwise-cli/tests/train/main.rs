@@ -1,84 +1,14 @@
 //! `shardwise train`, `shardwise generate` and `shardwise bench train` as a user runs them.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+mod command;
+mod resume;
+
+use std::path::Path;
+use std::process::Command;
 
 use serde_json::Value;
 
-/// A directory of its own for a test, removed when it is over.
-struct Place(PathBuf);
-
-impl Place {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("shardwise-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Place(path)
-    }
-
-    fn file(&self, name: &str, content: impl AsRef<[u8]>) -> String {
-        let path = self.0.join(name);
-        std::fs::write(&path, content).unwrap();
-        path.display().to_string()
-    }
-
-    fn at(&self, name: &str) -> String {
-        self.0.join(name).display().to_string()
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-fn shardwise(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_shardwise")).args(arguments).output().expect("the command starts")
-}
-
-fn succeeds(arguments: &[&str]) -> String {
-    let output = shardwise(arguments);
-    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
-
-fn fails(arguments: &[&str], parts: &[&str]) {
-    let output = shardwise(arguments);
-    let message = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success(), "{arguments:?}");
-    assert!(parts.iter().all(|part| message.contains(part)), "{arguments:?}: {message}");
-}
-
-fn json(text: &str) -> Value {
-    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
-}
-
-fn lines(path: &str) -> Vec<Value> {
-    std::fs::read_to_string(path).unwrap().lines().map(json).collect()
-}
-
-/// A model that takes no time.
-const TINY: [&str; 14] = [
-    "--layers",
-    "1",
-    "--width",
-    "16",
-    "--heads",
-    "2",
-    "--length",
-    "16",
-    "--batch",
-    "8",
-    "--sample-tokens",
-    "8",
-    "--eval-every",
-    "4",
-];
-
-fn train(place: &Place, more: &[&str]) -> Value {
-    let out = place.at("out");
-    json(&succeeds(&[&["train", "--out", &out], &TINY[..], more].concat()))
-}
+use command::{Place, TINY, fails, json, lines, succeeds, train};
 
 #[test]
 fn training_learns_and_leaves_a_model_a_curve_and_a_log() {
@@ -210,7 +140,7 @@ fn mistakes_are_explained_before_anything_runs() {
     fails(&["generate", &place.at("nothing")], &["config.json", "shardwise train"]);
     fails(&["generate", "--temperature=-1"], &["temperature"]);
     let help = succeeds(&["train", "--help"]);
-    assert!(help.contains("Examples:") && help.contains("--sequence-parallel"), "{help}");
+    assert!(help.contains("Examples:") && help.contains("--sequence-parallel") && help.contains("--resume"), "{help}");
 }
 
 #[cfg(unix)]
@@ -241,6 +171,10 @@ fn ctrl_c_ends_after_a_step_and_keeps_what_was_learned() {
     let steps = summary["steps"].as_u64().unwrap();
     assert!(summary["stopped"] == true && (1..1_000_000).contains(&steps), "{summary}");
     assert!(!succeeds(&["generate", &out, "--tokens", "3"]).is_empty());
+    // what was saved goes on
+    let more = (steps + 3).to_string();
+    let resumed = json(&succeeds(&["train", "--resume", "--out", &out, "--steps", &more, "--eval-every", "0"]));
+    assert_eq!((&resumed["steps"], &resumed["stopped"]), (&(steps + 3).into(), &false.into()));
 }
 
 #[test]

@@ -1,0 +1,138 @@
+//! Checkpoints of trainings: going on from them, keeping them, and exports.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use serde_json::Value;
+
+use crate::command::{Place, TINY, fails, json, lines, shardwise, succeeds};
+
+/// Trains with an output directory and a log of the same name; the summary, and the losses by step.
+fn run(place: &Place, name: &str, options: &[&str]) -> (Value, BTreeMap<u64, f64>) {
+    let (out, log) = (place.at(name), place.at(&format!("{name}.jsonl")));
+    let summary = json(&succeeds(&[&["train", "--out", &out, "--log", &log], options].concat()));
+    let losses = lines(&log);
+    let losses = losses.iter().filter_map(|line| Some((line["step"].as_u64()?, line["loss"].as_f64()?))).collect();
+    (summary, losses)
+}
+
+fn steps_in(out: &str) -> Vec<String> {
+    let entries = std::fs::read_dir(Path::new(out).join("checkpoints")).unwrap();
+    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_resumed_training_is_the_one_without_the_break() {
+    let place = Place::new("resume");
+    let gpt = ["--dropout", "0.2", "--accumulate", "2", "--mesh", "dp=2", "--plan", "fsdp"];
+    let llama = ["--model", "llama", "--key-heads", "2", "--dtype", "bf16", "--mesh", "dp=2,tp=2"];
+    for (name, options, others) in [
+        ("gpt", &gpt[..], &[&["--mesh", "tp=2"][..], &["--mesh", "dp=3", "--plan", "fsdp"], &["--plan", "ddp"]][..]),
+        ("llama", &llama, &[]),
+    ] {
+        let saving = ["--steps", "20", "--save-every", "10", "--seed", "18446744073709551615"];
+        let (_, expected) = run(&place, name, &[&TINY, options, &saving].concat());
+        assert_eq!(expected.len(), 20);
+        let whole = format!("{}/checkpoints", place.at(name));
+        let middle = format!("{whole}/step-00000010");
+        let (summary, found) = run(&place, &format!("{name}-same"), &["--resume", &middle]);
+        let rest: BTreeMap<u64, f64> = expected.clone().split_off(&11);
+        // bit by bit, weights and moments too
+        assert_eq!(found, rest, "{name}");
+        assert_eq!(summary["steps"], 20);
+        let end = summary["checkpoint"].as_str().unwrap();
+        succeeds(&["ckpt", "diff", &format!("{whole}/step-00000020"), end]);
+        for (i, way) in others.iter().enumerate() {
+            let (_, found) = run(&place, &format!("{name}-{i}"), &[&["--resume", &middle], *way].concat());
+            assert!(found.keys().eq(rest.keys()), "{way:?}");
+            let far = found.iter().find(|(step, loss)| (*loss - rest[step]).abs() > 2e-5 * rest[step]);
+            assert!(far.is_none(), "{way:?}: {found:?}, not {rest:?}");
+        }
+    }
+}
+
+#[test]
+fn checkpoints_of_other_models_and_what_would_be_lost_are_refused() {
+    let place = Place::new("refused");
+    let options = [&TINY[..], &["--mesh", "dp=2", "--steps", "7", "--save-every", "2", "--keep", "2"]].concat();
+    let out = place.at("out");
+    run(&place, "out", &options);
+    assert_eq!(steps_in(&out), ["step-00000006", "step-00000007"]);
+    let resume = |more: &[&str], parts: &[&str]| {
+        fails(&[&["train", "--out", &out, "--resume"], more].concat(), parts);
+        assert_eq!(steps_in(&out).len(), 2);
+    };
+    resume(&["--width", "32"], &["step-00000007", "d_model 16", "d_model 32", "leave out"]);
+    resume(&["--model", "llama"], &["model \"gpt\"", "model \"llama\""]);
+    resume(&["--mesh", "tp=3"], &["2 query heads", "3 ranks"]);
+    resume(&[&place.at("nothing")], &["nothing", "--resume"]);
+    resume(&[&format!("{out}/checkpoints/step-00000006"), "--steps", "9"], &["up to step 7", "--overwrite"]);
+    fails(&["train", "--out", &out], &["up to step 7", "--resume", "--overwrite"]);
+    fails(&["train", "--out", &out, "--keep", "0"], &["keep"]);
+    fails(&["train", "--out", &place.at("new"), "--export-hf", &out], &["earlier export"]);
+    assert!(!Path::new(&place.at("new")).join("checkpoints").exists());
+
+    // the last one counts, and there may be more steps than were planned
+    let (summary, losses) = run(&place, "out", &["--resume", "--steps", "9", "--lr", "0.001"]);
+    assert_eq!((summary["steps"].as_u64(), losses.len()), (Some(9), 9));
+    assert_eq!(steps_in(&out), ["step-00000008", "step-00000009"]);
+    // a training that is over stays as it is
+    let before = std::fs::read(format!("{out}/checkpoints/step-00000009/manifest.json")).unwrap();
+    let (summary, _) = run(&place, "out", &["--resume"]);
+    assert!(summary["loss"].is_null() && summary["held_out_loss"].is_f64(), "{summary}");
+    assert_eq!(std::fs::read(format!("{out}/checkpoints/step-00000009/manifest.json")).unwrap(), before);
+    let (_, losses) = run(&place, "out", &[&options[..], &["--overwrite", "--steps", "3"]].concat());
+    assert_eq!((losses.len(), steps_in(&out)), (3, vec!["step-00000002".to_string(), "step-00000003".to_string()]));
+    // a damaged checkpoint is not resumed from
+    let manifest = format!("{out}/checkpoints/step-00000003/manifest.json");
+    std::fs::write(manifest, "{}").unwrap();
+    assert!(!shardwise(&["train", "--out", &out, "--resume", "--steps", "5"]).status.success());
+}
+
+fn read(path: &str) -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(path, &Device::Cpu).unwrap()
+}
+
+#[test]
+fn an_export_has_the_names_shapes_and_values_that_hugging_face_expects() {
+    let place = Place::new("export");
+    for (model, mesh, plan) in [("llama", "tp=2", "tp"), ("gpt", "dp=3", "fsdp")] {
+        let hf = place.at(&format!("{model}-hf"));
+        let options = ["--model", model, "--mesh", mesh, "--plan", plan, "--steps", "2", "--export-hf", &hf];
+        let (summary, _) = run(&place, model, &[&TINY, &options[..], &["--heads", "4"]].concat());
+        // the checkpoint in one file under its own names, to compare with
+        let whole = place.at(&format!("{model}-whole"));
+        succeeds(&["ckpt", "convert", summary["checkpoint"].as_str().unwrap(), &whole, "--to", "hf"]);
+        let (found, own) = (read(&format!("{hf}/model.safetensors")), read(&format!("{whole}/model.safetensors")));
+        let config = json(&std::fs::read_to_string(format!("{hf}/config.json")).unwrap());
+        let same = |name: &str, ours: &Tensor| {
+            let (a, b) = (&found[name], ours);
+            assert_eq!((a.dims(), a.dtype()), (b.dims(), DType::F32), "{name}");
+            let list = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            assert_eq!(list(a), list(b), "{name}");
+        };
+        if model == "llama" {
+            assert_eq!((found.len(), &config["architectures"][0]), (12, &"LlamaForCausalLM".into()));
+            assert_eq!((&config["num_key_value_heads"], &config["hidden_size"]), (&2.into(), &16.into()));
+            same("model.embed_tokens.weight", &own["model.tokens.weight"]);
+            same("model.layers.0.self_attn.k_proj.weight", &own["model.blocks.0.attention.key.weight"]);
+            same("model.layers.0.mlp.down_proj.weight", &own["model.blocks.0.mlp.down.weight"]);
+            same("lm_head.weight", &own["model.head.weight"]);
+            continue;
+        }
+        assert_eq!((found.len(), &config["architectures"][0]), (17, &"GPT2LMHeadModel".into()));
+        assert_eq!((&config["n_embd"], &config["n_inner"]), (&16.into(), &64.into()));
+        let part = |kind: &str, end: &str| own[&format!("model.blocks.0.attention.{kind}.{end}")].clone();
+        let fused = |end| Tensor::cat(&["query", "key", "value"].map(|kind| part(kind, end)), 0).unwrap();
+        same("transformer.h.0.attn.c_attn.weight", &fused("weight").t().unwrap());
+        same("transformer.h.0.attn.c_attn.bias", &fused("bias"));
+        same("transformer.h.0.mlp.c_fc.weight", &own["model.blocks.0.mlp.up.weight"].t().unwrap());
+        same("transformer.wpe.weight", &own["model.positions"]);
+        // an export takes the place of an earlier one; nothing is left to train
+        succeeds(&["train", "--out", &place.at(model), "--resume", "--export-hf", &hf]);
+        assert_eq!(read(&format!("{hf}/model.safetensors")).len(), 17);
+    }
+}
