@@ -462,7 +462,7 @@ fn conversions_keep_names_numbers_and_values_and_differences_are_found() {
     assert_eq!(found.iter().map(|(key, _)| key.as_str()).collect::<Vec<_>>(), ["n", "x"]);
     let found = diff(&a, &b, 1e-3, 0.0, &|_| {}).unwrap();
     assert_eq!(found.iter().map(|(key, _)| key.as_str()).collect::<Vec<_>>(), ["x"]);
-    let loads = checkpoint::dry_load(&first, &Mesh::new([2]).unwrap(), &|_, shape| {
+    let loads = checkpoint::dry_load(&first, &Mesh::new([2]).unwrap(), |_: &str, shape: &[usize]| {
         Ok(vec![if shape.is_empty() { Replicate } else { Shard(0) }])
     })
     .unwrap();

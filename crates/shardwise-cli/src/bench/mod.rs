@@ -1,5 +1,6 @@
 //! `shardwise bench`.
 
+mod ckpt;
 mod collectives;
 mod dispatch;
 mod redistribute;
@@ -11,6 +12,8 @@ use shardwise::Result;
 
 #[derive(Subcommand)]
 pub(crate) enum Bench {
+    /// Checkpoints saved and loaded, beside plain files.
+    Ckpt(ckpt::Options),
     /// Collectives of the thread world beside plain copies of the same bytes.
     Collectives(collectives::Options),
     /// Operators on one rank beside the plain operation, and first calls.
@@ -24,6 +27,7 @@ pub(crate) enum Bench {
 impl Bench {
     pub(crate) fn run(self) -> Result<()> {
         match self {
+            Bench::Ckpt(options) => ckpt::run(&options),
             Bench::Collectives(options) => collectives::run(&options),
             Bench::Dispatch(options) => dispatch::run(&options),
             Bench::Redistribute(options) => redistribute::run(&options),

@@ -197,7 +197,7 @@ impl<'a> Saver<'a> {
     fn finish(&mut self) -> Result<()> {
         let Some(pending) = self.pending.take() else { return Ok(()) };
         pending.wait()?;
-        self.series.prune(self.world)
+        self.series.prune(self.world, self.last.expect("the step of what was pending"))
     }
 }
 

@@ -202,6 +202,9 @@ fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
         Ok(losses.iter().sum::<f64>() / losses.len() as f64)
     };
     let prompt = match &job.prompt {
+        Some(prompt) if prompt.is_empty() => {
+            return Err(Error::invalid("--prompt", "nothing", "a text to go on from", "leave the option out"));
+        }
         Some(prompt) => tokens.coding.encode(prompt)?,
         None => tokens.beginning(16.min(length)),
     };

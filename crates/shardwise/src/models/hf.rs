@@ -58,6 +58,12 @@ pub fn export_hf(world: &World, path: impl AsRef<Path>, model: &dyn LanguageMode
     let parts = path.with_file_name(format!(".{name}.parts"));
     save(world, &parts, &State::from(weights))?;
     let joined = || -> Result<()> {
+        // What stands beside the weights of an earlier export goes with them.
+        for name in ["config.json", "tokenizer.json"] {
+            if path.join(name).exists() {
+                fs::remove_file(path.join(name))?;
+            }
+        }
         let converted = convert(&parts, path, &ConvertOptions::to(Format::HuggingFace), &|_| {});
         fs::remove_dir_all(&parts)?;
         converted?;

@@ -1,0 +1,173 @@
+//! `shardwise bench ckpt`: how fast checkpoints are saved and loaded.
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use clap::Args;
+use serde::Serialize;
+use shardwise::ThreadWorld;
+use shardwise::checkpoint::{self, State};
+use shardwise::prelude::*;
+
+use crate::output::{Row, Rows};
+
+/// What to measure.
+#[derive(Args)]
+#[command(after_help = "\
+16 tensors of f32 on 2 thread ranks, cut by rows: saved; loaded as they were; loaded cut by columns. Beside it, the same
+bytes written to one file and made durable, and read again. Files are in the page cache when they are read.
+
+Examples:
+  shardwise bench ckpt
+  shardwise bench ckpt --json --mb 1024 --dir /fast/disk")]
+pub(crate) struct Options {
+    /// Size of all tensors in MB.
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(16..))]
+    mb: u64,
+    /// Where to write, in a directory of its own that is removed at the end.
+    #[arg(long, default_value_os_t = std::env::temp_dir())]
+    dir: PathBuf,
+    /// Repetitions, of which the best counts.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    times: u32,
+    /// Print JSON lines (also the default when the output is not a terminal).
+    #[arg(long)]
+    json: bool,
+}
+
+const RANKS: usize = 2;
+const TENSORS: usize = 16;
+
+#[derive(Serialize)]
+struct Measured {
+    case: &'static str,
+    /// Seconds.
+    s: f64,
+    /// Bytes of all tensors per second, in GB.
+    gbps: f64,
+    /// The most memory that the process had during the case, in MB.
+    maxrss_mb: f64,
+}
+
+impl Row for Measured {
+    fn columns(&self) -> Vec<(&'static str, i32, String)> {
+        vec![
+            ("case", -22, self.case.to_string()),
+            ("s", 8, format!("{:.3}", self.s)),
+            ("GB/s", 7, format!("{:.2}", self.gbps)),
+            ("max RSS MB", 11, format!("{:.0}", self.maxrss_mb)),
+        ]
+    }
+}
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let scratch = Arc::new(Scratch(options.dir.join(format!("shardwise-bench-{}", std::process::id()))));
+    fs::create_dir_all(&scratch.0)?;
+    // A square matrix each, of a size that both ranks can cut either way.
+    let side = ((options.mb as usize * 1_000_000 / TENSORS / 4) as f64).sqrt() as usize / 2 * 2;
+    let bytes = TENSORS * side * side * 4;
+    let mut rows = Rows::new(options.json, 5);
+    let mut measure = |case: &'static str, run: &dyn Fn() -> Result<f64>| -> Result<()> {
+        rows.announce(case);
+        let (mut best, mut memory) = (f64::INFINITY, 0f64);
+        for _ in 0..options.times {
+            forget_peak();
+            best = best.min(run()?);
+            memory = memory.max(peak_mb());
+        }
+        rows.print(&Measured { case, s: best, gbps: bytes as f64 / best / 1e9, maxrss_mb: memory })?;
+        Ok(())
+    };
+    let path = scratch.0.join("state");
+    let world = ThreadWorld::new(RANKS)?;
+    // A rank's time from a barrier to a barrier; the slowest counts.
+    let timed = |program: Program| -> Result<f64> {
+        let times = world.run(move |world| program(&world))?;
+        Ok(times.into_iter().fold(0.0, f64::max))
+    };
+    let made = move |world: &World| -> Result<State> {
+        let mesh = world.mesh([("all", RANKS)])?;
+        let one =
+            |i: usize| Ok((format!("t{i:02}"), DTensor::full(i as f64, (side, side), DType::F32, &mesh, [Shard(0)])?));
+        Ok(State::map((0..TENSORS).map(one).collect::<Result<Vec<_>>>()?))
+    };
+    measure("save", &|| {
+        let path = path.clone();
+        timed(Arc::new(move |world| {
+            let state = made(world)?;
+            clocked(world, || checkpoint::save(world, &path, &state))
+        }))
+    })?;
+    for (case, placement) in [("load same", Shard(0)), ("load reshard S0->S1", Shard(1))] {
+        measure(case, &|| {
+            let (path, placement) = (path.clone(), placement.clone());
+            timed(Arc::new(move |world| {
+                let mesh = world.mesh([("all", RANKS)])?;
+                let place = |_: &str, shape: &[usize]| {
+                    Ok((mesh.clone(), Layout::new(mesh.mesh(), shape, [placement.clone()])?))
+                };
+                clocked(world, || checkpoint::load_placed(world, &path, place).map(drop))
+            }))
+        })?;
+    }
+    let plain = scratch.0.join("plain");
+    let block = vec![7u8; 16 << 20];
+    measure("floor: plain write", &|| write_plain(&plain, &block, bytes))?;
+    measure("floor: plain read", &|| read_plain(&plain, bytes))
+}
+
+/// What a rank does, and how long it took.
+type Program = Arc<dyn Fn(&World) -> Result<f64> + Send + Sync>;
+
+fn clocked(world: &World, body: impl FnOnce() -> Result<()>) -> Result<f64> {
+    world.barrier()?;
+    let start = Instant::now();
+    body()?;
+    world.barrier()?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
+fn write_plain(path: &Path, block: &[u8], bytes: usize) -> Result<f64> {
+    let start = Instant::now();
+    let mut file = File::create(path)?;
+    let mut left = bytes;
+    while left > 0 {
+        let size = left.min(block.len());
+        file.write_all(&block[..size])?;
+        left -= size;
+    }
+    file.sync_all()?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
+fn read_plain(path: &Path, bytes: usize) -> Result<f64> {
+    let start = Instant::now();
+    let mut all = Vec::with_capacity(bytes);
+    File::open(path)?.read_to_end(&mut all)?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
+/// A directory that is removed at the end.
+struct Scratch(PathBuf);
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// The most memory that the process has had since [`forget_peak`], in MB; 0 where the system does not say.
+fn peak_mb() -> f64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"));
+    let kilobytes = line.and_then(|line| line.split_whitespace().nth(1)?.parse::<f64>().ok());
+    kilobytes.unwrap_or(0.0) * 1024.0 / 1e6
+}
+
+/// Begins to measure the peak anew, where the system can.
+fn forget_peak() {
+    let _ = fs::write("/proc/self/clear_refs", "5");
+}
