@@ -11,6 +11,7 @@
 //! * [`sharded`]: tensors as boxes one by one, any number per rank, with specs, states and reads without the owner's help;
 //! * [`optim`]: optimizers whose state lies as the parameters do, with clipping and schedules;
 //! * [`plan`]: how a model is spread over a mesh, said apart from it or found by planners;
+//! * [`mod@checkpoint`]: state saved and loaded in any layout, in the formats that people have;
 //! * [`models`]: language models to train, written as if for one device;
 //! * [`DryWorld`]: the program of one rank of any number, without data.
 //!

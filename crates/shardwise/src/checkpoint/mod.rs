@@ -1,4 +1,9 @@
 //! Checkpoints: any layout to any layout, in the formats that people have.
+//!
+//! * [`save`], [`async_save`] and [`load`] take nested [`State`] of tensors of any kind and of values; [`Series`] keeps the last
+//!   few of a run.
+//! * [`open`] says what is in a checkpoint of any format, as a [`Catalog`]; [`verify`], [`diff`], [`convert`] and [`dry_load`]
+//!   work on all of them.
 
 mod assign;
 mod cast;

@@ -1,0 +1,133 @@
+//! The checkpoint tools of the command, on checkpoints that PyTorch and others have written.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn sample(name: &str) -> PathBuf {
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shardwise/tests/conformance/data/dcp");
+    data.join(name).join("checkpoint")
+}
+
+/// A directory of a test, removed at its end.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("shardwise-ckpt-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir_all(&path).unwrap();
+        Scratch(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn ckpt(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_shardwise")).arg("ckpt").args(arguments).output().unwrap()
+}
+
+/// What a command that must succeed has printed.
+fn printed(arguments: &[&str]) -> String {
+    let output = ckpt(arguments);
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+#[test]
+fn every_format_is_looked_at_converted_and_found_the_same() {
+    let scratch = Scratch::new("formats");
+    let source = sample("nested");
+    let seen: Value = serde_json::from_str(&printed(&["inspect", text(&source), "--json"])).unwrap();
+    assert_eq!(seen["format"], "dcp");
+    assert_eq!(seen["tensors"]["model.layer.weight"]["shape"], serde_json::json!([6, 4]));
+    assert_eq!(seen["values"]["pair"], serde_json::json!({ "tuple": [4, "five"] }));
+    for format in ["native", "dcp"] {
+        let to = scratch.0.join(format);
+        printed(&["convert", text(&source), text(&to), "--to", format]);
+        assert_eq!(printed(&["diff", text(&source), text(&to)]), "", "{format}");
+        let found: Value = serde_json::from_str(&printed(&["verify", text(&to), "--json"])).unwrap();
+        assert_eq!((&found["whole"], &found["without_checksum"]), (&Value::Bool(true), &serde_json::json!(0)));
+        assert_eq!(found["values"]["step"], 1235);
+    }
+    // a format without values says what it leaves out
+    let hf = scratch.0.join("hf");
+    let said = printed(&["convert", text(&source), text(&hf), "--to", "hf", "--rename", r"model\.(.*)=$1"]);
+    assert!(said.contains("left out") && said.contains("step"), "{said}");
+    let seen: Value = serde_json::from_str(&printed(&["inspect", text(&hf)])).unwrap();
+    assert!(seen["tensors"]["layer.weight"].is_object(), "{seen}");
+    assert!(hf.join("model.safetensors").is_file());
+    // one file of torch.save
+    let torch = sample("torch_save").join("model.pt");
+    let seen: Value = serde_json::from_str(&printed(&["inspect", text(&torch)])).unwrap();
+    assert_eq!((&seen["format"], &seen["values"]["step"]), (&Value::from("torch"), &Value::from(7)));
+}
+
+#[test]
+fn a_checkpoint_is_cut_for_a_mesh_and_a_load_is_tried_without_doing_it() {
+    let scratch = Scratch::new("cut");
+    let (source, to) = (sample("hf_plain"), scratch.0.join("cut"));
+    printed(&[
+        "reshard",
+        text(&source),
+        text(&to),
+        "--mesh",
+        "dp=2,tp=2",
+        "--plan",
+        "fsdp+tp",
+        "--place",
+        "extra.*=R,S(0)",
+    ]);
+    assert_eq!(printed(&["diff", text(&source), text(&to)]), "");
+    let seen: Value = serde_json::from_str(&printed(&["inspect", text(&to)])).unwrap();
+    let parts = |key: &str| seen["tensors"][key]["parts"].as_array().unwrap().len();
+    assert_eq!((parts("lm_head.weight"), parts("extra.ids")), (4, 2));
+    let lines = printed(&["dry-load", text(&to), "--mesh", "dp=4", "--json"]);
+    let loads: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let read: u64 = loads.iter().map(|load| load["read_bytes"].as_u64().unwrap()).sum();
+    assert_eq!((loads.len(), read), (4, seen["bytes"].as_u64().unwrap()), "every byte is read by one rank");
+    let half = scratch.0.join("half");
+    printed(&["convert", text(&source), text(&half), "--dtype", "bf16"]);
+    let differs = ckpt(&["diff", text(&source), text(&half), "--json"]);
+    assert_eq!(differs.status.code(), Some(1));
+    let lines = String::from_utf8(differs.stdout).unwrap();
+    assert!(lines.contains("lm_head.weight"), "{lines}");
+    assert!(ckpt(&["diff", text(&source), text(&half), "--atol", "0.1"]).status.code() == Some(1), "types differ");
+}
+
+#[test]
+fn damage_and_mistakes_are_told_and_end_with_a_failure() {
+    let scratch = Scratch::new("damage");
+    let good = scratch.0.join("good");
+    printed(&["convert", text(&sample("hf_plain")), text(&good)]);
+    let file = good.join("part-00000.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    std::fs::write(&file, &bytes).unwrap();
+    let verified = ckpt(&["verify", text(&good)]);
+    assert_eq!(verified.status.code(), Some(1));
+    let found: Value = serde_json::from_slice(&verified.stdout).unwrap();
+    assert!(found["problems"][0].as_str().unwrap().contains("checksum"), "{found}");
+    for (arguments, said) in [
+        (vec!["inspect", "/nowhere"], "nothing there"),
+        (vec!["convert", text(&good), text(&good)], "holds what is read"),
+        (vec!["convert", text(&good), "x", "--rename", "(=1"], "rename rule"),
+        (vec!["convert", text(&good), "x", "--rename", ".*=same"], "both become"),
+        (vec!["reshard", text(&good), "x", "--mesh", "dp=2", "--place", "lm_head.weight"], "PATTERN=PLACEMENTS"),
+        (vec!["dry-load", text(&good), "--mesh", "dp=2", "--place", "lm_head.weight=S(5)"], "S(5)"),
+    ] {
+        let output = ckpt(&arguments);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && error.contains(said), "{arguments:?}: {error}");
+    }
+}
