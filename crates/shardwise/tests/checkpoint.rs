@@ -3,6 +3,11 @@
 //! `SHARDWISE_CHECKPOINT_CASES` sets the number of random round trips per format (default 400), `SHARDWISE_SEED` the first
 //! seed.
 
+#[path = "suites/refused.rs"]
+mod refused;
+#[path = "suites/scratch.rs"]
+mod scratch;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,40 +16,21 @@ use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
+use shardwise::DryWorld;
 use shardwise::checkpoint::{
     self, ConvertOptions, ElementType, Format, SaveOptions, Series, State, Value, convert, diff,
 };
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor, shard_tensor};
-use shardwise::{DryWorld, ThreadWorld};
+
+use refused::refused;
+use scratch::Scratch;
 
 const DTYPES: [DType; 9] =
     [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I64, DType::I32, DType::I16, DType::U32, DType::U8];
 
 fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
-
-/// A directory of this test, removed at its end.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("shardwise-checkpoint-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        std::fs::create_dir_all(&path).unwrap();
-        Scratch(path)
-    }
-
-    fn at(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }
 
 fn whole(shape: &[usize], dtype: DType, salt: usize) -> Tensor {
@@ -94,7 +80,7 @@ fn round_trips(format: Format, name: &str) {
         let from: Vec<_> = tensors.iter().map(|(shape, _)| layout(&mut rng, ranks, shape.len())).collect();
         let to: Vec<_> = tensors.iter().map(|(shape, _)| layout(&mut rng, others, shape.len())).collect();
         let options = SaveOptions { format, ..SaveOptions::default() };
-        let (path, label) = (scratch.at("state"), format!("seed {seed}: {tensors:?} {from:?} to {to:?}"));
+        let (path, label) = (scratch.0.join("state"), format!("seed {seed}: {tensors:?} {from:?} to {to:?}"));
         let (saved, place, kinds) = (tensors.clone(), path.clone(), label.clone());
         launch(ranks, move |world| {
             let mut entries = Vec::new();
@@ -171,7 +157,7 @@ fn nested_state_comes_back_as_it_was_from_dcp() {
 
 fn nested_state(format: Format, name: &str) {
     let scratch = Scratch::new(name);
-    let path = scratch.at("state");
+    let path = scratch.0.join("state");
     let place = path.clone();
     launch(3, move |world| {
         let mesh = world.mesh([("all", 3)])?;
@@ -220,7 +206,7 @@ fn nested_state(format: Format, name: &str) {
 #[test]
 fn every_byte_is_written_once_and_each_rank_writes_its_share() {
     let scratch = Scratch::new("balance");
-    let path = scratch.at("state");
+    let path = scratch.0.join("state");
     let place = path.clone();
     launch(4, move |world| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
@@ -248,7 +234,7 @@ fn every_byte_is_written_once_and_each_rank_writes_its_share() {
 #[test]
 fn an_asynchronous_save_is_a_snapshot_and_the_program_goes_on() {
     let scratch = Scratch::new("async");
-    let path = scratch.at("state");
+    let path = scratch.0.join("state");
     let place = path.clone();
     launch(2, move |world| {
         let mesh = world.mesh([("dp", 2)])?;
@@ -269,15 +255,6 @@ fn an_asynchronous_save_is_a_snapshot_and_the_program_goes_on() {
     assert_eq!(std::fs::read_dir(&scratch.0).unwrap().count(), 1, "nothing is left beside the checkpoint");
 }
 
-/// Runs a program that must fail, and returns the error, which must be one and the same on all ranks.
-fn refused(ranks: usize, program: impl Fn(World) -> Result<()> + Send + Sync + 'static) -> String {
-    let world = ThreadWorld::new(ranks).unwrap().deadline(Duration::from_secs(20));
-    let told = move |world: World| Ok(program(world).expect_err("must be refused").to_string());
-    let texts = world.run(told).unwrap();
-    assert!(texts.iter().all(|text| text == &texts[0]), "{texts:#?}");
-    texts[0].clone()
-}
-
 #[test]
 fn what_cannot_be_saved_or_loaded_is_one_error_on_all_ranks_and_changes_nothing() {
     let scratch = Arc::new(Scratch::new("refused"));
@@ -285,7 +262,7 @@ fn what_cannot_be_saved_or_loaded_is_one_error_on_all_ranks_and_changes_nothing(
         let scratch = Arc::clone(&scratch);
         refused(2, move |world| {
             let state = state(&world.mesh([("all", 2)])?, world.rank())?;
-            checkpoint::save(&world, scratch.at(name), &state)
+            checkpoint::save(&world, scratch.0.join(name), &state)
         })
     };
     let differs = save("a", |_, rank| Ok(State::map([("step", rank as i64)])));
@@ -296,7 +273,7 @@ fn what_cannot_be_saved_or_loaded_is_one_error_on_all_ranks_and_changes_nothing(
     assert!(twice.contains("\"a.b\"") && twice.contains("rename"), "{twice}");
     assert_eq!(std::fs::read_dir(&scratch.0).unwrap().count(), 0, "nothing was written");
 
-    let good = scratch.at("good");
+    let good = scratch.0.join("good");
     let place = good.clone();
     launch(2, move |world| {
         let mesh = world.mesh([("all", 2)])?;
@@ -324,7 +301,7 @@ fn what_cannot_be_saved_or_loaded_is_one_error_on_all_ranks_and_changes_nothing(
     let read_only = refused(2, move |world| checkpoint::save(&world, "/proc/nothing", &State::map([("a", 1)])));
     assert!(read_only.contains("rank 0"), "{read_only}");
     let values = refused(1, {
-        let place = scratch.at("values");
+        let place = scratch.0.join("values");
         move |world| {
             let options = SaveOptions { format: Format::HuggingFace, ..SaveOptions::default() };
             checkpoint::save_with(&world, &place, &State::map([("a", 1)]), &options)
@@ -339,7 +316,7 @@ fn what_cannot_be_saved_or_loaded_is_one_error_on_all_ranks_and_changes_nothing(
 #[test]
 fn long_lists_come_back_in_order() {
     let scratch = Scratch::new("long");
-    let path = scratch.at("state");
+    let path = scratch.0.join("state");
     launch(2, move |world| {
         let mesh = world.mesh([("all", 2)])?;
         let entry = |i: usize| DTensor::full(i as f64, 3, DType::F32, &mesh, [Shard(0)]);
@@ -358,17 +335,17 @@ fn long_lists_come_back_in_order() {
 #[test]
 fn nothing_but_a_checkpoint_is_ever_replaced() {
     let scratch = Arc::new(Scratch::new("precious"));
-    let project = scratch.at("project");
+    let project = scratch.0.join("project");
     std::fs::create_dir_all(project.join("inner")).unwrap();
     std::fs::write(project.join("notes.txt"), "mine").unwrap();
     for (place, said) in [("project", "would be lost"), ("project/notes.txt", "a file")] {
-        let target = scratch.at(place);
+        let target = scratch.0.join(place);
         let error = refused(2, move |world| checkpoint::save(&world, &target, &State::map([("a", 1)])));
         assert!(error.contains(said), "{error}");
     }
     assert_eq!(std::fs::read_to_string(project.join("notes.txt")).unwrap(), "mine");
     // a series below, converted to the directory that it is in
-    let (steps, place) = (scratch.at("run"), scratch.at("run"));
+    let (steps, place) = (scratch.0.join("run"), scratch.0.join("run"));
     launch(1, move |world| {
         let x = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
         Series::new(&place).save(&world, 1, &State::map([("x", x)]))
@@ -378,7 +355,7 @@ fn nothing_but_a_checkpoint_is_ever_replaced() {
     let error = convert(steps.join("step-00000001"), &steps, &options, &|_| {}).unwrap_err().to_string();
     assert!(error.contains("holds what is read"), "{error}");
     // two saves to one place at a time
-    let target = scratch.at("twice");
+    let target = scratch.0.join("twice");
     let error = refused(2, move |world| {
         let state = State::map([("a", 1)]);
         let first = checkpoint::async_save(&world, &target, &state, &SaveOptions::default())?;
@@ -388,13 +365,13 @@ fn nothing_but_a_checkpoint_is_ever_replaced() {
         second.and_then(checkpoint::AsyncSave::wait).and(Err(Error::other("under way")))
     });
     assert!(error.contains("under way"), "{error}");
-    assert!(checkpoint::verify(scratch.at("twice"), &|_| {}).is_whole());
+    assert!(checkpoint::verify(scratch.0.join("twice"), &|_| {}).is_whole());
 }
 
 #[test]
 fn a_series_keeps_the_newest_also_after_going_back() {
     let scratch = Scratch::new("series");
-    let series = Series::new(scratch.at("run")).keep(2);
+    let series = Series::new(scratch.0.join("run")).keep(2);
     let saving = series.clone();
     launch(2, move |world| {
         for step in [10, 20, 30, 15] {
@@ -404,14 +381,14 @@ fn a_series_keeps_the_newest_also_after_going_back() {
     })
     .unwrap();
     assert_eq!(series.steps().unwrap(), [15, 20, 30]);
-    std::fs::create_dir(scratch.at("run").join("step-7")).unwrap();
+    std::fs::create_dir(scratch.0.join("run").join("step-7")).unwrap();
     assert_eq!(series.steps().unwrap(), [15, 20, 30], "only its own names count");
 }
 
 #[test]
 fn conversions_keep_names_numbers_and_values_and_differences_are_found() {
     let scratch = Scratch::new("convert");
-    let (native, place) = (scratch.at("native"), scratch.at("native"));
+    let (native, place) = (scratch.0.join("native"), scratch.0.join("native"));
     launch(3, move |world| {
         let mesh = world.mesh([("all", 3)])?;
         checkpoint::save(&world, &place, &nested(&mesh)?)
@@ -419,7 +396,7 @@ fn conversions_keep_names_numbers_and_values_and_differences_are_found() {
     .unwrap();
     let first = checkpoint::open(&native).unwrap();
     for (format, name) in [(Format::Dcp, "dcp"), (Format::HuggingFace, "hf"), (Format::Native, "again")] {
-        let to = scratch.at(name);
+        let to = scratch.0.join(name);
         let mut options = ConvertOptions { max_file_bytes: 60, ..ConvertOptions::to(format) };
         let done = convert(&native, &to, &options, &|_| {}).unwrap();
         assert_eq!((done.tensors, done.left_out.is_empty()), (first.tensors.len(), format != Format::HuggingFace));
@@ -438,7 +415,7 @@ fn conversions_keep_names_numbers_and_values_and_differences_are_found() {
         }));
         options.element = Some(ElementType::BF16);
         options.rename = Arc::new(|name| format!("new.{name}"));
-        let cut = scratch.at(&format!("{name}-cut"));
+        let cut = scratch.0.join(format!("{name}-cut"));
         convert(&to, &cut, &options, &|_| {}).unwrap();
         let third = checkpoint::open(&cut).unwrap();
         let w = third.tensor("new.model.w").unwrap();
@@ -447,7 +424,7 @@ fn conversions_keep_names_numbers_and_values_and_differences_are_found() {
     }
     // what an f64 cannot tell apart, and infinities
     let write = |name: &str, big: i64, x: f64| {
-        let path = scratch.at(name);
+        let path = scratch.0.join(name);
         let place = path.clone();
         launch(1, move |world| {
             let numbers = Tensor::new(&[big], &Device::Cpu)?;
@@ -479,7 +456,7 @@ fn check_whole(path: &Path) {
 #[test]
 fn a_rank_that_dies_while_saving_leaves_the_old_checkpoint() {
     let scratch = Scratch::new("dies");
-    let path = scratch.at("state");
+    let path = scratch.0.join("state");
     let save = |value: f64, dies: bool, path: PathBuf| {
         launch(2, move |world| {
             let mesh = world.mesh([("all", 2)])?;
@@ -504,7 +481,7 @@ fn a_rank_that_dies_while_saving_leaves_the_old_checkpoint() {
 #[test]
 fn sharded_tensors_without_shards_on_some_ranks_are_saved() {
     let scratch = Scratch::new("sharded");
-    let path = scratch.at("state");
+    let path = scratch.0.join("state");
     launch(3, move |world| {
         let mesh = world.mesh([("all", 3)])?;
         let spec = ChunkShardingSpec::over_ranks(1, [2, 0, 2])?;

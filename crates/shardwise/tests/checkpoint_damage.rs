@@ -2,6 +2,9 @@
 //!
 //! `SHARDWISE_DAMAGE_CASES` sets the number of damaged files (default 2000), `SHARDWISE_SEED` the first seed.
 
+#[path = "suites/scratch.rs"]
+mod scratch;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
@@ -12,25 +15,10 @@ use shardwise::checkpoint::{self, Format, SaveOptions, State, verify};
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
 
+use scratch::Scratch;
+
 fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
-
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("shardwise-damage-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        std::fs::create_dir_all(&path).unwrap();
-        Scratch(path)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }
 
 /// Saves a small checkpoint of several files.

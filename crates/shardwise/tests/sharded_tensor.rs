@@ -1,6 +1,9 @@
 //! What sharded tensors do: construction, reading, remote shards, states across worlds, operators, embeddings; and what
 //! they refuse, on every rank alike.
 
+#[path = "suites/refused.rs"]
+mod refused;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -14,6 +17,8 @@ use shardwise::sharded::{
     ShardedTensorMetadata, ShardedTensorState, ShardingSpec, call_sharded_op, shard_tensor, with_sharded_op,
 };
 use shardwise::{DryWorld, ThreadWorld};
+
+use refused::refused;
 
 fn numbers(t: &Tensor) -> Vec<f64> {
     t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
@@ -356,16 +361,6 @@ fn ranks_outside_the_mesh_hold_nothing_and_a_dry_run_knows_the_shapes() {
     assert_eq!(run.value.local_tensor().unwrap().dims(), [5000, 1]);
     assert!(run.records.iter().any(|r| r.call == "all_to_all" && r.bytes == 5 * 63 * 4), "{:?}", run.records);
     assert_eq!(run.peak_bytes, 5 * 64 * 4 + 5000 * 4);
-}
-
-/// Runs a program that must fail, and returns the error, which must be one and the same on all ranks.
-fn refused(ranks: usize, program: impl Fn(World) -> Result<()> + Send + Sync + 'static) -> String {
-    let world = ThreadWorld::new(ranks).unwrap().deadline(Duration::from_secs(20));
-    // The error is the result, so that no rank fails before the others have their own.
-    let told = move |world: World| Ok(program(world).expect_err("must be refused").to_string());
-    let texts = world.run(told).unwrap();
-    assert!(texts.iter().all(|text| text == &texts[0]), "{texts:#?}");
-    texts[0].clone()
 }
 
 #[test]
