@@ -108,7 +108,7 @@ pub enum Error {
         /// Description of the message.
         what: String,
         /// Where it was sent.
-        site: Site,
+        site: String,
     },
 
     /// A rank did not return from its program after another one had failed, and was left behind.
@@ -191,8 +191,8 @@ pub struct RankCall {
     pub call: String,
     /// Global ranks of the group that the call belongs to.
     pub group: Vec<usize>,
-    /// Where the program made the call.
-    pub site: Site,
+    /// Where the program made the call, as `file:line:column`; text, since it may come from another process.
+    pub site: String,
 }
 
 impl fmt::Display for RankCall {
@@ -233,9 +233,14 @@ impl Error {
         Error::Other(Arc::from(error.into()))
     }
 
-    /// Whether the message already names the ranks at fault, so that naming them again would only be noise.
-    pub(crate) fn names_ranks(&self) -> bool {
-        !matches!(self, Error::Invalid(_) | Error::Candle(_) | Error::Io(_) | Error::Other(_))
+    /// The error as one of this rank, unless the message already names the ranks at fault.
+    pub fn of_rank(self, rank: usize) -> Self {
+        match self {
+            Error::Invalid(_) | Error::Candle(_) | Error::Io(_) | Error::Other(_) => {
+                Error::Rank { rank, source: Box::new(self) }
+            }
+            named => named,
+        }
     }
 
     /// Whether this error merely reports that some other rank failed.

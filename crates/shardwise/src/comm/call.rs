@@ -16,7 +16,7 @@ pub type Sizes = SmallVec<[usize; 8]>;
 /// A collective with all arguments but the tensors. Roots are ranks within the group.
 ///
 /// Every rank of a group must make equal calls; only [`Call::AllToAll`] may differ, in what each rank expects.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Call {
     /// Wait for all.
     Barrier,

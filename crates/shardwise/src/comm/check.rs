@@ -1,10 +1,14 @@
 //! Whether all ranks of a group made the same call. The same verdict is reached on every rank.
 
+use std::hash::{Hash, Hasher};
+
 use candle_core::Tensor;
+use rustc_hash::FxHasher;
 use smallvec::SmallVec;
 
 use super::call::Call;
 use crate::error::{Error, RankCall, Result, Site};
+use crate::layout::TensorMeta;
 
 /// A collective as one rank entered it.
 #[derive(Clone)]
@@ -28,7 +32,7 @@ impl Entry {
             rank: ranks[me],
             call: self.call.describe(&self.inputs),
             group: ranks.to_vec(),
-            site: self.site,
+            site: self.site.to_string(),
         })
     }
 }
@@ -65,6 +69,37 @@ pub(crate) fn check_agreement(entries: &[&Entry], ranks: &[usize]) -> Result<()>
     Ok(())
 }
 
+/// A number that is the same on two ranks if and only if (but for one chance in 2^64) their entries are the same call on
+/// tensors that fit together, as [`check_agreement`] judges it; the arguments must be good. What ranks hand each other in
+/// an `all_to_all` is not part of it: compare [`fingerprint_of`] what is sent and what is expected.
+pub fn fingerprint(call: &Call, inputs: &[Tensor]) -> u64 {
+    let mut hasher = FxHasher::default();
+    std::mem::discriminant(call).hash(&mut hasher);
+    let masked = match call {
+        Call::AllToAll { .. } => return hasher.finish(),
+        Call::AllGather { dim, .. } | Call::Gather { dim, .. } | Call::ExchangeDims { from: dim, .. } => Some(*dim),
+        _ => None,
+    };
+    call.hash(&mut hasher);
+    let reads =
+        masked.is_some() || matches!(call, Call::AllReduce { .. } | Call::Reduce { .. } | Call::ReduceScatter { .. });
+    if let (true, Some(input)) = (reads, inputs.first()) {
+        input.dtype().as_str().hash(&mut hasher);
+        for (d, size) in input.dims().iter().enumerate() {
+            (if masked == Some(d) { 0 } else { size + 1 }).hash(&mut hasher);
+        }
+    }
+    hasher.finish()
+}
+
+/// A number that stands for a shape and an element type.
+pub fn fingerprint_of(meta: &TensorMeta) -> u64 {
+    let mut hasher = FxHasher::default();
+    meta.shape.hash(&mut hasher);
+    meta.dtype.as_str().hash(&mut hasher);
+    hasher.finish()
+}
+
 /// Whether two entries are the same call on tensors that fit together.
 fn agree(a: &Entry, b: &Entry) -> bool {
     let same_type = || a.inputs[0].dtype() == b.inputs[0].dtype();
@@ -88,5 +123,60 @@ fn agree(a: &Entry, b: &Entry) -> bool {
             | Call::AllToAll { .. },
             _,
         ) => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::placement::ReduceOp;
+    use candle_core::{DType, Device};
+    use smallvec::smallvec;
+
+    #[test]
+    fn fingerprints_are_equal_where_entries_agree_and_only_there() {
+        let calls = [
+            Call::Barrier,
+            Call::Expose,
+            Call::Agree { what: "step", values: smallvec![1] },
+            Call::Agree { what: "step", values: smallvec![2] },
+            Call::AllReduce { op: ReduceOp::Sum },
+            Call::AllReduce { op: ReduceOp::Max },
+            Call::Reduce { op: ReduceOp::Sum, root: 0 },
+            Call::Reduce { op: ReduceOp::Sum, root: 1 },
+            Call::AllGather { dim: 0, sizes: smallvec![2, 3] },
+            Call::AllGather { dim: 1, sizes: smallvec![2, 3] },
+            Call::Gather { dim: 0, sizes: smallvec![2, 3], root: 0 },
+            Call::ReduceScatter { op: ReduceOp::Sum, dim: 0, sizes: smallvec![1, 1] },
+            Call::Broadcast { whole: TensorMeta::new((2, 2), DType::F32), root: 0 },
+            Call::Broadcast { whole: TensorMeta::new((2, 2), DType::F64), root: 0 },
+            Call::ExchangeDims { from: 0, from_sizes: smallvec![2, 3], to: 1, to_sizes: smallvec![1, 1] },
+            Call::AllToAll { expected: vec![TensorMeta::new(1, DType::F32)] },
+            Call::AllToAll { expected: vec![TensorMeta::new(2, DType::F32)] },
+        ];
+        let tensors = [
+            (vec![2, 2], DType::F32),
+            (vec![3, 2], DType::F32),
+            (vec![2, 3], DType::F32),
+            (vec![2, 2], DType::F64),
+            (vec![2], DType::F32),
+        ]
+        .map(|(shape, dtype)| Tensor::zeros(shape, dtype, &Device::Cpu).unwrap());
+        let site = std::panic::Location::caller();
+        let entries: Vec<Entry> = calls
+            .iter()
+            .flat_map(|call| {
+                tensors.iter().map(|t| Entry { call: call.clone(), inputs: smallvec![t.clone()], site, refused: None })
+            })
+            .collect();
+        let (mut same, mut other) = (0, 0);
+        for a in &entries {
+            for b in &entries {
+                let equal = fingerprint(&a.call, &a.inputs) == fingerprint(&b.call, &b.inputs);
+                assert_eq!(equal, agree(a, b), "{:?} {:?} and {:?} {:?}", a.call, a.inputs, b.call, b.inputs);
+                if equal { same += 1 } else { other += 1 }
+            }
+        }
+        assert!(same > entries.len() && other > entries.len(), "{same} {other}");
     }
 }

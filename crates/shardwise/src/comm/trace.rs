@@ -192,7 +192,7 @@ impl Traced {
             && EXPLICIT_ONLY.get() > 0
         {
             let rank = self.group[self.engine.rank()];
-            let call = RankCall { rank, call: call.to_string(), group: self.group.to_vec(), site };
+            let call = RankCall { rank, call: call.to_string(), group: self.group.to_vec(), site: site.to_string() };
             return Err(Error::Implicit { operator, call: Box::new(call) });
         }
         let start = Instant::now();

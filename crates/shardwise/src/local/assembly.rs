@@ -80,12 +80,12 @@ impl Assembly {
 
 /// A tensor with these elements that begin at the start of a dense range of memory: itself wherever that is so. Views
 /// without elements are made anew, because candle trips over their offsets.
-pub(crate) fn dense(tensor: &Tensor) -> Result<Tensor> {
+pub fn dense(tensor: &Tensor) -> Result<Tensor> {
     concat(std::slice::from_ref(tensor), 0)
 }
 
 /// Joins tensors of one type along `dim`, reading each where it lies.
-pub(crate) fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
+pub fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     if let [single] = parts
         && single.is_contiguous()
         && single.elem_count() > 0

@@ -19,7 +19,8 @@ pub(crate) mod rows;
 mod update;
 mod power;
 
-pub(crate) use assembly::{Assembly, concat, dense};
+pub(crate) use assembly::Assembly;
+pub use assembly::{concat, dense};
 pub(crate) use compare::{all_close, all_equal};
 pub(crate) use fold::{Fold, fold};
 pub(crate) use map::{Arithmetic, Each, Function, Wide, map};
@@ -107,7 +108,7 @@ pub(crate) fn check_dtype(dtype: DType) -> Result<()> {
 
 /// The tensor as something that nobody will change: without a place in a graph of candle's gradients, and in memory of its
 /// own if it is a variable, whose memory may be overwritten at any time.
-pub(crate) fn immutable(tensor: &Tensor) -> Result<Tensor> {
+pub fn immutable(tensor: &Tensor) -> Result<Tensor> {
     if tensor.is_variable() { Ok(tensor.copy()?.detach()) } else { Ok(tensor.detach()) }
 }
 
@@ -125,7 +126,7 @@ pub(crate) fn filled(value: f64, meta: &TensorMeta) -> Result<Tensor> {
 }
 
 /// Runs `body` with the elements of a dense tensor as they lie in memory. The tensor must be on the CPU.
-pub(crate) fn with_bytes<R>(tensor: &Tensor, body: impl FnOnce(&[u8]) -> R) -> R {
+pub fn with_bytes<R>(tensor: &Tensor, body: impl FnOnce(&[u8]) -> R) -> R {
     debug_assert!(tensor.is_contiguous());
     let length = tensor.elem_count() * tensor.dtype().size_in_bytes();
     // SAFETY: a contiguous tensor is so many initialised bytes, which nobody changes while its storage is locked.

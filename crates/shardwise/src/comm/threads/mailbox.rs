@@ -64,6 +64,6 @@ impl Mailbox {
             Ok(tensor) => TensorMeta::new(tensor.dims(), tensor.dtype()).to_string(),
             Err(_) => "a tensor that was refused".to_string(),
         };
-        Some((envelope.from, Error::Unreceived { from: envelope.from, to: envelope.to, what, site }))
+        Some((envelope.from, Error::Unreceived { from: envelope.from, to: envelope.to, what, site: site.to_string() }))
     }
 }

@@ -60,7 +60,7 @@ impl Member {
     }
 
     fn describe(&self, call: String, site: Site) -> Box<RankCall> {
-        Box::new(RankCall { rank: self.ranks()[self.me], call, group: self.ranks().to_vec(), site })
+        Box::new(RankCall { rank: self.ranks()[self.me], call, group: self.ranks().to_vec(), site: site.to_string() })
     }
 }
 
@@ -121,7 +121,7 @@ impl Communicator for Member {
         let Message { content, site: sent_at } = received;
         let tensor = content.map_err(|source| {
             let (rank, call) = (envelope.from, format!("send(to {}, tag {tag})", envelope.to));
-            let call = RankCall { rank, call, group: self.ranks().to_vec(), site: sent_at };
+            let call = RankCall { rank, call, group: self.ranks().to_vec(), site: sent_at.to_string() };
             Error::Rejected { call: Box::new(call), source: Box::new(source) }
         })?;
         if meta(&tensor) == *expected {
@@ -131,7 +131,7 @@ impl Communicator for Member {
             rank: envelope.from,
             call: format!("send(to {}, tag {tag}) of {}", envelope.to, meta(&tensor)),
             group: self.ranks().to_vec(),
-            site: sent_at,
+            site: sent_at.to_string(),
         };
         let advice = "what a rank sends must be what the other expects from it";
         Err(Error::Mismatch { first: Box::new(sent), second: describe(), advice })
@@ -177,8 +177,12 @@ impl Exposed for Shared {
             _ => {
                 let found = found.map_or("nothing".to_string(), |tensor| meta(tensor).to_string());
                 let what = format!("{found} as tensor {index} of rank {rank} in group {:?}", self.ranks);
-                let call =
-                    RankCall { rank: self.me, call: format!("fetch of {expected}"), group: self.ranks.clone(), site };
+                let call = RankCall {
+                    rank: self.me,
+                    call: format!("fetch of {expected}"),
+                    group: self.ranks.clone(),
+                    site: site.to_string(),
+                };
                 let source = Error::invalid("fetch", what, expected, "read what the rank has exposed");
                 Err(Error::Rejected { call: Box::new(call), source: Box::new(source) })
             }

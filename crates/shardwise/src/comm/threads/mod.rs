@@ -9,15 +9,15 @@ mod mailbox;
 mod meeting;
 mod member;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use hub::Hub;
 use member::Member;
 
 use super::World;
+use super::host::{caught, confine_candle_to, cores, how_it_failed, pool};
 use crate::error::{Error, Result};
 
 /// Runs `program` on `ranks` threads and returns what the first of them returned.
@@ -65,9 +65,6 @@ const DEFAULT_DEADLINE: Duration = Duration::from_secs(300);
 /// More thread ranks than any program means; a larger number is a typing error.
 const MAX_RANKS: usize = 4096;
 
-/// Room for deep programs; only the part in use takes memory.
-const STACK_BYTES: usize = 16 << 20;
-
 impl ThreadWorld {
     /// A world of `ranks` threads that share the cores of the machine evenly.
     pub fn new(ranks: usize) -> Result<Self> {
@@ -109,7 +106,7 @@ impl ThreadWorld {
         let (rank, error) = errors
             .min_by_key(|(rank, error)| (first_failed != Some(*rank), error.is_consequence()))
             .expect("one has failed");
-        Err(if error.names_ranks() { error } else { Error::Rank { rank, source: Box::new(error) } })
+        Err(error.of_rank(rank))
     }
 
     /// Runs `program` on every rank and returns each rank's own result, in rank order.
@@ -130,27 +127,22 @@ impl ThreadWorld {
         T: Send + 'static,
         F: Fn(World) -> Result<T> + Send + Sync + 'static,
     {
-        confine_candle_to(self.kernel_threads, self.ranks);
+        if self.ranks > 1 {
+            confine_candle_to(self.kernel_threads);
+        }
         let hub = Arc::new(Hub::new(self.ranks, self.deadline, self.ranks <= cores()));
         let program = Arc::new(program);
         let (report, reports) = channel();
         let mut results: Vec<Option<Result<T>>> = (0..self.ranks).map(|_| None).collect();
         for (rank, result) in results.iter_mut().enumerate() {
             let (hub_of_rank, program, report) = (Arc::clone(&hub), Arc::clone(&program), report.clone());
-            // A rank runs inside a pool of its own, so that parallel kernels stay within its share of the cores.
-            let pool = rayon::ThreadPoolBuilder::new()
-                .num_threads(self.kernel_threads)
-                .stack_size(STACK_BYTES)
-                .thread_name(move |i| if i == 0 { format!("rank {rank}") } else { format!("rank {rank} kernel {i}") })
-                .build();
-            match pool {
+            match pool(rank, self.kernel_threads) {
                 Ok(pool) => pool.spawn(move || {
                     let result = run_rank(&hub_of_rank, rank, &*program);
                     // Nobody listens any more if this rank was left behind.
                     let _ = report.send((rank, result));
                 }),
                 Err(error) => {
-                    let error = Error::other(error);
                     hub.fail(rank, format!("could not be started: {error}"));
                     hub.leave(rank);
                     *result = Some(Err(error));
@@ -173,15 +165,9 @@ impl ThreadWorld {
 /// Runs the program of one rank to its end, whichever way it ends, and tells the others.
 fn run_rank<T>(hub: &Arc<Hub>, rank: usize, program: &(impl Fn(World) -> Result<T> + ?Sized)) -> Result<T> {
     let world = World::new(Arc::new(Member::of_world(Arc::clone(hub), rank)));
-    let result = catch_unwind(AssertUnwindSafe(|| program(world))).unwrap_or_else(|payload| {
-        let text = payload.downcast_ref::<&str>().map(|s| (*s).to_string());
-        let message = text.or_else(|| payload.downcast_ref::<String>().cloned());
-        Err(Error::Panicked { rank, message: message.unwrap_or_else(|| "no message".into()) })
-    });
-    match &result {
-        Ok(_) => {}
-        Err(Error::Panicked { message, .. }) => hub.fail(rank, format!("panicked: {message}")),
-        Err(error) => hub.fail(rank, format!("failed: {error}")),
+    let result = caught(rank, || program(world));
+    if let Err(error) = &result {
+        hub.fail(rank, how_it_failed(error));
     }
     hub.leave(rank);
     result
@@ -202,27 +188,6 @@ fn collect<T>(hub: &Hub, results: &mut [Option<Result<T>>], reports: &std::sync:
                 }
             }
         }
-    }
-}
-
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, Into::into)
-}
-
-/// Candle runs large elementwise operations on one pool for the whole process, behind a lock. With several ranks that
-/// pool has to be no larger than a rank's share; candle reads its size from the environment when it first needs it.
-fn confine_candle_to(threads: usize, ranks: usize) {
-    static ONCE: Once = Once::new();
-    const VARIABLE: &str = "CANDLE_NUM_THREADS";
-    if ranks > 1 {
-        ONCE.call_once(|| {
-            if std::env::var_os(VARIABLE).is_none() {
-                // SAFETY: Rust's own accesses to the environment are synchronised with this one. It happens once per
-                // process, before the ranks of the first launch start; a program that reads the environment from C at
-                // the same time must set the variable itself, as the documentation of the crate says.
-                unsafe { std::env::set_var(VARIABLE, threads.to_string()) };
-            }
-        });
     }
 }
 

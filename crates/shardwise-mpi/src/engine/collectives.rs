@@ -1,0 +1,278 @@
+//! The calls of a group, carried out with MPI's collectives on memory without gaps.
+//!
+//! MPI cuts and joins along the first dimension only. A tensor that is to be cut along another is first copied with that
+//! dimension in front; pieces that are to be joined along another are received one after the other and then joined, which
+//! takes one pass over memory.
+
+use std::ffi::c_int;
+
+use candle_core::Tensor;
+use shardwise::comm::Call;
+use shardwise::comm::engine::{Buffer, concat, dense, immutable, with_bytes};
+use shardwise::{Result, TensorMeta};
+use smallvec::SmallVec;
+
+use super::comm::{Comm, checked, nothing};
+use super::element::datatype;
+use super::pairs::exchange;
+use super::parts::{Counts, Limits, Part, one_behind_the_other, starts, with_first};
+use super::reductions::Reduction;
+
+/// Carries out a call whose arguments are good and on which all ranks agree.
+pub(super) fn carry_out(comm: &Comm, limits: Limits, call: &Call, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+    if let Call::Barrier = call {
+        comm.barrier()?;
+        return Ok(Vec::new());
+    }
+    let inputs = inputs.iter().map(immutable).collect::<Result<SmallVec<[Tensor; 1]>>>()?;
+    if comm.size() == 1 {
+        return Ok(inputs.into_vec());
+    }
+    let me = comm.rank();
+    let one = |tensor: Result<Tensor>| tensor.map(|t| vec![t]);
+    match call {
+        Call::Barrier | Call::Agree { .. } | Call::Expose => Ok(Vec::new()),
+        Call::AllReduce { op } => one(Reduction::new(comm, limits, *op, &inputs[0])?.all()),
+        Call::Reduce { op, root } => {
+            Ok(Reduction::new(comm, limits, *op, &inputs[0])?.to_root(*root)?.into_iter().collect())
+        }
+        Call::ReduceScatter { op, dim, sizes } => {
+            let input = in_front(&inputs[0], *dim)?;
+            let row = row_of(input.dims());
+            let piece = Reduction::new(comm, limits, *op, &input)?.piece(sizes.iter().map(|s| s * row).collect())?;
+            let mut shape = input.dims().to_vec();
+            shape[0] = sizes[me];
+            one(back_in_place(&piece.reshape(shape)?, *dim))
+        }
+        Call::AllGather { dim, sizes } => {
+            let joined = Join::new(&inputs[0], *dim, sizes)?.gather(comm, limits, None)?;
+            one(Ok(joined.expect("every rank is a receiver")))
+        }
+        Call::Gather { dim, sizes, root } => {
+            Ok(Join::new(&inputs[0], *dim, sizes)?.gather(comm, limits, Some(*root))?.into_iter().collect())
+        }
+        Call::Scatter { whole, dim, sizes, root } => {
+            one(scatter(comm, limits, inputs.first(), whole, *dim, sizes, *root))
+        }
+        Call::Broadcast { whole, root } => one(broadcast(comm, limits, inputs.first(), whole, *root)),
+        Call::ExchangeDims { from, from_sizes, to, to_sizes } => {
+            let cut = |r: usize| dense(&inputs[0].narrow(*to, to_sizes[..r].iter().sum(), to_sizes[r])?);
+            let pieces = (0..comm.size()).map(cut).collect::<Result<Vec<_>>>()?;
+            one(Join::new(&pieces[me], *from, from_sizes)?.exchange(comm, &pieces))
+        }
+        Call::AllToAll { expected } => all_to_all(comm, &inputs, expected),
+    }
+}
+
+/// Elements of one index along the first dimension.
+fn row_of(shape: &[usize]) -> usize {
+    shape.iter().skip(1).product()
+}
+
+/// The tensor without gaps, the dimension in front.
+fn in_front(tensor: &Tensor, dim: usize) -> Result<Tensor> {
+    if tensor.dims()[..dim].iter().all(|&n| n == 1) {
+        let mut shape = vec![tensor.dims()[dim]];
+        shape.extend(tensor.dims().iter().enumerate().filter(|(d, _)| *d != dim).map(|(_, &n)| n));
+        return Ok(dense(tensor)?.reshape(shape)?);
+    }
+    let order: Vec<usize> = std::iter::once(dim).chain((0..tensor.rank()).filter(|&d| d != dim)).collect();
+    dense(&tensor.permute(order)?)
+}
+
+/// Takes back [`in_front`].
+fn back_in_place(tensor: &Tensor, dim: usize) -> Result<Tensor> {
+    let order: Vec<usize> = (1..=dim).chain([0]).chain(dim + 1..tensor.rank()).collect();
+    dense(&tensor.permute(order)?)
+}
+
+/// Pieces of all ranks that become one tensor.
+struct Join<'a> {
+    mine: Tensor,
+    dim: usize,
+    sizes: &'a [usize],
+    /// The joined tensor.
+    whole: TensorMeta,
+}
+
+impl<'a> Join<'a> {
+    fn new(mine: &Tensor, dim: usize, sizes: &'a [usize]) -> Result<Self> {
+        let mut whole = TensorMeta::new(mine.dims(), mine.dtype());
+        whole.shape[dim] = sizes.iter().sum();
+        Ok(Join { mine: dense(mine)?, dim, sizes, whole })
+    }
+
+    /// Elements of the piece of a rank.
+    fn count(&self, rank: usize) -> usize {
+        let rest = self.whole.shape.iter().enumerate().filter(|(d, _)| *d != self.dim).map(|(_, &n)| n);
+        rest.product::<usize>() * self.sizes[rank]
+    }
+
+    /// Memory for the pieces, one behind the other in rank order.
+    fn buffer(&self) -> Result<Buffer> {
+        Buffer::new(TensorMeta::new(self.whole.elem_count(), self.whole.dtype))
+    }
+
+    /// The joined tensor.
+    ///
+    /// # Safety
+    /// All pieces have been received.
+    unsafe fn finish(&self, buffer: Buffer) -> Result<Tensor> {
+        // SAFETY: the caller's promise.
+        let received = unsafe { buffer.finish() };
+        if self.whole.shape[..self.dim].iter().all(|&n| n == 1) || self.whole.elem_count() == 0 {
+            return Ok(received.reshape(self.whole.shape.as_slice())?);
+        }
+        let counts: SmallVec<[usize; 8]> = (0..self.sizes.len()).map(|rank| self.count(rank)).collect();
+        let starts = starts(&counts);
+        let piece = |rank: usize| {
+            let mut shape = self.whole.shape.clone();
+            shape[self.dim] = self.sizes[rank];
+            Ok(received.narrow(0, starts[rank], counts[rank])?.reshape(shape)?)
+        };
+        let with_elements = (0..self.sizes.len()).filter(|&r| self.sizes[r] > 0);
+        concat(&with_elements.map(piece).collect::<Result<Vec<_>>>()?, self.dim)
+    }
+
+    /// Every rank, or the root if there is one, gets the pieces of all.
+    fn gather(&self, comm: &Comm, limits: Limits, root: Option<usize>) -> Result<Option<Tensor>> {
+        let receives = root.is_none_or(|root| root == comm.rank());
+        let mut buffer = if receives { Some(self.buffer()?) } else { None };
+        let to = buffer.as_mut().map_or(nothing(), |b| b.first().cast());
+        let mine = self.mine.elem_count();
+        with_first(&self.mine, |from| {
+            if self.whole.elem_count() > limits.largest_count {
+                return self.gather_in_pairs(comm, root, from, to.cast());
+            }
+            let counts: Counts = (0..comm.size()).map(|r| self.count(r) as c_int).collect();
+            let even = counts.iter().all(|&n| n == counts[0]);
+            let (kind, raw, mine, each) = (datatype(self.whole.dtype), comm.raw(), mine as c_int, counts[0]);
+            let (from, starts) = (from.cast(), starts(&counts));
+            // SAFETY: this rank's piece, and room for the pieces of all where they are received.
+            unsafe {
+                match root {
+                    None if even => checked!(MPI_Allgather(from, mine, kind, to, each, kind, raw)),
+                    None => {
+                        checked!(MPI_Allgatherv(from, mine, kind, to, counts.as_ptr(), starts.as_ptr(), kind, raw))
+                    }
+                    Some(root) => {
+                        let (counts, starts, root) = (counts.as_ptr(), starts.as_ptr(), root as c_int);
+                        checked!(MPI_Gatherv(from, mine, kind, to, counts, starts, kind, root, raw))
+                    }
+                }
+            }
+        })?;
+        // SAFETY: the pieces of all ranks fill it.
+        buffer.map(|buffer| unsafe { self.finish(buffer) }).transpose()
+    }
+
+    fn gather_in_pairs(&self, comm: &Comm, root: Option<usize>, from: *const u8, to: *mut u8) -> Result<()> {
+        let bytes = |count: usize| count * self.whole.dtype.size_in_bytes();
+        let receives = |rank: usize| root.is_none_or(|root| root == rank);
+        let send = |rank: usize| {
+            let bytes = if receives(rank) { bytes(self.mine.elem_count()) } else { 0 };
+            Part { first: from, bytes }
+        };
+        let receive = |rank: usize| if receives(comm.rank()) { bytes(self.count(rank)) } else { 0 };
+        let (send, receive): (Vec<_>, Vec<_>) =
+            ((0..comm.size()).map(send).collect(), (0..comm.size()).map(receive).collect());
+        // SAFETY: the pieces lie one behind the other in memory for all of them; all ranks know all sizes.
+        unsafe { exchange(comm, &send, &one_behind_the_other(to, &receive)) }
+    }
+
+    /// Hands one piece to every rank and joins what comes from each.
+    fn exchange(&self, comm: &Comm, pieces: &[Tensor]) -> Result<Tensor> {
+        let mut buffer = self.buffer()?;
+        let element = self.whole.dtype.size_in_bytes();
+        let bytes: SmallVec<[usize; 8]> = (0..comm.size()).map(|rank| self.count(rank) * element).collect();
+        let receive = one_behind_the_other(buffer.first(), &bytes);
+        // SAFETY: the pieces live until the call returns; what comes lies one behind the other in memory for all of it.
+        unsafe {
+            exchange(comm, &parts(pieces), &receive)?;
+            self.finish(buffer)
+        }
+    }
+}
+
+/// The memory of dense tensors, which must outlive what is done with it.
+fn parts(tensors: &[Tensor]) -> SmallVec<[Part<*const u8>; 8]> {
+    let part = |t: &Tensor| with_bytes(t, |bytes| Part { first: bytes.as_ptr(), bytes: bytes.len() });
+    tensors.iter().map(part).collect()
+}
+
+/// Every rank gets its piece of the root's tensor.
+fn scatter(
+    comm: &Comm,
+    limits: Limits,
+    input: Option<&Tensor>,
+    whole: &TensorMeta,
+    dim: usize,
+    sizes: &[usize],
+    root: usize,
+) -> Result<Tensor> {
+    let (me, element) = (comm.rank(), whole.dtype.size_in_bytes());
+    let rest = whole.shape.iter().enumerate().filter(|(d, _)| *d != dim).map(|(_, &n)| n);
+    let shape: Vec<usize> = std::iter::once(sizes[me]).chain(rest).collect();
+    let row = row_of(&shape);
+    let mut buffer = Buffer::new(TensorMeta { shape, dtype: whole.dtype })?;
+    let cut = input.map(|t| in_front(t, dim)).transpose()?;
+    let (to, mine) = (buffer.first(), sizes[me] * row);
+    let run = |from: *const u8| {
+        if whole.elem_count() > limits.largest_count {
+            let bytes = |size: &usize| if me == root { size * row * element } else { 0 };
+            let pieces = one_behind_the_other(from.cast_mut(), &sizes.iter().map(bytes).collect::<Vec<_>>());
+            let send: Vec<_> = pieces.iter().map(|p| Part { first: p.first.cast_const(), bytes: p.bytes }).collect();
+            let bytes = |rank: usize| if rank == root { mine * element } else { 0 };
+            let receive: Vec<_> = (0..comm.size()).map(|r| Part { first: to, bytes: bytes(r) }).collect();
+            // SAFETY: pieces of the root's tensor, and room for this rank's.
+            return unsafe { exchange(comm, &send, &receive) };
+        }
+        let counts: Counts = sizes.iter().map(|s| (s * row) as c_int).collect();
+        let (starts, kind, to) = (starts(&counts), datatype(whole.dtype), to.cast());
+        let (from, counts, starts, root) = (from.cast(), counts.as_ptr(), starts.as_ptr(), root as c_int);
+        // SAFETY: pieces of the root's tensor, and room for this rank's.
+        unsafe { checked!(MPI_Scatterv(from, counts, starts, kind, to, mine as c_int, kind, root, comm.raw())) }
+    };
+    match &cut {
+        Some(cut) => with_first(cut, run)?,
+        None => run(std::ptr::null())?,
+    }
+    // SAFETY: this rank's piece was received.
+    back_in_place(&unsafe { buffer.finish() }, dim)
+}
+
+/// Every rank gets the root's tensor.
+fn broadcast(comm: &Comm, limits: Limits, input: Option<&Tensor>, whole: &TensorMeta, root: usize) -> Result<Tensor> {
+    let element = whole.dtype.size_in_bytes();
+    let run = |first: *mut u8| -> Result<()> {
+        for start in (0..whole.elem_count()).step_by(limits.largest_count) {
+            let count = limits.largest_count.min(whole.elem_count() - start) as c_int;
+            let (kind, first) = (datatype(whole.dtype), first.wrapping_add(start * element).cast());
+            // SAFETY: elements of the tensor, which the root only reads and the others have room for.
+            unsafe { checked!(MPI_Bcast(first, count, kind, root as c_int, comm.raw()))? };
+        }
+        Ok(())
+    };
+    if let Some(tensor) = input {
+        let tensor = dense(tensor)?;
+        with_first(&tensor, |first| run(first.cast_mut()))?;
+        return Ok(tensor);
+    }
+    let mut buffer = Buffer::new(whole.clone())?;
+    run(buffer.first())?;
+    // SAFETY: all elements were received.
+    Ok(unsafe { buffer.finish() })
+}
+
+/// Every rank hands one tensor to every rank.
+fn all_to_all(comm: &Comm, inputs: &[Tensor], expected: &[TensorMeta]) -> Result<Vec<Tensor>> {
+    let inputs = inputs.iter().map(dense).collect::<Result<Vec<_>>>()?;
+    let mut buffers = expected.iter().map(|meta| Buffer::new(meta.clone())).collect::<Result<Vec<_>>>()?;
+    let receive: Vec<_> =
+        buffers.iter_mut().zip(expected).map(|(b, meta)| Part { first: b.first(), bytes: meta.bytes() }).collect();
+    // SAFETY: live tensors, and room for what is expected from each rank.
+    unsafe {
+        exchange(comm, &parts(&inputs), &receive)?;
+        Ok(buffers.into_iter().map(|buffer| buffer.finish()).collect())
+    }
+}

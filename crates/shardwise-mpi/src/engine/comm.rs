@@ -1,0 +1,343 @@
+//! One communicator of MPI, with the code that every function returns looked at.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::mem::MaybeUninit;
+use std::ptr::null_mut;
+
+use mpi::ffi;
+use shardwise::{Error, Result};
+
+/// A function of MPI reported an error.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "{function} failed with code {code}: {text}; look for messages of the MPI library above, the connection between the \
+     machines and the memory they have left"
+)]
+struct Failed {
+    function: &'static str,
+    code: c_int,
+    text: String,
+}
+
+/// An error unless the code is that of success.
+pub(super) fn check(function: &'static str, code: c_int) -> Result<()> {
+    if code == ffi::MPI_SUCCESS as c_int {
+        return Ok(());
+    }
+    let mut text = [0 as c_char; ffi::MPI_MAX_ERROR_STRING as usize + 1];
+    let mut length: c_int = 0;
+    // SAFETY: the buffer has the size that MPI asks for.
+    unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr(), &raw mut length) };
+    let bytes: Vec<u8> = text.iter().take(length.max(0) as usize).map(|&c| c as u8).collect();
+    Err(Error::other(Failed { function, code, text: String::from_utf8_lossy(&bytes).into_owned() }))
+}
+
+/// Calls a function of MPI by name and looks at the code that it returns.
+macro_rules! checked {
+    ($function:ident($($argument:expr),* $(,)?)) => {
+        $crate::engine::comm::check(stringify!($function), mpi::ffi::$function($($argument),*))
+    };
+}
+pub(super) use checked;
+
+/// A communicator. All of its functions may be called from several threads, collectives from one at a time.
+pub(super) struct Comm {
+    raw: ffi::MPI_Comm,
+    rank: usize,
+    size: usize,
+}
+
+// SAFETY: a handle; MPI was initialised for several threads.
+unsafe impl Send for Comm {}
+// SAFETY: as above.
+unsafe impl Sync for Comm {}
+
+/// What arrived without being asked for.
+pub(super) struct Arrived {
+    pub(super) from: usize,
+    pub(super) tag: c_int,
+    pub(super) bytes: Vec<u8>,
+}
+
+impl Comm {
+    /// Takes over a communicator: its errors are returned from now on.
+    pub(super) fn adopt(raw: ffi::MPI_Comm) -> Result<Self> {
+        let (mut rank, mut size) = (0, 0);
+        // SAFETY: a live communicator.
+        unsafe {
+            checked!(MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN))?;
+            checked!(MPI_Comm_rank(raw, &raw mut rank))?;
+            checked!(MPI_Comm_size(raw, &raw mut size))?;
+        }
+        Ok(Comm { raw, rank: rank as usize, size: size as usize })
+    }
+
+    pub(super) fn world() -> Result<Self> {
+        // SAFETY: MPI is initialised.
+        Self::adopt(unsafe { ffi::RSMPI_COMM_WORLD })
+    }
+
+    /// A communicator of the same processes whose messages are apart from those of this one.
+    pub(super) fn duplicate(&self) -> Result<Self> {
+        // SAFETY: a live communicator; the handle is written before it is used.
+        unsafe {
+            let mut raw = ffi::RSMPI_COMM_NULL;
+            checked!(MPI_Comm_dup(self.raw, &raw mut raw))?;
+            Self::adopt(raw)
+        }
+    }
+
+    /// The communicator of some ranks of this one, this one among them, in the order given. Only they make the call.
+    pub(super) fn of_ranks(&self, ranks: &[usize], tag: c_int) -> Result<Self> {
+        let ranks: Vec<c_int> = ranks.iter().map(|&r| r as c_int).collect();
+        // SAFETY: live communicator and groups; handles are written before they are used.
+        unsafe {
+            let (mut all, mut some) = (ffi::RSMPI_GROUP_NULL, ffi::RSMPI_GROUP_NULL);
+            checked!(MPI_Comm_group(self.raw, &raw mut all))?;
+            checked!(MPI_Group_incl(all, ranks.len() as c_int, ranks.as_ptr(), &raw mut some))?;
+            let mut raw = ffi::RSMPI_COMM_NULL;
+            checked!(MPI_Comm_create_group(self.raw, some, tag, &raw mut raw))?;
+            checked!(MPI_Group_free(&raw mut some))?;
+            checked!(MPI_Group_free(&raw mut all))?;
+            Self::adopt(raw)
+        }
+    }
+
+    /// The communicator of the processes on this machine.
+    pub(super) fn on_this_host(&self) -> Result<Self> {
+        // SAFETY: a live communicator; the handle is written before it is used.
+        unsafe {
+            let mut raw = ffi::RSMPI_COMM_NULL;
+            let (kind, info) = (ffi::RSMPI_COMM_TYPE_SHARED, ffi::RSMPI_INFO_NULL);
+            checked!(MPI_Comm_split_type(self.raw, kind, self.rank as c_int, info, &raw mut raw))?;
+            Self::adopt(raw)
+        }
+    }
+
+    pub(super) fn raw(&self) -> ffi::MPI_Comm {
+        self.raw
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    pub(super) fn size(&self) -> usize {
+        self.size
+    }
+
+    pub(super) fn barrier(&self) -> Result<()> {
+        // SAFETY: a live communicator.
+        unsafe { checked!(MPI_Barrier(self.raw)) }
+    }
+
+    /// The greatest of the numbers of all ranks, place by place.
+    pub(super) fn greatest<const N: usize>(&self, mine: &[u64; N]) -> Result<[u64; N]> {
+        let mut all = [0; N];
+        // SAFETY: both arrays have the length that is named.
+        unsafe {
+            checked!(MPI_Allreduce(
+                mine.as_ptr().cast(),
+                all.as_mut_ptr().cast(),
+                N as c_int,
+                ffi::RSMPI_UINT64_T,
+                ffi::RSMPI_MAX,
+                self.raw,
+            ))?;
+        }
+        Ok(all)
+    }
+
+    /// One number of every rank.
+    pub(super) fn numbers(&self, mine: u64) -> Result<Vec<u64>> {
+        let mut all = vec![0u64; self.size];
+        let kind = || {
+            // SAFETY: a constant of the library.
+            unsafe { ffi::RSMPI_UINT64_T }
+        };
+        let (from, to) = ((&raw const mine).cast::<c_void>(), all.as_mut_ptr().cast());
+        // SAFETY: room for one number of each rank.
+        unsafe { checked!(MPI_Allgather(from, 1, kind(), to, 1, kind(), self.raw))? };
+        Ok(all)
+    }
+
+    /// Hands one number to every rank.
+    pub(super) fn exchange_numbers(&self, mine: &[u64]) -> Result<Vec<u64>> {
+        assert_eq!(mine.len(), self.size);
+        let mut all = vec![0u64; self.size];
+        // SAFETY: room for one number of each rank on both sides.
+        unsafe {
+            let kind = ffi::RSMPI_UINT64_T;
+            checked!(MPI_Alltoall(mine.as_ptr().cast(), 1, kind, all.as_mut_ptr().cast(), 1, kind, self.raw))?;
+        }
+        Ok(all)
+    }
+
+    /// A text of every rank.
+    pub(super) fn texts(&self, mine: &str) -> Result<Vec<String>> {
+        let counts: Vec<c_int> = self.numbers(mine.len() as u64)?.into_iter().map(|n| n as c_int).collect();
+        let mut next = 0;
+        let mut start = |&n: &c_int| {
+            next += n;
+            next - n
+        };
+        let starts: Vec<c_int> = counts.iter().map(&mut start).collect();
+        let mut all = vec![0u8; counts.iter().map(|&n| n as usize).sum()];
+        // SAFETY: the counts are those that the ranks have just named, and there is room for all of them.
+        unsafe {
+            let kind = ffi::RSMPI_UINT8_T;
+            checked!(MPI_Allgatherv(
+                mine.as_ptr().cast(),
+                mine.len() as c_int,
+                kind,
+                all.as_mut_ptr().cast(),
+                counts.as_ptr(),
+                starts.as_ptr(),
+                kind,
+                self.raw,
+            ))?;
+        }
+        let text = |(&start, &n): (&c_int, &c_int)| {
+            String::from_utf8_lossy(&all[start as usize..(start + n) as usize]).into_owned()
+        };
+        Ok(starts.iter().zip(&counts).map(text).collect())
+    }
+
+    /// Sends a few bytes; returns when they are under way.
+    pub(super) fn send(&self, bytes: &[u8], to: usize, tag: c_int) -> Result<()> {
+        let (first, count) = (bytes.as_ptr().cast(), bytes.len() as c_int);
+        // SAFETY: the bytes live until the call returns.
+        unsafe { checked!(MPI_Send(first, count, ffi::RSMPI_UINT8_T, to as c_int, tag, self.raw)) }
+    }
+
+    /// What has arrived from anybody, if something has.
+    pub(super) fn arrived(&self) -> Result<Option<Arrived>> {
+        // SAFETY: a constant of the library.
+        self.arrived_with(unsafe { ffi::RSMPI_ANY_TAG })
+    }
+
+    /// What has arrived from anybody with this tag, if something has.
+    pub(super) fn arrived_with(&self, tag: c_int) -> Result<Option<Arrived>> {
+        let (mut flag, mut count): (c_int, c_int) = (0, 0);
+        let mut status = MaybeUninit::<ffi::MPI_Status>::uninit();
+        // SAFETY: the status and the message are read only if MPI says that it has written them; the buffer has the size
+        // of the message.
+        unsafe {
+            let mut message = ffi::RSMPI_MESSAGE_NULL;
+            let (any, flag_at) = (ffi::RSMPI_ANY_SOURCE, &raw mut flag);
+            let (message_at, status_at) = (&raw mut message, status.as_mut_ptr());
+            checked!(MPI_Improbe(any, tag, self.raw, flag_at, message_at, status_at))?;
+            if flag == 0 {
+                return Ok(None);
+            }
+            checked!(MPI_Get_count(status.as_ptr(), ffi::RSMPI_UINT8_T, &raw mut count))?;
+            let (from, tag) = (status.assume_init_ref().MPI_SOURCE as usize, status.assume_init_ref().MPI_TAG);
+            let mut bytes = vec![0u8; count as usize];
+            let to = bytes.as_mut_ptr().cast();
+            checked!(MPI_Mrecv(to, count, ffi::RSMPI_UINT8_T, message_at, ffi::RSMPI_STATUS_IGNORE))?;
+            Ok(Some(Arrived { from, tag, bytes }))
+        }
+    }
+
+    /// Begins to send bytes.
+    ///
+    /// # Safety
+    /// They stay where they are and as they are until the request is done.
+    pub(super) unsafe fn start_send(&self, first: *const u8, count: usize, to: usize, tag: c_int) -> Result<Request> {
+        // SAFETY: the caller's promise; the handle is written before it is used.
+        unsafe {
+            let mut request = ffi::RSMPI_REQUEST_NULL;
+            let (first, kind, at) = (first.cast::<c_void>(), ffi::RSMPI_UINT8_T, &raw mut request);
+            checked!(MPI_Isend(first, count as c_int, kind, to as c_int, tag, self.raw, at))?;
+            Ok(Request(request))
+        }
+    }
+
+    /// Begins to receive bytes.
+    ///
+    /// # Safety
+    /// There is room for them, which nobody touches until the request is done.
+    pub(super) unsafe fn start_receive(
+        &self,
+        first: *mut u8,
+        count: usize,
+        from: usize,
+        tag: c_int,
+    ) -> Result<Request> {
+        // SAFETY: the caller's promise; the handle is written before it is used.
+        unsafe {
+            let mut request = ffi::RSMPI_REQUEST_NULL;
+            let (first, kind, at) = (first.cast::<c_void>(), ffi::RSMPI_UINT8_T, &raw mut request);
+            checked!(MPI_Irecv(first, count as c_int, kind, from as c_int, tag, self.raw, at))?;
+            Ok(Request(request))
+        }
+    }
+
+    /// Ends all processes of the job.
+    pub(super) fn abort(&self) -> ! {
+        // SAFETY: a live communicator. Does not return in any library that works.
+        unsafe { ffi::MPI_Abort(self.raw, 1) };
+        std::process::abort();
+    }
+}
+
+/// A message under way.
+#[repr(transparent)]
+pub(super) struct Request(ffi::MPI_Request);
+
+// SAFETY: a handle; MPI was initialised for several threads.
+unsafe impl Send for Request {}
+
+impl Request {
+    /// Whether it is done.
+    pub(super) fn is_done(&mut self) -> Result<bool> {
+        let mut flag: c_int = 0;
+        // SAFETY: a live request, or the null request, which is done.
+        unsafe {
+            checked!(MPI_Test(&raw mut self.0, &raw mut flag, ffi::RSMPI_STATUS_IGNORE))?;
+        }
+        Ok(flag != 0)
+    }
+
+    /// Waits for all of them.
+    pub(super) fn wait_all(requests: &mut [Request]) -> Result<()> {
+        let (count, first) = (requests.len() as c_int, requests.as_mut_ptr().cast());
+        // SAFETY: live requests; the type is the handle and nothing else.
+        unsafe { checked!(MPI_Waitall(count, first, ffi::RSMPI_STATUSES_IGNORE)) }
+    }
+}
+
+/// Tells MPI to initialise itself for several threads.
+pub(super) fn initialize() -> Result<()> {
+    let started = mpi::initialize_with_threading(mpi::Threading::Multiple);
+    let Some((universe, threading)) = started else {
+        return Err(Error::invalid(
+            "MPI",
+            "a library that the program has already initialised",
+            "to do it in launch",
+            "leave MPI_Init to shardwise",
+        ));
+    };
+    // Its end would end MPI; that happens when the process ends.
+    std::mem::forget(universe);
+    if threading == mpi::Threading::Multiple {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        "MPI",
+        format!("a library that serves threads at the level {threading:?}"),
+        "MPI_THREAD_MULTIPLE",
+        "use a build of the library with thread support",
+    ))
+}
+
+/// Ends the part of this process in MPI.
+pub(super) fn finalize() {
+    // SAFETY: called once, when no other thread is inside MPI.
+    unsafe { ffi::MPI_Finalize() };
+}
+
+/// A null pointer for the side of a collective that this rank has no part in.
+pub(super) fn nothing() -> *mut c_void {
+    null_mut()
+}

@@ -1,0 +1,102 @@
+//! Reading what other ranks have exposed, without their help: their services answer.
+
+use std::ffi::c_int;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+use candle_core::Tensor;
+use shardwise::comm::Exposed;
+use shardwise::comm::engine::{Buffer, fingerprint_of};
+use shardwise::error::{RankCall, Site};
+use shardwise::{Error, Result, TensorMeta};
+
+use super::comm::Request;
+use super::groups::GroupState;
+use super::launch::Launch;
+use super::shelf::{LONGEST, ReadRequest, SetId, words};
+use super::watch::WaitsFor;
+
+/// What the ranks of a group exposed together, seen from one of them.
+pub(super) struct Handle {
+    pub(super) launch: Arc<Launch>,
+    pub(super) group: Arc<GroupState>,
+    pub(super) set: SetId,
+}
+
+/// Tells apart the answers to what threads of this process ask at the same time.
+static TICKETS: AtomicU32 = AtomicU32::new(0);
+
+/// Any MPI library takes tags up to this one.
+const LARGEST_TAG: u32 = 32_767;
+
+impl Handle {
+    /// Receives a tensor, or hears what is there instead.
+    fn receive(&self, rank: usize, request: &ReadRequest, expected: &TensorMeta) -> Result<Result<Tensor, String>> {
+        let service = &self.launch.process.service;
+        service.ask(rank, request)?;
+        let tag = request.ticket as c_int;
+        let receive = |first: *mut u8, bytes: usize| -> Result<()> {
+            let piece = |start: usize| {
+                let count = LONGEST.min(bytes - start);
+                // SAFETY: inside memory of that many bytes; waited for below.
+                unsafe { service.answers.start_receive(first.add(start), count, rank, tag) }
+            };
+            let mut requests = (0..bytes).step_by(LONGEST).map(piece).collect::<Result<Vec<_>>>()?;
+            Request::wait_all(&mut requests)
+        };
+        let mut header = [0u8; 16];
+        receive(header.as_mut_ptr(), header.len())?;
+        let [found, length] = words(&header);
+        if found == 1 {
+            let mut buffer = Buffer::new(expected.clone())?;
+            receive(buffer.first(), expected.bytes())?;
+            // SAFETY: all of it was received.
+            return Ok(Ok(unsafe { buffer.finish() }));
+        }
+        let mut text = vec![0u8; length as usize];
+        receive(text.as_mut_ptr(), text.len())?;
+        Ok(Err(String::from_utf8_lossy(&text).into_owned()))
+    }
+}
+
+impl Exposed for Handle {
+    fn read(&self, rank: usize, index: usize, expected: &TensorMeta, site: Site) -> Result<Tensor> {
+        let group = &self.group;
+        let call = || RankCall {
+            rank: group.ranks[group.me],
+            call: format!("fetch of {expected}"),
+            group: group.ranks.clone(),
+            site: site.to_string(),
+        };
+        self.launch.check_open(&call)?;
+        let refuse = |found: String| {
+            let what = format!("{found} as tensor {index} of rank {rank} in group {:?}", group.ranks);
+            let source = Error::invalid("fetch", what, expected, "read what the rank has exposed");
+            Error::Rejected { call: Box::new(call()), source: Box::new(source) }
+        };
+        let Some(&owner) = group.ranks.get(rank) else { return Err(refuse("nothing".into())) };
+        let service = &self.launch.process.service;
+        if owner == service.rank() {
+            return match service.shelf.find(self.set, index) {
+                Some(tensor) if TensorMeta::new(tensor.dims(), tensor.dtype()) == *expected => Ok(tensor),
+                Some(tensor) => Err(refuse(TensorMeta::new(tensor.dims(), tensor.dtype()).to_string())),
+                None => Err(refuse("nothing".into())),
+            };
+        }
+        let ticket = u64::from(TICKETS.fetch_add(1, Relaxed) % LARGEST_TAG + 1);
+        let request = ReadRequest { set: self.set, index: index as u64, expected: fingerprint_of(expected), ticket };
+        let (waits_for, deadline) = (WaitsFor::Answer(owner), self.launch.deadline);
+        service
+            .watch
+            .over(group, waits_for, deadline, &call, || self.receive(owner, &request, expected))?
+            .map_err(refuse)
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        if self.launch.is_open() {
+            self.launch.process.service.release(&self.group.ranks, self.set);
+        }
+    }
+}

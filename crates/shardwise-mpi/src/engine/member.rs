@@ -1,0 +1,202 @@
+//! One rank's end of a group of processes.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
+
+use candle_core::Tensor;
+use shardwise::comm::{Call, Communicator, Exposed};
+use shardwise::error::{RankCall, Site};
+use shardwise::{Error, Result, TensorMeta};
+
+use super::agreement;
+use super::collectives;
+use super::comm::Comm;
+use super::exposed::Handle;
+use super::groups::GroupState;
+use super::launch::Launch;
+use super::mail::{Envelope, Message};
+use super::shelf::SetId;
+use super::watch::WaitsFor;
+
+pub(super) struct Member {
+    launch: Arc<Launch>,
+    group: Arc<GroupState>,
+}
+
+/// How long a rank that waits for a message looks all the time, and how long it sleeps between looks after that.
+const SPIN: Duration = Duration::from_micros(200);
+const SLEEP: Duration = Duration::from_micros(100);
+
+impl Member {
+    /// This process's end of the group of all.
+    pub(super) fn of_world(launch: Arc<Launch>) -> Self {
+        let world = &launch.process.world;
+        let all: Vec<usize> = (0..world.size()).collect();
+        let group = launch.process.groups.get(&all, world.rank());
+        Member { launch, group }
+    }
+
+    fn describe(&self, call: String, site: Site) -> RankCall {
+        let GroupState { ranks, me, .. } = &*self.group;
+        RankCall { rank: ranks[*me], call, group: ranks.clone(), site: site.to_string() }
+    }
+
+    /// Enters a collective and carries out `body` in it.
+    fn together<R>(
+        &self,
+        call: &Call,
+        inputs: &[Tensor],
+        site: Site,
+        body: impl FnOnce(&Comm) -> Result<R>,
+    ) -> Result<R> {
+        let describe = || self.describe(call.describe(inputs), site);
+        self.launch.check_open(&describe)?;
+        // What is refused must be told to the others; where nobody asks, it is this rank's own affair.
+        let asks = self.launch.check || matches!(call, Call::Agree { .. } | Call::Expose);
+        if !asks {
+            let refuse = |source| Error::Rejected { call: Box::new(describe()), source: Box::new(source) };
+            call.check(self.group.me, self.group.ranks.len(), inputs).map_err(refuse)?;
+        }
+        let _turn = self.group.turn.lock();
+        let number = self.group.begun.fetch_add(1, SeqCst) + 1;
+        let process = self.launch.process;
+        let (waits_for, deadline) = (WaitsFor::Collective(number), self.launch.deadline);
+        process.service.watch.over(&self.group, waits_for, deadline, &describe, || {
+            let comm = self.group.comm(&process.world)?;
+            if asks {
+                agreement::check(comm, &self.group.ranks, call, inputs, site)?;
+            }
+            body(comm)
+        })
+    }
+
+    /// The global rank of another rank of the group.
+    fn other(&self, position: usize) -> Result<usize> {
+        let ranks = &self.group.ranks;
+        ranks.get(position).copied().ok_or_else(|| {
+            Error::invalid(
+                "rank",
+                format!("{position} in a group of {}", ranks.len()),
+                format!("a rank below {}", ranks.len()),
+                "ranks count within the group",
+            )
+        })
+    }
+
+    /// Waits for a message.
+    fn wait_for(&self, envelope: &Envelope, call: &dyn Fn() -> RankCall) -> Result<Message> {
+        let Launch { process, mail, deadline, .. } = &*self.launch;
+        let since = Instant::now();
+        loop {
+            // Asked before looking: what was sent before leaving has been seen then.
+            let (failure, sent) = (process.service.failure(), process.service.sent_by(envelope.from));
+            if let Some(message) = mail.take(&process.mail, envelope)? {
+                return Ok(message);
+            }
+            if let Some((rank, reason)) = failure {
+                return Err(Error::PeerFailed { rank, reason: reason.into(), call: Box::new(call()) });
+            }
+            if sent.is_some_and(|sent| mail.received(envelope.from) == sent) {
+                return Err(Error::PeerLeft { rank: envelope.from, call: Box::new(call()) });
+            }
+            if since.elapsed() > *deadline {
+                let (call, missing) = (Box::new(call()), vec![envelope.from]);
+                return Err(Error::Timeout { call, waited: since.elapsed(), missing });
+            }
+            if since.elapsed() > SPIN {
+                std::thread::sleep(SLEEP);
+            } else {
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+impl Communicator for Member {
+    fn rank(&self) -> usize {
+        self.group.me
+    }
+
+    fn ranks(&self) -> &[usize] {
+        &self.group.ranks
+    }
+
+    fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
+        self.together(call, inputs, site, |comm| collectives::carry_out(comm, self.launch.limits, call, inputs))
+    }
+
+    fn send(&self, tensor: &Tensor, to: usize, tag: u64, site: Site) -> Result<()> {
+        let to = self.other(to)?;
+        let meta = || TensorMeta::new(tensor.dims(), tensor.dtype());
+        let describe = || self.describe(format!("send(to {to}, tag {tag}) of {}", meta()), site);
+        self.launch.check_open(&describe)?;
+        let Launch { process, mail, .. } = &*self.launch;
+        if let Some((rank, reason)) = process.service.failure() {
+            return Err(Error::PeerFailed { rank, reason: reason.into(), call: Box::new(describe()) });
+        }
+        if process.service.sent_by(to).is_some() {
+            return Err(Error::PeerLeft { rank: to, call: Box::new(describe()) });
+        }
+        // The rules for a tensor are those of a collective on it.
+        let content = Call::Expose.check(0, 1, std::slice::from_ref(tensor)).map(|()| tensor.clone());
+        mail.send(&process.mail, to, (self.group.identity, tag), &content, &site.to_string())?;
+        content.map(drop)
+    }
+
+    fn recv(&self, expected: &TensorMeta, from: usize, tag: u64, site: Site) -> Result<Tensor> {
+        let from = self.other(from)?;
+        let describe = || self.describe(format!("recv({expected} from {from}, tag {tag})"), site);
+        self.launch.check_open(&describe)?;
+        let me = self.group.ranks[self.group.me];
+        let envelope = Envelope { from, group: self.group.identity, tag };
+        let Message { content, site: sent_at } = self.wait_for(&envelope, &describe)?;
+        let sent = |what: String| {
+            let group = self.group.ranks.clone();
+            Box::new(RankCall {
+                rank: from,
+                call: format!("send(to {me}, tag {tag}){what}"),
+                group,
+                site: sent_at.clone(),
+            })
+        };
+        let tensor = content
+            .map_err(|why| Error::Rejected { call: sent(String::new()), source: Box::new(Error::other(why)) })?;
+        let meta = TensorMeta::new(tensor.dims(), tensor.dtype());
+        if meta == *expected {
+            return Ok(tensor);
+        }
+        let advice = "what a rank sends must be what the other expects from it";
+        Err(Error::Mismatch { first: sent(format!(" of {meta}")), second: Box::new(describe()), advice })
+    }
+
+    fn subgroup(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>> {
+        let world = &self.launch.process.world;
+        if let Some(rank) = ranks.iter().find(|&&r| r >= world.size()) {
+            return Err(Error::invalid(
+                "group",
+                format!("rank {rank} in {ranks:?}"),
+                format!("ranks below {}, the size of the world", world.size()),
+                "use ranks of this world",
+            ));
+        }
+        let group = self.launch.process.groups.get(ranks, world.rank());
+        Ok(Arc::new(Member { launch: Arc::clone(&self.launch), group }))
+    }
+
+    fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>> {
+        let set = self.together(&Call::Expose, tensors, site, |comm| {
+            let set = SetId { group: self.group.identity, number: self.group.exposed.fetch_add(1, SeqCst) };
+            self.launch.process.service.shelf.put(set, tensors, self.group.ranks.len())?;
+            // Nobody reads before all tensors are there.
+            comm.barrier()?;
+            Ok(set)
+        })?;
+        Ok(Box::new(Handle { launch: Arc::clone(&self.launch), group: Arc::clone(&self.group), set }))
+    }
+
+    fn abort(&self, reason: &str) {
+        let rank = self.group.ranks[self.group.me];
+        self.launch.process.service.die(&format!("rank {rank} aborted: {reason}"));
+    }
+}

@@ -1,0 +1,77 @@
+//! The engine: processes that talk through MPI.
+
+// In this order: each may use those above it.
+mod comm;
+mod element;
+mod parts;
+mod pairs;
+mod reductions;
+mod collectives;
+mod agreement;
+mod groups;
+mod watch;
+mod shelf;
+mod service;
+mod process;
+mod mail;
+mod launch;
+mod exposed;
+mod member;
+pub mod raw;
+
+use std::sync::Arc;
+
+use shardwise::comm::engine::{caught, confine_candle_to, how_it_failed, pool};
+use shardwise::{Error, Result, World};
+
+use launch::Launch;
+use member::Member;
+use process::Process;
+use service::Left;
+
+use crate::launcher::Launched;
+use crate::settings::Settings;
+
+/// Runs the program as the rank of this process.
+pub(crate) fn run<T: Send>(
+    settings: &Settings,
+    launched: &Launched,
+    program: impl FnOnce(World) -> Result<T> + Send,
+) -> Result<T> {
+    let process = Process::get(launched)?;
+    let mut launches = process.launches.lock();
+    if let Some(reason) = &launches.failed {
+        return Err(Error::invalid(
+            "launch",
+            format!("one after a launch in which {reason}"),
+            "ranks that are in step with each other",
+            "end the process after a launch has failed",
+        ));
+    }
+    launches.count += 1;
+    let rank = process.world.rank();
+    process.service.enter(launches.count);
+    let threads = settings.kernel_threads.unwrap_or(process.share_of_cores);
+    confine_candle_to(threads);
+    let launch = Arc::new(Launch::new(process, settings));
+    let world = World::new(Arc::new(Member::of_world(Arc::clone(&launch))));
+    let result = pool(rank, threads).and_then(|pool| pool.install(|| caught(rank, || program(world))));
+    let mine = Left {
+        launch: launches.count,
+        failed: result.as_ref().err().map(how_it_failed),
+        begun: process.groups.begun(),
+        sent: launch.mail.sent(),
+    };
+    let all = process.service.leave(&mine)?;
+    launch.close();
+    process.service.shelf.clear();
+    let unreceived = launch.mail.unreceived(&process.mail, |from| all[from].sent[rank])?;
+    let failed = all.iter().enumerate().find_map(|(rank, left)| Some((rank, left.failed.clone()?)));
+    launches.failed = failed.as_ref().map(|(rank, how)| format!("rank {rank} {how}"));
+    match (result, failed, unreceived) {
+        (Err(error), _, _) => Err(error.of_rank(rank)),
+        (Ok(_), Some((rank, how)), _) => Err(Error::Elsewhere { rank, message: how.into() }),
+        (Ok(_), None, Some(error)) => Err(error),
+        (Ok(value), None, None) => Ok(value),
+    }
+}

@@ -1,0 +1,1 @@
+//! MPI calls as a program would make them by itself, for comparison.

@@ -1,0 +1,352 @@
+//! A thread in every process that is there for the other ranks while this one computes or waits inside MPI: it hands out
+//! exposed tensors, notes who has left, and ends the job when this rank waits for something that cannot come.
+
+use std::collections::HashMap;
+use std::ffi::c_int;
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use candle_core::Tensor;
+use parking_lot::{Condvar, Mutex};
+use serde::{Deserialize, Serialize};
+use shardwise::{Error, Result};
+
+use super::comm::{Arrived, Comm, Request};
+use super::groups::Groups;
+use super::shelf::{ReadRequest, SetId, Shelf};
+use super::watch::{Waiting, WaitsFor, Watch};
+
+pub(super) struct Service {
+    /// What services tell each other.
+    notices: Comm,
+    /// Answers to those who read tensors of this rank.
+    pub(super) answers: Comm,
+    groups: Arc<Groups>,
+    pub(super) watch: Watch,
+    pub(super) shelf: Shelf,
+    known: Mutex<Known>,
+    changed: Condvar,
+    stop: AtomicBool,
+    /// Set when this process is about to end the job.
+    dying: AtomicBool,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What is known of all ranks.
+#[derive(Default)]
+struct Known {
+    /// The launch that is going on, or the last one.
+    launch: u64,
+    left: HashMap<u64, HashMap<usize, Left>>,
+    /// Ranks whose processes are at their end.
+    ended: Vec<bool>,
+}
+
+/// What a rank tells all others when it returns from its program.
+#[derive(Clone, Serialize, Deserialize)]
+pub(super) struct Left {
+    pub(super) launch: u64,
+    /// How it failed, if it did.
+    pub(super) failed: Option<String>,
+    /// Collectives it has begun, by group.
+    pub(super) begun: HashMap<u64, u64>,
+    /// Messages it has sent to every rank.
+    pub(super) sent: Vec<u64>,
+}
+
+/// What a rank is doing, for one that has waited for too long.
+#[derive(Serialize, Deserialize)]
+struct Doing {
+    calls: Vec<String>,
+    begun: HashMap<u64, u64>,
+}
+
+/// Kinds of notices.
+const READ: c_int = 1;
+const RELEASE: c_int = 2;
+const LEFT: c_int = 3;
+const ENDED: c_int = 4;
+const WHAT_ARE_YOU_DOING: c_int = 5;
+const DOING: c_int = 6;
+
+/// How long the thread sleeps between two looks, at first and at most. A look costs about a microsecond.
+const FIRST_SLEEP: Duration = Duration::from_micros(20);
+const LONGEST_SLEEP: Duration = Duration::from_millis(2);
+
+/// How long a call goes on before the thread asks whether it can still succeed.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// How long a failed rank waits for the others to fail as well before it ends the job: when all were told of one error,
+/// they end the launch together.
+const GRACE: Duration = Duration::from_secs(3);
+
+/// How long other ranks have to say what they are doing.
+const TIME_TO_ANSWER: Duration = Duration::from_secs(2);
+
+impl Service {
+    pub(super) fn begin(notices: Comm, answers: Comm, groups: Arc<Groups>) -> Result<Arc<Self>> {
+        let known = Known { ended: vec![false; notices.size()], ..Known::default() };
+        let service = Arc::new(Service {
+            notices,
+            answers,
+            groups,
+            watch: Watch::default(),
+            shelf: Shelf::default(),
+            known: Mutex::new(known),
+            changed: Condvar::new(),
+            stop: AtomicBool::new(false),
+            dying: AtomicBool::new(false),
+            thread: Mutex::new(None),
+        });
+        let worker = Arc::clone(&service);
+        let name = format!("rank {} service", service.rank());
+        let thread = std::thread::Builder::new().name(name).spawn(move || worker.work())?;
+        *service.thread.lock() = Some(thread);
+        Ok(service)
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.notices.rank()
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let me = self.rank();
+        (0..self.notices.size()).filter(move |&r| r != me)
+    }
+
+    /// Ends the job, with the reason on the standard error.
+    pub(super) fn die(&self, reason: &str) -> ! {
+        self.dying.store(true, SeqCst);
+        // One write, so that the lines of several ranks do not mix.
+        let text = format!("shardwise: {reason}\nshardwise: rank {} ends the job\n", self.rank());
+        let mut error = std::io::stderr().lock();
+        let _ = error.write_all(text.as_bytes()).and_then(|()| error.flush());
+        self.notices.abort()
+    }
+
+    /// A launch begins in this process.
+    pub(super) fn enter(&self, launch: u64) {
+        self.known.lock().launch = launch;
+    }
+
+    /// The failure of another rank in the current launch, if one has said so.
+    pub(super) fn failure(&self) -> Option<(usize, String)> {
+        let known = self.known.lock();
+        let left = known.left.get(&known.launch)?;
+        left.iter().filter_map(|(&rank, left)| Some((rank, left.failed.clone()?))).min()
+    }
+
+    /// How many messages a rank has sent to this one, if it has left the current launch.
+    pub(super) fn sent_by(&self, rank: usize) -> Option<u64> {
+        let known = self.known.lock();
+        Some(known.left.get(&known.launch)?.get(&rank)?.sent[self.rank()])
+    }
+
+    /// Tells all ranks that this one has returned from its program, and waits for all to return. What every rank said.
+    pub(super) fn leave(&self, mine: &Left) -> Result<Vec<Left>> {
+        let text = serde_json::to_vec(mine).map_err(Error::other)?;
+        for rank in self.others() {
+            self.notices.send(&text, rank, LEFT)?;
+        }
+        let since = Instant::now();
+        let mut known = self.known.lock();
+        known.left.entry(mine.launch).or_default().insert(self.rank(), mine.clone());
+        loop {
+            let left = &known.left[&mine.launch];
+            if left.len() == self.notices.size() {
+                break;
+            }
+            if let (Some(failed), true) = (&mine.failed, since.elapsed() > GRACE) {
+                self.die(&format!("rank {} {failed}", self.rank()));
+            }
+            if let Some(rank) = self.others().find(|r| known.ended[*r] && !left.contains_key(r)) {
+                self.die(&format!(
+                    "rank {rank} ended without taking part in the launch that rank {} left",
+                    self.rank()
+                ));
+            }
+            self.changed.wait_for(&mut known, PATIENCE);
+        }
+        let mut left = known.left.remove(&mine.launch).unwrap_or_default();
+        Ok((0..self.notices.size()).filter_map(|rank| left.remove(&rank)).collect())
+    }
+
+    /// Ends the thread when all processes are at their end. Whether MPI can be ended as well.
+    pub(super) fn end(&self) -> bool {
+        if self.dying.load(SeqCst) {
+            return false;
+        }
+        for rank in self.others() {
+            if self.notices.send(&[], rank, ENDED).is_err() {
+                return false;
+            }
+        }
+        let mut known = self.known.lock();
+        let me = self.rank();
+        known.ended[me] = true;
+        while !known.ended.iter().all(|&ended| ended) {
+            self.changed.wait(&mut known);
+        }
+        drop(known);
+        self.stop.store(true, SeqCst);
+        self.thread.lock().take().is_none_or(|thread| thread.join().is_ok())
+    }
+
+    /// Asks the service of a rank for a tensor; the answer comes with the ticket.
+    pub(super) fn ask(&self, rank: usize, request: &ReadRequest) -> Result<()> {
+        self.notices.send(&request.encode(), rank, READ)
+    }
+
+    /// Tells all ranks of a group that this one has no more use for a set of exposed tensors.
+    pub(super) fn release(&self, group: &[usize], set: SetId) {
+        for &rank in group {
+            if rank == self.rank() {
+                self.shelf.release(set);
+            } else if let Err(error) = self.notices.send(&set.encode(), rank, RELEASE) {
+                self.die(&format!("rank {}: {error}", self.rank()));
+            }
+        }
+    }
+
+    fn work(&self) {
+        let mut rounds = Rounds { service: self, sending: Vec::new(), doing: HashMap::new() };
+        let mut sleep = FIRST_SLEEP;
+        while !self.stop.load(SeqCst) {
+            match rounds.turn() {
+                Ok(true) => sleep = FIRST_SLEEP,
+                Ok(false) => {
+                    std::thread::sleep(sleep);
+                    sleep = (sleep * 2).min(LONGEST_SLEEP);
+                }
+                Err(error) => self.die(&format!("rank {}: {error}", self.rank())),
+            }
+        }
+    }
+}
+
+/// The thread at work.
+struct Rounds<'a> {
+    service: &'a Service,
+    /// Tensors on their way to those who asked for them.
+    sending: Vec<(Request, Tensor)>,
+    /// What others have said they are doing.
+    doing: HashMap<usize, Doing>,
+}
+
+impl Rounds<'_> {
+    /// Does what there is to do. Whether there was something.
+    fn turn(&mut self) -> Result<bool> {
+        let mut busy = false;
+        while let Some(arrived) = self.service.notices.arrived()? {
+            self.read_notice(&arrived)?;
+            busy = true;
+        }
+        let mut failed = None;
+        self.sending.retain_mut(|(request, _)| match request.is_done() {
+            Ok(done) => !done,
+            Err(error) => {
+                failed = Some(error);
+                false
+            }
+        });
+        if let Some(error) = failed {
+            return Err(error);
+        }
+        for waiting in self.service.watch.waiting(PATIENCE) {
+            self.look_after(&waiting)?;
+        }
+        Ok(busy || !self.sending.is_empty())
+    }
+
+    fn read_notice(&mut self, arrived: &Arrived) -> Result<()> {
+        let (service, from) = (self.service, arrived.from);
+        match arrived.tag {
+            READ => self.sending.extend(service.shelf.answer(&arrived.bytes, from, &service.answers)?),
+            RELEASE => service.shelf.release(SetId::decode(&arrived.bytes)),
+            LEFT => {
+                let left: Left = serde_json::from_slice(&arrived.bytes).map_err(Error::other)?;
+                service.known.lock().left.entry(left.launch).or_default().insert(from, left);
+                service.changed.notify_all();
+            }
+            ENDED => {
+                service.known.lock().ended[from] = true;
+                service.changed.notify_all();
+            }
+            WHAT_ARE_YOU_DOING => {
+                let calls = service.watch.waiting(Duration::ZERO).iter().map(|w| w.call.to_string()).collect();
+                let doing = Doing { calls, begun: service.groups.begun() };
+                service.notices.send(&serde_json::to_vec(&doing).map_err(Error::other)?, from, DOING)?;
+            }
+            DOING => {
+                self.doing.insert(from, serde_json::from_slice(&arrived.bytes).map_err(Error::other)?);
+            }
+            other => unreachable!("notice {other}"),
+        }
+        Ok(())
+    }
+
+    /// Ends the job if a call cannot succeed any more, or has taken too long.
+    fn look_after(&mut self, waiting: &Waiting) -> Result<()> {
+        if let Some(rank) = self.never_comes(waiting) {
+            let call = Box::new(waiting.call.clone());
+            self.service.die(&Error::PeerLeft { rank, call }.to_string());
+        }
+        if !waiting.overdue {
+            return Ok(());
+        }
+        let others: Vec<usize> = waiting.group.ranks.iter().copied().filter(|&r| r != self.service.rank()).collect();
+        self.doing.clear();
+        for &rank in &others {
+            self.service.notices.send(&[], rank, WHAT_ARE_YOU_DOING)?;
+        }
+        let since = Instant::now();
+        while since.elapsed() < TIME_TO_ANSWER && others.iter().any(|r| !self.doing.contains_key(r)) {
+            while let Some(arrived) = self.service.notices.arrived()? {
+                self.read_notice(&arrived)?;
+            }
+            std::thread::sleep(LONGEST_SLEEP);
+        }
+        let still = self.service.watch.waiting(Duration::ZERO).iter().any(|w| w.number == waiting.number);
+        if still {
+            self.service.die(&self.timeout(waiting, &others));
+        }
+        Ok(())
+    }
+
+    /// A rank that is needed and has already left without taking part.
+    fn never_comes(&self, waiting: &Waiting) -> Option<usize> {
+        let WaitsFor::Collective(number) = waiting.waits_for else { return None };
+        let known = self.service.known.lock();
+        let left = known.left.get(&known.launch);
+        waiting.group.ranks.iter().copied().find(|rank| match left.and_then(|left| left.get(rank)) {
+            // One that failed ends the job itself, with its own error.
+            Some(left) => left.failed.is_none() && left.begun.get(&waiting.group.identity).is_none_or(|&n| n < number),
+            None => known.ended[*rank],
+        })
+    }
+
+    /// The error of a call that took too long, with what the others are doing.
+    fn timeout(&self, waiting: &Waiting, others: &[usize]) -> String {
+        let is_missing = |rank: &&usize| match (waiting.waits_for, self.doing.get(rank)) {
+            (WaitsFor::Answer(asked), _) => **rank == asked,
+            (WaitsFor::Collective(_), None) => true,
+            (WaitsFor::Collective(number), Some(doing)) => {
+                doing.begun.get(&waiting.group.identity).is_none_or(|&n| n < number)
+            }
+        };
+        let missing: Vec<usize> = others.iter().filter(is_missing).copied().collect();
+        let call = Box::new(waiting.call.clone());
+        let mut text = Error::Timeout { call, waited: waiting.waited, missing: missing.clone() }.to_string();
+        for rank in missing {
+            text += &match self.doing.get(&rank) {
+                None => format!("\nshardwise: rank {rank} does not answer"),
+                Some(doing) if doing.calls.is_empty() => format!("\nshardwise: rank {rank} is in no call"),
+                Some(doing) => format!("\nshardwise: {}", doing.calls.join("; ")),
+            };
+        }
+        text
+    }
+}

@@ -1,0 +1,143 @@
+//! How a world behaves: deadlines, checks, determinism.
+
+use std::time::Duration;
+
+use shardwise::{Error, Result};
+
+/// Settings of a launch.
+///
+/// ```
+/// # use std::time::Duration;
+/// use shardwise_mpi::Settings;
+///
+/// let rank = Settings::from_env()?.deadline(Duration::from_secs(20)).launch(2, |world| Ok(world.rank()))?;
+/// assert_eq!(rank, 0);
+/// # Ok::<(), shardwise::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Settings {
+    pub(crate) deadline: Duration,
+    pub(crate) kernel_threads: Option<usize>,
+    #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "threads are always deterministic"))]
+    pub(crate) deterministic: bool,
+    #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "threads always check"))]
+    pub(crate) check: bool,
+    #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "threads share memory"))]
+    pub(crate) segment: usize,
+    #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "threads share memory"))]
+    pub(crate) largest_count: usize,
+}
+
+/// The largest number of elements that MPI's C interface can name.
+const LARGEST_COUNT: usize = i32::MAX as usize;
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings {
+            deadline: Duration::from_secs(300),
+            kernel_threads: None,
+            deterministic: false,
+            check: cfg!(debug_assertions),
+            segment: 1 << 20,
+            largest_count: LARGEST_COUNT,
+        }
+    }
+}
+
+impl Settings {
+    /// The defaults, with what the environment says: `SHARDWISE_DEADLINE` in seconds, `SHARDWISE_DETERMINISTIC` and
+    /// `SHARDWISE_CHECK` as 0 or 1.
+    pub fn from_env() -> Result<Self> {
+        Self::from_variables(|name| std::env::var(name).ok())
+    }
+
+    fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let wrong = |name: &'static str, found: String, needed: &'static str| {
+            Error::invalid("environment", format!("{name}={found}"), needed, "correct the variable or unset it")
+        };
+        let flag = |name: &'static str, default: bool| match variable(name).as_deref() {
+            None => Ok(default),
+            Some("0") => Ok(false),
+            Some("1") => Ok(true),
+            Some(other) => Err(wrong(name, other.into(), "0 or 1")),
+        };
+        let mut settings = Settings::default();
+        settings.deterministic = flag("SHARDWISE_DETERMINISTIC", settings.deterministic)?;
+        settings.check = flag("SHARDWISE_CHECK", settings.check)?;
+        const DEADLINE: &str = "SHARDWISE_DEADLINE";
+        if let Some(text) = variable(DEADLINE) {
+            let seconds = text.parse().ok().and_then(|s| Duration::try_from_secs_f64(s).ok());
+            let seconds = seconds.filter(|s| !s.is_zero());
+            settings.deadline = seconds.ok_or_else(|| wrong(DEADLINE, text, "a number of seconds above 0"))?;
+        }
+        Ok(settings)
+    }
+
+    /// How long a rank waits in one call for a silent one before the job ends (300 s by default).
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// How many threads the kernels of each rank may use: by default the cores that the launcher bound the process to, or
+    /// its share of the machine's.
+    pub fn kernel_threads(mut self, threads: usize) -> Self {
+        self.kernel_threads = Some(threads.max(1));
+        self
+    }
+
+    /// Whether reductions take the operands in rank order, which gives the same bits as a world of threads, on any number
+    /// of machines (off by default: MPI may then choose its own order). Half-precision types and the maximum and minimum
+    /// of real numbers are always reduced in rank order.
+    pub fn deterministic(mut self, deterministic: bool) -> Self {
+        self.deterministic = deterministic;
+        self
+    }
+
+    /// Whether all ranks of a group compare what they are about to do before every collective, so that calls that do not
+    /// fit together are an error on every rank. On by default in builds with debug assertions. It costs one small
+    /// all-reduce per call.
+    pub fn check(mut self, check: bool) -> Self {
+        self.check = check;
+        self
+    }
+
+    /// Reductions of more bytes than this are cut into segments of it (1 MiB by default).
+    pub fn segment(mut self, bytes: usize) -> Self {
+        self.segment = bytes.max(64);
+        self
+    }
+
+    /// Collectives of more elements than this are carried out as messages between pairs of ranks (by default what the C
+    /// interface of MPI can count). Lower it for a library that fails before.
+    pub fn largest_count(mut self, elements: usize) -> Self {
+        self.largest_count = elements.clamp(1, LARGEST_COUNT);
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_set_what_they_name_and_nonsense_is_refused() {
+        let with = |name: &'static str, value: &'static str| {
+            Settings::from_variables(move |n| (n == name).then(|| value.to_string()))
+        };
+        assert_eq!(with("SHARDWISE_DEADLINE", "2.5").unwrap().deadline, Duration::from_millis(2500));
+        assert!(with("SHARDWISE_DETERMINISTIC", "1").unwrap().deterministic);
+        assert!(!with("SHARDWISE_CHECK", "0").unwrap().check);
+        for (name, value) in [
+            ("SHARDWISE_DEADLINE", "soon"),
+            ("SHARDWISE_DEADLINE", "0"),
+            ("SHARDWISE_DEADLINE", "-1"),
+            ("SHARDWISE_DEADLINE", "1e400"),
+            ("SHARDWISE_DETERMINISTIC", "yes"),
+            ("SHARDWISE_CHECK", ""),
+        ] {
+            let message = with(name, value).unwrap_err().to_string();
+            assert!(message.contains(&format!("{name}={value}")), "{message}");
+        }
+    }
+}

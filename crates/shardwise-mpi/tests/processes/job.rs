@@ -1,0 +1,99 @@
+//! Starting this program under `mpirun`.
+
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A run of one case on some processes.
+pub(crate) struct Job {
+    command: Command,
+}
+
+/// How a job ended.
+pub(crate) struct Ended {
+    pub(crate) success: bool,
+    /// What all ranks and the launcher printed.
+    pub(crate) output: String,
+    pub(crate) took: Duration,
+}
+
+/// Longer than any case takes, even on a machine that is busy with other things.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// The launcher.
+pub(crate) fn mpirun() -> String {
+    std::env::var("MPIRUN").unwrap_or_else(|_| "mpirun".into())
+}
+
+impl Job {
+    pub(crate) fn new(case: &str, processes: usize) -> Self {
+        let program = std::env::current_exe().expect("the name of this program");
+        Self::of(&[program.to_str().expect("a name in UTF-8")], processes).set("SHARDWISE_CASE", case)
+    }
+
+    /// Any program.
+    pub(crate) fn of(program: &[&str], processes: usize) -> Self {
+        let mut command = Command::new(mpirun());
+        command.args(["-n", &processes.to_string()]).args(program);
+        // More processes than cores, by root in a container: what a test machine is like. Other libraries than Open MPI
+        // do not look at these.
+        for (name, value) in [
+            ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
+            ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
+            ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
+            ("OMPI_MCA_hwloc_base_binding_policy", "none"),
+            ("RUST_BACKTRACE", "0"),
+        ] {
+            command.env(name, value);
+        }
+        Job { command }
+    }
+
+    /// Sets a variable for all ranks.
+    pub(crate) fn set(mut self, name: &str, value: impl AsRef<std::ffi::OsStr>) -> Self {
+        self.command.env(name, value);
+        self
+    }
+
+    /// Runs it to its end.
+    pub(crate) fn run(mut self) -> Ended {
+        let since = Instant::now();
+        let output = tempfile_for_output();
+        let file = std::fs::File::create(&output).expect("a file for the output");
+        self.command.stdin(Stdio::null()).stdout(file.try_clone().expect("a second handle")).stderr(file);
+        let mut child = self.command.spawn().unwrap_or_else(|e| panic!("cannot start {}: {e}", mpirun()));
+        let success = loop {
+            match child.try_wait().expect("the launcher can be asked") {
+                Some(status) => break status.success(),
+                None if since.elapsed() > LIMIT => {
+                    child.kill().expect("the launcher can be ended");
+                    child.wait().expect("the launcher ends");
+                    break false;
+                }
+                None => std::thread::sleep(Duration::from_millis(5)),
+            }
+        };
+        let text = String::from_utf8_lossy(&std::fs::read(&output).expect("the output")).into_owned();
+        std::fs::remove_file(&output).expect("the output can be removed");
+        Ended { success, output: text, took: since.elapsed() }
+    }
+}
+
+fn tempfile_for_output() -> std::path::PathBuf {
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    std::env::temp_dir().join(format!("shardwise-mpi-{}-{}", std::process::id(), NEXT.fetch_add(1, Relaxed)))
+}
+
+impl Ended {
+    pub(crate) fn expect_success(self) {
+        assert!(self.success, "after {:?}:\n{}", self.took, self.output);
+    }
+}
+
+/// Runs a test and says how it went.
+pub(crate) fn report(name: &str, test: impl FnOnce() + std::panic::UnwindSafe) -> bool {
+    let since = Instant::now();
+    let passed = std::panic::catch_unwind(test).is_ok();
+    println!("test {name} ... {} ({:.1} s)", if passed { "ok" } else { "FAILED" }, since.elapsed().as_secs_f64());
+    passed
+}

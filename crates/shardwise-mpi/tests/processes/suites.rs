@@ -1,0 +1,89 @@
+//! Suites of the library on a world of processes.
+
+use candle_core::{DType, Device, Tensor};
+use shardwise::{ReduceOp, Result, World};
+use shardwise_mpi::{Settings, launched};
+
+use crate::collectives;
+
+/// Runs a program on all processes of the job.
+pub(crate) fn on_all<T: Send + 'static>(
+    settings: &Settings,
+    program: impl Fn(World) -> Result<T> + Send + Sync + 'static,
+) -> T {
+    let processes = launched().expect("started by a launcher").size;
+    settings.launch(processes, program).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn in_rank_order() -> Settings {
+    Settings::from_env().expect("good settings").deterministic(true)
+}
+
+/// Every collective, to the last bit what the thread world gives.
+pub(crate) fn collectives_in_rank_order() {
+    for check in [true, false] {
+        let checked = on_all(&in_rank_order().check(check), |world| collectives::run(&world));
+        assert!(checked > 900, "{checked}");
+    }
+}
+
+/// The same with limits so low that everything is cut into segments and messages between pairs.
+pub(crate) fn collectives_in_pieces() {
+    on_all(&in_rank_order().segment(64).largest_count(5), |world| collectives::run(&world));
+}
+
+/// Groups within the world, in any order of ranks.
+pub(crate) fn groups_side_by_side() {
+    on_all(&in_rank_order(), |world| {
+        let parity = world.split(Some(world.rank() % 2), 0)?.expect("named a color");
+        assert_eq!(parity.rank(), world.rank() / 2);
+        collectives::run(&parity)?;
+        let backwards: Vec<usize> = (0..world.size()).rev().collect();
+        let backwards = world.subgroup(&backwards)?;
+        assert_eq!(backwards.rank(), world.size() - 1 - world.rank());
+        collectives::run(&backwards)?;
+        world.barrier()
+    });
+}
+
+/// Reductions in MPI's order differ from those in rank order by rounding at most, and not at all for integers.
+pub(crate) fn fast_reductions() {
+    let program = |world: World| {
+        let mut results = Vec::new();
+        for dtype in [DType::F64, DType::F32, DType::I64, DType::I32, DType::U8, DType::BF16] {
+            for op in ReduceOp::ALL.into_iter().filter(|op| op.supports(dtype)) {
+                for count in [3, 1000, 300_000] {
+                    let mine = Tensor::arange(0f64, f64::from(count), &Device::Cpu)?;
+                    let mine = ((mine + world.rank() as f64)? * 0.7)?.sin()?;
+                    let mine = if dtype.is_int() { ((mine * 9.0)? + 10.0)?.floor()? } else { (mine + 1.5)? };
+                    let mine = mine.to_dtype(dtype)?;
+                    let n = count as usize;
+                    let sizes: Vec<usize> =
+                        (0..world.size()).map(|r| n * (r + 1) / world.size() - n * r / world.size()).collect();
+                    let all = world.all_reduce(&mine, op)?;
+                    let part = world.reduce_scatter(&mine, op, 0, &sizes)?;
+                    let joined = world.all_gather(&part, 0, &sizes)?;
+                    let root = world.reduce(&mine, op, world.size() - 1)?.unwrap_or_else(|| all.clone());
+                    for tensor in [all, joined, root] {
+                        results.push((dtype, tensor.to_dtype(DType::F64)?.to_vec1::<f64>()?));
+                    }
+                }
+            }
+        }
+        Ok(results)
+    };
+    let settings = Settings::from_env().expect("good settings");
+    let fast = on_all(&settings.clone().deterministic(false), program);
+    let exact = on_all(&settings.deterministic(true), program);
+    let rank_sums = launched().expect("started by a launcher").size as f64;
+    for ((dtype, fast), (_, exact)) in fast.iter().zip(&exact) {
+        let tolerance = match dtype {
+            DType::F64 => rank_sums * f64::EPSILON,
+            DType::F32 => rank_sums * f64::from(f32::EPSILON),
+            _ => 0.0,
+        };
+        for (a, b) in fast.iter().zip(exact) {
+            assert!((a - b).abs() <= tolerance * b.abs(), "{dtype:?}: {a} and {b}");
+        }
+    }
+}
