@@ -7,6 +7,8 @@ mod grads;
 mod local_shards;
 mod ops;
 mod optim;
+#[path = "../suites/recorded_training.rs"]
+mod recorded_training;
 mod redistribute;
 mod sharded_tensor;
 mod train;
