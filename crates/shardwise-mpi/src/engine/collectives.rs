@@ -39,10 +39,10 @@ pub(super) fn carry_out(comm: &Comm, limits: Limits, call: &Call, inputs: &[Tens
         Call::ReduceScatter { op, dim, sizes } => {
             let input = in_front(&inputs[0], *dim)?;
             let row = row_of(input.dims());
-            let piece = Reduction::new(comm, limits, *op, &input)?.piece(sizes.iter().map(|s| s * row).collect())?;
-            let mut shape = input.dims().to_vec();
-            shape[0] = sizes[me];
-            one(back_in_place(&piece.reshape(shape)?, *dim))
+            let mut piece = TensorMeta::new(input.dims(), input.dtype());
+            piece.shape[0] = sizes[me];
+            let counts = sizes.iter().map(|s| s * row).collect();
+            one(back_in_place(&Reduction::new(comm, limits, *op, &input)?.piece(counts, piece)?, *dim))
         }
         Call::AllGather { dim, sizes } => {
             let joined = Join::new(&inputs[0], *dim, sizes)?.gather(comm, limits, None)?;
@@ -71,10 +71,8 @@ fn row_of(shape: &[usize]) -> usize {
 
 /// The tensor without gaps, the dimension in front.
 fn in_front(tensor: &Tensor, dim: usize) -> Result<Tensor> {
-    if tensor.dims()[..dim].iter().all(|&n| n == 1) {
-        let mut shape = vec![tensor.dims()[dim]];
-        shape.extend(tensor.dims().iter().enumerate().filter(|(d, _)| *d != dim).map(|(_, &n)| n));
-        return Ok(dense(tensor)?.reshape(shape)?);
+    if dim == 0 {
+        return dense(tensor);
     }
     let order: Vec<usize> = std::iter::once(dim).chain((0..tensor.rank()).filter(|&d| d != dim)).collect();
     dense(&tensor.permute(order)?)
@@ -82,6 +80,9 @@ fn in_front(tensor: &Tensor, dim: usize) -> Result<Tensor> {
 
 /// Takes back [`in_front`].
 fn back_in_place(tensor: &Tensor, dim: usize) -> Result<Tensor> {
+    if dim == 0 {
+        return Ok(tensor.clone());
+    }
     let order: Vec<usize> = (1..=dim).chain([0]).chain(dim + 1..tensor.rank()).collect();
     dense(&tensor.permute(order)?)
 }
@@ -108,9 +109,15 @@ impl<'a> Join<'a> {
         rest.product::<usize>() * self.sizes[rank]
     }
 
+    /// Whether pieces one behind the other are the joined tensor.
+    fn is_simple(&self) -> bool {
+        self.whole.shape[..self.dim].iter().all(|&n| n == 1) || self.whole.elem_count() == 0
+    }
+
     /// Memory for the pieces, one behind the other in rank order.
     fn buffer(&self) -> Result<Buffer> {
-        Buffer::new(TensorMeta::new(self.whole.elem_count(), self.whole.dtype))
+        let flat = || TensorMeta::new(self.whole.elem_count(), self.whole.dtype);
+        Buffer::new(if self.is_simple() { self.whole.clone() } else { flat() })
     }
 
     /// The joined tensor.
@@ -120,8 +127,8 @@ impl<'a> Join<'a> {
     unsafe fn finish(&self, buffer: Buffer) -> Result<Tensor> {
         // SAFETY: the caller's promise.
         let received = unsafe { buffer.finish() };
-        if self.whole.shape[..self.dim].iter().all(|&n| n == 1) || self.whole.elem_count() == 0 {
-            return Ok(received.reshape(self.whole.shape.as_slice())?);
+        if self.is_simple() {
+            return Ok(received);
         }
         let counts: SmallVec<[usize; 8]> = (0..self.sizes.len()).map(|rank| self.count(rank)).collect();
         let starts = starts(&counts);
