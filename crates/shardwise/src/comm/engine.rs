@@ -53,7 +53,7 @@ impl Buffer {
     /// Every element has been written.
     pub unsafe fn finish(self) -> Tensor {
         // SAFETY: the caller's promise; the buffer has one owner, so nobody else writes.
-        unsafe { self.memory.finish(&self.shape) }
+        unsafe { self.memory.finish(self.shape) }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::mem::MaybeUninit;
 
 use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, DType, Storage, Tensor, WithDType};
+use candle_core::{CpuStorage, DType, Shape, Storage, Tensor, WithDType};
 
 use super::{check_dtype, reserve, with_type};
 use crate::error::Result;
@@ -54,7 +54,7 @@ impl Fresh {
     ///
     /// # Safety
     /// Every element has been written, and the writes happened before this call.
-    pub(crate) unsafe fn finish(self, shape: &[usize]) -> Tensor {
+    pub(crate) unsafe fn finish(self, shape: impl Into<Shape>) -> Tensor {
         let storage = with_type!(self.dtype, T => {
             let mut buffer = T::cpu_storage_data(self.storage).expect("allocated with this type");
             // SAFETY: the capacity is `count`, and the caller promises that all elements are written.
