@@ -31,6 +31,27 @@ pub struct Settings {
 /// The largest number of elements that MPI's C interface can name.
 const LARGEST_COUNT: usize = i32::MAX as usize;
 
+fn wrong(name: &'static str, found: &str, needed: &'static str) -> Error {
+    Error::invalid("environment", format!("{name}={found}"), needed, "correct the variable or unset it")
+}
+
+fn flag(name: &'static str, value: Option<String>) -> Result<Option<bool>> {
+    match value.as_deref() {
+        None => Ok(None),
+        Some("0") => Ok(Some(false)),
+        Some("1") => Ok(Some(true)),
+        Some(other) => Err(wrong(name, other, "0 or 1")),
+    }
+}
+
+/// What `SHARDWISE_TAKE_TURNS` says: whether processes have to take turns on the cores, if that cannot be seen by counting
+/// them, as in containers that share cores.
+#[cfg(feature = "mpi")]
+pub(crate) fn take_turns() -> Result<Option<bool>> {
+    const NAME: &str = "SHARDWISE_TAKE_TURNS";
+    flag(NAME, std::env::var(NAME).ok())
+}
+
 impl Default for Settings {
     fn default() -> Self {
         Settings {
@@ -52,23 +73,15 @@ impl Settings {
     }
 
     fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let wrong = |name: &'static str, found: String, needed: &'static str| {
-            Error::invalid("environment", format!("{name}={found}"), needed, "correct the variable or unset it")
-        };
-        let flag = |name: &'static str, default: bool| match variable(name).as_deref() {
-            None => Ok(default),
-            Some("0") => Ok(false),
-            Some("1") => Ok(true),
-            Some(other) => Err(wrong(name, other.into(), "0 or 1")),
-        };
         let mut settings = Settings::default();
-        settings.deterministic = flag("SHARDWISE_DETERMINISTIC", settings.deterministic)?;
-        settings.check = flag("SHARDWISE_CHECK", settings.check)?;
+        let flag = |name: &'static str| flag(name, variable(name));
+        settings.deterministic = flag("SHARDWISE_DETERMINISTIC")?.unwrap_or(settings.deterministic);
+        settings.check = flag("SHARDWISE_CHECK")?.unwrap_or(settings.check);
         const DEADLINE: &str = "SHARDWISE_DEADLINE";
         if let Some(text) = variable(DEADLINE) {
             let seconds = text.parse().ok().and_then(|s| Duration::try_from_secs_f64(s).ok());
             let seconds = seconds.filter(|s| !s.is_zero());
-            settings.deadline = seconds.ok_or_else(|| wrong(DEADLINE, text, "a number of seconds above 0"))?;
+            settings.deadline = seconds.ok_or_else(|| wrong(DEADLINE, &text, "a number of seconds above 0"))?;
         }
         Ok(settings)
     }

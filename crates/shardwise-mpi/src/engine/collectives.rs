@@ -12,7 +12,7 @@ use shardwise::comm::engine::{Buffer, concat, dense, immutable, with_bytes};
 use shardwise::{Result, TensorMeta};
 use smallvec::SmallVec;
 
-use super::comm::{Comm, checked, nothing};
+use super::comm::{Comm, collective, nothing};
 use super::element::datatype;
 use super::pairs::exchange;
 use super::parts::{Counts, Limits, Part, one_behind_the_other, starts, with_first};
@@ -152,10 +152,10 @@ impl<'a> Join<'a> {
             if self.whole.elem_count() > limits.largest_count {
                 return self.gather_in_pairs(comm, root, from, to.cast());
             }
-            let (kind, raw, from, mine) = (datatype(self.whole.dtype), comm.raw(), from.cast(), mine as c_int);
+            let (kind, from, mine) = (datatype(self.whole.dtype), from.cast(), mine as c_int);
             if root.is_none() && self.sizes.iter().all(|&size| size == self.sizes[0]) {
                 // SAFETY: this rank's piece, and room for as many elements from all.
-                return unsafe { checked!(MPI_Allgather(from, mine, kind, to, mine, kind, raw)) };
+                return unsafe { collective!(comm, MPI_Allgather(from, mine, kind, to, mine, kind)) };
             }
             let counts: Counts = (0..comm.size()).map(|r| self.count(r) as c_int).collect();
             let starts = starts(&counts);
@@ -163,11 +163,11 @@ impl<'a> Join<'a> {
             unsafe {
                 match root {
                     None => {
-                        checked!(MPI_Allgatherv(from, mine, kind, to, counts.as_ptr(), starts.as_ptr(), kind, raw))
+                        collective!(comm, MPI_Allgatherv(from, mine, kind, to, counts.as_ptr(), starts.as_ptr(), kind))
                     }
                     Some(root) => {
                         let (counts, starts, root) = (counts.as_ptr(), starts.as_ptr(), root as c_int);
-                        checked!(MPI_Gatherv(from, mine, kind, to, counts, starts, kind, root, raw))
+                        collective!(comm, MPI_Gatherv(from, mine, kind, to, counts, starts, kind, root))
                     }
                 }
             }
@@ -241,7 +241,7 @@ fn scatter(
         let (starts, kind, to) = (starts(&counts), datatype(whole.dtype), to.cast());
         let (from, counts, starts, root) = (from.cast(), counts.as_ptr(), starts.as_ptr(), root as c_int);
         // SAFETY: pieces of the root's tensor, and room for this rank's.
-        unsafe { checked!(MPI_Scatterv(from, counts, starts, kind, to, mine as c_int, kind, root, comm.raw())) }
+        unsafe { collective!(comm, MPI_Scatterv(from, counts, starts, kind, to, mine as c_int, kind, root)) }
     };
     match &cut {
         Some(cut) => with_first(cut, run)?,
@@ -259,7 +259,7 @@ fn broadcast(comm: &Comm, limits: Limits, input: Option<&Tensor>, whole: &Tensor
             let count = limits.largest_count.min(whole.elem_count() - start) as c_int;
             let (kind, first) = (datatype(whole.dtype), first.wrapping_add(start * element).cast());
             // SAFETY: elements of the tensor, which the root only reads and the others have room for.
-            unsafe { checked!(MPI_Bcast(first, count, kind, root as c_int, comm.raw()))? };
+            unsafe { collective!(comm, MPI_Bcast(first, count, kind, root as c_int))? };
         }
         Ok(())
     };

@@ -3,6 +3,7 @@
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use mpi::ffi;
 use shardwise::{Error, Result};
@@ -40,6 +41,61 @@ macro_rules! checked {
     };
 }
 pub(super) use checked;
+
+/// Calls a collective function of MPI, without its last argument, on a communicator.
+///
+/// A rank inside such a call looks for the others all the time. Where ranks have to take turns on the cores, that keeps
+/// the others from coming: there the call is begun, and the rank looks once whenever it is its turn. All ranks must choose
+/// the same way.
+macro_rules! collective {
+    ($comm:expr, MPI_Barrier()) => { $crate::engine::comm::collective!(@ $comm, MPI_Barrier, MPI_Ibarrier, ()) };
+    ($comm:expr, MPI_Bcast($($a:expr),* $(,)?)) => { $crate::engine::comm::collective!(@ $comm, MPI_Bcast, MPI_Ibcast, ($($a),*)) };
+    ($comm:expr, MPI_Reduce($($a:expr),* $(,)?)) => { $crate::engine::comm::collective!(@ $comm, MPI_Reduce, MPI_Ireduce, ($($a),*)) };
+    ($comm:expr, MPI_Allreduce($($a:expr),* $(,)?)) => {
+        $crate::engine::comm::collective!(@ $comm, MPI_Allreduce, MPI_Iallreduce, ($($a),*))
+    };
+    ($comm:expr, MPI_Reduce_scatter($($a:expr),* $(,)?)) => {
+        $crate::engine::comm::collective!(@ $comm, MPI_Reduce_scatter, MPI_Ireduce_scatter, ($($a),*))
+    };
+    ($comm:expr, MPI_Allgather($($a:expr),* $(,)?)) => {
+        $crate::engine::comm::collective!(@ $comm, MPI_Allgather, MPI_Iallgather, ($($a),*))
+    };
+    ($comm:expr, MPI_Allgatherv($($a:expr),* $(,)?)) => {
+        $crate::engine::comm::collective!(@ $comm, MPI_Allgatherv, MPI_Iallgatherv, ($($a),*))
+    };
+    ($comm:expr, MPI_Gatherv($($a:expr),* $(,)?)) => { $crate::engine::comm::collective!(@ $comm, MPI_Gatherv, MPI_Igatherv, ($($a),*)) };
+    ($comm:expr, MPI_Scatterv($($a:expr),* $(,)?)) => {
+        $crate::engine::comm::collective!(@ $comm, MPI_Scatterv, MPI_Iscatterv, ($($a),*))
+    };
+    ($comm:expr, MPI_Alltoall($($a:expr),* $(,)?)) => {
+        $crate::engine::comm::collective!(@ $comm, MPI_Alltoall, MPI_Ialltoall, ($($a),*))
+    };
+    ($comm:expr, MPI_Alltoallv($($a:expr),* $(,)?)) => {
+        $crate::engine::comm::collective!(@ $comm, MPI_Alltoallv, MPI_Ialltoallv, ($($a),*))
+    };
+    (@ $comm:expr, $now:ident, $begin:ident, ($($a:expr),*)) => {
+        if $crate::engine::comm::take_turns() {
+            let mut request = mpi::ffi::RSMPI_REQUEST_NULL;
+            $crate::engine::comm::checked!($begin($($a,)* $comm.raw(), &raw mut request))
+                .and_then(|()| $crate::engine::comm::Request::wait_all(&mut [$crate::engine::comm::Request(request)]))
+        } else {
+            $crate::engine::comm::checked!($now($($a,)* $comm.raw()))
+        }
+    };
+}
+pub(super) use collective;
+
+/// Whether ranks have to take turns on the cores of a machine of the job.
+static TAKE_TURNS: AtomicBool = AtomicBool::new(false);
+
+pub(super) fn take_turns() -> bool {
+    TAKE_TURNS.load(Relaxed)
+}
+
+/// Says whether ranks have to take turns; the same on all ranks, before they talk in groups.
+pub(super) fn set_take_turns(take_turns: bool) {
+    TAKE_TURNS.store(take_turns, Relaxed);
+}
 
 /// A communicator. All of its functions may be called from several threads, collectives from one at a time.
 pub(super) struct Comm {
@@ -129,7 +185,7 @@ impl Comm {
 
     pub(super) fn barrier(&self) -> Result<()> {
         // SAFETY: a live communicator.
-        unsafe { checked!(MPI_Barrier(self.raw)) }
+        unsafe { collective!(self, MPI_Barrier()) }
     }
 
     /// The greatest of the numbers of all ranks, place by place.
@@ -137,14 +193,16 @@ impl Comm {
         let mut all = [0; N];
         // SAFETY: both arrays have the length that is named.
         unsafe {
-            checked!(MPI_Allreduce(
-                mine.as_ptr().cast(),
-                all.as_mut_ptr().cast(),
-                N as c_int,
-                ffi::RSMPI_UINT64_T,
-                ffi::RSMPI_MAX,
-                self.raw,
-            ))?;
+            collective!(
+                self,
+                MPI_Allreduce(
+                    mine.as_ptr().cast(),
+                    all.as_mut_ptr().cast(),
+                    N as c_int,
+                    ffi::RSMPI_UINT64_T,
+                    ffi::RSMPI_MAX
+                )
+            )?;
         }
         Ok(all)
     }
@@ -158,7 +216,7 @@ impl Comm {
         };
         let (from, to) = ((&raw const mine).cast::<c_void>(), all.as_mut_ptr().cast());
         // SAFETY: room for one number of each rank.
-        unsafe { checked!(MPI_Allgather(from, 1, kind(), to, 1, kind(), self.raw))? };
+        unsafe { collective!(self, MPI_Allgather(from, 1, kind(), to, 1, kind()))? };
         Ok(all)
     }
 
@@ -169,7 +227,7 @@ impl Comm {
         // SAFETY: room for one number of each rank on both sides.
         unsafe {
             let kind = ffi::RSMPI_UINT64_T;
-            checked!(MPI_Alltoall(mine.as_ptr().cast(), 1, kind, all.as_mut_ptr().cast(), 1, kind, self.raw))?;
+            collective!(self, MPI_Alltoall(mine.as_ptr().cast(), 1, kind, all.as_mut_ptr().cast(), 1, kind))?;
         }
         Ok(all)
     }
@@ -187,16 +245,18 @@ impl Comm {
         // SAFETY: the counts are those that the ranks have just named, and there is room for all of them.
         unsafe {
             let kind = ffi::RSMPI_UINT8_T;
-            checked!(MPI_Allgatherv(
-                mine.as_ptr().cast(),
-                mine.len() as c_int,
-                kind,
-                all.as_mut_ptr().cast(),
-                counts.as_ptr(),
-                starts.as_ptr(),
-                kind,
-                self.raw,
-            ))?;
+            collective!(
+                self,
+                MPI_Allgatherv(
+                    mine.as_ptr().cast(),
+                    mine.len() as c_int,
+                    kind,
+                    all.as_mut_ptr().cast(),
+                    counts.as_ptr(),
+                    starts.as_ptr(),
+                    kind
+                )
+            )?;
         }
         let text = |(&start, &n): (&c_int, &c_int)| {
             String::from_utf8_lossy(&all[start as usize..(start + n) as usize]).into_owned()
@@ -310,7 +370,7 @@ pub(super) type Requests = SmallVec<[Request; 1]>;
 
 /// A message under way.
 #[repr(transparent)]
-pub(super) struct Request(ffi::MPI_Request);
+pub(super) struct Request(pub(super) ffi::MPI_Request);
 
 // SAFETY: a handle; MPI was initialised for several threads.
 unsafe impl Send for Request {}
@@ -333,6 +393,12 @@ impl Request {
 
     /// Waits for all of them.
     pub(super) fn wait_all(requests: &mut [Request]) -> Result<()> {
+        if take_turns() {
+            while !Self::all_done(requests)? {
+                std::thread::yield_now();
+            }
+            return Ok(());
+        }
         let (count, first) = (requests.len() as c_int, requests.as_mut_ptr().cast());
         // SAFETY: live requests; the type is the handle and nothing else.
         unsafe { checked!(MPI_Waitall(count, first, ffi::RSMPI_STATUSES_IGNORE)) }

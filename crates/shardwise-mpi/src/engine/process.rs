@@ -10,6 +10,7 @@ use super::comm::{self, Comm};
 use super::groups::Groups;
 use super::service::Service;
 use crate::launcher::Launched;
+use crate::settings;
 
 /// What lives as long as the process.
 pub(super) struct Process {
@@ -54,23 +55,36 @@ impl Process {
             ));
         }
         let mail = world.duplicate()?;
-        let share_of_cores = share_of_cores(&world)?;
+        let cores = Cores::find(&world)?;
+        comm::set_take_turns(cores.take_turns);
         let groups = Arc::new(Groups::default());
         let service = Service::begin(world.duplicate()?, world.duplicate()?, Arc::clone(&groups))?;
         let world = world.duplicate()?;
         // SAFETY: a function without arguments that does not unwind.
         unsafe { libc::atexit(end) };
-        Ok(Process { world, mail, service, share_of_cores, groups, launches: Mutex::default() })
+        Ok(Process { world, mail, service, share_of_cores: cores.share, groups, launches: Mutex::default() })
     }
 }
 
-/// The cores that this process is bound to, or its share of them where processes are bound to the same.
-fn share_of_cores(world: &Comm) -> Result<usize> {
-    let host = world.on_this_host()?;
-    let wanted: u64 = host.numbers(cores() as u64)?.iter().sum();
-    // SAFETY: a number of the system.
-    let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }.max(1) as u64;
-    Ok(if wanted <= online { cores() } else { ((cores() as u64 * online / wanted) as usize).max(1) })
+/// The cores of this machine, as the processes on it share them.
+struct Cores {
+    /// Those that this process is bound to, or its share where several are bound to the same.
+    share: usize,
+    /// Whether some machine of the job has fewer cores than processes; the same on all.
+    take_turns: bool,
+}
+
+impl Cores {
+    fn find(world: &Comm) -> Result<Self> {
+        let host = world.on_this_host()?;
+        let wanted: u64 = host.numbers(cores() as u64)?.iter().sum();
+        // SAFETY: a number of the system.
+        let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }.max(1) as u64;
+        let share = if wanted <= online { cores() } else { ((cores() as u64 * online / wanted) as usize).max(1) };
+        let crowded = settings::take_turns()?.unwrap_or(host.size() as u64 > online.min(wanted));
+        let [take_turns] = world.greatest(&[u64::from(crowded)])?;
+        Ok(Cores { share, take_turns: take_turns > 0 })
+    }
 }
 
 /// Ends MPI when the process ends, together with the other processes.
@@ -78,6 +92,9 @@ extern "C" fn end() {
     if let Some(Ok(process)) = PROCESS.get()
         && process.service.end()
     {
+        // Over some networks a rank waits for ever in MPI_Finalize for one that was there much earlier (seen with MPICH 4.0
+        // on UCX). An error is of no use to anybody here.
+        let _ = process.world.barrier();
         comm::finalize();
     }
 }

@@ -12,7 +12,7 @@ use shardwise::comm::engine::{Buffer, dense, reduce};
 use shardwise::{ReduceOp, Result, TensorMeta};
 use smallvec::SmallVec;
 
-use super::comm::{Comm, checked, nothing};
+use super::comm::{Comm, collective, nothing};
 use super::element::{datatype, finish, own_operation};
 use super::pairs::exchange;
 use super::parts::{Counts, Limits, Part, starts, with_first};
@@ -80,7 +80,7 @@ impl<'a> Reduction<'a> {
                 for (start, count) in self.segments() {
                     let (from, to, count) = (self.at(from, start), self.at(to, start).cast_mut(), count as c_int);
                     // SAFETY: a range of the input and the same range of the output.
-                    unsafe { checked!(MPI_Allreduce(from.cast(), to.cast(), count, self.kind, own, self.comm.raw()))? };
+                    unsafe { collective!(self.comm, MPI_Allreduce(from.cast(), to.cast(), count, self.kind, own))? };
                 }
                 // SAFETY: the output is written.
                 unsafe { finish(self.op, self.dtype, to, self.count(), self.comm.size()) };
@@ -90,9 +90,11 @@ impl<'a> Reduction<'a> {
             None => self.in_rank_order(from, |start, part, counts| {
                 let (to, starts) = (self.at(to, start).cast_mut().cast(), starts(counts));
                 let (mine, counts) = (counts[self.comm.rank()], counts.as_ptr());
-                let (kind, raw) = (self.kind, self.comm.raw());
+                let kind = self.kind;
                 // SAFETY: this rank's part, and room for the parts of all in the output.
-                unsafe { checked!(MPI_Allgatherv(part.cast(), mine, kind, to, counts, starts.as_ptr(), kind, raw)) }
+                unsafe {
+                    collective!(self.comm, MPI_Allgatherv(part.cast(), mine, kind, to, counts, starts.as_ptr(), kind))
+                }
             }),
         })?;
         // SAFETY: the segments cover the output.
@@ -110,9 +112,9 @@ impl<'a> Reduction<'a> {
             Some(own) => {
                 for (start, count) in self.segments() {
                     let (from, to, count) = (self.at(from, start), self.at(to, start).cast_mut(), count as c_int);
-                    let (kind, raw) = (self.kind, self.comm.raw());
+                    let kind = self.kind;
                     // SAFETY: a range of the input and, on the root, the same range of the output.
-                    unsafe { checked!(MPI_Reduce(from.cast(), to.cast(), count, kind, own, root, raw))? };
+                    unsafe { collective!(self.comm, MPI_Reduce(from.cast(), to.cast(), count, kind, own, root))? };
                 }
                 if receives {
                     // SAFETY: the output is written.
@@ -123,9 +125,14 @@ impl<'a> Reduction<'a> {
             None => self.in_rank_order(from, |start, part, counts| {
                 let (to, starts) = (self.at(to, start).cast_mut().cast(), starts(counts));
                 let (mine, counts) = (counts[self.comm.rank()], counts.as_ptr());
-                let (kind, raw) = (self.kind, self.comm.raw());
+                let kind = self.kind;
                 // SAFETY: this rank's part, and on the root room for the parts of all in the output.
-                unsafe { checked!(MPI_Gatherv(part.cast(), mine, kind, to, counts, starts.as_ptr(), kind, root, raw)) }
+                unsafe {
+                    collective!(
+                        self.comm,
+                        MPI_Gatherv(part.cast(), mine, kind, to, counts, starts.as_ptr(), kind, root)
+                    )
+                }
             }),
         })?;
         // SAFETY: the segments cover the output.
@@ -144,10 +151,10 @@ impl<'a> Reduction<'a> {
                 {
                     let mine = counts[me];
                     let counts: Counts = counts.iter().map(|&n| n as c_int).collect();
-                    let (to_, counts, kind, raw) = (to.cast(), counts.as_ptr(), self.kind, self.comm.raw());
+                    let (to_, counts, kind) = (to.cast(), counts.as_ptr(), self.kind);
                     // SAFETY: the input has all pieces, the output this rank's.
                     unsafe {
-                        checked!(MPI_Reduce_scatter(from.cast(), to_, counts, kind, own, raw))?;
+                        collective!(self.comm, MPI_Reduce_scatter(from.cast(), to_, counts, kind, own))?;
                         finish(self.op, self.dtype, to, mine, self.comm.size());
                     }
                     Ok(())
@@ -222,12 +229,15 @@ impl<'a> Reduction<'a> {
         let offsets: Counts = (0..size).map(offset).collect();
         let received: Counts = std::iter::repeat_n(mine as c_int, size).collect();
         let places: Counts = (0..size).map(|r| (r * mine) as c_int).collect();
-        let (kind, raw, first) = (self.kind, self.comm.raw(), first.cast());
+        let (kind, first) = (self.kind, first.cast());
         let (counts, offsets) = (counts.as_ptr(), offsets.as_ptr());
         let (received, places) = (received.as_ptr(), places.as_ptr());
         // SAFETY: parts of the input, and room for this rank's part from every rank.
         unsafe {
-            checked!(MPI_Alltoallv(first, counts, offsets, kind, operands.cast(), received, places, kind, raw))?;
+            collective!(
+                self.comm,
+                MPI_Alltoallv(first, counts, offsets, kind, operands.cast(), received, places, kind)
+            )?;
         }
         self.reduce_operands(operands, mine, to);
         Ok(())
@@ -245,10 +255,10 @@ impl<'a> Reduction<'a> {
     fn every_rank_for_itself(&self, from: *const u8, to: *mut u8) -> Result<()> {
         let (size, count) = (self.comm.size(), self.count());
         let mut operands = self.buffer(size * count)?;
-        let (all, each, kind, raw) = (operands.first(), count as c_int, self.kind, self.comm.raw());
+        let (all, each, kind) = (operands.first(), count as c_int, self.kind);
         // SAFETY: the input, room for that of every rank, and the output.
         unsafe {
-            checked!(MPI_Allgather(from.cast(), each, kind, all.cast(), each, kind, raw))?;
+            collective!(self.comm, MPI_Allgather(from.cast(), each, kind, all.cast(), each, kind))?;
         }
         self.reduce_operands(all, count, to);
         Ok(())

@@ -2,8 +2,8 @@
 //!
 //! Without a launcher it is the test runner; arguments that are no flags select tests by name. Under `mpirun` it is one
 //! of the ranks, and `SHARDWISE_CASE` says what to do. `MPIRUN` names another `mpirun` than the one on the path: it must
-//! belong to the library that this program is built with. `SHARDWISE_CROSS_MESH_CASES` (default 100),
-//! `SHARDWISE_PAIR_STRIDE` (default 5) and `SHARDWISE_SEED` are those of the redistribution suite.
+//! belong to the library that this program is built with. `SHARDWISE_CROSS_MESH_CASES` (default 500),
+//! `SHARDWISE_PAIR_STRIDE` (default 1) and `SHARDWISE_SEED` are those of the redistribution suite.
 
 mod agreed;
 mod checkpoints;

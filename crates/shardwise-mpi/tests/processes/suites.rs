@@ -103,8 +103,8 @@ pub(crate) fn fast_reductions() {
 /// Every pair of layouts on meshes of one and two axes, and random layouts on random meshes.
 pub(crate) fn redistribution() {
     let processes = launched().expect("started by a launcher").size;
-    let (cases, first) = (number("SHARDWISE_CROSS_MESH_CASES", 100), number("SHARDWISE_SEED", 0));
-    let stride = number("SHARDWISE_PAIR_STRIDE", 5);
+    let (cases, first) = (number("SHARDWISE_CROSS_MESH_CASES", 500), number("SHARDWISE_SEED", 0));
+    let stride = number("SHARDWISE_PAIR_STRIDE", 1);
     let checked = on_all(&in_rank_order(), move |world| {
         let shapes = [[5, 3], [0, 4], [1, 7], [11, 2]];
         let mut checked = layout_pairs::all_pairs(&world, &[processes], &shapes, DType::F64, 1)?;
