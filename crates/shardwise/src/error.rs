@@ -304,7 +304,12 @@ mod tests {
         let e = Error::PeerFailed {
             rank: 3,
             reason: "panicked: boom".into(),
-            call: Box::new(RankCall { rank: 1, call: "barrier".into(), group: vec![1, 3], site: Location::caller() }),
+            call: Box::new(RankCall {
+                rank: 1,
+                call: "barrier".into(),
+                group: vec![1, 3],
+                site: Location::caller().to_string(),
+            }),
         };
         let text = e.to_string();
         for part in ["rank 1", "rank 3", "barrier", "error.rs", "boom"] {
