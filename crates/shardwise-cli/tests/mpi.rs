@@ -260,6 +260,9 @@ fn a_failure_of_all_processes_is_told_once() {
         on(&place, 2, &["train", "--out", out]).failed_with(&["invalid output directory", "taken"]);
     }
     on(&place, 2, &[&more[..], &["--steps", "20", "--lr", "1e30"]].concat()).failed_with(&["training", "smaller"]);
+    if Path::new("/dev/full").exists() {
+        on(&place, 2, &[&more[..], &["--log", "/dev/full", "--overwrite"]].concat()).failed_with(&["No space left"]);
+    }
     // found out by each for itself, in the midst of what they do together
     let summary = train(&place, 1, "run", &[&TINY[..], &["--steps", "2"]].concat());
     let incomplete = place.at("incomplete");
