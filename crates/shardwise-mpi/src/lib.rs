@@ -34,9 +34,6 @@ mod engine;
 pub use launcher::{Launched, launched};
 pub use settings::Settings;
 
-#[cfg(feature = "mpi")]
-pub use engine::raw;
-
 use shardwise::{Error, Result, World};
 
 /// Runs `program` as one of `ranks` ranks: on this process's rank if `mpirun` or `srun` started the process, else on

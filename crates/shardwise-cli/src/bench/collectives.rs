@@ -3,9 +3,12 @@
 use candle_core::{DType, Device, Tensor};
 use clap::Args;
 use serde::Serialize;
-use shardwise::{ReduceOp, Result, TensorMeta, ThreadWorld, World};
+use shardwise::{Error, ReduceOp, Result, TensorMeta, World};
+use shardwise_mpi::{launch, launched};
 
-use super::timing::{duration, memcpy_ms, time};
+#[cfg(feature = "mpi")]
+use super::raw_mpi::Raw;
+use super::timing::{duration, memcpy_ms, time_in_turn};
 use crate::output::{Row, Rows};
 
 /// What to measure.
@@ -15,23 +18,33 @@ Every case is a collective on f32 tensors whose full size is in its name. `memcp
 copies the bytes that it must write (its result) into memory that exists already, all ranks at once, in the same
 run: a floor that leaves out what new memory costs.
 
+Under mpirun the world is that of the processes, and `raw_ms` is the time of the MPI call that a program would make by
+itself on memory that exists already, in turn with ours.
+
 Examples:
   shardwise bench collectives
-  shardwise bench collectives --ranks 2 --mb 64 --json")]
+  shardwise bench collectives --ranks 2 --mb 64 --json
+  mpirun -n 2 shardwise bench collectives --json     (built with --features mpi)")]
 pub(crate) struct Options {
-    /// World sizes to measure.
-    #[arg(long, value_delimiter = ',', default_value = "2,4,8")]
+    /// World sizes to measure: 2, 4 and 8 threads by default, under mpirun the number of processes.
+    #[arg(long, value_delimiter = ',')]
     ranks: Vec<usize>,
     /// Size of the largest tensors in megabytes.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=4096))]
     mb: u16,
+    /// Sizes of the tensors in bytes, instead of 64 bytes, 1 MB and the largest.
+    #[arg(long, value_delimiter = ',', conflicts_with = "mb", value_parser = clap::value_parser!(u32).range(64..))]
+    bytes: Vec<u32>,
+    /// Collectives to measure, by name; all if none is named.
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
     /// Print JSON lines (also the default when the output is not a terminal).
     #[arg(long)]
     json: bool,
 }
 
 #[derive(Clone, Copy)]
-enum Collective {
+pub(super) enum Collective {
     Barrier,
     Broadcast,
     AllGather,
@@ -61,38 +74,66 @@ struct Measured {
     gbps: f64,
     /// Time of a plain copy of the bytes that one rank must write into memory in use, all ranks copying at once.
     memcpy_ms: f64,
+    /// Under mpirun, best time of the MPI call that a program would make by itself.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    raw_ms: Option<f64>,
+    /// Median of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    raw_median_ms: Option<f64>,
 }
 
 impl Row for Measured {
     fn columns(&self) -> Vec<(&'static str, i32, String)> {
-        vec![
+        let raw = self.raw_median_ms.map(|ms| ("raw median", 11, duration(ms)));
+        let columns = [
             ("case", -26, self.case.clone()),
             ("ranks", 5, self.world.to_string()),
             ("best", 11, duration(self.ms)),
             ("median", 11, duration(self.median_ms)),
             ("GB/s", 8, if self.gbps > 0.0 { format!("{:.2}", self.gbps) } else { "-".into() }),
             ("memcpy", 11, if self.memcpy_ms > 0.0 { duration(self.memcpy_ms) } else { "-".into() }),
-        ]
+        ];
+        columns.into_iter().chain(raw).collect()
     }
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let sizes = [64, 1 << 20, usize::from(options.mb) << 20];
-    let per_world = 1 + (COLLECTIVES.len() - 1) * sizes.len();
-    let mut rows = Rows::new(options.json, (options.ranks.len() * per_world) as u64);
-    for &ranks in &options.ranks {
-        for (collective, name) in COLLECTIVES {
+    let sizes: Vec<usize> = match options.bytes.as_slice() {
+        [] => vec![64, 1 << 20, usize::from(options.mb) << 20],
+        given => given.iter().map(|&bytes| bytes as usize).collect(),
+    };
+    let names = COLLECTIVES.map(|(_, name)| name);
+    if let Some(unknown) = options.only.iter().find(|name| !names.contains(&name.as_str())) {
+        return Err(Error::invalid("--only", unknown, names.join(", "), "name collectives that are measured"));
+    }
+    let chosen = |name: &str| options.only.is_empty() || options.only.iter().any(|only| only == name);
+    let chosen: Vec<_> = COLLECTIVES.into_iter().filter(|(_, name)| chosen(name)).collect();
+    let per_collective =
+        |collective: &Collective| if matches!(collective, Collective::Barrier) { 1 } else { sizes.len() };
+    let per_world: usize = chosen.iter().map(|(collective, _)| per_collective(collective)).sum();
+    let worlds = match launched() {
+        Some(launched) if options.ranks.is_empty() => vec![launched.size],
+        None if options.ranks.is_empty() => vec![2, 4, 8],
+        _ => options.ranks.clone(),
+    };
+    let is_first = launched().is_none_or(|launched| launched.rank == 0);
+    let mut rows = is_first.then(|| Rows::new(options.json, (worlds.len() * per_world) as u64));
+    for ranks in worlds {
+        for &(collective, name) in &chosen {
             let sizes = if matches!(collective, Collective::Barrier) { &[0][..] } else { &sizes[..] };
             for &bytes in sizes {
-                rows.announce(&format!("{name} on {ranks} ranks"));
-                let measured =
-                    ThreadWorld::new(ranks)?.run(move |world| measure(&world, collective, bytes))?.swap_remove(0);
+                if let Some(rows) = &rows {
+                    rows.announce(&format!("{name} on {ranks} ranks"));
+                }
+                let measured = launch(ranks, move |world| measure(&world, collective, bytes))?;
                 let case = match bytes {
                     0 => name.to_string(),
                     b if b < 1 << 20 => format!("{b}B {name}"),
                     b => format!("{}MB {name}", b >> 20),
                 };
-                rows.print(&Measured { case, world: ranks, ..measured })?;
+                if let Some(rows) = &mut rows {
+                    rows.print(&Measured { case, world: ranks, ..measured })?;
+                }
             }
         }
     }
@@ -100,13 +141,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 }
 
 /// Columns of the benchmark tensors; their rows are whatever the size asks for.
-const COLUMNS: usize = 8;
+pub(super) const COLUMNS: usize = 8;
 
 fn measure(world: &World, collective: Collective, bytes: usize) -> Result<Measured> {
     let (n, me) = (world.size(), world.rank());
     let rows = bytes / 4 / COLUMNS;
-    let even = |total: usize| -> Vec<usize> { (0..n).map(|r| total * (r + 1) / n - total * r / n).collect() };
-    let (row_sizes, column_sizes) = (even(rows), even(COLUMNS));
+    let (row_sizes, column_sizes) = (even(rows, n), even(COLUMNS, n));
     let tensor = |rows: usize| Tensor::full(me as f32, (rows, COLUMNS), &Device::Cpu);
     let whole = TensorMeta::new((rows, COLUMNS), DType::F32);
     let (input, written) = match collective {
@@ -126,7 +166,7 @@ fn measure(world: &World, collective: Collective, bytes: usize) -> Result<Measur
             Collective::ExchangeDims => world.exchange_dims(&input, 0, &row_sizes, 1, &column_sizes).map(drop),
         }
     };
-    let times = time(world, bytes, call)?;
+    let [times, raw] = beside_raw(world, collective, bytes, &call)?;
     let memcpy_ms = if written == 0 { 0.0 } else { memcpy_ms(world, written)? };
     let ms = times[0];
     Ok(Measured {
@@ -136,5 +176,28 @@ fn measure(world: &World, collective: Collective, bytes: usize) -> Result<Measur
         median_ms: times[times.len() / 2],
         gbps: bytes as f64 / ms / 1e6,
         memcpy_ms,
+        raw_ms: raw.first().copied(),
+        raw_median_ms: raw.get(raw.len() / 2).copied(),
     })
+}
+
+/// As even a cut as there is.
+pub(super) fn even(total: usize, n: usize) -> Vec<usize> {
+    (0..n).map(|r| total * (r + 1) / n - total * r / n).collect()
+}
+
+/// Times of the call, and under MPI those of what a program would call by itself.
+fn beside_raw(
+    world: &World,
+    collective: Collective,
+    bytes: usize,
+    call: &dyn Fn() -> Result<()>,
+) -> Result<[Vec<f64>; 2]> {
+    #[cfg(feature = "mpi")]
+    if launched().is_some() {
+        let raw = Raw::new(world, collective, bytes);
+        return time_in_turn(world, bytes, [call, &|| raw.call()]);
+    }
+    let [times] = time_in_turn(world, bytes, [call])?;
+    Ok([times, Vec::new()])
 }

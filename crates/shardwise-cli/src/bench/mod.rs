@@ -3,6 +3,8 @@
 mod ckpt;
 mod collectives;
 mod dispatch;
+#[cfg(feature = "mpi")]
+mod raw_mpi;
 mod redistribute;
 mod timing;
 mod train;

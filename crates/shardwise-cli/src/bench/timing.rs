@@ -9,26 +9,36 @@ use shardwise::{Error, Group, ReduceOp, Result};
 /// Times of one call in milliseconds, in ascending order. Every sample begins when all ranks are ready and lasts until
 /// the last one is done; short calls are repeated within a sample.
 pub(super) fn time(group: &Group, bytes: usize, call: impl Fn() -> Result<()>) -> Result<Vec<f64>> {
+    let [times] = time_in_turn(group, bytes, [&call])?;
+    Ok(times)
+}
+
+/// As [`time`], for several calls: they take turns, so that what disturbs the machine disturbs all of them.
+pub(super) fn time_in_turn<const N: usize>(
+    group: &Group,
+    bytes: usize,
+    calls: [&dyn Fn() -> Result<()>; N],
+) -> Result<[Vec<f64>; N]> {
     let (samples, repeats) = match bytes {
         b if b < 1 << 16 => (20, 2000),
         b if b <= 1 << 20 => (20, 20),
         _ => (9, 1),
     };
-    for _ in 0..repeats.min(50) {
-        call()?;
+    for call in calls {
+        (0..repeats.min(50)).try_for_each(|_| call())?;
     }
-    let mut times = Vec::with_capacity(samples);
+    let mut times = [const { Vec::new() }; N];
     for _ in 0..samples {
-        group.barrier()?;
-        let start = Instant::now();
-        for _ in 0..repeats {
-            call()?;
+        for (call, times) in calls.iter().zip(&mut times) {
+            group.barrier()?;
+            let start = Instant::now();
+            (0..repeats).try_for_each(|_| call())?;
+            let elapsed = Tensor::new(start.elapsed().as_secs_f64(), &Device::Cpu)?;
+            let slowest: f64 = group.all_reduce(&elapsed, ReduceOp::Max)?.to_scalar().map_err(Error::from)?;
+            times.push(slowest * 1e3 / f64::from(repeats));
         }
-        let elapsed = Tensor::new(start.elapsed().as_secs_f64(), &Device::Cpu)?;
-        let slowest: f64 = group.all_reduce(&elapsed, ReduceOp::Max)?.to_scalar().map_err(Error::from)?;
-        times.push(slowest * 1e3 / f64::from(repeats));
     }
-    times.sort_by(f64::total_cmp);
+    times.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
     Ok(times)
 }
 

@@ -24,39 +24,40 @@ pub(super) fn carry_out(comm: &Comm, limits: Limits, call: &Call, inputs: &[Tens
         comm.barrier()?;
         return Ok(Vec::new());
     }
-    let inputs = inputs.iter().map(immutable).collect::<Result<SmallVec<[Tensor; 1]>>>()?;
     if comm.size() == 1 {
-        return Ok(inputs.into_vec());
+        return inputs.iter().map(immutable).collect();
     }
     let me = comm.rank();
+    let input = || immutable(&inputs[0]);
     let one = |tensor: Result<Tensor>| tensor.map(|t| vec![t]);
     match call {
         Call::Barrier | Call::Agree { .. } | Call::Expose => Ok(Vec::new()),
-        Call::AllReduce { op } => one(Reduction::new(comm, limits, *op, &inputs[0])?.all()),
+        Call::AllReduce { op } => one(Reduction::new(comm, limits, *op, &input()?)?.all()),
         Call::Reduce { op, root } => {
-            Ok(Reduction::new(comm, limits, *op, &inputs[0])?.to_root(*root)?.into_iter().collect())
+            Ok(Reduction::new(comm, limits, *op, &input()?)?.to_root(*root)?.into_iter().collect())
         }
         Call::ReduceScatter { op, dim, sizes } => {
-            let input = in_front(&inputs[0], *dim)?;
+            let input = in_front(&input()?, *dim)?;
             let row = row_of(input.dims());
-            let piece = Reduction::new(comm, limits, *op, &input)?.piece(sizes.iter().map(|s| s * row).collect())?;
-            let mut shape = input.dims().to_vec();
-            shape[0] = sizes[me];
-            one(back_in_place(&piece.reshape(shape)?, *dim))
+            let mut piece = TensorMeta::new(input.dims(), input.dtype());
+            piece.shape[0] = sizes[me];
+            let counts = sizes.iter().map(|s| s * row).collect();
+            one(back_in_place(&Reduction::new(comm, limits, *op, &input)?.piece(counts, piece)?, *dim))
         }
         Call::AllGather { dim, sizes } => {
-            let joined = Join::new(&inputs[0], *dim, sizes)?.gather(comm, limits, None)?;
+            let joined = Join::new(&input()?, *dim, sizes)?.gather(comm, limits, None)?;
             one(Ok(joined.expect("every rank is a receiver")))
         }
         Call::Gather { dim, sizes, root } => {
-            Ok(Join::new(&inputs[0], *dim, sizes)?.gather(comm, limits, Some(*root))?.into_iter().collect())
+            Ok(Join::new(&input()?, *dim, sizes)?.gather(comm, limits, Some(*root))?.into_iter().collect())
         }
         Call::Scatter { whole, dim, sizes, root } => {
             one(scatter(comm, limits, inputs.first(), whole, *dim, sizes, *root))
         }
         Call::Broadcast { whole, root } => one(broadcast(comm, limits, inputs.first(), whole, *root)),
         Call::ExchangeDims { from, from_sizes, to, to_sizes } => {
-            let cut = |r: usize| dense(&inputs[0].narrow(*to, to_sizes[..r].iter().sum(), to_sizes[r])?);
+            let input = input()?;
+            let cut = |r: usize| dense(&input.narrow(*to, to_sizes[..r].iter().sum(), to_sizes[r])?);
             let pieces = (0..comm.size()).map(cut).collect::<Result<Vec<_>>>()?;
             one(Join::new(&pieces[me], *from, from_sizes)?.exchange(comm, &pieces))
         }
@@ -71,10 +72,8 @@ fn row_of(shape: &[usize]) -> usize {
 
 /// The tensor without gaps, the dimension in front.
 fn in_front(tensor: &Tensor, dim: usize) -> Result<Tensor> {
-    if tensor.dims()[..dim].iter().all(|&n| n == 1) {
-        let mut shape = vec![tensor.dims()[dim]];
-        shape.extend(tensor.dims().iter().enumerate().filter(|(d, _)| *d != dim).map(|(_, &n)| n));
-        return Ok(dense(tensor)?.reshape(shape)?);
+    if dim == 0 {
+        return dense(tensor);
     }
     let order: Vec<usize> = std::iter::once(dim).chain((0..tensor.rank()).filter(|&d| d != dim)).collect();
     dense(&tensor.permute(order)?)
@@ -82,6 +81,9 @@ fn in_front(tensor: &Tensor, dim: usize) -> Result<Tensor> {
 
 /// Takes back [`in_front`].
 fn back_in_place(tensor: &Tensor, dim: usize) -> Result<Tensor> {
+    if dim == 0 {
+        return Ok(tensor.clone());
+    }
     let order: Vec<usize> = (1..=dim).chain([0]).chain(dim + 1..tensor.rank()).collect();
     dense(&tensor.permute(order)?)
 }
@@ -108,9 +110,15 @@ impl<'a> Join<'a> {
         rest.product::<usize>() * self.sizes[rank]
     }
 
+    /// Whether pieces one behind the other are the joined tensor.
+    fn is_simple(&self) -> bool {
+        self.whole.shape[..self.dim].iter().all(|&n| n == 1) || self.whole.elem_count() == 0
+    }
+
     /// Memory for the pieces, one behind the other in rank order.
     fn buffer(&self) -> Result<Buffer> {
-        Buffer::new(TensorMeta::new(self.whole.elem_count(), self.whole.dtype))
+        let flat = || TensorMeta::new(self.whole.elem_count(), self.whole.dtype);
+        Buffer::new(if self.is_simple() { self.whole.clone() } else { flat() })
     }
 
     /// The joined tensor.
@@ -120,8 +128,8 @@ impl<'a> Join<'a> {
     unsafe fn finish(&self, buffer: Buffer) -> Result<Tensor> {
         // SAFETY: the caller's promise.
         let received = unsafe { buffer.finish() };
-        if self.whole.shape[..self.dim].iter().all(|&n| n == 1) || self.whole.elem_count() == 0 {
-            return Ok(received.reshape(self.whole.shape.as_slice())?);
+        if self.is_simple() {
+            return Ok(received);
         }
         let counts: SmallVec<[usize; 8]> = (0..self.sizes.len()).map(|rank| self.count(rank)).collect();
         let starts = starts(&counts);
@@ -144,14 +152,16 @@ impl<'a> Join<'a> {
             if self.whole.elem_count() > limits.largest_count {
                 return self.gather_in_pairs(comm, root, from, to.cast());
             }
+            let (kind, raw, from, mine) = (datatype(self.whole.dtype), comm.raw(), from.cast(), mine as c_int);
+            if root.is_none() && self.sizes.iter().all(|&size| size == self.sizes[0]) {
+                // SAFETY: this rank's piece, and room for as many elements from all.
+                return unsafe { checked!(MPI_Allgather(from, mine, kind, to, mine, kind, raw)) };
+            }
             let counts: Counts = (0..comm.size()).map(|r| self.count(r) as c_int).collect();
-            let even = counts.iter().all(|&n| n == counts[0]);
-            let (kind, raw, mine, each) = (datatype(self.whole.dtype), comm.raw(), mine as c_int, counts[0]);
-            let (from, starts) = (from.cast(), starts(&counts));
+            let starts = starts(&counts);
             // SAFETY: this rank's piece, and room for the pieces of all where they are received.
             unsafe {
                 match root {
-                    None if even => checked!(MPI_Allgather(from, mine, kind, to, each, kind, raw)),
                     None => {
                         checked!(MPI_Allgatherv(from, mine, kind, to, counts.as_ptr(), starts.as_ptr(), kind, raw))
                     }
@@ -215,7 +225,7 @@ fn scatter(
     let shape: Vec<usize> = std::iter::once(sizes[me]).chain(rest).collect();
     let row = row_of(&shape);
     let mut buffer = Buffer::new(TensorMeta { shape, dtype: whole.dtype })?;
-    let cut = input.map(|t| in_front(t, dim)).transpose()?;
+    let cut = input.map(|t| in_front(&immutable(t)?, dim)).transpose()?;
     let (to, mine) = (buffer.first(), sizes[me] * row);
     let run = |from: *const u8| {
         if whole.elem_count() > limits.largest_count {
@@ -254,7 +264,7 @@ fn broadcast(comm: &Comm, limits: Limits, input: Option<&Tensor>, whole: &Tensor
         Ok(())
     };
     if let Some(tensor) = input {
-        let tensor = dense(tensor)?;
+        let tensor = dense(&immutable(tensor)?)?;
         with_first(&tensor, |first| run(first.cast_mut()))?;
         return Ok(tensor);
     }
@@ -266,7 +276,7 @@ fn broadcast(comm: &Comm, limits: Limits, input: Option<&Tensor>, whole: &Tensor
 
 /// Every rank hands one tensor to every rank.
 fn all_to_all(comm: &Comm, inputs: &[Tensor], expected: &[TensorMeta]) -> Result<Vec<Tensor>> {
-    let inputs = inputs.iter().map(dense).collect::<Result<Vec<_>>>()?;
+    let inputs = inputs.iter().map(|t| dense(&immutable(t)?)).collect::<Result<Vec<_>>>()?;
     let mut buffers = expected.iter().map(|meta| Buffer::new(meta.clone())).collect::<Result<Vec<_>>>()?;
     let receive: Vec<_> =
         buffers.iter_mut().zip(expected).map(|(b, meta)| Part { first: b.first(), bytes: meta.bytes() }).collect();

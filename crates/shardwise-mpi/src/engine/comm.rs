@@ -6,6 +6,7 @@ use std::ptr::null_mut;
 
 use mpi::ffi;
 use shardwise::{Error, Result};
+use smallvec::SmallVec;
 
 /// A function of MPI reported an error.
 #[derive(Debug, thiserror::Error)]
@@ -239,38 +240,47 @@ impl Comm {
         }
     }
 
-    /// Begins to send bytes.
+    /// Begins to send bytes, in as many messages as it takes; none if there are no bytes.
     ///
     /// # Safety
-    /// They stay where they are and as they are until the request is done.
-    pub(super) unsafe fn start_send(&self, first: *const u8, count: usize, to: usize, tag: c_int) -> Result<Request> {
-        // SAFETY: the caller's promise; the handle is written before it is used.
-        unsafe {
-            let mut request = ffi::RSMPI_REQUEST_NULL;
-            let (first, kind, at) = (first.cast::<c_void>(), ffi::RSMPI_UINT8_T, &raw mut request);
-            checked!(MPI_Isend(first, count as c_int, kind, to as c_int, tag, self.raw, at))?;
-            Ok(Request(request))
-        }
+    /// They stay where they are and as they are until the requests are done.
+    pub(super) unsafe fn start_send(&self, first: *const u8, bytes: usize, to: usize, tag: c_int) -> Result<Requests> {
+        in_pieces(bytes, |start, count, request| {
+            // SAFETY: the caller's promise; the handle is written before it is used.
+            unsafe {
+                let (first, kind) = (first.add(start).cast::<c_void>(), ffi::RSMPI_UINT8_T);
+                checked!(MPI_Isend(first, count, kind, to as c_int, tag, self.raw, request))
+            }
+        })
     }
 
-    /// Begins to receive bytes.
+    /// Begins to receive bytes that are sent with [`start_send`](Self::start_send).
     ///
     /// # Safety
-    /// There is room for them, which nobody touches until the request is done.
+    /// There is room for them, which nobody touches until the requests are done.
     pub(super) unsafe fn start_receive(
         &self,
         first: *mut u8,
-        count: usize,
+        bytes: usize,
         from: usize,
         tag: c_int,
-    ) -> Result<Request> {
-        // SAFETY: the caller's promise; the handle is written before it is used.
-        unsafe {
-            let mut request = ffi::RSMPI_REQUEST_NULL;
-            let (first, kind, at) = (first.cast::<c_void>(), ffi::RSMPI_UINT8_T, &raw mut request);
-            checked!(MPI_Irecv(first, count as c_int, kind, from as c_int, tag, self.raw, at))?;
-            Ok(Request(request))
-        }
+    ) -> Result<Requests> {
+        in_pieces(bytes, |start, count, request| {
+            // SAFETY: the caller's promise; the handle is written before it is used.
+            unsafe {
+                let (first, kind) = (first.add(start).cast::<c_void>(), ffi::RSMPI_UINT8_T);
+                checked!(MPI_Irecv(first, count, kind, from as c_int, tag, self.raw, request))
+            }
+        })
+    }
+
+    /// Receives bytes that are sent with [`start_send`](Self::start_send).
+    ///
+    /// # Safety
+    /// There is room for them, which nobody else touches.
+    pub(super) unsafe fn receive(&self, first: *mut u8, bytes: usize, from: usize, tag: c_int) -> Result<()> {
+        // SAFETY: the caller's promise, and the requests are done when this function returns.
+        Request::wait_all(&mut unsafe { self.start_receive(first, bytes, from, tag)? })
     }
 
     /// Ends all processes of the job.
@@ -280,6 +290,23 @@ impl Comm {
         std::process::abort();
     }
 }
+
+/// Longer messages are cut into pieces of this many bytes, which MPI can count.
+const LONGEST: usize = 1 << 30;
+
+/// Begins one message per piece of so many bytes: `begin` gets the first byte, the number, and where the request goes.
+fn in_pieces(bytes: usize, begin: impl Fn(usize, c_int, *mut ffi::MPI_Request) -> Result<()>) -> Result<Requests> {
+    let piece = |start: usize| {
+        // SAFETY: a constant of the library.
+        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
+        begin(start, LONGEST.min(bytes - start) as c_int, &raw mut request)?;
+        Ok(Request(request))
+    };
+    (0..bytes).step_by(LONGEST).map(piece).collect()
+}
+
+/// Messages under way; mostly one.
+pub(super) type Requests = SmallVec<[Request; 1]>;
 
 /// A message under way.
 #[repr(transparent)]
@@ -297,6 +324,11 @@ impl Request {
             checked!(MPI_Test(&raw mut self.0, &raw mut flag, ffi::RSMPI_STATUS_IGNORE))?;
         }
         Ok(flag != 0)
+    }
+
+    /// Whether all of them are done.
+    pub(super) fn all_done(requests: &mut [Request]) -> Result<bool> {
+        requests.iter_mut().try_fold(true, |all, request| Ok(request.is_done()? && all))
     }
 
     /// Waits for all of them.

@@ -4,17 +4,16 @@ use std::ffi::c_int;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use shardwise::comm::Exposed;
-use shardwise::comm::engine::{Buffer, fingerprint_of};
+use shardwise::comm::engine::{Buffer, fingerprint_of, with_bytes};
 use shardwise::error::{RankCall, Site};
 use shardwise::{Error, Result, TensorMeta};
 
 use super::comm::Request;
 use super::groups::GroupState;
 use super::launch::Launch;
-use super::shelf::{LONGEST, ReadRequest, SetId, words};
-use super::watch::WaitsFor;
+use super::shelf::{ReadRequest, SetId, words};
 
 /// What the ranks of a group exposed together, seen from one of them.
 pub(super) struct Handle {
@@ -31,31 +30,36 @@ const LARGEST_TAG: u32 = 32_767;
 
 impl Handle {
     /// Receives a tensor, or hears what is there instead.
-    fn receive(&self, rank: usize, request: &ReadRequest, expected: &TensorMeta) -> Result<Result<Tensor, String>> {
+    fn receive(
+        &self,
+        rank: usize,
+        request: &ReadRequest,
+        expected: &TensorMeta,
+        call: &dyn Fn() -> RankCall,
+    ) -> Result<Result<Tensor, String>> {
         let service = &self.launch.process.service;
         service.ask(rank, request)?;
         let tag = request.ticket as c_int;
-        let receive = |first: *mut u8, bytes: usize| -> Result<()> {
-            let piece = |start: usize| {
-                let count = LONGEST.min(bytes - start);
-                // SAFETY: inside memory of that many bytes; waited for below.
-                unsafe { service.answers.start_receive(first.add(start), count, rank, tag) }
-            };
-            let mut requests = (0..bytes).step_by(LONGEST).map(piece).collect::<Result<Vec<_>>>()?;
-            Request::wait_all(&mut requests)
+        let receive = |meta: TensorMeta| {
+            let (bytes, mut buffer) = (meta.bytes(), Buffer::new(meta)?);
+            // SAFETY: memory for that many bytes, which nobody touches before they have come.
+            let mut requests = unsafe { service.answers.start_receive(buffer.first(), bytes, rank, tag)? };
+            let come = self.launch.wait_for(rank, call, || Ok(Request::all_done(&mut requests)?.then_some(())));
+            if let Err(error) = come {
+                // What is late may still be written to it.
+                std::mem::forget(buffer);
+                return Err(error);
+            }
+            // SAFETY: all of it has come.
+            Ok(unsafe { buffer.finish() })
         };
-        let mut header = [0u8; 16];
-        receive(header.as_mut_ptr(), header.len())?;
-        let [found, length] = words(&header);
+        let header = receive(TensorMeta::new(16, DType::U8))?;
+        let [found, length] = with_bytes(&header, words);
         if found == 1 {
-            let mut buffer = Buffer::new(expected.clone())?;
-            receive(buffer.first(), expected.bytes())?;
-            // SAFETY: all of it was received.
-            return Ok(Ok(unsafe { buffer.finish() }));
+            return Ok(Ok(receive(expected.clone())?));
         }
-        let mut text = vec![0u8; length as usize];
-        receive(text.as_mut_ptr(), text.len())?;
-        Ok(Err(String::from_utf8_lossy(&text).into_owned()))
+        let text = receive(TensorMeta::new(length as usize, DType::U8))?;
+        Ok(Err(with_bytes(&text, |bytes| String::from_utf8_lossy(bytes).into_owned())))
     }
 }
 
@@ -85,11 +89,7 @@ impl Exposed for Handle {
         }
         let ticket = u64::from(TICKETS.fetch_add(1, Relaxed) % LARGEST_TAG + 1);
         let request = ReadRequest { set: self.set, index: index as u64, expected: fingerprint_of(expected), ticket };
-        let (waits_for, deadline) = (WaitsFor::Answer(owner), self.launch.deadline);
-        service
-            .watch
-            .over(group, waits_for, deadline, &call, || self.receive(owner, &request, expected))?
-            .map_err(refuse)
+        self.receive(owner, &request, expected, &call)?.map_err(refuse)
     }
 }
 

@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use shardwise::Result;
 
 use super::comm::Comm;
+use super::watch::Slot;
 
 /// The groups that this process has asked for. They live as long as the process.
 #[derive(Default)]
@@ -26,6 +27,8 @@ pub(super) struct GroupState {
     pub(super) exposed: AtomicU64,
     /// Held during a collective: a second thread of this rank waits for its turn.
     pub(super) turn: Mutex<()>,
+    /// The collective that this rank is in.
+    pub(super) waiting: Slot,
     comm: OnceLock<Comm>,
 }
 
@@ -44,10 +47,16 @@ impl Groups {
             begun: AtomicU64::new(0),
             exposed: AtomicU64::new(0),
             turn: Mutex::new(()),
+            waiting: Slot::default(),
             comm: OnceLock::new(),
         });
         groups.insert(ranks.to_vec(), Arc::clone(&group));
         group
+    }
+
+    /// The groups in which this rank is inside a collective.
+    pub(super) fn waiting(&self) -> Vec<Arc<GroupState>> {
+        self.0.lock().values().filter(|group| group.waiting.is_taken()).map(Arc::clone).collect()
     }
 
     /// How many collectives this rank has begun in each of its groups.

@@ -1,7 +1,7 @@
 //! One launch in this process: its settings, and whether it is still going on.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use shardwise::error::RankCall;
 use shardwise::{Error, Result};
@@ -9,6 +9,10 @@ use shardwise::{Error, Result};
 use super::mail::Mail;
 use super::parts::Limits;
 use super::process::Process;
+
+/// How long a rank that waits for a message looks all the time, and how long it sleeps between looks after that.
+const SPIN: Duration = Duration::from_micros(200);
+const SLEEP: Duration = Duration::from_micros(100);
 
 pub(super) struct Launch {
     pub(super) process: &'static Process,
@@ -41,6 +45,30 @@ impl Launch {
 
     pub(super) fn close(&self) {
         self.closed.store(true, SeqCst);
+    }
+
+    /// Looks until `look` finds something that comes from a rank, but not for longer than the deadline.
+    pub(super) fn wait_for<T>(
+        &self,
+        rank: usize,
+        call: &dyn Fn() -> RankCall,
+        mut look: impl FnMut() -> Result<Option<T>>,
+    ) -> Result<T> {
+        let since = Instant::now();
+        loop {
+            if let Some(found) = look()? {
+                return Ok(found);
+            }
+            let waited = since.elapsed();
+            if waited > self.deadline {
+                return Err(Error::Timeout { call: Box::new(call()), waited, missing: vec![rank] });
+            }
+            if waited > SPIN {
+                std::thread::sleep(SLEEP);
+            } else {
+                std::thread::yield_now();
+            }
+        }
     }
 
     /// An error once the launch is over: what is left of it in the hands of the program cannot communicate.

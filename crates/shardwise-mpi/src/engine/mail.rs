@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use shardwise::comm::engine::{Buffer, dense, immutable, with_bytes};
 use shardwise::{Error, Result, TensorMeta};
 
-use super::comm::{Comm, Request};
+use super::comm::{Comm, Request, Requests};
 
 /// Who sends, in which group and with which tag.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -47,14 +47,14 @@ pub(super) struct Mail {
 struct Outgoing {
     /// Messages to every rank.
     sent: Vec<u64>,
-    /// Under way, with the memory that is sent.
-    sending: Vec<(Request, Content)>,
+    sending: Vec<Sending>,
 }
 
-/// Memory that must stay until it is sent.
-enum Content {
-    Header(#[expect(dead_code, reason = "kept, not read")] Vec<u8>),
-    Tensor(#[expect(dead_code, reason = "kept, not read")] Tensor),
+/// A message under way, with the memory that must stay until it is sent.
+struct Sending {
+    requests: Requests,
+    _header: Vec<u8>,
+    _tensor: Option<Tensor>,
 }
 
 struct Incoming {
@@ -65,9 +65,6 @@ struct Incoming {
 
 const HEADER: c_int = 1;
 const CONTENT: c_int = 2;
-
-/// Longer tensors are sent in pieces of this many bytes, which MPI can count.
-const LONGEST: usize = 1 << 30;
 
 impl Mail {
     pub(super) fn new(size: usize) -> Self {
@@ -116,17 +113,14 @@ impl Mail {
         let mut outgoing = self.outgoing.lock();
         outgoing.forget_what_is_done()?;
         let (first, count) = (header.as_ptr(), header.len());
-        // SAFETY: the memory is kept with the request until it is done.
-        let request = unsafe { comm.start_send(first, count, to, HEADER)? };
-        outgoing.sending.push((request, Content::Header(header)));
-        if let Ok(tensor) = content {
-            let (first, bytes) = with_bytes(&tensor, |bytes| (bytes.as_ptr(), bytes.len()));
-            for start in (0..bytes).step_by(LONGEST) {
-                // SAFETY: the tensor is kept with the request until it is done, and nobody changes it.
-                let request = unsafe { comm.start_send(first.add(start), LONGEST.min(bytes - start), to, CONTENT)? };
-                outgoing.sending.push((request, Content::Tensor(tensor.clone())));
-            }
+        // SAFETY: the memory is kept with the requests until they are done.
+        let mut requests = unsafe { comm.start_send(first, count, to, HEADER)? };
+        if let Ok(tensor) = &content {
+            let (first, bytes) = with_bytes(tensor, |bytes| (bytes.as_ptr(), bytes.len()));
+            // SAFETY: as above, and nobody changes the tensor.
+            requests.extend(unsafe { comm.start_send(first, bytes, to, CONTENT)? });
         }
+        outgoing.sending.push(Sending { requests, _header: header, _tensor: content.ok() });
         outgoing.sent[to] += 1;
         Ok(())
     }
@@ -150,7 +144,9 @@ impl Mail {
         while (0..comm.size()).any(|rank| rank != comm.rank() && incoming.received[rank] < sent(rank)) {
             incoming.collect(comm)?;
         }
-        Request::wait_all(&mut self.outgoing.lock().sending.drain(..).map(|(request, _)| request).collect::<Vec<_>>())?;
+        for mut message in self.outgoing.lock().sending.drain(..) {
+            Request::wait_all(&mut message.requests)?;
+        }
         let Some((envelope, queue)) = incoming.kept.iter().min_by_key(|(envelope, _)| *envelope) else {
             return Ok(None);
         };
@@ -165,14 +161,18 @@ impl Mail {
 
 impl Outgoing {
     fn forget_what_is_done(&mut self) -> Result<()> {
-        let mut still = Vec::with_capacity(self.sending.len());
-        for (mut request, content) in self.sending.drain(..) {
-            if !request.is_done()? {
-                still.push((request, content));
-            }
-        }
-        self.sending = still;
-        Ok(())
+        let mut checked = Ok(());
+        self.sending.retain_mut(|message| {
+            let done = Request::all_done(&mut message.requests);
+            done.map_or_else(
+                |error| {
+                    checked = Err(error);
+                    true
+                },
+                |done| !done,
+            )
+        });
+        checked
     }
 }
 
@@ -191,16 +191,11 @@ impl Incoming {
                 None => {
                     let meta = TensorMeta::new(shape, dtype.parse().map_err(Error::other)?);
                     let (bytes, mut buffer) = (meta.bytes(), Buffer::new(meta)?);
-                    let first = buffer.first();
-                    let piece = |start: usize| {
-                        let count = LONGEST.min(bytes - start);
-                        // SAFETY: inside the buffer; waited for below.
-                        unsafe { comm.start_receive(first.add(start), count, arrived.from, CONTENT) }
-                    };
-                    let mut requests = (0..bytes).step_by(LONGEST).map(piece).collect::<Result<Vec<_>>>()?;
-                    Request::wait_all(&mut requests)?;
-                    // SAFETY: all of it was received.
-                    Ok(unsafe { buffer.finish() })
+                    // SAFETY: memory for that many bytes, which are received before it becomes a tensor.
+                    unsafe {
+                        comm.receive(buffer.first(), bytes, arrived.from, CONTENT)?;
+                        Ok(buffer.finish())
+                    }
                 }
             };
             self.received[arrived.from] += 1;

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
-use std::time::{Duration, Instant};
 
 use candle_core::Tensor;
 use shardwise::comm::{Call, Communicator, Exposed};
@@ -17,16 +16,12 @@ use super::groups::GroupState;
 use super::launch::Launch;
 use super::mail::{Envelope, Message};
 use super::shelf::SetId;
-use super::watch::WaitsFor;
+use super::watch::Pending;
 
 pub(super) struct Member {
     launch: Arc<Launch>,
     group: Arc<GroupState>,
 }
-
-/// How long a rank that waits for a message looks all the time, and how long it sleeps between looks after that.
-const SPIN: Duration = Duration::from_micros(200);
-const SLEEP: Duration = Duration::from_micros(100);
 
 impl Member {
     /// This process's end of the group of all.
@@ -59,11 +54,10 @@ impl Member {
             call.check(self.group.me, self.group.ranks.len(), inputs).map_err(refuse)?;
         }
         let _turn = self.group.turn.lock();
-        let number = self.group.begun.fetch_add(1, SeqCst) + 1;
-        let process = self.launch.process;
-        let (waits_for, deadline) = (WaitsFor::Collective(number), self.launch.deadline);
-        process.service.watch.over(&self.group, waits_for, deadline, &describe, || {
-            let comm = self.group.comm(&process.world)?;
+        self.group.begun.fetch_add(1, SeqCst);
+        let pending = Pending { deadline: self.launch.deadline, describe: &describe };
+        self.group.waiting.over(&pending, || {
+            let comm = self.group.comm(&self.launch.process.world)?;
             if asks {
                 agreement::check(comm, &self.group.ranks, call, inputs, site)?;
             }
@@ -86,13 +80,12 @@ impl Member {
 
     /// Waits for a message.
     fn wait_for(&self, envelope: &Envelope, call: &dyn Fn() -> RankCall) -> Result<Message> {
-        let Launch { process, mail, deadline, .. } = &*self.launch;
-        let since = Instant::now();
-        loop {
+        let Launch { process, mail, .. } = &*self.launch;
+        self.launch.wait_for(envelope.from, call, || {
             // Asked before looking: what was sent before leaving has been seen then.
             let (failure, sent) = (process.service.failure(), process.service.sent_by(envelope.from));
             if let Some(message) = mail.take(&process.mail, envelope)? {
-                return Ok(message);
+                return Ok(Some(message));
             }
             if let Some((rank, reason)) = failure {
                 return Err(Error::PeerFailed { rank, reason: reason.into(), call: Box::new(call()) });
@@ -100,16 +93,8 @@ impl Member {
             if sent.is_some_and(|sent| mail.received(envelope.from) == sent) {
                 return Err(Error::PeerLeft { rank: envelope.from, call: Box::new(call()) });
             }
-            if since.elapsed() > *deadline {
-                let (call, missing) = (Box::new(call()), vec![envelope.from]);
-                return Err(Error::Timeout { call, waited: since.elapsed(), missing });
-            }
-            if since.elapsed() > SPIN {
-                std::thread::sleep(SLEEP);
-            } else {
-                std::thread::yield_now();
-            }
-        }
+            Ok(None)
+        })
     }
 }
 

@@ -8,8 +8,8 @@ mod pairs;
 mod reductions;
 mod collectives;
 mod agreement;
-mod groups;
 mod watch;
+mod groups;
 mod shelf;
 mod service;
 mod process;
@@ -17,7 +17,6 @@ mod mail;
 mod launch;
 mod exposed;
 mod member;
-pub mod raw;
 
 use std::sync::Arc;
 

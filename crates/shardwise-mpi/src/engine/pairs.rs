@@ -8,9 +8,6 @@ use smallvec::SmallVec;
 use super::comm::{Comm, Request};
 use super::parts::Part;
 
-/// Longer messages are cut into pieces of this many bytes, which MPI can count.
-const LONGEST: usize = 1 << 30;
-
 const TAG: c_int = 1;
 
 /// Sends one part to every rank and receives one from every rank. The part for the rank itself is copied.
@@ -25,17 +22,13 @@ pub(super) unsafe fn exchange(comm: &Comm, send: &[Part<*const u8>], receive: &[
     let others = || (1..size).map(|step| ((me + step) % size, (me + size - step) % size));
     for (_, from) in others() {
         let Part { first, bytes } = receive[from];
-        for start in (0..bytes).step_by(LONGEST) {
-            // SAFETY: inside the part; waited for below.
-            requests.push(unsafe { comm.start_receive(first.add(start), LONGEST.min(bytes - start), from, TAG)? });
-        }
+        // SAFETY: the caller's promise; waited for below.
+        requests.extend(unsafe { comm.start_receive(first, bytes, from, TAG)? });
     }
     for (to, _) in others() {
         let Part { first, bytes } = send[to];
-        for start in (0..bytes).step_by(LONGEST) {
-            // SAFETY: inside the part; waited for below.
-            requests.push(unsafe { comm.start_send(first.add(start), LONGEST.min(bytes - start), to, TAG)? });
-        }
+        // SAFETY: the caller's promise; waited for below.
+        requests.extend(unsafe { comm.start_send(first, bytes, to, TAG)? });
     }
     if receive[me].bytes > 0 {
         // SAFETY: the caller's promise.

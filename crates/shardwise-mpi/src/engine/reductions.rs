@@ -132,10 +132,10 @@ impl<'a> Reduction<'a> {
         Ok(output.map(|output| unsafe { output.finish() }))
     }
 
-    /// Every rank gets its piece of the reduction, a vector; `counts` are the elements of the pieces, in rank order.
-    pub(super) fn piece(&self, counts: SmallVec<[usize; 8]>) -> Result<Tensor> {
+    /// Every rank gets its piece of the reduction; `counts` are the elements of the pieces, in rank order.
+    pub(super) fn piece(&self, counts: SmallVec<[usize; 8]>, mine: TensorMeta) -> Result<Tensor> {
         let me = self.comm.rank();
-        let mut output = self.buffer(counts[me])?;
+        let mut output = Buffer::new(mine)?;
         let to = output.first();
         with_first(&self.input, |from| -> Result<()> {
             match self.own {

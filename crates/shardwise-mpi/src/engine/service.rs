@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 use candle_core::Tensor;
 use parking_lot::{Condvar, Mutex};
 use serde::{Deserialize, Serialize};
+use shardwise::error::RankCall;
 use shardwise::{Error, Result};
 
 use super::comm::{Arrived, Comm, Request};
-use super::groups::Groups;
+use super::groups::{GroupState, Groups};
 use super::shelf::{ReadRequest, SetId, Shelf};
-use super::watch::{Waiting, WaitsFor, Watch};
 
 pub(super) struct Service {
     /// What services tell each other.
@@ -25,7 +25,6 @@ pub(super) struct Service {
     /// Answers to those who read tensors of this rank.
     pub(super) answers: Comm,
     groups: Arc<Groups>,
-    pub(super) watch: Watch,
     pub(super) shelf: Shelf,
     known: Mutex<Known>,
     changed: Condvar,
@@ -93,7 +92,6 @@ impl Service {
             notices,
             answers,
             groups,
-            watch: Watch::default(),
             shelf: Shelf::default(),
             known: Mutex::new(known),
             changed: Condvar::new(),
@@ -212,7 +210,7 @@ impl Service {
     }
 
     fn work(&self) {
-        let mut rounds = Rounds { service: self, sending: Vec::new(), doing: HashMap::new() };
+        let mut rounds = Rounds { service: self, sending: Vec::new(), seen: HashMap::new(), doing: HashMap::new() };
         let mut sleep = FIRST_SLEEP;
         while !self.stop.load(SeqCst) {
             match rounds.turn() {
@@ -232,6 +230,8 @@ struct Rounds<'a> {
     service: &'a Service,
     /// Tensors on their way to those who asked for them.
     sending: Vec<(Request, Tensor)>,
+    /// Collectives that were under way at the last look, by group: their numbers, and when they were first seen.
+    seen: HashMap<u64, (u64, Instant)>,
     /// What others have said they are doing.
     doing: HashMap<usize, Doing>,
 }
@@ -255,8 +255,18 @@ impl Rounds<'_> {
         if let Some(error) = failed {
             return Err(error);
         }
-        for waiting in self.service.watch.waiting(PATIENCE) {
-            self.look_after(&waiting)?;
+        let waiting = self.service.groups.waiting();
+        self.seen.retain(|identity, _| waiting.iter().any(|group| group.identity == *identity));
+        for group in waiting {
+            let number = group.begun.load(SeqCst);
+            let (seen, since) = self.seen.entry(group.identity).or_insert_with(|| (number, Instant::now()));
+            if *seen != number {
+                (*seen, *since) = (number, Instant::now());
+            }
+            let waited = since.elapsed();
+            if waited > PATIENCE {
+                self.look_after(&group, number, waited)?;
+            }
         }
         Ok(busy || !self.sending.is_empty())
     }
@@ -276,7 +286,9 @@ impl Rounds<'_> {
                 service.changed.notify_all();
             }
             WHAT_ARE_YOU_DOING => {
-                let calls = service.watch.waiting(Duration::ZERO).iter().map(|w| w.call.to_string()).collect();
+                let waiting = service.groups.waiting();
+                let call = |group: &Arc<GroupState>| group.waiting.read(|pending| (pending.describe)().to_string());
+                let calls = waiting.iter().filter_map(call).collect();
                 let doing = Doing { calls, begun: service.groups.begun() };
                 service.notices.send(&serde_json::to_vec(&doing).map_err(Error::other)?, from, DOING)?;
             }
@@ -289,15 +301,16 @@ impl Rounds<'_> {
     }
 
     /// Ends the job if a call cannot succeed any more, or has taken too long.
-    fn look_after(&mut self, waiting: &Waiting) -> Result<()> {
-        if let Some(rank) = self.never_comes(waiting) {
-            let call = Box::new(waiting.call.clone());
-            self.service.die(&Error::PeerLeft { rank, call }.to_string());
+    fn look_after(&mut self, group: &GroupState, number: u64, waited: Duration) -> Result<()> {
+        let read = group.waiting.read(|pending| ((pending.describe)(), pending.deadline));
+        let Some((call, deadline)) = read else { return Ok(()) };
+        if let Some(rank) = self.never_comes(group, number) {
+            self.service.die(&Error::PeerLeft { rank, call: Box::new(call) }.to_string());
         }
-        if !waiting.overdue {
+        if waited < deadline {
             return Ok(());
         }
-        let others: Vec<usize> = waiting.group.ranks.iter().copied().filter(|&r| r != self.service.rank()).collect();
+        let others: Vec<usize> = group.ranks.iter().copied().filter(|&r| r != self.service.rank()).collect();
         self.doing.clear();
         for &rank in &others {
             self.service.notices.send(&[], rank, WHAT_ARE_YOU_DOING)?;
@@ -309,37 +322,33 @@ impl Rounds<'_> {
             }
             std::thread::sleep(LONGEST_SLEEP);
         }
-        let still = self.service.watch.waiting(Duration::ZERO).iter().any(|w| w.number == waiting.number);
-        if still {
-            self.service.die(&self.timeout(waiting, &others));
+        if group.waiting.is_taken() && group.begun.load(SeqCst) == number {
+            let missing = others.into_iter().filter(|rank| self.is_missing(*rank, group, number)).collect();
+            self.service.die(&self.timeout(call, waited, missing));
         }
         Ok(())
     }
 
     /// A rank that is needed and has already left without taking part.
-    fn never_comes(&self, waiting: &Waiting) -> Option<usize> {
-        let WaitsFor::Collective(number) = waiting.waits_for else { return None };
+    fn never_comes(&self, group: &GroupState, number: u64) -> Option<usize> {
         let known = self.service.known.lock();
         let left = known.left.get(&known.launch);
-        waiting.group.ranks.iter().copied().find(|rank| match left.and_then(|left| left.get(rank)) {
+        group.ranks.iter().copied().find(|rank| match left.and_then(|left| left.get(rank)) {
             // One that failed ends the job itself, with its own error.
-            Some(left) => left.failed.is_none() && left.begun.get(&waiting.group.identity).is_none_or(|&n| n < number),
+            Some(left) => left.failed.is_none() && left.begun.get(&group.identity).is_none_or(|&n| n < number),
             None => known.ended[*rank],
         })
     }
 
+    /// Whether a rank has not come to the collective with this number, or does not say so.
+    fn is_missing(&self, rank: usize, group: &GroupState, number: u64) -> bool {
+        let begun = |doing: &Doing| doing.begun.get(&group.identity).is_some_and(|&n| n >= number);
+        !self.doing.get(&rank).is_some_and(begun)
+    }
+
     /// The error of a call that took too long, with what the others are doing.
-    fn timeout(&self, waiting: &Waiting, others: &[usize]) -> String {
-        let is_missing = |rank: &&usize| match (waiting.waits_for, self.doing.get(rank)) {
-            (WaitsFor::Answer(asked), _) => **rank == asked,
-            (WaitsFor::Collective(_), None) => true,
-            (WaitsFor::Collective(number), Some(doing)) => {
-                doing.begun.get(&waiting.group.identity).is_none_or(|&n| n < number)
-            }
-        };
-        let missing: Vec<usize> = others.iter().filter(is_missing).copied().collect();
-        let call = Box::new(waiting.call.clone());
-        let mut text = Error::Timeout { call, waited: waiting.waited, missing: missing.clone() }.to_string();
+    fn timeout(&self, call: RankCall, waited: Duration, missing: Vec<usize>) -> String {
+        let mut text = Error::Timeout { call: Box::new(call), waited, missing: missing.clone() }.to_string();
         for rank in missing {
             text += &match self.doing.get(&rank) {
                 None => format!("\nshardwise: rank {rank} does not answer"),

@@ -33,9 +33,6 @@ pub(super) struct Shelf {
     sets: Mutex<HashMap<SetId, (Vec<Tensor>, usize)>>,
 }
 
-/// Longer tensors are sent in pieces of this many bytes, which MPI can count.
-pub(super) const LONGEST: usize = 1 << 30;
-
 pub(super) fn words<const N: usize>(bytes: &[u8]) -> [u64; N] {
     let word = |i: usize| u64::from_le_bytes(bytes[8 * i..8 * i + 8].try_into().expect("eight bytes"));
     std::array::from_fn(word)
@@ -100,12 +97,9 @@ impl Shelf {
             (Some(tensor), Some(meta)) if fingerprint_of(&meta) == expected => {
                 answers.send(&bytes_of(&[1, 0]), to, tag)?;
                 let (first, bytes) = with_bytes(&tensor, |bytes| (bytes.as_ptr(), bytes.len()));
-                let piece = |start: usize| {
-                    let count = LONGEST.min(bytes - start);
-                    // SAFETY: the tensor is kept with the request until it is done, and nobody changes it.
-                    Ok((unsafe { answers.start_send(first.add(start), count, to, tag)? }, tensor.clone()))
-                };
-                (0..bytes).step_by(LONGEST).map(piece).collect()
+                // SAFETY: the tensor is kept with the requests until they are done, and nobody changes it.
+                let requests = unsafe { answers.start_send(first, bytes, to, tag)? };
+                Ok(requests.into_iter().map(|request| (request, tensor.clone())).collect())
             }
             (_, meta) => {
                 let text = meta.map_or("nothing".to_string(), |meta| meta.to_string());

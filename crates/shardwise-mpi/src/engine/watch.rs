@@ -1,108 +1,95 @@
-//! What the threads of this rank wait for inside MPI, where nobody can reach them.
+//! What a rank waits for inside MPI, where nobody can reach it, put down where its service can read it.
+//!
+//! Every collective passes here, so it costs one store on the way in and one exchange on the way out.
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::time::Duration;
 
-use parking_lot::Mutex;
 use shardwise::error::RankCall;
 
-use super::groups::GroupState;
+/// A call under way.
+pub(super) struct Pending<'a> {
+    pub(super) deadline: Duration,
+    pub(super) describe: &'a (dyn Fn() -> RankCall + Sync),
+}
 
-/// Describes a call.
-type Describe = dyn Fn() -> RankCall + Sync;
-
-/// The calls under way.
+/// Where the one call of a group that may be under way is put down.
 #[derive(Default)]
-pub(super) struct Watch {
-    pending: Mutex<Pending>,
+pub(super) struct Slot(AtomicPtr<Pending<'static>>);
+
+/// In the slot while the service reads what was in it.
+static BEING_READ: u8 = 0;
+
+fn being_read() -> *mut Pending<'static> {
+    (&raw const BEING_READ).cast_mut().cast()
 }
 
-#[derive(Default)]
-struct Pending {
-    next: u64,
-    calls: Vec<Call>,
-}
-
-struct Call {
-    number: u64,
-    since: Instant,
-    deadline: Duration,
-    group: Arc<GroupState>,
-    waits_for: WaitsFor,
-    /// Belongs to the thread that waits, and is there as long as the entry is.
-    describe: *const Describe,
-}
-
-// SAFETY: the function can be called from any thread; the lock keeps it alive meanwhile.
-unsafe impl Send for Call {}
-
-/// What a call needs of the other ranks.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum WaitsFor {
-    /// That all ranks of the group begin so many collectives.
-    Collective(u64),
-    /// That the service of a rank answers.
-    Answer(usize),
-}
-
-/// A call that has been going on for a while.
-pub(super) struct Waiting {
-    /// Tells it apart from other calls of this process.
-    pub(super) number: u64,
-    pub(super) call: RankCall,
-    pub(super) group: Arc<GroupState>,
-    pub(super) waits_for: WaitsFor,
-    pub(super) waited: Duration,
-    pub(super) overdue: bool,
-}
-
-impl Watch {
-    /// Watches over `body`, which may stay inside MPI.
-    pub(super) fn over<R>(
-        &self,
-        group: &Arc<GroupState>,
-        waits_for: WaitsFor,
-        deadline: Duration,
-        describe: &(dyn Fn() -> RankCall + Sync),
-        body: impl FnOnce() -> R,
-    ) -> R {
-        /// Takes the entry out also when the body panics.
-        struct Done<'a>(&'a Watch, u64);
+impl Slot {
+    /// Watches over `body`, which may stay inside MPI. One call at a time.
+    pub(super) fn over<R>(&self, pending: &Pending<'_>, body: impl FnOnce() -> R) -> R {
+        /// Takes the call out of the slot also when the body panics.
+        struct Done<'a>(&'a Slot, *mut Pending<'static>);
         impl Drop for Done<'_> {
             fn drop(&mut self) {
-                let mut pending = self.0.pending.lock();
-                pending.calls.retain(|call| call.number != self.1);
+                // The service puts it back when it has read it.
+                while self.0.0.compare_exchange_weak(self.1, null_mut(), AcqRel, Relaxed).is_err() {
+                    std::thread::yield_now();
+                }
             }
         }
-        // SAFETY: only the lifetime changes. The entry is taken out under the lock before this function returns, and it
-        // is read under the lock only.
-        let describe =
-            unsafe { std::mem::transmute::<*const (dyn Fn() -> RankCall + Sync + '_), *const Describe>(describe) };
-        let number = {
-            let mut pending = self.pending.lock();
-            pending.next += 1;
-            let number = pending.next;
-            let (since, group) = (Instant::now(), Arc::clone(group));
-            pending.calls.push(Call { number, since, deadline, group, waits_for, describe });
-            number
-        };
-        let _done = Done(self, number);
+        // The lifetime ends here: what is in the slot is taken out before this function returns.
+        let address = (&raw const *pending).cast_mut().cast::<Pending<'static>>();
+        self.0.store(address, Release);
+        let _done = Done(self, address);
         body()
     }
 
-    /// The calls that have been going on for longer than `patience`.
-    pub(super) fn waiting(&self, patience: Duration) -> Vec<Waiting> {
-        let pending = self.pending.lock();
-        let long = pending.calls.iter().filter(|call| call.since.elapsed() >= patience);
-        let waiting = long.map(|call| Waiting {
-            number: call.number,
-            // SAFETY: the entry is there, so the function is, and the lock keeps it so.
-            call: unsafe { (*call.describe)() },
-            group: Arc::clone(&call.group),
-            waits_for: call.waits_for,
-            waited: call.since.elapsed(),
-            overdue: call.since.elapsed() >= call.deadline,
+    /// Whether a call is under way.
+    pub(super) fn is_taken(&self) -> bool {
+        !self.0.load(Relaxed).is_null()
+    }
+
+    /// What `body` makes of the call under way, if there is one. Only the service asks.
+    pub(super) fn read<R>(&self, body: impl FnOnce(&Pending<'_>) -> R) -> Option<R> {
+        let address = self.0.load(Acquire);
+        if address.is_null() || self.0.compare_exchange(address, being_read(), AcqRel, Relaxed).is_err() {
+            return None;
+        }
+        // SAFETY: the thread that put it down does not go on before it is back in the slot.
+        let result = body(unsafe { &*address });
+        self.0.store(address, Release);
+        Some(result)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicBool, AtomicUsize};
+
+    #[test]
+    fn a_call_is_read_while_it_lasts_and_never_after() {
+        let (slot, stop, read) = (Slot::default(), AtomicBool::new(false), AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(Acquire) {
+                    let text = slot.read(|pending| (pending.describe)().call);
+                    if let Some(text) = text {
+                        assert!(text.starts_with("call "), "{text}");
+                        read.fetch_add(1, Relaxed);
+                    }
+                }
+            });
+            let mut number = 0;
+            while read.load(Relaxed) < 1000 {
+                number += 1;
+                let text = format!("call {number}");
+                let describe = || RankCall { rank: 0, call: text.clone(), group: vec![0], site: String::new() };
+                slot.over(&Pending { deadline: Duration::ZERO, describe: &describe }, || assert!(slot.is_taken()));
+            }
+            stop.store(true, Release);
         });
-        waiting.collect()
+        assert!(!slot.is_taken());
     }
 }

@@ -1,5 +1,6 @@
 //! Starting this program under `mpirun`.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,19 @@ pub(crate) fn mpirun() -> String {
     std::env::var("MPIRUN").unwrap_or_else(|_| "mpirun".into())
 }
 
+/// What the launcher says of itself.
+pub(crate) fn version() -> String {
+    let asked = Command::new(mpirun()).arg("--version").output();
+    let asked = asked.unwrap_or_else(|e| panic!("cannot start {}: {e}; install Open MPI or set MPIRUN", mpirun()));
+    let text = String::from_utf8_lossy(&asked.stdout).into_owned();
+    let line = text.lines().find(|line| line.contains("Version") || line.contains("MPI"));
+    line.unwrap_or("an unknown launcher").split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+pub(crate) fn is_open_mpi() -> bool {
+    version().contains("Open MPI") || version().contains("OpenRTE")
+}
+
 impl Job {
     pub(crate) fn new(case: &str, processes: usize) -> Self {
         let program = std::env::current_exe().expect("the name of this program");
@@ -32,8 +46,14 @@ impl Job {
 
     /// Any program.
     pub(crate) fn of(program: &[&str], processes: usize) -> Self {
-        let mut command = Command::new(mpirun());
-        command.args(["-n", &processes.to_string()]).args(program);
+        let (launcher, count) = (mpirun(), processes.to_string());
+        Self::from_launcher(&[&[launcher.as_str(), "-n", &count], program].concat())
+    }
+
+    /// A launcher with its arguments.
+    pub(crate) fn from_launcher(words: &[&str]) -> Self {
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]);
         // More processes than cores, by root in a container: what a test machine is like. Other libraries than Open MPI
         // do not look at these.
         for (name, value) in [
@@ -41,6 +61,7 @@ impl Job {
             ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
             ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
             ("OMPI_MCA_hwloc_base_binding_policy", "none"),
+            ("OMPI_MCA_mpi_yield_when_idle", "1"),
             ("RUST_BACKTRACE", "0"),
         ] {
             command.env(name, value);
@@ -57,7 +78,7 @@ impl Job {
     /// Runs it to its end.
     pub(crate) fn run(mut self) -> Ended {
         let since = Instant::now();
-        let output = tempfile_for_output();
+        let output = file_for_output();
         let file = std::fs::File::create(&output).expect("a file for the output");
         self.command.stdin(Stdio::null()).stdout(file.try_clone().expect("a second handle")).stderr(file);
         let mut child = self.command.spawn().unwrap_or_else(|e| panic!("cannot start {}: {e}", mpirun()));
@@ -78,7 +99,7 @@ impl Job {
     }
 }
 
-fn tempfile_for_output() -> std::path::PathBuf {
+fn file_for_output() -> std::path::PathBuf {
     use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     std::env::temp_dir().join(format!("shardwise-mpi-{}-{}", std::process::id(), NEXT.fetch_add(1, Relaxed)))
@@ -91,9 +112,9 @@ impl Ended {
 }
 
 /// Runs a test and says how it went.
-pub(crate) fn report(name: &str, test: impl FnOnce() + std::panic::UnwindSafe) -> bool {
+pub(crate) fn report(name: &str, test: &dyn Fn()) -> bool {
     let since = Instant::now();
-    let passed = std::panic::catch_unwind(test).is_ok();
+    let passed = catch_unwind(AssertUnwindSafe(test)).is_ok();
     println!("test {name} ... {} ({:.1} s)", if passed { "ok" } else { "FAILED" }, since.elapsed().as_secs_f64());
     passed
 }

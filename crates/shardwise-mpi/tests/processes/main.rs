@@ -1,46 +1,102 @@
 //! The engine under `mpirun`: this program starts itself as 1 to 4 processes, once per case.
 //!
-//! Without a launcher it is the test runner; arguments that are no flags select cases by name. Under `mpirun` it is one
+//! Without a launcher it is the test runner; arguments that are no flags select tests by name. Under `mpirun` it is one
 //! of the ranks, and `SHARDWISE_CASE` says what to do. `MPIRUN` names another `mpirun` than the one on the path: it must
-//! belong to the library that this program is built with.
+//! belong to the library that this program is built with. `SHARDWISE_CROSS_MESH_CASES` (default 100),
+//! `SHARDWISE_PAIR_STRIDE` (default 5) and `SHARDWISE_SEED` are those of the redistribution suite.
 
+mod agreed;
+mod checkpoints;
+mod failing;
 mod job;
 mod suites;
+mod two_hosts;
 
 #[path = "../../../shardwise/tests/suites/collectives.rs"]
 mod collectives;
+#[path = "../../../shardwise/tests/suites/layout_pairs.rs"]
+mod layout_pairs;
+#[path = "../../../shardwise/tests/suites/recorded_training.rs"]
+mod recorded_training;
+#[path = "../../../shardwise/tests/suites/remote_reads.rs"]
+mod remote_reads;
+#[path = "../../../shardwise/tests/suites/scratch.rs"]
+mod scratch;
+#[path = "../../../shardwise/tests/suites/values.rs"]
+mod values;
 
 use job::Job;
-
-/// A case: its name, the numbers of processes to run it on, and what each rank does.
-type Case = (&'static str, &'static [usize], fn());
+use scratch::Scratch;
 
 const ANY: &[usize] = &[1, 2, 3, 4];
 
-/// What ranks do; the job must end well.
-const CASES: &[Case] = &[
+/// What ranks do, and the numbers of processes on which the job must end well.
+const CASES: &[(&str, &[usize], fn())] = &[
     ("collectives", ANY, suites::collectives_in_rank_order),
     ("collectives_in_pieces", &[2, 3], suites::collectives_in_pieces),
     ("groups", &[3, 4], suites::groups_side_by_side),
     ("fast_reductions", ANY, suites::fast_reductions),
+    ("redistribution", ANY, suites::redistribution),
+    ("remote_reads", ANY, suites::remote_reads),
+    ("recorded_training", &[4], suites::recorded_training),
+    ("calls_that_do_not_fit", &[2, 4], agreed::calls_that_do_not_fit),
+    ("messages", &[2, 3], agreed::messages),
+    ("launches", &[2, 3], agreed::launches),
+    // Parts of the tests below.
+    ("save_by_processes", &[], checkpoints::save_by_processes),
+    ("load_by_processes", &[], checkpoints::load_by_processes),
+    ("one_rank_fails", &[], failing::one_rank_fails),
+    ("one_rank_panics", &[], failing::one_rank_panics),
+    ("one_rank_is_silent", &[], failing::one_rank_is_silent),
+    ("one_rank_leaves", &[], failing::one_rank_leaves),
+    ("one_rank_exits", &[], failing::one_rank_exits),
+    ("one_rank_aborts", &[], failing::one_rank_aborts),
+    ("one_rank_is_killed", &[], failing::one_rank_is_killed),
+];
+
+/// Tests that look at how jobs end, or that take more than one.
+const TESTS: &[(&str, fn())] = &[
+    ("checkpoint_from_processes_to_threads", checkpoints::from_processes_to_threads),
+    ("checkpoint_from_threads_to_processes", checkpoints::from_threads_to_processes),
+    (
+        "a_rank_that_fails_prints_its_error_and_ends_the_job",
+        failing::a_rank_that_fails_prints_its_error_and_ends_the_job,
+    ),
+    ("a_silent_rank_is_named_after_the_deadline", failing::a_silent_rank_is_named_after_the_deadline),
+    ("a_rank_that_left_is_named", failing::a_rank_that_left_is_named),
+    ("an_abort_carries_its_reason", failing::an_abort_carries_its_reason),
+    ("a_killed_rank_ends_the_job", failing::a_killed_rank_ends_the_job),
+    ("two_hosts", two_hosts::the_suites_run_across_two_hosts),
+    ("two_hosts_killed", two_hosts::a_rank_killed_on_the_other_host_ends_the_job),
 ];
 
 fn main() {
     if let Ok(name) = std::env::var("SHARDWISE_CASE") {
-        let case = CASES.iter().find(|(case, _, _)| *case == name).expect("a case of this program");
-        return case.2();
+        let (_, _, case) = CASES.iter().find(|(case, _, _)| *case == name).expect("a case of this program");
+        return case();
     }
     let filters: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
     let chosen = |name: &str| filters.is_empty() || filters.iter().any(|f| name.contains(f.as_str()));
-    let mut failures = 0;
-    for (case, sizes, _) in CASES {
-        for &size in *sizes {
-            let name = format!("{case} on {size}");
-            if chosen(&name) {
-                let run = || Job::new(case, size).run().expect_success();
-                failures += usize::from(!job::report(&name, run));
+    let (mut run, mut failed) = (0, Vec::new());
+    let mut test = |name: String, body: &dyn Fn()| {
+        if chosen(&name) {
+            run += 1;
+            if !job::report(&name, body) {
+                failed.push(name);
             }
         }
+    };
+    for (case, sizes, _) in CASES {
+        for &size in *sizes {
+            test(format!("{case} on {size}"), &|| {
+                let scratch = Scratch::new(&format!("{case}-{size}"));
+                Job::new(case, size).set("SHARDWISE_SCRATCH", &scratch.0).run().expect_success();
+            });
+        }
     }
-    assert_eq!(failures, 0, "{failures} case(s) failed");
+    for (name, body) in TESTS {
+        test((*name).to_string(), body);
+    }
+    println!("{} of {run} tests passed, under {}", run - failed.len(), job::version());
+    assert!(failed.is_empty(), "failed: {failed:?}");
 }

@@ -1,10 +1,13 @@
 //! Suites of the library on a world of processes.
 
+use std::path::{Path, PathBuf};
+
 use candle_core::{DType, Device, Tensor};
-use shardwise::{ReduceOp, Result, World};
+use shardwise::models::{Spread, Weights};
+use shardwise::{Mesh, ReduceOp, Result, World};
 use shardwise_mpi::{Settings, launched};
 
-use crate::collectives;
+use crate::{collectives, layout_pairs, recorded_training, remote_reads};
 
 /// Runs a program on all processes of the job.
 pub(crate) fn on_all<T: Send + 'static>(
@@ -13,6 +16,15 @@ pub(crate) fn on_all<T: Send + 'static>(
 ) -> T {
     let processes = launched().expect("started by a launcher").size;
     settings.launch(processes, program).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// The directory that the test runner made for this job.
+pub(crate) fn scratch() -> PathBuf {
+    std::env::var_os("SHARDWISE_SCRATCH").expect("set by the test runner").into()
+}
+
+fn number(name: &str, default: usize) -> usize {
+    std::env::var(name).map_or(default, |text| text.parse().expect(name))
 }
 
 fn in_rank_order() -> Settings {
@@ -29,7 +41,7 @@ pub(crate) fn collectives_in_rank_order() {
 
 /// The same with limits so low that everything is cut into segments and messages between pairs.
 pub(crate) fn collectives_in_pieces() {
-    on_all(&in_rank_order().segment(64).largest_count(5), |world| collectives::run(&world));
+    on_all(&in_rank_order().segment(4096).largest_count(50), |world| collectives::run(&world));
 }
 
 /// Groups within the world, in any order of ranks.
@@ -86,4 +98,44 @@ pub(crate) fn fast_reductions() {
             assert!((a - b).abs() <= tolerance * b.abs(), "{dtype:?}: {a} and {b}");
         }
     }
+}
+
+/// Every pair of layouts on meshes of one and two axes, and random layouts on random meshes.
+pub(crate) fn redistribution() {
+    let processes = launched().expect("started by a launcher").size;
+    let (cases, first) = (number("SHARDWISE_CROSS_MESH_CASES", 100), number("SHARDWISE_SEED", 0));
+    let stride = number("SHARDWISE_PAIR_STRIDE", 5);
+    let checked = on_all(&in_rank_order(), move |world| {
+        let shapes = [[5, 3], [0, 4], [1, 7], [11, 2]];
+        let mut checked = layout_pairs::all_pairs(&world, &[processes], &shapes, DType::F64, 1)?;
+        checked += layout_pairs::all_pairs(&world, &[processes], &shapes[..2], DType::I64, 1)?;
+        checked += layout_pairs::all_pairs(&world, &[processes], &shapes[..1], DType::BF16, 1)?;
+        if processes == 4 {
+            checked += layout_pairs::all_pairs(&world, &[2, 2], &shapes[..1], DType::F64, stride)?;
+        }
+        layout_pairs::any_layout_on_any_mesh(&world, first, cases)?;
+        Ok(checked)
+    });
+    assert!(checked >= 64 * 7, "{checked}");
+}
+
+/// The losses, gradients and weights that PyTorch recorded, on a mesh of data and tensor parallelism.
+pub(crate) fn recorded_training() {
+    let given = std::env::var_os("SHARDWISE_CONFORMANCE_DIR").map(PathBuf::from);
+    let own = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../shardwise/tests/conformance/data");
+    let directory = given.unwrap_or_else(own).join("train");
+    for settings in [in_rank_order(), in_rank_order().deterministic(false)] {
+        let directory = directory.clone();
+        let followed = on_all(&settings, move |world| {
+            let mesh: Mesh = "dp=2,tp=2".parse()?;
+            let spread = Spread { weights: Weights::Replicated, tensor_parallel: true, sequence_parallel: false };
+            recorded_training::follow_all(&world, &directory, &mesh, &spread)
+        });
+        assert!(followed > 0);
+    }
+}
+
+/// Shards of ranks that make no call are read all the same.
+pub(crate) fn remote_reads() {
+    on_all(&in_rank_order(), |world| remote_reads::run(&world, &scratch()));
 }

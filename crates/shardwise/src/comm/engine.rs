@@ -14,7 +14,7 @@ pub use crate::local::{concat, dense, immutable, with_bytes};
 
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::local::{Assembly, reduce_block, with_type};
+use crate::local::{Fresh, reduce_block, with_type};
 use crate::placement::ReduceOp;
 
 /// Memory of a tensor that is still to be received.
@@ -32,26 +32,19 @@ use crate::placement::ReduceOp;
 /// # Ok::<(), shardwise::Error>(())
 /// ```
 pub struct Buffer {
-    assembly: Assembly,
-    first: *mut u8,
+    memory: Fresh,
+    shape: Vec<usize>,
 }
-
-// SAFETY: the address points into memory that the assembly owns, and only through `&mut self` it is handed out.
-unsafe impl Send for Buffer {}
 
 impl Buffer {
     /// Reserves memory for a tensor.
     pub fn new(meta: TensorMeta) -> Result<Self> {
-        let empty = meta.elem_count() == 0;
-        let assembly = Assembly::new(meta)?;
-        // SAFETY: the address of the first byte; nothing is written here.
-        let first = if empty { nowhere().cast_mut() } else { unsafe { assembly.range::<u8>(0) } };
-        Ok(Buffer { assembly, first })
+        Ok(Buffer { memory: Fresh::new(meta.dtype, meta.elem_count())?, shape: meta.shape })
     }
 
     /// Address of the first element, aligned for the element type; [`nowhere`] if there are no elements.
     pub fn first(&mut self) -> *mut u8 {
-        self.first
+        if self.memory.count() == 0 { nowhere().cast_mut() } else { self.memory.first() }
     }
 
     /// The tensor.
@@ -60,7 +53,7 @@ impl Buffer {
     /// Every element has been written.
     pub unsafe fn finish(self) -> Tensor {
         // SAFETY: the caller's promise; the buffer has one owner, so nobody else writes.
-        unsafe { self.assembly.finish() }
+        unsafe { self.memory.finish(self.shape) }
     }
 }
 

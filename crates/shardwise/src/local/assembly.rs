@@ -72,7 +72,7 @@ impl Assembly {
         let finish = || {
             let fresh = self.fresh.lock().take().expect("finished once, inside the cell");
             // SAFETY: the caller's promise.
-            unsafe { fresh.finish(&self.meta.shape) }
+            unsafe { fresh.finish(self.meta.shape.as_slice()) }
         };
         self.finished.get_or_init(finish).clone()
     }

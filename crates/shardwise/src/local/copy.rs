@@ -29,7 +29,17 @@ pub(super) unsafe fn copy_block(
     if let Some(&(run, 1, 1)) = dims.last() {
         dims.pop();
         // SAFETY: forwarded from the caller; the loops visit exactly the block.
-        unsafe { walk(&dims, src, dst, elem, |s, d| std::ptr::copy_nonoverlapping(s, d, run * elem)) };
+        unsafe {
+            // A call for every run would cost more than copying a short one: those are moved as a value of their size.
+            match run * elem {
+                4 => walk(&dims, src, dst, elem, |s, d| move_run::<4>(s, d)),
+                8 => walk(&dims, src, dst, elem, |s, d| move_run::<8>(s, d)),
+                16 => walk(&dims, src, dst, elem, |s, d| move_run::<16>(s, d)),
+                32 => walk(&dims, src, dst, elem, |s, d| move_run::<32>(s, d)),
+                64 => walk(&dims, src, dst, elem, |s, d| move_run::<64>(s, d)),
+                bytes => walk(&dims, src, dst, elem, |s, d| std::ptr::copy_nonoverlapping(s, d, bytes)),
+            }
+        }
         return;
     }
     let dense_in = |stride: fn(&Dim) -> usize| dims.iter().rposition(|d| stride(d) == 1);
@@ -52,6 +62,16 @@ pub(super) unsafe fn copy_block(
             _ => unreachable!("no element type has {elem} bytes"),
         }
     }
+}
+
+/// Copies so many bytes.
+///
+/// # Safety
+/// They can be read at `src` and written at `dst`.
+#[inline(always)]
+unsafe fn move_run<const BYTES: usize>(src: *const u8, dst: *mut u8) {
+    // SAFETY: the caller's promise; an array of bytes needs no alignment.
+    unsafe { dst.cast::<[u8; BYTES]>().write(src.cast::<[u8; BYTES]>().read()) };
 }
 
 /// Elements along one side of a tile.
@@ -145,6 +165,12 @@ fn merged(sizes: &[usize], src_strides: &[usize], dst_strides: &[usize]) -> Smal
 unsafe fn walk(dims: &[Dim], src: *const u8, dst: *mut u8, elem: usize, copy: impl Fn(*const u8, *mut u8) + Copy) {
     match dims {
         [] => copy(src, dst),
+        [(size, s, d)] => {
+            for i in 0..*size {
+                // SAFETY: index i is inside the block, so both addresses are inside their buffers.
+                copy(unsafe { src.add(i * s * elem) }, unsafe { dst.add(i * d * elem) });
+            }
+        }
         [(size, s, d), rest @ ..] => {
             for i in 0..*size {
                 // SAFETY: index i is inside the block, so both addresses are inside their buffers.

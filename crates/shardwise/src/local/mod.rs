@@ -23,6 +23,7 @@ pub(crate) use assembly::Assembly;
 pub use assembly::{concat, dense};
 pub(crate) use compare::{all_close, all_equal};
 pub(crate) use fold::{Fold, fold};
+pub(crate) use fresh::Fresh;
 pub(crate) use map::{Arithmetic, Each, Function, Wide, map};
 pub(crate) use pick::{NOWHERE, Numbers, pick, take};
 pub(crate) use pointwise::{from_reals, from_wholes, reals, wholes};

@@ -1,1 +1,0 @@
-//! MPI calls as a program would make them by itself, for comparison.

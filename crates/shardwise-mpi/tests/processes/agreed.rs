@@ -1,0 +1,157 @@
+//! Errors that all ranks get together: the job goes on, and so does each process.
+
+use candle_core::{DType, Device, Tensor};
+use shardwise::{Error, Group, ReduceOp, Result, TensorMeta, World};
+use shardwise_mpi::{Settings, launch, launched};
+
+fn processes() -> usize {
+    launched().expect("started by a launcher").size
+}
+
+fn zeros(count: usize, dtype: DType) -> Tensor {
+    Tensor::zeros(count, dtype, &Device::Cpu).unwrap()
+}
+
+/// Runs a program that all ranks leave with an error; the error of this rank.
+fn refused(settings: &Settings, program: impl Fn(World) -> Result<()> + Send + Sync + 'static) -> Error {
+    settings.launch(processes(), program).expect_err("an error on every rank")
+}
+
+/// Something for every rank to do, and parts of the error that it leads to.
+type Quarrel = (fn(&Group) -> Result<()>, &'static [&'static str]);
+
+/// Calls that do not fit together, all in one launch: the group is as good as before after each of them.
+pub(crate) fn calls_that_do_not_fit() {
+    const QUARRELS: &[Quarrel] = &[
+        (
+            |world| match world.rank() {
+                1 => world.all_reduce(&zeros(3, DType::F32), ReduceOp::Max).map(drop),
+                _ => world.all_reduce(&zeros(3, DType::F32), ReduceOp::Sum).map(drop),
+            },
+            &["rank 0 called all_reduce(sum) of f32 [3]", "rank 1 called all_reduce(max)", "agreed.rs:", "same order"],
+        ),
+        (
+            |world| world.all_reduce(&zeros(3 + world.rank(), DType::F32), ReduceOp::Sum).map(drop),
+            &["f32 [3]", "f32 [4]"],
+        ),
+        (
+            |world| world.broadcast(None, &TensorMeta::new(2, DType::F32), world.rank()).map(drop),
+            &["rank 0 called broadcast", "was rejected", "Some(tensor)"],
+        ),
+        (
+            |world| {
+                let dtype = if world.rank() == 1 { DType::F8E4M3 } else { DType::F32 };
+                world.all_reduce(&zeros(4, DType::F32).to_dtype(dtype)?, ReduceOp::Sum).map(drop)
+            },
+            &["rank 1 called all_reduce", "f8e4m3"],
+        ),
+        (
+            |world| match world.rank() {
+                0 => world.barrier(),
+                _ => world.all_gather(&zeros(1, DType::U8), 0, &vec![1; world.size()]).map(drop),
+            },
+            &["rank 0 called barrier", "rank 1 called all_gather"],
+        ),
+        (
+            |world| {
+                let pieces = vec![zeros(2, DType::I64); world.size()];
+                let mut expected = vec![TensorMeta::new(2, DType::I64); world.size()];
+                if world.rank() == 1 {
+                    expected[0] = TensorMeta::new(5, DType::I64);
+                }
+                world.all_to_all(&pieces, &expected).map(drop)
+            },
+            &["rank 0 called all_to_all", "rank 1 called all_to_all", "expects from it"],
+        ),
+        (|world| world.agree("step", &[world.rank() as u64]), &["agree(step [0])", "agree(step [1])"]),
+        (|world| if world.rank() == 0 { world.expose(&[]).map(drop) } else { world.barrier() }, &["expose", "barrier"]),
+    ];
+    let done = Settings::default().check(true).launch(processes(), |world| {
+        let backwards = world.subgroup(&(0..world.size()).rev().collect::<Vec<_>>())?;
+        for (quarrel, parts) in QUARRELS {
+            let message = quarrel(&world).expect_err("an error on every rank").to_string();
+            for part in *parts {
+                assert!(message.contains(part), "{part} is missing in: {message}");
+            }
+            // the same words everywhere
+            let mine = Tensor::new(message.as_bytes(), &Device::Cpu)?;
+            let whole = TensorMeta::new(mine.dims(), DType::U8);
+            let first = world.broadcast((world.rank() == 0).then_some(&mine), &whole, 0)?;
+            assert_eq!(first.to_vec1::<u8>()?, mine.to_vec1::<u8>()?);
+            quarrel(&backwards).expect_err("an error in a group, too");
+            assert_eq!(
+                world.all_reduce(&Tensor::new(1i64, &Device::Cpu)?, ReduceOp::Sum)?.to_scalar::<i64>()?,
+                world.size() as i64
+            );
+        }
+        Ok(QUARRELS.len())
+    });
+    assert_eq!(done.unwrap(), QUARRELS.len());
+    // Where nobody compares, what is checked anyway still is.
+    let unchecked = Settings::default().check(false).launch(processes(), |world| {
+        assert!(world.agree("step", &[world.rank() as u64]).is_err());
+        let message = world.all_gather(&zeros(1, DType::U8), 0, &[]).unwrap_err().to_string();
+        assert!(message.contains("one per rank of the group"), "{message}");
+        Ok(())
+    });
+    unchecked.unwrap();
+}
+
+/// Messages that do not fit, do not come or are not wanted.
+pub(crate) fn messages() {
+    let result = Settings::default().deadline(std::time::Duration::from_secs(2)).launch(processes(), |world| {
+        let (me, meta) = (world.rank(), TensorMeta::new(3, DType::F32));
+        if me == 0 {
+            world.send(&zeros(4, DType::F32), 1, 0)?;
+            assert!(world.send(&zeros(4, DType::F32).to_dtype(DType::F8E4M3)?, 1, 1).is_err());
+            world.send(&Tensor::arange(0f32, 1e6, &Device::Cpu)?, 1, 3)?; // too long to be on its way at once
+        }
+        if me == 1 {
+            let message = world.recv(&meta, 0, 0).unwrap_err().to_string();
+            assert!(
+                message.contains("rank 0 called send(to 1, tag 0) of f32 [4]") && message.contains("recv(f32 [3]"),
+                "{message}"
+            );
+            let message = world.recv(&meta, 0, 1).unwrap_err().to_string();
+            assert!(message.contains("f8e4m3") && message.contains("agreed.rs:"), "{message}");
+            let message = world.recv(&meta, 0, 2).unwrap_err().to_string();
+            // Rank 0 has left meanwhile, or is still there and silent.
+            assert!(message.contains("rank 0") && message.contains("recv(f32 [3] from 0, tag 2)"), "{message}");
+            let long = world.recv(&TensorMeta::new(1_000_000, DType::F32), 0, 3)?;
+            assert_eq!(long.get(999_999)?.to_scalar::<f32>()?, 999_999.0);
+        }
+        assert!(world.send(&zeros(1, DType::F32), world.size(), 0).is_err());
+        assert!(world.recv(&meta, world.size(), 0).is_err());
+        Ok(())
+    });
+    result.unwrap();
+    let left_over = launch(processes(), |world| {
+        if world.rank() == 0 {
+            world.send(&zeros(4, DType::F32), 1, 7)?;
+        }
+        world.barrier() // the receiver is there until it is sent
+    });
+    match launched().expect("started by a launcher").rank {
+        1 => {
+            let message = left_over.unwrap_err().to_string();
+            assert!(message.contains("rank 0 sent f32 [4] to rank 1") && message.contains("agreed.rs:"), "{message}");
+        }
+        _ => left_over.unwrap(),
+    }
+}
+
+/// What is refused before or after a launch.
+pub(crate) fn launches() {
+    let message = launch(processes() + 1, |_| Ok(())).unwrap_err().to_string();
+    assert!(message.contains("one process per rank") && message.contains("-n"), "{message}");
+    let kept = launch(processes(), Ok).unwrap();
+    let message = kept.barrier().unwrap_err().to_string();
+    assert!(message.contains("after the launch had ended"), "{message}");
+    let message = refused(&Settings::default(), |world| {
+        world.barrier()?;
+        Err(Error::invalid("step", "nothing", "something", "try again"))
+    });
+    assert!(message.to_string().contains("failed: invalid step"), "{message}");
+    let message = launch(processes(), |_| Ok(())).unwrap_err().to_string();
+    assert!(message.contains("one after a launch in which rank 0 failed: invalid step"), "{message}");
+}
