@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use shardwise::{Error, Result};
+use shardwise_mpi::Settings;
 pub(crate) use shardwise_mpi::{Launched, launched};
 
 /// Whether this is the process that speaks.
@@ -34,11 +35,11 @@ pub(crate) fn world_sizes(asked: Option<&[usize]>, usual: &[usize]) -> Result<Ve
 }
 
 /// What this process has found, if all of them have found something; else the error of the first that has one, which is
-/// then that of all. For what every process finds out by itself before ranks begin.
+/// then that of all. For what every process finds out by itself before ranks begin; the environment is looked at too.
 pub(crate) fn agreed<T>(mine: Result<T>) -> Result<T> {
     if let Some(Launched { size, .. }) = launched().filter(|job| job.size > 1) {
-        let found = mine.as_ref().map(drop).map_err(Error::clone);
-        shardwise_mpi::launch(size, move |world| world.together(found.clone()))?;
+        let found = mine.as_ref().map(drop).map_err(Error::clone).and_then(|()| Settings::from_env().map(drop));
+        Settings::default().launch(size, move |world| world.together(found.clone()))?;
     }
     mine
 }
@@ -50,6 +51,8 @@ pub(crate) fn report(error: &Error) {
         (None, error) => format!("error: {error}\n"),
         // The first process has it too.
         (Some(_), Error::Elsewhere { .. } | Error::Rejected { .. } | Error::Mismatch { .. }) => return,
+        // Without MPI there is but one, and all processes have it.
+        (Some(_), _) if cfg!(not(feature = "mpi")) => return let_the_first_speak(),
         (Some(rank), error) => {
             let_the_first_speak();
             format!("rank {rank}: error: {error}\n")

@@ -13,6 +13,9 @@ use serde_json::Value;
 
 use command::{Place, TINY, json, lines, succeeds};
 
+/// The command.
+const PROGRAM: &str = env!("CARGO_BIN_EXE_shardwise");
+
 /// A command on some processes, in the output files of a test.
 struct Job {
     launcher: Child,
@@ -104,7 +107,7 @@ impl Ended {
 
 /// Runs the command on some processes.
 fn on(place: &Place, processes: usize, arguments: &[&str]) -> Ended {
-    Job::start(place, processes, &[&[env!("CARGO_BIN_EXE_shardwise")], arguments].concat()).end()
+    Job::start(place, processes, &[&[PROGRAM], arguments].concat()).end()
 }
 
 /// The options of a training with an output directory and a log of the same name.
@@ -212,7 +215,7 @@ fn what_takes_one_rank_is_done_and_printed_once() {
     assert_eq!(differs.stdout.matches("\"model.tokens.weight\"").count(), 1, "{}", differs.stdout);
     assert!(!differs.success);
     // it takes its time, and the second process has nothing to do with it
-    let mut second = Command::new(env!("CARGO_BIN_EXE_shardwise"));
+    let mut second = Command::new(PROGRAM);
     let second = second.args(["bench", "dispatch"]).env("PMI_RANK", "1").env("PMI_SIZE", "2").output().unwrap();
     assert!(second.status.success() && second.stdout.is_empty() && second.stderr.is_empty(), "{second:?}");
 }
@@ -249,16 +252,15 @@ fn a_failure_of_all_processes_is_told_once() {
     let more = [&begin[..], &TINY].concat();
     on(&place, 2, &[&begin[..], &["--meshh", "dp=2"]].concat()).failed_with(&["--meshh"]);
     on(&place, 4, &[&begin[..], &["--mesh", "dp=2,tp=1"]].concat()).failed_with(&["dp=2,tp=1", "job of 4", "-n 2"]);
-    on(&place, 2, &[&begin[..], &["--data", "no/such/file"]].concat()).failed_with(&["no/such/file"]);
-    on(&place, 2, &[&begin[..], &["--resume"]].concat()).failed_with(&["--resume"]);
+    Job::of_line(&place, 2, &format!("SHARDWISE_DEADLINE=soon exec {PROGRAM} bench ckpt"))
+        .end()
+        .failed_with(&["SHARDWISE_DEADLINE=soon"]);
     assert!(!Path::new(&out).exists());
     // found out by the first rank alone, while the others wait
     on(&place, 2, &[&more[..], &["--log", &place.at("no/such/log")]].concat())
         .failed_with(&["invalid log", "no/such/log"]);
     let taken = place.file("taken", "");
-    for out in [&taken, &format!("{taken}/out")] {
-        on(&place, 2, &["train", "--out", out]).failed_with(&["invalid output directory", "taken"]);
-    }
+    on(&place, 2, &["train", "--out", &format!("{taken}/out")]).failed_with(&["invalid output directory", "taken"]);
     on(&place, 2, &[&more[..], &["--steps", "20", "--lr", "1e30"]].concat()).failed_with(&["training", "smaller"]);
     if Path::new("/dev/full").exists() {
         on(&place, 2, &[&more[..], &["--log", "/dev/full", "--overwrite"]].concat()).failed_with(&["No space left"]);
@@ -276,9 +278,7 @@ fn a_failure_of_all_processes_is_told_once() {
 fn a_process_that_sees_other_files_is_named() {
     let place = Place::new("mpi-files");
     let text = place.file("text-0", "what the first process reads ".repeat(80));
-    let line = |out: &str| {
-        format!("exec {} train --data {} --out {out}", env!("CARGO_BIN_EXE_shardwise"), text.replace("-0", "-$rank"))
-    };
+    let line = |out: &str| format!("exec {PROGRAM} train --data {} --out {out}", text.replace("-0", "-$rank"));
     let out = place.at("out");
     Job::of_line(&place, 2, &line(&out)).end().failed_with(&["on rank 1", "text-1"]);
     place.file("text-1", "what the second process reads ".repeat(80));
@@ -291,8 +291,7 @@ fn an_interrupt_of_any_process_ends_all_and_keeps_what_was_learned() {
     let place = Place::new("mpi-interrupt");
     let endless = |name: &str, more: &[&str]| {
         let arguments = training(&place, name, &[&TINY[..], &["--steps", "1000000"], more].concat()).join(" ");
-        let program = env!("CARGO_BIN_EXE_shardwise");
-        Job::of_line(&place, 2, &format!("echo $$ > {}-$rank; exec {program} {arguments}", place.at("pid")))
+        Job::of_line(&place, 2, &format!("echo $$ > {}-$rank; exec {PROGRAM} {arguments}", place.at("pid")))
     };
     let wait_for = |what: &str, done: &dyn Fn() -> bool| {
         let since = Instant::now();

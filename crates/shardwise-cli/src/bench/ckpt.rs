@@ -68,7 +68,7 @@ impl Row for Measured {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let ranks = processes::launched().map_or(RANKS, |job| job.size);
+    let ranks = processes::agreed(processes::world_sizes(None, &[RANKS]))?[0];
     let scratch = Scratch::new(ranks, &options.dir)?;
     // A square matrix each, of a size that all ranks can cut either way.
     let side = ((options.mb as usize * 1_000_000 / TENSORS / 4) as f64).sqrt() as usize / ranks * ranks;
