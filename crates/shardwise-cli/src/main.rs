@@ -10,7 +10,10 @@ mod ckpt;
 mod generate;
 mod ops;
 mod output;
+mod processes;
 mod train;
+
+use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
@@ -25,6 +28,7 @@ struct Cli {
 const EXAMPLES: &str = "Examples:
   shardwise train                                 a small GPT on a book, on 4 thread ranks
   shardwise train --mesh dp=2,tp=2 --plan fsdp+tp --data FILE
+  mpirun -n 4 shardwise train --plan fsdp         on 4 processes, of one or several machines
   shardwise generate shardwise-out --prompt Alice text from what was trained
   shardwise ckpt inspect DIRECTORY                what is in a checkpoint of any format
   shardwise ckpt convert run/ hf/ --to hf         for Hugging Face
@@ -34,7 +38,11 @@ const EXAMPLES: &str = "Examples:
   shardwise bench redistribute                    changes of layout on 2 and 4 thread ranks
   shardwise bench dispatch                        operators beside the plain tensor operation
   shardwise ops                                   all operators and how they are spread
-  shardwise ops matmul                            what matmul does with every placement";
+  shardwise ops matmul                            what matmul does with every placement
+
+Under mpirun or srun (in builds with the feature mpi) training and benchmarks of several ranks have one rank per process;
+all else is done by the first process. A launcher may give processes a terminal of their own: say --json where a program
+reads the output.";
 
 #[derive(Subcommand)]
 enum Command {
@@ -43,7 +51,7 @@ enum Command {
     Bench(bench::Bench),
     /// List the operators: how they are spread over ranks, what they communicate, whether they have a gradient.
     Ops(ops::Options),
-    /// Train a language model on a text, spread over a mesh of thread ranks.
+    /// Train a language model on a text, spread over a mesh of ranks: threads, or processes under mpirun.
     Train(Box<train::Options>),
     /// Write text with a trained model.
     Generate(generate::Options),
@@ -51,22 +59,40 @@ enum Command {
     Ckpt(ckpt::Options),
 }
 
-fn main() -> std::process::ExitCode {
-    let result = match Cli::parse().command {
+impl Command {
+    /// Whether it takes all processes that were started; else the first one does it alone.
+    fn takes_all(&self) -> bool {
+        match self {
+            Command::Train(_) => true,
+            Command::Bench(bench) => bench.takes_all(),
+            Command::Ops(_) | Command::Generate(_) | Command::Ckpt(_) => false,
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let command = match Cli::try_parse() {
+        Ok(Cli { command }) => command,
+        Err(error) => return processes::answer(&error),
+    };
+    if !command.takes_all() && !processes::is_first() {
+        return ExitCode::SUCCESS;
+    }
+    let result = match command {
         Command::Bench(bench) => bench.run(),
         Command::Ops(options) => ops::run(&options),
         Command::Train(options) => train::run(*options),
         Command::Generate(options) => generate::run(&options),
         Command::Ckpt(options) => match ckpt::run(&options) {
-            Ok(false) => return std::process::ExitCode::FAILURE,
+            Ok(false) => return ExitCode::FAILURE,
             other => other.map(drop),
         },
     };
     match result {
-        Ok(()) => std::process::ExitCode::SUCCESS,
+        Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error}");
-            std::process::ExitCode::FAILURE
+            processes::report(&error);
+            ExitCode::FAILURE
         }
     }
 }

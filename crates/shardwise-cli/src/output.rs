@@ -6,7 +6,9 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
-/// Prints rows as they come: JSON lines if asked for or if the output is not a terminal, else a table.
+use crate::processes;
+
+/// Prints rows as they come, in the first process: JSON lines if asked for or if the output is not a terminal, else a table.
 pub(crate) struct Rows {
     json: bool,
     header_printed: bool,
@@ -21,7 +23,8 @@ pub(crate) trait Row: Serialize {
 impl Rows {
     /// `total` is the number of rows to come, for the progress bar on the standard error.
     pub(crate) fn new(json: bool, total: u64) -> Self {
-        let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+        let shown = if processes::is_first() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let bar = ProgressBar::with_draw_target(Some(total), shown);
         let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg} {elapsed}").expect("a valid template");
         bar.set_style(style);
         bar.enable_steady_tick(Duration::from_millis(200));
@@ -35,6 +38,9 @@ impl Rows {
 
     /// Prints one row.
     pub(crate) fn print(&mut self, row: &impl Row) -> std::io::Result<()> {
+        if !processes::is_first() {
+            return Ok(());
+        }
         self.bar.inc(1);
         let text = if self.json { serde_json::to_string(row)? } else { self.table_row(row) };
         self.bar.suspend(|| writeln!(std::io::stdout().lock(), "{text}"))

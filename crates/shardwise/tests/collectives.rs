@@ -3,7 +3,10 @@
 #[path = "suites/collectives.rs"]
 mod suite;
 
-use shardwise::ThreadWorld;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
+use shardwise::{DryWorld, Error, ThreadWorld};
 
 #[test]
 fn every_collective_matches_the_oracle_on_every_world_size() {
@@ -35,4 +38,37 @@ fn groups_within_a_world_work_side_by_side_and_in_any_rank_order() {
         world.barrier()
     };
     ThreadWorld::new(5).unwrap().run(run).unwrap();
+}
+
+#[test]
+fn what_the_first_rank_does_for_all_is_done_when_they_go_on_and_its_error_is_that_of_all() {
+    let done = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&done);
+    let run = move |world: shardwise::World| {
+        for round in 1..=20 {
+            let mine = world.first(|| Ok(counted.fetch_add(1, SeqCst) + 1))?;
+            assert_eq!(mine, (world.rank() == 0).then_some(round));
+            assert_eq!(counted.load(SeqCst), round);
+            world.barrier()?;
+        }
+        // the first of a group is not the first of the world; its error leaves the group as it was
+        let backwards = world.subgroup(&(0..world.size()).rev().collect::<Vec<_>>())?;
+        let refused = backwards.first(|| Err::<(), _>(Error::invalid("disk", "none", "one", "buy one")));
+        let last = world.size() - 1;
+        match refused {
+            Err(Error::Elsewhere { rank, message }) => {
+                assert_eq!((rank, &*message), (last, "invalid disk: found none, needed one; buy one"));
+            }
+            other => panic!("{other:?}"),
+        }
+        let mine = if world.rank() % 2 == 1 { Err(Error::other("odd")) } else { Ok(world.rank()) };
+        let message = world.together(mine).unwrap_err().to_string();
+        assert_eq!(message, "on rank 1: odd");
+        assert_eq!(world.together(Ok(world.rank()))?, world.rank());
+        backwards.barrier()
+    };
+    ThreadWorld::new(4).unwrap().run(run).unwrap();
+    assert_eq!(done.load(SeqCst), 20);
+    let dry = DryWorld::new(8).unwrap().run(|world| world.first(|| Ok(world.size())));
+    assert_eq!(dry.unwrap().value, Some(8));
 }

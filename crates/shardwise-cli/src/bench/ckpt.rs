@@ -3,26 +3,29 @@
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
+use candle_core::{Device, Tensor};
 use clap::Args;
 use serde::Serialize;
-use shardwise::ThreadWorld;
+use shardwise::TensorMeta;
 use shardwise::checkpoint::{self, State};
 use shardwise::prelude::*;
 
 use crate::output::{Row, Rows};
+use crate::processes;
 
 /// What to measure.
 #[derive(Args)]
 #[command(after_help = "\
-16 tensors of f32 on 2 thread ranks, cut by rows: saved; loaded as they were; loaded cut by columns. Beside it, the same
-bytes written to one file and made durable, and read again. Files are in the page cache when they are read.
+16 tensors of f32 on 2 thread ranks (under mpirun, on its processes), cut by rows: saved; loaded as they were; loaded cut by
+columns. Beside it, the same bytes written to one file and made durable, and read again. Files are in the page cache when
+they are read.
 
 Examples:
   shardwise bench ckpt
-  shardwise bench ckpt --json --mb 1024 --dir /fast/disk")]
+  shardwise bench ckpt --json --mb 1024 --dir /fast/disk
+  mpirun -n 4 shardwise bench ckpt --dir /shared/disk")]
 pub(crate) struct Options {
     /// Size of all tensors in MB.
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(16..))]
@@ -38,6 +41,7 @@ pub(crate) struct Options {
     json: bool,
 }
 
+/// Threads, where there are no processes.
 const RANKS: usize = 2;
 const TENSORS: usize = 16;
 
@@ -48,7 +52,7 @@ struct Measured {
     s: f64,
     /// Bytes of all tensors per second, in GB.
     gbps: f64,
-    /// The most memory that the process had during the case, in MB.
+    /// The most memory that a process had during the case, in MB.
     maxrss_mb: f64,
 }
 
@@ -64,74 +68,84 @@ impl Row for Measured {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let scratch = Arc::new(Scratch(options.dir.join(format!("shardwise-bench-{}", std::process::id()))));
-    fs::create_dir_all(&scratch.0)?;
-    // A square matrix each, of a size that both ranks can cut either way.
-    let side = ((options.mb as usize * 1_000_000 / TENSORS / 4) as f64).sqrt() as usize / 2 * 2;
+    let ranks = processes::agreed(processes::world_sizes(None, &[RANKS]))?[0];
+    let scratch = Scratch::new(ranks, &options.dir)?;
+    // A square matrix each, of a size that all ranks can cut either way.
+    let side = ((options.mb as usize * 1_000_000 / TENSORS / 4) as f64).sqrt() as usize / ranks * ranks;
     let bytes = TENSORS * side * side * 4;
     let mut rows = Rows::new(options.json, 5);
-    let mut measure = |case: &'static str, run: &dyn Fn() -> Result<f64>| -> Result<()> {
+    let mut measure = |case: &'static str, run: &dyn Fn() -> Result<Once>| -> Result<()> {
         rows.announce(case);
         let (mut best, mut memory) = (f64::INFINITY, 0f64);
         for _ in 0..options.times {
-            forget_peak();
-            best = best.min(run()?);
-            memory = memory.max(peak_mb());
+            let once = run()?;
+            best = best.min(once.s);
+            memory = memory.max(once.peak_mb);
         }
         rows.print(&Measured { case, s: best, gbps: bytes as f64 / best / 1e9, maxrss_mb: memory })?;
         Ok(())
     };
     let path = scratch.0.join("state");
-    let world = ThreadWorld::new(RANKS)?;
-    // A rank's time from a barrier to a barrier; the slowest counts.
-    let timed = |program: Program| -> Result<f64> {
-        let times = world.run(move |world| program(&world))?;
-        Ok(times.into_iter().fold(0.0, f64::max))
-    };
     let made = move |world: &World| -> Result<State> {
-        let mesh = world.mesh([("all", RANKS)])?;
+        let mesh = world.mesh([("all", ranks)])?;
         let one =
             |i: usize| Ok((format!("t{i:02}"), DTensor::full(i as f64, (side, side), DType::F32, &mesh, [Shard(0)])?));
         Ok(State::map((0..TENSORS).map(one).collect::<Result<Vec<_>>>()?))
     };
     measure("save", &|| {
         let path = path.clone();
-        timed(Arc::new(move |world| {
-            let state = made(world)?;
-            clocked(world, || checkpoint::save(world, &path, &state))
-        }))
+        shardwise_mpi::launch(ranks, move |world| {
+            forget_peak();
+            let state = made(&world)?;
+            clocked(&world, || checkpoint::save(&world, &path, &state))
+        })
     })?;
     for (case, placement) in [("load same", Shard(0)), ("load reshard S0->S1", Shard(1))] {
         measure(case, &|| {
             let (path, placement) = (path.clone(), placement.clone());
-            timed(Arc::new(move |world| {
-                let mesh = world.mesh([("all", RANKS)])?;
+            shardwise_mpi::launch(ranks, move |world| {
+                forget_peak();
+                let mesh = world.mesh([("all", ranks)])?;
                 let place = |_: &str, shape: &[usize]| {
                     Ok((mesh.clone(), Layout::new(mesh.mesh(), shape, [placement.clone()])?))
                 };
-                clocked(world, || checkpoint::load_placed(world, &path, place).map(drop))
-            }))
+                clocked(&world, || checkpoint::load_placed(&world, &path, place).map(drop))
+            })
         })?;
+    }
+    if !processes::is_first() {
+        return Ok(());
     }
     let plain = scratch.0.join("plain");
     let block = vec![7u8; 16 << 20];
-    measure("floor: plain write", &|| write_plain(&plain, &block, bytes))?;
-    measure("floor: plain read", &|| read_plain(&plain, bytes))
+    let alone = |body: &dyn Fn() -> Result<()>| -> Result<Once> {
+        forget_peak();
+        let start = Instant::now();
+        body()?;
+        Ok(Once { s: start.elapsed().as_secs_f64(), peak_mb: peak_mb() })
+    };
+    measure("floor: plain write", &|| alone(&|| write_plain(&plain, &block, bytes)))?;
+    measure("floor: plain read", &|| alone(&|| read_plain(&plain, bytes)))
 }
 
-/// What a rank does, and how long it took.
-type Program = Arc<dyn Fn(&World) -> Result<f64> + Send + Sync>;
+/// One repetition of a case.
+struct Once {
+    s: f64,
+    peak_mb: f64,
+}
 
-fn clocked(world: &World, body: impl FnOnce() -> Result<()>) -> Result<f64> {
+/// The time from a barrier to a barrier, on the rank for which it is longest, and the memory of the process that needs most.
+fn clocked(world: &World, body: impl FnOnce() -> Result<()>) -> Result<Once> {
     world.barrier()?;
     let start = Instant::now();
     body()?;
     world.barrier()?;
-    Ok(start.elapsed().as_secs_f64())
+    let mine = Tensor::new(&[start.elapsed().as_secs_f64(), peak_mb()], &Device::Cpu)?;
+    let most = world.all_reduce(&mine, ReduceOp::Max)?.to_vec1::<f64>()?;
+    Ok(Once { s: most[0], peak_mb: most[1] })
 }
 
-fn write_plain(path: &Path, block: &[u8], bytes: usize) -> Result<f64> {
-    let start = Instant::now();
+fn write_plain(path: &Path, block: &[u8], bytes: usize) -> Result<()> {
     let mut file = File::create(path)?;
     let mut left = bytes;
     while left > 0 {
@@ -139,23 +153,44 @@ fn write_plain(path: &Path, block: &[u8], bytes: usize) -> Result<f64> {
         file.write_all(&block[..size])?;
         left -= size;
     }
-    file.sync_all()?;
-    Ok(start.elapsed().as_secs_f64())
+    Ok(file.sync_all()?)
 }
 
-fn read_plain(path: &Path, bytes: usize) -> Result<f64> {
-    let start = Instant::now();
+fn read_plain(path: &Path, bytes: usize) -> Result<()> {
     let mut all = Vec::with_capacity(bytes);
     File::open(path)?.read_to_end(&mut all)?;
-    Ok(start.elapsed().as_secs_f64())
+    Ok(())
 }
 
-/// A directory that is removed at the end.
+/// A directory that all ranks use and the first process removes at the end.
 struct Scratch(PathBuf);
+
+impl Scratch {
+    /// A new one in a directory, named after the first process.
+    fn new(ranks: usize, parent: &Path) -> Result<Self> {
+        let parent = parent.to_path_buf();
+        let path = shardwise_mpi::launch(ranks, move |world| {
+            let mine = Tensor::new(std::process::id(), &Device::Cpu)?;
+            let number = (world.rank() == 0).then_some(&mine);
+            let first = world.broadcast(number, &TensorMeta::new((), DType::U32), 0)?.to_scalar::<u32>()?;
+            let path = parent.join(format!("shardwise-bench-{first}"));
+            world.first(|| {
+                fs::create_dir_all(&path).map_err(|error| {
+                    let found = format!("{}: {error}", path.display());
+                    Error::invalid("--dir", found, "a place that can be written to", "name another one")
+                })
+            })?;
+            Ok(path)
+        })?;
+        Ok(Scratch(path))
+    }
+}
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
+        if processes::is_first() {
+            let _ = fs::remove_dir_all(&self.0);
+        }
     }
 }
 

@@ -27,6 +27,11 @@ pub(crate) enum Bench {
 }
 
 impl Bench {
+    /// Whether it measures what several ranks do.
+    pub(crate) fn takes_all(&self) -> bool {
+        !matches!(self, Bench::Dispatch(_))
+    }
+
     pub(crate) fn run(self) -> Result<()> {
         match self {
             Bench::Ckpt(options) => ckpt::run(&options),

@@ -7,6 +7,7 @@ use shardwise::prelude::*;
 
 use super::timing::{duration, memcpy_ms, time};
 use crate::output::{Row, Rows};
+use crate::processes;
 
 /// What to measure.
 #[derive(Args)]
@@ -16,11 +17,12 @@ Tensors are f32 with 1024 columns; sizes are those of the whole tensor. `gbps` i
 
 Examples:
   shardwise bench redistribute
-  shardwise bench redistribute --ranks 2 --json")]
+  shardwise bench redistribute --ranks 2 --json
+  mpirun -n 4 shardwise bench redistribute")]
 pub(crate) struct Options {
-    /// World sizes to measure.
-    #[arg(long, value_delimiter = ',', default_value = "2,4")]
-    ranks: Vec<usize>,
+    /// World sizes to measure [2,4; the number of processes under mpirun]
+    #[arg(long, value_delimiter = ',')]
+    ranks: Option<Vec<usize>>,
     /// Sizes of the whole tensor in megabytes.
     #[arg(long, value_delimiter = ',', default_value = "1,16,64", value_parser = clap::value_parser!(u16).range(1..=4096))]
     mb: Vec<u16>,
@@ -61,8 +63,9 @@ impl Row for Measured {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let mut rows = Rows::new(options.json, (options.ranks.len() * (options.mb.len() * CASES.len() + 1)) as u64);
-    for &ranks in &options.ranks {
+    let worlds = processes::agreed(processes::world_sizes(options.ranks.as_deref(), &[2, 4]))?;
+    let mut rows = Rows::new(options.json, (worlds.len() * (options.mb.len() * CASES.len() + 1)) as u64);
+    for ranks in worlds {
         rows.announce(&format!("small tensors on {ranks} ranks"));
         rows.print(&measure("small S0->R".into(), ranks, [8, 8], "S(0)", "R")?)?;
         for &mb in &options.mb {
@@ -79,7 +82,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 fn measure(case: String, ranks: usize, shape: [usize; 2], from: &str, to: &str) -> Result<Measured> {
     let (from, to): (Placement, Placement) = (from.parse()?, to.parse()?);
     let bytes = shape[0] * shape[1] * 4;
-    let measured = ThreadWorld::new(ranks)?.run(move |world| {
+    let (ms, median_ms, memcpy) = shardwise_mpi::launch(ranks, move |world| {
         let mesh = world.mesh([("ranks", ranks)])?;
         let layout = Layout::new(mesh.mesh(), shape.as_slice(), [from.clone()])?;
         let local = Tensor::ones(layout.local_shape(world.rank()), DType::F32, &Device::Cpu)?;
@@ -87,7 +90,6 @@ fn measure(case: String, ranks: usize, shape: [usize; 2], from: &str, to: &str) 
         let times = time(&world, bytes, || tensor.redistribute([to.clone()]).map(drop))?;
         Ok((times[0], times[times.len() / 2], memcpy_ms(&world, bytes)?))
     })?;
-    let (ms, median_ms, memcpy) = measured[0];
     let gbps = |ms: f64| bytes as f64 / ms / 1e6;
     Ok(Measured { case, world: ranks, ms, median_ms, gbps: gbps(ms), memcpy_gbps: gbps(memcpy) })
 }

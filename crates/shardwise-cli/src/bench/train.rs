@@ -1,4 +1,4 @@
-//! `shardwise bench train`: how fast a small GPT trains on one and on two ranks.
+//! `shardwise bench train`: how fast a small GPT trains on one and on several ranks.
 
 use std::time::Instant;
 
@@ -6,9 +6,12 @@ use clap::Args;
 use serde::Serialize;
 use shardwise::models::{GptConfig, ModelConfig, Spread, Weights};
 use shardwise::optim::{AdamW, ParamGroup, Schedule};
+use shardwise::plan::ShardingPlan;
 use shardwise::prelude::*;
+use shardwise_mpi::Settings;
 
 use crate::output::{Row, Rows};
+use crate::processes::{self, Launched};
 use crate::train::trainer::{Batch, Trainer};
 
 /// What to measure.
@@ -16,19 +19,20 @@ use crate::train::trainer::{Batch, Trainer};
 #[command(after_help = "\
 A GPT of 4 layers, width 256, 8 heads, a vocabulary of 1024, sequences of 128, batches of 8, in f32, with AdamW. `single`
 is one rank; the others are two ranks that share the batch (ddp), the batch and the weights (fsdp), or heads and features
-(tp). Every rank computes on one thread. A step is forward, backward and optimizer. The losses of all modes are those of
+(tp). Under mpirun there are as many ranks as processes. Every rank computes on one thread. A step is forward, backward and optimizer. The losses of all modes are those of
 the same training and differ by rounding alone.
 
 Examples:
   shardwise bench train
-  shardwise bench train --json --steps 40")]
+  shardwise bench train --json --steps 40
+  mpirun -n 4 shardwise bench train --modes ddp,fsdp")]
 pub(crate) struct Options {
     /// Steps to measure per mode, after three that are not counted.
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
-    /// Only these modes.
-    #[arg(long, value_delimiter = ',', default_values_t = MODES.map(str::to_string), value_parser = MODES)]
-    modes: Vec<String>,
+    /// Only these modes [all; under mpirun those of that many ranks]
+    #[arg(long, value_delimiter = ',', value_parser = MODES)]
+    modes: Option<Vec<String>>,
     /// Print JSON lines (also the default when the output is not a terminal).
     #[arg(long)]
     json: bool,
@@ -67,24 +71,54 @@ impl Row for Measured {
     }
 }
 
+/// How one mode trains.
+struct Way {
+    mode: String,
+    mesh: Mesh,
+    plan: ShardingPlan,
+}
+
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let mut rows = Rows::new(options.json, options.modes.len() as u64);
-    for mode in &options.modes {
-        rows.announce(mode);
-        rows.print(&measure(mode, options.steps)?)?;
+    let ways = processes::agreed(ways(options.modes.as_deref()))?;
+    let mut rows = Rows::new(options.json, ways.len() as u64);
+    for way in ways {
+        rows.announce(&way.mode);
+        rows.print(&measure(way, options.steps)?)?;
     }
     Ok(())
 }
 
-fn measure(mode: &str, steps: u32) -> Result<Measured> {
-    let axis = if mode == "tp" { "tp" } else { "dp" };
-    let world = if mode == "single" { 1 } else { 2 };
-    let spread = Spread {
-        weights: if mode == "fsdp" { Weights::Sharded } else { Weights::Replicated },
-        tensor_parallel: mode == "tp",
-        sequence_parallel: false,
+/// How the modes train that were asked for, or all that there are for the processes of the job.
+fn ways(asked: Option<&[String]>) -> Result<Vec<Way>> {
+    let processes = processes::launched();
+    let several = processes.as_ref().map_or(2, |job| job.size);
+    let all: Vec<String> = MODES.map(str::to_string).into();
+    let usual = match processes.map(|job| job.size) {
+        None => &all[..],
+        Some(1) => &all[..1],
+        Some(_) => &all[1..],
     };
-    let config = ModelConfig::Gpt(GptConfig {
+    let way = |mode: &String| {
+        let is_single = mode == "single";
+        if let (true, Some(Launched { by, .. })) = (is_single && several > 1, processes::launched()) {
+            let found = format!("single, which is one rank, in a job of {several} processes");
+            let fix = format!("leave it out, or start it with {by} -n 1");
+            return Err(Error::invalid("mode", found, "one process per rank", fix));
+        }
+        let spread = Spread {
+            weights: if mode == "fsdp" { Weights::Sharded } else { Weights::Replicated },
+            tensor_parallel: mode == "tp",
+            sequence_parallel: false,
+        };
+        let axis = if mode == "tp" { "tp" } else { "dp" };
+        let mesh = Mesh::new([(axis, if is_single { 1 } else { several })])?;
+        Ok(Way { mode: mode.clone(), plan: spread.plan(&config(), &mesh)?, mesh })
+    };
+    asked.unwrap_or(usual).iter().map(way).collect()
+}
+
+fn config() -> ModelConfig {
+    ModelConfig::Gpt(GptConfig {
         vocab_size: VOCABULARY,
         seq_len: LENGTH,
         d_model: 256,
@@ -92,13 +126,15 @@ fn measure(mode: &str, steps: u32) -> Result<Measured> {
         n_heads: 8,
         d_ff: 1024,
         ..GptConfig::default()
-    });
-    let mesh = Mesh::new([(axis, world)])?;
-    let plan = spread.plan(&config, &mesh)?;
+    })
+}
+
+fn measure(Way { mode, mesh, plan }: Way, steps: u32) -> Result<Measured> {
+    let world = mesh.size();
     let program = move |ranks: World| {
         let mesh = ranks.device_mesh(mesh.clone())?;
         let optimizer = (ParamGroup::new(AdamW::default()), Schedule::Constant);
-        let mut trainer = Trainer::new(&config, &plan, &mesh, (DType::F32, 1), optimizer, None)?;
+        let mut trainer = Trainer::new(&config(), &plan, &mesh, (DType::F32, 1), optimizer, None)?;
         let (mut times, mut loss) = (Vec::new(), 0.0);
         for step in 0..WARM_UP + steps {
             let batch = [batch(step)];
@@ -112,10 +148,10 @@ fn measure(mode: &str, steps: u32) -> Result<Measured> {
         times.sort_by(f64::total_cmp);
         Ok((times, loss))
     };
-    let (times, loss) = ThreadWorld::new(world)?.kernel_threads(1).run(program)?.swap_remove(0);
+    let (times, loss) = Settings::from_env()?.kernel_threads(1).launch(world, program)?;
     let median_ms = times[times.len() / 2];
     let tokens_per_s = (BATCH * LENGTH) as f64 / (median_ms * 1e-3);
-    Ok(Measured { mode: mode.to_string(), world, best_ms: times[0], median_ms, tokens_per_s, loss })
+    Ok(Measured { mode, world, best_ms: times[0], median_ms, tokens_per_s, loss })
 }
 
 /// Tokens that can be predicted in part: each follows from the one before, or is anything.

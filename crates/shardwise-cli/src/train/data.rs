@@ -110,6 +110,11 @@ impl Tokens {
         (self.split, self.all.len() - self.split)
     }
 
+    /// A number that other tokens do not have.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        self.all.iter().fold(self.vocabulary() as u64, |before, &token| scramble(before ^ u64::from(token)))
+    }
+
     /// An error if the text is too short for sequences of a length.
     pub(crate) fn check(&self, length: usize) -> Result<()> {
         let (learned, held_out) = self.counts();

@@ -1,4 +1,4 @@
-//! `shardwise train`: a language model on a text, over any mesh of thread ranks.
+//! `shardwise train`: a language model on a text, over any mesh of ranks.
 
 pub(crate) mod checkpoints;
 mod curve;
@@ -11,8 +11,8 @@ pub(crate) mod trainer;
 
 use std::fs::OpenOptions;
 use std::io::{BufWriter, Write};
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Instant;
 
@@ -30,6 +30,8 @@ use sample::{Choice, continued};
 use settings::{Job, Settings};
 use trainer::Trainer;
 
+use crate::processes;
+
 /// What to train and what to show.
 #[derive(Args)]
 #[command(
@@ -40,6 +42,12 @@ training on every mesh and with every plan, up to rounding. Ctrl-C ends it after
 training does at its end; --resume goes on from there. Options then need not be given again, and those that are given count:
 another mesh and plan, more steps.
 
+Under mpirun or srun every process is a rank: the mesh has as many, and is dp=N for N processes unless it is named. All
+processes read options, text and checkpoints, from a file system that they share; the first one writes, except for
+checkpoints, of which each writes its part. With SHARDWISE_DETERMINISTIC=1 the results are those of the same mesh on
+threads, bit by bit. A SIGINT to any of the processes is a Ctrl-C; what mpirun makes of a Ctrl-C of its own, its manual
+says (Open MPI ends the processes at once).
+
 Examples:
   shardwise train
   shardwise train --model llama --mesh dp=2 --plan fsdp --steps 500
@@ -48,6 +56,8 @@ Examples:
   shardwise train --save-every 50 --keep 2
   shardwise train --resume --mesh tp=2 --steps 600
   shardwise train --model llama --out llama --export-hf llama-hf
+  mpirun -n 4 shardwise train --mesh dp=2,tp=2 --plan fsdp+tp
+  mpirun -n 2 shardwise train --resume --mesh dp=2 --plan fsdp
   shardwise generate shardwise-out --prompt 'Alice'"
 )]
 pub(crate) struct Options {
@@ -103,7 +113,10 @@ struct Summary {
 struct Plan {
     job: Job,
     tokens: Tokens,
+    /// What samples begin with.
+    prompt: Vec<u32>,
     resumed: Option<Resumed>,
+    overwrite: bool,
     export_hf: Option<PathBuf>,
 }
 
@@ -119,98 +132,126 @@ const EVALUATED: usize = 4;
 /// Set when the user wants to stop.
 static STOP: AtomicBool = AtomicBool::new(false);
 
+/// The ranks, once they have begun.
+static WORLD: OnceLock<World> = OnceLock::new();
+
 pub(crate) fn run(options: Options) -> Result<()> {
-    let mut settings = options.settings.with_file(options.config.as_deref())?;
-    let resumed = match &options.resume {
-        Some(path) => Some(Resumed::find(path.as_deref().unwrap_or(settings.out()))?),
-        None => None,
-    };
-    if let Some(resumed) = &resumed {
-        settings = settings.resuming(resumed.settings.clone());
-    }
-    let tokens = settings.tokens()?;
-    let job = settings.decide(&tokens)?;
-    resumed.iter().try_for_each(|resumed| resumed.check(&job))?;
-    options.export_hf.iter().try_for_each(check_export)?;
-    let bad_path = |what: &'static str, path: &std::path::Path, error: std::io::Error| {
-        let found = format!("{}: {error}", path.display());
-        Error::invalid(what, found, "a place that can be written to", "name another one")
-    };
-    std::fs::create_dir_all(&job.out).map_err(|error| bad_path("output directory", &job.out, error))?;
-    let log = match &job.log {
-        Some(path) => {
-            let (append, mut open) = (resumed.is_some(), OpenOptions::new());
-            let opened = open.create(true).write(true).append(append).truncate(!append).open(path);
-            Some(BufWriter::new(opened.map_err(|error| bad_path("log", path, error))?))
-        }
-        None => None,
-    };
-    checkpoints::make_way(&job.out, resumed.as_ref().map_or(0, |resumed| resumed.at.step), options.overwrite)?;
-    saved::describe(&job.out, &job.config, &tokens.coding)?;
-    if let Some(search) = &job.search {
-        eprintln!("plan `{}`, the cheapest of {} that were tried", search.tried[0].name, search.tried.len());
-    }
-    // A second time ends it at once.
+    let (shown, json) = (options.report, options.json);
+    let plan = processes::agreed(Plan::new(options))?;
+    // A second time ends it at once, and with it the other processes.
     let handler = || {
         if STOP.swap(true, Relaxed) {
+            WORLD.get().inspect(|world| world.abort("it was interrupted a second time"));
             std::process::exit(130);
         }
     };
     ctrlc::set_handler(handler).map_err(Error::other)?;
-    let ranks = job.mesh.size();
-    let plan = Arc::new(Plan { job, tokens, resumed, export_hf: options.export_hf });
-    let progress = Arc::new(Progress::new(plan.job.steps, log));
-    let outcome = {
-        let (plan, progress) = (Arc::clone(&plan), Arc::clone(&progress));
-        launch(ranks, move |world| work(&world, &plan, &progress))
-    };
-    progress.finish();
-    let Outcome { summary, report } = outcome?;
-    show(&summary, options.report.then_some(&report), options.json)?;
+    let Outcome { summary, report } = shardwise_mpi::launch(plan.job.mesh.size(), move |world| work(&world, &plan))?;
+    if processes::is_first() {
+        show(&summary, shown.then_some(&report), json)?;
+    }
     Ok(())
 }
 
+impl Plan {
+    /// Decides and checks everything that can be known without writing anything.
+    fn new(options: Options) -> Result<Self> {
+        let mut settings = options.settings.with_file(options.config.as_deref())?;
+        let resumed = match &options.resume {
+            Some(path) => Some(Resumed::find(path.as_deref().unwrap_or(settings.out()))?),
+            None => None,
+        };
+        if let Some(resumed) = &resumed {
+            settings = settings.resuming(resumed.settings.clone());
+        }
+        let tokens = settings.tokens()?;
+        let job = settings.decide(&tokens)?;
+        resumed.iter().try_for_each(|resumed| resumed.check(&job))?;
+        options.export_hf.iter().try_for_each(check_export)?;
+        let prompt = match job.prompt.as_deref() {
+            Some("") => {
+                return Err(Error::invalid("--prompt", "nothing", "a text to go on from", "leave the option out"));
+            }
+            Some(prompt) => tokens.coding.encode(prompt)?,
+            None => tokens.beginning(16.min(job.config.seq_len())),
+        };
+        let Options { overwrite, export_hf, .. } = options;
+        Ok(Plan { job, tokens, prompt, resumed, overwrite, export_hf })
+    }
+
+    /// Where the training begins.
+    fn begin(&self) -> Position {
+        self.resumed.as_ref().map_or_else(Position::default, |resumed| resumed.at)
+    }
+
+    /// Prepares the places to write to, which is the business of the first rank.
+    fn make_room(&self) -> Result<Progress> {
+        let job = &self.job;
+        let bad_path = |what: &'static str, path: &Path, error: std::io::Error| {
+            let found = format!("{}: {error}", path.display());
+            Error::invalid(what, found, "a place that can be written to", "name another one")
+        };
+        std::fs::create_dir_all(&job.out).map_err(|error| bad_path("output directory", &job.out, error))?;
+        let log = match &job.log {
+            Some(path) => {
+                let (append, mut open) = (self.resumed.is_some(), OpenOptions::new());
+                let opened = open.create(true).write(true).append(append).truncate(!append).open(path);
+                Some(BufWriter::new(opened.map_err(|error| bad_path("log", path, error))?))
+            }
+            None => None,
+        };
+        checkpoints::make_way(&job.out, self.begin().step, self.overwrite)?;
+        saved::describe(&job.out, &job.config, &self.tokens.coding)?;
+        Ok(Progress::new(job.steps, log))
+    }
+}
+
 /// The program of every rank.
-fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
-    let Plan { job, tokens, resumed, export_hf: exported } = plan;
+fn work(world: &World, plan: &Plan) -> Result<Outcome> {
+    let Plan { job, tokens, prompt, resumed, export_hf: exported, .. } = plan;
+    WORLD.get_or_init(|| world.clone());
+    let mut at = plan.begin();
+    // Processes have read them one by one.
+    world.agree(
+        "step, batches, steps, seed and text",
+        &[at.step, at.batches, job.steps, job.seed, tokens.fingerprint()],
+    )?;
+    let progress = world.first(|| plan.make_room())?;
+    // What the first rank cannot write ends the training on all ranks.
+    let tell = |write: &dyn Fn(&Progress) -> Result<()>| world.first(|| progress.iter().try_for_each(write)).map(drop);
+    let say = |line: &dyn Fn() -> String| progress.iter().for_each(|progress| progress.say(&line()));
+    if let Some(search) = &job.search {
+        let (best, tried) = (&search.tried[0].name, search.tried.len());
+        say(&|| format!("plan `{best}`, the cheapest of {tried} that were tried"));
+    }
     let mesh = world.device_mesh(job.mesh.clone())?;
     let optimizer = (job.group, job.schedule);
     let mut trainer = Trainer::new(&job.config, &job.plan, &mesh, (job.dtype, job.seed), optimizer, job.clip)?;
-    let mut at = Position::default();
     if let Some(resumed) = resumed {
         resumed.load(world, &mut trainer, job)?;
-        at = resumed.at;
     }
     let mut saver = Saver::new(world, job);
     let length = job.config.seq_len();
-    let is_first = world.rank() == 0;
     let parameters = trainer.model.parameter_count();
     let unigram_entropy = tokens.unigram_entropy();
-    if is_first {
-        progress.say(&format!(
+    say(&|| {
+        format!(
             "{parameters} parameters on {}, {} tokens to learn from; guessing by frequency gives a loss of {unigram_entropy:.3}",
             job.mesh,
             tokens.counts().0,
-        ));
-        if resumed.is_some() {
-            progress.say(&format!("goes on after step {} of {}", at.step, job.steps));
-        }
+        )
+    });
+    if resumed.is_some() {
+        say(&|| format!("goes on after step {} of {}", at.step, job.steps));
     }
     let held_out = tokens.held_out(EVALUATED, job.batch, length);
     let evaluate = |trainer: &Trainer| -> Result<f64> {
         let losses = held_out.iter().map(|batch| trainer.evaluate(batch)).collect::<Result<Vec<_>>>()?;
         Ok(losses.iter().sum::<f64>() / losses.len() as f64)
     };
-    let prompt = match &job.prompt {
-        Some(prompt) if prompt.is_empty() => {
-            return Err(Error::invalid("--prompt", "nothing", "a text to go on from", "leave the option out"));
-        }
-        Some(prompt) => tokens.coding.encode(prompt)?,
-        None => tokens.beginning(16.min(length)),
-    };
     let sample = |trainer: &Trainer| -> Result<String> {
         let choice = Choice { temperature: 0.8, top: 50, seed: job.seed };
-        let made = continued(&*trainer.model, &mesh, length, &prompt, job.sample_tokens, choice)?;
+        let made = continued(&*trainer.model, &mesh, length, prompt, job.sample_tokens, choice)?;
         tokens.coding.decode(&[&prompt[..], &made].concat())
     };
     let (mut losses, mut evaluated, mut report) = (Vec::new(), Vec::new(), None);
@@ -224,11 +265,6 @@ fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
         let seconds = start.elapsed().as_secs_f64();
         let made = world.trace().report();
         let communication: f64 = made.0.iter().map(|(_, _, total)| total.duration.as_secs_f64()).sum();
-        if !stepped.loss.is_finite() {
-            let found = format!("a loss of {} in step {}", stepped.loss, at.step);
-            let fix = "use a smaller learning rate, clipping, or f32";
-            return Err(Error::invalid("training", found, "a finite number", fix));
-        }
         let lr = job.schedule.lr(at.step, job.group.lr);
         at = Position { step: at.step + 1, batches: at.batches + job.accumulate as u64 };
         let step = at.step;
@@ -236,7 +272,12 @@ fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
         communicating += communication;
         losses.push((step, stepped.loss));
         report = Some(made);
-        if is_first {
+        tell(&|progress| {
+            if !stepped.loss.is_finite() {
+                let found = format!("a loss of {} in step {step}", stepped.loss);
+                let fix = "use a smaller learning rate, clipping, or f32";
+                return Err(Error::invalid("training", found, "a finite number", fix));
+            }
             let count = job.batch * job.accumulate * length;
             progress.step(&Step {
                 step,
@@ -246,22 +287,19 @@ fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
                 ms: seconds * 1e3,
                 tokens_per_s: count as f64 / seconds,
                 communication: communication / seconds,
-            })?;
-        }
+            })
+        })?;
         if is_due(step, job.eval_every) && step < job.steps {
-            evaluated.push((step, evaluate(&trainer)?));
-            if is_first {
-                progress.evaluation(step, evaluated[evaluated.len() - 1].1)?;
-            }
+            let loss = evaluate(&trainer)?;
+            evaluated.push((step, loss));
+            tell(&|progress| progress.evaluation(step, loss))?;
         }
         if is_due(step, job.save_every) {
             saver.save(&trainer, job, at)?;
         }
         if is_due(step, job.sample_every) && step < job.steps {
             let text = sample(&trainer)?;
-            if is_first {
-                progress.say(&format!("step {step}: {text:?}"));
-            }
+            say(&|| format!("step {step}: {text:?}"));
         }
     }
     let step = at.step;
@@ -270,9 +308,7 @@ fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
     let text = sample(&trainer)?;
     if let Some(path) = exported {
         export_hf(world, path, &*trainer.model, &job.config)?;
-        if is_first {
-            tokens.coding.write(path)?;
-        }
+        world.first(|| tokens.coding.write(path))?;
     }
     let tail = (losses.len() / 10).clamp(1, 20);
     let count = (losses.len() * job.batch * job.accumulate * length) as f64;
@@ -292,13 +328,11 @@ fn work(world: &World, plan: &Plan, progress: &Progress) -> Result<Outcome> {
         checkpoint: checkpoints::series(&job.out).path(step),
         curve: job.out.join("loss.svg"),
     };
-    if is_first {
+    tell(&|progress| {
         progress.evaluation(step, summary.held_out_loss)?;
-        let title = format!("{} on {}, loss in nats per token", plan.job.config.name(), job.mesh);
-        std::fs::write(&summary.curve, curve::svg(&title, &losses, &evaluated, unigram_entropy))?;
-    }
-    // Nobody leaves before everything is written.
-    world.barrier()?;
+        let title = format!("{} on {}, loss in nats per token", job.config.name(), job.mesh);
+        Ok(std::fs::write(&summary.curve, curve::svg(&title, &losses, &evaluated, unigram_entropy))?)
+    })?;
     Ok(Outcome { summary, report: report.unwrap_or(Report(Vec::new())) })
 }
 

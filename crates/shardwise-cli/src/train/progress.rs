@@ -1,8 +1,8 @@
 //! What is shown and logged while a model is trained.
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::io::{BufWriter, Write};
-use std::sync::Mutex;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
@@ -23,10 +23,10 @@ pub(super) struct Step {
     pub(super) communication: f64,
 }
 
-/// The bar on the standard error, and the log.
+/// The bar on the standard error, and the log. The first rank has one.
 pub(super) struct Progress {
     bar: ProgressBar,
-    log: Mutex<Option<BufWriter<File>>>,
+    log: RefCell<Option<BufWriter<File>>>,
 }
 
 impl Progress {
@@ -34,7 +34,7 @@ impl Progress {
         let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
         let style = ProgressStyle::with_template("{bar:24} {pos}/{len} {msg} eta {eta}").expect("a valid template");
         bar.set_style(style);
-        Progress { bar, log: Mutex::new(log) }
+        Progress { bar, log: RefCell::new(log) }
     }
 
     /// A line of text on the standard error.
@@ -55,15 +55,17 @@ impl Progress {
     }
 
     fn log(&self, entry: &impl Serialize) -> Result<()> {
-        if let Some(log) = &mut *self.log.lock().expect("no rank panics while it writes") {
+        if let Some(log) = &mut *self.log.borrow_mut() {
             let text = serde_json::to_string(entry).map_err(shardwise::Error::other)?;
             writeln!(log, "{text}")?;
             log.flush()?;
         }
         Ok(())
     }
+}
 
-    pub(super) fn finish(&self) {
+impl Drop for Progress {
+    fn drop(&mut self) {
         self.bar.finish_and_clear();
     }
 }

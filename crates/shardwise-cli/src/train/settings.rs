@@ -10,6 +10,7 @@ use shardwise::plan::{Search, ShardingPlan};
 use shardwise::prelude::*;
 
 use super::data::Tokens;
+use crate::processes::{self, Launched};
 
 /// Declares the options, each of which can also be an entry of a TOML file.
 macro_rules! settings {
@@ -57,7 +58,7 @@ settings! {
     tied_head: bool,
     /// Probability of dropping elements while training [0]
     dropout: f64,
-    /// Mesh of ranks: `dp` shares the batch, `tp` shares heads and features [dp=2,tp=2]
+    /// Mesh of ranks: `dp` shares the batch, `tp` shares heads and features [dp=2,tp=2; dp=N in a job of N processes]
     mesh: String,
     /// What ranks share [tp on a mesh with an axis tp, else ddp]
     plan: Plan,
@@ -222,8 +223,7 @@ impl Settings {
     /// Decides what is left open, and checks that everything fits together.
     pub(crate) fn decide(self, tokens: &Tokens) -> Result<Job> {
         let config = self.model_config(tokens.vocabulary());
-        let mesh: Mesh = self.mesh.as_deref().unwrap_or("dp=2,tp=2").parse()?;
-        ThreadWorld::new(mesh.size())?;
+        let mesh = self.find_mesh()?;
         let (steps, batch, accumulate) =
             (self.steps.unwrap_or(300), self.batch.unwrap_or(16), self.accumulate.unwrap_or(1));
         let at_least_one = |option: &'static str, value: u64| match value {
@@ -252,8 +252,9 @@ impl Settings {
         let algorithm = AdamW { betas: (0.9, 0.95), weight_decay, ..AdamW::default() };
         let group = ParamGroup { master: self.master.unwrap_or(true), ..ParamGroup::new(algorithm).with_lr(lr) };
         let warmup = self.warmup.unwrap_or(steps / 10);
-        // A checkpoint has the seed in its own way, and its reader another place to write to.
-        let settings = Settings { seed: None, out: None, log: None, ..self.clone() };
+        // A checkpoint has the seed in its own way, and its reader another place to write to. The mesh is said even if it
+        // was not asked for, since what it is then depends on who started the command.
+        let settings = Settings { seed: None, out: None, log: None, mesh: Some(mesh.to_string()), ..self.clone() };
         Ok(Job {
             config,
             mesh,
@@ -277,6 +278,23 @@ impl Settings {
             log: self.log,
             settings,
         })
+    }
+
+    /// The mesh: of threads, or of the processes that were started.
+    fn find_mesh(&self) -> Result<Mesh> {
+        let Some(Launched { by, size, .. }) = processes::launched() else {
+            let mesh: Mesh = self.mesh.as_deref().unwrap_or("dp=2,tp=2").parse()?;
+            ThreadWorld::new(mesh.size())?;
+            return Ok(mesh);
+        };
+        let mesh: Mesh = self.mesh.clone().unwrap_or_else(|| format!("dp={size}")).parse()?;
+        if mesh.size() == size {
+            return Ok(mesh);
+        }
+        let ranks = mesh.size();
+        let found = format!("{mesh} for {ranks} rank(s) in a job of {size} process(es)");
+        let fix = format!("start it with {by} -n {ranks}, or with a mesh of {size} rank(s) such as --mesh dp={size}");
+        Err(Error::invalid("mesh", found, "one process per rank", fix))
     }
 
     /// The plan, and what was tried if it was searched for.

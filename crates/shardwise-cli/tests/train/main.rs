@@ -1,5 +1,6 @@
 //! `shardwise train`, `shardwise generate` and `shardwise bench train` as a user runs them.
 
+#[path = "../command/mod.rs"]
 mod command;
 mod resume;
 
@@ -8,7 +9,21 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use command::{Place, TINY, fails, json, lines, succeeds, train};
+use command::{Place, TINY, json, lines, shardwise, succeeds};
+
+/// Runs a command that must fail, with all these parts in what it says.
+pub(crate) fn fails(arguments: &[&str], parts: &[&str]) {
+    let output = shardwise(arguments);
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success(), "{arguments:?}");
+    assert!(parts.iter().all(|part| message.contains(part)), "{arguments:?}: {message}");
+}
+
+/// Trains in the place, from the beginning.
+fn train(place: &Place, more: &[&str]) -> Value {
+    let out = place.at("out");
+    json(&succeeds(&[&["train", "--overwrite", "--out", &out], &TINY[..], more].concat()))
+}
 
 #[test]
 fn training_learns_and_leaves_a_model_a_curve_and_a_log() {
@@ -141,6 +156,32 @@ fn mistakes_are_explained_before_anything_runs() {
     fails(&["generate", "--temperature=-1"], &["temperature"]);
     let help = succeeds(&["train", "--help"]);
     assert!(help.contains("Examples:") && help.contains("--sequence-parallel") && help.contains("--resume"), "{help}");
+}
+
+/// As one of some processes that a launcher says it has started.
+#[cfg(not(feature = "mpi"))]
+fn started(rank: &str, size: &str, arguments: &[&str]) -> std::process::Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_shardwise"));
+    command.args(arguments).env("PMI_RANK", rank).env("PMI_SIZE", size).output().unwrap()
+}
+
+#[cfg(not(feature = "mpi"))]
+#[test]
+fn one_of_several_processes_without_mpi_does_not_train_as_if_it_were_alone() {
+    let place = Place::new("without");
+    let out = place.at("out");
+    let train = [&["train", "--out", &out, "--steps", "2"], &TINY[..]].concat();
+    let refused = ["0", "1"].map(|rank| started(rank, "4", &train));
+    assert!(refused.iter().all(|output| !output.status.success()), "{refused:?}");
+    let [message, other] = refused.map(|output| String::from_utf8(output.stderr).unwrap());
+    assert!(message.contains("one of 4") && message.contains("build it with the feature `mpi`"), "{message}");
+    assert!(message.starts_with("error: ") && other.is_empty(), "{other}");
+    assert!(!Path::new(&out).exists());
+    // what takes one rank the first process does, and a job of one process is no more than that
+    assert!(!started("0", "4", &["ops", "--json"]).stdout.is_empty());
+    assert!(started("1", "4", &["ops", "--json"]).stdout.is_empty());
+    let alone = started("0", "1", &train);
+    assert!(alone.status.success(), "{}", String::from_utf8_lossy(&alone.stderr));
 }
 
 #[cfg(unix)]

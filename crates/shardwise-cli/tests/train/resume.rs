@@ -6,7 +6,8 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 
-use crate::command::{Place, TINY, fails, json, lines, shardwise, succeeds};
+use crate::command::{Place, TINY, json, lines, shardwise, succeeds};
+use crate::fails;
 
 /// Trains with an output directory and a log of the same name; the summary, and the losses by step.
 fn run(place: &Place, name: &str, options: &[&str]) -> (Value, BTreeMap<u64, f64>) {

@@ -41,8 +41,8 @@ pub(super) fn carry_out(comm: &Comm, limits: Limits, call: &Call, inputs: &[Tens
             let row = row_of(input.dims());
             let mut piece = TensorMeta::new(input.dims(), input.dtype());
             piece.shape[0] = sizes[me];
-            let counts = sizes.iter().map(|s| s * row).collect();
-            one(back_in_place(&Reduction::new(comm, limits, *op, &input)?.piece(counts, piece)?, *dim))
+            let counts: SmallVec<[usize; 8]> = sizes.iter().map(|s| s * row).collect();
+            one(back_in_place(&Reduction::new(comm, limits, *op, &input)?.piece(&counts, piece)?, *dim))
         }
         Call::AllGather { dim, sizes } => {
             let joined = Join::new(&input()?, *dim, sizes)?.gather(comm, limits, None)?;
@@ -61,7 +61,7 @@ pub(super) fn carry_out(comm: &Comm, limits: Limits, call: &Call, inputs: &[Tens
             let pieces = (0..comm.size()).map(cut).collect::<Result<Vec<_>>>()?;
             one(Join::new(&pieces[me], *from, from_sizes)?.exchange(comm, &pieces))
         }
-        Call::AllToAll { expected } => all_to_all(comm, &inputs, expected),
+        Call::AllToAll { expected } => all_to_all(comm, inputs, expected),
     }
 }
 

@@ -68,6 +68,12 @@ pub(crate) fn run<T: Send>(
     let failed = all.iter().enumerate().find_map(|(rank, left)| Some((rank, left.failed.clone()?)));
     launches.failed = failed.as_ref().map(|(rank, how)| format!("rank {rank} {how}"));
     match (result, failed, unreceived) {
+        // A mistake that all ranks make is one error, that of the first of them.
+        (
+            Err(error @ (Error::Invalid(_) | Error::Candle(_) | Error::Io(_) | Error::Other(_))),
+            Some((first, how)),
+            _,
+        ) if first < rank && how == how_it_failed(&error) => Err(Error::Elsewhere { rank: first, message: how.into() }),
         (Err(error), _, _) => Err(error.of_rank(rank)),
         (Ok(_), Some((rank, how)), _) => Err(Error::Elsewhere { rank, message: how.into() }),
         (Ok(_), None, Some(error)) => Err(error),

@@ -140,7 +140,7 @@ impl<'a> Reduction<'a> {
     }
 
     /// Every rank gets its piece of the reduction; `counts` are the elements of the pieces, in rank order.
-    pub(super) fn piece(&self, counts: SmallVec<[usize; 8]>, mine: TensorMeta) -> Result<Tensor> {
+    pub(super) fn piece(&self, counts: &[usize], mine: TensorMeta) -> Result<Tensor> {
         let me = self.comm.rank();
         let mut output = Buffer::new(mine)?;
         let to = output.first();
@@ -160,7 +160,7 @@ impl<'a> Reduction<'a> {
                     Ok(())
                 }
                 _ => {
-                    let begins = starts(&counts);
+                    let begins = starts(counts);
                     // A round takes a part of every rank's piece.
                     let round = (self.segment() / self.comm.size()).max(1);
                     let longest = counts.iter().copied().max().unwrap_or(0);

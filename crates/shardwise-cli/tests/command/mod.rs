@@ -42,13 +42,6 @@ pub(crate) fn succeeds(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-pub(crate) fn fails(arguments: &[&str], parts: &[&str]) {
-    let output = shardwise(arguments);
-    let message = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success(), "{arguments:?}");
-    assert!(parts.iter().all(|part| message.contains(part)), "{arguments:?}: {message}");
-}
-
 pub(crate) fn json(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
 }
@@ -74,9 +67,3 @@ pub(crate) const TINY: [&str; 14] = [
     "--eval-every",
     "4",
 ];
-
-/// Trains in the place, from the beginning.
-pub(crate) fn train(place: &Place, more: &[&str]) -> Value {
-    let out = place.at("out");
-    json(&succeeds(&[&["train", "--overwrite", "--out", &out], &TINY[..], more].concat()))
-}
