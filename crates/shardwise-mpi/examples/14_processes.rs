@@ -9,7 +9,13 @@ fn main() -> Result<()> {
     let sum = launch(ranks, |world| {
         let mesh = world.mesh([("all", world.size())])?;
         let x = DTensor::arange(0.0, 10.0, 1.0, DType::F64, &mesh, [Shard(0)])?;
-        println!("rank {} of {} in process {} holds {:?}", world.rank(), world.size(), std::process::id(), x.to_local().dims());
+        println!(
+            "rank {} of {} in process {} holds {:?}",
+            world.rank(),
+            world.size(),
+            std::process::id(),
+            x.to_local().dims()
+        );
         x.sum_all()?.item::<f64>()
     })?;
     assert_eq!(sum, 45.0);
