@@ -70,7 +70,7 @@ pub(crate) fn check_agreement(entries: &[&Entry], ranks: &[usize]) -> Result<()>
 }
 
 /// A number that is the same on two ranks if and only if (but for one chance in 2^64) their entries are the same call on
-/// tensors that fit together, as [`check_agreement`] judges it; the arguments must be good. What ranks hand each other in
+/// tensors that fit together, as `check_agreement` judges it; the arguments must be good. What ranks hand each other in
 /// an `all_to_all` is not part of it: compare [`fingerprint_of`] what is sent and what is expected.
 pub fn fingerprint(call: &Call, inputs: &[Tensor]) -> u64 {
     let mut hasher = FxHasher::default();
