@@ -31,7 +31,8 @@ fn detect(variable: impl Fn(&str) -> Option<OsString>) -> Option<Launched> {
     let number = |name: &str| variable(name)?.to_str()?.parse::<usize>().ok();
     VARIABLES.iter().find_map(|&(by, rank, size)| {
         let (rank, size) = (number(rank)?, number(size)?);
-        (rank < size).then_some(Launched { by, rank, size })
+        // A step of one task is also what an interactive shell runs in.
+        (rank < size && (by != "srun" || size > 1)).then_some(Launched { by, rank, size })
     })
 }
 
@@ -52,6 +53,8 @@ mod tests {
         assert_eq!(with(&[("PMI_RANK", "0"), ("PMI_SIZE", "1")]), launched("mpirun", 0, 1));
         let srun = [("SLURM_PROCID", "2"), ("SLURM_STEP_NUM_TASKS", "3")];
         assert_eq!(with(&srun), launched("srun", 2, 3));
+        // a shell in an allocation
+        assert_eq!(with(&[("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")]), None);
         // a batch script has a number but no step; it is one process
         assert_eq!(with(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]), None);
         // mpirun inside a Slurm allocation

@@ -20,10 +20,10 @@
 //!
 //! # When something goes wrong
 //!
-//! MPI cannot take back a call that waits for others. So a rank that fails while others wait for it prints its error
-//! and ends the job, and so does a rank that waits longer than the deadline, or for a rank that has already returned. An
-//! error that all ranks get together ends the launch on every rank without ending the processes. What was found by
-//! comparing the calls of all ranks ([`Settings::check`]) is of that kind.
+//! MPI cannot take back a call that waits for others. So a rank that fails gives the others 3 seconds to return, then
+//! prints its error and ends the job; a rank that waits longer than the deadline, or for a rank that has already returned,
+//! ends it too. An error that all ranks get and return together ends the launch on every rank without ending the processes.
+//! What was found by comparing the calls of all ranks ([`Settings::check`]) is of that kind.
 
 mod launcher;
 mod settings;

@@ -35,8 +35,8 @@ fn wrong(name: &'static str, found: &str, needed: &'static str) -> Error {
     Error::invalid("environment", format!("{name}={found}"), needed, "correct the variable or unset it")
 }
 
-fn flag(name: &'static str, value: Option<String>) -> Result<Option<bool>> {
-    match value.as_deref() {
+fn flag(name: &'static str, value: Option<&str>) -> Result<Option<bool>> {
+    match value {
         None => Ok(None),
         Some("0") => Ok(Some(false)),
         Some("1") => Ok(Some(true)),
@@ -49,7 +49,7 @@ fn flag(name: &'static str, value: Option<String>) -> Result<Option<bool>> {
 #[cfg(feature = "mpi")]
 pub(crate) fn take_turns() -> Result<Option<bool>> {
     const NAME: &str = "SHARDWISE_TAKE_TURNS";
-    flag(NAME, std::env::var(NAME).ok())
+    flag(NAME, std::env::var(NAME).ok().as_deref())
 }
 
 impl Default for Settings {
@@ -74,7 +74,7 @@ impl Settings {
 
     fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let mut settings = Settings::default();
-        let flag = |name: &'static str| flag(name, variable(name));
+        let flag = |name: &'static str| flag(name, variable(name).as_deref());
         settings.deterministic = flag("SHARDWISE_DETERMINISTIC")?.unwrap_or(settings.deterministic);
         settings.check = flag("SHARDWISE_CHECK")?.unwrap_or(settings.check);
         const DEADLINE: &str = "SHARDWISE_DEADLINE";
@@ -86,7 +86,7 @@ impl Settings {
         Ok(settings)
     }
 
-    /// How long a rank waits in one call for a silent one before the job ends (300 s by default).
+    /// How long one call may take, waiting for silent ranks included, before the job ends (300 s by default).
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
@@ -109,20 +109,21 @@ impl Settings {
 
     /// Whether all ranks of a group compare what they are about to do before every collective, so that calls that do not
     /// fit together are an error on every rank. On by default in builds with debug assertions. It costs one small
-    /// all-reduce per call.
+    /// all-reduce per call. Without it such calls are what MPI makes of them: an error on some rank, a job that ends after
+    /// the deadline, or wrong numbers.
     pub fn check(mut self, check: bool) -> Self {
         self.check = check;
         self
     }
 
-    /// Reductions of more bytes than this are cut into segments of it (1 MiB by default).
+    /// Reductions of more bytes than this are carried out in segments of about that size (1 MiB by default).
     pub fn segment(mut self, bytes: usize) -> Self {
         self.segment = bytes.max(64);
         self
     }
 
-    /// Collectives of more elements than this are carried out as messages between pairs of ranks (by default what the C
-    /// interface of MPI can count). Lower it for a library that fails before.
+    /// Collectives of more elements than this are carried out in several calls or as messages between pairs of ranks (by
+    /// default what the C interface of MPI can count). Lower it for a library that fails before.
     pub fn largest_count(mut self, elements: usize) -> Self {
         self.largest_count = elements.clamp(1, LARGEST_COUNT);
         self

@@ -4,12 +4,13 @@ use candle_core::{DType, Device, Tensor};
 use clap::Args;
 use serde::Serialize;
 use shardwise::{Error, ReduceOp, Result, TensorMeta, World};
-use shardwise_mpi::{launch, launched};
+use shardwise_mpi::launch;
 
 #[cfg(feature = "mpi")]
 use super::raw_mpi::Raw;
-use super::timing::{duration, memcpy_ms, time_in_turn};
+use super::timing::{duration, memcpy_ms, time, time_in_turn};
 use crate::output::{Row, Rows};
+use crate::processes;
 
 /// What to measure.
 #[derive(Args)]
@@ -28,7 +29,7 @@ Examples:
 pub(crate) struct Options {
     /// World sizes to measure: 2, 4 and 8 threads by default, under mpirun the number of processes.
     #[arg(long, value_delimiter = ',')]
-    ranks: Vec<usize>,
+    ranks: Option<Vec<usize>>,
     /// Size of the largest tensors in megabytes.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=4096))]
     mb: u16,
@@ -102,42 +103,38 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         [] => vec![64, 1 << 20, usize::from(options.mb) << 20],
         given => given.iter().map(|&bytes| bytes as usize).collect(),
     };
-    let names = COLLECTIVES.map(|(_, name)| name);
-    if let Some(unknown) = options.only.iter().find(|name| !names.contains(&name.as_str())) {
-        return Err(Error::invalid("--only", unknown, names.join(", "), "name collectives that are measured"));
-    }
-    let chosen = |name: &str| options.only.is_empty() || options.only.iter().any(|only| only == name);
-    let chosen: Vec<_> = COLLECTIVES.into_iter().filter(|(_, name)| chosen(name)).collect();
+    let chosen = processes::agreed(chosen(&options.only))?;
+    let worlds = processes::agreed(processes::world_sizes(options.ranks.as_deref(), &[2, 4, 8]))?;
     let per_collective =
         |collective: &Collective| if matches!(collective, Collective::Barrier) { 1 } else { sizes.len() };
     let per_world: usize = chosen.iter().map(|(collective, _)| per_collective(collective)).sum();
-    let worlds = match launched() {
-        Some(launched) if options.ranks.is_empty() => vec![launched.size],
-        None if options.ranks.is_empty() => vec![2, 4, 8],
-        _ => options.ranks.clone(),
-    };
-    let is_first = launched().is_none_or(|launched| launched.rank == 0);
-    let mut rows = is_first.then(|| Rows::new(options.json, (worlds.len() * per_world) as u64));
+    let mut rows = Rows::new(options.json, (worlds.len() * per_world) as u64);
     for ranks in worlds {
         for &(collective, name) in &chosen {
             let sizes = if matches!(collective, Collective::Barrier) { &[0][..] } else { &sizes[..] };
             for &bytes in sizes {
-                if let Some(rows) = &rows {
-                    rows.announce(&format!("{name} on {ranks} ranks"));
-                }
+                rows.announce(&format!("{name} on {ranks} ranks"));
                 let measured = launch(ranks, move |world| measure(&world, collective, bytes))?;
                 let case = match bytes {
                     0 => name.to_string(),
                     b if b < 1 << 20 => format!("{b}B {name}"),
                     b => format!("{}MB {name}", b >> 20),
                 };
-                if let Some(rows) = &mut rows {
-                    rows.print(&Measured { case, world: ranks, ..measured })?;
-                }
+                rows.print(&Measured { case, world: ranks, ..measured })?;
             }
         }
     }
     Ok(())
+}
+
+/// The collectives with these names; all if there are no names.
+fn chosen(names: &[String]) -> Result<Vec<(Collective, &'static str)>> {
+    let known = COLLECTIVES.map(|(_, name)| name);
+    if let Some(unknown) = names.iter().find(|name| !known.contains(&name.as_str())) {
+        return Err(Error::invalid("--only", unknown, known.join(", "), "name collectives that are measured"));
+    }
+    let is_chosen = |name: &str| names.is_empty() || names.iter().any(|chosen| chosen == name);
+    Ok(COLLECTIVES.into_iter().filter(|(_, name)| is_chosen(name)).collect())
 }
 
 /// Columns of the benchmark tensors; their rows are whatever the size asks for.
@@ -166,7 +163,16 @@ fn measure(world: &World, collective: Collective, bytes: usize) -> Result<Measur
             Collective::ExchangeDims => world.exchange_dims(&input, 0, &row_sizes, 1, &column_sizes).map(drop),
         }
     };
-    let [times, raw] = beside_raw(world, collective, bytes, &call)?;
+    #[cfg(feature = "mpi")]
+    let raw = processes::launched().map(|_| Raw::new(world, collective, bytes));
+    #[cfg(feature = "mpi")]
+    let raw = raw.as_ref().map(|raw| || raw.call());
+    #[cfg(not(feature = "mpi"))]
+    let raw = None::<fn() -> Result<()>>;
+    let [times, raw] = match &raw {
+        Some(raw) => time_in_turn(world, bytes, [&call, raw])?,
+        None => [time(world, bytes, call)?, Vec::new()],
+    };
     let memcpy_ms = if written == 0 { 0.0 } else { memcpy_ms(world, written)? };
     let ms = times[0];
     Ok(Measured {
@@ -184,20 +190,4 @@ fn measure(world: &World, collective: Collective, bytes: usize) -> Result<Measur
 /// As even a cut as there is.
 pub(super) fn even(total: usize, n: usize) -> Vec<usize> {
     (0..n).map(|r| total * (r + 1) / n - total * r / n).collect()
-}
-
-/// Times of the call, and under MPI those of what a program would call by itself.
-fn beside_raw(
-    world: &World,
-    collective: Collective,
-    bytes: usize,
-    call: &dyn Fn() -> Result<()>,
-) -> Result<[Vec<f64>; 2]> {
-    #[cfg(feature = "mpi")]
-    if launched().is_some() {
-        let raw = Raw::new(world, collective, bytes);
-        return time_in_turn(world, bytes, [call, &|| raw.call()]);
-    }
-    let [times] = time_in_turn(world, bytes, [call])?;
-    Ok([times, Vec::new()])
 }

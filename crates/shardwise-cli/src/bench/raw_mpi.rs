@@ -45,7 +45,7 @@ impl Raw {
         let starts = |sizes: &[usize], unit: usize| -> Vec<c_int> {
             (0..n).map(|r| int(sizes[..r].iter().sum::<usize>() * unit)).collect()
         };
-        let (received, mine) = (rows.max(row_sizes[me]), row_sizes[me]);
+        let mine = row_sizes[me];
         // SAFETY: constants of the library, and types that are committed before they are used.
         let (send_types, float) = unsafe {
             let float = ffi::RSMPI_FLOAT;
@@ -59,7 +59,7 @@ impl Raw {
         };
         Raw {
             collective,
-            memory: RefCell::new(Memory { from: vec![1.0; rows * COLUMNS], to: vec![0.0; received * COLUMNS] }),
+            memory: RefCell::new(Memory { from: vec![1.0; rows * COLUMNS], to: vec![0.0; rows * COLUMNS] }),
             count: int(rows * COLUMNS),
             counts: row_sizes.iter().map(|s| int(s * COLUMNS)).collect(),
             starts: starts(&row_sizes, COLUMNS),

@@ -77,7 +77,7 @@ macro_rules! collective {
         if $crate::engine::comm::take_turns() {
             let mut request = mpi::ffi::RSMPI_REQUEST_NULL;
             $crate::engine::comm::checked!($begin($($a,)* $comm.raw(), &raw mut request))
-                .and_then(|()| $crate::engine::comm::Request::wait_all(&mut [$crate::engine::comm::Request(request)]))
+                .and_then(|()| $crate::engine::comm::Request::wait_all(&mut [$crate::engine::comm::Request::of(request)]))
         } else {
             $crate::engine::comm::checked!($now($($a,)* $comm.raw()))
         }
@@ -210,13 +210,12 @@ impl Comm {
     /// One number of every rank.
     pub(super) fn numbers(&self, mine: u64) -> Result<Vec<u64>> {
         let mut all = vec![0u64; self.size];
-        let kind = || {
-            // SAFETY: a constant of the library.
-            unsafe { ffi::RSMPI_UINT64_T }
-        };
         let (from, to) = ((&raw const mine).cast::<c_void>(), all.as_mut_ptr().cast());
         // SAFETY: room for one number of each rank.
-        unsafe { collective!(self, MPI_Allgather(from, 1, kind(), to, 1, kind()))? };
+        unsafe {
+            let kind = ffi::RSMPI_UINT64_T;
+            collective!(self, MPI_Allgather(from, 1, kind, to, 1, kind))?;
+        }
         Ok(all)
     }
 
@@ -274,20 +273,20 @@ impl Comm {
     /// What has arrived from anybody, if something has.
     pub(super) fn arrived(&self) -> Result<Option<Arrived>> {
         // SAFETY: a constant of the library.
-        self.arrived_with(unsafe { ffi::RSMPI_ANY_TAG })
+        self.arrived_with(unsafe { ffi::RSMPI_ANY_TAG }, None)
     }
 
-    /// What has arrived from anybody with this tag, if something has.
-    pub(super) fn arrived_with(&self, tag: c_int) -> Result<Option<Arrived>> {
+    /// What has arrived with this tag from a rank, or from anybody, if something has.
+    pub(super) fn arrived_with(&self, tag: c_int, from: Option<usize>) -> Result<Option<Arrived>> {
         let (mut flag, mut count): (c_int, c_int) = (0, 0);
         let mut status = MaybeUninit::<ffi::MPI_Status>::uninit();
         // SAFETY: the status and the message are read only if MPI says that it has written them; the buffer has the size
         // of the message.
         unsafe {
             let mut message = ffi::RSMPI_MESSAGE_NULL;
-            let (any, flag_at) = (ffi::RSMPI_ANY_SOURCE, &raw mut flag);
+            let (from, flag_at) = (from.map_or(ffi::RSMPI_ANY_SOURCE, |rank| rank as c_int), &raw mut flag);
             let (message_at, status_at) = (&raw mut message, status.as_mut_ptr());
-            checked!(MPI_Improbe(any, tag, self.raw, flag_at, message_at, status_at))?;
+            checked!(MPI_Improbe(from, tag, self.raw, flag_at, message_at, status_at))?;
             if flag == 0 {
                 return Ok(None);
             }
@@ -305,7 +304,7 @@ impl Comm {
     /// # Safety
     /// They stay where they are and as they are until the requests are done.
     pub(super) unsafe fn start_send(&self, first: *const u8, bytes: usize, to: usize, tag: c_int) -> Result<Requests> {
-        in_pieces(bytes, |start, count, request| {
+        in_pieces(bytes, false, |start, count, request| {
             // SAFETY: the caller's promise; the handle is written before it is used.
             unsafe {
                 let (first, kind) = (first.add(start).cast::<c_void>(), ffi::RSMPI_UINT8_T);
@@ -325,7 +324,7 @@ impl Comm {
         from: usize,
         tag: c_int,
     ) -> Result<Requests> {
-        in_pieces(bytes, |start, count, request| {
+        in_pieces(bytes, true, |start, count, request| {
             // SAFETY: the caller's promise; the handle is written before it is used.
             unsafe {
                 let (first, kind) = (first.add(start).cast::<c_void>(), ffi::RSMPI_UINT8_T);
@@ -355,12 +354,17 @@ impl Comm {
 const LONGEST: usize = 1 << 30;
 
 /// Begins one message per piece of so many bytes: `begin` gets the first byte, the number, and where the request goes.
-fn in_pieces(bytes: usize, begin: impl Fn(usize, c_int, *mut ffi::MPI_Request) -> Result<()>) -> Result<Requests> {
+fn in_pieces(
+    bytes: usize,
+    receives: bool,
+    begin: impl Fn(usize, c_int, *mut ffi::MPI_Request) -> Result<()>,
+) -> Result<Requests> {
     let piece = |start: usize| {
         // SAFETY: a constant of the library.
-        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
-        begin(start, LONGEST.min(bytes - start) as c_int, &raw mut request)?;
-        Ok(Request(request))
+        let mut handle = unsafe { ffi::RSMPI_REQUEST_NULL };
+        let count = LONGEST.min(bytes - start) as c_int;
+        begin(start, count, &raw mut handle)?;
+        Ok(Request { handle, expected: receives.then_some(count) })
     };
     (0..bytes).step_by(LONGEST).map(piece).collect()
 }
@@ -368,27 +372,36 @@ fn in_pieces(bytes: usize, begin: impl Fn(usize, c_int, *mut ffi::MPI_Request) -
 /// Messages under way; mostly one.
 pub(super) type Requests = SmallVec<[Request; 1]>;
 
-/// A message under way.
-#[repr(transparent)]
-pub(super) struct Request(pub(super) ffi::MPI_Request);
+/// A message or a collective under way. Its memory is in use until it is done.
+pub(super) struct Request {
+    handle: ffi::MPI_Request,
+    /// Bytes that must come, if it receives.
+    expected: Option<c_int>,
+}
 
 // SAFETY: a handle; MPI was initialised for several threads.
 unsafe impl Send for Request {}
 
 impl Request {
+    /// One that receives nothing, or counts by itself.
+    pub(super) fn of(handle: ffi::MPI_Request) -> Self {
+        Request { handle, expected: None }
+    }
+
     /// Whether it is done.
     pub(super) fn is_done(&mut self) -> Result<bool> {
-        let mut flag: c_int = 0;
-        // SAFETY: a live request, or the null request, which is done.
-        unsafe {
-            checked!(MPI_Test(&raw mut self.0, &raw mut flag, ffi::RSMPI_STATUS_IGNORE))?;
-        }
-        Ok(flag != 0)
+        Self::all_done(std::slice::from_mut(self))
     }
 
     /// Whether all of them are done.
     pub(super) fn all_done(requests: &mut [Request]) -> Result<bool> {
-        requests.iter_mut().try_fold(true, |all, request| Ok(request.is_done()? && all))
+        let mut done: c_int = 0;
+        let finish = |count, handles, statuses| {
+            // SAFETY: as many live requests as are counted, and room for as many statuses.
+            unsafe { checked!(MPI_Testall(count, handles, &raw mut done, statuses)) }
+        };
+        Self::finish_all(requests, finish)?;
+        Ok(done != 0)
     }
 
     /// Waits for all of them.
@@ -399,9 +412,59 @@ impl Request {
             }
             return Ok(());
         }
-        let (count, first) = (requests.len() as c_int, requests.as_mut_ptr().cast());
-        // SAFETY: live requests; the type is the handle and nothing else.
-        unsafe { checked!(MPI_Waitall(count, first, ffi::RSMPI_STATUSES_IGNORE)) }
+        // SAFETY: as many live requests as are counted, and room for as many statuses.
+        Self::finish_all(requests, |count, handles, statuses| unsafe {
+            checked!(MPI_Waitall(count, handles, statuses))
+        })
+    }
+
+    /// Lets MPI finish requests; what it has finished must have brought as many bytes as were expected.
+    fn finish_all(
+        requests: &mut [Request],
+        finish: impl FnOnce(c_int, *mut ffi::MPI_Request, *mut ffi::MPI_Status) -> Result<()>,
+    ) -> Result<()> {
+        let mut handles: SmallVec<[ffi::MPI_Request; 8]> = requests.iter().map(|request| request.handle).collect();
+        let mut statuses: SmallVec<[MaybeUninit<ffi::MPI_Status>; 8]> = SmallVec::new();
+        statuses.resize_with(requests.len(), MaybeUninit::uninit);
+        let finished = finish(requests.len() as c_int, handles.as_mut_ptr(), statuses.as_mut_ptr().cast());
+        for ((request, handle), status) in requests.iter_mut().zip(handles).zip(&statuses) {
+            let was_under_way = request.is_under_way();
+            request.handle = handle;
+            if let (Ok(()), true, false, Some(expected)) =
+                (&finished, was_under_way, request.is_under_way(), request.expected)
+            {
+                let mut came: c_int = 0;
+                // SAFETY: the request is finished, so its status is written.
+                unsafe { checked!(MPI_Get_count(status.as_ptr(), ffi::RSMPI_UINT8_T, &raw mut came))? };
+                if came != expected {
+                    return Err(Error::invalid(
+                        "message",
+                        format!("{came} bytes from another rank"),
+                        format!("{expected}"),
+                        "what a rank sends must be what the other expects; run it with SHARDWISE_CHECK=1 to see the calls",
+                    ));
+                }
+            }
+        }
+        finished
+    }
+
+    fn is_under_way(&self) -> bool {
+        // SAFETY: a constant of the library.
+        self.handle != unsafe { ffi::RSMPI_REQUEST_NULL }
+    }
+}
+
+impl Drop for Request {
+    /// MPI would go on writing to memory that is about to be somebody else's. That happens after errors only, and they are
+    /// the end of the job anyway.
+    fn drop(&mut self) {
+        if self.is_under_way() {
+            eprintln!("shardwise: a message was given up under way after an error of MPI; the job ends");
+            // SAFETY: MPI is initialised, or there would be no request.
+            unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, 1) };
+            std::process::abort();
+        }
     }
 }
 

@@ -40,15 +40,14 @@ impl Handle {
         let service = &self.launch.process.service;
         service.ask(rank, request)?;
         let tag = request.ticket as c_int;
-        let receive = |meta: TensorMeta| {
+        let receive = |meta: TensorMeta| -> Result<Tensor> {
             let (bytes, mut buffer) = (meta.bytes(), Buffer::new(meta)?);
             // SAFETY: memory for that many bytes, which nobody touches before they have come.
             let mut requests = unsafe { service.answers.start_receive(buffer.first(), bytes, rank, tag)? };
             let come = self.launch.wait_for(rank, call, || Ok(Request::all_done(&mut requests)?.then_some(())));
             if let Err(error) = come {
-                // What is late may still be written to it.
-                std::mem::forget(buffer);
-                return Err(error);
+                // What is late would be written to memory that is no longer there.
+                service.die(&error.to_string());
             }
             // SAFETY: all of it has come.
             Ok(unsafe { buffer.finish() })

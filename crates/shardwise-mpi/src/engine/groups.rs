@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
-use shardwise::Result;
+use shardwise::{Error, Result};
 
 use super::comm::Comm;
 use super::watch::Slot;
@@ -25,8 +25,9 @@ pub(super) struct GroupState {
     pub(super) begun: AtomicU64,
     /// Sets of tensors that were exposed to the group.
     pub(super) exposed: AtomicU64,
-    /// Held during a collective: a second thread of this rank waits for its turn.
-    pub(super) turn: Mutex<()>,
+    /// Held during a collective: a second thread of this rank waits for its turn. The error after which this rank is no
+    /// longer in step with the group, if there was one.
+    pub(super) turn: Mutex<Option<Error>>,
     /// The collective that this rank is in.
     pub(super) waiting: Slot,
     comm: OnceLock<Comm>,
@@ -46,7 +47,7 @@ impl Groups {
             identity: identity(ranks),
             begun: AtomicU64::new(0),
             exposed: AtomicU64::new(0),
-            turn: Mutex::new(()),
+            turn: Mutex::new(None),
             waiting: Slot::default(),
             comm: OnceLock::new(),
         });

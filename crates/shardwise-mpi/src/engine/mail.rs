@@ -130,6 +130,7 @@ impl Mail {
         let mut incoming = self.incoming.lock();
         incoming.collect(comm)?;
         let Some(queue) = incoming.kept.get_mut(envelope) else { return Ok(None) };
+        self.outgoing.lock().forget_what_is_done()?;
         let message = queue.pop_front();
         if queue.is_empty() {
             incoming.kept.remove(envelope);
@@ -141,8 +142,11 @@ impl Mail {
     pub(super) fn unreceived(&self, comm: &Comm, sent: impl Fn(usize) -> u64) -> Result<Option<Error>> {
         let mut incoming = self.incoming.lock();
         // What was sent is on its way; taking it also sets the sender free.
-        while (0..comm.size()).any(|rank| rank != comm.rank() && incoming.received[rank] < sent(rank)) {
-            incoming.collect(comm)?;
+        // Rank by rank: one that has all of its messages received may have begun the next launch.
+        for rank in (0..comm.size()).filter(|&rank| rank != comm.rank()) {
+            while incoming.received[rank] < sent(rank) {
+                incoming.collect_one(comm, Some(rank))?;
+            }
         }
         for mut message in self.outgoing.lock().sending.drain(..) {
             Request::wait_all(&mut message.requests)?;
@@ -183,24 +187,29 @@ impl Incoming {
 
     /// Takes all messages that have arrived.
     fn collect(&mut self, comm: &Comm) -> Result<()> {
-        while let Some(arrived) = comm.arrived_with(HEADER)? {
-            let Header { group, tag, site, shape, dtype, refused } =
-                serde_json::from_slice(&arrived.bytes).map_err(Error::other)?;
-            let content = match refused {
-                Some(reason) => Err(reason),
-                None => {
-                    let meta = TensorMeta::new(shape, dtype.parse().map_err(Error::other)?);
-                    let (bytes, mut buffer) = (meta.bytes(), Buffer::new(meta)?);
-                    // SAFETY: memory for that many bytes, which are received before it becomes a tensor.
-                    unsafe {
-                        comm.receive(buffer.first(), bytes, arrived.from, CONTENT)?;
-                        Ok(buffer.finish())
-                    }
-                }
-            };
-            self.received[arrived.from] += 1;
-            self.keep(Envelope { from: arrived.from, group, tag }, Message { content, site });
-        }
+        while self.collect_one(comm, None)? {}
         Ok(())
+    }
+
+    /// Takes a message from a rank, or from anybody, if one has arrived.
+    fn collect_one(&mut self, comm: &Comm, from: Option<usize>) -> Result<bool> {
+        let Some(arrived) = comm.arrived_with(HEADER, from)? else { return Ok(false) };
+        let Header { group, tag, site, shape, dtype, refused } =
+            serde_json::from_slice(&arrived.bytes).map_err(Error::other)?;
+        let content = match refused {
+            Some(reason) => Err(reason),
+            None => {
+                let meta = TensorMeta::new(shape, dtype.parse().map_err(Error::other)?);
+                let (bytes, mut buffer) = (meta.bytes(), Buffer::new(meta)?);
+                // SAFETY: memory for that many bytes, which are received before it becomes a tensor.
+                unsafe {
+                    comm.receive(buffer.first(), bytes, arrived.from, CONTENT)?;
+                    Ok(buffer.finish())
+                }
+            }
+        };
+        self.received[arrived.from] += 1;
+        self.keep(Envelope { from: arrived.from, group, tag }, Message { content, site });
+        Ok(true)
     }
 }

@@ -47,13 +47,23 @@ impl Member {
     ) -> Result<R> {
         let describe = || self.describe(call.describe(inputs), site);
         self.launch.check_open(&describe)?;
-        // What is refused must be told to the others; where nobody asks, it is this rank's own affair.
+        if let Some((rank, reason)) = self.launch.process.service.failure() {
+            return Err(Error::PeerFailed { rank, reason: reason.into(), call: Box::new(describe()) });
+        }
+        let mut broken = self.group.turn.lock();
+        if let Some(error) = &*broken {
+            return Err(error.clone());
+        }
+        let mut out_of_step = |error: Error| {
+            *broken = Some(error.clone());
+            error
+        };
+        // What is refused must be told to the others; where nobody asks, this rank alone does not take part.
         let asks = self.launch.check || matches!(call, Call::Agree { .. } | Call::Expose);
         if !asks {
             let refuse = |source| Error::Rejected { call: Box::new(describe()), source: Box::new(source) };
-            call.check(self.group.me, self.group.ranks.len(), inputs).map_err(refuse)?;
+            call.check(self.group.me, self.group.ranks.len(), inputs).map_err(refuse).map_err(&mut out_of_step)?;
         }
-        let _turn = self.group.turn.lock();
         self.group.begun.fetch_add(1, SeqCst);
         let pending = Pending { deadline: self.launch.deadline, describe: &describe };
         self.group.waiting.over(&pending, || {
@@ -61,7 +71,7 @@ impl Member {
             if asks {
                 agreement::check(comm, &self.group.ranks, call, inputs, site)?;
             }
-            body(comm)
+            body(comm).map_err(out_of_step)
         })
     }
 
@@ -90,7 +100,8 @@ impl Member {
             if let Some((rank, reason)) = failure {
                 return Err(Error::PeerFailed { rank, reason: reason.into(), call: Box::new(call()) });
             }
-            if sent.is_some_and(|sent| mail.received(envelope.from) == sent) {
+            let left = sent.is_some_and(|sent| mail.received(envelope.from) == sent);
+            if left || process.service.has_ended(envelope.from) {
                 return Err(Error::PeerLeft { rank: envelope.from, call: Box::new(call()) });
             }
             Ok(None)

@@ -23,6 +23,7 @@ use std::sync::Arc;
 use shardwise::comm::engine::{caught, confine_candle_to, how_it_failed, pool};
 use shardwise::{Error, Result, World};
 
+use comm::Comm;
 use launch::Launch;
 use member::Member;
 use process::Process;
@@ -31,6 +32,29 @@ use service::Left;
 use crate::launcher::Launched;
 use crate::settings::Settings;
 
+impl Settings {
+    /// An error on every rank unless all have the same of those settings that decide what they call.
+    fn agree(&self, world: &Comm) -> Result<()> {
+        let Settings { check, deterministic, segment, largest_count, .. } = self;
+        let said = format!(
+            "check: {check}, deterministic: {deterministic}, segment: {segment}, largest_count: {largest_count}"
+        );
+        let mine = said.bytes().fold(0u64, |hash, byte| hash.wrapping_mul(0x100_0000_01b3) ^ u64::from(byte));
+        let [largest, least] = world.greatest(&[mine, !mine])?;
+        if largest == !least {
+            return Ok(());
+        }
+        let all = world.texts(&said)?;
+        let other = all.iter().position(|text| *text != all[0]).unwrap_or(0);
+        Err(Error::invalid(
+            "settings",
+            format!("{} on rank 0, {} on rank {other}", all[0], all[other]),
+            "the same on all ranks",
+            "pass SHARDWISE_* variables to all machines (mpirun -x NAME for Open MPI)",
+        ))
+    }
+}
+
 /// Runs the program as the rank of this process.
 pub(crate) fn run<T: Send>(
     settings: &Settings,
@@ -38,7 +62,14 @@ pub(crate) fn run<T: Send>(
     program: impl FnOnce(World) -> Result<T> + Send,
 ) -> Result<T> {
     let process = Process::get(launched)?;
-    let mut launches = process.launches.lock();
+    let Some(mut launches) = process.launches.try_lock() else {
+        return Err(Error::invalid(
+            "launch",
+            "one inside another",
+            "one at a time in a process",
+            "use the world that the program has, or shardwise::launch for ranks that are threads",
+        ));
+    };
     if let Some(reason) = &launches.failed {
         return Err(Error::invalid(
             "launch",
@@ -47,6 +78,7 @@ pub(crate) fn run<T: Send>(
             "end the process after a launch has failed",
         ));
     }
+    settings.agree(&process.world)?;
     launches.count += 1;
     let rank = process.world.rank();
     process.service.enter(launches.count);

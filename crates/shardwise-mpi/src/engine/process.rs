@@ -14,7 +14,7 @@ use crate::settings;
 
 /// What lives as long as the process.
 pub(super) struct Process {
-    /// All processes, for groups and for ending the job.
+    /// All processes, from which groups are made.
     pub(super) world: Comm,
     /// Messages from rank to rank.
     pub(super) mail: Comm,
@@ -43,6 +43,7 @@ impl Process {
     }
 
     fn begin(launched: &Launched) -> Result<Self> {
+        let take_turns = settings::take_turns()?;
         comm::initialize()?;
         let world = Comm::world()?;
         if world.size() != launched.size {
@@ -55,7 +56,7 @@ impl Process {
             ));
         }
         let mail = world.duplicate()?;
-        let cores = Cores::find(&world)?;
+        let cores = Cores::find(&world, take_turns)?;
         comm::set_take_turns(cores.take_turns);
         let groups = Arc::new(Groups::default());
         let service = Service::begin(world.duplicate()?, world.duplicate()?, Arc::clone(&groups))?;
@@ -75,13 +76,13 @@ struct Cores {
 }
 
 impl Cores {
-    fn find(world: &Comm) -> Result<Self> {
+    fn find(world: &Comm, take_turns: Option<bool>) -> Result<Self> {
         let host = world.on_this_host()?;
         let wanted: u64 = host.numbers(cores() as u64)?.iter().sum();
         // SAFETY: a number of the system.
         let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }.max(1) as u64;
         let share = if wanted <= online { cores() } else { ((cores() as u64 * online / wanted) as usize).max(1) };
-        let crowded = settings::take_turns()?.unwrap_or(host.size() as u64 > online.min(wanted));
+        let crowded = take_turns.unwrap_or(host.size() as u64 > online);
         let [take_turns] = world.greatest(&[u64::from(crowded)])?;
         Ok(Cores { share, take_turns: take_turns > 0 })
     }

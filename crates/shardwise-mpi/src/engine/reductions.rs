@@ -2,7 +2,8 @@
 //!
 //! In rank order a tensor is cut into one part per rank; each rank gets the operands of its part from all, reduces them
 //! with the kernel that the thread world uses, and hands the result on. That moves as many bytes as the best algorithm
-//! does, and a rank needs no more memory than a segment beyond the result.
+//! does, and takes the memory of a segment beyond the result (and of a copy of the operand, if it has gaps or is cut along a
+//! dimension that is not the first).
 
 use std::ffi::c_int;
 

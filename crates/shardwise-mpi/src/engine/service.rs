@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use candle_core::Tensor;
 use parking_lot::{Condvar, Mutex};
 use serde::{Deserialize, Serialize};
+use shardwise::comm::engine::caught;
 use shardwise::error::RankCall;
 use shardwise::{Error, Result};
 
@@ -29,6 +29,8 @@ pub(super) struct Service {
     known: Mutex<Known>,
     changed: Condvar,
     stop: AtomicBool,
+    /// Set with the first failure that is known: collectives ask before every call.
+    failed: AtomicBool,
     /// Set when this process is about to end the job.
     dying: AtomicBool,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -96,6 +98,7 @@ impl Service {
             known: Mutex::new(known),
             changed: Condvar::new(),
             stop: AtomicBool::new(false),
+            failed: AtomicBool::new(false),
             dying: AtomicBool::new(false),
             thread: Mutex::new(None),
         });
@@ -132,9 +135,17 @@ impl Service {
 
     /// The failure of another rank in the current launch, if one has said so.
     pub(super) fn failure(&self) -> Option<(usize, String)> {
+        if !self.failed.load(SeqCst) {
+            return None;
+        }
         let known = self.known.lock();
         let left = known.left.get(&known.launch)?;
         left.iter().filter_map(|(&rank, left)| Some((rank, left.failed.clone()?))).min()
+    }
+
+    /// Whether the process of a rank is at its end.
+    pub(super) fn has_ended(&self, rank: usize) -> bool {
+        self.known.lock().ended[rank]
     }
 
     /// How many messages a rank has sent to this one, if it has left the current launch.
@@ -213,14 +224,13 @@ impl Service {
         let mut rounds = Rounds { service: self, sending: Vec::new(), seen: HashMap::new(), doing: HashMap::new() };
         let mut sleep = FIRST_SLEEP;
         while !self.stop.load(SeqCst) {
-            match rounds.turn() {
+            // Without this thread nobody would notice anything any more.
+            match caught(self.rank(), || rounds.turn()) {
                 Ok(true) => sleep = FIRST_SLEEP,
-                Ok(false) => {
-                    std::thread::sleep(sleep);
-                    sleep = (sleep * 2).min(LONGEST_SLEEP);
-                }
-                Err(error) => self.die(&format!("rank {}: {error}", self.rank())),
+                Ok(false) => sleep = (sleep * 2).min(LONGEST_SLEEP),
+                Err(error) => self.die(&error.of_rank(self.rank()).to_string()),
             }
+            std::thread::sleep(sleep);
         }
     }
 }
@@ -228,8 +238,8 @@ impl Service {
 /// The thread at work.
 struct Rounds<'a> {
     service: &'a Service,
-    /// Tensors on their way to those who asked for them.
-    sending: Vec<(Request, Tensor)>,
+    /// What is on its way to other ranks, with the memory that must stay until it is there.
+    sending: Vec<(Request, Box<dyn Send>)>,
     /// Collectives that were under way at the last look, by group: their numbers, and when they were first seen.
     seen: HashMap<u64, (u64, Instant)>,
     /// What others have said they are doing.
@@ -274,10 +284,15 @@ impl Rounds<'_> {
     fn read_notice(&mut self, arrived: &Arrived) -> Result<()> {
         let (service, from) = (self.service, arrived.from);
         match arrived.tag {
-            READ => self.sending.extend(service.shelf.answer(&arrived.bytes, from, &service.answers)?),
+            READ => {
+                for (request, tensor) in service.shelf.answer(&arrived.bytes, from, &service.answers)? {
+                    self.sending.push((request, Box::new(tensor)));
+                }
+            }
             RELEASE => service.shelf.release(SetId::decode(&arrived.bytes)),
             LEFT => {
                 let left: Left = serde_json::from_slice(&arrived.bytes).map_err(Error::other)?;
+                service.failed.fetch_or(left.failed.is_some(), SeqCst);
                 service.known.lock().left.entry(left.launch).or_default().insert(from, left);
                 service.changed.notify_all();
             }
@@ -290,7 +305,14 @@ impl Rounds<'_> {
                 let call = |group: &Arc<GroupState>| group.waiting.read(|pending| (pending.describe)().to_string());
                 let calls = waiting.iter().filter_map(call).collect();
                 let doing = Doing { calls, begun: service.groups.begun() };
-                service.notices.send(&serde_json::to_vec(&doing).map_err(Error::other)?, from, DOING)?;
+                let text = serde_json::to_vec(&doing).map_err(Error::other)?;
+                // Not a call that waits: all services may ask each other at the same moment.
+                // SAFETY: the text is kept with the request until it is done; it is short enough for one.
+                let requests = unsafe { service.notices.start_send(text.as_ptr(), text.len(), from, DOING)? };
+                let text = Arc::new(text);
+                for request in requests {
+                    self.sending.push((request, Box::new(Arc::clone(&text))));
+                }
             }
             DOING => {
                 self.doing.insert(from, serde_json::from_slice(&arrived.bytes).map_err(Error::other)?);
@@ -349,6 +371,9 @@ impl Rounds<'_> {
     /// The error of a call that took too long, with what the others are doing.
     fn timeout(&self, call: RankCall, waited: Duration, missing: Vec<usize>) -> String {
         let mut text = Error::Timeout { call: Box::new(call), waited, missing: missing.clone() }.to_string();
+        if missing.is_empty() {
+            text += "\nshardwise: all ranks are in this call, so it takes longer than the deadline by itself";
+        }
         for rank in missing {
             text += &match self.doing.get(&rank) {
                 None => format!("\nshardwise: rank {rank} does not answer"),

@@ -99,7 +99,7 @@ pub(crate) fn calls_that_do_not_fit() {
 
 /// Messages that do not fit, do not come or are not wanted.
 pub(crate) fn messages() {
-    let result = Settings::default().deadline(std::time::Duration::from_secs(2)).launch(processes(), |world| {
+    let result = launch(processes(), |world| {
         let (me, meta) = (world.rank(), TensorMeta::new(3, DType::F32));
         if me == 0 {
             world.send(&zeros(4, DType::F32), 1, 0)?;
@@ -115,8 +115,10 @@ pub(crate) fn messages() {
             let message = world.recv(&meta, 0, 1).unwrap_err().to_string();
             assert!(message.contains("f8e4m3") && message.contains("agreed.rs:"), "{message}");
             let message = world.recv(&meta, 0, 2).unwrap_err().to_string();
-            // Rank 0 has left meanwhile, or is still there and silent.
-            assert!(message.contains("rank 0") && message.contains("recv(f32 [3] from 0, tag 2)"), "{message}");
+            assert!(
+                message.contains("recv(f32 [3] from 0, tag 2)") && message.contains("already returned"),
+                "{message}"
+            );
             let long = world.recv(&TensorMeta::new(1_000_000, DType::F32), 0, 3)?;
             assert_eq!(long.get(999_999)?.to_scalar::<f32>()?, 999_999.0);
         }
@@ -140,8 +142,17 @@ pub(crate) fn messages() {
     }
 }
 
-/// What is refused before or after a launch.
+/// What is refused before, in or after a launch.
 pub(crate) fn launches() {
+    let mine = launched().expect("started by a launcher").rank == 1;
+    let message = refused(&Settings::default().deterministic(mine), |_| Ok(())).to_string();
+    assert!(message.contains("invalid settings") && message.contains("deterministic: true"), "{message}");
+    let nested = launch(processes(), |world| {
+        let message = launch(world.size(), |_| Ok(())).unwrap_err().to_string();
+        assert!(message.contains("one inside another"), "{message}");
+        world.barrier()
+    });
+    nested.unwrap();
     let message = launch(processes() + 1, |_| Ok(())).unwrap_err().to_string();
     assert!(message.contains("one process per rank") && message.contains("-n"), "{message}");
     let kept = launch(processes(), Ok).unwrap();

@@ -30,7 +30,7 @@ pub(crate) fn version() -> String {
     let asked = Command::new(mpirun()).arg("--version").output();
     let asked = asked.unwrap_or_else(|e| panic!("cannot start {}: {e}; install Open MPI or set MPIRUN", mpirun()));
     let text = String::from_utf8_lossy(&asked.stdout).into_owned();
-    let line = text.lines().find(|line| line.contains("Version") || line.contains("MPI"));
+    let line = text.lines().find(|line| ["Version", "MPI", "OpenRTE"].iter().any(|word| line.contains(word)));
     line.unwrap_or("an unknown launcher").split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
@@ -86,7 +86,9 @@ impl Job {
             match child.try_wait().expect("the launcher can be asked") {
                 Some(status) => break status.success(),
                 None if since.elapsed() > LIMIT => {
-                    child.kill().expect("the launcher can be ended");
+                    // Not killed at once: it has processes to end, and the script of the two hosts to clean up.
+                    // SAFETY: sends a signal to the launcher.
+                    unsafe { libc::kill(child.id() as i32, libc::SIGTERM) };
                     child.wait().expect("the launcher ends");
                     break false;
                 }

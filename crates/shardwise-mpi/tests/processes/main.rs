@@ -30,8 +30,10 @@ use scratch::Scratch;
 
 const ANY: &[usize] = &[1, 2, 3, 4];
 
-/// What ranks do, and the numbers of processes on which the job must end well.
-const CASES: &[(&str, &[usize], fn())] = &[
+/// The name of what ranks do, the numbers of processes on which the job must end well, and what they do.
+type Case = (&'static str, &'static [usize], fn());
+
+const CASES: &[Case] = &[
     ("collectives", ANY, suites::collectives_in_rank_order),
     ("collectives_in_pieces", &[2, 3], suites::collectives_in_pieces),
     ("groups", &[3, 4], suites::groups_side_by_side),
