@@ -1,14 +1,14 @@
 //! The calls of a group, carried out with MPI's collectives on memory without gaps.
 //!
-//! MPI cuts and joins along the first dimension only. A tensor that is to be cut along another is first copied with that
-//! dimension in front; pieces that are to be joined along another are received one after the other and then joined, which
-//! takes one pass over memory.
+//! MPI cuts and joins along the first dimension only. A tensor that is to be cut along another is first copied, piece by
+//! piece; pieces that are to be joined along another are received one after the other and then joined. Each takes one pass
+//! over memory.
 
 use std::ffi::c_int;
 
 use candle_core::Tensor;
 use shardwise::comm::Call;
-use shardwise::comm::engine::{Buffer, concat, dense, immutable, with_bytes};
+use shardwise::comm::engine::{Buffer, concat, cut, dense, immutable, with_bytes};
 use shardwise::{Result, TensorMeta};
 use smallvec::SmallVec;
 
@@ -37,60 +37,36 @@ pub(super) fn carry_out(comm: &Comm, limits: Limits, call: &Call, inputs: &[Tens
             Ok(Reduction::new(comm, limits, *op, &input()?)?.to_root(*root)?.into_iter().collect())
         }
         Call::ReduceScatter { op, dim, sizes } => {
-            let input = in_front(&input()?, *dim)?;
-            let row = row_of(input.dims());
-            let mut piece = TensorMeta::new(input.dims(), input.dtype());
-            piece.shape[0] = sizes[me];
-            let counts: SmallVec<[usize; 8]> = sizes.iter().map(|s| s * row).collect();
-            one(back_in_place(&Reduction::new(comm, limits, *op, &input)?.piece(&counts, piece)?, *dim))
+            let mut piece = TensorMeta::new(inputs[0].dims(), inputs[0].dtype());
+            piece.shape[*dim] = 1;
+            let counts: SmallVec<[usize; 8]> = sizes.iter().map(|size| size * piece.elem_count()).collect();
+            piece.shape[*dim] = sizes[me];
+            let pieces = cut(&input()?, *dim, sizes)?;
+            one(Reduction::new(comm, limits, *op, &pieces)?.piece(&counts, piece))
         }
         Call::AllGather { dim, sizes } => {
-            let joined = Join::new(&input()?, *dim, sizes)?.gather(comm, limits, None)?;
+            let joined = Join::of(&inputs[0], *dim, sizes).gather(comm, limits, &dense(&input()?)?, None)?;
             one(Ok(joined.expect("every rank is a receiver")))
         }
         Call::Gather { dim, sizes, root } => {
-            Ok(Join::new(&input()?, *dim, sizes)?.gather(comm, limits, Some(*root))?.into_iter().collect())
+            let joined = Join::of(&inputs[0], *dim, sizes).gather(comm, limits, &dense(&input()?)?, Some(*root))?;
+            Ok(joined.into_iter().collect())
         }
         Call::Scatter { whole, dim, sizes, root } => {
             one(scatter(comm, limits, inputs.first(), whole, *dim, sizes, *root))
         }
         Call::Broadcast { whole, root } => one(broadcast(comm, limits, inputs.first(), whole, *root)),
         Call::ExchangeDims { from, from_sizes, to, to_sizes } => {
-            let input = input()?;
-            let cut = |r: usize| dense(&input.narrow(*to, to_sizes[..r].iter().sum(), to_sizes[r])?);
-            let pieces = (0..comm.size()).map(cut).collect::<Result<Vec<_>>>()?;
-            one(Join::new(&pieces[me], *from, from_sizes)?.exchange(comm, &pieces))
+            let (input, mut piece) = (input()?, TensorMeta::new(inputs[0].dims(), inputs[0].dtype()));
+            piece.shape[*to] = to_sizes[me];
+            one(Join::new(piece, *from, from_sizes).exchange(comm, &cut(&input, *to, to_sizes)?, to_sizes))
         }
         Call::AllToAll { expected } => all_to_all(comm, inputs, expected),
     }
 }
 
-/// Elements of one index along the first dimension.
-fn row_of(shape: &[usize]) -> usize {
-    shape.iter().skip(1).product()
-}
-
-/// The tensor without gaps, the dimension in front.
-fn in_front(tensor: &Tensor, dim: usize) -> Result<Tensor> {
-    if dim == 0 {
-        return dense(tensor);
-    }
-    let order: Vec<usize> = std::iter::once(dim).chain((0..tensor.rank()).filter(|&d| d != dim)).collect();
-    dense(&tensor.permute(order)?)
-}
-
-/// Takes back [`in_front`].
-fn back_in_place(tensor: &Tensor, dim: usize) -> Result<Tensor> {
-    if dim == 0 {
-        return Ok(tensor.clone());
-    }
-    let order: Vec<usize> = (1..=dim).chain([0]).chain(dim + 1..tensor.rank()).collect();
-    dense(&tensor.permute(order)?)
-}
-
 /// Pieces of all ranks that become one tensor.
 struct Join<'a> {
-    mine: Tensor,
     dim: usize,
     sizes: &'a [usize],
     /// The joined tensor.
@@ -98,10 +74,14 @@ struct Join<'a> {
 }
 
 impl<'a> Join<'a> {
-    fn new(mine: &Tensor, dim: usize, sizes: &'a [usize]) -> Result<Self> {
-        let mut whole = TensorMeta::new(mine.dims(), mine.dtype());
-        whole.shape[dim] = sizes.iter().sum();
-        Ok(Join { mine: dense(mine)?, dim, sizes, whole })
+    /// Pieces like this one but for their sizes along `dim`.
+    fn new(mut piece: TensorMeta, dim: usize, sizes: &'a [usize]) -> Self {
+        piece.shape[dim] = sizes.iter().sum();
+        Join { dim, sizes, whole: piece }
+    }
+
+    fn of(mine: &Tensor, dim: usize, sizes: &'a [usize]) -> Self {
+        Self::new(TensorMeta::new(mine.dims(), mine.dtype()), dim, sizes)
     }
 
     /// Elements of the piece of a rank.
@@ -143,14 +123,14 @@ impl<'a> Join<'a> {
     }
 
     /// Every rank, or the root if there is one, gets the pieces of all.
-    fn gather(&self, comm: &Comm, limits: Limits, root: Option<usize>) -> Result<Option<Tensor>> {
+    fn gather(&self, comm: &Comm, limits: Limits, mine: &Tensor, root: Option<usize>) -> Result<Option<Tensor>> {
         let receives = root.is_none_or(|root| root == comm.rank());
         let mut buffer = if receives { Some(self.buffer()?) } else { None };
         let to = buffer.as_mut().map_or(nothing(), |b| b.first().cast());
-        let mine = self.mine.elem_count();
-        with_first(&self.mine, |from| {
+        with_first(mine, |from| {
+            let mine = mine.elem_count();
             if self.whole.elem_count() > limits.largest_count {
-                return self.gather_in_pairs(comm, root, from, to.cast());
+                return self.gather_in_pairs(comm, root, (from, mine), to.cast());
             }
             let (kind, from, mine) = (datatype(self.whole.dtype), from.cast(), mine as c_int);
             if root.is_none() && self.sizes.iter().all(|&size| size == self.sizes[0]) {
@@ -176,11 +156,17 @@ impl<'a> Join<'a> {
         buffer.map(|buffer| unsafe { self.finish(buffer) }).transpose()
     }
 
-    fn gather_in_pairs(&self, comm: &Comm, root: Option<usize>, from: *const u8, to: *mut u8) -> Result<()> {
+    fn gather_in_pairs(
+        &self,
+        comm: &Comm,
+        root: Option<usize>,
+        (from, mine): (*const u8, usize),
+        to: *mut u8,
+    ) -> Result<()> {
         let bytes = |count: usize| count * self.whole.dtype.size_in_bytes();
         let receives = |rank: usize| root.is_none_or(|root| root == rank);
         let send = |rank: usize| {
-            let bytes = if receives(rank) { bytes(self.mine.elem_count()) } else { 0 };
+            let bytes = if receives(rank) { bytes(mine) } else { 0 };
             Part { first: from, bytes }
         };
         let receive = |rank: usize| if receives(comm.rank()) { bytes(self.count(rank)) } else { 0 };
@@ -190,15 +176,21 @@ impl<'a> Join<'a> {
         unsafe { exchange(comm, &send, &one_behind_the_other(to, &receive)) }
     }
 
-    /// Hands one piece to every rank and joins what comes from each.
-    fn exchange(&self, comm: &Comm, pieces: &[Tensor]) -> Result<Tensor> {
+    /// Hands one piece to every rank and joins what comes from each. The pieces lie one behind the other in `cut`, in the
+    /// ratio of `shares`.
+    fn exchange(&self, comm: &Comm, cut: &Tensor, shares: &[usize]) -> Result<Tensor> {
         let mut buffer = self.buffer()?;
         let element = self.whole.dtype.size_in_bytes();
+        let share = cut.elem_count() * element / shares.iter().sum::<usize>().max(1);
+        let send: SmallVec<[usize; 8]> = shares.iter().map(|n| n * share).collect();
+        let send = with_first(cut, |first| one_behind_the_other(first.cast_mut(), &send));
+        let send: SmallVec<[Part<*const u8>; 8]> =
+            send.iter().map(|part| Part { first: part.first.cast_const(), bytes: part.bytes }).collect();
         let bytes: SmallVec<[usize; 8]> = (0..comm.size()).map(|rank| self.count(rank) * element).collect();
         let receive = one_behind_the_other(buffer.first(), &bytes);
         // SAFETY: the pieces live until the call returns; what comes lies one behind the other in memory for all of it.
         unsafe {
-            exchange(comm, &parts(pieces), &receive)?;
+            exchange(comm, &send, &receive)?;
             self.finish(buffer)
         }
     }
@@ -221,11 +213,12 @@ fn scatter(
     root: usize,
 ) -> Result<Tensor> {
     let (me, element) = (comm.rank(), whole.dtype.size_in_bytes());
-    let rest = whole.shape.iter().enumerate().filter(|(d, _)| *d != dim).map(|(_, &n)| n);
-    let shape: Vec<usize> = std::iter::once(sizes[me]).chain(rest).collect();
-    let row = row_of(&shape);
-    let mut buffer = Buffer::new(TensorMeta { shape, dtype: whole.dtype })?;
-    let cut = input.map(|t| in_front(&immutable(t)?, dim)).transpose()?;
+    let mut piece = whole.clone();
+    piece.shape[dim] = 1;
+    let row = piece.elem_count();
+    piece.shape[dim] = sizes[me];
+    let mut buffer = Buffer::new(piece)?;
+    let pieces = input.map(|t| cut(&immutable(t)?, dim, sizes)).transpose()?;
     let (to, mine) = (buffer.first(), sizes[me] * row);
     let run = |from: *const u8| {
         if whole.elem_count() > limits.largest_count {
@@ -243,12 +236,12 @@ fn scatter(
         // SAFETY: pieces of the root's tensor, and room for this rank's.
         unsafe { collective!(comm, MPI_Scatterv(from, counts, starts, kind, to, mine as c_int, kind, root)) }
     };
-    match &cut {
-        Some(cut) => with_first(cut, run)?,
+    match &pieces {
+        Some(pieces) => with_first(pieces, run)?,
         None => run(std::ptr::null())?,
     }
     // SAFETY: this rank's piece was received.
-    back_in_place(&unsafe { buffer.finish() }, dim)
+    Ok(unsafe { buffer.finish() })
 }
 
 /// Every rank gets the root's tensor.

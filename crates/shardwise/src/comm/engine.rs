@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 
 pub use super::check::{fingerprint, fingerprint_of};
 pub use super::host::{caught, confine_candle_to, cores, how_it_failed, pool};
-pub use crate::local::{concat, dense, immutable, with_bytes};
+pub use crate::local::{concat, cut, dense, immutable, with_bytes};
 
 use crate::error::Result;
 use crate::layout::TensorMeta;

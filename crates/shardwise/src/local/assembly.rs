@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 
 use candle_core::Tensor;
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 
 use super::copy::copy_block;
 use super::fresh::Fresh;
@@ -105,8 +106,64 @@ pub fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     Ok(unsafe { whole.finish() })
 }
 
+/// The pieces of a tensor that is cut along `dim`, one behind the other in a dense range of memory: the tensor itself
+/// where they lie like that.
+pub fn cut(tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<Tensor> {
+    if tensor.dims()[..dim].iter().all(|&n| n == 1) || tensor.elem_count() == 0 {
+        return dense(tensor);
+    }
+    let (count, elem) = (tensor.elem_count(), tensor.dtype().size_in_bytes());
+    let fresh = Fresh::new(tensor.dtype(), count)?;
+    let (mut begin, mut to) = (0, fresh.first());
+    with_first_element(tensor, |first, strides| {
+        let mut block: SmallVec<[usize; 6]> = tensor.dims().into();
+        let mut dense: SmallVec<[usize; 6]> = smallvec::smallvec![1; block.len()];
+        for &size in sizes {
+            block[dim] = size;
+            for d in (1..block.len()).rev() {
+                dense[d - 1] = dense[d] * block[d];
+            }
+            // SAFETY: the piece is inside the tensor, and the pieces side by side fill the reserved memory.
+            unsafe {
+                copy_block(first.add(begin * strides[dim] * elem), strides, to, &dense, &block, elem);
+                to = to.add(block.iter().product::<usize>() * elem);
+            }
+            begin += size;
+        }
+    });
+    // SAFETY: the pieces fill it.
+    Ok(unsafe { fresh.finish(count) })
+}
+
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn pieces_of_a_cut_lie_one_behind_the_other() {
+        let base = Tensor::arange(0u32, 3 * 5 * 4, &Device::Cpu).unwrap().reshape((3, 5, 4)).unwrap();
+        for (tensor, dim, sizes) in [
+            (base.clone(), 0, [2, 0, 1]),
+            (base.clone(), 1, [1, 3, 1]),
+            (base.clone(), 2, [0, 4, 0]),
+            (base.transpose(0, 2).unwrap(), 1, [2, 2, 1]),
+            (base.narrow(0, 1, 1).unwrap(), 1, [2, 2, 1]),
+            (base.narrow(1, 2, 0).unwrap(), 2, [2, 1, 1]),
+        ] {
+            let piece = |r: usize| {
+                let piece = tensor.narrow(dim, sizes[..r].iter().sum(), sizes[r]).unwrap();
+                if piece.elem_count() == 0 {
+                    Vec::new()
+                } else {
+                    piece.flatten_all().unwrap().to_vec1::<u32>().unwrap()
+                }
+            };
+            let expected: Vec<u32> = (0..3).flat_map(piece).collect();
+            let found = cut(&tensor, dim, &sizes).unwrap();
+            let found: Vec<u32> =
+                if found.elem_count() == 0 { Vec::new() } else { found.flatten_all().unwrap().to_vec1().unwrap() };
+            assert_eq!(found, expected);
+        }
+    }
+
     use super::*;
     use candle_core::{DType, Device};
 

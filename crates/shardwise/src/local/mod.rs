@@ -20,7 +20,7 @@ mod update;
 mod power;
 
 pub(crate) use assembly::Assembly;
-pub use assembly::{concat, dense};
+pub use assembly::{concat, cut, dense};
 pub(crate) use compare::{all_close, all_equal};
 pub(crate) use fold::{Fold, fold};
 pub(crate) use fresh::Fresh;
