@@ -1,31 +1,17 @@
 //! The checkpoint tools of the command, on checkpoints that PyTorch and others have written.
 
+#[path = "../../shardwise/tests/suites/scratch.rs"]
+mod scratch;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use scratch::Scratch;
 use serde_json::Value;
 
 fn sample(name: &str) -> PathBuf {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shardwise/tests/conformance/data/dcp");
     data.join(name).join("checkpoint")
-}
-
-/// A directory of a test, removed at its end.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("shardwise-ckpt-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        std::fs::create_dir_all(&path).unwrap();
-        Scratch(path)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }
 
 fn ckpt(arguments: &[&str]) -> Output {

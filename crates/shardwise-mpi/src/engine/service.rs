@@ -73,7 +73,7 @@ const ENDED: c_int = 4;
 const WHAT_ARE_YOU_DOING: c_int = 5;
 const DOING: c_int = 6;
 
-/// How long the thread sleeps between two looks, at first and at most. A look costs about a microsecond.
+/// How long the thread sleeps between two looks, at first and at most.
 const FIRST_SLEEP: Duration = Duration::from_micros(20);
 const LONGEST_SLEEP: Duration = Duration::from_millis(2);
 
