@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use candle_core::{DType, Device};
 use parking_lot::Mutex;
 
+use super::attention::Heads;
 use super::hooks::Hooks;
 use crate::error::{Error, Result};
 use crate::param::Param;
@@ -25,6 +26,8 @@ pub enum Item<'a> {
     Mode(&'a Mode),
     /// Functions to be applied to its input and output.
     Hooks(&'a Hooks),
+    /// How many heads the linear layers of the module are made of.
+    Heads(Heads),
 }
 
 /// A struct of parameters, buffers and other modules. Derive it.
