@@ -153,6 +153,17 @@ pub enum Error {
         message: Arc<str>,
     },
 
+    /// Something went wrong inside a module of the model.
+    #[error("`{path}` (called at {site}): {source}")]
+    InModule {
+        /// Dotted path of the innermost module.
+        path: Arc<str>,
+        /// The line of the user's program that called the module, or the model that it is in.
+        site: Site,
+        /// What went wrong there.
+        source: Box<Error>,
+    },
+
     /// The local tensor library reported an error.
     #[error("local tensor operation failed: {0}")]
     Candle(Arc<candle_core::Error>),
@@ -245,8 +256,20 @@ impl Error {
     /// The error as one of this rank, unless the message already names the ranks at fault.
     pub fn of_rank(self, rank: usize) -> Self {
         match self {
-            Error::Invalid(_) | Error::Candle(_) | Error::Io(_) | Error::Other(_) => {
+            Error::Invalid(_) | Error::InModule { .. } | Error::Candle(_) | Error::Io(_) | Error::Other(_) => {
                 Error::Rank { rank, source: Box::new(self) }
+            }
+            named => named,
+        }
+    }
+
+    /// The error as one inside the module at `path`, called at `site`, unless it already names a module or the calls of
+    /// ranks.
+    #[cold]
+    pub(crate) fn in_module(self, path: Arc<str>, site: Site) -> Self {
+        match self {
+            Error::Invalid(_) | Error::Implicit { .. } | Error::Candle(_) | Error::Io(_) | Error::Other(_) => {
+                Error::InModule { path, site, source: Box::new(self) }
             }
             named => named,
         }

@@ -40,6 +40,7 @@
 // The order of the modules is the architecture: each may use those above it, none below. A test holds it so.
 
 pub mod error;
+mod module_scope;
 mod intern;
 pub mod mesh;
 pub mod placement;

@@ -13,6 +13,7 @@ use super::{Communicator, Exposed};
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
 use crate::local::{check_served, own_copy};
+use crate::module_scope::user_site;
 use crate::placement::ReduceOp;
 
 /// Some ranks that make collectives together, seen from one of them.
@@ -338,7 +339,7 @@ impl Group {
 
     /// Carries out a call that is put together elsewhere.
     pub(crate) fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
-        self.engine.run(call, inputs, site)
+        self.engine.run(call, inputs, user_site(site))
     }
 
     fn single(&self, call: &Call, input: Option<&Tensor>, site: Site) -> Result<Tensor> {

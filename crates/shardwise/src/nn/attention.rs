@@ -75,12 +75,13 @@ impl MultiHeadAttention {
             key: linear("key", width, key_heads * size)?,
             value: linear("value", width, key_heads * size)?,
             output: linear("output", width, width)?,
-            hooks: Hooks::default(),
+            hooks: at.hooks(),
             config,
         })
     }
 
     /// Attention from `x` to `context`, with a mask that is added to the scores. Hooks see `x`.
+    #[track_caller]
     pub fn attend(&self, x: &DTensor, context: &DTensor, mask: Option<&DTensor>) -> Result<DTensor> {
         self.hooks.run_own("attend", x, |x| self.mix(x, context, mask))
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use candle_core::DType;
 
+use super::hooks::Hooks;
 use super::init::Init;
 use super::module::{Buffer, join};
 use crate::comm::DeviceMesh;
@@ -55,6 +56,11 @@ impl Builder {
     #[must_use]
     pub fn at(&self, name: &str) -> Self {
         Builder { path: join(&self.path, name), ..self.clone() }
+    }
+
+    /// Hooks of the module that is built here; they know its path from the start.
+    pub fn hooks(&self) -> Hooks {
+        Hooks::at(&self.path)
     }
 
     /// The mesh.

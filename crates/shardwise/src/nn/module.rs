@@ -158,6 +158,9 @@ pub trait Module {
 /// A module with one input and one output.
 pub trait Forward {
     /// The output for an input.
+    ///
+    /// `#[track_caller]` holds for every implementation, so that errors inside a layer name the line that called it.
+    #[track_caller]
     fn forward(&self, x: &DTensor) -> Result<DTensor>;
 }
 
@@ -217,7 +220,13 @@ items! {
     Param => Param;
     Buffer => Buffer;
     Mode => Mode;
-    Hooks => Hooks;
+}
+
+impl Module for Hooks {
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+        self.name(path.rsplit_once('.').map_or("", |(module, _)| module));
+        visit(path, Item::Hooks(self));
+    }
 }
 
 /// Fields that hold nothing to walk.

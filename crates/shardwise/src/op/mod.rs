@@ -24,6 +24,7 @@ use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, OwnedBox, Runs, TensorBox, TensorMeta, coordinates};
 use crate::local::placeholder;
 use crate::mesh::Mesh;
+use crate::module_scope::user_site;
 use crate::redistribute::Exchange;
 use crate::rule::{Decision, Need, Signature};
 use crate::tensor::{Backward, DTensor, Keeps, Saved, check_metas, check_room};
@@ -479,6 +480,7 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
 pub(crate) fn name_call(error: Error, name: &str, inputs: &[&DTensor], site: Site) -> Error {
     let Error::Invalid(mut invalid) = error else { return error };
     let tensors: Vec<String> = inputs.iter().map(|t| format!("{} {}", t.dtype().as_str(), t.layout())).collect();
+    let site = user_site(site);
     invalid.found = format!("{} (called as {}({}) at {site})", invalid.found, name, tensors.join("; "));
     Error::Invalid(invalid)
 }
