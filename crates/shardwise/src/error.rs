@@ -12,7 +12,10 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub type Site = &'static Location<'static>;
 
 /// What went wrong. Cheap to clone, because one failure is often reported on every rank.
-#[derive(Debug, Clone, thiserror::Error)]
+///
+/// `Debug` reads like `Display`: `fn main() -> Result<()>`, `unwrap` and `expect` print the sentence that was written for
+/// the reader, and not the tree of types that carries it.
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A value handed in by the caller cannot be used.
@@ -212,6 +215,12 @@ impl fmt::Display for RankCall {
     }
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 impl Error {
     /// An invalid value: what it is, what was found, what was needed, what to do.
     ///
@@ -315,6 +324,15 @@ mod tests {
     #[test]
     fn stays_small_enough_to_return_by_value() {
         assert!(std::mem::size_of::<Error>() <= 80, "{}", std::mem::size_of::<Error>());
+    }
+
+    #[test]
+    fn debug_reads_like_display() {
+        let inner = Error::invalid("mesh", "6 ranks", "at most 4", "use a smaller mesh");
+        let error = inner.of_rank(1);
+        let text = "rank 1 failed: invalid mesh: found 6 ranks, needed at most 4; use a smaller mesh";
+        assert_eq!(format!("{error:?}"), text);
+        assert_eq!(format!("{error:#?}"), text);
     }
 
     #[test]

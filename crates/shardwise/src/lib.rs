@@ -67,6 +67,7 @@ pub use comm::{DeviceMesh, DryWorld, Group, ThreadWorld, World, explicit_communi
 pub use error::{Error, Result};
 pub use layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 pub use mesh::Mesh;
+pub use op::detect_anomaly;
 pub use optim::ShardedOptimizer;
 pub use param::Param;
 pub use placement::{Placement, ReduceOp};
