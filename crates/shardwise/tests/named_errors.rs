@@ -20,7 +20,9 @@ fn different_seeds_say_so() {
     let error = refused(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
         if world.rank() == 1 {
-            mesh.generator().draw();
+            let mut state = mesh.generator().state();
+            state.offset += 1;
+            mesh.generator().set_state(state);
         }
         DTensor::randn(4, &mesh, [Shard(0)]).map(drop)
     });
@@ -70,7 +72,10 @@ fn a_nan_names_the_operator_that_made_it() {
             let x = DTensor::zeros(4, DType::F32, &mesh, [at.clone()])?.requires_grad();
             detect_anomaly(|| x.sqrt()?.mul_scalar(0.0)?.sum_all()?.backward()).map(drop)
         });
-        assert!(backward.contains("NaN") && backward.contains("in the backward pass of sqrt"), "{backward}");
+        assert!(
+            backward.contains("NaN") && backward.contains("in the backward pass of sqrt, called at "),
+            "{backward}"
+        );
     }
 }
 
@@ -82,4 +87,26 @@ fn what_brought_nan_along_is_told_from_what_made_it() {
         no_grad(|| detect_anomaly(|| x.add_scalar(1.0))).map(drop)
     });
     assert!(error.contains("input(s) 0 had it"), "{error}");
+}
+
+#[test]
+fn a_nan_inside_a_layer_names_the_module() {
+    use shardwise::nn::{Activation, Builder, Forward, Mlp};
+    let error = refused(2, |world| {
+        let mesh = world.mesh([("dp", 2)])?;
+        let mlp = Mlp::new(&Builder::new(&mesh).at("blocks.0.mlp"), 8, 16, Activation::Relu)?;
+        // weights of both signs: inf - inf
+        let x = DTensor::full(f64::INFINITY, (4, 8), DType::F32, &mesh, [Shard(0)])?;
+        detect_anomaly(|| mlp.forward(&x)).map(drop)
+    });
+    assert!(error.contains("`blocks.0.mlp.up`") && error.contains("NaN in the result of"), "{error}");
+    let error = refused(2, |world| {
+        let mesh = world.mesh([("dp", 2)])?;
+        let mlp = Mlp::new(&Builder::new(&mesh).at("blocks.0.mlp"), 8, 16, Activation::Relu)?;
+        let x = DTensor::ones((4, 8), DType::F32, &mesh, [Shard(0)])?;
+        let spoilt = DTensor::full(f64::NAN, (4, 8), DType::F32, &mesh, [Shard(0)])?;
+        // the NaN comes from a cotangent, so that only the backward pass has it
+        detect_anomaly(|| mlp.forward(&x)?.backward_with(&spoilt)).map(drop)
+    });
+    assert!(error.contains("in the backward pass of") && error.contains("in module `blocks.0.mlp.down`"), "{error}");
 }

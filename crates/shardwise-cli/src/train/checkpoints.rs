@@ -211,6 +211,9 @@ impl<'a> Saver<'a> {
 /// that is wanted, else they are an error.
 pub(super) fn make_way(out: &Path, first: u64, overwrite: bool) -> Result<()> {
     let series = series(out);
+    // A place that cannot be written to is found out now and not when the first checkpoint is due.
+    let root = out.join(CHECKPOINTS);
+    std::fs::create_dir_all(&root).map_err(|error| unwritable("checkpoint directory", &root, &error))?;
     let later: Vec<u64> = series.steps()?.into_iter().filter(|&step| step > first).collect();
     let Some(last) = later.last() else { return Ok(()) };
     if !overwrite {

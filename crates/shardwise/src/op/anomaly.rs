@@ -1,15 +1,31 @@
 //! A scope in which the operator that first gives NaN is an error.
 
 use std::cell::{Cell, RefCell};
+use std::sync::Arc;
 
 use crate::error::{Error, Result, Site};
 use crate::local::reals;
+use crate::module_scope::{current_path, user_site};
 use crate::tensor::DTensor;
 
 thread_local! {
     static DEPTH: Cell<usize> = const { Cell::new(0) };
-    /// The calls whose gradients are being taken, the innermost last.
-    static BACKWARD: RefCell<Vec<&'static str>> = const { RefCell::new(Vec::new()) };
+    /// The calls whose gradients are being taken, in words, the innermost last.
+    static BACKWARD: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Where an operator was called.
+#[derive(Clone)]
+pub(super) struct Origin {
+    /// Path of the module whose `forward` was running.
+    path: Option<Arc<str>>,
+    site: Site,
+}
+
+impl Origin {
+    pub(super) fn here(site: Site) -> Self {
+        Origin { path: current_path(), site: user_site(site) }
+    }
 }
 
 /// Runs `body`; inside, an operator whose result has NaN on this rank is an error that names it, its tensors and the place in
@@ -43,19 +59,23 @@ pub fn detect_anomaly<R>(body: impl FnOnce() -> R) -> R {
 }
 
 /// Whether results are looked at now.
-pub(crate) fn is_detecting() -> bool {
+pub(super) fn is_detecting() -> bool {
     DEPTH.get() > 0
 }
 
 /// Runs the backward pass of one call, so that what it computes is reported as that.
-pub(crate) fn in_backward_of<R>(name: &'static str, body: impl FnOnce() -> R) -> R {
+pub(super) fn in_backward_of<R>(name: &'static str, origin: Option<Origin>, body: impl FnOnce() -> R) -> R {
+    /// Leaves the scope also when the body panics.
     struct Leave;
     impl Drop for Leave {
         fn drop(&mut self) {
             BACKWARD.with_borrow_mut(Vec::pop);
         }
     }
-    BACKWARD.with_borrow_mut(|calls| calls.push(name));
+    let place = origin.map_or(String::new(), |Origin { path, site }| {
+        path.map_or(String::new(), |path| format!(" in module `{path}`")) + &format!(", called at {site}")
+    });
+    BACKWARD.with_borrow_mut(|calls| calls.push(format!("{name}{place}")));
     let _leave = Leave;
     body()
 }

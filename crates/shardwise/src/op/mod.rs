@@ -5,7 +5,7 @@ mod anomaly;
 mod scope;
 
 pub use anomaly::detect_anomaly;
-pub(crate) use anomaly::{in_backward_of, is_detecting};
+use anomaly::{Origin, in_backward_of, is_detecting};
 pub(crate) use scope::{ScopedRule, operators_in, with_rule};
 
 use std::any::Any;
@@ -67,15 +67,22 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
 }
 
 /// The way back of an operator.
-struct Recorded<O>(O);
+struct Recorded<O> {
+    op: O,
+    /// Where it was called, inside [`detect_anomaly`].
+    origin: Option<Origin>,
+}
 
 impl<O: Op> Backward for Recorded<O> {
     fn name(&self) -> &'static str {
-        self.0.name()
+        self.op.name()
     }
 
     fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        self.0.gradient(saved, gradients)
+        match is_detecting() {
+            true => in_backward_of(self.name(), self.origin.clone(), || self.op.gradient(saved, gradients)),
+            false => self.op.gradient(saved, gradients),
+        }
     }
 }
 
@@ -324,7 +331,9 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
         return Ok(outputs);
     }
     match op.differentiable() {
-        Some(keeps) => Ok(DTensor::recorded(outputs, inputs, keeps, || Box::new(Recorded(op.clone())))),
+        Some(keeps) => Ok(DTensor::recorded(outputs, inputs, keeps, || {
+            Box::new(Recorded { op: op.clone(), origin: is_detecting().then(|| Origin::here(site)) })
+        })),
         None => Ok(outputs),
     }
 }

@@ -14,24 +14,10 @@ use crate::layout::TensorMeta;
 use crate::local::{check_dtype, check_served, dense, filled, own_copy, placeholder};
 use crate::tensor::check_metas;
 
-/// An error, the same on all ranks, if a shard is placed on a device that computes nothing here, or is larger than memory.
+/// An error, the same on all ranks, if a shard is larger than memory.
 fn check_shards(metadata: &ShardedTensorMetadata, dry: bool) -> Result<()> {
-    for shard in &metadata.shards {
-        if let Some(placement) = shard.placement.as_ref().filter(|p| !p.device().starts_with("cpu"))
-            && !dry
-        {
-            return Err(Error::invalid(
-                "shard",
-                format!("shard {shard} on `{}`, where this library does not compute", placement.device()),
-                "a placement on `cpu`",
-                "place the shards on the CPU of their ranks",
-            ));
-        }
-        if !dry {
-            check_metas(&[TensorMeta { shape: shard.sizes.clone(), dtype: metadata.dtype }], 1, dry)?;
-        }
-    }
-    Ok(())
+    let meta = |shard: &ShardMetadata| TensorMeta { shape: shard.sizes.clone(), dtype: metadata.dtype };
+    metadata.shards.iter().try_for_each(|shard| check_metas(&[meta(shard)], 1, dry))
 }
 
 impl ShardedTensor {

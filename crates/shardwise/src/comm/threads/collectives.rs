@@ -12,7 +12,7 @@ use crate::comm::Call;
 use crate::comm::check::Entry;
 use crate::error::Result;
 use crate::layout::{TensorMeta, chunk};
-use crate::local::{Assembly, Reducible, concat, dense, immutable, reduce_block, with_type};
+use crate::local::{Assembly, Reducible, concat, dense, immutable, own_copy, reduce_block, with_type};
 use crate::placement::ReduceOp;
 
 /// Parts of a shared reduction begin at multiples of this many elements, so that no cache line has two writers.
@@ -101,7 +101,8 @@ fn read_others(call: &Call, all: &[Arc<Posted>], me: usize) -> Result<Vec<Tensor
         }
         Call::Scatter { dim, sizes, root, .. } => {
             let piece = input(*root).narrow(*dim, sizes[..me].iter().sum(), sizes[me])?;
-            only(dense(&piece))
+            // Memory of its own: the root may overwrite the whole, and a piece does not keep it alive.
+            only(own_copy(&piece))
         }
         Call::Broadcast { root, .. } => Ok(vec![input(*root).clone()]),
         Call::ExchangeDims { from, to, to_sizes, .. } => {
