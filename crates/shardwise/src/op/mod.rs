@@ -1,9 +1,12 @@
 //! Operators and the one way in which they are carried out: decide the layouts (once per combination), bring the inputs
 //! there, run the kernel on local tensors.
 
+mod anomaly;
 mod scope;
 mod widening;
 
+pub use anomaly::detect_anomaly;
+pub(crate) use anomaly::{in_backward_of, is_detecting};
 pub(crate) use scope::{ScopedRule, operators_in, with_rule};
 pub use widening::Accumulation;
 
@@ -23,9 +26,10 @@ use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, OwnedBox, Runs, TensorBox, TensorMeta, coordinates};
 use crate::local::placeholder;
 use crate::mesh::Mesh;
+use crate::module_scope::user_site;
 use crate::redistribute::Exchange;
 use crate::rule::{Decision, Need, Signature};
-use crate::tensor::{Backward, DTensor, Keeps, Saved};
+use crate::tensor::{Backward, DTensor, Keeps, Saved, check_metas, check_room};
 use widening::{held_types, prepare};
 
 /// An operator with its arguments that are not tensors. Equal operators do the same.
@@ -43,7 +47,8 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
         plan.signature.decide(inputs, elem, &shapes)
     }
 
-    /// The operator on local tensors.
+    /// The operator on local tensors. These are the memory of distributed tensors, which never change: a kernel does not
+    /// write to them in place, and keeps no other handle to what it returns.
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>>;
 
     /// In which type it computes its part of an output that becomes a partial sum, mean or product.
@@ -338,6 +343,9 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     };
     let described = decided.decision.outputs.iter().zip(&decided.locals);
     let outputs = described.zip(outputs).map(wrap).collect::<Result<Vec<DTensor>>>()?;
+    if is_detecting() && !dry && mesh.contains(rank) {
+        anomaly::check(op.name(), inputs, &outputs, site)?;
+    }
     if inputs.iter().all(|t| !t.has_gradient()) {
         return Ok(outputs);
     }
@@ -477,12 +485,17 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
     }
     let metas: Vec<TensorMeta> = inputs.iter().map(|t| t.meta()).collect();
     let plan = op.plan(&metas)?;
+    let dry = mesh.world().is_dry();
+    check_metas(&plan.outputs, mesh.size(), dry)?;
     let layouts: Vec<&Layout> = inputs.iter().map(|t| t.layout()).collect();
     let elem: Vec<usize> = metas.iter().map(|m| m.dtype.size_in_bytes()).collect();
     let decision = match scoped.map(|scoped| scoped.decide(&plan, &layouts)).transpose()?.flatten() {
         Some(decision) => decision,
         None => op.decide(&plan, &layouts, &elem)?,
     };
+    for (layout, meta) in decision.outputs.iter().zip(&plan.outputs) {
+        check_room(layout, meta.dtype, dry)?;
+    }
     let rank = mesh.world().rank();
     let local =
         |(layout, meta): (&Layout, &TensorMeta)| TensorMeta { shape: layout.local_shape(rank), dtype: meta.dtype };
@@ -509,6 +522,7 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
 pub(crate) fn name_call(error: Error, name: &str, inputs: &[&DTensor], site: Site) -> Error {
     let Error::Invalid(mut invalid) = error else { return error };
     let tensors: Vec<String> = inputs.iter().map(|t| format!("{} {}", t.dtype().as_str(), t.layout())).collect();
+    let site = user_site(site);
     invalid.found = format!("{} (called as {}({}) at {site})", invalid.found, name, tensors.join("; "));
     Error::Invalid(invalid)
 }

@@ -5,12 +5,15 @@ mod compare;
 mod construct;
 mod factories;
 mod foreign;
+mod room;
 mod show;
 mod state;
 mod tape;
 
 pub(crate) use factories::{agreed_draw, random_box};
 pub use foreign::{DeviceBackend, register_backend};
+pub(crate) use room::{check_metas, check_room};
+pub(crate) use show::{Piece, local_text, show_pieces};
 pub use state::DTensorState;
 pub use tape::{Backward, Keeps, Saved, no_grad};
 pub(crate) use tape::{Node, Tape, is_recording, next_number, with_recording};
@@ -24,7 +27,7 @@ use crate::comm::{DeviceMesh, implicitly};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 pub use crate::local::Number;
-use crate::local::placeholder;
+use crate::local::{self, check_cpu, check_dtype, own_copy, placeholder};
 use crate::placement::{Placement, ReduceOp};
 use crate::redistribute::{Exchange, redistribute};
 
@@ -142,13 +145,28 @@ impl DTensor {
         TensorMeta { shape: self.shape().to_vec(), dtype: self.dtype() }
     }
 
-    /// The part that this rank holds; without elements on a rank outside the mesh. It is a plain tensor and has no
-    /// gradient: [`local_map`](crate::autograd::local_map) runs code on local parts that has one.
+    /// A copy of the part that this rank holds; without elements on a rank outside the mesh.
+    ///
+    /// Local: nothing is communicated. It is a plain tensor in memory of its own, because candle writes to tensors in place
+    /// (`slice_set`) and a distributed tensor never changes; the copy is the one cost of this call. It has no gradient:
+    /// [`local_map`](crate::autograd::local_map) runs code on local parts that has one. In a dry run the result has the
+    /// shape and no memory. [`local_shape`](Layout::local_shape) of the layout gives the shape alone.
     ///
     /// It always has the type of the tensor. Terms of a pending sum, mean or product are kept, and travel, in a wider type
-    /// where that makes the result exact to its last bit (half precision in f32, sums of f32 in f64); this shows them
+    /// where their sum would depend on the layout otherwise (half precision in f32, sums of f32 in f64); this shows them
     /// rounded.
-    pub fn to_local(&self) -> &Tensor {
+    ///
+    /// # Panics
+    /// If there is no memory for the copy.
+    pub fn to_local(&self) -> Tensor {
+        match self.value.mesh.world().is_dry() {
+            true => self.local().clone(),
+            false => own_copy(self.local()).unwrap_or_else(|error| panic!("to_local: {error}")),
+        }
+    }
+
+    /// The part that this rank holds, in the type of the tensor and where it is: for reading only.
+    pub(crate) fn local(&self) -> &Tensor {
         let Value { mesh, dtype, held, rounded, .. } = &*self.value;
         if held.dtype() == *dtype {
             return held;
@@ -156,7 +174,7 @@ impl DTensor {
         rounded.get_or_init(|| converted(mesh, held, *dtype).expect("floating-point types convert into each other"))
     }
 
-    /// The part that this rank holds, in the type in which it is held: see [`to_local`](Self::to_local).
+    /// The part that this rank holds, in the type in which it is held: for reading only; see [`to_local`](Self::to_local).
     pub(crate) fn held(&self) -> &Tensor {
         &self.value.held
     }
@@ -169,6 +187,11 @@ impl DTensor {
             }
             _ => Ok(self.held().clone()),
         }
+    }
+
+    /// Whether the local parts of two tensors are one and the same memory, as those of clones are.
+    pub fn shares_memory(&self, other: &DTensor) -> bool {
+        local::same_memory(self.local(), other.local())
     }
 
     /// The same value with other placements on the same mesh.
@@ -200,6 +223,7 @@ impl DTensor {
             ));
         }
         check_partial(to, self.dtype())?;
+        check_room(to, self.dtype(), self.value.mesh.world().is_dry())?;
         let held = redistribute(&self.value.mesh, self.layout(), to, &self.reducible()?, site)?;
         let moved = Self::from_held(&self.value.mesh, to.clone(), held, self.dtype())?;
         Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).settled())))
@@ -212,6 +236,7 @@ impl DTensor {
     pub fn to_mesh(&self, mesh: &DeviceMesh, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
         let to = Layout::new(mesh.mesh(), self.shape(), placements)?;
         check_partial(&to, self.dtype())?;
+        check_room(&to, self.dtype(), mesh.world().is_dry())?;
         let site = Location::caller();
         // Reduce what is pending before the move, make what shall be pending after it.
         let source = self.reduced(site)?;
@@ -235,16 +260,22 @@ impl DTensor {
         let group = mesh.world().subgroup(&ranks)?;
         let from = self.layout();
         let exchange = Exchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
-        let local = exchange.assemble(self.to_local(), &meta, site)?;
+        let local = exchange.assemble(self.local(), &meta, site)?;
         Ok(Self::from_parts(mesh, to, local))
     }
 
-    /// The whole tensor on every rank of the mesh; without elements on a rank outside it. It is a plain tensor; gradients
-    /// go through [`redistribute`](Self::redistribute) and [`local_map`](crate::autograd::local_map).
+    /// The whole tensor on every rank of the mesh; without elements on a rank outside it.
+    ///
+    /// Collective unless every rank already holds the whole. It is a plain tensor in memory that no other rank or tensor
+    /// shares; gradients go through [`redistribute`](Self::redistribute) and [`local_map`](crate::autograd::local_map).
     #[track_caller]
     pub fn full_tensor(&self) -> Result<Tensor> {
         let to = Layout::replicated(self.layout().mesh(), self.shape())?;
-        Ok(self.to_layout_at(&to, Location::caller())?.to_local().clone())
+        let whole = self.to_layout_at(&to, Location::caller())?;
+        let world = self.value.mesh.world();
+        // What an engine has just put together for this rank alone needs no second copy.
+        let mine = to != *self.layout() && !world.shares_memory() && !whole.shares_memory(self);
+        if world.is_dry() || mine { Ok(whole.local().clone()) } else { own_copy(whole.local()) }
     }
 
     /// The same value without pending reductions: partial axes become replicated.
@@ -260,6 +291,8 @@ impl DTensor {
         if dtype == self.dtype() {
             return Ok(self.clone());
         }
+        check_dtype(dtype)?;
+        check_room(self.layout(), dtype, self.value.mesh.world().is_dry())?;
         let picks = |p: &Placement| match p {
             Placement::Partial(op) => matches!(op, ReduceOp::Max | ReduceOp::Min) && keeps_order(self.dtype(), dtype),
             _ => true,
@@ -273,7 +306,7 @@ impl DTensor {
             true => self.clone(),
             false => implicitly("to_dtype", || self.reduced(site))?,
         };
-        let local = converted(&self.value.mesh, source.to_local(), dtype)?;
+        let local = converted(&self.value.mesh, source.local(), dtype)?;
         let made = Self::from_parts(&self.value.mesh, source.layout().clone(), local);
         Ok(source.moved(made, "to_dtype", &|saved, gradient| gradient.to_dtype(saved.dtype(0))))
     }
@@ -293,11 +326,16 @@ impl DTensor {
         Self::recorded(vec![made], &[self], Keeps::Nothing, || Box::new(Moved { name, back })).swap_remove(0)
     }
 
-    /// The same tensor with its local part on another device.
+    /// The same tensor with its local part on another device, of which there is one: operators compute on the CPU.
+    ///
+    /// Local: nothing is communicated. Devices of other kinds are served by backends that a program registers
+    /// ([`register_backend`]).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for any device but the CPU.
     pub fn to_device(&self, device: &Device) -> Result<DTensor> {
-        let made = Self::from_parts(&self.value.mesh, self.layout().clone(), self.to_local().to_device(device)?);
-        // Operators compute on the CPU.
-        Ok(self.moved(made, "to_device", &|_, gradient| gradient.to_device(&Device::Cpu)))
+        check_cpu(device)?;
+        Ok(self.clone())
     }
 }
 
