@@ -73,7 +73,7 @@ pub use param::Param;
 pub use placement::{Placement, ReduceOp};
 pub use random::{Distribution, Generator};
 pub use sharded::ShardedTensor;
-pub use tensor::{DTensor, no_grad};
+pub use tensor::{DTensor, Number, no_grad};
 
 /// What most programs need, in one line: `use shardwise::prelude::*;`.
 pub mod prelude {

@@ -83,7 +83,7 @@ fn fill(members: &[usize], wanted: &[(DTensor, Layout)]) -> Vec<Vec<usize>> {
     let mut buckets: Vec<(usize, Vec<usize>)> = Vec::new();
     for &i in members {
         // The largest local part of any rank, so that all ranks fill alike.
-        let bytes = wanted[i].0.elem_count() * wanted[i].0.dtype().size_in_bytes();
+        let bytes = wanted[i].0.elem_count() * travels_as(wanted[i].0.dtype()).size_in_bytes();
         match buckets.last_mut() {
             Some((size, bucket)) if *size + bytes <= BUCKET => {
                 *size += bytes;
@@ -93,6 +93,14 @@ fn fill(members: &[usize], wanted: &[(DTensor, Layout)]) -> Vec<Vec<usize>> {
         }
     }
     buckets.into_iter().map(|(_, bucket)| bucket).collect()
+}
+
+/// The type in which gradients are added up.
+fn travels_as(dtype: DType) -> DType {
+    match dtype {
+        DType::F16 | DType::BF16 => DType::F32,
+        other => other,
+    }
 }
 
 fn reduce(kind: Kind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) -> Result<Vec<DTensor>> {
@@ -105,7 +113,7 @@ fn reduce(kind: Kind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) 
         return parts.iter().map(|(tensor, layout)| tensor.to_layout_at(layout, site)).collect();
     }
     let group = mesh.group_of(axes)?;
-    let dtype = parts[0].0.dtype();
+    let (dtype, travels) = (parts[0].0.dtype(), travels_as(parts[0].0.dtype()));
     // Per part and rank of the group the piece that the rank shall have.
     let pieces = |layout: &Layout| -> Vec<Vec<usize>> {
         match kind {
@@ -122,7 +130,7 @@ fn reduce(kind: Kind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) 
             (Call::ReduceScatter { op: ReduceOp::Sum, dim: 0, sizes }, group.rank())
         }
     };
-    let packed = pack(mesh, axes[0], parts, &shapes, dtype)?;
+    let packed = pack(mesh, axes[0], parts, &shapes, travels)?;
     let reduced = group.run(&call, &[packed], site)?.swap_remove(0);
     let mut start = 0;
     let mut moved = Vec::new();
@@ -130,12 +138,12 @@ fn reduce(kind: Kind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) 
         let shape = shapes[own].clone();
         let n = count(&shape);
         let local = match mesh.world().is_dry() || n == 0 {
-            true => placeholder(&TensorMeta { shape, dtype })?,
+            true => placeholder(&TensorMeta { shape, dtype: travels })?,
             // In memory of its own: a gradient must not keep the bucket alive.
             false => reduced.narrow(0, start, n)?.force_contiguous()?.reshape(shape)?,
         };
         start += n;
-        moved.push(DTensor::from_parts(mesh, layout.clone(), local));
+        moved.push(DTensor::from_held(mesh, layout.clone(), local, dtype)?);
     }
     Ok(moved)
 }
@@ -155,7 +163,7 @@ fn pack(
     let mut flat: Vec<Tensor> = Vec::new();
     for piece in 0..shapes[0].len() {
         for ((tensor, layout), shapes) in parts.iter().zip(shapes) {
-            let local = tensor.local();
+            let local = tensor.held().to_dtype(dtype)?;
             let part = match layout.placements()[axis].shard_dim() {
                 None => local.clone(),
                 Some(dim) => {

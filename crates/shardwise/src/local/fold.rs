@@ -12,7 +12,7 @@ use candle_core::{DType, Tensor};
 
 use super::convert::{Block, Compute};
 use super::fresh::Fresh;
-use super::{dense, filled, first_element, vector};
+use super::{Number, dense, filled, first_element, limits, vector};
 use crate::error::Result;
 use crate::layout::TensorMeta;
 
@@ -45,15 +45,17 @@ pub(crate) enum Fold {
 }
 
 impl Fold {
-    /// The result for no elements.
-    fn neutral(self) -> f64 {
+    /// The result for no elements, of a type.
+    fn neutral(self, dtype: DType) -> Number {
+        let (least, most) = limits(dtype).map_or((f64::NEG_INFINITY.into(), f64::INFINITY.into()), |(least, most)| {
+            (Number::Integer(least), Number::Integer(most))
+        });
         match self {
-            // Added to a negative zero, this one leaves it so.
-            Fold::Sum => -0.0,
-            Fold::Any | Fold::CountNonzero => 0.0,
-            Fold::Product | Fold::All => 1.0,
-            Fold::Max => f64::NEG_INFINITY,
-            Fold::Min => f64::INFINITY,
+            // Not -0.0, which would leave a sum of negative zeros negative: PyTorch gives 0.0 for it, and for no elements.
+            Fold::Sum | Fold::Any | Fold::CountNonzero => Number::Integer(0),
+            Fold::Product | Fold::All => Number::Integer(1),
+            Fold::Max => least,
+            Fold::Min => most,
         }
     }
 }
@@ -61,7 +63,7 @@ impl Fold {
 /// Reduces the dimensions `dims`, in ascending order, of a tensor to one of this shape and type.
 pub(crate) fn fold(kind: Fold, x: &Tensor, dims: &[usize], shape: &[usize], dtype: DType) -> Result<Tensor> {
     if x.elem_count() == 0 {
-        return filled(kind.neutral(), &TensorMeta { shape: shape.to_vec(), dtype });
+        return filled(kind.neutral(dtype), &TensorMeta { shape: shape.to_vec(), dtype });
     }
     let (x, extent) = arranged(x, dims)?;
     match x.dtype() {
@@ -320,7 +322,7 @@ macro_rules! steps {
     )*)*};
 }
 steps! {
-    Sum: f32 | f64 as f64, -0.0, |a, x| a + x as f64, a + x;
+    Sum: f32 | f64 as f64, 0.0, |a, x| a + x as f64, a + x;
     Sum: i64 as i64, 0, |a, x| a.wrapping_add(x), a.wrapping_add(x);
     Product: f32 | f64 as f64, 1.0, |a, x| a * x as f64, a * x;
     Product: i64 as i64, 1, |a, x| a.wrapping_mul(x), a.wrapping_mul(x);

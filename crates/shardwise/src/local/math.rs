@@ -129,8 +129,8 @@ pub(crate) fn expm1<const FMA: bool>(x: f32) -> f32 {
     // Half of the power: the whole one may be out of range.
     let half = power_of_two(n.wrapping_sub(1));
     let value = 2.0 * fma::<FMA>(half, near, half - 0.5);
-    // A zero keeps its sign.
-    if x == 0.0 { x } else { value }
+    // A zero keeps its sign, and a subnormal number its digits.
+    if x.abs() < 1e-10 { x } else { value }
 }
 
 /// A positive normal number as `(1 + f) * 2^n` with 1 + f between sqrt(1/2) and sqrt(2).

@@ -15,6 +15,7 @@ mod vector;
 pub(crate) mod math;
 mod convert;
 mod map;
+mod number;
 mod fold;
 pub(crate) mod rows;
 mod update;
@@ -26,6 +27,8 @@ pub(crate) use compare::{all_close, all_equal};
 pub(crate) use fold::{Fold, fold};
 pub(crate) use fresh::Fresh;
 pub(crate) use map::{Arithmetic, Each, Function, Wide, map};
+pub use number::Number;
+pub(crate) use number::limits;
 pub(crate) use pick::{NOWHERE, Numbers, pick, take};
 pub(crate) use pointwise::{from_reals, from_wholes, reals, wholes};
 pub(crate) use power::{Power, measure};
@@ -139,14 +142,16 @@ pub(crate) fn same_memory(a: &Tensor, b: &Tensor) -> bool {
     with_first_element(a, |first, _| first as usize) == with_first_element(b, |first, _| first as usize)
 }
 
-/// A tensor filled with one number.
-pub(crate) fn filled(value: f64, meta: &TensorMeta) -> Result<Tensor> {
+/// A tensor filled with one number; an error if its type does not hold it.
+pub(crate) fn filled(value: impl Into<Number>, meta: &TensorMeta) -> Result<Tensor> {
+    let value = value.into().fit(meta.dtype)?;
     let output = Assembly::new(meta.clone())?;
     with_type!(meta.dtype, T => {
         // SAFETY: the memory is that of a tensor with this type and number of elements, and nobody else writes to it.
         unsafe {
             let first = output.range::<T>(0);
-            (0..meta.elem_count()).for_each(|i| first.add(i).write(<T as candle_core::WithDType>::from_f64(value)));
+            let element = value.element::<T>();
+            (0..meta.elem_count()).for_each(|i| first.add(i).write(element));
             Ok(output.finish())
         }
     }, otherwise unreachable!("checked when reserved"))

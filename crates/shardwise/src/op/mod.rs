@@ -3,10 +3,12 @@
 
 mod anomaly;
 mod scope;
+mod widening;
 
 pub use anomaly::detect_anomaly;
 use anomaly::{Origin, in_backward_of, is_detecting};
 pub(crate) use scope::{ScopedRule, operators_in, with_rule};
+pub use widening::Accumulation;
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -28,6 +30,7 @@ use crate::module_scope::user_site;
 use crate::redistribute::Exchange;
 use crate::rule::{Decision, Need, Signature};
 use crate::tensor::{Backward, DTensor, Keeps, Saved, check_metas, check_room};
+use widening::{held_types, prepare};
 
 /// An operator with its arguments that are not tensors. Equal operators do the same.
 pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
@@ -47,6 +50,11 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
     /// The operator on local tensors. These are the memory of distributed tensors, which never change: a kernel does not
     /// write to them in place, and keeps no other handle to what it returns.
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>>;
+
+    /// In which type it computes its part of an output that becomes a partial sum, mean or product.
+    fn accumulation(&self) -> Accumulation {
+        Accumulation::InF32
+    }
 
     /// How many elementary operations it takes on local tensors of these shapes, for estimates.
     fn flops(&self, inputs: &[&[usize]], outputs: &[&[usize]]) -> u64 {
@@ -90,6 +98,7 @@ impl<O: Op> Backward for Recorded<O> {
 pub struct Place<'a> {
     decision: &'a Decision,
     locals: &'a [TensorMeta],
+    held: &'a [DType],
     mesh: &'a Mesh,
     rank: usize,
 }
@@ -109,6 +118,12 @@ impl Place<'_> {
     /// The shape of what this rank holds of an output.
     pub fn local_shape(&self, output: usize) -> &[usize] {
         &self.locals[output].shape
+    }
+
+    /// The type in which this rank holds its part of an output: a partial sum is held in a wider type than it has in the
+    /// end. A kernel that gives another floating-point type has its result converted.
+    pub fn output_dtype(&self, output: usize) -> DType {
+        self.held[output]
     }
 
     /// The global indices along a dimension that this rank holds of an output, in local order.
@@ -304,7 +319,7 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     let mut locals: SmallVec<[Tensor; 3]> = SmallVec::new();
     for (input, bring) in inputs.iter().zip(&decided.brings) {
         locals.push(match bring {
-            Bring::Ready => input.local().clone(),
+            Bring::Ready => input.held().clone(),
             _ => implicitly(op.name(), || bring.run(&input.detach(), dry, site))?,
         });
     }
@@ -314,16 +329,27 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
         let made: SmallVec<[&[usize]; 3]> = decided.locals.iter().map(|m| m.shape.as_slice()).collect();
         mesh.world().work().add(op.flops(&held, &made));
     }
+    let held = held_types(op.accumulation(), inputs, &locals, &decided.decision.outputs, &decided.locals);
     let outputs = match dry || !mesh.contains(rank) {
-        true => decided.locals.iter().map(placeholder).collect::<Result<Vec<_>>>()?,
+        true => {
+            let shapes = decided.locals.iter().zip(&held);
+            shapes
+                .map(|(m, &held)| placeholder(&TensorMeta::new(m.shape.as_slice(), held)))
+                .collect::<Result<Vec<_>>>()?
+        }
         false => {
-            let place = Place { decision: &decided.decision, locals: &decided.locals, mesh: mesh.mesh(), rank };
-            let made = op.run(&locals, &place).and_then(|made| fitting(made, &decided.locals));
+            let place =
+                Place { decision: &decided.decision, locals: &decided.locals, held: &held, mesh: mesh.mesh(), rank };
+            prepare(op.accumulation(), inputs, &mut locals, &held, &decided.locals)?;
+            let made = op.run(&locals, &place).and_then(|made| fitting(made, &decided.locals, &held));
             made.map_err(|e| name_call(e, op.name(), inputs, site))?
         }
     };
-    let wrap = |(layout, local): (&Layout, Tensor)| DTensor::from_parts(mesh, layout.clone(), local);
-    let outputs: Vec<DTensor> = decided.decision.outputs.iter().zip(outputs).map(wrap).collect();
+    let wrap = |((layout, meta), local): ((&Layout, &TensorMeta), Tensor)| {
+        DTensor::from_held(mesh, layout.clone(), local, meta.dtype)
+    };
+    let described = decided.decision.outputs.iter().zip(&decided.locals);
+    let outputs = described.zip(outputs).map(wrap).collect::<Result<Vec<DTensor>>>()?;
     if is_detecting() && !dry && mesh.contains(rank) {
         anomaly::check(op.name(), inputs, &outputs, site)?;
     }
@@ -338,10 +364,19 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     }
 }
 
-/// What a kernel made, if it is what the layouts of the outputs say.
-fn fitting(made: Vec<Tensor>, locals: &[TensorMeta]) -> Result<Vec<Tensor>> {
-    let fits = |(t, m): (&Tensor, &TensorMeta)| t.dims() == m.shape && t.dtype() == m.dtype;
-    if made.len() == locals.len() && made.iter().zip(locals).all(fits) {
+/// What a kernel made in the types in which it is held, if it is what the layouts of the outputs say. Where some output is
+/// held in a wider type, others may have been computed in it too.
+fn fitting(mut made: Vec<Tensor>, locals: &[TensorMeta], held: &[DType]) -> Result<Vec<Tensor>> {
+    let wide = locals.iter().zip(held).any(|(m, held)| m.dtype != *held);
+    if wide {
+        for (tensor, held) in made.iter_mut().zip(held) {
+            if tensor.dtype() != *held && tensor.dtype().is_float() && held.is_float() {
+                *tensor = tensor.to_dtype(*held)?;
+            }
+        }
+    }
+    let fits = |((t, m), held): ((&Tensor, &TensorMeta), &DType)| t.dims() == m.shape && t.dtype() == *held;
+    if made.len() == locals.len() && made.iter().zip(locals).zip(held).all(fits) {
         return Ok(made);
     }
     let found = made.iter().map(|t| format!("{} {:?}", t.dtype().as_str(), t.dims())).collect::<Vec<_>>().join(", ");
@@ -405,18 +440,25 @@ impl Bring {
 
     fn run(&self, input: &DTensor, dry: bool, site: Site) -> Result<Tensor> {
         match self {
-            Bring::Ready => Ok(input.local().clone()),
-            Bring::Redistribute(layout) => Ok(input.to_layout_at(layout, site)?.local().clone()),
+            Bring::Ready => Ok(input.held().clone()),
+            Bring::Redistribute(layout) => Ok(input.to_layout_at(layout, site)?.held().clone()),
             Bring::Narrow { from, ranges, after } => {
-                let held = input.to_layout_at(from, site)?;
+                let source = input.to_layout_at(from, site)?;
                 if dry || after.elem_count() == 0 {
-                    return placeholder(after);
+                    return placeholder(&TensorMeta::new(after.shape.as_slice(), source.held().dtype()));
                 }
                 let narrow = |t: Tensor, (dim, &(start, len)): (usize, &(usize, usize))| t.narrow(dim, start, len);
-                Ok(ranges.iter().enumerate().try_fold(held.local().clone(), narrow)?)
+                Ok(ranges.iter().enumerate().try_fold(source.held().clone(), narrow)?)
             }
             Bring::Fetch { from, exchange, after } => {
-                exchange.assemble(input.to_layout_at(from, site)?.local(), after, site)
+                let source = input.to_layout_at(from, site)?;
+                let held = source.held();
+                if held.dtype() == after.dtype {
+                    return exchange.assemble(held, after, site);
+                }
+                // Terms of a sum that is pending along other axes move as they are held.
+                let after = TensorMeta::new(after.shape.as_slice(), held.dtype());
+                exchange.of_type(held.dtype()).assemble(held, &after, site)
             }
         }
     }

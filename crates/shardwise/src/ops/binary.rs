@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use super::{OpEntry, Sample, derivative, dtype};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::local::{Arithmetic, Each, Wide, map};
+use crate::local::{Arithmetic, Each, Fold, Wide, fold, map};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
@@ -103,6 +103,33 @@ macro_rules! functions {
     (@wide $a:ident, $b:ident, $real:expr, $whole:ident) => { Wide(|[$a, $b]: [f64; 2]| $real, $whole) };
 }
 
+/// What a division leaves, with the sign of the divisor: from fmod, which is exact, and not from the rounded quotient.
+macro_rules! remainder_of_division {
+    ($a:ident, $b:ident) => {{
+        let left = $a % $b;
+        if left != 0.0 && ($b < 0.0) != (left < 0.0) { left + $b } else { left }
+    }};
+}
+
+/// The floor of a quotient as PyTorch and Python find it: without what the division leaves, the quotient is an integer but
+/// for rounding.
+macro_rules! floor_of_division {
+    ($a:ident, $b:ident) => {{
+        let left = $a % $b;
+        let quotient = ($a - left) / $b;
+        let quotient = if left != 0.0 && ($b < 0.0) != (left < 0.0) { quotient - 1.0 } else { quotient };
+        let floor = quotient.floor();
+        let nearest = if quotient - floor > 0.5 { floor + 1.0 } else { floor };
+        if $b == 0.0 {
+            $a / $b
+        } else if quotient == 0.0 {
+            quotient.abs().copysign($a / $b)
+        } else {
+            nearest
+        }
+    }};
+}
+
 functions! {
     /// a + b.
     add: Meet, ADD, |a, b| each(a + b), whole(a.wrapping_add(b));
@@ -112,20 +139,22 @@ functions! {
     mul: Meet, MUL, |a, b| each(a * b), whole(a.wrapping_mul(b));
     /// a / b, a floating-point number.
     div: Real, &[], |a, b| each(a / b), whole(real_only(a, b));
-    /// The whole number next below a / b.
-    div_floor: Meet, &[], |a, b| wide((a / b).floor()), whole(floor_of_quotient(a, b));
-    /// a / b without its fraction.
-    div_trunc: Meet, &[], |a, b| wide((a / b).trunc()), whole(if b == 0 { 0 } else { a.wrapping_div(b) });
+    /// The integer next below a / b, of the exact quotient. An integer divided by zero is an error, as in [`fmod`](Self::fmod).
+    div_floor: Meet, &[], |a, b| each(floor_of_division!(a, b)), whole(floor_of_quotient(a, b));
+    /// a / b, rounded, without its fraction. An integer divided by zero is an error, as in [`fmod`](Self::fmod).
+    div_trunc: Meet, &[], |a, b| each((a / b).trunc()), whole(a.wrapping_div(b));
     /// a to the power of b.
     pow: Meet, &[], |a, b| wide(a.powf(b)), whole(power(a, b));
-    /// The larger one; not-a-number wins.
-    maximum: Meet, MAXIMUM, |a, b| each(if a >= b || a.is_nan() { a } else { b }), whole(a.max(b));
-    /// The smaller one; not-a-number wins.
-    minimum: Meet, MINIMUM, |a, b| each(if a <= b || a.is_nan() { a } else { b }), whole(a.min(b));
-    /// What a leaves when divided by b, with the sign of a.
-    fmod: Meet, &[], |a, b| each(a % b), whole(if b == 0 { 0 } else { a.wrapping_rem(b) });
-    /// What a leaves when divided by b, with the sign of b.
-    remainder: Meet, &[], |a, b| wide(a - b * (a / b).floor()), whole(remainder_of_quotient(a, b));
+    /// The larger one, b if they are equal; NaN wins.
+    maximum: Meet, MAXIMUM, |a, b| each(if a > b || a.is_nan() { a } else { b }), whole(a.max(b));
+    /// The smaller one, b if they are equal; NaN wins.
+    minimum: Meet, MINIMUM, |a, b| each(if a < b || a.is_nan() { a } else { b }), whole(a.min(b));
+    /// What a leaves when divided by b, with the sign of a. An integer divided by zero is an error on the ranks that hold the
+    /// zero, and reaches the others with their next collective.
+    fmod: Meet, &[], |a, b| each(a % b), whole(a.wrapping_rem(b));
+    /// What a leaves when divided by b, with the sign of b; exact before it is rounded. An integer divided by zero is an
+    /// error, as in [`fmod`](Self::fmod).
+    remainder: Meet, &[], |a, b| each(remainder_of_division!(a, b)), whole(remainder_of_quotient(a, b));
     /// The angle of the point (b, a).
     atan2: Real, &[], |a, b| wide(a.atan2(b)), whole(real_only(a, b));
     /// sqrt(a^2 + b^2).
@@ -169,24 +198,45 @@ fn whole_only<T>(_: T, _: T) -> T {
     unreachable!("refused when planned")
 }
 
+/// Of a divisor that is not zero.
 fn floor_of_quotient(a: i64, b: i64) -> i64 {
-    match b {
-        0 => 0,
-        _ => a.wrapping_div_euclid(b) - i64::from(b < 0 && a.wrapping_rem_euclid(b) != 0),
-    }
+    a.wrapping_div(b) - i64::from(a.wrapping_rem(b) != 0 && (a < 0) != (b < 0))
 }
 
+/// Of a divisor that is not zero.
 fn remainder_of_quotient(a: i64, b: i64) -> i64 {
-    if b == 0 { 0 } else { a.wrapping_rem(b).wrapping_add(b).wrapping_rem(b) }
+    let left = a.wrapping_rem(b);
+    if left != 0 && (left < 0) != (b < 0) { left + b } else { left }
 }
 
-fn power(a: i64, b: i64) -> i64 {
-    match (a, b) {
-        (1, _) => 1,
-        (-1, _) => 1 - 2 * (b & 1),
-        (_, ..0) => 0,
-        _ => a.wrapping_pow(b as u32),
+/// Wraps; the reciprocal of a power loses its fraction.
+pub(super) fn power(a: i64, b: i64) -> i64 {
+    let mut left = match (a, b) {
+        (1, _) => return 1,
+        (-1, _) => return 1 - 2 * (b & 1),
+        (_, ..0) => return 0,
+        _ => b,
+    };
+    let (mut square, mut product) = (a, 1i64);
+    while left > 0 {
+        if left & 1 == 1 {
+            product = product.wrapping_mul(square);
+        }
+        square = square.wrapping_mul(square);
+        left >>= 1;
     }
+    product
+}
+
+/// An error if integers are to be divided by a zero.
+fn check_divisors(name: &str, divisors: &Tensor) -> Result<()> {
+    let none = fold(Fold::All, divisors, &(0..divisors.rank()).collect::<Vec<_>>(), &[], DType::U8)?;
+    if none.to_scalar::<u8>()? == 1 {
+        return Ok(());
+    }
+    let found = format!("{} 0 in {name}", divisors.dtype().as_str());
+    let fix = "replace the zeros first, or divide floating-point numbers";
+    Err(Error::invalid("divisor", found, "integers other than 0", fix))
 }
 
 /// The shape that tensors of these shapes broadcast to, if there is one.
@@ -263,6 +313,10 @@ impl Op for Binary {
         let meet = dtype::promote(a.dtype(), b.dtype());
         let whole = !meet.is_float() && self.function().gives != Gives::Real;
         let arithmetic = if whole { Arithmetic::Whole } else { Arithmetic::real([a.dtype(), b.dtype()]) };
+        let divides = matches!(self, Binary::div_floor | Binary::div_trunc | Binary::fmod | Binary::remainder);
+        if divides && whole && !shape.contains(&0) {
+            check_divisors(self.name(), b)?;
+        }
         Ok(vec![(self.function().run)([a, b], &shape, arithmetic, self.dtype(meet))?])
     }
 
@@ -293,16 +347,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whole_numbers_divide_towards_the_floor_and_never_fail() {
+    fn integers_divide_towards_the_floor() {
         for a in -7..=7i64 {
             for b in (-4..=4i64).filter(|b| *b != 0) {
                 let floor = (a as f64 / b as f64).floor() as i64;
                 assert_eq!((floor_of_quotient(a, b), remainder_of_quotient(a, b)), (floor, a - b * floor), "{a} {b}");
             }
-            assert_eq!((floor_of_quotient(a, 0), remainder_of_quotient(a, 0)), (0, 0));
         }
         assert_eq!((floor_of_quotient(i64::MIN, -1), remainder_of_quotient(i64::MIN, -1)), (i64::MIN, 0));
         assert_eq!([power(-1, -3), power(-1, 4), power(1, -9), power(2, -1), power(3, 4)], [-1, 1, 1, 0, 81]);
         assert_eq!(power(i64::MIN, -1), 0);
+        assert_eq!(
+            (remainder_of_quotient(i64::MAX - 1, i64::MAX), floor_of_quotient(i64::MAX - 1, i64::MAX)),
+            (i64::MAX - 1, 0)
+        );
+        assert_eq!(
+            [power(2, 1 << 32), power(3, 1 << 32), power(3, (1 << 40) + 3)],
+            [0, 2491309678558969857, 9120277428587986971]
+        );
     }
 }

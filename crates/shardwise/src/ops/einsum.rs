@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample, dtype};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::local::{dense, product as matrix_product, wholes};
+use crate::local::{Fold, dense, fold, product as matrix_product, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch, name_call};
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Saved};
@@ -253,24 +253,13 @@ impl Op for Einsum {
 
 /// Sums over the letters that the target has not, and puts the others in its order.
 fn sum_to(x: &Tensor, term: &str, target: &str) -> Result<Tensor> {
-    let mut kept = String::new();
-    let mut x = x.clone();
-    for c in term.chars() {
-        if target.contains(c) {
-            kept.push(c);
-        } else {
-            x = if x.dims()[kept.len()] == 0 { empty_sum(&x, kept.len())? } else { x.sum(kept.len())? };
-        }
-    }
-    let order: Vec<usize> = target.chars().map(|c| kept.find(c).expect("a letter of the term")).collect();
-    Ok(x.permute(order)?)
-}
-
-/// A sum over a dimension without elements.
-fn empty_sum(x: &Tensor, dim: usize) -> Result<Tensor> {
-    let mut shape = x.dims().to_vec();
-    shape.remove(dim);
-    Ok(Tensor::zeros(shape, x.dtype(), x.device())?)
+    let (kept, summed): (Vec<(usize, char)>, Vec<(usize, char)>) =
+        term.chars().enumerate().partition(|(_, c)| target.contains(*c));
+    let summed: Vec<usize> = summed.into_iter().map(|(d, _)| d).collect();
+    let sizes: Vec<usize> = kept.iter().map(|&(d, _)| x.dims()[d]).collect();
+    let x = if summed.is_empty() { x.clone() } else { fold(Fold::Sum, x, &summed, &sizes, x.dtype())? };
+    let place = |c: char| kept.iter().position(|&(_, k)| k == c).expect("a letter of the term");
+    Ok(x.permute(target.chars().map(place).collect::<Vec<_>>())?)
 }
 
 /// The product of two tensors as a batch of matrix products: letters of both and of the target are the batch, letters of

@@ -8,7 +8,7 @@ use super::{OpEntry, Sample};
 use crate::error::Result;
 use crate::layout::{Layout, TensorBox, TensorMeta};
 use crate::local::take;
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
 
@@ -32,6 +32,10 @@ impl DTensor {
 impl Op for Flip {
     fn name(&self) -> &'static str {
         "flip"
+    }
+
+    fn accumulation(&self) -> Accumulation {
+        Accumulation::OneTerm
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {

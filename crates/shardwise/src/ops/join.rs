@@ -8,9 +8,9 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample, dtype};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorBox, TensorMeta, coordinates, ragged};
-use crate::local::concat;
+use crate::local::{Number, concat};
 use crate::mesh::Mesh;
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
@@ -52,7 +52,8 @@ impl DTensor {
 
     /// A border of one number: `(before, after)` per dimension, from the last dimension backwards.
     #[track_caller]
-    pub fn pad(&self, border: &[(usize, usize)], value: f64) -> Result<DTensor> {
+    pub fn pad(&self, border: &[(usize, usize)], value: impl Into<Number>) -> Result<DTensor> {
+        let value = value.into();
         if border.len() > self.rank() {
             let found = format!("{} borders in pad of {}", border.len(), self.layout());
             return Err(Error::invalid("borders", found, "at most one per dimension", "leave some out"));
@@ -145,6 +146,10 @@ impl DTensor {
 impl Op for Cat {
     fn name(&self) -> &'static str {
         "cat"
+    }
+
+    fn accumulation(&self) -> Accumulation {
+        Accumulation::OneTerm
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {

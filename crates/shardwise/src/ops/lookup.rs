@@ -10,7 +10,7 @@ use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, Runs, TensorMeta};
 use crate::local::{NOWHERE, dense, pick, reals, take, wholes};
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
@@ -105,15 +105,20 @@ impl DTensor {
         Ok(dispatch(&op, &[self, index], Location::caller())?.swap_remove(0))
     }
 
-    /// One where the class is the id at that place, along a new last dimension of classes.
+    /// One where the class is the id at that place, along a new last dimension of classes; i64.
+    ///
+    /// # Errors
+    /// An id that is not a class is an error on the ranks that hold it, and reaches the others with their next collective.
     #[track_caller]
     pub fn one_hot(&self, classes: usize) -> Result<DTensor> {
         if self.dtype().is_float() {
             return Err(not_whole(&format!("one_hot of {}", self.layout()), self.dtype()));
         }
         let whole = vec![crate::placement::Placement::Replicate; self.placements().len()];
-        let all = DTensor::arange(0.0, classes as f64, 1.0, self.dtype(), self.device_mesh(), whole)?;
-        self.unsqueeze(-1)?.eq(&all)?.to_dtype(DType::I64)
+        let all = DTensor::arange(0, classes as f64, 1, DType::I64, self.device_mesh(), whole)?;
+        let ids = Wrap { name: "one_hot", n: classes, from_back: false };
+        let ids = dispatch(&ids, &[self], Location::caller())?.swap_remove(0);
+        ids.unsqueeze(-1)?.eq(&all)?.to_dtype(DType::I64)
     }
 
     /// The number of boundaries below each element: the index of the first boundary that is not below it.
@@ -182,6 +187,10 @@ impl Op for Lookup {
         self.name
     }
 
+    fn accumulation(&self) -> Accumulation {
+        Accumulation::OneTerm
+    }
+
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let (x, index) = (&inputs[0], &inputs[1]);
         if index.dtype.is_float() {
@@ -238,6 +247,10 @@ impl Op for Gather {
         "gather"
     }
 
+    fn accumulation(&self) -> Accumulation {
+        Accumulation::OneTerm
+    }
+
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let (x, index) = (&inputs[0], &inputs[1]);
         if index.dtype.is_float() {
@@ -283,13 +296,15 @@ impl Op for Gather {
 /// error.
 #[track_caller]
 pub(super) fn wrapped(name: &'static str, index: &DTensor, n: usize) -> Result<DTensor> {
-    Ok(dispatch(&Wrap { name, n }, &[index], Location::caller())?.swap_remove(0))
+    Ok(dispatch(&Wrap { name, n, from_back: true }, &[index], Location::caller())?.swap_remove(0))
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Wrap {
     name: &'static str,
     n: usize,
+    /// Whether negative ones count from the back; else they are errors.
+    from_back: bool,
 }
 
 impl Op for Wrap {
@@ -311,10 +326,11 @@ impl Op for Wrap {
         let n = self.n as i64;
         let wrap = |i: i64| match i {
             _ if (0..n).contains(&i) => Ok(i),
-            _ if (-n..0).contains(&i) => Ok(i + n),
+            _ if self.from_back && (-n..0).contains(&i) => Ok(i + n),
             _ => {
                 let found = format!("{i} in {} along a dimension of size {n}", self.name);
-                Err(Error::invalid("index", found, format!("numbers from {} to {}", -n, n - 1), "check the indices"))
+                let least = if self.from_back { -n } else { 0 };
+                Err(Error::invalid("index", found, format!("numbers from {least} to {}", n - 1), "check the indices"))
             }
         };
         let values = wholes(&inputs[0])?.into_iter().map(wrap).collect::<Result<Vec<_>>>()?;

@@ -4,7 +4,7 @@ use std::panic::Location;
 
 use candle_core::DType;
 
-use super::{OpEntry, Sample};
+use super::{OpEntry, Sample, dtype};
 use crate::error::{Error, Result};
 use crate::op::name_call;
 use crate::tensor::DTensor;
@@ -18,6 +18,9 @@ pub enum Reduction {
     Sum,
     /// Their mean.
     Mean,
+    /// Their sum divided by the size of the first dimension: the mathematical mean of [`kl_div`](DTensor::kl_div). An error
+    /// for other losses.
+    BatchMean,
 }
 
 impl Reduction {
@@ -27,7 +30,20 @@ impl Reduction {
             Reduction::None => Ok(losses),
             Reduction::Sum => losses.sum(&[], false),
             Reduction::Mean => losses.mean(&[], false),
+            Reduction::BatchMean => match losses.shape().first() {
+                Some(&n) => losses.sum(&[], false)?.div_scalar(n as f64),
+                None => Ok(losses),
+            },
         }
+    }
+
+    /// An error if it is one that only `kl_div` has.
+    fn check(self, name: &str) -> Result<()> {
+        if self != Reduction::BatchMean {
+            return Ok(());
+        }
+        let found = format!("BatchMean in {name}");
+        Err(Error::invalid("reduction", found, "None, Sum or Mean", "use Mean, which divides by all losses"))
     }
 }
 
@@ -54,6 +70,10 @@ impl DTensor {
     #[track_caller]
     pub fn cross_entropy(&self, target: &DTensor, options: Classes) -> Result<DTensor> {
         let dim = self.check_classes("cross_entropy", target)?;
+        options.reduction.check("cross_entropy")?;
+        if let Some(wide) = self.widened()? {
+            return wide.cross_entropy(target, options)?.to_dtype(self.dtype());
+        }
         // A type that holds every number to be ignored.
         let target = &target.to_dtype(DType::I64)?;
         let spread = self.logsumexp(&[dim], false)?;
@@ -72,6 +92,10 @@ impl DTensor {
     #[track_caller]
     pub fn nll_loss(&self, target: &DTensor, options: Classes) -> Result<DTensor> {
         let dim = self.check_classes("nll_loss", target)?;
+        options.reduction.check("nll_loss")?;
+        if let Some(wide) = self.widened()? {
+            return wide.nll_loss(target, options)?.to_dtype(self.dtype());
+        }
         let target = &target.to_dtype(DType::I64)?;
         counted(&self.of_target("nll_loss", target, dim, options.ignore_index)?.neg()?, target, options)
     }
@@ -97,7 +121,7 @@ impl DTensor {
     #[track_caller]
     fn of_target(&self, name: &'static str, target: &DTensor, dim: isize, ignore_index: i64) -> Result<DTensor> {
         let site = Location::caller();
-        let ignored = target.full_like(ignore_index as f64)?;
+        let ignored = target.full_like(ignore_index)?;
         let known = target.ne(&ignored)?.where_cond(target, &target.zeros_like()?)?;
         let picked = self.gather(dim, &known.unsqueeze(dim)?).map_err(|error| match error {
             // The operator that the program called, and not the one that it is made of.
@@ -122,18 +146,31 @@ impl DTensor {
     /// The square of the difference.
     #[track_caller]
     pub fn mse_loss(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
+        reduction.check("mse_loss")?;
+        if let Some((x, y)) = self.widened_beside(target)? {
+            return x.mse_loss(&y, reduction)?.to_dtype(dtype::promote(self.dtype(), target.dtype()));
+        }
         reduction.of(self.sub(target)?.square()?)
     }
 
     /// The absolute difference.
     #[track_caller]
     pub fn l1_loss(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
+        reduction.check("l1_loss")?;
+        if let Some((x, y)) = self.widened_beside(target)? {
+            return x.l1_loss(&y, reduction)?.to_dtype(dtype::promote(self.dtype(), target.dtype()));
+        }
         reduction.of(self.sub(target)?.abs()?)
     }
 
     /// Half the square of the difference over `beta` where it is below `beta`, else the difference less `beta / 2`.
     #[track_caller]
     pub fn smooth_l1_loss(&self, target: &DTensor, beta: f64, reduction: Reduction) -> Result<DTensor> {
+        reduction.check("smooth_l1_loss")?;
+        if let Some((x, y)) = self.widened_beside(target)? {
+            let dtype = dtype::promote(self.dtype(), target.dtype());
+            return x.smooth_l1_loss(&y, beta, reduction)?.to_dtype(dtype);
+        }
         let difference = self.sub(target)?.abs()?;
         if beta == 0.0 {
             return reduction.of(difference);
@@ -147,6 +184,10 @@ impl DTensor {
     /// Cross entropy of logits and targets from 0 to 1: `max(x, 0) - x * y + log(1 + exp(-|x|))`.
     #[track_caller]
     pub fn bce_with_logits(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
+        reduction.check("bce_with_logits")?;
+        if let Some((x, y)) = self.widened_beside(target)? {
+            return x.bce_with_logits(&y, reduction)?.to_dtype(dtype::promote(self.dtype(), target.dtype()));
+        }
         let tail = self.abs()?.neg()?.exp()?.log1p()?;
         reduction.of(self.relu()?.sub(&self.mul(target)?)?.add(&tail)?)
     }
@@ -154,6 +195,9 @@ impl DTensor {
     /// `target * (log(target) - x)` of log-probabilities and probabilities, and 0 where the target is 0.
     #[track_caller]
     pub fn kl_div(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
+        if let Some((x, y)) = self.widened_beside(target)? {
+            return x.kl_div(&y, reduction)?.to_dtype(dtype::promote(self.dtype(), target.dtype()));
+        }
         let zero = target.zeros_like()?;
         // The logarithm only where there is one, so that its slope does no harm elsewhere.
         let counts = target.gt(&zero)?;
@@ -161,12 +205,21 @@ impl DTensor {
         let losses = target.mul(&known.log()?.sub(self)?)?;
         reduction.of(counts.where_cond(&losses, &zero)?)
     }
+
+    /// This tensor and another in f32, if the type in which they meet is of half precision; see [`widened`](Self::widened).
+    #[track_caller]
+    fn widened_beside(&self, other: &DTensor) -> Result<Option<(DTensor, DTensor)>> {
+        match dtype::promote(self.dtype(), other.dtype()) {
+            DType::F16 | DType::BF16 => Ok(Some((self.to_dtype(DType::F32)?, other.to_dtype(DType::F32)?))),
+            _ => Ok(None),
+        }
+    }
 }
 
 /// Losses without those of ignored targets, reduced.
 #[track_caller]
 fn counted(losses: &DTensor, target: &DTensor, options: Classes) -> Result<DTensor> {
-    let counts = target.ne(&target.full_like(options.ignore_index as f64)?)?;
+    let counts = target.ne(&target.full_like(options.ignore_index)?)?;
     let zero = losses.zeros_like()?;
     let losses = counts.where_cond(losses, &zero)?;
     match options.reduction {
@@ -177,6 +230,7 @@ fn counted(losses: &DTensor, target: &DTensor, options: Classes) -> Result<DTens
             let count = counts.to_dtype(losses.dtype())?.sum(&[], false)?.everywhere("cross_entropy")?;
             losses.sum(&[], false)?.div(&count)
         }
+        Reduction::BatchMean => unreachable!("refused by Reduction::check"),
     }
 }
 
@@ -184,8 +238,9 @@ macro_rules! entries {
     ($($name:ident $(, $argument:expr)?;)*) => {
         &[$(
             OpEntry { name: stringify!($name), samples, apply: |x| {
-                let all = [Reduction::None, Reduction::Sum, Reduction::Mean];
-                all.into_iter().map(|r| x[0].$name(&x[1], $($argument,)? r)).collect()
+                let all = [Reduction::None, Reduction::Sum, Reduction::Mean, Reduction::BatchMean];
+                let count = if stringify!($name) == "kl_div" { 4 } else { 3 };
+                all.into_iter().take(count).map(|r| x[0].$name(&x[1], $($argument,)? r)).collect()
             } },
         )*]
     };

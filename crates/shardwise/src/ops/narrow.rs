@@ -9,7 +9,7 @@ use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, Runs, TensorMeta};
 use crate::local::{dense, reserve, take};
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
 
@@ -145,6 +145,10 @@ impl Narrow {
 impl Op for Narrow {
     fn name(&self) -> &'static str {
         if self.step == 1 { "narrow" } else { "slice" }
+    }
+
+    fn accumulation(&self) -> Accumulation {
+        Accumulation::OneTerm
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {

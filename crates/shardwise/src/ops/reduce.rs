@@ -8,8 +8,8 @@ use smallvec::SmallVec;
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::local::{Fold, fold};
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::local::{Arithmetic, Fold, Wide, fold, map};
+use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
@@ -19,11 +19,15 @@ struct Reduce {
     kind: Kind,
     dims: Vec<usize>,
     keepdim: bool,
+    /// Whether terms of f32 on several ranks are held in f64.
+    exact: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Kind {
     Sum,
+    /// A sum divided by the number of elements that it is made of on all ranks together.
+    Mean(usize),
     Prod,
     Max,
     Min,
@@ -35,7 +39,8 @@ enum Kind {
 }
 
 impl DTensor {
-    /// The sum over some dimensions (all for none named); whole numbers give i64.
+    /// The sum over some dimensions (all for none named); whole numbers give i64. Added up in f64, on ranks and between
+    /// them (half precision: between ranks in f32), and rounded once, so that it does not depend on the layout.
     #[track_caller]
     pub fn sum(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
         reduce(self, Kind::Sum, dims, keepdim)
@@ -47,13 +52,20 @@ impl DTensor {
         self.sum(&[], false)
     }
 
-    /// The mean over some dimensions (all for none named).
+    /// The sum over some dimensions (all for none named), kept with size 1, of terms that are not negative: nothing cancels between ranks, so that
+    /// terms of f32 travel as such.
+    #[track_caller]
+    pub(super) fn sum_of_positive(&self, dims: &[isize]) -> Result<DTensor> {
+        let op = Reduce { kind: Kind::Sum, dims: resolve("sum", dims, self)?, keepdim: true, exact: false };
+        Ok(dispatch(&op, &[self], Location::caller())?.swap_remove(0))
+    }
+
+    /// The mean over some dimensions (all for none named), added up as [`sum`](Self::sum) is; whole numbers give f32.
     #[track_caller]
     pub fn mean(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
         let resolved = resolve("mean", dims, self)?;
         let count: usize = resolved.iter().map(|&d| self.shape()[d]).product();
-        let x = if self.dtype().is_float() { self.clone() } else { self.to_dtype(DType::F32)? };
-        reduce(&x, Kind::Sum, dims, keepdim)?.div_scalar(count as f64)
+        reduce(self, Kind::Mean(count), dims, keepdim)
     }
 
     /// The product over some dimensions (all for none named); whole numbers give i64.
@@ -95,7 +107,7 @@ impl DTensor {
 
 #[track_caller]
 fn reduce(x: &DTensor, kind: Kind, dims: &[isize], keepdim: bool) -> Result<DTensor> {
-    let op = Reduce { kind, dims: resolve(kind.name(), dims, x)?, keepdim };
+    let op = Reduce { kind, dims: resolve(kind.name(), dims, x)?, keepdim, exact: true };
     Ok(dispatch(&op, &[x], Location::caller())?.swap_remove(0))
 }
 
@@ -123,6 +135,7 @@ impl Kind {
     fn name(self) -> &'static str {
         match self {
             Kind::Sum => "sum",
+            Kind::Mean(_) => "mean",
             Kind::Prod => "prod",
             Kind::Max => "amax",
             Kind::Min => "amin",
@@ -135,7 +148,7 @@ impl Kind {
     /// How elements combine.
     fn fold(self) -> Fold {
         match self {
-            Kind::Sum => Fold::Sum,
+            Kind::Sum | Kind::Mean(_) => Fold::Sum,
             Kind::Prod => Fold::Product,
             Kind::Max => Fold::Max,
             Kind::Min => Fold::Min,
@@ -148,7 +161,7 @@ impl Kind {
     /// How parts combine.
     fn combines(self) -> ReduceOp {
         match self {
-            Kind::Sum | Kind::CountNonzero => ReduceOp::Sum,
+            Kind::Sum | Kind::Mean(_) | Kind::CountNonzero => ReduceOp::Sum,
             Kind::Prod => ReduceOp::Product,
             Kind::Max | Kind::Any => ReduceOp::Max,
             Kind::Min | Kind::All => ReduceOp::Min,
@@ -158,7 +171,8 @@ impl Kind {
     fn dtype(self, input: DType) -> DType {
         match self {
             Kind::Sum | Kind::Prod if !input.is_float() => DType::I64,
-            Kind::Sum | Kind::Prod | Kind::Max | Kind::Min => input,
+            Kind::Mean(_) if !input.is_float() => DType::F32,
+            Kind::Sum | Kind::Mean(_) | Kind::Prod | Kind::Max | Kind::Min => input,
             Kind::Any | Kind::All => DType::U8,
             Kind::CountNonzero => DType::I64,
         }
@@ -193,8 +207,8 @@ impl Op for Reduce {
         let mut signature = Signature::reduction(x.shape.len(), &self.dims, self.keepdim, Shared::Reduces(combines));
         match self.kind {
             // A type that wraps must do so before it is widened.
-            Kind::Sum | Kind::Prod if dtype != x.dtype => {}
-            Kind::Sum => {
+            Kind::Sum | Kind::Mean(_) | Kind::Prod if dtype != x.dtype => {}
+            Kind::Sum | Kind::Mean(_) => {
                 signature = signature.passing([Some(ReduceOp::Sum)], ReduceOp::Sum);
                 signature = signature.passing([Some(ReduceOp::Avg)], ReduceOp::Avg);
             }
@@ -205,15 +219,24 @@ impl Op for Reduce {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
-        let x = &inputs[0];
+    fn accumulation(&self) -> Accumulation {
+        if self.exact { Accumulation::Exact } else { Accumulation::InF32 }
+    }
+
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+        let (x, dtype) = (&inputs[0], at.output_dtype(0));
         let shape: SmallVec<[usize; 6]> = self.shape(x.dims()).collect();
-        Ok(vec![fold(self.kind.fold(), x, &self.dims, &shape, self.kind.dtype(x.dtype()))?])
+        let Kind::Mean(count) = self.kind else {
+            return Ok(vec![fold(self.kind.fold(), x, &self.dims, &shape, dtype)?]);
+        };
+        let sum = fold(Fold::Sum, x, &self.dims, &shape, DType::F64)?;
+        let mean = Wide(move |[x]: [f64; 1]| x / count as f64, |[x]: [i64; 1]| x);
+        Ok(vec![map(mean, [&sum], &shape, Arithmetic::F64, dtype)?])
     }
 
     fn differentiable(&self) -> Option<Keeps> {
         match self.kind {
-            Kind::Sum => Some(Keeps::Nothing),
+            Kind::Sum | Kind::Mean(_) => Some(Keeps::Nothing),
             Kind::Prod => Some(Keeps::Inputs),
             Kind::Max | Kind::Min => Some(Keeps::All),
             Kind::Any | Kind::All | Kind::CountNonzero => None,
@@ -238,6 +261,7 @@ impl Op for Reduce {
                 let count = if dims.is_empty() { mask.clone() } else { mask.sum(&dims, true)? };
                 g.div(&count)?.mul(&mask)?
             }
+            Kind::Mean(count) => g.div_scalar(count as f64)?.expand(&shape)?,
             _ => g.expand(&shape)?,
         };
         Ok(vec![Some(gradient.to_dtype(saved.dtype(0))?)])

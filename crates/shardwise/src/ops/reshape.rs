@@ -9,7 +9,7 @@ use super::{OpEntry, Sample};
 use crate::error::Result;
 use crate::layout::{Layout, Runs, TensorMeta, chunk, coordinates, ragged};
 use crate::local::dense;
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
@@ -90,6 +90,10 @@ impl DTensor {
 impl Op for Reshape {
     fn name(&self) -> &'static str {
         "reshape"
+    }
+
+    fn accumulation(&self) -> Accumulation {
+        Accumulation::OneTerm
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {

@@ -64,6 +64,22 @@ impl DTensor {
     fn scan(&self, name: &'static str, dim: isize, kind: Kind) -> Result<Vec<DTensor>> {
         let site = Location::caller();
         let op = Scan { dim: self.resolve_dim(name, dim)?, kind };
+        // Totals that are exchanged must not be rounded before the last one is known.
+        if matches!(kind, Kind::Sum | Kind::Prod) && !self.layout().shard_order(op.dim).is_empty() {
+            let layout = self.layout();
+            // The total of one element is exact, and pending terms of f32 stay as they are held.
+            let exact = |c: Vec<usize>| layout.owned(op.dim, &c).len() <= 1;
+            let exact = coordinates(layout.mesh(), layout.shard_order(op.dim)).all(exact);
+            let wide = match self.dtype() {
+                DType::F16 | DType::BF16 => Some(DType::F32),
+                DType::F32 if !exact && !layout.is_partial() => Some(DType::F64),
+                _ => None,
+            };
+            if let Some(wide) = wide {
+                let scanned = self.to_dtype(wide)?.scan(name, dim, kind)?;
+                return scanned.iter().map(|t| t.to_dtype(self.dtype())).collect();
+            }
+        }
         let mut scanned = dispatch(&op, &[self], site)?;
         if scanned[0].layout().shard_order(op.dim).is_empty() {
             scanned.truncate(kind.outputs());

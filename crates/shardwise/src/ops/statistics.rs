@@ -4,11 +4,11 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::{OpEntry, Sample};
+use super::{OpEntry, Sample, dtype};
 use crate::comm::implicitly;
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::rule::{Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
 
@@ -23,6 +23,10 @@ struct Settle {
 impl Op for Settle {
     fn name(&self) -> &'static str {
         self.name
+    }
+
+    fn accumulation(&self) -> Accumulation {
+        Accumulation::OneTerm
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
@@ -66,42 +70,76 @@ impl DTensor {
         implicitly(name, || self.reduced(site))
     }
 
+    /// This tensor in f32 if it is of half precision: an operator of several steps is computed in f32 and rounds its result
+    /// once. `None` for other types.
+    #[track_caller]
+    pub(super) fn widened(&self) -> Result<Option<DTensor>> {
+        match self.dtype() {
+            DType::F16 | DType::BF16 => self.to_dtype(DType::F32).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// The type of a result that this tensor, a weight and a bias have a part in.
+    fn meeting_type(&self, weight: Option<&DTensor>, bias: Option<&DTensor>) -> DType {
+        [weight, bias].into_iter().flatten().fold(self.dtype(), |dtype, t| dtype::promote(dtype, t.dtype()))
+    }
+
     /// `exp(x)` divided by its sum along a dimension.
     #[track_caller]
     pub fn softmax(&self, dim: isize) -> Result<DTensor> {
+        if self.elem_count() == 0 {
+            return self.settle("softmax", &[dim]);
+        }
         if self.has_rows(dim) {
             return self.softmax_rows();
         }
         let x = self.settle("softmax", &[dim])?;
+        if let Some(wide) = x.widened()? {
+            return wide.softmax(dim)?.to_dtype(self.dtype());
+        }
         let exponentials = x.sub(&x.amax(&[dim], true)?)?.exp()?;
-        exponentials.div(&exponentials.sum(&[dim], true)?)
+        exponentials.div(&exponentials.sum_of_positive(&[dim])?)
     }
 
     /// The logarithm of the softmax.
     #[track_caller]
     pub fn log_softmax(&self, dim: isize) -> Result<DTensor> {
+        if self.elem_count() == 0 {
+            return self.settle("log_softmax", &[dim]);
+        }
         if self.has_rows(dim) {
             return self.log_softmax_rows();
         }
         let x = self.settle("log_softmax", &[dim])?;
+        if let Some(wide) = x.widened()? {
+            return wide.log_softmax(dim)?.to_dtype(self.dtype());
+        }
         let shifted = x.sub(&x.amax(&[dim], true)?)?;
-        shifted.sub(&shifted.exp()?.sum(&[dim], true)?.log()?)
+        shifted.sub(&shifted.exp()?.sum_of_positive(&[dim])?.log()?)
     }
 
     /// `log(sum(exp(x)))` over some dimensions (all for none named).
     #[track_caller]
     pub fn logsumexp(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
         if let [dim] = dims
+            && self.elem_count() > 0
             && self.has_rows(*dim)
         {
             let kept = self.logsumexp_rows()?;
             return if keepdim { Ok(kept) } else { kept.squeeze(Some(-1)) };
         }
         let x = self.settle("logsumexp", dims)?;
+        if let Some(wide) = x.widened()? {
+            return wide.logsumexp(dims, keepdim)?.to_dtype(self.dtype());
+        }
+        if x.elem_count() == 0 {
+            return x.sum(dims, keepdim)?.log(); // nothing adds up to 0
+        }
         // The result does not depend on the shift, so that no gradient goes through it. An infinite one would turn
         // everything into not-a-number.
         let shift = x.detach().amax(dims, true)?.everywhere("logsumexp")?.nan_to_num(f64::NAN, 0.0, 0.0)?;
-        let sum = x.sub(&shift)?.exp()?.sum(dims, true)?.everywhere("logsumexp")?;
+        let sum = x.sub(&shift)?.exp()?.sum_of_positive(dims)?.everywhere("logsumexp")?;
         let kept = sum.log()?.add(&shift)?;
         if keepdim {
             return Ok(kept);
@@ -113,6 +151,9 @@ impl DTensor {
     #[track_caller]
     pub fn var(&self, dims: &[isize], correction: f64, keepdim: bool) -> Result<DTensor> {
         let x = self.settle("var", dims)?;
+        if let Some(wide) = x.widened()? {
+            return wide.var(dims, correction, keepdim)?.to_dtype(self.dtype());
+        }
         let centred = x.sub(&x.mean(dims, true)?)?;
         let squares = centred.square()?.sum(dims, keepdim)?;
         let count = self.elem_count() as f64 / squares.elem_count().max(1) as f64;
@@ -122,13 +163,22 @@ impl DTensor {
     /// The standard deviation over some dimensions (all for none named), with divisor `n - correction`.
     #[track_caller]
     pub fn std(&self, dims: &[isize], correction: f64, keepdim: bool) -> Result<DTensor> {
-        self.var(dims, correction, keepdim)?.root(2.0)
+        let x = self.settle("std", dims)?;
+        match x.widened()? {
+            Some(wide) => wide.var(dims, correction, keepdim)?.root(2.0)?.to_dtype(self.dtype()),
+            None => x.var(dims, correction, keepdim)?.root(2.0),
+        }
     }
 
     /// The vector norm of an order (infinities included) over some dimensions (all for none named).
     #[track_caller]
     pub fn norm(&self, order: f64, dims: &[isize], keepdim: bool) -> Result<DTensor> {
         dims.iter().try_for_each(|&d| self.resolve_dim("norm", d).map(drop))?;
+        if order.is_finite()
+            && let Some(wide) = self.widened()?
+        {
+            return wide.norm(order, dims, keepdim)?.to_dtype(self.dtype());
+        }
         let x = self.abs()?;
         match order {
             f64::INFINITY => x.amax(dims, keepdim),
@@ -169,6 +219,9 @@ impl DTensor {
             return Ok(normal);
         }
         let x = self.settle("layer_norm", &last)?;
+        if let Some(wide) = x.widened()? {
+            return wide.layer_norm(dims, weight, bias, eps)?.to_dtype(self.meeting_type(weight, bias));
+        }
         let centred = x.sub(&x.mean(&last, true)?)?;
         let variance = centred.square()?.mean(&last, true)?;
         let normal = centred.mul(&variance.add_scalar(eps)?.rsqrt()?)?;
@@ -186,6 +239,9 @@ impl DTensor {
             return Ok(normal);
         }
         let x = self.settle("rms_norm", &last)?;
+        if let Some(wide) = x.widened()? {
+            return wide.rms_norm(dims, weight, eps)?.to_dtype(self.meeting_type(weight, None));
+        }
         let normal = x.mul(&x.square()?.mean(&last, true)?.add_scalar(eps)?.rsqrt()?)?;
         weight.map_or(Ok(normal.clone()), |w| normal.mul(w))
     }
@@ -203,6 +259,9 @@ impl DTensor {
             let found = format!("{groups} groups in group_norm of {}", self.layout());
             return Err(Error::invalid("groups", found, "a divisor of the channels", "change the number of groups"));
         }
+        if let Some(wide) = self.widened()? {
+            return wide.group_norm(groups, weight, bias, eps)?.to_dtype(self.meeting_type(weight, bias));
+        }
         let signed = |dims: &[usize]| dims.iter().map(|&n| n as isize).collect::<Vec<_>>();
         let apart = self.unflatten(1, &[groups as isize, (self.shape()[1] / groups) as isize])?;
         let normal = apart.layer_norm(apart.rank() - 2, None, None, eps)?.reshape(&signed(self.shape()))?;
@@ -219,6 +278,9 @@ impl DTensor {
         bias: Option<&DTensor>,
         eps: f64,
     ) -> Result<DTensor> {
+        if let Some(wide) = self.widened()? {
+            return wide.batch_norm(statistics, weight, bias, eps)?.to_dtype(self.meeting_type(weight, bias));
+        }
         let own;
         let (mean, variance) = match statistics {
             Some(given) => given,

@@ -10,7 +10,7 @@ use super::scalar::Scalar;
 use super::{OpEntry, Sample, dtype};
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::local::{Arithmetic, Each, Wide, map};
+use crate::local::{Arithmetic, Each, Number, Wide, map};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
@@ -51,7 +51,7 @@ impl DTensor {
 
     /// `x` with a number where `mask` is not zero.
     #[track_caller]
-    pub fn masked_fill(&self, mask: &DTensor, value: f64) -> Result<DTensor> {
+    pub fn masked_fill(&self, mask: &DTensor, value: impl Into<Number>) -> Result<DTensor> {
         let number = DTensor::full(
             value,
             (),

@@ -4,11 +4,12 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
+use super::binary::power;
 use super::scalar::Scalar;
 use super::{OpEntry, Sample, derivative, dtype};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::local::{Arithmetic, Each, Function, Wide, map, math};
+use crate::local::{Arithmetic, Each, Function, Number, Wide, limits, map, math};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
@@ -49,9 +50,9 @@ enum Unary {
     Softplus(Scalar, Scalar),
     Pow(Scalar),
     Clamp(Option<Scalar>, Option<Scalar>),
-    Add(Scalar),
-    Mul(Scalar),
-    RSub(Scalar),
+    Add(Number),
+    Mul(Number),
+    RSub(Number),
     Div(Scalar),
     NanToNum(Scalar, Scalar, Scalar),
 }
@@ -154,8 +155,8 @@ functions! {
     neg: Passes::Multiple { rising: false }, Same, |x| each(-x), whole(x.wrapping_neg());
     /// The absolute value.
     abs: NOTHING, Same, |x| each(x.abs()), whole(x.wrapping_abs());
-    /// -1, 0 or 1.
-    sign: RISING, Same, |x| each(if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { x }), whole(x.signum());
+    /// -1, 0 or 1; 0 for NaN, as in PyTorch.
+    sign: NOTHING, Same, |x| each(if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 }), whole(x.signum());
     /// The square.
     square: NOTHING, Same, |x| each(x * x), whole(x.wrapping_mul(x));
     /// The positive part.
@@ -205,7 +206,7 @@ functions! {
     /// Hyperbolic cosine.
     cosh: NOTHING, Real, |x| wide(x.cosh());
     /// Inverse hyperbolic sine.
-    asinh: RISING, Real, |x| wide(x.asinh());
+    asinh: RISING, Real, |x| wide(libm::asinh(x)); // that of std overflows for the largest numbers
     /// Hyperbolic tangent.
     tanh: RISING, Real, |x| fast(x.tanh());
     /// Error function.
@@ -276,26 +277,26 @@ impl DTensor {
 
     /// `x + number`.
     #[track_caller]
-    pub fn add_scalar(&self, number: f64) -> Result<DTensor> {
-        call(Unary::Add(Scalar(number)), self)
+    pub fn add_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
+        call(Unary::Add(number.into()), self)
     }
 
     /// `x - number`.
     #[track_caller]
-    pub fn sub_scalar(&self, number: f64) -> Result<DTensor> {
-        call(Unary::Add(Scalar(-number)), self)
+    pub fn sub_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
+        call(Unary::Add(number.into().negative()), self)
     }
 
     /// `number - x`.
     #[track_caller]
-    pub fn rsub_scalar(&self, number: f64) -> Result<DTensor> {
-        call(Unary::RSub(Scalar(number)), self)
+    pub fn rsub_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
+        call(Unary::RSub(number.into()), self)
     }
 
     /// `x * number`.
     #[track_caller]
-    pub fn mul_scalar(&self, number: f64) -> Result<DTensor> {
-        call(Unary::Mul(Scalar(number)), self)
+    pub fn mul_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
+        call(Unary::Mul(number.into()), self)
     }
 
     /// `x / number`.
@@ -324,9 +325,12 @@ impl Unary {
             Unary::Softplus(beta, _) if beta.0 > 0.0 => RISING,
             Unary::Clamp(..) => RISING,
             // Not-a-number would win where an infinite operand meets an infinite number.
-            Unary::Add(s) if s.0.is_finite() => RISING,
-            Unary::RSub(s) if s.0.is_finite() => Passes::Falling,
-            Unary::Mul(s) | Unary::Div(s) if s.0.is_finite() && s.0 != 0.0 => Passes::Multiple { rising: s.0 > 0.0 },
+            Unary::Add(s) if s.real().is_finite() => RISING,
+            Unary::RSub(s) if s.real().is_finite() => Passes::Falling,
+            Unary::Mul(Number::Real(s)) | Unary::Div(Scalar(s)) if s.is_finite() && s != 0.0 => {
+                Passes::Multiple { rising: s > 0.0 }
+            }
+            Unary::Mul(Number::Integer(s)) if s != 0 => Passes::Multiple { rising: s > 0 },
             _ => NOTHING,
         }
     }
@@ -341,12 +345,26 @@ impl Unary {
             }
     }
 
+    /// An error if an integer is to be clamped to what its type does not hold.
+    fn check_bounds(self, dtype: DType) -> Result<()> {
+        let (Unary::Clamp(low, high), Some((least, most))) = (self, limits(dtype)) else { return Ok(()) };
+        if self.gives() != Gives::Same
+            || low.is_none_or(|s| s.0 <= most as f64) && high.is_none_or(|s| s.0 >= least as f64)
+        {
+            return Ok(());
+        }
+        let text = |s: Option<Scalar>| s.map_or("none".to_string(), |s| s.0.to_string());
+        let found = format!("bounds {} and {} for {} in clamp", text(low), text(high), dtype.as_str());
+        let needed = format!("a lower bound of at most {most} and an upper one of at least {least}");
+        Err(Error::invalid("bounds", found, needed, "use other bounds, or convert the tensor first"))
+    }
+
     /// What becomes of the element type.
     fn gives(self) -> Gives {
-        let whole = |s: Scalar| s.0.fract() == 0.0 && s.0.abs() < 9e15;
+        let whole = |s: Scalar| Number::Real(s.0).is_integer();
         match self {
             Unary::Named(name) => FUNCTIONS[name as usize].gives,
-            Unary::Add(s) | Unary::Mul(s) | Unary::RSub(s) if whole(s) => Gives::Same,
+            Unary::Add(s) | Unary::Mul(s) | Unary::RSub(s) if s.is_integer() => Gives::Same,
             Unary::Pow(s) if whole(s) && s.0 >= 0.0 => Gives::Same,
             Unary::Clamp(a, b) if a.is_none_or(whole) && b.is_none_or(whole) => Gives::Same,
             Unary::NanToNum(..) => Gives::Same,
@@ -367,7 +385,7 @@ impl Unary {
             }
             Unary::Softplus(_, Scalar(threshold)) => map(Softplus { threshold }, [x], x.dims(), arithmetic, dtype),
             Unary::Pow(Scalar(2.0)) => (FUNCTIONS[Name::square as usize].run)(x, arithmetic, dtype),
-            Unary::Pow(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x.powf(s), move |x| x.wrapping_pow(s as u32)),
+            Unary::Pow(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x.powf(s), move |x| power(x, s as i64)),
             Unary::Clamp(low, high) => {
                 // A bound that is missing bounds nothing; not-a-number stays.
                 let (low, high) = (low.map_or(f64::NEG_INFINITY, |s| s.0), high.map_or(f64::INFINITY, |s| s.0));
@@ -377,9 +395,18 @@ impl Unary {
                 };
                 wide(x, arithmetic, dtype, real, move |x| x.max(low as i64).min(high as i64))
             }
-            Unary::Add(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x + s, move |x| x.wrapping_add(s as i64)),
-            Unary::Mul(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x * s, move |x| x.wrapping_mul(s as i64)),
-            Unary::RSub(Scalar(s)) => wide(x, arithmetic, dtype, move |x| s - x, move |x| (s as i64).wrapping_sub(x)),
+            Unary::Add(s) => {
+                let (real, whole) = (s.real(), s.integer());
+                wide(x, arithmetic, dtype, move |x| x + real, move |x| x.wrapping_add(whole))
+            }
+            Unary::Mul(s) => {
+                let (real, whole) = (s.real(), s.integer());
+                wide(x, arithmetic, dtype, move |x| x * real, move |x| x.wrapping_mul(whole))
+            }
+            Unary::RSub(s) => {
+                let (real, whole) = (s.real(), s.integer());
+                wide(x, arithmetic, dtype, move |x| real - x, move |x| whole.wrapping_sub(x))
+            }
             Unary::Div(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x / s, |x| x),
             Unary::NanToNum(Scalar(nan), Scalar(most), Scalar(least)) => {
                 let real = move |x: f64| {
@@ -470,6 +497,7 @@ impl Op for Unary {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
+        self.check_bounds(x.dtype)?;
         let mut signature = Signature::pointwise(&[&x.shape], &x.shape);
         let dtype = output_type(*self, x.dtype);
         let mut pass = |from, to| signature = signature.clone().passing([Some(from)], to);
@@ -478,7 +506,7 @@ impl Op for Unary {
         // that wrap lose their order.
         let wraps = !x.dtype.is_float() && self.wraps();
         // Means of operands to which the same is added.
-        if matches!(self, Unary::Add(s) | Unary::RSub(s) if s.0.is_finite()) && x.dtype.is_float() {
+        if matches!(self, Unary::Add(s) | Unary::RSub(s) if s.real().is_finite()) && x.dtype.is_float() {
             pass(avg, avg);
         }
         match self.passes() {
@@ -528,7 +556,7 @@ impl Op for Unary {
             Unary::Named(_) => return Ok(vec![derivative::chain(self.name(), &saved.input(0), g)?]),
             Unary::Add(_) => g.clone(),
             Unary::RSub(_) => g.neg()?,
-            Unary::Mul(s) => g.mul_scalar(s.0)?,
+            Unary::Mul(s) => g.mul_scalar(s)?,
             Unary::Div(s) => g.div_scalar(s.0)?,
             Unary::Pow(s) if s.0 == 0.0 => g.zeros_like()?,
             Unary::Pow(s) => g.mul(&saved.input(0).pow_scalar(s.0 - 1.0)?.mul_scalar(s.0)?)?,

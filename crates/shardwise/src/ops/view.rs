@@ -9,7 +9,7 @@ use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
 use crate::local::dense;
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Saved};
@@ -133,6 +133,10 @@ impl DTensor {
 impl Op for Rename {
     fn name(&self) -> &'static str {
         self.name
+    }
+
+    fn accumulation(&self) -> Accumulation {
+        Accumulation::OneTerm
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {

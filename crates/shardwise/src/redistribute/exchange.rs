@@ -9,6 +9,7 @@ use crate::layout::{OwnedBox, TensorMeta};
 use crate::local::{Assembly, concat, dense, placeholder};
 
 /// One rank's part in an exchange of boxes within a group.
+#[derive(Clone)]
 pub(crate) struct Exchange {
     group: Group,
     call: Call,
@@ -44,6 +45,12 @@ impl Exchange {
         }
         let expected = incoming.iter().map(|transfers| TensorMeta { shape: packed_shape(transfers), dtype }).collect();
         Exchange { call: Call::AllToAll { expected }, group, dtype, outgoing, incoming }
+    }
+
+    /// The same exchange of elements of another type.
+    pub(crate) fn of_type(&self, dtype: DType) -> Self {
+        let expected = self.incoming.iter().map(|transfers| TensorMeta { shape: packed_shape(transfers), dtype });
+        Exchange { call: Call::AllToAll { expected: expected.collect() }, dtype, ..self.clone() }
     }
 
     /// Carries the exchange out. Returns the blocks that this rank got, with their places in its new local tensor; none in

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::panic::Location;
 
-use super::DTensor;
+use super::{DTensor, Number};
 use crate::comm::implicitly;
 use crate::error::{Error, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
@@ -52,6 +52,7 @@ impl DTensor {
     pub fn fill_range(&mut self, ranges: &[Range<usize>], value: f64) -> Result<()> {
         let site = Location::caller();
         let region = self.region(ranges)?;
+        Number::from(value).fit(self.dtype())?; // refused by all ranks, also by those that hold nothing of the region
         *self = implicitly("fill_range", || self.reduced(site)?.written(&region, None, value, site))?;
         Ok(())
     }

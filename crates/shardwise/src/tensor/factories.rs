@@ -8,47 +8,26 @@ use super::{DTensor, check_partial, check_room, foreign};
 use crate::comm::{Call, DeviceMesh};
 use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
-use crate::local::{check_dtype, filled, placeholder, reserve};
+use crate::local::{Number, check_dtype, filled, placeholder, reserve};
 use crate::placement::Placement;
 use crate::random::{Distribution, Generator, GeneratorState, mantissa_bits};
 
 /// Elements by global index: row-major number of the element, and its index in every dimension.
-type Rule<'a> = &'a dyn Fn(u64, &[usize]) -> Value;
-
-/// One element.
-#[derive(Clone, Copy)]
-enum Value {
-    Real(f64),
-    Whole(i64),
-}
-
-impl Value {
-    fn real(self) -> f64 {
-        match self {
-            Value::Real(x) => x,
-            Value::Whole(n) => n as f64,
-        }
-    }
-
-    fn whole(self) -> i64 {
-        match self {
-            Value::Real(x) => x as i64,
-            Value::Whole(n) => n,
-        }
-    }
-}
+type Rule<'a> = &'a dyn Fn(u64, &[usize]) -> Number;
 
 impl DTensor {
-    /// A tensor filled with one value.
+    /// A tensor filled with one value, which must be one of the type: 300 in u8 or NaN in an integer type is an error; a
+    /// fraction is cut off, and a negative integer wraps in an unsigned type, as in PyTorch.
     #[track_caller]
     pub fn full(
-        value: f64,
+        value: impl Into<Number>,
         shape: impl Into<Shape>,
         dtype: DType,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
         let layout = Layout::new(mesh.mesh(), shape, placements)?;
+        let value = value.into().fit(dtype)?; // on all ranks, also on those that fill nothing
         make(mesh, &layout, dtype, Location::caller(), |meta, _| filled(value, meta))
     }
 
@@ -106,30 +85,36 @@ impl DTensor {
         f: impl Fn(&[usize]) -> f64,
     ) -> Result<DTensor> {
         let layout = Layout::new(mesh.mesh(), shape, placements)?;
-        by_rule(mesh, &layout, dtype, Location::caller(), &|_, index| Value::Real(f(index)))
+        by_rule(mesh, &layout, dtype, Location::caller(), &|_, index| Number::Real(f(index)))
     }
 
-    /// The numbers from `start` to before `end` in steps of `step`.
+    /// The numbers from `start` to before `end` in steps of `step`. Integers are exact in all of i64; for an integer type,
+    /// fractions of `start` and `step` are cut off, and numbers that the type does not hold wrap, as in PyTorch.
     #[track_caller]
     pub fn arange(
-        start: f64,
-        end: f64,
-        step: f64,
+        start: impl Into<Number>,
+        end: impl Into<Number>,
+        step: impl Into<Number>,
         dtype: DType,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        let count = ((end - start) / step).ceil();
-        if !count.is_finite() || step == 0.0 || count > MAX_COUNT {
+        let (start, end, step) = (start.into(), end.into(), step.into());
+        let count = range_count(start, end, step);
+        if !count.is_finite() || step.real() == 0.0 || count > MAX_COUNT {
             return Err(Error::invalid(
                 "range",
-                format!("{start} to {end} in steps of {step}"),
+                format!("{} to {} in steps of {}", start.real(), end.real(), step.real()),
                 "finite bounds and a step that leads from one to the other",
                 "correct the bounds",
             ));
         }
         let layout = Layout::new(mesh.mesh(), count.max(0.0) as usize, placements)?;
-        by_rule(mesh, &layout, dtype, Location::caller(), &|i, _| Value::Real(start + i as f64 * step))
+        let rule = |i: u64, _: &[usize]| match dtype.is_float() {
+            true => Number::Real(start.real() + i as f64 * step.real()),
+            false => Number::Integer(start.integer().wrapping_add((i as i64).wrapping_mul(step.integer()))),
+        };
+        by_rule(mesh, &layout, dtype, Location::caller(), &rule)
     }
 
     /// `steps` numbers at equal distances from `start` to `end`, both included.
@@ -143,7 +128,7 @@ impl DTensor {
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
         let layout = Layout::new(mesh.mesh(), steps, placements)?;
-        by_rule(mesh, &layout, dtype, Location::caller(), &|i, _| Value::Real(spaced(start, end, steps, i)))
+        by_rule(mesh, &layout, dtype, Location::caller(), &|i, _| Number::Real(spaced(start, end, steps, i)))
     }
 
     /// `steps` powers of `base` with exponents at equal distances from `start` to `end`, both included.
@@ -158,7 +143,7 @@ impl DTensor {
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
         let layout = Layout::new(mesh.mesh(), steps, placements)?;
-        let rule = |i: u64, _: &[usize]| Value::Real(base.powf(spaced(start, end, steps, i)));
+        let rule = |i: u64, _: &[usize]| Number::Real(base.powf(spaced(start, end, steps, i)));
         by_rule(mesh, &layout, dtype, Location::caller(), &rule)
     }
 
@@ -172,7 +157,7 @@ impl DTensor {
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
         let layout = Layout::new(mesh.mesh(), (rows, columns), placements)?;
-        let rule = |_: u64, index: &[usize]| Value::Whole(i64::from(index[0] == index[1]));
+        let rule = |_: u64, index: &[usize]| Number::Integer(i64::from(index[0] == index[1]));
         by_rule(mesh, &layout, dtype, Location::caller(), &rule)
     }
 
@@ -208,7 +193,13 @@ impl DTensor {
 
     /// One number everywhere, in a layout.
     #[track_caller]
-    pub(crate) fn full_in(layout: &Layout, value: f64, dtype: DType, mesh: &DeviceMesh) -> Result<DTensor> {
+    pub(crate) fn full_in(
+        layout: &Layout,
+        value: impl Into<Number>,
+        dtype: DType,
+        mesh: &DeviceMesh,
+    ) -> Result<DTensor> {
+        let value = value.into().fit(dtype)?;
         make(mesh, layout, dtype, Location::caller(), |meta, _| filled(value, meta))
     }
 
@@ -281,8 +272,9 @@ impl DTensor {
 
     /// One value with the shape, type and layout of this tensor; axes with a pending reduction become replicated.
     #[track_caller]
-    pub fn full_like(&self, value: f64) -> Result<DTensor> {
+    pub fn full_like(&self, value: impl Into<Number>) -> Result<DTensor> {
         let layout = self.layout().settled();
+        let value = value.into().fit(self.dtype())?;
         make(self.device_mesh(), &layout, self.dtype(), Location::caller(), |meta, _| filled(value, meta))
     }
 
@@ -315,6 +307,17 @@ impl DTensor {
 
 /// Longer ranges are a mistake.
 const MAX_COUNT: f64 = 1e18;
+
+/// How many numbers a range has; exact for integers.
+fn range_count(start: Number, end: Number, step: Number) -> f64 {
+    match (start, end, step) {
+        (Number::Integer(start), Number::Integer(end), Number::Integer(step)) if step != 0 => {
+            let (length, step) = (i128::from(end) - i128::from(start), i128::from(step));
+            (length.div_euclid(step) + i128::from(length.rem_euclid(step) != 0 && step > 0)).max(0) as f64
+        }
+        _ => ((end.real() - start.real()) / step.real()).ceil(),
+    }
+}
 
 fn spaced(start: f64, end: f64, steps: usize, i: u64) -> f64 {
     match steps {
@@ -417,12 +420,12 @@ pub(crate) fn random_box(
     filled_by(shape, &indices, dtype, &random_rule(distribution, draw, dtype))
 }
 
-fn random_rule(distribution: Distribution, draw: GeneratorState, dtype: DType) -> impl Fn(u64, &[usize]) -> Value {
+fn random_rule(distribution: Distribution, draw: GeneratorState, dtype: DType) -> impl Fn(u64, &[usize]) -> Number {
     let whole = matches!(distribution, Distribution::Integers { .. } | Distribution::Permutation { .. });
     let precision = mantissa_bits(dtype);
     move |i, _| match whole {
-        true => Value::Whole(distribution.integer_at(draw, i)),
-        false => Value::Real(distribution.at(draw, i, precision)),
+        true => Number::Integer(distribution.integer_at(draw, i)),
+        false => Number::Real(distribution.at(draw, i, precision)),
     }
 }
 
@@ -440,21 +443,30 @@ fn by_rule(mesh: &DeviceMesh, layout: &Layout, dtype: DType, site: Site, rule: R
 fn filled_by(shape: &[usize], indices: &[Runs], dtype: DType, rule: Rule<'_>) -> Result<Tensor> {
     let sizes: Vec<usize> = indices.iter().map(Runs::len).collect();
     let count = sizes.iter().product();
-    let walk = |take: &mut dyn FnMut(Value)| {
+    let walk = |take: &mut dyn FnMut(Number)| {
         let mut index = vec![0; indices.len()];
         for_each_index(shape, indices, 0, 0, &mut index, &mut |flat, index| take(rule(flat, index)));
     };
     macro_rules! filled {
         ($convert:expr) => {{
             let mut values = reserve(count)?;
-            walk(&mut |value| values.push($convert(value)));
+            let mut refused = Ok(());
+            walk(&mut |value| match $convert(value) {
+                Ok(element) => values.push(element),
+                Err(error) => refused = Err(error),
+            });
+            refused?;
             Ok(Tensor::from_vec(values, sizes, &Device::Cpu)?.to_dtype(dtype)?)
         }};
     }
     match dtype {
-        DType::U8 | DType::U32 | DType::I16 | DType::I32 | DType::I64 => filled!(Value::whole),
-        DType::F64 => filled!(Value::real),
-        _ => filled!(|value: Value| value.real() as f32),
+        // Integers wrap; what a function gives otherwise must be a number of the type.
+        DType::U8 | DType::U32 | DType::I16 | DType::I32 | DType::I64 => filled!(|value: Number| match value {
+            Number::Integer(n) => Ok(n),
+            Number::Real(_) => value.fit(dtype).map(Number::integer),
+        }),
+        DType::F64 => filled!(|value: Number| Ok::<_, Error>(value.real())),
+        _ => filled!(|value: Number| Ok::<_, Error>(value.real() as f32)),
     }
 }
 

@@ -19,13 +19,14 @@ pub use tape::{Backward, Keeps, Saved, no_grad};
 pub(crate) use tape::{Node, Tape, is_recording, next_number, with_recording};
 
 use std::panic::Location;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device, Tensor};
 
 use crate::comm::{DeviceMesh, implicitly};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
+pub use crate::local::Number;
 use crate::local::{self, check_cpu, check_dtype, own_copy, placeholder};
 use crate::placement::{Placement, ReduceOp};
 use crate::redistribute::{Exchange, redistribute};
@@ -59,13 +60,18 @@ pub struct DTensor {
 struct Value {
     mesh: DeviceMesh,
     layout: Layout,
-    local: Tensor,
+    dtype: DType,
+    /// What this rank holds. A term of a partial sum, mean or product may be of a wider type than the tensor: it is rounded
+    /// once, when the terms have been reduced.
+    held: Tensor,
+    /// `held` in the type of the tensor, where that is another one and somebody asked.
+    rounded: OnceLock<Tensor>,
 }
 
 impl Value {
     /// Bytes of the local part.
     fn bytes(&self) -> usize {
-        self.local.elem_count() * self.local.dtype().size_in_bytes()
+        self.held.elem_count() * self.held.dtype().size_in_bytes()
     }
 }
 
@@ -78,10 +84,25 @@ impl Drop for Value {
 impl DTensor {
     /// Puts the parts together; `local` is what the layout says this rank holds.
     pub(crate) fn from_parts(mesh: &DeviceMesh, layout: Layout, local: Tensor) -> Self {
-        debug_assert_eq!(local.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
-        let value = Value { mesh: mesh.clone(), layout, local };
+        let dtype = local.dtype();
+        Self::from_terms(mesh, layout, local, dtype)
+    }
+
+    fn from_terms(mesh: &DeviceMesh, layout: Layout, held: Tensor, dtype: DType) -> Self {
+        debug_assert_eq!(held.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
+        let value = Value { mesh: mesh.clone(), layout, dtype, held, rounded: OnceLock::new() };
         mesh.world().memory().take(value.bytes());
         DTensor { value: Arc::new(value), tape: None }
+    }
+
+    /// A tensor of type `dtype` from what this rank computed, which may be of a wider floating-point type: that stays as
+    /// long as a sum, mean or product is pending, and is rounded otherwise.
+    pub(crate) fn from_held(mesh: &DeviceMesh, layout: Layout, held: Tensor, dtype: DType) -> Result<Self> {
+        let held = match held.dtype() == dtype || accumulates(&layout) {
+            true => held,
+            false => converted(mesh, &held, dtype)?,
+        };
+        Ok(Self::from_terms(mesh, layout, held, dtype))
     }
 
     /// The mesh.
@@ -116,7 +137,7 @@ impl DTensor {
 
     /// Element type.
     pub fn dtype(&self) -> DType {
-        self.value.local.dtype()
+        self.value.dtype
     }
 
     /// Shape and element type of the whole tensor.
@@ -131,18 +152,41 @@ impl DTensor {
     /// [`local_map`](crate::autograd::local_map) runs code on local parts that has one. In a dry run the result has the
     /// shape and no memory. [`local_shape`](Layout::local_shape) of the layout gives the shape alone.
     ///
+    /// It always has the type of the tensor. Terms of a pending sum, mean or product are kept, and travel, in a wider type
+    /// where their sum would depend on the layout otherwise (half precision in f32, sums of f32 in f64); this shows them
+    /// rounded.
+    ///
     /// # Panics
     /// If there is no memory for the copy.
     pub fn to_local(&self) -> Tensor {
         match self.value.mesh.world().is_dry() {
-            true => self.value.local.clone(),
-            false => own_copy(&self.value.local).unwrap_or_else(|error| panic!("to_local: {error}")),
+            true => self.local().clone(),
+            false => own_copy(self.local()).unwrap_or_else(|error| panic!("to_local: {error}")),
         }
     }
 
-    /// The part that this rank holds, where it is: for reading only.
+    /// The part that this rank holds, in the type of the tensor and where it is: for reading only.
     pub(crate) fn local(&self) -> &Tensor {
-        &self.value.local
+        let Value { mesh, dtype, held, rounded, .. } = &*self.value;
+        if held.dtype() == *dtype {
+            return held;
+        }
+        rounded.get_or_init(|| converted(mesh, held, *dtype).expect("floating-point types convert into each other"))
+    }
+
+    /// The part that this rank holds, in the type in which it is held: for reading only; see [`to_local`](Self::to_local).
+    pub(crate) fn held(&self) -> &Tensor {
+        &self.value.held
+    }
+
+    /// What this rank holds, in the type in which it is reduced: half precision is reduced in f32.
+    pub(crate) fn reducible(&self) -> Result<Tensor> {
+        match self.held().dtype() {
+            DType::F16 | DType::BF16 if accumulates(self.layout()) => {
+                converted(&self.value.mesh, self.held(), DType::F32)
+            }
+            _ => Ok(self.held().clone()),
+        }
     }
 
     /// Whether the local parts of two tensors are one and the same memory, as those of clones are.
@@ -180,8 +224,8 @@ impl DTensor {
         }
         check_partial(to, self.dtype())?;
         check_room(to, self.dtype(), self.value.mesh.world().is_dry())?;
-        let local = redistribute(&self.value.mesh, self.layout(), to, self.local(), site)?;
-        let moved = Self::from_parts(&self.value.mesh, to.clone(), local);
+        let held = redistribute(&self.value.mesh, self.layout(), to, &self.reducible()?, site)?;
+        let moved = Self::from_held(&self.value.mesh, to.clone(), held, self.dtype())?;
         Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).settled())))
     }
 
@@ -240,7 +284,8 @@ impl DTensor {
     }
 
     /// The same values with another element type. Pending reductions are carried out first, because rounding does not
-    /// commute with adding; only a largest or smallest operand stays one under a conversion that keeps order.
+    /// commute with adding; but a largest or smallest operand stays one under a conversion that keeps order, and terms of
+    /// a sum that becomes a narrower floating-point type stay as they are, to be rounded when they have been added.
     #[track_caller]
     pub fn to_dtype(&self, dtype: DType) -> Result<DTensor> {
         if dtype == self.dtype() {
@@ -253,16 +298,24 @@ impl DTensor {
             _ => true,
         };
         let site = Location::caller();
+        if self.narrows_later(dtype) {
+            let made = Self::from_terms(&self.value.mesh, self.layout().clone(), self.held().clone(), dtype);
+            return Ok(self.moved(made, "to_dtype", &|saved, gradient| gradient.to_dtype(saved.dtype(0))));
+        }
         let source = match self.placements().iter().all(picks) {
             true => self.clone(),
             false => implicitly("to_dtype", || self.reduced(site))?,
         };
-        let local = match self.value.mesh.world().is_dry() {
-            true => placeholder(&TensorMeta::new(source.local().dims(), dtype))?,
-            false => source.local().to_dtype(dtype)?,
-        };
-        let converted = Self::from_parts(&self.value.mesh, source.layout().clone(), local);
-        Ok(source.moved(converted, "to_dtype", &|saved, gradient| gradient.to_dtype(saved.dtype(0))))
+        let local = converted(&self.value.mesh, source.local(), dtype)?;
+        let made = Self::from_parts(&self.value.mesh, source.layout().clone(), local);
+        Ok(source.moved(made, "to_dtype", &|saved, gradient| gradient.to_dtype(saved.dtype(0))))
+    }
+
+    /// Whether all that is pending are terms that can be added first and rounded to a type after.
+    fn narrows_later(&self, dtype: DType) -> bool {
+        let term = |p: &Placement| !p.is_partial() || is_term(p);
+        let narrower = dtype.is_float() && dtype.size_in_bytes() < self.dtype().size_in_bytes();
+        self.dtype().is_float() && narrower && accumulates(self.layout()) && self.placements().iter().all(term)
     }
 
     /// A tensor made from this one, whose gradient goes back in the given way.
@@ -312,6 +365,24 @@ fn keeps_order(from: DType, to: DType) -> bool {
         (_, true) => true,
         (true, false) => false,
         (false, false) => bits(to) > bits(from) && (unsigned(from) || !unsigned(to)),
+    }
+}
+
+/// Whether operands are terms of a sum, a mean or a product, which rounding would change.
+fn is_term(placement: &Placement) -> bool {
+    matches!(placement, Placement::Partial(ReduceOp::Sum | ReduceOp::Avg | ReduceOp::Product))
+}
+
+/// Whether a sum, a mean or a product is pending.
+pub(crate) fn accumulates(layout: &Layout) -> bool {
+    layout.placements().iter().any(is_term)
+}
+
+/// A local part in another type.
+fn converted(mesh: &DeviceMesh, local: &Tensor, dtype: DType) -> Result<Tensor> {
+    match mesh.world().is_dry() {
+        true => placeholder(&TensorMeta::new(local.dims(), dtype)),
+        false => Ok(local.to_dtype(dtype)?),
     }
 }
 

@@ -240,7 +240,7 @@ impl Saved<'_> {
     /// The element type of an input.
     pub fn dtype(&self, i: usize) -> DType {
         match &self.0.inputs[i] {
-            Kept::Value(value) => value.local.dtype(),
+            Kept::Value(value) => value.dtype,
             Kept::Described { dtype, .. } => *dtype,
         }
     }

@@ -115,6 +115,7 @@ pub(crate) fn apply(name: &str, x: &[DTensor], attrs: &Value) -> Result<Vec<DTen
     let reduction = match attrs["reduction"].as_str() {
         Some("sum") => Reduction::Sum,
         Some("none") => Reduction::None,
+        Some("batchmean") => Reduction::BatchMean,
         _ => Reduction::Mean,
     };
     let dim = |key: &str| attrs[key].as_i64().unwrap_or(0) as isize;
