@@ -222,7 +222,8 @@ type OfTwo = fn(&DTensor, &DTensor, &DTensor) -> Result<DTensor>;
 /// Gradients of functions of two tensors, with respect to each.
 static OF_TWO: &[(&str, OfTwo, OfTwo)] = &[
     ("mul", |_, b, g| g.mul(b), |a, _, g| g.mul(a)),
-    ("div", |_, b, g| g.div(b), |a, b, g| g.mul(a)?.div(&b.square()?)?.neg()),
+    // The square of the divisor may be beyond the type where the quotient is not.
+    ("div", |_, b, g| g.div(b), |a, b, g| g.mul(&a.div(b)?.div(b)?)?.neg()),
     ("div_floor", |_, _, g| zero(g), |_, _, g| zero(g)),
     ("div_trunc", |_, _, g| zero(g), |_, _, g| zero(g)),
     (
