@@ -41,8 +41,7 @@ const EXAMPLES: &str = "Examples:
   shardwise ops matmul                            what matmul does with every placement
 
 Under mpirun or srun (in builds with the feature mpi) training and benchmarks of several ranks have one rank per process;
-all else is done by the first process. A launcher may give processes a terminal of their own: say --json where a program
-reads the output.";
+all else is done by the first process. Output is text, also into a pipe; say --json where a program reads it.";
 
 #[derive(Subcommand)]
 enum Command {
@@ -90,6 +89,8 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
+        // Whoever read the output has seen enough, as in `shardwise ops | head`.
+        Err(error) if processes::is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             processes::report(&error);
             ExitCode::FAILURE

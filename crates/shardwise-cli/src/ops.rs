@@ -21,7 +21,7 @@ Examples:
 pub(crate) struct Options {
     /// Show what this operator does with every placement.
     name: Option<String>,
-    /// Print JSON lines (also the default when the output is not a terminal).
+    /// Print JSON lines instead of a table.
     #[arg(long)]
     json: bool,
 }
@@ -108,9 +108,12 @@ fn sides(rule: &Rule) -> (String, String) {
 }
 
 fn unknown(name: &str) -> Error {
+    let first = name.chars().next();
     let alike: Vec<&str> = ops()
         .map(|op| op.name)
-        .filter(|op| op.contains(name) || name.contains(op) || op.starts_with(&name[..1]))
+        .filter(|op| !name.is_empty() && (op.contains(name) || name.contains(op) || op.chars().next() == first))
         .collect();
-    Error::invalid("operator", name, format!("one of {}", alike.join(", ")), "run `shardwise ops` for the whole list")
+    let needed =
+        if alike.is_empty() { "the name of an operator".into() } else { format!("one of {}", alike.join(", ")) };
+    Error::invalid("operator", format!("{name:?}"), needed, "run `shardwise ops` for the whole list")
 }

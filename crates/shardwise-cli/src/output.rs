@@ -1,6 +1,6 @@
 //! What a measurement looks like: aligned columns for people, JSON lines for programs.
 
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::processes;
 
-/// Prints rows as they come, in the first process: JSON lines if asked for or if the output is not a terminal, else a table.
+/// Prints rows as they come, in the first process: JSON lines if asked for, else a table.
 pub(crate) struct Rows {
     json: bool,
     header_printed: bool,
@@ -28,7 +28,7 @@ impl Rows {
         let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg} {elapsed}").expect("a valid template");
         bar.set_style(style);
         bar.enable_steady_tick(Duration::from_millis(200));
-        Rows { json: json || !std::io::stdout().is_terminal(), header_printed: false, bar }
+        Rows { json, header_printed: false, bar }
     }
 
     /// Says what is being measured now.

@@ -44,6 +44,15 @@ pub(crate) fn agreed<T>(mine: Result<T>) -> Result<T> {
     mine
 }
 
+/// Whether an error says that nobody reads the output any more.
+pub(crate) fn is_closed_pipe(error: &Error) -> bool {
+    match error {
+        Error::Io(error) => error.kind() == std::io::ErrorKind::BrokenPipe,
+        Error::Rank { source, .. } => is_closed_pipe(source),
+        _ => false,
+    }
+}
+
 /// Prints what went wrong: once if it is an error of all processes.
 pub(crate) fn report(error: &Error) {
     let text = match (other_rank(), error) {

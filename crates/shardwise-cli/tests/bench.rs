@@ -24,7 +24,7 @@ fn bench_collectives_prints_one_json_object_per_case() {
 
 #[test]
 fn bench_redistribute_prints_one_json_object_per_case() {
-    let output = shardwise(&["bench", "redistribute", "--ranks", "2", "--mb", "1,2"]);
+    let output = shardwise(&["bench", "redistribute", "--ranks", "2", "--mb", "1,2", "--json"]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).unwrap();
     let rows: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).expect(line)).collect();

@@ -49,12 +49,12 @@ fn every_format_is_looked_at_converted_and_found_the_same() {
     let hf = scratch.0.join("hf");
     let said = printed(&["convert", text(&source), text(&hf), "--to", "hf", "--rename", r"model\.(.*)=$1"]);
     assert!(said.contains("left out") && said.contains("step"), "{said}");
-    let seen: Value = serde_json::from_str(&printed(&["inspect", text(&hf)])).unwrap();
+    let seen: Value = serde_json::from_str(&printed(&["inspect", text(&hf), "--json"])).unwrap();
     assert!(seen["tensors"]["layer.weight"].is_object(), "{seen}");
     assert!(hf.join("model.safetensors").is_file());
     // one file of torch.save
     let torch = sample("torch_save").join("model.pt");
-    let seen: Value = serde_json::from_str(&printed(&["inspect", text(&torch)])).unwrap();
+    let seen: Value = serde_json::from_str(&printed(&["inspect", text(&torch), "--json"])).unwrap();
     assert_eq!((&seen["format"], &seen["values"]["step"]), (&Value::from("torch"), &Value::from(7)));
 }
 
@@ -74,7 +74,7 @@ fn a_checkpoint_is_cut_for_a_mesh_and_a_load_is_tried_without_doing_it() {
         "extra.*=R,S(0)",
     ]);
     assert_eq!(printed(&["diff", text(&source), text(&to)]), "");
-    let seen: Value = serde_json::from_str(&printed(&["inspect", text(&to)])).unwrap();
+    let seen: Value = serde_json::from_str(&printed(&["inspect", text(&to), "--json"])).unwrap();
     let parts = |key: &str| seen["tensors"][key]["parts"].as_array().unwrap().len();
     assert_eq!((parts("lm_head.weight"), parts("extra.ids")), (4, 2));
     let lines = printed(&["dry-load", text(&to), "--mesh", "dp=4", "--json"]);
@@ -100,7 +100,7 @@ fn damage_and_mistakes_are_told_and_end_with_a_failure() {
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     std::fs::write(&file, &bytes).unwrap();
-    let verified = ckpt(&["verify", text(&good)]);
+    let verified = ckpt(&["verify", text(&good), "--json"]);
     assert_eq!(verified.status.code(), Some(1));
     let found: Value = serde_json::from_slice(&verified.stdout).unwrap();
     assert!(found["problems"][0].as_str().unwrap().contains("checksum"), "{found}");

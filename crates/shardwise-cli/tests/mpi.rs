@@ -162,7 +162,7 @@ fn processes_train_as_threads_do_bit_by_bit() {
             assert_eq!(found[what], expected[what], "{what} with {options:?}");
         }
         let [ours, theirs] = [&found, &expected].map(|summary| summary["checkpoint"].as_str().unwrap());
-        assert_eq!(succeeds(&["ckpt", "diff", ours, theirs]), "", "{options:?}");
+        assert_eq!(succeeds(&["ckpt", "diff", ours, theirs, "--json"]), "", "{options:?}");
         assert!(read(found["curve"].as_str().unwrap()).starts_with("<svg"));
     }
 }
@@ -180,7 +180,7 @@ fn what_threads_saved_processes_go_on_from_and_the_other_way_round() {
     train_on_threads(&place, "on-threads", &["--resume", &middle("processes")]);
     for name in ["on-processes", "on-threads"] {
         assert_eq!(losses(&place, name), expected, "{name}");
-        assert_eq!(succeeds(&["ckpt", "diff", &end("threads"), &end(name)]), "", "{name}");
+        assert_eq!(succeeds(&["ckpt", "diff", &end("threads"), &end(name), "--json"]), "", "{name}");
     }
     assert!(Path::new(&hf).join("model.safetensors").is_file() && Path::new(&hf).join("config.json").is_file());
     // another number of processes takes another mesh

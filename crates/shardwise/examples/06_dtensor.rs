@@ -16,8 +16,8 @@ fn main() -> Result<()> {
         let mut y = columns.to_dtype(DType::F64)?;
         y.fill_range(&[1..4, 1..3], 0.0)?; // across the border between ranks
 
-        // Printing shows the whole; all ranks take part, one prints.
-        let text = y.to_string();
+        // `{y}` would show what this rank holds. `show` gives the whole: all ranks call it, one prints.
+        let text = y.show()?;
         if world.rank() == 0 {
             println!("{text}\n");
             println!("{}\n", explain(&mesh, x.layout(), columns.layout(), DType::F32)?);

@@ -12,7 +12,10 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub type Site = &'static Location<'static>;
 
 /// What went wrong. Cheap to clone, because one failure is often reported on every rank.
-#[derive(Debug, Clone, thiserror::Error)]
+///
+/// `Debug` reads like `Display`: `fn main() -> Result<()>`, `unwrap` and `expect` print the sentence that was written for
+/// the reader, and not the tree of types that carries it.
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A value handed in by the caller cannot be used.
@@ -150,6 +153,17 @@ pub enum Error {
         message: Arc<str>,
     },
 
+    /// Something went wrong inside a module of the model.
+    #[error("`{path}` (called at {site}): {source}")]
+    InModule {
+        /// Dotted path of the innermost module.
+        path: Arc<str>,
+        /// The line of the user's program that called the module, or the model that it is in.
+        site: Site,
+        /// What went wrong there.
+        source: Box<Error>,
+    },
+
     /// The local tensor library reported an error.
     #[error("local tensor operation failed: {0}")]
     Candle(Arc<candle_core::Error>),
@@ -201,6 +215,12 @@ impl fmt::Display for RankCall {
     }
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 impl Error {
     /// An invalid value: what it is, what was found, what was needed, what to do.
     ///
@@ -236,8 +256,20 @@ impl Error {
     /// The error as one of this rank, unless the message already names the ranks at fault.
     pub fn of_rank(self, rank: usize) -> Self {
         match self {
-            Error::Invalid(_) | Error::Candle(_) | Error::Io(_) | Error::Other(_) => {
+            Error::Invalid(_) | Error::InModule { .. } | Error::Candle(_) | Error::Io(_) | Error::Other(_) => {
                 Error::Rank { rank, source: Box::new(self) }
+            }
+            named => named,
+        }
+    }
+
+    /// The error as one inside the module at `path`, called at `site`, unless it already names a module or the calls of
+    /// ranks.
+    #[cold]
+    pub(crate) fn in_module(self, path: Arc<str>, site: Site) -> Self {
+        match self {
+            Error::Invalid(_) | Error::Implicit { .. } | Error::Candle(_) | Error::Io(_) | Error::Other(_) => {
+                Error::InModule { path, site, source: Box::new(self) }
             }
             named => named,
         }
@@ -292,6 +324,15 @@ mod tests {
     #[test]
     fn stays_small_enough_to_return_by_value() {
         assert!(std::mem::size_of::<Error>() <= 80, "{}", std::mem::size_of::<Error>());
+    }
+
+    #[test]
+    fn debug_reads_like_display() {
+        let inner = Error::invalid("mesh", "6 ranks", "at most 4", "use a smaller mesh");
+        let error = inner.of_rank(1);
+        let text = "rank 1 failed: invalid mesh: found 6 ranks, needed at most 4; use a smaller mesh";
+        assert_eq!(format!("{error:?}"), text);
+        assert_eq!(format!("{error:#?}"), text);
     }
 
     #[test]

@@ -40,6 +40,7 @@
 // The order of the modules is the architecture: each may use those above it, none below. A test holds it so.
 
 pub mod error;
+mod module_scope;
 mod intern;
 pub mod mesh;
 pub mod placement;
@@ -66,6 +67,7 @@ pub use comm::{DeviceMesh, DryWorld, Group, ThreadWorld, World, explicit_communi
 pub use error::{Error, Result};
 pub use layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 pub use mesh::Mesh;
+pub use op::detect_anomaly;
 pub use optim::ShardedOptimizer;
 pub use param::Param;
 pub use placement::{Placement, ReduceOp};

@@ -197,7 +197,7 @@ fn nested_state(format: Format, name: &str) {
             Ok((mesh.clone(), Layout::replicated(mesh.mesh(), shape)?))
         })?;
         assert_eq!(everything.value("mixed.1")?, Value::Bool(true));
-        assert!(same(everything.tensor("mixed.0")?.to_local(), &whole(&[2], DType::U8, 5)));
+        assert!(same(&everything.tensor("mixed.0")?.to_local(), &whole(&[2], DType::U8, 5)));
         Ok(())
     })
     .unwrap();

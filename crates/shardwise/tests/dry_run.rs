@@ -106,7 +106,7 @@ fn dry_runs_refuse_what_they_cannot_know_and_check_what_they_can() {
                 (x.equal(&x).map(drop), "dry run"),
                 (x.state().map(drop), "dry run"),
                 (x.redistribute([Shard(5)]).map(drop), "from -2 to 1"),
-                (world.all_reduce(x.to_local(), ReduceOp::BitOr).map(drop), "rank 0 called all_reduce"),
+                (world.all_reduce(&x.to_local(), ReduceOp::BitOr).map(drop), "rank 0 called all_reduce"),
                 (world.mesh([("a", 65)]).map(drop), "below 64"),
             ] {
                 let message = result.expect_err(part).to_string();

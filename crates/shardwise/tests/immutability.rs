@@ -54,3 +54,147 @@ fn a_deadline_beyond_the_clock_is_none() {
     };
     world.run(run).unwrap();
 }
+
+/// Ways in which candle hands out the memory of a variable as an ordinary tensor.
+const DISGUISES: [fn(&Var) -> candle_core::Result<Tensor>; 4] = [
+    |var| Ok(var.as_detached_tensor()),
+    |var| var.as_detached_tensor().reshape((2, 4)),
+    |var| var.as_detached_tensor().narrow(0, 0, 8),
+    |var| var.as_detached_tensor().reshape((4, 2))?.narrow(0, 1, 3),
+];
+
+fn list(x: &DTensor) -> Result<Vec<f32>> {
+    Ok(x.full_tensor()?.flatten_all()?.to_vec1()?)
+}
+
+#[test]
+fn a_tensor_never_changes_with_the_variable_whose_memory_it_was_made_of() {
+    for disguise in DISGUISES {
+        let run = move |world: World| {
+            let mesh = world.mesh([("a", 2)])?;
+            let var = Var::from_tensor(&Tensor::ones(8, DType::F32, &Device::Cpu)?)?;
+            let local = disguise(&var)?;
+            let whole = Layout::replicated(mesh.mesh(), local.dims())?;
+            let sharded =
+                shardwise::sharded::Shard::from_tensor_and_offsets(&local, vec![0; local.rank()], world.rank())?;
+            let tensors = [
+                DTensor::from_local(&local, &mesh, [Shard(0)])?,
+                DTensor::from_local(&local, &mesh, [Replicate])?,
+                DTensor::from_local_with_shape(&local, &mesh, [Replicate], whole.shape())?,
+                DTensor::distribute_tensor(&local, &mesh, [Replicate], None)?,
+                DTensor::distribute_tensor(&local, &mesh, [Replicate], Some(0))?,
+                DTensor::distribute_tensor(&local, &mesh, [Shard(0)], Some(1))?,
+                shardwise::local_map(&[&DTensor::zeros(1, DType::F32, &mesh, [Replicate])?], [Replicate], &[], |_| {
+                    Ok(local.clone())
+                })?,
+            ];
+            var.set(&Tensor::zeros(8, DType::F32, &Device::Cpu)?)?;
+            world.barrier()?;
+            for (i, tensor) in tensors.iter().enumerate() {
+                assert!(list(tensor)?.iter().all(|&x| x == 1.0), "{i}: {tensor:?}");
+            }
+            assert_eq!(sharded.tensor().flatten_all()?.to_vec1::<f32>()?, vec![1.0; local.elem_count()]);
+            Ok(())
+        };
+        ThreadWorld::new(2).unwrap().run(run).unwrap();
+    }
+}
+
+#[test]
+fn writing_into_a_tensor_that_was_handed_out_changes_nothing_else() {
+    let run = |world: World| {
+        let mesh = world.mesh([("a", 2)])?;
+        let zeros = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
+        for placement in [Replicate, Shard(0)] {
+            let x = DTensor::ones(8, DType::F32, &mesh, [placement])?;
+            let y = x.clone();
+            x.to_local().slice_set(&zeros, 0, 0)?;
+            world.barrier()?;
+            assert_eq!(list(&x)?, [1.0; 8]);
+            assert_eq!(list(&y)?, [1.0; 8]);
+            // ranks of one process share the memory of a large gather
+            x.full_tensor()?.slice_set(&zeros, 0, 0)?;
+            world.barrier()?;
+            assert_eq!(list(&x)?, [1.0; 8]);
+            let large = DTensor::ones(1 << 16, DType::F32, &mesh, x.placements().to_vec())?;
+            let whole = large.full_tensor()?;
+            world.barrier()?;
+            if world.rank() == 0 {
+                whole.slice_set(&zeros, 0, 0)?;
+            }
+            world.barrier()?;
+            let begins = if world.rank() == 0 { 0.0 } else { 1.0 };
+            assert_eq!(whole.narrow(0, 0, 1)?.to_vec1::<f32>()?, [begins]);
+            let mapped = shardwise::local_map(&[&x], x.placements().to_vec(), &[], |local| {
+                local[0].slice_set(&zeros, 0, 0)?;
+                Ok(local[0].clone())
+            })?;
+            assert!(list(&mapped)?.contains(&0.0));
+            assert_eq!(list(&x)?, [1.0; 8]);
+        }
+        Ok(())
+    };
+    ThreadWorld::new(2).unwrap().run(run).unwrap();
+}
+
+#[test]
+fn what_a_collective_was_given_may_be_overwritten_when_it_returns() {
+    let run = |world: World| {
+        let (me, size) = (world.rank(), world.size());
+        // small results every rank computes for itself, large ones all make together
+        for n in [8, 1 << 14] {
+            let meta = TensorMeta::new(n, DType::F32);
+            let halves = [n / 2, n - n / 2];
+            for round in 0..200 {
+                let mine = Var::from_tensor(&Tensor::full((me + 1) as f32, n, &Device::Cpu)?)?;
+                let given = mine.as_detached_tensor();
+                let over = || mine.set(&Tensor::full(1e9f32, n, &Device::Cpu)?);
+                let root = round % size;
+                let is = |got: &Tensor, expected: f32| -> Result<()> {
+                    let got = got.flatten_all()?.to_vec1::<f32>()?;
+                    assert!(got.iter().all(|&x| x == expected), "round {round}: {expected} in {:?}", &got[..4]);
+                    Ok(())
+                };
+                let again = || mine.set(&Tensor::full((me + 1) as f32, n, &Device::Cpu)?);
+                let got = world.all_reduce(&given, ReduceOp::Sum)?;
+                over()?;
+                is(&got, 3.0)?;
+                again()?;
+                let got = world.reduce_scatter(&given, ReduceOp::Sum, 0, &halves)?;
+                over()?;
+                is(&got, 3.0)?;
+                again()?;
+                let got = world.broadcast((me == root).then_some(&given), &meta, root)?;
+                over()?;
+                is(&got, (root + 1) as f32)?;
+                again()?;
+                let got = world.scatter((me == root).then_some(&given), &meta, 0, &halves, root)?;
+                over()?;
+                is(&got, (root + 1) as f32)?;
+                again()?;
+                let got = world.all_gather(&given, 0, &[n, n])?;
+                over()?;
+                is(&got.narrow(0, 0, n)?, 1.0)?;
+                is(&got.narrow(0, n, n)?, 2.0)?;
+                again()?;
+                let got = world.all_to_all(&[given.clone(), given.clone()], &[meta.clone(), meta.clone()])?;
+                over()?;
+                is(&got[0], 1.0)?;
+                is(&got[1], 2.0)?;
+                again()?;
+                if let Some(got) = world.gather(&given, 0, &[n, n], root)? {
+                    is(&got.narrow(0, 0, n)?, 1.0)?;
+                    is(&got.narrow(0, n, n)?, 2.0)?;
+                }
+                over()?;
+                again()?;
+                world.send(&given, 1 - me, 0)?;
+                over()?;
+                is(&world.recv(&meta, 1 - me, 0)?, (2 - me) as f32)?;
+                world.barrier()?;
+            }
+        }
+        Ok(())
+    };
+    ThreadWorld::new(2).unwrap().run(run).unwrap();
+}

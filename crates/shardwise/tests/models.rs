@@ -283,7 +283,6 @@ fn what_cannot_be_is_refused_before_anything_runs() {
         let error = spread.plan(&config, &mesh.parse().unwrap()).unwrap_err().to_string();
         assert!(parts.iter().all(|part| error.contains(part)), "{error}");
     };
-    refused(ModelConfig::Llama(llama()), "tp=4", tp, &["2 key heads", "4 ranks along `tp`"]);
     refused(ModelConfig::Gpt(gpt()), "dp=2,tp=2", plain, &["idle"]);
     refused(ModelConfig::Gpt(gpt()), "dp=2", tp, &["axis `tp`"]);
     refused(ModelConfig::Gpt(gpt()), "tp=2", spread(Weights::Sharded, true, false), &["axis `dp`"]);

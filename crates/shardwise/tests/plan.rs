@@ -364,7 +364,7 @@ fn outputs_are_resharded_and_returned_as_local_parts() {
         let mine = model.forward(&ids(&mesh, &[Replicate, Replicate])?)?;
         let share = expected.redistribute([Shard(0), Shard(2)])?;
         assert_eq!((mine.device_mesh().size(), mine.shape()), (1, share.to_local().dims()));
-        assert!(close(mine.to_local(), share.to_local()), "6 of 11 classes on one rank, 5 on the other");
+        assert!(close(&mine.to_local(), &share.to_local()), "6 of 11 classes on one rank, 5 on the other");
         // the gradient goes back to all ranks: a sum of local losses is the loss of the whole
         let found = mine.square()?.sum_all()?.backward()?;
         let gradient = found.get(&model.tokens.weight.get())?.full_tensor()?;

@@ -79,7 +79,7 @@ fn check_draw(world: &World, seed: usize) -> Result<()> {
             let spread = DTensor::random(distribution, shape.as_slice(), dtype, &mesh, placements.clone())?;
             let whole = DTensor::random(distribution, shape.as_slice(), dtype, &alone, [Replicate])?;
             let context = format!("SHARDWISE_SEED={seed} {distribution:?} {dtype:?} {}", spread.layout());
-            assert_eq!(bits(&spread.full_tensor()?), bits(whole.to_local()), "{context}");
+            assert_eq!(bits(&spread.full_tensor()?), bits(&whole.to_local()), "{context}");
             assert_eq!(mesh.generator().state().offset, state.offset + 1);
         }
     }

@@ -151,7 +151,7 @@ fn ranks_bring_the_shards_that_they_have() {
             assert_eq!(numbers(&v.full_tensor()?), numbers(&table));
             let offsets = |s: &TensorShard| s.metadata().offsets[0];
             assert_eq!(v.local_shards().iter().map(offsets).collect::<Vec<_>>(), [[2, 0], [1, 3]][rank]);
-            assert!(v.local_shards().iter().all(|s| numbers(s.tensor())[0] == 4.0 * offsets(s) as f64));
+            assert!(v.local_shards().iter().all(|s| numbers(&s.tensor())[0] == 4.0 * offsets(s) as f64));
         }
         // chunks in any order are found to be chunks
         let own = TensorShard::from_tensor_and_offsets(&mine, [3 - rank, 0], rank)?;

@@ -36,7 +36,7 @@ pub(crate) struct Options {
     /// Repetitions, of which the best counts.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     times: u32,
-    /// Print JSON lines (also the default when the output is not a terminal).
+    /// Print JSON lines instead of a table.
     #[arg(long)]
     json: bool,
 }

@@ -39,7 +39,7 @@ pub(crate) struct Options {
     /// Collectives to measure, by name; all if none is named.
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
-    /// Print JSON lines (also the default when the output is not a terminal).
+    /// Print JSON lines instead of a table.
     #[arg(long)]
     json: bool,
 }

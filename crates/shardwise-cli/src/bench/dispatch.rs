@@ -22,7 +22,7 @@ Examples:
   shardwise bench dispatch
   shardwise bench dispatch --json")]
 pub(crate) struct Options {
-    /// Print JSON lines (also the default when the output is not a terminal).
+    /// Print JSON lines instead of a table.
     #[arg(long)]
     json: bool,
 }

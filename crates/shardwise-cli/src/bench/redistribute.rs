@@ -26,7 +26,7 @@ pub(crate) struct Options {
     /// Sizes of the whole tensor in megabytes.
     #[arg(long, value_delimiter = ',', default_value = "1,16,64", value_parser = clap::value_parser!(u16).range(1..=4096))]
     mb: Vec<u16>,
-    /// Print JSON lines (also the default when the output is not a terminal).
+    /// Print JSON lines instead of a table.
     #[arg(long)]
     json: bool,
 }

@@ -33,7 +33,7 @@ pub(crate) struct Options {
     /// Only these modes [all; under mpirun those of that many ranks]
     #[arg(long, value_delimiter = ',', value_parser = MODES)]
     modes: Option<Vec<String>>,
-    /// Print JSON lines (also the default when the output is not a terminal).
+    /// Print JSON lines instead of a table.
     #[arg(long)]
     json: bool,
 }

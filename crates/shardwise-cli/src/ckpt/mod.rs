@@ -3,7 +3,7 @@
 mod inspect;
 mod layouts;
 
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -161,15 +161,10 @@ fn bar(total: u64) -> ProgressBar {
     bar
 }
 
-/// Whether JSON is wanted: asked for, or the output is read by a program.
-fn wants_json(asked: bool) -> bool {
-    asked || !std::io::stdout().is_terminal()
-}
-
 /// Runs a command; whether all is well.
 pub(crate) fn run(options: &Options) -> Result<bool> {
     match &options.command {
-        Command::Inspect { path, json } => inspect::run(path, wants_json(*json)).map(|()| true),
+        Command::Inspect { path, json } => inspect::run(path, *json).map(|()| true),
         Command::Diff { first, second, rtol, atol, json } => {
             let (first, second) = (checkpoint::open(first)?, checkpoint::open(second)?);
             let bar = bar(first.bytes() as u64);
@@ -177,17 +172,17 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
             bar.finish_and_clear();
             let mut out = std::io::stdout().lock();
             for (key, difference) in &found {
-                match wants_json(*json) {
+                match *json {
                     true => writeln!(out, "{}", json!({ "key": key, "difference": difference.to_string() }))?,
                     false => writeln!(out, "{key}: {difference}")?,
                 }
             }
-            if found.is_empty() && !wants_json(*json) {
+            if found.is_empty() && !*json {
                 writeln!(out, "the same: {} tensors, {} values", first.tensors.len(), first.values.len())?;
             }
             Ok(found.is_empty())
         }
-        Command::Verify { path, json } => verify(path, wants_json(*json)),
+        Command::Verify { path, json } => verify(path, *json),
         Command::Convert { from, to, writing } => convert(from, to, &writing.options()?).map(|()| true),
         Command::Reshard { from, to, layouts, writing } => {
             let layouts = layouts.chosen()?;

@@ -9,6 +9,7 @@ use shardwise::param::Param;
 use shardwise::prelude::*;
 use shardwise::random::GeneratorState;
 
+use super::saved::unwritable;
 use super::settings::{Job, Settings};
 use super::trainer::Trainer;
 
@@ -60,6 +61,11 @@ impl Resumed {
             Ok(Resumed { path: path.clone(), config: catalog.value("config")?.read()?, settings, at })
         };
         checkpoint::open(&path).and_then(|catalog| read(&catalog)).map_err(bad)
+    }
+
+    /// The output directory of the run that saved it.
+    pub(super) fn out(&self) -> Option<&Path> {
+        self.path.parent()?.parent()
     }
 
     /// An error that lists what is different, unless the checkpoint is one of the model of a job.
@@ -213,5 +219,9 @@ pub(super) fn make_way(out: &Path, first: u64, overwrite: bool) -> Result<()> {
         let fix = "go on from them with --resume, name another --out, or remove them with --overwrite";
         return Err(Error::invalid("output directory", found, "no checkpoints of later steps", fix));
     }
-    later.iter().try_for_each(|&step| Ok(std::fs::remove_dir_all(series.path(step))?))
+    let remove = |&step: &u64| {
+        let path = series.path(step);
+        std::fs::remove_dir_all(&path).map_err(|error| unwritable("checkpoint", &path, &error))
+    };
+    later.iter().try_for_each(remove)
 }

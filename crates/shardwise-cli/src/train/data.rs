@@ -57,7 +57,16 @@ impl Coding {
     /// Writes the tokenizer's file into a directory, if there is one.
     pub(crate) fn write(&self, directory: &Path) -> Result<bool> {
         let Coding::File(tokenizer) = self else { return Ok(false) };
-        tokenizer.save(directory.join(TOKENIZER), false).map_err(|error| Error::other(error.to_string()))?;
+        let path = directory.join(TOKENIZER);
+        tokenizer.save(&path, false).map_err(|error| {
+            let found = format!("{}: {error}", path.display());
+            Error::invalid(
+                "output file",
+                found,
+                "a place that can be written to",
+                "make room there, or name another place",
+            )
+        })?;
         Ok(true)
     }
 

@@ -3,6 +3,7 @@
 pub(crate) mod checkpoints;
 mod curve;
 mod data;
+mod history;
 mod progress;
 pub(crate) mod sample;
 pub(crate) mod saved;
@@ -25,8 +26,10 @@ use shardwise::prelude::*;
 
 use checkpoints::{Position, Resumed, Saver};
 use data::Tokens;
+use history::History;
 use progress::{Progress, Step};
 use sample::{Choice, continued};
+use saved::unwritable;
 use settings::{Job, Settings};
 use trainer::Trainer;
 
@@ -80,7 +83,7 @@ pub(crate) struct Options {
     /// Print what a step communicates.
     #[arg(long)]
     report: bool,
-    /// Print the summary as a JSON object (also the default when the output is not a terminal).
+    /// Print the summary as a JSON object.
     #[arg(long)]
     json: bool,
 }
@@ -187,22 +190,20 @@ impl Plan {
     /// Prepares the places to write to, which is the business of the first rank.
     fn make_room(&self) -> Result<Progress> {
         let job = &self.job;
-        let bad_path = |what: &'static str, path: &Path, error: std::io::Error| {
-            let found = format!("{}: {error}", path.display());
-            Error::invalid(what, found, "a place that can be written to", "name another one")
-        };
-        std::fs::create_dir_all(&job.out).map_err(|error| bad_path("output directory", &job.out, error))?;
+        std::fs::create_dir_all(&job.out).map_err(|error| unwritable("output directory", &job.out, &error))?;
         let log = match &job.log {
             Some(path) => {
                 let (append, mut open) = (self.resumed.is_some(), OpenOptions::new());
                 let opened = open.create(true).write(true).append(append).truncate(!append).open(path);
-                Some(BufWriter::new(opened.map_err(|error| bad_path("log", path, error))?))
+                Some((path.clone(), BufWriter::new(opened.map_err(|error| unwritable("log", path, &error))?)))
             }
             None => None,
         };
         checkpoints::make_way(&job.out, self.begin().step, self.overwrite)?;
         saved::describe(&job.out, &job.config, &self.tokens.coding)?;
-        Ok(Progress::new(job.steps, log))
+        let from = self.resumed.as_ref().and_then(Resumed::out);
+        let history = History::begin(&job.out, from, self.begin().step)?;
+        Ok(Progress::new(job.steps, log, history))
     }
 }
 
@@ -241,7 +242,13 @@ fn work(world: &World, plan: &Plan) -> Result<Outcome> {
             tokens.counts().0,
         )
     });
-    if resumed.is_some() {
+    let nothing_left = at.step >= job.steps;
+    if nothing_left {
+        let (step, steps) = (at.step, job.steps);
+        say(&|| {
+            format!("nothing left to train: the checkpoint is at step {step} of {steps}; ask for more with --steps")
+        });
+    } else if resumed.is_some() {
         say(&|| format!("goes on after step {} of {}", at.step, job.steps));
     }
     let held_out = tokens.held_out(EVALUATED, job.batch, length);
@@ -331,7 +338,7 @@ fn work(world: &World, plan: &Plan) -> Result<Outcome> {
     tell(&|progress| {
         progress.evaluation(step, summary.held_out_loss)?;
         let title = format!("{} on {}, loss in nats per token", job.config.name(), job.mesh);
-        Ok(std::fs::write(&summary.curve, curve::svg(&title, &losses, &evaluated, unigram_entropy))?)
+        progress.curve(&summary.curve, &title, unigram_entropy)
     })?;
     Ok(Outcome { summary, report: report.unwrap_or(Report(Vec::new())) })
 }
@@ -348,7 +355,7 @@ fn is_due(step: u64, every: u64) -> bool {
 
 fn show(summary: &Summary, report: Option<&Report>, json: bool) -> Result<()> {
     let mut out = std::io::stdout().lock();
-    if json || !std::io::IsTerminal::is_terminal(&out) {
+    if json {
         let mut object = serde_json::to_value(summary).map_err(Error::other)?;
         if let Some(report) = report {
             let row = |(operator, call, total): &(&str, &str, shardwise::comm::Total)| {
@@ -371,7 +378,7 @@ fn show(summary: &Summary, report: Option<&Report>, json: bool) -> Result<()> {
     writeln!(out, "communication  {:.0} % of the time", summary.communication * 100.0)?;
     match summary.loss {
         Some(loss) => writeln!(out, "loss           {loss:.3} at the end of training")?,
-        None => writeln!(out, "loss           none: no steps were left to take")?,
+        None => writeln!(out, "loss           none: nothing left to train, ask for more steps with --steps")?,
     }
     writeln!(out, "held-out loss  {:.3}", summary.held_out_loss)?;
     writeln!(out, "guessing       {:.3} by frequency alone", summary.unigram_entropy)?;

@@ -25,7 +25,18 @@ pub(super) fn describe(directory: &Path, config: &ModelConfig, coding: &Coding) 
     let tokenizer = if coding.write(directory)? { TOKENIZER } else { "bytes" };
     let about = About { model: config.clone(), tokenizer: tokenizer.to_string() };
     let text = serde_json::to_string_pretty(&about).map_err(Error::other)?;
-    Ok(std::fs::write(directory.join(CONFIG), text + "\n")?)
+    write(&directory.join(CONFIG), text + "\n")
+}
+
+/// Writes a file of a run.
+pub(super) fn write(path: &Path, content: String) -> Result<()> {
+    std::fs::write(path, content).map_err(|error| unwritable("output file", path, &error))
+}
+
+/// The error for a place that a run cannot write to, with the cause: a full disk, a read-only one, no permission.
+pub(super) fn unwritable(what: &'static str, path: &Path, error: &std::io::Error) -> Error {
+    let fix = "make room or give permission there, or name another place";
+    Error::invalid(what, format!("{}: {error}", path.display()), "a place that can be written to", fix)
 }
 
 /// What a directory holds.

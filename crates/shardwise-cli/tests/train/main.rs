@@ -22,7 +22,7 @@ pub(crate) fn fails(arguments: &[&str], parts: &[&str]) {
 /// Trains in the place, from the beginning.
 fn train(place: &Place, more: &[&str]) -> Value {
     let out = place.at("out");
-    json(&succeeds(&[&["train", "--overwrite", "--out", &out], &TINY[..], more].concat()))
+    json(&succeeds(&[&["train", "--json", "--overwrite", "--out", &out], &TINY[..], more].concat()))
 }
 
 #[test]
@@ -194,7 +194,7 @@ fn ctrl_c_ends_after_a_step_and_keeps_what_was_learned() {
     let out = place.at("out");
     let endless = ["--steps", "1000000", "--mesh", "dp=2", "--eval-every", "1"];
     let mut child = Command::new(env!("CARGO_BIN_EXE_shardwise"))
-        .args([&["train", "--out", &out], &TINY[..TINY.len() - 2], &endless].concat())
+        .args([&["train", "--json", "--out", &out], &TINY[..TINY.len() - 2], &endless].concat())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
@@ -214,7 +214,8 @@ fn ctrl_c_ends_after_a_step_and_keeps_what_was_learned() {
     assert!(!succeeds(&["generate", &out, "--tokens", "3"]).is_empty());
     // what was saved goes on
     let more = (steps + 3).to_string();
-    let resumed = json(&succeeds(&["train", "--resume", "--out", &out, "--steps", &more, "--eval-every", "0"]));
+    let resumed =
+        json(&succeeds(&["train", "--json", "--resume", "--out", &out, "--steps", &more, "--eval-every", "0"]));
     assert_eq!((&resumed["steps"], &resumed["stopped"]), (&(steps + 3).into(), &false.into()));
 }
 

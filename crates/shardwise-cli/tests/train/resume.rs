@@ -12,7 +12,7 @@ use crate::fails;
 /// Trains with an output directory and a log of the same name; the summary, and the losses by step.
 fn run(place: &Place, name: &str, options: &[&str]) -> (Value, BTreeMap<u64, f64>) {
     let (out, log) = (place.at(name), place.at(&format!("{name}.jsonl")));
-    let summary = json(&succeeds(&[&["train", "--out", &out, "--log", &log], options].concat()));
+    let summary = json(&succeeds(&[&["train", "--json", "--out", &out, "--log", &log], options].concat()));
     let losses = lines(&log);
     let losses = losses.iter().filter_map(|line| Some((line["step"].as_u64()?, line["loss"].as_f64()?))).collect();
     (summary, losses)

@@ -155,7 +155,7 @@ fn pack(
     let mut flat: Vec<Tensor> = Vec::new();
     for piece in 0..shapes[0].len() {
         for ((tensor, layout), shapes) in parts.iter().zip(shapes) {
-            let local = tensor.to_local();
+            let local = tensor.local();
             let part = match layout.placements()[axis].shard_dim() {
                 None => local.clone(),
                 Some(dim) => {

@@ -8,8 +8,8 @@ use crate::local::dense;
 use crate::placement::{Placement, ReduceOp};
 use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording};
 
-/// Runs `f` on the local parts of some tensors, as they lie, and takes its result for this rank's part of a tensor with the
-/// given placements. Candle's own gradient of `f` becomes part of the distributed one.
+/// Runs `f` on copies of the local parts of some tensors, as they lie, and takes its result for this rank's part of a tensor
+/// with the given placements. Candle's own gradient of `f` becomes part of the distributed one.
 ///
 /// The gradient of an input lies as the input does (replicated, if the input is a pending reduction). Where ranks use a
 /// replicated input for different things, each has a part of its gradient only: say `Partial(Sum)` for it in `gradients`.
@@ -53,7 +53,7 @@ pub fn local_map(
     let mesh = first.device_mesh();
     let traced = is_recording() && inputs.iter().any(|t| t.has_gradient());
     let vars = match traced {
-        true => inputs.iter().map(|t| Ok(Var::from_tensor(t.to_local())?)).collect::<Result<Vec<_>>>()?,
+        true => inputs.iter().map(|t| Ok(Var::from_tensor(t.local())?)).collect::<Result<Vec<_>>>()?,
         false => Vec::new(),
     };
     let placements: Vec<Placement> = placements.into_iter().collect();
@@ -65,7 +65,7 @@ pub fn local_map(
     }
     let locals: Vec<Tensor> = match traced {
         true => vars.iter().map(|v| v.as_tensor().clone()).collect(),
-        false => inputs.iter().map(|t| t.to_local().clone()).collect(),
+        false => inputs.iter().map(|t| t.to_local()).collect(),
     };
     let local = f(&locals)?;
     let output = DTensor::from_local(&local.detach(), mesh, placements)?;
@@ -99,7 +99,7 @@ impl Backward for LocalMap {
         let mean = |(p, &n): (&Placement, &usize)| if *p == Placement::Partial(ReduceOp::Avg) { n } else { 1 };
         let share: usize = self.placements.iter().zip(gradient.device_mesh().shape()).map(mean).product();
         let gradient = if share > 1 { gradient.div_scalar(share as f64)? } else { gradient };
-        let found = (&self.local * gradient.to_local())?.sum_all()?.backward()?;
+        let found = (&self.local * gradient.local())?.sum_all()?.backward()?;
         let mut inputs = Vec::new();
         for (i, var) in self.vars.iter().enumerate() {
             if !saved.wants(i) {

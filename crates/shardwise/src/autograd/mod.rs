@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::layout::Layout;
+use crate::op::{in_backward_of, is_detecting};
 use crate::placement::{Placement, ReduceOp};
 use crate::tensor::{DTensor, Node, Saved, Tape, is_recording, with_recording};
 
@@ -298,7 +299,10 @@ fn pass(seeds: Vec<(Tape, DTensor)>, first: u64) -> Result<Found> {
             found.leaves.insert(number, (node, gradient));
             continue;
         };
-        let inputs = backward.run(&Saved(&node), &gradients)?;
+        let inputs = match is_detecting() {
+            true => in_backward_of(backward.name(), || backward.run(&Saved(&node), &gradients))?,
+            false => backward.run(&Saved(&node), &gradients)?,
+        };
         debug_assert_eq!(inputs.len(), node.parents.len(), "{}", backward.name());
         for (i, (parent, gradient)) in node.parents.iter().zip(inputs).enumerate() {
             if let (Some(parent), Some(gradient)) = (parent, gradient) {

@@ -68,7 +68,7 @@ impl ElementType {
         let found = ElementType::ALL.iter().find(|e| **e != ElementType::Bool && e.dtype() == Some(dtype));
         found.copied().ok_or_else(|| {
             let needed = "f64, f32, f16, bf16, i64, i32, i16, u32 or u8";
-            Error::invalid("element type", dtype.as_str(), needed, "convert the tensor first")
+            Error::invalid("element type", dtype.as_str(), needed, "tensors here have no other types")
         })
     }
 
@@ -88,8 +88,12 @@ impl ElementType {
             ElementType::U16 => Ok(DType::U32),
             ElementType::F8E5M2 | ElementType::F8E4M3 => Ok(DType::F32),
             other => other.dtype().ok_or_else(|| {
-                let fix = "convert the checkpoint first (shardwise ckpt convert --dtype)";
-                Error::invalid("element type", other, "a type that tensors here can have", fix)
+                let fix = match other {
+                    ElementType::C64 => "leave the tensor out, or store it with PyTorch as torch.view_as_real first",
+                    _ => "leave the tensor out, or store it with PyTorch as int64 first",
+                };
+                let found = format!("{other}, which passes through files unchanged and is not converted");
+                Error::invalid("element type", found, "a type that tensors here can have", fix)
             }),
         }
     }

@@ -22,7 +22,7 @@ use super::write::{Part, WrittenFile, file_name, seal, write_file};
 use crate::comm::{World, agree, texts, together};
 use crate::error::{Error, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
-use crate::local::{bytes_of, dense, immutable, placeholder};
+use crate::local::{bytes_of, dense, own_copy, placeholder};
 use crate::redistribute::block;
 
 /// How a checkpoint is saved.
@@ -58,7 +58,7 @@ impl Default for SaveOptions {
 ///
 ///     let template = State::map([("weight", DTensor::zeros(6, DType::F32, &mesh, [Replicate])?)]);
 ///     let loaded = checkpoint::load(&world, &path, &template)?;
-///     assert_eq!(loaded.tensor("weight")?.to_local().to_vec1::<f32>()?[5], 5.0);
+///     assert_eq!(loaded.tensor("weight")?.local().to_vec1::<f32>()?[5], 5.0);
 ///     Ok(())
 /// })?;
 /// # std::fs::remove_dir_all(&directory).unwrap();
@@ -231,7 +231,7 @@ fn plan(world: &World, state: &State, format: Format) -> Result<Planned> {
                 let tensor = tensor.reduced(Location::caller())?;
                 let boxes: Vec<OwnedBox> = tensor.layout().boxes().collect();
                 let mine = tensor.layout().boxes_of(world.rank());
-                let local = tensor.to_local().clone();
+                let local = tensor.local().clone();
                 (
                     ElementType::of(tensor.dtype())?,
                     tensor.shape().to_vec(),
@@ -246,7 +246,7 @@ fn plan(world: &World, state: &State, format: Format) -> Result<Planned> {
                 for shard in tensor.local_shards().iter().filter(|s| s.metadata().volume() > 0) {
                     let local_offsets = vec![0; shard.metadata().offsets.len()];
                     mine.push(OwnedBox { rank: world.rank(), global: shard.metadata().as_box(), local_offsets });
-                    tensors.push(shard.tensor().clone());
+                    tensors.push(shard.held().clone());
                 }
                 (
                     ElementType::of(tensor.dtype())?,
@@ -256,7 +256,8 @@ fn plan(world: &World, state: &State, format: Format) -> Result<Planned> {
                 )
             }
             Leaf::Plain(tensor) => {
-                let tensor = dense(&immutable(tensor)?)?;
+                // A copy, because it may be written to while an asynchronous save goes on.
+                let tensor = own_copy(tensor)?;
                 let whole = TensorBox { offsets: vec![0; tensor.rank()], sizes: tensor.dims().to_vec() };
                 let owned = |rank| OwnedBox { rank, global: whole.clone(), local_offsets: whole.offsets.clone() };
                 let boxes = if whole.volume() == 0 { Vec::new() } else { (0..world.size()).map(owned).collect() };

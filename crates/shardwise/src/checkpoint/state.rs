@@ -232,7 +232,9 @@ impl std::fmt::Display for State {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             State::Tensor(tensor) => write!(f, "{} {}", tensor.dtype().as_str(), tensor.layout()),
-            State::Sharded(tensor) => write!(f, "{tensor}"),
+            State::Sharded(tensor) => {
+                write!(f, "{} {:?}: {}", tensor.dtype().as_str(), tensor.shape(), tensor.sharding_spec())
+            }
             State::Plain(tensor) => write!(f, "{} {:?}", tensor.dtype().as_str(), tensor.dims()),
             State::Value(value) => write!(f, "{value}"),
             State::Map(entries) => write!(f, "a map of {} entries", entries.len()),

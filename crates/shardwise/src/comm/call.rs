@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
 
 use crate::error::{Error, Result};
@@ -103,6 +103,31 @@ pub enum Call {
 }
 
 impl Call {
+    /// From this many bytes on, a second phase among threads costs less than doing all the work on every rank, or than
+    /// copying what a program passed in.
+    pub(crate) const SHARE_FROM: usize = 16 << 10;
+
+    /// Whether threads make this call in two phases, so that no rank reads another's inputs after it has returned. The same
+    /// answer on all ranks that agree on the call.
+    pub(crate) fn ends_with_reads(&self, inputs: &[Tensor]) -> bool {
+        let bytes = |shape: &[usize], dtype: DType| TensorMeta { shape: shape.to_vec(), dtype }.bytes();
+        let joined = |dim: usize, sizes: &Sizes| {
+            let mut shape = inputs.first()?.dims().to_vec();
+            *shape.get_mut(dim)? = sizes.iter().fold(0, |sum, &n| sum.saturating_add(n));
+            Some(bytes(&shape, inputs[0].dtype()))
+        };
+        let whole = match self {
+            Call::AllReduce { .. } | Call::Reduce { .. } | Call::ReduceScatter { .. } => {
+                inputs.first().map(|t| bytes(t.dims(), t.dtype()))
+            }
+            Call::AllGather { dim, sizes } | Call::Gather { dim, sizes, .. } => joined(*dim, sizes),
+            Call::ExchangeDims { from, from_sizes, .. } => joined(*from, from_sizes),
+            Call::Scatter { whole, .. } => Some(whole.bytes()),
+            Call::Barrier | Call::Agree { .. } | Call::Broadcast { .. } | Call::AllToAll { .. } | Call::Expose => None,
+        };
+        whole.is_some_and(|bytes| bytes >= Self::SHARE_FROM)
+    }
+
     /// Name of the collective.
     pub fn name(&self) -> &'static str {
         match self {

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 use super::{Group, World};
 use crate::error::{Error, Result};
-use crate::mesh::{Axes, Link, Links, Mesh};
+use crate::mesh::{Axes, Link, Links, Mesh, is_registered};
 use crate::random::Generator;
 
 /// A [`Mesh`] whose ranks are those of a running program, seen from one of them.
@@ -46,6 +46,12 @@ thread_local! {
 
 impl DeviceMesh {
     /// Binds a mesh to a world, which must have all its ranks.
+    ///
+    /// Local: nothing is communicated.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if a rank is not one of the world, or if the mesh is on a type of device that computes nothing
+    /// here and has no registered backend.
     pub fn new(world: &World, mesh: Mesh) -> Result<Self> {
         if let Some(rank) = mesh.ranks().iter().find(|&&r| r >= world.size()) {
             return Err(Error::invalid(
@@ -53,6 +59,15 @@ impl DeviceMesh {
                 format!("mesh {mesh} of {} ranks with rank {rank}", mesh.size()),
                 format!("ranks below {}, the size of the world", world.size()),
                 "launch more ranks or make the mesh smaller",
+            ));
+        }
+        let device = mesh.device_type();
+        if device != "cpu" && !world.is_dry() && !is_registered(device) {
+            return Err(Error::invalid(
+                "mesh",
+                format!("mesh {mesh} on device type `{device}`, on which this library does not compute"),
+                "a mesh on `cpu`, or on a type with a registered backend",
+                "use on_device(\"cpu\"), register a backend for the type, or run the program dry",
             ));
         }
         let links = Links::uniform(mesh.ndim(), Link::THREADS);

@@ -10,6 +10,7 @@ use super::{Call, Communicator, Exposed, Trace, World};
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
 use crate::local::placeholder;
+use crate::mesh::MAX_RANKS;
 
 /// Settings for a dry run: the program of one rank of a world of any size, without data and without the other ranks.
 ///
@@ -50,8 +51,9 @@ pub struct DryRun<T> {
 impl DryWorld {
     /// A world of `size` ranks, of which rank 0 runs.
     pub fn new(size: usize) -> Result<Self> {
-        if size == 0 {
-            return Err(Error::invalid("world", "0 ranks", "at least one rank", "say how many ranks to imagine"));
+        if size == 0 || size > MAX_RANKS {
+            let needed = format!("1 to {MAX_RANKS} ranks");
+            return Err(Error::invalid("world", format!("{size} ranks"), needed, "say how many ranks to imagine"));
         }
         Ok(DryWorld { size, rank: 0 })
     }

@@ -1,5 +1,6 @@
 //! Groups of ranks, as programs use them.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
@@ -11,6 +12,8 @@ use super::call::Call;
 use super::{Communicator, Exposed};
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
+use crate::local::{check_served, own_copy};
+use crate::module_scope::user_site;
 use crate::placement::ReduceOp;
 
 /// Some ranks that make collectives together, seen from one of them.
@@ -21,9 +24,11 @@ use crate::placement::ReduceOp;
 ///
 /// Ranks and roots in arguments count within the group. One thread of a rank makes its calls.
 ///
-/// Tensors are taken as immutable, as candle's are: a result may share memory with what another rank passed in, and is
-/// cut off from any graph of candle's own gradients. Variables (`candle_core::Var`) are copied where that matters, so
-/// that `var.set(&group.all_reduce(&var, op)?)` is safe; other tensors must not be changed in place.
+/// What a rank passed in it may overwrite as soon as the call returns: no rank reads it any more. Where threads would (small
+/// tensors, `broadcast`, `all_to_all`, `send`, `expose`) it is copied. A result is cut off from any graph of candle's own
+/// gradients. Ranks that are threads of one process may hold a large result in one memory: `copy()` it before writing into it
+/// with `slice_set`. On one rank, or as the root of a broadcast between processes, a result may be the very tensor passed in,
+/// unless that is a variable (`candle_core::Var`).
 ///
 /// ```
 /// # use shardwise::{launch, ReduceOp};
@@ -203,7 +208,7 @@ impl Group {
     /// ```
     #[track_caller]
     pub fn all_to_all(&self, tensors: &[Tensor], expected: &[TensorMeta]) -> Result<Vec<Tensor>> {
-        self.engine.run(&Call::AllToAll { expected: expected.to_vec() }, tensors, Location::caller())
+        self.run_given(&Call::AllToAll { expected: expected.to_vec() }, tensors, Location::caller())
     }
 
     /// Changes the dimension along which a tensor is spread over the group: it is cut along `from` into pieces of
@@ -265,7 +270,7 @@ impl Group {
     /// ```
     #[track_caller]
     pub fn expose(&self, tensors: &[Tensor]) -> Result<Box<dyn Exposed>> {
-        self.expose_at(tensors, Location::caller())
+        self.expose_at(&self.given(&Call::Expose, tensors), Location::caller())
     }
 
     pub(crate) fn expose_at(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>> {
@@ -334,7 +339,7 @@ impl Group {
 
     /// Carries out a call that is put together elsewhere.
     pub(crate) fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
-        self.engine.run(call, inputs, site)
+        self.engine.run(call, inputs, user_site(site))
     }
 
     fn single(&self, call: &Call, input: Option<&Tensor>, site: Site) -> Result<Tensor> {
@@ -343,7 +348,27 @@ impl Group {
     }
 
     fn at_most_one(&self, call: &Call, input: Option<&Tensor>, site: Site) -> Result<Option<Tensor>> {
-        Ok(self.engine.run(call, input.map_or(&[], std::slice::from_ref), site)?.pop())
+        Ok(self.run_given(call, input.map_or(&[], std::slice::from_ref), site)?.pop())
+    }
+
+    /// Carries out a call on tensors of the program, which it may change in place as soon as it has the result.
+    fn run_given(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
+        self.engine.run(call, &self.given(call, inputs), site)
+    }
+
+    /// A program's tensors as something that other ranks can read: copied, unless the engine has no use for them after
+    /// the call. What cannot be copied is passed on, for the engine to refuse on every rank.
+    fn given<'a>(&self, call: &Call, inputs: &'a [Tensor]) -> Cow<'a, [Tensor]> {
+        if !self.engine.shares_memory() || self.size() > 1 && call.ends_with_reads(inputs) {
+            return Cow::Borrowed(inputs);
+        }
+        let copy = |t: &Tensor| check_served(t).and_then(|()| own_copy(t)).unwrap_or_else(|_| t.clone());
+        inputs.iter().map(copy).collect::<Vec<_>>().into()
+    }
+
+    /// Whether ranks of this group may hold one memory.
+    pub(crate) fn shares_memory(&self) -> bool {
+        self.engine.shares_memory()
     }
 }
 

@@ -78,4 +78,10 @@ pub trait Communicator: Send + Sync {
     fn is_dry(&self) -> bool {
         false
     }
+
+    /// Whether ranks read each other's tensors where they are, and may hold one memory: then what a program passes in is
+    /// copied where another rank could read it after the call has returned.
+    fn shares_memory(&self) -> bool {
+        false
+    }
 }

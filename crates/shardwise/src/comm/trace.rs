@@ -257,4 +257,8 @@ impl Communicator for Traced {
     fn is_dry(&self) -> bool {
         self.engine.is_dry()
     }
+
+    fn shares_memory(&self) -> bool {
+        self.engine.shares_memory()
+    }
 }

@@ -124,16 +124,9 @@ impl Layout {
         Self::build(mesh, shape.to_vec(), placements, &order)
     }
 
-    fn build(mesh: &Mesh, shape: Vec<usize>, placements: &[Placement], order: &[(usize, Vec<usize>)]) -> Result<Self> {
-        if placements.len() != mesh.ndim() {
-            return Err(Error::invalid(
-                "placements",
-                format!("{} placement(s) for mesh {mesh}", placements.len()),
-                format!("{}, one per mesh axis", mesh.ndim()),
-                "use R for axes that do not matter",
-            ));
-        }
-        // Sizes of empty tensors are bounded too, so that no arithmetic on them can overflow.
+    /// An error if memory cannot address a tensor of this shape. Sizes of empty tensors are bounded too, so that no
+    /// arithmetic on them can overflow.
+    pub(crate) fn check_shape(shape: &[usize]) -> Result<()> {
         let bounded = shape.iter().try_fold(1usize, |count, &n| count.checked_mul(n.max(1)));
         if bounded.is_none_or(|count| count > isize::MAX as usize / MAX_ELEMENT_BYTES) {
             return Err(Error::invalid(
@@ -143,6 +136,19 @@ impl Layout {
                 "check the sizes for overflow",
             ));
         }
+        Ok(())
+    }
+
+    fn build(mesh: &Mesh, shape: Vec<usize>, placements: &[Placement], order: &[(usize, Vec<usize>)]) -> Result<Self> {
+        if placements.len() != mesh.ndim() {
+            return Err(Error::invalid(
+                "placements",
+                format!("{} placement(s) for mesh {mesh}", placements.len()),
+                format!("{}, one per mesh axis", mesh.ndim()),
+                "use R for axes that do not matter",
+            ));
+        }
+        Self::check_shape(&shape)?;
         let mut placements =
             placements.iter().map(|p| p.normalized(shape.len())).collect::<Result<Vec<Placement>>>()?;
         let mut cuts = order::cuts(mesh, &placements, shape.len(), order)?;

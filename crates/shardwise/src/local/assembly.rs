@@ -85,6 +85,19 @@ pub fn dense(tensor: &Tensor) -> Result<Tensor> {
     concat(std::slice::from_ref(tensor), 0)
 }
 
+/// The elements in memory that nobody else can write to, and without a place in a graph of candle's gradients.
+///
+/// Candle changes tensors in place (`Var::set`, `slice_set`) and does not say who shares their memory, so whatever comes in
+/// from a program or goes out to it as a plain tensor is copied.
+pub(crate) fn own_copy(tensor: &Tensor) -> Result<Tensor> {
+    let copy = Assembly::new(TensorMeta::new(tensor.dims(), tensor.dtype()))?;
+    // SAFETY: one thread; the one block has the type and the shape of the whole and fills it.
+    unsafe {
+        copy.paste(tensor, &vec![0; tensor.rank()]);
+        Ok(copy.finish())
+    }
+}
+
 /// Joins tensors of one type along `dim`, reading each where it lies.
 pub fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     if let [single] = parts

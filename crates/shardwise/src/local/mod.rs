@@ -2,6 +2,7 @@
 //! and reductions over dimensions. Nothing here knows of ranks or meshes. A kernel runs on one thread, since every rank
 //! has its own.
 
+mod room;
 mod fresh;
 mod assembly;
 mod compare;
@@ -19,7 +20,7 @@ pub(crate) mod rows;
 mod update;
 mod power;
 
-pub(crate) use assembly::Assembly;
+pub(crate) use assembly::{Assembly, own_copy};
 pub use assembly::{concat, cut, dense};
 pub(crate) use compare::{all_close, all_equal};
 pub(crate) use fold::{Fold, fold};
@@ -30,6 +31,7 @@ pub(crate) use pointwise::{from_reals, from_wholes, reals, wholes};
 pub(crate) use power::{Power, measure};
 pub(crate) use product::product;
 pub(crate) use reduce::{Reducible, reduce_block};
+pub(crate) use room::{check_bytes, memory_bytes};
 pub(crate) use update::{Stored, Update, update};
 
 use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
@@ -91,7 +93,7 @@ pub(crate) fn check_served(tensor: &Tensor) -> Result<()> {
             "tensor",
             format!("a tensor on {:?}", tensor.device().location()),
             "a tensor on the CPU",
-            "move it with to_device(&Device::Cpu) first",
+            "move it with candle's to_device(&Device::Cpu) first",
         ));
     }
     check_dtype(tensor.dtype())
@@ -103,14 +105,38 @@ pub(crate) fn check_dtype(dtype: DType) -> Result<()> {
         "element type",
         dtype.as_str(),
         "f64, f32, f16, bf16, i64, i32, i16, u32 or u8",
-        "convert the tensor first",
+        match dtype {
+            DType::F8E4M3 => "there are no kernels for it: convert the plain tensor with candle's to_dtype(DType::F32) first",
+            _ => "neither this library nor candle computes with it or converts it: keep its bytes as u8",
+        },
     )))
 }
 
-/// The tensor as something that nobody will change: without a place in a graph of candle's gradients, and in memory of its
-/// own if it is a variable, whose memory may be overwritten at any time.
+/// The error for a device on which nothing is computed here.
+pub(crate) fn check_cpu(device: &Device) -> Result<()> {
+    let name = match device {
+        Device::Cpu => return Ok(()),
+        Device::Cuda(_) => "cuda",
+        Device::Metal(_) => "metal",
+    };
+    Err(Error::invalid(
+        "device",
+        format!("`{name}`, which candle knows and this library does not compute on"),
+        "`cpu`, the one device with kernels",
+        "keep distributed tensors on the CPU, and copy what to_local returns to the other device",
+    ))
+}
+
+/// The tensor without a place in a graph of candle's gradients, and in memory of its own if it is a variable. Other tensors
+/// may share the memory of a variable too, and candle does not say which: what has to outlive the call it was passed to goes
+/// through [`own_copy`].
 pub fn immutable(tensor: &Tensor) -> Result<Tensor> {
     if tensor.is_variable() { Ok(tensor.copy()?.detach()) } else { Ok(tensor.detach()) }
+}
+
+/// Whether two tensors begin at the same place in memory.
+pub(crate) fn same_memory(a: &Tensor, b: &Tensor) -> bool {
+    with_first_element(a, |first, _| first as usize) == with_first_element(b, |first, _| first as usize)
 }
 
 /// A tensor filled with one number.
@@ -144,11 +170,9 @@ pub(crate) fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
 
 /// A vector with room for so many elements, or an error where memory ends.
 pub(crate) fn reserve<T>(count: usize) -> Result<Vec<T>> {
+    check_bytes(count, size_of::<T>())?;
     let mut values = Vec::new();
-    values.try_reserve_exact(count).map_err(|_| {
-        let found = format!("a tensor of {count} elements");
-        Error::invalid("tensor", found, "memory for it", "use smaller tensors or more ranks")
-    })?;
+    values.try_reserve_exact(count).map_err(|_| room::refused(count, size_of::<T>(), "memory that is free now"))?;
     Ok(values)
 }
 

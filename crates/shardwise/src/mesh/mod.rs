@@ -1,7 +1,10 @@
 //! Device meshes: an n-dimensional array of ranks with named axes. Pure arithmetic, no communication.
 
+mod device;
 mod links;
 mod text;
+
+pub(crate) use device::{DEVICE_TYPES, is_registered, register_device_type};
 
 pub use links::Link;
 pub(crate) use links::Links;
@@ -111,20 +114,20 @@ impl Mesh {
 
     /// The same ranks on another type of device, such as `cuda` or `xla`. A type has no index: which device of its
     /// type a rank uses is the rank's own business.
+    ///
+    /// A mesh is a description; a world computes on the CPU, and refuses a mesh on another type of device unless it runs
+    /// dry or a backend was registered for the type ([`register_backend`](crate::tensor::register_backend)).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a type that is neither a known one nor registered.
     pub fn on_device(&self, device: &str) -> Result<Self> {
         Self::build(device.to_string(), Axes(self.axes().to_vec()), self.ranks().to_vec())
     }
 
     fn build(device: String, axes: Axes, ranks: Vec<usize>) -> Result<Self> {
         let size = axes.checked_size()?;
-        if device.is_empty() || !device.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
-            return Err(Error::invalid(
-                "device type",
-                format!("`{device}`"),
-                "letters, digits and `_` without an index",
-                "name the type only, such as `cpu` or `cuda`",
-            ));
-        }
+        device::check_name(&device)?;
+        device::check_known(&device)?;
         if ranks.len() != size {
             return Err(Error::invalid(
                 "mesh",
@@ -430,7 +433,7 @@ impl Axes {
 }
 
 /// More ranks than any machine has; a larger product is a typing error, not a mesh.
-const MAX_RANKS: usize = 1 << 24;
+pub(crate) const MAX_RANKS: usize = 1 << 24;
 
 impl From<Vec<Axis>> for Axes {
     fn from(axes: Vec<Axis>) -> Self {

@@ -63,7 +63,7 @@ impl Gpt {
             norm: LayerNorm::new(&at.at("norm"), d_model, layer_norm_eps)?,
             head: head(at, &tokens, config.tied_head)?,
             tokens,
-            hooks: Hooks::default(),
+            hooks: at.hooks(),
         };
         begin(&model, n_layers)?;
         Ok(model)
@@ -80,7 +80,7 @@ impl GptBlock {
             before_mlp: LayerNorm::new(&at.at("before_mlp"), width, eps)?,
             mlp: Mlp::new(&at.at("mlp"), width, d_ff, Activation::GeluTanh)?,
             dropout: Dropout::new(dropout)?,
-            hooks: Hooks::default(),
+            hooks: at.hooks(),
         })
     }
 }

@@ -55,7 +55,7 @@ impl Llama {
             norm: RmsNorm::new(&at.at("norm"), d_model, rms_norm_eps)?,
             head: head(at, &tokens, config.tied_head)?,
             tokens,
-            hooks: Hooks::default(),
+            hooks: at.hooks(),
         };
         begin(&model, n_layers)?;
         Ok(model)
@@ -74,7 +74,7 @@ impl LlamaBlock {
             before_mlp: RmsNorm::new(&at.at("before_mlp"), width, eps)?,
             mlp: SwiGlu::new(&at.at("mlp"), width, d_ff)?,
             dropout: Dropout::new(config.dropout)?,
-            hooks: Hooks::default(),
+            hooks: at.hooks(),
         })
     }
 }

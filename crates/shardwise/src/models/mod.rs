@@ -37,7 +37,7 @@ use candle_core::DType;
 
 use crate::error::Result;
 use crate::nn::init::Init;
-use crate::nn::{Builder, Embedding, Forward, Hooks, Linear, Module};
+use crate::nn::{Builder, Embedding, Forward, Linear, Module};
 use crate::ops::Classes;
 use crate::tensor::DTensor;
 
@@ -58,7 +58,7 @@ pub trait LanguageModel: Module + Forward + Send + Sync {
 /// The head, with a weight of its own or that of the table of tokens.
 fn head(at: &Builder, tokens: &Embedding, tied: bool) -> Result<Linear> {
     if tied {
-        return Ok(Linear { weight: tokens.weight.clone(), bias: None, hooks: Hooks::default() });
+        return Ok(Linear { weight: tokens.weight.clone(), bias: None, hooks: at.at("head").hooks() });
     }
     let shape = tokens.weight.shape();
     Linear::without_bias(&at.at("head"), shape[1], shape[0])

@@ -86,12 +86,6 @@ impl Spread {
             let found = "sequence parallelism in a plan without tensor parallelism".to_string();
             return bad(found, "both, or neither", "use a plan with tp");
         }
-        let (heads, key_heads) = config.heads();
-        if !heads.is_multiple_of(tp) || !key_heads.is_multiple_of(tp) {
-            let found = format!("{heads} query heads and {key_heads} key heads on {tp} ranks along `tp`");
-            let needed = format!("multiples of {tp}: every rank has whole heads");
-            return bad(found, &needed, "change the mesh, or the numbers of heads");
-        }
         Ok(())
     }
 }
@@ -129,7 +123,9 @@ pub fn build(
     mesh: &DeviceMesh,
     dtype: DType,
 ) -> Result<Box<dyn LanguageModel>> {
-    let model = config.build(&plan.builder(mesh).dtype(dtype))?;
+    let builder = plan.builder(mesh).dtype(dtype);
+    let model = config.build(&builder)?;
+    builder.check(&*model)?;
     shard_module(&*model, mesh, plan)?;
     Ok(model)
 }

@@ -22,6 +22,51 @@ impl Forward for RotaryEmbedding {
     }
 }
 
+/// Numbers of heads of an attention module, for planners; a field of the module.
+///
+/// [`TensorParallel`](crate::plan::TensorParallel) shards the linear layers beside it at the borders of heads, whatever the
+/// number of ranks: a key head goes to one rank together with its query heads. For that, the features of every such layer
+/// have to be ordered by key head: those of key head 0 first. In a projection to queries, keys and values at once, too:
+/// `[q.. k v]` of key head 0, then of key head 1.
+///
+/// ```
+/// use shardwise::nn::{Builder, Heads, Linear, Module};
+/// use shardwise::plan::{ShardingPlanner, TensorParallel};
+/// use shardwise::prelude::*;
+///
+/// #[derive(Module)]
+/// struct Attention {
+///     qkv: Linear,
+///     out: Linear,
+///     heads: Heads,
+/// }
+///
+/// launch(2, |world| {
+///     let mesh = world.mesh([("tp", 2)])?;
+///     let at = Builder::new(&mesh);
+///     // three heads of four features
+///     let (qkv, out) = (Linear::new(&at.at("qkv"), 12, 36)?, Linear::new(&at.at("out"), 12, 12)?);
+///     let attention = Attention { qkv, out, heads: Heads { query: 3, key: 3 } };
+///     let table = TensorParallel::new("tp").plan(&attention, &mesh)?.table(&attention)?;
+///     assert_eq!(table.0[0].layout.placements(), [Placement::ragged(0, [24, 12])]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Heads {
+    /// Query heads.
+    pub query: usize,
+    /// Key and value heads, each of which serves a group of query heads.
+    pub key: usize,
+}
+
+impl Module for Heads {
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+        visit(path, Item::Heads(*self));
+    }
+}
+
 /// Sizes of an attention layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionConfig {
@@ -51,10 +96,11 @@ pub struct MultiHeadAttention {
     pub output: Linear,
     /// Hooks.
     pub hooks: Hooks,
+    heads: Heads,
     config: AttentionConfig,
 }
 
-layer!(MultiHeadAttention { query, key, value, output, hooks });
+layer!(MultiHeadAttention { query, key, value, output, heads, hooks });
 
 impl MultiHeadAttention {
     /// A layer of these sizes.
@@ -75,12 +121,14 @@ impl MultiHeadAttention {
             key: linear("key", width, key_heads * size)?,
             value: linear("value", width, key_heads * size)?,
             output: linear("output", width, width)?,
-            hooks: Hooks::default(),
+            hooks: at.hooks(),
+            heads: Heads { query: heads, key: key_heads },
             config,
         })
     }
 
     /// Attention from `x` to `context`, with a mask that is added to the scores. Hooks see `x`.
+    #[track_caller]
     pub fn attend(&self, x: &DTensor, context: &DTensor, mask: Option<&DTensor>) -> Result<DTensor> {
         self.hooks.run_own("attend", x, |x| self.mix(x, context, mask))
     }

@@ -33,7 +33,7 @@ macro_rules! convolutions {
                 let bound = 1.0 / ((inside * size.pow($spatial)).max(1) as f64).sqrt();
                 let weight = at.param("weight", &shape, Init::LINEAR)?;
                 let bias = Some(at.param("bias", &[outputs], Init::Uniform(-bound, bound))?);
-                Ok($name { weight, bias, hooks: Hooks::default(), options })
+                Ok($name { weight, bias, hooks: at.hooks(), options })
             }
         }
 

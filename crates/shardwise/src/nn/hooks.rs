@@ -1,11 +1,13 @@
 //! Functions that a module applies to its input and output, and a module that stands in for it.
 
+use std::panic::Location;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 use super::module::{Forward, Item, Module};
 use crate::error::{Error, Result};
+use crate::module_scope::{current_path, in_module, user_site};
 use crate::tensor::DTensor;
 
 /// A function of a tensor.
@@ -20,6 +22,9 @@ impl<M: Module + Forward + Send + Sync> Layer for M {}
 ///
 /// A module whose hooks hold a replacement is that replacement: [`run`](Self::run) runs it, and a walk over the module
 /// finds its parameters and not those of the module.
+///
+/// Hooks know the path of their module, for errors: from [`Builder::hooks`](super::Builder::hooks), or else from the last
+/// walk over the model.
 #[derive(Clone, Default)]
 pub struct Hooks(Arc<Mutex<Registered>>);
 
@@ -28,9 +33,30 @@ struct Registered {
     input: Vec<Hook>,
     output: Vec<Hook>,
     replacement: Option<Arc<dyn Layer>>,
+    /// The path of the module, unless it is unknown or the root.
+    path: Option<Arc<str>>,
 }
 
 impl Hooks {
+    /// Hooks of the module at a path.
+    pub(super) fn at(path: &str) -> Self {
+        let hooks = Hooks::default();
+        hooks.name(path);
+        hooks
+    }
+
+    /// Notes the path at which a walk meets the module. A walk that begins inside the model sees the end of the path only,
+    /// which does not replace a longer one.
+    pub(super) fn name(&self, path: &str) {
+        let known = &mut self.0.lock().path;
+        let shortened = |known: &str| {
+            known.strip_suffix(path).is_some_and(|rest| path.is_empty() || rest.is_empty() || rest.ends_with('.'))
+        };
+        if !path.is_empty() && !known.as_deref().is_some_and(shortened) {
+            *known = Some(path.into());
+        }
+    }
+
     /// Applies `hook` to every input from now on, after those registered before.
     pub fn on_input(&self, hook: impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static) {
         self.0.lock().input.push(Arc::new(hook));
@@ -71,22 +97,35 @@ impl Hooks {
 
     /// Forgets all hooks, and the replacement.
     pub fn clear(&self) {
-        *self.0.lock() = Registered::default();
+        let mut registered = self.0.lock();
+        *registered = Registered { path: registered.path.take(), ..Registered::default() };
     }
 
-    /// Runs a module's computation, or its replacement, between its hooks.
+    /// Runs a module's computation, or its replacement, between its hooks. Errors name the path of the module and the line
+    /// that called the function that calls this, if that is `#[track_caller]`, as every [`Forward::forward`] is.
+    #[track_caller]
     pub fn run(&self, x: &DTensor, compute: impl FnOnce(&DTensor) -> Result<DTensor>) -> Result<DTensor> {
         // Not held while they run: a hook may register another.
-        let Registered { input, output, replacement } = self.0.lock().clone();
-        let compute = |x: &DTensor| replacement.map_or_else(|| compute(x), |layer| layer.forward(x));
-        if input.is_empty() && output.is_empty() {
-            return compute(x);
-        }
-        let x = input.iter().try_fold(x.clone(), |x, hook| hook(&x))?;
-        output.iter().try_fold(compute(&x)?, |y, hook| hook(&y))
+        let Registered { input, output, replacement, path } = self.0.lock().clone();
+        let site = Location::caller();
+        in_module(path, site, || {
+            let compute = |x: &DTensor| replacement.map_or_else(|| compute(x), |layer| layer.forward(x));
+            let run = || {
+                if input.is_empty() && output.is_empty() {
+                    return compute(x);
+                }
+                let x = input.iter().try_fold(x.clone(), |x, hook| hook(&x))?;
+                output.iter().try_fold(compute(&x)?, |y, hook| hook(&y))
+            };
+            run().map_err(|error| match current_path() {
+                Some(path) => error.in_module(path, user_site(site)),
+                None => error,
+            })
+        })
     }
 
     /// As [`run`](Self::run), for a computation that a replacement cannot do, because it needs more than its input.
+    #[track_caller]
     pub(super) fn run_own(
         &self,
         what: &str,
@@ -109,6 +148,7 @@ impl Hooks {
     /// this is. Of the two hooks at one path those of the module count.
     pub fn walk_replacement(&self, path: &str, name: &str, visit: &mut dyn FnMut(&str, Item<'_>)) -> bool {
         let Some(layer) = self.replacement() else { return false };
+        self.name(path);
         let at = super::join(path, "");
         layer.walk(path, &mut |inner, item| match item {
             Item::Hooks(_) if inner.strip_prefix(&at).is_some_and(|field| !field.contains('.')) => {}

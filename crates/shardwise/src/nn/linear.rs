@@ -48,7 +48,7 @@ impl Linear {
     /// Without a bias.
     pub fn without_bias(at: &Builder, inputs: usize, outputs: usize) -> Result<Self> {
         let weight = at.param("weight", &[outputs, inputs], Init::LINEAR)?;
-        Ok(Linear { weight, bias: None, hooks: Hooks::default() })
+        Ok(Linear { weight, bias: None, hooks: at.hooks() })
     }
 }
 
@@ -73,7 +73,7 @@ impl Embedding {
     /// A table that begins normal.
     pub fn new(at: &Builder, vocabulary: usize, features: usize) -> Result<Self> {
         let weight = at.param("weight", &[vocabulary, features], Init::Normal(0.0, 1.0))?;
-        Ok(Embedding { weight, hooks: Hooks::default() })
+        Ok(Embedding { weight, hooks: at.hooks() })
     }
 }
 
@@ -98,10 +98,11 @@ impl EmbeddingBag {
     /// A table that begins normal, and how a bag becomes one row.
     pub fn new(at: &Builder, vocabulary: usize, features: usize, mode: Bag) -> Result<Self> {
         let weight = at.param("weight", &[vocabulary, features], Init::Normal(0.0, 1.0))?;
-        Ok(EmbeddingBag { weight, hooks: Hooks::default(), mode })
+        Ok(EmbeddingBag { weight, hooks: at.hooks(), mode })
     }
 
     /// Bags of any length: one begins at every offset of a vector of ids.
+    #[track_caller]
     pub fn forward_bags(&self, ids: &DTensor, offsets: &[usize]) -> Result<DTensor> {
         let bags = |ids: &DTensor| self.weight.get().embedding_bag(ids, Some(offsets), self.mode);
         self.hooks.run_own("forward_bags", ids, bags)

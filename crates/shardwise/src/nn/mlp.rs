@@ -48,7 +48,7 @@ impl Mlp {
     /// From `width` features to `hidden` and back.
     pub fn new(at: &Builder, width: usize, hidden: usize, activation: Activation) -> Result<Self> {
         let (up, down) = (Linear::new(&at.at("up"), width, hidden)?, Linear::new(&at.at("down"), hidden, width)?);
-        Ok(Mlp { up, down, hooks: Hooks::default(), activation })
+        Ok(Mlp { up, down, hooks: at.hooks(), activation })
     }
 }
 
@@ -79,7 +79,7 @@ impl SwiGlu {
             gate: Linear::without_bias(&at.at("gate"), width, hidden)?,
             up: Linear::without_bias(&at.at("up"), width, hidden)?,
             down: Linear::without_bias(&at.at("down"), hidden, width)?,
-            hooks: Hooks::default(),
+            hooks: at.hooks(),
         })
     }
 }

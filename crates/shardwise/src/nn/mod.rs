@@ -51,7 +51,7 @@ mod mlp;
 mod module;
 mod norm;
 
-pub use attention::{AttentionConfig, MultiHeadAttention, RotaryEmbedding};
+pub use attention::{AttentionConfig, Heads, MultiHeadAttention, RotaryEmbedding};
 pub use build::Builder;
 pub use conv::{Conv1d, Conv2d};
 pub use distribute::distribute_module;

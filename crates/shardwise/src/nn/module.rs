@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use candle_core::{DType, Device};
 use parking_lot::Mutex;
 
+use super::attention::Heads;
 use super::hooks::Hooks;
 use crate::error::{Error, Result};
 use crate::param::Param;
@@ -25,6 +26,8 @@ pub enum Item<'a> {
     Mode(&'a Mode),
     /// Functions to be applied to its input and output.
     Hooks(&'a Hooks),
+    /// How many heads the linear layers of the module are made of.
+    Heads(Heads),
 }
 
 /// A struct of parameters, buffers and other modules. Derive it.
@@ -158,6 +161,9 @@ pub trait Module {
 /// A module with one input and one output.
 pub trait Forward {
     /// The output for an input.
+    ///
+    /// `#[track_caller]` holds for every implementation, so that errors inside a layer name the line that called it.
+    #[track_caller]
     fn forward(&self, x: &DTensor) -> Result<DTensor>;
 }
 
@@ -217,7 +223,13 @@ items! {
     Param => Param;
     Buffer => Buffer;
     Mode => Mode;
-    Hooks => Hooks;
+}
+
+impl Module for Hooks {
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+        self.name(path.rsplit_once('.').map_or("", |(module, _)| module));
+        visit(path, Item::Hooks(self));
+    }
 }
 
 /// Fields that hold nothing to walk.

@@ -26,7 +26,7 @@ impl LayerNorm {
     /// For so many features.
     pub fn new(at: &Builder, features: usize, eps: f64) -> Result<Self> {
         let (weight, bias) = affine(at, features)?;
-        Ok(LayerNorm { weight, bias, hooks: Hooks::default(), eps })
+        Ok(LayerNorm { weight, bias, hooks: at.hooks(), eps })
     }
 }
 
@@ -54,7 +54,7 @@ layer!(RmsNorm { weight, hooks });
 impl RmsNorm {
     /// For so many features.
     pub fn new(at: &Builder, features: usize, eps: f64) -> Result<Self> {
-        Ok(RmsNorm { weight: at.param("weight", &[features], Init::ONES)?, hooks: Hooks::default(), eps })
+        Ok(RmsNorm { weight: at.param("weight", &[features], Init::ONES)?, hooks: at.hooks(), eps })
     }
 }
 
@@ -82,7 +82,7 @@ impl GroupNorm {
     /// For so many channels in so many groups.
     pub fn new(at: &Builder, groups: usize, channels: usize, eps: f64) -> Result<Self> {
         let (weight, bias) = affine(at, channels)?;
-        Ok(GroupNorm { weight, bias, hooks: Hooks::default(), groups, eps })
+        Ok(GroupNorm { weight, bias, hooks: at.hooks(), groups, eps })
     }
 }
 
@@ -118,7 +118,7 @@ impl BatchNorm {
         let (weight, bias) = affine(at, channels)?;
         let running_mean = at.buffer("running_mean", &[channels], Init::ZEROS)?;
         let running_var = at.buffer("running_var", &[channels], Init::ONES)?;
-        let (hooks, mode) = (Hooks::default(), Mode::default());
+        let (hooks, mode) = (at.hooks(), Mode::default());
         Ok(BatchNorm { weight, bias, running_mean, running_var, hooks, mode, momentum, eps })
     }
 

@@ -1,8 +1,11 @@
 //! Operators and the one way in which they are carried out: decide the layouts (once per combination), bring the inputs
 //! there, run the kernel on local tensors.
 
+mod anomaly;
 mod scope;
 
+pub use anomaly::detect_anomaly;
+pub(crate) use anomaly::{in_backward_of, is_detecting};
 pub(crate) use scope::{ScopedRule, operators_in, with_rule};
 
 use std::any::Any;
@@ -21,9 +24,10 @@ use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, OwnedBox, Runs, TensorBox, TensorMeta, coordinates};
 use crate::local::placeholder;
 use crate::mesh::Mesh;
+use crate::module_scope::user_site;
 use crate::redistribute::Exchange;
 use crate::rule::{Decision, Need, Signature};
-use crate::tensor::{Backward, DTensor, Keeps, Saved};
+use crate::tensor::{Backward, DTensor, Keeps, Saved, check_metas, check_room};
 
 /// An operator with its arguments that are not tensors. Equal operators do the same.
 pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
@@ -40,7 +44,8 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
         plan.signature.decide(inputs, elem, &shapes)
     }
 
-    /// The operator on local tensors.
+    /// The operator on local tensors. These are the memory of distributed tensors, which never change: a kernel does not
+    /// write to them in place, and keeps no other handle to what it returns.
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>>;
 
     /// How many elementary operations it takes on local tensors of these shapes, for estimates.
@@ -292,7 +297,7 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     let mut locals: SmallVec<[Tensor; 3]> = SmallVec::new();
     for (input, bring) in inputs.iter().zip(&decided.brings) {
         locals.push(match bring {
-            Bring::Ready => input.to_local().clone(),
+            Bring::Ready => input.local().clone(),
             _ => implicitly(op.name(), || bring.run(&input.detach(), dry, site))?,
         });
     }
@@ -312,6 +317,9 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     };
     let wrap = |(layout, local): (&Layout, Tensor)| DTensor::from_parts(mesh, layout.clone(), local);
     let outputs: Vec<DTensor> = decided.decision.outputs.iter().zip(outputs).map(wrap).collect();
+    if is_detecting() && !dry && mesh.contains(rank) {
+        anomaly::check(op.name(), inputs, &outputs, site)?;
+    }
     if inputs.iter().all(|t| !t.has_gradient()) {
         return Ok(outputs);
     }
@@ -388,18 +396,18 @@ impl Bring {
 
     fn run(&self, input: &DTensor, dry: bool, site: Site) -> Result<Tensor> {
         match self {
-            Bring::Ready => Ok(input.to_local().clone()),
-            Bring::Redistribute(layout) => Ok(input.to_layout_at(layout, site)?.to_local().clone()),
+            Bring::Ready => Ok(input.local().clone()),
+            Bring::Redistribute(layout) => Ok(input.to_layout_at(layout, site)?.local().clone()),
             Bring::Narrow { from, ranges, after } => {
                 let held = input.to_layout_at(from, site)?;
                 if dry || after.elem_count() == 0 {
                     return placeholder(after);
                 }
                 let narrow = |t: Tensor, (dim, &(start, len)): (usize, &(usize, usize))| t.narrow(dim, start, len);
-                Ok(ranges.iter().enumerate().try_fold(held.to_local().clone(), narrow)?)
+                Ok(ranges.iter().enumerate().try_fold(held.local().clone(), narrow)?)
             }
             Bring::Fetch { from, exchange, after } => {
-                exchange.assemble(input.to_layout_at(from, site)?.to_local(), after, site)
+                exchange.assemble(input.to_layout_at(from, site)?.local(), after, site)
             }
         }
     }
@@ -435,12 +443,17 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
     }
     let metas: Vec<TensorMeta> = inputs.iter().map(|t| t.meta()).collect();
     let plan = op.plan(&metas)?;
+    let dry = mesh.world().is_dry();
+    check_metas(&plan.outputs, mesh.size(), dry)?;
     let layouts: Vec<&Layout> = inputs.iter().map(|t| t.layout()).collect();
     let elem: Vec<usize> = metas.iter().map(|m| m.dtype.size_in_bytes()).collect();
     let decision = match scoped.map(|scoped| scoped.decide(&plan, &layouts)).transpose()?.flatten() {
         Some(decision) => decision,
         None => op.decide(&plan, &layouts, &elem)?,
     };
+    for (layout, meta) in decision.outputs.iter().zip(&plan.outputs) {
+        check_room(layout, meta.dtype, dry)?;
+    }
     let rank = mesh.world().rank();
     let local =
         |(layout, meta): (&Layout, &TensorMeta)| TensorMeta { shape: layout.local_shape(rank), dtype: meta.dtype };
@@ -467,6 +480,7 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
 pub(crate) fn name_call(error: Error, name: &str, inputs: &[&DTensor], site: Site) -> Error {
     let Error::Invalid(mut invalid) = error else { return error };
     let tensors: Vec<String> = inputs.iter().map(|t| format!("{} {}", t.dtype().as_str(), t.layout())).collect();
+    let site = user_site(site);
     invalid.found = format!("{} (called as {}({}) at {site})", invalid.found, name, tensors.join("; "));
     Error::Invalid(invalid)
 }

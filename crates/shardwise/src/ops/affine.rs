@@ -1,10 +1,13 @@
 //! Products with something added.
 
+use std::panic::Location;
+
 use candle_core::DType;
 
 use super::einsum::letters;
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
+use crate::op::name_call;
 use crate::tensor::DTensor;
 
 impl DTensor {
@@ -18,6 +21,13 @@ impl DTensor {
                 "an input [..., in] and a weight [out, in]",
                 "reshape or transpose the tensors",
             ));
+        }
+        let (features, takes) = (self.shape()[self.rank() - 1], weight.shape()[1]);
+        if features != takes {
+            let found = format!("input has {features} features, weight takes {takes}");
+            let needed = format!("an input [..., {takes}] for a weight {:?}", weight.shape());
+            let error = Error::invalid("operands", found, needed, "change the input, or the layer before this one");
+            return Err(name_call(error, "linear", &[self, weight], Location::caller()));
         }
         let batch = letters(self.rank() - 1);
         let product = DTensor::einsum(&format!("{batch}k,nk->{batch}n"), &[self, weight])?;

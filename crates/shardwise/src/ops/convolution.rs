@@ -9,7 +9,7 @@ use super::scalar::Scalar;
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
-use crate::local::{dense, from_reals, reals, with_type};
+use crate::local::{dense, from_reals, reals, reserve, with_type};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Need, Shared, Signature};
@@ -113,7 +113,7 @@ impl DTensor {
         let fits = self.rank() == spatial + 2
             && weight.rank() == spatial + 2
             && groups > 0
-            && self.shape()[1] == weight.shape()[1] * groups
+            && weight.shape()[1].checked_mul(groups) == Some(self.shape()[1])
             && weight.shape()[0].is_multiple_of(groups);
         if !fits {
             let found = format!("{} and {} with {groups} group(s) in {name}", self.layout(), weight.layout());
@@ -145,7 +145,7 @@ impl DTensor {
         padding: usize,
         border: f64,
     ) -> Result<DTensor> {
-        if self.rank() != spatial + 2 || padding * 2 > size {
+        if self.rank() != spatial + 2 || padding > size / 2 {
             return Err(self.bad_dims(
                 name,
                 &[padding as isize],
@@ -163,15 +163,29 @@ impl DTensor {
 }
 
 impl Window {
-    /// How far a window reaches.
+    /// How far a window reaches. No arithmetic on a window that fits ([`count`](Self::count)) overflows.
     fn reach(&self) -> usize {
         (self.size - 1) * self.dilation + 1
     }
 
-    /// How many windows a dimension has; `None` if not even one fits.
+    /// How many windows a dimension has; `None` if not even one fits, or if memory could not address the padded dimension.
     fn count(&self, n: usize) -> Option<usize> {
-        let room = (n + 2 * self.padding).checked_sub(self.reach())?;
-        Some(room / self.stride + 1)
+        let reach = (self.size - 1).checked_mul(self.dilation)?.checked_add(1)?;
+        let padded = self.padding.checked_mul(2)?.checked_add(n).filter(|&n| n <= isize::MAX as usize)?;
+        Some(padded.checked_sub(reach)? / self.stride + 1)
+    }
+
+    /// How many of `count` windows have their middle in a range of indices. Middles ascend, so two searches find them.
+    fn middles_in(&self, range: &std::ops::Range<usize>, count: usize, n: usize) -> usize {
+        let before = |index: usize| {
+            let (mut low, mut high) = (0, count);
+            while low < high {
+                let window = low + (high - low) / 2;
+                if self.middle(window, n) < index { low = window + 1 } else { high = window }
+            }
+            low
+        };
+        if n == 0 { 0 } else { before(range.end) - before(range.start) }
     }
 
     /// The index that decides which part a window belongs to: the one in its middle.
@@ -241,8 +255,8 @@ impl Op for Windows {
             return Err(Error::invalid(
                 "operands",
                 found,
-                "room for at least one window",
-                "pad more or shrink the window",
+                "room for at least one window, in a padded dimension that memory can address",
+                "correct padding, dilation or the size of the window",
             ));
         };
         let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
@@ -279,9 +293,7 @@ impl Op for Windows {
         let mut resized = from.clone();
         for (s, window) in self.windows.iter().enumerate() {
             let (n, count) = (from.shape()[2 + s], shape[2 + spatial + s]);
-            let owned = |runs: &Runs| {
-                runs.iter().map(|run| (0..count).filter(|&w| n > 0 && run.contains(&window.middle(w, n))).count()).sum()
-            };
+            let owned = |runs: &Runs| runs.iter().map(|run| window.middles_in(&run, count, n)).sum();
             resized = resized.resized(2 + s, count, &owned)?;
         }
         let (mut placements, mut cuts) = (resized.placements().to_vec(), resized.cuts());
@@ -322,7 +334,7 @@ impl Op for Windows {
         with_type!(x.dtype(), T => {
             let border = T::from_f64(self.border.0);
             let values: Vec<T> = if x.elem_count() == 0 { Vec::new() } else { x.flatten_all()?.to_vec1()? };
-            let mut out: Vec<T> = Vec::with_capacity(total);
+            let mut out: Vec<T> = reserve(total)?;
             let single = [vec![Some(0)]];
             // One spatial dimension is a plane of one row.
             let (rows, columns) = if spatial == 1 { (&single[..], &tables[0][..]) } else { (&tables[0][..], &tables[1][..]) };

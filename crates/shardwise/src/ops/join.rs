@@ -129,10 +129,15 @@ impl DTensor {
     pub fn repeat_interleave(&self, times: usize, dim: isize) -> Result<DTensor> {
         let at = self.resolve_dim("repeat_interleave", dim)?;
         let mut sizes: Vec<isize> = self.shape().iter().map(|&n| n as isize).collect();
-        sizes.insert(at + 1, times as isize);
+        let product = self.shape()[at].checked_mul(times).and_then(|n| isize::try_from(n).ok());
+        let (Some(product), Ok(times)) = (product, isize::try_from(times)) else {
+            let found = format!("{times} times {} in repeat_interleave of {}", self.shape()[at], self.layout());
+            return Err(Error::invalid("repeats", found, "a tensor that memory can address", "repeat less often"));
+        };
+        sizes.insert(at + 1, times);
         let thick = self.unsqueeze(at as isize + 1)?.expand(&sizes)?;
         sizes.remove(at + 1);
-        sizes[at] *= times as isize;
+        sizes[at] = product;
         thick.reshape(&sizes)
     }
 }
@@ -160,7 +165,8 @@ impl Op for Cat {
         let shared = (0..first.len()).map(|d| if d == self.dim { Shared::Never } else { Shared::Free });
         let signature = Signature::new(shared, inputs.iter().map(|_| dims()), [dims()]).passing_all();
         let mut shape = first.clone();
-        shape[self.dim] = inputs.iter().map(|m| m.shape[self.dim]).sum();
+        // A sum that overflows is refused as a shape that memory cannot address.
+        shape[self.dim] = inputs.iter().fold(0, |sum, m| sum.saturating_add(m.shape[self.dim]));
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: inputs[0].dtype }] })
     }
 

@@ -1,9 +1,12 @@
 //! Losses of predictions and targets, element by element and then reduced.
 
+use std::panic::Location;
+
 use candle_core::DType;
 
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
+use crate::op::name_call;
 use crate::tensor::DTensor;
 
 /// What becomes of the losses of single elements.
@@ -54,7 +57,7 @@ impl DTensor {
         // A type that holds every number to be ignored.
         let target = &target.to_dtype(DType::I64)?;
         let spread = self.logsumexp(&[dim], false)?;
-        let losses = spread.sub(&self.of_target(target, dim, options.ignore_index)?)?;
+        let losses = spread.sub(&self.of_target("cross_entropy", target, dim, options.ignore_index)?)?;
         let losses = match options.label_smoothing {
             0.0 => losses,
             smoothing => {
@@ -70,7 +73,7 @@ impl DTensor {
     pub fn nll_loss(&self, target: &DTensor, options: Classes) -> Result<DTensor> {
         let dim = self.check_classes("nll_loss", target)?;
         let target = &target.to_dtype(DType::I64)?;
-        counted(&self.of_target(target, dim, options.ignore_index)?.neg()?, target, options)
+        counted(&self.of_target("nll_loss", target, dim, options.ignore_index)?.neg()?, target, options)
     }
 
     /// The dimension of classes.
@@ -92,10 +95,28 @@ impl DTensor {
 
     /// What stands at the class of the target; anything where the target is ignored.
     #[track_caller]
-    fn of_target(&self, target: &DTensor, dim: isize, ignore_index: i64) -> Result<DTensor> {
+    fn of_target(&self, name: &'static str, target: &DTensor, dim: isize, ignore_index: i64) -> Result<DTensor> {
+        let site = Location::caller();
         let ignored = target.full_like(ignore_index as f64)?;
         let known = target.ne(&ignored)?.where_cond(target, &target.zeros_like()?)?;
-        self.gather(dim, &known.unsqueeze(dim)?)?.squeeze(Some(dim))?.everywhere("cross_entropy")
+        let picked = self.gather(dim, &known.unsqueeze(dim)?).map_err(|error| match error {
+            // The operator that the program called, and not the one that it is made of.
+            Error::Invalid(inner) if inner.what == "index" => {
+                let class = inner.found.split(' ').next().unwrap_or_default();
+                let classes = self.shape()[dim as usize];
+                let found = format!("class {class} among the targets of {name}");
+                let needed =
+                    format!("classes from 0 to {}, or {ignore_index} to ignore a target", classes.saturating_sub(1));
+                name_call(
+                    Error::invalid("class index", found, needed, "correct the targets"),
+                    name,
+                    &[self, target],
+                    site,
+                )
+            }
+            other => other,
+        })?;
+        picked.squeeze(Some(dim))?.everywhere(name)
     }
 
     /// The square of the difference.

@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, Runs, TensorMeta};
-use crate::local::{dense, take};
+use crate::local::{dense, reserve, take};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
@@ -67,7 +67,7 @@ impl DTensor {
             return Err(self.bad_part("split", &format!("sizes {sizes:?}"), at));
         }
         let mut start = 0;
-        let mut pieces = Vec::with_capacity(sizes.len());
+        let mut pieces = reserve(sizes.len())?;
         for &len in sizes {
             pieces.push(self.part(Narrow { dim: at, start, len, step: 1 })?);
             start += len;
@@ -96,7 +96,12 @@ impl DTensor {
             return Err(self.bad_part("chunk", "0 pieces", at));
         }
         match self.shape()[at] {
-            0 => self.split_sizes(&vec![0; chunks], dim),
+            0 => {
+                // As many tensors as were asked for, if there is room for so many.
+                let mut sizes = reserve(chunks)?;
+                sizes.resize(chunks, 0);
+                self.split_sizes(&sizes, dim)
+            }
             n => self.split(n.div_ceil(chunks), dim),
         }
     }

@@ -86,7 +86,7 @@ fn total_norm(gradients: &Gradients, world: &World, norm_type: f64) -> Result<f6
     };
     let mut size = 0.0;
     for gradient in gradients.iter().filter(|gradient| !world.is_dry() && is_first_holder(gradient)) {
-        let part = measure(gradient.to_local(), power)?;
+        let part = measure(gradient.local(), power)?;
         size = match power {
             Power::Largest if size >= part => size,
             Power::Largest => part,

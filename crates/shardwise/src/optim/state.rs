@@ -83,7 +83,7 @@ fn everywhere(tensor: &DTensor) -> Result<Tensor> {
         return tensor.full_tensor();
     }
     let all = world.mesh([("all", world.size())])?;
-    Ok(tensor.to_mesh(&all, [Placement::Replicate])?.to_local().clone())
+    Ok(tensor.to_mesh(&all, [Placement::Replicate])?.local().clone())
 }
 
 /// What is kept for a parameter while an optimizer works.
@@ -123,7 +123,7 @@ impl State {
                 None if name == MASTER => Some(placed(&param.detach(), param, dtype)?),
                 None => None,
             };
-            parts.push(tensor.map(|tensor| tensor.to_local().clone()));
+            parts.push(tensor.map(|tensor| tensor.local().clone()));
         }
         let charge = mesh.world().memory().charge(names.len() * meta.bytes());
         let initial = group.algorithm.initial();
@@ -165,7 +165,7 @@ impl State {
             _ => self.mu_product,
         };
         let at = Moment { lr, maximize: group.maximize, step, first: self.first, mu_product };
-        let (p, g) = (param.to_local(), gradient.to_local());
+        let (p, g) = (param.local(), gradient.local());
         let has_master = self.names.last() == Some(&MASTER);
         let local = match &mut self.values {
             Values::Dry(_) => p.clone(),

@@ -9,11 +9,11 @@ use super::local::collect_local_shard;
 use super::pattern::{is_beneath, is_exact, matches, parent};
 use super::places::Places;
 use super::sharder::{Part, Sharder};
-use super::sharding_plan::{ParamPlan, ShardingPlan, at, one_of};
+use super::sharding_plan::{Aspect, ParamPlan, ShardingPlan, at};
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result, nearest};
 use crate::layout::Layout;
-use crate::nn::{Buffer, Hooks, Item, Layer, Module};
+use crate::nn::{Buffer, Heads, Hooks, Item, Layer, Module};
 use crate::param::Param;
 use crate::tensor::DTensor;
 
@@ -118,6 +118,8 @@ pub(super) struct Found {
     pub(super) modules: Vec<(String, &'static str)>,
     /// By the path of the module that they belong to.
     pub(super) hooks: BTreeMap<String, Hooks>,
+    /// By the path of the module that has them.
+    pub(super) heads: BTreeMap<String, Heads>,
 }
 
 /// What is done with inputs and outputs of one module.
@@ -130,12 +132,14 @@ struct Hooked<'a> {
 
 impl Found {
     pub(super) fn new(module: &dyn Module) -> Self {
-        let mut found = Found { tensors: Vec::new(), modules: Vec::new(), hooks: BTreeMap::new() };
+        let mut found =
+            Found { tensors: Vec::new(), modules: Vec::new(), hooks: BTreeMap::new(), heads: BTreeMap::new() };
         module.walk("", &mut |path, item| match item {
             Item::Module(kind) => found.modules.push((path.to_string(), kind)),
             Item::Param(param) => found.tensors.push((path.to_string(), Slot::Param(param.clone()))),
             Item::Buffer(buffer) => found.tensors.push((path.to_string(), Slot::Buffer(buffer.clone()))),
             Item::Hooks(hooks) => drop(found.hooks.insert(parent(path).0.to_string(), hooks.clone())),
+            Item::Heads(heads) => drop(found.heads.insert(parent(path).0.to_string(), heads)),
             Item::Mode(_) => {}
         });
         found
@@ -162,6 +166,7 @@ impl Found {
 
     /// Every parameter and buffer that the plan names, and where it goes.
     pub(super) fn moves(&self, plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<Vec<(Slot, Layout)>> {
+        plan.check_patterns()?;
         let mut moves: Vec<(&str, Slot, Layout)> = Vec::new();
         for (path, slot) in &self.tensors {
             let Some(ParamPlan::Placements(_)) = plan.of_param(path)? else { continue };
@@ -178,13 +183,21 @@ impl Found {
             }
             moves.push((path, slot.clone(), layout));
         }
+        let tensors: Vec<&String> = self.tensors.iter().map(|(path, _)| path).collect();
+        let modules: Vec<&String> = self.modules.iter().map(|(path, _)| path).collect();
+        let all = [tensors.clone(), modules.clone()].concat();
         for (pattern, entry) in &plan.params {
-            let (what, names): (_, Vec<&String>) = match entry {
-                ParamPlan::Placements(_) => ("parameter", self.tensors.iter().map(|(path, _)| path).collect()),
-                ParamPlan::Sharder(_) => ("module", self.modules.iter().map(|(path, _)| path).collect()),
+            let (what, names) = match entry {
+                entry if entry.is_nothing() => ("parameter or module", &all),
+                ParamPlan::Placements(_) => ("parameter", &tensors),
+                ParamPlan::Sharder(_) => ("module", &modules),
             };
-            check_match(pattern, what, &names)?;
+            check_match(pattern, what, names)?;
         }
+        let placed = |entry: &ParamPlan| matches!(entry, ParamPlan::Placements(_)) && !entry.is_nothing();
+        plan.check_counts(Aspect::Param, &plan.params, "parameter", &tensors, placed)?;
+        let replaced = |entry: &ParamPlan| matches!(entry, ParamPlan::Sharder(_));
+        plan.check_counts(Aspect::Param, &plan.params, "module", &modules, replaced)?;
         Ok(moves.into_iter().map(|(_, slot, layout)| (slot, layout)).collect())
     }
 
@@ -200,13 +213,14 @@ impl Found {
         let tensors = self.tensors.iter().map(|(path, _)| path);
         let modules = || self.modules.iter().map(|(path, _)| path);
         let mut named: Vec<(&String, &String)> = Vec::new();
-        for (pattern, entry) in &plan.params {
+        for (pattern, entry) in plan.params.iter().filter(|(_, entry)| !entry.is_nothing()) {
             match entry {
                 ParamPlan::Placements(_) => named.extend(tensors.clone().map(|path| (pattern, path))),
                 ParamPlan::Sharder(_) => named.extend(modules().map(|path| (pattern, path))),
             }
         }
-        let hooked = plan.inputs.iter().chain(&plan.outputs).map(|(pattern, _)| pattern).chain(&plan.locals);
+        let hooked = plan.inputs.iter().chain(&plan.outputs).filter(|(_, places)| !places.is_nothing());
+        let hooked = hooked.map(|(pattern, _)| pattern).chain(&plan.locals);
         named.extend(hooked.flat_map(|pattern| modules().map(move |path| (pattern, path))));
         for (module, sharder) in &replaced {
             let inside = |(pattern, path): &&(&String, &String)| is_beneath(path, module) && matches(pattern, path);
@@ -224,16 +238,22 @@ impl Found {
 
     fn hooked(&self, plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<Vec<Hooked<'_>>> {
         let names: Vec<&String> = self.modules.iter().map(|(path, _)| path).collect();
-        let patterns = plan.inputs.iter().chain(&plan.outputs);
+        let patterns = plan.inputs.iter().chain(&plan.outputs).filter(|(_, places)| !places.is_nothing());
         for (pattern, places) in patterns {
             check_match(pattern, "module", &names)?;
             places.check(mesh.mesh()).map_err(|e| at(e, pattern))?;
         }
         plan.locals.iter().try_for_each(|pattern| check_match(pattern, "module", &names))?;
+        let some = |places: &Places| !places.is_nothing();
+        plan.check_counts(Aspect::Input, &plan.inputs, "module", &names, some)?;
+        plan.check_counts(Aspect::Output, &plan.outputs, "module", &names, some)?;
         let mut all = Vec::new();
         for path in names {
-            let (input, output) = (one_of(&plan.inputs, path)?.cloned(), one_of(&plan.outputs, path)?.cloned());
-            let local = plan.locals.iter().any(|pattern| matches(pattern, path));
+            let input = plan.one_of(Aspect::Input, &plan.inputs, path)?.filter(|p| some(p)).cloned();
+            let output = plan.one_of(Aspect::Output, &plan.outputs, path)?.filter(|p| some(p)).cloned();
+            let removed = plan.of_param(path)?.is_some_and(ParamPlan::is_nothing);
+            let own = |pattern: &&String| matches(pattern, path) && (is_exact(pattern) || !removed);
+            let local = plan.locals.iter().any(|pattern| own(&pattern));
             if input.is_some() || output.is_some() || local {
                 all.push(Hooked { hooks: self.hooks_of(path)?, input, output, local });
             }

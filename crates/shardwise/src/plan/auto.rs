@@ -300,7 +300,13 @@ impl<'a> Space<'a> {
         for block in blocks {
             let shapes = |b: &Block| b.columns.iter().chain(&b.rows).map(|l| l.shape.clone()).collect::<Vec<_>>();
             let alike = classes.iter_mut().find_map(|class| match &mut class.parts {
-                Parts::Blocks(own) if own[0].kind == block.kind && shapes(&own[0]) == shapes(&block) => Some(own),
+                Parts::Blocks(own)
+                    if own[0].kind == block.kind
+                        && own[0].units == block.units
+                        && shapes(&own[0]) == shapes(&block) =>
+                {
+                    Some(own)
+                }
                 _ => None,
             });
             match alike {

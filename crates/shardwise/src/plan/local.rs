@@ -35,7 +35,7 @@ pub fn collect_local_shard(tensor: &DTensor) -> Result<DTensor> {
     }
     let settled = tensor.to_layout(&tensor.layout().settled())?;
     let alone = DeviceMesh::new(mesh.world(), Mesh::from_ranks([("local", 1)], vec![mesh.world().rank()])?)?;
-    let local = settled.to_local();
+    let local = settled.local();
     let part = DTensor::from_local_with_shape(local, &alone, [Placement::Replicate], local.dims())?;
     Ok(DTensor::recorded(vec![part], &[&settled], Keeps::Nothing, || Box::new(LocalPart)).swap_remove(0))
 }
@@ -52,7 +52,7 @@ impl Backward for LocalPart {
         once_only(self.name())?;
         let whole = |gradient: &DTensor| -> Result<DTensor> {
             let local = gradient.redistribute([Placement::Replicate])?;
-            Ok(DTensor::from_parts(saved.mesh(0), saved.layout(0).clone(), local.to_local().clone()))
+            Ok(DTensor::from_parts(saved.mesh(0), saved.layout(0).clone(), local.local().clone()))
         };
         Ok(vec![gradients[0].as_ref().map(whole).transpose()?])
     }

@@ -1,14 +1,49 @@
 //! Paths and patterns of paths.
 
+use crate::error::{Error, Result};
+
 /// Whether a dotted path fits a pattern. Components are compared one by one: `*` stands for any letters of one of them,
-/// and a component `**` for any number of components, none included.
+/// `?` for one letter, `[qkv]`, `[0-3]` and `[!q]` for one letter of a set or outside it, and a component `**` for any
+/// number of components, none included. `{up,gate}` stands for either text, which may have dots and patterns inside.
 pub(super) fn matches(pattern: &str, path: &str) -> bool {
-    components(&split(pattern), &split(path))
+    if is_exact(pattern) {
+        return pattern == path;
+    }
+    match alternatives(pattern) {
+        None => components(&split(pattern), &split(path)),
+        Some(all) => all.iter().any(|one| matches(one, path)),
+    }
 }
 
 /// Whether a pattern fits one path only: itself.
 pub(super) fn is_exact(pattern: &str) -> bool {
-    !pattern.contains('*')
+    !pattern.contains(['*', '?', '[', '{'])
+}
+
+/// An error if a bracket or a brace of a pattern is not closed, or nothing is inside it.
+pub(super) fn check(pattern: &str) -> Result<()> {
+    let bad = |what: &str| {
+        let found = format!("pattern `{pattern}` with {what}");
+        let needed = "patterns such as `blocks.*.[qkv]`, `layers.[0-3].**` or `mlp.{up,gate}.weight`";
+        Err(Error::invalid("sharding plan", found, needed, "close it, or take it out"))
+    };
+    if let Some(open) = pattern.find('{') {
+        let Some(all) = alternatives(pattern) else { return bad("a `{` that is not closed") };
+        if pattern[open..].starts_with("{}") {
+            return bad("nothing between `{` and `}`");
+        }
+        return all.iter().try_for_each(|one| check(one));
+    }
+    for component in split(pattern) {
+        let mut rest = component;
+        while let Some(open) = rest.find('[') {
+            match set(&rest[open + 1..]) {
+                None => return bad("a `[` that is not closed inside its component, or has nothing in it"),
+                Some((_, after)) => rest = after,
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Whether a path lies inside a module, component by component: `layers.1` is not inside `layers.10`.
@@ -26,6 +61,31 @@ fn split(path: &str) -> Vec<&str> {
     if path.is_empty() { Vec::new() } else { path.split('.').collect() }
 }
 
+/// The patterns that a pattern with braces stands for, by its first pair; `None` if it has none that is closed.
+fn alternatives(pattern: &str) -> Option<Vec<String>> {
+    let open = pattern.find('{')?;
+    let (mut depth, mut start, mut inside) = (0usize, open + 1, Vec::new());
+    for (i, letter) in pattern.char_indices().skip_while(|(i, _)| *i < open) {
+        match letter {
+            '{' => depth += 1,
+            ',' if depth == 1 => {
+                inside.push(&pattern[start..i]);
+                start = i + 1;
+            }
+            '}' => {
+                depth -= 1;
+                if depth == 0 {
+                    inside.push(&pattern[start..i]);
+                    let (before, after) = (&pattern[..open], &pattern[i + 1..]);
+                    return Some(inside.iter().map(|one| format!("{before}{one}{after}")).collect());
+                }
+            }
+            _ => {}
+        }
+    }
+    None
+}
+
 fn components(pattern: &[&str], path: &[&str]) -> bool {
     match (pattern, path) {
         ([], []) => true,
@@ -36,13 +96,41 @@ fn components(pattern: &[&str], path: &[&str]) -> bool {
 }
 
 fn letters(pattern: &str, name: &str) -> bool {
-    match pattern.split_once('*') {
-        None => pattern == name,
-        Some((before, after)) => name.strip_prefix(before).is_some_and(|rest| {
-            let ends = rest.char_indices().map(|(i, _)| i).chain([rest.len()]);
-            ends.into_iter().any(|i| letters(after, &rest[i..]))
-        }),
+    let Some(first) = pattern.chars().next() else { return name.is_empty() };
+    let rest = &pattern[first.len_utf8()..];
+    if first == '*' {
+        let mut ends = name.char_indices().map(|(i, _)| i).chain([name.len()]);
+        return ends.any(|i| letters(rest, &name[i..]));
     }
+    let Some(letter) = name.chars().next() else { return false };
+    let names = &name[letter.len_utf8()..];
+    match (first, set(rest)) {
+        ('?', _) => letters(rest, names),
+        ('[', Some((inside, after))) => is_in(inside, letter) && letters(after, names),
+        _ => first == letter && letters(rest, names),
+    }
+}
+
+/// What stands between a bracket that was just opened and the one that closes it, and what comes behind.
+fn set(behind_open: &str) -> Option<(&str, &str)> {
+    behind_open.split_once(']').filter(|(inside, _)| !inside.is_empty() && *inside != "!")
+}
+
+/// Whether a letter is one of a set such as `qkv`, `0-3` or `!q`.
+fn is_in(set: &str, letter: char) -> bool {
+    let (outside, set) = set.strip_prefix('!').map_or((false, set), |set| (true, set));
+    let all: Vec<char> = set.chars().collect();
+    let (mut i, mut found) = (0, false);
+    while i < all.len() {
+        if let [low, '-', high] = all[i..all.len().min(i + 3)] {
+            found |= (low..=high).contains(&letter);
+            i += 3;
+        } else {
+            found |= all[i] == letter;
+            i += 1;
+        }
+    }
+    found != outside
 }
 
 #[cfg(test)]
@@ -69,5 +157,40 @@ mod tests {
         }
         assert!(is_beneath("layers.1.up", "layers.1") && is_beneath("up", ""));
         assert!(!is_beneath("layers.10.up", "layers.1") && !is_beneath("layers.1", "layers.1") && !is_beneath("", ""));
+    }
+
+    #[test]
+    fn sets_ranges_single_letters_and_alternatives() {
+        for (pattern, path, fits) in [
+            ("blocks.*.[qkv]_proj", "blocks.3.k_proj", true),
+            ("blocks.*.[qkv]_proj", "blocks.3.o_proj", false),
+            ("layers.[1-2].up", "layers.2.up", true),
+            ("layers.[1-2].up", "layers.3.up", false),
+            ("layers.[1-2].up", "layers.12.up", false),
+            ("layers.1[0-25].up", "layers.15.up", true),
+            ("[!q]", "k", true),
+            ("[!q]", "q", false),
+            ("[a-]", "-", true),
+            ("layer?", "layer7", true),
+            ("layer?", "layer", false),
+            ("layer?", "layer10", false),
+            ("?", ".", false),
+            ("mlp.{up,gate}.weight", "mlp.gate.weight", true),
+            ("mlp.{up,gate}.weight", "mlp.down.weight", false),
+            ("{attention.{query,key},mlp.up}.weight", "attention.key.weight", true),
+            ("{attention.{query,key},mlp.up}.weight", "mlp.up.weight", true),
+            ("{attention.{query,key},mlp.up}.weight", "attention.up.weight", false),
+            ("up{,.bias}", "up", true),
+            ("{**.up,down}.[wb]*", "a.b.up.bias", true),
+            ("é?", "éü", true),
+        ] {
+            assert!(check(pattern).is_ok(), "{pattern}");
+            assert!(!is_exact(pattern), "{pattern}");
+            assert_eq!(matches(pattern, path), fits, "{pattern} {path}");
+        }
+        for bad in ["[qkv", "a.[q.b]", "[]", "[!]", "{a,b", "{}", "{a,[q}"] {
+            let error = check(bad).unwrap_err().to_string();
+            assert!(error.contains(bad) || bad == "{a,[q}", "{error}");
+        }
     }
 }

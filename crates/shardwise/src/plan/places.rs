@@ -66,6 +66,11 @@ impl Places {
         Places::Along(vec![(axis.to_string(), placement.clone())])
     }
 
+    /// Whether a tensor stays as it is.
+    pub(super) fn is_nothing(&self) -> bool {
+        matches!(self, Places::Along(along) if along.is_empty())
+    }
+
     /// The layout that a tensor gets which lies so now.
     pub fn layout(&self, now: &Layout) -> Result<Layout> {
         let mesh = now.mesh();

@@ -6,6 +6,7 @@ use super::planner::ShardingPlanner;
 use super::sharding_plan::ShardingPlan;
 use crate::comm::DeviceMesh;
 use crate::error::Result;
+use crate::layout::{Layout, coordinates};
 use crate::nn::{Module, join};
 use crate::placement::Placement;
 
@@ -22,7 +23,9 @@ pub enum TableCut {
 ///
 /// A module with linear layers that lead in (`query`, `key`, `value`, `up`, `gate` and their usual other names) and one that
 /// leads out (`output`, `down` and theirs) is a block: the first are cut by outputs, the last by inputs, and the sum over
-/// ranks is carried out behind it. Tables are cut by vocabulary or width, linear layers named like a head or as wide as
+/// ranks is carried out behind it. In a module that says its [`Heads`](crate::nn::Heads), such as
+/// [`MultiHeadAttention`](crate::nn::MultiHeadAttention), every rank gets whole key heads with their query heads, as even as
+/// it goes: 3 and 2 of 5 on 2 ranks; where there are more ranks than key heads, some get none. Tables are cut by vocabulary or width, linear layers named like a head or as wide as
 /// a table's vocabulary by outputs. Everything else is whole. With [`sequence`](Self::sequence), activations between
 /// blocks are cut along their sequence: they are gathered before a block and scattered behind it.
 #[doc(alias = "Megatron")]
@@ -109,7 +112,8 @@ impl Cuts<'_> {
 
     pub(super) fn block(&mut self, block: &Block) -> Result<()> {
         for column in &block.columns {
-            self.linear(column, &Placement::Shard(0), &Placement::Shard(0))?;
+            let cut = self.cut(column, 0, block.units)?;
+            self.linear(column, &cut, &cut)?;
             if self.sequence.is_some() && !block.hooks {
                 self.input(&column.path);
             }
@@ -119,10 +123,30 @@ impl Cuts<'_> {
             self.input(&block.path);
         }
         for row in &block.rows {
-            self.linear(row, &Placement::Shard(1), &Placement::Replicate)?;
+            let cut = self.cut(row, 1, block.units)?;
+            self.linear(row, &cut, &Placement::Replicate)?;
             self.output(&row.path);
         }
         Ok(())
+    }
+
+    /// How the axis cuts a dimension of a layer's weight whose features come in so many units, after the axes that the
+    /// plan has cut it by so far: never inside a unit.
+    fn cut(&self, linear: &Linear, dim: usize, units: Option<usize>) -> Result<Placement> {
+        let plain = Placement::Shard(dim as isize);
+        let Some(size) = units.and_then(|units| divided(linear.shape[dim], units)) else { return Ok(plain) };
+        let mesh = self.mesh.mesh();
+        let axis = mesh.axis(self.axis)?;
+        let whole = Layout::replicated(mesh, linear.shape.as_slice())?;
+        let so_far = self.plan.layout_of(&join(&linear.path, "weight"), &whole)?.without_axes(&[axis])?;
+        let mut sizes = Vec::new();
+        for outer in coordinates(mesh, so_far.shard_order(dim)) {
+            let Some(units) = divided(so_far.owned(dim, &outer).len(), size) else { return Ok(plain) };
+            let ranks = mesh.shape()[axis];
+            sizes.extend((0..ranks).map(|rank| (units / ranks + usize::from(rank < units % ranks)) * size));
+        }
+        let even = sizes.iter().all(|&n| n == sizes[0]);
+        Ok(if even { plain } else { Placement::ragged(dim as isize, sizes) })
     }
 
     pub(super) fn table(&mut self, path: &str, cut: TableCut) -> Result<()> {
@@ -138,6 +162,11 @@ impl Cuts<'_> {
         }
         self.linear(head, &Placement::Shard(0), &Placement::Shard(0))
     }
+}
+
+/// How often `part` goes into `whole`, if nothing is left.
+fn divided(whole: usize, part: usize) -> Option<usize> {
+    (part > 0 && whole.is_multiple_of(part)).then(|| whole / part)
 }
 
 /// A linear layer.
@@ -156,6 +185,8 @@ pub(super) struct Block {
     pub(super) columns: Vec<Linear>,
     pub(super) rows: Vec<Linear>,
     pub(super) hooks: bool,
+    /// How many units features come in that are not to be cut: key heads.
+    pub(super) units: Option<usize>,
 }
 
 /// What a model is made of.
@@ -220,7 +251,8 @@ impl Structure {
             let (columns, rows) = (named(COLUMNS), named(ROWS));
             if !columns.is_empty() && !rows.is_empty() {
                 let hooks = found.hooks.contains_key(path);
-                blocks.push(Block { path: path.clone(), kind, columns, rows, hooks });
+                let units = found.heads.get(path).map(|heads| heads.key);
+                blocks.push(Block { path: path.clone(), kind, columns, rows, hooks, units });
             }
         }
         let in_block = |l: &Linear| blocks.iter().any(|b| b.columns.contains(l) || b.rows.contains(l));

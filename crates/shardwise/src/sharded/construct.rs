@@ -11,7 +11,28 @@ use super::{Shard, ShardedTensor, ShardingSpec};
 use crate::comm::{DeviceMesh, agree, texts};
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
-use crate::local::{check_dtype, check_served, dense, filled, immutable, placeholder};
+use crate::local::{check_dtype, check_served, dense, filled, own_copy, placeholder};
+use crate::tensor::check_metas;
+
+/// An error, the same on all ranks, if a shard is placed on a device that computes nothing here, or is larger than memory.
+fn check_shards(metadata: &ShardedTensorMetadata, dry: bool) -> Result<()> {
+    for shard in &metadata.shards {
+        if let Some(placement) = shard.placement.as_ref().filter(|p| !p.device().starts_with("cpu"))
+            && !dry
+        {
+            return Err(Error::invalid(
+                "shard",
+                format!("shard {shard} on `{}`, where this library does not compute", placement.device()),
+                "a placement on `cpu`",
+                "place the shards on the CPU of their ranks",
+            ));
+        }
+        if !dry {
+            check_metas(&[TensorMeta { shape: shard.sizes.clone(), dtype: metadata.dtype }], 1, dry)?;
+        }
+    }
+    Ok(())
+}
 
 impl ShardedTensor {
     /// A tensor filled with one value.
@@ -57,6 +78,20 @@ impl ShardedTensor {
         Self::zeros(spec, shape, dtype, mesh)
     }
 
+    /// The shards of a tensor that can be made: of a type that is served, on ranks of the mesh, in memory that exists.
+    pub(super) fn checked(
+        spec: &ShardingSpec,
+        shape: &[usize],
+        dtype: DType,
+        mesh: &DeviceMesh,
+    ) -> Result<ShardedTensorMetadata> {
+        check_dtype(dtype)?;
+        let metadata = spec.build_metadata(shape, dtype)?;
+        check_ranks(&metadata, mesh)?;
+        check_shards(&metadata, mesh.world().is_dry())?;
+        Ok(metadata)
+    }
+
     /// A tensor of shards that a function makes from their descriptions; only those of this rank are asked for.
     pub(super) fn by_shard(
         spec: ShardingSpec,
@@ -65,9 +100,7 @@ impl ShardedTensor {
         mesh: &DeviceMesh,
         mut make: impl FnMut(&ShardMetadata) -> Result<Tensor>,
     ) -> Result<ShardedTensor> {
-        check_dtype(dtype)?;
-        let metadata = spec.build_metadata(shape, dtype)?;
-        check_ranks(&metadata, mesh)?;
+        let metadata = Self::checked(&spec, shape, dtype, mesh)?;
         let one = |part: &ShardMetadata| match mesh.world().is_dry() {
             true => placeholder(&TensorMeta { shape: part.sizes.clone(), dtype }),
             false => make(part),
@@ -173,7 +206,7 @@ impl ShardedTensor {
         let held: Vec<&ShardMetadata> = metadata.shards_of(rank).collect();
         let tensors = match held.as_slice() {
             [] if !mesh.contains(rank) => Vec::new(),
-            [single] if single.sizes == tensor.dims() => vec![dense(&immutable(tensor)?)?],
+            [single] if single.sizes == tensor.dims() => vec![own_copy(tensor)?],
             _ => {
                 let list = held.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
                 return Err(Error::invalid(

@@ -81,7 +81,7 @@ impl ShardedTensor {
         let (mesh, me) = (reduced.device_mesh(), reduced.device_mesh().world().rank());
         let boxes = layout.boxes_of(me);
         let part = |shard: &ShardMetadata| {
-            let local = reduced.to_local();
+            let local = reduced.local();
             let found = boxes.iter().find(|b| b.global == shard.as_box());
             match found {
                 // In a dry run a placeholder is as good as another.

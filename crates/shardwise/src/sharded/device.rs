@@ -7,6 +7,7 @@ use candle_core::{Device, DeviceLocation};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use crate::error::{Error, Result};
+use crate::mesh::DEVICE_TYPES;
 
 /// A device, and the rank or the named worker that has it: `rank:1/cpu`, `trainer0/cuda:1` or `cpu`.
 ///
@@ -28,31 +29,6 @@ enum Owner {
     Rank(usize),
     Worker(String),
 }
-
-/// Kinds of devices that have a name; which of them a program can use is another question.
-const KINDS: [&str; 21] = [
-    "cpu",
-    "cuda",
-    "metal",
-    "mps",
-    "meta",
-    "xla",
-    "xpu",
-    "hpu",
-    "hip",
-    "mtia",
-    "maia",
-    "ipu",
-    "ve",
-    "fpga",
-    "lazy",
-    "mkldnn",
-    "opengl",
-    "opencl",
-    "ideep",
-    "vulkan",
-    "privateuseone",
-];
 
 impl RemoteDevice {
     /// The CPU of a rank.
@@ -141,10 +117,10 @@ impl FromStr for RemoteDevice {
 /// Whether a text names a device: a kind, and maybe a number.
 fn is_device(text: &str) -> bool {
     match text.split_once(':') {
-        None => KINDS.contains(&text),
+        None => DEVICE_TYPES.contains(&text),
         Some((kind, index)) => {
             let number = !index.is_empty() && index.len() <= 3 && index.bytes().all(|b| b.is_ascii_digit());
-            KINDS.contains(&kind) && number
+            DEVICE_TYPES.contains(&kind) && number
         }
     }
 }

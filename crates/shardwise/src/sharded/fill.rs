@@ -164,6 +164,8 @@ fn random_at(
     mesh: &DeviceMesh,
     site: Site,
 ) -> Result<ShardedTensor> {
+    // What cannot be made is refused before the generator moves on.
+    ShardedTensor::checked(&spec, size, dtype, mesh)?;
     let draw = agreed_draw(distribution, size, dtype, mesh, mesh.generator(), site)?;
     ShardedTensor::by_shard(spec, size, dtype, mesh, |part| random_box(distribution, draw, size, &part.as_box(), dtype))
 }

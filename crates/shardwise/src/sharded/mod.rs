@@ -42,13 +42,16 @@ pub use spec::{ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec};
 pub use state::ShardedTensorState;
 
 use std::fmt;
+use std::panic::Location;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
 use crate::comm::{Charge, DeviceMesh, Group};
 use crate::error::{Error, Result};
-use crate::local::{check_served, dense, immutable};
+use crate::layout::Runs;
+use crate::local::{check_cpu, check_served, own_copy, same_memory};
+use crate::tensor::{Piece, local_text, show_pieces};
 
 /// A box of a tensor that this rank holds.
 #[derive(Debug, Clone)]
@@ -68,7 +71,7 @@ impl Shard {
         if let Some(placement) = &metadata.placement {
             placement.check_holds(tensor.device())?;
         }
-        Ok(Shard { tensor: dense(&immutable(tensor)?)?, metadata })
+        Ok(Shard { tensor: own_copy(tensor)?, metadata })
     }
 
     /// A tensor of a rank that begins at some place of the whole.
@@ -77,9 +80,28 @@ impl Shard {
         Self::new(tensor, ShardMetadata::new(offsets, tensor.dims(), Some(placement))?)
     }
 
-    /// The elements.
-    pub fn tensor(&self) -> &Tensor {
+    /// A copy of the elements, in memory of its own: writing to it changes no sharded tensor.
+    ///
+    /// # Panics
+    /// If there is no memory for the copy.
+    pub fn tensor(&self) -> Tensor {
+        self.handed_out().unwrap_or_else(|error| panic!("shard: {error}"))
+    }
+
+    /// The elements where they are, for reading only.
+    pub(crate) fn held(&self) -> &Tensor {
         &self.tensor
+    }
+
+    /// Whether two shards are one and the same memory, as those of clones are.
+    pub fn shares_memory(&self, other: &Shard) -> bool {
+        same_memory(&self.tensor, &other.tensor)
+    }
+
+    /// The elements for a program. A placeholder of a dry run is one element wide and stays what it is.
+    fn handed_out(&self) -> Result<Tensor> {
+        let placeholder = self.tensor.elem_count() > 1 && self.tensor.stride().iter().all(|&stride| stride == 0);
+        if placeholder { Ok(self.tensor.clone()) } else { own_copy(&self.tensor) }
     }
 
     /// Where it lies.
@@ -160,13 +182,13 @@ impl ShardedTensor {
         &self.shards
     }
 
-    /// The tensor of the one shard of this rank.
-    pub fn local_tensor(&self) -> Result<&Tensor> {
+    /// A copy of the one shard of this rank. Local: nothing is communicated.
+    pub fn local_tensor(&self) -> Result<Tensor> {
         let [shard] = self.shards.as_slice() else {
             let found = format!("{} shards on rank {}", self.shards.len(), self.mesh.world().rank());
             return Err(Error::invalid("sharded tensor", found, "one shard", "use local_shards"));
         };
-        Ok(&shard.tensor)
+        shard.handed_out()
     }
 
     /// Number of elements that a rank holds.
@@ -191,8 +213,12 @@ impl ShardedTensor {
         false
     }
 
-    /// The same elements on a device of every rank. Placements name the new device.
+    /// The same elements on a device of every rank, of which there is one: the CPU. Placements name it afterwards.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for any device but the CPU.
     pub fn to(&self, device: &Device) -> Result<ShardedTensor> {
+        check_cpu(device)?;
         let placed = |shard: &ShardMetadata| ShardMetadata {
             placement: shard.placement.as_ref().map(|p| p.with_device(device)),
             ..shard.clone()
@@ -234,7 +260,44 @@ impl fmt::Debug for ShardedTensor {
 }
 
 impl fmt::Display for ShardedTensor {
+    /// Type, shape and spec, and the shards of this rank, abbreviated if they are large. Local: nothing is communicated;
+    /// [`show`](ShardedTensor::show) gives the whole.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {:?}: {}", self.dtype().as_str(), self.shape(), self.spec)
+        write!(f, "{} {:?}: {}", self.dtype().as_str(), self.shape(), self.spec)?;
+        let rank = self.mesh.world().rank();
+        if self.shards.is_empty() {
+            return write!(f, "\nrank {rank} holds nothing");
+        }
+        for shard in &self.shards {
+            let dry = self.mesh.world().is_dry();
+            let text = if dry { "without data".to_string() } else { local_text(&shard.tensor) };
+            write!(f, "\nrank {rank} holds {:?} at {:?}:\n{text}", shard.metadata.sizes, shard.metadata.offsets)?;
+        }
+        Ok(())
+    }
+}
+
+impl ShardedTensor {
+    /// The whole tensor as text, elided in the middle of large dimensions, and its spec: the same text on every rank.
+    ///
+    /// Collective: every rank of the mesh must call it. Communicates the elements that are shown.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] in a dry run, which has no values.
+    #[track_caller]
+    pub fn show(&self) -> Result<String> {
+        if self.mesh.world().is_dry() {
+            let fix = "dry runs know shapes, not values";
+            return Err(Error::invalid("reader", "show in a dry run", "a run with data", fix));
+        }
+        let piece = |shard: &Shard| {
+            let run = |(&start, &size): (&usize, &usize)| Runs::range(start..start + size);
+            let held = shard.metadata.offsets.iter().zip(&shard.metadata.sizes).map(run).collect();
+            Piece { held, tensor: shard.tensor.clone() }
+        };
+        let pieces: Vec<Piece> = self.shards.iter().map(piece).collect();
+        let group = self.mesh.whole_group()?;
+        let values = show_pieces(&group, self.shape(), self.dtype(), &pieces, Location::caller())?;
+        Ok(format!("{values}\n{} {:?}: {}", self.dtype().as_str(), self.shape(), self.spec))
     }
 }

@@ -11,7 +11,7 @@ use super::{Shard, ShardedTensor, ShardingSpec};
 use crate::comm::{DeviceMesh, agree};
 use crate::error::{Error, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
-use crate::local::{Assembly, dense, placeholder};
+use crate::local::{Assembly, dense, own_copy, placeholder, same_memory};
 use crate::redistribute::{Exchange, block};
 
 impl ShardedTensor {
@@ -63,7 +63,7 @@ impl ShardedTensor {
             return Err(Error::invalid("destination of gather", dst, needed, "0 is the first rank of the mesh"));
         };
         let whole = self.whole_on(&[rank])?;
-        Ok(moved(&self.mesh, &self.metadata, &self.shards, &whole, site)?.pop())
+        moved(&self.mesh, &self.metadata, &self.shards, &whole, site)?.pop().map(|t| self.handed_out(t)).transpose()
     }
 
     /// The whole tensor on every rank of the mesh; without elements on a rank outside it.
@@ -75,7 +75,14 @@ impl ShardedTensor {
         }
         agree(&self.process_group()?, &[("sharded tensor", &self.metadata.to_string())], site)?;
         let whole = self.whole_on(self.mesh.ranks())?;
-        Ok(moved(&self.mesh, &self.metadata, &self.shards, &whole, site)?.swap_remove(0))
+        self.handed_out(moved(&self.mesh, &self.metadata, &self.shards, &whole, site)?.swap_remove(0))
+    }
+
+    /// The whole tensor in memory that no shard and no other rank has, for a program that may write to it.
+    fn handed_out(&self, whole: Tensor) -> Result<Tensor> {
+        let world = self.mesh.world();
+        let shared = world.shares_memory() || self.shards.iter().any(|s| same_memory(s.held(), &whole));
+        if shared && !world.is_dry() { own_copy(&whole) } else { Ok(whole) }
     }
 
     /// The tensor as one shard on each of some ranks.

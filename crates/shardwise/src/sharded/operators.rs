@@ -200,7 +200,7 @@ impl ShardedTensor {
         let regular = self.metadata.layout_on(line.mesh()).map(|layout| layout.placements().to_vec());
         let table = self.to_dtensor_on(&line, regular.unwrap_or_else(|| vec![Placement::Shard(0)]))?;
         let rows = table.embedding(&local)?.redistribute(local.placements().to_vec())?;
-        Ok(rows.to_local().reshape(shape)?)
+        Ok(rows.local().reshape(shape)?)
     }
 
     /// Whether a test of two shards holds for all, with the other tensor cut like this one.

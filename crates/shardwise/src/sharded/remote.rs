@@ -10,6 +10,7 @@ use super::{ShardMetadata, ShardedTensor};
 use crate::comm::Exposed;
 use crate::error::Result;
 use crate::layout::TensorMeta;
+use crate::local::own_copy;
 
 /// A shard that another rank holds.
 #[derive(Clone)]
@@ -20,6 +21,8 @@ pub struct RemoteShard {
     owner: usize,
     index: usize,
     exposed: Arc<dyn Exposed>,
+    /// Whether what is read is the memory of the owner.
+    shared: bool,
 }
 
 impl RemoteShard {
@@ -28,10 +31,11 @@ impl RemoteShard {
         &self.metadata
     }
 
-    /// The elements, as they were when [`ShardedTensor::remote_shards`] was called. The owner takes no part.
+    /// A copy of the elements, as they were when [`ShardedTensor::remote_shards`] was called. The owner takes no part.
     #[track_caller]
     pub fn fetch(&self) -> Result<Tensor> {
-        self.exposed.read(self.owner, self.index, &self.meta, Location::caller())
+        let read = self.exposed.read(self.owner, self.index, &self.meta, Location::caller())?;
+        if self.shared { own_copy(&read) } else { Ok(read) }
     }
 }
 
@@ -69,6 +73,7 @@ impl ShardedTensor {
                 owner,
                 index,
                 exposed: Arc::clone(&exposed),
+                shared: group.shares_memory() && !group.is_dry(),
             };
             (rank, self.metadata.shards_of(rank).enumerate().map(handle).collect())
         };

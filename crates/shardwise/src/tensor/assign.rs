@@ -115,7 +115,7 @@ impl DTensor {
                     boxes
                 };
                 let group = mesh.whole_group()?;
-                Exchange::new(group, self.dtype(), shifted, overwritten).run(value.to_local(), site)?
+                Exchange::new(group, self.dtype(), shifted, overwritten).run(value.local(), site)?
             }
             None => {
                 let block = |owned: OwnedBox| -> Result<_> {
@@ -125,14 +125,14 @@ impl DTensor {
                 overwritten(me).into_iter().map(block).collect::<Result<Vec<_>>>()?
             }
         };
-        let meta = TensorMeta::new(self.to_local().dims(), self.dtype());
+        let meta = TensorMeta::new(self.local().dims(), self.dtype());
         if mesh.world().is_dry() {
             return Ok(Self::from_parts(mesh, self.layout().clone(), placeholder(&meta)?));
         }
         let local = Assembly::new(meta)?;
         // SAFETY: one thread; every block lies inside the local tensor, which is written as a whole first.
         let local = unsafe {
-            local.paste(self.to_local(), &vec![0; self.rank()]);
+            local.paste(self.local(), &vec![0; self.rank()]);
             blocks.iter().for_each(|(offsets, block)| local.paste(block, offsets));
             local.finish()
         };

@@ -35,7 +35,7 @@ impl DTensor {
         }
         let replicated = Layout::replicated(self.layout().mesh(), self.shape())?;
         let whole = implicitly("item", || self.to_layout_at(&replicated, site))?;
-        Ok(whole.to_local().flatten_all()?.to_vec1::<T>()?[0])
+        Ok(whole.local().flatten_all()?.to_vec1::<T>()?[0])
     }
 
     /// Whether two tensors of one mesh have the same shape, type and elements. The same answer on every rank.
@@ -69,7 +69,7 @@ impl DTensor {
         implicitly(name, || {
             let a = self.reduced(site)?;
             let b = other.to_layout_at(a.layout(), site)?;
-            let passed = test(a.to_local(), b.to_local())?;
+            let passed = test(a.local(), b.local())?;
             let mine = Tensor::new(&[u8::from(passed)], &Device::Cpu)?;
             let call = Call::AllReduce { op: ReduceOp::Min };
             let all = self.device_mesh().whole_group()?.run(&call, &[mine], site)?.swap_remove(0);

@@ -4,11 +4,11 @@ use std::panic::Location;
 
 use candle_core::{Device, Shape, Tensor};
 
-use super::{DTensor, check_partial, foreign};
+use super::{DTensor, check_partial, check_room, foreign};
 use crate::comm::{Call, DeviceMesh, Group};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{check_served, dense, immutable, placeholder};
+use crate::local::{check_served, dense, immutable, own_copy, placeholder};
 use crate::placement::Placement;
 
 impl DTensor {
@@ -18,6 +18,8 @@ impl DTensor {
     /// chunks of a plain shard. If the parts do not fit together under the placements, every rank gets an error that
     /// names a rank whose part does not. Values of replicated axes are trusted. A dry run takes all parts to be of the
     /// size of this rank's; where they are not, use [`from_local_with_shape`](Self::from_local_with_shape).
+    ///
+    /// The part is copied: whoever shares the memory of `local` may go on writing to it, and this tensor never changes.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -44,7 +46,8 @@ impl DTensor {
         let layout = infer(mesh, &placements, &shapes, group.ranks())?;
         check_fit(&layout, &shapes, group.ranks())?;
         check_partial(&layout, local.dtype())?;
-        Ok(DTensor::from_parts(mesh, layout, densely(mesh, local)?))
+        check_room(&layout, local.dtype(), mesh.world().is_dry())?;
+        Ok(DTensor::from_parts(mesh, layout, taken(mesh, local)?))
     }
 
     /// As [`from_local`](Self::from_local) with the shape of the whole given: nothing is communicated, and only this
@@ -71,7 +74,7 @@ impl DTensor {
                 "pass this rank's part, or leave the shape to from_local",
             ));
         }
-        Ok(DTensor::from_parts(mesh, layout, densely(mesh, local)?))
+        Ok(DTensor::from_parts(mesh, layout, taken(mesh, local)?))
     }
 
     /// Spreads a tensor over a mesh.
@@ -103,7 +106,11 @@ impl DTensor {
         let Some(source) = src_data_rank else {
             let to = layout()?;
             let whole = Layout::replicated(mesh.mesh(), tensor.dims())?;
-            return DTensor::from_parts(mesh, whole, densely(mesh, tensor)?).to_layout_at(&to, site);
+            check_room(&to, tensor.dtype(), mesh.world().is_dry())?;
+            // A part that is cut out has memory of its own; the whole is copied.
+            let cut = to.local_shape(mesh.world().rank()) != tensor.dims();
+            let local = if cut && !mesh.world().is_dry() { dense(&immutable(tensor)?)? } else { taken(mesh, tensor)? };
+            return DTensor::from_parts(mesh, whole, local).to_layout_at(&to, site);
         };
         // Agree first: what is wrong after that is wrong on every rank.
         let group = mesh.whole_group()?;
@@ -115,9 +122,9 @@ impl DTensor {
     }
 }
 
-/// The tensor as a dense one; placeholders of a dry run stay what they are.
-fn densely(mesh: &DeviceMesh, local: &Tensor) -> Result<Tensor> {
-    if mesh.world().is_dry() { Ok(local.clone()) } else { dense(&immutable(local)?) }
+/// The elements of a program's tensor in memory that no one else writes to; placeholders of a dry run stay what they are.
+fn taken(mesh: &DeviceMesh, local: &Tensor) -> Result<Tensor> {
+    if mesh.world().is_dry() { Ok(local.clone()) } else { own_copy(local) }
 }
 
 /// The shapes of all ranks' tensors, which must have one type, number of dimensions and placements.
@@ -165,12 +172,14 @@ fn infer(mesh: &DeviceMesh, placements: &[Placement], shapes: &[Vec<usize>], ran
         let fibre = mesh.fibre(axes, mesh.ranks()[0]);
         let position = |rank: &usize| ranks.iter().position(|r| r == rank).expect("in the mesh");
         let sizes: Vec<usize> = fibre.iter().map(|rank| shapes[position(rank)][dim]).collect();
-        *whole = sizes.iter().sum();
+        // Sizes whose sum overflows are no layout.
+        *whole = sizes.iter().fold(0, |sum, &n| sum.saturating_add(n));
         for (i, &axis) in axes.iter().enumerate() {
             if matches!(sized[axis], Placement::Shard(_)) {
                 // The sizes that this axis cuts are sums over what the axes after it cut.
                 let inner = count(&axes[i + 1..]);
-                let cut: Vec<usize> = sizes.chunks(inner).map(|chunk| chunk.iter().sum()).collect();
+                let cut: Vec<usize> =
+                    sizes.chunks(inner).map(|c| c.iter().fold(0usize, |sum, &n| sum.saturating_add(n))).collect();
                 sized[axis] = Placement::ragged(dim as isize, cut);
             }
         }
@@ -212,6 +221,11 @@ fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize,
     let nothing = TensorMeta::new(0, tensor.dtype());
     let mut expected = vec![nothing.clone(); group.size()];
     expected[source] = part(group.global_rank());
+    // Others may read it when this rank has long returned, so it is not the program's own memory that they see.
+    let whole = match group.rank() == source && !group.is_dry() {
+        true => own_copy(tensor)?,
+        false => tensor.clone(),
+    };
     let piece = |&rank: &usize| -> Result<Tensor> {
         if group.rank() != source {
             return placeholder(&nothing);
@@ -219,7 +233,7 @@ fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize,
         if group.is_dry() {
             return placeholder(&part(rank));
         }
-        let mut piece = immutable(tensor)?;
+        let mut piece = whole.clone();
         for dim in 0..tensor.rank() {
             let indices = layout.global_indices(rank, dim);
             let dense_run = indices.windows(2).all(|w| w[1] == w[0] + 1);

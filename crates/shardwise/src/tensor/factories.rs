@@ -4,10 +4,10 @@ use std::panic::Location;
 
 use candle_core::{DType, Device, Shape, Tensor};
 
-use super::{DTensor, check_partial};
+use super::{DTensor, check_partial, check_room, foreign};
 use crate::comm::{Call, DeviceMesh};
-use crate::error::{Error, Result, Site};
-use crate::layout::{Layout, TensorBox, TensorMeta};
+use crate::error::{Error, RankCall, Result, Site};
+use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
 use crate::local::{check_dtype, filled, placeholder, reserve};
 use crate::placement::Placement;
 use crate::random::{Distribution, Generator, GeneratorState, mantissa_bits};
@@ -335,6 +335,8 @@ fn make(
 ) -> Result<DTensor> {
     check_dtype(dtype)?;
     check_partial(layout, dtype)?;
+    foreign::check_computes(mesh)?;
+    check_room(layout, dtype, mesh.world().is_dry())?;
     let settled = layout.settled();
     let rank = mesh.world().rank();
     let meta = TensorMeta { shape: settled.local_shape(rank), dtype };
@@ -354,6 +356,9 @@ fn random_at(
     generator: &Generator,
     site: Site,
 ) -> Result<DTensor> {
+    // What cannot be made is refused before the generator moves on.
+    check_dtype(dtype)?;
+    check_room(layout, dtype, mesh.world().is_dry())?;
     let draw = agreed_draw(distribution, layout.shape(), dtype, mesh, generator, site)?;
     by_rule(mesh, layout, dtype, site, &random_rule(distribution, draw, dtype))
 }
@@ -373,9 +378,30 @@ pub(crate) fn agreed_draw(
     let draw = generator.draw();
     if mesh.contains(mesh.world().rank()) && mesh.size() > 1 {
         let values = [draw.seed, draw.offset].into_iter().collect();
-        mesh.whole_group()?.run(&Call::Agree { what: "generator seed and offset", values }, &[], site)?;
+        let agreed = mesh.whole_group()?.run(&Call::Agree { what: GENERATOR, values }, &[], site);
+        agreed.map_err(said_of_generators)?;
     }
     Ok(draw)
+}
+
+/// What ranks compare before they draw.
+const GENERATOR: &str = "generator seed and offset";
+
+/// The error of ranks that do not draw alike, with the reason: other seeds, or other numbers of draws.
+fn said_of_generators(error: Error) -> Error {
+    let seed = |call: &RankCall| -> Option<String> {
+        let values = call.call.strip_prefix("agree(")?.strip_prefix(GENERATOR)?.trim_start().strip_prefix('[')?;
+        Some(values.split(',').next()?.to_string())
+    };
+    let Error::Mismatch { first, second, advice } = error else { return error };
+    let advice = match (seed(&first), seed(&second)) {
+        (Some(a), Some(b)) if a != b => "seeds differ: give manual_seed the same number on every rank of the mesh",
+        (Some(_), Some(_)) => {
+            "one rank has drawn more often: make the same random tensors in the same order on all ranks"
+        }
+        _ => advice,
+    };
+    Error::Mismatch { first, second, advice }
 }
 
 /// A box of the random tensor of a shape that a draw gives.
@@ -386,8 +412,8 @@ pub(crate) fn random_box(
     part: &TensorBox,
     dtype: DType,
 ) -> Result<Tensor> {
-    let run = |(&start, &size): (&usize, &usize)| (start..start + size).collect();
-    let indices: Vec<Vec<usize>> = part.offsets.iter().zip(&part.sizes).map(run).collect();
+    let run = |(&start, &size): (&usize, &usize)| Runs::range(start..start + size);
+    let indices: Vec<Runs> = part.offsets.iter().zip(&part.sizes).map(run).collect();
     filled_by(shape, &indices, dtype, &random_rule(distribution, draw, dtype))
 }
 
@@ -404,14 +430,15 @@ fn random_rule(distribution: Distribution, draw: GeneratorState, dtype: DType) -
 fn by_rule(mesh: &DeviceMesh, layout: &Layout, dtype: DType, site: Site, rule: Rule<'_>) -> Result<DTensor> {
     let rank = mesh.world().rank();
     make(mesh, layout, dtype, site, |_, layout| {
-        let indices: Vec<Vec<usize>> = (0..layout.shape().len()).map(|dim| layout.global_indices(rank, dim)).collect();
+        let coordinate = layout.mesh().coordinate(rank).expect("ranks outside the mesh fill nothing");
+        let indices: Vec<Runs> = (0..layout.shape().len()).map(|dim| layout.owned(dim, &coordinate)).collect();
         filled_by(layout.shape(), &indices, dtype, rule)
     })
 }
 
 /// The elements at all combinations of `indices` of a tensor of a shape, by a rule.
-fn filled_by(shape: &[usize], indices: &[Vec<usize>], dtype: DType, rule: Rule<'_>) -> Result<Tensor> {
-    let sizes: Vec<usize> = indices.iter().map(Vec::len).collect();
+fn filled_by(shape: &[usize], indices: &[Runs], dtype: DType, rule: Rule<'_>) -> Result<Tensor> {
+    let sizes: Vec<usize> = indices.iter().map(Runs::len).collect();
     let count = sizes.iter().product();
     let walk = |take: &mut dyn FnMut(Value)| {
         let mut index = vec![0; indices.len()];
@@ -434,7 +461,7 @@ fn filled_by(shape: &[usize], indices: &[Vec<usize>], dtype: DType, rule: Rule<'
 /// Visits the elements at all combinations of `indices` in order, with their row-major number.
 fn for_each_index(
     shape: &[usize],
-    indices: &[Vec<usize>],
+    indices: &[Runs],
     dim: usize,
     flat: u64,
     index: &mut [usize],
@@ -443,7 +470,7 @@ fn for_each_index(
     if dim == shape.len() {
         return visit(flat, index);
     }
-    for &i in &indices[dim] {
+    for i in indices[dim].iter().flatten() {
         index[dim] = i;
         for_each_index(shape, indices, dim + 1, flat * shape[dim] as u64 + i as u64, index, visit);
     }

@@ -5,12 +5,15 @@ mod compare;
 mod construct;
 mod factories;
 mod foreign;
+mod room;
 mod show;
 mod state;
 mod tape;
 
 pub(crate) use factories::{agreed_draw, random_box};
 pub use foreign::{DeviceBackend, register_backend};
+pub(crate) use room::{check_metas, check_room};
+pub(crate) use show::{Piece, local_text, show_pieces};
 pub use state::DTensorState;
 pub use tape::{Backward, Keeps, Saved, no_grad};
 pub(crate) use tape::{Node, Tape, is_recording, next_number, with_recording};
@@ -23,7 +26,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::comm::{DeviceMesh, implicitly};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::placeholder;
+use crate::local::{self, check_cpu, check_dtype, own_copy, placeholder};
 use crate::placement::{Placement, ReduceOp};
 use crate::redistribute::{Exchange, redistribute};
 
@@ -121,10 +124,30 @@ impl DTensor {
         TensorMeta { shape: self.shape().to_vec(), dtype: self.dtype() }
     }
 
-    /// The part that this rank holds; without elements on a rank outside the mesh. It is a plain tensor and has no
-    /// gradient: [`local_map`](crate::autograd::local_map) runs code on local parts that has one.
-    pub fn to_local(&self) -> &Tensor {
+    /// A copy of the part that this rank holds; without elements on a rank outside the mesh.
+    ///
+    /// Local: nothing is communicated. It is a plain tensor in memory of its own, because candle writes to tensors in place
+    /// (`slice_set`) and a distributed tensor never changes; the copy is the one cost of this call. It has no gradient:
+    /// [`local_map`](crate::autograd::local_map) runs code on local parts that has one. In a dry run the result has the
+    /// shape and no memory. [`local_shape`](Layout::local_shape) of the layout gives the shape alone.
+    ///
+    /// # Panics
+    /// If there is no memory for the copy.
+    pub fn to_local(&self) -> Tensor {
+        match self.value.mesh.world().is_dry() {
+            true => self.value.local.clone(),
+            false => own_copy(&self.value.local).unwrap_or_else(|error| panic!("to_local: {error}")),
+        }
+    }
+
+    /// The part that this rank holds, where it is: for reading only.
+    pub(crate) fn local(&self) -> &Tensor {
         &self.value.local
+    }
+
+    /// Whether the local parts of two tensors are one and the same memory, as those of clones are.
+    pub fn shares_memory(&self, other: &DTensor) -> bool {
+        local::same_memory(self.local(), other.local())
     }
 
     /// The same value with other placements on the same mesh.
@@ -156,7 +179,8 @@ impl DTensor {
             ));
         }
         check_partial(to, self.dtype())?;
-        let local = redistribute(&self.value.mesh, self.layout(), to, self.to_local(), site)?;
+        check_room(to, self.dtype(), self.value.mesh.world().is_dry())?;
+        let local = redistribute(&self.value.mesh, self.layout(), to, self.local(), site)?;
         let moved = Self::from_parts(&self.value.mesh, to.clone(), local);
         Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).settled())))
     }
@@ -168,6 +192,7 @@ impl DTensor {
     pub fn to_mesh(&self, mesh: &DeviceMesh, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
         let to = Layout::new(mesh.mesh(), self.shape(), placements)?;
         check_partial(&to, self.dtype())?;
+        check_room(&to, self.dtype(), mesh.world().is_dry())?;
         let site = Location::caller();
         // Reduce what is pending before the move, make what shall be pending after it.
         let source = self.reduced(site)?;
@@ -191,16 +216,22 @@ impl DTensor {
         let group = mesh.world().subgroup(&ranks)?;
         let from = self.layout();
         let exchange = Exchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
-        let local = exchange.assemble(self.to_local(), &meta, site)?;
+        let local = exchange.assemble(self.local(), &meta, site)?;
         Ok(Self::from_parts(mesh, to, local))
     }
 
-    /// The whole tensor on every rank of the mesh; without elements on a rank outside it. It is a plain tensor; gradients
-    /// go through [`redistribute`](Self::redistribute) and [`local_map`](crate::autograd::local_map).
+    /// The whole tensor on every rank of the mesh; without elements on a rank outside it.
+    ///
+    /// Collective unless every rank already holds the whole. It is a plain tensor in memory that no other rank or tensor
+    /// shares; gradients go through [`redistribute`](Self::redistribute) and [`local_map`](crate::autograd::local_map).
     #[track_caller]
     pub fn full_tensor(&self) -> Result<Tensor> {
         let to = Layout::replicated(self.layout().mesh(), self.shape())?;
-        Ok(self.to_layout_at(&to, Location::caller())?.to_local().clone())
+        let whole = self.to_layout_at(&to, Location::caller())?;
+        let world = self.value.mesh.world();
+        // What an engine has just put together for this rank alone needs no second copy.
+        let mine = to != *self.layout() && !world.shares_memory() && !whole.shares_memory(self);
+        if world.is_dry() || mine { Ok(whole.local().clone()) } else { own_copy(whole.local()) }
     }
 
     /// The same value without pending reductions: partial axes become replicated.
@@ -215,6 +246,8 @@ impl DTensor {
         if dtype == self.dtype() {
             return Ok(self.clone());
         }
+        check_dtype(dtype)?;
+        check_room(self.layout(), dtype, self.value.mesh.world().is_dry())?;
         let picks = |p: &Placement| match p {
             Placement::Partial(op) => matches!(op, ReduceOp::Max | ReduceOp::Min) && keeps_order(self.dtype(), dtype),
             _ => true,
@@ -225,8 +258,8 @@ impl DTensor {
             false => implicitly("to_dtype", || self.reduced(site))?,
         };
         let local = match self.value.mesh.world().is_dry() {
-            true => placeholder(&TensorMeta::new(source.to_local().dims(), dtype))?,
-            false => source.to_local().to_dtype(dtype)?,
+            true => placeholder(&TensorMeta::new(source.local().dims(), dtype))?,
+            false => source.local().to_dtype(dtype)?,
         };
         let converted = Self::from_parts(&self.value.mesh, source.layout().clone(), local);
         Ok(source.moved(converted, "to_dtype", &|saved, gradient| gradient.to_dtype(saved.dtype(0))))
@@ -240,11 +273,16 @@ impl DTensor {
         Self::recorded(vec![made], &[self], Keeps::Nothing, || Box::new(Moved { name, back })).swap_remove(0)
     }
 
-    /// The same tensor with its local part on another device.
+    /// The same tensor with its local part on another device, of which there is one: operators compute on the CPU.
+    ///
+    /// Local: nothing is communicated. Devices of other kinds are served by backends that a program registers
+    /// ([`register_backend`]).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for any device but the CPU.
     pub fn to_device(&self, device: &Device) -> Result<DTensor> {
-        let made = Self::from_parts(&self.value.mesh, self.layout().clone(), self.to_local().to_device(device)?);
-        // Operators compute on the CPU.
-        Ok(self.moved(made, "to_device", &|_, gradient| gradient.to_device(&Device::Cpu)))
+        check_cpu(device)?;
+        Ok(self.clone())
     }
 }
 

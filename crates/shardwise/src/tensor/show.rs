@@ -1,106 +1,204 @@
-//! Printing: `Display` shows the whole tensor, `Debug` this rank's part.
+//! Text: `Display` and `Debug` show this rank's part and never communicate; `show` gives the whole.
 
 use std::fmt;
 use std::panic::Location;
 
-use candle_core::{Device, Tensor, WithDType};
+use candle_core::{DType, Device, Tensor, WithDType};
 
 use super::DTensor;
-use crate::comm::{Call, operator};
-use crate::error::Result;
+use crate::comm::{Call, Group, operator};
+use crate::error::{Result, Site};
+use crate::layout::Runs;
 use crate::placement::ReduceOp;
 
-/// Tensors with more elements than this are abbreviated.
+/// Tensors with more elements than this are abbreviated, as PyTorch's are.
 const ABBREVIATE_FROM: usize = 1000;
 
 /// Indices shown at each end of an abbreviated dimension.
 const EDGE: usize = 3;
 
+/// A tensor of many dimensions shows so many elements at most before its edges shrink to one index.
+const MANY: usize = 10_000;
+
 impl fmt::Display for DTensor {
-    /// The whole tensor, abbreviated if it is large, and its layout. All ranks of the mesh must print, because each shows
-    /// elements of the others; only the elements shown are communicated, unless a reduction is pending.
+    /// The part that this rank holds, abbreviated if it is large, with type and layout of the whole.
+    ///
+    /// Local: nothing is communicated, so that one rank may print and no lock is held while others are waited for.
+    /// [`show`](DTensor::show) gives the whole.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let text = match self.check_readable("printing").and_then(|()| operator("display", || self.shown())) {
-            Ok(values) => {
-                let mut text = String::new();
-                write_dim(&mut text, &values, &self.shown_indices(), self.shape(), 0, &mut 0);
-                text
-            }
-            Err(error) => format!("<{error}>"),
-        };
-        write!(f, "{text}\n{} {}", self.dtype().as_str(), self.layout())
+        let held = self.held_text();
+        let rank = self.device_mesh().world().rank();
+        let (dtype, layout) = (self.dtype().as_str(), self.layout());
+        write!(f, "{held}\n{dtype} {layout}, rank {rank} holds {:?}", self.local().dims())
     }
 }
 
 impl fmt::Debug for DTensor {
+    /// As `Display`, on one line as far as the elements allow. Local: nothing is communicated.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let rank = self.device_mesh().world().rank();
-        write!(f, "DTensor({} {}, rank {rank} holds ", self.dtype().as_str(), self.layout())?;
-        if self.device_mesh().world().is_dry() {
-            return write!(f, "{:?} without data)", self.to_local().dims());
-        }
-        write!(f, "{})", self.to_local())
+        let (dtype, layout, held) = (self.dtype().as_str(), self.layout(), self.held_text());
+        write!(f, "DTensor({dtype} {layout}, rank {rank} holds {:?}: {held})", self.local().dims())
     }
 }
 
 impl DTensor {
-    /// Per dimension the indices that are shown.
-    fn shown_indices(&self) -> Vec<Vec<usize>> {
-        let all = self.elem_count() <= ABBREVIATE_FROM && self.shape().iter().all(|&n| n <= ABBREVIATE_FROM);
-        let shown = |&n: &usize| match all || n <= 2 * EDGE {
-            true => (0..n).collect(),
-            false => (0..EDGE).chain(n - EDGE..n).collect(),
-        };
-        self.shape().iter().map(shown).collect()
-    }
-
-    /// The elements that are shown, in order.
-    fn shown(&self) -> Result<Vec<String>> {
-        Ok(match self.dtype().is_float() {
-            true => self.shown_as::<f64>()?.into_iter().map(number).collect(),
-            false => self.shown_as::<i64>()?.iter().map(ToString::to_string).collect(),
-        })
-    }
-
-    /// The elements that are shown, as numbers of a type that holds them all.
-    fn shown_as<T: WithDType>(&self) -> Result<Vec<T>> {
+    /// The whole tensor as text, elided in the middle of large dimensions, with its type and layout: the same text on every
+    /// rank.
+    ///
+    /// Collective: every rank of the mesh must call it, before and not inside `println!`. Communicates the elements that are
+    /// shown; a partial tensor is reduced first.
+    ///
+    /// ```
+    /// use shardwise::prelude::*;
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let x = DTensor::arange(0.0, 4.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+    ///     let text = x.show()?; // on all ranks
+    ///     assert_eq!(text, "[0, 1, 2, 3]\nf32 [4] on dp=2: S(0)");
+    ///     assert_eq!(x.to_string().lines().next(), Some(["[0, 1]", "[2, 3]"][world.rank()]));
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) in a dry run and on a rank outside the mesh: there are no values to show.
+    #[track_caller]
+    pub fn show(&self) -> Result<String> {
+        self.check_readable("show")?;
         let site = Location::caller();
-        let source = self.reduced(site)?;
-        let (layout, me) = (source.layout().clone(), self.device_mesh().world().rank());
-        let shown = self.shown_indices();
-        let sizes: Vec<usize> = shown.iter().map(Vec::len).collect();
-        let mut values = vec![T::zero(); sizes.iter().product()];
-        let primary = layout.primary_boxes().any(|owned| owned.rank == me);
-        if primary {
-            // Pick the shown elements of this rank's part, and put them where they are shown.
-            let mut part = source.to_local().clone();
-            let mut places = Vec::new();
-            for (dim, shown) in shown.iter().enumerate() {
-                let held = layout.global_indices(me, dim);
-                let both: Vec<(usize, usize)> =
-                    shown.iter().enumerate().filter_map(|(s, i)| Some((s, held.binary_search(i).ok()?))).collect();
-                let pick: Vec<u32> = both.iter().map(|&(_, h)| h as u32).collect();
-                let count = pick.len();
-                part = match count {
-                    0 => part.narrow(dim, 0, 0)?,
-                    _ => part.contiguous()?.index_select(&Tensor::from_vec(pick, count, &Device::Cpu)?, dim)?,
-                };
-                places.push(both.into_iter().map(|(s, _)| s).collect::<Vec<_>>());
+        let values = operator("show", || {
+            let source = self.reduced(site)?;
+            let (layout, me) = (source.layout(), self.device_mesh().world().rank());
+            // Of ranks that hold the same, one contributes.
+            let mut pieces = Vec::new();
+            if layout.primary_boxes().any(|owned| owned.rank == me) {
+                let coordinate = layout.mesh().coordinate(me).expect("readers are on the mesh");
+                let held = (0..self.rank()).map(|dim| layout.owned(dim, &coordinate)).collect();
+                pieces.push(Piece { held, tensor: source.local().clone() });
             }
-            if part.elem_count() > 0 {
-                let numbers = part.to_dtype(T::DTYPE)?.flatten_all()?.to_vec1::<T>()?;
-                let mut flat = vec![0usize];
-                for (places, &size) in places.iter().zip(&sizes) {
-                    flat = flat.iter().flat_map(|f| places.iter().map(move |p| f * size + p)).collect();
-                }
-                flat.into_iter().zip(numbers).for_each(|(place, number)| values[place] = number);
-            }
-        }
-        let count = values.len();
-        let mine = Tensor::from_vec(values, count, &Device::Cpu)?;
-        let sum = self.device_mesh().whole_group()?.run(&Call::AllReduce { op: ReduceOp::Sum }, &[mine], site)?;
-        Ok(sum[0].to_vec1()?)
+            show_pieces(&self.device_mesh().whole_group()?, self.shape(), self.dtype(), &pieces, site)
+        })?;
+        Ok(format!("{values}\n{} {}", self.dtype().as_str(), self.layout()))
     }
+
+    /// The elements that this rank holds.
+    fn held_text(&self) -> String {
+        let world = self.device_mesh().world();
+        match (world.is_dry(), self.layout().mesh().contains(world.rank())) {
+            (true, _) => "without data".to_string(),
+            (_, false) => "nothing, outside the mesh".to_string(),
+            _ => local_text(self.local()),
+        }
+    }
+}
+
+/// A piece of a tensor that this rank holds: per dimension its indices in the whole, and the elements.
+pub(crate) struct Piece {
+    pub(crate) held: Vec<Runs>,
+    pub(crate) tensor: Tensor,
+}
+
+/// The elements of a plain tensor as text, elided in the middle of large dimensions.
+pub(crate) fn local_text(tensor: &Tensor) -> String {
+    let shown = shown_indices(tensor.dims());
+    let piece = Piece { held: tensor.dims().iter().map(|&n| Runs::range(0..n)).collect(), tensor: tensor.clone() };
+    match texts(tensor.dtype(), &shown, &[piece], Ok) {
+        Ok(values) => written(&values, &shown, tensor.dims()),
+        Err(error) => format!("<{error}>"),
+    }
+}
+
+/// The whole tensor of which ranks of a group hold pieces, each element in one of them. Collective.
+pub(crate) fn show_pieces(
+    group: &Group,
+    shape: &[usize],
+    dtype: DType,
+    pieces: &[Piece],
+    site: Site,
+) -> Result<String> {
+    let shown = shown_indices(shape);
+    let values = texts(dtype, &shown, pieces, |mine| {
+        Ok(group.run(&Call::AllReduce { op: ReduceOp::Sum }, &[mine], site)?.swap_remove(0))
+    })?;
+    Ok(written(&values, &shown, shape))
+}
+
+/// Per dimension the indices that are shown.
+fn shown_indices(shape: &[usize]) -> Vec<Vec<usize>> {
+    let count = |sizes: &mut dyn Iterator<Item = usize>| sizes.fold(1usize, |count, n| count.saturating_mul(n));
+    let all = count(&mut shape.iter().copied()) <= ABBREVIATE_FROM && shape.iter().all(|&n| n <= ABBREVIATE_FROM);
+    let edge = if count(&mut shape.iter().map(|&n| n.min(2 * EDGE))) > MANY { 1 } else { EDGE };
+    let shown = |&n: &usize| match all || n <= 2 * edge {
+        true => (0..n).collect(),
+        false => (0..edge).chain(n - edge..n).collect(),
+    };
+    shape.iter().map(shown).collect()
+}
+
+/// The elements that are shown, in order, after `combine` has put together what ranks have of them.
+fn texts(
+    dtype: DType,
+    shown: &[Vec<usize>],
+    pieces: &[Piece],
+    combine: impl FnOnce(Tensor) -> Result<Tensor>,
+) -> Result<Vec<String>> {
+    Ok(match dtype.is_float() {
+        true => combine(picked::<f64>(shown, pieces)?)?.to_vec1::<f64>()?.into_iter().map(number).collect(),
+        false => combine(picked::<i64>(shown, pieces)?)?.to_vec1::<i64>()?.iter().map(ToString::to_string).collect(),
+    })
+}
+
+/// The elements that are shown and that this rank has, as numbers of a type that holds them all; zero for the others.
+fn picked<T: WithDType>(shown: &[Vec<usize>], pieces: &[Piece]) -> Result<Tensor> {
+    let sizes: Vec<usize> = shown.iter().map(Vec::len).collect();
+    let mut values = vec![T::zero(); sizes.iter().product()];
+    for piece in pieces {
+        // Pick the shown elements of the piece, and put them where they are shown.
+        let mut part = piece.tensor.clone();
+        let mut places = Vec::new();
+        for (dim, (shown, held)) in shown.iter().zip(&piece.held).enumerate() {
+            let both: Vec<(usize, usize)> =
+                shown.iter().enumerate().filter_map(|(s, &i)| Some((s, position(held, i)?))).collect();
+            let pick: Vec<i64> = both.iter().map(|&(_, h)| h as i64).collect();
+            let count = pick.len();
+            part = match count {
+                0 => part.narrow(dim, 0, 0)?,
+                _ => part.index_select(&Tensor::from_vec(pick, count, &Device::Cpu)?, dim)?,
+            };
+            places.push(both.into_iter().map(|(s, _)| s).collect::<Vec<_>>());
+        }
+        if part.elem_count() > 0 {
+            let numbers = part.to_dtype(T::DTYPE)?.flatten_all()?.to_vec1::<T>()?;
+            let mut flat = vec![0usize];
+            for (places, &size) in places.iter().zip(&sizes) {
+                flat = flat.iter().flat_map(|f| places.iter().map(move |p| f * size + p)).collect();
+            }
+            flat.into_iter().zip(numbers).for_each(|(place, number)| values[place] = number);
+        }
+    }
+    let count = values.len();
+    Ok(Tensor::from_vec(values, count, &Device::Cpu)?)
+}
+
+/// Where an index stands among ascending ones.
+fn position(held: &Runs, index: usize) -> Option<usize> {
+    let mut before = 0;
+    for run in held.iter() {
+        if run.contains(&index) {
+            return Some(before + index - run.start);
+        }
+        before += run.len();
+    }
+    None
+}
+
+fn written(values: &[String], shown: &[Vec<usize>], shape: &[usize]) -> String {
+    let mut text = String::new();
+    write_dim(&mut text, values, shown, shape, 0, &mut 0);
+    text
 }
 
 fn write_dim(

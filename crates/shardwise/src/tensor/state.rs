@@ -26,7 +26,7 @@ impl DTensor {
     /// What this rank must store to have its part again.
     pub fn state(&self) -> Result<DTensorState> {
         self.check_readable("state")?;
-        let bytes = bytes_of(self.to_local())?;
+        let bytes = bytes_of(self.local())?;
         Ok(DTensorState {
             layout: self.layout().clone(),
             dtype: self.dtype().as_str().to_string(),

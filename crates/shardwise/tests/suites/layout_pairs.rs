@@ -67,7 +67,7 @@ fn any_layout_of_seed(world: &World, seed: usize) -> Result<()> {
         assert!(values::same(&again.full_tensor()?, &whole), "{}", context("same mesh"));
         if !same_mesh.is_partial() {
             assert!(
-                values::same(again.to_local(), &values::local(&same_mesh, world.rank())),
+                values::same(&again.to_local(), &values::local(&same_mesh, world.rank())),
                 "{}",
                 context("same mesh")
             );
@@ -78,7 +78,7 @@ fn any_layout_of_seed(world: &World, seed: usize) -> Result<()> {
     if b.my_coordinate().is_some() {
         assert!(values::same(&moved.full_tensor()?, &whole), "{}", context("other mesh"));
         if !plain.is_partial() {
-            assert!(values::same(moved.to_local(), &values::local(&plain, world.rank())), "{}", context("other mesh"));
+            assert!(values::same(&moved.to_local(), &values::local(&plain, world.rank())), "{}", context("other mesh"));
         }
     } else {
         assert_eq!(moved.to_local().dims(), [0]);
@@ -120,7 +120,7 @@ pub(crate) fn check_pair(mesh: &DeviceMesh, from: &Layout, to: &Layout, whole: &
     let planned: Vec<(&str, usize)> = plan.steps().iter().filter_map(|s| collective(&s.kind, mesh)).collect();
     assert_eq!(ran, planned, "{plan}");
     if !to.is_partial() {
-        assert!(values::same(moved.to_local(), &values::local(to, rank)), "rank {rank}: {plan}\n{}", moved.to_local());
+        assert!(values::same(&moved.to_local(), &values::local(to, rank)), "rank {rank}: {plan}\n{}", moved.to_local());
     }
     assert!(values::same(&moved.full_tensor()?, whole), "rank {rank}: {plan}");
     Ok(())

@@ -380,7 +380,7 @@ impl Program {
         coarsest: f64,
     ) -> Result<()> {
         let precision = coarsest.max(precision(plain.dtype()));
-        let expected = numbers(plain.to_local())?;
+        let expected = numbers(&plain.to_local())?;
         let peak = expected.iter().filter(|x| x.is_finite()).fold(0.0, |peak: f64, x| peak.max(x.abs()));
         let terms = terms.max(peak).max(1.0);
         let span = if sharded.layout().is_partial() { terms } else { peak };

@@ -15,9 +15,6 @@ use crate::layout::{TensorMeta, chunk};
 use crate::local::{Assembly, Reducible, concat, dense, immutable, reduce_block, with_type};
 use crate::placement::ReduceOp;
 
-/// From this many bytes on, a second phase costs less than doing all the work on every rank.
-const SHARE_FROM: usize = 16 << 10;
-
 /// Parts of a shared reduction begin at multiples of this many elements, so that no cache line has two writers.
 const GRAIN: usize = 1024;
 
@@ -58,7 +55,7 @@ fn prepare_output(entry: &Entry, me: usize, size: usize) -> Result<Option<Assemb
         _ => return Ok(None),
     }
     let output = TensorMeta { shape, dtype };
-    (output.bytes() >= SHARE_FROM).then(|| Assembly::new(output)).transpose()
+    (output.bytes() >= Call::SHARE_FROM).then(|| Assembly::new(output)).transpose()
 }
 
 /// Carries out the call on which all ranks agree. `pass` brings this rank to the next phase together with the others.
@@ -78,10 +75,27 @@ pub(super) fn carry_out(all: &[Arc<Posted>], me: usize, pass: impl FnOnce() -> R
             Some(output) => only(gather_into(output, input(me), *dim, sizes[..me].iter().sum(), pass)),
             None => only(concat(&(0..all.len()).map(|r| input(r).clone()).collect::<Vec<_>>(), *dim)),
         },
+        Call::Reduce { .. } => Ok(Vec::new()),
+        call if call.ends_with_reads(&all[me].entry.inputs) => {
+            let read = read_others(call, all, me);
+            // Whatever this rank got, the others wait for it here.
+            pass()?;
+            read
+        }
+        call => read_others(call, all, me),
+    }
+}
+
+/// What this rank gets by reading the others' tensors, or by sharing them.
+fn read_others(call: &Call, all: &[Arc<Posted>], me: usize) -> Result<Vec<Tensor>> {
+    let input = |rank: usize| &all[rank].entry.inputs[0];
+    let inputs = || (0..all.len()).map(input).collect::<Vec<_>>();
+    let only = |tensor: Result<Tensor>| tensor.map(|t| vec![t]);
+    match call {
         Call::Gather { dim, root, .. } if me == *root => {
             only(concat(&(0..all.len()).map(|r| input(r).clone()).collect::<Vec<_>>(), *dim))
         }
-        Call::Reduce { .. } | Call::Gather { .. } => Ok(Vec::new()),
+        Call::Gather { .. } => Ok(Vec::new()),
         Call::ReduceScatter { op, dim, sizes } => {
             only(reduce_piece(&inputs(), *op, *dim, sizes[..me].iter().sum(), sizes[me]))
         }
@@ -96,6 +110,10 @@ pub(super) fn carry_out(all: &[Arc<Posted>], me: usize, pass: impl FnOnce() -> R
             only(concat(&pieces.collect::<Result<Vec<_>>>()?, *from))
         }
         Call::AllToAll { .. } => Ok(all.iter().map(|p| p.entry.inputs[me].clone()).collect()),
+        Call::Barrier | Call::Agree { .. } | Call::Expose | Call::AllReduce { .. } | Call::Reduce { .. } => {
+            unreachable!("carried out above")
+        }
+        Call::AllGather { .. } => unreachable!("carried out above"),
     }
 }
 

@@ -13,7 +13,7 @@ use crate::comm::check::{Entry, check_agreement};
 use crate::comm::{Call, Communicator, Exposed};
 use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::TensorMeta;
-use crate::local::{check_served, immutable};
+use crate::local::{check_served, own_copy};
 
 pub(super) struct Member {
     hub: Arc<Hub>,
@@ -92,7 +92,8 @@ impl Communicator for Member {
         if gone {
             return Err(Error::PeerLeft { rank: to, call: describe() });
         }
-        let content = check_served(tensor).and_then(|()| immutable(tensor));
+        // The receiver has it whenever it likes, so it must be memory that the sender cannot change.
+        let content = check_served(tensor).and_then(|()| own_copy(tensor));
         let refused = content.as_ref().err().cloned();
         self.hub.mailbox.post(envelope, Message { content, site });
         self.hub.wake(to);
@@ -159,6 +160,10 @@ impl Communicator for Member {
 
     fn abort(&self, reason: &str) {
         self.hub.fail(self.ranks()[self.me], format!("aborted: {reason}"));
+    }
+
+    fn shares_memory(&self) -> bool {
+        true
     }
 }
 

@@ -1,0 +1,149 @@
+//! The command in the hands of someone who pipes it, mistypes, and fills disks.
+
+mod command;
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Command, Stdio};
+
+use command::{Place, TINY, json, lines, shardwise, succeeds};
+
+#[test]
+fn a_closed_pipe_is_not_an_error() {
+    for arguments in [&["ops"][..], &["ops", "--json"], &["ops", "matmul"], &["--help"], &["train", "--help"]] {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_shardwise"))
+            .args(arguments)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // As `head -0` does.
+        drop(child.stdout.take());
+        let mut said = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        assert!(child.wait().unwrap().success(), "{arguments:?}: {said}");
+        assert_eq!(said, "", "{arguments:?}");
+    }
+}
+
+#[test]
+fn training_goes_on_when_nobody_reads_what_it_says() {
+    let place = Place::new("unread");
+    let out = place.at("out");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_shardwise"))
+        .args([&["train", "--json", "--out", &out, "--steps", "8", "--mesh", "dp=2"], &TINY[..]].concat())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = BufReader::new(child.stderr.take().unwrap());
+    said.read_line(&mut String::new()).unwrap();
+    drop(said);
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success());
+    assert_eq!(json(&String::from_utf8(output.stdout).unwrap())["steps"], 8);
+}
+
+#[test]
+fn operators_that_do_not_exist_are_refused_in_any_script() {
+    for (name, parts) in [
+        ("\u{e9}", &["\u{e9}", "shardwise ops"][..]),
+        ("", &["\"\"", "name of an operator"]),
+        ("\u{1f980}mat", &["shardwise ops"]),
+        ("matmull", &["matmul"]),
+    ] {
+        let output = shardwise(&["ops", name]);
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{name}: {message}");
+        assert!(message.starts_with("error: invalid operator") && !message.contains("panicked"), "{message}");
+        assert!(parts.iter().all(|part| message.contains(part)), "{name}: {message}");
+    }
+}
+
+#[test]
+fn text_stays_text_in_a_pipe() {
+    let text = succeeds(&["ops", "matmul"]);
+    assert!(text.starts_with("inputs ") && serde_json::from_str::<serde_json::Value>(&text).is_err(), "{text}");
+    let place = Place::new("text");
+    let out = place.at("out");
+    let options = [&["--out", &out, "--steps", "2", "--mesh", "dp=1"][..], &TINY].concat();
+    let summary = succeeds(&[&["train"], &options[..]].concat());
+    assert!(summary.starts_with("steps          2\n") && summary.contains("held-out loss"), "{summary}");
+    let checkpoint = format!("{out}/checkpoints/step-00000002");
+    for arguments in [["ckpt", "inspect", &checkpoint], ["ckpt", "verify", &checkpoint]] {
+        let text = succeeds(&arguments);
+        assert!(serde_json::from_str::<serde_json::Value>(&text).is_err(), "{text}");
+        assert!(serde_json::from_str::<serde_json::Value>(&succeeds(&[&arguments[..], &["--json"]].concat())).is_ok());
+    }
+}
+
+/// The steps at which the curve of a run has points of the training, as many as the line has.
+fn points(out: &str) -> usize {
+    let picture = std::fs::read_to_string(format!("{out}/loss.svg")).unwrap();
+    let trained = picture.split("points=\"").nth(2).unwrap().split('"').next().unwrap();
+    trained.split(' ').count()
+}
+
+#[test]
+fn the_curve_keeps_its_history_across_resumes() {
+    let place = Place::new("history");
+    let (out, other) = (place.at("out"), place.at("other"));
+    let options = [&["train", "--json", "--mesh", "dp=2", "--save-every", "3", "--keep", "9"][..], &TINY].concat();
+    let whole = [&options[..], &["--out", &place.at("whole"), "--steps", "9"]].concat();
+    succeeds(&whole);
+    succeeds(&[&options[..], &["--out", &out, "--steps", "5"]].concat());
+    assert_eq!(points(&out), 5);
+    succeeds(&["train", "--json", "--resume", "--out", &out, "--steps", "9"]);
+    assert_eq!(points(&out), 9);
+    let of = |out: &str| {
+        let all = lines(&format!("{out}/losses.jsonl"));
+        all.into_iter().filter(|line| line["loss"].is_f64()).collect::<Vec<_>>()
+    };
+    assert_eq!(of(&out), of(&place.at("whole")));
+    // from the middle into another directory: what came before the checkpoint comes along, what came after does not
+    let middle = format!("{out}/checkpoints/step-00000003");
+    succeeds(&["train", "--json", "--resume", &middle, "--out", &other, "--steps", "7"]);
+    assert_eq!(points(&other), 7);
+    assert_eq!(of(&other), of(&out)[..7]);
+}
+
+#[test]
+fn nothing_left_to_train_says_so() {
+    let place = Place::new("over");
+    let out = place.at("out");
+    succeeds(&[&["train", "--out", &out, "--steps", "2", "--mesh", "dp=2"], &TINY[..]].concat());
+    let output = shardwise(&["train", "--resume", "--out", &out]);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && said.contains("nothing left to train"), "{said}");
+    assert!(said.contains("step 2 of 2") && said.contains("--steps"), "{said}");
+    assert!(String::from_utf8(output.stdout).unwrap().contains("nothing left to train"));
+    assert_eq!(points(&out), 2);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn what_cannot_be_written_is_told_with_its_path_and_cause() {
+    let place = Place::new("full");
+    let out = place.at("out");
+    let options = [&["--mesh", "dp=2", "--steps", "2"][..], &TINY].concat();
+    let fails = |more: &[&str], parts: &[&str]| {
+        let output = shardwise(&[&["train"], &options[..], more].concat());
+        let message = String::from_utf8(output.stderr).unwrap();
+        let error = message.lines().find(|line| line.starts_with("error: ")).unwrap_or_default().to_string();
+        assert!(!output.status.success() && parts.iter().all(|part| error.contains(part)), "{parts:?}: {message}");
+    };
+    // /dev/full is a disk without room
+    fails(&["--out", &out, "--log", "/dev/full"], &["/dev/full", "No space left"]);
+    fails(&["--out", "/proc/nothing"], &["/proc/nothing"]);
+    let file = place.file("file", "");
+    fails(&["--out", &format!("{file}/out")], &["file/out", "Not a directory"]);
+    // outputs that are in the way of what is written
+    for name in ["loss.svg", "losses.jsonl", "config.json"] {
+        let blocked = place.at(&format!("blocked-{name}"));
+        std::fs::create_dir_all(format!("{blocked}/{name}")).unwrap();
+        fails(&["--out", &blocked], &[&format!("{blocked}/{name}"), "Is a directory"]);
+    }
+    let blocked = place.at("blocked-checkpoints");
+    std::fs::create_dir_all(&blocked).unwrap();
+    std::fs::write(format!("{blocked}/checkpoints"), "").unwrap();
+    fails(&["--out", &blocked], &["blocked-checkpoints/checkpoints"]);
+}

@@ -1,0 +1,89 @@
+//! Which module of the program a rank is in: the stack of modules whose `forward` is running on this thread.
+//!
+//! Errors, anomaly reports and traces read it. A rank runs on one thread, so the stack is per rank. Entering and leaving a
+//! module costs a push and a pop; nothing is formatted unless something goes wrong.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use crate::error::Site;
+
+/// A module whose `forward` is running.
+struct Entered {
+    /// Dotted path from the root of the model, if it is known.
+    path: Option<Arc<str>>,
+    /// Where `forward` was called.
+    site: Site,
+}
+
+thread_local! {
+    static ENTERED: RefCell<Vec<Entered>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Runs `body` as the `forward` of the module at `path`, called at `site`.
+pub(crate) fn in_module<R>(path: Option<Arc<str>>, site: Site, body: impl FnOnce() -> R) -> R {
+    /// Leaves the module also when the body panics.
+    struct Leave;
+    impl Drop for Leave {
+        fn drop(&mut self) {
+            ENTERED.with_borrow_mut(Vec::pop);
+        }
+    }
+    ENTERED.with_borrow_mut(|stack| stack.push(Entered { path, site }));
+    let _leave = Leave;
+    body()
+}
+
+/// The path of the innermost module that has one.
+pub(crate) fn current_path() -> Option<Arc<str>> {
+    ENTERED.with_borrow(|stack| stack.iter().rev().find_map(|entered| entered.path.clone()))
+}
+
+/// `site` if it is in the user's program; if it is inside this crate, the innermost known line of the user's program that
+/// called a module on the way there (`#[track_caller]` functions that call each other share the line of the outermost).
+/// `site` itself where no such line is known, as behind `dyn Forward`.
+pub(crate) fn user_site(site: Site) -> Site {
+    if !is_inside_crate(site) {
+        return site;
+    }
+    let users = |entered: &Entered| (!is_inside_crate(entered.site)).then_some(entered.site);
+    ENTERED.with_borrow(|stack| stack.iter().rev().find_map(users)).unwrap_or(site)
+}
+
+/// Whether a place is in the sources of this crate, wherever they were compiled.
+fn is_inside_crate(site: Site) -> bool {
+    site.file().starts_with(SOURCES)
+}
+
+/// How the paths of this crate's sources begin, as the compiler spells them.
+const SOURCES: &str = {
+    let own = file!();
+    own.split_at(own.len() - "module_scope.rs".len()).0
+};
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{Location, catch_unwind};
+
+    use super::*;
+
+    #[test]
+    fn the_innermost_known_path_counts_and_a_panic_leaves_the_module() {
+        let site = Location::caller();
+        assert_eq!(current_path(), None);
+        in_module(Some("blocks.0".into()), site, || {
+            in_module(None, site, || assert_eq!(current_path().as_deref(), Some("blocks.0")));
+            in_module(Some("blocks.0.up".into()), site, || {
+                assert_eq!(current_path().as_deref(), Some("blocks.0.up"));
+            });
+            let _ = catch_unwind(|| in_module(Some("lost".into()), site, || panic!("on purpose")));
+            assert_eq!(current_path().as_deref(), Some("blocks.0"));
+        });
+        assert_eq!(current_path(), None);
+    }
+
+    #[test]
+    fn places_inside_the_crate_are_recognised() {
+        assert!(is_inside_crate(Location::caller()), "{} does not begin with {SOURCES}", file!());
+    }
+}
