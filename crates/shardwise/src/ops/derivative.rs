@@ -165,10 +165,11 @@ derivatives! {
         let t = x.softplus(1.0, 20.0)?.tanh()?;
         t.add(&x.mul(&x.sigmoid()?)?.mul(&t.square()?.rsub_scalar(1.0)?)?)
     };
-    hardswish: |x| if x < -3.0 { 0.0 } else if x > 3.0 { 1.0 } else { (2.0 * x + 3.0) / 6.0 }, |x| {
+    // At its two kinks the slope of the straight part, as in PyTorch.
+    hardswish: |x| if x <= -3.0 { 0.0 } else if x >= 3.0 { 1.0 } else { (2.0 * x + 3.0) / 6.0 }, |x| {
         let inside = x.mul_scalar(2.0)?.add_scalar(3.0)?.div_scalar(6.0)?;
-        let above = x.gt(&zero(x)?.add_scalar(3.0)?)?;
-        let below = x.lt(&zero(x)?.add_scalar(-3.0)?)?;
+        let above = x.ge(&zero(x)?.add_scalar(3.0)?)?;
+        let below = x.le(&zero(x)?.add_scalar(-3.0)?)?;
         below.where_cond(&zero(x)?, &above.where_cond(&zero(x)?.add_scalar(1.0)?, &inside)?)
     };
     gelu: |x| {

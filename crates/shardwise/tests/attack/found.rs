@@ -113,3 +113,13 @@ fn a_running_extreme_is_at_the_last_of_several_nans() {
         Ok(())
     });
 }
+
+#[test]
+fn at_its_kinks_hardswish_has_the_slope_of_the_straight_part() {
+    everywhere(|mesh, placement| {
+        let x = reals(&[-3.0, 3.0, 0.0], DType::F32, mesh, &placement)?.requires_grad();
+        let slope = x.hardswish()?.sum_all()?.backward()?.get(&x)?.full_tensor()?.to_vec1::<f32>()?;
+        assert_eq!(slope, [0.0, 1.0, 0.5]);
+        Ok(())
+    });
+}

@@ -232,7 +232,7 @@ fn differs(found: &Found, wanted: &Expected, call: &Call, seed: u64, signed_zero
             if infinite == 0 && total[2].as_u64() == Some(0) {
                 let found: f64 = all.iter().sum();
                 // The sums themselves are rounded on either side.
-                let slack = all.iter().map(|x| x.abs()).sum::<f64>() * f64::EPSILON * 64.0;
+                let slack = all.iter().map(|x| x.abs()).sum::<f64>() * f64::EPSILON * (64 + n) as f64;
                 if (found - sum).abs() > distance + slack {
                     return Some(format!("elements add up to {found:e}, expected {sum:e} up to {distance:e}"));
                 }
