@@ -81,13 +81,23 @@ impl DTensor {
     /// The largest elements of windows of `[n, channels, length]`; the stride is the size unless given.
     #[track_caller]
     pub fn max_pool1d(&self, size: usize, stride: Option<usize>, padding: usize) -> Result<DTensor> {
-        self.pooling("max_pool1d", 1, size, stride, padding, f64::NEG_INFINITY)?.amax(&[2], false)
+        self.pooling("max_pool1d", 1, size, stride, padding, f64::NEG_INFINITY)?.largest_of(1)
     }
 
     /// The largest elements of windows of `[n, channels, height, width]`; the stride is the size unless given.
     #[track_caller]
     pub fn max_pool2d(&self, size: usize, stride: Option<usize>, padding: usize) -> Result<DTensor> {
-        self.pooling("max_pool2d", 2, size, stride, padding, f64::NEG_INFINITY)?.amax(&[2, 3], false)
+        self.pooling("max_pool2d", 2, size, stride, padding, f64::NEG_INFINITY)?.largest_of(2)
+    }
+
+    /// The largest element of every window. Of equal ones the first gets the gradient, as in PyTorch; without a gradient
+    /// nobody asks which it was.
+    #[track_caller]
+    fn largest_of(&self, spatial: usize) -> Result<DTensor> {
+        if !self.has_gradient() {
+            return self.amax(&(2..2 + spatial as isize).collect::<Vec<_>>(), false);
+        }
+        Ok(self.flatten(2, 1 + spatial as isize)?.max_dim(2, false)?.0)
     }
 
     #[track_caller]

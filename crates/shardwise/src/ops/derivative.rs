@@ -165,10 +165,11 @@ derivatives! {
         let t = x.softplus(1.0, 20.0)?.tanh()?;
         t.add(&x.mul(&x.sigmoid()?)?.mul(&t.square()?.rsub_scalar(1.0)?)?)
     };
-    hardswish: |x| if x < -3.0 { 0.0 } else if x > 3.0 { 1.0 } else { (2.0 * x + 3.0) / 6.0 }, |x| {
+    // At its two kinks the slope of the straight part, as in PyTorch.
+    hardswish: |x| if x <= -3.0 { 0.0 } else if x >= 3.0 { 1.0 } else { (2.0 * x + 3.0) / 6.0 }, |x| {
         let inside = x.mul_scalar(2.0)?.add_scalar(3.0)?.div_scalar(6.0)?;
-        let above = x.gt(&zero(x)?.add_scalar(3.0)?)?;
-        let below = x.lt(&zero(x)?.add_scalar(-3.0)?)?;
+        let above = x.ge(&zero(x)?.add_scalar(3.0)?)?;
+        let below = x.le(&zero(x)?.add_scalar(-3.0)?)?;
         below.where_cond(&zero(x)?, &above.where_cond(&zero(x)?.add_scalar(1.0)?, &inside)?)
     };
     gelu: |x| {
@@ -222,7 +223,8 @@ type OfTwo = fn(&DTensor, &DTensor, &DTensor) -> Result<DTensor>;
 /// Gradients of functions of two tensors, with respect to each.
 static OF_TWO: &[(&str, OfTwo, OfTwo)] = &[
     ("mul", |_, b, g| g.mul(b), |a, _, g| g.mul(a)),
-    ("div", |_, b, g| g.div(b), |a, b, g| g.mul(a)?.div(&b.square()?)?.neg()),
+    // The square of the divisor may be beyond the type where the quotient is not.
+    ("div", |_, b, g| g.div(b), |a, b, g| g.mul(&a.div(b)?.div(b)?)?.neg()),
     ("div_floor", |_, _, g| zero(g), |_, _, g| zero(g)),
     ("div_trunc", |_, _, g| zero(g), |_, _, g| zero(g)),
     (

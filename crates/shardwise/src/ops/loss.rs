@@ -181,15 +181,14 @@ impl DTensor {
         reduction.of(curved.add(&difference.sub(&inner)?)?)
     }
 
-    /// Cross entropy of logits and targets from 0 to 1: `max(x, 0) - x * y + log(1 + exp(-|x|))`.
+    /// Cross entropy of logits and targets from 0 to 1: `(1 - y) * x - log(sigmoid(x))`, which is smooth at 0.
     #[track_caller]
     pub fn bce_with_logits(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
         reduction.check("bce_with_logits")?;
         if let Some((x, y)) = self.widened_beside(target)? {
             return x.bce_with_logits(&y, reduction)?.to_dtype(dtype::promote(self.dtype(), target.dtype()));
         }
-        let tail = self.abs()?.neg()?.exp()?.log1p()?;
-        reduction.of(self.relu()?.sub(&self.mul(target)?)?.add(&tail)?)
+        reduction.of(target.rsub_scalar(1.0)?.mul(self)?.sub(&self.logsigmoid()?)?)
     }
 
     /// `target * (log(target) - x)` of log-probabilities and probabilities, and 0 where the target is 0.

@@ -47,13 +47,13 @@ impl DTensor {
         Ok(self.scan("cumprod", dim, Kind::Prod)?.swap_remove(0))
     }
 
-    /// The running maximum along a dimension and the last index where it is; not-a-number wins from where it stands on.
+    /// The running maximum along a dimension and the last index where it is; NaN wins from where it stands on.
     #[track_caller]
     pub fn cummax(&self, dim: isize) -> Result<(DTensor, DTensor)> {
         pair(self.scan("cummax", dim, Kind::Max)?)
     }
 
-    /// The running minimum along a dimension and the last index where it is; not-a-number wins from where it stands on.
+    /// The running minimum along a dimension and the last index where it is; NaN wins from where it stands on.
     #[track_caller]
     pub fn cummin(&self, dim: isize) -> Result<(DTensor, DTensor)> {
         pair(self.scan("cummin", dim, Kind::Min)?)
@@ -181,8 +181,8 @@ impl Kind {
         match self {
             Kind::Sum => (total + x, false),
             Kind::Prod => (total * x, false),
-            Kind::Max if total.is_nan() || x < total => (total, false),
-            Kind::Min if total.is_nan() || x > total => (total, false),
+            Kind::Max if total.is_nan() && !x.is_nan() || x < total => (total, false),
+            Kind::Min if total.is_nan() && !x.is_nan() || x > total => (total, false),
             Kind::Max | Kind::Min => (x, true),
         }
     }

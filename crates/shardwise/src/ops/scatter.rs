@@ -1,6 +1,8 @@
 //! Elements and slices written to places that an index names. A rank writes what falls into its part; where the sources
 //! are cut instead, the parts are a pending sum.
 
+use std::num::Wrapping;
+use std::ops::AddAssign;
 use std::panic::Location;
 
 use candle_core::{DType, Tensor, WithDType};
@@ -215,6 +217,37 @@ impl Op for Scatter {
     }
 }
 
+/// Where the elements of a source are added.
+struct Spreading<'a> {
+    places: &'a [usize],
+    numbers: &'a Numbers,
+    /// Places are those of slices, of which there are `n` side by side with `inner` elements each.
+    slices: bool,
+    n: usize,
+    inner: usize,
+    /// How many places the rank holds.
+    held: usize,
+}
+
+impl Spreading<'_> {
+    fn add<T: Copy + AddAssign>(&self, mut values: Vec<T>, sources: &[T]) -> Vec<T> {
+        if self.slices {
+            for (i, slice) in sources.chunks_exact(self.inner).enumerate() {
+                let place = self.places[i % self.n];
+                if place != NOWHERE {
+                    let start = (i / self.n * self.held + place) * self.inner;
+                    values[start..start + self.inner].iter_mut().zip(slice).for_each(|(v, s)| *v += *s);
+                }
+            }
+        } else {
+            for (i, &place) in self.places.iter().enumerate().filter(|(_, place)| **place != NOWHERE) {
+                values[self.numbers.of(i, place)] += sources[i];
+            }
+        }
+        values
+    }
+}
+
 /// The part of a source that an index of this shape uses.
 fn used(source: &Tensor, shape: &[usize]) -> Result<Tensor> {
     let narrow = |t: Tensor, (dim, &n): (usize, &usize)| t.narrow(dim, 0, n);
@@ -294,31 +327,26 @@ impl Op for Spread {
         let dims = source.dims();
         let (n, inner) = (dims[self.dim], dims[self.dim + 1..].iter().product::<usize>());
         let numbers = Numbers::new(&shape, self.dim, dims);
-        // Half precision adds up in f32, whole numbers wrap in the end.
+        // Half precision adds up in f32, integers wrap.
         let work = match source.dtype() {
             DType::F16 | DType::BF16 => DType::F32,
             whole if !whole.is_float() => DType::I64,
             other => other,
         };
         let source = source.to_dtype(work)?;
-        let sum = with_type!(work, T => {
-            let mut values: Vec<T> = vec![T::from_f64(0.0); zeros.elem_count()];
-            let sources: Vec<T> = source.flatten_all()?.to_vec1()?;
-            if self.slices {
-                for (i, slice) in sources.chunks_exact(inner).enumerate() {
-                    let place = places[i % n];
-                    if place != NOWHERE {
-                        let start = (i / n * held.len() + place) * inner;
-                        values[start..start + inner].iter_mut().zip(slice).for_each(|(v, s)| *v += *s);
-                    }
-                }
-            } else {
-                for (i, &place) in places.iter().enumerate().filter(|(_, place)| **place != NOWHERE) {
-                    values[numbers.of(i, place)] += sources[i];
-                }
-            }
+        let spread = Spreading { places: &places, numbers: &numbers, slices: self.slices, n, inner, held: held.len() };
+        let count = zeros.elem_count();
+        let sum = if work == DType::I64 {
+            let sources: Vec<Wrapping<i64>> = source.flatten_all()?.to_vec1()?.into_iter().map(Wrapping).collect();
+            let values = spread.add(vec![Wrapping(0); count], &sources).into_iter().map(|v| v.0).collect::<Vec<_>>();
             Tensor::from_vec(values, shape.as_slice(), zeros.device())?
-        }, otherwise unreachable!("tensors of a mesh have served types"));
+        } else {
+            with_type!(work, T => {
+                let sources: Vec<T> = source.flatten_all()?.to_vec1()?;
+                let values = spread.add(vec![T::from_f64(0.0); count], &sources);
+                Tensor::from_vec(values, shape.as_slice(), zeros.device())?
+            }, otherwise unreachable!("tensors of a mesh have served types"))
+        };
         Ok(vec![sum.to_dtype(zeros.dtype())?])
     }
 

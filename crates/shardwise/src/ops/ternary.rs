@@ -152,8 +152,9 @@ impl Op for Ternary {
             Ternary::Where => map(choose, [x, a, b], &shape, arithmetic, dtype)?,
             Ternary::ClampTensor => {
                 let real = |[x, low, high]: [f64; 3]| {
-                    let x = if x < low { low } else { x };
-                    if x > high { high } else { x }
+                    // A bound that is NaN leaves no number between the bounds.
+                    let x = if x < low || low.is_nan() { low } else { x };
+                    if x > high || high.is_nan() { high } else { x }
                 };
                 let whole = |[x, low, high]: [i64; 3]| x.max(low).min(high);
                 map(Wide(real, whole), [x, a, b], &shape, arithmetic, dtype)?
@@ -185,7 +186,7 @@ impl Op for Ternary {
                 (Ternary::Addcmul(_) | Ternary::Addcdiv(_), 0) => Ok(g.clone()),
                 (Ternary::Addcmul(v), _) => g.mul(&x(3 - i))?.mul_scalar(v.0),
                 (Ternary::Addcdiv(v), 1) => g.div(&x(2))?.mul_scalar(v.0),
-                (Ternary::Addcdiv(v), _) => g.mul(&x(1))?.div(&x(2).square()?)?.mul_scalar(-v.0),
+                (Ternary::Addcdiv(v), _) => g.mul(&x(1).div(&x(2))?.div(&x(2))?)?.mul_scalar(-v.0),
                 (Ternary::ClampTensor, _) => {
                     let (below, above) = (x(0).lt(&x(1))?, x(0).gt(&x(2))?);
                     let chosen = match i {

@@ -387,11 +387,11 @@ impl Unary {
             Unary::Pow(Scalar(2.0)) => (FUNCTIONS[Name::square as usize].run)(x, arithmetic, dtype),
             Unary::Pow(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x.powf(s), move |x| power(x, s as i64)),
             Unary::Clamp(low, high) => {
-                // A bound that is missing bounds nothing; not-a-number stays.
+                // A bound that is missing bounds nothing; NaN stays, and a bound that is NaN gives NaN.
                 let (low, high) = (low.map_or(f64::NEG_INFINITY, |s| s.0), high.map_or(f64::INFINITY, |s| s.0));
                 let real = move |x: f64| {
-                    let x = if x < low { low } else { x };
-                    if x > high { high } else { x }
+                    let x = if x < low || low.is_nan() { low } else { x };
+                    if x > high || high.is_nan() { high } else { x }
                 };
                 wide(x, arithmetic, dtype, real, move |x| x.max(low as i64).min(high as i64))
             }

@@ -1,0 +1,125 @@
+//! Minimal reproductions of what the attack found, each with the answer of PyTorch.
+
+use candle_core::{Device, Tensor};
+use half::f16;
+use shardwise::ops::Reduction;
+use shardwise::prelude::*;
+
+/// Runs on one rank and on two.
+fn everywhere(program: impl Fn(&DeviceMesh, Placement) -> Result<()> + Clone + Send + Sync + 'static) {
+    for ranks in [1, 2] {
+        let program = program.clone();
+        let run = move |world: World| {
+            let mesh = world.mesh([("a", ranks)])?;
+            program(&mesh, Replicate)?;
+            program(&mesh, Shard(0))
+        };
+        launch(ranks, run).unwrap();
+    }
+}
+
+fn reals(values: &[f64], dtype: DType, mesh: &DeviceMesh, placement: &Placement) -> Result<DTensor> {
+    let tensor = Tensor::new(values, &Device::Cpu)?.to_dtype(dtype)?;
+    DTensor::distribute_tensor(&tensor, mesh, [placement.clone()], None)
+}
+
+#[test]
+fn logits_of_zero_have_the_slope_of_their_neighbours() {
+    everywhere(|mesh, placement| {
+        let x = reals(&[0.0, 0.0, 1.0, -1.0], DType::F64, mesh, &placement)?.requires_grad();
+        let target = reals(&[0.25, 1.0, 0.0, 0.0], DType::F64, mesh, &placement)?;
+        let slope = x.bce_with_logits(&target, Reduction::Sum)?.backward()?.get(&x)?.full_tensor()?;
+        // sigmoid(x) - target
+        let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+        for (got, wanted) in slope.to_vec1::<f64>()?.iter().zip([0.25, -0.5, sigmoid(1.0), sigmoid(-1.0)]) {
+            assert!((got - wanted).abs() < 1e-15, "{got} {wanted}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn sums_of_integers_at_places_wrap() {
+    everywhere(|mesh, placement| {
+        let integers = |values: &[i64]| {
+            DTensor::distribute_tensor(&Tensor::new(values, &Device::Cpu)?, mesh, [placement.clone()], None)
+        };
+        let (index, source) = (integers(&[0, 0, 1])?, integers(&[i64::MAX, i64::MAX, i64::MIN])?);
+        for sum in
+            [integers(&[1, -1])?.index_add(0, &index, &source)?, integers(&[1, -1])?.scatter_add(0, &index, &source)?]
+        {
+            assert_eq!(sum.full_tensor()?.to_vec1::<i64>()?, [-1, i64::MAX]);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_bound_that_is_nan_gives_nan() {
+    everywhere(|mesh, placement| {
+        let x = reals(&[1.0, 2.0, f64::NAN], DType::F32, mesh, &placement)?;
+        let (low, high) = (
+            reals(&[f64::NAN, 0.0, 0.0], DType::F32, mesh, &placement)?,
+            reals(&[3.0, f64::NAN, 3.0], DType::F32, mesh, &placement)?,
+        );
+        let clamped = x.clamp_tensor(&low, &high)?.full_tensor()?.to_vec1::<f32>()?;
+        assert!(clamped.iter().all(|x| x.is_nan()), "{clamped:?}");
+        let clamped = x.clamp(Some(f64::NAN), None)?.full_tensor()?.to_vec1::<f32>()?;
+        assert!(clamped.iter().all(|x| x.is_nan()), "{clamped:?}");
+        Ok(())
+    });
+}
+
+#[test]
+fn the_slope_of_a_quotient_needs_no_square_of_the_divisor() {
+    everywhere(|mesh, placement| {
+        // the squares of the divisors are 0 and infinite in f16
+        let a = reals(&[0.0001220703125, 512.0], DType::F16, mesh, &placement)?;
+        let b = reals(&[0.0001220703125, 512.0], DType::F16, mesh, &placement)?.requires_grad();
+        let slope = a.div(&b)?.sum_all()?.backward()?.get(&b)?.full_tensor()?.to_vec1::<f16>()?;
+        assert_eq!(slope, [f16::from_f64(-8192.0), f16::from_f64(-0.001953125)]);
+        let zero = a.zeros_like()?;
+        let slope = zero.addcdiv(&a, &b, 1.0)?.sum_all()?.backward()?.get(&b)?.full_tensor()?.to_vec1::<f16>()?;
+        assert_eq!(slope, [f16::from_f64(-8192.0), f16::from_f64(-0.001953125)]);
+        Ok(())
+    });
+}
+
+#[test]
+fn of_equal_elements_in_a_window_the_first_has_the_gradient() {
+    everywhere(|mesh, _| {
+        let x = reals(&[3.0, 3.0, 1.0, 1.0, 2.0, 2.0], DType::F32, mesh, &Replicate)?.requires_grad();
+        for placement in [Replicate, Shard(2)] {
+            let line = x.reshape(&[1, 1, 6])?.redistribute([placement])?;
+            let slope = line.max_pool1d(2, None, 0)?.sum_all()?.backward()?.get(&x)?.full_tensor()?.to_vec1::<f32>()?;
+            assert_eq!(slope, [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]);
+        }
+        let square = reals(&[1.0; 4], DType::F32, mesh, &Replicate)?.requires_grad();
+        let pooled = square.reshape(&[1, 1, 2, 2])?.max_pool2d(2, None, 0)?;
+        let slope = pooled.sum_all()?.backward()?.get(&square)?.full_tensor()?.to_vec1::<f32>()?;
+        assert_eq!(slope, [1.0, 0.0, 0.0, 0.0]);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_running_extreme_is_at_the_last_of_several_nans() {
+    everywhere(|mesh, placement| {
+        let x = reals(&[1.0, f64::NAN, 2.0, f64::NAN, 3.0], DType::F32, mesh, &placement)?;
+        for (values, indices) in [x.cummax(0)?, x.cummin(0)?] {
+            assert!(values.full_tensor()?.to_vec1::<f32>()?[1..].iter().all(|v| v.is_nan()));
+            assert_eq!(indices.full_tensor()?.to_vec1::<i64>()?, [0, 1, 1, 3, 3]);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn at_its_kinks_hardswish_has_the_slope_of_the_straight_part() {
+    everywhere(|mesh, placement| {
+        let x = reals(&[-3.0, 3.0, 0.0], DType::F32, mesh, &placement)?.requires_grad();
+        let slope = x.hardswish()?.sum_all()?.backward()?.get(&x)?.full_tensor()?.to_vec1::<f32>()?;
+        assert_eq!(slope, [0.0, 1.0, 0.5]);
+        Ok(())
+    });
+}

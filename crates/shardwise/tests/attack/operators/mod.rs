@@ -1,0 +1,98 @@
+//! The operators under attack: per operator how a call is drawn and how it is made. `scripts/attack_oracle.py` makes the same
+//! calls with PyTorch.
+
+mod lookup;
+mod pointwise;
+mod product;
+mod reduce;
+mod shape;
+
+use serde_json::Value;
+use shardwise::prelude::*;
+
+use crate::draw::Draw;
+use crate::numbers::Input;
+
+pub(crate) struct Operator {
+    /// The name of the method of [`DTensor`].
+    pub(crate) name: &'static str,
+    pub(crate) draw: fn(&mut Draw) -> Drawn,
+    pub(crate) apply: fn(&[DTensor], &Attrs<'_>) -> Result<Vec<DTensor>>,
+}
+
+/// Inputs and arguments of a call.
+pub(crate) type Drawn = (Vec<Input>, Value);
+
+/// Operators of the library that are not attacked here, and why.
+pub(crate) const LEFT_OUT: &[(&str, &str)] =
+    &[("dropout", "its elements are drawn from another generator than PyTorch's; tests/random_draws.rs compares them")];
+
+pub(crate) fn all() -> Vec<&'static Operator> {
+    let tables = [pointwise::TABLE, reduce::TABLE, shape::TABLE, lookup::TABLE, product::TABLE];
+    tables.iter().flat_map(|table| table.iter()).flat_map(|table| table.iter()).collect()
+}
+
+/// The arguments of a call by name.
+pub(crate) struct Attrs<'a>(pub(crate) &'a Value);
+
+impl Attrs<'_> {
+    pub(crate) fn number(&self, key: &str) -> f64 {
+        match &self.0[key] {
+            // JSON has no infinities
+            Value::String(text) => text.parse().expect("a number"),
+            other => other.as_f64().expect("a number"),
+        }
+    }
+
+    pub(crate) fn maybe_number(&self, key: &str) -> Option<f64> {
+        self.0[key].as_f64()
+    }
+
+    pub(crate) fn flag(&self, key: &str) -> bool {
+        self.0[key].as_bool().unwrap_or(false)
+    }
+
+    pub(crate) fn text(&self, key: &str) -> &str {
+        self.0[key].as_str().unwrap_or_default()
+    }
+
+    pub(crate) fn dim(&self, key: &str) -> isize {
+        self.0[key].as_i64().expect("an integer") as isize
+    }
+
+    pub(crate) fn maybe_dim(&self, key: &str) -> Option<isize> {
+        self.0[key].as_i64().map(|d| d as isize)
+    }
+
+    pub(crate) fn dims(&self, key: &str) -> Vec<isize> {
+        self.0[key].as_array().expect("a list").iter().filter_map(Value::as_i64).map(|d| d as isize).collect()
+    }
+
+    /// A number of things; negative ones cannot be said in a call, and are refused as the call would be by its type.
+    pub(crate) fn count(&self, key: &str) -> Result<usize> {
+        count(self.dim(key))
+    }
+
+    pub(crate) fn counts(&self, key: &str) -> Result<Vec<usize>> {
+        self.dims(key).into_iter().map(count).collect()
+    }
+
+    pub(crate) fn dtype(&self, key: &str) -> Result<DType> {
+        self.text(key).parse().map_err(|_| Error::other(format!("type {}", self.text(key))))
+    }
+}
+
+fn count(n: isize) -> Result<usize> {
+    let refused = |_| Error::invalid("argument", n, "a number that usize holds", "count from 0");
+    usize::try_from(n).map_err(refused)
+}
+
+/// One output.
+fn one(output: DTensor) -> Vec<DTensor> {
+    vec![output]
+}
+
+/// Two outputs.
+fn two((a, b): (DTensor, DTensor)) -> Vec<DTensor> {
+    vec![a, b]
+}
