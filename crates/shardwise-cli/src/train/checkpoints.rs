@@ -213,5 +213,5 @@ pub(super) fn make_way(out: &Path, first: u64, overwrite: bool) -> Result<()> {
         let fix = "go on from them with --resume, name another --out, or remove them with --overwrite";
         return Err(Error::invalid("output directory", found, "no checkpoints of later steps", fix));
     }
-    later.iter().try_for_each(|&step| Ok(std::fs::remove_dir_all(series.path(step))?))
+    later.iter().try_for_each(|&step| series.remove(step))
 }
