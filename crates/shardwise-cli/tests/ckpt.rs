@@ -91,6 +91,38 @@ fn a_checkpoint_is_cut_for_a_mesh_and_a_load_is_tried_without_doing_it() {
 }
 
 #[test]
+fn a_conversion_writes_what_is_included_and_not_excluded() {
+    let scratch = Scratch::new("selected");
+    let (source, to) = (sample("nested"), scratch.0.join("some"));
+    printed(&[
+        "convert",
+        text(&source),
+        text(&to),
+        "--include",
+        r"model\..*",
+        "--include",
+        "step",
+        "--exclude",
+        ".*bias",
+    ]);
+    let seen: Value = serde_json::from_str(&printed(&["inspect", text(&to), "--json"])).unwrap();
+    let whole: Value = serde_json::from_str(&printed(&["inspect", text(&source), "--json"])).unwrap();
+    let names = |of: &Value, wanted: fn(&str) -> bool| {
+        let all = of.as_object().unwrap().keys();
+        all.filter(|name| wanted(name)).cloned().collect::<Vec<_>>()
+    };
+    let wanted = |name: &str| name == "step" || name.starts_with("model.") && !name.ends_with("bias");
+    assert_eq!(names(&seen["tensors"], |_| true), names(&whole["tensors"], wanted));
+    assert_eq!(names(&seen["values"], |_| true), names(&whole["values"], wanted));
+    assert!(!names(&seen["tensors"], |_| true).is_empty());
+    for (arguments, said) in [(["--include", "nothing"], "include more"), (["--exclude", "("], "regular expression")] {
+        let output = ckpt(&[&["convert", text(&source), text(&to)], &arguments[..]].concat());
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && error.contains(said), "{arguments:?}: {error}");
+    }
+}
+
+#[test]
 fn damage_and_mistakes_are_told_and_end_with_a_failure() {
     let scratch = Scratch::new("damage");
     let good = scratch.0.join("good");

@@ -21,6 +21,7 @@ const EXAMPLES: &str = "Examples:
   shardwise ckpt verify run/step-00000100                    checksums, holes, missing bytes
   shardwise ckpt diff before/ after/ --atol 1e-6             where two of them differ
   shardwise ckpt convert run/ hf/ --to hf --dtype bf16       for Hugging Face, in half the size
+  shardwise ckpt convert run/ w/ --include 'model\\..*'        the weights without the optimizer
   shardwise ckpt convert a/ b/ --rename 'model\\.(.*)=$1'     with other names
   shardwise ckpt reshard a/ b/ --mesh dp=2,tp=2 --plan fsdp+tp
   shardwise ckpt dry-load a/ --mesh dp=8 --plan fsdp         what each rank would read and hold";
@@ -108,6 +109,12 @@ struct Writing {
     /// Another type for tensors of floating-point numbers, such as bf16.
     #[arg(long)]
     dtype: Option<ElementType>,
+    /// A regular expression that a whole name fits: only such tensors and values are written.
+    #[arg(long, value_name = "PATTERN")]
+    include: Vec<String>,
+    /// A regular expression that a whole name fits: such tensors and values are not written, also if they are included.
+    #[arg(long, value_name = "PATTERN")]
+    exclude: Vec<String>,
     /// PATTERN=REPLACEMENT: a regular expression that a whole name fits, and what becomes of it ($1 for the first group).
     /// The first rule that fits counts.
     #[arg(long = "rename", value_name = "RULE")]
@@ -139,10 +146,22 @@ impl Writing {
             let fitting = rules.iter().find(|(pattern, _)| pattern.is_match(name));
             fitting.map_or_else(|| name.to_string(), |(pattern, new)| pattern.replace(name, new).into_owned())
         };
+        let patterns = |texts: &[String]| texts.iter().map(|text| whole_name(text)).collect::<Result<Vec<_>>>();
+        let (include, exclude) = (patterns(&self.include)?, patterns(&self.exclude)?);
+        let fits = |patterns: &[Regex], name: &str| patterns.iter().any(|pattern| pattern.is_match(name));
+        let select = move |name: &str| (include.is_empty() || fits(&include, name)) && !fits(&exclude, name);
         let max_file_bytes = self.max_file_mb.saturating_mul(1_000_000);
         let element = self.dtype;
-        Ok(ConvertOptions { element, rename: Arc::new(rename), max_file_bytes, ..ConvertOptions::to(format) })
+        let (select, rename) = (Arc::new(select), Arc::new(rename));
+        Ok(ConvertOptions { element, select, rename, max_file_bytes, ..ConvertOptions::to(format) })
     }
+}
+
+/// A pattern that a whole name has to fit.
+fn whole_name(pattern: &str) -> Result<Regex> {
+    Regex::new(&format!("^(?:{pattern})$")).map_err(|error| {
+        Error::invalid("--include or --exclude", error, "a regular expression", "for example 'model\\..*'")
+    })
 }
 
 fn parse_rule(rule: &str) -> Result<(Regex, String)> {
@@ -229,6 +248,7 @@ fn verify(path: &PathBuf, json: bool) -> Result<bool> {
             "format": found.catalog.as_ref().map(|c| c.format),
             "verified": found.verified,
             "without_checksum": found.unverified,
+            "without_block_checksums": found.whole_only,
             "problems": found.problems,
             "strangers": found.strangers,
             "values": found.catalog.as_ref().map(|c| &c.values),
@@ -240,6 +260,13 @@ fn verify(path: &PathBuf, json: bool) -> Result<bool> {
     found.strangers.iter().try_for_each(|name| writeln!(out, "not part of the checkpoint: {name}"))?;
     let said = if found.is_whole() { "whole" } else { "NOT whole" };
     writeln!(out, "{said}: {} parts verified, {} stored without a checksum", found.verified, found.unverified)?;
+    if found.whole_only > 0 {
+        let (count, fix) = (found.whole_only, "`ckpt convert` adds them");
+        writeln!(
+            out,
+            "{count} parts have no checksums of blocks: a load in another layout does not check them; {fix}"
+        )?;
+    }
     Ok(found.is_whole())
 }
 

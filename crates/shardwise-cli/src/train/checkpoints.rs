@@ -222,9 +222,5 @@ pub(super) fn make_way(out: &Path, first: u64, overwrite: bool) -> Result<()> {
         let fix = "go on from them with --resume, name another --out, or remove them with --overwrite";
         return Err(Error::invalid("output directory", found, "no checkpoints of later steps", fix));
     }
-    let remove = |&step: &u64| {
-        let path = series.path(step);
-        std::fs::remove_dir_all(&path).map_err(|error| unwritable("checkpoint", &path, &error))
-    };
-    later.iter().try_for_each(remove)
+    later.iter().try_for_each(|&step| series.remove(step))
 }

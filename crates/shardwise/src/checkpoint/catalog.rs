@@ -2,12 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
+use super::blocks::Blocks;
 use super::element::ElementType;
-use super::read::Files;
+use super::files::{Files, Fnv};
 use super::state::State;
 use super::value::{Key, Value};
 use crate::error::{Error, Result, nearest};
@@ -55,10 +57,16 @@ pub struct Chunk {
     /// CRC-32 of its bytes, if the format has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub crc32: Option<u32>,
+    /// CRC-32 of its blocks, if it was written with them: then a part of it is checked too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blocks: Option<Blocks>,
 }
 
 /// The contents of a checkpoint. One that exists has been checked: boxes fill their tensors, bytes lie inside files, and no
 /// file is outside the directory.
+///
+/// It stays what it was when it was opened: a later save to the same path does not change what is read through it. Up to 64
+/// files are kept open for that; of a checkpoint of more files a read may report that it was replaced.
 #[derive(Debug, Clone)]
 pub struct Catalog {
     /// How it is stored.
@@ -71,6 +79,8 @@ pub struct Catalog {
     pub values: BTreeMap<String, Value>,
     /// The way to every flat key in nested state; a key that is not here is its own way.
     pub paths: BTreeMap<String, Vec<Key>>,
+    /// Its files, opened when the checkpoint was.
+    pub(super) files: Arc<Files>,
 }
 
 impl StoredTensor {
@@ -125,6 +135,32 @@ impl Chunk {
 }
 
 impl Catalog {
+    /// A checkpoint without contents yet, whose files are these.
+    pub(super) fn new(format: Format, directory: &Path, files: &Arc<Files>) -> Self {
+        let (tensors, values, paths) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        Catalog { format, directory: directory.to_path_buf(), tensors, values, paths, files: Arc::clone(files) }
+    }
+
+    /// A checkpoint that is to be written.
+    pub(super) fn unwritten(format: Format) -> Self {
+        let nowhere = Path::new("");
+        Catalog::new(format, nowhere, &Arc::new(Files::nowhere(nowhere)))
+    }
+
+    /// A number for what is in the checkpoint, the same on all ranks that have opened the same one.
+    pub(super) fn fingerprint(&self) -> Result<u64> {
+        let mut hash = Fnv::default();
+        let all = (self.format, &self.tensors, &self.values, &self.paths);
+        serde_json::to_writer(&mut hash, &all).map_err(Error::other)?;
+        Ok(hash.0)
+    }
+
+    /// Tensors that are checked only where a part is read as a whole, or not at all: their files have no checksums of blocks.
+    pub fn unchecked(&self) -> impl Iterator<Item = &str> {
+        let partly = |tensor: &StoredTensor| tensor.chunks.iter().any(|c| c.blocks.is_none() && c.part.volume() > 0);
+        self.tensors.iter().filter(move |(_, tensor)| partly(tensor)).map(|(key, _)| key.as_str())
+    }
+
     /// An error unless everything fits together and lies in the files. `sizes` gives the size of a file by name, `None` if
     /// there is no such file.
     pub(super) fn check(&self, sizes: &dyn Fn(&str) -> Option<u64>) -> Result<()> {
@@ -150,7 +186,14 @@ impl Catalog {
                     let found = format!("tensor {key:?} of {bytes} bytes, made by strides of a file of {size}");
                     return Err(Error::invalid("checkpoint", found, "as many bytes as there are elements", NOT_OURS));
                 }
-                let end = chunk.span(tensor.element).and_then(|span| span.checked_add(chunk.offset));
+                let span = chunk.span(tensor.element);
+                if let Some(blocks) = &chunk.blocks
+                    && !(chunk.strides.is_none() && span.is_some_and(|span| blocks.fits(span)))
+                {
+                    let found = format!("{} checksums of a part of tensor {key:?}", blocks.crc32.len());
+                    return Err(Error::invalid("checkpoint", found, "one per block of its bytes", NOT_OURS));
+                }
+                let end = span.and_then(|span| span.checked_add(chunk.offset));
                 if end.is_none_or(|end| end > size) {
                     let found = format!("file {:?} of {size} bytes", chunk.file);
                     let needed = format!("{}, the end of a part of tensor {key:?}", end.unwrap_or(u64::MAX));
@@ -161,14 +204,14 @@ impl Catalog {
         Ok(())
     }
 
-    /// All elements of a tensor, row-major, as the files have them. Opens the files anew.
+    /// All elements of a tensor, row-major, as the files have them.
     pub fn read(&self, key: &str) -> Result<Vec<u8>> {
         let shape = &self.tensor(key)?.shape;
         self.read_box(key, &TensorBox { offsets: vec![0; shape.len()], sizes: shape.clone() })
     }
 
-    /// The elements of a box of a tensor, row-major, as the files have them. Only what the box needs is read; chunks that
-    /// are read as a whole are compared with their checksums.
+    /// The elements of a box of a tensor, row-major, as the files have them. Only what the box needs is read, by whole blocks,
+    /// which are compared with their checksums; a chunk that has one checksum is compared if all of it is read.
     pub fn read_box(&self, key: &str, part: &TensorBox) -> Result<Vec<u8>> {
         let tensor = self.tensor(key)?;
         let inside =
@@ -187,7 +230,7 @@ impl Catalog {
             Error::invalid("box", found, "what memory can hold", "read smaller boxes")
         })?;
         bytes.resize(length, 0);
-        Files::new(&self.directory).read_box(key, tensor, part, &mut bytes)?;
+        self.files.read_box(key, tensor, part, &mut bytes)?;
         Ok(bytes)
     }
 

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use super::cast::converted;
 use super::catalog::StoredTensor;
 use super::element::ElementType;
-use super::read::Files;
+use super::files::Files;
 use crate::error::Result;
 use crate::layout::TensorBox;
 use crate::local::with_bytes;

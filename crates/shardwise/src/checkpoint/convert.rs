@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use rayon::prelude::*;
@@ -12,9 +12,8 @@ use super::content::Content;
 use super::directory::Staging;
 use super::element::ElementType;
 use super::open::open;
-use super::read::Files;
 use super::value::{Key, Value};
-use super::write::{Part, WrittenFile, file_name, seal, write_file};
+use super::write::{Part, WrittenFile, file_name, in_files, seal, shard_name, write_file};
 use crate::error::{Error, Result};
 use crate::layout::{OwnedBox, TensorBox};
 
@@ -28,6 +27,8 @@ pub struct ConvertOptions {
     pub format: Format,
     /// Another type for tensors of floating-point numbers.
     pub element: Option<ElementType>,
+    /// Whether a tensor or value is written, by its name in the source.
+    pub select: Arc<dyn Fn(&str) -> bool + Send + Sync>,
     /// The new name of a tensor or value.
     pub rename: Arc<dyn Fn(&str) -> String + Send + Sync>,
     /// Tensors are cut so, one file per rank. Without it they stay whole, in files of bounded size.
@@ -40,7 +41,8 @@ impl ConvertOptions {
     /// Everything as it is, in a format.
     pub fn to(format: Format) -> Self {
         let rename = Arc::new(|name: &str| name.to_string());
-        ConvertOptions { format, element: None, rename, cut: None, max_file_bytes: 5_000_000_000 }
+        let select = Arc::new(|_: &str| true);
+        ConvertOptions { format, element: None, select, rename, cut: None, max_file_bytes: 5_000_000_000 }
     }
 }
 
@@ -87,16 +89,10 @@ pub fn convert(
 
 /// The catalog of what is to be written, without chunks, and the keys that the format cannot hold.
 fn renamed(source: &Catalog, options: &ConvertOptions) -> Result<(Catalog, Vec<String>)> {
-    let mut catalog = Catalog {
-        format: options.format,
-        directory: PathBuf::new(),
-        tensors: BTreeMap::new(),
-        values: BTreeMap::new(),
-        paths: BTreeMap::new(),
-    };
+    let mut catalog = Catalog::unwritten(options.format);
     let mut left_out = Vec::new();
     let mut origin: BTreeMap<String, &String> = BTreeMap::new();
-    for key in source.tensors.keys().chain(source.values.keys()) {
+    for key in source.tensors.keys().chain(source.values.keys()).filter(|key| (options.select)(key)) {
         let name = (options.rename)(key);
         if let Some(other) = origin.insert(name.clone(), key) {
             let found = format!("{other:?} and {key:?}, which both become {name:?}");
@@ -119,6 +115,10 @@ fn renamed(source: &Catalog, options: &ConvertOptions) -> Result<(Catalog, Vec<S
         };
         catalog.paths.insert(name, path);
     }
+    if origin.is_empty() && !(source.tensors.is_empty() && source.values.is_empty()) {
+        let found = format!("none of {} tensors and {} values", source.tensors.len(), source.values.len());
+        return Err(Error::invalid("selection", found, "something to write", "include more, or exclude less"));
+    }
     Ok((catalog, left_out))
 }
 
@@ -137,10 +137,9 @@ fn element_for(element: ElementType, options: &ConvertOptions) -> ElementType {
 
 /// The boxes of every file, by the name of the file.
 fn planned(source: &Catalog, catalog: &Catalog, options: &ConvertOptions) -> Result<Vec<(String, Vec<Part>)>> {
-    let files = Arc::new(Files::new(&source.directory));
     let mut groups: BTreeMap<usize, Vec<Part>> = BTreeMap::new();
     let mut filled = (0, 0);
-    for (key, stored) in &source.tensors {
+    for (key, stored) in source.tensors.iter().filter(|(key, _)| (options.select)(key)) {
         let name = (options.rename)(key);
         let element = catalog.tensors[&name].element;
         let whole = TensorBox { offsets: vec![0; stored.shape.len()], sizes: stored.shape.clone() };
@@ -160,7 +159,7 @@ fn planned(source: &Catalog, catalog: &Catalog, options: &ConvertOptions) -> Res
         let stored = Arc::new(stored.clone());
         for (file, part) in boxes {
             let content = Content::Stored {
-                files: Arc::clone(&files),
+                files: Arc::clone(&source.files),
                 key: key.clone(),
                 tensor: Arc::clone(&stored),
                 part: part.clone(),
@@ -171,11 +170,18 @@ fn planned(source: &Catalog, catalog: &Catalog, options: &ConvertOptions) -> Res
         }
     }
     let count = groups.len();
-    let named = |(i, (rank, parts)): (usize, (usize, Vec<Part>))| match (&options.cut, options.format) {
-        (Some(_), Format::HuggingFace) => (format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1), parts),
-        _ => (file_name(options.format, i, count), parts),
-    };
-    Ok(groups.into_iter().enumerate().map(named).collect())
+    let mut plan = Vec::new();
+    for (i, (rank, parts)) in groups.into_iter().enumerate() {
+        match (&options.cut, options.format) {
+            (Some(_), Format::HuggingFace) => {
+                let files = in_files(options.format, parts);
+                let count = files.len();
+                plan.extend(files.into_iter().enumerate().map(|(i, parts)| (shard_name(rank, i, count), parts)));
+            }
+            _ => plan.push((file_name(options.format, i, count), parts)),
+        }
+    }
+    Ok(plan)
 }
 
 /// Writes files, several at a time.

@@ -9,7 +9,7 @@ use super::cast::to_tensor;
 use super::catalog::{Catalog, StoredTensor};
 use super::content::pieces;
 use super::element::ElementType;
-use super::read::Files;
+use super::files::Files;
 use super::value::Value;
 use crate::error::Result;
 use crate::layout::TensorBox;
@@ -67,14 +67,14 @@ pub fn diff(
 ) -> Result<Vec<(String, Difference)>> {
     let mut found = Vec::new();
     let keys: BTreeSet<&String> = first.tensors.keys().chain(second.tensors.keys()).collect();
-    let (files, other_files) = (Files::new(&first.directory), Files::new(&second.directory));
+    let (files, other_files) = (&*first.files, &*second.files);
     for key in keys {
         let difference = match (first.tensors.get(key), second.tensors.get(key)) {
             (Some(_), None) => Some(Difference::OnlyFirst),
             (None, Some(_)) => Some(Difference::OnlySecond),
             (Some(a), Some(b)) if a.shape != b.shape => Some(Difference::Shape(a.shape.clone(), b.shape.clone())),
             (Some(a), Some(b)) => {
-                let compared = Compared { key, files: &files, first: a, other_files: &other_files, second: b };
+                let compared = Compared { key, files, first: a, other_files, second: b };
                 let differing = compared.elements(rtol, atol, progress)?;
                 differing.or_else(|| (a.element != b.element).then_some(Difference::Type(a.element, b.element)))
             }

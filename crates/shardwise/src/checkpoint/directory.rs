@@ -2,11 +2,13 @@
 //!
 //! New contents are written beside the target, under a name that says so, made durable, and then exchanged with it in one
 //! step of the file system. Where that step does not exist, the old directory is first moved aside; a reader that finds
-//! none takes the one that was moved aside.
+//! none takes the one that was moved aside. Old contents are removed after the exchange, so that a reader who misses a file
+//! can see that there is something newer.
 
 use std::collections::BTreeSet;
 use std::ffi::CString;
 use std::fs::{self, File};
+use std::io::{self, ErrorKind};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -36,14 +38,15 @@ impl Staging {
     /// if something is there that is not a checkpoint: it would be lost.
     pub(super) fn new(target: &Path, id: u64) -> Result<Self> {
         check_replaceable(target)?;
-        fs::create_dir_all(parent_of(target))?;
+        let parent = parent_of(target);
+        fs::create_dir_all(&parent).map_err(|error| unwritable(&parent, &error))?;
         if !ACTIVE.lock().insert(target.to_path_buf()) {
             let found = format!("another save to {} that is under way", target.display());
             return Err(Error::invalid("path", found, "one save at a time", "wait for it first"));
         }
         let staging = Staging { path: staged_path(target, std::process::id(), id), target: target.to_path_buf() };
         sweep(target)?;
-        fs::create_dir(&staging.path)?;
+        fs::create_dir(&staging.path).map_err(|error| unwritable(&staging.path, &error))?;
         Ok(staging)
     }
 
@@ -102,38 +105,55 @@ pub(super) fn sync(directory: &Path) -> Result<()> {
     for entry in fs::read_dir(directory)? {
         let path = entry?.path();
         if path.is_file() {
-            File::open(&path)?.sync_all()?;
+            make_durable(&path)?;
         }
     }
-    Ok(File::open(directory)?.sync_all()?)
+    make_durable(directory)
+}
+
+fn make_durable(path: &Path) -> Result<()> {
+    File::open(path).and_then(|file| file.sync_all()).map_err(|error| unwritable(path, &error))
 }
 
 fn commit(staged: &Path, target: &Path) -> Result<()> {
     let parent = parent_of(target);
+    let moved = |from: &Path, to: &Path| fs::rename(from, to).map_err(|error| unwritable(to, &error));
     if !target.exists() {
-        fs::rename(staged, target)?;
+        moved(staged, target)?;
         // What a crash may have left aside is older than this.
-        remove(&beside(target, ASIDE))?;
+        remove(&aside(target))?;
     } else if exchange(staged, target).is_ok() {
-        File::open(&parent)?.sync_all()?;
+        make_durable(&parent)?;
         remove(staged)?;
     } else {
-        let aside = beside(target, ASIDE);
+        let aside = aside(target);
         if aside.exists() {
             remove(&aside)?;
         }
-        fs::rename(target, &aside)?;
-        fs::rename(staged, target)?;
-        File::open(&parent)?.sync_all()?;
+        moved(target, &aside)?;
+        moved(staged, target)?;
+        make_durable(&parent)?;
         remove(&aside)?;
     }
-    Ok(File::open(&parent)?.sync_all()?)
+    make_durable(&parent)
 }
 
-/// The directory of a checkpoint: the named one, or what a crash left aside of it.
-pub(super) fn resolve(target: &Path) -> PathBuf {
-    let aside = beside(target, ASIDE);
-    if !target.exists() && aside.exists() { aside } else { target.to_path_buf() }
+/// Where the old contents of a target are while new ones take their place, and after a crash in that moment.
+pub(super) fn aside(target: &Path) -> PathBuf {
+    beside(target, ASIDE)
+}
+
+/// What the system says about a path that cannot be written.
+pub(super) fn unwritable(path: &Path, error: &io::Error) -> Error {
+    let fix = match error.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
+            "free some space, raise the limit, or save to another disk"
+        }
+        ErrorKind::ReadOnlyFilesystem | ErrorKind::PermissionDenied => "choose a path that this user can write to",
+        _ => "choose another path, or look at the file system",
+    };
+    let found = format!("{error}: {}", path.display());
+    Error::invalid("checkpoint file", found, "a place that can be written to", fix)
 }
 
 /// Removes what saves to `target` have left by processes that are no more, and by this one.
@@ -161,8 +181,8 @@ pub(super) fn parent_of(target: &Path) -> PathBuf {
 
 fn remove(path: &Path) -> Result<()> {
     match if path.is_file() { fs::remove_file(path) } else { fs::remove_dir_all(path) } {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        other => Ok(other?),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        other => other.map_err(|error| unwritable(path, &error)),
     }
 }
 
@@ -205,8 +225,6 @@ mod tests {
         assert!(Staging::new(&target, 10).err().unwrap().to_string().contains("notes.txt"));
         assert!(Staging::new(&target.join("notes.txt"), 10).err().unwrap().to_string().contains("a file"));
         fs::remove_file(target.join("notes.txt")).unwrap();
-        fs::rename(&target, beside(&target, ASIDE)).unwrap();
-        assert_eq!(fs::read_to_string(resolve(&target).join("x.safetensors")).unwrap(), "three");
         fs::remove_dir_all(&root).unwrap();
     }
 }

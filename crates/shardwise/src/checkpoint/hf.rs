@@ -3,14 +3,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::catalog::{Catalog, Chunk, Format, INCOMPLETE, NOT_OURS, StoredTensor, check_file_name};
 use super::element::ElementType;
-use super::read::Files;
-use super::safetensors::read_header;
+use super::files::Files;
+use super::safetensors::{Unique, read_header};
 use crate::error::{Error, Result};
 use crate::layout::TensorBox;
 
@@ -22,7 +23,7 @@ const MAX_INDEX: u64 = 1 << 28;
 
 #[derive(Deserialize)]
 struct Index {
-    weight_map: BTreeMap<String, String>,
+    weight_map: Unique<String>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -31,7 +32,7 @@ struct Saved {
 }
 
 /// What is in a directory of such files, or in one of them.
-pub(super) fn open(directory: &Path, files: &Files, single: Option<&str>) -> Result<Catalog> {
+pub(super) fn open(directory: &Path, files: &Arc<Files>, single: Option<&str>) -> Result<Catalog> {
     let bad = |found: String, needed: &str| Error::invalid("safetensors checkpoint", found, needed, NOT_OURS);
     let index = match single.is_none().then(|| files.size(INDEX)).flatten() {
         None => None,
@@ -41,20 +42,20 @@ pub(super) fn open(directory: &Path, files: &Files, single: Option<&str>) -> Res
             files.read(INDEX, 0, &mut bytes)?;
             let index: Index =
                 serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string(), "an index with a weight_map"))?;
-            index.weight_map.values().try_for_each(|name| check_file_name(name))?;
-            Some(index.weight_map)
+            index.weight_map.0.values().try_for_each(|name| check_file_name(name))?;
+            Some(index.weight_map.0)
         }
     };
     let names: BTreeSet<String> = match (single, &index) {
         (Some(name), _) => BTreeSet::from([name.to_string()]),
         (None, Some(index)) => index.values().cloned().collect(),
-        (None, None) => safetensors_in(directory)?,
+        (None, None) => files.names()?.into_iter().filter(|name| is_safetensors(name)).collect(),
     };
     let mut found: BTreeMap<String, Vec<(ElementType, Chunk)>> = BTreeMap::new();
     for name in &names {
         let header = read_header(files, name)?;
-        let saved: BTreeMap<String, Saved> = match header.metadata.get(SHARDING_INFO) {
-            None => BTreeMap::new(),
+        let Unique(saved): Unique<Saved> = match header.metadata.get(SHARDING_INFO) {
+            None => Unique::default(),
             Some(text) => serde_json::from_str(text).map_err(|error| bad(error.to_string(), "offsets of boxes"))?,
         };
         for (key, (element, sizes, offset)) in header.tensors {
@@ -70,7 +71,7 @@ pub(super) fn open(directory: &Path, files: &Files, single: Option<&str>) -> Res
                 ));
             }
             let part = TensorBox { offsets, sizes };
-            let chunk = Chunk { part, file: name.clone(), offset, strides: None, crc32: None };
+            let chunk = Chunk { part, file: name.clone(), offset, strides: None, crc32: None, blocks: None };
             found.entry(key).or_default().push((element, chunk));
         }
     }
@@ -79,13 +80,7 @@ pub(super) fn open(directory: &Path, files: &Files, single: Option<&str>) -> Res
         return Err(Error::invalid("safetensors checkpoint", found, "all tensors of the index", INCOMPLETE));
     }
     let tensors = found.into_iter().map(|(key, chunks)| Ok((key.clone(), joined(&key, chunks)?)));
-    Ok(Catalog {
-        format: Format::HuggingFace,
-        directory: directory.to_path_buf(),
-        tensors: tensors.collect::<Result<_>>()?,
-        values: BTreeMap::new(),
-        paths: BTreeMap::new(),
-    })
+    Ok(Catalog { tensors: tensors.collect::<Result<_>>()?, ..Catalog::new(Format::HuggingFace, directory, files) })
 }
 
 /// A tensor from its boxes: it reaches as far as they do.
@@ -103,16 +98,9 @@ fn joined(key: &str, chunks: Vec<(ElementType, Chunk)>) -> Result<StoredTensor> 
     Ok(StoredTensor { element, shape, chunks: chunks.into_iter().map(|(_, chunk)| chunk).collect() })
 }
 
-/// The safetensors files of a directory.
-fn safetensors_in(directory: &Path) -> Result<BTreeSet<String>> {
-    let mut names = BTreeSet::new();
-    for entry in std::fs::read_dir(directory)? {
-        let name = entry?.file_name().to_string_lossy().into_owned();
-        if Path::new(&name).extension().is_some_and(|e| e == "safetensors") {
-            names.insert(name);
-        }
-    }
-    Ok(names)
+/// Whether a file is one of safetensors, by its name.
+pub(super) fn is_safetensors(name: &str) -> bool {
+    Path::new(name).extension().is_some_and(|e| e == "safetensors")
 }
 
 /// The free part of the header of a file with boxes that begin at these offsets.

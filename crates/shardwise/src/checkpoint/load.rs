@@ -3,16 +3,18 @@
 use std::collections::BTreeMap;
 use std::panic::Location;
 use std::path::Path;
+use std::time::Duration;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::cast::to_tensor;
 use super::catalog::{Catalog, StoredTensor};
+use super::element::ElementType;
+use super::files::{Files, LoadReport};
 use super::open::open;
-use super::read::Files;
 use super::state::{Leaf, State};
-use super::value::{Key, Value};
-use crate::comm::{DeviceMesh, World, together};
+use super::value::{Key, Value, flat_key};
+use crate::comm::{DeviceMesh, World, texts, together};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 use crate::local::{Assembly, placeholder};
@@ -20,36 +22,29 @@ use crate::sharded::ShardedTensor;
 use crate::tensor::DTensor;
 
 /// Loads a checkpoint into state like a template: the same tree, with tensors in the layouts and types of the template's.
-/// All ranks of the world make the call; if one of them fails, all get its error.
+///
+/// Collective: all ranks of the world make the call; if one of them fails, all get its error. Every rank reads files by
+/// itself, and ranks exchange a few numbers.
 ///
 /// The checkpoint may have been saved in any layout by any number of ranks. What it has beside the template's entries is left
-/// alone; what it lacks is an error that lists all of it. Values come from the checkpoint, whatever the template has.
+/// alone; what it lacks is an error that lists all of it. Values come from the checkpoint, whatever the template has; a tensor
+/// of one number stands for a value and the other way round, since PyTorch stores numbers as tensors.
+///
+/// All ranks read one checkpoint, also while another is being saved to the path: if it is replaced before they are done, they
+/// load the new one. What is read is compared with its checksums; [`load_reporting`] tells what has none.
+///
+/// # Errors
+/// [`Error::Elsewhere`] with the reason of the first rank that failed: entries that are missing or have another shape, an empty
+/// map in the template where the checkpoint has entries (they would be left out silently), damage, files that cannot be read.
 #[track_caller]
 pub fn load(world: &World, path: impl AsRef<Path>, template: &State) -> Result<State> {
-    let site = Location::caller();
-    let catalog = opened(world, path.as_ref(), site)?;
-    let files = Files::new(&catalog.directory);
-    let loaded = || -> Result<State> {
-        let flat = template.flatten()?;
-        check_entries(&catalog, &flat)?;
-        let mut leaves = Vec::new();
-        for (key, (path, leaf)) in flat {
-            let state = match leaf {
-                Leaf::Tensor(like) => {
-                    let layout = like.layout().settled();
-                    let tensor =
-                        read_tensor(&files, &key, &catalog.tensors[&key], like.device_mesh(), layout, like.dtype());
-                    State::Tensor(tensor?)
-                }
-                Leaf::Sharded(like) => State::Sharded(read_sharded(&files, &key, &catalog.tensors[&key], like)?),
-                Leaf::Plain(like) => State::Plain(read_plain(&files, &key, &catalog.tensors[&key], like.dtype())?),
-                Leaf::Value(like) => State::Value(catalog.values.get(&key).cloned().unwrap_or(like)),
-            };
-            leaves.push((path, state));
-        }
-        Ok(State::unflatten(leaves))
-    };
-    together(world, loaded(), site)
+    load_one(world, path.as_ref(), Location::caller(), &|catalog| like(catalog, template)).map(|(state, _)| state)
+}
+
+/// As [`load`], and returns what this rank has read and what of it has no checksum.
+#[track_caller]
+pub fn load_reporting(world: &World, path: impl AsRef<Path>, template: &State) -> Result<(State, LoadReport)> {
+    load_one(world, path.as_ref(), Location::caller(), &|catalog| like(catalog, template))
 }
 
 /// Loads all of a checkpoint, with every tensor in a layout that is chosen by key and shape. All ranks of the world make the
@@ -60,10 +55,7 @@ pub fn load_placed(
     path: impl AsRef<Path>,
     place: impl Fn(&str, &[usize]) -> Result<(DeviceMesh, Layout)>,
 ) -> Result<State> {
-    let site = Location::caller();
-    let catalog = opened(world, path.as_ref(), site)?;
-    let files = Files::new(&catalog.directory);
-    let loaded = || -> Result<State> {
+    let read = |catalog: &Catalog| -> Result<State> {
         let way = |key: &String| catalog.paths.get(key).cloned().unwrap_or_else(|| vec![Key::Name(key.clone())]);
         let mut leaves = Vec::new();
         for (key, stored) in &catalog.tensors {
@@ -72,60 +64,225 @@ pub fn load_placed(
                 let needed = format!("one of shape {:?}, which tensor {key:?} has", stored.shape);
                 return Err(Error::invalid("layout", layout, needed, "choose layouts by the shape that is given"));
             }
-            let tensor = read_tensor(&files, key, stored, &mesh, layout.settled(), stored.element.widened()?)?;
+            let dtype = stored.element.widened()?;
+            let tensor = read_tensor(&catalog.files, key, stored, &mesh, layout.settled(), dtype)?;
             leaves.push((way(key), State::Tensor(tensor)));
         }
         leaves.extend(catalog.values.iter().map(|(key, value)| (way(key), State::Value(value.clone()))));
         Ok(State::unflatten(leaves))
     };
-    together(world, loaded(), site)
+    load_one(world, path.as_ref(), Location::caller(), &read).map(|(state, _)| state)
 }
 
-/// What is in a checkpoint, if all ranks can see it.
+/// How often a load begins anew because another save has replaced the checkpoint.
+const ATTEMPTS: u32 = 200;
+
+/// Reads one checkpoint on all ranks: `read` is called again with a newer one if files of the first are gone. It must not
+/// communicate, since ranks may differ in whether it fails.
+pub(super) fn load_one<T>(
+    world: &World,
+    path: &Path,
+    site: Site,
+    read: &dyn Fn(&Catalog) -> Result<T>,
+) -> Result<(T, LoadReport)> {
+    for _ in 0..ATTEMPTS {
+        let catalog = opened(world, path, site)?;
+        let mine = read(&catalog);
+        let said = match &mine {
+            Ok(_) => String::new(),
+            Err(_) if catalog.files.is_replaced() => REPLACED.to_string(),
+            Err(error) => format!("!{error}"),
+        };
+        let all = texts(world, &said, site)?;
+        if let Some(rank) = all.iter().position(|said| said.starts_with('!')) {
+            return Err(Error::Elsewhere { rank: world.ranks()[rank], message: all[rank][1..].into() });
+        }
+        if all.iter().all(String::is_empty) {
+            return mine.map(|loaded| (loaded, catalog.files.report()));
+        }
+    }
+    let found = format!("a save that replaced {} {ATTEMPTS} times while it was read", path.display());
+    Err(Error::invalid("checkpoint", found, "one that stays until it is read", "load it when nothing is being saved"))
+}
+
+/// What a rank says whose checkpoint was replaced while it read.
+const REPLACED: &str = "~";
+
+/// What is in a checkpoint, if all ranks can see it, and all see the same one.
 fn opened(world: &World, path: &Path, site: Site) -> Result<Catalog> {
     if world.is_dry() {
         return Err(Error::invalid("load", "a dry run", "a run with data", "dry runs know shapes, not values"));
     }
-    together(world, open(path), site)
+    let mut before = None;
+    for attempt in 0..ATTEMPTS {
+        let catalog = together(world, open(path).and_then(|c| Ok((c.fingerprint()?, c))), site);
+        let (fingerprint, catalog) = catalog?;
+        if world.size() == 1 {
+            return Ok(catalog);
+        }
+        let instance = catalog.files.instance();
+        let all = texts(world, &format!("{fingerprint:016x} {instance:016x} {}", before == Some(instance)), site)?;
+        let said = |i: usize| all.iter().map(move |text| text.split(' ').nth(i));
+        let same = |i: usize| said(i).all(|text| text == all[0].split(' ').nth(i));
+        // Hosts may have a copy each: what is in them is the same, and nobody is saving.
+        let is_settled = said(2).all(|stable| stable == Some("true"));
+        if same(0) && (same(1) || is_settled) {
+            return Ok(catalog);
+        }
+        if is_settled && attempt > SETTLED {
+            let other = said(0).position(|text| text != all[0].split(' ').next()).unwrap_or(0);
+            let found = format!("other contents on rank {} than on rank {}", world.ranks()[other], world.ranks()[0]);
+            let found = format!("{found} at {}", path.display());
+            return Err(Error::invalid("checkpoint", found, "the same on all ranks", "copy one of them to all hosts"));
+        }
+        before = Some(instance);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let found = format!("a save that replaced {} {ATTEMPTS} times while ranks opened it", path.display());
+    Err(Error::invalid("checkpoint", found, "one that all ranks can open", "load it when nothing is being saved"))
 }
 
-/// An error that lists what the checkpoint lacks or has in another shape.
-fn check_entries(catalog: &Catalog, flat: &BTreeMap<String, (Vec<Key>, Leaf<'_>)>) -> Result<()> {
-    let mut wrong = Vec::new();
-    for (key, (_, leaf)) in flat {
+/// After so many looks at the same files on every rank, contents that differ are no save that reaches some ranks later.
+const SETTLED: u32 = 20;
+
+/// State like a template, as a checkpoint has it.
+pub(super) fn like(catalog: &Catalog, template: &State) -> Result<State> {
+    let (files, flat) = (&*catalog.files, template.flatten()?);
+    let found = entries(catalog, &flat)?;
+    let mut leaves = Vec::new();
+    for ((key, (path, leaf)), entry) in flat.into_iter().zip(found) {
+        let state = match (leaf, entry) {
+            (_, Entry::Left) => continue,
+            (_, Entry::Empty(depth)) => {
+                leaves.push((path[..depth].to_vec(), State::Map(BTreeMap::new())));
+                continue;
+            }
+            (Leaf::Value(like), Entry::None) => State::Value(like),
+            (Leaf::Value(_), Entry::Value(value)) => State::Value(value.clone()),
+            (Leaf::Value(_), Entry::Tensor(stored)) => State::Value(read_number(files, &key, stored)?),
+            (Leaf::Tensor(like), Entry::Tensor(stored)) => {
+                let layout = like.layout().settled();
+                State::Tensor(read_tensor(files, &key, stored, like.device_mesh(), layout, like.dtype())?)
+            }
+            (Leaf::Tensor(like), Entry::Value(value)) => {
+                let local = to_scalar(value, like.dtype())?;
+                State::Tensor(DTensor::from_parts(like.device_mesh(), like.layout().settled(), local))
+            }
+            (Leaf::Sharded(like), Entry::Tensor(stored)) => State::Sharded(read_sharded(files, &key, stored, like)?),
+            (Leaf::Plain(like), Entry::Tensor(stored)) => State::Plain(read_plain(files, &key, stored, like.dtype())?),
+            (Leaf::Plain(like), Entry::Value(value)) => State::Plain(to_scalar(value, like.dtype())?),
+            _ => unreachable!("refused with the entries"),
+        };
+        leaves.push((path, state));
+    }
+    Ok(State::unflatten(leaves))
+}
+
+/// What a checkpoint has for an entry of a template.
+enum Entry<'a> {
+    Tensor(&'a StoredTensor),
+    Value(&'a Value),
+    /// An empty map, so many steps down the way to the entry.
+    Empty(usize),
+    /// Nothing, and there is nothing to load.
+    None,
+    /// Nothing, which says something: the entry is left out of what is loaded.
+    Left,
+}
+
+/// A mark of a momentum without a gradient yet: one that has begun does not have it.
+const BEGUN: &str = "begun";
+
+/// What the checkpoint has for every entry; an error that lists what it lacks or has in another shape.
+fn entries<'a>(catalog: &'a Catalog, flat: &BTreeMap<String, (Vec<Key>, Leaf<'_>)>) -> Result<Vec<Entry<'a>>> {
+    let (mut wrong, mut unfilled, mut found) = (Vec::new(), Vec::new(), Vec::new());
+    for (key, (path, leaf)) in flat {
+        let (tensor, value) = (catalog.tensors.get(key), catalog.values.get(key));
+        // What had no state when it was saved, as a parameter without a gradient, has an empty map in place of entries.
+        let empty = || {
+            let is_empty = |&depth: &usize| catalog.values.get(&flat_key(&path[..depth])).is_some_and(is_empty_map);
+            (1..path.len()).find(is_empty)
+        };
         let shape = match leaf {
+            Leaf::Value(_) => None,
+            Leaf::Tensor(tensor) => Some(tensor.shape()),
+            Leaf::Sharded(tensor) => Some(tensor.shape()),
+            Leaf::Plain(tensor) => Some(tensor.dims()),
+        };
+        let is_number = |value: &Value| matches!(value, Value::Int(_) | Value::Float(_) | Value::Bool(_));
+        let may_be_value = !matches!(leaf, Leaf::Sharded(_)) && shape.is_none_or(<[usize]>::is_empty);
+        found.push(match (shape, tensor, value) {
+            (None, _, Some(value)) => Entry::Value(value),
+            (None, Some(stored), None) if stored.elem_count() == 1 => Entry::Tensor(stored),
+            (Some(shape), Some(stored), _) if stored.shape == shape => Entry::Tensor(stored),
+            (Some(_), None, Some(value)) if may_be_value && is_number(value) => Entry::Value(value),
+            (Some(shape), Some(stored), _) => {
+                wrong.push(format!("tensor {key:?} of shape {:?} instead of {shape:?}", stored.shape));
+                continue;
+            }
+            _ if empty().is_some() => Entry::Empty(empty().unwrap_or(0)),
             // Some formats do not store a map without entries, and there is nothing in it to load.
-            Leaf::Value(value) if catalog.values.contains_key(key) || is_empty_map(value) => continue,
-            Leaf::Value(_) => {
+            (None, None, None) if matches!(leaf, Leaf::Value(value) if is_empty_map(value)) => {
+                unfilled.extend(below(catalog, key).map(|inner| format!("{inner:?}")));
+                Entry::None
+            }
+            (None, ..) if path.len() > 1 && path.last() == Some(&Key::Name(BEGUN.to_string())) => Entry::Left,
+            (None, ..) => {
                 wrong.push(format!("no value {key:?}"));
                 continue;
             }
-            Leaf::Tensor(tensor) => tensor.shape(),
-            Leaf::Sharded(tensor) => tensor.shape(),
-            Leaf::Plain(tensor) => tensor.dims(),
-        };
-        match catalog.tensors.get(key) {
-            None => wrong.push(catalog.tensor(key).err().map_or(String::new(), |e| format!("no tensor {key:?} ({e})"))),
-            Some(stored) if stored.shape != shape => {
-                wrong.push(format!("tensor {key:?} of shape {:?} instead of {shape:?}", stored.shape));
+            (Some(_), ..) => {
+                wrong.push(catalog.tensor(key).err().map_or(String::new(), |e| format!("no tensor {key:?} ({e})")));
+                continue;
             }
-            Some(_) => {}
-        }
+        });
     }
-    if wrong.is_empty() {
-        return Ok(());
+    if !wrong.is_empty() {
+        let (needed, fix) = ("all entries of the template in their shapes", "rename or leave out entries");
+        return Err(Error::invalid("checkpoint", wrong.join(", "), needed, fix));
     }
-    let found = wrong.join(", ");
-    Err(Error::invalid(
-        "checkpoint",
-        found,
-        "all entries of the template in their shapes",
-        "rename or leave out entries",
-    ))
+    if !unfilled.is_empty() {
+        let found = format!("{} where the template has an empty map", unfilled.join(", "));
+        let needed = "a template with an entry for everything that is to be loaded below it";
+        let fix =
+            "take the template of an optimizer from its `state_dict()`, use `load_into`, or leave the empty map out";
+        return Err(Error::invalid("template", found, needed, fix));
+    }
+    Ok(found)
+}
+
+/// The first entry of a checkpoint below a key.
+fn below<'a>(catalog: &'a Catalog, key: &str) -> Option<&'a String> {
+    let prefix = format!("{key}.");
+    let first = |key: Option<&'a String>| key.filter(|key| key.starts_with(&prefix));
+    let tensor = first(catalog.tensors.range(prefix.clone()..).next().map(|(key, _)| key));
+    tensor.or_else(|| first(catalog.values.range(prefix.clone()..).next().map(|(key, _)| key)))
 }
 
 fn is_empty_map(value: &Value) -> bool {
     matches!(value, Value::Map(entries) if entries.is_empty())
+}
+
+/// The number that is all of a tensor.
+pub(super) fn read_number(files: &Files, key: &str, stored: &StoredTensor) -> Result<Value> {
+    let dtype = stored.element.widened()?;
+    let number = read_plain(files, key, stored, dtype)?.flatten_all()?;
+    Ok(match stored.element {
+        ElementType::Bool => Value::Bool(number.to_vec1::<u8>()?[0] != 0),
+        _ if dtype.is_float() => Value::Float(number.to_dtype(DType::F64)?.to_vec1::<f64>()?[0]),
+        _ => Value::Int(number.to_dtype(DType::I64)?.to_vec1::<i64>()?[0]),
+    })
+}
+
+/// A number as a tensor without dimensions.
+fn to_scalar(value: &Value, dtype: DType) -> Result<Tensor> {
+    let number = match value {
+        Value::Int(n) => Tensor::new(*n, &Device::Cpu)?,
+        Value::Float(x) => Tensor::new(*x, &Device::Cpu)?,
+        Value::Bool(b) => Tensor::new(u8::from(*b), &Device::Cpu)?,
+        _ => unreachable!("only numbers are taken for tensors"),
+    };
+    Ok(number.to_dtype(dtype)?)
 }
 
 /// This rank's part of a tensor.

@@ -1,11 +1,13 @@
 //! Checkpoints: any layout to any layout, in the formats that people have.
 //!
+//! * [`save_from`] and [`load_into`] take a model, its optimizer and the generator of a mesh in one call.
 //! * [`save`], [`async_save`] and [`load`] take nested [`State`] of tensors of any kind and of values; [`Series`] keeps the last
 //!   few of a run.
 //! * [`open`] says what is in a checkpoint of any format, as a [`Catalog`]; [`verify`], [`diff`], [`convert`] and [`dry_load`]
 //!   work on all of them.
 
 mod assign;
+mod blocks;
 mod cast;
 mod catalog;
 mod content;
@@ -15,10 +17,12 @@ mod diff;
 mod directory;
 mod dry_load;
 mod element;
+mod files;
 mod hf;
 mod load;
 mod native;
 mod open;
+mod parts;
 mod pickle;
 mod read;
 mod safetensors;
@@ -26,20 +30,24 @@ mod save;
 mod series;
 mod state;
 mod torch;
+mod torch_optim;
 mod value;
 mod verify;
 mod write;
 mod zip;
 
+pub use blocks::Blocks;
 pub use catalog::{Catalog, Chunk, Format, StoredTensor};
 pub use convert::{Conversion, ConvertOptions, Cut, convert};
 pub use diff::{Difference, diff};
 pub use dry_load::{RankLoad, dry_load};
 pub use element::ElementType;
-pub use load::{load, load_placed};
+pub use files::LoadReport;
+pub use load::{load, load_placed, load_reporting};
 pub use open::open;
+pub use parts::{Named, Parts, Restore, RestoreParts, Stateful, load_into, named, save_from, save_from_with};
 pub use save::{AsyncSave, SaveOptions, async_save, save, save_with};
-pub use series::Series;
+pub use series::{Resumed, Series};
 pub use state::State;
 pub use value::{Key, Value, flat_key};
 pub use verify::{Verification, verify};

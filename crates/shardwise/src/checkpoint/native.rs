@@ -1,16 +1,17 @@
 //! This library's own format: safetensors files, one or more per rank, and a manifest that says what is where.
 //!
-//! Every byte is under a checksum: the manifest's content under its own, headers and chunks of files under those in the
-//! manifest.
+//! Every byte is under a checksum: the manifest's content under its own, headers of files and blocks of chunks under those in
+//! the manifest. Manifests of earlier versions have no checksums of blocks, only one per chunk.
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use super::catalog::{Catalog, Format, NOT_OURS, StoredTensor};
-use super::read::Files;
+use super::files::Files;
 use super::value::{Key, Value};
 use crate::error::{Error, Result};
 
@@ -86,7 +87,7 @@ pub(super) fn read_manifest(files: &Files) -> Result<Manifest> {
 }
 
 /// What is in a checkpoint of this format.
-pub(super) fn open(directory: &Path, files: &Files) -> Result<Catalog> {
+pub(super) fn open(directory: &Path, files: &Arc<Files>) -> Result<Catalog> {
     let Manifest { tensors, values, paths, files: listed, .. } = read_manifest(files)?;
     for (name, info) in &listed {
         let found = files.size(name);
@@ -95,6 +96,7 @@ pub(super) fn open(directory: &Path, files: &Files) -> Result<Catalog> {
             let needed = format!("{} bytes in {name:?}", info.bytes);
             return Err(Error::invalid("checkpoint", found, needed, "the file is missing or cut off; copy it again"));
         }
+        files.expect_header(name, info.header_crc32);
     }
-    Ok(Catalog { format: Format::Native, directory: directory.to_path_buf(), tensors, values, paths })
+    Ok(Catalog { tensors, values, paths, ..Catalog::new(Format::Native, directory, files) })
 }

@@ -1,93 +1,45 @@
-//! Boxes read from files: only the bytes that are needed, straight to where they belong.
+//! Boxes read from files: only the bytes that are needed, straight to where they belong, and each of them checked.
 
-use std::collections::HashMap;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-
-use parking_lot::Mutex;
-
-use super::catalog::{Chunk, StoredTensor, check_file_name, row_major};
+use super::blocks::Blocks;
+use super::catalog::{Chunk, StoredTensor, row_major};
+use super::files::Files;
 use crate::error::{Error, Result};
 use crate::layout::TensorBox;
-
-/// The files of a checkpoint, opened when first read.
-pub(super) struct Files {
-    directory: PathBuf,
-    open: Mutex<HashMap<String, Arc<File>>>,
-}
 
 /// Shorter runs are read together with what lies between them.
 const SHORT_RUN: usize = 16 << 10;
 /// Runs that are further apart are read one by one.
 const FAR_APART: u64 = 256 << 10;
-/// How many files stay open.
-const MAX_OPEN: usize = 32;
-/// How much is read at a time for short runs.
-const WINDOW: u64 = 4 << 20;
+/// How much is read at a time: little enough to be in the cache of the core when it is hashed and copied.
+const WINDOW: u64 = 1 << 20;
 
 impl Files {
-    pub(super) fn new(directory: &Path) -> Self {
-        Files { directory: directory.to_path_buf(), open: Mutex::default() }
-    }
-
-    /// Size of a file, `None` if there is none.
-    pub(super) fn size(&self, name: &str) -> Option<u64> {
-        check_file_name(name).ok()?;
-        let metadata = std::fs::metadata(self.directory.join(name)).ok()?;
-        metadata.is_file().then_some(metadata.len())
-    }
-
-    /// Fills `into` with the bytes of a file from `offset` on.
-    pub(super) fn read(&self, name: &str, offset: u64, into: &mut [u8]) -> Result<()> {
-        let file = self.file(name)?;
-        file.read_exact_at(into, offset).map_err(|error| {
-            let found = format!("{error} in {name:?} at byte {offset}");
-            let needed = format!("{} bytes", into.len());
-            Error::invalid("checkpoint file", found, needed, "the file is cut off or unreadable; copy it again")
-        })
-    }
-
-    fn file(&self, name: &str) -> Result<Arc<File>> {
-        check_file_name(name)?;
-        let mut open = self.open.lock();
-        if let Some(file) = open.get(name) {
-            return Ok(Arc::clone(file));
-        }
-        let path = self.directory.join(name);
-        let file = File::open(&path).map_err(|error| {
-            let found = format!("{error}: {}", path.display());
-            Error::invalid("checkpoint file", found, "a file that can be read", "copy the checkpoint again")
-        })?;
-        let file = Arc::new(file);
-        // All ranks of a process share the number of files that it may have open. Whoever reads one has it.
-        if open.len() >= MAX_OPEN {
-            open.clear();
-        }
-        open.insert(name.to_string(), Arc::clone(&file));
-        Ok(file)
-    }
-
-    /// Fills `into` with a box of a tensor, row-major, from the chunks that have it. A chunk that is read as a whole is
-    /// compared with its checksum.
+    /// Fills `into` with a box of a tensor, row-major, from the chunks that have it. What is read of a chunk with checksums of
+    /// blocks is compared with them; one that has a checksum of the whole only is compared if all of it is read.
     pub(super) fn read_box(&self, key: &str, tensor: &StoredTensor, part: &TensorBox, into: &mut [u8]) -> Result<()> {
         for chunk in &tensor.chunks {
             let Some(both) = chunk.part.intersect(part) else { continue };
             let size = tensor.element.size_in_bytes();
             let runs = Runs::new(chunk, &both, part, size);
+            self.check_header(&chunk.file)?;
+            let bytes = (both.volume() * size) as u64;
+            if let (Some(blocks), Some(length), None) = (&chunk.blocks, chunk.span(tensor.element), &chunk.strides) {
+                let window = Window { start: 0, bytes: Vec::new() };
+                BlockReader { files: self, key, chunk, blocks, length, window }.read_runs(&runs, into)?;
+                self.count(key, bytes, true);
+                continue;
+            }
             self.read_runs(chunk, &runs, into)?;
-            if let Some(expected) = chunk.crc32
-                && both == chunk.part
-                && chunk.strides.is_none()
-            {
+            let whole = chunk.crc32.filter(|_| both == chunk.part && chunk.strides.is_none());
+            if let Some(expected) = whole {
                 let mut hasher = crc32fast::Hasher::new();
                 runs.for_each(|_, target| {
                     hasher.update(&into[target..target + runs.bytes]);
                     Ok(())
                 })?;
-                check_crc(key, chunk, expected, hasher.finalize())?;
+                check_crc(key, chunk, 0, expected, hasher.finalize())?;
             }
+            self.count(key, bytes, whole.is_some());
         }
         Ok(())
     }
@@ -98,30 +50,121 @@ impl Files {
                 self.read(&chunk.file, chunk.offset + source, &mut into[target..target + runs.bytes])
             });
         }
-        let mut window = Vec::new();
-        let mut start = 0u64;
+        let mut window = Window { start: 0, bytes: Vec::new() };
         runs.for_each(|source, target| {
             let end = source + runs.bytes as u64;
-            if source < start || end > start + window.len() as u64 {
-                start = source;
-                window.resize((runs.end - start).min(WINDOW).max(runs.bytes as u64) as usize, 0);
-                self.read(&chunk.file, chunk.offset + start, &mut window)?;
+            if !window.covers(source, end) {
+                window.start = source;
+                window.bytes.resize((runs.end - source).min(WINDOW).max(runs.bytes as u64) as usize, 0);
+                self.read(&chunk.file, chunk.offset + source, &mut window.bytes)?;
             }
-            let from = (source - start) as usize;
-            into[target..target + runs.bytes].copy_from_slice(&window[from..from + runs.bytes]);
+            into[target..target + runs.bytes].copy_from_slice(window.get(source, end));
             Ok(())
         })
     }
 }
 
-/// An error unless the bytes of a chunk have the checksum that was stored with it.
-pub(super) fn check_crc(key: &str, chunk: &Chunk, expected: u32, found: u32) -> Result<()> {
+/// A range of a chunk in memory.
+struct Window {
+    start: u64,
+    bytes: Vec<u8>,
+}
+
+impl Window {
+    fn covers(&self, from: u64, to: u64) -> bool {
+        from >= self.start && to <= self.start + self.bytes.len() as u64
+    }
+
+    fn get(&self, from: u64, to: u64) -> &[u8] {
+        &self.bytes[(from - self.start) as usize..(to - self.start) as usize]
+    }
+}
+
+/// Reads a chunk by whole blocks. No byte of a block is handed out before the block is compared with its checksum.
+struct BlockReader<'a> {
+    files: &'a Files,
+    key: &'a str,
+    chunk: &'a Chunk,
+    blocks: &'a Blocks,
+    /// Length of the chunk in bytes.
+    length: u64,
+    /// Blocks that were read last: neighbouring runs share them.
+    window: Window,
+}
+
+impl BlockReader<'_> {
+    fn read_runs(&mut self, runs: &Runs, into: &mut [u8]) -> Result<()> {
+        // Where nearly every block has a run, or runs are short, blocks are read many at a time with all that is in them.
+        let near = runs.step() <= 2 * self.blocks.bytes || runs.bytes < SHORT_RUN && runs.step() <= FAR_APART;
+        let ahead = if near && !runs.sizes.is_empty() { WINDOW.min(runs.end - runs.source) } else { 0 };
+        runs.for_each(|source, target| self.read(source, runs, ahead, &mut into[target..target + runs.bytes]))
+    }
+
+    /// Fills `into` with the bytes from `source` on.
+    fn read(&mut self, source: u64, runs: &Runs, ahead: u64, into: &mut [u8]) -> Result<()> {
+        let (block, end) = (self.blocks.bytes, source + into.len() as u64);
+        let (first, last) =
+            (source.next_multiple_of(block), if end == self.length { end } else { end / block * block });
+        if ahead > 0 || first >= last {
+            let whole = self.load(source, end, ahead, runs.end)?;
+            into.copy_from_slice(whole.get(source, end));
+            return Ok(());
+        }
+        // The blocks that are needed as a whole go straight to where they stay, those at both ends through the window.
+        let (head, rest) = into.split_at_mut((first - source) as usize);
+        let (inner, tail) = rest.split_at_mut((last - first) as usize);
+        if !head.is_empty() {
+            head.copy_from_slice(self.load(source, first, 0, runs.end)?.get(source, first));
+        }
+        let mut at = first;
+        for piece in inner.chunks_mut(WINDOW.next_multiple_of(block) as usize) {
+            self.fill(at, piece)?;
+            at += piece.len() as u64;
+        }
+        if !tail.is_empty() {
+            tail.copy_from_slice(self.load(last, end, 0, runs.end)?.get(last, end));
+        }
+        Ok(())
+    }
+
+    /// The window with a range in it, and with as much behind it as will be needed.
+    fn load(&mut self, from: u64, to: u64, ahead: u64, needed: u64) -> Result<&Window> {
+        if !self.window.covers(from, to) {
+            let block = self.blocks.bytes;
+            let start = from / block * block;
+            let end = to.max(needed.min(start + ahead)).next_multiple_of(block).min(self.length);
+            let mut bytes = std::mem::take(&mut self.window.bytes);
+            bytes.resize((end - start) as usize, 0);
+            self.fill(start, &mut bytes)?;
+            self.window = Window { start, bytes };
+        }
+        Ok(&self.window)
+    }
+
+    /// Reads and compares the blocks from byte `start` on, where one begins, to the end of one.
+    fn fill(&self, start: u64, into: &mut [u8]) -> Result<()> {
+        self.files.read(&self.chunk.file, self.chunk.offset + start, into)?;
+        let first = (start / self.blocks.bytes) as usize;
+        for (i, block) in into.chunks(self.blocks.bytes as usize).enumerate() {
+            let at = start + i as u64 * self.blocks.bytes;
+            check_crc(self.key, self.chunk, at, self.blocks.crc32[first + i], crc32fast::hash(block))?;
+        }
+        Ok(())
+    }
+}
+
+/// An error unless the bytes of a chunk, or of a block that begins at byte `at` of it, have the checksum stored with them.
+pub(super) fn check_crc(key: &str, chunk: &Chunk, at: u64, expected: u32, found: u32) -> Result<()> {
     if found == expected {
         return Ok(());
     }
     Err(Error::invalid(
         "checkpoint",
-        format!("checksum {found:08x} for the part of tensor {key:?} at byte {} of {:?}", chunk.offset, chunk.file),
+        format!(
+            "checksum {found:08x} for the part of tensor {key:?} at byte {} of {:?}",
+            chunk.offset + at,
+            chunk.file
+        ),
         format!("{expected:08x}"),
         "the file is damaged; copy or save it again",
     ))

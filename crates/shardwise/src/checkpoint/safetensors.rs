@@ -1,15 +1,16 @@
 //! Safetensors files: a header of JSON, then the bytes of all tensors.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Seek, Write};
 
-use serde::Deserialize;
-use serde_json::{Map, Value as Json, json};
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
+use serde_json::{Map, json};
 
+use super::blocks::{BlockHasher, Blocks};
 use super::catalog::NOT_OURS;
 use super::content::Content;
 use super::element::ElementType;
-use super::read::Files;
+use super::files::Files;
 use crate::error::{Error, Result};
 
 /// A header longer than this is refused; the format's own library has the same bound.
@@ -25,15 +26,84 @@ pub(super) struct Header {
     pub(super) bytes: Vec<u8>,
 }
 
-#[derive(Deserialize)]
+#[derive(serde::Deserialize)]
 struct Info {
     dtype: String,
     shape: Vec<usize>,
     data_offsets: [u64; 2],
 }
 
-/// Reads and checks the header of a file.
-pub(super) fn read_header(files: &Files, name: &str) -> Result<Header> {
+/// The header as JSON has it. A name that is there twice would mean two things to two readers: it is refused.
+#[derive(Default)]
+struct Entries {
+    metadata: Unique<String>,
+    tensors: Vec<(String, Info)>,
+}
+
+/// A map of JSON that has every key once.
+pub(super) struct Unique<T>(pub(super) BTreeMap<String, T>);
+
+impl<T> Default for Unique<T> {
+    fn default() -> Self {
+        Unique(BTreeMap::new())
+    }
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Unique<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visit<T>(std::marker::PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Visit<T> {
+            type Value = Unique<T>;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a map with different keys")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Unique<T>, A::Error> {
+                let mut all = BTreeMap::new();
+                while let Some((key, value)) = map.next_entry::<String, T>()? {
+                    if all.contains_key(&key) {
+                        return Err(A::Error::custom(format!("{key:?} twice")));
+                    }
+                    all.insert(key, value);
+                }
+                Ok(Unique(all))
+            }
+        }
+        deserializer.deserialize_map(Visit(std::marker::PhantomData))
+    }
+}
+
+impl<'de> Deserialize<'de> for Entries {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visit;
+        impl<'de> Visitor<'de> for Visit {
+            type Value = Entries;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("type, shape and place by name")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries, A::Error> {
+                let (mut entries, mut seen) = (Entries::default(), BTreeSet::new());
+                while let Some(key) = map.next_key::<String>()? {
+                    if !seen.insert(key.clone()) {
+                        return Err(A::Error::custom(format!("{key:?} twice")));
+                    }
+                    match key.as_str() {
+                        "__metadata__" => entries.metadata = map.next_value()?,
+                        _ => entries.tensors.push((key, map.next_value()?)),
+                    }
+                }
+                Ok(entries)
+            }
+        }
+        deserializer.deserialize_map(Visit)
+    }
+}
+
+/// The header of a file with its length.
+pub(super) fn header_bytes(files: &Files, name: &str) -> Result<Vec<u8>> {
     let bad = |found: String, needed: &str| {
         Error::invalid("safetensors file", format!("{found} in {name:?}"), needed, NOT_OURS)
     };
@@ -49,22 +119,26 @@ pub(super) fn read_header(files: &Files, name: &str) -> Result<Header> {
     }
     let mut bytes = vec![0; 8 + length as usize];
     files.read(name, 0, &mut bytes)?;
-    let parsed: BTreeMap<String, Json> =
+    Ok(bytes)
+}
+
+/// Reads and checks the header of a file.
+pub(super) fn read_header(files: &Files, name: &str) -> Result<Header> {
+    let bad = |found: String, needed: &str| {
+        Error::invalid("safetensors file", format!("{found} in {name:?}"), needed, NOT_OURS)
+    };
+    let bytes = header_bytes(files, name)?;
+    let (size, length) = (files.size(name).unwrap_or(0), bytes.len() as u64 - 8);
+    let parsed: Entries =
         serde_json::from_slice(&bytes[8..]).map_err(|error| bad(error.to_string(), "a header of JSON"))?;
-    let mut header = Header { metadata: BTreeMap::new(), tensors: BTreeMap::new(), bytes };
+    let mut header = Header { metadata: parsed.metadata.0, tensors: BTreeMap::new(), bytes };
     let mut ranges = Vec::new();
-    for (key, value) in parsed {
-        if key == "__metadata__" {
-            header.metadata = serde_json::from_value(value)
-                .map_err(|error| bad(error.to_string(), "texts in the free part of the header"))?;
-            continue;
-        }
-        let info = Info::deserialize(value).map_err(|error| bad(error.to_string(), "type, shape and place"))?;
+    for (key, info) in parsed.tensors {
         let element = ElementType::from_name(&info.dtype)?;
         let count = info.shape.iter().try_fold(1u64, |count, &n| count.checked_mul(n as u64));
         let bytes = count.and_then(|count| count.checked_mul(element.size_in_bytes() as u64));
         let [start, end] = info.data_offsets;
-        let fits = end <= size - 8 - length && start.checked_add(bytes.unwrap_or(u64::MAX)) == Some(end);
+        let fits = end <= size.saturating_sub(8 + length) && start.checked_add(bytes.unwrap_or(u64::MAX)) == Some(end);
         if !fits {
             let found = format!("tensor {key:?} of shape {:?} at bytes {start} to {end}", info.shape);
             return Err(bad(found, "as many bytes as the shape has, inside the file"));
@@ -92,6 +166,8 @@ pub(super) struct Written {
     pub(super) offset: u64,
     /// CRC-32 of its bytes.
     pub(super) crc32: u32,
+    /// CRC-32 of blocks of its bytes.
+    pub(super) blocks: Blocks,
 }
 
 /// Writes a file with some tensors, in this order. Returns where they are, and the CRC-32 of the header.
@@ -132,13 +208,14 @@ pub(super) fn write(
     let mut written: Vec<Option<Written>> = (0..tensors.len()).map(|_| None).collect();
     for &i in &order {
         let content = &tensors[i].1;
-        let mut hasher = crc32fast::Hasher::new();
+        let mut hasher = BlockHasher::new(content.bytes() as u64);
         content.for_each_block(&mut |block| {
             hasher.update(block);
             progress(block.len() as u64);
             Ok(out.write_all(block)?)
         })?;
-        written[i] = Some(Written { offset, crc32: hasher.finalize() });
+        let (crc32, blocks) = hasher.finish();
+        written[i] = Some(Written { offset, crc32, blocks });
         offset += content.bytes() as u64;
     }
     Ok((written.into_iter().flatten().collect(), crc32fast::hash(&head)))

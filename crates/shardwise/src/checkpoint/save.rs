@@ -14,11 +14,11 @@ use candle_core::{DType, Tensor};
 use super::assign::{Task, assign, tasks};
 use super::catalog::{Catalog, Format, StoredTensor};
 use super::content::Content;
-use super::directory::Staging;
+use super::directory::{Staging, unwritable};
 use super::element::ElementType;
 use super::state::{Leaf, State};
 use super::value::Value;
-use super::write::{Part, WrittenFile, file_name, seal, write_file};
+use super::write::{Part, WrittenFile, file_name, in_files, seal, shard_name, write_file};
 use crate::comm::{World, agree, texts, together};
 use crate::error::{Error, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
@@ -209,9 +209,7 @@ fn plan(world: &World, state: &State, format: Format) -> Result<Planned> {
         let fix = "use Native, HuggingFace or Dcp";
         return Err(Error::invalid("format", "a single file of torch.save", "one that ranks write together", fix));
     }
-    let directory = PathBuf::new();
-    let mut catalog =
-        Catalog { format, directory, tensors: BTreeMap::new(), values: BTreeMap::new(), paths: BTreeMap::new() };
+    let mut catalog = Catalog::unwritten(format);
     let mut all: Vec<Task> = Vec::new();
     let mut sources: BTreeMap<String, Source> = BTreeMap::new();
     let mut plain = Vec::new();
@@ -347,17 +345,17 @@ impl Job {
             Err(error) => format!("!{error}"),
         };
         let Some(staging) = self.staging else {
-            // The report appears as a whole.
+            // The report appears as a whole. On a full disk there may be no room for it: what went wrong first counts.
             let unfinished = report.with_extension("unfinished");
-            fs::write(&unfinished, said)?;
-            fs::rename(&unfinished, &report)?;
-            return mine.map(drop);
+            let reported = fs::write(&unfinished, said).and_then(|()| fs::rename(&unfinished, &report));
+            mine?;
+            return reported.map_err(|error| unwritable(&report, &error));
         };
         let mut all = mine?;
         for rank in 1..self.ranks {
             let path = report_path(&staged, rank);
             all.extend(wait_for(&path, rank, self.deadline, &self.wait)?);
-            fs::remove_file(&path)?;
+            fs::remove_file(&path).map_err(|error| unwritable(&path, &error))?;
         }
         seal(&staged, catalog, all)?;
         staging.commit()
@@ -372,8 +370,7 @@ fn report_path(staged: &Path, rank: usize) -> PathBuf {
     staged.join(format!("written-by-{rank}.json"))
 }
 
-/// Writes the files of one rank. In a format that knows boxes by the name of their tensor alone, boxes of one tensor go to
-/// different files.
+/// Writes the files of one rank.
 fn write_parts(
     format: Format,
     staged: &Path,
@@ -381,14 +378,7 @@ fn write_parts(
     parts: Vec<Part>,
     values: &BTreeMap<String, Value>,
 ) -> Result<Vec<WrittenFile>> {
-    let mut files: Vec<Vec<Part>> = vec![Vec::new()];
-    for part in parts {
-        let free = |file: &&mut Vec<Part>| format != Format::HuggingFace || file.iter().all(|p| p.key != part.key);
-        match files.iter_mut().find(free) {
-            Some(file) => file.push(part),
-            None => files.push(vec![part]),
-        }
-    }
+    let files = in_files(format, parts);
     let count = files.len();
     let mut written = Vec::new();
     for (i, parts) in files.into_iter().enumerate() {
@@ -397,7 +387,7 @@ fn write_parts(
         }
         let name = match format {
             Format::HuggingFace if ranks == 1 && count == 1 => file_name(format, 0, 1),
-            Format::HuggingFace => format!("shard-{:05}-model-{:05}-of-{count:05}.safetensors", rank + 1, i + 1),
+            Format::HuggingFace => shard_name(rank, i, count),
             _ => file_name(format, rank, ranks),
         };
         written.push(write_file(format, staged, &name, parts, values, &|_| {})?);

@@ -4,10 +4,12 @@ use std::fs;
 use std::panic::Location;
 use std::path::{Path, PathBuf};
 
+use super::files::LoadReport;
 use super::open::format_of;
+use super::parts::{Parts, RestoreParts, restored, state_of};
 use super::save::{AsyncSave, SaveOptions, async_save, save_with};
 use super::state::State;
-use crate::comm::{World, together};
+use crate::comm::{World, texts, together};
 use crate::error::Result;
 
 /// A directory of checkpoints by step.
@@ -38,6 +40,17 @@ pub struct Series {
     options: SaveOptions,
 }
 
+/// What a training run goes on from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Resumed {
+    /// The step of the checkpoint.
+    pub step: u64,
+    /// What this rank has read of it.
+    pub report: LoadReport,
+    /// Newer checkpoints that could not be loaded, and why.
+    pub passed_over: Vec<(u64, String)>,
+}
+
 impl Series {
     /// Checkpoints in a directory, all of them kept.
     pub fn new(root: impl AsRef<Path>) -> Self {
@@ -58,8 +71,8 @@ impl Series {
         self
     }
 
-    /// Removes a checkpoint: it is no longer one before its first file goes.
-    fn remove(&self, step: u64) -> Result<()> {
+    /// Removes the checkpoint of a step: it is no longer one before its first file goes. Local: one rank makes the call.
+    pub fn remove(&self, step: u64) -> Result<()> {
         let aside = self.root.join(format!(".removed-{step:08}"));
         fs::rename(self.path(step), &aside)?;
         Ok(fs::remove_dir_all(&aside)?)
@@ -97,6 +110,41 @@ impl Series {
     pub fn save(&self, world: &World, step: u64, state: &State) -> Result<()> {
         save_with(world, self.path(step), state, &self.options)?;
         self.prune(world, step)
+    }
+
+    /// As [`save`](Self::save), of the parts of a training run; see [`save_from`](super::save_from).
+    #[track_caller]
+    pub fn save_from(&self, world: &World, step: u64, parts: impl Parts) -> Result<()> {
+        let state = state_of(&parts, self.options.format)?;
+        self.save(world, step, &state)
+    }
+
+    /// Restores the parts of a training run from the newest checkpoint that can be loaded; see [`load_into`](super::load_into).
+    /// Returns `None`, and changes nothing, if there is no checkpoint.
+    ///
+    /// Collective: all ranks of the world make the call and restore the same step. One that cannot be loaded is passed over
+    /// for an older one, and named in the result.
+    ///
+    /// # Errors
+    /// That of the newest checkpoint, if none can be loaded.
+    #[track_caller]
+    pub fn resume(&self, world: &World, mut parts: impl RestoreParts) -> Result<Option<Resumed>> {
+        let site = Location::caller();
+        // The first rank looks: others may see files of a shared disk later.
+        let steps = together(world, if world.rank() == 0 { self.steps() } else { Ok(Vec::new()) }, site)?;
+        let text = steps.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
+        let steps = texts(world, &text, site)?.swap_remove(0);
+        let (mut passed_over, mut first) = (Vec::new(), None);
+        for step in steps.split_whitespace().rev().filter_map(|step| step.parse::<u64>().ok()) {
+            match restored(world, &self.path(step), &mut parts, site) {
+                Ok(report) => return Ok(Some(Resumed { step, report, passed_over })),
+                Err(error) => {
+                    passed_over.push((step, error.to_string()));
+                    first.get_or_insert(error);
+                }
+            }
+        }
+        first.map_or(Ok(None), Err)
     }
 
     /// As [`save`](Self::save), but returns as soon as it is clear what will be written. Nothing is removed: call

@@ -273,7 +273,8 @@ impl From<BTreeMap<String, DTensor>> for State {
     }
 }
 
-/// Settings, numbers and tensors of an optimizer, by the names of its parameters.
+/// Settings, numbers and tensors of an optimizer, by the names of its parameters; not its schedule, which
+/// [`save_from`](super::save_from) adds.
 impl TryFrom<&OptimizerState> for State {
     type Error = Error;
 
@@ -323,7 +324,8 @@ impl TryFrom<&State> for OptimizerState {
             params.insert(name.clone(), param);
         }
         let steps = state.value("steps")?.read::<u64>()?;
-        Ok(OptimizerState { steps, groups: state.value("groups")?.read()?, params })
+        // The schedule is a part of its own: programs that store states themselves say it anew.
+        Ok(OptimizerState { steps, schedule: None, groups: state.value("groups")?.read()?, params })
     }
 }
 

@@ -7,9 +7,10 @@ use rayon::prelude::*;
 
 use super::catalog::{Catalog, Chunk, Format};
 use super::element::ElementType;
+use super::files::Files;
 use super::native::{MANIFEST, read_manifest};
 use super::open::open;
-use super::read::{Files, check_crc};
+use super::read::check_crc;
 use super::safetensors::read_header;
 use crate::error::{Error, Result};
 
@@ -22,6 +23,9 @@ pub struct Verification {
     pub verified: usize,
     /// Parts of tensors that the format stores without a checksum. They are there and have the right size.
     pub unverified: usize,
+    /// Parts with one checksum for all of their bytes and none per block: a load that reads such a part in pieces, as another
+    /// layout may do, does not check it.
+    pub whole_only: usize,
     /// What is wrong.
     pub problems: Vec<String>,
     /// Files in the directory that do not belong to the checkpoint.
@@ -36,7 +40,7 @@ impl Verification {
 }
 
 /// How much is read at a time.
-const BLOCK: usize = 4 << 20;
+const BLOCK: u64 = 4 << 20;
 
 /// Reads all of a checkpoint and compares it with its checksums; looks for holes, overlaps and missing bytes. `progress`
 /// hears of bytes. What is wrong is in the result; no error stands in the way of the next one.
@@ -45,40 +49,54 @@ pub fn verify(path: impl AsRef<Path>, progress: &(dyn Fn(u64) + Sync)) -> Verifi
         Ok(catalog) => catalog,
         Err(error) => {
             let problems = vec![error.to_string()];
-            return Verification { catalog: None, verified: 0, unverified: 0, problems, strangers: Vec::new() };
+            let strangers = Vec::new();
+            return Verification { catalog: None, verified: 0, unverified: 0, whole_only: 0, problems, strangers };
         }
     };
-    let files = Files::new(&catalog.directory);
+    let files = &*catalog.files;
     let chunks: Vec<(&String, ElementType, &Chunk)> =
         catalog.tensors.iter().flat_map(|(key, t)| t.chunks.iter().map(move |c| (key, t.element, c))).collect();
     let check = |(key, element, chunk): &(&String, ElementType, &Chunk)| match chunk.crc32 {
         None => Ok(false),
         Some(expected) => {
-            let found = crc_of(&files, chunk, *element, progress)?;
-            check_crc(key, chunk, expected, found).map(|()| true)
+            let found = crc_of(files, key, chunk, *element, progress)?;
+            check_crc(key, chunk, 0, expected, found).map(|()| true)
         }
     };
     let results: Vec<Result<bool>> = chunks.par_iter().map(check).collect();
     let verified = results.iter().filter(|r| matches!(r, Ok(true))).count();
     let unverified = results.iter().filter(|r| matches!(r, Ok(false))).count();
+    let whole_only = chunks.iter().filter(|(.., c)| c.crc32.is_some() && c.blocks.is_none()).count();
     let mut problems: Vec<String> = results.into_iter().filter_map(Result::err).map(|e| e.to_string()).collect();
     if catalog.format == Format::Native {
-        problems.extend(check_headers(&files).err().map(|e| e.to_string()));
+        problems.extend(check_headers(files).err().map(|e| e.to_string()));
     }
     let strangers = strangers(&catalog);
-    Verification { catalog: Some(catalog), verified, unverified, problems, strangers }
+    Verification { catalog: Some(catalog), verified, unverified, whole_only, problems, strangers }
 }
 
-/// CRC-32 of the bytes of a chunk.
-fn crc_of(files: &Files, chunk: &Chunk, element: ElementType, progress: &(dyn Fn(u64) + Sync)) -> Result<u32> {
+/// CRC-32 of the bytes of a chunk; an error if one of its blocks is not as it was written.
+fn crc_of(
+    files: &Files,
+    key: &str,
+    chunk: &Chunk,
+    element: ElementType,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<u32> {
     let length = chunk.span(element).unwrap_or(u64::MAX);
+    let block = chunk.blocks.as_ref().map_or(BLOCK, |blocks| blocks.bytes);
     let mut hasher = crc32fast::Hasher::new();
-    let mut buffer = vec![0; BLOCK.min(length as usize)];
+    let mut buffer = vec![0; block.min(length) as usize];
     let mut done = 0;
     while done < length {
-        let size = (BLOCK as u64).min(length - done) as usize;
+        let size = block.min(length - done) as usize;
         files.read(&chunk.file, chunk.offset + done, &mut buffer[..size])?;
-        hasher.update(&buffer[..size]);
+        let mut of_block = crc32fast::Hasher::new();
+        of_block.update(&buffer[..size]);
+        hasher.combine(&of_block);
+        if let Some(blocks) = &chunk.blocks {
+            check_crc(key, chunk, done, blocks.crc32[(done / block) as usize], of_block.finalize())?;
+        }
         progress(size as u64);
         done += size as u64;
     }
@@ -106,8 +124,7 @@ fn strangers(catalog: &Catalog) -> Vec<String> {
     }
     let used: BTreeSet<&str> =
         catalog.tensors.values().flat_map(|t| t.chunks.iter().map(|c| c.file.as_str())).collect();
-    let Ok(entries) = std::fs::read_dir(&catalog.directory) else { return Vec::new() };
-    let names = entries.flatten().filter(|e| e.path().is_file()).map(|e| e.file_name().to_string_lossy().into_owned());
+    let Ok(names) = catalog.files.names() else { return Vec::new() };
     let belongs = |name: &String| {
         used.contains(name.as_str())
             || match catalog.format {
@@ -117,7 +134,5 @@ fn strangers(catalog: &Catalog) -> Vec<String> {
                 Format::HuggingFace | Format::Torch => !name.ends_with(".safetensors"),
             }
     };
-    let mut strangers: Vec<String> = names.filter(|name| !belongs(name)).collect();
-    strangers.sort();
-    strangers
+    names.into_iter().filter(|name| !belongs(name)).collect()
 }

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::catalog::{Catalog, Chunk, Format, StoredTensor};
 use super::content::Content;
+use super::directory::unwritable;
 use super::native::{FileInfo, MANIFEST, Manifest};
 use super::value::Value;
 use super::{dcp, hf, safetensors};
@@ -48,6 +49,25 @@ pub(super) fn file_name(format: Format, index: usize, count: usize) -> String {
     }
 }
 
+/// The name of file `index` of `count` with boxes of one rank, as PyTorch has it for safetensors.
+pub(super) fn shard_name(rank: usize, index: usize, count: usize) -> String {
+    format!("shard-{:05}-model-{:05}-of-{count:05}.safetensors", rank + 1, index + 1)
+}
+
+/// The boxes of one rank by file, one file at least. In a format that knows boxes by the name of their tensor alone, boxes of
+/// one tensor go to different files.
+pub(super) fn in_files(format: Format, parts: Vec<Part>) -> Vec<Vec<Part>> {
+    let mut files: Vec<Vec<Part>> = vec![Vec::new()];
+    for part in parts {
+        let free = |file: &&mut Vec<Part>| format != Format::HuggingFace || file.iter().all(|p| p.key != part.key);
+        match files.iter_mut().find(free) {
+            Some(file) => file.push(part),
+            None => files.push(vec![part]),
+        }
+    }
+    files
+}
+
 /// Writes boxes to a file of a directory and makes it durable. `values` go along in a format that has them in such files;
 /// `progress` hears of bytes.
 pub(super) fn write_file(
@@ -58,10 +78,15 @@ pub(super) fn write_file(
     values: &BTreeMap<String, Value>,
     progress: &dyn Fn(u64),
 ) -> Result<WrittenFile> {
-    let written = write_to(format, &directory.join(name), name, parts, values, progress);
+    let path = directory.join(name);
+    let written = write_to(format, &path, name, parts, values, progress).map_err(|error| match error {
+        // Which file it was is what helps.
+        Error::Io(error) => unwritable(&path, &error),
+        other => other,
+    });
     if written.is_err() {
         // The space is needed to say what went wrong.
-        let _ = fs::remove_file(directory.join(name));
+        let _ = fs::remove_file(&path);
     }
     written
 }
@@ -109,8 +134,8 @@ fn write_to(
     let file = out.into_inner().map_err(|error| Error::from(error.into_error()))?;
     file.sync_all()?;
     let chunk = |((key, part), place): ((String, TensorBox), safetensors::Written)| {
-        let crc32 = Some(place.crc32);
-        (key, Chunk { part, file: name.to_string(), offset: place.offset, strides: None, crc32 })
+        let (offset, crc32, blocks) = (place.offset, Some(place.crc32), Some(place.blocks));
+        (key, Chunk { part, file: name.to_string(), offset, strides: None, crc32, blocks })
     };
     let chunks = boxes.into_iter().zip(places).map(chunk).collect();
     let info = Some(FileInfo { bytes: file.metadata()?.len(), header_crc32 });
@@ -131,18 +156,20 @@ pub(super) fn seal(directory: &Path, mut catalog: Catalog, files: Vec<WrittenFil
         }
     }
     catalog.tensors.values_mut().for_each(|t| t.chunks.sort_by(|a, b| a.part.offsets.cmp(&b.part.offsets)));
-    match catalog.format {
-        Format::Native => fs::write(directory.join(MANIFEST), Manifest::new(&catalog, infos).to_text()?)?,
+    let (name, contents) = match catalog.format {
+        Format::Native => (MANIFEST, Manifest::new(&catalog, infos).to_text()?.into_bytes()),
         Format::HuggingFace if infos.len() > 1 && catalog.tensors.values().all(|t| t.chunks.len() <= 1) => {
-            fs::write(directory.join(hf::INDEX), hf::index_text(&catalog.tensors)?)?;
+            (hf::INDEX, hf::index_text(&catalog.tensors)?.into_bytes())
         }
-        Format::HuggingFace => {}
+        Format::HuggingFace => return super::directory::sync(directory),
         Format::Dcp => {
             let described = |(key, t): (&String, &StoredTensor)| (key.clone(), (t.element, t.shape.clone()));
             let tensors = catalog.tensors.iter().map(described).collect();
-            fs::write(directory.join(".metadata"), dcp::metadata_bytes(&tensors, &places, &catalog.paths)?)?;
+            (dcp::METADATA, dcp::metadata_bytes(&tensors, &places, &catalog.paths)?)
         }
         Format::Torch => unreachable!("refused before anything is written"),
-    }
+    };
+    let path = directory.join(name);
+    fs::write(&path, contents).map_err(|error| unwritable(&path, &error))?;
     super::directory::sync(directory)
 }

@@ -60,7 +60,7 @@ struct Slot {
     name: String,
     param: Param,
     group: usize,
-    /// Made when the first gradient comes.
+    /// Allocated when the first gradient comes.
     state: Option<State>,
 }
 
@@ -125,6 +125,11 @@ impl ShardedOptimizer {
         self.schedule = schedule;
     }
 
+    /// The schedule that the learning rates of all groups follow.
+    pub fn schedule(&self) -> Schedule {
+        self.schedule
+    }
+
     /// Steps taken so far.
     pub fn steps(&self) -> u64 {
         self.steps
@@ -164,18 +169,40 @@ impl ShardedOptimizer {
     }
 
     /// The state to save, each tensor in the layout of its parameter.
+    ///
+    /// It is complete, also before the first step: a parameter that has not had a gradient yet has the state that its first
+    /// step begins with. So the state of a new optimizer is a template for [`checkpoint::load`](crate::checkpoint::load).
     pub fn state_dict(&self) -> Result<OptimizerState> {
-        let mut state = OptimizerState { steps: self.steps, groups: self.group_states(), params: BTreeMap::new() };
+        let (groups, schedule) = (self.group_states(), Some(self.schedule));
+        let mut state = OptimizerState { steps: self.steps, schedule, groups, params: BTreeMap::new() };
         for slot in &self.slots {
-            let algorithm = &self.groups[slot.group].algorithm;
-            let saved = slot.state.as_ref().map(|state| state.saved(algorithm)).transpose()?;
-            state.params.insert(slot.name.clone(), saved.unwrap_or_default());
+            let group = &self.groups[slot.group];
+            let saved = match &slot.state {
+                Some(state) => state.saved(&group.algorithm)?,
+                None => state::fresh(&slot.param.get().detach(), group)?,
+            };
+            state.params.insert(slot.name.clone(), saved);
         }
         Ok(state)
     }
 
-    /// Goes on from a saved state, with the settings in it. Its tensors may lie otherwise than the parameters do, also on
-    /// other meshes of the world. If it does not fit, nothing changes.
+    /// The state that all parameters begin with, in the layouts of the parameters: what is to be loaded, without a copy of what
+    /// is there.
+    pub(crate) fn state_template(&self) -> Result<OptimizerState> {
+        let of = |slot: &Slot| {
+            let param = slot.param.get().detach();
+            Ok((slot.name.clone(), state::fresh(&param, &self.groups[slot.group])?))
+        };
+        let params = self.slots.iter().map(of).collect::<Result<_>>()?;
+        Ok(OptimizerState { steps: 0, schedule: None, groups: self.group_states(), params })
+    }
+
+    /// Goes on from a saved state, with the settings and the schedule in it. Its tensors may lie otherwise than the parameters
+    /// do, also on other meshes of the world.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if it does not fit, or is that of an optimizer that has taken steps and has no moments; nothing
+    /// changes then.
     #[track_caller]
     pub fn load_state_dict(&mut self, state: &OptimizerState) -> Result<()> {
         self.check(state, DTensor::shape)?;
@@ -199,7 +226,7 @@ impl ShardedOptimizer {
         let mut loaded = Vec::new();
         for slot in &self.slots {
             let saved = &state.params[&slot.name];
-            if saved.numbers.is_empty() && saved.tensors.is_empty() {
+            if saved.is_empty() {
                 loaded.push(None);
                 continue;
             }
@@ -213,12 +240,13 @@ impl ShardedOptimizer {
         }
         self.slots.iter_mut().zip(loaded).for_each(|(slot, state)| slot.state = state);
         self.groups = state.groups.iter().map(|group| group.group).collect();
+        self.schedule = state.schedule.unwrap_or(self.schedule);
         self.steps = state.steps;
         Ok(())
     }
 
     /// An error if a state is not one of these parameters in these groups.
-    fn check<T>(&self, state: &OptimizerState<T>, shape_of: fn(&T) -> &[usize]) -> Result<()> {
+    pub(crate) fn check<T>(&self, state: &OptimizerState<T>, shape_of: fn(&T) -> &[usize]) -> Result<()> {
         let fix = "load the state of an optimizer of the same model";
         let bad = |found: String, needed: String| Err(Error::invalid("optimizer state", found, needed, fix));
         for slot in &self.slots {
@@ -247,10 +275,19 @@ impl ShardedOptimizer {
             let algorithm = &state.groups[slot.group].group.algorithm;
             state::check(&slot.name, &state.params[&slot.name], algorithm, &slot.param.shape(), shape_of)?;
         }
+        // One parameter without moments may have had no gradient; all of them were not loaded.
+        let keeps = |slot: &&Slot| !state.groups[slot.group].group.algorithm.tensors().is_empty();
+        let mut keeping = self.slots.iter().filter(keeps).peekable();
+        if state.steps > 0 && keeping.peek().is_some() && keeping.all(|slot| state.params[&slot.name].is_empty()) {
+            let found = format!("no moments of any parameter after {} step(s)", state.steps);
+            let fix = "load into the state_dict() of an optimizer, which has an entry for every moment";
+            return Err(Error::invalid("optimizer state", found, "those of the parameters that were updated", fix));
+        }
         Ok(())
     }
 
-    fn group_states(&self) -> Vec<GroupState> {
+    /// Settings and names of parameters of every group.
+    pub(crate) fn group_states(&self) -> Vec<GroupState> {
         let of = |i: usize| self.slots.iter().filter(move |slot| slot.group == i).map(|slot| slot.name.clone());
         let groups = self.groups.iter().enumerate();
         groups.map(|(i, group)| GroupState { group: *group, params: of(i).collect() }).collect()

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::algorithm::{Algorithm, ParamGroup};
 use super::rules::{self, Moment};
+use super::schedule::Schedule;
 use crate::comm::{Charge, DeviceMesh};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
@@ -16,6 +17,8 @@ use crate::tensor::DTensor;
 
 /// Name of the finer copy of a parameter.
 const MASTER: &str = "master_param";
+/// Name of the number that tells a momentum of zeros from one that has not begun: the first gradient is not dampened.
+const BEGUN: &str = "begun";
 
 /// The state of an optimizer, by names of parameters; `T` is what tensors are.
 ///
@@ -25,9 +28,11 @@ const MASTER: &str = "master_param";
 pub struct OptimizerState<T = DTensor> {
     /// Steps taken so far.
     pub steps: u64,
+    /// The schedule of the learning rates; without one, that of the optimizer that loads it stays.
+    pub schedule: Option<Schedule>,
     /// The groups in order.
     pub groups: Vec<GroupState>,
-    /// What is kept per parameter; without content for one that has not had a gradient yet.
+    /// What is kept per parameter. One without content has not had a gradient yet.
     pub params: BTreeMap<String, ParamState<T>>,
 }
 
@@ -46,10 +51,17 @@ pub struct GroupState {
 /// What is kept for one parameter, by the names that PyTorch uses.
 #[derive(Debug, Clone)]
 pub struct ParamState<T = DTensor> {
-    /// Numbers: `step` (not of SGD), and `mu_product` of NAdam.
+    /// Numbers: `step` (not of SGD), `mu_product` of NAdam, and `begun` of SGD with momentum: 0 before the first gradient.
     pub numbers: BTreeMap<String, f64>,
     /// Tensors of the shape of the parameter, such as `exp_avg`; and `master_param`, its f32 copy if there is one.
     pub tensors: BTreeMap<String, T>,
+}
+
+impl<T> ParamState<T> {
+    /// Whether there is nothing in it.
+    pub(super) fn is_empty(&self) -> bool {
+        self.numbers.is_empty() && self.tensors.is_empty()
+    }
 }
 
 impl<T> Default for ParamState<T> {
@@ -71,7 +83,7 @@ impl OptimizerState {
             }
             params.insert(name.clone(), ParamState { numbers: state.numbers.clone(), tensors });
         }
-        Ok(OptimizerState { steps: self.steps, groups: self.groups.clone(), params })
+        Ok(OptimizerState { steps: self.steps, schedule: self.schedule, groups: self.groups.clone(), params })
     }
 }
 
@@ -135,7 +147,7 @@ impl State {
         Ok(State {
             step: saved.numbers.get("step").map_or(0, |&step| step as u64),
             mu_product: saved.numbers.get("mu_product").copied().unwrap_or(1.0),
-            first: !saved.tensors.contains_key("momentum_buffer"),
+            first: saved.numbers.get(BEGUN) == Some(&0.0) || !saved.tensors.contains_key("momentum_buffer"),
             names,
             values,
             mesh,
@@ -203,6 +215,39 @@ impl State {
     }
 }
 
+/// The state of a parameter that has not had a gradient yet: what its first step begins with.
+pub(super) fn fresh(param: &DTensor, group: &ParamGroup) -> Result<ParamState> {
+    let (mesh, layout, dtype) = (param.device_mesh(), param.layout().settled(), dtype_of(param));
+    let mut saved = ParamState::default();
+    for name in names(param, group) {
+        let meta = TensorMeta { shape: layout.local_shape(mesh.world().rank()), dtype };
+        let tensor = match name {
+            MASTER => placed(param, param, dtype)?,
+            _ => {
+                let local = match group.algorithm.initial() {
+                    _ if mesh.world().is_dry() || meta.elem_count() == 0 => placeholder(&meta)?,
+                    // Zeros come from the system without being written.
+                    0.0 => Tensor::zeros(meta.shape.as_slice(), dtype, &Device::Cpu)?,
+                    initial => Tensor::full(initial, meta.shape.as_slice(), &Device::Cpu)?.to_dtype(dtype)?,
+                };
+                DTensor::from_parts(mesh, layout.clone(), local)
+            }
+        };
+        saved.tensors.insert(name.to_string(), tensor);
+    }
+    match group.algorithm {
+        Algorithm::Sgd(_) if saved.tensors.contains_key("momentum_buffer") => {
+            saved.numbers.insert(BEGUN.into(), 0.0);
+        }
+        Algorithm::Sgd(_) => {}
+        _ => drop(saved.numbers.insert("step".into(), 0.0)),
+    }
+    if matches!(group.algorithm, Algorithm::NAdam(_)) {
+        saved.numbers.insert("mu_product".into(), 1.0);
+    }
+    Ok(saved)
+}
+
 /// The tensors that are kept for a parameter.
 fn names(param: &DTensor, group: &ParamGroup) -> Vec<&'static str> {
     let is_half = matches!(param.dtype(), DType::F16 | DType::BF16);
@@ -247,7 +292,7 @@ pub(super) fn check<T>(
     shape: &[usize],
     shape_of: fn(&T) -> &[usize],
 ) -> Result<()> {
-    if saved.numbers.is_empty() && saved.tensors.is_empty() {
+    if saved.is_empty() {
         return Ok(());
     }
     let bad = |found: String, needed: String| {

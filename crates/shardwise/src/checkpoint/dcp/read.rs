@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use super::super::catalog::{Catalog, Format, INCOMPLETE, NOT_OURS, StoredTensor, check_file_name};
 use super::super::element::ElementType;
+use super::super::files::Files;
 use super::super::pickle::{Id, Object, Pickle};
-use super::super::read::Files;
 use super::super::torch::{Saved, add, at_key};
 use super::super::value::Key;
 use super::{CLASSES, FILESYSTEM, METADATA};
@@ -31,7 +32,7 @@ fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
 }
 
 /// What is in a checkpoint of this format.
-pub(in crate::checkpoint) fn open(directory: &Path, files: &Files) -> Result<Catalog> {
+pub(in crate::checkpoint) fn open(directory: &Path, files: &Arc<Files>) -> Result<Catalog> {
     let size = files.size(METADATA).unwrap_or(0);
     if size > MAX_METADATA {
         return Err(bad(format!("{METADATA} of {size} bytes"), "1 GB at most"));
@@ -46,13 +47,7 @@ pub(in crate::checkpoint) fn open(directory: &Path, files: &Files) -> Result<Cat
         Some(id) if *pickle.get(id) != Object::None => paths(&pickle, id)?,
         _ => BTreeMap::new(),
     };
-    let mut catalog = Catalog {
-        format: Format::Dcp,
-        directory: directory.to_path_buf(),
-        tensors: BTreeMap::new(),
-        values: BTreeMap::new(),
-        paths: BTreeMap::new(),
-    };
+    let mut catalog = Catalog::new(Format::Dcp, directory, files);
     let items = field(&pickle, state, "state_dict_metadata")?;
     let items = pickle.dict(items).ok_or_else(|| bad(pickle.describe(items), "a dict of items"))?;
     let mut by_key: BTreeMap<&str, Id> = BTreeMap::new();

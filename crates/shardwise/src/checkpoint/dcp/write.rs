@@ -60,6 +60,7 @@ pub(in crate::checkpoint) fn write_file(
             offset: offset + written.data,
             strides: None,
             crc32: Some(written.crc32),
+            blocks: Some(written.blocks),
         };
         let (key, file, length) = (key.clone(), name.to_string(), written.length);
         places.push(Place { key, file, offset, length, chunk: Some(chunk) });

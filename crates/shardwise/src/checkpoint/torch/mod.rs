@@ -3,12 +3,12 @@
 mod saved;
 mod write;
 
-use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use super::catalog::{Catalog, Chunk, Format, NOT_OURS, StoredTensor};
 use super::element::ElementType;
-use super::read::Files;
+use super::files::Files;
 use super::value::{Key, flat_key};
 use crate::error::{Error, Result};
 use crate::layout::TensorBox;
@@ -18,16 +18,10 @@ pub(super) use write::{write_tensor, write_value};
 
 /// What is in one file of `torch.save`: nested dicts and lists become keys with dots, as PyTorch's distributed checkpoint has
 /// them.
-pub(super) fn open(directory: &Path, files: &Files, name: &str) -> Result<Catalog> {
+pub(super) fn open(directory: &Path, files: &Arc<Files>, name: &str) -> Result<Catalog> {
     let size = files.size(name).unwrap_or(0);
     let saved = Saved::open(files, name, 0, size)?;
-    let mut catalog = Catalog {
-        format: Format::Torch,
-        directory: directory.to_path_buf(),
-        tensors: BTreeMap::new(),
-        values: BTreeMap::new(),
-        paths: BTreeMap::new(),
-    };
+    let mut catalog = Catalog::new(Format::Torch, directory, files);
     for (path, leaf) in saved.flatten(&[])? {
         if path.is_empty() {
             let needed = "a dict or list of tensors";
@@ -63,9 +57,14 @@ impl Located {
 
     /// The tensor as a chunk of another.
     pub(super) fn chunk(self, part: TensorBox, file: &str) -> Chunk {
-        Chunk { part, file: file.to_string(), offset: self.offset, strides: self.strides, crc32: self.crc32 }
+        let Located { offset, strides, crc32, blocks, .. } = self;
+        Chunk { part, file: file.to_string(), offset, strides, crc32, blocks }
     }
 }
+
+/// The entry with the checksums of the blocks of storage 0, in archives of one tensor that this library wrote. PyTorch does
+/// not look at it.
+const CHECKSUMS: &str = ".shardwise_crc32";
 
 /// The classes of storages that have a type of elements; other types lie in storages of bytes.
 const STORAGES: &[(&str, ElementType)] = &[

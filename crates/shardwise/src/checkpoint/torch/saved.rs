@@ -1,12 +1,13 @@
 //! One archive of `torch.save`, read just enough to know where its tensors are.
 
+use super::super::blocks::Blocks;
 use super::super::catalog::{NOT_OURS, row_major};
 use super::super::element::ElementType;
+use super::super::files::Files;
 use super::super::pickle::{Id, MAX_DEPTH, Object, Pickle};
-use super::super::read::Files;
 use super::super::value::{Key, Value};
 use super::super::zip::Archive;
-use super::STORAGES;
+use super::{CHECKSUMS, STORAGES};
 use crate::error::{Error, Result};
 
 /// A longer pickle is refused.
@@ -35,6 +36,8 @@ pub(in crate::checkpoint) struct Located {
     pub(in crate::checkpoint) offset: u64,
     /// CRC-32 of its bytes, if they are all that the storage has, in order.
     pub(in crate::checkpoint) crc32: Option<u32>,
+    /// CRC-32 of its blocks, if this library wrote it.
+    pub(in crate::checkpoint) blocks: Option<Blocks>,
 }
 
 /// What is at the end of a path.
@@ -217,9 +220,25 @@ impl<'a> Saved<'a> {
         let dense = row_major(&sizes);
         let ordered = volume == 0 || sizes.iter().zip(strides.iter().zip(&dense)).all(|(&n, (a, b))| n == 1 || a == b);
         let start = if volume == 0 { 0 } else { (first * size) as u64 };
-        let crc32 = entry.crc32.filter(|_| ordered && start == 0 && bytes as u64 == entry.bytes);
+        let is_whole = ordered && start == 0 && bytes as u64 == entry.bytes;
+        let crc32 = entry.crc32.filter(|_| is_whole);
         let offset = self.archive.locate(&name)? + start;
-        Ok(Some(Located { element, sizes, strides: (!ordered).then_some(strides), offset, crc32 }))
+        let blocks = match is_whole && key == "0" {
+            true => self.checksums(entry.bytes)?,
+            false => None,
+        };
+        Ok(Some(Located { element, sizes, strides: (!ordered).then_some(strides), offset, crc32, blocks }))
+    }
+
+    /// The checksums of the blocks of storage 0, which has so many bytes.
+    fn checksums(&self, bytes: u64) -> Result<Option<Blocks>> {
+        let name = format!("{}{CHECKSUMS}", self.prefix);
+        let Ok(entry) = self.archive.entry(&name) else { return Ok(None) };
+        let wrong = || bad(format!("{} bytes as checksums of a storage of {bytes}", entry.bytes), "one per block");
+        // No more than there can be: blocks are not shorter than 64 KiB.
+        let read = self.archive.read(&name, 16 + bytes / 8192).map_err(|_| wrong())?;
+        let blocks = Blocks::from_bytes(&read).filter(|blocks| blocks.fits(bytes));
+        blocks.map(Some).ok_or_else(wrong)
     }
 }
 

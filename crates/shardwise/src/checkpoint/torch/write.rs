@@ -2,12 +2,13 @@
 
 use std::io::Write;
 
+use super::super::blocks::{BlockHasher, Blocks};
 use super::super::catalog::row_major;
 use super::super::content::Content;
 use super::super::pickle::Writer as PickleWriter;
 use super::super::value::Value;
 use super::super::zip::Writer;
-use super::STORAGES;
+use super::{CHECKSUMS, STORAGES};
 use crate::error::Result;
 
 /// An archive that was written.
@@ -18,6 +19,8 @@ pub(in crate::checkpoint) struct Written {
     pub(in crate::checkpoint) data: u64,
     /// CRC-32 of the elements.
     pub(in crate::checkpoint) crc32: u32,
+    /// CRC-32 of blocks of the elements.
+    pub(in crate::checkpoint) blocks: Blocks,
 }
 
 /// Writes an archive with one tensor, row-major.
@@ -29,14 +32,18 @@ pub(in crate::checkpoint) fn write_tensor(
     let mut archive = Writer::new(out);
     archive.small("archive/data.pkl", &tensor_pickle(content))?;
     begin(&mut archive)?;
-    let (data, crc32) = archive.entry("archive/data/0", content.bytes() as u64, &mut |put| {
+    let mut hasher = BlockHasher::new(content.bytes() as u64);
+    let (data, _) = archive.entry("archive/data/0", content.bytes() as u64, &mut |put| {
         content.for_each_block(&mut |block| {
+            hasher.update(block);
             progress(block.len() as u64);
             put(block)
         })
     })?;
+    let (crc32, blocks) = hasher.finish();
     archive.small("archive/version", b"3\n")?;
-    Ok(Written { length: archive.finish()?, data, crc32 })
+    archive.small(&format!("archive/{CHECKSUMS}"), &blocks.to_bytes())?;
+    Ok(Written { length: archive.finish()?, data, crc32, blocks })
 }
 
 /// Writes an archive with one value; returns its length.

@@ -3,7 +3,7 @@
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-use super::super::read::Files;
+use super::super::files::Files;
 use super::*;
 use crate::error::Result;
 
@@ -19,7 +19,7 @@ impl Scratch {
 
     fn files(&self, bytes: &[u8]) -> Files {
         std::fs::write(self.0.join("file"), bytes).unwrap();
-        Files::new(&self.0)
+        Files::hold(&self.0, &self.0).unwrap()
     }
 }
 
@@ -93,7 +93,7 @@ fn large_entries_get_numbers_of_64_bits() {
     let (at, _) = writer.entry("archive/data/0", large, &mut |put| (0..65).try_for_each(|_| put(&block))).unwrap();
     writer.small("archive/version", b"3\n").unwrap();
     let length = writer.finish().unwrap();
-    let files = Files::new(&scratch.0);
+    let files = Files::hold(&scratch.0, &scratch.0).unwrap();
     let archive = Archive::open(&files, "file", 0, length).unwrap();
     assert_eq!(
         (archive.entry("archive/data/0").unwrap().bytes, archive.locate("archive/data/0").unwrap()),

@@ -1,0 +1,254 @@
+//! The files of one checkpoint, held so that they stay those of one save while others follow at the same path.
+
+use std::collections::{BTreeSet, HashMap};
+use std::fmt;
+use std::fs::{self, File, Metadata};
+use std::io::{self, ErrorKind};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use parking_lot::Mutex;
+
+use super::catalog::check_file_name;
+use super::safetensors::header_bytes;
+use crate::error::{Error, Result};
+
+/// The files of a checkpoint. The directory is opened once, and files are found in what was opened: a save that puts another
+/// checkpoint at the path does not change what is read here. Files that are open are read even after they are removed; one
+/// that was removed before it was opened is reported as [`is_replaced`](Self::is_replaced), never as damaged.
+pub(super) struct Files {
+    /// As the caller named it: what a checkpoint is at now is compared with what was opened.
+    path: PathBuf,
+    /// The directory, for messages.
+    directory: PathBuf,
+    /// The directory as it was opened; `None` for one that is not read.
+    handle: Option<File>,
+    open: Mutex<HashMap<String, Arc<File>>>,
+    /// CRC-32 of headers that have not been compared yet, by file.
+    headers: Mutex<HashMap<String, u32>>,
+    read: AtomicU64,
+    unchecked: AtomicU64,
+    unchecked_keys: Mutex<BTreeSet<String>>,
+}
+
+/// What one rank read of a checkpoint, and what of it no checksum vouches for.
+///
+/// Checkpoints of this library have a checksum per block, and everything that is read of them is checked. Parts that were
+/// written before, or by PyTorch, have one checksum each: they are checked where this rank reads them whole. Safetensors files
+/// of others have none.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LoadReport {
+    /// Bytes of tensors that were read.
+    pub bytes: u64,
+    /// Bytes of these without a checksum.
+    pub unchecked_bytes: u64,
+    /// The tensors that they are of.
+    pub unchecked: Vec<String>,
+}
+
+/// How many files stay open: all ranks of a process share the number of files that it may have open.
+const MAX_OPEN: usize = 64;
+
+impl Files {
+    /// Holds the directory of the checkpoint at `path`, which is `directory` or a file in it.
+    pub(super) fn hold(path: &Path, directory: &Path) -> io::Result<Self> {
+        let handle = File::open(directory)?;
+        Ok(Files { path: path.to_path_buf(), handle: Some(handle), ..Files::nowhere(directory) })
+    }
+
+    /// The files of a checkpoint that is yet to be written: there is nothing to read.
+    pub(super) fn nowhere(directory: &Path) -> Self {
+        Files {
+            path: directory.to_path_buf(),
+            directory: directory.to_path_buf(),
+            handle: None,
+            open: Mutex::default(),
+            headers: Mutex::default(),
+            read: AtomicU64::new(0),
+            unchecked: AtomicU64::new(0),
+            unchecked_keys: Mutex::default(),
+        }
+    }
+
+    /// A path that leads into the directory that was opened, whatever is at its name now.
+    fn within(&self, name: &str) -> PathBuf {
+        let held = self.handle.as_ref().map(|handle| PathBuf::from(format!("/proc/self/fd/{}", handle.as_raw_fd())));
+        // Without /proc there is only the name: a file that is gone is noticed then, another one in its place is not.
+        held.filter(|held| held.exists()).unwrap_or_else(|| self.directory.clone()).join(name)
+    }
+
+    /// The directory as it is called.
+    pub(super) fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// Names of all files in the directory.
+    pub(super) fn names(&self) -> Result<BTreeSet<String>> {
+        let entries = fs::read_dir(self.within("")).map_err(|error| unreadable(&self.directory, &error))?;
+        let mut names = BTreeSet::new();
+        for entry in entries {
+            let entry = entry?;
+            if fs::metadata(self.within(&entry.file_name().to_string_lossy())).is_ok_and(|m| m.is_file()) {
+                names.insert(entry.file_name().to_string_lossy().into_owned());
+            }
+        }
+        Ok(names)
+    }
+
+    /// Size of a file, `None` if there is none.
+    pub(super) fn size(&self, name: &str) -> Option<u64> {
+        check_file_name(name).ok()?;
+        let open = self.open.lock().get(name).cloned();
+        let metadata = match open {
+            Some(file) => file.metadata().ok()?,
+            None => fs::metadata(self.within(name)).ok()?,
+        };
+        metadata.is_file().then_some(metadata.len())
+    }
+
+    /// Fills `into` with the bytes of a file from `offset` on.
+    pub(super) fn read(&self, name: &str, offset: u64, into: &mut [u8]) -> Result<()> {
+        let file = self.file(name)?;
+        file.read_exact_at(into, offset).map_err(|error| {
+            let found = format!("{error} in {} at byte {offset}", self.directory.join(name).display());
+            let needed = format!("{} bytes", into.len());
+            Error::invalid("checkpoint file", found, needed, "the file is cut off or unreadable; copy it again")
+        })
+    }
+
+    /// Opens files, as many as stay open, so that they can be read although a later save removes them.
+    pub(super) fn keep<'a>(&self, names: impl IntoIterator<Item = &'a str>) -> Result<()> {
+        for name in names {
+            if self.open.lock().len() >= MAX_OPEN {
+                break;
+            }
+            self.file(name)?;
+        }
+        Ok(())
+    }
+
+    fn file(&self, name: &str) -> Result<Arc<File>> {
+        check_file_name(name)?;
+        let mut open = self.open.lock();
+        if let Some(file) = open.get(name) {
+            return Ok(Arc::clone(file));
+        }
+        // Whoever reads a file has it while others take its place here.
+        if open.len() >= MAX_OPEN {
+            open.clear();
+        }
+        let path = self.within(name);
+        let mut opened = File::open(&path);
+        if opened.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::EMFILE)) {
+            open.clear();
+            opened = File::open(&path);
+        }
+        let file = Arc::new(opened.map_err(|error| match self.is_replaced() {
+            true => self.replaced(),
+            false => unreadable(&self.directory.join(name), &error),
+        })?);
+        open.insert(name.to_string(), Arc::clone(&file));
+        Ok(file)
+    }
+
+    /// Whether another checkpoint, or none, is at the path by now. A writer exchanges directories before it removes files.
+    pub(super) fn is_replaced(&self) -> bool {
+        let same = |a: &Metadata, b: &Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
+        let Some(Ok(held)) = self.handle.as_ref().map(File::metadata) else { return false };
+        !fs::metadata(&self.directory).is_ok_and(|now| same(&held, &now))
+    }
+
+    fn replaced(&self) -> Error {
+        let found = format!("another save at {} while it was read", self.path.display());
+        Error::invalid("checkpoint", found, "one that stays until it is read", "open it again")
+    }
+
+    /// A number for the files that were opened, which another save at the path does not have.
+    pub(super) fn instance(&self) -> u64 {
+        let mut open: Vec<(String, Arc<File>)> =
+            self.open.lock().iter().map(|(name, file)| (name.clone(), Arc::clone(file))).collect();
+        open.sort_by(|a, b| a.0.cmp(&b.0));
+        let mut hash = Fnv::default();
+        for (name, file) in open {
+            let metadata = file.metadata().map(|m| (m.ino(), m.mtime(), m.mtime_nsec(), m.len()));
+            hash.add(format!("{name} {metadata:?}").as_bytes());
+        }
+        hash.0
+    }
+
+    /// The CRC-32 that the header of a file must have. It is compared when something is first read of the file.
+    pub(super) fn expect_header(&self, name: &str, crc32: u32) {
+        self.headers.lock().insert(name.to_string(), crc32);
+    }
+
+    /// An error unless the header of a file is as it was written.
+    pub(super) fn check_header(&self, name: &str) -> Result<()> {
+        let Some(expected) = self.headers.lock().get(name).copied() else { return Ok(()) };
+        let found = crc32fast::hash(&header_bytes(self, name)?);
+        if found != expected {
+            let found = format!("checksum {found:08x} for the header of {name:?}");
+            let fix = "the file is damaged; copy or save it again";
+            return Err(Error::invalid("checkpoint", found, format!("{expected:08x}"), fix));
+        }
+        self.headers.lock().remove(name);
+        Ok(())
+    }
+
+    /// Counts bytes of a tensor that were read, with a checksum or without.
+    pub(super) fn count(&self, key: &str, bytes: u64, is_checked: bool) {
+        self.read.fetch_add(bytes, Relaxed);
+        if !is_checked && bytes > 0 {
+            self.unchecked.fetch_add(bytes, Relaxed);
+            self.unchecked_keys.lock().insert(key.to_string());
+        }
+    }
+
+    /// What was read so far.
+    pub(super) fn report(&self) -> LoadReport {
+        let unchecked = self.unchecked_keys.lock().iter().cloned().collect();
+        LoadReport { bytes: self.read.load(Relaxed), unchecked_bytes: self.unchecked.load(Relaxed), unchecked }
+    }
+}
+
+impl fmt::Debug for Files {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Files({})", self.directory.display())
+    }
+}
+
+fn unreadable(path: &Path, error: &io::Error) -> Error {
+    let fix = match error.kind() {
+        ErrorKind::PermissionDenied => "give this user the right to read it",
+        _ => "copy the checkpoint again",
+    };
+    Error::invalid("checkpoint file", format!("{error}: {}", path.display()), "a file that can be read", fix)
+}
+
+/// FNV-1a: the same number on every rank.
+pub(super) struct Fnv(pub(super) u64);
+
+impl Default for Fnv {
+    fn default() -> Self {
+        Fnv(0xcbf2_9ce4_8422_2325)
+    }
+}
+
+impl Fnv {
+    fn add(&mut self, bytes: &[u8]) {
+        self.0 = bytes.iter().fold(self.0, |h, &b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
+    }
+}
+
+impl io::Write for Fnv {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.add(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,374 @@
+//! A training run saved and restored in one call: model, optimizer with its schedule, generator, and what a program adds.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::panic::Location;
+use std::path::Path;
+
+use candle_core::{Device, Tensor};
+
+use super::catalog::{Catalog, Format};
+use super::files::LoadReport;
+use super::load::{like, load_one};
+use super::save::{SaveOptions, save_with};
+use super::state::State;
+use super::torch_optim;
+use super::value::Value;
+use crate::comm::{DeviceMesh, World};
+use crate::error::{Error, Result, Site};
+use crate::nn::Module;
+use crate::optim::{OptimizerState, Schedule, ShardedOptimizer};
+use crate::random::GeneratorState;
+use crate::tensor::DTensor;
+
+/// Part of a training run that a checkpoint holds under a name: a module, an optimizer, the generator of a mesh, or a type of
+/// the program.
+#[doc(alias = "get_state_dict")]
+pub trait Stateful {
+    /// Name of its entry in a checkpoint.
+    fn entry(&self) -> &str;
+
+    /// What is saved, complete: it is also the template of a load. Local.
+    fn state(&self) -> Result<State>;
+
+    /// What is saved in a format; where readers of that format expect another form, that one.
+    fn state_in(&self, format: Format) -> Result<State> {
+        let _ = format;
+        self.state()
+    }
+}
+
+/// A [`Stateful`] part that takes over what was loaded.
+#[doc(alias = "set_state_dict")]
+pub trait Restore: Stateful {
+    /// What is to be loaded from a checkpoint that has this part under `entry`.
+    fn template(&self, stored: &Catalog, entry: &str) -> Result<State> {
+        let _ = (stored, entry);
+        self.state()
+    }
+
+    /// An error if [`restore`](Self::restore) would refuse this. It is called for all parts before any of them changes.
+    fn check(&self, loaded: &State) -> Result<()> {
+        let _ = loaded;
+        Ok(())
+    }
+
+    /// Takes over what was loaded into its template.
+    fn restore(&mut self, loaded: &State) -> Result<()>;
+}
+
+/// Several [`Stateful`] parts: a tuple of one to six.
+pub trait Parts {
+    /// Calls `visit` with every part.
+    fn each(&self, visit: &mut dyn FnMut(&dyn Stateful) -> Result<()>) -> Result<()>;
+}
+
+/// Several [`Restore`] parts: a tuple of one to six.
+pub trait RestoreParts {
+    /// Calls `visit` with every part.
+    fn each_mut(&mut self, visit: &mut dyn FnMut(&mut dyn Restore) -> Result<()>) -> Result<()>;
+}
+
+macro_rules! tuples {
+    ($($($T:ident $i:tt),+;)*) => {$(
+        impl<$($T: Stateful),+> Parts for ($($T,)+) {
+            fn each(&self, visit: &mut dyn FnMut(&dyn Stateful) -> Result<()>) -> Result<()> {
+                $(visit(&self.$i)?;)+
+                Ok(())
+            }
+        }
+
+        impl<$($T: Restore),+> RestoreParts for ($($T,)+) {
+            fn each_mut(&mut self, visit: &mut dyn FnMut(&mut dyn Restore) -> Result<()>) -> Result<()> {
+                $(visit(&mut self.$i)?;)+
+                Ok(())
+            }
+        }
+    )*};
+}
+tuples! {
+    A 0;
+    A 0, B 1;
+    A 0, B 1, C 2;
+    A 0, B 1, C 2, D 3;
+    A 0, B 1, C 2, D 3, E 4;
+    A 0, B 1, C 2, D 3, E 4, F 5;
+}
+
+/// Saves the parts of a training run, each under its name. The twin of [`load_into`].
+///
+/// Collective: all ranks of the world make the call. Nothing but plans and errors is communicated; files are written as by
+/// [`save_with`]. In [`Format::Dcp`] the optimizer is written as PyTorch's `get_optimizer_state_dict` has it.
+///
+/// ```
+/// use shardwise::checkpoint;
+/// use shardwise::nn::{Builder, Linear, Module};
+/// use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer};
+/// use shardwise::prelude::*;
+///
+/// # let directory = std::env::temp_dir().join(format!("shardwise-parts-{}", std::process::id()));
+/// # let path = directory.clone();
+/// launch(2, move |world| {
+///     let mesh = world.mesh([("dp", 2)])?;
+///     let model = Linear::new(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]), 4, 6)?;
+///     let mut optimizer = ShardedOptimizer::new(model.named_parameters(), ParamGroup::new(AdamW::default()))?;
+///     checkpoint::save_from(&world, &path, (&model, &optimizer, &mesh))?;
+///     let report = checkpoint::load_into(&world, &path, (&model, &mut optimizer, &mesh))?;
+///     assert_eq!(report.unchecked_bytes, 0);
+///     Ok(())
+/// })?;
+/// # std::fs::remove_dir_all(&directory).unwrap();
+/// # Ok::<(), Error>(())
+/// ```
+#[track_caller]
+pub fn save_from(world: &World, path: impl AsRef<Path>, parts: impl Parts) -> Result<()> {
+    save_from_with(world, path, parts, &SaveOptions::default())
+}
+
+/// As [`save_from`], with options.
+#[track_caller]
+pub fn save_from_with(world: &World, path: impl AsRef<Path>, parts: impl Parts, options: &SaveOptions) -> Result<()> {
+    save_with(world, path, &state_of(&parts, options.format)?, options)
+}
+
+/// Restores the parts of a training run from a checkpoint: `(&model, &mut optimizer, &mesh)` are parameters and buffers, the
+/// moments, settings and schedule of the optimizer, and the generator of the mesh. Returns what this rank has read.
+///
+/// Collective: all ranks of the world make the call. The checkpoint may have been saved in any layout by any number of ranks,
+/// or by PyTorch's distributed checkpoint; parts are looked for under `model`, `optimizer` and `generator`, or under the names
+/// given with [`named`].
+///
+/// # Errors
+/// As [`load`](super::load()); whatever a part needs and the checkpoint lacks is an error. Nothing changes then.
+#[track_caller]
+pub fn load_into(world: &World, path: impl AsRef<Path>, mut parts: impl RestoreParts) -> Result<LoadReport> {
+    restored(world, path.as_ref(), &mut parts, Location::caller())
+}
+
+/// Loads and restores all parts.
+pub(super) fn restored(world: &World, path: &Path, parts: &mut dyn RestoreParts, site: Site) -> Result<LoadReport> {
+    let parts = RefCell::new(parts);
+    let read = |catalog: &Catalog| {
+        let mut templates = BTreeMap::new();
+        parts.borrow_mut().each_mut(&mut |part| {
+            let template = part.template(catalog, part.entry())?;
+            match templates.insert(part.entry().to_string(), template) {
+                None => Ok(()),
+                Some(_) => Err(twice(part.entry())),
+            }
+        })?;
+        let loaded = like(catalog, &State::Map(templates))?;
+        // What cannot be restored is refused while nothing has changed, on all ranks alike.
+        parts.borrow_mut().each_mut(&mut |part| part.check(entry_of(&loaded, part.entry())?))?;
+        Ok(loaded)
+    };
+    let (loaded, report) = load_one(world, path, site, &read)?;
+    parts.into_inner().each_mut(&mut |part| {
+        let loaded = entry_of(&loaded, part.entry())?;
+        part.restore(loaded)
+    })?;
+    Ok(report)
+}
+
+/// The state of all parts under their names.
+pub(super) fn state_of(parts: &impl Parts, format: Format) -> Result<State> {
+    let mut entries = BTreeMap::new();
+    parts.each(&mut |part| match entries.insert(part.entry().to_string(), part.state_in(format)?) {
+        None => Ok(()),
+        Some(_) => Err(twice(part.entry())),
+    })?;
+    Ok(State::Map(entries))
+}
+
+fn entry_of<'a>(state: &'a State, entry: &str) -> Result<&'a State> {
+    state.get(entry).ok_or_else(|| {
+        Error::invalid("checkpoint", format!("no entry {entry:?}"), "one per part", "name the part as it was saved")
+    })
+}
+
+fn twice(entry: &str) -> Error {
+    let found = format!("two parts under the name {entry:?}");
+    Error::invalid("parts", found, "different names", "give one of them another with `checkpoint::named`")
+}
+
+/// A part under another name than its own.
+pub struct Named<T>(String, T);
+
+/// A part under another name than its own: `named("optim", &mut optimizer)`, `named("teacher", &model)`.
+pub fn named<T>(name: impl Into<String>, part: T) -> Named<T> {
+    Named(name.into(), part)
+}
+
+impl<T: Stateful> Stateful for Named<T> {
+    fn entry(&self) -> &str {
+        &self.0
+    }
+
+    fn state(&self) -> Result<State> {
+        self.1.state()
+    }
+
+    fn state_in(&self, format: Format) -> Result<State> {
+        self.1.state_in(format)
+    }
+}
+
+impl<T: Restore> Restore for Named<T> {
+    fn template(&self, stored: &Catalog, entry: &str) -> Result<State> {
+        self.1.template(stored, entry)
+    }
+
+    fn check(&self, loaded: &State) -> Result<()> {
+        self.1.check(loaded)
+    }
+
+    fn restore(&mut self, loaded: &State) -> Result<()> {
+        self.1.restore(loaded)
+    }
+}
+
+/// Parameters and buffers by path, under `model`.
+///
+/// In PyTorch's format a batch norm has `num_batches_tracked` beside its averages, which PyTorch asks for: 0, since modules
+/// here do not count batches, and averages with a fixed momentum do not depend on it. When loaded it is left alone.
+impl<M: Module + ?Sized> Stateful for &M {
+    fn entry(&self) -> &str {
+        "model"
+    }
+
+    fn state(&self) -> Result<State> {
+        Ok(State::from(self.state_dict()))
+    }
+
+    fn state_in(&self, format: Format) -> Result<State> {
+        let own = self.state_dict();
+        let mut entries: BTreeMap<String, State> = BTreeMap::new();
+        for name in own.keys().filter(|_| format == Format::Dcp) {
+            let Some(module) = name.strip_suffix("running_mean") else { continue };
+            let count = State::from(Tensor::new(0i64, &Device::Cpu)?);
+            entries.insert(format!("{module}num_batches_tracked"), count);
+        }
+        entries.extend(own.into_iter().map(|(name, tensor)| (name, State::from(tensor))));
+        Ok(State::Map(entries))
+    }
+}
+
+impl<M: Module + ?Sized> Restore for &M {
+    fn restore(&mut self, loaded: &State) -> Result<()> {
+        let wrong =
+            |found: String| Error::invalid("model state", found, "tensors by path", "load the state of a module");
+        let State::Map(entries) = loaded else { return Err(wrong(loaded.to_string())) };
+        let mut tensors: BTreeMap<String, DTensor> = BTreeMap::new();
+        for (name, entry) in entries {
+            let State::Tensor(tensor) = entry else { return Err(wrong(format!("{entry} at {name:?}"))) };
+            tensors.insert(name.clone(), tensor.clone());
+        }
+        self.load_state_dict(&tensors)
+    }
+}
+
+/// Seed and position of the generator of a mesh, under `generator`.
+impl Stateful for &DeviceMesh {
+    fn entry(&self) -> &str {
+        "generator"
+    }
+
+    fn state(&self) -> Result<State> {
+        Ok(State::from(self.generator().state()))
+    }
+}
+
+impl Restore for &DeviceMesh {
+    fn check(&self, loaded: &State) -> Result<()> {
+        GeneratorState::try_from(loaded).map(drop)
+    }
+
+    fn restore(&mut self, loaded: &State) -> Result<()> {
+        self.generator().set_state(GeneratorState::try_from(loaded)?);
+        Ok(())
+    }
+}
+
+/// Moments, settings, schedule and steps, under `optimizer`.
+impl Stateful for &ShardedOptimizer {
+    fn entry(&self) -> &str {
+        "optimizer"
+    }
+
+    fn state(&self) -> Result<State> {
+        with_schedule(State::try_from(&self.state_dict()?)?, self.schedule())
+    }
+
+    fn state_in(&self, format: Format) -> Result<State> {
+        match format {
+            Format::Dcp => with_schedule(torch_optim::to_torch(&self.state_dict()?)?, self.schedule()),
+            _ => self.state(),
+        }
+    }
+}
+
+impl Stateful for &mut ShardedOptimizer {
+    fn entry(&self) -> &str {
+        "optimizer"
+    }
+
+    fn state(&self) -> Result<State> {
+        (&**self).state()
+    }
+
+    fn state_in(&self, format: Format) -> Result<State> {
+        (&**self).state_in(format)
+    }
+}
+
+impl Restore for &mut ShardedOptimizer {
+    fn template(&self, stored: &Catalog, entry: &str) -> Result<State> {
+        let mut template = match torch_optim::is_torch(stored, entry) {
+            true => torch_optim::template(self, stored, entry)?,
+            false => State::try_from(&self.state_template()?)?,
+        };
+        if let State::Map(entries) = &mut template {
+            // Settings are those of the checkpoint, whatever they are. An older one has no schedule: the own one stays.
+            for name in ["groups", SCHEDULE] {
+                let found = stored.value(&format!("{entry}.{name}"));
+                entries.extend(found.ok().map(|value| (name.to_string(), State::Value(value))));
+            }
+        }
+        Ok(template)
+    }
+
+    fn check(&self, loaded: &State) -> Result<()> {
+        ShardedOptimizer::check(self, &optimizer_state(self, loaded)?, DTensor::shape)
+    }
+
+    fn restore(&mut self, loaded: &State) -> Result<()> {
+        let state = optimizer_state(self, loaded)?;
+        self.load_state_dict(&state)
+    }
+}
+
+/// The entry with the schedule, as text of JSON: one value, whatever its form.
+const SCHEDULE: &str = "schedule";
+
+fn with_schedule(mut state: State, schedule: Schedule) -> Result<State> {
+    if let State::Map(entries) = &mut state {
+        let text = serde_json::to_string(&schedule).map_err(Error::other)?;
+        entries.insert(SCHEDULE.to_string(), State::from(text));
+    }
+    Ok(state)
+}
+
+fn optimizer_state(optimizer: &ShardedOptimizer, loaded: &State) -> Result<OptimizerState> {
+    let mut state = match loaded.get("param_groups") {
+        Some(_) => torch_optim::from_torch(optimizer, loaded)?,
+        None => OptimizerState::try_from(loaded)?,
+    };
+    if let Some(State::Value(Value::Text(text))) = loaded.get(SCHEDULE) {
+        let schedule = serde_json::from_str(text).map_err(|error| {
+            let found = format!("{text:?} ({error})");
+            Error::invalid("optimizer state", found, "a schedule", "set the schedule, and leave it out of the load")
+        })?;
+        state.schedule = Some(schedule);
+    }
+    Ok(state)
+}

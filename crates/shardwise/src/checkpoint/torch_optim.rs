@@ -1,0 +1,236 @@
+//! States of optimizers as PyTorch has them: `state` by parameter, with `step` as a tensor, and `param_groups`.
+//!
+//! What `get_optimizer_state_dict` returns names parameters, what `optimizer.state_dict()` returns numbers them; both are read.
+//! Written is the former.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Tensor};
+use serde_json::Value as Json;
+
+use super::catalog::Catalog;
+use super::state::State;
+use super::value::Value;
+use crate::error::{Error, Result};
+use crate::optim::{Algorithm, GroupState, OptimizerState, ParamGroup, ParamState, ShardedOptimizer};
+
+const GROUPS: &str = "param_groups";
+/// Number of all steps, beside what PyTorch has: it knows steps per parameter.
+const STEPS: &str = "steps";
+
+/// Whether a checkpoint has the state of an optimizer of PyTorch under an entry.
+pub(super) fn is_torch(stored: &Catalog, entry: &str) -> bool {
+    let prefix = format!("{entry}.{GROUPS}");
+    stored.values.range(prefix.clone()..).next().is_some_and(|(key, _)| key.starts_with(&prefix))
+}
+
+/// The state of an optimizer in PyTorch's form.
+pub(super) fn to_torch(state: &OptimizerState) -> Result<State> {
+    let of_param = |(name, param): (&String, &ParamState)| -> Result<(String, State)> {
+        let mut entries: BTreeMap<String, State> = BTreeMap::new();
+        for (kind, &number) in &param.numbers {
+            let entry = match kind.as_str() {
+                // PyTorch counts in f32.
+                "step" => State::from(Tensor::new(number as f32, &Device::Cpu)?),
+                "mu_product" => State::from(Tensor::new(number, &Device::Cpu)?),
+                _ => State::from(number),
+            };
+            entries.insert(kind.clone(), entry);
+        }
+        entries.extend(param.tensors.iter().map(|(kind, tensor)| (kind.clone(), State::from(tensor.clone()))));
+        Ok((name.clone(), State::Map(entries)))
+    };
+    let params = state.params.iter().map(of_param).collect::<Result<_>>()?;
+    let groups = state.groups.iter().map(group_to_torch).collect::<Result<_>>()?;
+    Ok(State::map([
+        ("state", State::Map(params)),
+        (GROUPS, State::Value(Value::List(groups))),
+        (STEPS, State::from(state.steps as i64)),
+    ]))
+}
+
+/// The settings of an algorithm by the names that PyTorch has for them too.
+fn settings(group: &ParamGroup) -> Result<serde_json::Map<String, Json>> {
+    match serde_json::to_value(group.algorithm).map_err(Error::other)? {
+        Json::Object(named) => match named.into_iter().next() {
+            Some((_, Json::Object(settings))) => Ok(settings),
+            _ => Ok(serde_json::Map::new()),
+        },
+        _ => Ok(serde_json::Map::new()),
+    }
+}
+
+/// A group with all keys that PyTorch's optimizers look for; those that do not change results have their defaults.
+fn group_to_torch(state: &GroupState) -> Result<Value> {
+    let mut group = BTreeMap::new();
+    for (name, value) in settings(&state.group)? {
+        let value = match Value::of(&value)? {
+            Value::List(values) => Value::Tuple(values),
+            other => other,
+        };
+        group.insert(name, value);
+    }
+    let is_decoupled = matches!(state.group.algorithm, Algorithm::AdamW(_));
+    for (name, value) in [
+        ("lr", Value::Float(state.group.lr)),
+        ("maximize", Value::Bool(state.group.maximize)),
+        ("foreach", Value::None),
+        ("fused", Value::None),
+        ("capturable", Value::Bool(false)),
+        ("differentiable", Value::Bool(false)),
+        ("decoupled_weight_decay", Value::Bool(is_decoupled)),
+        ("params", Value::List(state.params.iter().map(|name| Value::Text(name.clone())).collect())),
+    ] {
+        group.insert(name.to_string(), value);
+    }
+    Ok(Value::Map(group))
+}
+
+/// What is to be loaded from a checkpoint of PyTorch for an optimizer: the moments that the checkpoint has, in the layouts of the
+/// parameters, and all settings.
+pub(super) fn template(optimizer: &ShardedOptimizer, stored: &Catalog, entry: &str) -> Result<State> {
+    let groups = stored.value(&format!("{entry}.{GROUPS}"))?;
+    let keys = keys(optimizer, &groups)?;
+    let own = optimizer.state_template()?;
+    let mut params = BTreeMap::new();
+    for (name, param) in &own.params {
+        let Some(key) = keys.get(name) else { continue };
+        let prefix = format!("{entry}.state.{key}");
+        let has = |kind: &str| {
+            let key = format!("{prefix}.{kind}");
+            stored.tensors.contains_key(&key) || stored.values.contains_key(&key)
+        };
+        // A parameter that PyTorch has no state of has had no gradient. Copies in f32 need not be there.
+        let kinds: Vec<&String> = param.tensors.keys().chain(param.numbers.keys()).collect();
+        if !kinds.iter().any(|kind| has(kind)) {
+            continue;
+        }
+        let tensors = param.tensors.iter().filter(|(kind, _)| *kind != "master_param" || has(kind));
+        let tensors = tensors.map(|(kind, tensor)| (kind.clone(), State::from(tensor.clone())));
+        let numbers = param.numbers.iter().map(|(kind, &number)| (kind.clone(), State::from(number)));
+        params.insert(key.clone(), State::Map(tensors.chain(numbers).collect()));
+    }
+    let mut entries =
+        BTreeMap::from([("state".to_string(), State::Map(params)), (GROUPS.into(), State::Value(groups))]);
+    let steps = stored.values.get(&format!("{entry}.{STEPS}"));
+    entries.extend(steps.map(|steps| (STEPS.to_string(), State::Value(steps.clone()))));
+    Ok(State::Map(entries))
+}
+
+/// The state of an optimizer from what was loaded into its [`template`].
+pub(super) fn from_torch(optimizer: &ShardedOptimizer, loaded: &State) -> Result<OptimizerState> {
+    let stored = loaded.value(GROUPS)?;
+    let keys = keys(optimizer, &stored)?;
+    let mut params = BTreeMap::new();
+    for (name, _) in optimizer.params() {
+        let mut param = ParamState::default();
+        let found = keys.get(name).and_then(|key| match loaded.get("state") {
+            Some(State::Map(all)) => all.get(key),
+            _ => None,
+        });
+        if let Some(State::Map(entries)) = found {
+            for (kind, entry) in entries {
+                match entry {
+                    State::Tensor(tensor) => drop(param.tensors.insert(kind.clone(), tensor.clone())),
+                    State::Value(Value::Float(number)) => drop(param.numbers.insert(kind.clone(), *number)),
+                    State::Value(value) => drop(param.numbers.insert(kind.clone(), value.read::<f64>()?)),
+                    _ => {}
+                }
+            }
+        }
+        params.insert(name.to_string(), param);
+    }
+    let mut groups = Vec::new();
+    for (stored, own) in list(&stored)?.iter().zip(optimizer.group_states()) {
+        groups.push(GroupState { group: group_from_torch(stored, &own.group, optimizer)?, params: own.params });
+    }
+    let most = params.values().filter_map(|param| param.numbers.get("step")).fold(0.0, |most: f64, &n| most.max(n));
+    let steps = loaded.value(STEPS).ok().map(|steps| steps.read::<u64>()).transpose()?.unwrap_or(most as u64);
+    Ok(OptimizerState { steps, schedule: None, groups, params })
+}
+
+fn bad(found: impl std::fmt::Display, needed: impl std::fmt::Display) -> Error {
+    let fix = "build the optimizer as the one that was saved, with get_optimizer_state_dict of PyTorch";
+    Error::invalid("PyTorch optimizer state", found, needed, fix)
+}
+
+fn list(groups: &Value) -> Result<&[Value]> {
+    match groups {
+        Value::List(groups) => Ok(groups),
+        // With flatten_optimizer_state_dict groups are taken apart by parameter.
+        other => Err(bad(format!("{GROUPS} as {other:.60}"), "a list (save without flatten_optimizer_state_dict)")),
+    }
+}
+
+fn field<'a>(group: &'a Value, name: &str) -> Option<&'a Value> {
+    match group {
+        Value::Map(entries) => entries.get(name),
+        _ => None,
+    }
+}
+
+/// Under which key the checkpoint has each parameter of the optimizer: its name, or its number.
+fn keys(optimizer: &ShardedOptimizer, groups: &Value) -> Result<BTreeMap<String, String>> {
+    let (groups, own) = (list(groups)?, optimizer.group_states());
+    if groups.len() != own.len() {
+        return Err(bad(format!("{} parameter group(s)", groups.len()), format!("{}", own.len())));
+    }
+    let mut keys = BTreeMap::new();
+    for (i, (group, own)) in groups.iter().zip(&own).enumerate() {
+        let Some(Value::List(params)) = field(group, "params") else {
+            return Err(bad(format!("group {i} without params"), "names or numbers of parameters"));
+        };
+        if params.len() != own.params.len() {
+            return Err(bad(
+                format!("{} parameters in group {i}", params.len()),
+                format!("{}: {:?}", own.params.len(), own.params),
+            ));
+        }
+        for (stored, name) in params.iter().zip(&own.params) {
+            match stored {
+                // Parameters are numbered in the order of the optimizer.
+                Value::Int(number) => drop(keys.insert(name.clone(), number.to_string())),
+                Value::Text(stored) if own.params.contains(stored) => drop(keys.insert(stored.clone(), stored.clone())),
+                other => return Err(bad(format!("parameter {other} in group {i}"), format!("{:?}", own.params))),
+            }
+        }
+    }
+    Ok(keys)
+}
+
+/// A group with the settings that PyTorch stored, for the algorithm that the optimizer has: PyTorch does not say which it is.
+fn group_from_torch(stored: &Value, own: &ParamGroup, optimizer: &ShardedOptimizer) -> Result<ParamGroup> {
+    let number =
+        |name: &str| -> Result<Option<f64>> { field(stored, name).map(|value| value.read::<f64>()).transpose() };
+    let mut settings = settings(own)?;
+    for (name, setting) in &mut settings {
+        let found = field(stored, name)
+            .ok_or_else(|| bad(format!("a group without {name}"), format!("settings of {}", own.algorithm.name())))?;
+        *setting = found.read::<Json>()?;
+    }
+    let mut named = serde_json::to_value(own.algorithm).map_err(Error::other)?;
+    if let Some(inner) = named.as_object_mut().and_then(|named| named.values_mut().next()) {
+        *inner = Json::Object(settings);
+    }
+    let algorithm: Algorithm = serde_json::from_value(named)
+        .map_err(|error| bad(error.to_string(), format!("settings of {}", own.algorithm.name())))?;
+    let is_decoupled = field(stored, "decoupled_weight_decay");
+    let decoupled_here = matches!(algorithm, Algorithm::AdamW(_));
+    if let Some(Value::Bool(stored)) = is_decoupled
+        && *stored != decoupled_here
+        && matches!(algorithm, Algorithm::Adam(_) | Algorithm::AdamW(_) | Algorithm::NAdam(_))
+    {
+        return Err(bad(format!("decoupled_weight_decay = {stored}"), format!("that of {}", own.algorithm.name())));
+    }
+    // With a schedule here, the rate that it builds on.
+    let base = match optimizer.schedule() {
+        crate::optim::Schedule::Constant => None,
+        _ => number("initial_lr")?,
+    };
+    let lr = match base {
+        Some(base) => base,
+        None => number("lr")?.ok_or_else(|| bad("a group without lr", "a learning rate"))?,
+    };
+    let maximize = matches!(field(stored, "maximize"), Some(Value::Bool(true)));
+    Ok(ParamGroup { algorithm, lr, maximize, master: own.master })
+}
