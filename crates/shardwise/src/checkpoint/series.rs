@@ -10,7 +10,7 @@ use super::parts::{Parts, RestoreParts, restored, state_of};
 use super::save::{AsyncSave, SaveOptions, async_save, save_with};
 use super::state::State;
 use crate::comm::{World, texts, together};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A directory of checkpoints by step.
 ///
@@ -73,9 +73,17 @@ impl Series {
 
     /// Removes the checkpoint of a step: it is no longer one before its first file goes. Local: one rank makes the call.
     pub fn remove(&self, step: u64) -> Result<()> {
-        let aside = self.root.join(format!(".removed-{step:08}"));
-        fs::rename(self.path(step), &aside)?;
-        Ok(fs::remove_dir_all(&aside)?)
+        let (path, aside) = (self.path(step), self.root.join(format!(".removed-{step:08}")));
+        let removed = fs::rename(&path, &aside).and_then(|()| fs::remove_dir_all(&aside));
+        removed.map_err(|error| {
+            let found = format!("{}, which could not be removed: {error}", path.display());
+            Error::invalid(
+                "checkpoint",
+                found,
+                "a directory that may be changed",
+                "look at its permissions and its disk",
+            )
+        })
     }
 
     /// Where the checkpoint of a step is.
