@@ -40,7 +40,7 @@ fn every_format_is_looked_at_converted_and_found_the_same() {
     for format in ["native", "dcp"] {
         let to = scratch.0.join(format);
         printed(&["convert", text(&source), text(&to), "--to", format]);
-        assert_eq!(printed(&["diff", text(&source), text(&to)]), "", "{format}");
+        assert_eq!(printed(&["diff", text(&source), text(&to), "--json"]), "", "{format}");
         let found: Value = serde_json::from_str(&printed(&["verify", text(&to), "--json"])).unwrap();
         assert_eq!((&found["whole"], &found["without_checksum"]), (&Value::Bool(true), &serde_json::json!(0)));
         assert_eq!(found["values"]["step"], 1235);
@@ -73,7 +73,7 @@ fn a_checkpoint_is_cut_for_a_mesh_and_a_load_is_tried_without_doing_it() {
         "--place",
         "extra.*=R,S(0)",
     ]);
-    assert_eq!(printed(&["diff", text(&source), text(&to)]), "");
+    assert_eq!(printed(&["diff", text(&source), text(&to), "--json"]), "");
     let seen: Value = serde_json::from_str(&printed(&["inspect", text(&to), "--json"])).unwrap();
     let parts = |key: &str| seen["tensors"][key]["parts"].as_array().unwrap().len();
     assert_eq!((parts("lm_head.weight"), parts("extra.ids")), (4, 2));

@@ -112,7 +112,8 @@ fn dry_runs_refuse_what_they_cannot_know_and_check_what_they_can() {
                 let message = result.expect_err(part).to_string();
                 assert!(message.contains(part), "{message}");
             }
-            assert!(x.to_string().contains("dry run"));
+            assert!(x.show().unwrap_err().to_string().contains("dry run"));
+            assert!(x.to_string().starts_with("without data\n"), "{x}");
             assert!(world.split(Some(0), 0).unwrap_err().to_string().contains("dry run"));
             x.clone().fill_range(&[0..1 << 20, 0..1 << 20], 1.0)?;
             assert_eq!(x.redistribute([Shard(1)])?.to_local().dims(), [1 << 20, 1 << 14]);
