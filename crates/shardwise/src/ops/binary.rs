@@ -94,7 +94,11 @@ macro_rules! functions {
         ];
 
         pub(super) const OPS: &[OpEntry] = &[
-            $(OpEntry { name: stringify!($name), samples, apply: |x| Ok(vec![x[0].$name(&x[1])?]) },)*
+            $(OpEntry {
+                name: stringify!($name),
+                samples: if divides(stringify!($name)) { real_samples } else { samples },
+                apply: |x| Ok(vec![x[0].$name(&x[1])?]),
+            },)*
         ];
     };
     (@each $a:ident, $b:ident, $real:expr, $whole:ident) => {
@@ -333,13 +337,23 @@ impl Op for Binary {
 }
 
 fn samples() -> Vec<Vec<Sample>> {
+    samples_of(DType::I64)
+}
+
+/// Samples have zeros, which integers are not divided by.
+fn real_samples() -> Vec<Vec<Sample>> {
+    samples_of(DType::F64)
+}
+
+/// Whether an operator refuses a zero among integers; a comparison that constants can make.
+const fn divides(name: &str) -> bool {
+    matches!(name.as_bytes(), b"div_floor" | b"div_trunc" | b"fmod" | b"remainder")
+}
+
+fn samples_of(dtype: DType) -> Vec<Vec<Sample>> {
     let shapes: [(&[usize], &[usize]); 5] =
         [(&[4, 6], &[4, 6]), (&[5, 3], &[3]), (&[5, 1], &[1, 4]), (&[0, 2], &[2]), (&[1], &[5])];
-    let mut all: Vec<Vec<Sample>> = Vec::new();
-    for (a, b) in shapes {
-        all.push(vec![Sample::new(a, DType::I64), Sample::new(b, DType::I64)]);
-    }
-    all
+    shapes.iter().map(|(a, b)| vec![Sample::new(a, dtype), Sample::new(b, dtype)]).collect()
 }
 
 #[cfg(test)]

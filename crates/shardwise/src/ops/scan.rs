@@ -67,7 +67,7 @@ impl DTensor {
         // Totals that are exchanged must not be rounded before the last one is known.
         if matches!(kind, Kind::Sum | Kind::Prod) && !self.layout().shard_order(op.dim).is_empty() {
             let layout = self.layout();
-            // The total of one element is exact, and pending terms of f32 stay as they are held.
+            // The total of one element is exact; pending terms of f32 are seen to below.
             let exact = |c: Vec<usize>| layout.owned(op.dim, &c).len() <= 1;
             let exact = coordinates(layout.mesh(), layout.shard_order(op.dim)).all(exact);
             let wide = match self.dtype() {
@@ -80,7 +80,11 @@ impl DTensor {
                 return scanned.iter().map(|t| t.to_dtype(self.dtype())).collect();
             }
         }
-        let mut scanned = dispatch(&op, &[self], site)?;
+        // Pending terms of f32 are scanned and exchanged in f64, and stay pending.
+        let terms = (self.dtype() == DType::F32 && kind == Kind::Sum && self.layout().is_partial())
+            .then(|| self.with_terms_in_f64())
+            .transpose()?;
+        let mut scanned = dispatch(&op, &[terms.as_ref().unwrap_or(self)], site)?;
         if scanned[0].layout().shard_order(op.dim).is_empty() {
             scanned.truncate(kind.outputs());
         } else {

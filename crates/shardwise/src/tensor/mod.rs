@@ -179,6 +179,12 @@ impl DTensor {
         &self.value.held
     }
 
+    /// The same value with pending terms of f32 held in f64, without a place in a graph of gradients.
+    pub(crate) fn with_terms_in_f64(&self) -> Result<DTensor> {
+        let held = converted(&self.value.mesh, self.held(), DType::F64)?;
+        Self::from_held(&self.value.mesh, self.layout().clone(), held, self.dtype())
+    }
+
     /// What this rank holds, in the type in which it is reduced: half precision is reduced in f32.
     pub(crate) fn reducible(&self) -> Result<Tensor> {
         match self.held().dtype() {

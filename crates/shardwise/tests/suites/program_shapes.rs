@@ -301,7 +301,9 @@ fn embedding(p: &mut Program) -> Result<()> {
 fn one_hot(p: &mut Program) -> Result<()> {
     let Some(x) = p.find(|v| !v.is_float() && v.rank() < 5 && v.count() <= LARGEST / 4) else { return Ok(()) };
     let classes = 1 + p.below(4);
-    apply!(p, format!("one_hot {classes}"), [x], true, 1.0, |x| x[0].one_hot(classes))
+    apply!(p, format!("one_hot {classes} of clamped"), [x], true, 1.0, |x| {
+        x[0].clamp(Some(0.0), Some(classes as f64 - 1.0))?.one_hot(classes)
+    })
 }
 
 fn bucketize(p: &mut Program) -> Result<()> {
