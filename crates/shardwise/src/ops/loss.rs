@@ -198,8 +198,8 @@ impl DTensor {
             return x.kl_div(&y, reduction)?.to_dtype(dtype::promote(self.dtype(), target.dtype()));
         }
         let zero = target.zeros_like()?;
-        // The logarithm only where there is one, so that its slope does no harm elsewhere.
-        let counts = target.gt(&zero)?;
+        // The logarithm not of 0, so that its slope does no harm; of a negative number, which is no probability, it is NaN.
+        let counts = target.ne(&zero)?;
         let known = counts.where_cond(target, &target.ones_like()?)?;
         let losses = target.mul(&known.log()?.sub(self)?)?;
         reduction.of(counts.where_cond(&losses, &zero)?)

@@ -123,3 +123,14 @@ fn at_its_kinks_hardswish_has_the_slope_of_the_straight_part() {
         Ok(())
     });
 }
+
+#[test]
+fn a_target_that_is_no_probability_is_not_taken_for_zero() {
+    everywhere(|mesh, placement| {
+        let x = reals(&[-1.0, -1.0, -1.0, 0.0], DType::F64, mesh, &placement)?;
+        let target = reals(&[-0.5, f64::NAN, 0.0, 1.0], DType::F64, mesh, &placement)?;
+        let losses = x.kl_div(&target, Reduction::None)?.full_tensor()?.to_vec1::<f64>()?;
+        assert!(losses[0].is_nan() && losses[1].is_nan() && losses[2..] == [0.0, 0.0], "{losses:?}");
+        Ok(())
+    });
+}

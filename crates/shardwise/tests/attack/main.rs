@@ -57,6 +57,11 @@ const AHEAD: usize = 32;
 /// Differences from PyTorch that are meant: the operator (any for none), a part of the problem's text, and why.
 const MEANT: &[(&str, &str, &str)] = &[
     ("", " of [] on ", "a scalar has no dimension 0 or -1 to name"),
+    (
+        "flatten",
+        "PyTorch refuses it: Dimension out of range (expected to be in range of [-1, 0]",
+        "a scalar has no dimension to flatten",
+    ),
     ("t", "needed a matrix", "only a matrix is transposed"),
     ("", "PyTorch refuses it: Expected more than 1 value per channel", "one value has the variance 0"),
     ("", "PyTorch refuses it: Target size", "the target of a loss broadcasts"),
@@ -69,7 +74,7 @@ const MEANT: &[(&str, &str, &str)] = &[
     ("", "returned an invalid gradient", "a source longer than its index has a gradient"),
     ("", "should be the same", "operands of different types meet in one that holds both"),
     ("", "same dtype", "operands of different types meet in one that holds both"),
-    ("", "same scalar type", "operands of different types meet in one that holds both"),
+    ("", "expected dtype", "operands of different types meet in one that holds both"),
     ("", "scalar type", "operands of different types meet in one that holds both"),
 ];
 

@@ -379,6 +379,8 @@ define(FUNCTION, {
     "div_scalar": lambda x, a: x[0] / scalar(a),
     "nan_to_num": lambda x, a: torch.nan_to_num(x[0], a["nan"], a["posinf"], a["neginf"]),
     "pow": lambda x, a: torch.pow(x[0], x[1]),
+    # PyTorch rounds quotients of half types before their fraction is dropped
+    "div_trunc": lambda x, a: torch.div(x[0], x[1], rounding_mode="trunc"),
     # exact in any type; PyTorch in f32 gives NaN where the quotient is large
     "fmod": lambda x, a: torch.fmod(x[0], x[1]),
     "atan2": lambda x, a: torch.atan2(x[0], x[1]),
@@ -391,7 +393,6 @@ define(FUNCTION, {
 })
 define(EXACT, {
     "div_floor": lambda x, a: torch.div(x[0], x[1], rounding_mode="floor"),
-    "div_trunc": lambda x, a: torch.div(x[0], x[1], rounding_mode="trunc"),
     "maximum": lambda x, a: torch.maximum(x[0], x[1]),
     "minimum": lambda x, a: torch.minimum(x[0], x[1]),
     "remainder": lambda x, a: torch.remainder(x[0], x[1]),
@@ -526,8 +527,26 @@ define(STEPS, {
     "scaled_dot_product_attention": attention,
     "rotary_embedding": rotary,
 })
-# Forms of the call in f64 without the cancellation of PyTorch's own.
-ACCURATE = {"gelu": lambda x, a: 0.5 * x[0] * torch.erfc(-x[0] * math.sqrt(0.5))}
+
+def attention_by_steps(x, a):
+    q, k, v = x[:3]
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scale = a["scale"] if a["scale"] is not None else 1 / math.sqrt(q.shape[-1])
+    scores = q @ k.transpose(-2, -1) * scale
+    if len(x) > 3:
+        scores = scores + x[3]
+    if a["causal"]:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(ahead, -math.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+# Forms of the call in f64 without the cancellation and the approximations of PyTorch's own.
+ACCURATE = {
+    "gelu": lambda x, a: 0.5 * x[0] * torch.erfc(-x[0] * math.sqrt(0.5)),
+    "scaled_dot_product_attention": attention_by_steps,
+}
 # Integers that stay so when the call is made in f64: they are no operands of arithmetic.
 KINDS_OF_INDEX = {"index", "signed index", "turn", "target", "mask"}
 
