@@ -115,7 +115,7 @@ fn a_conversion_writes_what_is_included_and_not_excluded() {
     assert_eq!(names(&seen["tensors"], |_| true), names(&whole["tensors"], wanted));
     assert_eq!(names(&seen["values"], |_| true), names(&whole["values"], wanted));
     assert!(!names(&seen["tensors"], |_| true).is_empty());
-    for (arguments, said) in [(["--include", "nothing"], "include more"), (["--exclude", "("], "regular expression")] {
+    for (arguments, said) in [(["--include", "nowhere"], "include more"), (["--exclude", "("], "regular expression")] {
         let output = ckpt(&[&["convert", text(&source), text(&to)], &arguments[..]].concat());
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && error.contains(said), "{arguments:?}: {error}");

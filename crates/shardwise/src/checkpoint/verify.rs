@@ -91,11 +91,10 @@ fn crc_of(
     while done < length {
         let size = block.min(length - done) as usize;
         files.read(&chunk.file, chunk.offset + done, &mut buffer[..size])?;
-        let mut of_block = crc32fast::Hasher::new();
-        of_block.update(&buffer[..size]);
-        hasher.combine(&of_block);
+        hasher.update(&buffer[..size]);
         if let Some(blocks) = &chunk.blocks {
-            check_crc(key, chunk, done, blocks.crc32[(done / block) as usize], of_block.finalize())?;
+            let found = crc32fast::hash(&buffer[..size]);
+            check_crc(key, chunk, done, blocks.crc32[(done / block) as usize], found)?;
         }
         progress(size as u64);
         done += size as u64;
