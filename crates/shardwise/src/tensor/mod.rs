@@ -13,7 +13,7 @@ pub(crate) use factories::{agreed_draw, random_box};
 pub use foreign::{DeviceBackend, register_backend};
 pub use state::DTensorState;
 pub use tape::{Backward, Keeps, Saved, no_grad};
-pub(crate) use tape::{Node, Tape, is_recording, next_number, with_recording};
+pub(crate) use tape::{Node, Recording, Tape, is_recording, next_number, with_recording};
 
 use std::panic::Location;
 use std::sync::Arc;
