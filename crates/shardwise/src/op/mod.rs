@@ -99,6 +99,11 @@ impl Place<'_> {
         &self.locals[output].shape
     }
 
+    /// The element type of an output.
+    pub(crate) fn dtype(&self, output: usize) -> DType {
+        self.locals[output].dtype
+    }
+
     /// The global indices along a dimension that this rank holds of an output, in local order.
     pub(crate) fn output(&self, output: usize, dim: usize) -> Runs {
         self.decision.outputs[output].owned(dim, &self.coordinate())

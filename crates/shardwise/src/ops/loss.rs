@@ -51,14 +51,16 @@ impl DTensor {
     #[track_caller]
     pub fn cross_entropy(&self, target: &DTensor, options: Classes) -> Result<DTensor> {
         let dim = self.check_classes("cross_entropy", target)?;
+        // Used several times: partial sums are reduced once.
+        let logits = &self.settle("cross_entropy", &[dim])?;
         // A type that holds every number to be ignored.
         let target = &target.to_dtype(DType::I64)?;
-        let spread = self.logsumexp(&[dim], false)?;
-        let losses = spread.sub(&self.of_target(target, dim, options.ignore_index)?)?;
+        let spread = logits.logsumexp(&[dim], false)?;
+        let losses = spread.sub(&logits.of_target(target, dim, options.ignore_index)?)?;
         let losses = match options.label_smoothing {
             0.0 => losses,
             smoothing => {
-                let even = spread.sub(&self.mean(&[dim], false)?)?;
+                let even = spread.sub(&logits.mean(&[dim], false)?)?;
                 losses.mul_scalar(1.0 - smoothing)?.add(&even.mul_scalar(smoothing)?)?
             }
         };
@@ -126,13 +128,15 @@ impl DTensor {
     /// Cross entropy of logits and targets from 0 to 1: `max(x, 0) - x * y + log(1 + exp(-|x|))`.
     #[track_caller]
     pub fn bce_with_logits(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
-        let tail = self.abs()?.neg()?.exp()?.log1p()?;
-        reduction.of(self.relu()?.sub(&self.mul(target)?)?.add(&tail)?)
+        let x = self.settle("bce_with_logits", &[])?;
+        let tail = x.abs()?.neg()?.exp()?.log1p()?;
+        reduction.of(x.relu()?.sub(&x.mul(target)?)?.add(&tail)?)
     }
 
     /// `target * (log(target) - x)` of log-probabilities and probabilities, and 0 where the target is 0.
     #[track_caller]
     pub fn kl_div(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
+        let target = &target.settle("kl_div", &[])?;
         let zero = target.zeros_like()?;
         // The logarithm only where there is one, so that its slope does no harm elsewhere.
         let counts = target.gt(&zero)?;
