@@ -62,7 +62,7 @@ pub mod plan;
 pub mod checkpoint;
 pub mod models;
 
-pub use autograd::{Gradients, checkpoint, local_map};
+pub use autograd::{BackwardOptions, Gradients, checkpoint, local_map};
 pub use comm::{DeviceMesh, DryWorld, Group, ThreadWorld, World, explicit_communication_only, launch};
 pub use error::{Error, Result};
 pub use layout::{Layout, OwnedBox, TensorBox, TensorMeta};

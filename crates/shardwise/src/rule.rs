@@ -203,15 +203,21 @@ impl Signature {
                 layout.shape().iter().product::<usize>() as f64 * *elem as f64 / cut as f64
             })
             .collect();
-        let made = shapes.iter().map(|shape| shape.iter().product::<usize>()).sum::<usize>() as f64 * elem[0] as f64;
-        let along: Vec<Along> = (0..mesh.ndim()).map(|axis| self.cheapest(inputs, &bytes, made, axis)).collect();
+        // Per dimension of the operator the bytes of the outputs that stay partial if it is sharded: those without it.
+        let without = |dim: usize| {
+            let pairs = self.outputs.iter().zip(shapes).filter(|(output, _)| !output.contains(&Some(dim)));
+            pairs.map(|(_, shape)| shape.iter().product::<usize>()).sum::<usize>() as f64 * elem[0] as f64
+        };
+        let partial: Vec<f64> = (0..self.dims.len()).map(without).collect();
+        let along: Vec<Along> = (0..mesh.ndim()).map(|axis| self.cheapest(inputs, &bytes, &partial, axis)).collect();
         let cut_as_led = self.layouts(mesh, inputs, &along, shapes, false);
         // Ragged sizes that fit one input's other cuts need not fit the choice; plain chunks always do.
         cut_as_led.or_else(|_| self.layouts(mesh, inputs, &along, shapes, true))
     }
 
-    /// The choice along one axis; `made` are the bytes of all outputs.
-    fn cheapest(&self, inputs: &[&Layout], bytes: &[f64], made: f64, axis: usize) -> Along {
+    /// The choice along one axis; `partial` are, per dimension of the operator, the bytes of the outputs that are left
+    /// partial if it is sharded.
+    fn cheapest(&self, inputs: &[&Layout], bytes: &[f64], partial: &[f64], axis: usize) -> Along {
         let mut options = vec![Along::Whole];
         // Only what is pending passes: nothing is brought into a reduction that no input is in, nor one its type has not.
         let pending = |pass: &Pass| {
@@ -231,7 +237,7 @@ impl Signature {
             match along {
                 // A sum left pending that inputs have to be moved for, or that none asks for, will have to be carried out.
                 Along::Cut { dim, leader } if leader.is_none() || moved > 0.0 => match self.dims[*dim] {
-                    Shared::Reduces(_) => moved + made,
+                    Shared::Reduces(_) => moved + partial[*dim],
                     _ => moved,
                 },
                 _ => moved,

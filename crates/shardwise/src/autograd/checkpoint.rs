@@ -75,7 +75,7 @@ impl<F: Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync> Backward for Repla
         generators.iter().zip(now).for_each(|(g, now)| g.set_state(now));
         let outputs = outputs?;
         let seeds = outputs.iter().zip(gradients).filter_map(|(y, g)| Some((y.tape()?.clone(), g.clone()?)));
-        let mut found = pass(seeds.collect(), first)?;
+        let mut found = pass(seeds.collect(), first, false)?;
         let own = inputs.iter().map(|x| x.tape().and_then(|t| found.leaves.remove(&t.node.number)).map(|(_, g)| g));
         let own: Vec<Option<DTensor>> = std::iter::once(None).chain(own).collect();
         ASIDE.with_borrow_mut(|aside| aside.append(&mut found.earlier));

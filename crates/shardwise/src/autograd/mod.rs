@@ -14,7 +14,19 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::placement::{Placement, ReduceOp};
-use crate::tensor::{DTensor, Node, Saved, Tape, is_recording, with_recording};
+use crate::tensor::{DTensor, Node, Recording, Saved, Tape, is_recording, with_recording};
+
+/// What a backward pass starts from and leaves behind.
+#[derive(Clone, Copy, Default)]
+pub struct BackwardOptions<'a> {
+    /// The gradient of the tensor itself; one, if the tensor is a single number and this is `None`.
+    #[doc(alias = "grad_tensors")]
+    pub cotangent: Option<&'a DTensor>,
+    /// Keeps the saved tensors, so that another pass can go through the same calls.
+    pub retain_graph: bool,
+    /// Records the backward pass itself, so that gradients can be taken through the gradients. Keeps the graph too.
+    pub create_graph: bool,
+}
 
 /// The gradients of the leaves that a result depends on.
 ///
@@ -31,7 +43,13 @@ impl std::fmt::Debug for Gradients {
 }
 
 impl DTensor {
-    /// The gradients of this number with respect to every leaf (see [`requires_grad`](Self::requires_grad)) it depends on.
+    /// Computes the gradients of this number with respect to every leaf (see [`requires_grad`](Self::requires_grad)) that
+    /// it depends on.
+    ///
+    /// Frees the tensors that were saved for it as it goes, whoever still holds the result: a second pass through the same
+    /// calls is an error, unless [`retain_graph`](BackwardOptions::retain_graph) was set for the first.
+    ///
+    /// Collective: every rank of the mesh must call it. Communicates what the gradients of the operators need.
     ///
     /// ```
     /// use shardwise::prelude::*;
@@ -50,33 +68,55 @@ impl DTensor {
     /// ```
     #[track_caller]
     pub fn backward(&self) -> Result<Gradients> {
-        self.backward_from(&self.one()?)
+        self.backward_options(BackwardOptions::default())
     }
 
-    /// As [`backward`](Self::backward) for a tensor of any shape: the gradients of the sum of its products with `cotangent`.
+    /// Computes the gradients of the sum of the products of this tensor, which may have any shape, with `cotangent`; else
+    /// as [`backward`](Self::backward).
     #[track_caller]
     pub fn backward_with(&self, cotangent: &DTensor) -> Result<Gradients> {
-        if cotangent.shape() != self.shape() || cotangent.device_mesh() != self.device_mesh() {
-            let found = format!("{} for {}", cotangent.layout(), self.layout());
-            return Err(Error::invalid("cotangent", found, "one of the same shape on the same mesh", "reshape it"));
-        }
-        self.backward_from(&cotangent.to_dtype(self.dtype())?)
+        self.backward_options(BackwardOptions { cotangent: Some(cotangent), ..BackwardOptions::default() })
     }
 
-    /// As [`backward`](Self::backward), but the gradients have a history of their own, so that gradients can be taken
-    /// through them again.
+    /// Computes gradients as [`backward`](Self::backward) does, but gradients that have a history of their own, so that
+    /// gradients can be taken through them again. The graph is kept.
     #[track_caller]
     pub fn backward_graph(&self) -> Result<Gradients> {
-        let one = self.one()?;
-        let tape = self.taped()?;
-        let leaves = with_recording(true, || pass(vec![(tape.clone(), one)], 0))?;
-        Ok(Gradients { leaves: leaves.leaves })
+        self.backward_options(BackwardOptions { create_graph: true, ..BackwardOptions::default() })
     }
 
+    /// Computes gradients as [`backward`](Self::backward) does, with options.
+    ///
+    /// ```
+    /// use shardwise::BackwardOptions;
+    /// use shardwise::prelude::*;
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let w = DTensor::ones(4, DType::F32, &mesh, [Shard(0)])?.requires_grad();
+    ///     let loss = w.exp()?.sum_all()?;
+    ///     loss.backward_options(BackwardOptions { retain_graph: true, ..Default::default() })?;
+    ///     loss.backward()?;
+    ///     assert!(loss.backward().is_err()); // the pass before freed the graph
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
     #[track_caller]
-    fn backward_from(&self, cotangent: &DTensor) -> Result<Gradients> {
-        let tape = self.taped()?;
-        let found = with_recording(false, || pass(vec![(tape.clone(), cotangent.clone())], 0))?;
+    pub fn backward_options(&self, options: BackwardOptions<'_>) -> Result<Gradients> {
+        let cotangent = match options.cotangent {
+            None => self.one()?,
+            Some(given) if given.shape() == self.shape() && given.device_mesh() == self.device_mesh() => {
+                given.to_dtype(self.dtype())?
+            }
+            Some(given) => {
+                let found = format!("{} for {}", given.layout(), self.layout());
+                return Err(Error::invalid("cotangent", found, "one of the same shape on the same mesh", "reshape it"));
+            }
+        };
+        let tape = self.taped()?.clone();
+        let keep = options.retain_graph || options.create_graph;
+        let found = with_recording(options.create_graph, || pass(vec![(tape, cotangent)], 0, keep))?;
         Ok(Gradients { leaves: found.leaves })
     }
 
@@ -184,9 +224,14 @@ impl Gradients {
     /// leaves and reduce-scattered for sharded ones, in few large collectives.
     #[track_caller]
     pub fn in_param_layout(self) -> Result<Gradients> {
+        let site = std::panic::Location::caller();
         let wanted: Vec<(DTensor, Layout)> =
-            self.leaves.values().map(|(node, g)| (g.detach(), node.layout(0).settled())).collect();
-        let moved = bucket::to_layouts(&wanted, std::panic::Location::caller())?;
+            self.leaves.values().map(|(node, g)| (g.clone(), node.layout(0).settled())).collect();
+        // A bucket has no gradient: those that have a history of their own travel one by one.
+        let moved = match is_recording() && wanted.iter().any(|(g, _)| g.has_gradient()) {
+            true => wanted.iter().map(|(g, layout)| g.to_layout_at(layout, site)).collect::<Result<Vec<_>>>()?,
+            false => bucket::to_layouts(&wanted, site)?.iter().map(DTensor::detach).collect(),
+        };
         let leaves = self.leaves.into_iter().zip(moved).map(|((number, (node, _)), g)| (number, (node, g)));
         Ok(Gradients { leaves: leaves.collect() })
     }
@@ -214,9 +259,9 @@ thread_local! {
 }
 
 /// The leaves that no call before this one uses.
-fn finished(node: &Node, uses: &mut BTreeMap<u64, usize>) -> Vec<Arc<Node>> {
+fn finished(recording: &Recording, uses: &mut BTreeMap<u64, usize>) -> Vec<Arc<Node>> {
     let mut leaves = Vec::new();
-    for parent in node.parents.iter().flatten() {
+    for parent in recording.parents.iter().flatten() {
         if let Some(left) = uses.get_mut(&parent.node.number) {
             *left -= 1;
             if *left == 0 {
@@ -227,8 +272,9 @@ fn finished(node: &Node, uses: &mut BTreeMap<u64, usize>) -> Vec<Arc<Node>> {
     leaves
 }
 
-/// How often leaves are used by the calls that a pass goes through, by number.
-fn uses(seeds: &[(Tape, DTensor)], first: u64) -> BTreeMap<u64, usize> {
+/// How often leaves are used by the calls that a pass goes through, by number. An error if one of these calls was freed:
+/// found here, before anything is communicated.
+fn uses(seeds: &[(Tape, DTensor)], first: u64) -> Result<BTreeMap<u64, usize>> {
     let mut uses = BTreeMap::new();
     let mut seen = BTreeSet::new();
     let mut open: Vec<Arc<Node>> = seeds.iter().map(|(tape, _)| Arc::clone(&tape.node)).collect();
@@ -236,22 +282,27 @@ fn uses(seeds: &[(Tape, DTensor)], first: u64) -> BTreeMap<u64, usize> {
         if node.number < first || !seen.insert(node.number) {
             continue;
         }
-        for parent in node.parents.iter().flatten() {
-            match parent.node.backward {
-                Some(_) => open.push(Arc::clone(&parent.node)),
-                None => *uses.entry(parent.node.number).or_default() += 1,
+        let Some(recording) = node.recording()? else { continue };
+        for parent in recording.parents.iter().flatten() {
+            match parent.node.is_leaf() {
+                true => *uses.entry(parent.node.number).or_default() += 1,
+                false => open.push(Arc::clone(&parent.node)),
             }
         }
     }
-    uses
+    Ok(uses)
 }
 
-/// A gradient that all uses of a leaf have contributed to. What the leaf itself holds only a part of, no rank keeps whole: a
-/// pending sum is scattered at once along axes that cut the leaf.
+/// A gradient that all uses of a leaf have contributed to. What the leaf itself holds only a part of, no rank keeps whole:
+/// along axes that shard the leaf a partial sum is reduced and scattered, and of a replicated gradient each rank keeps its
+/// part, which takes no communication.
 fn complete(gradient: DTensor, leaf: &Layout) -> Result<DTensor> {
     let own = gradient.layout().clone();
     let sum = Placement::Partial(ReduceOp::Sum);
-    let pays = |axis: usize| own.placements()[axis] == sum && leaf.placements()[axis].is_shard(None);
+    let pays = |axis: usize| {
+        let now = &own.placements()[axis];
+        leaf.placements()[axis].is_shard(None) && (*now == sum || now.is_replicate())
+    };
     let axes: Vec<usize> = (0..own.mesh().ndim()).filter(|&axis| pays(axis)).collect();
     if axes.is_empty() {
         return Ok(gradient);
@@ -269,9 +320,9 @@ fn complete(gradient: DTensor, leaf: &Layout) -> Result<DTensor> {
 }
 
 /// Walks from the seeds back, later calls first: when a call is reached, all that used its outputs have been. Goes no
-/// further than the call with number `first`.
-fn pass(seeds: Vec<(Tape, DTensor)>, first: u64) -> Result<Found> {
-    let mut uses = uses(&seeds, first);
+/// further than the call with number `first`. Frees every call that it has gone through, unless the graph is to be kept.
+fn pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<Found> {
+    let mut uses = uses(&seeds, first)?;
     let mut open: BTreeMap<u64, (Arc<Node>, Vec<Option<DTensor>>)> = BTreeMap::new();
     let mut found = Found { leaves: BTreeMap::new(), earlier: Vec::new() };
     let mut arrived = seeds;
@@ -293,20 +344,27 @@ fn pass(seeds: Vec<(Tape, DTensor)>, first: u64) -> Result<Found> {
             found.earlier.extend(earlier);
             continue;
         }
-        let Some(backward) = &node.backward else {
+        let Some(recording) = node.recording()? else {
             let gradient = gradients.swap_remove(0).expect("something arrived");
             found.leaves.insert(number, (node, gradient));
             continue;
         };
-        let inputs = backward.run(&Saved(&node), &gradients)?;
-        debug_assert_eq!(inputs.len(), node.parents.len(), "{}", backward.name());
-        for (i, (parent, gradient)) in node.parents.iter().zip(inputs).enumerate() {
+        let saved = Saved { node: &node, recording: &recording };
+        let inputs = recording.backward.run(&saved, &gradients)?;
+        debug_assert_eq!(inputs.len(), recording.parents.len(), "{}", recording.backward.name());
+        for (i, (parent, gradient)) in recording.parents.iter().zip(inputs).enumerate() {
             if let (Some(parent), Some(gradient)) = (parent, gradient) {
-                debug_assert_eq!(gradient.shape(), Saved(&node).shape(i), "input {i} of {}", backward.name());
+                debug_assert_eq!(gradient.shape(), saved.shape(i), "input {i} of {}", recording.backward.name());
                 arrived.push((parent.clone(), gradient));
             }
         }
-        for leaf in finished(&node, &mut uses) {
+        let done = finished(&recording, &mut uses);
+        if !keep {
+            node.free();
+        }
+        // Before the next call allocates: the gradients that came in, and what this call had saved if nobody else has it.
+        drop((recording, gradients));
+        for leaf in done {
             // Its last contribution, if there is one, is among those that arrived just now.
             let mut own = Vec::new();
             arrived.retain(|(tape, gradient)| {

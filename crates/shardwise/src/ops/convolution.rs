@@ -7,13 +7,14 @@ use candle_core::{DType, Tensor, WithDType};
 
 use super::scalar::Scalar;
 use super::{OpEntry, Sample};
+use crate::comm::implicitly;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
 use crate::local::{dense, from_reals, reals, reserve, with_type};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps, Saved, is_recording};
 
 /// How windows lie along one dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -120,11 +121,24 @@ impl DTensor {
             let needed = "[n, channels, ...] and [out, channels / groups, ...]";
             return Err(Error::invalid("operands", found, needed, "reshape the operands"));
         }
+        // Windows hold every element many times: what has to be reduced or gathered is so before.
+        let ndim = if self.device_mesh() == weight.device_mesh() { self.device_mesh().ndim() } else { 0 };
+        let axes = |wanted: &dyn Fn(usize) -> bool| (0..ndim).filter(|&a| wanted(a)).collect::<Vec<_>>();
+        let partial = axes(&|a| self.placements()[a].is_partial() && !weight.placements()[a].is_replicate());
+        // Forward shards inside a window are a partial sum, but backward the gradients of all windows would be gathered.
+        let trains = self.has_gradient() && is_recording();
+        let inside = axes(&|a| trains && weight.placements()[a].shard_dim().is_some_and(|d| d >= 2));
+        let site = Location::caller();
+        let without = |t: &DTensor, axes: &[usize]| {
+            let to = t.layout().without_axes(axes)?;
+            implicitly(name, || t.to_layout_at(&to, site))
+        };
+        let (x, weight) = (without(self, &partial)?, without(weight, &inside)?);
         let windows = weight.shape()[2..].iter().map(|&size| Window { size, stride, padding, dilation }).collect();
-        let windows = self.windows(&Windows { name, windows, border: Scalar(0.0) })?;
+        let windows = x.windows(&Windows { name, windows, border: Scalar(0.0) })?;
         let (inside, places) = (&"ij"[..spatial], &"hw"[..spatial]);
         let product = if groups == 1 {
-            DTensor::einsum(&format!("nc{inside}{places},oc{inside}->no{places}"), &[&windows, weight])?
+            DTensor::einsum(&format!("nc{inside}{places},oc{inside}->no{places}"), &[&windows, &weight])?
         } else {
             let apart = windows.unflatten(1, &[groups as isize, -1])?;
             let weight = weight.unflatten(0, &[groups as isize, -1])?;

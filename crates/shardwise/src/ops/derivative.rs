@@ -7,11 +7,12 @@ use std::panic::Location;
 
 use candle_core::Tensor;
 
+use crate::comm::implicitly;
 use crate::error::Result;
-use crate::layout::TensorMeta;
+use crate::layout::{Layout, TensorMeta};
 use crate::local::{Arithmetic, Function, Wide, map, math};
 use crate::op::{Op, OpPlan, Place, dispatch};
-use crate::placement::ReduceOp;
+use crate::placement::{Placement, ReduceOp};
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Saved, is_recording};
 
@@ -268,7 +269,7 @@ pub(super) fn of_two_keeps(name: &str) -> Option<Keeps> {
 
 /// The gradients of the named function of two tensors that broadcast.
 #[track_caller]
-pub(super) fn of_two(name: &str, saved: &Saved<'_>, gradient: &DTensor) -> Result<Vec<Option<DTensor>>> {
+pub(super) fn of_two(name: &'static str, saved: &Saved<'_>, gradient: &DTensor) -> Result<Vec<Option<DTensor>>> {
     let mut found = Vec::new();
     for i in 0..2 {
         if !saved.wants(i) {
@@ -281,12 +282,44 @@ pub(super) fn of_two(name: &str, saved: &Saved<'_>, gradient: &DTensor) -> Resul
             _ => {
                 let (_, left, right) = OF_TWO.iter().find(|(n, ..)| *n == name).expect("a function with a gradient");
                 let of = if i == 0 { left } else { right };
-                of(&saved.input(0), &saved.input(1), gradient)?
+                let (a, b) = match name {
+                    // A product is linear in a partial sum.
+                    "mul" => (saved.input(0), saved.input(1)),
+                    _ => (beside(name, saved, 0, gradient)?, beside(name, saved, 1, gradient)?),
+                };
+                of(&a, &b, gradient)?
             }
         };
         found.push(Some(back_to(&whole, saved, i)?));
     }
     Ok(found)
+}
+
+/// An input as a formula that uses it several times needs it beside the gradient, so that it is moved once: without partial
+/// sums and, if it is smaller than the gradient, sharded as the gradient is.
+#[track_caller]
+fn beside(name: &'static str, saved: &Saved<'_>, i: usize, gradient: &DTensor) -> Result<DTensor> {
+    let input = saved.input(i);
+    let (own, of) = (input.layout(), gradient.layout());
+    let new = of.shape().len() - own.shape().len();
+    let smaller = input.elem_count() < gradient.elem_count();
+    let placement = |axis: usize| match (&own.placements()[axis], &of.placements()[axis]) {
+        (Placement::Replicate, _) => Placement::Replicate,
+        (now, like) if now.is_partial() || smaller && like.is_shard(None) => {
+            let same = |d: &usize| own.shape()[*d] == of.shape()[*d + new];
+            let at = like.shard_dim().and_then(|d| d.checked_sub(new)).filter(same);
+            at.map_or(Placement::Replicate, |d| like.with_dim(d))
+        }
+        (now, _) => now.clone(),
+    };
+    let placements: Vec<Placement> = (0..own.mesh().ndim()).map(placement).collect();
+    if placements == own.placements() {
+        return Ok(input);
+    }
+    // Ragged sizes need not fit other shards.
+    let to = Layout::new(own.mesh(), own.shape(), placements).unwrap_or_else(|_| own.settled());
+    let site = Location::caller();
+    implicitly(name, || input.to_layout_at(&to, site))
 }
 
 /// The gradient of what an input was stretched to, as that of the input: summed over what was stretched, in its type.

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
 use crate::local::{Fold, dense, fold, product as matrix_product, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch, name_call};
+use crate::placement::Placement;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Saved};
 
@@ -233,7 +234,15 @@ impl Op for Einsum {
             let elsewhere = |c: char| right.contains(c) || others.iter().any(|&o| terms[o].contains(c));
             let whole = |(d, c): (usize, char)| saved.shape(i)[d] == size(c) && elsewhere(c);
             let target: String = term.chars().enumerate().filter(|&(d, c)| whole((d, c))).map(|(_, c)| c).collect();
-            let factors: Vec<DTensor> = others.iter().map(|&o| saved.input(o)).collect();
+            // Where this factor is sharded, a partial one that is smaller is reduced first: else the product would have to be.
+            let scattered = |(p, own): (&Placement, &Placement)| p.is_partial() && own.is_shard(None);
+            let factor = |&o: &usize| {
+                let factor = saved.input(o);
+                let pays = factor.placements().iter().zip(saved.layout(i).placements()).any(scattered);
+                let larger = saved.shape(i).iter().product::<usize>() > factor.elem_count();
+                if larger && pays { factor.everywhere(self.name) } else { Ok(factor) }
+            };
+            let factors = others.iter().map(factor).collect::<Result<Vec<DTensor>>>()?;
             let equation = std::iter::once(right).chain(others.iter().map(|&o| terms[o])).collect::<Vec<_>>().join(",");
             let inputs: Vec<&DTensor> = std::iter::once(gradient).chain(&factors).collect();
             let mut product = DTensor::einsum(&format!("{equation}->{target}"), &inputs)?;

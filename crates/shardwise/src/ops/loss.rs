@@ -74,14 +74,16 @@ impl DTensor {
         if let Some(wide) = self.widened()? {
             return wide.cross_entropy(target, options)?.to_dtype(self.dtype());
         }
+        // Used several times: partial sums are reduced once.
+        let logits = &self.settle("cross_entropy", &[dim])?;
         // A type that holds every number to be ignored.
         let target = &target.to_dtype(DType::I64)?;
-        let spread = self.logsumexp(&[dim], false)?;
-        let losses = spread.sub(&self.of_target("cross_entropy", target, dim, options.ignore_index)?)?;
+        let spread = logits.logsumexp(&[dim], false)?;
+        let losses = spread.sub(&logits.of_target("cross_entropy", target, dim, options.ignore_index)?)?;
         let losses = match options.label_smoothing {
             0.0 => losses,
             smoothing => {
-                let even = spread.sub(&self.mean(&[dim], false)?)?;
+                let even = spread.sub(&logits.mean(&[dim], false)?)?;
                 losses.mul_scalar(1.0 - smoothing)?.add(&even.mul_scalar(smoothing)?)?
             }
         };
@@ -188,7 +190,8 @@ impl DTensor {
         if let Some((x, y)) = self.widened_beside(target)? {
             return x.bce_with_logits(&y, reduction)?.to_dtype(dtype::promote(self.dtype(), target.dtype()));
         }
-        reduction.of(target.rsub_scalar(1.0)?.mul(self)?.sub(&self.logsigmoid()?)?)
+        let x = self.settle("bce_with_logits", &[])?;
+        reduction.of(target.rsub_scalar(1.0)?.mul(&x)?.sub(&x.logsigmoid()?)?)
     }
 
     /// `target * (log(target) - x)` of log-probabilities and probabilities, and 0 where the target is 0.
@@ -197,6 +200,7 @@ impl DTensor {
         if let Some((x, y)) = self.widened_beside(target)? {
             return x.kl_div(&y, reduction)?.to_dtype(dtype::promote(self.dtype(), target.dtype()));
         }
+        let target = &target.settle("kl_div", &[])?;
         let zero = target.zeros_like()?;
         // The logarithm not of 0, so that its slope does no harm; of a negative number, which is no probability, it is NaN.
         let counts = target.ne(&zero)?;

@@ -21,6 +21,7 @@ mod reshape;
 mod rows;
 mod scalar;
 mod scan;
+mod scan_gradient;
 mod scatter;
 mod statistics;
 mod table;

@@ -6,11 +6,12 @@ use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
 
 use super::{OpEntry, Sample};
+use crate::comm::implicitly;
 use crate::error::{Error, Result};
-use crate::layout::TensorMeta;
+use crate::layout::{Layout, TensorMeta};
 use crate::local::{Arithmetic, Fold, Wide, fold, map};
 use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
-use crate::placement::ReduceOp;
+use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
 
@@ -251,7 +252,7 @@ impl Op for Reduce {
             false => self.dims.iter().try_fold(t.clone(), |t, &d| t.unsqueeze(d as isize)),
         };
         let shape: Vec<isize> = saved.shape(0).iter().map(|&n| n as isize).collect();
-        let g = kept(g)?;
+        let g = before_broadcast(self.name(), &kept(g)?, saved.layout(0))?;
         let gradient = match self.kind {
             Kind::Prod => g.mul(&products_of_others(&saved.input(0), &self.dims)?)?,
             Kind::Max | Kind::Min => {
@@ -268,25 +269,53 @@ impl Op for Reduce {
     }
 }
 
-/// Per element the product of all others along some dimensions, right also where some are zero.
+/// A gradient that is about to be broadcast to the tensor `x`, which has as many dimensions, brought beside it while it is
+/// small: partial sums are reduced, and along axes that shard `x` it is sharded as `x` is or whole. A gradient of the larger
+/// shape that were placed in another way would have to be moved at that size.
+#[track_caller]
+fn before_broadcast(name: &'static str, gradient: &DTensor, x: &Layout) -> Result<DTensor> {
+    let own = gradient.layout();
+    if gradient.elem_count() >= x.shape().iter().product() {
+        return Ok(gradient.clone());
+    }
+    let placement = |axis: usize| match (&own.placements()[axis], &x.placements()[axis]) {
+        (Placement::Replicate, _) => Placement::Replicate,
+        (_, sharded) if sharded.shard_dim().is_some_and(|d| own.shape()[d] == x.shape()[d]) => sharded.clone(),
+        (now, Placement::Replicate | Placement::Partial(_)) if !now.is_partial() => now.clone(),
+        _ => Placement::Replicate,
+    };
+    let placements: Vec<Placement> = (0..own.mesh().ndim()).map(placement).collect();
+    let order = |dim: usize| {
+        let led = x.shard_order(dim).iter().copied();
+        let other = own.shard_order(dim).iter().copied().filter(|a| !x.shard_order(dim).contains(a));
+        led.chain(other).filter(|&a| placements[a].is_shard(Some(dim))).collect::<Vec<_>>()
+    };
+    let cuts: Vec<Vec<usize>> = (0..own.shape().len()).map(order).collect();
+    // Ragged sizes need not fit the other shards; replicas always do.
+    let to = Layout::from_cuts(own.mesh(), own.shape(), &placements, &cuts);
+    let to = to.or_else(|_| Layout::replicated(own.mesh(), own.shape()))?;
+    let site = Location::caller();
+    implicitly(name, || gradient.to_layout_at(&to, site))
+}
+
+/// Per element the product of all others along some dimensions, correct also where some are zero.
+///
+/// The dimensions are multiplied one after the other, so that one that is sharded exchanges the products of its shards only.
 #[track_caller]
 fn products_of_others(x: &DTensor, dims: &[usize]) -> Result<DTensor> {
-    let kept: Vec<usize> = (0..x.rank()).filter(|d| !dims.contains(d)).collect();
-    let order: Vec<isize> = kept.iter().chain(dims).map(|&d| d as isize).collect();
-    let mut shape: Vec<isize> = kept.iter().map(|&d| x.shape()[d] as isize).collect();
-    shape.push(dims.iter().map(|&d| x.shape()[d] as isize).product());
-    let flat = x.permute(&order)?.reshape(&shape)?;
-    let n = flat.shape()[kept.len()];
-    // The product of those before, and of those after.
-    let before = |t: &DTensor| match n {
-        0 => Ok(t.clone()),
-        _ => t.narrow(-1, 0, n - 1)?.pad(&[(1, 0)], 1.0)?.cumprod(-1),
-    };
-    let others = before(&flat)?.mul(&before(&flat.flip(&[-1])?)?.flip(&[-1])?)?;
-    let turned: Vec<isize> = order.iter().map(|&d| x.shape()[d as usize] as isize).collect();
-    let back: Vec<isize> =
-        (0..x.rank() as isize).map(|d| order.iter().position(|&o| o == d).expect("every dimension") as isize).collect();
-    others.reshape(&turned)?.permute(&back)
+    let mut others: Option<DTensor> = None;
+    let mut x = x.everywhere("prod")?;
+    for (i, &dim) in dims.iter().enumerate() {
+        let along = x.products_before(dim)?.mul(&x.products_after(dim)?)?;
+        others = Some(others.map_or(Ok(along.clone()), |others| others.mul(&along))?);
+        if i + 1 < dims.len() {
+            x = reduce(&x, Kind::Prod, &[dim as isize], true)?.everywhere("prod")?;
+        }
+    }
+    match others {
+        Some(others) => Ok(others),
+        None => x.ones_like(),
+    }
 }
 
 macro_rules! entries {

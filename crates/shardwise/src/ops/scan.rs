@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::scatter::spread_elements;
+use super::scan_gradient::{extreme_gradient, product_gradient};
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, Runs, TensorMeta, coordinates};
@@ -17,13 +17,17 @@ use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording};
 
 /// A running total along a dimension, with the index of the running extreme where there is one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Scan {
-    dim: usize,
-    kind: Kind,
+pub(super) struct Scan {
+    pub(super) dim: usize,
+    pub(super) kind: Kind,
+    /// From the last element to the first; sums and products only.
+    pub(super) reverse: bool,
+    /// The total of what comes before an element, without the element itself; products only.
+    pub(super) exclusive: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Kind {
+pub(super) enum Kind {
     Sum,
     Prod,
     Max,
@@ -59,13 +63,31 @@ impl DTensor {
         pair(self.scan("cummin", dim, Kind::Min)?)
     }
 
-    /// The running totals and, for extremes, their indices.
+    /// Per element the product of all that come before it along a dimension.
+    #[track_caller]
+    pub(super) fn products_before(&self, dim: usize) -> Result<DTensor> {
+        let op = Scan { dim, kind: Kind::Prod, reverse: false, exclusive: true };
+        Ok(self.scanned(op)?.swap_remove(0))
+    }
+
+    /// Per element the product of all that come after it along a dimension.
+    #[track_caller]
+    pub(super) fn products_after(&self, dim: usize) -> Result<DTensor> {
+        let op = Scan { dim, kind: Kind::Prod, reverse: true, exclusive: true };
+        Ok(self.scanned(op)?.swap_remove(0))
+    }
+
     #[track_caller]
     fn scan(&self, name: &'static str, dim: isize, kind: Kind) -> Result<Vec<DTensor>> {
+        self.scanned(Scan { dim: self.resolve_dim(name, dim)?, kind, reverse: false, exclusive: false })
+    }
+
+    /// The running totals and, for extremes, their indices.
+    #[track_caller]
+    fn scanned(&self, op: Scan) -> Result<Vec<DTensor>> {
         let site = Location::caller();
-        let op = Scan { dim: self.resolve_dim(name, dim)?, kind };
         // Totals that are exchanged must not be rounded before the last one is known.
-        if matches!(kind, Kind::Sum | Kind::Prod) && !self.layout().shard_order(op.dim).is_empty() {
+        if matches!(op.kind, Kind::Sum | Kind::Prod) && !self.layout().shard_order(op.dim).is_empty() {
             let layout = self.layout();
             // The total of one element is exact; pending terms of f32 are seen to below.
             let exact = |c: Vec<usize>| layout.owned(op.dim, &c).len() <= 1;
@@ -76,21 +98,21 @@ impl DTensor {
                 _ => None,
             };
             if let Some(wide) = wide {
-                let scanned = self.to_dtype(wide)?.scan(name, dim, kind)?;
+                let scanned = self.to_dtype(wide)?.scanned(op)?;
                 return scanned.iter().map(|t| t.to_dtype(self.dtype())).collect();
             }
         }
         // Pending terms of f32 are scanned and exchanged in f64, and stay pending.
-        let terms = (self.dtype() == DType::F32 && kind == Kind::Sum && self.layout().is_partial())
+        let terms = (self.dtype() == DType::F32 && op.kind == Kind::Sum && self.layout().is_partial())
             .then(|| self.with_terms_in_f64())
             .transpose()?;
         let mut scanned = dispatch(&op, &[terms.as_ref().unwrap_or(self)], site)?;
         if scanned[0].layout().shard_order(op.dim).is_empty() {
-            scanned.truncate(kind.outputs());
+            scanned.truncate(op.kind.outputs());
         } else {
             scanned = dispatch(&Carry(op), &scanned.iter().collect::<Vec<_>>(), site)?;
         }
-        let keeps = match kind {
+        let keeps = match op.kind {
             Kind::Sum => Keeps::Nothing,
             Kind::Prod => Keeps::Inputs,
             Kind::Max | Kind::Min => Keeps::Outputs,
@@ -111,63 +133,25 @@ impl Backward for Scan {
 
     fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
-        let dim = self.dim as isize;
         Ok(vec![Some(match self.kind {
             // An element counts in every total from its own on.
-            Kind::Sum => gradient.flip(&[dim])?.cumsum(dim)?.flip(&[dim])?,
+            Kind::Sum => gradient.scanned(Scan { reverse: !self.reverse, ..*self })?.swap_remove(0),
             Kind::Prod if is_recording() => {
                 let found = "the gradient of the gradient of cumprod";
                 return Err(Error::invalid("gradient", found, "a first derivative", "use backward"));
             }
-            Kind::Prod => {
-                let op = ProductGradient { dim: self.dim };
-                dispatch(&op, &[&saved.input(0), gradient], Location::caller())?.swap_remove(0)
-            }
-            Kind::Max | Kind::Min => spread_elements(saved.layout(0), self.dim, &saved.output(1), gradient)?,
+            Kind::Prod => product_gradient(*self, &saved.input(0), gradient)?,
+            Kind::Max | Kind::Min => extreme_gradient(*self, saved.layout(0), &saved.output(1), gradient)?,
         })])
     }
 }
 
-/// The gradient of a running product, with any number of zeros: `p[k] * s[k]`, where `p` is the product of what comes
-/// before and `s[k] = g[k] + x[k + 1] * s[k + 1]`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct ProductGradient {
-    dim: usize,
-}
-
-impl Op for ProductGradient {
-    fn name(&self) -> &'static str {
-        "cumprod"
-    }
-
-    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
-        let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
-        let shared = (0..dims.len()).map(|d| if d == self.dim { Shared::Never } else { Shared::Free });
-        let signature = Signature::new(shared, [dims.clone(), dims.clone()], [dims])
-            .passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum);
-        Ok(OpPlan { signature, outputs: vec![inputs[1].clone()] })
-    }
-
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
-        let (x, mut g) = (reals(&inputs[0])?, reals(&inputs[1])?);
-        let lines = Lines::new(inputs[0].dims(), self.dim);
-        for line in 0..x.len() / lines.n.max(1) {
-            for j in (0..lines.n.saturating_sub(1)).rev() {
-                let (here, next) = (lines.at(line, j), lines.at(line, j + 1));
-                g[here] += x[next] * g[next];
-            }
-            let mut before = 1.0;
-            for j in 0..lines.n {
-                let here = lines.at(line, j);
-                g[here] *= before;
-                before *= x[here];
-            }
-        }
-        Ok(vec![from_reals(g, inputs[0].dims(), inputs[1].dtype())?])
-    }
-}
-
 impl Kind {
+    /// The total of nothing, for kinds that have one.
+    fn neutral(self) -> i8 {
+        i8::from(self == Kind::Prod)
+    }
+
     /// How many tensors tell a total: extremes have an index too.
     fn outputs(self) -> usize {
         if matches!(self, Kind::Max | Kind::Min) { 2 } else { 1 }
@@ -242,7 +226,7 @@ impl Op for Scan {
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
         let x = &inputs[0];
         let first = at.input(0, self.dim).iter().next().map_or(0, |run| run.start);
-        let lines = Lines::new(x.dims(), self.dim);
+        let lines = Lines::new(x.dims(), self.dim).reversed(self.reverse);
         let mut indices = vec![0i64; x.elem_count()];
         let mut shape = x.dims().to_vec();
         shape[self.dim] = shape[self.dim].min(1);
@@ -263,6 +247,12 @@ impl Op for Scan {
                     let end = lines.at(line, lines.n - 1);
                     totals.push(values[end]);
                     last[line] = indices[end] + first as i64;
+                    if self.exclusive {
+                        for j in (1..lines.n).rev() {
+                            values[lines.at(line, j)] = values[lines.at(line, j - 1)];
+                        }
+                        values[lines.at(line, 0)] = self.kind.neutral().into();
+                    }
                 }
                 indices.iter_mut().for_each(|i| *i += first as i64);
                 ($from(values, x.dims(), dtype)?, $from(totals, &shape, dtype)?)
@@ -280,27 +270,43 @@ impl Op for Scan {
 }
 
 /// The layout of one total per part that holds anything.
-fn totals(from: &Layout, dim: usize) -> Result<Layout> {
+pub(super) fn totals(from: &Layout, dim: usize) -> Result<Layout> {
     let one = |runs: &Runs| runs.len().min(1);
     let axes = from.shard_order(dim);
     let parts = coordinates(from.mesh(), axes).map(|c| one(&from.owned(dim, &c))).sum();
     from.resized(dim, parts, &one)
 }
 
-/// Where the elements of the lines along a dimension lie.
-struct Lines {
-    n: usize,
+/// Where the elements of the lines along a dimension are in memory.
+#[derive(Clone, Copy)]
+pub(super) struct Lines {
+    pub(super) n: usize,
     inner: usize,
+    reverse: bool,
 }
 
 impl Lines {
-    fn new(dims: &[usize], dim: usize) -> Self {
-        Lines { n: dims[dim], inner: dims[dim + 1..].iter().product() }
+    pub(super) fn new(dims: &[usize], dim: usize) -> Self {
+        Lines { n: dims[dim], inner: dims[dim + 1..].iter().product(), reverse: false }
     }
 
-    fn at(&self, line: usize, j: usize) -> usize {
+    /// The same lines, counted from their ends if `reverse`.
+    pub(super) fn reversed(self, reverse: bool) -> Self {
+        Lines { reverse, ..self }
+    }
+
+    pub(super) fn at(&self, line: usize, j: usize) -> usize {
+        let j = if self.reverse { self.n - 1 - j } else { j };
         (line / self.inner * self.n + j) * self.inner + line % self.inner
     }
+}
+
+/// How many of the shards along `dim` of an input, of which `parts` hold anything, are scanned before the one that this
+/// rank holds.
+pub(super) fn scanned_before(at: &Place<'_>, input: usize, dim: usize, parts: usize, reverse: bool) -> usize {
+    let Some(start) = at.input(input, dim).first() else { return 0 };
+    let before = at.parts_before(input, dim, start);
+    if reverse { parts.saturating_sub(1 + before) } else { before }
 }
 
 impl Op for Carry {
@@ -325,19 +331,15 @@ impl Op for Carry {
     }
 
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
-        let Scan { dim, kind } = self.0;
+        let Scan { dim, kind, reverse, .. } = self.0;
         let (running, ends) = inputs.split_at(kind.outputs());
         let (x, totals) = (&running[0], &ends[0]);
-        // The parts before this one are those that begin before it.
-        let held = at.input(0, dim);
-        let before = match held.iter().next() {
-            Some(run) => at.parts_before(0, dim, run.start),
-            None => 0,
-        };
+        let before = scanned_before(at, 0, dim, totals.dims()[dim], reverse);
         if before == 0 || x.elem_count() == 0 {
             return Ok(running.to_vec());
         }
-        let (lines, heads) = (Lines::new(x.dims(), dim), Lines::new(totals.dims(), dim));
+        let lines = Lines::new(x.dims(), dim).reversed(reverse);
+        let heads = Lines::new(totals.dims(), dim).reversed(reverse);
         let count = x.elem_count() / lines.n;
         let of = |tensors: &[Tensor]| tensors.get(1).map_or(Ok(Vec::new()), wholes);
         let (mut index, place) = (of(running)?, of(ends)?);

@@ -254,6 +254,30 @@ fn used(source: &Tensor, shape: &[usize]) -> Result<Tensor> {
     dense(&shape.iter().enumerate().try_fold(source.clone(), narrow)?)
 }
 
+impl Spread {
+    /// The layout that suits a source where the result is sharded: whole along axes that shard the dimension that is written
+    /// to, and sharded as the result along other dimensions of the same size.
+    fn beside(&self, source: &Layout) -> Result<Layout> {
+        let placement = |axis: usize| match (&source.placements()[axis], &self.like.placements()[axis]) {
+            (Placement::Replicate, _) => Placement::Replicate,
+            (_, like) if like.is_shard(Some(self.dim)) => Placement::Replicate,
+            (now, Placement::Shard(d)) => {
+                let d = *d as usize;
+                let same = !self.slices && source.shape()[d] == self.like.shape()[d];
+                if same { Placement::Shard(d as isize) } else { now.clone() }
+            }
+            (now, _) => now.clone(),
+        };
+        let placements: Vec<Placement> = (0..source.mesh().ndim()).map(placement).collect();
+        if placements == source.placements() {
+            return Ok(source.clone());
+        }
+        // Ragged sizes need not fit other shards.
+        Layout::new(source.mesh(), source.shape(), placements)
+            .or_else(|_| source.without_axes(self.like.shard_order(self.dim)))
+    }
+}
+
 impl Op for Spread {
     fn name(&self) -> &'static str {
         if self.slices { "index_add" } else { "scatter_add" }
@@ -295,9 +319,17 @@ impl Op for Spread {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: source.dtype }] })
     }
 
-    /// As the sources lie; and along axes where they are whole, the dimension that is written to is cut as wished.
+    /// In the layout of the sources; and along axes where they are whole, the dimension that is written to is sharded as
+    /// wished. Sources smaller than the result are gathered for that: a partial sum would be reduced at its size.
     fn decide(&self, plan: &OpPlan, inputs: &[&Layout], elem: &[usize]) -> Result<Decision> {
-        let mut decision = plan.signature.decide(inputs, elem, &[&plan.outputs[0].shape])?;
+        let bytes = |shape: &[usize], elem: usize| shape.iter().product::<usize>() * elem;
+        let sources: usize = inputs.iter().zip(elem).map(|(l, &elem)| bytes(l.shape(), elem)).sum();
+        let mut given: Vec<Layout> = inputs.iter().map(|&l| l.clone()).collect();
+        if sources < bytes(&plan.outputs[0].shape, elem[1]) {
+            given = given.iter().map(|l| self.beside(l)).collect::<Result<_>>()?;
+        }
+        let given: Vec<&Layout> = given.iter().collect();
+        let mut decision = plan.signature.decide(&given, elem, &[&plan.outputs[0].shape])?;
         let output = &decision.outputs[0];
         let wished = |axis: &usize| {
             let free = output.placements()[*axis].is_replicate();

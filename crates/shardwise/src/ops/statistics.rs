@@ -53,7 +53,7 @@ impl Op for Settle {
 impl DTensor {
     /// The tensor without pending reductions, brought about as is best for an operator along some dimensions.
     #[track_caller]
-    fn settle(&self, name: &'static str, dims: &[isize]) -> Result<DTensor> {
+    pub(super) fn settle(&self, name: &'static str, dims: &[isize]) -> Result<DTensor> {
         // A dimension that there is not shall be found here, not by a part of the operator.
         let dims = dims.iter().map(|&d| self.resolve_dim(name, d)).collect::<Result<_>>()?;
         if !self.layout().is_partial() {

@@ -3,16 +3,20 @@
 use std::ops::Range;
 use std::panic::Location;
 
-use super::{DTensor, Number};
+use super::{Backward, DTensor, Keeps, Number, Saved, is_recording};
 use crate::comm::implicitly;
 use crate::error::{Error, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
 use crate::local::{Assembly, filled, placeholder};
+use crate::placement::{Placement, ReduceOp};
 use crate::redistribute::Exchange;
 
 impl DTensor {
-    /// Writes `value` to the elements in `ranges`, one range per dimension. Only the parts that lie on another rank than
-    /// they are needed on are communicated. Pending reductions of this tensor are carried out first.
+    /// Writes `value` to the elements in `ranges`, one range per dimension.
+    ///
+    /// Collective: every rank of the mesh must call it. Communicates only the parts of `value` that are needed on another
+    /// rank; partial sums of this tensor are reduced first. Differentiable: the gradient of the elements that were
+    /// overwritten goes to `value`, that of the others to what this tensor was before.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -37,27 +41,39 @@ impl DTensor {
                 "slice, convert or move the value first",
             ));
         }
-        *self = implicitly("assign", || {
+        *self = implicitly("assign", || -> Result<DTensor> {
             if region.sizes == self.shape() {
-                return value.to_layout_at(&self.layout().settled(), site); // nothing of the old value is left
+                // Nothing of the old value is left.
+                let moved = value.to_layout_at(&self.layout().settled(), site)?;
+                return Ok(if is_recording() { moved } else { moved.detach() });
             }
             let (value, base) = (value.reduced(site)?, self.reduced(site)?);
-            base.written(&region, Some(&value), 0.0, site)
+            let made = base.written(&region, Some(&value), 0.0, site)?;
+            let write = || Box::new(Write { name: "assign", region }) as Box<dyn Backward>;
+            Ok(Self::recorded(vec![made], &[&base, &value], Keeps::Nothing, write).swap_remove(0))
         })?;
         Ok(())
     }
 
     /// Writes one number to the elements in `ranges`, one range per dimension.
+    ///
+    /// Local, unless this tensor has partial sums: these are reduced first, which all ranks of the mesh take part in.
+    /// Differentiable: the gradient of the elements that were overwritten is zero.
     #[track_caller]
     pub fn fill_range(&mut self, ranges: &[Range<usize>], value: f64) -> Result<()> {
         let site = Location::caller();
         let region = self.region(ranges)?;
         Number::from(value).fit(self.dtype())?; // refused by all ranks, also by those that hold nothing of the region
-        *self = implicitly("fill_range", || self.reduced(site)?.written(&region, None, value, site))?;
+        *self = implicitly("fill_range", || -> Result<DTensor> {
+            let base = self.reduced(site)?;
+            let made = base.written(&region, None, value, site)?;
+            let write = || Box::new(Write { name: "fill_range", region }) as Box<dyn Backward>;
+            Ok(Self::recorded(vec![made], &[&base], Keeps::Nothing, write).swap_remove(0))
+        })?;
         Ok(())
     }
 
-    /// Writes one number to all elements. Pending reductions end with it.
+    /// Writes one number to all elements. Partial sums end with it, and so does the gradient: the result depends on nothing.
     #[track_caller]
     pub fn fill(&mut self, value: f64) -> Result<()> {
         *self = self.full_like(value)?;
@@ -88,11 +104,13 @@ impl DTensor {
         })
     }
 
-    /// This tensor, which has nothing pending, with a region overwritten by a tensor, or by a number if there is none.
+    /// This tensor with a region overwritten by a tensor, or by a number if there is none. Has no gradient.
+    ///
+    /// Nothing may be partial, except sums that zeros are written to: zeros on every rank are a zero.
     fn written(&self, region: &TensorBox, value: Option<&DTensor>, number: f64, site: Site) -> Result<DTensor> {
         let (mesh, me) = (self.device_mesh(), self.device_mesh().world().rank());
         if !mesh.contains(me) || (mesh.world().is_dry() && value.is_none()) {
-            return Ok(self.clone());
+            return Ok(self.detach());
         }
         // The parts of a rank's boxes that are overwritten, with their places in its local tensor.
         let overwritten = |rank: usize| -> Vec<OwnedBox> {
@@ -138,5 +156,41 @@ impl DTensor {
             local.finish()
         };
         Ok(Self::from_parts(mesh, self.layout().clone(), local))
+    }
+}
+
+/// The backward pass of a write: what was overwritten has the gradient of what was written, the rest keeps its own.
+struct Write {
+    name: &'static str,
+    region: TensorBox,
+}
+
+impl Backward for Write {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        let base = || -> Result<DTensor> {
+            let linear =
+                |p: &Placement| !p.is_partial() || matches!(p, Placement::Partial(ReduceOp::Sum | ReduceOp::Avg));
+            let gradient = match gradient.placements().iter().all(linear) {
+                true => gradient.clone(),
+                false => gradient.reduced(Location::caller())?,
+            };
+            let made = gradient.written(&self.region, None, 0.0, Location::caller())?;
+            let write = || Box::new(Write { name: self.name, region: self.region.clone() }) as Box<dyn Backward>;
+            Ok(DTensor::recorded(vec![made], &[&gradient], Keeps::Nothing, write).swap_remove(0))
+        };
+        let value = || {
+            let ranges = self.region.offsets.iter().zip(&self.region.sizes).enumerate();
+            ranges.into_iter().try_fold(gradient.clone(), |g, (dim, (&start, &len))| g.narrow(dim as isize, start, len))
+        };
+        let mut found = vec![saved.wants(0).then(base).transpose()?];
+        if saved.inputs() > 1 {
+            found.push(saved.wants(1).then(value).transpose()?);
+        }
+        Ok(found)
     }
 }

@@ -5,10 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use candle_core::DType;
+use parking_lot::Mutex;
+use smallvec::SmallVec;
 
 use super::{DTensor, Value};
 use crate::comm::DeviceMesh;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layout::Layout;
 
 /// The way back of one call: from gradients of its outputs to gradients of its inputs.
@@ -46,13 +48,26 @@ pub(crate) struct Tape {
 pub(crate) struct Node {
     /// Later calls of a rank have larger numbers.
     pub(crate) number: u64,
+    /// Layouts of the outputs; of a leaf, its own.
+    outputs: SmallVec<[Layout; 1]>,
+    state: Mutex<State>,
+}
+
+/// What a node still knows.
+enum State {
+    Leaf,
+    Recorded(Arc<Recording>),
+    /// A backward pass went through this call, named here, and freed what it had kept.
+    Freed(&'static str),
+}
+
+/// What a backward pass needs of a call.
+pub(crate) struct Recording {
     /// Per input where it comes from, if it takes part in the gradient. All links to other nodes are here.
     pub(crate) parents: Vec<Option<Tape>>,
     inputs: Vec<Kept>,
-    /// Of a leaf: itself, described.
     outputs: Vec<Kept>,
-    /// Nothing for a leaf.
-    pub(crate) backward: Option<Box<dyn Backward>>,
+    pub(crate) backward: Box<dyn Backward>,
 }
 
 /// What is kept of a tensor.
@@ -138,8 +153,8 @@ pub(crate) fn with_recording<R>(on: bool, body: impl FnOnce() -> R) -> R {
 impl DTensor {
     /// The same tensor as a leaf, for which [`backward`](Self::backward) finds a gradient.
     pub fn requires_grad(&self) -> DTensor {
-        let outputs = vec![Kept::new(self, false)];
-        let node = Node { number: take_number(), parents: Vec::new(), inputs: Vec::new(), outputs, backward: None };
+        let outputs = SmallVec::from_elem(self.layout().clone(), 1);
+        let node = Node { number: take_number(), outputs, state: Mutex::new(State::Leaf) };
         DTensor { value: Arc::clone(&self.value), tape: Some(Tape { node: Arc::new(node), output: 0 }) }
     }
 
@@ -169,12 +184,16 @@ impl DTensor {
         }
         let input = |i: usize| matches!(keeps, Keeps::Inputs | Keeps::All) || keeps == Keeps::Input(i);
         let output = matches!(keeps, Keeps::Outputs | Keeps::All);
-        let node = Arc::new(Node {
-            number: take_number(),
+        let recording = Recording {
             parents: inputs.iter().map(|t| t.tape.clone().filter(|_| t.dtype().is_float())).collect(),
             inputs: inputs.iter().enumerate().map(|(i, t)| Kept::new(t, input(i))).collect(),
             outputs: outputs.iter().map(|t| Kept::new(t, output)).collect(),
-            backward: Some(backward()),
+            backward: backward(),
+        };
+        let node = Arc::new(Node {
+            number: take_number(),
+            outputs: outputs.iter().map(|t| t.layout().clone()).collect(),
+            state: Mutex::new(State::Recorded(Arc::new(recording))),
         });
         let attach = |(output, tensor): (usize, DTensor)| {
             let tape = tensor.dtype().is_float().then(|| Tape { node: Arc::clone(&node), output });
@@ -187,16 +206,49 @@ impl DTensor {
 impl Node {
     /// The layout of a leaf or of an output.
     pub(crate) fn layout(&self, output: usize) -> &Layout {
-        self.outputs[output].layout()
+        &self.outputs[output]
     }
 
     pub(crate) fn outputs(&self) -> usize {
         self.outputs.len()
     }
+
+    pub(crate) fn is_leaf(&self) -> bool {
+        matches!(*self.state.lock(), State::Leaf)
+    }
+
+    /// What a backward pass needs of this call, `None` for a leaf; an error if an earlier pass freed it.
+    pub(crate) fn recording(&self) -> Result<Option<Arc<Recording>>> {
+        match &*self.state.lock() {
+            State::Leaf => Ok(None),
+            State::Recorded(recording) => Ok(Some(Arc::clone(recording))),
+            State::Freed(name) => Err(Error::invalid(
+                "graph",
+                format!("a second backward pass through {name}, whose saved tensors the first one freed"),
+                "a graph that was kept",
+                "set retain_graph in the BackwardOptions of all passes but the last, or compute the result again",
+            )),
+        }
+    }
+
+    /// Forgets what was kept for the backward pass.
+    pub(crate) fn free(&self) {
+        let mut state = self.state.lock();
+        if let State::Recorded(recording) = &*state {
+            let name = recording.backward.name();
+            let freed = std::mem::replace(&mut *state, State::Freed(name));
+            // Dropping tensors and links may end in other nodes.
+            drop(state);
+            drop(freed);
+        }
+    }
 }
 
 /// What is left of a call when its gradient is taken.
-pub struct Saved<'a>(pub(crate) &'a Arc<Node>);
+pub struct Saved<'a> {
+    pub(crate) node: &'a Arc<Node>,
+    pub(crate) recording: &'a Recording,
+}
 
 impl Saved<'_> {
     /// An input.
@@ -204,8 +256,8 @@ impl Saved<'_> {
     /// # Panics
     /// If inputs were not to be kept.
     pub fn input(&self, i: usize) -> DTensor {
-        let Kept::Value(value) = &self.0.inputs[i] else { panic!("input {i} is not kept") };
-        DTensor { value: Arc::clone(value), tape: self.0.parents[i].clone() }
+        let Kept::Value(value) = &self.recording.inputs[i] else { panic!("input {i} is not kept") };
+        DTensor { value: Arc::clone(value), tape: self.recording.parents[i].clone() }
     }
 
     /// An output.
@@ -213,23 +265,23 @@ impl Saved<'_> {
     /// # Panics
     /// If outputs were not to be kept.
     pub fn output(&self, i: usize) -> DTensor {
-        let Kept::Value(value) = &self.0.outputs[i] else { panic!("output {i} is not kept") };
-        DTensor { value: Arc::clone(value), tape: Some(Tape { node: Arc::clone(self.0), output: i }) }
+        let Kept::Value(value) = &self.recording.outputs[i] else { panic!("output {i} is not kept") };
+        DTensor { value: Arc::clone(value), tape: Some(Tape { node: Arc::clone(self.node), output: i }) }
     }
 
     /// How many inputs the call had.
     pub fn inputs(&self) -> usize {
-        self.0.inputs.len()
+        self.recording.inputs.len()
     }
 
     /// Whether the gradient of an input is wanted.
     pub fn wants(&self, i: usize) -> bool {
-        self.0.parents[i].is_some()
+        self.recording.parents[i].is_some()
     }
 
     /// How an input lay before the call moved it.
     pub fn layout(&self, i: usize) -> &Layout {
-        self.0.inputs[i].layout()
+        self.recording.inputs[i].layout()
     }
 
     /// The shape of an input.
@@ -239,7 +291,7 @@ impl Saved<'_> {
 
     /// The element type of an input.
     pub fn dtype(&self, i: usize) -> DType {
-        match &self.0.inputs[i] {
+        match &self.recording.inputs[i] {
             Kept::Value(value) => value.dtype,
             Kept::Described { dtype, .. } => *dtype,
         }
@@ -247,20 +299,23 @@ impl Saved<'_> {
 
     /// The mesh of an input.
     pub fn mesh(&self, i: usize) -> &DeviceMesh {
-        match &self.0.inputs[i] {
+        match &self.recording.inputs[i] {
             Kept::Value(value) => &value.mesh,
             Kept::Described { mesh, .. } => mesh,
         }
     }
 }
 
-impl Drop for Node {
+impl Drop for Recording {
     /// A long chain is taken apart link by link: each dropping the next would need as much stack.
     fn drop(&mut self) {
         let mut links: Vec<Tape> = self.parents.drain(..).flatten().collect();
         while let Some(tape) = links.pop() {
-            if let Some(mut node) = Arc::into_inner(tape.node) {
-                links.extend(node.parents.drain(..).flatten());
+            let state = Arc::into_inner(tape.node).map(|node| node.state.into_inner());
+            if let Some(State::Recorded(recording)) = state
+                && let Some(mut recording) = Arc::into_inner(recording)
+            {
+                links.extend(recording.parents.drain(..).flatten());
             }
         }
     }
