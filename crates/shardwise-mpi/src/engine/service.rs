@@ -370,7 +370,7 @@ impl Rounds<'_> {
 
     /// The error of a call that took too long, with what the others are doing.
     fn timeout(&self, call: RankCall, waited: Duration, missing: Vec<usize>) -> String {
-        let mut text = Error::Timeout { call: Box::new(call), waited, missing: missing.clone() }.to_string();
+        let mut text = Error::Timeout { call: Box::new(call), waited, missing: missing.clone(), elsewhere: Vec::new() }.to_string();
         if missing.is_empty() {
             text += "\nshardwise: all ranks are in this call, so it takes longer than the deadline by itself";
         }

@@ -55,3 +55,31 @@ pub fn confine_candle_to(threads: usize) {
         }
     });
 }
+
+/// A number of the calling thread that no other thread has while it lives.
+pub fn this_thread() -> usize {
+    thread_local! {
+        static MARK: u8 = const { 0 };
+    }
+    MARK.with(|mark| &raw const *mark as usize)
+}
+
+/// Why a collective that was not made by the thread that runs the program of a rank is refused.
+pub fn second_thread(rank: usize) -> Error {
+    Error::invalid(
+        "thread",
+        format!("a collective of rank {rank} made by another thread than the one that runs its program"),
+        "the thread that launch started",
+        "pass data between threads and make all collectives on the thread of the program",
+    )
+}
+
+/// Why a call that was made after the end of its launch is refused.
+pub fn launch_is_over() -> Error {
+    Error::invalid(
+        "call",
+        "one after the launch had ended",
+        "a world whose ranks are still there",
+        "communicate inside the program that is launched",
+    )
+}

@@ -16,7 +16,7 @@ use candle_core::{DType, Tensor};
 use rustc_hash::FxHasher;
 use smallvec::SmallVec;
 
-use crate::comm::{DeviceMesh, implicitly};
+use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, OwnedBox, Runs, TensorBox, TensorMeta, coordinates};
 use crate::local::placeholder;
@@ -25,7 +25,8 @@ use crate::redistribute::Exchange;
 use crate::rule::{Decision, Need, Signature};
 use crate::tensor::{Backward, DTensor, Keeps, Saved};
 
-/// An operator with its arguments that are not tensors. Equal operators do the same.
+/// An operator with its arguments that are not tensors. Equal operators do the same, and their hashes are the same on all
+/// ranks, which may be processes: hash what an argument says, not its address.
 pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
     /// Name for errors and records.
     fn name(&self) -> &'static str;
@@ -287,7 +288,7 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
         let error = Error::invalid("operands", found, "tensors on one mesh", "move the tensors to one mesh first");
         return Err(name_call(error, op.name(), inputs, site));
     }
-    let decided = decide(op, inputs).map_err(|e| name_call(e, op.name(), inputs, site))?;
+    let (decided, call) = decide(op, inputs).map_err(|e| name_call(e, op.name(), inputs, site))?;
     let (rank, dry) = (mesh.world().rank(), mesh.world().is_dry());
     let mut locals: SmallVec<[Tensor; 3]> = SmallVec::new();
     for (input, bring) in inputs.iter().zip(&decided.brings) {
@@ -310,8 +311,11 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
             made.map_err(|e| name_call(e, op.name(), inputs, site))?
         }
     };
-    let wrap = |(layout, local): (&Layout, Tensor)| DTensor::from_parts(mesh, layout.clone(), local);
-    let outputs: Vec<DTensor> = decided.decision.outputs.iter().zip(outputs).map(wrap).collect();
+    let origin = Origin::operator(op.name(), call, inputs.iter().map(|t| t.origin()), inputs[0].shape());
+    let wrap = |(index, (layout, local)): (usize, (&Layout, Tensor))| {
+        DTensor::from_parts_of(mesh, layout.clone(), local, origin.output(index))
+    };
+    let outputs: Vec<DTensor> = decided.decision.outputs.iter().zip(outputs).enumerate().map(wrap).collect();
     if inputs.iter().all(|t| !t.has_gradient()) {
         return Ok(outputs);
     }
@@ -399,24 +403,28 @@ impl Bring {
                 Ok(ranges.iter().enumerate().try_fold(held.to_local().clone(), narrow)?)
             }
             Bring::Fetch { from, exchange, after } => {
-                exchange.assemble(input.to_layout_at(from, site)?.to_local(), after, site)
+                let held = input.to_layout_at(from, site)?;
+                on_behalf_of(input.origin(), 0, || exchange.assemble(held.to_local(), after, site))
             }
         }
     }
 }
 
-fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
+/// What is known of a call without its data, and a hash of it that is the same on all ranks.
+fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<(Rc<Decided>, u64)> {
     let mesh = inputs[0].device_mesh();
     let scoped = scope::rule_for(op.name(), mesh.mesh());
     let rule = scoped.as_ref().map_or(scope::OWN, |scoped| scoped.number);
     let mut hasher = FxHasher::default();
-    rule.hash(&mut hasher);
-    op.type_id().hash(&mut hasher);
+    op.name().hash(&mut hasher);
     op.hash(&mut hasher);
     for input in inputs {
         input.layout().hash(&mut hasher);
         (input.dtype() as u8).hash(&mut hasher);
     }
+    let call = hasher.finish();
+    rule.hash(&mut hasher);
+    op.type_id().hash(&mut hasher);
     let hash = hasher.finish();
     let same = |entry: &Entry| {
         entry.rule == rule
@@ -431,7 +439,7 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
         Some(Rc::clone(&entry.decided))
     });
     if let Some(decided) = found {
-        return Ok(decided);
+        return Ok((decided, call));
     }
     let metas: Vec<TensorMeta> = inputs.iter().map(|t| t.meta()).collect();
     let plan = op.plan(&metas)?;
@@ -459,7 +467,7 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
         let entry = Entry { op: Box::new(op.clone()), rule, inputs, mesh: mesh.clone(), decided: Rc::clone(&decided) };
         cache.decisions.entry(hash).or_default().push(entry);
     });
-    Ok(decided)
+    Ok((decided, call))
 }
 
 /// What is wrong with a call, with the operator, its tensors and the place in the program.

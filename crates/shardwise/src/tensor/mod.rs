@@ -15,12 +15,14 @@ pub use state::DTensorState;
 pub use tape::{Backward, Keeps, Saved, no_grad};
 pub(crate) use tape::{Node, Tape, is_recording, next_number, with_recording};
 
+use std::hash::{Hash, Hasher};
 use std::panic::Location;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
+use rustc_hash::FxHasher;
 
-use crate::comm::{DeviceMesh, implicitly};
+use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::local::placeholder;
@@ -57,6 +59,7 @@ struct Value {
     mesh: DeviceMesh,
     layout: Layout,
     local: Tensor,
+    origin: Origin,
 }
 
 impl Value {
@@ -73,10 +76,17 @@ impl Drop for Value {
 }
 
 impl DTensor {
-    /// Puts the parts together; `local` is what the layout says this rank holds.
+    /// Puts the parts of a tensor that did not come from an operator together; `local` is what the layout says this rank
+    /// holds.
     pub(crate) fn from_parts(mesh: &DeviceMesh, layout: Layout, local: Tensor) -> Self {
+        let origin = Origin::leaf(hash_of(&(&layout, local.dtype() as u8)), layout.shape());
+        Self::from_parts_of(mesh, layout, local, origin)
+    }
+
+    /// As [`from_parts`](Self::from_parts), for a value whose origin is known.
+    pub(crate) fn from_parts_of(mesh: &DeviceMesh, layout: Layout, local: Tensor, origin: Origin) -> Self {
         debug_assert_eq!(local.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
-        let value = Value { mesh: mesh.clone(), layout, local };
+        let value = Value { mesh: mesh.clone(), layout, local, origin };
         mesh.world().memory().take(value.bytes());
         DTensor { value: Arc::new(value), tape: None }
     }
@@ -94,6 +104,11 @@ impl DTensor {
     /// One placement per mesh axis.
     pub fn placements(&self) -> &[Placement] {
         self.value.layout.placements()
+    }
+
+    /// How the value was computed.
+    pub(crate) fn origin(&self) -> &Origin {
+        &self.value.origin
     }
 
     /// Shape of the whole tensor.
@@ -156,8 +171,11 @@ impl DTensor {
             ));
         }
         check_partial(to, self.dtype())?;
-        let local = redistribute(&self.value.mesh, self.layout(), to, self.to_local(), site)?;
-        let moved = Self::from_parts(&self.value.mesh, to.clone(), local);
+        let layouts = hash_of(&(self.layout(), to));
+        let local = on_behalf_of(self.origin(), layouts, || {
+            redistribute(&self.value.mesh, self.layout(), to, self.to_local(), site)
+        })?;
+        let moved = Self::from_parts_of(&self.value.mesh, to.clone(), local, self.origin().clone());
         Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).settled())))
     }
 
@@ -191,7 +209,9 @@ impl DTensor {
         let group = mesh.world().subgroup(&ranks)?;
         let from = self.layout();
         let exchange = Exchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
-        let local = exchange.assemble(self.to_local(), &meta, site)?;
+        // Ranks outside the old mesh may not have computed the value, so its layout counts and not its origin.
+        let origin = Origin::leaf(hash_of(&(from, &to)), self.shape());
+        let local = on_behalf_of(&origin, 0, || exchange.assemble(self.to_local(), &meta, site))?;
         Ok(Self::from_parts(mesh, to, local))
     }
 
@@ -228,7 +248,8 @@ impl DTensor {
             true => placeholder(&TensorMeta::new(source.to_local().dims(), dtype))?,
             false => source.to_local().to_dtype(dtype)?,
         };
-        let converted = Self::from_parts(&self.value.mesh, source.layout().clone(), local);
+        let origin = source.origin().clone();
+        let converted = Self::from_parts_of(&self.value.mesh, source.layout().clone(), local, origin);
         Ok(source.moved(converted, "to_dtype", &|saved, gradient| gradient.to_dtype(saved.dtype(0))))
     }
 
@@ -246,6 +267,13 @@ impl DTensor {
         // Operators compute on the CPU.
         Ok(self.moved(made, "to_device", &|_, gradient| gradient.to_device(&Device::Cpu)))
     }
+}
+
+/// A number that is the same for equal values in every process.
+pub(crate) fn hash_of(value: &impl Hash) -> u64 {
+    let mut hasher = FxHasher::default();
+    value.hash(&mut hasher);
+    hasher.finish()
 }
 
 /// How the gradient of a tensor that was moved or converted goes back.
