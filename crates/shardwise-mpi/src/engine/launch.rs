@@ -79,7 +79,12 @@ impl Launch {
             }
             let waited = since.elapsed();
             if waited > self.deadline {
-                return Err(Error::Timeout { call: Box::new(call()), waited, missing: vec![rank], elsewhere: Vec::new() });
+                return Err(Error::Timeout {
+                    call: Box::new(call()),
+                    waited,
+                    missing: vec![rank],
+                    elsewhere: Vec::new(),
+                });
             }
             if waited > SPIN {
                 std::thread::sleep(SLEEP);

@@ -13,6 +13,7 @@ mod agreement;
 mod watch;
 mod groups;
 mod shelf;
+mod circle;
 mod service;
 mod process;
 mod mail;

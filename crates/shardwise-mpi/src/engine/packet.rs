@@ -58,17 +58,8 @@ const OPS: [ReduceOp; 8] = [
     ReduceOp::BitXor,
 ];
 
-const DTYPES: [DType; 9] = [
-    DType::U8,
-    DType::U32,
-    DType::I16,
-    DType::I32,
-    DType::I64,
-    DType::BF16,
-    DType::F16,
-    DType::F32,
-    DType::F64,
-];
+const DTYPES: [DType; 9] =
+    [DType::U8, DType::U32, DType::I16, DType::I32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
 
 impl Packet {
     /// What a rank says of its call.

@@ -100,9 +100,7 @@ impl Small {
         match call {
             Call::Reduce { root, .. } | Call::Gather { root, .. } if *root != me => Ok(Vec::new()),
             Call::AllReduce { op } | Call::Reduce { op, .. } => one(self.reduced(*op, &inputs[0], size, packet)?),
-            Call::ReduceScatter { op, dim, sizes } => {
-                piece(&self.reduced(*op, &inputs[0], size, packet)?, *dim, sizes)
-            }
+            Call::ReduceScatter { op, dim, sizes } => piece(&self.reduced(*op, &inputs[0], size, packet)?, *dim, sizes),
             Call::AllGather { dim, sizes } | Call::Gather { dim, sizes, .. } => {
                 one(joined(&Join::of(&inputs[0], *dim, sizes), packet)?)
             }

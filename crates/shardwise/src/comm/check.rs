@@ -50,8 +50,7 @@ pub fn describe(call: &Call, inputs: &[Tensor], purpose: Option<&Purpose>) -> St
 pub const SAME_CALLS: &str = "every rank of a group must make the same calls in the same order";
 
 /// What to do about ranks that make the same call on behalf of different values.
-pub const SAME_VALUES: &str =
-    "the values come from different operators, arguments or shapes, so run the same operators on the same shapes on all ranks";
+pub const SAME_VALUES: &str = "the values come from different operators, arguments or shapes, so run the same operators on the same shapes on all ranks";
 
 /// An error unless all entries can be carried out together. `ranks` are the global ranks of the group.
 pub(crate) fn check_agreement(entries: &[&Entry], ranks: &[usize]) -> Result<()> {
@@ -188,7 +187,13 @@ mod tests {
         let entries: Vec<Entry> = calls
             .iter()
             .flat_map(|call| {
-                tensors.iter().map(|t| Entry { call: call.clone(), inputs: smallvec![t.clone()], site, purpose: None, refused: None })
+                tensors.iter().map(|t| Entry {
+                    call: call.clone(),
+                    inputs: smallvec![t.clone()],
+                    site,
+                    purpose: None,
+                    refused: None,
+                })
             })
             .collect();
         let (mut same, mut other) = (0, 0);

@@ -19,7 +19,8 @@ use crate::placement::ReduceOp;
 /// that names two ranks and the two places in the program; no call ever hangs. Sizes may differ between ranks and may
 /// be zero. Results of reductions are combined in rank order: bitwise the same on every rank and in every run.
 ///
-/// Ranks and roots in arguments count within the group. One thread of a rank makes its calls.
+/// Ranks and roots in arguments count within the group. Collectives are made by the thread that runs the program of the
+/// rank; those of another thread are refused on every rank, because ranks could not know whose calls belong together.
 ///
 /// Tensors are taken as immutable, as candle's are: a result may share memory with what another rank passed in, and is
 /// cut off from any graph of candle's own gradients. Variables (`candle_core::Var`) are copied where that matters, so
@@ -72,7 +73,7 @@ impl Group {
     /// Waits until every rank is here.
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
-        self.engine.run(&Call::Barrier, &[], Location::caller()).map(drop)
+        self.run(&Call::Barrier, &[], Location::caller()).map(drop)
     }
 
     /// An error on every rank unless all have the same numbers; `what` says in the error what they are.
@@ -84,7 +85,7 @@ impl Group {
     /// ```
     #[track_caller]
     pub fn agree(&self, what: &'static str, values: &[u64]) -> Result<()> {
-        self.engine.run(&Call::Agree { what, values: values.into() }, &[], Location::caller()).map(drop)
+        self.run(&Call::Agree { what, values: values.into() }, &[], Location::caller()).map(drop)
     }
 
     /// What this rank has, if every rank of the group has something; else the error of the first rank that has one, as
@@ -203,7 +204,7 @@ impl Group {
     /// ```
     #[track_caller]
     pub fn all_to_all(&self, tensors: &[Tensor], expected: &[TensorMeta]) -> Result<Vec<Tensor>> {
-        self.engine.run(&Call::AllToAll { expected: expected.to_vec() }, tensors, Location::caller())
+        self.run(&Call::AllToAll { expected: expected.to_vec() }, tensors, Location::caller())
     }
 
     /// Changes the dimension along which a tensor is spread over the group: it is cut along `from` into pieces of
@@ -244,7 +245,8 @@ impl Group {
     /// Waits for the tensor that rank `from` of the group sends with the same tag.
     #[track_caller]
     pub fn recv(&self, expected: &TensorMeta, from: usize, tag: u64) -> Result<Tensor> {
-        self.engine.recv(expected, from, tag, Location::caller())
+        let tensor = self.engine.recv(expected, from, tag, Location::caller())?;
+        received(tensor, expected)
     }
 
     /// Lets every rank of the group read these tensors of this one from now on, without its help. All ranks of the group
@@ -269,7 +271,7 @@ impl Group {
     }
 
     pub(crate) fn expose_at(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>> {
-        self.engine.expose(tensors, site)
+        Ok(Box::new(Checked(self.engine.expose(tensors, site)?)))
     }
 
     /// Cuts the group into groups: ranks that name the same `color` end up together, ordered by `key` and then by
@@ -334,7 +336,9 @@ impl Group {
 
     /// Carries out a call that is put together elsewhere.
     pub(crate) fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
-        self.engine.run(call, inputs, site)
+        let outputs = self.engine.run(call, inputs, site)?;
+        call.check_outputs(self.rank(), inputs, &outputs)?;
+        Ok(outputs)
     }
 
     fn single(&self, call: &Call, input: Option<&Tensor>, site: Site) -> Result<Tensor> {
@@ -343,7 +347,22 @@ impl Group {
     }
 
     fn at_most_one(&self, call: &Call, input: Option<&Tensor>, site: Site) -> Result<Option<Tensor>> {
-        Ok(self.engine.run(call, input.map_or(&[], std::slice::from_ref), site)?.pop())
+        Ok(self.run(call, input.map_or(&[], std::slice::from_ref), site)?.pop())
+    }
+}
+
+/// A tensor that an engine received, if it is what was expected.
+fn received(tensor: Tensor, expected: &TensorMeta) -> Result<Tensor> {
+    Call::Broadcast { whole: expected.clone(), root: 0 }.check_outputs(0, &[], std::slice::from_ref(&tensor))?;
+    Ok(tensor)
+}
+
+/// Tensors of other ranks, compared with what is expected of them whoever provides them.
+struct Checked(Box<dyn Exposed>);
+
+impl Exposed for Checked {
+    fn read(&self, rank: usize, index: usize, expected: &TensorMeta, site: Site) -> Result<Tensor> {
+        received(self.0.read(rank, index, expected, site)?, expected)
     }
 }
 

@@ -8,8 +8,19 @@ use crate::error::{Error, Result};
 /// Room for deep programs; only the part in use takes memory.
 const STACK_BYTES: usize = 16 << 20;
 
+/// More threads than any machine has cores; a larger number is a typing error, and starting so many would not end.
+const MAX_KERNEL_THREADS: usize = 4096;
+
 /// A pool for the program of a rank, so that its parallel kernels stay within its share of the cores.
 pub fn pool(rank: usize, kernel_threads: usize) -> Result<rayon::ThreadPool> {
+    if kernel_threads > MAX_KERNEL_THREADS {
+        return Err(Error::invalid(
+            "kernel threads",
+            kernel_threads,
+            format!("at most {MAX_KERNEL_THREADS}"),
+            "use as many as the rank has cores",
+        ));
+    }
     rayon::ThreadPoolBuilder::new()
         .num_threads(kernel_threads)
         .stack_size(STACK_BYTES)

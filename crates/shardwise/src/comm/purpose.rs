@@ -36,7 +36,11 @@ impl Origin {
         inputs: impl Iterator<Item = &'a Origin>,
         shape: &[usize],
     ) -> Self {
-        Origin { hash: inputs.fold(call, |hash, input| mixed(hash, input.hash)), operator: Some(name), shape: shape.into() }
+        Origin {
+            hash: inputs.fold(call, |hash, input| mixed(hash, input.hash)),
+            operator: Some(name),
+            shape: shape.into(),
+        }
     }
 
     /// One of several results.
@@ -112,7 +116,8 @@ impl Purpose {
 
     /// The hash of what this thread is communicating for; 0 if that is not known.
     pub(super) fn current_hash() -> u64 {
-        CURRENT.with_borrow(|current| current.as_ref().map_or(0, |(origin, also)| hash(origin, *also, current_operator())))
+        CURRENT
+            .with_borrow(|current| current.as_ref().map_or(0, |(origin, also)| hash(origin, *also, current_operator())))
     }
 
     /// A number that all ranks of a collective have in common.

@@ -126,7 +126,10 @@ fn joined_shape(parts: &[Tensor], dim: usize) -> Result<Vec<usize>> {
             };
             let Some(other) = parts.iter().find(|part| !fits(part)) else { return Ok(first.dims().to_vec()) };
             let describe = |t: &Tensor| format!("{} {:?}", t.dtype().as_str(), t.dims());
-            (format!("{} and {}", describe(first), describe(other)), format!("one type, and one shape but for dimension {dim}"))
+            (
+                format!("{} and {}", describe(first), describe(other)),
+                format!("one type, and one shape but for dimension {dim}"),
+            )
         }
     };
     Err(Error::invalid("tensors to join", found, needed, "join tensors that fit together"))

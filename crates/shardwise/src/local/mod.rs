@@ -194,7 +194,8 @@ fn first_element(storage: &Storage, layout: &Layout) -> (*const u8, DType) {
         return (base, dtype);
     }
     let steps = layout.dims().iter().zip(layout.stride());
-    let last = steps.fold(layout.start_offset(), |last, (n, stride)| last.saturating_add((n - 1).saturating_mul(*stride)));
+    let last =
+        steps.fold(layout.start_offset(), |last, (n, stride)| last.saturating_add((n - 1).saturating_mul(*stride)));
     assert!(last < held, "element {last} of a tensor whose storage has {held}");
     // SAFETY: the last element is inside the storage, and so is the first.
     (unsafe { base.add(layout.start_offset() * dtype.size_in_bytes()) }, dtype)
