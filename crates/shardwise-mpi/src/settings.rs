@@ -108,8 +108,8 @@ impl Settings {
     }
 
     /// Whether all ranks of a group compare what they are about to do at the start of every collective, so that calls that
-    /// do not fit together are an error on every rank (on by default). Small calls travel along with the comparison, so that
-    /// it costs them nothing; larger ones take one small all-reduce more. Without it, calls that do not fit together are
+    /// do not fit together are an error on every rank (on by default). Small calls travel along with the comparison: 64 bytes
+    /// take about a tenth of a microsecond more; larger ones take one small all-reduce more. Without it, such calls are
     /// what MPI makes of them: an error on some rank, a job that ends after the deadline, or wrong numbers.
     pub fn check(mut self, check: bool) -> Self {
         self.check = check;
