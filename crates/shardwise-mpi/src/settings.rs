@@ -58,7 +58,7 @@ impl Default for Settings {
             deadline: Duration::from_secs(300),
             kernel_threads: None,
             deterministic: false,
-            check: cfg!(debug_assertions),
+            check: true,
             segment: 1 << 20,
             largest_count: LARGEST_COUNT,
         }
@@ -107,10 +107,10 @@ impl Settings {
         self
     }
 
-    /// Whether all ranks of a group compare what they are about to do before every collective, so that calls that do not
-    /// fit together are an error on every rank. On by default in builds with debug assertions. It costs one small
-    /// all-reduce per call. Without it such calls are what MPI makes of them: an error on some rank, a job that ends after
-    /// the deadline, or wrong numbers.
+    /// Whether all ranks of a group compare what they are about to do at the start of every collective, so that calls that
+    /// do not fit together are an error on every rank (on by default). Small calls travel along with the comparison: 64 bytes
+    /// take about a tenth of a microsecond more; larger ones take one small all-reduce more. Without it, such calls are
+    /// what MPI makes of them: an error on some rank, a job that ends after the deadline, or wrong numbers.
     pub fn check(mut self, check: bool) -> Self {
         self.check = check;
         self

@@ -87,8 +87,9 @@ pub enum Error {
 
     /// A rank stayed silent past the deadline.
     #[error(
-        "{call} waited {waited:?} for rank(s) {missing:?}, which did not come; \
-         look at what they were doing, or raise the deadline of the launch"
+        "{call} waited {waited:?} for rank(s) {missing:?}, which did not come{}; \
+         look at what they were doing, or raise the deadline of the launch",
+        in_other_calls(elsewhere)
     )]
     Timeout {
         /// What the waiting rank was doing.
@@ -97,6 +98,8 @@ pub enum Error {
         waited: Duration,
         /// The ranks that did not come.
         missing: Vec<usize>,
+        /// The calls that some of them are in instead.
+        elsewhere: Vec<RankCall>,
     },
 
     /// A message was sent that nobody received before the program ended.
@@ -175,6 +178,11 @@ pub enum Error {
     /// An error of the user's own program, passed through unchanged.
     #[error("{0}")]
     Other(Arc<dyn std::error::Error + Send + Sync>),
+}
+
+/// What ranks are doing instead of coming, as part of a sentence.
+fn in_other_calls(calls: &[RankCall]) -> String {
+    calls.iter().map(|call| format!(" ({call})")).collect()
 }
 
 /// A value that cannot be used: what it is, what was found, what was needed, what to do.

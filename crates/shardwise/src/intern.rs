@@ -1,15 +1,23 @@
-//! Values that exist once per process: comparing or hashing two of them is comparing or hashing a pointer.
+//! Values that exist once per process: comparing two of them is comparing pointers, and hashing one takes a stored
+//! number.
 
 use std::collections::HashMap;
 use std::fmt;
-use std::hash::{BuildHasher, Hash, Hasher, RandomState};
+use std::hash::{Hash, Hasher};
 use std::ops::Deref;
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
+use rustc_hash::FxHasher;
 
 /// A shared value; two handles are equal exactly if they hold the same allocation.
-pub(crate) struct Interned<T>(Arc<T>);
+pub(crate) struct Interned<T>(Arc<Hashed<T>>);
+
+/// A value and a hash of what it contains: the same in every process, unlike the address.
+struct Hashed<T> {
+    hash: u64,
+    value: T,
+}
 
 impl<T> Clone for Interned<T> {
     fn clone(&self) -> Self {
@@ -20,7 +28,7 @@ impl<T> Clone for Interned<T> {
 impl<T> Deref for Interned<T> {
     type Target = T;
     fn deref(&self) -> &T {
-        &self.0
+        &self.0.value
     }
 }
 
@@ -34,24 +42,24 @@ impl<T> Eq for Interned<T> {}
 
 impl<T> Hash for Interned<T> {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        Arc::as_ptr(&self.0).hash(state);
+        // Not the address: ranks that are processes compare hashes with each other.
+        state.write_u64(self.0.hash);
     }
 }
 
 impl<T: fmt::Debug> fmt::Debug for Interned<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        self.0.value.fmt(f)
     }
 }
 
 /// The table of one type. It holds no value alive: an entry whose last handle is gone is swept out as the table grows.
 pub(crate) struct Interner<T> {
-    hasher: RandomState,
     table: Mutex<Table<T>>,
 }
 
 struct Table<T> {
-    by_hash: HashMap<u64, Vec<Weak<T>>>,
+    by_hash: HashMap<u64, Vec<Weak<Hashed<T>>>>,
     sweep_at: usize,
 }
 
@@ -60,15 +68,14 @@ const FIRST_SWEEP: usize = 1024;
 
 impl<T: Eq + Hash> Interner<T> {
     pub(crate) fn new() -> Self {
-        Interner {
-            hasher: RandomState::new(),
-            table: Mutex::new(Table { by_hash: HashMap::new(), sweep_at: FIRST_SWEEP }),
-        }
+        Interner { table: Mutex::new(Table { by_hash: HashMap::new(), sweep_at: FIRST_SWEEP }) }
     }
 
     /// The handle of `value`: the existing one if an equal value is alive.
     pub(crate) fn intern(&self, value: T) -> Interned<T> {
-        let hash = self.hasher.hash_one(&value);
+        let mut hasher = FxHasher::default();
+        value.hash(&mut hasher);
+        let hash = hasher.finish();
         let mut table = self.table.lock();
         if table.by_hash.len() >= table.sweep_at {
             table.by_hash.retain(|_, bucket| {
@@ -78,12 +85,12 @@ impl<T: Eq + Hash> Interner<T> {
             table.sweep_at = (2 * table.by_hash.len()).max(FIRST_SWEEP);
         }
         let bucket = table.by_hash.entry(hash).or_default();
-        if let Some(found) = bucket.iter().filter_map(Weak::upgrade).find(|found| **found == value) {
+        if let Some(found) = bucket.iter().filter_map(Weak::upgrade).find(|found| found.value == value) {
             return Interned(found);
         }
         // Dead entries of this bucket go now: values that come and go again and again must not pile up.
         bucket.retain(|weak| weak.strong_count() > 0);
-        let new = Arc::new(value);
+        let new = Arc::new(Hashed { hash, value });
         bucket.push(Arc::downgrade(&new));
         Interned(new)
     }

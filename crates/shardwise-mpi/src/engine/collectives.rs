@@ -66,7 +66,7 @@ pub(super) fn carry_out(comm: &Comm, limits: Limits, call: &Call, inputs: &[Tens
 }
 
 /// Pieces of all ranks that become one tensor.
-struct Join<'a> {
+pub(super) struct Join<'a> {
     dim: usize,
     sizes: &'a [usize],
     /// The joined tensor.
@@ -80,8 +80,18 @@ impl<'a> Join<'a> {
         Join { dim, sizes, whole: piece }
     }
 
-    fn of(mine: &Tensor, dim: usize, sizes: &'a [usize]) -> Self {
+    pub(super) fn of(mine: &Tensor, dim: usize, sizes: &'a [usize]) -> Self {
         Self::new(TensorMeta::new(mine.dims(), mine.dtype()), dim, sizes)
+    }
+
+    /// Bytes of all pieces.
+    pub(super) fn bytes(&self) -> usize {
+        self.whole.bytes()
+    }
+
+    /// Bytes of the pieces of the ranks before this one.
+    pub(super) fn bytes_before(&self, rank: usize) -> usize {
+        (0..rank).map(|r| self.count(r)).sum::<usize>() * self.whole.dtype.size_in_bytes()
     }
 
     /// Elements of the piece of a rank.
@@ -96,7 +106,7 @@ impl<'a> Join<'a> {
     }
 
     /// Memory for the pieces, one behind the other in rank order.
-    fn buffer(&self) -> Result<Buffer> {
+    pub(super) fn buffer(&self) -> Result<Buffer> {
         let flat = || TensorMeta::new(self.whole.elem_count(), self.whole.dtype);
         Buffer::new(if self.is_simple() { self.whole.clone() } else { flat() })
     }
@@ -105,7 +115,7 @@ impl<'a> Join<'a> {
     ///
     /// # Safety
     /// All pieces have been received.
-    unsafe fn finish(&self, buffer: Buffer) -> Result<Tensor> {
+    pub(super) unsafe fn finish(&self, buffer: Buffer) -> Result<Tensor> {
         // SAFETY: the caller's promise.
         let received = unsafe { buffer.finish() };
         if self.is_simple() {
@@ -127,7 +137,7 @@ impl<'a> Join<'a> {
         let receives = root.is_none_or(|root| root == comm.rank());
         let mut buffer = if receives { Some(self.buffer()?) } else { None };
         let to = buffer.as_mut().map_or(nothing(), |b| b.first().cast());
-        with_first(mine, |from| {
+        with_first(mine, |from| -> Result<()> {
             let mine = mine.elem_count();
             if self.whole.elem_count() > limits.largest_count {
                 return self.gather_in_pairs(comm, root, (from, mine), to.cast());
@@ -151,7 +161,7 @@ impl<'a> Join<'a> {
                     }
                 }
             }
-        })?;
+        })??;
         // SAFETY: the pieces of all ranks fill it.
         buffer.map(|buffer| unsafe { self.finish(buffer) }).transpose()
     }
@@ -183,7 +193,7 @@ impl<'a> Join<'a> {
         let element = self.whole.dtype.size_in_bytes();
         let share = cut.elem_count() * element / shares.iter().sum::<usize>().max(1);
         let send: SmallVec<[usize; 8]> = shares.iter().map(|n| n * share).collect();
-        let send = with_first(cut, |first| one_behind_the_other(first.cast_mut(), &send));
+        let send = with_first(cut, |first| one_behind_the_other(first.cast_mut(), &send))?;
         let send: SmallVec<[Part<*const u8>; 8]> =
             send.iter().map(|part| Part { first: part.first.cast_const(), bytes: part.bytes }).collect();
         let bytes: SmallVec<[usize; 8]> = (0..comm.size()).map(|rank| self.count(rank) * element).collect();
@@ -197,7 +207,7 @@ impl<'a> Join<'a> {
 }
 
 /// The memory of dense tensors, which must outlive what is done with it.
-fn parts(tensors: &[Tensor]) -> SmallVec<[Part<*const u8>; 8]> {
+fn parts(tensors: &[Tensor]) -> Result<SmallVec<[Part<*const u8>; 8]>> {
     let part = |t: &Tensor| with_bytes(t, |bytes| Part { first: bytes.as_ptr(), bytes: bytes.len() });
     tensors.iter().map(part).collect()
 }
@@ -237,7 +247,7 @@ fn scatter(
         unsafe { collective!(comm, MPI_Scatterv(from, counts, starts, kind, to, mine as c_int, kind, root)) }
     };
     match &pieces {
-        Some(pieces) => with_first(pieces, run)?,
+        Some(pieces) => with_first(pieces, run)??,
         None => run(std::ptr::null())?,
     }
     // SAFETY: this rank's piece was received.
@@ -258,7 +268,7 @@ fn broadcast(comm: &Comm, limits: Limits, input: Option<&Tensor>, whole: &Tensor
     };
     if let Some(tensor) = input {
         let tensor = dense(&immutable(tensor)?)?;
-        with_first(&tensor, |first| run(first.cast_mut()))?;
+        with_first(&tensor, |first| run(first.cast_mut()))??;
         return Ok(tensor);
     }
     let mut buffer = Buffer::new(whole.clone())?;
@@ -275,7 +285,7 @@ fn all_to_all(comm: &Comm, inputs: &[Tensor], expected: &[TensorMeta]) -> Result
         buffers.iter_mut().zip(expected).map(|(b, meta)| Part { first: b.first(), bytes: meta.bytes() }).collect();
     // SAFETY: live tensors, and room for what is expected from each rank.
     unsafe {
-        exchange(comm, &parts(&inputs), &receive)?;
+        exchange(comm, &parts(&inputs)?, &receive)?;
         Ok(buffers.into_iter().map(|buffer| buffer.finish()).collect())
     }
 }

@@ -53,12 +53,12 @@ impl Handle {
             Ok(unsafe { buffer.finish() })
         };
         let header = receive(TensorMeta::new(16, DType::U8))?;
-        let [found, length] = with_bytes(&header, words);
+        let [found, length] = with_bytes(&header, words)?;
         if found == 1 {
             return Ok(Ok(receive(expected.clone())?));
         }
         let text = receive(TensorMeta::new(length as usize, DType::U8))?;
-        Ok(Err(with_bytes(&text, |bytes| String::from_utf8_lossy(bytes).into_owned())))
+        Ok(Err(with_bytes(&text, |bytes| String::from_utf8_lossy(bytes).into_owned())?))
     }
 }
 

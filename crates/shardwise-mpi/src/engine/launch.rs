@@ -1,8 +1,9 @@
 //! One launch in this process: its settings, and whether it is still going on.
 
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
+use shardwise::comm::engine::{launch_is_over, second_thread, this_thread};
 use shardwise::error::RankCall;
 use shardwise::{Error, Result};
 
@@ -21,6 +22,8 @@ pub(super) struct Launch {
     pub(super) check: bool,
     pub(super) limits: Limits,
     closed: AtomicBool,
+    /// The thread that runs the program, and so makes the collectives.
+    program: AtomicUsize,
 }
 
 impl Launch {
@@ -36,7 +39,22 @@ impl Launch {
                 largest_count: settings.largest_count,
             },
             closed: AtomicBool::new(false),
+            program: AtomicUsize::new(0),
         }
+    }
+
+    /// The calling thread runs the program.
+    pub(super) fn enter(&self) {
+        self.program.store(this_thread(), SeqCst);
+    }
+
+    /// An error unless the calling thread runs the program: which of two threads' collectives come first would be chance, on
+    /// every rank by itself.
+    pub(super) fn check_thread(&self) -> Result<()> {
+        if self.program.load(SeqCst) == this_thread() {
+            return Ok(());
+        }
+        Err(second_thread(self.process.world.rank()))
     }
 
     pub(super) fn is_open(&self) -> bool {
@@ -61,7 +79,12 @@ impl Launch {
             }
             let waited = since.elapsed();
             if waited > self.deadline {
-                return Err(Error::Timeout { call: Box::new(call()), waited, missing: vec![rank] });
+                return Err(Error::Timeout {
+                    call: Box::new(call()),
+                    waited,
+                    missing: vec![rank],
+                    elsewhere: Vec::new(),
+                });
             }
             if waited > SPIN {
                 std::thread::sleep(SLEEP);
@@ -76,12 +99,6 @@ impl Launch {
         if self.is_open() {
             return Ok(());
         }
-        let source = Error::invalid(
-            "call",
-            "one after the launch had ended",
-            "a world whose ranks are still there",
-            "communicate inside the program that is launched",
-        );
-        Err(Error::Rejected { call: Box::new(call()), source: Box::new(source) })
+        Err(Error::Rejected { call: Box::new(call()), source: Box::new(launch_is_over()) })
     }
 }

@@ -116,7 +116,7 @@ impl Mail {
         // SAFETY: the memory is kept with the requests until they are done.
         let mut requests = unsafe { comm.start_send(first, count, to, HEADER)? };
         if let Ok(tensor) = &content {
-            let (first, bytes) = with_bytes(tensor, |bytes| (bytes.as_ptr(), bytes.len()));
+            let (first, bytes) = with_bytes(tensor, |bytes| (bytes.as_ptr(), bytes.len()))?;
             // SAFETY: as above, and nobody changes the tensor.
             requests.extend(unsafe { comm.start_send(first, bytes, to, CONTENT)? });
         }

@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
 use candle_core::Tensor;
+use shardwise::comm::engine::{Purpose, describe};
 use shardwise::comm::{Call, Communicator, Exposed};
 use shardwise::error::{RankCall, Site};
 use shardwise::{Error, Result, TensorMeta};
 
-use super::agreement;
+use super::agreement::{self, Asked};
 use super::collectives;
 use super::comm::Comm;
 use super::exposed::Handle;
@@ -37,15 +38,17 @@ impl Member {
         RankCall { rank: ranks[*me], call, group: ranks.clone(), site: site.to_string() }
     }
 
-    /// Enters a collective and carries out `body` in it.
+    /// Enters a collective and carries out `body` in it; it gets what has come along with the agreement of the ranks.
     fn together<R>(
         &self,
         call: &Call,
         inputs: &[Tensor],
         site: Site,
-        body: impl FnOnce(&Comm) -> Result<R>,
+        body: impl FnOnce(&Comm, Option<Vec<Tensor>>) -> Result<R>,
     ) -> Result<R> {
-        let describe = || self.describe(call.describe(inputs), site);
+        let purpose = Purpose::current();
+        let purpose = purpose.as_ref();
+        let describe = || self.describe(describe(call, inputs, purpose), site);
         self.launch.check_open(&describe)?;
         if let Some((rank, reason)) = self.launch.process.service.failure() {
             return Err(Error::PeerFailed { rank, reason: reason.into(), call: Box::new(describe()) });
@@ -58,20 +61,27 @@ impl Member {
             *broken = Some(error.clone());
             error
         };
+        let refused = self.launch.check_thread().err();
         // What is refused must be told to the others; where nobody asks, this rank alone does not take part.
-        let asks = self.launch.check || matches!(call, Call::Agree { .. } | Call::Expose);
+        let size = self.group.ranks.len();
+        let asks = size > 1 && (self.launch.check || matches!(call, Call::Agree { .. } | Call::Expose));
         if !asks {
+            let checked = refused.clone().map_or_else(|| call.check(self.group.me, size, inputs), Err);
             let refuse = |source| Error::Rejected { call: Box::new(describe()), source: Box::new(source) };
-            call.check(self.group.me, self.group.ranks.len(), inputs).map_err(refuse).map_err(&mut out_of_step)?;
+            checked.map_err(refuse).map_err(|error| if size > 1 { out_of_step(error) } else { error })?;
         }
         self.group.begun.fetch_add(1, SeqCst);
         let pending = Pending { deadline: self.launch.deadline, describe: &describe };
         self.group.waiting.over(&pending, || {
             let comm = self.group.comm(&self.launch.process.world)?;
-            if asks {
-                agreement::check(comm, &self.group.ranks, call, inputs, site)?;
-            }
-            body(comm).map_err(out_of_step)
+            let come = match asks {
+                true => {
+                    let asked = Asked { call, inputs, site, purpose, refused };
+                    agreement::check(comm, &self.group.ranks, asked, self.launch.limits.deterministic)?
+                }
+                false => None,
+            };
+            body(comm, come).map_err(out_of_step)
         })
     }
 
@@ -119,7 +129,10 @@ impl Communicator for Member {
     }
 
     fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
-        self.together(call, inputs, site, |comm| collectives::carry_out(comm, self.launch.limits, call, inputs))
+        self.together(call, inputs, site, |comm, come| match come {
+            Some(outputs) => Ok(outputs),
+            None => collectives::carry_out(comm, self.launch.limits, call, inputs),
+        })
     }
 
     fn send(&self, tensor: &Tensor, to: usize, tag: u64, site: Site) -> Result<()> {
@@ -181,7 +194,7 @@ impl Communicator for Member {
     }
 
     fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>> {
-        let set = self.together(&Call::Expose, tensors, site, |comm| {
+        let set = self.together(&Call::Expose, tensors, site, |comm, _| {
             let set = SetId { group: self.group.identity, number: self.group.exposed.fetch_add(1, SeqCst) };
             self.launch.process.service.shelf.put(set, tensors, self.group.ranks.len())?;
             // Nobody reads before all tensors are there.

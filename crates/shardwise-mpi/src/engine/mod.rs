@@ -7,10 +7,13 @@ mod parts;
 mod pairs;
 mod reductions;
 mod collectives;
+mod packet;
+mod small;
 mod agreement;
 mod watch;
 mod groups;
 mod shelf;
+mod circle;
 mod service;
 mod process;
 mod mail;
@@ -85,8 +88,11 @@ pub(crate) fn run<T: Send>(
     let threads = settings.kernel_threads.unwrap_or(process.share_of_cores);
     confine_candle_to(threads);
     let launch = Arc::new(Launch::new(process, settings));
-    let world = World::new(Arc::new(Member::of_world(Arc::clone(&launch))));
-    let result = pool(rank, threads).and_then(|pool| pool.install(|| caught(rank, || program(world))));
+    let run = || {
+        launch.enter();
+        program(World::new(Arc::new(Member::of_world(Arc::clone(&launch)))))
+    };
+    let result = pool(rank, threads).and_then(|pool| pool.install(|| caught(rank, run)));
     let mine = Left {
         launch: launches.count,
         failed: result.as_ref().err().map(how_it_failed),

@@ -3,6 +3,7 @@
 use std::ffi::c_int;
 
 use candle_core::Tensor;
+use shardwise::Result;
 use shardwise::comm::engine::{nowhere, with_bytes};
 use smallvec::SmallVec;
 
@@ -41,6 +42,6 @@ pub(super) fn one_behind_the_other(first: *mut u8, bytes: &[usize]) -> SmallVec<
 }
 
 /// Runs `body` with the address of the elements of a dense tensor.
-pub(super) fn with_first<R>(tensor: &Tensor, body: impl FnOnce(*const u8) -> R) -> R {
+pub(super) fn with_first<R>(tensor: &Tensor, body: impl FnOnce(*const u8) -> R) -> Result<R> {
     with_bytes(tensor, |bytes| body(if bytes.is_empty() { nowhere() } else { bytes.as_ptr() }))
 }

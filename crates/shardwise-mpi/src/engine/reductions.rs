@@ -97,7 +97,7 @@ impl<'a> Reduction<'a> {
                     collective!(self.comm, MPI_Allgatherv(part.cast(), mine, kind, to, counts, starts.as_ptr(), kind))
                 }
             }),
-        })?;
+        })??;
         // SAFETY: the segments cover the output.
         Ok(unsafe { output.finish() })
     }
@@ -135,7 +135,7 @@ impl<'a> Reduction<'a> {
                     )
                 }
             }),
-        })?;
+        })??;
         // SAFETY: the segments cover the output.
         Ok(output.map(|output| unsafe { output.finish() }))
     }
@@ -179,7 +179,7 @@ impl<'a> Reduction<'a> {
                     Ok(())
                 }
             }
-        })?;
+        })??;
         // SAFETY: the rounds cover the output.
         Ok(unsafe { output.finish() })
     }

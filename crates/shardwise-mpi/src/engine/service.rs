@@ -15,6 +15,7 @@ use shardwise::comm::engine::caught;
 use shardwise::error::RankCall;
 use shardwise::{Error, Result};
 
+use super::circle::{Doing, Waiting, circle};
 use super::comm::{Arrived, Comm, Request};
 use super::groups::{GroupState, Groups};
 use super::shelf::{ReadRequest, SetId, Shelf};
@@ -58,13 +59,6 @@ pub(super) struct Left {
     pub(super) sent: Vec<u64>,
 }
 
-/// What a rank is doing, for one that has waited for too long.
-#[derive(Serialize, Deserialize)]
-struct Doing {
-    calls: Vec<String>,
-    begun: HashMap<u64, u64>,
-}
-
 /// Kinds of notices.
 const READ: c_int = 1;
 const RELEASE: c_int = 2;
@@ -79,6 +73,10 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(2);
 
 /// How long a call goes on before the thread asks whether it can still succeed.
 const PATIENCE: Duration = Duration::from_millis(200);
+
+/// How long a call goes on before the thread asks all ranks what they are doing, at first; then twice as long each time, so
+/// that a job with many ranks is not busy asking.
+const FIRST_QUESTION: Duration = Duration::from_secs(1);
 
 /// How long a failed rank waits for the others to fail as well before it ends the job: when all were told of one error,
 /// they end the launch together.
@@ -220,8 +218,21 @@ impl Service {
         }
     }
 
+    /// What this rank is doing.
+    fn doing(&self) -> Doing {
+        let waiting = |group: Arc<GroupState>| {
+            let number = group.begun.load(SeqCst);
+            let RankCall { call, group: ranks, site, .. } = group.waiting.read(|pending| (pending.describe)())?;
+            Some(Waiting { group: group.identity, ranks, number, call, site })
+        };
+        // In this order: what a rank has begun meanwhile only shows that it is not late.
+        let waiting = self.groups.waiting().into_iter().filter_map(waiting).collect();
+        Doing { waiting, begun: self.groups.begun() }
+    }
+
     fn work(&self) {
-        let mut rounds = Rounds { service: self, sending: Vec::new(), seen: HashMap::new(), doing: HashMap::new() };
+        let mut rounds =
+            Rounds { service: self, sending: Vec::new(), seen: HashMap::new(), doing: HashMap::new(), asked: None };
         let mut sleep = FIRST_SLEEP;
         while !self.stop.load(SeqCst) {
             // Without this thread nobody would notice anything any more.
@@ -242,8 +253,10 @@ struct Rounds<'a> {
     sending: Vec<(Request, Box<dyn Send>)>,
     /// Collectives that were under way at the last look, by group: their numbers, and when they were first seen.
     seen: HashMap<u64, (u64, Instant)>,
-    /// What others have said they are doing.
+    /// What others have said they are doing since they were last asked.
     doing: HashMap<usize, Doing>,
+    /// The call for which they were asked, as group and number, and how long it is to last before they are asked again.
+    asked: Option<(u64, u64, Duration)>,
 }
 
 impl Rounds<'_> {
@@ -301,11 +314,7 @@ impl Rounds<'_> {
                 service.changed.notify_all();
             }
             WHAT_ARE_YOU_DOING => {
-                let waiting = service.groups.waiting();
-                let call = |group: &Arc<GroupState>| group.waiting.read(|pending| (pending.describe)().to_string());
-                let calls = waiting.iter().filter_map(call).collect();
-                let doing = Doing { calls, begun: service.groups.begun() };
-                let text = serde_json::to_vec(&doing).map_err(Error::other)?;
+                let text = serde_json::to_vec(&service.doing()).map_err(Error::other)?;
                 // Not a call that waits: all services may ask each other at the same moment.
                 // SAFETY: the text is kept with the request until it is done; it is short enough for one.
                 let requests = unsafe { service.notices.start_send(text.as_ptr(), text.len(), from, DOING)? };
@@ -330,13 +339,10 @@ impl Rounds<'_> {
             self.service.die(&Error::PeerLeft { rank, call: Box::new(call) }.to_string());
         }
         if waited < deadline {
-            return Ok(());
+            return self.look_for_circle(group, number, waited);
         }
         let others: Vec<usize> = group.ranks.iter().copied().filter(|&r| r != self.service.rank()).collect();
-        self.doing.clear();
-        for &rank in &others {
-            self.service.notices.send(&[], rank, WHAT_ARE_YOU_DOING)?;
-        }
+        self.ask_all()?;
         let since = Instant::now();
         while since.elapsed() < TIME_TO_ANSWER && others.iter().any(|r| !self.doing.contains_key(r)) {
             while let Some(arrived) = self.service.notices.arrived()? {
@@ -347,6 +353,38 @@ impl Rounds<'_> {
         if group.waiting.is_taken() && group.begun.load(SeqCst) == number {
             let missing = others.into_iter().filter(|rank| self.is_missing(*rank, group, number)).collect();
             self.service.die(&self.timeout(call, waited, missing));
+        }
+        Ok(())
+    }
+
+    /// Asks all ranks what they are doing. Answers come as notices.
+    fn ask_all(&mut self) -> Result<()> {
+        self.doing.clear();
+        self.service.others().try_for_each(|rank| self.service.notices.send(&[], rank, WHAT_ARE_YOU_DOING))
+    }
+
+    /// Ends the job if ranks wait for each other in a circle, this one among them.
+    fn look_for_circle(&mut self, group: &GroupState, number: u64, waited: Duration) -> Result<()> {
+        let next = match self.asked {
+            Some((identity, asked, next)) if (identity, asked) == (group.identity, number) => next,
+            // Answers to earlier questions say nothing about this call.
+            _ => {
+                self.doing.clear();
+                self.asked = Some((group.identity, number, FIRST_QUESTION));
+                return Ok(());
+            }
+        };
+        if waited > next {
+            self.asked = Some((group.identity, number, waited * 2));
+            return self.ask_all();
+        }
+        if self.doing.is_empty() {
+            return Ok(());
+        }
+        let mut all = self.doing.clone();
+        all.insert(self.service.rank(), self.service.doing());
+        if let Some(circle) = circle(&all, self.service.rank()) {
+            self.service.die(&Error::Deadlock { circle }.to_string());
         }
         Ok(())
     }
@@ -370,15 +408,19 @@ impl Rounds<'_> {
 
     /// The error of a call that took too long, with what the others are doing.
     fn timeout(&self, call: RankCall, waited: Duration, missing: Vec<usize>) -> String {
-        let mut text = Error::Timeout { call: Box::new(call), waited, missing: missing.clone() }.to_string();
+        let mut text = Error::Timeout { call: Box::new(call), waited, missing: missing.clone(), elsewhere: Vec::new() }
+            .to_string();
         if missing.is_empty() {
             text += "\nshardwise: all ranks are in this call, so it takes longer than the deadline by itself";
         }
         for rank in missing {
             text += &match self.doing.get(&rank) {
                 None => format!("\nshardwise: rank {rank} does not answer"),
-                Some(doing) if doing.calls.is_empty() => format!("\nshardwise: rank {rank} is in no call"),
-                Some(doing) => format!("\nshardwise: {}", doing.calls.join("; ")),
+                Some(doing) if doing.waiting.is_empty() => format!("\nshardwise: rank {rank} is in no call"),
+                Some(doing) => {
+                    let calls = doing.waiting.iter().map(|waiting| waiting.of_rank(rank).to_string());
+                    format!("\nshardwise: {}", calls.collect::<Vec<_>>().join("; "))
+                }
             };
         }
         text

@@ -96,7 +96,7 @@ impl Shelf {
         match (found, meta) {
             (Some(tensor), Some(meta)) if fingerprint_of(&meta) == expected => {
                 answers.send(&bytes_of(&[1, 0]), to, tag)?;
-                let (first, bytes) = with_bytes(&tensor, |bytes| (bytes.as_ptr(), bytes.len()));
+                let (first, bytes) = with_bytes(&tensor, |bytes| (bytes.as_ptr(), bytes.len()))?;
                 // SAFETY: the tensor is kept with the requests until they are done, and nobody changes it.
                 let requests = unsafe { answers.start_send(first, bytes, to, tag)? };
                 Ok(requests.into_iter().map(|request| (request, tensor.clone())).collect())

@@ -66,7 +66,7 @@ pub(crate) fn calls_that_do_not_fit() {
         (|world| world.agree("step", &[world.rank() as u64]), &["agree(step [0])", "agree(step [1])"]),
         (|world| if world.rank() == 0 { world.expose(&[]).map(drop) } else { world.barrier() }, &["expose", "barrier"]),
     ];
-    let done = Settings::default().check(true).launch(processes(), |world| {
+    let done = Settings::default().launch(processes(), |world| {
         let backwards = world.subgroup(&(0..world.size()).rev().collect::<Vec<_>>())?;
         for (quarrel, parts) in QUARRELS {
             let message = quarrel(&world).expect_err("an error on every rank").to_string();
@@ -95,6 +95,15 @@ pub(crate) fn calls_that_do_not_fit() {
         Ok(())
     });
     unchecked.unwrap();
+}
+
+/// Ranks that do not do the same, with the settings that a program has by default.
+pub(crate) fn disagreements() {
+    let done = launch(processes(), |world| {
+        crate::disagreements::two_threads(&world)?;
+        crate::disagreements::run(&world)
+    });
+    assert!(done.unwrap() > 10);
 }
 
 /// Messages that do not fit, do not come or are not wanted.

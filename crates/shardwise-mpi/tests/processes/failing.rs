@@ -49,6 +49,18 @@ pub(crate) fn one_rank_is_silent() {
     });
 }
 
+/// Ranks that wait in a circle, each in a collective of another group.
+pub(crate) fn ranks_in_other_groups() {
+    run(|world| {
+        sum(&world)?;
+        let (me, size) = (world.rank(), world.size());
+        let mut pair = [me, (me + 1) % size];
+        pair.sort_unstable();
+        // With the next rank first, which does the same: nobody has its partner.
+        world.subgroup(&pair)?.barrier()
+    });
+}
+
 /// One rank returns while the others still need it.
 pub(crate) fn one_rank_leaves() {
     run(|world| {
@@ -120,6 +132,14 @@ pub(crate) fn a_silent_rank_is_named_after_the_deadline() {
             &["called all_reduce(sum) of f32 []", "for rank(s) [1]", "failing.rs:", "rank 1 is in no call"],
         );
     }
+}
+
+pub(crate) fn ranks_that_wait_for_each_other_are_named_soon() {
+    // With the default deadline of five minutes.
+    expect(
+        Job::new("ranks_in_other_groups", 3).run(),
+        &["rank 0 called barrier in group [0, 1]", "each waits for the next and the last for the first"],
+    );
 }
 
 pub(crate) fn a_rank_that_left_is_named() {

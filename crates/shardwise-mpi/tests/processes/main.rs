@@ -14,6 +14,8 @@ mod two_hosts;
 
 #[path = "../../../shardwise/tests/suites/collectives.rs"]
 mod collectives;
+#[path = "../../../shardwise/tests/suites/disagreements.rs"]
+mod disagreements;
 #[path = "../../../shardwise/tests/suites/layout_pairs.rs"]
 mod layout_pairs;
 #[path = "../../../shardwise/tests/suites/recorded_training.rs"]
@@ -42,6 +44,7 @@ const CASES: &[Case] = &[
     ("remote_reads", ANY, suites::remote_reads),
     ("recorded_training", &[4], suites::recorded_training),
     ("calls_that_do_not_fit", &[2, 4], agreed::calls_that_do_not_fit),
+    ("disagreements", &[2, 3], agreed::disagreements),
     ("messages", &[2, 3], agreed::messages),
     ("launches", &[2, 3], agreed::launches),
     // Parts of the tests below.
@@ -50,6 +53,7 @@ const CASES: &[Case] = &[
     ("one_rank_fails", &[], failing::one_rank_fails),
     ("one_rank_panics", &[], failing::one_rank_panics),
     ("one_rank_is_silent", &[], failing::one_rank_is_silent),
+    ("ranks_in_other_groups", &[], failing::ranks_in_other_groups),
     ("one_rank_leaves", &[], failing::one_rank_leaves),
     ("one_rank_exits", &[], failing::one_rank_exits),
     ("one_rank_aborts", &[], failing::one_rank_aborts),
@@ -65,6 +69,7 @@ const TESTS: &[(&str, fn())] = &[
         failing::a_rank_that_fails_prints_its_error_and_ends_the_job,
     ),
     ("a_silent_rank_is_named_after_the_deadline", failing::a_silent_rank_is_named_after_the_deadline),
+    ("ranks_that_wait_for_each_other_are_named_soon", failing::ranks_that_wait_for_each_other_are_named_soon),
     ("a_rank_that_left_is_named", failing::a_rank_that_left_is_named),
     ("an_abort_carries_its_reason", failing::an_abort_carries_its_reason),
     ("a_killed_rank_ends_the_job", failing::a_killed_rank_ends_the_job),

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 
-use crate::comm::{Call, DeviceMesh, operator};
+use crate::comm::{Call, DeviceMesh, Origin, on_behalf_of, operator};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::local::{concat, dense, placeholder};
@@ -131,10 +131,12 @@ fn reduce(kind: Kind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) 
         }
     };
     let packed = pack(mesh, axes[0], parts, &shapes, travels)?;
-    let reduced = group.run(&call, &[packed], site)?.swap_remove(0);
+    let origins = parts.iter().map(|(tensor, _)| tensor.origin());
+    let origin = Origin::operator("backward", parts.len() as u64, origins, parts[0].0.shape());
+    let reduced = on_behalf_of(&origin, 0, || group.run(&call, &[packed], site))?.swap_remove(0);
     let mut start = 0;
     let mut moved = Vec::new();
-    for ((_, layout), shapes) in parts.iter().zip(&shapes) {
+    for ((tensor, layout), shapes) in parts.iter().zip(&shapes) {
         let shape = shapes[own].clone();
         let n = count(&shape);
         let local = match mesh.world().is_dry() || n == 0 {
@@ -143,7 +145,7 @@ fn reduce(kind: Kind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) 
             false => reduced.narrow(0, start, n)?.force_contiguous()?.reshape(shape)?,
         };
         start += n;
-        moved.push(DTensor::from_held(mesh, layout.clone(), local, dtype)?);
+        moved.push(DTensor::from_held(mesh, layout.clone(), local, dtype, tensor.origin().clone())?);
     }
     Ok(moved)
 }

@@ -60,7 +60,7 @@ impl Content {
     /// Hands over all bytes, row-major, a bounded number at a time.
     pub(super) fn for_each_block(&self, take: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         match self {
-            Content::Memory { tensor, .. } => with_bytes(tensor, |bytes| bytes.chunks(BLOCK).try_for_each(&mut *take)),
+            Content::Memory { tensor, .. } => with_bytes(tensor, |bytes| bytes.chunks(BLOCK).try_for_each(&mut *take))?,
             Content::Stored { files, key, tensor, part, element } => {
                 let mut buffer = Vec::new();
                 for piece in pieces(part, BLOCK / tensor.element.size_in_bytes()) {

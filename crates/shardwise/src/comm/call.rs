@@ -249,6 +249,53 @@ impl Call {
         }
     }
 
+    /// An error unless these tensors are what rank `me` gets from the call: an engine may be anybody's, and what computes on
+    /// its results relies on shapes and types.
+    pub fn check_outputs(&self, me: usize, inputs: &[Tensor], outputs: &[Tensor]) -> Result<()> {
+        let like = |sizes: &[(usize, usize)]| match (inputs, outputs) {
+            ([input, ..], [output]) => {
+                let size =
+                    |d: usize| sizes.iter().find(|(dim, _)| *dim == d).map_or(input.dims()[d], |(_, size)| *size);
+                output.dtype() == input.dtype()
+                    && output.rank() == input.rank()
+                    && output.dims().iter().enumerate().all(|(d, n)| *n == size(d))
+            }
+            _ => false,
+        };
+        let is = |output: &Tensor, meta: &TensorMeta| output.dtype() == meta.dtype && output.dims() == meta.shape;
+        let fits = match self {
+            Call::Barrier | Call::Agree { .. } | Call::Expose => outputs.is_empty(),
+            Call::Reduce { root, .. } | Call::Gather { root, .. } if *root != me => outputs.is_empty(),
+            Call::AllReduce { .. } | Call::Reduce { .. } => like(&[]),
+            Call::AllGather { dim, sizes } | Call::Gather { dim, sizes, .. } => like(&[(*dim, sizes.iter().sum())]),
+            Call::ReduceScatter { dim, sizes, .. } => like(&[(*dim, sizes[me])]),
+            Call::ExchangeDims { from, from_sizes, to, to_sizes } => {
+                like(&[(*from, from_sizes.iter().sum()), (*to, to_sizes[me])])
+            }
+            Call::Broadcast { whole, .. } => matches!(outputs, [output] if is(output, whole)),
+            Call::Scatter { whole, dim, sizes, .. } => {
+                matches!(outputs, [output] if output.dtype() == whole.dtype && output.rank() == whole.shape.len()
+                    && output.dims().iter().enumerate().all(|(d, n)| *n == if d == *dim { sizes[me] } else { whole.shape[d] }))
+            }
+            Call::AllToAll { expected } => {
+                outputs.len() == expected.len() && outputs.iter().zip(expected).all(|(output, meta)| is(output, meta))
+            }
+        };
+        outputs.iter().try_for_each(check_served)?;
+        if fits {
+            return Ok(());
+        }
+        let describe = |t: &Tensor| describe_tensor(t.dtype().as_str(), t.dims());
+        let found = outputs.iter().map(describe).collect::<Vec<_>>().join(", ");
+        let needed = self.outputs(me, inputs).iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        Err(Error::invalid(
+            "result of the communication engine",
+            format!("[{found}] from {}", self.describe(inputs)),
+            format!("[{needed}]"),
+            "correct the Communicator of this world",
+        ))
+    }
+
     /// Bytes that rank `me` of a group of `size` sends when the call is carried out with as few bytes as possible.
     pub fn bytes_sent(&self, me: usize, size: usize, inputs: &[Tensor]) -> usize {
         let bytes = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();

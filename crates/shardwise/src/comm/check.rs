@@ -7,6 +7,7 @@ use rustc_hash::FxHasher;
 use smallvec::SmallVec;
 
 use super::call::Call;
+use super::purpose::Purpose;
 use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::TensorMeta;
 
@@ -16,6 +17,8 @@ pub(crate) struct Entry {
     pub(crate) call: Call,
     pub(crate) inputs: SmallVec<[Tensor; 1]>,
     pub(crate) site: Site,
+    /// On whose behalf the rank communicates, if that is known.
+    pub(crate) purpose: Option<Purpose>,
     /// Why this rank's arguments cannot be used, if they cannot.
     pub(crate) refused: Option<Error>,
 }
@@ -23,19 +26,31 @@ pub(crate) struct Entry {
 impl Entry {
     pub(crate) fn new(call: &Call, inputs: &[Tensor], site: Site, me: usize, size: usize) -> Self {
         let refused = call.check(me, size, inputs).err();
-        Entry { call: call.clone(), inputs: inputs.into(), site, refused }
+        Entry { call: call.clone(), inputs: inputs.into(), site, purpose: Purpose::current(), refused }
     }
 
     /// The entry in words. `ranks` are the global ranks of the group, `me` the position of the caller.
     pub(crate) fn describe(&self, ranks: &[usize], me: usize) -> Box<RankCall> {
         Box::new(RankCall {
             rank: ranks[me],
-            call: self.call.describe(&self.inputs),
+            call: describe(&self.call, &self.inputs, self.purpose.as_ref()),
             group: ranks.to_vec(),
             site: self.site.to_string(),
         })
     }
 }
+
+/// The call and its tensors in words, and on whose behalf it is made.
+pub fn describe(call: &Call, inputs: &[Tensor], purpose: Option<&Purpose>) -> String {
+    let call = call.describe(inputs);
+    purpose.map_or_else(|| call.clone(), |purpose| format!("{call} {purpose}"))
+}
+
+/// What to do about ranks that make different calls.
+pub const SAME_CALLS: &str = "every rank of a group must make the same calls in the same order";
+
+/// What to do about ranks that make the same call on behalf of different values.
+pub const SAME_VALUES: &str = "the values come from different operators, arguments or shapes, so run the same operators on the same shapes on all ranks";
 
 /// An error unless all entries can be carried out together. `ranks` are the global ranks of the group.
 pub(crate) fn check_agreement(entries: &[&Entry], ranks: &[usize]) -> Result<()> {
@@ -52,7 +67,11 @@ pub(crate) fn check_agreement(entries: &[&Entry], ranks: &[usize]) -> Result<()>
     };
     for other in 1..entries.len() {
         if !agree(entries[0], entries[other]) {
-            return Err(disagree(0, other, "every rank of a group must make the same calls in the same order"));
+            return Err(disagree(0, other, SAME_CALLS));
+        }
+        let purpose = |entry: &Entry| entry.purpose.as_ref().map_or(0, Purpose::hash);
+        if purpose(entries[0]) != purpose(entries[other]) {
+            return Err(disagree(0, other, SAME_VALUES));
         }
     }
     if let Call::AllToAll { .. } = entries[0].call {
@@ -70,11 +89,13 @@ pub(crate) fn check_agreement(entries: &[&Entry], ranks: &[usize]) -> Result<()>
 }
 
 /// A number that is the same on two ranks if and only if (but for one chance in 2^64) their entries are the same call on
-/// tensors that fit together, as `check_agreement` judges it; the arguments must be good. What ranks hand each other in
-/// an `all_to_all` is not part of it: compare [`fingerprint_of`] what is sent and what is expected.
+/// tensors that fit together, made on behalf of the same value ([`Purpose::current`]), as `check_agreement` judges it;
+/// the arguments must be good. What ranks hand each other in an `all_to_all` is not part of it: compare
+/// [`fingerprint_of`] what is sent and what is expected.
 pub fn fingerprint(call: &Call, inputs: &[Tensor]) -> u64 {
     let mut hasher = FxHasher::default();
     std::mem::discriminant(call).hash(&mut hasher);
+    Purpose::current_hash().hash(&mut hasher);
     let masked = match call {
         Call::AllToAll { .. } => return hasher.finish(),
         Call::AllGather { dim, .. } | Call::Gather { dim, .. } | Call::ExchangeDims { from: dim, .. } => Some(*dim),
@@ -166,7 +187,13 @@ mod tests {
         let entries: Vec<Entry> = calls
             .iter()
             .flat_map(|call| {
-                tensors.iter().map(|t| Entry { call: call.clone(), inputs: smallvec![t.clone()], site, refused: None })
+                tensors.iter().map(|t| Entry {
+                    call: call.clone(),
+                    inputs: smallvec![t.clone()],
+                    site,
+                    purpose: None,
+                    refused: None,
+                })
             })
             .collect();
         let (mut same, mut other) = (0, 0);

@@ -8,8 +8,11 @@
 
 use candle_core::{DType, Tensor};
 
-pub use super::check::{fingerprint, fingerprint_of};
-pub use super::host::{caught, confine_candle_to, cores, how_it_failed, pool};
+pub use super::check::{SAME_CALLS, SAME_VALUES, describe, fingerprint, fingerprint_of};
+pub use super::host::{
+    caught, confine_candle_to, cores, how_it_failed, launch_is_over, pool, second_thread, this_thread,
+};
+pub use super::purpose::Purpose;
 pub use crate::local::{concat, cut, dense, immutable, with_bytes};
 
 use crate::error::Result;

@@ -22,7 +22,8 @@ use crate::placement::ReduceOp;
 /// that names two ranks and the two places in the program; no call ever hangs. Sizes may differ between ranks and may
 /// be zero. Results of reductions are combined in rank order: bitwise the same on every rank and in every run.
 ///
-/// Ranks and roots in arguments count within the group. One thread of a rank makes its calls.
+/// Ranks and roots in arguments count within the group. Collectives are made by the thread that runs the program of the
+/// rank; those of another thread are refused on every rank, because ranks could not know whose calls belong together.
 ///
 /// What a rank passed in it may overwrite as soon as the call returns: no rank reads it any more. Where threads would (small
 /// tensors, `broadcast`, `all_to_all`, `send`, `expose`) it is copied. A result is cut off from any graph of candle's own
@@ -77,7 +78,7 @@ impl Group {
     /// Waits until every rank is here.
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
-        self.engine.run(&Call::Barrier, &[], Location::caller()).map(drop)
+        self.run(&Call::Barrier, &[], Location::caller()).map(drop)
     }
 
     /// An error on every rank unless all have the same numbers; `what` says in the error what they are.
@@ -89,7 +90,7 @@ impl Group {
     /// ```
     #[track_caller]
     pub fn agree(&self, what: &'static str, values: &[u64]) -> Result<()> {
-        self.engine.run(&Call::Agree { what, values: values.into() }, &[], Location::caller()).map(drop)
+        self.run(&Call::Agree { what, values: values.into() }, &[], Location::caller()).map(drop)
     }
 
     /// What this rank has, if every rank of the group has something; else the error of the first rank that has one, as
@@ -249,7 +250,8 @@ impl Group {
     /// Waits for the tensor that rank `from` of the group sends with the same tag.
     #[track_caller]
     pub fn recv(&self, expected: &TensorMeta, from: usize, tag: u64) -> Result<Tensor> {
-        self.engine.recv(expected, from, tag, Location::caller())
+        let tensor = self.engine.recv(expected, from, tag, Location::caller())?;
+        received(tensor, expected)
     }
 
     /// Lets every rank of the group read these tensors of this one from now on, without its help. All ranks of the group
@@ -274,7 +276,7 @@ impl Group {
     }
 
     pub(crate) fn expose_at(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>> {
-        self.engine.expose(tensors, site)
+        Ok(Box::new(Checked(self.engine.expose(tensors, site)?)))
     }
 
     /// Cuts the group into groups: ranks that name the same `color` end up together, ordered by `key` and then by
@@ -339,7 +341,9 @@ impl Group {
 
     /// Carries out a call that is put together elsewhere.
     pub(crate) fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
-        self.engine.run(call, inputs, user_site(site))
+        let outputs = self.engine.run(call, inputs, user_site(site))?;
+        call.check_outputs(self.rank(), inputs, &outputs)?;
+        Ok(outputs)
     }
 
     fn single(&self, call: &Call, input: Option<&Tensor>, site: Site) -> Result<Tensor> {
@@ -353,7 +357,7 @@ impl Group {
 
     /// Carries out a call on tensors of the program, which it may change in place as soon as it has the result.
     fn run_given(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
-        self.engine.run(call, &self.given(call, inputs), site)
+        self.run(call, &self.given(call, inputs), site)
     }
 
     /// A program's tensors as something that other ranks can read: copied, unless the engine has no use for them after
@@ -369,6 +373,21 @@ impl Group {
     /// Whether ranks of this group may hold one memory.
     pub(crate) fn shares_memory(&self) -> bool {
         self.engine.shares_memory()
+    }
+}
+
+/// A tensor that an engine received, if it is what was expected.
+fn received(tensor: Tensor, expected: &TensorMeta) -> Result<Tensor> {
+    Call::Broadcast { whole: expected.clone(), root: 0 }.check_outputs(0, &[], std::slice::from_ref(&tensor))?;
+    Ok(tensor)
+}
+
+/// Tensors of other ranks, compared with what is expected of them whoever provides them.
+struct Checked(Box<dyn Exposed>);
+
+impl Exposed for Checked {
+    fn read(&self, rank: usize, index: usize, expected: &TensorMeta, site: Site) -> Result<Tensor> {
+        received(self.0.read(rank, index, expected, site)?, expected)
     }
 }
 

@@ -8,14 +8,18 @@ use crate::error::{Error, Result};
 /// Room for deep programs; only the part in use takes memory.
 const STACK_BYTES: usize = 16 << 20;
 
-/// More threads for one rank than any machine has cores; a larger number is a typing error.
+/// More threads than any machine has cores; a larger number is a typing error, and starting so many would not end.
 const MAX_KERNEL_THREADS: usize = 4096;
 
 /// A pool for the program of a rank, so that its parallel kernels stay within its share of the cores.
 pub fn pool(rank: usize, kernel_threads: usize) -> Result<rayon::ThreadPool> {
     if kernel_threads > MAX_KERNEL_THREADS {
-        let (found, needed) = (format!("{kernel_threads} kernel threads"), format!("1 to {MAX_KERNEL_THREADS}"));
-        return Err(Error::invalid("world", found, needed, "give each rank its share of the cores"));
+        return Err(Error::invalid(
+            "kernel threads",
+            kernel_threads,
+            format!("at most {MAX_KERNEL_THREADS}"),
+            "use as many as the rank has cores",
+        ));
     }
     rayon::ThreadPoolBuilder::new()
         .num_threads(kernel_threads)
@@ -61,4 +65,32 @@ pub fn confine_candle_to(threads: usize) {
             unsafe { std::env::set_var(VARIABLE, threads.to_string()) };
         }
     });
+}
+
+/// A number of the calling thread that no other thread has while it lives.
+pub fn this_thread() -> usize {
+    thread_local! {
+        static MARK: u8 = const { 0 };
+    }
+    MARK.with(|mark| &raw const *mark as usize)
+}
+
+/// Why a collective that was not made by the thread that runs the program of a rank is refused.
+pub fn second_thread(rank: usize) -> Error {
+    Error::invalid(
+        "thread",
+        format!("a collective of rank {rank} made by another thread than the one that runs its program"),
+        "the thread that launch started",
+        "pass data between threads and make all collectives on the thread of the program",
+    )
+}
+
+/// Why a call that was made after the end of its launch is refused.
+pub fn launch_is_over() -> Error {
+    Error::invalid(
+        "call",
+        "one after the launch had ended",
+        "a world whose ranks are still there",
+        "communicate inside the program that is launched",
+    )
 }

@@ -136,6 +136,11 @@ pub(crate) fn implicitly<R>(name: &'static str, body: impl FnOnce() -> R) -> R {
     in_operator(name, true, body)
 }
 
+/// The operator that this thread is in, and whether it communicates without being asked.
+pub(super) fn current_operator() -> Option<(&'static str, bool)> {
+    OPERATORS.with_borrow(|stack| stack.last().copied())
+}
+
 fn in_operator<R>(name: &'static str, implicit: bool, body: impl FnOnce() -> R) -> R {
     /// Leaves the scope also when the body panics.
     struct Leave;
@@ -187,7 +192,7 @@ impl Traced {
         site: Site,
         body: impl FnOnce() -> Result<R>,
     ) -> Result<R> {
-        let current = OPERATORS.with_borrow(|stack| stack.last().copied());
+        let current = current_operator();
         if let Some((operator, true)) = current
             && EXPLICIT_ONLY.get() > 0
         {

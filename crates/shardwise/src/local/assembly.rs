@@ -8,8 +8,8 @@ use smallvec::SmallVec;
 
 use super::copy::copy_block;
 use super::fresh::Fresh;
-use super::with_first_element;
-use crate::error::Result;
+use super::{check_served, with_first_element};
+use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
 
 /// A contiguous tensor whose memory is allocated but not yet filled.
@@ -98,7 +98,11 @@ pub(crate) fn own_copy(tensor: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Joins tensors of one type along `dim`, reading each where it lies.
+/// Joins tensors of one type along `dim`.
+///
+/// # Errors
+/// If there is no tensor, they differ in type or in another dimension, there is no dimension `dim`, or one is of a type or
+/// on a device that the kernels do not serve.
 pub fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     if let [single] = parts
         && single.is_contiguous()
@@ -106,8 +110,9 @@ pub fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     {
         return Ok(single.clone());
     }
-    let mut shape = parts[0].dims().to_vec();
-    shape[dim] = parts.iter().map(|p| p.dims()[dim]).sum();
+    let mut shape = joined_shape(parts, dim)?;
+    // A tensor without dimensions is one element and was returned above, or it is not contiguous, which it cannot be.
+    shape[dim] = parts.iter().fold(0, |sum, part| sum.saturating_add(part.dims()[dim]));
     let whole = Assembly::new(TensorMeta { shape, dtype: parts[0].dtype() })?;
     let mut offsets = vec![0; parts[0].rank()];
     for part in parts {
@@ -119,9 +124,47 @@ pub fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     Ok(unsafe { whole.finish() })
 }
 
-/// The pieces of a tensor that is cut along `dim`, one behind the other in a dense range of memory: the tensor itself
-/// where they lie like that.
+/// The shape of the first of some tensors, if all can be joined along `dim`.
+fn joined_shape(parts: &[Tensor], dim: usize) -> Result<Vec<usize>> {
+    let (found, needed) = match parts {
+        [] => ("no tensors".to_string(), "at least one tensor".to_string()),
+        [first, ..] if dim >= first.rank() => {
+            (format!("dimension {dim} of shape {:?}", first.dims()), format!("a dimension below {}", first.rank()))
+        }
+        [first, ..] => {
+            parts.iter().try_for_each(check_served)?;
+            let fits = |part: &&Tensor| {
+                let others = |d: &usize| *d != dim && part.dims()[*d] != first.dims()[*d];
+                part.dtype() == first.dtype() && part.rank() == first.rank() && !(0..first.rank()).any(|d| others(&d))
+            };
+            let Some(other) = parts.iter().find(|part| !fits(part)) else { return Ok(first.dims().to_vec()) };
+            let describe = |t: &Tensor| format!("{} {:?}", t.dtype().as_str(), t.dims());
+            (
+                format!("{} and {}", describe(first), describe(other)),
+                format!("one type, and one shape but for dimension {dim}"),
+            )
+        }
+    };
+    Err(Error::invalid("tensors to join", found, needed, "join tensors that fit together"))
+}
+
+/// The pieces of a tensor that is sharded along `dim`, one after the other in a dense range of memory: the tensor itself
+/// where they are like that.
+///
+/// # Errors
+/// If there is no dimension `dim`, the sizes do not add up to it, or the tensor is of a type or on a device that the kernels
+/// do not serve.
 pub fn cut(tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<Tensor> {
+    check_served(tensor)?;
+    let extent = tensor.dims().get(dim).copied();
+    if extent.is_none() || sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size)) != extent {
+        return Err(Error::invalid(
+            "sizes",
+            format!("{sizes:?} along dimension {dim} of shape {:?}", tensor.dims()),
+            "sizes that add up to the dimension",
+            "correct the sizes or the dimension",
+        ));
+    }
     if tensor.dims()[..dim].iter().all(|&n| n == 1) || tensor.elem_count() == 0 {
         return dense(tensor);
     }
@@ -178,7 +221,46 @@ mod tests {
     }
 
     use super::*;
+    use crate::local::with_bytes;
     use candle_core::{DType, Device};
+
+    #[test]
+    fn functions_for_engines_refuse_what_would_reach_outside_of_memory() {
+        let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &Device::Cpu).unwrap();
+        let base = zeros(&[3, 4], DType::F32);
+        // one element in memory, a million in the shape
+        let view = zeros(&[], DType::F32).broadcast_as(1_000_000).unwrap();
+        assert!(with_bytes(&view, <[u8]>::len).is_err());
+        assert!(with_bytes(&base.t().unwrap(), <[u8]>::len).is_err());
+        assert!(with_bytes(&base.to_dtype(DType::F8E4M3).unwrap(), <[u8]>::len).is_err());
+        assert_eq!(with_bytes(&base, <[u8]>::len).unwrap(), 48);
+        for (dim, sizes) in [(1, vec![4, 4]), (1, vec![1]), (1, vec![usize::MAX, 5]), (2, vec![4]), (0, vec![])] {
+            assert!(cut(&base, dim, &sizes).is_err(), "{dim} {sizes:?}");
+        }
+        let with = |other: Tensor| [base.clone(), other];
+        for (parts, dim) in [
+            (with(zeros(&[5, 4], DType::F32)), 1),
+            (with(zeros(&[3, 5], DType::F32)), 0),
+            (with(zeros(&[3, 4, 1], DType::F32)), 0),
+            (with(zeros(&[3], DType::F32)), 0),
+            (with(zeros(&[3, 4], DType::F64)), 0),
+            (with(zeros(&[3, 4], DType::U8)), 1),
+            (with(base.to_dtype(DType::F8E4M3).unwrap()), 1),
+            (with(base.clone()), 2),
+        ] {
+            let found = parts.iter().map(|t| t.dims().to_vec()).collect::<Vec<_>>();
+            assert!(concat(&parts, dim).is_err(), "{found:?} along {dim}");
+        }
+        assert!(concat(&[], 0).is_err());
+    }
+
+    #[test]
+    #[should_panic(expected = "a tensor whose storage has 2")]
+    fn a_tensor_that_is_larger_than_its_storage_is_not_read() {
+        let storage = candle_core::Storage::Cpu(candle_core::CpuStorage::F32(vec![0.0; 2]));
+        let tensor = Tensor::from_storage(storage, 1000, candle_core::op::BackpropOp::none(), false);
+        let _ = with_bytes(&tensor, <[u8]>::len);
+    }
 
     #[test]
     fn concat_joins_strided_and_empty_parts_like_the_plain_operation() {

@@ -157,12 +157,20 @@ pub(crate) fn filled(value: impl Into<Number>, meta: &TensorMeta) -> Result<Tens
     }, otherwise unreachable!("checked when reserved"))
 }
 
-/// Runs `body` with the elements of a dense tensor as they lie in memory. The tensor must be on the CPU.
-pub fn with_bytes<R>(tensor: &Tensor, body: impl FnOnce(&[u8]) -> R) -> R {
-    debug_assert!(tensor.is_contiguous());
+/// Runs `body` with the elements of a dense tensor as they are in memory.
+///
+/// # Errors
+/// If the tensor is not on the CPU, has an element type that the kernels do not serve, or is not dense: see [`dense`].
+pub fn with_bytes<R>(tensor: &Tensor, body: impl FnOnce(&[u8]) -> R) -> Result<R> {
+    check_served(tensor)?;
+    if !tensor.is_contiguous() {
+        let found = format!("shape {:?} with strides {:?}", tensor.dims(), tensor.stride());
+        return Err(Error::invalid("tensor", found, "elements one after the other in memory", "pass it through dense"));
+    }
     let length = tensor.elem_count() * tensor.dtype().size_in_bytes();
-    // SAFETY: a contiguous tensor is so many initialised bytes, which nobody changes while its storage is locked.
-    with_first_element(tensor, |first, _| body(unsafe { std::slice::from_raw_parts(first, length) }))
+    // SAFETY: the elements of a contiguous tensor are so many initialised bytes, all inside its storage (checked where the
+    // address is taken), which nobody changes while the storage is locked.
+    Ok(with_first_element(tensor, |first, _| body(unsafe { std::slice::from_raw_parts(first, length) })))
 }
 
 /// The elements in row-major order, in little-endian bytes.
@@ -193,22 +201,31 @@ fn with_first_element<R>(tensor: &Tensor, body: impl FnOnce(*const u8, &[usize])
 }
 
 /// The address of a tensor's first element and its type. The tensor must be on the CPU.
+///
+/// # Panics
+/// If an element of the layout is outside the storage: candle lets anybody put the two together.
 fn first_element(storage: &Storage, layout: &Layout) -> (*const u8, DType) {
     let Storage::Cpu(cpu) = storage else { unreachable!("callers check the device") };
-    let (base, dtype): (*const u8, DType) = match cpu {
-        CpuStorage::U8(v) => (v.as_ptr(), DType::U8),
-        CpuStorage::U32(v) => (v.as_ptr().cast(), DType::U32),
-        CpuStorage::I16(v) => (v.as_ptr().cast(), DType::I16),
-        CpuStorage::I32(v) => (v.as_ptr().cast(), DType::I32),
-        CpuStorage::I64(v) => (v.as_ptr().cast(), DType::I64),
-        CpuStorage::BF16(v) => (v.as_ptr().cast(), DType::BF16),
-        CpuStorage::F16(v) => (v.as_ptr().cast(), DType::F16),
-        CpuStorage::F32(v) => (v.as_ptr().cast(), DType::F32),
-        CpuStorage::F64(v) => (v.as_ptr().cast(), DType::F64),
+    let (base, held, dtype): (*const u8, usize, DType) = match cpu {
+        CpuStorage::U8(v) => (v.as_ptr(), v.len(), DType::U8),
+        CpuStorage::U32(v) => (v.as_ptr().cast(), v.len(), DType::U32),
+        CpuStorage::I16(v) => (v.as_ptr().cast(), v.len(), DType::I16),
+        CpuStorage::I32(v) => (v.as_ptr().cast(), v.len(), DType::I32),
+        CpuStorage::I64(v) => (v.as_ptr().cast(), v.len(), DType::I64),
+        CpuStorage::BF16(v) => (v.as_ptr().cast(), v.len(), DType::BF16),
+        CpuStorage::F16(v) => (v.as_ptr().cast(), v.len(), DType::F16),
+        CpuStorage::F32(v) => (v.as_ptr().cast(), v.len(), DType::F32),
+        CpuStorage::F64(v) => (v.as_ptr().cast(), v.len(), DType::F64),
         _ => unreachable!("callers check the element type"),
     };
     // The offset of a view without elements may point anywhere.
-    let offset = if layout.dims().contains(&0) { 0 } else { layout.start_offset() };
-    // SAFETY: the layout of a tensor with elements points inside its storage.
-    (unsafe { base.add(offset * dtype.size_in_bytes()) }, dtype)
+    if layout.dims().contains(&0) {
+        return (base, dtype);
+    }
+    let steps = layout.dims().iter().zip(layout.stride());
+    let last =
+        steps.fold(layout.start_offset(), |last, (n, stride)| last.saturating_add((n - 1).saturating_mul(*stride)));
+    assert!(last < held, "element {last} of a tensor whose storage has {held}");
+    // SAFETY: the last element is inside the storage, and so is the first.
+    (unsafe { base.add(layout.start_offset() * dtype.size_in_bytes()) }, dtype)
 }

@@ -43,6 +43,7 @@ pub(crate) fn take(x: &Tensor, dim: usize, positions: &[usize]) -> Result<Tensor
 /// whose other coordinates are its own; zero for [`NOWHERE`].
 pub(crate) fn pick(x: &Tensor, dim: usize, places: &[usize], shape: &[usize]) -> Result<Tensor> {
     let elem = x.dtype().size_in_bytes();
+    assert_eq!(places.len(), shape.iter().product::<usize>(), "one place per element");
     let picked = Assembly::new(TensorMeta { shape: shape.to_vec(), dtype: x.dtype() })?;
     let x = dense(x)?;
     let numbers = Numbers::new(x.dims(), dim, shape);

@@ -2,6 +2,7 @@
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use smallvec::SmallVec;
 
 use crate::placement::ReduceOp;
 
@@ -21,7 +22,7 @@ pub(crate) trait Reducible: Copy + Send + Sync + 'static {
 /// `dst` can be written for the length of the operands and does not overlap them. It may be uninitialised.
 pub(crate) unsafe fn reduce_block<T: Reducible>(op: ReduceOp, srcs: &[&[T]], dst: *mut T) {
     let len = srcs[0].len();
-    let mut blocks: Vec<&[T]> = Vec::with_capacity(srcs.len());
+    let mut blocks: SmallVec<[&[T]; 8]> = SmallVec::new();
     for start in (0..len).step_by(BLOCK) {
         let end = len.min(start + BLOCK);
         blocks.clear();

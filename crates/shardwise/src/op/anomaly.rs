@@ -16,15 +16,15 @@ thread_local! {
 
 /// Where an operator was called.
 #[derive(Clone)]
-pub(super) struct Origin {
+pub(super) struct RecordedAt {
     /// Path of the module whose `forward` was running.
     path: Option<Arc<str>>,
     site: Site,
 }
 
-impl Origin {
+impl RecordedAt {
     pub(super) fn here(site: Site) -> Self {
-        Origin { path: current_path(), site: user_site(site) }
+        RecordedAt { path: current_path(), site: user_site(site) }
     }
 }
 
@@ -64,7 +64,7 @@ pub(super) fn is_detecting() -> bool {
 }
 
 /// Runs the backward pass of one call, so that what it computes is reported as that.
-pub(super) fn in_backward_of<R>(name: &'static str, origin: Option<Origin>, body: impl FnOnce() -> R) -> R {
+pub(super) fn in_backward_of<R>(name: &'static str, origin: Option<RecordedAt>, body: impl FnOnce() -> R) -> R {
     /// Leaves the scope also when the body panics.
     struct Leave;
     impl Drop for Leave {
@@ -72,7 +72,7 @@ pub(super) fn in_backward_of<R>(name: &'static str, origin: Option<Origin>, body
             BACKWARD.with_borrow_mut(Vec::pop);
         }
     }
-    let place = origin.map_or(String::new(), |Origin { path, site }| {
+    let place = origin.map_or(String::new(), |RecordedAt { path, site }| {
         path.map_or(String::new(), |path| format!(" in module `{path}`")) + &format!(", called at {site}")
     });
     BACKWARD.with_borrow_mut(|calls| calls.push(format!("{name}{place}")));

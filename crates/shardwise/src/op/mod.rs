@@ -6,7 +6,7 @@ mod scope;
 mod widening;
 
 pub use anomaly::detect_anomaly;
-use anomaly::{Origin, in_backward_of, is_detecting};
+use anomaly::{RecordedAt, in_backward_of, is_detecting};
 pub(crate) use scope::{ScopedRule, operators_in, with_rule};
 pub use widening::Accumulation;
 
@@ -21,7 +21,7 @@ use candle_core::{DType, Tensor};
 use rustc_hash::FxHasher;
 use smallvec::SmallVec;
 
-use crate::comm::{DeviceMesh, implicitly};
+use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, OwnedBox, Runs, TensorBox, TensorMeta, coordinates};
 use crate::local::placeholder;
@@ -32,7 +32,8 @@ use crate::rule::{Decision, Need, Signature};
 use crate::tensor::{Backward, DTensor, Keeps, Saved, check_metas, check_room};
 use widening::{held_types, prepare};
 
-/// An operator with its arguments that are not tensors. Equal operators do the same.
+/// An operator with its arguments that are not tensors. Equal operators do the same, and their hashes are the same on all
+/// ranks, which may be processes: hash what an argument says, not its address.
 pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
     /// Name for errors and records.
     fn name(&self) -> &'static str;
@@ -78,7 +79,7 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
 struct Recorded<O> {
     op: O,
     /// Where it was called, inside [`detect_anomaly`].
-    origin: Option<Origin>,
+    recorded_at: Option<RecordedAt>,
 }
 
 impl<O: Op> Backward for Recorded<O> {
@@ -88,7 +89,7 @@ impl<O: Op> Backward for Recorded<O> {
 
     fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         match is_detecting() {
-            true => in_backward_of(self.name(), self.origin.clone(), || self.op.gradient(saved, gradients)),
+            true => in_backward_of(self.name(), self.recorded_at.clone(), || self.op.gradient(saved, gradients)),
             false => self.op.gradient(saved, gradients),
         }
     }
@@ -314,7 +315,7 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
         let error = Error::invalid("operands", found, "tensors on one mesh", "move the tensors to one mesh first");
         return Err(name_call(error, op.name(), inputs, site));
     }
-    let decided = decide(op, inputs).map_err(|e| name_call(e, op.name(), inputs, site))?;
+    let (decided, call) = decide(op, inputs).map_err(|e| name_call(e, op.name(), inputs, site))?;
     let (rank, dry) = (mesh.world().rank(), mesh.world().is_dry());
     let mut locals: SmallVec<[Tensor; 3]> = SmallVec::new();
     for (input, bring) in inputs.iter().zip(&decided.brings) {
@@ -345,11 +346,12 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
             made.map_err(|e| name_call(e, op.name(), inputs, site))?
         }
     };
-    let wrap = |((layout, meta), local): ((&Layout, &TensorMeta), Tensor)| {
-        DTensor::from_held(mesh, layout.clone(), local, meta.dtype)
+    let origin = Origin::operator(op.name(), call, inputs.iter().map(|t| t.origin()), inputs[0].shape());
+    let wrap = |(index, ((layout, meta), local)): (usize, ((&Layout, &TensorMeta), Tensor))| {
+        DTensor::from_held(mesh, layout.clone(), local, meta.dtype, origin.output(index))
     };
     let described = decided.decision.outputs.iter().zip(&decided.locals);
-    let outputs = described.zip(outputs).map(wrap).collect::<Result<Vec<DTensor>>>()?;
+    let outputs = described.zip(outputs).enumerate().map(wrap).collect::<Result<Vec<DTensor>>>()?;
     if is_detecting() && !dry && mesh.contains(rank) {
         anomaly::check(op.name(), inputs, &outputs, site)?;
     }
@@ -358,7 +360,7 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     }
     match op.differentiable() {
         Some(keeps) => Ok(DTensor::recorded(outputs, inputs, keeps, || {
-            Box::new(Recorded { op: op.clone(), origin: is_detecting().then(|| Origin::here(site)) })
+            Box::new(Recorded { op: op.clone(), recorded_at: is_detecting().then(|| RecordedAt::here(site)) })
         })),
         None => Ok(outputs),
     }
@@ -453,29 +455,34 @@ impl Bring {
             Bring::Fetch { from, exchange, after } => {
                 let source = input.to_layout_at(from, site)?;
                 let held = source.held();
-                if held.dtype() == after.dtype {
-                    return exchange.assemble(held, after, site);
-                }
-                // Terms of a sum that is pending along other axes move as they are held.
-                let after = TensorMeta::new(after.shape.as_slice(), held.dtype());
-                exchange.of_type(held.dtype()).assemble(held, &after, site)
+                on_behalf_of(input.origin(), 0, || {
+                    if held.dtype() == after.dtype {
+                        return exchange.assemble(held, after, site);
+                    }
+                    // Terms of a sum that is pending along other axes move as they are held.
+                    let after = TensorMeta::new(after.shape.as_slice(), held.dtype());
+                    exchange.of_type(held.dtype()).assemble(held, &after, site)
+                })
             }
         }
     }
 }
 
-fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
+/// What is known of a call without its data, and a hash of it that is the same on all ranks.
+fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<(Rc<Decided>, u64)> {
     let mesh = inputs[0].device_mesh();
     let scoped = scope::rule_for(op.name(), mesh.mesh());
     let rule = scoped.as_ref().map_or(scope::OWN, |scoped| scoped.number);
     let mut hasher = FxHasher::default();
-    rule.hash(&mut hasher);
-    op.type_id().hash(&mut hasher);
+    op.name().hash(&mut hasher);
     op.hash(&mut hasher);
     for input in inputs {
         input.layout().hash(&mut hasher);
         (input.dtype() as u8).hash(&mut hasher);
     }
+    let call = hasher.finish();
+    rule.hash(&mut hasher);
+    op.type_id().hash(&mut hasher);
     let hash = hasher.finish();
     let same = |entry: &Entry| {
         entry.rule == rule
@@ -490,7 +497,7 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
         Some(Rc::clone(&entry.decided))
     });
     if let Some(decided) = found {
-        return Ok(decided);
+        return Ok((decided, call));
     }
     let metas: Vec<TensorMeta> = inputs.iter().map(|t| t.meta()).collect();
     let plan = op.plan(&metas)?;
@@ -523,7 +530,7 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Rc<Decided>> {
         let entry = Entry { op: Box::new(op.clone()), rule, inputs, mesh: mesh.clone(), decided: Rc::clone(&decided) };
         cache.decisions.entry(hash).or_default().push(entry);
     });
-    Ok(decided)
+    Ok((decided, call))
 }
 
 /// What is wrong with a call, with the operator, its tensors and the place in the program.

@@ -4,8 +4,8 @@ use std::panic::Location;
 
 use candle_core::{Device, Tensor, WithDType};
 
-use super::DTensor;
-use crate::comm::{Call, implicitly};
+use super::{DTensor, hash_of};
+use crate::comm::{Call, implicitly, on_behalf_of};
 use crate::error::{Error, Result, Site};
 use crate::layout::Layout;
 use crate::local::{all_close, all_equal};
@@ -72,7 +72,9 @@ impl DTensor {
             let passed = test(a.local(), b.local())?;
             let mine = Tensor::new(&[u8::from(passed)], &Device::Cpu)?;
             let call = Call::AllReduce { op: ReduceOp::Min };
-            let all = self.device_mesh().whole_group()?.run(&call, &[mine], site)?.swap_remove(0);
+            let group = self.device_mesh().whole_group()?;
+            let layouts = hash_of(&(a.layout(), other.layout()));
+            let all = on_behalf_of(self.origin(), layouts, || group.run(&call, &[mine], site))?.swap_remove(0);
             Ok(all.to_vec1::<u8>()?[0] == 1)
         })
     }

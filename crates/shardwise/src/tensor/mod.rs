@@ -18,12 +18,14 @@ pub use state::DTensorState;
 pub use tape::{Backward, Keeps, Saved, no_grad};
 pub(crate) use tape::{Node, Recording, Tape, is_recording, next_number, with_recording};
 
+use std::hash::{Hash, Hasher};
 use std::panic::Location;
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device, Tensor};
+use rustc_hash::FxHasher;
 
-use crate::comm::{DeviceMesh, implicitly};
+use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 pub use crate::local::Number;
@@ -66,6 +68,7 @@ struct Value {
     held: Tensor,
     /// `held` in the type of the tensor, where that is another one and somebody asked.
     rounded: OnceLock<Tensor>,
+    origin: Origin,
 }
 
 impl Value {
@@ -82,27 +85,36 @@ impl Drop for Value {
 }
 
 impl DTensor {
-    /// Puts the parts together; `local` is what the layout says this rank holds.
+    /// Puts the parts of a tensor that did not come from an operator together; `local` is what the layout says this rank
+    /// holds.
     pub(crate) fn from_parts(mesh: &DeviceMesh, layout: Layout, local: Tensor) -> Self {
         let dtype = local.dtype();
-        Self::from_terms(mesh, layout, local, dtype)
+        let origin = Origin::leaf(hash_of(&(&layout, dtype as u8)), layout.shape());
+        Self::from_terms(mesh, layout, local, dtype, origin)
     }
 
-    fn from_terms(mesh: &DeviceMesh, layout: Layout, held: Tensor, dtype: DType) -> Self {
+    /// A tensor of type `dtype` whose terms may be held in a wider type.
+    fn from_terms(mesh: &DeviceMesh, layout: Layout, held: Tensor, dtype: DType, origin: Origin) -> Self {
         debug_assert_eq!(held.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
-        let value = Value { mesh: mesh.clone(), layout, dtype, held, rounded: OnceLock::new() };
+        let value = Value { mesh: mesh.clone(), layout, dtype, held, rounded: OnceLock::new(), origin };
         mesh.world().memory().take(value.bytes());
         DTensor { value: Arc::new(value), tape: None }
     }
 
     /// A tensor of type `dtype` from what this rank computed, which may be of a wider floating-point type: that stays as
     /// long as a sum, mean or product is pending, and is rounded otherwise.
-    pub(crate) fn from_held(mesh: &DeviceMesh, layout: Layout, held: Tensor, dtype: DType) -> Result<Self> {
+    pub(crate) fn from_held(
+        mesh: &DeviceMesh,
+        layout: Layout,
+        held: Tensor,
+        dtype: DType,
+        origin: Origin,
+    ) -> Result<Self> {
         let held = match held.dtype() == dtype || accumulates(&layout) {
             true => held,
             false => converted(mesh, &held, dtype)?,
         };
-        Ok(Self::from_terms(mesh, layout, held, dtype))
+        Ok(Self::from_terms(mesh, layout, held, dtype, origin))
     }
 
     /// The mesh.
@@ -118,6 +130,11 @@ impl DTensor {
     /// One placement per mesh axis.
     pub fn placements(&self) -> &[Placement] {
         self.value.layout.placements()
+    }
+
+    /// How the value was computed.
+    pub(crate) fn origin(&self) -> &Origin {
+        &self.value.origin
     }
 
     /// Shape of the whole tensor.
@@ -182,7 +199,7 @@ impl DTensor {
     /// The same value with pending terms of f32 held in f64, without a place in a graph of gradients.
     pub(crate) fn with_terms_in_f64(&self) -> Result<DTensor> {
         let held = converted(&self.value.mesh, self.held(), DType::F64)?;
-        Self::from_held(&self.value.mesh, self.layout().clone(), held, self.dtype())
+        Self::from_held(&self.value.mesh, self.layout().clone(), held, self.dtype(), self.origin().clone())
     }
 
     /// What this rank holds, in the type in which it is reduced: half precision is reduced in f32.
@@ -230,8 +247,11 @@ impl DTensor {
         }
         check_partial(to, self.dtype())?;
         check_room(to, self.dtype(), self.value.mesh.world().is_dry())?;
-        let held = redistribute(&self.value.mesh, self.layout(), to, &self.reducible()?, site)?;
-        let moved = Self::from_held(&self.value.mesh, to.clone(), held, self.dtype())?;
+        let layouts = hash_of(&(self.layout(), to));
+        let terms = self.reducible()?;
+        let held =
+            on_behalf_of(self.origin(), layouts, || redistribute(&self.value.mesh, self.layout(), to, &terms, site))?;
+        let moved = Self::from_held(&self.value.mesh, to.clone(), held, self.dtype(), self.origin().clone())?;
         Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).settled())))
     }
 
@@ -266,7 +286,9 @@ impl DTensor {
         let group = mesh.world().subgroup(&ranks)?;
         let from = self.layout();
         let exchange = Exchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
-        let local = exchange.assemble(self.local(), &meta, site)?;
+        // Ranks outside the old mesh may not have computed the value, so its layout counts and not its origin.
+        let origin = Origin::leaf(hash_of(&(from, &to)), self.shape());
+        let local = on_behalf_of(&origin, 0, || exchange.assemble(self.local(), &meta, site))?;
         Ok(Self::from_parts(mesh, to, local))
     }
 
@@ -305,7 +327,13 @@ impl DTensor {
         };
         let site = Location::caller();
         if self.narrows_later(dtype) {
-            let made = Self::from_terms(&self.value.mesh, self.layout().clone(), self.held().clone(), dtype);
+            let made = Self::from_terms(
+                &self.value.mesh,
+                self.layout().clone(),
+                self.held().clone(),
+                dtype,
+                self.origin().clone(),
+            );
             return Ok(self.moved(made, "to_dtype", &|saved, gradient| gradient.to_dtype(saved.dtype(0))));
         }
         let source = match self.placements().iter().all(picks) {
@@ -313,7 +341,7 @@ impl DTensor {
             false => implicitly("to_dtype", || self.reduced(site))?,
         };
         let local = converted(&self.value.mesh, source.local(), dtype)?;
-        let made = Self::from_parts(&self.value.mesh, source.layout().clone(), local);
+        let made = Self::from_terms(&self.value.mesh, source.layout().clone(), local, dtype, source.origin().clone());
         Ok(source.moved(made, "to_dtype", &|saved, gradient| gradient.to_dtype(saved.dtype(0))))
     }
 
@@ -343,6 +371,13 @@ impl DTensor {
         check_cpu(device)?;
         Ok(self.clone())
     }
+}
+
+/// A number that is the same for equal values in every process.
+pub(crate) fn hash_of(value: &impl Hash) -> u64 {
+    let mut hasher = FxHasher::default();
+    value.hash(&mut hasher);
+    hasher.finish()
 }
 
 /// How the gradient of a tensor that was moved or converted goes back.

@@ -9,6 +9,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::mailbox::{Envelope, Mailbox};
 use super::meeting::Meeting;
+use crate::comm::host::{launch_is_over, second_thread, this_thread};
 use crate::error::{Error, RankCall, Result};
 
 pub(super) struct Hub {
@@ -28,6 +29,8 @@ pub(super) struct Hub {
 
 struct RankState {
     left: AtomicBool,
+    /// The thread that runs the program of this rank, and so makes its collectives; 0 before it runs.
+    program: AtomicUsize,
     sleepers: AtomicUsize,
     lock: Mutex<()>,
     wake: Condvar,
@@ -67,6 +70,7 @@ impl Hub {
     pub(super) fn new(size: usize, deadline: Duration, roomy: bool) -> Self {
         let rank = || RankState {
             left: AtomicBool::new(false),
+            program: AtomicUsize::new(0),
             sleepers: AtomicUsize::new(0),
             lock: Mutex::new(()),
             wake: Condvar::new(),
@@ -113,6 +117,28 @@ impl Hub {
         self.failure.lock().get_or_insert((failure, Instant::now()));
         self.failed.store(true, SeqCst);
         self.wake_all();
+    }
+
+    /// The calling thread runs the program of a rank.
+    pub(super) fn enter(&self, rank: usize) {
+        self.ranks[rank].program.store(this_thread(), SeqCst);
+    }
+
+    /// An error unless the calling thread runs the program of a rank: which of two threads' collectives come first would
+    /// be chance, on every rank by itself.
+    pub(super) fn check_thread(&self, rank: usize) -> Result<()> {
+        if self.ranks[rank].program.load(SeqCst) == this_thread() {
+            return Ok(());
+        }
+        Err(second_thread(rank))
+    }
+
+    /// An error once a rank has returned from its program: what it left behind cannot communicate.
+    pub(super) fn check_running(&self, rank: usize, call: impl FnOnce() -> Box<RankCall>) -> Result<()> {
+        if !self.has_left(rank) {
+            return Ok(());
+        }
+        Err(Error::Rejected { call: call(), source: Box::new(launch_is_over()) })
     }
 
     /// A rank has returned from its program: nobody needs to wait for it any longer.
@@ -239,7 +265,8 @@ impl Hub {
                 }
             };
             if timed_out && !ready() {
-                break Err(Error::Timeout { call: Box::new(call.clone()), waited: self.deadline, missing: missing() });
+                let (call, waited, missing) = (Box::new(call.clone()), self.deadline, missing());
+                break Err(Error::Timeout { call, waited, elsewhere: self.calls_of(&missing), missing });
             }
         };
         state.sleepers.fetch_sub(1, SeqCst);
@@ -266,6 +293,12 @@ impl Hub {
         self.fail_all(error.clone());
         // Another failure may have come first; then that is what everybody hears.
         Err(self.failure_for(|| self.waits.lock()[rank].as_ref().expect("still waiting").call.clone()).unwrap_or(error))
+    }
+
+    /// The calls in which these ranks wait.
+    fn calls_of(&self, ranks: &[usize]) -> Vec<RankCall> {
+        let waits = self.waits.lock();
+        ranks.iter().filter_map(|&rank| Some((*waits[rank].as_ref()?.call).clone())).collect()
     }
 
     /// The ranks that a waiting rank waits for.

@@ -22,8 +22,9 @@ pub(super) struct Member {
 }
 
 impl Member {
-    /// The end that `rank` has of the group of all ranks.
+    /// The end that `rank` has of the group of all ranks. The calling thread runs the program of the rank.
     pub(super) fn of_world(hub: Arc<Hub>, rank: usize) -> Self {
+        hub.enter(rank);
         let meeting = hub.meeting(&(0..hub.size()).collect::<Vec<_>>());
         Member { hub, meeting, me: rank }
     }
@@ -46,8 +47,12 @@ impl Member {
     /// Meets the others of the group; what all of them brought is the same call.
     fn meet(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<(Vec<Arc<Posted>>, MutexGuard<'_, Turn>)> {
         let (me, size) = (self.me, self.ranks().len());
-        let mut turn = self.meeting.begin(me)?;
         let mut entry = Entry::new(call, inputs, site, me, size);
+        self.check_running(|| entry.describe(self.ranks(), me))?;
+        if let Err(error) = self.hub.check_thread(self.ranks()[me]) {
+            entry.refused = Some(error);
+        }
+        let mut turn = self.meeting.begin(me)?;
         if let Some(error) = self.hub.failure_for(|| entry.describe(self.ranks(), me)) {
             return Err(error);
         }
@@ -57,6 +62,10 @@ impl Member {
         check_agreement(&entries, self.ranks())?;
         drop(entries);
         Ok((all, turn))
+    }
+
+    fn check_running(&self, call: impl FnOnce() -> Box<RankCall>) -> Result<()> {
+        self.hub.check_running(self.ranks()[self.me], call)
     }
 
     fn describe(&self, call: String, site: Site) -> Box<RankCall> {
@@ -85,6 +94,7 @@ impl Communicator for Member {
         let envelope = self.envelope(to, tag, false)?;
         let describe = || self.describe(format!("send(to {}, tag {tag}) of {}", envelope.to, meta(tensor)), site);
         let to = envelope.to;
+        self.check_running(describe)?;
         let gone = self.hub.has_left(to);
         if let Some(error) = self.hub.failure_for(describe) {
             return Err(error);
@@ -104,6 +114,7 @@ impl Communicator for Member {
         let envelope = self.envelope(from, tag, true)?;
         let mailbox = &self.hub.mailbox;
         let describe = || self.describe(format!("recv({expected} from {}, tag {tag})", envelope.from), site);
+        self.check_running(describe)?;
         let received = loop {
             let posted = mailbox.posted();
             if let Some(message) = mailbox.take(&envelope) {

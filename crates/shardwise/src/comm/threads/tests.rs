@@ -68,3 +68,9 @@ fn tensors_on_types_the_engine_does_not_serve_are_refused_on_every_rank() {
         assert!(message.contains("rank 0 called all_gather") && message.contains("f8e4m3"), "{message}");
     }
 }
+
+#[test]
+fn an_absurd_number_of_kernel_threads_is_refused() {
+    let message = ThreadWorld::new(1).unwrap().kernel_threads(100_000_000).run(|_| Ok(())).unwrap_err().to_string();
+    assert!(message.contains("100000000") && message.contains("at most 4096"), "{message}");
+}
