@@ -6,6 +6,7 @@
 //! (Open MPI 4.1, two processes: 0.37 against 0.33 us; 512 bytes take 0.56 us).
 
 use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
 use candle_core::DType;
@@ -19,7 +20,7 @@ use super::comm::{Comm, checked, collective};
 pub(super) const ROOM: usize = 256 - 32;
 
 /// What the packets of a rank, or of some ranks together, say.
-#[repr(C, align(64))]
+#[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Packet {
     /// Of the call that the ranks make.
@@ -99,11 +100,13 @@ impl Packet {
     /// What all ranks of the group say together. In every rank's packet the same.
     pub(super) fn exchange(&self, comm: &Comm) -> Result<Packet> {
         let Handles { kind, op } = handles()?;
-        let mut all = Packet::new(0, false);
-        let (from, to) = ((&raw const *self).cast::<c_void>(), (&raw mut all).cast::<c_void>());
+        let mut all = MaybeUninit::<Packet>::uninit();
+        let (from, to) = ((&raw const *self).cast::<c_void>(), all.as_mut_ptr().cast::<c_void>());
         // SAFETY: one packet on both sides, of which the type has the size.
-        unsafe { collective!(comm, MPI_Allreduce(from, to, 1, *kind, *op))? };
-        Ok(all)
+        unsafe {
+            collective!(comm, MPI_Allreduce(from, to, 1, *kind, *op))?;
+            Ok(all.assume_init())
+        }
     }
 
     /// Takes in what ranks before this one say.
@@ -120,16 +123,18 @@ impl Packet {
         let Combine { op, dtype } = self.combine;
         let (Some(&op), Some(&dtype)) = (OPS.get(usize::from(op) - 1), DTYPES.get(usize::from(dtype))) else { return };
         let count = (self.count as usize).min(ROOM / dtype.size_in_bytes());
-        let mine = Aligned(self.data);
+        let mut mine = Aligned([MaybeUninit::uninit(); ROOM]);
+        let bytes = count * dtype.size_in_bytes();
+        mine.0[..bytes].write_copy_of_slice(&self.data[..bytes]);
         // SAFETY: both operands are initialised, have room for so many elements and are aligned, as is the result, which
         // overlaps neither. That the operation serves the type was checked by the rank that put it there.
-        unsafe { reduce(op, dtype, &[before.data.as_ptr(), mine.0.as_ptr()], count, self.data.as_mut_ptr()) };
+        unsafe { reduce(op, dtype, &[before.data.as_ptr(), mine.0.as_ptr().cast()], count, self.data.as_mut_ptr()) };
     }
 }
 
 /// Data of a packet, aligned as in it.
-#[repr(align(64))]
-struct Aligned([u8; ROOM]);
+#[repr(align(8))]
+struct Aligned([MaybeUninit<u8>; ROOM]);
 
 /// Combines packets, lower ranks first.
 unsafe extern "C" fn combine(before: *mut c_void, after: *mut c_void, count: *mut c_int, _: *mut ffi::MPI_Datatype) {
@@ -137,6 +142,10 @@ unsafe extern "C" fn combine(before: *mut c_void, after: *mut c_void, count: *mu
     unsafe {
         for i in 0..*count as usize {
             let (before, after) = (before.cast::<Packet>().add(i), after.cast::<Packet>().add(i));
+            if before.is_aligned() && after.is_aligned() {
+                (*after).follow(&*before);
+                continue;
+            }
             let mut packet = after.read_unaligned();
             packet.follow(&before.read_unaligned());
             after.write_unaligned(packet);

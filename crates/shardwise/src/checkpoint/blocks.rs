@@ -101,7 +101,7 @@ impl BlockHasher {
         while !bytes.is_empty() {
             let room = (self.block - self.filled) as usize;
             let (now, later) = bytes.split_at(room.min(bytes.len()));
-            // Twice over the same bytes, which are in the cache: combining checksums of blocks takes longer (measured).
+            // Twice over the same bytes, which are in the cache: a matrix product per block to combine checksums costs more.
             self.current.update(now);
             self.whole.update(now);
             self.filled += now.len() as u64;
