@@ -282,10 +282,12 @@ pub(super) fn of_two(name: &'static str, saved: &Saved<'_>, gradient: &DTensor) 
             _ => {
                 let (_, left, right) = OF_TWO.iter().find(|(n, ..)| *n == name).expect("a function with a gradient");
                 let of = if i == 0 { left } else { right };
+                // These use an operand once at most, and products are linear in a partial sum.
+                let once = matches!((name, i), ("mul", _) | ("div" | "fmod" | "remainder", 0));
+                let operand = |o: usize| if once { Ok(saved.input(o)) } else { beside(name, saved, o, gradient) };
                 let (a, b) = match name {
-                    // A product is linear in a partial sum.
-                    "mul" => (saved.input(0), saved.input(1)),
-                    _ => (beside(name, saved, 0, gradient)?, beside(name, saved, 1, gradient)?),
+                    "div_floor" | "div_trunc" => (saved.input(0), saved.input(1)),
+                    _ => (operand(0)?, operand(1)?),
                 };
                 of(&a, &b, gradient)?
             }
