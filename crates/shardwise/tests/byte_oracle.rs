@@ -303,6 +303,7 @@ fn every_operator_sends_at_most_its_bound_forward_and_backward() {
     }
     let exceptions = CLASSES.iter().filter(|(_, class)| matches!(class, Data(..))).count();
     println!("{cases} cases, {exceptions} operators that move data");
+    assert!(exceptions <= 15, "{exceptions} exceptions: find a way that moves less before adding one");
     assert!(cases > 3000, "{cases} cases");
     assert!(over.is_empty(), "{} cases send more than their bound:\n{}", over.len(), over.join("\n"));
 }
