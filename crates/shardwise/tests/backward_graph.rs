@@ -159,9 +159,9 @@ fn backward_frees_saved_tensors_though_results_are_still_held() {
         let left = world.memory().current() - before;
         println!("graph {graph} bytes, after backward {left} bytes");
         assert!(graph > 10 * whole, "{graph}");
-        // a result of redistribute, of local_map, of checkpoint, and the loss; the gradient of the half weight; the
-        // first input is no longer held
-        assert_eq!(left, 2 * whole + half + 4 + half - whole, "{left}");
+        // a result of redistribute, of local_map, of checkpoint, and the loss (a term held in f64); the gradient of the
+        // half weight; the first input is no longer held
+        assert_eq!(left, 2 * whole + half + 8 + half - whole, "{left}");
         drop(gradients);
         Ok(())
     };
@@ -240,8 +240,8 @@ fn no_activations_are_held_during_the_optimizer_step() {
         let after = world.memory().current() - before;
         println!("activations {activations} bytes, after backward {after} bytes, weights {weights} bytes");
         assert!(activations > 4 * weights, "{activations} {weights}");
-        // one gradient per weight, and the loss
-        assert_eq!(after, weights + 4);
+        // one gradient per weight, and the loss, whose term may be held in f64
+        assert!((weights + 4..=weights + 8).contains(&after), "{after} {weights}");
         world.memory().reset_peak();
         optimizer.step(gradients)?;
         Ok((activations, world.memory().peak() - before, weights, loss.elem_count()))

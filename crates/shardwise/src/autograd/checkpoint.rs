@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{ASIDE, once_only, pass};
 use crate::error::{Error, Result};
 use crate::random::{Generator, GeneratorState};
-use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording, next_number, with_recording};
+use crate::tensor::{Backward, DTensor, Keeps, Saved, in_gradient, is_recording, next_number, with_recording};
 
 /// Runs `f` and keeps none of what it computes on the way: it runs once more when the gradient is taken. Random draws are
 /// repeated exactly, if they are made
@@ -71,7 +71,7 @@ impl<F: Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync> Backward for Repla
         let leaf =
             |i: usize| if saved.wants(i) { saved.input(i).detach().requires_grad() } else { saved.input(i).detach() };
         let inputs: Vec<DTensor> = (1..saved.inputs()).map(leaf).collect();
-        let outputs = with_recording(true, || (self.f)(&inputs));
+        let outputs = in_gradient(false, || with_recording(true, || (self.f)(&inputs)));
         generators.iter().zip(now).for_each(|(g, now)| g.set_state(now));
         let outputs = outputs?;
         let seeds = outputs.iter().zip(gradients).filter_map(|(y, g)| Some((y.tape()?.clone(), g.clone()?)));

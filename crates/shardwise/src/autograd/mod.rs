@@ -14,7 +14,7 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::placement::{Placement, ReduceOp};
-use crate::tensor::{DTensor, Node, Recording, Saved, Tape, is_recording, with_recording};
+use crate::tensor::{DTensor, Node, Recording, Saved, Tape, in_gradient, is_recording, with_recording};
 
 /// What a backward pass starts from and leaves behind.
 #[derive(Clone, Copy, Default)]
@@ -350,7 +350,7 @@ fn pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<Found> {
             continue;
         };
         let saved = Saved { node: &node, recording: &recording };
-        let inputs = recording.backward.run(&saved, &gradients)?;
+        let inputs = in_gradient(true, || recording.backward.run(&saved, &gradients))?;
         debug_assert_eq!(inputs.len(), recording.parents.len(), "{}", recording.backward.name());
         for (i, (parent, gradient)) in recording.parents.iter().zip(inputs).enumerate() {
             if let (Some(parent), Some(gradient)) = (parent, gradient) {

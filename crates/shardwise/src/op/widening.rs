@@ -9,14 +9,14 @@ use smallvec::SmallVec;
 
 use crate::error::Result;
 use crate::layout::{Layout, TensorMeta};
-use crate::tensor::{DTensor, accumulates};
+use crate::tensor::{DTensor, accumulates, is_in_gradient};
 
 /// In which type an operator computes its part of an output that becomes a partial sum, mean or product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accumulation {
     /// Half precision in f32: the kernel runs on inputs that are converted to f32, and other types stay as they are.
     InF32,
-    /// Half precision in f32 and f32 in f64: the kernel reads its inputs as they are and gives its result in the type that
+    /// Half precision in f32 and, except in a backward pass, f32 in f64: the kernel reads its inputs as they are and gives its result in the type that
     /// [`Place::output_dtype`](super::Place::output_dtype) says.
     Exact,
     /// At most one rank has a term that is not zero: the sum is exact in any type.
@@ -49,7 +49,8 @@ pub(super) fn held_types(
         let own = match (accumulation, meta.dtype) {
             _ if !meta.dtype.is_float() || !accumulates(layout) => return meta.dtype,
             (Accumulation::InF32 | Accumulation::Exact, DType::F16 | DType::BF16) => DType::F32,
-            (Accumulation::Exact, DType::F32) => DType::F64,
+            // A gradient of a weight is as large as the weight: in f64 it would take twice the memory and the bytes.
+            (Accumulation::Exact, DType::F32) if !is_in_gradient() => DType::F64,
             (_, dtype) => dtype,
         };
         wide.map_or(own, |wide| wider(own, wide))

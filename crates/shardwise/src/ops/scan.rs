@@ -13,7 +13,7 @@ use crate::local::{dense, from_reals, from_wholes, reals, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording};
+use crate::tensor::{Backward, DTensor, Keeps, Saved, is_in_gradient, is_recording};
 
 /// A running total along a dimension, with the index of the running extreme where there is one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -94,7 +94,7 @@ impl DTensor {
             let exact = coordinates(layout.mesh(), layout.shard_order(op.dim)).all(exact);
             let wide = match self.dtype() {
                 DType::F16 | DType::BF16 => Some(DType::F32),
-                DType::F32 if !exact && !layout.is_partial() => Some(DType::F64),
+                DType::F32 if !exact && !layout.is_partial() && !is_in_gradient() => Some(DType::F64),
                 _ => None,
             };
             if let Some(wide) = wide {
@@ -103,9 +103,10 @@ impl DTensor {
             }
         }
         // Pending terms of f32 are scanned and exchanged in f64, and stay pending.
-        let terms = (self.dtype() == DType::F32 && op.kind == Kind::Sum && self.layout().is_partial())
-            .then(|| self.with_terms_in_f64())
-            .transpose()?;
+        let terms =
+            (self.dtype() == DType::F32 && !is_in_gradient() && op.kind == Kind::Sum && self.layout().is_partial())
+                .then(|| self.with_terms_in_f64())
+                .transpose()?;
         let mut scanned = dispatch(&op, &[terms.as_ref().unwrap_or(self)], site)?;
         if scanned[0].layout().shard_order(op.dim).is_empty() {
             scanned.truncate(op.kind.outputs());

@@ -16,7 +16,7 @@ pub(crate) use room::{check_metas, check_room};
 pub(crate) use show::{Piece, local_text, show_pieces};
 pub use state::DTensorState;
 pub use tape::{Backward, Keeps, Saved, no_grad};
-pub(crate) use tape::{Node, Recording, Tape, is_recording, next_number, with_recording};
+pub(crate) use tape::{Node, Recording, Tape, in_gradient, is_in_gradient, is_recording, next_number, with_recording};
 
 use std::hash::{Hash, Hasher};
 use std::panic::Location;

@@ -102,6 +102,8 @@ static NUMBER: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
     static PAUSED: Cell<usize> = const { Cell::new(0) };
+    /// Whether this thread is inside the gradient of an operator.
+    static IN_GRADIENT: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Whether calls are recorded now.
@@ -147,6 +149,24 @@ pub(crate) fn with_recording<R>(on: bool, body: impl FnOnce() -> R) -> R {
         }
     }
     let _restore = Restore(PAUSED.replace(usize::from(!on)));
+    body()
+}
+
+/// Whether the gradient of an operator is being computed.
+pub(crate) fn is_in_gradient() -> bool {
+    IN_GRADIENT.get()
+}
+
+/// Runs `body` as the gradient of an operator, or as a forward pass inside of one.
+pub(crate) fn in_gradient<R>(on: bool, body: impl FnOnce() -> R) -> R {
+    /// Also when the body panics.
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            IN_GRADIENT.set(self.0);
+        }
+    }
+    let _restore = Restore(IN_GRADIENT.replace(on));
     body()
 }
 

@@ -39,6 +39,8 @@ const REASONS: &[Reason] = &[
     (&["pow_scalar"], EXTREMES, "a power rises everywhere only with an odd exponent, and whole numbers may wrap"),
     (&["ge", "gt", "le", "lt"], EXTREMES, "not-a-number wins as an extreme, and loses every comparison"),
     (&["softsign"], EXTREMES, "an infinite operand, which stands for none, gives not-a-number"),
+    (&["sign"], EXTREMES, "NaN wins as an extreme, and its sign is 0"),
+    (&["kl_div"], EXTREMES, "it rises or falls with its input by the sign of the target, which no rule knows"),
     (&["signbit"], EXTREMES, "which of two zeros is the larger is open"),
     (&["dropout"], EXTREMES, "a product does not know that one factor is never negative"),
     (&["diagonal"], EXTREMES, "it is made of a sum, through which extremes do not pass"),
