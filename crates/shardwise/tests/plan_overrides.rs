@@ -46,7 +46,7 @@ fn an_override_that_never_applies_is_an_error() {
         for part in ["`**.up.weight`", "4 parameter(s)", "`blocks.0.up.weight` counts before it", "replace("] {
             assert!(error.contains(part), "{part} missing in {error}");
         }
-        let error = refused(mesh, &planned.clone().output("blocks.*.down", [("tp", Shard(0))]))?;
+        let error = refused(mesh, &planned.output("blocks.*.down", [("tp", Shard(0))]))?;
         assert!(error.contains("`blocks.*.down`") && error.contains("counts for none"), "{error}");
         // under a replacement that fits all of them
         let plan = ShardingPlan::new().param("blocks.[01].up.weight", [("tp", Shard(0))]);

@@ -1,5 +1,6 @@
 //! Ranks that wait for each other in a circle, each in a collective of another group.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 
 use serde::{Deserialize, Serialize};
@@ -66,8 +67,8 @@ pub(super) fn circle(all: &HashMap<usize, Doing>, start: usize) -> Option<Vec<Ra
                 calls.reverse();
                 return Some(calls);
             }
-            if !found.contains_key(&other) {
-                found.insert(other, (rank, waiting.of_rank(rank)));
+            if let Entry::Vacant(free) = found.entry(other) {
+                free.insert((rank, waiting.of_rank(rank)));
                 open.push_back(other);
             }
         }

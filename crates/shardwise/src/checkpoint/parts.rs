@@ -127,6 +127,7 @@ pub fn save_from(world: &World, path: impl AsRef<Path>, parts: impl Parts) -> Re
 
 /// As [`save_from`], with options.
 #[track_caller]
+#[allow(clippy::needless_pass_by_value)] // parts are references, written in the call as a tuple
 pub fn save_from_with(world: &World, path: impl AsRef<Path>, parts: impl Parts, options: &SaveOptions) -> Result<()> {
     save_with(world, path, &state_of(&parts, options.format)?, options)
 }

@@ -122,6 +122,7 @@ impl Series {
 
     /// As [`save`](Self::save), of the parts of a training run; see [`save_from`](super::save_from).
     #[track_caller]
+    #[allow(clippy::needless_pass_by_value)] // parts are references, written in the call as a tuple
     pub fn save_from(&self, world: &World, step: u64, parts: impl Parts) -> Result<()> {
         let state = state_of(&parts, self.options.format)?;
         self.save(world, step, &state)

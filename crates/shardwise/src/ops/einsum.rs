@@ -262,8 +262,7 @@ impl Op for Einsum {
 
 /// Sums over the letters that the target has not, and puts the others in its order.
 fn sum_to(x: &Tensor, term: &str, target: &str) -> Result<Tensor> {
-    let (kept, summed): (Vec<(usize, char)>, Vec<(usize, char)>) =
-        term.chars().enumerate().partition(|(_, c)| target.contains(*c));
+    let (kept, summed): (Vec<_>, Vec<_>) = term.chars().enumerate().partition(|(_, c)| target.contains(*c));
     let summed: Vec<usize> = summed.into_iter().map(|(d, _)| d).collect();
     let sizes: Vec<usize> = kept.iter().map(|&(d, _)| x.dims()[d]).collect();
     let x = if summed.is_empty() { x.clone() } else { fold(Fold::Sum, x, &summed, &sizes, x.dtype())? };

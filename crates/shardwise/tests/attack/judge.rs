@@ -40,7 +40,7 @@ impl Found {
         match &all {
             // NaN has many bits
             Elements::Real(all) => {
-                all.iter().for_each(|x| if x.is_nan() { 1u64 } else { x.to_bits() }.hash(&mut hasher))
+                all.iter().for_each(|x| if x.is_nan() { 1u64 } else { x.to_bits() }.hash(&mut hasher));
             }
             Elements::Whole(all) => all.hash(&mut hasher),
         }

@@ -129,7 +129,7 @@ impl Input {
                     least,
                     -least,
                 ];
-                if other % 4 == 0 { values[((other >> 8) % 13) as usize] } else { 6.0 * bell(h) }
+                if other.is_multiple_of(4) { values[((other >> 8) % 13) as usize] } else { 6.0 * bell(h) }
             }
             other => panic!("no real values {other}"),
         };
@@ -154,7 +154,7 @@ impl Input {
             "signed index" => ((h >> 32) % (2 * self.n as u64)) as i64 - self.n,
             // distinct along a dimension whose elements are `inner` apart
             "turn" => ((flat / self.inner % self.len) as i64 + (self.seed % 1000) as i64) % self.n,
-            "target" if h % 8 == 0 => -100,
+            "target" if h.is_multiple_of(8) => -100,
             "target" => ((h >> 32) % self.n as u64) as i64,
             other => panic!("no integers {other}"),
         };
@@ -216,7 +216,7 @@ fn real_operand(x: f64, op: ReduceOp, k: usize, i: usize, flat: usize, largest: 
         ReduceOp::Sum if !plain && i == (winner + 1) % k => -x,
         ReduceOp::Sum if !plain => 0.0,
         ReduceOp::Avg if !plain => {
-            if i % 2 == 0 {
+            if i.is_multiple_of(2) {
                 2.0 * x
             } else {
                 0.0
