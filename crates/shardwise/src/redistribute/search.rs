@@ -47,8 +47,9 @@ pub(super) struct Stop {
     pub(super) cuts: Vec<Vec<usize>>,
 }
 
-/// How many layouts are looked at on either side of the move of boxes, which bounds the time that a search takes.
-const MAX_STOPS: usize = 256;
+/// How many layouts are looked at on either side of the move of boxes, which bounds the time that a search takes: all on
+/// few axes; on more, those that are reached first.
+const MAX_STOPS: [usize; 2] = [32, 256];
 
 /// Up to so many axes, everything that may pay is tried; with more, what pays often.
 const WIDE_AXES: usize = 3;
@@ -88,7 +89,7 @@ pub(super) fn cheapest(
             }
             let new = match number.entry(place.stop.clone()) {
                 Entry::Occupied(known) => *known.get(),
-                Entry::Vacant(_) if nodes.len() == MAX_STOPS => continue,
+                Entry::Vacant(_) if nodes.len() == space.max_stops() => continue,
                 Entry::Vacant(free) => {
                     free.insert(nodes.len());
                     nodes.push(Node { place, us: f64::INFINITY, by: None });
@@ -172,6 +173,10 @@ impl<'a> Space<'a> {
 
     fn size(&self, axis: usize) -> usize {
         self.from.mesh().shape()[axis]
+    }
+
+    fn max_stops(&self) -> usize {
+        MAX_STOPS[usize::from(self.wide)]
     }
 
     fn dims(&self) -> usize {
@@ -265,7 +270,7 @@ impl<'a> Space<'a> {
         let mut at = 0;
         while at < ends.len() {
             for (leg, stop) in self.leading_to(&ends[at].stop) {
-                if ends.len() < MAX_STOPS && known.insert(stop.clone(), ()).is_none() {
+                if ends.len() < self.max_stops() && known.insert(stop.clone(), ()).is_none() {
                     ends.push(Place { next: Some((at, leg)), ..self.place(stop) });
                 }
             }
