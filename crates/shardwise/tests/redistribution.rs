@@ -64,6 +64,33 @@ fn any_layout_on_any_mesh_reaches_any_other() {
     }
 }
 
+/// Messages that take no time make small tensors move as large ones do: with the fewest bytes, in as many steps as it takes.
+#[test]
+fn plans_with_the_fewest_bytes_give_the_same_values() {
+    use shardwise::mesh::Link;
+    let first = number("SHARDWISE_SEED", 0) as u64;
+    for axes in [&[2, 2][..], &[2, 3], &[2, 2, 2]] {
+        let run = move |world: World| {
+            let links = vec![Link { latency_us: 0.0, gb_per_s: 8.0 }; axes.len()];
+            let mesh = world.mesh(axes)?.with_links(&links)?;
+            let kinds = ["R", "S(0)", "S(1)", "P(sum)", "P(max)", "P(avg)", "P(min)"];
+            for seed in first..first + 400 {
+                let mut rng = StdRng::seed_from_u64(seed);
+                let shape = [[8, 6], [5, 3], [1, 7], [12, 12]][rng.random_range(0..4)];
+                let mut pick = || {
+                    let places = (0..axes.len()).map(|_| kinds[rng.random_range(0..kinds.len())].parse().unwrap());
+                    Layout::new(mesh.mesh(), shape.as_slice(), places).unwrap()
+                };
+                let (from, to) = (pick(), pick());
+                layout_pairs::check_pair(&mesh, &from, &to, &values::whole(&shape), DType::F64)?;
+            }
+            Ok(())
+        };
+        println!("SHARDWISE_SEED={first}");
+        ThreadWorld::new(axes.iter().product()).unwrap().run(run).unwrap();
+    }
+}
+
 #[test]
 fn adjacent_axes_merge_and_data_shrinks_before_it_moves() {
     let mesh: Mesh = "a=2,b=3".parse().unwrap();

@@ -2,18 +2,20 @@
 
 use super::plan::StepKind;
 use crate::layout::Layout;
-use crate::mesh::{Link, Links};
+use crate::mesh::{Link, Links, Mesh};
 
 /// Bytes and time of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Cost {
     /// Bytes that the busiest rank sends at least (receives, in an exchange of boxes).
     pub bytes: usize,
+    /// Bytes that all ranks send together; on large meshes estimated from some of them.
+    pub total: usize,
     /// Estimated time in microseconds.
     pub us: f64,
 }
 
-/// How many ranks are looked at to find the busiest one.
+/// How many ranks are looked at to find the busiest one and the mean.
 const SAMPLE: usize = 32;
 
 /// The cost of a step from `before` to `after` on elements of `elem` bytes.
@@ -36,11 +38,32 @@ pub(super) fn cost(kind: &StepKind, before: &Layout, after: &Layout, elem: usize
         // What a rank sends is hard to see from its boxes alone; what it receives is not, and the sums are equal.
         _ => (elements(after, rank) - kept(before, after, rank)) * elem,
     };
-    let ranks = before.mesh().ranks();
-    let step = ranks.len().div_ceil(SAMPLE);
-    let bytes = ranks.iter().step_by(step).map(|&rank| bytes_of(rank)).max().unwrap_or(0);
-    let phases = if matches!(kind, StepKind::AllReduce { .. }) { 2 } else { 1 };
-    Cost { bytes, us: collective_us(phases, size, bytes, links.slowest(axes)) }
+    let (mut bytes, mut sum, mut looked_at) = (0, 0, 0);
+    for rank in sample(before.mesh()) {
+        let own = bytes_of(rank);
+        (bytes, sum, looked_at) = (bytes.max(own), sum + own, looked_at + 1);
+    }
+    let (link, mean) = (links.slowest(axes), sum / looked_at.max(1));
+    let us = match kind {
+        StepKind::AllReduce { .. } => collective_us(2, size, bytes, link),
+        StepKind::Exchange { .. } => exchange_us(size, bytes, mean, link),
+        _ => collective_us(1, size, bytes, link),
+    };
+    Cost { bytes, total: sum * before.mesh().ranks().len() / looked_at.max(1), us }
+}
+
+/// The ranks that are looked at: all, or some of a large mesh, not all at the same place on its last axes.
+pub(super) fn sample(mesh: &Mesh) -> impl Iterator<Item = usize> + '_ {
+    let ranks = mesh.ranks();
+    let step = ranks.len().div_ceil(SAMPLE).max(1);
+    let places = (0..ranks.len()).step_by(step).enumerate().map(move |(i, first)| first + i % step);
+    places.filter_map(|at| ranks.get(at).copied())
+}
+
+/// The time of an exchange of boxes in which the busiest rank gets so many bytes and all do on average. Ranks that get
+/// less leave the links to the others, so what all move counts more than what the busiest does.
+pub(super) fn exchange_us(ranks: usize, busiest: usize, mean: usize, link: Link) -> f64 {
+    collective_us(1, ranks, (busiest + 7 * mean) / 8, link)
 }
 
 /// The time of a collective of so many ranks, each of which sends so many bytes, in microseconds. One that reduces and

@@ -199,6 +199,7 @@ fn narrow(local: &Tensor, ranges: &[Vec<(usize, usize)>]) -> Result<Tensor> {
 fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<Stage> {
     let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh carry out nothing");
     let mut stages = Vec::new();
+    let mut padded: Vec<usize> = Vec::new();
     for axis in 0..coordinate.len() {
         let (old, new) = (&before.placements()[axis], &after.placements()[axis]);
         let Placement::Partial(op) = new else { continue };
@@ -206,7 +207,10 @@ fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<Stage> {
             continue;
         }
         match old.shard_dim() {
+            // Several axes that cut one dimension are of one operation, and padded at once.
+            Some(dim) if padded.contains(&dim) => {}
             Some(dim) => {
+                padded.push(dim);
                 let (part, whole) = (before.owned(dim, &coordinate), after.owned(dim, &coordinate));
                 // As many elements of the whole local tensor come before the first one of the part.
                 let first = part.iter().next().map_or(0, |run| run.start);

@@ -6,6 +6,7 @@ mod exchange;
 mod execute;
 mod plan;
 mod planner;
+mod search;
 
 pub use cost::Cost;
 pub(crate) use cost::collective_us;

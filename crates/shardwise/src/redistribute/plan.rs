@@ -116,6 +116,11 @@ impl Plan {
         self.steps.iter().map(|s| s.cost.bytes).sum()
     }
 
+    /// Bytes that all ranks send together, over all steps.
+    pub fn total_bytes(&self) -> usize {
+        self.steps.iter().map(|s| s.cost.total).sum()
+    }
+
     /// Estimated time in microseconds.
     pub fn us(&self) -> f64 {
         self.steps.iter().map(|s| s.cost.us).sum()

@@ -2,10 +2,12 @@
 //!
 //! Everything that shrinks data comes first, everything that grows it last: narrow what may be narrowed for free, reduce
 //! pending partials (scattered where the target is sharded), move boxes between shards in one exchange, make partials.
-//! Where a choice remains, all combinations are costed and the cheapest is taken; their number is bounded.
+//! Where a choice remains, all combinations are costed and the cheapest is taken; their number is bounded. What a
+//! [search](super::search) finds besides is taken if it is cheaper.
 
 use super::cost::cost;
 use super::plan::{Plan, Step, StepKind};
+use super::search::{self, Leg, Stop};
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::mesh::Links;
@@ -54,6 +56,9 @@ pub(super) fn candidates(from: &Layout, to: &Layout, elem: usize, links: &Links)
             }
         }
     }
+    if let Some(plan) = searched(from, to, elem, links, &plans)? {
+        plans.push((Moves::Direct, plan));
+    }
     let order = |a: &Plan, b: &Plan| a.us().total_cmp(&b.us()).then(a.steps.len().cmp(&b.steps.len()));
     // A gather may save a round of messages, but never at the price of more bytes.
     let exchanged = plans.iter().filter(|(moves, _)| *moves != Moves::GatherFirst).map(|(_, plan)| plan);
@@ -61,6 +66,28 @@ pub(super) fn candidates(from: &Layout, to: &Layout, elem: usize, links: &Links)
     let wasteful = |(moves, plan): &(Moves, Plan)| *moves == Moves::GatherFirst && plan.bytes() > limit;
     plans.sort_by(|a, b| wasteful(a).cmp(&wasteful(b)).then_with(|| order(&a.1, &b.1)));
     Ok(plans.into_iter().map(|(_, plan)| plan).collect())
+}
+
+/// The cheapest plan that a search finds, if it is cheaper than all others.
+fn searched(from: &Layout, to: &Layout, elem: usize, links: &Links, plans: &[(Moves, Plan)]) -> Result<Option<Plan>> {
+    let calls = |plan: &Plan| plan.steps.iter().filter(|step| step.cost.us > 0.0).count();
+    let Some((_, best)) = plans.iter().min_by(|a, b| a.1.us().total_cmp(&b.1.us())) else { return Ok(None) };
+    let mut builder = Builder::new(from, to, elem, links);
+    let pending = builder.pending();
+    let all: Vec<usize> = (0..to.placements().len()).collect();
+    let latency = links.slowest(&all).latency_us;
+    // One collective that takes a round or two can be saved, but not made cheaper.
+    let makes = |axis: usize| to.placements()[axis].is_partial() && from.placements()[axis] != to.placements()[axis];
+    let small = calls(best) == 1 && best.us() < 3.0 * latency && !all.iter().any(|&a| makes(a));
+    if calls(best) == 0 || small {
+        return Ok(None);
+    }
+    let Some(legs) = search::cheapest(from, to, &pending, elem, links, best.us()) else { return Ok(None) };
+    builder.follow(&legs)?;
+    let plan = builder.done();
+    // A collective costs something besides its rounds: one more has to save as much as a round takes.
+    let more = calls(&plan).saturating_sub(calls(best));
+    Ok((plan.us() + more as f64 * latency < best.us()).then_some(plan))
 }
 
 /// A plan in the making.
@@ -89,8 +116,41 @@ impl<'a> Builder<'a> {
             }
             self.make_partial()?;
         }
+        Ok(Some(self.done()))
+    }
+
+    fn done(self) -> Plan {
         assert_eq!(self.current, *self.to, "a plan ends where it should");
-        Ok(Some(Plan { from: self.from, to: self.to.clone(), steps: self.steps }))
+        Plan { from: self.from, to: self.to.clone(), steps: self.steps }
+    }
+
+    /// Goes a way that a search has found. Legs of one kind that follow each other are one step where they can be.
+    fn follow(&mut self, legs: &[(Leg, Stop)]) -> Result<()> {
+        self.relabel()?;
+        let mut rest = legs;
+        while let Some((leg, _)) = rest.first() {
+            let alike = rest.iter().take_while(|(next, _)| leg.takes(next)).count().max(1);
+            let axes = rest[..alike].iter().filter_map(|(leg, _)| match leg {
+                Leg::Scatter { axis, .. } => Some(*axis),
+                _ => None,
+            });
+            let axes: Vec<usize> = axes.collect();
+            let stop = &rest[alike - 1].1;
+            let small = |dim: usize| self.to.shard_order(dim).iter().copied().filter(|&a| self.size(a) == 1);
+            let cuts = stop.cuts.iter().enumerate().map(|(dim, axes)| small(dim).chain(axes.iter().copied()).collect());
+            let cuts: Vec<Vec<usize>> = cuts.collect();
+            let kind = match *leg {
+                Leg::Narrow => StepKind::Narrow,
+                Leg::Scatter { op, dim, .. } => StepKind::ReduceScatter { axes, op, dim },
+                Leg::Move => {
+                    self.move_kind(&Layout::from_cuts(self.to.mesh(), self.to.shape(), &stop.placements, &cuts)?)
+                }
+                Leg::MakePartial { .. } => StepKind::MakePartial,
+            };
+            self.push(kind, &stop.placements, &cuts)?;
+            rest = &rest[alike..];
+        }
+        Ok(())
     }
 
     fn size(&self, axis: usize) -> usize {
@@ -401,7 +461,7 @@ pub(super) fn stays(op: ReduceOp) -> bool {
 }
 
 /// Whether two reductions along different axes may be carried out in either order.
-fn commute(a: ReduceOp, b: ReduceOp) -> bool {
+pub(super) fn commute(a: ReduceOp, b: ReduceOp) -> bool {
     let linear = |op| matches!(op, ReduceOp::Sum | ReduceOp::Avg);
     a == b || linear(a) && linear(b)
 }
