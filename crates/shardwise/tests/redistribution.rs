@@ -197,7 +197,10 @@ fn bad_input_is_refused_with_the_reason() {
                 .map(drop),
                 "255",
             ),
-            (DTensor::zeros(1 << 50, DType::F64, &mesh, [Replicate, Replicate]).map(drop), "memory for it"),
+            (
+                DTensor::zeros(1 << 50, DType::F64, &mesh, [Replicate, Replicate]).map(drop),
+                "the memory of this machine",
+            ),
             (DTensor::zeros((usize::MAX, 2), DType::F64, &mesh, [Replicate, Replicate]).map(drop), "overflow"),
             (Plan::new(x.layout(), &Layout::replicated(&other, (4, 4))?, 4).map(drop), "one mesh"),
             (DTensor::randint(3, 3, 4, &mesh, [Replicate, Replicate]).map(drop), "low < high"),
@@ -249,5 +252,5 @@ fn a_closed_world_is_an_error_and_not_a_hang() {
         DTensor::ones(4, DType::F32, &mesh, [Shard(0)])
     });
     let message = kept.unwrap()[0].full_tensor().unwrap_err().to_string();
-    assert!(message.contains("rank 1") && message.contains("already returned"), "{message}");
+    assert!(message.contains("after the launch had ended"), "{message}");
 }

@@ -187,6 +187,7 @@ struct Above {
 fn compare(mesh: &str, shape: [usize; 2], kinds: &[&str]) -> Vec<Above> {
     let mesh: Mesh = mesh.parse().unwrap();
     let nodes = all_layouts(&mesh, shape, kinds);
+    #[allow(clippy::mutable_key_type)] // a layout is one allocation, compared by its address
     let number: HashMap<&Layout, usize> = nodes.iter().enumerate().map(|(i, node)| (node, i)).collect();
     let ops: Vec<ReduceOp> = kinds.iter().filter_map(|kind| is_partial(&kind.parse().unwrap())).collect();
     let mut edges: Vec<Vec<(usize, Price)>> = Vec::new();
