@@ -132,7 +132,7 @@ pub(crate) fn check_cpu(device: &Device) -> Result<()> {
 
 /// The tensor without a place in a graph of candle's gradients, and in memory of its own if it is a variable. Other tensors
 /// may share the memory of a variable too, and candle does not say which: what has to outlive the call it was passed to goes
-/// through [`own_copy`].
+/// through `own_copy`.
 pub fn immutable(tensor: &Tensor) -> Result<Tensor> {
     if tensor.is_variable() { Ok(tensor.copy()?.detach()) } else { Ok(tensor.detach()) }
 }
