@@ -144,7 +144,6 @@ fn mistakes_are_explained_before_anything_runs() {
     train(&["--mesh", "pp=2"], &["axis `pp`"]);
     train(&["--mesh", "dp=100000"], &["100000 ranks"]);
     train(&["--mesh", "dp=2,tp=2", "--plan", "ddp"], &["idle"]);
-    train(&["--mesh", "tp=3"], &["4 query heads", "3 ranks"]);
     train(&["--mesh", "dp=4", "--batch", "3"], &["3 sequence(s) for 4 ranks"]);
     train(&["--heads", "5"], &["5 query heads"]);
     train(&["--steps", "0"], &["steps"]);

@@ -68,7 +68,6 @@ fn checkpoints_of_other_models_and_what_would_be_lost_are_refused() {
     };
     resume(&["--width", "32"], &["step-00000007", "d_model 16", "d_model 32", "leave out"]);
     resume(&["--model", "llama"], &["model \"gpt\"", "model \"llama\""]);
-    resume(&["--mesh", "tp=3"], &["2 query heads", "3 ranks"]);
     resume(&[&place.at("nothing")], &["nothing", "--resume"]);
     resume(&[&format!("{out}/checkpoints/step-00000006"), "--steps", "9"], &["up to step 7", "--overwrite"]);
     fails(&["train", "--out", &out], &["up to step 7", "--resume", "--overwrite"]);
