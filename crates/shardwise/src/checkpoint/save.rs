@@ -58,7 +58,7 @@ impl Default for SaveOptions {
 ///
 ///     let template = State::map([("weight", DTensor::zeros(6, DType::F32, &mesh, [Replicate])?)]);
 ///     let loaded = checkpoint::load(&world, &path, &template)?;
-///     assert_eq!(loaded.tensor("weight")?.local().to_vec1::<f32>()?[5], 5.0);
+///     assert_eq!(loaded.tensor("weight")?.to_local().to_vec1::<f32>()?[5], 5.0);
 ///     Ok(())
 /// })?;
 /// # std::fs::remove_dir_all(&directory).unwrap();
