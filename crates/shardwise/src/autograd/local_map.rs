@@ -8,7 +8,7 @@ use crate::local::dense;
 use crate::placement::{Placement, ReduceOp};
 use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording};
 
-/// Runs `f` on copies of the local parts of some tensors, as they lie, and takes its result for this rank's part of a tensor
+/// Runs `f` on copies of the local parts of some tensors, in their current layouts, and takes its result for this rank's part of a tensor
 /// with the given placements. Candle's own gradient of `f` becomes part of the distributed one.
 ///
 /// The gradient of an input lies as the input does (replicated, if the input is a pending reduction). Where ranks use a

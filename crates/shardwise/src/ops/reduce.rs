@@ -40,7 +40,7 @@ enum Kind {
 }
 
 impl DTensor {
-    /// The sum over some dimensions (all for none named); whole numbers give i64. Added up in f64, on ranks and between
+    /// The sum over some dimensions (all for none named); integers give i64. Added up in f64, on ranks and between
     /// them (half precision: between ranks in f32), and rounded once, so that it does not depend on the layout.
     #[track_caller]
     pub fn sum(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
@@ -61,7 +61,7 @@ impl DTensor {
         Ok(dispatch(&op, &[self], Location::caller())?.swap_remove(0))
     }
 
-    /// The mean over some dimensions (all for none named), added up as [`sum`](Self::sum) is; whole numbers give f32.
+    /// The mean over some dimensions (all for none named), added up as [`sum`](Self::sum) is; integers give f32.
     #[track_caller]
     pub fn mean(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
         let resolved = resolve("mean", dims, self)?;
@@ -69,7 +69,7 @@ impl DTensor {
         reduce(self, Kind::Mean(count), dims, keepdim)
     }
 
-    /// The product over some dimensions (all for none named); whole numbers give i64.
+    /// The product over some dimensions (all for none named); integers give i64.
     #[track_caller]
     pub fn prod(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
         reduce(self, Kind::Prod, dims, keepdim)

@@ -112,9 +112,9 @@ fn read_others(call: &Call, all: &[Arc<Posted>], me: usize) -> Result<Vec<Tensor
         }
         Call::AllToAll { .. } => Ok(all.iter().map(|p| p.entry.inputs[me].clone()).collect()),
         Call::Barrier | Call::Agree { .. } | Call::Expose | Call::AllReduce { .. } | Call::Reduce { .. } => {
-            unreachable!("carried out above")
+            unreachable!("executed above")
         }
-        Call::AllGather { .. } => unreachable!("carried out above"),
+        Call::AllGather { .. } => unreachable!("executed above"),
     }
 }
 
