@@ -146,7 +146,8 @@ fn backward_frees_saved_tensors_though_results_are_still_held() {
             x = x.matmul(&w)?.tanh()?.redistribute([Replicate])?;
         }
         let part = local_map(&[&x], [Replicate], &[], |x| x[0].sqr())?;
-        let replayed = checkpoint(&[&part], move |x| Ok(vec![x[0].matmul(&w)?.tanh()?]))?.swap_remove(0);
+        let weight = w.clone();
+        let replayed = checkpoint(&[&part], move |x| Ok(vec![x[0].matmul(&weight)?.tanh()?]))?.swap_remove(0);
         let loss = replayed.sum_all()?;
         let graph = world.memory().current() - before;
         let retained = loss.backward_options(BackwardOptions { retain_graph: true, ..Default::default() })?;
@@ -161,7 +162,7 @@ fn backward_frees_saved_tensors_though_results_are_still_held() {
         // a result of redistribute, of local_map, of checkpoint, and the loss (a term held in f64); the gradient of the
         // half weight; the first input is no longer held
         assert_eq!(left, 2 * whole + half + 8 + half - whole, "{left}");
-        drop(gradients);
+        drop((gradients, w));
         Ok(())
     };
     ThreadWorld::new(2).unwrap().run(run).unwrap();
