@@ -216,6 +216,8 @@ fn merged<const N: usize>(shape: &[usize], layouts: [&Layout; N]) -> SmallVec<[D
         let strides: [usize; N] = from_fn(|k| {
             let missing = shape.len() - layouts[k].dims().len();
             let stretched = d < missing || layouts[k].dims()[d - missing] == 1;
+            // Memory outside the input would be read otherwise.
+            assert!(stretched || layouts[k].dims()[d - missing] == size, "{:?} to {shape:?}", layouts[k].dims());
             if stretched { 0 } else { layouts[k].stride()[d - missing] }
         });
         match dims.last_mut() {

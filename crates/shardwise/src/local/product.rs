@@ -23,6 +23,7 @@ pub(crate) fn product(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Res
     let rows = a.rank() - inner;
     let shape = [&a.dims()[..rows], &b.dims()[batch + inner..]].concat();
     let (a, b) = (Side::new(a, batch, rows)?, Side::new(b, batch, batch + inner)?);
+    assert!(a.sizes[0] == b.sizes[0] && a.sizes[2] == b.sizes[1], "product of {:?} and {:?}", a.sizes, b.sizes);
     let output = Assembly::new(TensorMeta { shape, dtype })?;
     // SAFETY: the output has room for every product; all of it is written; the type is that of the tensors.
     unsafe {

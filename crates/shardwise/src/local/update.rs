@@ -87,7 +87,8 @@ pub(crate) fn update<S: Stored, U: Update<K>, const K: usize>(
 ) -> Result<Tensor> {
     check_served(p)?;
     check_served(g)?;
-    debug_assert_eq!(p.dims(), g.dims());
+    // Memory outside the gradient would be read otherwise.
+    assert_eq!(p.dims(), g.dims());
     let (p, g) = (dense(p)?, dense(g)?);
     let (dtype, count) = (p.dtype(), p.elem_count());
     let output = Fresh::new(dtype, count)?;
