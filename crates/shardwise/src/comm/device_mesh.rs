@@ -44,6 +44,29 @@ thread_local! {
     static CURRENT: RefCell<Vec<DeviceMesh>> = const { RefCell::new(Vec::new()) };
 }
 
+impl World {
+    /// A mesh over the first ranks of the world. Nothing is communicated: every rank makes it by itself.
+    ///
+    /// ```
+    /// # use shardwise::launch;
+    /// launch(4, |world| {
+    ///     let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+    ///     let tp = mesh.group(&["tp"])?;
+    ///     assert_eq!(tp.ranks(), if world.rank() < 2 { [0, 1] } else { [2, 3] });
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), shardwise::Error>(())
+    /// ```
+    pub fn mesh(&self, axes: impl Into<Axes>) -> Result<DeviceMesh> {
+        self.device_mesh(Mesh::new(axes)?)
+    }
+
+    /// A mesh over any ranks of the world.
+    pub fn device_mesh(&self, mesh: Mesh) -> Result<DeviceMesh> {
+        DeviceMesh::new(self, mesh)
+    }
+}
+
 impl DeviceMesh {
     /// Binds a mesh to a world, which must have all its ranks.
     ///

@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
-use super::agreement::together;
 use super::call::Call;
 use super::{Communicator, Exposed};
 use crate::error::{Error, Result, Site};
@@ -91,41 +90,6 @@ impl Group {
     #[track_caller]
     pub fn agree(&self, what: &'static str, values: &[u64]) -> Result<()> {
         self.run(&Call::Agree { what, values: values.into() }, &[], Location::caller()).map(drop)
-    }
-
-    /// What this rank has, if every rank of the group has something; else the error of the first rank that has one, as
-    /// [`Error::Elsewhere`] on all ranks. For what each rank does by itself before they go on together.
-    ///
-    /// ```
-    /// # use shardwise::{launch, Error};
-    /// let parsed = launch(2, |world| {
-    ///     let text = ["12", "a dozen"][world.rank()]; // such as a file that differs between machines
-    ///     world.together(text.parse::<u32>().map_err(Error::other))
-    /// });
-    /// assert_eq!(parsed.unwrap_err().to_string(), "on rank 1: invalid digit found in string");
-    /// ```
-    #[track_caller]
-    pub fn together<T>(&self, mine: Result<T>) -> Result<T> {
-        // A dry run knows of no other ranks.
-        if self.is_dry() { mine } else { together(self, mine, Location::caller()) }
-    }
-
-    /// Runs `body` on the first rank of the group, which gets its result, while the others wait; all ranks get its error.
-    /// For what one rank does for all, such as writing a file.
-    ///
-    /// ```
-    /// # use shardwise::launch;
-    /// launch(3, |world| {
-    ///     let written = world.first(|| Ok(std::fs::write("/no/such/directory/log", "begun")?));
-    ///     assert!(written.unwrap_err().to_string().starts_with("on rank 0: input or output failed"));
-    ///     assert_eq!(world.first(|| Ok(7))?, (world.rank() == 0).then_some(7));
-    ///     Ok(())
-    /// })?;
-    /// # Ok::<(), shardwise::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn first<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
-        self.together(if self.rank() == 0 { body().map(Some) } else { Ok(None) })
     }
 
     /// Every rank gets the reduction of all tensors, which have one shape.

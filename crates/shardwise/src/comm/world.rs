@@ -5,9 +5,7 @@ use std::sync::Arc;
 
 use super::trace::Traced;
 use super::work::Work;
-use super::{Communicator, DeviceMesh, Group, Memory, Trace};
-use crate::error::Result;
-use crate::mesh::{Axes, Mesh};
+use super::{Communicator, Group, Memory, Trace};
 
 /// All ranks of a program, seen from one of them: a [`Group`] that can make meshes and that keeps a record of what the
 /// rank communicates and how much memory its tensors take.
@@ -49,27 +47,6 @@ impl World {
     /// A number that no other world has while this one lives.
     pub(super) fn identity(&self) -> usize {
         self.trace.identity()
-    }
-
-    /// A mesh over the first ranks of the world. Nothing is communicated: every rank makes it by itself.
-    ///
-    /// ```
-    /// # use shardwise::launch;
-    /// launch(4, |world| {
-    ///     let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
-    ///     let tp = mesh.group(&["tp"])?;
-    ///     assert_eq!(tp.ranks(), if world.rank() < 2 { [0, 1] } else { [2, 3] });
-    ///     Ok(())
-    /// })?;
-    /// # Ok::<(), shardwise::Error>(())
-    /// ```
-    pub fn mesh(&self, axes: impl Into<Axes>) -> Result<DeviceMesh> {
-        self.device_mesh(Mesh::new(axes)?)
-    }
-
-    /// A mesh over any ranks of the world.
-    pub fn device_mesh(&self, mesh: Mesh) -> Result<DeviceMesh> {
-        DeviceMesh::new(self, mesh)
     }
 }
 

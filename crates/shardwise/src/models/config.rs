@@ -2,11 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::LanguageModel;
-use super::gpt::Gpt;
-use super::llama::Llama;
 use crate::error::{Error, Result};
-use crate::nn::Builder;
 
 /// Sizes of a GPT: learned positions, layer norm, GELU.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -179,14 +175,5 @@ impl ModelConfig {
             return bad(format!("dropout {dropout}"), "0 to below 1", "correct it");
         }
         Ok(())
-    }
-
-    /// A new model of these sizes.
-    pub fn build(&self, at: &Builder) -> Result<Box<dyn LanguageModel>> {
-        self.check()?;
-        Ok(match self {
-            ModelConfig::Gpt(config) => Box::new(Gpt::new(at, config)?),
-            ModelConfig::Llama(config) => Box::new(Llama::new(at, config)?),
-        })
     }
 }

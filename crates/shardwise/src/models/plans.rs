@@ -5,6 +5,8 @@ use candle_core::DType;
 
 use super::LanguageModel;
 use super::config::ModelConfig;
+use super::gpt::Gpt;
+use super::llama::Llama;
 use crate::comm::{DeviceMesh, DryWorld};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
@@ -14,6 +16,17 @@ use crate::plan::{
     AutoPlanner, DataParallel, FullyShard, Search, ShardingPlan, ShardingPlanner, TensorParallel, shard_module,
 };
 use crate::tensor::DTensor;
+
+impl ModelConfig {
+    /// A new model of these sizes.
+    pub fn build(&self, at: &Builder) -> Result<Box<dyn LanguageModel>> {
+        self.check()?;
+        Ok(match self {
+            ModelConfig::Gpt(config) => Box::new(Gpt::new(at, config)?),
+            ModelConfig::Llama(config) => Box::new(Llama::new(at, config)?),
+        })
+    }
+}
 
 /// What ranks that share the batch hold of the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

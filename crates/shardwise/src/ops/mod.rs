@@ -10,6 +10,7 @@ mod dropout;
 mod dtype;
 mod einsum;
 mod flip;
+mod indices;
 mod join;
 mod lookup;
 mod loss;

@@ -5,15 +5,14 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::scan_gradient::{extreme_gradient, product_gradient};
 use super::{OpEntry, Sample};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::layout::{Layout, Runs, TensorMeta, coordinates};
 use crate::local::{dense, from_reals, from_wholes, reals, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{Backward, DTensor, Keeps, Saved, is_in_gradient, is_recording};
+use crate::tensor::{DTensor, Keeps, is_in_gradient};
 
 /// A running total along a dimension, with the index of the running extreme where there is one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -84,7 +83,7 @@ impl DTensor {
 
     /// The running totals and, for extremes, their indices.
     #[track_caller]
-    fn scanned(&self, op: Scan) -> Result<Vec<DTensor>> {
+    pub(super) fn scanned(&self, op: Scan) -> Result<Vec<DTensor>> {
         let site = Location::caller();
         // Totals that are exchanged must not be rounded before the last one is known.
         if matches!(op.kind, Kind::Sum | Kind::Prod) && !self.layout().shard_order(op.dim).is_empty() {
@@ -125,26 +124,6 @@ impl DTensor {
 fn pair(mut outputs: Vec<DTensor>) -> Result<(DTensor, DTensor)> {
     let indices = outputs.pop().expect("two outputs");
     Ok((outputs.pop().expect("two outputs"), indices))
-}
-
-impl Backward for Scan {
-    fn name(&self) -> &'static str {
-        Op::name(self)
-    }
-
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
-        Ok(vec![Some(match self.kind {
-            // An element counts in every total from its own on.
-            Kind::Sum => gradient.scanned(Scan { reverse: !self.reverse, ..*self })?.swap_remove(0),
-            Kind::Prod if is_recording() => {
-                let found = "the gradient of the gradient of cumprod";
-                return Err(Error::invalid("gradient", found, "a first derivative", "use backward"));
-            }
-            Kind::Prod => product_gradient(*self, &saved.input(0), gradient)?,
-            Kind::Max | Kind::Min => extreme_gradient(*self, saved.layout(0), &saved.output(1), gradient)?,
-        })])
-    }
 }
 
 impl Kind {

@@ -5,15 +5,35 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::scan::{Lines, Scan, scanned_before, totals};
+use super::scan::{Kind, Lines, Scan, scanned_before, totals};
 use super::scatter::spread_elements;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::local::{dense, from_reals, from_wholes, reals, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::DTensor;
+use crate::tensor::{Backward, DTensor, Saved, is_recording};
+
+impl Backward for Scan {
+    fn name(&self) -> &'static str {
+        Op::name(self)
+    }
+
+    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
+        Ok(vec![Some(match self.kind {
+            // An element counts in every total from its own on.
+            Kind::Sum => gradient.scanned(Scan { reverse: !self.reverse, ..*self })?.swap_remove(0),
+            Kind::Prod if is_recording() => {
+                let found = "the gradient of the gradient of cumprod";
+                return Err(Error::invalid("gradient", found, "a first derivative", "use backward"));
+            }
+            Kind::Prod => product_gradient(*self, &saved.input(0), gradient)?,
+            Kind::Max | Kind::Min => extreme_gradient(*self, saved.layout(0), &saved.output(1), gradient)?,
+        })])
+    }
+}
 
 /// The gradient with respect to `x` of its running product, with any number of zeros.
 ///

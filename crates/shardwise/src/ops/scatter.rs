@@ -7,7 +7,7 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor, WithDType};
 
-use super::lookup::{places, wrapped};
+use super::indices::{places, wrapped};
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};

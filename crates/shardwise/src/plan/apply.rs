@@ -13,9 +13,24 @@ use super::sharding_plan::{Aspect, ParamPlan, ShardingPlan, at};
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result, nearest};
 use crate::layout::Layout;
-use crate::nn::{Buffer, Heads, Hooks, Item, Layer, Module};
+use crate::nn::{Buffer, Builder, Heads, Hooks, Item, Layer, Module};
 use crate::param::Param;
 use crate::tensor::DTensor;
+
+impl ShardingPlan {
+    /// A module built by the plan, with its hooks and replacements.
+    ///
+    /// # Errors
+    /// If something in the plan does not fit the module, or the module has no parameter at a path for which one was built
+    /// ([`Builder::check`]).
+    pub fn build<M: Module>(&self, mesh: &DeviceMesh, make: impl FnOnce(&Builder) -> Result<M>) -> Result<M> {
+        let builder = self.builder(mesh);
+        let module = make(&builder)?;
+        builder.check(&module)?;
+        shard_module(&module, mesh, self)?;
+        Ok(module)
+    }
+}
 
 /// Spreads a module as a plan says: parameters and buffers are moved, modules replaced, inputs and outputs prepared.
 ///

@@ -7,13 +7,12 @@ use serde::{Deserialize, Serialize};
 
 use super::pattern::{check, is_exact, matches};
 use super::places::Places;
-use super::shard_module;
 use super::sharder::Sharder;
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::mesh::Mesh;
-use crate::nn::{Builder, Module};
+use crate::nn::Builder;
 use crate::placement::Placement;
 
 /// What becomes of a parameter, or of a module with all its parameters.
@@ -356,23 +355,10 @@ impl ShardingPlan {
     }
 
     /// Makes parameters where the plan says, so that no rank ever holds more of them. Give the finished model to
-    /// [`shard_module`] for the rest of the plan; [`build`](Self::build) does both.
+    /// [`shard_module`](super::shard_module) for the rest of the plan; [`build`](Self::build) does both.
     pub fn builder(&self, mesh: &DeviceMesh) -> Builder {
         let (plan, ranks) = (self.clone(), mesh.mesh().clone());
         Builder::new(mesh).laid_out(move |path, shape| plan.layout_of(path, &Layout::replicated(&ranks, shape)?))
-    }
-
-    /// A module built by the plan, with its hooks and replacements.
-    ///
-    /// # Errors
-    /// If something in the plan does not fit the module, or the module has no parameter at a path for which one was built
-    /// ([`Builder::check`]).
-    pub fn build<M: Module>(&self, mesh: &DeviceMesh, make: impl FnOnce(&Builder) -> Result<M>) -> Result<M> {
-        let builder = self.builder(mesh);
-        let module = make(&builder)?;
-        builder.check(&module)?;
-        shard_module(&module, mesh, self)?;
-        Ok(module)
     }
 }
 

@@ -1,6 +1,6 @@
 //! What a step of a plan costs: bytes that a rank sends, and time by the links of the mesh.
 
-use super::plan::StepKind;
+use super::step::StepKind;
 use crate::layout::Layout;
 use crate::mesh::{Link, Links, Mesh};
 

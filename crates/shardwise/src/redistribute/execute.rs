@@ -7,8 +7,9 @@ use std::rc::Rc;
 use candle_core::{DType, Device, Tensor};
 
 use super::exchange::Exchange;
-use super::plan::{Step, StepKind};
+use super::plan::Step;
 use super::planner;
+use super::step::{StepKind, stays};
 use crate::comm::{Call, DeviceMesh, Group, MeshIdentity, Sizes, operator};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
@@ -217,7 +218,7 @@ fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<Stage> {
                 let before = |run: std::ops::Range<usize>| first.clamp(run.start, run.end) - run.start;
                 stages.push(Stage::Pad { op: *op, dim, offset: whole.iter().map(before).sum() });
             }
-            None if coordinate[axis] > 0 && !planner::stays(*op) => stages.push(Stage::Neutral(*op)),
+            None if coordinate[axis] > 0 && !stays(*op) => stages.push(Stage::Neutral(*op)),
             None => {}
         }
     }

@@ -6,13 +6,15 @@ mod exchange;
 mod execute;
 mod plan;
 mod planner;
+mod step;
 mod search;
 
 pub use cost::Cost;
 pub(crate) use cost::collective_us;
 pub(crate) use exchange::{Exchange, block};
 pub(crate) use execute::redistribute;
-pub use plan::{Plan, Step, StepKind};
+pub use plan::{Plan, Step};
+pub use step::StepKind;
 
 use std::fmt;
 

@@ -3,11 +3,8 @@
 use std::fmt;
 
 use super::cost::Cost;
-use super::planner;
-use crate::error::Result;
+use super::step::StepKind;
 use crate::layout::Layout;
-use crate::mesh::{Link, Links};
-use crate::placement::ReduceOp;
 
 /// One step of a [`Plan`].
 #[derive(Debug, Clone)]
@@ -20,54 +17,6 @@ pub struct Step {
     pub after: Layout,
     /// What it costs.
     pub cost: Cost,
-}
-
-/// What happens in a step. Axes are positions on the mesh; a group spans them in the order listed.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum StepKind {
-    /// Another name for the same data: axes of size 1.
-    Relabel,
-    /// Every rank keeps a part of what it has.
-    Narrow,
-    /// Pending reductions are carried out, everybody gets the result.
-    AllReduce {
-        /// The axes.
-        axes: Vec<usize>,
-        /// How operands combine.
-        op: ReduceOp,
-    },
-    /// Pending reductions are carried out, everybody gets a piece of the result.
-    ReduceScatter {
-        /// The axes.
-        axes: Vec<usize>,
-        /// How operands combine.
-        op: ReduceOp,
-        /// The tensor dimension that is cut.
-        dim: usize,
-    },
-    /// Shards along one dimension are joined.
-    AllGather {
-        /// The axes.
-        axes: Vec<usize>,
-        /// The tensor dimension.
-        dim: usize,
-    },
-    /// Shards along one dimension become shards along another.
-    ExchangeDims {
-        /// The axes.
-        axes: Vec<usize>,
-        /// The dimension that was cut.
-        from: usize,
-        /// The dimension that is cut now.
-        to: usize,
-    },
-    /// Every rank gets the boxes that it lacks from those that have them.
-    Exchange {
-        /// The axes.
-        axes: Vec<usize>,
-    },
-    /// The value becomes operands of a reduction.
-    MakePartial,
 }
 
 /// How to get from one layout to another: steps with bytes and cost. Prints as a list.
@@ -89,13 +38,6 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The cheapest plan on a mesh of equal links, for elements of `elem` bytes. The layouts must have one mesh and
-    /// shape.
-    pub fn new(from: &Layout, to: &Layout, elem: usize) -> Result<Self> {
-        let links = Links::uniform(from.mesh().ndim(), Link::THREADS);
-        Ok(planner::candidates(from, to, elem, &links)?.swap_remove(0))
-    }
-
     /// Where the plan begins.
     pub fn from(&self) -> &Layout {
         &self.from

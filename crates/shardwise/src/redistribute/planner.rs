@@ -6,11 +6,12 @@
 //! [search](super::search) finds besides is taken if it is cheaper.
 
 use super::cost::cost;
-use super::plan::{Plan, Step, StepKind};
+use super::plan::{Plan, Step};
 use super::search::{self, Leg, Stop};
+use super::step::{StepKind, commute, stays};
 use crate::error::{Error, Result};
 use crate::layout::Layout;
-use crate::mesh::Links;
+use crate::mesh::{Link, Links};
 use crate::placement::{Placement, ReduceOp};
 
 /// The decisions that a plan leaves open: one bit per axis whose reduction could be scattered, and one more.
@@ -33,6 +34,15 @@ enum Moves {
 
 /// With more axes than this to choose for, the others are scattered.
 const MAX_CHOICES: usize = 5;
+
+impl Plan {
+    /// The cheapest plan on a mesh of equal links, for elements of `elem` bytes. The layouts must have one mesh and
+    /// shape.
+    pub fn new(from: &Layout, to: &Layout, elem: usize) -> Result<Self> {
+        let links = Links::uniform(from.mesh().ndim(), Link::THREADS);
+        Ok(candidates(from, to, elem, &links)?.swap_remove(0))
+    }
+}
 
 /// All plans that are considered, cheapest first.
 pub(super) fn candidates(from: &Layout, to: &Layout, elem: usize, links: &Links) -> Result<Vec<Plan>> {
@@ -450,18 +460,4 @@ impl<'a> Builder<'a> {
         let cuts: Vec<Vec<usize>> = (0..self.to.shape().len()).map(|d| self.to.shard_order(d).to_vec()).collect();
         self.push(StepKind::MakePartial, self.to.placements(), &cuts)
     }
-}
-
-/// Whether a value is its own operand on every rank: reducing copies of it changes nothing.
-pub(super) fn stays(op: ReduceOp) -> bool {
-    match op {
-        ReduceOp::Avg | ReduceOp::Max | ReduceOp::Min | ReduceOp::BitAnd | ReduceOp::BitOr => true,
-        ReduceOp::Sum | ReduceOp::Product | ReduceOp::BitXor => false,
-    }
-}
-
-/// Whether two reductions along different axes may be carried out in either order.
-pub(super) fn commute(a: ReduceOp, b: ReduceOp) -> bool {
-    let linear = |op| matches!(op, ReduceOp::Sum | ReduceOp::Avg);
-    a == b || linear(a) && linear(b)
 }

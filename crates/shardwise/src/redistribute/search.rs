@@ -11,7 +11,7 @@ use std::collections::hash_map::Entry;
 use std::collections::{BinaryHeap, HashMap};
 
 use super::cost::{collective_us, exchange_us, sample};
-use super::planner::{commute, stays};
+use super::step::{commute, stays};
 use crate::layout::Layout;
 use crate::mesh::Links;
 use crate::placement::{Placement, ReduceOp};

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::mailbox::{Envelope, Mailbox};
-use super::meeting::Meeting;
+use super::meeting::{Meeting, Waiting};
 use crate::comm::host::{launch_is_over, second_thread, this_thread};
 use crate::error::{Error, RankCall, Result};
 
@@ -177,15 +177,6 @@ impl Hub {
         }
     }
 
-    pub(super) fn wake(&self, rank: usize) {
-        let state = &self.ranks[rank];
-        if state.sleepers.load(SeqCst) > 0 {
-            // Taking the lock orders this after the sleeper's last look at its condition.
-            let _guard = state.lock.lock();
-            state.wake.notify_all();
-        }
-    }
-
     fn wake_all(&self) {
         (0..self.size()).for_each(|rank| self.wake(rank));
     }
@@ -308,6 +299,29 @@ impl Hub {
             Reason::Message(envelope) if self.mailbox.holds(envelope) => Vec::new(),
             Reason::Message(envelope) => vec![envelope.from],
         }
+    }
+}
+
+impl Waiting for Hub {
+    fn wake(&self, rank: usize) {
+        let state = &self.ranks[rank];
+        if state.sleepers.load(SeqCst) > 0 {
+            // Taking the lock orders this after the sleeper's last look at its condition.
+            let _guard = state.lock.lock();
+            state.wake.notify_all();
+        }
+    }
+
+    fn wait_for_phase(
+        &self,
+        rank: usize,
+        meeting: &Arc<Meeting>,
+        phase: u64,
+        ready: impl Fn() -> bool,
+        describe: &dyn Fn() -> Box<RankCall>,
+    ) -> Result<()> {
+        let wait = || Wait { call: describe(), reason: Reason::Meeting { meeting: Arc::clone(meeting), phase } };
+        self.wait_until(rank, ready, || meeting.missing(phase), wait)
     }
 }
 

@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use parking_lot::Mutex;
 
-use super::hub::{Hub, Reason, Wait};
 use crate::comm::check::Entry;
 use crate::error::{Error, RankCall, Result};
 use crate::local::Assembly;
@@ -21,6 +20,23 @@ pub(super) struct Meeting {
     arrivals: Padded<AtomicU64>,
     members: Vec<Padded<MemberState>>,
     slots: [Vec<Mutex<Slot>>; 2],
+}
+
+/// Where a rank waits for the others.
+pub(super) trait Waiting {
+    /// Lets a rank look again whether what it waits for is there.
+    fn wake(&self, rank: usize);
+
+    /// Waits until `ready`, which every rank must come to a phase of the meeting for. `describe` is asked for the call only
+    /// if the wait gets long.
+    fn wait_for_phase(
+        &self,
+        rank: usize,
+        meeting: &Arc<Meeting>,
+        phase: u64,
+        ready: impl Fn() -> bool,
+        describe: &dyn Fn() -> Box<RankCall>,
+    ) -> Result<()>;
 }
 
 /// Keeps what different ranks write on different cache lines.
@@ -98,7 +114,7 @@ impl Meeting {
     /// Posts what `me` brings, waits for everybody, and returns what all have brought, in group order.
     pub(super) fn exchange(
         self: &Arc<Self>,
-        hub: &Hub,
+        hub: &impl Waiting,
         me: usize,
         turn: &mut Turn,
         posted: Posted,
@@ -124,7 +140,7 @@ impl Meeting {
     /// Comes to the next phase and waits until everybody has.
     pub(super) fn pass(
         self: &Arc<Self>,
-        hub: &Hub,
+        hub: &impl Waiting,
         me: usize,
         turn: &mut Turn,
         describe: &dyn Fn() -> Box<RankCall>,
@@ -137,12 +153,8 @@ impl Meeting {
             self.ranks.iter().for_each(|&rank| hub.wake(rank));
             return Ok(());
         }
-        let result = hub.wait_until(
-            self.ranks[me],
-            || self.arrivals.0.load(SeqCst) >= complete,
-            || self.missing(phase),
-            || Wait { call: describe(), reason: Reason::Meeting { meeting: Arc::clone(self), phase } },
-        );
+        let ready = || self.arrivals.0.load(SeqCst) >= complete;
+        let result = hub.wait_for_phase(self.ranks[me], self, phase, ready, describe);
         if let Err(error) = &result {
             turn.broken = Some(error.clone());
         }

@@ -8,7 +8,7 @@ use parking_lot::MutexGuard;
 use super::collectives;
 use super::hub::{Hub, Reason, Wait};
 use super::mailbox::{Envelope, Message};
-use super::meeting::{Meeting, Posted, Turn};
+use super::meeting::{Meeting, Posted, Turn, Waiting};
 use crate::comm::check::{Entry, check_agreement};
 use crate::comm::{Call, Communicator, Exposed};
 use crate::error::{Error, RankCall, Result, Site};
@@ -57,7 +57,7 @@ impl Member {
             return Err(error);
         }
         let output = collectives::prepare(&mut entry, me, size);
-        let all = self.meeting.exchange(&self.hub, me, &mut turn, Posted { entry, output })?;
+        let all = self.meeting.exchange(&*self.hub, me, &mut turn, Posted { entry, output })?;
         let entries: smallvec::SmallVec<[&Entry; 8]> = all.iter().map(|p| &p.entry).collect();
         check_agreement(&entries, self.ranks())?;
         drop(entries);
@@ -86,7 +86,7 @@ impl Communicator for Member {
         let (all, mut turn) = self.meet(call, inputs, site)?;
         let me = self.me;
         collectives::carry_out(&all, me, || {
-            self.meeting.pass(&self.hub, me, &mut turn, &|| all[me].entry.describe(self.ranks(), me))
+            self.meeting.pass(&*self.hub, me, &mut turn, &|| all[me].entry.describe(self.ranks(), me))
         })
     }
 

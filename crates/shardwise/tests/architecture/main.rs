@@ -1,6 +1,41 @@
-//! Knowledge flows one way: a module may use modules declared above it in `lib.rs`, none below.
+//! Knowledge flows one way: a module may use modules declared above it in `lib.rs`, none below, and no files use each other
+//! in a circle.
+
+mod imports;
 
 use std::path::{Path, PathBuf};
+
+use imports::Crate;
+
+#[test]
+fn no_files_use_each_other_in_a_circle() {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    for name in std::fs::read_dir(crates).unwrap() {
+        let src = name.unwrap().path().join("src");
+        assert_eq!(Crate::read(&src).cycles(), [const { Vec::<String>::new() }; 0], "in {}", src.display());
+    }
+}
+
+#[test]
+fn the_check_finds_circles_over_several_lines_and_through_re_exports() {
+    let files = |texts: &[(&str, &str)]| {
+        let module = |path: &str| path.split("::").filter(|part| !part.is_empty()).map(String::from).collect();
+        Crate::new(texts.iter().map(|(path, text)| (module(path), (*text).to_owned()))).cycles()
+    };
+    let circle = vec![vec!["a::x".to_owned(), "a::y".to_owned()]];
+    let house = ("a", "mod x;\nmod y;\npub use x::{One as First, Two};");
+    assert_eq!(
+        files(&[house, ("a::x", "use super::{\n    y::{self, Other},\n};"), ("a::y", "use super::First;")]),
+        circle
+    );
+    assert_eq!(files(&[house, ("a::x", "fn f() { super::y::g() }"), ("a::y", "use crate::a::{Two};")]), circle);
+    let none: Vec<Vec<String>> = Vec::new();
+    assert_eq!(
+        files(&[house, ("a::x", "// super::y\nconst S: &str = \"super::y\";"), ("a::y", "use super::x;")]),
+        none
+    );
+    assert_eq!(files(&[house, ("a::x", "#[cfg(test)]\nmod tests { use super::y; }"), ("a::y", "use super::x;")]), none);
+}
 
 #[test]
 fn modules_use_only_modules_declared_above_them() {

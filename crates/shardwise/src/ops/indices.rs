@@ -1,0 +1,84 @@
+//! Indices of a dimension: checked, counted from the front, and found in what a rank holds.
+
+use std::panic::Location;
+
+use candle_core::{DType, Tensor};
+
+use crate::error::{Error, Result};
+use crate::layout::{Runs, TensorMeta};
+use crate::local::{NOWHERE, wholes};
+use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::rule::Signature;
+use crate::tensor::DTensor;
+
+/// The error for an index of real numbers.
+pub(super) fn not_whole(name: &str, dtype: DType) -> Error {
+    Error::invalid("index", format!("{} in {name}", dtype.as_str()), "whole numbers", "convert it to i64 first")
+}
+
+/// The places within what a rank holds of a dimension for global indices; nowhere for those that others hold. An index
+/// outside the dimension is an error.
+pub(super) fn places(name: &str, index: &[i64], n: usize, held: &Runs) -> Result<Vec<usize>> {
+    let mut starts = Vec::new();
+    let mut local = 0;
+    for run in held.iter() {
+        starts.push((run.start, run.end, local));
+        local += run.len();
+    }
+    let place = |&i: &i64| {
+        let i = usize::try_from(i).ok().filter(|&i| i < n).ok_or_else(|| {
+            let found = format!("{i} in {name} along a dimension of size {n}");
+            Error::invalid("index", found, format!("numbers from 0 to {}", n.saturating_sub(1)), "check the indices")
+        })?;
+        let run = starts.partition_point(|&(start, ..)| start <= i).checked_sub(1).map(|r| starts[r]);
+        Ok(run.filter(|&(_, end, _)| i < end).map_or(NOWHERE, |(start, _, local)| local + i - start))
+    };
+    index.iter().map(place).collect()
+}
+
+/// Indices counted from the front, as i64: negative ones count from the back, those outside a dimension of size `n` are an
+/// error.
+#[track_caller]
+pub(super) fn wrapped(name: &'static str, index: &DTensor, n: usize) -> Result<DTensor> {
+    Ok(dispatch(&Wrap { name, n, from_back: true }, &[index], Location::caller())?.swap_remove(0))
+}
+
+/// Checks indices and counts them from the front. Input: indices of any shape.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Wrap {
+    pub(super) name: &'static str,
+    pub(super) n: usize,
+    /// Whether negative ones count from the back; else they are errors.
+    pub(super) from_back: bool,
+}
+
+impl Op for Wrap {
+    /// Not the name of the operator that it serves: a rule for that one is not for this.
+    fn name(&self) -> &'static str {
+        "wrap_index"
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let index = &inputs[0];
+        if index.dtype.is_float() {
+            return Err(not_whole(self.name, index.dtype));
+        }
+        let signature = Signature::pointwise(&[&index.shape], &index.shape);
+        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: index.shape.clone(), dtype: DType::I64 }] })
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+        let n = self.n as i64;
+        let wrap = |i: i64| match i {
+            _ if (0..n).contains(&i) => Ok(i),
+            _ if self.from_back && (-n..0).contains(&i) => Ok(i + n),
+            _ => {
+                let found = format!("{i} in {} along a dimension of size {n}", self.name);
+                let least = if self.from_back { -n } else { 0 };
+                Err(Error::invalid("index", found, format!("numbers from {least} to {}", n - 1), "check the indices"))
+            }
+        };
+        let values = wholes(&inputs[0])?.into_iter().map(wrap).collect::<Result<Vec<_>>>()?;
+        Ok(vec![Tensor::from_vec(values, inputs[0].dims(), inputs[0].device())?])
+    }
+}

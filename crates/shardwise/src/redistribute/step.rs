@@ -1,0 +1,65 @@
+//! What a step of a redistribution does, and which reductions may change places.
+
+use crate::placement::ReduceOp;
+
+/// What happens in a step. Axes are positions on the mesh; a group spans them in the order listed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StepKind {
+    /// Another name for the same data: axes of size 1.
+    Relabel,
+    /// Every rank keeps a part of what it has.
+    Narrow,
+    /// Pending reductions are carried out, everybody gets the result.
+    AllReduce {
+        /// The axes.
+        axes: Vec<usize>,
+        /// How operands combine.
+        op: ReduceOp,
+    },
+    /// Pending reductions are carried out, everybody gets a piece of the result.
+    ReduceScatter {
+        /// The axes.
+        axes: Vec<usize>,
+        /// How operands combine.
+        op: ReduceOp,
+        /// The tensor dimension that is cut.
+        dim: usize,
+    },
+    /// Shards along one dimension are joined.
+    AllGather {
+        /// The axes.
+        axes: Vec<usize>,
+        /// The tensor dimension.
+        dim: usize,
+    },
+    /// Shards along one dimension become shards along another.
+    ExchangeDims {
+        /// The axes.
+        axes: Vec<usize>,
+        /// The dimension that was cut.
+        from: usize,
+        /// The dimension that is cut now.
+        to: usize,
+    },
+    /// Every rank gets the boxes that it lacks from those that have them.
+    Exchange {
+        /// The axes.
+        axes: Vec<usize>,
+    },
+    /// The value becomes operands of a reduction.
+    MakePartial,
+}
+
+/// Whether a value is its own operand on every rank: reducing copies of it changes nothing.
+pub(super) fn stays(op: ReduceOp) -> bool {
+    match op {
+        ReduceOp::Avg | ReduceOp::Max | ReduceOp::Min | ReduceOp::BitAnd | ReduceOp::BitOr => true,
+        ReduceOp::Sum | ReduceOp::Product | ReduceOp::BitXor => false,
+    }
+}
+
+/// Whether two reductions along different axes may be carried out in either order.
+pub(super) fn commute(a: ReduceOp, b: ReduceOp) -> bool {
+    let linear = |op| matches!(op, ReduceOp::Sum | ReduceOp::Avg);
+    a == b || linear(a) && linear(b)
+}
