@@ -1,5 +1,6 @@
 //! The one error type. Every message says what was found, what was needed and what to do about it.
 
+pub use shardwise_kernels::Invalid;
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
@@ -185,25 +186,6 @@ fn in_other_calls(calls: &[RankCall]) -> String {
     calls.iter().map(|call| format!(" ({call})")).collect()
 }
 
-/// A value that cannot be used: what it is, what was found, what was needed, what to do.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Invalid {
-    /// What kind of value is wrong, such as `mesh` or `shard dimension`.
-    pub what: &'static str,
-    /// What was found.
-    pub found: String,
-    /// What was needed.
-    pub needed: String,
-    /// What to do about it.
-    pub fix: String,
-}
-
-impl fmt::Display for Invalid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "invalid {}: found {}, needed {}; {}", self.what, self.found, self.needed, self.fix)
-    }
-}
-
 /// A collective (or send, or receive) as one rank called it: the rank, the operation, the place in the program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankCall {
@@ -286,6 +268,15 @@ impl Error {
     /// Whether this error merely reports that some other rank failed.
     pub(crate) fn is_consequence(&self) -> bool {
         matches!(self, Error::PeerFailed { .. } | Error::PeerLeft { .. } | Error::Stuck { .. })
+    }
+}
+
+impl From<shardwise_kernels::Error> for Error {
+    fn from(e: shardwise_kernels::Error) -> Self {
+        match e {
+            shardwise_kernels::Error::Invalid(invalid) => Error::Invalid(invalid),
+            shardwise_kernels::Error::Candle(e) => Error::Candle(e),
+        }
     }
 }
 

@@ -46,7 +46,7 @@ pub mod mesh;
 pub mod placement;
 pub mod layout;
 pub mod random;
-mod local;
+use shardwise_kernels as local;
 pub mod comm;
 pub mod redistribute;
 pub mod tensor;

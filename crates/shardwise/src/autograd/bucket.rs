@@ -160,7 +160,7 @@ fn pack(
 ) -> Result<Tensor> {
     let total: usize = shapes.iter().flatten().map(|shape| shape.iter().product::<usize>()).sum();
     if mesh.world().is_dry() || total == 0 {
-        return placeholder(&TensorMeta { shape: vec![total], dtype });
+        return Ok(placeholder(&TensorMeta { shape: vec![total], dtype })?);
     }
     let mut flat: Vec<Tensor> = Vec::new();
     for piece in 0..shapes[0].len() {
@@ -178,5 +178,5 @@ fn pack(
             }
         }
     }
-    concat(&flat, 0)
+    Ok(concat(&flat, 0)?)
 }

@@ -161,10 +161,10 @@ impl Call {
         match self {
             Call::Barrier | Call::Agree { .. } => count(0),
             Call::Expose => Ok(()),
-            Call::AllReduce { op } => count(1).and_then(|()| op.check(inputs[0].dtype())),
+            Call::AllReduce { op } => count(1).and_then(|()| Ok(op.check(inputs[0].dtype())?)),
             Call::Reduce { op, root } => {
                 check_root(*root, size)?;
-                count(1).and_then(|()| op.check(inputs[0].dtype()))
+                count(1).and_then(|()| Ok(op.check(inputs[0].dtype())?))
             }
             Call::AllGather { dim, sizes } => {
                 count(1)?;
@@ -425,12 +425,6 @@ fn check_meta(tensor: &Tensor, meta: &TensorMeta) -> Result<()> {
         meta,
         "pass the shape and type that the tensor has",
     ))
-}
-
-impl fmt::Display for TensorMeta {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&describe_tensor(self.dtype.as_str(), &self.shape))
-    }
 }
 
 impl fmt::Display for Call {

@@ -12,38 +12,13 @@ pub(crate) use resize::{coordinates, ragged};
 
 use std::sync::LazyLock;
 
-use candle_core::{DType, Shape};
+use candle_core::Shape;
+pub use shardwise_kernels::TensorMeta;
 
 use crate::error::{Error, Result};
 use crate::intern::{Interned, Interner};
 use crate::mesh::Mesh;
 use crate::placement::Placement;
-
-/// Shape and element type of a tensor.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct TensorMeta {
-    /// Size of every dimension.
-    pub shape: Vec<usize>,
-    /// Element type.
-    pub dtype: DType,
-}
-
-impl TensorMeta {
-    /// Shape and element type together.
-    pub fn new(shape: impl Into<Shape>, dtype: DType) -> Self {
-        TensorMeta { shape: shape.into().into_dims(), dtype }
-    }
-
-    /// Number of elements.
-    pub fn elem_count(&self) -> usize {
-        self.shape.iter().fold(1, |count, &n| count.saturating_mul(n))
-    }
-
-    /// Size in bytes.
-    pub fn bytes(&self) -> usize {
-        self.elem_count().saturating_mul(self.dtype.size_in_bytes())
-    }
-}
 
 /// How a tensor of a certain shape lies on a mesh: one placement per mesh axis and, where several axes cut one tensor
 /// dimension, the order in which they do.

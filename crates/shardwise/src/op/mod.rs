@@ -335,7 +335,7 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
         true => {
             let shapes = decided.locals.iter().zip(&held);
             shapes
-                .map(|(m, &held)| placeholder(&TensorMeta::new(m.shape.as_slice(), held)))
+                .map(|(m, &held)| Ok(placeholder(&TensorMeta::new(m.shape.as_slice(), held))?))
                 .collect::<Result<Vec<_>>>()?
         }
         false => {
@@ -447,7 +447,7 @@ impl Bring {
             Bring::Narrow { from, ranges, after } => {
                 let source = input.to_layout_at(from, site)?;
                 if dry || after.elem_count() == 0 {
-                    return placeholder(&TensorMeta::new(after.shape.as_slice(), source.held().dtype()));
+                    return Ok(placeholder(&TensorMeta::new(after.shape.as_slice(), source.held().dtype()))?);
                 }
                 let narrow = |t: Tensor, (dim, &(start, len)): (usize, &(usize, usize))| t.narrow(dim, start, len);
                 Ok(ranges.iter().enumerate().try_fold(source.held().clone(), narrow)?)

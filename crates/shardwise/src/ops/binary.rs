@@ -88,7 +88,7 @@ macro_rules! functions {
                 passes: $passes,
                 run: |inputs, shape, arithmetic, dtype| {
                     let whole = |[$a, $b]: [i64; 2]| $whole;
-                    map(functions!(@$form $a, $b, $real, whole), inputs, shape, arithmetic, dtype)
+                    Ok(map(functions!(@$form $a, $b, $real, whole), inputs, shape, arithmetic, dtype)?)
                 },
             },)*
         ];

@@ -103,7 +103,7 @@ macro_rules! derivatives {
                 g
             }
         }
-        |_, x, g| map(Fast, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())
+        |_, x, g| Ok(map(Fast, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())?)
     }};
 }
 
@@ -111,7 +111,7 @@ macro_rules! derivatives {
 fn at_every_number(derivative: &Derivative, x: &Tensor, g: &Tensor) -> Result<Tensor> {
     let at = derivative.at;
     let product = Wide(move |[x, g]: [f64; 2]| g * at(x), |[_, g]: [i64; 2]| g);
-    map(product, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())
+    Ok(map(product, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())?)
 }
 
 derivatives! {

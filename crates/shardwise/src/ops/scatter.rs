@@ -251,7 +251,7 @@ impl Spreading<'_> {
 /// The part of a source that an index of this shape uses.
 fn used(source: &Tensor, shape: &[usize]) -> Result<Tensor> {
     let narrow = |t: Tensor, (dim, &n): (usize, &usize)| t.narrow(dim, 0, n);
-    dense(&shape.iter().enumerate().try_fold(source.clone(), narrow)?)
+    Ok(dense(&shape.iter().enumerate().try_fold(source.clone(), narrow)?)?)
 }
 
 impl Spread {

@@ -95,7 +95,7 @@ macro_rules! functions {
                 gives: Gives::$gives,
                 run: |x, arithmetic, dtype| {
                     let whole = functions!(@whole $x $(, $whole)?);
-                    map(functions!(@$form $name, $x, $real, whole), [x], x.dims(), arithmetic, dtype)
+                    Ok(map(functions!(@$form $name, $x, $real, whole), [x], x.dims(), arithmetic, dtype)?)
                 },
             },)*
         ];
@@ -377,13 +377,13 @@ impl Unary {
         match self {
             Unary::Named(name) => (FUNCTIONS[name as usize].run)(x, arithmetic, dtype),
             Unary::LeakyRelu(Scalar(s)) => wide(x, arithmetic, dtype, move |x| if x < 0.0 { s * x } else { x }, |x| x),
-            Unary::Elu(Scalar(alpha)) => map(Elu { alpha }, [x], x.dims(), arithmetic, dtype),
+            Unary::Elu(Scalar(alpha)) => Ok(map(Elu { alpha }, [x], x.dims(), arithmetic, dtype)?),
             // Where the argument is scaled, f32 has too few digits for it.
             Unary::Softplus(Scalar(beta), Scalar(threshold)) if beta != 1.0 => {
                 let f = move |x: f64| if beta * x > threshold { x } else { (beta * x).exp().ln_1p() / beta };
                 wide(x, arithmetic, dtype, f, |x| x)
             }
-            Unary::Softplus(_, Scalar(threshold)) => map(Softplus { threshold }, [x], x.dims(), arithmetic, dtype),
+            Unary::Softplus(_, Scalar(threshold)) => Ok(map(Softplus { threshold }, [x], x.dims(), arithmetic, dtype)?),
             Unary::Pow(Scalar(2.0)) => (FUNCTIONS[Name::square as usize].run)(x, arithmetic, dtype),
             Unary::Pow(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x.powf(s), move |x| power(x, s as i64)),
             Unary::Clamp(low, high) => {
@@ -428,7 +428,7 @@ fn wide(
     real: impl Fn(f64) -> f64 + Copy,
     whole: impl Fn(i64) -> i64 + Copy,
 ) -> Result<Tensor> {
-    map(Wide(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| whole(x)), [x], x.dims(), arithmetic, dtype)
+    Ok(map(Wide(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| whole(x)), [x], x.dims(), arithmetic, dtype)?)
 }
 
 #[derive(Clone, Copy)]

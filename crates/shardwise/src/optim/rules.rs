@@ -94,7 +94,7 @@ impl<S: Stored> Call<'_, S> {
     fn run<U: Update<K>, const K: usize>(self, rule: U) -> Result<Tensor> {
         let state: &mut [Vec<S>; K] = self.state.try_into().expect("as many tensors as the algorithm has");
         let state = state.each_mut().map(Vec::as_mut_slice);
-        update(Signed { rule, sign: self.sign }, self.p, self.g, state, self.master)
+        Ok(update(Signed { rule, sign: self.sign }, self.p, self.g, state, self.master)?)
     }
 
     fn adam(self, amsgrad: bool, rule: Means) -> Result<Tensor> {

@@ -92,7 +92,7 @@ impl Exchange {
     pub(crate) fn assemble_with(&self, source: View<'_>, after: &TensorMeta, site: Site) -> Result<Tensor> {
         let blocks = self.run_with(source, site)?;
         if self.group.is_dry() {
-            return placeholder(after);
+            return Ok(placeholder(after)?);
         }
         let got: usize = blocks.iter().map(|(_, block)| block.elem_count()).sum();
         if got != after.elem_count() {
@@ -113,14 +113,14 @@ impl Exchange {
     fn pack(&self, source: View<'_>, transfers: &[Transfer]) -> Result<Tensor> {
         let meta = TensorMeta { shape: packed_shape(transfers), dtype: self.dtype };
         if self.group.is_dry() || transfers.is_empty() {
-            return placeholder(&meta);
+            return Ok(placeholder(&meta)?);
         }
         let block = |transfer: &Transfer| source(&transfer.source, &transfer.sizes);
         if let [single] = transfers {
             return block(single);
         }
         let flat = transfers.iter().map(|t| Ok(dense(&block(t)?)?.flatten_all()?)).collect::<Result<Vec<_>>>()?;
-        concat(&flat, 0)
+        Ok(concat(&flat, 0)?)
     }
 }
 

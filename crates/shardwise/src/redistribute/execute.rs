@@ -146,7 +146,9 @@ impl PreparedStep {
         let dry = mesh.world().is_dry();
         match self {
             PreparedStep::Nothing => Ok(local.clone()),
-            PreparedStep::Narrow { after, .. } | PreparedStep::MakePartial { after, .. } if dry => placeholder(after),
+            PreparedStep::Narrow { after, .. } | PreparedStep::MakePartial { after, .. } if dry => {
+                Ok(placeholder(after)?)
+            }
             PreparedStep::Narrow { ranges, .. } => narrow(local, ranges),
             PreparedStep::Collective { group, call } => {
                 Ok(group.run(call, std::slice::from_ref(local), site)?.swap_remove(0))
@@ -192,7 +194,7 @@ fn narrow(local: &Tensor, ranges: &[Vec<(usize, usize)>]) -> Result<Tensor> {
     if kept.dims() == local.dims() {
         return Ok(local.clone());
     }
-    if kept.elem_count() > 0 && kept.is_contiguous() { Ok(kept.force_contiguous()?) } else { dense(&kept) }
+    if kept.elem_count() > 0 && kept.is_contiguous() { Ok(kept.force_contiguous()?) } else { Ok(dense(&kept)?) }
 }
 
 /// What a rank does to turn its value into its operand, from the first axis to the last: the last is reduced first, so
@@ -236,7 +238,7 @@ impl Stage {
                     neutral(*op, &shape, value.dtype())
                 };
                 let behind = after.shape[*dim] - offset - value.dims()[*dim];
-                concat(&[around(*offset)?, value.clone(), around(behind)?], *dim)
+                Ok(concat(&[around(*offset)?, value.clone(), around(behind)?], *dim)?)
             }
         }
     }

@@ -30,7 +30,7 @@ impl ShardedTensor {
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
         Self::by_shard(spec.into(), &shape.into().into_dims(), dtype, mesh, |part| {
-            filled(value, &TensorMeta { shape: part.sizes.clone(), dtype })
+            Ok(filled(value, &TensorMeta { shape: part.sizes.clone(), dtype })?)
         })
     }
 
@@ -88,7 +88,7 @@ impl ShardedTensor {
     ) -> Result<ShardedTensor> {
         let metadata = Self::checked(&spec, shape, dtype, mesh)?;
         let one = |part: &ShardMetadata| match mesh.world().is_dry() {
-            true => placeholder(&TensorMeta { shape: part.sizes.clone(), dtype }),
+            true => Ok(placeholder(&TensorMeta { shape: part.sizes.clone(), dtype })?),
             false => make(part),
         };
         let tensors = metadata.shards_of(mesh.world().rank()).map(one).collect::<Result<Vec<_>>>()?;
@@ -259,9 +259,9 @@ fn shard_tensor_at(
     let Some(source) = src_rank else {
         let own = whole_shard(tensor, me)?;
         let part = |part: &ShardMetadata| match mesh.world().is_dry() {
-            true => placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: to.dtype }),
+            true => Ok(placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: to.dtype })?),
             // A shard has memory of its own, so that it does not keep the whole alive.
-            false => dense(&super::movement::cut(std::slice::from_ref(&own), &part.offsets, &part.sizes)?.copy()?),
+            false => Ok(dense(&super::movement::cut(std::slice::from_ref(&own), &part.offsets, &part.sizes)?.copy()?)?),
         };
         let tensors = to.shards_of(me).map(part).collect::<Result<Vec<_>>>()?;
         return Ok(ShardedTensor::from_parts(mesh, to, spec, tensors));

@@ -86,11 +86,13 @@ impl ShardedTensor {
             match found {
                 // In a dry run a placeholder is as good as another.
                 _ if mesh.world().is_dry() => {
-                    placeholder(&TensorMeta { shape: shard.sizes.clone(), dtype: local.dtype() })
+                    Ok(placeholder(&TensorMeta { shape: shard.sizes.clone(), dtype: local.dtype() })?)
                 }
-                Some(owned) if boxes.len() > 1 => dense(&block(local, &owned.local_offsets, &shard.sizes)?.copy()?),
+                Some(owned) if boxes.len() > 1 => {
+                    Ok(dense(&block(local, &owned.local_offsets, &shard.sizes)?.copy()?)?)
+                }
                 Some(_) => Ok(local.clone()),
-                None => dense(&placeholder(&TensorMeta { shape: shard.sizes.clone(), dtype: local.dtype() })?),
+                None => Ok(dense(&placeholder(&TensorMeta { shape: shard.sizes.clone(), dtype: local.dtype() })?)?),
             }
         };
         let tensors = metadata.shards_of(me).map(part).collect::<Result<Vec<_>>>()?;

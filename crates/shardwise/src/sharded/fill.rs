@@ -115,7 +115,7 @@ impl ShardedTensor {
         let (site, dtype, mesh) = (Location::caller(), self.dtype(), self.mesh.clone());
         let size = self.shape().to_vec();
         match init.start(&size)? {
-            Start::Constant(value) => self.set_shards(&|part| filled(value, &described(part, dtype))),
+            Start::Constant(value) => self.set_shards(&|part| Ok(filled(value, &described(part, dtype))?)),
             Start::Random(distribution) => {
                 let draw = agreed_draw(distribution, &size, dtype, &mesh, mesh.generator(), site)?;
                 self.set_shards(&|part| random_box(distribution, draw, &size, &part.as_box(), dtype))
@@ -127,7 +127,7 @@ impl ShardedTensor {
     #[doc(alias = "fill_")]
     pub fn fill(&mut self, value: f64) -> Result<()> {
         let dtype = self.dtype();
-        self.set_shards(&|part| filled(value, &described(part, dtype)))
+        self.set_shards(&|part| Ok(filled(value, &described(part, dtype))?))
     }
 
     /// Takes over the elements of a tensor of the same shape, which may be cut in another way and have another type.
@@ -144,7 +144,7 @@ impl ShardedTensor {
         let (dry, dtype) = (self.mesh.world().is_dry(), self.dtype());
         let one = |shard: &Shard| -> Result<Shard> {
             let part = &shard.metadata;
-            let tensor = if dry { placeholder(&described(part, dtype)) } else { make(part) }?;
+            let tensor = if dry { placeholder(&described(part, dtype))? } else { make(part)? };
             Ok(Shard { tensor, metadata: part.clone() })
         };
         self.shards = self.shards.iter().map(one).collect::<Result<Vec<_>>>()?;

@@ -101,7 +101,7 @@ impl Shard {
     /// The elements for a program. A placeholder of a dry run is one element wide and stays what it is.
     fn handed_out(&self) -> Result<Tensor> {
         let placeholder = self.tensor.elem_count() > 1 && self.tensor.stride().iter().all(|&stride| stride == 0);
-        if placeholder { Ok(self.tensor.clone()) } else { own_copy(&self.tensor) }
+        if placeholder { Ok(self.tensor.clone()) } else { Ok(own_copy(&self.tensor)?) }
     }
 
     /// Where it lies.

@@ -71,7 +71,7 @@ impl ShardedTensor {
     pub fn full_tensor(&self) -> Result<Tensor> {
         let site = Location::caller();
         if !self.mesh.contains(self.mesh.world().rank()) {
-            return placeholder(&TensorMeta::new(0, self.dtype()));
+            return Ok(placeholder(&TensorMeta::new(0, self.dtype()))?);
         }
         agree(&self.process_group()?, &[("sharded tensor", &self.metadata.to_string())], site)?;
         let whole = self.whole_on(self.mesh.ranks())?;
@@ -82,7 +82,7 @@ impl ShardedTensor {
     fn handed_out(&self, whole: Tensor) -> Result<Tensor> {
         let world = self.mesh.world();
         let shared = world.shares_memory() || self.shards.iter().any(|s| same_memory(s.held(), &whole));
-        if shared && !world.is_dry() { own_copy(&whole) } else { Ok(whole) }
+        if shared && !world.is_dry() { Ok(own_copy(&whole)?) } else { Ok(whole) }
     }
 
     /// The tensor as one shard on each of some ranks.
@@ -122,13 +122,13 @@ pub(super) fn moved(
     }
     let make = |part: &ShardMetadata| -> Result<Tensor> {
         if mesh.world().is_dry() || part.volume() == 0 {
-            return placeholder(&meta(part)).and_then(|t| if mesh.world().is_dry() { Ok(t) } else { dense(&t) });
+            return Ok(placeholder(&meta(part)).and_then(|t| if mesh.world().is_dry() { Ok(t) } else { dense(&t) })?);
         }
         if held(me, part) {
             let piece = cut(shards, &part.offsets, &part.sizes)?;
             // A part of a shard has memory of its own, so that it does not keep the shard alive.
             let whole = shards.iter().any(|s| s.metadata.as_box() == part.as_box());
-            return if whole { Ok(piece) } else { dense(&piece.copy()?) };
+            return if whole { Ok(piece) } else { Ok(dense(&piece.copy()?)?) };
         }
         let whole = Assembly::new(meta(part))?;
         let target = part.as_box();

@@ -144,7 +144,7 @@ impl ShardedTensor {
     #[track_caller]
     pub fn equal(&self, other: &ShardedTensor) -> Result<bool> {
         match self.dtype() == other.dtype() {
-            true => self.all_elements(other, Location::caller(), &all_equal),
+            true => self.all_elements(other, Location::caller(), &|a, b| Ok(all_equal(a, b)?)),
             false => Ok(false),
         }
     }
@@ -153,7 +153,7 @@ impl ShardedTensor {
     /// answer on every rank.
     #[track_caller]
     pub fn allclose(&self, other: &ShardedTensor, rtol: f64, atol: f64) -> Result<bool> {
-        self.all_elements(other, Location::caller(), &|a, b| all_close(a, b, rtol, atol))
+        self.all_elements(other, Location::caller(), &|a, b| Ok(all_close(a, b, rtol, atol)?))
     }
 
     /// Rows for ids, with this tensor as the table `[vocabulary, features]`, cut along rows, columns or both.

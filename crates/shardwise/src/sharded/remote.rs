@@ -35,7 +35,7 @@ impl RemoteShard {
     #[track_caller]
     pub fn fetch(&self) -> Result<Tensor> {
         let read = self.exposed.read(self.owner, self.index, &self.meta, Location::caller())?;
-        if self.shared { own_copy(&read) } else { Ok(read) }
+        if self.shared { Ok(own_copy(&read)?) } else { Ok(read) }
     }
 }
 

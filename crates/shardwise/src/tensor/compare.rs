@@ -44,14 +44,14 @@ impl DTensor {
         if self.dtype() != other.dtype() {
             return Ok(false);
         }
-        self.all_elements("equal", other, Location::caller(), all_equal)
+        self.all_elements("equal", other, Location::caller(), |a, b| Ok(all_equal(a, b)?))
     }
 
     /// Whether two tensors of one mesh have the same shape and `|a - b| <= atol + rtol * |b|` everywhere. The same answer
     /// on every rank.
     #[track_caller]
     pub fn allclose(&self, other: &DTensor, rtol: f64, atol: f64) -> Result<bool> {
-        self.all_elements("allclose", other, Location::caller(), |a, b| all_close(a, b, rtol, atol))
+        self.all_elements("allclose", other, Location::caller(), |a, b| Ok(all_close(a, b, rtol, atol)?))
     }
 
     /// Whether a test of two parts holds on all ranks.

@@ -124,7 +124,7 @@ impl DTensor {
 
 /// The elements of a program's tensor in memory that no one else writes to; placeholders of a dry run stay what they are.
 fn taken(mesh: &DeviceMesh, local: &Tensor) -> Result<Tensor> {
-    if mesh.world().is_dry() { Ok(local.clone()) } else { own_copy(local) }
+    if mesh.world().is_dry() { Ok(local.clone()) } else { Ok(own_copy(local)?) }
 }
 
 /// The shapes of all ranks' tensors, which must have one type, number of dimensions and placements.
@@ -228,10 +228,10 @@ fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize,
     };
     let piece = |&rank: &usize| -> Result<Tensor> {
         if group.rank() != source {
-            return placeholder(&nothing);
+            return Ok(placeholder(&nothing)?);
         }
         if group.is_dry() {
-            return placeholder(&part(rank));
+            return Ok(placeholder(&part(rank))?);
         }
         let mut piece = whole.clone();
         for dim in 0..tensor.rank() {
@@ -252,5 +252,5 @@ fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize,
     let mut got = group.run(&Call::AllToAll { expected }, &pieces, site)?;
     let local = got.swap_remove(source);
     // A part has memory of its own, so that it does not keep the whole alive; the whole itself may be shared.
-    if group.is_dry() || local.dims() == tensor.dims() { Ok(local) } else { dense(&local.copy()?) }
+    if group.is_dry() || local.dims() == tensor.dims() { Ok(local) } else { Ok(dense(&local.copy()?)?) }
 }

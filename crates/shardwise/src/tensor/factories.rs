@@ -28,7 +28,7 @@ impl DTensor {
     ) -> Result<DTensor> {
         let layout = Layout::new(mesh.mesh(), shape, placements)?;
         let value = value.into().fit(dtype)?; // on all ranks, also on those that fill nothing
-        make(mesh, &layout, dtype, Location::caller(), |meta, _| filled(value, meta))
+        make(mesh, &layout, dtype, Location::caller(), |meta, _| Ok(filled(value, meta)?))
     }
 
     /// A tensor of zeros.
@@ -200,7 +200,7 @@ impl DTensor {
         mesh: &DeviceMesh,
     ) -> Result<DTensor> {
         let value = value.into().fit(dtype)?;
-        make(mesh, layout, dtype, Location::caller(), |meta, _| filled(value, meta))
+        make(mesh, layout, dtype, Location::caller(), |meta, _| Ok(filled(value, meta)?))
     }
 
     /// Random elements in a layout, drawn from the generator of the mesh.
@@ -275,7 +275,7 @@ impl DTensor {
     pub fn full_like(&self, value: impl Into<Number>) -> Result<DTensor> {
         let layout = self.layout().settled();
         let value = value.into().fit(self.dtype())?;
-        make(self.device_mesh(), &layout, self.dtype(), Location::caller(), |meta, _| filled(value, meta))
+        make(self.device_mesh(), &layout, self.dtype(), Location::caller(), |meta, _| Ok(filled(value, meta)?))
     }
 
     /// Random elements with the shape, type and layout of this tensor; axes with a pending reduction become replicated.

@@ -303,7 +303,7 @@ impl DTensor {
         let world = self.value.mesh.world();
         // What an engine has just put together for this rank alone needs no second copy.
         let mine = to != *self.layout() && !world.shares_memory() && !whole.shares_memory(self);
-        if world.is_dry() || mine { Ok(whole.local().clone()) } else { own_copy(whole.local()) }
+        if world.is_dry() || mine { Ok(whole.local().clone()) } else { Ok(own_copy(whole.local())?) }
     }
 
     /// The same value without pending reductions: partial axes become replicated.
@@ -422,7 +422,7 @@ pub(crate) fn accumulates(layout: &Layout) -> bool {
 /// A local part in another type.
 fn converted(mesh: &DeviceMesh, local: &Tensor, dtype: DType) -> Result<Tensor> {
     match mesh.world().is_dry() {
-        true => placeholder(&TensorMeta::new(local.dims(), dtype)),
+        true => Ok(placeholder(&TensorMeta::new(local.dims(), dtype))?),
         false => Ok(local.to_dtype(dtype)?),
     }
 }

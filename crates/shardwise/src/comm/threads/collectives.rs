@@ -55,7 +55,7 @@ fn prepare_output(entry: &Entry, me: usize, size: usize) -> Result<Option<Assemb
         _ => return Ok(None),
     }
     let output = TensorMeta { shape, dtype };
-    (output.bytes() >= Call::SHARE_FROM).then(|| Assembly::new(output)).transpose()
+    Ok((output.bytes() >= Call::SHARE_FROM).then(|| Assembly::new(output)).transpose()?)
 }
 
 /// Carries out the call on which all ranks agree. `pass` brings this rank to the next phase together with the others.
@@ -73,7 +73,7 @@ pub(super) fn carry_out(all: &[Arc<Posted>], me: usize, pass: impl FnOnce() -> R
         }
         Call::AllGather { dim, sizes } => match shared {
             Some(output) => only(gather_into(output, input(me), *dim, sizes[..me].iter().sum(), pass)),
-            None => only(concat(&(0..all.len()).map(|r| input(r).clone()).collect::<Vec<_>>(), *dim)),
+            None => only(Ok(concat(&(0..all.len()).map(|r| input(r).clone()).collect::<Vec<_>>(), *dim)?)),
         },
         Call::Reduce { .. } => Ok(Vec::new()),
         call if call.ends_with_reads(&all[me].entry.inputs) => {
@@ -93,7 +93,7 @@ fn read_others(call: &Call, all: &[Arc<Posted>], me: usize) -> Result<Vec<Tensor
     let only = |tensor: Result<Tensor>| tensor.map(|t| vec![t]);
     match call {
         Call::Gather { dim, root, .. } if me == *root => {
-            only(concat(&(0..all.len()).map(|r| input(r).clone()).collect::<Vec<_>>(), *dim))
+            only(Ok(concat(&(0..all.len()).map(|r| input(r).clone()).collect::<Vec<_>>(), *dim)?))
         }
         Call::Gather { .. } => Ok(Vec::new()),
         Call::ReduceScatter { op, dim, sizes } => {
@@ -102,13 +102,13 @@ fn read_others(call: &Call, all: &[Arc<Posted>], me: usize) -> Result<Vec<Tensor
         Call::Scatter { dim, sizes, root, .. } => {
             let piece = input(*root).narrow(*dim, sizes[..me].iter().sum(), sizes[me])?;
             // Memory of its own: the root may overwrite the whole, and a piece does not keep it alive.
-            only(own_copy(&piece))
+            only(Ok(own_copy(&piece)?))
         }
         Call::Broadcast { root, .. } => Ok(vec![input(*root).clone()]),
         Call::ExchangeDims { from, to, to_sizes, .. } => {
             let start = to_sizes[..me].iter().sum();
             let pieces = inputs().into_iter().map(|t| Ok(t.narrow(*to, start, to_sizes[me])?));
-            only(concat(&pieces.collect::<Result<Vec<_>>>()?, *from))
+            only(Ok(concat(&pieces.collect::<Result<Vec<_>>>()?, *from)?))
         }
         Call::AllToAll { .. } => Ok(all.iter().map(|p| p.entry.inputs[me].clone()).collect()),
         Call::Barrier | Call::Agree { .. } | Call::Expose | Call::AllReduce { .. } | Call::Reduce { .. } => {
@@ -173,7 +173,7 @@ fn reduce_piece(inputs: &[&Tensor], op: ReduceOp, dim: usize, start: usize, size
         *n = size;
     }
     if outer > 1 && size < extent && size * inner < MIN_RUN {
-        let narrow = |t: &&Tensor| dense(&t.narrow(dim, start, size)?);
+        let narrow = |t: &&Tensor| Ok(dense(&t.narrow(dim, start, size)?)?);
         let narrowed = inputs.iter().map(narrow).collect::<Result<Vec<_>>>()?;
         return reduce_piece(&narrowed.iter().collect::<Vec<_>>(), op, dim, 0, size);
     }

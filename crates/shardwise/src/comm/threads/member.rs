@@ -103,7 +103,7 @@ impl Communicator for Member {
             return Err(Error::PeerLeft { rank: to, call: describe() });
         }
         // The receiver has it whenever it likes, so it must be memory that the sender cannot change.
-        let content = check_served(tensor).and_then(|()| own_copy(tensor));
+        let content = check_served(tensor).and_then(|()| own_copy(tensor)).map_err(Error::from);
         let refused = content.as_ref().err().cloned();
         self.hub.mailbox.post(envelope, Message { content, site });
         self.hub.wake(to);

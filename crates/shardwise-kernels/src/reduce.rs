@@ -4,13 +4,13 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use smallvec::SmallVec;
 
-use crate::placement::ReduceOp;
+use crate::reduce_op::ReduceOp;
 
 /// Elements worked on at a time: small enough that the accumulator stays in the first-level cache.
 const BLOCK: usize = 1024;
 
 /// A type whose operands can be reduced. Half-precision types accumulate in `f32` and round once at the end.
-pub(crate) trait Reducible: Copy + Send + Sync + 'static {
+pub trait Reducible: Copy + Send + Sync + 'static {
     /// Reduces up to [`BLOCK`] elements: `dst[i]`, which holds `srcs[0][i]`, becomes the reduction of `srcs[..][i]`,
     /// first operand first.
     fn reduce(op: ReduceOp, srcs: &[&[Self]], dst: &mut [Self]);
@@ -20,7 +20,7 @@ pub(crate) trait Reducible: Copy + Send + Sync + 'static {
 ///
 /// # Safety
 /// `dst` can be written for the length of the operands and does not overlap them. It may be uninitialised.
-pub(crate) unsafe fn reduce_block<T: Reducible>(op: ReduceOp, srcs: &[&[T]], dst: *mut T) {
+pub unsafe fn reduce_block<T: Reducible>(op: ReduceOp, srcs: &[&[T]], dst: *mut T) {
     let len = srcs[0].len();
     let mut blocks: SmallVec<[&[T]; 8]> = SmallVec::new();
     for start in (0..len).step_by(BLOCK) {

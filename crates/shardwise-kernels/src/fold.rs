@@ -14,7 +14,7 @@ use super::convert::{Block, Compute};
 use super::fresh::Fresh;
 use super::{Number, dense, filled, first_element, limits, vector};
 use crate::error::Result;
-use crate::layout::TensorMeta;
+use crate::meta::TensorMeta;
 
 /// Sums that are carried side by side.
 pub(super) const LANES: usize = 16;
@@ -27,7 +27,7 @@ const CHUNK: usize = LANES * COLUMNS;
 
 /// What is made of many elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Fold {
+pub enum Fold {
     /// Whole numbers wrap.
     Sum,
     /// Whole numbers wrap.
@@ -61,7 +61,7 @@ impl Fold {
 }
 
 /// Reduces the dimensions `dims`, in ascending order, of a tensor to one of this shape and type.
-pub(crate) fn fold(kind: Fold, x: &Tensor, dims: &[usize], shape: &[usize], dtype: DType) -> Result<Tensor> {
+pub fn fold(kind: Fold, x: &Tensor, dims: &[usize], shape: &[usize], dtype: DType) -> Result<Tensor> {
     if x.elem_count() == 0 {
         return filled(kind.neutral(dtype), &TensorMeta { shape: shape.to_vec(), dtype });
     }

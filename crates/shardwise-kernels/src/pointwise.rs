@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 use crate::error::Result;
 
 /// The elements in row-major order.
-pub(crate) fn reals(tensor: &Tensor) -> Result<Vec<f64>> {
+pub fn reals(tensor: &Tensor) -> Result<Vec<f64>> {
     match tensor.elem_count() {
         0 => Ok(Vec::new()),
         _ => Ok(tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?),
@@ -13,7 +13,7 @@ pub(crate) fn reals(tensor: &Tensor) -> Result<Vec<f64>> {
 }
 
 /// The elements in row-major order, as whole numbers.
-pub(crate) fn wholes(tensor: &Tensor) -> Result<Vec<i64>> {
+pub fn wholes(tensor: &Tensor) -> Result<Vec<i64>> {
     match tensor.elem_count() {
         0 => Ok(Vec::new()),
         _ => Ok(tensor.to_dtype(DType::I64)?.flatten_all()?.to_vec1()?),
@@ -21,11 +21,11 @@ pub(crate) fn wholes(tensor: &Tensor) -> Result<Vec<i64>> {
 }
 
 /// A tensor of a type from numbers in row-major order.
-pub(crate) fn from_reals(values: Vec<f64>, shape: &[usize], dtype: DType) -> Result<Tensor> {
+pub fn from_reals(values: Vec<f64>, shape: &[usize], dtype: DType) -> Result<Tensor> {
     Ok(Tensor::from_vec(values, shape, &candle_core::Device::Cpu)?.to_dtype(dtype)?)
 }
 
 /// A tensor of a type from whole numbers in row-major order.
-pub(crate) fn from_wholes(values: Vec<i64>, shape: &[usize], dtype: DType) -> Result<Tensor> {
+pub fn from_wholes(values: Vec<i64>, shape: &[usize], dtype: DType) -> Result<Tensor> {
     Ok(Tensor::from_vec(values, shape, &candle_core::Device::Cpu)?.to_dtype(dtype)?)
 }

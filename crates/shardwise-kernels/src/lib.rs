@@ -2,6 +2,12 @@
 //! and reductions over dimensions. Nothing here knows of ranks or meshes. A kernel runs on one thread, since every rank
 //! has its own.
 
+#[doc(hidden)]
+pub use {candle_core, half};
+
+mod error;
+mod meta;
+mod reduce_op;
 mod room;
 mod fresh;
 mod assembly;
@@ -12,74 +18,73 @@ mod pointwise;
 mod product;
 mod reduce;
 mod vector;
-pub(crate) mod math;
+pub mod math;
 mod convert;
 mod map;
 mod number;
 mod fold;
-pub(crate) mod rows;
+pub mod rows;
 mod update;
 mod power;
 
-pub(crate) use assembly::{Assembly, own_copy};
-pub use assembly::{concat, cut, dense};
-pub(crate) use compare::{all_close, all_equal};
-pub(crate) use fold::{Fold, fold};
-pub(crate) use fresh::Fresh;
-pub(crate) use map::{Arithmetic, Each, Function, Wide, map};
-pub use number::Number;
-pub(crate) use number::limits;
-pub(crate) use pick::{NOWHERE, Numbers, pick, take};
-pub(crate) use pointwise::{from_reals, from_wholes, reals, wholes};
-pub(crate) use power::{Power, measure};
-pub(crate) use product::product;
-pub(crate) use reduce::{Reducible, reduce_block};
-pub(crate) use room::{check_bytes, memory_bytes};
-pub(crate) use update::{Stored, Update, update};
+pub use assembly::{Assembly, concat, cut, dense, own_copy};
+pub use compare::{all_close, all_equal};
+pub use error::{Error, Invalid, Result};
+pub use fold::{Fold, fold};
+pub use fresh::Fresh;
+pub use map::{Arithmetic, Each, Function, Wide, map};
+pub use meta::TensorMeta;
+pub use number::{Number, limits};
+pub use pick::{NOWHERE, Numbers, pick, take};
+pub use pointwise::{from_reals, from_wholes, reals, wholes};
+pub use power::{Power, measure};
+pub use product::product;
+pub use reduce::{Reducible, reduce_block};
+pub use reduce_op::ReduceOp;
+pub use room::{check_bytes, memory_bytes};
+pub use update::{Stored, Update, update};
 
 use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
 
-use crate::error::{Error, Result};
-use crate::layout::TensorMeta;
-
 /// Runs `$body` with `$T` standing for the Rust type of `$dtype`; types whose elements are not whole bytes in memory
 /// evaluate to `$otherwise`.
+#[macro_export]
 macro_rules! with_type {
     ($dtype:expr, $T:ident => $body:expr, otherwise $otherwise:expr) => {
         match $dtype {
-            candle_core::DType::U8 => {
+            $crate::candle_core::DType::U8 => {
                 type $T = u8;
                 $body
             }
-            candle_core::DType::U32 => {
+            $crate::candle_core::DType::U32 => {
                 type $T = u32;
                 $body
             }
-            candle_core::DType::I16 => {
+            $crate::candle_core::DType::I16 => {
                 type $T = i16;
                 $body
             }
-            candle_core::DType::I32 => {
+            $crate::candle_core::DType::I32 => {
                 type $T = i32;
                 $body
             }
-            candle_core::DType::I64 => {
+            $crate::candle_core::DType::I64 => {
                 type $T = i64;
                 $body
             }
-            candle_core::DType::BF16 => {
-                type $T = half::bf16;
+            $crate::candle_core::DType::BF16 => {
+                type $T = $crate::half::bf16;
                 $body
             }
-            candle_core::DType::F16 => {
-                type $T = half::f16;
+            $crate::candle_core::DType::F16 => {
+                type $T = $crate::half::f16;
                 $body
             }
-            candle_core::DType::F32 => {
+            $crate::candle_core::DType::F32 => {
                 type $T = f32;
                 $body
             }
-            candle_core::DType::F64 => {
+            $crate::candle_core::DType::F64 => {
                 type $T = f64;
                 $body
             }
@@ -87,10 +92,9 @@ macro_rules! with_type {
         }
     };
 }
-pub(crate) use with_type;
 
 /// The error for an element type or a device that the CPU kernels do not serve.
-pub(crate) fn check_served(tensor: &Tensor) -> Result<()> {
+pub fn check_served(tensor: &Tensor) -> Result<()> {
     if !tensor.device().is_cpu() {
         return Err(Error::invalid(
             "tensor",
@@ -103,7 +107,7 @@ pub(crate) fn check_served(tensor: &Tensor) -> Result<()> {
 }
 
 /// The error for an element type that the CPU kernels do not serve.
-pub(crate) fn check_dtype(dtype: DType) -> Result<()> {
+pub fn check_dtype(dtype: DType) -> Result<()> {
     with_type!(dtype, T => { let _ = size_of::<T>(); Ok(()) }, otherwise Err(Error::invalid(
         "element type",
         dtype.as_str(),
@@ -116,7 +120,7 @@ pub(crate) fn check_dtype(dtype: DType) -> Result<()> {
 }
 
 /// The error for a device on which nothing is computed here.
-pub(crate) fn check_cpu(device: &Device) -> Result<()> {
+pub fn check_cpu(device: &Device) -> Result<()> {
     let name = match device {
         Device::Cpu => return Ok(()),
         Device::Cuda(_) => "cuda",
@@ -138,12 +142,12 @@ pub fn immutable(tensor: &Tensor) -> Result<Tensor> {
 }
 
 /// Whether two tensors begin at the same place in memory.
-pub(crate) fn same_memory(a: &Tensor, b: &Tensor) -> bool {
+pub fn same_memory(a: &Tensor, b: &Tensor) -> bool {
     with_first_element(a, |first, _| first as usize) == with_first_element(b, |first, _| first as usize)
 }
 
 /// A tensor filled with one number; an error if its type does not hold it.
-pub(crate) fn filled(value: impl Into<Number>, meta: &TensorMeta) -> Result<Tensor> {
+pub fn filled(value: impl Into<Number>, meta: &TensorMeta) -> Result<Tensor> {
     let value = value.into().fit(meta.dtype)?;
     let output = Assembly::new(meta.clone())?;
     with_type!(meta.dtype, T => {
@@ -174,7 +178,7 @@ pub fn with_bytes<R>(tensor: &Tensor, body: impl FnOnce(&[u8]) -> R) -> Result<R
 }
 
 /// The elements in row-major order, in little-endian bytes.
-pub(crate) fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
+pub fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
     let flat = dense(tensor)?.flatten_all()?;
     with_type!(flat.dtype(), T => {
         Ok(flat.to_vec1::<T>()?.into_iter().flat_map(T::to_le_bytes).collect())
@@ -182,7 +186,7 @@ pub(crate) fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
 }
 
 /// A vector with room for so many elements, or an error where memory ends.
-pub(crate) fn reserve<T>(count: usize) -> Result<Vec<T>> {
+pub fn reserve<T>(count: usize) -> Result<Vec<T>> {
     check_bytes(count, size_of::<T>())?;
     let mut values = Vec::new();
     values.try_reserve_exact(count).map_err(|_| room::refused(count, size_of::<T>(), "memory that is free now"))?;
@@ -190,7 +194,7 @@ pub(crate) fn reserve<T>(count: usize) -> Result<Vec<T>> {
 }
 
 /// A tensor of any size in the memory of one element, for dry runs.
-pub(crate) fn placeholder(meta: &TensorMeta) -> Result<Tensor> {
+pub fn placeholder(meta: &TensorMeta) -> Result<Tensor> {
     Ok(Tensor::zeros((), meta.dtype, &Device::Cpu)?.broadcast_as(meta.shape.as_slice())?)
 }
 

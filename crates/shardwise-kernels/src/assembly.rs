@@ -10,10 +10,10 @@ use super::copy::copy_block;
 use super::fresh::Fresh;
 use super::{check_served, with_first_element};
 use crate::error::{Error, Result};
-use crate::layout::TensorMeta;
+use crate::meta::TensorMeta;
 
 /// A contiguous tensor whose memory is allocated but not yet filled.
-pub(crate) struct Assembly {
+pub struct Assembly {
     meta: TensorMeta,
     strides: Vec<usize>,
     first: *mut u8,
@@ -30,7 +30,7 @@ unsafe impl Sync for Assembly {}
 
 impl Assembly {
     /// Reserves memory for a tensor. Its pages are not touched, so that whoever fills a part pays for that part.
-    pub(crate) fn new(meta: TensorMeta) -> Result<Self> {
+    pub fn new(meta: TensorMeta) -> Result<Self> {
         let fresh = Fresh::new(meta.dtype, meta.elem_count())?;
         let mut strides = vec![1usize; meta.shape.len()];
         for dim in (1..strides.len()).rev() {
@@ -44,7 +44,7 @@ impl Assembly {
     /// # Safety
     /// The block has this tensor's element type, is on the CPU and fits at `offsets`; no other thread writes to the
     /// same place; [`finish`](Self::finish) is called later.
-    pub(crate) unsafe fn paste(&self, block: &Tensor, offsets: &[usize]) {
+    pub unsafe fn paste(&self, block: &Tensor, offsets: &[usize]) {
         if block.elem_count() == 0 {
             return;
         }
@@ -60,7 +60,7 @@ impl Assembly {
     ///
     /// # Safety
     /// `T` is the element type, the range is inside the tensor, and no other thread writes to the same place.
-    pub(crate) unsafe fn range<T>(&self, from: usize) -> *mut T {
+    pub unsafe fn range<T>(&self, from: usize) -> *mut T {
         // SAFETY: the caller's promise.
         unsafe { self.first.cast::<T>().add(from) }
     }
@@ -69,7 +69,7 @@ impl Assembly {
     ///
     /// # Safety
     /// Every element has been written, and the writes happened before this call.
-    pub(crate) unsafe fn finish(&self) -> Tensor {
+    pub unsafe fn finish(&self) -> Tensor {
         let finish = || {
             let fresh = self.fresh.lock().take().expect("finished once, inside the cell");
             // SAFETY: the caller's promise.
@@ -89,7 +89,7 @@ pub fn dense(tensor: &Tensor) -> Result<Tensor> {
 ///
 /// Candle changes tensors in place (`Var::set`, `slice_set`) and does not say who shares their memory, so whatever comes in
 /// from a program or goes out to it as a plain tensor is copied.
-pub(crate) fn own_copy(tensor: &Tensor) -> Result<Tensor> {
+pub fn own_copy(tensor: &Tensor) -> Result<Tensor> {
     let copy = Assembly::new(TensorMeta::new(tensor.dims(), tensor.dtype()))?;
     // SAFETY: one thread; the one block has the type and the shape of the whole and fills it.
     unsafe {
@@ -221,7 +221,7 @@ mod tests {
     }
 
     use super::*;
-    use crate::local::with_bytes;
+    use crate::with_bytes;
     use candle_core::{DType, Device};
 
     #[test]

@@ -111,7 +111,7 @@ fn reduce_wide(x: f64) -> (f32, i32) {
 
 /// e to the power of x.
 #[inline(always)]
-pub(crate) fn exp<const FMA: bool>(x: f32) -> f32 {
+pub fn exp<const FMA: bool>(x: f32) -> f32 {
     let (rest, n) = reduce::<FMA>(at_most(at_least(x, -110.0), 95.0));
     // Two halves of the power reach both ends of the range.
     let half = n >> 1;
@@ -121,7 +121,7 @@ pub(crate) fn exp<const FMA: bool>(x: f32) -> f32 {
 
 /// exp(x) - 1.
 #[inline(always)]
-pub(crate) fn expm1<const FMA: bool>(x: f32) -> f32 {
+pub fn expm1<const FMA: bool>(x: f32) -> f32 {
     let (rest, n) = reduce::<FMA>(at_most(at_least(x, -30.0), 89.0));
     // |x| <= ln(2) / 2
     let p = polynomial::<FMA, 6>(rest, [2.001_270_3e-4, 1.390_653_8e-3, 8.333_56e-3, 4.166_668e-2, 0.166_666_67, 0.5]);
@@ -165,7 +165,7 @@ fn log_of_parts<const FMA: bool>(f: f32, n: f32) -> f32 {
 
 /// Natural logarithm.
 #[inline(always)]
-pub(crate) fn log<const FMA: bool>(x: f32) -> f32 {
+pub fn log<const FMA: bool>(x: f32) -> f32 {
     let tiny = x < f32::MIN_POSITIVE;
     let (f, n) = mantissa(if tiny { x * 8_388_608.0 } else { x });
     let value = log_of_parts::<FMA>(f, (if tiny { n.wrapping_sub(23) } else { n }) as f32);
@@ -176,7 +176,7 @@ pub(crate) fn log<const FMA: bool>(x: f32) -> f32 {
 
 /// log(1 + x).
 #[inline(always)]
-pub(crate) fn log1p<const FMA: bool>(x: f32) -> f32 {
+pub fn log1p<const FMA: bool>(x: f32) -> f32 {
     let (far, n) = mantissa(1.0 + x);
     // The sum was rounded, so it only tells the exponent; both terms below are exact.
     let power = power_of_two(n.wrapping_neg());
@@ -191,7 +191,7 @@ pub(crate) fn log1p<const FMA: bool>(x: f32) -> f32 {
 
 /// Hyperbolic tangent.
 #[inline(always)]
-pub(crate) fn tanh<const FMA: bool>(x: f32) -> f32 {
+pub fn tanh<const FMA: bool>(x: f32) -> f32 {
     let size = x.abs();
     let far = 1.0 - 2.0 / (Exponential::of::<FMA>(2.0 * at_most(size, 10.0)).value() + 1.0);
     // |x| < 0.625
@@ -211,7 +211,7 @@ fn logistic<const FMA: bool>(x: f32, negative: bool, decay: Exponential) -> f32 
 
 /// 1 / (1 + exp(-x)).
 #[inline(always)]
-pub(crate) fn sigmoid<const FMA: bool>(x: f32) -> f32 {
+pub fn sigmoid<const FMA: bool>(x: f32) -> f32 {
     logistic::<FMA>(1.0, x < 0.0, Exponential::of::<FMA>(at_least(-x.abs(), -110.0)))
 }
 
@@ -223,14 +223,14 @@ fn vanishing(x: f32, bound: f32, part: f32) -> f32 {
 
 /// x * sigmoid(x).
 #[inline(always)]
-pub(crate) fn silu<const FMA: bool>(x: f32) -> f32 {
+pub fn silu<const FMA: bool>(x: f32) -> f32 {
     let decay = Exponential::of::<FMA>(at_least(-x.abs(), -130.0));
     vanishing(x, -129.0, logistic::<FMA>(x, x < 0.0, decay))
 }
 
 /// The tanh approximation of gelu: `x * sigmoid(z)` with a cubic `z`.
 #[inline(always)]
-pub(crate) fn gelu_tanh<const FMA: bool>(x: f32) -> f32 {
+pub fn gelu_tanh<const FMA: bool>(x: f32) -> f32 {
     const TWICE_SQRT_2_OVER_PI: f64 = 1.595_769_121_605_730_7;
     let size = f64::from(at_most(x.abs(), 11.0));
     let (rest, n) = reduce_wide(-TWICE_SQRT_2_OVER_PI * size * (1.0 + 0.044715 * size * size));
@@ -245,19 +245,19 @@ fn bend<const FMA: bool>(z: f32) -> f32 {
 
 /// log(sigmoid(x)).
 #[inline(always)]
-pub(crate) fn logsigmoid<const FMA: bool>(x: f32) -> f32 {
+pub fn logsigmoid<const FMA: bool>(x: f32) -> f32 {
     at_most(x, 0.0) - bend::<FMA>(x)
 }
 
 /// log(1 + exp(x)).
 #[inline(always)]
-pub(crate) fn softplus<const FMA: bool>(x: f32) -> f32 {
+pub fn softplus<const FMA: bool>(x: f32) -> f32 {
     at_least(x, 0.0) + bend::<FMA>(x)
 }
 
 /// x * tanh(softplus(x)), which is a fraction of exponentials.
 #[inline(always)]
-pub(crate) fn mish<const FMA: bool>(x: f32) -> f32 {
+pub fn mish<const FMA: bool>(x: f32) -> f32 {
     let growth = Exponential::of::<FMA>(at_most(at_least(x, -130.0), 20.0));
     let e = growth.value();
     let share = (e + 2.0) * growth.number::<FMA>(x) / fma::<FMA>(e, e + 2.0, 2.0);
@@ -312,7 +312,7 @@ fn erf_near_zero<const FMA: bool>(x: f32) -> f32 {
 
 /// Error function.
 #[inline(always)]
-pub(crate) fn erf<const FMA: bool>(x: f32) -> f32 {
+pub fn erf<const FMA: bool>(x: f32) -> f32 {
     let size = at_most(x.abs(), 4.5);
     let bell = bell::<FMA>(size, 1.0);
     let above = bell.scale(bell.number::<FMA>(tail::<FMA>(size * SQRT_2)));
@@ -321,7 +321,7 @@ pub(crate) fn erf<const FMA: bool>(x: f32) -> f32 {
 
 /// 1 - erf(x).
 #[inline(always)]
-pub(crate) fn erfc<const FMA: bool>(x: f32) -> f32 {
+pub fn erfc<const FMA: bool>(x: f32) -> f32 {
     let size = at_most(x.abs(), 10.5);
     let bell = bell::<FMA>(size, 1.0);
     let above = bell.scale(2.0 * bell.number::<FMA>(tail::<FMA>(size * SQRT_2)));
@@ -331,7 +331,7 @@ pub(crate) fn erfc<const FMA: bool>(x: f32) -> f32 {
 
 /// x * Phi(x) with the normal distribution.
 #[inline(always)]
-pub(crate) fn gelu<const FMA: bool>(x: f32) -> f32 {
+pub fn gelu<const FMA: bool>(x: f32) -> f32 {
     let size = at_most(x.abs(), 14.5);
     let bell = bell::<FMA>(size, 0.5);
     let above = bell.scale(bell.number::<FMA>(tail::<FMA>(size)) * at_most(x, 14.5));

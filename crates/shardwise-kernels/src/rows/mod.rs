@@ -4,10 +4,10 @@
 mod backward;
 mod forward;
 
-pub(crate) use backward::{
+pub use backward::{
     layer_norm_backward_rows, log_softmax_backward_rows, rms_norm_backward_rows, softmax_backward_rows,
 };
-pub(crate) use forward::{layer_norm_rows, log_softmax_rows, logsumexp_rows, rms_norm_rows, softmax_rows};
+pub use forward::{layer_norm_rows, log_softmax_rows, logsumexp_rows, rms_norm_rows, softmax_rows};
 
 use std::array::from_fn;
 use std::mem::MaybeUninit;

@@ -20,14 +20,14 @@ const LANES: usize = 16;
 /// How one element of a parameter changes, with `K` numbers of state.
 ///
 /// Computed in f64 whatever the types are: memory is the limit, and decay rates close to 1 are not rounded.
-pub(crate) trait Update<const K: usize>: Copy {
+pub trait Update<const K: usize>: Copy {
     /// The new element and state from the element, its gradient and the state. Must be `#[inline(always)]`, see
     /// [`vector::Kernel`].
     fn step(self, p: f64, g: f64, state: [f64; K]) -> (f64, [f64; K]);
 }
 
 /// A type in which a state is kept.
-pub(crate) trait Stored: WithDType {
+pub trait Stored: WithDType {
     /// The number in f64.
     fn wide(self) -> f64;
 
@@ -78,7 +78,7 @@ stored!(f32, f64);
 /// The new parameter; the state changes in place. Parameter and gradient have one shape and any floating-point types, the
 /// vectors of the state have as many elements. Of a parameter whose type is too coarse to hold small changes, `master` is a
 /// finer copy; where the parameter is not that copy rounded, somebody else has set it, and its value counts.
-pub(crate) fn update<S: Stored, U: Update<K>, const K: usize>(
+pub fn update<S: Stored, U: Update<K>, const K: usize>(
     rule: U,
     p: &Tensor,
     g: &Tensor,

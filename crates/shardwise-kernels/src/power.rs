@@ -16,7 +16,7 @@ const LANES: usize = 16;
 
 /// What is made of the absolute values.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Power {
+pub enum Power {
     /// The sum of their powers with an exponent.
     Sum(f64),
     /// The largest; not-a-number wins.
@@ -24,7 +24,7 @@ pub(crate) enum Power {
 }
 
 /// The sum of powers, or the largest, of the absolute values of all elements; 0 without elements.
-pub(crate) fn measure(x: &Tensor, power: Power) -> Result<f64> {
+pub fn measure(x: &Tensor, power: Power) -> Result<f64> {
     check_served(x)?;
     match x.dtype() {
         DType::F64 => measure_in::<f64>(x, power),

@@ -9,7 +9,7 @@ use super::{check_dtype, reserve, with_type};
 use crate::error::Result;
 
 /// Memory for so many elements of a type, not yet written.
-pub(crate) struct Fresh {
+pub struct Fresh {
     dtype: DType,
     count: usize,
     first: *mut u8,
@@ -23,7 +23,7 @@ unsafe impl Send for Fresh {}
 
 impl Fresh {
     /// Reserves memory. Its pages are not touched, so that whoever fills a part pays for that part.
-    pub(crate) fn new(dtype: DType, count: usize) -> Result<Self> {
+    pub fn new(dtype: DType, count: usize) -> Result<Self> {
         check_dtype(dtype)?;
         let (first, storage) = with_type!(dtype, T => {
             let mut buffer: Vec<T> = reserve(count)?;
@@ -34,12 +34,12 @@ impl Fresh {
     }
 
     /// How many elements there is room for.
-    pub(crate) fn count(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.count
     }
 
     /// The address of the first element.
-    pub(crate) fn first(&self) -> *mut u8 {
+    pub fn first(&self) -> *mut u8 {
         self.first
     }
 
@@ -54,7 +54,7 @@ impl Fresh {
     ///
     /// # Safety
     /// Every element has been written, and the writes happened before this call.
-    pub(crate) unsafe fn finish(self, shape: impl Into<Shape>) -> Tensor {
+    pub unsafe fn finish(self, shape: impl Into<Shape>) -> Tensor {
         let storage = with_type!(self.dtype, T => {
             let mut buffer = T::cpu_storage_data(self.storage).expect("allocated with this type");
             // SAFETY: the capacity is `count`, and the caller promises that all elements are written.

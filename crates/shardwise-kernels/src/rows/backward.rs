@@ -6,10 +6,10 @@ use candle_core::{DType, Tensor};
 
 use super::{Norm, Real, Target, extent, in_type_of, over_rows, per_element, sum, write};
 use crate::error::Result;
-use crate::local::vector::{self, Kernel};
+use crate::vector::{self, Kernel};
 
 /// The gradient of a softmax: `y * (g - sum(g * y))`, from its result and the gradient of that.
-pub(crate) fn softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor> {
+pub fn softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor> {
     in_type_of!(y, T => {
         let (count, width) = extent(y);
         let mut target = Target::new(y.dtype(), count, width)?;
@@ -22,7 +22,7 @@ pub(crate) fn softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor> {
 }
 
 /// The gradient of a log-softmax: `g - exp(y) * sum(g)`, from its result and the gradient of that.
-pub(crate) fn log_softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor> {
+pub fn log_softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor> {
     in_type_of!(y, T => {
         let (count, width) = extent(y);
         let mut target = Target::new(y.dtype(), count, width)?;
@@ -35,7 +35,7 @@ pub(crate) fn log_softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor
 }
 
 /// The gradients of a layer norm: of its input, of its weight and of its bias, the last two summed over the rows.
-pub(crate) fn layer_norm_backward_rows(
+pub fn layer_norm_backward_rows(
     x: &Tensor,
     weight: Option<&Tensor>,
     g: &Tensor,
@@ -45,7 +45,7 @@ pub(crate) fn layer_norm_backward_rows(
 }
 
 /// The gradients of a norm by the root mean square: of its input and, if it has one, of its weight, summed over the rows.
-pub(crate) fn rms_norm_backward_rows(
+pub fn rms_norm_backward_rows(
     x: &Tensor,
     weight: Option<&Tensor>,
     g: &Tensor,

@@ -6,14 +6,14 @@ use rayon::prelude::*;
 
 use super::{Assembly, dense, with_first_element};
 use crate::error::Result;
-use crate::layout::TensorMeta;
+use crate::meta::TensorMeta;
 
 /// Products with fewer multiplications than this run on the calling thread.
 const WORTH_THREADS: usize = 1 << 20;
 
 /// The product of `a`, whose dimensions are `batch` ones, rows and `inner` ones, and `b`, whose dimensions are as many
 /// batch ones, `inner` ones and columns; both are floating-point tensors of one type.
-pub(crate) fn product(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Result<Tensor> {
+pub fn product(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Result<Tensor> {
     let dtype = a.dtype();
     // The crate's product of f16 rounds between blocks of the inner dimension, and there is none of bf16.
     if matches!(dtype, DType::F16 | DType::BF16) {

@@ -6,10 +6,10 @@ use candle_core::Tensor;
 
 use super::{Norm, Real, Target, change, extent, in_type_of, over_rows, per_element, sum, write};
 use crate::error::Result;
-use crate::local::vector::{self, Kernel};
+use crate::vector::{self, Kernel};
 
 /// `exp(x)` divided by its sum.
-pub(crate) fn softmax_rows(x: &Tensor) -> Result<Tensor> {
+pub fn softmax_rows(x: &Tensor) -> Result<Tensor> {
     in_type_of!(x, T => {
         let (count, width) = extent(x);
         let mut target = Target::new(x.dtype(), count, width)?;
@@ -20,7 +20,7 @@ pub(crate) fn softmax_rows(x: &Tensor) -> Result<Tensor> {
 }
 
 /// The logarithm of the softmax.
-pub(crate) fn log_softmax_rows(x: &Tensor) -> Result<Tensor> {
+pub fn log_softmax_rows(x: &Tensor) -> Result<Tensor> {
     in_type_of!(x, T => {
         let (count, width) = extent(x);
         let mut target = Target::new(x.dtype(), count, width)?;
@@ -31,7 +31,7 @@ pub(crate) fn log_softmax_rows(x: &Tensor) -> Result<Tensor> {
 }
 
 /// `log(sum(exp(x)))`, one number per row; the last dimension becomes 1.
-pub(crate) fn logsumexp_rows(x: &Tensor) -> Result<Tensor> {
+pub fn logsumexp_rows(x: &Tensor) -> Result<Tensor> {
     in_type_of!(x, T => {
         let (count, width) = extent(x);
         let mut target = Target::new(x.dtype(), count, 1)?;
@@ -48,12 +48,12 @@ pub(crate) fn logsumexp_rows(x: &Tensor) -> Result<Tensor> {
 }
 
 /// Mean 0 and variance 1, times a weight, plus a bias.
-pub(crate) fn layer_norm_rows(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+pub fn layer_norm_rows(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     norm_rows(Norm::Layer, x, weight, bias, eps)
 }
 
 /// Mean square 1, times a weight.
-pub(crate) fn rms_norm_rows(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+pub fn rms_norm_rows(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     norm_rows(Norm::RootMeanSquare, x, weight, None, eps)
 }
 

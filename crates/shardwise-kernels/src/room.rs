@@ -8,13 +8,13 @@ use std::sync::OnceLock;
 use crate::error::{Error, Result};
 
 /// Bytes of memory and swap of this machine, or what a container leaves this process of them.
-pub(crate) fn memory_bytes() -> usize {
+pub fn memory_bytes() -> usize {
     static BYTES: OnceLock<usize> = OnceLock::new();
     *BYTES.get_or_init(|| container().into_iter().chain([machine()]).min().expect("one at least"))
 }
 
 /// An error if so many elements of a size do not fit into the memory of this machine.
-pub(crate) fn check_bytes(count: usize, elem: usize) -> Result<()> {
+pub fn check_bytes(count: usize, elem: usize) -> Result<()> {
     match count.checked_mul(elem) {
         Some(bytes) if bytes <= memory_bytes() => Ok(()),
         _ => Err(refused(count, elem, &format!("at most {}, the memory of this machine", gigabytes(memory_bytes())))),

@@ -17,7 +17,7 @@ const CHUNK: usize = 512;
 
 /// A function of `N` numbers in every type in which it is computed. All but `N` numbers are arguments of its own. The
 /// methods must be `#[inline(always)]`, see [`vector::Kernel`].
-pub(crate) trait Function<const N: usize>: Copy {
+pub trait Function<const N: usize>: Copy {
     /// Of f32; `FMA` as in the functions of [`math`](super::math).
     fn f32<const FMA: bool>(self, x: [f32; N]) -> f32;
     /// Of f64.
@@ -28,7 +28,7 @@ pub(crate) trait Function<const N: usize>: Copy {
 
 /// A function computed in f64, of f32 too, with another one for whole numbers.
 #[derive(Clone, Copy)]
-pub(crate) struct Wide<R, W>(pub(crate) R, pub(crate) W);
+pub struct Wide<R, W>(pub R, pub W);
 
 impl<const N: usize, R, W> Function<N> for Wide<R, W>
 where
@@ -53,7 +53,7 @@ where
 
 /// A function written once for every type in which it is computed.
 #[derive(Clone, Copy)]
-pub(crate) struct Each<S, R, W>(pub(crate) S, pub(crate) R, pub(crate) W);
+pub struct Each<S, R, W>(pub S, pub R, pub W);
 
 impl<const N: usize, S, R, W> Function<N> for Each<S, R, W>
 where
@@ -79,9 +79,10 @@ where
 
 /// The type in which a function is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Arithmetic {
+pub enum Arithmetic {
     /// For f32 and types that are exact in it.
     F32,
+    /// For f64 and whole numbers that f32 does not hold.
     F64,
     /// For whole numbers that stay so.
     Whole,
@@ -89,14 +90,14 @@ pub(crate) enum Arithmetic {
 
 impl Arithmetic {
     /// For real numbers of these types: what f32 holds exactly is computed in f32.
-    pub(crate) fn real(types: impl IntoIterator<Item = DType>) -> Self {
+    pub fn real(types: impl IntoIterator<Item = DType>) -> Self {
         let exact = |t| matches!(t, DType::F32 | DType::F16 | DType::BF16 | DType::U8 | DType::I16);
         if types.into_iter().all(exact) { Arithmetic::F32 } else { Arithmetic::F64 }
     }
 }
 
 /// A function of tensors that broadcast to `shape`, as a tensor of a type.
-pub(crate) fn map<const N: usize, F: Function<N>>(
+pub fn map<const N: usize, F: Function<N>>(
     f: F,
     inputs: [&Tensor; N],
     shape: &[usize],
@@ -376,7 +377,7 @@ mod tests {
         impl Function<1> for Gelu {
             #[inline(always)]
             fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
-                crate::local::math::gelu::<FMA>(x)
+                crate::math::gelu::<FMA>(x)
             }
             #[inline(always)]
             fn f64(self, [x]: [f64; 1]) -> f64 {

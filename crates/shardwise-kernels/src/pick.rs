@@ -4,13 +4,13 @@ use candle_core::Tensor;
 
 use super::{Assembly, dense, with_first_element};
 use crate::error::Result;
-use crate::layout::TensorMeta;
+use crate::meta::TensorMeta;
 
 /// A position that is nowhere: zeros stand there.
-pub(crate) const NOWHERE: usize = usize::MAX;
+pub const NOWHERE: usize = usize::MAX;
 
 /// The slices of `x` along `dim` at some positions, one after the other; zeros for [`NOWHERE`].
-pub(crate) fn take(x: &Tensor, dim: usize, positions: &[usize]) -> Result<Tensor> {
+pub fn take(x: &Tensor, dim: usize, positions: &[usize]) -> Result<Tensor> {
     let mut shape = x.dims().to_vec();
     let (n, elem) = (shape[dim], x.dtype().size_in_bytes());
     shape[dim] = positions.len();
@@ -41,7 +41,7 @@ pub(crate) fn take(x: &Tensor, dim: usize, positions: &[usize]) -> Result<Tensor
 
 /// For every element of `shape` the element of `x` whose coordinate along `dim` is its place (row-major over `shape`) and
 /// whose other coordinates are its own; zero for [`NOWHERE`].
-pub(crate) fn pick(x: &Tensor, dim: usize, places: &[usize], shape: &[usize]) -> Result<Tensor> {
+pub fn pick(x: &Tensor, dim: usize, places: &[usize], shape: &[usize]) -> Result<Tensor> {
     let elem = x.dtype().size_in_bytes();
     assert_eq!(places.len(), shape.iter().product::<usize>(), "one place per element");
     let picked = Assembly::new(TensorMeta { shape: shape.to_vec(), dtype: x.dtype() })?;
@@ -65,7 +65,7 @@ pub(crate) fn pick(x: &Tensor, dim: usize, places: &[usize], shape: &[usize]) ->
 }
 
 /// The row-major numbers in a tensor of elements that lie at the coordinates of another shape, but for one dimension.
-pub(crate) struct Numbers {
+pub struct Numbers {
     dim: usize,
     /// Strides of the other shape and of the tensor.
     strides: Vec<(usize, usize)>,
@@ -73,7 +73,8 @@ pub(crate) struct Numbers {
 }
 
 impl Numbers {
-    pub(crate) fn new(sizes: &[usize], dim: usize, shape: &[usize]) -> Self {
+    /// For an index of this shape into a tensor of these sizes.
+    pub fn new(sizes: &[usize], dim: usize, shape: &[usize]) -> Self {
         let strides =
             |shape: &[usize]| -> Vec<usize> { (0..shape.len()).map(|d| shape[d + 1..].iter().product()).collect() };
         Numbers { dim, strides: strides(shape).into_iter().zip(strides(sizes)).collect(), sizes: sizes.to_vec() }
@@ -83,7 +84,7 @@ impl Numbers {
     ///
     /// # Panics
     /// If there is no such element.
-    pub(crate) fn of(&self, mut i: usize, place: usize) -> usize {
+    pub fn of(&self, mut i: usize, place: usize) -> usize {
         let mut number = 0;
         for (d, &(other, own)) in self.strides.iter().enumerate() {
             let coordinate = if d == self.dim { place } else { i / other };

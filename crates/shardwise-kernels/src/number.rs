@@ -37,7 +37,7 @@ impl Number {
     }
 
     /// Whether it has no fraction and is exact, so that an operator on integers with it gives integers.
-    pub(crate) fn is_integer(self) -> bool {
+    pub fn is_integer(self) -> bool {
         match self {
             Number::Real(x) => x.fract() == 0.0 && x.abs() < 9e15,
             Number::Integer(_) => true,
@@ -45,7 +45,7 @@ impl Number {
     }
 
     /// The negative; i64::MIN, which has none, wraps.
-    pub(crate) fn negative(self) -> Self {
+    pub fn negative(self) -> Self {
         match self {
             Number::Real(x) => Number::Real(-x),
             Number::Integer(n) => Number::Integer(n.wrapping_neg()),
@@ -65,7 +65,7 @@ impl Number {
     ///
     /// # Errors
     /// If the type does not hold the number: NaN and the infinities in integers, 300 in u8.
-    pub(crate) fn fit(self, dtype: DType) -> Result<Self> {
+    pub fn fit(self, dtype: DType) -> Result<Self> {
         let Some((least, most)) = limits(dtype) else { return Ok(self) };
         // A negative fraction is not an integer that could wrap.
         let low = match self {
@@ -119,7 +119,7 @@ elements! {
 }
 
 /// The least and the largest number of an integer type.
-pub(crate) fn limits(dtype: DType) -> Option<(i64, i64)> {
+pub fn limits(dtype: DType) -> Option<(i64, i64)> {
     Some(match dtype {
         DType::U8 => (0, u8::MAX.into()),
         DType::U32 => (0, u32::MAX.into()),

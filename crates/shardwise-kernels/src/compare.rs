@@ -5,12 +5,12 @@ use candle_core::{DType, Tensor};
 use crate::error::Result;
 
 /// Whether all elements are equal.
-pub(crate) fn all_equal(a: &Tensor, b: &Tensor) -> Result<bool> {
+pub fn all_equal(a: &Tensor, b: &Tensor) -> Result<bool> {
     all_hold(a, || Ok(a.eq(b)?))
 }
 
 /// Whether `|a - b| <= atol + rtol * |b|` for all elements.
-pub(crate) fn all_close(a: &Tensor, b: &Tensor, rtol: f64, atol: f64) -> Result<bool> {
+pub fn all_close(a: &Tensor, b: &Tensor, rtol: f64, atol: f64) -> Result<bool> {
     if rtol == 0.0 && atol == 0.0 && a.dtype() == b.dtype() {
         return all_equal(a, b); // also where an f64 would not hold the numbers
     }

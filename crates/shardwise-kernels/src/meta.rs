@@ -1,0 +1,37 @@
+//! What a tensor is besides its elements.
+
+use std::fmt;
+
+use candle_core::{DType, Shape};
+
+/// Shape and element type of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct TensorMeta {
+    /// Size of every dimension.
+    pub shape: Vec<usize>,
+    /// Element type.
+    pub dtype: DType,
+}
+
+impl TensorMeta {
+    /// Shape and element type together.
+    pub fn new(shape: impl Into<Shape>, dtype: DType) -> Self {
+        TensorMeta { shape: shape.into().into_dims(), dtype }
+    }
+
+    /// Number of elements.
+    pub fn elem_count(&self) -> usize {
+        self.shape.iter().fold(1, |count, &n| count.saturating_mul(n))
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.elem_count().saturating_mul(self.dtype.size_in_bytes())
+    }
+}
+
+impl fmt::Display for TensorMeta {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {:?}", self.dtype.as_str(), self.shape)
+    }
+}
