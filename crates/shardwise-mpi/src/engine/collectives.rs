@@ -25,7 +25,7 @@ pub(super) fn carry_out(comm: &Comm, limits: Limits, call: &Call, inputs: &[Tens
         return Ok(Vec::new());
     }
     if comm.size() == 1 {
-        return inputs.iter().map(immutable).collect();
+        return inputs.iter().map(|t| Ok(immutable(t)?)).collect();
     }
     let me = comm.rank();
     let input = || immutable(&inputs[0]);
@@ -129,7 +129,7 @@ impl<'a> Join<'a> {
             Ok(received.narrow(0, starts[rank], counts[rank])?.reshape(shape)?)
         };
         let with_elements = (0..self.sizes.len()).filter(|&r| self.sizes[r] > 0);
-        concat(&with_elements.map(piece).collect::<Result<Vec<_>>>()?, self.dim)
+        Ok(concat(&with_elements.map(piece).collect::<Result<Vec<_>>>()?, self.dim)?)
     }
 
     /// Every rank, or the root if there is one, gets the pieces of all.
@@ -208,7 +208,7 @@ impl<'a> Join<'a> {
 
 /// The memory of dense tensors, which must outlive what is done with it.
 fn parts(tensors: &[Tensor]) -> Result<SmallVec<[Part<*const u8>; 8]>> {
-    let part = |t: &Tensor| with_bytes(t, |bytes| Part { first: bytes.as_ptr(), bytes: bytes.len() });
+    let part = |t: &Tensor| Ok(with_bytes(t, |bytes| Part { first: bytes.as_ptr(), bytes: bytes.len() })?);
     tensors.iter().map(part).collect()
 }
 
@@ -279,7 +279,7 @@ fn broadcast(comm: &Comm, limits: Limits, input: Option<&Tensor>, whole: &Tensor
 
 /// Every rank hands one tensor to every rank.
 fn all_to_all(comm: &Comm, inputs: &[Tensor], expected: &[TensorMeta]) -> Result<Vec<Tensor>> {
-    let inputs = inputs.iter().map(|t| dense(&immutable(t)?)).collect::<Result<Vec<_>>>()?;
+    let inputs = inputs.iter().map(|t| Ok(dense(&immutable(t)?)?)).collect::<Result<Vec<_>>>()?;
     let mut buffers = expected.iter().map(|meta| Buffer::new(meta.clone())).collect::<Result<Vec<_>>>()?;
     let receive: Vec<_> =
         buffers.iter_mut().zip(expected).map(|(b, meta)| Part { first: b.first(), bytes: meta.bytes() }).collect();

@@ -62,7 +62,7 @@ impl ReadRequest {
 impl Shelf {
     /// Puts tensors where `readers` ranks can read them.
     pub(super) fn put(&self, set: SetId, tensors: &[Tensor], readers: usize) -> Result<()> {
-        let tensors = tensors.iter().map(|t| dense(&immutable(t)?)).collect::<Result<Vec<_>>>()?;
+        let tensors = tensors.iter().map(|t| Ok(dense(&immutable(t)?)?)).collect::<Result<Vec<_>>>()?;
         self.sets.lock().insert(set, (tensors, readers));
         Ok(())
     }

@@ -63,7 +63,7 @@ impl Small {
     pub(super) fn pack(self, call: &Call, inputs: &[Tensor], me: usize, packet: &mut Packet) -> Result<()> {
         let Some(input) = inputs.first() else { return Ok(()) };
         let input = dense(&immutable(input)?)?;
-        with_bytes(&input, |bytes| match self {
+        Ok(with_bytes(&input, |bytes| match self {
             Small::NoData => {}
             Small::Reduce => {
                 if let Call::AllReduce { op } | Call::Reduce { op, .. } | Call::ReduceScatter { op, .. } = call {
@@ -82,7 +82,7 @@ impl Small {
                 }
             }
             Small::FromRoot => packet.put(0, bytes),
-        })
+        })?)
     }
 
     /// What rank `me` of `size` gets from the packet of all ranks.
@@ -100,18 +100,20 @@ impl Small {
         match call {
             Call::Reduce { root, .. } | Call::Gather { root, .. } if *root != me => Ok(Vec::new()),
             Call::AllReduce { op } | Call::Reduce { op, .. } => one(self.reduced(*op, &inputs[0], size, packet)?),
-            Call::ReduceScatter { op, dim, sizes } => piece(&self.reduced(*op, &inputs[0], size, packet)?, *dim, sizes),
+            Call::ReduceScatter { op, dim, sizes } => {
+                Ok(piece(&self.reduced(*op, &inputs[0], size, packet)?, *dim, sizes)?)
+            }
             Call::AllGather { dim, sizes } | Call::Gather { dim, sizes, .. } => {
                 one(joined(&Join::of(&inputs[0], *dim, sizes), packet)?)
             }
             Call::ExchangeDims { from, from_sizes, to, to_sizes } => {
-                piece(&joined(&Join::of(&inputs[0], *from, from_sizes), packet)?, *to, to_sizes)
+                Ok(piece(&joined(&Join::of(&inputs[0], *from, from_sizes), packet)?, *to, to_sizes)?)
             }
             Call::Broadcast { whole, root } => match inputs.first() {
                 Some(input) if me == *root => one(dense(&immutable(input)?)?),
                 _ => one(tensor(whole.clone(), packet)?),
             },
-            Call::Scatter { whole, dim, sizes, .. } => piece(&tensor(whole.clone(), packet)?, *dim, sizes),
+            Call::Scatter { whole, dim, sizes, .. } => Ok(piece(&tensor(whole.clone(), packet)?, *dim, sizes)?),
             Call::Barrier | Call::Agree { .. } | Call::Expose | Call::AllToAll { .. } => Ok(Vec::new()),
         }
     }
