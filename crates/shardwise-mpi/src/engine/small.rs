@@ -62,8 +62,16 @@ impl Small {
     /// Puts this rank's data into its packet.
     pub(super) fn pack(self, call: &Call, inputs: &[Tensor], me: usize, packet: &mut Packet) -> Result<()> {
         let Some(input) = inputs.first() else { return Ok(()) };
-        let input = dense(&immutable(input)?)?;
-        Ok(with_bytes(&input, |bytes| match self {
+        let copied;
+        // Copied into the packet at once: no need for memory that nobody can change.
+        let input = match input.is_contiguous() {
+            true => input,
+            false => {
+                copied = dense(input)?;
+                &copied
+            }
+        };
+        Ok(with_bytes(input, |bytes| match self {
             Small::NoData => {}
             Small::Reduce => {
                 if let Call::AllReduce { op } | Call::Reduce { op, .. } | Call::ReduceScatter { op, .. } = call {
