@@ -35,7 +35,8 @@ pub(crate) use power::{Power, measure};
 pub(crate) use product::product;
 pub(crate) use reduce::{Reducible, reduce_block};
 pub(crate) use room::{check_bytes, memory_bytes};
-pub(crate) use update::{Stored, Update, update};
+pub use update::Elementwise;
+pub(crate) use update::{Stored, update};
 
 use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
 
