@@ -12,7 +12,9 @@ use super::catalog::Catalog;
 use super::state::State;
 use super::value::Value;
 use crate::error::{Error, Result};
-use crate::optim::{Adam, AdamW, GroupState, NAdam, Optimizer, OptimizerState, ParamGroup, ParamState, ShardedOptimizer};
+use crate::optim::{
+    Adam, AdamW, GroupState, NAdam, Optimizer, OptimizerState, ParamGroup, ParamState, ShardedOptimizer,
+};
 
 const GROUPS: &str = "param_groups";
 /// Number of all steps, beside what PyTorch has: it knows steps per parameter.

@@ -48,7 +48,10 @@ enum Form {
     Typed(Arc<dyn Erased>),
     /// Read from a file: the settings of an optimizer of which the type is not known here. A load gives it the type that the
     /// optimizer has that it is loaded into.
-    Stored { name: String, settings: Json },
+    Stored {
+        name: String,
+        settings: Json,
+    },
 }
 
 /// An optimizer without its type.
@@ -195,7 +198,8 @@ impl Algorithm {
     /// The same optimizer with other settings.
     pub(crate) fn with_settings(&self, settings: serde_json::Map<String, Json>) -> Result<Algorithm> {
         // A type without fields is stored as nothing.
-        let settings = if settings.is_empty() { self.typed()?.settings().map_err(Error::other)? } else { Json::Object(settings) };
+        let settings =
+            if settings.is_empty() { self.typed()?.settings().map_err(Error::other)? } else { Json::Object(settings) };
         self.read(settings)
     }
 
@@ -203,7 +207,12 @@ impl Algorithm {
         let found = settings.to_string();
         let optimizer = self.typed()?.read(settings).map_err(|error| {
             let fix = "use settings that an optimizer of this version has stored";
-            Error::invalid("optimizer settings", format!("{found} ({error})"), format!("settings of {}", self.name()), fix)
+            Error::invalid(
+                "optimizer settings",
+                format!("{found} ({error})"),
+                format!("settings of {}", self.name()),
+                fix,
+            )
         })?;
         Ok(Algorithm(Form::Typed(optimizer)))
     }

@@ -156,10 +156,13 @@ impl State {
         let charge = mesh.world().memory().charge(charge);
         let values = match dtype {
             _ if mesh.world().is_dry() => Values::Dry(dtype),
-            DType::F64 => Values::F64(parts.iter().map(|(part, x, meta)| vector(part, *x, meta)).collect::<Result<_>>()?),
+            DType::F64 => {
+                Values::F64(parts.iter().map(|(part, x, meta)| vector(part, *x, meta)).collect::<Result<_>>()?)
+            }
             _ => Values::F32(parts.iter().map(|(part, x, meta)| vector(part, *x as f32, meta)).collect::<Result<_>>()?),
         };
-        let number = |&(name, initial): &(&'static str, f64)| (name, saved.numbers.get(name).copied().unwrap_or(initial));
+        let number =
+            |&(name, initial): &(&'static str, f64)| (name, saved.numbers.get(name).copied().unwrap_or(initial));
         let numbers: Vec<(&'static str, f64)> = group.algorithm.numbers()?.iter().map(number).collect();
         let first = match numbers.iter().find(|(name, _)| *name == STEP) {
             Some((_, steps)) => *steps == 0.0,
