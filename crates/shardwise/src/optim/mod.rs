@@ -50,7 +50,6 @@ use crate::comm::DeviceMesh;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::param::Param;
-use crate::placement::Placement;
 use crate::tensor::DTensor;
 use state::State;
 
@@ -250,8 +249,8 @@ impl ShardedOptimizer {
         Ok(OptimizerState { steps: 0, schedule: None, groups: self.group_states(), params })
     }
 
-    /// Goes on from a saved state, with the settings and the schedule in it. Its tensors may lie otherwise than the parameters
-    /// do, also on other meshes of the world.
+    /// Continues from a saved state, with the settings and the schedule in it. Its tensors may have other layouts than the
+    /// parameters, also on other meshes of the world.
     ///
     /// # Errors
     /// [`Error::Invalid`] if it does not fit, or is that of an optimizer that has taken steps and has no moments; nothing
@@ -259,7 +258,7 @@ impl ShardedOptimizer {
     #[track_caller]
     pub fn load_state_dict(&mut self, state: &OptimizerState) -> Result<()> {
         let groups = self.check(state, DTensor::shape)?;
-        self.load(state, groups, |tensor, _| Ok(tensor.clone()))
+        self.load(state, groups, |tensor, _, _| Ok(tensor.clone()))
     }
 
     /// As [`load_state_dict`](Self::load_state_dict) from whole tensors, which may come from a world of another size. Every
@@ -267,9 +266,8 @@ impl ShardedOptimizer {
     #[track_caller]
     pub fn load_full_state(&mut self, state: &FullState) -> Result<()> {
         let groups = self.check(state, Tensor::dims)?;
-        // Every rank has it all, and takes its part without communicating.
-        self.load(state, groups, |tensor, mesh| {
-            DTensor::distribute_tensor(tensor, mesh, vec![Placement::Replicate; mesh.ndim()], None)
+        self.load(state, groups, |tensor, mesh, layout| {
+            DTensor::distribute_tensor(tensor, mesh, layout.placements().to_vec(), None)
         })
     }
 
@@ -279,7 +277,7 @@ impl ShardedOptimizer {
         &mut self,
         state: &OptimizerState<T>,
         groups: Vec<ParamGroup>,
-        tensor: impl Fn(&T, &DeviceMesh) -> Result<DTensor>,
+        tensor: impl Fn(&T, &DeviceMesh, &Layout) -> Result<DTensor>,
     ) -> Result<()> {
         let mut loaded = Vec::new();
         for slot in &self.slots {
@@ -290,11 +288,15 @@ impl ShardedOptimizer {
             }
             let param = slot.param.get().detach();
             let mut tensors = BTreeMap::new();
+            let group = &groups[slot.group];
             for (kind, saved) in &saved.tensors {
-                tensors.insert(kind.clone(), tensor(saved, param.device_mesh())?);
+                // An f32 copy of a parameter that has none any more is left out.
+                if let Some((mesh, layout)) = state::place(&param, group, kind)? {
+                    tensors.insert(kind.clone(), tensor(saved, &mesh, &layout)?);
+                }
             }
             let saved = ParamState { numbers: saved.numbers.clone(), tensors };
-            loaded.push(Some(State::new(&param, &groups[slot.group], &saved)?));
+            loaded.push(Some(State::new(&param, group, &saved)?));
         }
         self.slots.iter_mut().zip(loaded).for_each(|(slot, state)| slot.state = state);
         self.groups = groups;
