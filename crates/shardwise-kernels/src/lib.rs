@@ -42,7 +42,7 @@ pub use product::product;
 pub use reduce::{Reducible, reduce_block};
 pub use reduce_op::ReduceOp;
 pub use room::{check_bytes, memory_bytes};
-pub use update::{Stored, Update, update};
+pub use update::{Elementwise, Stored, update};
 
 use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
 

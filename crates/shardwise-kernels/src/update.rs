@@ -19,11 +19,23 @@ const LANES: usize = 16;
 
 /// How one element of a parameter changes, with `K` numbers of state.
 ///
-/// Computed in f64 whatever the types are: memory is the limit, and decay rates close to 1 are not rounded.
-pub trait Update<const K: usize>: Copy {
-    /// The new element and state from the element, its gradient and the state. Must be `#[inline(always)]`, see
-    /// [`vector::Kernel`].
-    fn step(self, p: f64, g: f64, state: [f64; K]) -> (f64, [f64; K]);
+/// Computed in f64 whatever the types of the tensors are: memory bandwidth is the limit, and decay rates close to 1 are not
+/// rounded. A closure `|p: f64, g: f64, [m]: [f64; 1]| (p - lr * m, [m])` is one. A type that implements it should mark
+/// `update` as `#[inline(always)]`: the loop around it is compiled for several instruction sets, and only what is inlined
+/// is compiled with it.
+pub trait Elementwise<const K: usize>: Copy {
+    /// Returns the new element and its new state, from the element, its gradient and its state.
+    fn update(self, p: f64, g: f64, state: [f64; K]) -> (f64, [f64; K]);
+}
+
+impl<F, const K: usize> Elementwise<K> for F
+where
+    F: Fn(f64, f64, [f64; K]) -> (f64, [f64; K]) + Copy,
+{
+    #[inline(always)]
+    fn update(self, p: f64, g: f64, state: [f64; K]) -> (f64, [f64; K]) {
+        self(p, g, state)
+    }
 }
 
 /// A type in which a state is kept.
@@ -78,7 +90,7 @@ stored!(f32, f64);
 /// The new parameter; the state changes in place. Parameter and gradient have one shape and any floating-point types, the
 /// vectors of the state have as many elements. Of a parameter whose type is too coarse to hold small changes, `master` is a
 /// finer copy; where the parameter is not that copy rounded, somebody else has set it, and its value counts.
-pub fn update<S: Stored, U: Update<K>, const K: usize>(
+pub fn update<S: Stored, U: Elementwise<K>, const K: usize>(
     rule: U,
     p: &Tensor,
     g: &Tensor,
@@ -172,7 +184,7 @@ struct Step<'a, S, U, const K: usize> {
     out: &'a mut [MaybeUninit<S>],
 }
 
-impl<S: Stored, U: Update<K>, const K: usize> vector::Kernel for Step<'_, S, U, K> {
+impl<S: Stored, U: Elementwise<K>, const K: usize> vector::Kernel for Step<'_, S, U, K> {
     type Output = ();
 
     #[inline(always)]
@@ -186,7 +198,7 @@ impl<S: Stored, U: Update<K>, const K: usize> vector::Kernel for Step<'_, S, U, 
 
 /// All whole blocks of `L` elements. In arrays of a known length they cannot overlap and need no checks, so that they become vectors.
 #[inline(always)]
-fn blocks<S: Stored, U: Update<K>, const K: usize, const L: usize>(
+fn blocks<S: Stored, U: Elementwise<K>, const K: usize, const L: usize>(
     rule: U,
     p: &[S],
     g: &[S],
@@ -202,7 +214,7 @@ fn blocks<S: Stored, U: Update<K>, const K: usize, const L: usize>(
         let mut after = before;
         let mut new = p[i];
         for j in 0..L {
-            let (p, s) = rule.step(p[i][j].wide(), g[i][j].wide(), from_fn(|k| before[k][j].wide()));
+            let (p, s) = rule.update(p[i][j].wide(), g[i][j].wide(), from_fn(|k| before[k][j].wide()));
             new[j] = S::narrow(p);
             (0..K).for_each(|k| after[k][j] = S::narrow(s[k]));
         }
@@ -221,9 +233,9 @@ mod tests {
     #[derive(Clone, Copy)]
     struct Adds;
 
-    impl Update<2> for Adds {
+    impl Elementwise<2> for Adds {
         #[inline(always)]
-        fn step(self, p: f64, g: f64, [a, b]: [f64; 2]) -> (f64, [f64; 2]) {
+        fn update(self, p: f64, g: f64, [a, b]: [f64; 2]) -> (f64, [f64; 2]) {
             (p - g * 0.25, [a + g, b + g * g])
         }
     }

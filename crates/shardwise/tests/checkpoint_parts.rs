@@ -39,12 +39,13 @@ fn a_fresh_optimizer_takes_over_every_moment_of_a_checkpoint() {
         let path = scratch.0.join("state");
         let place = path.clone();
         let schedule = Schedule::Cosine { warmup: 2, total: 9, end: 0.1 };
+        let first = algorithm.clone();
         let expected = ThreadWorld::new(2).unwrap().run(move |world| {
             let mesh = world.mesh([("dp", 2)])?;
             mesh.manual_seed(41);
             DTensor::randn(3, &mesh, [Shard(0)])?;
             let own = params(&mesh, &layouts(2))?;
-            let mut optimizer = ShardedOptimizer::new(names(&own), ParamGroup::new(algorithm).with_lr(0.05))?;
+            let mut optimizer = ShardedOptimizer::new(names(&own), ParamGroup::new(first.clone()).with_lr(0.05))?;
             optimizer.set_schedule(schedule);
             (0..3).try_for_each(|t| optimizer.step(gradients(&own[..2], t)?))?;
             let values = State::map(names(&own).into_iter().map(|(name, param)| (name, param.get().detach())));
@@ -69,7 +70,8 @@ fn a_fresh_optimizer_takes_over_every_moment_of_a_checkpoint() {
                 let mesh = world.mesh([("dp", 3)])?;
                 for way in ["by-hand", "Native", "Dcp"] {
                     let own = params(&mesh, &layouts(3))?;
-                    let mut optimizer = ShardedOptimizer::new(names(&own), ParamGroup::new(algorithm).with_lr(9.0))?;
+                    let mut optimizer =
+                        ShardedOptimizer::new(names(&own), ParamGroup::new(algorithm.clone()).with_lr(9.0))?;
                     let like = names(&own).into_iter().map(|(name, param)| (name, param.get().detach()));
                     let template = State::map([
                         ("params", State::map(like)),
@@ -108,7 +110,7 @@ fn a_load_that_leaves_moments_unfilled_is_an_error() {
         let mesh = world.mesh([("dp", 2)])?;
         let own = params(&mesh, &layouts(2))?;
         let group = ParamGroup::new(AdamW::default());
-        let mut optimizer = ShardedOptimizer::new(names(&own), group)?;
+        let mut optimizer = ShardedOptimizer::new(names(&own), group.clone())?;
         optimizer.step(gradients(&own, 0)?)?;
         let saved = optimizer.state_dict()?;
         checkpoint::save(&world, &path, &State::map([("optimizer", State::try_from(&saved)?)]))?;
@@ -170,7 +172,7 @@ fn restored(world: &World) -> Result<(Net, ShardedOptimizer, DTensor, DTensor)> 
     // what is loaded counts
     let mut optimizer = ShardedOptimizer::new(net.named_parameters(), ParamGroup::new(AdamW::default()))?;
     checkpoint::load_into(world, data().join("checkpoint"), (&net, named("optim", &mut optimizer)))?;
-    let group = optimizer.groups()[0];
+    let group = &optimizer.groups()[0];
     assert_eq!((optimizer.steps(), group.lr), (3, 0.01));
     let expected = AdamW { betas: (0.8, 0.95), weight_decay: 0.1, ..AdamW::default() };
     assert_eq!(group.algorithm, expected.into());

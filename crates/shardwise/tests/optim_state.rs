@@ -8,8 +8,8 @@ mod values;
 use candle_core::{DType, Tensor};
 use parameters::{algorithms, gradients, named, numbers, params, slope, spread, whole};
 use shardwise::optim::{
-    Adadelta, Adam, AdamW, Algorithm, FullState, NAdam, OptimizerState, ParamGroup, RmsProp, Schedule, Sgd,
-    ShardedOptimizer,
+    Adadelta, Adafactor, Adam, AdamW, AdjustLr, Algorithm, FullState, Lion, Muon, NAdam, OptimizerState, ParamGroup,
+    RmsProp, Schedule, Sgd, ShardedOptimizer,
 };
 use shardwise::prelude::*;
 
@@ -47,14 +47,16 @@ fn a_state_of_four_ranks_goes_on_in_three_as_if_it_had_never_stopped() {
     for algorithm in algorithms() {
         let layouts = spread;
         let four = |from: Option<(FullState, Vec<Tensor>)>, range: std::ops::Range<usize>| {
+            let algorithm = algorithm.clone();
             let run = move |world: World| {
                 let mesh = world.mesh([("a", 2), ("b", 2)])?;
-                go_on(&mesh, &layouts(), algorithm, from.as_ref(), range.clone())
+                go_on(&mesh, &layouts(), algorithm.clone(), from.as_ref(), range.clone())
             };
             ThreadWorld::new(4).unwrap().run(run).unwrap().swap_remove(3)
         };
         let (expected_state, expected) = four(None, 0..6);
         let half = four(None, 0..3);
+        let again = algorithm.clone();
         let run = move |world: World| {
             let mesh = world.mesh([("a", 3)])?;
             let other = |(i, (shape, _)): (usize, (Vec<usize>, _))| match (i % 3, shape.is_empty()) {
@@ -66,7 +68,7 @@ fn a_state_of_four_ranks_goes_on_in_three_as_if_it_had_never_stopped() {
                 _ => (shape, vec![Replicate]),
             };
             let layouts: Vec<_> = spread().into_iter().enumerate().map(other).collect();
-            go_on(&mesh, &layouts, algorithm, Some(&half), 3..6)
+            go_on(&mesh, &layouts, again.clone(), Some(&half), 3..6)
         };
         let (state, got) = ThreadWorld::new(3).unwrap().run(run).unwrap().swap_remove(1);
         for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
@@ -96,7 +98,7 @@ fn a_state_moves_between_placements_and_meshes_of_one_world() {
         };
         let group = ParamGroup::new(Adam { amsgrad: true, ..Adam::default() });
         let first = on(&square, &[Shard(0), Replicate])?;
-        let mut optimizer = ShardedOptimizer::new(named(&first), group)?;
+        let mut optimizer = ShardedOptimizer::new(named(&first), group.clone())?;
         (0..3).try_for_each(|t| optimizer.step(gradients(&first, t)?))?;
         let state = optimizer.state_dict()?;
         optimizer.step(gradients(&first, 3)?)?;
@@ -108,9 +110,9 @@ fn a_state_moves_between_placements_and_meshes_of_one_world() {
             (&row, vec![Replicate]),
         ] {
             let second = on(mesh, &placed)?;
-            let mut other = ShardedOptimizer::new(named(&second), group)?;
+            let mut other = ShardedOptimizer::new(named(&second), group.clone())?;
             // the same values as after three steps
-            let mut again = ShardedOptimizer::new(named(&second), group)?;
+            let mut again = ShardedOptimizer::new(named(&second), group.clone())?;
             (0..3).try_for_each(|t| again.step(gradients(&second, t)?))?;
             other.load_state_dict(&state)?;
             other.step(gradients(&second, 3)?)?;
@@ -137,8 +139,8 @@ fn a_parameter_that_is_moved_or_converted_keeps_its_state() {
         let shape = [(vec![5], vec![Shard(0)])];
         let (moved, still) = (params(&mesh, &shape)?, params(&mesh, &shape)?);
         let group = ParamGroup::new(Sgd { momentum: 0.5, ..Sgd::default() }).with_lr(0.25);
-        let mut one = ShardedOptimizer::new(named(&moved), group)?;
-        let mut other = ShardedOptimizer::new(named(&still), group)?;
+        let mut one = ShardedOptimizer::new(named(&moved), group.clone())?;
+        let mut other = ShardedOptimizer::new(named(&still), group.clone())?;
         for t in 0..4 {
             one.step(gradients(&moved, t)?)?;
             other.step(gradients(&still, t)?)?;
@@ -173,7 +175,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
         let layouts = [(vec![4, 2], vec![Shard(0)]), (vec![3], vec![Replicate])];
         let params = params(&mesh, &layouts)?;
         let group = ParamGroup::new(Adam::default());
-        let mut optimizer = ShardedOptimizer::new(named(&params), group)?;
+        let mut optimizer = ShardedOptimizer::new(named(&params), group.clone())?;
         optimizer.step(gradients(&params, 0)?)?;
         let (good, before) = (optimizer.state_dict()?, whole(&params)?);
         let refused = |optimizer: &mut ShardedOptimizer, change: &dyn Fn(&mut OptimizerState), parts: &[&str]| {
@@ -226,27 +228,30 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
         optimizer.load_state_dict(&good)?;
 
         for (result, parts) in [
-            (optimizer.add_param_group(named(&params[..1]), group), ["`p0` beside `p0`", "once"]),
-            (optimizer.add_param_group([("x".into(), params[1].clone())], group), ["`x` beside `p1`", "once"]),
-            (optimizer.add_param_group([], ParamGroup { lr: f64::NAN, ..group }), ["learning rate", "NaN"]),
+            (optimizer.add_param_group(named(&params[..1]), group.clone()), ["`p0` beside `p0`", "once"]),
+            (optimizer.add_param_group([("x".into(), params[1].clone())], group.clone()), ["`x` beside `p1`", "once"]),
+            (optimizer.add_param_group([], ParamGroup { lr: f64::NAN, ..group.clone() }), ["learning rate", "NaN"]),
             (params[0].set(&DTensor::zeros(8, DType::F64, &mesh, [Replicate])?), ["[8]", "[4, 2]"]),
         ] {
             let message = result.unwrap_err().to_string();
             assert!(parts.iter().all(|part| message.contains(part)), "{parts:?} in {message}");
         }
-        let bad: [Algorithm; 5] = [
+        let bad: [Algorithm; 8] = [
             Sgd { nesterov: true, ..Sgd::default() }.into(),
             Adam { betas: (1.0, 0.9), ..Adam::default() }.into(),
             RmsProp { eps: -1.0, ..RmsProp::default() }.into(),
             Adadelta { rho: 1.5, ..Adadelta::default() }.into(),
             NAdam { momentum_decay: f64::NAN, ..NAdam::default() }.into(),
+            Lion { betas: (0.9, -0.1), ..Lion::default() }.into(),
+            Adafactor { d: 0.5, ..Adafactor::default() }.into(),
+            Muon { ns_steps: 100, ..Muon::default() }.into(),
         ];
         for algorithm in bad {
-            assert!(ShardedOptimizer::new(named(&params), ParamGroup::new(algorithm)).is_err(), "{algorithm:?}");
+            assert!(ShardedOptimizer::new(named(&params), algorithm.clone()).is_err(), "{algorithm:?}");
             // also when it is set later
             optimizer.groups_mut()[0].algorithm = algorithm;
             assert!(optimizer.step(gradients(&params, 1)?).is_err());
-            optimizer.groups_mut()[0] = group;
+            optimizer.groups_mut()[0] = group.clone();
         }
         // gradients of values that are no longer current
         let stale = gradients(&params, 1)?;
@@ -268,9 +273,22 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
 
 #[test]
 fn settings_survive_being_stored() {
-    for algorithm in algorithms() {
-        let group = ParamGroup::new(algorithm).with_lr(0.3).maximizing().with_master();
+    let muon = Muon { adjust_lr_fn: Some(AdjustLr::MatchRmsAdamw), ..Muon::default() };
+    let others =
+        [muon.into(), Adafactor::default().into(), Adafactor { eps: (Some(0.1), 0.2), ..Adafactor::default() }.into()];
+    for algorithm in algorithms().into_iter().chain(others) {
+        let group = ParamGroup::new(algorithm.clone()).with_lr(0.3).maximizing().with_master();
         let text = serde_json::to_string(&group).unwrap();
         assert_eq!(serde_json::from_str::<ParamGroup>(&text).unwrap(), group, "{text}");
+        assert!(Algorithm::names().contains(&algorithm.name()));
+        assert_eq!(Algorithm::by_name(algorithm.name()).unwrap().name(), algorithm.name());
     }
+    // the form with the names of types, which earlier versions have written
+    let old = r#"{"AdamW":{"betas":[0.9,0.95],"eps":1e-8,"weight_decay":0.1,"amsgrad":false}}"#;
+    let expected = Algorithm::from(AdamW { betas: (0.9, 0.95), weight_decay: 0.1, ..AdamW::default() });
+    assert_eq!(serde_json::from_str::<Algorithm>(old).unwrap(), expected);
+    let message = Algorithm::by_name("adamm").unwrap_err().to_string();
+    assert!(message.contains("`adamm`") && message.contains("adamw, rmsprop"), "{message}");
+    let message = expected.with_setting("momentum", 0.5).unwrap_err().to_string();
+    assert!(message.contains("`momentum` of adamw") && message.contains("weight_decay"), "{message}");
 }

@@ -133,7 +133,8 @@ fn measure(Way { mode, mesh, plan }: Way, steps: u32) -> Result<Measured> {
     let world = mesh.size();
     let program = move |ranks: World| {
         let mesh = ranks.device_mesh(mesh.clone())?;
-        let optimizer = (ParamGroup::new(AdamW::default()), Schedule::Constant);
+        let group = ParamGroup::new(AdamW::default());
+        let optimizer = ([group.clone(), group], Schedule::Constant);
         let mut trainer = Trainer::new(&config(), &plan, &mesh, (DType::F32, 1), optimizer, None)?;
         let (mut times, mut loss) = (Vec::new(), 0.0);
         for step in 0..WARM_UP + steps {

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use shardwise::checkpoint::{self, AsyncSave, Catalog, Series, State, Value};
 use shardwise::models::{LanguageModel, ModelConfig};
 use shardwise::optim::OptimizerState;
-use shardwise::param::Param;
 use shardwise::prelude::*;
 use shardwise::random::GeneratorState;
 
@@ -97,16 +96,16 @@ impl Resumed {
     /// Brings a new trainer to where the checkpoint was, on its own mesh and in its own layouts.
     pub(super) fn load(&self, world: &World, trainer: &mut Trainer, job: &Job) -> Result<()> {
         let tensors = tensors(&*trainer.model);
-        let params: Vec<(&str, &Param)> = trainer.optimizer.params().collect();
         let place = |key: &str, shape: &[usize]| {
             let of_model = key.strip_prefix("model.").and_then(|name| tensors.iter().find(|(other, _)| other == name));
-            let in_optimizer = || {
-                let (name, _) = key.strip_prefix("optimizer.state.")?.rsplit_once('.')?;
-                params.iter().find(|(other, _)| *other == name).map(|(_, param)| param.get())
+            let of_optimizer = key.strip_prefix("optimizer.state.").and_then(|path| path.rsplit_once('.'));
+            let place = match (of_model, of_optimizer) {
+                (Some((_, tensor)), _) => Some((tensor.device_mesh().clone(), tensor.layout().settled())),
+                (None, Some((param, kind))) => trainer.optimizer.state_layout(param, kind)?,
+                (None, None) => None,
             };
-            let like = of_model.map(|(_, tensor)| tensor.clone()).or_else(in_optimizer);
-            match like.filter(|like| like.shape() == shape) {
-                Some(like) => Ok((like.device_mesh().clone(), like.layout().settled())),
+            match place.filter(|(_, layout)| layout.shape() == shape) {
+                Some(place) => Ok(place),
                 None => {
                     let found = format!("tensor {key:?} of shape {shape:?}");
                     let fix = "resume with the model that it was saved from";
@@ -119,7 +118,7 @@ impl Resumed {
         let optimizer = state.get("optimizer").map_or_else(|| Err(missing("optimizer")), OptimizerState::try_from)?;
         trainer.optimizer.load_state_dict(&optimizer)?;
         // Options that were changed count from here on.
-        trainer.optimizer.groups_mut().fill(job.group);
+        trainer.optimizer.groups_mut().iter_mut().zip(&job.groups).for_each(|(own, new)| *own = new.clone());
         let generator = state.get("generator").map_or_else(|| Err(missing("generator")), GeneratorState::try_from)?;
         trainer.mesh.generator().set_state(generator);
         Ok(())

@@ -226,7 +226,7 @@ fn work(world: &World, plan: &Plan) -> Result<Outcome> {
         say(&|| format!("plan `{best}`, the cheapest of {tried} that were tried"));
     }
     let mesh = world.device_mesh(job.mesh.clone())?;
-    let optimizer = (job.group, job.schedule);
+    let optimizer = (job.groups.clone(), job.schedule);
     let mut trainer = Trainer::new(&job.config, &job.plan, &mesh, (job.dtype, job.seed), optimizer, job.clip)?;
     if let Some(resumed) = resumed {
         resumed.load(world, &mut trainer, job)?;
@@ -272,7 +272,7 @@ fn work(world: &World, plan: &Plan) -> Result<Outcome> {
         let seconds = start.elapsed().as_secs_f64();
         let made = world.trace().report();
         let communication: f64 = made.0.iter().map(|(_, _, total)| total.duration.as_secs_f64()).sum();
-        let lr = job.schedule.lr(at.step, job.group.lr);
+        let lr = job.schedule.lr(at.step, job.groups[0].lr);
         at = Position { step: at.step + 1, batches: at.batches + job.accumulate as u64 };
         let step = at.step;
         in_steps += seconds;

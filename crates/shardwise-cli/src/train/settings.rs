@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
+use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use shardwise::models::{GptConfig, LlamaConfig, ModelConfig, Spread, Weights, search_plan};
-use shardwise::optim::{AdamW, ParamGroup, Schedule};
+use shardwise::optim::{AdamW, Algorithm, Muon, Optimizer, ParamGroup, Schedule};
 use shardwise::plan::{Search, ShardingPlan};
 use shardwise::prelude::*;
 
@@ -75,11 +76,14 @@ settings! {
     batch: usize,
     /// Batches per step, whose gradients add up [1]
     accumulate: usize,
-    /// Learning rate, reached after the warm-up; it falls to a tenth in half a cosine [0.003]
+    /// The optimizer; parameters that it cannot take (muon: all but matrices) get adamw [adamw]
+    #[arg(value_parser = PossibleValuesParser::new(Algorithm::names().iter().copied()))]
+    optimizer: String,
+    /// Learning rate, reached after the warm-up, with cosine decay to a tenth [0.003 for adamw and muon, else the optimizer's]
     lr: f64,
     /// Steps until the full learning rate is reached [a tenth of the steps]
     warmup: u64,
-    /// Weight decay of AdamW [0.01]
+    /// Weight decay [0.01 for adamw, else the optimizer's]
     weight_decay: f64,
     /// Largest norm of all gradients together; 0 for no clipping [1]
     clip: f64,
@@ -167,7 +171,8 @@ pub(crate) struct Job {
     /// The plans that were tried, if the plan was searched for.
     pub(crate) search: Option<Search>,
     pub(crate) dtype: DType,
-    pub(crate) group: ParamGroup,
+    /// For the parameters that the optimizer takes, and for all others.
+    pub(crate) groups: [ParamGroup; 2],
     pub(crate) schedule: Schedule,
     pub(crate) clip: Option<f64>,
     pub(crate) steps: u64,
@@ -241,16 +246,14 @@ impl Settings {
         }
         tokens.check(config.seq_len())?;
         let (plan, search) = self.find_plan(&config, &mesh, batch)?;
-        let lr = self.lr.unwrap_or(3e-3);
-        let weight_decay = self.weight_decay.unwrap_or(0.01);
         let clip = self.clip.unwrap_or(1.0);
-        for (option, value) in [("lr", lr), ("weight-decay", weight_decay), ("clip", clip)] {
+        let numbers = [("lr", self.lr), ("weight-decay", self.weight_decay), ("clip", Some(clip))];
+        for (option, value) in numbers.into_iter().filter_map(|(option, value)| Some((option, value?))) {
             if !(value >= 0.0 && value.is_finite()) {
                 return Err(Error::invalid(option, value, "a number that is at least 0", "correct the option"));
             }
         }
-        let algorithm = AdamW { betas: (0.9, 0.95), weight_decay, ..AdamW::default() };
-        let group = ParamGroup { master: self.master.unwrap_or(true), ..ParamGroup::new(algorithm).with_lr(lr) };
+        let groups = self.groups()?;
         let warmup = self.warmup.unwrap_or(steps / 10);
         // A checkpoint has the seed in its own way, and its reader another place to write to. The mesh is said even if it
         // was not asked for, since what it is then depends on who started the command.
@@ -261,7 +264,7 @@ impl Settings {
             plan,
             search,
             dtype: if self.dtype == Some(Precision::Bf16) { DType::BF16 } else { DType::F32 },
-            group,
+            groups,
             schedule: Schedule::Cosine { warmup, total: steps, end: 0.1 },
             clip: (clip > 0.0).then_some(clip),
             steps,
@@ -278,6 +281,30 @@ impl Settings {
             log: self.log,
             settings,
         })
+    }
+
+    /// The optimizer, and the one for parameters that it cannot take.
+    fn groups(&self) -> Result<[ParamGroup; 2]> {
+        let adamw = Algorithm::from(AdamW { betas: (0.9, 0.95), ..AdamW::default() });
+        let algorithm = match self.optimizer.as_deref().unwrap_or(AdamW::NAME) {
+            AdamW::NAME => adamw.clone(),
+            // With this scale one learning rate serves matrices and all others.
+            Muon::NAME => Algorithm::by_name(Muon::NAME)?.with_setting("adjust_lr_fn", "match_rms_adamw")?,
+            other => Algorithm::by_name(other)?,
+        };
+        let lr = match algorithm.name() {
+            AdamW::NAME | Muon::NAME => 3e-3,
+            _ => algorithm.default_lr(),
+        };
+        let group = |algorithm: Algorithm| -> Result<ParamGroup> {
+            let algorithm = match self.weight_decay {
+                Some(decay) => algorithm.with_setting("weight_decay", decay)?,
+                None => algorithm,
+            };
+            let master = self.master.unwrap_or(true);
+            Ok(ParamGroup { master, ..ParamGroup::new(algorithm).with_lr(self.lr.unwrap_or(lr)) })
+        };
+        Ok([group(algorithm)?, group(adamw)?])
     }
 
     /// The mesh: of threads, or of the processes that were started.

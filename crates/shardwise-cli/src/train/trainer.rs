@@ -34,18 +34,24 @@ pub(crate) struct Batch {
 }
 
 impl Trainer {
-    /// A new model on the mesh, with weights that depend on the seed alone.
+    /// A new model on the mesh, with weights that depend on the seed alone. The second group is for parameters whose shapes
+    /// the optimizer of the first one cannot take.
     pub(crate) fn new(
         config: &ModelConfig,
         plan: &ShardingPlan,
         mesh: &DeviceMesh,
         (dtype, seed): (DType, u64),
-        (group, schedule): (ParamGroup, Schedule),
+        ([group, rest], schedule): ([ParamGroup; 2], Schedule),
         clip: Option<f64>,
     ) -> Result<Self> {
         mesh.manual_seed(seed);
         let model = build(config, plan, mesh, dtype)?;
-        let mut optimizer = ShardedOptimizer::new(model.named_parameters(), group)?;
+        let fits = |(_, param): &(String, Param)| group.algorithm.check_shape(&param.shape()).is_ok();
+        let (fitting, others): (Vec<_>, Vec<_>) = model.named_parameters().into_iter().partition(fits);
+        let mut optimizer = ShardedOptimizer::new(fitting, group)?;
+        if !others.is_empty() {
+            optimizer.add_param_group(others, rest)?;
+        }
         optimizer.set_schedule(schedule);
         Ok(Trainer { model, mesh: mesh.clone(), optimizer, clip })
     }

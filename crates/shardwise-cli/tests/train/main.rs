@@ -149,6 +149,8 @@ fn mistakes_are_explained_before_anything_runs() {
     train(&["--steps", "0"], &["steps"]);
     train(&["--lr=-1"], &["lr"]);
     train(&["--plan", "pipeline"], &["pipeline", "fsdp+tp"]);
+    train(&["--optimizer", "sofia"], &["sofia", "adamw", "muon"]);
+    train(&["--config", &place.file("sofia.toml", "optimizer = 'sofia'")], &["sofia", "adamw", "muon"]);
     train(&["--log", &place.at("no/such/log")], &["log"]);
     fails(&["train", "--out", &place.file("taken", ""), "--steps", "1"], &["output directory"]);
     fails(&["generate", &place.at("nothing")], &["config.json", "shardwise train"]);

@@ -33,6 +33,8 @@ fn a_resumed_training_is_the_one_without_the_break() {
     for (name, options, others) in [
         ("gpt", &gpt[..], &[&["--mesh", "tp=2"][..], &["--mesh", "dp=3", "--plan", "fsdp"], &["--plan", "ddp"]][..]),
         ("llama", &llama, &[]),
+        ("muon", &["--optimizer", "muon", "--mesh", "dp=2", "--plan", "fsdp"], &[&["--mesh", "tp=2"]]),
+        ("adafactor", &["--optimizer", "adafactor", "--mesh", "dp=2", "--plan", "fsdp"], &[&["--mesh", "tp=2"]]),
     ] {
         let saving = ["--steps", "20", "--save-every", "10", "--seed", "18446744073709551615"];
         let (_, expected) = run(&place, name, &[&TINY, options, &saving].concat());

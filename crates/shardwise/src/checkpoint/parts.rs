@@ -339,7 +339,7 @@ impl Restore for &mut ShardedOptimizer {
     }
 
     fn check(&self, loaded: &State) -> Result<()> {
-        ShardedOptimizer::check(self, &optimizer_state(self, loaded)?, DTensor::shape)
+        ShardedOptimizer::check(self, &optimizer_state(self, loaded)?, DTensor::shape).map(drop)
     }
 
     fn restore(&mut self, loaded: &State) -> Result<()> {

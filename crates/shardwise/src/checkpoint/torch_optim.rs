@@ -12,7 +12,9 @@ use super::catalog::Catalog;
 use super::state::State;
 use super::value::Value;
 use crate::error::{Error, Result};
-use crate::optim::{Algorithm, GroupState, OptimizerState, ParamGroup, ParamState, ShardedOptimizer};
+use crate::optim::{
+    Adam, AdamW, GroupState, NAdam, Optimizer, OptimizerState, ParamGroup, ParamState, ShardedOptimizer,
+};
 
 const GROUPS: &str = "param_groups";
 /// Number of all steps, beside what PyTorch has: it knows steps per parameter.
@@ -49,28 +51,18 @@ pub(super) fn to_torch(state: &OptimizerState) -> Result<State> {
     ]))
 }
 
-/// The settings of an algorithm by the names that PyTorch has for them too.
-fn settings(group: &ParamGroup) -> Result<serde_json::Map<String, Json>> {
-    match serde_json::to_value(group.algorithm).map_err(Error::other)? {
-        Json::Object(named) => match named.into_iter().next() {
-            Some((_, Json::Object(settings))) => Ok(settings),
-            _ => Ok(serde_json::Map::new()),
-        },
-        _ => Ok(serde_json::Map::new()),
-    }
-}
-
 /// A group with all keys that PyTorch's optimizers look for; those that do not change results have their defaults.
 fn group_to_torch(state: &GroupState) -> Result<Value> {
     let mut group = BTreeMap::new();
-    for (name, value) in settings(&state.group)? {
+    // Settings have the names that PyTorch has for them too.
+    for (name, value) in state.group.algorithm.settings()? {
         let value = match Value::of(&value)? {
             Value::List(values) => Value::Tuple(values),
             other => other,
         };
         group.insert(name, value);
     }
-    let is_decoupled = matches!(state.group.algorithm, Algorithm::AdamW(_));
+    let is_decoupled = state.group.algorithm.name() == AdamW::NAME;
     for (name, value) in [
         ("lr", Value::Float(state.group.lr)),
         ("maximize", Value::Bool(state.group.maximize)),
@@ -202,23 +194,18 @@ fn keys(optimizer: &ShardedOptimizer, groups: &Value) -> Result<BTreeMap<String,
 fn group_from_torch(stored: &Value, own: &ParamGroup, optimizer: &ShardedOptimizer) -> Result<ParamGroup> {
     let number =
         |name: &str| -> Result<Option<f64>> { field(stored, name).map(|value| value.read::<f64>()).transpose() };
-    let mut settings = settings(own)?;
+    let mut settings = own.algorithm.settings()?;
     for (name, setting) in &mut settings {
         let found = field(stored, name)
             .ok_or_else(|| bad(format!("a group without {name}"), format!("settings of {}", own.algorithm.name())))?;
         *setting = found.read::<Json>()?;
     }
-    let mut named = serde_json::to_value(own.algorithm).map_err(Error::other)?;
-    if let Some(inner) = named.as_object_mut().and_then(|named| named.values_mut().next()) {
-        *inner = Json::Object(settings);
-    }
-    let algorithm: Algorithm = serde_json::from_value(named)
-        .map_err(|error| bad(error.to_string(), format!("settings of {}", own.algorithm.name())))?;
+    let algorithm = own.algorithm.with_settings(settings)?;
     let is_decoupled = field(stored, "decoupled_weight_decay");
-    let decoupled_here = matches!(algorithm, Algorithm::AdamW(_));
+    let decoupled_here = algorithm.name() == AdamW::NAME;
     if let Some(Value::Bool(stored)) = is_decoupled
         && *stored != decoupled_here
-        && matches!(algorithm, Algorithm::Adam(_) | Algorithm::AdamW(_) | Algorithm::NAdam(_))
+        && [Adam::NAME, AdamW::NAME, NAdam::NAME].contains(&algorithm.name())
     {
         return Err(bad(format!("decoupled_weight_decay = {stored}"), format!("that of {}", own.algorithm.name())));
     }

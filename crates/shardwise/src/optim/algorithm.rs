@@ -1,311 +1,295 @@
-//! The algorithms and their settings, with the defaults of PyTorch.
+//! Any optimizer as one type, and the list of those that come with the crate.
 
-use serde::{Deserialize, Serialize};
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
 
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::Value as Json;
+
+use super::optimizer::{Optimizer, StateTensor};
+use super::param_step::ParamStep;
+use super::{Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, Lion, Muon, NAdam, RmsProp, Sgd};
 use crate::error::{Error, Result};
 
-/// Declares the settings of an algorithm with their defaults.
-macro_rules! settings {
-    ($(#[$about:meta])* $Name:ident { $($(#[$what:meta])* $field:ident: $T:ty = $default:expr,)* }) => {
-        $(#[$about])*
-        #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-        pub struct $Name {
-            $($(#[$what])* pub $field: $T,)*
-        }
+/// The one list of optimizers of this crate, by name, with their default settings.
+macro_rules! built_in {
+    ($($Optimizer:ident),* $(,)?) => {
+        /// Names of the optimizers that come with the crate.
+        pub(super) const NAMES: &[&str] = &[$($Optimizer::NAME),*];
 
-        impl Default for $Name {
-            fn default() -> Self {
-                $Name { $($field: $default,)* }
-            }
-        }
-
-        impl From<$Name> for Algorithm {
-            fn from(settings: $Name) -> Self {
-                Algorithm::$Name(settings)
+        fn built_in(name: &str) -> Option<Algorithm> {
+            match name {
+                $($Optimizer::NAME => Some($Optimizer::default().into()),)*
+                _ => None,
             }
         }
     };
 }
+built_in!(Sgd, Adagrad, Adam, AdamW, RmsProp, Adadelta, Adamax, NAdam, Lion, Adafactor, Muon);
 
-settings! {
-    /// Stochastic gradient descent.
-    Sgd {
-        /// How much of the last change is kept; 0 for no momentum.
-        momentum: f64 = 0.0,
-        /// How much less of the gradient goes into the momentum.
-        dampening: f64 = 0.0,
-        /// Whether the momentum is applied one step ahead.
-        nesterov: bool = false,
-        /// This much of the parameter is added to its gradient.
-        weight_decay: f64 = 0.0,
+/// An [`Optimizer`] of any type, with its settings.
+///
+/// ```
+/// use shardwise::optim::{AdamW, Algorithm};
+///
+/// let algorithm = Algorithm::from(AdamW { weight_decay: 0.1, ..AdamW::default() });
+/// assert_eq!(algorithm.name(), "adamw");
+/// assert_eq!(algorithm.downcast_ref::<AdamW>().map(|settings| settings.weight_decay), Some(0.1));
+/// assert_eq!(Algorithm::by_name("adamw")?.with_setting("weight_decay", 0.1)?, algorithm);
+/// # Ok::<(), shardwise::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Algorithm(Form);
+
+#[derive(Clone)]
+enum Form {
+    Typed(Arc<dyn Erased>),
+    /// Read from a file: the settings of an optimizer of which the type is not known here. A load gives it the type that the
+    /// optimizer has that it is loaded into.
+    Stored {
+        name: String,
+        settings: Json,
+    },
+}
+
+/// An optimizer without its type.
+trait Erased: fmt::Debug + Send + Sync {
+    fn name(&self) -> &'static str;
+    fn default_lr(&self) -> f64;
+    fn state(&self, shape: &[usize]) -> Vec<StateTensor>;
+    fn numbers(&self) -> &'static [(&'static str, f64)];
+    fn check(&self) -> Result<()>;
+    fn check_shape(&self, shape: &[usize]) -> Result<()>;
+    fn step(&self, at: &mut ParamStep<'_>) -> Result<()>;
+    fn settings(&self) -> serde_json::Result<Json>;
+    /// The same optimizer with other settings.
+    fn read(&self, settings: Json) -> serde_json::Result<Arc<dyn Erased>>;
+    fn as_any(&self) -> &dyn Any;
+}
+
+impl<O: Optimizer> Erased for O {
+    fn name(&self) -> &'static str {
+        O::NAME
+    }
+
+    fn default_lr(&self) -> f64 {
+        O::DEFAULT_LR
+    }
+
+    fn state(&self, shape: &[usize]) -> Vec<StateTensor> {
+        O::state(self, shape)
+    }
+
+    fn numbers(&self) -> &'static [(&'static str, f64)] {
+        O::numbers(self)
+    }
+
+    fn check(&self) -> Result<()> {
+        O::check(self)
+    }
+
+    fn check_shape(&self, shape: &[usize]) -> Result<()> {
+        O::check_shape(self, shape)
+    }
+
+    fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
+        O::step(self, at)
+    }
+
+    fn settings(&self) -> serde_json::Result<Json> {
+        serde_json::to_value(self)
+    }
+
+    fn read(&self, settings: Json) -> serde_json::Result<Arc<dyn Erased>> {
+        Ok(Arc::new(serde_json::from_value::<O>(settings)?))
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
     }
 }
 
-settings! {
-    /// Adagrad: divides by the root of the sum of all squared gradients.
-    Adagrad {
-        /// How fast the learning rate falls.
-        lr_decay: f64 = 0.0,
-        /// Added to the divisor.
-        eps: f64 = 1e-10,
-        /// This much of the parameter is added to its gradient.
-        weight_decay: f64 = 0.0,
-        /// What the sums begin with.
-        initial_accumulator_value: f64 = 0.0,
+impl<O: Optimizer> From<O> for Algorithm {
+    fn from(optimizer: O) -> Self {
+        Algorithm(Form::Typed(Arc::new(optimizer)))
     }
-}
-
-settings! {
-    /// Adam: means of gradients and of their squares.
-    Adam {
-        /// How much of the means is kept: of the gradients, of the squares.
-        betas: (f64, f64) = (0.9, 0.999),
-        /// Added to the divisor.
-        eps: f64 = 1e-8,
-        /// This much of the parameter is added to its gradient.
-        weight_decay: f64 = 0.0,
-        /// Whether the largest mean so far counts.
-        amsgrad: bool = false,
-    }
-}
-
-settings! {
-    /// Adam with weight decay apart from the gradient.
-    AdamW {
-        /// How much of the means is kept: of the gradients, of the squares.
-        betas: (f64, f64) = (0.9, 0.999),
-        /// Added to the divisor.
-        eps: f64 = 1e-8,
-        /// The parameter shrinks by this much times the learning rate.
-        weight_decay: f64 = 1e-2,
-        /// Whether the largest mean so far counts.
-        amsgrad: bool = false,
-    }
-}
-
-settings! {
-    /// RMSprop: divides by the root of the mean of squared gradients.
-    RmsProp {
-        /// How much of the means is kept.
-        alpha: f64 = 0.99,
-        /// Added to the divisor.
-        eps: f64 = 1e-8,
-        /// How much of the last change is kept; 0 for no momentum.
-        momentum: f64 = 0.0,
-        /// Whether the mean gradient is taken out of the mean of the squares.
-        centered: bool = false,
-        /// This much of the parameter is added to its gradient.
-        weight_decay: f64 = 0.0,
-    }
-}
-
-settings! {
-    /// Adadelta: changes as large as those before.
-    Adadelta {
-        /// How much of the means is kept.
-        rho: f64 = 0.9,
-        /// Added to both means.
-        eps: f64 = 1e-6,
-        /// This much of the parameter is added to its gradient.
-        weight_decay: f64 = 0.0,
-    }
-}
-
-settings! {
-    /// Adamax: Adam with the largest gradient instead of the mean of the squares.
-    Adamax {
-        /// How much is kept: of the mean of the gradients, of the largest one.
-        betas: (f64, f64) = (0.9, 0.999),
-        /// Added to the size of the gradient.
-        eps: f64 = 1e-8,
-        /// This much of the parameter is added to its gradient.
-        weight_decay: f64 = 0.0,
-    }
-}
-
-settings! {
-    /// Adam with momentum applied one step ahead.
-    NAdam {
-        /// How much of the means is kept: of the gradients, of the squares.
-        betas: (f64, f64) = (0.9, 0.999),
-        /// Added to the divisor.
-        eps: f64 = 1e-8,
-        /// This much of the parameter is added to its gradient.
-        weight_decay: f64 = 0.0,
-        /// How fast the momentum grows to its final value.
-        momentum_decay: f64 = 4e-3,
-    }
-}
-
-/// How parameters follow their gradients. Every variant has the settings of PyTorch's optimizer of that name.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[allow(missing_docs)] // each is a type with a description of its own
-pub enum Algorithm {
-    Sgd(Sgd),
-    Adagrad(Adagrad),
-    Adam(Adam),
-    AdamW(AdamW),
-    RmsProp(RmsProp),
-    Adadelta(Adadelta),
-    Adamax(Adamax),
-    NAdam(NAdam),
 }
 
 impl Algorithm {
-    /// Name as PyTorch's modules have it.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Algorithm::Sgd(_) => "sgd",
-            Algorithm::Adagrad(_) => "adagrad",
-            Algorithm::Adam(_) => "adam",
-            Algorithm::AdamW(_) => "adamw",
-            Algorithm::RmsProp(_) => "rmsprop",
-            Algorithm::Adadelta(_) => "adadelta",
-            Algorithm::Adamax(_) => "adamax",
-            Algorithm::NAdam(_) => "nadam",
+    /// Names of the optimizers that come with the crate, which [`by_name`](Self::by_name) takes.
+    pub fn names() -> &'static [&'static str] {
+        NAMES
+    }
+
+    /// An optimizer of the crate by its name, with default settings.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] with all names if there is none of this name.
+    pub fn by_name(name: &str) -> Result<Algorithm> {
+        built_in(name).ok_or_else(|| {
+            let needed = format!("one of {}", NAMES.join(", "));
+            Error::invalid("optimizer", format!("`{name}`"), needed, "correct the name")
+        })
+    }
+
+    /// Name of the optimizer, as PyTorch's modules have it.
+    pub fn name(&self) -> &str {
+        match &self.0 {
+            Form::Typed(optimizer) => optimizer.name(),
+            Form::Stored { name, .. } => name,
         }
     }
 
     /// The learning rate that is usual.
     pub fn default_lr(&self) -> f64 {
-        match self {
-            Algorithm::Adagrad(_) | Algorithm::RmsProp(_) => 1e-2,
-            Algorithm::Adadelta(_) => 1.0,
-            Algorithm::Adamax(_) | Algorithm::NAdam(_) => 2e-3,
-            _ => 1e-3,
+        self.typed().map_or(1e-3, Erased::default_lr)
+    }
+
+    /// The optimizer, if it is of this type.
+    pub fn downcast_ref<O: Optimizer>(&self) -> Option<&O> {
+        self.typed().ok()?.as_any().downcast_ref()
+    }
+
+    /// The same optimizer with one setting changed, by the name of its field.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if there is no such setting, or if it has another type.
+    pub fn with_setting(&self, name: &'static str, value: impl Into<Json>) -> Result<Algorithm> {
+        let mut settings = self.settings()?;
+        let Some(setting) = settings.get_mut(name) else {
+            let found = format!("`{name}` of {}", self.name());
+            let known: Vec<&String> = settings.keys().collect();
+            return Err(Error::invalid("setting", found, format!("one of {known:?}"), "correct the name"));
+        };
+        *setting = value.into();
+        self.with_settings(settings)
+    }
+
+    /// Tensors that are kept for a parameter of a shape.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the settings were read from a file and belong to no type yet.
+    pub fn state(&self, shape: &[usize]) -> Result<Vec<StateTensor>> {
+        Ok(self.typed()?.state(shape))
+    }
+
+    /// Checks that a parameter of this shape can be optimized.
+    ///
+    /// # Errors
+    /// Those of [`Optimizer::check_shape`].
+    pub fn check_shape(&self, shape: &[usize]) -> Result<()> {
+        self.typed()?.check_shape(shape)
+    }
+
+    /// The settings by name; none of an optimizer that has no fields.
+    pub(crate) fn settings(&self) -> Result<serde_json::Map<String, Json>> {
+        let settings = match &self.0 {
+            Form::Typed(optimizer) => optimizer.settings().map_err(Error::other)?,
+            Form::Stored { settings, .. } => settings.clone(),
+        };
+        match settings {
+            Json::Object(settings) => Ok(settings),
+            _ => Ok(serde_json::Map::new()),
         }
     }
 
-    /// Names of the tensors that are kept per parameter, PyTorch's names.
-    pub fn tensors(&self) -> &'static [&'static str] {
-        match self {
-            Algorithm::Sgd(Sgd { momentum: 0.0, .. }) => &[],
-            Algorithm::Sgd(_) => &["momentum_buffer"],
-            Algorithm::Adagrad(_) => &["sum"],
-            Algorithm::Adam(Adam { amsgrad: true, .. }) | Algorithm::AdamW(AdamW { amsgrad: true, .. }) => {
-                &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
-            }
-            Algorithm::Adam(_) | Algorithm::AdamW(_) | Algorithm::NAdam(_) => &["exp_avg", "exp_avg_sq"],
-            Algorithm::RmsProp(RmsProp { momentum, centered, .. }) => match (*momentum != 0.0, centered) {
-                (false, false) => &["square_avg"],
-                (true, false) => &["square_avg", "momentum_buffer"],
-                (false, true) => &["square_avg", "grad_avg"],
-                (true, true) => &["square_avg", "grad_avg", "momentum_buffer"],
-            },
-            Algorithm::Adadelta(_) => &["square_avg", "acc_delta"],
-            Algorithm::Adamax(_) => &["exp_avg", "exp_inf"],
+    /// The same optimizer with other settings.
+    pub(crate) fn with_settings(&self, settings: serde_json::Map<String, Json>) -> Result<Algorithm> {
+        // A type without fields is stored as nothing.
+        let settings =
+            if settings.is_empty() { self.typed()?.settings().map_err(Error::other)? } else { Json::Object(settings) };
+        self.read(settings)
+    }
+
+    fn read(&self, settings: Json) -> Result<Algorithm> {
+        let found = settings.to_string();
+        let optimizer = self.typed()?.read(settings).map_err(|error| {
+            let fix = "use settings that an optimizer of this version has stored";
+            Error::invalid(
+                "optimizer settings",
+                format!("{found} ({error})"),
+                format!("settings of {}", self.name()),
+                fix,
+            )
+        })?;
+        Ok(Algorithm(Form::Typed(optimizer)))
+    }
+
+    /// Settings that were read from a file, as an optimizer of the type that this one has. Typed ones stay as they are.
+    pub(super) fn bound_to(&self, own: &Algorithm) -> Result<Algorithm> {
+        match &self.0 {
+            Form::Stored { name, settings } if name == own.name() => own.read(settings.clone()),
+            _ => Ok(self.clone()),
         }
     }
 
-    /// What the tensors begin with.
-    pub(super) fn initial(&self) -> f64 {
-        match self {
-            Algorithm::Adagrad(settings) => settings.initial_accumulator_value,
-            _ => 0.0,
-        }
+    pub(super) fn numbers(&self) -> Result<&'static [(&'static str, f64)]> {
+        Ok(self.typed()?.numbers())
     }
 
-    /// An error if a setting makes no sense.
-    fn check(&self) -> Result<()> {
-        let wrong = |setting: &'static str, found: f64, needed: &str| {
-            let fix = format!("correct `{setting}` of {}", self.name());
-            Err(Error::invalid(setting, found, needed, fix))
-        };
-        let at_least_zero = |setting: &'static str, x: f64| match x >= 0.0 && x.is_finite() {
-            true => Ok(()),
-            false => wrong(setting, x, "a number that is at least 0"),
-        };
-        let below_one = |setting: &'static str, x: f64| match (0.0..1.0).contains(&x) {
-            true => Ok(()),
-            false => wrong(setting, x, "a number from 0 to below 1"),
-        };
-        let betas = |(first, second)| below_one("betas", first).and(below_one("betas", second));
-        let (eps, weight_decay) = match *self {
-            Algorithm::Sgd(s) => {
-                at_least_zero("momentum", s.momentum)?;
-                if s.nesterov && (s.momentum == 0.0 || s.dampening != 0.0) {
-                    let found = format!("momentum {} and dampening {} with nesterov", s.momentum, s.dampening);
-                    let needed = "a momentum and no dampening";
-                    return Err(Error::invalid("momentum", found, needed, "set a momentum, or switch nesterov off"));
-                }
-                (0.0, s.weight_decay)
-            }
-            Algorithm::Adagrad(s) => {
-                at_least_zero("lr_decay", s.lr_decay)?;
-                at_least_zero("initial_accumulator_value", s.initial_accumulator_value)?;
-                (s.eps, s.weight_decay)
-            }
-            Algorithm::Adam(s) => betas(s.betas).map(|()| (s.eps, s.weight_decay))?,
-            Algorithm::AdamW(s) => betas(s.betas).map(|()| (s.eps, s.weight_decay))?,
-            Algorithm::RmsProp(s) => {
-                at_least_zero("momentum", s.momentum)?;
-                at_least_zero("alpha", s.alpha)?;
-                (s.eps, s.weight_decay)
-            }
-            Algorithm::Adadelta(s) => {
-                if !(0.0..=1.0).contains(&s.rho) {
-                    return wrong("rho", s.rho, "a number from 0 to 1");
-                }
-                (s.eps, s.weight_decay)
-            }
-            Algorithm::Adamax(s) => betas(s.betas).map(|()| (s.eps, s.weight_decay))?,
-            Algorithm::NAdam(s) => {
-                at_least_zero("momentum_decay", s.momentum_decay)?;
-                betas(s.betas).map(|()| (s.eps, s.weight_decay))?
-            }
-        };
-        at_least_zero("eps", eps)?;
-        at_least_zero("weight_decay", weight_decay)
-    }
-}
-
-/// How some parameters are treated.
-///
-/// ```
-/// use shardwise::optim::{AdamW, ParamGroup};
-///
-/// let group = ParamGroup::new(AdamW { weight_decay: 0.1, ..AdamW::default() }).with_lr(3e-4);
-/// assert_eq!((group.lr, group.maximize), (3e-4, false));
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct ParamGroup {
-    /// The algorithm with its settings.
-    pub algorithm: Algorithm,
-    /// The learning rate, on which a [`Schedule`](super::Schedule) builds.
-    pub lr: f64,
-    /// Whether parameters follow their gradients instead of going against them.
-    pub maximize: bool,
-    /// Whether an f32 copy is kept of parameters of a half-precision type, in which small changes add up.
-    pub master: bool,
-}
-
-impl ParamGroup {
-    /// An algorithm with its usual learning rate.
-    pub fn new(algorithm: impl Into<Algorithm>) -> Self {
-        let algorithm = algorithm.into();
-        ParamGroup { algorithm, lr: algorithm.default_lr(), maximize: false, master: false }
-    }
-
-    /// The same with another learning rate.
-    pub fn with_lr(self, lr: f64) -> Self {
-        ParamGroup { lr, ..self }
-    }
-
-    /// The same with an f32 copy of parameters of a half-precision type.
-    pub fn with_master(self) -> Self {
-        ParamGroup { master: true, ..self }
-    }
-
-    /// The same, following gradients upwards.
-    pub fn maximizing(self) -> Self {
-        ParamGroup { maximize: true, ..self }
-    }
-
-    /// An error if a setting makes no sense.
     pub(super) fn check(&self) -> Result<()> {
-        if !(self.lr >= 0.0 && self.lr.is_finite()) {
-            return Err(Error::invalid("learning rate", self.lr, "a number that is at least 0", "correct `lr`"));
+        self.typed()?.check()
+    }
+
+    pub(super) fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
+        self.typed()?.step(at)
+    }
+
+    fn typed(&self) -> Result<&dyn Erased> {
+        match &self.0 {
+            Form::Typed(optimizer) => Ok(&**optimizer),
+            Form::Stored { name, .. } => Err(Error::invalid(
+                "optimizer",
+                format!("stored settings of `{name}`, which is not an optimizer of this crate"),
+                "an optimizer with a type",
+                "load them into an optimizer of that type with `load_state_dict`",
+            )),
         }
-        self.algorithm.check()
+    }
+}
+
+impl fmt::Debug for Algorithm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Form::Typed(optimizer) => optimizer.fmt(f),
+            Form::Stored { name, settings } => write!(f, "{name} {settings}"),
+        }
+    }
+}
+
+/// Of one name, with equal settings.
+impl PartialEq for Algorithm {
+    fn eq(&self, other: &Self) -> bool {
+        let settings = |algorithm: &Algorithm| algorithm.settings().ok();
+        self.name() == other.name() && settings(self) == settings(other)
+    }
+}
+
+/// As `{"adamw": {"betas": ...}}`.
+impl Serialize for Algorithm {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        use serde::ser::Error as _;
+        let settings = match &self.0 {
+            Form::Typed(optimizer) => optimizer.settings().map_err(S::Error::custom)?,
+            Form::Stored { settings, .. } => settings.clone(),
+        };
+        serializer.collect_map([(self.name(), settings)])
+    }
+}
+
+impl<'de> Deserialize<'de> for Algorithm {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let named = serde_json::Map::deserialize(deserializer)?;
+        let mut entries = named.into_iter();
+        let (Some((name, settings)), None) = (entries.next(), entries.next()) else {
+            return Err(D::Error::custom("an optimizer is stored as one name with its settings"));
+        };
+        // Earlier versions stored the names of types, such as AdamW.
+        match built_in(&name.to_lowercase()) {
+            Some(known) => known.read(settings).map_err(D::Error::custom),
+            None => Ok(Algorithm(Form::Stored { name, settings })),
+        }
     }
 }

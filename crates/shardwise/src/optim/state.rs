@@ -5,19 +5,23 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::algorithm::{Algorithm, ParamGroup};
-use super::rules::{self, Moment};
+use super::algorithm::Algorithm;
+use super::group::ParamGroup;
+use super::optimizer::StateTensor;
+use super::param_step::ParamStep;
 use super::schedule::Schedule;
 use crate::comm::{Charge, DeviceMesh};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::local::{dense, placeholder, reserve};
 use crate::placement::Placement;
-use crate::tensor::DTensor;
+use crate::tensor::{DTensor, no_grad};
 
-/// Name of the finer copy of a parameter.
-const MASTER: &str = "master_param";
-/// Name of the number that tells a momentum of zeros from one that has not begun: the first gradient is not dampened.
+/// Name of the f32 copy of a half-precision parameter.
+pub(super) const MASTER: &str = "master_param";
+/// Name of the number of steps of a parameter.
+pub(super) const STEP: &str = "step";
+/// Name of the number that marks the state of an optimizer that does not count steps as unused: 0 before the first step.
 const BEGUN: &str = "begun";
 
 /// The state of an optimizer, by names of parameters; `T` is what tensors are.
@@ -51,9 +55,9 @@ pub struct GroupState {
 /// What is kept for one parameter, by the names that PyTorch uses.
 #[derive(Debug, Clone)]
 pub struct ParamState<T = DTensor> {
-    /// Numbers: `step` (not of SGD), `mu_product` of NAdam, and `begun` of SGD with momentum: 0 before the first gradient.
+    /// Numbers, such as `step`; and `begun` with the value 0 where an optimizer that counts no steps has taken none.
     pub numbers: BTreeMap<String, f64>,
-    /// Tensors of the shape of the parameter, such as `exp_avg`; and `master_param`, its f32 copy if there is one.
+    /// Tensors, such as `exp_avg`; and `master_param`, the f32 copy of the parameter if there is one.
     pub tensors: BTreeMap<String, T>,
 }
 
@@ -100,19 +104,27 @@ fn everywhere(tensor: &DTensor) -> Result<Tensor> {
 
 /// What is kept for a parameter while an optimizer works.
 pub(super) struct State {
-    step: u64,
-    mu_product: f64,
-    /// Whether the momentum has not begun yet.
-    first: bool,
-    names: Vec<&'static str>,
-    /// This rank's part of every tensor, in row-major order.
-    values: Values,
-    mesh: DeviceMesh,
-    layout: Layout,
+    /// Those that the optimizer lists, in its order.
+    pub(super) numbers: Vec<(&'static str, f64)>,
+    /// Whether no step has been taken.
+    pub(super) first: bool,
+    /// The tensors in the order of the optimizer; the f32 copy of the parameter stands last.
+    pub(super) entries: Vec<Entry>,
+    pub(super) values: Values,
+    pub(super) mesh: DeviceMesh,
+    /// Layout of the parameter.
+    pub(super) layout: Layout,
     _charge: Charge,
 }
 
-enum Values {
+/// Name and layout of a tensor.
+pub(super) struct Entry {
+    pub(super) name: &'static str,
+    pub(super) layout: Layout,
+}
+
+/// This rank's part of every tensor, in row-major order.
+pub(super) enum Values {
     F32(Vec<Vec<f32>>),
     F64(Vec<Vec<f64>>),
     /// In a dry run there are none.
@@ -124,92 +136,123 @@ impl State {
     #[track_caller]
     pub(super) fn new(param: &DTensor, group: &ParamGroup, saved: &ParamState<DTensor>) -> Result<Self> {
         let (mesh, layout) = (param.device_mesh().clone(), param.layout().settled());
-        let names = names(param, group);
-        let dtype = dtype_of(param);
-        let meta = TensorMeta { shape: layout.local_shape(mesh.world().rank()), dtype };
+        let (tensors, dtype) = (tensors_of(param, group)?, dtype_of(param));
+        let mut entries = Vec::new();
         // In slot order and name order, which is the same on all ranks: moving a tensor takes all of them.
         let mut parts = Vec::new();
-        for &name in &names {
-            let tensor = match saved.tensors.get(name) {
-                Some(tensor) => Some(placed(tensor, param, dtype)?),
-                None if name == MASTER => Some(placed(&param.detach(), param, dtype)?),
+        let mut charge = 0;
+        for tensor in &tensors {
+            let to = layout_of(tensor, &layout)?;
+            let part = match saved.tensors.get(tensor.name) {
+                Some(saved) => Some(placed(saved, &mesh, &to, dtype)?),
+                None if tensor.name == MASTER => Some(placed(&param.detach(), &mesh, &to, dtype)?),
                 None => None,
             };
-            parts.push(tensor.map(|tensor| tensor.local().clone()));
+            let meta = TensorMeta { shape: to.local_shape(mesh.world().rank()), dtype };
+            charge += meta.bytes();
+            parts.push((part.map(|part| part.local().clone()), tensor.initial, meta));
+            entries.push(Entry { name: tensor.name, layout: to });
         }
-        let charge = mesh.world().memory().charge(names.len() * meta.bytes());
-        let initial = group.algorithm.initial();
+        let charge = mesh.world().memory().charge(charge);
         let values = match dtype {
             _ if mesh.world().is_dry() => Values::Dry(dtype),
-            DType::F64 => Values::F64(parts.iter().map(|part| vector(part, initial, &meta)).collect::<Result<_>>()?),
-            _ => Values::F32(parts.iter().map(|part| vector(part, initial as f32, &meta)).collect::<Result<_>>()?),
+            DType::F64 => {
+                Values::F64(parts.iter().map(|(part, x, meta)| vector(part, *x, meta)).collect::<Result<_>>()?)
+            }
+            _ => Values::F32(parts.iter().map(|(part, x, meta)| vector(part, *x as f32, meta)).collect::<Result<_>>()?),
         };
-        Ok(State {
-            step: saved.numbers.get("step").map_or(0, |&step| step as u64),
-            mu_product: saved.numbers.get("mu_product").copied().unwrap_or(1.0),
-            first: saved.numbers.get(BEGUN) == Some(&0.0) || !saved.tensors.contains_key("momentum_buffer"),
-            names,
-            values,
-            mesh,
-            layout,
-            _charge: charge,
-        })
+        let number =
+            |&(name, initial): &(&'static str, f64)| (name, saved.numbers.get(name).copied().unwrap_or(initial));
+        let numbers: Vec<(&'static str, f64)> = group.algorithm.numbers()?.iter().map(number).collect();
+        let first = match numbers.iter().find(|(name, _)| *name == STEP) {
+            Some((_, steps)) => *steps == 0.0,
+            None => {
+                let is_kept = |tensor: &StateTensor| tensor.name != MASTER && saved.tensors.contains_key(tensor.name);
+                saved.numbers.get(BEGUN) == Some(&0.0) || !tensors.iter().any(is_kept)
+            }
+        };
+        Ok(State { numbers, first, entries, values, mesh, layout, _charge: charge })
     }
 
     /// Whether this is the state of such a parameter under such settings.
-    pub(super) fn fits(&self, param: &DTensor, group: &ParamGroup) -> bool {
-        let dtype = match &self.values {
+    pub(super) fn fits(&self, param: &DTensor, group: &ParamGroup) -> Result<bool> {
+        let (tensors, numbers) = (tensors_of(param, group)?, group.algorithm.numbers()?);
+        let is_same = |(entry, tensor): (&Entry, &StateTensor)| {
+            entry.name == tensor.name && entry.layout.shape() == tensor.shape.as_slice()
+        };
+        Ok(self.layout == param.layout().settled()
+            && self.mesh.is_same(param.device_mesh())
+            && self.dtype() == dtype_of(param)
+            && self.entries.len() == tensors.len()
+            && self.entries.iter().zip(&tensors).all(is_same)
+            && self.numbers.iter().map(|(name, _)| name).eq(numbers.iter().map(|(name, _)| name)))
+    }
+
+    /// The parameter after one more step against a gradient. Both have the layout of the parameter.
+    pub(super) fn step(&mut self, param: DTensor, gradient: &DTensor, group: &ParamGroup, lr: f64) -> Result<DTensor> {
+        let before = self.numbers.clone();
+        if let Some((_, steps)) = self.numbers.iter_mut().find(|(name, _)| *name == STEP) {
+            *steps += 1.0;
+        }
+        let mut at = ParamStep::new(self, param, gradient, lr, group.maximize);
+        let stepped = no_grad(|| group.algorithm.step(&mut at)).map(|()| at.into_param());
+        match stepped {
+            Ok(_) => self.first = false,
+            Err(_) => self.numbers = before,
+        }
+        stepped
+    }
+
+    /// Type of all tensors.
+    pub(super) fn dtype(&self) -> DType {
+        match &self.values {
             Values::F32(_) => DType::F32,
             Values::F64(_) => DType::F64,
             Values::Dry(dtype) => *dtype,
-        };
-        self.layout == param.layout().settled()
-            && self.mesh.is_same(param.device_mesh())
-            && dtype == dtype_of(param)
-            && self.names == names(param, group)
+        }
     }
 
-    /// The parameter after one more step against a gradient. Both lie as the state does.
-    pub(super) fn step(&mut self, param: &DTensor, gradient: &DTensor, group: &ParamGroup, lr: f64) -> Result<DTensor> {
-        let step = self.step + 1;
-        let mu_product = match &group.algorithm {
-            Algorithm::NAdam(settings) => self.mu_product * rules::momentum_of(settings, step),
-            _ => self.mu_product,
+    /// Whether there is an f32 copy of the parameter.
+    pub(super) fn has_master(&self) -> bool {
+        self.entries.last().is_some_and(|entry| entry.name == MASTER)
+    }
+
+    /// A copy of one tensor.
+    pub(super) fn tensor(&self, i: usize) -> Result<DTensor> {
+        let layout = &self.entries[i].layout;
+        let shape = layout.local_shape(self.mesh.world().rank());
+        let local = match &self.values {
+            Values::F32(values) => Tensor::from_slice(&values[i], shape.as_slice(), &Device::Cpu)?,
+            Values::F64(values) => Tensor::from_slice(&values[i], shape.as_slice(), &Device::Cpu)?,
+            Values::Dry(dtype) => placeholder(&TensorMeta { shape, dtype: *dtype })?,
         };
-        let at = Moment { lr, maximize: group.maximize, step, first: self.first, mu_product };
-        let (p, g) = (param.local(), gradient.local());
-        let has_master = self.names.last() == Some(&MASTER);
-        let local = match &mut self.values {
-            Values::Dry(_) => p.clone(),
-            _ if p.elem_count() == 0 => p.clone(),
-            Values::F32(values) => {
-                let (state, master) = values.split_at_mut(self.names.len() - usize::from(has_master));
-                rules::step(&group.algorithm, &at, p, g, state, master.first_mut())?
-            }
-            Values::F64(values) => rules::step(&group.algorithm, &at, p, g, values, None)?,
-        };
-        (self.step, self.mu_product, self.first) = (step, mu_product, false);
-        Ok(DTensor::from_parts(&self.mesh, self.layout.clone(), local))
+        Ok(DTensor::from_parts(&self.mesh, layout.clone(), local))
+    }
+
+    /// Replaces one tensor by another in any layout on its mesh.
+    #[track_caller]
+    pub(super) fn set_tensor(&mut self, i: usize, tensor: &DTensor) -> Result<()> {
+        let layout = &self.entries[i].layout;
+        let tensor = placed(tensor, &self.mesh, layout, self.dtype())?;
+        let meta = TensorMeta { shape: layout.local_shape(self.mesh.world().rank()), dtype: tensor.dtype() };
+        let part = Some(tensor.local().clone());
+        match &mut self.values {
+            Values::F32(values) => values[i] = vector(&part, 0.0, &meta)?,
+            Values::F64(values) => values[i] = vector(&part, 0.0, &meta)?,
+            Values::Dry(_) => {}
+        }
+        Ok(())
     }
 
     /// A copy to keep.
-    pub(super) fn saved(&self, algorithm: &Algorithm) -> Result<ParamState> {
+    pub(super) fn saved(&self) -> Result<ParamState> {
         let mut saved = ParamState::default();
-        if !matches!(algorithm, Algorithm::Sgd(_)) {
-            saved.numbers.insert("step".into(), self.step as f64);
+        saved.numbers.extend(self.numbers.iter().map(|&(name, number)| (name.to_string(), number)));
+        for (i, entry) in self.entries.iter().enumerate() {
+            saved.tensors.insert(entry.name.to_string(), self.tensor(i)?);
         }
-        if matches!(algorithm, Algorithm::NAdam(_)) {
-            saved.numbers.insert("mu_product".into(), self.mu_product);
-        }
-        let shape = self.layout.local_shape(self.mesh.world().rank());
-        for (i, &name) in self.names.iter().enumerate() {
-            let local = match &self.values {
-                Values::F32(values) => Tensor::from_slice(&values[i], shape.as_slice(), &Device::Cpu)?,
-                Values::F64(values) => Tensor::from_slice(&values[i], shape.as_slice(), &Device::Cpu)?,
-                Values::Dry(dtype) => placeholder(&TensorMeta { shape: shape.clone(), dtype: *dtype })?,
-            };
-            let tensor = DTensor::from_parts(&self.mesh, self.layout.clone(), local);
-            saved.tensors.insert(name.to_string(), tensor);
+        if self.first {
+            mark_unused(&mut saved);
         }
         Ok(saved)
     }
@@ -217,42 +260,61 @@ impl State {
 
 /// The state of a parameter that has not had a gradient yet: what its first step begins with.
 pub(super) fn fresh(param: &DTensor, group: &ParamGroup) -> Result<ParamState> {
-    let (mesh, layout, dtype) = (param.device_mesh(), param.layout().settled(), dtype_of(param));
+    let (mesh, dtype) = (param.device_mesh(), dtype_of(param));
     let mut saved = ParamState::default();
-    for name in names(param, group) {
+    for tensor in tensors_of(param, group)? {
+        let layout = layout_of(&tensor, &param.layout().settled())?;
         let meta = TensorMeta { shape: layout.local_shape(mesh.world().rank()), dtype };
-        let tensor = match name {
-            MASTER => placed(param, param, dtype)?,
+        let made = match tensor.name {
+            MASTER => placed(param, mesh, &layout, dtype)?,
             _ => {
-                let local = match group.algorithm.initial() {
+                let local = match tensor.initial {
                     _ if mesh.world().is_dry() || meta.elem_count() == 0 => placeholder(&meta)?,
                     // Zeros come from the system without being written.
                     0.0 => Tensor::zeros(meta.shape.as_slice(), dtype, &Device::Cpu)?,
                     initial => Tensor::full(initial, meta.shape.as_slice(), &Device::Cpu)?.to_dtype(dtype)?,
                 };
-                DTensor::from_parts(mesh, layout.clone(), local)
+                DTensor::from_parts(mesh, layout, local)
             }
         };
-        saved.tensors.insert(name.to_string(), tensor);
+        saved.tensors.insert(tensor.name.to_string(), made);
     }
-    match group.algorithm {
-        Algorithm::Sgd(_) if saved.tensors.contains_key("momentum_buffer") => {
-            saved.numbers.insert(BEGUN.into(), 0.0);
-        }
-        Algorithm::Sgd(_) => {}
-        _ => drop(saved.numbers.insert("step".into(), 0.0)),
-    }
-    if matches!(group.algorithm, Algorithm::NAdam(_)) {
-        saved.numbers.insert("mu_product".into(), 1.0);
-    }
+    let numbers = group.algorithm.numbers()?.iter();
+    saved.numbers.extend(numbers.map(|&(name, initial)| (name.to_string(), initial)));
+    mark_unused(&mut saved);
     Ok(saved)
 }
 
+/// Records that no step was taken where nothing else tells: zeros may also be the moments after a step.
+fn mark_unused(saved: &mut ParamState) {
+    let has_moments = saved.tensors.keys().any(|name| name != MASTER);
+    if has_moments && !saved.numbers.contains_key(STEP) {
+        saved.numbers.insert(BEGUN.into(), 0.0);
+    }
+}
+
 /// The tensors that are kept for a parameter.
-fn names(param: &DTensor, group: &ParamGroup) -> Vec<&'static str> {
+fn tensors_of(param: &DTensor, group: &ParamGroup) -> Result<Vec<StateTensor>> {
     let is_half = matches!(param.dtype(), DType::F16 | DType::BF16);
-    let master = (group.master && is_half).then_some(MASTER);
-    group.algorithm.tensors().iter().copied().chain(master).collect()
+    let master = (group.master && is_half).then(|| StateTensor::zeros(MASTER, param.shape()));
+    Ok(group.algorithm.state(param.shape())?.into_iter().chain(master).collect())
+}
+
+/// The layout of a tensor of the state of a parameter: dimensions of the same size are sharded alike.
+fn layout_of(tensor: &StateTensor, param: &Layout) -> Result<Layout> {
+    let (shape, mesh) = (tensor.shape.as_slice(), param.mesh());
+    if shape == param.shape() {
+        return Ok(param.clone());
+    }
+    if shape.len() != param.shape().len() {
+        return Layout::replicated(mesh, shape);
+    }
+    let is_kept = |dim: usize| shape[dim] == param.shape()[dim];
+    let keep = |p: &Placement| if p.shard_dim().is_some_and(is_kept) { p.clone() } else { Placement::Replicate };
+    let placements: Vec<Placement> = param.placements().iter().map(keep).collect();
+    let cuts = param.cuts().into_iter().enumerate();
+    let cuts: Vec<Vec<usize>> = cuts.map(|(dim, axes)| if is_kept(dim) { axes } else { Vec::new() }).collect();
+    Layout::from_cuts(mesh, shape, &placements, &cuts)
 }
 
 /// The type of the state of a parameter.
@@ -260,14 +322,14 @@ fn dtype_of(param: &DTensor) -> DType {
     if param.dtype() == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
-/// A tensor moved to where a parameter lies, in a type.
+/// A tensor in a layout on a mesh, in a type.
 #[track_caller]
-fn placed(tensor: &DTensor, param: &DTensor, dtype: DType) -> Result<DTensor> {
-    let (tensor, layout) = (tensor.to_dtype(dtype)?, param.layout().settled());
+pub(super) fn placed(tensor: &DTensor, mesh: &DeviceMesh, layout: &Layout, dtype: DType) -> Result<DTensor> {
+    let tensor = tensor.to_dtype(dtype)?;
     if tensor.layout().mesh() == layout.mesh() {
-        return tensor.to_layout(&layout);
+        return tensor.to_layout(layout);
     }
-    tensor.to_mesh(param.device_mesh(), layout.placements().to_vec())?.to_layout(&layout)
+    tensor.to_mesh(mesh, layout.placements().to_vec())?.to_layout(layout)
 }
 
 /// The elements of a part, or as many times one number.
@@ -284,7 +346,7 @@ fn vector<T: candle_core::WithDType>(part: &Option<Tensor>, initial: T, meta: &T
     }
 }
 
-/// An error unless the tensors and numbers are those of an algorithm on a parameter of a shape.
+/// An error unless the tensors and numbers are those of an optimizer on a parameter of a shape.
 pub(super) fn check<T>(
     name: &str,
     saved: &ParamState<T>,
@@ -299,28 +361,35 @@ pub(super) fn check<T>(
         let fix = format!("load the state of {} of the same model", algorithm.name());
         Error::invalid("optimizer state", found, needed, fix)
     };
-    let expected = algorithm.tensors();
+    let tensors = algorithm.state(shape)?;
+    let expected: Vec<&str> = tensors.iter().map(|tensor| tensor.name).collect();
     if let Some(missing) = expected.iter().find(|&&kind| !saved.tensors.contains_key(kind)) {
         return Err(bad(format!("no `{missing}` of parameter `{name}`"), format!("{expected:?}")));
     }
-    if let Some(unknown) = saved.tensors.keys().find(|kind| !expected.contains(&kind.as_str()) && *kind != MASTER) {
-        return Err(bad(format!("`{unknown}` of parameter `{name}`"), format!("{expected:?}")));
+    for (kind, saved) in &saved.tensors {
+        let needed = match tensors.iter().find(|tensor| tensor.name == kind) {
+            Some(tensor) => tensor.shape.as_slice(),
+            None if kind == MASTER => shape,
+            None => return Err(bad(format!("`{kind}` of parameter `{name}`"), format!("{expected:?}"))),
+        };
+        if shape_of(saved) != needed {
+            let found = format!("`{kind}` of parameter `{name}` with shape {:?}", shape_of(saved));
+            return Err(bad(found, format!("{needed:?} for a parameter of shape {shape:?}")));
+        }
     }
-    if let Some((kind, tensor)) = saved.tensors.iter().find(|(_, tensor)| shape_of(tensor) != shape) {
-        let found = format!("`{kind}` of parameter `{name}` with shape {:?}", shape_of(tensor));
-        return Err(bad(found, format!("{shape:?}, the shape of the parameter")));
-    }
-    let numbers: &[&str] = match algorithm {
-        Algorithm::Sgd(_) => &[],
-        Algorithm::NAdam(_) => &["step", "mu_product"],
-        _ => &["step"],
-    };
-    for &kind in numbers {
+    for &(kind, _) in algorithm.numbers()? {
         let found = saved.numbers.get(kind);
-        if found.is_none_or(|x| !(*x >= 0.0 && x.is_finite())) {
+        if found.is_none_or(|x| !(x.is_finite() && (kind != STEP || *x >= 0.0))) {
             let found = found.map_or("nothing".into(), f64::to_string);
             return Err(bad(format!("{found} as `{kind}` of parameter `{name}`"), "a number from 0".into()));
         }
     }
     Ok(())
+}
+
+/// Mesh and layout of one tensor of the state of a parameter.
+pub(super) fn place(param: &DTensor, group: &ParamGroup, name: &str) -> Result<Option<(DeviceMesh, Layout)>> {
+    let tensors = tensors_of(param, group)?;
+    let Some(tensor) = tensors.iter().find(|tensor| tensor.name == name) else { return Ok(None) };
+    Ok(Some((param.device_mesh().clone(), layout_of(tensor, &param.layout().settled())?)))
 }

@@ -5,12 +5,12 @@
 
 use candle_core::{DType, Tensor};
 use shardwise::Param;
-use shardwise::optim::{Adadelta, Adagrad, Adam, AdamW, Adamax, Algorithm, NAdam, RmsProp, Sgd};
+use shardwise::optim::{Adadelta, Adagrad, Adam, AdamW, Adamax, Algorithm, Lion, NAdam, RmsProp, Sgd};
 use shardwise::prelude::*;
 
 use crate::values;
 
-/// Every algorithm in all its forms.
+/// Every elementwise optimizer in all its forms.
 pub(crate) fn algorithms() -> Vec<Algorithm> {
     let (sgd, rms) = (Sgd { weight_decay: 0.1, ..Sgd::default() }, RmsProp { weight_decay: 0.1, ..RmsProp::default() });
     let adam = Adam { weight_decay: 0.1, ..Adam::default() };
@@ -30,6 +30,7 @@ pub(crate) fn algorithms() -> Vec<Algorithm> {
         Adadelta { weight_decay: 0.1, ..Adadelta::default() }.into(),
         Adamax { weight_decay: 0.1, ..Adamax::default() }.into(),
         NAdam { weight_decay: 0.1, ..NAdam::default() }.into(),
+        Lion { weight_decay: 0.1, ..Lion::default() }.into(),
     ]
 }
 

@@ -1,0 +1,63 @@
+//! Lion.
+
+use super::optimizer::{Optimizer, StateTensor};
+use super::param_step::ParamStep;
+use super::settings::{at_least_zero, check_betas, settings};
+use crate::error::Result;
+use crate::local::Elementwise;
+
+settings! {
+    /// Lion: every element moves by the learning rate, in the direction of the sign of a mean of gradients.
+    ///
+    /// As in "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023), with decoupled weight decay. Communicates
+    /// nothing beyond the gradients.
+    Lion {
+        /// How much of the mean counts in the direction, and how much of it is kept.
+        betas: (f64, f64) = (0.9, 0.99),
+        /// The parameter shrinks by this much times the learning rate.
+        weight_decay: f64 = 0.0,
+    }
+}
+
+impl Optimizer for Lion {
+    const NAME: &'static str = "lion";
+    const DEFAULT_LR: f64 = 1e-4;
+
+    fn state(&self, shape: &[usize]) -> Vec<StateTensor> {
+        vec![StateTensor::zeros("exp_avg", shape)]
+    }
+
+    fn check(&self) -> Result<()> {
+        check_betas(Self::NAME, self.betas)?;
+        at_least_zero(Self::NAME, "weight_decay", self.weight_decay)
+    }
+
+    fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
+        let lr = at.lr();
+        at.elementwise(["exp_avg"], Sign { lr, shrink: 1.0 - lr * self.weight_decay, betas: self.betas })
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Sign {
+    lr: f64,
+    shrink: f64,
+    betas: (f64, f64),
+}
+
+impl Elementwise<1> for Sign {
+    #[inline(always)]
+    fn update(self, p: f64, g: f64, [m]: [f64; 1]) -> (f64, [f64; 1]) {
+        let (first, second) = self.betas;
+        let mean = first * m + (1.0 - first) * g;
+        // Zero moves nothing, and NaN stays NaN, as torch.sign has it.
+        let direction = if mean > 0.0 {
+            1.0
+        } else if mean < 0.0 {
+            -1.0
+        } else {
+            mean
+        };
+        (p * self.shrink - self.lr * direction, [second * m + (1.0 - second) * g])
+    }
+}

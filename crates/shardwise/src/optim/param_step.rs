@@ -1,0 +1,213 @@
+//! One step of one parameter: what an optimizer reads, and how it writes.
+
+use candle_core::Tensor;
+
+use super::state::{MASTER, STEP, State, Values, placed};
+use crate::error::{Error, Result};
+use crate::local::{Elementwise, Stored, update};
+use crate::tensor::DTensor;
+
+/// One step of one parameter, as an [`Optimizer`](super::Optimizer) sees it.
+///
+/// Tensors are read as [`DTensor`]s in the layout of the parameter, in f32 (f64 for a parameter of f64).
+pub struct ParamStep<'a> {
+    state: &'a mut State,
+    value: DTensor,
+    gradient: &'a DTensor,
+    lr: f64,
+    sign: f64,
+}
+
+impl<'a> ParamStep<'a> {
+    pub(super) fn new(state: &'a mut State, value: DTensor, gradient: &'a DTensor, lr: f64, maximize: bool) -> Self {
+        ParamStep { state, value, gradient, lr, sign: if maximize { -1.0 } else { 1.0 } }
+    }
+
+    pub(super) fn into_param(self) -> DTensor {
+        self.value
+    }
+
+    /// The learning rate of this step, after the schedule.
+    pub fn lr(&self) -> f64 {
+        self.lr
+    }
+
+    /// The number of this step of the parameter, from 1. It is kept as `step`; 0 for an optimizer whose
+    /// [`numbers`](super::Optimizer::numbers) do not list it.
+    pub fn count(&self) -> u64 {
+        self.state.numbers.iter().find(|(name, _)| *name == STEP).map_or(0, |(_, steps)| *steps as u64)
+    }
+
+    /// Whether this is the first step of the parameter, also across saving and loading.
+    pub fn is_first(&self) -> bool {
+        self.state.first
+    }
+
+    /// A number of the state, by name.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the optimizer does not list it.
+    pub fn number(&self, name: &str) -> Result<f64> {
+        let found = self.state.numbers.iter().find(|(other, _)| *other == name);
+        found.map(|(_, number)| *number).ok_or_else(|| self.unknown("number", name))
+    }
+
+    /// Replaces a number of the state. All ranks must set the same one.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the optimizer does not list it.
+    pub fn set_number(&mut self, name: &str, number: f64) -> Result<()> {
+        match self.state.numbers.iter_mut().find(|(other, _)| *other == name) {
+            Some((_, kept)) => *kept = number,
+            None => return Err(self.unknown("number", name)),
+        }
+        Ok(())
+    }
+
+    /// Shape of the whole parameter.
+    pub fn shape(&self) -> &[usize] {
+        self.value.shape()
+    }
+
+    /// Type of the elements of the parameter.
+    pub fn dtype(&self) -> candle_core::DType {
+        self.value.dtype()
+    }
+
+    /// The parameter. Where an f32 copy is kept, that copy.
+    pub fn param(&self) -> Result<DTensor> {
+        let value = self.value.to_dtype(self.state.dtype())?;
+        if !self.state.has_master() {
+            return Ok(value);
+        }
+        // Where the parameter is not the copy rounded, the program has set it, and its value counts.
+        let copy = self.state(MASTER)?;
+        let rounded = copy.to_dtype(self.value.dtype())?.to_dtype(value.dtype())?;
+        rounded.eq(&value)?.where_cond(&copy, &value)
+    }
+
+    /// The gradient, negated to maximize.
+    pub fn gradient(&self) -> Result<DTensor> {
+        let gradient = self.gradient.detach().to_dtype(self.state.dtype())?;
+        if self.sign < 0.0 { gradient.neg() } else { Ok(gradient) }
+    }
+
+    /// A tensor of the state, by name.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the optimizer does not list it.
+    pub fn state(&self, name: &str) -> Result<DTensor> {
+        self.state.tensor(self.index(name)?)
+    }
+
+    /// Replaces a tensor of the state, from any layout.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the optimizer does not list it, or lists it with another shape.
+    #[track_caller]
+    pub fn set_state(&mut self, name: &str, tensor: &DTensor) -> Result<()> {
+        let i = self.index(name)?;
+        self.state.set_tensor(i, tensor)
+    }
+
+    /// Updates parameter and state element by element, in one pass over memory of what this rank holds.
+    ///
+    /// `state` names tensors of the shape of the parameter, in the order in which the rule takes their elements. The
+    /// arithmetic is f64, rounded once when the results are stored, so it does not depend on the layout.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the optimizer does not list one of the tensors, or with another shape.
+    pub fn elementwise<const K: usize>(&mut self, state: [&str; K], rule: impl Elementwise<K>) -> Result<()> {
+        let gradient = self.gradient;
+        self.run(gradient, state, Signed { rule, sign: self.sign })
+    }
+
+    /// As [`elementwise`](Self::elementwise), with another tensor of the shape of the parameter in place of the gradient:
+    /// the rule is given `p`, the element of `change`, and the state. The tensor may be in any layout on the mesh of the
+    /// parameter.
+    #[track_caller]
+    pub fn apply<const K: usize>(
+        &mut self,
+        change: &DTensor,
+        state: [&str; K],
+        rule: impl Elementwise<K>,
+    ) -> Result<()> {
+        let dtype = change.dtype();
+        let change = placed(change, &self.state.mesh, &self.state.layout, dtype)?;
+        self.run(&change, state, rule)
+    }
+
+    /// Replaces the parameter by a tensor in any layout on its mesh.
+    #[track_caller]
+    pub fn set_param(&mut self, value: &DTensor) -> Result<()> {
+        self.apply(value, [], |_: f64, new: f64, []: [f64; 0]| (new, []))
+    }
+
+    fn run<const K: usize>(&mut self, change: &DTensor, names: [&str; K], rule: impl Elementwise<K>) -> Result<()> {
+        let mut indices = [0; K];
+        for (index, name) in indices.iter_mut().zip(names) {
+            *index = self.index(name)?;
+            let layout = &self.state.entries[*index].layout;
+            if *layout != self.state.layout {
+                let found = format!("`{name}` of shape {:?}", layout.shape());
+                let needed = format!("tensors of the shape of the parameter, {:?}", self.shape());
+                let fix = "use `state` and `set_state` for tensors of other shapes";
+                return Err(Error::invalid("state of an elementwise step", found, needed, fix));
+            }
+        }
+        let (p, g) = (self.value.local(), change.local());
+        let masters = usize::from(self.state.has_master());
+        // Also where there is nothing to compute the result is a new tensor: ranks compare how tensors came about.
+        let local = match &mut self.state.values {
+            Values::Dry(_) => p.clone(),
+            _ if p.elem_count() == 0 => p.clone(),
+            Values::F32(values) => run_on(values, masters, indices, rule, p, g)?,
+            Values::F64(values) => run_on(values, masters, indices, rule, p, g)?,
+        };
+        self.value = DTensor::from_parts(&self.state.mesh, self.state.layout.clone(), local);
+        Ok(())
+    }
+
+    fn index(&self, name: &str) -> Result<usize> {
+        let found = self.state.entries.iter().position(|entry| entry.name == name);
+        found.ok_or_else(|| self.unknown("tensor", name))
+    }
+
+    fn unknown(&self, what: &str, name: &str) -> Error {
+        let tensors: Vec<&str> = self.state.entries.iter().map(|entry| entry.name).collect();
+        let numbers: Vec<&str> = self.state.numbers.iter().map(|(name, _)| *name).collect();
+        let needed = format!("one of the tensors {tensors:?} or numbers {numbers:?}");
+        Error::invalid("optimizer state", format!("no {what} `{name}`"), needed, "list it in the optimizer's state")
+    }
+}
+
+/// One pass over a parameter and some vectors of its state; the last of `masters` vectors is the f32 copy.
+fn run_on<S: Stored, const K: usize>(
+    values: &mut [Vec<S>],
+    masters: usize,
+    indices: [usize; K],
+    rule: impl Elementwise<K>,
+    p: &Tensor,
+    g: &Tensor,
+) -> Result<Tensor> {
+    let (state, master) = values.split_at_mut(values.len() - masters);
+    let state = state.get_disjoint_mut(indices).map_err(|_| {
+        let fix = "name every tensor once, and not the f32 copy of the parameter";
+        Error::invalid("state of an elementwise step", "a tensor named twice", "different tensors", fix)
+    })?;
+    Ok(update(rule, p, g, state.map(Vec::as_mut_slice), master.first_mut().map(Vec::as_mut_slice))?)
+}
+
+/// A rule for the gradient times 1 or -1.
+#[derive(Clone, Copy)]
+struct Signed<R> {
+    rule: R,
+    sign: f64,
+}
+
+impl<R: Elementwise<K>, const K: usize> Elementwise<K> for Signed<R> {
+    #[inline(always)]
+    fn update(self, p: f64, g: f64, state: [f64; K]) -> (f64, [f64; K]) {
+        self.rule.update(p, self.sign * g, state)
+    }
+}

@@ -1,0 +1,1 @@
+//! The tests of this crate extend Shardwise with public items only, as a program would.
