@@ -9,7 +9,7 @@ mod write;
 
 use std::collections::BTreeMap;
 
-use super::catalog::NOT_OURS;
+use super::stored::NOT_OURS;
 use super::value::Value;
 use crate::error::{Error, Result};
 

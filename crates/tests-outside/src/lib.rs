@@ -1,0 +1,1 @@
+//! Tests that extend Shardwise from outside; see `tests/`.
