@@ -8,8 +8,8 @@ use shardwise::comm::DeviceMesh;
 use shardwise::error::Site;
 use shardwise::prelude::*;
 use shardwise::sharded::{
-    ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, ShardMetadata, ShardedTensor, ShardedTensorMetadata,
-    ShardingSpec, call_sharded_op, distribute, register_spec_op, shard_tensor,
+    ChunkShardingSpec, RemoteDevice, ShardMetadata, ShardedTensor, ShardedTensorMetadata, ShardingSpec,
+    call_sharded_op, distribute, register_spec_op, shard_tensor,
 };
 
 /// Blocks of rows, one after the other to each rank in turn.
@@ -99,9 +99,10 @@ fn tensors_of_a_new_spec_are_made_moved_and_stored() {
             // as a distributed tensor
             assert_eq!(rows(&x.to_dtensor()?.full_tensor()?), rows(&table()));
 
-            // stored as shards one by one, loaded in any spec
+            // stored as a spec that needs no program, loaded in any spec
             let state = x.state()?;
-            assert!(state.spec.downcast_ref::<EnumerableShardingSpec>().is_some());
+            assert!(state.spec.downcast_ref::<BlockCyclic>().is_none());
+            assert_eq!(state.spec.build_metadata(&[11, 2], DType::F32)?, *x.metadata());
             let as_stored = ShardedTensor::load_with_process_group(&mesh, &[state.clone()], None)?;
             assert_eq!(as_stored.metadata().shards, x.metadata().shards);
             let wider = BlockCyclic { rows: 3, ranks };

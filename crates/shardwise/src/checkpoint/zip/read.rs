@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::super::files::Files;
 use super::super::stored::NOT_OURS;
-use super::{
+use super::records::{
     CENTRAL, CENTRAL_LENGTH, END, END_64, END_64_LENGTH, END_LENGTH, EXTRA_64, LOCAL, LOCAL_LENGTH, LOCATOR_64,
     LOCATOR_64_LENGTH,
 };
