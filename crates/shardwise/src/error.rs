@@ -294,26 +294,12 @@ impl From<std::io::Error> for Error {
 
 /// The names nearest to one that is not among them, for the advice of an error.
 pub(crate) fn nearest(name: &str, among: impl IntoIterator<Item = impl Into<String>>) -> String {
-    let mut all: Vec<(usize, String)> = among.into_iter().map(Into::into).map(|n| (distance(name, &n), n)).collect();
+    let mut all: Vec<(usize, String)> =
+        among.into_iter().map(Into::into).map(|n| (strsim::levenshtein(name, &n), n)).collect();
     all.sort();
     all.dedup();
     all.truncate(3);
     all.iter().map(|(_, name)| format!("`{name}`")).collect::<Vec<_>>().join(", ")
-}
-
-/// How many letters have to be put in, taken out or changed to get from one word to the other.
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, c) in a.chars().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
-        for (j, d) in b.iter().enumerate() {
-            let changed = diagonal + usize::from(c != *d);
-            diagonal = row[j + 1];
-            row[j + 1] = changed.min(diagonal + 1).min(row[j] + 1);
-        }
-    }
-    row[b.len()]
 }
 
 #[cfg(test)]

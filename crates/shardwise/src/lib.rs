@@ -42,6 +42,7 @@
 pub mod error;
 mod module_scope;
 mod intern;
+mod fnv;
 pub mod mesh;
 pub mod placement;
 pub mod layout;

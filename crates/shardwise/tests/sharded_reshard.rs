@@ -8,7 +8,8 @@ use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
 use shardwise::sharded::{
-    ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, ShardMetadata, ShardedTensor, ShardingSpec, shard_tensor,
+    AnyShardingSpec, ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, ShardMetadata, ShardedTensor,
+    shard_tensor,
 };
 use shardwise::{OwnedBox, TensorBox};
 
@@ -38,12 +39,12 @@ fn same(a: &Tensor, b: &Tensor) -> bool {
 }
 
 /// A random way to cut a tensor over some ranks, and what kind it is.
-fn spec(rng: &mut StdRng, shape: &[usize], ranks: usize) -> (&'static str, ShardingSpec) {
+fn spec(rng: &mut StdRng, shape: &[usize], ranks: usize) -> (&'static str, AnyShardingSpec) {
     let any_rank = |rng: &mut StdRng| rng.random_range(0..ranks);
     let chunks = |dim: usize, owners: Vec<usize>| ChunkShardingSpec::over_ranks(dim as isize, owners).unwrap().into();
     let listed = |mut shards: Vec<ShardMetadata>, rng: &mut StdRng| {
         shards.shuffle(rng);
-        ShardingSpec::from(EnumerableShardingSpec::new(shards).unwrap())
+        AnyShardingSpec::from(EnumerableShardingSpec::new(shards).unwrap())
     };
     let dim = rng.random_range(0..shape.len());
     match rng.random_range(0..6) {
@@ -100,7 +101,7 @@ fn spec(rng: &mut StdRng, shape: &[usize], ranks: usize) -> (&'static str, Shard
             let mut sizes: Vec<usize> = vec![0; ranks];
             (0..shape[dim]).for_each(|_| sizes[any_rank(rng)] += 1);
             let layout = Layout::new(&mesh, shape, [Placement::ragged(dim as isize, sizes)]).unwrap();
-            ("ragged layout", ShardingSpec::from_layout(&layout).unwrap())
+            ("ragged layout", AnyShardingSpec::from_layout(&layout).unwrap())
         }
     }
 }
@@ -229,7 +230,7 @@ fn a_spec_becomes_a_layout_and_back_whenever_it_is_regular() {
                 metadata.shards_of(rank).map(ShardMetadata::as_box).filter(|b| b.volume() > 0).collect();
             assert_eq!(boxes(rank), held, "seed {seed}: {kind} {spec}");
         }
-        let back = ShardingSpec::from_layout(&layout).unwrap().build_metadata(&shape, DType::F32).unwrap();
+        let back = AnyShardingSpec::from_layout(&layout).unwrap().build_metadata(&shape, DType::F32).unwrap();
         let sorted = |m: &shardwise::sharded::ShardedTensorMetadata| {
             let mut shards: Vec<String> = m.shards.iter().filter(|s| s.volume() > 0).map(ToString::to_string).collect();
             shards.sort();

@@ -29,7 +29,7 @@ pub(super) fn run(path: &Path, json: bool) -> Result<()> {
     let size = size(catalog.bytes());
     writeln!(
         out,
-        "\n{:?}: {tensors} tensors in {parts} parts, {elements} elements, {size}; {values} values",
+        "\n{}: {tensors} tensors in {parts} parts, {elements} elements, {size}; {values} values",
         catalog.format
     )?;
     Ok(())

@@ -7,7 +7,8 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use regex::Regex;
 use serde_json::json;
@@ -104,8 +105,8 @@ enum Command {
 #[derive(Args)]
 struct Writing {
     /// The format to write.
-    #[arg(long = "to", value_enum, default_value = "native")]
-    format: FormatName,
+    #[arg(long = "to", alias = "format", value_name = "FORMAT", value_parser = writable_formats(), default_value = "native")]
+    format: Format,
     /// Another type for tensors of floating-point numbers, such as bf16.
     #[arg(long)]
     dtype: Option<ElementType>,
@@ -124,23 +125,19 @@ struct Writing {
     max_file_mb: usize,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum FormatName {
-    /// Safetensors files with a manifest and checksums.
-    Native,
-    /// Safetensors files as Hugging Face has them.
-    Hf,
-    /// PyTorch's distributed checkpoint.
-    Dcp,
+/// The formats that can be written, with what `--help` says of them.
+fn writable_formats() -> impl TypedValueParser<Value = Format> {
+    let value = |format: Format| {
+        let names: Vec<&str> = format.aliases().to_vec();
+        let also = if names.is_empty() { String::new() } else { format!(" (also: {})", names.join(", ")) };
+        PossibleValue::new(format.name()).aliases(names).help(format!("{}{also}", format.about()))
+    };
+    let formats = Format::all().into_iter().filter(|format| format.is_writable());
+    PossibleValuesParser::new(formats.map(value)).try_map(|name| name.parse::<Format>())
 }
 
 impl Writing {
     fn options(&self) -> Result<ConvertOptions> {
-        let format = match self.format {
-            FormatName::Native => Format::Native,
-            FormatName::Hf => Format::HuggingFace,
-            FormatName::Dcp => Format::Dcp,
-        };
         let rules = self.rules.iter().map(|rule| parse_rule(rule)).collect::<Result<Vec<_>>>()?;
         let rename = move |name: &str| {
             let fitting = rules.iter().find(|(pattern, _)| pattern.is_match(name));
@@ -153,7 +150,7 @@ impl Writing {
         let max_file_bytes = self.max_file_mb.saturating_mul(1_000_000);
         let element = self.dtype;
         let (select, rename) = (Arc::new(select), Arc::new(rename));
-        Ok(ConvertOptions { element, select, rename, max_file_bytes, ..ConvertOptions::to(format) })
+        Ok(ConvertOptions { element, select, rename, max_file_bytes, ..ConvertOptions::to(self.format) })
     }
 }
 

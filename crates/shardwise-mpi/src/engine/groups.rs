@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
+use shardwise::comm::engine::fnv1a;
 use shardwise::{Error, Result};
 
 use super::comm::Comm;
@@ -78,8 +79,8 @@ impl GroupState {
     }
 }
 
-/// The same number for the same ranks in every process (FNV-1a over their bytes).
+/// The same number for the same ranks in every process.
 fn identity(ranks: &[usize]) -> u64 {
-    let bytes = ranks.iter().flat_map(|&rank| (rank as u64).to_le_bytes());
-    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+    let bytes: Vec<u8> = ranks.iter().flat_map(|&rank| (rank as u64).to_le_bytes()).collect();
+    fnv1a(&bytes)
 }

@@ -23,7 +23,7 @@ mod member;
 
 use std::sync::Arc;
 
-use shardwise::comm::engine::{caught, confine_candle_to, how_it_failed, pool};
+use shardwise::comm::engine::{caught, confine_candle_to, fnv1a, how_it_failed, pool};
 use shardwise::{Error, Result, World};
 
 use comm::Comm;
@@ -42,7 +42,7 @@ impl Settings {
         let said = format!(
             "check: {check}, deterministic: {deterministic}, segment: {segment}, largest_count: {largest_count}"
         );
-        let mine = said.bytes().fold(0u64, |hash, byte| hash.wrapping_mul(0x100_0000_01b3) ^ u64::from(byte));
+        let mine = fnv1a(said.as_bytes());
         let [largest, least] = world.greatest(&[mine, !mine])?;
         if largest == !least {
             return Ok(());

@@ -1,16 +1,62 @@
 //! The elements of a box that is to be written: from memory, or from another checkpoint.
 
+use std::io::{Seek, Write};
 use std::sync::Arc;
 
 use candle_core::Tensor;
 
+use super::blocks::BlockHasher;
 use super::cast::converted;
-use super::catalog::StoredTensor;
 use super::element::ElementType;
 use super::files::Files;
+use super::stored::{Chunk, StoredTensor};
 use crate::error::Result;
 use crate::layout::TensorBox;
 use crate::local::with_bytes;
+
+/// A box of a tensor that is to be written to a file.
+pub struct BoxToWrite {
+    /// Flat key of the tensor.
+    pub key: String,
+    /// The box.
+    pub part: TensorBox,
+    /// Whether it is all of the tensor.
+    pub is_whole: bool,
+    /// Its elements.
+    pub(super) content: Content,
+}
+
+impl BoxToWrite {
+    /// Type of its elements in the file.
+    pub fn element(&self) -> ElementType {
+        self.content.element()
+    }
+
+    /// Number of bytes that its elements take.
+    pub fn bytes(&self) -> usize {
+        self.content.bytes()
+    }
+
+    /// Hands over all bytes, row-major and little-endian, a bounded number at a time.
+    pub fn for_each_block(&self, take: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        self.content.for_each_block(take)
+    }
+
+    /// Writes all bytes where `out` is now, and returns the chunk that they are, with checksums. `file` is the name of the
+    /// file, and `progress` is called with numbers of bytes.
+    pub fn write(&self, out: &mut (impl Write + Seek), file: &str, progress: &dyn Fn(u64)) -> Result<Chunk> {
+        let offset = out.stream_position()?;
+        let mut hasher = BlockHasher::new(self.bytes() as u64);
+        self.for_each_block(&mut |block| {
+            hasher.update(block);
+            progress(block.len() as u64);
+            Ok(out.write_all(block)?)
+        })?;
+        let (crc32, blocks) = hasher.finish();
+        let (part, file) = (self.part.clone(), file.to_string());
+        Ok(Chunk { part, file, offset, strides: None, crc32: Some(crc32), blocks: Some(blocks) })
+    }
+}
 
 /// What is to be written of a tensor.
 pub(super) enum Content {

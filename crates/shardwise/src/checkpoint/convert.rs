@@ -7,13 +7,15 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use super::catalog::{Catalog, Format, StoredTensor};
-use super::content::Content;
+use super::catalog::Catalog;
+use super::content::{BoxToWrite, Content};
 use super::directory::Staging;
 use super::element::ElementType;
+use super::format::{FileRole, Format, FormatWriter, ValueStorage, WrittenFile};
 use super::open::open;
+use super::stored::{Contents, StoredTensor};
 use super::value::{Key, Value};
-use super::write::{Part, WrittenFile, file_name, in_files, seal, shard_name, write_file};
+use super::write::{in_files, seal, write_file};
 use crate::error::{Error, Result};
 use crate::layout::{OwnedBox, TensorBox};
 
@@ -67,29 +69,25 @@ pub fn convert(
     options: &ConvertOptions,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<Conversion> {
-    let (source, to) = (open(from)?, to.as_ref());
-    if options.format == Format::Torch {
-        let needed = "a format of several files";
-        return Err(Error::invalid("format", "a single file of torch.save", needed, "use Native, HuggingFace or Dcp"));
-    }
+    let (source, to, writer) = (open(from)?, to.as_ref(), options.format.to_write()?);
     if to.exists() && fs::canonicalize(&source.directory)?.starts_with(fs::canonicalize(to)?) {
         let found = format!("{}, which holds what is read", to.display());
         return Err(Error::invalid("conversion", found, "another place", "write to another directory"));
     }
-    let (catalog, left_out) = renamed(&source, options)?;
-    let plan = planned(&source, &catalog, options)?;
+    let (contents, left_out) = renamed(&source, options, writer)?;
+    let plan = planned(&source, &contents, options, writer)?;
     let staging = Staging::new(to, 0)?;
-    let files = write_all(staging.path(), options.format, plan, &catalog.values, progress)?;
-    let (tensors, bytes) = (catalog.tensors.len(), catalog.bytes() as u64);
+    let files = write_all(staging.path(), writer, plan, &contents.values, progress)?;
+    let (tensors, bytes) = (contents.tensors.len(), contents.bytes() as u64);
     let done = Conversion { tensors, files: files.len(), bytes, left_out };
-    seal(staging.path(), catalog, files)?;
+    seal(writer, staging.path(), contents, files)?;
     staging.commit()?;
     Ok(done)
 }
 
-/// The catalog of what is to be written, without chunks, and the keys that the format cannot hold.
-fn renamed(source: &Catalog, options: &ConvertOptions) -> Result<(Catalog, Vec<String>)> {
-    let mut catalog = Catalog::unwritten(options.format);
+/// What is to be written, without chunks, and the keys that the format cannot hold.
+fn renamed(source: &Catalog, options: &ConvertOptions, writer: &dyn FormatWriter) -> Result<(Contents, Vec<String>)> {
+    let mut contents = Contents::default();
     let mut left_out = Vec::new();
     let mut origin: BTreeMap<String, &String> = BTreeMap::new();
     for key in source.tensors.keys().chain(source.values.keys()).filter(|key| (options.select)(key)) {
@@ -100,26 +98,26 @@ fn renamed(source: &Catalog, options: &ConvertOptions) -> Result<(Catalog, Vec<S
         }
         if let Some(stored) = source.tensors.get(key) {
             let element = element_for(stored.element, options);
-            catalog
+            contents
                 .tensors
                 .insert(name.clone(), StoredTensor { element, shape: stored.shape.clone(), chunks: Vec::new() });
-        } else if options.format == Format::HuggingFace {
+        } else if writer.values() == ValueStorage::Nowhere {
             left_out.push(key.clone());
             continue;
         } else {
-            catalog.values.insert(name.clone(), source.values[key].clone());
+            contents.values.insert(name.clone(), source.values[key].clone());
         }
         let path = match (&name == key).then(|| source.paths.get(key)).flatten() {
             Some(path) => path.clone(),
             None => vec![Key::Name(name.clone())],
         };
-        catalog.paths.insert(name, path);
+        contents.paths.insert(name, path);
     }
     if origin.is_empty() && !(source.tensors.is_empty() && source.values.is_empty()) {
         let found = format!("none of {} tensors and {} values", source.tensors.len(), source.values.len());
         return Err(Error::invalid("selection", found, "something to write", "include more, or exclude less"));
     }
-    Ok((catalog, left_out))
+    Ok((contents, left_out))
 }
 
 fn element_for(element: ElementType, options: &ConvertOptions) -> ElementType {
@@ -136,12 +134,17 @@ fn element_for(element: ElementType, options: &ConvertOptions) -> ElementType {
 }
 
 /// The boxes of every file, by the name of the file.
-fn planned(source: &Catalog, catalog: &Catalog, options: &ConvertOptions) -> Result<Vec<(String, Vec<Part>)>> {
-    let mut groups: BTreeMap<usize, Vec<Part>> = BTreeMap::new();
+fn planned(
+    source: &Catalog,
+    contents: &Contents,
+    options: &ConvertOptions,
+    writer: &dyn FormatWriter,
+) -> Result<Vec<(String, Vec<BoxToWrite>)>> {
+    let mut groups: BTreeMap<usize, Vec<BoxToWrite>> = BTreeMap::new();
     let mut filled = (0, 0);
     for (key, stored) in source.tensors.iter().filter(|(key, _)| (options.select)(key)) {
         let name = (options.rename)(key);
-        let element = catalog.tensors[&name].element;
+        let element = contents.tensors[&name].element;
         let whole = TensorBox { offsets: vec![0; stored.shape.len()], sizes: stored.shape.clone() };
         let boxes = match &options.cut {
             Some(cut) => cut(key, &stored.shape)?,
@@ -166,19 +169,21 @@ fn planned(source: &Catalog, catalog: &Catalog, options: &ConvertOptions) -> Res
                 element,
             };
             let is_whole = part == whole;
-            groups.entry(file).or_default().push(Part { key: name.clone(), part, is_whole, content });
+            groups.entry(file).or_default().push(BoxToWrite { key: name.clone(), part, is_whole, content });
         }
     }
-    let count = groups.len();
+    let groups_count = groups.len();
     let mut plan = Vec::new();
-    for (i, (rank, parts)) in groups.into_iter().enumerate() {
-        match (&options.cut, options.format) {
-            (Some(_), Format::HuggingFace) => {
-                let files = in_files(options.format, parts);
-                let count = files.len();
-                plan.extend(files.into_iter().enumerate().map(|(i, parts)| (shard_name(rank, i, count), parts)));
-            }
-            _ => plan.push((file_name(options.format, i, count), parts)),
+    for (file, boxes) in groups {
+        if options.cut.is_none() {
+            plan.push((writer.file_name(FileRole::Whole { index: file, count: groups_count }), boxes));
+            continue;
+        }
+        let files = in_files(writer, boxes);
+        let count = files.len();
+        for (index, boxes) in files.into_iter().enumerate() {
+            let role = FileRole::OfRank { rank: file, ranks: groups_count, index, count };
+            plan.push((writer.file_name(role), boxes));
         }
     }
     Ok(plan)
@@ -187,18 +192,19 @@ fn planned(source: &Catalog, catalog: &Catalog, options: &ConvertOptions) -> Res
 /// Writes files, several at a time.
 fn write_all(
     staged: &Path,
-    format: Format,
-    mut plan: Vec<(String, Vec<Part>)>,
+    writer: &dyn FormatWriter,
+    mut plan: Vec<(String, Vec<BoxToWrite>)>,
     values: &BTreeMap<String, Value>,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<Vec<WrittenFile>> {
-    if plan.is_empty() && !values.is_empty() {
-        plan.push((file_name(format, 0, 1), Vec::new()));
+    let in_files = writer.values() == ValueStorage::InFiles;
+    if plan.is_empty() && in_files && !values.is_empty() {
+        plan.push((writer.file_name(FileRole::Whole { index: 0, count: 1 }), Vec::new()));
     }
     let none = BTreeMap::new();
-    let one = |(i, (name, parts)): (usize, (String, Vec<Part>))| {
-        let values = if i == 0 { values } else { &none };
-        write_file(format, staged, &name, parts, values, &|bytes| progress(bytes))
+    let one = |(i, (name, boxes)): (usize, (String, Vec<BoxToWrite>))| {
+        let values = if i == 0 && in_files { values } else { &none };
+        write_file(writer, staged, &name, boxes, values, &|bytes| progress(bytes))
     };
     plan.into_par_iter().enumerate().map(one).collect()
 }

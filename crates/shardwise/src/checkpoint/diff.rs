@@ -6,10 +6,11 @@ use std::fmt;
 use candle_core::DType;
 
 use super::cast::to_tensor;
-use super::catalog::{Catalog, StoredTensor};
+use super::catalog::Catalog;
 use super::content::pieces;
 use super::element::ElementType;
 use super::files::Files;
+use super::stored::StoredTensor;
 use super::value::Value;
 use crate::error::Result;
 use crate::layout::TensorBox;

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 use parking_lot::Mutex;
 
+use super::format::Format;
 use crate::error::{Error, Result};
 
 /// A directory where new contents are put together, for as long as this lives; then it is gone, committed or not.
@@ -88,12 +89,7 @@ fn check_replaceable(target: &Path) -> Result<()> {
     for entry in fs::read_dir(target)? {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
-        let is_ours = name == "manifest.json"
-            || name == ".metadata"
-            || name == "model.safetensors.index.json"
-            || name.ends_with(".distcp")
-            || name.ends_with(".safetensors");
-        if !is_ours || !entry.file_type()?.is_file() {
+        if !Format::any_owns(&name) || !entry.file_type()?.is_file() {
             return kept(format!("{name:?} in {}, which would be lost", target.display()));
         }
     }

@@ -12,27 +12,32 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use parking_lot::Mutex;
 
-use super::catalog::check_file_name;
-use super::safetensors::header_bytes;
+use super::stored::{NOT_OURS, check_file_name};
 use crate::error::{Error, Result};
+use crate::fnv::Fnv;
 
 /// The files of a checkpoint. The directory is opened once, and files are found in what was opened: a save that puts another
 /// checkpoint at the path does not change what is read here. Files that are open are read even after they are removed; one
-/// that was removed before it was opened is reported as [`is_replaced`](Self::is_replaced), never as damaged.
-pub(super) struct Files {
+/// that was removed before it was opened is reported as replaced by another save, never as damaged.
+pub struct Files {
     /// As the caller named it: what a checkpoint is at now is compared with what was opened.
     path: PathBuf,
     /// The directory, for messages.
     directory: PathBuf,
-    /// The directory as it was opened; `None` for one that is not read.
-    handle: Option<File>,
+    /// The file that the checkpoint is, if it was named and not a directory.
+    single: Option<String>,
+    /// The directory as it was opened.
+    handle: File,
     open: Mutex<HashMap<String, Arc<File>>>,
-    /// CRC-32 of headers that have not been compared yet, by file.
-    headers: Mutex<HashMap<String, u32>>,
+    /// What is to be checked before something is first read of a file, by file.
+    checks: Mutex<HashMap<String, FileCheck>>,
     read: AtomicU64,
     unchecked: AtomicU64,
     unchecked_keys: Mutex<BTreeSet<String>>,
 }
+
+/// Looks at a file before something is first read of it.
+type FileCheck = Arc<dyn Fn(&Files) -> Result<()> + Send + Sync>;
 
 /// What one rank read of a checkpoint, and what of it no checksum vouches for.
 ///
@@ -55,38 +60,39 @@ const MAX_OPEN: usize = 64;
 impl Files {
     /// Holds the directory of the checkpoint at `path`, which is `directory` or a file in it.
     pub(super) fn hold(path: &Path, directory: &Path) -> io::Result<Self> {
-        let handle = File::open(directory)?;
-        Ok(Files { path: path.to_path_buf(), handle: Some(handle), ..Files::nowhere(directory) })
-    }
-
-    /// The files of a checkpoint that is yet to be written: there is nothing to read.
-    pub(super) fn nowhere(directory: &Path) -> Self {
-        Files {
-            path: directory.to_path_buf(),
+        let name = || path.file_name().map(|name| name.to_string_lossy().into_owned());
+        Ok(Files {
+            path: path.to_path_buf(),
             directory: directory.to_path_buf(),
-            handle: None,
+            single: path.is_file().then(name).flatten(),
+            handle: File::open(directory)?,
             open: Mutex::default(),
-            headers: Mutex::default(),
+            checks: Mutex::default(),
             read: AtomicU64::new(0),
             unchecked: AtomicU64::new(0),
             unchecked_keys: Mutex::default(),
-        }
+        })
     }
 
     /// A path that leads into the directory that was opened, whatever is at its name now.
     fn within(&self, name: &str) -> PathBuf {
-        let held = self.handle.as_ref().map(|handle| PathBuf::from(format!("/proc/self/fd/{}", handle.as_raw_fd())));
+        let held = PathBuf::from(format!("/proc/self/fd/{}", self.handle.as_raw_fd()));
         // Without /proc there is only the name: a file that is gone is noticed then, another one in its place is not.
-        held.filter(|held| held.exists()).unwrap_or_else(|| self.directory.clone()).join(name)
+        if held.exists() { held.join(name) } else { self.directory.join(name) }
     }
 
-    /// The directory as it is called.
-    pub(super) fn directory(&self) -> &Path {
+    /// The directory, for messages; what is read comes from the directory that was opened.
+    pub fn directory(&self) -> &Path {
         &self.directory
     }
 
+    /// The name of the file that the checkpoint is, if the path names a file and not a directory.
+    pub fn single(&self) -> Option<&str> {
+        self.single.as_deref()
+    }
+
     /// Names of all files in the directory.
-    pub(super) fn names(&self) -> Result<BTreeSet<String>> {
+    pub fn names(&self) -> Result<BTreeSet<String>> {
         let entries = fs::read_dir(self.within("")).map_err(|error| unreadable(&self.directory, &error))?;
         let mut names = BTreeSet::new();
         for entry in entries {
@@ -99,7 +105,7 @@ impl Files {
     }
 
     /// Size of a file, `None` if there is none.
-    pub(super) fn size(&self, name: &str) -> Option<u64> {
+    pub fn size(&self, name: &str) -> Option<u64> {
         check_file_name(name).ok()?;
         let open = self.open.lock().get(name).cloned();
         let metadata = match open {
@@ -109,8 +115,23 @@ impl Files {
         metadata.is_file().then_some(metadata.len())
     }
 
+    /// All bytes of a file that has `most` at most.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the file is longer: its size is checked before memory is allocated.
+    pub fn read_small(&self, name: &str, most: u64) -> Result<Vec<u8>> {
+        let size = self.size(name).unwrap_or(0);
+        if size > most {
+            let found = format!("{name:?} of {size} bytes");
+            return Err(Error::invalid("checkpoint file", found, format!("{most} bytes at most"), NOT_OURS));
+        }
+        let mut bytes = vec![0; size as usize];
+        self.read(name, 0, &mut bytes)?;
+        Ok(bytes)
+    }
+
     /// Fills `into` with the bytes of a file from `offset` on.
-    pub(super) fn read(&self, name: &str, offset: u64, into: &mut [u8]) -> Result<()> {
+    pub fn read(&self, name: &str, offset: u64, into: &mut [u8]) -> Result<()> {
         let file = self.file(name)?;
         file.read_exact_at(into, offset).map_err(|error| {
             let found = format!("{error} in {} at byte {offset}", self.directory.join(name).display());
@@ -157,7 +178,7 @@ impl Files {
     /// Whether another checkpoint, or none, is at the path by now. A writer exchanges directories before it removes files.
     pub(super) fn is_replaced(&self) -> bool {
         let same = |a: &Metadata, b: &Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
-        let Some(Ok(held)) = self.handle.as_ref().map(File::metadata) else { return false };
+        let Ok(held) = self.handle.metadata() else { return false };
         !fs::metadata(&self.directory).is_ok_and(|now| same(&held, &now))
     }
 
@@ -176,24 +197,20 @@ impl Files {
             let metadata = file.metadata().map(|m| (m.ino(), m.mtime(), m.mtime_nsec(), m.len()));
             hash.add(format!("{name} {metadata:?}").as_bytes());
         }
-        hash.0
+        hash.finish()
     }
 
-    /// The CRC-32 that the header of a file must have. It is compared when something is first read of the file.
-    pub(super) fn expect_header(&self, name: &str, crc32: u32) {
-        self.headers.lock().insert(name.to_string(), crc32);
+    /// Runs `check` before something is first read of a file; a read fails with its error. For what a format knows of a file
+    /// and [`open`](super::open) does not read, such as the checksum of a header.
+    pub fn check_before_read(&self, name: &str, check: impl Fn(&Files) -> Result<()> + Send + Sync + 'static) {
+        self.checks.lock().insert(name.to_string(), Arc::new(check));
     }
 
-    /// An error unless the header of a file is as it was written.
-    pub(super) fn check_header(&self, name: &str) -> Result<()> {
-        let Some(expected) = self.headers.lock().get(name).copied() else { return Ok(()) };
-        let found = crc32fast::hash(&header_bytes(self, name)?);
-        if found != expected {
-            let found = format!("checksum {found:08x} for the header of {name:?}");
-            let fix = "the file is damaged; copy or save it again";
-            return Err(Error::invalid("checkpoint", found, format!("{expected:08x}"), fix));
-        }
-        self.headers.lock().remove(name);
+    /// An error if what is to be checked of a file is not as it should be.
+    pub(super) fn check_first(&self, name: &str) -> Result<()> {
+        let Some(check) = self.checks.lock().get(name).cloned() else { return Ok(()) };
+        check(self)?;
+        self.checks.lock().remove(name);
         Ok(())
     }
 
@@ -225,30 +242,4 @@ fn unreadable(path: &Path, error: &io::Error) -> Error {
         _ => "copy the checkpoint again",
     };
     Error::invalid("checkpoint file", format!("{error}: {}", path.display()), "a file that can be read", fix)
-}
-
-/// FNV-1a: the same number on every rank.
-pub(super) struct Fnv(pub(super) u64);
-
-impl Default for Fnv {
-    fn default() -> Self {
-        Fnv(0xcbf2_9ce4_8422_2325)
-    }
-}
-
-impl Fnv {
-    fn add(&mut self, bytes: &[u8]) {
-        self.0 = bytes.iter().fold(self.0, |h, &b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
-    }
-}
-
-impl io::Write for Fnv {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.add(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
 }

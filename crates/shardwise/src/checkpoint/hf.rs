@@ -2,23 +2,28 @@
 //! offsets of its boxes in the header, as PyTorch writes them.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
-use std::sync::Arc;
+use std::fs::File;
+use std::io::BufWriter;
 
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value as Json, json};
 
-use super::catalog::{Catalog, Chunk, Format, INCOMPLETE, NOT_OURS, StoredTensor, check_file_name};
+use super::content::BoxToWrite;
 use super::element::ElementType;
 use super::files::Files;
-use super::safetensors::{Unique, read_header};
+use super::format::{CheckpointFormat, FileRole, FileToWrite, FormatWriter, ValueStorage, WrittenFile};
+use super::safetensors::{self, Unique, is_safetensors, read_header};
+use super::stored::{Chunk, Contents, INCOMPLETE, NOT_OURS, StoredTensor, check_file_name};
 use crate::error::{Error, Result};
 use crate::layout::TensorBox;
 
+/// The format, see above.
+pub(super) struct HuggingFace;
+
 /// The file that says which tensor is in which file.
-pub(super) const INDEX: &str = "model.safetensors.index.json";
+const INDEX: &str = "model.safetensors.index.json";
 /// The entry of a header with the offsets of the boxes in the file.
-pub(super) const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
+const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 const MAX_INDEX: u64 = 1 << 28;
 
 #[derive(Deserialize)]
@@ -32,21 +37,19 @@ struct Saved {
 }
 
 /// What is in a directory of such files, or in one of them.
-pub(super) fn open(directory: &Path, files: &Arc<Files>, single: Option<&str>) -> Result<Catalog> {
+fn contents(files: &Files) -> Result<Contents> {
     let bad = |found: String, needed: &str| Error::invalid("safetensors checkpoint", found, needed, NOT_OURS);
-    let index = match single.is_none().then(|| files.size(INDEX)).flatten() {
-        None => None,
-        Some(size) if size > MAX_INDEX => return Err(bad(format!("an index of {size} bytes"), "256 MB at most")),
-        Some(size) => {
-            let mut bytes = vec![0; size as usize];
-            files.read(INDEX, 0, &mut bytes)?;
+    let index = match files.single().is_none() && files.size(INDEX).is_some() {
+        false => None,
+        true => {
+            let bytes = files.read_small(INDEX, MAX_INDEX)?;
             let index: Index =
                 serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string(), "an index with a weight_map"))?;
             index.weight_map.0.values().try_for_each(|name| check_file_name(name))?;
             Some(index.weight_map.0)
         }
     };
-    let names: BTreeSet<String> = match (single, &index) {
+    let names: BTreeSet<String> = match (files.single(), &index) {
         (Some(name), _) => BTreeSet::from([name.to_string()]),
         (None, Some(index)) => index.values().cloned().collect(),
         (None, None) => files.names()?.into_iter().filter(|name| is_safetensors(name)).collect(),
@@ -80,7 +83,7 @@ pub(super) fn open(directory: &Path, files: &Arc<Files>, single: Option<&str>) -
         return Err(Error::invalid("safetensors checkpoint", found, "all tensors of the index", INCOMPLETE));
     }
     let tensors = found.into_iter().map(|(key, chunks)| Ok((key.clone(), joined(&key, chunks)?)));
-    Ok(Catalog { tensors: tensors.collect::<Result<_>>()?, ..Catalog::new(Format::HuggingFace, directory, files) })
+    Ok(Contents { tensors: tensors.collect::<Result<_>>()?, ..Contents::default() })
 }
 
 /// A tensor from its boxes: it reaches as far as they do.
@@ -98,25 +101,99 @@ fn joined(key: &str, chunks: Vec<(ElementType, Chunk)>) -> Result<StoredTensor> 
     Ok(StoredTensor { element, shape, chunks: chunks.into_iter().map(|(_, chunk)| chunk).collect() })
 }
 
-/// Whether a file is one of safetensors, by its name.
-pub(super) fn is_safetensors(name: &str) -> bool {
-    Path::new(name).extension().is_some_and(|e| e == "safetensors")
-}
-
 /// The free part of the header of a file with boxes that begin at these offsets.
-pub(super) fn sharding_info(boxes: &[(&str, &TensorBox)]) -> Result<BTreeMap<String, String>> {
+fn sharding_info(boxes: &[BoxToWrite]) -> Result<BTreeMap<String, String>> {
     let saved: BTreeMap<&str, Saved> =
-        boxes.iter().map(|(key, part)| (*key, Saved { saved_offsets: part.offsets.clone() })).collect();
+        boxes.iter().map(|b| (b.key.as_str(), Saved { saved_offsets: b.part.offsets.clone() })).collect();
     let text = serde_json::to_string(&saved).map_err(Error::other)?;
     let pairs = [("DCP_VERSION", "1.0"), ("format", "pt"), (SHARDING_INFO, &text)];
     Ok(pairs.into_iter().map(|(k, v)| (k.to_string(), v.to_string())).collect())
 }
 
 /// The text of the index over files.
-pub(super) fn index_text(tensors: &BTreeMap<String, StoredTensor>) -> Result<String> {
+fn index_text(tensors: &BTreeMap<String, StoredTensor>) -> Result<String> {
     let total: usize = tensors.values().map(StoredTensor::bytes).sum();
     let map: BTreeMap<&String, &String> =
         tensors.iter().filter_map(|(k, t)| Some((k, &t.chunks.first()?.file))).collect();
     serde_json::to_string_pretty(&json!({ "metadata": { "total_size": total }, "weight_map": map }))
         .map_err(Error::other)
+}
+
+impl CheckpointFormat for HuggingFace {
+    fn name(&self) -> &'static str {
+        "hugging-face"
+    }
+
+    fn aliases(&self) -> &'static [&'static str] {
+        &["hf", "safetensors"]
+    }
+
+    fn about(&self) -> &'static str {
+        "Safetensors files as Hugging Face has them"
+    }
+
+    fn detect(&self, files: &Files) -> bool {
+        match files.single() {
+            Some(name) => is_safetensors(name),
+            None => files.names().is_ok_and(|names| names.iter().any(|name| self.owns(name))),
+        }
+    }
+
+    fn open(&self, files: &Files) -> Result<Contents> {
+        contents(files)
+    }
+
+    fn owns(&self, name: &str) -> bool {
+        name == INDEX || is_safetensors(name)
+    }
+
+    fn belongs(&self, name: &str) -> bool {
+        // Tokenizers, settings and texts stand beside such files.
+        !is_safetensors(name)
+    }
+
+    fn writer(&self) -> Option<&dyn FormatWriter> {
+        Some(self)
+    }
+}
+
+impl FormatWriter for HuggingFace {
+    fn values(&self) -> ValueStorage {
+        ValueStorage::Nowhere
+    }
+
+    fn one_box_per_file(&self) -> bool {
+        true
+    }
+
+    fn file_name(&self, file: FileRole) -> String {
+        match file {
+            FileRole::Whole { count: 1, .. } | FileRole::OfRank { ranks: 1, count: 1, .. } => {
+                "model.safetensors".to_string()
+            }
+            FileRole::Whole { index, count } => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
+            // As PyTorch has it.
+            FileRole::OfRank { rank, index, count, .. } => {
+                format!("shard-{:05}-model-{:05}-of-{count:05}.safetensors", rank + 1, index + 1)
+            }
+        }
+    }
+
+    fn write_file(&self, out: &mut BufWriter<File>, file: FileToWrite<'_>) -> Result<WrittenFile> {
+        let metadata = match file.boxes.iter().all(|b| b.is_whole) {
+            true => BTreeMap::from([("format".to_string(), "pt".to_string())]),
+            false => sharding_info(&file.boxes)?,
+        };
+        let boxes: Vec<(String, BoxToWrite)> = file.boxes.into_iter().map(|b| (b.key.clone(), b)).collect();
+        let (chunks, _) = safetensors::write(out, file.name, &metadata, &boxes, file.progress)?;
+        Ok(WrittenFile { name: file.name.to_string(), chunks, note: Json::Null })
+    }
+
+    fn index(&self, contents: &Contents, files: &[WrittenFile]) -> Result<Option<(String, Vec<u8>)>> {
+        // The index knows one file per tensor: boxes of ranks are found by the headers of their files.
+        if files.len() < 2 || contents.tensors.values().any(|t| t.chunks.len() > 1) {
+            return Ok(None);
+        }
+        Ok(Some((INDEX.to_string(), index_text(&contents.tensors)?.into_bytes())))
+    }
 }

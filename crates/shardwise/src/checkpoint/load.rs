@@ -8,11 +8,12 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 
 use super::cast::to_tensor;
-use super::catalog::{Catalog, StoredTensor};
+use super::catalog::Catalog;
 use super::element::ElementType;
 use super::files::{Files, LoadReport};
 use super::open::open;
 use super::state::{Leaf, State};
+use super::stored::StoredTensor;
 use super::value::{Key, Value, flat_key};
 use crate::comm::{DeviceMesh, World, texts, together};
 use crate::error::{Error, Result, Site};

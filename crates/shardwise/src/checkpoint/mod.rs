@@ -5,6 +5,7 @@
 //!   few of a run.
 //! * [`open`] says what is in a checkpoint of any format, as a [`Catalog`]; [`verify`], [`diff`], [`convert`] and [`dry_load`]
 //!   work on all of them.
+//! * [`CheckpointFormat`] is what a format has to say; [`Format::register`] adds one of the program.
 
 mod assign;
 mod blocks;
@@ -18,6 +19,8 @@ mod directory;
 mod dry_load;
 mod element;
 mod files;
+mod format;
+mod formats;
 mod hf;
 mod load;
 mod native;
@@ -29,6 +32,7 @@ mod safetensors;
 mod save;
 mod series;
 mod state;
+mod stored;
 mod torch;
 mod torch_optim;
 mod value;
@@ -37,17 +41,20 @@ mod write;
 mod zip;
 
 pub use blocks::Blocks;
-pub use catalog::{Catalog, Chunk, Format, StoredTensor};
+pub use catalog::Catalog;
+pub use content::BoxToWrite;
 pub use convert::{Conversion, ConvertOptions, Cut, convert};
 pub use diff::{Difference, diff};
 pub use dry_load::{RankLoad, dry_load};
 pub use element::ElementType;
-pub use files::LoadReport;
+pub use files::{Files, LoadReport};
+pub use format::{CheckpointFormat, FileRole, FileToWrite, Format, FormatWriter, ValueStorage, WrittenFile};
 pub use load::{load, load_placed, load_reporting};
 pub use open::open;
 pub use parts::{Named, Parts, Restore, RestoreParts, Stateful, load_into, named, save_from, save_from_with};
 pub use save::{AsyncSave, SaveOptions, async_save, save, save_with};
 pub use series::{Resumed, Series};
 pub use state::State;
+pub use stored::{Chunk, Contents, StoredTensor};
 pub use value::{Key, Value, flat_key};
 pub use verify::{Verification, verify};

@@ -4,40 +4,46 @@
 //! the manifest. Manifests of earlier versions have no checksums of blocks, only one per chunk.
 
 use std::collections::BTreeMap;
-use std::path::Path;
-use std::sync::Arc;
+use std::fs::File;
+use std::io::{BufWriter, Seek};
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::catalog::{Catalog, Format, NOT_OURS, StoredTensor};
+use super::content::BoxToWrite;
 use super::files::Files;
+use super::format::{CheckpointFormat, FileRole, FileToWrite, FormatWriter, ValueStorage, WrittenFile};
+use super::safetensors::{self, header_bytes, is_safetensors, read_header};
+use super::stored::{Contents, NOT_OURS, StoredTensor};
 use super::value::{Key, Value};
 use crate::error::{Error, Result};
 
+/// The format, see above.
+pub(super) struct Native;
+
 /// The file that makes a directory a checkpoint.
-pub(super) const MANIFEST: &str = "manifest.json";
+const MANIFEST: &str = "manifest.json";
 /// A longer manifest is refused.
 const MAX_MANIFEST: u64 = 1 << 30;
 const VERSION: u32 = 1;
 
 /// What the manifest says.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub(super) struct Manifest {
+struct Manifest {
     version: u32,
-    pub(super) tensors: BTreeMap<String, StoredTensor>,
-    pub(super) values: BTreeMap<String, Value>,
-    pub(super) paths: BTreeMap<String, Vec<Key>>,
-    pub(super) files: BTreeMap<String, FileInfo>,
+    tensors: BTreeMap<String, StoredTensor>,
+    values: BTreeMap<String, Value>,
+    paths: BTreeMap<String, Vec<Key>>,
+    files: BTreeMap<String, FileInfo>,
 }
 
 /// What the manifest says of a file.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct FileInfo {
+struct FileInfo {
     /// Its size.
-    pub(super) bytes: u64,
+    bytes: u64,
     /// CRC-32 of its header.
-    pub(super) header_crc32: u32,
+    header_crc32: u32,
 }
 
 /// The manifest as a file: the content, and its checksum.
@@ -49,13 +55,13 @@ struct Sealed {
 }
 
 impl Manifest {
-    pub(super) fn new(catalog: &Catalog, files: BTreeMap<String, FileInfo>) -> Self {
-        let (tensors, values, paths) = (catalog.tensors.clone(), catalog.values.clone(), catalog.paths.clone());
+    fn new(contents: &Contents, files: BTreeMap<String, FileInfo>) -> Self {
+        let Contents { tensors, values, paths } = contents.clone();
         Manifest { version: VERSION, tensors, values, paths, files }
     }
 
     /// The text of the file.
-    pub(super) fn to_text(&self) -> Result<String> {
+    fn to_text(&self) -> Result<String> {
         let content = serde_json::value::to_raw_value(self).map_err(Error::other)?;
         let crc32 = crc32fast::hash(content.get().as_bytes());
         serde_json::to_string(&Sealed { format: "shardwise".to_string(), crc32, content }).map_err(Error::other)
@@ -63,14 +69,9 @@ impl Manifest {
 }
 
 /// Reads the manifest of a checkpoint.
-pub(super) fn read_manifest(files: &Files) -> Result<Manifest> {
+fn read_manifest(files: &Files) -> Result<Manifest> {
     let bad = |found: String, needed: &str| Error::invalid("manifest", found, needed, NOT_OURS);
-    let size = files.size(MANIFEST).unwrap_or(0);
-    if size > MAX_MANIFEST {
-        return Err(bad(format!("{size} bytes"), "1 GB at most"));
-    }
-    let mut bytes = vec![0; size as usize];
-    files.read(MANIFEST, 0, &mut bytes)?;
+    let bytes = files.read_small(MANIFEST, MAX_MANIFEST)?;
     let sealed: Sealed = serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string(), "a manifest"))?;
     let found = crc32fast::hash(sealed.content.get().as_bytes());
     if found != sealed.crc32 || sealed.format != "shardwise" {
@@ -86,17 +87,100 @@ pub(super) fn read_manifest(files: &Files) -> Result<Manifest> {
     Ok(manifest)
 }
 
-/// What is in a checkpoint of this format.
-pub(super) fn open(directory: &Path, files: &Arc<Files>) -> Result<Catalog> {
-    let Manifest { tensors, values, paths, files: listed, .. } = read_manifest(files)?;
-    for (name, info) in &listed {
-        let found = files.size(name);
-        if found != Some(info.bytes) {
-            let found = found.map_or("no such file".to_string(), |size| format!("{size} bytes"));
-            let needed = format!("{} bytes in {name:?}", info.bytes);
-            return Err(Error::invalid("checkpoint", found, needed, "the file is missing or cut off; copy it again"));
-        }
-        files.expect_header(name, info.header_crc32);
+impl CheckpointFormat for Native {
+    fn name(&self) -> &'static str {
+        "native"
     }
-    Ok(Catalog { tensors, values, paths, ..Catalog::new(Format::Native, directory, files) })
+
+    fn about(&self) -> &'static str {
+        "Safetensors files with a manifest and checksums"
+    }
+
+    fn detect(&self, files: &Files) -> bool {
+        files.single().is_none() && files.size(MANIFEST).is_some()
+    }
+
+    fn open(&self, files: &Files) -> Result<Contents> {
+        let Manifest { tensors, values, paths, files: listed, .. } = read_manifest(files)?;
+        for (name, info) in listed {
+            let found = files.size(&name);
+            if found != Some(info.bytes) {
+                let found = found.map_or("no such file".to_string(), |size| format!("{size} bytes"));
+                let (needed, fix) =
+                    (format!("{} bytes in {name:?}", info.bytes), "the file is missing or cut off; copy it again");
+                return Err(Error::invalid("checkpoint", found, needed, fix));
+            }
+            let expected = info.header_crc32;
+            files.check_before_read(&name.clone(), move |files| {
+                check_header(&name, &header_bytes(files, &name)?, expected)
+            });
+        }
+        Ok(Contents { tensors, values, paths })
+    }
+
+    fn owns(&self, name: &str) -> bool {
+        name == MANIFEST || is_safetensors(name)
+    }
+
+    fn belongs(&self, name: &str) -> bool {
+        name == MANIFEST
+    }
+
+    /// The headers of all files are as they were written.
+    fn verify(&self, files: &Files) -> Result<()> {
+        let check = |(name, info): (&String, &FileInfo)| {
+            check_header(name, &read_header(files, name)?.bytes, info.header_crc32)
+        };
+        read_manifest(files)?.files.iter().try_for_each(check)
+    }
+
+    fn writer(&self) -> Option<&dyn FormatWriter> {
+        Some(self)
+    }
+}
+
+fn check_header(name: &str, header: &[u8], expected: u32) -> Result<()> {
+    let found = crc32fast::hash(header);
+    if found == expected {
+        return Ok(());
+    }
+    let found = format!("checksum {found:08x} for the header of {name:?}");
+    let fix = "the file is damaged; copy or save it again";
+    Err(Error::invalid("checkpoint", found, format!("{expected:08x}"), fix))
+}
+
+impl FormatWriter for Native {
+    fn values(&self) -> ValueStorage {
+        ValueStorage::InIndex
+    }
+
+    fn file_name(&self, file: FileRole) -> String {
+        let (FileRole::Whole { index, .. } | FileRole::OfRank { rank: index, .. }) = file;
+        format!("part-{index:05}.safetensors")
+    }
+
+    fn write_file(&self, out: &mut BufWriter<File>, file: FileToWrite<'_>) -> Result<WrittenFile> {
+        // Names say which box it is; the manifest is what counts.
+        let name = |b: &BoxToWrite| match b.is_whole {
+            true => b.key.clone(),
+            false => {
+                let offsets: Vec<String> = b.part.offsets.iter().map(ToString::to_string).collect();
+                format!("{}@{}", b.key, offsets.join(","))
+            }
+        };
+        let boxes: Vec<(String, BoxToWrite)> = file.boxes.into_iter().map(|b| (name(&b), b)).collect();
+        let (chunks, header_crc32) = safetensors::write(out, file.name, &BTreeMap::new(), &boxes, file.progress)?;
+        let info = FileInfo { bytes: out.stream_position()?, header_crc32 };
+        let note = serde_json::to_value(info).map_err(Error::other)?;
+        Ok(WrittenFile { name: file.name.to_string(), chunks, note })
+    }
+
+    fn index(&self, contents: &Contents, files: &[WrittenFile]) -> Result<Option<(String, Vec<u8>)>> {
+        let info = |file: &WrittenFile| {
+            let info = FileInfo::deserialize(&file.note).map_err(Error::other)?;
+            Ok((file.name.clone(), info))
+        };
+        let infos = files.iter().map(info).collect::<Result<_>>()?;
+        Ok(Some((MANIFEST.to_string(), Manifest::new(contents, infos).to_text()?.into_bytes())))
+    }
 }

@@ -7,8 +7,9 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 
-use super::catalog::{Catalog, Format};
+use super::catalog::Catalog;
 use super::files::LoadReport;
+use super::format::Format;
 use super::load::{like, load_one};
 use super::save::{SaveOptions, save_with};
 use super::state::State;
@@ -244,7 +245,7 @@ impl<M: Module + ?Sized> Stateful for &M {
     fn state_in(&self, format: Format) -> Result<State> {
         let own = self.state_dict();
         let mut entries: BTreeMap<String, State> = BTreeMap::new();
-        for name in own.keys().filter(|_| format == Format::Dcp) {
+        for name in own.keys().filter(|_| format.is_torch_state()) {
             let Some(module) = name.strip_suffix("running_mean") else { continue };
             let count = State::from(Tensor::new(0i64, &Device::Cpu)?);
             entries.insert(format!("{module}num_batches_tracked"), count);
@@ -301,9 +302,9 @@ impl Stateful for &ShardedOptimizer {
     }
 
     fn state_in(&self, format: Format) -> Result<State> {
-        match format {
-            Format::Dcp => with_schedule(torch_optim::to_torch(&self.state_dict()?)?, self.schedule()),
-            _ => self.state(),
+        match format.is_torch_state() {
+            true => with_schedule(torch_optim::to_torch(&self.state_dict()?)?, self.schedule()),
+            false => self.state(),
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Boxes read from files: only the bytes that are needed, straight to where they belong, and each of them checked.
 
 use super::blocks::Blocks;
-use super::catalog::{Chunk, StoredTensor, row_major};
 use super::files::Files;
+use super::stored::{Chunk, StoredTensor, row_major};
 use crate::error::{Error, Result};
 use crate::layout::TensorBox;
 
@@ -21,7 +21,7 @@ impl Files {
             let Some(both) = chunk.part.intersect(part) else { continue };
             let size = tensor.element.size_in_bytes();
             let runs = Runs::new(chunk, &both, part, size);
-            self.check_header(&chunk.file)?;
+            self.check_first(&chunk.file)?;
             let bytes = (both.volume() * size) as u64;
             if let (Some(blocks), Some(length), None) = (&chunk.blocks, chunk.span(tensor.element), &chunk.strides) {
                 let window = Window { start: 0, bytes: Vec::new() };

@@ -1,16 +1,19 @@
 //! Safetensors files: a header of JSON, then the bytes of all tensors.
+//!
+//! Ours and not the `safetensors` crate, which takes a file as one slice of memory: here ranges are read of files that are held
+//! open, and boxes are written in one pass with checksums of blocks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Seek, Write};
+use std::path::Path;
 
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 use serde_json::{Map, json};
 
-use super::blocks::{BlockHasher, Blocks};
-use super::catalog::NOT_OURS;
-use super::content::Content;
+use super::content::BoxToWrite;
 use super::element::ElementType;
 use super::files::Files;
+use super::stored::{Chunk, NOT_OURS};
 use crate::error::{Error, Result};
 
 /// A header longer than this is refused; the format's own library has the same bound.
@@ -160,38 +163,34 @@ pub(super) fn read_header(files: &Files, name: &str) -> Result<Header> {
     Ok(header)
 }
 
-/// Where a tensor ended up in a file.
-pub(super) struct Written {
-    /// Where it begins.
-    pub(super) offset: u64,
-    /// CRC-32 of its bytes.
-    pub(super) crc32: u32,
-    /// CRC-32 of blocks of its bytes.
-    pub(super) blocks: Blocks,
+/// Whether a file is one of safetensors, by its name.
+pub(super) fn is_safetensors(name: &str) -> bool {
+    Path::new(name).extension().is_some_and(|e| e == "safetensors")
 }
 
-/// Writes a file with some tensors, in this order. Returns where they are, and the CRC-32 of the header.
+/// Writes a file with some boxes under these names, in this order. Returns where they are, by the key of their tensor, and the
+/// CRC-32 of the header.
 pub(super) fn write(
     out: &mut (impl Write + Seek),
+    file: &str,
     metadata: &BTreeMap<String, String>,
-    tensors: &[(String, Content)],
+    boxes: &[(String, BoxToWrite)],
     progress: &dyn Fn(u64),
-) -> Result<(Vec<Written>, u32)> {
+) -> Result<(Vec<(String, Chunk)>, u32)> {
     // Readers that map the file want elements aligned: wide ones come first, as the format's own library has them.
-    let mut order: Vec<usize> = (0..tensors.len()).collect();
-    order.sort_by_key(|&i| std::cmp::Reverse(tensors[i].1.element().size_in_bytes()));
+    let mut order: Vec<&(String, BoxToWrite)> = boxes.iter().collect();
+    order.sort_by_key(|(_, content)| std::cmp::Reverse(content.element().size_in_bytes()));
     let mut header = Map::new();
     if !metadata.is_empty() {
         header.insert("__metadata__".to_string(), json!(metadata));
     }
     let mut end = 0u64;
-    for &i in &order {
-        let (name, content) = &tensors[i];
+    for (name, content) in &order {
         let start = end;
         end += content.bytes() as u64;
         let info = json!({
             "dtype": content.element().safetensors_name(),
-            "shape": content.shape(),
+            "shape": content.part.sizes,
             "data_offsets": [start, end],
         });
         if header.insert(name.clone(), info).is_some() {
@@ -204,19 +203,7 @@ pub(super) fn write(
     let mut head = (text.len() as u64).to_le_bytes().to_vec();
     head.extend_from_slice(&text);
     out.write_all(&head)?;
-    let mut offset = head.len() as u64;
-    let mut written: Vec<Option<Written>> = (0..tensors.len()).map(|_| None).collect();
-    for &i in &order {
-        let content = &tensors[i].1;
-        let mut hasher = BlockHasher::new(content.bytes() as u64);
-        content.for_each_block(&mut |block| {
-            hasher.update(block);
-            progress(block.len() as u64);
-            Ok(out.write_all(block)?)
-        })?;
-        let (crc32, blocks) = hasher.finish();
-        written[i] = Some(Written { offset, crc32, blocks });
-        offset += content.bytes() as u64;
-    }
-    Ok((written.into_iter().flatten().collect(), crc32fast::hash(&head)))
+    let one = |(_, content): &(String, BoxToWrite)| Ok((content.key.clone(), content.write(out, file, progress)?));
+    let chunks = order.into_iter().map(one).collect::<Result<_>>()?;
+    Ok((chunks, crc32fast::hash(&head)))
 }

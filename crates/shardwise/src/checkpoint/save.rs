@@ -12,13 +12,14 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Tensor};
 
 use super::assign::{Task, assign, tasks};
-use super::catalog::{Catalog, Format, StoredTensor};
-use super::content::Content;
+use super::content::{BoxToWrite, Content};
 use super::directory::{Staging, unwritable};
 use super::element::ElementType;
+use super::format::{FileRole, Format, FormatWriter, ValueStorage, WrittenFile};
 use super::state::{Leaf, State};
+use super::stored::{Contents, StoredTensor};
 use super::value::Value;
-use super::write::{Part, WrittenFile, file_name, in_files, seal, shard_name, write_file};
+use super::write::{in_files, seal, write_file};
 use crate::comm::{World, agree, texts, together};
 use crate::error::{Error, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
@@ -142,8 +143,9 @@ fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site:
     if world.is_dry() {
         return Err(Error::invalid("save", "a dry run", "a run with data", "dry runs know shapes, not values"));
     }
-    let planned = together(world, plan(world, state, options.format), site)?;
-    let fingerprint = planned.describe();
+    let planned = options.format.to_write().and_then(|writer| Ok((writer, plan(world, state, writer)?)));
+    let (writer, planned) = together(world, planned, site)?;
+    let fingerprint = format!("{} {}", options.format, planned.describe());
     agree(world, &[("state to save", &fingerprint), ("path to save to", &path.to_string_lossy())], site)?;
     let me = world.rank();
     // One rank makes the directory, all use it.
@@ -157,7 +159,7 @@ fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site:
     let job = Job {
         rank: me,
         ranks: world.size(),
-        format: options.format,
+        writer,
         deadline: options.deadline,
         staged: PathBuf::from(&chosen[0]),
         staging,
@@ -185,11 +187,11 @@ fn unique() -> u64 {
 /// What is saved, and what this rank writes of it.
 struct Planned {
     /// All tensors without their chunks, and all values.
-    catalog: Catalog,
+    contents: Contents,
     /// Who writes which box.
     writers: Vec<(String, TensorBox, usize)>,
     /// What this rank writes.
-    parts: Vec<Part>,
+    boxes: Vec<BoxToWrite>,
     /// Checksums of tensors that should be the same on all ranks.
     plain: Vec<(String, u32)>,
 }
@@ -197,32 +199,28 @@ struct Planned {
 impl Planned {
     /// The plan in words that are the same on all ranks if the plan is.
     fn describe(&self) -> String {
-        let values: Vec<String> = self.catalog.values.iter().map(|(key, value)| format!("{key} = {value}")).collect();
+        let values: Vec<String> = self.contents.values.iter().map(|(key, value)| format!("{key} = {value}")).collect();
         let tensor = |(key, t): (&String, &StoredTensor)| format!("{key}: {} {:?}", t.element, t.shape);
-        let tensors: Vec<String> = self.catalog.tensors.iter().map(tensor).collect();
-        format!("{:?} {values:?} {tensors:?} {:?} {:?}", self.catalog.format, self.writers, self.plain)
+        let tensors: Vec<String> = self.contents.tensors.iter().map(tensor).collect();
+        format!("{values:?} {tensors:?} {:?} {:?}", self.writers, self.plain)
     }
 }
 
-fn plan(world: &World, state: &State, format: Format) -> Result<Planned> {
-    if format == Format::Torch {
-        let fix = "use Native, HuggingFace or Dcp";
-        return Err(Error::invalid("format", "a single file of torch.save", "one that ranks write together", fix));
-    }
-    let mut catalog = Catalog::unwritten(format);
+fn plan(world: &World, state: &State, writer: &dyn FormatWriter) -> Result<Planned> {
+    let mut contents = Contents::default();
     let mut all: Vec<Task> = Vec::new();
     let mut sources: BTreeMap<String, Source> = BTreeMap::new();
     let mut plain = Vec::new();
     for (key, (path, leaf)) in state.flatten()? {
         let (element, shape, boxes, source) = match leaf {
-            Leaf::Value(value) if format == Format::HuggingFace => {
+            Leaf::Value(value) if writer.values() == ValueStorage::Nowhere => {
                 let (found, needed) =
                     (format!("value {key:?} = {value}"), "tensors only, which is all that this format has");
                 return Err(Error::invalid("state", found, needed, "save it in another format, or leave it out"));
             }
             Leaf::Value(value) => {
-                catalog.values.insert(key.clone(), value);
-                catalog.paths.insert(key, path);
+                contents.values.insert(key.clone(), value);
+                contents.paths.insert(key, path);
                 continue;
             }
             Leaf::Tensor(tensor) => {
@@ -280,16 +278,16 @@ fn plan(world: &World, state: &State, format: Format) -> Result<Planned> {
         }
         all.extend(tasks(&key, element.size_in_bytes(), boxes));
         sources.insert(key.clone(), source);
-        catalog.tensors.insert(key.clone(), StoredTensor { element, shape, chunks: Vec::new() });
-        catalog.paths.insert(key, path);
+        contents.tensors.insert(key.clone(), StoredTensor { element, shape, chunks: Vec::new() });
+        contents.paths.insert(key, path);
     }
-    let mut parts = Vec::new();
+    let mut boxes = Vec::new();
     let mut writers = Vec::new();
     for (task, rank) in all.iter().zip(assign(&all)) {
         writers.push((task.key.clone(), task.part.clone(), rank));
         if rank == world.rank() {
-            let stored = &catalog.tensors[&task.key];
-            parts.push(Part {
+            let stored = &contents.tensors[&task.key];
+            boxes.push(BoxToWrite {
                 key: task.key.clone(),
                 part: task.part.clone(),
                 is_whole: task.part.sizes == stored.shape,
@@ -297,7 +295,7 @@ fn plan(world: &World, state: &State, format: Format) -> Result<Planned> {
             });
         }
     }
-    Ok(Planned { catalog, writers, parts, plain })
+    Ok(Planned { contents, writers, boxes, plain })
 }
 
 /// The boxes of a tensor that this rank holds: all in one tensor, or one tensor each.
@@ -323,7 +321,7 @@ impl Source {
 struct Job {
     rank: usize,
     ranks: usize,
-    format: Format,
+    writer: &'static dyn FormatWriter,
     deadline: Duration,
     staged: PathBuf,
     /// Of the first rank, which commits it.
@@ -335,11 +333,12 @@ struct Job {
 impl Job {
     fn run(self) -> Result<()> {
         let (report, rank) = (self.report_of(self.rank), self.rank);
-        let (format, staged) = (self.format, self.staged.clone());
-        let (parts, catalog) = (self.planned.parts, self.planned.catalog);
+        let (writer, staged) = (self.writer, self.staged.clone());
+        let (boxes, contents) = (self.planned.boxes, self.planned.contents);
         // Values are the same on all ranks; the first one writes them.
-        let values = if rank == 0 { catalog.values.clone() } else { BTreeMap::new() };
-        let mine = write_parts(format, &staged, (rank, self.ranks), parts, &values);
+        let in_files = rank == 0 && writer.values() == ValueStorage::InFiles;
+        let values = if in_files { contents.values.clone() } else { BTreeMap::new() };
+        let mine = write_boxes(writer, &staged, (rank, self.ranks), boxes, &values);
         let said = match &mine {
             Ok(files) => serde_json::to_string(files).map_err(Error::other)?,
             Err(error) => format!("!{error}"),
@@ -357,7 +356,7 @@ impl Job {
             all.extend(wait_for(&path, rank, self.deadline, &self.wait)?);
             fs::remove_file(&path).map_err(|error| unwritable(&path, &error))?;
         }
-        seal(&staged, catalog, all)?;
+        seal(writer, &staged, contents, all)?;
         staging.commit()
     }
 
@@ -371,26 +370,22 @@ fn report_path(staged: &Path, rank: usize) -> PathBuf {
 }
 
 /// Writes the files of one rank.
-fn write_parts(
-    format: Format,
+fn write_boxes(
+    writer: &dyn FormatWriter,
     staged: &Path,
     (rank, ranks): (usize, usize),
-    parts: Vec<Part>,
+    boxes: Vec<BoxToWrite>,
     values: &BTreeMap<String, Value>,
 ) -> Result<Vec<WrittenFile>> {
-    let files = in_files(format, parts);
-    let count = files.len();
+    let files = in_files(writer, boxes);
+    let (count, none) = (files.len(), BTreeMap::new());
     let mut written = Vec::new();
-    for (i, parts) in files.into_iter().enumerate() {
-        if parts.is_empty() && (values.is_empty() || format != Format::Dcp) {
-            continue;
+    for (index, boxes) in files.into_iter().enumerate() {
+        let values = if index == 0 { values } else { &none };
+        if !boxes.is_empty() || !values.is_empty() {
+            let name = writer.file_name(FileRole::OfRank { rank, ranks, index, count });
+            written.push(write_file(writer, staged, &name, boxes, values, &|_| {})?);
         }
-        let name = match format {
-            Format::HuggingFace if ranks == 1 && count == 1 => file_name(format, 0, 1),
-            Format::HuggingFace => shard_name(rank, i, count),
-            _ => file_name(format, rank, ranks),
-        };
-        written.push(write_file(format, staged, &name, parts, values, &|_| {})?);
     }
     Ok(written)
 }

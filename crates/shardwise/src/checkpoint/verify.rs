@@ -5,14 +5,13 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
-use super::catalog::{Catalog, Chunk, Format};
+use super::catalog::Catalog;
 use super::element::ElementType;
 use super::files::Files;
-use super::native::{MANIFEST, read_manifest};
 use super::open::open;
 use super::read::check_crc;
-use super::safetensors::read_header;
-use crate::error::{Error, Result};
+use super::stored::Chunk;
+use crate::error::Result;
 
 /// What was found out about a checkpoint.
 #[derive(Debug)]
@@ -68,9 +67,7 @@ pub fn verify(path: impl AsRef<Path>, progress: &(dyn Fn(u64) + Sync)) -> Verifi
     let unverified = results.iter().filter(|r| matches!(r, Ok(false))).count();
     let whole_only = chunks.iter().filter(|(.., c)| c.crc32.is_some() && c.blocks.is_none()).count();
     let mut problems: Vec<String> = results.into_iter().filter_map(Result::err).map(|e| e.to_string()).collect();
-    if catalog.format == Format::Native {
-        problems.extend(check_headers(files).err().map(|e| e.to_string()));
-    }
+    problems.extend(catalog.format.0.verify(files).err().map(|e| e.to_string()));
     let strangers = strangers(&catalog);
     Verification { catalog: Some(catalog), verified, unverified, whole_only, problems, strangers }
 }
@@ -102,36 +99,11 @@ fn crc_of(
     Ok(hasher.finalize())
 }
 
-/// An error unless the headers of all files are as they were written, and say what the manifest says.
-fn check_headers(files: &Files) -> Result<()> {
-    for (name, info) in &read_manifest(files)?.files {
-        let header = read_header(files, name)?;
-        let found = crc32fast::hash(&header.bytes);
-        if found != info.header_crc32 {
-            let found = format!("checksum {found:08x} for the header of {name:?}");
-            let needed = format!("{:08x}", info.header_crc32);
-            return Err(Error::invalid("checkpoint", found, needed, "the file is damaged; copy or save it again"));
-        }
-    }
-    Ok(())
-}
-
 /// Files of the directory that no tensor is in.
 fn strangers(catalog: &Catalog) -> Vec<String> {
-    if catalog.format == Format::Torch {
-        return Vec::new();
-    }
     let used: BTreeSet<&str> =
         catalog.tensors.values().flat_map(|t| t.chunks.iter().map(|c| c.file.as_str())).collect();
     let Ok(names) = catalog.files.names() else { return Vec::new() };
-    let belongs = |name: &String| {
-        used.contains(name.as_str())
-            || match catalog.format {
-                Format::Native => name == MANIFEST,
-                Format::Dcp => name == ".metadata" || name.ends_with(".distcp"),
-                // Tokenizers, settings and texts stand beside such files.
-                Format::HuggingFace | Format::Torch => !name.ends_with(".safetensors"),
-            }
-    };
+    let belongs = |name: &String| used.contains(name.as_str()) || catalog.format.0.belongs(name);
     names.into_iter().filter(|name| !belongs(name)).collect()
 }

@@ -6,6 +6,7 @@ use candle_core::{Device, Tensor};
 
 use super::{Call, Group};
 use crate::error::{Error, Result, Site};
+use crate::fnv::fnv1a;
 
 /// An error on every rank unless all ranks of the group say the same of every thing; it names the first two that differ.
 pub(crate) fn agree(group: &Group, things: &[(&'static str, &str)], site: Site) -> Result<()> {
@@ -102,7 +103,7 @@ impl Group {
     }
 }
 
-/// The same number for the same text on every rank (FNV-1a).
+/// The same number for the same text on every rank.
 fn fingerprint(text: &str) -> i64 {
-    text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3)) as i64
+    fnv1a(text.as_bytes()) as i64
 }

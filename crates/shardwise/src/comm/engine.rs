@@ -13,6 +13,7 @@ pub use super::host::{
     caught, confine_candle_to, cores, how_it_failed, launch_is_over, pool, second_thread, this_thread,
 };
 pub use super::purpose::Purpose;
+pub use crate::fnv::fnv1a;
 pub use crate::local::{concat, cut, dense, immutable, with_bytes};
 
 use crate::error::Result;

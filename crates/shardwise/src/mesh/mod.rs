@@ -13,6 +13,7 @@ use std::collections::HashMap;
 use std::sync::{LazyLock, OnceLock};
 
 use crate::error::{Error, Result};
+use crate::fnv::fnv1a;
 use crate::intern::{Interned, Interner};
 
 /// Named axes with their sizes, as [`Mesh::new`] takes them.
@@ -389,8 +390,8 @@ impl Mesh {
 
     /// A number that is the same in every process for equal meshes, for comparing across ranks.
     pub fn stable_hash(&self) -> u64 {
-        // FNV-1a over the text form, which determines the mesh.
-        self.to_string().bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
+        // The text form determines the mesh.
+        fnv1a(self.to_string().as_bytes())
     }
 }
 

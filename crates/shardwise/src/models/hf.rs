@@ -91,8 +91,7 @@ pub fn check_export(path: impl AsRef<Path>) -> Result<()> {
     }
     for entry in fs::read_dir(path)? {
         let name = entry?.file_name().to_string_lossy().into_owned();
-        let known = ["config.json", "tokenizer.json", "model.safetensors.index.json"];
-        if !known.contains(&name.as_str()) && !name.ends_with(".safetensors") {
+        if !["config.json", "tokenizer.json"].contains(&name.as_str()) && !Format::HuggingFace.owns(&name) {
             return refused(format!("{} in {}", name, path.display()));
         }
     }

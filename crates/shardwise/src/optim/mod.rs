@@ -5,6 +5,7 @@
 
 mod settings;
 mod optimizer;
+mod param_state;
 mod param_step;
 mod adadelta;
 mod adafactor;
@@ -51,7 +52,7 @@ use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::param::Param;
 use crate::tensor::DTensor;
-use state::State;
+use param_state::State;
 
 /// An optimizer over named parameters, each in any layout on any mesh of the world.
 ///

@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use super::state::{MASTER, STEP, State, Values, placed};
+use super::param_state::{MASTER, STEP, State, Values, placed};
 use crate::error::{Error, Result};
 use crate::local::{Elementwise, Stored, update};
 use crate::tensor::DTensor;

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::mesh::Mesh;
 use crate::placement::Placement;
-use crate::sharded::ShardingSpec;
+use crate::sharded::AnyShardingSpec;
 
 /// Where a tensor is to lie.
 ///
@@ -33,10 +33,10 @@ pub enum Places {
     /// Placements along axes by name. They cut in this order, after the axes that are not named, which stay as they are.
     Along(Vec<(String, Placement)>),
     /// The shards of a spec, which must be regular on the mesh: one per rank, cut along its axes.
-    Spec(ShardingSpec),
+    Spec(AnyShardingSpec),
 }
 
-impl<S: Into<ShardingSpec>> From<S> for Places {
+impl<S: Into<AnyShardingSpec>> From<S> for Places {
     fn from(spec: S) -> Self {
         Places::Spec(spec.into())
     }

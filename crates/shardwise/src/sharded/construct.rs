@@ -4,14 +4,15 @@ use std::panic::Location;
 
 use candle_core::{DType, Shape, Tensor};
 
-use super::device::RemoteDevice;
+use super::exchange::check_ranks;
 use super::metadata::{ShardMetadata, ShardedTensorMetadata};
-use super::movement::moved;
-use super::{Shard, ShardedTensor, ShardingSpec};
+use super::shard::Shard;
+use super::spec::AnyShardingSpec;
+use super::tensor::ShardedTensor;
 use crate::comm::{DeviceMesh, agree, texts};
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
-use crate::local::{check_dtype, check_served, dense, filled, own_copy, placeholder};
+use crate::local::{check_dtype, check_served, filled, own_copy, placeholder};
 use crate::tensor::check_metas;
 
 /// An error, the same on all ranks, if a shard is larger than memory.
@@ -23,7 +24,7 @@ fn check_shards(metadata: &ShardedTensorMetadata, dry: bool) -> Result<()> {
 impl ShardedTensor {
     /// A tensor filled with one value.
     pub fn full(
-        spec: impl Into<ShardingSpec>,
+        spec: impl Into<AnyShardingSpec>,
         value: f64,
         shape: impl Into<Shape>,
         dtype: DType,
@@ -36,7 +37,7 @@ impl ShardedTensor {
 
     /// A tensor of zeros.
     pub fn zeros(
-        spec: impl Into<ShardingSpec>,
+        spec: impl Into<AnyShardingSpec>,
         shape: impl Into<Shape>,
         dtype: DType,
         mesh: &DeviceMesh,
@@ -46,7 +47,7 @@ impl ShardedTensor {
 
     /// A tensor of ones.
     pub fn ones(
-        spec: impl Into<ShardingSpec>,
+        spec: impl Into<AnyShardingSpec>,
         shape: impl Into<Shape>,
         dtype: DType,
         mesh: &DeviceMesh,
@@ -56,7 +57,7 @@ impl ShardedTensor {
 
     /// A tensor to be filled later. Its elements are zero: memory without a value does not exist here.
     pub fn empty(
-        spec: impl Into<ShardingSpec>,
+        spec: impl Into<AnyShardingSpec>,
         shape: impl Into<Shape>,
         dtype: DType,
         mesh: &DeviceMesh,
@@ -66,7 +67,7 @@ impl ShardedTensor {
 
     /// The shards of a tensor that can be made: of a type that is served, on ranks of the mesh, in memory that exists.
     pub(super) fn checked(
-        spec: &ShardingSpec,
+        spec: &AnyShardingSpec,
         shape: &[usize],
         dtype: DType,
         mesh: &DeviceMesh,
@@ -80,7 +81,7 @@ impl ShardedTensor {
 
     /// A tensor of shards that a function makes from their descriptions; only those of this rank are asked for.
     pub(super) fn by_shard(
-        spec: ShardingSpec,
+        spec: AnyShardingSpec,
         shape: &[usize],
         dtype: DType,
         mesh: &DeviceMesh,
@@ -143,7 +144,7 @@ impl ShardedTensor {
             ranks.push(serde_json::from_str::<Option<ShardedTensorMetadata>>(text).map_err(Error::other)?);
         }
         let metadata = ShardedTensorMetadata::merge(&ranks)?;
-        let spec = ShardingSpec::infer(&metadata.shards)?;
+        let spec = AnyShardingSpec::infer(&metadata.shards)?;
         Ok(Self::from_parts(mesh, metadata, spec, shards.iter().map(|s| s.tensor.clone()).collect()))
     }
 
@@ -172,7 +173,7 @@ impl ShardedTensor {
                 "pass the shards of this rank in the order of the metadata",
             ));
         }
-        let spec = ShardingSpec::infer(&metadata.shards)?;
+        let spec = AnyShardingSpec::infer(&metadata.shards)?;
         Ok(Self::from_parts(mesh, metadata, spec, shards.iter().map(|s| s.tensor.clone()).collect()))
     }
 
@@ -180,7 +181,7 @@ impl ShardedTensor {
     /// own.
     pub fn init_from_local_tensor(
         tensor: &Tensor,
-        spec: impl Into<ShardingSpec>,
+        spec: impl Into<AnyShardingSpec>,
         shape: impl Into<Shape>,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
@@ -203,6 +204,23 @@ impl ShardedTensor {
                 ));
             }
         };
+        Ok(Self::from_parts(mesh, metadata, spec, tensors))
+    }
+
+    /// The tensor of which every rank of the mesh brings its shards in the order of the spec's metadata. Nothing is
+    /// communicated, and every rank checks its own. For operators of a spec: the result keeps the spec.
+    pub fn init_from_local_tensors(
+        tensors: &[Tensor],
+        spec: impl Into<AnyShardingSpec>,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        mesh: &DeviceMesh,
+    ) -> Result<ShardedTensor> {
+        let spec = spec.into();
+        let metadata = Self::checked(&spec, &shape.into().into_dims(), dtype, mesh)?;
+        check_local(tensors, &metadata, mesh.world().rank())?;
+        let copy = |tensor: &Tensor| Ok(check_served(tensor).and_then(|()| own_copy(tensor))?);
+        let tensors = tensors.iter().map(copy).collect::<Result<Vec<_>>>()?;
         Ok(Self::from_parts(mesh, metadata, spec, tensors))
     }
 }
@@ -231,7 +249,7 @@ impl ShardedTensor {
 #[doc(alias = "_shard_tensor")]
 pub fn shard_tensor(
     tensor: &Tensor,
-    spec: impl Into<ShardingSpec>,
+    spec: impl Into<AnyShardingSpec>,
     mesh: &DeviceMesh,
     src_rank: Option<usize>,
 ) -> Result<ShardedTensor> {
@@ -240,7 +258,7 @@ pub fn shard_tensor(
 
 fn shard_tensor_at(
     tensor: &Tensor,
-    spec: ShardingSpec,
+    spec: AnyShardingSpec,
     mesh: &DeviceMesh,
     src_rank: Option<usize>,
     site: Site,
@@ -253,51 +271,30 @@ fn shard_tensor_at(
         agree(&mesh.whole_group()?, &things, site)?;
     }
     check_served(tensor)?;
-    let to = spec.build_metadata(tensor.dims(), tensor.dtype())?;
-    check_ranks(&to, mesh)?;
-    let me = mesh.world().rank();
-    let Some(source) = src_rank else {
-        let own = whole_shard(tensor, me)?;
-        let part = |part: &ShardMetadata| match mesh.world().is_dry() {
-            true => Ok(placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: to.dtype })?),
-            // A shard has memory of its own, so that it does not keep the whole alive.
-            false => Ok(dense(&super::movement::cut(std::slice::from_ref(&own), &part.offsets, &part.sizes)?.copy()?)?),
-        };
-        let tensors = to.shards_of(me).map(part).collect::<Result<Vec<_>>>()?;
-        return Ok(ShardedTensor::from_parts(mesh, to, spec, tensors));
-    };
-    let Some(&source) = mesh.ranks().get(source) else {
-        let needed = format!("a position on the mesh, below {}", mesh.size());
-        return Err(Error::invalid("source rank", source, needed, "0 is the first rank of the mesh"));
-    };
-    let own = whole_shard(tensor, source)?;
-    let from = ShardedTensorMetadata { shards: vec![own.metadata.clone()], ..to.clone() };
-    let tensors = moved(mesh, &from, &[own], &to, site)?;
-    Ok(ShardedTensor::from_parts(mesh, to, spec, tensors))
-}
-
-/// A tensor as the one shard of a rank.
-fn whole_shard(tensor: &Tensor, rank: usize) -> Result<Shard> {
-    Shard::from_tensor_and_offsets(tensor, vec![0; tensor.rank()], rank)
-}
-
-/// An error unless every shard is on a rank of the mesh.
-pub(super) fn check_ranks(metadata: &ShardedTensorMetadata, mesh: &DeviceMesh) -> Result<()> {
-    for shard in &metadata.shards {
-        if shard.rank().is_none_or(|rank| !mesh.contains(rank)) {
-            return Err(Error::invalid(
-                "placement",
-                format!("shard {shard}"),
-                format!("a rank of the mesh {}, such as {}", mesh.mesh(), RemoteDevice::cpu_of(mesh.ranks()[0])),
-                "name ranks of the mesh, or use a mesh that has the rank",
-            ));
-        }
-        if shard.placement.as_ref().is_some_and(|p| p.device() != "cpu") {
-            let needed = "the CPU, which is where ranks of threads keep their tensors";
-            return Err(Error::invalid("placement", format!("shard {shard}"), needed, "use rank:<rank>/cpu"));
-        }
+    let metadata = spec.build_metadata(tensor.dims(), tensor.dtype())?;
+    check_ranks(&metadata, mesh)?;
+    let tensors = spec.0.shard(tensor, &metadata, mesh, src_rank, site)?;
+    if is_member {
+        check_local(&tensors, &metadata, mesh.world().rank())?;
     }
-    Ok(())
+    Ok(ShardedTensor::from_parts(mesh, metadata, spec, tensors))
+}
+
+/// An error unless these tensors have the sizes and the type of the shards of a rank.
+fn check_local(tensors: &[Tensor], metadata: &ShardedTensorMetadata, rank: usize) -> Result<()> {
+    let expected: Vec<&ShardMetadata> = metadata.shards_of(rank).collect();
+    let sizes = expected.iter().map(|shard| shard.sizes.as_slice());
+    if tensors.iter().map(Tensor::dims).eq(sizes) && tensors.iter().all(|t| t.dtype() == metadata.dtype) {
+        return Ok(());
+    }
+    let given: Vec<String> = tensors.iter().map(|t| format!("{} {:?}", t.dtype().as_str(), t.dims())).collect();
+    let list: Vec<String> = expected.iter().map(ToString::to_string).collect();
+    Err(Error::invalid(
+        "local tensors",
+        format!("[{}] on rank {rank}", given.join(", ")),
+        format!("{} tensors for what the spec gives this rank, [{}]", metadata.dtype.as_str(), list.join(", ")),
+        "pass this rank's shards in the order of the metadata",
+    ))
 }
 
 /// What a rank says of its own shards; `None` if it has none. An error if they cannot be its shards.

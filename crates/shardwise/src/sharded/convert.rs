@@ -2,9 +2,10 @@
 
 use std::panic::Location;
 
-use super::movement::cut;
-use super::spec::{ChunkShardingSpec, ShardingSpec};
-use super::{ShardMetadata, ShardedTensor};
+use super::exchange::cut;
+use super::metadata::ShardMetadata;
+use super::spec::AnyShardingSpec;
+use super::tensor::ShardedTensor;
 use crate::comm::{DeviceMesh, agree};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
@@ -76,7 +77,7 @@ impl ShardedTensor {
     pub fn from_dtensor(tensor: &DTensor) -> Result<ShardedTensor> {
         let reduced = tensor.reduced(Location::caller())?;
         let layout = reduced.layout();
-        let spec = ShardingSpec::from_layout(layout)?;
+        let spec = AnyShardingSpec::from_layout(layout)?;
         let metadata = spec.build_metadata(tensor.shape(), tensor.dtype())?;
         let (mesh, me) = (reduced.device_mesh(), reduced.device_mesh().world().rank());
         let boxes = layout.boxes_of(me);
@@ -111,7 +112,7 @@ impl ShardedTensor {
     /// Whether every rank holds what it would hold in a layout.
     fn lies_as(&self, layout: &Layout) -> bool {
         self.metadata.layout_on(layout.mesh()).as_ref() == Some(layout)
-            || matches!(&self.spec, ShardingSpec::Chunk(spec) if is_layout_of(spec, layout))
+            || self.spec.layout(self.shape()).is_ok_and(|own| own.is_some_and(|own| is_same(&own, layout)))
     }
 
     /// The one shard of this rank, as its part of a layout in which it lies.
@@ -148,10 +149,8 @@ impl ShardedTensor {
     }
 }
 
-/// Whether a layout cuts one dimension into the chunks of a spec, for the same ranks.
-fn is_layout_of(spec: &ChunkShardingSpec, layout: &Layout) -> bool {
-    let dims = layout.shape().len() as isize;
-    let dim = if spec.dim() < 0 { spec.dim() + dims } else { spec.dim() };
-    let ranks = spec.placements().iter().map(super::RemoteDevice::rank);
-    layout.placements() == [Placement::Shard(dim)] && ranks.eq(layout.mesh().ranks().iter().map(|&r| Some(r)))
+/// Whether two layouts give the same ranks the same parts, whatever the axes are called.
+fn is_same(a: &Layout, b: &Layout) -> bool {
+    let mesh = |layout: &Layout| (layout.mesh().shape().to_vec(), layout.mesh().ranks().to_vec());
+    a.placements() == b.placements() && a.cuts() == b.cuts() && mesh(a) == mesh(b)
 }

@@ -4,7 +4,10 @@ use std::panic::Location;
 
 use candle_core::{DType, Shape, Tensor};
 
-use super::{Shard, ShardMetadata, ShardedTensor, ShardingSpec};
+use super::metadata::ShardMetadata;
+use super::shard::Shard;
+use super::spec::AnyShardingSpec;
+use super::tensor::ShardedTensor;
 use crate::comm::DeviceMesh;
 use crate::error::{Result, Site};
 use crate::layout::TensorMeta;
@@ -18,7 +21,7 @@ impl ShardedTensor {
     #[track_caller]
     pub fn random(
         distribution: Distribution,
-        spec: impl Into<ShardingSpec>,
+        spec: impl Into<AnyShardingSpec>,
         shape: impl Into<Shape>,
         dtype: DType,
         mesh: &DeviceMesh,
@@ -30,7 +33,7 @@ impl ShardedTensor {
     /// Uniform random numbers in `0..1`.
     #[track_caller]
     pub fn rand(
-        spec: impl Into<ShardingSpec>,
+        spec: impl Into<AnyShardingSpec>,
         shape: impl Into<Shape>,
         dtype: DType,
         mesh: &DeviceMesh,
@@ -41,7 +44,7 @@ impl ShardedTensor {
     /// Normal random numbers with mean 0 and standard deviation 1.
     #[track_caller]
     pub fn randn(
-        spec: impl Into<ShardingSpec>,
+        spec: impl Into<AnyShardingSpec>,
         shape: impl Into<Shape>,
         dtype: DType,
         mesh: &DeviceMesh,
@@ -158,7 +161,7 @@ fn described(part: &ShardMetadata, dtype: DType) -> TensorMeta {
 
 fn random_at(
     distribution: Distribution,
-    spec: ShardingSpec,
+    spec: AnyShardingSpec,
     size: &[usize],
     dtype: DType,
     mesh: &DeviceMesh,

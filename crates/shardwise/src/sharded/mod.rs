@@ -22,282 +22,34 @@
 //! # Ok::<(), Error>(())
 //! ```
 
+mod chunk;
 mod construct;
 mod convert;
 mod device;
+mod enumerable;
+mod exchange;
 mod fill;
+mod infer;
 mod metadata;
 mod movement;
 mod operators;
 mod remote;
+mod shard;
 mod spec;
+mod spec_ops;
 mod state;
+mod tensor;
 
+pub use chunk::ChunkShardingSpec;
 pub use construct::shard_tensor;
 pub use device::RemoteDevice;
+pub use enumerable::EnumerableShardingSpec;
+pub use exchange::distribute;
 pub use metadata::{ShardMetadata, ShardedTensorMetadata};
 pub use operators::{call_sharded_op, with_sharded_op};
 pub use remote::RemoteShard;
-pub use spec::{ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec};
+pub use shard::Shard;
+pub use spec::{AnyShardingSpec, ShardingSpec};
+pub use spec_ops::register_spec_op;
 pub use state::ShardedTensorState;
-
-use std::fmt;
-use std::panic::Location;
-use std::sync::Arc;
-
-use candle_core::{DType, Device, Tensor};
-
-use crate::comm::{Charge, DeviceMesh, Group};
-use crate::error::{Error, Result};
-use crate::layout::Runs;
-use crate::local::{check_cpu, check_served, own_copy, same_memory};
-use crate::tensor::{Piece, local_text, show_pieces};
-
-/// A box of a tensor that this rank holds.
-#[derive(Debug, Clone)]
-pub struct Shard {
-    tensor: Tensor,
-    metadata: ShardMetadata,
-}
-
-impl Shard {
-    /// A tensor, and where it lies in the whole; an error unless size and device are as described.
-    pub fn new(tensor: &Tensor, metadata: ShardMetadata) -> Result<Self> {
-        check_served(tensor)?;
-        if tensor.dims() != metadata.sizes {
-            let found = format!("a tensor of shape {:?}", tensor.dims());
-            return Err(Error::invalid("shard", found, format!("sizes {:?}", metadata.sizes), "describe the tensor"));
-        }
-        if let Some(placement) = &metadata.placement {
-            placement.check_holds(tensor.device())?;
-        }
-        Ok(Shard { tensor: own_copy(tensor)?, metadata })
-    }
-
-    /// A tensor of a rank that begins at some place of the whole.
-    pub fn from_tensor_and_offsets(tensor: &Tensor, offsets: impl Into<Vec<usize>>, rank: usize) -> Result<Self> {
-        let placement = RemoteDevice::cpu_of(rank).with_device(tensor.device());
-        Self::new(tensor, ShardMetadata::new(offsets, tensor.dims(), Some(placement))?)
-    }
-
-    /// A copy of the elements, in memory of its own: writing to it changes no sharded tensor.
-    ///
-    /// # Panics
-    /// If there is no memory for the copy.
-    pub fn tensor(&self) -> Tensor {
-        self.handed_out().unwrap_or_else(|error| panic!("shard: {error}"))
-    }
-
-    /// The elements where they are, for reading only.
-    pub(crate) fn held(&self) -> &Tensor {
-        &self.tensor
-    }
-
-    /// Whether two shards are one and the same memory, as those of clones are.
-    pub fn shares_memory(&self, other: &Shard) -> bool {
-        same_memory(&self.tensor, &other.tensor)
-    }
-
-    /// The elements for a program. A placeholder of a dry run is one element wide and stays what it is.
-    fn handed_out(&self) -> Result<Tensor> {
-        let placeholder = self.tensor.elem_count() > 1 && self.tensor.stride().iter().all(|&stride| stride == 0);
-        if placeholder { Ok(self.tensor.clone()) } else { Ok(own_copy(&self.tensor)?) }
-    }
-
-    /// Where it lies.
-    pub fn metadata(&self) -> &ShardMetadata {
-        &self.metadata
-    }
-}
-
-/// A tensor cut into boxes that the ranks of a mesh hold, any number of them each, seen from one rank.
-///
-/// It is a value, as tensors are: cloning is free, and nothing but its own initialisers change it. Calls that communicate
-/// are made by all ranks of the mesh, which is its process group; ranks outside hold nothing and skip them.
-#[derive(Clone)]
-pub struct ShardedTensor {
-    mesh: DeviceMesh,
-    metadata: Arc<ShardedTensorMetadata>,
-    spec: ShardingSpec,
-    /// The shards of this rank, in the order of the metadata.
-    shards: Vec<Shard>,
-    /// Counts their memory.
-    _charge: Arc<Charge>,
-}
-
-impl ShardedTensor {
-    /// Puts the parts together; the shards are those that the metadata gives this rank.
-    fn from_parts(
-        mesh: &DeviceMesh,
-        metadata: ShardedTensorMetadata,
-        spec: ShardingSpec,
-        tensors: Vec<Tensor>,
-    ) -> ShardedTensor {
-        let held = metadata.shards_of(mesh.world().rank()).cloned();
-        let shards: Vec<Shard> = held.zip(tensors).map(|(metadata, tensor)| Shard { tensor, metadata }).collect();
-        let elements: usize = shards.iter().map(|s| s.metadata.volume()).sum();
-        let charge = mesh.world().memory().charge(elements * metadata.dtype.size_in_bytes());
-        ShardedTensor { mesh: mesh.clone(), metadata: Arc::new(metadata), spec, shards, _charge: Arc::new(charge) }
-    }
-
-    /// What every rank knows of all shards.
-    pub fn metadata(&self) -> &ShardedTensorMetadata {
-        &self.metadata
-    }
-
-    /// How it is cut.
-    pub fn sharding_spec(&self) -> &ShardingSpec {
-        &self.spec
-    }
-
-    /// The mesh whose ranks hold it.
-    pub fn device_mesh(&self) -> &DeviceMesh {
-        &self.mesh
-    }
-
-    /// The group of these ranks.
-    #[doc(alias = "_get_current_process_group")]
-    pub fn process_group(&self) -> Result<Group> {
-        self.mesh.whole_group()
-    }
-
-    /// Shape of the whole.
-    #[doc(alias = "size")]
-    pub fn shape(&self) -> &[usize] {
-        &self.metadata.size
-    }
-
-    /// Element type.
-    pub fn dtype(&self) -> DType {
-        self.metadata.dtype
-    }
-
-    /// Number of elements of the whole.
-    pub fn elem_count(&self) -> usize {
-        self.shape().iter().product()
-    }
-
-    /// The shards of this rank; there may be none.
-    pub fn local_shards(&self) -> &[Shard] {
-        &self.shards
-    }
-
-    /// A copy of the one shard of this rank. Local: nothing is communicated.
-    pub fn local_tensor(&self) -> Result<Tensor> {
-        let [shard] = self.shards.as_slice() else {
-            let found = format!("{} shards on rank {}", self.shards.len(), self.mesh.world().rank());
-            return Err(Error::invalid("sharded tensor", found, "one shard", "use local_shards"));
-        };
-        shard.handed_out()
-    }
-
-    /// Number of elements that a rank holds.
-    pub fn shard_size(&self, rank: usize) -> usize {
-        self.metadata.shards_of(rank).map(ShardMetadata::volume).sum()
-    }
-
-    /// Whether gradients are wanted of it: a [`to_dtensor`](Self::to_dtensor) is then a leaf.
-    pub fn requires_grad(&self) -> bool {
-        self.metadata.requires_grad
-    }
-
-    /// The same tensor, of which gradients are wanted or not.
-    #[must_use]
-    pub fn with_requires_grad(&self, wanted: bool) -> ShardedTensor {
-        let metadata = ShardedTensorMetadata { requires_grad: wanted, ..(*self.metadata).clone() };
-        ShardedTensor { metadata: Arc::new(metadata), ..self.clone() }
-    }
-
-    /// Whether its memory is pinned for transfers to another device. Memory of candle's tensors never is.
-    pub fn is_pinned(&self) -> bool {
-        false
-    }
-
-    /// The same elements on a device of every rank, of which there is one: the CPU. Placements name it afterwards.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for any device but the CPU.
-    pub fn to(&self, device: &Device) -> Result<ShardedTensor> {
-        check_cpu(device)?;
-        let placed = |shard: &ShardMetadata| ShardMetadata {
-            placement: shard.placement.as_ref().map(|p| p.with_device(device)),
-            ..shard.clone()
-        };
-        let shards: Vec<ShardMetadata> = self.metadata.shards.iter().map(placed).collect();
-        if shards == self.metadata.shards {
-            return Ok(self.clone());
-        }
-        let tensors = self.shards.iter().map(|s| Ok(s.tensor.to_device(device)?)).collect::<Result<Vec<_>>>()?;
-        let spec = match &self.spec {
-            ShardingSpec::Chunk(spec) => {
-                let placements = spec.placements().iter().map(|p| p.with_device(device)).collect();
-                ChunkShardingSpec::on(spec.dim(), placements)?.into()
-            }
-            ShardingSpec::Enumerable(_) => EnumerableShardingSpec::new(shards.clone())?.into(),
-        };
-        let metadata = ShardedTensorMetadata { shards, ..(*self.metadata).clone() };
-        Ok(Self::from_parts(&self.mesh, metadata, spec, tensors))
-    }
-
-    /// The same elements on the CPU.
-    pub fn cpu(&self) -> Result<ShardedTensor> {
-        self.to(&Device::Cpu)
-    }
-
-    /// The same elements in another type.
-    pub fn to_dtype(&self, dtype: DType) -> Result<ShardedTensor> {
-        crate::local::check_dtype(dtype)?;
-        let tensors = self.shards.iter().map(|s| Ok(s.tensor.to_dtype(dtype)?)).collect::<Result<Vec<_>>>()?;
-        let metadata = ShardedTensorMetadata { dtype, ..(*self.metadata).clone() };
-        Ok(Self::from_parts(&self.mesh, metadata, self.spec.clone(), tensors))
-    }
-}
-
-impl fmt::Debug for ShardedTensor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ShardedTensor({})", self.metadata)
-    }
-}
-
-impl fmt::Display for ShardedTensor {
-    /// Type, shape and spec, and the shards of this rank, abbreviated if they are large. Local: nothing is communicated;
-    /// [`show`](ShardedTensor::show) gives the whole.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {:?}: {}", self.dtype().as_str(), self.shape(), self.spec)?;
-        let rank = self.mesh.world().rank();
-        if self.shards.is_empty() {
-            return write!(f, "\nrank {rank} holds nothing");
-        }
-        for shard in &self.shards {
-            let dry = self.mesh.world().is_dry();
-            let text = if dry { "without data".to_string() } else { local_text(&shard.tensor) };
-            write!(f, "\nrank {rank} holds {:?} at {:?}:\n{text}", shard.metadata.sizes, shard.metadata.offsets)?;
-        }
-        Ok(())
-    }
-}
-
-impl ShardedTensor {
-    /// The whole tensor as text, elided in the middle of large dimensions, and its spec: the same text on every rank.
-    ///
-    /// Collective: every rank of the mesh must call it. Communicates the elements that are shown.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] in a dry run, which has no values.
-    #[track_caller]
-    pub fn show(&self) -> Result<String> {
-        if self.mesh.world().is_dry() {
-            let fix = "dry runs know shapes, not values";
-            return Err(Error::invalid("reader", "show in a dry run", "a run with data", fix));
-        }
-        let piece = |shard: &Shard| {
-            let run = |(&start, &size): (&usize, &usize)| Runs::range(start..start + size);
-            let held = shard.metadata.offsets.iter().zip(&shard.metadata.sizes).map(run).collect();
-            Piece { held, tensor: shard.tensor.clone() }
-        };
-        let pieces: Vec<Piece> = self.shards.iter().map(piece).collect();
-        let group = self.mesh.whole_group()?;
-        let values = show_pieces(&group, self.shape(), self.dtype(), &pieces, Location::caller())?;
-        Ok(format!("{values}\n{} {:?}: {}", self.dtype().as_str(), self.shape(), self.spec))
-    }
-}
+pub use tensor::ShardedTensor;

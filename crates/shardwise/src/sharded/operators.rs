@@ -7,7 +7,8 @@ use std::rc::Rc;
 
 use candle_core::{Device, Tensor};
 
-use super::ShardedTensor;
+use super::spec_ops::{spec_op, spec_op_names};
+use super::tensor::ShardedTensor;
 use crate::comm::Call;
 use crate::error::{Error, Result, Site};
 use crate::local::{all_close, all_equal};
@@ -59,23 +60,28 @@ pub fn with_sharded_op<R>(
     body()
 }
 
-/// Runs the operator that a surrounding [`with_sharded_op`] has given this name.
+/// Runs the operator that a surrounding [`with_sharded_op`] has given this name, or the one that
+/// [`register_spec_op`](super::register_spec_op) has given it for the spec of the first input.
 pub fn call_sharded_op(name: &str, inputs: &[&ShardedTensor]) -> Result<ShardedTensor> {
-    let Some(operator) = registered(name) else {
-        let needed = "an operator of a surrounding with_sharded_op";
-        return Err(Error::invalid(
-            "sharded operator",
-            format!("{name:?}"),
-            needed,
-            "register it, or correct the name",
-        ));
-    };
     check_meshes(name, inputs)?;
-    operator(inputs)
+    replaced(name, inputs).unwrap_or_else(|| {
+        let known = inputs.first().map(|first| spec_op_names(first.sharding_spec())).unwrap_or_default();
+        let needed = match known.is_empty() {
+            true => "an operator of a surrounding with_sharded_op, or of the spec".to_string(),
+            false => format!("an operator of a surrounding with_sharded_op, or of the spec: {}", known.join(", ")),
+        };
+        let fix = "register it, or correct the name";
+        Err(Error::invalid("sharded operator", format!("{name:?}"), needed, fix))
+    })
 }
 
-fn registered(name: &str) -> Option<Implementation> {
-    REGISTERED.with_borrow(|all| all.get(name).and_then(|stack| stack.last().cloned()))
+/// What the user's operator of this name returns, if there is one: that of the scope, or that of the first input's spec.
+fn replaced(name: &str, inputs: &[&ShardedTensor]) -> Option<Result<ShardedTensor>> {
+    let scoped = REGISTERED.with_borrow(|all| all.get(name).and_then(|stack| stack.last().cloned()));
+    match scoped {
+        Some(operator) => Some(operator(inputs)),
+        None => spec_op(name, inputs),
+    }
 }
 
 /// An error unless all inputs have one process group.
@@ -113,8 +119,8 @@ impl ShardedTensor {
         f: impl FnOnce(&[DTensor]) -> Result<DTensor>,
     ) -> Result<ShardedTensor> {
         check_meshes(name, inputs)?;
-        if let Some(operator) = registered(name) {
-            return operator(inputs);
+        if let Some(result) = replaced(name, inputs) {
+            return result;
         }
         let Some((first, others)) = inputs.split_first() else {
             return Err(Error::invalid("sharded operator", "no inputs", "one tensor at least", "pass the tensors"));

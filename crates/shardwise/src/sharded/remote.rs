@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use super::{ShardMetadata, ShardedTensor};
+use super::metadata::ShardMetadata;
+use super::tensor::ShardedTensor;
 use crate::comm::Exposed;
 use crate::error::Result;
 use crate::layout::TensorMeta;

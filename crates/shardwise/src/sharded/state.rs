@@ -5,10 +5,12 @@ use std::panic::Location;
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::construct::check_ranks;
 use super::device::RemoteDevice;
-use super::movement::moved;
-use super::{Shard, ShardMetadata, ShardedTensor, ShardedTensorMetadata, ShardingSpec};
+use super::exchange::{check_ranks, moved};
+use super::metadata::{ShardMetadata, ShardedTensorMetadata};
+use super::shard::Shard;
+use super::spec::AnyShardingSpec;
+use super::tensor::ShardedTensor;
 use crate::comm::{DeviceMesh, texts};
 use crate::error::{Error, Result};
 use crate::local::{bytes_of, check_dtype};
@@ -18,8 +20,8 @@ use crate::local::{bytes_of, check_dtype};
 pub struct ShardedTensorState {
     /// All shards of the tensor.
     pub metadata: ShardedTensorMetadata,
-    /// How it was cut.
-    pub spec: ShardingSpec,
+    /// How it was cut. A spec of the program is stored as the shards that it gives.
+    pub spec: AnyShardingSpec,
     /// Position in the metadata and elements, row-major in little-endian bytes, of every shard that is stored here.
     pub shards: Vec<(usize, Vec<u8>)>,
 }
@@ -37,7 +39,7 @@ impl ShardedTensor {
         let shards = positions.zip(&self.shards).map(|(i, shard)| Ok((i, bytes_of(&shard.tensor)?)));
         Ok(ShardedTensorState {
             metadata: (*self.metadata).clone(),
-            spec: self.spec.clone(),
+            spec: self.spec.storable(&self.metadata)?,
             shards: shards.collect::<Result<Vec<_>>>()?,
         })
     }
@@ -70,14 +72,15 @@ impl ShardedTensor {
     pub fn load_with_process_group(
         mesh: &DeviceMesh,
         states: &[ShardedTensorState],
-        spec: Option<ShardingSpec>,
+        spec: Option<AnyShardingSpec>,
     ) -> Result<ShardedTensor> {
         let site = Location::caller();
         let group = mesh.whole_group()?;
         // What is wrong with one rank's states travels along, so that all ranks refuse together.
         let mine = Stored::new(states);
+        let wanted = spec.as_ref().map(ToString::to_string);
         let said = match &mine {
-            Ok(stored) => serde_json::to_string(&(stored, &spec)).map_err(Error::other)?,
+            Ok(stored) => serde_json::to_string(&(stored, &wanted)).map_err(Error::other)?,
             Err(error) => format!("!{error}"),
         };
         let mut all: Vec<(usize, Stored)> = Vec::new();
@@ -88,11 +91,10 @@ impl ShardedTensor {
                 let found = format!("states on rank {rank} that cannot be loaded ({error})");
                 return Err(bad(found, "good states on every rank"));
             }
-            let (stored, its_spec): (Stored, Option<ShardingSpec>) =
-                serde_json::from_str(text).map_err(Error::other)?;
+            let (stored, its_spec): (Stored, Option<String>) = serde_json::from_str(text).map_err(Error::other)?;
             let first = first_spec.get_or_insert_with(|| its_spec.clone());
             if its_spec != *first {
-                let show = |spec: &Option<ShardingSpec>| spec.as_ref().map_or("no spec".into(), ToString::to_string);
+                let show = |spec: &Option<String>| spec.clone().unwrap_or_else(|| "no spec".to_string());
                 let found =
                     format!("{} on rank {} and {} on rank {rank}", show(first), group.ranks()[0], show(&its_spec));
                 return Err(Error::invalid(
@@ -127,7 +129,7 @@ impl ShardedTensor {
 #[derive(Clone, Serialize, Deserialize)]
 struct Stored {
     /// Metadata and spec of the states, and which shards they hold; `None` on a rank without states.
-    tensor: Option<(ShardedTensorMetadata, ShardingSpec, Vec<usize>)>,
+    tensor: Option<(ShardedTensorMetadata, AnyShardingSpec, Vec<usize>)>,
 }
 
 impl Stored {
@@ -158,7 +160,7 @@ impl Stored {
 }
 
 /// The spec with which a tensor was stored, and who has which of its shards now: the first rank that says so.
-fn held(all: &[(usize, Stored)]) -> Result<(ShardingSpec, ShardedTensorMetadata)> {
+fn held(all: &[(usize, Stored)]) -> Result<(AnyShardingSpec, ShardedTensorMetadata)> {
     let mut known = all.iter().filter_map(|(rank, stored)| Some((*rank, stored.tensor.as_ref()?)));
     let Some((first_rank, (metadata, spec, _))) = known.next() else {
         return Err(bad("no states on any rank".to_string(), "the states of all shards"));

@@ -7,6 +7,7 @@ use candle_core::{Device, Shape, Tensor};
 use super::{DTensor, check_partial, check_room, foreign};
 use crate::comm::{Call, DeviceMesh, Group};
 use crate::error::{Error, Result, Site};
+use crate::fnv::fnv1a;
 use crate::layout::{Layout, TensorMeta};
 use crate::local::{check_served, dense, immutable, own_copy, placeholder};
 use crate::placement::Placement;
@@ -145,10 +146,10 @@ fn gather_shapes(group: &Group, local: &Tensor, placements: &[Placement], site: 
     Ok(all.into_iter().map(|shape| shape.into_iter().map(|n| n as usize).collect()).collect())
 }
 
-/// A number that is the same for equal placements on every rank (FNV-1a over their text).
+/// A number that is the same for equal placements on every rank.
 fn number_of(placements: &[Placement]) -> u64 {
     let text = placements.iter().map(|p| p.to_string() + ",").collect::<String>();
-    text.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
+    fnv1a(text.as_bytes())
 }
 
 /// The layout that parts of these shapes (by position on the mesh) have under the placements.

@@ -7,7 +7,7 @@ use candle_core::DType;
 use serde::Deserialize;
 use serde_json::Value;
 use shardwise::sharded::{
-    ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, ShardMetadata, ShardedTensorMetadata, ShardingSpec,
+    AnyShardingSpec, ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, ShardMetadata, ShardedTensorMetadata,
 };
 
 #[derive(Deserialize)]
@@ -63,15 +63,13 @@ fn enumerable(input: &Value) -> Result<Value, String> {
 
 fn infer(input: &Value) -> Result<Value, String> {
     let shards: Vec<ShardMetadata> = read(&input["shards"])?;
-    Ok(match ShardingSpec::infer(&shards).map_err(|e| e.to_string())? {
-        ShardingSpec::Chunk(spec) => {
-            serde_json::json!({ "spec": "chunk", "dim": spec.dim(), "placements": spec.placements() })
-        }
-        ShardingSpec::Enumerable(spec) => {
-            let shards: Vec<Value> = spec.shards().iter().map(shard_value).collect();
-            serde_json::json!({ "spec": "enumerable", "shards": shards })
-        }
-    })
+    let spec = AnyShardingSpec::infer(&shards).map_err(|e| e.to_string())?;
+    if let Some(spec) = spec.downcast_ref::<ChunkShardingSpec>() {
+        return Ok(serde_json::json!({ "spec": "chunk", "dim": spec.dim(), "placements": spec.placements() }));
+    }
+    let spec = spec.downcast_ref::<EnumerableShardingSpec>().ok_or("a spec of another kind")?;
+    let shards: Vec<Value> = spec.shards().iter().map(shard_value).collect();
+    Ok(serde_json::json!({ "spec": "enumerable", "shards": shards }))
 }
 
 fn merge(input: &Value) -> Result<Value, String> {

@@ -1,17 +1,84 @@
 //! PyTorch's distributed checkpoint: `.metadata` says what is where, and `.distcp` files hold one archive of `torch.save` per
 //! chunk or value.
 
+mod names;
 mod read;
 mod write;
 
-pub(super) use read::open;
-pub(super) use write::{Place, metadata_bytes, write_file};
+use std::fs::File;
+use std::io::BufWriter;
 
-/// The file that makes a directory such a checkpoint.
-pub(super) const METADATA: &str = ".metadata";
-/// Where PyTorch's classes for it live.
-const CLASSES: &str = "torch.distributed.checkpoint.metadata";
-const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
+use serde::Deserialize;
+
+use super::files::Files;
+use super::format::{CheckpointFormat, FileRole, FileToWrite, FormatWriter, ValueStorage, WrittenFile};
+use super::stored::{Contents, StoredTensor};
+use crate::error::{Error, Result};
+use names::METADATA;
+use write::{Place, metadata_bytes, write_file};
+
+/// The format, see above.
+pub(super) struct Dcp;
+
+impl CheckpointFormat for Dcp {
+    fn name(&self) -> &'static str {
+        "dcp"
+    }
+
+    fn about(&self) -> &'static str {
+        "PyTorch's distributed checkpoint"
+    }
+
+    fn detect(&self, files: &Files) -> bool {
+        files.single().is_none() && files.size(METADATA).is_some()
+    }
+
+    fn open(&self, files: &Files) -> Result<Contents> {
+        read::contents(files)
+    }
+
+    fn owns(&self, name: &str) -> bool {
+        name == METADATA || name.ends_with(".distcp")
+    }
+
+    fn writer(&self) -> Option<&dyn FormatWriter> {
+        Some(self)
+    }
+}
+
+impl FormatWriter for Dcp {
+    fn values(&self) -> ValueStorage {
+        ValueStorage::InFiles
+    }
+
+    fn torch_state(&self) -> bool {
+        true
+    }
+
+    fn file_name(&self, file: FileRole) -> String {
+        let (FileRole::Whole { index, .. } | FileRole::OfRank { rank: index, .. }) = file;
+        format!("__{index}_0.distcp")
+    }
+
+    fn write_file(&self, out: &mut BufWriter<File>, file: FileToWrite<'_>) -> Result<WrittenFile> {
+        let tensors: Vec<_> = file.boxes.into_iter().map(|b| (b.key, b.part, b.content)).collect();
+        let values: Vec<_> = file.values.iter().map(|(key, value)| (key.clone(), value)).collect();
+        let places = write_file(out, file.name, &tensors, &values, file.progress)?;
+        let chunks = places.iter().filter_map(|place| Some((place.key.clone(), place.chunk.clone()?))).collect();
+        let note = serde_json::to_value(places).map_err(Error::other)?;
+        Ok(WrittenFile { name: file.name.to_string(), chunks, note })
+    }
+
+    fn index(&self, contents: &Contents, files: &[WrittenFile]) -> Result<Option<(String, Vec<u8>)>> {
+        let mut places = Vec::new();
+        for file in files {
+            places.extend(Vec::<Place>::deserialize(&file.note).map_err(Error::other)?);
+        }
+        let described = |(key, t): (&String, &StoredTensor)| (key.clone(), (t.element, t.shape.clone()));
+        let tensors = contents.tensors.iter().map(described).collect();
+        Ok(Some((METADATA.to_string(), metadata_bytes(&tensors, &places, &contents.paths)?)))
+    }
+}
 
 #[cfg(test)]
 mod tests;

@@ -1,16 +1,14 @@
 //! Reading `.metadata`, and of every archive just enough to know where its elements are.
 
 use std::collections::BTreeMap;
-use std::path::Path;
-use std::sync::Arc;
 
-use super::super::catalog::{Catalog, Format, INCOMPLETE, NOT_OURS, StoredTensor, check_file_name};
 use super::super::element::ElementType;
 use super::super::files::Files;
 use super::super::pickle::{Id, Object, Pickle};
-use super::super::torch::{Saved, add, at_key};
+use super::super::stored::{Contents, INCOMPLETE, NOT_OURS, StoredTensor, check_file_name};
+use super::super::torch::{Saved, at_key};
 use super::super::value::Key;
-use super::{CLASSES, FILESYSTEM, METADATA};
+use super::names::{CLASSES, FILESYSTEM, METADATA};
 use crate::error::{Error, Result};
 use crate::layout::TensorBox;
 
@@ -32,13 +30,8 @@ fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
 }
 
 /// What is in a checkpoint of this format.
-pub(in crate::checkpoint) fn open(directory: &Path, files: &Arc<Files>) -> Result<Catalog> {
-    let size = files.size(METADATA).unwrap_or(0);
-    if size > MAX_METADATA {
-        return Err(bad(format!("{METADATA} of {size} bytes"), "1 GB at most"));
-    }
-    let mut bytes = vec![0; size as usize];
-    files.read(METADATA, 0, &mut bytes)?;
+pub(super) fn contents(files: &Files) -> Result<Contents> {
+    let bytes = files.read_small(METADATA, MAX_METADATA)?;
     let pickle = Pickle::read(&bytes)?;
     drop(bytes);
     let state = object(&pickle, pickle.root(), CLASSES, "Metadata")?;
@@ -47,7 +40,7 @@ pub(in crate::checkpoint) fn open(directory: &Path, files: &Arc<Files>) -> Resul
         Some(id) if *pickle.get(id) != Object::None => paths(&pickle, id)?,
         _ => BTreeMap::new(),
     };
-    let mut catalog = Catalog::new(Format::Dcp, directory, files);
+    let mut contents = Contents::default();
     let items = field(&pickle, state, "state_dict_metadata")?;
     let items = pickle.dict(items).ok_or_else(|| bad(pickle.describe(items), "a dict of items"))?;
     let mut by_key: BTreeMap<&str, Id> = BTreeMap::new();
@@ -63,22 +56,22 @@ pub(in crate::checkpoint) fn open(directory: &Path, files: &Arc<Files>) -> Resul
         match pickle.made(item) {
             Some((CLASSES, "TensorStorageMetadata", ..)) => {
                 let tensor = tensor(&pickle, item, key, &mut storage, files, &mut budget);
-                catalog.tensors.insert(key.to_string(), tensor.map_err(|error| at_key(error, key))?);
+                contents.tensors.insert(key.to_string(), tensor.map_err(|error| at_key(error, key))?);
                 if paths.contains_key(key) {
-                    catalog.paths.insert(key.to_string(), path);
+                    contents.paths.insert(key.to_string(), path);
                 }
             }
             Some((CLASSES, "BytesStorageMetadata", ..)) => {
                 let info = storage.remove(&(key.to_string(), None)).ok_or_else(|| missing(key))?;
                 let leaves = Saved::open(files, &info.file, info.offset, info.length).and_then(|s| s.flatten(&path));
                 for (path, leaf) in leaves.map_err(|error| at_key(error, key))? {
-                    add(&mut catalog, &info.file, path, leaf)?;
+                    leaf.add_to(&mut contents, &info.file, path)?;
                 }
             }
             _ => return Err(bad(format!("{} as item {key:?}", pickle.describe(item)), "a tensor or bytes")),
         }
     }
-    Ok(catalog)
+    Ok(contents)
 }
 
 /// The state of an object of a class.

@@ -5,35 +5,35 @@ use std::io::Write;
 
 use serde::{Deserialize, Serialize};
 
-use super::super::catalog::{Chunk, row_major};
 use super::super::content::Content;
 use super::super::element::ElementType;
 use super::super::pickle::Writer;
+use super::super::stored::{Chunk, row_major};
 use super::super::torch::{write_tensor, write_value};
 use super::super::value::{Key, Value};
-use super::{CLASSES, FILESYSTEM};
+use super::names::{CLASSES, FILESYSTEM};
 use crate::error::{Error, Result};
 use crate::layout::TensorBox;
 
 /// Where the archive of a chunk or value ended up. Places of all ranks together make `.metadata`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::checkpoint) struct Place {
+pub(super) struct Place {
     /// Flat key of the tensor or value.
-    pub(in crate::checkpoint) key: String,
+    pub(super) key: String,
     /// File, relative to the checkpoint's directory.
-    pub(in crate::checkpoint) file: String,
+    pub(super) file: String,
     /// Where the archive begins in the file.
-    pub(in crate::checkpoint) offset: u64,
+    pub(super) offset: u64,
     /// Its length.
-    pub(in crate::checkpoint) length: u64,
+    pub(super) length: u64,
     /// For a part of a tensor: its box, and where its elements are.
-    pub(in crate::checkpoint) chunk: Option<Chunk>,
+    pub(super) chunk: Option<Chunk>,
 }
 
 /// Writes one `.distcp` file from its beginning: values first, then parts of tensors, in the given order. `name` is the name
 /// of the file in the checkpoint's directory, such as `__0_0.distcp`; a part is the box of the whole tensor that its content
 /// fills. `progress` is told how many bytes of elements were written. Returns the places in the order of writing.
-pub(in crate::checkpoint) fn write_file(
+pub(super) fn write_file(
     out: &mut impl Write,
     name: &str,
     tensors: &[(String, TensorBox, Content)],
@@ -72,7 +72,7 @@ pub(in crate::checkpoint) fn write_file(
 /// The bytes of `.metadata`: type and shape of every tensor, the places of all chunks and values in all files, and the paths
 /// of flat keys (a key without one is its own path). The format knows a chunk by its offsets: of several that begin at one
 /// place, the first that is not empty counts.
-pub(in crate::checkpoint) fn metadata_bytes(
+pub(super) fn metadata_bytes(
     tensors: &BTreeMap<String, (ElementType, Vec<usize>)>,
     places: &[Place],
     paths: &BTreeMap<String, Vec<Key>>,

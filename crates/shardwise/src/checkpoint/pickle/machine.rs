@@ -2,8 +2,9 @@
 
 use rustc_hash::FxHashMap;
 
+use super::super::stored::NOT_OURS;
 use super::globals;
-use super::{Id, Object};
+use super::object::{Id, Object};
 use crate::error::{Error, Result};
 
 /// Objects that every pickle has.
@@ -49,7 +50,7 @@ fn located(error: Error, at: usize) -> Error {
 }
 
 fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
-    Error::invalid("pickle", found, needed, super::NOT_OURS)
+    Error::invalid("pickle", found, needed, NOT_OURS)
 }
 
 impl<'a> Machine<'a> {

@@ -1,62 +1,22 @@
 //! Pickles, read without executing anything, and written.
 //!
 //! A pickle is a program for a small machine that can call any function it names. Here the machine only builds a table of
-//! objects: a call is recorded and not made, and a name that checkpoints have no use for ends the reading.
+//! objects: a call is recorded and not made, and a name that checkpoints have no use for ends the reading. It is ours because
+//! a general reader has no list of names, and no bound on what objects that are used many times grow to.
 
 mod globals;
 mod machine;
+mod object;
 mod write;
 
 use std::collections::BTreeMap;
 
-use super::catalog::NOT_OURS;
+use super::stored::NOT_OURS;
 use super::value::Value;
 use crate::error::{Error, Result};
 
+pub(super) use object::{Id, Object};
 pub(super) use write::Writer;
-
-/// Number of an object of a pickle.
-pub(super) type Id = u32;
-
-/// What a pickle builds. Objects refer to others by number: one that is used twice, or contains itself, is still one entry.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) enum Object {
-    /// Nothing.
-    None,
-    /// A truth value.
-    Bool(bool),
-    /// A whole number.
-    Int(i64),
-    /// A whole number that 64 bits cannot hold.
-    BigInt,
-    /// A number.
-    Float(f64),
-    /// Text.
-    Text(Box<str>),
-    /// Bytes.
-    Bytes(Box<[u8]>),
-    /// A list.
-    List(Vec<Id>),
-    /// A tuple.
-    Tuple(Box<[Id]>),
-    /// Pairs in the order in which they were put in.
-    Dict(Vec<(Id, Id)>),
-    /// A set.
-    Set(Vec<Id>),
-    /// The name of a class or function.
-    Global(Box<(String, String)>),
-    /// The result of a call that was not made, or an object of a class.
-    Made {
-        /// What would have been called.
-        callable: Id,
-        /// The tuple of its arguments.
-        args: Id,
-        /// What the object would have been filled with.
-        state: Option<Id>,
-    },
-    /// Something that lies outside the pickle, by its name there.
-    Outside(Id),
-}
 
 /// A pickle that has been read.
 #[derive(Debug)]

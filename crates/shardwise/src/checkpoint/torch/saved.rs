@@ -1,14 +1,15 @@
 //! One archive of `torch.save`, read just enough to know where its tensors are.
 
 use super::super::blocks::Blocks;
-use super::super::catalog::{NOT_OURS, row_major};
 use super::super::element::ElementType;
 use super::super::files::Files;
 use super::super::pickle::{Id, MAX_DEPTH, Object, Pickle};
-use super::super::value::{Key, Value};
+use super::super::stored::{Chunk, Contents, NOT_OURS, StoredTensor, row_major};
+use super::super::value::{Key, Value, flat_key};
 use super::super::zip::Archive;
-use super::{CHECKSUMS, STORAGES};
+use super::names::{CHECKSUMS, STORAGES};
 use crate::error::{Error, Result};
+use crate::layout::TensorBox;
 
 /// A longer pickle is refused.
 const MAX_PICKLE: u64 = 1 << 30;
@@ -46,6 +47,31 @@ pub(in crate::checkpoint) enum Leaf {
     Tensor(Located),
     /// A value.
     Value(Value),
+}
+
+impl Leaf {
+    /// Adds it to the contents of a checkpoint whose file it was found in.
+    pub(in crate::checkpoint) fn add_to(self, contents: &mut Contents, file: &str, path: Vec<Key>) -> Result<()> {
+        match self {
+            Leaf::Value(value) => contents.add_value(path, value),
+            Leaf::Tensor(located) => contents.add_tensor(path, located.whole(file)),
+        }
+    }
+}
+
+impl Located {
+    /// The tensor as one that a checkpoint has in one piece.
+    fn whole(self, file: &str) -> StoredTensor {
+        let (element, shape) = (self.element, self.sizes.clone());
+        let part = TensorBox { offsets: vec![0; shape.len()], sizes: shape.clone() };
+        StoredTensor { element, shape, chunks: vec![self.chunk(part, file)] }
+    }
+
+    /// The tensor as a chunk of another.
+    pub(in crate::checkpoint) fn chunk(self, part: TensorBox, file: &str) -> Chunk {
+        let Located { offset, strides, crc32, blocks, .. } = self;
+        Chunk { part, file: file.to_string(), offset, strides, crc32, blocks }
+    }
 }
 
 fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
@@ -111,8 +137,7 @@ impl<'a> Saved<'a> {
             Object::Tuple(entries) if self.holds(&mut entries.iter().copied(), false, depth, budget)? => &entries[..],
             _ => {
                 *budget = budget.saturating_sub(length(path));
-                let value =
-                    self.pickle.value(id, depth, budget).map_err(|error| at_key(error, &super::flat_key(path)))?;
+                let value = self.pickle.value(id, depth, budget).map_err(|error| at_key(error, &flat_key(path)))?;
                 leaves.push((path.clone(), Leaf::Value(value)));
                 return Ok(());
             }

@@ -1,8 +1,9 @@
 //! Files put together by hand, as `torch.save` would have them and as it would not.
 
+use super::super::catalog::Catalog;
 use super::super::open::open;
 use super::super::pickle::Writer as PickleWriter;
-use super::super::value::Value;
+use super::super::value::{Key, Value};
 use super::super::zip::Writer;
 use super::*;
 

@@ -3,12 +3,12 @@
 use std::io::Write;
 
 use super::super::blocks::{BlockHasher, Blocks};
-use super::super::catalog::row_major;
 use super::super::content::Content;
 use super::super::pickle::Writer as PickleWriter;
+use super::super::stored::row_major;
 use super::super::value::Value;
 use super::super::zip::Writer;
-use super::{CHECKSUMS, STORAGES};
+use super::names::{CHECKSUMS, STORAGES};
 use crate::error::Result;
 
 /// An archive that was written.

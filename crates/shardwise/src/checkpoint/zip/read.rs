@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::super::catalog::NOT_OURS;
 use super::super::files::Files;
-use super::{
+use super::super::stored::NOT_OURS;
+use super::records::{
     CENTRAL, CENTRAL_LENGTH, END, END_64, END_64_LENGTH, END_LENGTH, EXTRA_64, LOCAL, LOCAL_LENGTH, LOCATOR_64,
     LOCATOR_64_LENGTH,
 };

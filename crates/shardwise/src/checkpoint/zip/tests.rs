@@ -4,6 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use super::super::files::Files;
+use super::records::{CENTRAL, END_64, END_LENGTH};
 use super::*;
 use crate::error::Result;
 

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use super::{CENTRAL, DESCRIPTOR, END, END_64, END_64_LENGTH, EXTRA_64, LOCAL, LOCAL_LENGTH, LOCATOR_64};
+use super::records::{CENTRAL, DESCRIPTOR, END, END_64, END_64_LENGTH, EXTRA_64, LOCAL, LOCAL_LENGTH, LOCATOR_64};
 use crate::error::{Error, Result};
 
 /// Data of entries begins at a multiple of this, counted from the archive's first byte, as PyTorch has it.

@@ -1,0 +1,164 @@
+//! The formats that are known: one line per format, and those that a program registers.
+
+use std::any::Any;
+use std::str::FromStr;
+
+use parking_lot::RwLock;
+use serde::{Deserialize, Deserializer, de};
+
+use super::files::Files;
+use super::format::{CheckpointFormat, Format, FormatWriter};
+use super::{dcp, hf, native, torch};
+use crate::error::{Error, Result};
+
+macro_rules! formats {
+    ($($name:ident $format:expr, $doc:literal;)*) => {
+        #[allow(non_upper_case_globals)] // they read as variants: Format::Native
+        impl Format {
+            $(#[doc = $doc] pub const $name: Format = Format(&$format);)*
+        }
+
+        /// In the order in which they are asked whether files are theirs.
+        const BUILT_IN: &[Format] = &[$(Format::$name),*];
+    };
+}
+
+formats! {
+    Native native::Native, "Safetensors files and a manifest, of this library.";
+    Dcp dcp::Dcp, "`.metadata` and `.distcp` files of PyTorch's distributed checkpoint.";
+    HuggingFace hf::HuggingFace, "Safetensors files as Hugging Face has them: one, or several with an index, or one per rank.";
+    Torch torch::Torch, "One file of `torch.save`. It is read, not written.";
+}
+
+/// Formats of the program, in the order of their registration.
+static REGISTERED: RwLock<Vec<Format>> = RwLock::new(Vec::new());
+
+impl Format {
+    /// Makes a format known to this process: [`open`](super::open) and all that reads recognizes it, and its name is accepted
+    /// where formats are named. Formats of the program are asked before the built-in ones, the first registered first.
+    ///
+    /// Every process of a run registers for itself, before it opens or saves. Registering the same type again returns what was
+    /// registered first, so that every rank of a launch may do it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if another format has this name, or an alias of it.
+    pub fn register(format: &'static dyn CheckpointFormat) -> Result<Format> {
+        let mut registered = REGISTERED.write();
+        let same = |known: &&Format| {
+            let (known, new): (&dyn Any, &dyn Any) = (known.0, format);
+            (*known).type_id() == (*new).type_id()
+        };
+        if let Some(known) = registered.iter().find(|known| known.name() == format.name()).filter(same) {
+            return Ok(*known);
+        }
+        let names = || std::iter::once(format.name()).chain(format.aliases().iter().copied());
+        for known in registered.iter().chain(BUILT_IN) {
+            if let Some(taken) = names().find(|name| is_called(*known, name)) {
+                let found = format!("a format called {taken:?}, as {known} is");
+                return Err(Error::invalid("checkpoint format", found, "a new name", "give it another name"));
+            }
+        }
+        registered.push(Format(format));
+        Ok(Format(format))
+    }
+
+    /// All formats in the order in which they are asked whether files are theirs.
+    pub fn all() -> Vec<Format> {
+        REGISTERED.read().iter().chain(BUILT_IN).copied().collect()
+    }
+
+    /// Its writer; an error for a format that is only read.
+    pub(super) fn to_write(self) -> Result<&'static dyn FormatWriter> {
+        self.0.writer().ok_or_else(|| {
+            let found = format!("{self}, which is only read ({})", self.about());
+            let names: Vec<&str> = Format::all().into_iter().filter(|f| f.is_writable()).map(Format::name).collect();
+            Error::invalid("checkpoint format", found, "one that can be written", format!("use {}", names.join(", ")))
+        })
+    }
+
+    /// The format of a checkpoint in these files.
+    pub(super) fn detect(files: &Files) -> Option<Format> {
+        Format::all().into_iter().find(|format| format.0.detect(files))
+    }
+
+    /// Whether a file of this name is one that a format writes.
+    pub(super) fn any_owns(name: &str) -> bool {
+        Format::all().into_iter().any(|format| format.owns(name))
+    }
+}
+
+fn is_called(format: Format, name: &str) -> bool {
+    format.name() == name || format.aliases().contains(&name)
+}
+
+impl FromStr for Format {
+    type Err = Error;
+
+    /// The format with a name or alias, whatever its case.
+    fn from_str(text: &str) -> Result<Self> {
+        let (all, name) = (Format::all(), text.to_lowercase());
+        all.iter().copied().find(|format| is_called(*format, &name)).ok_or_else(|| {
+            let known: Vec<&str> = all.iter().map(|format| format.name()).collect();
+            let fix = "name one of these, or register the format first";
+            Error::invalid("checkpoint format", format!("{text:?}"), format!("one of {}", known.join(", ")), fix)
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for Format {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::stored::Contents;
+    use super::*;
+
+    struct Mine(&'static str);
+
+    impl CheckpointFormat for Mine {
+        fn name(&self) -> &'static str {
+            self.0
+        }
+
+        fn about(&self) -> &'static str {
+            "of this test"
+        }
+
+        fn detect(&self, _: &Files) -> bool {
+            false
+        }
+
+        fn open(&self, _: &Files) -> Result<Contents> {
+            Ok(Contents::default())
+        }
+
+        fn owns(&self, _: &str) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn formats_have_different_names_and_unknown_ones_are_told_the_known() {
+        for taken in ["native", "hf", "dcp"] {
+            let error = Format::register(Box::leak(Box::new(Mine(taken)))).unwrap_err().to_string();
+            assert!(error.contains(taken), "{error}");
+        }
+        static FIRST: Mine = Mine("mine");
+        let mine = Format::register(&FIRST).unwrap();
+        assert_eq!(Format::register(&FIRST).unwrap(), mine);
+        assert_eq!(Format::all()[0], mine);
+        assert_eq!(("HF".parse::<Format>().unwrap(), "Mine".parse::<Format>().unwrap()), (Format::HuggingFace, mine));
+        let error = "zarr".parse::<Format>().unwrap_err().to_string();
+        assert!(error.contains("mine, native, dcp, hugging-face, torch"), "{error}");
+        let error = mine.to_write().err().unwrap().to_string();
+        assert!(error.contains("mine, which is only read") && error.contains("native, dcp, hugging-face"), "{error}");
+        let text = serde_json::to_string(&Format::HuggingFace).unwrap();
+        assert_eq!(
+            (text.as_str(), serde_json::from_str::<Format>(&text).unwrap()),
+            ("\"hugging-face\"", Format::HuggingFace)
+        );
+    }
+}

@@ -1,0 +1,110 @@
+//! One dimension in chunks.
+
+use std::fmt;
+
+use candle_core::DType;
+use serde::{Deserialize, Serialize};
+
+use super::device::RemoteDevice;
+use super::metadata::{ShardMetadata, ShardedTensorMetadata};
+use super::spec::ShardingSpec;
+use crate::error::{Error, Result};
+use crate::layout::{Layout, chunk};
+use crate::mesh::Mesh;
+use crate::placement::Placement;
+
+/// One dimension cut into chunks of `ceil(n / placements)`, one per placement; trailing chunks are smaller or empty, and
+/// an empty one begins at the end of the dimension. Placements may be in any order, and a rank may occur more than once.
+///
+/// ```
+/// # use shardwise::sharded::{ChunkShardingSpec, RemoteDevice};
+/// # use candle_core::DType;
+/// let spec = ChunkShardingSpec::new(0, ["rank:1/cpu", "rank:0/cpu", "rank:1/cpu"])?;
+/// let metadata = spec.build_metadata(&[4, 2], DType::F32)?;
+/// let lines: Vec<String> = metadata.shards.iter().map(ToString::to_string).collect();
+/// assert_eq!(lines, ["[2, 2] at [0, 0] on rank:1/cpu", "[2, 2] at [2, 0] on rank:0/cpu", "[0, 2] at [4, 0] on rank:1/cpu"]);
+/// # Ok::<(), shardwise::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct ChunkShardingSpec {
+    dim: isize,
+    placements: Vec<RemoteDevice>,
+}
+
+impl ChunkShardingSpec {
+    /// Chunks of a dimension, which may count from the last one (-1), on devices such as `rank:0/cpu`.
+    pub fn new<P: AsRef<str>>(dim: isize, placements: impl IntoIterator<Item = P>) -> Result<Self> {
+        let placements = placements.into_iter().map(|p| p.as_ref().parse()).collect::<Result<Vec<_>>>()?;
+        Self::on(dim, placements)
+    }
+
+    /// Chunks of a dimension on the CPUs of some ranks.
+    pub fn over_ranks(dim: isize, ranks: impl IntoIterator<Item = usize>) -> Result<Self> {
+        Self::on(dim, ranks.into_iter().map(RemoteDevice::cpu_of).collect())
+    }
+
+    /// Chunks of a dimension on some devices.
+    pub fn on(dim: isize, placements: Vec<RemoteDevice>) -> Result<Self> {
+        if placements.is_empty() {
+            return Err(Error::invalid("chunk spec", "no placements", "one per chunk", "list who holds the chunks"));
+        }
+        Ok(ChunkShardingSpec { dim, placements })
+    }
+
+    /// The dimension, as it was given.
+    pub fn dim(&self) -> isize {
+        self.dim
+    }
+
+    /// Who holds the chunks, in order of the chunks.
+    pub fn placements(&self) -> &[RemoteDevice] {
+        &self.placements
+    }
+
+    /// The shards of a tensor of this size.
+    pub fn build_metadata(&self, size: &[usize], dtype: DType) -> Result<ShardedTensorMetadata> {
+        if self.placements.is_empty() {
+            return Err(Error::invalid("chunk spec", "no placements", "one per chunk", "list who holds the chunks"));
+        }
+        let dim = self.dim_of(size)?;
+        let shard = |(i, placement): (usize, &RemoteDevice)| {
+            let range = chunk(size[dim], self.placements.len(), i);
+            let (mut offsets, mut sizes) = (vec![0; size.len()], size.to_vec());
+            (offsets[dim], sizes[dim]) = (range.start, range.len());
+            ShardMetadata { offsets, sizes, placement: Some(placement.clone()) }
+        };
+        let shards = self.placements.iter().enumerate().map(shard).collect();
+        Ok(ShardedTensorMetadata { size: size.to_vec(), dtype, requires_grad: false, shards })
+    }
+
+    fn dim_of(&self, size: &[usize]) -> Result<usize> {
+        let dim = if self.dim < 0 { self.dim + size.len() as isize } else { self.dim };
+        if (0..size.len() as isize).contains(&dim) {
+            return Ok(dim as usize);
+        }
+        let needed = format!("a dimension of a tensor of size {size:?}");
+        Err(Error::invalid("chunk spec", format!("dimension {}", self.dim), needed, "cut a dimension that it has"))
+    }
+}
+
+impl ShardingSpec for ChunkShardingSpec {
+    fn build_metadata(&self, size: &[usize], dtype: DType) -> Result<ShardedTensorMetadata> {
+        ChunkShardingSpec::build_metadata(self, size, dtype)
+    }
+
+    /// The layout on a mesh of all ranks of the spec, of which some may hold nothing.
+    fn layout(&self, size: &[usize]) -> Result<Option<Layout>> {
+        self.dim_of(size)?;
+        let ranks: Option<Vec<usize>> = self.placements.iter().map(RemoteDevice::rank).collect();
+        // A rank that occurs twice makes no mesh.
+        let mesh = ranks.and_then(|ranks| Mesh::from_ranks([("shard", ranks.len())], ranks).ok());
+        mesh.map(|mesh| Layout::new(&mesh, size, [Placement::Shard(self.dim)])).transpose()
+    }
+}
+
+impl fmt::Display for ChunkShardingSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let placements: Vec<String> = self.placements.iter().map(ToString::to_string).collect();
+        write!(f, "chunks of dimension {} on {}", self.dim, placements.join(", "))
+    }
+}

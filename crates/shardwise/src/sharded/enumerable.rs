@@ -1,0 +1,83 @@
+//! Shards one by one.
+
+use std::fmt;
+
+use candle_core::DType;
+use serde::{Deserialize, Serialize};
+
+use super::metadata::{ShardMetadata, ShardedTensorMetadata, check_disjoint};
+use super::spec::ShardingSpec;
+use crate::error::{Error, Result};
+
+/// The shards one by one: any boxes on any ranks, as long as they fill the tensor and do not overlap.
+///
+/// ```
+/// # use shardwise::sharded::{EnumerableShardingSpec, ShardMetadata};
+/// # use candle_core::DType;
+/// let shard = |offset, size, rank: &str| ShardMetadata::new([offset], [size], Some(rank.parse()?));
+/// let spec = EnumerableShardingSpec::new([shard(0, 5, "rank:1/cpu")?, shard(5, 1, "rank:0/cpu")?])?;
+/// assert!(spec.build_metadata(&[6], DType::F32).is_ok());
+/// assert!(spec.build_metadata(&[7], DType::F32).unwrap_err().to_string().contains("6 elements in 2 shard(s)"));
+/// # Ok::<(), shardwise::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "Vec<ShardMetadata>", into = "Vec<ShardMetadata>")]
+pub struct EnumerableShardingSpec {
+    shards: Vec<ShardMetadata>,
+}
+
+impl EnumerableShardingSpec {
+    /// These shards.
+    pub fn new(shards: impl Into<Vec<ShardMetadata>>) -> Result<Self> {
+        let shards = shards.into();
+        if shards.is_empty() {
+            return Err(Error::invalid(
+                "enumerable spec",
+                "no shards",
+                "one at least",
+                "list all shards of the tensor",
+            ));
+        }
+        check_disjoint(&shards)?;
+        Ok(EnumerableShardingSpec { shards })
+    }
+
+    /// The shards.
+    pub fn shards(&self) -> &[ShardMetadata] {
+        &self.shards
+    }
+
+    /// The shards of a tensor of this size; an error unless they fill it.
+    pub fn build_metadata(&self, size: &[usize], dtype: DType) -> Result<ShardedTensorMetadata> {
+        let shards = self.shards.clone();
+        let metadata = ShardedTensorMetadata { size: size.to_vec(), dtype, requires_grad: false, shards };
+        metadata.check_covering()?;
+        Ok(metadata)
+    }
+}
+
+impl TryFrom<Vec<ShardMetadata>> for EnumerableShardingSpec {
+    type Error = Error;
+
+    fn try_from(shards: Vec<ShardMetadata>) -> Result<Self> {
+        Self::new(shards)
+    }
+}
+
+impl From<EnumerableShardingSpec> for Vec<ShardMetadata> {
+    fn from(spec: EnumerableShardingSpec) -> Self {
+        spec.shards
+    }
+}
+
+impl ShardingSpec for EnumerableShardingSpec {
+    fn build_metadata(&self, size: &[usize], dtype: DType) -> Result<ShardedTensorMetadata> {
+        EnumerableShardingSpec::build_metadata(self, size, dtype)
+    }
+}
+
+impl fmt::Display for EnumerableShardingSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "shards {}", self.shards.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
+    }
+}
