@@ -14,6 +14,7 @@ mod join;
 mod lookup;
 mod loss;
 mod narrow;
+mod operators;
 mod order;
 mod overriding;
 mod reduce;

@@ -5,6 +5,7 @@ mod compare;
 mod construct;
 mod factories;
 mod foreign;
+mod operand;
 mod room;
 mod show;
 mod state;
@@ -12,6 +13,7 @@ mod tape;
 
 pub(crate) use factories::{agreed_draw, random_box};
 pub use foreign::{DeviceBackend, register_backend};
+pub use operand::Operand;
 pub(crate) use room::{check_metas, check_room};
 pub(crate) use show::{Piece, local_text, show_pieces};
 pub use state::DTensorState;
