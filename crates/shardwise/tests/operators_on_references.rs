@@ -162,7 +162,8 @@ fn an_error_names_the_line_of_the_operator() {
         .unwrap()
         .run(|world| {
             let mesh = world.mesh([("a", 2)])?;
-            let (x, y) = (DTensor::ones(3, DType::F32, &mesh, [Shard(0)])?, DTensor::ones(4, DType::F32, &mesh, [Shard(0)])?);
+            let (x, y) =
+                (DTensor::ones(3, DType::F32, &mesh, [Shard(0)])?, DTensor::ones(4, DType::F32, &mesh, [Shard(0)])?);
             let line = line!() + 1;
             let error = (&x + &y).unwrap_err().to_string();
             assert!(error.contains(&format!("operators_on_references.rs:{line}")), "{error}");

@@ -28,7 +28,9 @@ impl<'a> Operand<'a> {
     pub(crate) fn tensor(self, beside: &DTensor) -> Result<Cow<'a, DTensor>> {
         match self {
             Operand::Tensor(tensor) => Ok(Cow::Borrowed(tensor)),
-            Operand::Number(number) => number_like(number, dtype_beside(number, beside.dtype()), beside).map(Cow::Owned),
+            Operand::Number(number) => {
+                number_like(number, dtype_beside(number, beside.dtype()), beside).map(Cow::Owned)
+            }
         }
     }
 
