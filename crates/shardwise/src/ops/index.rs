@@ -456,8 +456,14 @@ impl DTensor {
             steps.push(step);
         }
         let strided = steps.iter().any(|&step| step > 1);
-        if let (Operand::Number(number), false) = (value, strided) {
-            return self.fill_range(&ranges, number);
+        if let Operand::Number(number) = value {
+            if !strided {
+                return self.fill_range(&ranges, number);
+            }
+            if let Some(mask) = self.mask_of(&ranges, &steps)? {
+                *self = self.masked_fill(&mask, number)?;
+            }
+            return Ok(());
         }
         let value = expanded(&value.tensor(self)?.to_dtype(self.dtype())?, &shape)?;
         let counts = ranges.iter().zip(&steps).map(|(r, &step)| r.len().div_ceil(step));
@@ -472,6 +478,33 @@ impl DTensor {
         let hull = hull.try_fold(self.clone(), |x, (d, r)| x.narrow(d as isize, r.start, r.len()))?;
         let filled = hull.with_strides_set(&steps, &value)?;
         self.assign(&ranges, &filled)
+    }
+
+    /// One at every `step`-th index of the ranges, sharded like this tensor; `None` if all of it is meant.
+    #[track_caller]
+    fn mask_of(&self, ranges: &[Range<usize>], steps: &[usize]) -> Result<Option<DTensor>> {
+        let layout = self.layout().settled();
+        let along = |dim: usize| -> Result<DTensor> {
+            let like = |p: &Placement| match p.is_shard(Some(dim)) && layout.has_default_order() {
+                true => p.with_dim(0),
+                false => Placement::Replicate,
+            };
+            let placements: Vec<Placement> = layout.placements().iter().map(like).collect();
+            let (n, start) = (self.shape()[dim] as i64, ranges[dim].start as i64);
+            let index = DTensor::arange(-start, n - start, 1, DType::I64, self.device_mesh(), placements)?;
+            let inside = index.ge(0)?.logical_and(&index.lt(ranges[dim].len() as i64)?)?;
+            let picked = inside.logical_and(&index.remainder(steps[dim] as i64)?.eq(0)?)?;
+            (dim + 1..self.rank()).try_fold(picked, |picked, _| picked.unsqueeze(-1))
+        };
+        let mut mask: Option<DTensor> = None;
+        for dim in (0..self.rank()).filter(|&d| steps[d] > 1 || ranges[d].len() < self.shape()[d]) {
+            let picked = along(dim)?;
+            mask = Some(match mask {
+                Some(mask) => mask.logical_and(&picked)?,
+                None => picked,
+            });
+        }
+        Ok(mask)
     }
 
     /// A copy with `value` at every `step`-th index of each dimension.
