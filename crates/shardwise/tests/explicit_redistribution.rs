@@ -24,8 +24,13 @@ fn elements_travel_in_the_type_that_is_asked_for() {
             assert_eq!((y.dtype(), y.placements()), (DType::BF16, &[Replicate][..]));
             assert!(y.equal(&x.detach().to_dtype(DType::BF16)?)?);
             if ranks > 1 {
-                let sent: usize =
-                    world.trace().records().iter().filter(|r| r.call == "all_gather").map(|r| r.bytes).sum();
+                let sent: usize = world
+                    .trace()
+                    .records()
+                    .iter()
+                    .filter(|r| r.operator == Some("redistribute"))
+                    .map(|r| r.bytes)
+                    .sum();
                 assert_eq!(sent, 24 / ranks * 2 * (ranks - 1), "{:?}", world.trace().records());
             }
             let found = y.to_dtype(DType::F32)?.square()?.sum_all()?.backward()?;
@@ -78,12 +83,12 @@ fn an_operator_that_redistributes_is_an_error_in_a_scope() {
         let x = DTensor::ones((4, 6), DType::F32, &mesh, [Shard(1)])?;
         let strict = ExplicitRedistribution::error();
         // what the program asks for is allowed, and what moves nothing
-        strict.run(|| x.redistribute([Replicate])?.matmul(&x)?.gelu())?;
+        strict.run(|| x.t()?.redistribute([Replicate])?.matmul(&x)?.gelu())?;
         let line = line!() + 1;
         let error = strict.run(|| x.matmul(&x.t()?)?.exp()).unwrap_err();
         assert!(matches!(&error, Error::Implicit { operator: "exp", .. }), "{error}");
         let text = error.to_string();
-        assert!(text.contains("from [4, 4] on tp=2: P(sum) to [4, 4] on tp=2: R"), "{text}");
+        assert!(text.contains("from [4, 4] on tp=2: P(sum) to [4, 4] on tp=2: S(0)"), "{text}");
         assert!(text.contains(&format!("explicit_redistribution.rs:{line}")), "{text}");
         assert!(explicit_communication_only(|| x.matmul(&x.t()?)?.exp()).is_err());
         // an inner scope counts, and a scope ends
@@ -107,7 +112,7 @@ fn an_operator_that_redistributes_is_reported_and_runs() {
         assert_eq!(found.len(), 1, "{found:?}");
         assert_eq!(found[0].operator, "exp");
         let (from, to) = found[0].layouts.clone().expect("one tensor moved");
-        assert_eq!((from.placements(), to.placements()), (&[Partial(ReduceOp::Sum)][..], &[Replicate][..]));
+        assert_eq!((from.placements(), to.placements()), (&[Partial(ReduceOp::Sum)][..], &[Shard(0)][..]));
         assert!(found[0].call.site.contains("explicit_redistribution.rs"), "{}", found[0]);
         ExplicitRedistribution::warn().run(|| x.matmul(&x.t()?)?.exp())?;
         Ok(())

@@ -4,7 +4,7 @@ use std::panic::Location;
 
 use candle_core::{Device, Shape, Tensor};
 
-use super::local_code::enter;
+use super::local_code::{enter, exits_behind, exits_numbered, numbers};
 use super::{DTensor, check_partial, check_room, foreign, hash_of};
 use crate::comm::{Call, DeviceMesh, Group};
 use crate::error::{Error, Result, Site};
@@ -83,11 +83,18 @@ impl DTensor {
         options: FromLocalOptions,
     ) -> Result<DTensor> {
         let (site, placements) = (Location::caller(), placements.into_iter().collect::<Vec<_>>());
+        let mut exits = exits_behind(local);
         let made = match &options.shape {
             Some(shape) => Self::of_known_shape(local, mesh, placements, shape.as_slice())?,
             None => {
                 let group = mesh.whole_group()?;
-                let shapes = gather_shapes(&group, local, &placements, site)?;
+                let (shapes, counts) = gather_shapes(&group, local, &placements, exits.len(), site)?;
+                if counts.iter().any(|count| *count != counts[0]) {
+                    let mine = numbers(&exits);
+                    let mine = Tensor::from_slice(&mine, mine.len(), &Device::Cpu)?;
+                    let call = Call::AllGather { dim: 0, sizes: counts.iter().copied().collect() };
+                    exits = exits_numbered(group.run(&call, &[mine], site)?.swap_remove(0).to_vec1()?);
+                }
                 check_served(local)?;
                 let layout = infer(mesh, &placements, &shapes, group.ranks())?;
                 check_fit(&layout, &shapes, group.ranks())?;
@@ -99,7 +106,7 @@ impl DTensor {
         if options.run_check {
             check_replicas(&made, site)?;
         }
-        enter(made, local, options.grad_placements)
+        enter(made, local, exits, options.grad_placements)
     }
 
     /// A tensor that every rank of the mesh has as a whole, such as a plain one in an expression with distributed ones.
@@ -134,7 +141,7 @@ impl DTensor {
         placements: impl IntoIterator<Item = Placement>,
         shape: impl Into<Shape>,
     ) -> Result<DTensor> {
-        enter(Self::of_known_shape(local, mesh, placements, shape)?, local, None)
+        enter(Self::of_known_shape(local, mesh, placements, shape)?, local, exits_behind(local), None)
     }
 
     fn of_known_shape(
@@ -242,22 +249,32 @@ fn taken(mesh: &DeviceMesh, local: &Tensor) -> Result<Tensor> {
     if mesh.world().is_dry() { Ok(local.detach()) } else { own_copy(local) }
 }
 
-/// The shapes of all ranks' tensors, which must have one type, number of dimensions and placements.
-fn gather_shapes(group: &Group, local: &Tensor, placements: &[Placement], site: Site) -> Result<Vec<Vec<usize>>> {
+/// The shapes of all ranks' tensors, which must have one type, number of dimensions and placements; and a count of each rank.
+fn gather_shapes(
+    group: &Group,
+    local: &Tensor,
+    placements: &[Placement],
+    count: usize,
+    site: Site,
+) -> Result<(Vec<Vec<usize>>, Vec<usize>)> {
     let form = Call::Agree {
         what: "element type, number of dimensions and placements",
         values: [local.dtype() as u64, local.rank() as u64, number_of(placements)].into_iter().collect(),
     };
     group.run(&form, &[], site)?;
-    let shape: Vec<i64> = local.dims().iter().map(|&n| n as i64).collect();
-    let mine = Tensor::from_vec(shape, (1, local.rank()), &Device::Cpu)?;
+    let row: Vec<i64> = local.dims().iter().chain([&count]).map(|&n| n as i64).collect();
+    let mine = Tensor::from_vec(row, (1, local.rank() + 1), &Device::Cpu)?;
     let call = Call::AllGather { dim: 0, sizes: std::iter::repeat_n(1, group.size()).collect() };
     let all = group.run(&call, &[mine], site)?.swap_remove(0);
     if group.is_dry() {
-        return Ok(vec![local.dims().to_vec(); group.size()]);
+        return Ok((vec![local.dims().to_vec(); group.size()], vec![count; group.size()]));
     }
-    let all: Vec<Vec<i64>> = all.to_vec2()?;
-    Ok(all.into_iter().map(|shape| shape.into_iter().map(|n| n as usize).collect()).collect())
+    let split = |row: Vec<i64>| {
+        let mut shape: Vec<usize> = row.into_iter().map(|n| n as usize).collect();
+        let count = shape.pop().expect("the last number of a row");
+        (shape, count)
+    };
+    Ok(all.to_vec2::<i64>()?.into_iter().map(split).unzip())
 }
 
 /// A number that is the same for equal placements on every rank (FNV-1a over their text).

@@ -6,8 +6,12 @@
 //! ([`Exit`]), and `from_local` looks for such operations in the graph of the tensor that it gets: they are the inputs of one
 //! recorded call ([`LocalCode`]), whose backward pass is candle's own. A local tensor stays a plain candle tensor, so local code
 //! is any code on candle tensors. The alternative, a tensor type for local code, would have needed all of candle's methods again.
+//!
+//! Candle forgets an operand where there are no elements. So a rank that holds nothing may not see what its local code depends on,
+//! and `from_local`, which ranks call together, tells it: exits have numbers that count alike on all ranks.
 
-use std::collections::HashMap;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, LazyLock, Weak};
 
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout as Strides, Shape, Tensor, TensorId, Var, WithDType};
@@ -19,9 +23,11 @@ use crate::local::{dense, with_type};
 use crate::placement::{Placement, ReduceOp};
 
 /// Where the local part of a tensor leaves for local code.
-struct Exit {
+pub(super) struct Exit {
     /// The variable of candle's graph that marks it.
     mark: TensorId,
+    /// How many exits this rank's program had before: the same on all ranks.
+    number: u64,
     tensor: DTensor,
     /// Placements of the gradient that comes back, if they were given.
     grad_placements: Option<Vec<Placement>>,
@@ -32,9 +38,27 @@ struct Exit {
 /// The exits that are part of some graph, by their marks.
 static EXITS: LazyLock<Mutex<HashMap<TensorId, Weak<Exit>>>> = LazyLock::new(Mutex::default);
 
+thread_local! {
+    /// The exits of this rank, by number.
+    static NUMBERED: RefCell<Numbered> = RefCell::new(Numbered::default());
+}
+
+#[derive(Default)]
+struct Numbered {
+    next: u64,
+    alive: BTreeMap<u64, Weak<Exit>>,
+    /// The last exits without elements, which candle may have forgotten when they are asked for.
+    empty: VecDeque<Arc<Exit>>,
+}
+
+/// More exits than local code has inputs between a `to_local` and the `from_local` after it.
+const EMPTY_KEPT: usize = 256;
+
 impl Drop for Exit {
     fn drop(&mut self) {
         EXITS.lock().remove(&self.mark);
+        // An exit may be dropped by another thread, or as this one ends.
+        let _ = NUMBERED.try_with(|n| n.try_borrow_mut().map(|mut n| n.alive.remove(&self.number)));
     }
 }
 
@@ -65,13 +89,31 @@ impl CustomOp1 for Leaving {
 /// A copy of the local part of a tensor that has a gradient, as part of a graph of candle's.
 pub(super) fn leave(tensor: &DTensor, grad_placements: Option<Vec<Placement>>) -> Result<Tensor> {
     let mark = Var::zeros((), DType::F32, &Device::Cpu)?;
-    let exit = Arc::new(Exit { mark: mark.id(), tensor: tensor.clone(), grad_placements, gradient: Mutex::new(None) });
+    let number = NUMBERED.with_borrow_mut(|numbered| {
+        numbered.next += 1;
+        numbered.next
+    });
+    let tensor = tensor.clone();
+    let exit = Arc::new(Exit { mark: mark.id(), number, tensor, grad_placements, gradient: Mutex::new(None) });
     EXITS.lock().insert(mark.id(), Arc::downgrade(&exit));
+    let forgotten = NUMBERED.with_borrow_mut(|numbered| {
+        numbered.alive.insert(number, Arc::downgrade(&exit));
+        if exit.tensor.local().elem_count() > 0 {
+            return None;
+        }
+        numbered.empty.push_back(Arc::clone(&exit));
+        if numbered.empty.len() > EMPTY_KEPT { numbered.empty.pop_front() } else { None }
+    });
+    // Outside: dropping it takes it out of the numbered ones.
+    drop(forgotten);
     Ok(mark.as_tensor().apply_op1(Leaving(exit))?)
 }
 
 /// The exits that a local tensor was computed from.
-fn exits_behind(local: &Tensor) -> Vec<Arc<Exit>> {
+pub(super) fn exits_behind(local: &Tensor) -> Vec<Arc<Exit>> {
+    if !is_recording() || !local.dtype().is_float() {
+        return Vec::new();
+    }
     let nodes = local.sorted_nodes();
     let marks: Vec<TensorId> = nodes.iter().filter(|node| node.is_variable()).map(|node| node.id()).collect();
     if marks.is_empty() {
@@ -82,16 +124,31 @@ fn exits_behind(local: &Tensor) -> Vec<Arc<Exit>> {
     // An exit that was dropped in between takes the lock.
     drop(exits);
     // The order of candle's graph is that of a walk; the order of exits is the same on all ranks.
-    found.sort_by_key(|exit| exit.tensor.tape().map(|tape| (tape.node.number, tape.output)));
+    found.sort_by_key(|exit| exit.number);
     found
 }
 
-/// The tensor `made` of a local tensor, with the local code before it as part of the graph of gradients.
-pub(super) fn enter(made: DTensor, local: &Tensor, grad_placements: Option<Vec<Placement>>) -> Result<DTensor> {
-    if !is_recording() || !made.dtype().is_float() {
-        return Ok(made);
-    }
-    let exits = exits_behind(local);
+/// The numbers of exits.
+pub(super) fn numbers(exits: &[Arc<Exit>]) -> Vec<i64> {
+    exits.iter().map(|exit| exit.number as i64).collect()
+}
+
+/// The exits of this rank with some of these numbers, as other ranks found them.
+pub(super) fn exits_numbered(mut numbers: Vec<i64>) -> Vec<Arc<Exit>> {
+    numbers.sort_unstable();
+    numbers.dedup();
+    NUMBERED.with_borrow(|numbered| {
+        numbers.iter().filter_map(|&number| numbered.alive.get(&(number as u64))?.upgrade()).collect()
+    })
+}
+
+/// The tensor `made` of a local tensor, with the local code between some exits and it as part of the graph of gradients.
+pub(super) fn enter(
+    made: DTensor,
+    local: &Tensor,
+    exits: Vec<Arc<Exit>>,
+    grad_placements: Option<Vec<Placement>>,
+) -> Result<DTensor> {
     if exits.is_empty() {
         return Ok(made);
     }
@@ -149,9 +206,14 @@ impl Backward for LocalCode {
         // The exits take the gradients; candle's store of them has nothing else that counts.
         (&self.local * gradient.local())?.sum_all()?.backward()?;
         let back = |(i, exit): (usize, &Arc<Exit>)| -> Result<Option<DTensor>> {
-            let found = exit.gradient.lock().take().filter(|_| saved.wants(i));
-            let Some(local) = found else { return Ok(None) };
-            let local = dense(&local.detach())?;
+            if !saved.wants(i) {
+                return Ok(None);
+            }
+            let local = match exit.gradient.lock().take() {
+                Some(local) => dense(&local.detach())?,
+                // A tensor that another rank's local code depends on.
+                None => exit.tensor.local().zeros_like()?,
+            };
             Ok(Some(match &exit.grad_placements {
                 Some(given) => DTensor::from_local_with_shape(&local, saved.mesh(i), given.clone(), saved.shape(i))?,
                 None => DTensor::from_parts(saved.mesh(i), saved.layout(i).settled(), local),
