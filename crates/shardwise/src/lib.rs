@@ -61,6 +61,7 @@ pub mod optim;
 pub mod plan;
 pub mod checkpoint;
 pub mod models;
+pub mod guide;
 
 pub use autograd::{BackwardOptions, Gradients, checkpoint, local_map};
 pub use comm::{

@@ -33,6 +33,7 @@ pub struct Record {
 
 /// The record of one rank. Always on: a call costs about a tenth of a microsecond more. Keeps the most recent calls and
 /// the sums over all of them.
+#[doc(alias = "CommDebugMode")]
 #[derive(Debug, Clone)]
 pub struct Trace(Arc<Mutex<Kept>>);
 

@@ -11,6 +11,7 @@ use crate::mesh::{Axes, Mesh};
 
 /// All ranks of a program, seen from one of them: a [`Group`] that can make meshes and that keeps a record of what the
 /// rank communicates and how much memory its tensors take.
+#[doc(alias = "init_process_group")]
 #[derive(Clone, Debug)]
 pub struct World {
     all: Group,
@@ -63,6 +64,7 @@ impl World {
     /// })?;
     /// # Ok::<(), shardwise::Error>(())
     /// ```
+    #[doc(alias = "init_device_mesh")]
     pub fn mesh(&self, axes: impl Into<Axes>) -> Result<DeviceMesh> {
         self.device_mesh(Mesh::new(axes)?)
     }

@@ -61,6 +61,7 @@ impl TensorMeta {
 /// assert_eq!(layout.global_offset(3), [3, 2]);
 /// # Ok::<(), shardwise::Error>(())
 /// ```
+#[doc(alias = "DTensorSpec")]
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Layout(Interned<LayoutData>);
 
@@ -95,6 +96,7 @@ impl Layout {
     /// assert_eq!(offsets, [0, 4, 2, 6]); // tp cuts the halves, dp cuts each half
     /// # Ok::<(), shardwise::Error>(())
     /// ```
+    #[doc(alias = "ShardOrder")]
     pub fn with_shard_order(
         mesh: &Mesh,
         shape: impl Into<Shape>,

@@ -219,6 +219,7 @@ pub fn join(path: &str, name: &str) -> String {
 }
 
 /// A tensor that belongs to a module's state but is not trained. Clones share it.
+#[doc(alias = "register_buffer")]
 #[derive(Clone)]
 pub struct Buffer(Arc<Mutex<DTensor>>);
 
@@ -240,6 +241,7 @@ impl Buffer {
 }
 
 /// Whether a module is being trained; it is until [`Module::eval`]. Clones share it.
+#[doc(alias = "train")]
 #[derive(Clone)]
 pub struct Mode(Arc<AtomicBool>);
 

@@ -52,6 +52,7 @@ impl DTensor {
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
+    #[doc(alias = "boolean_mask")]
     #[track_caller]
     pub fn masked_select(&self, mask: &DTensor) -> Result<DTensor> {
         if mask.shape() != self.shape() {

@@ -31,6 +31,7 @@ impl DTensor {
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
+    #[doc(alias = "slice_assign")]
     #[track_caller]
     pub fn assign(&mut self, ranges: &[Range<usize>], value: &DTensor) -> Result<()> {
         let site = Location::caller();

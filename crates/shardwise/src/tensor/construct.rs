@@ -75,6 +75,8 @@ impl DTensor {
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
+    #[doc(alias = "run_check")]
+    #[doc(alias = "grad_placements")]
     #[track_caller]
     pub fn from_local_with(
         local: &Tensor,

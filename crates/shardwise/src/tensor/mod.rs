@@ -171,11 +171,14 @@ impl DTensor {
     }
 
     /// Number of dimensions.
+    #[doc(alias = "ndim")]
+    #[doc(alias = "dim")]
     pub fn rank(&self) -> usize {
         self.shape().len()
     }
 
     /// Number of elements of the whole tensor.
+    #[doc(alias = "numel")]
     pub fn elem_count(&self) -> usize {
         self.shape().iter().product()
     }
@@ -230,6 +233,7 @@ impl DTensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] if the placements do not fit the tensor.
+    #[doc(alias = "grad_placements")]
     pub fn to_local_with_grad_placements(&self, placements: impl IntoIterator<Item = Placement>) -> Result<Tensor> {
         let placements: Vec<Placement> = placements.into_iter().collect();
         Layout::new(self.layout().mesh(), self.shape(), placements.iter().cloned())?;
@@ -307,6 +311,8 @@ impl DTensor {
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
+    #[doc(alias = "forward_dtype")]
+    #[doc(alias = "backward_dtype")]
     #[track_caller]
     pub fn redistribute_with(
         &self,
@@ -352,6 +358,7 @@ impl DTensor {
     /// The same value on another mesh of the same world, whatever ranks the two have.
     ///
     /// All ranks of either mesh take part; what each sends goes directly to those that need it.
+    #[doc(alias = "cross-mesh")]
     #[track_caller]
     pub fn to_mesh(&self, mesh: &DeviceMesh, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
         let to = Layout::new(mesh.mesh(), self.shape(), placements)?;

@@ -34,6 +34,8 @@ use crate::error::{Error, Result};
 /// assert_eq!(sum, 6);
 /// # Ok::<(), shardwise::Error>(())
 /// ```
+#[doc(alias = "torchrun")]
+#[doc(alias = "mp.spawn")]
 pub fn launch<T, F>(ranks: usize, program: F) -> Result<T>
 where
     T: Send + 'static,
