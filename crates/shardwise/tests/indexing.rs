@@ -205,6 +205,59 @@ fn writes_and_their_gradients_are_those_of_pytorch() {
 }
 
 #[test]
+fn parts_and_writes_on_two_axes_are_those_of_pytorch() {
+    ThreadWorld::new(4)
+        .unwrap()
+        .run(|world| {
+            let mesh = world.mesh([("a", 2), ("b", 2)])?;
+            let whole = Tensor::arange(0.0, 60.0, &Device::Cpu)?.reshape((3, 4, 5))?;
+            let strided = Placement::StridedShard { dim: 1, split_factor: 2 };
+            for placements in [
+                [Shard(0), Shard(1)],
+                [Shard(0), Shard(0)],
+                [Shard(2), Shard(1)],
+                [Partial(ReduceOp::Sum), Shard(0)],
+                [Replicate, strided],
+            ] {
+                let leaf = DTensor::distribute_tensor(&whole, &mesh, placements, None)?.requires_grad();
+                let both = [Replicate, Replicate];
+                let weighed = |x: &DTensor| -> Result<DTensor> {
+                    let shape: Vec<isize> = x.shape().iter().map(|&n| n as isize).collect();
+                    let last = x.elem_count() as i64 + 1;
+                    x.mul(&DTensor::arange(1, last, 1, DType::F64, &mesh, both.clone())?.reshape(&shape)?)?.sum_all()
+                };
+                for (get, text, shape, sum, gradient) in GETS.iter().filter(|case| !case.1.contains("flags")) {
+                    if text.contains("index(") {
+                        continue; // helpers for one axis
+                    }
+                    let at = format!("{text} of {}", leaf.layout());
+                    let y = get(&leaf)?;
+                    assert_eq!(y.shape(), *shape, "{at}");
+                    let loss = weighed(&y)?;
+                    assert_eq!(number(&loss)?, *sum, "{at}");
+                    assert_eq!(number(&weighed(loss.backward()?.get(&leaf)?)?)?, *gradient, "gradient of {at}");
+                }
+                for (set, text, shape, sum, gradient, of_value) in SETS.iter().filter(|case| !case.1.contains("flags"))
+                {
+                    let at = format!("{text} of {}", leaf.layout());
+                    let n = shape.iter().product::<usize>() as i64;
+                    let v = DTensor::arange(-1, -n - 1, -1, DType::F64, &mesh, [Shard(0), Replicate])?;
+                    let v = v.reshape(&shape.iter().map(|&n| n as isize).collect::<Vec<_>>())?.requires_grad();
+                    let mut x = leaf.clone();
+                    set(&mut x, &v)?;
+                    let loss = weighed(&x)?;
+                    assert_eq!(number(&loss)?, *sum, "{at}");
+                    let found = loss.backward()?;
+                    assert_eq!(number(&weighed(found.get(&leaf)?)?)?, *gradient, "gradient of {at}");
+                    assert_eq!(number(&weighed(found.get(&v)?)?)?, *of_value, "gradient of the value in {at}");
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
 fn numbers_are_written_as_in_pytorch() {
     on_each_world(|mesh| {
         for (fill, text, sum, gradient) in FILLS {

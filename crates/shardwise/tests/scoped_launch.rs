@@ -78,7 +78,8 @@ fn tensors_are_told_apart_by_identity() {
             (DTensor::ones(4, DType::F32, &mesh, [Shard(0)])?, DTensor::ones(4, DType::F32, &mesh, [Shard(0)])?);
         let names = HashMap::from([(x.id(), "x"), (y.id(), "y")]);
         assert!(x.equal(&y)? && x.id() != y.id());
-        assert_eq!((names[&x.clone().id()], names[&y.requires_grad().id()]), ("x", "y"));
+        let same = [x.clone(), y.requires_grad()];
+        assert_eq!((names[&same[0].id()], names[&same[1].id()]), ("x", "y"));
         assert_ne!((&x + 0.0)?.id(), x.id());
         let weight = Param::new(&x);
         assert_eq!(weight.get().id(), weight.get().id());
