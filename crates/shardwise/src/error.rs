@@ -53,12 +53,14 @@ pub enum Error {
 
     /// Communication that the program did not ask for, where it allows none.
     #[error(
-        "operator {operator} needs communication that was not asked for ({call}); redistribute its inputs first, \
+        "operator {operator} redistributes{moves}, which was not asked for ({call}); redistribute its inputs first, \
              or leave the scope that allows explicit communication only"
     )]
     Implicit {
         /// The operator.
         operator: &'static str,
+        /// The layouts between which a tensor moves, as part of the sentence; empty where parts of tensors are fetched.
+        moves: String,
         /// What it would have communicated.
         call: Box<RankCall>,
     },

@@ -62,9 +62,13 @@ pub mod optim;
 pub mod plan;
 pub mod checkpoint;
 pub mod models;
+pub mod guide;
 
 pub use autograd::{BackwardOptions, Gradients, checkpoint, local_map};
-pub use comm::{DeviceMesh, DryWorld, Group, ThreadWorld, World, explicit_communication_only, launch};
+pub use comm::{
+    DeviceMesh, DryWorld, ExplicitRedistribution, Group, ThreadWorld, World, explicit_communication_only, launch,
+    launch_scoped, with_mesh,
+};
 pub use error::{Error, Result};
 pub use layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 pub use mesh::Mesh;
@@ -74,14 +78,16 @@ pub use param::Param;
 pub use placement::{Placement, ReduceOp};
 pub use random::{Distribution, Generator};
 pub use sharded::ShardedTensor;
-pub use tensor::{DTensor, Number, no_grad};
+pub use tensor::{DTensor, Number, Operand, no_grad};
 
 /// What most programs need, in one line: `use shardwise::prelude::*;`.
 pub mod prelude {
     pub use crate::Placement::{Partial, Replicate, Shard};
+    pub use crate::nn::{Builder, Forward, Module};
+    pub use crate::optim::{Adam, AdamW, Sgd, ShardedOptimizer};
     pub use crate::{
         DTensor, DeviceMesh, Distribution, Error, Gradients, Group, Layout, Mesh, Param, Placement, ReduceOp, Result,
-        TensorMeta, ThreadWorld, World, launch,
+        TensorMeta, ThreadWorld, World, launch, launch_scoped, no_grad, with_mesh,
     };
     pub use candle_core::DType;
 }

@@ -30,6 +30,7 @@ use crate::tensor::DTensor;
 /// })?;
 /// # Ok::<(), Error>(())
 /// ```
+#[doc(alias = "Parameter")]
 #[derive(Clone)]
 pub struct Param(Arc<Mutex<DTensor>>);
 

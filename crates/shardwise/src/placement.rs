@@ -29,6 +29,7 @@ pub enum Placement {
     Shard(isize),
     /// The dimension is cut into chunks of `ceil(n / split_factor)`, each of these into one piece per coordinate;
     /// coordinate `i` holds the `i`-th piece of every chunk, joined in order.
+    #[doc(alias = "_StridedShard")]
     StridedShard {
         /// The dimension that is cut.
         dim: isize,

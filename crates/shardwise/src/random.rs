@@ -22,6 +22,7 @@ pub struct GeneratorState {
 }
 
 /// A source of random tensors. Clones share the state: each draw advances it by one, however large the tensor is.
+#[doc(alias = "OffsetBasedRNGTracker")]
 #[derive(Debug, Clone)]
 pub struct Generator(Arc<Mutex<GeneratorState>>);
 

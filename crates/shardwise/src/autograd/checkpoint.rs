@@ -29,6 +29,8 @@ use crate::tensor::{Backward, DTensor, Keeps, Saved, in_gradient, is_recording, 
 /// })?;
 /// # Ok::<(), Error>(())
 /// ```
+#[doc(alias = "torch.utils.checkpoint")]
+#[doc(alias = "activation_checkpointing")]
 #[track_caller]
 pub fn checkpoint(
     inputs: &[&DTensor],

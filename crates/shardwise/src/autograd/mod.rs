@@ -222,6 +222,7 @@ impl Gradients {
 
     /// All gradients in the layouts of their leaves: sums that are pending are carried out, all-reduced for replicated
     /// leaves and reduce-scattered for sharded ones, in few large collectives.
+    #[doc(alias = "reduce_scatter_grads")]
     #[track_caller]
     pub fn in_param_layout(self) -> Result<Gradients> {
         let site = std::panic::Location::caller();

@@ -57,6 +57,7 @@ impl World {
     /// })?;
     /// # Ok::<(), shardwise::Error>(())
     /// ```
+    #[doc(alias = "init_device_mesh")]
     pub fn mesh(&self, axes: impl Into<Axes>) -> Result<DeviceMesh> {
         self.device_mesh(Mesh::new(axes)?)
     }
@@ -157,6 +158,8 @@ impl DeviceMesh {
 
     /// The same mesh with another group for some axes, such as one from another engine. It must have the ranks of the
     /// group that it replaces.
+    #[doc(alias = "from_group")]
+    #[doc(alias = "backend_override")]
     pub fn with_group(&self, axes: &[&str], group: &Group) -> Result<Self> {
         let positions = self.0.mesh.axis_positions(axes)?;
         let ranks = self.0.mesh.fibre(&positions, self.0.world.rank());
@@ -236,11 +239,13 @@ impl DeviceMesh {
     }
 
     /// The submesh spanned by some axes, in any order, that passes through this rank. See [`Mesh::slice`].
+    #[doc(alias = "__getitem__")]
     pub fn slice<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>) -> Result<Self> {
         self.derived(self.0.mesh.slice(names, self.0.world.rank())?, &|axis| self.made_of(axis, &[]))
     }
 
     /// Merges axes into one. See [`Mesh::flatten`].
+    #[doc(alias = "_flatten")]
     pub fn flatten<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>, name: &str) -> Result<Self> {
         let names: Vec<S> = names.into_iter().collect();
         let merged = self.0.mesh.axis_positions(&names)?;
@@ -251,12 +256,14 @@ impl DeviceMesh {
     }
 
     /// Splits an axis into several. See [`Mesh::unflatten`].
+    #[doc(alias = "_unflatten")]
     pub fn unflatten(&self, axis: &str, parts: impl Into<Axes>) -> Result<Self> {
         let split = [self.0.mesh.axis(axis)?];
         self.derived(self.0.mesh.unflatten(axis, parts)?, &|part| self.made_of(part, &split))
     }
 
     /// Joins submeshes of this mesh. See [`Mesh::concatenate`].
+    #[doc(alias = "_concatenate")]
     pub fn concatenate(&self, parts: &[&DeviceMesh]) -> Result<Self> {
         let parts: Vec<&Mesh> = parts.iter().map(|p| p.mesh()).collect();
         self.derived(self.0.mesh.concatenate(&parts)?, &|axis| self.made_of(axis, &[]))

@@ -28,6 +28,8 @@ use crate::mesh::MAX_RANKS;
 /// assert_eq!(run.peak_bytes, (1 << 31) + (1 << 24)); // the gathered tensor and its shard
 /// # Ok::<(), Error>(())
 /// ```
+#[doc(alias = "FakeTensorMode")]
+#[doc(alias = "FakeStore")]
 #[derive(Debug, Clone)]
 pub struct DryWorld {
     size: usize,

@@ -1,6 +1,6 @@
 //! What a rank communicated: every collective with its size, duration and place in the program.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::Arc;
@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 
+use super::explicit::{self, ExplicitRedistribution};
 use super::{Call, Communicator, Exposed};
-use crate::error::{Error, RankCall, Result, Site};
+use crate::error::{Result, Site};
 use crate::layout::TensorMeta;
 
 /// One collective, send or receive as a rank made it.
@@ -32,6 +33,7 @@ pub struct Record {
 
 /// The record of one rank. Always on: a call costs about a tenth of a microsecond more. Keeps the most recent calls and
 /// the sums over all of them.
+#[doc(alias = "CommDebugMode")]
 #[derive(Debug, Clone)]
 pub struct Trace(Arc<Mutex<Kept>>);
 
@@ -122,7 +124,6 @@ impl fmt::Display for Report {
 
 thread_local! {
     static OPERATORS: RefCell<Vec<(&'static str, bool)>> = const { RefCell::new(Vec::new()) };
-    static EXPLICIT_ONLY: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Runs `body`; what it communicates is recorded under the name of the operator.
@@ -159,18 +160,9 @@ fn in_operator<R>(name: &'static str, implicit: bool, body: impl FnOnce() -> R) 
 }
 
 /// Runs `body`; inside, communication that the program does not ask for by name (`redistribute`, `full_tensor`, a
-/// collective of a group) is an error instead. Scopes nest; each rank is in its own.
+/// collective of a group) is an error instead: [`ExplicitRedistribution::error`]. Scopes nest; each rank is in its own.
 pub fn explicit_communication_only<R>(body: impl FnOnce() -> R) -> R {
-    /// Leaves the scope also when the body panics.
-    struct Leave;
-    impl Drop for Leave {
-        fn drop(&mut self) {
-            EXPLICIT_ONLY.set(EXPLICIT_ONLY.get() - 1);
-        }
-    }
-    EXPLICIT_ONLY.set(EXPLICIT_ONLY.get() + 1);
-    let _leave = Leave;
-    body()
+    ExplicitRedistribution::error().run(body)
 }
 
 /// An engine whose calls are recorded.
@@ -193,12 +185,8 @@ impl Traced {
         body: impl FnOnce() -> Result<R>,
     ) -> Result<R> {
         let current = current_operator();
-        if let Some((operator, true)) = current
-            && EXPLICIT_ONLY.get() > 0
-        {
-            let rank = self.group[self.engine.rank()];
-            let call = RankCall { rank, call: call.to_string(), group: self.group.to_vec(), site: site.to_string() };
-            return Err(Error::Implicit { operator, call: Box::new(call) });
+        if let Some((operator, true)) = current {
+            explicit::check(operator, call, self.group[self.engine.rank()], &self.group, site)?;
         }
         let start = Instant::now();
         let result = body()?;

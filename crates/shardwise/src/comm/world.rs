@@ -9,6 +9,7 @@ use super::{Communicator, Group, Memory, Trace};
 
 /// All ranks of a program, seen from one of them: a [`Group`] that can make meshes and that keeps a record of what the
 /// rank communicates and how much memory its tensors take.
+#[doc(alias = "init_process_group")]
 #[derive(Clone, Debug)]
 pub struct World {
     all: Group,

@@ -36,6 +36,7 @@ use crate::placement::Placement;
 /// assert_eq!(layout.global_offset(3), [3, 2]);
 /// # Ok::<(), shardwise::Error>(())
 /// ```
+#[doc(alias = "DTensorSpec")]
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Layout(Interned<LayoutData>);
 
@@ -70,6 +71,7 @@ impl Layout {
     /// assert_eq!(offsets, [0, 4, 2, 6]); // tp cuts the halves, dp cuts each half
     /// # Ok::<(), shardwise::Error>(())
     /// ```
+    #[doc(alias = "ShardOrder")]
     pub fn with_shard_order(
         mesh: &Mesh,
         shape: impl Into<Shape>,

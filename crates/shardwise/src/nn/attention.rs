@@ -85,6 +85,7 @@ pub struct AttentionConfig {
 }
 
 /// Attention with several heads over `[batch, length, width]`.
+#[doc(alias = "MultiheadAttention")]
 pub struct MultiHeadAttention {
     /// Makes the queries.
     pub query: Linear,

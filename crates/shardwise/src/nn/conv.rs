@@ -28,12 +28,24 @@ macro_rules! convolutions {
         impl $name {
             /// With a bias; windows of `size` in every spatial dimension.
             pub fn new(at: &Builder, inputs: usize, outputs: usize, size: usize, options: Convolution) -> Result<Self> {
+                let layer = Self::without_bias(at, inputs, outputs, size, options)?;
+                let inside = inputs / options.groups.max(1);
+                let bound = 1.0 / ((inside * size.pow($spatial)).max(1) as f64).sqrt();
+                Ok($name { bias: Some(at.param("bias", &[outputs], Init::Uniform(-bound, bound))?), ..layer })
+            }
+
+            /// Without a bias; windows of `size` in every spatial dimension.
+            pub fn without_bias(
+                at: &Builder,
+                inputs: usize,
+                outputs: usize,
+                size: usize,
+                options: Convolution,
+            ) -> Result<Self> {
                 let inside = inputs / options.groups.max(1);
                 let shape = [vec![outputs, inside], vec![size; $spatial]].concat();
-                let bound = 1.0 / ((inside * size.pow($spatial)).max(1) as f64).sqrt();
                 let weight = at.param("weight", &shape, Init::LINEAR)?;
-                let bias = Some(at.param("bias", &[outputs], Init::Uniform(-bound, bound))?);
-                Ok($name { weight, bias, hooks: at.hooks(), options })
+                Ok($name { weight, bias: None, hooks: at.hooks(), options })
             }
         }
 

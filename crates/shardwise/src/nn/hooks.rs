@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::module::{Forward, Item, Module};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Site};
 use crate::module_scope::{current_path, in_module, user_site};
 use crate::tensor::DTensor;
 
@@ -30,8 +30,10 @@ pub struct Hooks(Arc<Mutex<Registered>>);
 
 #[derive(Clone, Default)]
 struct Registered {
-    input: Vec<Hook>,
-    output: Vec<Hook>,
+    /// By number of the input.
+    input: Vec<(usize, Hook)>,
+    /// By number of the output.
+    output: Vec<(usize, Hook)>,
     replacement: Option<Arc<dyn Layer>>,
     /// The path of the module, unless it is unknown or the root.
     path: Option<Arc<str>>,
@@ -57,14 +59,26 @@ impl Hooks {
         }
     }
 
-    /// Applies `hook` to every input from now on, after those registered before.
+    /// Applies `hook` to the input, or the first of several, from now on, after those registered before.
+    #[doc(alias = "register_forward_pre_hook")]
     pub fn on_input(&self, hook: impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static) {
-        self.0.lock().input.push(Arc::new(hook));
+        self.on_input_at(0, hook);
     }
 
-    /// Applies `hook` to every output from now on, after those registered before.
+    /// Applies `hook` to the output, or the first of several, from now on, after those registered before.
+    #[doc(alias = "register_forward_hook")]
     pub fn on_output(&self, hook: impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static) {
-        self.0.lock().output.push(Arc::new(hook));
+        self.on_output_at(0, hook);
+    }
+
+    /// Applies `hook` to one of several inputs, counted from 0, from now on: see [`run_all`](Self::run_all).
+    pub fn on_input_at(&self, index: usize, hook: impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static) {
+        self.0.lock().input.push((index, Arc::new(hook)));
+    }
+
+    /// Applies `hook` to one of several outputs, counted from 0, from now on: see [`run_all`](Self::run_all).
+    pub fn on_output_at(&self, index: usize, hook: impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static) {
+        self.0.lock().output.push((index, Arc::new(hook)));
     }
 
     /// Puts a layer in the place of the module, between the hooks.
@@ -107,20 +121,34 @@ impl Hooks {
     pub fn run(&self, x: &DTensor, compute: impl FnOnce(&DTensor) -> Result<DTensor>) -> Result<DTensor> {
         // Not held while they run: a hook may register another.
         let Registered { input, output, replacement, path } = self.0.lock().clone();
-        let site = Location::caller();
-        in_module(path, site, || {
+        in_this_module(path, Location::caller(), || {
             let compute = |x: &DTensor| replacement.map_or_else(|| compute(x), |layer| layer.forward(x));
-            let run = || {
-                if input.is_empty() && output.is_empty() {
-                    return compute(x);
-                }
-                let x = input.iter().try_fold(x.clone(), |x, hook| hook(&x))?;
-                output.iter().try_fold(compute(&x)?, |y, hook| hook(&y))
-            };
-            run().map_err(|error| match current_path() {
-                Some(path) => error.in_module(path, user_site(site)),
-                None => error,
-            })
+            if input.is_empty() && output.is_empty() {
+                return compute(x);
+            }
+            let [x] = &hooked("input", &input, vec![x.clone()])?[..] else { unreachable!("one in, one out") };
+            Ok(hooked("output", &output, vec![compute(x)?])?.swap_remove(0))
+        })
+    }
+
+    /// As [`run`](Self::run), for a module with several inputs and outputs: hooks prepare each of them.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if there is a hook for an input or output that the module does not have, or the module was replaced
+    /// by a layer with one input.
+    #[track_caller]
+    pub fn run_all(
+        &self,
+        inputs: &[&DTensor],
+        compute: impl FnOnce(&[DTensor]) -> Result<Vec<DTensor>>,
+    ) -> Result<Vec<DTensor>> {
+        let Registered { input, output, replacement, path } = self.0.lock().clone();
+        in_this_module(path, Location::caller(), || {
+            if replacement.is_some() {
+                return Err(replaced("forward_all"));
+            }
+            let inputs = hooked("input", &input, inputs.iter().map(|&x| x.clone()).collect())?;
+            hooked("output", &output, compute(&inputs)?)
         })
     }
 
@@ -133,13 +161,7 @@ impl Hooks {
         compute: impl FnOnce(&DTensor) -> Result<DTensor>,
     ) -> Result<DTensor> {
         if self.replacement().is_some() {
-            let found = format!("{what} of a module that was replaced by a layer with one input");
-            return Err(Error::invalid(
-                "module",
-                found,
-                "a module as it was built",
-                "call forward, or clear its hooks",
-            ));
+            return Err(replaced(what));
         }
         self.run(x, compute)
     }
@@ -157,4 +179,32 @@ impl Hooks {
         visit(&super::join(path, name), Item::Hooks(self));
         true
     }
+}
+
+/// Runs `body` as the computation of the module at a path, which its errors name.
+fn in_this_module<R>(path: Option<Arc<str>>, site: Site, body: impl FnOnce() -> Result<R>) -> Result<R> {
+    in_module(path, site, || {
+        body().map_err(|error| match current_path() {
+            Some(path) => error.in_module(path, user_site(site)),
+            None => error,
+        })
+    })
+}
+
+/// Tensors as hooks leave them.
+fn hooked(what: &str, hooks: &[(usize, Hook)], mut tensors: Vec<DTensor>) -> Result<Vec<DTensor>> {
+    for (index, hook) in hooks {
+        let count = tensors.len();
+        let tensor = tensors.get_mut(*index).ok_or_else(|| {
+            let found = format!("a hook for {what} {index} of a module with {count}");
+            Error::invalid("hook", found, format!("the number of an {what}, from 0"), "correct the number")
+        })?;
+        *tensor = hook(tensor)?;
+    }
+    Ok(tensors)
+}
+
+fn replaced(what: &str) -> Error {
+    let found = format!("{what} of a module that was replaced by a layer with one input");
+    Error::invalid("module", found, "a module as it was built", "call forward, or clear its hooks")
 }

@@ -167,12 +167,59 @@ pub trait Forward {
     fn forward(&self, x: &DTensor) -> Result<DTensor>;
 }
 
+/// A module with several inputs and outputs.
+///
+/// Its hooks prepare each of them by number, as plans and parallel styles ask for
+/// ([`ShardingPlan::input_at`](crate::plan::ShardingPlan::input_at)).
+///
+/// ```
+/// use shardwise::nn::{ForwardAll, Hooks, Linear};
+/// use shardwise::plan::{PrepareModuleInput, parallelize_module};
+/// use shardwise::prelude::*;
+///
+/// /// A gate for a sequence, from a second one; returns both.
+/// #[derive(Module)]
+/// struct Gate {
+///     gate: Linear,
+///     hooks: Hooks,
+/// }
+///
+/// impl ForwardAll for Gate {
+///     fn forward_all(&self, inputs: &[&DTensor]) -> Result<Vec<DTensor>> {
+///         self.hooks.run_all(inputs, |x| {
+///             let gate = self.gate.forward(&x[1])?.sigmoid()?;
+///             Ok(vec![(&x[0] * &gate)?, gate])
+///         })
+///     }
+/// }
+///
+/// launch(2, |world| {
+///     let mesh = world.mesh([("tp", 2)])?;
+///     let at = Builder::new(&mesh);
+///     let model = Gate { gate: Linear::new(&at.at("gate"), 4, 4)?, hooks: at.hooks() };
+///     parallelize_module(&model, &mesh, &[("", &PrepareModuleInput::new("tp", Shard(0)).number(1))])?;
+///     let x = DTensor::ones((2, 4), DType::F32, &mesh, [Replicate])?;
+///     let outputs = model.forward_all(&[&x, &x])?;
+///     assert_eq!(outputs[1].placements(), [Shard(0)]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+pub trait ForwardAll {
+    /// The outputs for some inputs.
+    ///
+    /// `#[track_caller]` holds for every implementation, as for [`Forward::forward`].
+    #[track_caller]
+    fn forward_all(&self, inputs: &[&DTensor]) -> Result<Vec<DTensor>>;
+}
+
 /// A path and a name behind it.
 pub fn join(path: &str, name: &str) -> String {
     if path.is_empty() { name.to_string() } else { format!("{path}.{name}") }
 }
 
 /// A tensor that belongs to a module's state but is not trained. Clones share it.
+#[doc(alias = "register_buffer")]
 #[derive(Clone)]
 pub struct Buffer(Arc<Mutex<DTensor>>);
 
@@ -194,6 +241,7 @@ impl Buffer {
 }
 
 /// Whether a module is being trained; it is until [`Module::eval`]. Clones share it.
+#[doc(alias = "train")]
 #[derive(Clone)]
 pub struct Mode(Arc<AtomicBool>);
 

@@ -94,6 +94,9 @@ impl Forward for GroupNorm {
 }
 
 /// Mean 0 and variance 1 per channel of `[n, channels, ...]`: of the whole batch while training, else of running averages.
+#[doc(alias = "SyncBatchNorm")]
+#[doc(alias = "BatchNorm1d")]
+#[doc(alias = "BatchNorm2d")]
 pub struct BatchNorm {
     /// The weight.
     pub weight: Param,

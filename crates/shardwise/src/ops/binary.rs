@@ -12,7 +12,7 @@ use crate::local::{Arithmetic, Each, Fold, Wide, fold, map};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps, Operand, Saved};
 
 /// What a function gives.
 #[derive(Clone, Copy, PartialEq)]
@@ -68,9 +68,11 @@ macro_rules! functions {
         impl DTensor {
             $(
                 $(#[doc = $doc])*
+                ///
+                /// `other` is a tensor, whose shape broadcasts with that of this one, or a plain number.
                 #[track_caller]
-                pub fn $name(&self, other: &DTensor) -> Result<DTensor> {
-                    Ok(dispatch(&Binary::$name, &[self, other], Location::caller())?.swap_remove(0))
+                pub fn $name<'a>(&self, other: impl Into<Operand<'a>>) -> Result<DTensor> {
+                    call(Binary::$name, self, other.into())
                 }
             )*
         }
@@ -190,6 +192,21 @@ functions! {
     bitwise_or: Meet, &[], |a, b| each(whole_only(a, b)), whole(a | b);
     /// The bits that exactly one has; whole numbers only.
     bitwise_xor: Meet, &[], |a, b| each(whole_only(a, b)), whole(a ^ b);
+}
+
+#[track_caller]
+fn call(op: Binary, x: &DTensor, other: Operand<'_>) -> Result<DTensor> {
+    match (op, other) {
+        // Partial sums pass through these, and no tensor is allocated for the number.
+        (Binary::add, Operand::Number(number)) => return x.add_scalar(number),
+        (Binary::sub, Operand::Number(number)) => return x.sub_scalar(number),
+        (Binary::mul, Operand::Number(number)) => return x.mul_scalar(number),
+        (Binary::div, Operand::Number(number)) => return x.div_scalar(number.real()),
+        (Binary::pow, Operand::Number(number)) => return x.pow_scalar(number.real()),
+        _ => {}
+    }
+    let other = other.tensor(x)?;
+    Ok(dispatch(&op, &[x, &other], Location::caller())?.swap_remove(0))
 }
 
 /// Of a function that gives real numbers; whole numbers become such before they get here.

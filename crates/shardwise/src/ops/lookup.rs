@@ -54,8 +54,13 @@ impl DTensor {
     /// `x[index]`: the slices along the first dimension that an index of any shape names; negative ones count from the back.
     #[track_caller]
     pub fn index(&self, index: &DTensor) -> Result<DTensor> {
-        let dim = self.resolve_dim("index", 0)?;
-        lookup(Lookup { name: "index", dim }, self, &wrapped("index", index, self.shape()[0])?)
+        self.index_along(self.resolve_dim("index", 0)?, index)
+    }
+
+    /// The slices along dimension `dim` that an index of any shape names, whose dimensions replace that one.
+    #[track_caller]
+    pub(super) fn index_along(&self, dim: usize, index: &DTensor) -> Result<DTensor> {
+        lookup(Lookup { name: "index", dim }, self, &wrapped("index", index, self.shape()[dim])?)
     }
 
     /// The rows of a weight `[vocabulary, features]`, which this tensor is, for ids of any shape.

@@ -67,6 +67,7 @@ impl Default for Classes {
 impl DTensor {
     /// Cross entropy of logits `[n, classes, ...]` (or `[classes]`) and classes `[n, ...]` (or a scalar). Ranks that share
     /// the classes exchange a maximum, a sum and the logit of the target: three numbers per prediction.
+    #[doc(alias = "loss_parallel")]
     #[track_caller]
     pub fn cross_entropy(&self, target: &DTensor, options: Classes) -> Result<DTensor> {
         let dim = self.check_classes("cross_entropy", target)?;

@@ -47,6 +47,12 @@ impl DTensor {
         reduce(self, Kind::Sum, dims, keepdim)
     }
 
+    /// The mean of all elements.
+    #[track_caller]
+    pub fn mean_all(&self) -> Result<DTensor> {
+        self.mean(&[], false)
+    }
+
     /// The sum of all elements.
     #[track_caller]
     pub fn sum_all(&self) -> Result<DTensor> {

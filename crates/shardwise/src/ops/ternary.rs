@@ -1,5 +1,6 @@
 //! Functions of three tensors that broadcast, element by element.
 
+use std::borrow::Cow;
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
@@ -14,7 +15,7 @@ use crate::local::{Arithmetic, Each, Number, Wide, map};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps, Operand, Saved};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Ternary {
@@ -25,10 +26,39 @@ enum Ternary {
 }
 
 impl DTensor {
-    /// `a` where this tensor is not zero, else `b`.
+    /// `a` where this tensor is not zero, else `b`: tensors or plain numbers.
+    #[doc(alias = "torch.where")]
     #[track_caller]
-    pub fn where_cond(&self, a: &DTensor, b: &DTensor) -> Result<DTensor> {
-        call(Ternary::Where, [self, a, b])
+    pub fn where_cond<'a, 'b>(&self, a: impl Into<Operand<'a>>, b: impl Into<Operand<'b>>) -> Result<DTensor> {
+        let (a, b) = match (a.into(), b.into()) {
+            (Operand::Tensor(a), b) => (Cow::Borrowed(a), b.tensor(a)?),
+            (a, Operand::Tensor(b)) => (a.tensor(b)?, Cow::Borrowed(b)),
+            (Operand::Number(a), Operand::Number(b)) => {
+                let real = matches!(a, Number::Real(_)) || matches!(b, Number::Real(_));
+                let number = |n: Number| Operand::from(if real { n.real().into() } else { n });
+                (number(a).tensor_alone(self)?, number(b).tensor_alone(self)?)
+            }
+        };
+        call(Ternary::Where, [self, &a, &b])
+    }
+
+    /// This tensor where `condition` is not zero, else `other`: a tensor or a plain number.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let x = DTensor::arange(-2.0, 2.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+    ///     let y = x.where_(&x.gt(0.0)?, 0.5)?;
+    ///     assert_eq!(y.full_tensor()?.to_vec1::<f32>()?, [0.5, 0.5, 0.5, 1.0]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[doc(alias = "where")]
+    #[track_caller]
+    pub fn where_<'a>(&self, condition: &DTensor, other: impl Into<Operand<'a>>) -> Result<DTensor> {
+        condition.where_cond(self, other)
     }
 
     /// `x + value * a * b`.

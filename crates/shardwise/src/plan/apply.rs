@@ -9,7 +9,7 @@ use super::local::collect_local_shard;
 use super::pattern::{is_beneath, is_exact, matches, parent};
 use super::places::Places;
 use super::sharder::{Part, Sharder};
-use super::sharding_plan::{Aspect, ParamPlan, ShardingPlan, at};
+use super::sharding_plan::{Aspect, Numbered, ParamPlan, ShardingPlan, at};
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result, nearest};
 use crate::layout::Layout;
@@ -46,6 +46,7 @@ pub fn shard_module(module: &dyn Module, mesh: &DeviceMesh, plan: &ShardingPlan)
     let found = Found::new(module);
     let moves = found.moves(plan, mesh)?;
     let hooked = found.hooked(plan, mesh)?;
+    let numbered = found.numbered(plan, mesh)?;
     let mut layers: Vec<(&Hooks, Arc<dyn Layer>)> = Vec::new();
     for (path, sharder) in found.replaced(plan)? {
         let layer = sharder.shard(&found.part(&path, mesh)).map_err(|e| at(e, &path))?;
@@ -61,6 +62,14 @@ pub fn shard_module(module: &dyn Module, mesh: &DeviceMesh, plan: &ShardingPlan)
         output.into_iter().for_each(|places| hooks.on_output(bring(places)));
         if local {
             hooks.on_output(collect_local_shard);
+        }
+    }
+    for (hooks, Numbered { aspect, index, places, .. }) in numbered {
+        let places = places.clone();
+        let bring = move |x: &DTensor| x.to_layout(&places.layout(x.layout())?);
+        match aspect {
+            Aspect::Output => hooks.on_output_at(*index, bring),
+            Aspect::Input | Aspect::Param => hooks.on_input_at(*index, bring),
         }
     }
     Ok(())
@@ -271,6 +280,20 @@ impl Found {
             let local = plan.locals.iter().any(|pattern| own(&pattern));
             if input.is_some() || output.is_some() || local {
                 all.push(Hooked { hooks: self.hooks_of(path)?, input, output, local });
+            }
+        }
+        Ok(all)
+    }
+
+    /// The inputs and outputs that the plan says by number, with the hooks of their modules.
+    fn numbered<'p>(&self, plan: &'p ShardingPlan, mesh: &DeviceMesh) -> Result<Vec<(&Hooks, &'p Numbered)>> {
+        let names: Vec<&String> = self.modules.iter().map(|(path, _)| path).collect();
+        let mut all = Vec::new();
+        for entry in &plan.numbered {
+            check_match(&entry.pattern, "module", &names)?;
+            entry.places.check(mesh.mesh()).map_err(|e| at(e, &entry.pattern))?;
+            for path in names.iter().filter(|path| matches(&entry.pattern, path)) {
+                all.push((self.hooks_of(path)?, entry));
             }
         }
         Ok(all)

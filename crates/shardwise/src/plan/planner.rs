@@ -56,6 +56,8 @@ impl<A: ShardingPlanner, B: ShardingPlanner> ShardingPlanner for Combined<A, B> 
 }
 
 /// Data parallelism: every rank along some axes has all parameters, and works on its part of the batch.
+#[doc(alias = "DDP")]
+#[doc(alias = "DistributedDataParallel")]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataParallel {
     axes: Vec<String>,
@@ -78,6 +80,8 @@ impl ShardingPlanner for DataParallel {
 /// Data parallelism with parameters, gradients and optimizer state in pieces (FSDP): every parameter is cut along some
 /// axes, after what other planners cut. An operator that needs it whole gathers it, if that is cheaper than to gather its
 /// input; its gradient is scattered.
+#[doc(alias = "fully_shard")]
+#[doc(alias = "FSDP2")]
 #[doc(alias = "FSDP")]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FullyShard {

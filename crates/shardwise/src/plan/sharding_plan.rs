@@ -94,6 +94,18 @@ pub struct ShardingPlan {
     /// Patterns whose placements went into entries for single parameters, by [`along`](Self::along).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) absorbed: Vec<String>,
+    /// Inputs and outputs by number, of modules that have several.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) numbered: Vec<Numbered>,
+}
+
+/// An input or output by number.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Numbered {
+    pub(super) aspect: Aspect,
+    pub(super) index: usize,
+    pub(super) pattern: String,
+    pub(super) places: Places,
 }
 
 /// What an entry of a plan is about.
@@ -133,6 +145,22 @@ impl ShardingPlan {
     pub fn input(mut self, pattern: &str, places: impl Into<Places>) -> Self {
         self.inputs.retain(|(key, places)| key != pattern || !places.is_nothing());
         self.inputs.push((pattern.to_string(), places.into()));
+        self
+    }
+
+    /// Input number `index`, from 0, of modules with several inputs at these paths is brought there. Such entries add up, in the
+    /// order in which they were added.
+    pub fn input_at(self, pattern: &str, index: usize, places: impl Into<Places>) -> Self {
+        self.number(Aspect::Input, pattern, index, places.into())
+    }
+
+    /// As [`input_at`](Self::input_at), for output number `index`.
+    pub fn output_at(self, pattern: &str, index: usize, places: impl Into<Places>) -> Self {
+        self.number(Aspect::Output, pattern, index, places.into())
+    }
+
+    fn number(mut self, aspect: Aspect, pattern: &str, index: usize, places: Places) -> Self {
+        self.numbered.push(Numbered { aspect, index, pattern: pattern.to_string(), places });
         self
     }
 
@@ -308,7 +336,8 @@ impl ShardingPlan {
     pub(super) fn check_patterns(&self) -> Result<()> {
         let keys = self.params.iter().map(|(key, _)| key);
         let hooked = self.inputs.iter().chain(&self.outputs).map(|(key, _)| key);
-        keys.chain(hooked).chain(&self.locals).try_for_each(|key| check(key))
+        let numbered = self.numbered.iter().map(|entry| &entry.pattern);
+        keys.chain(hooked).chain(&self.locals).chain(numbered).try_for_each(|key| check(key))
     }
 
     /// An error for an entry that fits some of these paths but counts for none of them.
@@ -396,6 +425,10 @@ impl fmt::Display for ShardingPlan {
         for (what, path, text) in params.chain(inputs).chain(outputs).chain(locals) {
             let text = if text.is_empty() { "stays as it is" } else { text.as_str() };
             writeln!(f, "{what:<10}  {:<28}  {text}", format!("`{path}`"))?;
+        }
+        for Numbered { aspect, index, pattern, places } in &self.numbered {
+            let what = format!("{aspect:?} {index}").to_lowercase();
+            writeln!(f, "{what:<10}  {:<28}  {places}", format!("`{pattern}`"))?;
         }
         for (aspect, pattern) in &self.replacing {
             let what = format!("{aspect:?}").to_lowercase();

@@ -173,18 +173,29 @@ pub struct PrepareModuleInput {
     pub axis: String,
     /// How the input lies along it.
     pub to: Placement,
+    /// Which input, from 0, of a module with several ([`ForwardAll`](crate::nn::ForwardAll)); `None` if it has one.
+    pub number: Option<usize>,
 }
 
 impl PrepareModuleInput {
     /// To a placement along an axis.
     pub fn new(axis: &str, to: Placement) -> Self {
-        PrepareModuleInput { axis: axis.to_string(), to }
+        PrepareModuleInput { axis: axis.to_string(), to, number: None }
+    }
+
+    /// The input with this number, from 0, of a module with several.
+    pub fn number(mut self, number: usize) -> Self {
+        self.number = Some(number);
+        self
     }
 }
 
 impl ParallelStyle for PrepareModuleInput {
     fn extend(&self, plan: ShardingPlan, part: &Part) -> Result<ShardingPlan> {
-        Ok(plan.input_along(part.path(), &self.axis, &self.to))
+        Ok(match self.number {
+            Some(number) => plan.input_at(part.path(), number, [(self.axis.as_str(), self.to.clone())]),
+            None => plan.input_along(part.path(), &self.axis, &self.to),
+        })
     }
 }
 
@@ -195,18 +206,29 @@ pub struct PrepareModuleOutput {
     pub axis: String,
     /// How the output lies along it.
     pub to: Placement,
+    /// Which output, from 0, of a module with several ([`ForwardAll`](crate::nn::ForwardAll)); `None` if it has one.
+    pub number: Option<usize>,
 }
 
 impl PrepareModuleOutput {
     /// To a placement along an axis.
     pub fn new(axis: &str, to: Placement) -> Self {
-        PrepareModuleOutput { axis: axis.to_string(), to }
+        PrepareModuleOutput { axis: axis.to_string(), to, number: None }
+    }
+
+    /// The output with this number, from 0, of a module with several.
+    pub fn number(mut self, number: usize) -> Self {
+        self.number = Some(number);
+        self
     }
 }
 
 impl ParallelStyle for PrepareModuleOutput {
     fn extend(&self, plan: ShardingPlan, part: &Part) -> Result<ShardingPlan> {
-        Ok(plan.output_along(part.path(), &self.axis, &self.to))
+        Ok(match self.number {
+            Some(number) => plan.output_at(part.path(), number, [(self.axis.as_str(), self.to.clone())]),
+            None => plan.output_along(part.path(), &self.axis, &self.to),
+        })
     }
 }
 

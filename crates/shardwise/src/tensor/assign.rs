@@ -11,6 +11,8 @@ use crate::local::{Assembly, filled, placeholder};
 use crate::placement::{Placement, ReduceOp};
 use crate::redistribute::Exchange;
 
+const ZERO: Number = Number::Integer(0);
+
 impl DTensor {
     /// Writes `value` to the elements in `ranges`, one range per dimension.
     ///
@@ -29,6 +31,7 @@ impl DTensor {
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
+    #[doc(alias = "slice_assign")]
     #[track_caller]
     pub fn assign(&mut self, ranges: &[Range<usize>], value: &DTensor) -> Result<()> {
         let site = Location::caller();
@@ -48,7 +51,7 @@ impl DTensor {
                 return Ok(if is_recording() { moved } else { moved.detach() });
             }
             let (value, base) = (value.reduced(site)?, self.reduced(site)?);
-            let made = base.written(&region, Some(&value), 0.0, site)?;
+            let made = base.written(&region, Some(&value), ZERO, site)?;
             let write = || Box::new(Write { name: "assign", region }) as Box<dyn Backward>;
             Ok(Self::recorded(vec![made], &[&base, &value], Keeps::Nothing, write).swap_remove(0))
         })?;
@@ -60,10 +63,10 @@ impl DTensor {
     /// Local, unless this tensor has partial sums: these are reduced first, which all ranks of the mesh take part in.
     /// Differentiable: the gradient of the elements that were overwritten is zero.
     #[track_caller]
-    pub fn fill_range(&mut self, ranges: &[Range<usize>], value: f64) -> Result<()> {
+    pub fn fill_range(&mut self, ranges: &[Range<usize>], value: impl Into<Number>) -> Result<()> {
         let site = Location::caller();
         let region = self.region(ranges)?;
-        Number::from(value).fit(self.dtype())?; // refused by all ranks, also by those that hold nothing of the region
+        let value = value.into().fit(self.dtype())?; // refused by all ranks, also by those that hold nothing of the region
         *self = implicitly("fill_range", || -> Result<DTensor> {
             let base = self.reduced(site)?;
             let made = base.written(&region, None, value, site)?;
@@ -75,7 +78,7 @@ impl DTensor {
 
     /// Writes one number to all elements. Partial sums end with it, and so does the gradient: the result depends on nothing.
     #[track_caller]
-    pub fn fill(&mut self, value: f64) -> Result<()> {
+    pub fn fill(&mut self, value: impl Into<Number>) -> Result<()> {
         *self = self.full_like(value)?;
         Ok(())
     }
@@ -107,7 +110,7 @@ impl DTensor {
     /// This tensor with a region overwritten by a tensor, or by a number if there is none. Has no gradient.
     ///
     /// Nothing may be partial, except sums that zeros are written to: zeros on every rank are a zero.
-    fn written(&self, region: &TensorBox, value: Option<&DTensor>, number: f64, site: Site) -> Result<DTensor> {
+    fn written(&self, region: &TensorBox, value: Option<&DTensor>, number: Number, site: Site) -> Result<DTensor> {
         let (mesh, me) = (self.device_mesh(), self.device_mesh().world().rank());
         if !mesh.contains(me) || (mesh.world().is_dry() && value.is_none()) {
             return Ok(self.detach());
@@ -179,7 +182,7 @@ impl Backward for Write {
                 true => gradient.clone(),
                 false => gradient.reduced(Location::caller())?,
             };
-            let made = gradient.written(&self.region, None, 0.0, Location::caller())?;
+            let made = gradient.written(&self.region, None, ZERO, Location::caller())?;
             let write = || Box::new(Write { name: self.name, region: self.region.clone() }) as Box<dyn Backward>;
             Ok(DTensor::recorded(vec![made], &[&gradient], Keeps::Nothing, write).swap_remove(0))
         };

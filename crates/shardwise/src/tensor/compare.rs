@@ -39,6 +39,7 @@ impl DTensor {
     }
 
     /// Whether two tensors of one mesh have the same shape, type and elements. The same answer on every rank.
+    #[doc(alias = "torch.equal")]
     #[track_caller]
     pub fn equal(&self, other: &DTensor) -> Result<bool> {
         if self.dtype() != other.dtype() {

@@ -4,13 +4,26 @@ use std::panic::Location;
 
 use candle_core::{Device, Shape, Tensor};
 
-use super::{DTensor, check_partial, check_room, foreign};
+use super::local_code::{enter, exits_behind, exits_numbered, numbers};
+use super::{DTensor, check_partial, check_room, foreign, hash_of};
 use crate::comm::{Call, DeviceMesh, Group};
 use crate::error::{Error, Result, Site};
 use crate::fnv::fnv1a;
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{check_served, dense, immutable, own_copy, placeholder};
+use crate::local::{check_served, dense, immutable, own_copy, placeholder, with_bytes};
 use crate::placement::Placement;
+
+/// How local parts become a tensor; see [`DTensor::from_local_with`].
+#[derive(Debug, Clone, Default)]
+pub struct FromLocalOptions {
+    /// The shape of the whole. With it ranks do not tell each other their sizes, and only this rank's part is checked.
+    pub shape: Option<Vec<usize>>,
+    /// Compares the elements of replicas by hashes of 8 bytes; an error on all ranks names the ranks that differ.
+    pub run_check: bool,
+    /// The placements in which local code before this call gets the gradient; those of the tensor, replicated where it is
+    /// partial, if there are none.
+    pub grad_placements: Option<Vec<Placement>>,
+}
 
 impl DTensor {
     /// A distributed tensor from the part that each rank has.
@@ -21,6 +34,10 @@ impl DTensor {
     /// size of this rank's; where they are not, use [`from_local_with_shape`](Self::from_local_with_shape).
     ///
     /// The part is copied: whoever shares the memory of `local` may go on writing to it, and this tensor never changes.
+    ///
+    /// Differentiable: if `local` was computed by candle from what [`to_local`](Self::to_local) or
+    /// [`full_tensor`](Self::full_tensor) returned, gradients go back through that code. Local code gets the gradient in the
+    /// layout of this tensor, replicated where it is partial. Variables of the program's own in that code get none.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -40,20 +57,97 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
+        Self::from_local_with(local, mesh, placements, FromLocalOptions::default())
+    }
+
+    /// As [`from_local`](Self::from_local), with options.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// # use shardwise::tensor::FromLocalOptions;
+    /// # use candle_core::{Device, Tensor};
+    /// launch(3, |world| {
+    ///     let mesh = world.mesh([("dp", 3)])?;
+    ///     let mine = Tensor::new(&[1f32, if world.rank() == 2 { 5.0 } else { 2.0 }], &Device::Cpu)?;
+    ///     let check = FromLocalOptions { run_check: true, ..Default::default() };
+    ///     let error = DTensor::from_local_with(&mine, &mesh, [Replicate], check).unwrap_err().to_string();
+    ///     assert!(error.contains("rank 2 differs from rank 0"), "{error}");
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[doc(alias = "run_check")]
+    #[doc(alias = "grad_placements")]
+    #[track_caller]
+    pub fn from_local_with(
+        local: &Tensor,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+        options: FromLocalOptions,
+    ) -> Result<DTensor> {
         let (site, placements) = (Location::caller(), placements.into_iter().collect::<Vec<_>>());
-        let group = mesh.whole_group()?;
-        let shapes = gather_shapes(&group, local, &placements, site)?;
-        check_served(local)?;
-        let layout = infer(mesh, &placements, &shapes, group.ranks())?;
-        check_fit(&layout, &shapes, group.ranks())?;
-        check_partial(&layout, local.dtype())?;
-        check_room(&layout, local.dtype(), mesh.world().is_dry())?;
-        Ok(DTensor::from_parts(mesh, layout, taken(mesh, local)?))
+        let mut exits = exits_behind(local);
+        let made = match &options.shape {
+            Some(shape) => Self::of_known_shape(local, mesh, placements, shape.as_slice())?,
+            None => {
+                let group = mesh.whole_group()?;
+                let (shapes, counts) = gather_shapes(&group, local, &placements, exits.len(), site)?;
+                if counts.iter().any(|count| *count != counts[0]) {
+                    let mine = numbers(&exits);
+                    let mine = Tensor::from_slice(&mine, mine.len(), &Device::Cpu)?;
+                    let call = Call::AllGather { dim: 0, sizes: counts.iter().copied().collect() };
+                    exits = exits_numbered(group.run(&call, &[mine], site)?.swap_remove(0).to_vec1()?);
+                }
+                check_served(local)?;
+                let layout = infer(mesh, &placements, &shapes, group.ranks())?;
+                check_fit(&layout, &shapes, group.ranks())?;
+                check_partial(&layout, local.dtype())?;
+                check_room(&layout, local.dtype(), mesh.world().is_dry())?;
+                DTensor::from_parts(mesh, layout, taken(mesh, local)?)
+            }
+        };
+        if options.run_check {
+            check_replicas(&made, site)?;
+        }
+        enter(made, local, exits, options.grad_placements)
+    }
+
+    /// A tensor that every rank of the mesh has as a whole, such as a plain one in an expression with distributed ones.
+    ///
+    /// Local: nothing is communicated, and that all ranks have the same elements is trusted; `run_check` of
+    /// [`from_local_with`](Self::from_local_with) compares them. Differentiable, as [`from_local`](Self::from_local) is.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// # use candle_core::{Device, Tensor};
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let x = DTensor::ones((4, 2), DType::F32, &mesh, [Shard(0)])?;
+    ///     let scale = Tensor::new(&[2f32, 3.0], &Device::Cpu)?;
+    ///     let y = (&x * DTensor::replicate(&scale, &mesh)?)?;
+    ///     assert_eq!(y.full_tensor()?.to_vec2::<f32>()?[3], [2.0, 3.0]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[doc(alias = "implicit_replication")]
+    #[track_caller]
+    pub fn replicate(tensor: &Tensor, mesh: &DeviceMesh) -> Result<DTensor> {
+        Self::from_local_with_shape(tensor, mesh, vec![Placement::Replicate; mesh.ndim()], tensor.dims())
     }
 
     /// As [`from_local`](Self::from_local) with the shape of the whole given: nothing is communicated, and only this
     /// rank's part is checked. For ranks outside the mesh the part does not matter.
     pub fn from_local_with_shape(
+        local: &Tensor,
+        mesh: &DeviceMesh,
+        placements: impl IntoIterator<Item = Placement>,
+        shape: impl Into<Shape>,
+    ) -> Result<DTensor> {
+        enter(Self::of_known_shape(local, mesh, placements, shape)?, local, exits_behind(local), None)
+    }
+
+    fn of_known_shape(
         local: &Tensor,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
@@ -123,27 +217,67 @@ impl DTensor {
     }
 }
 
-/// The elements of a program's tensor in memory that no one else writes to; placeholders of a dry run stay what they are.
-fn taken(mesh: &DeviceMesh, local: &Tensor) -> Result<Tensor> {
-    if mesh.world().is_dry() { Ok(local.clone()) } else { Ok(own_copy(local)?) }
+/// An error on every rank if ranks hold different elements of the same part.
+fn check_replicas(tensor: &DTensor, site: Site) -> Result<()> {
+    let (mesh, layout) = (tensor.device_mesh(), tensor.layout());
+    if mesh.world().is_dry() || !mesh.contains(mesh.world().rank()) {
+        return Ok(());
+    }
+    let group = mesh.whole_group()?;
+    let mine = with_bytes(tensor.local(), |bytes| hash_of(&bytes))? as i64;
+    let call = Call::AllGather { dim: 0, sizes: std::iter::repeat_n(1, group.size()).collect() };
+    let all = group.run(&call, &[Tensor::new(&[mine], &Device::Cpu)?], site)?.swap_remove(0).to_vec1::<i64>()?;
+    let hash = |rank: usize| all[group.ranks().iter().position(|&r| r == rank).expect("a rank of the mesh")];
+    let axes: Vec<usize> = (0..mesh.ndim()).filter(|&axis| layout.placements()[axis].is_replicate()).collect();
+    let first = |rank: usize| mesh.mesh().fibre(&axes, rank)[0];
+    let differing: Vec<String> = group
+        .ranks()
+        .iter()
+        .filter(|&&rank| hash(rank) != hash(first(rank)))
+        .map(|&rank| format!("rank {rank} differs from rank {}", first(rank)))
+        .collect();
+    if differing.is_empty() {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        "replicas",
+        format!("elements of {layout} that are not the same: {}", differing.join(", ")),
+        "the same elements on all ranks of an axis that replicates",
+        "compute them alike, take those of one rank with distribute_tensor, or say Partial if they are terms",
+    ))
 }
 
-/// The shapes of all ranks' tensors, which must have one type, number of dimensions and placements.
-fn gather_shapes(group: &Group, local: &Tensor, placements: &[Placement], site: Site) -> Result<Vec<Vec<usize>>> {
+/// The elements of a program's tensor in memory that no one else writes to; placeholders of a dry run stay what they are.
+fn taken(mesh: &DeviceMesh, local: &Tensor) -> Result<Tensor> {
+    if mesh.world().is_dry() { Ok(local.detach()) } else { Ok(own_copy(local)?) }
+}
+
+/// The shapes of all ranks' tensors, which must have one type, number of dimensions and placements; and a count of each rank.
+fn gather_shapes(
+    group: &Group,
+    local: &Tensor,
+    placements: &[Placement],
+    count: usize,
+    site: Site,
+) -> Result<(Vec<Vec<usize>>, Vec<usize>)> {
     let form = Call::Agree {
         what: "element type, number of dimensions and placements",
         values: [local.dtype() as u64, local.rank() as u64, number_of(placements)].into_iter().collect(),
     };
     group.run(&form, &[], site)?;
-    let shape: Vec<i64> = local.dims().iter().map(|&n| n as i64).collect();
-    let mine = Tensor::from_vec(shape, (1, local.rank()), &Device::Cpu)?;
+    let row: Vec<i64> = local.dims().iter().chain([&count]).map(|&n| n as i64).collect();
+    let mine = Tensor::from_vec(row, (1, local.rank() + 1), &Device::Cpu)?;
     let call = Call::AllGather { dim: 0, sizes: std::iter::repeat_n(1, group.size()).collect() };
     let all = group.run(&call, &[mine], site)?.swap_remove(0);
     if group.is_dry() {
-        return Ok(vec![local.dims().to_vec(); group.size()]);
+        return Ok((vec![local.dims().to_vec(); group.size()], vec![count; group.size()]));
     }
-    let all: Vec<Vec<i64>> = all.to_vec2()?;
-    Ok(all.into_iter().map(|shape| shape.into_iter().map(|n| n as usize).collect()).collect())
+    let split = |row: Vec<i64>| {
+        let mut shape: Vec<usize> = row.into_iter().map(|n| n as usize).collect();
+        let count = shape.pop().expect("the last number of a row");
+        (shape, count)
+    };
+    Ok(all.to_vec2::<i64>()?.into_iter().map(split).unzip())
 }
 
 /// A number that is the same for equal placements on every rank.

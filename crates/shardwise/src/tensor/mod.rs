@@ -3,15 +3,22 @@
 mod assign;
 mod compare;
 mod construct;
+pub mod current_mesh;
 mod factories;
+mod expect;
 mod foreign;
+mod local_code;
+mod operand;
 mod room;
 mod show;
 mod state;
 mod tape;
 
+pub use construct::FromLocalOptions;
+pub use expect::check_expectations;
 pub(crate) use factories::{agreed_draw, random_box};
 pub use foreign::{DeviceBackend, register_backend};
+pub use operand::Operand;
 pub(crate) use room::{check_metas, check_room};
 pub(crate) use show::{Piece, local_text, show_pieces};
 pub use state::DTensorState;
@@ -20,12 +27,13 @@ pub(crate) use tape::{Node, Recording, Tape, in_gradient, is_in_gradient, is_rec
 
 use std::hash::{Hash, Hasher};
 use std::panic::Location;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device, Tensor};
 use rustc_hash::FxHasher;
 
-use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of};
+use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of, while_moving};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 pub use crate::local::Number;
@@ -59,7 +67,19 @@ pub struct DTensor {
     tape: Option<Tape>,
 }
 
+/// The identity of a tensor: see [`DTensor::id`]. Other ranks have other numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TensorId(u64);
+
+impl TensorId {
+    fn next() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        TensorId(NEXT.fetch_add(1, Relaxed))
+    }
+}
+
 struct Value {
+    id: TensorId,
     mesh: DeviceMesh,
     layout: Layout,
     dtype: DType,
@@ -96,7 +116,8 @@ impl DTensor {
     /// A tensor of type `dtype` whose terms may be held in a wider type.
     fn from_terms(mesh: &DeviceMesh, layout: Layout, held: Tensor, dtype: DType, origin: Origin) -> Self {
         debug_assert_eq!(held.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
-        let value = Value { mesh: mesh.clone(), layout, dtype, held, rounded: OnceLock::new(), origin };
+        let value =
+            Value { id: TensorId::next(), mesh: mesh.clone(), layout, dtype, held, rounded: OnceLock::new(), origin };
         mesh.world().memory().take(value.bytes());
         DTensor { value: Arc::new(value), tape: None }
     }
@@ -115,6 +136,13 @@ impl DTensor {
             false => converted(mesh, &held, dtype)?,
         };
         Ok(Self::from_terms(mesh, layout, held, dtype, origin))
+    }
+
+    /// Which tensor this is, on this rank: clones have one id, and tensors that were computed apart have different ones,
+    /// equal elements or not. For maps by tensor; `equal` compares elements.
+    #[doc(alias = "__hash__")]
+    pub fn id(&self) -> TensorId {
+        self.value.id
     }
 
     /// The mesh.
@@ -143,11 +171,14 @@ impl DTensor {
     }
 
     /// Number of dimensions.
+    #[doc(alias = "ndim")]
+    #[doc(alias = "dim")]
     pub fn rank(&self) -> usize {
         self.shape().len()
     }
 
     /// Number of elements of the whole tensor.
+    #[doc(alias = "numel")]
     pub fn elem_count(&self) -> usize {
         self.shape().iter().product()
     }
@@ -165,9 +196,27 @@ impl DTensor {
     /// A copy of the part that this rank holds; without elements on a rank outside the mesh.
     ///
     /// Local: nothing is communicated. It is a plain tensor in memory of its own, because candle writes to tensors in place
-    /// (`slice_set`) and a distributed tensor never changes; the copy is the one cost of this call. It has no gradient:
-    /// [`local_map`](crate::autograd::local_map) runs code on local parts that has one. In a dry run the result has the
-    /// shape and no memory. [`local_shape`](Layout::local_shape) of the layout gives the shape alone.
+    /// (`slice_set`) and a distributed tensor never changes; the copy is the one cost of this call. In a dry run the result
+    /// has the shape and no memory. [`local_shape`](Layout::local_shape) of the layout gives the shape alone.
+    ///
+    /// Differentiable: what candle computes from it and [`from_local`](Self::from_local) brings back is part of the graph of
+    /// gradients. The gradient comes back in the layout of this tensor, replicated where it is partial: right where ranks
+    /// that hold the same part do the same with it, else see
+    /// [`to_local_with_grad_placements`](Self::to_local_with_grad_placements). `detach` of the result ends the graph.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let x = DTensor::arange(-2.0, 2.0, 1.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
+    ///     let local = x.to_local().relu()?; // any code on candle tensors
+    ///     let y = DTensor::from_local(&local, &mesh, [Shard(0)])?;
+    ///     let grads = y.square()?.sum_all()?.backward()?;
+    ///     assert_eq!(grads.get(&x)?.full_tensor()?.to_vec1::<f32>()?, [0.0, 0.0, 0.0, 2.0]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
     ///
     /// It always has the type of the tensor. Terms of a pending sum, mean or product are kept, and travel, in a wider type
     /// where their sum would depend on the layout otherwise (half precision in f32, sums of f32 in f64); this shows them
@@ -176,9 +225,27 @@ impl DTensor {
     /// # Panics
     /// If there is no memory for the copy.
     pub fn to_local(&self) -> Tensor {
+        self.leaving(None).unwrap_or_else(|error| panic!("to_local: {error}"))
+    }
+
+    /// As [`to_local`](Self::to_local), with the placements of the gradient that comes back: `Partial(Sum)` along an axis where
+    /// this tensor is replicated and ranks use it for different things, so that each has a part of the gradient only.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the placements do not fit the tensor.
+    #[doc(alias = "grad_placements")]
+    pub fn to_local_with_grad_placements(&self, placements: impl IntoIterator<Item = Placement>) -> Result<Tensor> {
+        let placements: Vec<Placement> = placements.into_iter().collect();
+        Layout::new(self.layout().mesh(), self.shape(), placements.iter().cloned())?;
+        self.leaving(Some(placements))
+    }
+
+    /// A copy of the local part that is the program's own, with its gradient.
+    fn leaving(&self, grad_placements: Option<Vec<Placement>>) -> Result<Tensor> {
         match self.value.mesh.world().is_dry() {
-            true => self.local().clone(),
-            false => own_copy(self.local()).unwrap_or_else(|error| panic!("to_local: {error}")),
+            true => Ok(self.local().clone()),
+            false if self.has_gradient() && is_recording() => local_code::leave(self, grad_placements),
+            false => Ok(own_copy(self.local())?),
         }
     }
 
@@ -227,6 +294,38 @@ impl DTensor {
         self.to_layout_at(&to, Location::caller())
     }
 
+    /// As [`redistribute`](Self::redistribute), with the types in which elements travel.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// # use shardwise::tensor::RedistributeOptions;
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let weight = DTensor::ones((4, 4), DType::F32, &mesh, [Shard(0)])?.requires_grad();
+    ///     let options = RedistributeOptions { forward_dtype: Some(DType::BF16), ..Default::default() };
+    ///     let whole = weight.redistribute_with([Replicate], options)?; // gathers half the bytes
+    ///     assert_eq!(whole.dtype(), DType::BF16);
+    ///     let grads = whole.sum_all()?.backward()?;
+    ///     assert_eq!(grads.get(&weight)?.dtype(), DType::F32);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[doc(alias = "forward_dtype")]
+    #[doc(alias = "backward_dtype")]
+    #[track_caller]
+    pub fn redistribute_with(
+        &self,
+        placements: impl IntoIterator<Item = Placement>,
+        options: RedistributeOptions,
+    ) -> Result<DTensor> {
+        let to = Layout::new(self.value.layout.mesh(), self.shape(), placements)?;
+        let source = self.detach().to_dtype(options.forward_dtype.unwrap_or(self.dtype()))?;
+        let made = source.to_layout_at(&to, Location::caller())?;
+        let back = || Box::new(Redistributed { dtype: options.backward_dtype }) as Box<dyn Backward>;
+        Ok(Self::recorded(vec![made], &[self], Keeps::Nothing, back).swap_remove(0))
+    }
+
     /// The same value in another layout, which may have another order of cuts. Its mesh must be this tensor's.
     #[track_caller]
     pub fn to_layout(&self, layout: &Layout) -> Result<DTensor> {
@@ -249,8 +348,9 @@ impl DTensor {
         check_room(to, self.dtype(), self.value.mesh.world().is_dry())?;
         let layouts = hash_of(&(self.layout(), to));
         let terms = self.reducible()?;
-        let held =
-            on_behalf_of(self.origin(), layouts, || redistribute(&self.value.mesh, self.layout(), to, &terms, site))?;
+        let held = while_moving(self.layout(), to, || {
+            on_behalf_of(self.origin(), layouts, || redistribute(&self.value.mesh, self.layout(), to, &terms, site))
+        })?;
         let moved = Self::from_held(&self.value.mesh, to.clone(), held, self.dtype(), self.origin().clone())?;
         Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).settled())))
     }
@@ -258,6 +358,7 @@ impl DTensor {
     /// The same value on another mesh of the same world, whatever ranks the two have.
     ///
     /// All ranks of either mesh take part; what each sends goes directly to those that need it.
+    #[doc(alias = "cross-mesh")]
     #[track_caller]
     pub fn to_mesh(&self, mesh: &DeviceMesh, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
         let to = Layout::new(mesh.mesh(), self.shape(), placements)?;
@@ -295,11 +396,30 @@ impl DTensor {
     /// The whole tensor on every rank of the mesh; without elements on a rank outside it.
     ///
     /// Collective unless every rank already holds the whole. It is a plain tensor in memory that no other rank or tensor
-    /// shares; gradients go through [`redistribute`](Self::redistribute) and [`local_map`](crate::autograd::local_map).
+    /// shares.
+    ///
+    /// Differentiable as [`to_local`](Self::to_local) is: right where all ranks do the same with the whole, else see
+    /// [`full_tensor_with_grad_placements`](Self::full_tensor_with_grad_placements).
     #[track_caller]
     pub fn full_tensor(&self) -> Result<Tensor> {
+        self.whole(None, Location::caller())
+    }
+
+    /// As [`full_tensor`](Self::full_tensor), with the placements of the gradient that comes back: `Partial(Sum)` where ranks
+    /// use the whole for different things, so that each has a part of the gradient only.
+    #[track_caller]
+    pub fn full_tensor_with_grad_placements(&self, placements: impl IntoIterator<Item = Placement>) -> Result<Tensor> {
+        let placements: Vec<Placement> = placements.into_iter().collect();
+        Layout::new(self.layout().mesh(), self.shape(), placements.iter().cloned())?;
+        self.whole(Some(placements), Location::caller())
+    }
+
+    fn whole(&self, grad_placements: Option<Vec<Placement>>, site: Site) -> Result<Tensor> {
         let to = Layout::replicated(self.layout().mesh(), self.shape())?;
-        let whole = self.to_layout_at(&to, Location::caller())?;
+        let whole = self.to_layout_at(&to, site)?;
+        if whole.has_gradient() && is_recording() {
+            return whole.leaving(grad_placements);
+        }
         let world = self.value.mesh.world();
         // What an engine has just put together for this rank alone needs no second copy.
         let mine = to != *self.layout() && !world.shares_memory() && !whole.shares_memory(self);
@@ -370,6 +490,34 @@ impl DTensor {
     pub fn to_device(&self, device: &Device) -> Result<DTensor> {
         check_cpu(device)?;
         Ok(self.clone())
+    }
+}
+
+/// In which types a redistribution communicates; see [`DTensor::redistribute_with`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RedistributeOptions {
+    /// Elements are converted to this type before they are communicated, and the result has it. Terms of a partial sum are
+    /// reduced in f32 or wider all the same, and rounded once.
+    pub forward_dtype: Option<DType>,
+    /// The gradient is converted to this type before it is communicated, and to the type of the tensor after; without it,
+    /// to the type of the tensor before.
+    pub backward_dtype: Option<DType>,
+}
+
+/// The backward pass of a redistribution with options.
+struct Redistributed {
+    dtype: Option<DType>,
+}
+
+impl Backward for Redistributed {
+    fn name(&self) -> &'static str {
+        "redistribute"
+    }
+
+    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
+        let moved = gradient.to_dtype(self.dtype.unwrap_or(saved.dtype(0)))?.to_layout(&saved.layout(0).settled())?;
+        Ok(vec![Some(moved.to_dtype(saved.dtype(0))?)])
     }
 }
 

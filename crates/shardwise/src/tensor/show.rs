@@ -65,6 +65,7 @@ impl DTensor {
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) in a dry run and on a rank outside the mesh: there are no values to show.
+    #[doc(alias = "visualize_sharding")]
     #[track_caller]
     pub fn show(&self) -> Result<String> {
         self.check_readable("show")?;

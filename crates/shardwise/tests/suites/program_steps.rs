@@ -183,10 +183,10 @@ fn add(p: &mut Program) -> Result<()> {
     let Some(a) = p.find(any) else { return Ok(()) };
     let b = partner(p, a, any)?;
     let table: [(&str, Binary); 5] = [
-        ("add", DTensor::add),
-        ("sub", DTensor::sub),
-        ("maximum", DTensor::maximum),
-        ("minimum", DTensor::minimum),
+        ("add", |a, b| a.add(b)),
+        ("sub", |a, b| a.sub(b)),
+        ("maximum", |a, b| a.maximum(b)),
+        ("minimum", |a, b| a.minimum(b)),
         ("lerp", |a, b| a.lerp(b, 0.25)),
     ];
     let (name, f) = one_of(p, &table);
@@ -213,7 +213,7 @@ fn divide(p: &mut Program) -> Result<()> {
     let table: [(&str, Binary); 3] = [
         ("div by |x| + 1", |a, b| a.div(&positive(b)?)),
         ("atan2 with |x| + 1", |a, b| a.atan2(&positive(b)?)),
-        ("hypot", DTensor::hypot),
+        ("hypot", |a, b| a.hypot(b)),
     ];
     let (name, f) = one_of(p, &table);
     apply!(p, name, [a, b], false, gain, |x| f(&x[0], &x[1]))
@@ -226,15 +226,15 @@ fn compare(p: &mut Program) -> Result<()> {
         return Ok(());
     }
     let table: [(&str, Binary); 9] = [
-        ("eq", DTensor::eq),
-        ("ne", DTensor::ne),
-        ("lt", DTensor::lt),
-        ("le", DTensor::le),
-        ("gt", DTensor::gt),
-        ("ge", DTensor::ge),
-        ("logical_and", DTensor::logical_and),
-        ("logical_or", DTensor::logical_or),
-        ("logical_xor", DTensor::logical_xor),
+        ("eq", |a, b| a.eq(b)),
+        ("ne", |a, b| a.ne(b)),
+        ("lt", |a, b| a.lt(b)),
+        ("le", |a, b| a.le(b)),
+        ("gt", |a, b| a.gt(b)),
+        ("ge", |a, b| a.ge(b)),
+        ("logical_and", |a, b| a.logical_and(b)),
+        ("logical_or", |a, b| a.logical_or(b)),
+        ("logical_xor", |a, b| a.logical_xor(b)),
     ];
     let (name, f) = one_of(p, &table);
     apply!(p, name, [a, b], true, 1.0, |x| f(&x[0], &x[1]))
@@ -255,9 +255,9 @@ fn whole_pairs(p: &mut Program) -> Result<()> {
         ("remainder by |x| + 1", |a, b| a.remainder(&positive(b)?)),
     ];
     let bits: [(&str, Binary); 3] = [
-        ("bitwise_and", DTensor::bitwise_and),
-        ("bitwise_or", DTensor::bitwise_or),
-        ("bitwise_xor", DTensor::bitwise_xor),
+        ("bitwise_and", |a, b| a.bitwise_and(b)),
+        ("bitwise_or", |a, b| a.bitwise_or(b)),
+        ("bitwise_xor", |a, b| a.bitwise_xor(b)),
     ];
     let (name, f) = if ints && p.chance(0.5) { one_of(p, &bits) } else { one_of(p, &divisions) };
     apply!(p, name, [a, b], true, 1.0, |x| f(&x[0], &x[1]))

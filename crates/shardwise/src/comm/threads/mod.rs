@@ -34,12 +34,38 @@ use crate::error::{Error, Result};
 /// assert_eq!(sum, 6);
 /// # Ok::<(), shardwise::Error>(())
 /// ```
+#[doc(alias = "torchrun")]
+#[doc(alias = "mp.spawn")]
 pub fn launch<T, F>(ranks: usize, program: F) -> Result<T>
 where
     T: Send + 'static,
     F: Fn(World) -> Result<T> + Send + Sync + 'static,
 {
     let mut values = ThreadWorld::new(ranks)?.run(program)?;
+    Ok(values.swap_remove(0))
+}
+
+/// As [`launch`], for a program that borrows from its caller.
+///
+/// A rank that never returns cannot be left behind, since it may use what it borrowed: if one is still away after another
+/// has failed and the deadline has passed, this process is aborted with a message that names it.
+///
+/// ```
+/// let weights = vec![0.5f32; 4];
+/// let sum = shardwise::launch_scoped(2, |world| {
+///     let mine = candle_core::Tensor::new(&weights[2 * world.rank()..][..2], &candle_core::Device::Cpu)?;
+///     let sum = world.all_reduce(&mine.sum_all()?, shardwise::ReduceOp::Sum)?;
+///     Ok(sum.to_scalar::<f32>()?)
+/// })?;
+/// assert_eq!((sum, weights.len()), (2.0, 4));
+/// # Ok::<(), shardwise::Error>(())
+/// ```
+pub fn launch_scoped<T, F>(ranks: usize, program: F) -> Result<T>
+where
+    T: Send,
+    F: Fn(World) -> Result<T> + Sync,
+{
+    let mut values = ThreadWorld::new(ranks)?.run_scoped(program)?;
     Ok(values.swap_remove(0))
 }
 
@@ -99,14 +125,40 @@ impl ThreadWorld {
         F: Fn(World) -> Result<T> + Send + Sync + 'static,
     {
         let (results, first_failed) = self.run_to_end(program);
-        if results.iter().all(Result::is_ok) {
-            return results.into_iter().collect();
-        }
-        let errors = results.into_iter().enumerate().filter_map(|(rank, result)| Some((rank, result.err()?)));
-        let (rank, error) = errors
-            .min_by_key(|(rank, error)| (first_failed != Some(*rank), error.is_consequence()))
-            .expect("one has failed");
-        Err(error.of_rank(rank))
+        all_or_first_error(results, first_failed)
+    }
+
+    /// As [`run`](Self::run), for a program that borrows; see [`launch_scoped`].
+    pub fn run_scoped<T, F>(&self, program: F) -> Result<Vec<T>>
+    where
+        T: Send,
+        F: Fn(World) -> Result<T> + Sync,
+    {
+        let hub = self.hub();
+        let (report, reports) = channel();
+        let mut results: Vec<Option<Result<T>>> = (0..self.ranks).map(|_| None).collect();
+        std::thread::scope(|scope| {
+            for (rank, result) in results.iter_mut().enumerate() {
+                let (hub, program, report) = (&hub, &program, report.clone());
+                match pool(rank, self.kernel_threads) {
+                    Ok(pool) => {
+                        scope.spawn(move || {
+                            let result = pool.install(|| run_rank(hub, rank, program));
+                            // The receiver is dropped after this scope.
+                            let _ = report.send((rank, result));
+                        });
+                    }
+                    Err(error) => *result = Some(Err(not_started(hub, rank, error))),
+                }
+            }
+            collect(&hub, &mut results, &reports);
+            if let Some(stuck) = results.iter().flatten().find_map(|r| r.as_ref().err().filter(|e| is_stuck(e))) {
+                eprintln!("{stuck}; it may use what it borrowed, so the process ends here");
+                std::process::abort();
+            }
+        });
+        let (results, first_failed) = ended(&hub, results);
+        all_or_first_error(results, first_failed)
     }
 
     /// Runs `program` on every rank and returns each rank's own result, in rank order.
@@ -127,10 +179,7 @@ impl ThreadWorld {
         T: Send + 'static,
         F: Fn(World) -> Result<T> + Send + Sync + 'static,
     {
-        if self.ranks > 1 {
-            confine_candle_to(self.kernel_threads);
-        }
-        let hub = Arc::new(Hub::new(self.ranks, self.deadline, self.ranks <= cores()));
+        let hub = self.hub();
         let program = Arc::new(program);
         let (report, reports) = channel();
         let mut results: Vec<Option<Result<T>>> = (0..self.ranks).map(|_| None).collect();
@@ -142,24 +191,56 @@ impl ThreadWorld {
                     // Nobody listens any more if this rank was left behind.
                     let _ = report.send((rank, result));
                 }),
-                Err(error) => {
-                    hub.fail(rank, format!("could not be started: {error}"));
-                    hub.leave(rank);
-                    *result = Some(Err(error));
-                }
+                Err(error) => *result = Some(Err(not_started(&hub, rank, error))),
             }
         }
         drop(report);
         collect(&hub, &mut results, &reports);
-        let unreceived = hub.mailbox.unreceived();
-        let mut results: Vec<Result<T>> = results.into_iter().map(|r| r.expect("collected")).collect();
-        if let Some((from, error)) = unreceived
-            && results.iter().all(Result::is_ok)
-        {
-            results[from] = Err(error);
-        }
-        (results, hub.first_failed())
+        ended(&hub, results)
     }
+
+    fn hub(&self) -> Arc<Hub> {
+        if self.ranks > 1 {
+            confine_candle_to(self.kernel_threads);
+        }
+        Arc::new(Hub::new(self.ranks, self.deadline, self.ranks <= cores()))
+    }
+}
+
+/// Tells the other ranks that one could not be started.
+fn not_started(hub: &Hub, rank: usize, error: Error) -> Error {
+    hub.fail(rank, format!("could not be started: {error}"));
+    hub.leave(rank);
+    error
+}
+
+fn is_stuck(error: &Error) -> bool {
+    matches!(error, Error::Stuck { .. })
+}
+
+/// Each rank's result, and the rank that failed first, if one failed by itself. A message that nobody received is an error of
+/// its sender.
+fn ended<T>(hub: &Hub, results: Vec<Option<Result<T>>>) -> (Vec<Result<T>>, Option<usize>) {
+    let unreceived = hub.mailbox.unreceived();
+    let mut results: Vec<Result<T>> = results.into_iter().map(|r| r.expect("collected")).collect();
+    if let Some((from, error)) = unreceived
+        && results.iter().all(Result::is_ok)
+    {
+        results[from] = Err(error);
+    }
+    (results, hub.first_failed())
+}
+
+/// What all ranks returned; or the error of the rank that failed first.
+fn all_or_first_error<T>(results: Vec<Result<T>>, first_failed: Option<usize>) -> Result<Vec<T>> {
+    if results.iter().all(Result::is_ok) {
+        return results.into_iter().collect();
+    }
+    let errors = results.into_iter().enumerate().filter_map(|(rank, result)| Some((rank, result.err()?)));
+    let (rank, error) = errors
+        .min_by_key(|(rank, error)| (first_failed != Some(*rank), error.is_consequence()))
+        .expect("one has failed");
+    Err(error.of_rank(rank))
 }
 
 /// Runs the program of one rank to its end, whichever way it ends, and tells the others.

@@ -1,0 +1,54 @@
+//! The mesh of a scope, for constructors that are not given one.
+
+use std::cell::RefCell;
+
+use super::DeviceMesh;
+use crate::error::{Error, Result};
+
+thread_local! {
+    static CURRENT: RefCell<Vec<DeviceMesh>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Runs `body` with a mesh that the constructors of [`current_mesh`](crate::tensor::current_mesh) take. Scopes nest, and each rank
+/// is in its own.
+///
+/// ```
+/// use shardwise::prelude::*;
+/// use shardwise::tensor::current_mesh;
+///
+/// launch(2, |world| {
+///     let mesh = world.mesh([("dp", 2)])?;
+///     let sum = with_mesh(&mesh, || {
+///         let x = current_mesh::ones((4, 2), DType::F32, [Shard(0)])?;
+///         let w = current_mesh::randn((2, 3), [Replicate])?;
+///         x.matmul(&w)
+///     })?;
+///     assert_eq!(sum.shape(), [4, 3]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+#[doc(alias = "DeviceMesh.__enter__")]
+pub fn with_mesh<R>(mesh: &DeviceMesh, body: impl FnOnce() -> Result<R>) -> Result<R> {
+    /// Leaves the scope also when the body panics.
+    struct Leave;
+    impl Drop for Leave {
+        fn drop(&mut self) {
+            CURRENT.with_borrow_mut(Vec::pop);
+        }
+    }
+    CURRENT.with_borrow_mut(|meshes| meshes.push(mesh.clone()));
+    let _leave = Leave;
+    body()
+}
+
+/// The mesh of the innermost [`with_mesh`].
+///
+/// # Errors
+/// [`Error::Invalid`] outside of any.
+#[doc(alias = "get_current_mesh")]
+pub fn current_mesh() -> Result<DeviceMesh> {
+    CURRENT.with_borrow(|meshes| meshes.last().cloned()).ok_or_else(|| {
+        Error::invalid("mesh", "none", "a mesh of the scope", "call this inside with_mesh, or pass the mesh")
+    })
+}

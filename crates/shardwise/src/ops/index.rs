@@ -1,0 +1,578 @@
+//! `x.i(...)`: parts of a tensor by numbers, ranges, masks and lists of indices, and writing to them.
+
+use std::borrow::Cow;
+use std::ops::{Range, RangeFrom, RangeFull, RangeInclusive, RangeTo, RangeToInclusive};
+
+use candle_core::{DType, Device, Tensor};
+
+use super::indices::wrapped;
+use crate::error::{Error, Result};
+use crate::placement::Placement;
+use crate::tensor::{DTensor, Operand};
+
+/// What [`DTensor::i`] takes for one dimension of a tensor.
+#[doc(alias = "TensorIndexer")]
+#[derive(Clone)]
+pub enum Index<'a> {
+    /// One index, which removes the dimension; a negative one counts from the back.
+    At(isize),
+    /// Every `step`-th index of a range. Negative ends count from the back, and ends beyond the tensor are cut off.
+    Range {
+        /// The first index; the beginning if there is none.
+        start: Option<isize>,
+        /// Where the range ends; the end of the dimension if there is none.
+        end: Option<isize>,
+        /// At least 1.
+        step: usize,
+    },
+    /// A mask, if its type is u8 as that of comparisons: it stands for as many dimensions as it has. Else indices, which
+    /// may be negative: the dimension is replaced by theirs.
+    Tensor(Cow<'a, DTensor>),
+    /// Indices, which may be negative.
+    List(Vec<i64>),
+    /// A new dimension of size 1.
+    NewAxis,
+    /// As many whole dimensions as the other indices leave.
+    Ellipsis,
+}
+
+/// A new dimension of size 1: `x.i((.., NewAxis))`.
+#[derive(Debug, Clone, Copy)]
+pub struct NewAxis;
+
+/// As many whole dimensions as the other indices leave: `x.i((Ellipsis, 0))` is the first along the last dimension.
+#[derive(Debug, Clone, Copy)]
+pub struct Ellipsis;
+
+/// Every `step`-th index of a range: `x.i(strided(1.., 2))` is `x[1::2]`.
+///
+/// Of an index that is not a range it changes nothing.
+pub fn strided<'a>(range: impl Into<Index<'a>>, step: usize) -> Index<'a> {
+    match range.into() {
+        Index::Range { start, end, .. } => Index::Range { start, end, step },
+        other => other,
+    }
+}
+
+const ALL: Index<'static> = Index::Range { start: None, end: None, step: 1 };
+
+macro_rules! integers {
+    ($($T:ty),*) => {$(
+        impl From<$T> for Index<'_> {
+            fn from(index: $T) -> Self {
+                Index::At(at(index))
+            }
+        }
+
+        impl From<Range<$T>> for Index<'_> {
+            fn from(range: Range<$T>) -> Self {
+                Index::Range { start: Some(at(range.start)), end: Some(at(range.end)), step: 1 }
+            }
+        }
+
+        impl From<RangeFrom<$T>> for Index<'_> {
+            fn from(range: RangeFrom<$T>) -> Self {
+                Index::Range { start: Some(at(range.start)), end: None, step: 1 }
+            }
+        }
+
+        impl From<RangeTo<$T>> for Index<'_> {
+            fn from(range: RangeTo<$T>) -> Self {
+                Index::Range { start: None, end: Some(at(range.end)), step: 1 }
+            }
+        }
+
+        impl From<RangeInclusive<$T>> for Index<'_> {
+            fn from(range: RangeInclusive<$T>) -> Self {
+                Index::Range { start: Some(at(*range.start())), end: behind(at(*range.end())), step: 1 }
+            }
+        }
+
+        impl From<RangeToInclusive<$T>> for Index<'_> {
+            fn from(range: RangeToInclusive<$T>) -> Self {
+                Index::Range { start: None, end: behind(at(range.end)), step: 1 }
+            }
+        }
+    )*};
+}
+integers!(i32, i64, isize, u32, usize);
+
+/// An index of any integer type; those that no dimension has stay beyond all dimensions.
+fn at(index: impl TryInto<isize>) -> isize {
+    index.try_into().unwrap_or(isize::MAX)
+}
+
+/// The end of a range that includes an index: behind the last one, which is -1, is the end of the dimension.
+fn behind(last: isize) -> Option<isize> {
+    (last != -1).then_some(last.saturating_add(1))
+}
+
+impl From<RangeFull> for Index<'_> {
+    fn from(_: RangeFull) -> Self {
+        ALL
+    }
+}
+
+impl<'a> From<&'a DTensor> for Index<'a> {
+    fn from(tensor: &'a DTensor) -> Self {
+        Index::Tensor(Cow::Borrowed(tensor))
+    }
+}
+
+impl From<DTensor> for Index<'_> {
+    fn from(tensor: DTensor) -> Self {
+        Index::Tensor(Cow::Owned(tensor))
+    }
+}
+
+impl From<Vec<i64>> for Index<'_> {
+    fn from(indices: Vec<i64>) -> Self {
+        Index::List(indices)
+    }
+}
+
+impl From<&[i64]> for Index<'_> {
+    fn from(indices: &[i64]) -> Self {
+        Index::List(indices.to_vec())
+    }
+}
+
+impl<const N: usize> From<[i64; N]> for Index<'_> {
+    fn from(indices: [i64; N]) -> Self {
+        Index::List(indices.to_vec())
+    }
+}
+
+impl From<NewAxis> for Index<'_> {
+    fn from(_: NewAxis) -> Self {
+        Index::NewAxis
+    }
+}
+
+impl From<Ellipsis> for Index<'_> {
+    fn from(_: Ellipsis) -> Self {
+        Index::Ellipsis
+    }
+}
+
+/// What [`DTensor::i`] takes: one [`Index`] or a tuple of them, one after the other for the dimensions of the tensor.
+#[doc(alias = "IndexOp")]
+pub trait Indices<'a> {
+    /// The indices as a list.
+    fn list(self) -> Vec<Index<'a>>;
+}
+
+impl<'a, I: Into<Index<'a>>> Indices<'a> for I {
+    fn list(self) -> Vec<Index<'a>> {
+        vec![self.into()]
+    }
+}
+
+impl<'a> Indices<'a> for Vec<Index<'a>> {
+    fn list(self) -> Vec<Index<'a>> {
+        self
+    }
+}
+
+macro_rules! tuples {
+    ($(($($T:ident),*);)*) => {$(
+        impl<'a, $($T: Into<Index<'a>>),*> Indices<'a> for ($($T,)*) {
+            #[allow(non_snake_case)]
+            fn list(self) -> Vec<Index<'a>> {
+                let ($($T,)*) = self;
+                vec![$($T.into()),*]
+            }
+        }
+    )*};
+}
+tuples! {
+    (A);
+    (A, B);
+    (A, B, C);
+    (A, B, C, D);
+    (A, B, C, D, E);
+    (A, B, C, D, E, F);
+}
+
+/// Masks and lists of indices, each with the first dimension that it stands for.
+type Arrays<'a> = Vec<(usize, Cow<'a, DTensor>)>;
+
+impl DTensor {
+    /// A part of this tensor, as `x[...]` in PyTorch: numbers, ranges, masks, lists of indices, new dimensions.
+    ///
+    /// Ranges communicate nothing: each rank keeps what it holds of the part. One index along a sharded dimension is sent by
+    /// the rank that holds it. A mask communicates how many elements each rank picks, see
+    /// [`masked_select`](Self::masked_select); indices along a sharded dimension give a partial sum. All ranks of the mesh must
+    /// call it. Differentiable.
+    ///
+    /// Several masks and lists of indices broadcast and pick single elements. Their dimensions come where the first of them
+    /// is, or in front, if others are between them.
+    ///
+    /// ```
+    /// use shardwise::prelude::*;
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let x = DTensor::arange(0.0, 24.0, 1.0, DType::F32, &mesh, [Shard(0)])?.reshape(&[2, 3, 4])?;
+    ///     assert_eq!(x.i((.., 1.., -1))?.full_tensor()?.to_vec2::<f32>()?, [[7.0, 11.0], [19.0, 23.0]]);
+    ///     assert_eq!(x.i((.., 0, [3, 0]))?.full_tensor()?.to_vec2::<f32>()?, [[3.0, 0.0], [15.0, 12.0]]);
+    ///     assert_eq!(x.i(&x.gt(20.0)?)?.full_tensor()?.to_vec1::<f32>()?, [21.0, 22.0, 23.0]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if there are more indices than dimensions, an index is outside its dimension, or a mask has another
+    /// shape than the dimensions that it stands for.
+    #[doc(alias = "__getitem__")]
+    #[track_caller]
+    pub fn i<'a>(&self, index: impl Indices<'a>) -> Result<DTensor> {
+        let (part, arrays) = self.basic_part(&self.indices_of_all(index.list())?)?;
+        part.picked_by(&arrays)
+    }
+
+    /// Writes `value`, a tensor that broadcasts or a number, to a part of this tensor, as `x[...] = value` in PyTorch. Takes the
+    /// indices that [`i`](Self::i) takes.
+    ///
+    /// Collective: every rank of the mesh must call it. Communicates the parts of `value` that are needed on another rank.
+    /// Differentiable: the gradient of the elements that were overwritten goes to `value`. Clones of this tensor keep the old
+    /// elements. If indices name an element more than once, it is not specified which value it gets.
+    ///
+    /// ```
+    /// use shardwise::prelude::*;
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let mut x = DTensor::arange(0.0, 6.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+    ///     x.set(1..3, -1.0)?;
+    ///     x.set(&x.clone().gt(4.0)?, &DTensor::zeros(1, DType::F32, &mesh, [Replicate])?)?;
+    ///     x.set([-2, 0], 9)?;
+    ///     assert_eq!(x.full_tensor()?.to_vec1::<f32>()?, [9.0, -1.0, -1.0, 3.0, 9.0, 0.0]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] as for [`i`](Self::i), and if the value does not broadcast to the part.
+    #[doc(alias = "__setitem__")]
+    #[track_caller]
+    pub fn set<'a, 'b>(&mut self, index: impl Indices<'a>, value: impl Into<Operand<'b>>) -> Result<()> {
+        let indices = self.indices_of_all(index.list())?;
+        let value = value.into();
+        if !indices.iter().any(|i| matches!(i, Index::Tensor(_) | Index::List(_))) {
+            return self.set_basic(&indices, value);
+        }
+        let (part, arrays) = self.basic_part(&indices)?;
+        let written = part.with_arrays_set(&arrays, value)?;
+        let plain = |index: &Index<'a>| match index {
+            Index::Tensor(_) | Index::List(_) => ALL,
+            other => other.clone(),
+        };
+        let basic: Vec<Index<'a>> = indices.iter().flat_map(|i| std::iter::repeat_n(plain(i), dims_of(i))).collect();
+        self.set_basic(&basic, Operand::Tensor(&written))
+    }
+
+    /// One index per dimension, new axes apart: an ellipsis, which is at the end if there is none, replaced.
+    fn indices_of_all<'a>(&self, given: Vec<Index<'a>>) -> Result<Vec<Index<'a>>> {
+        let bad = |found: String, fix: &str| {
+            let needed = format!("at most one index per dimension of {}", self.layout());
+            Error::invalid("index", found, needed, fix)
+        };
+        let used: usize = given.iter().filter(|i| !matches!(i, Index::NewAxis)).map(dims_of).sum();
+        let left = self
+            .rank()
+            .checked_sub(used)
+            .ok_or_else(|| bad(format!("indices for {used} dimensions"), "leave some out, or unsqueeze the tensor"))?;
+        let ellipses = given.iter().filter(|i| matches!(i, Index::Ellipsis)).count();
+        if ellipses > 1 {
+            return Err(bad(format!("{ellipses} ellipses"), "write the whole dimensions of all but one as .."));
+        }
+        let mut all = Vec::new();
+        for index in given {
+            match index {
+                Index::Ellipsis => all.extend(std::iter::repeat_n(ALL, left)),
+                other => all.push(other),
+            }
+        }
+        if ellipses == 0 {
+            all.extend(std::iter::repeat_n(ALL, left));
+        }
+        Ok(all)
+    }
+
+    /// The part that numbers, ranges and new axes name, and the masks and lists for dimensions of it.
+    #[track_caller]
+    fn basic_part<'a>(&self, indices: &[Index<'a>]) -> Result<(DTensor, Arrays<'a>)> {
+        let (mut part, mut arrays, mut dim) = (self.clone(), Vec::new(), 0);
+        for index in indices {
+            let d = dim as isize;
+            match index {
+                Index::At(i) => {
+                    part = part.select(d, *i)?;
+                    continue;
+                }
+                Index::Range { start, end, step } => part = part.slice(d, start.unwrap_or(0), *end, *step)?,
+                Index::NewAxis => part = part.unsqueeze(d)?,
+                Index::Tensor(tensor) => arrays.push((dim, tensor.clone())),
+                Index::List(list) => {
+                    let tensor = Tensor::from_slice(list, list.len(), &Device::Cpu)?;
+                    let whole = vec![Placement::Replicate; self.placements().len()];
+                    let tensor = DTensor::distribute_tensor(&tensor, self.device_mesh(), whole, None)?;
+                    arrays.push((dim, Cow::Owned(tensor)));
+                }
+                Index::Ellipsis => unreachable!("replaced"),
+            }
+            dim += dims_of(index);
+        }
+        Ok((part, arrays))
+    }
+
+    /// What masks and lists pick of this tensor.
+    #[track_caller]
+    fn picked_by(&self, arrays: &Arrays<'_>) -> Result<DTensor> {
+        match arrays.as_slice() {
+            [] => Ok(self.clone()),
+            [(dim, mask)] if is_mask(mask) => self.masked_part(*dim, mask),
+            [(dim, index)] => self.index_along(*dim, index),
+            several => {
+                let Several { dims, places, adjacent } = self.several(several)?;
+                let order = self.indexed_first(&dims);
+                let front = self.permute(&order)?.flatten(0, dims.len() as isize - 1)?.index_along(0, &places)?;
+                match adjacent {
+                    true => front.permute(&behind_others(places.rank(), dims[0], front.rank())),
+                    false => Ok(front),
+                }
+            }
+        }
+    }
+
+    /// A copy with `value` at what masks and lists pick.
+    #[track_caller]
+    fn with_arrays_set(&self, arrays: &Arrays<'_>, value: Operand<'_>) -> Result<DTensor> {
+        let (dims, places, adjacent) = match arrays.as_slice() {
+            [(dim, mask)] if is_mask(mask) => {
+                return match value {
+                    Operand::Number(number) => {
+                        let behind = self.rank().saturating_sub(dim + mask.rank());
+                        let mask = (0..behind).try_fold(mask.clone().into_owned(), |m, _| m.unsqueeze(-1))?;
+                        self.masked_fill(&mask, number)
+                    }
+                    Operand::Tensor(values) => self.masked_put(*dim, mask, values),
+                };
+            }
+            [(dim, index)] => (vec![*dim], wrapped("set", index, self.shape()[*dim])?, true),
+            several => {
+                let Several { dims, places, adjacent } = self.several(several)?;
+                (dims, places, adjacent)
+            }
+        };
+        let order = self.indexed_first(&dims);
+        let front = self.permute(&order)?;
+        let sizes: Vec<usize> = front.shape().to_vec();
+        let flat = front.flatten(0, dims.len() as isize - 1)?;
+        // The shape of what the same indices pick, and the value in it.
+        let rest = &sizes[dims.len()..];
+        let before = if adjacent { dims[0] } else { 0 };
+        let shape = [&rest[..before], places.shape(), &rest[before..]].concat();
+        let value = value.tensor(self)?.to_dtype(self.dtype())?;
+        let value = expanded(&value, &shape)?;
+        let value = value.permute(&in_front(before, places.rank(), shape.len()))?;
+        let put = flat.index_put(&[&places], &value, false)?.reshape(&signed(&sizes))?;
+        let mut back = vec![0; order.len()];
+        order.iter().enumerate().for_each(|(new, &old)| back[old as usize] = new as isize);
+        put.permute(&back)
+    }
+
+    /// Several masks and lists as places in the dimensions that they stand for, joined to one.
+    #[track_caller]
+    fn several(&self, arrays: &[(usize, Cow<'_, DTensor>)]) -> Result<Several> {
+        let (mut dims, mut indices) = (Vec::new(), Vec::new());
+        for (dim, tensor) in arrays {
+            if is_mask(tensor) {
+                if self.shape().get(*dim..dim + tensor.rank()) != Some(tensor.shape()) {
+                    let found =
+                        format!("a mask of shape {:?} from dimension {dim} of {}", tensor.shape(), self.layout());
+                    let needed = "the sizes of dimensions of the tensor";
+                    return Err(Error::invalid("mask", found, needed, "expand the mask"));
+                }
+                indices.extend(tensor.nonzero()?.unbind(1)?);
+                dims.extend(*dim..dim + tensor.rank());
+            } else {
+                indices.push(tensor.clone().into_owned());
+                dims.push(*dim);
+            }
+        }
+        let mut places = wrapped("index", &indices[0], self.shape()[dims[0]])?;
+        for (index, &dim) in indices[1..].iter().zip(&dims[1..]) {
+            let n = self.shape()[dim];
+            places = places.mul_scalar(n as i64)?.add(&wrapped("index", index, n)?)?;
+        }
+        let adjacent = dims.windows(2).all(|d| d[1] == d[0] + 1);
+        Ok(Several { dims, places, adjacent })
+    }
+
+    /// An order of all dimensions with some of them first.
+    fn indexed_first(&self, dims: &[usize]) -> Vec<isize> {
+        let others = (0..self.rank()).filter(|d| !dims.contains(d));
+        dims.iter().copied().chain(others).map(|d| d as isize).collect()
+    }
+
+    /// Writes to the part that numbers, ranges and new axes name.
+    #[track_caller]
+    fn set_basic(&mut self, indices: &[Index<'_>], value: Operand<'_>) -> Result<()> {
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        let (mut steps, mut shape) = (Vec::new(), Vec::new());
+        for index in indices {
+            if matches!(index, Index::NewAxis) {
+                shape.push(1);
+                continue;
+            }
+            let dim = ranges.len();
+            let n = self.shape()[dim] as isize;
+            let from_front = |i: isize| if i < 0 { i.saturating_add(n) } else { i };
+            let edge = |i: isize| from_front(i).clamp(0, n) as usize;
+            let (range, step) = match index {
+                Index::At(i) if !(0..n).contains(&from_front(*i)) => {
+                    let found = format!("index {i} along dimension {dim} in set of {}", self.layout());
+                    let needed = format!("an index from {} to {}", -n, n - 1);
+                    return Err(Error::invalid("index", found, needed, "correct the index"));
+                }
+                Index::At(i) => (edge(*i)..edge(*i) + 1, 1),
+                Index::Range { step: 0, .. } => {
+                    let found = format!("step 0 along dimension {dim} in set of {}", self.layout());
+                    return Err(Error::invalid("index", found, "a step of at least 1", "correct the step"));
+                }
+                Index::Range { start, end, step } => {
+                    let (start, end) = (edge(start.unwrap_or(0)), edge(end.unwrap_or(n)));
+                    let (range, step) = (start..end.max(start), (*step).min(n.max(1) as usize));
+                    shape.push(range.len().div_ceil(step));
+                    (range, step)
+                }
+                _ => unreachable!("no arrays"),
+            };
+            ranges.push(range);
+            steps.push(step);
+        }
+        let strided = steps.iter().any(|&step| step > 1);
+        if let Operand::Number(number) = value {
+            if !strided {
+                return self.fill_range(&ranges, number);
+            }
+            if let Some(mask) = self.mask_of(&ranges, &steps)? {
+                *self = self.masked_fill(&mask, number)?;
+            }
+            return Ok(());
+        }
+        let value = expanded(&value.tensor(self)?.to_dtype(self.dtype())?, &shape)?;
+        let counts = ranges.iter().zip(&steps).map(|(r, &step)| r.len().div_ceil(step));
+        let value = value.reshape(&signed(&counts.collect::<Vec<_>>()))?;
+        if value.elem_count() == 0 {
+            return Ok(());
+        }
+        if !strided {
+            return self.assign(&ranges, &value);
+        }
+        let mut hull = ranges.iter().enumerate();
+        let hull = hull.try_fold(self.clone(), |x, (d, r)| x.narrow(d as isize, r.start, r.len()))?;
+        let filled = hull.with_strides_set(&steps, &value)?;
+        self.assign(&ranges, &filled)
+    }
+
+    /// One at every `step`-th index of the ranges, sharded like this tensor; `None` if all of it is meant.
+    #[track_caller]
+    fn mask_of(&self, ranges: &[Range<usize>], steps: &[usize]) -> Result<Option<DTensor>> {
+        let layout = self.layout().settled();
+        let along = |dim: usize| -> Result<DTensor> {
+            let like = |p: &Placement| match p.is_shard(Some(dim)) && layout.has_default_order() {
+                true => p.with_dim(0),
+                false => Placement::Replicate,
+            };
+            let placements: Vec<Placement> = layout.placements().iter().map(like).collect();
+            let (n, start) = (self.shape()[dim] as i64, ranges[dim].start as i64);
+            let index = DTensor::arange(-start, n - start, 1, DType::I64, self.device_mesh(), placements)?;
+            let inside = index.ge(0)?.logical_and(&index.lt(ranges[dim].len() as i64)?)?;
+            let picked = inside.logical_and(&index.remainder(steps[dim] as i64)?.eq(0)?)?;
+            (dim + 1..self.rank()).try_fold(picked, |picked, _| picked.unsqueeze(-1))
+        };
+        let mut mask: Option<DTensor> = None;
+        for dim in (0..self.rank()).filter(|&d| steps[d] > 1 || ranges[d].len() < self.shape()[d]) {
+            let picked = along(dim)?;
+            mask = Some(match mask {
+                Some(mask) => mask.logical_and(&picked)?,
+                None => picked,
+            });
+        }
+        Ok(mask)
+    }
+
+    /// A copy with `value` at every `step`-th index of each dimension.
+    #[track_caller]
+    fn with_strides_set(&self, steps: &[usize], value: &DTensor) -> Result<DTensor> {
+        let Some(dim) = steps.iter().position(|&step| step > 1) else { return Ok(value.clone()) };
+        let mut others = steps.to_vec();
+        others[dim] = 1;
+        let d = dim as isize;
+        let rows = self.slice(d, 0, None, steps[dim])?.with_strides_set(&others, value)?;
+        let mut column = vec![1; self.rank()];
+        column[dim] = -1;
+        let whole = vec![Placement::Replicate; self.placements().len()];
+        let (n, step) = (self.shape()[dim] as i64, steps[dim] as i64);
+        let index = DTensor::arange(0, n, step, DType::I64, self.device_mesh(), whole)?.reshape(&column)?;
+        self.scatter(d, &index.expand(&signed(rows.shape()))?, &rows)
+    }
+}
+
+struct Several {
+    /// The dimensions that are indexed.
+    dims: Vec<usize>,
+    /// Indices into these dimensions, joined to one.
+    places: DTensor,
+    /// Whether the dimensions follow each other.
+    adjacent: bool,
+}
+
+/// How many dimensions an index stands for, or makes.
+fn dims_of(index: &Index<'_>) -> usize {
+    match index {
+        Index::Tensor(mask) if is_mask(mask) => mask.rank(),
+        Index::Ellipsis => 0,
+        _ => 1,
+    }
+}
+
+fn is_mask(tensor: &DTensor) -> bool {
+    tensor.dtype() == DType::U8
+}
+
+fn signed(dims: &[usize]) -> Vec<isize> {
+    dims.iter().map(|&n| n as isize).collect()
+}
+
+/// A value in the shape of the part that it is written to. Leading dimensions of size 1 that the part does not have are dropped.
+#[track_caller]
+fn expanded(value: &DTensor, shape: &[usize]) -> Result<DTensor> {
+    let surplus = value.rank().saturating_sub(shape.len());
+    let fits = value.shape()[..surplus].iter().all(|&n| n == 1)
+        && value.shape()[surplus..].iter().rev().zip(shape.iter().rev()).all(|(&n, &m)| n == m || n == 1);
+    if !fits {
+        let found = format!("shape {:?}", value.shape());
+        let needed = format!("one that broadcasts to {shape:?}");
+        return Err(Error::invalid("value to set", found, needed, "reshape the value, or correct the indices"));
+    }
+    let value = (0..surplus).try_fold(value.clone(), |value, _| value.squeeze(Some(0)))?;
+    value.expand(&signed(shape))
+}
+
+/// The order that brings the first `moved` of `ndim` dimensions behind the next `before`.
+fn behind_others(moved: usize, before: usize, ndim: usize) -> Vec<isize> {
+    let order = (moved..moved + before).chain(0..moved).chain(moved + before..ndim);
+    order.map(|d| d as isize).collect()
+}
+
+/// The order that brings the `moved` dimensions behind the first `before` of `ndim` to the front.
+fn in_front(before: usize, moved: usize, ndim: usize) -> Vec<isize> {
+    let order = (before..before + moved).chain(0..before).chain(before + moved..ndim);
+    order.map(|d| d as isize).collect()
+}

@@ -1,0 +1,301 @@
+//! Elements picked by a mask, and written where a mask is set. Where ranks hold whole rows of the mask, each picks from its
+//! own part: the ranks tell each other how many elements they picked, and no element moves.
+
+use std::collections::BTreeMap;
+use std::panic::Location;
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::comm::{Call, DeviceMesh, implicitly};
+use crate::error::{Error, Result, Site};
+use crate::layout::{Layout, TensorMeta};
+use crate::local::{dense, reals, take, wholes, with_type};
+use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::placement::Placement;
+use crate::rule::{Decision, Need, Shared, Signature};
+use crate::tensor::{DTensor, Keeps, Saved};
+
+/// Dimensions `at..at + ndim` of a tensor and the mask over them, with the layouts in which every rank can pick by itself.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Masked {
+    at: usize,
+    ndim: usize,
+    x: Layout,
+    mask: Layout,
+    /// Of what is picked: the dimensions of the mask are one.
+    picked: Layout,
+}
+
+/// What the mask picks.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Select(Masked);
+
+/// A copy with other values where the mask is set.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Put(Masked);
+
+impl DTensor {
+    /// The elements where `mask`, of the same shape, is not zero, as a vector in row-major order.
+    ///
+    /// Collective: every rank of the mesh must call it. Communicates how many elements each rank picks, and elements only where
+    /// a dimension other than the first is sharded, or the mask is sharded in another way. Differentiable: the gradient of
+    /// elements that are not picked is zero. A dry run takes all elements as picked.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let x = DTensor::arange(0.0, 6.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+    ///     let large = x.masked_select(&x.gt(1.5)?)?;
+    ///     assert_eq!(large.layout().to_string(), "[4] on dp=2: S(0;1,3)");
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[doc(alias = "boolean_mask")]
+    #[track_caller]
+    pub fn masked_select(&self, mask: &DTensor) -> Result<DTensor> {
+        if mask.shape() != self.shape() {
+            let found = format!("a mask of shape {:?} for {} in masked_select", mask.shape(), self.layout());
+            return Err(Error::invalid("mask", found, format!("shape {:?}", self.shape()), "expand the mask"));
+        }
+        self.masked_part(0, mask)
+    }
+
+    /// The indices of the elements that are not zero, in row-major order: one row per element, one column per dimension; i64.
+    ///
+    /// Collective, as [`masked_select`](Self::masked_select). Sharded like the rows of this tensor.
+    #[doc(alias = "argwhere")]
+    #[track_caller]
+    pub fn nonzero(&self) -> Result<DTensor> {
+        let whole = vec![Placement::Replicate; self.placements().len()];
+        let columns = (0..self.rank()).map(|dim| {
+            let (n, mesh) = (self.shape()[dim] as i64, self.device_mesh());
+            let indices = DTensor::arange(0, n, 1, DType::I64, mesh, whole.clone())?;
+            let mut column = vec![1; self.rank()];
+            column[dim] = self.shape()[dim] as isize;
+            let shape: Vec<isize> = self.shape().iter().map(|&n| n as isize).collect();
+            indices.reshape(&column)?.expand(&shape)?.masked_select(self)
+        });
+        let columns = columns.collect::<Result<Vec<_>>>()?;
+        match columns.is_empty() {
+            true => Err(self.bad_dims("nonzero", &[], "at least one dimension")),
+            false => DTensor::stack(&columns.iter().collect::<Vec<_>>(), 1),
+        }
+    }
+
+    /// The parts that a mask over the dimensions from `at` on picks; these become one dimension.
+    #[track_caller]
+    pub(super) fn masked_part(&self, at: usize, mask: &DTensor) -> Result<DTensor> {
+        let (masked, x, mask) = self.prepared("masked_select", at, mask)?;
+        Ok(dispatch(&Select(masked), &[&x, &mask], Location::caller())?.swap_remove(0))
+    }
+
+    /// A copy with `values`, which broadcast, where a mask over the dimensions from `at` on is set.
+    #[track_caller]
+    pub(super) fn masked_put(&self, at: usize, mask: &DTensor, values: &DTensor) -> Result<DTensor> {
+        let (masked, x, mask) = self.prepared("masked_put", at, mask)?;
+        let shape: Vec<isize> = masked.picked.shape().iter().map(|&n| n as isize).collect();
+        let values = values.to_dtype(self.dtype())?.expand(&shape)?;
+        Ok(dispatch(&Put(masked), &[&x, &mask, &values], Location::caller())?.swap_remove(0))
+    }
+
+    /// This tensor and the mask in layouts in which every rank can pick by itself, and how many elements each picks.
+    #[track_caller]
+    fn prepared(&self, name: &'static str, at: usize, mask: &DTensor) -> Result<(Masked, DTensor, DTensor)> {
+        let site = Location::caller();
+        let ndim = mask.rank();
+        if ndim == 0 || self.shape().get(at..at + ndim) != Some(mask.shape()) {
+            let found =
+                format!("a mask of shape {:?} in {name} from dimension {at} of {}", mask.shape(), self.layout());
+            return Err(Error::invalid("mask", found, "the sizes of dimensions of the tensor", "expand the mask"));
+        }
+        let inner = |axis: &usize| self.placements()[*axis].shard_dim().is_some_and(|d| d > at && d < at + ndim);
+        let inner: Vec<usize> = (0..self.placements().len()).filter(inner).collect();
+        let x = self.layout().settled().without_axes(&inner)?.unstrided(&|dim| dim == at)?;
+        let x = sharded_as(x, at, &mask.layout().settled().unstrided(&|dim| dim == 0)?)?;
+        let over = |p: &Placement| if p.is_shard(Some(at)) { p.with_dim(0) } else { Placement::Replicate };
+        let placements: Vec<Placement> = x.placements().iter().map(over).collect();
+        let mut cuts = vec![Vec::new(); ndim];
+        cuts[0] = x.shard_order(at).to_vec();
+        let mask_layout = Layout::from_cuts(x.mesh(), mask.shape(), &placements, &cuts)?;
+        let (whole, mask) = implicitly(name, || -> Result<_> {
+            Ok((self.to_layout_at(&x, site)?, mask.to_layout_at(&mask_layout, site)?))
+        })?;
+        let counts = counts(&mask, site)?;
+        let total = counts.values().sum();
+        let resized = x.resized(at, total, &|runs| runs.first().map_or(0, |first| counts[&first]))?;
+        let picked = joined(&resized, at, ndim)?;
+        Ok((Masked { at, ndim, x, mask: mask_layout, picked }, whole, mask))
+    }
+}
+
+/// The layout `x`; if nothing shards dimension `at`, which all ranks then hold anyway, sharded there as the rows of the mask.
+fn sharded_as(x: Layout, at: usize, mask: &Layout) -> Result<Layout> {
+    let axes = mask.shard_order(0);
+    if !x.shard_order(at).is_empty() || !axes.iter().all(|&axis| x.placements()[axis].is_replicate()) {
+        return Ok(x);
+    }
+    let (mut placements, mut cuts) = (x.placements().to_vec(), x.cuts());
+    axes.iter().for_each(|&axis| placements[axis] = mask.placements()[axis].with_dim(at));
+    cuts[at] = axes.to_vec();
+    Layout::from_cuts(x.mesh(), x.shape(), &placements, &cuts)
+}
+
+/// The layout of a tensor without the `ndim - 1` dimensions behind `at`, which nothing shards.
+fn joined(layout: &Layout, at: usize, ndim: usize) -> Result<Layout> {
+    let kept = |d: usize| d <= at || d >= at + ndim;
+    let moved = |p: &Placement| match p.shard_dim() {
+        Some(d) if d > at => p.with_dim(d + 1 - ndim),
+        _ => p.clone(),
+    };
+    let placements: Vec<Placement> = layout.placements().iter().map(moved).collect();
+    let dims = (0..layout.shape().len()).filter(|&d| kept(d));
+    let (shape, cuts): (Vec<usize>, Vec<Vec<usize>>) =
+        dims.map(|d| (layout.shape()[d], layout.shard_order(d).to_vec())).unzip();
+    Layout::from_cuts(layout.mesh(), &shape, &placements, &cuts)
+}
+
+/// How many elements of a mask are set in each part along its first dimension, by where the part begins.
+fn counts(mask: &DTensor, site: Site) -> Result<BTreeMap<usize, usize>> {
+    let (mesh, layout): (&DeviceMesh, &Layout) = (mask.device_mesh(), mask.layout());
+    let (dry, axes) = (mesh.world().is_dry(), layout.shard_order(0));
+    let row: usize = layout.shape()[1..].iter().product();
+    let of_ranks: Vec<usize> = match (dry, axes.is_empty()) {
+        (true, _) => mesh.mesh().ranks().iter().map(|&r| layout.local_shape(r)[0] * row).collect(),
+        (false, true) => vec![set(mask.local())?.len(); mesh.mesh().size()],
+        (false, false) => {
+            let group = mesh.whole_group()?;
+            let mine = Tensor::new(&[set(mask.local())?.len() as i64], &Device::Cpu)?;
+            let call = Call::AllGather { dim: 0, sizes: std::iter::repeat_n(1, group.size()).collect() };
+            let all = implicitly("masked_select", || group.run(&call, &[mine], site))?.swap_remove(0);
+            all.to_vec1::<i64>()?.into_iter().map(|n| n as usize).collect()
+        }
+    };
+    let parts = mesh.mesh().ranks().iter().zip(of_ranks);
+    let held = parts.filter(|(rank, _)| layout.local_shape(**rank)[0] > 0);
+    Ok(held.map(|(&rank, count)| (layout.global_offset(rank)[0], count)).collect())
+}
+
+/// The positions of a local mask that are set, in row-major order.
+fn set(mask: &Tensor) -> Result<Vec<usize>> {
+    let positions = |is_set: Vec<bool>| (0..is_set.len()).filter(|&i| is_set[i]).collect();
+    Ok(match mask.dtype().is_float() {
+        true => positions(reals(mask)?.into_iter().map(|x| x != 0.0).collect()),
+        false => positions(wholes(mask)?.into_iter().map(|x| x != 0).collect()),
+    })
+}
+
+impl Masked {
+    /// The sizes of a local tensor before, along and behind the dimensions of the mask.
+    fn sizes(&self, x: &Tensor) -> (usize, usize, usize) {
+        let product = |dims: &[usize]| dims.iter().product();
+        let dims = x.dims();
+        (product(&dims[..self.at]), product(&dims[self.at..self.at + self.ndim]), product(&dims[self.at + self.ndim..]))
+    }
+
+    fn plan(inputs: &[TensorMeta], output: TensorMeta) -> OpPlan {
+        // Sharding is decided by what the mask picks, not by names.
+        let unnamed = |shape: &[usize]| vec![None; shape.len()];
+        let signature = Signature::new(
+            std::iter::empty::<Shared>(),
+            inputs.iter().map(|m| unnamed(&m.shape)).collect::<Vec<_>>(),
+            [unnamed(&output.shape)],
+        );
+        OpPlan { signature, outputs: vec![output] }
+    }
+}
+
+impl Op for Select {
+    fn name(&self) -> &'static str {
+        "masked_select"
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        Ok(Masked::plan(inputs, TensorMeta::new(self.0.picked.shape(), inputs[0].dtype)))
+    }
+
+    fn decide(&self, _: &OpPlan, _: &[&Layout], _: &[usize]) -> Result<Decision> {
+        let inputs = vec![Need::As(self.0.x.clone()), Need::As(self.0.mask.clone())];
+        Ok(Decision { inputs, outputs: vec![self.0.picked.clone()] })
+    }
+
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+        let (outer, along, inner) = self.0.sizes(&inputs[0]);
+        let flat = dense(&inputs[0])?.reshape((outer, along, inner))?;
+        Ok(vec![dense(&take(&flat, 1, &set(&inputs[1])?)?.reshape(at.local_shape(0))?)?])
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(Keeps::Input(1))
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; 2]) };
+        let zeros = zeros(&self.0.x, gradient, saved.mesh(0))?;
+        let put = dispatch(&Put(self.0.clone()), &[&zeros, &saved.input(1), gradient], Location::caller())?;
+        Ok(vec![put.into_iter().next(), None])
+    }
+}
+
+/// Zeros in a layout, or replicated where placements alone do not say it.
+#[track_caller]
+fn zeros(layout: &Layout, like: &DTensor, mesh: &DeviceMesh) -> Result<DTensor> {
+    let placements = match layout.has_default_order() {
+        true => layout.placements().to_vec(),
+        false => vec![Placement::Replicate; layout.placements().len()],
+    };
+    DTensor::zeros(layout.shape(), like.dtype(), mesh, placements)
+}
+
+impl Op for Put {
+    fn name(&self) -> &'static str {
+        "masked_put"
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        Ok(Masked::plan(inputs, inputs[0].clone()))
+    }
+
+    fn decide(&self, _: &OpPlan, _: &[&Layout], _: &[usize]) -> Result<Decision> {
+        let Masked { x, mask, picked, .. } = &self.0;
+        let inputs = [x, mask, picked].map(|layout| Need::As(layout.clone())).to_vec();
+        Ok(Decision { inputs, outputs: vec![x.clone()] })
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+        let [x, mask, values] = inputs else { unreachable!("three inputs") };
+        let (x, places) = (dense(x)?, set(mask)?);
+        let ((outer, along, inner), count) = (self.0.sizes(&x), places.len());
+        if x.elem_count() == 0 || count == 0 {
+            return Ok(vec![x]);
+        }
+        with_type!(x.dtype(), T => {
+            let mut elements: Vec<T> = x.flatten_all()?.to_vec1()?;
+            let values: Vec<T> = dense(values)?.flatten_all()?.to_vec1()?;
+            for block in 0..outer {
+                for (i, &place) in places.iter().enumerate() {
+                    let (to, from) = ((block * along + place) * inner, (block * count + i) * inner);
+                    elements[to..to + inner].copy_from_slice(&values[from..from + inner]);
+                }
+            }
+            Ok(vec![Tensor::from_vec(elements, x.dims(), x.device())?])
+        }, otherwise unreachable!("tensors of a mesh have served types"))
+    }
+
+    fn differentiable(&self) -> Option<Keeps> {
+        Some(Keeps::Input(1))
+    }
+
+    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; 3]) };
+        let (mask, site) = (saved.input(1), Location::caller());
+        let covered = || -> Result<DTensor> {
+            let zeros = zeros(&self.0.picked, gradient, saved.mesh(0))?;
+            Ok(dispatch(&Put(self.0.clone()), &[gradient, &mask, &zeros], site)?.swap_remove(0))
+        };
+        let values =
+            || -> Result<DTensor> { Ok(dispatch(&Select(self.0.clone()), &[gradient, &mask], site)?.swap_remove(0)) };
+        Ok(vec![saved.wants(0).then(covered).transpose()?, None, saved.wants(2).then(values).transpose()?])
+    }
+}

@@ -1,0 +1,85 @@
+//! Assertions about layouts.
+
+use std::panic::Location;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use super::DTensor;
+use crate::error::{Error, Result};
+use crate::module_scope::user_site;
+use crate::placement::Placement;
+
+static CHECKED: AtomicBool = AtomicBool::new(true);
+
+/// Switches [`DTensor::expect`] on or off, for all ranks of this process. It is on unless it was switched off.
+pub fn check_expectations(on: bool) {
+    CHECKED.store(on, Relaxed);
+}
+
+impl DTensor {
+    /// This tensor, if it is placed as the text says: `dp=S(0),tp=R`, by names of mesh axes, or `S(0), R`, by their order. Axes that
+    /// the text does not name may be anything.
+    ///
+    /// Local. Switched off with [`check_expectations`] it costs the copy of a handle.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// launch(4, |world| {
+    ///     let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+    ///     let x = DTensor::zeros((4, 6), DType::F32, &mesh, [Shard(0), Shard(1)])?.expect("dp=S(0),tp=S(-1)")?;
+    ///     let error = x.expect("tp=R").unwrap_err().to_string();
+    ///     assert!(error.contains("tp=S(1)") && error.contains("tp=R"), "{error}");
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if it is placed otherwise, or the text cannot be read.
+    #[track_caller]
+    pub fn expect(&self, layout: &str) -> Result<DTensor> {
+        if CHECKED.load(Relaxed) {
+            let site = user_site(Location::caller());
+            let axes: Vec<&str> = self.layout().mesh().axes().iter().map(|axis| &*axis.name).collect();
+            for (position, item) in split(layout).into_iter().enumerate() {
+                let bad = |fix: &str| {
+                    let needed = format!("placements of the axes {axes:?}, such as {}=R", axes[0]);
+                    Error::invalid("expected layout", format!("`{layout}` at {site}"), needed, fix)
+                };
+                let (axis, text) = match item.split_once('=') {
+                    Some((name, text)) => (axes.iter().position(|axis| *axis == name.trim()), text.trim()),
+                    None => (Some(position).filter(|p| *p < axes.len()), item.trim()),
+                };
+                let axis = axis.ok_or_else(|| bad("correct the names of the axes"))?;
+                let expected = text.parse::<Placement>()?.normalized(self.rank())?;
+                let found = &self.placements()[axis];
+                if *found != expected {
+                    return Err(Error::invalid(
+                        "layout",
+                        format!("{}={found} of {} at {site}", axes[axis], self.layout()),
+                        format!("{}={expected}", axes[axis]),
+                        "redistribute the tensor before, or correct the expectation",
+                    ));
+                }
+            }
+        }
+        Ok(self.clone())
+    }
+}
+
+/// The items of a list; commas between parentheses do not count.
+fn split(text: &str) -> Vec<&str> {
+    let (mut items, mut start, mut depth) = (Vec::new(), 0, 0);
+    for (i, c) in text.char_indices() {
+        match c {
+            '(' => depth += 1,
+            ')' => depth -= 1,
+            ',' if depth == 0 => {
+                items.push(&text[start..i]);
+                start = i + 1;
+            }
+            _ => {}
+        }
+    }
+    items.push(&text[start..]);
+    items.into_iter().map(str::trim).filter(|item| !item.is_empty()).collect()
+}

@@ -1,0 +1,85 @@
+//! A tensor or a plain number, where an operator takes either.
+
+use std::borrow::Cow;
+
+use candle_core::DType;
+
+use super::{DTensor, Number};
+use crate::error::Result;
+use crate::local::limits;
+use crate::placement::Placement;
+
+/// A tensor or a plain number. Every function that takes `impl Into<Operand>` takes both: `x.gt(&y)`, `x.gt(0.0)`.
+///
+/// A number takes the type of the tensor beside it, as in PyTorch: `x.gt(0.1)` of an f32 tensor compares with 0.1 in f32. Beside
+/// integers, a number with a fraction makes the result f32, and an integer that their type does not hold makes it i64.
+#[doc(alias = "TensorOrScalar")]
+#[derive(Clone, Copy)]
+pub enum Operand<'a> {
+    /// A tensor.
+    Tensor(&'a DTensor),
+    /// A number, the same for all elements.
+    Number(Number),
+}
+
+impl<'a> Operand<'a> {
+    /// The operand as a tensor; a number as one without dimensions, replicated on the mesh of `beside`.
+    #[track_caller]
+    pub(crate) fn tensor(self, beside: &DTensor) -> Result<Cow<'a, DTensor>> {
+        match self {
+            Operand::Tensor(tensor) => Ok(Cow::Borrowed(tensor)),
+            Operand::Number(number) => {
+                number_like(number, dtype_beside(number, beside.dtype()), beside).map(Cow::Owned)
+            }
+        }
+    }
+
+    /// The operand as a tensor on the mesh of `on`; a number has the type that PyTorch gives it where there is no tensor
+    /// beside it: f32, or i64 for integers.
+    #[track_caller]
+    pub(crate) fn tensor_alone(self, on: &DTensor) -> Result<Cow<'a, DTensor>> {
+        match self {
+            Operand::Tensor(tensor) => Ok(Cow::Borrowed(tensor)),
+            Operand::Number(number @ Number::Real(_)) => number_like(number, DType::F32, on).map(Cow::Owned),
+            Operand::Number(number @ Number::Integer(_)) => number_like(number, DType::I64, on).map(Cow::Owned),
+        }
+    }
+}
+
+#[track_caller]
+fn number_like(number: Number, dtype: DType, on: &DTensor) -> Result<DTensor> {
+    DTensor::full(number, (), dtype, on.device_mesh(), vec![Placement::Replicate; on.placements().len()])
+}
+
+/// The type of a number beside a tensor of a type.
+fn dtype_beside(number: Number, dtype: DType) -> DType {
+    match limits(dtype) {
+        None => dtype,
+        Some(_) if !number.is_integer() => DType::F32,
+        Some((least, most)) if (least..=most).contains(&number.integer()) => dtype,
+        Some(_) => DType::I64,
+    }
+}
+
+impl<'a> From<&'a DTensor> for Operand<'a> {
+    fn from(tensor: &'a DTensor) -> Self {
+        Operand::Tensor(tensor)
+    }
+}
+
+impl<'a> From<&&'a DTensor> for Operand<'a> {
+    fn from(tensor: &&'a DTensor) -> Self {
+        Operand::Tensor(tensor)
+    }
+}
+
+macro_rules! numbers {
+    ($($T:ty),*) => {$(
+        impl From<$T> for Operand<'_> {
+            fn from(number: $T) -> Self {
+                Operand::Number(number.into())
+            }
+        }
+    )*};
+}
+numbers!(f32, f64, u8, u32, i16, i32, i64, Number);
