@@ -47,7 +47,6 @@ pub mod mesh;
 pub mod placement;
 pub mod layout;
 pub mod random;
-use shardwise_kernels as local;
 pub mod comm;
 pub mod redistribute;
 pub mod tensor;

@@ -7,9 +7,9 @@ use candle_core::{DType, Tensor};
 use crate::comm::{Call, DeviceMesh, Origin, on_behalf_of, operator};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{concat, dense, placeholder};
 use crate::placement::{Placement, ReduceOp};
 use crate::tensor::DTensor;
+use shardwise_kernels::{concat, dense, placeholder};
 
 /// Bytes of the largest bucket; a larger gradient travels alone.
 const BUCKET: usize = 25 << 20;

@@ -4,9 +4,9 @@ use candle_core::{Tensor, Var};
 
 use super::once_only;
 use crate::error::{Error, Result};
-use crate::local::dense;
 use crate::placement::{Placement, ReduceOp};
 use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording};
+use shardwise_kernels::dense;
 
 /// Runs `f` on copies of the local parts of some tensors, in their current layouts, and takes its result for this rank's part of a tensor
 /// with the given placements. Candle's own gradient of `f` becomes part of the distributed one.

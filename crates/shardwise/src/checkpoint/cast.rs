@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 
 use super::element::ElementType;
 use crate::error::{Error, Result};
-use crate::local::bytes_of;
+use shardwise_kernels::bytes_of;
 
 /// Elements of a type as elements of another: whole numbers to whole numbers wrap, all others are rounded to the nearest.
 pub(super) fn converted(bytes: &[u8], from: ElementType, to: ElementType) -> Result<Cow<'_, [u8]>> {

@@ -12,7 +12,7 @@ use super::files::Files;
 use super::stored::{Chunk, StoredTensor};
 use crate::error::Result;
 use crate::layout::TensorBox;
-use crate::local::with_bytes;
+use shardwise_kernels::with_bytes;
 
 /// A box of a tensor that is to be written to a file.
 pub struct BoxToWrite {

@@ -18,9 +18,9 @@ use super::value::{Key, Value, flat_key};
 use crate::comm::{DeviceMesh, World, texts, together};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, OwnedBox, TensorBox, TensorMeta};
-use crate::local::{Assembly, placeholder};
 use crate::sharded::ShardedTensor;
 use crate::tensor::DTensor;
+use shardwise_kernels::{Assembly, placeholder};
 
 /// Loads a checkpoint into state like a template: the same tree, with tensors in the layouts and types of the template's.
 ///
@@ -345,7 +345,7 @@ pub(super) fn read_box(
             return Ok(memory.finish());
         }
     }
-    let mut bytes = crate::local::reserve(part.volume() * stored.element.size_in_bytes())?;
+    let mut bytes = shardwise_kernels::reserve(part.volume() * stored.element.size_in_bytes())?;
     bytes.resize(part.volume() * stored.element.size_in_bytes(), 0);
     files.read_box(key, stored, part, &mut bytes)?;
     Ok(to_tensor(&bytes, stored.element)?.to_dtype(dtype)?.reshape(part.sizes.as_slice())?)

@@ -23,8 +23,8 @@ use super::write::{in_files, seal, write_file};
 use crate::comm::{World, agree, texts, together};
 use crate::error::{Error, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
-use crate::local::{bytes_of, dense, own_copy, placeholder};
 use crate::redistribute::block;
+use shardwise_kernels::{bytes_of, dense, own_copy, placeholder};
 
 /// How a checkpoint is saved.
 #[derive(Debug, Clone, PartialEq, Eq)]

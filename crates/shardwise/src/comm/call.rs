@@ -7,8 +7,8 @@ use smallvec::SmallVec;
 
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::local::check_served;
 use crate::placement::ReduceOp;
+use shardwise_kernels::check_served;
 
 /// One size per rank of a group.
 pub type Sizes = SmallVec<[usize; 8]>;

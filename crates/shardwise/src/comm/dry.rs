@@ -9,8 +9,8 @@ use super::trace::Record;
 use super::{Call, Communicator, Exposed, Trace, World};
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
-use crate::local::placeholder;
 use crate::mesh::MAX_RANKS;
+use shardwise_kernels::placeholder;
 
 /// Settings for a dry run: the program of one rank of a world of any size, without data and without the other ranks.
 ///

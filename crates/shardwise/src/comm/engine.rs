@@ -14,12 +14,12 @@ pub use super::host::{
 };
 pub use super::purpose::Purpose;
 pub use crate::fnv::fnv1a;
-pub use crate::local::{concat, cut, dense, immutable, with_bytes};
+pub use shardwise_kernels::{concat, cut, dense, immutable, with_bytes};
 
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::local::{Fresh, reduce_block, with_type};
 use crate::placement::ReduceOp;
+use shardwise_kernels::{Fresh, reduce_block, with_type};
 
 /// Memory of a tensor that is still to be received.
 ///

@@ -11,9 +11,9 @@ use super::call::Call;
 use super::{Communicator, Exposed};
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
-use crate::local::{check_served, own_copy};
 use crate::module_scope::user_site;
 use crate::placement::ReduceOp;
+use shardwise_kernels::{check_served, own_copy};
 
 /// Some ranks that make collectives together, seen from one of them.
 ///

@@ -1,8 +1,7 @@
 //! Activation functions as layers.
 
-use super::hooks::Hooks;
 use super::linear::layer;
-use super::module::{Forward, Item, Module, join};
+use super::module::{Forward, Hooks, Item, Module, join};
 use crate::error::Result;
 use crate::tensor::DTensor;
 

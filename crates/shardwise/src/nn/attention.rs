@@ -1,9 +1,8 @@
 //! Attention layers.
 
 use super::build::Builder;
-use super::hooks::Hooks;
 use super::linear::{Linear, layer};
-use super::module::{Forward, Item, Module, join};
+use super::module::{Forward, Heads, Hooks, Item, Module, join};
 use crate::error::{Error, Result};
 use crate::ops::Attention;
 use crate::tensor::DTensor;
@@ -19,51 +18,6 @@ impl Forward for RotaryEmbedding {
     /// `[..., length, size]`, the first row at position 0.
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         x.rotary_embedding(self.base, 0)
-    }
-}
-
-/// Numbers of heads of an attention module, for planners; a field of the module.
-///
-/// [`TensorParallel`](crate::plan::TensorParallel) shards the linear layers beside it at the borders of heads, whatever the
-/// number of ranks: a key head goes to one rank together with its query heads. For that, the features of every such layer
-/// have to be ordered by key head: those of key head 0 first. In a projection to queries, keys and values at once, too:
-/// `[q.. k v]` of key head 0, then of key head 1.
-///
-/// ```
-/// use shardwise::nn::{Builder, Heads, Linear, Module};
-/// use shardwise::plan::{ShardingPlanner, TensorParallel};
-/// use shardwise::prelude::*;
-///
-/// #[derive(Module)]
-/// struct Attention {
-///     qkv: Linear,
-///     out: Linear,
-///     heads: Heads,
-/// }
-///
-/// launch(2, |world| {
-///     let mesh = world.mesh([("tp", 2)])?;
-///     let at = Builder::new(&mesh);
-///     // three heads of four features
-///     let (qkv, out) = (Linear::new(&at.at("qkv"), 12, 36)?, Linear::new(&at.at("out"), 12, 12)?);
-///     let attention = Attention { qkv, out, heads: Heads { query: 3, key: 3 } };
-///     let table = TensorParallel::new("tp").plan(&attention, &mesh)?.table(&attention)?;
-///     assert_eq!(table.0[0].layout.placements(), [Placement::ragged(0, [24, 12])]);
-///     Ok(())
-/// })?;
-/// # Ok::<(), Error>(())
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Heads {
-    /// Query heads.
-    pub query: usize,
-    /// Key and value heads, each of which serves a group of query heads.
-    pub key: usize,
-}
-
-impl Module for Heads {
-    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
-        visit(path, Item::Heads(*self));
     }
 }
 

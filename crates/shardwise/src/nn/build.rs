@@ -5,9 +5,8 @@ use std::sync::Arc;
 use candle_core::DType;
 use parking_lot::Mutex;
 
-use super::hooks::Hooks;
 use super::init::Init;
-use super::module::{Buffer, Item, Module, join};
+use super::module::{Buffer, Hooks, Item, Module, join};
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result, nearest};
 use crate::layout::Layout;

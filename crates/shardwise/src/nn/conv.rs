@@ -1,10 +1,9 @@
 //! Convolution layers.
 
 use super::build::Builder;
-use super::hooks::Hooks;
 use super::init::Init;
 use super::linear::layer;
-use super::module::{Forward, Item, Module, join};
+use super::module::{Forward, Hooks, Item, Module, join};
 use crate::error::Result;
 use crate::ops::Convolution;
 use crate::param::Param;

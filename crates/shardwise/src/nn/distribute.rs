@@ -1,7 +1,6 @@
 //! A module's parameters laid out, and its input and output prepared, in one call.
 
-use super::hooks::Hooks;
-use super::module::{Item, Module};
+use super::module::{Hooks, Item, Module};
 use crate::error::{Error, Result};
 use crate::param::Param;
 use crate::placement::Placement;

@@ -3,41 +3,10 @@
 use std::panic::Location;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-
-use super::module::{Forward, Item, Module};
+use super::module::{Hook, Hooks, Item, Layer, Module, Registered};
 use crate::error::{Error, Result, Site};
 use crate::module_scope::{current_path, in_module, user_site};
 use crate::tensor::DTensor;
-
-/// A function of a tensor.
-type Hook = Arc<dyn Fn(&DTensor) -> Result<DTensor> + Send + Sync>;
-
-/// A module that can stand in for another one: it has one input and one output.
-pub trait Layer: Module + Forward + Send + Sync {}
-
-impl<M: Module + Forward + Send + Sync> Layer for M {}
-
-/// The hooks of one module; a field of it. Clones share them.
-///
-/// A module whose hooks hold a replacement is that replacement: [`run`](Self::run) runs it, and a walk over the module
-/// finds its parameters and not those of the module.
-///
-/// Hooks know the path of their module, for errors: from [`Builder::hooks`](super::Builder::hooks), or else from the last
-/// walk over the model.
-#[derive(Clone, Default)]
-pub struct Hooks(Arc<Mutex<Registered>>);
-
-#[derive(Clone, Default)]
-struct Registered {
-    /// By number of the input.
-    input: Vec<(usize, Hook)>,
-    /// By number of the output.
-    output: Vec<(usize, Hook)>,
-    replacement: Option<Arc<dyn Layer>>,
-    /// The path of the module, unless it is unknown or the root.
-    path: Option<Arc<str>>,
-}
 
 impl Hooks {
     /// Hooks of the module at a path.

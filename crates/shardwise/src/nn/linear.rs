@@ -1,9 +1,8 @@
 //! Linear layers, embeddings and dropout.
 
 use super::build::Builder;
-use super::hooks::Hooks;
 use super::init::Init;
-use super::module::{Forward, Item, Mode, Module, join};
+use super::module::{Forward, Hooks, Item, Mode, Module, join};
 use crate::error::{Error, Result};
 use crate::ops::Bag;
 use crate::param::Param;

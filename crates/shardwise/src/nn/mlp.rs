@@ -1,9 +1,8 @@
 //! Blocks of linear layers.
 
 use super::build::Builder;
-use super::hooks::Hooks;
 use super::linear::{Linear, layer};
-use super::module::{Forward, Item, Module, join};
+use super::module::{Forward, Hooks, Item, Module, join};
 use crate::error::Result;
 use crate::tensor::DTensor;
 

@@ -55,15 +55,14 @@ mod pool;
 mod sequential;
 
 pub use activation::{Elu, Gelu, GeluTanh, LeakyRelu, LogSoftmax, Relu, Sigmoid, Silu, Softmax, Softplus, Tanh};
-pub use attention::{AttentionConfig, Heads, MultiHeadAttention, RotaryEmbedding};
+pub use attention::{AttentionConfig, MultiHeadAttention, RotaryEmbedding};
 pub use build::Builder;
 pub use conv::{Conv1d, Conv2d};
 pub use distribute::distribute_module;
-pub use hooks::{Hooks, Layer};
 pub(crate) use linear::layer;
 pub use linear::{Dropout, Embedding, EmbeddingBag, Linear};
 pub use mlp::{Activation, Mlp, SwiGlu};
-pub use module::{Buffer, Forward, ForwardAll, Item, Mode, Module, join};
+pub use module::{Buffer, Forward, ForwardAll, Heads, Hooks, Item, Layer, Mode, Module, join};
 pub use norm::{BatchNorm, GroupNorm, LayerNorm, RmsNorm};
 pub use pool::{AvgPool1d, AvgPool2d, ConstantPad, Flatten, MaxPool1d, MaxPool2d};
 pub use sequential::Sequential;

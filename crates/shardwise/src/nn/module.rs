@@ -7,8 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use candle_core::{DType, Device};
 use parking_lot::Mutex;
 
-use super::attention::Heads;
-use super::hooks::Hooks;
 use crate::error::{Error, Result};
 use crate::param::Param;
 use crate::placement::Placement;
@@ -271,6 +269,81 @@ items! {
     Param => Param;
     Buffer => Buffer;
     Mode => Mode;
+}
+
+/// A function of a tensor.
+pub(super) type Hook = Arc<dyn Fn(&DTensor) -> Result<DTensor> + Send + Sync>;
+
+/// A module that can stand in for another one: it has one input and one output.
+pub trait Layer: Module + Forward + Send + Sync {}
+
+impl<M: Module + Forward + Send + Sync> Layer for M {}
+
+/// The hooks of one module; a field of it. Clones share them.
+///
+/// A module whose hooks hold a replacement is that replacement: [`run`](Self::run) runs it, and a walk over the module
+/// finds its parameters and not those of the module.
+///
+/// Hooks know the path of their module, for errors: from [`Builder::hooks`](super::Builder::hooks), or else from the last
+/// walk over the model.
+#[derive(Clone, Default)]
+pub struct Hooks(pub(super) Arc<Mutex<Registered>>);
+
+/// What is registered for one module.
+#[derive(Clone, Default)]
+pub(super) struct Registered {
+    /// By number of the input.
+    pub(super) input: Vec<(usize, Hook)>,
+    /// By number of the output.
+    pub(super) output: Vec<(usize, Hook)>,
+    pub(super) replacement: Option<Arc<dyn Layer>>,
+    /// The path of the module, unless it is unknown or the root.
+    pub(super) path: Option<Arc<str>>,
+}
+
+/// Numbers of heads of an attention module, for planners; a field of the module.
+///
+/// [`TensorParallel`](crate::plan::TensorParallel) shards the linear layers beside it at the borders of heads, whatever the
+/// number of ranks: a key head goes to one rank together with its query heads. For that, the features of every such layer
+/// have to be ordered by key head: those of key head 0 first. In a projection to queries, keys and values at once, too:
+/// `[q.. k v]` of key head 0, then of key head 1.
+///
+/// ```
+/// use shardwise::nn::{Builder, Heads, Linear, Module};
+/// use shardwise::plan::{ShardingPlanner, TensorParallel};
+/// use shardwise::prelude::*;
+///
+/// #[derive(Module)]
+/// struct Attention {
+///     qkv: Linear,
+///     out: Linear,
+///     heads: Heads,
+/// }
+///
+/// launch(2, |world| {
+///     let mesh = world.mesh([("tp", 2)])?;
+///     let at = Builder::new(&mesh);
+///     // three heads of four features
+///     let (qkv, out) = (Linear::new(&at.at("qkv"), 12, 36)?, Linear::new(&at.at("out"), 12, 12)?);
+///     let attention = Attention { qkv, out, heads: Heads { query: 3, key: 3 } };
+///     let table = TensorParallel::new("tp").plan(&attention, &mesh)?.table(&attention)?;
+///     assert_eq!(table.0[0].layout.placements(), [Placement::ragged(0, [24, 12])]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Heads {
+    /// Query heads.
+    pub query: usize,
+    /// Key and value heads, each of which serves a group of query heads.
+    pub key: usize,
+}
+
+impl Module for Heads {
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+        visit(path, Item::Heads(*self));
+    }
 }
 
 impl Module for Hooks {

@@ -1,10 +1,9 @@
 //! Normalisation layers.
 
 use super::build::Builder;
-use super::hooks::Hooks;
 use super::init::Init;
 use super::linear::layer;
-use super::module::{Buffer, Forward, Item, Mode, Module, join};
+use super::module::{Buffer, Forward, Hooks, Item, Mode, Module, join};
 use crate::error::Result;
 use crate::param::Param;
 use crate::tensor::{DTensor, no_grad};

@@ -1,8 +1,7 @@
 //! Layers one after the other.
 
 use super::build::Builder;
-use super::hooks::{Hooks, Layer};
-use super::module::{Forward, Item, Module, join};
+use super::module::{Forward, Hooks, Item, Layer, Module, join};
 use crate::error::Result;
 use crate::tensor::DTensor;
 

@@ -4,9 +4,9 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use crate::error::{Error, Result, Site};
-use crate::local::reals;
 use crate::module_scope::{current_path, user_site};
 use crate::tensor::DTensor;
+use shardwise_kernels::reals;
 
 thread_local! {
     static DEPTH: Cell<usize> = const { Cell::new(0) };

@@ -24,12 +24,12 @@ use smallvec::SmallVec;
 use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, OwnedBox, Runs, TensorBox, TensorMeta, coordinates};
-use crate::local::placeholder;
 use crate::mesh::Mesh;
 use crate::module_scope::user_site;
 use crate::redistribute::Exchange;
 use crate::rule::{Decision, Need, Signature};
 use crate::tensor::{Backward, DTensor, Keeps, Saved, check_metas, check_room};
+use shardwise_kernels::placeholder;
 use widening::{held_types, prepare};
 
 /// An operator with its arguments that are not tensors. Equal operators do the same, and their hashes are the same on all

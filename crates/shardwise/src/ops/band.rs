@@ -8,11 +8,11 @@ use super::scalar::Scalar;
 use super::{OpEntry, Sample};
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::local::{dense, with_type};
 use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Saved};
+use shardwise_kernels::{dense, with_type};
 
 /// The elements of the last two dimensions with `lower <= column - row <= upper`, and a number elsewhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

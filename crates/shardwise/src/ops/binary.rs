@@ -8,11 +8,11 @@ use smallvec::SmallVec;
 use super::{OpEntry, Sample, derivative, dtype};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::local::{Arithmetic, Each, Fold, Wide, fold, map};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Operand, Saved};
+use shardwise_kernels::{Arithmetic, Each, Fold, Wide, fold, map};
 
 /// What a function gives.
 #[derive(Clone, Copy, PartialEq)]

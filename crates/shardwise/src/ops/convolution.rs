@@ -10,11 +10,11 @@ use super::{OpEntry, Sample};
 use crate::comm::implicitly;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
-use crate::local::{dense, from_reals, reals, reserve, with_type};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved, is_recording};
+use shardwise_kernels::{dense, from_reals, reals, reserve, with_type};
 
 /// How windows lie along one dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -10,11 +10,11 @@ use candle_core::Tensor;
 use crate::comm::implicitly;
 use crate::error::Result;
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{Arithmetic, Function, Wide, map, math};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Saved, is_recording};
+use shardwise_kernels::{Arithmetic, Function, Wide, map, math};
 
 /// The derivative of one function.
 #[derive(Clone, Copy)]

@@ -8,11 +8,11 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample, dtype};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::local::{Fold, dense, fold, product as matrix_product, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch, name_call};
 use crate::placement::Placement;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Saved};
+use shardwise_kernels::{Fold, dense, fold, product as matrix_product, wholes};
 
 /// A product of one or two tensors after an equation such as `mk,kn->mn`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

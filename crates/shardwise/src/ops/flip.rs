@@ -7,10 +7,10 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample};
 use crate::error::Result;
 use crate::layout::{Layout, TensorBox, TensorMeta};
-use crate::local::take;
 use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
+use shardwise_kernels::take;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Flip {

@@ -6,10 +6,10 @@ use candle_core::{DType, Tensor};
 
 use crate::error::{Error, Result};
 use crate::layout::{Runs, TensorMeta};
-use crate::local::{NOWHERE, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::rule::Signature;
 use crate::tensor::DTensor;
+use shardwise_kernels::{NOWHERE, wholes};
 
 /// The error for an index of real numbers.
 pub(super) fn not_whole(name: &str, dtype: DType) -> Error {

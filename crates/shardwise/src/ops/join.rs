@@ -8,12 +8,12 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample, dtype};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorBox, TensorMeta, coordinates, ragged};
-use crate::local::{Number, concat};
 use crate::mesh::Mesh;
 use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
+use shardwise_kernels::{Number, concat};
 
 /// Joins its inputs along a dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -10,11 +10,11 @@ use super::scatter::{spread_elements, spread_slices};
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{dense, pick, reals, take, wholes};
 use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
+use shardwise_kernels::{dense, pick, reals, take, wholes};
 
 /// The slices of `x` along a dimension at the places of an index of any shape, whose dimensions replace that one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

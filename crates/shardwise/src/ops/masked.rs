@@ -9,11 +9,11 @@ use candle_core::{DType, Device, Tensor};
 use crate::comm::{Call, DeviceMesh, implicitly};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{dense, reals, take, wholes, with_type};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
+use shardwise_kernels::{dense, reals, take, wholes, with_type};
 
 /// Dimensions `at..at + ndim` of a tensor and the mask over them, with the layouts in which every rank can pick by itself.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

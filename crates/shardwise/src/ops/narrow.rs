@@ -8,10 +8,10 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, Runs, TensorMeta};
-use crate::local::{dense, reserve, take};
 use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
+use shardwise_kernels::{dense, reserve, take};
 
 /// Every `step`-th index of `start..start + step * len` along a dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -9,10 +9,10 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{dense, from_wholes, reals, take, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, is_recording};
+use shardwise_kernels::{dense, from_wholes, reals, take, wholes};
 
 /// The first `k` elements along a dimension in some order, and where they were.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -9,11 +9,11 @@ use super::{OpEntry, Sample};
 use crate::comm::implicitly;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{Arithmetic, Fold, Wide, fold, map};
 use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
+use shardwise_kernels::{Arithmetic, Fold, Wide, fold, map};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Reduce {

@@ -8,11 +8,11 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample};
 use crate::error::Result;
 use crate::layout::{Layout, Runs, TensorMeta, chunk, coordinates, ragged};
-use crate::local::dense;
 use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
+use shardwise_kernels::dense;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Reshape {

@@ -8,14 +8,14 @@ use candle_core::Tensor;
 use super::scalar::Scalar;
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::local::rows::{
-    layer_norm_backward_rows, layer_norm_rows, log_softmax_backward_rows, log_softmax_rows, logsumexp_rows,
-    rms_norm_backward_rows, rms_norm_rows, softmax_backward_rows, softmax_rows,
-};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved, is_recording};
+use shardwise_kernels::rows::{
+    layer_norm_backward_rows, layer_norm_rows, log_softmax_backward_rows, log_softmax_rows, logsumexp_rows,
+    rms_norm_backward_rows, rms_norm_rows, softmax_backward_rows, softmax_rows,
+};
 
 /// A function of every row. Norms have a weight as second input and a bias as third, or only a weight, or neither.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -8,11 +8,11 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample};
 use crate::error::Result;
 use crate::layout::{Layout, Runs, TensorMeta, coordinates};
-use crate::local::{dense, from_reals, from_wholes, reals, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, is_in_gradient};
+use shardwise_kernels::{dense, from_reals, from_wholes, reals, wholes};
 
 /// A running total along a dimension, with the index of the running extreme where there is one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -9,11 +9,11 @@ use super::scan::{Kind, Lines, Scan, scanned_before, totals};
 use super::scatter::spread_elements;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{dense, from_reals, from_wholes, reals, wholes};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{Backward, DTensor, Saved, is_recording};
+use shardwise_kernels::{dense, from_reals, from_wholes, reals, wholes};
 
 impl Backward for Scan {
     fn name(&self) -> &'static str {

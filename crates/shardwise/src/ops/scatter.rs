@@ -11,11 +11,11 @@ use super::indices::{places, wrapped};
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{NOWHERE, Numbers, dense, wholes, with_type};
 use crate::op::{Op, OpPlan, Place, dispatch, name_call};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
+use shardwise_kernels::{NOWHERE, Numbers, dense, wholes, with_type};
 
 /// A copy of `x` with elements of `source` at the places that `index` names along a dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -11,11 +11,11 @@ use super::scalar::Scalar;
 use super::{OpEntry, Sample, dtype};
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::local::{Arithmetic, Each, Number, Wide, map};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Operand, Saved};
+use shardwise_kernels::{Arithmetic, Each, Number, Wide, map};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Ternary {

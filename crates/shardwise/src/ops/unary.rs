@@ -9,11 +9,11 @@ use super::scalar::Scalar;
 use super::{OpEntry, Sample, derivative, dtype};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::local::{Arithmetic, Each, Function, Number, Wide, limits, map, math};
 use crate::op::{Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Saved};
+use shardwise_kernels::{Arithmetic, Each, Function, Number, Wide, limits, map, math};
 
 /// What a function does to the order and to sums of its arguments: which pending reductions pass through it.
 #[derive(Clone, Copy, PartialEq)]

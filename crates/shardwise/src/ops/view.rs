@@ -8,11 +8,11 @@ use smallvec::SmallVec;
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::local::dense;
 use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Saved};
+use shardwise_kernels::dense;
 
 /// Every dimension of the result is one of the input, or new.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

@@ -4,7 +4,7 @@ use super::optimizer::{Optimizer, StateTensor};
 use super::param_step::ParamStep;
 use super::settings::{at_least_zero, settings, within};
 use crate::error::Result;
-use crate::local::Elementwise;
+use shardwise_kernels::Elementwise;
 
 settings! {
     /// Adadelta: changes as large as those before.

@@ -5,10 +5,10 @@ use candle_core::{Device, Tensor};
 use crate::autograd::Gradients;
 use crate::comm::World;
 use crate::error::{Error, Result};
-use crate::local::{Power, measure};
 use crate::param::Param;
 use crate::placement::ReduceOp;
 use crate::tensor::DTensor;
+use shardwise_kernels::{Power, measure};
 
 /// Multiplies the gradients of some parameters by one factor so that their norm, all together, is at most `max_norm`.
 /// Returns them, in the layouts of the parameters, and the norm before. Gradients of others stay as they are.

@@ -4,7 +4,7 @@ use super::optimizer::{Optimizer, StateTensor};
 use super::param_step::ParamStep;
 use super::settings::{at_least_zero, check_betas, settings};
 use crate::error::Result;
-use crate::local::Elementwise;
+use shardwise_kernels::Elementwise;
 
 settings! {
     /// Lion: every element moves by the learning rate, in the direction of the sign of a mean of gradients.

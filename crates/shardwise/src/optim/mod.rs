@@ -23,7 +23,6 @@ mod group;
 mod schedule;
 mod state;
 
-pub use crate::local::Elementwise;
 pub use adadelta::Adadelta;
 pub use adafactor::Adafactor;
 pub use adagrad::Adagrad;
@@ -40,6 +39,7 @@ pub use param_step::ParamStep;
 pub use rmsprop::RmsProp;
 pub use schedule::Schedule;
 pub use sgd::Sgd;
+pub use shardwise_kernels::Elementwise;
 pub use state::{FullState, GroupState, OptimizerState, ParamState};
 
 use std::collections::{BTreeMap, BTreeSet};

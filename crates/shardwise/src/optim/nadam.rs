@@ -4,7 +4,7 @@ use super::optimizer::{Optimizer, StateTensor};
 use super::param_step::ParamStep;
 use super::settings::{at_least_zero, check_betas, settings};
 use crate::error::Result;
-use crate::local::Elementwise;
+use shardwise_kernels::Elementwise;
 
 settings! {
     /// Adam with momentum applied one step ahead.

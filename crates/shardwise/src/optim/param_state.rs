@@ -5,8 +5,8 @@ use candle_core::{DType, Device, Tensor};
 use crate::comm::{Charge, DeviceMesh};
 use crate::error::Result;
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{dense, placeholder, reserve};
 use crate::tensor::DTensor;
+use shardwise_kernels::{dense, placeholder, reserve};
 
 /// Name of the f32 copy of a half-precision parameter.
 pub(super) const MASTER: &str = "master_param";

@@ -4,8 +4,8 @@ use candle_core::Tensor;
 
 use super::param_state::{MASTER, STEP, State, Values, placed};
 use crate::error::{Error, Result};
-use crate::local::{Elementwise, Stored, update};
 use crate::tensor::DTensor;
+use shardwise_kernels::{Elementwise, Stored, update};
 
 /// One step of one parameter, as an [`Optimizer`](super::Optimizer) sees it.
 ///

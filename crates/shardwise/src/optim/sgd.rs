@@ -4,7 +4,7 @@ use super::optimizer::{Optimizer, StateTensor};
 use super::param_step::ParamStep;
 use super::settings::{at_least_zero, settings};
 use crate::error::{Error, Result};
-use crate::local::Elementwise;
+use shardwise_kernels::Elementwise;
 
 settings! {
     /// Stochastic gradient descent.

@@ -14,9 +14,9 @@ use super::schedule::Schedule;
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::placeholder;
 use crate::placement::Placement;
 use crate::tensor::{DTensor, no_grad};
+use shardwise_kernels::placeholder;
 
 /// Name of the number that marks the state of an optimizer that does not count steps as unused: 0 before the first step.
 const BEGUN: &str = "begun";

@@ -6,7 +6,7 @@ use super::boxes::{Sources, Transfer};
 use crate::comm::{Call, Group};
 use crate::error::{Error, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
-use crate::local::{Assembly, concat, dense, placeholder};
+use shardwise_kernels::{Assembly, concat, dense, placeholder};
 
 /// One rank's part in an exchange of boxes within a group.
 #[derive(Clone)]

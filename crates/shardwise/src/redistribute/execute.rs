@@ -13,8 +13,8 @@ use super::step::{StepKind, stays};
 use crate::comm::{Call, DeviceMesh, Group, MeshIdentity, Sizes, operator};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{concat, dense, placeholder};
 use crate::placement::{Placement, ReduceOp};
+use shardwise_kernels::{concat, dense, placeholder};
 
 /// Brings a rank's local tensor from one layout to another on the same mesh.
 pub(crate) fn redistribute(

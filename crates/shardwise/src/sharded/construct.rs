@@ -12,8 +12,8 @@ use super::tensor::ShardedTensor;
 use crate::comm::{DeviceMesh, agree, texts};
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
-use crate::local::{check_dtype, check_served, filled, own_copy, placeholder};
 use crate::tensor::check_metas;
+use shardwise_kernels::{check_dtype, check_served, filled, own_copy, placeholder};
 
 /// An error, the same on all ranks, if a shard is larger than memory.
 fn check_shards(metadata: &ShardedTensorMetadata, dry: bool) -> Result<()> {

@@ -9,11 +9,11 @@ use super::tensor::ShardedTensor;
 use crate::comm::{DeviceMesh, agree};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{dense, placeholder};
 use crate::mesh::Mesh;
 use crate::placement::Placement;
 use crate::redistribute::{Exchange, block};
 use crate::tensor::{DTensor, check_partial};
+use shardwise_kernels::{dense, placeholder};
 
 impl ShardedTensor {
     /// The same tensor as a distributed one.

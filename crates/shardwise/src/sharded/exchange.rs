@@ -8,8 +8,8 @@ use super::shard::Shard;
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
-use crate::local::{Assembly, dense, placeholder};
 use crate::redistribute::{Exchange, block};
+use shardwise_kernels::{Assembly, dense, placeholder};
 
 /// Brings every rank of a mesh its shards of a whole tensor; what [`ShardingSpec::shard`](super::ShardingSpec::shard) does
 /// unless a spec has its own way.

@@ -11,10 +11,10 @@ use super::tensor::ShardedTensor;
 use crate::comm::DeviceMesh;
 use crate::error::{Result, Site};
 use crate::layout::TensorMeta;
-use crate::local::{filled, placeholder};
 use crate::nn::init::{Init, Start};
 use crate::random::Distribution;
 use crate::tensor::{agreed_draw, random_box};
+use shardwise_kernels::{filled, placeholder};
 
 impl ShardedTensor {
     /// Random elements, drawn from the generator of the mesh: the same bits as any other layout of the tensor has.

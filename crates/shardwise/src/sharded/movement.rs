@@ -12,7 +12,7 @@ use super::tensor::ShardedTensor;
 use crate::comm::agree;
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
-use crate::local::{own_copy, placeholder, same_memory};
+use shardwise_kernels::{own_copy, placeholder, same_memory};
 
 impl ShardedTensor {
     /// The same tensor cut in another way. What a rank already holds stays; the rest goes from rank to rank in one

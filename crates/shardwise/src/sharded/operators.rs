@@ -11,10 +11,10 @@ use super::spec_ops::{spec_op, spec_op_names};
 use super::tensor::ShardedTensor;
 use crate::comm::Call;
 use crate::error::{Error, Result, Site};
-use crate::local::{all_close, all_equal};
 use crate::ops::Bag;
 use crate::placement::{Placement, ReduceOp};
 use crate::tensor::DTensor;
+use shardwise_kernels::{all_close, all_equal};
 
 /// What a user's operator does.
 type Implementation = Rc<dyn Fn(&[&ShardedTensor]) -> Result<ShardedTensor>>;

@@ -11,7 +11,7 @@ use super::tensor::ShardedTensor;
 use crate::comm::Exposed;
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::local::own_copy;
+use shardwise_kernels::own_copy;
 
 /// A shard that another rank holds.
 #[derive(Clone)]

@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use super::device::RemoteDevice;
 use super::metadata::ShardMetadata;
 use crate::error::{Error, Result};
-use crate::local::{check_served, own_copy, same_memory};
+use shardwise_kernels::{check_served, own_copy, same_memory};
 
 /// A box of a tensor that this rank holds.
 #[derive(Debug, Clone)]

@@ -13,7 +13,7 @@ use super::spec::AnyShardingSpec;
 use super::tensor::ShardedTensor;
 use crate::comm::{DeviceMesh, texts};
 use crate::error::{Error, Result};
-use crate::local::{bytes_of, check_dtype};
+use shardwise_kernels::{bytes_of, check_dtype};
 
 /// What one rank stores of a sharded tensor: its shards, and what it knows of all.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -12,8 +12,8 @@ use super::spec::AnyShardingSpec;
 use crate::comm::{Charge, DeviceMesh, Group};
 use crate::error::{Error, Result};
 use crate::layout::Runs;
-use crate::local::check_cpu;
 use crate::tensor::{Piece, local_text, show_pieces};
+use shardwise_kernels::check_cpu;
 
 /// A tensor cut into boxes that the ranks of a mesh hold, any number of them each, seen from one rank.
 ///
@@ -145,7 +145,7 @@ impl ShardedTensor {
 
     /// The same elements in another type.
     pub fn to_dtype(&self, dtype: DType) -> Result<ShardedTensor> {
-        crate::local::check_dtype(dtype)?;
+        shardwise_kernels::check_dtype(dtype)?;
         let tensors = self.shards.iter().map(|s| Ok(s.tensor.to_dtype(dtype)?)).collect::<Result<Vec<_>>>()?;
         let metadata = ShardedTensorMetadata { dtype, ..(*self.metadata).clone() };
         Ok(Self::from_parts(&self.mesh, metadata, self.spec.clone(), tensors))

@@ -7,9 +7,9 @@ use super::{Backward, DTensor, Keeps, Number, Saved, is_recording};
 use crate::comm::implicitly;
 use crate::error::{Error, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
-use crate::local::{Assembly, filled, placeholder};
 use crate::placement::{Placement, ReduceOp};
 use crate::redistribute::Exchange;
+use shardwise_kernels::{Assembly, filled, placeholder};
 
 const ZERO: Number = Number::Integer(0);
 

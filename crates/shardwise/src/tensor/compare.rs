@@ -8,8 +8,8 @@ use super::{DTensor, hash_of};
 use crate::comm::{Call, implicitly, on_behalf_of};
 use crate::error::{Error, Result, Site};
 use crate::layout::Layout;
-use crate::local::{all_close, all_equal};
 use crate::placement::ReduceOp;
+use shardwise_kernels::{all_close, all_equal};
 
 impl DTensor {
     /// The value of a tensor with one element, on every rank of the mesh; pending reductions are carried out.

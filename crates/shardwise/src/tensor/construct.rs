@@ -10,8 +10,8 @@ use crate::comm::{Call, DeviceMesh, Group};
 use crate::error::{Error, Result, Site};
 use crate::fnv::fnv1a;
 use crate::layout::{Layout, TensorMeta};
-use crate::local::{check_served, dense, immutable, own_copy, placeholder, with_bytes};
 use crate::placement::Placement;
+use shardwise_kernels::{check_served, dense, immutable, own_copy, placeholder, with_bytes};
 
 /// How local parts become a tensor; see [`DTensor::from_local_with`].
 #[derive(Debug, Clone, Default)]

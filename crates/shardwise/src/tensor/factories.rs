@@ -8,9 +8,9 @@ use super::{DTensor, check_partial, check_room, foreign};
 use crate::comm::{Call, DeviceMesh};
 use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
-use crate::local::{Number, check_dtype, filled, placeholder, reserve};
 use crate::placement::Placement;
 use crate::random::{Distribution, Generator, GeneratorState, mantissa_bits};
+use shardwise_kernels::{Number, check_dtype, filled, placeholder, reserve};
 
 /// Elements by global index: row-major number of the element, and its index in every dimension.
 type Rule<'a> = &'a dyn Fn(u64, &[usize]) -> Number;

@@ -19,8 +19,8 @@ use parking_lot::Mutex;
 
 use super::{Backward, DTensor, Keeps, Saved, is_recording};
 use crate::error::{Error, Result};
-use crate::local::{dense, with_type};
 use crate::placement::{Placement, ReduceOp};
+use shardwise_kernels::{dense, with_type};
 
 /// Where the local part of a tensor leaves for local code.
 pub(super) struct Exit {

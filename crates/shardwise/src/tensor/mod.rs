@@ -36,10 +36,10 @@ use rustc_hash::FxHasher;
 use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of, while_moving};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
-pub use crate::local::Number;
-use crate::local::{self, check_cpu, check_dtype, own_copy, placeholder};
 use crate::placement::{Placement, ReduceOp};
 use crate::redistribute::{Exchange, redistribute};
+pub use shardwise_kernels::Number;
+use shardwise_kernels::{check_cpu, check_dtype, own_copy, placeholder};
 
 /// A tensor that lies on a mesh of ranks, seen from one of them.
 ///
@@ -281,7 +281,7 @@ impl DTensor {
 
     /// Whether the local parts of two tensors are one and the same memory, as those of clones are.
     pub fn shares_memory(&self, other: &DTensor) -> bool {
-        local::same_memory(self.local(), other.local())
+        shardwise_kernels::same_memory(self.local(), other.local())
     }
 
     /// The same value with other placements on the same mesh.

@@ -6,8 +6,8 @@ use candle_core::DType;
 
 use super::{DTensor, Number};
 use crate::error::Result;
-use crate::local::limits;
 use crate::placement::Placement;
+use shardwise_kernels::limits;
 
 /// A tensor or a plain number. Every function that takes `impl Into<Operand>` takes both: `x.gt(&y)`, `x.gt(0.0)`.
 ///

@@ -4,7 +4,7 @@ use candle_core::DType;
 
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::local::memory_bytes;
+use shardwise_kernels::memory_bytes;
 
 /// An error if a rank would hold more of the tensor than its machine has memory. All ranks come to the same verdict, because
 /// each looks at the parts of all. A dry run holds nothing.

@@ -7,7 +7,7 @@ use super::DTensor;
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
-use crate::local::bytes_of;
+use shardwise_kernels::bytes_of;
 
 /// One rank's part of a distributed tensor, with the layout that it belongs to.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -49,7 +49,7 @@ impl DTensor {
             ));
         }
         let dtype: DType = state.dtype.parse().map_err(|_| bad(state.dtype.clone(), "an element type".into()))?;
-        crate::local::check_dtype(dtype)?;
+        shardwise_kernels::check_dtype(dtype)?;
         let shape = state.layout.local_shape(rank);
         let expected = shape.iter().product::<usize>() * dtype.size_in_bytes();
         if state.bytes.len() != expected {

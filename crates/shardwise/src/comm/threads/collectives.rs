@@ -12,8 +12,8 @@ use crate::comm::Call;
 use crate::comm::check::Entry;
 use crate::error::Result;
 use crate::layout::{TensorMeta, chunk};
-use crate::local::{Assembly, Reducible, concat, dense, immutable, own_copy, reduce_block, with_type};
 use crate::placement::ReduceOp;
+use shardwise_kernels::{Assembly, Reducible, concat, dense, immutable, own_copy, reduce_block, with_type};
 
 /// Parts of a shared reduction begin at multiples of this many elements, so that no cache line has two writers.
 const GRAIN: usize = 1024;

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use crate::comm::check::Entry;
 use crate::error::{Error, RankCall, Result};
-use crate::local::Assembly;
+use shardwise_kernels::Assembly;
 
 /// The shared part of a group.
 ///

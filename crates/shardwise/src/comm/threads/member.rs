@@ -13,7 +13,7 @@ use crate::comm::check::{Entry, check_agreement};
 use crate::comm::{Call, Communicator, Exposed};
 use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::TensorMeta;
-use crate::local::{check_served, own_copy};
+use shardwise_kernels::{check_served, own_copy};
 
 pub(super) struct Member {
     hub: Arc<Hub>,
