@@ -7,6 +7,7 @@ use shardwise::{Error, ReduceOp, Result, TensorMeta, World};
 use shardwise_mpi::launch;
 
 #[cfg(feature = "mpi")]
+use super::case::{COLUMNS, Collective, even};
 use super::raw_mpi::Raw;
 use super::timing::{duration, memcpy_ms, time, time_in_turn};
 use crate::output::{Row, Rows};
@@ -42,16 +43,6 @@ pub(crate) struct Options {
     /// Print JSON lines instead of a table.
     #[arg(long)]
     json: bool,
-}
-
-#[derive(Clone, Copy)]
-pub(super) enum Collective {
-    Barrier,
-    Broadcast,
-    AllGather,
-    AllReduce,
-    ReduceScatter,
-    ExchangeDims,
 }
 
 const COLLECTIVES: [(Collective, &str); 6] = [
@@ -137,9 +128,6 @@ fn chosen(names: &[String]) -> Result<Vec<(Collective, &'static str)>> {
     Ok(COLLECTIVES.into_iter().filter(|(_, name)| is_chosen(name)).collect())
 }
 
-/// Columns of the benchmark tensors; their rows are whatever the size asks for.
-pub(super) const COLUMNS: usize = 8;
-
 fn measure(world: &World, collective: Collective, bytes: usize) -> Result<Measured> {
     let (n, me) = (world.size(), world.rank());
     let rows = bytes / 4 / COLUMNS;
@@ -185,9 +173,4 @@ fn measure(world: &World, collective: Collective, bytes: usize) -> Result<Measur
         raw_ms: raw.first().copied(),
         raw_median_ms: raw.get(raw.len() / 2).copied(),
     })
-}
-
-/// As even a cut as there is.
-pub(super) fn even(total: usize, n: usize) -> Vec<usize> {
-    (0..n).map(|r| total * (r + 1) / n - total * r / n).collect()
 }

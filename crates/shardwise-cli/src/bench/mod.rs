@@ -1,6 +1,7 @@
 //! `shardwise bench`.
 
 mod ckpt;
+mod case;
 mod collectives;
 mod dispatch;
 #[cfg(feature = "mpi")]

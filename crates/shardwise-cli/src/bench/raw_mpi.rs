@@ -6,7 +6,7 @@ use std::ffi::c_int;
 use mpi::ffi;
 use shardwise::{Error, Result, World};
 
-use super::collectives::{COLUMNS, Collective, even};
+use super::case::{COLUMNS, Collective, even};
 
 /// A call that is ready to be made, on `f32` matrices.
 pub(super) struct Raw {

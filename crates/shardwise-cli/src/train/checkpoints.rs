@@ -8,7 +8,6 @@ use shardwise::optim::OptimizerState;
 use shardwise::prelude::*;
 use shardwise::random::GeneratorState;
 
-use super::saved::unwritable;
 use super::settings::{Job, Settings};
 use super::trainer::Trainer;
 
@@ -222,4 +221,10 @@ pub(super) fn make_way(out: &Path, first: u64, overwrite: bool) -> Result<()> {
         return Err(Error::invalid("output directory", found, "no checkpoints of later steps", fix));
     }
     later.iter().try_for_each(|&step| series.remove(step))
+}
+
+/// The error for a place that a run cannot write to, with the cause: a full disk, a read-only one, no permission.
+pub(super) fn unwritable(what: &'static str, path: &Path, error: &std::io::Error) -> Error {
+    let fix = "make room or give permission there, or name another place";
+    Error::invalid(what, format!("{}: {error}", path.display()), "a place that can be written to", fix)
 }

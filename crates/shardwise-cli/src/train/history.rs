@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use shardwise::{Error, Result};
 
-use super::saved::{unwritable, write};
+use super::checkpoints::unwritable;
+use super::saved::write;
 
 /// Name of the file.
 const HISTORY: &str = "losses.jsonl";

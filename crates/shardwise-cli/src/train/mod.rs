@@ -24,12 +24,12 @@ use shardwise::comm::Report;
 use shardwise::models::{check_export, export_hf};
 use shardwise::prelude::*;
 
+use checkpoints::unwritable;
 use checkpoints::{Position, Resumed, Saver};
 use data::Tokens;
 use history::History;
 use progress::{Progress, Step};
 use sample::{Choice, continued};
-use saved::unwritable;
 use settings::{Job, Settings};
 use trainer::Trainer;
 

@@ -9,9 +9,10 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use shardwise::Result;
 
+use super::checkpoints::unwritable;
 use super::curve;
 use super::history::History;
-use super::saved::{unwritable, write};
+use super::saved::write;
 
 /// One step, as it is logged.
 #[derive(Serialize)]

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use shardwise::models::ModelConfig;
 use shardwise::{Error, Result};
 
-use super::checkpoints::series;
+use super::checkpoints::{series, unwritable};
 use super::data::{Coding, TOKENIZER};
 
 const CONFIG: &str = "config.json";
@@ -31,12 +31,6 @@ pub(super) fn describe(directory: &Path, config: &ModelConfig, coding: &Coding) 
 /// Writes a file of a run.
 pub(super) fn write(path: &Path, content: String) -> Result<()> {
     std::fs::write(path, content).map_err(|error| unwritable("output file", path, &error))
-}
-
-/// The error for a place that a run cannot write to, with the cause: a full disk, a read-only one, no permission.
-pub(super) fn unwritable(what: &'static str, path: &Path, error: &std::io::Error) -> Error {
-    let fix = "make room or give permission there, or name another place";
-    Error::invalid(what, format!("{}: {error}", path.display()), "a place that can be written to", fix)
 }
 
 /// What a directory holds.
