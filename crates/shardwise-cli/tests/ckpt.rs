@@ -59,6 +59,21 @@ fn every_format_is_looked_at_converted_and_found_the_same() {
 }
 
 #[test]
+fn formats_are_named_by_the_list_of_the_library() {
+    let scratch = Scratch::new("format-names");
+    let (source, to) = (sample("nested"), scratch.0.join("to"));
+    let help = printed(&["convert", "--help"]);
+    assert!(help.contains("hugging-face") && help.contains("(also: hf, safetensors)"), "{help}");
+    for unknown in ["zarr", "torch"] {
+        let refused = ckpt(&["convert", text(&source), text(&to), "--to", unknown]);
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(!refused.status.success() && said.contains("native, dcp, hugging-face"), "{said}");
+    }
+    printed(&["convert", text(&source), text(&to), "--format", "hugging-face"]);
+    assert!(printed(&["inspect", text(&to)]).contains("hugging-face: "));
+}
+
+#[test]
 fn a_checkpoint_is_cut_for_a_mesh_and_a_load_is_tried_without_doing_it() {
     let scratch = Scratch::new("cut");
     let (source, to) = (sample("hf_plain"), scratch.0.join("cut"));

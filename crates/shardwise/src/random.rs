@@ -2,6 +2,8 @@
 //!
 //! Element `i` of draw `o` of a generator with seed `s` comes from Philox4x32-10 with key `s` and a counter made of `i`
 //! and `o`. No rank needs to know what another one draws: every layout, mesh and world size gives the same bits.
+//! Philox is written out here because generators of other crates are streams: they are asked for the next number, not for
+//! that of an element.
 
 use std::f64::consts::TAU;
 use std::sync::Arc;

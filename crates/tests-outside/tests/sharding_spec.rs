@@ -94,7 +94,7 @@ fn tensors_of_a_new_spec_are_made_moved_and_stored() {
             assert!(columns.equal(&x)?);
             let back = columns.reshard(spec.clone())?;
             assert!(back.local_shards().iter().zip(x.local_shards()).all(|(a, b)| a.metadata() == b.metadata()));
-            assert!(ShardedTensor::zeros(spec.clone(), (11, 2), DType::F32, &mesh)?.equal(&x.full_like(0.0)?)?);
+            assert!(ShardedTensor::zeros(spec, (11, 2), DType::F32, &mesh)?.equal(&x.full_like(0.0)?)?);
 
             // as a distributed tensor
             assert_eq!(rows(&x.to_dtensor()?.full_tensor()?), rows(&table()));
@@ -103,7 +103,7 @@ fn tensors_of_a_new_spec_are_made_moved_and_stored() {
             let state = x.state()?;
             assert!(state.spec.downcast_ref::<BlockCyclic>().is_none());
             assert_eq!(state.spec.build_metadata(&[11, 2], DType::F32)?, *x.metadata());
-            let as_stored = ShardedTensor::load_with_process_group(&mesh, &[state.clone()], None)?;
+            let as_stored = ShardedTensor::load_with_process_group(&mesh, std::slice::from_ref(&state), None)?;
             assert_eq!(as_stored.metadata().shards, x.metadata().shards);
             let wider = BlockCyclic { rows: 3, ranks };
             let loaded = ShardedTensor::load_with_process_group(&mesh, &[state], Some(wider.into()))?;

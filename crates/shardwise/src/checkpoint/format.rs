@@ -20,7 +20,7 @@ use crate::error::Result;
 ///
 /// A program adds a format with [`Format::register`]; [`open`](super::open) then recognizes it, and saves, conversions and the
 /// tools know it by name. A format only describes: what [`open`](Self::open) returns is checked as for every format (boxes
-/// fill their tensors, bytes lie inside files), and files are written to a new directory that replaces the old checkpoint as a
+/// fill their tensors, bytes are inside files), and files are written to a new directory that replaces the old checkpoint as a
 /// whole.
 pub trait CheckpointFormat: Any + Send + Sync {
     /// Its name, such as `native`: lowercase, unique among all formats.
@@ -201,8 +201,13 @@ impl Hash for Format {
 }
 
 impl fmt::Debug for Format {
+    /// The name as the constant has it: `HuggingFace` for `hugging-face`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        for word in self.name().split('-') {
+            let (first, rest) = word.split_at(word.chars().next().map_or(0, char::len_utf8));
+            write!(f, "{}{rest}", first.to_uppercase())?;
+        }
+        Ok(())
     }
 }
 

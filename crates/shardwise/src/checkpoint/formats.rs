@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn formats_have_different_names_and_unknown_ones_are_told_the_known() {
+    fn names_are_unique_and_errors_list_the_known_ones() {
         for taken in ["native", "hf", "dcp"] {
             let error = Format::register(Box::leak(Box::new(Mine(taken)))).unwrap_err().to_string();
             assert!(error.contains(taken), "{error}");
@@ -155,6 +155,7 @@ mod tests {
         assert!(error.contains("mine, native, dcp, hugging-face, torch"), "{error}");
         let error = mine.to_write().err().unwrap().to_string();
         assert!(error.contains("mine, which is only read") && error.contains("native, dcp, hugging-face"), "{error}");
+        assert_eq!(format!("{:?} {:?} {mine:?}", Format::HuggingFace, Format::Native), "HuggingFace Native Mine");
         let text = serde_json::to_string(&Format::HuggingFace).unwrap();
         assert_eq!(
             (text.as_str(), serde_json::from_str::<Format>(&text).unwrap()),

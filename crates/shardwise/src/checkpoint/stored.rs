@@ -141,7 +141,7 @@ impl Contents {
         self.tensors.values().map(StoredTensor::bytes).fold(0, usize::saturating_add)
     }
 
-    /// An error unless everything fits together and lies in the files. `sizes` gives the size of a file by name, `None` if
+    /// An error unless everything fits together and is inside the files. `sizes` gives the size of a file by name, `None` if
     /// there is no such file.
     pub(super) fn check(&self, sizes: &dyn Fn(&str) -> Option<u64>) -> Result<()> {
         if let Some((key, _)) = self.paths.iter().find(|(_, path)| path.len() > MAX_DEPTH) {

@@ -129,7 +129,7 @@ fn described(owned: &OwnedBox) -> ShardMetadata {
     ShardMetadata { offsets: owned.global.offsets.clone(), sizes: owned.global.sizes.clone(), placement: None }
 }
 
-/// A box of the tensor that lies inside one of the shards, as a view.
+/// A box of the tensor inside one of the shards, as a view.
 pub(super) fn cut(shards: &[Shard], offsets: &[usize], sizes: &[usize]) -> Result<Tensor> {
     let within = |shard: &&Shard| {
         let ShardMetadata { offsets: starts, sizes: lengths, .. } = &shard.metadata;

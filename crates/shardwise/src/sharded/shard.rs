@@ -15,7 +15,7 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// A tensor, and where it lies in the whole; an error unless size and device are as described.
+    /// A tensor, and its place in the whole; an error unless size and device are as described.
     pub fn new(tensor: &Tensor, metadata: ShardMetadata) -> Result<Self> {
         check_served(tensor)?;
         if tensor.dims() != metadata.sizes {
@@ -58,7 +58,7 @@ impl Shard {
         if placeholder { Ok(self.tensor.clone()) } else { Ok(own_copy(&self.tensor)?) }
     }
 
-    /// Where it lies.
+    /// Its place in the whole, and who holds it.
     pub fn metadata(&self) -> &ShardMetadata {
         &self.metadata
     }

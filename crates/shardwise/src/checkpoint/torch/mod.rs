@@ -49,7 +49,7 @@ impl CheckpointFormat for Torch {
         false
     }
 
-    /// What stands beside the file is none of its business.
+    /// The checkpoint is one file: others in its directory do not matter.
     fn belongs(&self, _: &str) -> bool {
         true
     }
