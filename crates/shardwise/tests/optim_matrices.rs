@@ -162,11 +162,11 @@ fn torch_has_the_same_numbers() {
                     if shape.is_empty() && placement != Replicate {
                         continue;
                     }
-                    let value = tensor(&mesh, &shape, &[placement.clone()], dtype, &recorded_start)?;
+                    let placed = [placement.clone()];
+                    let value = tensor(&mesh, &shape, &placed, dtype, &recorded_start)?;
                     let param = Param::new(&value);
                     let mut optimizer = ShardedOptimizer::new([("w".to_string(), param.clone())], group.clone())?;
                     for t in 0..3 {
-                        let placed = [placement.clone()];
                         let gradient = tensor(&mesh, &shape, &placed, dtype, &|flat| recorded_gradient(flat, t))?;
                         optimizer.step(param.get().backward_with(&gradient)?)?;
                     }
