@@ -162,11 +162,11 @@ fn torch_has_the_same_numbers() {
                     if shape.is_empty() && placement != Replicate {
                         continue;
                     }
-                    let value = tensor(&mesh, &shape, &[placement.clone()], dtype, &recorded_start)?;
+                    let placed = [placement.clone()];
+                    let value = tensor(&mesh, &shape, &placed, dtype, &recorded_start)?;
                     let param = Param::new(&value);
                     let mut optimizer = ShardedOptimizer::new([("w".to_string(), param.clone())], group.clone())?;
                     for t in 0..3 {
-                        let placed = [placement.clone()];
                         let gradient = tensor(&mesh, &shape, &placed, dtype, &|flat| recorded_gradient(flat, t))?;
                         optimizer.step(param.get().backward_with(&gradient)?)?;
                     }
@@ -365,6 +365,33 @@ fn half_precision_parameters_have_a_finer_copy() {
         Ok(())
     };
     ThreadWorld::new(2).unwrap().run(run).unwrap();
+}
+
+#[test]
+fn ranks_outside_the_mesh_of_a_parameter_take_part_without_a_part() {
+    let run = |world: World| {
+        let (pair, one) = (world.device_mesh(Mesh::from_ranks([("c", 2)], vec![2, 0])?)?, alone(&world)?);
+        for algorithm in optimizers() {
+            let layouts = [(vec![5, 3], vec![Shard(0)]), (vec![4, 6], vec![Shard(1)])];
+            let sharded = params(&pair, &layouts, DType::F64)?;
+            let single = params(&one, &unsharded(&layouts), DType::F64)?;
+            let mut optimizer = ShardedOptimizer::new(named(&sharded), algorithm.clone())?;
+            let mut reference = ShardedOptimizer::new(named(&single), algorithm.clone())?;
+            for t in 0..3 {
+                optimizer.step(gradients(&sharded, t)?)?;
+                reference.step(gradients(&single, t)?)?;
+            }
+            let state = optimizer.state_dict()?;
+            optimizer.load_state_dict(&state)?;
+            if pair.my_coordinate().is_some() {
+                for (found, expected) in whole(&sharded)?.iter().zip(whole(&single)?) {
+                    assert_near(found, &expected, tolerance(&algorithm, DType::F64), &|| format!("{algorithm:?}"));
+                }
+            }
+        }
+        Ok(())
+    };
+    ThreadWorld::new(3).unwrap().run(run).unwrap();
 }
 
 /// A few steps and a state that is saved and loaded; what is communicated must not depend on data.

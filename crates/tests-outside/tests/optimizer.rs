@@ -228,7 +228,7 @@ fn what_they_refuse_names_parameter_and_setting() {
         let rows = RowNorm { beta: 0.5, max_norm: 1.0 };
         let refused = [
             (ShardedOptimizer::new(net.named_parameters(), rows.clone()), "`first.bias` with shape [9]"),
-            (ShardedOptimizer::new([], RowNorm { beta: 1.0, ..rows.clone() }), "correct `beta` of rownorm"),
+            (ShardedOptimizer::new([], RowNorm { beta: 1.0, ..rows }), "correct `beta` of rownorm"),
         ];
         for (result, part) in refused {
             let message = result.err().expect(part).to_string();

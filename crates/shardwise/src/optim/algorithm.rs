@@ -156,7 +156,7 @@ impl Algorithm {
     ///
     /// # Errors
     /// [`Error::Invalid`] if there is no such setting, or if it has another type.
-    pub fn with_setting(&self, name: &'static str, value: impl Into<Json>) -> Result<Algorithm> {
+    pub fn with_setting(&self, name: &str, value: impl Into<Json>) -> Result<Algorithm> {
         let mut settings = self.settings()?;
         let Some(setting) = settings.get_mut(name) else {
             let found = format!("`{name}` of {}", self.name());
@@ -183,23 +183,29 @@ impl Algorithm {
         self.typed()?.check_shape(shape)
     }
 
-    /// The settings by name; none of an optimizer that has no fields.
+    /// The settings by name; none of an optimizer that has no named fields.
     pub(crate) fn settings(&self) -> Result<serde_json::Map<String, Json>> {
-        let settings = match &self.0 {
-            Form::Typed(optimizer) => optimizer.settings().map_err(Error::other)?,
-            Form::Stored { settings, .. } => settings.clone(),
-        };
-        match settings {
+        match self.stored().map_err(Error::other)? {
             Json::Object(settings) => Ok(settings),
             _ => Ok(serde_json::Map::new()),
         }
     }
 
+    /// The settings as they are stored.
+    fn stored(&self) -> serde_json::Result<Json> {
+        match &self.0 {
+            Form::Typed(optimizer) => optimizer.settings(),
+            Form::Stored { settings, .. } => Ok(settings.clone()),
+        }
+    }
+
     /// The same optimizer with other settings.
     pub(crate) fn with_settings(&self, settings: serde_json::Map<String, Json>) -> Result<Algorithm> {
-        // A type without fields is stored as nothing.
-        let settings =
-            if settings.is_empty() { self.typed()?.settings().map_err(Error::other)? } else { Json::Object(settings) };
+        // An optimizer without named fields keeps what it has.
+        let settings = match settings.is_empty() {
+            true => self.stored().map_err(Error::other)?,
+            false => Json::Object(settings),
+        };
         self.read(settings)
     }
 
@@ -217,11 +223,14 @@ impl Algorithm {
         Ok(Algorithm(Form::Typed(optimizer)))
     }
 
-    /// Settings that were read from a file, as an optimizer of the type that this one has. Typed ones stay as they are.
+    /// Settings that were read from a file, with the type of the optimizer of the same name that they are loaded into. The type
+    /// may also differ because a program's optimizer has the name of one of the crate.
     pub(super) fn bound_to(&self, own: &Algorithm) -> Result<Algorithm> {
-        match &self.0 {
-            Form::Stored { name, settings } if name == own.name() => own.read(settings.clone()),
-            _ => Ok(self.clone()),
+        match (&self.0, &own.0) {
+            (Form::Typed(found), Form::Typed(own)) if found.as_any().type_id() == own.as_any().type_id() => {
+                Ok(self.clone())
+            }
+            _ => own.read(self.stored().map_err(Error::other)?),
         }
     }
 
@@ -242,8 +251,8 @@ impl Algorithm {
             Form::Typed(optimizer) => Ok(&**optimizer),
             Form::Stored { name, .. } => Err(Error::invalid(
                 "optimizer",
-                format!("stored settings of `{name}`, which is not an optimizer of this crate"),
-                "an optimizer with a type",
+                format!("settings of `{name}` from a file, which are not those of an optimizer of this crate"),
+                "an optimizer of a type",
                 "load them into an optimizer of that type with `load_state_dict`",
             )),
         }
@@ -262,7 +271,7 @@ impl fmt::Debug for Algorithm {
 /// Of one name, with equal settings.
 impl PartialEq for Algorithm {
     fn eq(&self, other: &Self) -> bool {
-        let settings = |algorithm: &Algorithm| algorithm.settings().ok();
+        let settings = |algorithm: &Algorithm| algorithm.stored().ok();
         self.name() == other.name() && settings(self) == settings(other)
     }
 }
@@ -271,10 +280,7 @@ impl PartialEq for Algorithm {
 impl Serialize for Algorithm {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         use serde::ser::Error as _;
-        let settings = match &self.0 {
-            Form::Typed(optimizer) => optimizer.settings().map_err(S::Error::custom)?,
-            Form::Stored { settings, .. } => settings.clone(),
-        };
+        let settings = self.stored().map_err(S::Error::custom)?;
         serializer.collect_map([(self.name(), settings)])
     }
 }
@@ -286,10 +292,50 @@ impl<'de> Deserialize<'de> for Algorithm {
         let (Some((name, settings)), None) = (entries.next(), entries.next()) else {
             return Err(D::Error::custom("an optimizer is stored as one name with its settings"));
         };
-        // Earlier versions stored the names of types, such as AdamW.
-        match built_in(&name.to_lowercase()) {
-            Some(known) => known.read(settings).map_err(D::Error::custom),
-            None => Ok(Algorithm(Form::Stored { name, settings })),
+        // Earlier versions stored the names of types, such as AdamW. What the crate's optimizer does not take may belong to a
+        // program's optimizer of the same name.
+        let known = built_in(&name.to_lowercase()).and_then(|known| known.read(settings.clone()).ok());
+        Ok(known.unwrap_or(Algorithm(Form::Stored { name, settings })))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of a program, with the name of one of the crate.
+    #[derive(Debug, Serialize, Deserialize)]
+    struct OtherLion {
+        speed: f64,
+    }
+
+    impl Optimizer for OtherLion {
+        const NAME: &'static str = "lion";
+
+        fn state(&self, _: &[usize]) -> Vec<StateTensor> {
+            Vec::new()
         }
+
+        fn step(&self, _: &mut ParamStep<'_>) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn stored_settings_get_the_type_that_they_are_loaded_into() {
+        let stored = Algorithm::from(OtherLion { speed: 2.0 });
+        let text = serde_json::to_string(&stored).unwrap();
+        assert_eq!(text, r#"{"lion":{"speed":2.0}}"#);
+        let read: Algorithm = serde_json::from_str(&text).unwrap();
+        assert_eq!(read, stored);
+        assert!(read.downcast_ref::<OtherLion>().is_none());
+        let message = read.check().unwrap_err().to_string();
+        assert!(message.contains("settings of `lion` from a file"), "{message}");
+        let bound = read.bound_to(&Algorithm::from(OtherLion { speed: 1.0 })).unwrap();
+        assert_eq!(bound.downcast_ref::<OtherLion>().map(|lion| lion.speed), Some(2.0));
+        let message = read.bound_to(&Lion::default().into()).unwrap_err().to_string();
+        assert!(message.contains("settings of lion") && message.contains("speed"), "{message}");
+        let typed = Algorithm::from(Lion::default());
+        assert!(typed.bound_to(&typed).unwrap().downcast_ref::<Lion>().is_some());
     }
 }

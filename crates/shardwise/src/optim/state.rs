@@ -23,8 +23,8 @@ const BEGUN: &str = "begun";
 
 /// The state of an optimizer, by names of parameters; `T` is what tensors are.
 ///
-/// It can be loaded into an optimizer whose parameters lie otherwise. For a world of another size it goes through
-/// [`to_full`](OptimizerState::to_full).
+/// It can be loaded into an optimizer whose parameters have other layouts. For a world of another size it goes through
+/// [`to_full`](OptimizerState::to_full), or through a checkpoint.
 #[derive(Debug, Clone)]
 pub struct OptimizerState<T = DTensor> {
     /// Steps taken so far.
