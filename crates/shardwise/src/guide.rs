@@ -505,7 +505,7 @@
 //! # let single = DTensor::ones((4, 2), DType::F32, &mesh, [Replicate, Replicate])?;
 //! # let source = std::env::temp_dir().join(format!("shardwise-guide-source-{}", std::process::id()));
 //! # checkpoint::save(&world, &source, &State::map([("weight", single)]))?;
-//! convert(&source, &target, &ConvertOptions::to(Format::Safetensors), &|_| {})?;
+//! convert(&source, &target, &ConvertOptions::to(Format::HuggingFace), &|_| {})?;
 //! # world.barrier()?;
 //! # std::fs::remove_dir_all(&directory)?;
 //! # if world.rank() == 0 { std::fs::remove_dir_all(&source)?; }

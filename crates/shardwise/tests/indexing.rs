@@ -314,6 +314,10 @@ fn a_mask_communicates_how_many_elements_it_picks() {
             let gradient = y.backward_with(&y.ones_like()?)?;
             assert_eq!(gradient.get(&x)?.placements(), [Shard(0)]);
             assert!(world.trace().records().is_empty());
+            // a mask that broadcasts, and a single number
+            let rows = flags(&x, &[1, 0, 0, 1])?.unsqueeze(-1)?;
+            assert_eq!(number(&x.masked_select(&rows)?.sum_all()?)?, number(&x.i((.., [0, 3]))?.sum_all()?)?);
+            assert_eq!(x.sum_all()?.masked_select(&x.sum_all()?.gt(0.0)?)?.full_tensor()?.to_vec1::<f64>()?, [1770.0]);
             // rows of which every rank holds one
             assert_eq!(mask.nonzero()?.i(0)?.full_tensor()?.to_vec1::<i64>()?, [1, 0, 1]);
             assert_eq!(mask.nonzero()?.placements()[0].shard_dim(), Some(0));

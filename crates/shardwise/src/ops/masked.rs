@@ -6,6 +6,7 @@ use std::panic::Location;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::binary::meeting_shape;
 use crate::comm::{Call, DeviceMesh, implicitly};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
@@ -35,7 +36,7 @@ struct Select(Masked);
 struct Put(Masked);
 
 impl DTensor {
-    /// The elements where `mask`, of the same shape, is not zero, as a vector in row-major order.
+    /// The elements where `mask` is not zero, as a vector in row-major order. The two broadcast.
     ///
     /// Collective: every rank of the mesh must call it. Communicates how many elements each rank picks, and elements only where
     /// a dimension other than the first is sharded, or the mask is sharded in another way. Differentiable: the gradient of
@@ -55,11 +56,17 @@ impl DTensor {
     #[doc(alias = "boolean_mask")]
     #[track_caller]
     pub fn masked_select(&self, mask: &DTensor) -> Result<DTensor> {
-        if mask.shape() != self.shape() {
+        let Some(shape) = meeting_shape(&[self.shape(), mask.shape()]) else {
             let found = format!("a mask of shape {:?} for {} in masked_select", mask.shape(), self.layout());
-            return Err(Error::invalid("mask", found, format!("shape {:?}", self.shape()), "expand the mask"));
+            return Err(Error::invalid("mask", found, "a shape that broadcasts", "reshape or expand the mask"));
+        };
+        let sizes: Vec<isize> = shape.iter().map(|&n| n as isize).collect();
+        let expanded = |x: &DTensor| if x.shape() == &shape[..] { Ok(x.clone()) } else { x.expand(&sizes) };
+        let (x, mask) = (expanded(self)?, expanded(mask)?);
+        if shape.is_empty() {
+            return x.unsqueeze(0)?.masked_part(0, &mask.unsqueeze(0)?);
         }
-        self.masked_part(0, mask)
+        x.masked_part(0, &mask)
     }
 
     /// The indices of the elements that are not zero, in row-major order: one row per element, one column per dimension; i64.
