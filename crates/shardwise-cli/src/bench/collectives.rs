@@ -6,8 +6,8 @@ use serde::Serialize;
 use shardwise::{Error, ReduceOp, Result, TensorMeta, World};
 use shardwise_mpi::launch;
 
-#[cfg(feature = "mpi")]
 use super::case::{COLUMNS, Collective, even};
+#[cfg(feature = "mpi")]
 use super::raw_mpi::Raw;
 use super::timing::{duration, memcpy_ms, time, time_in_turn};
 use crate::output::{Row, Rows};
