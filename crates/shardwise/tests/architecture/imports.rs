@@ -92,7 +92,7 @@ impl Crate {
             }
             (file, rest) = (child, &rest[1..]);
         }
-        let declared = rest.first().and_then(|name| self.known[&file].get(name)).filter(|_| followed < 8);
+        let declared = rest.first().and_then(|name| self.known.get(&file)?.get(name)).filter(|_| followed < 8);
         let behind = declared.and_then(|path| self.defining_file(&file, path, followed + 1));
         behind.or_else(|| self.code.contains_key(&file).then_some(file))
     }
