@@ -2,6 +2,9 @@
 //! gradient and the gradient of what is written are compared with PyTorch's: `x` is `arange(60).reshape(3, 4, 5)`, values that
 //! are written are -1, -2, ..., and each tensor is compared by its shape and the sum of its elements times 1, 2, 3, ....
 
+// Negative ends count from the back here: `1..-1` is no empty range.
+#![allow(clippy::reversed_empty_ranges)]
+
 use candle_core::{Device, Tensor};
 use shardwise::ops::{Ellipsis, NewAxis, strided};
 use shardwise::prelude::*;
@@ -54,7 +57,10 @@ const GETS: &[(Get, &str, &[usize], f64, f64)] = &[
     (|x| x.i((.., &index(x, &[3], &[])?)), "x.i((.., &index(x, &[3], &[])?))", &[3, 5], 5470.0, 5590.0),
 ];
 
-const SETS: &[(Set, &str, &[usize], f64, f64, f64)] = &[
+/// The write, its text and the shape of the value; sums of the result and of both gradients.
+type SetCase = (Set, &'static str, &'static [usize], f64, f64, f64);
+
+const SETS: &[SetCase] = &[
     (|x, v| x.set(1, v), "x.set(1, &v)", &[4, 5], 46250.0, 54540.0, 7070.0),
     (|x, v| x.set((.., 1..3, -1), v), "x.set((.., 1..3, -1), &v)", &[3, 2], 63350.0, 65835.0, 850.0),
     (|x, v| x.set((.., 1..3), v), "x.set((.., 1..3), &v)", &[5], 33935.0, 37655.0, 2805.0),
@@ -339,7 +345,7 @@ fn bad_indices_are_errors_that_say_why() {
             assert!(error(x.i((.., 4))).contains("index 4"));
             assert!(error(x.i(strided(.., 0))).contains("step 0"));
             assert!(error(x.i((.., &flags(&x, &[1, 0])?))).contains("a mask of shape [2]"));
-            let mut y = x.clone();
+            let mut y = x;
             assert!(y.set((.., 4), 0.0).unwrap_err().to_string().contains("index 4"));
             let wide = DTensor::ones(7, DType::F64, &mesh, [Replicate])?;
             assert!(y.set((.., 1), &wide).unwrap_err().to_string().contains("broadcasts to [3, 5]"));

@@ -163,6 +163,26 @@ fn what_local_code_writes_does_not_reach_the_tensor() {
 }
 
 #[test]
+fn local_code_keeps_nothing_when_its_graph_is_gone() {
+    on_each_world(|mesh| {
+        let x = leaf(mesh, Shard(0))?;
+        let pass = || -> Result<()> {
+            let y = (&x * 2.0)?;
+            let local = (y.to_local() * y.to_local())?;
+            DTensor::from_local(&local, mesh, [Shard(0)])?.sum_all()?.backward()?;
+            // never brought back
+            y.to_local().sqr()?;
+            Ok(())
+        };
+        pass()?;
+        let before = mesh.world().memory().current();
+        (0..20).try_for_each(|_| pass())?;
+        assert_eq!(mesh.world().memory().current(), before);
+        Ok(())
+    });
+}
+
+#[test]
 fn replicas_that_differ_are_named() {
     ThreadWorld::new(4)
         .unwrap()

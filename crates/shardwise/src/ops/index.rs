@@ -16,7 +16,8 @@ use crate::tensor::{DTensor, Operand};
 pub enum Index<'a> {
     /// One index, which removes the dimension; a negative one counts from the back.
     At(isize),
-    /// Every `step`-th index of a range. Negative ends count from the back, and ends beyond the tensor are cut off.
+    /// Every `step`-th index of a range. Negative ends count from the back, and ends beyond the tensor are cut off. Clippy takes
+    /// the literal `1..-1` for an empty range: allow its lint `reversed_empty_ranges` where you write such ranges.
     Range {
         /// The first index; the beginning if there is none.
         start: Option<isize>,
