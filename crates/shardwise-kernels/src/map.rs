@@ -82,7 +82,7 @@ where
 pub enum Arithmetic {
     /// For f32 and types that are exact in it.
     F32,
-    /// For f64 and whole numbers that f32 does not hold.
+    /// For f64 and integers that f32 does not hold.
     F64,
     /// For whole numbers that stay so.
     Whole,

@@ -14,9 +14,9 @@ pub enum ReduceOp {
     Sum,
     /// The mean.
     Avg,
-    /// The largest operand; not-a-number wins, as in a maximum over one tensor.
+    /// The largest operand; NaN wins, as in a maximum over one tensor.
     Max,
-    /// The smallest operand; not-a-number wins.
+    /// The smallest operand; NaN wins.
     Min,
     /// The product.
     Product,

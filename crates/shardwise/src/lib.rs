@@ -10,6 +10,7 @@
 //! * [`autograd`]: gradients, which may stay pending sums until they are needed;
 //! * [`sharded`]: tensors as boxes one by one, any number per rank, with specs, states and reads without the owner's help;
 //! * [`optim`]: optimizers whose state lies as the parameters do, with clipping and schedules;
+//! * [`data`]: batches for training, in a reproducible order, sharded, resumable on any number of ranks;
 //! * [`plan`]: how a model is spread over a mesh, said apart from it or found by planners;
 //! * [`mod@checkpoint`]: state saved and loaded in any layout, in the formats that people have;
 //! * [`models`]: language models to train, written as if for one device;
@@ -59,6 +60,7 @@ pub mod nn;
 pub mod sharded;
 pub mod optim;
 pub mod plan;
+pub mod data;
 pub mod checkpoint;
 pub mod models;
 pub mod guide;

@@ -16,6 +16,7 @@ use super::state::State;
 use super::torch_optim;
 use super::value::Value;
 use crate::comm::{DeviceMesh, World};
+use crate::data::{Batches, Dataset};
 use crate::error::{Error, Result, Site};
 use crate::nn::Module;
 use crate::optim::{OptimizerState, Schedule, ShardedOptimizer};
@@ -287,6 +288,51 @@ impl Restore for &DeviceMesh {
 
     fn restore(&mut self, loaded: &State) -> Result<()> {
         self.generator().set_state(GeneratorState::try_from(loaded)?);
+        Ok(())
+    }
+}
+
+/// The position in the data, under `data`.
+impl<D: Dataset> Stateful for &mut Batches<D> {
+    fn entry(&self) -> &str {
+        "data"
+    }
+
+    fn state(&self) -> Result<State> {
+        (&**self).state()
+    }
+}
+
+impl<D: Dataset> Stateful for &Batches<D> {
+    fn entry(&self) -> &str {
+        "data"
+    }
+
+    fn state(&self) -> Result<State> {
+        let seed = self.order().seed().map_or(Value::None, |seed| Value::Int(seed.cast_signed()));
+        let number = |number: u64| State::from(number.cast_signed());
+        let position = [("position", number(self.position())), ("samples", number(self.order().samples()))];
+        Ok(State::map(position.into_iter().chain([("seed", State::Value(seed))])))
+    }
+}
+
+/// Refuses a position in other data or in another order: samples would be lost or repeated.
+impl<D: Dataset> Restore for &mut Batches<D> {
+    fn check(&self, loaded: &State) -> Result<()> {
+        let own = self.state()?;
+        for name in ["samples", "seed"] {
+            let (stored, own) = (loaded.value(name)?, own.value(name)?);
+            if stored != own {
+                let found = format!("{name} {stored} in the checkpoint, {own} in the program");
+                let fix = "use the dataset and the seed that the checkpoint was saved with";
+                return Err(Error::invalid("data", found, "the same data in the same order", fix));
+            }
+        }
+        Ok(())
+    }
+
+    fn restore(&mut self, loaded: &State) -> Result<()> {
+        self.seek(loaded.value("position")?.read::<i64>()?.cast_unsigned());
         Ok(())
     }
 }

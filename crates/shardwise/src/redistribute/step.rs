@@ -9,14 +9,14 @@ pub enum StepKind {
     Relabel,
     /// Every rank keeps a part of what it has.
     Narrow,
-    /// Pending reductions are carried out, everybody gets the result.
+    /// Partial values are reduced; every rank gets the result.
     AllReduce {
         /// The axes.
         axes: Vec<usize>,
         /// How operands combine.
         op: ReduceOp,
     },
-    /// Pending reductions are carried out, everybody gets a piece of the result.
+    /// Partial values are reduced; every rank gets a shard of the result.
     ReduceScatter {
         /// The axes.
         axes: Vec<usize>,
@@ -58,7 +58,7 @@ pub(super) fn stays(op: ReduceOp) -> bool {
     }
 }
 
-/// Whether two reductions along different axes may be carried out in either order.
+/// Whether two reductions along different axes may run in either order.
 pub(super) fn commute(a: ReduceOp, b: ReduceOp) -> bool {
     let linear = |op| matches!(op, ReduceOp::Sum | ReduceOp::Avg);
     a == b || linear(a) && linear(b)

@@ -149,6 +149,7 @@ fn declared(text: &str) -> BTreeMap<String, Vec<String>> {
 /// The paths of a tree such as `a::{b, c::{self, d as e}}` at the start of a text, each with its alias.
 fn leaves(text: &str) -> (Vec<Vec<String>>, Vec<Option<String>>) {
     let (mut paths, mut aliases) = (Vec::new(), Vec::new());
+    // What stands before each open brace.
     let mut outer: Vec<Vec<String>> = Vec::new();
     let mut path: Vec<String> = Vec::new();
     let mut rest = text.trim_start();
@@ -176,10 +177,8 @@ fn leaves(text: &str) -> (Vec<Vec<String>>, Vec<Option<String>>) {
             Some('}') if !outer.is_empty() => drop(outer.pop()),
             _ => return (paths, aliases),
         }
-        if outer.is_empty() {
-            return (paths, aliases);
-        }
-        path = outer.concat();
+        let Some(prefix) = outer.last() else { return (paths, aliases) };
+        path = prefix.clone();
         rest = rest[1..].trim_start();
     }
 }

@@ -39,6 +39,6 @@ pub(in crate::checkpoint) enum Object {
         /// What the object would have been filled with.
         state: Option<Id>,
     },
-    /// Something that lies outside the pickle, by its name there.
+    /// Something outside the pickle, by its name there.
     Outside(Id),
 }

@@ -6,7 +6,7 @@ use super::super::element::ElementType;
 /// not look at it.
 pub(super) const CHECKSUMS: &str = ".shardwise_crc32";
 
-/// The classes of storages that have a type of elements; other types lie in storages of bytes.
+/// The classes of storages that have a type of elements; other types are stored as bytes.
 pub(super) const STORAGES: &[(&str, ElementType)] = &[
     ("FloatStorage", ElementType::F32),
     ("DoubleStorage", ElementType::F64),

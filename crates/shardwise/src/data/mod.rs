@@ -1,0 +1,156 @@
+//! Batches for training: drawn in a reproducible order, sharded over mesh axes, resumable on any number of ranks.
+//!
+//! The position in the data is the number of samples drawn so far. It does not depend on the mesh, so a run that resumes on
+//! another one draws the same samples in the same order: none is lost, none repeated.
+//!
+//! ```
+//! use shardwise::data::{Batches, TokenSequences};
+//! use shardwise::prelude::*;
+//!
+//! launch(2, |world| {
+//!     let mesh = world.mesh([("dp", 2)])?;
+//!     let text = TokenSequences::new((0..100).collect::<Vec<u32>>(), 8)?;
+//!     let mut batches = Batches::new(text, &mesh)?.shuffle(7).batch(4).sharded("dp")?;
+//!     let batch = batches.next_batch()?; // each rank loads two of the four sequences
+//!     let [ids, targets] = &batch[..] else { unreachable!() };
+//!     assert_eq!((ids.shape(), targets.placements()), (&[4, 8][..], &[Shard(0)][..]));
+//!     assert_eq!(batches.position(), 4);
+//!     Ok(())
+//! })?;
+//! # Ok::<(), Error>(())
+//! ```
+
+mod dataset;
+mod order;
+
+pub use dataset::{Dataset, TokenSequences};
+pub use order::SampleOrder;
+
+use candle_core::{Shape, Tensor};
+
+use crate::comm::DeviceMesh;
+use crate::error::{Error, Result};
+use crate::layout::Layout;
+use crate::placement::Placement;
+use crate::tensor::DTensor;
+
+/// Batches of a dataset, without end: after the last sample of an epoch come those of the next, in the same batch if it is
+/// not full.
+///
+/// Local: no call communicates. All ranks of the mesh draw the same batches; each loads the samples that it holds of them.
+#[doc(alias = "DataLoader")]
+#[derive(Debug, Clone)]
+pub struct Batches<D> {
+    dataset: D,
+    mesh: DeviceMesh,
+    placements: Vec<Placement>,
+    order: SampleOrder,
+    batch: usize,
+    position: u64,
+}
+
+impl<D: Dataset> Batches<D> {
+    /// Batches of one sample, in the order of the dataset, the same on all ranks.
+    ///
+    /// # Errors
+    /// If the dataset has no samples.
+    pub fn new(dataset: D, mesh: &DeviceMesh) -> Result<Self> {
+        let order = SampleOrder::new(dataset.len())?;
+        let placements = vec![Placement::Replicate; mesh.ndim()];
+        Ok(Batches { dataset, mesh: mesh.clone(), placements, order, batch: 1, position: 0 })
+    }
+
+    /// Draws in another order in every epoch, the same for the same seed.
+    pub fn shuffle(self, seed: u64) -> Self {
+        Batches { order: self.order.shuffled(seed), ..self }
+    }
+
+    /// Sets the number of samples of a batch, over all ranks.
+    pub fn batch(self, samples: usize) -> Self {
+        Batches { batch: samples, ..self }
+    }
+
+    /// Shards batches over an axis of the mesh. Called again, over one more axis.
+    ///
+    /// # Errors
+    /// If the mesh has no such axis.
+    pub fn sharded(mut self, axis: &str) -> Result<Self> {
+        let axis = self.mesh.mesh().axis(axis)?;
+        self.placements[axis] = Placement::Shard(0);
+        Ok(self)
+    }
+
+    /// Number of samples drawn so far.
+    pub fn position(&self) -> u64 {
+        self.position
+    }
+
+    /// Number of epochs that are complete.
+    pub fn epoch(&self) -> u64 {
+        self.position / self.order.samples()
+    }
+
+    /// The order in which samples are drawn.
+    pub fn order(&self) -> &SampleOrder {
+        &self.order
+    }
+
+    /// Goes on at another position, such as that of a run that was interrupted.
+    pub fn seek(&mut self, position: u64) {
+        self.position = position;
+    }
+
+    /// Loads the next batch: the tensors of its samples, stacked along a new first dimension.
+    ///
+    /// # Errors
+    /// If the dataset returns one, or samples whose tensors differ in number, shape or type. The position stays then.
+    pub fn next_batch(&mut self) -> Result<Vec<DTensor>> {
+        let layout = Layout::new(self.mesh.mesh(), self.batch, self.placements.iter().cloned())?;
+        let rank = self.mesh.world().rank();
+        let (first, count) = match self.mesh.contains(rank) {
+            true => (layout.global_offset(rank)[0], layout.local_shape(rank)[0]),
+            false => (0, 0),
+        };
+        let load = |place: usize| self.dataset.sample(self.order.sample(self.position + place as u64) as usize);
+        // A rank without samples has to know what they look like.
+        let like = load(first.min(self.batch.saturating_sub(1)))?;
+        let mut columns: Vec<Vec<Tensor>> = vec![Vec::with_capacity(count); like.len()];
+        for place in first..first + count {
+            let sample = if place == first { like.clone() } else { load(place)? };
+            check_alike(&like, &sample)?;
+            columns.iter_mut().zip(sample).for_each(|(column, tensor)| column.push(tensor));
+        }
+        let batch = columns.iter().zip(&like).map(|(column, like)| self.stacked(column, like));
+        let batch = batch.collect::<Result<Vec<_>>>()?;
+        self.position += self.batch as u64;
+        Ok(batch)
+    }
+
+    /// One tensor of a batch, from the tensors of this rank's samples.
+    fn stacked(&self, column: &[Tensor], like: &Tensor) -> Result<DTensor> {
+        let with_samples = |samples: usize| Shape::from([&[samples], like.dims()].concat());
+        let local = match column {
+            [] => Tensor::zeros(with_samples(0), like.dtype(), like.device())?,
+            column => Tensor::stack(column, 0)?,
+        };
+        DTensor::from_local_with_shape(&local, &self.mesh, self.placements.iter().cloned(), with_samples(self.batch))
+    }
+}
+
+/// An error unless two samples have tensors of the same shapes and types.
+fn check_alike(first: &[Tensor], sample: &[Tensor]) -> Result<()> {
+    let described = |sample: &[Tensor]| -> Vec<String> {
+        sample.iter().map(|t| format!("{} {:?}", t.dtype().as_str(), t.dims())).collect()
+    };
+    if first.len() == sample.len()
+        && first.iter().zip(sample).all(|(a, b)| a.dims() == b.dims() && a.dtype() == b.dtype())
+    {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        "samples of a batch",
+        format!("[{}] and [{}]", described(first).join(", "), described(sample).join(", ")),
+        "tensors of the same shapes and types in all samples",
+        "pad or cut the samples in the dataset",
+    ))
+}
