@@ -12,7 +12,8 @@ fn no_files_use_each_other_in_a_circle() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     for name in std::fs::read_dir(crates).unwrap() {
         let src = name.unwrap().path().join("src");
-        assert_eq!(Crate::read(&src).cycles(), [const { Vec::<String>::new() }; 0], "in {}", src.display());
+        let cycles = Crate::read(&src).cycles();
+        assert!(cycles.is_empty(), "{cycles:?} in {}", src.display());
     }
 }
 
