@@ -86,7 +86,7 @@ impl Small {
                 | Call::Gather { dim, sizes, .. }
                 | Call::ExchangeDims { from: dim, from_sizes: sizes, .. } = call
                 {
-                    packet.put(Join::of(&input, *dim, sizes).bytes_before(me), bytes);
+                    packet.put(Join::of(input, *dim, sizes).bytes_before(me), bytes);
                 }
             }
             Small::FromRoot => packet.put(0, bytes),
