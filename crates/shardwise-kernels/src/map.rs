@@ -16,7 +16,7 @@ use crate::error::Result;
 const CHUNK: usize = 512;
 
 /// A function of `N` numbers in every type in which it is computed. All but `N` numbers are arguments of its own. The
-/// methods must be `#[inline(always)]`, see [`vector::Kernel`].
+/// methods must be `#[inline(always)]`, see `vector::Kernel`.
 pub trait Function<const N: usize>: Copy {
     /// Of f32; `FMA` as in the functions of [`math`](super::math).
     fn f32<const FMA: bool>(self, x: [f32; N]) -> f32;

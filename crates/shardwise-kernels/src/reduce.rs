@@ -11,7 +11,7 @@ const BLOCK: usize = 1024;
 
 /// A type whose operands can be reduced. Half-precision types accumulate in `f32` and round once at the end.
 pub trait Reducible: Copy + Send + Sync + 'static {
-    /// Reduces up to [`BLOCK`] elements: `dst[i]`, which holds `srcs[0][i]`, becomes the reduction of `srcs[..][i]`,
+    /// Reduces up to `BLOCK` elements: `dst[i]`, which holds `srcs[0][i]`, becomes the reduction of `srcs[..][i]`,
     /// first operand first.
     fn reduce(op: ReduceOp, srcs: &[&[Self]], dst: &mut [Self]);
 }

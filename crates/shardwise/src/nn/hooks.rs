@@ -85,7 +85,7 @@ impl Hooks {
     }
 
     /// Runs a module's computation, or its replacement, between its hooks. Errors name the path of the module and the line
-    /// that called the function that calls this, if that is `#[track_caller]`, as every [`Forward::forward`] is.
+    /// that called the function that calls this, if that is `#[track_caller]`, as every [`Forward::forward`](super::Forward::forward) is.
     #[track_caller]
     pub fn run(&self, x: &DTensor, compute: impl FnOnce(&DTensor) -> Result<DTensor>) -> Result<DTensor> {
         // Not held while they run: a hook may register another.
