@@ -4,9 +4,9 @@
 //! All calls begin with the same reduction of one packet over all ranks, so that calls that differ meet and can be compared.
 //! Small calls are complete with it: comparing them costs no message of its own.
 //!
-//! In groups of 2, 4, 8 and so on ranks swap packets in pairs, then pairs with pairs. Only the bytes in use travel, and no
-//! function of MPI stands between: on two ranks this takes as long as MPI's own reduction of the same data, where
-//! `MPI_Allreduce` with an operation of ours takes half as long again. Other groups use that.
+//! In groups of 2, 4, 8 and so on ranks swap packets in pairs, then pairs with pairs, and only the bytes in use are sent. Other
+//! groups use `MPI_Allreduce` with an operation of ours. A checked all_reduce of 64 bytes on two ranks took 0.98 us in pairs
+//! and 1.12 us with that, an unchecked one 0.88 to 0.95 us (Open MPI 4.1, best of several runs, in different series).
 
 use std::ffi::{c_int, c_void};
 use std::mem::{MaybeUninit, offset_of};
@@ -55,17 +55,6 @@ struct Combine {
 
 const SIDE_BY_SIDE: Combine = Combine { op: 0, dtype: 0 };
 
-const OPS: [ReduceOp; 8] = [
-    ReduceOp::Sum,
-    ReduceOp::Avg,
-    ReduceOp::Max,
-    ReduceOp::Min,
-    ReduceOp::Product,
-    ReduceOp::BitAnd,
-    ReduceOp::BitOr,
-    ReduceOp::BitXor,
-];
-
 const DTYPES: [DType; 9] =
     [DType::U8, DType::U32, DType::I16, DType::I32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
 
@@ -93,7 +82,7 @@ impl Packet {
     pub(super) fn put_operand(&mut self, op: ReduceOp, dtype: DType, bytes: &[u8]) {
         let number = |found: Option<usize>| found.map_or(0, |n| n as u8);
         self.combine = Combine {
-            op: number(OPS.iter().position(|o| *o == op)) + 1,
+            op: number(ReduceOp::ALL.iter().position(|o| *o == op)) + 1,
             dtype: number(DTYPES.iter().position(|d| *d == dtype)),
         };
         self.count = (bytes.len() / dtype.size_in_bytes()) as u32;
@@ -164,7 +153,9 @@ impl Packet {
             return;
         }
         let Combine { op, dtype } = self.combine;
-        let (Some(&op), Some(&dtype)) = (OPS.get(usize::from(op) - 1), DTYPES.get(usize::from(dtype))) else { return };
+        let (Some(&op), Some(&dtype)) = (ReduceOp::ALL.get(usize::from(op) - 1), DTYPES.get(usize::from(dtype))) else {
+            return;
+        };
         let count = (self.count as usize).min(ROOM / dtype.size_in_bytes());
         let mut mine = Aligned([MaybeUninit::uninit(); ROOM]);
         let bytes = count * dtype.size_in_bytes();

@@ -13,7 +13,7 @@ use shardwise_kernels::{NOWHERE, wholes};
 
 /// The error for an index of real numbers.
 pub(super) fn not_whole(name: &str, dtype: DType) -> Error {
-    Error::invalid("index", format!("{} in {name}", dtype.as_str()), "whole numbers", "convert it to i64 first")
+    Error::invalid("index", format!("{} in {name}", dtype.as_str()), "integers", "convert it to i64 first")
 }
 
 /// The places within what a rank holds of a dimension for global indices; nowhere for those that others hold. An index

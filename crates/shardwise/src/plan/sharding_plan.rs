@@ -171,7 +171,7 @@ impl ShardingPlan {
         self
     }
 
-    /// Parameters and buffers at these paths lie so, whatever the plan said of them before: entries for single paths that
+    /// Places parameters and buffers at these paths so, whatever the plan said of them before: entries for single paths that
     /// fit are taken out, and the new one counts before patterns.
     ///
     /// ```

@@ -23,7 +23,7 @@ pub enum TableCut {
 ///
 /// A module with linear layers that lead in (`query`, `key`, `value`, `up`, `gate` and their usual other names) and one that
 /// leads out (`output`, `down` and theirs) is a block: the first are cut by outputs, the last by inputs, and the sum over
-/// ranks is carried out behind it. In a module that says its [`Heads`](crate::nn::Heads), such as
+/// ranks runs behind it. In a module that says its [`Heads`](crate::nn::Heads), such as
 /// [`MultiHeadAttention`](crate::nn::MultiHeadAttention), every rank gets whole key heads with their query heads, as even as
 /// it goes: 3 and 2 of 5 on 2 ranks; where there are more ranks than key heads, some get none. Tables are cut by vocabulary or width, linear layers named like a head or as wide as
 /// a table's vocabulary by outputs. Everything else is whole. With [`sequence`](Self::sequence), activations between

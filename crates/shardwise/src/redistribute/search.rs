@@ -258,7 +258,7 @@ impl<'a> Space<'a> {
         legs
     }
 
-    /// Whether a pending reduction may be carried out: if it must be, or if operands can be made again.
+    /// Whether a partial value may be reduced: if it must be, or if it can become partial again.
     fn reduces(&self, axis: usize) -> bool {
         self.pending.contains(&axis) || self.wide
     }
