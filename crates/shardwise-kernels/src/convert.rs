@@ -1,5 +1,5 @@
 //! Elements of any type read into the types in which kernels compute, and written back. Half-precision numbers are computed
-//! in f32, whole numbers in i64, which wraps when it is narrowed.
+//! in f32, integers in i64, which wraps when it is narrowed.
 
 use std::mem::MaybeUninit;
 

@@ -22,11 +22,11 @@ pub trait Function<const N: usize>: Copy {
     fn f32<const FMA: bool>(self, x: [f32; N]) -> f32;
     /// Of f64.
     fn f64(self, x: [f64; N]) -> f64;
-    /// Of whole numbers.
+    /// Of integers.
     fn i64(self, x: [i64; N]) -> i64;
 }
 
-/// A function computed in f64, of f32 too, with another one for whole numbers.
+/// A function computed in f64, of f32 too, with another one for integers.
 #[derive(Clone, Copy)]
 pub struct Wide<R, W>(pub R, pub W);
 
@@ -84,7 +84,7 @@ pub enum Arithmetic {
     F32,
     /// For f64 and integers that f32 does not hold.
     F64,
-    /// For whole numbers that stay so.
+    /// For integers that stay so.
     Whole,
 }
 

@@ -12,7 +12,7 @@ pub fn reals(tensor: &Tensor) -> Result<Vec<f64>> {
     }
 }
 
-/// The elements in row-major order, as whole numbers.
+/// The elements in row-major order, as integers.
 pub fn wholes(tensor: &Tensor) -> Result<Vec<i64>> {
     match tensor.elem_count() {
         0 => Ok(Vec::new()),
@@ -25,7 +25,7 @@ pub fn from_reals(values: Vec<f64>, shape: &[usize], dtype: DType) -> Result<Ten
     Ok(Tensor::from_vec(values, shape, &candle_core::Device::Cpu)?.to_dtype(dtype)?)
 }
 
-/// A tensor of a type from whole numbers in row-major order.
+/// A tensor of a type from integers in row-major order.
 pub fn from_wholes(values: Vec<i64>, shape: &[usize], dtype: DType) -> Result<Tensor> {
     Ok(Tensor::from_vec(values, shape, &candle_core::Device::Cpu)?.to_dtype(dtype)?)
 }

@@ -141,7 +141,7 @@ impl Distribution {
             Distribution::Integers { low, high } => (low, high - 1),
             _ => return Ok(()),
         };
-        // The whole numbers that a type holds, all of them exactly.
+        // The integers that a type holds, all of them exactly.
         let (least, most) = match dtype {
             DType::U8 => (0, i64::from(u8::MAX)),
             DType::U32 => (0, i64::from(u32::MAX)),
@@ -155,7 +155,7 @@ impl Distribution {
         }
         Err(Error::invalid(
             "element type",
-            format!("{} for whole numbers from {low} to {high}", dtype.as_str()),
+            format!("{} for integers from {low} to {high}", dtype.as_str()),
             format!("a type that holds them; {} holds {least} to {most}", dtype.as_str()),
             "use a wider type or a smaller range",
         ))

@@ -280,7 +280,7 @@ fn every_operator_sends_at_most_its_bound_forward_and_backward() {
         let floats = (op.samples)().iter().map(|s| large(s)).collect::<Vec<_>>();
         for samples in floats.iter().filter(|all| all.iter().all(|s| !s.shape.contains(&0))) {
             for chosen in combinations(samples) {
-                // what only whole numbers have is refused, on all ranks alike
+                // what only integers have is refused, on all ranks alike
                 let all: Option<Vec<Sent>> = (0..RANKS).map(|rank| measure(op, samples, &chosen, rank)).collect();
                 let Some(all) = all else { continue };
                 let sum = |f: fn(&Sent) -> usize| all.iter().map(f).sum::<usize>();

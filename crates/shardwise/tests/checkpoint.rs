@@ -420,7 +420,7 @@ fn conversions_keep_names_numbers_and_values_and_differences_are_found() {
         let third = checkpoint::open(&cut).unwrap();
         let w = third.tensor("new.model.w").unwrap();
         assert_eq!((w.element, w.chunks.len()), (ElementType::BF16, 4));
-        assert_eq!(third.tensor("new.sharded").unwrap().element, ElementType::I64, "whole numbers stay");
+        assert_eq!(third.tensor("new.sharded").unwrap().element, ElementType::I64, "integers stay");
     }
     // what an f64 cannot tell apart, and infinities
     let write = |name: &str, big: i64, x: f64| {

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use shardwise::ops::{OpEntry, Sample, ops};
 use shardwise::prelude::*;
 
-/// Operators whose value does not change with small changes of their inputs, or that give whole numbers.
+/// Operators whose value does not change with small changes of their inputs, or that give integers.
 const WITHOUT: &[&str] = &[
     "isnan",
     "isfinite",
@@ -137,7 +137,7 @@ fn the_table_says_which_operators_have_a_gradient() {
                 let samples = real(&(op.samples)()[0]);
                 let all = samples.iter().enumerate().map(|(i, s)| leaf(&mesh, s, &Replicate, i));
                 let inputs = all.collect::<Result<Vec<_>>>()?;
-                // operators on whole numbers alone refuse others
+                // operators on integers alone refuse others
                 let has = loss(op, &inputs).is_ok_and(|loss| loss.is_some());
                 assert_eq!(has, !WITHOUT.contains(&op.name), "{}", op.name);
                 assert_eq!(op.is_differentiable()?, has, "{}", op.name);

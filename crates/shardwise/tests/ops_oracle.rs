@@ -260,7 +260,7 @@ fn bad_operands_are_the_same_error_on_every_rank() {
             (x.matmul(&x), &["matmul", "[4, 3]"][..]),
             (x.add(&DTensor::zeros((4, 2), DType::F32, &mesh, [Replicate])?), &["add", "[4, 2]"]),
             (x.add(&far), &["add", "b=2", "one mesh"]),
-            (x.bitwise_and(&x), &["bitwise_and", "whole numbers"]),
+            (x.bitwise_and(&x), &["bitwise_and", "integers"]),
             (x.sum(&[2], false), &["sum", "[2]"]),
             (x.sum(&[0, -2], false), &["sum", "each once"]),
             (empty.amax(&[0], false), &["amax", "at least one element"]),
@@ -300,7 +300,7 @@ fn operands_are_not_brought_into_a_reduction_that_no_input_is_in() {
         let mesh = world.mesh([("a", 2)])?;
         let bytes = DTensor::full(3.0, (), DType::U8, &mesh, [Partial(ReduceOp::Min)])?;
         let wholes = DTensor::full(5.0, (), DType::I64, &mesh, [Partial(ReduceOp::Max)])?;
-        // A mean of whole numbers would be an error.
+        // A mean of integers would be an error.
         assert_eq!(bytes.sub(&wholes)?.item::<i64>()?, -2);
         let least = DTensor::full(3.0, (), DType::F32, &mesh, [Partial(ReduceOp::Min)])?;
         assert_eq!(least.add(&wholes)?.placements(), [Replicate]);

@@ -449,7 +449,7 @@ fn types_and_indices_at_their_ends_are_not_mistaken() {
             logits.cross_entropy(&target, Classes::default())?.item()
         };
         assert_eq!(loss(DType::U8)?, loss(DType::I64)?);
-        // products of whole numbers wrap alike in every layout
+        // products of integers wrap alike in every layout
         for placements in [[Replicate, Replicate], [Shard(1), Shard(0)]] {
             let [left, right] = placements;
             let a = DTensor::full(100.0, (1, 4), DType::U8, &mesh, [left])?;

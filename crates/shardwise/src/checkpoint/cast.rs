@@ -8,7 +8,7 @@ use super::element::ElementType;
 use crate::error::{Error, Result};
 use shardwise_kernels::bytes_of;
 
-/// Elements of a type as elements of another: whole numbers to whole numbers wrap, all others are rounded to the nearest.
+/// Elements of a type as elements of another: integers to integers wrap, all others are rounded to the nearest.
 pub(super) fn converted(bytes: &[u8], from: ElementType, to: ElementType) -> Result<Cow<'_, [u8]>> {
     if from == to {
         return Ok(Cow::Borrowed(bytes));

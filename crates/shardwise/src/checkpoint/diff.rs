@@ -127,7 +127,7 @@ impl Compared<'_> {
             for (i, (x, y)) in x.iter().zip(&y).enumerate() {
                 let distance = (x - y).abs();
                 let close = distance.is_finite() && distance <= atol + rtol * y.abs();
-                // Large whole numbers differ where their nearest f64 does not.
+                // Large integers differ where their nearest f64 does not.
                 if if exact { same_bytes(i) } else { x.to_bits() == y.to_bits() || x == y || close } {
                     continue;
                 }

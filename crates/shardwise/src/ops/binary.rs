@@ -186,11 +186,11 @@ functions! {
     /// 1 where exactly one is zero.
     logical_xor: Truth, &[], |a, b| each(if (a != 0.0) != (b != 0.0) { 1.0 } else { 0.0 }),
         whole(i64::from((a != 0) != (b != 0)));
-    /// The bits that both have; whole numbers only.
+    /// The bits that both have; integers only.
     bitwise_and: Meet, &[], |a, b| each(whole_only(a, b)), whole(a & b);
-    /// The bits that either has; whole numbers only.
+    /// The bits that either has; integers only.
     bitwise_or: Meet, &[], |a, b| each(whole_only(a, b)), whole(a | b);
-    /// The bits that exactly one has; whole numbers only.
+    /// The bits that exactly one has; integers only.
     bitwise_xor: Meet, &[], |a, b| each(whole_only(a, b)), whole(a ^ b);
 }
 
@@ -209,7 +209,7 @@ fn call(op: Binary, x: &DTensor, other: Operand<'_>) -> Result<DTensor> {
     Ok(dispatch(&op, &[x, &other], Location::caller())?.swap_remove(0))
 }
 
-/// Of a function that gives real numbers; whole numbers become such before they get here.
+/// Of a function that gives real numbers; integers become such before they get here.
 fn real_only(_: i64, _: i64) -> i64 {
     unreachable!("computed in a floating-point type")
 }
@@ -314,7 +314,7 @@ impl Op for Binary {
         let meet = dtype::promote(inputs[0].dtype, inputs[1].dtype);
         if matches!(self, Binary::bitwise_and | Binary::bitwise_or | Binary::bitwise_xor) && meet.is_float() {
             let found = format!("{} and {} in {}", inputs[0].dtype.as_str(), inputs[1].dtype.as_str(), self.name());
-            return Err(Error::invalid("operands", found, "whole numbers", "convert the tensors first"));
+            return Err(Error::invalid("operands", found, "integers", "convert the tensors first"));
         }
         let dtype = self.dtype(meet);
         let mut signature = Signature::pointwise(&[&inputs[0].shape, &inputs[1].shape], &shape);

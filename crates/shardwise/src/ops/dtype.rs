@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-/// The type in which two types meet: floating point before whole numbers, then the wider one.
+/// The type in which two types meet: floating point before integers, then the wider one.
 pub(super) fn promote(a: DType, b: DType) -> DType {
     if a == b {
         return a;
@@ -27,7 +27,7 @@ fn wider(a: DType, b: DType) -> DType {
     if a.size_in_bytes() >= b.size_in_bytes() { a } else { b }
 }
 
-/// The type of a function of real numbers: whole numbers become f32.
+/// The type of a function of real numbers: integers become f32.
 pub(super) fn real(dtype: DType) -> DType {
     if dtype.is_float() { dtype } else { DType::F32 }
 }

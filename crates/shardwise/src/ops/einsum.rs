@@ -312,7 +312,7 @@ fn product(a: &Tensor, a_term: &str, b: &Tensor, b_term: &str, target: &str) -> 
     Ok(multiplied.permute(order)?)
 }
 
-/// The product of whole numbers, of which the dimensions are as those of [`matrix_product`].
+/// The product of integers, of which the dimensions are as those of [`matrix_product`].
 fn whole_product(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Result<Tensor> {
     let rows = a.rank() - inner;
     let count = |dims: &[usize]| dims.iter().product::<usize>();

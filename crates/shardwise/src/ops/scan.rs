@@ -38,13 +38,13 @@ pub(super) enum Kind {
 struct Carry(Scan);
 
 impl DTensor {
-    /// The running sum along a dimension; whole numbers give i64.
+    /// The running sum along a dimension; integers give i64.
     #[track_caller]
     pub fn cumsum(&self, dim: isize) -> Result<DTensor> {
         Ok(self.scan("cumsum", dim, Kind::Sum)?.swap_remove(0))
     }
 
-    /// The running product along a dimension; whole numbers give i64.
+    /// The running product along a dimension; integers give i64.
     #[track_caller]
     pub fn cumprod(&self, dim: isize) -> Result<DTensor> {
         Ok(self.scan("cumprod", dim, Kind::Prod)?.swap_remove(0))

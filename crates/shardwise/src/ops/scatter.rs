@@ -153,7 +153,7 @@ fn check_index(name: &str, dtype: DType) -> Result<()> {
     match dtype.is_float() {
         true => {
             let found = format!("{} in {name}", dtype.as_str());
-            Err(Error::invalid("index", found, "whole numbers", "convert it to i64 first"))
+            Err(Error::invalid("index", found, "integers", "convert it to i64 first"))
         }
         false => Ok(()),
     }

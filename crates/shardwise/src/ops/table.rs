@@ -60,7 +60,7 @@ impl OpEntry {
                 Ok(if sample.below.is_some() { tensor } else { tensor.requires_grad() })
             };
             let inputs = (self.samples)()[0].iter().map(input).collect::<Result<Vec<_>>>()?;
-            // Operators on whole numbers alone refuse others.
+            // Operators on integers alone refuse others.
             Ok((self.apply)(&inputs).is_ok_and(|outputs| outputs.iter().any(DTensor::has_gradient)))
         })?;
         Ok(ran.value)

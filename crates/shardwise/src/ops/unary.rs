@@ -34,7 +34,7 @@ enum Passes {
 /// What becomes of the element type.
 #[derive(Clone, Copy, PartialEq)]
 enum Gives {
-    /// The same type; whole numbers are computed as such.
+    /// The same type; integers are computed as such.
     Same,
     /// A floating-point type.
     Real,
@@ -66,7 +66,7 @@ struct Entry {
 }
 
 /// Functions by name. `each` is written alike for f32 and f64, `wide` is computed in f64 for f32 too, and `fast` has a
-/// function of f32 in [`math`]; whole numbers that stay so are left as they are unless another function is given.
+/// function of f32 in [`math`]; integers that stay so are left as they are unless another function is given.
 macro_rules! functions {
     ($(
         $(#[doc = $doc:literal])*
@@ -335,7 +335,7 @@ impl Unary {
         }
     }
 
-    /// Whether whole numbers may leave the range of their type.
+    /// Whether integers may leave the range of their type.
     fn wraps(self) -> bool {
         self.gives() == Gives::Same
             && match self {
@@ -502,7 +502,7 @@ impl Op for Unary {
         let dtype = output_type(*self, x.dtype);
         let mut pass = |from, to| signature = signature.clone().passing([Some(from)], to);
         let (sum, avg, max, min) = (ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max, ReduceOp::Min);
-        // Rounding whole numbers does not commute with adding, so sums pass only where the type stays; and whole numbers
+        // Rounding integers does not commute with adding, so sums pass only where the type stays; and integers
         // that wrap lose their order.
         let wraps = !x.dtype.is_float() && self.wraps();
         // Means of operands to which the same is added.

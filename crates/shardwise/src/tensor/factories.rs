@@ -234,7 +234,7 @@ impl DTensor {
         Self::random(Distribution::Normal { mean: 0.0, std: 1.0 }, shape, DType::F32, mesh, placements)
     }
 
-    /// Random whole numbers in `low..high`, i64.
+    /// Random integers in `low..high`, i64.
     #[track_caller]
     pub fn randint(
         low: i64,
@@ -298,7 +298,7 @@ impl DTensor {
         self.random_like(Distribution::Normal { mean: 0.0, std: 1.0 })
     }
 
-    /// Random whole numbers in `low..high` like this tensor.
+    /// Random integers in `low..high` like this tensor.
     #[track_caller]
     pub fn randint_like(&self, low: i64, high: i64) -> Result<DTensor> {
         self.random_like(Distribution::Integers { low, high })

@@ -24,7 +24,7 @@ const TOO_LARGE: f64 = 1000.0;
 pub(crate) struct Value {
     sharded: DTensor,
     plain: DTensor,
-    /// All elements are whole numbers, computed without rounding: equal to the last bit, whatever the layout.
+    /// All elements are integers, computed without rounding: equal to the last bit, whatever the layout.
     exact: bool,
     /// How far the two may differ.
     error: f64,
@@ -308,7 +308,7 @@ impl Program {
 
     /// Runs an operator on both sides, compares all that it gives, and keeps it as new values.
     ///
-    /// `keeps` says that whole numbers are not rounded on the way. `gain` bounds how much the operator magnifies an error
+    /// `keeps` says that integers are not rounded on the way. `gain` bounds how much the operator magnifies an error
     /// of its operands, and its terms: what it adds up is no larger than `gain` times the operands.
     pub(crate) fn apply(
         &mut self,

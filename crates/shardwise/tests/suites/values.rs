@@ -1,4 +1,4 @@
-//! Tensors whose value is known in every layout: whole numbers by index, and operands of pending reductions that give them
+//! Tensors whose value is known in every layout: integers by index, and operands of pending reductions that give them
 //! exactly.
 
 // Each test target uses a part of it.

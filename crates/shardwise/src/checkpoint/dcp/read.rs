@@ -87,7 +87,7 @@ fn field(pickle: &Pickle, state: Id, name: &str) -> Result<Id> {
 }
 
 fn sizes(pickle: &Pickle, id: Id) -> Result<Vec<usize>> {
-    pickle.sizes(id).ok_or_else(|| bad(format!("{} for sizes", pickle.describe(id)), "whole numbers"))
+    pickle.sizes(id).ok_or_else(|| bad(format!("{} for sizes", pickle.describe(id)), "integers"))
 }
 
 fn missing(key: &str) -> Error {

@@ -128,7 +128,7 @@ impl Pickle {
         };
         let unfit = |found: String| {
             let needed =
-                "none, truth values, whole numbers of 64 bits, numbers, text, lists, tuples and dicts of these";
+                "none, truth values, integers of 64 bits, numbers, text, lists, tuples and dicts of these";
             Error::invalid("stored value", found, needed, "leave it out when saving, or save it as one of these")
         };
         Ok(match object {
