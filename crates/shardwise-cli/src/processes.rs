@@ -56,10 +56,10 @@ pub(crate) fn is_closed_pipe(error: &Error) -> bool {
 /// Prints what went wrong: once if it is an error of all processes.
 pub(crate) fn report(error: &Error) {
     let text = match (other_rank(), error) {
-        (None, Error::Elsewhere { rank: 0, message }) => format!("error: {message}\n"),
+        (None, Error::OnRank { rank: 0, message, .. }) => format!("error: {message}\n"),
         (None, error) => format!("error: {error}\n"),
         // The first process has it too.
-        (Some(_), Error::Elsewhere { .. } | Error::Rejected { .. } | Error::Mismatch { .. }) => return,
+        (Some(_), Error::OnRank { .. } | Error::Rejected { .. } | Error::Mismatch { .. }) => return,
         // Without MPI there is but one, and all processes have it.
         (Some(_), _) if cfg!(not(feature = "mpi")) => return let_the_first_speak(),
         (Some(rank), error) => {

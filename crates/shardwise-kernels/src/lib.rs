@@ -29,7 +29,7 @@ mod power;
 
 pub use assembly::{Assembly, concat, cut, dense, own_copy};
 pub use compare::{all_close, all_equal};
-pub use error::{Error, Invalid, Result};
+pub use error::{Error, ErrorKind, Invalid, Result};
 pub use fold::{Fold, fold};
 pub use fresh::Fresh;
 pub use map::{Arithmetic, Each, Function, Wide, map};

@@ -1,6 +1,7 @@
 //! The one error type. Every message says what was found, what was needed and what to do about it.
 
-pub use shardwise_kernels::Invalid;
+use serde::{Deserialize, Serialize};
+pub use shardwise_kernels::{ErrorKind, Invalid};
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
@@ -152,10 +153,12 @@ pub enum Error {
 
     /// A rank could not do its part of something that ranks do together; every rank gets this error.
     #[error("on rank {rank}: {message}")]
-    Elsewhere {
+    OnRank {
         /// The rank.
         rank: usize,
-        /// Its error.
+        /// What is wrong with a value that it was given, if that is its error.
+        kind: Option<Box<ErrorKind>>,
+        /// The text of its error.
         message: Arc<str>,
     },
 
@@ -226,12 +229,7 @@ impl Error {
         needed: impl fmt::Display,
         fix: impl fmt::Display,
     ) -> Self {
-        Error::Invalid(Box::new(Invalid {
-            what,
-            found: found.to_string(),
-            needed: needed.to_string(),
-            fix: fix.to_string(),
-        }))
+        ErrorKind::Argument.error(what, found, needed, fix)
     }
 
     /// Carries an error of the user's own program through a rank's `Result`.
@@ -267,9 +265,55 @@ impl Error {
         }
     }
 
+    /// What is wrong with a value that the program passed or loaded, whichever rank and module found it; `None` for errors of
+    /// another sort, such as a rank that failed.
+    ///
+    /// ```
+    /// use shardwise::prelude::*;
+    /// use shardwise::error::ErrorKind;
+    ///
+    /// let refused = launch(2, |world| world.mesh([("dp", 2)])?.axis("tp").map(drop)).unwrap_err();
+    /// assert_eq!(refused.kind(), Some(&ErrorKind::UnknownName { name: "tp".into() }));
+    /// ```
+    pub fn kind(&self) -> Option<&ErrorKind> {
+        match self {
+            Error::Invalid(invalid) => Some(&invalid.kind),
+            Error::OnRank { kind, .. } => kind.as_deref(),
+            Error::Rank { source, .. } | Error::InModule { source, .. } | Error::Rejected { source, .. } => source.kind(),
+            _ => None,
+        }
+    }
+
+    /// The error in a form that other ranks can read; see [`from_report`](Self::from_report).
+    pub(crate) fn to_report(&self) -> String {
+        let report = Report { kind: self.kind().cloned(), message: self.to_string() };
+        serde_json::to_string(&report).expect("kinds and texts have a JSON form")
+    }
+
+    /// The error that another rank reported.
+    pub(crate) fn from_report(rank: usize, report: &str) -> Self {
+        // A report that cannot be read is still the best text there is.
+        let unread = |_| Report { kind: None, message: report.to_string() };
+        let Report { kind, message } = serde_json::from_str(report).unwrap_or_else(unread);
+        Error::OnRank { rank, kind: kind.map(Box::new), message: message.into() }
+    }
+
     /// Whether this error merely reports that some other rank failed.
     pub(crate) fn is_consequence(&self) -> bool {
         matches!(self, Error::PeerFailed { .. } | Error::PeerLeft { .. } | Error::Stuck { .. })
+    }
+}
+
+/// An error on its way to another rank.
+#[derive(Serialize, Deserialize)]
+struct Report {
+    kind: Option<ErrorKind>,
+    message: String,
+}
+
+impl From<Invalid> for Error {
+    fn from(invalid: Invalid) -> Self {
+        Error::Invalid(Box::new(invalid))
     }
 }
 
@@ -278,6 +322,7 @@ impl From<shardwise_kernels::Error> for Error {
         match e {
             shardwise_kernels::Error::Invalid(invalid) => Error::Invalid(invalid),
             shardwise_kernels::Error::Candle(e) => Error::Candle(e),
+            other => Error::other(other),
         }
     }
 }

@@ -56,7 +56,7 @@ fn what_the_first_rank_does_for_all_is_done_when_they_go_on_and_its_error_is_tha
         let refused = backwards.first(|| Err::<(), _>(Error::invalid("disk", "none", "one", "buy one")));
         let last = world.size() - 1;
         match refused {
-            Err(Error::Elsewhere { rank, message }) => {
+            Err(Error::OnRank { rank, message, .. }) => {
                 assert_eq!((rank, &*message), (last, "invalid disk: found none, needed one; buy one"));
             }
             other => panic!("{other:?}"),

@@ -111,9 +111,11 @@ pub(crate) fn run<T: Send>(
             Err(error @ (Error::Invalid(_) | Error::Candle(_) | Error::Io(_) | Error::Other(_))),
             Some((first, how)),
             _,
-        ) if first < rank && how == how_it_failed(&error) => Err(Error::Elsewhere { rank: first, message: how.into() }),
+        ) if first < rank && how == how_it_failed(&error) => {
+            Err(Error::OnRank { rank: first, kind: error.kind().cloned().map(Box::new), message: how.into() })
+        }
         (Err(error), _, _) => Err(error.of_rank(rank)),
-        (Ok(_), Some((rank, how)), _) => Err(Error::Elsewhere { rank, message: how.into() }),
+        (Ok(_), Some((rank, how)), _) => Err(Error::OnRank { rank, kind: None, message: how.into() }),
         (Ok(_), None, Some(error)) => Err(error),
         (Ok(value), None, None) => Ok(value),
     }

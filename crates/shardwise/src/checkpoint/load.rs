@@ -35,7 +35,7 @@ use shardwise_kernels::{Assembly, placeholder};
 /// load the new one. What is read is compared with its checksums; [`load_reporting`] tells what has none.
 ///
 /// # Errors
-/// [`Error::Elsewhere`] with the reason of the first rank that failed: entries that are missing or have another shape, an empty
+/// [`Error::OnRank`] with the reason of the first rank that failed: entries that are missing or have another shape, an empty
 /// map in the template where the checkpoint has entries (they would be left out silently), damage, files that cannot be read.
 #[track_caller]
 pub fn load(world: &World, path: impl AsRef<Path>, template: &State) -> Result<State> {
@@ -92,11 +92,11 @@ pub(super) fn load_one<T>(
         let said = match &mine {
             Ok(_) => String::new(),
             Err(_) if catalog.files.is_replaced() => REPLACED.to_string(),
-            Err(error) => format!("!{error}"),
+            Err(error) => format!("!{}", error.to_report()),
         };
         let all = texts(world, &said, site)?;
         if let Some(rank) = all.iter().position(|said| said.starts_with('!')) {
-            return Err(Error::Elsewhere { rank: world.ranks()[rank], message: all[rank][1..].into() });
+            return Err(Error::from_report(world.ranks()[rank], &all[rank][1..]));
         }
         if all.iter().all(String::is_empty) {
             return mine.map(|loaded| (loaded, catalog.files.report()));

@@ -341,7 +341,7 @@ impl Job {
         let mine = write_boxes(writer, &staged, (rank, self.ranks), boxes, &values);
         let said = match &mine {
             Ok(files) => serde_json::to_string(files).map_err(Error::other)?,
-            Err(error) => format!("!{error}"),
+            Err(error) => format!("!{}", error.to_report()),
         };
         let Some(staging) = self.staging else {
             // The report appears as a whole. On a full disk there may be no room for it: what went wrong first counts.
@@ -407,7 +407,7 @@ fn wait_for(path: &Path, rank: usize, deadline: Duration, wait: &AtomicU8) -> Re
     }
     let text = fs::read_to_string(path)?;
     match text.strip_prefix('!') {
-        Some(error) => Err(Error::Elsewhere { rank, message: error.into() }),
+        Some(report) => Err(Error::from_report(rank, report)),
         None => serde_json::from_str(&text).map_err(Error::other),
     }
 }

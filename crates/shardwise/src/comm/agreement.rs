@@ -55,20 +55,17 @@ pub(crate) fn texts(group: &Group, mine: &str, site: Site) -> Result<Vec<String>
 
 /// What this rank has, if no rank of the group has an error; else the first error, on all ranks alike.
 pub(crate) fn together<T>(group: &Group, mine: Result<T>, site: Site) -> Result<T> {
-    let said = mine.as_ref().err().map(|error| format!("!{error}")).unwrap_or_default();
+    let said = mine.as_ref().err().map(Error::to_report).unwrap_or_default();
     let all = texts(group, &said, site)?;
     match all.iter().position(|text| !text.is_empty()) {
         None => mine,
-        Some(position) => {
-            let rank = group.ranks()[position];
-            Err(Error::Elsewhere { rank, message: all[position][1..].into() })
-        }
+        Some(position) => Err(Error::from_report(group.ranks()[position], &all[position])),
     }
 }
 
 impl Group {
     /// What this rank has, if every rank of the group has something; else the error of the first rank that has one, as
-    /// [`Error::Elsewhere`] on all ranks. For what each rank does by itself before they go on together.
+    /// [`Error::OnRank`] on all ranks. For what each rank does by itself before they go on together.
     ///
     /// ```
     /// # use shardwise::{launch, Error};

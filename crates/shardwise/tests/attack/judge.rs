@@ -136,7 +136,7 @@ fn run(operator: &Operator, call: &Call, setting: &Setting, world: &World) -> Re
         Err(error) if depends_on_data(&error) => return Err(error),
         // Also what comes back from other ranks: the place of a call is not part of the verdict.
         Err(error) => Outcome::Refused {
-            typed: matches!(error, Error::Invalid(_) | Error::Rejected { .. } | Error::Elsewhere { .. }),
+            typed: matches!(error, Error::Invalid(_) | Error::Rejected { .. } | Error::OnRank { .. }),
             text: error.to_string(),
         },
     };
