@@ -279,7 +279,9 @@ impl Error {
         match self {
             Error::Invalid(invalid) => Some(&invalid.kind),
             Error::OnRank { kind, .. } => kind.as_deref(),
-            Error::Rank { source, .. } | Error::InModule { source, .. } | Error::Rejected { source, .. } => source.kind(),
+            Error::Rank { source, .. } | Error::InModule { source, .. } | Error::Rejected { source, .. } => {
+                source.kind()
+            }
             _ => None,
         }
     }

@@ -41,6 +41,7 @@
 // The order of the modules is the architecture: each may use those above it, none below. A test holds it so.
 
 pub mod error;
+mod rank_context;
 mod module_scope;
 mod intern;
 mod fnv;

@@ -3,40 +3,20 @@
 //! Errors, anomaly reports and traces read it. A rank runs on one thread, so the stack is per rank. Entering and leaving a
 //! module costs a push and a pop; nothing is formatted unless something goes wrong.
 
-use std::cell::RefCell;
 use std::sync::Arc;
 
 use crate::error::Site;
-
-/// A module whose `forward` is running.
-struct Entered {
-    /// Dotted path from the root of the model, if it is known.
-    path: Option<Arc<str>>,
-    /// Where `forward` was called.
-    site: Site,
-}
-
-thread_local! {
-    static ENTERED: RefCell<Vec<Entered>> = const { RefCell::new(Vec::new()) };
-}
+use crate::rank_context::{EnteredModule, RankContext, in_scope, rank_context};
 
 /// Runs `body` as the `forward` of the module at `path`, called at `site`.
 pub(crate) fn in_module<R>(path: Option<Arc<str>>, site: Site, body: impl FnOnce() -> R) -> R {
-    /// Leaves the module also when the body panics.
-    struct Leave;
-    impl Drop for Leave {
-        fn drop(&mut self) {
-            ENTERED.with_borrow_mut(Vec::pop);
-        }
-    }
-    ENTERED.with_borrow_mut(|stack| stack.push(Entered { path, site }));
-    let _leave = Leave;
-    body()
+    let enter = |context: &RankContext| context.modules.borrow_mut().push(EnteredModule { path, site });
+    in_scope(enter, |context, ()| drop(context.modules.borrow_mut().pop()), body)
 }
 
 /// The path of the innermost module that has one.
 pub(crate) fn current_path() -> Option<Arc<str>> {
-    ENTERED.with_borrow(|stack| stack.iter().rev().find_map(|entered| entered.path.clone()))
+    rank_context(|context| context.modules.borrow().iter().rev().find_map(|entered| entered.path.clone()))
 }
 
 /// `site` if it is in the user's program; if it is inside this crate, the innermost known line of the user's program that
@@ -46,8 +26,8 @@ pub(crate) fn user_site(site: Site) -> Site {
     if !is_inside_crate(site) {
         return site;
     }
-    let users = |entered: &Entered| (!is_inside_crate(entered.site)).then_some(entered.site);
-    ENTERED.with_borrow(|stack| stack.iter().rev().find_map(users)).unwrap_or(site)
+    let users = |entered: &EnteredModule| (!is_inside_crate(entered.site)).then_some(entered.site);
+    rank_context(|context| context.modules.borrow().iter().rev().find_map(users)).unwrap_or(site)
 }
 
 /// Whether a place is in the sources of this crate, wherever they were compiled.

@@ -1,6 +1,7 @@
 //! Meshes bound to a running world.
 
 use candle_core::{Device, Tensor};
+use shardwise::comm::current_mesh;
 use shardwise::prelude::*;
 
 fn sum_of_ranks(group: &Group) -> Result<i64> {
@@ -80,17 +81,20 @@ fn ranks_that_build_different_meshes_get_an_error_instead_of_a_hang() {
 #[test]
 fn scopes_nest_and_end_even_with_a_panic() {
     launch(1, |world| {
-        assert!(DeviceMesh::current().unwrap_err().to_string().contains("no current mesh"));
+        assert!(current_mesh().unwrap_err().to_string().contains("with_mesh"));
         let (outer, inner) = (world.mesh([("a", 1)])?, world.mesh([("b", 1)])?);
-        outer.scope(|| {
-            assert_eq!(DeviceMesh::current().unwrap(), outer);
-            inner.scope(|| assert_eq!(DeviceMesh::current().unwrap(), inner));
-            let panicked =
-                std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| inner.scope(|| panic!("on purpose"))));
-            assert!(panicked.is_err());
-            assert_eq!(DeviceMesh::current().unwrap(), outer);
-        });
-        assert!(DeviceMesh::current().is_err());
+        with_mesh(&outer, || {
+            assert_eq!(current_mesh()?, outer);
+            with_mesh(&inner, || {
+                assert_eq!(current_mesh()?, inner);
+                Ok(())
+            })?;
+            let panicking = || with_mesh(&inner, || -> Result<()> { panic!("on purpose") });
+            assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panicking)).is_err());
+            assert_eq!(current_mesh()?, outer);
+            Ok(())
+        })?;
+        assert!(current_mesh().is_err());
         Ok(())
     })
     .unwrap();

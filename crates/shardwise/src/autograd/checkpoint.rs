@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use super::{ASIDE, once_only, pass};
+use super::{Replayed, once_only, pass};
 use crate::error::{Error, Result};
 use crate::random::{Generator, GeneratorState};
+use crate::rank_context::rank_context;
 use crate::tensor::{Backward, DTensor, Keeps, Saved, in_gradient, is_recording, next_number, with_recording};
 
 /// Runs `f` and keeps none of what it computes on the way: it runs once more when the gradient is taken. Random draws are
@@ -80,7 +81,8 @@ impl<F: Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync> Backward for Repla
         let mut found = pass(seeds.collect(), first, false)?;
         let own = inputs.iter().map(|x| x.tape().and_then(|t| found.leaves.remove(&t.node.number)).map(|(_, g)| g));
         let own: Vec<Option<DTensor>> = std::iter::once(None).chain(own).collect();
-        ASIDE.with_borrow_mut(|aside| aside.append(&mut found.earlier));
+        let keep = |replayed: &mut Replayed| replayed.append(&mut found.earlier);
+        rank_context(|context| context.replayed_gradients.with(keep));
         Ok(own)
     }
 }

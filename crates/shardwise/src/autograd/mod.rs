@@ -7,13 +7,13 @@ mod local_map;
 pub use checkpoint::checkpoint;
 pub use local_map::local_map;
 
-use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::placement::{Placement, ReduceOp};
+use crate::rank_context::rank_context;
 use crate::tensor::{DTensor, Node, Recording, Saved, Tape, in_gradient, is_recording, with_recording};
 
 /// What a backward pass starts from and leaves behind.
@@ -254,10 +254,8 @@ struct Found {
     earlier: Vec<(Tape, DTensor)>,
 }
 
-thread_local! {
-    /// Gradients of tensors that a call used without being given them, as it is replayed.
-    static ASIDE: RefCell<Vec<(Tape, DTensor)>> = const { RefCell::new(Vec::new()) };
-}
+/// Gradients of tensors that a call used without being given them, as it is replayed.
+type Replayed = Vec<(Tape, DTensor)>;
 
 /// The leaves that no call before this one uses.
 fn finished(recording: &Recording, uses: &mut BTreeMap<u64, usize>) -> Vec<Arc<Node>> {
@@ -382,6 +380,6 @@ fn pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<Found> {
             let whole = complete(sum, leaf.layout(0))?;
             arrived.push((Tape { node: leaf, output: 0 }, whole));
         }
-        arrived.append(&mut ASIDE.take());
+        arrived.append(&mut rank_context(|context| context.replayed_gradients.replace(Replayed::new())));
     }
 }

@@ -1,13 +1,8 @@
 //! The mesh of a scope, for constructors that are not given one.
 
-use std::cell::RefCell;
-
 use super::DeviceMesh;
 use crate::error::{Error, Result};
-
-thread_local! {
-    static CURRENT: RefCell<Vec<DeviceMesh>> = const { RefCell::new(Vec::new()) };
-}
+use crate::rank_context::{RankContext, in_scope, rank_context};
 
 /// Runs `body` with a mesh that the constructors of [`current_mesh`](crate::tensor::current_mesh) take. Scopes nest, and each rank
 /// is in its own.
@@ -29,17 +24,10 @@ thread_local! {
 /// # Ok::<(), Error>(())
 /// ```
 #[doc(alias = "DeviceMesh.__enter__")]
+#[doc(alias = "scope")]
 pub fn with_mesh<R>(mesh: &DeviceMesh, body: impl FnOnce() -> Result<R>) -> Result<R> {
-    /// Leaves the scope also when the body panics.
-    struct Leave;
-    impl Drop for Leave {
-        fn drop(&mut self) {
-            CURRENT.with_borrow_mut(Vec::pop);
-        }
-    }
-    CURRENT.with_borrow_mut(|meshes| meshes.push(mesh.clone()));
-    let _leave = Leave;
-    body()
+    let enter = |context: &RankContext| context.meshes.with(|meshes: &mut Vec<DeviceMesh>| meshes.push(mesh.clone()));
+    in_scope(enter, |context, ()| drop(context.meshes.with(Vec::<DeviceMesh>::pop)), body)
 }
 
 /// The mesh of the innermost [`with_mesh`].
@@ -48,7 +36,7 @@ pub fn with_mesh<R>(mesh: &DeviceMesh, body: impl FnOnce() -> Result<R>) -> Resu
 /// [`Error::Invalid`] outside of any.
 #[doc(alias = "get_current_mesh")]
 pub fn current_mesh() -> Result<DeviceMesh> {
-    CURRENT.with_borrow(|meshes| meshes.last().cloned()).ok_or_else(|| {
-        Error::invalid("mesh", "none", "a mesh of the scope", "call this inside with_mesh, or pass the mesh")
-    })
+    rank_context(|context| context.meshes.with(|meshes: &mut Vec<DeviceMesh>| meshes.last().cloned())).ok_or_else(
+        || Error::invalid("mesh", "none", "a mesh of the scope", "call this inside with_mesh, or pass the mesh"),
+    )
 }

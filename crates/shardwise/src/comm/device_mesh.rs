@@ -1,6 +1,5 @@
 //! A mesh bound to a world: the arithmetic of [`Mesh`] together with the groups to communicate in.
 
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Deref;
@@ -38,10 +37,6 @@ pub(crate) struct MeshIdentity {
     world: usize,
     custom: Option<usize>,
     links: Links,
-}
-
-thread_local! {
-    static CURRENT: RefCell<Vec<DeviceMesh>> = const { RefCell::new(Vec::new()) };
 }
 
 impl World {
@@ -267,27 +262,6 @@ impl DeviceMesh {
     pub fn concatenate(&self, parts: &[&DeviceMesh]) -> Result<Self> {
         let parts: Vec<&Mesh> = parts.iter().map(|p| p.mesh()).collect();
         self.derived(self.0.mesh.concatenate(&parts)?, &|axis| self.made_of(axis, &[]))
-    }
-
-    /// Runs `body` with this mesh as the [current](Self::current) one of this thread. Nests.
-    pub fn scope<R>(&self, body: impl FnOnce() -> R) -> R {
-        /// Leaves the scope also when `body` panics.
-        struct Leave;
-        impl Drop for Leave {
-            fn drop(&mut self) {
-                CURRENT.with_borrow_mut(Vec::pop);
-            }
-        }
-        CURRENT.with_borrow_mut(|stack| stack.push(self.clone()));
-        let _leave = Leave;
-        body()
-    }
-
-    /// The mesh of the innermost [`scope`](Self::scope) that this thread is in.
-    pub fn current() -> Result<Self> {
-        CURRENT.with_borrow(|stack| stack.last().cloned()).ok_or_else(|| {
-            Error::invalid("mesh", "no current mesh", "a mesh scope around the call", "use mesh.scope(|| ...)")
-        })
     }
 }
 

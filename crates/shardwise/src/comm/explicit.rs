@@ -1,6 +1,6 @@
 //! Scopes in which communication that the program does not ask for by name is a warning or an error.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::HashSet;
 use std::fmt;
 use std::rc::Rc;
@@ -8,6 +8,7 @@ use std::rc::Rc;
 use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::Layout;
 use crate::module_scope::user_site;
+use crate::rank_context::{RankContext, in_scope, rank_context};
 
 /// What to do about a redistribution that an operator makes by itself, because its inputs are not placed as it needs them.
 ///
@@ -32,8 +33,9 @@ use crate::module_scope::user_site;
 #[derive(Clone)]
 pub struct ExplicitRedistribution(Mode);
 
-#[derive(Clone)]
+#[derive(Clone, Default)]
 enum Mode {
+    #[default]
     Allow,
     Warn(Rc<dyn Fn(&ImplicitRedistribution)>),
     Error,
@@ -58,13 +60,6 @@ impl fmt::Display for ImplicitRedistribution {
 
 fn moves(layouts: &Option<(Layout, Layout)>) -> String {
     layouts.as_ref().map(|(from, to)| format!(" a tensor from {from} to {to}")).unwrap_or_default()
-}
-
-thread_local! {
-    static CURRENT: RefCell<Mode> = const { RefCell::new(Mode::Allow) };
-    static ACTIVE: Cell<bool> = const { Cell::new(false) };
-    /// The redistribution that is being executed, and whether it has been reported.
-    static MOVING: RefCell<Option<(Layout, Layout, bool)>> = const { RefCell::new(None) };
 }
 
 impl ExplicitRedistribution {
@@ -97,37 +92,25 @@ impl ExplicitRedistribution {
 
     /// Runs `body` in this scope.
     pub fn run<R>(&self, body: impl FnOnce() -> R) -> R {
-        /// Leaves the scope also when the body panics.
-        struct Leave(Option<Mode>);
-        impl Drop for Leave {
-            fn drop(&mut self) {
-                enter(self.0.take().expect("left once"));
-            }
-        }
-        let _leave = Leave(Some(enter(self.0.clone())));
-        body()
+        in_scope(|context| enter(context, self.0.clone()), |context, before| drop(enter(context, before)), body)
     }
 }
 
-fn enter(mode: Mode) -> Mode {
-    ACTIVE.set(!matches!(mode, Mode::Allow));
-    CURRENT.replace(mode)
+fn enter(context: &RankContext, mode: Mode) -> Mode {
+    context.reports_implicit.set(!matches!(mode, Mode::Allow));
+    context.implicit_redistributions.replace(mode)
 }
+
+/// The layouts between which a tensor is being redistributed, and whether that has been reported.
+type Moving = Option<(Layout, Layout, bool)>;
 
 /// Runs `body`, which redistributes a tensor; reports inside name its layouts.
 pub(crate) fn while_moving<R>(from: &Layout, to: &Layout, body: impl FnOnce() -> R) -> R {
-    if !ACTIVE.get() {
+    if !rank_context(|context| context.reports_implicit.get()) {
         return body();
     }
-    /// Also when the body panics.
-    struct Restore(Option<(Layout, Layout, bool)>);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            MOVING.set(self.0.take());
-        }
-    }
-    let _restore = Restore(MOVING.replace(Some((from.clone(), to.clone(), false))));
-    body()
+    let enter = |context: &RankContext| context.moving.replace::<Moving>(Some((from.clone(), to.clone(), false)));
+    in_scope(enter, |context, before| drop(context.moving.replace(before)), body)
 }
 
 /// Reports a collective that an operator is about to make by itself.
@@ -138,16 +121,17 @@ pub(super) fn check(
     group: &[usize],
     site: Site,
 ) -> Result<()> {
-    if !ACTIVE.get() {
+    if !rank_context(|context| context.reports_implicit.get()) {
         return Ok(());
     }
-    let (layouts, reported) = MOVING.with_borrow_mut(|moving| match moving {
+    let take = |moving: &mut Moving| match moving {
         Some((from, to, reported)) => (Some((from.clone(), to.clone())), std::mem::replace(reported, true)),
         None => (None, false),
-    });
+    };
+    let (layouts, reported) = rank_context(|context| context.moving.with(take));
     let call = RankCall { rank, call: call.to_string(), group: group.to_vec(), site: user_site(site).to_string() };
     // Not borrowed while it runs: a report may use tensors.
-    match CURRENT.with_borrow(Mode::clone) {
+    match rank_context(|context| context.implicit_redistributions.with(|mode: &mut Mode| mode.clone())) {
         Mode::Error => Err(Error::Implicit { operator, moves: moves(&layouts), call: Box::new(call) }),
         Mode::Warn(report) if !reported => {
             report(&ImplicitRedistribution { operator, layouts, call });

@@ -4,7 +4,6 @@
 //! sum and the mean of a sharded tensor both end in an all-reduce of one number. So every distributed value carries a hash
 //! of how it was computed, and ranks compare it along with the call. Values that a rank keeps to itself are never compared.
 
-use std::cell::RefCell;
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
@@ -12,6 +11,7 @@ use rustc_hash::FxHasher;
 use smallvec::SmallVec;
 
 use super::trace::current_operator;
+use crate::rank_context::{RankContext, in_scope, rank_context};
 
 /// How a distributed value was computed. Equal on ranks that ran the same operators on tensors of the same layouts.
 #[derive(Debug, Clone)]
@@ -86,38 +86,28 @@ pub struct Purpose {
     origin: Origin,
 }
 
-thread_local! {
-    static CURRENT: RefCell<Option<(Origin, u64)>> = const { RefCell::new(None) };
-}
+/// The value on behalf of which this rank communicates, and a hash of what else ranks must have in common.
+type Current = Option<(Origin, u64)>;
 
 /// Runs `body`; the collectives in it are on behalf of a value. `also` is a hash of what else ranks must have in common.
 pub(crate) fn on_behalf_of<R>(origin: &Origin, also: u64, body: impl FnOnce() -> R) -> R {
-    /// Leaves the scope also when the body panics.
-    struct Leave(Option<(Origin, u64)>);
-    impl Drop for Leave {
-        fn drop(&mut self) {
-            CURRENT.set(self.0.take());
-        }
-    }
-    let _leave = Leave(CURRENT.replace(Some((origin.clone(), also))));
-    body()
+    let enter = |context: &RankContext| context.purpose.replace::<Current>(Some((origin.clone(), also)));
+    in_scope(enter, |context, before| drop(context.purpose.replace(before)), body)
 }
 
 impl Purpose {
     /// What this thread is communicating for, if that is known.
     pub fn current() -> Option<Self> {
-        CURRENT.with_borrow(|current| {
-            let (origin, also) = current.as_ref()?;
-            let operator = current_operator();
-            let hash = hash(origin, *also, operator);
-            Some(Purpose { hash, operator: operator.map(|(name, _)| name), origin: origin.clone() })
-        })
+        let (origin, also) = rank_context(|context| context.purpose.with(|current: &mut Current| current.clone()))?;
+        let operator = current_operator();
+        Some(Purpose { hash: hash(&origin, also, operator), operator: operator.map(|(name, _)| name), origin })
     }
 
     /// The hash of what this thread is communicating for; 0 if that is not known.
     pub(super) fn current_hash() -> u64 {
-        CURRENT
-            .with_borrow(|current| current.as_ref().map_or(0, |(origin, also)| hash(origin, *also, current_operator())))
+        let operator = current_operator();
+        let of = |current: &mut Current| current.as_ref().map_or(0, |(origin, also)| hash(origin, *also, operator));
+        rank_context(|context| context.purpose.with(of))
     }
 
     /// A number that all ranks of a collective have in common.

@@ -1,6 +1,5 @@
 //! What a rank communicated: every collective with its size, duration and place in the program.
 
-use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::Arc;
@@ -13,6 +12,7 @@ use super::explicit::{self, ExplicitRedistribution};
 use super::{Call, Communicator, Exposed};
 use crate::error::{Result, Site};
 use crate::layout::TensorMeta;
+use crate::rank_context::{RankContext, in_scope, rank_context};
 
 /// One collective, send or receive as a rank made it.
 #[derive(Debug, Clone)]
@@ -122,10 +122,6 @@ impl fmt::Display for Report {
     }
 }
 
-thread_local! {
-    static OPERATORS: RefCell<Vec<(&'static str, bool)>> = const { RefCell::new(Vec::new()) };
-}
-
 /// Runs `body`; what it communicates is recorded under the name of the operator.
 pub fn operator<R>(name: &'static str, body: impl FnOnce() -> R) -> R {
     in_operator(name, false, body)
@@ -139,24 +135,20 @@ pub(crate) fn implicitly<R>(name: &'static str, body: impl FnOnce() -> R) -> R {
 
 /// The operator that this thread is in, and whether it communicates without being asked.
 pub(super) fn current_operator() -> Option<(&'static str, bool)> {
-    OPERATORS.with_borrow(|stack| stack.last().copied())
+    rank_context(|context| context.operators.borrow().last().copied())
 }
 
 fn in_operator<R>(name: &'static str, implicit: bool, body: impl FnOnce() -> R) -> R {
-    /// Leaves the scope also when the body panics.
-    struct Leave;
-    impl Drop for Leave {
-        fn drop(&mut self) {
-            OPERATORS.with_borrow_mut(Vec::pop);
-        }
-    }
-    OPERATORS.with_borrow_mut(|stack| {
+    let enter = |context: &RankContext| {
+        let mut stack = context.operators.borrow_mut();
         // What an implicit operator does on the way is implicit too, and the outermost name counts.
         let outer = stack.last().copied();
         stack.push((outer.map_or(name, |o| o.0), implicit || outer.is_some_and(|o| o.1)));
-    });
-    let _leave = Leave;
-    body()
+    };
+    let leave = |context: &RankContext, ()| {
+        context.operators.borrow_mut().pop();
+    };
+    in_scope(enter, leave, body)
 }
 
 /// Runs `body`; inside, communication that the program does not ask for by name (`redistribute`, `full_tensor`, a

@@ -1,18 +1,12 @@
 //! A scope in which the operator that first gives NaN is an error.
 
-use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use crate::error::{Error, Result, Site};
 use crate::module_scope::{current_path, user_site};
+use crate::rank_context::{RankContext, in_scope, rank_context};
 use crate::tensor::DTensor;
 use shardwise_kernels::reals;
-
-thread_local! {
-    static DEPTH: Cell<usize> = const { Cell::new(0) };
-    /// The calls whose gradients are being taken, in words, the innermost last.
-    static BACKWARD: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
-}
 
 /// Where an operator was called.
 #[derive(Clone)]
@@ -46,38 +40,22 @@ impl RecordedAt {
 /// ```
 #[doc(alias = "set_detect_anomaly")]
 pub fn detect_anomaly<R>(body: impl FnOnce() -> R) -> R {
-    /// Leaves the scope also when the body panics.
-    struct Leave;
-    impl Drop for Leave {
-        fn drop(&mut self) {
-            DEPTH.set(DEPTH.get() - 1);
-        }
-    }
-    DEPTH.set(DEPTH.get() + 1);
-    let _leave = Leave;
-    body()
+    let count = |context: &RankContext| context.anomaly_scopes.replace(context.anomaly_scopes.get() + 1);
+    in_scope(count, |context, before| context.anomaly_scopes.set(before), body)
 }
 
 /// Whether results are looked at now.
 pub(super) fn is_detecting() -> bool {
-    DEPTH.get() > 0
+    rank_context(|context| context.anomaly_scopes.get() > 0)
 }
 
 /// Runs the backward pass of one call, so that what it computes is reported as that.
 pub(super) fn in_backward_of<R>(name: &'static str, origin: Option<RecordedAt>, body: impl FnOnce() -> R) -> R {
-    /// Leaves the scope also when the body panics.
-    struct Leave;
-    impl Drop for Leave {
-        fn drop(&mut self) {
-            BACKWARD.with_borrow_mut(Vec::pop);
-        }
-    }
     let place = origin.map_or(String::new(), |RecordedAt { path, site }| {
         path.map_or(String::new(), |path| format!(" in module `{path}`")) + &format!(", called at {site}")
     });
-    BACKWARD.with_borrow_mut(|calls| calls.push(format!("{name}{place}")));
-    let _leave = Leave;
-    body()
+    let enter = |context: &RankContext| context.backward_calls.borrow_mut().push(format!("{name}{place}"));
+    in_scope(enter, |context, ()| drop(context.backward_calls.borrow_mut().pop()), body)
 }
 
 /// An error if an output has NaN on this rank.
@@ -86,7 +64,8 @@ pub(super) fn check(name: &'static str, inputs: &[&DTensor], outputs: &[DTensor]
         let Some(at) = first_nan(output)? else { continue };
         let rank = output.device_mesh().world().rank();
         let which = if outputs.len() > 1 { format!("result {i} of {name}") } else { format!("the result of {name}") };
-        let phase = BACKWARD.with_borrow(|calls| {
+        let phase = rank_context(|context| {
+            let calls = context.backward_calls.borrow();
             calls.last().map_or(String::new(), |call| format!(", in the backward pass of {call}"))
         });
         let mut spoilt = Vec::new();

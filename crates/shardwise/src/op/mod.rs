@@ -11,7 +11,6 @@ pub(crate) use scope::{ScopedRule, operators_in, with_rule};
 pub use widening::Accumulation;
 
 use std::any::Any;
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 use std::panic::Location;
@@ -26,6 +25,7 @@ use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, OwnedBox, Runs, TensorBox, TensorMeta, coordinates};
 use crate::mesh::Mesh;
 use crate::module_scope::user_site;
+use crate::rank_context::rank_context;
 use crate::redistribute::Exchange;
 use crate::rule::{Decision, Need, Signature};
 use crate::tensor::{Backward, DTensor, Keeps, Saved, check_metas, check_room};
@@ -188,6 +188,18 @@ struct Cache {
     report: CacheReport,
 }
 
+impl Cache {
+    fn keep(&mut self, hash: u64, entry: Entry) {
+        self.report.misses += 1;
+        if self.report.kept >= KEPT {
+            self.decisions.clear();
+            self.report.kept = 0;
+        }
+        self.report.kept += 1;
+        self.decisions.entry(hash).or_default().push(entry);
+    }
+}
+
 struct Entry {
     op: Box<dyn Any>,
     /// The rule that decided.
@@ -241,13 +253,9 @@ impl Hasher for PassThrough {
     }
 }
 
-thread_local! {
-    static CACHE: RefCell<Cache> = RefCell::new(Cache::default());
-}
-
 /// What the cache of decisions of this thread has done so far.
 pub fn cache_report() -> CacheReport {
-    CACHE.with_borrow(|cache| cache.report)
+    rank_context(|context| context.decisions.with(|cache: &mut Cache| cache.report))
 }
 
 /// Carries out an operator of one's own on tensors of one mesh, as those of this crate are: decided and cached by its rule,
@@ -491,12 +499,12 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<(Rc<Decided>, u64)> {
             && entry.inputs.len() == inputs.len()
             && entry.inputs.iter().zip(inputs).all(|((layout, dtype), t)| layout == t.layout() && *dtype == t.dtype())
     };
-    let found = CACHE.with_borrow_mut(|cache| {
+    let find = |cache: &mut Cache| {
         let entry = cache.decisions.get(&hash).and_then(|bucket| bucket.iter().find(|e| same(e)))?;
         cache.report.hits += 1;
         Some(Rc::clone(&entry.decided))
-    });
-    if let Some(decided) = found {
+    };
+    if let Some(decided) = rank_context(|context| context.decisions.with(find)) {
         return Ok((decided, call));
     }
     let metas: Vec<TensorMeta> = inputs.iter().map(|t| t.meta()).collect();
@@ -519,17 +527,9 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<(Rc<Decided>, u64)> {
     let brings = inputs.iter().zip(&decision.inputs).map(|(input, need)| Bring::new(mesh, input, need));
     let brings = brings.collect::<Result<SmallVec<_>>>()?;
     let decided = Rc::new(Decided { decision, brings, locals });
-    CACHE.with_borrow_mut(|cache| {
-        cache.report.misses += 1;
-        if cache.report.kept >= KEPT {
-            cache.decisions.clear();
-            cache.report.kept = 0;
-        }
-        cache.report.kept += 1;
-        let inputs = inputs.iter().map(|t| (t.layout().clone(), t.dtype())).collect();
-        let entry = Entry { op: Box::new(op.clone()), rule, inputs, mesh: mesh.clone(), decided: Rc::clone(&decided) };
-        cache.decisions.entry(hash).or_default().push(entry);
-    });
+    let inputs = inputs.iter().map(|t| (t.layout().clone(), t.dtype())).collect();
+    let entry = Entry { op: Box::new(op.clone()), rule, inputs, mesh: mesh.clone(), decided: Rc::clone(&decided) };
+    rank_context(|context| context.decisions.with(|cache: &mut Cache| cache.keep(hash, entry)));
     Ok((decided, call))
 }
 

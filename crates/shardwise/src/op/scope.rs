@@ -3,7 +3,6 @@
 //! A scope belongs to a thread, as a rank does. Decisions made under a rule are kept under its number: inside the scope no
 //! decision of the operator's own rule is found, and outside none of the program's.
 
-use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, HashSet};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -12,6 +11,7 @@ use super::OpPlan;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::mesh::Mesh;
+use crate::rank_context::{RankContext, in_scope, rank_context};
 use crate::rule::{Decision, Need};
 
 /// How an operator is carried out on inputs that lie so, given what its outputs are; `None` leaves it to the operator.
@@ -32,38 +32,28 @@ pub(super) const OWN: u64 = 0;
 
 static NUMBER: AtomicU64 = AtomicU64::new(OWN + 1);
 
-thread_local! {
-    static SCOPES: RefCell<Vec<Scoped>> = const { RefCell::new(Vec::new()) };
-    /// How many scopes there are: most programs have none, and every call asks.
-    static DEPTH: Cell<usize> = const { Cell::new(0) };
-    static NAMES: RefCell<Option<BTreeSet<&'static str>>> = const { RefCell::new(None) };
-}
-
 /// Runs `body`; inside, the operator called `name` is carried out by `rule` where all its ranks are in `ranks`.
 pub(crate) fn with_rule<R>(name: &'static str, ranks: &[usize], rule: Rc<ScopedRule>, body: impl FnOnce() -> R) -> R {
-    /// Leaves the scope also when the body panics.
-    struct Leave;
-    impl Drop for Leave {
-        fn drop(&mut self) {
-            SCOPES.with_borrow_mut(Vec::pop);
-            DEPTH.set(DEPTH.get() - 1);
-        }
-    }
     let number = NUMBER.fetch_add(1, Relaxed);
     let scoped = Scoped { number, name, ranks: Rc::new(ranks.iter().copied().collect()), rule };
-    SCOPES.with_borrow_mut(|scopes| scopes.push(scoped));
-    DEPTH.set(DEPTH.get() + 1);
-    let _leave = Leave;
-    body()
+    let enter = |context: &RankContext| {
+        context.rules.with(|rules: &mut Vec<Scoped>| rules.push(scoped));
+        context.rule_count.replace(context.rule_count.get() + 1)
+    };
+    let leave = |context: &RankContext, before| {
+        context.rules.with(Vec::<Scoped>::pop);
+        context.rule_count.set(before);
+    };
+    in_scope(enter, leave, body)
 }
 
 /// The innermost rule for an operator on a mesh.
 pub(super) fn rule_for(name: &'static str, mesh: &Mesh) -> Option<Scoped> {
-    if DEPTH.get() == 0 {
+    if rank_context(|context| context.rule_count.get()) == 0 {
         return None;
     }
     let fits = |s: &&Scoped| s.name == name && mesh.ranks().iter().all(|rank| s.ranks.contains(rank));
-    SCOPES.with_borrow(|scopes| scopes.iter().rev().find(fits).cloned())
+    rank_context(|context| context.rules.with(|rules: &mut Vec<Scoped>| rules.iter().rev().find(fits).cloned()))
 }
 
 impl Scoped {
@@ -98,12 +88,12 @@ impl Scoped {
 
 /// Runs `body` and says which operators it carried out, on this thread.
 pub(crate) fn operators_in<R>(body: impl FnOnce() -> R) -> (R, BTreeSet<&'static str>) {
-    NAMES.set(Some(BTreeSet::new()));
+    rank_context(|context| context.operator_names.replace(Some(BTreeSet::new())));
     let result = body();
-    (result, NAMES.take().unwrap_or_default())
+    (result, rank_context(|context| context.operator_names.take()).unwrap_or_default())
 }
 
 /// Notes an operator for [`operators_in`].
 pub(super) fn note(name: &'static str) {
-    NAMES.with_borrow_mut(|names| names.as_mut().map(|names| names.insert(name)));
+    rank_context(|context| context.operator_names.borrow_mut().as_mut().map(|names| names.insert(name)));
 }

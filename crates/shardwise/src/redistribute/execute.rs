@@ -1,6 +1,5 @@
 //! Carrying out a plan: each step as one rank does it, prepared once per pair of layouts and kept.
 
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
@@ -14,6 +13,7 @@ use crate::comm::{Call, DeviceMesh, Group, MeshIdentity, Sizes, operator};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::{Placement, ReduceOp};
+use crate::rank_context::rank_context;
 use shardwise_kernels::{concat, dense, placeholder};
 
 /// Brings a rank's local tensor from one layout to another on the same mesh.
@@ -51,25 +51,26 @@ type Key = (Layout, Layout, DType, MeshIdentity);
 /// Prepared plans that a rank keeps before it begins anew.
 const KEPT: usize = 4096;
 
-thread_local! {
-    static PREPARED: RefCell<HashMap<Key, (DeviceMesh, Prepared)>> = RefCell::new(HashMap::new());
-}
+/// The prepared redistributions of a rank. The mesh is kept too: while it lives, no other world has its identity.
+#[derive(Default)]
+struct Kept(HashMap<Key, (DeviceMesh, Prepared)>);
 
 fn prepared(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> Result<Prepared> {
     let key = (from.clone(), to.clone(), dtype, mesh.identity());
-    if let Some(found) = PREPARED.with_borrow(|kept| kept.get(&key).map(|(_, prepared)| Rc::clone(prepared))) {
+    let find = |kept: &mut Kept| kept.0.get(&key).map(|(_, prepared)| Rc::clone(prepared));
+    if let Some(found) = rank_context(|context| context.redistributions.with(find)) {
         return Ok(found);
     }
     let plan = planner::candidates(from, to, dtype.size_in_bytes(), mesh.links())?.swap_remove(0);
     let steps = plan.steps().iter().map(|step| PreparedStep::new(mesh, step, dtype)).collect::<Result<Vec<_>>>()?;
     let prepared = Rc::new(steps);
-    PREPARED.with_borrow_mut(|kept| {
+    let keep = |Kept(kept): &mut Kept| {
         if kept.len() >= KEPT {
             kept.clear();
         }
-        // The mesh is kept too: while it lives, no other world has its identity.
         kept.insert(key, (mesh.clone(), Rc::clone(&prepared)));
-    });
+    };
+    rank_context(|context| context.redistributions.with(keep));
     Ok(prepared)
 }
 

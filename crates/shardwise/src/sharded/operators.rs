@@ -1,6 +1,5 @@
 //! Operators on sharded tensors: as distributed tensors, and as the user says otherwise.
 
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::panic::Location;
 use std::rc::Rc;
@@ -13,16 +12,15 @@ use crate::comm::Call;
 use crate::error::{Error, Result, Site};
 use crate::ops::Bag;
 use crate::placement::{Placement, ReduceOp};
+use crate::rank_context::{RankContext, in_scope, rank_context};
 use crate::tensor::DTensor;
 use shardwise_kernels::{all_close, all_equal};
 
 /// What a user's operator does.
 type Implementation = Rc<dyn Fn(&[&ShardedTensor]) -> Result<ShardedTensor>>;
 
-thread_local! {
-    /// The operators of this rank by name, the innermost scope last.
-    static REGISTERED: RefCell<HashMap<String, Vec<Implementation>>> = RefCell::new(HashMap::new());
-}
+/// The operators of a rank by name, the innermost scope last.
+type Registered = HashMap<String, Vec<Implementation>>;
 
 /// Runs `body` with an operator on sharded tensors that has a name: [`call_sharded_op`] runs it, and the methods of
 /// [`ShardedTensor`] of that name (`add`, `matmul`, ...) do too, instead of their own way. Scopes nest; every rank is in its
@@ -48,16 +46,14 @@ pub fn with_sharded_op<R>(
     implementation: impl Fn(&[&ShardedTensor]) -> Result<ShardedTensor> + 'static,
     body: impl FnOnce() -> R,
 ) -> R {
-    /// Leaves the scope also when `body` panics.
-    struct Leave(String);
-    impl Drop for Leave {
-        fn drop(&mut self) {
-            REGISTERED.with_borrow_mut(|all| all.get_mut(&self.0).map(Vec::pop));
-        }
-    }
-    REGISTERED.with_borrow_mut(|all| all.entry(name.to_string()).or_default().push(Rc::new(implementation)));
-    let _leave = Leave(name.to_string());
-    body()
+    let enter = |context: &RankContext| {
+        let add = |all: &mut Registered| all.entry(name.to_string()).or_default().push(Rc::new(implementation));
+        context.sharded_operators.with(add);
+    };
+    let leave = |context: &RankContext, ()| {
+        context.sharded_operators.with(|all: &mut Registered| drop(all.get_mut(name).map(Vec::pop)));
+    };
+    in_scope(enter, leave, body)
 }
 
 /// Runs the operator that a surrounding [`with_sharded_op`] has given this name, or the one that
@@ -77,7 +73,8 @@ pub fn call_sharded_op(name: &str, inputs: &[&ShardedTensor]) -> Result<ShardedT
 
 /// What the user's operator of this name returns, if there is one: that of the scope, or that of the first input's spec.
 fn replaced(name: &str, inputs: &[&ShardedTensor]) -> Option<Result<ShardedTensor>> {
-    let scoped = REGISTERED.with_borrow(|all| all.get(name).and_then(|stack| stack.last().cloned()));
+    let find = |all: &mut Registered| all.get(name).and_then(|stack| stack.last().cloned());
+    let scoped = rank_context(|context| context.sharded_operators.with(find));
     match scoped {
         Some(operator) => Some(operator(inputs)),
         None => spec_op(name, inputs),

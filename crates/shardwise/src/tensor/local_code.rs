@@ -10,7 +10,6 @@
 //! Candle forgets an operand where there are no elements. So a rank that holds nothing may not see what its local code depends on,
 //! and `from_local`, which ranks call together, tells it: exits have numbers that count alike on all ranks.
 
-use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, LazyLock, Weak};
 
@@ -20,6 +19,7 @@ use parking_lot::Mutex;
 use super::{Backward, DTensor, Keeps, Saved, is_recording};
 use crate::error::{Error, Result};
 use crate::placement::{Placement, ReduceOp};
+use crate::rank_context::{rank_context, rank_context_if_alive};
 use shardwise_kernels::{dense, with_type};
 
 /// Where the local part of a tensor leaves for local code.
@@ -38,11 +38,7 @@ pub(super) struct Exit {
 /// The exits that are part of some graph, by their marks.
 static EXITS: LazyLock<Mutex<HashMap<TensorId, Weak<Exit>>>> = LazyLock::new(Mutex::default);
 
-thread_local! {
-    /// The exits of this rank, by number.
-    static NUMBERED: RefCell<Numbered> = RefCell::new(Numbered::default());
-}
-
+/// The exits of this rank, by number.
 #[derive(Default)]
 struct Numbered {
     next: u64,
@@ -58,7 +54,8 @@ impl Drop for Exit {
     fn drop(&mut self) {
         EXITS.lock().remove(&self.mark);
         // An exit may be dropped by another thread, or as this one ends.
-        let _ = NUMBERED.try_with(|n| n.try_borrow_mut().map(|mut n| n.alive.remove(&self.number)));
+        let _ =
+            rank_context_if_alive(|context| context.local_exits.with(|n: &mut Numbered| n.alive.remove(&self.number)));
     }
 }
 
@@ -89,21 +86,23 @@ impl CustomOp1 for Leaving {
 /// A copy of the local part of a tensor that has a gradient, as part of a graph of candle's.
 pub(super) fn leave(tensor: &DTensor, grad_placements: Option<Vec<Placement>>) -> Result<Tensor> {
     let mark = Var::zeros((), DType::F32, &Device::Cpu)?;
-    let number = NUMBERED.with_borrow_mut(|numbered| {
+    let count = |numbered: &mut Numbered| {
         numbered.next += 1;
         numbered.next
-    });
+    };
+    let number = rank_context(|context| context.local_exits.with(count));
     let tensor = tensor.clone();
     let exit = Arc::new(Exit { mark: mark.id(), number, tensor, grad_placements, gradient: Mutex::new(None) });
     EXITS.lock().insert(mark.id(), Arc::downgrade(&exit));
-    let forgotten = NUMBERED.with_borrow_mut(|numbered| {
+    let keep = |numbered: &mut Numbered| {
         numbered.alive.insert(number, Arc::downgrade(&exit));
         if exit.tensor.local().elem_count() > 0 {
             return None;
         }
         numbered.empty.push_back(Arc::clone(&exit));
         if numbered.empty.len() > EMPTY_KEPT { numbered.empty.pop_front() } else { None }
-    });
+    };
+    let forgotten = rank_context(|context| context.local_exits.with(keep));
     // Outside: dropping it takes it out of the numbered ones.
     drop(forgotten);
     Ok(mark.as_tensor().apply_op1(Leaving(exit))?)
@@ -137,9 +136,10 @@ pub(super) fn numbers(exits: &[Arc<Exit>]) -> Vec<i64> {
 pub(super) fn exits_numbered(mut numbers: Vec<i64>) -> Vec<Arc<Exit>> {
     numbers.sort_unstable();
     numbers.dedup();
-    NUMBERED.with_borrow(|numbered| {
+    let find = |numbered: &mut Numbered| {
         numbers.iter().filter_map(|&number| numbered.alive.get(&(number as u64))?.upgrade()).collect()
-    })
+    };
+    rank_context(|context| context.local_exits.with(find))
 }
 
 /// The tensor `made` of a local tensor, with the local code between some exits and it as part of the graph of gradients.

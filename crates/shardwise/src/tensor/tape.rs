@@ -1,6 +1,5 @@
 //! How a tensor was made, as far as gradients need it: a graph of calls, each of which knows its way back.
 
-use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -12,6 +11,7 @@ use super::{DTensor, Value};
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
+use crate::rank_context::{RankContext, in_scope, rank_context};
 
 /// The way back of one call: from gradients of its outputs to gradients of its inputs.
 pub trait Backward: Send + Sync {
@@ -100,15 +100,9 @@ impl Kept {
 /// rise in the order of its calls.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 
-thread_local! {
-    static PAUSED: Cell<usize> = const { Cell::new(0) };
-    /// Whether this thread is inside the gradient of an operator.
-    static IN_GRADIENT: Cell<bool> = const { Cell::new(false) };
-}
-
 /// Whether calls are recorded now.
 pub(crate) fn is_recording() -> bool {
-    PAUSED.get() == 0
+    !rank_context(|context| context.is_recording_paused.get())
 }
 
 /// The number of the next call.
@@ -141,33 +135,19 @@ pub fn no_grad<R>(body: impl FnOnce() -> R) -> R {
 
 /// Runs `body` with recording on or off, whatever it was.
 pub(crate) fn with_recording<R>(on: bool, body: impl FnOnce() -> R) -> R {
-    /// Also when the body panics.
-    struct Restore(usize);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            PAUSED.set(self.0);
-        }
-    }
-    let _restore = Restore(PAUSED.replace(usize::from(!on)));
-    body()
+    let enter = |context: &RankContext| context.is_recording_paused.replace(!on);
+    in_scope(enter, |context, before| context.is_recording_paused.set(before), body)
 }
 
 /// Whether the gradient of an operator is being computed.
 pub(crate) fn is_in_gradient() -> bool {
-    IN_GRADIENT.get()
+    rank_context(|context| context.is_in_gradient.get())
 }
 
 /// Runs `body` as the gradient of an operator, or as a forward pass inside of one.
 pub(crate) fn in_gradient<R>(on: bool, body: impl FnOnce() -> R) -> R {
-    /// Also when the body panics.
-    struct Restore(bool);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            IN_GRADIENT.set(self.0);
-        }
-    }
-    let _restore = Restore(IN_GRADIENT.replace(on));
-    body()
+    let enter = |context: &RankContext| context.is_in_gradient.replace(on);
+    in_scope(enter, |context, before| context.is_in_gradient.set(before), body)
 }
 
 impl DTensor {

@@ -69,6 +69,16 @@ fn the_check_finds_a_violation() {
     assert_eq!(violations(&order, "error", "use crate::{error::Error, mesh};").len(), 1);
 }
 
+/// What a call depends on besides its arguments is in one place; `comm::host` only marks its thread.
+#[test]
+fn the_state_of_a_rank_is_in_rank_context() {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let with_own = |file: &PathBuf| std::fs::read_to_string(file).unwrap().contains("thread_local!");
+    let mut found: Vec<PathBuf> = rust_files(&src).into_iter().filter(with_own).collect();
+    found.sort();
+    assert_eq!(found, [src.join("comm/host.rs"), src.join("rank_context.rs")]);
+}
+
 #[test]
 fn nothing_is_called_utils_common_or_base_and_nothing_is_left_undone() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();

@@ -1,0 +1,185 @@
+//! What is in effect for the program of a rank: the scopes that it is in, and what the rank keeps between calls.
+//!
+//! A rank's program runs on one thread, so the context belongs to the thread. This is the only state of that kind; a rank
+//! that looks into it sees everything that a call may depend on besides its arguments.
+
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use crate::error::Site;
+
+thread_local! {
+    static CONTEXT: RankContext = const { RankContext::new() };
+}
+
+/// Reads or changes the context of this rank.
+pub(crate) fn rank_context<R>(body: impl FnOnce(&RankContext) -> R) -> R {
+    CONTEXT.with(body)
+}
+
+/// As [`rank_context`]; `None` where the thread is ending and the context is gone, for destructors.
+pub(crate) fn rank_context_if_alive<R>(body: impl FnOnce(&RankContext) -> R) -> Option<R> {
+    CONTEXT.try_with(body).ok()
+}
+
+/// Runs `body` after `enter`; `leave` undoes that with what `enter` returned, also when `body` panics.
+pub(crate) fn in_scope<S, R>(
+    enter: impl FnOnce(&RankContext) -> S,
+    leave: impl FnOnce(&RankContext, S),
+    body: impl FnOnce() -> R,
+) -> R {
+    struct Leave<S, L: FnOnce(&RankContext, S)>(Option<(L, S)>);
+    impl<S, L: FnOnce(&RankContext, S)> Drop for Leave<S, L> {
+        fn drop(&mut self) {
+            if let Some((leave, entered)) = self.0.take() {
+                rank_context(|context| leave(context, entered));
+            }
+        }
+    }
+    let _leave = Leave(Some((leave, rank_context(enter))));
+    body()
+}
+
+/// See the [module](self).
+pub(crate) struct RankContext {
+    /// The modules whose `forward` is running, the innermost last.
+    pub(crate) modules: RefCell<Vec<EnteredModule>>,
+    /// The operators that are being executed, the innermost last, and whether they communicate without being asked.
+    pub(crate) operators: RefCell<Vec<(&'static str, bool)>>,
+    /// The meshes of the scopes of `with_mesh`: `Vec<DeviceMesh>`.
+    pub(crate) meshes: AnyField,
+    /// On behalf of which value ranks communicate: `comm::purpose`.
+    pub(crate) purpose: AnyField,
+    /// What happens to implicit redistributions: `comm::explicit`.
+    pub(crate) implicit_redistributions: AnyField,
+    /// Whether [`implicit_redistributions`](Self::implicit_redistributions) is anything but the default; every collective asks.
+    pub(crate) reports_implicit: Cell<bool>,
+    /// The redistribution that is being executed: `comm::explicit`.
+    pub(crate) moving: AnyField,
+    /// Whether calls of operators are not recorded for a backward pass.
+    pub(crate) is_recording_paused: Cell<bool>,
+    /// Whether the gradient of an operator is being computed.
+    pub(crate) is_in_gradient: Cell<bool>,
+    /// How many scopes of `detect_anomaly` there are.
+    pub(crate) anomaly_scopes: Cell<usize>,
+    /// The calls whose gradients are being computed, in words, the innermost last.
+    pub(crate) backward_calls: RefCell<Vec<String>>,
+    /// The rules of the scopes of `override_rule`: `op::scope`.
+    pub(crate) rules: AnyField,
+    /// How many [`rules`](Self::rules) there are: most programs have none, and every call asks.
+    pub(crate) rule_count: Cell<usize>,
+    /// The operators executed so far, where somebody wants to know.
+    pub(crate) operator_names: RefCell<Option<BTreeSet<&'static str>>>,
+    /// The operators of the scopes of `with_sharded_op`: `sharded::operators`.
+    pub(crate) sharded_operators: AnyField,
+    /// Decisions about operators: `op`.
+    pub(crate) decisions: AnyField,
+    /// Redistributions with their groups and calls prepared: `redistribute::execute`.
+    pub(crate) redistributions: AnyField,
+    /// Tensors handed to local code that has gradients: `tensor::local_code`.
+    pub(crate) local_exits: AnyField,
+    /// Gradients of tensors that a replayed call used without being given them: `autograd`.
+    pub(crate) replayed_gradients: AnyField,
+}
+
+/// A module whose `forward` is running.
+pub(crate) struct EnteredModule {
+    /// Dotted path from the root of the model, if it is known.
+    pub(crate) path: Option<Arc<str>>,
+    /// Where `forward` was called.
+    pub(crate) site: Site,
+}
+
+impl RankContext {
+    const fn new() -> Self {
+        RankContext {
+            modules: RefCell::new(Vec::new()),
+            operators: RefCell::new(Vec::new()),
+            meshes: AnyField::new(),
+            purpose: AnyField::new(),
+            implicit_redistributions: AnyField::new(),
+            reports_implicit: Cell::new(false),
+            moving: AnyField::new(),
+            is_recording_paused: Cell::new(false),
+            is_in_gradient: Cell::new(false),
+            anomaly_scopes: Cell::new(0),
+            backward_calls: RefCell::new(Vec::new()),
+            rules: AnyField::new(),
+            rule_count: Cell::new(0),
+            operator_names: RefCell::new(None),
+            sharded_operators: AnyField::new(),
+            decisions: AnyField::new(),
+            redistributions: AnyField::new(),
+            local_exits: AnyField::new(),
+            replayed_gradients: AnyField::new(),
+        }
+    }
+}
+
+/// A field whose type belongs to a module above this one; always the same type, which begins as its default.
+pub(crate) struct AnyField(RefCell<Option<Box<dyn Any>>>);
+
+impl AnyField {
+    const fn new() -> Self {
+        AnyField(RefCell::new(None))
+    }
+
+    /// Reads or changes the value. `body` must not come back to the same field.
+    pub(crate) fn with<T: Default + 'static, R>(&self, body: impl FnOnce(&mut T) -> R) -> R {
+        let mut held = self.0.borrow_mut();
+        let value = held.get_or_insert_with(|| Box::new(T::default()));
+        body(value.downcast_mut().expect("a field has one type"))
+    }
+
+    /// The value, replaced by another.
+    pub(crate) fn replace<T: Default + 'static>(&self, value: T) -> T {
+        self.with(|held| std::mem::replace(held, value))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+
+    fn depth() -> usize {
+        rank_context(|context| context.anomaly_scopes.get())
+    }
+
+    #[test]
+    fn a_scope_is_left_when_its_body_panics() {
+        let count =
+            |by: isize| move |c: &RankContext| c.anomaly_scopes.set(c.anomaly_scopes.get().saturating_add_signed(by));
+        let panicking = || {
+            in_scope(
+                count(1),
+                |context, ()| count(-1)(context),
+                || {
+                    assert_eq!(depth(), 1);
+                    panic!("on purpose")
+                },
+            )
+        };
+        catch_unwind(AssertUnwindSafe(panicking)).unwrap_err();
+        assert_eq!(depth(), 0);
+    }
+
+    #[test]
+    fn a_field_begins_as_the_default_of_its_type_and_keeps_what_it_is_given() {
+        rank_context(|context| {
+            context.meshes.with(|names: &mut Vec<&str>| assert!(names.is_empty()));
+            assert!(context.meshes.replace(vec!["dp"]).is_empty());
+            context.meshes.with(|names: &mut Vec<&str>| assert_eq!(names, &["dp"]));
+        });
+    }
+
+    #[test]
+    fn every_thread_has_its_own() {
+        rank_context(|context| context.is_in_gradient.set(true));
+        let other = std::thread::spawn(|| rank_context(|context| context.is_in_gradient.get())).join().unwrap();
+        assert!(!other);
+    }
+}
