@@ -13,6 +13,7 @@ use super::explicit::{self, ExplicitRedistribution};
 use super::{Call, Communicator, Exposed};
 use crate::error::{Result, Site};
 use crate::layout::TensorMeta;
+use crate::mesh::Network;
 
 /// One collective, send or receive as a rank made it.
 #[derive(Debug, Clone)]
@@ -245,6 +246,10 @@ impl Communicator for Traced {
 
     fn abort(&self, reason: &str) {
         self.engine.abort(reason);
+    }
+
+    fn network(&self) -> Network {
+        self.engine.network()
     }
 
     fn is_dry(&self) -> bool {

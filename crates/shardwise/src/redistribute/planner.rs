@@ -36,8 +36,8 @@ enum Moves {
 const MAX_CHOICES: usize = 5;
 
 impl Plan {
-    /// The cheapest plan on a mesh of equal links, for elements of `elem` bytes. The layouts must have one mesh and
-    /// shape.
+    /// The cheapest plan between threads ([`Link::THREADS`] on every axis), for elements of `elem` bytes. The layouts must
+    /// have one mesh and shape. [`explain`](super::explain) plans by the links of a mesh.
     pub fn new(from: &Layout, to: &Layout, elem: usize) -> Result<Self> {
         let links = Links::uniform(from.mesh().ndim(), Link::THREADS);
         Ok(candidates(from, to, elem, &links)?.swap_remove(0))
