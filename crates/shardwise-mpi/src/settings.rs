@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use shardwise::mesh::Link;
 use shardwise::{Error, Result};
 
 /// Settings of a launch.
@@ -26,7 +27,18 @@ pub struct Settings {
     pub(crate) segment: usize,
     #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "threads share memory"))]
     pub(crate) largest_count: usize,
+    #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "threads have links of their own"))]
+    pub(crate) inside: Link,
+    #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "threads are on one host"))]
+    pub(crate) across: Link,
 }
+
+/// Processes of one host, through shared memory: 64 bytes and 64 MB gathered by 2 processes with Open MPI 4.1, see the
+/// benchmarks in README.md.
+const INSIDE: Link = Link { latency_us: 2.2, gb_per_s: 4.5 };
+
+/// Hosts on Ethernet of 10 Gbit/s over TCP. Other networks are faster: configure or measure them.
+const ACROSS: Link = Link { latency_us: 30.0, gb_per_s: 1.0 };
 
 /// The largest number of elements that MPI's C interface can name.
 const LARGEST_COUNT: usize = i32::MAX as usize;
@@ -61,13 +73,15 @@ impl Default for Settings {
             check: true,
             segment: 1 << 20,
             largest_count: LARGEST_COUNT,
+            inside: INSIDE,
+            across: ACROSS,
         }
     }
 }
 
 impl Settings {
     /// The defaults, with what the environment says: `SHARDWISE_DEADLINE` in seconds, `SHARDWISE_DETERMINISTIC` and
-    /// `SHARDWISE_CHECK` as 0 or 1.
+    /// `SHARDWISE_CHECK` as 0 or 1, `SHARDWISE_LINK_INSIDE` and `SHARDWISE_LINK_ACROSS` as links such as `2us,4.5GB/s`.
     pub fn from_env() -> Result<Self> {
         Self::from_variables(|name| std::env::var(name).ok())
     }
@@ -83,6 +97,12 @@ impl Settings {
             let seconds = seconds.filter(|s| !s.is_zero());
             settings.deadline = seconds.ok_or_else(|| wrong(DEADLINE, &text, "a number of seconds above 0"))?;
         }
+        let link = |name: &'static str, default: Link| match variable(name) {
+            Some(text) => text.parse().map_err(|_| wrong(name, &text, "a link such as 30us,1.25GB/s")),
+            None => Ok(default),
+        };
+        settings.inside = link("SHARDWISE_LINK_INSIDE", settings.inside)?;
+        settings.across = link("SHARDWISE_LINK_ACROSS", settings.across)?;
         Ok(settings)
     }
 
@@ -116,6 +136,14 @@ impl Settings {
         self
     }
 
+    /// How fast processes of one host and processes of different hosts reach each other, for planners. By default figures of
+    /// shared memory, and of Ethernet of 10 Gbit/s. Which processes share a host is asked of MPI.
+    /// [`World::measure_links`](shardwise::World::measure_links) finds the figures of a cluster.
+    pub fn links(mut self, inside: Link, across: Link) -> Self {
+        (self.inside, self.across) = (inside, across);
+        self
+    }
+
     /// Reductions of more bytes than this are carried out in segments of about that size (1 MiB by default).
     pub fn segment(mut self, bytes: usize) -> Self {
         self.segment = bytes.max(64);
@@ -142,6 +170,9 @@ mod tests {
         assert_eq!(with("SHARDWISE_DEADLINE", "2.5").unwrap().deadline, Duration::from_millis(2500));
         assert!(with("SHARDWISE_DETERMINISTIC", "1").unwrap().deterministic);
         assert!(!with("SHARDWISE_CHECK", "0").unwrap().check);
+        let across = with("SHARDWISE_LINK_ACROSS", "2us, 12.5GB/s").unwrap();
+        assert_eq!((across.inside, across.across), (INSIDE, Link { latency_us: 2.0, gb_per_s: 12.5 }));
+        assert_eq!(with("SHARDWISE_LINK_INSIDE", "1us,6GB/s").unwrap().inside, Link { latency_us: 1.0, gb_per_s: 6.0 });
         for (name, value) in [
             ("SHARDWISE_DEADLINE", "soon"),
             ("SHARDWISE_DEADLINE", "0"),
@@ -149,6 +180,10 @@ mod tests {
             ("SHARDWISE_DEADLINE", "1e400"),
             ("SHARDWISE_DETERMINISTIC", "yes"),
             ("SHARDWISE_CHECK", ""),
+            ("SHARDWISE_LINK_INSIDE", "2us"),
+            ("SHARDWISE_LINK_INSIDE", "fast"),
+            ("SHARDWISE_LINK_ACROSS", "2us,0GB/s"),
+            ("SHARDWISE_LINK_ACROSS", "-1us,1GB/s"),
         ] {
             let message = with(name, value).unwrap_err().to_string();
             assert!(message.contains(&format!("{name}={value}")), "{message}");

@@ -309,11 +309,8 @@ impl Signature {
                 },
                 Along::Cut { dim, leader } => match tensor.iter().position(|d| d == &Some(*dim)) {
                     Some(at) => match leader.filter(|_| !plain).map(|l| &inputs[l].placements()[axis]) {
-                        Some(Placement::Ragged { sizes, .. }) => Placement::ragged(at as isize, sizes.clone()),
-                        Some(Placement::StridedShard { split_factor, .. }) => {
-                            Placement::StridedShard { dim: at as isize, split_factor: *split_factor }
-                        }
-                        _ => Placement::Shard(at as isize),
+                        Some(led) => led.with_dim(at),
+                        None => Placement::Shard(at as isize),
                     },
                     None => match (of, self.dims[*dim]) {
                         (Tensor::Output, Shared::Reduces(op)) => Placement::Partial(op),
@@ -344,12 +341,7 @@ fn same_cut(inputs: &[&Layout], a: usize, b: usize, axis: usize) -> bool {
         let placement = &inputs[i].placements()[axis];
         let dim = placement.shard_dim()?;
         let before = inputs[i].shard_order(dim).iter().take_while(|&&a| a != axis).copied().collect::<Vec<_>>();
-        let kind = match placement {
-            Placement::Ragged { sizes, .. } => (1, 0, Some(sizes.clone())),
-            Placement::StridedShard { split_factor, .. } => (2, *split_factor, None),
-            _ => (0, 0, None),
-        };
-        Some((before, kind))
+        Some((before, placement.with_dim(0)))
     };
     a == b || cut(a) == cut(b)
 }

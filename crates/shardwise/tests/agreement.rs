@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Tensor};
 use shardwise::comm::{Call, Communicator, Exposed};
 use shardwise::error::Site;
+use shardwise::mesh::Network;
 use shardwise::prelude::*;
 use shardwise::{Error, Group, TensorMeta, ThreadWorld};
 
@@ -142,6 +143,9 @@ impl Communicator for Careless {
         Ok(Box::new(Read(self.0)))
     }
     fn abort(&self, _: &str) {}
+    fn network(&self) -> Network {
+        Network::THREADS
+    }
 }
 
 #[test]

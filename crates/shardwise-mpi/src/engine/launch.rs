@@ -1,10 +1,12 @@
 //! One launch in this process: its settings, and whether it is still going on.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use shardwise::comm::engine::{launch_is_over, second_thread, this_thread};
 use shardwise::error::RankCall;
+use shardwise::mesh::Network;
 use shardwise::{Error, Result};
 
 use super::mail::Mail;
@@ -21,14 +23,16 @@ pub(super) struct Launch {
     pub(super) deadline: Duration,
     pub(super) check: bool,
     pub(super) limits: Limits,
+    pub(super) network: Network,
     closed: AtomicBool,
     /// The thread that runs the program, and so makes the collectives.
     program: AtomicUsize,
 }
 
 impl Launch {
-    pub(super) fn new(process: &'static Process, settings: &crate::Settings) -> Self {
-        Launch {
+    pub(super) fn new(process: &'static Process, settings: &crate::Settings) -> Result<Self> {
+        let network = Network::of_hosts(Arc::clone(&process.hosts), settings.inside, settings.across)?;
+        Ok(Launch {
             process,
             mail: Mail::new(process.mail.size()),
             deadline: settings.deadline,
@@ -38,9 +42,10 @@ impl Launch {
                 segment: settings.segment,
                 largest_count: settings.largest_count,
             },
+            network,
             closed: AtomicBool::new(false),
             program: AtomicUsize::new(0),
-        }
+        })
     }
 
     /// The calling thread runs the program.

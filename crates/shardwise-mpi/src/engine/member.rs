@@ -7,6 +7,7 @@ use candle_core::Tensor;
 use shardwise::comm::engine::{Purpose, describe};
 use shardwise::comm::{Call, Communicator, Exposed};
 use shardwise::error::{RankCall, Site};
+use shardwise::mesh::Network;
 use shardwise::{Error, Result, TensorMeta};
 
 use super::agreement::{self, Asked};
@@ -207,5 +208,9 @@ impl Communicator for Member {
     fn abort(&self, reason: &str) {
         let rank = self.group.ranks[self.group.me];
         self.launch.process.service.die(&format!("rank {rank} aborted: {reason}"));
+    }
+
+    fn network(&self) -> Network {
+        self.launch.network.clone()
     }
 }

@@ -38,9 +38,10 @@ use crate::settings::Settings;
 impl Settings {
     /// An error on every rank unless all have the same of those settings that decide what they call.
     fn agree(&self, world: &Comm) -> Result<()> {
-        let Settings { check, deterministic, segment, largest_count, .. } = self;
+        let Settings { check, deterministic, segment, largest_count, inside, across, .. } = self;
         let said = format!(
-            "check: {check}, deterministic: {deterministic}, segment: {segment}, largest_count: {largest_count}"
+            "check: {check}, deterministic: {deterministic}, segment: {segment}, largest_count: {largest_count}, \
+             links: {inside} inside a host and {across} across"
         );
         let mine = fnv1a(said.as_bytes());
         let [largest, least] = world.greatest(&[mine, !mine])?;
@@ -82,12 +83,13 @@ pub(crate) fn run<T: Send>(
         ));
     }
     settings.agree(&process.world)?;
+    let launch = Launch::new(process, settings)?;
     launches.count += 1;
     let rank = process.world.rank();
     process.service.enter(launches.count);
     let threads = settings.kernel_threads.unwrap_or(process.share_of_cores);
     confine_candle_to(threads);
-    let launch = Arc::new(Launch::new(process, settings));
+    let launch = Arc::new(launch);
     let run = || {
         launch.enter();
         program(World::new(Arc::new(Member::of_world(Arc::clone(&launch)))))

@@ -21,6 +21,8 @@ pub(super) struct Process {
     pub(super) service: Arc<Service>,
     /// This process's share of the cores of its machine.
     pub(super) share_of_cores: usize,
+    /// The host of every rank, by the least rank on it.
+    pub(super) hosts: Arc<[usize]>,
     pub(super) groups: Arc<Groups>,
     /// Held during a launch.
     pub(super) launches: Mutex<Launches>,
@@ -56,14 +58,18 @@ impl Process {
             ));
         }
         let mail = world.duplicate()?;
-        let cores = Cores::find(&world, take_turns)?;
+        let host = world.on_this_host()?;
+        let cores = Cores::find(&world, &host, take_turns)?;
+        let least = host.numbers(world.rank() as u64)?.into_iter().min().unwrap_or(0);
+        let hosts = world.numbers(least)?.into_iter().map(|rank| rank as usize).collect();
         comm::set_take_turns(cores.take_turns);
         let groups = Arc::new(Groups::default());
         let service = Service::begin(world.duplicate()?, world.duplicate()?, Arc::clone(&groups))?;
         let world = world.duplicate()?;
         // SAFETY: a function without arguments that does not unwind.
         unsafe { libc::atexit(end) };
-        Ok(Process { world, mail, service, share_of_cores: cores.share, groups, launches: Mutex::default() })
+        let share_of_cores = cores.share;
+        Ok(Process { world, mail, service, share_of_cores, hosts, groups, launches: Mutex::default() })
     }
 }
 
@@ -76,8 +82,7 @@ struct Cores {
 }
 
 impl Cores {
-    fn find(world: &Comm, take_turns: Option<bool>) -> Result<Self> {
-        let host = world.on_this_host()?;
+    fn find(world: &Comm, host: &Comm, take_turns: Option<bool>) -> Result<Self> {
         let wanted: u64 = host.numbers(cores() as u64)?.iter().sum();
         // SAFETY: a number of the system.
         let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }.max(1) as u64;

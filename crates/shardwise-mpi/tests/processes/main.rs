@@ -9,6 +9,7 @@ mod agreed;
 mod checkpoints;
 mod failing;
 mod job;
+mod links;
 mod suites;
 mod two_hosts;
 
@@ -47,7 +48,10 @@ const CASES: &[Case] = &[
     ("disagreements", &[2, 3], agreed::disagreements),
     ("messages", &[2, 3], agreed::messages),
     ("launches", &[2, 3], agreed::launches),
+    ("links_of_one_host", &[1, 2, 4], links::of_one_host),
+    ("links_configured", &[2], links::configured),
     // Parts of the tests below.
+    ("links_of_two_hosts", &[], links::of_two_hosts),
     ("save_by_processes", &[], checkpoints::save_by_processes),
     ("load_by_processes", &[], checkpoints::load_by_processes),
     ("one_rank_fails", &[], failing::one_rank_fails),
@@ -74,6 +78,7 @@ const TESTS: &[(&str, fn())] = &[
     ("an_abort_carries_its_reason", failing::an_abort_carries_its_reason),
     ("a_killed_rank_ends_the_job", failing::a_killed_rank_ends_the_job),
     ("two_hosts", two_hosts::the_suites_run_across_two_hosts),
+    ("two_hosts_links", two_hosts::the_axis_across_hosts_has_their_link),
     ("two_hosts_killed", two_hosts::a_rank_killed_on_the_other_host_ends_the_job),
 ];
 

@@ -47,6 +47,11 @@ pub(crate) fn the_suites_run_across_two_hosts() {
     }
 }
 
+pub(crate) fn the_axis_across_hosts_has_their_link() {
+    let Some(ended) = run("links_of_two_hosts") else { return };
+    assert!(ended.success, "{}", ended.output);
+}
+
 pub(crate) fn a_rank_killed_on_the_other_host_ends_the_job() {
     let Some(Ended { success, output, took }) = run("one_rank_is_killed") else { return };
     assert!(!success && took < Duration::from_secs(30), "{took:?}:\n{output}");

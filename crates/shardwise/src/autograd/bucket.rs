@@ -68,14 +68,11 @@ fn kind(from: &Layout, to: &Layout) -> Option<(Kind, Vec<usize>)> {
         return Some((Kind::AllReduce, axes));
     }
     let [axis] = axes[..] else { return None };
-    match to.placements()[axis] {
-        // Behind all other cuts of the dimension, so that what a rank has of it before is one piece after the other.
-        Placement::Shard(dim) | Placement::Ragged { dim, .. } => {
-            let last = to.shard_order(dim as usize).last() == Some(&axis);
-            last.then_some((Kind::ReduceScatter, axes))
-        }
-        _ => None,
-    }
+    let target = &to.placements()[axis];
+    let dim = target.shard_dim().filter(|_| target.is_contiguous())?;
+    // Behind all other cuts of the dimension, so that what a rank has of it before is one piece after the other.
+    let last = to.shard_order(dim).last() == Some(&axis);
+    last.then_some((Kind::ReduceScatter, axes))
 }
 
 /// Members in buckets that are not too large.

@@ -26,6 +26,8 @@ struct Bound {
     /// Groups by the axes they span, made when first asked for.
     groups: Arc<Mutex<HashMap<Vec<usize>, Group>>>,
     links: Links,
+    /// Whether the program gave the links, instead of the world's network.
+    given_links: bool,
     generator: Generator,
     /// Set if some groups were given from outside.
     custom: Option<Arc<()>>,
@@ -66,7 +68,8 @@ impl World {
 impl DeviceMesh {
     /// Binds a mesh to a world, which must have all its ranks.
     ///
-    /// Local: nothing is communicated.
+    /// Local: nothing is communicated. The links of the axes are those of the world's
+    /// [network](World::network).
     ///
     /// # Errors
     /// [`Error::Invalid`] if a rank is not one of the world, or if the mesh is on a type of device that computes nothing
@@ -89,9 +92,10 @@ impl DeviceMesh {
                 "use on_device(\"cpu\"), register a backend for the type, or run the program dry",
             ));
         }
-        let links = Links::uniform(mesh.ndim(), Link::THREADS);
-        let (world, generator) = (world.clone(), Generator::new(0));
-        Ok(DeviceMesh(Arc::new(Bound { mesh, world, groups: Arc::default(), links, generator, custom: None })))
+        let links = Links::new(&world.network().links(&mesh)?)?;
+        let (world, generator, groups) = (world.clone(), Generator::new(0), Arc::default());
+        let bound = Bound { mesh, world, groups, links, given_links: false, generator, custom: None };
+        Ok(DeviceMesh(Arc::new(bound)))
     }
 
     /// A mesh of one axis over the ranks of a group, which serves as the group of that axis.
@@ -172,7 +176,8 @@ impl DeviceMesh {
         Ok(DeviceMesh(Arc::new(Bound { groups, custom: Some(Arc::default()), ..(*self.0).clone() })))
     }
 
-    /// The same mesh with other connections along its axes, for the planner of redistributions: one link per axis.
+    /// The same mesh with other links along its axes than the network of the world gives it: one per axis. Planners price
+    /// collectives by them. Every rank must give the same ones.
     pub fn with_links(&self, links: &[Link]) -> Result<Self> {
         if links.len() != self.0.mesh.ndim() {
             return Err(Error::invalid(
@@ -183,7 +188,7 @@ impl DeviceMesh {
             ));
         }
         let groups = Arc::new(Mutex::new(self.0.groups.lock().clone()));
-        Ok(DeviceMesh(Arc::new(Bound { links: Links::new(links)?, groups, ..(*self.0).clone() })))
+        Ok(DeviceMesh(Arc::new(Bound { links: Links::new(links)?, given_links: true, groups, ..(*self.0).clone() })))
     }
 
     /// Equal for two meshes of the same ranks only if they communicate and plan alike, while either lives.
@@ -197,13 +202,16 @@ impl DeviceMesh {
         Arc::ptr_eq(&self.0, &other.0) || self.0.mesh == other.0.mesh && self.identity() == other.identity()
     }
 
-    /// A mesh made of this one: it begins with the same seed and keeps the links of the axes it has in common, or the
-    /// slowest of those that its axes are made of.
+    /// A mesh made of this one: it begins with the same seed. Links that the program gave stay with the axes that both
+    /// have; an axis that is made of others has the slowest of theirs.
     fn derived(&self, mesh: Mesh, parts: &dyn Fn(&str) -> Vec<usize>) -> Result<Self> {
-        let links: Vec<Link> = mesh.axes().iter().map(|axis| self.0.links.slowest(&parts(&axis.name))).collect();
+        let slowest = |mesh: &Mesh| mesh.axes().iter().map(|axis| self.0.links.slowest(&parts(&axis.name))).collect();
+        let given: Option<Vec<Link>> = self.0.given_links.then(|| slowest(&mesh));
         let generator = Generator::new(self.0.generator.state().seed);
         let new = Self::new(&self.0.world, mesh)?;
-        Ok(DeviceMesh(Arc::new(Bound { links: Links::new(&links)?, generator, ..(*new.0).clone() })))
+        let links = given.map_or_else(|| Ok(new.0.links.clone()), |links| Links::new(&links))?;
+        let given_links = self.0.given_links;
+        Ok(DeviceMesh(Arc::new(Bound { links, given_links, generator, ..(*new.0).clone() })))
     }
 
     /// The position of an axis that this mesh has, or of those that `others` names for a new one.
@@ -215,7 +223,14 @@ impl DeviceMesh {
     pub(crate) fn in_world(&self, world: &World) -> Result<Self> {
         let new = Self::new(world, self.0.mesh.clone())?;
         let generator = Generator::new(self.0.generator.state().seed);
-        Ok(DeviceMesh(Arc::new(Bound { links: self.0.links.clone(), generator, ..(*new.0).clone() })))
+        let (links, given_links) = (self.0.links.clone(), self.0.given_links);
+        Ok(DeviceMesh(Arc::new(Bound { links, given_links, generator, ..(*new.0).clone() })))
+    }
+
+    /// The link along an axis, by which planners price collectives: that of the world's network, unless
+    /// [`with_links`](Self::with_links) gave another.
+    pub fn link(&self, axis: &str) -> Result<Link> {
+        Ok(self.0.links.of_axis(self.0.mesh.axis(axis)?))
     }
 
     pub(crate) fn links(&self) -> &Links {

@@ -9,7 +9,7 @@ use super::trace::Record;
 use super::{Call, Communicator, Exposed, Trace, World};
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
-use crate::mesh::MAX_RANKS;
+use crate::mesh::{MAX_RANKS, Network};
 use shardwise_kernels::placeholder;
 
 /// Settings for a dry run: the program of one rank of a world of any size, without data and without the other ranks.
@@ -34,6 +34,7 @@ use shardwise_kernels::placeholder;
 pub struct DryWorld {
     size: usize,
     rank: usize,
+    network: Network,
 }
 
 /// What a dry run found out.
@@ -51,13 +52,14 @@ pub struct DryRun<T> {
 }
 
 impl DryWorld {
-    /// A world of `size` ranks, of which rank 0 runs.
+    /// A world of `size` ranks, of which rank 0 runs, in place of a world of threads: its [network](Self::network) is
+    /// [`Network::THREADS`].
     pub fn new(size: usize) -> Result<Self> {
         if size == 0 || size > MAX_RANKS {
             let needed = format!("1 to {MAX_RANKS} ranks");
             return Err(Error::invalid("world", format!("{size} ranks"), needed, "say how many ranks to imagine"));
         }
-        Ok(DryWorld { size, rank: 0 })
+        Ok(DryWorld { size, rank: 0, network: Network::THREADS })
     }
 
     /// The rank whose program runs.
@@ -74,10 +76,32 @@ impl DryWorld {
         Ok(self)
     }
 
+    /// How fast the ranks of the world in whose place the dry run stands reach each other; planners go by it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the network does not have all ranks of the world.
+    ///
+    /// ```
+    /// # use shardwise::DryWorld;
+    /// # use shardwise::mesh::{Link, Network};
+    /// let cable = Link { latency_us: 30.0, gb_per_s: 1.25 };
+    /// let hosts: Vec<usize> = (0..16).map(|rank| rank / 8).collect(); // 2 hosts of 8 ranks
+    /// let dry = DryWorld::new(16)?.network(Network::of_hosts(hosts, Link::THREADS, cable)?)?;
+    /// let link = dry.run(|world| world.mesh([("dp", 2), ("tp", 8)])?.link("dp"))?.value;
+    /// assert_eq!(link, cable);
+    /// # Ok::<(), shardwise::Error>(())
+    /// ```
+    pub fn network(mut self, network: Network) -> Result<Self> {
+        network.host_of(self.size - 1)?;
+        self.network = network;
+        Ok(self)
+    }
+
     /// Runs the program of the rank, on a thread of its own: what ranks keep per thread ends with the run.
     pub fn run<T: Send>(&self, program: impl FnOnce(World) -> Result<T> + Send) -> Result<DryRun<T>> {
         let ranks: Arc<[usize]> = (0..self.size).collect();
-        let engine = Arc::new(DryMember { me: self.rank, world: self.size, ranks });
+        let network = self.network.clone();
+        let engine = Arc::new(DryMember { me: self.rank, world: self.size, ranks, network });
         let world = World::with_trace(engine, Trace::keeping(usize::MAX));
         let (trace, memory, work) = (world.trace().clone(), world.memory().clone(), world.work().clone());
         let run = std::thread::scope(|scope| scope.spawn(|| program(world)).join());
@@ -90,6 +114,7 @@ struct DryMember {
     me: usize,
     world: usize,
     ranks: Arc<[usize]>,
+    network: Network,
 }
 
 impl Communicator for DryMember {
@@ -129,7 +154,8 @@ impl Communicator for DryMember {
                 "use ranks of this world",
             ));
         }
-        Ok(Arc::new(DryMember { me, world: self.world, ranks: ranks.into() }))
+        let (world, network) = (self.world, self.network.clone());
+        Ok(Arc::new(DryMember { me, world, ranks: ranks.into(), network }))
     }
 
     fn expose(&self, _: &[Tensor], _: Site) -> Result<Box<dyn Exposed>> {
@@ -137,6 +163,10 @@ impl Communicator for DryMember {
     }
 
     fn abort(&self, _: &str) {}
+
+    fn network(&self) -> Network {
+        self.network.clone()
+    }
 
     fn is_dry(&self) -> bool {
         true

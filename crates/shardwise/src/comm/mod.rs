@@ -14,6 +14,7 @@ pub mod engine;
 mod explicit;
 mod group;
 mod host;
+mod measure;
 mod memory;
 mod purpose;
 pub mod threads;
@@ -44,6 +45,7 @@ use candle_core::Tensor;
 
 use crate::error::{Result, Site};
 use crate::layout::TensorMeta;
+use crate::mesh::Network;
 
 /// Tensors of all ranks of a group that each of them can read at any time, as an engine provides them.
 pub trait Exposed: Send + Sync {
@@ -80,6 +82,10 @@ pub trait Communicator: Send + Sync {
 
     /// Brings every pending and later collective of this world to an error that carries `reason`.
     fn abort(&self, reason: &str);
+
+    /// How fast the ranks of the whole world reach each other, the same on every rank. Local: planners ask for it before
+    /// anything is communicated. An engine states figures of its own, which it has measured or was configured with.
+    fn network(&self) -> Network;
 
     /// Whether tensors are placeholders without data, because only shapes are wanted.
     fn is_dry(&self) -> bool {

@@ -12,6 +12,7 @@ use super::explicit::{self, ExplicitRedistribution};
 use super::{Call, Communicator, Exposed};
 use crate::error::{Result, Site};
 use crate::layout::TensorMeta;
+use crate::mesh::Network;
 use crate::rank_context::{RankContext, in_scope, rank_context};
 
 /// One collective, send or receive as a rank made it.
@@ -237,6 +238,10 @@ impl Communicator for Traced {
 
     fn abort(&self, reason: &str) {
         self.engine.abort(reason);
+    }
+
+    fn network(&self) -> Network {
+        self.engine.network()
     }
 
     fn is_dry(&self) -> bool {

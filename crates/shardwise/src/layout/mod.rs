@@ -1,13 +1,11 @@
 //! Layouts: a tensor's shape, the mesh it lies on, and how. Pure arithmetic: what every rank owns.
 
 mod boxes;
-mod geometry;
 mod order;
 mod resize;
 mod text;
 
 pub use boxes::{OwnedBox, TensorBox};
-pub(crate) use geometry::{Runs, chunk};
 pub(crate) use resize::{coordinates, ragged};
 
 use std::sync::LazyLock;
@@ -18,7 +16,8 @@ pub use shardwise_kernels::TensorMeta;
 use crate::error::{Error, Result};
 use crate::intern::{Interned, Interner};
 use crate::mesh::Mesh;
-use crate::placement::Placement;
+use crate::placement::{Divided, Placement};
+pub(crate) use crate::placement::{Runs, chunk};
 
 /// How a tensor of a certain shape lies on a mesh: one placement per mesh axis and, where several axes cut one tensor
 /// dimension, the order in which they do.
@@ -131,8 +130,7 @@ impl Layout {
         let mut cuts = order::cuts(mesh, &placements, shape.len(), order)?;
         for (dim, axes) in cuts.iter_mut().enumerate() {
             for (i, &axis) in axes.iter().enumerate() {
-                let canonical = canonical(mesh, shape[dim], &placements, &axes[..i], axis)?;
-                placements[axis] = canonical;
+                placements[axis] = stored(mesh, shape[dim], &placements, &axes[..i], axis)?;
             }
             *axes = order::canonical_order(mesh, axes);
         }
@@ -221,57 +219,22 @@ fn owned(mesh: &Mesh, n: usize, placements: &[Placement], axes: &[usize], coordi
     let mut outer = 0;
     for &axis in axes {
         let (k, i) = (mesh.shape()[axis], coordinate[axis]);
-        runs = runs.cut(&placements[axis], k, i, outer);
+        runs = placements[axis].part(&runs, k, i, outer);
         outer = outer * k + i;
     }
     runs
 }
 
-/// The one spelling of the placement of `axis`, which cuts a dimension of size `n` after the axes `before`; an error
-/// if its sizes do not add up.
-fn canonical(mesh: &Mesh, n: usize, placements: &[Placement], before: &[usize], axis: usize) -> Result<Placement> {
-    let k = mesh.shape()[axis];
-    match &placements[axis] {
-        Placement::StridedShard { split_factor: 0, .. } => Err(Error::invalid(
-            "placement",
-            format!("{} with split factor 0", placements[axis]),
-            "a factor of at least 1",
-            "use S(dim) for a plain shard",
-        )),
-        Placement::StridedShard { dim, split_factor } if *split_factor == 1 || k == 1 => Ok(Placement::Shard(*dim)),
-        Placement::Ragged { dim, sizes } => {
-            let combinations: usize = before.iter().map(|&a| mesh.shape()[a]).product();
-            if sizes.len() != k && sizes.len() != combinations * k {
-                return Err(Error::invalid(
-                    "ragged sizes",
-                    format!("{} sizes in {} on axis `{}`", sizes.len(), placements[axis], mesh.axes()[axis].name),
-                    if combinations == 1 { format!("{k}") } else { format!("{k} or {}", combinations * k) },
-                    "give one size per coordinate",
-                ));
-            }
-            let mut is_chunked = true;
-            for outer in 0..combinations {
-                let have = owned(mesh, n, placements, before, &coordinate_of(mesh, before, outer)).len();
-                let row = geometry::ragged_row(sizes, k, outer);
-                if row.iter().try_fold(0usize, |sum, &s| sum.checked_add(s)) != Some(have) {
-                    return Err(Error::invalid(
-                        "ragged sizes",
-                        format!("{row:?} in {} on axis `{}`", placements[axis], mesh.axes()[axis].name),
-                        format!("sizes that add up to {have}"),
-                        "correct the sizes",
-                    ));
-                }
-                is_chunked &= row.iter().enumerate().all(|(i, &s)| s == chunk(have, k, i).len());
-            }
-            if is_chunked {
-                return Ok(Placement::Shard(*dim));
-            }
-            let first = &sizes[..k];
-            let repeats = sizes.chunks(k).all(|row| row == first);
-            Ok(if repeats { Placement::ragged(*dim, first) } else { placements[axis].clone() })
-        }
-        other => Ok(other.clone()),
-    }
+/// The one form of the placement of `axis`, which shards a dimension of size `n` after the axes `before`; an error if it
+/// does not fit.
+fn stored(mesh: &Mesh, n: usize, placements: &[Placement], before: &[usize], axis: usize) -> Result<Placement> {
+    let divided = Divided {
+        k: mesh.shape()[axis],
+        combinations: before.iter().map(|&a| mesh.shape()[a]).product(),
+        len: &|outer| owned(mesh, n, placements, before, &coordinate_of(mesh, before, outer)).len(),
+        name: &|| format!("{} on axis `{}`", placements[axis], mesh.axes()[axis].name),
+    };
+    placements[axis].stored(&divided)
 }
 
 /// A mesh coordinate whose entries at `axes` are those of the row-major number `index`, and zero elsewhere.

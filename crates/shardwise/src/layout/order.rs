@@ -90,10 +90,10 @@ impl Layout {
                 if split_factor == 1 {
                     continue;
                 }
-                let Placement::Shard(dim) = placements[axis] else {
+                if placements[axis].chunk_dim().is_none() {
                     return Err(self.no_other_form("strided", "only plain shards have a strided form"));
-                };
-                placements[axis] = Placement::StridedShard { dim, split_factor };
+                }
+                placements[axis] = Placement::strided(dim as isize, split_factor);
             }
         }
         let strided = Layout::new(self.mesh(), self.shape(), placements)?;
@@ -103,13 +103,13 @@ impl Layout {
     /// The same layout with plain shards in an explicit order where it had strided shards; the inverse of
     /// [`to_strided`](Self::to_strided). An error if a strided shard stands for no order.
     pub fn to_shard_order(&self) -> Result<Layout> {
-        if !self.placements().iter().any(|p| matches!(p, Placement::StridedShard { .. })) {
+        if !self.placements().iter().any(|p| p.split_factor().is_some()) {
             return Ok(self.clone());
         }
         let mut placements = self.placements().to_vec();
         let mut order = Vec::new();
         for dim in 0..self.shape().len() {
-            let strided = |&a: &usize| matches!(self.placements()[a], Placement::StridedShard { .. });
+            let strided = |&a: &usize| self.placements()[a].split_factor().is_some();
             if !self.shard_order(dim).iter().any(strided) {
                 order.push((dim, self.shard_order(dim).to_vec()));
                 continue;
@@ -118,17 +118,15 @@ impl Layout {
             let mut in_mesh_order = self.shard_order(dim).to_vec();
             in_mesh_order.sort_unstable();
             for &axis in in_mesh_order.iter().rev() {
-                let factor = match &self.placements()[axis] {
-                    Placement::StridedShard { dim, split_factor } => {
-                        placements[axis] = Placement::Shard(*dim);
-                        *split_factor
-                    }
-                    _ => 1,
-                };
+                let factor = self.placements()[axis].split_factor();
+                if factor.is_some() {
+                    placements[axis] = placements[axis].plain();
+                }
                 let product = |axes: &[usize]| axes.iter().map(|&a| self.mesh().shape()[a]).product::<usize>();
-                let position = (0..=axes.len()).find(|&p| product(&axes[..p]) == factor).ok_or_else(|| {
-                    self.no_other_form("ordered", "a split factor is not the size of any axes that could cut first")
-                })?;
+                let position =
+                    (0..=axes.len()).find(|&p| product(&axes[..p]) == factor.unwrap_or(1)).ok_or_else(|| {
+                        self.no_other_form("ordered", "a split factor is not the size of any axes that could cut first")
+                    })?;
                 axes.insert(position, axis);
             }
             order.push((dim, axes));

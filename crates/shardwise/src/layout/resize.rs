@@ -1,9 +1,9 @@
 //! Layouts derived from others: a dimension of another size, without some cuts, with plain cuts.
 
-use super::{Layout, Runs, coordinate_of};
+use super::{Layout, coordinate_of};
 use crate::error::Result;
 use crate::mesh::Mesh;
-use crate::placement::Placement;
+use crate::placement::{Placement, Runs};
 
 impl Layout {
     /// The layout of a tensor whose dimension `dim` has another size and is cut by the same axes: every coordinate holds
@@ -29,10 +29,10 @@ impl Layout {
     pub(crate) fn without_axes(&self, axes: &[usize]) -> Result<Layout> {
         let replaced = |plain: bool| {
             let placements: Vec<Placement> = (0..self.mesh().ndim())
-                .map(|axis| match (&self.placements()[axis], plain) {
+                .map(|axis| match &self.placements()[axis] {
                     _ if axes.contains(&axis) => Placement::Replicate,
-                    (Placement::Ragged { dim, .. }, true) => Placement::Shard(*dim),
-                    (other, _) => other.clone(),
+                    sized if plain && !sized.fits_any_size() => sized.plain(),
+                    other => other.clone(),
                 })
                 .collect();
             let kept = |order: Vec<usize>| order.into_iter().filter(|a| !axes.contains(a)).collect();
@@ -45,16 +45,11 @@ impl Layout {
     /// The same layout with plain cuts in place of strided ones along some dimensions, so that every rank holds one range
     /// of them.
     pub(crate) fn unstrided(&self, dims: &dyn Fn(usize) -> bool) -> Result<Layout> {
-        let strided = |p: &Placement| matches!(p, Placement::StridedShard { .. }) && p.shard_dim().is_some_and(dims);
+        let strided = |p: &Placement| !p.is_contiguous() && p.shard_dim().is_some_and(dims);
         if !self.placements().iter().any(strided) {
             return Ok(self.clone());
         }
-        let plain = |p: &Placement| match p {
-            Placement::StridedShard { dim, .. } | Placement::Ragged { dim, .. } if p.shard_dim().is_some_and(dims) => {
-                Placement::Shard(*dim)
-            }
-            other => other.clone(),
-        };
+        let plain = |p: &Placement| if p.shard_dim().is_some_and(dims) { p.plain() } else { p.clone() };
         let placements: Vec<Placement> = self.placements().iter().map(plain).collect();
         Self::from_cuts(self.mesh(), self.shape(), &placements, &self.cuts())
     }

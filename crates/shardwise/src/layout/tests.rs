@@ -87,7 +87,7 @@ fn strided_and_ordered_forms_convert_only_where_they_agree() {
     let two = mesh("dp=4,tp=2");
     let order: &[(usize, &[&str])] = &[(0, &["tp", "dp"])];
     let even = Layout::with_shard_order(&two, 16, [Shard(0), Shard(0)], order).unwrap();
-    assert_eq!(even.to_strided().unwrap().placements()[0], StridedShard { dim: 0, split_factor: 2 });
+    assert_eq!(even.to_strided().unwrap().placements()[0], Placement::strided(0, 2));
     assert_eq!(even.to_strided().unwrap().to_shard_order().unwrap(), even);
     // 9 rows: strided gives the last row to (3,0), ordered to (3,1)
     let uneven = Layout::with_shard_order(&two, 9, [Shard(0), Shard(0)], order).unwrap();

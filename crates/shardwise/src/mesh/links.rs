@@ -1,12 +1,22 @@
 //! How fast ranks along the axes of a mesh reach each other, for planners.
 
+use std::fmt;
 use std::hash::{Hash, Hasher};
+use std::str::FromStr;
 use std::sync::LazyLock;
 
 use crate::error::{Error, Result};
 use crate::intern::{Interned, Interner};
 
-/// The connection between neighbours along one mesh axis.
+/// The connection between neighbours along one mesh axis. Its text form is `1.5us,8GB/s`.
+///
+/// ```
+/// # use shardwise::mesh::Link;
+/// let link = Link { latency_us: 30.0, gb_per_s: 1.25 };
+/// assert_eq!(link.to_string(), "30us,1.25GB/s");
+/// assert_eq!("30us,1.25GB/s".parse::<Link>()?, link);
+/// # Ok::<(), shardwise::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Link {
     /// Time of an empty message in microseconds.
@@ -20,7 +30,7 @@ impl Link {
     pub const THREADS: Link = Link { latency_us: 1.0, gb_per_s: 8.0 };
 
     /// The same connection, checked: both numbers must be finite, the bandwidth above zero.
-    fn checked(self) -> Result<Self> {
+    pub(super) fn checked(self) -> Result<Self> {
         if self.latency_us >= 0.0 && self.latency_us.is_finite() && self.gb_per_s > 0.0 && self.gb_per_s.is_finite() {
             return Ok(self);
         }
@@ -30,6 +40,28 @@ impl Link {
             "a finite latency of at least 0 and a finite bandwidth above 0",
             "give microseconds and 10^9 bytes per second",
         ))
+    }
+}
+
+impl fmt::Display for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}us,{}GB/s", self.latency_us, self.gb_per_s)
+    }
+}
+
+impl FromStr for Link {
+    type Err = Error;
+
+    /// Reads a latency and a bandwidth, such as `1.5us,8GB/s`.
+    fn from_str(text: &str) -> Result<Self> {
+        let number = |text: &str, unit: &str| text.trim().strip_suffix(unit)?.trim().parse::<f64>().ok();
+        let both =
+            text.split_once(',').and_then(|(latency, rate)| Some((number(latency, "us")?, number(rate, "GB/s")?)));
+        let (latency_us, gb_per_s) = both.ok_or_else(|| {
+            let needed = "microseconds and 10^9 bytes per second";
+            Error::invalid("link", format!("`{text}`"), needed, "write for example `30us,1.25GB/s`")
+        })?;
+        Link { latency_us, gb_per_s }.checked()
     }
 }
 
@@ -72,6 +104,11 @@ impl Links {
     /// The same link on every axis.
     pub(crate) fn uniform(axes: usize, link: Link) -> Self {
         Self::new(&vec![link; axes]).expect("a checked link")
+    }
+
+    /// The link of one axis.
+    pub(crate) fn of_axis(&self, axis: usize) -> Link {
+        self.0.0[axis]
     }
 
     /// The slowest of some axes in either respect.

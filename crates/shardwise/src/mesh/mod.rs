@@ -2,12 +2,14 @@
 
 mod device;
 mod links;
+mod network;
 mod text;
 
 pub(crate) use device::{DEVICE_TYPES, is_registered, register_device_type};
 
 pub use links::Link;
 pub(crate) use links::Links;
+pub use network::Network;
 
 use std::collections::HashMap;
 use std::sync::{LazyLock, OnceLock};

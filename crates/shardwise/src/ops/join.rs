@@ -243,10 +243,8 @@ impl Cat {
             order.extend(along.iter().filter(|a| !input.shard_order(self.dim).contains(a)));
             for axis in order.into_iter().filter(|a| along.contains(a)) {
                 placements[axis] = match &input.placements()[axis] {
-                    Placement::Replicate => continue,
-                    Placement::Ragged { sizes, .. } if !plain && input.placements()[axis].is_shard(Some(self.dim)) => {
-                        Placement::ragged(self.dim as isize, sizes.clone())
-                    }
+                    whole if whole.is_replicate() => continue,
+                    own if !plain && own.is_contiguous() && own.is_shard(Some(self.dim)) => own.clone(),
                     _ => Placement::Shard(self.dim as isize),
                 };
                 cuts[self.dim].push(axis);

@@ -256,7 +256,7 @@ impl Part {
     fn leading(&self, from: &Layout, new: &[usize]) -> Option<Carried> {
         let first = self.inputs[0];
         let axes = from.shard_order(first);
-        let strided = axes.iter().any(|&a| matches!(from.placements()[a], Placement::StridedShard { .. }));
+        let strided = axes.iter().any(|&a| !from.placements()[a].is_contiguous());
         if strided || self.inputs[1..].iter().any(|&d| !from.shard_order(d).is_empty()) {
             return None;
         }
@@ -300,7 +300,7 @@ impl Part {
                     placed.extend(ragged(from.mesh(), dim, &cut.axes, &sizes));
                 } else {
                     let [axis] = cut.axes[..] else { return None };
-                    placed.push((axis, Placement::StridedShard { dim: dim as isize, split_factor: before }));
+                    placed.push((axis, Placement::strided(dim as isize, before)));
                 }
                 before *= cut.counts[0];
             }
@@ -388,11 +388,11 @@ fn factors_of(factors: &[usize], start: usize, size: usize) -> std::ops::Range<u
 /// The cut of a dimension as a cut of one of its factors.
 fn factor_cut(from: &Layout, dim: usize, factors: &[usize], own: std::ops::Range<usize>) -> Option<FactorCut> {
     let axes = from.shard_order(dim).to_vec();
-    let strided = axes.iter().any(|&a| matches!(from.placements()[a], Placement::StridedShard { .. }));
+    let strided = axes.iter().any(|&a| !from.placements()[a].is_contiguous());
     let (factor, groups) = match (&axes[..], strided) {
         (_, false) => (own.start, 1),
         ([axis], true) => {
-            let Placement::StridedShard { split_factor, .. } = from.placements()[*axis] else { return None };
+            let split_factor = from.placements()[*axis].split_factor()?;
             let groups = |&f: &usize| factors[own.start..f].iter().product::<usize>() == split_factor;
             (own.clone().find(groups)?, split_factor)
         }

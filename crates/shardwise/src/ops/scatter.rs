@@ -261,12 +261,10 @@ impl Spread {
         let placement = |axis: usize| match (&source.placements()[axis], &self.like.placements()[axis]) {
             (Placement::Replicate, _) => Placement::Replicate,
             (_, like) if like.is_shard(Some(self.dim)) => Placement::Replicate,
-            (now, Placement::Shard(d)) => {
-                let d = *d as usize;
-                let same = !self.slices && source.shape()[d] == self.like.shape()[d];
-                if same { Placement::Shard(d as isize) } else { now.clone() }
+            (now, like) => {
+                let same = |d: &usize| !self.slices && source.shape()[*d] == self.like.shape()[*d];
+                like.chunk_dim().filter(same).map_or_else(|| now.clone(), |_| like.clone())
             }
-            (now, _) => now.clone(),
         };
         let placements: Vec<Placement> = (0..source.mesh().ndim()).map(placement).collect();
         if placements == source.placements() {
@@ -333,7 +331,7 @@ impl Op for Spread {
         let output = &decision.outputs[0];
         let wished = |axis: &usize| {
             let free = output.placements()[*axis].is_replicate();
-            free && matches!(self.like.placements()[*axis], Placement::Shard(d) if d as usize == self.dim)
+            free && self.like.placements()[*axis].chunk_dim() == Some(self.dim)
         };
         let axes: Vec<usize> = self.like.shard_order(self.dim).iter().copied().filter(wished).collect();
         let (mut placements, mut cuts) = (output.placements().to_vec(), output.cuts());

@@ -31,7 +31,8 @@ pub(super) fn estimate<F>(step: &F, plan: &ShardingPlan, mesh: &DeviceMesh, flop
 where
     F: Fn(&ShardingPlan, &DeviceMesh) -> Result<()> + Sync,
 {
-    let dry = DryWorld::new(mesh.world().size())?.as_rank(mesh.ranks()[0])?;
+    let world = mesh.world();
+    let dry = DryWorld::new(world.size())?.network(world.network().clone())?.as_rank(mesh.ranks()[0])?;
     let ran = dry.run(|world| step(plan, &mesh.in_world(&world)?))?;
     let communication = ran.records.iter().map(|record| time_of(record, mesh));
     Ok(Estimate {

@@ -8,11 +8,11 @@ use candle_core::{DType, Device, Tensor};
 use super::exchange::Exchange;
 use super::plan::Step;
 use super::planner;
-use super::step::{StepKind, stays};
+use super::step::StepKind;
 use crate::comm::{Call, DeviceMesh, Group, MeshIdentity, Sizes, operator};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::placement::{Placement, ReduceOp};
+use crate::placement::{ReduceOp, stays};
 use crate::rank_context::rank_context;
 use shardwise_kernels::{concat, dense, placeholder};
 
@@ -206,7 +206,7 @@ fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<Stage> {
     let mut padded: Vec<usize> = Vec::new();
     for axis in 0..coordinate.len() {
         let (old, new) = (&before.placements()[axis], &after.placements()[axis]);
-        let Placement::Partial(op) = new else { continue };
+        let Some(op) = new.reduction() else { continue };
         if old == new || before.mesh().shape()[axis] == 1 {
             continue;
         }
@@ -219,9 +219,9 @@ fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<Stage> {
                 // As many elements of the whole local tensor come before the first one of the part.
                 let first = part.iter().next().map_or(0, |run| run.start);
                 let before = |run: std::ops::Range<usize>| first.clamp(run.start, run.end) - run.start;
-                stages.push(Stage::Pad { op: *op, dim, offset: whole.iter().map(before).sum() });
+                stages.push(Stage::Pad { op, dim, offset: whole.iter().map(before).sum() });
             }
-            None if coordinate[axis] > 0 && !stays(*op) => stages.push(Stage::Neutral(*op)),
+            None if coordinate[axis] > 0 && !stays(op) => stages.push(Stage::Neutral(op)),
             None => {}
         }
     }

@@ -8,11 +8,11 @@
 use super::cost::cost;
 use super::plan::{Plan, Step};
 use super::search::{self, Leg, Stop};
-use super::step::{StepKind, commute, stays};
+use super::step::StepKind;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::mesh::{Link, Links};
-use crate::placement::{Placement, ReduceOp};
+use crate::placement::{Placement, ReduceOp, commute, stays};
 
 /// The decisions that a plan leaves open: one bit per axis whose reduction could be scattered, and one more.
 #[derive(Clone, Copy)]
@@ -36,8 +36,8 @@ enum Moves {
 const MAX_CHOICES: usize = 5;
 
 impl Plan {
-    /// The cheapest plan on a mesh of equal links, for elements of `elem` bytes. The layouts must have one mesh and
-    /// shape.
+    /// The cheapest plan between threads ([`Link::THREADS`] on every axis), for elements of `elem` bytes. The layouts must
+    /// have one mesh and shape. [`explain`](super::explain) plans by the links of a mesh.
     pub fn new(from: &Layout, to: &Layout, elem: usize) -> Result<Self> {
         let links = Links::uniform(from.mesh().ndim(), Link::THREADS);
         Ok(candidates(from, to, elem, &links)?.swap_remove(0))
@@ -225,18 +225,15 @@ impl<'a> Builder<'a> {
     /// The axes whose pending reduction must be carried out: those with another target, and those that stand in the way
     /// of an earlier axis, because the last axis is reduced first and not all operations commute.
     fn pending(&self) -> Vec<usize> {
-        let partial = |axis: usize| match self.current.placements()[axis] {
-            Placement::Partial(op) if self.size(axis) > 1 => Some(op),
-            _ => None,
-        };
+        let partial = |axis: usize| self.current.placements()[axis].reduction().filter(|_| self.size(axis) > 1);
         let changes = |axis: usize| self.current.placements()[axis] != self.to.placements()[axis];
         let axes = 0..self.current.placements().len();
         let mut pending: Vec<usize> = axes.clone().filter(|&a| partial(a).is_some() && changes(a)).collect();
         let mut touched: Vec<(usize, ReduceOp)> = pending.iter().filter_map(|&a| Some((a, partial(a)?))).collect();
         // Axes that become partial; a replicated value that stays on all ranks is an operand as it is.
-        let made = |a: usize| match self.to.placements()[a] {
-            Placement::Partial(op) if !(stays(op) && self.current.placements()[a].is_replicate()) => Some((a, op)),
-            _ => None,
+        let made = |a: usize| {
+            let op = self.to.placements()[a].reduction()?;
+            (!(stays(op) && self.current.placements()[a].is_replicate())).then_some((a, op))
         };
         touched.extend(axes.filter(|&a| changes(a) && self.size(a) > 1).filter_map(made));
         while let Some((axis, op)) = touched.pop() {
@@ -288,19 +285,13 @@ impl<'a> Builder<'a> {
 
     /// The operation of an axis that is partial.
     fn op_of(&self, axis: usize) -> ReduceOp {
-        match self.current.placements()[axis] {
-            Placement::Partial(op) => op,
-            _ => unreachable!("pending axes are partial"),
-        }
+        self.current.placements()[axis].reduction().expect("pending axes are partial")
     }
 
     /// Reduces axes that the target has sharded next on some dimension. Whether there were any.
     fn scatter_in_place(&mut self, free: &[usize], scattered: &impl Fn(usize) -> bool) -> Result<bool> {
         for dim in 0..self.to.shape().len() {
-            let fits = |a: &usize| {
-                let contiguous = matches!(self.to.placements()[*a], Placement::Shard(_) | Placement::Ragged { .. });
-                free.contains(a) && contiguous && scattered(*a)
-            };
+            let fits = |a: &usize| free.contains(a) && self.to.placements()[*a].is_contiguous() && scattered(*a);
             let mut axes: Vec<usize> = self.to_be_cut(dim).into_iter().take_while(fits).collect();
             if let Some(&first) = axes.first() {
                 let op = self.op_of(first);
@@ -335,14 +326,11 @@ impl<'a> Builder<'a> {
 
     /// Whether a shard turns into operands of a reduction where it lies: what the rank does not own is neutral.
     fn pads(&self, axis: usize) -> bool {
-        let (Placement::Shard(dim), Placement::Partial(op)) =
-            (&self.current.placements()[axis], &self.to.placements()[axis])
-        else {
-            return false;
-        };
-        let mut without = self.real_cuts(&self.current, *dim as usize);
+        let (now, then) = (&self.current.placements()[axis], &self.to.placements()[axis]);
+        let (Some(dim), Some(op)) = (now.chunk_dim(), then.reduction()) else { return false };
+        let mut without = self.real_cuts(&self.current, dim);
         let last = without.pop() == Some(axis);
-        last && *op != ReduceOp::Avg && without == self.real_cuts(self.to, *dim as usize)
+        last && op != ReduceOp::Avg && without == self.real_cuts(self.to, dim)
     }
 
     /// Brings every shard where the target has it. `false` if the choice leads nowhere.
@@ -411,7 +399,7 @@ impl<'a> Builder<'a> {
             let (long, short) = (cuts(longer, dim), cuts(shorter, dim));
             let same = short.iter().all(|&a| longer.placements()[a] == shorter.placements()[a]);
             let rest = long.strip_prefix(short.as_slice())?.to_vec();
-            let contiguous = rest.iter().all(|&a| !matches!(longer.placements()[a], Placement::StridedShard { .. }));
+            let contiguous = rest.iter().all(|&a| longer.placements()[a].is_contiguous());
             (same && contiguous && !rest.is_empty()).then_some(rest)
         };
         match changed[..] {
@@ -446,7 +434,7 @@ impl<'a> Builder<'a> {
             let keep = now.iter().zip(&then).take_while(same).count();
             let axes = now[keep..].to_vec();
             let (mut placements, mut cuts) = (self.current.placements().to_vec(), self.current_cuts());
-            if axes.iter().any(|&a| matches!(placements[a], Placement::StridedShard { .. })) {
+            if !axes.iter().all(|&a| placements[a].is_contiguous()) {
                 return Ok(false);
             }
             axes.iter().for_each(|&a| placements[a] = Placement::Replicate);

@@ -11,10 +11,9 @@ use std::collections::hash_map::Entry;
 use std::collections::{BinaryHeap, HashMap};
 
 use super::cost::{collective_us, exchange_us, sample};
-use super::step::{commute, stays};
 use crate::layout::Layout;
 use crate::mesh::Links;
-use crate::placement::{Placement, ReduceOp};
+use crate::placement::{Placement, ReduceOp, commute, stays};
 
 /// What one part of a way does.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -148,20 +147,13 @@ struct Space<'a> {
     wide: bool,
 }
 
-fn op_of(placement: &Placement) -> Option<ReduceOp> {
-    match placement {
-        Placement::Partial(op) => Some(*op),
-        _ => None,
-    }
-}
-
 impl<'a> Space<'a> {
     /// `None` if there are other than plain shards, which this arithmetic does not describe.
     fn new(from: &'a Layout, to: &'a Layout, pending: &'a [usize], elem: usize, links: &'a Links) -> Option<Self> {
         let sizes = from.mesh().shape();
         let plain = |layout: &Layout| {
             let mut real = layout.placements().iter().zip(sizes).filter(|&(_, &size)| size > 1);
-            real.all(|(p, _)| p.shard_dim().is_none() || matches!(p, Placement::Shard(_)))
+            real.all(|(p, _)| p.shard_dim() == p.chunk_dim())
         };
         if !plain(from) || !plain(to) || from.shape().contains(&0) {
             return None;
@@ -195,7 +187,7 @@ impl<'a> Space<'a> {
     }
 
     fn place(&self, stop: Stop) -> Place {
-        let partials = stop.placements.iter().map(op_of).collect();
+        let partials = stop.placements.iter().map(Placement::reduction).collect();
         Place { stop, parts: OnceCell::new(), partials, next: None }
     }
 
@@ -223,7 +215,7 @@ impl<'a> Space<'a> {
     /// Whether an operation on an axis may come before those that are pending on later axes.
     fn is_free(&self, stop: &Stop, axis: usize, op: ReduceOp) -> bool {
         let mut later = (axis + 1..stop.placements.len()).filter(|&a| self.size(a) > 1);
-        later.all(|a| op_of(&stop.placements[a]).is_none_or(|other| commute(op, other)))
+        later.all(|a| stop.placements[a].reduction().is_none_or(|other| commute(op, other)))
     }
 
     /// Legs that leave less on every rank: pending reductions are scattered and replicas narrowed. As long as something is
@@ -239,20 +231,15 @@ impl<'a> Space<'a> {
         };
         let dims = (0..self.dims()).filter(|&dim| self.from.shape()[dim] > 1);
         for axis in (0..stop.placements.len()).filter(|&a| self.size(a) > 1) {
-            match (&stop.placements[axis], &self.to.placements()[axis]) {
-                (Placement::Partial(op), _) if self.reduces(axis) && self.is_free(stop, axis, *op) => {
-                    legs.extend(dims.clone().map(|dim| (Leg::Scatter { axis, op: *op, dim }, cut(axis, dim))));
-                }
-                (Placement::Replicate, to) => {
-                    let useful = |dim: &usize| match to {
-                        _ if all => true,
-                        Placement::Shard(d) => *d as usize == *dim && !self.pending.is_empty(),
-                        Placement::Partial(op) => *op != ReduceOp::Avg,
-                        _ => false,
-                    };
-                    legs.extend(dims.clone().filter(useful).map(|dim| (Leg::Narrow, cut(axis, dim))));
-                }
-                _ => {}
+            let (now, to) = (&stop.placements[axis], &self.to.placements()[axis]);
+            if let Some(op) = now.reduction().filter(|&op| self.reduces(axis) && self.is_free(stop, axis, op)) {
+                legs.extend(dims.clone().map(|dim| (Leg::Scatter { axis, op, dim }, cut(axis, dim))));
+            } else if now.is_replicate() {
+                let useful = |dim: &usize| {
+                    let sharded = to.chunk_dim() == Some(*dim) && !self.pending.is_empty();
+                    all || sharded || to.reduction().is_some_and(|op| op != ReduceOp::Avg)
+                };
+                legs.extend(dims.clone().filter(useful).map(|dim| (Leg::Narrow, cut(axis, dim))));
             }
         }
         legs
@@ -290,26 +277,24 @@ impl<'a> Space<'a> {
                 other.placements[axis] = placement;
                 other
             };
-            match &stop.placements[axis] {
-                Placement::Shard(dim) if stop.cuts[*dim as usize].last() == Some(&axis) => {
-                    let mut whole = other(Placement::Replicate);
-                    whole.cuts[*dim as usize].pop();
-                    legs.push((Leg::Narrow, whole));
-                }
-                made @ Placement::Partial(op) if source != made || self.reduces(axis) => {
-                    let is_free = self.is_free(stop, axis, *op);
-                    if is_free && *op != ReduceOp::Avg {
-                        for dim in (0..self.dims()).filter(|&dim| self.from.shape()[dim] > 1) {
-                            let mut shard = other(Placement::Shard(dim as isize));
-                            shard.cuts[dim].push(axis);
-                            legs.push((Leg::MakePartial { op: *op }, shard));
-                        }
-                    }
-                    if is_free || stays(*op) {
-                        legs.push((Leg::MakePartial { op: *op }, other(Placement::Replicate)));
+            let made = &stop.placements[axis];
+            if let Some(dim) = made.chunk_dim().filter(|&dim| stop.cuts[dim].last() == Some(&axis)) {
+                let mut whole = other(Placement::Replicate);
+                whole.cuts[dim].pop();
+                legs.push((Leg::Narrow, whole));
+            }
+            if let Some(op) = made.reduction().filter(|_| source != made || self.reduces(axis)) {
+                let is_free = self.is_free(stop, axis, op);
+                if is_free && op != ReduceOp::Avg {
+                    for dim in (0..self.dims()).filter(|&dim| self.from.shape()[dim] > 1) {
+                        let mut shard = other(Placement::Shard(dim as isize));
+                        shard.cuts[dim].push(axis);
+                        legs.push((Leg::MakePartial { op }, shard));
                     }
                 }
-                _ => {}
+                if is_free || stays(op) {
+                    legs.push((Leg::MakePartial { op }, other(Placement::Replicate)));
+                }
             }
         }
         legs

@@ -49,17 +49,3 @@ pub enum StepKind {
     /// The value becomes operands of a reduction.
     MakePartial,
 }
-
-/// Whether a value is its own operand on every rank: reducing copies of it changes nothing.
-pub(super) fn stays(op: ReduceOp) -> bool {
-    match op {
-        ReduceOp::Avg | ReduceOp::Max | ReduceOp::Min | ReduceOp::BitAnd | ReduceOp::BitOr => true,
-        ReduceOp::Sum | ReduceOp::Product | ReduceOp::BitXor => false,
-    }
-}
-
-/// Whether two reductions along different axes may run in either order.
-pub(super) fn commute(a: ReduceOp, b: ReduceOp) -> bool {
-    let linear = |op| matches!(op, ReduceOp::Sum | ReduceOp::Avg);
-    a == b || linear(a) && linear(b)
-}

@@ -9,7 +9,6 @@ use super::metadata::{ShardMetadata, ShardedTensorMetadata};
 use super::spec::AnyShardingSpec;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, OwnedBox, chunk};
-use crate::placement::Placement;
 
 impl AnyShardingSpec {
     /// The spec that gives these shards: chunks if that is what they are, in whatever order, else one by one.
@@ -28,10 +27,11 @@ impl AnyShardingSpec {
             let needed = "a layout without pending reductions";
             return Err(Error::invalid("layout", layout, needed, "redistribute the tensor first"));
         }
-        if let ([axis], [Placement::Shard(dim)]) = (layout.mesh().axes(), layout.placements())
-            && axis.size > 1
+        if let ([axis], [placement]) = (layout.mesh().axes(), layout.placements())
+            && let Some(dim) = placement.chunk_dim().filter(|_| axis.size > 1)
         {
-            return ChunkShardingSpec::over_ranks(*dim, layout.mesh().ranks().iter().copied()).map(Into::into);
+            let ranks = layout.mesh().ranks().iter().copied();
+            return ChunkShardingSpec::over_ranks(dim as isize, ranks).map(Into::into);
         }
         let shard = |owned: OwnedBox| ShardMetadata {
             offsets: owned.global.offsets,

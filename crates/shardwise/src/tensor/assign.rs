@@ -7,7 +7,7 @@ use super::{Backward, DTensor, Keeps, Number, Saved, is_recording};
 use crate::comm::implicitly;
 use crate::error::{Error, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
-use crate::placement::{Placement, ReduceOp};
+use crate::placement::{Placement, is_linear};
 use crate::redistribute::Exchange;
 use shardwise_kernels::{Assembly, filled, placeholder};
 
@@ -176,8 +176,7 @@ impl Backward for Write {
     fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
         let base = || -> Result<DTensor> {
-            let linear =
-                |p: &Placement| !p.is_partial() || matches!(p, Placement::Partial(ReduceOp::Sum | ReduceOp::Avg));
+            let linear = |p: &Placement| p.reduction().is_none_or(is_linear);
             let gradient = match gradient.placements().iter().all(linear) {
                 true => gradient.clone(),
                 false => gradient.reduced(Location::caller())?,

@@ -291,11 +291,7 @@ fn infer(mesh: &DeviceMesh, placements: &[Placement], shapes: &[Vec<usize>], ran
     let mesh = mesh.mesh();
     let ndim = shapes[0].len();
     // A layout of an empty tensor checks the placements and finds the order of cuts.
-    let strided_as_shard = |p: &Placement| match p {
-        Placement::Ragged { dim, .. } | Placement::StridedShard { dim, .. } => Placement::Shard(*dim),
-        other => other.clone(),
-    };
-    let plain: Vec<Placement> = placements.iter().map(strided_as_shard).collect();
+    let plain: Vec<Placement> = placements.iter().map(Placement::plain).collect();
     let empty = Layout::new(mesh, vec![0; ndim], plain)?;
     let mut shape = shapes[0].clone();
     let mut sized: Vec<Placement> =
@@ -310,7 +306,7 @@ fn infer(mesh: &DeviceMesh, placements: &[Placement], shapes: &[Vec<usize>], ran
         // Sizes whose sum overflows are no layout.
         *whole = sizes.iter().fold(0, |sum, &n| sum.saturating_add(n));
         for (i, &axis) in axes.iter().enumerate() {
-            if matches!(sized[axis], Placement::Shard(_)) {
+            if sized[axis].chunk_dim().is_some() {
                 // The sizes that this axis cuts are sums over what the axes after it cut.
                 let inner = count(&axes[i + 1..]);
                 let cut: Vec<usize> =

@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 
 use super::{Backward, DTensor, Keeps, Saved, is_recording};
 use crate::error::{Error, Result};
-use crate::placement::{Placement, ReduceOp};
+use crate::placement::{Placement, ReduceOp, is_linear};
 use crate::rank_context::{rank_context, rank_context_if_alive};
 use shardwise_kernels::{dense, with_type};
 
@@ -152,7 +152,7 @@ pub(super) fn enter(
     if exits.is_empty() {
         return Ok(made);
     }
-    let linear = |p: &Placement| !p.is_partial() || matches!(p, Placement::Partial(ReduceOp::Sum | ReduceOp::Avg));
+    let linear = |p: &Placement| p.reduction().is_none_or(is_linear);
     if !made.placements().iter().all(linear) {
         return Err(Error::invalid(
             "placements",

@@ -36,7 +36,7 @@ use rustc_hash::FxHasher;
 use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of, while_moving};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::placement::{Placement, ReduceOp};
+use crate::placement::{Placement, ReduceOp, is_linear};
 use crate::redistribute::{Exchange, redistribute};
 pub use shardwise_kernels::Number;
 use shardwise_kernels::{check_cpu, check_dtype, own_copy, placeholder};
@@ -441,10 +441,8 @@ impl DTensor {
         }
         check_dtype(dtype)?;
         check_room(self.layout(), dtype, self.value.mesh.world().is_dry())?;
-        let picks = |p: &Placement| match p {
-            Placement::Partial(op) => matches!(op, ReduceOp::Max | ReduceOp::Min) && keeps_order(self.dtype(), dtype),
-            _ => true,
-        };
+        let keeps = |op: ReduceOp| matches!(op, ReduceOp::Max | ReduceOp::Min) && keeps_order(self.dtype(), dtype);
+        let picks = |p: &Placement| p.reduction().is_none_or(keeps);
         let site = Location::caller();
         if self.narrows_later(dtype) {
             let made = Self::from_terms(
@@ -559,7 +557,7 @@ fn keeps_order(from: DType, to: DType) -> bool {
 
 /// Whether operands are terms of a sum, a mean or a product, which rounding would change.
 fn is_term(placement: &Placement) -> bool {
-    matches!(placement, Placement::Partial(ReduceOp::Sum | ReduceOp::Avg | ReduceOp::Product))
+    placement.reduction().is_some_and(|op| is_linear(op) || op == ReduceOp::Product)
 }
 
 /// Whether a sum, a mean or a product is pending.
@@ -577,10 +575,5 @@ fn converted(mesh: &DeviceMesh, local: &Tensor, dtype: DType) -> Result<Tensor> 
 
 /// An error if a pending reduction of the layout makes no sense for the type.
 pub(crate) fn check_partial(layout: &Layout, dtype: DType) -> Result<()> {
-    for placement in layout.placements() {
-        if let Placement::Partial(op) = placement {
-            op.check(dtype)?;
-        }
-    }
-    Ok(())
+    layout.placements().iter().filter_map(Placement::reduction).try_for_each(|op| Ok(op.check(dtype)?))
 }

@@ -2,6 +2,7 @@
 //! in a circle.
 
 mod imports;
+mod placements;
 
 use std::path::{Path, PathBuf};
 

@@ -13,6 +13,7 @@ use crate::comm::check::{Entry, check_agreement};
 use crate::comm::{Call, Communicator, Exposed};
 use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::TensorMeta;
+use crate::mesh::Network;
 use shardwise_kernels::{check_served, own_copy};
 
 pub(super) struct Member {
@@ -171,6 +172,10 @@ impl Communicator for Member {
 
     fn abort(&self, reason: &str) {
         self.hub.fail(self.ranks()[self.me], format!("aborted: {reason}"));
+    }
+
+    fn network(&self) -> Network {
+        Network::THREADS
     }
 
     fn shares_memory(&self) -> bool {

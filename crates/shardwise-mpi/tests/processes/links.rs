@@ -1,0 +1,59 @@
+//! The links that the engine states, and those that ranks measure.
+
+use shardwise::World;
+use shardwise::mesh::{Link, Network};
+use shardwise_mpi::Settings;
+
+use crate::suites::on_all;
+
+fn settings() -> Settings {
+    Settings::from_env().expect("good settings")
+}
+
+/// All ranks have the same numbers: what differs would be an error on every rank.
+fn agree(world: &World, what: &'static str, network: &Network) -> shardwise::Result<()> {
+    let numbers = |link: Link| [link.latency_us.to_bits(), link.gb_per_s.to_bits()];
+    world.agree(what, &[numbers(network.inside()), numbers(network.across())].concat())
+}
+
+/// On one host every axis has the engine's link inside a host, which is not that of threads.
+pub(crate) fn of_one_host() {
+    on_all(&settings(), |world| {
+        let stated = world.network().clone();
+        assert!(stated.inside() != Link::THREADS && stated.across() != stated.inside(), "{stated}");
+        let mesh = world.mesh([("dp", 1), ("tp", world.size())])?;
+        assert_eq!((mesh.link("dp")?, mesh.link("tp")?), (stated.inside(), stated.inside()));
+        agree(&world, "stated links", &stated)?;
+        let measured = world.measure_links()?;
+        agree(&world, "measured links", &measured)?;
+        assert_eq!(measured.inside() != stated.inside(), world.size() > 1, "{measured}");
+        let mesh = world.with_network(measured.clone())?.mesh([("tp", world.size())])?;
+        assert_eq!(mesh.link("tp")?, measured.inside());
+        println!("measured: {measured}");
+        Ok(())
+    });
+}
+
+/// A program's settings take the place of the engine's figures.
+pub(crate) fn configured() {
+    let (inside, across) = (Link { latency_us: 1.0, gb_per_s: 6.0 }, Link { latency_us: 3.0, gb_per_s: 25.0 });
+    on_all(&settings().links(inside, across), move |world| {
+        assert_eq!((world.network().inside(), world.network().across()), (inside, across));
+        assert_eq!(world.mesh([("tp", 2)])?.link("tp")?, inside);
+        Ok(())
+    });
+}
+
+/// Two ranks on each of two hosts, numbered host by host.
+pub(crate) fn of_two_hosts() {
+    on_all(&settings(), |world| {
+        let stated = world.network().clone();
+        let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
+        assert_eq!((mesh.link("dp")?, mesh.link("tp")?), (stated.across(), stated.inside()));
+        let measured = world.measure_links()?;
+        agree(&world, "measured links", &measured)?;
+        assert!(measured.inside() != stated.inside() && measured.across() != stated.across(), "{measured}");
+        println!("measured: {measured}");
+        Ok(())
+    });
+}

@@ -1,0 +1,347 @@
+//! Placements: how a tensor is placed along one axis of a mesh.
+//!
+//! A placement that shards divides the indices of a tensor dimension over the coordinates of the axis. Each kind is one file
+//! that implements `Division`: which indices a coordinate keeps, when two spellings are one, its text form. The rest of the
+//! crate asks a [`Placement`] and does not match on its kinds: a new kind is a file, its variant, and its line in `dim_mut`,
+//! `ask` and `parse_kind` here.
+
+mod chunks;
+mod division;
+mod partial;
+mod ragged;
+mod runs;
+mod strided;
+
+pub(crate) use division::Divided;
+pub(crate) use partial::{commute, is_linear, stays};
+pub(crate) use runs::{Runs, chunk};
+pub use shardwise_kernels::ReduceOp;
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+use crate::error::{Error, Result};
+use chunks::Chunks;
+use division::{Division, Stored};
+use ragged::Ragged;
+use strided::Strided;
+
+/// How a tensor is placed along one axis of a mesh.
+///
+/// The dimension of a shard may be negative, counting from the last one, until a [`Layout`](crate::Layout) is made of
+/// it: the placements of a layout always have non-negative dimensions.
+///
+/// ```
+/// # use shardwise::{Placement, Placement::*, ReduceOp};
+/// assert_eq!(Shard(0).to_string(), "S(0)");
+/// assert_eq!("S(0;3,1,2)".parse::<Placement>()?, Placement::ragged(0, [3, 1, 2]));
+/// assert_eq!("P(max)".parse::<Placement>()?, Partial(ReduceOp::Max));
+/// # Ok::<(), shardwise::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Placement {
+    /// Every coordinate holds the whole.
+    Replicate,
+    /// The dimension is sharded in chunks of `ceil(n / size)`; trailing chunks are smaller or empty.
+    Shard(isize),
+    /// The dimension is split into chunks of `ceil(n / split_factor)`, each of these into one piece per coordinate;
+    /// coordinate `i` holds the `i`-th piece of every chunk, joined in order.
+    #[doc(alias = "_StridedShard")]
+    StridedShard {
+        /// The dimension that is sharded.
+        dim: isize,
+        /// Number of chunks before sharding.
+        split_factor: usize,
+    },
+    /// The dimension is sharded in ranges of the given sizes.
+    Ragged {
+        /// The dimension that is sharded.
+        dim: isize,
+        /// One size per coordinate; or, if other axes shard the dimension before this one, one size per coordinate for
+        /// every combination of their coordinates, this axis fastest.
+        sizes: Arc<[usize]>,
+    },
+    /// Every coordinate holds an operand; the value is their reduction. With several partial axes the last axis is
+    /// reduced first.
+    Partial(ReduceOp),
+}
+
+impl Placement {
+    /// A shard of `dim` in ranges of the given sizes.
+    pub fn ragged(dim: isize, sizes: impl Into<Arc<[usize]>>) -> Self {
+        Placement::Ragged { dim, sizes: sizes.into() }
+    }
+
+    /// A shard of `dim` of which every coordinate holds a piece of each of `split_factor` chunks.
+    pub fn strided(dim: isize, split_factor: usize) -> Self {
+        Placement::StridedShard { dim, split_factor }
+    }
+}
+
+// What kinds of placements answer. Nothing else matches on the kinds of shards.
+impl Placement {
+    /// The tensor dimension that is sharded, as written (it may be negative).
+    fn dim_mut(&mut self) -> Option<&mut isize> {
+        match self {
+            Placement::Shard(dim) | Placement::StridedShard { dim, .. } | Placement::Ragged { dim, .. } => Some(dim),
+            Placement::Replicate | Placement::Partial(_) => None,
+        }
+    }
+
+    /// Asks how the dimension is divided, and which dimension that is (as written); `None` if none is.
+    fn ask<R>(&self, question: impl FnOnce(&dyn Division, isize) -> R) -> Option<R> {
+        match self {
+            Placement::Shard(dim) => Some(question(&Chunks, *dim)),
+            Placement::StridedShard { dim, split_factor } => {
+                Some(question(&Strided { split_factor: *split_factor }, *dim))
+            }
+            Placement::Ragged { dim, sizes } => Some(question(&Ragged { sizes }, *dim)),
+            Placement::Replicate | Placement::Partial(_) => None,
+        }
+    }
+
+    /// The dimension of a plain shard, as a layout has it; `None` for everything else.
+    pub(crate) fn chunk_dim(&self) -> Option<usize> {
+        if let Placement::Shard(dim) = self { usize::try_from(*dim).ok() } else { None }
+    }
+
+    /// The number of chunks of which coordinates hold pieces, if that is how the dimension is divided.
+    pub(crate) fn split_factor(&self) -> Option<usize> {
+        if let Placement::StridedShard { split_factor, .. } = self { Some(*split_factor) } else { None }
+    }
+
+    /// The reduction that is still to be made.
+    pub fn reduction(&self) -> Option<ReduceOp> {
+        if let Placement::Partial(op) = self { Some(*op) } else { None }
+    }
+}
+
+impl Placement {
+    /// The tensor dimension that this placement shards, as written (it may be negative).
+    fn written_dim(&self) -> Option<isize> {
+        self.ask(|_, dim| dim)
+    }
+
+    /// The tensor dimension that this placement shards, `None` if it shards none. For the placements of a layout; a
+    /// negative dimension has no answer before it is resolved against a number of dimensions.
+    pub fn shard_dim(&self) -> Option<usize> {
+        self.written_dim().and_then(|dim| usize::try_from(dim).ok())
+    }
+
+    /// The same placement of another dimension.
+    pub(crate) fn with_dim(&self, dim: usize) -> Self {
+        let mut other = self.clone();
+        if let Some(own) = other.dim_mut() {
+            *own = dim as isize;
+        }
+        other
+    }
+
+    /// A plain shard of the dimension that this placement shards; others stay as they are.
+    pub(crate) fn plain(&self) -> Self {
+        self.written_dim().map_or_else(|| self.clone(), Placement::Shard)
+    }
+
+    /// Whether every coordinate holds one range of what is divided, in the order of coordinates. So are placements that
+    /// shard nothing.
+    pub(crate) fn is_contiguous(&self) -> bool {
+        self.ask(|division, _| division.is_contiguous()).unwrap_or(true)
+    }
+
+    /// Whether it fits tensors of any size, and behind shards of any other axes.
+    pub(crate) fn fits_any_size(&self) -> bool {
+        self.ask(|division, _| division.divides_any()).unwrap_or(true)
+    }
+
+    /// What coordinate `i` of `k` holds of indices that the placement divides. `outer` numbers the coordinates of the axes
+    /// that shard the dimension before this one, row-major.
+    pub(crate) fn part(&self, whole: &Runs, k: usize, i: usize, outer: usize) -> Runs {
+        self.ask(|division, _| division.part(whole, k, i, outer)).unwrap_or_else(|| whole.clone())
+    }
+
+    /// The form in which a layout stores the placement, so that equal ones are equal; an error if it does not fit what it
+    /// is to divide.
+    pub(crate) fn stored(&self, divided: &Divided<'_>) -> Result<Self> {
+        let stored = self.ask(|division, dim| {
+            Ok(match division.stored(divided)? {
+                Stored::AsWritten => self.clone(),
+                Stored::Chunks => Placement::Shard(dim),
+                Stored::Sizes(sizes) => Placement::ragged(dim, sizes),
+            })
+        });
+        stored.unwrap_or_else(|| Ok(self.clone()))
+    }
+
+    /// Whether the placement shards a dimension (any dimension for `None`).
+    pub fn is_shard(&self, dim: Option<usize>) -> bool {
+        match dim {
+            Some(dim) => self.shard_dim() == Some(dim),
+            None => self.written_dim().is_some(),
+        }
+    }
+
+    /// Whether every coordinate holds the whole.
+    pub fn is_replicate(&self) -> bool {
+        *self == Placement::Replicate
+    }
+
+    /// Whether a reduction is still to be made.
+    pub fn is_partial(&self) -> bool {
+        self.reduction().is_some()
+    }
+
+    /// The same placement with its dimension counted from the front, checked against `ndim`.
+    pub fn normalized(&self, ndim: usize) -> Result<Self> {
+        let Some(written) = self.written_dim() else { return Ok(self.clone()) };
+        let resolved = if written < 0 { written + ndim as isize } else { written };
+        if resolved < 0 || resolved >= ndim as isize {
+            return Err(Error::invalid(
+                "shard dimension",
+                format!("{self} for a tensor of {ndim} dimension(s)"),
+                if ndim == 0 {
+                    "no shard of a scalar".into()
+                } else {
+                    format!("a dimension from -{ndim} to {}", ndim - 1)
+                },
+                if ndim == 0 { "use R".into() } else { format!("shard one of its {ndim} dimension(s)") },
+            ));
+        }
+        Ok(self.with_dim(resolved as usize))
+    }
+
+    /// Reads a list such as `S(0),R,P(sum)`.
+    ///
+    /// ```
+    /// # use shardwise::{Placement, Placement::*};
+    /// assert_eq!(Placement::parse_list("S(-1), R")?, [Shard(-1), Replicate]);
+    /// # Ok::<(), shardwise::Error>(())
+    /// ```
+    pub fn parse_list(text: &str) -> Result<Vec<Self>> {
+        let mut parts = vec![String::new()];
+        let mut depth = 0usize;
+        for c in text.chars() {
+            match c {
+                '(' => depth += 1,
+                ')' => depth = depth.saturating_sub(1),
+                ',' if depth == 0 => {
+                    parts.push(String::new());
+                    continue;
+                }
+                _ => {}
+            }
+            parts.last_mut().expect("starts with one part").push(c);
+        }
+        parts.iter().map(|part| part.parse()).collect()
+    }
+}
+
+/// The text forms, for errors.
+const FORMS: [&str; 5] = ["R", Chunks::FORM, Ragged::FORM, Strided::FORM, "P or P(op)"];
+
+/// A placement from the two parts of its text form, `head(arguments)`.
+fn parse_kind(head: &str, arguments: &str) -> Option<Placement> {
+    let chunks = || Chunks::parse(head, arguments).map(Placement::Shard);
+    let ragged = || Ragged::parse(head, arguments).map(|(dim, sizes)| Placement::ragged(dim, sizes));
+    let strided = || Strided::parse(head, arguments).map(|(dim, kind)| Placement::strided(dim, kind.split_factor));
+    chunks().or_else(ragged).or_else(strided)
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.reduction() {
+            Some(op) => write!(f, "P({op})"),
+            None => self.ask(|division, dim| division.write(dim, &mut *f)).unwrap_or_else(|| f.write_str("R")),
+        }
+    }
+}
+
+impl FromStr for Placement {
+    type Err = Error;
+
+    /// Reads `R`, `S(0)`, `S(0;3,1,2)` (ragged), `SS(0,2)` (strided), `P(sum)` or `P` (sum).
+    fn from_str(text: &str) -> Result<Self> {
+        let trimmed = text.trim();
+        match trimmed {
+            "R" => return Ok(Placement::Replicate),
+            "P" => return Ok(Placement::Partial(ReduceOp::Sum)),
+            _ => {}
+        }
+        let parts = trimmed.strip_suffix(')').and_then(|t| t.split_once('('));
+        if let Some(("P", op)) = parts {
+            return Ok(op.parse().map(Placement::Partial)?);
+        }
+        parts.and_then(|(head, arguments)| parse_kind(head, arguments)).ok_or_else(|| {
+            Error::invalid("placement", format!("`{text}`"), FORMS.join(", "), "write for example `S(0)`")
+        })
+    }
+}
+
+impl Serialize for Placement {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Placement {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_and_serde_round_trip() {
+        let mut all = vec![
+            Placement::Replicate,
+            Placement::Shard(3),
+            Placement::Shard(-1),
+            Placement::StridedShard { dim: 1, split_factor: 4 },
+            Placement::ragged(0, [3, 0, 5]),
+            Placement::ragged(1, []),
+        ];
+        all.extend(ReduceOp::ALL.map(Placement::Partial));
+        for placement in &all {
+            assert_eq!(&placement.to_string().parse::<Placement>().unwrap(), placement);
+            let json = serde_json::to_string(placement).unwrap();
+            assert_eq!(&serde_json::from_str::<Placement>(&json).unwrap(), placement);
+        }
+        let list = all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        assert_eq!(Placement::parse_list(&list).unwrap(), all);
+    }
+
+    #[test]
+    fn unparsable_placements_are_refused_with_the_text() {
+        for text in [
+            "", "X", "S", "S()", "S(a)", "S(0", "S0", "P(sums)", "SS(0)", "SS(0,-1)", "S(0;,)", "S(0;1,x)", "R(0)",
+            "(0)",
+        ] {
+            let message = text.parse::<Placement>().expect_err(text).to_string();
+            let shown = if text == "P(sums)" { "`sums`" } else { &format!("`{text}`") };
+            assert!(message.contains(shown), "{message}");
+        }
+        assert!(Placement::parse_list("S(0),,R").is_err());
+    }
+
+    #[test]
+    fn dimensions_are_counted_from_either_end_and_checked() {
+        assert_eq!(Placement::Shard(-1).normalized(3).unwrap(), Placement::Shard(2));
+        assert_eq!(Placement::ragged(-2, [1]).normalized(2).unwrap(), Placement::ragged(0, [1]));
+        assert_eq!(Placement::Replicate.normalized(0).unwrap(), Placement::Replicate);
+        for (placement, ndim, part) in [
+            (Placement::Shard(2), 2, "from -2 to 1"),
+            (Placement::Shard(-3), 2, "from -2 to 1"),
+            (Placement::Shard(0), 0, "no shard of a scalar"),
+            (Placement::Shard(isize::MIN), 2, "from -2 to 1"),
+        ] {
+            let message = placement.normalized(ndim).expect_err("out of range").to_string();
+            assert!(message.contains(part), "{message}");
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! `Ragged { dim, sizes }`: ranges of given sizes.
+
+use std::fmt;
+
+use super::division::{Divided, Division, Stored};
+use super::runs::{Runs, chunk};
+use crate::error::{Error, Result};
+
+/// Ranges of given sizes: one per coordinate, or one per coordinate for every combination of outer coordinates.
+pub(super) struct Ragged<'a> {
+    pub(super) sizes: &'a [usize],
+}
+
+impl Ragged<'_> {
+    /// The text form.
+    pub(super) const FORM: &'static str = "S(dim;size,size,...)";
+
+    /// The dimension and the sizes, from the text form.
+    pub(super) fn parse(head: &str, arguments: &str) -> Option<(isize, Vec<usize>)> {
+        let (dim, sizes) = arguments.split_once(';').filter(|_| head == "S")?;
+        let listed = sizes.split(',').filter(|_| !sizes.trim().is_empty());
+        let sizes = listed.map(|size| size.trim().parse().ok()).collect::<Option<Vec<_>>>()?;
+        Some((dim.trim().parse().ok()?, sizes))
+    }
+
+    /// The sizes for one combination of outer coordinates.
+    fn row(&self, k: usize, outer: usize) -> &[usize] {
+        if self.sizes.len() == k { self.sizes } else { &self.sizes[outer * k..(outer + 1) * k] }
+    }
+
+    fn check_count(&self, divided: &Divided<'_>) -> Result<()> {
+        let Divided { k, combinations, name, .. } = divided;
+        if self.sizes.len() == *k || self.sizes.len() == combinations * k {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            "ragged sizes",
+            format!("{} sizes in {}", self.sizes.len(), name()),
+            if *combinations == 1 { format!("{k}") } else { format!("{k} or {}", combinations * k) },
+            "give one size per coordinate",
+        ))
+    }
+}
+
+impl Division for Ragged<'_> {
+    fn part(&self, whole: &Runs, k: usize, i: usize, outer: usize) -> Runs {
+        let row = self.row(k, outer);
+        let start: usize = row[..i].iter().sum();
+        let mut part = Runs::default();
+        whole.take(start..start + row[i], &mut part);
+        part
+    }
+
+    fn is_contiguous(&self) -> bool {
+        true
+    }
+
+    fn divides_any(&self) -> bool {
+        false
+    }
+
+    fn stored(&self, divided: &Divided<'_>) -> Result<Stored> {
+        self.check_count(divided)?;
+        let k = divided.k;
+        let mut is_chunked = true;
+        for outer in 0..divided.combinations {
+            let (have, row) = ((divided.len)(outer), self.row(k, outer));
+            if row.iter().try_fold(0usize, |sum, &s| sum.checked_add(s)) != Some(have) {
+                return Err(Error::invalid(
+                    "ragged sizes",
+                    format!("{row:?} in {}", (divided.name)()),
+                    format!("sizes that add up to {have}"),
+                    "correct the sizes",
+                ));
+            }
+            is_chunked &= row.iter().enumerate().all(|(i, &s)| s == chunk(have, k, i).len());
+        }
+        if is_chunked {
+            return Ok(Stored::Chunks);
+        }
+        let first = &self.sizes[..k];
+        let repeats = self.sizes.len() > k && self.sizes.chunks(k).all(|row| row == first);
+        Ok(if repeats { Stored::Sizes(first.into()) } else { Stored::AsWritten })
+    }
+
+    fn write(&self, dim: isize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "S({dim};")?;
+        for (i, size) in self.sizes.iter().enumerate() {
+            write!(f, "{}{size}", if i == 0 { "" } else { "," })?;
+        }
+        f.write_str(")")
+    }
+}
