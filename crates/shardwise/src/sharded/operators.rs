@@ -42,6 +42,9 @@ thread_local! {
 /// })?;
 /// # Ok::<(), Error>(())
 /// ```
+#[doc(alias = "__torch_function__")]
+#[doc(alias = "dispatch")]
+#[doc(alias = "find_sharded_tensor")]
 #[doc(alias = "custom_sharded_op_impl")]
 pub fn with_sharded_op<R>(
     name: &str,

@@ -127,8 +127,7 @@ impl Pickle {
             entries.iter().map(|&entry| self.value(entry, depth - 1, budget)).collect()
         };
         let unfit = |found: String| {
-            let needed =
-                "none, truth values, integers of 64 bits, numbers, text, lists, tuples and dicts of these";
+            let needed = "none, truth values, integers of 64 bits, numbers, text, lists, tuples and dicts of these";
             Error::invalid("stored value", found, needed, "leave it out when saving, or save it as one of these")
         };
         Ok(match object {
