@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use shardwise::checkpoint;
+use shardwise::models::ModelSpec;
 use shardwise::nn::Builder;
 use shardwise::prelude::*;
 
@@ -53,15 +54,21 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if prompt.is_empty() {
         return Err(Error::invalid("prompt", "no tokens", "at least one", "give a prompt that is not empty"));
     }
-    let choice = Choice { temperature: options.temperature, top: options.top, seed: options.seed };
     let stored = checkpoint::open(&saved.checkpoint)?;
     let dtype = stored.tensor("model.tokens.weight")?.element.dtype().unwrap_or(DType::F32);
-    let (config, count) = (saved.config, options.tokens);
+    let config = saved.config;
+    let choice = Choice {
+        tokens: options.tokens,
+        window: config.seq_len(),
+        temperature: options.temperature,
+        top: options.top,
+        seed: options.seed,
+    };
     let made = launch(1, move |world| {
         let mesh = world.mesh([("dp", 1)])?;
         let model = config.build(&Builder::new(&mesh).dtype(dtype))?;
         load_model(&world, &saved.checkpoint, &*model)?;
-        continued(&*model, &mesh, config.seq_len(), &prompt, count, choice)
+        continued(&*model, &mesh, &prompt, choice)
     })?;
     let text = saved.coding.decode(&made)?;
     let mut out = std::io::stdout().lock();

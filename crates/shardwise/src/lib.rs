@@ -13,7 +13,8 @@
 //! * [`data`]: batches for training, in a reproducible order, sharded, resumable on any number of ranks;
 //! * [`plan`]: how a model is spread over a mesh, said apart from it or found by planners;
 //! * [`mod@checkpoint`]: state saved and loaded in any layout, in the formats that people have;
-//! * [`models`]: language models to train, written as if for one device;
+//! * [`models`]: what a model is, and language models written as if for one device;
+//! * [`train`]: the training loop for any model;
 //! * [`DryWorld`]: the program of one rank of any number, without data.
 //!
 //! Local tensors are those of [`candle_core`].
@@ -64,6 +65,7 @@ pub mod plan;
 pub mod data;
 pub mod checkpoint;
 pub mod models;
+pub mod train;
 pub mod guide;
 
 pub use autograd::{BackwardOptions, Gradients, checkpoint, local_map};
@@ -86,7 +88,7 @@ pub use tensor::{DTensor, Number, Operand, no_grad};
 pub mod prelude {
     pub use crate::Placement::{Partial, Replicate, Shard};
     pub use crate::nn::{Builder, Forward, Module};
-    pub use crate::optim::{Adam, AdamW, Sgd, ShardedOptimizer};
+    pub use crate::optim::{Adam, AdamW, OptimizeModule, Sgd, ShardedOptimizer};
     pub use crate::{
         DTensor, DeviceMesh, Distribution, Error, Gradients, Group, Layout, Mesh, Param, Placement, ReduceOp, Result,
         TensorMeta, ThreadWorld, World, launch, launch_scoped, no_grad, with_mesh,

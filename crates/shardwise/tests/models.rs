@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::Tensor;
 use shardwise::models::{
-    GptConfig, LlamaConfig, ModelConfig, Spread, Weights, batch_placements, build, export, import, search_plan,
+    GptConfig, LlamaConfig, ModelConfig, ModelSpec, Spread, Weights, batch_placements, build, export, import,
+    search_plan,
 };
 use shardwise::nn::{Builder, Item};
 use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer, clip_grad_norm};

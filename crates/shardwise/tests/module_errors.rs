@@ -1,6 +1,6 @@
 //! Errors inside layers name the module and the line of the program that called it.
 
-use shardwise::models::{GptConfig, ModelConfig};
+use shardwise::models::{GptConfig, ModelConfig, ModelSpec};
 use shardwise::nn::{Activation, Builder, Dropout, Forward, Hooks, Layer, LayerNorm, Linear, Mlp, Module};
 use shardwise::prelude::*;
 

@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
+use candle_core::{Device, Tensor};
 use clap::Args;
 use serde::Serialize;
-use shardwise::models::{GptConfig, ModelConfig, Spread, Weights};
+use shardwise::models::{GptConfig, ModelConfig, Spread, Weights, batch_placements};
 use shardwise::optim::{AdamW, ParamGroup, Schedule};
 use shardwise::plan::ShardingPlan;
 use shardwise::prelude::*;
@@ -12,7 +13,7 @@ use shardwise_mpi::Settings;
 
 use crate::output::{Row, Rows};
 use crate::processes::{self, Launched};
-use crate::train::trainer::{Batch, Trainer};
+use crate::train::trainer::Recipe;
 
 /// What to measure.
 #[derive(Args)]
@@ -134,14 +135,22 @@ fn measure(Way { mode, mesh, plan }: Way, steps: u32) -> Result<Measured> {
     let program = move |ranks: World| {
         let mesh = ranks.device_mesh(mesh.clone())?;
         let group = ParamGroup::new(AdamW::default());
-        let optimizer = ([group.clone(), group], Schedule::Constant);
-        let mut trainer = Trainer::new(&config(), &plan, &mesh, (DType::F32, 1), optimizer, None)?;
+        let recipe = Recipe {
+            config: &config(),
+            plan: &plan,
+            dtype: DType::F32,
+            seed: 1,
+            groups: &[group.clone(), group],
+            schedule: Schedule::Constant,
+            clip: None,
+        };
+        let mut trainer = recipe.build(&mesh)?;
         let (mut times, mut loss) = (Vec::new(), 0.0);
         for step in 0..WARM_UP + steps {
-            let batch = [batch(step)];
+            let tokens = tokens(step);
             ranks.barrier()?;
             let start = Instant::now();
-            loss = trainer.step(&batch)?.loss;
+            loss = trainer.step(&batch(&tokens, &mesh)?)?.loss;
             ranks.barrier()?;
             times.push(start.elapsed().as_secs_f64() * 1e3);
         }
@@ -155,8 +164,18 @@ fn measure(Way { mode, mesh, plan }: Way, steps: u32) -> Result<Measured> {
     Ok(Measured { mode, world, best_ms: times[0], median_ms, tokens_per_s, loss })
 }
 
+/// Ids and targets of a batch, sharded over the mesh.
+fn batch(tokens: &[u32], mesh: &DeviceMesh) -> Result<Vec<DTensor>> {
+    let tokens = Tensor::from_slice(tokens, (BATCH, LENGTH + 1), &Device::Cpu)?;
+    let part = |start: usize| {
+        let part = tokens.narrow(1, start, LENGTH)?.contiguous()?;
+        DTensor::distribute_tensor(&part, mesh, batch_placements(mesh), None)
+    };
+    Ok(vec![part(0)?, part(1)?])
+}
+
 /// Tokens that can be predicted in part: each follows from the one before, or is anything.
-fn batch(step: u32) -> Batch {
+fn tokens(step: u32) -> Vec<u32> {
     let mut state = u64::from(step) + 1;
     let mut token = 0u64;
     let mut next = || {
@@ -165,5 +184,5 @@ fn batch(step: u32) -> Batch {
         token = if noise % 4 == 0 { noise / 4 } else { token * 5 + 1 } % VOCABULARY as u64;
         token as u32
     };
-    Batch { tokens: (0..BATCH * (LENGTH + 1)).map(|_| next()).collect(), sequences: BATCH }
+    (0..BATCH * (LENGTH + 1)).map(|_| next()).collect()
 }

@@ -1,15 +1,13 @@
-//! Checkpoints of a training: what is in them, when they are saved, and how a training goes on from one.
+//! Checkpoints of a training run: what is in them, when they are saved, and how a run resumes from one.
 
 use std::path::{Path, PathBuf};
 
 use shardwise::checkpoint::{self, AsyncSave, Catalog, Series, State, Value};
 use shardwise::models::{LanguageModel, ModelConfig};
-use shardwise::optim::OptimizerState;
 use shardwise::prelude::*;
-use shardwise::random::GeneratorState;
 
 use super::settings::{Job, Settings};
-use super::trainer::Trainer;
+use super::trainer::TrainingRun;
 
 /// Where the checkpoints of a run are, in its output directory.
 const CHECKPOINTS: &str = "checkpoints";
@@ -19,22 +17,18 @@ pub(crate) fn series(out: &Path) -> Series {
     Series::new(out.join(CHECKPOINTS))
 }
 
-/// How far a training has come.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Position {
-    /// Steps taken.
-    pub(super) step: u64,
-    /// Batches used.
-    pub(super) batches: u64,
-}
-
 /// A checkpoint to go on from, without its tensors.
 pub(super) struct Resumed {
     path: PathBuf,
     config: ModelConfig,
     /// The options of the run that saved it, but for what belongs to that run alone.
     pub(super) settings: Settings,
-    pub(super) at: Position,
+    /// Steps taken.
+    pub(super) step: u64,
+    /// Sequences in an epoch of its text.
+    samples: u64,
+    /// Seed of the order in which they were drawn.
+    seed: u64,
 }
 
 impl Resumed {
@@ -51,12 +45,10 @@ impl Resumed {
             Error::invalid("checkpoint to resume", found, needed, "name its directory, or train without --resume")
         };
         let read = |catalog: &Catalog| -> Result<Resumed> {
-            let number = |name: &str| catalog.value(name)?.read::<i64>();
-            let mut settings: Settings = catalog.value("settings")?.read()?;
-            settings.seed = Some(number("data.seed")?.cast_unsigned());
-            let at =
-                Position { step: number("step")?.cast_unsigned(), batches: number("data.batches")?.cast_unsigned() };
-            Ok(Resumed { path: path.clone(), config: catalog.value("config")?.read()?, settings, at })
+            let number = |name: &str| -> Result<u64> { Ok(catalog.value(name)?.read::<i64>()?.cast_unsigned()) };
+            let (step, samples, seed) = (number("step")?, number("data.samples")?, number("data.seed")?);
+            let settings = Settings { seed: Some(seed), ..catalog.value("settings")?.read()? };
+            Ok(Resumed { path: path.clone(), config: catalog.value("config")?.read()?, settings, step, samples, seed })
         };
         checkpoint::open(&path).and_then(|catalog| read(&catalog)).map_err(bad)
     }
@@ -92,82 +84,42 @@ impl Resumed {
         Err(Error::invalid("checkpoint to resume", found, needed, fix))
     }
 
-    /// Brings a new trainer to where the checkpoint was, on its own mesh and in its own layouts.
-    pub(super) fn load(&self, world: &World, trainer: &mut Trainer, job: &Job) -> Result<()> {
-        let tensors = tensors(&*trainer.model);
-        let place = |key: &str, shape: &[usize]| {
-            let of_model = key.strip_prefix("model.").and_then(|name| tensors.iter().find(|(other, _)| other == name));
-            let of_optimizer = key.strip_prefix("optimizer.state.").and_then(|path| path.rsplit_once('.'));
-            let place = match (of_model, of_optimizer) {
-                (Some((_, tensor)), _) => Some((tensor.device_mesh().clone(), tensor.layout().settled())),
-                (None, Some((param, kind))) => trainer.optimizer.state_layout(param, kind)?,
-                (None, None) => None,
-            };
-            match place.filter(|(_, layout)| layout.shape() == shape) {
-                Some(place) => Ok(place),
-                None => {
-                    let found = format!("tensor {key:?} of shape {shape:?}");
-                    let fix = "resume with the model that it was saved from";
-                    Err(Error::invalid("checkpoint to resume", found, "weights and moments of the model", fix))
-                }
-            }
+    /// Restores a new run to where the checkpoint was, on its own mesh and in its own layouts. Returns whether it draws other
+    /// data than the run that saved it: then it begins with the first batch.
+    pub(super) fn load(&self, world: &World, run: &mut TrainingRun, job: &Job) -> Result<bool> {
+        let TrainingRun { trainer, mesh, batches, step } = run;
+        let (model, optimizer) = (&*trainer.model, &mut trainer.optimizer);
+        let order = batches.order();
+        let other_data = (order.samples(), order.seed()) != (self.samples, Some(self.seed));
+        match other_data {
+            true => checkpoint::load_into(world, &self.path, (model, &mut *optimizer, &*mesh))?,
+            false => checkpoint::load_into(world, &self.path, (model, &mut *optimizer, &*mesh, batches))?,
         };
-        let state = checkpoint::load_placed(world, &self.path, place)?;
-        set_model(&*trainer.model, &state)?;
-        let optimizer = state.get("optimizer").map_or_else(|| Err(missing("optimizer")), OptimizerState::try_from)?;
-        trainer.optimizer.load_state_dict(&optimizer)?;
+        *step = self.step;
         // Options that were changed count from here on.
-        trainer.optimizer.groups_mut().iter_mut().zip(&job.groups).for_each(|(own, new)| *own = new.clone());
-        let generator = state.get("generator").map_or_else(|| Err(missing("generator")), GeneratorState::try_from)?;
-        trainer.mesh.generator().set_state(generator);
-        Ok(())
+        optimizer.groups_mut().iter_mut().zip(&job.groups).for_each(|(own, new)| *own = new.clone());
+        optimizer.set_schedule(job.schedule);
+        Ok(other_data)
     }
 }
 
-fn missing(what: &str) -> Error {
-    let needed = "a checkpoint that `shardwise train` saved";
-    Error::invalid("checkpoint", format!("no entry `{what}`"), needed, "name another checkpoint")
-}
-
-/// Parameters and buffers of a model by path.
-fn tensors(model: &dyn LanguageModel) -> Vec<(String, DTensor)> {
-    let params = model.named_parameters().into_iter().map(|(name, param)| (name, param.get().detach()));
-    let buffers = model.named_buffers().into_iter().map(|(name, buffer)| (name, buffer.get()));
-    params.chain(buffers).collect()
-}
-
-/// Gives a model the parameters and buffers of a loaded state, in the types that it has.
-fn set_model(model: &dyn LanguageModel, state: &State) -> Result<()> {
-    for (name, param) in model.named_parameters() {
-        param.set(&state.tensor(&format!("model.{name}"))?.to_dtype(param.dtype())?)?;
-    }
-    for (name, buffer) in model.named_buffers() {
-        buffer.set(&state.tensor(&format!("model.{name}"))?.to_dtype(buffer.get().dtype())?);
-    }
-    Ok(())
-}
-
-/// Loads parameters and buffers of a model, each as it lies, and nothing else, from a checkpoint.
+/// Loads parameters and buffers of a model, and nothing else, from a checkpoint.
 pub(crate) fn load_model(world: &World, path: &Path, model: &dyn LanguageModel) -> Result<()> {
-    let template = State::map([("model", State::map(tensors(model)))]);
-    set_model(model, &checkpoint::load(world, path, &template)?)
+    checkpoint::load_into(world, path, (model,)).map(drop)
 }
 
-/// Everything that a training goes on from.
-fn state_of(trainer: &Trainer, job: &Job, at: Position) -> Result<State> {
-    let data = [("seed", job.seed.cast_signed()), ("batches", at.batches.cast_signed())];
-    Ok(State::map([
-        ("model", State::map(tensors(&*trainer.model))),
-        ("optimizer", State::try_from(&trainer.optimizer.state_dict()?)?),
-        ("generator", State::from(trainer.mesh.generator().state())),
-        ("step", State::from(at.step.cast_signed())),
-        ("data", State::map(data)),
+/// Everything that a run resumes from.
+fn state_of(run: &TrainingRun, job: &Job) -> Result<State> {
+    let mut state = State::of((&*run.trainer.model, &run.trainer.optimizer, &run.mesh, &run.batches))?;
+    state.extend([
+        ("step", State::from(run.step.cast_signed())),
         ("config", State::Value(Value::of(&job.config)?)),
         ("settings", State::Value(Value::of(&job.settings)?)),
-    ]))
+    ]);
+    Ok(state)
 }
 
-/// Saves while the training goes on, one checkpoint at a time.
+/// Saves while the run goes on, one checkpoint at a time.
 pub(super) struct Saver<'a> {
     world: &'a World,
     series: Series,
@@ -182,18 +134,18 @@ impl<'a> Saver<'a> {
         Saver { world, series: series(&job.out).keep(job.keep), pending: None, last: None }
     }
 
-    /// Begins to save what a training is now, after the save before is complete.
-    pub(super) fn save(&mut self, trainer: &Trainer, job: &Job, at: Position) -> Result<()> {
+    /// Begins to save the state of a run, after the save before is complete.
+    pub(super) fn save(&mut self, run: &TrainingRun, job: &Job) -> Result<()> {
         self.finish()?;
-        self.pending = Some(self.series.async_save(self.world, at.step, &state_of(trainer, job, at)?)?);
-        self.last = Some(at.step);
+        self.pending = Some(self.series.async_save(self.world, run.step, &state_of(run, job)?)?);
+        self.last = Some(run.step);
         Ok(())
     }
 
     /// Saves the end, unless it is saved already, and waits until everything is on disk.
-    pub(super) fn end(mut self, trainer: &Trainer, job: &Job, at: Position) -> Result<()> {
-        if self.last != Some(at.step) {
-            self.save(trainer, job, at)?;
+    pub(super) fn end(&mut self, run: &TrainingRun, job: &Job) -> Result<()> {
+        if self.last != Some(run.step) {
+            self.save(run, job)?;
         }
         self.finish()
     }

@@ -1,11 +1,11 @@
 //! Text as tokens, and batches of it.
 
 use std::path::Path;
+use std::sync::Arc;
 
-use shardwise::{Error, Result};
+use shardwise::data::{Batches, TokenSequences};
+use shardwise::{DeviceMesh, Error, Result};
 use tokenizers::Tokenizer;
-
-use super::trainer::Batch;
 
 /// The book that is used unless other text is given.
 const BOOK: &str = include_str!("../../data/alice.txt");
@@ -84,9 +84,8 @@ impl Coding {
 /// A text in tokens, a tenth of it held out.
 pub(crate) struct Tokens {
     pub(crate) coding: Coding,
-    all: Vec<u32>,
-    /// Where the held-out part begins.
-    split: usize,
+    learned: Arc<[u32]>,
+    held_out: Arc<[u32]>,
 }
 
 impl Tokens {
@@ -105,8 +104,8 @@ impl Tokens {
                 coding.encode(&text)?
             }
         };
-        let split = all.len() - all.len() / 10;
-        Ok(Tokens { coding, all, split })
+        let (learned, held_out) = all.split_at(all.len() - all.len() / 10);
+        Ok(Tokens { coding, learned: learned.into(), held_out: held_out.into() })
     }
 
     /// How many different tokens there may be.
@@ -116,12 +115,13 @@ impl Tokens {
 
     /// Number of tokens to learn from, and of those held out.
     pub(crate) fn counts(&self) -> (usize, usize) {
-        (self.split, self.all.len() - self.split)
+        (self.learned.len(), self.held_out.len())
     }
 
     /// A number that other tokens do not have.
     pub(crate) fn fingerprint(&self) -> u64 {
-        self.all.iter().fold(self.vocabulary() as u64, |before, &token| scramble(before ^ u64::from(token)))
+        let all = self.learned.iter().chain(&*self.held_out);
+        all.fold(self.vocabulary() as u64, |before, &token| scramble(before ^ u64::from(token)))
     }
 
     /// An error if the text is too short for sequences of a length.
@@ -130,7 +130,7 @@ impl Tokens {
         if learned.min(held_out) > length {
             return Ok(());
         }
-        let found = format!("{} token(s), of which {held_out} are held out", self.all.len());
+        let found = format!("{} token(s), of which {held_out} are held out", learned + held_out);
         let needed = format!("more than {length}, the length of a sequence, in both parts");
         Err(Error::invalid("data", found, needed, "use a longer text or shorter sequences"))
     }
@@ -138,38 +138,42 @@ impl Tokens {
     /// The mean number of nats per token of a guess that knows only how frequent tokens are.
     pub(crate) fn unigram_entropy(&self) -> f64 {
         let mut counts = vec![0u64; self.vocabulary()];
-        self.all[..self.split].iter().for_each(|&token| counts[token as usize] += 1);
-        let total = self.split as f64;
+        self.learned.iter().for_each(|&token| counts[token as usize] += 1);
+        let total = self.learned.len() as f64;
         let term = |&count: &u64| if count == 0 { 0.0 } else { -(count as f64 / total) * (count as f64 / total).ln() };
         counts.iter().map(term).sum()
     }
 
-    /// Sequences from anywhere in the text to learn from. The same seed and number give the same batch.
-    pub(crate) fn batch(&self, seed: u64, number: u64, sequences: usize, length: usize) -> Batch {
-        let begin = |i: usize| {
-            let place = scramble(scramble(seed ^ scramble(number)) ^ i as u64);
-            (place % (self.split - length) as u64) as usize
-        };
-        let tokens = (0..sequences).flat_map(|i| &self.all[begin(i)..][..=length]).copied().collect();
-        Batch { tokens, sequences }
+    /// Batches of the text to learn from, in an order that follows from the seed.
+    pub(crate) fn batches(&self, mesh: &DeviceMesh, shape: BatchShape, seed: u64) -> Result<Batches<TokenSequences>> {
+        batches(&self.learned, mesh, shape, seed)
     }
 
-    /// Batches from all over the held-out text, always the same.
-    pub(crate) fn held_out(&self, batches: usize, sequences: usize, length: usize) -> Vec<Batch> {
-        let text = &self.all[self.split..];
-        let (count, room) = (batches * sequences, text.len() - length - 1);
-        let begin = |i: usize| i * room / count.max(1);
-        let batch = |b: usize| {
-            let each = (b * sequences..(b + 1) * sequences).flat_map(|i| &text[begin(i)..][..=length]);
-            Batch { tokens: each.copied().collect(), sequences }
-        };
-        (0..batches).map(batch).collect()
+    /// Batches from all over the held-out text, always the same ones from the beginning.
+    pub(crate) fn held_out(&self, mesh: &DeviceMesh, shape: BatchShape) -> Result<Batches<TokenSequences>> {
+        batches(&self.held_out, mesh, shape, 0)
     }
 
     /// What the held-out text begins with.
     pub(crate) fn beginning(&self, count: usize) -> Vec<u32> {
-        self.all[self.split..].iter().copied().take(count).collect()
+        self.held_out.iter().copied().take(count).collect()
     }
+}
+
+/// Sizes of a batch.
+#[derive(Clone, Copy)]
+pub(crate) struct BatchShape {
+    /// Over all ranks.
+    pub(crate) sequences: usize,
+    /// Of a sequence, in tokens.
+    pub(crate) length: usize,
+}
+
+/// Shuffled batches of a text, sharded over the axis `dp` if there is one.
+fn batches(text: &Arc<[u32]>, mesh: &DeviceMesh, shape: BatchShape, seed: u64) -> Result<Batches<TokenSequences>> {
+    let text = TokenSequences::new(text.clone(), shape.length)?;
+    let batches = Batches::new(text, mesh)?.shuffle(seed).batch(shape.sequences);
+    if mesh.mesh().axis("dp").is_ok() { batches.sharded("dp") } else { Ok(batches) }
 }
 
 /// A number that has nothing to do with the one it is made of (SplitMix64).

@@ -5,33 +5,24 @@ mod curve;
 mod data;
 mod history;
 mod progress;
+mod run;
 pub(crate) mod sample;
 pub(crate) mod saved;
 mod settings;
 pub(crate) mod trainer;
 
-use std::fs::OpenOptions;
-use std::io::{BufWriter, Write};
+use std::io::Write;
 use std::path::PathBuf;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::time::Instant;
+use std::sync::atomic::Ordering::Relaxed;
 
-use candle_core::{Device, Tensor};
 use clap::Args;
-use serde::Serialize;
 use shardwise::comm::Report;
-use shardwise::models::{check_export, export_hf};
+use shardwise::models::check_export;
 use shardwise::prelude::*;
 
-use checkpoints::unwritable;
-use checkpoints::{Position, Resumed, Saver};
-use data::Tokens;
-use history::History;
-use progress::{Progress, Step};
-use sample::{Choice, continued};
-use settings::{Job, Settings};
-use trainer::Trainer;
+use checkpoints::Resumed;
+use run::{Outcome, Prepared, STOP, Summary, WORLD, work};
+use settings::Settings;
 
 use crate::processes;
 
@@ -88,59 +79,9 @@ pub(crate) struct Options {
     json: bool,
 }
 
-/// What came out.
-#[derive(Serialize, Clone)]
-struct Summary {
-    steps: u64,
-    /// Whether it was interrupted.
-    stopped: bool,
-    parameters: usize,
-    /// Mean over the last tenth of the steps, at most 20; nothing if there were none left.
-    loss: Option<f64>,
-    /// On held-out text.
-    held_out_loss: f64,
-    /// Of a guess that knows only how frequent tokens are.
-    unigram_entropy: f64,
-    tokens_per_s: f64,
-    /// Part of the time that the first rank spent in communication, waiting included.
-    communication: f64,
-    seconds: f64,
-    sample: String,
-    model: PathBuf,
-    /// The last one.
-    checkpoint: PathBuf,
-    curve: PathBuf,
-}
-
-/// Everything a rank knows before it begins.
-struct Plan {
-    job: Job,
-    tokens: Tokens,
-    /// What samples begin with.
-    prompt: Vec<u32>,
-    resumed: Option<Resumed>,
-    overwrite: bool,
-    export_hf: Option<PathBuf>,
-}
-
-/// What the first rank has in the end.
-struct Outcome {
-    summary: Summary,
-    report: Report,
-}
-
-/// Evaluations use so many batches.
-const EVALUATED: usize = 4;
-
-/// Set when the user wants to stop.
-static STOP: AtomicBool = AtomicBool::new(false);
-
-/// The ranks, once they have begun.
-static WORLD: OnceLock<World> = OnceLock::new();
-
 pub(crate) fn run(options: Options) -> Result<()> {
     let (shown, json) = (options.report, options.json);
-    let plan = processes::agreed(Plan::new(options))?;
+    let prepared = processes::agreed(prepared(options))?;
     // A second time ends it at once, and with it the other processes.
     let handler = || {
         if STOP.swap(true, Relaxed) {
@@ -149,208 +90,37 @@ pub(crate) fn run(options: Options) -> Result<()> {
         }
     };
     ctrlc::set_handler(handler).map_err(Error::other)?;
-    let Outcome { summary, report } = shardwise_mpi::launch(plan.job.mesh.size(), move |world| work(&world, &plan))?;
+    let Outcome { summary, report } =
+        shardwise_mpi::launch(prepared.job.mesh.size(), move |world| work(&world, &prepared))?;
     if processes::is_first() {
         show(&summary, shown.then_some(&report), json)?;
     }
     Ok(())
 }
 
-impl Plan {
-    /// Decides and checks everything that can be known without writing anything.
-    fn new(options: Options) -> Result<Self> {
-        let mut settings = options.settings.with_file(options.config.as_deref())?;
-        let resumed = match &options.resume {
-            Some(path) => Some(Resumed::find(path.as_deref().unwrap_or(settings.out()))?),
-            None => None,
-        };
-        if let Some(resumed) = &resumed {
-            settings = settings.resuming(resumed.settings.clone());
-        }
-        let tokens = settings.tokens()?;
-        let job = settings.decide(&tokens)?;
-        resumed.iter().try_for_each(|resumed| resumed.check(&job))?;
-        options.export_hf.iter().try_for_each(check_export)?;
-        let prompt = match job.prompt.as_deref() {
-            Some("") => {
-                return Err(Error::invalid("--prompt", "nothing", "a text to go on from", "leave the option out"));
-            }
-            Some(prompt) => tokens.coding.encode(prompt)?,
-            None => tokens.beginning(16.min(job.config.seq_len())),
-        };
-        let Options { overwrite, export_hf, .. } = options;
-        Ok(Plan { job, tokens, prompt, resumed, overwrite, export_hf })
-    }
-
-    /// Where the training begins.
-    fn begin(&self) -> Position {
-        self.resumed.as_ref().map_or_else(Position::default, |resumed| resumed.at)
-    }
-
-    /// Prepares the places to write to, which is the business of the first rank.
-    fn make_room(&self) -> Result<Progress> {
-        let job = &self.job;
-        std::fs::create_dir_all(&job.out).map_err(|error| unwritable("output directory", &job.out, &error))?;
-        let log = match &job.log {
-            Some(path) => {
-                let (append, mut open) = (self.resumed.is_some(), OpenOptions::new());
-                let opened = open.create(true).write(true).append(append).truncate(!append).open(path);
-                Some((path.clone(), BufWriter::new(opened.map_err(|error| unwritable("log", path, &error))?)))
-            }
-            None => None,
-        };
-        checkpoints::make_way(&job.out, self.begin().step, self.overwrite)?;
-        saved::describe(&job.out, &job.config, &self.tokens.coding)?;
-        let from = self.resumed.as_ref().and_then(Resumed::out);
-        let history = History::begin(&job.out, from, self.begin().step)?;
-        Ok(Progress::new(job.steps, log, history))
-    }
-}
-
-/// The program of every rank.
-fn work(world: &World, plan: &Plan) -> Result<Outcome> {
-    let Plan { job, tokens, prompt, resumed, export_hf: exported, .. } = plan;
-    WORLD.get_or_init(|| world.clone());
-    let mut at = plan.begin();
-    // Processes have read them one by one.
-    world.agree(
-        "step, batches, steps, seed and text",
-        &[at.step, at.batches, job.steps, job.seed, tokens.fingerprint()],
-    )?;
-    let progress = world.first(|| plan.make_room())?;
-    // What the first rank cannot write ends the training on all ranks.
-    let tell = |write: &dyn Fn(&Progress) -> Result<()>| world.first(|| progress.iter().try_for_each(write)).map(drop);
-    let say = |line: &dyn Fn() -> String| progress.iter().for_each(|progress| progress.say(&line()));
-    if let Some(search) = &job.search {
-        let (best, tried) = (&search.tried[0].name, search.tried.len());
-        say(&|| format!("plan `{best}`, the cheapest of {tried} that were tried"));
-    }
-    let mesh = world.device_mesh(job.mesh.clone())?;
-    let optimizer = (job.groups.clone(), job.schedule);
-    let mut trainer = Trainer::new(&job.config, &job.plan, &mesh, (job.dtype, job.seed), optimizer, job.clip)?;
-    if let Some(resumed) = resumed {
-        resumed.load(world, &mut trainer, job)?;
-    }
-    let mut saver = Saver::new(world, job);
-    let length = job.config.seq_len();
-    let parameters = trainer.model.parameter_count();
-    let unigram_entropy = tokens.unigram_entropy();
-    say(&|| {
-        format!(
-            "{parameters} parameters on {}, {} tokens to learn from; guessing by frequency gives a loss of {unigram_entropy:.3}",
-            job.mesh,
-            tokens.counts().0,
-        )
-    });
-    let nothing_left = at.step >= job.steps;
-    if nothing_left {
-        let (step, steps) = (at.step, job.steps);
-        say(&|| {
-            format!("nothing left to train: the checkpoint is at step {step} of {steps}; ask for more with --steps")
-        });
-    } else if resumed.is_some() {
-        say(&|| format!("goes on after step {} of {}", at.step, job.steps));
-    }
-    let held_out = tokens.held_out(EVALUATED, job.batch, length);
-    let evaluate = |trainer: &Trainer| -> Result<f64> {
-        let losses = held_out.iter().map(|batch| trainer.evaluate(batch)).collect::<Result<Vec<_>>>()?;
-        Ok(losses.iter().sum::<f64>() / losses.len() as f64)
+/// Decides and checks everything that can be known without writing anything.
+fn prepared(options: Options) -> Result<Prepared> {
+    let mut settings = options.settings.with_file(options.config.as_deref())?;
+    let resumed = match &options.resume {
+        Some(path) => Some(Resumed::find(path.as_deref().unwrap_or(settings.out()))?),
+        None => None,
     };
-    let sample = |trainer: &Trainer| -> Result<String> {
-        let choice = Choice { temperature: 0.8, top: 50, seed: job.seed };
-        let made = continued(&*trainer.model, &mesh, length, prompt, job.sample_tokens, choice)?;
-        tokens.coding.decode(&[&prompt[..], &made].concat())
-    };
-    let (mut losses, mut evaluated, mut report) = (Vec::new(), Vec::new(), None);
-    let (mut in_steps, mut communicating) = (0.0, 0.0);
-    while at.step < job.steps && !all_want_to_stop(world)? {
-        let numbers = at.batches..at.batches + job.accumulate as u64;
-        let batches: Vec<_> = numbers.map(|i| tokens.batch(job.seed, i, job.batch, length)).collect();
-        world.trace().clear();
-        let start = Instant::now();
-        let stepped = trainer.step(&batches)?;
-        let seconds = start.elapsed().as_secs_f64();
-        let made = world.trace().report();
-        let communication: f64 = made.0.iter().map(|(_, _, total)| total.duration.as_secs_f64()).sum();
-        let lr = job.schedule.lr(at.step, job.groups[0].lr);
-        at = Position { step: at.step + 1, batches: at.batches + job.accumulate as u64 };
-        let step = at.step;
-        in_steps += seconds;
-        communicating += communication;
-        losses.push((step, stepped.loss));
-        report = Some(made);
-        tell(&|progress| {
-            if !stepped.loss.is_finite() {
-                let found = format!("a loss of {} in step {step}", stepped.loss);
-                let fix = "use a smaller learning rate, clipping, or f32";
-                return Err(Error::invalid("training", found, "a finite number", fix));
-            }
-            let count = job.batch * job.accumulate * length;
-            progress.step(&Step {
-                step,
-                loss: stepped.loss,
-                grad_norm: stepped.norm,
-                lr,
-                ms: seconds * 1e3,
-                tokens_per_s: count as f64 / seconds,
-                communication: communication / seconds,
-            })
-        })?;
-        if is_due(step, job.eval_every) && step < job.steps {
-            let loss = evaluate(&trainer)?;
-            evaluated.push((step, loss));
-            tell(&|progress| progress.evaluation(step, loss))?;
-        }
-        if is_due(step, job.save_every) {
-            saver.save(&trainer, job, at)?;
-        }
-        if is_due(step, job.sample_every) && step < job.steps {
-            let text = sample(&trainer)?;
-            say(&|| format!("step {step}: {text:?}"));
-        }
+    if let Some(resumed) = &resumed {
+        settings = settings.resuming(resumed.settings.clone());
     }
-    let step = at.step;
-    saver.end(&trainer, job, at)?;
-    evaluated.push((step, evaluate(&trainer)?));
-    let text = sample(&trainer)?;
-    if let Some(path) = exported {
-        export_hf(world, path, &*trainer.model, &job.config)?;
-        world.first(|| tokens.coding.write(path))?;
-    }
-    let tail = (losses.len() / 10).clamp(1, 20);
-    let count = (losses.len() * job.batch * job.accumulate * length) as f64;
-    let summary = Summary {
-        steps: step,
-        stopped: step < job.steps,
-        parameters,
-        loss: (!losses.is_empty())
-            .then(|| losses.iter().rev().take(tail).map(|(_, loss)| loss).sum::<f64>() / tail as f64),
-        held_out_loss: evaluated[evaluated.len() - 1].1,
-        unigram_entropy,
-        tokens_per_s: count / f64::max(in_steps, 1e-9),
-        communication: communicating / f64::max(in_steps, 1e-9),
-        seconds: in_steps,
-        sample: text,
-        model: job.out.clone(),
-        checkpoint: checkpoints::series(&job.out).path(step),
-        curve: job.out.join("loss.svg"),
+    let tokens = settings.tokens()?;
+    let job = settings.decide(&tokens)?;
+    resumed.iter().try_for_each(|resumed| resumed.check(&job))?;
+    options.export_hf.iter().try_for_each(check_export)?;
+    let prompt = match job.prompt.as_deref() {
+        Some("") => {
+            return Err(Error::invalid("--prompt", "nothing", "a text to go on from", "leave the option out"));
+        }
+        Some(prompt) => tokens.coding.encode(prompt)?,
+        None => tokens.beginning(16.min(job.config.seq_len())),
     };
-    tell(&|progress| {
-        progress.evaluation(step, summary.held_out_loss)?;
-        let title = format!("{} on {}, loss in nats per token", job.config.name(), job.mesh);
-        progress.curve(&summary.curve, &title, unigram_entropy)
-    })?;
-    Ok(Outcome { summary, report: report.unwrap_or(Report(Vec::new())) })
-}
-
-/// Whether any rank has seen that the user wants to stop; the same answer on all of them.
-fn all_want_to_stop(world: &World) -> Result<bool> {
-    let seen = Tensor::new(u8::from(STOP.load(Relaxed)), &Device::Cpu)?;
-    Ok(world.all_reduce(&seen, ReduceOp::Max)?.to_scalar::<u8>()? > 0)
-}
-
-fn is_due(step: u64, every: u64) -> bool {
-    every > 0 && step.is_multiple_of(every)
+    let Options { overwrite, export_hf, .. } = options;
+    Ok(Prepared { job, tokens, prompt, resumed, overwrite, export_hf })
 }
 
 fn show(summary: &Summary, report: Option<&Report>, json: bool) -> Result<()> {

@@ -7,9 +7,13 @@ use shardwise::prelude::*;
 
 use super::data::scramble;
 
-/// How the next token is chosen.
+/// How many tokens follow a prompt, and how each of them is chosen.
 #[derive(Clone, Copy)]
 pub(crate) struct Choice {
+    /// Number of tokens.
+    pub(crate) tokens: usize,
+    /// Number of tokens that the model was trained to look at; whatever is before them is forgotten.
+    pub(crate) window: usize,
     /// Below 1 likely tokens become likelier; 0 always takes the likeliest.
     pub(crate) temperature: f64,
     /// Only so many of the likeliest tokens are considered.
@@ -21,16 +25,13 @@ pub(crate) struct Choice {
 pub(crate) fn continued(
     model: &dyn LanguageModel,
     mesh: &DeviceMesh,
-    length: usize,
     prompt: &[u32],
-    count: usize,
     choice: Choice,
 ) -> Result<Vec<u32>> {
     let mut tokens = prompt.to_vec();
     model.eval();
-    for i in 0..count {
-        // What the model was trained to look at; whatever is before it is forgotten.
-        let seen = &tokens[tokens.len().saturating_sub(length)..];
+    for i in 0..choice.tokens {
+        let seen = &tokens[tokens.len().saturating_sub(choice.window)..];
         let ids = Tensor::from_slice(seen, (1, seen.len()), &Device::Cpu)?;
         let ids = DTensor::distribute_tensor(&ids, mesh, vec![Replicate; mesh.ndim()], None)?;
         let last = no_grad(|| model.forward(&ids)?.select(1, -1)?.to_dtype(DType::F32))?;
@@ -66,7 +67,7 @@ mod tests {
     #[test]
     fn tokens_are_chosen_as_often_as_they_are_likely_and_only_from_the_top() {
         let logits = [0.0, 3f32.ln(), -9.0, 2f32.ln()];
-        let choice = Choice { temperature: 1.0, top: 3, seed: 5 };
+        let choice = Choice { tokens: 1, window: 1, temperature: 1.0, top: 3, seed: 5 };
         let mut counts = [0i32; 4];
         (0..6000).for_each(|i| counts[choice.pick(&logits, i) as usize] += 1);
         assert_eq!(counts[2], 0);

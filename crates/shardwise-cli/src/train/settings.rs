@@ -191,6 +191,13 @@ pub(crate) struct Job {
     pub(crate) settings: Settings,
 }
 
+impl Job {
+    /// Tokens that a step learns from, over all ranks.
+    pub(super) fn tokens_per_step(&self) -> usize {
+        self.batch * self.accumulate * self.config.seq_len()
+    }
+}
+
 /// The directory for what comes out.
 const OUT: &str = "shardwise-out";
 

@@ -94,6 +94,36 @@ fn checkpoints_of_other_models_and_what_would_be_lost_are_refused() {
     assert!(!shardwise(&["train", "--out", &out, "--resume", "--steps", "5"]).status.success());
 }
 
+#[test]
+fn a_resumed_training_draws_on_where_it_stopped_unless_the_data_are_others() {
+    let place = Place::new("position");
+    let options = [&TINY[..], &["--mesh", "dp=2", "--steps", "3", "--accumulate", "2"]].concat();
+    let out = place.at("out");
+    run(&place, "out", &options);
+    let position = |step: u64| {
+        let path = format!("{out}/checkpoints/step-{step:08}");
+        let number =
+            |name: &str| shardwise::checkpoint::open(&path).unwrap().value(name).unwrap().read::<u64>().unwrap();
+        assert!(number("data.samples") > 1000);
+        number("data.position")
+    };
+    // 8 sequences per batch, 2 batches per step
+    assert_eq!(position(3), 48);
+    // batches of another size on another mesh go on after the last sequence
+    run(&place, "out", &["--resume", "--steps", "5", "--mesh", "dp=3", "--batch", "5"]);
+    assert_eq!(position(5), 48 + 2 * 10);
+    let resumed = |more: &[&str]| {
+        let output = shardwise(&[&["train", "--out", &out, "--resume"], more].concat());
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(!resumed(&["--steps", "6"]).contains("first batch"));
+    assert_eq!(position(6), 78);
+    let said = resumed(&["--steps", "7", "--seed", "9"]);
+    assert!(said.contains("another seed") && said.contains("first batch"), "{said}");
+    assert_eq!(position(7), 10);
+}
+
 fn read(path: &str) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(path, &Device::Cpu).unwrap()
 }

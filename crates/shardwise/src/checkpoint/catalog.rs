@@ -18,6 +18,7 @@ use crate::layout::TensorBox;
 ///
 /// It stays what it was when it was opened: a later save to the same path does not change what is read through it. Up to 64
 /// files are kept open for that; of a checkpoint of more files a read may report that it was replaced.
+#[doc(alias = "Metadata")]
 #[derive(Debug, Clone)]
 pub struct Catalog {
     /// How it is stored.
@@ -121,6 +122,7 @@ impl Catalog {
     }
 
     /// The tensor with a key.
+    #[doc(alias = "MetadataIndex")]
     pub fn tensor(&self, key: &str) -> Result<&StoredTensor> {
         self.tensors.get(key).ok_or_else(|| {
             let near = nearest(key, self.tensors.keys());

@@ -63,6 +63,8 @@ pub struct Conversion {
 
 /// Writes the checkpoint at `from` anew to `to`, which must be another place. What is at `to` already is replaced as a whole
 /// at the end. `progress` hears of bytes.
+#[doc(alias = "dcp_to_torch_save")]
+#[doc(alias = "torch_save_to_dcp")]
 pub fn convert(
     from: impl AsRef<Path>,
     to: impl AsRef<Path>,

@@ -1,6 +1,7 @@
 //! Checkpoints: any layout to any layout, in the formats that people have.
 //!
-//! * [`save_from`] and [`load_into`] take a model, its optimizer and the generator of a mesh in one call.
+//! * [`save_from`], [`load_into`] and [`resume`] take a model, its optimizer, the generator of a mesh and the position in the
+//!   data in one call; [`ModelPart`] has options for the names of a model.
 //! * [`save`], [`async_save`] and [`load`] take nested [`State`] of tensors of any kind and of values; [`Series`] keeps the last
 //!   few of a run.
 //! * [`open`] says what is in a checkpoint of any format, as a [`Catalog`]; [`verify`], [`diff`], [`convert`] and [`dry_load`]
@@ -23,6 +24,7 @@ mod format;
 mod formats;
 mod hf;
 mod load;
+mod model_part;
 mod native;
 mod open;
 mod parts;
@@ -50,10 +52,11 @@ pub use element::ElementType;
 pub use files::{Files, LoadReport};
 pub use format::{CheckpointFormat, FileRole, FileToWrite, Format, FormatWriter, ValueStorage, WrittenFile};
 pub use load::{load, load_placed, load_reporting};
+pub use model_part::ModelPart;
 pub use open::open;
 pub use parts::{Named, Parts, Restore, RestoreParts, Stateful, load_into, named, save_from, save_from_with};
 pub use save::{AsyncSave, SaveOptions, async_save, save, save_with};
-pub use series::{Resumed, Series};
+pub use series::{Resumed, Series, resume};
 pub use state::State;
 pub use stored::{Chunk, Contents, StoredTensor};
 pub use value::{Key, Value, flat_key};

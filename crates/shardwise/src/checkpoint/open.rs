@@ -20,6 +20,8 @@ const ATTEMPTS: u32 = 100;
 ///
 /// Local: every rank may open it by itself. If a save replaces the checkpoint meanwhile, the new one is opened; what is
 /// returned is always one of them and never parts of two.
+#[doc(alias = "FileSystemReader")]
+#[doc(alias = "read_metadata")]
 pub fn open(path: impl AsRef<Path>) -> Result<Catalog> {
     let path = path.as_ref();
     let mut attempt = 1;

@@ -122,6 +122,7 @@ tuples! {
 /// # std::fs::remove_dir_all(&directory).unwrap();
 /// # Ok::<(), Error>(())
 /// ```
+#[doc(alias = "get_optimizer_state_dict")]
 #[track_caller]
 pub fn save_from(world: &World, path: impl AsRef<Path>, parts: impl Parts) -> Result<()> {
     save_from_with(world, path, parts, &SaveOptions::default())
@@ -143,6 +144,8 @@ pub fn save_from_with(world: &World, path: impl AsRef<Path>, parts: impl Parts, 
 ///
 /// # Errors
 /// As [`load`](super::load()); whatever a part needs and the checkpoint lacks is an error. Nothing changes then.
+#[doc(alias = "set_optimizer_state_dict")]
+#[doc(alias = "load_sharded_optimizer_state_dict")]
 #[track_caller]
 pub fn load_into(world: &World, path: impl AsRef<Path>, mut parts: impl RestoreParts) -> Result<LoadReport> {
     restored(world, path.as_ref(), &mut parts, Location::caller())
@@ -171,6 +174,16 @@ pub(super) fn restored(world: &World, path: &Path, parts: &mut dyn RestoreParts,
         part.restore(loaded)
     })?;
     Ok(report)
+}
+
+impl State {
+    /// The state of the parts of a training run, each under its name, as [`save_from`] saves it. Local.
+    ///
+    /// For programs that add entries to it, or save it with [`async_save`](super::async_save).
+    #[allow(clippy::needless_pass_by_value)] // parts are references, written in the call as a tuple
+    pub fn of(parts: impl Parts) -> Result<State> {
+        state_of(&parts, Format::Native)
+    }
 }
 
 /// The state of all parts under their names.
@@ -230,7 +243,8 @@ impl<T: Restore> Restore for Named<T> {
     }
 }
 
-/// Parameters and buffers by path, under `model`.
+/// Parameters and buffers by path, under `model`. What the checkpoint has beside them is left alone;
+/// [`ModelPart`](super::ModelPart) has options for that.
 ///
 /// In PyTorch's format a batch norm has `num_batches_tracked` beside its averages, which PyTorch asks for: 0, since modules
 /// here do not count batches, and averages with a fixed momentum do not depend on it. When loaded it is left alone.

@@ -27,6 +27,7 @@ use crate::redistribute::block;
 use shardwise_kernels::{bytes_of, dense, own_copy, placeholder};
 
 /// How a checkpoint is saved.
+#[doc(alias = "FileSystemWriter")]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SaveOptions {
     /// The format.
@@ -84,6 +85,7 @@ pub fn async_save(world: &World, path: impl AsRef<Path>, state: &State, options:
 }
 
 /// A save that is under way.
+#[doc(alias = "AsyncSaveResponse")]
 #[must_use = "the checkpoint is certain only after wait"]
 pub struct AsyncSave {
     world: World,

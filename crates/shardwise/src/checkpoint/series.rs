@@ -178,3 +178,34 @@ impl Series {
         together(world, removed, Location::caller())
     }
 }
+
+/// Restores the parts of a training run from the newest checkpoint of a directory that can be loaded, in any layout; nothing
+/// changes if there is none. Collective: [`Series::resume`] in one call.
+///
+/// ```
+/// use shardwise::checkpoint::{self, Series};
+/// use shardwise::nn::Linear;
+/// use shardwise::prelude::*;
+///
+/// # let directory = std::env::temp_dir().join(format!("shardwise-resume-{}", std::process::id()));
+/// # let run = directory.clone();
+/// launch(2, move |world| {
+///     let mesh = world.mesh([("dp", 2)])?;
+///     let model = Linear::new(&Builder::new(&mesh), 4, 6)?;
+///     let mut optimizer = AdamW::default().over(&model)?;
+///     assert!(checkpoint::resume(&world, &run, (&model, &mut optimizer, &mesh))?.is_none());
+///     Series::new(&run).save_from(&world, 10, (&model, &optimizer, &mesh))?;
+///     let resumed = checkpoint::resume(&world, &run, (&model, &mut optimizer, &mesh))?;
+///     assert_eq!(resumed.map(|resumed| resumed.step), Some(10));
+///     Ok(())
+/// })?;
+/// # std::fs::remove_dir_all(&directory).unwrap();
+/// # Ok::<(), Error>(())
+/// ```
+///
+/// # Errors
+/// That of the newest checkpoint, if there are some and none can be loaded.
+#[track_caller]
+pub fn resume(world: &World, directory: impl AsRef<Path>, parts: impl RestoreParts) -> Result<Option<Resumed>> {
+    Series::new(directory).resume(world, parts)
+}

@@ -19,6 +19,7 @@ use crate::tensor::DTensor;
 /// let state = State::map([("step", State::from(7)), ("names", State::list(["a", "b"]))]);
 /// assert_eq!(state.get("names.1").map(ToString::to_string), Some("\"b\"".to_string()));
 /// ```
+#[doc(alias = "STATE_DICT_TYPE")]
 #[derive(Clone)]
 pub enum State {
     /// A distributed tensor.
@@ -270,6 +271,56 @@ impl<V: Into<Value>> From<V> for State {
 impl From<BTreeMap<String, DTensor>> for State {
     fn from(tensors: BTreeMap<String, DTensor>) -> Self {
         State::map(tensors)
+    }
+}
+
+impl From<BTreeMap<String, State>> for State {
+    fn from(entries: BTreeMap<String, State>) -> Self {
+        State::Map(entries)
+    }
+}
+
+/// The entries of a map; an error if it is not one.
+impl TryFrom<State> for BTreeMap<String, State> {
+    type Error = Error;
+
+    fn try_from(state: State) -> Result<Self> {
+        match state {
+            State::Map(entries) => Ok(entries),
+            other => Err(Error::invalid("state", other, "a map", "name an entry of the state that is one")),
+        }
+    }
+}
+
+/// A map of entries by name.
+impl<N: Into<String>, S: Into<State>> FromIterator<(N, S)> for State {
+    fn from_iter<I: IntoIterator<Item = (N, S)>>(entries: I) -> Self {
+        State::map(entries)
+    }
+}
+
+/// Adds entries to a map; those of the same name are replaced.
+///
+/// # Panics
+/// If the state is not a map.
+impl<N: Into<String>, S: Into<State>> Extend<(N, S)> for State {
+    #[track_caller]
+    fn extend<I: IntoIterator<Item = (N, S)>>(&mut self, more: I) {
+        let State::Map(entries) = self else { panic!("entries by name can be added to a map only, not to {self}") };
+        entries.extend(more.into_iter().map(|(name, state)| (name.into(), state.into())));
+    }
+}
+
+/// The entries of a map by name, in order; a list, a tensor and a value have none.
+impl IntoIterator for State {
+    type Item = (String, State);
+    type IntoIter = std::collections::btree_map::IntoIter<String, State>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        match self {
+            State::Map(entries) => entries.into_iter(),
+            _ => BTreeMap::new().into_iter(),
+        }
     }
 }
 

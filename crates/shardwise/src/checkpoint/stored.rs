@@ -25,6 +25,7 @@ pub struct Contents {
 }
 
 /// A tensor in a checkpoint.
+#[doc(alias = "TensorStorageMetadata")]
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoredTensor {
     /// Type of its elements.
@@ -36,6 +37,7 @@ pub struct StoredTensor {
 }
 
 /// A box of a tensor, and where its elements are.
+#[doc(alias = "ChunkStorageMetadata")]
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Chunk {
     /// The box.

@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 ///
 /// As JSON it is what one would write, but for what JSON has not: a tuple is `{"tuple": [...]}`, a map `{"map": {...}}`, a
 /// number that JSON cannot say `{"float": "nan"}`.
+#[doc(alias = "BytesStorageMetadata")]
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
     /// Nothing.

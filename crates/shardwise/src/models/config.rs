@@ -1,99 +1,22 @@
-//! Sizes of models, and the check that they fit together.
+//! The language models of this crate as one type: the list of them.
 
+use candle_core::DType;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
-use crate::error::{Error, Result};
+use super::gpt::GptConfig;
+use super::language::LanguageModel;
+use super::llama::LlamaConfig;
+use super::model::ModelSpec;
+use crate::comm::DeviceMesh;
+use crate::error::Result;
+use crate::nn::Builder;
+use crate::tensor::DTensor;
 
-/// Sizes of a GPT: learned positions, layer norm, GELU.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct GptConfig {
-    /// Number of tokens.
-    pub vocab_size: usize,
-    /// Longest sequence.
-    pub seq_len: usize,
-    /// Features.
-    pub d_model: usize,
-    /// Blocks.
-    pub n_layers: usize,
-    /// Heads of attention.
-    pub n_heads: usize,
-    /// Features inside an MLP.
-    pub d_ff: usize,
-    /// Added to the variance in norms.
-    pub layer_norm_eps: f64,
-    /// Whether the table of tokens is also the weight of the head.
-    pub tied_head: bool,
-    /// Probability with which elements of embeddings and of what blocks add are dropped.
-    pub dropout: f64,
-}
-
-impl Default for GptConfig {
-    fn default() -> Self {
-        GptConfig {
-            vocab_size: 256,
-            seq_len: 64,
-            d_model: 96,
-            n_layers: 3,
-            n_heads: 4,
-            d_ff: 384,
-            layer_norm_eps: 1e-5,
-            tied_head: false,
-            dropout: 0.0,
-        }
-    }
-}
-
-/// Sizes of a model of the Llama family: RMS norm, rotary positions, gated MLP, heads that share keys.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct LlamaConfig {
-    /// Number of tokens.
-    pub vocab_size: usize,
-    /// Longest sequence that it is trained on.
-    pub seq_len: usize,
-    /// Features.
-    pub d_model: usize,
-    /// Blocks.
-    pub n_layers: usize,
-    /// Query heads.
-    pub n_heads: usize,
-    /// Key and value heads.
-    pub n_kv_heads: usize,
-    /// Features inside an MLP.
-    pub d_ff: usize,
-    /// Added to the mean square in norms.
-    pub rms_norm_eps: f64,
-    /// Base of the rotary frequencies.
-    pub rope_theta: f64,
-    /// Whether the table of tokens is also the weight of the head.
-    pub tied_head: bool,
-    /// Probability with which elements of what blocks add are dropped.
-    pub dropout: f64,
-}
-
-impl Default for LlamaConfig {
-    fn default() -> Self {
-        LlamaConfig {
-            vocab_size: 256,
-            seq_len: 64,
-            d_model: 96,
-            n_layers: 3,
-            n_heads: 4,
-            n_kv_heads: 2,
-            d_ff: 256,
-            rms_norm_eps: 1e-5,
-            rope_theta: 10000.0,
-            tied_head: false,
-            dropout: 0.0,
-        }
-    }
-}
-
-/// Which model, and its sizes. As JSON an object with the name of the model under `model`.
+/// A language model of this crate, with its sizes. As JSON an object with the name of the model under `model`.
 ///
 /// ```
-/// use shardwise::models::ModelConfig;
+/// use shardwise::models::{ModelConfig, ModelSpec};
 ///
 /// let config: ModelConfig = serde_json::from_str(r#"{"model": "llama", "d_model": 128, "n_heads": 8}"#).unwrap();
 /// assert_eq!((config.heads(), config.vocab_size()), ((8, 2), 256));
@@ -140,40 +63,36 @@ impl ModelConfig {
             ModelConfig::Llama(config) => (config.n_heads, config.n_kv_heads),
         }
     }
+}
 
-    /// An error if the sizes do not fit together.
-    pub fn check(&self) -> Result<()> {
-        let bad = |found: String, needed: &str, fix: &str| Err(Error::invalid("model", found, needed, fix));
-        let name = self.name();
-        let (width, dropout, sizes) = match self {
-            ModelConfig::Gpt(c) => {
-                (c.d_model, c.dropout, [c.vocab_size, c.seq_len, c.d_model, c.n_layers, c.n_heads, c.d_ff])
-            }
-            ModelConfig::Llama(c) => {
-                (c.d_model, c.dropout, [c.vocab_size, c.seq_len, c.d_model, c.n_layers, c.n_heads, c.d_ff])
-            }
-        };
-        let (heads, key_heads) = self.heads();
-        if sizes.contains(&0) || key_heads == 0 {
-            let found =
-                format!("{name} with a size of 0 among vocabulary, length, width, layers, heads, MLP {sizes:?}");
-            return bad(found, "sizes of at least 1", "correct the size");
+impl ModelSpec for ModelConfig {
+    type Model = Box<dyn LanguageModel>;
+
+    fn check(&self) -> Result<()> {
+        match self {
+            ModelConfig::Gpt(config) => config.check(),
+            ModelConfig::Llama(config) => config.check(),
         }
-        if !width.is_multiple_of(heads) || !heads.is_multiple_of(key_heads) {
-            let found = format!("{name} of width {width} with {heads} query heads and {key_heads} key heads");
-            return bad(
-                found,
-                "a width that is a multiple of the heads, and these of the key heads",
-                "change the heads",
-            );
+    }
+
+    fn build(&self, at: &Builder) -> Result<Box<dyn LanguageModel>> {
+        Ok(match self {
+            ModelConfig::Gpt(config) => Box::new(config.build(at)?),
+            ModelConfig::Llama(config) => Box::new(config.build(at)?),
+        })
+    }
+
+    fn example_batch(&self, samples: usize, mesh: &DeviceMesh) -> Result<Vec<DTensor>> {
+        match self {
+            ModelConfig::Gpt(config) => config.example_batch(samples, mesh),
+            ModelConfig::Llama(config) => config.example_batch(samples, mesh),
         }
-        if matches!(self, ModelConfig::Llama(_)) && !(width / heads).is_multiple_of(2) {
-            let found = format!("{name} of width {width} with {heads} heads: {} features per head", width / heads);
-            return bad(found, "an even number, because positions rotate pairs of features", "change width or heads");
+    }
+
+    fn hf_config(&self, dtype: DType) -> Value {
+        match self {
+            ModelConfig::Gpt(config) => config.hf_config(dtype),
+            ModelConfig::Llama(config) => config.hf_config(dtype),
         }
-        if !(0.0..1.0).contains(&dropout) {
-            return bad(format!("dropout {dropout}"), "0 to below 1", "correct it");
-        }
-        Ok(())
     }
 }

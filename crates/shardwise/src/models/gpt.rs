@@ -1,16 +1,111 @@
 //! GPT.
 
-use super::config::GptConfig;
-use super::names::{Entry, Names};
-use super::{LanguageModel, begin, head};
+use candle_core::DType;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::language::{LanguageModel, Sizes, batch_loss, begin, example_batch, head};
+use super::model::{Model, ModelSpec};
+use super::names::{Names, torch_name};
+use crate::comm::DeviceMesh;
 use crate::error::Result;
 use crate::nn::init::Init;
 use crate::nn::{
     Activation, AttentionConfig, Builder, Dropout, Embedding, Forward, Hooks, Item, LayerNorm, Linear, Mlp, Module,
-    MultiHeadAttention, join, layer,
+    MultiHeadAttention, PlanHints, join, layer,
 };
 use crate::param::Param;
 use crate::tensor::DTensor;
+
+/// Sizes of a GPT: learned positions, layer norm, GELU.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct GptConfig {
+    /// Number of tokens.
+    pub vocab_size: usize,
+    /// Longest sequence.
+    pub seq_len: usize,
+    /// Features.
+    pub d_model: usize,
+    /// Blocks.
+    pub n_layers: usize,
+    /// Heads of attention.
+    pub n_heads: usize,
+    /// Features inside an MLP.
+    pub d_ff: usize,
+    /// Added to the variance in norms.
+    pub layer_norm_eps: f64,
+    /// Whether the table of tokens is also the weight of the head.
+    pub tied_head: bool,
+    /// Probability with which elements of embeddings and of what blocks add are dropped.
+    pub dropout: f64,
+}
+
+impl Default for GptConfig {
+    fn default() -> Self {
+        GptConfig {
+            vocab_size: 256,
+            seq_len: 64,
+            d_model: 96,
+            n_layers: 3,
+            n_heads: 4,
+            d_ff: 384,
+            layer_norm_eps: 1e-5,
+            tied_head: false,
+            dropout: 0.0,
+        }
+    }
+}
+
+impl ModelSpec for GptConfig {
+    type Model = Gpt;
+
+    fn check(&self) -> Result<()> {
+        let sizes = Sizes {
+            model: "gpt",
+            vocab_size: self.vocab_size,
+            seq_len: self.seq_len,
+            width: self.d_model,
+            layers: self.n_layers,
+            heads: self.n_heads,
+            key_heads: self.n_heads,
+            d_ff: self.d_ff,
+            dropout: self.dropout,
+        };
+        sizes.check()
+    }
+
+    fn build(&self, at: &Builder) -> Result<Gpt> {
+        self.check()?;
+        Gpt::new(at, self)
+    }
+
+    fn example_batch(&self, samples: usize, mesh: &DeviceMesh) -> Result<Vec<DTensor>> {
+        example_batch(samples, self.seq_len, mesh)
+    }
+
+    fn hf_config(&self, dtype: DType) -> Value {
+        json!({
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "torch_dtype": torch_name(dtype),
+        "vocab_size": self.vocab_size,
+        "n_positions": self.seq_len,
+        "n_embd": self.d_model,
+        "n_layer": self.n_layers,
+        "n_head": self.n_heads,
+        "n_inner": self.d_ff,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": self.layer_norm_eps,
+        "embd_pdrop": self.dropout,
+        "resid_pdrop": self.dropout,
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": self.tied_head,
+        "bos_token_id": null,
+        "eos_token_id": null,
+        })
+    }
+}
 
 /// Learned positions, layer norm, GELU.
 pub struct Gpt {
@@ -28,9 +123,11 @@ pub struct Gpt {
     pub head: Linear,
     /// Hooks.
     pub hooks: Hooks,
+    /// Hints for planners.
+    pub hints: PlanHints,
 }
 
-layer!(Gpt { tokens, positions, dropout, blocks, norm, head, hooks });
+layer!(Gpt { tokens, positions, dropout, blocks, norm, head, hooks, hints });
 
 /// Attention and an MLP, each added to what goes in.
 pub struct GptBlock {
@@ -64,6 +161,7 @@ impl Gpt {
             head: head(at, &tokens, config.tied_head)?,
             tokens,
             hooks: at.hooks(),
+            hints: PlanHints::new().batch_input("blocks.0"),
         };
         begin(&model, n_layers)?;
         Ok(model)
@@ -107,33 +205,43 @@ impl Forward for Gpt {
     }
 }
 
-impl LanguageModel for Gpt {
+impl LanguageModel for Gpt {}
+
+impl Model for Gpt {
+    fn batch_loss(&self, batch: &[DTensor]) -> Result<DTensor> {
+        batch_loss(self, batch)
+    }
+
     fn names(&self) -> Names {
-        let mut names = Names::default();
-        names.add("transformer.wte.weight", "tokens.weight");
-        names.add("transformer.wpe.weight", "positions");
+        let mut names =
+            Names::new().add("transformer.wte.weight", "tokens.weight").add("transformer.wpe.weight", "positions");
         for i in 0..self.blocks.len() {
             let (theirs, ours) = (format!("transformer.h.{i}"), format!("blocks.{i}"));
             for kind in ["weight", "bias"] {
-                for (their, our) in [
-                    ("ln_1", "before_attention"),
-                    ("attn.c_proj", "attention.output"),
-                    ("ln_2", "before_mlp"),
-                    ("mlp.c_fc", "mlp.up"),
-                    ("mlp.c_proj", "mlp.down"),
-                ] {
-                    names.add(&format!("{theirs}.{their}.{kind}"), &format!("{ours}.{our}.{kind}"));
+                for (their, our) in [("ln_1", "before_attention"), ("ln_2", "before_mlp")] {
+                    names = names.add(&format!("{theirs}.{their}.{kind}"), &format!("{ours}.{our}.{kind}"));
                 }
-                let parts = ["query", "key", "value"].map(|part| format!("{ours}.attention.{part}.{kind}"));
-                names.0.push(Entry { name: format!("{theirs}.attn.c_attn.{kind}"), paths: parts.to_vec() });
+                let query_key_value = ["query", "key", "value"].map(|part| format!("attention.{part}"));
+                let linears = [
+                    ("attn.c_attn", query_key_value.to_vec()),
+                    ("attn.c_proj", vec!["attention.output".to_string()]),
+                    ("mlp.c_fc", vec!["mlp.up".to_string()]),
+                    ("mlp.c_proj", vec!["mlp.down".to_string()]),
+                ];
+                for (their, parts) in linears {
+                    let (name, paths) =
+                        (format!("{theirs}.{their}.{kind}"), parts.iter().map(|part| format!("{ours}.{part}.{kind}")));
+                    // Matrices inside the blocks of GPT-2 have inputs first.
+                    names = if kind == "weight" { names.transposed(&name, paths) } else { names.join(&name, paths) };
+                }
             }
         }
         for kind in ["weight", "bias"] {
-            names.add(&format!("transformer.ln_f.{kind}"), &format!("norm.{kind}"));
+            names = names.add(&format!("transformer.ln_f.{kind}"), &format!("norm.{kind}"));
         }
-        if !self.head.weight.is_same(&self.tokens.weight) {
-            names.add("lm_head.weight", "head.weight");
+        match self.head.weight.is_same(&self.tokens.weight) {
+            true => names,
+            false => names.add("lm_head.weight", "head.weight"),
         }
-        names
     }
 }

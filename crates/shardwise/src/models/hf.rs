@@ -6,11 +6,11 @@ use std::panic::Location;
 use std::path::Path;
 
 use candle_core::DType;
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use super::LanguageModel;
-use super::config::ModelConfig;
-use super::names::Entry;
+use super::model::{Model, ModelSpec};
+use super::names::WeightName;
+use super::weights::parameter;
 use crate::checkpoint::{ConvertOptions, Format, State, convert, save};
 use crate::comm::{World, together};
 use crate::error::{Error, Result};
@@ -18,7 +18,8 @@ use crate::param::Param;
 use crate::tensor::DTensor;
 
 /// Writes a model as Hugging Face has it: `model.safetensors` (or several files with an index, if it is large) with the
-/// names of `LlamaForCausalLM` or `GPT2LMHeadModel`, and `config.json`. All ranks of the world make the call.
+/// [`names`](Model::names) of the model, which are those of `LlamaForCausalLM` and `GPT2LMHeadModel` for models of this
+/// crate, and `config.json` with the [`hf_config`](ModelSpec::hf_config) of its sizes. All ranks of the world make the call.
 ///
 /// No rank ever holds the whole model: ranks write what they own, and the first one joins the files with bounded memory. The
 /// directory is replaced as a whole; one with other files in it is refused.
@@ -28,7 +29,7 @@ use crate::tensor::DTensor;
 ///
 /// ```
 /// use shardwise::checkpoint;
-/// use shardwise::models::{LlamaConfig, ModelConfig, export_hf};
+/// use shardwise::models::{LlamaConfig, ModelSpec, export_hf};
 /// use shardwise::nn::Builder;
 /// use shardwise::prelude::*;
 ///
@@ -36,23 +37,30 @@ use crate::tensor::DTensor;
 /// # let path = directory.clone();
 /// launch(2, move |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let config = ModelConfig::Llama(LlamaConfig { n_layers: 1, ..LlamaConfig::default() });
+///     let config = LlamaConfig { n_layers: 1, ..LlamaConfig::default() };
 ///     let model = config.build(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]))?;
-///     export_hf(&world, &path, &*model, &config)
+///     export_hf(&world, &path, &model, &config)
 /// })?;
 /// let found = checkpoint::open(&directory)?;
 /// assert_eq!(found.tensor("model.layers.0.self_attn.k_proj.weight")?.shape, [48, 96]);
 /// # std::fs::remove_dir_all(&directory).unwrap();
 /// # Ok::<(), Error>(())
 /// ```
+#[doc(alias = "save_pretrained")]
+#[doc(alias = "HuggingFaceStorageWriter")]
 #[track_caller]
-pub fn export_hf(world: &World, path: impl AsRef<Path>, model: &dyn LanguageModel, config: &ModelConfig) -> Result<()> {
+pub fn export_hf(
+    world: &World,
+    path: impl AsRef<Path>,
+    model: &dyn Model,
+    config: &(impl ModelSpec + ?Sized),
+) -> Result<()> {
     let (path, site) = (path.as_ref(), Location::caller());
     together(world, check_export(path), site)?;
     let params: BTreeMap<String, Param> = model.named_parameters().into_iter().collect();
     let dtype = params.values().next().map_or(DType::F32, Param::dtype);
     let names = model.names();
-    let weights = names.0.iter().map(|entry| Ok((entry.name.clone(), theirs(entry, &params)?)));
+    let weights = names.0.iter().map(|weight| Ok((weight.name.clone(), stored(weight, &params)?)));
     let weights = weights.collect::<Result<BTreeMap<_, _>>>()?;
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let parts = path.with_file_name(format!(".{name}.parts"));
@@ -67,7 +75,8 @@ pub fn export_hf(world: &World, path: impl AsRef<Path>, model: &dyn LanguageMode
         let converted = convert(&parts, path, &ConvertOptions::to(Format::HuggingFace), &|_| {});
         fs::remove_dir_all(&parts)?;
         converted?;
-        let text = serde_json::to_string_pretty(&hf_config(config, dtype)).map_err(Error::other)?;
+        let Some(config) = Some(config.hf_config(dtype)).filter(|config| *config != Value::Null) else { return Ok(()) };
+        let text = serde_json::to_string_pretty(&config).map_err(Error::other)?;
         Ok(fs::write(path.join("config.json"), text + "\n")?)
     };
     together(world, if world.rank() == 0 { joined() } else { Ok(()) }, site)
@@ -98,66 +107,13 @@ pub fn check_export(path: impl AsRef<Path>) -> Result<()> {
     Ok(())
 }
 
-/// A weight as it is elsewhere, spread over ranks as it is here.
-fn theirs(entry: &Entry, params: &BTreeMap<String, Param>) -> Result<DTensor> {
-    let parts: Vec<DTensor> = entry.paths.iter().map(|path| params[path].get().detach()).collect();
-    let whole = match parts.as_slice() {
+/// A weight as the file has it, sharded as it is here.
+fn stored(weight: &WeightName, params: &BTreeMap<String, Param>) -> Result<DTensor> {
+    let parts: Result<Vec<DTensor>> =
+        weight.paths.iter().map(|path| Ok(parameter(params, path)?.get().detach())).collect();
+    let whole = match parts?.as_slice() {
         [one] => one.clone(),
         several => DTensor::cat(&several.iter().collect::<Vec<_>>(), 0)?,
     };
-    let inputs_first = entry.name.contains(".attn.c_") || entry.name.contains(".mlp.c_");
-    if inputs_first && whole.rank() == 2 { whole.t() } else { Ok(whole) }
-}
-
-/// The sizes of a model under the names that Hugging Face uses.
-fn hf_config(config: &ModelConfig, dtype: DType) -> Value {
-    let dtype = match dtype {
-        DType::BF16 => "bfloat16",
-        DType::F16 => "float16",
-        DType::F64 => "float64",
-        _ => "float32",
-    };
-    match config {
-        ModelConfig::Gpt(c) => json!({
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "torch_dtype": dtype,
-            "vocab_size": c.vocab_size,
-            "n_positions": c.seq_len,
-            "n_embd": c.d_model,
-            "n_layer": c.n_layers,
-            "n_head": c.n_heads,
-            "n_inner": c.d_ff,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": c.layer_norm_eps,
-            "embd_pdrop": c.dropout,
-            "resid_pdrop": c.dropout,
-            "attn_pdrop": 0.0,
-            "tie_word_embeddings": c.tied_head,
-            "bos_token_id": null,
-            "eos_token_id": null,
-        }),
-        ModelConfig::Llama(c) => json!({
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "torch_dtype": dtype,
-            "vocab_size": c.vocab_size,
-            "max_position_embeddings": c.seq_len,
-            "hidden_size": c.d_model,
-            "num_hidden_layers": c.n_layers,
-            "num_attention_heads": c.n_heads,
-            "num_key_value_heads": c.n_kv_heads,
-            "head_dim": c.d_model / c.n_heads,
-            "intermediate_size": c.d_ff,
-            "hidden_act": "silu",
-            "rms_norm_eps": c.rms_norm_eps,
-            "rope_theta": c.rope_theta,
-            "attention_bias": false,
-            "mlp_bias": false,
-            "attention_dropout": 0.0,
-            "tie_word_embeddings": c.tied_head,
-            "bos_token_id": null,
-            "eos_token_id": null,
-        }),
-    }
+    if weight.transposed { whole.t() } else { Ok(whole) }
 }

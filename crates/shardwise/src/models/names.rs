@@ -1,107 +1,73 @@
-//! Names of weights outside of this library, and the way to and from them.
+//! Names of weights in files.
 
-use std::collections::BTreeMap;
+use candle_core::DType;
 
-use candle_core::Tensor;
-
-use super::LanguageModel;
-use crate::error::{Error, Result};
 use crate::param::Param;
-use crate::tensor::DTensor;
 
-/// A tensor as it is called elsewhere, and the parameters that it holds, one after the other along the first dimension.
+/// A tensor of a file, and the parameters that it holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Entry {
-    /// The name elsewhere.
+pub struct WeightName {
+    /// Name in files.
     pub name: String,
-    /// Paths of parameters in the model.
+    /// Paths of parameters in the model, joined along the first dimension.
     pub paths: Vec<String>,
+    /// Whether [`export_hf`](super::export_hf) writes the transposed matrix, as files of GPT-2 have it.
+    pub transposed: bool,
 }
 
-/// How the weights of a model are called in files.
+/// Names of the weights of a model in files.
+///
+/// ```
+/// use shardwise::models::Names;
+///
+/// let names = Names::new()
+///     .add("encoder.embedding.weight", "tokens.weight")
+///     .join("encoder.in_proj_weight", ["attention.query.weight", "attention.key.weight", "attention.value.weight"])
+///     .transposed("encoder.mlp.weight", ["mlp.up.weight"]);
+/// assert_eq!(names.0[1].paths.len(), 3);
+/// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Names(pub Vec<Entry>);
+pub struct Names(pub Vec<WeightName>);
 
 impl Names {
-    pub(super) fn add(&mut self, name: &str, path: &str) {
-        self.0.push(Entry { name: name.to_string(), paths: vec![path.to_string()] });
+    /// No names yet.
+    pub fn new() -> Self {
+        Names::default()
+    }
+
+    /// Every parameter under its own path.
+    pub fn of_paths(params: &[(String, Param)]) -> Self {
+        params.iter().fold(Names::new(), |names, (path, _)| names.add(path, path))
+    }
+
+    /// One parameter under a name.
+    pub fn add(self, name: &str, path: &str) -> Self {
+        self.join(name, [path])
+    }
+
+    /// Several parameters under one name, joined along the first dimension.
+    pub fn join<S: Into<String>>(self, name: &str, paths: impl IntoIterator<Item = S>) -> Self {
+        self.weight(name, paths, false)
+    }
+
+    /// As [`join`](Self::join), of matrices that exported files have transposed.
+    pub fn transposed<S: Into<String>>(self, name: &str, paths: impl IntoIterator<Item = S>) -> Self {
+        self.weight(name, paths, true)
+    }
+
+    fn weight<S: Into<String>>(mut self, name: &str, paths: impl IntoIterator<Item = S>, transposed: bool) -> Self {
+        let paths = paths.into_iter().map(Into::into).collect();
+        self.0.push(WeightName { name: name.to_string(), paths, transposed });
+        self
     }
 }
 
-/// The whole weights by the names that files use. All ranks must call it.
-///
-/// ```
-/// use shardwise::models::{GptConfig, ModelConfig, export, import};
-/// use shardwise::nn::Builder;
-/// use shardwise::prelude::*;
-///
-/// launch(2, |world| {
-///     let mesh = world.mesh([("dp", 2)])?;
-///     let config = ModelConfig::Gpt(GptConfig { n_layers: 1, d_model: 8, n_heads: 2, d_ff: 16, ..GptConfig::default() });
-///     let model = config.build(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]))?;
-///     let weights = export(&*model)?;
-///     assert_eq!(weights["transformer.h.0.attn.c_attn.weight"].dims(), [24, 8]);
-///     import(&*model, &weights)?;
-///     Ok(())
-/// })?;
-/// # Ok::<(), Error>(())
-/// ```
-#[track_caller]
-pub fn export(model: &dyn LanguageModel) -> Result<BTreeMap<String, Tensor>> {
-    let params: BTreeMap<String, Param> = model.named_parameters().into_iter().collect();
-    let mut weights = BTreeMap::new();
-    for Entry { name, paths } in model.names().0 {
-        let parts = paths.iter().map(|path| param(&params, path)?.get().detach().full_tensor());
-        let parts = parts.collect::<Result<Vec<_>>>()?;
-        let whole = if let [one] = &parts[..] { one.clone() } else { Tensor::cat(&parts, 0)? };
-        weights.insert(name, whole);
+/// The name that PyTorch has for a type of weights.
+pub(super) fn torch_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        DType::F64 => "float64",
+        _ => "float32",
     }
-    Ok(weights)
-}
-
-/// The parameter at a path; a module that was replaced may have none there.
-fn param<'a>(params: &'a BTreeMap<String, Param>, path: &str) -> Result<&'a Param> {
-    params.get(path).ok_or_else(|| {
-        let found = format!("no parameter at `{path}`");
-        Error::invalid("model", found, "the model as it was built", "export before modules are replaced")
-    })
-}
-
-/// Sets the weights of a model from whole ones by the names that files use, each brought to the layout and type that it
-/// has here. Every rank takes its part out of its own copy. Nothing changes unless names and shapes fit.
-#[track_caller]
-pub fn import(model: &dyn LanguageModel, weights: &BTreeMap<String, Tensor>) -> Result<()> {
-    let params: BTreeMap<String, Param> = model.named_parameters().into_iter().collect();
-    let names = model.names();
-    let bad = |found: String| {
-        let needed = "the names and shapes of the model's weights";
-        Err(Error::invalid("weights", found, needed, "load the weights of a model of the same kind and sizes"))
-    };
-    if let Some(name) = weights.keys().find(|name| !names.0.iter().any(|entry| entry.name == **name)) {
-        return bad(format!("unknown name `{name}`"));
-    }
-    let mut found = Vec::new();
-    for Entry { name, paths } in &names.0 {
-        let Some(whole) = weights.get(name) else { return bad(format!("nothing for `{name}`")) };
-        let own = paths.iter().map(|path| param(&params, path)).collect::<Result<Vec<_>>>()?;
-        let shapes: Vec<Vec<usize>> = own.iter().map(|param| param.shape()).collect();
-        let rows = shapes.iter().map(|shape| shape[0]).sum();
-        if whole.rank() != shapes[0].len() || whole.dims()[0] != rows || whole.dims()[1..] != shapes[0][1..] {
-            let needed = std::iter::once(rows).chain(shapes[0][1..].iter().copied()).collect::<Vec<_>>();
-            return bad(format!("`{name}` of shape {:?} instead of {needed:?}", whole.dims()));
-        }
-        let mut start = 0;
-        for (param, shape) in own.into_iter().zip(&shapes) {
-            found.push((param, whole.narrow(0, start, shape[0])?));
-            start += shape[0];
-        }
-    }
-    for (param, part) in found {
-        let now = param.get();
-        let part = part.to_dtype(now.dtype())?;
-        let mesh = now.device_mesh();
-        let value = DTensor::distribute_tensor(&part, mesh, now.layout().settled().placements().to_vec(), None)?;
-        param.set(&value.to_layout(now.layout())?)?;
-    }
-    Ok(())
 }

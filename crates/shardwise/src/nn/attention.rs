@@ -1,8 +1,9 @@
 //! Attention layers.
 
 use super::build::Builder;
+use super::hints::Heads;
 use super::linear::{Linear, layer};
-use super::module::{Forward, Heads, Hooks, Item, Module, join};
+use super::module::{Forward, Hooks, Item, Module, join};
 use crate::error::{Error, Result};
 use crate::ops::Attention;
 use crate::tensor::DTensor;

@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use candle_core::{DType, Device};
 use parking_lot::Mutex;
 
+use super::hints::{Heads, PlanHints};
+use super::state_dict::{Loaded, StateDictOptions};
 use crate::error::{Error, Result};
 use crate::param::Param;
 use crate::placement::Placement;
@@ -26,6 +28,8 @@ pub enum Item<'a> {
     Hooks(&'a Hooks),
     /// How many heads the linear layers of the module are made of.
     Heads(Heads),
+    /// What planners cannot see in the parameters of the module.
+    Hints(&'a PlanHints),
 }
 
 /// A struct of parameters, buffers and other modules. Derive it.
@@ -119,16 +123,29 @@ pub trait Module {
         parameters.chain(self.named_buffers().into_iter().map(|(path, b)| (path, b.get()))).collect()
     }
 
-    /// Sets all parameters and buffers, each brought to the layout and type that it has here. Nothing changes unless names
-    /// and shapes fit.
+    /// As [`state_dict`](Self::state_dict), with the prefix of the options before every path.
+    fn state_dict_with(&self, options: &StateDictOptions) -> BTreeMap<String, DTensor> {
+        self.state_dict().into_iter().map(|(path, tensor)| (options.prefix.clone() + &path, tensor)).collect()
+    }
+
+    /// Sets all parameters and buffers, each brought to the layout and type that it has here.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] with all names and shapes that do not fit; nothing changes then.
     fn load_state_dict(&self, state: &BTreeMap<String, DTensor>) -> Result<()> {
+        self.load_state_dict_with(state, &StateDictOptions::default()).map(drop)
+    }
+
+    /// As [`load_state_dict`](Self::load_state_dict), with names matched as the options say. Returns those that did not match.
+    fn load_state_dict_with(&self, state: &BTreeMap<String, DTensor>, options: &StateDictOptions) -> Result<Loaded> {
         let own = self.state_dict();
-        let missing: Vec<&String> = own.keys().filter(|name| !state.contains_key(*name)).collect();
-        let unknown: Vec<&String> = state.keys().filter(|name| !own.contains_key(*name)).collect();
+        let given = |name: &str| state.get(&(options.prefix.clone() + name));
         let reshaped: Vec<&String> =
-            own.iter().filter(|(n, t)| state.get(*n).is_some_and(|s| s.shape() != t.shape())).map(|(n, _)| n).collect();
-        if !(missing.is_empty() && unknown.is_empty() && reshaped.is_empty()) {
-            let found = format!("missing {missing:?}, unknown {unknown:?}, other shapes {reshaped:?}");
+            own.iter().filter(|(n, t)| given(n).is_some_and(|s| s.shape() != t.shape())).map(|(n, _)| n).collect();
+        let loaded = options.compare(&own.keys().collect::<Vec<_>>(), state.keys().map(String::as_str));
+        if !reshaped.is_empty() {
+            let names = loaded.map_or_else(|error| format!("; {error}"), |_| String::new());
+            let found = format!("other shapes of {reshaped:?}{names}");
             return Err(Error::invalid(
                 "state",
                 found,
@@ -136,24 +153,29 @@ pub trait Module {
                 "rename or reshape the entries",
             ));
         }
-        let fitted = |name: &str, like: &DTensor| -> Result<DTensor> {
-            let value = state[name].to_dtype(like.dtype())?;
-            match value.device_mesh() == like.device_mesh() {
-                true => value.to_layout(like.layout()),
-                false => {
-                    let whole = vec![Placement::Replicate; like.placements().len()];
-                    value.to_mesh(like.device_mesh(), whole)?.to_layout(like.layout())
-                }
-            }
-        };
+        let loaded = loaded?;
         for (name, param) in self.named_parameters() {
-            param.set(&fitted(&name, &param.get())?)?;
+            if let Some(value) = given(&name) {
+                param.set(&fitted(value, &param.get())?)?;
+            }
         }
         for (name, buffer) in self.named_buffers() {
-            buffer.set(&fitted(&name, &buffer.get())?);
+            if let Some(value) = given(&name) {
+                buffer.set(&fitted(value, &buffer.get())?);
+            }
         }
-        Ok(())
+        Ok(loaded)
     }
+}
+
+/// A value in the type and layout of another.
+fn fitted(value: &DTensor, like: &DTensor) -> Result<DTensor> {
+    let value = value.to_dtype(like.dtype())?;
+    if value.device_mesh() == like.device_mesh() {
+        return value.to_layout(like.layout());
+    }
+    let whole = vec![Placement::Replicate; like.placements().len()];
+    value.to_mesh(like.device_mesh(), whole)?.to_layout(like.layout())
 }
 
 /// A module with one input and one output.
@@ -301,48 +323,15 @@ pub(super) struct Registered {
     pub(super) path: Option<Arc<str>>,
 }
 
-/// Numbers of heads of an attention module, for planners; a field of the module.
-///
-/// [`TensorParallel`](crate::plan::TensorParallel) shards the linear layers beside it at the borders of heads, whatever the
-/// number of ranks: a key head goes to one rank together with its query heads. For that, the features of every such layer
-/// have to be ordered by key head: those of key head 0 first. In a projection to queries, keys and values at once, too:
-/// `[q.. k v]` of key head 0, then of key head 1.
-///
-/// ```
-/// use shardwise::nn::{Builder, Heads, Linear, Module};
-/// use shardwise::plan::{ShardingPlanner, TensorParallel};
-/// use shardwise::prelude::*;
-///
-/// #[derive(Module)]
-/// struct Attention {
-///     qkv: Linear,
-///     out: Linear,
-///     heads: Heads,
-/// }
-///
-/// launch(2, |world| {
-///     let mesh = world.mesh([("tp", 2)])?;
-///     let at = Builder::new(&mesh);
-///     // three heads of four features
-///     let (qkv, out) = (Linear::new(&at.at("qkv"), 12, 36)?, Linear::new(&at.at("out"), 12, 12)?);
-///     let attention = Attention { qkv, out, heads: Heads { query: 3, key: 3 } };
-///     let table = TensorParallel::new("tp").plan(&attention, &mesh)?.table(&attention)?;
-///     assert_eq!(table.0[0].layout.placements(), [Placement::ragged(0, [24, 12])]);
-///     Ok(())
-/// })?;
-/// # Ok::<(), Error>(())
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Heads {
-    /// Query heads.
-    pub query: usize,
-    /// Key and value heads, each of which serves a group of query heads.
-    pub key: usize,
-}
-
 impl Module for Heads {
     fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
         visit(path, Item::Heads(*self));
+    }
+}
+
+impl Module for PlanHints {
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+        visit(path, Item::Hints(self));
     }
 }
 

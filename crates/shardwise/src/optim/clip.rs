@@ -34,6 +34,7 @@ use shardwise_kernels::{Power, measure};
 /// })?;
 /// # Ok::<(), Error>(())
 /// ```
+#[doc(alias = "clip_grad_norm_")]
 #[track_caller]
 pub fn clip_grad_norm<'a>(
     gradients: Gradients,
@@ -61,6 +62,7 @@ pub fn clip_grad_norm<'a>(
 
 /// Clamps every element of the gradients of some parameters to the range from `-clip_value` to `clip_value`. Returns them
 /// in the layouts of the parameters; gradients of others stay as they are.
+#[doc(alias = "clip_grad_value_")]
 #[track_caller]
 pub fn clip_grad_value<'a>(
     gradients: Gradients,

@@ -1,5 +1,4 @@
 //! Optimizers over parameters of any layout: every rank updates what it holds, in one pass over memory.
-
 //!
 //! An optimizer is a type with the trait [`Optimizer`]; those of this crate are in files of their own beside this one.
 
@@ -20,6 +19,7 @@ mod sgd;
 mod algorithm;
 mod clip;
 mod group;
+mod over;
 mod schedule;
 mod state;
 
@@ -35,6 +35,7 @@ pub use lion::Lion;
 pub use muon::{AdjustLr, Muon};
 pub use nadam::NAdam;
 pub use optimizer::{Optimizer, StateTensor};
+pub use over::OptimizeModule;
 pub use param_step::ParamStep;
 pub use rmsprop::RmsProp;
 pub use schedule::Schedule;
@@ -155,6 +156,7 @@ impl ShardedOptimizer {
     }
 
     /// The parameters with their names, in the order in which they were added.
+    #[doc(alias = "named_params_with_sharded_tensor")]
     pub fn params(&self) -> impl Iterator<Item = (&str, &Param)> {
         self.slots.iter().map(|slot| (slot.name.as_str(), &slot.param))
     }
@@ -162,6 +164,13 @@ impl ShardedOptimizer {
     /// A parameter by its name.
     pub fn param(&self, name: &str) -> Option<&Param> {
         self.slots.iter().find(|slot| slot.name == name).map(|slot| &slot.param)
+    }
+
+    /// The same with learning rates of all groups that follow a schedule.
+    #[must_use]
+    pub fn with_schedule(mut self, schedule: Schedule) -> Self {
+        self.schedule = schedule;
+        self
     }
 
     /// Has the learning rates of all groups follow a schedule.

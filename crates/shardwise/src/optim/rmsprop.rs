@@ -8,6 +8,7 @@ use shardwise_kernels::Elementwise;
 
 settings! {
     /// RMSprop: divides by the root of the mean of squared gradients.
+    #[doc(alias = "RMSprop")]
     RmsProp {
         /// How much of the means is kept.
         alpha: f64 = 0.99,

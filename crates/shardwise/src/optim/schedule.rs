@@ -14,6 +14,10 @@ use serde::{Deserialize, Serialize};
 /// let expected = [0.05, 0.1, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.05];
 /// assert!(rates.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12));
 /// ```
+#[doc(alias = "LRScheduler")]
+#[doc(alias = "LambdaLR")]
+#[doc(alias = "CosineAnnealingLR")]
+#[doc(alias = "LinearLR")]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub enum Schedule {
     /// It stays.

@@ -8,6 +8,7 @@ use shardwise_kernels::Elementwise;
 
 settings! {
     /// Stochastic gradient descent.
+    #[doc(alias = "SGD")]
     Sgd {
         /// How much of the last change is kept; 0 for no momentum.
         momentum: f64 = 0.0,

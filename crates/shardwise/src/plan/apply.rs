@@ -13,7 +13,7 @@ use super::sharding_plan::{Aspect, Numbered, ParamPlan, ShardingPlan, at};
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result, nearest};
 use crate::layout::Layout;
-use crate::nn::{Buffer, Builder, Heads, Hooks, Item, Layer, Module};
+use crate::nn::{Buffer, Builder, Heads, Hooks, Item, Layer, Module, PlanHints};
 use crate::param::Param;
 use crate::tensor::DTensor;
 
@@ -97,6 +97,8 @@ pub fn shard_parameter(module: &dyn Module, mesh: &DeviceMesh, path: &str, place
 }
 
 /// Brings the output of the modules at a path to other placements from now on.
+#[doc(alias = "_reshard_output")]
+#[doc(alias = "hook_func")]
 #[track_caller]
 pub fn reshard_output(module: &dyn Module, mesh: &DeviceMesh, path: &str, places: impl Into<Places>) -> Result<()> {
     shard_module(module, mesh, &ShardingPlan::new().output(path, places))
@@ -136,6 +138,7 @@ impl Slot {
 }
 
 /// What a module has, by path.
+#[derive(Default)]
 pub(super) struct Found {
     /// A parameter that two modules share is here twice.
     pub(super) tensors: Vec<(String, Slot)>,
@@ -144,6 +147,8 @@ pub(super) struct Found {
     pub(super) hooks: BTreeMap<String, Hooks>,
     /// By the path of the module that has them.
     pub(super) heads: BTreeMap<String, Heads>,
+    /// By the path of the module that has them.
+    pub(super) hints: BTreeMap<String, PlanHints>,
 }
 
 /// What is done with inputs and outputs of one module.
@@ -156,14 +161,14 @@ struct Hooked<'a> {
 
 impl Found {
     pub(super) fn new(module: &dyn Module) -> Self {
-        let mut found =
-            Found { tensors: Vec::new(), modules: Vec::new(), hooks: BTreeMap::new(), heads: BTreeMap::new() };
+        let mut found = Found::default();
         module.walk("", &mut |path, item| match item {
             Item::Module(kind) => found.modules.push((path.to_string(), kind)),
             Item::Param(param) => found.tensors.push((path.to_string(), Slot::Param(param.clone()))),
             Item::Buffer(buffer) => found.tensors.push((path.to_string(), Slot::Buffer(buffer.clone()))),
             Item::Hooks(hooks) => drop(found.hooks.insert(parent(path).0.to_string(), hooks.clone())),
             Item::Heads(heads) => drop(found.heads.insert(parent(path).0.to_string(), heads)),
+            Item::Hints(hints) => drop(found.hints.insert(parent(path).0.to_string(), hints.clone())),
             Item::Mode(_) => {}
         });
         found

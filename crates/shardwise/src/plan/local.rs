@@ -27,6 +27,8 @@ use crate::tensor::{Backward, DTensor, Keeps, Saved};
 /// })?;
 /// # Ok::<(), Error>(())
 /// ```
+#[doc(alias = "_collect_local_shard")]
+#[doc(alias = "to_local")]
 #[track_caller]
 pub fn collect_local_shard(tensor: &DTensor) -> Result<DTensor> {
     let mesh = tensor.device_mesh();

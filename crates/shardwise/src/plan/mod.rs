@@ -51,3 +51,4 @@ pub use styles::{
     SequenceParallel, parallelize_module,
 };
 pub use transformer::{TableCut, TensorParallel};
+pub(crate) use transformer::{batch_inputs, check_hints};

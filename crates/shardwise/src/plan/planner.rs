@@ -15,6 +15,7 @@ pub trait ShardingPlanner {
     fn extend(&self, plan: ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan>;
 
     /// The plan of this planner alone.
+    #[doc(alias = "build_plan")]
     fn plan(&self, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan> {
         self.extend(ShardingPlan::new(), module, mesh)
     }

@@ -165,6 +165,7 @@ impl ShardingPlan {
     }
 
     /// Outputs of modules at these paths are brought there.
+    #[doc(alias = "output_plan")]
     pub fn output(mut self, pattern: &str, places: impl Into<Places>) -> Self {
         self.outputs.retain(|(key, places)| key != pattern || !places.is_nothing());
         self.outputs.push((pattern.to_string(), places.into()));

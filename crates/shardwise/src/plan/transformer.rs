@@ -5,7 +5,7 @@ use super::pattern::parent;
 use super::planner::ShardingPlanner;
 use super::sharding_plan::ShardingPlan;
 use crate::comm::DeviceMesh;
-use crate::error::Result;
+use crate::error::{Error, Result, nearest};
 use crate::layout::{Layout, coordinates};
 use crate::nn::{Module, join};
 use crate::placement::Placement;
@@ -58,6 +58,7 @@ impl TensorParallel {
 impl ShardingPlanner for TensorParallel {
     fn extend(&self, plan: ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan> {
         mesh.axis(&self.axis)?;
+        check_hints(module)?;
         let structure = Structure::of(module);
         let mut cuts = Cuts { plan, mesh, axis: &self.axis, sequence: self.sequence };
         for block in &structure.blocks {
@@ -164,6 +165,36 @@ impl Cuts<'_> {
     }
 }
 
+/// An error for a hint that names no linear layer, or no module.
+pub(crate) fn check_hints(module: &dyn Module) -> Result<()> {
+    let found = Found::new(module);
+    let paths =
+        |linear: bool| found.modules.iter().filter(move |(_, kind)| !linear || *kind == "Linear").map(|(p, _)| p);
+    for (module, hints) in &found.hints {
+        let roles =
+            [("column", &hints.columns, true), ("row", &hints.rows, true), ("batch input", &hints.batch_inputs, false)];
+        for (role, hint, linear) in
+            roles.into_iter().flat_map(|(role, hints, linear)| hints.iter().map(move |h| (role, h, linear)))
+        {
+            let path = join(module, hint);
+            if !paths(linear).any(|known| *known == path) {
+                let found = format!("{role} `{hint}` in the hints of module `{module}`");
+                let needed =
+                    if linear { "the path of a linear layer below it" } else { "the path of a module below it" };
+                let fix = format!("did you mean {}?", nearest(&path, paths(linear).cloned()));
+                return Err(Error::invalid("plan hints", found, needed, fix));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Paths of modules whose input has the batch as its first dimension, as hints say.
+pub(crate) fn batch_inputs(module: &dyn Module) -> Vec<String> {
+    let hints = Found::new(module).hints;
+    hints.iter().flat_map(|(module, hints)| hints.batch_inputs.iter().map(|hint| join(module, hint))).collect()
+}
+
 /// How often `part` goes into `whole`, if nothing is left.
 fn divided(whole: usize, part: usize) -> Option<usize> {
     (part > 0 && whole.is_multiple_of(part)).then(|| whole / part)
@@ -248,7 +279,14 @@ impl Structure {
                 });
                 own.cloned().collect()
             };
-            let (columns, rows) = (named(COLUMNS), named(ROWS));
+            let hinted = |paths: &[String]| -> Vec<Linear> {
+                let own = linears.iter().filter(|l| paths.iter().any(|hint| join(path, hint) == l.path));
+                own.cloned().collect()
+            };
+            let (columns, rows) = match found.hints.get(path).filter(|hints| !hints.columns.is_empty()) {
+                Some(hints) => (hinted(&hints.columns), hinted(&hints.rows)),
+                None => (named(COLUMNS), named(ROWS)),
+            };
             if !columns.is_empty() && !rows.is_empty() {
                 let hooks = found.hooks.contains_key(path);
                 let units = found.heads.get(path).map(|heads| heads.key);

@@ -56,6 +56,7 @@ impl ShardedTensor {
     }
 
     /// A tensor to be filled later. Its elements are zero: memory without a value does not exist here.
+    #[doc(alias = "_create_tensor_from_params")]
     pub fn empty(
         spec: impl Into<AnyShardingSpec>,
         shape: impl Into<Shape>,
@@ -120,6 +121,7 @@ impl ShardedTensor {
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
+    #[doc(alias = "_init_from_local_shards")]
     #[track_caller]
     pub fn init_from_local_shards(
         shards: &[Shard],
@@ -150,6 +152,7 @@ impl ShardedTensor {
 
     /// As [`init_from_local_shards`](Self::init_from_local_shards) with the shards of all ranks described: nothing is
     /// communicated, and every rank checks its own.
+    #[doc(alias = "_init_from_local_shards_and_global_metadata")]
     pub fn init_from_local_shards_and_global_metadata(
         shards: &[Shard],
         metadata: ShardedTensorMetadata,
@@ -179,6 +182,7 @@ impl ShardedTensor {
 
     /// The tensor of which every rank of the spec brings its one shard. Nothing is communicated, and every rank checks its
     /// own.
+    #[doc(alias = "_init_from_local_tensor")]
     pub fn init_from_local_tensor(
         tensor: &Tensor,
         spec: impl Into<AnyShardingSpec>,

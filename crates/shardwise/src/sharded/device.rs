@@ -18,6 +18,7 @@ use crate::mesh::DEVICE_TYPES;
 /// assert_eq!("rank:3".parse::<RemoteDevice>()?.to_string(), "rank:3/cpu");
 /// # Ok::<(), shardwise::Error>(())
 /// ```
+#[doc(alias = "_remote_device")]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct RemoteDevice {
     owner: Option<Owner>,

@@ -13,7 +13,7 @@ use crate::error::{Result, Site};
 use crate::layout::TensorMeta;
 use crate::nn::init::{Init, Start};
 use crate::random::Distribution;
-use crate::tensor::{agreed_draw, random_box};
+use crate::tensor::{TensorId, agreed_draw, random_box};
 use shardwise_kernels::{filled, placeholder};
 
 impl ShardedTensor {
@@ -151,6 +151,8 @@ impl ShardedTensor {
             Ok(Shard { tensor, metadata: part.clone() })
         };
         self.shards = self.shards.iter().map(one).collect::<Result<Vec<_>>>()?;
+        // A clone keeps its elements, so this is another tensor from here on.
+        self.id = TensorId::next();
         Ok(())
     }
 }

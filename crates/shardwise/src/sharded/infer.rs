@@ -12,6 +12,7 @@ use crate::layout::{Layout, OwnedBox, chunk};
 
 impl AnyShardingSpec {
     /// The spec that gives these shards: chunks if that is what they are, in whatever order, else one by one.
+    #[doc(alias = "_infer_sharding_spec_from_shards_metadata")]
     pub fn infer(shards: &[ShardMetadata]) -> Result<Self> {
         let one_by_one = EnumerableShardingSpec::new(shards);
         // An empty chunk that begins past the end of the tensor, as some tools write it, is an empty chunk.

@@ -79,6 +79,7 @@ impl TryFrom<Raw> for ShardMetadata {
 }
 
 /// All shards of a tensor, its shape and its type: the same on every rank.
+#[doc(alias = "TensorProperties")]
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardedTensorMetadata {
     /// Shape of the whole.
@@ -130,6 +131,8 @@ impl ShardedTensorMetadata {
     /// What ranks hold together, from what each of them says; `None` stands for a rank without shards.
     ///
     /// An error unless they agree on shape and type, and fill the tensor together.
+    #[doc(alias = "_raise_if_mismatch")]
+    #[doc(alias = "build_global_metadata")]
     pub fn merge(ranks: &[Option<ShardedTensorMetadata>]) -> Result<ShardedTensorMetadata> {
         let mut held = ranks.iter().enumerate().filter_map(|(rank, m)| Some((rank, m.as_ref()?)));
         let Some((first_rank, first)) = held.next() else {

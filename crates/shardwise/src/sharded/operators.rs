@@ -40,6 +40,9 @@ type Registered = HashMap<String, Vec<Implementation>>;
 /// })?;
 /// # Ok::<(), Error>(())
 /// ```
+#[doc(alias = "__torch_function__")]
+#[doc(alias = "dispatch")]
+#[doc(alias = "find_sharded_tensor")]
 #[doc(alias = "custom_sharded_op_impl")]
 pub fn with_sharded_op<R>(
     name: &str,

@@ -12,15 +12,21 @@ use super::spec::AnyShardingSpec;
 use crate::comm::{Charge, DeviceMesh, Group};
 use crate::error::{Error, Result};
 use crate::layout::Runs;
-use crate::tensor::{Piece, local_text, show_pieces};
+use crate::tensor::{Piece, TensorId, local_text, show_pieces};
 use shardwise_kernels::check_cpu;
 
 /// A tensor cut into boxes that the ranks of a mesh hold, any number of them each, seen from one rank.
 ///
 /// It is a value, as tensors are: cloning is free, and nothing but its own initialisers change it. Calls that communicate
 /// are made by all ranks of the mesh, which is its process group; ranks outside hold nothing and skip them.
+#[doc(alias = "ShardedTensorBase")]
+#[doc(alias = "_prepare_init")]
+#[doc(alias = "_post_init")]
+#[doc(alias = "__repr__")]
+#[doc(alias = "__torch_dispatch__")]
 #[derive(Clone)]
 pub struct ShardedTensor {
+    pub(super) id: TensorId,
     pub(super) mesh: DeviceMesh,
     pub(super) metadata: Arc<ShardedTensorMetadata>,
     pub(super) spec: AnyShardingSpec,
@@ -42,7 +48,32 @@ impl ShardedTensor {
         let shards: Vec<Shard> = held.zip(tensors).map(|(metadata, tensor)| Shard { tensor, metadata }).collect();
         let elements: usize = shards.iter().map(|s| s.metadata.volume()).sum();
         let charge = mesh.world().memory().charge(elements * metadata.dtype.size_in_bytes());
-        ShardedTensor { mesh: mesh.clone(), metadata: Arc::new(metadata), spec, shards, _charge: Arc::new(charge) }
+        let (id, metadata) = (TensorId::next(), Arc::new(metadata));
+        ShardedTensor { id, mesh: mesh.clone(), metadata, spec, shards, _charge: Arc::new(charge) }
+    }
+
+    /// Which tensor this is, on this rank: clones have one id; tensors that were computed apart, and a clone that was
+    /// initialized anew, have different ones, equal elements or not. For maps by tensor; `equal` compares elements.
+    ///
+    /// ```
+    /// use std::collections::HashMap;
+    ///
+    /// use shardwise::prelude::*;
+    /// use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let zeros = || ShardedTensor::zeros(ChunkShardingSpec::over_ranks(0, [0, 1])?, 5, DType::F32, &mesh);
+    ///     let (one, other) = (zeros()?, zeros()?);
+    ///     let names = HashMap::from([(one.id(), "one"), (other.id(), "other")]);
+    ///     assert_eq!(names[&one.clone().id()], "one");
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[doc(alias = "__hash__")]
+    pub fn id(&self) -> TensorId {
+        self.id
     }
 
     /// What every rank knows of all shards.
@@ -61,6 +92,7 @@ impl ShardedTensor {
     }
 
     /// The group of these ranks.
+    #[doc(alias = "_normalize_pg")]
     #[doc(alias = "_get_current_process_group")]
     pub fn process_group(&self) -> Result<Group> {
         self.mesh.whole_group()
@@ -88,6 +120,7 @@ impl ShardedTensor {
     }
 
     /// A copy of the one shard of this rank. Local: nothing is communicated.
+    #[doc(alias = "collect_local_shard")]
     pub fn local_tensor(&self) -> Result<Tensor> {
         let [shard] = self.shards.as_slice() else {
             let found = format!("{} shards on rank {}", self.shards.len(), self.mesh.world().rank());
@@ -122,6 +155,9 @@ impl ShardedTensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] for any device but the CPU.
+    #[doc(alias = "cuda")]
+    #[doc(alias = "_get_preferred_device")]
+    #[doc(alias = "_get_device_module")]
     pub fn to(&self, device: &Device) -> Result<ShardedTensor> {
         check_cpu(device)?;
         let placed = |shard: &ShardMetadata| ShardMetadata {

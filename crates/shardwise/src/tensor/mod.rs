@@ -67,12 +67,13 @@ pub struct DTensor {
     tape: Option<Tape>,
 }
 
-/// The identity of a tensor: see [`DTensor::id`]. Other ranks have other numbers.
+/// The identity of a tensor: see [`DTensor::id`] and [`ShardedTensor::id`](crate::ShardedTensor::id). Other ranks have other
+/// numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TensorId(u64);
 
 impl TensorId {
-    fn next() -> Self {
+    pub(crate) fn next() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         TensorId(NEXT.fetch_add(1, Relaxed))
     }
@@ -224,6 +225,7 @@ impl DTensor {
     ///
     /// # Panics
     /// If there is no memory for the copy.
+    #[doc(alias = "collect_local_shard")]
     pub fn to_local(&self) -> Tensor {
         self.leaving(None).unwrap_or_else(|error| panic!("to_local: {error}"))
     }

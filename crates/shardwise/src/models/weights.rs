@@ -1,0 +1,89 @@
+//! Whole weights under the names that files use, out of a model and into it.
+
+use std::collections::BTreeMap;
+
+use candle_core::Tensor;
+
+use super::model::Model;
+use super::names::WeightName;
+use crate::error::{Error, Result};
+use crate::param::Param;
+use crate::tensor::DTensor;
+
+/// Returns the whole weights by the names that files use. Collective: all ranks must call it.
+///
+/// ```
+/// use shardwise::models::{GptConfig, ModelSpec, export, import};
+/// use shardwise::nn::Builder;
+/// use shardwise::prelude::*;
+///
+/// launch(2, |world| {
+///     let mesh = world.mesh([("dp", 2)])?;
+///     let config = GptConfig { n_layers: 1, d_model: 8, n_heads: 2, d_ff: 16, ..GptConfig::default() };
+///     let model = config.build(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]))?;
+///     let weights = export(&model)?;
+///     assert_eq!(weights["transformer.h.0.attn.c_attn.weight"].dims(), [24, 8]);
+///     import(&model, &weights)?;
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+#[track_caller]
+pub fn export(model: &dyn Model) -> Result<BTreeMap<String, Tensor>> {
+    let params: BTreeMap<String, Param> = model.named_parameters().into_iter().collect();
+    let mut weights = BTreeMap::new();
+    for WeightName { name, paths, .. } in model.names().0 {
+        let parts = paths.iter().map(|path| parameter(&params, path)?.get().detach().full_tensor());
+        let parts = parts.collect::<Result<Vec<_>>>()?;
+        let whole = if let [one] = &parts[..] { one.clone() } else { Tensor::cat(&parts, 0)? };
+        weights.insert(name, whole);
+    }
+    Ok(weights)
+}
+
+/// The parameter at a path; a module that was replaced may have none there.
+pub(super) fn parameter<'a>(params: &'a BTreeMap<String, Param>, path: &str) -> Result<&'a Param> {
+    params.get(path).ok_or_else(|| {
+        let found = format!("no parameter at `{path}`");
+        Error::invalid("model", found, "the model as it was built", "export before modules are replaced")
+    })
+}
+
+/// Sets the weights of a model from whole ones by the names that files use, each brought to the layout and type that it
+/// has here. Every rank takes its part out of its own copy. Nothing changes unless names and shapes fit.
+#[track_caller]
+pub fn import(model: &dyn Model, weights: &BTreeMap<String, Tensor>) -> Result<()> {
+    let params: BTreeMap<String, Param> = model.named_parameters().into_iter().collect();
+    let names = model.names();
+    let bad = |found: String| {
+        let needed = "the names and shapes of the model's weights";
+        Err(Error::invalid("weights", found, needed, "load the weights of a model of the same kind and sizes"))
+    };
+    if let Some(name) = weights.keys().find(|name| !names.0.iter().any(|weight| weight.name == **name)) {
+        return bad(format!("unknown name `{name}`"));
+    }
+    let mut found = Vec::new();
+    for WeightName { name, paths, .. } in &names.0 {
+        let Some(whole) = weights.get(name) else { return bad(format!("nothing for `{name}`")) };
+        let own = paths.iter().map(|path| parameter(&params, path)).collect::<Result<Vec<_>>>()?;
+        let shapes: Vec<Vec<usize>> = own.iter().map(|param| param.shape()).collect();
+        let rows = shapes.iter().map(|shape| shape[0]).sum();
+        if whole.rank() != shapes[0].len() || whole.dims()[0] != rows || whole.dims()[1..] != shapes[0][1..] {
+            let needed = std::iter::once(rows).chain(shapes[0][1..].iter().copied()).collect::<Vec<_>>();
+            return bad(format!("`{name}` of shape {:?} instead of {needed:?}", whole.dims()));
+        }
+        let mut start = 0;
+        for (param, shape) in own.into_iter().zip(&shapes) {
+            found.push((param, whole.narrow(0, start, shape[0])?));
+            start += shape[0];
+        }
+    }
+    for (param, part) in found {
+        let now = param.get();
+        let part = part.to_dtype(now.dtype())?;
+        let mesh = now.device_mesh();
+        let value = DTensor::distribute_tensor(&part, mesh, now.layout().settled().placements().to_vec(), None)?;
+        param.set(&value.to_layout(now.layout())?)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,38 @@
+//! Optimizers over the parameters of a module in one call.
+
+use super::ShardedOptimizer;
+use super::group::ParamGroup;
+use crate::error::Result;
+use crate::nn::Module;
+
+/// Everything that converts into a [`ParamGroup`], over all parameters of a module: any [`Optimizer`](super::Optimizer), also
+/// one of a program, an [`Algorithm`](super::Algorithm), or a [`ParamGroup`] with more settings.
+///
+/// ```
+/// use shardwise::nn::Linear;
+/// use shardwise::optim::{ParamGroup, Schedule};
+/// use shardwise::prelude::*;
+///
+/// launch(2, |world| {
+///     let mesh = world.mesh([("dp", 2)])?;
+///     let model = Linear::new(&Builder::new(&mesh), 4, 6)?;
+///     let schedule = Schedule::Cosine { warmup: 100, total: 1000, end: 0.1 };
+///     let optimizer = AdamW { weight_decay: 0.1, ..AdamW::default() }.over(&model)?.with_schedule(schedule);
+///     assert_eq!(optimizer.params().count(), 2);
+///     let optimizer = ParamGroup::new(Sgd::default()).with_lr(0.1).over(&model)?;
+///     assert_eq!(optimizer.groups()[0].lr, 0.1);
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+pub trait OptimizeModule: Into<ParamGroup> + Sized {
+    /// Creates an optimizer over all parameters of a module, by their paths. Shared weights are one parameter.
+    ///
+    /// # Errors
+    /// Those of [`ShardedOptimizer::new`].
+    fn over(self, module: &(impl Module + ?Sized)) -> Result<ShardedOptimizer> {
+        ShardedOptimizer::new(module.named_parameters(), self)
+    }
+}
+
+impl<G: Into<ParamGroup>> OptimizeModule for G {}

@@ -1,0 +1,136 @@
+//! The training loop: steps of any [`Model`] over batches.
+//!
+//! ```
+//! use shardwise::data::{Batches, TokenSequences};
+//! use shardwise::models::{GptConfig, Spread, Weights, build};
+//! use shardwise::optim::{AdamW, ShardedOptimizer};
+//! use shardwise::prelude::*;
+//! use shardwise::train::Trainer;
+//!
+//! let config = GptConfig { n_layers: 1, d_model: 32, d_ff: 64, seq_len: 8, ..GptConfig::default() };
+//! let mesh = Mesh::new([("dp", 2)])?;
+//! let spread = Spread { weights: Weights::Sharded, tensor_parallel: false, sequence_parallel: false };
+//! let plan = spread.plan(&config, &mesh)?;
+//! launch(2, move |world| {
+//!     let mesh = world.device_mesh(mesh.clone())?;
+//!     let text = TokenSequences::new((0..100).collect::<Vec<u32>>(), 8)?;
+//!     let mut batches = Batches::new(text, &mesh)?.shuffle(7).batch(4).sharded("dp")?;
+//!     let model = build(&config, &plan, &mesh, DType::F32)?;
+//!     let optimizer = ShardedOptimizer::new(model.named_parameters(), AdamW::default())?;
+//!     let mut trainer = Trainer::new(model, optimizer).clip_norm(1.0);
+//!     for _ in 0..3 {
+//!         let step = trainer.step(&batches.next_batch()?)?;
+//!         assert!(step.loss.is_finite() && step.grad_norm.is_some());
+//!     }
+//!     Ok(())
+//! })?;
+//! # Ok::<(), Error>(())
+//! ```
+
+use candle_core::DType;
+
+use crate::autograd::Gradients;
+use crate::error::{Error, Result};
+use crate::models::Model;
+use crate::optim::{ShardedOptimizer, clip_grad_norm};
+use crate::param::Param;
+use crate::tensor::{DTensor, no_grad};
+
+/// A model with the optimizer of its parameters.
+///
+/// Model and optimizer are public, for checkpoints: `(&trainer.model, &mut trainer.optimizer)` are parts that
+/// [`checkpoint::load_into`](crate::checkpoint::load_into) takes.
+pub struct Trainer<M> {
+    /// The model.
+    pub model: M,
+    /// The optimizer.
+    pub optimizer: ShardedOptimizer,
+    max_norm: Option<f64>,
+}
+
+/// What a training step reports.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TrainingStep {
+    /// Mean of the losses of the batches, before the step.
+    pub loss: f64,
+    /// Norm of all gradients together before clipping; `None` if they are not clipped.
+    pub grad_norm: Option<f64>,
+}
+
+impl<M: Model> Trainer<M> {
+    /// A trainer that does not clip gradients.
+    pub fn new(model: M, optimizer: ShardedOptimizer) -> Self {
+        Trainer { model, optimizer, max_norm: None }
+    }
+
+    /// Scales gradients so that their norm together is at most `max_norm`.
+    #[must_use]
+    pub fn clip_norm(self, max_norm: f64) -> Self {
+        Trainer { max_norm: Some(max_norm), ..self }
+    }
+
+    /// Takes one step on a batch. Collective: all ranks of the mesh make the call.
+    #[track_caller]
+    pub fn step(&mut self, batch: &[DTensor]) -> Result<TrainingStep> {
+        let (gradients, loss) = self.gradients(batch, 1)?;
+        self.apply(gradients, loss)
+    }
+
+    /// Takes one step on several batches, as if they were one: their gradients are averaged. Collective: all ranks of the
+    /// mesh make the call.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] without batches.
+    #[track_caller]
+    pub fn step_on_all(&mut self, batches: &[Vec<DTensor>]) -> Result<TrainingStep> {
+        let mut sum: Option<(Gradients, f64)> = None;
+        for batch in batches {
+            let (gradients, loss) = self.gradients(batch, batches.len())?;
+            sum = Some(match sum {
+                Some((all, before)) => (all.accumulate(gradients)?, before + loss),
+                None => (gradients, loss),
+            });
+        }
+        let Some((gradients, loss)) = sum else {
+            return Err(Error::invalid("batches", "none", "one at least", "draw one with `Batches::next_batch`"));
+        };
+        self.apply(gradients, loss)
+    }
+
+    /// Returns the loss of a batch in evaluation mode, without gradients. The model is in training mode afterwards.
+    /// Collective: all ranks of the mesh make the call.
+    #[track_caller]
+    pub fn evaluate(&self, batch: &[DTensor]) -> Result<f64> {
+        self.model.eval();
+        let loss = no_grad(|| self.model.batch_loss(batch)).and_then(|loss| number(&loss));
+        self.model.train();
+        loss
+    }
+
+    /// Gradients and loss of one of some batches, each with its share in the mean.
+    #[track_caller]
+    fn gradients(&self, batch: &[DTensor], batches: usize) -> Result<(Gradients, f64)> {
+        let loss = self.model.batch_loss(batch)?;
+        let share = if batches == 1 { loss.clone() } else { loss.mul_scalar(1.0 / batches as f64)? };
+        let gradients = share.backward()?;
+        Ok((gradients, number(&loss)? / batches as f64))
+    }
+
+    #[track_caller]
+    fn apply(&mut self, mut gradients: Gradients, loss: f64) -> Result<TrainingStep> {
+        let mut grad_norm = None;
+        if let Some(max_norm) = self.max_norm {
+            let params: Vec<Param> = self.optimizer.params().map(|(_, param)| param.clone()).collect();
+            let (clipped, found) = clip_grad_norm(gradients, &params, max_norm, 2.0)?;
+            (gradients, grad_norm) = (clipped, Some(found));
+        }
+        self.optimizer.step(gradients)?;
+        Ok(TrainingStep { loss, grad_norm })
+    }
+}
+
+/// The value of a loss of any floating-point type.
+#[track_caller]
+fn number(loss: &DTensor) -> Result<f64> {
+    Ok(loss.detach().full_tensor()?.to_dtype(DType::F64)?.to_scalar::<f64>()?)
+}
