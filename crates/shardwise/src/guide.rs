@@ -542,9 +542,9 @@
 //! ```
 //! # use candle_core::Tensor;
 //! # use shardwise::prelude::*;
-//! # use shardwise::op::{self, Op, OpPlan, Place};
+//! # use shardwise::op::{self, Gradient, Op, OpPlan, Place};
 //! # use shardwise::rule::Signature;
-//! # use shardwise::tensor::{Keeps, Saved};
+//! # use shardwise::tensor::Keeps;
 //! # launch(4, |world| {
 //! # let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
 //! #[derive(Clone, PartialEq, Eq, Hash)]
@@ -564,13 +564,11 @@
 //!         Ok(vec![inputs[0].powf(3.0)?])
 //!     }
 //!
-//!     fn differentiable(&self) -> Option<Keeps> {
-//!         Some(Keeps::Inputs)
-//!     }
-//!
-//!     fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-//!         let slope = (saved.input(0).square()? * 3.0)?;
-//!         Ok(vec![gradients[0].as_ref().map(|g| g * &slope).transpose()?])
+//!     fn gradient(&self) -> Gradient<Self> {
+//!         Gradient::From(Keeps::Inputs, |_, saved, gradients| {
+//!             let slope = (saved.input(0).square()? * 3.0)?;
+//!             Ok(vec![gradients[0].as_ref().map(|g| g * &slope).transpose()?])
+//!         })
 //!     }
 //! }
 //!

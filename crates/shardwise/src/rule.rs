@@ -74,34 +74,35 @@ pub enum Need {
 }
 
 impl Signature {
-    /// From an equation such as `mk,kn->mn`: letters on the left that are missing on the right are summed over.
-    /// `broadcast` says of an input, its dimension and the letter whether it is stretched there.
-    pub fn einsum(equation: &str, broadcast: &dyn Fn(usize, usize, char) -> bool) -> Self {
+    /// A product of tensors from an equation such as `mk,kn->mn`: letters on the left that are missing on the right are summed
+    /// over. Every letter is one dimension of one size; see [`product`](Self::product) for tensors that broadcast.
+    ///
+    /// # Panics
+    /// If there is no arrow, or a letter on the right that is not on the left.
+    pub fn einsum(equation: &str) -> Self {
         let (left, right) = equation.split_once("->").expect("an equation has an arrow");
-        let mut names: Vec<char> = Vec::new();
-        let mut number = |c: char| {
-            names.iter().position(|&n| n == c).unwrap_or_else(|| {
-                names.push(c);
-                names.len() - 1
-            })
-        };
-        let mut inputs: Vec<Vec<Option<usize>>> = Vec::new();
-        for (input, term) in left.split(',').enumerate() {
-            let dims = term.chars().enumerate().map(|(dim, c)| {
-                let number = number(c);
-                (!broadcast(input, dim, c)).then_some(number)
-            });
-            inputs.push(dims.collect());
-        }
-        let outputs = vec![right.chars().map(|c| Some(number(c))).collect()];
-        let kept = |name: &char| right.contains(*name);
-        let dims = names.iter().map(|n| if kept(n) { Shared::Free } else { Shared::Reduces(ReduceOp::Sum) }).collect();
-        let mut signature = Signature { dims, inputs, outputs, passes: Vec::new() };
-        // A product is linear in each factor.
+        let mut letters: Vec<char> = left.chars().filter(|c| *c != ',').collect();
+        letters.sort_unstable();
+        letters.dedup();
+        let number = |c: char| letters.binary_search(&c).expect("letters on the right are those on the left");
+        let names = |term: &str| term.chars().map(|c| Some(number(c))).collect();
+        Signature::product(left.split(',').map(names), names(right))
+    }
+
+    /// A product of tensors, from the number of each of their dimensions (`None`: one that is broadcast): numbers that the
+    /// output lacks are summed over. Partial sums and means of one factor pass.
+    pub fn product(inputs: impl IntoIterator<Item = Vec<Option<usize>>>, output: Vec<Option<usize>>) -> Self {
+        let inputs: Vec<Vec<Option<usize>>> = inputs.into_iter().collect();
+        let count = inputs.iter().flatten().flatten().max().map_or(0, |last| last + 1);
+        let kept = |dim: usize| output.contains(&Some(dim));
+        let dims =
+            (0..count).map(|dim| if kept(dim) { Shared::Free } else { Shared::Reduces(ReduceOp::Sum) }).collect();
+        let mut signature = Signature { dims, inputs, outputs: vec![output], passes: Vec::new() };
+        // Linear in each factor.
         for factor in 0..signature.inputs.len() {
             for op in [ReduceOp::Sum, ReduceOp::Avg] {
-                let pending = (0..signature.inputs.len()).map(|i| (i == factor).then_some(op));
-                signature = signature.passing(pending, op);
+                let partial = (0..signature.inputs.len()).map(|i| (i == factor).then_some(op));
+                signature = signature.passing(partial, op);
             }
         }
         signature

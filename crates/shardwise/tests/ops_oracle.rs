@@ -265,8 +265,8 @@ fn bad_operands_are_the_same_error_on_every_rank() {
             (x.sum(&[0, -2], false), &["sum", "each once"]),
             (empty.amax(&[0], false), &["amax", "at least one element"]),
             (scalar.matmul(&x), &["scalar in matmul"]),
-            (DTensor::einsum("ij,jk", &[&x, &x]), &["`ij,jk`"]),
-            (DTensor::einsum("ii->i", &[&x]), &["`ii->i`"]),
+            (DTensor::einsum("ij,jk", &[&x, &x]), &["one size for `j`", "3 and 4"]),
+            (DTensor::einsum("ii->i", &[&x]), &["one size for `i` of a diagonal", "4 and 3"]),
             (DTensor::einsum("ij->k", &[&x]), &["`ij->k`"]),
             (DTensor::einsum("ijk->i", &[&x]), &["[4, 3]", "3 dimension(s)"]),
         ] {

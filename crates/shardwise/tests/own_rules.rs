@@ -5,11 +5,11 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use candle_core::Tensor;
-use shardwise::op::{self, Op, OpPlan, Place, cache_report};
+use shardwise::op::{self, Gradient, Op, OpPlan, Place, cache_report};
 use shardwise::ops::override_rule;
 use shardwise::prelude::*;
 use shardwise::rule::{Decision, Shared, Signature};
-use shardwise::tensor::{Keeps, Saved};
+use shardwise::tensor::Keeps;
 use shardwise::{DryWorld, explicit_communication_only};
 
 fn matrix(mesh: &DeviceMesh, rows: usize, columns: usize, placement: Placement) -> Result<DTensor> {
@@ -156,13 +156,11 @@ impl Op for Energy {
         Ok(vec![if self.broken { sums.unsqueeze(0)? } else { sums }])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Inputs)
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let slope = saved.input(0).mul_scalar(2.0 * f64::from(self.times))?;
-        Ok(vec![gradients[0].as_ref().map(|g| g.unsqueeze(1)?.mul(&slope)).transpose()?])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Inputs, |op, saved, gradients| {
+            let slope = saved.input(0).mul_scalar(2.0 * f64::from(op.times))?;
+            Ok(vec![gradients[0].as_ref().map(|g| g.unsqueeze(1)?.mul(&slope)).transpose()?])
+        })
     }
 }
 

@@ -63,21 +63,30 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
         largest.unwrap_or(0) as u64
     }
 
-    /// What the gradient needs; `None` if the operator has no gradient.
-    fn differentiable(&self) -> Option<Keeps> {
-        None
-    }
-
-    /// The gradients of the inputs, made with operators on distributed tensors. See [`Backward::run`].
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let _ = gradients;
-        Ok((0..saved.inputs()).map(|_| None).collect())
-    }
+    /// How the gradients of the inputs follow from those of the outputs, or [`Gradient::NotDifferentiable`].
+    ///
+    /// There is no default: an operator whose gradient was forgotten would pass for a constant.
+    fn gradient(&self) -> Gradient<Self>;
 }
 
-/// The way back of an operator.
+/// The gradient of an operator, see [`Op::gradient`].
+pub enum Gradient<O: ?Sized> {
+    /// The outputs are constants to a backward pass: they are integers, or have no slope, or are themselves part of a
+    /// gradient that is not recorded. Asking for a gradient through such an output alone is an error.
+    #[doc(alias = "mark_non_differentiable")]
+    NotDifferentiable,
+    /// Computed by a function from the tensors that the call keeps for it.
+    From(Keeps, GradientFn<O>),
+}
+
+/// Computes the gradient of every input (`None`: zero, or not [wanted](Saved::wants)) from those of the outputs (`None`: zero)
+/// with operators on distributed tensors. See [`Backward::run`].
+pub type GradientFn<O> = fn(&O, &Saved<'_>, &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
+
+/// The backward pass of an operator.
 struct Recorded<O> {
     op: O,
+    gradient: GradientFn<O>,
     /// Where it was called, inside [`detect_anomaly`].
     recorded_at: Option<RecordedAt>,
 }
@@ -88,10 +97,8 @@ impl<O: Op> Backward for Recorded<O> {
     }
 
     fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        match is_detecting() {
-            true => in_backward_of(self.name(), self.recorded_at.clone(), || self.op.gradient(saved, gradients)),
-            false => self.op.gradient(saved, gradients),
-        }
+        let run = || (self.gradient)(&self.op, saved, gradients);
+        if is_detecting() { in_backward_of(self.name(), self.recorded_at.clone(), run) } else { run() }
     }
 }
 
@@ -263,10 +270,10 @@ pub fn cache_report() -> CacheReport {
 ///
 /// ```
 /// use candle_core::Tensor;
-/// use shardwise::op::{self, Op, OpPlan, Place};
+/// use shardwise::op::{self, Gradient, Op, OpPlan, Place};
 /// use shardwise::prelude::*;
 /// use shardwise::rule::Signature;
-/// use shardwise::tensor::{Keeps, Saved};
+/// use shardwise::tensor::Keeps;
 ///
 /// /// The cube of every element.
 /// #[derive(Clone, PartialEq, Eq, Hash)]
@@ -286,13 +293,11 @@ pub fn cache_report() -> CacheReport {
 ///         Ok(vec![inputs[0].powf(3.0)?])
 ///     }
 ///
-///     fn differentiable(&self) -> Option<Keeps> {
-///         Some(Keeps::Inputs)
-///     }
-///
-///     fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-///         let slope = saved.input(0).square()?.mul_scalar(3.0)?;
-///         Ok(vec![gradients[0].as_ref().map(|g| g.mul(&slope)).transpose()?])
+///     fn gradient(&self) -> Gradient<Self> {
+///         Gradient::From(Keeps::Inputs, |_, saved, gradients| {
+///             let slope = saved.input(0).square()?.mul_scalar(3.0)?;
+///             Ok(vec![gradients[0].as_ref().map(|g| g.mul(&slope)).transpose()?])
+///         })
 ///     }
 /// }
 ///
@@ -366,11 +371,12 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     if inputs.iter().all(|t| !t.has_gradient()) {
         return Ok(outputs);
     }
-    match op.differentiable() {
-        Some(keeps) => Ok(DTensor::recorded(outputs, inputs, keeps, || {
-            Box::new(Recorded { op: op.clone(), recorded_at: is_detecting().then(|| RecordedAt::here(site)) })
+    match op.gradient() {
+        Gradient::From(keeps, gradient) => Ok(DTensor::recorded(outputs, inputs, keeps, || {
+            let recorded_at = is_detecting().then(|| RecordedAt::here(site));
+            Box::new(Recorded { op: op.clone(), gradient, recorded_at })
         })),
-        None => Ok(outputs),
+        Gradient::NotDifferentiable => Ok(outputs),
     }
 }
 

@@ -4,7 +4,6 @@ use std::panic::Location;
 
 use candle_core::DType;
 
-use super::einsum::letters;
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::op::name_call;
@@ -29,8 +28,7 @@ impl DTensor {
             let error = Error::invalid("operands", found, needed, "change the input, or the layer before this one");
             return Err(name_call(error, "linear", &[self, weight], Location::caller()));
         }
-        let batch = letters(self.rank() - 1);
-        let product = DTensor::einsum(&format!("{batch}k,nk->{batch}n"), &[self, weight])?;
+        let product = self.times_transposed(weight)?;
         bias.map_or(Ok(product.clone()), |bias| product.add(bias))
     }
 

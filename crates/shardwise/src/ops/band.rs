@@ -8,10 +8,10 @@ use super::scalar::Scalar;
 use super::{OpEntry, Sample};
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps};
 use shardwise_kernels::{dense, with_type};
 
 /// The elements of the last two dimensions with `lower <= column - row <= upper`, and a number elsewhere.
@@ -112,13 +112,11 @@ impl Op for Band {
         }, otherwise unreachable!("tensors of a mesh have served types"))
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Nothing)
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        Ok(vec![Some(gradient.band(self.name, self.lower, self.upper, 0.0)?)])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Nothing, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            Ok(vec![Some(gradient.band(op.name, op.lower, op.upper, 0.0)?)])
+        })
     }
 }
 

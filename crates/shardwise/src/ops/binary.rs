@@ -5,13 +5,14 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
 
-use super::{OpEntry, Sample, derivative, dtype};
+use super::derivative::{OperandGradient, of_two, of_two_keeps, zero};
+use super::{OpEntry, Sample, dtype};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, Keeps, Operand, Saved};
+use crate::tensor::{DTensor, Operand};
 use shardwise_kernels::{Arithmetic, Each, Fold, Wide, fold, map};
 
 /// What a function gives.
@@ -32,13 +33,15 @@ struct Function {
     name: &'static str,
     gives: Gives,
     passes: &'static [Passing],
+    /// With respect to each operand; `None` if it is not differentiable.
+    gradients: Option<[OperandGradient; 2]>,
     run: fn([&Tensor; 2], &[usize], Arithmetic, DType) -> Result<Tensor>,
 }
 
 use ReduceOp::{Avg, Max, Min, Sum};
 
-/// Sums and means add up term by term, and a value that is added to a mean may be whole. Extremes do not pass: whole
-/// numbers wrap, and an infinite operand beside the other infinity would be not-a-number.
+/// Sums and means add up term by term, and a value that is added to a mean may be replicated. Extremes do not pass: integers
+/// wrap, and an infinite operand beside the other infinity would be NaN.
 const ADD: &[Passing] =
     &[(Some(Sum), Some(Sum), Sum), (Some(Avg), Some(Avg), Avg), (Some(Avg), None, Avg), (None, Some(Avg), Avg)];
 const MUL: &[Passing] =
@@ -59,11 +62,13 @@ const MINIMUM: &[Passing] = &[
     (None, Some(Max), Max),
 ];
 
-/// Functions by name. `each` is written alike for f32 and f64, `wide` is computed in f64 for f32 too.
+/// Functions by name. `each` is written alike for f32 and f64, `wide` is computed in f64 for f32 too. Then the gradient, which
+/// every entry has to state: with respect to both operands, each a variant of [`OperandGradient`], or `not_differentiable`.
 macro_rules! functions {
     ($(
         $(#[doc = $doc:literal])*
-        $name:ident: $gives:ident, $passes:expr, |$a:ident, $b:ident| $form:ident($real:expr), whole($whole:expr);
+        $name:ident: $gives:ident, $passes:expr, |$a:ident, $b:ident| $form:ident($real:expr), whole($whole:expr)
+            => $gradient:ident $(($left:ident($of_left:expr), $right:ident($of_right:expr)))?;
     )*) => {
         impl DTensor {
             $(
@@ -88,6 +93,7 @@ macro_rules! functions {
                 name: stringify!($name),
                 gives: Gives::$gives,
                 passes: $passes,
+                gradients: functions!(@$gradient $(($left($of_left), $right($of_right)))?),
                 run: |inputs, shape, arithmetic, dtype| {
                     let whole = |[$a, $b]: [i64; 2]| $whole;
                     Ok(map(functions!(@$form $a, $b, $real, whole), inputs, shape, arithmetic, dtype)?)
@@ -98,11 +104,18 @@ macro_rules! functions {
         pub(super) const OPS: &[OpEntry] = &[
             $(OpEntry {
                 name: stringify!($name),
-                samples: if divides(stringify!($name)) { real_samples } else { samples },
+                samples: if Binary::$name.divides() { real_samples } else { samples },
                 apply: |x| Ok(vec![x[0].$name(&x[1])?]),
             },)*
         ];
     };
+    (@not_differentiable) => { None };
+    (@gradients ($left:ident($of_left:expr), $right:ident($of_right:expr))) => {
+        Some([functions!(@$left $of_left), functions!(@$right $of_right)])
+    };
+    (@alone $of:expr) => { OperandGradient::Alone($of) };
+    (@once $of:expr) => { OperandGradient::Once($of) };
+    (@several $of:expr) => { OperandGradient::Several($of) };
     (@each $a:ident, $b:ident, $real:expr, $whole:ident) => {
         Each(|[$a, $b]: [f32; 2]| $real, |[$a, $b]: [f64; 2]| $real, $whole)
     };
@@ -138,60 +151,87 @@ macro_rules! floor_of_division {
 
 functions! {
     /// a + b.
-    add: Meet, ADD, |a, b| each(a + b), whole(a.wrapping_add(b));
+    add: Meet, ADD, |a, b| each(a + b), whole(a.wrapping_add(b))
+        => gradients(alone(|g| Ok(g.clone())), alone(|g| Ok(g.clone())));
     /// a - b.
-    sub: Meet, ADD, |a, b| each(a - b), whole(a.wrapping_sub(b));
+    sub: Meet, ADD, |a, b| each(a - b), whole(a.wrapping_sub(b))
+        => gradients(alone(|g| Ok(g.clone())), alone(DTensor::neg));
     /// a * b.
-    mul: Meet, MUL, |a, b| each(a * b), whole(a.wrapping_mul(b));
+    mul: Meet, MUL, |a, b| each(a * b), whole(a.wrapping_mul(b))
+        => gradients(once(|_, b, g| g.mul(b)), once(|a, _, g| g.mul(a)));
     /// a / b, a floating-point number.
-    div: Real, &[], |a, b| each(a / b), whole(real_only(a, b));
+    div: Real, &[], |a, b| each(a / b), whole(real_only(a, b))
+        // The square of the divisor may be beyond the type where the quotient is not.
+        => gradients(once(|_, b, g| g.div(b)), several(|a, b, g| g.mul(&a.div(b)?.div(b)?)?.neg()));
     /// The integer next below a / b, of the exact quotient. An integer divided by zero is an error, as in [`fmod`](Self::fmod).
-    div_floor: Meet, &[], |a, b| each(floor_of_division!(a, b)), whole(floor_of_quotient(a, b));
+    div_floor: Meet, &[], |a, b| each(floor_of_division!(a, b)), whole(floor_of_quotient(a, b))
+        => gradients(alone(zero), alone(zero));
     /// a / b, rounded, without its fraction. An integer divided by zero is an error, as in [`fmod`](Self::fmod).
-    div_trunc: Meet, &[], |a, b| each((a / b).trunc()), whole(a.wrapping_div(b));
+    div_trunc: Meet, &[], |a, b| each((a / b).trunc()), whole(a.wrapping_div(b))
+        => gradients(alone(zero), alone(zero));
     /// a to the power of b.
-    pow: Meet, &[], |a, b| wide(a.powf(b)), whole(power(a, b));
+    pow: Meet, &[], |a, b| wide(a.powf(b)), whole(power(a, b))
+        => gradients(several(power_by_base), several(power_by_exponent));
     /// The larger one, b if they are equal; NaN wins.
-    maximum: Meet, MAXIMUM, |a, b| each(if a > b || a.is_nan() { a } else { b }), whole(a.max(b));
+    maximum: Meet, MAXIMUM, |a, b| each(if a > b || a.is_nan() { a } else { b }), whole(a.max(b))
+        => gradients(several(|a, b, g| g.mul(&share(&a.gt(b)?, a, b)?)), several(|a, b, g| g.mul(&share(&b.gt(a)?, a, b)?)));
     /// The smaller one, b if they are equal; NaN wins.
-    minimum: Meet, MINIMUM, |a, b| each(if a < b || a.is_nan() { a } else { b }), whole(a.min(b));
+    minimum: Meet, MINIMUM, |a, b| each(if a < b || a.is_nan() { a } else { b }), whole(a.min(b))
+        => gradients(several(|a, b, g| g.mul(&share(&a.lt(b)?, a, b)?)), several(|a, b, g| g.mul(&share(&b.lt(a)?, a, b)?)));
     /// What a leaves when divided by b, with the sign of a. An integer divided by zero is an error on the ranks that hold the
     /// zero, and reaches the others with their next collective.
-    fmod: Meet, &[], |a, b| each(a % b), whole(a.wrapping_rem(b));
+    fmod: Meet, &[], |a, b| each(a % b), whole(a.wrapping_rem(b))
+        => gradients(alone(|g| Ok(g.clone())), several(|a, b, g| g.mul(&a.div_trunc(b)?)?.neg()));
     /// What a leaves when divided by b, with the sign of b; exact before it is rounded. An integer divided by zero is an
     /// error, as in [`fmod`](Self::fmod).
-    remainder: Meet, &[], |a, b| each(remainder_of_division!(a, b)), whole(remainder_of_quotient(a, b));
+    remainder: Meet, &[], |a, b| each(remainder_of_division!(a, b)), whole(remainder_of_quotient(a, b))
+        => gradients(alone(|g| Ok(g.clone())), several(|a, b, g| g.mul(&a.div_floor(b)?)?.neg()));
     /// The angle of the point (b, a).
-    atan2: Real, &[], |a, b| wide(a.atan2(b)), whole(real_only(a, b));
+    atan2: Real, &[], |a, b| wide(a.atan2(b)), whole(real_only(a, b))
+        => gradients(several(|a, b, g| g.mul(b)?.div(&a.square()?.add(&b.square()?)?)),
+            several(|a, b, g| g.mul(a)?.div(&a.square()?.add(&b.square()?)?)?.neg()));
     /// sqrt(a^2 + b^2).
-    hypot: Real, &[], |a, b| wide(a.hypot(b)), whole(real_only(a, b));
+    hypot: Real, &[], |a, b| wide(a.hypot(b)), whole(real_only(a, b))
+        => gradients(several(|a, b, g| g.mul(a)?.div(&a.hypot(b)?)), several(|a, b, g| g.mul(b)?.div(&a.hypot(b)?)));
     /// 1 where equal.
-    eq: Truth, &[], |a, b| each(if a == b { 1.0 } else { 0.0 }), whole(i64::from(a == b));
+    eq: Truth, &[], |a, b| each(if a == b { 1.0 } else { 0.0 }), whole(i64::from(a == b))
+        => not_differentiable;
     /// 1 where different.
-    ne: Truth, &[], |a, b| each(if a != b { 1.0 } else { 0.0 }), whole(i64::from(a != b));
+    ne: Truth, &[], |a, b| each(if a != b { 1.0 } else { 0.0 }), whole(i64::from(a != b))
+        => not_differentiable;
     /// 1 where a < b.
-    lt: Truth, &[], |a, b| each(if a < b { 1.0 } else { 0.0 }), whole(i64::from(a < b));
+    lt: Truth, &[], |a, b| each(if a < b { 1.0 } else { 0.0 }), whole(i64::from(a < b))
+        => not_differentiable;
     /// 1 where a <= b.
-    le: Truth, &[], |a, b| each(if a <= b { 1.0 } else { 0.0 }), whole(i64::from(a <= b));
+    le: Truth, &[], |a, b| each(if a <= b { 1.0 } else { 0.0 }), whole(i64::from(a <= b))
+        => not_differentiable;
     /// 1 where a > b.
-    gt: Truth, &[], |a, b| each(if a > b { 1.0 } else { 0.0 }), whole(i64::from(a > b));
+    gt: Truth, &[], |a, b| each(if a > b { 1.0 } else { 0.0 }), whole(i64::from(a > b))
+        => not_differentiable;
     /// 1 where a >= b.
-    ge: Truth, &[], |a, b| each(if a >= b { 1.0 } else { 0.0 }), whole(i64::from(a >= b));
+    ge: Truth, &[], |a, b| each(if a >= b { 1.0 } else { 0.0 }), whole(i64::from(a >= b))
+        => not_differentiable;
     /// 1 where neither is zero.
     logical_and: Truth, &[], |a, b| each(if a != 0.0 && b != 0.0 { 1.0 } else { 0.0 }),
-        whole(i64::from(a != 0 && b != 0));
+        whole(i64::from(a != 0 && b != 0))
+        => not_differentiable;
     /// 1 where not both are zero.
     logical_or: Truth, &[], |a, b| each(if a != 0.0 || b != 0.0 { 1.0 } else { 0.0 }),
-        whole(i64::from(a != 0 || b != 0));
+        whole(i64::from(a != 0 || b != 0))
+        => not_differentiable;
     /// 1 where exactly one is zero.
     logical_xor: Truth, &[], |a, b| each(if (a != 0.0) != (b != 0.0) { 1.0 } else { 0.0 }),
-        whole(i64::from((a != 0) != (b != 0)));
+        whole(i64::from((a != 0) != (b != 0)))
+        => not_differentiable;
     /// The bits that both have; integers only.
-    bitwise_and: Meet, &[], |a, b| each(whole_only(a, b)), whole(a & b);
+    bitwise_and: Meet, &[], |a, b| each(whole_only(a, b)), whole(a & b)
+        => not_differentiable;
     /// The bits that either has; integers only.
-    bitwise_or: Meet, &[], |a, b| each(whole_only(a, b)), whole(a | b);
+    bitwise_or: Meet, &[], |a, b| each(whole_only(a, b)), whole(a | b)
+        => not_differentiable;
     /// The bits that exactly one has; integers only.
-    bitwise_xor: Meet, &[], |a, b| each(whole_only(a, b)), whole(a ^ b);
+    bitwise_xor: Meet, &[], |a, b| each(whole_only(a, b)), whole(a ^ b)
+        => not_differentiable;
 }
 
 #[track_caller]
@@ -249,6 +289,24 @@ pub(super) fn power(a: i64, b: i64) -> i64 {
     product
 }
 
+/// With respect to the base.
+fn power_by_base(a: &DTensor, b: &DTensor, g: &DTensor) -> Result<DTensor> {
+    let slope = b.mul(&a.pow(&b.add_scalar(-1.0)?)?)?;
+    b.eq(&zero(b)?)?.where_cond(&zero(g)?, &g.mul(&slope)?)
+}
+
+/// With respect to the exponent. At zero a power with a positive exponent stays zero.
+fn power_by_exponent(a: &DTensor, b: &DTensor, g: &DTensor) -> Result<DTensor> {
+    let flat = a.eq(&zero(a)?)?.logical_and(&b.ge(&zero(b)?)?)?;
+    flat.where_cond(&zero(g)?, &g.mul(&a.pow(b)?)?.mul(&a.log()?)?)
+}
+
+/// 1 where true, and a half where the operands are equal: these share the gradient.
+fn share(truth: &DTensor, a: &DTensor, b: &DTensor) -> Result<DTensor> {
+    let dtype = dtype::promote(a.dtype(), b.dtype());
+    truth.to_dtype(dtype)?.add(&a.eq(b)?.to_dtype(dtype)?.mul_scalar(0.5)?)
+}
+
 /// An error if integers are to be divided by a zero.
 fn check_divisors(name: &str, divisors: &Tensor) -> Result<()> {
     let none = fold(Fold::All, divisors, &(0..divisors.rank()).collect::<Vec<_>>(), &[], DType::U8)?;
@@ -294,6 +352,11 @@ impl Binary {
         &FUNCTIONS[self as usize]
     }
 
+    /// Whether it refuses a zero among integers.
+    const fn divides(self) -> bool {
+        matches!(self, Binary::div_floor | Binary::div_trunc | Binary::fmod | Binary::remainder)
+    }
+
     /// The type of the result, for inputs that meet in a type.
     fn dtype(self, meet: DType) -> DType {
         match self.function().gives {
@@ -334,22 +397,18 @@ impl Op for Binary {
         let meet = dtype::promote(a.dtype(), b.dtype());
         let whole = !meet.is_float() && self.function().gives != Gives::Real;
         let arithmetic = if whole { Arithmetic::Whole } else { Arithmetic::real([a.dtype(), b.dtype()]) };
-        let divides = matches!(self, Binary::div_floor | Binary::div_trunc | Binary::fmod | Binary::remainder);
-        if divides && whole && !shape.contains(&0) {
+        if self.divides() && whole && !shape.contains(&0) {
             check_divisors(self.name(), b)?;
         }
         Ok(vec![(self.function().run)([a, b], &shape, arithmetic, self.dtype(meet))?])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        derivative::of_two_keeps(self.name())
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        match &gradients[0] {
-            Some(gradient) => derivative::of_two(self.name(), saved, gradient),
-            None => Ok(vec![None, None]),
-        }
+    fn gradient(&self) -> Gradient<Self> {
+        let Some(of) = &self.function().gradients else { return Gradient::NotDifferentiable };
+        Gradient::From(of_two_keeps(of), |op, saved, gradients| match (&op.function().gradients, &gradients[0]) {
+            (Some(of), Some(gradient)) => of_two(op.name(), of, saved, gradient),
+            _ => Ok(vec![None, None]),
+        })
     }
 }
 
@@ -360,11 +419,6 @@ fn samples() -> Vec<Vec<Sample>> {
 /// Samples have zeros, which integers are not divided by.
 fn real_samples() -> Vec<Vec<Sample>> {
     samples_of(DType::F64)
-}
-
-/// Whether an operator refuses a zero among integers; a comparison that constants can make.
-const fn divides(name: &str) -> bool {
-    matches!(name.as_bytes(), b"div_floor" | b"div_trunc" | b"fmod" | b"remainder")
 }
 
 fn samples_of(dtype: DType) -> Vec<Vec<Sample>> {

@@ -10,10 +10,10 @@ use super::{OpEntry, Sample};
 use crate::comm::implicitly;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{DTensor, Keeps, Saved, is_recording};
+use crate::tensor::{DTensor, Keeps, is_recording};
 use shardwise_kernels::{dense, from_reals, reals, reserve, with_type};
 
 /// How windows lie along one dimension.
@@ -136,14 +136,14 @@ impl DTensor {
         let (x, weight) = (without(self, &partial)?, without(weight, &inside)?);
         let windows = weight.shape()[2..].iter().map(|&size| Window { size, stride, padding, dilation }).collect();
         let windows = x.windows(&Windows { name, windows, border: Scalar(0.0) })?;
-        let (inside, places) = (&"ij"[..spatial], &"hw"[..spatial]);
         let product = if groups == 1 {
-            DTensor::einsum(&format!("nc{inside}{places},oc{inside}->no{places}"), &[&windows, &weight])?
+            let terms = if spatial == 1 { (["nciw", "oci"], "now") } else { (["ncijhw", "ocij"], "nohw") };
+            windows.contract(&weight, terms.0, terms.1)?
         } else {
             let apart = windows.unflatten(1, &[groups as isize, -1])?;
             let weight = weight.unflatten(0, &[groups as isize, -1])?;
-            DTensor::einsum(&format!("ngc{inside}{places},goc{inside}->ngo{places}"), &[&apart, &weight])?
-                .flatten(1, 2)?
+            let terms = if spatial == 1 { (["ngciw", "goci"], "ngow") } else { (["ngcijhw", "gocij"], "ngohw") };
+            apart.contract(&weight, terms.0, terms.1)?.flatten(1, 2)?
         };
         let Some(bias) = bias else { return Ok(product) };
         product.add(&bias.reshape(&[vec![-1], vec![1; spatial]].concat())?)
@@ -371,15 +371,13 @@ impl Op for Windows {
         }, otherwise unreachable!("tensors of a mesh have served types"))
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Nothing)
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        let sizes = saved.shape(0)[2..].to_vec();
-        let op = Fold { name: self.name, windows: self.windows.clone(), sizes };
-        Ok(vec![Some(dispatch(&op, &[gradient], Location::caller())?.swap_remove(0))])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Nothing, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let sizes = saved.shape(0)[2..].to_vec();
+            let fold = Fold { name: op.name, windows: op.windows.clone(), sizes };
+            Ok(vec![Some(dispatch(&fold, &[gradient], Location::caller())?.swap_remove(0))])
+        })
     }
 }
 
@@ -488,14 +486,12 @@ impl Op for Fold {
         Ok(vec![from_reals(sums, &shape, x.dtype())?])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Nothing)
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        let windows = Windows { name: self.name, windows: self.windows.clone(), border: Scalar(0.0) };
-        Ok(vec![Some(gradient.windows(&windows)?)])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Nothing, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let windows = Windows { name: op.name, windows: op.windows.clone(), border: Scalar(0.0) };
+            Ok(vec![Some(gradient.windows(&windows)?)])
+        })
     }
 }
 

@@ -1,140 +1,167 @@
-//! Products that sum over shared dimensions: one equation says the rule and the kernel.
+//! Products that sum over shared dimensions: one equation of labels says the rule, the kernel and the gradient.
 
-use std::borrow::Cow;
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
+use super::contraction::order;
+use super::equation::{Equation, Label, Term, batch, distinct, letters, size_of};
+use super::indices::places;
 use super::{OpEntry, Sample, dtype};
 use crate::error::{Error, Result};
-use crate::layout::TensorMeta;
-use crate::op::{Op, OpPlan, Place, dispatch, name_call};
+use crate::layout::{Runs, TensorMeta};
+use crate::op::{Gradient, Op, OpPlan, Place, dispatch, name_call};
 use crate::placement::Placement;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Saved};
-use shardwise_kernels::{Fold, dense, fold, product as matrix_product, wholes};
+use shardwise_kernels::{Fold, NOWHERE, dense, fold, product as matrix_product, take, wholes};
 
-/// A product of one or two tensors after an equation such as `mk,kn->mn`.
+/// A product of one or two tensors.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Einsum {
     name: &'static str,
-    equation: Cow<'static, str>,
+    equation: Equation,
+    /// Whether a dimension of size 1 is stretched to the size that its letter has in the other tensor.
+    stretches: bool,
 }
 
 impl DTensor {
     /// The product that an equation such as `bmk,bkn->bmn` describes; letters missing on the right are summed over.
+    ///
+    /// Equations are those of PyTorch: `...` stands for dimensions that broadcast, a letter that a tensor has twice for its
+    /// diagonal, a dimension of size 1 is stretched to the size that its letter has elsewhere, and without `->` the output has
+    /// the letters that occur once, in alphabetical order, capital letters first.
+    ///
+    /// Three or more tensors are multiplied two at a time, in the order that takes the fewest multiplications (the cheapest
+    /// pair first for more than eight); tensors of half precision are rounded after each.
     #[track_caller]
     pub fn einsum(equation: &str, inputs: &[&DTensor]) -> Result<DTensor> {
         let site = Location::caller();
-        let equation: String = equation.chars().filter(|c| !c.is_whitespace()).collect();
-        check(&equation, inputs.len()).map_err(|e| name_call(e, "einsum", inputs, site))?;
-        // More than two factors are multiplied one after the other.
-        let [first, second, rest @ ..] = inputs else {
-            return Ok(dispatch(&Einsum { name: "einsum", equation: equation.into() }, inputs, site)?.swap_remove(0));
-        };
-        if rest.is_empty() {
-            return Ok(dispatch(&Einsum { name: "einsum", equation: equation.into() }, inputs, site)?.swap_remove(0));
+        if inputs.is_empty() {
+            let found = format!("`{equation}` without tensors");
+            return Err(Error::invalid("operands", found, "at least one tensor", "pass the tensors of the equation"));
         }
-        let (left, right) = equation.split_once("->").expect("checked");
-        let terms: Vec<&str> = left.split(',').collect();
-        let later: String = terms[2..].concat() + right;
-        let mut kept: Vec<char> = Vec::new();
-        for c in (terms[0].to_string() + terms[1]).chars().filter(|c| later.contains(*c)) {
-            if !kept.contains(&c) {
-                kept.push(c);
-            }
+        let ndims: Vec<usize> = inputs.iter().map(|x| x.rank()).collect();
+        let equation = Equation::parse(equation, &ndims).map_err(|e| name_call(e, "einsum", inputs, site))?;
+        if inputs.len() > 2 {
+            return chain(&equation, inputs);
         }
-        let kept: String = kept.into_iter().collect();
-        let product = DTensor::einsum(&format!("{},{}->{kept}", terms[0], terms[1]), &[first, second])?;
-        let equation = format!("{kept},{}->{right}", terms[2..].join(","));
-        let remaining: Vec<&DTensor> = std::iter::once(&product).chain(rest.iter().copied()).collect();
-        DTensor::einsum(&equation, &remaining)
+        multiply("einsum", equation, true, inputs)
     }
 
     /// The matrix product, with vectors and with leading dimensions that broadcast.
     #[track_caller]
     pub fn matmul(&self, other: &DTensor) -> Result<DTensor> {
-        let equation = match (self.rank(), other.rank()) {
-            (0, _) | (_, 0) => {
-                let error = Error::invalid("operands", "a scalar in matmul", "vectors or matrices", "use mul");
-                return Err(name_call(error, "matmul", &[self, other], Location::caller()));
-            }
-            (1, 1) => "k,k->".into(),
-            (2, 2) => "mk,kn->mn".into(),
-            (1, n) => {
-                let batch = letters(n - 2);
-                format!("k,{batch}kn->{batch}n").into()
-            }
-            (m, 1) => {
-                let batch = letters(m - 2);
-                format!("{batch}mk,k->{batch}m").into()
-            }
-            (m, n) => {
-                let batch = letters(m.max(n) - 2);
-                let tail = |count: usize| &batch[batch.len() - count..];
-                format!("{}mk,{}kn->{batch}mn", tail(m - 2), tail(n - 2)).into()
-            }
+        let (m, n) = (self.rank(), other.rank());
+        if m == 0 || n == 0 {
+            let error = Error::invalid("operands", "a scalar in matmul", "vectors or matrices", "use mul");
+            return Err(name_call(error, "matmul", &[self, other], Location::caller()));
+        }
+        let left = if m == 1 { "k" } else { "mk" };
+        let right = if n == 1 { "k" } else { "kn" };
+        let output = match (m, n) {
+            (1, 1) => "",
+            (1, _) => "n",
+            (_, 1) => "m",
+            _ => "mn",
         };
-        named("matmul", equation, self, other)
+        let term = |ndim: usize, names: &'static str| batch(ndim.saturating_sub(2)).chain(letters(names));
+        let inputs = [term(m, left).collect(), term(n, right).collect()];
+        multiply("matmul", Equation::new(inputs, term(m.max(n), output)), false, &[self, other])
     }
 
     /// The product of two matrices.
     #[track_caller]
     pub fn mm(&self, other: &DTensor) -> Result<DTensor> {
-        named("mm", "mk,kn->mn".into(), self, other)
+        named("mm", ["mk", "kn"], "mn", self, other)
     }
 
     /// The products of a batch of matrices.
     #[track_caller]
     pub fn bmm(&self, other: &DTensor) -> Result<DTensor> {
-        named("bmm", "bmk,bkn->bmn".into(), self, other)
+        named("bmm", ["bmk", "bkn"], "bmn", self, other)
     }
 
     /// A matrix times a vector.
     #[track_caller]
     pub fn mv(&self, vector: &DTensor) -> Result<DTensor> {
-        named("mv", "mk,k->m".into(), self, vector)
+        named("mv", ["mk", "k"], "m", self, vector)
     }
 
     /// The inner product of two vectors.
     #[track_caller]
     pub fn dot(&self, other: &DTensor) -> Result<DTensor> {
-        named("dot", "k,k->".into(), self, other)
+        named("dot", ["k", "k"], "", self, other)
     }
 
     /// The outer product of two vectors.
     #[track_caller]
     pub fn outer(&self, other: &DTensor) -> Result<DTensor> {
-        named("outer", "m,n->mn".into(), self, other)
+        named("outer", ["m", "n"], "mn", self, other)
+    }
+
+    /// The product with the letters of both tensors and of the result.
+    #[track_caller]
+    pub(super) fn contract(&self, other: &DTensor, terms: [&str; 2], output: &str) -> Result<DTensor> {
+        named("einsum", terms, output, self, other)
+    }
+
+    /// `x` of shape `[..., in]` times the transpose of a weight of shape `[out, in]`.
+    #[track_caller]
+    pub(super) fn times_transposed(&self, weight: &DTensor) -> Result<DTensor> {
+        let leading = || batch(self.rank() - 1);
+        let inputs = [leading().chain(letters("k")).collect(), letters("nk").collect()];
+        multiply("einsum", Equation::new(inputs, leading().chain(letters("n"))), false, &[self, weight])
     }
 }
 
 #[track_caller]
-fn named(name: &'static str, equation: Cow<'static, str>, a: &DTensor, b: &DTensor) -> Result<DTensor> {
-    Ok(dispatch(&Einsum { name, equation }, &[a, b], Location::caller())?.swap_remove(0))
+fn named(name: &'static str, terms: [&str; 2], output: &str, a: &DTensor, b: &DTensor) -> Result<DTensor> {
+    multiply(name, Equation::new(terms.map(|term| letters(term).collect()), letters(output)), false, &[a, b])
 }
 
-/// Names for leading dimensions.
-pub(super) fn letters(count: usize) -> String {
-    ('A'..).take(count).collect()
+/// The product of one or two tensors.
+#[track_caller]
+fn multiply(name: &'static str, equation: Equation, stretches: bool, inputs: &[&DTensor]) -> Result<DTensor> {
+    Ok(dispatch(&Einsum { name, equation, stretches }, inputs, Location::caller())?.swap_remove(0))
 }
 
-fn check(equation: &str, inputs: usize) -> Result<()> {
-    let bad = |found: String| {
-        Error::invalid(
-            "equation",
-            found,
-            "one term per tensor and an arrow, such as `mk,kn->mn`",
-            "correct the equation",
-        )
-    };
-    let (left, right) = equation.split_once("->").ok_or_else(|| bad(format!("`{equation}`")))?;
-    let terms: Vec<&str> = left.split(',').collect();
-    let distinct = |term: &str| term.char_indices().all(|(i, c)| !term[..i].contains(c));
-    let known = right.chars().all(|c| left.contains(c));
-    let good = terms.len() == inputs && inputs > 0 && terms.iter().all(|t| distinct(t)) && distinct(right) && known;
-    let words = equation.chars().all(|c| c.is_ascii_alphabetic() || ",->".contains(c));
-    if good && words { Ok(()) } else { Err(bad(format!("`{equation}` for {inputs} tensor(s)"))) }
+/// The product of three or more tensors, two at a time.
+#[track_caller]
+fn chain(equation: &Equation, inputs: &[&DTensor]) -> Result<DTensor> {
+    let site = Location::caller();
+    let shapes: Vec<&[usize]> = inputs.iter().map(|x| x.shape()).collect();
+    let sizes = equation.sizes("einsum", &shapes, true).map_err(|e| name_call(e, "einsum", inputs, site))?;
+    // Without the dimensions that would be stretched, what they are stretched to can be summed over early.
+    let mut factors = Vec::new();
+    let mut terms = Vec::new();
+    for (term, &input) in equation.inputs.iter().zip(inputs) {
+        let full = |d: &usize| input.shape()[*d] == size_of(&sizes, term[*d]);
+        let mut factor = input.clone();
+        for d in (0..term.len()).rev().filter(|d| !full(d)) {
+            factor = factor.squeeze(Some(d as isize))?;
+        }
+        factors.push(factor);
+        terms.push((0..term.len()).filter(full).map(|d| term[d]).collect::<Term>());
+    }
+    let equation = Equation::new(terms, equation.output.iter().copied());
+    let mut terms = equation.inputs.clone();
+    for step in order(&equation, &sizes) {
+        let [a, b] = step.factors;
+        let pair = Equation::new([terms[a].clone(), terms[b].clone()], step.output.iter().copied());
+        factors.push(multiply("einsum", pair, false, &[&factors[a], &factors[b]])?);
+        terms.push(step.output);
+    }
+    Ok(factors.pop().expect("the product"))
+}
+
+impl Einsum {
+    /// The names of the dimensions of a tensor for the rule: not those that are stretched, and of a diagonal the first.
+    fn named(term: &[Label], numbers: &[Label], stretched: impl Fn(usize) -> bool) -> Vec<Option<usize>> {
+        let number = |d: usize| numbers.iter().position(|&label| label == term[d]);
+        let named = |d: usize| if stretched(d) || term[..d].contains(&term[d]) { None } else { number(d) };
+        (0..term.len()).map(named).collect()
+    }
 }
 
 impl Op for Einsum {
@@ -143,173 +170,249 @@ impl Op for Einsum {
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
-        let (left, right) = self.equation.split_once("->").expect("checked");
-        let mut sizes: Vec<(char, usize)> = Vec::new();
-        for (term, input) in left.split(',').zip(inputs) {
-            let shapes: Vec<&[usize]> = inputs.iter().map(|m| m.shape.as_slice()).collect();
-            let mismatch = |needed: String| {
-                let found = format!("shapes {shapes:?} in {}({})", self.name, self.equation);
-                Error::invalid("operands", found, needed, "transpose or reshape the tensors")
-            };
-            if term.len() != input.shape.len() {
-                return Err(mismatch(format!("{} dimension(s) for `{term}`", term.len())));
-            }
-            for (c, &n) in term.chars().zip(&input.shape) {
-                match sizes.iter_mut().find(|(name, _)| *name == c) {
-                    // Leading dimensions of matmul, which have capital names, broadcast.
-                    Some((_, size)) if *size == 1 && c.is_ascii_uppercase() => *size = n,
-                    Some((_, size)) if *size != n && !(n == 1 && c.is_ascii_uppercase()) => {
-                        return Err(mismatch(format!("one size for `{c}`, found {size} and {n}")));
-                    }
-                    Some(_) => {}
-                    None => sizes.push((c, n)),
-                }
-            }
-        }
-        let size = |c: char| sizes.iter().find(|(name, _)| *name == c).expect("named on the left").1;
-        let shape: Vec<usize> = right.chars().map(size).collect();
+        let shapes: Vec<&[usize]> = inputs.iter().map(|m| m.shape.as_slice()).collect();
+        let sizes = self.equation.sizes(self.name, &shapes, self.stretches)?;
+        let numbers: Vec<Label> = sizes.iter().map(|&(label, _)| label).collect();
+        let output = &self.equation.output;
+        let shape: Vec<usize> = output.iter().map(|&label| size_of(&sizes, label)).collect();
+        let names = self
+            .equation
+            .inputs
+            .iter()
+            .zip(&shapes)
+            .map(|(term, shape)| Self::named(term, &numbers, |d| shape[d] != size_of(&sizes, term[d])));
+        let mut signature = Signature::product(names, Self::named(output, &numbers, |_| false));
         let dtype = inputs.iter().map(|m| m.dtype).reduce(dtype::promote).expect("at least one input");
-        let broadcast = |input: usize, dim: usize, c: char| inputs[input].shape[dim] != size(c);
-        let mut signature = Signature::einsum(&self.equation, &broadcast);
         if inputs.iter().any(|m| m.dtype != dtype) {
             signature = signature.without_passes(); // operands must not be rounded before they are reduced
         }
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
         // The usual case needs no analysis.
-        if let ([a, b], "mk,kn->mn") = (inputs, &*self.equation)
+        if let [a, b] = inputs
+            && self.is_matrix_product(a, b)
             && a.dtype() == b.dtype()
             && a.dtype().is_float()
             && a.elem_count() * b.elem_count() > 0
         {
             return Ok(vec![matrix_product(a, b, 0, 1)?]);
         }
-        let (left, right) = self.equation.split_once("->").expect("checked");
-        let terms: Vec<&str> = left.split(',').collect();
         let dtype = inputs.iter().map(Tensor::dtype).reduce(dtype::promote).expect("at least one input");
-        // Whole numbers are computed as i64 and wrap in the end, as their pending sums do.
+        // Integers are computed as i64 and wrap in the end, as their partial sums do.
         let work = if dtype.is_float() { dtype } else { DType::I64 };
-        let result = match inputs {
-            [x] => sum_to(&x.to_dtype(work)?, terms[0], right)?,
-            [a, b] => product(&a.to_dtype(work)?, terms[0], &b.to_dtype(work)?, terms[1], right)?,
+        let mut factors = Vec::with_capacity(inputs.len());
+        for (i, (x, term)) in inputs.iter().zip(&self.equation.inputs).enumerate() {
+            let held = |d: usize| (at.input_shape(i)[d], at.input(i, d));
+            factors.push(diagonal(&x.to_dtype(work)?, term, &held)?);
+        }
+        let output = distinct(&self.equation.output);
+        let result = match factors.as_slice() {
+            [(x, term)] => sum_to(x, term, &output)?,
+            [a, b] => {
+                let (a, b) = (without_stretched(a, b)?, without_stretched(b, a)?);
+                product(&a.0, &a.1, &b.0, &b.1, &output)?
+            }
             _ => unreachable!("longer products are taken apart"),
         };
-        Ok(vec![dense(&result.to_dtype(dtype)?)?])
+        let result = result.to_dtype(dtype)?;
+        let held = |d: usize| at.output(0, d);
+        let result =
+            if output == self.equation.output { result } else { embedded(&result, &self.equation.output, &held)? };
+        Ok(vec![dense(&result)?])
     }
 
     /// A multiplication and an addition for every combination of indices.
     fn flops(&self, inputs: &[&[usize]], _: &[&[usize]]) -> u64 {
-        let (left, _) = self.equation.split_once("->").expect("checked");
-        let sizes = || left.split(',').zip(inputs).flat_map(|(term, shape)| term.chars().zip(shape.iter().copied()));
-        let mut names: Vec<char> = left.chars().filter(|c| *c != ',').collect();
-        names.sort_unstable();
-        names.dedup();
-        let size = |c: char| sizes().filter(|(name, _)| *name == c).map(|(_, n)| n).max().unwrap_or(1);
-        2 * names.into_iter().map(|c| size(c) as u64).product::<u64>()
+        let terms = || self.equation.inputs.iter().zip(inputs);
+        let all: Term = terms().flat_map(|(term, _)| term.iter().copied()).collect();
+        let size = |label: Label| {
+            let sizes = terms().flat_map(|(term, shape)| term.iter().zip(*shape)).filter(|(l, _)| **l == label);
+            sizes.map(|(_, &n)| n as u64).max().unwrap_or(1)
+        };
+        2 * distinct(&all).into_iter().map(size).product::<u64>()
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(if self.equation.contains(',') { Keeps::Inputs } else { Keeps::Nothing })
+    fn gradient(&self) -> Gradient<Self> {
+        let keeps = if self.equation.inputs.len() > 1 { Keeps::Inputs } else { Keeps::Nothing };
+        Gradient::From(keeps, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let of = |i: usize| saved.wants(i).then(|| op.of_factor(i, saved, gradient)).transpose();
+            (0..saved.inputs()).map(of).collect()
+        })
     }
+}
 
-    /// The product of the gradient and the other factors, summed over what this factor has not.
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        let (left, right) = self.equation.split_once("->").expect("checked");
-        let terms: Vec<&str> = left.split(',').collect();
-        let mut found = Vec::new();
-        for (i, term) in terms.iter().enumerate() {
-            if !saved.wants(i) {
-                found.push(None);
-                continue;
+impl Einsum {
+    /// Whether it is `mk,kn->mn` of local tensors, with any letters.
+    fn is_matrix_product(&self, a: &Tensor, b: &Tensor) -> bool {
+        let (left, right) = (self.equation.inputs[0].as_slice(), self.equation.inputs[1].as_slice());
+        match (left, right, self.equation.output.as_slice()) {
+            ([m, k], [inner, n], [rows, columns]) => {
+                m != k && m != n && k != n && [k, m, n] == [inner, rows, columns] && a.dims()[1] == b.dims()[0]
             }
-            let others: Vec<usize> = (0..terms.len()).filter(|&o| o != i).collect();
-            let size = |c: char| {
-                let sizes = (0..terms.len()).filter_map(|t| Some(saved.shape(t)[terms[t].find(c)?]));
-                sizes.max().expect("a letter of a term")
-            };
-            // Letters that this factor is stretched along are summed over; those that it alone has are spread evenly.
-            let elsewhere = |c: char| right.contains(c) || others.iter().any(|&o| terms[o].contains(c));
-            let whole = |(d, c): (usize, char)| saved.shape(i)[d] == size(c) && elsewhere(c);
-            let target: String = term.chars().enumerate().filter(|&(d, c)| whole((d, c))).map(|(_, c)| c).collect();
-            // Where this factor is sharded, a partial one that is smaller is reduced first: else the product would have to be.
-            let scattered = |(p, own): (&Placement, &Placement)| p.is_partial() && own.is_shard(None);
-            let factor = |&o: &usize| {
-                let factor = saved.input(o);
-                let pays = factor.placements().iter().zip(saved.layout(i).placements()).any(scattered);
-                let larger = saved.shape(i).iter().product::<usize>() > factor.elem_count();
-                if larger && pays { factor.everywhere(self.name) } else { Ok(factor) }
-            };
-            let factors = others.iter().map(factor).collect::<Result<Vec<DTensor>>>()?;
-            let equation = std::iter::once(right).chain(others.iter().map(|&o| terms[o])).collect::<Vec<_>>().join(",");
-            let inputs: Vec<&DTensor> = std::iter::once(gradient).chain(&factors).collect();
-            let mut product = DTensor::einsum(&format!("{equation}->{target}"), &inputs)?;
-            for (d, c) in term.chars().enumerate().filter(|&(d, c)| !whole((d, c))) {
-                product = product.unsqueeze(d as isize)?;
-                if saved.shape(i)[d] == size(c) {
-                    let mut sizes = vec![-1; product.rank()];
-                    sizes[d] = saved.shape(i)[d] as isize;
-                    product = product.expand(&sizes)?;
+            _ => false,
+        }
+    }
+
+    /// The gradient of one factor: the product of that of the result and the other factors, summed over what this one lacks.
+    #[track_caller]
+    fn of_factor(&self, i: usize, saved: &Saved<'_>, gradient: &DTensor) -> Result<DTensor> {
+        let (terms, output) = (&self.equation.inputs, &self.equation.output);
+        let (term, shape) = (&terms[i], saved.shape(i));
+        let own = distinct(term);
+        let extent = |label: Label| shape[term.iter().position(|&l| l == label).expect("a label of the factor")];
+        let others: Vec<usize> = (0..terms.len()).filter(|&o| o != i).collect();
+        // Whether the result or another factor has the label in the size that it has here. Else it was stretched here, and is
+        // summed over, or this factor has it alone, and its gradient is the same all along it.
+        let size = |o: usize, label: Label| terms[o].iter().position(|&l| l == label).map(|d| saved.shape(o)[d]);
+        let largest =
+            |label: Label| others.iter().filter_map(|&o| size(o, label)).find(|&n| n != 1).unwrap_or(extent(label));
+        let elsewhere =
+            |label: Label| output.contains(&label) || others.iter().any(|&o| size(o, label) == Some(extent(label)));
+        let target: Term =
+            own.iter().copied().filter(|&label| extent(label) == largest(label) && elsewhere(label)).collect();
+        // Where this factor is sharded, a partial one that is smaller is reduced first: else the product would have to be.
+        let scattered = |(p, own): (&Placement, &Placement)| p.is_partial() && own.is_shard(None);
+        let factor = |&o: &usize| {
+            let factor = saved.input(o);
+            let pays = factor.placements().iter().zip(saved.layout(i).placements()).any(scattered);
+            let larger = shape.iter().product::<usize>() > factor.elem_count();
+            if larger && pays { factor.everywhere(self.name) } else { Ok(factor) }
+        };
+        let factors = others.iter().map(factor).collect::<Result<Vec<DTensor>>>()?;
+        let inputs: Vec<&DTensor> = std::iter::once(gradient).chain(&factors).collect();
+        let inputs_terms = std::iter::once(output).chain(others.iter().map(|&o| &terms[o])).cloned();
+        let mut product = multiply("einsum", Equation::new(inputs_terms, target.iter().copied()), true, &inputs)?;
+        for (d, &label) in own.iter().enumerate().filter(|(_, label)| !target.contains(label)) {
+            product = product.unsqueeze(d as isize)?;
+            if extent(label) != 1 {
+                let mut sizes = vec![-1; product.rank()];
+                sizes[d] = extent(label) as isize;
+                product = product.expand(&sizes)?;
+            }
+        }
+        if own.len() < term.len() {
+            product = multiply("einsum", Equation::new([own], term.iter().copied()), false, &[&product])?;
+        }
+        product.to_dtype(saved.dtype(i))
+    }
+}
+
+/// The diagonal of a tensor that has labels twice, with each label once. `held` gives, per dimension, its global size and the
+/// indices that this rank holds of it.
+fn diagonal(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> (usize, Runs)) -> Result<(Tensor, Term)> {
+    let (mut x, mut labels) = (x.clone(), term.clone());
+    // From the last dimension on, so that the numbers of those before it stay.
+    for second in (0..term.len()).rev() {
+        let Some(first) = term[..second].iter().position(|label| *label == term[second]) else { continue };
+        let (n, rows) = held(first);
+        let rows: Vec<i64> = rows.iter().flatten().map(|i| i as i64).collect();
+        let columns = places("einsum", &rows, n, &held(second).1)?;
+        let dims = x.dims().to_vec();
+        let (count, between) =
+            (dims[..first].iter().product::<usize>(), dims[first + 1..second].iter().product::<usize>());
+        let mut taken = Vec::with_capacity(count * columns.len() * between);
+        for outer in 0..count {
+            for (row, &column) in columns.iter().enumerate() {
+                let line = |m: usize| ((outer * dims[first] + row) * between + m) * dims[second] + column;
+                taken.extend((0..between).map(|m| if column == NOWHERE { NOWHERE } else { line(m) }));
+            }
+        }
+        let inner: usize = dims[second + 1..].iter().product();
+        let lines = dense(&x)?.reshape((dims[..=second].iter().product::<usize>(), inner))?;
+        labels.remove(second);
+        let mut shape = dims;
+        shape.remove(second);
+        x = take(&lines, 0, &taken)?.reshape(shape)?;
+    }
+    Ok((x, labels))
+}
+
+/// The opposite of [`diagonal`]: zeros beside it. `held` gives the indices that this rank holds of a dimension of the result.
+fn embedded(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> Runs) -> Result<Tensor> {
+    let mut x = x.clone();
+    for second in 0..term.len() {
+        let Some(first) = term[..second].iter().position(|label| *label == term[second]) else { continue };
+        let rows: Vec<usize> = held(first).iter().flatten().collect();
+        let columns: Vec<usize> = held(second).iter().flatten().collect();
+        let dims = x.dims().to_vec();
+        let (count, between) =
+            (dims[..first].iter().product::<usize>(), dims[first + 1..second].iter().product::<usize>());
+        let mut taken = Vec::with_capacity(count * rows.len() * between * columns.len());
+        for outer in 0..count {
+            for (i, row) in rows.iter().enumerate() {
+                for m in 0..between {
+                    let line = (outer * rows.len() + i) * between + m;
+                    taken.extend(columns.iter().map(|column| if column == row { line } else { NOWHERE }));
                 }
             }
-            found.push(Some(product.to_dtype(saved.dtype(i))?));
         }
-        Ok(found)
+        let inner: usize = dims[second..].iter().product();
+        let lines = dense(&x)?.reshape((dims[..second].iter().product::<usize>(), inner))?;
+        let mut shape = dims;
+        shape.insert(second, columns.len());
+        x = take(&lines, 0, &taken)?.reshape(shape)?;
     }
+    Ok(x)
 }
 
-/// Sums over the letters that the target has not, and puts the others in its order.
-fn sum_to(x: &Tensor, term: &str, target: &str) -> Result<Tensor> {
-    let (kept, summed): (Vec<_>, Vec<_>) = term.chars().enumerate().partition(|(_, c)| target.contains(*c));
-    let summed: Vec<usize> = summed.into_iter().map(|(d, _)| d).collect();
-    let sizes: Vec<usize> = kept.iter().map(|&(d, _)| x.dims()[d]).collect();
+/// A factor without dimensions of size 1 that the other one has in another size.
+fn without_stretched((x, term): &(Tensor, Term), other: &(Tensor, Term)) -> Result<(Tensor, Term)> {
+    let size = |label: Label| other.1.iter().position(|&l| l == label).map(|d| other.0.dims()[d]);
+    let stretched = |d: usize| x.dims()[d] == 1 && size(term[d]).is_some_and(|n| n != 1);
+    let (mut kept, mut labels) = (x.clone(), term.clone());
+    for d in (0..term.len()).rev().filter(|&d| stretched(d)) {
+        kept = kept.squeeze(d)?;
+        labels.remove(d);
+    }
+    Ok((kept, labels))
+}
+
+/// Sums over the labels that the target has not, and puts the others in its order.
+fn sum_to(x: &Tensor, term: &[Label], target: &[Label]) -> Result<Tensor> {
+    let (kept, summed): (Vec<usize>, Vec<usize>) = (0..term.len()).partition(|&d| target.contains(&term[d]));
+    let sizes: Vec<usize> = kept.iter().map(|&d| x.dims()[d]).collect();
     let x = if summed.is_empty() { x.clone() } else { fold(Fold::Sum, x, &summed, &sizes, x.dtype())? };
-    let place = |c: char| kept.iter().position(|&(_, k)| k == c).expect("a letter of the term");
-    Ok(x.permute(target.chars().map(place).collect::<Vec<_>>())?)
+    let place = |label: &Label| kept.iter().position(|&d| term[d] == *label).expect("a label of the term");
+    Ok(x.permute(target.iter().map(place).collect::<Vec<_>>())?)
 }
 
-/// The product of two tensors as a batch of matrix products: letters of both and of the target are the batch, letters of
-/// both alone are summed over.
-fn product(a: &Tensor, a_term: &str, b: &Tensor, b_term: &str, target: &str) -> Result<Tensor> {
-    let of = |term: &str, wanted: &dyn Fn(char) -> bool| term.chars().filter(|c| wanted(*c)).collect::<String>();
-    // Letters that one tensor has alone and the target has not are summed over first.
-    let a_kept = of(a_term, &|c| b_term.contains(c) || target.contains(c));
-    let b_kept = of(b_term, &|c| a_term.contains(c) || target.contains(c));
+/// The product of two tensors as a batch of matrix products: labels of both and of the target are the batch, labels of both
+/// alone are summed over.
+fn product(a: &Tensor, a_term: &[Label], b: &Tensor, b_term: &[Label], target: &[Label]) -> Result<Tensor> {
+    let of = |term: &[Label], wanted: &dyn Fn(&Label) -> bool| term.iter().copied().filter(wanted).collect::<Term>();
+    // Labels that one tensor has alone and the target has not are summed over first.
+    let a_kept = of(a_term, &|l| b_term.contains(l) || target.contains(l));
+    let b_kept = of(b_term, &|l| a_term.contains(l) || target.contains(l));
     let (a, b) = (sum_to(a, a_term, &a_kept)?, sum_to(b, b_term, &b_kept)?);
-    let batch = of(&a_kept, &|c| b_kept.contains(c) && target.contains(c));
-    let inner = of(&a_kept, &|c| b_kept.contains(c) && !target.contains(c));
-    let (rows, columns) = (of(&a_kept, &|c| !b_kept.contains(c)), of(&b_kept, &|c| !a_kept.contains(c)));
-    let size = |c: char| {
-        let in_tensor = |term: &str, t: &Tensor| term.find(c).map_or(1, |i| t.dims()[i]);
-        in_tensor(&a_kept, &a).max(in_tensor(&b_kept, &b))
+    let batch = of(&a_kept, &|l| b_kept.contains(l) && target.contains(l));
+    let inner = of(&a_kept, &|l| b_kept.contains(l) && !target.contains(l));
+    let (rows, columns) = (of(&a_kept, &|l| !b_kept.contains(l)), of(&b_kept, &|l| !a_kept.contains(l)));
+    let place = |term: &[Label], label: &Label| term.iter().position(|l| l == label);
+    let size = |label: &Label| match place(&a_kept, label) {
+        Some(d) => a.dims()[d],
+        None => b.dims()[place(&b_kept, label).expect("a label of a factor")],
     };
-    // A batch dimension of size 1 that the other side has larger broadcasts; one without elements stays empty.
-    let size = |c: char| {
-        let sizes = [a_kept.find(c).map(|i| a.dims()[i]), b_kept.find(c).map(|i| b.dims()[i])];
-        if sizes.contains(&Some(0)) { 0 } else { size(c) }
+    let joined = |terms: [&Term; 3]| terms.into_iter().flatten().copied().collect::<Term>();
+    let arranged = |t: &Tensor, term: &[Label], order: Term| -> Result<Tensor> {
+        let dims = order.iter().map(|label| place(term, label).expect("a label of the factor"));
+        Ok(t.permute(dims.collect::<Vec<_>>())?)
     };
-    let arranged = |t: &Tensor, term: &str, order: &str| -> Result<Tensor> {
-        let permuted =
-            t.permute(order.chars().map(|c| term.find(c).expect("a letter of the term")).collect::<Vec<_>>())?;
-        let full: Vec<usize> = order.chars().map(size).collect();
-        if permuted.dims() == full { Ok(permuted) } else { Ok(permuted.broadcast_as(full)?) }
-    };
-    let shape: Vec<usize> = (batch.clone() + &rows + &columns).chars().map(size).collect();
-    let multiplied = if shape.contains(&0) || inner.chars().map(size).any(|n| n == 0) {
+    let made = joined([&batch, &rows, &columns]);
+    let shape: Vec<usize> = made.iter().map(size).collect();
+    let multiplied = if shape.contains(&0) || inner.iter().map(size).any(|n| n == 0) {
         Tensor::zeros(shape, a.dtype(), a.device())?
     } else {
-        let left = arranged(&a, &a_kept, &(batch.clone() + &rows + &inner))?;
-        let right = arranged(&b, &b_kept, &(batch.clone() + &inner + &columns))?;
+        let left = arranged(&a, &a_kept, joined([&batch, &rows, &inner]))?;
+        let right = arranged(&b, &b_kept, joined([&batch, &inner, &columns]))?;
         match left.dtype() {
             DType::I64 => whole_product(&left, &right, batch.len(), inner.len())?,
             _ => matrix_product(&left, &right, batch.len(), inner.len())?,
         }
     };
-    let named = batch + &rows + &columns;
-    let order: Vec<usize> = target.chars().map(|c| named.find(c).expect("a letter of a term")).collect();
-    Ok(multiplied.permute(order)?)
+    arranged(&multiplied, &made, target.iter().copied().collect())
 }
 
 /// The product of integers, of which the dimensions are as those of [`matrix_product`].
@@ -340,7 +443,14 @@ pub(super) const OPS: &[OpEntry] = &[
     OpEntry {
         name: "einsum",
         samples: bmm_samples,
-        apply: |x| Ok(vec![DTensor::einsum("bij,bjk->ki", &[&x[0], &x[1]])?, DTensor::einsum("bij->jb", &[&x[0]])?]),
+        apply: |x| {
+            Ok(vec![
+                DTensor::einsum("bij,bjk->ki", &[&x[0], &x[1]])?,
+                DTensor::einsum("bij->jb", &[&x[0]])?,
+                DTensor::einsum("...ij,...jk", &[&x[0], &x[1]])?,
+                DTensor::einsum("Bij,Bjk,...j->kB", &[&x[0], &x[1], &x[0]])?,
+            ])
+        },
     },
 ];
 

@@ -7,9 +7,9 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample};
 use crate::error::Result;
 use crate::layout::{Layout, TensorBox, TensorMeta};
-use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps};
 use shardwise_kernels::take;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -69,14 +69,12 @@ impl Op for Flip {
         Ok(vec![self.dims.iter().try_fold(inputs[0].clone(), turn)?])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Nothing)
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        let dims: Vec<isize> = self.dims.iter().map(|&d| d as isize).collect();
-        Ok(vec![Some(gradient.flip(&dims)?)])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Nothing, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let dims: Vec<isize> = op.dims.iter().map(|&d| d as isize).collect();
+            Ok(vec![Some(gradient.flip(&dims)?)])
+        })
     }
 }
 

@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 
 use crate::error::{Error, Result};
 use crate::layout::{Runs, TensorMeta};
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::rule::Signature;
 use crate::tensor::DTensor;
 use shardwise_kernels::{NOWHERE, wholes};
@@ -80,5 +80,9 @@ impl Op for Wrap {
         };
         let values = wholes(&inputs[0])?.into_iter().map(wrap).collect::<Result<Vec<_>>>()?;
         Ok(vec![Tensor::from_vec(values, inputs[0].dims(), inputs[0].device())?])
+    }
+
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::NotDifferentiable
     }
 }

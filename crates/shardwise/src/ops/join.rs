@@ -9,10 +9,10 @@ use super::{OpEntry, Sample, dtype};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorBox, TensorMeta, coordinates, ragged};
 use crate::mesh::Mesh;
-use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps};
 use shardwise_kernels::{Number, concat};
 
 /// Joins its inputs along a dimension.
@@ -215,20 +215,18 @@ impl Op for Cat {
         Ok(vec![concat(inputs, self.dim)?])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Nothing)
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        let mut start = 0;
-        let mut pieces = Vec::new();
-        for i in 0..saved.inputs() {
-            let n = saved.shape(i)[self.dim];
-            pieces.push(saved.wants(i).then(|| gradient.narrow(self.dim as isize, start, n)).transpose()?);
-            start += n;
-        }
-        Ok(pieces)
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Nothing, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let mut start = 0;
+            let mut pieces = Vec::new();
+            for i in 0..saved.inputs() {
+                let n = saved.shape(i)[op.dim];
+                pieces.push(saved.wants(i).then(|| gradient.narrow(op.dim as isize, start, n)).transpose()?);
+                start += n;
+            }
+            Ok(pieces)
+        })
     }
 }
 

@@ -10,10 +10,10 @@ use super::scatter::{spread_elements, spread_slices};
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, Shared, Signature};
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps};
 use shardwise_kernels::{dense, pick, reals, take, wholes};
 
 /// The slices of `x` along a dimension at the places of an index of any shape, whose dimensions replace that one.
@@ -210,17 +210,15 @@ impl Op for Lookup {
         Ok(vec![dense(&taken.reshape(shape)?)?])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Input(1))
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        let index = saved.input(1);
-        let (dim, ndim) = (self.dim as isize, index.rank() as isize);
-        let rows = if ndim == 0 { gradient.unsqueeze(dim)? } else { gradient.flatten(dim, dim + ndim - 1)? };
-        let places = index.reshape(&[index.elem_count() as isize])?;
-        Ok(vec![Some(spread_slices(saved.layout(0), self.dim, &places, &rows)?), None])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Input(1), |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let index = saved.input(1);
+            let (dim, ndim) = (op.dim as isize, index.rank() as isize);
+            let rows = if ndim == 0 { gradient.unsqueeze(dim)? } else { gradient.flatten(dim, dim + ndim - 1)? };
+            let places = index.reshape(&[index.elem_count() as isize])?;
+            Ok(vec![Some(spread_slices(saved.layout(0), op.dim, &places, &rows)?), None])
+        })
     }
 }
 
@@ -264,13 +262,11 @@ impl Op for Gather {
         Ok(vec![pick(x, self.dim, &places, index.dims())?])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Input(1))
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        Ok(vec![Some(spread_elements(saved.layout(0), self.dim, &saved.input(1), gradient)?), None])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Input(1), |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            Ok(vec![Some(spread_elements(saved.layout(0), op.dim, &saved.input(1), gradient)?), None])
+        })
     }
 }
 
@@ -293,6 +289,10 @@ impl Op for Bucketize {
         let edges = reals(&inputs[1])?;
         let found = reals(&inputs[0])?.into_iter().map(|x| edges.partition_point(|&e| e < x) as i64);
         Ok(vec![Tensor::from_vec(found.collect::<Vec<_>>(), inputs[0].dims(), inputs[0].device())?])
+    }
+
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::NotDifferentiable
     }
 }
 

@@ -8,6 +8,7 @@ use super::{OpEntry, Sample, dtype};
 use crate::error::{Error, Result};
 use crate::op::name_call;
 use crate::tensor::DTensor;
+use shardwise_kernels::wholes;
 
 /// What becomes of the losses of single elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,34 +117,34 @@ impl DTensor {
         }
         let (own, classes) = (self.dtype().as_str(), target.dtype().as_str());
         let found = format!("{own} {} and {classes} targets {} in {name}", self.layout(), target.layout());
-        let needed = "predictions [n, classes, ...] and whole-number classes [n, ...]";
+        let needed = "predictions [n, classes, ...] and integer classes [n, ...]";
         Err(Error::invalid("operands", found, needed, "reshape or convert the operands"))
     }
 
-    /// What stands at the class of the target; anything where the target is ignored.
+    /// The element at the class of the target; anything where the target is ignored.
     #[track_caller]
     fn of_target(&self, name: &'static str, target: &DTensor, dim: isize, ignore_index: i64) -> Result<DTensor> {
-        let site = Location::caller();
+        let target = &target.everywhere(name)?;
+        self.check_targets(name, target, self.shape()[dim as usize], ignore_index)?;
         let ignored = target.full_like(ignore_index)?;
         let known = target.ne(&ignored)?.where_cond(target, &target.zeros_like()?)?;
-        let picked = self.gather(dim, &known.unsqueeze(dim)?).map_err(|error| match error {
-            // The operator that the program called, and not the one that it is made of.
-            Error::Invalid(inner) if inner.what == "index" => {
-                let class = inner.found.split(' ').next().unwrap_or_default();
-                let classes = self.shape()[dim as usize];
-                let found = format!("class {class} among the targets of {name}");
-                let needed =
-                    format!("classes from 0 to {}, or {ignore_index} to ignore a target", classes.saturating_sub(1));
-                name_call(
-                    Error::invalid("class index", found, needed, "correct the targets"),
-                    name,
-                    &[self, target],
-                    site,
-                )
-            }
-            other => other,
-        })?;
-        picked.squeeze(Some(dim))?.everywhere(name)
+        self.gather(dim, &known.unsqueeze(dim)?)?.squeeze(Some(dim))?.everywhere(name)
+    }
+
+    /// An error if a target that this rank holds is neither a class nor ignored. `gather` would name itself, and not the loss
+    /// that the program called.
+    #[track_caller]
+    fn check_targets(&self, name: &str, target: &DTensor, classes: usize, ignore_index: i64) -> Result<()> {
+        let world = target.device_mesh().world();
+        if world.is_dry() || !target.device_mesh().contains(world.rank()) {
+            return Ok(());
+        }
+        let bad = |&class: &i64| class != ignore_index && !usize::try_from(class).is_ok_and(|class| class < classes);
+        let Some(class) = wholes(target.held())?.into_iter().find(bad) else { return Ok(()) };
+        let found = format!("class {class} among the targets of {name}");
+        let needed = format!("classes from 0 to {}, or {ignore_index} to ignore a target", classes.saturating_sub(1));
+        let error = Error::invalid("class index", found, needed, "correct the targets");
+        Err(name_call(error, name, &[self, target], Location::caller()))
     }
 
     /// The square of the difference.
@@ -239,16 +240,17 @@ fn counted(losses: &DTensor, target: &DTensor, options: Classes) -> Result<DTens
 }
 
 macro_rules! entries {
-    ($($name:ident $(, $argument:expr)?;)*) => {
+    ($($name:ident, $reductions:expr $(, $argument:expr)?;)*) => {
         &[$(
             OpEntry { name: stringify!($name), samples, apply: |x| {
-                let all = [Reduction::None, Reduction::Sum, Reduction::Mean, Reduction::BatchMean];
-                let count = if stringify!($name) == "kl_div" { 4 } else { 3 };
-                all.into_iter().take(count).map(|r| x[0].$name(&x[1], $($argument,)? r)).collect()
+                $reductions.iter().map(|&r| x[0].$name(&x[1], $($argument,)? r)).collect()
             } },
         )*]
     };
 }
+
+/// The reductions that every loss has.
+const MEANS: [Reduction; 3] = [Reduction::None, Reduction::Sum, Reduction::Mean];
 
 /// Class losses with some targets ignored.
 const CLASSES: [Classes; 3] = [
@@ -279,11 +281,11 @@ fn classes() -> Vec<Vec<Sample>> {
 }
 
 pub(super) const OPS: &[OpEntry] = entries! {
-    mse_loss;
-    l1_loss;
-    smooth_l1_loss, 2.0;
-    bce_with_logits;
-    kl_div;
+    mse_loss, MEANS;
+    l1_loss, MEANS;
+    smooth_l1_loss, MEANS, 2.0;
+    bce_with_logits, MEANS;
+    kl_div, [Reduction::None, Reduction::Sum, Reduction::Mean, Reduction::BatchMean];
 };
 
 fn samples() -> Vec<Vec<Sample>> {

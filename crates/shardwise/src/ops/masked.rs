@@ -10,10 +10,10 @@ use super::binary::meeting_shape;
 use crate::comm::{Call, DeviceMesh, implicitly};
 use crate::error::{Error, Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps};
 use shardwise_kernels::{dense, reals, take, wholes, with_type};
 
 /// Dimensions `at..at + ndim` of a tensor and the mask over them, with the layouts in which every rank can pick by itself.
@@ -233,15 +233,13 @@ impl Op for Select {
         Ok(vec![dense(&take(&flat, 1, &set(&inputs[1])?)?.reshape(at.local_shape(0))?)?])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Input(1))
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; 2]) };
-        let zeros = zeros(&self.0.x, gradient, saved.mesh(0))?;
-        let put = dispatch(&Put(self.0.clone()), &[&zeros, &saved.input(1), gradient], Location::caller())?;
-        Ok(vec![put.into_iter().next(), None])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Input(1), |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; 2]) };
+            let zeros = zeros(&op.0.x, gradient, saved.mesh(0))?;
+            let put = dispatch(&Put(op.0.clone()), &[&zeros, &saved.input(1), gradient], Location::caller())?;
+            Ok(vec![put.into_iter().next(), None])
+        })
     }
 }
 
@@ -290,19 +288,17 @@ impl Op for Put {
         }, otherwise unreachable!("tensors of a mesh have served types"))
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Input(1))
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; 3]) };
-        let (mask, site) = (saved.input(1), Location::caller());
-        let covered = || -> Result<DTensor> {
-            let zeros = zeros(&self.0.picked, gradient, saved.mesh(0))?;
-            Ok(dispatch(&Put(self.0.clone()), &[gradient, &mask, &zeros], site)?.swap_remove(0))
-        };
-        let values =
-            || -> Result<DTensor> { Ok(dispatch(&Select(self.0.clone()), &[gradient, &mask], site)?.swap_remove(0)) };
-        Ok(vec![saved.wants(0).then(covered).transpose()?, None, saved.wants(2).then(values).transpose()?])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Input(1), |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; 3]) };
+            let (mask, site) = (saved.input(1), Location::caller());
+            let covered = || -> Result<DTensor> {
+                let zeros = zeros(&op.0.picked, gradient, saved.mesh(0))?;
+                Ok(dispatch(&Put(op.0.clone()), &[gradient, &mask, &zeros], site)?.swap_remove(0))
+            };
+            let values =
+                || -> Result<DTensor> { Ok(dispatch(&Select(op.0.clone()), &[gradient, &mask], site)?.swap_remove(0)) };
+            Ok(vec![saved.wants(0).then(covered).transpose()?, None, saved.wants(2).then(values).transpose()?])
+        })
     }
 }

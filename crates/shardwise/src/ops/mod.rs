@@ -4,11 +4,13 @@ mod affine;
 mod attention;
 mod band;
 mod binary;
+mod contraction;
 mod convolution;
 mod derivative;
 mod dropout;
 mod dtype;
 mod einsum;
+mod equation;
 mod flip;
 mod index;
 mod indices;
@@ -20,6 +22,7 @@ mod narrow;
 mod operators;
 mod order;
 mod overriding;
+mod parametrized;
 mod reduce;
 mod reshape;
 mod rows;
@@ -47,8 +50,9 @@ pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// The families of operators.
-static OPS: [&[OpEntry]; 22] = [
+static OPS: [&[OpEntry]; 23] = [
     unary::OPS,
+    parametrized::OPS,
     binary::OPS,
     ternary::OPS,
     einsum::OPS,

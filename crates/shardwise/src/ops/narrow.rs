@@ -8,9 +8,9 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, Runs, TensorMeta};
-use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps};
 use shardwise_kernels::{dense, reserve, take};
 
 /// Every `step`-th index of `start..start + step * len` along a dimension.
@@ -178,23 +178,22 @@ impl Op for Narrow {
         Ok(vec![take(&inputs[0], self.dim, &positions)?])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Nothing)
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        let n = saved.shape(0)[self.dim];
-        let (dim, behind) = (self.dim as isize, saved.shape(0).len() - 1 - self.dim);
-        let along = |before: usize, after: usize, behind: usize| [vec![(0, 0); behind], vec![(before, after)]].concat();
-        let mut spread = gradient.clone();
-        if self.step > 1 {
-            // Zeros between the elements; those behind the last one go again if the tensor ends before them.
-            spread = spread.unsqueeze(dim + 1)?.pad(&along(0, self.step - 1, behind), 0.0)?.flatten(dim, dim + 1)?;
-            spread = spread.narrow(dim, 0, (self.len * self.step).min(n - self.start))?;
-        }
-        let after = n - self.start - spread.shape()[self.dim];
-        Ok(vec![Some(spread.pad(&along(self.start, after, behind), 0.0)?)])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Nothing, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let n = saved.shape(0)[op.dim];
+            let (dim, behind) = (op.dim as isize, saved.shape(0).len() - 1 - op.dim);
+            let along =
+                |before: usize, after: usize, behind: usize| [vec![(0, 0); behind], vec![(before, after)]].concat();
+            let mut spread = gradient.clone();
+            if op.step > 1 {
+                // Zeros between the elements; those behind the last one go again if the tensor ends before them.
+                spread = spread.unsqueeze(dim + 1)?.pad(&along(0, op.step - 1, behind), 0.0)?.flatten(dim, dim + 1)?;
+                spread = spread.narrow(dim, 0, (op.len * op.step).min(n - op.start))?;
+            }
+            let after = n - op.start - spread.shape()[op.dim];
+            Ok(vec![Some(spread.pad(&along(op.start, after, behind), 0.0)?)])
+        })
     }
 }
 

@@ -9,7 +9,7 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, is_recording};
 use shardwise_kernels::{dense, from_wholes, reals, take, wholes};
@@ -250,6 +250,11 @@ impl Op for Best {
             }
         };
         Ok(vec![values, dense(&indices)?])
+    }
+
+    /// Values that need one are looked up by their indices, see `picked`.
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::NotDifferentiable
     }
 }
 

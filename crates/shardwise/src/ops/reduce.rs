@@ -9,7 +9,7 @@ use super::{OpEntry, Sample};
 use crate::comm::implicitly;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
@@ -241,16 +241,19 @@ impl Op for Reduce {
         Ok(vec![map(mean, [&sum], &shape, Arithmetic::F64, dtype)?])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        match self.kind {
-            Kind::Sum | Kind::Mean(_) => Some(Keeps::Nothing),
-            Kind::Prod => Some(Keeps::Inputs),
-            Kind::Max | Kind::Min => Some(Keeps::All),
-            Kind::Any | Kind::All | Kind::CountNonzero => None,
-        }
+    fn gradient(&self) -> Gradient<Self> {
+        let keeps = match self.kind {
+            Kind::Sum | Kind::Mean(_) => Keeps::Nothing,
+            Kind::Prod => Keeps::Inputs,
+            Kind::Max | Kind::Min => Keeps::All,
+            Kind::Any | Kind::All | Kind::CountNonzero => return Gradient::NotDifferentiable,
+        };
+        Gradient::From(keeps, Self::backward)
     }
+}
 
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+impl Reduce {
+    fn backward(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(g) = &gradients[0] else { return Ok(vec![None]) };
         // With the dimensions that were reduced, of size one.
         let kept = |t: &DTensor| match self.keepdim {
@@ -269,7 +272,8 @@ impl Op for Reduce {
                 g.div(&count)?.mul(&mask)?
             }
             Kind::Mean(count) => g.div_scalar(count as f64)?.expand(&shape)?,
-            _ => g.expand(&shape)?,
+            Kind::Sum => g.expand(&shape)?,
+            Kind::Any | Kind::All | Kind::CountNonzero => unreachable!("not differentiable"),
         };
         Ok(vec![Some(gradient.to_dtype(saved.dtype(0))?)])
     }

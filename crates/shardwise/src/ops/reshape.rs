@@ -8,10 +8,10 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample};
 use crate::error::Result;
 use crate::layout::{Layout, Runs, TensorMeta, chunk, coordinates, ragged};
-use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps};
 use shardwise_kernels::dense;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -145,14 +145,12 @@ impl Op for Reshape {
         Ok(vec![if x.elem_count() == 0 { Tensor::zeros(shape, x.dtype(), x.device())? } else { x.reshape(shape)? }])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Nothing)
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        let shape: Vec<isize> = saved.shape(0).iter().map(|&n| n as isize).collect();
-        Ok(vec![Some(gradient.reshape(&shape)?)])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Nothing, |_, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let shape: Vec<isize> = saved.shape(0).iter().map(|&n| n as isize).collect();
+            Ok(vec![Some(gradient.reshape(&shape)?)])
+        })
     }
 }
 

@@ -8,7 +8,7 @@ use candle_core::Tensor;
 use super::scalar::Scalar;
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved, is_recording};
@@ -132,33 +132,39 @@ impl Op for Rows {
         }])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(match self {
-            Rows::Softmax | Rows::LogSoftmax => Keeps::Outputs,
-            Rows::LogSumExp => Keeps::All,
-            Rows::LayerNorm(_) | Rows::RmsNorm(_) => Keeps::Inputs,
-        })
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(g) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        if *self == Rows::LogSumExp {
-            return Ok(vec![Some(saved.input(0).sub(&saved.output(0))?.exp()?.mul(g)?)]);
+    fn gradient(&self) -> Gradient<Self> {
+        match self {
+            Rows::LogSumExp => Gradient::From(Keeps::All, |_, saved, gradients| {
+                let slope = saved.input(0).sub(&saved.output(0))?.exp()?;
+                Ok(vec![gradients[0].as_ref().map(|g| slope.mul(g)).transpose()?])
+            }),
+            Rows::Softmax | Rows::LogSoftmax => Gradient::From(Keeps::Outputs, |op, saved, gradients| {
+                op.backward(vec![saved.output(0)], saved, gradients)
+            }),
+            Rows::LayerNorm(_) | Rows::RmsNorm(_) => Gradient::From(Keeps::Inputs, |op, saved, gradients| {
+                op.backward((0..saved.inputs().min(2)).map(|i| saved.input(i)).collect(), saved, gradients)
+            }),
         }
-        if is_recording() {
-            return self.formula(saved, g);
-        }
-        let kept: Vec<DTensor> = match self {
-            Rows::Softmax | Rows::LogSoftmax => vec![saved.output(0)],
-            _ => (0..saved.inputs().min(2)).map(|i| saved.input(i)).collect(),
-        };
-        let inputs: Vec<&DTensor> = kept.iter().chain([g]).collect();
-        let found = dispatch(&RowsBack(*self), &inputs, Location::caller())?;
-        Ok(found.into_iter().map(Some).take(saved.inputs()).collect())
     }
 }
 
 impl Rows {
+    /// The gradient in one pass over memory, or as a formula where it is recorded.
+    fn backward(
+        &self,
+        kept: Vec<DTensor>,
+        saved: &Saved<'_>,
+        gradients: &[Option<DTensor>],
+    ) -> Result<Vec<Option<DTensor>>> {
+        let Some(g) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        if is_recording() {
+            return self.formula(saved, g);
+        }
+        let inputs: Vec<&DTensor> = kept.iter().chain([g]).collect();
+        let found = dispatch(&RowsBack(*self), &inputs, Location::caller())?;
+        Ok(found.into_iter().map(Some).take(saved.inputs()).collect())
+    }
+
     /// The gradient made of operators that have gradients themselves.
     #[track_caller]
     fn formula(&self, saved: &Saved<'_>, g: &DTensor) -> Result<Vec<Option<DTensor>>> {
@@ -239,5 +245,10 @@ impl Op for RowsBack {
                 std::iter::once(dx).chain(dweight).collect()
             }
         })
+    }
+
+    /// Runs in backward passes that are not recorded; recorded ones use `Rows::formula`.
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::NotDifferentiable
     }
 }

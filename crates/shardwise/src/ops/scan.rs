@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use super::{OpEntry, Sample};
 use crate::error::Result;
 use crate::layout::{Layout, Runs, TensorMeta, coordinates};
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, is_in_gradient};
@@ -247,6 +247,11 @@ impl Op for Scan {
         }
         Ok(vec![values, from_wholes(indices, x.dims(), DType::I64)?, totals, from_wholes(last, &shape, DType::I64)?])
     }
+
+    /// `scanned` records the two operators as one call, which is a [`Backward`](crate::tensor::Backward) in `scan_gradient`.
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::NotDifferentiable
+    }
 }
 
 /// The layout of one total per part that holds anything.
@@ -353,6 +358,11 @@ impl Op for Carry {
             return Ok(vec![values]);
         }
         Ok(vec![values, from_wholes(index, x.dims(), DType::I64)?])
+    }
+
+    /// `scanned` records the two operators as one call, which is a [`Backward`](crate::tensor::Backward) in `scan_gradient`.
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::NotDifferentiable
     }
 }
 

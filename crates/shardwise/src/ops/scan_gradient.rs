@@ -9,7 +9,7 @@ use super::scan::{Kind, Lines, Scan, scanned_before, totals};
 use super::scatter::spread_elements;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{Backward, DTensor, Saved, is_recording};
@@ -57,7 +57,8 @@ pub(super) fn product_gradient(scan: Scan, x: &DTensor, gradient: &DTensor) -> R
 /// are what ranks exchange.
 #[track_caller]
 pub(super) fn extreme_gradient(scan: Scan, like: &Layout, index: &DTensor, gradient: &DTensor) -> Result<DTensor> {
-    if index.layout().shard_order(scan.dim).is_empty() {
+    // The scatter has a gradient of its own.
+    if index.layout().shard_order(scan.dim).is_empty() || is_recording() {
         return spread_elements(like, scan.dim, index, gradient);
     }
     let site = Location::caller();
@@ -161,6 +162,11 @@ impl Op for ProductParts {
         let (a, b) = (from_reals(a, &shape, at.output_dtype(2))?, from_reals(b, &shape, at.output_dtype(3))?);
         Ok(vec![inputs[0].clone(), inputs[1].clone(), a, b])
     }
+
+    /// Part of a gradient, whose own gradient is refused.
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::NotDifferentiable
+    }
 }
 
 impl Op for ProductGradient {
@@ -197,6 +203,11 @@ impl Op for ProductGradient {
             }
         }
         Ok(vec![from_reals(g, inputs[0].dims(), inputs[1].dtype())?])
+    }
+
+    /// Part of a gradient, whose own gradient is refused.
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::NotDifferentiable
     }
 }
 
@@ -236,6 +247,11 @@ impl Op for ExtremeParts {
         let own = from_reals(own, inputs[1].dims(), inputs[1].dtype())?;
         Ok(vec![own, from_reals(sums, &shape, at.output_dtype(1))?, from_wholes(places, &shape, DType::I64)?])
     }
+
+    /// Runs in backward passes that are not recorded; recorded ones scatter.
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::NotDifferentiable
+    }
 }
 
 impl Op for ExtremeGradient {
@@ -265,5 +281,10 @@ impl Op for ExtremeGradient {
             }
         }
         Ok(vec![from_reals(own, inputs[0].dims(), inputs[0].dtype())?])
+    }
+
+    /// Runs in backward passes that are not recorded; recorded ones scatter.
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::NotDifferentiable
     }
 }

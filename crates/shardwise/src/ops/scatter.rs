@@ -11,10 +11,10 @@ use super::indices::{places, wrapped};
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::op::{Op, OpPlan, Place, dispatch, name_call};
+use crate::op::{Gradient, Op, OpPlan, Place, dispatch, name_call};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Shared, Signature};
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps};
 use shardwise_kernels::{NOWHERE, Numbers, dense, wholes, with_type};
 
 /// A copy of `x` with elements of `source` at the places that `index` names along a dimension.
@@ -201,19 +201,17 @@ impl Op for Scatter {
         }, otherwise unreachable!("tensors of a mesh have served types"))
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Input(1))
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        let (dim, index) = (self.dim as isize, saved.input(1));
-        let covered = || {
-            let zeros = DTensor::zeros(index.shape(), gradient.dtype(), gradient.device_mesh(), whole(gradient))?;
-            gradient.scatter(dim, &index, &zeros)
-        };
-        let source = || padded(&narrowed(gradient, self.dim, index.shape())?.gather(dim, &index)?, saved.shape(2));
-        Ok(vec![saved.wants(0).then(covered).transpose()?, None, saved.wants(2).then(source).transpose()?])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Input(1), |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let (dim, index) = (op.dim as isize, saved.input(1));
+            let covered = || {
+                let zeros = DTensor::zeros(index.shape(), gradient.dtype(), gradient.device_mesh(), whole(gradient))?;
+                gradient.scatter(dim, &index, &zeros)
+            };
+            let source = || padded(&narrowed(gradient, op.dim, index.shape())?.gather(dim, &index)?, saved.shape(2));
+            Ok(vec![saved.wants(0).then(covered).transpose()?, None, saved.wants(2).then(source).transpose()?])
+        })
     }
 }
 
@@ -380,18 +378,16 @@ impl Op for Spread {
         Ok(vec![sum.to_dtype(zeros.dtype())?])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Input(0))
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        let (dim, index) = (self.dim as isize, saved.input(0));
-        let source = match self.slices {
-            true => gradient.index_select(dim, &index)?,
-            false => padded(&gradient.gather(dim, &index)?, saved.shape(1))?,
-        };
-        Ok(vec![None, Some(source)])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Input(0), |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let (dim, index) = (op.dim as isize, saved.input(0));
+            let source = match op.slices {
+                true => gradient.index_select(dim, &index)?,
+                false => padded(&gradient.gather(dim, &index)?, saved.shape(1))?,
+            };
+            Ok(vec![None, Some(source)])
+        })
     }
 }
 

@@ -8,9 +8,9 @@ use super::{OpEntry, Sample, dtype};
 use crate::comm::implicitly;
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::rule::{Shared, Signature};
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps};
 
 /// The tensor itself without pending reductions, for operators that need it more than once.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -40,13 +40,11 @@ impl Op for Settle {
         Ok(inputs.to_vec())
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Nothing)
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        Ok(vec![Some(gradient.clone())])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Nothing, |_, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            Ok(vec![Some(gradient.clone())])
+        })
     }
 }
 

@@ -11,10 +11,10 @@ use super::scalar::Scalar;
 use super::{OpEntry, Sample, dtype};
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, Keeps, Operand, Saved};
+use crate::tensor::{DTensor, Keeps, Operand};
 use shardwise_kernels::{Arithmetic, Each, Number, Wide, map};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -202,34 +202,32 @@ impl Op for Ternary {
         Ok(vec![output])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(if *self == Ternary::Where { Keeps::Input(0) } else { Keeps::Inputs })
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(g) = &gradients[0] else { return Ok(vec![None; 3]) };
-        let of = |i: usize| -> Result<DTensor> {
-            let x = |i: usize| saved.input(i);
-            match (self, i) {
-                (Ternary::Where, 1) => x(0).where_cond(g, &g.zeros_like()?),
-                (Ternary::Where, _) => x(0).where_cond(&g.zeros_like()?, g),
-                (Ternary::Addcmul(_) | Ternary::Addcdiv(_), 0) => Ok(g.clone()),
-                (Ternary::Addcmul(v), _) => g.mul(&x(3 - i))?.mul_scalar(v.0),
-                (Ternary::Addcdiv(v), 1) => g.div(&x(2))?.mul_scalar(v.0),
-                (Ternary::Addcdiv(v), _) => g.mul(&x(1).div(&x(2))?.div(&x(2))?)?.mul_scalar(-v.0),
-                (Ternary::ClampTensor, _) => {
-                    let (below, above) = (x(0).lt(&x(1))?, x(0).gt(&x(2))?);
-                    let chosen = match i {
-                        0 => below.logical_or(&above)?.logical_not()?,
-                        1 => below.logical_and(&x(1).le(&x(2))?)?,
-                        _ => above.logical_or(&x(1).gt(&x(2))?)?,
-                    };
-                    chosen.where_cond(g, &g.zeros_like()?)
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(if *self == Ternary::Where { Keeps::Input(0) } else { Keeps::Inputs }, |op, saved, gradients| {
+            let Some(g) = &gradients[0] else { return Ok(vec![None; 3]) };
+            let of = |i: usize| -> Result<DTensor> {
+                let x = |i: usize| saved.input(i);
+                match (op, i) {
+                    (Ternary::Where, 1) => x(0).where_cond(g, &g.zeros_like()?),
+                    (Ternary::Where, _) => x(0).where_cond(&g.zeros_like()?, g),
+                    (Ternary::Addcmul(_) | Ternary::Addcdiv(_), 0) => Ok(g.clone()),
+                    (Ternary::Addcmul(v), _) => g.mul(&x(3 - i))?.mul_scalar(v.0),
+                    (Ternary::Addcdiv(v), 1) => g.div(&x(2))?.mul_scalar(v.0),
+                    (Ternary::Addcdiv(v), _) => g.mul(&x(1).div(&x(2))?.div(&x(2))?)?.mul_scalar(-v.0),
+                    (Ternary::ClampTensor, _) => {
+                        let (below, above) = (x(0).lt(&x(1))?, x(0).gt(&x(2))?);
+                        let chosen = match i {
+                            0 => below.logical_or(&above)?.logical_not()?,
+                            1 => below.logical_and(&x(1).le(&x(2))?)?,
+                            _ => above.logical_or(&x(1).gt(&x(2))?)?,
+                        };
+                        chosen.where_cond(g, &g.zeros_like()?)
+                    }
                 }
-            }
-        };
-        let one = |i: usize| saved.wants(i).then(|| back_to(&of(i)?, saved, i)).transpose();
-        (0..3).map(one).collect()
+            };
+            let one = |i: usize| saved.wants(i).then(|| back_to(&of(i)?, saved, i)).transpose();
+            (0..3).map(one).collect()
+        })
     }
 }
 

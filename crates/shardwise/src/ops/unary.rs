@@ -1,29 +1,29 @@
-//! Functions of one tensor, element by element.
+//! Functions of one tensor, element by element: rule, kernel and derivative of each in one entry of a table.
 
+use std::f64::consts::{FRAC_1_SQRT_2, LN_2, LN_10, PI};
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::binary::power;
-use super::scalar::Scalar;
-use super::{OpEntry, Sample, derivative, dtype};
-use crate::error::{Error, Result};
+use super::derivative::{Derivative, zero};
+use super::{OpEntry, Sample, dtype};
+use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::op::{Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, Keeps, Saved};
-use shardwise_kernels::{Arithmetic, Each, Function, Number, Wide, limits, map, math};
+use crate::tensor::{DTensor, Keeps, is_recording};
+use shardwise_kernels::{Arithmetic, Each, Function, Wide, map, math};
 
-/// What a function does to the order and to sums of its arguments: which pending reductions pass through it.
+/// What a function does to the order and to sums of its arguments: which partial placements pass through it.
 #[derive(Clone, Copy, PartialEq)]
-enum Passes {
+pub(super) enum Passes {
     Nothing,
     /// Never decreases: the largest and the smallest stay so.
     Rising,
     /// Never increases: the largest becomes the smallest.
     Falling,
-    /// Never decreases, and is not-a-number below some number: the smallest stays so, and decides whether there is one.
+    /// Never decreases, and is NaN below some number: the smallest stays so, and decides whether there is one.
     RisingAbove,
     /// A multiple: sums and means stay, order stays or turns with the sign.
     Multiple {
@@ -33,7 +33,7 @@ enum Passes {
 
 /// What becomes of the element type.
 #[derive(Clone, Copy, PartialEq)]
-enum Gives {
+pub(super) enum Gives {
     /// The same type; integers are computed as such.
     Same,
     /// A floating-point type.
@@ -42,49 +42,39 @@ enum Gives {
     Truth,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Unary {
-    Named(Name),
-    LeakyRelu(Scalar),
-    Elu(Scalar),
-    Softplus(Scalar, Scalar),
-    Pow(Scalar),
-    Clamp(Option<Scalar>, Option<Scalar>),
-    Add(Number),
-    Mul(Number),
-    RSub(Number),
-    Div(Scalar),
-    NanToNum(Scalar, Scalar, Scalar),
-}
-
-/// One function without arguments: its name, what passes, what it gives, and its kernel.
+/// One function: its name, what passes, the element type of the result, its kernel and its derivative.
 struct Entry {
     name: &'static str,
     passes: Passes,
     gives: Gives,
     run: fn(&Tensor, Arithmetic, DType) -> Result<Tensor>,
+    /// `None` if it is not differentiable.
+    derivative: Option<Derivative>,
 }
 
 /// Functions by name. `each` is written alike for f32 and f64, `wide` is computed in f64 for f32 too, and `fast` has a
-/// function of f32 in [`math`]; integers that stay so are left as they are unless another function is given.
+/// function of f32 in [`math`]; integers that stay so are left as they are unless another function is given. Then the
+/// derivative, which every entry has to state: `slope` of a number, as a formula of operators and, for those that training is
+/// full of, in f32 with the functions of [`math`]; or `not_differentiable`.
 macro_rules! functions {
     ($(
         $(#[doc = $doc:literal])*
-        $name:ident: $passes:expr, $gives:ident, |$x:ident| $form:ident($real:expr) $(, whole($whole:expr))?;
+        $name:ident: $passes:expr, $gives:ident, |$x:ident| $form:ident($real:expr) $(, whole($whole:expr))?
+            => $derivative:ident $(($($slope:tt)*))?;
     )*) => {
         impl DTensor {
             $(
                 $(#[doc = $doc])*
                 #[track_caller]
                 pub fn $name(&self) -> Result<DTensor> {
-                    call(Unary::Named(Name::$name), self)
+                    Ok(dispatch(&Unary::$name, &[self], Location::caller())?.swap_remove(0))
                 }
             )*
         }
 
         #[allow(non_camel_case_types)]
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-        enum Name {
+        pub(super) enum Unary {
             $($name,)*
         }
 
@@ -97,23 +87,16 @@ macro_rules! functions {
                     let whole = functions!(@whole $x $(, $whole)?);
                     Ok(map(functions!(@$form $name, $x, $real, whole), [x], x.dims(), arithmetic, dtype)?)
                 },
+                derivative: functions!(@$derivative $(($($slope)*))?),
             },)*
         ];
 
         pub(super) const OPS: &[OpEntry] = &[
             $(OpEntry { name: stringify!($name), samples, apply: |x| Ok(vec![x[0].$name()?]) },)*
-            OpEntry { name: "leaky_relu", samples, apply: |x| Ok(vec![x[0].leaky_relu(0.1)?]) },
-            OpEntry { name: "elu", samples, apply: |x| Ok(vec![x[0].elu(0.5)?]) },
-            OpEntry { name: "softplus", samples, apply: |x| Ok(vec![x[0].softplus(2.0, 20.0)?]) },
-            OpEntry { name: "pow_scalar", samples, apply: |x| Ok(vec![x[0].pow_scalar(3.0)?]) },
-            OpEntry { name: "clamp", samples, apply: |x| Ok(vec![x[0].clamp(Some(-0.5), Some(0.5))?]) },
-            OpEntry { name: "add_scalar", samples, apply: |x| Ok(vec![x[0].add_scalar(1.5)?]) },
-            OpEntry { name: "sub_scalar", samples, apply: |x| Ok(vec![x[0].sub_scalar(1.5)?]) },
-            OpEntry { name: "rsub_scalar", samples, apply: |x| Ok(vec![x[0].rsub_scalar(1.5)?]) },
-            OpEntry { name: "mul_scalar", samples, apply: |x| Ok(vec![x[0].mul_scalar(-2.0)?]) },
-            OpEntry { name: "div_scalar", samples, apply: |x| Ok(vec![x[0].div_scalar(4.0)?]) },
-            OpEntry { name: "nan_to_num", samples, apply: |x| Ok(vec![x[0].nan_to_num(0.0, 1e3, -1e3)?]) },
         ];
+
+        #[cfg(test)]
+        const ALL: &[Unary] = &[$(Unary::$name,)*];
     };
     (@whole $x:ident) => { |[$x]: [i64; 1]| $x };
     (@whole $x:ident, $whole:expr) => {
@@ -145,460 +128,379 @@ macro_rules! functions {
         }
         Fast($whole)
     }};
+    (@not_differentiable) => { None };
+    (@slope ($at:expr, $formula:expr)) => { Some(Derivative { at: $at, formula: $formula, kernel: None }) };
+    (@slope ($at:expr, $formula:expr, f32(|$x:ident| $fast:expr))) => {{
+        #[derive(Clone, Copy)]
+        struct Fast;
+        impl Function<2> for Fast {
+            #[inline(always)]
+            fn f32<const FMA: bool>(self, [$x, g]: [f32; 2]) -> f32 {
+                g * $fast
+            }
+            #[inline(always)]
+            fn f64(self, [x, g]: [f64; 2]) -> f64 {
+                let at: fn(f64) -> f64 = $at;
+                g * at(x)
+            }
+            #[inline(always)]
+            fn i64(self, [_, g]: [i64; 2]) -> i64 {
+                g
+            }
+        }
+        let kernel: fn(&Tensor, &Tensor) -> Result<Tensor> =
+            |x, g| Ok(map(Fast, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())?);
+        Some(Derivative { at: $at, formula: $formula, kernel: Some(kernel) })
+    }};
 }
 
 const RISING: Passes = Passes::Rising;
 const NOTHING: Passes = Passes::Nothing;
+const GELU_INNER: f64 = 0.797_884_560_802_865_4; // sqrt(2 / pi)
+const GELU_CUBIC: f64 = 0.044715;
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
 
 functions! {
     /// The negative.
-    neg: Passes::Multiple { rising: false }, Same, |x| each(-x), whole(x.wrapping_neg());
+    neg: Passes::Multiple { rising: false }, Same, |x| each(-x), whole(x.wrapping_neg())
+        => slope(|_| -1.0, |x| zero(x)?.add_scalar(-1.0));
     /// The absolute value.
-    abs: NOTHING, Same, |x| each(x.abs()), whole(x.wrapping_abs());
+    abs: NOTHING, Same, |x| each(x.abs()), whole(x.wrapping_abs())
+        => slope(|x| if x == 0.0 { 0.0 } else { x.signum() }, DTensor::sign);
     /// -1, 0 or 1; 0 for NaN, as in PyTorch.
-    sign: NOTHING, Same, |x| each(if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 }), whole(x.signum());
+    sign: NOTHING, Same, |x| each(if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 }), whole(x.signum())
+        => slope(|_| 0.0, zero);
     /// The square.
-    square: NOTHING, Same, |x| each(x * x), whole(x.wrapping_mul(x));
+    square: NOTHING, Same, |x| each(x * x), whole(x.wrapping_mul(x))
+        => slope(|x| 2.0 * x, |x| x.mul_scalar(2.0));
     /// The positive part.
-    relu: RISING, Same, |x| each(if x < 0.0 { 0.0 } else { x }), whole(x.max(0));
-    /// The next whole number below.
-    floor: RISING, Same, |x| each(x.floor());
-    /// The next whole number above.
-    ceil: RISING, Same, |x| each(x.ceil());
-    /// The nearest whole number, the even one of two.
-    round: RISING, Same, |x| each(x.round_ties_even());
-    /// The whole part.
-    trunc: RISING, Same, |x| each(x.trunc());
-    /// What is left without the whole part.
-    frac: NOTHING, Real, |x| each(x.fract());
+    relu: RISING, Same, |x| each(if x < 0.0 { 0.0 } else { x }), whole(x.max(0))
+        => slope(|x| f64::from(u8::from(x > 0.0)), |x| x.gt(&zero(x)?)?.to_dtype(x.dtype()),
+            f32(|x| if x > 0.0 { 1.0 } else { 0.0 }));
+    /// The next integer below.
+    floor: RISING, Same, |x| each(x.floor())
+        => slope(|_| 0.0, zero);
+    /// The next integer above.
+    ceil: RISING, Same, |x| each(x.ceil())
+        => slope(|_| 0.0, zero);
+    /// The nearest integer, the even one of two.
+    round: RISING, Same, |x| each(x.round_ties_even())
+        => slope(|_| 0.0, zero);
+    /// The integer part.
+    trunc: RISING, Same, |x| each(x.trunc())
+        => slope(|_| 0.0, zero);
+    /// What is left without the integer part.
+    frac: NOTHING, Real, |x| each(x.fract())
+        => slope(|_| 1.0, |x| zero(x)?.add_scalar(1.0));
     /// e to the power of x.
-    exp: RISING, Real, |x| fast(x.exp());
+    exp: RISING, Real, |x| fast(x.exp())
+        => slope(f64::exp, DTensor::exp, f32(|x| math::exp::<FMA>(x)));
     /// exp(x) - 1.
-    expm1: RISING, Real, |x| fast(x.exp_m1());
+    expm1: RISING, Real, |x| fast(x.exp_m1())
+        => slope(f64::exp, DTensor::exp);
     /// 2 to the power of x.
-    exp2: RISING, Real, |x| each(x.exp2());
+    exp2: RISING, Real, |x| each(x.exp2())
+        => slope(|x| x.exp2() * LN_2, |x| x.exp2()?.mul_scalar(LN_2));
     /// Natural logarithm.
-    log: Passes::RisingAbove, Real, |x| fast(x.ln());
+    log: Passes::RisingAbove, Real, |x| fast(x.ln())
+        => slope(f64::recip, DTensor::reciprocal);
     /// log(1 + x).
-    log1p: Passes::RisingAbove, Real, |x| fast(x.ln_1p());
+    log1p: Passes::RisingAbove, Real, |x| fast(x.ln_1p())
+        => slope(|x| 1.0 / (1.0 + x), |x| x.add_scalar(1.0)?.reciprocal());
     /// Logarithm to base 2.
-    log2: Passes::RisingAbove, Real, |x| each(x.log2());
+    log2: Passes::RisingAbove, Real, |x| each(x.log2())
+        => slope(|x| 1.0 / (x * LN_2), |x| x.mul_scalar(LN_2)?.reciprocal());
     /// Logarithm to base 10.
-    log10: Passes::RisingAbove, Real, |x| wide(x.log10());
+    log10: Passes::RisingAbove, Real, |x| wide(x.log10())
+        => slope(|x| 1.0 / (x * LN_10), |x| x.mul_scalar(LN_10)?.reciprocal());
     /// Square root.
-    sqrt: Passes::RisingAbove, Real, |x| each(x.sqrt());
+    sqrt: Passes::RisingAbove, Real, |x| each(x.sqrt())
+        => slope(|x| 0.5 / x.sqrt(), |x| x.rsqrt()?.mul_scalar(0.5));
     /// 1 / sqrt(x).
-    rsqrt: NOTHING, Real, |x| each(1.0 / x.sqrt());
+    rsqrt: NOTHING, Real, |x| each(1.0 / x.sqrt())
+        => slope(|x| -0.5 / (x * x.sqrt()), |x| x.rsqrt()?.pow_scalar(3.0)?.mul_scalar(-0.5));
     /// 1 / x.
-    reciprocal: NOTHING, Real, |x| each(1.0 / x);
+    reciprocal: NOTHING, Real, |x| each(1.0 / x)
+        => slope(|x| -1.0 / (x * x), |x| x.reciprocal()?.square()?.neg());
     /// Sine.
-    sin: NOTHING, Real, |x| each(x.sin());
+    sin: NOTHING, Real, |x| each(x.sin())
+        => slope(f64::cos, DTensor::cos);
     /// Cosine.
-    cos: NOTHING, Real, |x| each(x.cos());
+    cos: NOTHING, Real, |x| each(x.cos())
+        => slope(|x| -x.sin(), |x| x.sin()?.neg());
     /// Tangent.
-    tan: NOTHING, Real, |x| wide(x.tan());
+    tan: NOTHING, Real, |x| wide(x.tan())
+        => slope(|x| 1.0 + x.tan().powi(2), |x| x.tan()?.square()?.add_scalar(1.0));
     /// Inverse sine.
-    asin: NOTHING, Real, |x| wide(x.asin());
+    asin: NOTHING, Real, |x| wide(x.asin())
+        => slope(|x| 1.0 / (1.0 - x * x).sqrt(), |x| x.square()?.rsub_scalar(1.0)?.rsqrt());
     /// Inverse tangent.
-    atan: RISING, Real, |x| wide(x.atan());
+    atan: RISING, Real, |x| wide(x.atan())
+        => slope(|x| 1.0 / (1.0 + x * x), |x| x.square()?.add_scalar(1.0)?.reciprocal());
     /// Hyperbolic sine.
-    sinh: RISING, Real, |x| wide(x.sinh());
+    sinh: RISING, Real, |x| wide(x.sinh())
+        => slope(f64::cosh, DTensor::cosh);
     /// Hyperbolic cosine.
-    cosh: NOTHING, Real, |x| wide(x.cosh());
+    cosh: NOTHING, Real, |x| wide(x.cosh())
+        => slope(f64::sinh, DTensor::sinh);
     /// Inverse hyperbolic sine.
-    asinh: RISING, Real, |x| wide(libm::asinh(x)); // that of std overflows for the largest numbers
+    asinh: RISING, Real, |x| wide(libm::asinh(x)) // that of std overflows for the largest numbers
+        => slope(|x| 1.0 / (1.0 + x * x).sqrt(), |x| x.square()?.add_scalar(1.0)?.rsqrt());
     /// Hyperbolic tangent.
-    tanh: RISING, Real, |x| fast(x.tanh());
+    tanh: RISING, Real, |x| fast(x.tanh())
+        => slope(|x| 1.0 - x.tanh().powi(2), |x| x.tanh()?.square()?.rsub_scalar(1.0), f32(|x| {
+            let t = math::tanh::<FMA>(x);
+            (1.0 - t) * (1.0 + t)
+        }));
     /// Error function.
-    erf: RISING, Real, |x| fast(libm::erf(x));
+    erf: RISING, Real, |x| fast(libm::erf(x))
+        => slope(|x| 2.0 / PI.sqrt() * (-x * x).exp(), |x| x.square()?.neg()?.exp()?.mul_scalar(2.0 / PI.sqrt()));
     /// 1 - erf(x).
-    erfc: Passes::Falling, Real, |x| fast(libm::erfc(x));
+    erfc: Passes::Falling, Real, |x| fast(libm::erfc(x))
+        => slope(|x| -2.0 / PI.sqrt() * (-x * x).exp(), |x| x.square()?.neg()?.exp()?.mul_scalar(-2.0 / PI.sqrt()));
     /// 1 / (1 + exp(-x)).
-    sigmoid: RISING, Real, |x| fast(1.0 / (1.0 + (-x).exp()));
+    sigmoid: RISING, Real, |x| fast(1.0 / (1.0 + (-x).exp()))
+        => slope(|x| sigmoid(x) * sigmoid(-x), |x| x.sigmoid()?.mul(&x.neg()?.sigmoid()?), f32(|x| {
+            math::sigmoid::<FMA>(x) * math::sigmoid::<FMA>(-x)
+        }));
     /// log(sigmoid(x)).
-    logsigmoid: RISING, Real, |x| fast(x.min(0.0) - (-x.abs()).exp().ln_1p());
+    logsigmoid: RISING, Real, |x| fast(x.min(0.0) - (-x.abs()).exp().ln_1p())
+        => slope(|x| sigmoid(-x), |x| x.neg()?.sigmoid());
     /// x / (1 + |x|).
-    softsign: NOTHING, Real, |x| each(x / (1.0 + x.abs()));
+    softsign: NOTHING, Real, |x| each(x / (1.0 + x.abs()))
+        => slope(|x| (1.0 + x.abs()).powi(-2), |x| x.abs()?.add_scalar(1.0)?.square()?.reciprocal());
     /// x * sigmoid(x).
-    silu: NOTHING, Real, |x| fast(x / (1.0 + (-x).exp()));
+    silu: NOTHING, Real, |x| fast(x / (1.0 + (-x).exp()))
+        => slope(|x| sigmoid(x) * (1.0 + x * sigmoid(-x)), |x| {
+            let other = x.neg()?.sigmoid()?;
+            x.sigmoid()?.mul(&x.mul(&other)?.add_scalar(1.0)?)
+        }, f32(|x| math::sigmoid::<FMA>(x) * (1.0 + x * math::sigmoid::<FMA>(-x))));
     /// x * tanh(softplus(x)).
-    mish: NOTHING, Real, |x| fast(x * (x.max(0.0) + (-x.abs()).exp().ln_1p()).tanh());
+    mish: NOTHING, Real, |x| fast(x * (x.max(0.0) + (-x.abs()).exp().ln_1p()).tanh())
+        => slope(|x| {
+            let t = (x.max(0.0) + (-x.abs()).exp().ln_1p()).tanh();
+            t + x * (1.0 - t * t) * sigmoid(x)
+        }, |x| {
+            let t = x.softplus(1.0, 20.0)?.tanh()?;
+            t.add(&x.mul(&x.sigmoid()?)?.mul(&t.square()?.rsub_scalar(1.0)?)?)
+        });
     /// x * clamp(x + 3, 0, 6) / 6.
-    hardswish: NOTHING, Real, |x| wide(x * (x + 3.0).clamp(0.0, 6.0) / 6.0);
+    ///
+    /// At its two kinks it has the slope of the straight part, as in PyTorch.
+    hardswish: NOTHING, Real, |x| wide(x * (x + 3.0).clamp(0.0, 6.0) / 6.0)
+        => slope(|x| if x <= -3.0 { 0.0 } else if x >= 3.0 { 1.0 } else { (2.0 * x + 3.0) / 6.0 }, |x| {
+            let inside = x.mul_scalar(2.0)?.add_scalar(3.0)?.div_scalar(6.0)?;
+            let above = x.ge(&zero(x)?.add_scalar(3.0)?)?;
+            let below = x.le(&zero(x)?.add_scalar(-3.0)?)?;
+            below.where_cond(&zero(x)?, &above.where_cond(&zero(x)?.add_scalar(1.0)?, &inside)?)
+        });
     /// x * Phi(x) with the normal distribution.
-    gelu: NOTHING, Real, |x| fast(0.5 * x * libm::erfc(-x * std::f64::consts::FRAC_1_SQRT_2));
+    gelu: NOTHING, Real, |x| fast(0.5 * x * libm::erfc(-x * FRAC_1_SQRT_2))
+        => slope(|x| {
+            let density = (-0.5 * x * x).exp() / (2.0 * PI).sqrt();
+            0.5 * (1.0 + libm::erf(x * FRAC_1_SQRT_2)) + x * density
+        }, |x| {
+            let density = x.square()?.mul_scalar(-0.5)?.exp()?.mul_scalar(1.0 / (2.0 * PI).sqrt())?;
+            x.mul_scalar(FRAC_1_SQRT_2)?.erf()?.add_scalar(1.0)?.mul_scalar(0.5)?.add(&x.mul(&density)?)
+        }, f32(|x| {
+            let below = 0.5 * (1.0 + math::erf::<FMA>(x * std::f32::consts::FRAC_1_SQRT_2));
+            below + x * math::exp::<FMA>(-0.5 * x * x) * 0.398_942_3
+        }));
     /// The tanh approximation of gelu, which is x * sigmoid(z) with a cubic z.
     gelu_tanh: NOTHING, Real, |x| fast({
-        let z = 2.0 * (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
+        let z = 2.0 * (2.0 / PI).sqrt() * (x + 0.044715 * x * x * x);
         x / (1.0 + (-z).exp())
-    });
-    /// 1 where not-a-number.
-    isnan: NOTHING, Truth, |x| each(if x.is_nan() { 1.0 } else { 0.0 }), whole(0);
+    }) => slope(|x| {
+            let t = (GELU_INNER * (x + GELU_CUBIC * x * x * x)).tanh();
+            0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * GELU_INNER * (1.0 + 3.0 * GELU_CUBIC * x * x)
+        }, |x| {
+            let squares = x.square()?;
+            let t = x.mul(&squares.mul_scalar(GELU_CUBIC)?.add_scalar(1.0)?)?.mul_scalar(GELU_INNER)?.tanh()?;
+            let slope = squares.mul_scalar(3.0 * GELU_CUBIC)?.add_scalar(1.0)?.mul_scalar(GELU_INNER)?;
+            let curved = x.mul(&t.square()?.rsub_scalar(1.0)?)?.mul(&slope)?;
+            t.add_scalar(1.0)?.add(&curved)?.mul_scalar(0.5)
+        }, f32(|x| {
+            let (inner, cubic) = (GELU_INNER as f32, GELU_CUBIC as f32);
+            let t = math::tanh::<FMA>(inner * (x + cubic * x * x * x));
+            0.5 * (1.0 + t) + 0.5 * x * (1.0 - t) * (1.0 + t) * inner * (1.0 + 3.0 * cubic * x * x)
+        }));
+    /// 1 where NaN.
+    isnan: NOTHING, Truth, |x| each(if x.is_nan() { 1.0 } else { 0.0 }), whole(0)
+        => not_differentiable;
     /// 1 where finite.
-    isfinite: NOTHING, Truth, |x| each(if x.is_finite() { 1.0 } else { 0.0 }), whole(1);
+    isfinite: NOTHING, Truth, |x| each(if x.is_finite() { 1.0 } else { 0.0 }), whole(1)
+        => not_differentiable;
     /// 1 where infinite.
-    isinf: NOTHING, Truth, |x| each(if x.is_infinite() { 1.0 } else { 0.0 }), whole(0);
+    isinf: NOTHING, Truth, |x| each(if x.is_infinite() { 1.0 } else { 0.0 }), whole(0)
+        => not_differentiable;
     /// 1 where the sign is negative.
-    signbit: NOTHING, Truth, |x| each(if x.is_sign_negative() { 1.0 } else { 0.0 }), whole(i64::from(x < 0));
+    signbit: NOTHING, Truth, |x| each(if x.is_sign_negative() { 1.0 } else { 0.0 }), whole(i64::from(x < 0))
+        => not_differentiable;
     /// 1 where zero.
-    logical_not: NOTHING, Truth, |x| each(if x == 0.0 { 1.0 } else { 0.0 }), whole(i64::from(x == 0));
-}
-
-impl DTensor {
-    /// `x` where positive, else `slope * x`.
-    #[track_caller]
-    pub fn leaky_relu(&self, slope: f64) -> Result<DTensor> {
-        call(Unary::LeakyRelu(Scalar(slope)), self)
-    }
-
-    /// `x` where positive, else `alpha * (exp(x) - 1)`.
-    #[track_caller]
-    pub fn elu(&self, alpha: f64) -> Result<DTensor> {
-        call(Unary::Elu(Scalar(alpha)), self)
-    }
-
-    /// `log(1 + exp(beta * x)) / beta`, and `x` where `beta * x` is above the threshold.
-    #[track_caller]
-    pub fn softplus(&self, beta: f64, threshold: f64) -> Result<DTensor> {
-        call(Unary::Softplus(Scalar(beta), Scalar(threshold)), self)
-    }
-
-    /// `x` to the power of a number.
-    #[track_caller]
-    pub fn pow_scalar(&self, exponent: f64) -> Result<DTensor> {
-        call(Unary::Pow(Scalar(exponent)), self)
-    }
-
-    /// `x`, but no less than `min` and no more than `max`.
-    #[track_caller]
-    pub fn clamp(&self, min: Option<f64>, max: Option<f64>) -> Result<DTensor> {
-        call(Unary::Clamp(min.map(Scalar), max.map(Scalar)), self)
-    }
-
-    /// `x + number`.
-    #[track_caller]
-    pub fn add_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
-        call(Unary::Add(number.into()), self)
-    }
-
-    /// `x - number`.
-    #[track_caller]
-    pub fn sub_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
-        call(Unary::Add(number.into().negative()), self)
-    }
-
-    /// `number - x`.
-    #[track_caller]
-    pub fn rsub_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
-        call(Unary::RSub(number.into()), self)
-    }
-
-    /// `x * number`.
-    #[track_caller]
-    pub fn mul_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
-        call(Unary::Mul(number.into()), self)
-    }
-
-    /// `x / number`.
-    #[track_caller]
-    pub fn div_scalar(&self, number: f64) -> Result<DTensor> {
-        call(Unary::Div(Scalar(number)), self)
-    }
-
-    /// `x` with numbers in place of not-a-number and of the infinities.
-    #[track_caller]
-    pub fn nan_to_num(&self, nan: f64, posinf: f64, neginf: f64) -> Result<DTensor> {
-        call(Unary::NanToNum(Scalar(nan), Scalar(posinf), Scalar(neginf)), self)
-    }
-}
-
-#[track_caller]
-fn call(op: Unary, x: &DTensor) -> Result<DTensor> {
-    Ok(dispatch(&op, &[x], Location::caller())?.swap_remove(0))
+    logical_not: NOTHING, Truth, |x| each(if x == 0.0 { 1.0 } else { 0.0 }), whole(i64::from(x == 0))
+        => not_differentiable;
 }
 
 impl Unary {
-    fn passes(self) -> Passes {
-        match self {
-            Unary::Named(name) => FUNCTIONS[name as usize].passes,
-            Unary::LeakyRelu(s) | Unary::Elu(s) if s.0 > 0.0 => RISING,
-            Unary::Softplus(beta, _) if beta.0 > 0.0 => RISING,
-            Unary::Clamp(..) => RISING,
-            // Not-a-number would win where an infinite operand meets an infinite number.
-            Unary::Add(s) if s.real().is_finite() => RISING,
-            Unary::RSub(s) if s.real().is_finite() => Passes::Falling,
-            Unary::Mul(Number::Real(s)) | Unary::Div(Scalar(s)) if s.is_finite() && s != 0.0 => {
-                Passes::Multiple { rising: s > 0.0 }
-            }
-            Unary::Mul(Number::Integer(s)) if s != 0 => Passes::Multiple { rising: s > 0 },
-            _ => NOTHING,
-        }
-    }
-
-    /// Whether integers may leave the range of their type.
-    fn wraps(self) -> bool {
-        self.gives() == Gives::Same
-            && match self {
-                Unary::Named(name) => matches!(name, Name::neg | Name::abs | Name::square),
-                Unary::Clamp(..) | Unary::NanToNum(..) => false,
-                _ => true,
-            }
-    }
-
-    /// An error if an integer is to be clamped to what its type does not hold.
-    fn check_bounds(self, dtype: DType) -> Result<()> {
-        let (Unary::Clamp(low, high), Some((least, most))) = (self, limits(dtype)) else { return Ok(()) };
-        if self.gives() != Gives::Same
-            || low.is_none_or(|s| s.0 <= most as f64) && high.is_none_or(|s| s.0 >= least as f64)
-        {
-            return Ok(());
-        }
-        let text = |s: Option<Scalar>| s.map_or("none".to_string(), |s| s.0.to_string());
-        let found = format!("bounds {} and {} for {} in clamp", text(low), text(high), dtype.as_str());
-        let needed = format!("a lower bound of at most {most} and an upper one of at least {least}");
-        Err(Error::invalid("bounds", found, needed, "use other bounds, or convert the tensor first"))
-    }
-
-    /// What becomes of the element type.
-    fn gives(self) -> Gives {
-        let whole = |s: Scalar| Number::Real(s.0).is_integer();
-        match self {
-            Unary::Named(name) => FUNCTIONS[name as usize].gives,
-            Unary::Add(s) | Unary::Mul(s) | Unary::RSub(s) if s.is_integer() => Gives::Same,
-            Unary::Pow(s) if whole(s) && s.0 >= 0.0 => Gives::Same,
-            Unary::Clamp(a, b) if a.is_none_or(whole) && b.is_none_or(whole) => Gives::Same,
-            Unary::NanToNum(..) => Gives::Same,
-            _ => Gives::Real,
-        }
+    fn entry(self) -> &'static Entry {
+        &FUNCTIONS[self as usize]
     }
 
     /// The function on a local tensor.
-    fn compute(self, x: &Tensor, arithmetic: Arithmetic, dtype: DType) -> Result<Tensor> {
+    pub(super) fn compute(self, x: &Tensor, arithmetic: Arithmetic, dtype: DType) -> Result<Tensor> {
+        (self.entry().run)(x, arithmetic, dtype)
+    }
+}
+
+impl Gives {
+    /// The element type of the result.
+    pub(super) fn dtype(self, input: DType) -> DType {
         match self {
-            Unary::Named(name) => (FUNCTIONS[name as usize].run)(x, arithmetic, dtype),
-            Unary::LeakyRelu(Scalar(s)) => wide(x, arithmetic, dtype, move |x| if x < 0.0 { s * x } else { x }, |x| x),
-            Unary::Elu(Scalar(alpha)) => Ok(map(Elu { alpha }, [x], x.dims(), arithmetic, dtype)?),
-            // Where the argument is scaled, f32 has too few digits for it.
-            Unary::Softplus(Scalar(beta), Scalar(threshold)) if beta != 1.0 => {
-                let f = move |x: f64| if beta * x > threshold { x } else { (beta * x).exp().ln_1p() / beta };
-                wide(x, arithmetic, dtype, f, |x| x)
+            Gives::Same => input,
+            Gives::Real => dtype::real(input),
+            Gives::Truth => DType::U8,
+        }
+    }
+
+    /// How elements of this type are computed.
+    pub(super) fn arithmetic(self, input: DType) -> Arithmetic {
+        if !input.is_float() && self != Gives::Real { Arithmetic::Whole } else { Arithmetic::real([input]) }
+    }
+}
+
+/// The plan of a function of one tensor: elementwise, with the partial placements that pass. `wraps` says whether integers may
+/// leave the range of their type, `shifts` whether the same number is added to every term of a mean.
+pub(super) fn plan(x: &TensorMeta, gives: Gives, passes: Passes, wraps: bool, shifts: bool) -> OpPlan {
+    let dtype = gives.dtype(x.dtype);
+    let mut signature = Signature::pointwise(&[&x.shape], &x.shape);
+    let mut pass = |from, to| signature = signature.clone().passing([Some(from)], to);
+    let (sum, avg, max, min) = (ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max, ReduceOp::Min);
+    if shifts && x.dtype.is_float() {
+        pass(avg, avg);
+    }
+    // Rounding integers does not commute with adding, so sums pass only where the type stays; and integers
+    // that wrap lose their order.
+    let wraps = !x.dtype.is_float() && wraps;
+    match passes {
+        Passes::Rising | Passes::Falling | Passes::RisingAbove if wraps => {}
+        Passes::RisingAbove => pass(min, min),
+        Passes::Nothing => {}
+        Passes::Rising => {
+            pass(max, max);
+            pass(min, min);
+        }
+        Passes::Falling => {
+            pass(max, min);
+            pass(min, max);
+        }
+        Passes::Multiple { rising } => {
+            if dtype == x.dtype {
+                pass(sum, sum);
+                pass(avg, avg);
             }
-            Unary::Softplus(_, Scalar(threshold)) => Ok(map(Softplus { threshold }, [x], x.dims(), arithmetic, dtype)?),
-            Unary::Pow(Scalar(2.0)) => (FUNCTIONS[Name::square as usize].run)(x, arithmetic, dtype),
-            Unary::Pow(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x.powf(s), move |x| power(x, s as i64)),
-            Unary::Clamp(low, high) => {
-                // A bound that is missing bounds nothing; NaN stays, and a bound that is NaN gives NaN.
-                let (low, high) = (low.map_or(f64::NEG_INFINITY, |s| s.0), high.map_or(f64::INFINITY, |s| s.0));
-                let real = move |x: f64| {
-                    let x = if x < low || low.is_nan() { low } else { x };
-                    if x > high || high.is_nan() { high } else { x }
-                };
-                wide(x, arithmetic, dtype, real, move |x| x.max(low as i64).min(high as i64))
-            }
-            Unary::Add(s) => {
-                let (real, whole) = (s.real(), s.integer());
-                wide(x, arithmetic, dtype, move |x| x + real, move |x| x.wrapping_add(whole))
-            }
-            Unary::Mul(s) => {
-                let (real, whole) = (s.real(), s.integer());
-                wide(x, arithmetic, dtype, move |x| x * real, move |x| x.wrapping_mul(whole))
-            }
-            Unary::RSub(s) => {
-                let (real, whole) = (s.real(), s.integer());
-                wide(x, arithmetic, dtype, move |x| real - x, move |x| whole.wrapping_sub(x))
-            }
-            Unary::Div(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x / s, |x| x),
-            Unary::NanToNum(Scalar(nan), Scalar(most), Scalar(least)) => {
-                let real = move |x: f64| {
-                    let x = if x == f64::INFINITY { most } else { x };
-                    let x = if x == f64::NEG_INFINITY { least } else { x };
-                    if x.is_nan() { nan } else { x }
-                };
-                wide(x, arithmetic, dtype, real, |x| x)
+            if !wraps {
+                pass(max, if rising { max } else { min });
+                pass(min, if rising { min } else { max });
             }
         }
     }
-}
-
-/// A function of which f32 too is computed in f64: a number given as f64 is not rounded before it is used.
-fn wide(
-    x: &Tensor,
-    arithmetic: Arithmetic,
-    dtype: DType,
-    real: impl Fn(f64) -> f64 + Copy,
-    whole: impl Fn(i64) -> i64 + Copy,
-) -> Result<Tensor> {
-    Ok(map(Wide(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| whole(x)), [x], x.dims(), arithmetic, dtype)?)
-}
-
-#[derive(Clone, Copy)]
-struct Elu {
-    alpha: f64,
-}
-
-impl Function<1> for Elu {
-    #[inline(always)]
-    fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
-        let below = (self.alpha * f64::from(math::expm1::<FMA>(x))) as f32;
-        if x < 0.0 { below } else { x }
-    }
-
-    #[inline(always)]
-    fn f64(self, [x]: [f64; 1]) -> f64 {
-        if x < 0.0 { self.alpha * x.exp_m1() } else { x }
-    }
-
-    #[inline(always)]
-    fn i64(self, [x]: [i64; 1]) -> i64 {
-        x
-    }
-}
-
-/// With beta 1.
-#[derive(Clone, Copy)]
-struct Softplus {
-    threshold: f64,
-}
-
-impl Function<1> for Softplus {
-    #[inline(always)]
-    fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
-        let bent = math::softplus::<FMA>(x);
-        if f64::from(x) > self.threshold { x } else { bent }
-    }
-
-    #[inline(always)]
-    fn f64(self, [x]: [f64; 1]) -> f64 {
-        if x > self.threshold { x } else { x.exp().ln_1p() }
-    }
-
-    #[inline(always)]
-    fn i64(self, [x]: [i64; 1]) -> i64 {
-        x
-    }
+    OpPlan { signature, outputs: vec![TensorMeta { shape: x.shape.clone(), dtype }] }
 }
 
 impl Op for Unary {
     fn name(&self) -> &'static str {
-        match self {
-            Unary::Named(name) => FUNCTIONS[*name as usize].name,
-            Unary::LeakyRelu(_) => "leaky_relu",
-            Unary::Elu(_) => "elu",
-            Unary::Softplus(..) => "softplus",
-            Unary::Pow(_) => "pow_scalar",
-            Unary::Clamp(..) => "clamp",
-            Unary::Add(_) => "add_scalar",
-            Unary::Mul(_) => "mul_scalar",
-            Unary::RSub(_) => "rsub_scalar",
-            Unary::Div(_) => "div_scalar",
-            Unary::NanToNum(..) => "nan_to_num",
-        }
+        self.entry().name
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
-        let x = &inputs[0];
-        self.check_bounds(x.dtype)?;
-        let mut signature = Signature::pointwise(&[&x.shape], &x.shape);
-        let dtype = output_type(*self, x.dtype);
-        let mut pass = |from, to| signature = signature.clone().passing([Some(from)], to);
-        let (sum, avg, max, min) = (ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max, ReduceOp::Min);
-        // Rounding integers does not commute with adding, so sums pass only where the type stays; and integers
-        // that wrap lose their order.
-        let wraps = !x.dtype.is_float() && self.wraps();
-        // Means of operands to which the same is added.
-        if matches!(self, Unary::Add(s) | Unary::RSub(s) if s.real().is_finite()) && x.dtype.is_float() {
-            pass(avg, avg);
-        }
-        match self.passes() {
-            Passes::Rising | Passes::Falling | Passes::RisingAbove if wraps => {}
-            Passes::RisingAbove => pass(min, min),
-            Passes::Nothing => {}
-            Passes::Rising => {
-                pass(max, max);
-                pass(min, min);
-            }
-            Passes::Falling => {
-                pass(max, min);
-                pass(min, max);
-            }
-            Passes::Multiple { rising } => {
-                if dtype == x.dtype {
-                    pass(sum, sum);
-                    pass(avg, avg);
-                }
-                if !wraps {
-                    pass(max, if rising { max } else { min });
-                    pass(min, if rising { min } else { max });
-                }
-            }
-        }
-        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: x.shape.clone(), dtype }] })
+        let Entry { gives, passes, .. } = *self.entry();
+        let wraps = matches!(self, Unary::neg | Unary::abs | Unary::square);
+        Ok(plan(&inputs[0], gives, passes, wraps, false))
     }
 
     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
-        let x = &inputs[0];
-        let whole = !x.dtype().is_float() && self.gives() != Gives::Real;
-        let arithmetic = if whole { Arithmetic::Whole } else { Arithmetic::real([x.dtype()]) };
-        Ok(vec![self.compute(x, arithmetic, output_type(*self, x.dtype()))?])
+        let (x, gives) = (&inputs[0], self.entry().gives);
+        Ok(vec![self.compute(x, gives.arithmetic(x.dtype()), gives.dtype(x.dtype()))?])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        match self {
-            Unary::Add(_) | Unary::Mul(_) | Unary::RSub(_) | Unary::Div(_) => Some(Keeps::Nothing),
-            Unary::Named(_) => derivative::exists(self.name()).then_some(Keeps::Inputs),
-            _ => Some(Keeps::Inputs),
+    fn gradient(&self) -> Gradient<Self> {
+        if self.entry().derivative.is_none() {
+            return Gradient::NotDifferentiable;
         }
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(g) = &gradients[0] else { return Ok(vec![None]) };
-        let gradient = match *self {
-            Unary::Named(_) => return Ok(vec![derivative::chain(self.name(), &saved.input(0), g)?]),
-            Unary::Add(_) => g.clone(),
-            Unary::RSub(_) => g.neg()?,
-            Unary::Mul(s) => g.mul_scalar(s)?,
-            Unary::Div(s) => g.div_scalar(s.0)?,
-            Unary::Pow(s) if s.0 == 0.0 => g.zeros_like()?,
-            Unary::Pow(s) => g.mul(&saved.input(0).pow_scalar(s.0 - 1.0)?.mul_scalar(s.0)?)?,
-            Unary::LeakyRelu(s) => positive(&saved.input(0))?.where_cond(g, &g.mul_scalar(s.0)?)?,
-            Unary::Elu(s) => {
-                let x = saved.input(0);
-                positive(&x)?.where_cond(g, &g.mul(&x.exp()?.mul_scalar(s.0)?)?)?
+        Gradient::From(Keeps::Inputs, |op, saved, gradients| {
+            let (Some(derivative), Some(g)) = (&op.entry().derivative, &gradients[0]) else { return Ok(vec![None]) };
+            let x = saved.input(0);
+            if is_recording() {
+                return Ok(vec![Some(g.mul(&(derivative.formula)(&x)?)?)]);
             }
-            Unary::Softplus(beta, threshold) => {
-                let x = saved.input(0).mul_scalar(beta.0)?;
-                positive(&x.add_scalar(-threshold.0)?)?.where_cond(g, &g.mul(&x.sigmoid()?)?)?
-            }
-            Unary::Clamp(low, high) => {
-                let x = saved.input(0);
-                let bound = |s: Option<Scalar>, none: f64| x.full_like(s.map_or(none, |s| s.0));
-                let above = x.ge(&bound(low, f64::NEG_INFINITY)?)?;
-                let inside = above.logical_and(&x.le(&bound(high, f64::INFINITY)?)?)?;
-                inside.where_cond(g, &g.zeros_like()?)?
-            }
-            Unary::NanToNum(..) => saved.input(0).isfinite()?.where_cond(g, &g.zeros_like()?)?,
-        };
-        Ok(vec![Some(gradient.to_dtype(saved.dtype(0))?)])
+            Ok(vec![Some(dispatch(&Slope(*op), &[&x, g], Location::caller())?.swap_remove(0))])
+        })
     }
 }
 
-/// 1 where above zero.
-#[track_caller]
-fn positive(x: &DTensor) -> Result<DTensor> {
-    x.gt(&x.full_like(0.0)?)
-}
+/// The derivative of a function at the first tensor, times the second: the gradient in one pass over memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Slope(Unary);
 
-fn output_type(op: Unary, input: DType) -> DType {
-    match op.gives() {
-        Gives::Same => input,
-        Gives::Real => dtype::real(input),
-        Gives::Truth => DType::U8,
+impl Op for Slope {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let (x, g) = (&inputs[0], &inputs[1]);
+        // Linear in the gradient.
+        let signature = Signature::pointwise(&[&x.shape, &g.shape], &x.shape)
+            .passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum)
+            .passing([None, Some(ReduceOp::Avg)], ReduceOp::Avg);
+        Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: x.shape.clone(), dtype: g.dtype }] })
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+        let derivative = self.0.entry().derivative.as_ref().expect("run for functions that have one");
+        Ok(vec![derivative.times(&inputs[0], &inputs[1])?])
+    }
+
+    /// Runs in backward passes that are not recorded; recorded ones use [`Derivative::formula`].
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::NotDifferentiable
     }
 }
 
-fn samples() -> Vec<Vec<Sample>> {
+pub(super) fn samples() -> Vec<Vec<Sample>> {
     let shapes: [&[usize]; 4] = [&[4, 6], &[5, 3], &[1], &[0, 2]];
     let mut all: Vec<Vec<Sample>> = shapes.iter().map(|shape| vec![Sample::new(shape, DType::F64)]).collect();
     all.push(vec![Sample::new(&[5], DType::I64)]);
     all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn derivatives_in_f32_are_those_in_f64() {
+        let values: Vec<f64> = (-4000..4000).map(|i| f64::from(i) * 0.003 + 0.0007).collect();
+        let x = Tensor::from_vec(values.clone(), 8000, &Device::Cpu).unwrap();
+        let ones = x.ones_like().unwrap();
+        let single = |t: &Tensor| t.to_dtype(DType::F32).unwrap();
+        for function in ALL {
+            let Some(derivative) = &function.entry().derivative else { continue };
+            let run = |x: &Tensor, g: &Tensor| derivative.times(x, g).unwrap();
+            let wide = run(&single(&x).to_dtype(DType::F64).unwrap(), &ones).to_vec1::<f64>().unwrap();
+            let fast = run(&single(&x), &single(&ones)).to_vec1::<f32>().unwrap();
+            for (i, (wide, fast)) in wide.iter().zip(&fast).enumerate() {
+                let near = (wide - f64::from(*fast)).abs() <= 2e-6 * wide.abs().max(1.0);
+                assert!(
+                    near || wide.is_nan() && fast.is_nan() || *wide as f32 == *fast,
+                    "{function:?} at {}: {wide} {fast}",
+                    values[i]
+                );
+            }
+        }
+    }
 }

@@ -8,10 +8,10 @@ use smallvec::SmallVec;
 use super::{OpEntry, Sample};
 use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
-use crate::op::{Accumulation, Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps};
 use shardwise_kernels::dense;
 
 /// Every dimension of the result is one of the input, or new.
@@ -183,19 +183,18 @@ impl Op for Rename {
         Ok(vec![if view.elem_count() == 0 { dense(&view)? } else { view }])
     }
 
-    fn differentiable(&self) -> Option<Keeps> {
-        Some(Keeps::Nothing)
-    }
-
-    fn gradient(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        // Dimensions that were stretched or new are summed over; the others go back to their places.
-        let made = |from: &From| !matches!(from, From::Input(_));
-        let summed: Vec<isize> = (0..self.dims.len()).filter(|&i| made(&self.dims[i])).map(|i| i as isize).collect();
-        let left = if summed.is_empty() { gradient.clone() } else { gradient.sum(&summed, false)? };
-        let kept: Vec<&From> = self.dims.iter().filter(|from| !made(from)).collect();
-        let back = |d: usize| kept.iter().position(|from| **from == From::Input(d)).map_or(From::New(1), From::Input);
-        Ok(vec![Some(left.renamed(self.name, (0..saved.shape(0).len()).map(back).collect())?)])
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(Keeps::Nothing, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            // Dimensions that were stretched or new are summed over; the others go back to their places.
+            let made = |from: &From| !matches!(from, From::Input(_));
+            let summed: Vec<isize> = (0..op.dims.len()).filter(|&i| made(&op.dims[i])).map(|i| i as isize).collect();
+            let left = if summed.is_empty() { gradient.clone() } else { gradient.sum(&summed, false)? };
+            let kept: Vec<&From> = op.dims.iter().filter(|from| !made(from)).collect();
+            let back =
+                |d: usize| kept.iter().position(|from| **from == From::Input(d)).map_or(From::New(1), From::Input);
+            Ok(vec![Some(left.renamed(op.name, (0..saved.shape(0).len()).map(back).collect())?)])
+        })
     }
 }
 

@@ -1,0 +1,357 @@
+//! Functions of one tensor and numbers, element by element.
+
+use std::panic::Location;
+
+use candle_core::{DType, Tensor};
+
+use super::OpEntry;
+use super::binary::power;
+use super::scalar::Scalar;
+use super::unary::{Gives, Passes, Unary, plan, samples};
+use crate::error::{Error, Result};
+use crate::layout::TensorMeta;
+use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
+use crate::tensor::{DTensor, Keeps, Saved};
+use shardwise_kernels::{Arithmetic, Function, Number, Wide, limits, map, math};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Parametrized {
+    LeakyRelu(Scalar),
+    Elu(Scalar),
+    Softplus(Scalar, Scalar),
+    Pow(Scalar),
+    Clamp(Option<Scalar>, Option<Scalar>),
+    Add(Number),
+    Mul(Number),
+    RSub(Number),
+    Div(Scalar),
+    NanToNum(Scalar, Scalar, Scalar),
+}
+
+impl DTensor {
+    /// `x` where positive, else `slope * x`.
+    #[track_caller]
+    pub fn leaky_relu(&self, slope: f64) -> Result<DTensor> {
+        call(Parametrized::LeakyRelu(Scalar(slope)), self)
+    }
+
+    /// `x` where positive, else `alpha * (exp(x) - 1)`.
+    #[track_caller]
+    pub fn elu(&self, alpha: f64) -> Result<DTensor> {
+        call(Parametrized::Elu(Scalar(alpha)), self)
+    }
+
+    /// `log(1 + exp(beta * x)) / beta`, and `x` where `beta * x` is above the threshold.
+    #[track_caller]
+    pub fn softplus(&self, beta: f64, threshold: f64) -> Result<DTensor> {
+        call(Parametrized::Softplus(Scalar(beta), Scalar(threshold)), self)
+    }
+
+    /// `x` to the power of a number.
+    #[track_caller]
+    pub fn pow_scalar(&self, exponent: f64) -> Result<DTensor> {
+        call(Parametrized::Pow(Scalar(exponent)), self)
+    }
+
+    /// `x`, but no less than `min` and no more than `max`.
+    #[track_caller]
+    pub fn clamp(&self, min: Option<f64>, max: Option<f64>) -> Result<DTensor> {
+        call(Parametrized::Clamp(min.map(Scalar), max.map(Scalar)), self)
+    }
+
+    /// `x + number`.
+    #[track_caller]
+    pub fn add_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
+        call(Parametrized::Add(number.into()), self)
+    }
+
+    /// `x - number`.
+    #[track_caller]
+    pub fn sub_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
+        call(Parametrized::Add(number.into().negative()), self)
+    }
+
+    /// `number - x`.
+    #[track_caller]
+    pub fn rsub_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
+        call(Parametrized::RSub(number.into()), self)
+    }
+
+    /// `x * number`.
+    #[track_caller]
+    pub fn mul_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
+        call(Parametrized::Mul(number.into()), self)
+    }
+
+    /// `x / number`.
+    #[track_caller]
+    pub fn div_scalar(&self, number: f64) -> Result<DTensor> {
+        call(Parametrized::Div(Scalar(number)), self)
+    }
+
+    /// `x` with numbers in place of NaN and of the infinities.
+    #[track_caller]
+    pub fn nan_to_num(&self, nan: f64, posinf: f64, neginf: f64) -> Result<DTensor> {
+        call(Parametrized::NanToNum(Scalar(nan), Scalar(posinf), Scalar(neginf)), self)
+    }
+}
+
+#[track_caller]
+fn call(op: Parametrized, x: &DTensor) -> Result<DTensor> {
+    Ok(dispatch(&op, &[x], Location::caller())?.swap_remove(0))
+}
+
+impl Parametrized {
+    fn passes(self) -> Passes {
+        match self {
+            Parametrized::LeakyRelu(s) | Parametrized::Elu(s) if s.0 > 0.0 => Passes::Rising,
+            Parametrized::Softplus(beta, _) if beta.0 > 0.0 => Passes::Rising,
+            Parametrized::Clamp(..) => Passes::Rising,
+            // NaN would win where an infinite operand meets an infinite number.
+            Parametrized::Add(s) if s.real().is_finite() => Passes::Rising,
+            Parametrized::RSub(s) if s.real().is_finite() => Passes::Falling,
+            Parametrized::Mul(Number::Real(s)) | Parametrized::Div(Scalar(s)) if s.is_finite() && s != 0.0 => {
+                Passes::Multiple { rising: s > 0.0 }
+            }
+            Parametrized::Mul(Number::Integer(s)) if s != 0 => Passes::Multiple { rising: s > 0 },
+            _ => Passes::Nothing,
+        }
+    }
+
+    /// Whether integers may leave the range of their type.
+    fn wraps(self) -> bool {
+        self.gives() == Gives::Same
+            && match self {
+                Parametrized::Clamp(..) | Parametrized::NanToNum(..) => false,
+                _ => true,
+            }
+    }
+
+    /// An error if an integer is to be clamped to what its type does not hold.
+    fn check_bounds(self, dtype: DType) -> Result<()> {
+        let (Parametrized::Clamp(low, high), Some((least, most))) = (self, limits(dtype)) else { return Ok(()) };
+        if self.gives() != Gives::Same
+            || low.is_none_or(|s| s.0 <= most as f64) && high.is_none_or(|s| s.0 >= least as f64)
+        {
+            return Ok(());
+        }
+        let text = |s: Option<Scalar>| s.map_or("none".to_string(), |s| s.0.to_string());
+        let found = format!("bounds {} and {} for {} in clamp", text(low), text(high), dtype.as_str());
+        let needed = format!("a lower bound of at most {most} and an upper one of at least {least}");
+        Err(Error::invalid("bounds", found, needed, "use other bounds, or convert the tensor first"))
+    }
+
+    /// What becomes of the element type.
+    fn gives(self) -> Gives {
+        let whole = |s: Scalar| Number::Real(s.0).is_integer();
+        match self {
+            Parametrized::Add(s) | Parametrized::Mul(s) | Parametrized::RSub(s) if s.is_integer() => Gives::Same,
+            Parametrized::Pow(s) if whole(s) && s.0 >= 0.0 => Gives::Same,
+            Parametrized::Clamp(a, b) if a.is_none_or(whole) && b.is_none_or(whole) => Gives::Same,
+            Parametrized::NanToNum(..) => Gives::Same,
+            _ => Gives::Real,
+        }
+    }
+
+    /// The function on a local tensor.
+    fn compute(self, x: &Tensor, arithmetic: Arithmetic, dtype: DType) -> Result<Tensor> {
+        match self {
+            Parametrized::LeakyRelu(Scalar(s)) => {
+                wide(x, arithmetic, dtype, move |x| if x < 0.0 { s * x } else { x }, |x| x)
+            }
+            Parametrized::Elu(Scalar(alpha)) => Ok(map(Elu { alpha }, [x], x.dims(), arithmetic, dtype)?),
+            // Where the argument is scaled, f32 has too few digits for it.
+            Parametrized::Softplus(Scalar(beta), Scalar(threshold)) if beta != 1.0 => {
+                let f = move |x: f64| if beta * x > threshold { x } else { (beta * x).exp().ln_1p() / beta };
+                wide(x, arithmetic, dtype, f, |x| x)
+            }
+            Parametrized::Softplus(_, Scalar(threshold)) => {
+                Ok(map(Softplus { threshold }, [x], x.dims(), arithmetic, dtype)?)
+            }
+            Parametrized::Pow(Scalar(2.0)) => Unary::square.compute(x, arithmetic, dtype),
+            Parametrized::Pow(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x.powf(s), move |x| power(x, s as i64)),
+            Parametrized::Clamp(low, high) => {
+                // A bound that is missing bounds nothing; NaN stays, and a bound that is NaN gives NaN.
+                let (low, high) = (low.map_or(f64::NEG_INFINITY, |s| s.0), high.map_or(f64::INFINITY, |s| s.0));
+                let real = move |x: f64| {
+                    let x = if x < low || low.is_nan() { low } else { x };
+                    if x > high || high.is_nan() { high } else { x }
+                };
+                wide(x, arithmetic, dtype, real, move |x| x.max(low as i64).min(high as i64))
+            }
+            Parametrized::Add(s) => {
+                let (real, whole) = (s.real(), s.integer());
+                wide(x, arithmetic, dtype, move |x| x + real, move |x| x.wrapping_add(whole))
+            }
+            Parametrized::Mul(s) => {
+                let (real, whole) = (s.real(), s.integer());
+                wide(x, arithmetic, dtype, move |x| x * real, move |x| x.wrapping_mul(whole))
+            }
+            Parametrized::RSub(s) => {
+                let (real, whole) = (s.real(), s.integer());
+                wide(x, arithmetic, dtype, move |x| real - x, move |x| whole.wrapping_sub(x))
+            }
+            Parametrized::Div(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x / s, |x| x),
+            Parametrized::NanToNum(Scalar(nan), Scalar(most), Scalar(least)) => {
+                let real = move |x: f64| {
+                    let x = if x == f64::INFINITY { most } else { x };
+                    let x = if x == f64::NEG_INFINITY { least } else { x };
+                    if x.is_nan() { nan } else { x }
+                };
+                wide(x, arithmetic, dtype, real, |x| x)
+            }
+        }
+    }
+}
+
+/// A function of which f32 too is computed in f64: a number given as f64 is not rounded before it is used.
+fn wide(
+    x: &Tensor,
+    arithmetic: Arithmetic,
+    dtype: DType,
+    real: impl Fn(f64) -> f64 + Copy,
+    whole: impl Fn(i64) -> i64 + Copy,
+) -> Result<Tensor> {
+    Ok(map(Wide(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| whole(x)), [x], x.dims(), arithmetic, dtype)?)
+}
+
+#[derive(Clone, Copy)]
+struct Elu {
+    alpha: f64,
+}
+
+impl Function<1> for Elu {
+    #[inline(always)]
+    fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
+        let below = (self.alpha * f64::from(math::expm1::<FMA>(x))) as f32;
+        if x < 0.0 { below } else { x }
+    }
+
+    #[inline(always)]
+    fn f64(self, [x]: [f64; 1]) -> f64 {
+        if x < 0.0 { self.alpha * x.exp_m1() } else { x }
+    }
+
+    #[inline(always)]
+    fn i64(self, [x]: [i64; 1]) -> i64 {
+        x
+    }
+}
+
+/// With beta 1.
+#[derive(Clone, Copy)]
+struct Softplus {
+    threshold: f64,
+}
+
+impl Function<1> for Softplus {
+    #[inline(always)]
+    fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
+        let bent = math::softplus::<FMA>(x);
+        if f64::from(x) > self.threshold { x } else { bent }
+    }
+
+    #[inline(always)]
+    fn f64(self, [x]: [f64; 1]) -> f64 {
+        if x > self.threshold { x } else { x.exp().ln_1p() }
+    }
+
+    #[inline(always)]
+    fn i64(self, [x]: [i64; 1]) -> i64 {
+        x
+    }
+}
+
+impl Op for Parametrized {
+    fn name(&self) -> &'static str {
+        match self {
+            Parametrized::LeakyRelu(_) => "leaky_relu",
+            Parametrized::Elu(_) => "elu",
+            Parametrized::Softplus(..) => "softplus",
+            Parametrized::Pow(_) => "pow_scalar",
+            Parametrized::Clamp(..) => "clamp",
+            Parametrized::Add(_) => "add_scalar",
+            Parametrized::Mul(_) => "mul_scalar",
+            Parametrized::RSub(_) => "rsub_scalar",
+            Parametrized::Div(_) => "div_scalar",
+            Parametrized::NanToNum(..) => "nan_to_num",
+        }
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        self.check_bounds(inputs[0].dtype)?;
+        // Means of operands to which the same is added.
+        let shifts = matches!(self, Parametrized::Add(s) | Parametrized::RSub(s) if s.real().is_finite());
+        Ok(plan(&inputs[0], self.gives(), self.passes(), self.wraps(), shifts))
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+        let (x, gives) = (&inputs[0], self.gives());
+        Ok(vec![self.compute(x, gives.arithmetic(x.dtype()), gives.dtype(x.dtype()))?])
+    }
+
+    fn gradient(&self) -> Gradient<Self> {
+        let keeps = match self {
+            Parametrized::Add(_) | Parametrized::Mul(_) | Parametrized::RSub(_) | Parametrized::Div(_) => {
+                Keeps::Nothing
+            }
+            Parametrized::LeakyRelu(_) | Parametrized::Elu(_) | Parametrized::Softplus(..) | Parametrized::Pow(_) => {
+                Keeps::Inputs
+            }
+            Parametrized::Clamp(..) | Parametrized::NanToNum(..) => Keeps::Inputs,
+        };
+        Gradient::From(keeps, Self::backward)
+    }
+}
+
+impl Parametrized {
+    fn backward(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(g) = &gradients[0] else { return Ok(vec![None]) };
+        let gradient = match *self {
+            Parametrized::Add(_) => g.clone(),
+            Parametrized::RSub(_) => g.neg()?,
+            Parametrized::Mul(s) => g.mul_scalar(s)?,
+            Parametrized::Div(s) => g.div_scalar(s.0)?,
+            Parametrized::Pow(s) if s.0 == 0.0 => g.zeros_like()?,
+            Parametrized::Pow(s) => g.mul(&saved.input(0).pow_scalar(s.0 - 1.0)?.mul_scalar(s.0)?)?,
+            Parametrized::LeakyRelu(s) => positive(&saved.input(0))?.where_cond(g, &g.mul_scalar(s.0)?)?,
+            Parametrized::Elu(s) => {
+                let x = saved.input(0);
+                positive(&x)?.where_cond(g, &g.mul(&x.exp()?.mul_scalar(s.0)?)?)?
+            }
+            Parametrized::Softplus(beta, threshold) => {
+                let x = saved.input(0).mul_scalar(beta.0)?;
+                positive(&x.add_scalar(-threshold.0)?)?.where_cond(g, &g.mul(&x.sigmoid()?)?)?
+            }
+            Parametrized::Clamp(low, high) => {
+                let x = saved.input(0);
+                let bound = |s: Option<Scalar>, none: f64| x.full_like(s.map_or(none, |s| s.0));
+                let above = x.ge(&bound(low, f64::NEG_INFINITY)?)?;
+                let inside = above.logical_and(&x.le(&bound(high, f64::INFINITY)?)?)?;
+                inside.where_cond(g, &g.zeros_like()?)?
+            }
+            Parametrized::NanToNum(..) => saved.input(0).isfinite()?.where_cond(g, &g.zeros_like()?)?,
+        };
+        Ok(vec![Some(gradient.to_dtype(saved.dtype(0))?)])
+    }
+}
+
+/// 1 where above zero.
+#[track_caller]
+fn positive(x: &DTensor) -> Result<DTensor> {
+    x.gt(&x.full_like(0.0)?)
+}
+
+pub(super) const OPS: &[OpEntry] = &[
+    OpEntry { name: "leaky_relu", samples, apply: |x| Ok(vec![x[0].leaky_relu(0.1)?]) },
+    OpEntry { name: "elu", samples, apply: |x| Ok(vec![x[0].elu(0.5)?]) },
+    OpEntry { name: "softplus", samples, apply: |x| Ok(vec![x[0].softplus(2.0, 20.0)?]) },
+    OpEntry { name: "pow_scalar", samples, apply: |x| Ok(vec![x[0].pow_scalar(3.0)?]) },
+    OpEntry { name: "clamp", samples, apply: |x| Ok(vec![x[0].clamp(Some(-0.5), Some(0.5))?]) },
+    OpEntry { name: "add_scalar", samples, apply: |x| Ok(vec![x[0].add_scalar(1.5)?]) },
+    OpEntry { name: "sub_scalar", samples, apply: |x| Ok(vec![x[0].sub_scalar(1.5)?]) },
+    OpEntry { name: "rsub_scalar", samples, apply: |x| Ok(vec![x[0].rsub_scalar(1.5)?]) },
+    OpEntry { name: "mul_scalar", samples, apply: |x| Ok(vec![x[0].mul_scalar(-2.0)?]) },
+    OpEntry { name: "div_scalar", samples, apply: |x| Ok(vec![x[0].div_scalar(4.0)?]) },
+    OpEntry { name: "nan_to_num", samples, apply: |x| Ok(vec![x[0].nan_to_num(0.0, 1e3, -1e3)?]) },
+];
