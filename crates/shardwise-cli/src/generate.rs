@@ -1,5 +1,6 @@
 //! `shardwise generate`: text from a trained model.
 
+use shardwise::error::ErrorKind;
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -47,12 +48,22 @@ pub(crate) struct Options {
 pub(crate) fn run(options: &Options) -> Result<()> {
     if !(options.temperature >= 0.0 && options.temperature.is_finite()) {
         let found = options.temperature;
-        return Err(Error::invalid("temperature", found, "a number that is at least 0", "correct the option"));
+        return Err(ErrorKind::Argument.error(
+            "temperature",
+            found,
+            "a number that is at least 0",
+            "correct the option",
+        ));
     }
     let saved = saved::read(&options.model)?;
     let prompt = saved.coding.encode(&options.prompt)?;
     if prompt.is_empty() {
-        return Err(Error::invalid("prompt", "no tokens", "at least one", "give a prompt that is not empty"));
+        return Err(ErrorKind::Argument.error(
+            "prompt",
+            "no tokens",
+            "at least one",
+            "give a prompt that is not empty",
+        ));
     }
     let stored = checkpoint::open(&saved.checkpoint)?;
     let dtype = stored.tensor("model.tokens.weight")?.element.dtype().unwrap_or(DType::F32);

@@ -2,6 +2,7 @@
 
 use clap::Args;
 use serde::Serialize;
+use shardwise::error::ErrorKind;
 use shardwise::ops::{OpEntry, Rule, ops};
 use shardwise::{Error, Result};
 
@@ -115,5 +116,5 @@ fn unknown(name: &str) -> Error {
         .collect();
     let needed =
         if alike.is_empty() { "the name of an operator".into() } else { format!("one of {}", alike.join(", ")) };
-    Error::invalid("operator", format!("{name:?}"), needed, "run `shardwise ops` for the whole list")
+    ErrorKind::unknown(name).error("operator", format!("{name:?}"), needed, "run `shardwise ops` for the whole list")
 }

@@ -2,6 +2,7 @@
 //!
 //! The first of them speaks: it prints on the standard output, shows progress and writes files.
 
+use shardwise::error::ErrorKind;
 use std::io::Write;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -24,7 +25,7 @@ fn other_rank() -> Option<usize> {
 pub(crate) fn world_sizes(asked: Option<&[usize]>, usual: &[usize]) -> Result<Vec<usize>> {
     match (launched(), asked) {
         (None, asked) => Ok(asked.unwrap_or(usual).to_vec()),
-        (Some(Launched { by, size, .. }), Some(asked)) if asked != [size] => Err(Error::invalid(
+        (Some(Launched { by, size, .. }), Some(asked)) if asked != [size] => Err(ErrorKind::Launch.error(
             "ranks",
             format!("{asked:?} in a job of {size} process(es)"),
             "one process per rank",

@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use super::copy::copy_block;
 use super::fresh::Fresh;
 use super::{check_served, with_first_element};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::meta::TensorMeta;
 
 /// A contiguous tensor whose memory is allocated but not yet filled.
@@ -145,7 +145,7 @@ fn joined_shape(parts: &[Tensor], dim: usize) -> Result<Vec<usize>> {
             )
         }
     };
-    Err(Error::invalid("tensors to join", found, needed, "join tensors that fit together"))
+    Err(ErrorKind::Operands.error("tensors to join", found, needed, "join tensors that fit together"))
 }
 
 /// The pieces of a tensor that is sharded along `dim`, one after the other in a dense range of memory: the tensor itself
@@ -158,7 +158,7 @@ pub fn cut(tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<Tensor> {
     check_served(tensor)?;
     let extent = tensor.dims().get(dim).copied();
     if extent.is_none() || sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size)) != extent {
-        return Err(Error::invalid(
+        return Err(ErrorKind::shape(tensor.dims()).error(
             "sizes",
             format!("{sizes:?} along dimension {dim} of shape {:?}", tensor.dims()),
             "sizes that add up to the dimension",

@@ -25,7 +25,7 @@ pub enum Error {
 
 /// What is wrong with a value, for programs that react to it. The sentence for people is in [`Invalid`].
 ///
-/// It is the same on every rank, also where only one of them found the mistake.
+/// Where ranks report the mistake of one of them together, all have its kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -117,6 +117,13 @@ pub enum ErrorKind {
 
 impl ErrorKind {
     /// The error of this kind for a value: what it is, what was found, what was needed, what to do.
+    ///
+    /// ```
+    /// use shardwise_kernels::{Error, ErrorKind};
+    ///
+    /// let error: Error = ErrorKind::shape(&[2, 3]).error("image", "shape [2, 3]", "3 dimensions", "add the channels");
+    /// assert_eq!(error.to_string(), "invalid image: found shape [2, 3], needed 3 dimensions; add the channels");
+    /// ```
     pub fn error<E: From<Invalid>>(
         self,
         what: &'static str,
@@ -178,18 +185,6 @@ impl fmt::Display for Invalid {
 impl From<Invalid> for Error {
     fn from(invalid: Invalid) -> Self {
         Error::Invalid(Box::new(invalid))
-    }
-}
-
-impl Error {
-    /// The error for an argument that cannot be used.
-    pub fn invalid(
-        what: &'static str,
-        found: impl fmt::Display,
-        needed: impl fmt::Display,
-        fix: impl fmt::Display,
-    ) -> Self {
-        ErrorKind::Argument.error(what, found, needed, fix)
     }
 }
 

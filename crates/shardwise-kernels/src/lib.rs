@@ -96,7 +96,7 @@ macro_rules! with_type {
 /// The error for an element type or a device that the CPU kernels do not serve.
 pub fn check_served(tensor: &Tensor) -> Result<()> {
     if !tensor.device().is_cpu() {
-        return Err(Error::invalid(
+        return Err(ErrorKind::Unsupported.error(
             "tensor",
             format!("a tensor on {:?}", tensor.device().location()),
             "a tensor on the CPU",
@@ -108,7 +108,7 @@ pub fn check_served(tensor: &Tensor) -> Result<()> {
 
 /// The error for an element type that the CPU kernels do not serve.
 pub fn check_dtype(dtype: DType) -> Result<()> {
-    with_type!(dtype, T => { let _ = size_of::<T>(); Ok(()) }, otherwise Err(Error::invalid(
+    with_type!(dtype, T => { let _ = size_of::<T>(); Ok(()) }, otherwise Err(ErrorKind::dtype(dtype).error(
         "element type",
         dtype.as_str(),
         "f64, f32, f16, bf16, i64, i32, i16, u32 or u8",
@@ -126,7 +126,7 @@ pub fn check_cpu(device: &Device) -> Result<()> {
         Device::Cuda(_) => "cuda",
         Device::Metal(_) => "metal",
     };
-    Err(Error::invalid(
+    Err(ErrorKind::Unsupported.error(
         "device",
         format!("`{name}`, which candle knows and this library does not compute on"),
         "`cpu`, the one device with kernels",
@@ -169,7 +169,12 @@ pub fn with_bytes<R>(tensor: &Tensor, body: impl FnOnce(&[u8]) -> R) -> Result<R
     check_served(tensor)?;
     if !tensor.is_contiguous() {
         let found = format!("shape {:?} with strides {:?}", tensor.dims(), tensor.stride());
-        return Err(Error::invalid("tensor", found, "elements one after the other in memory", "pass it through dense"));
+        return Err(ErrorKind::shape(tensor.dims()).error(
+            "tensor",
+            found,
+            "elements one after the other in memory",
+            "pass it through dense",
+        ));
     }
     let length = tensor.elem_count() * tensor.dtype().size_in_bytes();
     // SAFETY: the elements of a contiguous tensor are so many initialised bytes, all inside its storage (checked where the

@@ -4,7 +4,7 @@ use std::hash::{Hash, Hasher};
 
 use candle_core::{DType, WithDType};
 
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// A number that is an argument: a floating-point one, or an integer, which is exact in all of i64. Every function that
 /// takes `impl Into<Number>` takes plain numbers: `x.add_scalar(1.5)`, `x.add_scalar((1i64 << 53) + 1)`.
@@ -87,7 +87,12 @@ impl Number {
             Number::Real(x) => format!("{x} for {}", dtype.as_str()),
             Number::Integer(n) => format!("{n} for {}", dtype.as_str()),
         };
-        Err(Error::invalid("number", found, format!("a number from {least} to {most}"), "use another number or type"))
+        Err(ErrorKind::Argument.error(
+            "number",
+            found,
+            format!("a number from {least} to {most}"),
+            "use another number or type",
+        ))
     }
 }
 

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use candle_core::DType;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// How operands of one shape combine, element by element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -77,7 +77,7 @@ impl ReduceOp {
             ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => ("an integer type", "convert the tensor first"),
             _ => ("f64, f32, f16, bf16, i64, i32, i16, u32 or u8", "convert the tensor first"),
         };
-        Err(Error::invalid("reduction", format!("{} of {}", self, dtype.as_str()), needed, fix))
+        Err(ErrorKind::dtype(dtype).error("reduction", format!("{} of {}", self, dtype.as_str()), needed, fix))
     }
 }
 
@@ -99,7 +99,7 @@ impl FromStr for ReduceOp {
             other => other,
         };
         ReduceOp::ALL.into_iter().find(|op| op.name() == name).ok_or_else(|| {
-            Error::invalid(
+            ErrorKind::unknown(text).error(
                 "reduction",
                 format!("`{text}`"),
                 ReduceOp::ALL.map(ReduceOp::name).join(", "),

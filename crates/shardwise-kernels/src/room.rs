@@ -5,7 +5,7 @@
 
 use std::sync::OnceLock;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// Bytes of memory and swap of this machine, or what a container leaves this process of them.
 pub fn memory_bytes() -> usize {
@@ -25,7 +25,12 @@ pub fn check_bytes(count: usize, elem: usize) -> Result<()> {
 #[cold]
 pub(super) fn refused(count: usize, elem: usize, needed: &str) -> Error {
     let found = format!("{count} elements of {elem} byte(s), {}", gigabytes(count.saturating_mul(elem)));
-    Error::invalid("tensor", found, needed, "check the sizes, or use smaller tensors or more ranks")
+    ErrorKind::OutOfMemory { bytes: count.saturating_mul(elem) as u64, limit: memory_bytes() as u64 }.error(
+        "tensor",
+        found,
+        needed,
+        "check the sizes, or use smaller tensors or more ranks",
+    )
 }
 
 fn gigabytes(bytes: usize) -> String {

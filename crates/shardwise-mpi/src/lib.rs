@@ -34,7 +34,8 @@ mod engine;
 pub use launcher::{Launched, launched};
 pub use settings::Settings;
 
-use shardwise::{Error, Result, World};
+use shardwise::error::ErrorKind;
+use shardwise::{Result, World};
 
 /// Runs `program` as one of `ranks` ranks: on this process's rank if `mpirun` or `srun` started the process, else on
 /// that many threads.
@@ -57,7 +58,7 @@ impl Settings {
         F: Fn(World) -> Result<T> + Send + Sync + 'static,
     {
         match launched() {
-            Some(launched) if launched.size != ranks => Err(Error::invalid(
+            Some(launched) if launched.size != ranks => Err(ErrorKind::Launch.error(
                 "number of ranks",
                 format!("{ranks} ranks in a job of {} processes", launched.size),
                 "one process per rank",
@@ -86,7 +87,7 @@ impl Settings {
 
     #[cfg(not(feature = "mpi"))]
     fn launch_process<T>(&self, launched: &Launched, _program: impl FnOnce(World) -> Result<T>) -> Result<T> {
-        Err(Error::invalid(
+        Err(ErrorKind::Launch.error(
             "program",
             format!("one that was built without MPI, started by {} as one of {}", launched.by, launched.size),
             "a program that can talk to the others",

@@ -1,5 +1,6 @@
 //! How a world behaves: deadlines, checks, determinism.
 
+use shardwise::error::ErrorKind;
 use std::time::Duration;
 
 use shardwise::mesh::Link;
@@ -44,7 +45,7 @@ const ACROSS: Link = Link { latency_us: 30.0, gb_per_s: 1.0 };
 const LARGEST_COUNT: usize = i32::MAX as usize;
 
 fn wrong(name: &'static str, found: &str, needed: &'static str) -> Error {
-    Error::invalid("environment", format!("{name}={found}"), needed, "correct the variable or unset it")
+    ErrorKind::Launch.error("environment", format!("{name}={found}"), needed, "correct the variable or unset it")
 }
 
 fn flag(name: &'static str, value: Option<&str>) -> Result<Option<bool>> {

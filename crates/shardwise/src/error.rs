@@ -217,21 +217,6 @@ impl fmt::Debug for Error {
 }
 
 impl Error {
-    /// An invalid value: what it is, what was found, what was needed, what to do.
-    ///
-    /// ```
-    /// let e = shardwise::Error::invalid("mesh", "6 ranks", "at most 4", "use a smaller mesh");
-    /// assert_eq!(e.to_string(), "invalid mesh: found 6 ranks, needed at most 4; use a smaller mesh");
-    /// ```
-    pub fn invalid(
-        what: &'static str,
-        found: impl fmt::Display,
-        needed: impl fmt::Display,
-        fix: impl fmt::Display,
-    ) -> Self {
-        ErrorKind::Argument.error(what, found, needed, fix)
-    }
-
     /// Carries an error of the user's own program through a rank's `Result`.
     ///
     /// ```
@@ -362,7 +347,7 @@ mod tests {
 
     #[test]
     fn debug_reads_like_display() {
-        let inner = Error::invalid("mesh", "6 ranks", "at most 4", "use a smaller mesh");
+        let inner: Error = ErrorKind::Mesh.error("mesh", "6 ranks", "at most 4", "use a smaller mesh");
         let error = inner.of_rank(1);
         let text = "rank 1 failed: invalid mesh: found 6 ranks, needed at most 4; use a smaller mesh";
         assert_eq!(format!("{error:?}"), text);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::DType;
 use parking_lot::Mutex;
 
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 use crate::tensor::DTensor;
 
@@ -49,7 +49,7 @@ impl Param {
     pub fn set(&self, value: &DTensor) -> Result<()> {
         let mut current = self.0.lock();
         if value.shape() != current.shape() {
-            return Err(Error::invalid(
+            return Err(ErrorKind::shape(value.shape()).error(
                 "parameter value",
                 format!("shape {:?}", value.shape()),
                 format!("{:?}, the shape of the parameter", current.shape()),

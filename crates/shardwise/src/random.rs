@@ -12,7 +12,7 @@ use candle_core::DType;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// What a checkpoint stores of a [`Generator`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -122,7 +122,7 @@ impl Distribution {
         if good {
             return Ok(());
         }
-        Err(Error::invalid("distribution", format!("{self:?}"), needed, "correct the parameters"))
+        Err(ErrorKind::Argument.error("distribution", format!("{self:?}"), needed, "correct the parameters"))
     }
 
     /// An error if the distribution cannot fill a tensor of this shape, or if the element type cannot hold its numbers.
@@ -130,7 +130,7 @@ impl Distribution {
         let count = shape.iter().product::<usize>() as u64;
         let (low, high) = match *self {
             Distribution::Permutation { n } if n != count => {
-                return Err(Error::invalid(
+                return Err(ErrorKind::shape(shape).error(
                     "permutation",
                     format!("{n} numbers for shape {shape:?}"),
                     format!("{count}, one per element"),
@@ -153,7 +153,7 @@ impl Distribution {
         if least <= low && high <= most {
             return Ok(());
         }
-        Err(Error::invalid(
+        Err(ErrorKind::dtype(dtype).error(
             "element type",
             format!("{} for integers from {low} to {high}", dtype.as_str()),
             format!("a type that holds them; {} holds {least} to {most}", dtype.as_str()),

@@ -30,7 +30,7 @@
 use candle_core::DType;
 
 use crate::autograd::Gradients;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::models::Model;
 use crate::optim::{ShardedOptimizer, clip_grad_norm};
 use crate::param::Param;
@@ -92,7 +92,12 @@ impl<M: Model> Trainer<M> {
             });
         }
         let Some((gradients, loss)) = sum else {
-            return Err(Error::invalid("batches", "none", "one at least", "draw one with `Batches::next_batch`"));
+            return Err(ErrorKind::Argument.error(
+                "batches",
+                "none",
+                "one at least",
+                "draw one with `Batches::next_batch`",
+            ));
         };
         self.apply(gradients, loss)
     }

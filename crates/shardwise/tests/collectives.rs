@@ -6,6 +6,7 @@ mod suite;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
+use shardwise::error::ErrorKind;
 use shardwise::{DryWorld, Error, ThreadWorld};
 
 #[test]
@@ -53,7 +54,7 @@ fn what_the_first_rank_does_for_all_is_done_when_they_go_on_and_its_error_is_tha
         }
         // the first of a group is not the first of the world; its error leaves the group as it was
         let backwards = world.subgroup(&(0..world.size()).rev().collect::<Vec<_>>())?;
-        let refused = backwards.first(|| Err::<(), _>(Error::invalid("disk", "none", "one", "buy one")));
+        let refused = backwards.first(|| Err::<(), _>(ErrorKind::Argument.error("disk", "none", "one", "buy one")));
         let last = world.size() - 1;
         match refused {
             Err(Error::OnRank { rank, message, .. }) => {

@@ -5,6 +5,7 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use candle_core::Tensor;
+use shardwise::error::ErrorKind;
 use shardwise::op::{self, Gradient, Op, OpPlan, Place, cache_report};
 use shardwise::ops::override_rule;
 use shardwise::prelude::*;
@@ -141,7 +142,7 @@ impl Op for Energy {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let [x] = inputs else { unreachable!("one input") };
         if x.shape.len() != 2 {
-            return Err(Error::invalid("operands", format!("{:?}", x.shape), "a matrix", "reshape it"));
+            return Err(ErrorKind::Argument.error("operands", format!("{:?}", x.shape), "a matrix", "reshape it"));
         }
         let outputs = vec![TensorMeta::new(x.shape[0], x.dtype)];
         Ok(OpPlan { signature: Signature::reduction(2, &[1], false, Shared::Reduces(ReduceOp::Sum)), outputs })

@@ -11,6 +11,7 @@ use shardwise::checkpoint::{
     self, CheckpointFormat, Contents, ConvertOptions, FileRole, FileToWrite, Files, Format, FormatWriter, Key,
     SaveOptions, State, StoredTensor, Value, ValueStorage, WrittenFile,
 };
+use shardwise::error::ErrorKind;
 use shardwise::prelude::*;
 
 struct Raw;
@@ -48,7 +49,7 @@ impl CheckpointFormat for Raw {
             files.check_before_read(&file.clone(), move |files| {
                 let mut magic = [0; 4];
                 files.read(&file, 0, &mut magic)?;
-                let wrong = || Error::invalid("raw file", format!("{magic:?}"), "RAW1", "copy it again");
+                let wrong = || ErrorKind::Argument.error("raw file", format!("{magic:?}"), "RAW1", "copy it again");
                 (magic == MAGIC).then_some(()).ok_or_else(wrong)
             });
         }

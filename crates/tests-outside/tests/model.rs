@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use shardwise::Mesh;
 use shardwise::checkpoint::{self, Series, State};
 use shardwise::data::{Batches, Dataset};
+use shardwise::error::ErrorKind;
 use shardwise::models::{
     Model, ModelSpec, Names, Spread, Weights, batch_placements, build, estimate_step, export, export_hf, import,
     search_plan,
@@ -162,7 +163,7 @@ impl ModelSpec for TwoTowerConfig {
             true => Ok(()),
             false => {
                 let found = format!("width {} for {} heads", self.width, self.heads);
-                Err(Error::invalid("two towers", found, "a multiple of the heads", "change the width"))
+                Err(ErrorKind::Argument.error("two towers", found, "a multiple of the heads", "change the width"))
             }
         }
     }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use shardwise::ShardedOptimizer;
 use shardwise::checkpoint::{self, Format, SaveOptions};
+use shardwise::error::ErrorKind;
 use shardwise::nn::{Builder, Forward, Linear, Module};
 use shardwise::ops::Reduction;
 use shardwise::optim::{AdamW, Algorithm, Optimizer, ParamGroup, ParamStep, Schedule, StateTensor};
@@ -56,14 +57,24 @@ impl Optimizer for RowNorm {
     fn check(&self) -> Result<()> {
         match (0.0..1.0).contains(&self.beta) {
             true => Ok(()),
-            false => Err(Error::invalid("beta", self.beta, "a number from 0 to below 1", "correct `beta` of rownorm")),
+            false => Err(ErrorKind::Argument.error(
+                "beta",
+                self.beta,
+                "a number from 0 to below 1",
+                "correct `beta` of rownorm",
+            )),
         }
     }
 
     fn check_shape(&self, shape: &[usize]) -> Result<()> {
         match shape.len() {
             2 => Ok(()),
-            _ => Err(Error::invalid("parameter for rownorm", format!("shape {shape:?}"), "a matrix", "use signsgd")),
+            _ => Err(ErrorKind::Argument.error(
+                "parameter for rownorm",
+                format!("shape {shape:?}"),
+                "a matrix",
+                "use signsgd",
+            )),
         }
     }
 

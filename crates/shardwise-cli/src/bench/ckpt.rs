@@ -1,5 +1,6 @@
 //! `shardwise bench ckpt`: how fast checkpoints are saved and loaded.
 
+use shardwise::error::ErrorKind;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -177,7 +178,7 @@ impl Scratch {
             world.first(|| {
                 fs::create_dir_all(&path).map_err(|error| {
                     let found = format!("{}: {error}", path.display());
-                    Error::invalid("--dir", found, "a place that can be written to", "name another one")
+                    ErrorKind::Argument.error("--dir", found, "a place that can be written to", "name another one")
                 })
             })?;
             Ok(path)

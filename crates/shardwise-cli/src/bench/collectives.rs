@@ -3,7 +3,8 @@
 use candle_core::{DType, Device, Tensor};
 use clap::Args;
 use serde::Serialize;
-use shardwise::{Error, ReduceOp, Result, TensorMeta, World};
+use shardwise::error::ErrorKind;
+use shardwise::{ReduceOp, Result, TensorMeta, World};
 use shardwise_mpi::launch;
 
 use super::case::{COLUMNS, Collective, even};
@@ -122,7 +123,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 fn chosen(names: &[String]) -> Result<Vec<(Collective, &'static str)>> {
     let known = COLLECTIVES.map(|(_, name)| name);
     if let Some(unknown) = names.iter().find(|name| !known.contains(&name.as_str())) {
-        return Err(Error::invalid("--only", unknown, known.join(", "), "name collectives that are measured"));
+        return Err(ErrorKind::Argument.error(
+            "--only",
+            unknown,
+            known.join(", "),
+            "name collectives that are measured",
+        ));
     }
     let is_chosen = |name: &str| names.is_empty() || names.iter().any(|chosen| chosen == name);
     Ok(COLLECTIVES.into_iter().filter(|(_, name)| is_chosen(name)).collect())

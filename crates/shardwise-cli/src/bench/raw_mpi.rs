@@ -1,10 +1,11 @@
 //! The MPI calls that a program would make by itself, on memory that it keeps: what our collectives are compared with.
 
+use shardwise::error::ErrorKind;
 use std::cell::RefCell;
 use std::ffi::c_int;
 
 use mpi::ffi;
-use shardwise::{Error, Result, World};
+use shardwise::{Result, World};
 
 use super::case::{COLUMNS, Collective, even};
 
@@ -110,7 +111,12 @@ impl Raw {
         if code == ffi::MPI_SUCCESS as c_int {
             return Ok(());
         }
-        Err(Error::invalid("MPI call", format!("code {code}"), "success", "look at what the MPI library printed"))
+        Err(ErrorKind::Launch.error(
+            "MPI call",
+            format!("code {code}"),
+            "success",
+            "look at what the MPI library printed",
+        ))
     }
 }
 

@@ -1,5 +1,6 @@
 //! `shardwise bench train`: how fast a small GPT trains on one and on several ranks.
 
+use shardwise::error::ErrorKind;
 use std::time::Instant;
 
 use candle_core::{Device, Tensor};
@@ -104,7 +105,7 @@ fn ways(asked: Option<&[String]>) -> Result<Vec<Way>> {
         if let (true, Some(Launched { by, .. })) = (is_single && several > 1, processes::launched()) {
             let found = format!("single, which is one rank, in a job of {several} processes");
             let fix = format!("leave it out, or start it with {by} -n 1");
-            return Err(Error::invalid("mode", found, "one process per rank", fix));
+            return Err(ErrorKind::Argument.error("mode", found, "one process per rank", fix));
         }
         let spread = Spread {
             weights: if mode == "fsdp" { Weights::Sharded } else { Weights::Replicated },

@@ -1,8 +1,9 @@
 //! How the tensors of a checkpoint lie on a mesh, by name.
 
 use clap::{Args, ValueEnum};
+use shardwise::error::ErrorKind;
 use shardwise::plan::ShardingPlan;
-use shardwise::{Error, Layout, Mesh, Placement, Result};
+use shardwise::{Layout, Mesh, Placement, Result};
 
 /// A mesh, and how tensors lie on it.
 #[derive(Args)]
@@ -64,7 +65,7 @@ impl Layouts {
         for rule in &self.places {
             let Some((pattern, placements)) = rule.split_once('=') else {
                 let fix = "for example 'layers.*.up.weight=R,S(0)'";
-                return Err(Error::invalid("--place", format!("{rule:?}"), "PATTERN=PLACEMENTS", fix));
+                return Err(ErrorKind::Argument.error("--place", format!("{rule:?}"), "PATTERN=PLACEMENTS", fix));
             };
             placed = placed.param(pattern, Placement::parse_list(placements)?);
         }

@@ -3,6 +3,8 @@
 mod inspect;
 mod layouts;
 
+use shardwise::Error;
+use shardwise::error::ErrorKind;
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,8 +14,8 @@ use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use regex::Regex;
 use serde_json::json;
+use shardwise::Result;
 use shardwise::checkpoint::{self, ConvertOptions, ElementType, Format, RankLoad};
-use shardwise::{Error, Result};
 
 use crate::output::{Row, Rows};
 
@@ -157,13 +159,14 @@ impl Writing {
 /// A pattern that a whole name has to fit.
 fn whole_name(pattern: &str) -> Result<Regex> {
     Regex::new(&format!("^(?:{pattern})$")).map_err(|error| {
-        Error::invalid("--include or --exclude", error, "a regular expression", "for example 'model\\..*'")
+        ErrorKind::Argument.error("--include or --exclude", error, "a regular expression", "for example 'model\\..*'")
     })
 }
 
 fn parse_rule(rule: &str) -> Result<(Regex, String)> {
-    let bad =
-        |found: String| Error::invalid("rename rule", found, "PATTERN=REPLACEMENT", "for example 'model\\.(.*)=$1'");
+    let bad = |found: String| {
+        ErrorKind::Argument.error::<Error>("rename rule", found, "PATTERN=REPLACEMENT", "for example 'model\\.(.*)=$1'")
+    };
     let (pattern, new) = rule.split_once('=').ok_or_else(|| bad(format!("{rule:?} without =")))?;
     let pattern = Regex::new(&format!("^(?:{pattern})$")).map_err(|error| bad(error.to_string()))?;
     Ok((pattern, new.to_string()))

@@ -1,5 +1,6 @@
 //! Checkpoints of a training run: what is in them, when they are saved, and how a run resumes from one.
 
+use shardwise::error::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use shardwise::checkpoint::{self, AsyncSave, Catalog, Series, State, Value};
@@ -42,7 +43,12 @@ impl Resumed {
         let path = latest.unwrap_or_else(|| path.to_path_buf());
         let bad = |error: Error| {
             let (found, needed) = (format!("{}: {error}", path.display()), "a checkpoint that `shardwise train` saved");
-            Error::invalid("checkpoint to resume", found, needed, "name its directory, or train without --resume")
+            ErrorKind::Argument.error(
+                "checkpoint to resume",
+                found,
+                needed,
+                "name its directory, or train without --resume",
+            )
         };
         let read = |catalog: &Catalog| -> Result<Resumed> {
             let number = |name: &str| -> Result<u64> { Ok(catalog.value(name)?.read::<i64>()?.cast_unsigned()) };
@@ -81,7 +87,7 @@ impl Resumed {
             format!("{} with {}", self.path.display(), list(&|name| saved.get(name).unwrap_or(&nothing).to_string()));
         let needed = format!("{}, as options and text say", list(&|name| wanted[name].to_string()));
         let fix = "leave out the options for sizes: they come from the checkpoint";
-        Err(Error::invalid("checkpoint to resume", found, needed, fix))
+        Err(ErrorKind::Argument.error("checkpoint to resume", found, needed, fix))
     }
 
     /// Restores a new run to where the checkpoint was, on its own mesh and in its own layouts. Returns whether it draws other
@@ -170,7 +176,7 @@ pub(super) fn make_way(out: &Path, first: u64, overwrite: bool) -> Result<()> {
         let found =
             format!("{} has checkpoints up to step {last}, this training begins after step {first}", out.display());
         let fix = "go on from them with --resume, name another --out, or remove them with --overwrite";
-        return Err(Error::invalid("output directory", found, "no checkpoints of later steps", fix));
+        return Err(ErrorKind::Argument.error("output directory", found, "no checkpoints of later steps", fix));
     }
     later.iter().try_for_each(|&step| series.remove(step))
 }
@@ -178,5 +184,5 @@ pub(super) fn make_way(out: &Path, first: u64, overwrite: bool) -> Result<()> {
 /// The error for a place that a run cannot write to, with the cause: a full disk, a read-only one, no permission.
 pub(super) fn unwritable(what: &'static str, path: &Path, error: &std::io::Error) -> Error {
     let fix = "make room or give permission there, or name another place";
-    Error::invalid(what, format!("{}: {error}", path.display()), "a place that can be written to", fix)
+    ErrorKind::path(path).error(what, format!("{}: {error}", path.display()), "a place that can be written to", fix)
 }

@@ -1,5 +1,6 @@
 //! Text as tokens, and batches of it.
 
+use shardwise::error::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -27,7 +28,12 @@ impl Coding {
         let Some(path) = path else { return Ok(Coding::Bytes) };
         let tokenizer = Tokenizer::from_file(path).map_err(|error| {
             let found = format!("{}: {error}", path.display());
-            Error::invalid("tokenizer", found, "a tokenizer.json of the tokenizers library", "check the file")
+            ErrorKind::Data.error::<Error>(
+                "tokenizer",
+                found,
+                "a tokenizer.json of the tokenizers library",
+                "check the file",
+            )
         })?;
         Ok(Coding::File(Box::new(tokenizer)))
     }
@@ -60,7 +66,7 @@ impl Coding {
         let path = directory.join(TOKENIZER);
         tokenizer.save(&path, false).map_err(|error| {
             let found = format!("{}: {error}", path.display());
-            Error::invalid(
+            ErrorKind::Argument.error::<Error>(
                 "output file",
                 found,
                 "a place that can be written to",
@@ -97,7 +103,12 @@ impl Tokens {
             Some(path) => {
                 let found = |what: String| {
                     let found = format!("{}: {what}", path.display());
-                    Error::invalid("data", found, "a file of UTF-8 text", "give another file with --data")
+                    ErrorKind::Data.error::<Error>(
+                        "data",
+                        found,
+                        "a file of UTF-8 text",
+                        "give another file with --data",
+                    )
                 };
                 let bytes = std::fs::read(path).map_err(|error| found(error.to_string()))?;
                 let text = String::from_utf8(bytes).map_err(|error| found(error.to_string()))?;
@@ -132,7 +143,7 @@ impl Tokens {
         }
         let found = format!("{} token(s), of which {held_out} are held out", learned + held_out);
         let needed = format!("more than {length}, the length of a sequence, in both parts");
-        Err(Error::invalid("data", found, needed, "use a longer text or shorter sequences"))
+        Err(ErrorKind::Data.error("data", found, needed, "use a longer text or shorter sequences"))
     }
 
     /// The mean number of nats per token of a guess that knows only how frequent tokens are.

@@ -11,6 +11,7 @@ pub(crate) mod saved;
 mod settings;
 pub(crate) mod trainer;
 
+use shardwise::error::ErrorKind;
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering::Relaxed;
@@ -114,7 +115,12 @@ fn prepared(options: Options) -> Result<Prepared> {
     options.export_hf.iter().try_for_each(check_export)?;
     let prompt = match job.prompt.as_deref() {
         Some("") => {
-            return Err(Error::invalid("--prompt", "nothing", "a text to go on from", "leave the option out"));
+            return Err(ErrorKind::Argument.error(
+                "--prompt",
+                "nothing",
+                "a text to go on from",
+                "leave the option out",
+            ));
         }
         Some(prompt) => tokens.coding.encode(prompt)?,
         None => tokens.beginning(16.min(job.config.seq_len())),

@@ -1,5 +1,6 @@
 //! A training run, as every rank executes it.
 
+use shardwise::error::ErrorKind;
 use std::fs::OpenOptions;
 use std::io::BufWriter;
 use std::path::PathBuf;
@@ -253,7 +254,7 @@ impl<'a> Worker<'a> {
             if !loss.is_finite() {
                 let found = format!("a loss of {loss} in step {step}");
                 let fix = "use a smaller learning rate, clipping, or f32";
-                return Err(Error::invalid("training", found, "a finite number", fix));
+                return Err(ErrorKind::Argument.error("training", found, "a finite number", fix));
             }
             progress.step(&Step {
                 step,

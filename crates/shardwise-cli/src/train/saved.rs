@@ -1,5 +1,6 @@
 //! A trained model on disk: checkpoints, sizes and how text becomes tokens.
 
+use shardwise::error::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -45,7 +46,12 @@ pub(crate) struct Saved {
 pub(crate) fn read(directory: &Path) -> Result<Saved> {
     let bad = |file: &str, error: String| {
         let found = format!("{}: {error}", directory.join(file).display());
-        Error::invalid("model", found, "a directory that `shardwise train` wrote", "train a model, or name another one")
+        ErrorKind::Argument.error::<Error>(
+            "model",
+            found,
+            "a directory that `shardwise train` wrote",
+            "train a model, or name another one",
+        )
     };
     let text = std::fs::read_to_string(directory.join(CONFIG)).map_err(|error| bad(CONFIG, error.to_string()))?;
     let about: About = serde_json::from_str(&text).map_err(|error| bad(CONFIG, error.to_string()))?;

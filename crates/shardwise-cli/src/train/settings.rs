@@ -1,5 +1,7 @@
 //! What to train: options from the command line, over those of a file, over defaults.
 
+use shardwise::Error;
+use shardwise::error::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use clap::builder::PossibleValuesParser;
@@ -206,10 +208,12 @@ impl Settings {
     pub(crate) fn with_file(self, path: Option<&Path>) -> Result<Settings> {
         let Some(path) = path else { return Ok(self) };
         let fix = "see `shardwise train --help` for the options";
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| Error::invalid("config", format!("{}: {error}", path.display()), "a TOML file", fix))?;
+        let text = std::fs::read_to_string(path).map_err(|error| {
+            ErrorKind::Argument.error::<Error>("config", format!("{}: {error}", path.display()), "a TOML file", fix)
+        })?;
         let found = |error: toml::de::Error| format!("{}: {}", path.display(), error.to_string().trim_end());
-        let file = toml::from_str(&text).map_err(|error| Error::invalid("config", found(error), "options", fix))?;
+        let file = toml::from_str(&text)
+            .map_err(|error| ErrorKind::Argument.error::<Error>("config", found(error), "options", fix))?;
         Ok(self.over(file))
     }
 
@@ -239,7 +243,7 @@ impl Settings {
         let (steps, batch, accumulate) =
             (self.steps.unwrap_or(300), self.batch.unwrap_or(16), self.accumulate.unwrap_or(1));
         let at_least_one = |option: &'static str, value: u64| match value {
-            0 => Err(Error::invalid(option, "0", "at least 1", "correct the option")),
+            0 => Err(ErrorKind::Argument.error::<Error>(option, "0", "at least 1", "correct the option")),
             _ => Ok(()),
         };
         at_least_one("steps", steps)?;
@@ -249,7 +253,7 @@ impl Settings {
         let sharing = mesh.axes().iter().find(|axis| axis.name == "dp").map_or(1, |axis| axis.size);
         if batch < sharing {
             let found = format!("{batch} sequence(s) for {sharing} ranks along `dp`");
-            return Err(Error::invalid("batch", found, "at least one for every rank", "use a larger batch"));
+            return Err(ErrorKind::Argument.error("batch", found, "at least one for every rank", "use a larger batch"));
         }
         tokens.check(config.seq_len())?;
         let (plan, search) = self.find_plan(&config, &mesh, batch)?;
@@ -257,7 +261,12 @@ impl Settings {
         let numbers = [("lr", self.lr), ("weight-decay", self.weight_decay), ("clip", Some(clip))];
         for (option, value) in numbers.into_iter().filter_map(|(option, value)| Some((option, value?))) {
             if !(value >= 0.0 && value.is_finite()) {
-                return Err(Error::invalid(option, value, "a number that is at least 0", "correct the option"));
+                return Err(ErrorKind::Argument.error(
+                    option,
+                    value,
+                    "a number that is at least 0",
+                    "correct the option",
+                ));
             }
         }
         let groups = self.groups()?;
@@ -328,7 +337,7 @@ impl Settings {
         let ranks = mesh.size();
         let found = format!("{mesh} for {ranks} rank(s) in a job of {size} process(es)");
         let fix = format!("start it with {by} -n {ranks}, or with a mesh of {size} rank(s) such as --mesh dp={size}");
-        Err(Error::invalid("mesh", found, "one process per rank", fix))
+        Err(ErrorKind::Launch.error("mesh", found, "one process per rank", fix))
     }
 
     /// The plan, and what was tried if it was searched for.
@@ -339,7 +348,12 @@ impl Settings {
         if plan == Plan::Auto {
             if sequence_parallel {
                 let needed = "a plan that is not searched for";
-                return Err(Error::invalid("plan", "auto with sequence-parallel", needed, "leave one of them out"));
+                return Err(ErrorKind::Argument.error(
+                    "plan",
+                    "auto with sequence-parallel",
+                    needed,
+                    "leave one of them out",
+                ));
             }
             let search = search_plan(config, mesh, batch)?;
             return Ok((search.plan.clone(), Some(search)));

@@ -20,7 +20,7 @@ use super::fold::{LANES, Max, Step, Sum, continued, joined};
 use super::fresh::Fresh;
 use super::map::each;
 use super::{dense, first_element, math};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// Real numbers as rows are computed in them.
 trait Real: Compute + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + DivAssign {
@@ -167,7 +167,12 @@ use in_type_of;
 fn per_element<T: Compute>(parameter: &Tensor, width: usize) -> Result<Vec<T>> {
     if parameter.elem_count() != width {
         let found = format!("shape {:?} beside rows of {width} elements", parameter.dims());
-        return Err(Error::invalid("operands", found, "as many elements as a row has", "reshape the tensors"));
+        return Err(ErrorKind::shape(parameter.dims()).error(
+            "operands",
+            found,
+            "as many elements as a row has",
+            "reshape the tensors",
+        ));
     }
     let mut values = Vec::with_capacity(width);
     over_rows(&[parameter], &mut |[row]: [&[T]; 1]| values.extend_from_slice(row))?;
@@ -178,7 +183,12 @@ fn per_element<T: Compute>(parameter: &Tensor, width: usize) -> Result<Vec<T>> {
 fn over_rows<T: Compute, const N: usize>(tensors: &[&Tensor; N], body: &mut dyn FnMut([&[T]; N])) -> Result<()> {
     if let Some(other) = tensors.iter().find(|t| t.dims() != tensors[0].dims()) {
         let found = format!("rows of shapes {:?} and {:?}", tensors[0].dims(), other.dims());
-        return Err(Error::invalid("operands", found, "tensors of one shape", "reshape or expand the tensors"));
+        return Err(ErrorKind::shape(other.dims()).error(
+            "operands",
+            found,
+            "tensors of one shape",
+            "reshape or expand the tensors",
+        ));
     }
     let (count, width) = extent(tensors[0]);
     if count == 0 {

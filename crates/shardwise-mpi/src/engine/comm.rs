@@ -1,5 +1,6 @@
 //! One communicator of MPI, with the code that every function returns looked at.
 
+use shardwise::error::ErrorKind;
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::ptr::null_mut;
@@ -437,7 +438,7 @@ impl Request {
                 // SAFETY: the request is finished, so its status is written.
                 unsafe { checked!(MPI_Get_count(status.as_ptr(), ffi::RSMPI_UINT8_T, &raw mut came))? };
                 if came != expected {
-                    return Err(Error::invalid(
+                    return Err(ErrorKind::Operands.error(
                         "message",
                         format!("{came} bytes from another rank"),
                         format!("{expected}"),
@@ -472,7 +473,7 @@ impl Drop for Request {
 pub(super) fn initialize() -> Result<()> {
     let started = mpi::initialize_with_threading(mpi::Threading::Multiple);
     let Some((universe, threading)) = started else {
-        return Err(Error::invalid(
+        return Err(ErrorKind::Launch.error(
             "MPI",
             "a library that the program has already initialised",
             "to do it in launch",
@@ -484,7 +485,7 @@ pub(super) fn initialize() -> Result<()> {
     if threading == mpi::Threading::Multiple {
         return Ok(());
     }
-    Err(Error::invalid(
+    Err(ErrorKind::Launch.error(
         "MPI",
         format!("a library that serves threads at the level {threading:?}"),
         "MPI_THREAD_MULTIPLE",

@@ -1,5 +1,6 @@
 //! Reading what other ranks have exposed, without their help: their services answer.
 
+use shardwise::error::ErrorKind;
 use std::ffi::c_int;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -74,7 +75,7 @@ impl Exposed for Handle {
         self.launch.check_open(&call)?;
         let refuse = |found: String| {
             let what = format!("{found} as tensor {index} of rank {rank} in group {:?}", group.ranks);
-            let source = Error::invalid("fetch", what, expected, "read what the rank has exposed");
+            let source = ErrorKind::Operands.error("fetch", what, expected, "read what the rank has exposed");
             Error::Rejected { call: Box::new(call()), source: Box::new(source) }
         };
         let Some(&owner) = group.ranks.get(rank) else { return Err(refuse("nothing".into())) };

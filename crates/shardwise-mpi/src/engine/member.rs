@@ -1,5 +1,6 @@
 //! One rank's end of a group of processes.
 
+use shardwise::error::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -90,7 +91,7 @@ impl Member {
     fn other(&self, position: usize) -> Result<usize> {
         let ranks = &self.group.ranks;
         ranks.get(position).copied().ok_or_else(|| {
-            Error::invalid(
+            ErrorKind::Rank { rank: position, size: ranks.len() }.error(
                 "rank",
                 format!("{position} in a group of {}", ranks.len()),
                 format!("a rank below {}", ranks.len()),
@@ -183,7 +184,7 @@ impl Communicator for Member {
     fn subgroup(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>> {
         let world = &self.launch.process.world;
         if let Some(rank) = ranks.iter().find(|&&r| r >= world.size()) {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Rank { rank: *rank, size: world.size() }.error(
                 "group",
                 format!("rank {rank} in {ranks:?}"),
                 format!("ranks below {}, the size of the world", world.size()),

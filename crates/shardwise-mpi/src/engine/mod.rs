@@ -21,6 +21,7 @@ mod launch;
 mod exposed;
 mod member;
 
+use shardwise::error::ErrorKind;
 use std::sync::Arc;
 
 use shardwise::comm::engine::{caught, confine_candle_to, fnv1a, how_it_failed, pool};
@@ -50,7 +51,7 @@ impl Settings {
         }
         let all = world.texts(&said)?;
         let other = all.iter().position(|text| *text != all[0]).unwrap_or(0);
-        Err(Error::invalid(
+        Err(ErrorKind::Disagreement.error(
             "settings",
             format!("{} on rank 0, {} on rank {other}", all[0], all[other]),
             "the same on all ranks",
@@ -67,7 +68,7 @@ pub(crate) fn run<T: Send>(
 ) -> Result<T> {
     let process = Process::get(launched)?;
     let Some(mut launches) = process.launches.try_lock() else {
-        return Err(Error::invalid(
+        return Err(ErrorKind::Launch.error(
             "launch",
             "one inside another",
             "one at a time in a process",
@@ -75,7 +76,7 @@ pub(crate) fn run<T: Send>(
         ));
     };
     if let Some(reason) = &launches.failed {
-        return Err(Error::invalid(
+        return Err(ErrorKind::Launch.error(
             "launch",
             format!("one after a launch in which {reason}"),
             "ranks that are in step with each other",

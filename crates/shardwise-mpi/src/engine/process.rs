@@ -1,10 +1,11 @@
 //! MPI in this process: begun with the first launch, ended with the process.
 
+use shardwise::error::ErrorKind;
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
+use shardwise::Result;
 use shardwise::comm::engine::cores;
-use shardwise::{Error, Result};
 
 use super::comm::{self, Comm};
 use super::groups::Groups;
@@ -50,7 +51,7 @@ impl Process {
         let world = Comm::world()?;
         if world.size() != launched.size {
             // Ending in peace takes all processes, which do not know of each other.
-            return Err(Error::invalid(
+            return Err(ErrorKind::Launch.error(
                 "MPI",
                 format!("{} process(es) where {} started {}", world.size(), launched.by, launched.size),
                 "the MPI library of the launcher",

@@ -1,6 +1,7 @@
 //! Errors that all ranks get together: the job goes on, and so does each process.
 
 use candle_core::{DType, Device, Tensor};
+use shardwise::error::ErrorKind;
 use shardwise::{Error, Group, ReduceOp, Result, TensorMeta, World};
 use shardwise_mpi::{Settings, launch, launched};
 
@@ -169,7 +170,7 @@ pub(crate) fn launches() {
     assert!(message.contains("after the launch had ended"), "{message}");
     let message = refused(&Settings::default(), |world| {
         world.barrier()?;
-        Err(Error::invalid("step", "nothing", "something", "try again"))
+        Err(ErrorKind::Argument.error("step", "nothing", "something", "try again"))
     });
     assert!(message.to_string().contains("failed: invalid step"), "{message}");
     let message = launch(processes(), |_| Ok(())).unwrap_err().to_string();

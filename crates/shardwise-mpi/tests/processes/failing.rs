@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
+use shardwise::error::ErrorKind;
 use shardwise::{Error, ReduceOp, Result, World};
 use shardwise_mpi::{Settings, launched};
 
@@ -23,7 +24,7 @@ pub(crate) fn one_rank_fails() {
     run(|world| {
         sum(&world)?;
         match world.rank() {
-            1 => Err(Error::invalid("batch", "no tokens", "some", "look at the data")),
+            1 => Err(ErrorKind::Argument.error("batch", "no tokens", "some", "look at the data")),
             _ => sum(&world),
         }
     });

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{Replayed, once_only, pass};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::random::{Generator, GeneratorState};
 use crate::rank_context::rank_context;
 use crate::tensor::{Backward, DTensor, Keeps, Saved, in_gradient, is_recording, next_number, with_recording};
@@ -38,7 +38,12 @@ pub fn checkpoint(
     f: impl Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync + 'static,
 ) -> Result<Vec<DTensor>> {
     let first = inputs.first().ok_or_else(|| {
-        Error::invalid("checkpoint", "no inputs", "at least one tensor", "pass the tensors that it works on")
+        ErrorKind::Operands.error::<Error>(
+            "checkpoint",
+            "no inputs",
+            "at least one tensor",
+            "pass the tensors that it works on",
+        )
     })?;
     let draws = inputs.iter().map(|t| t.device_mesh().generator().state()).collect();
     let plain: Vec<DTensor> = inputs.iter().map(|t| t.detach()).collect();

@@ -3,7 +3,7 @@
 use candle_core::{Tensor, Var};
 
 use super::once_only;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp};
 use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording};
 use shardwise_kernels::dense;
@@ -39,7 +39,7 @@ pub fn local_map(
     f: impl FnOnce(&[Tensor]) -> candle_core::Result<Tensor>,
 ) -> Result<DTensor> {
     let Some(first) = inputs.first() else {
-        return Err(Error::invalid(
+        return Err(ErrorKind::Operands.error(
             "local_map",
             "no inputs",
             "at least one tensor",
@@ -48,7 +48,7 @@ pub fn local_map(
     };
     if gradients.len() > inputs.len() {
         let found = format!("{} placements of gradients for {} inputs", gradients.len(), inputs.len());
-        return Err(Error::invalid("local_map", found, "one per input at most", "leave some out"));
+        return Err(ErrorKind::Operands.error("local_map", found, "one per input at most", "leave some out"));
     }
     let mesh = first.device_mesh();
     let traced = is_recording() && inputs.iter().any(|t| t.has_gradient());
@@ -61,7 +61,7 @@ pub fn local_map(
     if traced && !placements.iter().all(sums) {
         let found = format!("an output with placements {placements:?} in local_map");
         let needed = "sums and means, whose gradient every rank knows";
-        return Err(Error::invalid("placements", found, needed, "reduce inside, or run it in no_grad"));
+        return Err(ErrorKind::Layout.error("placements", found, needed, "reduce inside, or run it in no_grad"));
     }
     let locals: Vec<Tensor> = match traced {
         true => vars.iter().map(|v| v.as_tensor().clone()).collect(),

@@ -10,7 +10,7 @@ pub use local_map::local_map;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::Layout;
 use crate::placement::{Placement, ReduceOp};
 use crate::rank_context::rank_context;
@@ -111,7 +111,12 @@ impl DTensor {
             }
             Some(given) => {
                 let found = format!("{} for {}", given.layout(), self.layout());
-                return Err(Error::invalid("cotangent", found, "one of the same shape on the same mesh", "reshape it"));
+                return Err(ErrorKind::shape(given.shape()).error(
+                    "cotangent",
+                    found,
+                    "one of the same shape on the same mesh",
+                    "reshape it",
+                ));
             }
         };
         let tape = self.taped()?.clone();
@@ -122,7 +127,7 @@ impl DTensor {
 
     fn taped(&self) -> Result<&Tape> {
         self.tape().ok_or_else(|| {
-            Error::invalid(
+            ErrorKind::Gradient.error(
                 "gradient",
                 format!("{}, which depends on no leaf", self.layout()),
                 "a result of operators on tensors that require a gradient",
@@ -136,7 +141,12 @@ impl DTensor {
     fn one(&self) -> Result<DTensor> {
         if self.elem_count() != 1 {
             let found = format!("backward of {}", self.layout());
-            return Err(Error::invalid("result", found, "a single number", "reduce it, or use backward_with"));
+            return Err(ErrorKind::shape(self.shape()).error(
+                "result",
+                found,
+                "a single number",
+                "reduce it, or use backward_with",
+            ));
         }
         let whole = vec![Placement::Replicate; self.placements().len()];
         DTensor::full(1.0, self.shape(), self.dtype(), self.device_mesh(), whole)
@@ -148,11 +158,11 @@ impl Gradients {
     pub fn get(&self, leaf: &DTensor) -> Result<&DTensor> {
         let tape = leaf.tape().ok_or_else(|| {
             let fix = "keep the tensor that requires_grad() returned";
-            Error::invalid("leaf", leaf.layout(), "a tensor that requires a gradient", fix)
+            ErrorKind::Gradient.error::<Error>("leaf", leaf.layout(), "a tensor that requires a gradient", fix)
         })?;
         self.leaves.get(&tape.node.number).map(|(_, gradient)| gradient).ok_or_else(|| {
             let needed = "a leaf that the result depends on";
-            Error::invalid("leaf", leaf.layout(), needed, "check that the leaf, not a copy, was used")
+            ErrorKind::Gradient.error("leaf", leaf.layout(), needed, "check that the leaf, not a copy, was used")
         })
     }
 
@@ -177,7 +187,12 @@ impl Gradients {
             let new = function(gradient)?;
             if new.shape() != node.layout(0).shape() {
                 let (found, needed) = (format!("shape {:?}", new.shape()), format!("{:?}", node.layout(0).shape()));
-                return Err(Error::invalid("gradient", found, needed, "keep the shape of the leaf"));
+                return Err(ErrorKind::shape(new.shape()).error(
+                    "gradient",
+                    found,
+                    needed,
+                    "keep the shape of the leaf",
+                ));
             }
             *gradient = new;
         }
@@ -244,7 +259,12 @@ pub(crate) fn once_only(name: &str) -> Result<()> {
         return Ok(());
     }
     let found = format!("the gradient of the gradient of {name}");
-    Err(Error::invalid("gradient", found, "a first derivative", "use backward, or operators with second derivatives"))
+    Err(ErrorKind::Gradient.error(
+        "gradient",
+        found,
+        "a first derivative",
+        "use backward, or operators with second derivatives",
+    ))
 }
 
 /// Where gradients of one pass ended.

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// CRC-32 of the bytes of a chunk, block by block from its first byte on; the last block may be shorter.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -73,7 +73,12 @@ impl TryFrom<Text> for Blocks {
         let crc32 = digits.iter().map(number).collect::<Option<Vec<u32>>>().filter(|_| rest.is_empty());
         let crc32 = crc32.ok_or_else(|| {
             let needed = "eight hexadecimal digits per block";
-            Error::invalid("checksums", format!("{:.20?}...", text.crc32), needed, "copy or save the checkpoint again")
+            ErrorKind::Damaged.error::<Error>(
+                "checksums",
+                format!("{:.20?}...", text.crc32),
+                needed,
+                "copy or save the checkpoint again",
+            )
         })?;
         Ok(Blocks { bytes: text.bytes, crc32 })
     }

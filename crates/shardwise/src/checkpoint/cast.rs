@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use candle_core::{Device, Tensor};
 
 use super::element::ElementType;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use shardwise_kernels::bytes_of;
 
 /// Elements of a type as elements of another: integers to integers wrap, all others are rounded to the nearest.
@@ -16,7 +16,12 @@ pub(super) fn converted(bytes: &[u8], from: ElementType, to: ElementType) -> Res
     let numbers = to_tensor(bytes, from)?;
     let dtype = to.dtype().ok_or_else(|| {
         let fix = "choose f64, f32, f16, bf16, i64, i32, i16, u32, u8 or bool";
-        Error::invalid("conversion", format!("{from} to {to}"), "a type that tensors here can have", fix)
+        ErrorKind::Unsupported.error::<Error>(
+            "conversion",
+            format!("{from} to {to}"),
+            "a type that tensors here can have",
+            fix,
+        )
     })?;
     let numbers = match to {
         ElementType::Bool => numbers.ne(&numbers.zeros_like()?)?,

@@ -9,7 +9,7 @@ use super::format::Format;
 use super::state::State;
 use super::stored::{Contents, StoredTensor};
 use super::value::{Key, Value};
-use crate::error::{Error, Result, nearest};
+use crate::error::{Error, ErrorKind, Result, nearest};
 use crate::fnv::Fnv;
 use crate::layout::TensorBox;
 
@@ -73,13 +73,13 @@ impl Catalog {
         if !whole || !tensor.shape.iter().zip(part.offsets.iter().zip(&part.sizes)).all(inside) {
             let found = format!("a box of sizes {:?} at {:?}", part.sizes, part.offsets);
             let needed = format!("one inside tensor {key:?} of shape {:?}", tensor.shape);
-            return Err(Error::invalid("box", found, needed, "correct its offsets or sizes"));
+            return Err(ErrorKind::Argument.error("box", found, needed, "correct its offsets or sizes"));
         }
         let length = part.volume().saturating_mul(tensor.element.size_in_bytes());
         let mut bytes = Vec::new();
         bytes.try_reserve_exact(length).map_err(|_| {
             let found = format!("{length} bytes of tensor {key:?}");
-            Error::invalid("box", found, "what memory can hold", "read smaller boxes")
+            ErrorKind::Argument.error::<Error>("box", found, "what memory can hold", "read smaller boxes")
         })?;
         bytes.resize(length, 0);
         self.files.read_box(key, tensor, part, &mut bytes)?;
@@ -117,7 +117,12 @@ impl Catalog {
                 true => "no values".to_string(),
                 false => format!("{} as the nearest names", nearest(path, self.values.keys())),
             };
-            Error::invalid("checkpoint", found, format!("value {path:?}"), "name a value that was saved")
+            ErrorKind::unknown(path).error(
+                "checkpoint",
+                found,
+                format!("value {path:?}"),
+                "name a value that was saved",
+            )
         })
     }
 
@@ -127,7 +132,12 @@ impl Catalog {
         self.tensors.get(key).ok_or_else(|| {
             let near = nearest(key, self.tensors.keys());
             let found = if near.is_empty() { "no tensors".to_string() } else { format!("{near} as the nearest names") };
-            Error::invalid("checkpoint", found, format!("tensor {key:?}"), "rename it, or leave it out of the load")
+            ErrorKind::unknown(key).error(
+                "checkpoint",
+                found,
+                format!("tensor {key:?}"),
+                "rename it, or leave it out of the load",
+            )
         })
     }
 }

@@ -16,7 +16,7 @@ use super::open::open;
 use super::stored::{Contents, StoredTensor};
 use super::value::{Key, Value};
 use super::write::{in_files, seal, write_file};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::{OwnedBox, TensorBox};
 
 /// Which boxes of a tensor go to which file, by key and shape.
@@ -74,7 +74,7 @@ pub fn convert(
     let (source, to, writer) = (open(from)?, to.as_ref(), options.format.to_write()?);
     if to.exists() && fs::canonicalize(&source.directory)?.starts_with(fs::canonicalize(to)?) {
         let found = format!("{}, which holds what is read", to.display());
-        return Err(Error::invalid("conversion", found, "another place", "write to another directory"));
+        return Err(ErrorKind::Argument.error("conversion", found, "another place", "write to another directory"));
     }
     let (contents, left_out) = renamed(&source, options, writer)?;
     let plan = planned(&source, &contents, options, writer)?;
@@ -96,7 +96,7 @@ fn renamed(source: &Catalog, options: &ConvertOptions, writer: &dyn FormatWriter
         let name = (options.rename)(key);
         if let Some(other) = origin.insert(name.clone(), key) {
             let found = format!("{other:?} and {key:?}, which both become {name:?}");
-            return Err(Error::invalid("rename rules", found, "different names", "change the rules"));
+            return Err(ErrorKind::Argument.error("rename rules", found, "different names", "change the rules"));
         }
         if let Some(stored) = source.tensors.get(key) {
             let element = element_for(stored.element, options);
@@ -117,7 +117,12 @@ fn renamed(source: &Catalog, options: &ConvertOptions, writer: &dyn FormatWriter
     }
     if origin.is_empty() && !(source.tensors.is_empty() && source.values.is_empty()) {
         let found = format!("none of {} tensors and {} values", source.tensors.len(), source.values.len());
-        return Err(Error::invalid("selection", found, "something to write", "include more, or exclude less"));
+        return Err(ErrorKind::Argument.error(
+            "selection",
+            found,
+            "something to write",
+            "include more, or exclude less",
+        ));
     }
     Ok((contents, left_out))
 }

@@ -8,14 +8,14 @@
 use std::collections::BTreeSet;
 use std::ffi::CString;
 use std::fs::{self, File};
-use std::io::{self, ErrorKind};
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use parking_lot::Mutex;
 
 use super::format::Format;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// A directory where new contents are put together, for as long as this lives; then it is gone, committed or not.
 pub(super) struct Staging {
@@ -43,7 +43,7 @@ impl Staging {
         fs::create_dir_all(&parent).map_err(|error| unwritable(&parent, &error))?;
         if !ACTIVE.lock().insert(target.to_path_buf()) {
             let found = format!("another save to {} that is under way", target.display());
-            return Err(Error::invalid("path", found, "one save at a time", "wait for it first"));
+            return Err(ErrorKind::path(target).error("path", found, "one save at a time", "wait for it first"));
         }
         let staging = Staging { path: staged_path(target, std::process::id(), id), target: target.to_path_buf() };
         sweep(target)?;
@@ -81,7 +81,7 @@ fn check_replaceable(target: &Path) -> Result<()> {
     }
     let kept = |found: String| {
         let needed = "no directory, an empty one, or a checkpoint and nothing else";
-        Err(Error::invalid("path", found, needed, "choose another path, or move these files away"))
+        Err(ErrorKind::path(target).error("path", found, needed, "choose another path, or move these files away"))
     };
     if !target.is_dir() {
         return kept(format!("a file: {}", target.display()));
@@ -142,14 +142,16 @@ pub(super) fn aside(target: &Path) -> PathBuf {
 /// What the system says about a path that cannot be written.
 pub(super) fn unwritable(path: &Path, error: &io::Error) -> Error {
     let fix = match error.kind() {
-        ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
             "free some space, raise the limit, or save to another disk"
         }
-        ErrorKind::ReadOnlyFilesystem | ErrorKind::PermissionDenied => "choose a path that this user can write to",
+        io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
+            "choose a path that this user can write to"
+        }
         _ => "choose another path, or look at the file system",
     };
     let found = format!("{error}: {}", path.display());
-    Error::invalid("checkpoint file", found, "a place that can be written to", fix)
+    ErrorKind::path(path).error("checkpoint file", found, "a place that can be written to", fix)
 }
 
 /// Removes what saves to `target` have left by processes that are no more, and by this one.
@@ -177,7 +179,7 @@ pub(super) fn parent_of(target: &Path) -> PathBuf {
 
 fn remove(path: &Path) -> Result<()> {
     match if path.is_file() { fs::remove_file(path) } else { fs::remove_dir_all(path) } {
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other.map_err(|error| unwritable(path, &error)),
     }
 }

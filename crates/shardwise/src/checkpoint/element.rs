@@ -6,7 +6,7 @@ use std::str::FromStr;
 use candle_core::DType;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 macro_rules! elements {
     ($($name:ident $bytes:literal $safetensors:literal $torch:literal $candle:expr, $doc:literal;)*) => {
@@ -68,7 +68,7 @@ impl ElementType {
         let found = ElementType::ALL.iter().find(|e| **e != ElementType::Bool && e.dtype() == Some(dtype));
         found.copied().ok_or_else(|| {
             let needed = "f64, f32, f16, bf16, i64, i32, i16, u32 or u8";
-            Error::invalid("element type", dtype.as_str(), needed, "tensors here have no other types")
+            ErrorKind::dtype(dtype).error("element type", dtype.as_str(), needed, "tensors here have no other types")
         })
     }
 
@@ -77,7 +77,12 @@ impl ElementType {
         let named = |e: &&ElementType| e.safetensors_name() == name || e.torch_name() == name;
         ElementType::ALL.iter().find(named).copied().ok_or_else(|| {
             let all: Vec<String> = ElementType::ALL.iter().map(ToString::to_string).collect();
-            Error::invalid("element type", format!("{name:?}"), all.join(", "), "this version knows no other")
+            ErrorKind::unknown(name).error(
+                "element type",
+                format!("{name:?}"),
+                all.join(", "),
+                "this version knows no other",
+            )
         })
     }
 
@@ -93,7 +98,7 @@ impl ElementType {
                     _ => "leave the tensor out, or store it with PyTorch as int64 first",
                 };
                 let found = format!("{other}, which passes through files unchanged and is not converted");
-                Error::invalid("element type", found, "a type that tensors here can have", fix)
+                ErrorKind::Unsupported.error("element type", found, "a type that tensors here can have", fix)
             }),
         }
     }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::fs::{self, File, Metadata};
-use std::io::{self, ErrorKind};
+use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use parking_lot::Mutex;
 
 use super::stored::{NOT_OURS, check_file_name};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::fnv::Fnv;
 
 /// The files of a checkpoint. The directory is opened once, and files are found in what was opened: a save that puts another
@@ -123,7 +123,7 @@ impl Files {
         let size = self.size(name).unwrap_or(0);
         if size > most {
             let found = format!("{name:?} of {size} bytes");
-            return Err(Error::invalid("checkpoint file", found, format!("{most} bytes at most"), NOT_OURS));
+            return Err(ErrorKind::Damaged.error("checkpoint file", found, format!("{most} bytes at most"), NOT_OURS));
         }
         let mut bytes = vec![0; size as usize];
         self.read(name, 0, &mut bytes)?;
@@ -136,7 +136,12 @@ impl Files {
         file.read_exact_at(into, offset).map_err(|error| {
             let found = format!("{error} in {} at byte {offset}", self.directory.join(name).display());
             let needed = format!("{} bytes", into.len());
-            Error::invalid("checkpoint file", found, needed, "the file is cut off or unreadable; copy it again")
+            ErrorKind::Damaged.error(
+                "checkpoint file",
+                found,
+                needed,
+                "the file is cut off or unreadable; copy it again",
+            )
         })
     }
 
@@ -184,7 +189,7 @@ impl Files {
 
     fn replaced(&self) -> Error {
         let found = format!("another save at {} while it was read", self.path.display());
-        Error::invalid("checkpoint", found, "one that stays until it is read", "open it again")
+        ErrorKind::path(&self.directory).error("checkpoint", found, "one that stays until it is read", "open it again")
     }
 
     /// A number for the files that were opened, which another save at the path does not have.
@@ -238,8 +243,13 @@ impl fmt::Debug for Files {
 
 fn unreadable(path: &Path, error: &io::Error) -> Error {
     let fix = match error.kind() {
-        ErrorKind::PermissionDenied => "give this user the right to read it",
+        io::ErrorKind::PermissionDenied => "give this user the right to read it",
         _ => "copy the checkpoint again",
     };
-    Error::invalid("checkpoint file", format!("{error}: {}", path.display()), "a file that can be read", fix)
+    ErrorKind::path(path).error(
+        "checkpoint file",
+        format!("{error}: {}", path.display()),
+        "a file that can be read",
+        fix,
+    )
 }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer, de};
 use super::files::Files;
 use super::format::{CheckpointFormat, Format, FormatWriter};
 use super::{dcp, hf, native, torch};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 macro_rules! formats {
     ($($name:ident $format:expr, $doc:literal;)*) => {
@@ -55,7 +55,12 @@ impl Format {
         for known in registered.iter().chain(BUILT_IN) {
             if let Some(taken) = names().find(|name| is_called(*known, name)) {
                 let found = format!("a format called {taken:?}, as {known} is");
-                return Err(Error::invalid("checkpoint format", found, "a new name", "give it another name"));
+                return Err(ErrorKind::Argument.error(
+                    "checkpoint format",
+                    found,
+                    "a new name",
+                    "give it another name",
+                ));
             }
         }
         registered.push(Format(format));
@@ -72,7 +77,12 @@ impl Format {
         self.0.writer().ok_or_else(|| {
             let found = format!("{self}, which is only read ({})", self.about());
             let names: Vec<&str> = Format::all().into_iter().filter(|f| f.is_writable()).map(Format::name).collect();
-            Error::invalid("checkpoint format", found, "one that can be written", format!("use {}", names.join(", ")))
+            ErrorKind::Unsupported.error(
+                "checkpoint format",
+                found,
+                "one that can be written",
+                format!("use {}", names.join(", ")),
+            )
         })
     }
 
@@ -100,7 +110,12 @@ impl FromStr for Format {
         all.iter().copied().find(|format| is_called(*format, &name)).ok_or_else(|| {
             let known: Vec<&str> = all.iter().map(|format| format.name()).collect();
             let fix = "name one of these, or register the format first";
-            Error::invalid("checkpoint format", format!("{text:?}"), format!("one of {}", known.join(", ")), fix)
+            ErrorKind::unknown(text).error(
+                "checkpoint format",
+                format!("{text:?}"),
+                format!("one of {}", known.join(", ")),
+                fix,
+            )
         })
     }
 }

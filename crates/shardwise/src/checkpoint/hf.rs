@@ -14,7 +14,7 @@ use super::files::Files;
 use super::format::{CheckpointFormat, FileRole, FileToWrite, FormatWriter, ValueStorage, WrittenFile};
 use super::safetensors::{self, Unique, is_safetensors, read_header};
 use super::stored::{Chunk, Contents, INCOMPLETE, NOT_OURS, StoredTensor, check_file_name};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorBox;
 
 /// The format, see above.
@@ -38,7 +38,7 @@ struct Saved {
 
 /// What is in a directory of such files, or in one of them.
 fn contents(files: &Files) -> Result<Contents> {
-    let bad = |found: String, needed: &str| Error::invalid("safetensors checkpoint", found, needed, NOT_OURS);
+    let bad = |found: String, needed: &str| ErrorKind::Damaged.error("safetensors checkpoint", found, needed, NOT_OURS);
     let index = match files.single().is_none() && files.size(INDEX).is_some() {
         false => None,
         true => {
@@ -80,7 +80,7 @@ fn contents(files: &Files) -> Result<Contents> {
     }
     if let Some(missing) = index.iter().flatten().map(|(key, _)| key).find(|key| !found.contains_key(*key)) {
         let found = format!("no tensor {missing:?} in the file that the index names for it");
-        return Err(Error::invalid("safetensors checkpoint", found, "all tensors of the index", INCOMPLETE));
+        return Err(ErrorKind::Damaged.error("safetensors checkpoint", found, "all tensors of the index", INCOMPLETE));
     }
     let tensors = found.into_iter().map(|(key, chunks)| Ok((key.clone(), joined(&key, chunks)?)));
     Ok(Contents { tensors: tensors.collect::<Result<_>>()?, ..Contents::default() })
@@ -92,7 +92,7 @@ fn joined(key: &str, chunks: Vec<(ElementType, Chunk)>) -> Result<StoredTensor> 
     let (element, dims) = (*element, first.part.sizes.len());
     if let Some((other, _)) = chunks.iter().find(|(e, c)| *e != element || c.part.sizes.len() != dims) {
         let found = format!("tensor {key:?} of types {element} and {other}, or of different numbers of dimensions");
-        return Err(Error::invalid("safetensors checkpoint", found, "boxes of one tensor", NOT_OURS));
+        return Err(ErrorKind::Damaged.error("safetensors checkpoint", found, "boxes of one tensor", NOT_OURS));
     }
     let end = |dim: usize| {
         chunks.iter().map(|(_, c)| c.part.offsets[dim].saturating_add(c.part.sizes[dim])).max().unwrap_or(0)

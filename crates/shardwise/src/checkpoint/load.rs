@@ -16,7 +16,7 @@ use super::state::{Leaf, State};
 use super::stored::StoredTensor;
 use super::value::{Key, Value, flat_key};
 use crate::comm::{DeviceMesh, World, texts, together};
-use crate::error::{Error, Result, Site};
+use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 use crate::sharded::ShardedTensor;
 use crate::tensor::DTensor;
@@ -63,7 +63,12 @@ pub fn load_placed(
             let (mesh, layout) = place(key, &stored.shape)?;
             if layout.shape() != stored.shape {
                 let needed = format!("one of shape {:?}, which tensor {key:?} has", stored.shape);
-                return Err(Error::invalid("layout", layout, needed, "choose layouts by the shape that is given"));
+                return Err(ErrorKind::Layout.error(
+                    "layout",
+                    layout,
+                    needed,
+                    "choose layouts by the shape that is given",
+                ));
             }
             let dtype = stored.element.widened()?;
             let tensor = read_tensor(&catalog.files, key, stored, &mesh, layout.settled(), dtype)?;
@@ -103,7 +108,12 @@ pub(super) fn load_one<T>(
         }
     }
     let found = format!("a save that replaced {} {ATTEMPTS} times while it was read", path.display());
-    Err(Error::invalid("checkpoint", found, "one that stays until it is read", "load it when nothing is being saved"))
+    Err(ErrorKind::path(path).error(
+        "checkpoint",
+        found,
+        "one that stays until it is read",
+        "load it when nothing is being saved",
+    ))
 }
 
 /// What a rank says whose checkpoint was replaced while it read.
@@ -112,7 +122,12 @@ const REPLACED: &str = "~";
 /// What is in a checkpoint, if all ranks can see it, and all see the same one.
 fn opened(world: &World, path: &Path, site: Site) -> Result<Catalog> {
     if world.is_dry() {
-        return Err(Error::invalid("load", "a dry run", "a run with data", "dry runs know shapes, not values"));
+        return Err(ErrorKind::NoData.error(
+            "load",
+            "a dry run",
+            "a run with data",
+            "dry runs know shapes, not values",
+        ));
     }
     let mut before = None;
     for attempt in 0..ATTEMPTS {
@@ -134,13 +149,23 @@ fn opened(world: &World, path: &Path, site: Site) -> Result<Catalog> {
             let other = said(0).position(|text| text != all[0].split(' ').next()).unwrap_or(0);
             let found = format!("other contents on rank {} than on rank {}", world.ranks()[other], world.ranks()[0]);
             let found = format!("{found} at {}", path.display());
-            return Err(Error::invalid("checkpoint", found, "the same on all ranks", "copy one of them to all hosts"));
+            return Err(ErrorKind::Disagreement.error(
+                "checkpoint",
+                found,
+                "the same on all ranks",
+                "copy one of them to all hosts",
+            ));
         }
         before = Some(instance);
         std::thread::sleep(Duration::from_millis(1));
     }
     let found = format!("a save that replaced {} {ATTEMPTS} times while ranks opened it", path.display());
-    Err(Error::invalid("checkpoint", found, "one that all ranks can open", "load it when nothing is being saved"))
+    Err(ErrorKind::Disagreement.error(
+        "checkpoint",
+        found,
+        "one that all ranks can open",
+        "load it when nothing is being saved",
+    ))
 }
 
 /// After so many looks at the same files on every rank, contents that differ are no save that reaches some ranks later.
@@ -240,14 +265,14 @@ fn entries<'a>(catalog: &'a Catalog, flat: &BTreeMap<String, (Vec<Key>, Leaf<'_>
     }
     if !wrong.is_empty() {
         let (needed, fix) = ("all entries of the template in their shapes", "rename or leave out entries");
-        return Err(Error::invalid("checkpoint", wrong.join(", "), needed, fix));
+        return Err(ErrorKind::state().error("checkpoint", wrong.join(", "), needed, fix));
     }
     if !unfilled.is_empty() {
         let found = format!("{} where the template has an empty map", unfilled.join(", "));
         let needed = "a template with an entry for everything that is to be loaded below it";
         let fix =
             "take the template of an optimizer from its `state_dict()`, use `load_into`, or leave the empty map out";
-        return Err(Error::invalid("template", found, needed, fix));
+        return Err(ErrorKind::state().error("template", found, needed, fix));
     }
     Ok(found)
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use super::catalog::Catalog;
 use super::parts::{Restore, Stateful};
 use super::state::State;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::nn::{Loaded, Module, StateDictOptions};
 
 /// A module whose names are matched by [`StateDictOptions`], under `model`.
@@ -80,7 +80,7 @@ impl<M: Module + ?Sized> Restore for ModelPart<'_, M> {
         if state.is_empty() && !loaded.missing.is_empty() {
             let found = format!("no name of the module below {below}{}", self.options.prefix);
             let fix = "set the prefix, or name the entry with `checkpoint::named`";
-            return Err(Error::invalid("checkpoint", found, "one of them at least", fix));
+            return Err(ErrorKind::Damaged.error("checkpoint", found, "one of them at least", fix));
         }
         *self.compared.borrow_mut() = loaded;
         Ok(State::map(state.into_iter().map(|(name, tensor)| (self.options.prefix.clone() + &name, tensor))))

@@ -16,7 +16,7 @@ use super::format::{CheckpointFormat, FileRole, FileToWrite, FormatWriter, Value
 use super::safetensors::{self, header_bytes, is_safetensors, read_header};
 use super::stored::{Contents, NOT_OURS, StoredTensor};
 use super::value::{Key, Value};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// The format, see above.
 pub(super) struct Native;
@@ -70,7 +70,7 @@ impl Manifest {
 
 /// Reads the manifest of a checkpoint.
 fn read_manifest(files: &Files) -> Result<Manifest> {
-    let bad = |found: String, needed: &str| Error::invalid("manifest", found, needed, NOT_OURS);
+    let bad = |found: String, needed: &str| ErrorKind::Damaged.error("manifest", found, needed, NOT_OURS);
     let bytes = files.read_small(MANIFEST, MAX_MANIFEST)?;
     let sealed: Sealed = serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string(), "a manifest"))?;
     let found = crc32fast::hash(sealed.content.get().as_bytes());
@@ -82,7 +82,12 @@ fn read_manifest(files: &Files) -> Result<Manifest> {
         serde_json::from_str(sealed.content.get()).map_err(|error| bad(error.to_string(), "a manifest"))?;
     if manifest.version != VERSION {
         let found = format!("version {}", manifest.version);
-        return Err(Error::invalid("manifest", found, format!("version {VERSION}"), "use a newer shardwise"));
+        return Err(ErrorKind::Unsupported.error(
+            "manifest",
+            found,
+            format!("version {VERSION}"),
+            "use a newer shardwise",
+        ));
     }
     Ok(manifest)
 }
@@ -108,7 +113,7 @@ impl CheckpointFormat for Native {
                 let found = found.map_or("no such file".to_string(), |size| format!("{size} bytes"));
                 let (needed, fix) =
                     (format!("{} bytes in {name:?}", info.bytes), "the file is missing or cut off; copy it again");
-                return Err(Error::invalid("checkpoint", found, needed, fix));
+                return Err(ErrorKind::Damaged.error("checkpoint", found, needed, fix));
             }
             let expected = info.header_crc32;
             files.check_before_read(&name.clone(), move |files| {
@@ -146,7 +151,7 @@ fn check_header(name: &str, header: &[u8], expected: u32) -> Result<()> {
     }
     let found = format!("checksum {found:08x} for the header of {name:?}");
     let fix = "the file is damaged; copy or save it again";
-    Err(Error::invalid("checkpoint", found, format!("{expected:08x}"), fix))
+    Err(ErrorKind::Damaged.error("checkpoint", found, format!("{expected:08x}"), fix))
 }
 
 impl FormatWriter for Native {

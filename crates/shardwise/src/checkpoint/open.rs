@@ -1,7 +1,7 @@
 //! Finding out what is in a checkpoint, whatever its format.
 
 use std::collections::BTreeSet;
-use std::io::ErrorKind;
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use super::catalog::Catalog;
 use super::directory::{aside, parent_of};
 use super::files::Files;
 use super::format::Format;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// How often a checkpoint is opened anew because another save has replaced it meanwhile.
 const ATTEMPTS: u32 = 100;
@@ -45,7 +45,7 @@ fn hold(path: &Path) -> Result<Files> {
             let directory = if candidate.is_file() { parent_of(&candidate) } else { candidate.clone() };
             match Files::hold(&candidate, &directory) {
                 Ok(files) => return Ok(files),
-                Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {}
+                Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {}
                 Err(error) => return Err(not_one(format!("{error}: {}", candidate.display()))),
             }
         }
@@ -77,5 +77,5 @@ fn format_within(files: &Files) -> Result<Format> {
 fn not_one(found: String) -> Error {
     let known: Vec<&str> = Format::all().into_iter().map(Format::name).collect();
     let needed = format!("a checkpoint of a known format ({})", known.join(", "));
-    Error::invalid("checkpoint", found, needed, "name the directory or the file of a checkpoint")
+    ErrorKind::Damaged.error("checkpoint", found, needed, "name the directory or the file of a checkpoint")
 }

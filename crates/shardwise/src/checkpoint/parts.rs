@@ -17,7 +17,7 @@ use super::torch_optim;
 use super::value::Value;
 use crate::comm::{DeviceMesh, World};
 use crate::data::{Batches, Dataset};
-use crate::error::{Error, Result, Site};
+use crate::error::{Error, ErrorKind, Result, Site};
 use crate::nn::Module;
 use crate::optim::{OptimizerState, Schedule, ShardedOptimizer};
 use crate::random::GeneratorState;
@@ -198,13 +198,18 @@ pub(super) fn state_of(parts: &impl Parts, format: Format) -> Result<State> {
 
 fn entry_of<'a>(state: &'a State, entry: &str) -> Result<&'a State> {
     state.get(entry).ok_or_else(|| {
-        Error::invalid("checkpoint", format!("no entry {entry:?}"), "one per part", "name the part as it was saved")
+        ErrorKind::unknown(entry).error(
+            "checkpoint",
+            format!("no entry {entry:?}"),
+            "one per part",
+            "name the part as it was saved",
+        )
     })
 }
 
 fn twice(entry: &str) -> Error {
     let found = format!("two parts under the name {entry:?}");
-    Error::invalid("parts", found, "different names", "give one of them another with `checkpoint::named`")
+    ErrorKind::Argument.error("parts", found, "different names", "give one of them another with `checkpoint::named`")
 }
 
 /// A part under another name than its own.
@@ -272,8 +277,9 @@ impl<M: Module + ?Sized> Stateful for &M {
 
 impl<M: Module + ?Sized> Restore for &M {
     fn restore(&mut self, loaded: &State) -> Result<()> {
-        let wrong =
-            |found: String| Error::invalid("model state", found, "tensors by path", "load the state of a module");
+        let wrong = |found: String| {
+            ErrorKind::state().error("model state", found, "tensors by path", "load the state of a module")
+        };
         let State::Map(entries) = loaded else { return Err(wrong(loaded.to_string())) };
         let mut tensors: BTreeMap<String, DTensor> = BTreeMap::new();
         for (name, entry) in entries {
@@ -339,7 +345,7 @@ impl<D: Dataset> Restore for &mut Batches<D> {
             if stored != own {
                 let found = format!("{name} {stored} in the checkpoint, {own} in the program");
                 let fix = "use the dataset and the seed that the checkpoint was saved with";
-                return Err(Error::invalid("data", found, "the same data in the same order", fix));
+                return Err(ErrorKind::Data.error("data", found, "the same data in the same order", fix));
             }
         }
         Ok(())
@@ -428,7 +434,12 @@ fn optimizer_state(optimizer: &ShardedOptimizer, loaded: &State) -> Result<Optim
     if let Some(State::Value(Value::Text(text))) = loaded.get(SCHEDULE) {
         let schedule = serde_json::from_str(text).map_err(|error| {
             let found = format!("{text:?} ({error})");
-            Error::invalid("optimizer state", found, "a schedule", "set the schedule, and leave it out of the load")
+            ErrorKind::state().error::<Error>(
+                "optimizer state",
+                found,
+                "a schedule",
+                "set the schedule, and leave it out of the load",
+            )
         })?;
         state.schedule = Some(schedule);
     }

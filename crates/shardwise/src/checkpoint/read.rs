@@ -3,7 +3,7 @@
 use super::blocks::Blocks;
 use super::files::Files;
 use super::stored::{Chunk, StoredTensor, row_major};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::TensorBox;
 
 /// Shorter runs are read together with what lies between them.
@@ -158,7 +158,7 @@ pub(super) fn check_crc(key: &str, chunk: &Chunk, at: u64, expected: u32, found:
     if found == expected {
         return Ok(());
     }
-    Err(Error::invalid(
+    Err(ErrorKind::Damaged.error(
         "checkpoint",
         format!(
             "checksum {found:08x} for the part of tensor {key:?} at byte {} of {:?}",

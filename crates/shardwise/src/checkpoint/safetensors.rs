@@ -14,7 +14,7 @@ use super::content::BoxToWrite;
 use super::element::ElementType;
 use super::files::Files;
 use super::stored::{Chunk, NOT_OURS};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// A header longer than this is refused; the format's own library has the same bound.
 const MAX_HEADER: u64 = 100_000_000;
@@ -108,7 +108,7 @@ impl<'de> Deserialize<'de> for Entries {
 /// The header of a file with its length.
 pub(super) fn header_bytes(files: &Files, name: &str) -> Result<Vec<u8>> {
     let bad = |found: String, needed: &str| {
-        Error::invalid("safetensors file", format!("{found} in {name:?}"), needed, NOT_OURS)
+        ErrorKind::Damaged.error("safetensors file", format!("{found} in {name:?}"), needed, NOT_OURS)
     };
     let size = files.size(name).ok_or_else(|| bad("no file".to_string(), "a file"))?;
     let mut length = [0; 8];
@@ -128,7 +128,7 @@ pub(super) fn header_bytes(files: &Files, name: &str) -> Result<Vec<u8>> {
 /// Reads and checks the header of a file.
 pub(super) fn read_header(files: &Files, name: &str) -> Result<Header> {
     let bad = |found: String, needed: &str| {
-        Error::invalid("safetensors file", format!("{found} in {name:?}"), needed, NOT_OURS)
+        ErrorKind::Damaged.error("safetensors file", format!("{found} in {name:?}"), needed, NOT_OURS)
     };
     let bytes = header_bytes(files, name)?;
     let (size, length) = (files.size(name).unwrap_or(0), bytes.len() as u64 - 8);
@@ -195,7 +195,7 @@ pub(super) fn write(
         });
         if header.insert(name.clone(), info).is_some() {
             let found = format!("two tensors named {name:?} for one file");
-            return Err(Error::invalid("checkpoint", found, "different names", "rename one of them"));
+            return Err(ErrorKind::Argument.error("checkpoint", found, "different names", "rename one of them"));
         }
     }
     let mut text = serde_json::to_vec(&header).map_err(Error::other)?;

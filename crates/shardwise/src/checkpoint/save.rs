@@ -21,7 +21,7 @@ use super::stored::{Contents, StoredTensor};
 use super::value::Value;
 use super::write::{in_files, seal, write_file};
 use crate::comm::{World, agree, texts, together};
-use crate::error::{Error, Result, Site};
+use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
 use crate::redistribute::block;
 use shardwise_kernels::{bytes_of, dense, own_copy, placeholder};
@@ -143,7 +143,12 @@ const GRACE: Duration = Duration::from_secs(5);
 /// Plans the save on all ranks together, and starts to write.
 fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site: Site) -> Result<AsyncSave> {
     if world.is_dry() {
-        return Err(Error::invalid("save", "a dry run", "a run with data", "dry runs know shapes, not values"));
+        return Err(ErrorKind::NoData.error(
+            "save",
+            "a dry run",
+            "a run with data",
+            "dry runs know shapes, not values",
+        ));
     }
     let planned = options.format.to_write().and_then(|writer| Ok((writer, plan(world, state, writer)?)));
     let (writer, planned) = together(world, planned, site)?;
@@ -218,7 +223,12 @@ fn plan(world: &World, state: &State, writer: &dyn FormatWriter) -> Result<Plann
             Leaf::Value(value) if writer.values() == ValueStorage::Nowhere => {
                 let (found, needed) =
                     (format!("value {key:?} = {value}"), "tensors only, which is all that this format has");
-                return Err(Error::invalid("state", found, needed, "save it in another format, or leave it out"));
+                return Err(ErrorKind::Unsupported.error(
+                    "state",
+                    found,
+                    needed,
+                    "save it in another format, or leave it out",
+                ));
             }
             Leaf::Value(value) => {
                 contents.values.insert(key.clone(), value);
@@ -403,7 +413,12 @@ fn wait_for(path: &Path, rank: usize, deadline: Duration, wait: &AtomicU8) -> Re
         let is_failed = wait.load(SeqCst) == FAILED;
         if is_failed || start.elapsed() > deadline || left.is_some_and(|since| since.elapsed() > GRACE) {
             let found = format!("nothing from rank {rank} after {:?}", start.elapsed());
-            return Err(Error::invalid("save", found, "the files of all ranks", "look at what that rank was doing"));
+            return Err(ErrorKind::path(path).error(
+                "save",
+                found,
+                "the files of all ranks",
+                "look at what that rank was doing",
+            ));
         }
         std::thread::sleep(Duration::from_millis(1));
     }

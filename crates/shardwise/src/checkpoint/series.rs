@@ -10,7 +10,7 @@ use super::parts::{Parts, RestoreParts, restored, state_of};
 use super::save::{AsyncSave, SaveOptions, async_save, save_with};
 use super::state::State;
 use crate::comm::{World, texts, together};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// A directory of checkpoints by step.
 ///
@@ -77,7 +77,7 @@ impl Series {
         let removed = fs::rename(&path, &aside).and_then(|()| fs::remove_dir_all(&aside));
         removed.map_err(|error| {
             let found = format!("{}, which could not be removed: {error}", path.display());
-            Error::invalid(
+            ErrorKind::path(path).error(
                 "checkpoint",
                 found,
                 "a directory that may be changed",

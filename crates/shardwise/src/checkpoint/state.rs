@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 
 use super::value::{Key, Value, flat_key};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::optim::{OptimizerState, ParamState};
 use crate::random::GeneratorState;
 use crate::sharded::ShardedTensor;
@@ -84,7 +84,7 @@ impl State {
             other => {
                 let found = other.map_or("nothing", |_| "something else");
                 let needed = format!("a distributed tensor at {path:?}");
-                Err(Error::invalid("state", found, needed, "name an entry of the state"))
+                Err(ErrorKind::unknown(path).error("state", found, needed, "name an entry of the state"))
             }
         }
     }
@@ -92,7 +92,12 @@ impl State {
     /// The value at a path, put together if it was taken apart.
     pub fn value(&self, path: &str) -> Result<Value> {
         self.get(path).and_then(State::as_value).ok_or_else(|| {
-            Error::invalid("state", "nothing, or tensors", format!("a value at {path:?}"), "name an entry of the state")
+            ErrorKind::unknown(path).error(
+                "state",
+                "nothing, or tensors",
+                format!("a value at {path:?}"),
+                "name an entry of the state",
+            )
         })
     }
 
@@ -224,7 +229,7 @@ fn insert<'a>(path: &[Key], leaf: Leaf<'a>, flat: &mut BTreeMap<String, (Vec<Key
         None => Ok(()),
         Some((other, _)) => {
             let found = format!("paths {other:?} and {path:?}, which are both written as {key:?}");
-            Err(Error::invalid("state", found, "different flat keys", "rename one of the entries"))
+            Err(ErrorKind::state().error("state", found, "different flat keys", "rename one of the entries"))
         }
     }
 }
@@ -287,7 +292,7 @@ impl TryFrom<State> for BTreeMap<String, State> {
     fn try_from(state: State) -> Result<Self> {
         match state {
             State::Map(entries) => Ok(entries),
-            other => Err(Error::invalid("state", other, "a map", "name an entry of the state that is one")),
+            other => Err(ErrorKind::state().error("state", other, "a map", "name an entry of the state that is one")),
         }
     }
 }
@@ -349,7 +354,7 @@ impl TryFrom<&State> for OptimizerState {
 
     fn try_from(state: &State) -> Result<OptimizerState> {
         let Some(State::Map(stored)) = state.get("state") else {
-            return Err(Error::invalid(
+            return Err(ErrorKind::state().error(
                 "state",
                 "no entry \"state\"",
                 "that of an optimizer",

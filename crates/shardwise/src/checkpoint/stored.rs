@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::blocks::Blocks;
 use super::element::ElementType;
 use super::value::{Key, Value, flat_key};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::TensorBox;
 use crate::sharded::{ShardMetadata, ShardedTensorMetadata};
 
@@ -74,7 +74,7 @@ impl StoredTensor {
         let bounded = self.shape.iter().try_fold(self.element.size_in_bytes(), |count, &n| count.checked_mul(n.max(1)));
         if bounded.is_none_or(|bytes| bytes > isize::MAX as usize) {
             let found = format!("tensor {key:?} of shape {:?}", self.shape);
-            return Err(Error::invalid("checkpoint", found, "a tensor that memory can address", NOT_OURS));
+            return Err(ErrorKind::Damaged.error("checkpoint", found, "a tensor that memory can address", NOT_OURS));
         }
         let shard = |chunk: &Chunk| ShardMetadata::new(chunk.part.offsets.clone(), chunk.part.sizes.clone(), None);
         let shards = self.chunks.iter().map(shard).collect::<Result<Vec<_>>>()?;
@@ -82,7 +82,7 @@ impl StoredTensor {
         let whole = ShardedTensorMetadata { size, dtype: DType::U8, requires_grad: false, shards };
         whole.check_covering().map_err(|error| {
             let found = format!("tensor {key:?} whose chunks do not fit together ({error})");
-            Error::invalid("checkpoint", found, "chunks that fill the tensor, each element once", INCOMPLETE)
+            ErrorKind::Damaged.error("checkpoint", found, "chunks that fill the tensor, each element once", INCOMPLETE)
         })
     }
 }
@@ -133,7 +133,7 @@ impl Contents {
         let key = flat_key(path);
         if self.tensors.contains_key(&key) || self.values.contains_key(&key) {
             let found = format!("two entries with the flat key {key:?}");
-            return Err(Error::invalid("checkpoint", found, "different keys", NOT_OURS));
+            return Err(ErrorKind::Damaged.error("checkpoint", found, "different keys", NOT_OURS));
         }
         Ok(key)
     }
@@ -148,7 +148,7 @@ impl Contents {
     pub(super) fn check(&self, sizes: &dyn Fn(&str) -> Option<u64>) -> Result<()> {
         if let Some((key, _)) = self.paths.iter().find(|(_, path)| path.len() > MAX_DEPTH) {
             let (found, needed) = (format!("key {key:.40?}... of great depth"), format!("{MAX_DEPTH} steps at most"));
-            return Err(Error::invalid("checkpoint", found, needed, NOT_OURS));
+            return Err(ErrorKind::Damaged.error("checkpoint", found, needed, NOT_OURS));
         }
         for (key, tensor) in &self.tensors {
             tensor.check(key)?;
@@ -156,30 +156,40 @@ impl Contents {
                 check_file_name(&chunk.file)?;
                 let Some(size) = sizes(&chunk.file) else {
                     let found = format!("no file {:?}, which has a part of tensor {key:?}", chunk.file);
-                    return Err(Error::invalid("checkpoint", found, "all files", INCOMPLETE));
+                    return Err(ErrorKind::Damaged.error("checkpoint", found, "all files", INCOMPLETE));
                 };
                 if chunk.strides.as_ref().is_some_and(|strides| strides.len() != chunk.part.sizes.len()) {
                     let found = format!("tensor {key:?} with strides {:?}", chunk.strides);
-                    return Err(Error::invalid("checkpoint", found, "one stride per dimension", NOT_OURS));
+                    return Err(ErrorKind::Damaged.error("checkpoint", found, "one stride per dimension", NOT_OURS));
                 }
                 // Strides of zero would make much of little: a file of a few bytes must not fill the memory.
                 let bytes = chunk.part.volume().saturating_mul(tensor.element.size_in_bytes()) as u64;
                 if chunk.strides.is_some() && bytes > size.max(MAX_EXPANDED) {
                     let found = format!("tensor {key:?} of {bytes} bytes, made by strides of a file of {size}");
-                    return Err(Error::invalid("checkpoint", found, "as many bytes as there are elements", NOT_OURS));
+                    return Err(ErrorKind::Damaged.error(
+                        "checkpoint",
+                        found,
+                        "as many bytes as there are elements",
+                        NOT_OURS,
+                    ));
                 }
                 let span = chunk.span(tensor.element);
                 if let Some(blocks) = &chunk.blocks
                     && !(chunk.strides.is_none() && span.is_some_and(|span| blocks.fits(span)))
                 {
                     let found = format!("{} checksums of a part of tensor {key:?}", blocks.crc32.len());
-                    return Err(Error::invalid("checkpoint", found, "one per block of its bytes", NOT_OURS));
+                    return Err(ErrorKind::Damaged.error("checkpoint", found, "one per block of its bytes", NOT_OURS));
                 }
                 let end = span.and_then(|span| span.checked_add(chunk.offset));
                 if end.is_none_or(|end| end > size) {
                     let found = format!("file {:?} of {size} bytes", chunk.file);
                     let needed = format!("{}, the end of a part of tensor {key:?}", end.unwrap_or(u64::MAX));
-                    return Err(Error::invalid("checkpoint", found, needed, "the file is cut off; copy it again"));
+                    return Err(ErrorKind::Damaged.error(
+                        "checkpoint",
+                        found,
+                        needed,
+                        "the file is cut off; copy it again",
+                    ));
                 }
             }
         }
@@ -204,7 +214,12 @@ pub(super) fn check_file_name(name: &str) -> Result<()> {
         return Ok(());
     }
     let needed = "a name inside the checkpoint's directory";
-    Err(Error::invalid("file name", format!("{name:?}"), needed, "do not load this checkpoint: it was made to do harm"))
+    Err(ErrorKind::Damaged.error(
+        "file name",
+        format!("{name:?}"),
+        needed,
+        "do not load this checkpoint: it was made to do harm",
+    ))
 }
 
 /// How deep state may be nested: nobody does, and walking it takes the stack.

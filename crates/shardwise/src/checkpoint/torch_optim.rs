@@ -11,7 +11,7 @@ use serde_json::Value as Json;
 use super::catalog::Catalog;
 use super::state::State;
 use super::value::Value;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::optim::{
     Adam, AdamW, GroupState, NAdam, Optimizer, OptimizerState, ParamGroup, ParamState, ShardedOptimizer,
 };
@@ -143,7 +143,7 @@ pub(super) fn from_torch(optimizer: &ShardedOptimizer, loaded: &State) -> Result
 
 fn bad(found: impl std::fmt::Display, needed: impl std::fmt::Display) -> Error {
     let fix = "build the optimizer as the one that was saved, with get_optimizer_state_dict of PyTorch";
-    Error::invalid("PyTorch optimizer state", found, needed, fix)
+    ErrorKind::state().error("PyTorch optimizer state", found, needed, fix)
 }
 
 fn list(groups: &Value) -> Result<&[Value]> {

@@ -6,7 +6,7 @@ use std::fmt;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use serde_json::{Map, Value as Json, json};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// A stored value that is not a tensor.
 ///
@@ -82,7 +82,12 @@ impl Value {
         let list = |values: &[Json]| values.iter().map(Value::from_json).collect::<Result<Vec<_>>>();
         let bad = |found: &Json| {
             let needed = "a value, {\"tuple\": [...]}, {\"map\": {...}} or {\"float\": \"nan\"}";
-            Error::invalid("stored value", found, needed, "the file was not written by this library, or was changed")
+            ErrorKind::Damaged.error(
+                "stored value",
+                found,
+                needed,
+                "the file was not written by this library, or was changed",
+            )
         };
         Ok(match json {
             Json::Null => Value::None,
@@ -118,7 +123,7 @@ impl Value {
     pub fn read<T: de::DeserializeOwned>(&self) -> Result<T> {
         serde_json::from_value(self.to_plain()).map_err(|error| {
             let found = format!("{self} ({error})");
-            Error::invalid("stored value", found, "what was stored", "load it into what it was saved from")
+            ErrorKind::state().error("stored value", found, "what was stored", "load it into what it was saved from")
         })
     }
 

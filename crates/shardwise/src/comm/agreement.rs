@@ -5,7 +5,7 @@ use std::panic::Location;
 use candle_core::{Device, Tensor};
 
 use super::{Call, Group};
-use crate::error::{Error, Result, Site};
+use crate::error::{Error, ErrorKind, Result, Site};
 use crate::fnv::fnv1a;
 
 /// An error on every rank unless all ranks of the group say the same of every thing; it names the first two that differ.
@@ -22,7 +22,7 @@ pub(crate) fn agree(group: &Group, things: &[(&'static str, &str)], site: Site) 
         let texts = texts(group, said, site)?;
         let found =
             format!("{} on rank {}, {} on rank {}", texts[0], group.ranks()[0], texts[other], group.ranks()[other]);
-        return Err(Error::invalid(what, found, "the same on all ranks", "let all ranks pass the same"));
+        return Err(ErrorKind::Disagreement.error(what, found, "the same on all ranks", "let all ranks pass the same"));
     }
     Ok(())
 }
@@ -31,7 +31,12 @@ pub(crate) fn agree(group: &Group, things: &[(&'static str, &str)], site: Site) 
 pub(crate) fn texts(group: &Group, mine: &str, site: Site) -> Result<Vec<String>> {
     if group.is_dry() {
         let found = "a dry run, in which nobody knows what other ranks have";
-        return Err(Error::invalid("call", found, "a run with all ranks", "say it without asking other ranks"));
+        return Err(ErrorKind::NoData.error(
+            "call",
+            found,
+            "a run with all ranks",
+            "say it without asking other ranks",
+        ));
     }
     let length = Tensor::new(&[mine.len() as i64], &Device::Cpu)?;
     let ones = std::iter::repeat_n(1, group.size()).collect();

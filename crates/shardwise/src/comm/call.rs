@@ -5,7 +5,7 @@ use std::fmt;
 use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
 
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::placement::ReduceOp;
 use shardwise_kernels::check_served;
@@ -151,7 +151,7 @@ impl Call {
         inputs.iter().try_for_each(check_served)?;
         let count = |needed: usize| match inputs.len() {
             n if n == needed => Ok(()),
-            n => Err(Error::invalid(
+            n => Err(ErrorKind::Operands.error(
                 "inputs",
                 format!("{n} tensor(s)"),
                 format!("{needed}"),
@@ -198,7 +198,7 @@ impl Call {
                 if from != to {
                     return Ok(());
                 }
-                Err(Error::invalid(
+                Err(ErrorKind::Argument.error(
                     "dimensions",
                     format!("{from} twice"),
                     "two different dimensions",
@@ -210,7 +210,7 @@ impl Call {
                 if expected.len() == size {
                     return check_meta(&inputs[me], &expected[me]);
                 }
-                Err(Error::invalid(
+                Err(ErrorKind::Operands.error(
                     "expected tensors",
                     format!("{}", expected.len()),
                     format!("{size}, one per rank of the group"),
@@ -288,7 +288,7 @@ impl Call {
         let describe = |t: &Tensor| describe_tensor(t.dtype().as_str(), t.dims());
         let found = outputs.iter().map(describe).collect::<Vec<_>>().join(", ");
         let needed = self.outputs(me, inputs).iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-        Err(Error::invalid(
+        Err(ErrorKind::Operands.error(
             "result of the communication engine",
             format!("[{found}] from {}", self.describe(inputs)),
             format!("[{needed}]"),
@@ -352,14 +352,19 @@ fn check_root(root: usize, size: usize) -> Result<()> {
     if root < size {
         return Ok(());
     }
-    Err(Error::invalid("root", root, format!("a rank of the group, below {size}"), "roots count within the group"))
+    Err(ErrorKind::Rank { rank: root, size }.error(
+        "root",
+        root,
+        format!("a rank of the group, below {size}"),
+        "roots count within the group",
+    ))
 }
 
 fn check_dim(shape: &[usize], dim: usize) -> Result<()> {
     if dim < shape.len() {
         return Ok(());
     }
-    Err(Error::invalid(
+    Err(ErrorKind::Dimension { dim: dim as isize, ndim: shape.len() }.error(
         "dimension",
         format!("{dim} for shape {shape:?}"),
         format!("one below {}", shape.len()),
@@ -371,7 +376,12 @@ fn check_count(sizes: &[usize], size: usize) -> Result<()> {
     if sizes.len() == size {
         return Ok(());
     }
-    Err(Error::invalid("sizes", format!("{sizes:?}"), format!("{size}, one per rank of the group"), "list all ranks"))
+    Err(ErrorKind::Argument.error(
+        "sizes",
+        format!("{sizes:?}"),
+        format!("{size}, one per rank of the group"),
+        "list all ranks",
+    ))
 }
 
 /// `sizes` lists what every rank holds along `dim`; this rank must hold what it says.
@@ -382,7 +392,7 @@ fn check_held(shape: &[usize], dim: usize, sizes: &[usize], me: usize, size: usi
     let mut rest = shape.iter().enumerate().filter(|(d, _)| *d != dim).map(|(_, &n)| n);
     let elements = joined.and_then(|joined| rest.try_fold(joined, |count, n| count.checked_mul(n)));
     if elements.is_none_or(|count| count > isize::MAX as usize / 8) {
-        return Err(Error::invalid(
+        return Err(ErrorKind::shape(shape).error(
             "sizes",
             format!("{sizes:?} along dimension {dim} of {shape:?}"),
             "a result that memory can address",
@@ -392,7 +402,7 @@ fn check_held(shape: &[usize], dim: usize, sizes: &[usize], me: usize, size: usi
     if shape[dim] == sizes[me] {
         return Ok(());
     }
-    Err(Error::invalid(
+    Err(ErrorKind::shape(shape).error(
         "sizes",
         format!("{sizes:?}, which give {} to this rank, for a tensor of shape {shape:?}", sizes[me]),
         format!("{} at position {me}", shape[dim]),
@@ -407,7 +417,7 @@ fn check_cut(shape: &[usize], dim: usize, sizes: &[usize], size: usize) -> Resul
     if sizes.iter().try_fold(0usize, |sum, &s| sum.checked_add(s)) == Some(shape[dim]) {
         return Ok(());
     }
-    Err(Error::invalid(
+    Err(ErrorKind::shape(shape).error(
         "sizes",
         format!("{sizes:?}"),
         format!("sizes that add up to {}, dimension {dim} of {shape:?}", shape[dim]),
@@ -419,7 +429,7 @@ fn check_meta(tensor: &Tensor, meta: &TensorMeta) -> Result<()> {
     if tensor.dtype() == meta.dtype && tensor.dims() == meta.shape {
         return Ok(());
     }
-    Err(Error::invalid(
+    Err(ErrorKind::shape(tensor.dims()).error(
         "tensor",
         describe_tensor(tensor.dtype().as_str(), tensor.dims()),
         meta,

@@ -1,7 +1,7 @@
 //! The mesh of a scope, for constructors that are not given one.
 
 use super::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::rank_context::{RankContext, in_scope, rank_context};
 
 /// Runs `body` with a mesh that the constructors of [`current_mesh`](crate::tensor::current_mesh) take. Scopes nest, and each rank
@@ -37,6 +37,6 @@ pub fn with_mesh<R>(mesh: &DeviceMesh, body: impl FnOnce() -> Result<R>) -> Resu
 #[doc(alias = "get_current_mesh")]
 pub fn current_mesh() -> Result<DeviceMesh> {
     rank_context(|context| context.meshes.with(|meshes: &mut Vec<DeviceMesh>| meshes.last().cloned())).ok_or_else(
-        || Error::invalid("mesh", "none", "a mesh of the scope", "call this inside with_mesh, or pass the mesh"),
+        || ErrorKind::Mesh.error("mesh", "none", "a mesh of the scope", "call this inside with_mesh, or pass the mesh"),
     )
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::{Group, World};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::mesh::{Axes, Link, Links, Mesh, is_registered};
 use crate::random::Generator;
 
@@ -76,7 +76,7 @@ impl DeviceMesh {
     /// here and has no registered backend.
     pub fn new(world: &World, mesh: Mesh) -> Result<Self> {
         if let Some(rank) = mesh.ranks().iter().find(|&&r| r >= world.size()) {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Rank { rank: *rank, size: world.size() }.error(
                 "mesh",
                 format!("mesh {mesh} of {} ranks with rank {rank}", mesh.size()),
                 format!("ranks below {}, the size of the world", world.size()),
@@ -85,7 +85,7 @@ impl DeviceMesh {
         }
         let device = mesh.device_type();
         if device != "cpu" && !world.is_dry() && !is_registered(device) {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Unsupported.error(
                 "mesh",
                 format!("mesh {mesh} on device type `{device}`, on which this library does not compute"),
                 "a mesh on `cpu`, or on a type with a registered backend",
@@ -132,7 +132,7 @@ impl DeviceMesh {
             return Ok(group.clone());
         }
         if !self.0.mesh.contains(self.0.world.rank()) {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Mesh.error(
                 "mesh group",
                 format!("rank {}, which is outside mesh {}", self.0.world.rank(), self.0.mesh),
                 "a rank of the mesh",
@@ -163,7 +163,7 @@ impl DeviceMesh {
         let positions = self.0.mesh.axis_positions(axes)?;
         let ranks = self.0.mesh.fibre(&positions, self.0.world.rank());
         if group.ranks() != ranks {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Mesh.error(
                 "mesh group",
                 format!("ranks {:?}", group.ranks()),
                 format!("ranks {ranks:?}, which axes {axes:?} have here"),
@@ -180,7 +180,7 @@ impl DeviceMesh {
     /// collectives by them. Every rank must give the same ones.
     pub fn with_links(&self, links: &[Link]) -> Result<Self> {
         if links.len() != self.0.mesh.ndim() {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Mesh.error(
                 "links",
                 format!("{} link(s) for mesh {}", links.len(), self.0.mesh),
                 format!("{}, one per axis", self.0.mesh.ndim()),

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use super::check::Entry;
 use super::trace::Record;
 use super::{Call, Communicator, Exposed, Trace, World};
-use crate::error::{Error, Result, Site};
+use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::TensorMeta;
 use crate::mesh::{MAX_RANKS, Network};
 use shardwise_kernels::placeholder;
@@ -57,7 +57,12 @@ impl DryWorld {
     pub fn new(size: usize) -> Result<Self> {
         if size == 0 || size > MAX_RANKS {
             let needed = format!("1 to {MAX_RANKS} ranks");
-            return Err(Error::invalid("world", format!("{size} ranks"), needed, "say how many ranks to imagine"));
+            return Err(ErrorKind::Launch.error(
+                "world",
+                format!("{size} ranks"),
+                needed,
+                "say how many ranks to imagine",
+            ));
         }
         Ok(DryWorld { size, rank: 0, network: Network::THREADS })
     }
@@ -65,7 +70,7 @@ impl DryWorld {
     /// The rank whose program runs.
     pub fn as_rank(mut self, rank: usize) -> Result<Self> {
         if rank >= self.size {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Rank { rank, size: self.size }.error(
                 "rank",
                 rank,
                 format!("a rank below {}", self.size),
@@ -147,7 +152,7 @@ impl Communicator for DryMember {
         let me = self.ranks[self.me];
         let me = ranks.iter().position(|&r| r == me).expect("the group has checked that the asking rank is a member");
         if let Some(rank) = ranks.iter().find(|&&r| r >= self.world) {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Rank { rank: *rank, size: self.world }.error(
                 "group",
                 format!("rank {rank}"),
                 format!("ranks below {}, the size of the world", self.world),
@@ -188,6 +193,11 @@ impl DryMember {
             return Ok(());
         }
         let needed = format!("a rank below {}", self.ranks.len());
-        Err(Error::invalid("rank", rank, needed, "ranks count within the group"))
+        Err(ErrorKind::Rank { rank, size: self.ranks.len() }.error(
+            "rank",
+            rank,
+            needed,
+            "ranks count within the group",
+        ))
     }
 }

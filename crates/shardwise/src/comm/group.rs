@@ -9,7 +9,7 @@ use candle_core::{Device, Tensor};
 
 use super::call::Call;
 use super::{Communicator, Exposed};
-use crate::error::{Error, Result, Site};
+use crate::error::{ErrorKind, Result, Site};
 use crate::layout::TensorMeta;
 use crate::module_scope::user_site;
 use crate::placement::ReduceOp;
@@ -258,7 +258,7 @@ impl Group {
     #[track_caller]
     pub fn split(&self, color: Option<usize>, key: i64) -> Result<Option<Group>> {
         if self.is_dry() {
-            return Err(Error::invalid(
+            return Err(ErrorKind::NoData.error(
                 "split",
                 "a dry run, in which the colors of other ranks are unknown",
                 "a run with all ranks",
@@ -283,7 +283,7 @@ impl Group {
         sorted.sort_unstable();
         let repeated = sorted.windows(2).any(|pair| pair[0] == pair[1]);
         if repeated || !ranks.contains(&self.global_rank()) {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Mesh.error(
                 "group",
                 format!("ranks {ranks:?} asked for by rank {}", self.global_rank()),
                 "distinct ranks with the asking rank among them",

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// Room for deep programs; only the part in use takes memory.
 const STACK_BYTES: usize = 16 << 20;
@@ -14,7 +14,7 @@ const MAX_KERNEL_THREADS: usize = 4096;
 /// A pool for the program of a rank, so that its parallel kernels stay within its share of the cores.
 pub fn pool(rank: usize, kernel_threads: usize) -> Result<rayon::ThreadPool> {
     if kernel_threads > MAX_KERNEL_THREADS {
-        return Err(Error::invalid(
+        return Err(ErrorKind::Launch.error(
             "kernel threads",
             kernel_threads,
             format!("at most {MAX_KERNEL_THREADS}"),
@@ -77,7 +77,7 @@ pub fn this_thread() -> usize {
 
 /// Why a collective that was not made by the thread that runs the program of a rank is refused.
 pub fn second_thread(rank: usize) -> Error {
-    Error::invalid(
+    ErrorKind::Launch.error(
         "thread",
         format!("a collective of rank {rank} made by another thread than the one that runs its program"),
         "the thread that launch started",
@@ -87,7 +87,7 @@ pub fn second_thread(rank: usize) -> Error {
 
 /// Why a call that was made after the end of its launch is refused.
 pub fn launch_is_over() -> Error {
-    Error::invalid(
+    ErrorKind::Launch.error(
         "call",
         "one after the launch had ended",
         "a world whose ranks are still there",

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// A number of samples, each of one or more tensors.
 pub trait Dataset {
@@ -49,7 +49,7 @@ impl TokenSequences {
         if length == 0 || tokens.len() <= length {
             let found = format!("{} token(s) for sequences of {length}", tokens.len());
             let needed = "sequences of at least 1 token, and more tokens than one of them has";
-            return Err(Error::invalid("tokens", found, needed, "use more text or shorter sequences"));
+            return Err(ErrorKind::Data.error("tokens", found, needed, "use more text or shorter sequences"));
         }
         Ok(TokenSequences { tokens, length })
     }

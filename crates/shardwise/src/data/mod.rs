@@ -29,7 +29,7 @@ pub use order::SampleOrder;
 use candle_core::{Shape, Tensor};
 
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
@@ -147,7 +147,7 @@ fn check_alike(first: &[Tensor], sample: &[Tensor]) -> Result<()> {
     {
         return Ok(());
     }
-    Err(Error::invalid(
+    Err(ErrorKind::Data.error(
         "samples of a batch",
         format!("[{}] and [{}]", described(first).join(", "), described(sample).join(", ")),
         "tensors of the same shapes and types in all samples",

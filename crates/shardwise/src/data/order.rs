@@ -1,6 +1,6 @@
 //! In which order samples are drawn. Pure arithmetic: an order is computed for any place in it, and nothing is stored.
 
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// Rounds of the network that shuffles. Four suffice for a permutation that looks random; more cost little.
 const ROUNDS: u64 = 6;
@@ -35,7 +35,7 @@ impl SampleOrder {
     pub fn new(samples: usize) -> Result<Self> {
         if samples == 0 {
             let fix = "give the dataset more data, or use shorter sequences";
-            return Err(Error::invalid("dataset", "no samples", "at least one", fix));
+            return Err(ErrorKind::Data.error("dataset", "no samples", "at least one", fix));
         }
         Ok(SampleOrder { samples: samples as u64, seed: None })
     }

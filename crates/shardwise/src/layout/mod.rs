@@ -13,7 +13,7 @@ use std::sync::LazyLock;
 use candle_core::Shape;
 pub use shardwise_kernels::TensorMeta;
 
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::intern::{Interned, Interner};
 use crate::mesh::Mesh;
 use crate::placement::{Divided, Placement};
@@ -105,7 +105,7 @@ impl Layout {
     pub(crate) fn check_shape(shape: &[usize]) -> Result<()> {
         let bounded = shape.iter().try_fold(1usize, |count, &n| count.checked_mul(n.max(1)));
         if bounded.is_none_or(|count| count > isize::MAX as usize / MAX_ELEMENT_BYTES) {
-            return Err(Error::invalid(
+            return Err(ErrorKind::shape(shape).error(
                 "shape",
                 format!("{shape:?}"),
                 "a tensor that memory can address",
@@ -117,7 +117,7 @@ impl Layout {
 
     fn build(mesh: &Mesh, shape: Vec<usize>, placements: &[Placement], order: &[(usize, Vec<usize>)]) -> Result<Self> {
         if placements.len() != mesh.ndim() {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Layout.error(
                 "placements",
                 format!("{} placement(s) for mesh {mesh}", placements.len()),
                 format!("{}, one per mesh axis", mesh.ndim()),

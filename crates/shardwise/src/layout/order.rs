@@ -5,7 +5,7 @@
 //! as long as sizes divide; where they do not, they may differ, and the conversions here refuse instead of guessing.
 
 use super::{Layout, coordinate_of};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::mesh::Mesh;
 use crate::placement::Placement;
 
@@ -31,7 +31,7 @@ pub(super) fn cuts(
         let mut expected_sorted = expected.clone();
         expected_sorted.sort_unstable();
         if *dim >= ndim || sorted != expected_sorted {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Layout.error(
                 "shard order",
                 format!("`{}` for dimension {dim}", names(axes)),
                 if *dim < ndim {
@@ -156,7 +156,7 @@ impl Layout {
     }
 
     fn no_other_form(&self, form: &'static str, why: &str) -> Error {
-        Error::invalid(
+        ErrorKind::Layout.error(
             "layout",
             format!("{self}, which has no {form} form: {why}"),
             format!("a layout with a {form} form"),

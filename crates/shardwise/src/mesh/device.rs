@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use parking_lot::RwLock;
 
-use crate::error::{Error, Result, nearest};
+use crate::error::{ErrorKind, Result, nearest};
 
 /// Types of devices that have a name in PyTorch or candle.
 pub(crate) const DEVICE_TYPES: [&str; 21] = [
@@ -51,7 +51,7 @@ pub(super) fn check_name(name: &str) -> Result<()> {
     if !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
         return Ok(());
     }
-    Err(Error::invalid(
+    Err(ErrorKind::Mesh.error(
         "device type",
         format!("`{name}`"),
         "letters, digits and `_` without an index",
@@ -64,7 +64,7 @@ pub(super) fn check_known(name: &str) -> Result<()> {
     if DEVICE_TYPES.contains(&name) || is_registered(name) {
         return Ok(());
     }
-    Err(Error::invalid(
+    Err(ErrorKind::unknown(name).error(
         "device type",
         format!("`{name}`"),
         format!("a known type (the nearest are {}) or one with a registered backend", nearest(name, DEVICE_TYPES)),

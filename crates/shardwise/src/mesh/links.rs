@@ -5,7 +5,7 @@ use std::hash::{Hash, Hasher};
 use std::str::FromStr;
 use std::sync::LazyLock;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::intern::{Interned, Interner};
 
 /// The connection between neighbours along one mesh axis. Its text form is `1.5us,8GB/s`.
@@ -34,7 +34,7 @@ impl Link {
         if self.latency_us >= 0.0 && self.latency_us.is_finite() && self.gb_per_s > 0.0 && self.gb_per_s.is_finite() {
             return Ok(self);
         }
-        Err(Error::invalid(
+        Err(ErrorKind::Mesh.error(
             "link",
             format!("{self:?}"),
             "a finite latency of at least 0 and a finite bandwidth above 0",
@@ -59,7 +59,7 @@ impl FromStr for Link {
             text.split_once(',').and_then(|(latency, rate)| Some((number(latency, "us")?, number(rate, "GB/s")?)));
         let (latency_us, gb_per_s) = both.ok_or_else(|| {
             let needed = "microseconds and 10^9 bytes per second";
-            Error::invalid("link", format!("`{text}`"), needed, "write for example `30us,1.25GB/s`")
+            ErrorKind::Mesh.error::<Error>("link", format!("`{text}`"), needed, "write for example `30us,1.25GB/s`")
         })?;
         Link { latency_us, gb_per_s }.checked()
     }

@@ -14,7 +14,7 @@ pub use network::Network;
 use std::collections::HashMap;
 use std::sync::{LazyLock, OnceLock};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::fnv::fnv1a;
 use crate::intern::{Interned, Interner};
 
@@ -105,7 +105,7 @@ impl Mesh {
     pub fn from_groups(outer: &str, inner: &str, groups: &[Vec<usize>]) -> Result<Self> {
         let width = groups.first().map_or(0, Vec::len);
         if groups.iter().any(|g| g.len() != width) {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Mesh.error(
                 "mesh",
                 format!("groups of sizes {:?}", groups.iter().map(Vec::len).collect::<Vec<_>>()),
                 "groups of one size",
@@ -132,7 +132,7 @@ impl Mesh {
         device::check_name(&device)?;
         device::check_known(&device)?;
         if ranks.len() != size {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Mesh.error(
                 "mesh",
                 format!("{} ranks for axes {}", ranks.len(), text::axes(&axes.0)),
                 format!("{size} ranks"),
@@ -142,7 +142,7 @@ impl Mesh {
         let mut sorted = ranks.clone();
         sorted.sort_unstable();
         if let Some(twice) = sorted.windows(2).find(|w| w[0] == w[1]) {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Mesh.error(
                 "mesh",
                 format!("rank {} at two coordinates", twice[0]),
                 "every rank at most once",
@@ -186,7 +186,7 @@ impl Mesh {
     /// The position of the axis called `name`.
     pub fn axis(&self, name: &str) -> Result<usize> {
         self.axes().iter().position(|a| a.name == name).ok_or_else(|| {
-            Error::invalid(
+            ErrorKind::unknown(name).error(
                 "mesh axis",
                 format!("`{name}`"),
                 format!(
@@ -327,7 +327,7 @@ impl Mesh {
         let parts = parts.into();
         let product = parts.checked_size()?;
         if product != self.shape()[at] {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Mesh.error(
                 "mesh split",
                 format!("{} with {product} coordinates", text::axes(&parts.0)),
                 format!("sizes that multiply to {}, the size of axis `{axis}`", self.shape()[at]),
@@ -354,7 +354,7 @@ impl Mesh {
             .first()
             .and_then(|p| p.ranks().iter().copied().find(|&r| self.contains(r) && parts.iter().all(|p| p.contains(r))));
         let Some(common) = common else {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Mesh.error(
                 "mesh parts",
                 format!("{} parts that share no rank of {self}", parts.len()),
                 "parts that meet in one rank",
@@ -364,7 +364,7 @@ impl Mesh {
         for part in parts {
             let expected = self.slice(part.axes().iter().map(|a| &a.name), common)?;
             if expected != **part {
-                return Err(Error::invalid(
+                return Err(ErrorKind::Mesh.error(
                     "mesh part",
                     part,
                     format!("{expected}, the slice of {self} through rank {common}"),
@@ -380,7 +380,7 @@ impl Mesh {
         let axes = names.into_iter().map(|n| self.axis(n.as_ref())).collect::<Result<Vec<_>>>()?;
         let repeated = (1..axes.len()).find(|&i| axes[..i].contains(&axes[i]));
         if axes.is_empty() || repeated.is_some() {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Mesh.error(
                 "axis list",
                 repeated.map_or("no axis".to_string(), |i| format!("axis `{}` twice", self.axes()[axes[i]].name)),
                 "one or more axes, each once",
@@ -401,13 +401,18 @@ impl Axes {
     /// Number of coordinates, after checking names and sizes.
     fn checked_size(&self) -> Result<usize> {
         if self.0.is_empty() {
-            return Err(Error::invalid("mesh", "no axes", "at least one axis", "write for example [(\"dp\", 2)]"));
+            return Err(ErrorKind::Mesh.error(
+                "mesh",
+                "no axes",
+                "at least one axis",
+                "write for example [(\"dp\", 2)]",
+            ));
         }
         let mut size: usize = 1;
         for (i, axis) in self.0.iter().enumerate() {
             text::check_name(&axis.name)?;
             if self.0[..i].iter().any(|a| a.name == axis.name) {
-                return Err(Error::invalid(
+                return Err(ErrorKind::Mesh.error(
                     "mesh axes",
                     format!("two axes called `{}`", axis.name),
                     "distinct names",
@@ -415,7 +420,7 @@ impl Axes {
                 ));
             }
             if axis.size == 0 {
-                return Err(Error::invalid(
+                return Err(ErrorKind::Mesh.error(
                     "mesh axis",
                     format!("axis `{}` of size 0", axis.name),
                     "a size of at least 1",
@@ -423,7 +428,7 @@ impl Axes {
                 ));
             }
             size = size.checked_mul(axis.size).filter(|&s| s <= MAX_RANKS).ok_or_else(|| {
-                Error::invalid(
+                ErrorKind::Mesh.error::<Error>(
                     "mesh",
                     text::axes(&self.0),
                     format!("at most {MAX_RANKS} ranks"),

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::{Link, Mesh};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// How fast the ranks of a world reach each other: the host of every rank, the link between ranks of one host and the
 /// link between hosts.
@@ -78,7 +78,7 @@ impl Network {
     pub fn host_of(&self, rank: usize) -> Result<usize> {
         let Some(hosts) = &self.hosts else { return Ok(0) };
         hosts.get(rank).copied().ok_or_else(|| {
-            Error::invalid(
+            ErrorKind::Mesh.error(
                 "network",
                 format!("the hosts of {} rank(s), for a world with rank {rank}", hosts.len()),
                 "the host of every rank of the world",

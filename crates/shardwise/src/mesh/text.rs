@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::{Axes, Axis, DEFAULT_DEVICE, Mesh};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 impl fmt::Display for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -40,7 +40,7 @@ pub(super) fn check_name(name: &str) -> Result<()> {
     if word && name.chars().any(char::is_alphabetic) {
         return Ok(());
     }
-    Err(Error::invalid(
+    Err(ErrorKind::Mesh.error(
         "axis name",
         format!("`{name}`"),
         "letters, digits, `_`, `-` or `.`, with at least one letter",
@@ -54,7 +54,12 @@ impl FromStr for Mesh {
     /// Reads `dp=2,tp=4`, plain sizes `2,4` or `2x4`, with an optional device type before `/` and ranks after `@`.
     fn from_str(text: &str) -> Result<Self> {
         let bad = |found: &str, needed: &str| {
-            Error::invalid("mesh text", format!("`{found}` in `{text}`"), needed, "write for example `dp=2,tp=4`")
+            ErrorKind::Mesh.error(
+                "mesh text",
+                format!("`{found}` in `{text}`"),
+                needed,
+                "write for example `dp=2,tp=4`",
+            )
         };
         let (device, rest) = text.split_once('/').unwrap_or((DEFAULT_DEVICE, text));
         let (axes, ranks) = match rest.split_once('@') {

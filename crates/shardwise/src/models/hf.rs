@@ -13,7 +13,7 @@ use super::names::WeightName;
 use super::weights::parameter;
 use crate::checkpoint::{ConvertOptions, Format, State, convert, save};
 use crate::comm::{World, together};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::param::Param;
 use crate::tensor::DTensor;
 
@@ -87,7 +87,7 @@ pub fn check_export(path: impl AsRef<Path>) -> Result<()> {
     let path = path.as_ref();
     let refused = |found: String| {
         let needed = "a new directory, an empty one, or an earlier export";
-        Err(Error::invalid("export", found, needed, "name another directory"))
+        Err(ErrorKind::Argument.error("export", found, needed, "name another directory"))
     };
     if path.file_name().is_none() {
         return refused(format!("{}, a directory without a name", path.display()));

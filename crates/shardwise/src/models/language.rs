@@ -5,7 +5,7 @@ use candle_core::DType;
 use super::model::Model;
 use super::plans::batch_placements;
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::nn::init::Init;
 use crate::nn::{Builder, Embedding, Forward, Linear, Module};
 use crate::ops::Classes;
@@ -28,7 +28,7 @@ pub(super) fn batch_loss(model: &dyn LanguageModel, batch: &[DTensor]) -> Result
     let [ids, targets] = batch else {
         let found = format!("{} tensor(s)", batch.len());
         let fix = "use a dataset such as `data::TokenSequences`";
-        return Err(Error::invalid("batch of a language model", found, "ids and targets", fix));
+        return Err(ErrorKind::Model.error("batch of a language model", found, "ids and targets", fix));
     };
     model.loss(ids, targets)
 }
@@ -55,7 +55,7 @@ pub(super) struct Sizes {
 impl Sizes {
     /// An error if the sizes do not fit together.
     pub(super) fn check(&self) -> Result<()> {
-        let bad = |found: String, needed: &str, fix: &str| Err(Error::invalid("model", found, needed, fix));
+        let bad = |found: String, needed: &str, fix: &str| Err(ErrorKind::Model.error("model", found, needed, fix));
         let Sizes { model, width, heads, key_heads, dropout, .. } = *self;
         let sizes = [self.vocab_size, self.seq_len, width, self.layers, heads, self.d_ff];
         if sizes.contains(&0) || key_heads == 0 {

@@ -8,7 +8,7 @@ use super::language::{LanguageModel, Sizes, batch_loss, begin, example_batch, he
 use super::model::{Model, ModelSpec};
 use super::names::{Names, torch_name};
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::nn::{
     AttentionConfig, Builder, Dropout, Embedding, Forward, Hooks, Item, Linear, Module, MultiHeadAttention, PlanHints,
     RmsNorm, RotaryEmbedding, SwiGlu, join, layer,
@@ -83,7 +83,7 @@ impl ModelSpec for LlamaConfig {
         }
         let found = format!("llama of width {width} with {heads} heads: {} features per head", width / heads);
         let needed = "an even number, because positions rotate pairs of features";
-        Err(Error::invalid("model", found, needed, "change width or heads"))
+        Err(ErrorKind::Model.error("model", found, needed, "change width or heads"))
     }
 
     fn build(&self, at: &Builder) -> Result<Llama> {

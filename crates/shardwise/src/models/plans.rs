@@ -4,7 +4,7 @@ use candle_core::DType;
 
 use super::model::{Model, ModelSpec};
 use crate::comm::{DeviceMesh, DryWorld};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::mesh::Mesh;
 use crate::nn::{Builder, Module};
 use crate::placement::Placement::{self, Replicate, Shard};
@@ -66,7 +66,7 @@ impl Spread {
         config.check()?;
         check_axes(mesh)?;
         let tp = mesh.axis("tp").map_or(1, |axis| mesh.shape()[axis]);
-        let bad = |found: String, needed: &str, fix: &str| Err(Error::invalid("mesh", found, needed, fix));
+        let bad = |found: String, needed: &str, fix: &str| Err(ErrorKind::Mesh.error("mesh", found, needed, fix));
         if !self.tensor_parallel && tp > 1 {
             let found = format!("mesh {mesh} with a plan that leaves axis `tp` idle");
             return bad(found, "axis `dp` alone", "use a plan with tp, or make the axis dp");
@@ -182,5 +182,5 @@ fn check_axes(mesh: &Mesh) -> Result<()> {
     let Some(axis) = mesh.axes().iter().find(|axis| !["dp", "tp"].contains(&&*axis.name)) else { return Ok(()) };
     let found = format!("axis `{}` in mesh {mesh}", axis.name);
     let needed = "axes `dp` (ranks share the batch) and `tp` (ranks share heads and features)";
-    Err(Error::invalid("mesh", found, needed, "rename the axis"))
+    Err(ErrorKind::Mesh.error("mesh", found, needed, "rename the axis"))
 }

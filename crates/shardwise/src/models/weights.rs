@@ -6,7 +6,7 @@ use candle_core::Tensor;
 
 use super::model::Model;
 use super::names::WeightName;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::param::Param;
 use crate::tensor::DTensor;
 
@@ -45,7 +45,7 @@ pub fn export(model: &dyn Model) -> Result<BTreeMap<String, Tensor>> {
 pub(super) fn parameter<'a>(params: &'a BTreeMap<String, Param>, path: &str) -> Result<&'a Param> {
     params.get(path).ok_or_else(|| {
         let found = format!("no parameter at `{path}`");
-        Error::invalid("model", found, "the model as it was built", "export before modules are replaced")
+        ErrorKind::Model.error("model", found, "the model as it was built", "export before modules are replaced")
     })
 }
 
@@ -57,7 +57,7 @@ pub fn import(model: &dyn Model, weights: &BTreeMap<String, Tensor>) -> Result<(
     let names = model.names();
     let bad = |found: String| {
         let needed = "the names and shapes of the model's weights";
-        Err(Error::invalid("weights", found, needed, "load the weights of a model of the same kind and sizes"))
+        Err(ErrorKind::Model.error("weights", found, needed, "load the weights of a model of the same kind and sizes"))
     };
     if let Some(name) = weights.keys().find(|name| !names.0.iter().any(|weight| weight.name == **name)) {
         return bad(format!("unknown name `{name}`"));

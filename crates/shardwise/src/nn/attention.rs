@@ -4,7 +4,7 @@ use super::build::Builder;
 use super::hints::Heads;
 use super::linear::{Linear, layer};
 use super::module::{Forward, Hooks, Item, Module, join};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::ops::Attention;
 use crate::tensor::DTensor;
 
@@ -65,7 +65,7 @@ impl MultiHeadAttention {
         if heads == 0 || key_heads == 0 || !width.is_multiple_of(heads) || !heads.is_multiple_of(key_heads) {
             let found = format!("width {width}, {heads} query heads and {key_heads} key heads");
             let needed = "a width that is a multiple of the heads, and these of the key heads";
-            return Err(Error::invalid("attention", found, needed, "change the numbers of heads"));
+            return Err(ErrorKind::Model.error("attention", found, needed, "change the numbers of heads"));
         }
         let size = width / heads;
         let linear = |name: &str, inputs: usize, outputs: usize| match bias {

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use super::init::Init;
 use super::module::{Buffer, Hooks, Item, Module, join};
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result, nearest};
+use crate::error::{ErrorKind, Result, nearest};
 use crate::layout::Layout;
 use crate::param::Param;
 use crate::placement::Placement;
@@ -101,7 +101,7 @@ impl Builder {
         let Some(lost) = built.iter().find(|path| path.starts_with(&inside) && !has.contains(path)) else {
             return Ok(());
         };
-        Err(Error::invalid(
+        Err(ErrorKind::Model.error(
             "module",
             format!("a parameter built as `{lost}`, where the module has none"),
             "names given to Builder::at and Builder::param that are those of the module's fields",

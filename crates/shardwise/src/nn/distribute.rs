@@ -1,7 +1,7 @@
 //! A module's parameters laid out, and its input and output prepared, in one call.
 
 use super::module::{Hooks, Item, Module};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::param::Param;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
@@ -41,7 +41,12 @@ pub fn distribute_module(
     });
     if (input.is_some() || output.is_some()) && own.is_none() {
         let found = "a module without a field of type Hooks";
-        return Err(Error::invalid("module", found, "a place for functions of input and output", "add such a field"));
+        return Err(ErrorKind::Model.error(
+            "module",
+            found,
+            "a place for functions of input and output",
+            "add such a field",
+        ));
     }
     for (path, param) in module.named_parameters() {
         if let Some(placements) = partition(&path, &param) {

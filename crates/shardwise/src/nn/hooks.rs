@@ -4,7 +4,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use super::module::{Hook, Hooks, Item, Layer, Module, Registered};
-use crate::error::{Error, Result, Site};
+use crate::error::{Error, ErrorKind, Result, Site};
 use crate::module_scope::{current_path, in_module, user_site};
 use crate::tensor::DTensor;
 
@@ -166,7 +166,12 @@ fn hooked(what: &str, hooks: &[(usize, Hook)], mut tensors: Vec<DTensor>) -> Res
         let count = tensors.len();
         let tensor = tensors.get_mut(*index).ok_or_else(|| {
             let found = format!("a hook for {what} {index} of a module with {count}");
-            Error::invalid("hook", found, format!("the number of an {what}, from 0"), "correct the number")
+            ErrorKind::Argument.error::<Error>(
+                "hook",
+                found,
+                format!("the number of an {what}, from 0"),
+                "correct the number",
+            )
         })?;
         *tensor = hook(tensor)?;
     }
@@ -175,5 +180,5 @@ fn hooked(what: &str, hooks: &[(usize, Hook)], mut tensors: Vec<DTensor>) -> Res
 
 fn replaced(what: &str) -> Error {
     let found = format!("{what} of a module that was replaced by a layer with one input");
-    Error::invalid("module", found, "a module as it was built", "call forward, or clear its hooks")
+    ErrorKind::Model.error("module", found, "a module as it was built", "call forward, or clear its hooks")
 }

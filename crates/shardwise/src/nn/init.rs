@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 use crate::placement::Placement;
 use crate::random::Distribution;
@@ -98,7 +98,12 @@ fn uniform(bound: f64) -> Distribution {
 fn fans(shape: &[usize]) -> Result<(f64, f64)> {
     let [out, inputs, field @ ..] = shape else {
         let found = format!("shape {shape:?}");
-        return Err(Error::invalid("initialiser", found, "a weight [out, in, ...]", "use a uniform or normal one"));
+        return Err(ErrorKind::shape(shape).error(
+            "initialiser",
+            found,
+            "a weight [out, in, ...]",
+            "use a uniform or normal one",
+        ));
     };
     let field = field.iter().product::<usize>() as f64;
     Ok(((*inputs as f64 * field).max(1.0), (*out as f64 * field).max(1.0)))

@@ -3,7 +3,7 @@
 use super::build::Builder;
 use super::init::Init;
 use super::module::{Forward, Hooks, Item, Mode, Module, join};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::ops::Bag;
 use crate::param::Param;
 use crate::tensor::DTensor;
@@ -129,7 +129,7 @@ impl Dropout {
     /// Drops with probability `p`.
     pub fn new(p: f64) -> Result<Self> {
         if !(0.0..=1.0).contains(&p) {
-            return Err(Error::invalid("dropout", format!("probability {p}"), "0 to 1", "correct it"));
+            return Err(ErrorKind::Argument.error("dropout", format!("probability {p}"), "0 to 1", "correct it"));
         }
         Ok(Dropout { hooks: Hooks::default(), p, mode: Mode::default() })
     }

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use super::hints::{Heads, PlanHints};
 use super::state_dict::{Loaded, StateDictOptions};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::param::Param;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
@@ -146,7 +146,7 @@ pub trait Module {
         if !reshaped.is_empty() {
             let names = loaded.map_or_else(|error| format!("; {error}"), |_| String::new());
             let found = format!("other shapes of {reshaped:?}{names}");
-            return Err(Error::invalid(
+            return Err(ErrorKind::state().error(
                 "state",
                 found,
                 "the module's names and shapes",

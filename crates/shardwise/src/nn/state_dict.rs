@@ -1,6 +1,8 @@
 //! Which names a state may have when it is loaded into a module.
 
-use crate::error::{Error, Result};
+use std::collections::HashSet;
+
+use crate::error::{ErrorKind, Result};
 
 /// How names of a state are matched with those of a module.
 ///
@@ -63,7 +65,8 @@ impl StateDictOptions {
         let stored: Vec<&str> = stored.into_iter().filter_map(|name| name.strip_prefix(&*self.prefix)).collect();
         let own: Vec<&str> = own.iter().map(AsRef::as_ref).collect();
         let lacking = |names: &[&str], others: &[&str]| -> Vec<String> {
-            names.iter().filter(|name| !others.contains(name)).map(ToString::to_string).collect()
+            let others: HashSet<&str> = others.iter().copied().collect();
+            names.iter().filter(|name| !others.contains(*name)).map(ToString::to_string).collect()
         };
         let loaded = Loaded { missing: lacking(&own, &stored), unexpected: lacking(&stored, &own) };
         let fits = (self.partial || loaded.missing.is_empty()) && loaded.unexpected.is_empty();
@@ -71,9 +74,10 @@ impl StateDictOptions {
             return Ok(loaded);
         }
         let under = if self.prefix.is_empty() { String::new() } else { format!(" under the prefix {:?}", self.prefix) };
-        Err(Error::invalid(
+        let found = format!("missing {:?}, unexpected {:?}{under}", loaded.missing, loaded.unexpected);
+        Err(ErrorKind::State { missing: loaded.missing, unexpected: loaded.unexpected }.error(
             "state",
-            format!("missing {:?}, unexpected {:?}{under}", loaded.missing, loaded.unexpected),
+            found,
             "the names of the module",
             "rename the entries, set a prefix, or load with `strict: false`",
         ))

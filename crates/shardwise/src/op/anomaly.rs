@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::error::{Error, Result, Site};
+use crate::error::{ErrorKind, Result, Site};
 use crate::module_scope::{current_path, user_site};
 use crate::rank_context::{RankContext, in_scope, rank_context};
 use crate::tensor::DTensor;
@@ -79,7 +79,7 @@ pub(super) fn check(name: &'static str, inputs: &[&DTensor], outputs: &[DTensor]
             }
         };
         let found = format!("NaN in {which} at element {at} of the part of rank {rank}{phase}");
-        let error = Error::invalid("value", found, needed, fix);
+        let error = ErrorKind::Gradient.error("value", found, needed, fix);
         return Err(super::name_call(error, name, inputs, site));
     }
     Ok(())

@@ -21,7 +21,7 @@ use rustc_hash::FxHasher;
 use smallvec::SmallVec;
 
 use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of};
-use crate::error::{Error, Result, Site};
+use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::{Layout, OwnedBox, Runs, TensorBox, TensorMeta, coordinates};
 use crate::mesh::Mesh;
 use crate::module_scope::user_site;
@@ -315,7 +315,12 @@ pub fn cache_report() -> CacheReport {
 pub fn apply<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Vec<DTensor>> {
     if inputs.is_empty() {
         let found = format!("{} without tensors", op.name());
-        return Err(Error::invalid("operands", found, "at least one tensor", "pass the tensors that it works on"));
+        return Err(ErrorKind::Operands.error(
+            "operands",
+            found,
+            "at least one tensor",
+            "pass the tensors that it works on",
+        ));
     }
     dispatch(op, inputs, Location::caller())
 }
@@ -325,7 +330,8 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     let mesh = inputs[0].device_mesh();
     if let Some(other) = inputs.iter().find(|t| t.device_mesh() != mesh) {
         let found = format!("tensors on meshes {} and {}", mesh.mesh(), other.layout().mesh());
-        let error = Error::invalid("operands", found, "tensors on one mesh", "move the tensors to one mesh first");
+        let error =
+            ErrorKind::Operands.error("operands", found, "tensors on one mesh", "move the tensors to one mesh first");
         return Err(name_call(error, op.name(), inputs, site));
     }
     let (decided, call) = decide(op, inputs).map_err(|e| name_call(e, op.name(), inputs, site))?;
@@ -397,7 +403,7 @@ fn fitting(mut made: Vec<Tensor>, locals: &[TensorMeta], held: &[DType]) -> Resu
     }
     let found = made.iter().map(|t| format!("{} {:?}", t.dtype().as_str(), t.dims())).collect::<Vec<_>>().join(", ");
     let needed = locals.iter().map(|m| format!("{} {:?}", m.dtype.as_str(), m.shape)).collect::<Vec<_>>().join(", ");
-    Err(Error::invalid("local results", found, needed, "correct the kernel, or the rule that it runs under"))
+    Err(ErrorKind::Operands.error("local results", found, needed, "correct the kernel, or the rule that it runs under"))
 }
 
 impl Bring {
@@ -420,7 +426,7 @@ impl Bring {
         if boxes.len() != mesh.mesh().size() || !boxes.iter().all(inside) {
             let needed = format!("a box of {from} for each of {} ranks", mesh.mesh().size());
             let found = format!("boxes {boxes:?}");
-            return Err(Error::invalid("rule", found, needed, "ask for a part of the input on every rank"));
+            return Err(ErrorKind::Layout.error("rule", found, needed, "ask for a part of the input on every rank"));
         }
         let ranks = mesh.mesh().ranks();
         let position = |rank: usize| ranks.iter().position(|&r| r == rank).expect("a rank of the mesh");

@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::OpPlan;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::mesh::Mesh;
 use crate::rank_context::{RankContext, in_scope, rank_context};
@@ -82,7 +82,7 @@ impl Scoped {
         }
         let found = format!("a rule for {} with inputs {needs:?} and outputs {:?}", self.name, decision.outputs);
         let needed = format!("layouts of shapes {given:?} and {outputs:?} on mesh {mesh}");
-        Err(Error::invalid("rule", found, needed, "make the layouts of the shapes that the rule is given"))
+        Err(ErrorKind::Layout.error("rule", found, needed, "make the layouts of the shapes that the rule is given"))
     }
 }
 

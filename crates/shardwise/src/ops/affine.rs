@@ -5,7 +5,7 @@ use std::panic::Location;
 use candle_core::DType;
 
 use super::{OpEntry, Sample};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::op::name_call;
 use crate::tensor::DTensor;
 
@@ -14,7 +14,7 @@ impl DTensor {
     #[track_caller]
     pub fn linear(&self, weight: &DTensor, bias: Option<&DTensor>) -> Result<DTensor> {
         if self.rank() == 0 || weight.rank() != 2 {
-            return Err(Error::invalid(
+            return Err(ErrorKind::shape(self.shape()).error(
                 "operands",
                 format!("{} and {} in linear", self.layout(), weight.layout()),
                 "an input [..., in] and a weight [out, in]",
@@ -25,7 +25,12 @@ impl DTensor {
         if features != takes {
             let found = format!("input has {features} features, weight takes {takes}");
             let needed = format!("an input [..., {takes}] for a weight {:?}", weight.shape());
-            let error = Error::invalid("operands", found, needed, "change the input, or the layer before this one");
+            let error = ErrorKind::shape(self.shape()).error(
+                "operands",
+                found,
+                needed,
+                "change the input, or the layer before this one",
+            );
             return Err(name_call(error, "linear", &[self, weight], Location::caller()));
         }
         let product = self.times_transposed(weight)?;

@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::{OpEntry, Sample};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::placement::Placement;
 use crate::tensor::DTensor;
 
@@ -60,7 +60,7 @@ impl DTensor {
             (whole && same).then(|| (*shared, heads / shared))
         };
         fits().ok_or_else(|| {
-            Error::invalid(
+            ErrorKind::shape(self.shape()).error(
                 "operands",
                 format!(
                     "queries {}, keys {} and values {} in scaled_dot_product_attention",

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use super::derivative::{OperandGradient, of_two, of_two_keeps, zero};
 use super::{OpEntry, Sample, dtype};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
@@ -315,7 +315,7 @@ fn check_divisors(name: &str, divisors: &Tensor) -> Result<()> {
     }
     let found = format!("{} 0 in {name}", divisors.dtype().as_str());
     let fix = "replace the zeros first, or divide floating-point numbers";
-    Err(Error::invalid("divisor", found, "integers other than 0", fix))
+    Err(ErrorKind::Argument.error("divisor", found, "integers other than 0", fix))
 }
 
 /// The shape that tensors of these shapes broadcast to, if there is one.
@@ -338,7 +338,7 @@ pub(super) fn meeting_shape(shapes: &[&[usize]]) -> Option<SmallVec<[usize; 6]>>
 pub(super) fn broadcast(name: &str, inputs: &[TensorMeta]) -> Result<Vec<usize>> {
     let shapes: Vec<&[usize]> = inputs.iter().map(|m| m.shape.as_slice()).collect();
     meeting_shape(&shapes).map(SmallVec::into_vec).ok_or_else(|| {
-        Error::invalid(
+        ErrorKind::shape(&inputs[0].shape).error(
             "operands",
             format!("shapes {shapes:?} in {name}"),
             "shapes that are equal or 1 in every dimension, counted from the last",
@@ -377,7 +377,7 @@ impl Op for Binary {
         let meet = dtype::promote(inputs[0].dtype, inputs[1].dtype);
         if matches!(self, Binary::bitwise_and | Binary::bitwise_or | Binary::bitwise_xor) && meet.is_float() {
             let found = format!("{} and {} in {}", inputs[0].dtype.as_str(), inputs[1].dtype.as_str(), self.name());
-            return Err(Error::invalid("operands", found, "integers", "convert the tensors first"));
+            return Err(ErrorKind::dtype(meet).error("operands", found, "integers", "convert the tensors first"));
         }
         let dtype = self.dtype(meet);
         let mut signature = Signature::pointwise(&[&inputs[0].shape, &inputs[1].shape], &shape);

@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor, WithDType};
 use super::scalar::Scalar;
 use super::{OpEntry, Sample};
 use crate::comm::implicitly;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
 use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
@@ -119,7 +119,7 @@ impl DTensor {
         if !fits {
             let found = format!("{} and {} with {groups} group(s) in {name}", self.layout(), weight.layout());
             let needed = "[n, channels, ...] and [out, channels / groups, ...]";
-            return Err(Error::invalid("operands", found, needed, "reshape the operands"));
+            return Err(ErrorKind::shape(self.shape()).error("operands", found, needed, "reshape the operands"));
         }
         // Windows hold every element many times: what has to be reduced or gathered is so before.
         let ndim = if self.device_mesh() == weight.device_mesh() { self.device_mesh().ndim() } else { 0 };
@@ -266,7 +266,7 @@ impl Op for Windows {
         };
         let Some(counts) = counts else {
             let found = format!("shape {:?} and windows {:?} in {}", x.shape, self.windows, self.name);
-            return Err(Error::invalid(
+            return Err(ErrorKind::shape(&x.shape).error(
                 "operands",
                 found,
                 "room for at least one window, in a padded dimension that memory can address",

@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::{OpEntry, Sample};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::random::Distribution;
 use crate::tensor::DTensor;
 
@@ -14,7 +14,12 @@ impl DTensor {
     pub fn dropout(&self, p: f64, training: bool) -> Result<DTensor> {
         if !(0.0..=1.0).contains(&p) || !self.dtype().is_float() {
             let found = format!("probability {p} for {} in dropout of {}", self.dtype().as_str(), self.layout());
-            return Err(Error::invalid("operands", found, "0 to 1 for a floating-point tensor", "correct the call"));
+            return Err(ErrorKind::Argument.error(
+                "operands",
+                found,
+                "0 to 1 for a floating-point tensor",
+                "correct the call",
+            ));
         }
         if !training || p == 0.0 {
             return Ok(self.clone());

@@ -8,7 +8,7 @@ use super::contraction::order;
 use super::equation::{Equation, Label, Term, batch, distinct, letters, size_of};
 use super::indices::places;
 use super::{OpEntry, Sample, dtype};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::{Runs, TensorMeta};
 use crate::op::{Gradient, Op, OpPlan, Place, dispatch, name_call};
 use crate::placement::Placement;
@@ -39,7 +39,12 @@ impl DTensor {
         let site = Location::caller();
         if inputs.is_empty() {
             let found = format!("`{equation}` without tensors");
-            return Err(Error::invalid("operands", found, "at least one tensor", "pass the tensors of the equation"));
+            return Err(ErrorKind::Operands.error(
+                "operands",
+                found,
+                "at least one tensor",
+                "pass the tensors of the equation",
+            ));
         }
         let ndims: Vec<usize> = inputs.iter().map(|x| x.rank()).collect();
         let equation = Equation::parse(equation, &ndims).map_err(|e| name_call(e, "einsum", inputs, site))?;
@@ -54,7 +59,7 @@ impl DTensor {
     pub fn matmul(&self, other: &DTensor) -> Result<DTensor> {
         let (m, n) = (self.rank(), other.rank());
         if m == 0 || n == 0 {
-            let error = Error::invalid("operands", "a scalar in matmul", "vectors or matrices", "use mul");
+            let error = ErrorKind::shape(&[]).error("operands", "a scalar in matmul", "vectors or matrices", "use mul");
             return Err(name_call(error, "matmul", &[self, other], Location::caller()));
         }
         let left = if m == 1 { "k" } else { "mk" };

@@ -4,7 +4,7 @@ use std::fmt;
 
 use smallvec::SmallVec;
 
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// A dimension of a product: a letter, or a dimension that an ellipsis stands for.
 ///
@@ -84,7 +84,7 @@ impl Equation {
     pub(super) fn parse(text: &str, ndims: &[usize]) -> Result<Self> {
         let bad = |why: String| {
             let needed = "one term of letters and at most one `...` per tensor, such as `mk,kn->mn`";
-            Error::invalid("equation", format!("`{text}`: {why}"), needed, "correct the equation")
+            ErrorKind::Argument.error("equation", format!("`{text}`: {why}"), needed, "correct the equation")
         };
         let plain: String = text.chars().filter(|c| !c.is_whitespace()).collect();
         let (left, right) = plain.split_once("->").map_or((plain.as_str(), None), |(left, right)| (left, Some(right)));
@@ -131,7 +131,7 @@ impl Equation {
     pub(super) fn sizes(&self, name: &str, shapes: &[&[usize]], stretches: bool) -> Result<Sizes> {
         let bad = |needed: String| {
             let found = format!("shapes {shapes:?} in {name}({self})");
-            Error::invalid("operands", found, needed, "transpose or reshape the tensors")
+            ErrorKind::Argument.error("operands", found, needed, "transpose or reshape the tensors")
         };
         let mut sizes = Sizes::new();
         for (term, shape) in self.inputs.iter().zip(shapes) {

@@ -6,7 +6,7 @@ use std::ops::{Range, RangeFrom, RangeFull, RangeInclusive, RangeTo, RangeToIncl
 use candle_core::{DType, Device, Tensor};
 
 use super::indices::wrapped;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::placement::Placement;
 use crate::tensor::{DTensor, Operand};
 
@@ -279,7 +279,7 @@ impl DTensor {
     fn indices_of_all<'a>(&self, given: Vec<Index<'a>>) -> Result<Vec<Index<'a>>> {
         let bad = |found: String, fix: &str| {
             let needed = format!("at most one index per dimension of {}", self.layout());
-            Error::invalid("index", found, needed, fix)
+            ErrorKind::Argument.error("index", found, needed, fix)
         };
         let used: usize = given.iter().filter(|i| !matches!(i, Index::NewAxis)).map(dims_of).sum();
         let left = self
@@ -396,7 +396,7 @@ impl DTensor {
                     let found =
                         format!("a mask of shape {:?} from dimension {dim} of {}", tensor.shape(), self.layout());
                     let needed = "the sizes of dimensions of the tensor";
-                    return Err(Error::invalid("mask", found, needed, "expand the mask"));
+                    return Err(ErrorKind::shape(tensor.shape()).error("mask", found, needed, "expand the mask"));
                 }
                 indices.extend(tensor.nonzero()?.unbind(1)?);
                 dims.extend(*dim..dim + tensor.rank());
@@ -438,12 +438,17 @@ impl DTensor {
                 Index::At(i) if !(0..n).contains(&from_front(*i)) => {
                     let found = format!("index {i} along dimension {dim} in set of {}", self.layout());
                     let needed = format!("an index from {} to {}", -n, n - 1);
-                    return Err(Error::invalid("index", found, needed, "correct the index"));
+                    return Err(ErrorKind::Index { index: *i as i64, size: n as usize }.error(
+                        "index",
+                        found,
+                        needed,
+                        "correct the index",
+                    ));
                 }
                 Index::At(i) => (edge(*i)..edge(*i) + 1, 1),
                 Index::Range { step: 0, .. } => {
                     let found = format!("step 0 along dimension {dim} in set of {}", self.layout());
-                    return Err(Error::invalid("index", found, "a step of at least 1", "correct the step"));
+                    return Err(ErrorKind::Argument.error("index", found, "a step of at least 1", "correct the step"));
                 }
                 Index::Range { start, end, step } => {
                     let (start, end) = (edge(start.unwrap_or(0)), edge(end.unwrap_or(n)));
@@ -560,7 +565,12 @@ fn expanded(value: &DTensor, shape: &[usize]) -> Result<DTensor> {
     if !fits {
         let found = format!("shape {:?}", value.shape());
         let needed = format!("one that broadcasts to {shape:?}");
-        return Err(Error::invalid("value to set", found, needed, "reshape the value, or correct the indices"));
+        return Err(ErrorKind::shape(value.shape()).error(
+            "value to set",
+            found,
+            needed,
+            "reshape the value, or correct the indices",
+        ));
     }
     let value = (0..surplus).try_fold(value.clone(), |value, _| value.squeeze(Some(0)))?;
     value.expand(&signed(shape))

@@ -4,7 +4,7 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{Runs, TensorMeta};
 use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::rule::Signature;
@@ -13,7 +13,12 @@ use shardwise_kernels::{NOWHERE, wholes};
 
 /// The error for an index of real numbers.
 pub(super) fn not_whole(name: &str, dtype: DType) -> Error {
-    Error::invalid("index", format!("{} in {name}", dtype.as_str()), "integers", "convert it to i64 first")
+    ErrorKind::dtype(dtype).error(
+        "index",
+        format!("{} in {name}", dtype.as_str()),
+        "integers",
+        "convert it to i64 first",
+    )
 }
 
 /// The places within what a rank holds of a dimension for global indices; nowhere for those that others hold. An index
@@ -28,7 +33,12 @@ pub(super) fn places(name: &str, index: &[i64], n: usize, held: &Runs) -> Result
     let place = |&i: &i64| {
         let i = usize::try_from(i).ok().filter(|&i| i < n).ok_or_else(|| {
             let found = format!("{i} in {name} along a dimension of size {n}");
-            Error::invalid("index", found, format!("numbers from 0 to {}", n.saturating_sub(1)), "check the indices")
+            ErrorKind::Index { index: i, size: n }.error::<Error>(
+                "index",
+                found,
+                format!("numbers from 0 to {}", n.saturating_sub(1)),
+                "check the indices",
+            )
         })?;
         let run = starts.partition_point(|&(start, ..)| start <= i).checked_sub(1).map(|r| starts[r]);
         Ok(run.filter(|&(_, end, _)| i < end).map_or(NOWHERE, |(start, _, local)| local + i - start))
@@ -75,7 +85,12 @@ impl Op for Wrap {
             _ => {
                 let found = format!("{i} in {} along a dimension of size {n}", self.name);
                 let least = if self.from_back { -n } else { 0 };
-                Err(Error::invalid("index", found, format!("numbers from {least} to {}", n - 1), "check the indices"))
+                Err(ErrorKind::Index { index: i, size: self.n }.error(
+                    "index",
+                    found,
+                    format!("numbers from {least} to {}", n - 1),
+                    "check the indices",
+                ))
             }
         };
         let values = wholes(&inputs[0])?.into_iter().map(wrap).collect::<Result<Vec<_>>>()?;

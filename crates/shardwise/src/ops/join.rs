@@ -6,7 +6,7 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::{OpEntry, Sample, dtype};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{Layout, TensorBox, TensorMeta, coordinates, ragged};
 use crate::mesh::Mesh;
 use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
@@ -26,7 +26,12 @@ impl DTensor {
     #[track_caller]
     pub fn cat(tensors: &[&DTensor], dim: isize) -> Result<DTensor> {
         let Some(first) = tensors.first() else {
-            return Err(Error::invalid("operands", "no tensors in cat", "at least one", "pass some tensors"));
+            return Err(ErrorKind::Operands.error(
+                "operands",
+                "no tensors in cat",
+                "at least one",
+                "pass some tensors",
+            ));
         };
         let dim = first.resolve_dim("cat", dim)?;
         let meet = tensors.iter().map(|t| t.dtype()).reduce(dtype::promote).expect("at least one tensor");
@@ -43,7 +48,12 @@ impl DTensor {
     pub fn stack(tensors: &[&DTensor], dim: isize) -> Result<DTensor> {
         if let Some(other) = tensors.iter().find(|t| t.shape() != tensors[0].shape()) {
             let found = format!("{} and {} in stack", tensors[0].layout(), other.layout());
-            return Err(Error::invalid("operands", found, "tensors of one shape", "use cat to join along a dimension"));
+            return Err(ErrorKind::shape(other.shape()).error(
+                "operands",
+                found,
+                "tensors of one shape",
+                "use cat to join along a dimension",
+            ));
         }
         let thick = tensors.iter().map(|t| t.unsqueeze(dim)).collect::<Result<Vec<_>>>()?;
         let at = if dim < 0 { dim + thick.first().map_or(0, DTensor::rank) as isize } else { dim };
@@ -56,7 +66,7 @@ impl DTensor {
         let value = value.into();
         if border.len() > self.rank() {
             let found = format!("{} borders in pad of {}", border.len(), self.layout());
-            return Err(Error::invalid("borders", found, "at most one per dimension", "leave some out"));
+            return Err(ErrorKind::Argument.error("borders", found, "at most one per dimension", "leave some out"));
         }
         let mut padded = self.clone();
         for (i, &(before, after)) in border.iter().enumerate() {
@@ -86,7 +96,7 @@ impl DTensor {
         }
         if shifts.len() != dims.len() {
             let found = format!("{} shifts and {} dimensions in roll of {}", shifts.len(), dims.len(), self.layout());
-            return Err(Error::invalid("shifts", found, "one shift per dimension", "list both"));
+            return Err(ErrorKind::Argument.error("shifts", found, "one shift per dimension", "list both"));
         }
         let mut rolled = self.clone();
         for (&shift, &dim) in shifts.iter().zip(dims) {
@@ -106,7 +116,12 @@ impl DTensor {
     pub fn repeat(&self, times: &[usize]) -> Result<DTensor> {
         let Some(new) = times.len().checked_sub(self.rank()) else {
             let found = format!("{} numbers in repeat of {}", times.len(), self.layout());
-            return Err(Error::invalid("repeats", found, "one per dimension", "repeat other dimensions once"));
+            return Err(ErrorKind::Argument.error(
+                "repeats",
+                found,
+                "one per dimension",
+                "repeat other dimensions once",
+            ));
         };
         let mut thick = self.clone();
         let (mut sizes, mut merged) = (Vec::new(), Vec::new());
@@ -119,7 +134,12 @@ impl DTensor {
             sizes.extend([times as isize, n as isize]);
             merged.push(times.checked_mul(n).and_then(|n| isize::try_from(n).ok()).ok_or_else(|| {
                 let found = format!("{times} times {n} in repeat of {}", self.layout());
-                Error::invalid("repeats", found, "a tensor that memory can address", "repeat less often")
+                ErrorKind::shape(self.shape()).error::<Error>(
+                    "repeats",
+                    found,
+                    "a tensor that memory can address",
+                    "repeat less often",
+                )
             })?);
         }
         thick.expand(&sizes)?.reshape(&merged)
@@ -133,7 +153,12 @@ impl DTensor {
         let product = self.shape()[at].checked_mul(times).and_then(|n| isize::try_from(n).ok());
         let (Some(product), Ok(times)) = (product, isize::try_from(times)) else {
             let found = format!("{times} times {} in repeat_interleave of {}", self.shape()[at], self.layout());
-            return Err(Error::invalid("repeats", found, "a tensor that memory can address", "repeat less often"));
+            return Err(ErrorKind::shape(self.shape()).error(
+                "repeats",
+                found,
+                "a tensor that memory can address",
+                "repeat less often",
+            ));
         };
         sizes.insert(at + 1, times);
         let thick = self.unsqueeze(at as isize + 1)?.expand(&sizes)?;
@@ -159,7 +184,7 @@ impl Op for Cat {
         };
         if inputs.iter().any(|m| m.shape.len() != first.len() || others(&m.shape) != others(first)) {
             let shapes: Vec<&[usize]> = inputs.iter().map(|m| m.shape.as_slice()).collect();
-            return Err(Error::invalid(
+            return Err(ErrorKind::shape(first).error(
                 "operands",
                 format!("shapes {shapes:?} in cat along dimension {}", self.dim),
                 "equal sizes in all other dimensions",

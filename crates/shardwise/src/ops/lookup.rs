@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use super::indices::{Wrap, not_whole, places, wrapped};
 use super::scatter::{spread_elements, spread_slices};
 use super::{OpEntry, Sample};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
@@ -87,7 +87,7 @@ impl DTensor {
         let rising = offsets.is_sorted() && offsets.first() == Some(&0) && offsets.iter().all(|&o| o <= n);
         if ids.rank() != 1 || !rising {
             let found = format!("offsets {offsets:?} for {} in embedding_bag", ids.layout());
-            return Err(Error::invalid(
+            return Err(ErrorKind::Argument.error(
                 "bags",
                 found,
                 "a vector of ids and rising offsets from 0",
@@ -239,7 +239,7 @@ impl Op for Gather {
         let ndim = x.shape.len();
         let longer = |d: usize| d != self.dim && index.shape[d] > x.shape[d];
         if index.shape.len() != ndim || (0..ndim).any(longer) {
-            return Err(Error::invalid(
+            return Err(ErrorKind::shape(&index.shape).error(
                 "index",
                 format!("shape {:?} in gather of shape {:?} along dimension {}", index.shape, x.shape, self.dim),
                 "as many dimensions, nowhere longer but along that one",

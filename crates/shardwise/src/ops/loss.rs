@@ -5,7 +5,7 @@ use std::panic::Location;
 use candle_core::DType;
 
 use super::{OpEntry, Sample, dtype};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::op::name_call;
 use crate::tensor::DTensor;
 use shardwise_kernels::wholes;
@@ -44,7 +44,7 @@ impl Reduction {
             return Ok(());
         }
         let found = format!("BatchMean in {name}");
-        Err(Error::invalid("reduction", found, "None, Sum or Mean", "use Mean, which divides by all losses"))
+        Err(ErrorKind::Argument.error("reduction", found, "None, Sum or Mean", "use Mean, which divides by all losses"))
     }
 }
 
@@ -118,7 +118,7 @@ impl DTensor {
         let (own, classes) = (self.dtype().as_str(), target.dtype().as_str());
         let found = format!("{own} {} and {classes} targets {} in {name}", self.layout(), target.layout());
         let needed = "predictions [n, classes, ...] and integer classes [n, ...]";
-        Err(Error::invalid("operands", found, needed, "reshape or convert the operands"))
+        Err(ErrorKind::shape(target.shape()).error("operands", found, needed, "reshape or convert the operands"))
     }
 
     /// The element at the class of the target; anything where the target is ignored.
@@ -143,7 +143,8 @@ impl DTensor {
         let Some(class) = wholes(target.held())?.into_iter().find(bad) else { return Ok(()) };
         let found = format!("class {class} among the targets of {name}");
         let needed = format!("classes from 0 to {}, or {ignore_index} to ignore a target", classes.saturating_sub(1));
-        let error = Error::invalid("class index", found, needed, "correct the targets");
+        let kind = ErrorKind::Index { index: class, size: classes };
+        let error = kind.error("class index", found, needed, "correct the targets");
         Err(name_call(error, name, &[self, target], Location::caller()))
     }
 

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::binary::meeting_shape;
 use crate::comm::{Call, DeviceMesh, implicitly};
-use crate::error::{Error, Result, Site};
+use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::Placement;
@@ -58,7 +58,12 @@ impl DTensor {
     pub fn masked_select(&self, mask: &DTensor) -> Result<DTensor> {
         let Some(shape) = meeting_shape(&[self.shape(), mask.shape()]) else {
             let found = format!("a mask of shape {:?} for {} in masked_select", mask.shape(), self.layout());
-            return Err(Error::invalid("mask", found, "a shape that broadcasts", "reshape or expand the mask"));
+            return Err(ErrorKind::shape(mask.shape()).error(
+                "mask",
+                found,
+                "a shape that broadcasts",
+                "reshape or expand the mask",
+            ));
         };
         let sizes: Vec<isize> = shape.iter().map(|&n| n as isize).collect();
         let expanded = |x: &DTensor| if x.shape() == &shape[..] { Ok(x.clone()) } else { x.expand(&sizes) };
@@ -115,7 +120,12 @@ impl DTensor {
         if ndim == 0 || self.shape().get(at..at + ndim) != Some(mask.shape()) {
             let found =
                 format!("a mask of shape {:?} in {name} from dimension {at} of {}", mask.shape(), self.layout());
-            return Err(Error::invalid("mask", found, "the sizes of dimensions of the tensor", "expand the mask"));
+            return Err(ErrorKind::shape(mask.shape()).error(
+                "mask",
+                found,
+                "the sizes of dimensions of the tensor",
+                "expand the mask",
+            ));
         }
         let inner = |axis: &usize| self.placements()[*axis].shard_dim().is_some_and(|d| d > at && d < at + ndim);
         let inner: Vec<usize> = (0..self.placements().len()).filter(inner).collect();

@@ -6,7 +6,7 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::{OpEntry, Sample};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{Layout, Runs, TensorMeta};
 use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::rule::{Decision, Need, Shared, Signature};
@@ -123,7 +123,7 @@ impl DTensor {
 
     fn bad_part(&self, name: &str, found: &str, dim: usize) -> Error {
         let found = format!("{found} along dimension {dim} in {name} of {}", self.layout());
-        Error::invalid("part", found, "a part of the tensor", "correct the numbers")
+        ErrorKind::Argument.error("part", found, "a part of the tensor", "correct the numbers")
     }
 }
 

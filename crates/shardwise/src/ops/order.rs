@@ -7,7 +7,7 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::{OpEntry, Sample};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::rule::{Decision, Need, Shared, Signature};
@@ -154,7 +154,12 @@ impl DTensor {
         let dim = self.resolve_dim(name, dim)?;
         if k > self.shape()[dim] {
             let found = format!("{k} along dimension {dim} in {name} of {}", self.layout());
-            return Err(Error::invalid("number of elements", found, "no more than there are", "ask for fewer"));
+            return Err(ErrorKind::Argument.error(
+                "number of elements",
+                found,
+                "no more than there are",
+                "ask for fewer",
+            ));
         }
         let whole = Best { name, dim, k, order, stage: Stage::Whole };
         // Candidates, which travel with their indices, are worth it where they take less than the elements.

@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use super::{OpEntry, ops};
 use crate::comm::{DeviceMesh, DryWorld};
-use crate::error::{Error, Result, nearest};
+use crate::error::{Error, ErrorKind, Result, nearest};
 use crate::layout::{Layout, TensorMeta};
 use crate::op::{ScopedRule, operators_in, with_rule};
 use crate::placement::Placement;
@@ -58,12 +58,22 @@ where
     }
     let entry = ops().find(|entry| entry.name == name).ok_or_else(|| {
         let near = nearest(name, ops().map(|entry| entry.name));
-        Error::invalid("operator", format!("`{name}`"), "the name of an operator", format!("did you mean {near}?"))
+        ErrorKind::unknown(name).error::<Error>(
+            "operator",
+            format!("`{name}`"),
+            "the name of an operator",
+            format!("did you mean {near}?"),
+        )
     })?;
     let made_of = operators_of(entry)?;
     if !made_of.contains(&entry.name) {
         let found = format!("`{name}`, which is made of other operators and has no rule of its own");
-        return Err(Error::invalid("operator", found, format!("one of {}", made_of.join(", ")), "override these"));
+        return Err(ErrorKind::Argument.error(
+            "operator",
+            found,
+            format!("one of {}", made_of.join(", ")),
+            "override these",
+        ));
     }
     let rule: Rc<ScopedRule> = Rc::new(rule);
     with_rule(entry.name, mesh.ranks(), rule, body)

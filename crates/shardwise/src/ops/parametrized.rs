@@ -8,7 +8,7 @@ use super::OpEntry;
 use super::binary::power;
 use super::scalar::Scalar;
 use super::unary::{Gives, Passes, Unary, plan, samples};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::tensor::{DTensor, Keeps, Saved};
@@ -138,7 +138,7 @@ impl Parametrized {
         let text = |s: Option<Scalar>| s.map_or("none".to_string(), |s| s.0.to_string());
         let found = format!("bounds {} and {} for {} in clamp", text(low), text(high), dtype.as_str());
         let needed = format!("a lower bound of at most {most} and an upper one of at least {least}");
-        Err(Error::invalid("bounds", found, needed, "use other bounds, or convert the tensor first"))
+        Err(ErrorKind::Argument.error("bounds", found, needed, "use other bounds, or convert the tensor first"))
     }
 
     /// What becomes of the element type.

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use super::{OpEntry, Sample};
 use crate::comm::implicitly;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
@@ -202,7 +202,7 @@ impl Op for Reduce {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
         if matches!(self.kind, Kind::Max | Kind::Min) && self.dims.iter().any(|&d| x.shape[d] == 0) {
-            return Err(Error::invalid(
+            return Err(ErrorKind::shape(&x.shape).error(
                 "operand",
                 format!("shape {:?} in {} over dimensions {:?}", x.shape, self.name(), self.dims),
                 "at least one element to choose from",

@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 
 use super::scan::{Kind, Lines, Scan, scanned_before, totals};
 use super::scatter::spread_elements;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
@@ -27,7 +27,7 @@ impl Backward for Scan {
             Kind::Sum => gradient.scanned(Scan { reverse: !self.reverse, ..*self })?.swap_remove(0),
             Kind::Prod if is_recording() => {
                 let found = "the gradient of the gradient of cumprod";
-                return Err(Error::invalid("gradient", found, "a first derivative", "use backward"));
+                return Err(ErrorKind::Gradient.error("gradient", found, "a first derivative", "use backward"));
             }
             Kind::Prod => product_gradient(*self, &saved.input(0), gradient)?,
             Kind::Max | Kind::Min => extreme_gradient(*self, saved.layout(0), &saved.output(1), gradient)?,

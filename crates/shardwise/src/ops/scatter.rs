@@ -9,7 +9,7 @@ use candle_core::{DType, Tensor, WithDType};
 
 use super::indices::{places, wrapped};
 use super::{OpEntry, Sample};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::op::{Gradient, Op, OpPlan, Place, dispatch, name_call};
 use crate::placement::{Placement, ReduceOp};
@@ -80,7 +80,12 @@ impl DTensor {
         if values.elem_count() != count * rest.iter().product::<usize>() {
             let found =
                 format!("values of shape {:?} for {count} places in index_put of {}", values.shape(), self.layout());
-            return Err(Error::invalid("values", found, format!("shape {wanted:?}"), "expand the values"));
+            return Err(ErrorKind::shape(values.shape()).error(
+                "values",
+                found,
+                format!("shape {wanted:?}"),
+                "expand the values",
+            ));
         }
         let values = values.reshape(&wanted)?;
         let put = if accumulate {
@@ -114,7 +119,7 @@ fn check_mesh(name: &str, like: &Layout, index: &DTensor) -> Result<()> {
         return Ok(());
     }
     let found = format!("{} and an index {} in {name}", like, index.layout());
-    Err(Error::invalid("operands", found, "tensors on one mesh", "move the tensors first"))
+    Err(ErrorKind::Operands.error("operands", found, "tensors on one mesh", "move the tensors first"))
 }
 
 /// With zeros behind every dimension, up to a shape.
@@ -141,7 +146,7 @@ fn check_sizes(name: &str, dim: usize, x: &[usize], index: &[usize], source: &[u
     if index.len() == x.len() && source.len() == x.len() && (0..x.len()).all(inside) {
         return Ok(());
     }
-    Err(Error::invalid(
+    Err(ErrorKind::shape(index).error(
         "operands",
         format!("index {index:?} and source {source:?} in {name} of shape {x:?} along dimension {dim}"),
         "as many dimensions, an index no longer than the source, nor than the tensor but along that dimension",
@@ -153,7 +158,7 @@ fn check_index(name: &str, dtype: DType) -> Result<()> {
     match dtype.is_float() {
         true => {
             let found = format!("{} in {name}", dtype.as_str());
-            Err(Error::invalid("index", found, "integers", "convert it to i64 first"))
+            Err(ErrorKind::dtype(dtype).error("index", found, "integers", "convert it to i64 first"))
         }
         false => Ok(()),
     }
@@ -290,7 +295,7 @@ impl Op for Spread {
                 || source.shape[self.dim] != index.shape[0]
                 || !(0..ndim).all(fits)
             {
-                return Err(Error::invalid(
+                return Err(ErrorKind::shape(&index.shape).error(
                     "operands",
                     format!(
                         "index {:?} and source {:?} in index_add of shape {like:?} along dimension {}",

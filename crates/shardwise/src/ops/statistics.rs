@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 
 use super::{OpEntry, Sample, dtype};
 use crate::comm::implicitly;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::rule::{Shared, Signature};
@@ -255,7 +255,12 @@ impl DTensor {
     ) -> Result<DTensor> {
         if self.rank() < 2 || groups == 0 || !self.shape()[1].is_multiple_of(groups) {
             let found = format!("{groups} groups in group_norm of {}", self.layout());
-            return Err(Error::invalid("groups", found, "a divisor of the channels", "change the number of groups"));
+            return Err(ErrorKind::Argument.error(
+                "groups",
+                found,
+                "a divisor of the channels",
+                "change the number of groups",
+            ));
         }
         if let Some(wide) = self.widened()? {
             return wide.group_norm(groups, weight, bias, eps)?.to_dtype(self.meeting_type(weight, bias));
@@ -317,7 +322,12 @@ impl DTensor {
     fn last_dims(&self, name: &str, dims: usize) -> Result<Vec<isize>> {
         if dims == 0 || dims > self.rank() {
             let found = format!("{dims} dimension(s) in {name} of {}", self.layout());
-            return Err(Error::invalid("dimensions", found, "some of the last ones", "normalise at least one"));
+            return Err(ErrorKind::Argument.error(
+                "dimensions",
+                found,
+                "some of the last ones",
+                "normalise at least one",
+            ));
         }
         Ok((1..=dims as isize).map(|d| -d).collect())
     }

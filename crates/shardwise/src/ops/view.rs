@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
 
 use super::{OpEntry, Sample};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
@@ -126,7 +126,11 @@ impl DTensor {
             [] => format!("{} in {name}", self.layout()),
             dims => format!("{dims:?} in {name} of {}", self.layout()),
         };
-        Error::invalid("dimensions", found, needed, "correct the dimensions")
+        match *dims {
+            [dim] => ErrorKind::Dimension { dim, ndim: self.rank() },
+            _ => ErrorKind::Argument,
+        }
+        .error("dimensions", found, needed, "correct the dimensions")
     }
 }
 

@@ -11,7 +11,7 @@ use serde_json::Value as Json;
 use super::optimizer::{Optimizer, StateTensor};
 use super::param_step::ParamStep;
 use super::{Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, Lion, Muon, NAdam, RmsProp, Sgd};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// The one list of optimizers of this crate, by name, with their default settings.
 macro_rules! built_in {
@@ -130,7 +130,7 @@ impl Algorithm {
     pub fn by_name(name: &str) -> Result<Algorithm> {
         built_in(name).ok_or_else(|| {
             let needed = format!("one of {}", NAMES.join(", "));
-            Error::invalid("optimizer", format!("`{name}`"), needed, "correct the name")
+            ErrorKind::unknown(name).error("optimizer", format!("`{name}`"), needed, "correct the name")
         })
     }
 
@@ -161,7 +161,7 @@ impl Algorithm {
         let Some(setting) = settings.get_mut(name) else {
             let found = format!("`{name}` of {}", self.name());
             let known: Vec<&String> = settings.keys().collect();
-            return Err(Error::invalid("setting", found, format!("one of {known:?}"), "correct the name"));
+            return Err(ErrorKind::Optimizer.error("setting", found, format!("one of {known:?}"), "correct the name"));
         };
         *setting = value.into();
         self.with_settings(settings)
@@ -213,7 +213,7 @@ impl Algorithm {
         let found = settings.to_string();
         let optimizer = self.typed()?.read(settings).map_err(|error| {
             let fix = "use settings that an optimizer of this version has stored";
-            Error::invalid(
+            ErrorKind::Optimizer.error::<Error>(
                 "optimizer settings",
                 format!("{found} ({error})"),
                 format!("settings of {}", self.name()),
@@ -249,7 +249,7 @@ impl Algorithm {
     fn typed(&self) -> Result<&dyn Erased> {
         match &self.0 {
             Form::Typed(optimizer) => Ok(&**optimizer),
-            Form::Stored { name, .. } => Err(Error::invalid(
+            Form::Stored { name, .. } => Err(ErrorKind::Optimizer.error(
                 "optimizer",
                 format!("settings of `{name}` from a file, which are not those of an optimizer of this crate"),
                 "an optimizer of a type",

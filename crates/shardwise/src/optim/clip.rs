@@ -4,7 +4,7 @@ use candle_core::{Device, Tensor};
 
 use crate::autograd::Gradients;
 use crate::comm::World;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::param::Param;
 use crate::placement::ReduceOp;
 use crate::tensor::DTensor;
@@ -45,11 +45,16 @@ pub fn clip_grad_norm<'a>(
     let usable = norm_type > 0.0 && max_norm >= 0.0;
     if !usable {
         let found = format!("norm type {norm_type} and max_norm {max_norm}");
-        return Err(Error::invalid("norm", found, "a type above 0 and a norm from 0", "the usual type is 2"));
+        return Err(ErrorKind::Optimizer.error(
+            "norm",
+            found,
+            "a type above 0 and a norm from 0",
+            "the usual type is 2",
+        ));
     }
     let leaves: Vec<DTensor> = params.into_iter().map(Param::get).collect();
     let Some(world) = leaves.first().map(|leaf| leaf.device_mesh().world().clone()) else {
-        return Err(Error::invalid("parameters", "none", "at least one", "name the parameters to clip"));
+        return Err(ErrorKind::Optimizer.error("parameters", "none", "at least one", "name the parameters to clip"));
     };
     let (own, others) = gradients.split(&leaves);
     let own = own.in_param_layout()?;
@@ -70,7 +75,7 @@ pub fn clip_grad_value<'a>(
     clip_value: f64,
 ) -> Result<Gradients> {
     if clip_value < 0.0 || clip_value.is_nan() {
-        return Err(Error::invalid("clip value", clip_value, "a number from 0", "it bounds sizes"));
+        return Err(ErrorKind::Optimizer.error("clip value", clip_value, "a number from 0", "it bounds sizes"));
     }
     let leaves: Vec<DTensor> = params.into_iter().map(Param::get).collect();
     let (own, others) = gradients.split(&leaves);

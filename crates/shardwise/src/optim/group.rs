@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::algorithm::Algorithm;
 use super::optimizer::Optimizer;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// How some parameters are optimized. An optimizer converts into a group with its usual learning rate.
 ///
@@ -52,7 +52,12 @@ impl ParamGroup {
     /// An error if a setting makes no sense.
     pub(super) fn check(&self) -> Result<()> {
         if !(self.lr >= 0.0 && self.lr.is_finite()) {
-            return Err(Error::invalid("learning rate", self.lr, "a number that is at least 0", "correct `lr`"));
+            return Err(ErrorKind::Optimizer.error(
+                "learning rate",
+                self.lr,
+                "a number that is at least 0",
+                "correct `lr`",
+            ));
         }
         self.algorithm.check()
     }

@@ -49,7 +49,7 @@ use candle_core::Tensor;
 
 use crate::autograd::Gradients;
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::Layout;
 use crate::param::Param;
 use crate::tensor::DTensor;
@@ -132,7 +132,7 @@ impl ShardedOptimizer {
                 let found = format!("`{name}` beside `{}`", other.name);
                 self.slots.truncate(known);
                 let needed = "every parameter once, under a name of its own";
-                return Err(Error::invalid(
+                return Err(ErrorKind::Optimizer.error(
                     "parameters",
                     found,
                     needed,
@@ -196,7 +196,7 @@ impl ShardedOptimizer {
         let given = gradients.len();
         let (own, _) = gradients.split(&leaves);
         if own.is_empty() && given > 0 {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Optimizer.error(
                 "gradients",
                 format!("{given} gradient(s), none of them of a parameter of the optimizer"),
                 "gradients of the current values of the parameters",
@@ -318,7 +318,7 @@ impl ShardedOptimizer {
     /// The groups of a state; an error if it is not one of these parameters in these groups.
     pub(crate) fn check<T>(&self, state: &OptimizerState<T>, shape_of: fn(&T) -> &[usize]) -> Result<Vec<ParamGroup>> {
         let fix = "load the state of an optimizer of the same model";
-        let bad = |found: String, needed: String| Err(Error::invalid("optimizer state", found, needed, fix));
+        let bad = |found: String, needed: String| Err(ErrorKind::state().error("optimizer state", found, needed, fix));
         for slot in &self.slots {
             if !state.params.contains_key(&slot.name) {
                 return bad(format!("no parameter `{}`", slot.name), "all parameters of the optimizer".into());
@@ -358,7 +358,12 @@ impl ShardedOptimizer {
         if state.steps > 0 && !keeping.is_empty() && keeping.iter().all(is_empty) {
             let found = format!("no moments of any parameter after {} step(s)", state.steps);
             let fix = "load into the state_dict() of an optimizer, which has an entry for every moment";
-            return Err(Error::invalid("optimizer state", found, "those of the parameters that were updated", fix));
+            return Err(ErrorKind::state().error(
+                "optimizer state",
+                found,
+                "those of the parameters that were updated",
+                fix,
+            ));
         }
         Ok(groups)
     }

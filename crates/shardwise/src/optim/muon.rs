@@ -3,7 +3,7 @@
 use super::optimizer::{Optimizer, StateTensor};
 use super::param_step::ParamStep;
 use super::settings::{at_least_zero, settings, within};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::placement::Placement;
 use crate::tensor::DTensor;
 
@@ -99,7 +99,12 @@ impl Optimizer for Muon {
             return Ok(());
         }
         let fix = "give this parameter a group with another optimizer, such as AdamW";
-        Err(Error::invalid("parameter for muon", format!("shape {shape:?}"), "a matrix (2 dimensions)", fix))
+        Err(ErrorKind::shape(shape).error(
+            "parameter for muon",
+            format!("shape {shape:?}"),
+            "a matrix (2 dimensions)",
+            fix,
+        ))
     }
 
     fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {

@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use super::param_state::{MASTER, STEP, State, Values, placed};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::tensor::DTensor;
 use shardwise_kernels::{Elementwise, Stored, update};
 
@@ -152,7 +152,7 @@ impl<'a> ParamStep<'a> {
                 let found = format!("`{name}` of shape {:?}", layout.shape());
                 let needed = format!("tensors of the shape of the parameter, {:?}", self.shape());
                 let fix = "use `state` and `set_state` for tensors of other shapes";
-                return Err(Error::invalid("state of an elementwise step", found, needed, fix));
+                return Err(ErrorKind::Optimizer.error("state of an elementwise step", found, needed, fix));
             }
         }
         let (p, g) = (self.value.local(), change.local());
@@ -177,7 +177,12 @@ impl<'a> ParamStep<'a> {
         let tensors: Vec<&str> = self.state.entries.iter().map(|entry| entry.name).collect();
         let numbers: Vec<&str> = self.state.numbers.iter().map(|(name, _)| *name).collect();
         let needed = format!("one of the tensors {tensors:?} or numbers {numbers:?}");
-        Error::invalid("optimizer state", format!("no {what} `{name}`"), needed, "list it in the optimizer's state")
+        ErrorKind::unknown(name).error(
+            "optimizer state",
+            format!("no {what} `{name}`"),
+            needed,
+            "list it in the optimizer's state",
+        )
     }
 }
 
@@ -193,7 +198,12 @@ fn run_on<S: Stored, const K: usize>(
     let (state, master) = values.split_at_mut(values.len() - masters);
     let state = state.get_disjoint_mut(indices).map_err(|_| {
         let fix = "name every tensor once, and not the f32 copy of the parameter";
-        Error::invalid("state of an elementwise step", "a tensor named twice", "different tensors", fix)
+        ErrorKind::Optimizer.error::<Error>(
+            "state of an elementwise step",
+            "a tensor named twice",
+            "different tensors",
+            fix,
+        )
     })?;
     Ok(update(rule, p, g, state.map(Vec::as_mut_slice), master.first_mut().map(Vec::as_mut_slice))?)
 }

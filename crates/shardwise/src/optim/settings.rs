@@ -1,6 +1,6 @@
 //! Declaring and checking the settings of optimizers.
 
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// Declares the settings of an optimizer with their defaults.
 macro_rules! settings {
@@ -40,6 +40,6 @@ pub(super) fn check_betas(optimizer: &str, (first, second): (f64, f64)) -> Resul
 pub(super) fn within(optimizer: &str, setting: &'static str, x: f64, right: bool, needed: &str) -> Result<()> {
     match right {
         true => Ok(()),
-        false => Err(Error::invalid(setting, x, needed, format!("correct `{setting}` of {optimizer}"))),
+        false => Err(ErrorKind::Optimizer.error(setting, x, needed, format!("correct `{setting}` of {optimizer}"))),
     }
 }

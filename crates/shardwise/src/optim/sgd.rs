@@ -3,7 +3,7 @@
 use super::optimizer::{Optimizer, StateTensor};
 use super::param_step::ParamStep;
 use super::settings::{at_least_zero, settings};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use shardwise_kernels::Elementwise;
 
 settings! {
@@ -37,7 +37,12 @@ impl Optimizer for Sgd {
         if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
             let found = format!("momentum {} and dampening {} with nesterov", self.momentum, self.dampening);
             let needed = "a momentum and no dampening";
-            return Err(Error::invalid("momentum", found, needed, "set a momentum, or switch nesterov off"));
+            return Err(ErrorKind::Optimizer.error(
+                "momentum",
+                found,
+                needed,
+                "set a momentum, or switch nesterov off",
+            ));
         }
         at_least_zero(Self::NAME, "weight_decay", self.weight_decay)
     }

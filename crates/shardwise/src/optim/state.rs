@@ -12,7 +12,7 @@ use super::param_state::{Entry, MASTER, STEP, State, Values, placed, vector};
 use super::param_step::ParamStep;
 use super::schedule::Schedule;
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::Placement;
 use crate::tensor::{DTensor, no_grad};
@@ -262,7 +262,7 @@ pub(super) fn check<T>(
     }
     let bad = |found: String, needed: String| {
         let fix = format!("load the state of {} of the same model", algorithm.name());
-        Error::invalid("optimizer state", found, needed, fix)
+        ErrorKind::state().error("optimizer state", found, needed, fix)
     };
     let tensors = algorithm.state(shape)?;
     let expected: Vec<&str> = tensors.iter().map(|tensor| tensor.name).collect();

@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use chunks::Chunks;
 use division::{Division, Stored};
 use ragged::Ragged;
@@ -199,7 +199,7 @@ impl Placement {
         let Some(written) = self.written_dim() else { return Ok(self.clone()) };
         let resolved = if written < 0 { written + ndim as isize } else { written };
         if resolved < 0 || resolved >= ndim as isize {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Dimension { dim: written, ndim }.error(
                 "shard dimension",
                 format!("{self} for a tensor of {ndim} dimension(s)"),
                 if ndim == 0 {
@@ -275,7 +275,7 @@ impl FromStr for Placement {
             return Ok(op.parse().map(Placement::Partial)?);
         }
         parts.and_then(|(head, arguments)| parse_kind(head, arguments)).ok_or_else(|| {
-            Error::invalid("placement", format!("`{text}`"), FORMS.join(", "), "write for example `S(0)`")
+            ErrorKind::Layout.error("placement", format!("`{text}`"), FORMS.join(", "), "write for example `S(0)`")
         })
     }
 }

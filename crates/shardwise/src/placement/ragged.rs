@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::division::{Divided, Division, Stored};
 use super::runs::{Runs, chunk};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// Ranges of given sizes: one per coordinate, or one per coordinate for every combination of outer coordinates.
 pub(super) struct Ragged<'a> {
@@ -33,7 +33,7 @@ impl Ragged<'_> {
         if self.sizes.len() == *k || self.sizes.len() == combinations * k {
             return Ok(());
         }
-        Err(Error::invalid(
+        Err(ErrorKind::Layout.error(
             "ragged sizes",
             format!("{} sizes in {}", self.sizes.len(), name()),
             if *combinations == 1 { format!("{k}") } else { format!("{k} or {}", combinations * k) },
@@ -66,7 +66,7 @@ impl Division for Ragged<'_> {
         for outer in 0..divided.combinations {
             let (have, row) = ((divided.len)(outer), self.row(k, outer));
             if row.iter().try_fold(0usize, |sum, &s| sum.checked_add(s)) != Some(have) {
-                return Err(Error::invalid(
+                return Err(ErrorKind::Layout.error(
                     "ragged sizes",
                     format!("{row:?} in {}", (divided.name)()),
                     format!("sizes that add up to {have}"),

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::division::{Divided, Division, Stored};
 use super::runs::{Runs, chunk};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// Chunks of `ceil(n / split_factor)`, of each of which every coordinate keeps a piece.
 pub(super) struct Strided {
@@ -41,7 +41,7 @@ impl Division for Strided {
 
     fn stored(&self, divided: &Divided<'_>) -> Result<Stored> {
         if self.split_factor == 0 {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Layout.error(
                 "placement",
                 format!("{} with split factor 0", (divided.name)()),
                 "a factor of at least 1",

@@ -11,7 +11,7 @@ use super::places::Places;
 use super::sharder::{Part, Sharder};
 use super::sharding_plan::{Aspect, Numbered, ParamPlan, ShardingPlan, at};
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result, nearest};
+use crate::error::{ErrorKind, Result, nearest};
 use crate::layout::Layout;
 use crate::nn::{Buffer, Builder, Heads, Hooks, Item, Layer, Module, PlanHints};
 use crate::param::Param;
@@ -203,12 +203,17 @@ impl Found {
             if now.device_mesh() != mesh {
                 let found = format!("`{path}` on mesh {}", now.device_mesh().mesh());
                 let needed = format!("parameters on mesh {}", mesh.mesh());
-                return Err(Error::invalid("sharding plan", found, needed, "build the module on the mesh of the plan"));
+                return Err(ErrorKind::Plan.error(
+                    "sharding plan",
+                    found,
+                    needed,
+                    "build the module on the mesh of the plan",
+                ));
             }
             let layout = plan.layout_of(path, now.layout())?;
             if let Some((other, _, before)) = moves.iter().find(|(_, s, l)| s.is_same(slot) && *l != layout) {
                 let found = format!("`{other}` as {before} and `{path}` as {layout}, which are one parameter");
-                return Err(Error::invalid("sharding plan", found, "one layout for both", "give both the same"));
+                return Err(ErrorKind::Plan.error("sharding plan", found, "one layout for both", "give both the same"));
             }
             moves.push((path, slot.clone(), layout));
         }
@@ -254,7 +259,7 @@ impl Found {
         for (module, sharder) in &replaced {
             let inside = |(pattern, path): &&(&String, &String)| is_beneath(path, module) && matches(pattern, path);
             if let Some((pattern, path)) = named.iter().find(inside) {
-                return Err(Error::invalid(
+                return Err(ErrorKind::Plan.error(
                     "sharding plan",
                     format!("`{pattern}`, which fits `{path}`, beside {sharder:?} for `{module}`, which replaces it"),
                     "nothing about what is inside a module that is replaced",
@@ -306,7 +311,7 @@ impl Found {
 
     fn hooks_of(&self, path: &str) -> Result<&Hooks> {
         self.hooks.get(path).ok_or_else(|| {
-            Error::invalid(
+            ErrorKind::Plan.error(
                 "sharding plan",
                 format!("`{path}`, a {} without hooks", self.kind(path).unwrap_or("module")),
                 "a module that can be replaced, or whose input and output can be prepared",
@@ -322,7 +327,7 @@ pub(super) fn check_match(pattern: &str, what: &str, names: &[&String]) -> Resul
         return Ok(());
     }
     let near = nearest(pattern, names.iter().map(|name| name.as_str()));
-    Err(Error::invalid(
+    Err(ErrorKind::Plan.error(
         "sharding plan",
         format!("{} `{pattern}`, which fits no {what}", if is_exact(pattern) { "path" } else { "pattern" }),
         format!("a path or pattern of the module's {} {what}s", names.len()),

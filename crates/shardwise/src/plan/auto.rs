@@ -8,7 +8,7 @@ use super::planner::{FullyShard, ShardingPlanner};
 use super::sharding_plan::ShardingPlan;
 use super::transformer::{Block, Cuts, Linear, Structure, TableCut};
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::nn::{Module, join};
 use crate::placement::Placement;
 
@@ -97,7 +97,7 @@ impl<F: Fn(&ShardingPlan, &DeviceMesh) -> Result<()> + Sync> AutoPlanner<F> {
     fn search_on(&self, base: &ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<Search> {
         if !(self.flops_per_s.is_finite() && self.flops_per_s > 0.0) {
             let found = format!("{} elementary operations per second", self.flops_per_s);
-            return Err(Error::invalid("planner", found, "a finite number above 0", "say how fast a rank is"));
+            return Err(ErrorKind::Plan.error("planner", found, "a finite number above 0", "say how fast a rank is"));
         }
         let space = Space::new(base, module, mesh);
         let mut tried = Tried { planner: self, mesh, all: Vec::new(), refused: None };
@@ -214,13 +214,14 @@ impl<F: Fn(&ShardingPlan, &DeviceMesh) -> Result<()> + Sync> Tried<'_, F> {
         let mut tried: Vec<Trial> = self.all.iter().map(|(_, trial)| trial.clone()).collect();
         tried.sort_by(|a, b| self.compare(a, b));
         let Some(best) = tried.first() else {
-            let none = Error::invalid("planner", "no plan", "a step that runs under some plan", "correct the step");
+            let none =
+                ErrorKind::Plan.error("planner", "no plan", "a step that runs under some plan", "correct the step");
             return Err(self.refused.unwrap_or(none));
         };
         if best.estimate.peak_bytes > memory_limit {
             let found = format!("{} bytes per rank at least, under {}", best.estimate.peak_bytes, best.name);
             let fix = "raise the limit, use more ranks or a smaller batch, or checkpoint activations";
-            return Err(Error::invalid("memory limit", found, format!("{memory_limit} bytes at most"), fix));
+            return Err(ErrorKind::Plan.error("memory limit", found, format!("{memory_limit} bytes at most"), fix));
         }
         Ok(Search { plan: best.plan.clone(), estimate: best.estimate, tried, memory_limit })
     }

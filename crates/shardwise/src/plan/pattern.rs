@@ -1,6 +1,6 @@
 //! Paths and patterns of paths.
 
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// Whether a dotted path fits a pattern. Components are compared one by one: `*` stands for any letters of one of them,
 /// `?` for one letter, `[qkv]`, `[0-3]` and `[!q]` for one letter of a set or outside it, and a component `**` for any
@@ -25,7 +25,7 @@ pub(super) fn check(pattern: &str) -> Result<()> {
     let bad = |what: &str| {
         let found = format!("pattern `{pattern}` with {what}");
         let needed = "patterns such as `blocks.*.[qkv]`, `layers.[0-3].**` or `mlp.{up,gate}.weight`";
-        Err(Error::invalid("sharding plan", found, needed, "close it, or take it out"))
+        Err(ErrorKind::Plan.error("sharding plan", found, needed, "close it, or take it out"))
     };
     if let Some(open) = pattern.find('{') {
         let Some(all) = alternatives(pattern) else { return bad("a `{` that is not closed") };

@@ -5,7 +5,7 @@ use std::fmt;
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 use crate::mesh::Mesh;
 use crate::placement::Placement;
@@ -81,7 +81,7 @@ impl Places {
                 let shards = spec.build_metadata(now.shape(), DType::F32)?;
                 return shards.layout_on(mesh).ok_or_else(|| {
                     let needed = format!("one shard per rank, cut along the axes of mesh {mesh}");
-                    Error::invalid("sharding spec", spec, needed, "list the ranks in the order of the mesh")
+                    ErrorKind::Plan.error("sharding spec", spec, needed, "list the ranks in the order of the mesh")
                 });
             }
             Places::Along(along) => along,
@@ -101,7 +101,7 @@ impl Places {
     /// An error unless the axes are those of a mesh.
     pub(super) fn check(&self, mesh: &Mesh) -> Result<()> {
         match self {
-            Places::All(placements) if placements.len() != mesh.ndim() => Err(Error::invalid(
+            Places::All(placements) if placements.len() != mesh.ndim() => Err(ErrorKind::Layout.error(
                 "placements",
                 format!("{self} for mesh {mesh}"),
                 format!("{}, one per mesh axis", mesh.ndim()),
@@ -113,7 +113,7 @@ impl Places {
                     mesh.axis(axis)?;
                     if along[..i].iter().any(|(other, _)| other == axis) {
                         let found = format!("axis `{axis}` twice in {self}");
-                        return Err(Error::invalid("placements", found, "every axis once", "leave one out"));
+                        return Err(ErrorKind::Layout.error("placements", found, "every axis once", "leave one out"));
                     }
                 }
                 Ok(())
@@ -128,7 +128,7 @@ impl Places {
             Places::Along(along) => along.clone(),
             Places::Spec(spec) => {
                 let found = format!("{spec} and placements along more axes");
-                return Err(Error::invalid("sharding plan", found, "one of the two", "use placements for both"));
+                return Err(ErrorKind::Plan.error("sharding plan", found, "one of the two", "use placements for both"));
             }
             Places::All(placements) => {
                 mesh.axes().iter().zip(placements).map(|(axis, p)| (axis.name.to_string(), p.clone())).collect()

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::places::Places;
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 use crate::nn::init::Init;
 use crate::nn::{Buffer, Forward, Item, Layer, Module, join};
@@ -66,7 +66,7 @@ impl Part {
     fn weight(&self, kinds: &[&str], who: &dyn fmt::Debug) -> Result<DTensor> {
         match self.param("weight") {
             Some(weight) if kinds.contains(&self.kind) => Ok(weight.get().detach()),
-            _ => Err(Error::invalid(
+            _ => Err(ErrorKind::Plan.error(
                 "module",
                 format!("a {} at `{}` for {who:?}", self.kind, self.path),
                 kinds.join(" or "),

@@ -9,7 +9,7 @@ use super::pattern::{check, is_exact, matches};
 use super::places::Places;
 use super::sharder::Sharder;
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::Layout;
 use crate::mesh::Mesh;
 use crate::nn::Builder;
@@ -324,7 +324,7 @@ impl ShardingPlan {
         let Some((first, value)) = counting.first() else { return Ok(None) };
         match counting.iter().find(|(_, other)| other != value) {
             None => Ok(Some(value)),
-            Some((second, other)) => Err(Error::invalid(
+            Some((second, other)) => Err(ErrorKind::Plan.error(
                 "sharding plan",
                 format!("`{first}` ({value}) and `{second}` ({other}), which both fit `{path}`"),
                 "one entry for every path",
@@ -365,7 +365,7 @@ impl ShardingPlan {
                     fitting.len(),
                     fitting[0],
                 );
-                return Err(Error::invalid(
+                return Err(ErrorKind::Plan.error(
                     "sharding plan",
                     found,
                     "entries that apply to something",

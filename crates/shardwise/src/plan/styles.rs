@@ -6,7 +6,7 @@ use super::shard_module;
 use super::sharder::Part;
 use super::sharding_plan::ShardingPlan;
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::nn::{Module, join};
 use crate::placement::Placement;
 
@@ -264,7 +264,7 @@ fn param(plan: ShardingPlan, part: &Part, name: &str, axis: &str, placement: &Pl
 }
 
 fn unknown(part: &Part, style: &str) -> Error {
-    Error::invalid(
+    ErrorKind::Plan.error(
         "parallel style",
         format!("{style} for `{}`, a {}", part.path(), part.kind()),
         "Linear, Conv1d, Conv2d, Embedding or EmbeddingBag",

@@ -5,7 +5,7 @@ use super::pattern::parent;
 use super::planner::ShardingPlanner;
 use super::sharding_plan::ShardingPlan;
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result, nearest};
+use crate::error::{ErrorKind, Result, nearest};
 use crate::layout::{Layout, coordinates};
 use crate::nn::{Module, join};
 use crate::placement::Placement;
@@ -182,7 +182,7 @@ pub(crate) fn check_hints(module: &dyn Module) -> Result<()> {
                 let needed =
                     if linear { "the path of a linear layer below it" } else { "the path of a module below it" };
                 let fix = format!("did you mean {}?", nearest(&path, paths(linear).cloned()));
-                return Err(Error::invalid("plan hints", found, needed, fix));
+                return Err(ErrorKind::Plan.error("plan hints", found, needed, fix));
             }
         }
     }

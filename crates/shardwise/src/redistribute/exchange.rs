@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 
 use super::boxes::{Sources, Transfer};
 use crate::comm::{Call, Group};
-use crate::error::{Error, Result, Site};
+use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
 use shardwise_kernels::{Assembly, concat, dense, placeholder};
 
@@ -98,7 +98,7 @@ impl Exchange {
         if got != after.elem_count() {
             let needed = format!("{} elements, which {after} has", after.elem_count());
             let fix = "ask for boxes that the ranks of the group have, each once";
-            return Err(Error::invalid("exchange of boxes", format!("{got} elements"), needed, fix));
+            return Err(ErrorKind::Operands.error("exchange of boxes", format!("{got} elements"), needed, fix));
         }
         let whole = Assembly::new(after.clone())?;
         for (offsets, block) in &blocks {

@@ -21,7 +21,7 @@ use std::fmt;
 use candle_core::DType;
 
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 
 /// A plan and what was considered instead.
@@ -37,7 +37,7 @@ pub struct Explanation {
 pub fn explain(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> Result<Explanation> {
     if from.mesh() != mesh.mesh() {
         let needed = format!("a layout on mesh {}", mesh.mesh());
-        return Err(Error::invalid("layout", from, needed, "explain with the mesh of the tensor"));
+        return Err(ErrorKind::Layout.error("layout", from, needed, "explain with the mesh of the tensor"));
     }
     let mut plans = planner::candidates(from, to, dtype.size_in_bytes(), mesh.links())?;
     let chosen = plans.remove(0);

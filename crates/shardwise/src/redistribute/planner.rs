@@ -9,7 +9,7 @@ use super::cost::cost;
 use super::plan::{Plan, Step};
 use super::search::{self, Leg, Stop};
 use super::step::StepKind;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 use crate::mesh::{Link, Links};
 use crate::placement::{Placement, ReduceOp, commute, stays};
@@ -47,7 +47,7 @@ impl Plan {
 /// All plans that are considered, cheapest first.
 pub(super) fn candidates(from: &Layout, to: &Layout, elem: usize, links: &Links) -> Result<Vec<Plan>> {
     if from.mesh() != to.mesh() || from.shape() != to.shape() {
-        return Err(Error::invalid(
+        return Err(ErrorKind::Layout.error(
             "layouts",
             format!("{from} and {to}"),
             "two layouts of one shape on one mesh",

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::device::RemoteDevice;
 use super::metadata::{ShardMetadata, ShardedTensorMetadata};
 use super::spec::ShardingSpec;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, chunk};
 use crate::mesh::Mesh;
 use crate::placement::Placement;
@@ -46,7 +46,12 @@ impl ChunkShardingSpec {
     /// Chunks of a dimension on some devices.
     pub fn on(dim: isize, placements: Vec<RemoteDevice>) -> Result<Self> {
         if placements.is_empty() {
-            return Err(Error::invalid("chunk spec", "no placements", "one per chunk", "list who holds the chunks"));
+            return Err(ErrorKind::Argument.error(
+                "chunk spec",
+                "no placements",
+                "one per chunk",
+                "list who holds the chunks",
+            ));
         }
         Ok(ChunkShardingSpec { dim, placements })
     }
@@ -64,7 +69,12 @@ impl ChunkShardingSpec {
     /// The shards of a tensor of this size.
     pub fn build_metadata(&self, size: &[usize], dtype: DType) -> Result<ShardedTensorMetadata> {
         if self.placements.is_empty() {
-            return Err(Error::invalid("chunk spec", "no placements", "one per chunk", "list who holds the chunks"));
+            return Err(ErrorKind::Argument.error(
+                "chunk spec",
+                "no placements",
+                "one per chunk",
+                "list who holds the chunks",
+            ));
         }
         let dim = self.dim_of(size)?;
         let shard = |(i, placement): (usize, &RemoteDevice)| {
@@ -83,7 +93,12 @@ impl ChunkShardingSpec {
             return Ok(dim as usize);
         }
         let needed = format!("a dimension of a tensor of size {size:?}");
-        Err(Error::invalid("chunk spec", format!("dimension {}", self.dim), needed, "cut a dimension that it has"))
+        Err(ErrorKind::Dimension { dim: self.dim, ndim: size.len() }.error(
+            "chunk spec",
+            format!("dimension {}", self.dim),
+            needed,
+            "cut a dimension that it has",
+        ))
     }
 }
 

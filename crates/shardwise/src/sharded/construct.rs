@@ -10,7 +10,7 @@ use super::shard::Shard;
 use super::spec::AnyShardingSpec;
 use super::tensor::ShardedTensor;
 use crate::comm::{DeviceMesh, agree, texts};
-use crate::error::{Error, Result, Site};
+use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::TensorMeta;
 use crate::tensor::check_metas;
 use shardwise_kernels::{check_dtype, check_served, filled, own_copy, placeholder};
@@ -141,7 +141,12 @@ impl ShardedTensor {
             if let Some(error) = text.strip_prefix('!') {
                 let rank = group.ranks()[position];
                 let found = format!("shards of rank {rank} that it cannot have ({error})");
-                return Err(Error::invalid("sharded tensor", found, "good shards on every rank", "correct that rank"));
+                return Err(ErrorKind::Disagreement.error(
+                    "sharded tensor",
+                    found,
+                    "good shards on every rank",
+                    "correct that rank",
+                ));
             }
             ranks.push(serde_json::from_str::<Option<ShardedTensorMetadata>>(text).map_err(Error::other)?);
         }
@@ -169,7 +174,7 @@ impl ShardedTensor {
                 |shards: &[&ShardMetadata]| shards.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
             let types: Vec<&str> = shards.iter().map(|s| s.tensor.dtype().as_str()).collect();
             let own: Vec<&ShardMetadata> = shards.iter().map(|s| &s.metadata).collect();
-            return Err(Error::invalid(
+            return Err(ErrorKind::Argument.error(
                 "local shards",
                 format!("{} of types {types:?} on rank {rank}", list(&own)),
                 format!("{} of type {}, as the metadata says", list(&expected), metadata.dtype.as_str()),
@@ -200,7 +205,7 @@ impl ShardedTensor {
             [single] if single.sizes == tensor.dims() => vec![own_copy(tensor)?],
             _ => {
                 let list = held.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-                return Err(Error::invalid(
+                return Err(ErrorKind::shape(tensor.dims()).error(
                     "local tensor",
                     format!("shape {:?} on rank {rank}", tensor.dims()),
                     format!("one shard, what the spec gives this rank being [{list}]"),
@@ -293,7 +298,7 @@ fn check_local(tensors: &[Tensor], metadata: &ShardedTensorMetadata, rank: usize
     }
     let given: Vec<String> = tensors.iter().map(|t| format!("{} {:?}", t.dtype().as_str(), t.dims())).collect();
     let list: Vec<String> = expected.iter().map(ToString::to_string).collect();
-    Err(Error::invalid(
+    Err(ErrorKind::Argument.error(
         "local tensors",
         format!("[{}] on rank {rank}", given.join(", ")),
         format!("{} tensors for what the spec gives this rank, [{}]", metadata.dtype.as_str(), list.join(", ")),
@@ -308,11 +313,11 @@ fn described(shards: &[Shard], size: &[usize], mesh: &DeviceMesh) -> Result<Opti
     for shard in shards {
         if shard.metadata.rank() != Some(rank) {
             let needed = format!("a placement on rank {rank}, which brings it");
-            return Err(Error::invalid("shard", &shard.metadata, needed, "name the own rank"));
+            return Err(ErrorKind::Argument.error("shard", &shard.metadata, needed, "name the own rank"));
         }
         if shard.tensor.dtype() != dtype {
             let found = format!("types {} and {}", dtype.as_str(), shard.tensor.dtype().as_str());
-            return Err(Error::invalid("shards", found, "one type", "convert them first"));
+            return Err(ErrorKind::Argument.error("shards", found, "one type", "convert them first"));
         }
     }
     let shards = shards.iter().map(|s| s.metadata.clone()).collect();

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use candle_core::{Device, DeviceLocation};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::mesh::DEVICE_TYPES;
 
 /// A device, and the rank or the named worker that has it: `rank:1/cpu`, `trainer0/cuda:1` or `cpu`.
@@ -77,7 +77,7 @@ impl RemoteDevice {
             return Ok(());
         }
         let needed = format!("a tensor on {}, where the shard is said to be", self.device);
-        Err(Error::invalid(
+        Err(ErrorKind::Unsupported.error(
             "shard",
             format!("a tensor on {found}"),
             needed,
@@ -92,7 +92,7 @@ impl FromStr for RemoteDevice {
     fn from_str(text: &str) -> Result<Self> {
         let bad = || {
             let needed = "rank:<rank>/<device>, <worker>/<device> or <device>, with a device such as cpu or cuda:0";
-            Error::invalid("remote device", format!("{text:?}"), needed, "name it in one of these forms")
+            ErrorKind::Argument.error("remote device", format!("{text:?}"), needed, "name it in one of these forms")
         };
         let (owner, device) = match text.split('/').collect::<Vec<_>>()[..] {
             [device] if is_device(device) => (None, device),

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::metadata::{ShardMetadata, ShardedTensorMetadata, check_disjoint};
 use super::spec::ShardingSpec;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// The shards one by one: any boxes on any ranks, as long as they fill the tensor and do not overlap.
 ///
@@ -31,7 +31,7 @@ impl EnumerableShardingSpec {
     pub fn new(shards: impl Into<Vec<ShardMetadata>>) -> Result<Self> {
         let shards = shards.into();
         if shards.is_empty() {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Argument.error(
                 "enumerable spec",
                 "no shards",
                 "one at least",

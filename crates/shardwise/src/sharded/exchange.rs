@@ -6,7 +6,7 @@ use super::device::RemoteDevice;
 use super::metadata::{ShardMetadata, ShardedTensorMetadata};
 use super::shard::Shard;
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result, Site};
+use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
 use crate::redistribute::{Exchange, block};
 use shardwise_kernels::{Assembly, dense, placeholder};
@@ -35,7 +35,12 @@ pub fn distribute(
     };
     let Some(&source) = mesh.ranks().get(source) else {
         let needed = format!("a position on the mesh, below {}", mesh.size());
-        return Err(Error::invalid("source rank", source, needed, "0 is the first rank of the mesh"));
+        return Err(ErrorKind::Rank { rank: source, size: mesh.size() }.error(
+            "source rank",
+            source,
+            needed,
+            "0 is the first rank of the mesh",
+        ));
     };
     let own = whole_shard(tensor, source)?;
     let from = ShardedTensorMetadata { shards: vec![own.metadata.clone()], ..metadata.clone() };
@@ -51,7 +56,7 @@ fn whole_shard(tensor: &Tensor, rank: usize) -> Result<Shard> {
 pub(super) fn check_ranks(metadata: &ShardedTensorMetadata, mesh: &DeviceMesh) -> Result<()> {
     for shard in &metadata.shards {
         if shard.rank().is_none_or(|rank| !mesh.contains(rank)) {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Layout.error(
                 "placement",
                 format!("shard {shard}"),
                 format!("a rank of the mesh {}, such as {}", mesh.mesh(), RemoteDevice::cpu_of(mesh.ranks()[0])),
@@ -60,7 +65,7 @@ pub(super) fn check_ranks(metadata: &ShardedTensorMetadata, mesh: &DeviceMesh) -
         }
         if shard.placement.as_ref().is_some_and(|p| p.device() != "cpu") {
             let needed = "the CPU, which is where ranks of threads keep their tensors";
-            return Err(Error::invalid("placement", format!("shard {shard}"), needed, "use rank:<rank>/cpu"));
+            return Err(ErrorKind::Layout.error("placement", format!("shard {shard}"), needed, "use rank:<rank>/cpu"));
         }
     }
     Ok(())
@@ -116,7 +121,12 @@ pub(super) fn moved(
         }
         if pasted != part.volume() {
             let needed = format!("{}, all elements of shard {part}", part.volume());
-            return Err(Error::invalid("sharded tensor", format!("{pasted} elements"), needed, "check its metadata"));
+            return Err(ErrorKind::Layout.error(
+                "sharded tensor",
+                format!("{pasted} elements"),
+                needed,
+                "check its metadata",
+            ));
         }
         // SAFETY: as many elements as the shard has were pasted, each to another place.
         Ok(unsafe { whole.finish() })

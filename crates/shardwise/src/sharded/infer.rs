@@ -7,7 +7,7 @@ use super::device::RemoteDevice;
 use super::enumerable::EnumerableShardingSpec;
 use super::metadata::{ShardMetadata, ShardedTensorMetadata};
 use super::spec::AnyShardingSpec;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, OwnedBox, chunk};
 
 impl AnyShardingSpec {
@@ -26,7 +26,7 @@ impl AnyShardingSpec {
     pub fn from_layout(layout: &Layout) -> Result<Self> {
         if layout.is_partial() {
             let needed = "a layout without pending reductions";
-            return Err(Error::invalid("layout", layout, needed, "redistribute the tensor first"));
+            return Err(ErrorKind::Layout.error("layout", layout, needed, "redistribute the tensor first"));
         }
         if let ([axis], [placement]) = (layout.mesh().axes(), layout.placements())
             && let Some(dim) = placement.chunk_dim().filter(|_| axis.size > 1)

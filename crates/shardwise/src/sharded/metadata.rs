@@ -7,7 +7,7 @@ use candle_core::DType;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::device::RemoteDevice;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{Layout, OwnedBox, TensorBox, ragged};
 use crate::mesh::Mesh;
 use crate::placement::Placement;
@@ -36,7 +36,12 @@ impl ShardMetadata {
             return Ok(shard);
         }
         let found = format!("{} offsets and {} sizes", shard.offsets.len(), shard.sizes.len());
-        Err(Error::invalid("shard", found, "as many of the one as of the other", "give both for every dimension"))
+        Err(ErrorKind::Argument.error(
+            "shard",
+            found,
+            "as many of the one as of the other",
+            "give both for every dimension",
+        ))
     }
 
     /// The box that the shard is.
@@ -100,7 +105,7 @@ impl ShardedTensorMetadata {
         check_disjoint(&self.shards)?;
         for shard in &self.shards {
             if shard.offsets.len() != self.size.len() {
-                return Err(Error::invalid(
+                return Err(ErrorKind::Argument.error(
                     "shards",
                     format!("shard {shard} of {} dimensions", shard.offsets.len()),
                     format!("{} dimensions, as the tensor of size {:?} has", self.size.len(), self.size),
@@ -112,7 +117,12 @@ impl ShardedTensorMetadata {
             };
             if self.size.iter().zip(shard.offsets.iter().zip(&shard.sizes)).any(outside) {
                 let needed = format!("shards inside the tensor of size {:?}", self.size);
-                return Err(Error::invalid("shards", format!("shard {shard}"), needed, "correct its offsets or sizes"));
+                return Err(ErrorKind::Argument.error(
+                    "shards",
+                    format!("shard {shard}"),
+                    needed,
+                    "correct its offsets or sizes",
+                ));
             }
         }
         let volume_of = |sizes: &[usize]| sizes.iter().fold(1usize, |count, &n| count.saturating_mul(n));
@@ -120,7 +130,7 @@ impl ShardedTensorMetadata {
         if covered == volume {
             return Ok(());
         }
-        Err(Error::invalid(
+        Err(ErrorKind::Argument.error(
             "shards",
             format!("{covered} elements in {} shard(s)", self.shards.len()),
             format!("{volume}, all elements of the tensor of size {:?}", self.size),
@@ -137,13 +147,23 @@ impl ShardedTensorMetadata {
         let mut held = ranks.iter().enumerate().filter_map(|(rank, m)| Some((rank, m.as_ref()?)));
         let Some((first_rank, first)) = held.next() else {
             let needed = "shards on one rank at least";
-            return Err(Error::invalid("sharded tensor", "no shards on any rank", needed, "pass the shards of a rank"));
+            return Err(ErrorKind::Argument.error(
+                "sharded tensor",
+                "no shards on any rank",
+                needed,
+                "pass the shards of a rank",
+            ));
         };
         let mut whole = first.clone();
         for (rank, other) in held {
             let differs = |what: &str, a: &dyn fmt::Debug, b: &dyn fmt::Debug| {
                 let found = format!("{what} {a:?} on rank {first_rank} and {b:?} on rank {rank}");
-                Err(Error::invalid("sharded tensor", found, "the same on all ranks", "pass the same on all ranks"))
+                Err(ErrorKind::Disagreement.error(
+                    "sharded tensor",
+                    found,
+                    "the same on all ranks",
+                    "pass the same on all ranks",
+                ))
             };
             if other.size != whole.size {
                 return differs("global size", &whole.size, &other.size);
@@ -251,7 +271,12 @@ pub(super) fn check_disjoint(shards: &[ShardMetadata]) -> Result<()> {
     let Some(first) = shards.first() else { return Ok(()) };
     if let Some(other) = shards.iter().find(|s| s.offsets.len() != first.offsets.len()) {
         let found = format!("shards of {} and of {} dimensions", first.offsets.len(), other.offsets.len());
-        return Err(Error::invalid("shards", found, "one number of dimensions", "describe all of them in one tensor"));
+        return Err(ErrorKind::Argument.error(
+            "shards",
+            found,
+            "one number of dimensions",
+            "describe all of them in one tensor",
+        ));
     }
     // Sorted by where they begin along one dimension, a shard can overlap only those that begin before it ends. The
     // dimension with the most starts leaves the fewest to look at.
@@ -282,7 +307,7 @@ pub(super) fn check_disjoint(shards: &[ShardMetadata]) -> Result<()> {
 
 fn overlap(a: &ShardMetadata, b: &ShardMetadata) -> Error {
     let found = format!("shards {a} and {b}, which overlap");
-    Error::invalid("shards", found, "every element in one shard", "correct their offsets or sizes")
+    ErrorKind::Argument.error("shards", found, "every element in one shard", "correct their offsets or sizes")
 }
 
 fn volume(shards: &[ShardMetadata]) -> usize {

@@ -10,7 +10,7 @@ use super::metadata::{ShardMetadata, ShardedTensorMetadata};
 use super::spec::AnyShardingSpec;
 use super::tensor::ShardedTensor;
 use crate::comm::agree;
-use crate::error::{Error, Result, Site};
+use crate::error::{ErrorKind, Result, Site};
 use crate::layout::TensorMeta;
 use shardwise_kernels::{own_copy, placeholder, same_memory};
 
@@ -60,7 +60,12 @@ impl ShardedTensor {
         }
         let Some(&rank) = self.mesh.ranks().get(dst) else {
             let needed = format!("a position on the mesh, below {}", self.mesh.size());
-            return Err(Error::invalid("destination of gather", dst, needed, "0 is the first rank of the mesh"));
+            return Err(ErrorKind::Rank { rank: dst, size: self.mesh.size() }.error(
+                "destination of gather",
+                dst,
+                needed,
+                "0 is the first rank of the mesh",
+            ));
         };
         let whole = self.whole_on(&[rank])?;
         moved(&self.mesh, &self.metadata, &self.shards, &whole, site)?.pop().map(|t| self.handed_out(t)).transpose()

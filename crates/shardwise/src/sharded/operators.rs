@@ -9,7 +9,7 @@ use candle_core::{Device, Tensor};
 use super::spec_ops::{spec_op, spec_op_names};
 use super::tensor::ShardedTensor;
 use crate::comm::Call;
-use crate::error::{Error, Result, Site};
+use crate::error::{ErrorKind, Result, Site};
 use crate::ops::Bag;
 use crate::placement::{Placement, ReduceOp};
 use crate::rank_context::{RankContext, in_scope, rank_context};
@@ -70,7 +70,7 @@ pub fn call_sharded_op(name: &str, inputs: &[&ShardedTensor]) -> Result<ShardedT
             false => format!("an operator of a surrounding with_sharded_op, or of the spec: {}", known.join(", ")),
         };
         let fix = "register it, or correct the name";
-        Err(Error::invalid("sharded operator", format!("{name:?}"), needed, fix))
+        Err(ErrorKind::unknown(name).error("sharded operator", format!("{name:?}"), needed, fix))
     })
 }
 
@@ -91,7 +91,12 @@ fn check_meshes(name: &str, inputs: &[&ShardedTensor]) -> Result<()> {
         None => Ok(()),
         Some(other) => {
             let found = format!("{name} of tensors on mesh {} and mesh {}", first.mesh.mesh(), other.mesh.mesh());
-            Err(Error::invalid("sharded operator", found, "one mesh", "reshard to one mesh through to_dtensor_on"))
+            Err(ErrorKind::Mesh.error(
+                "sharded operator",
+                found,
+                "one mesh",
+                "reshard to one mesh through to_dtensor_on",
+            ))
         }
     }
 }
@@ -123,7 +128,12 @@ impl ShardedTensor {
             return result;
         }
         let Some((first, others)) = inputs.split_first() else {
-            return Err(Error::invalid("sharded operator", "no inputs", "one tensor at least", "pass the tensors"));
+            return Err(ErrorKind::Operands.error(
+                "sharded operator",
+                "no inputs",
+                "one tensor at least",
+                "pass the tensors",
+            ));
         };
         let first_tensor = first.to_dtensor()?;
         let (mesh, mut tensors) = (first_tensor.device_mesh().clone(), vec![first_tensor.clone()]);
@@ -198,7 +208,12 @@ impl ShardedTensor {
     pub fn embedding_of_local(&self, ids: &Tensor) -> Result<Tensor> {
         if self.shape().len() != 2 {
             let found = format!("a tensor of shape {:?}", self.shape());
-            return Err(Error::invalid("embedding", found, "a table [vocabulary, features]", "use a matrix"));
+            return Err(ErrorKind::Operands.error(
+                "embedding",
+                found,
+                "a table [vocabulary, features]",
+                "use a matrix",
+            ));
         }
         let line = self.line()?;
         let shape = [ids.dims(), &self.shape()[1..]].concat();
@@ -218,7 +233,12 @@ impl ShardedTensor {
     ) -> Result<bool> {
         if self.mesh.world().is_dry() || !self.mesh.contains(self.mesh.world().rank()) {
             let found = "a comparison in a dry run or on a rank outside the mesh";
-            return Err(Error::invalid("reader", found, "a rank that holds data", "test my_coordinate() first"));
+            return Err(ErrorKind::NoData.error(
+                "reader",
+                found,
+                "a rank that holds data",
+                "test my_coordinate() first",
+            ));
         }
         check_meshes("comparison", &[self, other])?;
         if self.shape() != other.shape() {

@@ -4,7 +4,7 @@ use candle_core::Tensor;
 
 use super::device::RemoteDevice;
 use super::metadata::ShardMetadata;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use shardwise_kernels::{check_served, own_copy, same_memory};
 
 /// A box of a tensor that this rank holds.
@@ -20,7 +20,12 @@ impl Shard {
         check_served(tensor)?;
         if tensor.dims() != metadata.sizes {
             let found = format!("a tensor of shape {:?}", tensor.dims());
-            return Err(Error::invalid("shard", found, format!("sizes {:?}", metadata.sizes), "describe the tensor"));
+            return Err(ErrorKind::Argument.error(
+                "shard",
+                found,
+                format!("sizes {:?}", metadata.sizes),
+                "describe the tensor",
+            ));
         }
         if let Some(placement) = &metadata.placement {
             placement.check_holds(tensor.device())?;

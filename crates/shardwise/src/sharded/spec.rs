@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 use super::exchange::distribute;
 use super::metadata::ShardedTensorMetadata;
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result, Site};
+use crate::error::{ErrorKind, Result, Site};
 use crate::layout::Layout;
 
 /// A rule that says which shards a tensor of any size has, and who holds them: chunks of a dimension
@@ -103,7 +103,7 @@ impl AnyShardingSpec {
         if metadata.size != size || metadata.dtype != dtype {
             let found = format!("{} {:?} from the spec {self}", metadata.dtype.as_str(), metadata.size);
             let needed = format!("{} {size:?}, as was asked for", dtype.as_str());
-            return Err(Error::invalid("sharding spec", found, needed, "correct its build_metadata"));
+            return Err(ErrorKind::Argument.error("sharding spec", found, needed, "correct its build_metadata"));
         }
         metadata.check_covering()?;
         Ok(metadata)

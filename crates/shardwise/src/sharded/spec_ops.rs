@@ -8,7 +8,7 @@ use parking_lot::RwLock;
 
 use super::spec::{AnyShardingSpec, ShardingSpec};
 use super::tensor::ShardedTensor;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 type Implementation = Arc<dyn Fn(&AnyShardingSpec, &[&ShardedTensor]) -> Result<ShardedTensor> + Send + Sync>;
 
@@ -61,7 +61,12 @@ pub fn register_spec_op<S: ShardingSpec>(
     let known = all.entry(TypeId::of::<S>()).or_default();
     if known.get(name).is_some_and(|(registered, _)| *registered != function) {
         let found = format!("a second operator {name:?} for {}", std::any::type_name::<S>());
-        return Err(Error::invalid("sharded operator", found, "one per name and spec", "give it another name"));
+        return Err(ErrorKind::Argument.error(
+            "sharded operator",
+            found,
+            "one per name and spec",
+            "give it another name",
+        ));
     }
     known.entry(name.to_string()).or_insert_with(|| (function, Arc::new(of_spec)));
     Ok(())

@@ -12,7 +12,7 @@ use super::shard::Shard;
 use super::spec::AnyShardingSpec;
 use super::tensor::ShardedTensor;
 use crate::comm::{DeviceMesh, texts};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use shardwise_kernels::{bytes_of, check_dtype};
 
 /// What one rank stores of a sharded tensor: its shards, and what it knows of all.
@@ -32,7 +32,7 @@ impl ShardedTensor {
     pub fn state(&self) -> Result<ShardedTensorState> {
         if self.mesh.world().is_dry() {
             let fix = "dry runs know shapes, not values";
-            return Err(Error::invalid("sharded tensor", "state in a dry run", "a run with data", fix));
+            return Err(ErrorKind::NoData.error("sharded tensor", "state in a dry run", "a run with data", fix));
         }
         let rank = self.mesh.world().rank();
         let positions = (0..self.metadata.shards.len()).filter(|&i| self.metadata.shards[i].rank() == Some(rank));
@@ -97,7 +97,7 @@ impl ShardedTensor {
                 let show = |spec: &Option<String>| spec.clone().unwrap_or_else(|| "no spec".to_string());
                 let found =
                     format!("{} on rank {} and {} on rank {rank}", show(first), group.ranks()[0], show(&its_spec));
-                return Err(Error::invalid(
+                return Err(ErrorKind::Disagreement.error(
                     "sharding spec",
                     found,
                     "the same on all ranks",
@@ -201,5 +201,5 @@ fn find<'a>(states: &'a [ShardedTensorState], part: &ShardMetadata) -> Option<&'
 }
 
 fn bad(found: String, needed: &str) -> Error {
-    Error::invalid("sharded tensor state", found, needed, "pass the states that the ranks stored")
+    ErrorKind::state().error("sharded tensor state", found, needed, "pass the states that the ranks stored")
 }

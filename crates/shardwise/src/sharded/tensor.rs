@@ -10,7 +10,7 @@ use super::metadata::{ShardMetadata, ShardedTensorMetadata};
 use super::shard::Shard;
 use super::spec::AnyShardingSpec;
 use crate::comm::{Charge, DeviceMesh, Group};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::Runs;
 use crate::tensor::{Piece, TensorId, local_text, show_pieces};
 use shardwise_kernels::check_cpu;
@@ -124,7 +124,7 @@ impl ShardedTensor {
     pub fn local_tensor(&self) -> Result<Tensor> {
         let [shard] = self.shards.as_slice() else {
             let found = format!("{} shards on rank {}", self.shards.len(), self.mesh.world().rank());
-            return Err(Error::invalid("sharded tensor", found, "one shard", "use local_shards"));
+            return Err(ErrorKind::Argument.error("sharded tensor", found, "one shard", "use local_shards"));
         };
         shard.handed_out()
     }
@@ -223,7 +223,7 @@ impl ShardedTensor {
     pub fn show(&self) -> Result<String> {
         if self.mesh.world().is_dry() {
             let fix = "dry runs know shapes, not values";
-            return Err(Error::invalid("reader", "show in a dry run", "a run with data", fix));
+            return Err(ErrorKind::NoData.error("reader", "show in a dry run", "a run with data", fix));
         }
         let piece = |shard: &Shard| {
             let run = |(&start, &size): (&usize, &usize)| Runs::range(start..start + size);

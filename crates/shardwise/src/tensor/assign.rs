@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use super::{Backward, DTensor, Keeps, Number, Saved, is_recording};
 use crate::comm::implicitly;
-use crate::error::{Error, Result, Site};
+use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
 use crate::placement::{Placement, is_linear};
 use crate::redistribute::Exchange;
@@ -37,7 +37,7 @@ impl DTensor {
         let site = Location::caller();
         let region = self.region(ranges)?;
         if value.shape() != region.sizes || value.dtype() != self.dtype() || value.device_mesh() != self.device_mesh() {
-            return Err(Error::invalid(
+            return Err(ErrorKind::shape(value.shape()).error(
                 "value to assign",
                 format!("{} {}", value.dtype().as_str(), value.layout()),
                 format!("{} {:?} on mesh {}", self.dtype().as_str(), region.sizes, self.layout().mesh()),
@@ -94,7 +94,7 @@ impl DTensor {
         let fits = ranges.len() == self.rank()
             && ranges.iter().zip(self.shape()).all(|(r, &n)| r.start <= r.end && r.end <= n);
         if !fits {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Argument.error(
                 "ranges",
                 format!("{ranges:?}"),
                 format!("one range within each dimension of {:?}", self.shape()),

@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor, WithDType};
 
 use super::{DTensor, hash_of};
 use crate::comm::{Call, implicitly, on_behalf_of};
-use crate::error::{Error, Result, Site};
+use crate::error::{ErrorKind, Result, Site};
 use crate::layout::Layout;
 use crate::placement::ReduceOp;
 use shardwise_kernels::{all_close, all_equal};
@@ -18,7 +18,7 @@ impl DTensor {
         let site = Location::caller();
         self.check_readable("item")?;
         if self.elem_count() != 1 {
-            return Err(Error::invalid(
+            return Err(ErrorKind::shape(self.shape()).error(
                 "tensor for item",
                 format!("shape {:?}", self.shape()),
                 "a tensor with one element",
@@ -26,7 +26,7 @@ impl DTensor {
             ));
         }
         if self.dtype() != T::DTYPE {
-            return Err(Error::invalid(
+            return Err(ErrorKind::dtype(T::DTYPE).error(
                 "type for item",
                 T::DTYPE.as_str(),
                 self.dtype().as_str(),
@@ -90,6 +90,6 @@ impl DTensor {
         } else {
             return Ok(());
         };
-        Err(Error::invalid("reader", format!("{what} in {found}"), needed, fix))
+        Err(ErrorKind::NoData.error("reader", format!("{what} in {found}"), needed, fix))
     }
 }

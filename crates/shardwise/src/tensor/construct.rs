@@ -7,7 +7,7 @@ use candle_core::{Device, Shape, Tensor};
 use super::local_code::{enter, exits_behind, exits_numbered, numbers};
 use super::{DTensor, check_partial, check_room, foreign, hash_of};
 use crate::comm::{Call, DeviceMesh, Group};
-use crate::error::{Error, Result, Site};
+use crate::error::{ErrorKind, Result, Site};
 use crate::fnv::fnv1a;
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::Placement;
@@ -162,7 +162,7 @@ impl DTensor {
         }
         let expected = layout.local_shape(rank);
         if local.dims() != expected {
-            return Err(Error::invalid(
+            return Err(ErrorKind::shape(local.dims()).error(
                 "local tensor",
                 format!("shape {:?} on rank {rank}", local.dims()),
                 format!("{expected:?}, what this rank holds of {layout}"),
@@ -239,7 +239,7 @@ fn check_replicas(tensor: &DTensor, site: Site) -> Result<()> {
     if differing.is_empty() {
         return Ok(());
     }
-    Err(Error::invalid(
+    Err(ErrorKind::Disagreement.error(
         "replicas",
         format!("elements of {layout} that are not the same: {}", differing.join(", ")),
         "the same elements on all ranks of an axis that replicates",
@@ -323,7 +323,7 @@ fn check_fit(layout: &Layout, shapes: &[Vec<usize>], ranks: &[usize]) -> Result<
     for (shape, &rank) in shapes.iter().zip(ranks) {
         let expected = layout.local_shape(rank);
         if *shape != expected {
-            return Err(Error::invalid(
+            return Err(ErrorKind::shape(shape).error(
                 "local tensors",
                 format!("shape {shape:?} on rank {rank} and {:?} on rank {}", shapes[0], ranks[0]),
                 format!("{expected:?} on rank {rank}, if the whole is {layout}"),
@@ -343,7 +343,12 @@ fn agree_on_source(tensor: &Tensor, group: &Group, source: usize, placements: &[
         return Ok(());
     }
     let needed = format!("a position on the mesh, below {}", group.size());
-    Err(Error::invalid("source rank", source, needed, "0 is the first rank of the mesh"))
+    Err(ErrorKind::Rank { rank: source, size: group.size() }.error(
+        "source rank",
+        source,
+        needed,
+        "0 is the first rank of the mesh",
+    ))
 }
 
 /// Every rank's part of the tensor that the rank at position `source` of the group has.

@@ -4,7 +4,7 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use super::DTensor;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::module_scope::user_site;
 use crate::placement::Placement;
 
@@ -43,7 +43,7 @@ impl DTensor {
             for (position, item) in split(layout).into_iter().enumerate() {
                 let bad = |fix: &str| {
                     let needed = format!("placements of the axes {axes:?}, such as {}=R", axes[0]);
-                    Error::invalid("expected layout", format!("`{layout}` at {site}"), needed, fix)
+                    ErrorKind::Layout.error::<Error>("expected layout", format!("`{layout}` at {site}"), needed, fix)
                 };
                 let (axis, text) = match item.split_once('=') {
                     Some((name, text)) => (axes.iter().position(|axis| *axis == name.trim()), text.trim()),
@@ -53,7 +53,7 @@ impl DTensor {
                 let expected = text.parse::<Placement>()?.normalized(self.rank())?;
                 let found = &self.placements()[axis];
                 if *found != expected {
-                    return Err(Error::invalid(
+                    return Err(ErrorKind::Layout.error(
                         "layout",
                         format!("{}={found} of {} at {site}", axes[axis], self.layout()),
                         format!("{}={expected}", axes[axis]),

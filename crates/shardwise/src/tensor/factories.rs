@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Shape, Tensor};
 
 use super::{DTensor, check_partial, check_room, foreign};
 use crate::comm::{Call, DeviceMesh};
-use crate::error::{Error, RankCall, Result, Site};
+use crate::error::{Error, ErrorKind, RankCall, Result, Site};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
 use crate::placement::Placement;
 use crate::random::{Distribution, Generator, GeneratorState, mantissa_bits};
@@ -102,7 +102,7 @@ impl DTensor {
         let (start, end, step) = (start.into(), end.into(), step.into());
         let count = range_count(start, end, step);
         if !count.is_finite() || step.real() == 0.0 || count > MAX_COUNT {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Argument.error(
                 "range",
                 format!("{} to {} in steps of {}", start.real(), end.real(), step.real()),
                 "finite bounds and a step that leads from one to the other",

@@ -8,7 +8,7 @@ use parking_lot::RwLock;
 
 use super::DTensor;
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::mesh::register_device_type;
 use crate::placement::Placement;
 
@@ -27,7 +27,7 @@ static BACKENDS: LazyLock<RwLock<HashMap<String, Arc<dyn DeviceBackend>>>> = Laz
 /// [`DTensor::distribute_tensor`] on them is the backend's. A type that candle serves cannot be taken over.
 pub fn register_backend(device_type: &str, backend: Arc<dyn DeviceBackend>) -> Result<()> {
     if SERVED.contains(&device_type) {
-        return Err(Error::invalid(
+        return Err(ErrorKind::Unsupported.error(
             "device type",
             format!("`{device_type}`"),
             format!("a type other than {}", SERVED.join(", ")),
@@ -45,7 +45,7 @@ pub(super) fn backend_for(device_type: &str) -> Result<Option<Arc<dyn DeviceBack
         return Ok(None);
     }
     BACKENDS.read().get(device_type).cloned().map(Some).ok_or_else(|| {
-        Error::invalid(
+        ErrorKind::Unsupported.error(
             "device type",
             format!("`{device_type}`"),
             format!("{} or a type with a registered backend", SERVED.join(", ")),
@@ -59,7 +59,7 @@ pub(super) fn check_computes(mesh: &DeviceMesh) -> Result<()> {
     if mesh.device_type() == "cpu" || mesh.world().is_dry() {
         return Ok(());
     }
-    Err(Error::invalid(
+    Err(ErrorKind::Unsupported.error(
         "mesh",
         format!("mesh {} on device type `{}`", mesh.mesh(), mesh.device_type()),
         "a mesh on `cpu`, where this library computes",

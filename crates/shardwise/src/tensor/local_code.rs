@@ -17,7 +17,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout as Strides, Shape
 use parking_lot::Mutex;
 
 use super::{Backward, DTensor, Keeps, Saved, is_recording};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp, is_linear};
 use crate::rank_context::{rank_context, rank_context_if_alive};
 use shardwise_kernels::{dense, with_type};
@@ -154,7 +154,7 @@ pub(super) fn enter(
     }
     let linear = |p: &Placement| p.reduction().is_none_or(is_linear);
     if !made.placements().iter().all(linear) {
-        return Err(Error::invalid(
+        return Err(ErrorKind::Layout.error(
             "placements",
             format!("from_local of a tensor with a gradient as {}", made.layout()),
             "sums and means, whose gradient every rank knows",
@@ -190,7 +190,7 @@ impl Backward for LocalCode {
         if is_recording() {
             let found = "the gradient of the gradient of local code";
             let fix = "use backward, or operators of distributed tensors";
-            return Err(Error::invalid("gradient", found, "a first derivative", fix));
+            return Err(ErrorKind::Gradient.error("gradient", found, "a first derivative", fix));
         }
         let gradient = gradient.redistribute(self.grad_placements.iter().cloned())?;
         // Every operand of a mean counts with its share.
@@ -200,7 +200,12 @@ impl Backward for LocalCode {
         if gradient.local().dims() != self.local.dims() {
             let found = format!("grad_placements that give this rank {:?}", gradient.local().dims());
             let needed = format!("{:?}, the shape of the local tensor", self.local.dims());
-            return Err(Error::invalid("gradient", found, needed, "correct the grad_placements of from_local"));
+            return Err(ErrorKind::Gradient.error(
+                "gradient",
+                found,
+                needed,
+                "correct the grad_placements of from_local",
+            ));
         }
         self.exits.iter().for_each(|exit| *exit.gradient.lock() = None);
         // The exits take the gradients; candle's store of them has nothing else that counts.

@@ -34,7 +34,7 @@ use candle_core::{DType, Device, Tensor};
 use rustc_hash::FxHasher;
 
 use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of, while_moving};
-use crate::error::{Error, Result, Site};
+use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::{Placement, ReduceOp, is_linear};
 use crate::redistribute::{Exchange, redistribute};
@@ -339,7 +339,7 @@ impl DTensor {
             return Ok(self.clone());
         }
         if to.mesh() != self.layout().mesh() || to.shape() != self.shape() {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Layout.error(
                 "layout",
                 to,
                 format!("a layout of shape {:?} on mesh {}", self.shape(), self.layout().mesh()),

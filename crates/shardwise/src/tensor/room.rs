@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
 use shardwise_kernels::memory_bytes;
 
@@ -40,7 +40,7 @@ pub(crate) fn check_metas(metas: &[TensorMeta], ranks: usize, dry: bool) -> Resu
 #[cold]
 fn refused(found: &str, bytes: usize) -> Error {
     let gigabytes = |bytes: usize| format!("{:.1} GB", bytes as f64 / 1e9);
-    Error::invalid(
+    ErrorKind::OutOfMemory { bytes: bytes as u64, limit: memory_bytes() as u64 }.error(
         "tensor",
         format!("{found}, {}", gigabytes(bytes)),
         format!("at most {} per rank, the memory of this machine", gigabytes(memory_bytes())),

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::DTensor;
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 use shardwise_kernels::bytes_of;
 
@@ -39,7 +39,12 @@ impl DTensor {
     /// load into another layout or world, redistribute afterwards or use a checkpoint.
     pub fn from_state(state: &DTensorState, mesh: &DeviceMesh) -> Result<DTensor> {
         let bad = |found: String, needed: String| {
-            Error::invalid("tensor state", found, needed, "load the state on the rank and mesh that stored it")
+            ErrorKind::state().error(
+                "tensor state",
+                found,
+                needed,
+                "load the state on the rank and mesh that stored it",
+            )
         };
         let rank = mesh.world().rank();
         if state.layout.mesh() != mesh.mesh() || state.rank != rank {

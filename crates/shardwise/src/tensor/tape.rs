@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use super::{DTensor, Value};
 use crate::comm::DeviceMesh;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 use crate::rank_context::{RankContext, in_scope, rank_context};
 
@@ -222,7 +222,7 @@ impl Node {
         match &*self.state.lock() {
             State::Leaf => Ok(None),
             State::Recorded(recording) => Ok(Some(Arc::clone(recording))),
-            State::Freed(name) => Err(Error::invalid(
+            State::Freed(name) => Err(ErrorKind::Gradient.error(
                 "graph",
                 format!("a second backward pass through {name}, whose saved tensors the first one freed"),
                 "a graph that was kept",

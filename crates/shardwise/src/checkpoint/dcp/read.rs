@@ -9,7 +9,7 @@ use super::super::stored::{Contents, INCOMPLETE, NOT_OURS, StoredTensor, check_f
 use super::super::torch::{Saved, at_key};
 use super::super::value::Key;
 use super::names::{CLASSES, FILESYSTEM, METADATA};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorBox;
 
 /// A longer `.metadata` is refused.
@@ -26,7 +26,7 @@ struct Info {
 type Storage = BTreeMap<(String, Option<Vec<usize>>), Info>;
 
 fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
-    Error::invalid("distributed checkpoint", found, needed, NOT_OURS)
+    ErrorKind::Damaged.error("distributed checkpoint", found, needed, NOT_OURS)
 }
 
 /// What is in a checkpoint of this format.
@@ -92,7 +92,7 @@ fn sizes(pickle: &Pickle, id: Id) -> Result<Vec<usize>> {
 
 fn missing(key: &str) -> Error {
     let found = format!("no place for a part of {key:?}");
-    Error::invalid("distributed checkpoint", found, "a place for every part", INCOMPLETE)
+    ErrorKind::Damaged.error("distributed checkpoint", found, "a place for every part", INCOMPLETE)
 }
 
 /// A dict of Python has a key once.
@@ -128,7 +128,12 @@ fn storage(pickle: &Pickle, id: Id) -> Result<Storage> {
             if !none {
                 let found = format!("a transformed part of {key:?}");
                 let fix = "load it with PyTorch and save it without compression";
-                return Err(Error::invalid("distributed checkpoint", found, "parts as torch.save has them", fix));
+                return Err(ErrorKind::Damaged.error(
+                    "distributed checkpoint",
+                    found,
+                    "parts as torch.save has them",
+                    fix,
+                ));
             }
         }
         if storage.insert((key.clone(), offsets), Info { file, offset, length }).is_some() {

@@ -12,7 +12,7 @@ use super::super::stored::{Chunk, row_major};
 use super::super::torch::{write_tensor, write_value};
 use super::super::value::{Key, Value};
 use super::names::{CLASSES, FILESYSTEM};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorBox;
 
 /// Where the archive of a chunk or value ended up. Places of all ranks together make `.metadata`.
@@ -51,7 +51,12 @@ pub(super) fn write_file(
         if part.sizes != content.shape() {
             let found = format!("content of shape {:?} for a part of {key:?}", content.shape());
             let needed = format!("{:?}, the shape of the part", part.sizes);
-            return Err(Error::invalid("checkpoint", found, needed, "give each part the elements that it has"));
+            return Err(ErrorKind::Argument.error(
+                "checkpoint",
+                found,
+                needed,
+                "give each part the elements that it has",
+            ));
         }
         let written = write_tensor(out, content, progress)?;
         let chunk = Chunk {
@@ -83,7 +88,7 @@ pub(super) fn metadata_bytes(
         let Some(chunk) = &place.chunk else { continue };
         let of_key = chunks.get_mut(place.key.as_str()).ok_or_else(|| {
             let found = format!("a part of tensor {:?} whose type and shape are not given", place.key);
-            Error::invalid("checkpoint", found, "type and shape of every tensor", "list the tensor")
+            ErrorKind::Argument.error::<Error>("checkpoint", found, "type and shape of every tensor", "list the tensor")
         })?;
         of_key.push(chunk);
     }

@@ -1,6 +1,6 @@
 //! The names that checkpoints have a use for. None of them is ever called.
 
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// An error unless a class or function is one that PyTorch puts into checkpoints.
 pub(super) fn check(module: &str, name: &str) -> Result<()> {
@@ -24,7 +24,7 @@ pub(super) fn check(module: &str, name: &str) -> Result<()> {
     if listed {
         return Ok(());
     }
-    Err(Error::invalid(
+    Err(ErrorKind::Damaged.error(
         "pickle",
         format!("a use of {module}.{name}"),
         "only what PyTorch puts into checkpoints",

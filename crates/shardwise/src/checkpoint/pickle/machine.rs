@@ -5,7 +5,7 @@ use rustc_hash::FxHashMap;
 use super::super::stored::NOT_OURS;
 use super::globals;
 use super::object::{Id, Object};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// Objects that every pickle has.
 const NONE: Id = 0;
@@ -43,14 +43,14 @@ pub(super) fn run(bytes: &[u8]) -> Result<(Vec<Object>, Id)> {
 fn located(error: Error, at: usize) -> Error {
     match error {
         Error::Invalid(inner) => {
-            Error::invalid(inner.what, format!("{} at byte {at}", inner.found), &inner.needed, &inner.fix)
+            ErrorKind::Damaged.error(inner.what, format!("{} at byte {at}", inner.found), &inner.needed, &inner.fix)
         }
         other => other,
     }
 }
 
 fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
-    Error::invalid("pickle", found, needed, NOT_OURS)
+    ErrorKind::Damaged.error("pickle", found, needed, NOT_OURS)
 }
 
 impl<'a> Machine<'a> {

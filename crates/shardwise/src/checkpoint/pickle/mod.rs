@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 
 use super::stored::NOT_OURS;
 use super::value::Value;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 pub(super) use object::{Id, Object};
 pub(super) use write::Writer;
@@ -128,7 +128,12 @@ impl Pickle {
         };
         let unfit = |found: String| {
             let needed = "none, truth values, integers of 64 bits, numbers, text, lists, tuples and dicts of these";
-            Error::invalid("stored value", found, needed, "leave it out when saving, or save it as one of these")
+            ErrorKind::Unsupported.error(
+                "stored value",
+                found,
+                needed,
+                "leave it out when saving, or save it as one of these",
+            )
         };
         Ok(match object {
             Object::None => Value::None,
@@ -164,7 +169,7 @@ impl Pickle {
         if depth == 0 || *budget < cost {
             let found = "values inside values without end, or one value over and over";
             let needed = format!("{MAX_DEPTH} levels and {} entries at most", self.budget);
-            return Err(Error::invalid("pickle", found, needed, NOT_OURS));
+            return Err(ErrorKind::Damaged.error("pickle", found, needed, NOT_OURS));
         }
         *budget -= cost;
         Ok(())

@@ -7,7 +7,7 @@ mod write;
 use super::files::Files;
 use super::format::CheckpointFormat;
 use super::stored::Contents;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 pub(super) use saved::{Saved, at_key};
 pub(super) use write::{write_tensor, write_value};
@@ -38,7 +38,7 @@ impl CheckpointFormat for Torch {
             if path.is_empty() {
                 let needed = "a dict or list of tensors";
                 let fix = "save {\"name\": tensor}";
-                return Err(Error::invalid("torch.save file", "one tensor or value", needed, fix));
+                return Err(ErrorKind::Unsupported.error("torch.save file", "one tensor or value", needed, fix));
             }
             leaf.add_to(&mut contents, name, path)?;
         }

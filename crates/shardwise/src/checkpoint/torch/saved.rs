@@ -8,7 +8,7 @@ use super::super::stored::{Chunk, Contents, NOT_OURS, StoredTensor, row_major};
 use super::super::value::{Key, Value, flat_key};
 use super::super::zip::Archive;
 use super::names::{CHECKSUMS, STORAGES};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorBox;
 
 /// A longer pickle is refused.
@@ -75,7 +75,7 @@ impl Located {
 }
 
 fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
-    Error::invalid("torch.save archive", found, needed, NOT_OURS)
+    ErrorKind::Damaged.error("torch.save archive", found, needed, NOT_OURS)
 }
 
 impl<'a> Saved<'a> {
@@ -240,7 +240,12 @@ impl<'a> Saved<'a> {
         let bytes = volume * size;
         if bytes as u64 > entry.bytes && bytes > MAX_EXPANDED {
             let found = format!("a tensor of {bytes} bytes in a storage of {}", entry.bytes);
-            return Err(Error::invalid("torch.save archive", found, "the elements", "save tensor.contiguous()"));
+            return Err(ErrorKind::Unsupported.error(
+                "torch.save archive",
+                found,
+                "the elements",
+                "save tensor.contiguous()",
+            ));
         }
         let dense = row_major(&sizes);
         let ordered = volume == 0 || sizes.iter().zip(strides.iter().zip(&dense)).all(|(&n, (a, b))| n == 1 || a == b);
@@ -280,7 +285,7 @@ fn length(path: &[Key]) -> usize {
 pub(in crate::checkpoint) fn at_key(error: Error, key: &str) -> Error {
     match error {
         Error::Invalid(inner) => {
-            Error::invalid(inner.what, format!("{} in entry {key:?}", inner.found), &inner.needed, &inner.fix)
+            ErrorKind::Damaged.error(inner.what, format!("{} in entry {key:?}", inner.found), &inner.needed, &inner.fix)
         }
         other => other,
     }

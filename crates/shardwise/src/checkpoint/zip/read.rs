@@ -8,7 +8,7 @@ use super::records::{
     CENTRAL, CENTRAL_LENGTH, END, END_64, END_64_LENGTH, END_LENGTH, EXTRA_64, LOCAL, LOCAL_LENGTH, LOCATOR_64,
     LOCATOR_64_LENGTH,
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// How much is read at both ends of an archive: all that is small in most.
 const ENDS: u64 = 2 << 10;
@@ -106,7 +106,7 @@ impl<'a> Archive<'a> {
     }
 
     fn bad(&self, found: impl std::fmt::Display, needed: impl std::fmt::Display) -> Error {
-        Error::invalid("zip archive", format!("{found} in {:?}", self.file), needed, NOT_OURS)
+        ErrorKind::Damaged.error("zip archive", format!("{found} in {:?}", self.file), needed, NOT_OURS)
     }
 
     /// A range of the archive that is known to lie in it.
@@ -192,7 +192,12 @@ impl<'a> Archive<'a> {
                 let found = format!("entry {name:?} that is compressed or encrypted");
                 let fix = "torch.save compresses nothing: this file was packed by something else; unpack it first";
                 let found = format!("{found} in {:?}", self.file);
-                return Err(Error::invalid("zip archive", found, "entries that are stored as they are", fix));
+                return Err(ErrorKind::Unsupported.error(
+                    "zip archive",
+                    found,
+                    "entries that are stored as they are",
+                    fix,
+                ));
             }
             if bytes > self.length || header > self.length {
                 let found = format!("entry {name:?} of {bytes} bytes at {header}");

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use super::records::{CENTRAL, DESCRIPTOR, END, END_64, END_64_LENGTH, EXTRA_64, LOCAL, LOCAL_LENGTH, LOCATOR_64};
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// Data of entries begins at a multiple of this, counted from the archive's first byte, as PyTorch has it.
 const ALIGNMENT: u64 = 64;
@@ -72,7 +72,12 @@ impl<'a, W: Write> Writer<'a, W> {
         })?;
         if self.position - data != bytes {
             let found = format!("{} bytes for entry {name:?}", self.position - data);
-            return Err(Error::invalid("zip archive", found, bytes, "hand over as many bytes as were announced"));
+            return Err(ErrorKind::Argument.error(
+                "zip archive",
+                found,
+                bytes,
+                "hand over as many bytes as were announced",
+            ));
         }
         let crc32 = hasher.finalize();
         let mut descriptor = Vec::new();

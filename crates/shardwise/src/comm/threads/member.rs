@@ -11,7 +11,7 @@ use super::mailbox::{Envelope, Message};
 use super::meeting::{Meeting, Posted, Turn, Waiting};
 use crate::comm::check::{Entry, check_agreement};
 use crate::comm::{Call, Communicator, Exposed};
-use crate::error::{Error, RankCall, Result, Site};
+use crate::error::{Error, ErrorKind, RankCall, Result, Site};
 use crate::layout::TensorMeta;
 use crate::mesh::Network;
 use shardwise_kernels::{check_served, own_copy};
@@ -34,7 +34,7 @@ impl Member {
     fn envelope(&self, other: usize, tag: u64, incoming: bool) -> Result<Envelope> {
         let ranks = self.ranks();
         let Some(&other) = ranks.get(other) else {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Rank { rank: other, size: ranks.len() }.error(
                 "rank",
                 format!("{other} in a group of {}", ranks.len()),
                 format!("a rank below {}", ranks.len()),
@@ -152,7 +152,7 @@ impl Communicator for Member {
 
     fn subgroup(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>> {
         if let Some(rank) = ranks.iter().find(|&&r| r >= self.hub.size()) {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Rank { rank: *rank, size: self.hub.size() }.error(
                 "group",
                 format!("rank {rank} in {ranks:?}"),
                 format!("ranks below {}, the size of the world", self.hub.size()),
@@ -204,7 +204,7 @@ impl Exposed for Shared {
                     group: self.ranks.clone(),
                     site: site.to_string(),
                 };
-                let source = Error::invalid("fetch", what, expected, "read what the rank has exposed");
+                let source = ErrorKind::Operands.error("fetch", what, expected, "read what the rank has exposed");
                 Err(Error::Rejected { call: Box::new(call), source: Box::new(source) })
             }
         }

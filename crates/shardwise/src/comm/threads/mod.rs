@@ -18,7 +18,7 @@ use member::Member;
 
 use super::World;
 use super::host::{caught, confine_candle_to, cores, how_it_failed, pool};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// Runs `program` on `ranks` threads and returns what the first of them returned.
 ///
@@ -95,7 +95,7 @@ impl ThreadWorld {
     /// A world of `ranks` threads that share the cores of the machine evenly.
     pub fn new(ranks: usize) -> Result<Self> {
         if ranks == 0 || ranks > MAX_RANKS {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Launch.error(
                 "world",
                 format!("{ranks} ranks"),
                 format!("1 to {MAX_RANKS} ranks"),

@@ -8,6 +8,7 @@ mod reduce;
 mod shape;
 
 use serde_json::Value;
+use shardwise::error::ErrorKind;
 use shardwise::prelude::*;
 
 use crate::draw::Draw;
@@ -83,7 +84,7 @@ impl Attrs<'_> {
 }
 
 fn count(n: isize) -> Result<usize> {
-    let refused = |_| Error::invalid("argument", n, "a number that usize holds", "count from 0");
+    let refused = |_| ErrorKind::Argument.error("argument", n, "a number that usize holds", "count from 0");
     usize::try_from(n).map_err(refused)
 }
 
