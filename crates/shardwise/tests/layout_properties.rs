@@ -93,6 +93,9 @@ impl Case {
                     let start: usize = row[..i].iter().sum();
                     list[start..start + row[i]].to_vec()
                 }
+                Placement::BlockCyclic { block, .. } => {
+                    list.chunks(*block).skip(i).step_by(k).flatten().copied().collect()
+                }
                 other => panic!("{other} cuts nothing"),
             };
             outer = outer * k + i;
@@ -137,9 +140,10 @@ fn random_case(rng: &mut StdRng, ragged_and_strided: bool) -> Case {
             continue;
         }
         let dim = rng.random_range(0..ndim);
-        case.placements[axis] = match rng.random_range(0..if ragged_and_strided { 4 } else { 1 }) {
+        case.placements[axis] = match rng.random_range(0..if ragged_and_strided { 5 } else { 1 }) {
             1 => Placement::StridedShard { dim: dim as isize, split_factor: rng.random_range(1..5) },
             2 => random_ragged(rng, &case, dim, axis),
+            3 => Placement::block_cyclic(dim as isize, rng.random_range(1..5)),
             _ => Placement::Shard(dim as isize),
         };
         case.order[dim].push(axis);

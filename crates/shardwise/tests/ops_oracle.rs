@@ -23,6 +23,7 @@ fn placements(mesh: &Mesh, sample: &Sample, axis: usize, so_far: &[Placement]) -
         all.push(values::ragged(mesh, &sample.shape, so_far, dim, axis, dim + 3));
     }
     all.push(Placement::StridedShard { dim: 0, split_factor: 2 });
+    all.push(Placement::block_cyclic(0, 1));
     if sample.shape.is_empty() {
         all.truncate(1);
     }

@@ -48,6 +48,19 @@ fn all_pairs_on_two_axes() {
 }
 
 #[test]
+fn all_pairs_with_block_cyclic_shards() {
+    const CYCLIC: [&str; 9] = ["R", "S(0)", "S(1)", "SS(0,2)", "BC(0,1)", "BC(0,2)", "BC(1,1)", "P(sum)", "P(max)"];
+    let mut pairs = 0;
+    for (mesh, shapes) in [(&[2][..], &SHAPES[..]), (&[3], &SHAPES), (&[2, 2], &SHAPES[..1]), (&[3, 2], &SHAPES[3..])] {
+        for shape in shapes {
+            let run = move |world: World| layout_pairs::pairs_of(&world, mesh, shape, &CYCLIC);
+            pairs += ThreadWorld::new(mesh.iter().product()).unwrap().run(run).unwrap()[0];
+        }
+    }
+    assert_eq!(pairs, 8 * 81 + 2 * 81 * 81);
+}
+
+#[test]
 fn all_pairs_on_three_axes() {
     // An odd stride has no factor in common with the 512 layouts, so that each comes up as a source and as a target.
     let stride = number("SHARDWISE_PAIR_STRIDE", 5);

@@ -20,6 +20,7 @@ fn bad_layouts_are_refused_with_the_reason() {
         ("dp=2", &[4], "S(0;18446744073709551615,5)", &["add up to 4"]),
         ("dp=2,tp=2", &[5], "S(0),S(0;2,1)", &["[2, 1]", "add up to 2"]),
         ("dp=2", &[4], "SS(0,0)", &["split factor 0"]),
+        ("dp=2", &[4], "BC(0,0)", &["BC(0,0)", "blocks of size 0", "`dp`"]),
     ] {
         let message = layout(mesh, shape, placements).expect_err(placements).to_string();
         assert!(parts.iter().all(|p| message.contains(p)), "{parts:?} missing in: {message}");
@@ -45,6 +46,10 @@ fn two_spellings_of_one_layout_are_one() {
     same("SS(0,1),R", "S(0),R");
     same("S(1),S(1;1,2)", "S(1),S(1;1,2,1,2)");
     same("S(0),S(0;2,1,1,1)", "S(0),S(0)");
+    same("BC(0,3),R", "S(0),R");
+    same("S(1),BC(1,2)", "S(1),S(1)");
+    assert_eq!(layout("a=1", &[5], "BC(0,2)").unwrap(), layout("a=1", &[5], "S(0)").unwrap());
+    assert_ne!(layout("a=2", &[5], "BC(0,2)").unwrap(), layout("a=2", &[5], "S(0)").unwrap());
     assert_ne!(layout("a=2", &[4], "S(0)").unwrap(), layout("b=2", &[4], "S(0)").unwrap());
     // where an axis of size 1 stands does not matter
     let one = mesh("a=2,b=1");

@@ -6,6 +6,7 @@
 //! `ask` and `parse_kind` here.
 
 mod chunks;
+mod cyclic;
 mod division;
 mod partial;
 mod ragged;
@@ -25,6 +26,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use crate::error::{Error, ErrorKind, Result};
 use chunks::Chunks;
+use cyclic::Cyclic;
 use division::{Division, Stored};
 use ragged::Ragged;
 use strided::Strided;
@@ -65,6 +67,17 @@ pub enum Placement {
         /// every combination of their coordinates, this axis fastest.
         sizes: Arc<[usize]>,
     },
+    /// The dimension is split into blocks, the last one smaller, that are dealt out in turn: coordinate `i` holds blocks `i`,
+    /// `i + size`, `i + 2 * size`, ..., joined in order. Work that grows along a dimension, such as that of causal
+    /// attention or of factorizations, is balanced by it.
+    #[doc(alias = "ScaLAPACK")]
+    #[doc(alias = "cyclic")]
+    BlockCyclic {
+        /// The dimension that is sharded.
+        dim: isize,
+        /// Number of indices in a block.
+        block: usize,
+    },
     /// Every coordinate holds an operand; the value is their reduction. With several partial axes the last axis is
     /// reduced first.
     Partial(ReduceOp),
@@ -74,6 +87,19 @@ impl Placement {
     /// A shard of `dim` in ranges of the given sizes.
     pub fn ragged(dim: isize, sizes: impl Into<Arc<[usize]>>) -> Self {
         Placement::Ragged { dim, sizes: sizes.into() }
+    }
+
+    /// A shard of `dim` in blocks that are dealt out to the coordinates in turn.
+    ///
+    /// ```
+    /// # use shardwise::{Layout, Mesh, Placement};
+    /// let layout = Layout::new(&Mesh::new([("sp", 2)])?, 7, [Placement::block_cyclic(0, 2)])?;
+    /// assert_eq!(layout.global_indices(0, 0), [0, 1, 4, 5]);
+    /// assert_eq!(layout.global_indices(1, 0), [2, 3, 6]);
+    /// # Ok::<(), shardwise::Error>(())
+    /// ```
+    pub fn block_cyclic(dim: isize, block: usize) -> Self {
+        Placement::BlockCyclic { dim, block }
     }
 
     /// A shard of `dim` of which every coordinate holds a piece of each of `split_factor` chunks.
@@ -87,7 +113,10 @@ impl Placement {
     /// The tensor dimension that is sharded, as written (it may be negative).
     fn dim_mut(&mut self) -> Option<&mut isize> {
         match self {
-            Placement::Shard(dim) | Placement::StridedShard { dim, .. } | Placement::Ragged { dim, .. } => Some(dim),
+            Placement::Shard(dim)
+            | Placement::StridedShard { dim, .. }
+            | Placement::Ragged { dim, .. }
+            | Placement::BlockCyclic { dim, .. } => Some(dim),
             Placement::Replicate | Placement::Partial(_) => None,
         }
     }
@@ -100,6 +129,7 @@ impl Placement {
                 Some(question(&Strided { split_factor: *split_factor }, *dim))
             }
             Placement::Ragged { dim, sizes } => Some(question(&Ragged { sizes }, *dim)),
+            Placement::BlockCyclic { dim, block } => Some(question(&Cyclic { block: *block }, *dim)),
             Placement::Replicate | Placement::Partial(_) => None,
         }
     }
@@ -240,14 +270,15 @@ impl Placement {
 }
 
 /// The text forms, for errors.
-const FORMS: [&str; 5] = ["R", Chunks::FORM, Ragged::FORM, Strided::FORM, "P or P(op)"];
+const FORMS: [&str; 6] = ["R", Chunks::FORM, Ragged::FORM, Strided::FORM, Cyclic::FORM, "P or P(op)"];
 
 /// A placement from the two parts of its text form, `head(arguments)`.
 fn parse_kind(head: &str, arguments: &str) -> Option<Placement> {
     let chunks = || Chunks::parse(head, arguments).map(Placement::Shard);
     let ragged = || Ragged::parse(head, arguments).map(|(dim, sizes)| Placement::ragged(dim, sizes));
     let strided = || Strided::parse(head, arguments).map(|(dim, kind)| Placement::strided(dim, kind.split_factor));
-    chunks().or_else(ragged).or_else(strided)
+    let cyclic = || Cyclic::parse(head, arguments).map(|(dim, kind)| Placement::block_cyclic(dim, kind.block));
+    chunks().or_else(ragged).or_else(strided).or_else(cyclic)
 }
 
 impl fmt::Display for Placement {
@@ -262,7 +293,7 @@ impl fmt::Display for Placement {
 impl FromStr for Placement {
     type Err = Error;
 
-    /// Reads `R`, `S(0)`, `S(0;3,1,2)` (ragged), `SS(0,2)` (strided), `P(sum)` or `P` (sum).
+    /// Reads `R`, `S(0)`, `S(0;3,1,2)` (ragged), `SS(0,2)` (strided), `BC(0,4)` (block-cyclic), `P(sum)` or `P` (sum).
     fn from_str(text: &str) -> Result<Self> {
         let trimmed = text.trim();
         match trimmed {
@@ -305,6 +336,7 @@ mod tests {
             Placement::StridedShard { dim: 1, split_factor: 4 },
             Placement::ragged(0, [3, 0, 5]),
             Placement::ragged(1, []),
+            Placement::block_cyclic(-2, 3),
         ];
         all.extend(ReduceOp::ALL.map(Placement::Partial));
         for placement in &all {
@@ -319,8 +351,8 @@ mod tests {
     #[test]
     fn unparsable_placements_are_refused_with_the_text() {
         for text in [
-            "", "X", "S", "S()", "S(a)", "S(0", "S0", "P(sums)", "SS(0)", "SS(0,-1)", "S(0;,)", "S(0;1,x)", "R(0)",
-            "(0)",
+            "", "X", "S", "S()", "S(a)", "S(0", "S0", "P(sums)", "SS(0)", "SS(0,-1)", "BC(0)", "BC(0,x)", "S(0;,)",
+            "S(0;1,x)", "R(0)", "(0)",
         ] {
             let message = text.parse::<Placement>().expect_err(text).to_string();
             let shown = if text == "P(sums)" { "`sums`" } else { &format!("`{text}`") };

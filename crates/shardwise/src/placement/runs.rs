@@ -60,6 +60,25 @@ impl Runs {
             before += run.len();
         }
     }
+
+    /// Appends the indices at positions `first..first + len` of `self` to `out`, and at those `step` behind them, and so on
+    /// to the end. In one pass over the ranges, however many there are.
+    pub(super) fn take_each(&self, first: usize, len: usize, step: usize, out: &mut Runs) {
+        let (mut before, mut next) = (0, first);
+        for run in &self.0 {
+            let end = before + run.len();
+            while next < end {
+                let from = next.max(before);
+                let to = next.saturating_add(len).min(end);
+                out.push(run.start + (from - before)..run.start + (to - before));
+                if next.saturating_add(len) > end {
+                    break; // the rest of these positions is in the next range
+                }
+                next = next.saturating_add(step);
+            }
+            before = end;
+        }
+    }
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use super::rust_files;
 const BUILT: &str = "Shard";
 
 /// Kinds that other code does not name: it builds them with functions of `Placement`.
-const HIDDEN: [&str; 2] = ["StridedShard", "Ragged"];
+const HIDDEN: [&str; 3] = ["StridedShard", "Ragged", "BlockCyclic"];
 
 #[test]
 fn kinds_of_shards_are_known_in_one_folder() {

@@ -38,6 +38,19 @@ pub(crate) fn all_pairs(
     Ok(checked)
 }
 
+/// As [`all_pairs`] over kinds of the caller's choice.
+#[allow(dead_code, reason = "not every target that includes this calls it")]
+pub(crate) fn pairs_of(world: &World, mesh_shape: &[usize], shape: &[usize], kinds: &[&str]) -> Result<usize> {
+    let mesh = world.mesh(mesh_shape)?;
+    let (all, whole) = (layouts(mesh.mesh(), shape, kinds), values::whole(shape));
+    for from in &all {
+        for to in &all {
+            check_pair(&mesh, from, to, &whole, DType::F64)?;
+        }
+    }
+    Ok(all.len() * all.len())
+}
+
 /// Moves tensors between random layouts on random meshes of some ranks of the world, one case per seed.
 pub(crate) fn any_layout_on_any_mesh(world: &World, first_seed: usize, cases: usize) -> Result<()> {
     for seed in first_seed..first_seed + cases {
@@ -144,11 +157,12 @@ fn random_layout(rng: &mut StdRng, mesh: &Mesh, shape: &[usize]) -> Layout {
     let mut placements = vec![Replicate; mesh.ndim()];
     for axis in 0..mesh.ndim() {
         let dim = rng.random_range(0..shape.len());
-        placements[axis] = match rng.random_range(0..8) {
+        placements[axis] = match rng.random_range(0..9) {
             0 => Partial([ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max, ReduceOp::Min][rng.random_range(0..4)]),
             1 => Placement::StridedShard { dim: dim as isize, split_factor: rng.random_range(1..4) },
             2 => values::ragged(mesh, shape, &placements, dim, axis, rng.random_range(0..99)),
             3 => Replicate,
+            4 => Placement::block_cyclic(dim as isize, rng.random_range(1..4)),
             _ => Shard(dim as isize),
         };
     }

@@ -1,0 +1,72 @@
+//! `BlockCyclic { dim, block }`: blocks dealt out to the coordinates in turn.
+
+use std::fmt;
+
+use super::division::{Divided, Division, Stored};
+use super::runs::Runs;
+use crate::error::{Error, Result};
+
+/// Blocks of a given size, the last one smaller: coordinate `i` of `k` keeps blocks `i`, `i + k`, `i + 2k`, ...
+pub(super) struct Cyclic {
+    pub(super) block: usize,
+}
+
+impl Cyclic {
+    /// The text form.
+    pub(super) const FORM: &str = "BC(dim,block)";
+
+    /// The dimension and the kind, from the text form.
+    pub(super) fn parse(head: &str, arguments: &str) -> Option<(isize, Self)> {
+        let (dim, block) = arguments.split_once(',').filter(|_| head == "BC")?;
+        Some((dim.trim().parse().ok()?, Cyclic { block: block.trim().parse().ok()? }))
+    }
+}
+
+impl Division for Cyclic {
+    fn part(&self, whole: &Runs, k: usize, i: usize, _: usize) -> Runs {
+        let mut part = Runs::default();
+        whole.take_each(self.block.saturating_mul(i), self.block, self.block.saturating_mul(k), &mut part);
+        part
+    }
+
+    fn is_contiguous(&self) -> bool {
+        false
+    }
+
+    fn stored(&self, divided: &Divided<'_>) -> Result<Stored> {
+        let k = divided.k;
+        if self.block == 0 {
+            return Err(Error::invalid(
+                "placement",
+                format!("{} with blocks of size 0", (divided.name)()),
+                "blocks of at least 1",
+                "use S(dim) for a plain shard",
+            ));
+        }
+        // Not more than that: a program that takes the placement from a layout may use it for another size.
+        let is_chunked = |n: usize| n <= 1 || self.block == n.div_ceil(k);
+        let same = k == 1 || (0..divided.combinations).all(|outer| is_chunked((divided.len)(outer)));
+        Ok(if same { Stored::Chunks } else { Stored::AsWritten })
+    }
+
+    fn write(&self, dim: isize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "BC({dim},{})", self.block)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_dealt_out_in_turn() {
+        let held = |whole: &Runs, i| Cyclic { block: 2 }.part(whole, 3, i, 0).iter().flatten().collect::<Vec<_>>();
+        let all = Runs::all(9);
+        assert_eq!([held(&all, 0), held(&all, 1), held(&all, 2)], [vec![0, 1, 6, 7], vec![2, 3, 8], vec![4, 5]]);
+        // positions count within what other axes have left
+        let mut rest = Runs::range(1..4);
+        rest.push(10..15);
+        assert_eq!([held(&rest, 0), held(&rest, 1), held(&rest, 2)], [vec![1, 2, 13, 14], vec![3, 10], vec![11, 12]]);
+        assert!(held(&Runs::all(0), 0).is_empty());
+    }
+}
