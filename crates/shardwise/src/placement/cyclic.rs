@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::division::{Divided, Division, Stored};
 use super::runs::Runs;
-use crate::error::{Error, Result};
+use crate::error::{ErrorKind, Result};
 
 /// Blocks of a given size, the last one smaller: coordinate `i` of `k` keeps blocks `i`, `i + k`, `i + 2k`, ...
 pub(super) struct Cyclic {
@@ -36,7 +36,7 @@ impl Division for Cyclic {
     fn stored(&self, divided: &Divided<'_>) -> Result<Stored> {
         let k = divided.k;
         if self.block == 0 {
-            return Err(Error::invalid(
+            return Err(ErrorKind::Layout.error(
                 "placement",
                 format!("{} with blocks of size 0", (divided.name)()),
                 "blocks of at least 1",
