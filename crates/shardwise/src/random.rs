@@ -60,6 +60,7 @@ impl Generator {
 
 /// What the elements of a random tensor look like.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum Distribution {
     /// Uniform in `low..high`.
     Uniform {

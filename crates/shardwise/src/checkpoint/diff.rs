@@ -17,6 +17,7 @@ use crate::layout::TensorBox;
 
 /// How an entry differs between two checkpoints.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub enum Difference {
     /// Only the first has it.
     OnlyFirst,

@@ -195,27 +195,12 @@ impl Call {
                 count(1)?;
                 check_held(inputs[0].dims(), *from, from_sizes, me, size)?;
                 check_cut(inputs[0].dims(), *to, to_sizes, size)?;
-                if from != to {
-                    return Ok(());
-                }
-                Err(ErrorKind::Argument.error(
-                    "dimensions",
-                    format!("{from} twice"),
-                    "two different dimensions",
-                    "use all_to_all to move the cuts of one dimension",
-                ))
+                check_different(*from, *to)
             }
             Call::AllToAll { expected } => {
                 count(size)?;
-                if expected.len() == size {
-                    return check_meta(&inputs[me], &expected[me]);
-                }
-                Err(ErrorKind::Operands.error(
-                    "expected tensors",
-                    format!("{}", expected.len()),
-                    format!("{size}, one per rank of the group"),
-                    "say what each rank sends",
-                ))
+                check_expected(expected.len(), size)?;
+                check_meta(&inputs[me], &expected[me])
             }
         }
     }
@@ -346,6 +331,26 @@ impl Call {
 
 fn describe_tensor(dtype: &str, shape: &[usize]) -> String {
     format!("{dtype} {shape:?}")
+}
+
+fn check_different(from: usize, to: usize) -> Result<()> {
+    if from != to {
+        return Ok(());
+    }
+    Err(ErrorKind::Argument.error(
+        "dimensions",
+        format!("{from} twice"),
+        "two different dimensions",
+        "use all_to_all to exchange parts of one dimension",
+    ))
+}
+
+fn check_expected(count: usize, size: usize) -> Result<()> {
+    if count == size {
+        return Ok(());
+    }
+    let needed = format!("{size}, one per rank of the group");
+    Err(ErrorKind::Operands.error("expected tensors", count, needed, "describe what each rank sends"))
 }
 
 fn check_root(root: usize, size: usize) -> Result<()> {

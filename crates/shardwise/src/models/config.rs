@@ -24,6 +24,7 @@ use crate::tensor::DTensor;
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "model", rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum ModelConfig {
     /// A GPT.
     Gpt(GptConfig),

@@ -15,6 +15,7 @@ use crate::plan::{
 
 /// What ranks that share the batch hold of the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Weights {
     /// All: gradients are reduced.
     Replicated,

@@ -11,6 +11,7 @@ use crate::tensor::DTensor;
 
 /// How a tensor begins.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum Init {
     /// One number everywhere.
     Constant(f64),

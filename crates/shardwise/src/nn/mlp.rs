@@ -8,6 +8,7 @@ use crate::tensor::DTensor;
 
 /// The function between two linear layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Activation {
     /// The positive part.
     Relu,

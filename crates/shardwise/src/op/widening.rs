@@ -13,6 +13,7 @@ use crate::tensor::{DTensor, accumulates, is_in_gradient};
 
 /// In which type an operator computes its part of an output that becomes a partial sum, mean or product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Accumulation {
     /// Half precision in f32: the kernel runs on inputs that are converted to f32, and other types stay as they are.
     InF32,

@@ -31,6 +31,7 @@ struct Gather {
 
 /// How a bag of embeddings becomes one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Bag {
     /// Their sum.
     Sum,

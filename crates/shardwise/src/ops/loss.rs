@@ -12,6 +12,7 @@ use shardwise_kernels::wholes;
 
 /// What becomes of the losses of single elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Reduction {
     /// They stay.
     None,

@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 #[doc(alias = "CosineAnnealingLR")]
 #[doc(alias = "LinearLR")]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum Schedule {
     /// It stays.
     #[default]

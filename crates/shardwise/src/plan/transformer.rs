@@ -12,6 +12,7 @@ use crate::placement::Placement;
 
 /// Which dimension of an embedding table is cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum TableCut {
     /// Rows: every rank knows some words.
     Vocabulary,
