@@ -10,7 +10,6 @@ use crate::tensor::DTensor;
 /// How [`Muon`] scales the learning rate for a matrix of n x m elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
-#[non_exhaustive]
 pub enum AdjustLr {
     /// By `sqrt(max(1, n / m))`.
     Original,

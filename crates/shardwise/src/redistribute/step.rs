@@ -4,7 +4,6 @@ use crate::placement::ReduceOp;
 
 /// What happens in a step. Axes are positions on the mesh; a group spans them in the order listed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum StepKind {
     /// Another name for the same data: axes of size 1.
     Relabel,
