@@ -1,8 +1,8 @@
 //! Rules: how an operator may be spread over a mesh, and which way is cheapest.
 //!
-//! An operator names the dimensions of its tensors: `mk,kn->mn`. Along one mesh axis it can then be carried out in a few
-//! ways: every rank does the whole; the ranks share a dimension, which every tensor that has it is cut along; or the
-//! operands of a pending reduction pass through. A choice per axis gives the layout of every tensor. Pure arithmetic.
+//! An operator names the dimensions of its tensors: `mk,kn->mn`. Along one mesh axis it can then be executed in a few
+//! ways: every rank does the whole; a dimension is sharded, in every tensor that has it; or the operands of a partial
+//! placement pass through. A choice per axis gives the layout of every tensor. Pure arithmetic.
 
 use smallvec::SmallVec;
 
@@ -16,13 +16,13 @@ use crate::placement::{Placement, ReduceOp};
 pub enum Shared {
     /// Each rank does its part of it; outputs that have the dimension are cut, others are not affected.
     Free,
-    /// Each rank does its part, and outputs without the dimension are pending: their parts combine so.
+    /// Each rank does its part, and outputs without the dimension are partial with this reduction.
     Reduces(ReduceOp),
     /// It cannot be shared.
     Never,
 }
 
-/// The dimensions of an operator's tensors by name, and which pending reductions pass through it.
+/// The dimensions of an operator's tensors by name, and which partial placements pass through it.
 #[derive(Debug, Clone)]
 pub struct Signature {
     /// Per dimension of the operator what happens when it is shared.
@@ -33,7 +33,7 @@ pub struct Signature {
     passes: Vec<Pass>,
 }
 
-/// Operands that pass through: if the inputs are pending so, the outputs are.
+/// Partial placements of inputs that pass through to the outputs.
 #[derive(Debug, Clone)]
 struct Pass {
     /// Per input its reduction, or `None` for an input that must be whole.
@@ -41,7 +41,7 @@ struct Pass {
     output: ReduceOp,
 }
 
-/// How an operator is carried out: what every rank needs of its inputs, and how its outputs lie.
+/// How an operator is executed: what every rank needs of its inputs, and the layouts of its outputs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decision {
     /// What is needed of every input.
@@ -64,7 +64,7 @@ pub enum Need {
     As(Layout),
     /// A box for every rank, which may overlap: what a rank lacks it gets from those that hold it in the layout `from`.
     Boxes {
-        /// Layout that the input is brought to first; nothing is pending in it where boxes are fetched.
+        /// Layout that the input is brought to first; not partial where boxes are fetched.
         from: Layout,
         /// The mesh axes along which boxes move.
         axes: Vec<usize>,
@@ -160,13 +160,13 @@ impl Signature {
         Signature { dims, inputs: vec![(0..ndim).map(Some).collect()], outputs: vec![output], passes: Vec::new() }
     }
 
-    /// The same without pending reductions that pass.
+    /// The same without partial placements that pass.
     pub fn without_passes(mut self) -> Self {
         self.passes.clear();
         self
     }
 
-    /// Adds: if the inputs are pending so (`None`: whole), the outputs are pending with `output`.
+    /// Adds: if the inputs are partial with these reductions (`None`: not partial), the outputs are partial with `output`.
     pub fn passing(mut self, inputs: impl IntoIterator<Item = Option<ReduceOp>>, output: ReduceOp) -> Self {
         self.passes.push(Pass { inputs: inputs.into_iter().collect(), output });
         self
@@ -180,7 +180,7 @@ enum Along {
     Whole,
     /// A dimension is shared, cut as the input `leader` is, or into plain chunks.
     Cut { dim: usize, leader: Option<usize> },
-    /// Operands of the pending reduction with this number pass through.
+    /// Operands of the pass with this number pass through.
     Pass(usize),
 }
 
@@ -220,8 +220,8 @@ impl Signature {
     /// partial if it is sharded.
     fn cheapest(&self, inputs: &[&Layout], bytes: &[f64], partial: &[f64], axis: usize) -> Along {
         let mut options = vec![Along::Whole];
-        // Only what is pending passes: nothing is brought into a reduction that no input is in, nor one its type has not.
-        let pending = |pass: &Pass| {
+        // Only what is partial passes: nothing is brought into a reduction that no input is in, nor one its type has not.
+        let is_partial = |pass: &Pass| {
             let mut pairs = inputs.iter().zip(&pass.inputs);
             pairs.any(|(l, op)| op.is_some_and(|op| l.placements()[axis] == Placement::Partial(op)))
         };
@@ -232,11 +232,11 @@ impl Signature {
                 options.push(Along::Cut { dim, leader: Some(i) });
             }
         }
-        options.extend((0..self.passes.len()).filter(|&i| pending(&self.passes[i])).map(Along::Pass));
+        options.extend((0..self.passes.len()).filter(|&i| is_partial(&self.passes[i])).map(Along::Pass));
         let cost = |along: &Along| -> f64 {
             let moved: f64 = (0..inputs.len()).map(|i| bytes[i] * self.transition(inputs, i, axis, along)).sum();
             match along {
-                // A sum left pending that inputs have to be moved for, or that none asks for, will have to be carried out.
+                // A partial sum that inputs have to be moved for, or that none asks for, will have to be reduced.
                 Along::Cut { dim, leader } if leader.is_none() || moved > 0.0 => match self.dims[*dim] {
                     Shared::Reduces(_) => moved + partial[*dim],
                     _ => moved,

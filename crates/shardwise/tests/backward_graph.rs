@@ -251,3 +251,28 @@ fn no_activations_are_held_during_the_optimizer_step() {
     // gradients as they are and reduced, new weights beside the old ones, and two moments
     assert!(peak <= 6 * weights && peak < activations, "{peak} {weights} {activations}");
 }
+
+#[test]
+fn running_extremes_of_a_sharded_dimension_have_a_second_derivative() {
+    let second = |mesh: &DeviceMesh, placement: Placement, least: bool| -> Result<Vec<f64>> {
+        let value = |at: &[usize]| [1.5, -0.5, 2.0, 0.25, 2.5, -1.0, 3.0][at[0]] * if least { -1.0 } else { 1.0 };
+        let x = DTensor::from_fn(7, DType::F64, mesh, [placement], value)?.requires_grad();
+        let running = if least { x.cummin(0)?.0 } else { x.cummax(0)?.0 };
+        let first = running.pow_scalar(3.0)?.sum_all()?.backward_graph()?.get(&x)?.clone();
+        let weights = DTensor::arange(1.0, 8.0, 1.0, DType::F64, mesh, [Replicate])?;
+        let gradients = first.mul(&weights)?.sum_all()?.backward()?;
+        Ok(gradients.get(&x)?.full_tensor()?.to_vec1::<f64>()?)
+    };
+    let run = move |world: World| {
+        let mesh = world.mesh([("a", 3)])?;
+        for least in [false, true] {
+            let sign = if least { -1.0 } else { 1.0 };
+            // Elements 0, 2, 4 and 6 are the extremes of 2, 2, 2 and 1 totals: 6 x per total, times the weight.
+            let expected = [18.0 * sign, 0.0, 72.0 * sign, 0.0, 150.0 * sign, 0.0, 126.0 * sign];
+            assert_eq!(second(&mesh, Replicate, least)?, expected);
+            assert_eq!(second(&mesh, Shard(0), least)?, expected);
+        }
+        Ok(())
+    };
+    ThreadWorld::new(3).unwrap().run(run).unwrap();
+}

@@ -35,6 +35,7 @@ const WITHOUT: &[&str] = &[
     "argsort",
     "argmax",
     "argmin",
+    "nonzero",
 ];
 
 /// Inputs of a sample as floating-point tensors, but for indices.

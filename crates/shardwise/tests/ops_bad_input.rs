@@ -34,6 +34,8 @@ const MADE_OF: &[(&str, &[&str])] = &[
     ("cross_entropy", &["gather"]),
     ("nll_loss", &["gather"]),
     ("scaled_dot_product_attention", &["matmul"]),
+    ("masked_fill", &["where_cond"]),
+    ("lerp", &["add"]),
     ("conv1d", &["einsum"]),
     ("conv2d", &["einsum"]),
 ];

@@ -342,20 +342,11 @@ fn complete(gradient: DTensor, leaf: &Layout) -> Result<DTensor> {
 /// further than the call with number `first`. Frees every call that it has gone through, unless the graph is to be kept.
 fn pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<Found> {
     let mut uses = uses(&seeds, first)?;
-    let mut open: BTreeMap<u64, (Arc<Node>, Vec<Option<DTensor>>)> = BTreeMap::new();
+    let mut open = Open::new();
     let mut found = Found { leaves: BTreeMap::new(), earlier: Vec::new() };
     let mut arrived = seeds;
     loop {
-        for (tape, gradient) in arrived.drain(..) {
-            let (_, gradients) = open
-                .entry(tape.node.number)
-                .or_insert_with(|| (Arc::clone(&tape.node), vec![None; tape.node.outputs()]));
-            let slot = &mut gradients[tape.output];
-            *slot = Some(match slot.take() {
-                Some(sum) => sum.add(&gradient)?,
-                None => gradient,
-            });
-        }
+        add_up(&mut open, &mut arrived)?;
         let Some((number, (node, mut gradients))) = open.pop_last() else { return Ok(found) };
         if number < first {
             let each = gradients.into_iter().enumerate();
@@ -384,22 +375,45 @@ fn pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<Found> {
         // Before the next call allocates: the gradients that came in, and what this call had saved if nobody else has it.
         drop((recording, gradients));
         for leaf in done {
-            // Its last contribution, if there is one, is among those that arrived just now.
-            let mut own = Vec::new();
-            arrived.retain(|(tape, gradient)| {
-                let is_own = Arc::ptr_eq(&tape.node, &leaf);
-                if is_own {
-                    own.push(gradient.clone());
-                }
-                !is_own
-            });
-            let before = open.get_mut(&leaf.number).and_then(|(_, gradients)| gradients[0].take());
-            let Some(sum) = before.into_iter().chain(own).map(Ok).reduce(|a, b| a?.add(&b?)).transpose()? else {
-                continue;
-            };
-            let whole = complete(sum, leaf.layout(0))?;
-            arrived.push((Tape { node: leaf, output: 0 }, whole));
+            complete_leaf(leaf, &mut open, &mut arrived)?;
         }
         arrived.append(&mut rank_context(|context| context.replayed_gradients.replace(Replayed::new())));
     }
+}
+
+/// Calls that gradients have arrived at, by number, with the gradients of their outputs so far.
+type Open = BTreeMap<u64, (Arc<Node>, Vec<Option<DTensor>>)>;
+
+/// Adds gradients that arrived to those of the same outputs.
+fn add_up(open: &mut Open, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
+    for (tape, gradient) in arrived.drain(..) {
+        let new = || (Arc::clone(&tape.node), vec![None; tape.node.outputs()]);
+        let (_, gradients) = open.entry(tape.node.number).or_insert_with(new);
+        let slot = &mut gradients[tape.output];
+        *slot = Some(match slot.take() {
+            Some(sum) => sum.add(&gradient)?,
+            None => gradient,
+        });
+    }
+    Ok(())
+}
+
+/// Reduces the gradient of a leaf whose last use has contributed. The last contribution, if there is one, is among those that
+/// arrived just now.
+fn complete_leaf(leaf: Arc<Node>, open: &mut Open, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
+    let mut own = Vec::new();
+    arrived.retain(|(tape, gradient)| {
+        let is_own = Arc::ptr_eq(&tape.node, &leaf);
+        if is_own {
+            own.push(gradient.clone());
+        }
+        !is_own
+    });
+    let before = open.get_mut(&leaf.number).and_then(|(_, gradients)| gradients[0].take());
+    let Some(sum) = before.into_iter().chain(own).map(Ok).reduce(|a, b| a?.add(&b?)).transpose()? else {
+        return Ok(());
+    };
+    let whole = complete(sum, leaf.layout(0))?;
+    arrived.push((Tape { node: leaf, output: 0 }, whole));
+    Ok(())
 }

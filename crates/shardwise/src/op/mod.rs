@@ -1,4 +1,4 @@
-//! Operators and the one way in which they are carried out: decide the layouts (once per combination), bring the inputs
+//! Operators and the one way in which they are executed: decide the layouts (once per combination), bring the inputs
 //! there, run the kernel on local tensors.
 
 mod anomaly;
@@ -41,7 +41,7 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
     /// How the operator may be spread, and what it gives, for inputs of these shapes and types.
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan>;
 
-    /// The layouts in which it is carried out on inputs that lie so: the cheapest that the signature allows, unless cuts
+    /// The layouts in which it is executed on inputs in these layouts: the cheapest that the signature allows, unless shards
     /// of inputs and outputs are related in another way than by name.
     fn decide(&self, plan: &OpPlan, inputs: &[&Layout], elem: &[usize]) -> Result<Decision> {
         let shapes: Vec<&[usize]> = plan.outputs.iter().map(|m| m.shape.as_slice()).collect();
@@ -66,6 +66,20 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
     /// How the gradients of the inputs follow from those of the outputs, or [`Gradient::NotDifferentiable`].
     ///
     /// There is no default: an operator whose gradient was forgotten would pass for a constant.
+    ///
+    /// ```compile_fail,E0046
+    /// # use candle_core::Tensor;
+    /// # use shardwise::op::{Op, OpPlan, Place};
+    /// # use shardwise::prelude::*;
+    /// # #[derive(Clone, PartialEq, Eq, Hash)]
+    /// # struct Cube;
+    /// impl Op for Cube {
+    ///     # fn name(&self) -> &'static str { "cube" }
+    ///     # fn plan(&self, _: &[TensorMeta]) -> Result<OpPlan> { unreachable!() }
+    ///     # fn run(&self, _: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> { unreachable!() }
+    ///     // name, plan and run, but no gradient
+    /// }
+    /// ```
     fn gradient(&self) -> Gradient<Self>;
 }
 
@@ -97,12 +111,26 @@ impl<O: Op> Backward for Recorded<O> {
     }
 
     fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let run = || (self.gradient)(&self.op, saved, gradients);
+        let run = || check_gradients(self.name(), saved, (self.gradient)(&self.op, saved, gradients)?);
         if is_detecting() { in_backward_of(self.name(), self.recorded_at.clone(), run) } else { run() }
     }
 }
 
-/// Where a rank stands when it carries out an operator.
+/// The gradients of the inputs of an operator, if there is one per input, each of its shape or `None`.
+fn check_gradients(name: &str, saved: &Saved<'_>, found: Vec<Option<DTensor>>) -> Result<Vec<Option<DTensor>>> {
+    let fits = |(i, g): (usize, &Option<DTensor>)| g.as_ref().is_none_or(|g| g.shape() == saved.shape(i));
+    if found.len() == saved.inputs() && found.iter().enumerate().all(fits) {
+        return Ok(found);
+    }
+    let shapes = |of: &mut dyn Iterator<Item = String>| of.collect::<Vec<_>>().join(", ");
+    let given = shapes(&mut found.iter().map(|g| g.as_ref().map_or("none".into(), |g| format!("{:?}", g.shape()))));
+    let needed = shapes(&mut (0..saved.inputs()).map(|i| format!("{:?}", saved.shape(i))));
+    let found = format!("gradients of shapes {given} from {name}");
+    let needed = format!("one per input, of shapes {needed}, or none where it is zero");
+    Err(ErrorKind::Gradient.error("gradient", found, needed, "correct the gradient of the operator"))
+}
+
+/// What a kernel knows of the rank that it runs on.
 pub struct Place<'a> {
     decision: &'a Decision,
     locals: &'a [TensorMeta],
@@ -151,6 +179,11 @@ impl Place<'_> {
         match &self.decision.inputs[input] {
             Need::As(layout) | Need::Boxes { from: layout, .. } => layout.shape(),
         }
+    }
+
+    /// The global indices along a dimension that this rank holds of an input, one by one.
+    pub fn input_indices(&self, input: usize, dim: usize) -> Vec<usize> {
+        self.input(input, dim).iter().flatten().collect()
     }
 
     /// The global indices along a dimension that this rank holds of an output, one by one.
@@ -265,8 +298,10 @@ pub fn cache_report() -> CacheReport {
     rank_context(|context| context.decisions.with(|cache: &mut Cache| cache.report))
 }
 
-/// Carries out an operator of one's own on tensors of one mesh, as those of this crate are: decided and cached by its rule,
-/// its inputs brought where they are needed, recorded for the gradient if it has one.
+/// Executes a custom operator on tensors of one mesh, as those of this crate are: decided and cached by its rule, its inputs
+/// redistributed where the rule needs it, recorded for the gradient if it has one.
+///
+/// Collective if inputs have to be redistributed: every rank of the mesh must call it.
 ///
 /// ```
 /// use candle_core::Tensor;
@@ -325,15 +360,10 @@ pub fn apply<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Vec<DTensor>> {
     dispatch(op, inputs, Location::caller())
 }
 
-/// Carries out an operator on tensors of one mesh.
+/// Executes an operator on tensors of one mesh.
 pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result<Vec<DTensor>> {
+    check_one_mesh(op.name(), inputs, site)?;
     let mesh = inputs[0].device_mesh();
-    if let Some(other) = inputs.iter().find(|t| t.device_mesh() != mesh) {
-        let found = format!("tensors on meshes {} and {}", mesh.mesh(), other.layout().mesh());
-        let error =
-            ErrorKind::Operands.error("operands", found, "tensors on one mesh", "move the tensors to one mesh first");
-        return Err(name_call(error, op.name(), inputs, site));
-    }
     let (decided, call) = decide(op, inputs).map_err(|e| name_call(e, op.name(), inputs, site))?;
     let (rank, dry) = (mesh.world().rank(), mesh.world().is_dry());
     let mut locals: SmallVec<[Tensor; 3]> = SmallVec::new();
@@ -384,6 +414,16 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
         })),
         Gradient::NotDifferentiable => Ok(outputs),
     }
+}
+
+/// An error if the operands of an operator are on different meshes.
+pub(crate) fn check_one_mesh(name: &str, inputs: &[&DTensor], site: Site) -> Result<()> {
+    let mesh = inputs[0].device_mesh();
+    let Some(other) = inputs.iter().find(|t| t.device_mesh() != mesh) else { return Ok(()) };
+    let found = format!("tensors on meshes {} and {}", mesh.mesh(), other.layout().mesh());
+    let error =
+        ErrorKind::Operands.error("operands", found, "tensors on one mesh", "move the tensors to one mesh first");
+    Err(name_call(error, name, inputs, site))
 }
 
 /// What a kernel made in the types in which it is held, if it is what the layouts of the outputs say. Where some output is
@@ -479,7 +519,7 @@ impl Bring {
                     if held.dtype() == after.dtype {
                         return exchange.assemble(held, after, site);
                     }
-                    // Terms of a sum that is pending along other axes move as they are held.
+                    // Terms of a partial sum along other axes move as they are held.
                     let after = TensorMeta::new(after.shape.as_slice(), held.dtype());
                     exchange.of_type(held.dtype()).assemble(held, &after, site)
                 })
@@ -519,30 +559,38 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<(Rc<Decided>, u64)> {
     if let Some(decided) = rank_context(|context| context.decisions.with(find)) {
         return Ok((decided, call));
     }
-    let metas: Vec<TensorMeta> = inputs.iter().map(|t| t.meta()).collect();
-    let plan = op.plan(&metas)?;
-    let dry = mesh.world().is_dry();
-    check_metas(&plan.outputs, mesh.size(), dry)?;
-    let layouts: Vec<&Layout> = inputs.iter().map(|t| t.layout()).collect();
-    let elem: Vec<usize> = metas.iter().map(|m| m.dtype.size_in_bytes()).collect();
-    let decision = match scoped.map(|scoped| scoped.decide(&plan, &layouts)).transpose()?.flatten() {
-        Some(decision) => decision,
-        None => op.decide(&plan, &layouts, &elem)?,
-    };
-    for (layout, meta) in decision.outputs.iter().zip(&plan.outputs) {
-        check_room(layout, meta.dtype, dry)?;
-    }
-    let rank = mesh.world().rank();
-    let local =
-        |(layout, meta): (&Layout, &TensorMeta)| TensorMeta { shape: layout.local_shape(rank), dtype: meta.dtype };
-    let locals = decision.outputs.iter().zip(&plan.outputs).map(local).collect();
-    let brings = inputs.iter().zip(&decision.inputs).map(|(input, need)| Bring::new(mesh, input, need));
-    let brings = brings.collect::<Result<SmallVec<_>>>()?;
-    let decided = Rc::new(Decided { decision, brings, locals });
+    let decided = Rc::new(Decided::new(op, inputs, scoped)?);
     let inputs = inputs.iter().map(|t| (t.layout().clone(), t.dtype())).collect();
     let entry = Entry { op: Box::new(op.clone()), rule, inputs, mesh: mesh.clone(), decided: Rc::clone(&decided) };
     rank_context(|context| context.decisions.with(|cache: &mut Cache| cache.keep(hash, entry)));
     Ok((decided, call))
+}
+
+impl Decided {
+    /// Decides by the rule of a scope, or by that of the operator.
+    fn new<O: Op>(op: &O, inputs: &[&DTensor], scoped: Option<scope::Scoped>) -> Result<Self> {
+        let mesh = inputs[0].device_mesh();
+        let metas: Vec<TensorMeta> = inputs.iter().map(|t| t.meta()).collect();
+        let plan = op.plan(&metas)?;
+        let dry = mesh.world().is_dry();
+        check_metas(&plan.outputs, mesh.size(), dry)?;
+        let layouts: Vec<&Layout> = inputs.iter().map(|t| t.layout()).collect();
+        let elem: Vec<usize> = metas.iter().map(|m| m.dtype.size_in_bytes()).collect();
+        let decision = match scoped.map(|scoped| scoped.decide(&plan, &layouts)).transpose()?.flatten() {
+            Some(decision) => decision,
+            None => op.decide(&plan, &layouts, &elem)?,
+        };
+        for (layout, meta) in decision.outputs.iter().zip(&plan.outputs) {
+            check_room(layout, meta.dtype, dry)?;
+        }
+        let rank = mesh.world().rank();
+        let local =
+            |(layout, meta): (&Layout, &TensorMeta)| TensorMeta { shape: layout.local_shape(rank), dtype: meta.dtype };
+        let locals = decision.outputs.iter().zip(&plan.outputs).map(local).collect();
+        let brings = inputs.iter().zip(&decision.inputs).map(|(input, need)| Bring::new(mesh, input, need));
+        let brings = brings.collect::<Result<SmallVec<_>>>()?;
+        Ok(Decided { decision, brings, locals })
+    }
 }
 
 /// What is wrong with a call, with the operator, its tensors and the place in the program.

@@ -453,7 +453,7 @@ pub(super) const OPS: &[OpEntry] = &[
                 DTensor::einsum("bij,bjk->ki", &[&x[0], &x[1]])?,
                 DTensor::einsum("bij->jb", &[&x[0]])?,
                 DTensor::einsum("...ij,...jk", &[&x[0], &x[1]])?,
-                DTensor::einsum("Bij,Bjk,...j->kB", &[&x[0], &x[1], &x[0]])?,
+                DTensor::einsum("Bij,Bjk,Bij->kB", &[&x[0], &x[1], &x[0]])?,
             ])
         },
     },

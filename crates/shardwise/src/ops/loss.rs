@@ -233,7 +233,7 @@ fn counted(losses: &DTensor, target: &DTensor, options: Classes) -> Result<DTens
         Reduction::None => Ok(losses),
         Reduction::Sum => losses.sum(&[], false),
         Reduction::Mean => {
-            // The sum of the losses may stay pending.
+            // The sum of the losses may stay partial.
             let count = counts.to_dtype(losses.dtype())?.sum(&[], false)?.everywhere("cross_entropy")?;
             losses.sum(&[], false)?.div(&count)
         }

@@ -7,10 +7,11 @@ use std::panic::Location;
 use candle_core::{DType, Device, Tensor};
 
 use super::binary::meeting_shape;
+use super::{OpEntry, Sample};
 use crate::comm::{Call, DeviceMesh, implicitly};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, Op, OpPlan, Place, check_one_mesh, dispatch, name_call};
 use crate::placement::Placement;
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps};
@@ -39,8 +40,8 @@ impl DTensor {
     /// The elements where `mask` is not zero, as a vector in row-major order. The two broadcast.
     ///
     /// Collective: every rank of the mesh must call it. Communicates how many elements each rank picks, and elements only where
-    /// a dimension other than the first is sharded, or the mask is sharded in another way. Differentiable: the gradient of
-    /// elements that are not picked is zero. A dry run takes all elements as picked.
+    /// a dimension other than the first is sharded, which becomes shards of the first, or the mask is sharded in another way.
+    /// Differentiable: the gradient of elements that are not picked is zero. A dry run takes all elements as picked.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -56,18 +57,19 @@ impl DTensor {
     #[doc(alias = "boolean_mask")]
     #[track_caller]
     pub fn masked_select(&self, mask: &DTensor) -> Result<DTensor> {
+        let site = Location::caller();
+        check_one_mesh("masked_select", &[self, mask], site)?;
         let Some(shape) = meeting_shape(&[self.shape(), mask.shape()]) else {
             let found = format!("a mask of shape {:?} for {} in masked_select", mask.shape(), self.layout());
-            return Err(ErrorKind::shape(mask.shape()).error(
+            let error = ErrorKind::shape(mask.shape()).error(
                 "mask",
                 found,
                 "a shape that broadcasts",
                 "reshape or expand the mask",
-            ));
+            );
+            return Err(name_call(error, "masked_select", &[self, mask], site));
         };
-        let sizes: Vec<isize> = shape.iter().map(|&n| n as isize).collect();
-        let expanded = |x: &DTensor| if x.shape() == &shape[..] { Ok(x.clone()) } else { x.expand(&sizes) };
-        let (x, mask) = (expanded(self)?, expanded(mask)?);
+        let (x, mask) = (self.stretched(&shape)?, mask.stretched(&shape)?);
         if shape.is_empty() {
             return x.unsqueeze(0)?.masked_part(0, &mask.unsqueeze(0)?);
         }
@@ -80,6 +82,12 @@ impl DTensor {
     #[doc(alias = "argwhere")]
     #[track_caller]
     pub fn nonzero(&self) -> Result<DTensor> {
+        if self.rank() == 0 {
+            return Err(self.bad_dims("nonzero", &[], "at least one dimension"));
+        }
+        let site = Location::caller();
+        let rows = by_rows(self.layout(), 0, self.rank())?;
+        let mask = implicitly("nonzero", || self.to_layout_at(&rows, site))?;
         let whole = vec![Placement::Replicate; self.placements().len()];
         let columns = (0..self.rank()).map(|dim| {
             let (n, mesh) = (self.shape()[dim] as i64, self.device_mesh());
@@ -87,34 +95,45 @@ impl DTensor {
             let mut column = vec![1; self.rank()];
             column[dim] = self.shape()[dim] as isize;
             let shape: Vec<isize> = self.shape().iter().map(|&n| n as isize).collect();
-            indices.reshape(&column)?.expand(&shape)?.masked_select(self)
+            indices.reshape(&column)?.expand(&shape)?.masked_select(&mask)
         });
         let columns = columns.collect::<Result<Vec<_>>>()?;
-        match columns.is_empty() {
-            true => Err(self.bad_dims("nonzero", &[], "at least one dimension")),
-            false => DTensor::stack(&columns.iter().collect::<Vec<_>>(), 1),
+        DTensor::stack(&columns.iter().collect::<Vec<_>>(), 1)
+    }
+
+    /// This tensor expanded to a shape. What has to move for it, so that its first dimension alone is sharded, moves while it is
+    /// small.
+    #[track_caller]
+    fn stretched(&self, shape: &[usize]) -> Result<DTensor> {
+        if self.shape() == shape {
+            return Ok(self.clone());
         }
+        let rows = |axis: &usize| self.rank() == shape.len() && self.placements()[*axis].is_shard(Some(0));
+        let others: Vec<usize> = (0..self.placements().len()).filter(|axis| !rows(axis)).collect();
+        let (to, site) = (self.layout().without_axes(&others)?, Location::caller());
+        let sizes: Vec<isize> = shape.iter().map(|&n| n as isize).collect();
+        implicitly("masked_select", || self.to_layout_at(&to, site))?.expand(&sizes)
     }
 
     /// The parts that a mask over the dimensions from `at` on picks; these become one dimension.
     #[track_caller]
     pub(super) fn masked_part(&self, at: usize, mask: &DTensor) -> Result<DTensor> {
-        let (masked, x, mask) = self.prepared("masked_select", at, mask)?;
-        Ok(dispatch(&Select(masked), &[&x, &mask], Location::caller())?.swap_remove(0))
+        let (masked, mask) = self.prepared("masked_select", at, mask)?;
+        Ok(dispatch(&Select(masked), &[self, &mask], Location::caller())?.swap_remove(0))
     }
 
     /// A copy with `values`, which broadcast, where a mask over the dimensions from `at` on is set.
     #[track_caller]
     pub(super) fn masked_put(&self, at: usize, mask: &DTensor, values: &DTensor) -> Result<DTensor> {
-        let (masked, x, mask) = self.prepared("masked_put", at, mask)?;
+        let (masked, mask) = self.prepared("masked_put", at, mask)?;
         let shape: Vec<isize> = masked.picked.shape().iter().map(|&n| n as isize).collect();
         let values = values.to_dtype(self.dtype())?.expand(&shape)?;
-        Ok(dispatch(&Put(masked), &[&x, &mask, &values], Location::caller())?.swap_remove(0))
+        Ok(dispatch(&Put(masked), &[self, &mask, &values], Location::caller())?.swap_remove(0))
     }
 
-    /// This tensor and the mask in layouts in which every rank can pick by itself, and how many elements each picks.
+    /// Layouts in which every rank can pick by itself, with how many elements each picks, and the mask in its layout.
     #[track_caller]
-    fn prepared(&self, name: &'static str, at: usize, mask: &DTensor) -> Result<(Masked, DTensor, DTensor)> {
+    fn prepared(&self, name: &'static str, at: usize, mask: &DTensor) -> Result<(Masked, DTensor)> {
         let site = Location::caller();
         let ndim = mask.rank();
         if ndim == 0 || self.shape().get(at..at + ndim) != Some(mask.shape()) {
@@ -127,24 +146,35 @@ impl DTensor {
                 "expand the mask",
             ));
         }
-        let inner = |axis: &usize| self.placements()[*axis].shard_dim().is_some_and(|d| d > at && d < at + ndim);
-        let inner: Vec<usize> = (0..self.placements().len()).filter(inner).collect();
-        let x = self.layout().settled().without_axes(&inner)?.unstrided(&|dim| dim == at)?;
-        let x = sharded_as(x, at, &mask.layout().settled().unstrided(&|dim| dim == 0)?)?;
+        let x = sharded_as(by_rows(self.layout(), at, ndim)?, at, &by_rows(mask.layout(), 0, ndim)?)?;
         let over = |p: &Placement| if p.is_shard(Some(at)) { p.with_dim(0) } else { Placement::Replicate };
         let placements: Vec<Placement> = x.placements().iter().map(over).collect();
         let mut cuts = vec![Vec::new(); ndim];
         cuts[0] = x.shard_order(at).to_vec();
         let mask_layout = Layout::from_cuts(x.mesh(), mask.shape(), &placements, &cuts)?;
-        let (whole, mask) = implicitly(name, || -> Result<_> {
-            Ok((self.to_layout_at(&x, site)?, mask.to_layout_at(&mask_layout, site)?))
-        })?;
+        let mask = implicitly(name, || mask.to_layout_at(&mask_layout, site))?;
         let counts = counts(&mask, site)?;
         let total = counts.values().sum();
         let resized = x.resized(at, total, &|runs| runs.first().map_or(0, |first| counts[&first]))?;
         let picked = joined(&resized, at, ndim)?;
-        Ok((Masked { at, ndim, x, mask: mask_layout, picked }, whole, mask))
+        Ok((Masked { at, ndim, x, mask: mask_layout, picked }, mask))
     }
+}
+
+/// A layout in which every rank holds whole rows of the dimensions `at..at + ndim`, one range of them: what shards the later
+/// ones shards the first instead, so that elements stay in row-major order and none is replicated.
+fn by_rows(layout: &Layout, at: usize, ndim: usize) -> Result<Layout> {
+    let settled = layout.settled().unstrided(&|dim| dim == at)?;
+    let inner = |axis: &usize| settled.placements()[*axis].shard_dim().is_some_and(|d| d > at && d < at + ndim);
+    let inner: Vec<usize> = (0..settled.placements().len()).filter(inner).collect();
+    if inner.is_empty() {
+        return Ok(settled);
+    }
+    let outer = settled.without_axes(&inner)?;
+    let (mut placements, mut cuts) = (outer.placements().to_vec(), outer.cuts());
+    inner.iter().for_each(|&axis| placements[axis] = Placement::Shard(at as isize));
+    cuts[at].extend(&inner);
+    Layout::from_cuts(outer.mesh(), outer.shape(), &placements, &cuts)
 }
 
 /// The layout `x`; if nothing shards dimension `at`, which all ranks then hold anyway, sharded there as the rows of the mask.
@@ -311,4 +341,21 @@ impl Op for Put {
             Ok(vec![saved.wants(0).then(covered).transpose()?, None, saved.wants(2).then(values).transpose()?])
         })
     }
+}
+
+pub(super) const OPS: &[OpEntry] = &[
+    OpEntry { name: "masked_select", samples, apply: |x| Ok(vec![x[0].masked_select(&x[1])?]) },
+    OpEntry { name: "nonzero", samples: nonzero_samples, apply: |x| Ok(vec![x[0].nonzero()?]) },
+];
+
+/// Masks of zeros and ones that broadcast, or that the tensor is stretched to.
+fn samples() -> Vec<Vec<Sample>> {
+    let shapes: [(&[usize], &[usize]); 5] =
+        [(&[4, 6], &[4, 6]), (&[5, 3], &[3]), (&[5, 1], &[5, 4]), (&[3, 2, 2], &[3, 1, 2]), (&[0, 2], &[2])];
+    shapes.iter().map(|(x, mask)| vec![Sample::new(x, DType::F64), Sample::index(mask, 2)]).collect()
+}
+
+fn nonzero_samples() -> Vec<Vec<Sample>> {
+    let shapes: [&[usize]; 3] = [&[4, 6], &[5], &[3, 1, 2]];
+    shapes.iter().map(|shape| vec![Sample::index(shape, 3)]).collect()
 }

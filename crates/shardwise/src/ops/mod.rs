@@ -50,7 +50,7 @@ pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// The families of operators.
-static OPS: [&[OpEntry]; 23] = [
+static OPS: [&[OpEntry]; 24] = [
     unary::OPS,
     parametrized::OPS,
     binary::OPS,
@@ -68,6 +68,7 @@ static OPS: [&[OpEntry]; 23] = [
     band::OPS,
     lookup::OPS,
     scatter::OPS,
+    masked::OPS,
     order::OPS,
     scan::OPS,
     loss::CLASS_OPS,

@@ -288,7 +288,7 @@ impl DTensor {
         let (mean, variance) = match statistics {
             Some(given) => given,
             None => {
-                own = self.batch_statistics(0.0)?;
+                own = self.channel_statistics("batch_norm", 0.0)?;
                 (&own.0, &own.1)
             }
         };
@@ -300,8 +300,13 @@ impl DTensor {
     /// The mean and the variance (with divisor `n - correction`) of every channel of `[n, channels, ...]`.
     #[track_caller]
     pub fn batch_statistics(&self, correction: f64) -> Result<(DTensor, DTensor)> {
+        self.channel_statistics("batch_statistics", correction)
+    }
+
+    #[track_caller]
+    fn channel_statistics(&self, name: &'static str, correction: f64) -> Result<(DTensor, DTensor)> {
         if self.rank() < 2 {
-            return Err(self.bad_dims("batch_norm", &[], "[n, channels, ...]"));
+            return Err(self.bad_dims(name, &[], "[n, channels, ...]"));
         }
         let others: Vec<isize> = (0..self.rank() as isize).filter(|&d| d != 1).collect();
         Ok((self.mean(&others, false)?, self.var(&others, correction, false)?))
@@ -364,6 +369,14 @@ pub(super) const OPS: &[OpEntry] = &[
         apply: |x| {
             let given = (&x[1], &x[1].abs()?);
             Ok(vec![x[0].batch_norm(None, Some(&x[1]), None, 1e-5)?, x[0].batch_norm(Some(given), None, None, 1e-5)?])
+        },
+    },
+    OpEntry {
+        name: "batch_statistics",
+        samples,
+        apply: |x| {
+            let (mean, variance) = x[0].batch_statistics(1.0)?;
+            Ok(vec![mean, variance])
         },
     },
 ];

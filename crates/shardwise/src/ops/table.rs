@@ -66,7 +66,7 @@ impl OpEntry {
         Ok(ran.value)
     }
 
-    /// What happens along one axis of two ranks for every combination of replicas, shards and pending sums of the inputs,
+    /// What happens along one axis of two ranks for every combination of replicas, shards and partial sums of the inputs,
     /// on the first sample: found by running the operator without data.
     pub fn rules(&self) -> Result<Vec<Rule>> {
         let ran = DryWorld::new(2)?.run(|world| {

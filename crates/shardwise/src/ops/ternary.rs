@@ -163,7 +163,7 @@ impl Op for Ternary {
         let dtype = self.dtype(types);
         let arithmetic = match self {
             _ if !dtype.is_float() => Arithmetic::Whole,
-            // Only whether a condition is zero matters, which every whole number keeps.
+            // Only whether a condition is zero matters, which every integer keeps.
             Ternary::Where if !types[0].is_float() => Arithmetic::real([types[1], types[2]]),
             _ => Arithmetic::real(types),
         };
@@ -173,7 +173,7 @@ impl Op for Ternary {
             |[x, a, b]: [i64; 3]| if x != 0 { a } else { b },
         );
         let output = match *self {
-            // A fraction is not zero, but would become it as a whole number.
+            // A fraction is not zero, but would become it as an integer.
             Ternary::Where if arithmetic == Arithmetic::Whole && types[0].is_float() => {
                 let nonzero = Wide(|[x]: [f64; 1]| if x != 0.0 { 1.0 } else { 0.0 }, |[x]: [i64; 1]| x);
                 let mask = map(nonzero, [x], x.dims(), Arithmetic::real([types[0]]), DType::U8)?;
@@ -236,7 +236,19 @@ pub(super) const OPS: &[OpEntry] = &[
     OpEntry { name: "addcmul", samples, apply: |x| Ok(vec![x[0].addcmul(&x[1], &x[2], 2.0)?]) },
     OpEntry { name: "addcdiv", samples, apply: |x| Ok(vec![x[0].addcdiv(&x[1], &x[2], 0.5)?]) },
     OpEntry { name: "clamp_tensor", samples, apply: |x| Ok(vec![x[0].clamp_tensor(&x[1], &x[2])?]) },
+    OpEntry { name: "masked_fill", samples: masks, apply: |x| Ok(vec![x[0].masked_fill(&x[1], 2)?]) },
+    OpEntry { name: "lerp", samples: pairs, apply: |x| Ok(vec![x[0].lerp(&x[1], 0.25)?]) },
 ];
+
+fn masks() -> Vec<Vec<Sample>> {
+    let shapes: [(&[usize], &[usize]); 3] = [(&[5, 3], &[3]), (&[4], &[4]), (&[1], &[2, 3])];
+    shapes.iter().map(|(x, mask)| vec![Sample::new(x, DType::I64), Sample::index(mask, 2)]).collect()
+}
+
+fn pairs() -> Vec<Vec<Sample>> {
+    let shapes: [(&[usize], &[usize]); 3] = [(&[5, 3], &[5, 3]), (&[4], &[2, 1]), (&[0, 2], &[2])];
+    shapes.iter().map(|(a, b)| vec![Sample::new(a, DType::F64), Sample::new(b, DType::F64)]).collect()
+}
 
 fn samples() -> Vec<Vec<Sample>> {
     let shapes: [[&[usize]; 3]; 2] = [[&[5, 3], &[3], &[5, 1]], [&[1], &[4], &[0, 4]]];

@@ -31,7 +31,19 @@ const EXTREMES: &[&str] = &["P(max)", "P(min)"];
 
 const REASONS: &[Reason] = &[
     (
-        &["add", "sub", "linear", "addmm", "baddbmm", "addcmul", "addcdiv", "index_add", "index_put", "scatter_add"],
+        &[
+            "add",
+            "sub",
+            "linear",
+            "addmm",
+            "baddbmm",
+            "addcmul",
+            "addcdiv",
+            "index_add",
+            "index_put",
+            "scatter_add",
+            "lerp",
+        ],
         EXTREMES,
         "integers may wrap when something is added to an extreme, and unlike infinities give not-a-number",
     ),
@@ -54,6 +66,12 @@ const REASONS: &[Reason] = &[
     (&["clamp_tensor"], EXTREMES, "bounds that are extremes: nobody has them"),
     (&["cumsum"], &["P(sum)", "P(avg)"], "integers are widened before they are added up"),
     (&["rsqrt"], &["P(min)"], "which of two zeros is the smaller is open, and their reciprocals are far apart"),
+    (
+        &["masked_select"],
+        &["P(sum)", "P(avg)", "P(max)", "P(min)"],
+        "masks are rarely applied to partial tensors, which are reduced",
+    ),
+    (&["masked_select"], &["S(0)"], "not elements are sent, but how many of them every rank picks"),
     (&["bucketize"], &["S(0)"], "boundaries are few: they are gathered rather than the counts reduced"),
 ];
 
