@@ -73,7 +73,7 @@ pub use comm::{
     DeviceMesh, DryWorld, ExplicitRedistribution, Group, ThreadWorld, World, explicit_communication_only, launch,
     launch_scoped, with_mesh,
 };
-pub use error::{Error, Result};
+pub use error::{Error, ErrorKind, Result};
 pub use layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 pub use mesh::Mesh;
 pub use op::detect_anomaly;
@@ -90,8 +90,8 @@ pub mod prelude {
     pub use crate::nn::{Builder, Forward, Module};
     pub use crate::optim::{Adam, AdamW, OptimizeModule, Sgd, ShardedOptimizer};
     pub use crate::{
-        DTensor, DeviceMesh, Distribution, Error, Gradients, Group, Layout, Mesh, Param, Placement, ReduceOp, Result,
-        TensorMeta, ThreadWorld, World, launch, launch_scoped, no_grad, with_mesh,
+        DTensor, DeviceMesh, Distribution, Error, ErrorKind, Gradients, Group, Layout, Mesh, Param, Placement,
+        ReduceOp, Result, TensorMeta, ThreadWorld, World, launch, launch_scoped, no_grad, with_mesh,
     };
     pub use candle_core::DType;
 }
