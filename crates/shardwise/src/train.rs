@@ -80,7 +80,7 @@ impl<M: Model> Trainer<M> {
     /// mesh make the call.
     ///
     /// # Errors
-    /// [`Error::Invalid`] without batches.
+    /// [`Error::Invalid`](crate::Error::Invalid) without batches.
     #[track_caller]
     pub fn step_on_all(&mut self, batches: &[Vec<DTensor>]) -> Result<TrainingStep> {
         let mut sum: Option<(Gradients, f64)> = None;

@@ -113,7 +113,7 @@ impl Contents {
     /// Adds a tensor at a path of nested state.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if something has its flat key already.
+    /// [`Error::Invalid`](crate::Error::Invalid) if something has its flat key already.
     pub fn add_tensor(&mut self, path: Vec<Key>, tensor: StoredTensor) -> Result<()> {
         let key = self.free_key(&path)?;
         self.tensors.insert(key.clone(), tensor);

@@ -33,7 +33,7 @@ pub fn with_mesh<R>(mesh: &DeviceMesh, body: impl FnOnce() -> Result<R>) -> Resu
 /// The mesh of the innermost [`with_mesh`].
 ///
 /// # Errors
-/// [`Error::Invalid`] outside of any.
+/// [`Error::Invalid`](crate::Error::Invalid) outside of any.
 #[doc(alias = "get_current_mesh")]
 pub fn current_mesh() -> Result<DeviceMesh> {
     rank_context(|context| context.meshes.with(|meshes: &mut Vec<DeviceMesh>| meshes.last().cloned())).ok_or_else(

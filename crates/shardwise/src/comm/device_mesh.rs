@@ -72,7 +72,7 @@ impl DeviceMesh {
     /// [network](World::network).
     ///
     /// # Errors
-    /// [`Error::Invalid`] if a rank is not one of the world, or if the mesh is on a type of device that computes nothing
+    /// [`Error::Invalid`](crate::Error::Invalid) if a rank is not one of the world, or if the mesh is on a type of device that computes nothing
     /// here and has no registered backend.
     pub fn new(world: &World, mesh: Mesh) -> Result<Self> {
         if let Some(rank) = mesh.ranks().iter().find(|&&r| r >= world.size()) {

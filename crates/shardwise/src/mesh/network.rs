@@ -39,7 +39,7 @@ impl Network {
     /// Any number of ranks on one host.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if a number of the link is negative or not finite, or its bandwidth zero.
+    /// [`Error::Invalid`](crate::Error::Invalid) if a number of the link is negative or not finite, or its bandwidth zero.
     pub fn one_host(link: Link) -> Result<Self> {
         let link = link.checked()?;
         Ok(Network { hosts: None, inside: link, across: link })
@@ -48,7 +48,7 @@ impl Network {
     /// Ranks on several hosts: per rank the number of its host, in any numbering.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if a number of a link is negative or not finite, or a bandwidth zero.
+    /// [`Error::Invalid`](crate::Error::Invalid) if a number of a link is negative or not finite, or a bandwidth zero.
     pub fn of_hosts(hosts: impl Into<Arc<[usize]>>, inside: Link, across: Link) -> Result<Self> {
         Ok(Network { hosts: Some(hosts.into()), inside: inside.checked()?, across: across.checked()? })
     }
@@ -56,7 +56,7 @@ impl Network {
     /// The same hosts with other links.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if a number of a link is negative or not finite, or a bandwidth zero.
+    /// [`Error::Invalid`](crate::Error::Invalid) if a number of a link is negative or not finite, or a bandwidth zero.
     pub fn with_links(&self, inside: Link, across: Link) -> Result<Self> {
         Ok(Network { hosts: self.hosts.clone(), inside: inside.checked()?, across: across.checked()? })
     }
@@ -74,7 +74,7 @@ impl Network {
     /// The host of a rank.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the network has no such rank.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the network has no such rank.
     pub fn host_of(&self, rank: usize) -> Result<usize> {
         let Some(hosts) = &self.hosts else { return Ok(0) };
         hosts.get(rank).copied().ok_or_else(|| {
@@ -91,7 +91,7 @@ impl Network {
     /// inside a host. The same for every rank of the mesh.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the network does not have all ranks of the mesh.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the network does not have all ranks of the mesh.
     pub fn links(&self, mesh: &Mesh) -> Result<Vec<Link>> {
         if self.hosts.is_none() {
             return Ok(vec![self.inside; mesh.ndim()]);

@@ -68,7 +68,7 @@ impl Builder {
     /// [`ShardingPlan::build`]: crate::plan::ShardingPlan::build
     ///
     /// # Errors
-    /// [`Error::Invalid`] with the path and the nearest ones that the module has.
+    /// [`Error::Invalid`](crate::Error::Invalid) with the path and the nearest ones that the module has.
     ///
     /// ```
     /// use shardwise::nn::{Builder, Linear, Module};

@@ -131,7 +131,7 @@ pub trait Module {
     /// Sets all parameters and buffers, each brought to the layout and type that it has here.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with all names and shapes that do not fit; nothing changes then.
+    /// [`Error::Invalid`](crate::Error::Invalid) with all names and shapes that do not fit; nothing changes then.
     fn load_state_dict(&self, state: &BTreeMap<String, DTensor>) -> Result<()> {
         self.load_state_dict_with(state, &StateDictOptions::default()).map(drop)
     }

@@ -56,7 +56,7 @@ impl StateDictOptions {
     /// Compares names of a module with those of a state, which have the prefix.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with all names that do not match, of both kinds, if the options do not allow them.
+    /// [`Error::Invalid`](crate::Error::Invalid) with all names that do not match, of both kinds, if the options do not allow them.
     pub(crate) fn compare<'a>(
         &self,
         own: &[impl AsRef<str>],

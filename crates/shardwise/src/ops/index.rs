@@ -224,7 +224,7 @@ impl DTensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] if there are more indices than dimensions, an index is outside its dimension, or a mask has another
+    /// [`Error::Invalid`](crate::Error::Invalid) if there are more indices than dimensions, an index is outside its dimension, or a mask has another
     /// shape than the dimensions that it stands for.
     #[doc(alias = "__getitem__")]
     #[track_caller]
@@ -256,7 +256,7 @@ impl DTensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] as for [`i`](Self::i), and if the value does not broadcast to the part.
+    /// [`Error::Invalid`](crate::Error::Invalid) as for [`i`](Self::i), and if the value does not broadcast to the part.
     #[doc(alias = "__setitem__")]
     #[track_caller]
     pub fn set<'a, 'b>(&mut self, index: impl Indices<'a>, value: impl Into<Operand<'b>>) -> Result<()> {

@@ -97,7 +97,7 @@ impl AnyShardingSpec {
     /// The shards of a tensor of this size.
     ///
     /// # Errors
-    /// That of the spec, or [`Error::Invalid`] if what it gives is of another size or type, or does not fill the tensor.
+    /// That of the spec, or [`Error::Invalid`](crate::Error::Invalid) if what it gives is of another size or type, or does not fill the tensor.
     pub fn build_metadata(&self, size: &[usize], dtype: DType) -> Result<ShardedTensorMetadata> {
         let metadata = self.0.build_metadata(size, dtype)?;
         if metadata.size != size || metadata.dtype != dtype {

@@ -46,7 +46,7 @@ static OPERATORS: RwLock<BTreeMap<TypeId, BTreeMap<String, SpecOp>>> = RwLock::n
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] if another operator has this name for the spec.
+/// [`Error::Invalid`](crate::Error::Invalid) if another operator has this name for the spec.
 #[doc(alias = "custom_sharding_spec_op")]
 pub fn register_spec_op<S: ShardingSpec>(
     name: &str,

@@ -154,7 +154,7 @@ impl ShardedTensor {
     /// The same elements on a device of every rank, of which there is one: the CPU. Placements name it afterwards.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for any device but the CPU.
+    /// [`Error::Invalid`](crate::Error::Invalid) for any device but the CPU.
     #[doc(alias = "cuda")]
     #[doc(alias = "_get_preferred_device")]
     #[doc(alias = "_get_device_module")]
@@ -218,7 +218,7 @@ impl ShardedTensor {
     /// Collective: every rank of the mesh must call it. Communicates the elements that are shown.
     ///
     /// # Errors
-    /// [`Error::Invalid`] in a dry run, which has no values.
+    /// [`Error::Invalid`](crate::Error::Invalid) in a dry run, which has no values.
     #[track_caller]
     pub fn show(&self) -> Result<String> {
         if self.mesh.world().is_dry() {

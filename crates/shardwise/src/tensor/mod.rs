@@ -234,7 +234,7 @@ impl DTensor {
     /// this tensor is replicated and ranks use it for different things, so that each has a part of the gradient only.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the placements do not fit the tensor.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the placements do not fit the tensor.
     #[doc(alias = "grad_placements")]
     pub fn to_local_with_grad_placements(&self, placements: impl IntoIterator<Item = Placement>) -> Result<Tensor> {
         let placements: Vec<Placement> = placements.into_iter().collect();
@@ -486,7 +486,7 @@ impl DTensor {
     /// ([`register_backend`]).
     ///
     /// # Errors
-    /// [`Error::Invalid`] for any device but the CPU.
+    /// [`Error::Invalid`](crate::Error::Invalid) for any device but the CPU.
     pub fn to_device(&self, device: &Device) -> Result<DTensor> {
         check_cpu(device)?;
         Ok(self.clone())
