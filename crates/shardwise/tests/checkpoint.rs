@@ -54,10 +54,11 @@ fn layout(rng: &mut StdRng, ranks: usize, dims: usize) -> (Mesh, Vec<Placement>)
     let mut order: Vec<usize> = (0..ranks).collect();
     order.shuffle(rng);
     order.truncate(axes.iter().product());
-    let placement = |rng: &mut StdRng| match rng.random_range(0..5) {
+    let placement = |rng: &mut StdRng| match rng.random_range(0..6) {
         _ if dims == 0 => Replicate,
         0 => Replicate,
         1 => Partial(ReduceOp::Sum),
+        2 => Placement::block_cyclic(rng.random_range(0..dims) as isize, rng.random_range(1..3)),
         _ => Shard(rng.random_range(0..dims) as isize),
     };
     let placements = axes.iter().map(|_| placement(rng)).collect();

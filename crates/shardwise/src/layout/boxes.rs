@@ -55,8 +55,8 @@ pub struct OwnedBox {
 }
 
 impl Layout {
-    /// The boxes that `rank` holds, in order of their place in its local tensor: one unless a dimension is cut by a
-    /// strided shard, none if the rank holds nothing or is outside the mesh.
+    /// The boxes that `rank` holds, in order of their place in its local tensor: one unless a dimension has a
+    /// strided or block-cyclic shard, none if the rank holds nothing or is outside the mesh.
     pub fn boxes_of(&self, rank: usize) -> Vec<OwnedBox> {
         let Some(coordinate) = self.mesh().coordinate(rank) else { return Vec::new() };
         let empty = TensorBox { offsets: Vec::new(), sizes: Vec::new() };

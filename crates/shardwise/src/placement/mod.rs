@@ -111,6 +111,7 @@ impl Placement {
 // What kinds of placements answer. Nothing else matches on the kinds of shards.
 impl Placement {
     /// The tensor dimension that is sharded, as written (it may be negative).
+    #[inline]
     fn dim_mut(&mut self) -> Option<&mut isize> {
         match self {
             Placement::Shard(dim)
@@ -122,6 +123,7 @@ impl Placement {
     }
 
     /// Asks how the dimension is divided, and which dimension that is (as written); `None` if none is.
+    #[inline]
     fn ask<R>(&self, question: impl FnOnce(&dyn Division, isize) -> R) -> Option<R> {
         match self {
             Placement::Shard(dim) => Some(question(&Chunks, *dim)),
@@ -135,16 +137,19 @@ impl Placement {
     }
 
     /// The dimension of a plain shard, as a layout has it; `None` for everything else.
+    #[inline]
     pub(crate) fn chunk_dim(&self) -> Option<usize> {
         if let Placement::Shard(dim) = self { usize::try_from(*dim).ok() } else { None }
     }
 
     /// The number of chunks of which coordinates hold pieces, if that is how the dimension is divided.
+    #[inline]
     pub(crate) fn split_factor(&self) -> Option<usize> {
         if let Placement::StridedShard { split_factor, .. } = self { Some(*split_factor) } else { None }
     }
 
     /// The reduction that is still to be made.
+    #[inline]
     pub fn reduction(&self) -> Option<ReduceOp> {
         if let Placement::Partial(op) = self { Some(*op) } else { None }
     }
@@ -152,12 +157,14 @@ impl Placement {
 
 impl Placement {
     /// The tensor dimension that this placement shards, as written (it may be negative).
+    #[inline]
     fn written_dim(&self) -> Option<isize> {
         self.ask(|_, dim| dim)
     }
 
     /// The tensor dimension that this placement shards, `None` if it shards none. For the placements of a layout; a
     /// negative dimension has no answer before it is resolved against a number of dimensions.
+    #[inline]
     pub fn shard_dim(&self) -> Option<usize> {
         self.written_dim().and_then(|dim| usize::try_from(dim).ok())
     }
@@ -178,6 +185,7 @@ impl Placement {
 
     /// Whether every coordinate holds one range of what is divided, in the order of coordinates. So are placements that
     /// shard nothing.
+    #[inline]
     pub(crate) fn is_contiguous(&self) -> bool {
         self.ask(|division, _| division.is_contiguous()).unwrap_or(true)
     }
@@ -189,6 +197,7 @@ impl Placement {
 
     /// What coordinate `i` of `k` holds of indices that the placement divides. `outer` numbers the coordinates of the axes
     /// that shard the dimension before this one, row-major.
+    #[inline]
     pub(crate) fn part(&self, whole: &Runs, k: usize, i: usize, outer: usize) -> Runs {
         self.ask(|division, _| division.part(whole, k, i, outer)).unwrap_or_else(|| whole.clone())
     }
@@ -207,6 +216,7 @@ impl Placement {
     }
 
     /// Whether the placement shards a dimension (any dimension for `None`).
+    #[inline]
     pub fn is_shard(&self, dim: Option<usize>) -> bool {
         match dim {
             Some(dim) => self.shard_dim() == Some(dim),
@@ -215,11 +225,13 @@ impl Placement {
     }
 
     /// Whether every coordinate holds the whole.
+    #[inline]
     pub fn is_replicate(&self) -> bool {
-        *self == Placement::Replicate
+        matches!(self, Placement::Replicate)
     }
 
     /// Whether a reduction is still to be made.
+    #[inline]
     pub fn is_partial(&self) -> bool {
         self.reduction().is_some()
     }

@@ -102,7 +102,11 @@ pub(super) fn cheapest(
             }
         }
     }
-    let (at, end) = best.1?;
+    best.1.map(|(at, end)| way(&nodes, at, &ends, end))
+}
+
+/// The legs to node `at`, the move of boxes from there to `end`, and those from there to the target.
+fn way(nodes: &[Node], at: usize, ends: &[Place], end: usize) -> Vec<(Leg, Stop)> {
     let mut legs = Vec::new();
     let mut back = at;
     while let Some((previous, leg)) = nodes[back].by {
@@ -116,7 +120,7 @@ pub(super) fn cheapest(
         legs.push((leg, ends[next].stop.clone()));
         on = next;
     }
-    Some(legs)
+    legs
 }
 
 /// A layout on the way, with what its price depends on.
