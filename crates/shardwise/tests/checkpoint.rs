@@ -18,7 +18,7 @@ use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use shardwise::DryWorld;
 use shardwise::checkpoint::{
-    self, ConvertOptions, ElementType, Format, SaveOptions, Series, State, Value, convert, diff,
+    self, ConvertOptions, DiffOptions, ElementType, Format, SaveOptions, Series, State, Value, convert, diff,
 };
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor, shard_tensor};
@@ -403,7 +403,7 @@ fn conversions_keep_names_numbers_and_values_and_differences_are_found() {
         assert_eq!((done.tensors, done.left_out.is_empty()), (first.tensors.len(), format != Format::HuggingFace));
         assert!(checkpoint::verify(&to, &|_| {}).is_whole());
         let second = checkpoint::open(&to).unwrap();
-        let found = diff(&first, &second, 0.0, 0.0, &|_| {}).unwrap();
+        let found = diff(&first, &second, DiffOptions::default()).unwrap();
         let tensors: Vec<_> = found.iter().filter(|(key, _)| first.tensors.contains_key(key)).collect();
         assert!(tensors.is_empty(), "{format:?}: {tensors:?}");
         assert!(format != Format::Native || found.is_empty(), "{found:?}");
@@ -436,9 +436,9 @@ fn conversions_keep_names_numbers_and_values_and_differences_are_found() {
         checkpoint::open(&path).unwrap()
     };
     let (a, b) = (write("a", (1 << 53) + 1, 1.0), write("b", 1 << 53, f64::INFINITY));
-    let found = diff(&a, &b, 0.0, 0.0, &|_| {}).unwrap();
+    let found = diff(&a, &b, DiffOptions::default()).unwrap();
     assert_eq!(found.iter().map(|(key, _)| key.as_str()).collect::<Vec<_>>(), ["n", "x"]);
-    let found = diff(&a, &b, 1e-3, 0.0, &|_| {}).unwrap();
+    let found = diff(&a, &b, DiffOptions { rtol: 1e-3, ..DiffOptions::default() }).unwrap();
     assert_eq!(found.iter().map(|(key, _)| key.as_str()).collect::<Vec<_>>(), ["x"]);
     let loads = checkpoint::dry_load(&first, &Mesh::new([2]).unwrap(), |_: &str, shape: &[usize]| {
         Ok(vec![if shape.is_empty() { Replicate } else { Shard(0) }])

@@ -59,7 +59,8 @@ fn on_shards(
     f: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<ShardedTensor> {
     let tensors = x.local_shards().iter().map(|shard| Ok(f(&shard.tensor())?)).collect::<Result<Vec<_>>>()?;
-    ShardedTensor::init_from_local_tensors(&tensors, spec.clone(), x.shape(), x.dtype(), x.device_mesh())
+    let whole = TensorMeta { shape: x.shape().to_vec(), dtype: x.dtype() };
+    ShardedTensor::init_from_local_tensors(&tensors, spec.clone(), &whole, x.device_mesh())
 }
 
 fn register() -> Result<()> {

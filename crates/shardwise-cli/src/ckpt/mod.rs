@@ -15,7 +15,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use regex::Regex;
 use serde_json::json;
 use shardwise::Result;
-use shardwise::checkpoint::{self, ConvertOptions, ElementType, Format, RankLoad};
+use shardwise::checkpoint::{self, ConvertOptions, DiffOptions, ElementType, Format, RankLoad};
 
 use crate::output::{Row, Rows};
 
@@ -187,7 +187,8 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
         Command::Diff { first, second, rtol, atol, json } => {
             let (first, second) = (checkpoint::open(first)?, checkpoint::open(second)?);
             let bar = bar(first.bytes() as u64);
-            let found = checkpoint::diff(&first, &second, *rtol, *atol, &|bytes| bar.inc(bytes))?;
+            let options = DiffOptions { rtol: *rtol, atol: *atol, progress: Some(&|bytes| bar.inc(bytes)) };
+            let found = checkpoint::diff(&first, &second, options)?;
             bar.finish_and_clear();
             let mut out = std::io::stdout().lock();
             for (key, difference) in &found {

@@ -58,15 +58,20 @@ impl fmt::Display for Difference {
 /// How much is compared at a time.
 const ELEMENTS: usize = 1 << 20;
 
-/// All differences between two checkpoints, by key. Numbers differ where `|a - b| > atol + rtol * |b|`; without tolerance
-/// the same bytes are the same, also where they are not numbers. `progress` hears of bytes of the first.
-pub fn diff(
-    first: &Catalog,
-    second: &Catalog,
-    rtol: f64,
-    atol: f64,
-    progress: &dyn Fn(u64),
-) -> Result<Vec<(String, Difference)>> {
+/// How checkpoints are compared. Numbers differ where `|a - b| > atol + rtol * |b|`; without tolerances the same bytes are the
+/// same, also where they are NaN.
+#[derive(Clone, Copy, Default)]
+pub struct DiffOptions<'a> {
+    /// Relative tolerance.
+    pub rtol: f64,
+    /// Absolute tolerance.
+    pub atol: f64,
+    /// Called with the number of bytes of the first checkpoint that were compared since the last call.
+    pub progress: Option<&'a dyn Fn(u64)>,
+}
+
+/// Returns all differences between two checkpoints, by key.
+pub fn diff(first: &Catalog, second: &Catalog, options: DiffOptions<'_>) -> Result<Vec<(String, Difference)>> {
     let mut found = Vec::new();
     let keys: BTreeSet<&String> = first.tensors.keys().chain(second.tensors.keys()).collect();
     let (files, other_files) = (&*first.files, &*second.files);
@@ -77,7 +82,7 @@ pub fn diff(
             (Some(a), Some(b)) if a.shape != b.shape => Some(Difference::Shape(a.shape.clone(), b.shape.clone())),
             (Some(a), Some(b)) => {
                 let compared = Compared { key, files, first: a, other_files, second: b };
-                let differing = compared.elements(rtol, atol, progress)?;
+                let differing = compared.elements(options)?;
                 differing.or_else(|| (a.element != b.element).then_some(Difference::Type(a.element, b.element)))
             }
             (None, None) => None,
@@ -107,7 +112,8 @@ struct Compared<'a> {
 }
 
 impl Compared<'_> {
-    fn elements(&self, rtol: f64, atol: f64, progress: &dyn Fn(u64)) -> Result<Option<Difference>> {
+    fn elements(&self, options: DiffOptions<'_>) -> Result<Option<Difference>> {
+        let DiffOptions { rtol, atol, progress } = options;
         let whole = TensorBox { offsets: vec![0; self.first.shape.len()], sizes: self.first.shape.clone() };
         let (mut count, mut largest, mut place) = (0, 0f64, None);
         for piece in pieces(&whole, ELEMENTS) {
@@ -117,7 +123,7 @@ impl Compared<'_> {
                 Ok(bytes)
             };
             let (a, b) = (read(self.files, self.first)?, read(self.other_files, self.second)?);
-            progress(a.len() as u64);
+            progress.inspect(|progress| progress(a.len() as u64));
             if self.first.element == self.second.element && a == b {
                 continue;
             }

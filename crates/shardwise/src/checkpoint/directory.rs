@@ -1,15 +1,13 @@
 //! Directories that change as a whole: a crash at any moment leaves the old contents or the new ones.
 //!
 //! New contents are written beside the target, under a name that says so, made durable, and then exchanged with it in one
-//! step of the file system. Where that step does not exist, the old directory is first moved aside; a reader that finds
-//! none takes the one that was moved aside. Old contents are removed after the exchange, so that a reader who misses a file
+//! step of the file system. Where that step does not exist (systems other than Linux and macOS, some network file systems),
+//! the old directory is first moved aside; a reader that finds none takes the one that was moved aside. Old contents are removed after the exchange, so that a reader who misses a file
 //! can see that there is something newer.
 
 use std::collections::BTreeSet;
-use std::ffi::CString;
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use parking_lot::Mutex;
@@ -162,8 +160,7 @@ fn sweep(target: &Path) -> Result<()> {
         let name = entry.file_name().to_string_lossy().into_owned();
         let Some(rest) = name.strip_prefix(&prefix) else { continue };
         let process: Option<u32> = rest.split('-').next().and_then(|digits| digits.parse().ok());
-        let is_alive = |id: u32| id != std::process::id() && Path::new(&format!("/proc/{id}")).exists();
-        if !process.is_some_and(is_alive) {
+        if !process.is_some_and(may_run) {
             remove(&entry.path())?;
         }
     }
@@ -185,13 +182,22 @@ fn remove(path: &Path) -> Result<()> {
 }
 
 /// Exchanges two directories in one step.
-fn exchange(a: &Path, b: &Path) -> Result<()> {
-    let text = |path: &Path| CString::new(path.as_os_str().as_bytes()).map_err(Error::other);
-    let (a, b) = (text(a)?, text(b)?);
-    // SAFETY: both are texts that end with a zero byte and live until the call is over.
-    let result =
-        unsafe { libc::renameat2(libc::AT_FDCWD, a.as_ptr(), libc::AT_FDCWD, b.as_ptr(), libc::RENAME_EXCHANGE) };
-    if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error().into()) }
+#[cfg(any(target_os = "linux", target_os = "android", target_vendor = "apple"))]
+fn exchange(a: &Path, b: &Path) -> io::Result<()> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    Ok(renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE)?)
+}
+
+/// Other systems have no call for it: the old directory is moved aside first.
+#[cfg(not(any(target_os = "linux", target_os = "android", target_vendor = "apple")))]
+fn exchange(_: &Path, _: &Path) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+/// Whether a process that is not this one may still be running. Only Linux lists processes as files; elsewhere what another
+/// process left is kept rather than taken away from it.
+fn may_run(process: u32) -> bool {
+    process != std::process::id() && (!cfg!(target_os = "linux") || Path::new(&format!("/proc/{process}")).exists())
 }
 
 #[cfg(test)]

@@ -1,16 +1,18 @@
 //! The files of one checkpoint, held so that they stay those of one save while others follow at the same path.
 
 use std::collections::{BTreeSet, HashMap};
+use std::ffi::{CStr, CString};
 use std::fmt;
 use std::fs::{self, File, Metadata};
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use parking_lot::Mutex;
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, openat, statat};
+use rustix::io::Errno;
 
 use super::stored::{NOT_OURS, check_file_name};
 use crate::error::{Error, ErrorKind, Result};
@@ -74,11 +76,16 @@ impl Files {
         })
     }
 
-    /// A path that leads into the directory that was opened, whatever is at its name now.
-    fn within(&self, name: &str) -> PathBuf {
-        let held = PathBuf::from(format!("/proc/self/fd/{}", self.handle.as_raw_fd()));
-        // Without /proc there is only the name: a file that is gone is noticed then, another one in its place is not.
-        if held.exists() { held.join(name) } else { self.directory.join(name) }
+    /// Opens a file of the directory that was opened, whatever is at its name now.
+    fn open_within(&self, name: &str) -> io::Result<File> {
+        Ok(File::from(openat(&self.handle, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?))
+    }
+
+    /// Size of a file of the directory that was opened; `None` for anything but a file.
+    fn size_within(&self, name: &CStr) -> Option<u64> {
+        let found = statat(&self.handle, name, AtFlags::empty()).ok()?;
+        let is_file = FileType::from_raw_mode(found.st_mode).is_file();
+        if is_file { u64::try_from(found.st_size).ok() } else { None }
     }
 
     /// The directory, for messages; what is read comes from the directory that was opened.
@@ -93,11 +100,11 @@ impl Files {
 
     /// Names of all files in the directory.
     pub fn names(&self) -> Result<BTreeSet<String>> {
-        let entries = fs::read_dir(self.within("")).map_err(|error| unreadable(&self.directory, &error))?;
+        let entries = Dir::read_from(&self.handle).map_err(|error| unreadable(&self.directory, &error.into()))?;
         let mut names = BTreeSet::new();
         for entry in entries {
-            let entry = entry?;
-            if fs::metadata(self.within(&entry.file_name().to_string_lossy())).is_ok_and(|m| m.is_file()) {
+            let entry = entry.map_err(|error| unreadable(&self.directory, &error.into()))?;
+            if self.size_within(entry.file_name()).is_some() {
                 names.insert(entry.file_name().to_string_lossy().into_owned());
             }
         }
@@ -108,10 +115,8 @@ impl Files {
     pub fn size(&self, name: &str) -> Option<u64> {
         check_file_name(name).ok()?;
         let open = self.open.lock().get(name).cloned();
-        let metadata = match open {
-            Some(file) => file.metadata().ok()?,
-            None => fs::metadata(self.within(name)).ok()?,
-        };
+        let Some(file) = open else { return self.size_within(&CString::new(name).ok()?) };
+        let metadata = file.metadata().ok()?;
         metadata.is_file().then_some(metadata.len())
     }
 
@@ -166,11 +171,10 @@ impl Files {
         if open.len() >= MAX_OPEN {
             open.clear();
         }
-        let path = self.within(name);
-        let mut opened = File::open(&path);
-        if opened.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::EMFILE)) {
+        let mut opened = self.open_within(name);
+        if opened.as_ref().is_err_and(|error| Errno::from_io_error(error) == Some(Errno::MFILE)) {
             open.clear();
-            opened = File::open(&path);
+            opened = self.open_within(name);
         }
         let file = Arc::new(opened.map_err(|error| match self.is_replaced() {
             true => self.replaced(),

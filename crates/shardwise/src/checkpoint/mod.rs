@@ -46,7 +46,7 @@ pub use blocks::Blocks;
 pub use catalog::Catalog;
 pub use content::BoxToWrite;
 pub use convert::{Conversion, ConvertOptions, Cut, convert};
-pub use diff::{Difference, diff};
+pub use diff::{DiffOptions, Difference, diff};
 pub use dry_load::{RankLoad, dry_load};
 pub use element::ElementType;
 pub use files::{Files, LoadReport};

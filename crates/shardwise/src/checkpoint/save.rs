@@ -24,6 +24,8 @@ use crate::comm::{World, agree, texts, together};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
 use crate::redistribute::block;
+use crate::sharded::ShardedTensor;
+use crate::tensor::DTensor;
 use shardwise_kernels::{bytes_of, dense, own_copy, placeholder};
 
 /// How a checkpoint is saved.
@@ -219,76 +221,23 @@ fn plan(world: &World, state: &State, writer: &dyn FormatWriter) -> Result<Plann
     let mut sources: BTreeMap<String, Source> = BTreeMap::new();
     let mut plain = Vec::new();
     for (key, (path, leaf)) in state.flatten()? {
-        let (element, shape, boxes, source) = match leaf {
-            Leaf::Value(value) if writer.values() == ValueStorage::Nowhere => {
-                let (found, needed) =
-                    (format!("value {key:?} = {value}"), "tensors only, which is all that this format has");
-                return Err(ErrorKind::Unsupported.error(
-                    "state",
-                    found,
-                    needed,
-                    "save it in another format, or leave it out",
-                ));
-            }
+        let source = match leaf {
             Leaf::Value(value) => {
+                check_value(&key, &value, writer)?;
                 contents.values.insert(key.clone(), value);
                 contents.paths.insert(key, path);
                 continue;
             }
-            Leaf::Tensor(tensor) => {
-                let tensor = tensor.reduced(Location::caller())?;
-                let boxes: Vec<OwnedBox> = tensor.layout().boxes().collect();
-                let mine = tensor.layout().boxes_of(world.rank());
-                let local = tensor.local().clone();
-                (
-                    ElementType::of(tensor.dtype())?,
-                    tensor.shape().to_vec(),
-                    boxes,
-                    Source { dtype: tensor.dtype(), mine, tensors: vec![local] },
-                )
-            }
-            Leaf::Sharded(tensor) => {
-                let ranks = tensor.device_mesh().ranks();
-                let boxes: Vec<OwnedBox> = ranks.iter().flat_map(|&r| tensor.metadata().boxes_of(r)).collect();
-                let (mut mine, mut tensors) = (Vec::new(), Vec::new());
-                for shard in tensor.local_shards().iter().filter(|s| s.metadata().volume() > 0) {
-                    let local_offsets = vec![0; shard.metadata().offsets.len()];
-                    mine.push(OwnedBox { rank: world.rank(), global: shard.metadata().as_box(), local_offsets });
-                    tensors.push(shard.held().clone());
-                }
-                (
-                    ElementType::of(tensor.dtype())?,
-                    tensor.shape().to_vec(),
-                    boxes,
-                    Source { dtype: tensor.dtype(), mine, tensors },
-                )
-            }
+            Leaf::Tensor(tensor) => Source::of_tensor(tensor, world.rank())?,
+            Leaf::Sharded(tensor) => Source::of_sharded(tensor, world.rank()),
             Leaf::Plain(tensor) => {
-                // A copy, because it may be written to while an asynchronous save goes on.
-                let tensor = own_copy(tensor)?;
-                let whole = TensorBox { offsets: vec![0; tensor.rank()], sizes: tensor.dims().to_vec() };
-                let owned = |rank| OwnedBox { rank, global: whole.clone(), local_offsets: whole.offsets.clone() };
-                let boxes = if whole.volume() == 0 { Vec::new() } else { (0..world.size()).map(owned).collect() };
-                plain.push((key.clone(), crc32fast::hash(&bytes_of(&tensor)?)));
-                let (element, shape) = (ElementType::of(tensor.dtype())?, whole.sizes.clone());
-                (
-                    element,
-                    shape,
-                    boxes,
-                    Source { dtype: tensor.dtype(), mine: vec![owned(world.rank())], tensors: vec![tensor] },
-                )
+                let source = Source::of_plain(tensor, world)?;
+                plain.push((key.clone(), crc32fast::hash(&bytes_of(&source.tensors[0])?)));
+                source
             }
         };
-        let mut boxes = boxes;
-        if boxes.is_empty() {
-            // A tensor without elements is stored too, by the first rank.
-            boxes.push(OwnedBox {
-                rank: 0,
-                global: TensorBox { offsets: vec![0; shape.len()], sizes: shape.clone() },
-                local_offsets: Vec::new(),
-            });
-        }
-        all.extend(tasks(&key, element.size_in_bytes(), boxes));
+        let (element, shape) = (ElementType::of(source.dtype)?, source.shape.clone());
+        all.extend(tasks(&key, element.size_in_bytes(), source.stored_boxes()));
         sources.insert(key.clone(), source);
         contents.tensors.insert(key.clone(), StoredTensor { element, shape, chunks: Vec::new() });
         contents.paths.insert(key, path);
@@ -310,14 +259,69 @@ fn plan(world: &World, state: &State, writer: &dyn FormatWriter) -> Result<Plann
     Ok(Planned { contents, writers, boxes, plain })
 }
 
-/// The boxes of a tensor that this rank holds: all in one tensor, or one tensor each.
+/// An error if a format cannot store a value.
+fn check_value(key: &str, value: &Value, writer: &dyn FormatWriter) -> Result<()> {
+    if writer.values() != ValueStorage::Nowhere {
+        return Ok(());
+    }
+    let (found, needed) = (format!("value {key:?} = {value}"), "tensors only, which is all that this format has");
+    Err(ErrorKind::Unsupported.error("state", found, needed, "save it in another format, or leave it out"))
+}
+
+/// A tensor to be saved: who holds which box of it, and the boxes that this rank holds.
 struct Source {
     dtype: DType,
+    shape: Vec<usize>,
+    /// Of all ranks.
+    boxes: Vec<OwnedBox>,
     mine: Vec<OwnedBox>,
+    /// All boxes of this rank in one tensor, or one tensor each.
     tensors: Vec<Tensor>,
 }
 
 impl Source {
+    fn of_tensor(tensor: &DTensor, rank: usize) -> Result<Self> {
+        let tensor = tensor.reduced(Location::caller())?;
+        Ok(Source {
+            dtype: tensor.dtype(),
+            shape: tensor.shape().to_vec(),
+            boxes: tensor.layout().boxes().collect(),
+            mine: tensor.layout().boxes_of(rank),
+            tensors: vec![tensor.local().clone()],
+        })
+    }
+
+    fn of_sharded(tensor: &ShardedTensor, rank: usize) -> Self {
+        let ranks = tensor.device_mesh().ranks();
+        let boxes = ranks.iter().flat_map(|&r| tensor.metadata().boxes_of(r)).collect();
+        let (mut mine, mut tensors) = (Vec::new(), Vec::new());
+        for shard in tensor.local_shards().iter().filter(|s| s.metadata().volume() > 0) {
+            let local_offsets = vec![0; shard.metadata().offsets.len()];
+            mine.push(OwnedBox { rank, global: shard.metadata().as_box(), local_offsets });
+            tensors.push(shard.held().clone());
+        }
+        Source { dtype: tensor.dtype(), shape: tensor.shape().to_vec(), boxes, mine, tensors }
+    }
+
+    fn of_plain(tensor: &Tensor, world: &World) -> Result<Self> {
+        // A copy, because it may be written to while an asynchronous save goes on.
+        let tensor = own_copy(tensor)?;
+        let (dtype, shape) = (tensor.dtype(), tensor.dims().to_vec());
+        let whole = TensorBox { offsets: vec![0; shape.len()], sizes: shape.clone() };
+        let owned = |rank| OwnedBox { rank, global: whole.clone(), local_offsets: whole.offsets.clone() };
+        let boxes = if whole.volume() == 0 { Vec::new() } else { (0..world.size()).map(owned).collect() };
+        Ok(Source { dtype, shape, boxes, mine: vec![owned(world.rank())], tensors: vec![tensor] })
+    }
+
+    /// The boxes to be written. A tensor without elements is stored too, by the first rank.
+    fn stored_boxes(&self) -> Vec<OwnedBox> {
+        if !self.boxes.is_empty() {
+            return self.boxes.clone();
+        }
+        let global = TensorBox { offsets: vec![0; self.shape.len()], sizes: self.shape.clone() };
+        vec![OwnedBox { rank: 0, global, local_offsets: Vec::new() }]
+    }
+
     fn cut(&self, part: &TensorBox) -> Result<Tensor> {
         if part.volume() == 0 {
             return Ok(dense(&placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: self.dtype })?)?);

@@ -217,16 +217,16 @@ impl ShardedTensor {
     }
 
     /// The tensor of which every rank of the mesh brings its shards in the order of the spec's metadata. Nothing is
-    /// communicated, and every rank checks its own. For operators of a spec: the result keeps the spec.
+    /// communicated, and every rank checks its own. For operators of a spec: the result keeps the spec. `whole` is the shape
+    /// and type of the whole tensor.
     pub fn init_from_local_tensors(
         tensors: &[Tensor],
         spec: impl Into<AnyShardingSpec>,
-        shape: impl Into<Shape>,
-        dtype: DType,
+        whole: &TensorMeta,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
         let spec = spec.into();
-        let metadata = Self::checked(&spec, &shape.into().into_dims(), dtype, mesh)?;
+        let metadata = Self::checked(&spec, &whole.shape, whole.dtype, mesh)?;
         check_local(tensors, &metadata, mesh.world().rank())?;
         let copy = |tensor: &Tensor| Ok(check_served(tensor).and_then(|()| own_copy(tensor))?);
         let tensors = tensors.iter().map(copy).collect::<Result<Vec<_>>>()?;

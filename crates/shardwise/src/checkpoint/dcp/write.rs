@@ -108,21 +108,8 @@ pub(super) fn metadata_bytes(
     }
     pickle.end_dict();
     pickle.text("planner_data");
-    pickle.begin_dict();
     let values = places.iter().filter(|place| place.chunk.is_none()).map(|place| &place.key);
-    for key in tensors.keys().chain(values) {
-        pickle.text(key);
-        pickle.begin_tuple();
-        match paths.get(key) {
-            None => pickle.text(key),
-            Some(path) => path.iter().for_each(|step| match step {
-                Key::Name(name) => pickle.text(name),
-                Key::Index(index) => pickle.int(*index as i64),
-            }),
-        }
-        pickle.end_tuple();
-    }
-    pickle.end_dict();
+    put_paths(&mut pickle, tensors.keys().chain(values), paths);
     pickle.text("storage_data");
     pickle.begin_dict();
     let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
@@ -139,6 +126,24 @@ pub(super) fn metadata_bytes(
     pickle.end_dict();
     pickle.build();
     Ok(pickle.finish())
+}
+
+/// The path of every key; one that is not listed is its own path.
+fn put_paths<'a>(pickle: &mut Writer, keys: impl Iterator<Item = &'a String>, paths: &BTreeMap<String, Vec<Key>>) {
+    pickle.begin_dict();
+    for key in keys {
+        pickle.text(key);
+        pickle.begin_tuple();
+        match paths.get(key) {
+            None => pickle.text(key),
+            Some(path) => path.iter().for_each(|step| match step {
+                Key::Name(name) => pickle.text(name),
+                Key::Index(index) => pickle.int(*index as i64),
+            }),
+        }
+        pickle.end_tuple();
+    }
+    pickle.end_dict();
 }
 
 /// One place per key and offsets, in order.

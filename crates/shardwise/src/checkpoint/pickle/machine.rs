@@ -73,134 +73,12 @@ impl<'a> Machine<'a> {
             0x88 => self.known(TRUE),
             0x89 => self.known(FALSE),
             b')' => self.known(EMPTY_TUPLE),
-            b'I' => self.decimal_int(),
-            b'L' => {
-                let line = self.line()?;
-                self.push_decimal(line.strip_suffix('L').unwrap_or(line))
-            }
-            b'J' => {
-                let n = i32::from_le_bytes(self.array()?);
-                self.push(Object::Int(i64::from(n)))
-            }
-            b'K' => {
-                let n = self.byte()?;
-                self.push(Object::Int(i64::from(n)))
-            }
-            b'M' => {
-                let n = u16::from_le_bytes(self.array()?);
-                self.push(Object::Int(i64::from(n)))
-            }
-            0x8a => {
-                let length = usize::from(self.byte()?);
-                self.long(length)
-            }
-            0x8b => {
-                let length = self.length4()?;
-                self.long(length)
-            }
-            b'F' => {
-                let line = self.line()?;
-                let number = line.trim().parse().map_err(|_| bad(format!("{line:?}"), "a number"))?;
-                self.push(Object::Float(number))
-            }
-            b'G' => {
-                let number = f64::from_be_bytes(self.array()?);
-                self.push(Object::Float(number))
-            }
-            b'V' | b'S' => self.quoted(opcode == b'S'),
-            b'X' => {
-                let length = self.length4()?;
-                self.unicode(length)
-            }
-            0x8c => {
-                let length = usize::from(self.byte()?);
-                self.unicode(length)
-            }
-            0x8d => {
-                let length = self.length8()?;
-                self.unicode(length)
-            }
-            b'U' => {
-                let length = usize::from(self.byte()?);
-                self.old_text(length)
-            }
-            b'T' => {
-                let length = self.length4()?;
-                self.old_text(length)
-            }
-            b'C' => {
-                let length = usize::from(self.byte()?);
-                self.binary(length)
-            }
-            b'B' => {
-                let length = self.length4()?;
-                self.binary(length)
-            }
-            0x8e | 0x96 => {
-                let length = self.length8()?;
-                self.binary(length)
-            }
-            b']' => self.push(Object::List(Vec::new())),
-            b'}' => self.push(Object::Dict(Vec::new())),
-            0x8f => self.push(Object::Set(Vec::new())),
-            b'l' => {
-                let entries = self.since_mark()?;
-                self.push(Object::List(entries))
-            }
-            b't' => {
-                let entries = self.since_mark()?;
-                self.push(Object::Tuple(entries.into()))
-            }
-            0x85..=0x87 => self.tuple(usize::from(opcode - 0x84)),
-            b'd' => {
-                let pairs = pairs(&self.since_mark()?)?;
-                self.push(Object::Dict(pairs))
-            }
-            0x91 => {
-                let entries = self.since_mark()?;
-                self.push(Object::Set(entries))
-            }
-            b'a' => {
-                let entry = self.pop()?;
-                self.append(&[entry])
-            }
-            b'e' | 0x90 => {
-                let entries = self.since_mark()?;
-                self.append(&entries)
-            }
-            b's' => {
-                let (value, key) = (self.pop()?, self.pop()?);
-                self.set_items(&[(key, value)])
-            }
-            b'u' => {
-                let pairs = pairs(&self.since_mark()?)?;
-                self.set_items(&pairs)
-            }
-            b'p' => {
-                let index = self.index_line()?;
-                self.remember(index)
-            }
-            b'q' => {
-                let index = u64::from(self.byte()?);
-                self.remember(index)
-            }
-            b'r' => {
-                let index = u64::from(u32::from_le_bytes(self.array()?));
-                self.remember(index)
-            }
-            0x94 => self.remember(self.memo.len() as u64),
-            b'g' => {
-                let index = self.index_line()?;
-                self.recall(index)
-            }
-            b'h' => {
-                let index = u64::from(self.byte()?);
-                self.recall(index)
-            }
-            b'j' => {
-                let index = u64::from(u32::from_le_bytes(self.array()?));
-                self.recall(index)
-            }
+            b'I' | b'L' | b'J' | b'K' | b'M' | 0x8a | 0x8b | b'F' | b'G' => self.number(opcode),
+            b'V' | b'S' | b'X' | 0x8c | 0x8d | b'U' | b'T' => self.text(opcode),
+            b'C' | b'B' | 0x8e | 0x96 => self.bytes_object(opcode),
+            b']' | b'}' | 0x8f | b'l' | b't' | 0x85..=0x87 | b'd' | 0x91 => self.container(opcode),
+            b'a' | b'e' | 0x90 | b's' | b'u' => self.fill(opcode),
+            b'p' | b'q' | b'r' | 0x94 | b'g' | b'h' | b'j' => self.memory(opcode),
             b'c' => {
                 let (module, name) = (self.line()?, self.line()?);
                 self.push_global(module, name)
@@ -216,6 +94,100 @@ impl<'a> Machine<'a> {
             b'Q' => self.outside(),
             other => Err(bad(format!("instruction {other:#04x}"), "one that checkpoints use")),
         }
+    }
+
+    fn number(&mut self, opcode: u8) -> Result<()> {
+        let number = match opcode {
+            b'I' => return self.decimal_int(),
+            b'L' => {
+                let line = self.line()?;
+                return self.push_decimal(line.strip_suffix('L').unwrap_or(line));
+            }
+            0x8a => {
+                let length = usize::from(self.byte()?);
+                return self.long(length);
+            }
+            0x8b => {
+                let length = self.length4()?;
+                return self.long(length);
+            }
+            b'J' => Object::Int(i64::from(i32::from_le_bytes(self.array()?))),
+            b'K' => Object::Int(i64::from(self.byte()?)),
+            b'M' => Object::Int(i64::from(u16::from_le_bytes(self.array()?))),
+            b'F' => {
+                let line = self.line()?;
+                Object::Float(line.trim().parse().map_err(|_| bad(format!("{line:?}"), "a number"))?)
+            }
+            _ => Object::Float(f64::from_be_bytes(self.array()?)),
+        };
+        self.push(number)
+    }
+
+    fn text(&mut self, opcode: u8) -> Result<()> {
+        let length = match opcode {
+            b'V' | b'S' => return self.quoted(opcode == b'S'),
+            0x8c | b'U' => usize::from(self.byte()?),
+            0x8d => self.length8()?,
+            _ => self.length4()?,
+        };
+        if matches!(opcode, b'U' | b'T') { self.old_text(length) } else { self.unicode(length) }
+    }
+
+    fn bytes_object(&mut self, opcode: u8) -> Result<()> {
+        let length = match opcode {
+            b'C' => usize::from(self.byte()?),
+            b'B' => self.length4()?,
+            _ => self.length8()?,
+        };
+        self.binary(length)
+    }
+
+    /// A new list, tuple, dictionary or set.
+    fn container(&mut self, opcode: u8) -> Result<()> {
+        let object = match opcode {
+            0x85..=0x87 => return self.tuple(usize::from(opcode - 0x84)),
+            b']' => Object::List(Vec::new()),
+            b'}' => Object::Dict(Vec::new()),
+            0x8f => Object::Set(Vec::new()),
+            b'l' => Object::List(self.since_mark()?),
+            b't' => Object::Tuple(self.since_mark()?.into()),
+            b'd' => Object::Dict(pairs(&self.since_mark()?)?),
+            _ => Object::Set(self.since_mark()?),
+        };
+        self.push(object)
+    }
+
+    /// Entries for a list, dictionary or set.
+    fn fill(&mut self, opcode: u8) -> Result<()> {
+        match opcode {
+            b'a' => {
+                let entry = self.pop()?;
+                self.append(&[entry])
+            }
+            b's' => {
+                let (value, key) = (self.pop()?, self.pop()?);
+                self.set_items(&[(key, value)])
+            }
+            b'u' => {
+                let pairs = pairs(&self.since_mark()?)?;
+                self.set_items(&pairs)
+            }
+            _ => {
+                let entries = self.since_mark()?;
+                self.append(&entries)
+            }
+        }
+    }
+
+    /// Objects into the memo and out of it.
+    fn memory(&mut self, opcode: u8) -> Result<()> {
+        let index = match opcode {
+            0x94 => self.memo.len() as u64,
+            b'p' | b'g' => self.index_line()?,
+            b'q' | b'h' => u64::from(self.byte()?),
+            _ => u64::from(u32::from_le_bytes(self.array()?)),
+        };
+        if matches!(opcode, b'g' | b'h' | b'j') { self.recall(index) } else { self.remember(index) }
     }
 
     fn take(&mut self, length: usize) -> Result<&'a [u8]> {
