@@ -23,8 +23,8 @@ pub(super) fn order(equation: &Equation, sizes: &Sizes) -> Vec<Step> {
     steps
 }
 
-/// A set of factors, one bit each.
-type Set = u64;
+/// A set of factors, one bit each, of at most [`SEARCHED`].
+type Set = usize;
 
 struct Problem<'a> {
     equation: &'a Equation,
@@ -32,28 +32,21 @@ struct Problem<'a> {
 }
 
 impl Problem<'_> {
-    /// Which of the labels of a product of some factors are used again.
-    fn kept(&self, of: &[Term], set: Set) -> Term {
-        let outside = |label: &Label| {
-            let others = of.iter().enumerate().filter(|(i, _)| set >> i & 1 == 0);
-            self.equation.output.contains(label) || others.map(|(_, term)| term).any(|term| term.contains(label))
+    /// Which of the labels of a product of some factors, those with numbers `inside`, are used again.
+    fn kept(&self, factors: &[Term], inside: impl Fn(usize) -> bool) -> Term {
+        let used = |label: &Label| {
+            let mut others = factors.iter().enumerate().filter(|(i, _)| !inside(*i));
+            self.equation.output.contains(label) || others.any(|(_, term)| term.contains(label))
         };
-        let mut kept = Term::new();
-        for (_, term) in of.iter().enumerate().filter(|(i, _)| set >> i & 1 == 1) {
-            for label in term {
-                if outside(label) && !kept.contains(label) {
-                    kept.push(*label);
-                }
-            }
-        }
-        kept
+        let own = factors.iter().enumerate().filter(|(i, _)| inside(*i)).flat_map(|(_, term)| term);
+        distinct(&own.copied().filter(used).collect::<Term>())
     }
 
     /// The labels of a factor, or of a product of factors.
     fn labels(&self, set: Set) -> Term {
         match set.count_ones() {
             1 => self.equation.inputs[set.trailing_zeros() as usize].clone(),
-            _ => self.kept(&self.equation.inputs, set),
+            _ => self.kept(&self.equation.inputs, |i| set >> i & 1 == 1),
         }
     }
 
@@ -80,15 +73,15 @@ impl Problem<'_> {
             while half > 0 {
                 let rest = set & !half;
                 if half & lowest > 0 {
-                    let own = self.cost(&labels[half as usize], &labels[rest as usize]);
-                    let cost = best[half as usize].0 + best[rest as usize].0 + own;
+                    let own = self.cost(&labels[half], &labels[rest]);
+                    let cost = best[half].0 + best[rest].0 + own;
                     if cost < found.0 {
                         found = (cost, half);
                     }
                 }
                 half = (half - 1) & set;
             }
-            best[set as usize] = found;
+            best[set] = found;
         }
         let mut steps = Vec::new();
         self.steps(&best, all, &mut steps);
@@ -100,9 +93,9 @@ impl Problem<'_> {
         if set.count_ones() == 1 {
             return set.trailing_zeros() as usize;
         }
-        let half = best[set as usize].1;
+        let half = best[set].1;
         let factors = [self.steps(best, half, steps), self.steps(best, set & !half, steps)];
-        steps.push(Step { factors, output: self.kept(&self.equation.inputs, set) });
+        steps.push(Step { factors, output: self.kept(&self.equation.inputs, |i| set >> i & 1 == 1) });
         self.equation.inputs.len() + steps.len() - 1
     }
 
@@ -115,7 +108,7 @@ impl Problem<'_> {
             let pairs = (0..terms.len()).flat_map(|b| (0..b).map(move |a| (a, b)));
             let cost = |&(a, b): &(usize, usize)| self.cost(&terms[a], &terms[b]);
             let (a, b) = pairs.min_by(|x, y| cost(x).total_cmp(&cost(y))).expect("two or more factors");
-            let output = self.kept(&terms, 1 << a | 1 << b);
+            let output = self.kept(&terms, |i| i == a || i == b);
             let factors = [numbers[a], numbers[b]];
             for i in [b, a] {
                 terms.remove(i);
@@ -248,5 +241,8 @@ mod tests {
         let steps = order(&equation, &sizes);
         assert_eq!(total(&equation, &shapes, &steps), 9.0 * 400.0);
         assert_eq!(steps[8].output, equation.output);
+        let many = Equation::parse(&format!("{}->a", ["a"; 70].join(",")), &[1; 70]).unwrap();
+        let sizes = many.sizes("einsum", &[&[3][..]; 70], true).unwrap();
+        assert_eq!(order(&many, &sizes).len(), 69);
     }
 }

@@ -120,11 +120,7 @@ impl Parametrized {
 
     /// Whether integers may leave the range of their type.
     fn wraps(self) -> bool {
-        self.gives() == Gives::Same
-            && match self {
-                Parametrized::Clamp(..) | Parametrized::NanToNum(..) => false,
-                _ => true,
-            }
+        self.gives() == Gives::Same && !matches!(self, Parametrized::Clamp(..) | Parametrized::NanToNum(..))
     }
 
     /// An error if an integer is to be clamped to what its type does not hold.

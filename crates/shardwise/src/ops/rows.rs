@@ -138,11 +138,12 @@ impl Op for Rows {
                 let slope = saved.input(0).sub(&saved.output(0))?.exp()?;
                 Ok(vec![gradients[0].as_ref().map(|g| slope.mul(g)).transpose()?])
             }),
-            Rows::Softmax | Rows::LogSoftmax => Gradient::From(Keeps::Outputs, |op, saved, gradients| {
-                op.backward(vec![saved.output(0)], saved, gradients)
-            }),
+            Rows::Softmax | Rows::LogSoftmax => {
+                Gradient::From(Keeps::Outputs, |op, saved, gradients| op.backward(&[saved.output(0)], saved, gradients))
+            }
             Rows::LayerNorm(_) | Rows::RmsNorm(_) => Gradient::From(Keeps::Inputs, |op, saved, gradients| {
-                op.backward((0..saved.inputs().min(2)).map(|i| saved.input(i)).collect(), saved, gradients)
+                let kept: Vec<DTensor> = (0..saved.inputs().min(2)).map(|i| saved.input(i)).collect();
+                op.backward(&kept, saved, gradients)
             }),
         }
     }
@@ -152,7 +153,7 @@ impl Rows {
     /// The gradient in one pass over memory, or as a formula where it is recorded.
     fn backward(
         &self,
-        kept: Vec<DTensor>,
+        kept: &[DTensor],
         saved: &Saved<'_>,
         gradients: &[Option<DTensor>],
     ) -> Result<Vec<Option<DTensor>>> {

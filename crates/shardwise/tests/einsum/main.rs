@@ -124,7 +124,7 @@ fn a_diagonal_of_sharded_rows_communicates_nothing_and_has_a_second_derivative()
         assert_eq!(first.placements(), [Shard(0)]);
         let sent = world.trace().records().iter().filter(|r| r.call != "agree").count();
         assert_eq!(sent, 0, "{:?}", world.trace().records());
-        let on = |n: usize, of: f64| if n % 6 == 0 { of } else { 0.0 };
+        let on = |n: usize, of: f64| if n.is_multiple_of(6) { of } else { 0.0 };
         let slope = filled(&[5, 5], |n| on(n, 3.0 * value(n, 0) * value(n, 0)));
         assert_eq!(integers(&first.full_tensor()?), integers(&slope));
         let weights = DTensor::distribute_tensor(&filled(&[5, 5], |n| n as f64), &mesh, [Replicate], None)?;
