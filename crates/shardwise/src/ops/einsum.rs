@@ -3,6 +3,7 @@
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
+use smallvec::smallvec;
 
 use super::contraction::order;
 use super::equation::{Equation, Label, Term, batch, distinct, letters, size_of};
@@ -15,6 +16,11 @@ use crate::placement::Placement;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, Saved};
 use shardwise_kernels::{Fold, NOWHERE, dense, fold, product as matrix_product, take, wholes};
+
+/// The dimensions of matrix products.
+const M: Label = Label::letter('m');
+const K: Label = Label::letter('k');
+const N: Label = Label::letter('n');
 
 /// A product of one or two tensors.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -62,17 +68,22 @@ impl DTensor {
             let error = ErrorKind::shape(&[]).error("operands", "a scalar in matmul", "vectors or matrices", "use mul");
             return Err(name_call(error, "matmul", &[self, other], Location::caller()));
         }
-        let left = if m == 1 { "k" } else { "mk" };
-        let right = if n == 1 { "k" } else { "kn" };
-        let output = match (m, n) {
-            (1, 1) => "",
-            (1, _) => "n",
-            (_, 1) => "m",
-            _ => "mn",
+        let left: &[Label] = if m == 1 { &[K] } else { &[M, K] };
+        let right: &[Label] = if n == 1 { &[K] } else { &[K, N] };
+        let output: &[Label] = match (m, n) {
+            (1, 1) => &[],
+            (1, _) => &[N],
+            (_, 1) => &[M],
+            _ => &[M, N],
         };
-        let term = |ndim: usize, names: &'static str| batch(ndim.saturating_sub(2)).chain(letters(names));
-        let inputs = [term(m, left).collect(), term(n, right).collect()];
-        multiply("matmul", Equation::new(inputs, term(m.max(n), output)), false, &[self, other])
+        let term = |ndim: usize, named: &[Label]| {
+            let mut term: Term = batch(ndim.saturating_sub(2)).collect();
+            term.extend_from_slice(named);
+            term
+        };
+        let inputs = smallvec![term(m, left), term(n, right)];
+        let equation = Equation { inputs, output: term(m.max(n), output) };
+        multiply("matmul", equation, false, &[self, other])
     }
 
     /// The product of two matrices.

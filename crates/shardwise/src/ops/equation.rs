@@ -1,6 +1,7 @@
 //! Equations of products: the dimensions of every operand and of the result by label.
 
 use std::fmt;
+use std::hash::{Hash, Hasher};
 
 use smallvec::SmallVec;
 
@@ -23,10 +24,27 @@ const LETTERS: u8 = 52;
 ///
 /// A label that an operand has twice stands for its diagonal. One that the output has twice, which no text can say, is the
 /// opposite: zeros beside the diagonal.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Equation {
     pub(super) inputs: SmallVec<[Term; 2]>,
     pub(super) output: Term,
+}
+
+impl Hash for Equation {
+    /// A word per seven labels instead of one per label: every call of a product hashes its equation.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        for term in self.inputs.iter().chain([&self.output]) {
+            let mut labels = term.iter();
+            loop {
+                let word =
+                    labels.by_ref().take(7).fold(term.len() as u64, |word, label| word << 8 | u64::from(label.0));
+                state.write_u64(word);
+                if labels.len() == 0 {
+                    break;
+                }
+            }
+        }
+    }
 }
 
 /// The size of every label of an equation.
