@@ -166,12 +166,16 @@ fn planning_on_four_axes_is_quick_when_cold() {
         let placements = (0..4).map(|_| kinds[rng.random_range(0..kinds.len())].parse().unwrap());
         Layout::new(&mesh, (16 + n, 24, 8), placements).unwrap()
     };
-    let pairs: Vec<(Layout, Layout)> = (0..200).map(|n| (pick(n), pick(n))).collect();
-    let start = std::time::Instant::now();
-    for (from, to) in &pairs {
-        Plan::new(from, to, 4).unwrap();
-    }
-    let each = start.elapsed() / pairs.len() as u32;
+    // The best of five rounds, each with layouts of its own: other tests run at the same time.
+    let mut round = |round: usize| {
+        let pairs: Vec<(Layout, Layout)> = (0..200).map(|n| 200 * round + n).map(|n| (pick(n), pick(n))).collect();
+        let start = std::time::Instant::now();
+        for (from, to) in &pairs {
+            Plan::new(from, to, 4).unwrap();
+        }
+        start.elapsed() / pairs.len() as u32
+    };
+    let each = (0..5).map(&mut round).min().expect("five rounds");
     println!("{each:?} per plan");
     // "Well under a millisecond", with room for a busy machine and a build that is not fully optimised.
     assert!(each < std::time::Duration::from_millis(1), "{each:?} per plan");
