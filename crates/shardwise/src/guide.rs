@@ -53,7 +53,7 @@
 //!
 //! # From a plain tensor
 //!
-//! Shards of any sizes fit; ranks tell each other how large theirs are.
+//! Shards of any sizes fit; ranks exchange their sizes.
 //!
 //! ```python
 //! local = torch.full((2, 4), float(rank))

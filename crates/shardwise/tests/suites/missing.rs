@@ -45,7 +45,7 @@ const REASONS: &[Reason] = &[
             "lerp",
         ],
         EXTREMES,
-        "integers may wrap when something is added to an extreme, and unlike infinities give not-a-number",
+        "integers may wrap when something is added to an extreme, and unlike infinities give NaN",
     ),
     (&["neg", "mul_scalar"], EXTREMES, "integers may wrap"),
     (&["pow_scalar"], EXTREMES, "a power rises everywhere only with an odd exponent, and integers may wrap"),
