@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 use shardwise::error::ErrorKind;
-use shardwise::{Error, ReduceOp, Result, World};
+use shardwise::{ReduceOp, Result, World};
 use shardwise_mpi::{Settings, launched};
 
 use crate::job::{Ended, Job};
