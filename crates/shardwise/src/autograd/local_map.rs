@@ -112,7 +112,7 @@ impl Backward for LocalMap {
             };
             inputs.push(Some(match self.wanted[i].clone() {
                 Some(placements) => DTensor::from_local_with_shape(&local, saved.mesh(i), placements, saved.shape(i))?,
-                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).settled(), dense(&local)?),
+                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).reduced(), dense(&local)?),
             }));
         }
         Ok(inputs)

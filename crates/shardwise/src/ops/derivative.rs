@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use candle_core::Tensor;
 
-use crate::comm::implicitly;
+use crate::comm::record_implicit_operator;
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::placement::Placement;
@@ -36,7 +36,7 @@ impl Derivative {
 
 /// Zeros like a tensor, without its partial sums.
 pub(super) fn zero(x: &DTensor) -> Result<DTensor> {
-    DTensor::full_in(&x.layout().settled(), 0.0, x.dtype(), x.device_mesh())
+    DTensor::full_in(&x.layout().reduced(), 0.0, x.dtype(), x.device_mesh())
 }
 
 /// The gradient with respect to one operand of a function of two, from both operands and the gradient of the value.
@@ -107,9 +107,9 @@ fn beside(name: &'static str, saved: &Saved<'_>, i: usize, gradient: &DTensor) -
         return Ok(input);
     }
     // Ragged sizes need not fit other shards.
-    let to = Layout::new(own.mesh(), own.shape(), placements).unwrap_or_else(|_| own.settled());
+    let to = Layout::new(own.mesh(), own.shape(), placements).unwrap_or_else(|_| own.reduced());
     let site = Location::caller();
-    implicitly(name, || input.to_layout_at(&to, site))
+    record_implicit_operator(name, || input.to_layout_at(&to, site))
 }
 
 /// The gradient of what an input was stretched to, as that of the input: summed over what was stretched, in its type.

@@ -261,7 +261,7 @@ impl Cat {
     fn cut_along(&self, input: &Layout, elsewhere: &Layout, along: &[usize]) -> Result<Layout> {
         let build = |plain: bool| {
             let mut placements = elsewhere.placements().to_vec();
-            let mut cuts = elsewhere.cuts();
+            let mut cuts = elsewhere.shard_orders();
             let mut order: Vec<usize> = input.shard_order(self.dim).to_vec();
             order.extend(along.iter().filter(|a| !input.shard_order(self.dim).contains(a)));
             for axis in order.into_iter().filter(|a| along.contains(a)) {
@@ -272,7 +272,7 @@ impl Cat {
                 };
                 cuts[self.dim].push(axis);
             }
-            Layout::from_cuts(input.mesh(), input.shape(), &placements, &cuts)
+            Layout::from_shard_orders(input.mesh(), input.shape(), &placements, &cuts)
         };
         build(false).or_else(|_| build(true))
     }
@@ -287,12 +287,12 @@ impl Cat {
         order.extend(along.iter().filter(|a| !leader.shard_order(self.dim).contains(a)));
         let with = |cut: &dyn Fn(usize) -> Placement| {
             let mut placements = elsewhere.placements().to_vec();
-            let mut cuts = elsewhere.cuts();
+            let mut cuts = elsewhere.shard_orders();
             for &axis in &order {
                 placements[axis] = cut(axis);
             }
             cuts[self.dim].clone_from(&order);
-            Layout::from_cuts(mesh, elsewhere.shape(), &placements, &cuts)
+            Layout::from_shard_orders(mesh, elsewhere.shape(), &placements, &cuts)
         };
         let chunks = with(&|_| Placement::Shard(self.dim as isize))?;
         let total = elsewhere.shape()[self.dim];

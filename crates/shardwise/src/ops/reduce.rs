@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
 
 use super::{OpEntry, Sample};
-use crate::comm::implicitly;
+use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
@@ -302,10 +302,10 @@ fn before_broadcast(name: &'static str, gradient: &DTensor, x: &Layout) -> Resul
     };
     let cuts: Vec<Vec<usize>> = (0..own.shape().len()).map(order).collect();
     // Ragged sizes need not fit the other shards; replicas always do.
-    let to = Layout::from_cuts(own.mesh(), own.shape(), &placements, &cuts);
+    let to = Layout::from_shard_orders(own.mesh(), own.shape(), &placements, &cuts);
     let to = to.or_else(|_| Layout::replicated(own.mesh(), own.shape()))?;
     let site = Location::caller();
-    implicitly(name, || gradient.to_layout_at(&to, site))
+    record_implicit_operator(name, || gradient.to_layout_at(&to, site))
 }
 
 /// Per element the product of all others along some dimensions, correct also where some are zero.

@@ -102,7 +102,7 @@ impl DTensor {
 #[track_caller]
 pub(super) fn spread_slices(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
     check_mesh("index_add", like, index)?;
-    let op = Spread { dim, size: like.shape()[dim], slices: true, like: like.settled() };
+    let op = Spread { dim, size: like.shape()[dim], slices: true, like: like.reduced() };
     Ok(dispatch(&op, &[index, source], Location::caller())?.swap_remove(0))
 }
 
@@ -110,7 +110,7 @@ pub(super) fn spread_slices(like: &Layout, dim: usize, index: &DTensor, source: 
 #[track_caller]
 pub(super) fn spread_elements(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
     check_mesh("scatter_add", like, index)?;
-    let op = Spread { dim, size: like.shape()[dim], slices: false, like: like.settled() };
+    let op = Spread { dim, size: like.shape()[dim], slices: false, like: like.reduced() };
     padded(&dispatch(&op, &[index, source], Location::caller())?.swap_remove(0), like.shape())
 }
 
@@ -337,12 +337,12 @@ impl Op for Spread {
             free && self.like.placements()[*axis].chunk_dim() == Some(self.dim)
         };
         let axes: Vec<usize> = self.like.shard_order(self.dim).iter().copied().filter(wished).collect();
-        let (mut placements, mut cuts) = (output.placements().to_vec(), output.cuts());
+        let (mut placements, mut cuts) = (output.placements().to_vec(), output.shard_orders());
         for &axis in &axes {
             placements[axis] = Placement::Shard(self.dim as isize);
         }
         cuts[self.dim] = axes;
-        decision.outputs[0] = Layout::from_cuts(output.mesh(), output.shape(), &placements, &cuts)?;
+        decision.outputs[0] = Layout::from_shard_orders(output.mesh(), output.shape(), &placements, &cuts)?;
         Ok(decision)
     }
 

@@ -8,7 +8,7 @@ use super::shard::Shard;
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
-use crate::redistribute::{Exchange, block};
+use crate::redistribute::{BoxExchange, block};
 use shardwise_kernels::{Assembly, dense, placeholder};
 
 /// Brings every rank of a mesh its shards of a whole tensor; what [`ShardingSpec::shard`](super::ShardingSpec::shard) does
@@ -93,7 +93,7 @@ pub(super) fn moved(
     };
     let mut blocks = Vec::new();
     if mesh.ranks().iter().any(|&rank| !lacking(rank).is_empty()) {
-        let exchange = Exchange::new(mesh.whole_group()?, to.dtype, |rank| from.boxes_of(rank), lacking);
+        let exchange = BoxExchange::new(mesh.whole_group()?, to.dtype, |rank| from.boxes_of(rank), lacking);
         blocks = exchange.run_with(&|offsets, sizes| cut(shards, offsets, sizes), site)?;
     }
     let make = |part: &ShardMetadata| -> Result<Tensor> {

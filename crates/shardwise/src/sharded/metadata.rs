@@ -205,11 +205,11 @@ impl ShardedTensorMetadata {
         let first = held.values().next()?;
         let origin = held.iter().find(|(_, b)| b.offsets.iter().all(|&o| o == 0)).map(|(&rank, _)| rank)?;
         let cut_by = |axis: usize| {
-            let fibre = mesh.fibre(&[axis], origin);
-            let offsets = |dim: usize| fibre.iter().filter_map(|r| held.get(r)).map(|b| b.offsets[dim]).max();
+            let group_ranks = mesh.group_ranks(&[axis], origin);
+            let offsets = |dim: usize| group_ranks.iter().filter_map(|r| held.get(r)).map(|b| b.offsets[dim]).max();
             let cut = (0..first.offsets.len()).find(|&dim| offsets(dim) > Some(0));
             // Where one rank has all and the others nothing, any dimension can be the one that is cut.
-            let lonely = fibre.iter().filter(|r| held.contains_key(r)).count() == 1 && fibre.len() > 1;
+            let lonely = group_ranks.iter().filter(|r| held.contains_key(r)).count() == 1 && group_ranks.len() > 1;
             cut.or_else(|| (lonely && !first.offsets.is_empty()).then_some(0))
         };
         let axes: Vec<Option<usize>> = (0..mesh.ndim()).map(cut_by).collect();
@@ -220,7 +220,7 @@ impl ShardedTensorMetadata {
                 continue;
             }
             let size = |rank: &usize| held.get(rank).map_or(0, |b| b.sizes[dim]);
-            let sizes: Vec<usize> = mesh.fibre(&cutting, origin).iter().map(size).collect();
+            let sizes: Vec<usize> = mesh.group_ranks(&cutting, origin).iter().map(size).collect();
             for (axis, placement) in ragged(mesh, dim, &cutting, &sizes) {
                 placements[axis] = placement;
             }

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use super::metadata::{ShardMetadata, ShardedTensorMetadata};
 use super::shard::Shard;
 use super::spec::AnyShardingSpec;
-use crate::comm::{Charge, DeviceMesh, Group};
+use crate::comm::{DeviceMesh, Group, MemoryCharge};
 use crate::error::{ErrorKind, Result};
 use crate::layout::Runs;
 use crate::tensor::{Piece, TensorId, local_text, show_pieces};
@@ -33,7 +33,7 @@ pub struct ShardedTensor {
     /// The shards of this rank, in the order of the metadata.
     pub(super) shards: Vec<Shard>,
     /// Counts their memory.
-    pub(super) _charge: Arc<Charge>,
+    pub(super) _charge: Arc<MemoryCharge>,
 }
 
 impl ShardedTensor {

@@ -163,7 +163,7 @@ pub(super) fn enter(
     }
     let inputs: Vec<DTensor> = exits.iter().map(|exit| exit.tensor.clone()).collect();
     let inputs: Vec<&DTensor> = inputs.iter().collect();
-    let grad_placements = grad_placements.unwrap_or_else(|| made.layout().settled().placements().to_vec());
+    let grad_placements = grad_placements.unwrap_or_else(|| made.layout().reduced().placements().to_vec());
     let placements = made.placements().to_vec();
     let backward =
         || Box::new(LocalCode { exits, local: local.clone(), placements, grad_placements }) as Box<dyn Backward>;
@@ -221,7 +221,7 @@ impl Backward for LocalCode {
             };
             Ok(Some(match &exit.grad_placements {
                 Some(given) => DTensor::from_local_with_shape(&local, saved.mesh(i), given.clone(), saved.shape(i))?,
-                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).settled(), local),
+                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).reduced(), local),
             }))
         };
         self.exits.iter().enumerate().map(back).collect()

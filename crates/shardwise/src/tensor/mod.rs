@@ -33,11 +33,11 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Device, Tensor};
 use rustc_hash::FxHasher;
 
-use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of, while_moving};
+use crate::comm::{DeviceMesh, Origin, record_implicit_operator, while_redistributing, with_purpose};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::{Placement, ReduceOp, is_linear};
-use crate::redistribute::{Exchange, redistribute};
+use crate::redistribute::{BoxExchange, redistribute};
 pub use shardwise_kernels::Number;
 use shardwise_kernels::{check_cpu, check_dtype, own_copy, placeholder};
 
@@ -350,11 +350,11 @@ impl DTensor {
         check_room(to, self.dtype(), self.value.mesh.world().is_dry())?;
         let layouts = hash_of(&(self.layout(), to));
         let terms = self.reducible()?;
-        let held = while_moving(self.layout(), to, || {
-            on_behalf_of(self.origin(), layouts, || redistribute(&self.value.mesh, self.layout(), to, &terms, site))
+        let held = while_redistributing(self.layout(), to, || {
+            with_purpose(self.origin(), layouts, || redistribute(&self.value.mesh, self.layout(), to, &terms, site))
         })?;
         let moved = Self::from_held(&self.value.mesh, to.clone(), held, self.dtype(), self.origin().clone())?;
-        Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).settled())))
+        Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).reduced())))
     }
 
     /// The same value on another mesh of the same world, whatever ranks the two have.
@@ -369,9 +369,9 @@ impl DTensor {
         let site = Location::caller();
         // Reduce what is pending before the move, make what shall be pending after it.
         let source = self.reduced(site)?;
-        let moved = source.move_boxes(mesh, to.settled(), site)?;
+        let moved = source.move_boxes(mesh, to.reduced(), site)?;
         let back: WayBack = &|saved, gradient| {
-            let layout = saved.layout(0).settled();
+            let layout = saved.layout(0).reduced();
             gradient.reduced(Location::caller())?.move_boxes(saved.mesh(0), layout, Location::caller())
         };
         source.moved(moved, "to_mesh", back).to_layout_at(&to, site)
@@ -388,10 +388,10 @@ impl DTensor {
         }
         let group = mesh.world().subgroup(&ranks)?;
         let from = self.layout();
-        let exchange = Exchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
+        let exchange = BoxExchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
         // Ranks outside the old mesh may not have computed the value, so its layout counts and not its origin.
         let origin = Origin::leaf(hash_of(&(from, &to)), self.shape());
-        let local = on_behalf_of(&origin, 0, || exchange.assemble(self.local(), &meta, site))?;
+        let local = with_purpose(&origin, 0, || exchange.assemble(self.local(), &meta, site))?;
         Ok(Self::from_parts(mesh, to, local))
     }
 
@@ -430,7 +430,7 @@ impl DTensor {
 
     /// The same value without pending reductions: partial axes become replicated.
     pub(crate) fn reduced(&self, site: Site) -> Result<DTensor> {
-        self.to_layout_at(&self.layout().settled(), site)
+        self.to_layout_at(&self.layout().reduced(), site)
     }
 
     /// The same values with another element type. Pending reductions are carried out first, because rounding does not
@@ -458,7 +458,7 @@ impl DTensor {
         }
         let source = match self.placements().iter().all(picks) {
             true => self.clone(),
-            false => implicitly("to_dtype", || self.reduced(site))?,
+            false => record_implicit_operator("to_dtype", || self.reduced(site))?,
         };
         let local = converted(&self.value.mesh, source.local(), dtype)?;
         let made = Self::from_terms(&self.value.mesh, source.layout().clone(), local, dtype, source.origin().clone());
@@ -516,7 +516,7 @@ impl Backward for Redistributed {
 
     fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
-        let moved = gradient.to_dtype(self.dtype.unwrap_or(saved.dtype(0)))?.to_layout(&saved.layout(0).settled())?;
+        let moved = gradient.to_dtype(self.dtype.unwrap_or(saved.dtype(0)))?.to_layout(&saved.layout(0).reduced())?;
         Ok(vec![Some(moved.to_dtype(saved.dtype(0))?)])
     }
 }
