@@ -1,8 +1,5 @@
 //! What ranks must have in common, and what is left of a world after its launch.
 
-#[path = "suites/disagreements.rs"]
-mod disagreements;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,6 +9,7 @@ use shardwise::error::Site;
 use shardwise::mesh::Network;
 use shardwise::prelude::*;
 use shardwise::{Error, Group, TensorMeta, ThreadWorld};
+use shardwise_test_suites::disagreements;
 
 #[test]
 fn ranks_that_do_not_do_the_same_get_the_same_typed_error() {

@@ -3,11 +3,6 @@
 //! `SHARDWISE_CHECKPOINT_CASES` sets the number of random round trips per format (default 400), `SHARDWISE_SEED` the first
 //! seed.
 
-#[path = "suites/refused.rs"]
-mod refused;
-#[path = "suites/scratch.rs"]
-mod scratch;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,9 +17,8 @@ use shardwise::checkpoint::{
 };
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor, shard_tensor};
-
-use refused::refused;
-use scratch::Scratch;
+use shardwise_test_suites::refused::refused;
+use shardwise_test_suites::scratch::Scratch;
 
 const DTYPES: [DType; 9] =
     [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I64, DType::I32, DType::I16, DType::U32, DType::U8];

@@ -2,9 +2,6 @@
 //!
 //! `SHARDWISE_DAMAGE_CASES` sets the number of damaged files (default 2000), `SHARDWISE_SEED` the first seed.
 
-#[path = "suites/scratch.rs"]
-mod scratch;
-
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
@@ -14,8 +11,7 @@ use rand::{Rng, SeedableRng};
 use shardwise::checkpoint::{self, Format, SaveOptions, State, verify};
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
-
-use scratch::Scratch;
+use shardwise_test_suites::scratch::Scratch;
 
 fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))

@@ -3,27 +3,18 @@
 //! `tests/data/fsdp_adamw` was written by `tests/scripts/fsdp_adamw.py write`. With `SHARDWISE_PYTHON`, a Python with PyTorch,
 //! PyTorch goes on from what is saved here.
 
-#[path = "suites/parameters.rs"]
-mod parameters;
-#[path = "suites/refused.rs"]
-mod refused;
-#[path = "suites/scratch.rs"]
-mod scratch;
-#[path = "suites/values.rs"]
-mod values;
-
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use candle_core::{DType, Device, Tensor};
-use parameters::{algorithms, gradients, named as names, params, whole};
-use refused::refused;
-use scratch::Scratch;
 use shardwise::checkpoint::{self, Format, SaveOptions, Series, State, named};
 use shardwise::nn::{BatchNorm, Builder, Forward, Linear, Module};
 use shardwise::ops::Reduction;
 use shardwise::optim::{AdamW, OptimizerState, ParamGroup, Schedule, ShardedOptimizer};
 use shardwise::prelude::*;
+use shardwise_test_suites::parameters::{algorithms, gradients, named as names, params, whole};
+use shardwise_test_suites::refused::refused;
+use shardwise_test_suites::scratch::Scratch;
 
 /// Shapes with placements over so many ranks; the last parameter gets no gradients at first.
 fn layouts(ranks: usize) -> Vec<(Vec<usize>, Vec<Placement>)> {

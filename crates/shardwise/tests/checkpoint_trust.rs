@@ -3,11 +3,6 @@
 //! `SHARDWISE_CONCURRENT_LOADS` sets the number of loads against a looping saver (default 400; 20000 take a few minutes),
 //! `SHARDWISE_FLIP_CASES` the number of flipped bits (default 200; 2000 for all), `SHARDWISE_SEED` the first seed.
 
-#[path = "suites/refused.rs"]
-mod refused;
-#[path = "suites/scratch.rs"]
-mod scratch;
-
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -18,9 +13,8 @@ use rand::{Rng, SeedableRng};
 use shardwise::checkpoint::{self, ConvertOptions, Format, SaveOptions, State, convert, load_reporting, verify};
 use shardwise::prelude::*;
 use shardwise::{OwnedBox, TensorBox};
-
-use refused::refused;
-use scratch::Scratch;
+use shardwise_test_suites::refused::refused;
+use shardwise_test_suites::scratch::Scratch;
 
 fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))

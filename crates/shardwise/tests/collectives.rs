@@ -1,13 +1,11 @@
 //! The collective suite on thread worlds of 1 to 8 ranks, and on groups within them.
 
-#[path = "suites/collectives.rs"]
-mod suite;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use shardwise::error::ErrorKind;
 use shardwise::{DryWorld, Error, ThreadWorld};
+use shardwise_test_suites::collectives as suite;
 
 #[test]
 fn every_collective_matches_the_oracle_on_every_world_size() {

@@ -1,8 +1,5 @@
 //! Distributed tensors as a user meets them: made, read, printed, written, stored.
 
-#[path = "suites/values.rs"]
-mod values;
-
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
@@ -10,6 +7,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
 use shardwise::tensor::{DTensorState, DeviceBackend, register_backend};
+use shardwise_test_suites::values;
 
 fn on(ranks: usize, run: impl Fn(World) -> Result<()> + Send + Sync + 'static) {
     ThreadWorld::new(ranks).unwrap().run(run).unwrap();

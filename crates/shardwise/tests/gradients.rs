@@ -1,12 +1,10 @@
 //! The gradient of every differentiable operator: sharded in every way on one axis against unsharded, and unsharded against
 //! differences.
 
-#[path = "suites/values.rs"]
-mod values;
-
 use candle_core::{DType, Device, Tensor};
 use shardwise::ops::{OpEntry, Sample, ops};
 use shardwise::prelude::*;
+use shardwise_test_suites::values;
 
 /// Operators whose value does not change with small changes of their inputs, or that give integers.
 const WITHOUT: &[&str] = &[

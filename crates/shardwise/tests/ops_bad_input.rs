@@ -1,14 +1,12 @@
 //! Bad operands: every operator refuses them on every rank with one message that names the operator, the shapes, the
 //! placements and the mesh; nobody hangs, and the world goes on. What is bad is decided by the unsharded call.
 
-#[path = "suites/values.rs"]
-mod values;
-
 use std::time::Duration;
 
 use candle_core::Tensor;
 use shardwise::ops::{Attention, Bag, Classes, Convolution, OpEntry, Reduction, Sample, ops};
 use shardwise::prelude::*;
+use shardwise_test_suites::values;
 
 /// Far longer than any of these calls takes: only a hang gets there.
 const DEADLINE: Duration = Duration::from_secs(20);

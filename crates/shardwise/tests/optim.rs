@@ -1,18 +1,15 @@
 //! Optimizers on parameters in every kind of layout against the unsharded run and against the formulas, number by number.
 
-#[path = "suites/parameters.rs"]
-mod parameters;
-#[path = "suites/values.rs"]
-mod values;
-
 use candle_core::{DType, Tensor};
-use parameters::{algorithms, alone, gradients, named, numbers, params, slope, spread, start, tensor, unspread, whole};
 use shardwise::optim::{
     Adadelta, Adagrad, Adam, AdamW, Adamax, Algorithm, Lion, NAdam, ParamGroup, RmsProp, Schedule, Sgd,
     ShardedOptimizer, clip_grad_norm, clip_grad_value,
 };
 use shardwise::prelude::*;
 use shardwise::{DryWorld, Param};
+use shardwise_test_suites::parameters::{
+    algorithms, alone, gradients, named, numbers, params, slope, spread, start, tensor, unspread, whole,
+};
 
 /// One element under an algorithm, as the formulas are written down.
 struct Scalar {

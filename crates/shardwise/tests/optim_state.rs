@@ -1,17 +1,12 @@
 //! States of optimizers: saved, moved, loaded into other layouts and worlds, or refused.
 
-#[path = "suites/parameters.rs"]
-mod parameters;
-#[path = "suites/values.rs"]
-mod values;
-
 use candle_core::{DType, Tensor};
-use parameters::{algorithms, gradients, named, numbers, params, slope, spread, whole};
 use shardwise::optim::{
     Adadelta, Adafactor, Adam, AdamW, AdjustLr, Algorithm, FullState, Lion, Muon, NAdam, OptimizerState, ParamGroup,
     RmsProp, Schedule, Sgd, ShardedOptimizer,
 };
 use shardwise::prelude::*;
+use shardwise_test_suites::parameters::{algorithms, gradients, named, numbers, params, slope, spread, whole};
 
 /// Steps `range` of an optimizer that goes on from a state.
 fn go_on(

@@ -2,15 +2,13 @@
 //!
 //! `SHARDWISE_DRAW_CASES` sets the number of random layouts (default 300), `SHARDWISE_SEED` the first seed.
 
-#[path = "suites/values.rs"]
-mod values;
-
 use candle_core::{DType, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::Generator;
 use shardwise::prelude::*;
 use shardwise::random::GeneratorState;
+use shardwise_test_suites::values;
 
 fn bits(t: &Tensor) -> Vec<u64> {
     if t.elem_count() == 0 {

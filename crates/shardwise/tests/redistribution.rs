@@ -4,16 +4,12 @@
 //! `SHARDWISE_CROSS_MESH_CASES` sets the number of random moves between meshes (default 500), `SHARDWISE_SEED` the first
 //! seed.
 
-#[path = "suites/layout_pairs.rs"]
-mod layout_pairs;
-#[path = "suites/values.rs"]
-mod values;
-
 use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
 use shardwise::redistribute::{Plan, explain};
+use shardwise_test_suites::{layout_pairs, values};
 
 fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))

@@ -1,16 +1,13 @@
 //! Reads of other ranks' shards on thread worlds.
 
-#[path = "suites/remote_reads.rs"]
-mod remote_reads;
-#[path = "suites/scratch.rs"]
-mod scratch;
-
 use shardwise::prelude::*;
+use shardwise_test_suites::remote_reads;
+use shardwise_test_suites::scratch::Scratch;
 
 #[test]
 fn shards_are_read_while_their_owners_make_no_call() {
     for ranks in 1..=4 {
-        let scratch = scratch::Scratch::new(&format!("remote-reads-{ranks}"));
+        let scratch = Scratch::new(&format!("remote-reads-{ranks}"));
         let path = scratch.0.clone();
         let run = move |world: World| remote_reads::run(&world, &path);
         let read = ThreadWorld::new(ranks).unwrap().run(run).unwrap();

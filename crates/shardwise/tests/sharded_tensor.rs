@@ -1,9 +1,6 @@
 //! What sharded tensors do: construction, reading, remote shards, states across worlds, operators, embeddings; and what
 //! they refuse, on every rank alike.
 
-#[path = "suites/refused.rs"]
-mod refused;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -17,8 +14,7 @@ use shardwise::sharded::{
     ShardedTensor, ShardedTensorMetadata, ShardedTensorState, call_sharded_op, shard_tensor, with_sharded_op,
 };
 use shardwise::{DryWorld, ThreadWorld};
-
-use refused::refused;
+use shardwise_test_suites::refused::refused;
 
 fn numbers(t: &Tensor) -> Vec<f64> {
     t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()

@@ -1,20 +1,14 @@
 //! Which names a state may have when it is loaded, states as maps, optimizers over modules, and identities of sharded tensors.
 
-#[path = "suites/refused.rs"]
-mod refused;
-#[path = "suites/scratch.rs"]
-mod scratch;
-
-use std::collections::{BTreeMap, HashSet};
-
-use refused::refused;
-use scratch::Scratch;
 use serde::{Deserialize, Serialize};
 use shardwise::checkpoint::{self, ModelPart, Series, State, Value, named};
 use shardwise::nn::{Linear, StateDictOptions};
 use shardwise::optim::{Algorithm, Optimizer, ParamGroup, ParamStep, Schedule, StateTensor};
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
+use shardwise_test_suites::refused::refused;
+use shardwise_test_suites::scratch::Scratch;
+use std::collections::{BTreeMap, HashSet};
 
 #[derive(Module)]
 struct Pair {

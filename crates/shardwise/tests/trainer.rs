@@ -1,10 +1,6 @@
 //! The training loop: batches whose gradients are averaged, clipping, and evaluation without a trace in the model.
 
-#[path = "suites/refused.rs"]
-mod refused;
-
 use candle_core::{Device, Tensor};
-use refused::refused;
 use shardwise::data::{Batches, Dataset};
 use shardwise::models::Model;
 use shardwise::nn::{Dropout, Linear};
@@ -12,6 +8,7 @@ use shardwise::ops::Reduction;
 use shardwise::optim::ParamGroup;
 use shardwise::prelude::*;
 use shardwise::train::Trainer;
+use shardwise_test_suites::refused::refused;
 
 /// A regression with dropout, which training and evaluation tell apart.
 #[derive(Module)]

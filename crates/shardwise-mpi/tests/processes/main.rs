@@ -13,23 +13,8 @@ mod links;
 mod suites;
 mod two_hosts;
 
-#[path = "../../../shardwise/tests/suites/collectives.rs"]
-mod collectives;
-#[path = "../../../shardwise/tests/suites/disagreements.rs"]
-mod disagreements;
-#[path = "../../../shardwise/tests/suites/layout_pairs.rs"]
-mod layout_pairs;
-#[path = "../../../shardwise/tests/suites/recorded_training.rs"]
-mod recorded_training;
-#[path = "../../../shardwise/tests/suites/remote_reads.rs"]
-mod remote_reads;
-#[path = "../../../shardwise/tests/suites/scratch.rs"]
-mod scratch;
-#[path = "../../../shardwise/tests/suites/values.rs"]
-mod values;
-
 use job::Job;
-use scratch::Scratch;
+use shardwise_test_suites::scratch::Scratch;
 
 const ANY: &[usize] = &[1, 2, 3, 4];
 

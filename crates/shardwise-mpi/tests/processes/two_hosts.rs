@@ -1,9 +1,9 @@
 //! Ranks on two hosts that share nothing but a network: namespaces of this machine, joined by a virtual cable.
 
+use shardwise_test_suites::scratch::Scratch;
 use std::time::Duration;
 
 use crate::job::{Ended, Job, mpirun};
-use crate::scratch::Scratch;
 
 const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/processes/two_hosts.sh");
 

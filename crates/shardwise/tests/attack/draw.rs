@@ -4,9 +4,9 @@
 use candle_core::DType;
 use serde_json::{Value, json};
 use shardwise::prelude::*;
+use shardwise_test_suites::values;
 
 use crate::numbers::{Input, mix};
-use crate::values;
 
 pub(crate) struct Draw {
     seed: u64,

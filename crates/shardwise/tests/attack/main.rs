@@ -9,9 +9,6 @@
 //! of calls can be made: `SHARDWISE_ATTACK_CASES`, from `SHARDWISE_SEED` on, or as many as `SHARDWISE_ATTACK_SECONDS` allow.
 //! `SHARDWISE_ATTACK_OP` attacks one operator alone. `SHARDWISE_ATTACK_RECORD=1` writes the record anew.
 
-#[path = "../suites/values.rs"]
-mod values;
-
 mod draw;
 mod found;
 mod judge;

@@ -4,9 +4,8 @@ use std::sync::Arc;
 
 use shardwise::models::{Spread, Weights};
 use shardwise::prelude::*;
-
-use crate::recorded_training::Recorded;
-use crate::vectors;
+use shardwise_test_suites::recorded_training::Recorded;
+use shardwise_test_suites::vectors;
 
 /// Meshes with the spread that is tried on them.
 fn layouts() -> Vec<(&'static str, Spread)> {

@@ -7,8 +7,7 @@ use std::fmt;
 use candle_core::{DType, Device, Tensor};
 use shardwise::ops::{OpEntry, Sample, ops};
 use shardwise::prelude::*;
-
-use crate::values;
+use shardwise_test_suites::values;
 
 /// An operator, the placements of its inputs, and those that its outputs could have.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]

@@ -5,14 +5,7 @@
 //! Operators run without data, as every rank in turn, on samples enlarged so far that a statistic (one number per line
 //! along a dimension) is much smaller than the data it is about.
 
-#[path = "conformance/ops.rs"]
-#[allow(dead_code)]
-mod ops;
-#[path = "suites/recorded_gradients.rs"]
 mod recorded_gradients;
-#[path = "conformance/vectors.rs"]
-#[allow(dead_code)]
-mod vectors;
 
 use shardwise::ops::{OpEntry, Sample};
 use shardwise::prelude::*;

@@ -1,4 +1,5 @@
-//! Recorded training runs of small language models, followed step by step on any engine: hand it a world.
+//! Training runs of small language models recorded from PyTorch on one device, repeated in any layout on any engine: losses,
+//! gradients, gradient norms and final weights must agree.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -10,9 +11,10 @@ use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer, clip_grad_norm};
 use shardwise::plan::ShardingPlan;
 use shardwise::prelude::*;
 
-/// What is recorded of one model.
-pub(crate) struct Recorded {
-    pub(crate) name: String,
+/// One recorded training run: settings, batches, and the results of every step.
+pub struct Recorded {
+    /// Name of the directory that the run was read from.
+    pub name: String,
     model: ModelConfig,
     config: Value,
     trace: Value,
@@ -26,14 +28,13 @@ pub(crate) struct Recorded {
 /// Relative tolerance in f32.
 const TOLERANCE: f64 = 2e-4;
 
-/// What is added to it for numbers close to zero: f32 and f64 agree within it.
+/// Absolute tolerances, for numbers close to zero: f32 and f64 runs of the recorded models agree within them.
 const WEIGHTS_APART: f64 = 1e-5;
 const GRADIENTS_APART: f64 = 1e-6;
 
-/// Follows all runs recorded in a directory on a mesh; the number of those that can be spread over it in this way.
-// Where each run has a world of its own, every run is reported by itself instead.
-#[allow(dead_code)]
-pub(crate) fn follow_all(world: &World, directory: &Path, mesh: &Mesh, spread: &Spread) -> Result<usize> {
+/// Repeats all runs of a directory on a mesh and returns how many of them `spread` applies to (heads must divide evenly).
+/// Collective: every rank of the world calls it.
+pub fn follow_all(world: &World, directory: &Path, mesh: &Mesh, spread: &Spread) -> Result<usize> {
     let ranks = world.device_mesh(mesh.clone())?;
     let mut followed = 0;
     for recorded in Recorded::all(directory) {
@@ -48,8 +49,11 @@ pub(crate) fn follow_all(world: &World, directory: &Path, mesh: &Mesh, spread: &
 }
 
 impl Recorded {
-    /// The runs recorded in a directory, of which there must be one at least.
-    pub(crate) fn all(directory: &Path) -> Vec<Self> {
+    /// Reads all runs of a directory.
+    ///
+    /// # Panics
+    /// If there is none, or one cannot be read.
+    pub fn all(directory: &Path) -> Vec<Self> {
         let sets = std::fs::read_dir(directory).unwrap_or_else(|e| panic!("cannot read {}: {e}", directory.display()));
         let mut sets: Vec<_> = sets.map(|entry| entry.unwrap().path()).filter(|path| path.is_dir()).collect();
         assert!(!sets.is_empty(), "no recorded runs in {}", directory.display());
@@ -82,12 +86,12 @@ impl Recorded {
         }
     }
 
-    /// How the model is spread over a mesh, if its heads can be shared by so many ranks.
-    pub(crate) fn plan(&self, mesh: &Mesh, spread: &Spread) -> Option<ShardingPlan> {
+    /// The plan for this model on a mesh; none if its attention heads do not divide by the size of axis `tp`.
+    pub fn plan(&self, mesh: &Mesh, spread: &Spread) -> Option<ShardingPlan> {
         match spread.plan(&self.model, mesh) {
             Ok(plan) => Some(plan),
             Err(error) => {
-                // The one reason not to run: heads that cannot be shared by so many ranks.
+                // The one valid reason: attention heads that do not divide by the tensor-parallel size.
                 let (heads, key_heads) = self.model.heads();
                 let shared = mesh.axis("tp").map_or(1, |axis| mesh.shape()[axis]);
                 assert!(heads % shared != 0 || key_heads % shared != 0, "{error}");
@@ -96,8 +100,8 @@ impl Recorded {
         }
     }
 
-    /// Trains as the recorded run did, and compares on the way.
-    pub(crate) fn follow(&self, mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<()> {
+    /// Repeats the run with this plan and compares every step. Collective: every rank of the mesh calls it.
+    pub fn follow(&self, mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<()> {
         let model = build(&self.model, plan, mesh, DType::F32)?;
         import(&*model, &self.init)?;
         let optimizer = &self.config["optimizer"];
@@ -136,7 +140,7 @@ impl Recorded {
         let found = export(&*model)?;
         for (name, expected) in &self.last {
             let got = &found[name];
-            // The gradient of the biases of keys is zero but for rounding, which the optimizer turns into steps.
+            // The gradient of key biases is zero up to rounding errors, which AdamW scales to full steps.
             let width = expected.dims()[0] / 3;
             let keys = |t: &Tensor| t.narrow(0, width, width);
             match name.ends_with("c_attn.bias") {
@@ -152,7 +156,7 @@ impl Recorded {
         Ok(())
     }
 
-    /// The gradients of the first step, by the names of the weights.
+    /// Compares the gradients of the first step, by the names that weights have in files.
     fn compare_gradients(&self, model: &dyn LanguageModel, gradients: &shardwise::Gradients) -> Result<()> {
         let params: BTreeMap<_, _> = model.named_parameters().into_iter().collect();
         for entry in model.names().0 {
@@ -164,7 +168,7 @@ impl Recorded {
     }
 }
 
-/// An error unless numbers differ by at most the relative tolerance and `apart`.
+/// Returns an error unless all elements are within `TOLERANCE * |expected| + apart`.
 fn near(got: &Tensor, expected: &Tensor, apart: f64, what: &str) -> Result<()> {
     let numbers = |t: &Tensor| -> Result<Vec<f32>> { Ok(t.flatten_all()?.to_vec1()?) };
     let (a, b) = (numbers(got)?, numbers(expected)?);

@@ -1,7 +1,6 @@
 //! The planner that tries plans: never worse than plans by hand, within its limit of memory, the same on every rank, and what
 //! it estimates is what happens.
 
-#[path = "suites/transformer.rs"]
 mod transformer;
 
 use shardwise::mesh::Link;

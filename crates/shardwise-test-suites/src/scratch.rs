@@ -1,12 +1,16 @@
-//! A directory of one test.
+//! A temporary directory for one test.
 
 use std::path::PathBuf;
 
-/// A directory that is empty at first, and removed at the end.
-pub(crate) struct Scratch(pub(crate) PathBuf);
+/// A temporary directory: empty when created, deleted when dropped.
+pub struct Scratch(
+    /// Its path.
+    pub PathBuf,
+);
 
 impl Scratch {
-    pub(crate) fn new(name: &str) -> Self {
+    /// Creates an empty directory whose path contains `name` and the process id.
+    pub fn new(name: &str) -> Self {
         let path = std::env::temp_dir().join(format!("shardwise-test-{name}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&path);
         std::fs::create_dir_all(&path).unwrap();

@@ -1,6 +1,4 @@
-//! Redistribution between layouts of known values, for any engine: hand it a world.
-//!
-//! A target that includes it includes `values` beside it.
+//! Redistribution of tensors with known elements between all pairs of layouts, on a world of any engine.
 
 use candle_core::{DType, Tensor};
 use rand::rngs::StdRng;
@@ -9,15 +7,16 @@ use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
 use shardwise::redistribute::{StepKind, explain};
 
-use super::values;
+use crate::values;
 
 const KINDS: [&str; 8] = ["R", "S(0)", "S(1)", "ragged", "P(sum)", "P(avg)", "P(max)", "P(min)"];
 
-/// What integers have instead of means.
+/// The same for integers, which have bitwise reductions instead of averages.
 const INTEGER_KINDS: [&str; 8] = ["R", "S(0)", "S(1)", "P(sum)", "P(product)", "P(and)", "P(or)", "P(xor)"];
 
-/// Checks every `stride`-th pair of layouts of tensors of some shapes, on a mesh of the whole world; the number of pairs.
-pub(crate) fn all_pairs(
+/// Checks every `stride`-th pair of layouts for each shape, on a mesh over the whole world, and returns the number of pairs.
+/// Collective: every rank of the world calls it.
+pub fn all_pairs(
     world: &World,
     mesh_shape: &[usize],
     shapes: &[[usize; 2]],
@@ -25,7 +24,7 @@ pub(crate) fn all_pairs(
     stride: usize,
 ) -> Result<usize> {
     let mesh = world.mesh(mesh_shape)?;
-    assert_eq!(mesh.mesh().size(), world.size(), "every rank has a part");
+    assert_eq!(mesh.mesh().size(), world.size(), "the mesh covers the world");
     let kinds = if dtype.is_float() { &KINDS } else { &INTEGER_KINDS };
     let mut checked = 0;
     for shape in shapes {
@@ -38,9 +37,8 @@ pub(crate) fn all_pairs(
     Ok(checked)
 }
 
-/// As [`all_pairs`] over kinds of the caller's choice.
-#[allow(dead_code, reason = "not every target that includes this calls it")]
-pub(crate) fn pairs_of(world: &World, mesh_shape: &[usize], shape: &[usize], kinds: &[&str]) -> Result<usize> {
+/// Checks all pairs of layouts that use only these `kinds` of placements (`"ragged"`, or a placement's text).
+pub fn pairs_of(world: &World, mesh_shape: &[usize], shape: &[usize], kinds: &[&str]) -> Result<usize> {
     let mesh = world.mesh(mesh_shape)?;
     let (all, whole) = (layouts(mesh.mesh(), shape, kinds), values::whole(shape));
     for from in &all {
@@ -51,8 +49,8 @@ pub(crate) fn pairs_of(world: &World, mesh_shape: &[usize], shape: &[usize], kin
     Ok(all.len() * all.len())
 }
 
-/// Moves tensors between random layouts on random meshes of some ranks of the world, one case per seed.
-pub(crate) fn any_layout_on_any_mesh(world: &World, first_seed: usize, cases: usize) -> Result<()> {
+/// Redistributes tensors between random layouts on random meshes over some ranks of the world, one case per seed.
+pub fn any_layout_on_any_mesh(world: &World, first_seed: usize, cases: usize) -> Result<()> {
     for seed in first_seed..first_seed + cases {
         any_layout_of_seed(world, seed)?;
     }
@@ -71,7 +69,7 @@ fn any_layout_of_seed(world: &World, seed: usize) -> Result<()> {
     let context =
         |what: &str| format!("SHARDWISE_SEED={seed} rank {}: {what} {from} to {to} or {same_mesh}", world.rank());
     let part = values::local(&from, world.rank());
-    // Build in the plain order, then bring it to the layout in question and check that this is exact, too.
+    // Starts replicated and redistributes to the source layout: that step is checked, too.
     let settled = DTensor::distribute_tensor(&whole, &a, vec![Replicate; a.ndim()], None)?.to_layout(&from)?;
     if a.my_coordinate().is_some() {
         assert_eq!(settled.to_local().dims(), part.dims(), "{}", context("distribute"));
@@ -99,7 +97,7 @@ fn any_layout_of_seed(world: &World, seed: usize) -> Result<()> {
     Ok(())
 }
 
-/// All layouts over some kinds per axis.
+/// All layouts that combine these kinds of placements, one per mesh axis.
 fn layouts(mesh: &Mesh, shape: &[usize], kinds: &[&str]) -> Vec<Layout> {
     let mut all = vec![Vec::new()];
     for axis in 0..mesh.ndim() {
@@ -117,8 +115,8 @@ fn layouts(mesh: &Mesh, shape: &[usize], kinds: &[&str]) -> Vec<Layout> {
     all.into_iter().map(|placements| Layout::new(mesh, shape, placements).unwrap()).collect()
 }
 
-/// Redistributes and checks value, local part, and that what ran is what was planned.
-pub(crate) fn check_pair(mesh: &DeviceMesh, from: &Layout, to: &Layout, whole: &Tensor, dtype: DType) -> Result<()> {
+/// Redistributes and checks the full tensor, the local part, and that the collectives that ran are those of the plan.
+pub fn check_pair(mesh: &DeviceMesh, from: &Layout, to: &Layout, whole: &Tensor, dtype: DType) -> Result<()> {
     let (world, rank) = (mesh.world(), mesh.world().rank());
     let source = DTensor::from_local_with_shape(
         &values::local(from, rank).to_dtype(dtype)?,
@@ -139,7 +137,7 @@ pub(crate) fn check_pair(mesh: &DeviceMesh, from: &Layout, to: &Layout, whole: &
     Ok(())
 }
 
-/// Name and group size of the collective that a step makes.
+/// Name and group size of the collective that a step of a plan runs, if any.
 fn collective(kind: &StepKind, mesh: &DeviceMesh) -> Option<(&'static str, usize)> {
     let (name, axes) = match kind {
         StepKind::Relabel | StepKind::Narrow | StepKind::MakePartial => return None,
@@ -152,7 +150,7 @@ fn collective(kind: &StepKind, mesh: &DeviceMesh) -> Option<(&'static str, usize
     Some((name, axes.iter().map(|&a| mesh.shape()[a]).product()))
 }
 
-/// A random layout, strided shards and other orders of cuts included.
+/// A random layout, which may include strided and block-cyclic shards and another shard order than the default.
 fn random_layout(rng: &mut StdRng, mesh: &Mesh, shape: &[usize]) -> Layout {
     let mut placements = vec![Replicate; mesh.ndim()];
     for axis in 0..mesh.ndim() {

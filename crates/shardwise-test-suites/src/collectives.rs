@@ -1,17 +1,18 @@
-//! Every collective against a plain oracle, for any engine: hand it a group and it runs the whole suite on it.
+//! Compares every collective of an engine with a reference implementation, on a group of any size.
 //!
-//! Every rank makes the inputs of all ranks from their numbers, so that it knows the answer without communication.
-//! Answers must be equal to the last bit, on every rank and when asked again.
+//! Every rank generates the inputs of all ranks from their rank numbers, so that it knows the expected result without
+//! communication. Results must be bit-identical, on every rank and in a second call.
 
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use shardwise::{Group, ReduceOp, Result, TensorMeta};
 
-pub(crate) const DTYPES: [DType; 9] =
+/// The element types that every collective is tried with.
+pub const DTYPES: [DType; 9] =
     [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I64, DType::I32, DType::I16, DType::U32, DType::U8];
 
-/// Runs the suite; the number of collectives checked.
-pub(crate) fn run(group: &Group) -> Result<usize> {
+/// Runs the suite on a group and returns the number of collectives checked. Collective: every rank of the group calls it.
+pub fn run(group: &Group) -> Result<usize> {
     let mut suite = Suite { group, checked: 0 };
     for dtype in DTYPES {
         for sizes in suite.size_patterns() {
@@ -38,8 +39,8 @@ impl Suite<'_> {
         self.group.size()
     }
 
-    /// Even, uneven, with empty ones in the middle, all empty, all on the last rank, and large enough for engines that
-    /// treat large tensors in another way.
+    /// Even and uneven shards, empty ones in the middle, all empty, everything on the last rank, and shards large enough for
+    /// an engine that switches to another algorithm for large tensors.
     fn size_patterns(&self) -> Vec<Vec<usize>> {
         let n = self.n();
         vec![
@@ -130,7 +131,7 @@ impl Suite<'_> {
         Ok(())
     }
 
-    /// Messages around the ring, received in another order than sent, and to oneself.
+    /// send and recv around the ring, received in another order than sent, and from a rank to itself.
     fn messages(&mut self, dtype: DType) -> Result<()> {
         let (group, me, n) = (self.group, self.group.rank(), self.n());
         let (next, previous) = ((me + 1) % n, (me + n - 1) % n);
@@ -174,12 +175,12 @@ impl Suite<'_> {
     }
 }
 
-/// The operations that a type has.
+/// The reductions that a type supports.
 fn ops_of(dtype: DType) -> Vec<ReduceOp> {
     ReduceOp::ALL.into_iter().filter(|op| op.supports(dtype)).collect()
 }
 
-/// Numbers that look random, differ by seed, and fill the type's range of precision.
+/// Pseudo-random elements that use the full precision of the type.
 fn tensor(dtype: DType, shape: &[usize], seed: u64) -> Tensor {
     let count: usize = shape.iter().product();
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(0xD1B5_4A32_D192_ED03);
@@ -192,7 +193,7 @@ fn tensor(dtype: DType, shape: &[usize], seed: u64) -> Tensor {
     };
     let unit = |bits: u64| (bits >> 11) as f64 / (1u64 << 53) as f64 * 2.0 - 1.0;
     let cpu = &Device::Cpu;
-    let made = match dtype {
+    let tensor = match dtype {
         DType::F64 => Tensor::from_vec((0..count).map(|_| unit(next())).collect::<Vec<f64>>(), shape, cpu),
         DType::F32 => Tensor::from_vec((0..count).map(|_| unit(next()) as f32).collect::<Vec<_>>(), shape, cpu),
         DType::F16 => Tensor::from_vec((0..count).map(|_| f16::from_f64(unit(next()))).collect::<Vec<_>>(), shape, cpu),
@@ -205,17 +206,17 @@ fn tensor(dtype: DType, shape: &[usize], seed: u64) -> Tensor {
         DType::U32 => Tensor::from_vec((0..count).map(|_| next() as u32).collect::<Vec<_>>(), shape, cpu),
         _ => Tensor::from_vec((0..count).map(|_| next() as u8).collect::<Vec<_>>(), shape, cpu),
     };
-    made.expect("as many elements as the shape has")
+    tensor.expect("as many elements as the shape has")
 }
 
-/// The same values, laid out in memory in another way.
+/// The same values with other strides in memory.
 fn strided(t: &Tensor) -> Tensor {
     let last = t.rank() - 1;
     let turned = t.transpose(0, last).unwrap().contiguous().unwrap();
     turned.transpose(0, last).unwrap()
 }
 
-/// Joins along `dim` with explicit index arithmetic.
+/// Concatenates along `dim` with explicit index arithmetic.
 fn plain_cat(parts: &[Tensor], dim: usize) -> Tensor {
     let outer: usize = parts[0].dims()[..dim].iter().product();
     let mut bytes = Vec::new();
@@ -230,7 +231,7 @@ fn plain_cat(parts: &[Tensor], dim: usize) -> Tensor {
     Tensor::from_raw_buffer(&bytes, parts[0].dtype(), &shape, &Device::Cpu).unwrap()
 }
 
-/// Folds the operands one after the other: half precision in f32, rounded once.
+/// Reduces the operands in rank order: half precision in f32, rounded once.
 fn plain_reduce(op: ReduceOp, operands: &[Tensor]) -> Tensor {
     let n = operands.len();
     let shape = operands[0].dims();

@@ -1,15 +1,15 @@
-//! Ranks that do not do the same, for any engine with its default settings: hand it a world of at least two ranks.
+//! Programs in which one rank makes another call than the rest, for any engine with its default settings and at least two ranks.
 //!
-//! Every case must be a typed error with the same text on every rank, return nothing, and leave the group in step.
+//! Every case must end in a typed error with the same text on every rank, and leave the group usable.
 
 use candle_core::{DType, Device, Tensor};
 use shardwise::prelude::*;
 use shardwise::{Error, Group, TensorMeta};
 
-/// What every rank does; the odd one, rank 1, does something else. What must be part of the error.
+/// Name of the case, the program (its flag is true on rank 1, which makes another call), and texts that the error must contain.
 type Case = (&'static str, fn(&World, bool) -> Result<()>, &'static [&'static str]);
 
-/// More bytes than any engine sends along with its agreement.
+/// More elements than any engine sends inline with the message in which ranks agree on a call.
 const LARGE: usize = 1 << 18;
 
 fn zeros(count: usize, dtype: DType) -> Tensor {
@@ -95,8 +95,8 @@ const CASES: &[Case] = &[
     ),
 ];
 
-/// Runs the suite; the number of cases.
-pub(crate) fn run(world: &World) -> Result<usize> {
+/// Runs all cases and returns their number. Collective: every rank of the world calls it.
+pub fn run(world: &World) -> Result<usize> {
     for (name, case, parts) in CASES {
         let error = case(world, world.rank() == 1).expect_err(name);
         assert!(matches!(error, Error::Mismatch { .. } | Error::Rejected { .. }), "{name}: {error}");
@@ -104,7 +104,7 @@ pub(crate) fn run(world: &World) -> Result<usize> {
         for part in *parts {
             assert!(message.contains(part), "{name}: {part} is missing in: {message}");
         }
-        // The same words everywhere, and the group goes on.
+        // The text is the same on every rank, and the group can be used again.
         let mine = Tensor::new(message.as_bytes(), &Device::Cpu)?;
         let whole = TensorMeta::new(mine.dims(), DType::U8);
         let first = world.broadcast((world.rank() == 0).then_some(&mine), &whole, 0)?;
@@ -112,7 +112,7 @@ pub(crate) fn run(world: &World) -> Result<usize> {
         let one = Tensor::new(1i64, &Device::Cpu)?;
         assert_eq!(world.all_reduce(&one, ReduceOp::Sum)?.to_scalar::<i64>()?, world.size() as i64, "{name}");
     }
-    // What one rank does by itself is its own affair.
+    // Local operators on one rank alone are no disagreement.
     let x = ones(world, (12, 2), 0)?;
     if world.rank() == 0 {
         let _ = x.exp()?.mul_scalar(7.0)?.sum_all()?;
@@ -121,21 +121,21 @@ pub(crate) fn run(world: &World) -> Result<usize> {
     Ok(CASES.len())
 }
 
-/// Threads of one rank that share its world: whoever does not run the program gets an error, and no call is paired with that
-/// of another thread.
-pub(crate) fn two_threads(world: &World) -> Result<()> {
+/// Several threads of one rank use its world: a thread other than the one that runs the program gets an error, and no
+/// collective is matched with a call of such a thread.
+pub fn two_threads(world: &World) -> Result<()> {
     let call = |value: i64| world.all_reduce(&Tensor::new(value, &Device::Cpu)?, ReduceOp::Sum);
     let refused = |result: Result<Tensor>| {
         let error = result.expect_err("a call of a second thread");
         assert!(matches!(error, Error::Rejected { .. }), "{error}");
         assert!(error.to_string().contains("another thread than the one that runs its program"), "{error}");
     };
-    // Both threads are others.
+    // Neither thread runs the program.
     std::thread::scope(|scope| {
         let threads = [scope.spawn(|| call(1)), scope.spawn(|| call(1000))];
         threads.into_iter().for_each(|thread| refused(thread.join().expect("no panic")));
     });
-    // One of them runs the program: its call may meet one that is refused, but never that of another thread.
+    // One of them runs the program: its call may be matched with a rejected one, but never with that of another thread.
     std::thread::scope(|scope| {
         let other = scope.spawn(|| call(1000));
         match call(1) {

@@ -1,7 +1,4 @@
-//! Named parameters in every kind of layout, and gradients for them that are known number by number.
-
-// Each test target uses a part of it.
-#![allow(dead_code)]
+//! Named parameters in every kind of layout, with gradients whose elements are known.
 
 use candle_core::{DType, Tensor};
 use shardwise::Param;
@@ -10,8 +7,8 @@ use shardwise::prelude::*;
 
 use crate::values;
 
-/// Every elementwise optimizer in all its forms.
-pub(crate) fn algorithms() -> Vec<Algorithm> {
+/// Every elementwise optimizer, with each combination of its options that selects another formula.
+pub fn algorithms() -> Vec<Algorithm> {
     let (sgd, rms) = (Sgd { weight_decay: 0.1, ..Sgd::default() }, RmsProp { weight_decay: 0.1, ..RmsProp::default() });
     let adam = Adam { weight_decay: 0.1, ..Adam::default() };
     vec![
@@ -34,8 +31,8 @@ pub(crate) fn algorithms() -> Vec<Algorithm> {
     ]
 }
 
-/// Shapes of parameters, with a layout on two axes of two.
-pub(crate) fn layouts() -> Vec<(Vec<usize>, [Placement; 2])> {
+/// Shapes of parameters, each with its placements on a 2 x 2 mesh.
+pub fn layouts() -> Vec<(Vec<usize>, [Placement; 2])> {
     vec![
         (vec![5, 3], [Shard(0), Shard(1)]),
         (vec![7], [Shard(0), Shard(0)]),
@@ -49,8 +46,8 @@ pub(crate) fn layouts() -> Vec<(Vec<usize>, [Placement; 2])> {
     ]
 }
 
-/// Layouts of gradients: as parameters, as pending sums, otherwise.
-pub(crate) fn gradient_placements(shape: &[usize], t: usize) -> [Placement; 2] {
+/// Placements of the gradient at step `t`: partial sums, sharded with a partial sum, or replicated.
+pub fn gradient_placements(shape: &[usize], t: usize) -> [Placement; 2] {
     match (t % 3, shape.is_empty()) {
         (0, _) => [Partial(ReduceOp::Sum), Partial(ReduceOp::Sum)],
         (1, false) => [Shard(0), Partial(ReduceOp::Sum)],
@@ -58,15 +55,18 @@ pub(crate) fn gradient_placements(shape: &[usize], t: usize) -> [Placement; 2] {
     }
 }
 
-pub(crate) fn start(i: usize, flat: usize) -> f64 {
+/// Element `flat` of parameter `i` before the first step.
+pub fn start(i: usize, flat: usize) -> f64 {
     values::value(flat + 100 * i) / 16.0
 }
 
-pub(crate) fn slope(i: usize, t: usize, flat: usize) -> f64 {
+/// Element `flat` of the gradient of parameter `i` at step `t`.
+pub fn slope(i: usize, t: usize, flat: usize) -> f64 {
     values::value(flat + 1000 * t + 100 * i + 17)
 }
 
-pub(crate) fn tensor(
+/// A tensor in any layout whose elements are a function of their row-major index.
+pub fn tensor(
     mesh: &DeviceMesh,
     shape: &[usize],
     placed: &[Placement],
@@ -78,20 +78,21 @@ pub(crate) fn tensor(
     DTensor::from_local_with_shape(&local, mesh, placed.to_vec(), shape)
 }
 
-/// Parameters `p0`, `p1`, ... in layouts on a mesh.
-pub(crate) fn params(mesh: &DeviceMesh, layouts: &[(Vec<usize>, Vec<Placement>)]) -> Result<Vec<Param>> {
+/// One parameter per entry of `layouts`, on `mesh`.
+pub fn params(mesh: &DeviceMesh, layouts: &[(Vec<usize>, Vec<Placement>)]) -> Result<Vec<Param>> {
     let one = |(i, (shape, placed)): (usize, &(Vec<usize>, Vec<Placement>))| {
         Ok(Param::new(&tensor(mesh, shape, placed, DType::F64, &|flat| start(i, flat))?))
     };
     layouts.iter().enumerate().map(one).collect()
 }
 
-pub(crate) fn named(params: &[Param]) -> Vec<(String, Param)> {
+/// The parameters with the names `p0`, `p1`, ...
+pub fn named(params: &[Param]) -> Vec<(String, Param)> {
     params.iter().enumerate().map(|(i, param)| (format!("p{i}"), param.clone())).collect()
 }
 
-/// The gradients of a step, in layouts that change from step to step.
-pub(crate) fn gradients(params: &[Param], t: usize) -> Result<Gradients> {
+/// The gradients of step `t`, in layouts that change from step to step (see [`gradient_placements`]).
+pub fn gradients(params: &[Param], t: usize) -> Result<Gradients> {
     let mut all: Option<Gradients> = None;
     for (i, param) in params.iter().enumerate() {
         let leaf = param.get();
@@ -109,26 +110,30 @@ pub(crate) fn gradients(params: &[Param], t: usize) -> Result<Gradients> {
     Ok(all.unwrap())
 }
 
-pub(crate) fn numbers(t: &Tensor) -> Vec<f64> {
+/// The elements as f64, in row-major order.
+pub fn numbers(t: &Tensor) -> Vec<f64> {
     if t.elem_count() == 0 {
         return Vec::new();
     }
     t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-pub(crate) fn whole(params: &[Param]) -> Result<Vec<Vec<f64>>> {
+/// The elements of every full parameter. Collective.
+pub fn whole(params: &[Param]) -> Result<Vec<Vec<f64>>> {
     params.iter().map(|param| Ok(numbers(&param.get().full_tensor()?))).collect()
 }
 
-/// On every rank by itself.
-pub(crate) fn alone(world: &World) -> Result<DeviceMesh> {
+/// A mesh of this rank alone.
+pub fn alone(world: &World) -> Result<DeviceMesh> {
     world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)
 }
 
-pub(crate) fn spread() -> Vec<(Vec<usize>, Vec<Placement>)> {
+/// [`layouts`] as [`params`] takes them.
+pub fn spread() -> Vec<(Vec<usize>, Vec<Placement>)> {
     layouts().into_iter().map(|(shape, placed)| (shape, placed.to_vec())).collect()
 }
 
-pub(crate) fn unspread() -> Vec<(Vec<usize>, Vec<Placement>)> {
+/// The shapes of [`layouts`] on a mesh of one axis, replicated: the one-device run.
+pub fn unspread() -> Vec<(Vec<usize>, Vec<Placement>)> {
     layouts().into_iter().map(|(shape, _)| (shape, vec![Replicate])).collect()
 }

@@ -1,37 +1,34 @@
-//! Tensors whose value is known in every layout: integers by index, and operands of pending reductions that give them
-//! exactly.
-
-// Each test target uses a part of it.
-#![allow(dead_code)]
+//! Tensors with known elements in every layout: integers that depend on the index alone, and operands of partial placements
+//! that reduce to them exactly.
 
 use candle_core::{DType, Device, Tensor};
 use shardwise::prelude::*;
 
-/// A number that looks random, from some numbers.
-pub(crate) fn hash(parts: &[usize]) -> u64 {
+/// A pseudo-random number, the same for the same `parts` on every rank.
+pub fn hash(parts: &[usize]) -> u64 {
     let mix = |h: u64, x: &usize| (h ^ *x as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
     parts.iter().fold(0x1234_5678_9ABC_DEF1, mix).wrapping_mul(0xD6E8_FEB8_6659_FD93) >> 20
 }
 
-/// The value of the element with a row-major number.
-pub(crate) fn value(flat: usize) -> f64 {
+/// The element with this row-major index: an integer from -32 to 31.
+pub fn value(flat: usize) -> f64 {
     (hash(&[flat]) % 64) as f64 - 32.0
 }
 
-/// The whole tensor.
-pub(crate) fn whole(shape: &[usize]) -> Tensor {
+/// The full tensor of this shape.
+pub fn whole(shape: &[usize]) -> Tensor {
     let values: Vec<f64> = (0..shape.iter().product()).map(value).collect();
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
-/// What a rank holds of the whole in a layout, with operands on partial axes that reduce to it exactly.
-pub(crate) fn local(layout: &Layout, rank: usize) -> Tensor {
+/// The local tensor of a rank in a layout; on `Partial` axes, an operand that reduces to the full tensor exactly.
+pub fn local(layout: &Layout, rank: usize) -> Tensor {
     local_of(layout, rank, 0, &value)
 }
 
-/// The same for a tensor whose elements are a function of their row-major number. Tensors with different salt have
-/// operands that differ in other ways.
-pub(crate) fn local_of(layout: &Layout, rank: usize, salt: usize, value: &dyn Fn(usize) -> f64) -> Tensor {
+/// As [`local`], for elements given as a function of their row-major index. Tensors with different `salt` have different
+/// partial operands.
+pub fn local_of(layout: &Layout, rank: usize, salt: usize, value: &dyn Fn(usize) -> f64) -> Tensor {
     let Some(coordinate) = layout.mesh().coordinate(rank) else {
         return Tensor::zeros(0, DType::F64, &Device::Cpu).unwrap();
     };
@@ -43,7 +40,7 @@ pub(crate) fn local_of(layout: &Layout, rank: usize, salt: usize, value: &dyn Fn
     }
     let operand = |&flat: &usize| {
         let mut x = value(flat);
-        // The last axis is reduced first: operands of the first axis are values for the next.
+        // The last axis is reduced first, so the operands of an axis are the values of the next one.
         for (axis, placement) in layout.placements().iter().enumerate() {
             if let Partial(op) = placement {
                 x = operand_of(x, *op, layout.mesh().shape()[axis], coordinate[axis], &[flat + salt * (1 << 20), axis]);
@@ -55,7 +52,7 @@ pub(crate) fn local_of(layout: &Layout, rank: usize, salt: usize, value: &dyn Fn
     Tensor::from_vec(values, layout.local_shape(rank), &Device::Cpu).unwrap()
 }
 
-/// Operand `i` of `k` that reduce to `x`.
+/// Operand `i` of the `k` operands that reduce to `x`.
 fn operand_of(x: f64, op: ReduceOp, k: usize, i: usize, seed: &[usize]) -> f64 {
     let noise = |j: usize| (hash(&[seed[0], seed[1], j]) % 9) as f64;
     let others = || (0..k - 1).map(noise).sum::<f64>();
@@ -76,14 +73,14 @@ fn operand_of(x: f64, op: ReduceOp, k: usize, i: usize, seed: &[usize]) -> f64 {
     }
 }
 
-/// Equal shapes and elements.
-pub(crate) fn same(a: &Tensor, b: &Tensor) -> bool {
+/// Whether shapes and elements are equal.
+pub fn same(a: &Tensor, b: &Tensor) -> bool {
     let values = |t: &Tensor| t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
     a.dims() == b.dims() && (a.elem_count() == 0 || values(a) == values(b))
 }
 
-/// The largest finite absolute value.
-pub(crate) fn peak(t: &Tensor) -> f64 {
+/// The largest absolute value among the finite elements.
+pub fn peak(t: &Tensor) -> f64 {
     if t.elem_count() == 0 {
         return 0.0;
     }
@@ -91,9 +88,9 @@ pub(crate) fn peak(t: &Tensor) -> f64 {
     values.iter().filter(|x| x.is_finite()).fold(0.0, |peak: f64, x| peak.max(x.abs()))
 }
 
-/// Equal, but for the rounding of a few operations where parts are rounded before they are combined: the error of a sum
-/// is one of its largest terms, which are no larger than `terms` or the sum.
-pub(crate) fn close(a: &Tensor, b: &Tensor, terms: f64) -> bool {
+/// Whether tensors are equal up to the rounding of a few operations. The error of a sum is relative to its largest term, which is
+/// no larger than `terms` or the sum.
+pub fn close(a: &Tensor, b: &Tensor, terms: f64) -> bool {
     if a.elem_count() == 0 {
         return a.dims() == b.dims();
     }
@@ -108,16 +105,9 @@ pub(crate) fn close(a: &Tensor, b: &Tensor, terms: f64) -> bool {
     a.len() == b.len() && a.iter().zip(&b).all(close)
 }
 
-/// A ragged cut of `dim` along `axis`, behind what the other placements cut: uneven in another way for every
-/// combination of outer coordinates.
-pub(crate) fn ragged(
-    mesh: &Mesh,
-    shape: &[usize],
-    so_far: &[Placement],
-    dim: usize,
-    axis: usize,
-    seed: usize,
-) -> Placement {
+/// A `Ragged` placement of `dim` on `axis`, applied after the placements in `so_far`: other uneven sizes for every combination
+/// of outer coordinates.
+pub fn ragged(mesh: &Mesh, shape: &[usize], so_far: &[Placement], dim: usize, axis: usize, seed: usize) -> Placement {
     let layout = Layout::new(mesh, shape, so_far.to_vec()).unwrap();
     let (axes, k) = (layout.shard_order(dim).to_vec(), mesh.shape()[axis]);
     let combinations: usize = axes.iter().map(|&a| mesh.shape()[a]).product();

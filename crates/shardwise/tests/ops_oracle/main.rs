@@ -3,9 +3,6 @@
 //!
 //! `SHARDWISE_OP_CASES` sets the number of random layouts on two axes per operator (default 40), `SHARDWISE_SEED` the seed.
 
-#[path = "suites/values.rs"]
-mod values;
-#[path = "suites/missing.rs"]
 mod missing;
 
 use candle_core::{DType, Tensor};
@@ -14,6 +11,7 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use shardwise::ops::{Attention, OpEntry, Sample, ops};
 use shardwise::prelude::*;
+use shardwise_test_suites::values;
 
 /// The placements to try for an input along one axis.
 fn placements(mesh: &Mesh, sample: &Sample, axis: usize, so_far: &[Placement]) -> Vec<Placement> {

@@ -1,7 +1,7 @@
-//! Shards of other ranks, read while their owners make no call at all, for any engine: hand it a world.
+//! One-sided reads of other ranks' shards while the owners make no library call, on a world of any engine.
 //!
-//! Ranks may be processes, and an owner that communicates could help a read along. So ranks tell each other with files that
-//! they have read.
+//! Ranks may be processes, and an owner that communicates could make progress on a read as a side effect. So ranks signal with
+//! marker files that they have finished reading.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,13 +11,14 @@ use candle_core::{DType, Device, Tensor};
 use shardwise::prelude::*;
 use shardwise::sharded::{EnumerableShardingSpec, RemoteDevice, RemoteShard, ShardMetadata, shard_tensor};
 
-/// Types, and how many rows there are per row of the smallest case: the last is large enough for engines that treat large
-/// tensors in another way.
+/// Element type, and factor by which the number of rows grows: the last case is large enough for an engine that switches to
+/// another algorithm for large tensors.
 const CASES: [(DType, usize); 5] =
     [(DType::F32, 1), (DType::BF16, 3), (DType::I64, 2), (DType::U8, 7), (DType::F32, 40_000)];
 
-/// Runs the suite; the number of shards that this rank read. The directory is empty at first and the same for all ranks.
-pub(crate) fn run(world: &World, scratch: &Path) -> Result<usize> {
+/// Runs the suite and returns the number of shards that this rank read. Collective. `scratch` is an empty directory, the same on
+/// all ranks.
+pub fn run(world: &World, scratch: &Path) -> Result<usize> {
     let mesh = world.mesh([("all", world.size())])?;
     let mut read = 0;
     for (case, (dtype, scale)) in CASES.into_iter().enumerate() {
@@ -26,10 +27,10 @@ pub(crate) fn run(world: &World, scratch: &Path) -> Result<usize> {
         let whole = counting(rows, dtype)?;
         let mut x = shard_tensor(&whole, EnumerableShardingSpec::new(boxes)?, &mesh, None)?;
         let remote = x.remote_shards()?;
-        // Owners change and give up what they showed: handles read what was there.
+        // Owners overwrite and drop the tensor: handles still read the exposed elements.
         x.fill(99.0)?;
         drop(x);
-        // One after the other, so that not even the reads of an owner help the one that reads from it.
+        // One reader at a time, so that not even an owner's own reads make progress for others.
         for reader in 0..world.size() {
             let marker = scratch.join(format!("{case}-alone-{reader}"));
             if reader == world.rank() {
@@ -48,7 +49,7 @@ pub(crate) fn run(world: &World, scratch: &Path) -> Result<usize> {
     Ok(read)
 }
 
-/// Boxes of a tensor of three columns: rows for each rank, as one box, as two, or none at all.
+/// Shards of a tensor with three columns: every rank owns its rows as one shard, as two, or owns none.
 fn boxes(ranks: usize, scale: usize) -> Result<Vec<ShardMetadata>> {
     let (mut boxes, mut row) = (Vec::new(), 0);
     for rank in 0..ranks {
@@ -68,11 +69,10 @@ fn counting(rows: usize, dtype: DType) -> Result<Tensor> {
     Ok(Tensor::from_vec(numbers, (rows, 3), &Device::Cpu)?.to_dtype(dtype)?)
 }
 
-/// Reads every shard of the others and compares it; leaves the marker, also where that fails, so that the others do not wait
-/// for a rank that has given up.
+/// Reads and compares every shard of the other ranks; creates the marker on failure too, so that no rank waits for a failed one.
 fn read_all(remote: &BTreeMap<usize, Vec<RemoteShard>>, whole: &Tensor, marker: &Path) -> Result<usize> {
     let outcome = remote.values().flatten().try_fold(0, |read, shard| read_one(shard, whole).map(|()| read + 1));
-    // A marker of an earlier run would have kept the others from waiting.
+    // A marker left by an earlier run would have kept the other ranks from waiting.
     let created = std::fs::File::create_new(marker);
     created.map_err(|e| Error::other(format!("cannot create the marker {}: {e}", marker.display())))?;
     outcome
@@ -89,7 +89,7 @@ fn read_one(shard: &RemoteShard, whole: &Tensor) -> Result<()> {
     Err(Error::other(format!("{} is not what was there: {got}", shard.metadata())))
 }
 
-/// Makes no call until there is a marker.
+/// Makes no library call until the marker file exists.
 fn wait_for(marker: &Path) -> Result<()> {
     let start = Instant::now();
     while !marker.exists() {

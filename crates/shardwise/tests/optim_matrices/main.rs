@@ -1,25 +1,18 @@
 //! Optimizers that see whole matrices, and Lion: equal to the one-device run in every layout, to PyTorch's numbers and to
 //! formulas written down here; what they communicate; and their state across world sizes.
 
-#[path = "suites/matrices.rs"]
-mod matrices;
-#[path = "suites/parameters.rs"]
-mod parameters;
-#[path = "suites/scratch.rs"]
-mod scratch;
-#[path = "suites/values.rs"]
-mod values;
+mod recorded_steps;
 
 use candle_core::{DType, Tensor};
-use matrices::{ADAFACTOR, MUON, muon_step, recorded_gradient, recorded_start};
-use parameters::{alone, gradients, named, numbers, spread, tensor, whole};
-use scratch::Scratch;
+use recorded_steps::{ADAFACTOR, MUON, muon_step, recorded_gradient, recorded_start};
 use shardwise::checkpoint::{self, Format, SaveOptions};
 use shardwise::optim::{
     Adafactor, AdjustLr, Algorithm, FullState, Lion, Muon, OptimizerState, ParamGroup, ParamState, ShardedOptimizer,
 };
 use shardwise::prelude::*;
 use shardwise::{DryWorld, Param};
+use shardwise_test_suites::parameters::{self, alone, gradients, named, numbers, spread, tensor, whole};
+use shardwise_test_suites::scratch::Scratch;
 
 type Placed = (Vec<usize>, Vec<Placement>);
 

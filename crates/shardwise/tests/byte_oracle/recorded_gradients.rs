@@ -6,9 +6,8 @@ use std::sync::Arc;
 use serde::Deserialize;
 use serde_json::Value;
 use shardwise::prelude::*;
-
-use crate::ops::apply;
-use crate::vectors::{PlacementForm, TensorForm, directory};
+use shardwise_test_suites::torch_ops::apply;
+use shardwise_test_suites::vectors::{RecordedPlacement, RecordedTensor, directory};
 
 #[derive(Deserialize)]
 struct Case {
@@ -18,8 +17,8 @@ struct Case {
     inputs: Vec<Input>,
     nodes: Vec<Node>,
     output: String,
-    cotangent: TensorForm,
-    torch_output_placements: Option<Vec<PlacementForm>>,
+    cotangent: RecordedTensor,
+    torch_output_placements: Option<Vec<RecordedPlacement>>,
     torch_comm_forward: Option<Comm>,
     torch_comm_backward: Option<Comm>,
     torch_error: Value,
@@ -34,9 +33,9 @@ struct Comm {
 #[derive(Deserialize)]
 struct Input {
     name: String,
-    global: TensorForm,
-    placements: Vec<PlacementForm>,
-    locals: Option<Vec<TensorForm>>,
+    global: RecordedTensor,
+    placements: Vec<RecordedPlacement>,
+    locals: Option<Vec<RecordedTensor>>,
     requires_grad: bool,
 }
 
@@ -80,7 +79,8 @@ pub(crate) fn compare() -> Vec<Compared> {
 /// The bytes that this rank sends.
 fn run(case: &Case, world: &World) -> Result<usize> {
     let mesh = world.mesh(case.mesh_shape.clone())?;
-    let placements = |forms: &[PlacementForm]| forms.iter().map(PlacementForm::to_placement).collect::<Vec<_>>();
+    let placements =
+        |forms: &[RecordedPlacement]| forms.iter().map(RecordedPlacement::to_placement).collect::<Vec<_>>();
     let mut values: HashMap<&str, DTensor> = HashMap::new();
     for input in &case.inputs {
         let placed = placements(&input.placements);
@@ -104,7 +104,7 @@ fn run(case: &Case, world: &World) -> Result<usize> {
         let inputs: Vec<DTensor> = node.inputs.iter().map(|name| values[name.as_str()].clone()).collect();
         let outputs = match node.op.as_str() {
             "redistribute" => {
-                let forms = Vec::<PlacementForm>::deserialize(&node.attrs["placements"]).expect("placements");
+                let forms = Vec::<RecordedPlacement>::deserialize(&node.attrs["placements"]).expect("placements");
                 vec![inputs[0].redistribute(placements(&forms))?]
             }
             name => apply(name, &inputs, &node.attrs)?,

@@ -9,16 +9,10 @@
 //! `SHARDWISE_GRADIENT_CASES` that of programs with gradients (default 2000, the full count), `SHARDWISE_SEED` the first
 //! seed.
 
-#[path = "suites/program.rs"]
 mod program;
-#[path = "suites/program_products.rs"]
 mod products;
-#[path = "suites/program_shapes.rs"]
 mod shapes;
-#[path = "suites/program_steps.rs"]
 mod steps;
-#[path = "suites/values.rs"]
-mod values;
 
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};

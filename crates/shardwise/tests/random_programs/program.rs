@@ -5,8 +5,7 @@ use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::{IndexedRandom, SliceRandom};
 use shardwise::prelude::*;
-
-use crate::values;
+use shardwise_test_suites::values;
 
 /// Tensors grow no larger than this.
 pub(crate) const LARGEST: usize = 240;
