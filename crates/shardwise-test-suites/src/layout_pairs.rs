@@ -28,7 +28,7 @@ pub fn all_pairs(
     let kinds = if dtype.is_float() { &KINDS } else { &INTEGER_KINDS };
     let mut checked = 0;
     for shape in shapes {
-        let (all, whole) = (layouts(mesh.mesh(), shape, kinds), values::whole(shape));
+        let (all, whole) = (layouts(mesh.mesh(), shape, kinds), values::full_tensor(shape));
         for pair in (0..all.len() * all.len()).step_by(stride) {
             check_pair(&mesh, &all[pair / all.len()], &all[pair % all.len()], &whole, dtype)?;
             checked += 1;
@@ -40,7 +40,7 @@ pub fn all_pairs(
 /// Checks all pairs of layouts that use only these `kinds` of placements (`"ragged"`, or a placement's text).
 pub fn pairs_of(world: &World, mesh_shape: &[usize], shape: &[usize], kinds: &[&str]) -> Result<usize> {
     let mesh = world.mesh(mesh_shape)?;
-    let (all, whole) = (layouts(mesh.mesh(), shape, kinds), values::whole(shape));
+    let (all, whole) = (layouts(mesh.mesh(), shape, kinds), values::full_tensor(shape));
     for from in &all {
         for to in &all {
             check_pair(&mesh, from, to, &whole, DType::F64)?;
@@ -61,7 +61,7 @@ fn any_layout_of_seed(world: &World, seed: usize) -> Result<()> {
     let rng = &mut StdRng::seed_from_u64(seed as u64);
     let shape: Vec<usize> =
         (0..rng.random_range(1..=3)).map(|_| [0, 1, 2, 3, 5, 7, 8][rng.random_range(0..7)]).collect();
-    let whole = values::whole(&shape);
+    let whole = values::full_tensor(&shape);
     let (a, b) = (random_mesh(rng, world.size()), random_mesh(rng, world.size()));
     let (from, to) = (random_layout(rng, &a, &shape), random_layout(rng, &b, &shape));
     let same_mesh = random_layout(rng, &a, &shape);

@@ -56,12 +56,12 @@ pub fn gradient_placements(shape: &[usize], t: usize) -> [Placement; 2] {
 }
 
 /// Element `flat` of parameter `i` before the first step.
-pub fn start(i: usize, flat: usize) -> f64 {
+pub fn initial_value(i: usize, flat: usize) -> f64 {
     values::value(flat + 100 * i) / 16.0
 }
 
 /// Element `flat` of the gradient of parameter `i` at step `t`.
-pub fn slope(i: usize, t: usize, flat: usize) -> f64 {
+pub fn gradient_value(i: usize, t: usize, flat: usize) -> f64 {
     values::value(flat + 1000 * t + 100 * i + 17)
 }
 
@@ -81,7 +81,7 @@ pub fn tensor(
 /// One parameter per entry of `layouts`, on `mesh`.
 pub fn params(mesh: &DeviceMesh, layouts: &[(Vec<usize>, Vec<Placement>)]) -> Result<Vec<Param>> {
     let one = |(i, (shape, placed)): (usize, &(Vec<usize>, Vec<Placement>))| {
-        Ok(Param::new(&tensor(mesh, shape, placed, DType::F64, &|flat| start(i, flat))?))
+        Ok(Param::new(&tensor(mesh, shape, placed, DType::F64, &|flat| initial_value(i, flat))?))
     };
     layouts.iter().enumerate().map(one).collect()
 }
@@ -100,7 +100,8 @@ pub fn gradients(params: &[Param], t: usize) -> Result<Gradients> {
             2 => gradient_placements(leaf.shape(), t).to_vec(),
             _ => vec![Partial(ReduceOp::Sum)],
         };
-        let cotangent = tensor(leaf.device_mesh(), leaf.shape(), &placed, leaf.dtype(), &|flat| slope(i, t, flat))?;
+        let cotangent =
+            tensor(leaf.device_mesh(), leaf.shape(), &placed, leaf.dtype(), &|flat| gradient_value(i, t, flat))?;
         let one = leaf.backward_with(&cotangent)?;
         all = Some(match all {
             Some(all) => all.accumulate(one)?,
@@ -119,21 +120,21 @@ pub fn numbers(t: &Tensor) -> Vec<f64> {
 }
 
 /// The elements of every full parameter. Collective.
-pub fn whole(params: &[Param]) -> Result<Vec<Vec<f64>>> {
+pub fn full_values(params: &[Param]) -> Result<Vec<Vec<f64>>> {
     params.iter().map(|param| Ok(numbers(&param.get().full_tensor()?))).collect()
 }
 
 /// A mesh of this rank alone.
-pub fn alone(world: &World) -> Result<DeviceMesh> {
+pub fn single_rank_mesh(world: &World) -> Result<DeviceMesh> {
     world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)
 }
 
 /// [`layouts`] as [`params`] takes them.
-pub fn spread() -> Vec<(Vec<usize>, Vec<Placement>)> {
+pub fn sharded_layouts() -> Vec<(Vec<usize>, Vec<Placement>)> {
     layouts().into_iter().map(|(shape, placed)| (shape, placed.to_vec())).collect()
 }
 
 /// The shapes of [`layouts`] on a mesh of one axis, replicated: the one-device run.
-pub fn unspread() -> Vec<(Vec<usize>, Vec<Placement>)> {
+pub fn replicated_layouts() -> Vec<(Vec<usize>, Vec<Placement>)> {
     layouts().into_iter().map(|(shape, _)| (shape, vec![Replicate])).collect()
 }

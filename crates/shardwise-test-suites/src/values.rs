@@ -16,7 +16,7 @@ pub fn value(flat: usize) -> f64 {
 }
 
 /// The full tensor of this shape.
-pub fn whole(shape: &[usize]) -> Tensor {
+pub fn full_tensor(shape: &[usize]) -> Tensor {
     let values: Vec<f64> = (0..shape.iter().product()).map(value).collect();
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
@@ -80,7 +80,7 @@ pub fn same(a: &Tensor, b: &Tensor) -> bool {
 }
 
 /// The largest absolute value among the finite elements.
-pub fn peak(t: &Tensor) -> f64 {
+pub fn max_abs(t: &Tensor) -> f64 {
     if t.elem_count() == 0 {
         return 0.0;
     }

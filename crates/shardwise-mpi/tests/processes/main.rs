@@ -27,7 +27,7 @@ const CASES: &[Case] = &[
     ("groups", &[3, 4], suites::groups_side_by_side),
     ("fast_reductions", ANY, suites::fast_reductions),
     ("redistribution", ANY, suites::redistribution),
-    ("remote_reads", ANY, suites::remote_reads),
+    ("remote_shards", ANY, suites::remote_shards),
     ("recorded_training", &[4], suites::recorded_training),
     ("calls_that_do_not_fit", &[2, 4], agreed::calls_that_do_not_fit),
     ("disagreements", &[2, 3], agreed::disagreements),

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use shardwise::models::{Spread, Weights};
 use shardwise::{Mesh, ReduceOp, Result, World};
 use shardwise_mpi::{Settings, launched};
-use shardwise_test_suites::{collectives, layout_pairs, recorded_training, remote_reads, vectors};
+use shardwise_test_suites::{collectives, layout_pairs, recorded_training, remote_shards, vectors};
 
 /// Runs a program on all processes of the job.
 pub(crate) fn on_all<T: Send + 'static>(
@@ -138,6 +138,6 @@ pub(crate) fn recorded_training() {
 }
 
 /// Shards of ranks that make no call are read all the same.
-pub(crate) fn remote_reads() {
-    on_all(&in_rank_order(), |world| remote_reads::run(&world, &scratch()));
+pub(crate) fn remote_shards() {
+    on_all(&in_rank_order(), |world| remote_shards::run(&world, &scratch()));
 }

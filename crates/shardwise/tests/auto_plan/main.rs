@@ -1,5 +1,5 @@
-//! The planner that tries plans: never worse than plans by hand, within its limit of memory, the same on every rank, and what
-//! it estimates is what happens.
+//! The planner that searches plans: never worse than handwritten plans, within its memory limit, the same on every rank, and
+//! its estimates match real steps.
 
 mod transformer;
 
@@ -54,7 +54,7 @@ fn search(mesh: &DeviceMesh, limit: usize, trials: usize) -> Result<Search> {
 const SLOW: Link = Link { latency_us: 10.0, gb_per_s: 1.0 };
 
 #[test]
-fn the_plan_found_is_never_worse_than_one_by_hand() {
+fn the_searched_plan_is_never_worse_than_a_handwritten_one() {
     for links in [[Link::THREADS, Link::THREADS], [SLOW, Link::THREADS], [Link::THREADS, SLOW]] {
         on_mesh(links, |mesh| {
             let planner = AutoPlanner::new(step).trials(40);
@@ -87,7 +87,7 @@ fn the_plan_found_is_never_worse_than_one_by_hand() {
 }
 
 #[test]
-fn the_limit_of_memory_is_kept_or_the_least_is_named() {
+fn the_memory_limit_is_respected_or_the_minimum_is_reported() {
     on_mesh([Link::THREADS, Link::THREADS], |mesh| {
         let free = search(mesh, usize::MAX, 30)?;
         let peaks: Vec<usize> = free.tried.iter().map(|trial| trial.estimate.peak_bytes).collect();
@@ -115,7 +115,7 @@ fn the_limit_of_memory_is_kept_or_the_least_is_named() {
 }
 
 #[test]
-fn what_is_estimated_is_what_a_real_step_does() {
+fn estimates_match_a_real_step() {
     let plan = on_mesh([Link::THREADS, Link::THREADS], |mesh| search(mesh, usize::MAX, 10)).unwrap();
     let chosen = plan.plan.clone();
     let real = ThreadWorld::new(8).unwrap().run(move |world| {
@@ -141,7 +141,7 @@ fn what_is_estimated_is_what_a_real_step_does() {
 }
 
 #[test]
-fn ranks_find_the_same_plan_by_themselves_and_links_count() {
+fn all_ranks_find_the_same_plan_and_links_affect_it() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let make = |at: &Builder| Mlp::new(at, 16, 64, Activation::Gelu);
@@ -166,7 +166,7 @@ fn ranks_find_the_same_plan_by_themselves_and_links_count() {
 }
 
 #[test]
-fn candidates_steps_and_rates_are_checked() {
+fn candidates_steps_and_rates_are_validated() {
     on_mesh([Link::THREADS, Link::THREADS], |mesh| {
         let model = Mlp::new(&Builder::new(mesh), 8, 8, Activation::Relu)?;
         let small = |plan: &ShardingPlan, mesh: &DeviceMesh| {

@@ -1,4 +1,4 @@
-//! A small transformer.
+//! A small transformer language model.
 
 use shardwise::nn::{
     AttentionConfig, Builder, Embedding, Forward, Linear, Module, MultiHeadAttention, RmsNorm, SwiGlu,

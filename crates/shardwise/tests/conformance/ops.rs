@@ -1,4 +1,4 @@
-//! Operators on distributed inputs: the value of every output, and the bytes that it took.
+//! Operators on distributed inputs: the value of every output, and the bytes communicated.
 
 use std::io::Write;
 use std::sync::{Arc, Mutex};

@@ -1,5 +1,4 @@
-//! Steps of optimizers and clipping of gradients, with parameters and gradients spread in some way that differs from case
-//! to case.
+//! Optimizer steps and gradient clipping, with parameters and gradients in layouts that differ from case to case.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

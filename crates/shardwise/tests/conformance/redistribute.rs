@@ -1,4 +1,4 @@
-//! Changes of placements: every rank's local tensor, and never more bytes than the recorded run moved.
+//! Redistribution: every rank's local tensor, and never more bytes than PyTorch moved.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Training of two small language models, compared step by step with a run on one device, in every kind of layout.
+//! Training of two small language models, compared step by step with a recorded run on one device, in every kind of layout.
 
 use std::sync::Arc;
 

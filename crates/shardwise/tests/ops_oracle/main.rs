@@ -1,5 +1,5 @@
-//! Every operator against its unsharded answer: all combinations of placements of its inputs on one axis, and random ones
-//! on two.
+//! Every operator against its unsharded result: all combinations of placements of its inputs on one mesh axis, and random
+//! ones on two.
 //!
 //! `SHARDWISE_OP_CASES` sets the number of random layouts on two axes per operator (default 40), `SHARDWISE_SEED` the seed.
 
@@ -85,7 +85,7 @@ fn unsharded(op: &OpEntry, world: &World, samples: &[Sample]) -> Result<Vec<Tens
 }
 
 #[test]
-fn every_rule_on_one_axis_gives_the_unsharded_answer() {
+fn every_rule_on_one_axis_gives_the_unsharded_result() {
     for ranks in [2, 3] {
         let run = move |world: World| {
             let mesh = world.mesh([("a", ranks)])?;
@@ -116,7 +116,7 @@ fn every_rule_on_one_axis_gives_the_unsharded_answer() {
 }
 
 #[test]
-fn random_layouts_on_two_axes_give_the_unsharded_answer() {
+fn random_layouts_on_two_axes_give_the_unsharded_result() {
     let number = |name: &str, default: u64| std::env::var(name).map_or(default, |v| v.parse().expect(name));
     let (cases, seed) = (number("SHARDWISE_OP_CASES", 40), number("SHARDWISE_SEED", 0));
     let run = move |world: World| {
@@ -145,7 +145,7 @@ fn random_layouts_on_two_axes_give_the_unsharded_answer() {
 }
 
 #[test]
-fn neutral_operands_and_the_ends_of_a_type_pass_unharmed() {
+fn infinities_and_integer_limits_survive_every_unary_operator() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
@@ -179,7 +179,7 @@ fn neutral_operands_and_the_ends_of_a_type_pass_unharmed() {
 }
 
 #[test]
-fn operands_of_different_types_meet_before_they_are_rounded() {
+fn operands_of_different_dtypes_are_promoted_before_rounding() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         // 2^24 + 1 is no f32: a sum of operands that are converted first would lose the one
@@ -198,7 +198,7 @@ fn operands_of_different_types_meet_before_they_are_rounded() {
 }
 
 #[test]
-fn decisions_are_made_once() {
+fn sharding_decisions_are_cached() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let x = DTensor::ones((4, 4), DType::F32, &mesh, [Shard(0)])?;
@@ -247,7 +247,7 @@ fn products_and_chains_stay_sharded_without_communication() {
 }
 
 #[test]
-fn bad_operands_are_the_same_error_on_every_rank() {
+fn invalid_operands_are_the_same_error_on_every_rank() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let other = world.mesh([("b", 2)])?;
@@ -278,7 +278,7 @@ fn bad_operands_are_the_same_error_on_every_rank() {
 }
 
 #[test]
-fn a_source_longer_than_its_index_is_not_cut_with_it() {
+fn a_source_longer_than_its_index_is_not_sharded_with_it() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let x = DTensor::zeros((1, 7), DType::F64, &mesh, [Replicate])?;
@@ -294,7 +294,7 @@ fn a_source_longer_than_its_index_is_not_cut_with_it() {
 }
 
 #[test]
-fn operands_are_not_brought_into_a_reduction_that_no_input_is_in() {
+fn operands_are_not_converted_to_a_partial_that_no_input_has() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let bytes = DTensor::full(3.0, (), DType::U8, &mesh, [Partial(ReduceOp::Min)])?;
@@ -309,7 +309,7 @@ fn operands_are_not_brought_into_a_reduction_that_no_input_is_in() {
 }
 
 #[test]
-fn what_could_be_done_without_communication_is_done_so_or_has_a_reason() {
+fn combinations_that_need_no_communication_have_none_or_a_listed_reason() {
     let world = ThreadWorld::new(2).unwrap();
     let found = world.run(|world| missing::combinations(&world)).unwrap().swap_remove(0);
     let unexplained: Vec<&missing::Combination> = found.iter().filter(|c| missing::reason(c).is_none()).collect();

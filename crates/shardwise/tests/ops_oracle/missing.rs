@@ -1,5 +1,5 @@
-//! Combinations of placements for which an operator communicates though it need not: the results of the ranks, each computed
-//! from what it holds, are together the whole result in some placement.
+//! Combinations of placements for which an operator communicates although it need not: the results that ranks compute from
+//! their local shards are together the full result in some placement.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,5 +1,5 @@
-//! Optimizers that see whole matrices, and Lion: equal to the one-device run in every layout, to PyTorch's numbers and to
-//! formulas written down here; what they communicate; and their state across world sizes.
+//! Optimizers that need the full matrix (Muon, Adafactor), and Lion: equal to the one-device run in every layout, to
+//! PyTorch's results and to formulas written down here; their communication; and their state across world sizes.
 
 mod recorded_steps;
 
@@ -11,7 +11,9 @@ use shardwise::optim::{
 };
 use shardwise::prelude::*;
 use shardwise::{DryWorld, Param};
-use shardwise_test_suites::parameters::{self, alone, gradients, named, numbers, spread, tensor, whole};
+use shardwise_test_suites::parameters::{
+    self, full_values, gradients, named, numbers, sharded_layouts, single_rank_mesh, tensor,
+};
 use shardwise_test_suites::scratch::Scratch;
 
 type Placed = (Vec<usize>, Vec<Placement>);
@@ -49,7 +51,7 @@ fn layouts(mesh: &DeviceMesh, algorithm: &Algorithm) -> Vec<Placed> {
     let mut all = Vec::new();
     let k = mesh.size();
     if mesh.ndim() == 2 {
-        all.extend(spread());
+        all.extend(sharded_layouts());
         for first in [Replicate, Shard(0), Shard(1)] {
             all.extend([Replicate, Shard(0), Shard(1)].map(|second| (vec![6, 5], vec![first.clone(), second])));
         }
@@ -74,7 +76,7 @@ fn layouts(mesh: &DeviceMesh, algorithm: &Algorithm) -> Vec<Placed> {
 
 fn params(mesh: &DeviceMesh, layouts: &[Placed], dtype: DType) -> Result<Vec<Param>> {
     let one = |(i, (shape, placed)): (usize, &Placed)| {
-        Ok(Param::new(&tensor(mesh, shape, placed, dtype, &|flat| parameters::start(i, flat))?))
+        Ok(Param::new(&tensor(mesh, shape, placed, dtype, &|flat| parameters::initial_value(i, flat))?))
     };
     layouts.iter().enumerate().map(one).collect()
 }
@@ -89,7 +91,7 @@ fn results_do_not_depend_on_the_layout_on_one_to_four_ranks() {
     for axes in [vec![1], vec![2], vec![3], vec![4], vec![2, 2]] {
         let ranks = axes.iter().product();
         let run = move |world: World| {
-            let (mesh, one) = (world.mesh(axes.clone())?, alone(&world)?);
+            let (mesh, one) = (world.mesh(axes.clone())?, single_rank_mesh(&world)?);
             for algorithm in optimizers() {
                 for (dtype, maximize) in [(DType::F64, false), (DType::F32, true)] {
                     let layouts = layouts(&mesh, &algorithm);
@@ -101,7 +103,9 @@ fn results_do_not_depend_on_the_layout_on_one_to_four_ranks() {
                     for t in 0..3 {
                         optimizer.step(gradients(&sharded, t)?)?;
                         reference.step(gradients(&single, t)?)?;
-                        for (i, (found, expected)) in whole(&sharded)?.iter().zip(whole(&single)?).enumerate() {
+                        for (i, (found, expected)) in
+                            full_values(&sharded)?.iter().zip(full_values(&single)?).enumerate()
+                        {
                             let what = || format!("{:?} under {group:?} on {axes:?}, step {t}", layouts[i]);
                             assert_near(found, &expected, tolerance(&algorithm, dtype), &what);
                         }
@@ -144,7 +148,7 @@ fn assert_same_state(found: &FullState, expected: &FullState, tolerance: f64) {
 }
 
 #[test]
-fn torch_has_the_same_numbers() {
+fn steps_match_the_recorded_steps_of_torch_optim() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         for (shape, group, expected, tolerances) in
@@ -185,13 +189,13 @@ fn muon_follows_its_formula() {
                     let group = ParamGroup::new(settings).with_lr(0.2);
                     let mut optimizer = ShardedOptimizer::new(named(&params), group)?;
                     let count = shape[0] * shape[1];
-                    let mut expected: Vec<f64> = (0..count).map(|flat| parameters::start(0, flat)).collect();
+                    let mut expected: Vec<f64> = (0..count).map(|flat| parameters::initial_value(0, flat)).collect();
                     let mut momentum = vec![0.0; count];
                     for t in 0..4 {
                         optimizer.step(gradients(&params, t)?)?;
-                        let slope: Vec<f64> = (0..count).map(|flat| parameters::slope(0, t, flat)).collect();
+                        let slope: Vec<f64> = (0..count).map(|flat| parameters::gradient_value(0, t, flat)).collect();
                         muon_step(&settings, 0.2, shape, &mut expected, &mut momentum, &slope);
-                        assert_near(&whole(&params)?[0], &expected, tolerance, &|| {
+                        assert_near(&full_values(&params)?[0], &expected, tolerance, &|| {
                             format!("{settings:?} {shape:?} {t}")
                         });
                     }
@@ -210,9 +214,9 @@ fn sent(
     shape: &[usize],
     placed: &[Placement],
 ) -> Result<Vec<(String, usize)>> {
-    let param = Param::new(&tensor(mesh, shape, placed, DType::F32, &|flat| parameters::start(0, flat))?);
+    let param = Param::new(&tensor(mesh, shape, placed, DType::F32, &|flat| parameters::initial_value(0, flat))?);
     let mut optimizer = ShardedOptimizer::new([("w".to_string(), param.clone())], algorithm.clone())?;
-    let gradient = tensor(mesh, shape, placed, DType::F32, &|flat| parameters::slope(0, 0, flat))?;
+    let gradient = tensor(mesh, shape, placed, DType::F32, &|flat| parameters::gradient_value(0, 0, flat))?;
     let gradients = param.get().backward_with(&gradient)?;
     mesh.world().trace().clear();
     optimizer.step(gradients)?;
@@ -269,7 +273,7 @@ fn train(
 }
 
 #[test]
-fn a_state_of_two_ranks_goes_on_in_three_in_another_layout() {
+fn a_state_saved_by_two_ranks_resumes_on_three_in_another_layout() {
     let shapes = [vec![6, 5], vec![5, 7], vec![8, 3]];
     for (i, algorithm) in optimizers().into_iter().enumerate() {
         let scratch = Scratch::new(&format!("matrices-{i}"));
@@ -332,9 +336,9 @@ fn a_state_of_two_ranks_goes_on_in_three_in_another_layout() {
 }
 
 #[test]
-fn half_precision_parameters_have_a_finer_copy() {
+fn half_precision_parameters_have_master_weights() {
     let run = |world: World| {
-        let (mesh, one) = (world.mesh([("a", 2)])?, alone(&world)?);
+        let (mesh, one) = (world.mesh([("a", 2)])?, single_rank_mesh(&world)?);
         for algorithm in optimizers() {
             let layouts = [(vec![5, 3], vec![Shard(0)]), (vec![4, 6], vec![Shard(1)])];
             let (sharded, single) =
@@ -361,9 +365,9 @@ fn half_precision_parameters_have_a_finer_copy() {
 }
 
 #[test]
-fn ranks_outside_the_mesh_of_a_parameter_take_part_without_a_part() {
+fn ranks_outside_the_mesh_of_a_parameter_step_without_a_shard() {
     let run = |world: World| {
-        let (pair, one) = (world.device_mesh(Mesh::from_ranks([("c", 2)], vec![2, 0])?)?, alone(&world)?);
+        let (pair, one) = (world.device_mesh(Mesh::from_ranks([("c", 2)], vec![2, 0])?)?, single_rank_mesh(&world)?);
         for algorithm in optimizers() {
             let layouts = [(vec![5, 3], vec![Shard(0)]), (vec![4, 6], vec![Shard(1)])];
             let sharded = params(&pair, &layouts, DType::F64)?;
@@ -377,7 +381,7 @@ fn ranks_outside_the_mesh_of_a_parameter_take_part_without_a_part() {
             let state = optimizer.state_dict()?;
             optimizer.load_state_dict(&state)?;
             if pair.my_coordinate().is_some() {
-                for (found, expected) in whole(&sharded)?.iter().zip(whole(&single)?) {
+                for (found, expected) in full_values(&sharded)?.iter().zip(full_values(&single)?) {
                     assert_near(found, &expected, tolerance(&algorithm, DType::F64), &|| format!("{algorithm:?}"));
                 }
             }
@@ -414,7 +418,7 @@ fn a_dry_run_lists_the_collectives_of_the_real_run() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn invalid_parameters_and_settings_are_rejected() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let layouts = [(vec![4, 2], vec![Shard(0)]), (vec![3], vec![Replicate])];

@@ -1,4 +1,4 @@
-//! Steps of Muon and Adafactor that `torch.optim` of PyTorch 2.15 has taken, and Muon's formula in f64.
+//! Steps of Muon and Adafactor recorded from `torch.optim` of PyTorch 2.15, and Muon's formula in f64.
 
 use shardwise::optim::{Adafactor, AdjustLr, Muon, ParamGroup};
 

@@ -1,13 +1,12 @@
-//! Random programs of operators over random layouts, every value of which is compared with the unsharded run.
+//! Random programs of operators over random layouts; every value is compared with the unsharded run.
 //!
-//! A program is made from its seed on every rank alike: some leaves in random layouts, then operators on earlier values.
-//! Every operator runs twice, on the mesh and on a mesh of this rank alone, which has everything.
+//! Every rank generates the same program from its seed: some leaves in random layouts, then operators on earlier values.
+//! Every operator runs twice, on the mesh and on a mesh of this rank alone.
 //!
-//! Gradients are taken through further programs, and compared too.
+//! Gradients are taken through a second set of programs, and compared too.
 //!
-//! `SHARDWISE_PROGRAM_CASES` sets the number of programs (default 6000; 10000 is the full count),
-//! `SHARDWISE_GRADIENT_CASES` that of programs with gradients (default 2000, the full count), `SHARDWISE_SEED` the first
-//! seed.
+//! `SHARDWISE_PROGRAM_CASES` sets the number of programs (default 6000; 10000 is the full count), `SHARDWISE_GRADIENT_CASES`
+//! that of programs with gradients (default 2000, the full count), `SHARDWISE_SEED` the first seed.
 
 mod program;
 mod products;

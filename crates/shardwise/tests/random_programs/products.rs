@@ -1,4 +1,4 @@
-//! Steps of random programs that multiply: matrices, attention, convolutions, and what goes with them.
+//! Steps of random programs that multiply: matrix products, attention, convolution, pooling, dropout.
 
 use shardwise::ops::{Attention, Convolution};
 use shardwise::prelude::*;

@@ -1,4 +1,4 @@
-//! A program under construction: its values, each with its unsharded twin, and how far the two may differ.
+//! A random program under construction: its values, each with its unsharded counterpart, and the tolerance between the two.
 
 use candle_core::{DType, Tensor};
 use rand::Rng;

@@ -1,4 +1,4 @@
-//! Steps of random programs that move elements: layouts, shapes, parts, joins, lookups, scatters and order.
+//! Steps of random programs that move elements: redistribution, views, slices, concatenation, lookups, scatters and sorting.
 
 use rand::seq::SliceRandom;
 use shardwise::ops::Bag;

@@ -1,5 +1,5 @@
-//! Steps of random programs that compute: each picks operands that suit it among earlier values, makes new leaves where it
-//! needs others, and says how it magnifies errors. A step that finds nothing to work on does nothing.
+//! Steps of random programs that compute. Each picks suitable operands among earlier values, adds leaves where it needs
+//! more, and states how it amplifies errors. A step without suitable operands does nothing.
 
 use rand::seq::IndexedRandom;
 use shardwise::ops::{Classes, Reduction};

@@ -1,8 +1,8 @@
-//! No plan moves more bytes than the best sequence of elementary steps, found by searching through all layouts.
+//! No plan moves more bytes than the best sequence of elementary steps, found by an exhaustive search over layouts.
 //!
-//! Elementary steps are: reduce and scatter one axis along any dimension; any exchange of boxes between shards and
-//! replicas (a gather is one); narrow; make an axis partial, of a replica or of the last shard of a dimension. An all-reduce
-//! is a scatter and a gather. Steps are priced here, not by the planner: the bytes that all ranks receive together.
+//! Elementary steps: reduce-scatter one axis along any dimension; any exchange of boxes between shards and replicas (a
+//! gather is one); narrow; make an axis partial, from a replica or from the last shard of a dimension. An all-reduce is a
+//! reduce-scatter and a gather. Steps are priced here, not by the planner: the bytes that all ranks receive together.
 
 use std::collections::HashMap;
 
@@ -240,7 +240,7 @@ fn compare(mesh: &str, shape: [usize; 2], kinds: &[&str]) -> Vec<Above> {
 const KINDS: [&str; 5] = ["R", "S(0)", "S(1)", "P(sum)", "P(max)"];
 
 #[test]
-fn the_cases_that_moved_too_much() {
+fn regressions_that_moved_too_many_bytes() {
     let mesh: Mesh = "a=2,b=2".parse().unwrap();
     let moved = |n: usize, from: &str, to: &str| {
         let layout = |text: &str| Layout::new(&mesh, (n, n), Placement::parse_list(text).unwrap()).unwrap();
@@ -259,7 +259,7 @@ fn the_cases_that_moved_too_much() {
 
 /// Of large tensors all plans are at the minimum; none is listed.
 #[test]
-fn no_plan_for_a_large_tensor_moves_more_than_the_best_way() {
+fn no_plan_for_a_large_tensor_moves_more_than_the_minimum() {
     for (mesh, n) in [("a=4", 4096), ("a=2,b=2", 4096), ("a=2,b=3", 6144), ("a=2,b=2,c=2", 4096)] {
         let above = compare(mesh, [n, n], &KINDS);
         let some: Vec<&str> = above.iter().take(20).map(|pair| pair.text.as_str()).collect();
@@ -269,7 +269,7 @@ fn no_plan_for_a_large_tensor_moves_more_than_the_best_way() {
 
 /// A mean is made of replicas, because scaling shards would round: the same rule on both sides.
 #[test]
-fn means_are_at_the_minimum_without_rounding() {
+fn plans_for_averages_move_the_minimum() {
     let above = compare("a=2,b=2", [4096, 4096], &["R", "S(0)", "S(1)", "P(avg)"]);
     let some: Vec<&str> = above.iter().take(20).map(|pair| pair.text.as_str()).collect();
     assert!(some.is_empty(), "{} pairs, such as\n{}", above.len(), some.join("\n"));
@@ -277,7 +277,7 @@ fn means_are_at_the_minimum_without_rounding() {
 
 /// Small tensors: what moves more bytes than it must, saves rounds of messages or calls by it.
 #[test]
-fn a_plan_for_a_small_tensor_moves_more_only_to_save_rounds() {
+fn a_plan_for_a_small_tensor_moves_more_only_to_save_messages() {
     for (mesh, n) in [("a=4", 8), ("a=2,b=2", 8), ("a=2,b=3", 12)] {
         let above = compare(mesh, [n, n], &KINDS);
         let slow: Vec<&str> = above.iter().filter(|pair| !pair.is_quicker).map(|pair| pair.text.as_str()).collect();

@@ -1,4 +1,4 @@
-//! Recorded gradients once more: what PyTorch sent for them forward and backward, and what is sent here.
+//! Bytes sent for the recorded gradients, forward and backward: by PyTorch and by this library.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! `+ - * /`, unary `-`, comparisons and choices with tensors and plain numbers, in every placement on one axis of 1, 2 and 3
-//! ranks, against the unsharded answer.
+//! `+ - * /`, unary `-`, comparisons and `where` with tensors and scalars, in every placement on one mesh axis of 1, 2 and 3
+//! ranks, against the unsharded result.
 
 use candle_core::{Device, Tensor};
 use shardwise::prelude::*;
@@ -59,7 +59,7 @@ fn tensors_and_references_mix() {
 }
 
 #[test]
-fn numbers_stand_on_either_side() {
+fn scalars_work_on_either_side() {
     on_each_world(|mesh| {
         let a = whole((5, 4), 1.0)?;
         for x in placed(mesh, &a)? {
@@ -82,7 +82,7 @@ fn numbers_stand_on_either_side() {
 }
 
 #[test]
-fn a_partial_sum_stays_one_where_the_operator_is_linear() {
+fn a_partial_sum_stays_partial_under_linear_operators() {
     ThreadWorld::new(3)
         .unwrap()
         .run(|world| {
@@ -115,7 +115,7 @@ fn gradients_go_through_operators() {
 }
 
 #[test]
-fn comparisons_and_choices_take_numbers() {
+fn comparisons_and_where_take_scalars() {
     on_each_world(|mesh| {
         let a = whole((5, 4), -2.0)?;
         for x in placed(mesh, &a)? {
@@ -140,7 +140,7 @@ fn comparisons_and_choices_take_numbers() {
 }
 
 #[test]
-fn numbers_take_the_type_that_pytorch_gives_them() {
+fn scalars_follow_the_type_promotion_of_pytorch() {
     on_each_world(|mesh| {
         // 0.1 in f32 is what an f32 tensor is compared with
         let x = DTensor::full(0.1, 4, DType::F32, mesh, [Shard(0)])?;
@@ -166,7 +166,7 @@ fn an_error_names_the_line_of_the_operator() {
                 (DTensor::ones(3, DType::F32, &mesh, [Shard(0)])?, DTensor::ones(4, DType::F32, &mesh, [Shard(0)])?);
             let line = line!() + 1;
             let error = (&x + &y).unwrap_err().to_string();
-            assert!(error.contains(&format!("operators_on_references.rs:{line}")), "{error}");
+            assert!(error.contains(&format!("operator_overloads.rs:{line}")), "{error}");
             assert!(((&x + &y) * &x).unwrap_err().to_string().contains("add"));
             Ok(())
         })

@@ -1,4 +1,5 @@
-//! What the graph records and how long it keeps it: writes have gradients, and a backward pass frees what was saved for it.
+//! What the autograd graph records and when it frees it: in-place writes have gradients, and a backward pass frees the
+//! tensors that were saved for it.
 
 use shardwise::models::{GptConfig, ModelConfig, Spread, Weights, batch_placements, build};
 use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer};
@@ -95,7 +96,7 @@ fn assign_splits_the_gradient_between_the_tensor_and_the_value() {
 }
 
 #[test]
-fn writes_are_recorded_in_dry_runs_as_in_real_ones() {
+fn in_place_writes_are_recorded_in_dry_runs() {
     let program = |world: &World| -> Result<Vec<(&'static str, usize)>> {
         let mesh = world.mesh([("a", 2)])?;
         let x = counted((6, 4), &mesh, &Shard(0))?.requires_grad();
@@ -116,7 +117,7 @@ fn writes_are_recorded_in_dry_runs_as_in_real_ones() {
 }
 
 #[test]
-fn gradients_with_a_history_keep_it_in_param_layout() {
+fn backward_graph_gradients_stay_differentiable_in_param_layout() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let x = counted((4, 2), &mesh, &Shard(0))?;
@@ -136,7 +137,7 @@ fn gradients_with_a_history_keep_it_in_param_layout() {
 }
 
 #[test]
-fn backward_frees_saved_tensors_though_results_are_still_held() {
+fn backward_frees_saved_tensors_while_results_are_alive() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let w = DTensor::randn((64, 64), &mesh, [Shard(1)])?.requires_grad();
@@ -169,7 +170,7 @@ fn backward_frees_saved_tensors_though_results_are_still_held() {
 }
 
 #[test]
-fn a_second_backward_through_a_freed_graph_is_an_error_that_says_so() {
+fn a_second_backward_through_a_freed_graph_is_an_error() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let w = DTensor::randn((4, 4), &mesh, [Shard(0)])?.requires_grad();
@@ -194,7 +195,7 @@ fn a_second_backward_through_a_freed_graph_is_an_error_that_says_so() {
 }
 
 #[test]
-fn a_backward_pass_frees_as_it_goes() {
+fn a_backward_pass_frees_saved_tensors_progressively() {
     // 24 layers of which each saves an activation of 1 MiB: what is saved goes as gradients come
     let peak = |retain_graph: bool| {
         let run = DryWorld::new(2).unwrap().run(|world| {
@@ -253,7 +254,7 @@ fn no_activations_are_held_during_the_optimizer_step() {
 }
 
 #[test]
-fn running_extremes_of_a_sharded_dimension_have_a_second_derivative() {
+fn cummax_and_cummin_of_a_sharded_dimension_have_a_second_derivative() {
     let second = |mesh: &DeviceMesh, placement: Placement, least: bool| -> Result<Vec<f64>> {
         let value = |at: &[usize]| [1.5, -0.5, 2.0, 0.25, 2.5, -1.0, 3.0][at[0]] * if least { -1.0 } else { 1.0 };
         let x = DTensor::from_fn(7, DType::F64, mesh, [placement], value)?.requires_grad();

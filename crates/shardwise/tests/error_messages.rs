@@ -1,4 +1,4 @@
-//! Errors name what the program called and what is wrong with it.
+//! Error messages name the operator or call of the program and the offending value.
 
 use shardwise::ops::Classes;
 use shardwise::prelude::*;
@@ -10,7 +10,7 @@ fn refused(ranks: usize, program: impl Fn(World) -> Result<()> + Send + Sync + '
 }
 
 #[test]
-fn different_seeds_say_so() {
+fn different_seeds_are_an_error_that_names_them() {
     let error = refused(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
         mesh.manual_seed(7 + world.rank() as u64);
@@ -46,13 +46,13 @@ fn a_bad_class_index_names_the_loss() {
             });
             assert!(error.contains(&format!("class 9 among the targets of {name}")), "{error}");
             assert!(error.contains("classes from 0 to 6") && !error.contains("gather"), "{error}");
-            assert!(error.contains("named_errors.rs"), "{error}");
+            assert!(error.contains("error_messages.rs"), "{error}");
         }
     }
 }
 
 #[test]
-fn a_nan_names_the_operator_that_made_it() {
+fn a_nan_error_names_the_operator_that_produced_it() {
     for placement in [Replicate, Shard(0)] {
         let at = placement.clone();
         let forward = refused(2, move |world| {
@@ -65,7 +65,7 @@ fn a_nan_names_the_operator_that_made_it() {
         });
         assert!(forward.contains("NaN in the result of log at element 0"), "{forward}");
         // Both ranks hold one, and either may be the first to find its own.
-        assert!(forward.contains("of the part of rank") && forward.contains("named_errors.rs"), "{forward}");
+        assert!(forward.contains("of the part of rank") && forward.contains("error_messages.rs"), "{forward}");
         let at = placement.clone();
         let backward = refused(2, move |world| {
             let mesh = world.mesh([("dp", 2)])?;
@@ -81,7 +81,7 @@ fn a_nan_names_the_operator_that_made_it() {
 }
 
 #[test]
-fn what_brought_nan_along_is_told_from_what_made_it() {
+fn operators_that_propagate_nan_are_distinguished_from_those_that_produce_it() {
     let error = refused(1, |world| {
         let mesh = world.mesh([("dp", 1)])?;
         let x = DTensor::full(f64::NAN, 2, DType::F32, &mesh, [Replicate])?;
@@ -91,7 +91,7 @@ fn what_brought_nan_along_is_told_from_what_made_it() {
 }
 
 #[test]
-fn a_nan_inside_a_layer_names_the_module() {
+fn a_nan_error_inside_a_layer_names_the_module() {
     use shardwise::nn::{Activation, Builder, Forward, Mlp};
     let error = refused(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;

@@ -23,7 +23,7 @@ fn both_ways(
 }
 
 #[test]
-fn backward_of_statistics_over_a_sharded_dimension_moves_statistics_only() {
+fn backward_of_statistics_over_a_sharded_dimension_communicates_statistics_only() {
     let run = |world: World| {
         let mesh = world.mesh([("tp", 2)])?;
         let x = DTensor::randn((512, 512), &mesh, [Shard(1)])?.requires_grad();
@@ -82,7 +82,7 @@ fn backward_of_a_norm_gathers_its_sharded_weight_and_not_the_activations() {
 }
 
 #[test]
-fn norms_of_seven_billion_parameters_gather_no_activations_backward() {
+fn norms_of_a_7b_model_gather_no_activations_in_the_backward_pass() {
     // the sizes of a model of 7 billion parameters: weights sharded over dp, sequences over tp
     let run = DryWorld::new(64).unwrap().run(|world| {
         let mesh = world.mesh([("dp", 16), ("tp", 4)])?;

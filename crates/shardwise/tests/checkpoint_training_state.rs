@@ -1,7 +1,7 @@
-//! Training runs saved and restored in one call, in any layout, and exchanged with PyTorch's FSDP2 and AdamW.
+//! Training runs saved and resumed in one call, in any layout, and exchanged with PyTorch's FSDP2 and AdamW.
 //!
-//! `tests/data/fsdp_adamw` was written by `tests/scripts/fsdp_adamw.py write`. With `SHARDWISE_PYTHON`, a Python with PyTorch,
-//! PyTorch goes on from what is saved here.
+//! `tests/data/fsdp_adamw` was written by `tests/scripts/fsdp_adamw.py write`. With `SHARDWISE_PYTHON`, a Python with
+//! PyTorch, PyTorch resumes from what is saved here.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,8 +12,8 @@ use shardwise::nn::{BatchNorm, Builder, Forward, Linear, Module};
 use shardwise::ops::Reduction;
 use shardwise::optim::{AdamW, OptimizerState, ParamGroup, Schedule, ShardedOptimizer};
 use shardwise::prelude::*;
-use shardwise_test_suites::parameters::{algorithms, gradients, named as names, params, whole};
-use shardwise_test_suites::refused::refused;
+use shardwise_test_suites::errors::same_error_on_all_ranks;
+use shardwise_test_suites::parameters::{algorithms, full_values, gradients, named as names, params};
 use shardwise_test_suites::scratch::Scratch;
 
 /// Shapes with placements over so many ranks; the last parameter gets no gradients at first.
@@ -24,7 +24,7 @@ fn layouts(ranks: usize) -> Vec<(Vec<usize>, Vec<Placement>)> {
 
 /// A new optimizer takes what another has saved: through a template, and in one call.
 #[test]
-fn a_fresh_optimizer_takes_over_every_moment_of_a_checkpoint() {
+fn a_new_optimizer_loads_every_moment_of_a_checkpoint() {
     for (i, algorithm) in algorithms().into_iter().enumerate() {
         let scratch = Scratch::new(&format!("moments-{i}"));
         let path = scratch.0.join("state");
@@ -52,7 +52,7 @@ fn a_fresh_optimizer_takes_over_every_moment_of_a_checkpoint() {
                 checkpoint::save_from_with(&world, at, (&optimizer, &mesh), &options)?;
             }
             (3..5).try_for_each(|t| optimizer.step(gradients(&own, t)?))?;
-            whole(&own)
+            full_values(&own)
         });
         let expected = expected.unwrap().swap_remove(0);
         ThreadWorld::new(3)
@@ -85,7 +85,7 @@ fn a_fresh_optimizer_takes_over_every_moment_of_a_checkpoint() {
                     }
                     assert_eq!(optimizer.steps(), 3);
                     (3..5).try_for_each(|t| optimizer.step(gradients(&own, t)?))?;
-                    assert_eq!(whole(&own)?, expected, "{algorithm:?}, {way}");
+                    assert_eq!(full_values(&own)?, expected, "{algorithm:?}, {way}");
                 }
                 Ok(())
             })
@@ -97,7 +97,7 @@ fn a_fresh_optimizer_takes_over_every_moment_of_a_checkpoint() {
 fn a_load_that_leaves_moments_unfilled_is_an_error() {
     let scratch = Scratch::new("unfilled");
     let path = scratch.0.join("state");
-    let error = refused(2, move |world| {
+    let error = same_error_on_all_ranks(2, move |world| {
         let mesh = world.mesh([("dp", 2)])?;
         let own = params(&mesh, &layouts(2))?;
         let group = ParamGroup::new(AdamW::default());
@@ -185,7 +185,7 @@ fn compare(net: &Net, expected: &Path) -> Result<()> {
 }
 
 #[test]
-fn training_goes_on_from_fsdp2_and_adamw_as_in_pytorch() {
+fn training_resumes_from_pytorch_fsdp2_and_adamw_checkpoints() {
     for ranks in [1, 2, 3] {
         launch(ranks, move |world| {
             let (net, mut optimizer, x, y) = restored(&world)?;
@@ -195,7 +195,7 @@ fn training_goes_on_from_fsdp2_and_adamw_as_in_pytorch() {
         .unwrap();
     }
     // an optimizer of other groups or parameters is refused
-    let error = refused(2, |world| {
+    let error = same_error_on_all_ranks(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
         let net = Net::new(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]))?;
         let some = net.named_parameters().into_iter().take(2);
@@ -206,7 +206,7 @@ fn training_goes_on_from_fsdp2_and_adamw_as_in_pytorch() {
 }
 
 #[test]
-fn pytorch_goes_on_from_what_is_saved_here() {
+fn pytorch_resumes_from_checkpoints_saved_here() {
     let scratch = Scratch::new("to-pytorch");
     let directory = scratch.0.clone();
     launch(3, move |world| {
@@ -237,7 +237,7 @@ fn pytorch_goes_on_from_what_is_saved_here() {
 }
 
 #[test]
-fn a_series_resumes_from_the_newest_checkpoint_that_is_whole() {
+fn a_series_resumes_from_the_newest_intact_checkpoint() {
     let scratch = Scratch::new("resume");
     let series = Series::new(scratch.0.join("run"));
     let saving = series.clone();

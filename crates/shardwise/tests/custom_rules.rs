@@ -1,4 +1,4 @@
-//! Operators of a program's own, and rules that replace those of this crate's operators.
+//! Custom operators, and rules that override those of built-in operators.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -27,7 +27,7 @@ fn by_columns(inputs: &[&Layout], outputs: &[TensorMeta]) -> Result<Option<Decis
 }
 
 #[test]
-fn a_rule_really_overrides_inside_its_scope_only() {
+fn a_rule_override_applies_inside_its_scope_only() {
     let program = |world: World| {
         let mesh = world.mesh([("tp", 2)])?;
         let (a, b) = (matrix(&mesh, 4, 3, Shard(0))?.requires_grad(), matrix(&mesh, 3, 5, Replicate)?.requires_grad());
@@ -84,7 +84,7 @@ fn a_rule_really_overrides_inside_its_scope_only() {
 }
 
 #[test]
-fn rules_that_cannot_be_are_refused_on_every_rank() {
+fn invalid_rules_are_rejected_on_every_rank() {
     let program = |world: World| {
         let mesh = world.mesh([("tp", 2)])?;
         let x = matrix(&mesh, 4, 4, Replicate)?;
@@ -166,7 +166,7 @@ impl Op for Energy {
 }
 
 #[test]
-fn an_operator_of_the_program_is_spread_by_its_rule_and_has_a_gradient() {
+fn a_custom_operator_is_sharded_by_its_rule_and_has_a_gradient() {
     let program = |world: World| {
         let mesh = world.mesh([("tp", 4)])?;
         let energy = Energy { times: 3, broken: false };
@@ -186,7 +186,7 @@ fn an_operator_of_the_program_is_spread_by_its_rule_and_has_a_gradient() {
         assert!(ratio.allclose(&ratio.full_like(1.0 / 3.0)?, 1e-12, 1e-12)?);
         // refusals name the operator, its tensors and the place
         let message = op::apply(&energy, &[&x.select(0, 0)?]).unwrap_err().to_string();
-        assert!(["energy", "a matrix", "own_rules.rs"].iter().all(|part| message.contains(part)), "{message}");
+        assert!(["energy", "a matrix", "custom_rules.rs"].iter().all(|part| message.contains(part)), "{message}");
         assert!(op::apply(&energy, &[]).unwrap_err().to_string().contains("at least one tensor"));
         let broken = op::apply(&Energy { times: 1, broken: true }, &[&x]).unwrap_err().to_string();
         assert!(broken.contains("[1, 1]") && broken.contains("correct the kernel"), "{broken}");

@@ -1,9 +1,9 @@
-//! The byte oracle: for every operator and every placement of its inputs along one axis, what the forward and the backward
-//! pass send is at most a bound that follows from the sizes of the inputs and of the operator's statistics; and for the
-//! recorded gradients, at most what PyTorch sent.
+//! Bounds on communication: for every operator and every placement of its inputs on one mesh axis, the bytes sent by the
+//! forward and the backward pass are at most a bound that follows from the sizes of the inputs and of the operator's
+//! statistics; for the recorded gradients, at most what PyTorch sent.
 //!
-//! Operators run without data, as every rank in turn, on samples enlarged so far that a statistic (one number per line
-//! along a dimension) is much smaller than the data it is about.
+//! Operators run as dry runs, as every rank in turn, on samples enlarged so far that a statistic (one number per row along a
+//! dimension) is much smaller than the data.
 
 mod recorded_gradients;
 
@@ -312,7 +312,7 @@ fn every_operator_sends_at_most_its_bound_forward_and_backward() {
 }
 
 #[test]
-fn recorded_gradients_take_at_most_the_bytes_that_pytorch_sent() {
+fn recorded_gradients_send_at_most_the_bytes_of_pytorch() {
     let all = recorded_gradients::compare();
     let more: Vec<_> = all.iter().filter(|c| c.ours > c.recorded).collect();
     let sum = |f: fn(&recorded_gradients::Compared) -> usize| all.iter().map(f).sum::<usize>();

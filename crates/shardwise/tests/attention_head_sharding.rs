@@ -1,5 +1,5 @@
-//! Tensor parallelism cuts attention at the borders of heads on any number of ranks: uneven heads cost the collectives of
-//! even ones, and give the training of one rank.
+//! Tensor parallelism shards attention at head boundaries on any number of ranks: uneven heads need the collectives of even
+//! ones, and give the losses of one rank.
 
 use std::collections::BTreeMap;
 
@@ -79,7 +79,7 @@ fn check(uneven: &ModelConfig, even: &ModelConfig, mesh: &str, weights: Weights,
 }
 
 #[test]
-fn five_heads_on_two_ranks_cost_what_four_do() {
+fn five_heads_on_two_ranks_need_the_collectives_of_four() {
     check(&gpt(5), &gpt(4), "tp=2", Weights::Replicated, false);
     check(&gpt(5), &gpt(4), "tp=2", Weights::Replicated, true);
     check(&gpt(3), &gpt(4), "dp=2,tp=2", Weights::Sharded, false);
@@ -92,7 +92,7 @@ fn groups_of_query_heads_stay_with_their_key_head() {
 }
 
 #[test]
-fn more_ranks_than_heads_leave_some_without() {
+fn with_more_ranks_than_heads_some_ranks_hold_none() {
     check(&gpt(3), &gpt(4), "tp=4", Weights::Replicated, false);
     check(&llama(4, 2), &llama(6, 3), "tp=3", Weights::Replicated, false);
     check(&llama(4, 2), &llama(8, 4), "tp=4", Weights::Replicated, true);
@@ -127,7 +127,7 @@ impl Fused {
 }
 
 #[test]
-fn a_fused_projection_is_cut_at_heads_too() {
+fn a_fused_projection_is_sharded_at_head_boundaries() {
     for (ranks, heads) in [(2, 5), (3, 4), (4, 3), (2, 4)] {
         let calls = launch(ranks, move |world| {
             let mesh = world.mesh([("tp", world.size())])?;
@@ -151,7 +151,7 @@ fn a_fused_projection_is_cut_at_heads_too() {
 }
 
 #[test]
-fn heads_are_shared_as_even_as_it_goes() {
+fn heads_are_distributed_as_evenly_as_possible() {
     launch(6, |world| {
         let placements = |mesh: &DeviceMesh, heads: usize, axes: &[&str]| -> Result<Vec<Placement>> {
             let layer = Fused::new(&Builder::new(mesh), heads)?;

@@ -1,6 +1,6 @@
-//! Damaged and hostile checkpoints: found out where there is a checksum, and never more than an error.
+//! Corrupt and malicious checkpoints: detected wherever there is a checksum, and never worse than an error.
 //!
-//! `SHARDWISE_DAMAGE_CASES` sets the number of damaged files (default 2000), `SHARDWISE_SEED` the first seed.
+//! `SHARDWISE_DAMAGE_CASES` sets the number of corrupted files (default 2000), `SHARDWISE_SEED` the first seed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -64,7 +64,7 @@ fn inspected(path: &Path) -> bool {
 }
 
 #[test]
-fn damage_is_found_wherever_there_is_a_checksum_and_never_more_than_an_error() {
+fn corruption_is_found_by_checksums_and_is_only_ever_an_error() {
     let (cases, first) = (number("SHARDWISE_DAMAGE_CASES", 2000), number("SHARDWISE_SEED", 0) as u64);
     let scratch = Scratch::new("flips");
     let formats = [Format::Native, Format::HuggingFace, Format::Dcp];
@@ -116,7 +116,7 @@ fn safetensors(header: &str, bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn files_made_to_do_harm_are_refused() {
+fn malicious_files_are_rejected() {
     let scratch = Scratch::new("hostile");
     let refused = |name: &str, contents: &[u8], said: &str| {
         let path = scratch.0.join(name);

@@ -1,6 +1,6 @@
-//! What a load may be trusted with: one checkpoint and not two, no damage that goes unseen, errors that say where and why.
+//! A load reads one consistent checkpoint, detects all corruption, and its errors name path and cause.
 //!
-//! `SHARDWISE_CONCURRENT_LOADS` sets the number of loads against a looping saver (default 400; 20000 take a few minutes),
+//! `SHARDWISE_CONCURRENT_LOADS` sets the number of loads during concurrent saves (default 400; 20000 take a few minutes),
 //! `SHARDWISE_FLIP_CASES` the number of flipped bits (default 200; 2000 for all), `SHARDWISE_SEED` the first seed.
 
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use rand::{Rng, SeedableRng};
 use shardwise::checkpoint::{self, ConvertOptions, Format, SaveOptions, State, convert, load_reporting, verify};
 use shardwise::prelude::*;
 use shardwise::{OwnedBox, TensorBox};
-use shardwise_test_suites::refused::refused;
+use shardwise_test_suites::errors::same_error_on_all_ranks;
 use shardwise_test_suites::scratch::Scratch;
 
 fn number(name: &str, default: usize) -> usize {
@@ -89,7 +89,7 @@ fn load_while_saving(format: Format, loads: usize) -> i64 {
 }
 
 #[test]
-fn loads_during_saves_are_of_one_checkpoint_and_never_damaged() {
+fn loads_during_saves_read_one_consistent_checkpoint() {
     let loads = number("SHARDWISE_CONCURRENT_LOADS", 400);
     let saves = load_while_saving(Format::Native, loads);
     println!("{loads} loads by three ranks while {saves} checkpoints were saved: none mixed, none damaged");
@@ -102,7 +102,7 @@ fn loads_during_saves_are_of_one_checkpoint_and_never_damaged() {
 }
 
 #[test]
-fn a_catalog_stays_what_it_was_when_another_save_follows() {
+fn an_open_catalog_is_not_affected_by_a_later_save() {
     let scratch = Scratch::new("pinned");
     let path = scratch.0.join("state");
     let save = |number: i64| {
@@ -119,8 +119,9 @@ fn a_catalog_stays_what_it_was_when_another_save_follows() {
     }
     // none there any more, and files that are gone one by one: not damage
     std::fs::remove_dir_all(&path).unwrap();
-    let error =
-        refused(2, move |world| checkpoint::load(&world, &path, &generation(&world, 0, Format::Native)?).map(drop));
+    let error = same_error_on_all_ranks(2, move |world| {
+        checkpoint::load(&world, &path, &generation(&world, 0, Format::Native)?).map(drop)
+    });
     assert!(error.contains("nothing there"), "{error}");
 }
 
@@ -196,7 +197,7 @@ fn flip(file: &Path, place: u64, bit: u32) {
 }
 
 #[test]
-fn every_flipped_bit_is_found_in_any_other_layout() {
+fn every_flipped_bit_is_found_by_a_load_in_another_layout() {
     let (cases, first) = (number("SHARDWISE_FLIP_CASES", 200), number("SHARDWISE_SEED", 0) as u64);
     flips(Format::Native, cases, first);
 }
@@ -216,7 +217,7 @@ fn without_blocks(path: &Path) {
 }
 
 #[test]
-fn checkpoints_without_checksums_of_blocks_load_and_say_what_is_not_checked() {
+fn checkpoints_without_block_checksums_load_and_report_what_is_unchecked() {
     let scratch = Scratch::new("old");
     let path = scratch.0.join("state");
     let save = |format: Format| {
@@ -261,7 +262,7 @@ fn checkpoints_without_checksums_of_blocks_load_and_say_what_is_not_checked() {
 }
 
 #[test]
-fn a_name_that_is_twice_in_a_header_is_refused() {
+fn a_duplicate_name_in_a_header_is_rejected() {
     let scratch = Scratch::new("twice");
     let tensor = |range: &str| format!("{{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":{range}}}");
     let one = tensor("[0,2]");
@@ -282,7 +283,7 @@ fn a_name_that_is_twice_in_a_header_is_refused() {
 }
 
 #[test]
-fn a_conversion_writes_what_is_selected_and_several_boxes_per_rank() {
+fn a_conversion_writes_the_selected_tensors_with_several_boxes_per_rank() {
     let scratch = Scratch::new("boxes");
     let path = scratch.0.join("state");
     let place = path.clone();
@@ -319,9 +320,9 @@ const FULL: &str = "SHARDWISE_FULL_TARGET";
 
 /// What the process does whose files may not grow: the second rank has the most to write.
 #[test]
-fn the_process_without_room() {
+fn child_process_with_a_full_disk() {
     let Some(target) = std::env::var_os(FULL).map(PathBuf::from) else { return };
-    let error = refused(2, move |world| {
+    let error = same_error_on_all_ranks(2, move |world| {
         let mesh = world.mesh([("all", 2)])?;
         let x = DTensor::zeros(100_000, DType::F32, &mesh, [Placement::ragged(0, [1, 99_999])])?;
         checkpoint::save(&world, &target, &State::map([("x", x)]))
@@ -330,7 +331,7 @@ fn the_process_without_room() {
 }
 
 #[test]
-fn a_full_disk_and_a_place_that_cannot_be_written_are_told_with_path_cause_and_rank() {
+fn errors_of_full_disks_and_unwritable_paths_name_path_cause_and_rank() {
     let scratch = Scratch::new("full");
     let target = scratch.0.join("state");
     // A limit on the size of files stands for a full disk: the system refuses to write on.
@@ -338,7 +339,7 @@ fn a_full_disk_and_a_place_that_cannot_be_written_are_told_with_path_cause_and_r
     let output = Command::new("sh")
         .args(["-c", script, "sh"])
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "the_process_without_room", "--nocapture"])
+        .args(["--exact", "child_process_with_a_full_disk", "--nocapture"])
         .env(FULL, &target)
         .output()
         .unwrap();
@@ -347,6 +348,7 @@ fn a_full_disk_and_a_place_that_cannot_be_written_are_told_with_path_cause_and_r
         assert!(said.contains(part), "{part}: {said} {}", String::from_utf8_lossy(&output.stderr));
     }
     assert!(!target.exists());
-    let read_only = refused(2, move |world| checkpoint::save(&world, "/proc/here/x", &State::map([("a", 1)])));
+    let read_only =
+        same_error_on_all_ranks(2, move |world| checkpoint::save(&world, "/proc/here/x", &State::map([("a", 1)])));
     assert!(read_only.contains("rank 0") && read_only.contains("/proc/here"), "{read_only}");
 }

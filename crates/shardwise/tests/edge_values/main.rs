@@ -1,5 +1,5 @@
-//! Elementwise operators on edge values (zeros, infinities, NaN, subnormal and largest numbers, limits of integers), against
-//! what PyTorch gives for them (`record.py`), and arguments that element types do not hold.
+//! Elementwise operators on edge values (zeros, infinities, NaN, subnormals, largest numbers, integer limits) against
+//! PyTorch's results (`record.py`), and arguments outside the range of an element type.
 
 use std::collections::BTreeMap;
 
@@ -168,7 +168,7 @@ fn apply(op: &str, inputs: &[Tensor], mesh: &DeviceMesh) -> Result<Tensor> {
 }
 
 #[test]
-fn edge_values_give_what_pytorch_gives() {
+fn edge_values_give_the_results_of_pytorch() {
     let families: Vec<Family> = serde_json::from_str(include_str!("vectors.json")).expect("the recorded vectors");
     let failures = launch(2, move |world| {
         let mesh = world.mesh([("dp", 2)])?;
@@ -266,7 +266,7 @@ fn integers_are_exact_beyond_53_bits() {
 }
 
 #[test]
-fn numbers_that_a_type_does_not_hold_are_refused() {
+fn scalars_outside_the_range_of_a_dtype_are_rejected() {
     for (value, dtype, fits) in [
         (300.0, DType::U8, None),
         (-1.0, DType::U8, Some(255)), // as PyTorch
@@ -362,7 +362,7 @@ fn one_hot_takes_any_integer_type_and_only_its_classes() {
 }
 
 #[test]
-fn nothing_adds_up_to_zero_and_has_no_softmax() {
+fn empty_tensors_sum_to_zero_and_have_an_empty_softmax() {
     on_two(|_, mesh| {
         for placement in [Shard(0), Replicate] {
             let empty = DTensor::zeros(0, DType::F32, mesh, [placement.clone()])?;
@@ -390,7 +390,7 @@ fn nothing_adds_up_to_zero_and_has_no_softmax() {
 }
 
 #[test]
-fn kl_div_divides_by_the_batch() {
+fn kl_div_batchmean_divides_by_the_batch_size() {
     // torch.nn.functional.kl_div([[.1, .2], [.3, .4]].log(), [[.5, .5], [.2, .8]], reduction="batchmean")
     let expected = [0.5f64 / 0.1, 0.5 / 0.2, 0.2 / 0.3, 0.8 / 0.4];
     let expected: f64 =

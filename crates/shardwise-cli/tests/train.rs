@@ -1,8 +1,7 @@
 //! `shardwise train`, `shardwise generate` and `shardwise bench train` as a user runs them.
 
-#[path = "../command/mod.rs"]
 mod command;
-mod resume;
+mod train_resume;
 
 use std::path::Path;
 use std::process::Command;

@@ -1,6 +1,6 @@
-//! More ranks than cores: waiting ranks sleep instead of spinning, and the work still gets done.
+//! More ranks than cores: waiting ranks sleep instead of spinning, and the rest make progress.
 //!
-//! A target of its own with a single test, because it measures the processor time of the whole process.
+//! A separate target with a single test, because it measures the CPU time of the whole process.
 
 use std::time::{Duration, Instant};
 
