@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Tensor};
 use serde::Deserialize;
 use serde_json::Value;
-use shardwise::ops::{Attention, Classes, Convolution, Reduction};
+use shardwise::ops::{AttentionOptions, ConvOptions, LossOptions, Reduction};
 use shardwise::prelude::*;
 
 use crate::vectors::{PlacementForm, TensorForm};
@@ -124,15 +124,15 @@ pub(crate) fn apply(name: &str, x: &[DTensor], attrs: &Value) -> Result<Vec<DTen
     let count = |key: &str| counts(key).first().copied().unwrap_or(0);
     let all: Vec<&DTensor> = x.iter().collect();
     let both = |(a, b): (DTensor, DTensor)| Ok(vec![a, b]);
-    let classes = Classes {
+    let classes = LossOptions {
         reduction,
         ignore_index: attrs["ignore_index"].as_i64().unwrap_or(-100),
         label_smoothing: number("label_smoothing").unwrap_or(0.0),
     };
-    let convolution = Convolution {
+    let convolution = ConvOptions {
         stride: attrs["stride"].as_u64().unwrap_or(1) as usize,
         padding: count("padding"),
-        ..Convolution::default()
+        ..ConvOptions::default()
     };
     let result = match name {
         "neg" => x[0].neg(),
@@ -342,7 +342,7 @@ pub(crate) fn apply(name: &str, x: &[DTensor], attrs: &Value) -> Result<Vec<DTen
         "cross_entropy" => x[0].cross_entropy(&x[1], classes),
         "nll_loss" => x[0].nll_loss(&x[1], classes),
         "scaled_dot_product_attention" | "sdpa_masked" => {
-            let options = Attention { causal: flag("is_causal"), mask: x.get(3), scale: number("scale") };
+            let options = AttentionOptions { causal: flag("is_causal"), mask: x.get(3), scale: number("scale") };
             x[0].scaled_dot_product_attention(&x[1], &x[2], options)
         }
         "conv1d" => x[0].conv1d(&x[1], x.get(2), convolution),
