@@ -3,7 +3,7 @@
 //! Run with `cargo run --example 10_modules`.
 
 use shardwise::nn::{Activation, Builder, Embedding, Forward, LayerNorm, Linear, Mlp, Module};
-use shardwise::ops::Classes;
+use shardwise::ops::LossOptions;
 use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer};
 use shardwise::prelude::*;
 
@@ -28,7 +28,7 @@ impl Model {
     fn loss(&self, ids: &DTensor, targets: &DTensor) -> Result<DTensor> {
         let x = self.tokens.forward(ids)?;
         let x = x.add(&self.mlp.forward(&self.norm.forward(&x)?)?)?;
-        self.head.forward(&x)?.cross_entropy(targets, Classes::default())
+        self.head.forward(&x)?.cross_entropy(targets, LossOptions::default())
     }
 }
 

@@ -3,7 +3,7 @@
 //! Run with `cargo run --example 12_plans`.
 
 use shardwise::nn::{Activation, Builder, Embedding, Forward, LayerNorm, Linear, Mlp, Module};
-use shardwise::ops::Classes;
+use shardwise::ops::LossOptions;
 use shardwise::plan::{
     ColwiseParallel, FullyShard, LowRankAdapter, RowwiseParallel, ShardingPlan, ShardingPlanner, TensorParallel,
     parallelize_module, shard_module,
@@ -34,7 +34,7 @@ impl Model {
         let targets = DTensor::from_fn(128, DType::I64, mesh, batch, |i| ((i[0] * 37 + 1) % 64) as f64)?;
         let x = self.tokens.forward(&ids)?;
         let x = x.add(&self.mlp.forward(&self.norm.forward(&x)?)?)?;
-        self.head.forward(&x)?.cross_entropy(&targets, Classes::default())?.item()
+        self.head.forward(&x)?.cross_entropy(&targets, LossOptions::default())?.item()
     }
 }
 

@@ -6,7 +6,7 @@
 use shardwise::nn::{
     AttentionConfig, Builder, Embedding, Forward, Linear, Module, MultiHeadAttention, RmsNorm, SwiGlu,
 };
-use shardwise::ops::Classes;
+use shardwise::ops::LossOptions;
 use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer};
 use shardwise::plan::{AutoPlanner, ShardingPlan, ShardingPlanner, TensorParallel};
 use shardwise::prelude::*;
@@ -61,7 +61,7 @@ impl Model {
             x = x.add(&block.mlp.forward(&block.between.forward(&x)?)?)?;
         }
         let logits = self.head.forward(&self.norm.forward(&x)?)?.flatten(0, 1)?;
-        logits.cross_entropy(&words(1)?.flatten(0, 1)?, Classes::default())
+        logits.cross_entropy(&words(1)?.flatten(0, 1)?, LossOptions::default())
     }
 }
 

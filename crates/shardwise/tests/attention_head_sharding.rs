@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use shardwise::models::{GptConfig, LlamaConfig, ModelConfig, Spread, Weights, batch_placements, build};
 use shardwise::nn::{Builder, Forward, Heads, Linear, Module};
-use shardwise::ops::Attention;
+use shardwise::ops::AttentionOptions;
 use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer};
 use shardwise::plan::{ShardingPlanner, TensorParallel, shard_module};
 use shardwise::prelude::*;
@@ -121,7 +121,7 @@ impl Fused {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         let all = self.qkv.forward(x)?.unflatten(-1, &[self.heads.key as isize, -1])?.transpose(-3, -2)?;
         let part = |i: usize| all.narrow(-1, i * SIZE, SIZE);
-        let mixed = part(0)?.scaled_dot_product_attention(&part(1)?, &part(2)?, Attention::default())?;
+        let mixed = part(0)?.scaled_dot_product_attention(&part(1)?, &part(2)?, AttentionOptions::default())?;
         self.out.forward(&mixed.transpose(-3, -2)?.flatten(-2, -1)?)
     }
 }

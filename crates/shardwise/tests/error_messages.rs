@@ -1,6 +1,6 @@
 //! Error messages name the operator or call of the program and the offending value.
 
-use shardwise::ops::Classes;
+use shardwise::ops::LossOptions;
 use shardwise::prelude::*;
 use shardwise::{detect_anomaly, no_grad};
 
@@ -39,8 +39,8 @@ fn a_bad_class_index_names_the_loss() {
                 let logits = DTensor::zeros((4, 7), DType::F32, &mesh, placements.clone())?;
                 let target = DTensor::full(9.0, 4, DType::I64, &mesh, [Replicate])?;
                 let losses = match name {
-                    "nll_loss" => logits.nll_loss(&target, Classes::default()),
-                    _ => logits.cross_entropy(&target, Classes::default()),
+                    "nll_loss" => logits.nll_loss(&target, LossOptions::default()),
+                    _ => logits.cross_entropy(&target, LossOptions::default()),
                 };
                 losses.map(drop)
             });

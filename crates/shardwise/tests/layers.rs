@@ -5,7 +5,7 @@ use shardwise::nn::{
     AvgPool1d, AvgPool2d, ConstantPad, Conv1d, Conv2d, Elu, Flatten, ForwardAll, Gelu, GeluTanh, Hooks, Layer,
     LeakyRelu, Linear, LogSoftmax, MaxPool1d, MaxPool2d, Relu, Sequential, Sigmoid, Silu, Softmax, Softplus, Tanh,
 };
-use shardwise::ops::Convolution;
+use shardwise::ops::ConvOptions;
 use shardwise::plan::{PrepareModuleInput, PrepareModuleOutput, ShardingPlan, parallelize_module, shard_module};
 use shardwise::prelude::*;
 
@@ -75,7 +75,7 @@ fn hooks_of_layers_without_parameters_run() {
 fn convolutions_work_without_a_bias() {
     on_each_world(|mesh| {
         let at = Builder::new(mesh).dtype(DType::F64);
-        let options = Convolution { padding: 1, ..Default::default() };
+        let options = ConvOptions { padding: 1, ..Default::default() };
         let line = Conv1d::without_bias(&at.at("line"), 4, 6, 3, options)?;
         let plane = Conv2d::without_bias(&at.at("plane"), 4, 2, 3, options)?;
         assert_eq!((line.parameter_count(), plane.parameter_count()), (72, 72));
@@ -94,7 +94,7 @@ fn convolutions_work_without_a_bias() {
 
 fn network(mesh: &DeviceMesh) -> Result<Sequential> {
     Sequential::new(&Builder::new(mesh).dtype(DType::F64))
-        .build(|at| Conv1d::new(at, 2, 4, 3, Convolution::default()))?
+        .build(|at| Conv1d::new(at, 2, 4, 3, ConvOptions::default()))?
         .add(Tanh::new())
         .add(MaxPool1d::new(2))
         .add(Flatten::new())
@@ -110,7 +110,7 @@ fn a_sequential_runs_its_layers_and_names_them_by_number() {
         assert_eq!((model.len(), model.is_empty()), (5, false));
         let params: Vec<DTensor> = model.named_parameters().iter().map(|(_, p)| p.get()).collect();
         let by_hand = |x: &DTensor| -> Result<DTensor> {
-            let x = x.conv1d(&params[0], Some(&params[1]), Convolution::default())?.tanh()?.max_pool1d(2, None, 0)?;
+            let x = x.conv1d(&params[0], Some(&params[1]), ConvOptions::default())?.tanh()?.max_pool1d(2, None, 0)?;
             x.flatten(1, -1)?.linear(&params[2], Some(&params[3]))
         };
         let whole = by_hand(&input(mesh, &[3, 2, 8], Replicate)?)?;

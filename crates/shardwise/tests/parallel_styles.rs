@@ -6,7 +6,7 @@ use shardwise::nn::{
     Activation, AttentionConfig, Builder, Conv1d, Embedding, Forward, Hooks, Linear, Mlp, Module, MultiHeadAttention,
     RmsNorm,
 };
-use shardwise::ops::Convolution;
+use shardwise::ops::ConvOptions;
 use shardwise::plan::{
     ColwiseParallel, ParallelStyle, Part, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput,
     RowwiseParallel, SequenceParallel, ShardingPlan, ShardingPlanner, TensorParallel, fully_shard, parallelize_module,
@@ -39,7 +39,7 @@ struct Block {
 impl Block {
     fn new(at: &Builder) -> Result<Self> {
         let sizes = AttentionConfig { width: 12, heads: 4, key_heads: 4, causal: true, rotary: None, bias: true };
-        let padded = Convolution { padding: 1, ..Convolution::default() };
+        let padded = ConvOptions { padding: 1, ..ConvOptions::default() };
         Ok(Block {
             norm: RmsNorm::new(&at.at("norm"), 12, 1e-6)?,
             attention: MultiHeadAttention::new(&at.at("attention"), sizes)?,

@@ -8,7 +8,7 @@ use shardwise::nn::{
     Activation, AttentionConfig, Builder, Embedding, EmbeddingBag, Forward, Hooks, Layer, LayerNorm, Linear, Mlp,
     Module, MultiHeadAttention, RotaryEmbedding,
 };
-use shardwise::ops::Bag;
+use shardwise::ops::EmbeddingBagMode;
 use shardwise::optim::{ParamGroup, Sgd, ShardedOptimizer};
 use shardwise::plan::{
     DataParallel, FullyShard, LowRankAdapter, Part, Sharder, ShardingPlan, ShardingPlanner, TableCut, TensorParallel,
@@ -224,7 +224,7 @@ fn a_sharder_replaces_the_module_for_every_caller() {
         reshard_output(&model, &mesh, "own.w1", [Replicate, Replicate])?;
         assert_eq!(model.own.w1.forward(&x)?.placements(), [Replicate, Replicate]);
         // a module that was replaced cannot do what its replacement cannot
-        let bag = EmbeddingBag::new(&Builder::new(&mesh), 4, 4, Bag::Sum)?;
+        let bag = EmbeddingBag::new(&Builder::new(&mesh), 4, 4, EmbeddingBagMode::Sum)?;
         bag.hooks.replace(Arc::new(Embedding::new(&Builder::new(&mesh), 4, 4)?));
         let zero = DTensor::zeros(2, DType::I64, &mesh, [Replicate, Replicate])?;
         assert!(bag.forward_bags(&zero, &[0]).unwrap_err().to_string().contains("forward_bags"));

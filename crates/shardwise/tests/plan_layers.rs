@@ -7,7 +7,7 @@ use shardwise::nn::{
     Activation, AttentionConfig, BatchNorm, Builder, Conv1d, Conv2d, Dropout, Embedding, EmbeddingBag, GroupNorm,
     Layer, LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding, SwiGlu,
 };
-use shardwise::ops::{Bag, Convolution};
+use shardwise::ops::{ConvOptions, EmbeddingBagMode};
 use shardwise::plan::{
     DataParallel, FullyShard, Places, ShardingPlan, ShardingPlanner, TableCut, TensorParallel, shard_module,
 };
@@ -47,7 +47,7 @@ const CASES: &[Case] = &[
     Case { name: "Embedding", make: |at| Ok(Arc::new(Embedding::new(at, 7, 5)?)), shape: &[3, 4], below: Some(7) },
     Case {
         name: "EmbeddingBag",
-        make: |at| Ok(Arc::new(EmbeddingBag::new(at, 7, 5, Bag::Mean)?)),
+        make: |at| Ok(Arc::new(EmbeddingBag::new(at, 7, 5, EmbeddingBagMode::Mean)?)),
         shape: &[3, 4],
         below: Some(7),
     },
@@ -67,13 +67,13 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "Conv1d",
-        make: |at| Ok(Arc::new(Conv1d::new(at, 3, 5, 3, Convolution { padding: 1, ..Convolution::default() })?)),
+        make: |at| Ok(Arc::new(Conv1d::new(at, 3, 5, 3, ConvOptions { padding: 1, ..ConvOptions::default() })?)),
         shape: &[3, 3, 7],
         below: None,
     },
     Case {
         name: "Conv2d",
-        make: |at| Ok(Arc::new(Conv2d::new(at, 3, 5, 2, Convolution::default())?)),
+        make: |at| Ok(Arc::new(Conv2d::new(at, 3, 5, 2, ConvOptions::default())?)),
         shape: &[2, 3, 5, 4],
         below: None,
     },

@@ -6,7 +6,7 @@ use shardwise::nn::{
     Activation, AttentionConfig, BatchNorm, Builder, Conv2d, Dropout, Embedding, EmbeddingBag, Forward, GroupNorm,
     LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding, SwiGlu, init::Init,
 };
-use shardwise::ops::{Bag, Classes, Convolution};
+use shardwise::ops::{ConvOptions, EmbeddingBagMode, LossOptions};
 use shardwise::prelude::*;
 use shardwise::{DryWorld, checkpoint, local_map, no_grad};
 
@@ -238,13 +238,13 @@ impl Everything {
         };
         Ok(Everything {
             embedding: Embedding::new(&at.at("embedding"), 11, 8)?,
-            bags: EmbeddingBag::new(&at.at("bags"), 11, 8, Bag::Mean)?,
+            bags: EmbeddingBag::new(&at.at("bags"), 11, 8, EmbeddingBagMode::Mean)?,
             attention: MultiHeadAttention::new(&at.at("attention"), attention)?,
             norm: LayerNorm::new(&at.at("norm"), 8, 1e-5)?,
             mlp: Mlp::new(&at.at("mlp"), 8, 16, Activation::GeluTanh)?,
             gated: SwiGlu::new(&at.at("gated"), 8, 12)?,
             rms: RmsNorm::new(&at.at("rms"), 8, 1e-6)?,
-            conv: Conv2d::new(&at.at("conv"), 1, 4, 3, Convolution { padding: 1, ..Convolution::default() })?,
+            conv: Conv2d::new(&at.at("conv"), 1, 4, 3, ConvOptions { padding: 1, ..ConvOptions::default() })?,
             groups: GroupNorm::new(&at.at("groups"), 2, 4, 1e-5)?,
             batch: BatchNorm::new(&at.at("batch"), 4, 0.1, 1e-5)?,
             dropout: Dropout::new(0.2)?,
@@ -264,7 +264,7 @@ impl Everything {
         let logits = self.heads.iter().map(|head| head.forward(&x)).collect::<Result<Vec<_>>>()?;
         let logits = logits[0].add(&logits[1])?.flatten(0, 1)?;
         assert_eq!(self.width, x.shape()[2]);
-        logits.cross_entropy(&targets.flatten(0, -1)?, Classes::default())
+        logits.cross_entropy(&targets.flatten(0, -1)?, LossOptions::default())
     }
 }
 
@@ -446,7 +446,7 @@ fn extreme_dtypes_and_indices_give_correct_results() {
         let logits = DTensor::from_fn((4, 3), DType::F64, &mesh, [Shard(0)], |i| (i[0] * i[1]) as f64)?;
         let loss = |dtype: DType| -> Result<f64> {
             let target = DTensor::from_fn(4, dtype, &mesh, [Shard(0)], |i| (i[0] % 2) as f64)?;
-            logits.cross_entropy(&target, Classes::default())?.item()
+            logits.cross_entropy(&target, LossOptions::default())?.item()
         };
         assert_eq!(loss(DType::U8)?, loss(DType::I64)?);
         // products of integers wrap alike in every layout

@@ -6,7 +6,9 @@ use super::{Replayed, once_only, pass};
 use crate::error::{Error, ErrorKind, Result};
 use crate::random::{Generator, GeneratorState};
 use crate::rank_context::rank_context;
-use crate::tensor::{Backward, DTensor, Keeps, Saved, in_gradient, is_recording, next_number, with_recording};
+use crate::tensor::{
+    Backward, DTensor, SaveForBackward, Saved, in_gradient, is_recording, next_number, with_recording,
+};
 
 /// Runs `f` and keeps none of what it computes on the way: it runs once more when the gradient is taken. Random draws are
 /// repeated exactly, if they are made
@@ -55,7 +57,7 @@ pub fn checkpoint(
     let outputs = with_recording(false, || f(&plain))?;
     let outputs = outputs.iter().map(DTensor::detach).collect();
     let all: Vec<&DTensor> = std::iter::once(&anchor).chain(inputs.iter().copied()).collect();
-    Ok(DTensor::recorded(outputs, &all, Keeps::Inputs, || Box::new(Replay { f: Arc::new(f), draws })))
+    Ok(DTensor::recorded(outputs, &all, SaveForBackward::Inputs, || Box::new(Replay { f: Arc::new(f), draws })))
 }
 
 struct Replay<F> {

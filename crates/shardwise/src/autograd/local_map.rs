@@ -5,7 +5,7 @@ use candle_core::{Tensor, Var};
 use super::once_only;
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp};
-use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording};
+use crate::tensor::{Backward, DTensor, SaveForBackward, Saved, is_recording};
 use shardwise_kernels::dense;
 
 /// Runs `f` on copies of the local parts of some tensors, in their current layouts, and takes its result for this rank's part of a tensor
@@ -73,7 +73,7 @@ pub fn local_map(
     let wanted = (0..inputs.len()).map(wanted).collect();
     let way =
         || Box::new(LocalMap { vars, local, wanted, placements: output.placements().to_vec() }) as Box<dyn Backward>;
-    Ok(DTensor::recorded(vec![output.clone()], inputs, Keeps::Nothing, way).swap_remove(0))
+    Ok(DTensor::recorded(vec![output.clone()], inputs, SaveForBackward::Nothing, way).swap_remove(0))
 }
 
 struct LocalMap {

@@ -8,7 +8,7 @@ use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::nn::init::Init;
 use crate::nn::{Builder, Embedding, Forward, Linear, Module};
-use crate::ops::Classes;
+use crate::ops::LossOptions;
 use crate::tensor::DTensor;
 
 /// A model that returns for every position of `[batch, length]` ids how likely each token is to come next; `forward` returns
@@ -18,7 +18,7 @@ pub trait LanguageModel: Model + Forward {
     #[track_caller]
     fn loss(&self, ids: &DTensor, targets: &DTensor) -> Result<DTensor> {
         let logits = self.forward(ids)?.flatten(0, 1)?.to_dtype(DType::F32)?;
-        logits.cross_entropy(&targets.flatten(0, 1)?, Classes::default())
+        logits.cross_entropy(&targets.flatten(0, 1)?, LossOptions::default())
     }
 }
 

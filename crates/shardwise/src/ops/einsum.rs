@@ -8,14 +8,14 @@ use candle_core::{DType, Tensor};
 
 use super::contraction::order;
 use super::equation::{Equation, Label, Term, batch, distinct, letters, size_of};
-use super::indices::places;
-use super::{OpEntry, Sample, dtype};
+use super::indices::local_positions;
+use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Runs, TensorMeta};
-use crate::op::{Gradient, Op, OpPlan, Place, dispatch, name_call};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
 use crate::placement::Placement;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, SaveForBackward, Saved};
 use shardwise_kernels::{Fold, NOWHERE, dense, fold, product as matrix_product, take, wholes};
 
 /// The dimensions of matrix products.
@@ -221,7 +221,7 @@ impl Op for Einsum {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         // The usual case needs no analysis.
         if let [a, b] = inputs
             && self.is_matrix_product(a, b)
@@ -267,8 +267,8 @@ impl Op for Einsum {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        let keeps = if self.equation.inputs.len() > 1 { Keeps::Inputs } else { Keeps::Nothing };
-        Gradient::From(keeps, |op, saved, gradients| {
+        let saves = if self.equation.inputs.len() > 1 { SaveForBackward::Inputs } else { SaveForBackward::Nothing };
+        Gradient::From(saves, |op, saved, gradients| {
             let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
             let of = |i: usize| saved.wants(i).then(|| op.of_factor(i, saved, gradient)).transpose();
             (0..saved.inputs()).map(of).collect()
@@ -311,7 +311,7 @@ impl Einsum {
             let factor = saved.input(o);
             let pays = factor.placements().iter().zip(saved.layout(i).placements()).any(scattered);
             let larger = shape.iter().product::<usize>() > factor.elem_count();
-            if larger && pays { factor.everywhere(self.name) } else { Ok(factor) }
+            if larger && pays { factor.all_reduced(self.name) } else { Ok(factor) }
         };
         let factors = others.iter().map(factor).collect::<Result<Vec<DTensor>>>()?;
         let inputs: Vec<&DTensor> = std::iter::once(gradient).chain(&factors).collect();
@@ -341,7 +341,7 @@ fn diagonal(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> (usize, Runs)) -> R
         let Some(first) = term[..second].iter().position(|label| *label == term[second]) else { continue };
         let (n, rows) = held(first);
         let rows: Vec<i64> = rows.iter().flatten().map(|i| i as i64).collect();
-        let columns = places("einsum", &rows, n, &held(second).1)?;
+        let columns = local_positions("einsum", &rows, n, &held(second).1)?;
         let dims = x.dims().to_vec();
         let (count, between) =
             (dims[..first].iter().product::<usize>(), dims[first + 1..second].iter().product::<usize>());
@@ -486,11 +486,11 @@ pub(super) const OPS: &[OpEntry] = &[
     },
 ];
 
-fn pairs(shapes: &[(&[usize], &[usize])]) -> Vec<Vec<Sample>> {
-    shapes.iter().map(|(a, b)| vec![Sample::new(a, DType::I64), Sample::new(b, DType::I64)]).collect()
+fn pairs(shapes: &[(&[usize], &[usize])]) -> Vec<Vec<SampleInput>> {
+    shapes.iter().map(|(a, b)| vec![SampleInput::new(a, DType::I64), SampleInput::new(b, DType::I64)]).collect()
 }
 
-fn matmul_samples() -> Vec<Vec<Sample>> {
+fn matmul_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[
         (&[5, 3], &[3, 4]),
         (&[2, 3, 4], &[4, 2]),
@@ -501,18 +501,18 @@ fn matmul_samples() -> Vec<Vec<Sample>> {
     ])
 }
 
-fn mm_samples() -> Vec<Vec<Sample>> {
+fn mm_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[(&[4, 6], &[6, 2]), (&[5, 3], &[3, 1]), (&[2, 0], &[0, 3])])
 }
 
-fn bmm_samples() -> Vec<Vec<Sample>> {
+fn bmm_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[(&[3, 2, 4], &[3, 4, 5]), (&[1, 5, 2], &[1, 2, 3])])
 }
 
-fn mv_samples() -> Vec<Vec<Sample>> {
+fn mv_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[(&[5, 3], &[3])])
 }
 
-fn vector_samples() -> Vec<Vec<Sample>> {
+fn vector_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[(&[5], &[5]), (&[1], &[1])])
 }

@@ -5,7 +5,7 @@ use crate::comm::DeviceMesh;
 use crate::error::Result;
 use crate::mesh::Mesh;
 use crate::placement::Placement;
-use crate::tensor::{Backward, DTensor, Keeps, Saved};
+use crate::tensor::{Backward, DTensor, SaveForBackward, Saved};
 
 /// What this rank holds of a tensor, on a mesh of this rank alone. Pending reductions are carried out first.
 ///
@@ -39,7 +39,7 @@ pub fn collect_local_shard(tensor: &DTensor) -> Result<DTensor> {
     let alone = DeviceMesh::new(mesh.world(), Mesh::from_ranks([("local", 1)], vec![mesh.world().rank()])?)?;
     let local = settled.local();
     let part = DTensor::from_local_with_shape(local, &alone, [Placement::Replicate], local.dims())?;
-    Ok(DTensor::recorded(vec![part], &[&settled], Keeps::Nothing, || Box::new(LocalPart)).swap_remove(0))
+    Ok(DTensor::recorded(vec![part], &[&settled], SaveForBackward::Nothing, || Box::new(LocalPart)).swap_remove(0))
 }
 
 /// The way back of [`collect_local_shard`].

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::panic::Location;
 
-use super::{Backward, DTensor, Keeps, Number, Saved, is_recording};
+use super::{Backward, DTensor, Number, SaveForBackward, Saved, is_recording};
 use crate::comm::implicitly;
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
@@ -53,7 +53,7 @@ impl DTensor {
             let (value, base) = (value.reduced(site)?, self.reduced(site)?);
             let made = base.written(&region, Some(&value), ZERO, site)?;
             let write = || Box::new(Write { name: "assign", region }) as Box<dyn Backward>;
-            Ok(Self::recorded(vec![made], &[&base, &value], Keeps::Nothing, write).swap_remove(0))
+            Ok(Self::recorded(vec![made], &[&base, &value], SaveForBackward::Nothing, write).swap_remove(0))
         })?;
         Ok(())
     }
@@ -71,7 +71,7 @@ impl DTensor {
             let base = self.reduced(site)?;
             let made = base.written(&region, None, value, site)?;
             let write = || Box::new(Write { name: "fill_range", region }) as Box<dyn Backward>;
-            Ok(Self::recorded(vec![made], &[&base], Keeps::Nothing, write).swap_remove(0))
+            Ok(Self::recorded(vec![made], &[&base], SaveForBackward::Nothing, write).swap_remove(0))
         })?;
         Ok(())
     }
@@ -183,7 +183,7 @@ impl Backward for Write {
             };
             let made = gradient.written(&self.region, None, ZERO, Location::caller())?;
             let write = || Box::new(Write { name: self.name, region: self.region.clone() }) as Box<dyn Backward>;
-            Ok(DTensor::recorded(vec![made], &[&gradient], Keeps::Nothing, write).swap_remove(0))
+            Ok(DTensor::recorded(vec![made], &[&gradient], SaveForBackward::Nothing, write).swap_remove(0))
         };
         let value = || {
             let ranges = self.region.offsets.iter().zip(&self.region.sizes).enumerate();

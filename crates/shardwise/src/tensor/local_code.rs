@@ -16,7 +16,7 @@ use std::sync::{Arc, LazyLock, Weak};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout as Strides, Shape, Tensor, TensorId, Var, WithDType};
 use parking_lot::Mutex;
 
-use super::{Backward, DTensor, Keeps, Saved, is_recording};
+use super::{Backward, DTensor, SaveForBackward, Saved, is_recording};
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp, is_linear};
 use crate::rank_context::{rank_context, rank_context_if_alive};
@@ -167,7 +167,7 @@ pub(super) fn enter(
     let placements = made.placements().to_vec();
     let backward =
         || Box::new(LocalCode { exits, local: local.clone(), placements, grad_placements }) as Box<dyn Backward>;
-    Ok(DTensor::recorded(vec![made], &inputs, Keeps::Nothing, backward).swap_remove(0))
+    Ok(DTensor::recorded(vec![made], &inputs, SaveForBackward::Nothing, backward).swap_remove(0))
 }
 
 /// From some exits to one `from_local`.

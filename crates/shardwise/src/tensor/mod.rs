@@ -22,7 +22,7 @@ pub use operand::Operand;
 pub(crate) use room::{check_metas, check_room};
 pub(crate) use show::{Piece, local_text, show_pieces};
 pub use state::DTensorState;
-pub use tape::{Backward, Keeps, Saved, no_grad};
+pub use tape::{Backward, SaveForBackward, Saved, no_grad};
 pub(crate) use tape::{Node, Recording, Tape, in_gradient, is_in_gradient, is_recording, next_number, with_recording};
 
 use std::hash::{Hash, Hasher};
@@ -325,7 +325,7 @@ impl DTensor {
         let source = self.detach().to_dtype(options.forward_dtype.unwrap_or(self.dtype()))?;
         let made = source.to_layout_at(&to, Location::caller())?;
         let back = || Box::new(Redistributed { dtype: options.backward_dtype }) as Box<dyn Backward>;
-        Ok(Self::recorded(vec![made], &[self], Keeps::Nothing, back).swap_remove(0))
+        Ok(Self::recorded(vec![made], &[self], SaveForBackward::Nothing, back).swap_remove(0))
     }
 
     /// The same value in another layout, which may have another order of cuts. Its mesh must be this tensor's.
@@ -477,7 +477,7 @@ impl DTensor {
         if self.tape.is_none() {
             return made;
         }
-        Self::recorded(vec![made], &[self], Keeps::Nothing, || Box::new(Moved { name, back })).swap_remove(0)
+        Self::recorded(vec![made], &[self], SaveForBackward::Nothing, || Box::new(Moved { name, back })).swap_remove(0)
     }
 
     /// The same tensor with its local part on another device, of which there is one: operators compute on the CPU.

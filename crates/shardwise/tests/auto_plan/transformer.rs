@@ -3,7 +3,7 @@
 use shardwise::nn::{
     AttentionConfig, Builder, Embedding, Forward, Linear, Module, MultiHeadAttention, RmsNorm, SwiGlu,
 };
-use shardwise::ops::Classes;
+use shardwise::ops::LossOptions;
 use shardwise::prelude::*;
 
 #[derive(Module)]
@@ -51,7 +51,7 @@ impl Transformer {
             x = x.add(&layer.mlp.forward(&layer.between.forward(&x)?)?)?;
         }
         let logits = self.head.forward(&self.norm.forward(&x)?)?.flatten(0, 1)?;
-        logits.cross_entropy(&targets.flatten(0, 1)?, Classes::default())
+        logits.cross_entropy(&targets.flatten(0, 1)?, LossOptions::default())
     }
 }
 
