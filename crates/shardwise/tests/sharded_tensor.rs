@@ -13,8 +13,8 @@ use shardwise::nn::init::Init;
 use shardwise::ops::Bag;
 use shardwise::prelude::*;
 use shardwise::sharded::{
-    AnyShardingSpec, ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, Shard as TensorShard, ShardMetadata,
-    ShardedTensor, ShardedTensorMetadata, ShardedTensorState, call_sharded_op, shard_tensor, with_sharded_op,
+    AnyShardingSpec, ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, ShardMetadata, ShardedTensor,
+    ShardedTensorMetadata, ShardedTensorState, TensorShard, call_sharded_op, shard_tensor, with_sharded_op,
 };
 use shardwise::{DryWorld, ThreadWorld};
 

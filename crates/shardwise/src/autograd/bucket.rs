@@ -12,23 +12,23 @@ use crate::tensor::DTensor;
 use shardwise_kernels::{concat, dense, placeholder};
 
 /// Bytes of the largest bucket; a larger gradient travels alone.
-const BUCKET: usize = 25 << 20;
+const MAX_BUCKET_BYTES: usize = 25 << 20;
 
 /// What a gradient needs.
 #[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
-enum Kind {
+enum BucketKind {
     AllReduce,
     /// Every rank keeps its part of one dimension.
     ReduceScatter,
 }
 
 /// Gradients that can share a collective: mesh, kind, mesh axes, element type.
-type Key = (usize, Kind, Vec<usize>, u8);
+type BucketKey = (usize, BucketKind, Vec<usize>, u8);
 
 /// The tensors in these layouts. The order of the collectives is the same on all ranks.
 pub(super) fn to_layouts(wanted: &[(DTensor, Layout)], site: Site) -> Result<Vec<DTensor>> {
     let mut done: Vec<Option<DTensor>> = vec![None; wanted.len()];
-    let mut buckets: BTreeMap<Key, Vec<usize>> = BTreeMap::new();
+    let mut buckets: BTreeMap<BucketKey, Vec<usize>> = BTreeMap::new();
     let mut meshes: Vec<&DeviceMesh> = Vec::new();
     for (i, (tensor, layout)) in wanted.iter().enumerate() {
         let Some((kind, axes)) = kind(tensor.layout(), layout) else {
@@ -52,7 +52,7 @@ pub(super) fn to_layouts(wanted: &[(DTensor, Layout)], site: Site) -> Result<Vec
 }
 
 /// The one reduction that brings a tensor from a layout to another, and its axes, if that is all it takes.
-fn kind(from: &Layout, to: &Layout) -> Option<(Kind, Vec<usize>)> {
+fn kind(from: &Layout, to: &Layout) -> Option<(BucketKind, Vec<usize>)> {
     let differs = |&axis: &usize| from.placements()[axis] != to.placements()[axis];
     let axes: Vec<usize> = (0..from.mesh().ndim()).filter(differs).collect();
     let pending = |&axis: &usize| from.placements()[axis] == Placement::Partial(ReduceOp::Sum);
@@ -65,14 +65,14 @@ fn kind(from: &Layout, to: &Layout) -> Option<(Kind, Vec<usize>)> {
         return None;
     }
     if axes.iter().all(|&axis| to.placements()[axis].is_replicate()) {
-        return Some((Kind::AllReduce, axes));
+        return Some((BucketKind::AllReduce, axes));
     }
     let [axis] = axes[..] else { return None };
     let target = &to.placements()[axis];
     let dim = target.shard_dim().filter(|_| target.is_contiguous())?;
     // Behind all other cuts of the dimension, so that what a rank has of it before is one piece after the other.
     let last = to.shard_order(dim).last() == Some(&axis);
-    last.then_some((Kind::ReduceScatter, axes))
+    last.then_some((BucketKind::ReduceScatter, axes))
 }
 
 /// Members in buckets that are not too large.
@@ -82,7 +82,7 @@ fn fill(members: &[usize], wanted: &[(DTensor, Layout)]) -> Vec<Vec<usize>> {
         // The largest local part of any rank, so that all ranks fill alike.
         let bytes = wanted[i].0.elem_count() * travels_as(wanted[i].0.dtype()).size_in_bytes();
         match buckets.last_mut() {
-            Some((size, bucket)) if *size + bytes <= BUCKET => {
+            Some((size, bucket)) if *size + bytes <= MAX_BUCKET_BYTES => {
                 *size += bytes;
                 bucket.push(i);
             }
@@ -100,7 +100,7 @@ fn travels_as(dtype: DType) -> DType {
     }
 }
 
-fn reduce(kind: Kind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) -> Result<Vec<DTensor>> {
+fn reduce(kind: BucketKind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) -> Result<Vec<DTensor>> {
     if let [(tensor, layout)] = parts {
         return Ok(vec![tensor.to_layout_at(layout, site)?]);
     }
@@ -114,15 +114,15 @@ fn reduce(kind: Kind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) 
     // Per part and rank of the group the piece that the rank shall have.
     let pieces = |layout: &Layout| -> Vec<Vec<usize>> {
         match kind {
-            Kind::AllReduce => vec![layout.local_shape(rank)],
-            Kind::ReduceScatter => group.ranks().iter().map(|&r| layout.local_shape(r)).collect(),
+            BucketKind::AllReduce => vec![layout.local_shape(rank)],
+            BucketKind::ReduceScatter => group.ranks().iter().map(|&r| layout.local_shape(r)).collect(),
         }
     };
     let shapes: Vec<Vec<Vec<usize>>> = parts.iter().map(|(_, layout)| pieces(layout)).collect();
     let count = |shape: &Vec<usize>| shape.iter().product::<usize>();
     let (call, own) = match kind {
-        Kind::AllReduce => (Call::AllReduce { op: ReduceOp::Sum }, 0),
-        Kind::ReduceScatter => {
+        BucketKind::AllReduce => (Call::AllReduce { op: ReduceOp::Sum }, 0),
+        BucketKind::ReduceScatter => {
             let sizes = (0..group.size()).map(|r| shapes.iter().map(|s| count(&s[r])).sum()).collect();
             (Call::ReduceScatter { op: ReduceOp::Sum, dim: 0, sizes }, group.rank())
         }

@@ -5,7 +5,7 @@ use candle_core::{Tensor, Var};
 use super::once_only;
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp};
-use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording};
+use crate::tensor::{Backward, DTensor, Keeps, SavedTensors, is_recording};
 use shardwise_kernels::dense;
 
 /// Runs `f` on copies of the local parts of some tensors, in their current layouts, and takes its result for this rank's part of a tensor
@@ -20,7 +20,7 @@ use shardwise_kernels::dense;
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let x = DTensor::arange(0.0, 4.0, 1.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
+///     let x = DTensor::arange(0.0..4.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
 ///     let scale = DTensor::ones(1, DType::F32, &mesh, [Replicate])?.requires_grad();
 ///     let gradients = [None, Some(vec![Partial(ReduceOp::Sum)])];
 ///     let y = local_map(&[&x, &scale], [Shard(0)], &gradients, |x| x[0].sqr()?.broadcast_mul(&x[1]))?;
@@ -71,12 +71,14 @@ pub fn local_map(
     let output = DTensor::from_local(&local.detach(), mesh, placements)?;
     let wanted = |i: usize| gradients.get(i).cloned().flatten();
     let wanted = (0..inputs.len()).map(wanted).collect();
-    let way =
-        || Box::new(LocalMap { vars, local, wanted, placements: output.placements().to_vec() }) as Box<dyn Backward>;
+    let way = || {
+        Box::new(LocalMapBackward { vars, local, wanted, placements: output.placements().to_vec() })
+            as Box<dyn Backward>
+    };
     Ok(DTensor::recorded(vec![output.clone()], inputs, Keeps::Nothing, way).swap_remove(0))
 }
 
-struct LocalMap {
+struct LocalMapBackward {
     vars: Vec<Var>,
     local: Tensor,
     /// Per input the placements of its gradient, if they were given.
@@ -85,13 +87,13 @@ struct LocalMap {
     placements: Vec<Placement>,
 }
 
-impl Backward for LocalMap {
+impl Backward for LocalMapBackward {
     fn name(&self) -> &'static str {
         "local_map"
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
         once_only(self.name())?;
         // Every operand of a pending sum counts once, so each has the whole gradient.
         let settled = |p: &Placement| if p.is_partial() { Placement::Replicate } else { p.clone() };
@@ -102,7 +104,7 @@ impl Backward for LocalMap {
         let found = (&self.local * gradient.local())?.sum_all()?.backward()?;
         let mut inputs = Vec::new();
         for (i, var) in self.vars.iter().enumerate() {
-            if !saved.wants(i) {
+            if !saved.needs_input_grad(i) {
                 inputs.push(None);
                 continue;
             }

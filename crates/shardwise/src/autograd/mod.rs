@@ -1,10 +1,10 @@
 //! Gradients: from a result back to the leaves, with the same distributed operators that made it.
 
 mod bucket;
-mod checkpoint;
+mod checkpoint_activations;
 mod local_map;
 
-pub use checkpoint::checkpoint;
+pub use checkpoint_activations::checkpoint_activations;
 pub use local_map::local_map;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::layout::Layout;
 use crate::placement::{Placement, ReduceOp};
 use crate::rank_context::rank_context;
-use crate::tensor::{DTensor, Node, Recording, Saved, Tape, in_gradient, is_recording, with_recording};
+use crate::tensor::{DTensor, Node, Recording, SavedTensors, Tape, in_gradient, is_recording, with_recording};
 
 /// What a backward pass starts from and leaves behind.
 #[derive(Clone, Copy, Default)]
@@ -149,7 +149,7 @@ impl DTensor {
             ));
         }
         let whole = vec![Placement::Replicate; self.placements().len()];
-        DTensor::full(1.0, self.shape(), self.dtype(), self.device_mesh(), whole)
+        DTensor::full(1.0, (self.shape(), self.dtype()), self.device_mesh(), whole)
     }
 }
 
@@ -268,7 +268,7 @@ pub(crate) fn once_only(name: &str) -> Result<()> {
 }
 
 /// Where gradients of one pass ended.
-struct Found {
+struct PassResult {
     leaves: BTreeMap<u64, (Arc<Node>, DTensor)>,
     /// Calls before the first that the pass goes through.
     earlier: Vec<(Tape, DTensor)>,
@@ -340,10 +340,10 @@ fn complete(gradient: DTensor, leaf: &Layout) -> Result<DTensor> {
 
 /// Walks from the seeds back, later calls first: when a call is reached, all that used its outputs have been. Goes no
 /// further than the call with number `first`. Frees every call that it has gone through, unless the graph is to be kept.
-fn pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<Found> {
+fn pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<PassResult> {
     let mut uses = uses(&seeds, first)?;
-    let mut open = Open::new();
-    let mut found = Found { leaves: BTreeMap::new(), earlier: Vec::new() };
+    let mut open = OpenCalls::new();
+    let mut found = PassResult { leaves: BTreeMap::new(), earlier: Vec::new() };
     let mut arrived = seeds;
     loop {
         add_up(&mut open, &mut arrived)?;
@@ -359,7 +359,7 @@ fn pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<Found> {
             found.leaves.insert(number, (node, gradient));
             continue;
         };
-        let saved = Saved { node: &node, recording: &recording };
+        let saved = SavedTensors { node: &node, recording: &recording };
         let inputs = in_gradient(true, || recording.backward.run(&saved, &gradients))?;
         debug_assert_eq!(inputs.len(), recording.parents.len(), "{}", recording.backward.name());
         for (i, (parent, gradient)) in recording.parents.iter().zip(inputs).enumerate() {
@@ -382,10 +382,10 @@ fn pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<Found> {
 }
 
 /// Calls that gradients have arrived at, by number, with the gradients of their outputs so far.
-type Open = BTreeMap<u64, (Arc<Node>, Vec<Option<DTensor>>)>;
+type OpenCalls = BTreeMap<u64, (Arc<Node>, Vec<Option<DTensor>>)>;
 
 /// Adds gradients that arrived to those of the same outputs.
-fn add_up(open: &mut Open, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
+fn add_up(open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
     for (tape, gradient) in arrived.drain(..) {
         let new = || (Arc::clone(&tape.node), vec![None; tape.node.outputs()]);
         let (_, gradients) = open.entry(tape.node.number).or_insert_with(new);
@@ -400,7 +400,7 @@ fn add_up(open: &mut Open, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
 
 /// Reduces the gradient of a leaf whose last use has contributed. The last contribution, if there is one, is among those that
 /// arrived just now.
-fn complete_leaf(leaf: Arc<Node>, open: &mut Open, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
+fn complete_leaf(leaf: Arc<Node>, open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
     let mut own = Vec::new();
     arrived.retain(|(tape, gradient)| {
         let is_own = Arc::ptr_eq(&tape.node, &leaf);

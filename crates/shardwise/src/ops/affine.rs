@@ -13,7 +13,7 @@ impl DTensor {
     /// `x` of shape `[..., in]` times the transpose of a weight of shape `[out, in]`, plus a bias.
     #[track_caller]
     pub fn linear(&self, weight: &DTensor, bias: Option<&DTensor>) -> Result<DTensor> {
-        if self.rank() == 0 || weight.rank() != 2 {
+        if self.ndim() == 0 || weight.ndim() != 2 {
             return Err(ErrorKind::shape(self.shape()).error(
                 "operands",
                 format!("{} and {} in linear", self.layout(), weight.layout()),
@@ -21,7 +21,7 @@ impl DTensor {
                 "reshape or transpose the tensors",
             ));
         }
-        let (features, takes) = (self.shape()[self.rank() - 1], weight.shape()[1]);
+        let (features, takes) = (self.shape()[self.ndim() - 1], weight.shape()[1]);
         if features != takes {
             let found = format!("input has {features} features, weight takes {takes}");
             let needed = format!("an input [..., {takes}] for a weight {:?}", weight.shape());

@@ -11,7 +11,7 @@ use super::unary::{Gives, Passes, Unary, plan, samples};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps, SavedTensors};
 use shardwise_kernels::{Arithmetic, Function, Number, Wide, limits, map, math};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -301,7 +301,7 @@ impl Op for Parametrized {
 }
 
 impl Parametrized {
-    fn backward(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn backward(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(g) = &gradients[0] else { return Ok(vec![None]) };
         let gradient = match *self {
             Parametrized::Add(_) => g.clone(),

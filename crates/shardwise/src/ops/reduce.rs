@@ -12,7 +12,7 @@ use crate::layout::{Layout, TensorMeta};
 use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Shared, Signature};
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, Keeps, SavedTensors};
 use shardwise_kernels::{Arithmetic, Fold, Wide, fold, map};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -120,7 +120,7 @@ fn reduce(x: &DTensor, kind: Kind, dims: &[isize], keepdim: bool) -> Result<DTen
 
 /// Dimensions counted from the front, all of them for none named.
 fn resolve(name: &'static str, dims: &[isize], x: &DTensor) -> Result<Vec<usize>> {
-    let ndim = x.rank();
+    let ndim = x.ndim();
     if dims.is_empty() {
         return Ok((0..ndim).collect());
     }
@@ -253,7 +253,7 @@ impl Op for Reduce {
 }
 
 impl Reduce {
-    fn backward(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn backward(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(g) = &gradients[0] else { return Ok(vec![None]) };
         // With the dimensions that were reduced, of size one.
         let kept = |t: &DTensor| match self.keepdim {

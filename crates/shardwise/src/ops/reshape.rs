@@ -39,7 +39,7 @@ impl DTensor {
     /// Dimensions `start..=end` merged into one.
     #[track_caller]
     pub fn flatten(&self, start: isize, end: isize) -> Result<DTensor> {
-        if self.rank() == 0 {
+        if self.ndim() == 0 {
             return self.reshape(&[1]);
         }
         let (first, last) = (self.resolve_dim("flatten", start)?, self.resolve_dim("flatten", end)?);
@@ -147,7 +147,7 @@ impl Op for Reshape {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(Keeps::Nothing, |_, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let shape: Vec<isize> = saved.shape(0).iter().map(|&n| n as isize).collect();
             Ok(vec![Some(gradient.reshape(&shape)?)])
         })

@@ -5,7 +5,7 @@ use crate::comm::DeviceMesh;
 use crate::error::Result;
 use crate::mesh::Mesh;
 use crate::placement::Placement;
-use crate::tensor::{Backward, DTensor, Keeps, Saved};
+use crate::tensor::{Backward, DTensor, Keeps, SavedTensors};
 
 /// What this rank holds of a tensor, on a mesh of this rank alone. Pending reductions are carried out first.
 ///
@@ -18,7 +18,7 @@ use crate::tensor::{Backward, DTensor, Keeps, Saved};
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let x = DTensor::arange(0.0, 3.0, 1.0, DType::F64, &mesh, [Shard(0)])?.requires_grad();
+///     let x = DTensor::arange(0.0..3.0, DType::F64, &mesh, [Shard(0)])?.requires_grad();
 ///     let mine = collect_local_shard(&x)?;
 ///     assert_eq!(mine.shape(), [2 - world.rank()]);
 ///     let gradients = mine.square()?.sum_all()?.backward()?;
@@ -50,7 +50,7 @@ impl Backward for LocalPart {
         "collect_local_shard"
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         once_only(self.name())?;
         let whole = |gradient: &DTensor| -> Result<DTensor> {
             let local = gradient.redistribute([Placement::Replicate])?;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::panic::Location;
 
-use super::{Backward, DTensor, Keeps, Number, Saved, is_recording};
+use super::{Backward, DTensor, Keeps, Number, SavedTensors, is_recording};
 use crate::comm::implicitly;
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
@@ -52,7 +52,7 @@ impl DTensor {
             }
             let (value, base) = (value.reduced(site)?, self.reduced(site)?);
             let made = base.written(&region, Some(&value), ZERO, site)?;
-            let write = || Box::new(Write { name: "assign", region }) as Box<dyn Backward>;
+            let write = || Box::new(AssignBackward { name: "assign", region }) as Box<dyn Backward>;
             Ok(Self::recorded(vec![made], &[&base, &value], Keeps::Nothing, write).swap_remove(0))
         })?;
         Ok(())
@@ -70,7 +70,7 @@ impl DTensor {
         *self = implicitly("fill_range", || -> Result<DTensor> {
             let base = self.reduced(site)?;
             let made = base.written(&region, None, value, site)?;
-            let write = || Box::new(Write { name: "fill_range", region }) as Box<dyn Backward>;
+            let write = || Box::new(AssignBackward { name: "fill_range", region }) as Box<dyn Backward>;
             Ok(Self::recorded(vec![made], &[&base], Keeps::Nothing, write).swap_remove(0))
         })?;
         Ok(())
@@ -91,7 +91,7 @@ impl DTensor {
     }
 
     fn region(&self, ranges: &[Range<usize>]) -> Result<TensorBox> {
-        let fits = ranges.len() == self.rank()
+        let fits = ranges.len() == self.ndim()
             && ranges.iter().zip(self.shape()).all(|(r, &n)| r.start <= r.end && r.end <= n);
         if !fits {
             return Err(ErrorKind::Argument.error(
@@ -154,7 +154,7 @@ impl DTensor {
         let local = Assembly::new(meta)?;
         // SAFETY: one thread; every block lies inside the local tensor, which is written as a whole first.
         let local = unsafe {
-            local.paste(self.local(), &vec![0; self.rank()]);
+            local.paste(self.local(), &vec![0; self.ndim()]);
             blocks.iter().for_each(|(offsets, block)| local.paste(block, offsets));
             local.finish()
         };
@@ -163,18 +163,18 @@ impl DTensor {
 }
 
 /// The backward pass of a write: what was overwritten has the gradient of what was written, the rest keeps its own.
-struct Write {
+struct AssignBackward {
     name: &'static str,
     region: TensorBox,
 }
 
-impl Backward for Write {
+impl Backward for AssignBackward {
     fn name(&self) -> &'static str {
         self.name
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
         let base = || -> Result<DTensor> {
             let linear = |p: &Placement| p.reduction().is_none_or(is_linear);
             let gradient = match gradient.placements().iter().all(linear) {
@@ -182,16 +182,17 @@ impl Backward for Write {
                 false => gradient.reduced(Location::caller())?,
             };
             let made = gradient.written(&self.region, None, ZERO, Location::caller())?;
-            let write = || Box::new(Write { name: self.name, region: self.region.clone() }) as Box<dyn Backward>;
+            let write =
+                || Box::new(AssignBackward { name: self.name, region: self.region.clone() }) as Box<dyn Backward>;
             Ok(DTensor::recorded(vec![made], &[&gradient], Keeps::Nothing, write).swap_remove(0))
         };
         let value = || {
             let ranges = self.region.offsets.iter().zip(&self.region.sizes).enumerate();
             ranges.into_iter().try_fold(gradient.clone(), |g, (dim, (&start, &len))| g.narrow(dim as isize, start, len))
         };
-        let mut found = vec![saved.wants(0).then(base).transpose()?];
-        if saved.inputs() > 1 {
-            found.push(saved.wants(1).then(value).transpose()?);
+        let mut found = vec![saved.needs_input_grad(0).then(base).transpose()?];
+        if saved.num_inputs() > 1 {
+            found.push(saved.needs_input_grad(1).then(value).transpose()?);
         }
         Ok(found)
     }

@@ -50,7 +50,7 @@ impl DTensor {
                     None => (Some(position).filter(|p| *p < axes.len()), item.trim()),
                 };
                 let axis = axis.ok_or_else(|| bad("correct the names of the axes"))?;
-                let expected = text.parse::<Placement>()?.normalized(self.rank())?;
+                let expected = text.parse::<Placement>()?.normalized(self.ndim())?;
                 let found = &self.placements()[axis];
                 if *found != expected {
                     return Err(ErrorKind::Layout.error(

@@ -3,8 +3,8 @@
 //!
 //! Candle knows nothing of the tape of distributed tensors, but keeps a graph of its own for tensors that come from a
 //! variable. So the local part of a tensor that has a gradient leaves as the result of an operation of candle's graph
-//! ([`Exit`]), and `from_local` looks for such operations in the graph of the tensor that it gets: they are the inputs of one
-//! recorded call ([`LocalCode`]), whose backward pass is candle's own. A local tensor stays a plain candle tensor, so local code
+//! ([`LocalExit`]), and `from_local` looks for such operations in the graph of the tensor that it gets: they are the inputs of one
+//! recorded call ([`FromLocalBackward`]), whose backward pass is candle's own. A local tensor stays a plain candle tensor, so local code
 //! is any code on candle tensors. The alternative, a tensor type for local code, would have needed all of candle's methods again.
 //!
 //! Candle forgets an operand where there are no elements. So a rank that holds nothing may not see what its local code depends on,
@@ -16,14 +16,14 @@ use std::sync::{Arc, LazyLock, Weak};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout as Strides, Shape, Tensor, TensorId, Var, WithDType};
 use parking_lot::Mutex;
 
-use super::{Backward, DTensor, Keeps, Saved, is_recording};
+use super::{Backward, DTensor, Keeps, SavedTensors, is_recording};
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp, is_linear};
 use crate::rank_context::{rank_context, rank_context_if_alive};
 use shardwise_kernels::{dense, with_type};
 
 /// Where the local part of a tensor leaves for local code.
-pub(super) struct Exit {
+pub(super) struct LocalExit {
     /// The variable of candle's graph that marks it.
     mark: TensorId,
     /// How many exits this rank's program had before: the same on all ranks.
@@ -36,33 +36,34 @@ pub(super) struct Exit {
 }
 
 /// The exits that are part of some graph, by their marks.
-static EXITS: LazyLock<Mutex<HashMap<TensorId, Weak<Exit>>>> = LazyLock::new(Mutex::default);
+static EXITS: LazyLock<Mutex<HashMap<TensorId, Weak<LocalExit>>>> = LazyLock::new(Mutex::default);
 
 /// The exits of this rank, by number.
 #[derive(Default)]
-struct Numbered {
+struct LocalExits {
     next: u64,
-    alive: BTreeMap<u64, Weak<Exit>>,
+    alive: BTreeMap<u64, Weak<LocalExit>>,
     /// The last exits without elements, which candle may have forgotten when they are asked for.
-    empty: VecDeque<Arc<Exit>>,
+    empty: VecDeque<Arc<LocalExit>>,
 }
 
 /// More exits than local code has inputs between a `to_local` and the `from_local` after it.
 const EMPTY_KEPT: usize = 256;
 
-impl Drop for Exit {
+impl Drop for LocalExit {
     fn drop(&mut self) {
         EXITS.lock().remove(&self.mark);
         // An exit may be dropped by another thread, or as this one ends.
-        let _ =
-            rank_context_if_alive(|context| context.local_exits.with(|n: &mut Numbered| n.alive.remove(&self.number)));
+        let _ = rank_context_if_alive(|context| {
+            context.local_exits.with(|n: &mut LocalExits| n.alive.remove(&self.number))
+        });
     }
 }
 
 /// The operation of candle's graph. Its argument is the mark, its result the local part.
-struct Leaving(Arc<Exit>);
+struct ToLocalOp(Arc<LocalExit>);
 
-impl CustomOp1 for Leaving {
+impl CustomOp1 for ToLocalOp {
     fn name(&self) -> &'static str {
         "to_local"
     }
@@ -76,7 +77,7 @@ impl CustomOp1 for Leaving {
         Ok((storage, local.shape().clone()))
     }
 
-    /// The gradient ends here; `LocalCode` fetches it.
+    /// The gradient ends here; `FromLocalBackward` fetches it.
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
         *self.0.gradient.lock() = Some(gradient.clone());
         Ok(None)
@@ -86,15 +87,15 @@ impl CustomOp1 for Leaving {
 /// A copy of the local part of a tensor that has a gradient, as part of a graph of candle's.
 pub(super) fn leave(tensor: &DTensor, grad_placements: Option<Vec<Placement>>) -> Result<Tensor> {
     let mark = Var::zeros((), DType::F32, &Device::Cpu)?;
-    let count = |numbered: &mut Numbered| {
+    let count = |numbered: &mut LocalExits| {
         numbered.next += 1;
         numbered.next
     };
     let number = rank_context(|context| context.local_exits.with(count));
     let tensor = tensor.clone();
-    let exit = Arc::new(Exit { mark: mark.id(), number, tensor, grad_placements, gradient: Mutex::new(None) });
+    let exit = Arc::new(LocalExit { mark: mark.id(), number, tensor, grad_placements, gradient: Mutex::new(None) });
     EXITS.lock().insert(mark.id(), Arc::downgrade(&exit));
-    let keep = |numbered: &mut Numbered| {
+    let keep = |numbered: &mut LocalExits| {
         numbered.alive.insert(number, Arc::downgrade(&exit));
         if exit.tensor.local().elem_count() > 0 {
             return None;
@@ -105,11 +106,11 @@ pub(super) fn leave(tensor: &DTensor, grad_placements: Option<Vec<Placement>>) -
     let forgotten = rank_context(|context| context.local_exits.with(keep));
     // Outside: dropping it takes it out of the numbered ones.
     drop(forgotten);
-    Ok(mark.as_tensor().apply_op1(Leaving(exit))?)
+    Ok(mark.as_tensor().apply_op1(ToLocalOp(exit))?)
 }
 
 /// The exits that a local tensor was computed from.
-pub(super) fn exits_behind(local: &Tensor) -> Vec<Arc<Exit>> {
+pub(super) fn exits_behind(local: &Tensor) -> Vec<Arc<LocalExit>> {
     if !is_recording() || !local.dtype().is_float() {
         return Vec::new();
     }
@@ -119,7 +120,7 @@ pub(super) fn exits_behind(local: &Tensor) -> Vec<Arc<Exit>> {
         return Vec::new();
     }
     let exits = EXITS.lock();
-    let mut found: Vec<Arc<Exit>> = marks.iter().filter_map(|mark| exits.get(mark)?.upgrade()).collect();
+    let mut found: Vec<Arc<LocalExit>> = marks.iter().filter_map(|mark| exits.get(mark)?.upgrade()).collect();
     // An exit that was dropped in between takes the lock.
     drop(exits);
     // The order of candle's graph is that of a walk; the order of exits is the same on all ranks.
@@ -128,15 +129,15 @@ pub(super) fn exits_behind(local: &Tensor) -> Vec<Arc<Exit>> {
 }
 
 /// The numbers of exits.
-pub(super) fn numbers(exits: &[Arc<Exit>]) -> Vec<i64> {
+pub(super) fn numbers(exits: &[Arc<LocalExit>]) -> Vec<i64> {
     exits.iter().map(|exit| exit.number as i64).collect()
 }
 
 /// The exits of this rank with some of these numbers, as other ranks found them.
-pub(super) fn exits_numbered(mut numbers: Vec<i64>) -> Vec<Arc<Exit>> {
+pub(super) fn exits_numbered(mut numbers: Vec<i64>) -> Vec<Arc<LocalExit>> {
     numbers.sort_unstable();
     numbers.dedup();
-    let find = |numbered: &mut Numbered| {
+    let find = |numbered: &mut LocalExits| {
         numbers.iter().filter_map(|&number| numbered.alive.get(&(number as u64))?.upgrade()).collect()
     };
     rank_context(|context| context.local_exits.with(find))
@@ -146,7 +147,7 @@ pub(super) fn exits_numbered(mut numbers: Vec<i64>) -> Vec<Arc<Exit>> {
 pub(super) fn enter(
     made: DTensor,
     local: &Tensor,
-    exits: Vec<Arc<Exit>>,
+    exits: Vec<Arc<LocalExit>>,
     grad_placements: Option<Vec<Placement>>,
 ) -> Result<DTensor> {
     if exits.is_empty() {
@@ -165,14 +166,15 @@ pub(super) fn enter(
     let inputs: Vec<&DTensor> = inputs.iter().collect();
     let grad_placements = grad_placements.unwrap_or_else(|| made.layout().settled().placements().to_vec());
     let placements = made.placements().to_vec();
-    let backward =
-        || Box::new(LocalCode { exits, local: local.clone(), placements, grad_placements }) as Box<dyn Backward>;
+    let backward = || {
+        Box::new(FromLocalBackward { exits, local: local.clone(), placements, grad_placements }) as Box<dyn Backward>
+    };
     Ok(DTensor::recorded(vec![made], &inputs, Keeps::Nothing, backward).swap_remove(0))
 }
 
 /// From some exits to one `from_local`.
-struct LocalCode {
-    exits: Vec<Arc<Exit>>,
+struct FromLocalBackward {
+    exits: Vec<Arc<LocalExit>>,
     local: Tensor,
     /// Of the output.
     placements: Vec<Placement>,
@@ -180,13 +182,13 @@ struct LocalCode {
     grad_placements: Vec<Placement>,
 }
 
-impl Backward for LocalCode {
+impl Backward for FromLocalBackward {
     fn name(&self) -> &'static str {
         "from_local"
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
         if is_recording() {
             let found = "the gradient of the gradient of local code";
             let fix = "use backward, or operators of distributed tensors";
@@ -210,8 +212,8 @@ impl Backward for LocalCode {
         self.exits.iter().for_each(|exit| *exit.gradient.lock() = None);
         // The exits take the gradients; candle's store of them has nothing else that counts.
         (&self.local * gradient.local())?.sum_all()?.backward()?;
-        let back = |(i, exit): (usize, &Arc<Exit>)| -> Result<Option<DTensor>> {
-            if !saved.wants(i) {
+        let back = |(i, exit): (usize, &Arc<LocalExit>)| -> Result<Option<DTensor>> {
+            if !saved.needs_input_grad(i) {
                 return Ok(None);
             }
             let local = match exit.gradient.lock().take() {

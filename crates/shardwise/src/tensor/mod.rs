@@ -10,19 +10,22 @@ mod foreign;
 mod local_code;
 mod operand;
 mod room;
+mod sequences;
 mod show;
 mod state;
 mod tape;
 
 pub use construct::FromLocalOptions;
 pub use expect::check_expectations;
+pub use factories::RandomOptions;
 pub(crate) use factories::{agreed_draw, random_box};
 pub use foreign::{DeviceBackend, register_backend};
 pub use operand::Operand;
 pub(crate) use room::{check_metas, check_room};
+pub use sequences::{Arange, Linspace, Logspace};
 pub(crate) use show::{Piece, local_text, show_pieces};
 pub use state::DTensorState;
-pub use tape::{Backward, Keeps, Saved, no_grad};
+pub use tape::{Backward, Keeps, SavedTensors, no_grad};
 pub(crate) use tape::{Node, Recording, Tape, in_gradient, is_in_gradient, is_recording, next_number, with_recording};
 
 use std::hash::{Hash, Hasher};
@@ -51,7 +54,7 @@ use shardwise_kernels::{check_cpu, check_dtype, own_copy, placeholder};
 ///
 /// launch(4, |world| {
 ///     let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
-///     let x = DTensor::arange(0.0, 12.0, 1.0, DType::F32, &mesh, [Shard(0), Replicate])?;
+///     let x = DTensor::arange(0.0..12.0, DType::F32, &mesh, [Shard(0), Replicate])?;
 ///     let y = x.redistribute([Replicate, Shard(0)])?;
 ///     assert_eq!(y.full_tensor()?.to_vec1::<f32>()?[7], 7.0);
 ///     assert_eq!(y.to_local().dims(), [6]);
@@ -62,7 +65,7 @@ use shardwise_kernels::{check_cpu, check_dtype, own_copy, placeholder};
 #[doc(alias = "DistributedTensor")]
 #[derive(Clone)]
 pub struct DTensor {
-    value: Arc<Value>,
+    value: Arc<TensorValue>,
     /// How it was made, if gradients can be taken through it.
     tape: Option<Tape>,
 }
@@ -79,7 +82,7 @@ impl TensorId {
     }
 }
 
-struct Value {
+struct TensorValue {
     id: TensorId,
     mesh: DeviceMesh,
     layout: Layout,
@@ -92,14 +95,14 @@ struct Value {
     origin: Origin,
 }
 
-impl Value {
+impl TensorValue {
     /// Bytes of the local part.
     fn bytes(&self) -> usize {
         self.held.elem_count() * self.held.dtype().size_in_bytes()
     }
 }
 
-impl Drop for Value {
+impl Drop for TensorValue {
     fn drop(&mut self) {
         self.mesh.world().memory().release(self.bytes());
     }
@@ -117,8 +120,15 @@ impl DTensor {
     /// A tensor of type `dtype` whose terms may be held in a wider type.
     fn from_terms(mesh: &DeviceMesh, layout: Layout, held: Tensor, dtype: DType, origin: Origin) -> Self {
         debug_assert_eq!(held.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
-        let value =
-            Value { id: TensorId::next(), mesh: mesh.clone(), layout, dtype, held, rounded: OnceLock::new(), origin };
+        let value = TensorValue {
+            id: TensorId::next(),
+            mesh: mesh.clone(),
+            layout,
+            dtype,
+            held,
+            rounded: OnceLock::new(),
+            origin,
+        };
         mesh.world().memory().take(value.bytes());
         DTensor { value: Arc::new(value), tape: None }
     }
@@ -171,10 +181,10 @@ impl DTensor {
         self.value.layout.shape()
     }
 
-    /// Number of dimensions.
-    #[doc(alias = "ndim")]
+    /// Number of dimensions of the whole tensor.
     #[doc(alias = "dim")]
-    pub fn rank(&self) -> usize {
+    #[doc(alias = "rank")]
+    pub fn ndim(&self) -> usize {
         self.shape().len()
     }
 
@@ -209,7 +219,7 @@ impl DTensor {
     /// # use shardwise::prelude::*;
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::arange(-2.0, 2.0, 1.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
+    ///     let x = DTensor::arange(-2.0..2.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
     ///     let local = x.to_local().relu()?; // any code on candle tensors
     ///     let y = DTensor::from_local(&local, &mesh, [Shard(0)])?;
     ///     let grads = y.square()?.sum_all()?.backward()?;
@@ -253,7 +263,7 @@ impl DTensor {
 
     /// The part that this rank holds, in the type of the tensor and where it is: for reading only.
     pub(crate) fn local(&self) -> &Tensor {
-        let Value { mesh, dtype, held, rounded, .. } = &*self.value;
+        let TensorValue { mesh, dtype, held, rounded, .. } = &*self.value;
         if held.dtype() == *dtype {
             return held;
         }
@@ -324,7 +334,7 @@ impl DTensor {
         let to = Layout::new(self.value.layout.mesh(), self.shape(), placements)?;
         let source = self.detach().to_dtype(options.forward_dtype.unwrap_or(self.dtype()))?;
         let made = source.to_layout_at(&to, Location::caller())?;
-        let back = || Box::new(Redistributed { dtype: options.backward_dtype }) as Box<dyn Backward>;
+        let back = || Box::new(RedistributeBackward { dtype: options.backward_dtype }) as Box<dyn Backward>;
         Ok(Self::recorded(vec![made], &[self], Keeps::Nothing, back).swap_remove(0))
     }
 
@@ -370,7 +380,7 @@ impl DTensor {
         // Reduce what is pending before the move, make what shall be pending after it.
         let source = self.reduced(site)?;
         let moved = source.move_boxes(mesh, to.settled(), site)?;
-        let back: WayBack = &|saved, gradient| {
+        let back: MoveGradient = &|saved, gradient| {
             let layout = saved.layout(0).settled();
             gradient.reduced(Location::caller())?.move_boxes(saved.mesh(0), layout, Location::caller())
         };
@@ -473,11 +483,11 @@ impl DTensor {
     }
 
     /// A tensor made from this one, whose gradient goes back in the given way.
-    fn moved(&self, made: DTensor, name: &'static str, back: WayBack) -> DTensor {
+    fn moved(&self, made: DTensor, name: &'static str, back: MoveGradient) -> DTensor {
         if self.tape.is_none() {
             return made;
         }
-        Self::recorded(vec![made], &[self], Keeps::Nothing, || Box::new(Moved { name, back })).swap_remove(0)
+        Self::recorded(vec![made], &[self], Keeps::Nothing, || Box::new(MoveBackward { name, back })).swap_remove(0)
     }
 
     /// The same tensor with its local part on another device, of which there is one: operators compute on the CPU.
@@ -505,16 +515,16 @@ pub struct RedistributeOptions {
 }
 
 /// The backward pass of a redistribution with options.
-struct Redistributed {
+struct RedistributeBackward {
     dtype: Option<DType>,
 }
 
-impl Backward for Redistributed {
+impl Backward for RedistributeBackward {
     fn name(&self) -> &'static str {
         "redistribute"
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
         let moved = gradient.to_dtype(self.dtype.unwrap_or(saved.dtype(0)))?.to_layout(&saved.layout(0).settled())?;
         Ok(vec![Some(moved.to_dtype(saved.dtype(0))?)])
@@ -529,19 +539,19 @@ pub(crate) fn hash_of(value: &impl Hash) -> u64 {
 }
 
 /// How the gradient of a tensor that was moved or converted goes back.
-type WayBack = &'static (dyn Fn(&Saved<'_>, &DTensor) -> Result<DTensor> + Send + Sync);
+type MoveGradient = &'static (dyn Fn(&SavedTensors<'_>, &DTensor) -> Result<DTensor> + Send + Sync);
 
-struct Moved {
+struct MoveBackward {
     name: &'static str,
-    back: WayBack,
+    back: MoveGradient,
 }
 
-impl Backward for Moved {
+impl Backward for MoveBackward {
     fn name(&self) -> &'static str {
         self.name
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         Ok(vec![gradients[0].as_ref().map(|gradient| (self.back)(saved, gradient)).transpose()?])
     }
 }

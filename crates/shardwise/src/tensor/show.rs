@@ -54,7 +54,7 @@ impl DTensor {
     ///
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::arange(0.0, 4.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+    ///     let x = DTensor::arange(0.0..4.0, DType::F32, &mesh, [Shard(0)])?;
     ///     let text = x.show()?; // on all ranks
     ///     assert_eq!(text, "[0, 1, 2, 3]\nf32 [4] on dp=2: S(0)");
     ///     assert_eq!(x.to_string().lines().next(), Some(["[0, 1]", "[2, 3]"][world.rank()]));
@@ -77,7 +77,7 @@ impl DTensor {
             let mut pieces = Vec::new();
             if layout.primary_boxes().any(|owned| owned.rank == me) {
                 let coordinate = layout.mesh().coordinate(me).expect("readers are on the mesh");
-                let held = (0..self.rank()).map(|dim| layout.owned(dim, &coordinate)).collect();
+                let held = (0..self.ndim()).map(|dim| layout.owned(dim, &coordinate)).collect();
                 pieces.push(Piece { held, tensor: source.local().clone() });
             }
             show_pieces(&self.device_mesh().whole_group()?, self.shape(), self.dtype(), &pieces, site)

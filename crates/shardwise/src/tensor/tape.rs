@@ -7,7 +7,7 @@ use candle_core::DType;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use super::{DTensor, Value};
+use super::{DTensor, TensorValue};
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
@@ -19,7 +19,7 @@ pub trait Backward: Send + Sync {
     fn name(&self) -> &'static str;
 
     /// The gradient of every input (`None`: zero, or not wanted), given those of the outputs (`None`: zero).
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
 }
 
 /// Which tensors of a call its gradient needs; of the others only the layout is kept.
@@ -50,11 +50,11 @@ pub(crate) struct Node {
     pub(crate) number: u64,
     /// Layouts of the outputs; of a leaf, its own.
     outputs: SmallVec<[Layout; 1]>,
-    state: Mutex<State>,
+    state: Mutex<NodeState>,
 }
 
 /// What a node still knows.
-enum State {
+enum NodeState {
     Leaf,
     Recorded(Arc<Recording>),
     /// A backward pass went through this call, named here, and freed what it had kept.
@@ -65,22 +65,22 @@ enum State {
 pub(crate) struct Recording {
     /// Per input where it comes from, if it takes part in the gradient. All links to other nodes are here.
     pub(crate) parents: Vec<Option<Tape>>,
-    inputs: Vec<Kept>,
-    outputs: Vec<Kept>,
+    inputs: Vec<RecordedTensor>,
+    outputs: Vec<RecordedTensor>,
     pub(crate) backward: Box<dyn Backward>,
 }
 
 /// What is kept of a tensor.
-enum Kept {
-    Value(Arc<Value>),
+enum RecordedTensor {
+    Saved(Arc<TensorValue>),
     Described { mesh: DeviceMesh, layout: Layout, dtype: DType },
 }
 
-impl Kept {
+impl RecordedTensor {
     fn new(tensor: &DTensor, value: bool) -> Self {
         match value {
-            true => Kept::Value(Arc::clone(&tensor.value)),
-            false => Kept::Described {
+            true => RecordedTensor::Saved(Arc::clone(&tensor.value)),
+            false => RecordedTensor::Described {
                 mesh: tensor.device_mesh().clone(),
                 layout: tensor.layout().clone(),
                 dtype: tensor.dtype(),
@@ -90,8 +90,8 @@ impl Kept {
 
     fn layout(&self) -> &Layout {
         match self {
-            Kept::Value(value) => &value.layout,
-            Kept::Described { layout, .. } => layout,
+            RecordedTensor::Saved(value) => &value.layout,
+            RecordedTensor::Described { layout, .. } => layout,
         }
     }
 }
@@ -154,7 +154,7 @@ impl DTensor {
     /// The same tensor as a leaf, for which [`backward`](Self::backward) finds a gradient.
     pub fn requires_grad(&self) -> DTensor {
         let outputs = SmallVec::from_elem(self.layout().clone(), 1);
-        let node = Node { number: take_number(), outputs, state: Mutex::new(State::Leaf) };
+        let node = Node { number: take_number(), outputs, state: Mutex::new(NodeState::Leaf) };
         DTensor { value: Arc::clone(&self.value), tape: Some(Tape { node: Arc::new(node), output: 0 }) }
     }
 
@@ -186,14 +186,14 @@ impl DTensor {
         let output = matches!(keeps, Keeps::Outputs | Keeps::All);
         let recording = Recording {
             parents: inputs.iter().map(|t| t.tape.clone().filter(|_| t.dtype().is_float())).collect(),
-            inputs: inputs.iter().enumerate().map(|(i, t)| Kept::new(t, input(i))).collect(),
-            outputs: outputs.iter().map(|t| Kept::new(t, output)).collect(),
+            inputs: inputs.iter().enumerate().map(|(i, t)| RecordedTensor::new(t, input(i))).collect(),
+            outputs: outputs.iter().map(|t| RecordedTensor::new(t, output)).collect(),
             backward: backward(),
         };
         let node = Arc::new(Node {
             number: take_number(),
             outputs: outputs.iter().map(|t| t.layout().clone()).collect(),
-            state: Mutex::new(State::Recorded(Arc::new(recording))),
+            state: Mutex::new(NodeState::Recorded(Arc::new(recording))),
         });
         let attach = |(output, tensor): (usize, DTensor)| {
             let tape = tensor.dtype().is_float().then(|| Tape { node: Arc::clone(&node), output });
@@ -214,15 +214,15 @@ impl Node {
     }
 
     pub(crate) fn is_leaf(&self) -> bool {
-        matches!(*self.state.lock(), State::Leaf)
+        matches!(*self.state.lock(), NodeState::Leaf)
     }
 
     /// What a backward pass needs of this call, `None` for a leaf; an error if an earlier pass freed it.
     pub(crate) fn recording(&self) -> Result<Option<Arc<Recording>>> {
         match &*self.state.lock() {
-            State::Leaf => Ok(None),
-            State::Recorded(recording) => Ok(Some(Arc::clone(recording))),
-            State::Freed(name) => Err(ErrorKind::Gradient.error(
+            NodeState::Leaf => Ok(None),
+            NodeState::Recorded(recording) => Ok(Some(Arc::clone(recording))),
+            NodeState::Freed(name) => Err(ErrorKind::Gradient.error(
                 "graph",
                 format!("a second backward pass through {name}, whose saved tensors the first one freed"),
                 "a graph that was kept",
@@ -234,9 +234,9 @@ impl Node {
     /// Forgets what was kept for the backward pass.
     pub(crate) fn free(&self) {
         let mut state = self.state.lock();
-        if let State::Recorded(recording) = &*state {
+        if let NodeState::Recorded(recording) = &*state {
             let name = recording.backward.name();
-            let freed = std::mem::replace(&mut *state, State::Freed(name));
+            let freed = std::mem::replace(&mut *state, NodeState::Freed(name));
             // Dropping tensors and links may end in other nodes.
             drop(state);
             drop(freed);
@@ -245,18 +245,18 @@ impl Node {
 }
 
 /// What is left of a call when its gradient is taken.
-pub struct Saved<'a> {
+pub struct SavedTensors<'a> {
     pub(crate) node: &'a Arc<Node>,
     pub(crate) recording: &'a Recording,
 }
 
-impl Saved<'_> {
+impl SavedTensors<'_> {
     /// An input.
     ///
     /// # Panics
     /// If inputs were not to be kept.
     pub fn input(&self, i: usize) -> DTensor {
-        let Kept::Value(value) = &self.recording.inputs[i] else { panic!("input {i} is not kept") };
+        let RecordedTensor::Saved(value) = &self.recording.inputs[i] else { panic!("input {i} is not kept") };
         DTensor { value: Arc::clone(value), tape: self.recording.parents[i].clone() }
     }
 
@@ -265,17 +265,17 @@ impl Saved<'_> {
     /// # Panics
     /// If outputs were not to be kept.
     pub fn output(&self, i: usize) -> DTensor {
-        let Kept::Value(value) = &self.recording.outputs[i] else { panic!("output {i} is not kept") };
+        let RecordedTensor::Saved(value) = &self.recording.outputs[i] else { panic!("output {i} is not kept") };
         DTensor { value: Arc::clone(value), tape: Some(Tape { node: Arc::clone(self.node), output: i }) }
     }
 
     /// How many inputs the call had.
-    pub fn inputs(&self) -> usize {
+    pub fn num_inputs(&self) -> usize {
         self.recording.inputs.len()
     }
 
     /// Whether the gradient of an input is wanted.
-    pub fn wants(&self, i: usize) -> bool {
+    pub fn needs_input_grad(&self, i: usize) -> bool {
         self.recording.parents[i].is_some()
     }
 
@@ -292,16 +292,16 @@ impl Saved<'_> {
     /// The element type of an input.
     pub fn dtype(&self, i: usize) -> DType {
         match &self.recording.inputs[i] {
-            Kept::Value(value) => value.dtype,
-            Kept::Described { dtype, .. } => *dtype,
+            RecordedTensor::Saved(value) => value.dtype,
+            RecordedTensor::Described { dtype, .. } => *dtype,
         }
     }
 
     /// The mesh of an input.
     pub fn mesh(&self, i: usize) -> &DeviceMesh {
         match &self.recording.inputs[i] {
-            Kept::Value(value) => &value.mesh,
-            Kept::Described { mesh, .. } => mesh,
+            RecordedTensor::Saved(value) => &value.mesh,
+            RecordedTensor::Described { mesh, .. } => mesh,
         }
     }
 }
@@ -312,7 +312,7 @@ impl Drop for Recording {
         let mut links: Vec<Tape> = self.parents.drain(..).flatten().collect();
         while let Some(tape) = links.pop() {
             let state = Arc::into_inner(tape.node).map(|node| node.state.into_inner());
-            if let Some(State::Recorded(recording)) = state
+            if let Some(NodeState::Recorded(recording)) = state
                 && let Some(mut recording) = Arc::into_inner(recording)
             {
                 links.extend(recording.parents.drain(..).flatten());

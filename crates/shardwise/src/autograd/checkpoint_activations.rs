@@ -6,7 +6,7 @@ use super::{Replayed, once_only, pass};
 use crate::error::{Error, ErrorKind, Result};
 use crate::random::{Generator, GeneratorState};
 use crate::rank_context::rank_context;
-use crate::tensor::{Backward, DTensor, Keeps, Saved, in_gradient, is_recording, next_number, with_recording};
+use crate::tensor::{Backward, DTensor, Keeps, SavedTensors, in_gradient, is_recording, next_number, with_recording};
 
 /// Runs `f` and keeps none of what it computes on the way: it runs once more when the gradient is taken. Random draws are
 /// repeated exactly, if they are made
@@ -16,14 +16,14 @@ use crate::tensor::{Backward, DTensor, Keeps, Saved, in_gradient, is_recording, 
 ///
 /// ```
 /// use shardwise::prelude::*;
-/// use shardwise::checkpoint;
+/// use shardwise::checkpoint_activations;
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
 ///     let x = DTensor::randn((4, 8), &mesh, [Shard(0)])?;
 ///     let w = DTensor::randn((8, 8), &mesh, [Replicate])?.requires_grad();
 ///     let inner = w.clone();
-///     let y = checkpoint(&[&x], move |x| Ok(vec![x[0].matmul(&inner)?.gelu()?.dropout(0.1, true)?]))?;
+///     let y = checkpoint_activations(&[&x], move |x| Ok(vec![x[0].matmul(&inner)?.gelu()?.dropout(0.1, true)?]))?;
 ///     let grads = y[0].sum_all()?.backward()?;
 ///     assert_eq!(grads.get(&w)?.shape(), [8, 8]);
 ///     Ok(())
@@ -33,7 +33,7 @@ use crate::tensor::{Backward, DTensor, Keeps, Saved, in_gradient, is_recording, 
 #[doc(alias = "torch.utils.checkpoint")]
 #[doc(alias = "activation_checkpointing")]
 #[track_caller]
-pub fn checkpoint(
+pub fn checkpoint_activations(
     inputs: &[&DTensor],
     f: impl Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync + 'static,
 ) -> Result<Vec<DTensor>> {
@@ -55,30 +55,31 @@ pub fn checkpoint(
     let outputs = with_recording(false, || f(&plain))?;
     let outputs = outputs.iter().map(DTensor::detach).collect();
     let all: Vec<&DTensor> = std::iter::once(&anchor).chain(inputs.iter().copied()).collect();
-    Ok(DTensor::recorded(outputs, &all, Keeps::Inputs, || Box::new(Replay { f: Arc::new(f), draws })))
+    Ok(DTensor::recorded(outputs, &all, Keeps::Inputs, || Box::new(CheckpointBackward { f: Arc::new(f), draws })))
 }
 
-struct Replay<F> {
+struct CheckpointBackward<F> {
     f: Arc<F>,
     /// Per input the state of its mesh's generator.
     draws: Vec<GeneratorState>,
 }
 
-impl<F: Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync> Backward for Replay<F> {
+impl<F: Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync> Backward for CheckpointBackward<F> {
     fn name(&self) -> &'static str {
         "checkpoint"
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         once_only(self.name())?;
         // The first input stands for itself and for the anchor.
-        let generators: Vec<&Generator> = (1..saved.inputs()).map(|i| saved.mesh(i).generator()).collect();
+        let generators: Vec<&Generator> = (1..saved.num_inputs()).map(|i| saved.mesh(i).generator()).collect();
         let now: Vec<GeneratorState> = generators.iter().map(|g| g.state()).collect();
         generators.iter().zip(&self.draws).for_each(|(g, draws)| g.set_state(*draws));
         let first = next_number();
-        let leaf =
-            |i: usize| if saved.wants(i) { saved.input(i).detach().requires_grad() } else { saved.input(i).detach() };
-        let inputs: Vec<DTensor> = (1..saved.inputs()).map(leaf).collect();
+        let leaf = |i: usize| {
+            if saved.needs_input_grad(i) { saved.input(i).detach().requires_grad() } else { saved.input(i).detach() }
+        };
+        let inputs: Vec<DTensor> = (1..saved.num_inputs()).map(leaf).collect();
         let outputs = in_gradient(false, || with_recording(true, || (self.f)(&inputs)));
         generators.iter().zip(now).for_each(|(g, now)| g.set_state(now));
         let outputs = outputs?;
