@@ -1,18 +1,18 @@
-//! Activations that are not kept but computed again when the gradient is taken.
+//! Activation checkpointing: activations are recomputed in the backward pass instead of being saved.
 
 use std::sync::Arc;
 
-use super::{Replayed, once_only, pass};
+use super::{Replayed, backward_pass, first_derivative_only};
 use crate::error::{Error, ErrorKind, Result};
 use crate::random::{Generator, GeneratorState};
 use crate::rank_context::rank_context;
 use crate::tensor::{Backward, DTensor, Keeps, SavedTensors, in_gradient, is_recording, next_number, with_recording};
 
-/// Runs `f` and keeps none of what it computes on the way: it runs once more when the gradient is taken. Random draws are
-/// repeated exactly, if they are made
-/// on a mesh of one of the inputs.
+/// Runs `f` without saving its activations: `f` runs again in the backward pass. PyTorch's `torch.utils.checkpoint`.
 ///
-/// `f` must do the same both times. Tensors that it uses beside its inputs, such as parameters, get their gradients too.
+/// Collective if `f` communicates, which it does again in the backward pass. `f` must compute the same both times; random draws
+/// from the generators of the inputs' meshes are repeated exactly. Tensors that `f` captures, such as parameters, get their
+/// gradients, too.
 ///
 /// ```
 /// use shardwise::prelude::*;
@@ -30,6 +30,10 @@ use crate::tensor::{Backward, DTensor, Keeps, SavedTensors, in_gradient, is_reco
 /// })?;
 /// # Ok::<(), Error>(())
 /// ```
+///
+/// # Errors
+/// [`Error::Invalid`] without inputs. The gradient of the gradient is refused in the backward pass.
+#[doc(alias = "checkpoint")]
 #[doc(alias = "torch.utils.checkpoint")]
 #[doc(alias = "activation_checkpointing")]
 #[track_caller]
@@ -50,7 +54,7 @@ pub fn checkpoint_activations(
     if !is_recording() {
         return f(&plain);
     }
-    // Even if no input has a gradient, tensors that `f` holds may: a leaf of its own makes the call part of the graph.
+    // Tensors that `f` captures may need a gradient even if no input does: an extra leaf makes the call part of the graph.
     let anchor = first.detach().requires_grad();
     let outputs = with_recording(false, || f(&plain))?;
     let outputs = outputs.iter().map(DTensor::detach).collect();
@@ -58,9 +62,10 @@ pub fn checkpoint_activations(
     Ok(DTensor::recorded(outputs, &all, Keeps::Inputs, || Box::new(CheckpointBackward { f: Arc::new(f), draws })))
 }
 
+/// The backward pass of a checkpointed function: runs it again, recorded, and goes back through the recording.
 struct CheckpointBackward<F> {
     f: Arc<F>,
-    /// Per input the state of its mesh's generator.
+    /// Per input the state of the generator of its mesh before the first run.
     draws: Vec<GeneratorState>,
 }
 
@@ -70,8 +75,8 @@ impl<F: Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync> Backward for Check
     }
 
     fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        once_only(self.name())?;
-        // The first input stands for itself and for the anchor.
+        first_derivative_only(self.name())?;
+        // Input 0 is the anchor.
         let generators: Vec<&Generator> = (1..saved.num_inputs()).map(|i| saved.mesh(i).generator()).collect();
         let now: Vec<GeneratorState> = generators.iter().map(|g| g.state()).collect();
         generators.iter().zip(&self.draws).for_each(|(g, draws)| g.set_state(*draws));
@@ -84,11 +89,12 @@ impl<F: Fn(&[DTensor]) -> Result<Vec<DTensor>> + Send + Sync> Backward for Check
         generators.iter().zip(now).for_each(|(g, now)| g.set_state(now));
         let outputs = outputs?;
         let seeds = outputs.iter().zip(gradients).filter_map(|(y, g)| Some((y.tape()?.clone(), g.clone()?)));
-        let mut found = pass(seeds.collect(), first, false)?;
-        let own = inputs.iter().map(|x| x.tape().and_then(|t| found.leaves.remove(&t.node.number)).map(|(_, g)| g));
-        let own: Vec<Option<DTensor>> = std::iter::once(None).chain(own).collect();
+        let mut found = backward_pass(seeds.collect(), first, false)?;
+        let of_inputs =
+            inputs.iter().map(|x| x.tape().and_then(|t| found.leaves.remove(&t.node.number)).map(|(_, g)| g));
+        let of_inputs: Vec<Option<DTensor>> = std::iter::once(None).chain(of_inputs).collect();
         let keep = |replayed: &mut Replayed| replayed.append(&mut found.earlier);
         rank_context(|context| context.replayed_gradients.with(keep));
-        Ok(own)
+        Ok(of_inputs)
     }
 }

@@ -1,18 +1,20 @@
-//! Code on local tensors in the middle of a distributed program, with its gradient.
+//! `local_map`: a function of local tensors as one differentiable call.
 
 use candle_core::{Tensor, Var};
 
-use super::once_only;
+use super::first_derivative_only;
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp};
 use crate::tensor::{Backward, DTensor, Keeps, SavedTensors, is_recording};
 use shardwise_kernels::dense;
 
-/// Runs `f` on copies of the local parts of some tensors, in their current layouts, and takes its result for this rank's part of a tensor
-/// with the given placements. Candle's own gradient of `f` becomes part of the distributed one.
+/// Runs `f` on copies of the inputs' local parts, in their current layouts, and returns its result as a tensor with the given
+/// placements. Candle differentiates `f` in the backward pass.
 ///
-/// The gradient of an input lies as the input does (replicated, if the input is a pending reduction). Where ranks use a
-/// replicated input for different things, each has a part of its gradient only: say `Partial(Sum)` for it in `gradients`.
+/// Collective: every rank of the mesh must call it, because ranks exchange the shapes of their results; elements are not
+/// communicated. The gradient of an input has the layout of the input, replicated where it is partial. Where ranks compute
+/// different things with a replicated input, each has one term of its gradient: pass `Partial(Sum)` for it in `gradients`,
+/// PyTorch's `in_grad_placements`.
 ///
 /// ```
 /// use shardwise::local_map;
@@ -31,6 +33,11 @@ use shardwise_kernels::dense;
 /// })?;
 /// # Ok::<(), Error>(())
 /// ```
+///
+/// # Errors
+/// [`Error::Invalid`](crate::Error::Invalid) without inputs, if the results do not fit the placements, or if a differentiable
+/// output has a partial placement other than a sum or a mean.
+#[doc(alias = "in_grad_placements")]
 #[track_caller]
 pub fn local_map(
     inputs: &[&DTensor],
@@ -71,13 +78,14 @@ pub fn local_map(
     let output = DTensor::from_local(&local.detach(), mesh, placements)?;
     let wanted = |i: usize| gradients.get(i).cloned().flatten();
     let wanted = (0..inputs.len()).map(wanted).collect();
-    let way = || {
+    let backward = || {
         Box::new(LocalMapBackward { vars, local, wanted, placements: output.placements().to_vec() })
             as Box<dyn Backward>
     };
-    Ok(DTensor::recorded(vec![output.clone()], inputs, Keeps::Nothing, way).swap_remove(0))
+    Ok(DTensor::recorded(vec![output.clone()], inputs, Keeps::Nothing, backward).swap_remove(0))
 }
 
+/// The backward pass of `local_map`.
 struct LocalMapBackward {
     vars: Vec<Var>,
     local: Tensor,
@@ -94,8 +102,8 @@ impl Backward for LocalMapBackward {
 
     fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
-        once_only(self.name())?;
-        // Every operand of a pending sum counts once, so each has the whole gradient.
+        first_derivative_only(self.name())?;
+        // Each term of a partial sum has the gradient of the sum.
         let settled = |p: &Placement| if p.is_partial() { Placement::Replicate } else { p.clone() };
         let gradient = gradient.redistribute(self.placements.iter().map(settled))?;
         let mean = |(p, &n): (&Placement, &usize)| if *p == Placement::Partial(ReduceOp::Avg) { n } else { 1 };

@@ -1,6 +1,6 @@
 //! What a rank holds of a tensor, as a tensor of its own.
 
-use crate::autograd::once_only;
+use crate::autograd::first_derivative_only;
 use crate::comm::DeviceMesh;
 use crate::error::Result;
 use crate::mesh::Mesh;
@@ -51,7 +51,7 @@ impl Backward for LocalPart {
     }
 
     fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        once_only(self.name())?;
+        first_derivative_only(self.name())?;
         let whole = |gradient: &DTensor| -> Result<DTensor> {
             let local = gradient.redistribute([Placement::Replicate])?;
             Ok(DTensor::from_parts(saved.mesh(0), saved.layout(0).clone(), local.local().clone()))

@@ -116,9 +116,7 @@ impl StoredSpec {
 impl Serialize for AnyShardingSpec {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let stored = StoredSpec::of(self).ok_or_else(|| {
-            ser::Error::custom(format!(
-                "the custom spec {self} cannot be serialized: store the list of its shards"
-            ))
+            ser::Error::custom(format!("the custom spec {self} cannot be serialized: store the list of its shards"))
         })?;
         stored.serialize(serializer)
     }

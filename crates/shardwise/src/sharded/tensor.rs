@@ -12,7 +12,7 @@ use super::spec::AnyShardingSpec;
 use crate::comm::{Charge, DeviceMesh, Group};
 use crate::error::{ErrorKind, Result};
 use crate::layout::Runs;
-use crate::tensor::{Piece, TensorId, local_text, show_pieces};
+use crate::tensor::{ShownPart, TensorId, local_text, show_parts};
 use shardwise_kernels::check_cpu;
 
 /// A tensor whose elements are divided into shards (boxes), any number of which each rank of a mesh holds.
@@ -238,11 +238,11 @@ impl ShardedTensor {
         let piece = |shard: &TensorShard| {
             let run = |(&start, &size): (&usize, &usize)| Runs::range(start..start + size);
             let held = shard.metadata.offsets.iter().zip(&shard.metadata.sizes).map(run).collect();
-            Piece { held, tensor: shard.tensor.clone() }
+            ShownPart { held, tensor: shard.tensor.clone() }
         };
-        let pieces: Vec<Piece> = self.shards.iter().map(piece).collect();
+        let pieces: Vec<ShownPart> = self.shards.iter().map(piece).collect();
         let group = self.mesh.whole_group()?;
-        let values = show_pieces(&group, self.shape(), self.dtype(), &pieces, Location::caller())?;
+        let values = show_parts(&group, self.shape(), self.dtype(), &pieces, Location::caller())?;
         Ok(format!("{values}\n{} {:?}: {}", self.dtype().as_str(), self.shape(), self.spec))
     }
 }

@@ -1,4 +1,4 @@
-//! Writing to a distributed tensor: what is written changes the tensor, wherever it lies.
+//! Assignment to a range of a distributed tensor. The value behind the variable is replaced; clones keep the old one.
 
 use std::ops::Range;
 use std::panic::Location;
@@ -14,11 +14,11 @@ use shardwise_kernels::{Assembly, filled, placeholder};
 const ZERO: Number = Number::Integer(0);
 
 impl DTensor {
-    /// Writes `value` to the elements in `ranges`, one range per dimension.
+    /// Writes `value` to the elements in `ranges`, one range per dimension. Clones keep the old elements.
     ///
     /// Collective: every rank of the mesh must call it. Communicates only the parts of `value` that are needed on another
     /// rank; partial sums of this tensor are reduced first. Differentiable: the gradient of the elements that were
-    /// overwritten goes to `value`, that of the others to what this tensor was before.
+    /// overwritten goes to `value`, that of the other elements to the old value of this tensor.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -31,7 +31,12 @@ impl DTensor {
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if a range exceeds its dimension, or `value` has another shape than the ranges,
+    /// another type or another mesh.
     #[doc(alias = "slice_assign")]
+    #[doc(alias = "__setitem__")]
     #[track_caller]
     pub fn assign(&mut self, ranges: &[Range<usize>], value: &DTensor) -> Result<()> {
         let site = Location::caller();
@@ -46,7 +51,7 @@ impl DTensor {
         }
         *self = implicitly("assign", || -> Result<DTensor> {
             if region.sizes == self.shape() {
-                // Nothing of the old value is left.
+                // All elements are overwritten: nothing depends on the old value.
                 let moved = value.to_layout_at(&self.layout().settled(), site)?;
                 return Ok(if is_recording() { moved } else { moved.detach() });
             }
@@ -60,8 +65,8 @@ impl DTensor {
 
     /// Writes one number to the elements in `ranges`, one range per dimension.
     ///
-    /// Local, unless this tensor has partial sums: these are reduced first, which all ranks of the mesh take part in.
-    /// Differentiable: the gradient of the elements that were overwritten is zero.
+    /// Local, unless this tensor is partial: then it is reduced first, which is collective. Differentiable: the gradient of the
+    /// elements that were overwritten is zero.
     #[track_caller]
     pub fn fill_range(&mut self, ranges: &[Range<usize>], value: impl Into<Number>) -> Result<()> {
         let site = Location::caller();
@@ -76,14 +81,17 @@ impl DTensor {
         Ok(())
     }
 
-    /// Writes one number to all elements. Partial sums end with it, and so does the gradient: the result depends on nothing.
+    /// Writes one number to all elements. Local. Partial axes become replicated, and the result has no gradient.
+    #[doc(alias = "fill_")]
     #[track_caller]
     pub fn fill(&mut self, value: impl Into<Number>) -> Result<()> {
         *self = self.full_like(value)?;
         Ok(())
     }
 
-    /// Takes the elements of another tensor of the same shape, type and mesh; the layout stays.
+    /// Copies the elements of another tensor of the same shape, type and mesh into the layout of this one. Collective, as
+    /// [`assign`](Self::assign) is. Differentiable.
+    #[doc(alias = "copy_")]
     #[track_caller]
     pub fn copy_from(&mut self, other: &DTensor) -> Result<()> {
         let all: Vec<Range<usize>> = self.shape().iter().map(|&n| 0..n).collect();
@@ -107,15 +115,15 @@ impl DTensor {
         })
     }
 
-    /// This tensor with a region overwritten by a tensor, or by a number if there is none. Has no gradient.
+    /// This tensor with a region overwritten by a tensor, or by a number if there is none. Not recorded.
     ///
-    /// Nothing may be partial, except sums that zeros are written to: zeros on every rank are a zero.
+    /// No axis may be partial, with one exception: zero can be written to a partial sum, because zeros on all ranks sum to zero.
     fn written(&self, region: &TensorBox, value: Option<&DTensor>, number: Number, site: Site) -> Result<DTensor> {
         let (mesh, me) = (self.device_mesh(), self.device_mesh().world().rank());
         if !mesh.contains(me) || (mesh.world().is_dry() && value.is_none()) {
             return Ok(self.detach());
         }
-        // The parts of a rank's boxes that are overwritten, with their places in its local tensor.
+        // The overwritten parts of a rank's boxes, with their offsets in its local tensor.
         let overwritten = |rank: usize| -> Vec<OwnedBox> {
             let owned = self.layout().boxes_of(rank).into_iter();
             let parts = owned.filter_map(|owned| {
@@ -128,7 +136,7 @@ impl DTensor {
         };
         let blocks = match value {
             Some(value) => {
-                // The boxes of the value, where they lie in this tensor.
+                // The boxes of the value, with offsets that count in this tensor.
                 let shifted = |rank: usize| -> Vec<OwnedBox> {
                     let mut boxes = value.layout().boxes_of(rank);
                     for owned in &mut boxes {
@@ -162,7 +170,7 @@ impl DTensor {
     }
 }
 
-/// The backward pass of a write: what was overwritten has the gradient of what was written, the rest keeps its own.
+/// The backward pass of an assignment: the gradient of the region goes to the value, that of the rest to the old tensor.
 struct AssignBackward {
     name: &'static str,
     region: TensorBox,
