@@ -124,7 +124,7 @@ fn any_layout_loads_into_any_other_from_dcp() {
 fn nested(mesh: &DeviceMesh) -> Result<State> {
     let rows = ChunkShardingSpec::over_ranks(0, mesh.ranks().iter().rev().copied())?;
     Ok(State::map([
-        ("model", State::map([("w", DTensor::arange(0.0, 10.0, 1.0, DType::F32, mesh, [Shard(0)])?)])),
+        ("model", State::map([("w", DTensor::arange(0.0..10.0, DType::F32, mesh, [Shard(0)])?)])),
         ("sharded", State::from(shard_tensor(&whole(&[5, 2], DType::I64, 3), rows, mesh, None)?)),
         ("plain", State::from(whole(&[3], DType::F64, 1))),
         ("step", State::from(-7)),
@@ -316,7 +316,7 @@ fn long_lists_keep_their_order() {
     let path = scratch.0.join("state");
     launch(2, move |world| {
         let mesh = world.mesh([("all", 2)])?;
-        let entry = |i: usize| DTensor::full(i as f64, 3, DType::F32, &mesh, [Shard(0)]);
+        let entry = |i: usize| DTensor::full(i as f64, (3, DType::F32), &mesh, [Shard(0)]);
         let list = State::list((0..25).map(entry).collect::<Result<Vec<_>>>()?);
         checkpoint::save(&world, &path, &State::map([("list", list.clone())]))?;
         let loaded = checkpoint::load(&world, &path, &State::map([("list", list)]))?;
@@ -457,7 +457,7 @@ fn a_rank_that_dies_while_saving_leaves_the_old_checkpoint() {
     let save = |value: f64, dies: bool, path: PathBuf| {
         launch(2, move |world| {
             let mesh = world.mesh([("all", 2)])?;
-            let x = DTensor::full(value, 8, DType::F32, &mesh, [Shard(0)])?;
+            let x = DTensor::full(value, (8, DType::F32), &mesh, [Shard(0)])?;
             let options = SaveOptions { deadline: Duration::from_secs(20), ..SaveOptions::default() };
             let saving = checkpoint::async_save(&world, &path, &State::map([("x", x)]), &options)?;
             if dies && world.rank() == 1 {

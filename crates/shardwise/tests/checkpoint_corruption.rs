@@ -25,7 +25,7 @@ fn save(path: &Path, format: Format) {
         let rows = ChunkShardingSpec::over_ranks(0, [1, 2, 1])?;
         let mut entries = vec![
             ("a".to_string(), State::from(DTensor::randn((5, 4), &mesh, [Shard(0)])?)),
-            ("b".to_string(), State::from(DTensor::randint(0, 99, (4, 3), &mesh, [Shard(1)])?)),
+            ("b".to_string(), State::from(DTensor::randint(0..99, (4, 3), &mesh, [Shard(1)])?)),
             ("c".to_string(), State::from(DTensor::rand(7, &mesh, [Replicate])?)),
             ("d".to_string(), State::from(ShardedTensor::rand(rows, 6, DType::BF16, &mesh)?)),
         ];

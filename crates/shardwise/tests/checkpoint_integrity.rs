@@ -25,7 +25,7 @@ fn generation(world: &World, number: i64, format: Format) -> Result<State> {
     let mesh = world.mesh([("dp", world.size())])?;
     let tensor = |i: usize| -> Result<(String, State)> {
         let placement = [Shard(0), Shard(1), Replicate][i % 3].clone();
-        let x = DTensor::full(number as f64, (12 + i, 40), DType::F32, &mesh, [placement])?;
+        let x = DTensor::full(number as f64, ((12 + i, 40), DType::F32), &mesh, [placement])?;
         Ok((format!("t{i}"), State::from(x)))
     };
     let mut entries = (0..6).map(tensor).collect::<Result<Vec<_>>>()?;
@@ -136,7 +136,7 @@ fn pattern(world: &World, rng: &mut StdRng) -> Result<State> {
             0 => Replicate,
             dim => Shard(dim as isize - 1),
         };
-        let whole = DTensor::full((i + 3) as f64, shape, dtype, &mesh, [placement])?;
+        let whole = DTensor::full((i + 3) as f64, (shape, dtype), &mesh, [placement])?;
         entries.push((format!("t{i}"), State::from(whole)));
     }
     entries.push(("step".to_string(), State::from(12)));
@@ -225,7 +225,7 @@ fn checkpoints_without_block_checksums_load_and_report_what_is_unchecked() {
         let options = SaveOptions { format, ..SaveOptions::default() };
         launch(2, move |world| {
             let mesh = world.mesh([("all", 2)])?;
-            let w = DTensor::arange(0.0, 600.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+            let w = DTensor::arange(0.0..600.0, DType::F32, &mesh, [Shard(0)])?;
             checkpoint::save_with(&world, &place, &State::map([("w", w)]), &options)
         })
         .unwrap();

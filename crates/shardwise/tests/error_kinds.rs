@@ -8,6 +8,7 @@ use shardwise::error::ErrorKind;
 use shardwise::nn::{Builder, Forward, Linear, Module};
 use shardwise::optim::Algorithm;
 use shardwise::prelude::*;
+use shardwise::tensor::Arange;
 use shardwise::tensor::FromLocalOptions;
 
 type Program = fn(&World) -> Result<()>;
@@ -74,7 +75,8 @@ fn every_rank_gets_the_kind_and_its_fields() {
 fn the_first_index_outside_its_dimension_is_named() {
     let found = kinds(3, |world| {
         let x = ones(world, (6, 2), Shard(0))?;
-        let index = DTensor::arange(0.0, 9.0, 1.5, DType::F64, x.device_mesh(), [Replicate])?.to_dtype(DType::I64)?;
+        let index = DTensor::arange(Arange::new(0.0, 9.0, 1.5), DType::F64, x.device_mesh(), [Replicate])?
+            .to_dtype(DType::I64)?;
         x.index_select(0, &index).map(drop)
     });
     for kind in found {

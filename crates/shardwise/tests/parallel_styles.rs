@@ -64,7 +64,7 @@ impl Forward for Block {
 }
 
 fn ids(mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
-    DTensor::from_fn((4, 5), DType::I64, mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 7) as f64)
+    DTensor::from_fn(((4, 5), DType::I64), mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 7) as f64)
 }
 
 /// Output and gradients of the block.
@@ -283,8 +283,9 @@ fn local_map_works_on_uneven_shards_of_redistributed_inputs() {
     let program = |world: World| {
         let mesh = world.mesh([("tp", 4)])?;
         // 5 rows: 2, 2, 1 and none
-        let x = DTensor::from_fn((5, 3), DType::F64, &mesh, [Shard(1)], |i| (i[0] * 3 + i[1]) as f64)?.requires_grad();
-        let w = DTensor::from_fn(3, DType::F64, &mesh, [Shard(0)], |i| 1.0 + i[0] as f64)?.requires_grad();
+        let x =
+            DTensor::from_fn(((5, 3), DType::F64), &mesh, [Shard(1)], |i| (i[0] * 3 + i[1]) as f64)?.requires_grad();
+        let w = DTensor::from_fn((3, DType::F64), &mesh, [Shard(0)], |i| 1.0 + i[0] as f64)?.requires_grad();
         let (rows, whole) = (x.redistribute([Shard(0)])?, w.redistribute([Replicate])?);
         let y = local_map(&[&rows, &whole], [Shard(0)], &[None, Some(vec![Partial(ReduceOp::Sum)])], |t| {
             t[0].sqr()?.broadcast_mul(&t[1])

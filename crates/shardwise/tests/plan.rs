@@ -164,7 +164,7 @@ impl Model {
 }
 
 fn ids(mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
-    DTensor::from_fn((4, 3), DType::I64, mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 11) as f64)
+    DTensor::from_fn(((4, 3), DType::I64), mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 11) as f64)
 }
 
 /// Replaces a layer by twice the layer, whose weight it shares.
@@ -196,7 +196,7 @@ fn a_sharder_replaces_the_module_for_every_caller() {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         mesh.manual_seed(1);
         let model = Model::new(&Builder::new(&mesh).dtype(DType::F64))?;
-        let x = DTensor::from_fn((3, 8), DType::F64, &mesh, [Shard(0), Replicate], |i| (i[0] + i[1]) as f64)?;
+        let x = DTensor::from_fn(((3, 8), DType::F64), &mesh, [Shard(0), Replicate], |i| (i[0] + i[1]) as f64)?;
         let once = x.linear(&model.own.w1.weight.get(), None)?;
         let plan = ShardingPlan::new().sharder("own.w1", Doubled).output("own.w1", [("tp", Shard(1))]);
         shard_module(&model, &mesh, &plan)?;

@@ -99,8 +99,8 @@ fn run(
     let layer = make(mesh)?;
     let index = |at: &[usize]| at.iter().fold(1, |sum, i| sum * 5 + i * 3);
     let x = match case.below {
-        Some(n) => DTensor::from_fn(case.shape, DType::I64, mesh, batch.to_vec(), |i| (index(i) % n) as f64)?,
-        None => DTensor::from_fn(case.shape, DType::F64, mesh, batch.to_vec(), |i| (index(i) as f64).sin())?,
+        Some(n) => DTensor::from_fn((case.shape, DType::I64), mesh, batch.to_vec(), |i| (index(i) % n) as f64)?,
+        None => DTensor::from_fn((case.shape, DType::F64), mesh, batch.to_vec(), |i| (index(i) as f64).sin())?,
     };
     mesh.manual_seed(6);
     let y = layer.forward(&x)?;

@@ -10,6 +10,7 @@ use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
 use shardwise::redistribute::{Plan, explain};
 use shardwise_test_suites::{layout_pairs, values};
+use shardwise::tensor::Arange;
 
 fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
@@ -193,17 +194,16 @@ fn invalid_targets_are_rejected_with_the_reason() {
             (x.to_layout(&Layout::replicated(mesh.mesh(), (4, 5))?).map(drop), "shape [4, 4]"),
             (x.item::<f32>().map(drop), "one element"),
             (DTensor::zeros(1, DType::F32, &mesh, [Replicate, Replicate])?.item::<f64>().map(drop), "f64"),
-            (DTensor::arange(0.0, 1.0, 0.0, DType::F32, &mesh, [Replicate, Replicate]).map(drop), "step"),
+            (DTensor::arange(Arange::new(0.0, 1.0, 0.0), DType::F32, &mesh, [Replicate, Replicate]).map(drop), "step"),
             (
-                DTensor::random(Distribution::Permutation { n: 5 }, 100, DType::I64, &mesh, [Replicate, Replicate])
+                DTensor::random(Distribution::Permutation { n: 5 }, (100, DType::I64), &mesh, [Replicate, Replicate])
                     .map(drop),
                 "one per element",
             ),
             (
                 DTensor::random(
                     Distribution::Integers { low: 0, high: 300 },
-                    4,
-                    DType::U8,
+                    (4, DType::U8),
                     &mesh,
                     [Replicate, Replicate],
                 )
@@ -216,7 +216,7 @@ fn invalid_targets_are_rejected_with_the_reason() {
             ),
             (DTensor::zeros((usize::MAX, 2), DType::F64, &mesh, [Replicate, Replicate]).map(drop), "overflow"),
             (Plan::new(x.layout(), &Layout::replicated(&other, (4, 4))?, 4).map(drop), "one mesh"),
-            (DTensor::randint(3, 3, 4, &mesh, [Replicate, Replicate]).map(drop), "low < high"),
+            (DTensor::randint(3..3, 4, &mesh, [Replicate, Replicate]).map(drop), "low < high"),
             (DTensor::zeros(4, DType::F8E4M3, &mesh, [Replicate, Replicate]).map(drop), "f8e4m3"),
             (x.clone().assign(&[0..2], &x), "one range within each dimension"),
             (x.clone().assign(&[0..2, 0..4], &x), "[2, 4]"),

@@ -10,8 +10,8 @@ use shardwise::nn::init::Init;
 use shardwise::ops::EmbeddingBagMode;
 use shardwise::prelude::*;
 use shardwise::sharded::{
-    AnyShardingSpec, ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, Shard as TensorShard, ShardMetadata,
-    ShardedTensor, ShardedTensorMetadata, ShardedTensorState, call_sharded_op, shard_tensor, with_sharded_op,
+    AnyShardingSpec, ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, ShardMetadata, ShardedTensor,
+    ShardedTensorMetadata, ShardedTensorState, TensorShard, call_sharded_op, shard_tensor, with_sharded_op,
 };
 use shardwise::{DryWorld, ThreadWorld};
 use shardwise_test_suites::errors::same_error_on_all_ranks;

@@ -57,7 +57,7 @@ impl Default for SaveOptions {
 /// # let path = directory.clone();
 /// launch(2, move |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let weight = DTensor::arange(0.0, 6.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+///     let weight = DTensor::arange(0.0..6.0, DType::F32, &mesh, [Shard(0)])?;
 ///     checkpoint::save(&world, &path, &State::map([("weight", State::from(weight)), ("step", State::from(3))]))?;
 ///
 ///     let template = State::map([("weight", DTensor::zeros(6, DType::F32, &mesh, [Replicate])?)]);
