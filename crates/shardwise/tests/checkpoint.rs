@@ -366,7 +366,7 @@ fn nothing_but_a_checkpoint_is_ever_replaced() {
         second.and_then(checkpoint::AsyncSave::wait).and(Err(Error::other("under way")))
     });
     assert!(error.contains("under way"), "{error}");
-    assert!(checkpoint::verify(scratch.0.join("twice"), &|_| {}).is_whole());
+    assert!(checkpoint::verify(scratch.0.join("twice"), &|_| {}).is_intact());
 }
 
 #[test]
@@ -401,7 +401,7 @@ fn conversions_keep_names_numbers_and_values_and_differences_are_found() {
         let mut options = ConvertOptions { max_file_bytes: 60, ..ConvertOptions::to(format) };
         let done = convert(&native, &to, &options, &|_| {}).unwrap();
         assert_eq!((done.tensors, done.left_out.is_empty()), (first.tensors.len(), format != Format::HuggingFace));
-        assert!(checkpoint::verify(&to, &|_| {}).is_whole());
+        assert!(checkpoint::verify(&to, &|_| {}).is_intact());
         let second = checkpoint::open(&to).unwrap();
         let found = diff(&first, &second, DiffOptions::default()).unwrap();
         let tensors: Vec<_> = found.iter().filter(|(key, _)| first.tensors.contains_key(key)).collect();
@@ -409,7 +409,7 @@ fn conversions_keep_names_numbers_and_values_and_differences_are_found() {
         assert!(format != Format::Native || found.is_empty(), "{found:?}");
         // cut for four ranks, in half precision, with other names
         let mesh = Mesh::new([4]).unwrap();
-        options.cut = Some(Arc::new(move |_, shape| {
+        options.reshard = Some(Arc::new(move |_, shape| {
             let dims = shape.len();
             let placement = if dims == 0 { Replicate } else { Shard(0) };
             Ok(Layout::new(&mesh, shape, [placement])?.primary_boxes().collect())

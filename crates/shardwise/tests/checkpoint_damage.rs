@@ -62,7 +62,7 @@ fn inspected(path: &Path) -> bool {
     let found = catch_unwind(AssertUnwindSafe(|| {
         let verification = verify(path, &|_| {});
         let unread = |catalog: &checkpoint::Catalog| catalog.tensors.keys().any(|key| catalog.read(key).is_err());
-        !verification.is_whole() || verification.catalog.as_ref().is_none_or(unread)
+        !verification.is_intact() || verification.catalog.as_ref().is_none_or(unread)
     }));
     found.unwrap_or_else(|_| panic!("reading {} panicked", path.display()))
 }

@@ -254,13 +254,13 @@ fn checkpoints_without_checksums_of_blocks_load_and_say_what_is_not_checked() {
         save(format);
         assert_eq!((unchecked(2), unchecked(3)), (0, 0), "{format:?}");
         let found = verify(&path, &|_| {});
-        assert!(found.is_whole() && found.whole_only == 0, "{found:?}");
+        assert!(found.is_intact() && found.without_block_checksums == 0, "{found:?}");
     }
     save(Format::Native);
     without_blocks(&path);
     assert_eq!((unchecked(2), unchecked(3)), (0, 2400));
     let found = verify(&path, &|_| {});
-    assert_eq!((found.is_whole(), found.verified, found.whole_only), (true, 2, 2));
+    assert_eq!((found.is_intact(), found.verified, found.without_block_checksums), (true, 2, 2));
     assert_eq!(checkpoint::open(&path).unwrap().unchecked().collect::<Vec<_>>(), ["w"]);
     save(Format::HuggingFace);
     assert_eq!((unchecked(2), unchecked(3)), (2400, 2400));
@@ -305,7 +305,7 @@ fn a_conversion_writes_what_is_selected_and_several_boxes_per_rank() {
     for format in [Format::HuggingFace, Format::Native, Format::Dcp] {
         let to = scratch.0.join(format!("{format:?}"));
         let options = ConvertOptions {
-            cut: Some(Arc::new(cut)),
+            reshard: Some(Arc::new(cut)),
             select: Arc::new(|name| name == "t1" || name == "t4"),
             ..ConvertOptions::to(format)
         };

@@ -180,7 +180,7 @@ fn a_run_resumes_with_one_call_and_what_a_program_adds() {
         state.extend([("note", "mine")]);
         Series::new(&path).save(&world, 4, &state)?;
         let resumed = checkpoint::resume(&world, &path, (&other, &mut fresh, &mesh))?.expect("one was saved");
-        assert_eq!((resumed.step, resumed.passed_over.len()), (4, 0));
+        assert_eq!((resumed.step, resumed.skipped.len()), (4, 0));
         assert_eq!(numbers(&other.first.weight.get())?, numbers(&model.first.weight.get())?);
         assert_eq!(checkpoint::open(Series::new(&path).path(4))?.value("note")?, Value::Text("mine".into()));
         Ok(())

@@ -207,7 +207,7 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
         Command::Reshard { from, to, layouts, writing } => {
             let layouts = layouts.chosen()?;
             let cut = move |key: &str, shape: &[usize]| Ok(layouts.layout(key, shape)?.primary_boxes().collect());
-            convert(from, to, &ConvertOptions { cut: Some(Arc::new(cut)), ..writing.options()? }).map(|()| true)
+            convert(from, to, &ConvertOptions { reshard: Some(Arc::new(cut)), ..writing.options()? }).map(|()| true)
         }
         Command::DryLoad { path, layouts, json } => {
             let (catalog, layouts) = (checkpoint::open(path)?, layouts.chosen()?);
@@ -245,30 +245,30 @@ fn verify(path: &PathBuf, json: bool) -> Result<bool> {
     let mut out = std::io::stdout().lock();
     if json {
         let text = json!({
-            "whole": found.is_whole(),
+            "whole": found.is_intact(),
             "format": found.catalog.as_ref().map(|c| c.format),
             "verified": found.verified,
-            "without_checksum": found.unverified,
-            "without_block_checksums": found.whole_only,
+            "without_checksum": found.without_checksum,
+            "without_block_checksums": found.without_block_checksums,
             "problems": found.problems,
-            "strangers": found.strangers,
+            "strangers": found.unknown_files,
             "values": found.catalog.as_ref().map(|c| &c.values),
         });
         writeln!(out, "{text}")?;
-        return Ok(found.is_whole());
+        return Ok(found.is_intact());
     }
     found.problems.iter().try_for_each(|problem| writeln!(out, "problem: {problem}"))?;
-    found.strangers.iter().try_for_each(|name| writeln!(out, "not part of the checkpoint: {name}"))?;
-    let said = if found.is_whole() { "whole" } else { "NOT whole" };
-    writeln!(out, "{said}: {} parts verified, {} stored without a checksum", found.verified, found.unverified)?;
-    if found.whole_only > 0 {
-        let (count, fix) = (found.whole_only, "`ckpt convert` adds them");
+    found.unknown_files.iter().try_for_each(|name| writeln!(out, "not part of the checkpoint: {name}"))?;
+    let said = if found.is_intact() { "whole" } else { "NOT whole" };
+    writeln!(out, "{said}: {} parts verified, {} stored without a checksum", found.verified, found.without_checksum)?;
+    if found.without_block_checksums > 0 {
+        let (count, fix) = (found.without_block_checksums, "`ckpt convert` adds them");
         writeln!(
             out,
             "{count} parts have no checksums of blocks: a load in another layout does not check them; {fix}"
         )?;
     }
-    Ok(found.is_whole())
+    Ok(found.is_intact())
 }
 
 fn convert(from: &PathBuf, to: &PathBuf, options: &ConvertOptions) -> Result<()> {

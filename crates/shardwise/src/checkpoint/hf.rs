@@ -12,8 +12,8 @@ use super::content::BoxToWrite;
 use super::element::ElementType;
 use super::files::Files;
 use super::format::{CheckpointFormat, FileRole, FileToWrite, FormatWriter, ValueStorage, WrittenFile};
-use super::safetensors::{self, Unique, is_safetensors, read_header};
-use super::stored::{Chunk, Contents, INCOMPLETE, NOT_OURS, StoredTensor, check_file_name};
+use super::safetensors::{self, UniqueMap, is_safetensors, read_header};
+use super::stored::{Chunk, Contents, INCOMPLETE, NOT_A_CHECKPOINT, StoredTensor, check_file_name};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorBox;
 
@@ -27,29 +27,31 @@ const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 const MAX_INDEX: u64 = 1 << 28;
 
 #[derive(Deserialize)]
-struct Index {
-    weight_map: Unique<String>,
+struct WeightIndex {
+    weight_map: UniqueMap<String>,
 }
 
 #[derive(Serialize, Deserialize)]
-struct Saved {
+struct SavedOffsets {
     saved_offsets: Vec<usize>,
 }
 
 /// What is in a directory of such files, or in one of them.
 fn contents(files: &Files) -> Result<Contents> {
-    let bad = |found: String, needed: &str| ErrorKind::Damaged.error("safetensors checkpoint", found, needed, NOT_OURS);
-    let index = match files.single().is_none() && files.size(INDEX).is_some() {
+    let bad = |found: String, needed: &str| {
+        ErrorKind::Damaged.error("safetensors checkpoint", found, needed, NOT_A_CHECKPOINT)
+    };
+    let index = match files.single_file().is_none() && files.size(INDEX).is_some() {
         false => None,
         true => {
             let bytes = files.read_small(INDEX, MAX_INDEX)?;
-            let index: Index =
+            let index: WeightIndex =
                 serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string(), "an index with a weight_map"))?;
             index.weight_map.0.values().try_for_each(|name| check_file_name(name))?;
             Some(index.weight_map.0)
         }
     };
-    let names: BTreeSet<String> = match (files.single(), &index) {
+    let names: BTreeSet<String> = match (files.single_file(), &index) {
         (Some(name), _) => BTreeSet::from([name.to_string()]),
         (None, Some(index)) => index.values().cloned().collect(),
         (None, None) => files.names()?.into_iter().filter(|name| is_safetensors(name)).collect(),
@@ -57,8 +59,8 @@ fn contents(files: &Files) -> Result<Contents> {
     let mut found: BTreeMap<String, Vec<(ElementType, Chunk)>> = BTreeMap::new();
     for name in &names {
         let header = read_header(files, name)?;
-        let Unique(saved): Unique<Saved> = match header.metadata.get(SHARDING_INFO) {
-            None => Unique::default(),
+        let UniqueMap(saved): UniqueMap<SavedOffsets> = match header.metadata.get(SHARDING_INFO) {
+            None => UniqueMap::default(),
             Some(text) => serde_json::from_str(text).map_err(|error| bad(error.to_string(), "offsets of boxes"))?,
         };
         for (key, (element, sizes, offset)) in header.tensors {
@@ -82,17 +84,17 @@ fn contents(files: &Files) -> Result<Contents> {
         let found = format!("no tensor {missing:?} in the file that the index names for it");
         return Err(ErrorKind::Damaged.error("safetensors checkpoint", found, "all tensors of the index", INCOMPLETE));
     }
-    let tensors = found.into_iter().map(|(key, chunks)| Ok((key.clone(), joined(&key, chunks)?)));
+    let tensors = found.into_iter().map(|(key, chunks)| Ok((key.clone(), tensor_of_chunks(&key, chunks)?)));
     Ok(Contents { tensors: tensors.collect::<Result<_>>()?, ..Contents::default() })
 }
 
 /// A tensor from its boxes: it reaches as far as they do.
-fn joined(key: &str, chunks: Vec<(ElementType, Chunk)>) -> Result<StoredTensor> {
+fn tensor_of_chunks(key: &str, chunks: Vec<(ElementType, Chunk)>) -> Result<StoredTensor> {
     let (element, first) = &chunks[0];
     let (element, dims) = (*element, first.part.sizes.len());
     if let Some((other, _)) = chunks.iter().find(|(e, c)| *e != element || c.part.sizes.len() != dims) {
         let found = format!("tensor {key:?} of types {element} and {other}, or of different numbers of dimensions");
-        return Err(ErrorKind::Damaged.error("safetensors checkpoint", found, "boxes of one tensor", NOT_OURS));
+        return Err(ErrorKind::Damaged.error("safetensors checkpoint", found, "boxes of one tensor", NOT_A_CHECKPOINT));
     }
     let end = |dim: usize| {
         chunks.iter().map(|(_, c)| c.part.offsets[dim].saturating_add(c.part.sizes[dim])).max().unwrap_or(0)
@@ -103,8 +105,8 @@ fn joined(key: &str, chunks: Vec<(ElementType, Chunk)>) -> Result<StoredTensor> 
 
 /// The free part of the header of a file with boxes that begin at these offsets.
 fn sharding_info(boxes: &[BoxToWrite]) -> Result<BTreeMap<String, String>> {
-    let saved: BTreeMap<&str, Saved> =
-        boxes.iter().map(|b| (b.key.as_str(), Saved { saved_offsets: b.part.offsets.clone() })).collect();
+    let saved: BTreeMap<&str, SavedOffsets> =
+        boxes.iter().map(|b| (b.key.as_str(), SavedOffsets { saved_offsets: b.part.offsets.clone() })).collect();
     let text = serde_json::to_string(&saved).map_err(Error::other)?;
     let pairs = [("DCP_VERSION", "1.0"), ("format", "pt"), (SHARDING_INFO, &text)];
     Ok(pairs.into_iter().map(|(k, v)| (k.to_string(), v.to_string())).collect())
@@ -133,7 +135,7 @@ impl CheckpointFormat for HuggingFace {
     }
 
     fn detect(&self, files: &Files) -> bool {
-        match files.single() {
+        match files.single_file() {
             Some(name) => is_safetensors(name),
             None => files.names().is_ok_and(|names| names.iter().any(|name| self.owns(name))),
         }

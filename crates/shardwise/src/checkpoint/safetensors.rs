@@ -13,14 +13,14 @@ use serde_json::{Map, json};
 use super::content::BoxToWrite;
 use super::element::ElementType;
 use super::files::Files;
-use super::stored::{Chunk, NOT_OURS};
+use super::stored::{Chunk, NOT_A_CHECKPOINT};
 use crate::error::{Error, ErrorKind, Result};
 
 /// A header longer than this is refused; the format's own library has the same bound.
 const MAX_HEADER: u64 = 100_000_000;
 
 /// What the header of a file says.
-pub(super) struct Header {
+pub(super) struct SafetensorsHeader {
     /// The free part of the header.
     pub(super) metadata: BTreeMap<String, String>,
     /// Tensors by name: type, shape, and where they begin in the file.
@@ -30,7 +30,7 @@ pub(super) struct Header {
 }
 
 #[derive(serde::Deserialize)]
-struct Info {
+struct TensorInfo {
     dtype: String,
     shape: Vec<usize>,
     data_offsets: [u64; 2],
@@ -38,31 +38,31 @@ struct Info {
 
 /// The header as JSON has it. A name that is there twice would mean two things to two readers: it is refused.
 #[derive(Default)]
-struct Entries {
-    metadata: Unique<String>,
-    tensors: Vec<(String, Info)>,
+struct HeaderEntries {
+    metadata: UniqueMap<String>,
+    tensors: Vec<(String, TensorInfo)>,
 }
 
 /// A map of JSON that has every key once.
-pub(super) struct Unique<T>(pub(super) BTreeMap<String, T>);
+pub(super) struct UniqueMap<T>(pub(super) BTreeMap<String, T>);
 
-impl<T> Default for Unique<T> {
+impl<T> Default for UniqueMap<T> {
     fn default() -> Self {
-        Unique(BTreeMap::new())
+        UniqueMap(BTreeMap::new())
     }
 }
 
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Unique<T> {
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for UniqueMap<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Visit<T>(std::marker::PhantomData<T>);
         impl<'de, T: Deserialize<'de>> Visitor<'de> for Visit<T> {
-            type Value = Unique<T>;
+            type Value = UniqueMap<T>;
 
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str("a map with different keys")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Unique<T>, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<UniqueMap<T>, A::Error> {
                 let mut all = BTreeMap::new();
                 while let Some((key, value)) = map.next_entry::<String, T>()? {
                     if all.contains_key(&key) {
@@ -70,25 +70,25 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Unique<T> {
                     }
                     all.insert(key, value);
                 }
-                Ok(Unique(all))
+                Ok(UniqueMap(all))
             }
         }
         deserializer.deserialize_map(Visit(std::marker::PhantomData))
     }
 }
 
-impl<'de> Deserialize<'de> for Entries {
+impl<'de> Deserialize<'de> for HeaderEntries {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Visit;
         impl<'de> Visitor<'de> for Visit {
-            type Value = Entries;
+            type Value = HeaderEntries;
 
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str("type, shape and place by name")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries, A::Error> {
-                let (mut entries, mut seen) = (Entries::default(), BTreeSet::new());
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<HeaderEntries, A::Error> {
+                let (mut entries, mut seen) = (HeaderEntries::default(), BTreeSet::new());
                 while let Some(key) = map.next_key::<String>()? {
                     if !seen.insert(key.clone()) {
                         return Err(A::Error::custom(format!("{key:?} twice")));
@@ -108,7 +108,7 @@ impl<'de> Deserialize<'de> for Entries {
 /// The header of a file with its length.
 pub(super) fn header_bytes(files: &Files, name: &str) -> Result<Vec<u8>> {
     let bad = |found: String, needed: &str| {
-        ErrorKind::Damaged.error("safetensors file", format!("{found} in {name:?}"), needed, NOT_OURS)
+        ErrorKind::Damaged.error("safetensors file", format!("{found} in {name:?}"), needed, NOT_A_CHECKPOINT)
     };
     let size = files.size(name).ok_or_else(|| bad("no file".to_string(), "a file"))?;
     let mut length = [0; 8];
@@ -126,15 +126,15 @@ pub(super) fn header_bytes(files: &Files, name: &str) -> Result<Vec<u8>> {
 }
 
 /// Reads and checks the header of a file.
-pub(super) fn read_header(files: &Files, name: &str) -> Result<Header> {
+pub(super) fn read_header(files: &Files, name: &str) -> Result<SafetensorsHeader> {
     let bad = |found: String, needed: &str| {
-        ErrorKind::Damaged.error("safetensors file", format!("{found} in {name:?}"), needed, NOT_OURS)
+        ErrorKind::Damaged.error("safetensors file", format!("{found} in {name:?}"), needed, NOT_A_CHECKPOINT)
     };
     let bytes = header_bytes(files, name)?;
     let (size, length) = (files.size(name).unwrap_or(0), bytes.len() as u64 - 8);
-    let parsed: Entries =
+    let parsed: HeaderEntries =
         serde_json::from_slice(&bytes[8..]).map_err(|error| bad(error.to_string(), "a header of JSON"))?;
-    let mut header = Header { metadata: parsed.metadata.0, tensors: BTreeMap::new(), bytes };
+    let mut header = SafetensorsHeader { metadata: parsed.metadata.0, tensors: BTreeMap::new(), bytes };
     let mut ranges = Vec::new();
     for (key, info) in parsed.tensors {
         let element = ElementType::from_name(&info.dtype)?;

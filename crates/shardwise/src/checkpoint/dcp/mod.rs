@@ -15,7 +15,7 @@ use super::format::{CheckpointFormat, FileRole, FileToWrite, FormatWriter, Value
 use super::stored::{Contents, StoredTensor};
 use crate::error::{Error, Result};
 use names::METADATA;
-use write::{Place, metadata_bytes, write_file};
+use write::{ArchiveLocation, metadata_bytes, write_file};
 
 /// The format, see above.
 pub(super) struct Dcp;
@@ -30,7 +30,7 @@ impl CheckpointFormat for Dcp {
     }
 
     fn detect(&self, files: &Files) -> bool {
-        files.single().is_none() && files.size(METADATA).is_some()
+        files.single_file().is_none() && files.size(METADATA).is_some()
     }
 
     fn open(&self, files: &Files) -> Result<Contents> {
@@ -72,7 +72,7 @@ impl FormatWriter for Dcp {
     fn index(&self, contents: &Contents, files: &[WrittenFile]) -> Result<Option<(String, Vec<u8>)>> {
         let mut places = Vec::new();
         for file in files {
-            places.extend(Vec::<Place>::deserialize(&file.note).map_err(Error::other)?);
+            places.extend(Vec::<ArchiveLocation>::deserialize(&file.note).map_err(Error::other)?);
         }
         let described = |(key, t): (&String, &StoredTensor)| (key.clone(), (t.element, t.shape.clone()));
         let tensors = contents.tensors.iter().map(described).collect();

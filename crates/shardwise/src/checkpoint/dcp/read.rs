@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use super::super::element::ElementType;
 use super::super::files::Files;
-use super::super::pickle::{Id, Object, Pickle};
-use super::super::stored::{Contents, INCOMPLETE, NOT_OURS, StoredTensor, check_file_name};
-use super::super::torch::{Saved, at_key};
+use super::super::pickle::{Object, ObjectId, Pickle};
+use super::super::stored::{Contents, INCOMPLETE, NOT_A_CHECKPOINT, StoredTensor, check_file_name};
+use super::super::torch::{TorchArchive, at_key};
 use super::super::value::Key;
 use super::names::{CLASSES, FILESYSTEM, METADATA};
 use crate::error::{Error, ErrorKind, Result};
@@ -16,17 +16,17 @@ use crate::layout::TensorBox;
 const MAX_METADATA: u64 = 1 << 30;
 
 /// Where the archive of a chunk or value is.
-struct Info {
+struct StorageInfo {
     file: String,
     offset: u64,
     length: u64,
 }
 
 /// Archives by key and, for tensors, the offsets of the chunk.
-type Storage = BTreeMap<(String, Option<Vec<usize>>), Info>;
+type StorageByKey = BTreeMap<(String, Option<Vec<usize>>), StorageInfo>;
 
 fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
-    ErrorKind::Damaged.error("distributed checkpoint", found, needed, NOT_OURS)
+    ErrorKind::Damaged.error("distributed checkpoint", found, needed, NOT_A_CHECKPOINT)
 }
 
 /// What is in a checkpoint of this format.
@@ -43,7 +43,7 @@ pub(super) fn contents(files: &Files) -> Result<Contents> {
     let mut contents = Contents::default();
     let items = field(&pickle, state, "state_dict_metadata")?;
     let items = pickle.dict(items).ok_or_else(|| bad(pickle.describe(items), "a dict of items"))?;
-    let mut by_key: BTreeMap<&str, Id> = BTreeMap::new();
+    let mut by_key: BTreeMap<&str, ObjectId> = BTreeMap::new();
     for &(key, item) in items {
         let key = pickle.text(key).ok_or_else(|| bad("an item whose key is no text", "text"))?;
         if by_key.insert(key, item).is_some() {
@@ -53,7 +53,7 @@ pub(super) fn contents(files: &Files) -> Result<Contents> {
     let mut budget = pickle.budget();
     for (key, item) in by_key {
         let path = paths.get(key).cloned().unwrap_or_else(|| vec![Key::Name(key.to_string())]);
-        match pickle.made(item) {
+        match pickle.constructed(item) {
             Some((CLASSES, "TensorStorageMetadata", ..)) => {
                 let tensor = tensor(&pickle, item, key, &mut storage, files, &mut budget);
                 contents.tensors.insert(key.to_string(), tensor.map_err(|error| at_key(error, key))?);
@@ -63,7 +63,8 @@ pub(super) fn contents(files: &Files) -> Result<Contents> {
             }
             Some((CLASSES, "BytesStorageMetadata", ..)) => {
                 let info = storage.remove(&(key.to_string(), None)).ok_or_else(|| missing(key))?;
-                let leaves = Saved::open(files, &info.file, info.offset, info.length).and_then(|s| s.flatten(&path));
+                let leaves =
+                    TorchArchive::open(files, &info.file, info.offset, info.length).and_then(|s| s.flatten(&path));
                 for (path, leaf) in leaves.map_err(|error| at_key(error, key))? {
                     leaf.add_to(&mut contents, &info.file, path)?;
                 }
@@ -75,18 +76,18 @@ pub(super) fn contents(files: &Files) -> Result<Contents> {
 }
 
 /// The state of an object of a class.
-fn object(pickle: &Pickle, id: Id, module: &str, class: &str) -> Result<Id> {
-    match pickle.made(id) {
+fn object(pickle: &Pickle, id: ObjectId, module: &str, class: &str) -> Result<ObjectId> {
+    match pickle.constructed(id) {
         Some((found, name, _, Some(state))) if (found, name) == (module, class) => Ok(state),
         _ => Err(bad(pickle.describe(id), &format!("an object of {module}.{class} with its state"))),
     }
 }
 
-fn field(pickle: &Pickle, state: Id, name: &str) -> Result<Id> {
+fn field(pickle: &Pickle, state: ObjectId, name: &str) -> Result<ObjectId> {
     pickle.field(state, name).ok_or_else(|| bad(format!("an object without {name}"), name))
 }
 
-fn sizes(pickle: &Pickle, id: Id) -> Result<Vec<usize>> {
+fn sizes(pickle: &Pickle, id: ObjectId) -> Result<Vec<usize>> {
     pickle.sizes(id).ok_or_else(|| bad(format!("{} for sizes", pickle.describe(id)), "integers"))
 }
 
@@ -100,9 +101,9 @@ fn twice(key: &str) -> Error {
     bad(format!("{key:?} twice in {METADATA}"), "each key once")
 }
 
-fn storage(pickle: &Pickle, id: Id) -> Result<Storage> {
+fn storage(pickle: &Pickle, id: ObjectId) -> Result<StorageByKey> {
     let pairs = pickle.dict(id).ok_or_else(|| bad(pickle.describe(id), "a dict of places"))?;
-    let mut storage = Storage::new();
+    let mut storage = StorageByKey::new();
     let mut budget = pickle.budget();
     for &(index, info) in pairs {
         let index = object(pickle, index, CLASSES, "MetadataIndex")?;
@@ -124,7 +125,7 @@ fn storage(pickle: &Pickle, id: Id) -> Result<Storage> {
         };
         let (offset, length) = (number("offset")?, number("length")?);
         if let Some(steps) = pickle.field(info, "transform_descriptors") {
-            let none = *pickle.get(steps) == Object::None || pickle.entries(steps).is_some_and(<[Id]>::is_empty);
+            let none = *pickle.get(steps) == Object::None || pickle.entries(steps).is_some_and(<[ObjectId]>::is_empty);
             if !none {
                 let found = format!("a transformed part of {key:?}");
                 let fix = "load it with PyTorch and save it without compression";
@@ -136,7 +137,7 @@ fn storage(pickle: &Pickle, id: Id) -> Result<Storage> {
                 ));
             }
         }
-        if storage.insert((key.clone(), offsets), Info { file, offset, length }).is_some() {
+        if storage.insert((key.clone(), offsets), StorageInfo { file, offset, length }).is_some() {
             return Err(twice(&key));
         }
     }
@@ -144,7 +145,7 @@ fn storage(pickle: &Pickle, id: Id) -> Result<Storage> {
 }
 
 /// The way to every flat key.
-fn paths(pickle: &Pickle, id: Id) -> Result<BTreeMap<String, Vec<Key>>> {
+fn paths(pickle: &Pickle, id: ObjectId) -> Result<BTreeMap<String, Vec<Key>>> {
     let pairs = pickle.dict(id).ok_or_else(|| bad(pickle.describe(id), "a dict of paths"))?;
     let mut budget = pickle.budget();
     let mut paths = BTreeMap::new();
@@ -152,7 +153,7 @@ fn paths(pickle: &Pickle, id: Id) -> Result<BTreeMap<String, Vec<Key>>> {
         pickle.spend(key, 1, &mut budget)?;
         let name = pickle.text(key).ok_or_else(|| bad("a key that is no text", "text"))?;
         let steps = pickle.entries(path).ok_or_else(|| bad(pickle.describe(path), "a path"))?;
-        let step = |&id: &Id| {
+        let step = |&id: &ObjectId| {
             pickle.spend(id, 1, &mut budget)?;
             match (pickle.text(id), pickle.size(id)) {
                 (Some(name), _) => Ok(Key::Name(name.to_string())),
@@ -171,9 +172,9 @@ fn paths(pickle: &Pickle, id: Id) -> Result<BTreeMap<String, Vec<Key>>> {
 /// A tensor and where its chunks are.
 fn tensor(
     pickle: &Pickle,
-    item: Id,
+    item: ObjectId,
     key: &str,
-    storage: &mut Storage,
+    storage: &mut StorageByKey,
     files: &Files,
     budget: &mut usize,
 ) -> Result<StoredTensor> {
@@ -202,7 +203,7 @@ fn tensor(
                 _ => return Err(missing(key)),
             }
         };
-        let located = Saved::open(files, &info.file, info.offset, info.length)?.single()?;
+        let located = TorchArchive::open(files, &info.file, info.offset, info.length)?.single()?;
         if located.element != element || located.sizes != part.sizes {
             let found = format!("a part of type {} and shape {:?}", located.element, located.sizes);
             return Err(bad(found, &format!("{element} and {:?}, as {METADATA} says", part.sizes)));

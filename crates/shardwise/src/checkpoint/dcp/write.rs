@@ -5,9 +5,9 @@ use std::io::Write;
 
 use serde::{Deserialize, Serialize};
 
-use super::super::content::Content;
+use super::super::content::BoxContent;
 use super::super::element::ElementType;
-use super::super::pickle::Writer;
+use super::super::pickle::PickleWriter;
 use super::super::stored::{Chunk, row_major};
 use super::super::torch::{write_tensor, write_value};
 use super::super::value::{Key, Value};
@@ -17,7 +17,7 @@ use crate::layout::TensorBox;
 
 /// Where the archive of a chunk or value ended up. Places of all ranks together make `.metadata`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Place {
+pub(super) struct ArchiveLocation {
     /// Flat key of the tensor or value.
     pub(super) key: String,
     /// File, relative to the checkpoint's directory.
@@ -36,15 +36,15 @@ pub(super) struct Place {
 pub(super) fn write_file(
     out: &mut impl Write,
     name: &str,
-    tensors: &[(String, TensorBox, Content)],
+    tensors: &[(String, TensorBox, BoxContent)],
     values: &[(String, &Value)],
     progress: &dyn Fn(u64),
-) -> Result<Vec<Place>> {
+) -> Result<Vec<ArchiveLocation>> {
     let mut places = Vec::with_capacity(values.len() + tensors.len());
     let mut offset = 0;
     for (key, value) in values {
         let length = write_value(out, value)?;
-        places.push(Place { key: key.clone(), file: name.to_string(), offset, length, chunk: None });
+        places.push(ArchiveLocation { key: key.clone(), file: name.to_string(), offset, length, chunk: None });
         offset += length;
     }
     for (key, part, content) in tensors {
@@ -68,7 +68,7 @@ pub(super) fn write_file(
             blocks: Some(written.blocks),
         };
         let (key, file, length) = (key.clone(), name.to_string(), written.length);
-        places.push(Place { key, file, offset, length, chunk: Some(chunk) });
+        places.push(ArchiveLocation { key, file, offset, length, chunk: Some(chunk) });
         offset += length;
     }
     Ok(places)
@@ -79,7 +79,7 @@ pub(super) fn write_file(
 /// place, the first that is not empty counts.
 pub(super) fn metadata_bytes(
     tensors: &BTreeMap<String, (ElementType, Vec<usize>)>,
-    places: &[Place],
+    places: &[ArchiveLocation],
     paths: &BTreeMap<String, Vec<Key>>,
 ) -> Result<Vec<u8>> {
     let places = distinct(places);
@@ -92,7 +92,7 @@ pub(super) fn metadata_bytes(
         })?;
         of_key.push(chunk);
     }
-    let mut pickle = Writer::new();
+    let mut pickle = PickleWriter::new();
     pickle.object(CLASSES, "Metadata");
     pickle.begin_dict();
     pickle.text("state_dict_metadata");
@@ -129,7 +129,11 @@ pub(super) fn metadata_bytes(
 }
 
 /// The path of every key; one that is not listed is its own path.
-fn put_paths<'a>(pickle: &mut Writer, keys: impl Iterator<Item = &'a String>, paths: &BTreeMap<String, Vec<Key>>) {
+fn put_paths<'a>(
+    pickle: &mut PickleWriter,
+    keys: impl Iterator<Item = &'a String>,
+    paths: &BTreeMap<String, Vec<Key>>,
+) {
     pickle.begin_dict();
     for key in keys {
         pickle.text(key);
@@ -147,10 +151,10 @@ fn put_paths<'a>(pickle: &mut Writer, keys: impl Iterator<Item = &'a String>, pa
 }
 
 /// One place per key and offsets, in order.
-fn distinct(places: &[Place]) -> Vec<&Place> {
-    let empty = |place: &Place| place.chunk.as_ref().is_some_and(|chunk| chunk.part.volume() == 0);
+fn distinct(places: &[ArchiveLocation]) -> Vec<&ArchiveLocation> {
+    let empty = |place: &ArchiveLocation| place.chunk.as_ref().is_some_and(|chunk| chunk.part.volume() == 0);
     let mut at: BTreeMap<(&str, Option<&[usize]>), usize> = BTreeMap::new();
-    let mut kept: Vec<&Place> = Vec::new();
+    let mut kept: Vec<&ArchiveLocation> = Vec::new();
     for place in places {
         let offsets = place.chunk.as_ref().map(|chunk| chunk.part.offsets.as_slice());
         match at.get(&(place.key.as_str(), offsets)) {
@@ -165,7 +169,7 @@ fn distinct(places: &[Place]) -> Vec<&Place> {
     kept
 }
 
-fn put_tensor(pickle: &mut Writer, element: ElementType, shape: &[usize], chunks: &[&Chunk]) {
+fn put_tensor(pickle: &mut PickleWriter, element: ElementType, shape: &[usize], chunks: &[&Chunk]) {
     pickle.object(CLASSES, "TensorStorageMetadata");
     pickle.begin_dict();
     pickle.text("properties");
@@ -205,7 +209,7 @@ fn put_tensor(pickle: &mut Writer, element: ElementType, shape: &[usize], chunks
 }
 
 /// The key and the value of a place; `position` is that of the chunk in the list of its tensor.
-fn put_place(pickle: &mut Writer, place: &Place, position: usize) {
+fn put_place(pickle: &mut PickleWriter, place: &ArchiveLocation, position: usize) {
     pickle.object(CLASSES, "MetadataIndex");
     pickle.begin_dict();
     pickle.text("fqn");
@@ -234,7 +238,7 @@ fn put_place(pickle: &mut Writer, place: &Place, position: usize) {
 }
 
 /// A `torch.Size`.
-fn put_size(pickle: &mut Writer, sizes: &[usize]) {
+fn put_size(pickle: &mut PickleWriter, sizes: &[usize]) {
     pickle.global("torch", "Size");
     pickle.begin_tuple();
     pickle.sizes(sizes);

@@ -2,32 +2,32 @@
 
 use rustc_hash::FxHashMap;
 
-use super::super::stored::NOT_OURS;
+use super::super::stored::NOT_A_CHECKPOINT;
 use super::globals;
-use super::object::{Id, Object};
+use super::object::{Object, ObjectId};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Objects that every pickle has.
-const NONE: Id = 0;
-const TRUE: Id = 1;
-const FALSE: Id = 2;
-const EMPTY_TUPLE: Id = 3;
+const NONE: ObjectId = 0;
+const TRUE: ObjectId = 1;
+const FALSE: ObjectId = 2;
+const EMPTY_TUPLE: ObjectId = 3;
 
-struct Machine<'a> {
+struct PickleMachine<'a> {
     bytes: &'a [u8],
     at: usize,
     objects: Vec<Object>,
-    stack: Vec<Id>,
+    stack: Vec<ObjectId>,
     /// Heights of the stack at the marks that are open.
     marks: Vec<usize>,
-    memo: FxHashMap<u64, Id>,
+    memo: FxHashMap<u64, ObjectId>,
 }
 
 /// Reads a pickle: its objects, and the one it stands for.
-pub(super) fn run(bytes: &[u8]) -> Result<(Vec<Object>, Id)> {
+pub(super) fn run(bytes: &[u8]) -> Result<(Vec<Object>, ObjectId)> {
     let objects = vec![Object::None, Object::Bool(true), Object::Bool(false), Object::Tuple(Box::new([]))];
     let memo = FxHashMap::default();
-    let mut machine = Machine { bytes, at: 0, objects, stack: Vec::new(), marks: Vec::new(), memo };
+    let mut machine = PickleMachine { bytes, at: 0, objects, stack: Vec::new(), marks: Vec::new(), memo };
     loop {
         let at = machine.at;
         let opcode = machine.byte()?;
@@ -50,10 +50,10 @@ fn located(error: Error, at: usize) -> Error {
 }
 
 fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
-    ErrorKind::Damaged.error("pickle", found, needed, NOT_OURS)
+    ErrorKind::Damaged.error("pickle", found, needed, NOT_A_CHECKPOINT)
 }
 
-impl<'a> Machine<'a> {
+impl<'a> PickleMachine<'a> {
     fn step(&mut self, opcode: u8) -> Result<()> {
         match opcode {
             // Protocol and frames: nothing depends on them.
@@ -89,9 +89,9 @@ impl<'a> Machine<'a> {
             b'P' => {
                 let name = Object::Text(self.line()?.into());
                 self.push(name)?;
-                self.outside()
+                self.persistent_id()
             }
-            b'Q' => self.outside(),
+            b'Q' => self.persistent_id(),
             other => Err(bad(format!("instruction {other:#04x}"), "one that checkpoints use")),
         }
     }
@@ -233,13 +233,13 @@ impl<'a> Machine<'a> {
     }
 
     fn push(&mut self, object: Object) -> Result<()> {
-        let id = Id::try_from(self.objects.len()).map_err(|_| bad("too many objects", "2^32 at most"))?;
+        let id = ObjectId::try_from(self.objects.len()).map_err(|_| bad("too many objects", "2^32 at most"))?;
         self.objects.push(object);
         self.stack.push(id);
         Ok(())
     }
 
-    fn known(&mut self, id: Id) -> Result<()> {
+    fn known(&mut self, id: ObjectId) -> Result<()> {
         self.stack.push(id);
         Ok(())
     }
@@ -249,20 +249,20 @@ impl<'a> Machine<'a> {
         self.marks.last().copied().unwrap_or(0)
     }
 
-    fn top(&self) -> Result<Id> {
+    fn top(&self) -> Result<ObjectId> {
         match self.stack.last() {
             Some(&id) if self.stack.len() > self.floor() => Ok(id),
             _ => Err(bad("an empty stack", "an object on it")),
         }
     }
 
-    fn pop(&mut self) -> Result<Id> {
+    fn pop(&mut self) -> Result<ObjectId> {
         let id = self.top()?;
         self.stack.pop();
         Ok(id)
     }
 
-    fn since_mark(&mut self) -> Result<Vec<Id>> {
+    fn since_mark(&mut self) -> Result<Vec<ObjectId>> {
         let mark = self.marks.pop().ok_or_else(|| bad("no mark", "a mark on the stack"))?;
         Ok(self.stack.split_off(mark))
     }
@@ -275,7 +275,7 @@ impl<'a> Machine<'a> {
         self.push(Object::Tuple(entries.into()))
     }
 
-    fn append(&mut self, entries: &[Id]) -> Result<()> {
+    fn append(&mut self, entries: &[ObjectId]) -> Result<()> {
         let id = self.top()?;
         match &mut self.objects[id as usize] {
             Object::List(list) | Object::Set(list) => list.extend_from_slice(entries),
@@ -284,7 +284,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    fn set_items(&mut self, pairs: &[(Id, Id)]) -> Result<()> {
+    fn set_items(&mut self, pairs: &[(ObjectId, ObjectId)]) -> Result<()> {
         let id = self.top()?;
         match &mut self.objects[id as usize] {
             Object::Dict(dict) => dict.extend_from_slice(pairs),
@@ -397,7 +397,7 @@ impl<'a> Machine<'a> {
         // An ordered dict is a dict: its items follow, as those of a dict do.
         match names.1 == "OrderedDict" && given.is_empty() {
             true => self.push(Object::Dict(Vec::new())),
-            false => self.push(Object::Made { callable, args, state: None }),
+            false => self.push(Object::Constructed { callable, args, state: None }),
         }
     }
 
@@ -405,7 +405,7 @@ impl<'a> Machine<'a> {
         let new = self.pop()?;
         let id = self.top()?;
         match &mut self.objects[id as usize] {
-            Object::Made { state, .. } => *state = Some(new),
+            Object::Constructed { state, .. } => *state = Some(new),
             // Attributes of an ordered dict, such as the versions of modules in a state dict.
             Object::Dict(_) => {}
             _ => return Err(bad("a state for what is no object", "an object")),
@@ -413,13 +413,13 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    fn outside(&mut self) -> Result<()> {
+    fn persistent_id(&mut self) -> Result<()> {
         let name = self.pop()?;
-        self.push(Object::Outside(name))
+        self.push(Object::PersistentId(name))
     }
 }
 
-fn pairs(entries: &[Id]) -> Result<Vec<(Id, Id)>> {
+fn pairs(entries: &[ObjectId]) -> Result<Vec<(ObjectId, ObjectId)>> {
     match entries.as_chunks::<2>() {
         (pairs, []) => Ok(pairs.iter().map(|&[key, value]| (key, value)).collect()),
         _ => Err(bad("a key without a value", "pairs")),

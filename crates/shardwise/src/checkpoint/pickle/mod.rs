@@ -11,18 +11,18 @@ mod write;
 
 use std::collections::BTreeMap;
 
-use super::stored::NOT_OURS;
+use super::stored::NOT_A_CHECKPOINT;
 use super::value::Value;
 use crate::error::{ErrorKind, Result};
 
-pub(super) use object::{Id, Object};
-pub(super) use write::Writer;
+pub(super) use object::{Object, ObjectId};
+pub(super) use write::PickleWriter;
 
 /// A pickle that has been read.
 #[derive(Debug)]
 pub(super) struct Pickle {
     objects: Vec<Object>,
-    root: Id,
+    root: ObjectId,
     /// How much may be made of it: objects that are used many times would otherwise grow without bound.
     budget: usize,
 }
@@ -40,7 +40,7 @@ impl Pickle {
     }
 
     /// What the pickle stands for.
-    pub(super) fn root(&self) -> Id {
+    pub(super) fn root(&self) -> ObjectId {
         self.root
     }
 
@@ -49,11 +49,11 @@ impl Pickle {
         self.budget
     }
 
-    pub(super) fn get(&self, id: Id) -> &Object {
+    pub(super) fn get(&self, id: ObjectId) -> &Object {
         &self.objects[id as usize]
     }
 
-    pub(super) fn text(&self, id: Id) -> Option<&str> {
+    pub(super) fn text(&self, id: ObjectId) -> Option<&str> {
         match self.get(id) {
             Object::Text(text) => Some(text),
             _ => None,
@@ -61,7 +61,7 @@ impl Pickle {
     }
 
     /// A size, an offset or a position.
-    pub(super) fn size(&self, id: Id) -> Option<usize> {
+    pub(super) fn size(&self, id: ObjectId) -> Option<usize> {
         match self.get(id) {
             Object::Int(n) => usize::try_from(*n).ok(),
             _ => None,
@@ -69,7 +69,7 @@ impl Pickle {
     }
 
     /// The entries of a list or tuple.
-    pub(super) fn entries(&self, id: Id) -> Option<&[Id]> {
+    pub(super) fn entries(&self, id: ObjectId) -> Option<&[ObjectId]> {
         match self.get(id) {
             Object::List(entries) => Some(entries),
             Object::Tuple(entries) => Some(entries),
@@ -78,8 +78,8 @@ impl Pickle {
     }
 
     /// Sizes: a tuple or list, or `torch.Size` of one.
-    pub(super) fn sizes(&self, id: Id) -> Option<Vec<usize>> {
-        let id = match self.made(id) {
+    pub(super) fn sizes(&self, id: ObjectId) -> Option<Vec<usize>> {
+        let id = match self.constructed(id) {
             Some(("torch", "Size", args, _)) => *self.entries(args)?.first()?,
             Some(_) => return None,
             None => id,
@@ -88,7 +88,7 @@ impl Pickle {
         sizes.iter().map(|&entry| self.size(entry)).collect()
     }
 
-    pub(super) fn dict(&self, id: Id) -> Option<&[(Id, Id)]> {
+    pub(super) fn dict(&self, id: ObjectId) -> Option<&[(ObjectId, ObjectId)]> {
         match self.get(id) {
             Object::Dict(pairs) => Some(pairs),
             _ => None,
@@ -96,12 +96,12 @@ impl Pickle {
     }
 
     /// The entry of a dict under a name; the last one counts.
-    pub(super) fn field(&self, id: Id, name: &str) -> Option<Id> {
+    pub(super) fn field(&self, id: ObjectId, name: &str) -> Option<ObjectId> {
         self.dict(id)?.iter().rev().find(|(key, _)| self.text(*key) == Some(name)).map(|&(_, value)| value)
     }
 
     /// Module and name of a class or function.
-    pub(super) fn global(&self, id: Id) -> Option<(&str, &str)> {
+    pub(super) fn global(&self, id: ObjectId) -> Option<(&str, &str)> {
         match self.get(id) {
             Object::Global(names) => Some((&names.0, &names.1)),
             _ => None,
@@ -109,9 +109,9 @@ impl Pickle {
     }
 
     /// Module and name of what an object is made with, the arguments, and the state.
-    pub(super) fn made(&self, id: Id) -> Option<(&str, &str, Id, Option<Id>)> {
+    pub(super) fn constructed(&self, id: ObjectId) -> Option<(&str, &str, ObjectId, Option<ObjectId>)> {
         match self.get(id) {
-            Object::Made { callable, args, state } => {
+            Object::Constructed { callable, args, state } => {
                 let (module, name) = self.global(*callable)?;
                 Some((module, name, *args, *state))
             }
@@ -120,10 +120,10 @@ impl Pickle {
     }
 
     /// An object as a value, not deeper than `depth`; what it takes comes off the budget.
-    pub(super) fn value(&self, id: Id, depth: usize, budget: &mut usize) -> Result<Value> {
+    pub(super) fn value(&self, id: ObjectId, depth: usize, budget: &mut usize) -> Result<Value> {
         let object = self.get(id);
         self.spend(id, depth, budget)?;
-        let list = |entries: &[Id], budget: &mut usize| -> Result<Vec<Value>> {
+        let list = |entries: &[ObjectId], budget: &mut usize| -> Result<Vec<Value>> {
             entries.iter().map(|&entry| self.value(entry, depth - 1, budget)).collect()
         };
         let unfit = |found: String| {
@@ -152,7 +152,7 @@ impl Pickle {
                 }
                 Value::Map(map)
             }
-            Object::Made { .. } => match self.sizes(id) {
+            Object::Constructed { .. } => match self.sizes(id) {
                 Some(sizes) => Value::Tuple(sizes.into_iter().map(|n| Value::Int(n as i64)).collect()),
                 None => return Err(unfit(format!("an object ({})", self.describe(id)))),
             },
@@ -161,7 +161,7 @@ impl Pickle {
     }
 
     /// Takes the cost of an object off a budget; an error if it is used up, or if the object lies too deep.
-    pub(super) fn spend(&self, id: Id, depth: usize, budget: &mut usize) -> Result<()> {
+    pub(super) fn spend(&self, id: ObjectId, depth: usize, budget: &mut usize) -> Result<()> {
         let cost = match self.get(id) {
             Object::Text(text) => 1 + text.len(),
             _ => 1,
@@ -169,14 +169,14 @@ impl Pickle {
         if depth == 0 || *budget < cost {
             let found = "values inside values without end, or one value over and over";
             let needed = format!("{MAX_DEPTH} levels and {} entries at most", self.budget);
-            return Err(ErrorKind::Damaged.error("pickle", found, needed, NOT_OURS));
+            return Err(ErrorKind::Damaged.error("pickle", found, needed, NOT_A_CHECKPOINT));
         }
         *budget -= cost;
         Ok(())
     }
 
     /// The key of a dict as text, as Python's `str` has it.
-    pub(super) fn key_text(&self, id: Id) -> Option<String> {
+    pub(super) fn key_text(&self, id: ObjectId) -> Option<String> {
         match self.get(id) {
             Object::Text(text) => Some(text.to_string()),
             Object::Int(n) => Some(n.to_string()),
@@ -187,7 +187,7 @@ impl Pickle {
     }
 
     /// What an object is, for messages.
-    pub(super) fn describe(&self, id: Id) -> String {
+    pub(super) fn describe(&self, id: ObjectId) -> String {
         let kind = match self.get(id) {
             Object::None => "None",
             Object::Bool(_) => "a truth value",
@@ -200,9 +200,9 @@ impl Pickle {
             Object::Tuple(_) => "a tuple",
             Object::Dict(_) => "a dict",
             Object::Set(_) => "a set",
-            Object::Outside(_) => "a storage",
+            Object::PersistentId(_) => "a storage",
             Object::Global(names) => return format!("{}.{}", names.0, names.1),
-            Object::Made { callable, .. } => match self.global(*callable) {
+            Object::Constructed { callable, .. } => match self.global(*callable) {
                 Some((module, name)) => return format!("{module}.{name}"),
                 None => "an object without a class",
             },

@@ -1,7 +1,7 @@
 //! Objects that pickles build.
 
 /// Number of an object of a pickle.
-pub(in crate::checkpoint) type Id = u32;
+pub(in crate::checkpoint) type ObjectId = u32;
 
 /// What a pickle builds. Objects refer to others by number: one that is used twice, or contains itself, is still one entry.
 #[derive(Debug, Clone, PartialEq)]
@@ -21,24 +21,24 @@ pub(in crate::checkpoint) enum Object {
     /// Bytes.
     Bytes(Box<[u8]>),
     /// A list.
-    List(Vec<Id>),
+    List(Vec<ObjectId>),
     /// A tuple.
-    Tuple(Box<[Id]>),
+    Tuple(Box<[ObjectId]>),
     /// Pairs in the order in which they were put in.
-    Dict(Vec<(Id, Id)>),
+    Dict(Vec<(ObjectId, ObjectId)>),
     /// A set.
-    Set(Vec<Id>),
+    Set(Vec<ObjectId>),
     /// The name of a class or function.
     Global(Box<(String, String)>),
     /// The result of a call that was not made, or an object of a class.
-    Made {
+    Constructed {
         /// What would have been called.
-        callable: Id,
+        callable: ObjectId,
         /// The tuple of its arguments.
-        args: Id,
+        args: ObjectId,
         /// What the object would have been filled with.
-        state: Option<Id>,
+        state: Option<ObjectId>,
     },
     /// Something outside the pickle, by its name there.
-    Outside(Id),
+    PersistentId(ObjectId),
 }

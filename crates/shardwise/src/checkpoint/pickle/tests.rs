@@ -10,7 +10,7 @@ fn value_of(bytes: &[u8]) -> Result<Value> {
 }
 
 fn written(value: &Value) -> Vec<u8> {
-    let mut writer = Writer::new();
+    let mut writer = PickleWriter::new();
     writer.value(value);
     writer.finish()
 }

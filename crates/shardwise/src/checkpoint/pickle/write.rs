@@ -5,15 +5,15 @@ use std::collections::BTreeMap;
 use super::super::value::Value;
 
 /// A pickle under construction: every method puts one object on the stack, or combines those that are on it.
-pub(in crate::checkpoint) struct Writer {
+pub(in crate::checkpoint) struct PickleWriter {
     bytes: Vec<u8>,
     /// Names that were written before, by their number in the memo.
     globals: BTreeMap<(&'static str, &'static str), u32>,
 }
 
-impl Writer {
+impl PickleWriter {
     pub(in crate::checkpoint) fn new() -> Self {
-        Writer { bytes: vec![0x80, 2], globals: BTreeMap::new() }
+        PickleWriter { bytes: vec![0x80, 2], globals: BTreeMap::new() }
     }
 
     /// The pickle, which stands for the object on the stack.
@@ -128,7 +128,7 @@ impl Writer {
     }
 
     /// Makes the object on the stack the name of something outside the pickle.
-    pub(in crate::checkpoint) fn outside(&mut self) {
+    pub(in crate::checkpoint) fn persistent_id(&mut self) {
         self.bytes.push(b'Q');
     }
 

@@ -10,7 +10,7 @@ mod records;
 mod write;
 
 pub(super) use read::Archive;
-pub(super) use write::Writer;
+pub(super) use write::ZipWriter;
 
 #[cfg(test)]
 mod tests;

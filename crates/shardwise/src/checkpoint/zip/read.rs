@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::super::files::Files;
-use super::super::stored::NOT_OURS;
+use super::super::stored::NOT_A_CHECKPOINT;
 use super::records::{
     CENTRAL, CENTRAL_LENGTH, END, END_64, END_64_LENGTH, END_LENGTH, EXTRA_64, LOCAL, LOCAL_LENGTH, LOCATOR_64,
     LOCATOR_64_LENGTH,
@@ -11,7 +11,7 @@ use super::records::{
 use crate::error::{Error, ErrorKind, Result};
 
 /// How much is read at both ends of an archive: all that is small in most.
-const ENDS: u64 = 2 << 10;
+const END_READ_BYTES: u64 = 2 << 10;
 /// The comment behind the directory's end is this long at most.
 const MAX_COMMENT: u64 = u16::MAX as u64;
 /// A longer directory is refused.
@@ -26,12 +26,12 @@ pub(in crate::checkpoint) struct Archive<'a> {
     /// What has been read of both ends, and where it begins.
     head: Vec<u8>,
     tail: Vec<u8>,
-    entries: BTreeMap<String, Entry>,
+    entries: BTreeMap<String, ZipEntry>,
 }
 
 /// An entry of an archive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::checkpoint) struct Entry {
+pub(in crate::checkpoint) struct ZipEntry {
     /// Where its local header begins, in the archive.
     header: u64,
     /// Its size in bytes.
@@ -50,9 +50,9 @@ impl<'a> Archive<'a> {
             let found = format!("{size} bytes");
             return Err(archive.bad(found, format!("an archive of {length} bytes from byte {start} on")));
         }
-        let ends = length.min(ENDS);
+        let ends = length.min(END_READ_BYTES);
         archive.tail = archive.bytes(length - ends, ends)?;
-        archive.head = if length <= ENDS { archive.tail.clone() } else { archive.bytes(0, ends)? };
+        archive.head = if length <= END_READ_BYTES { archive.tail.clone() } else { archive.bytes(0, ends)? };
         let (at, length, count) = archive.directory()?;
         let bytes = archive.bytes(at, length)?;
         archive.entries = archive.parse(&bytes, count)?;
@@ -64,7 +64,7 @@ impl<'a> Archive<'a> {
         self.entries.keys().map(String::as_str)
     }
 
-    pub(in crate::checkpoint) fn entry(&self, name: &str) -> Result<Entry> {
+    pub(in crate::checkpoint) fn entry(&self, name: &str) -> Result<ZipEntry> {
         self.entries.get(name).copied().ok_or_else(|| self.bad(format!("no entry {name:?}"), "one"))
     }
 
@@ -106,7 +106,7 @@ impl<'a> Archive<'a> {
     }
 
     fn bad(&self, found: impl std::fmt::Display, needed: impl std::fmt::Display) -> Error {
-        ErrorKind::Damaged.error("zip archive", format!("{found} in {:?}", self.file), needed, NOT_OURS)
+        ErrorKind::Damaged.error("zip archive", format!("{found} in {:?}", self.file), needed, NOT_A_CHECKPOINT)
     }
 
     /// A range of the archive that is known to lie in it.
@@ -166,7 +166,7 @@ impl<'a> Archive<'a> {
         Ok((at, length, count))
     }
 
-    fn parse(&self, bytes: &[u8], count: u64) -> Result<BTreeMap<String, Entry>> {
+    fn parse(&self, bytes: &[u8], count: u64) -> Result<BTreeMap<String, ZipEntry>> {
         let cut = || self.bad("a directory that is cut off", "all its entries");
         let mut entries = BTreeMap::new();
         let mut rest = bytes;
@@ -204,7 +204,7 @@ impl<'a> Archive<'a> {
                 return Err(self.bad(found, "entries inside the archive"));
             }
             let crc32 = Some(u32_at(fixed, 16)).filter(|&crc32| crc32 != 0);
-            if entries.insert(name.to_string(), Entry { header, bytes, crc32 }).is_some() {
+            if entries.insert(name.to_string(), ZipEntry { header, bytes, crc32 }).is_some() {
                 return Err(self.bad(format!("two entries {name:?}"), "different names"));
             }
         }

@@ -9,29 +9,29 @@ use crate::error::{ErrorKind, Result};
 const ALIGNMENT: u64 = 64;
 /// Bit 3: checksum and sizes follow the data. Bit 11: names are UTF-8.
 const FLAGS: u16 = 0x0808;
-const NARROW: u64 = u32::MAX as u64;
+const MAX_32: u64 = u32::MAX as u64;
 
 /// An archive under construction.
-pub(in crate::checkpoint) struct Writer<'a, W: Write> {
+pub(in crate::checkpoint) struct ZipWriter<'a, W: Write> {
     out: &'a mut W,
     /// Bytes written so far.
     position: u64,
-    entries: Vec<Done>,
+    entries: Vec<WrittenEntry>,
 }
 
 /// Takes the next bytes of an entry.
 pub(super) type Sink<'a> = dyn FnMut(&[u8]) -> Result<()> + 'a;
 
-struct Done {
+struct WrittenEntry {
     name: String,
     header: u64,
     bytes: u64,
     crc32: u32,
 }
 
-impl<'a, W: Write> Writer<'a, W> {
+impl<'a, W: Write> ZipWriter<'a, W> {
     pub(in crate::checkpoint) fn new(out: &'a mut W) -> Self {
-        Writer { out, position: 0, entries: Vec::new() }
+        ZipWriter { out, position: 0, entries: Vec::new() }
     }
 
     /// Adds an entry of so many bytes, which `fill` hands over one after the other. Returns where they begin in the archive,
@@ -43,7 +43,7 @@ impl<'a, W: Write> Writer<'a, W> {
         fill: &mut dyn FnMut(&mut Sink<'_>) -> Result<()>,
     ) -> Result<(u64, u32)> {
         let header = self.position;
-        let wide = bytes >= NARROW;
+        let wide = bytes >= MAX_32;
         let wide_field: Vec<u8> = if wide { extra_64(&[bytes, bytes]) } else { Vec::new() };
         let bare = header + LOCAL_LENGTH + name.len() as u64 + wide_field.len() as u64 + 4;
         let padding = bare.next_multiple_of(ALIGNMENT) - bare;
@@ -90,7 +90,7 @@ impl<'a, W: Write> Writer<'a, W> {
             }
         }
         self.put(&descriptor)?;
-        self.entries.push(Done { name: name.to_string(), header, bytes, crc32 });
+        self.entries.push(WrittenEntry { name: name.to_string(), header, bytes, crc32 });
         Ok((data, crc32))
     }
 
@@ -105,7 +105,7 @@ impl<'a, W: Write> Writer<'a, W> {
         let mut bytes = Vec::new();
         for entry in &self.entries {
             let wide: Vec<u64> =
-                [entry.bytes, entry.bytes, entry.header].into_iter().filter(|&n| n >= NARROW).collect();
+                [entry.bytes, entry.bytes, entry.header].into_iter().filter(|&n| n >= MAX_32).collect();
             let extra = if wide.is_empty() { Vec::new() } else { extra_64(&wide) };
             put32(&mut bytes, CENTRAL);
             let version = if wide.is_empty() { 0 } else { 45 };
@@ -158,7 +158,7 @@ impl<'a, W: Write> Writer<'a, W> {
 }
 
 fn narrow(n: u64) -> u32 {
-    n.min(NARROW) as u32
+    n.min(MAX_32) as u32
 }
 
 fn extra_64(numbers: &[u64]) -> Vec<u8> {

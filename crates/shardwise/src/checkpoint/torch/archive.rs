@@ -1,10 +1,10 @@
 //! One archive of `torch.save`, read just enough to know where its tensors are.
 
-use super::super::blocks::Blocks;
+use super::super::blocks::BlockChecksums;
 use super::super::element::ElementType;
 use super::super::files::Files;
-use super::super::pickle::{Id, MAX_DEPTH, Object, Pickle};
-use super::super::stored::{Chunk, Contents, NOT_OURS, StoredTensor, row_major};
+use super::super::pickle::{MAX_DEPTH, Object, ObjectId, Pickle};
+use super::super::stored::{Chunk, Contents, NOT_A_CHECKPOINT, StoredTensor, row_major};
 use super::super::value::{Key, Value, flat_key};
 use super::super::zip::Archive;
 use super::names::{CHECKSUMS, STORAGES};
@@ -17,7 +17,7 @@ const MAX_PICKLE: u64 = 1 << 30;
 const MAX_EXPANDED: usize = 64 << 20;
 
 /// An archive and its pickle.
-pub(in crate::checkpoint) struct Saved<'a> {
+pub(in crate::checkpoint) struct TorchArchive<'a> {
     archive: Archive<'a>,
     /// The directory in which all entries are.
     prefix: String,
@@ -26,7 +26,7 @@ pub(in crate::checkpoint) struct Saved<'a> {
 
 /// A tensor in a file.
 #[derive(Debug)]
-pub(in crate::checkpoint) struct Located {
+pub(in crate::checkpoint) struct LocatedTensor {
     /// Type of its elements.
     pub(in crate::checkpoint) element: ElementType,
     /// Its shape.
@@ -38,28 +38,28 @@ pub(in crate::checkpoint) struct Located {
     /// CRC-32 of its bytes, if they are all that the storage has, in order.
     pub(in crate::checkpoint) crc32: Option<u32>,
     /// CRC-32 of its blocks, if this library wrote it.
-    pub(in crate::checkpoint) blocks: Option<Blocks>,
+    pub(in crate::checkpoint) blocks: Option<BlockChecksums>,
 }
 
 /// What is at the end of a path.
-pub(in crate::checkpoint) enum Leaf {
+pub(in crate::checkpoint) enum TorchLeaf {
     /// A tensor.
-    Tensor(Located),
+    Tensor(LocatedTensor),
     /// A value.
     Value(Value),
 }
 
-impl Leaf {
+impl TorchLeaf {
     /// Adds it to the contents of a checkpoint whose file it was found in.
     pub(in crate::checkpoint) fn add_to(self, contents: &mut Contents, file: &str, path: Vec<Key>) -> Result<()> {
         match self {
-            Leaf::Value(value) => contents.add_value(path, value),
-            Leaf::Tensor(located) => contents.add_tensor(path, located.whole(file)),
+            TorchLeaf::Value(value) => contents.add_value(path, value),
+            TorchLeaf::Tensor(located) => contents.add_tensor(path, located.whole(file)),
         }
     }
 }
 
-impl Located {
+impl LocatedTensor {
     /// The tensor as one that a checkpoint has in one piece.
     fn whole(self, file: &str) -> StoredTensor {
         let (element, shape) = (self.element, self.sizes.clone());
@@ -69,16 +69,16 @@ impl Located {
 
     /// The tensor as a chunk of another.
     pub(in crate::checkpoint) fn chunk(self, part: TensorBox, file: &str) -> Chunk {
-        let Located { offset, strides, crc32, blocks, .. } = self;
+        let LocatedTensor { offset, strides, crc32, blocks, .. } = self;
         Chunk { part, file: file.to_string(), offset, strides, crc32, blocks }
     }
 }
 
 fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
-    ErrorKind::Damaged.error("torch.save archive", found, needed, NOT_OURS)
+    ErrorKind::Damaged.error("torch.save archive", found, needed, NOT_A_CHECKPOINT)
 }
 
-impl<'a> Saved<'a> {
+impl<'a> TorchArchive<'a> {
     /// The archive in a range of a file.
     pub(in crate::checkpoint) fn open(files: &'a Files, file: &'a str, start: u64, length: u64) -> Result<Self> {
         let archive = Archive::open(files, file, start, length)?;
@@ -89,18 +89,18 @@ impl<'a> Saved<'a> {
             return Err(bad("bytes in another order", "the low byte of numbers first"));
         }
         let pickle = Pickle::read(&archive.read(&format!("{prefix}data.pkl"), MAX_PICKLE)?)?;
-        Ok(Saved { archive, prefix, pickle })
+        Ok(TorchArchive { archive, prefix, pickle })
     }
 
     /// The one tensor that the archive is.
-    pub(in crate::checkpoint) fn single(&self) -> Result<Located> {
+    pub(in crate::checkpoint) fn single(&self) -> Result<LocatedTensor> {
         let root = self.pickle.root();
         self.tensor(root)?.ok_or_else(|| bad(self.pickle.describe(root), "a tensor"))
     }
 
     /// All tensors and values with the ways to them. Dicts are taken apart, and lists with dicts or tensors in them. So are
     /// tuples with tensors, which a value cannot have.
-    pub(in crate::checkpoint) fn flatten(&self, base: &[Key]) -> Result<Vec<(Vec<Key>, Leaf)>> {
+    pub(in crate::checkpoint) fn flatten(&self, base: &[Key]) -> Result<Vec<(Vec<Key>, TorchLeaf)>> {
         let mut leaves = Vec::new();
         let mut path = base.to_vec();
         self.visit(self.pickle.root(), &mut path, MAX_DEPTH, &mut self.pickle.budget(), &mut leaves)?;
@@ -109,16 +109,16 @@ impl<'a> Saved<'a> {
 
     fn visit(
         &self,
-        id: Id,
+        id: ObjectId,
         path: &mut Vec<Key>,
         depth: usize,
         budget: &mut usize,
-        leaves: &mut Vec<(Vec<Key>, Leaf)>,
+        leaves: &mut Vec<(Vec<Key>, TorchLeaf)>,
     ) -> Result<()> {
         self.pickle.spend(id, depth, budget)?;
         if let Some(tensor) = self.tensor(id)? {
             *budget = budget.saturating_sub(length(path));
-            leaves.push((path.clone(), Leaf::Tensor(tensor)));
+            leaves.push((path.clone(), TorchLeaf::Tensor(tensor)));
             return Ok(());
         }
         let entries = match self.pickle.get(id) {
@@ -138,7 +138,7 @@ impl<'a> Saved<'a> {
             _ => {
                 *budget = budget.saturating_sub(length(path));
                 let value = self.pickle.value(id, depth, budget).map_err(|error| at_key(error, &flat_key(path)))?;
-                leaves.push((path.clone(), Leaf::Value(value)));
+                leaves.push((path.clone(), TorchLeaf::Value(value)));
                 return Ok(());
             }
         };
@@ -153,7 +153,7 @@ impl<'a> Saved<'a> {
     /// Whether there is a tensor among entries and what is in them, or a dict if these count.
     fn holds(
         &self,
-        entries: &mut dyn Iterator<Item = Id>,
+        entries: &mut dyn Iterator<Item = ObjectId>,
         dicts: bool,
         depth: usize,
         budget: &mut usize,
@@ -175,10 +175,10 @@ impl<'a> Saved<'a> {
     }
 
     /// The function that makes a tensor, and its arguments, if the object is one; what is wrapped around it is left off.
-    fn rebuilt(&self, id: Id) -> Option<(&str, &[Id])> {
+    fn rebuilt(&self, id: ObjectId) -> Option<(&str, &[ObjectId])> {
         let mut id = id;
         for _ in 0..4 {
-            let (module, name, args, _) = self.pickle.made(id)?;
+            let (module, name, args, _) = self.pickle.constructed(id)?;
             let args = self.pickle.entries(args)?;
             match (module, name) {
                 ("torch._utils", "_rebuild_parameter") => id = *args.first()?,
@@ -194,11 +194,11 @@ impl<'a> Saved<'a> {
     }
 
     /// Where a tensor is; `None` if the object is no tensor.
-    fn tensor(&self, id: Id) -> Result<Option<Located>> {
+    fn tensor(&self, id: ObjectId) -> Result<Option<LocatedTensor>> {
         let Some((_, args)) = self.rebuilt(id) else { return Ok(None) };
         let parts = || -> Option<_> {
             let [storage, offset, sizes, strides, ..] = args else { return None };
-            let Object::Outside(name) = self.pickle.get(*storage) else { return None };
+            let Object::PersistentId(name) = self.pickle.get(*storage) else { return None };
             let [kind, class, key, _, _] = self.pickle.entries(*name)? else { return None };
             let (_, class) = self.pickle.global(*class)?;
             let of_storage = STORAGES.iter().find(|(name, _)| *name == class).map(|(_, element)| *element);
@@ -257,17 +257,17 @@ impl<'a> Saved<'a> {
             true => self.checksums(entry.bytes)?,
             false => None,
         };
-        Ok(Some(Located { element, sizes, strides: (!ordered).then_some(strides), offset, crc32, blocks }))
+        Ok(Some(LocatedTensor { element, sizes, strides: (!ordered).then_some(strides), offset, crc32, blocks }))
     }
 
     /// The checksums of the blocks of storage 0, which has so many bytes.
-    fn checksums(&self, bytes: u64) -> Result<Option<Blocks>> {
+    fn checksums(&self, bytes: u64) -> Result<Option<BlockChecksums>> {
         let name = format!("{}{CHECKSUMS}", self.prefix);
         let Ok(entry) = self.archive.entry(&name) else { return Ok(None) };
         let wrong = || bad(format!("{} bytes as checksums of a storage of {bytes}", entry.bytes), "one per block");
         // No more than there can be: blocks are not shorter than 64 KiB.
         let read = self.archive.read(&name, 16 + bytes / 8192).map_err(|_| wrong())?;
-        let blocks = Blocks::from_bytes(&read).filter(|blocks| blocks.fits(bytes));
+        let blocks = BlockChecksums::from_bytes(&read).filter(|blocks| blocks.fits(bytes));
         blocks.map(Some).ok_or_else(wrong)
     }
 }
