@@ -144,7 +144,7 @@ fn a_checkpoint_is_matched_as_the_options_say_on_any_number_of_ranks() {
             let target = Pair::new(&world.mesh([("dp", ranks)])?)?;
             checkpoint::load_into(&world, &place, (ModelPart::new(&target, options(false, true, "other.")),)).map(drop)
         });
-        assert!(text.contains("no name of the module below model.other."), "{text}");
+        assert!(text.contains("no entry of the module under model.other."), "{text}");
     }
 }
 

@@ -213,7 +213,7 @@ fn damage_and_foreign_files_are_found_in_it() {
         assert!(error.contains(found), "{error}");
     }
     fs::write(&file, &good[..good.len() - 1]).unwrap();
-    assert!(checkpoint::open(&path).unwrap_err().to_string().contains("cut off"));
+    assert!(checkpoint::open(&path).unwrap_err().to_string().contains("truncated"));
 
     fs::write(&file, &good).unwrap();
     fs::write(path.join("notes.txt"), "mine").unwrap();

@@ -17,12 +17,7 @@ pub(super) fn convert_elements(bytes: &[u8], from: ElementType, to: ElementType)
     let numbers = to_tensor(bytes, from)?;
     let dtype = to.dtype().ok_or_else(|| {
         let fix = "choose f64, f32, f16, bf16, i64, i32, i16, u32, u8 or bool";
-        ErrorKind::Unsupported.error::<Error>(
-            "conversion",
-            format!("{from} to {to}"),
-            "a type that tensors here can have",
-            fix,
-        )
+        ErrorKind::Unsupported.error::<Error>("conversion", format!("{from} to {to}"), "a type with a dtype", fix)
     })?;
     let numbers = match to {
         ElementType::Bool => numbers.ne(&numbers.zeros_like()?)?,

@@ -84,7 +84,7 @@ impl Catalog {
         if !same_ndim || !tensor.shape.iter().zip(part.offsets.iter().zip(&part.sizes)).all(inside) {
             let found = format!("a box of sizes {:?} at {:?}", part.sizes, part.offsets);
             let needed = format!("one inside tensor {key:?} of shape {:?}", tensor.shape);
-            return Err(ErrorKind::Argument.error("box", found, needed, "correct its offsets or sizes"));
+            return Err(ErrorKind::Argument.error("box", found, needed, "correct the offsets or sizes"));
         }
         let length = part.volume().saturating_mul(tensor.element.size_in_bytes());
         let mut bytes = Vec::new();
@@ -133,7 +133,7 @@ impl Catalog {
                 "checkpoint",
                 found,
                 format!("value {path:?}"),
-                "name a value that was saved",
+                "use the key of a saved value",
             )
         })
     }

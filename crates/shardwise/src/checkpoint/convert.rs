@@ -37,7 +37,7 @@ pub struct ConvertOptions {
     pub rename: Arc<dyn Fn(&str) -> String + Send + Sync>,
     /// How to shard the tensors, with one file per rank; `None` writes whole tensors to files of bounded size.
     pub reshard: Option<ReshardFn>,
-    /// Largest size of a file of whole tensors, unless a single tensor is larger; 5 GB by default, as Hugging Face has it.
+    /// Largest size of a file of whole tensors, unless a single tensor is larger; 5 GB by default.
     pub max_file_bytes: usize,
 }
 
@@ -82,8 +82,13 @@ pub fn convert(
 ) -> Result<Conversion> {
     let (source, to, writer) = (open(from)?, to.as_ref(), options.format.to_write()?);
     if to.exists() && fs::canonicalize(&source.directory)?.starts_with(fs::canonicalize(to)?) {
-        let found = format!("{}, which holds what is read", to.display());
-        return Err(ErrorKind::Argument.error("conversion", found, "another place", "write to another directory"));
+        let found = format!("target {}, which contains the source", to.display());
+        return Err(ErrorKind::Argument.error(
+            "conversion",
+            found,
+            "a target outside the source",
+            "write to another directory",
+        ));
     }
     let (contents, left_out) = contents_to_write(&source, options, writer)?;
     let plan = plan_files(&source, &contents, options, writer)?;
@@ -129,13 +134,8 @@ fn contents_to_write(
         contents.paths.insert(name, path);
     }
     if origin.is_empty() && !(source.tensors.is_empty() && source.values.is_empty()) {
-        let found = format!("none of {} tensors and {} values", source.tensors.len(), source.values.len());
-        return Err(ErrorKind::Argument.error(
-            "selection",
-            found,
-            "something to write",
-            "include more, or exclude less",
-        ));
+        let found = format!("none of {} tensors and {} values selected", source.tensors.len(), source.values.len());
+        return Err(ErrorKind::Argument.error("selection", found, "at least one", "include more, or exclude less"));
     }
     Ok((contents, left_out))
 }

@@ -48,7 +48,7 @@ impl fmt::Display for Difference {
             Difference::Shape(a, b) => write!(f, "shape {a:?} and {b:?}"),
             Difference::Type(a, b) => write!(f, "type {a} and {b}"),
             Difference::Elements { count, largest, first } => {
-                write!(f, "{count} elements, first at {first:?}, largest distance {largest:e}")
+                write!(f, "{count} elements, first at {first:?}, largest difference {largest:e}")
             }
             Difference::Values(a, b) => write!(f, "{a} and {b}"),
         }

@@ -40,8 +40,8 @@ impl Staging {
         let parent = parent_of(target);
         fs::create_dir_all(&parent).map_err(|error| unwritable(&parent, &error))?;
         if !ACTIVE.lock().insert(target.to_path_buf()) {
-            let found = format!("another save to {} that is under way", target.display());
-            return Err(ErrorKind::path(target).error("path", found, "one save at a time", "wait for it first"));
+            let found = format!("another save to {} in progress", target.display());
+            return Err(ErrorKind::path(target).error("path", found, "one save at a time", "wait for the first one"));
         }
         let staging = Staging { path: staged_path(target, std::process::id(), id), target: target.to_path_buf() };
         remove_stale_staging(target)?;
@@ -146,10 +146,10 @@ pub(super) fn unwritable(path: &Path, error: &io::Error) -> Error {
         io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
             "choose a path that this user can write to"
         }
-        _ => "choose another path, or look at the file system",
+        _ => "choose another path, or check the file system",
     };
     let found = format!("{error}: {}", path.display());
-    ErrorKind::path(path).error("checkpoint file", found, "a place that can be written to", fix)
+    ErrorKind::path(path).error("checkpoint file", found, "a writable path", fix)
 }
 
 /// Removes staging directories for `target` that this process, or processes that no longer run, have left.
@@ -212,7 +212,7 @@ mod tests {
         fs::create_dir_all(&root).unwrap();
         for content in ["one", "two", "three"] {
             let staging = Staging::new(&target, 7).unwrap();
-            assert!(Staging::new(&target, 8).err().unwrap().to_string().contains("under way"));
+            assert!(Staging::new(&target, 8).err().unwrap().to_string().contains("in progress"));
             fs::write(staging.path().join("x.safetensors"), content).unwrap();
             sync(staging.path()).unwrap();
             let staged = staging.path().to_path_buf();

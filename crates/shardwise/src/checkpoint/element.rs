@@ -71,7 +71,7 @@ impl ElementType {
         let found = ElementType::ALL.iter().find(|e| **e != ElementType::Bool && e.dtype() == Some(dtype));
         found.copied().ok_or_else(|| {
             let needed = "f64, f32, f16, bf16, i64, i32, i16, u32 or u8";
-            ErrorKind::dtype(dtype).error("element type", dtype.as_str(), needed, "tensors here have no other types")
+            ErrorKind::dtype(dtype).error("element type", dtype.as_str(), needed, "convert the tensor to one of these")
         })
     }
 
@@ -87,7 +87,7 @@ impl ElementType {
                 "element type",
                 format!("{name:?}"),
                 all.join(", "),
-                "this version knows no other",
+                "convert the tensor to one of these",
             )
         })
     }
@@ -106,8 +106,8 @@ impl ElementType {
                     ElementType::C64 => "leave the tensor out, or store it with PyTorch as torch.view_as_real first",
                     _ => "leave the tensor out, or store it with PyTorch as int64 first",
                 };
-                let found = format!("{other}, which passes through files unchanged and is not converted");
-                ErrorKind::Unsupported.error("element type", found, "a type that tensors here can have", fix)
+                let found = format!("{other}, which can be copied between files but not loaded or converted");
+                ErrorKind::Unsupported.error("element type", found, "a type with a dtype", fix)
             }),
         }
     }

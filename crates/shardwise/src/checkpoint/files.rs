@@ -155,7 +155,7 @@ impl Files {
                 "checkpoint file",
                 found,
                 needed,
-                "the file is cut off or unreadable; copy it again",
+                "the file is truncated or unreadable; copy it again",
             )
         })
     }
@@ -203,8 +203,13 @@ impl Files {
     }
 
     fn replaced(&self) -> Error {
-        let found = format!("another save at {} while it was read", self.path.display());
-        ErrorKind::path(&self.directory).error("checkpoint", found, "one that stays until it is read", "open it again")
+        let found = format!("a newer save, which replaced {} while it was read", self.path.display());
+        ErrorKind::path(&self.directory).error(
+            "checkpoint",
+            found,
+            "a checkpoint that stays until it is read",
+            "open it again",
+        )
     }
 
     /// A hash of inodes, times and sizes of the open files: different for another save at the same path.
@@ -259,13 +264,8 @@ impl fmt::Debug for Files {
 
 fn unreadable(path: &Path, error: &io::Error) -> Error {
     let fix = match error.kind() {
-        io::ErrorKind::PermissionDenied => "give this user the right to read it",
+        io::ErrorKind::PermissionDenied => "give this user permission to read it",
         _ => "copy the checkpoint again",
     };
-    ErrorKind::path(path).error(
-        "checkpoint file",
-        format!("{error}: {}", path.display()),
-        "a file that can be read",
-        fix,
-    )
+    ErrorKind::path(path).error("checkpoint file", format!("{error}: {}", path.display()), "a readable file", fix)
 }

@@ -53,12 +53,12 @@ impl Format {
         let names = || std::iter::once(format.name()).chain(format.aliases().iter().copied());
         for known in registered.iter().chain(BUILT_IN) {
             if let Some(taken) = names().find(|name| is_called(*known, name)) {
-                let found = format!("a format called {taken:?}, as {known} is");
+                let found = format!("the name {taken:?}, which format {known} has");
                 return Err(ErrorKind::Argument.error(
                     "checkpoint format",
                     found,
-                    "a new name",
-                    "give it another name",
+                    "a name that no other format has",
+                    "rename the new format",
                 ));
             }
         }
@@ -108,7 +108,7 @@ impl FromStr for Format {
         let (all, name) = (Format::all(), text.to_lowercase());
         all.iter().copied().find(|format| is_called(*format, &name)).ok_or_else(|| {
             let known: Vec<&str> = all.iter().map(|format| format.name()).collect();
-            let fix = "name one of these, or register the format first";
+            let fix = "use one of these, or register the format first";
             ErrorKind::unknown(text).error(
                 "checkpoint format",
                 format!("{text:?}"),

@@ -1,5 +1,5 @@
-//! Safetensors as Hugging Face has them: `model.safetensors`, or several files with an index, or a file per rank with the
-//! offsets of its boxes in the header, as PyTorch writes them.
+//! Hugging Face safetensors: `model.safetensors`, several files with `model.safetensors.index.json`, or one file per rank with
+//! the offsets of its boxes in the header, as PyTorch's `HuggingFaceStorageWriter` writes them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -17,13 +17,14 @@ use super::stored::{Chunk, Contents, INCOMPLETE, NOT_A_CHECKPOINT, StoredTensor,
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorBox;
 
-/// The format, see above.
+/// See the module's documentation.
 pub(super) struct HuggingFace;
 
-/// The file that says which tensor is in which file.
+/// The index file: which tensor is in which file.
 const INDEX: &str = "model.safetensors.index.json";
-/// The entry of a header with the offsets of the boxes in the file.
+/// The header entry with the offsets of the boxes in the file, in PyTorch's form.
 const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
+/// Longest index that is read: a bound on what a hostile file can make a reader allocate.
 const MAX_INDEX: u64 = 1 << 28;
 
 #[derive(Deserialize)]
@@ -36,7 +37,7 @@ struct SavedOffsets {
     saved_offsets: Vec<usize>,
 }
 
-/// What is in a directory of such files, or in one of them.
+/// Reads the metadata of a directory of safetensors files, or of a single file.
 fn contents(files: &Files) -> Result<Contents> {
     let bad = |found: String, needed: &str| {
         ErrorKind::Damaged.error("safetensors checkpoint", found, needed, NOT_A_CHECKPOINT)
@@ -64,7 +65,7 @@ fn contents(files: &Files) -> Result<Contents> {
             Some(text) => serde_json::from_str(text).map_err(|error| bad(error.to_string(), "offsets of boxes"))?,
         };
         for (key, (element, sizes, offset)) in header.tensors {
-            // The index decides where a tensor is that two files have.
+            // If two files have a tensor, the index decides.
             if index.as_ref().is_some_and(|index| index.get(&key) != Some(name)) {
                 continue;
             }
@@ -81,20 +82,25 @@ fn contents(files: &Files) -> Result<Contents> {
         }
     }
     if let Some(missing) = index.iter().flatten().map(|(key, _)| key).find(|key| !found.contains_key(*key)) {
-        let found = format!("no tensor {missing:?} in the file that the index names for it");
+        let found = format!("no tensor {missing:?} in the file that the index lists for it");
         return Err(ErrorKind::Damaged.error("safetensors checkpoint", found, "all tensors of the index", INCOMPLETE));
     }
     let tensors = found.into_iter().map(|(key, chunks)| Ok((key.clone(), tensor_of_chunks(&key, chunks)?)));
     Ok(Contents { tensors: tensors.collect::<Result<_>>()?, ..Contents::default() })
 }
 
-/// A tensor from its boxes: it reaches as far as they do.
+/// A tensor from its chunks. The format stores no global shape, so the shape is the extent of the chunks.
 fn tensor_of_chunks(key: &str, chunks: Vec<(ElementType, Chunk)>) -> Result<StoredTensor> {
     let (element, first) = &chunks[0];
     let (element, dims) = (*element, first.part.sizes.len());
     if let Some((other, _)) = chunks.iter().find(|(e, c)| *e != element || c.part.sizes.len() != dims) {
         let found = format!("tensor {key:?} of types {element} and {other}, or of different numbers of dimensions");
-        return Err(ErrorKind::Damaged.error("safetensors checkpoint", found, "boxes of one tensor", NOT_A_CHECKPOINT));
+        return Err(ErrorKind::Damaged.error(
+            "safetensors checkpoint",
+            found,
+            "chunks of one type and number of dimensions",
+            NOT_A_CHECKPOINT,
+        ));
     }
     let end = |dim: usize| {
         chunks.iter().map(|(_, c)| c.part.offsets[dim].saturating_add(c.part.sizes[dim])).max().unwrap_or(0)
@@ -103,7 +109,7 @@ fn tensor_of_chunks(key: &str, chunks: Vec<(ElementType, Chunk)>) -> Result<Stor
     Ok(StoredTensor { element, shape, chunks: chunks.into_iter().map(|(_, chunk)| chunk).collect() })
 }
 
-/// The free part of the header of a file with boxes that begin at these offsets.
+/// The `__metadata__` of a file with sharded boxes: their offsets, in PyTorch's form.
 fn sharding_info(boxes: &[BoxToWrite]) -> Result<BTreeMap<String, String>> {
     let saved: BTreeMap<&str, SavedOffsets> =
         boxes.iter().map(|b| (b.key.as_str(), SavedOffsets { saved_offsets: b.part.offsets.clone() })).collect();
@@ -112,7 +118,7 @@ fn sharding_info(boxes: &[BoxToWrite]) -> Result<BTreeMap<String, String>> {
     Ok(pairs.into_iter().map(|(k, v)| (k.to_string(), v.to_string())).collect())
 }
 
-/// The text of the index over files.
+/// The JSON text of the index.
 fn index_text(tensors: &BTreeMap<String, StoredTensor>) -> Result<String> {
     let total: usize = tensors.values().map(StoredTensor::bytes).sum();
     let map: BTreeMap<&String, &String> =
@@ -131,7 +137,7 @@ impl CheckpointFormat for HuggingFace {
     }
 
     fn about(&self) -> &'static str {
-        "Safetensors files as Hugging Face has them"
+        "Hugging Face safetensors files"
     }
 
     fn detect(&self, files: &Files) -> bool {
@@ -150,7 +156,7 @@ impl CheckpointFormat for HuggingFace {
     }
 
     fn belongs(&self, name: &str) -> bool {
-        // Tokenizers, settings and texts stand beside such files.
+        // Model repositories have tokenizers, configs and readmes beside these files.
         !is_safetensors(name)
     }
 
@@ -174,7 +180,7 @@ impl FormatWriter for HuggingFace {
                 "model.safetensors".to_string()
             }
             FileRole::Whole { index, count } => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
-            // As PyTorch has it.
+            // The names that PyTorch's writer uses.
             FileRole::OfRank { rank, index, count, .. } => {
                 format!("shard-{:05}-model-{:05}-of-{count:05}.safetensors", rank + 1, index + 1)
             }
@@ -192,7 +198,7 @@ impl FormatWriter for HuggingFace {
     }
 
     fn index(&self, contents: &Contents, files: &[WrittenFile]) -> Result<Option<(String, Vec<u8>)>> {
-        // The index knows one file per tensor: boxes of ranks are found by the headers of their files.
+        // The index lists one file per tensor: sharded boxes are found by the headers of their files instead.
         if files.len() < 2 || contents.tensors.values().any(|t| t.chunks.len() > 1) {
             return Ok(None);
         }

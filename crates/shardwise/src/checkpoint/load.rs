@@ -77,7 +77,7 @@ pub fn load_placed(
                     "layout",
                     layout,
                     needed,
-                    "choose layouts by the shape that is given",
+                    "build the layout from the shape that the function is given",
                 ));
             }
             let dtype = stored.element.widened()?;
@@ -122,8 +122,8 @@ pub(super) fn load_consistent<T>(
     Err(ErrorKind::path(path).error(
         "checkpoint",
         found,
-        "one that stays until it is read",
-        "load it when nothing is being saved",
+        "a checkpoint that stays until it is read",
+        "load it while nothing is being saved",
     ))
 }
 
@@ -158,7 +158,8 @@ fn open_on_all_ranks(world: &World, path: &Path, site: Site) -> Result<Catalog> 
         }
         if is_settled && attempt > SETTLED {
             let other = said(0).position(|text| text != all[0].split(' ').next()).unwrap_or(0);
-            let found = format!("other contents on rank {} than on rank {}", world.ranks()[other], world.ranks()[0]);
+            let found =
+                format!("different contents on rank {} than on rank {}", world.ranks()[other], world.ranks()[0]);
             let found = format!("{found} at {}", path.display());
             return Err(ErrorKind::Disagreement.error(
                 "checkpoint",
@@ -175,7 +176,7 @@ fn open_on_all_ranks(world: &World, path: &Path, site: Site) -> Result<Catalog> 
         "checkpoint",
         found,
         "one that all ranks can open",
-        "load it when nothing is being saved",
+        "load it while nothing is being saved",
     ))
 }
 
@@ -285,14 +286,16 @@ fn match_template<'a>(
         });
     }
     if !wrong.is_empty() {
-        let (needed, fix) = ("all entries of the template in their shapes", "rename or leave out entries");
+        let (needed, fix) = (
+            "all entries of the template in the same shapes",
+            "rename these entries of the template, or remove them from it",
+        );
         return Err(ErrorKind::state().error("checkpoint", wrong.join(", "), needed, fix));
     }
     if !unfilled.is_empty() {
         let found = format!("{} where the template has an empty map", unfilled.join(", "));
-        let needed = "a template with an entry for everything that is to be loaded below it";
-        let fix =
-            "take the template of an optimizer from its `state_dict()`, use `load_into`, or leave the empty map out";
+        let needed = "a template with an entry for everything to load below it";
+        let fix = "take the template of an optimizer from its `state_dict()`, use `load_into`, or remove the empty map";
         return Err(ErrorKind::state().error("template", found, needed, fix));
     }
     Ok(found)

@@ -77,9 +77,9 @@ impl<M: Module + ?Sized> Restore for ModelPart<'_, M> {
         let loaded = self.options.compare(&own, names)?;
         state.retain(|name, _| !loaded.missing.contains(name));
         if state.is_empty() && !loaded.missing.is_empty() {
-            let found = format!("no name of the module below {below}{}", self.options.prefix);
+            let found = format!("no entry of the module under {below}{}", self.options.prefix);
             let fix = "set the prefix, or name the entry with `checkpoint::named`";
-            return Err(ErrorKind::Damaged.error("checkpoint", found, "one of them at least", fix));
+            return Err(ErrorKind::Damaged.error("checkpoint", found, "at least one", fix));
         }
         *self.compared.borrow_mut() = loaded;
         Ok(State::map(state.into_iter().map(|(name, tensor)| (self.options.prefix.clone() + &name, tensor))))

@@ -113,7 +113,7 @@ impl CheckpointFormat for Native {
             if found != Some(info.bytes) {
                 let found = found.map_or("no such file".to_string(), |size| format!("{size} bytes"));
                 let (needed, fix) =
-                    (format!("{} bytes in {name:?}", info.bytes), "the file is missing or cut off; copy it again");
+                    (format!("{} bytes in {name:?}", info.bytes), "the file is missing or truncated; copy it again");
                 return Err(ErrorKind::Damaged.error("checkpoint", found, needed, fix));
             }
             let expected = info.header_crc32;

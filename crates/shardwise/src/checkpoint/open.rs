@@ -56,7 +56,7 @@ fn open_directory(path: &Path) -> Result<Files> {
         }
         std::thread::sleep(Duration::from_micros(100));
     }
-    Err(not_one(format!("nothing there: {}", path.display())))
+    Err(not_one(format!("no such file or directory: {}", path.display())))
 }
 
 fn read_descriptions(files: &Arc<Files>) -> Result<Catalog> {
@@ -75,12 +75,12 @@ pub(super) fn format_of(path: &Path) -> Result<Format> {
 }
 
 fn format_within(files: &Files) -> Result<Format> {
-    let none = || not_one(format!("a directory without one: {}", files.directory().display()));
+    let none = || not_one(format!("a directory without a checkpoint: {}", files.directory().display()));
     Format::detect(files).ok_or_else(none)
 }
 
 fn not_one(found: String) -> Error {
     let known: Vec<&str> = Format::all().into_iter().map(Format::name).collect();
     let needed = format!("a checkpoint of a known format ({})", known.join(", "));
-    ErrorKind::Damaged.error("checkpoint", found, needed, "name the directory or the file of a checkpoint")
+    ErrorKind::Damaged.error("checkpoint", found, needed, "pass the path of a checkpoint's directory or file")
 }

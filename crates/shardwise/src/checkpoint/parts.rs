@@ -222,15 +222,15 @@ fn entry_of<'a>(state: &'a State, entry: &str) -> Result<&'a State> {
         ErrorKind::unknown(entry).error(
             "checkpoint",
             format!("no entry {entry:?}"),
-            "one per part",
-            "name the part as it was saved",
+            "an entry per part",
+            "give the part the name that it was saved under, with `checkpoint::named`",
         )
     })
 }
 
 fn twice(entry: &str) -> Error {
     let found = format!("two parts under the name {entry:?}");
-    ErrorKind::Argument.error("parts", found, "different names", "give one of them another with `checkpoint::named`")
+    ErrorKind::Argument.error("parts", found, "different names", "rename one of them with `checkpoint::named`")
 }
 
 /// A part with another entry name, returned by [`named`].
@@ -459,7 +459,7 @@ fn optimizer_state(optimizer: &ShardedOptimizer, loaded: &State) -> Result<Optim
                 "optimizer state",
                 found,
                 "a schedule",
-                "set the schedule, and leave it out of the load",
+                "set the schedule in the program, and remove the entry from the checkpoint",
             )
         })?;
         state.schedule = Some(schedule);

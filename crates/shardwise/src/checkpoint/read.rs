@@ -161,7 +161,7 @@ pub(super) fn check_crc(key: &str, chunk: &Chunk, at: u64, expected: u32, found:
     Err(ErrorKind::Damaged.error(
         "checkpoint",
         format!(
-            "checksum {found:08x} for the part of tensor {key:?} at byte {} of {:?}",
+            "checksum {found:08x} for the chunk of tensor {key:?} at byte {} of {:?}",
             chunk.offset + at,
             chunk.file
         ),

@@ -289,7 +289,7 @@ fn check_value(key: &str, value: &Value, writer: &dyn FormatWriter) -> Result<()
     if writer.values() != ValueStorage::Nowhere {
         return Ok(());
     }
-    let (found, needed) = (format!("value {key:?} = {value}"), "tensors only, which is all that this format has");
+    let (found, needed) = (format!("value {key:?} = {value}"), "tensors only: the format stores no values");
     Err(ErrorKind::Unsupported.error("state", found, needed, "save it in another format, or leave it out"))
 }
 
@@ -449,7 +449,7 @@ fn wait_for(path: &Path, rank: usize, deadline: Duration, wait: &AtomicU8) -> Re
                 "save",
                 found,
                 "the files of all ranks",
-                "look at what that rank was doing",
+                "check what that rank was doing",
             ));
         }
         std::thread::sleep(Duration::from_millis(1));

@@ -88,8 +88,8 @@ impl Series {
             ErrorKind::path(path).error(
                 "checkpoint",
                 found,
-                "a directory that may be changed",
-                "look at its permissions and its disk",
+                "a directory that can be removed",
+                "check its permissions and its disk",
             )
         })
     }

@@ -88,9 +88,9 @@ impl State {
         match self.get(path) {
             Some(State::Tensor(tensor)) => Ok(tensor),
             other => {
-                let found = other.map_or("nothing", |_| "something else");
+                let found = other.map_or_else(|| "nothing".to_string(), ToString::to_string);
                 let needed = format!("a distributed tensor at {path:?}");
-                Err(ErrorKind::unknown(path).error("state", found, needed, "name an entry of the state"))
+                Err(ErrorKind::unknown(path).error("state", found, needed, "use the path of an entry of the state"))
             }
         }
     }
@@ -105,7 +105,7 @@ impl State {
                 "state",
                 "nothing, or tensors",
                 format!("a value at {path:?}"),
-                "name an entry of the state",
+                "use the path of an entry of the state",
             )
         })
     }
@@ -188,14 +188,14 @@ fn place(at: &mut State, path: &[Key], leaf: State) {
             if !matches!(at, State::Map(_)) {
                 *at = fresh();
             }
-            let State::Map(entries) = at else { unreachable!("made so above") };
+            let State::Map(entries) = at else { unreachable!("replaced above") };
             place(entries.entry(name.clone()).or_insert_with(fresh), rest, leaf);
         }
         Key::Index(i) => {
             if !matches!(at, State::List(_)) {
                 *at = State::List(Vec::new());
             }
-            let State::List(entries) = at else { unreachable!("made so above") };
+            let State::List(entries) = at else { unreachable!("replaced above") };
             // A list with missing positions is closed up: filtered checkpoints have them.
             let i = (*i).min(entries.len());
             if i == entries.len() {
@@ -241,7 +241,7 @@ fn insert<'a>(path: &[Key], leaf: StateLeaf<'a>, flat: &mut BTreeMap<String, (Ve
     match flat.insert(key.clone(), (path.to_vec(), leaf)) {
         None => Ok(()),
         Some((other, _)) => {
-            let found = format!("paths {other:?} and {path:?}, which are both written as {key:?}");
+            let found = format!("paths {other:?} and {path:?}, which have the same flat key {key:?}");
             Err(ErrorKind::state().error("state", found, "different flat keys", "rename one of the entries"))
         }
     }
@@ -308,7 +308,7 @@ impl TryFrom<State> for BTreeMap<String, State> {
     fn try_from(state: State) -> Result<Self> {
         match state {
             State::Map(entries) => Ok(entries),
-            other => Err(ErrorKind::state().error("state", other, "a map", "name an entry of the state that is one")),
+            other => Err(ErrorKind::state().error("state", other, "a map", "pass an entry of the state that is a map")),
         }
     }
 }
@@ -373,8 +373,8 @@ impl TryFrom<&State> for OptimizerState {
             return Err(ErrorKind::state().error(
                 "state",
                 "no entry \"state\"",
-                "that of an optimizer",
-                "name its part of the state",
+                "the state of an optimizer",
+                "pass the entry with the optimizer's state",
             ));
         };
         let mut params = BTreeMap::new();

@@ -89,7 +89,7 @@ impl StoredTensor {
         let whole = ShardedTensorMetadata { size, dtype: DType::U8, requires_grad: false, shards };
         whole.check_covering().map_err(|error| {
             let found = format!("tensor {key:?} whose chunks do not fit together ({error})");
-            ErrorKind::Damaged.error("checkpoint", found, "chunks that fill the tensor, each element once", INCOMPLETE)
+            ErrorKind::Damaged.error("checkpoint", found, "chunks that cover the tensor, each element once", INCOMPLETE)
         })
     }
 }
@@ -157,7 +157,8 @@ impl Contents {
     /// if there is no such file.
     pub(super) fn check(&self, sizes: &dyn Fn(&str) -> Option<u64>) -> Result<()> {
         if let Some((key, _)) = self.paths.iter().find(|(_, path)| path.len() > MAX_DEPTH) {
-            let (found, needed) = (format!("key {key:.40?}... of great depth"), format!("{MAX_DEPTH} steps at most"));
+            let (found, needed) =
+                (format!("key {key:.40?}..., nested too deeply"), format!("at most {MAX_DEPTH} levels"));
             return Err(ErrorKind::Damaged.error("checkpoint", found, needed, NOT_A_CHECKPOINT));
         }
         for (key, tensor) in &self.tensors {
@@ -165,7 +166,7 @@ impl Contents {
             for chunk in &tensor.chunks {
                 check_file_name(&chunk.file)?;
                 let Some(size) = sizes(&chunk.file) else {
-                    let found = format!("no file {:?}, which has a part of tensor {key:?}", chunk.file);
+                    let found = format!("no file {:?}, which has a chunk of tensor {key:?}", chunk.file);
                     return Err(ErrorKind::Damaged.error("checkpoint", found, "all files", INCOMPLETE));
                 };
                 if chunk.strides.as_ref().is_some_and(|strides| strides.len() != chunk.part.sizes.len()) {
@@ -180,7 +181,7 @@ impl Contents {
                 // With strides of zero a file of a few bytes could claim a tensor that fills the memory.
                 let bytes = chunk.part.volume().saturating_mul(tensor.element.size_in_bytes()) as u64;
                 if chunk.strides.is_some() && bytes > size.max(MAX_EXPANDED) {
-                    let found = format!("tensor {key:?} of {bytes} bytes, made by strides of a file of {size}");
+                    let found = format!("tensor {key:?} of {bytes} bytes, expanded by strides from a file of {size}");
                     return Err(ErrorKind::Damaged.error(
                         "checkpoint",
                         found,
@@ -192,7 +193,7 @@ impl Contents {
                 if let Some(blocks) = &chunk.blocks
                     && !(chunk.strides.is_none() && span.is_some_and(|span| blocks.fits(span)))
                 {
-                    let found = format!("{} checksums of a part of tensor {key:?}", blocks.crc32.len());
+                    let found = format!("{} checksums of a chunk of tensor {key:?}", blocks.crc32.len());
                     return Err(ErrorKind::Damaged.error(
                         "checkpoint",
                         found,
@@ -203,12 +204,12 @@ impl Contents {
                 let end = span.and_then(|span| span.checked_add(chunk.offset));
                 if end.is_none_or(|end| end > size) {
                     let found = format!("file {:?} of {size} bytes", chunk.file);
-                    let needed = format!("{}, the end of a part of tensor {key:?}", end.unwrap_or(u64::MAX));
+                    let needed = format!("{}, the end of a chunk of tensor {key:?}", end.unwrap_or(u64::MAX));
                     return Err(ErrorKind::Damaged.error(
                         "checkpoint",
                         found,
                         needed,
-                        "the file is cut off; copy it again",
+                        "the file is truncated; copy it again",
                     ));
                 }
             }
@@ -238,7 +239,7 @@ pub(super) fn check_file_name(name: &str) -> Result<()> {
         "file name",
         format!("{name:?}"),
         needed,
-        "do not load this checkpoint: it was made to do harm",
+        "do not load this checkpoint: it may be malicious",
     ))
 }
 

@@ -141,7 +141,7 @@ pub(super) fn from_torch(optimizer: &ShardedOptimizer, loaded: &State) -> Result
 }
 
 fn bad(found: impl std::fmt::Display, needed: impl std::fmt::Display) -> Error {
-    let fix = "build the optimizer as the one that was saved, with get_optimizer_state_dict of PyTorch";
+    let fix = "build the optimizer like the one that was saved, and save with PyTorch's get_optimizer_state_dict";
     ErrorKind::state().error("PyTorch optimizer state", found, needed, fix)
 }
 

@@ -90,7 +90,7 @@ impl Value {
                 "stored value",
                 found,
                 needed,
-                "the file was not written by this library, or was changed",
+                "the file was not written by this library, or is damaged",
             )
         };
         Ok(match json {
@@ -130,7 +130,12 @@ impl Value {
     pub fn read<T: de::DeserializeOwned>(&self) -> Result<T> {
         serde_json::from_value(self.to_plain()).map_err(|error| {
             let found = format!("{self} ({error})");
-            ErrorKind::state().error("stored value", found, "what was stored", "load it into what it was saved from")
+            ErrorKind::state().error(
+                "stored value",
+                found,
+                "a value of the requested type",
+                "read it as the type that was saved",
+            )
         })
     }
 

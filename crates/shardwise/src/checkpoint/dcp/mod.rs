@@ -1,4 +1,4 @@
-//! PyTorch's distributed checkpoint: `.metadata` says what is where, and `.distcp` files hold one archive of `torch.save` per
+//! PyTorch's distributed checkpoint (DCP): a pickled `.metadata` file, and `.distcp` files with one `torch.save` archive per
 //! chunk or value.
 
 mod names;
@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use names::METADATA;
 use write::{ArchiveLocation, metadata_bytes, write_file};
 
-/// The format, see above.
+/// See the module's documentation.
 pub(super) struct Dcp;
 
 impl CheckpointFormat for Dcp {
@@ -63,20 +63,21 @@ impl FormatWriter for Dcp {
     fn write_file(&self, out: &mut BufWriter<File>, file: FileToWrite<'_>) -> Result<WrittenFile> {
         let tensors: Vec<_> = file.boxes.into_iter().map(|b| (b.key, b.part, b.content)).collect();
         let values: Vec<_> = file.values.iter().map(|(key, value)| (key.clone(), value)).collect();
-        let places = write_file(out, file.name, &tensors, &values, file.progress)?;
-        let chunks = places.iter().filter_map(|place| Some((place.key.clone(), place.chunk.clone()?))).collect();
-        let note = serde_json::to_value(places).map_err(Error::other)?;
+        let locations = write_file(out, file.name, &tensors, &values, file.progress)?;
+        let chunks =
+            locations.iter().filter_map(|location| Some((location.key.clone(), location.chunk.clone()?))).collect();
+        let note = serde_json::to_value(locations).map_err(Error::other)?;
         Ok(WrittenFile { name: file.name.to_string(), chunks, note })
     }
 
     fn index(&self, contents: &Contents, files: &[WrittenFile]) -> Result<Option<(String, Vec<u8>)>> {
-        let mut places = Vec::new();
+        let mut locations = Vec::new();
         for file in files {
-            places.extend(Vec::<ArchiveLocation>::deserialize(&file.note).map_err(Error::other)?);
+            locations.extend(Vec::<ArchiveLocation>::deserialize(&file.note).map_err(Error::other)?);
         }
         let described = |(key, t): (&String, &StoredTensor)| (key.clone(), (t.element, t.shape.clone()));
         let tensors = contents.tensors.iter().map(described).collect();
-        Ok(Some((METADATA.to_string(), metadata_bytes(&tensors, &places, &contents.paths)?)))
+        Ok(Some((METADATA.to_string(), metadata_bytes(&tensors, &locations, &contents.paths)?)))
     }
 }
 

@@ -342,7 +342,7 @@ fn nothing_of_a_hostile_checkpoint_is_executed_or_read_from_elsewhere() {
         moved.iter_mut().for_each(|place| place.file = file.to_string());
         std::fs::write(scratch.0.join(METADATA), metadata_bytes(&state.shapes(), &moved, &state.paths).unwrap())
             .unwrap();
-        refused("made to do harm");
+        refused("may be malicious");
     }
     // Places beyond the file.
     for (offset, length) in [(0, 1 << 60), (1 << 60, 100), (i64::MAX as u64, i64::MAX as u64), (0, 10)] {

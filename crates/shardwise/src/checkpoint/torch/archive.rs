@@ -1,4 +1,4 @@
-//! One archive of `torch.save`, read just enough to know where its tensors are.
+//! Reading a `torch.save` archive: the pickle and the locations of its tensors, but no elements.
 
 use super::super::blocks::BlockChecksums;
 use super::super::element::ElementType;
@@ -11,46 +11,47 @@ use super::names::{CHECKSUMS, STORAGES};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorBox;
 
-/// A longer pickle is refused.
+/// Longest pickle that is read: a bound on what a hostile file can make a reader allocate.
 const MAX_PICKLE: u64 = 1 << 30;
-/// A tensor whose elements are one place in the file many times is refused from this size on.
+/// An expanded tensor (elements that share storage) larger than its storage is refused above this size: a small hostile file
+/// must not fill the memory.
 const MAX_EXPANDED: usize = 64 << 20;
 
-/// An archive and its pickle.
+/// An opened archive and its parsed pickle.
 pub(in crate::checkpoint) struct TorchArchive<'a> {
     archive: Archive<'a>,
-    /// The directory in which all entries are.
+    /// The directory of all entries in the archive, such as `archive/`.
     prefix: String,
     pickle: Pickle,
 }
 
-/// A tensor in a file.
+/// A tensor of an archive, and where it is in the file.
 #[derive(Debug)]
 pub(in crate::checkpoint) struct LocatedTensor {
-    /// Type of its elements.
+    /// Element type.
     pub(in crate::checkpoint) element: ElementType,
-    /// Its shape.
+    /// Shape of the tensor.
     pub(in crate::checkpoint) sizes: Vec<usize>,
-    /// Distances between neighbours, unless it is row-major.
+    /// Strides in elements; `None` if it is row-major.
     pub(in crate::checkpoint) strides: Option<Vec<usize>>,
-    /// Where its first element begins in the file.
+    /// Byte offset of the first element in the file.
     pub(in crate::checkpoint) offset: u64,
-    /// CRC-32 of its bytes, if they are all that the storage has, in order.
+    /// CRC-32 of the elements, known if they are the whole storage in row-major order.
     pub(in crate::checkpoint) crc32: Option<u32>,
-    /// CRC-32 of its blocks, if this library wrote it.
+    /// CRC-32 per block, if this library wrote the archive.
     pub(in crate::checkpoint) blocks: Option<BlockChecksums>,
 }
 
-/// What is at the end of a path.
+/// A leaf of the pickled object.
 pub(in crate::checkpoint) enum TorchLeaf {
-    /// A tensor.
+    /// A tensor in a storage of the archive.
     Tensor(LocatedTensor),
-    /// A value.
+    /// Any other object that is a plain value.
     Value(Value),
 }
 
 impl TorchLeaf {
-    /// Adds it to the contents of a checkpoint whose file it was found in.
+    /// Adds the leaf to the metadata of a checkpoint; `file` is the file it was found in.
     pub(in crate::checkpoint) fn add_to(self, contents: &mut Contents, file: &str, path: Vec<Key>) -> Result<()> {
         match self {
             TorchLeaf::Value(value) => contents.add_value(path, value),
@@ -60,14 +61,14 @@ impl TorchLeaf {
 }
 
 impl LocatedTensor {
-    /// The tensor as one that a checkpoint has in one piece.
+    /// The metadata of a tensor that consists of this one chunk.
     fn whole(self, file: &str) -> StoredTensor {
         let (element, shape) = (self.element, self.sizes.clone());
         let part = TensorBox { offsets: vec![0; shape.len()], sizes: shape.clone() };
         StoredTensor { element, shape, chunks: vec![self.chunk(part, file)] }
     }
 
-    /// The tensor as a chunk of another.
+    /// The metadata of a chunk that is the box `part` of a larger tensor.
     pub(in crate::checkpoint) fn chunk(self, part: TensorBox, file: &str) -> Chunk {
         let LocatedTensor { offset, strides, crc32, blocks, .. } = self;
         Chunk { part, file: file.to_string(), offset, strides, crc32, blocks }
@@ -79,27 +80,27 @@ fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
 }
 
 impl<'a> TorchArchive<'a> {
-    /// The archive in a range of a file.
+    /// Opens the archive in a byte range of a file.
     pub(in crate::checkpoint) fn open(files: &'a Files, file: &'a str, start: u64, length: u64) -> Result<Self> {
         let archive = Archive::open(files, file, start, length)?;
         let prefix = archive.names().find_map(|name| name.strip_suffix("data.pkl").filter(|p| p.ends_with('/')));
-        let prefix = prefix.ok_or_else(|| bad("no entry data.pkl", "a file of torch.save"))?.to_string();
+        let prefix = prefix.ok_or_else(|| bad("no entry data.pkl", "a torch.save file"))?.to_string();
         let order = format!("{prefix}byteorder");
         if archive.entry(&order).is_ok() && archive.read(&order, 16)? != b"little" {
-            return Err(bad("bytes in another order", "the low byte of numbers first"));
+            return Err(bad("big-endian elements", "little-endian ones"));
         }
         let pickle = Pickle::read(&archive.read(&format!("{prefix}data.pkl"), MAX_PICKLE)?)?;
         Ok(TorchArchive { archive, prefix, pickle })
     }
 
-    /// The one tensor that the archive is.
+    /// Returns the tensor of a single-tensor archive.
     pub(in crate::checkpoint) fn single(&self) -> Result<LocatedTensor> {
         let root = self.pickle.root();
         self.tensor(root)?.ok_or_else(|| bad(self.pickle.describe(root), "a tensor"))
     }
 
-    /// All tensors and values with the ways to them. Dicts are taken apart, and lists with dicts or tensors in them. So are
-    /// tuples with tensors, which a value cannot have.
+    /// Returns all leaves with their paths. Dicts are flattened, and so are lists that contain dicts or tensors, and tuples that
+    /// contain tensors, which a [`Value`] cannot hold.
     pub(in crate::checkpoint) fn flatten(&self, base: &[Key]) -> Result<Vec<(Vec<Key>, TorchLeaf)>> {
         let mut leaves = Vec::new();
         let mut path = base.to_vec();
@@ -125,8 +126,10 @@ impl<'a> TorchArchive<'a> {
             Object::Dict(pairs) => {
                 for &(key, value) in pairs {
                     self.pickle.spend(key, depth, budget)?;
-                    let name =
-                        self.pickle.key_text(key).ok_or_else(|| bad("a dict with keys of another kind", "text"))?;
+                    let name = self
+                        .pickle
+                        .key_text(key)
+                        .ok_or_else(|| bad("a dict with keys that are not strings", "strings"))?;
                     path.push(Key::Name(name));
                     self.visit(value, path, depth - 1, budget, leaves)?;
                     path.pop();
@@ -150,7 +153,7 @@ impl<'a> TorchArchive<'a> {
         Ok(())
     }
 
-    /// Whether there is a tensor among entries and what is in them, or a dict if these count.
+    /// Whether entries contain a tensor at any depth or, if `dicts` is set, a dict.
     fn holds(
         &self,
         entries: &mut dyn Iterator<Item = ObjectId>,
@@ -174,7 +177,7 @@ impl<'a> TorchArchive<'a> {
         Ok(false)
     }
 
-    /// The function that makes a tensor, and its arguments, if the object is one; what is wrapped around it is left off.
+    /// If the object is a tensor: the function that rebuilds it and the arguments, without wrappers such as `Parameter`.
     fn rebuilt(&self, id: ObjectId) -> Option<(&str, &[ObjectId])> {
         let mut id = id;
         for _ in 0..4 {
@@ -193,7 +196,7 @@ impl<'a> TorchArchive<'a> {
         None
     }
 
-    /// Where a tensor is; `None` if the object is no tensor.
+    /// Locates a tensor; `None` if the object is not a tensor.
     fn tensor(&self, id: ObjectId) -> Result<Option<LocatedTensor>> {
         let Some((_, args)) = self.rebuilt(id) else { return Ok(None) };
         let parts = || -> Option<_> {
@@ -215,11 +218,11 @@ impl<'a> TorchArchive<'a> {
             ))
         };
         let (key, of_storage, dtype, first, sizes, strides) =
-            parts().ok_or_else(|| bad("a tensor of another form", "storage, offset, sizes and strides"))?;
+            parts().ok_or_else(|| bad("a tensor of an unknown form", "storage, offset, sizes and strides"))?;
         let element = match (of_storage, dtype) {
             (Some(element), _) => element,
             (None, Some(name)) => ElementType::from_name(name)?,
-            (None, None) => return Err(bad("a tensor without a type", "a type of elements")),
+            (None, None) => return Err(bad("a tensor without a dtype", "a dtype")),
         };
         let size = element.size_in_bytes();
         let name = format!("{}data/{key}", self.prefix);
@@ -243,7 +246,7 @@ impl<'a> TorchArchive<'a> {
             return Err(ErrorKind::Unsupported.error(
                 "torch.save archive",
                 found,
-                "the elements",
+                "a storage that holds every element",
                 "save tensor.contiguous()",
             ));
         }
@@ -260,19 +263,19 @@ impl<'a> TorchArchive<'a> {
         Ok(Some(LocatedTensor { element, sizes, strides: (!ordered).then_some(strides), offset, crc32, blocks }))
     }
 
-    /// The checksums of the blocks of storage 0, which has so many bytes.
+    /// Reads the block checksums of storage 0, which has `bytes` bytes, if the archive has them.
     fn checksums(&self, bytes: u64) -> Result<Option<BlockChecksums>> {
         let name = format!("{}{CHECKSUMS}", self.prefix);
         let Ok(entry) = self.archive.entry(&name) else { return Ok(None) };
         let wrong = || bad(format!("{} bytes as checksums of a storage of {bytes}", entry.bytes), "one per block");
-        // No more than there can be: blocks are not shorter than 64 KiB.
+        // Bounded by the storage: blocks are at least 64 KiB, so 4 bytes per block are less than an 8192th of it.
         let read = self.archive.read(&name, 16 + bytes / 8192).map_err(|_| wrong())?;
         let blocks = BlockChecksums::from_bytes(&read).filter(|blocks| blocks.fits(bytes));
         blocks.map(Some).ok_or_else(wrong)
     }
 }
 
-/// Bytes that a path takes, roughly: it is copied for every leaf.
+/// Approximate size of a path in memory: every leaf has a copy, which the budget accounts for.
 fn length(path: &[Key]) -> usize {
     let step = |key: &Key| match key {
         Key::Name(name) => 8 + name.len(),
@@ -281,7 +284,7 @@ fn length(path: &[Key]) -> usize {
     path.iter().map(step).sum()
 }
 
-/// Says which entry of a checkpoint an error is about.
+/// Adds the flat key of an entry to an error.
 pub(in crate::checkpoint) fn at_key(error: Error, key: &str) -> Error {
     match error {
         Error::Invalid(inner) => {

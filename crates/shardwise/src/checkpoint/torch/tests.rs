@@ -122,9 +122,9 @@ fn tensors_outside_their_storage_and_other_lies_are_refused() {
     refused("inside its storage", b"little", &one(0, &[2, 2], &[1 << 62, 1]));
     refused("memory can address", b"little", &one(0, &[1 << 40, 1 << 40], &[0, 0]));
     refused("contiguous()", b"little", &one(0, &[1 << 40], &[0]));
-    refused("another form", b"little", &one(-1, &[1], &[1]));
-    refused("another form", b"little", &one(0, &[1], &[1, 1]));
-    refused("another order", b"big", &one(0, &[1], &[1]));
+    refused("unknown form", b"little", &one(-1, &[1], &[1]));
+    refused("unknown form", b"little", &one(0, &[1], &[1, 1]));
+    refused("big-endian", b"big", &one(0, &[1], &[1]));
     refused("a dict or list", b"little", &|p| tensor(p, 0, &[1], &[1]));
     refused("two entries", b"little", &|p| {
         dict(p, &[("a.b", &|p| p.int(1)), ("a", &|p| dict(p, &[("b", &|p| p.int(2))]))]);
@@ -160,6 +160,6 @@ fn entries_that_share_what_they_hold_do_not_multiply_it() {
         std::fs::write(&path, bytes).unwrap();
         let outcome = open(&path);
         std::fs::remove_file(&path).unwrap();
-        assert!(outcome.unwrap_err().to_string().contains("over and over"));
+        assert!(outcome.unwrap_err().to_string().contains("repeated too often"));
     }
 }

@@ -1,4 +1,4 @@
-//! Archives as `torch.save` writes them, for one tensor or one value.
+//! Writing `torch.save` archives of one tensor or one value.
 
 use std::io::Write;
 
@@ -11,19 +11,19 @@ use super::super::zip::ZipWriter;
 use super::names::{CHECKSUMS, STORAGES};
 use crate::error::Result;
 
-/// An archive that was written.
+/// The layout of an archive that was written.
 pub(in crate::checkpoint) struct WrittenArchive {
-    /// Its length.
+    /// Length of the archive in bytes.
     pub(in crate::checkpoint) length: u64,
-    /// Where the elements of the tensor begin, counted from its first byte.
+    /// Offset of the tensor's elements in the archive.
     pub(in crate::checkpoint) data: u64,
-    /// CRC-32 of the elements.
+    /// CRC-32 of all elements.
     pub(in crate::checkpoint) crc32: u32,
-    /// CRC-32 of blocks of the elements.
+    /// CRC-32 per block of the elements.
     pub(in crate::checkpoint) blocks: BlockChecksums,
 }
 
-/// Writes an archive with one tensor, row-major.
+/// Writes an archive of one row-major tensor.
 pub(in crate::checkpoint) fn write_tensor(
     out: &mut impl Write,
     content: &BoxContent,
@@ -46,7 +46,7 @@ pub(in crate::checkpoint) fn write_tensor(
     Ok(WrittenArchive { length: archive.finish()?, data, crc32, blocks })
 }
 
-/// Writes an archive with one value; returns its length.
+/// Writes an archive of one value and returns its length.
 pub(in crate::checkpoint) fn write_value(out: &mut impl Write, value: &Value) -> Result<u64> {
     let mut pickle = PickleWriter::new();
     pickle.value(value);
@@ -57,14 +57,14 @@ pub(in crate::checkpoint) fn write_value(out: &mut impl Write, value: &Value) ->
     archive.finish()
 }
 
-/// The entries between the pickle and the data.
+/// Writes the entries between the pickle and the data.
 fn begin(archive: &mut ZipWriter<'_, impl Write>) -> Result<()> {
     archive.small("archive/.format_version", b"1")?;
     archive.small("archive/.storage_alignment", b"64")?;
     archive.small("archive/byteorder", b"little")
 }
 
-/// The pickle of a tensor that is all of storage 0.
+/// The pickle of a tensor that consists of all of storage 0.
 fn tensor_pickle(content: &BoxContent) -> Vec<u8> {
     let (element, sizes) = (content.element(), content.shape());
     let storage = STORAGES.iter().find(|(_, of)| *of == element).map(|(name, _)| *name);

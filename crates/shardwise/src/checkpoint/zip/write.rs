@@ -1,14 +1,15 @@
-//! Writing archives in one pass: sizes are known before the data, checksums follow it.
+//! Writing archives in one pass: sizes are known in advance, checksums follow the data.
 
 use std::io::Write;
 
 use super::records::{CENTRAL, DESCRIPTOR, END, END_64, END_64_LENGTH, EXTRA_64, LOCAL, LOCAL_LENGTH, LOCATOR_64};
 use crate::error::{ErrorKind, Result};
 
-/// Data of entries begins at a multiple of this, counted from the archive's first byte, as PyTorch has it.
+/// Data of entries begins at multiples of this, counted from the archive's first byte, as in PyTorch.
 const ALIGNMENT: u64 = 64;
-/// Bit 3: checksum and sizes follow the data. Bit 11: names are UTF-8.
+/// General-purpose flags. Bit 3: checksum and sizes follow the data. Bit 11: names are UTF-8.
 const FLAGS: u16 = 0x0808;
+/// Sizes and offsets from this on need the Zip64 fields.
 const MAX_32: u64 = u32::MAX as u64;
 
 /// An archive under construction.
@@ -19,7 +20,7 @@ pub(in crate::checkpoint) struct ZipWriter<'a, W: Write> {
     entries: Vec<WrittenEntry>,
 }
 
-/// Takes the next bytes of an entry.
+/// Receives the next bytes of an entry.
 pub(super) type Sink<'a> = dyn FnMut(&[u8]) -> Result<()> + 'a;
 
 struct WrittenEntry {
@@ -34,8 +35,8 @@ impl<'a, W: Write> ZipWriter<'a, W> {
         ZipWriter { out, position: 0, entries: Vec::new() }
     }
 
-    /// Adds an entry of so many bytes, which `fill` hands over one after the other. Returns where they begin in the archive,
-    /// and their CRC-32.
+    /// Adds an entry of `bytes` bytes, which `fill` passes to the sink in order. Returns the offset of the data in the archive
+    /// and its CRC-32.
     pub(in crate::checkpoint) fn entry(
         &mut self,
         name: &str,
@@ -76,7 +77,7 @@ impl<'a, W: Write> ZipWriter<'a, W> {
                 "zip archive",
                 found,
                 bytes,
-                "hand over as many bytes as were announced",
+                "write as many bytes as were announced",
             ));
         }
         let crc32 = hasher.finalize();
@@ -94,12 +95,12 @@ impl<'a, W: Write> ZipWriter<'a, W> {
         Ok((data, crc32))
     }
 
-    /// Adds an entry that is in memory.
+    /// Adds an entry from memory.
     pub(in crate::checkpoint) fn small(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         self.entry(name, bytes.len() as u64, &mut |put| put(bytes)).map(drop)
     }
 
-    /// Writes the directory; returns the length of the archive.
+    /// Writes the central directory and returns the length of the archive.
     pub(in crate::checkpoint) fn finish(mut self) -> Result<u64> {
         let directory = self.position;
         let mut bytes = Vec::new();
