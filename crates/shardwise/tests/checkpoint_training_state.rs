@@ -265,7 +265,7 @@ fn a_series_resumes_from_the_newest_intact_checkpoint() {
         let mut optimizer = ShardedOptimizer::new(names(&own), ParamGroup::new(AdamW::default()))?;
         let resumed = series.resume(&world, (&mut optimizer, &mesh))?.expect("a checkpoint");
         assert_eq!((resumed.step, optimizer.steps()), (2, 2));
-        assert!(resumed.passed_over[0].0 == 3 && resumed.passed_over[0].1.contains("checksum"), "{resumed:?}");
+        assert!(resumed.skipped[0].0 == 3 && resumed.skipped[0].1.contains("checksum"), "{resumed:?}");
         Ok(())
     })
     .unwrap();

@@ -139,7 +139,7 @@ fn options_control_how_names_of_a_checkpoint_are_matched() {
             let target = Pair::new(&world.mesh([("dp", ranks)])?)?;
             checkpoint::load_into(&world, &place, (ModelPart::new(&target, options(false, true, "other.")),)).map(drop)
         });
-        assert!(text.contains("no name of the module below model.other."), "{text}");
+        assert!(text.contains("no entry of the module under model.other."), "{text}");
     }
 }
 
@@ -175,7 +175,7 @@ fn a_run_resumes_with_one_call_including_custom_state() {
         state.extend([("note", "mine")]);
         Series::new(&path).save(&world, 4, &state)?;
         let resumed = checkpoint::resume(&world, &path, (&other, &mut fresh, &mesh))?.expect("one was saved");
-        assert_eq!((resumed.step, resumed.passed_over.len()), (4, 0));
+        assert_eq!((resumed.step, resumed.skipped.len()), (4, 0));
         assert_eq!(numbers(&other.first.weight.get())?, numbers(&model.first.weight.get())?);
         assert_eq!(checkpoint::open(Series::new(&path).path(4))?.value("note")?, Value::Text("mine".into()));
         Ok(())
