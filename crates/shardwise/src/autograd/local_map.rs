@@ -6,7 +6,7 @@ use super::once_only;
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp};
 use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording};
-use shardwise_kernels::dense;
+use shardwise_kernels::contiguous;
 
 /// Runs `f` on copies of the local parts of some tensors, in their current layouts, and takes its result for this rank's part of a tensor
 /// with the given placements. Candle's own gradient of `f` becomes part of the distributed one.
@@ -112,7 +112,7 @@ impl Backward for LocalMap {
             };
             inputs.push(Some(match self.wanted[i].clone() {
                 Some(placements) => DTensor::from_local_with_shape(&local, saved.mesh(i), placements, saved.shape(i))?,
-                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).settled(), dense(&local)?),
+                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).settled(), contiguous(&local)?),
             }));
         }
         Ok(inputs)

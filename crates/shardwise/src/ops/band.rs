@@ -12,7 +12,7 @@ use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps};
-use shardwise_kernels::{dense, with_type};
+use shardwise_kernels::{contiguous, with_type};
 
 /// The elements of the last two dimensions with `lower <= column - row <= upper`, and a number elsewhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -90,7 +90,7 @@ impl Op for Band {
     }
 
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
-        let x = dense(&inputs[0])?;
+        let x = contiguous(&inputs[0])?;
         let ndim = x.rank();
         let index = |dim: usize| at.input(0, dim).iter().flatten().collect::<Vec<_>>();
         let (rows, columns) = (index(ndim - 2), index(ndim - 1));

@@ -14,7 +14,7 @@ use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps, is_recording};
-use shardwise_kernels::{dense, from_reals, reals, reserve, with_type};
+use shardwise_kernels::{contiguous, from_f64_vec, reserve, to_f64_vec, with_type};
 
 /// How windows lie along one dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -325,7 +325,7 @@ impl Op for Windows {
     }
 
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
-        let x = dense(&inputs[0])?;
+        let x = contiguous(&inputs[0])?;
         let spatial = self.windows.len();
         let outer = x.dims()[0] * x.dims()[1];
         // Per spatial dimension, window and offset the local index, `None` in the border.
@@ -444,7 +444,7 @@ impl Op for Fold {
     }
 
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
-        let x = dense(&inputs[0])?;
+        let x = contiguous(&inputs[0])?;
         let spatial = self.windows.len();
         let shape = at.local_shape(0).to_vec();
         let total: usize = shape.iter().product();
@@ -469,7 +469,7 @@ impl Op for Fold {
         let width = shape[shape.len() - 1];
         let plane: usize = shape[2..].iter().product();
         let mut sums = vec![0.0; total];
-        let mut values = reals(&x)?.into_iter();
+        let mut values = to_f64_vec(&x)?.into_iter();
         for plane in sums.chunks_exact_mut(plane) {
             for row in rows {
                 for column in columns {
@@ -483,7 +483,7 @@ impl Op for Fold {
                 }
             }
         }
-        Ok(vec![from_reals(sums, &shape, x.dtype())?])
+        Ok(vec![from_f64_vec(sums, &shape, x.dtype())?])
     }
 
     fn gradient(&self) -> Gradient<Self> {

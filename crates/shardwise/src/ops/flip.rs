@@ -10,7 +10,7 @@ use crate::layout::{Layout, TensorBox, TensorMeta};
 use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps};
-use shardwise_kernels::take;
+use shardwise_kernels::index_select;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Flip {
@@ -64,7 +64,7 @@ impl Op for Flip {
     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
         let turn = |x: Tensor, &dim: &usize| {
             let backwards: Vec<usize> = (0..x.dims()[dim]).rev().collect();
-            take(&x, dim, &backwards)
+            index_select(&x, dim, &backwards)
         };
         Ok(vec![self.dims.iter().try_fold(inputs[0].clone(), turn)?])
     }

@@ -9,7 +9,7 @@ use crate::layout::{Runs, TensorMeta};
 use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::rule::Signature;
 use crate::tensor::DTensor;
-use shardwise_kernels::{NOWHERE, wholes};
+use shardwise_kernels::{NO_INDEX, to_i64_vec};
 
 /// The error for an index of real numbers.
 pub(super) fn not_whole(name: &str, dtype: DType) -> Error {
@@ -41,7 +41,7 @@ pub(super) fn places(name: &str, index: &[i64], n: usize, held: &Runs) -> Result
             )
         })?;
         let run = starts.partition_point(|&(start, ..)| start <= i).checked_sub(1).map(|r| starts[r]);
-        Ok(run.filter(|&(_, end, _)| i < end).map_or(NOWHERE, |(start, _, local)| local + i - start))
+        Ok(run.filter(|&(_, end, _)| i < end).map_or(NO_INDEX, |(start, _, local)| local + i - start))
     };
     index.iter().map(place).collect()
 }
@@ -93,7 +93,7 @@ impl Op for Wrap {
                 ))
             }
         };
-        let values = wholes(&inputs[0])?.into_iter().map(wrap).collect::<Result<Vec<_>>>()?;
+        let values = to_i64_vec(&inputs[0])?.into_iter().map(wrap).collect::<Result<Vec<_>>>()?;
         Ok(vec![Tensor::from_vec(values, inputs[0].dims(), inputs[0].device())?])
     }
 

@@ -14,7 +14,7 @@ use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, Shared, Signature};
 use crate::tensor::{DTensor, Keeps};
-use shardwise_kernels::{dense, pick, reals, take, wholes};
+use shardwise_kernels::{contiguous, gather, index_select, to_f64_vec, to_i64_vec};
 
 /// The slices of `x` along a dimension at the places of an index of any shape, whose dimensions replace that one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -205,10 +205,10 @@ impl Op for Lookup {
 
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
         let (x, index) = (&inputs[0], &inputs[1]);
-        let places = places(self.name, &wholes(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
-        let taken = take(x, self.dim, &places)?;
+        let places = places(self.name, &to_i64_vec(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
+        let taken = index_select(x, self.dim, &places)?;
         let shape = [&x.dims()[..self.dim], index.dims(), &x.dims()[self.dim + 1..]].concat();
-        Ok(vec![dense(&taken.reshape(shape)?)?])
+        Ok(vec![contiguous(&taken.reshape(shape)?)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -259,8 +259,8 @@ impl Op for Gather {
 
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
         let (x, index) = (&inputs[0], &inputs[1]);
-        let places = places("gather", &wholes(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
-        Ok(vec![pick(x, self.dim, &places, index.dims())?])
+        let places = places("gather", &to_i64_vec(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
+        Ok(vec![gather(x, self.dim, &places, index.dims())?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -287,8 +287,8 @@ impl Op for Bucketize {
     }
 
     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
-        let edges = reals(&inputs[1])?;
-        let found = reals(&inputs[0])?.into_iter().map(|x| edges.partition_point(|&e| e < x) as i64);
+        let edges = to_f64_vec(&inputs[1])?;
+        let found = to_f64_vec(&inputs[0])?.into_iter().map(|x| edges.partition_point(|&e| e < x) as i64);
         Ok(vec![Tensor::from_vec(found.collect::<Vec<_>>(), inputs[0].dims(), inputs[0].device())?])
     }
 

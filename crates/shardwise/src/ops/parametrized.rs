@@ -12,7 +12,7 @@ use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::tensor::{DTensor, Keeps, Saved};
-use shardwise_kernels::{Arithmetic, Function, Number, Wide, limits, map, math};
+use shardwise_kernels::{ComputeType, Number, PointwiseFn, ViaF64, integer_range, math, pointwise};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Parametrized {
@@ -108,8 +108,8 @@ impl Parametrized {
             Parametrized::Softplus(beta, _) if beta.0 > 0.0 => Passes::Rising,
             Parametrized::Clamp(..) => Passes::Rising,
             // NaN would win where an infinite operand meets an infinite number.
-            Parametrized::Add(s) if s.real().is_finite() => Passes::Rising,
-            Parametrized::RSub(s) if s.real().is_finite() => Passes::Falling,
+            Parametrized::Add(s) if s.to_f64().is_finite() => Passes::Rising,
+            Parametrized::RSub(s) if s.to_f64().is_finite() => Passes::Falling,
             Parametrized::Mul(Number::Real(s)) | Parametrized::Div(Scalar(s)) if s.is_finite() && s != 0.0 => {
                 Passes::Multiple { rising: s > 0.0 }
             }
@@ -125,7 +125,7 @@ impl Parametrized {
 
     /// An error if an integer is to be clamped to what its type does not hold.
     fn check_bounds(self, dtype: DType) -> Result<()> {
-        let (Parametrized::Clamp(low, high), Some((least, most))) = (self, limits(dtype)) else { return Ok(()) };
+        let (Parametrized::Clamp(low, high), Some((least, most))) = (self, integer_range(dtype)) else { return Ok(()) };
         if self.gives() != Gives::Same
             || low.is_none_or(|s| s.0 <= most as f64) && high.is_none_or(|s| s.0 >= least as f64)
         {
@@ -150,19 +150,19 @@ impl Parametrized {
     }
 
     /// The function on a local tensor.
-    fn compute(self, x: &Tensor, arithmetic: Arithmetic, dtype: DType) -> Result<Tensor> {
+    fn compute(self, x: &Tensor, arithmetic: ComputeType, dtype: DType) -> Result<Tensor> {
         match self {
             Parametrized::LeakyRelu(Scalar(s)) => {
                 wide(x, arithmetic, dtype, move |x| if x < 0.0 { s * x } else { x }, |x| x)
             }
-            Parametrized::Elu(Scalar(alpha)) => Ok(map(Elu { alpha }, [x], x.dims(), arithmetic, dtype)?),
+            Parametrized::Elu(Scalar(alpha)) => Ok(pointwise(Elu { alpha }, [x], x.dims(), arithmetic, dtype)?),
             // Where the argument is scaled, f32 has too few digits for it.
             Parametrized::Softplus(Scalar(beta), Scalar(threshold)) if beta != 1.0 => {
                 let f = move |x: f64| if beta * x > threshold { x } else { (beta * x).exp().ln_1p() / beta };
                 wide(x, arithmetic, dtype, f, |x| x)
             }
             Parametrized::Softplus(_, Scalar(threshold)) => {
-                Ok(map(Softplus { threshold }, [x], x.dims(), arithmetic, dtype)?)
+                Ok(pointwise(Softplus { threshold }, [x], x.dims(), arithmetic, dtype)?)
             }
             Parametrized::Pow(Scalar(2.0)) => Unary::square.compute(x, arithmetic, dtype),
             Parametrized::Pow(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x.powf(s), move |x| power(x, s as i64)),
@@ -176,15 +176,15 @@ impl Parametrized {
                 wide(x, arithmetic, dtype, real, move |x| x.max(low as i64).min(high as i64))
             }
             Parametrized::Add(s) => {
-                let (real, whole) = (s.real(), s.integer());
+                let (real, whole) = (s.to_f64(), s.to_i64());
                 wide(x, arithmetic, dtype, move |x| x + real, move |x| x.wrapping_add(whole))
             }
             Parametrized::Mul(s) => {
-                let (real, whole) = (s.real(), s.integer());
+                let (real, whole) = (s.to_f64(), s.to_i64());
                 wide(x, arithmetic, dtype, move |x| x * real, move |x| x.wrapping_mul(whole))
             }
             Parametrized::RSub(s) => {
-                let (real, whole) = (s.real(), s.integer());
+                let (real, whole) = (s.to_f64(), s.to_i64());
                 wide(x, arithmetic, dtype, move |x| real - x, move |x| whole.wrapping_sub(x))
             }
             Parametrized::Div(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x / s, |x| x),
@@ -203,12 +203,18 @@ impl Parametrized {
 /// A function of which f32 too is computed in f64: a number given as f64 is not rounded before it is used.
 fn wide(
     x: &Tensor,
-    arithmetic: Arithmetic,
+    arithmetic: ComputeType,
     dtype: DType,
     real: impl Fn(f64) -> f64 + Copy,
     whole: impl Fn(i64) -> i64 + Copy,
 ) -> Result<Tensor> {
-    Ok(map(Wide(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| whole(x)), [x], x.dims(), arithmetic, dtype)?)
+    Ok(pointwise(
+        ViaF64(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| whole(x)),
+        [x],
+        x.dims(),
+        arithmetic,
+        dtype,
+    )?)
 }
 
 #[derive(Clone, Copy)]
@@ -216,7 +222,7 @@ struct Elu {
     alpha: f64,
 }
 
-impl Function<1> for Elu {
+impl PointwiseFn<1> for Elu {
     #[inline(always)]
     fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
         let below = (self.alpha * f64::from(math::expm1::<FMA>(x))) as f32;
@@ -240,7 +246,7 @@ struct Softplus {
     threshold: f64,
 }
 
-impl Function<1> for Softplus {
+impl PointwiseFn<1> for Softplus {
     #[inline(always)]
     fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
         let bent = math::softplus::<FMA>(x);
@@ -277,7 +283,7 @@ impl Op for Parametrized {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         self.check_bounds(inputs[0].dtype)?;
         // Means of operands to which the same is added.
-        let shifts = matches!(self, Parametrized::Add(s) | Parametrized::RSub(s) if s.real().is_finite());
+        let shifts = matches!(self, Parametrized::Add(s) | Parametrized::RSub(s) if s.to_f64().is_finite());
         Ok(plan(&inputs[0], self.gives(), self.passes(), self.wraps(), shifts))
     }
 

@@ -13,7 +13,7 @@ use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Shared, Signature};
 use crate::tensor::{DTensor, Keeps, Saved};
-use shardwise_kernels::{Arithmetic, Fold, Wide, fold, map};
+use shardwise_kernels::{ComputeType, DimReduction, ViaF64, pointwise, reduce_dims};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Reduce {
@@ -153,15 +153,15 @@ impl Kind {
     }
 
     /// How elements combine.
-    fn fold(self) -> Fold {
+    fn fold(self) -> DimReduction {
         match self {
-            Kind::Sum | Kind::Mean(_) => Fold::Sum,
-            Kind::Prod => Fold::Product,
-            Kind::Max => Fold::Max,
-            Kind::Min => Fold::Min,
-            Kind::Any => Fold::Any,
-            Kind::All => Fold::All,
-            Kind::CountNonzero => Fold::CountNonzero,
+            Kind::Sum | Kind::Mean(_) => DimReduction::Sum,
+            Kind::Prod => DimReduction::Product,
+            Kind::Max => DimReduction::Max,
+            Kind::Min => DimReduction::Min,
+            Kind::Any => DimReduction::Any,
+            Kind::All => DimReduction::All,
+            Kind::CountNonzero => DimReduction::CountNonzero,
         }
     }
 
@@ -234,11 +234,11 @@ impl Op for Reduce {
         let (x, dtype) = (&inputs[0], at.output_dtype(0));
         let shape: SmallVec<[usize; 6]> = self.shape(x.dims()).collect();
         let Kind::Mean(count) = self.kind else {
-            return Ok(vec![fold(self.kind.fold(), x, &self.dims, &shape, dtype)?]);
+            return Ok(vec![reduce_dims(self.kind.fold(), x, &self.dims, &shape, dtype)?]);
         };
-        let sum = fold(Fold::Sum, x, &self.dims, &shape, DType::F64)?;
-        let mean = Wide(move |[x]: [f64; 1]| x / count as f64, |[x]: [i64; 1]| x);
-        Ok(vec![map(mean, [&sum], &shape, Arithmetic::F64, dtype)?])
+        let sum = reduce_dims(DimReduction::Sum, x, &self.dims, &shape, DType::F64)?;
+        let mean = ViaF64(move |[x]: [f64; 1]| x / count as f64, |[x]: [i64; 1]| x);
+        Ok(vec![pointwise(mean, [&sum], &shape, ComputeType::F64, dtype)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {

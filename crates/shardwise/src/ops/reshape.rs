@@ -12,7 +12,7 @@ use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, Need, Shared, Signature};
 use crate::tensor::{DTensor, Keeps};
-use shardwise_kernels::dense;
+use shardwise_kernels::contiguous;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Reshape {
@@ -141,7 +141,7 @@ impl Op for Reshape {
     }
 
     fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
-        let (shape, x) = (at.local_shape(0), dense(&inputs[0])?);
+        let (shape, x) = (at.local_shape(0), contiguous(&inputs[0])?);
         Ok(vec![if x.elem_count() == 0 { Tensor::zeros(shape, x.dtype(), x.device())? } else { x.reshape(shape)? }])
     }
 

@@ -13,7 +13,7 @@ use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps, is_recording};
-use shardwise_kernels::{Arithmetic, Each, Function, Wide, map, math};
+use shardwise_kernels::{ComputeType, PerType, PointwiseFn, ViaF64, math, pointwise};
 
 /// What a function does to the order and to sums of its arguments: which partial placements pass through it.
 #[derive(Clone, Copy, PartialEq)]
@@ -47,7 +47,7 @@ struct Entry {
     name: &'static str,
     passes: Passes,
     gives: Gives,
-    run: fn(&Tensor, Arithmetic, DType) -> Result<Tensor>,
+    run: fn(&Tensor, ComputeType, DType) -> Result<Tensor>,
     /// `None` if it is not differentiable.
     derivative: Option<Derivative>,
 }
@@ -85,7 +85,7 @@ macro_rules! functions {
                 gives: Gives::$gives,
                 run: |x, arithmetic, dtype| {
                     let whole = functions!(@whole $x $(, $whole)?);
-                    Ok(map(functions!(@$form $name, $x, $real, whole), [x], x.dims(), arithmetic, dtype)?)
+                    Ok(pointwise(functions!(@$form $name, $x, $real, whole), [x], x.dims(), arithmetic, dtype)?)
                 },
                 derivative: functions!(@$derivative $(($($slope)*))?),
             },)*
@@ -106,13 +106,13 @@ macro_rules! functions {
         }
     };
     (@each $name:ident, $x:ident, $real:expr, $whole:ident) => {
-        Each(|[$x]: [f32; 1]| $real, |[$x]: [f64; 1]| $real, $whole)
+        PerType(|[$x]: [f32; 1]| $real, |[$x]: [f64; 1]| $real, $whole)
     };
-    (@wide $name:ident, $x:ident, $real:expr, $whole:ident) => { Wide(|[$x]: [f64; 1]| $real, $whole) };
+    (@wide $name:ident, $x:ident, $real:expr, $whole:ident) => { ViaF64(|[$x]: [f64; 1]| $real, $whole) };
     (@fast $name:ident, $x:ident, $real:expr, $whole:ident) => {{
         #[derive(Clone, Copy)]
         struct Fast<W>(W);
-        impl<W: Fn([i64; 1]) -> i64 + Copy> Function<1> for Fast<W> {
+        impl<W: Fn([i64; 1]) -> i64 + Copy> PointwiseFn<1> for Fast<W> {
             #[inline(always)]
             fn f32<const FMA: bool>(self, [$x]: [f32; 1]) -> f32 {
                 math::$name::<FMA>($x)
@@ -133,7 +133,7 @@ macro_rules! functions {
     (@slope ($at:expr, $formula:expr, f32(|$x:ident| $fast:expr))) => {{
         #[derive(Clone, Copy)]
         struct Fast;
-        impl Function<2> for Fast {
+        impl PointwiseFn<2> for Fast {
             #[inline(always)]
             fn f32<const FMA: bool>(self, [$x, g]: [f32; 2]) -> f32 {
                 g * $fast
@@ -149,7 +149,7 @@ macro_rules! functions {
             }
         }
         let kernel: fn(&Tensor, &Tensor) -> Result<Tensor> =
-            |x, g| Ok(map(Fast, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())?);
+            |x, g| Ok(pointwise(Fast, [x, g], x.dims(), ComputeType::float_for([x.dtype(), g.dtype()]), g.dtype())?);
         Some(Derivative { at: $at, formula: $formula, kernel: Some(kernel) })
     }};
 }
@@ -350,7 +350,7 @@ impl Unary {
     }
 
     /// The function on a local tensor.
-    pub(super) fn compute(self, x: &Tensor, arithmetic: Arithmetic, dtype: DType) -> Result<Tensor> {
+    pub(super) fn compute(self, x: &Tensor, arithmetic: ComputeType, dtype: DType) -> Result<Tensor> {
         (self.entry().run)(x, arithmetic, dtype)
     }
 }
@@ -366,8 +366,8 @@ impl Gives {
     }
 
     /// How elements of this type are computed.
-    pub(super) fn arithmetic(self, input: DType) -> Arithmetic {
-        if !input.is_float() && self != Gives::Real { Arithmetic::Whole } else { Arithmetic::real([input]) }
+    pub(super) fn arithmetic(self, input: DType) -> ComputeType {
+        if !input.is_float() && self != Gives::Real { ComputeType::I64 } else { ComputeType::float_for([input]) }
     }
 }
 

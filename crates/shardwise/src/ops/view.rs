@@ -12,7 +12,7 @@ use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Keeps};
-use shardwise_kernels::dense;
+use shardwise_kernels::contiguous;
 
 /// Every dimension of the result is one of the input, or new.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -184,7 +184,7 @@ impl Op for Rename {
         if view.dims() != at.local_shape(0) {
             view = view.broadcast_as(at.local_shape(0))?;
         }
-        Ok(vec![if view.elem_count() == 0 { dense(&view)? } else { view }])
+        Ok(vec![if view.elem_count() == 0 { contiguous(&view)? } else { view }])
     }
 
     fn gradient(&self) -> Gradient<Self> {

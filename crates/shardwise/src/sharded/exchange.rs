@@ -9,7 +9,7 @@ use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
 use crate::redistribute::{Exchange, block};
-use shardwise_kernels::{Assembly, dense, placeholder};
+use shardwise_kernels::{Assembly, contiguous, placeholder};
 
 /// Brings every rank of a mesh its shards of a whole tensor; what [`ShardingSpec::shard`](super::ShardingSpec::shard) does
 /// unless a spec has its own way.
@@ -29,7 +29,7 @@ pub fn distribute(
         let part = |part: &ShardMetadata| match mesh.world().is_dry() {
             true => Ok(placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: metadata.dtype })?),
             // A shard has memory of its own, so that it does not keep the whole alive.
-            false => Ok(dense(&cut(std::slice::from_ref(&own), &part.offsets, &part.sizes)?.copy()?)?),
+            false => Ok(contiguous(&cut(std::slice::from_ref(&own), &part.offsets, &part.sizes)?.copy()?)?),
         };
         return metadata.shards_of(me).map(part).collect();
     };
@@ -98,13 +98,15 @@ pub(super) fn moved(
     }
     let make = |part: &ShardMetadata| -> Result<Tensor> {
         if mesh.world().is_dry() || part.volume() == 0 {
-            return Ok(placeholder(&meta(part)).and_then(|t| if mesh.world().is_dry() { Ok(t) } else { dense(&t) })?);
+            return Ok(
+                placeholder(&meta(part)).and_then(|t| if mesh.world().is_dry() { Ok(t) } else { contiguous(&t) })?
+            );
         }
         if held(me, part) {
             let piece = cut(shards, &part.offsets, &part.sizes)?;
             // A part of a shard has memory of its own, so that it does not keep the shard alive.
             let whole = shards.iter().any(|s| s.metadata.as_box() == part.as_box());
-            return if whole { Ok(piece) } else { Ok(dense(&piece.copy()?)?) };
+            return if whole { Ok(piece) } else { Ok(contiguous(&piece.copy()?)?) };
         }
         let whole = Assembly::new(meta(part))?;
         let target = part.as_box();

@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use super::device::RemoteDevice;
 use super::metadata::ShardMetadata;
 use crate::error::{ErrorKind, Result};
-use shardwise_kernels::{check_served, own_copy, same_memory};
+use shardwise_kernels::{check_supported, own_copy, same_memory};
 
 /// A box of a tensor that this rank holds.
 #[derive(Debug, Clone)]
@@ -17,7 +17,7 @@ pub struct Shard {
 impl Shard {
     /// A tensor, and its place in the whole; an error unless size and device are as described.
     pub fn new(tensor: &Tensor, metadata: ShardMetadata) -> Result<Self> {
-        check_served(tensor)?;
+        check_supported(tensor)?;
         if tensor.dims() != metadata.sizes {
             let found = format!("a tensor of shape {:?}", tensor.dims());
             return Err(ErrorKind::Argument.error(

@@ -11,7 +11,7 @@ use crate::error::{ErrorKind, Result, Site};
 use crate::fnv::fnv1a;
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::Placement;
-use shardwise_kernels::{check_served, dense, immutable, own_copy, placeholder, with_bytes};
+use shardwise_kernels::{check_supported, contiguous, immutable, own_copy, placeholder, with_bytes};
 
 /// How local parts become a tensor; see [`DTensor::from_local_with`].
 #[derive(Debug, Clone, Default)]
@@ -98,7 +98,7 @@ impl DTensor {
                     let call = Call::AllGather { dim: 0, sizes: counts.iter().copied().collect() };
                     exits = exits_numbered(group.run(&call, &[mine], site)?.swap_remove(0).to_vec1()?);
                 }
-                check_served(local)?;
+                check_supported(local)?;
                 let layout = infer(mesh, &placements, &shapes, group.ranks())?;
                 check_fit(&layout, &shapes, group.ranks())?;
                 check_partial(&layout, local.dtype())?;
@@ -154,7 +154,7 @@ impl DTensor {
         shape: impl Into<Shape>,
     ) -> Result<DTensor> {
         let layout = Layout::new(mesh.mesh(), shape, placements)?;
-        check_served(local)?;
+        check_supported(local)?;
         check_partial(&layout, local.dtype())?;
         let rank = mesh.world().rank();
         if !mesh.contains(rank) {
@@ -192,7 +192,7 @@ impl DTensor {
         let layout = || -> Result<Layout> {
             let to = Layout::new(mesh.mesh(), tensor.dims(), placements.clone())?;
             check_partial(&to, tensor.dtype())?;
-            check_served(tensor)?;
+            check_supported(tensor)?;
             Ok(to)
         };
         if !mesh.contains(mesh.world().rank()) {
@@ -204,7 +204,8 @@ impl DTensor {
             check_room(&to, tensor.dtype(), mesh.world().is_dry())?;
             // A part that is cut out has memory of its own; the whole is copied.
             let cut = to.local_shape(mesh.world().rank()) != tensor.dims();
-            let local = if cut && !mesh.world().is_dry() { dense(&immutable(tensor)?)? } else { taken(mesh, tensor)? };
+            let local =
+                if cut && !mesh.world().is_dry() { contiguous(&immutable(tensor)?)? } else { taken(mesh, tensor)? };
             return DTensor::from_parts(mesh, whole, local).to_layout_at(&to, site);
         };
         // Agree first: what is wrong after that is wrong on every rank.
@@ -378,7 +379,7 @@ fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize,
                 None => piece.narrow(dim, 0, 0)?,
                 _ => {
                     let index: Vec<u32> = indices.iter().map(|&i| i as u32).collect();
-                    dense(&piece)?.index_select(&Tensor::new(index, &Device::Cpu)?, dim)?
+                    contiguous(&piece)?.index_select(&Tensor::new(index, &Device::Cpu)?, dim)?
                 }
             };
         }
@@ -388,5 +389,5 @@ fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize,
     let mut got = group.run(&Call::AllToAll { expected }, &pieces, site)?;
     let local = got.swap_remove(source);
     // A part has memory of its own, so that it does not keep the whole alive; the whole itself may be shared.
-    if group.is_dry() || local.dims() == tensor.dims() { Ok(local) } else { Ok(dense(&local.copy()?)?) }
+    if group.is_dry() || local.dims() == tensor.dims() { Ok(local) } else { Ok(contiguous(&local.copy()?)?) }
 }

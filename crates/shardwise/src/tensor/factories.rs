@@ -101,18 +101,18 @@ impl DTensor {
     ) -> Result<DTensor> {
         let (start, end, step) = (start.into(), end.into(), step.into());
         let count = range_count(start, end, step);
-        if !count.is_finite() || step.real() == 0.0 || count > MAX_COUNT {
+        if !count.is_finite() || step.to_f64() == 0.0 || count > MAX_COUNT {
             return Err(ErrorKind::Argument.error(
                 "range",
-                format!("{} to {} in steps of {}", start.real(), end.real(), step.real()),
+                format!("{} to {} in steps of {}", start.to_f64(), end.to_f64(), step.to_f64()),
                 "finite bounds and a step that leads from one to the other",
                 "correct the bounds",
             ));
         }
         let layout = Layout::new(mesh.mesh(), count.max(0.0) as usize, placements)?;
         let rule = |i: u64, _: &[usize]| match dtype.is_float() {
-            true => Number::Real(start.real() + i as f64 * step.real()),
-            false => Number::Integer(start.integer().wrapping_add((i as i64).wrapping_mul(step.integer()))),
+            true => Number::Real(start.to_f64() + i as f64 * step.to_f64()),
+            false => Number::Integer(start.to_i64().wrapping_add((i as i64).wrapping_mul(step.to_i64()))),
         };
         by_rule(mesh, &layout, dtype, Location::caller(), &rule)
     }
@@ -315,7 +315,7 @@ fn range_count(start: Number, end: Number, step: Number) -> f64 {
             let (length, step) = (i128::from(end) - i128::from(start), i128::from(step));
             (length.div_euclid(step) + i128::from(length.rem_euclid(step) != 0 && step > 0)).max(0) as f64
         }
-        _ => ((end.real() - start.real()) / step.real()).ceil(),
+        _ => ((end.to_f64() - start.to_f64()) / step.to_f64()).ceil(),
     }
 }
 
@@ -463,10 +463,10 @@ fn filled_by(shape: &[usize], indices: &[Runs], dtype: DType, rule: Rule<'_>) ->
         // Integers wrap; what a function gives otherwise must be a number of the type.
         DType::U8 | DType::U32 | DType::I16 | DType::I32 | DType::I64 => filled!(|value: Number| match value {
             Number::Integer(n) => Ok(n),
-            Number::Real(_) => value.fit(dtype).map(Number::integer),
+            Number::Real(_) => value.fit(dtype).map(Number::to_i64),
         }),
-        DType::F64 => filled!(|value: Number| Ok::<_, Error>(value.real())),
-        _ => filled!(|value: Number| Ok::<_, Error>(value.real() as f32)),
+        DType::F64 => filled!(|value: Number| Ok::<_, Error>(value.to_f64())),
+        _ => filled!(|value: Number| Ok::<_, Error>(value.to_f64() as f32)),
     }
 }
 

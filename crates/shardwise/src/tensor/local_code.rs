@@ -20,7 +20,7 @@ use super::{Backward, DTensor, Keeps, Saved, is_recording};
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp, is_linear};
 use crate::rank_context::{rank_context, rank_context_if_alive};
-use shardwise_kernels::{dense, with_type};
+use shardwise_kernels::{contiguous, with_type};
 
 /// Where the local part of a tensor leaves for local code.
 pub(super) struct Exit {
@@ -68,7 +68,7 @@ impl CustomOp1 for Leaving {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Strides) -> candle_core::Result<(CpuStorage, Shape)> {
-        let local = dense(self.0.tensor.local()).map_err(candle_core::Error::wrap)?;
+        let local = contiguous(self.0.tensor.local()).map_err(candle_core::Error::wrap)?;
         let storage = with_type!(local.dtype(), T => {
             let elements: Vec<T> = if local.elem_count() == 0 { Vec::new() } else { local.flatten_all()?.to_vec1()? };
             T::to_cpu_storage_owned(elements)
@@ -215,7 +215,7 @@ impl Backward for LocalCode {
                 return Ok(None);
             }
             let local = match exit.gradient.lock().take() {
-                Some(local) => dense(&local.detach())?,
+                Some(local) => contiguous(&local.detach())?,
                 // A tensor that another rank's local code depends on.
                 None => exit.tensor.local().zeros_like()?,
             };
