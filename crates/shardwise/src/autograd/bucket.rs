@@ -9,7 +9,7 @@ use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::{Placement, ReduceOp};
 use crate::tensor::DTensor;
-use shardwise_kernels::{concat, dense, placeholder};
+use shardwise_kernels::{concat, contiguous, placeholder};
 
 /// Bytes of the largest bucket; a larger gradient is reduced alone. 25 MiB is the default of PyTorch's DDP.
 const MAX_BUCKET_BYTES: usize = 25 << 20;
@@ -172,7 +172,7 @@ fn pack(
                 }
             };
             if part.elem_count() > 0 {
-                flat.push(dense(&part)?.flatten_all()?);
+                flat.push(contiguous(&part)?.flatten_all()?);
             }
         }
     }

@@ -26,7 +26,7 @@ use crate::layout::{OwnedBox, TensorBox, TensorMeta};
 use crate::redistribute::block;
 use crate::sharded::ShardedTensor;
 use crate::tensor::DTensor;
-use shardwise_kernels::{bytes_of, dense, own_copy, placeholder};
+use shardwise_kernels::{bytes_of, contiguous, own_copy, placeholder};
 
 /// Options of a save: format and timeout.
 #[doc(alias = "FileSystemWriter")]
@@ -350,12 +350,12 @@ impl TensorToSave {
     /// The elements of one of this rank's boxes.
     fn elements(&self, part: &TensorBox) -> Result<Tensor> {
         if part.volume() == 0 {
-            return Ok(dense(&placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: self.dtype })?)?);
+            return Ok(contiguous(&placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: self.dtype })?)?);
         }
         let at =
             self.local_boxes.iter().position(|owned| owned.global == *part).expect("tasks are boxes of their holders");
         let tensor = if self.tensors.len() == self.local_boxes.len() { &self.tensors[at] } else { &self.tensors[0] };
-        Ok(dense(&block(tensor, &self.local_boxes[at].local_offsets, &part.sizes)?)?)
+        Ok(contiguous(&block(tensor, &self.local_boxes[at].local_offsets, &part.sizes)?)?)
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! An engine implements [`Communicator`](super::Communicator) for one rank of a group and hands the group of all ranks to
 //! [`World::new`](super::World::new). It checks calls with [`Call::check`](super::Call::check), finds out with
-//! [`fingerprint`] whether all ranks make the same one, brings tensors into one piece with [`dense`], reads them with
+//! [`fingerprint`] whether all ranks make the same one, brings tensors into one piece with [`contiguous`], reads them with
 //! [`with_bytes`], receives into a [`Buffer`] and reduces with [`reduce`], which gives the same bits as every other
 //! engine.
 
@@ -14,12 +14,12 @@ pub use super::host::{
 };
 pub use super::purpose::Purpose;
 pub use crate::fnv::fnv1a;
-pub use shardwise_kernels::{concat, cut, dense, immutable, with_bytes};
+pub use shardwise_kernels::{concat, contiguous, immutable, split_packed, with_bytes};
 
 use crate::error::Result;
 use crate::layout::TensorMeta;
 use crate::placement::ReduceOp;
-use shardwise_kernels::{Fresh, reduce_block, with_type};
+use shardwise_kernels::{UninitBuffer, reduce_operands, with_type};
 
 /// Memory of a tensor that is still to be received.
 ///
@@ -36,14 +36,14 @@ use shardwise_kernels::{Fresh, reduce_block, with_type};
 /// # Ok::<(), shardwise::Error>(())
 /// ```
 pub struct Buffer {
-    memory: Fresh,
+    memory: UninitBuffer,
     shape: Vec<usize>,
 }
 
 impl Buffer {
     /// Reserves memory for a tensor.
     pub fn new(meta: TensorMeta) -> Result<Self> {
-        Ok(Buffer { memory: Fresh::new(meta.dtype, meta.elem_count())?, shape: meta.shape })
+        Ok(Buffer { memory: UninitBuffer::new(meta.dtype, meta.elem_count())?, shape: meta.shape })
     }
 
     /// Address of the first element, aligned for the element type; [`nowhere`] if there are no elements.
@@ -86,6 +86,6 @@ pub unsafe fn reduce(op: ReduceOp, dtype: DType, operands: &[*const u8], count: 
         let slice = |first: &*const u8| unsafe { std::slice::from_raw_parts(first.cast::<T>(), count) };
         let operands: smallvec::SmallVec<[&[T]; 8]> = operands.iter().map(slice).collect();
         // SAFETY: the caller's promise.
-        unsafe { reduce_block::<T>(op, &operands, to.cast()) };
+        unsafe { reduce_operands::<T>(op, &operands, to.cast()) };
     }, otherwise unreachable!("ReduceOp::check refuses it"));
 }

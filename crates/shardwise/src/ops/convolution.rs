@@ -14,7 +14,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward, is_recording};
-use shardwise_kernels::{dense, from_reals, reals, reserve, with_type};
+use shardwise_kernels::{contiguous, from_f64_vec, reserve, to_f64_vec, with_type};
 
 /// The sliding window of a convolution or pooling along one dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -346,7 +346,7 @@ impl Op for Unfold {
     }
 
     fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let x = dense(&inputs[0])?;
+        let x = contiguous(&inputs[0])?;
         let spatial = self.windows.len();
         let outer = x.dims()[0] * x.dims()[1];
         // Per spatial dimension, offset and window the local index; `None` in the padding.
@@ -465,7 +465,7 @@ impl Op for Fold {
     }
 
     fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let x = dense(&inputs[0])?;
+        let x = contiguous(&inputs[0])?;
         let spatial = self.windows.len();
         let shape = at.local_shape(0).to_vec();
         let total: usize = shape.iter().product();
@@ -490,7 +490,7 @@ impl Op for Fold {
         let width = shape[shape.len() - 1];
         let plane: usize = shape[2..].iter().product();
         let mut sums = vec![0.0; total];
-        let mut values = reals(&x)?.into_iter();
+        let mut values = to_f64_vec(&x)?.into_iter();
         for plane in sums.chunks_exact_mut(plane) {
             for row in rows {
                 for column in columns {
@@ -504,7 +504,7 @@ impl Op for Fold {
                 }
             }
         }
-        Ok(vec![from_reals(sums, &shape, x.dtype())?])
+        Ok(vec![from_f64_vec(sums, &shape, x.dtype())?])
     }
 
     fn gradient(&self) -> Gradient<Self> {

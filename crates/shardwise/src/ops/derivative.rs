@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::layout::Layout;
 use crate::placement::Placement;
 use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
-use shardwise_kernels::{Arithmetic, Wide, map};
+use shardwise_kernels::{ComputeType, ViaF64, pointwise};
 
 /// The derivative of a function of one number.
 pub(super) struct Derivative {
@@ -29,8 +29,8 @@ impl Derivative {
             return kernel(x, g);
         }
         let at = self.at;
-        let product = Wide(move |[x, g]: [f64; 2]| g * at(x), |[_, g]: [i64; 2]| g);
-        Ok(map(product, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())?)
+        let product = ViaF64(move |[x, g]: [f64; 2]| g * at(x), |[_, g]: [i64; 2]| g);
+        Ok(pointwise(product, [x, g], x.dims(), ComputeType::float_for([x.dtype(), g.dtype()]), g.dtype())?)
     }
 }
 

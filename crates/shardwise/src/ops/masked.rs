@@ -15,7 +15,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, check_one_mesh, dispatch, n
 use crate::placement::Placement;
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{dense, reals, take, wholes, with_type};
+use shardwise_kernels::{contiguous, index_select, to_f64_vec, to_i64_vec, with_type};
 
 /// The layouts in which every rank can apply a mask over dimensions `at..at + ndim` of a tensor by itself.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -230,8 +230,8 @@ fn counts(mask: &DTensor, site: Site) -> Result<BTreeMap<usize, usize>> {
 fn set(mask: &Tensor) -> Result<Vec<usize>> {
     let positions = |is_set: Vec<bool>| (0..is_set.len()).filter(|&i| is_set[i]).collect();
     Ok(match mask.dtype().is_float() {
-        true => positions(reals(mask)?.into_iter().map(|x| x != 0.0).collect()),
-        false => positions(wholes(mask)?.into_iter().map(|x| x != 0).collect()),
+        true => positions(to_f64_vec(mask)?.into_iter().map(|x| x != 0.0).collect()),
+        false => positions(to_i64_vec(mask)?.into_iter().map(|x| x != 0).collect()),
     })
 }
 
@@ -271,8 +271,8 @@ impl Op for MaskedSelect {
 
     fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (outer, along, inner) = self.0.sizes(&inputs[0]);
-        let flat = dense(&inputs[0])?.reshape((outer, along, inner))?;
-        Ok(vec![dense(&take(&flat, 1, &set(&inputs[1])?)?.reshape(at.local_shape(0))?)?])
+        let flat = contiguous(&inputs[0])?.reshape((outer, along, inner))?;
+        Ok(vec![contiguous(&index_select(&flat, 1, &set(&inputs[1])?)?.reshape(at.local_shape(0))?)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -312,14 +312,14 @@ impl Op for MaskedPut {
 
     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let [x, mask, values] = inputs else { unreachable!("three inputs") };
-        let (x, places) = (dense(x)?, set(mask)?);
+        let (x, places) = (contiguous(x)?, set(mask)?);
         let ((outer, along, inner), count) = (self.0.sizes(&x), places.len());
         if x.elem_count() == 0 || count == 0 {
             return Ok(vec![x]);
         }
         with_type!(x.dtype(), T => {
             let mut elements: Vec<T> = x.flatten_all()?.to_vec1()?;
-            let values: Vec<T> = dense(values)?.flatten_all()?.to_vec1()?;
+            let values: Vec<T> = contiguous(values)?.flatten_all()?.to_vec1()?;
             for block in 0..outer {
                 for (i, &place) in places.iter().enumerate() {
                     let (to, from) = ((block * along + place) * inner, (block * count + i) * inner);

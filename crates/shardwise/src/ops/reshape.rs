@@ -12,7 +12,7 @@ use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::dense;
+use shardwise_kernels::contiguous;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Reshape {
@@ -152,7 +152,7 @@ impl Op for Reshape {
     }
 
     fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let (shape, x) = (at.local_shape(0), dense(&inputs[0])?);
+        let (shape, x) = (at.local_shape(0), contiguous(&inputs[0])?);
         Ok(vec![if x.elem_count() == 0 { Tensor::zeros(shape, x.dtype(), x.device())? } else { x.reshape(shape)? }])
     }
 

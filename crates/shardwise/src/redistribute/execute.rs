@@ -14,7 +14,7 @@ use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::{ReduceOp, stays};
 use crate::rank_context::rank_context;
-use shardwise_kernels::{concat, dense, placeholder};
+use shardwise_kernels::{concat, contiguous, placeholder};
 
 /// Brings a rank's local tensor from one layout to another on the same mesh.
 pub(crate) fn redistribute(
@@ -195,7 +195,7 @@ fn narrow(local: &Tensor, ranges: &[Vec<(usize, usize)>]) -> Result<Tensor> {
     if kept.dims() == local.dims() {
         return Ok(local.clone());
     }
-    if kept.elem_count() > 0 && kept.is_contiguous() { Ok(kept.force_contiguous()?) } else { Ok(dense(&kept)?) }
+    if kept.elem_count() > 0 && kept.is_contiguous() { Ok(kept.force_contiguous()?) } else { Ok(contiguous(&kept)?) }
 }
 
 /// What a rank does to turn its value into its operand, from the first axis to the last: the last is reduced first, so

@@ -13,7 +13,7 @@ use crate::mesh::Mesh;
 use crate::placement::Placement;
 use crate::redistribute::{Exchange, block};
 use crate::tensor::{DTensor, check_partial};
-use shardwise_kernels::{dense, placeholder};
+use shardwise_kernels::{contiguous, placeholder};
 
 impl ShardedTensor {
     /// Converts this tensor to a [`DTensor`].
@@ -98,10 +98,12 @@ impl ShardedTensor {
                     Ok(placeholder(&TensorMeta { shape: shard.sizes.clone(), dtype: local.dtype() })?)
                 }
                 Some(owned) if boxes.len() > 1 => {
-                    Ok(dense(&block(local, &owned.local_offsets, &shard.sizes)?.copy()?)?)
+                    Ok(contiguous(&block(local, &owned.local_offsets, &shard.sizes)?.copy()?)?)
                 }
                 Some(_) => Ok(local.clone()),
-                None => Ok(dense(&placeholder(&TensorMeta { shape: shard.sizes.clone(), dtype: local.dtype() })?)?),
+                None => {
+                    Ok(contiguous(&placeholder(&TensorMeta { shape: shard.sizes.clone(), dtype: local.dtype() })?)?)
+                }
             }
         };
         let tensors = metadata.shards_of(me).map(part).collect::<Result<Vec<_>>>()?;

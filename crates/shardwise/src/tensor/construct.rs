@@ -11,7 +11,7 @@ use crate::error::{ErrorKind, Result, Site};
 use crate::fnv::fnv1a;
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::Placement;
-use shardwise_kernels::{check_served, dense, immutable, own_copy, placeholder, with_bytes};
+use shardwise_kernels::{check_supported, contiguous, immutable, own_copy, placeholder, with_bytes};
 
 /// Options of [`DTensor::from_local_with`].
 #[derive(Debug, Clone, Default)]
@@ -101,7 +101,7 @@ impl DTensor {
                     let call = Call::AllGather { dim: 0, sizes: counts.iter().copied().collect() };
                     exits = exits_numbered(group.run(&call, &[mine], site)?.swap_remove(0).to_vec1()?);
                 }
-                check_served(local)?;
+                check_supported(local)?;
                 let layout = infer_layout(mesh, &placements, &shapes, group.ranks())?;
                 check_fit(&layout, &shapes, group.ranks())?;
                 check_partial(&layout, local.dtype())?;
@@ -162,7 +162,7 @@ impl DTensor {
         shape: impl Into<Shape>,
     ) -> Result<DTensor> {
         let layout = Layout::new(mesh.mesh(), shape, placements)?;
-        check_served(local)?;
+        check_supported(local)?;
         check_partial(&layout, local.dtype())?;
         let rank = mesh.world().rank();
         if !mesh.contains(rank) {
@@ -217,7 +217,7 @@ impl DTensor {
         let layout = || -> Result<Layout> {
             let to = Layout::new(mesh.mesh(), tensor.dims(), placements.clone())?;
             check_partial(&to, tensor.dtype())?;
-            check_served(tensor)?;
+            check_supported(tensor)?;
             Ok(to)
         };
         if !mesh.contains(mesh.world().rank()) {
@@ -229,8 +229,11 @@ impl DTensor {
             check_room(&to, tensor.dtype(), mesh.world().is_dry())?;
             // Slicing a part copies it. A part that is the whole tensor is copied here, because the program may write to it.
             let is_slice = to.local_shape(mesh.world().rank()) != tensor.dims();
-            let local =
-                if is_slice && !mesh.world().is_dry() { dense(&immutable(tensor)?)? } else { copied(mesh, tensor)? };
+            let local = if is_slice && !mesh.world().is_dry() {
+                contiguous(&immutable(tensor)?)?
+            } else {
+                copied(mesh, tensor)?
+            };
             return DTensor::from_parts(mesh, whole, local).to_layout_at(&to, site);
         };
         // Ranks agree first: an error after that is the same on every rank.
@@ -405,7 +408,7 @@ fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize,
                 None => piece.narrow(dim, 0, 0)?,
                 _ => {
                     let index: Vec<u32> = indices.iter().map(|&i| i as u32).collect();
-                    dense(&piece)?.index_select(&Tensor::new(index, &Device::Cpu)?, dim)?
+                    contiguous(&piece)?.index_select(&Tensor::new(index, &Device::Cpu)?, dim)?
                 }
             };
         }
@@ -415,5 +418,5 @@ fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize,
     let mut got = group.run(&Call::AllToAll { expected }, &pieces, site)?;
     let local = got.swap_remove(source);
     // Copied, so that a part does not keep the whole tensor alive.
-    if group.is_dry() || local.dims() == tensor.dims() { Ok(local) } else { Ok(dense(&local.copy()?)?) }
+    if group.is_dry() || local.dims() == tensor.dims() { Ok(local) } else { Ok(contiguous(&local.copy()?)?) }
 }

@@ -491,10 +491,10 @@ fn filled_by(shape: &[usize], indices: &[Runs], dtype: DType, rule: ElementRule<
         // Integers wrap, as in PyTorch; a floating-point result of a rule must be a number that the type holds.
         DType::U8 | DType::U32 | DType::I16 | DType::I32 | DType::I64 => filled!(|value: Number| match value {
             Number::Integer(n) => Ok(n),
-            Number::Real(_) => value.fit(dtype).map(Number::integer),
+            Number::Real(_) => value.fit(dtype).map(Number::to_i64),
         }),
-        DType::F64 => filled!(|value: Number| Ok::<_, Error>(value.real())),
-        _ => filled!(|value: Number| Ok::<_, Error>(value.real() as f32)),
+        DType::F64 => filled!(|value: Number| Ok::<_, Error>(value.to_f64())),
+        _ => filled!(|value: Number| Ok::<_, Error>(value.to_f64() as f32)),
     }
 }
 

@@ -14,7 +14,7 @@ use crate::comm::{Call, Communicator, Exposed};
 use crate::error::{Error, ErrorKind, RankCall, Result, Site};
 use crate::layout::TensorMeta;
 use crate::mesh::Network;
-use shardwise_kernels::{check_served, own_copy};
+use shardwise_kernels::{check_supported, own_copy};
 
 pub(super) struct Member {
     hub: Arc<Hub>,
@@ -104,7 +104,7 @@ impl Communicator for Member {
             return Err(Error::PeerLeft { rank: to, call: describe() });
         }
         // The receiver has it whenever it likes, so it must be memory that the sender cannot change.
-        let content = check_served(tensor).and_then(|()| own_copy(tensor)).map_err(Error::from);
+        let content = check_supported(tensor).and_then(|()| own_copy(tensor)).map_err(Error::from);
         let refused = content.as_ref().err().cloned();
         self.hub.mailbox.post(envelope, Message { content, site });
         self.hub.wake(to);
