@@ -7,7 +7,7 @@ use std::ffi::c_int;
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use shardwise::comm::engine::{Buffer, contiguous, immutable, with_bytes};
+use shardwise::comm::engine::{ReceiveBuffer, contiguous, immutable, with_bytes};
 use shardwise::{Error, Result, TensorMeta};
 
 use super::comm::{Comm, Request, Requests};
@@ -200,7 +200,7 @@ impl Incoming {
             Some(reason) => Err(reason),
             None => {
                 let meta = TensorMeta::new(shape, dtype.parse().map_err(Error::other)?);
-                let (bytes, mut buffer) = (meta.bytes(), Buffer::new(meta)?);
+                let (bytes, mut buffer) = (meta.bytes(), ReceiveBuffer::new(meta)?);
                 // SAFETY: memory for that many bytes, which are received before it becomes a tensor.
                 unsafe {
                     comm.receive(buffer.first(), bytes, arrived.from, CONTENT)?;

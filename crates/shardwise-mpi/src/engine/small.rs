@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 use shardwise::comm::Call;
-use shardwise::comm::engine::{Buffer, contiguous, immutable, reduce, with_bytes};
+use shardwise::comm::engine::{ReceiveBuffer, contiguous, immutable, reduce, with_bytes};
 use shardwise::{ReduceOp, Result, TensorMeta};
 use smallvec::SmallVec;
 
@@ -129,7 +129,7 @@ impl Small {
     /// The reduction of operands like this one.
     fn reduced(self, op: ReduceOp, like: &Tensor, size: usize, packet: &Packet) -> Result<Tensor> {
         let (dtype, count) = (like.dtype(), like.elem_count());
-        let mut buffer = Buffer::new(TensorMeta::new(like.dims(), dtype))?;
+        let mut buffer = ReceiveBuffer::new(TensorMeta::new(like.dims(), dtype))?;
         let (first, bytes) = (packet.data.as_ptr(), count * dtype.size_in_bytes());
         // SAFETY: the data of a packet are aligned for every type, and hold one operand, or one of every rank, as was checked
         // when the packet was chosen. All elements of the buffer are written.
@@ -149,7 +149,7 @@ impl Small {
 /// A tensor whose elements are the first data of a packet, which has them all.
 fn tensor(meta: TensorMeta, packet: &Packet) -> Result<Tensor> {
     let bytes = &packet.data[..meta.bytes()];
-    let mut buffer = Buffer::new(meta)?;
+    let mut buffer = ReceiveBuffer::new(meta)?;
     // SAFETY: all bytes of the buffer are written.
     unsafe {
         buffer.first().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());

@@ -123,7 +123,7 @@ impl Backward for LocalMapBackward {
             };
             inputs.push(Some(match self.wanted[i].clone() {
                 Some(placements) => DTensor::from_local_with_shape(&local, saved.mesh(i), placements, saved.shape(i))?,
-                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).settled(), contiguous(&local)?),
+                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).reduced(), contiguous(&local)?),
             }));
         }
         Ok(inputs)

@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor, WithDType};
 
 use super::scalar::Scalar;
 use super::{OpEntry, SampleInput};
-use crate::comm::implicitly;
+use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
@@ -152,7 +152,7 @@ impl DTensor {
         let site = Location::caller();
         let without = |t: &DTensor, axes: &[usize]| {
             let to = t.layout().without_axes(axes)?;
-            implicitly(name, || t.to_layout_at(&to, site))
+            record_implicit_operator(name, || t.to_layout_at(&to, site))
         };
         let (x, weight) = (without(self, &partial)?, without(weight, &inside)?);
         let windows = weight.shape()[2..].iter().map(|&size| Window { size, stride, padding, dilation }).collect();
@@ -331,14 +331,14 @@ impl Op for Unfold {
             let owned = |runs: &Runs| runs.iter().map(|run| window.middles_in(&run, count, n)).sum();
             resized = resized.resized(2 + s, count, &owned)?;
         }
-        let (mut placements, mut cuts) = (resized.placements().to_vec(), resized.cuts());
+        let (mut placements, mut cuts) = (resized.placements().to_vec(), resized.shard_orders());
         for placement in &mut placements {
             if let Some(dim) = placement.shard_dim().filter(|&d| d >= 2) {
                 *placement = placement.with_dim(dim + spatial);
             }
         }
         cuts.splice(2..2, vec![Vec::new(); spatial]);
-        let to = Layout::from_cuts(from.mesh(), shape, &placements, &cuts)?;
+        let to = Layout::from_shard_orders(from.mesh(), shape, &placements, &cuts)?;
         if axes.is_empty() {
             return Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] });
         }
@@ -455,9 +455,9 @@ impl Op for Fold {
                 _ => p.clone(),
             })
             .collect();
-        let mut cuts = from.cuts();
+        let mut cuts = from.shard_orders();
         cuts.drain(2..2 + spatial);
-        let to = Layout::from_cuts(from.mesh(), shape, &placements, &cuts)?;
+        let to = Layout::from_shard_orders(from.mesh(), shape, &placements, &cuts)?;
         if axes.is_empty() {
             return Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] });
         }

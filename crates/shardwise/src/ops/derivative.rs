@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use candle_core::Tensor;
 
-use crate::comm::implicitly;
+use crate::comm::record_implicit_operator;
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::placement::Placement;
@@ -36,7 +36,7 @@ impl Derivative {
 
 /// Zeros in the shape and layout of a tensor; replicated along axes where the tensor is partial.
 pub(super) fn zero(x: &DTensor) -> Result<DTensor> {
-    DTensor::full_in(&x.layout().settled(), 0.0, x.dtype(), x.device_mesh())
+    DTensor::full_in(&x.layout().reduced(), 0.0, x.dtype(), x.device_mesh())
 }
 
 /// Computes the gradient with respect to one operand, from both operands and the gradient of the result.
@@ -107,9 +107,9 @@ fn beside(name: &'static str, saved: &SavedTensors<'_>, i: usize, gradient: &DTe
         return Ok(input);
     }
     // Ragged sizes of the gradient may not fit the other shards of the input.
-    let to = Layout::new(own.mesh(), own.shape(), placements).unwrap_or_else(|_| own.settled());
+    let to = Layout::new(own.mesh(), own.shape(), placements).unwrap_or_else(|_| own.reduced());
     let site = Location::caller();
-    implicitly(name, || input.to_layout_at(&to, site))
+    record_implicit_operator(name, || input.to_layout_at(&to, site))
 }
 
 /// Turns the gradient of a broadcast input into that of the input: summed over the broadcast dimensions, in the type of the

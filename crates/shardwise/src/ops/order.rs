@@ -240,7 +240,7 @@ impl Op for TopK {
             let shape = plan.outputs[0].shape.as_slice();
             return plan.signature.decide(inputs, elem, &[shape, shape]);
         }
-        let from = inputs[0].settled().unstrided(&|dim| dim == self.dim)?;
+        let from = inputs[0].reduced().unstrided(&|dim| dim == self.dim)?;
         let axes = from.shard_order(self.dim).to_vec();
         let held = crate::layout::coordinates(from.mesh(), &axes).map(|c| self.count(from.owned(self.dim, &c).len()));
         let to = from.resized(self.dim, held.sum(), &|runs| self.count(runs.len()))?;

@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
 
 use super::{OpEntry, SampleInput};
-use crate::comm::implicitly;
+use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
@@ -329,10 +329,10 @@ fn before_broadcast(name: &'static str, gradient: &DTensor, x: &Layout) -> Resul
     };
     let cuts: Vec<Vec<usize>> = (0..own.shape().len()).map(order).collect();
     // Ragged sizes of `x` may not fit the other shards of the gradient; replicated always does.
-    let to = Layout::from_cuts(own.mesh(), own.shape(), &placements, &cuts);
+    let to = Layout::from_shard_orders(own.mesh(), own.shape(), &placements, &cuts);
     let to = to.or_else(|_| Layout::replicated(own.mesh(), own.shape()))?;
     let site = Location::caller();
-    implicitly(name, || gradient.to_layout_at(&to, site))
+    record_implicit_operator(name, || gradient.to_layout_at(&to, site))
 }
 
 /// Per element the product of all other elements along some dimensions: the gradient of `prod`, correct for zeros too.

@@ -111,7 +111,7 @@ impl DTensor {
 #[track_caller]
 pub(super) fn scatter_add_slices(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
     check_mesh("index_add", like, index)?;
-    let op = ScatterAdd { dim, size: like.shape()[dim], slices: true, like: like.settled() };
+    let op = ScatterAdd { dim, size: like.shape()[dim], slices: true, like: like.reduced() };
     Ok(dispatch(&op, &[index, source], Location::caller())?.swap_remove(0))
 }
 
@@ -119,7 +119,7 @@ pub(super) fn scatter_add_slices(like: &Layout, dim: usize, index: &DTensor, sou
 #[track_caller]
 pub(super) fn scatter_add_elements(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
     check_mesh("scatter_add", like, index)?;
-    let op = ScatterAdd { dim, size: like.shape()[dim], slices: false, like: like.settled() };
+    let op = ScatterAdd { dim, size: like.shape()[dim], slices: false, like: like.reduced() };
     padded(&dispatch(&op, &[index, source], Location::caller())?.swap_remove(0), like.shape())
 }
 
@@ -352,12 +352,12 @@ impl Op for ScatterAdd {
             free && self.like.placements()[*axis].chunk_dim() == Some(self.dim)
         };
         let axes: Vec<usize> = self.like.shard_order(self.dim).iter().copied().filter(shardable).collect();
-        let (mut placements, mut cuts) = (output.placements().to_vec(), output.cuts());
+        let (mut placements, mut cuts) = (output.placements().to_vec(), output.shard_orders());
         for &axis in &axes {
             placements[axis] = Placement::Shard(self.dim as isize);
         }
         cuts[self.dim] = axes;
-        decision.outputs[0] = Layout::from_cuts(output.mesh(), output.shape(), &placements, &cuts)?;
+        decision.outputs[0] = Layout::from_shard_orders(output.mesh(), output.shape(), &placements, &cuts)?;
         Ok(decision)
     }
 

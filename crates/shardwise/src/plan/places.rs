@@ -86,7 +86,7 @@ impl Places {
             }
             Places::Along(along) => along,
         };
-        let (mut placements, mut cuts) = (now.placements().to_vec(), now.cuts());
+        let (mut placements, mut cuts) = (now.placements().to_vec(), now.shard_orders());
         for (axis, placement) in along {
             let (axis, placement) = (mesh.axis(axis)?, placement.normalized(now.shape().len())?);
             cuts.iter_mut().for_each(|axes| axes.retain(|&a| a != axis));
@@ -95,7 +95,7 @@ impl Places {
             }
             placements[axis] = placement;
         }
-        Layout::from_cuts(mesh, now.shape(), &placements, &cuts)
+        Layout::from_shard_orders(mesh, now.shape(), &placements, &cuts)
     }
 
     /// An error unless the axes are those of a mesh.

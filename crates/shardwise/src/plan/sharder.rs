@@ -96,7 +96,7 @@ impl Sharder for LowRankAdapter {
             let placements: Vec<Placement> = layout.placements().iter().map(keep).collect();
             let mut cuts = vec![Vec::new(); 2];
             cuts[dim] = layout.shard_order(dim).to_vec();
-            Layout::from_cuts(layout.mesh(), &shape, &placements, &cuts)
+            Layout::from_shard_orders(layout.mesh(), &shape, &placements, &cuts)
         };
         let (outputs, inputs) = (layout.shape()[0], layout.shape()[1]);
         let down = Init::KaimingUniform(1.0).make_in(&beside(1, [self.rank, inputs])?, weight.dtype(), mesh)?;

@@ -9,7 +9,7 @@ use super::metadata::{ShardMetadata, ShardedTensorMetadata};
 use super::shard::TensorShard;
 use super::spec::AnyShardingSpec;
 use super::tensor::ShardedTensor;
-use crate::comm::{DeviceMesh, agree, texts};
+use crate::comm::{DeviceMesh, agree, gather_texts};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::TensorMeta;
 use crate::tensor::check_metas;
@@ -145,7 +145,7 @@ impl ShardedTensor {
             Err(error) => format!("!{error}"),
         };
         let mut ranks = Vec::new();
-        for (position, text) in texts(&group, &text, site)?.iter().enumerate() {
+        for (position, text) in gather_texts(&group, &text, site)?.iter().enumerate() {
             if let Some(error) = text.strip_prefix('!') {
                 let rank = group.ranks()[position];
                 let found = format!("invalid shards on rank {rank} ({error})");

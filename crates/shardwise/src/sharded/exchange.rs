@@ -8,7 +8,7 @@ use super::shard::TensorShard;
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
-use crate::redistribute::{Exchange, block};
+use crate::redistribute::{BoxExchange, block};
 use shardwise_kernels::{Assembly, contiguous, placeholder};
 
 /// A whole tensor to be sharded, as [`shard_tensor`](super::shard_tensor()) passes it to
@@ -109,7 +109,7 @@ pub(super) fn moved(
     };
     let mut blocks = Vec::new();
     if mesh.ranks().iter().any(|&rank| !lacking(rank).is_empty()) {
-        let exchange = Exchange::new(mesh.whole_group()?, to.dtype, |rank| from.boxes_of(rank), lacking);
+        let exchange = BoxExchange::new(mesh.whole_group()?, to.dtype, |rank| from.boxes_of(rank), lacking);
         blocks = exchange.run_with(&|offsets, sizes| box_view(shards, offsets, sizes), site)?;
     }
     let build = |part: &ShardMetadata| -> Result<Tensor> {

@@ -240,7 +240,7 @@ impl DTensor {
         let group = mesh.whole_group()?;
         agree_on_source(tensor, &group, source, &placements, site)?;
         let to = layout()?;
-        let scattered = to.settled();
+        let scattered = to.reduced();
         let local = scatter_boxes(tensor, &group, &scattered, source, site)?;
         DTensor::from_parts(mesh, scattered, local).to_layout_at(&to, site)
     }
@@ -258,7 +258,7 @@ fn check_replicas(tensor: &DTensor, site: Site) -> Result<()> {
     let all = group.run(&call, &[Tensor::new(&[mine], &Device::Cpu)?], site)?.swap_remove(0).to_vec1::<i64>()?;
     let hash = |rank: usize| all[group.ranks().iter().position(|&r| r == rank).expect("a rank of the mesh")];
     let axes: Vec<usize> = (0..mesh.ndim()).filter(|&axis| layout.placements()[axis].is_replicate()).collect();
-    let first = |rank: usize| mesh.mesh().fibre(&axes, rank)[0];
+    let first = |rank: usize| mesh.mesh().group_ranks(&axes, rank)[0];
     let differing: Vec<String> = group
         .ranks()
         .iter()
@@ -330,9 +330,9 @@ fn infer_layout(mesh: &DeviceMesh, placements: &[Placement], shapes: &[Vec<usize
         let axes = empty.shard_order(dim);
         // The size at every combination of coordinates of the sharding axes, at coordinate 0 of all other axes.
         let count = |axes: &[usize]| axes.iter().map(|&a| mesh.shape()[a]).product::<usize>();
-        let fibre = mesh.fibre(axes, mesh.ranks()[0]);
+        let group_ranks = mesh.group_ranks(axes, mesh.ranks()[0]);
         let position = |rank: &usize| ranks.iter().position(|r| r == rank).expect("in the mesh");
-        let sizes: Vec<usize> = fibre.iter().map(|rank| shapes[position(rank)][dim]).collect();
+        let sizes: Vec<usize> = group_ranks.iter().map(|rank| shapes[position(rank)][dim]).collect();
         // A sum that overflows saturates, and Layout::new refuses it.
         *whole = sizes.iter().fold(0, |sum, &n| sum.saturating_add(n));
         for (i, &axis) in axes.iter().enumerate() {

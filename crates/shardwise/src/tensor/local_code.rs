@@ -163,7 +163,7 @@ pub(super) fn enter(
     }
     let inputs: Vec<DTensor> = exits.iter().map(|exit| exit.tensor.clone()).collect();
     let inputs: Vec<&DTensor> = inputs.iter().collect();
-    let grad_placements = grad_placements.unwrap_or_else(|| output.layout().settled().placements().to_vec());
+    let grad_placements = grad_placements.unwrap_or_else(|| output.layout().reduced().placements().to_vec());
     let placements = output.placements().to_vec();
     let backward = || {
         Box::new(FromLocalBackward { exits, local: local.clone(), placements, grad_placements }) as Box<dyn Backward>
@@ -222,7 +222,7 @@ impl Backward for FromLocalBackward {
             };
             Ok(Some(match &exit.grad_placements {
                 Some(given) => DTensor::from_local_with_shape(&local, saved.mesh(i), given.clone(), saved.shape(i))?,
-                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).settled(), local),
+                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).reduced(), local),
             }))
         };
         self.exits.iter().enumerate().map(input_gradient).collect()
