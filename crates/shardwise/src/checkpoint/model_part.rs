@@ -7,7 +7,7 @@ use super::catalog::Catalog;
 use super::parts::{Restore, Stateful};
 use super::state::State;
 use crate::error::{ErrorKind, Result};
-use crate::nn::{Loaded, Module, StateDictOptions};
+use crate::nn::{IncompatibleKeys, Module, StateDictOptions};
 
 /// A module whose names are matched by [`StateDictOptions`], under `model`.
 ///
@@ -30,7 +30,7 @@ use crate::nn::{Loaded, Module, StateDictOptions};
 ///     let model = Linear::new(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]), 4, 6)?;
 ///     let mut part = ModelPart::new(&model, StateDictOptions { strict: false, ..in_ddp });
 ///     checkpoint::load_into(&world, &path, (&mut part,))?;
-///     assert_eq!(part.loaded().missing, ["bias"]);
+///     assert_eq!(part.loaded().missing_keys, ["bias"]);
 ///     Ok(())
 /// })?;
 /// # std::fs::remove_dir_all(&directory).unwrap();
@@ -42,18 +42,18 @@ pub struct ModelPart<'a, M: ?Sized> {
     module: &'a M,
     options: StateDictOptions,
     /// Names that did not match when a load began.
-    compared: RefCell<Loaded>,
-    loaded: Loaded,
+    compared: RefCell<IncompatibleKeys>,
+    loaded: IncompatibleKeys,
 }
 
 impl<'a, M: Module + ?Sized> ModelPart<'a, M> {
     /// A module with options.
     pub fn new(module: &'a M, options: StateDictOptions) -> Self {
-        ModelPart { module, options, compared: RefCell::default(), loaded: Loaded::default() }
+        ModelPart { module, options, compared: RefCell::default(), loaded: IncompatibleKeys::default() }
     }
 
     /// Names that the last load did not match.
-    pub fn loaded(&self) -> &Loaded {
+    pub fn loaded(&self) -> &IncompatibleKeys {
         &self.loaded
     }
 }
@@ -76,8 +76,8 @@ impl<M: Module + ?Sized> Restore for ModelPart<'_, M> {
         let mut state = self.module.state_dict();
         let own: Vec<&String> = state.keys().collect();
         let loaded = self.options.compare(&own, names)?;
-        state.retain(|name, _| !loaded.missing.contains(name));
-        if state.is_empty() && !loaded.missing.is_empty() {
+        state.retain(|name, _| !loaded.missing_keys.contains(name));
+        if state.is_empty() && !loaded.missing_keys.is_empty() {
             let found = format!("no name of the module below {below}{}", self.options.prefix);
             let fix = "set the prefix, or name the entry with `checkpoint::named`";
             return Err(ErrorKind::Damaged.error("checkpoint", found, "one of them at least", fix));
