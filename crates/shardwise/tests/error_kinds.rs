@@ -99,7 +99,7 @@ fn an_error_that_one_rank_reports_keeps_its_kind() {
 #[test]
 fn context_of_modules_and_ranks_does_not_hide_the_error_kind() {
     let error = launch(2, |world| {
-        let layer = Linear::new(&Builder::new(&world.mesh([("dp", 2)])?).at("up"), 8, 4)?;
+        let layer = Linear::new(&Builder::new(&world.mesh([("dp", 2)])?).child("up"), 8, 4)?;
         layer.forward(&ones(&world, (2, 7), Replicate)?).map(drop)
     });
     let error = error.unwrap_err();

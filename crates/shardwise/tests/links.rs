@@ -96,7 +96,7 @@ fn a_redistribution_reduces_along_the_fast_axis_before_it_uses_the_slow_one() {
 
 #[test]
 fn the_search_shards_layers_along_the_axis_that_stays_inside_a_host() {
-    let make = |at: &Builder| Mlp::new(at, 256, 1024, Activation::Gelu);
+    let make = |builder: &Builder| Mlp::new(builder, 256, 1024, Activation::Gelu);
     let step = move |plan: &ShardingPlan, mesh: &DeviceMesh| {
         let mlp = plan.build(mesh, make)?;
         let x = DTensor::zeros((512, 256), DType::F32, mesh, [Replicate, Replicate])?;
