@@ -1,4 +1,5 @@
-//! Links come from the engine, from the program or from a measurement, and planners go by them.
+//! Links (bandwidth and latency of a mesh axis) come from the engine, from the program or from a measurement, and planners
+//! use them.
 
 use std::sync::Arc;
 
@@ -95,7 +96,7 @@ fn a_redistribution_reduces_along_the_fast_axis_before_it_uses_the_slow_one() {
 
 #[test]
 fn the_search_shards_layers_along_the_axis_that_stays_inside_a_host() {
-    let make = |at: &Builder| Mlp::new(at, 256, 1024, Activation::Gelu);
+    let make = |builder: &Builder| Mlp::new(builder, 256, 1024, Activation::Gelu);
     let step = move |plan: &ShardingPlan, mesh: &DeviceMesh| {
         let mlp = plan.build(mesh, make)?;
         let x = DTensor::zeros((512, 256), DType::F32, mesh, [Replicate, Replicate])?;
@@ -138,7 +139,7 @@ fn threads_measure_their_links_once_and_all_ranks_get_the_same() {
 }
 
 #[test]
-fn links_inside_and_across_hosts_are_measured_apart() {
+fn links_inside_and_across_hosts_are_measured_separately() {
     // five ranks on three hosts: the last host has one rank, the second row of ranks is one shorter
     let hosts = Network::of_hosts([0, 0, 1, 1, 2], Link::THREADS, CABLE).unwrap();
     let all = ThreadWorld::new(5).unwrap().run(move |world| {

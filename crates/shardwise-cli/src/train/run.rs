@@ -190,7 +190,7 @@ impl<'a> Worker<'a> {
     fn announce(&self) {
         let (job, tokens, step) = (self.job(), &self.prepared.tokens, self.run.step);
         if let Some(search) = &job.search {
-            let (best, tried) = (&search.tried[0].name, search.tried.len());
+            let (best, tried) = (&search.trials[0].name, search.trials.len());
             self.say(&|| format!("plan `{best}`, the cheapest of {tried} that were tried"));
         }
         self.say(&|| {

@@ -9,7 +9,7 @@ use std::ffi::c_int;
 
 use candle_core::{DType, Tensor};
 use mpi::ffi;
-use shardwise::comm::engine::{ReceiveBuffer, dense, reduce};
+use shardwise::comm::engine::{ReceiveBuffer, contiguous, reduce};
 use shardwise::{ReduceOp, Result, TensorMeta};
 use smallvec::SmallVec;
 
@@ -42,7 +42,7 @@ impl<'a> Reduction<'a> {
     pub(super) fn new(comm: &'a Comm, limits: Limits, op: ReduceOp, input: &Tensor) -> Result<Self> {
         let dtype = input.dtype();
         let own = if limits.deterministic { None } else { own_operation(op, dtype) };
-        Ok(Reduction { comm, limits, op, input: dense(input)?, dtype, kind: datatype(dtype), own })
+        Ok(Reduction { comm, limits, op, input: contiguous(input)?, dtype, kind: datatype(dtype), own })
     }
 
     fn count(&self) -> usize {

@@ -5,7 +5,7 @@ use std::ffi::c_int;
 
 use candle_core::Tensor;
 use parking_lot::Mutex;
-use shardwise::comm::engine::{dense, immutable, meta_fingerprint, with_bytes};
+use shardwise::comm::engine::{contiguous, immutable, meta_fingerprint, with_bytes};
 use shardwise::{Result, TensorMeta};
 
 use super::comm::{Comm, Request};
@@ -62,7 +62,7 @@ impl ReadRequest {
 impl Shelf {
     /// Puts tensors where `readers` ranks can read them.
     pub(super) fn put(&self, set: SetId, tensors: &[Tensor], readers: usize) -> Result<()> {
-        let tensors = tensors.iter().map(|t| Ok(dense(&immutable(t)?)?)).collect::<Result<Vec<_>>>()?;
+        let tensors = tensors.iter().map(|t| Ok(contiguous(&immutable(t)?)?)).collect::<Result<Vec<_>>>()?;
         self.sets.lock().insert(set, (tensors, readers));
         Ok(())
     }

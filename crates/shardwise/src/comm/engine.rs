@@ -2,7 +2,7 @@
 //!
 //! An engine implements [`Communicator`](super::Communicator) for one rank of a group and passes the group of all ranks to
 //! [`World::new`](super::World::new). It checks calls with [`Call::check`](super::Call::check), compares the
-//! [`fingerprint`]s of the ranks' calls, makes tensors contiguous with [`dense`], reads them with [`with_bytes`], receives
+//! [`fingerprint`]s of the ranks' calls, makes tensors contiguous with [`contiguous`], reads them with [`with_bytes`], receives
 //! into a [`ReceiveBuffer`] and reduces with [`reduce`], which returns the same bits on every engine.
 
 use candle_core::{DType, Tensor};
@@ -14,12 +14,12 @@ pub use super::host::{
 };
 pub use super::purpose::Purpose;
 pub use crate::fnv::fnv1a;
-pub use shardwise_kernels::{concat, cut, dense, immutable, with_bytes};
+pub use shardwise_kernels::{concat, contiguous, immutable, split_packed, with_bytes};
 
 use crate::error::Result;
 use crate::layout::TensorMeta;
 use crate::placement::ReduceOp;
-use shardwise_kernels::{Fresh, reduce_block, with_type};
+use shardwise_kernels::{UninitBuffer, reduce_operands, with_type};
 
 /// Uninitialized memory for a tensor that an engine receives.
 ///
@@ -36,14 +36,14 @@ use shardwise_kernels::{Fresh, reduce_block, with_type};
 /// # Ok::<(), shardwise::Error>(())
 /// ```
 pub struct ReceiveBuffer {
-    memory: Fresh,
+    memory: UninitBuffer,
     shape: Vec<usize>,
 }
 
 impl ReceiveBuffer {
     /// Allocates memory for a tensor of this type and shape.
     pub fn new(meta: TensorMeta) -> Result<Self> {
-        Ok(ReceiveBuffer { memory: Fresh::new(meta.dtype, meta.elem_count())?, shape: meta.shape })
+        Ok(ReceiveBuffer { memory: UninitBuffer::new(meta.dtype, meta.elem_count())?, shape: meta.shape })
     }
 
     /// Address of the first element, aligned for the element type; [`empty_address`] if the tensor has no elements.
@@ -69,13 +69,13 @@ pub fn empty_address() -> *const u8 {
     &raw const NOWHERE.0
 }
 
-/// Reduces `count` elements of each operand, in the order of the operands, and writes the result to `to`.
+/// Reduces `count` elements of each operand, in the order of theoperands, and writes the result to `to`.
 ///
 /// Half-precision types are summed in `f32` and rounded once. All engines use it, so that results are bitwise equal.
 ///
 /// # Safety
 /// There is at least one operand. The operands and `to` are aligned for the type and have room for `count` elements, the
-/// operands are initialised, and `to` overlaps none of them. [`ReduceOp::check`] accepts the type.
+/// operands are initialised, and `to` overlaps none of them.[`ReduceOp::check`] accepts the type.
 pub unsafe fn reduce(op: ReduceOp, dtype: DType, operands: &[*const u8], count: usize, to: *mut u8) {
     if count == 0 {
         return;
@@ -85,6 +85,6 @@ pub unsafe fn reduce(op: ReduceOp, dtype: DType, operands: &[*const u8], count: 
         let slice = |first: &*const u8| unsafe { std::slice::from_raw_parts(first.cast::<T>(), count) };
         let operands: smallvec::SmallVec<[&[T]; 8]> = operands.iter().map(slice).collect();
         // SAFETY: the caller's promise.
-        unsafe { reduce_block::<T>(op, &operands, to.cast()) };
+        unsafe { reduce_operands::<T>(op, &operands, to.cast()) };
     }, otherwise unreachable!("ReduceOp::check refuses it"));
 }

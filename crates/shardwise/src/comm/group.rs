@@ -13,7 +13,7 @@ use crate::error::{ErrorKind, Result, Site};
 use crate::layout::TensorMeta;
 use crate::module_scope::user_site;
 use crate::placement::ReduceOp;
-use shardwise_kernels::{check_served, own_copy};
+use shardwise_kernels::{check_supported, own_copy};
 
 /// A group of ranks that communicate, as one of its ranks sees it.
 ///
@@ -377,7 +377,7 @@ impl Group {
         if !self.engine.shares_memory() || self.size() > 1 && call.has_second_phase(inputs) {
             return Cow::Borrowed(inputs);
         }
-        let copy = |t: &Tensor| check_served(t).and_then(|()| own_copy(t)).unwrap_or_else(|_| t.clone());
+        let copy = |t: &Tensor| check_supported(t).and_then(|()| own_copy(t)).unwrap_or_else(|_| t.clone());
         inputs.iter().map(copy).collect::<Vec<_>>().into()
     }
 

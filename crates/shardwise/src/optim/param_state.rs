@@ -6,7 +6,7 @@ use crate::comm::{DeviceMesh, MemoryCharge};
 use crate::error::Result;
 use crate::layout::{Layout, TensorMeta};
 use crate::tensor::DTensor;
-use shardwise_kernels::{dense, placeholder, reserve};
+use shardwise_kernels::{contiguous, placeholder, reserve};
 
 /// Name of the f32 copy of a half-precision parameter.
 pub(super) const MASTER: &str = "master_param";
@@ -104,7 +104,7 @@ pub(super) fn vector<T: candle_core::WithDType>(
     let count = meta.elem_count();
     match part {
         _ if count == 0 => Ok(Vec::new()),
-        Some(part) => Ok(dense(part)?.flatten_all()?.to_vec1()?),
+        Some(part) => Ok(contiguous(part)?.flatten_all()?.to_vec1()?),
         None => {
             // Zeros of this kind come from the system without being written.
             drop(reserve::<T>(count)?);

@@ -6,7 +6,7 @@ use super::boxes::{BoxTransfer, SourceBoxes};
 use crate::comm::{Call, Group};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
-use shardwise_kernels::{Assembly, concat, dense, placeholder};
+use shardwise_kernels::{Assembly, concat, contiguous, placeholder};
 
 /// One rank's part of an exchange of boxes within a group.
 #[derive(Clone)]
@@ -118,7 +118,7 @@ impl BoxExchange {
         if let [single] = transfers {
             return block(single);
         }
-        let flat = transfers.iter().map(|t| Ok(dense(&block(t)?)?.flatten_all()?)).collect::<Result<Vec<_>>>()?;
+        let flat = transfers.iter().map(|t| Ok(contiguous(&block(t)?)?.flatten_all()?)).collect::<Result<Vec<_>>>()?;
         Ok(concat(&flat, 0)?)
     }
 }

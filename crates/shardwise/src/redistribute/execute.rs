@@ -14,7 +14,7 @@ use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::{ReduceOp, is_idempotent};
 use crate::rank_context::rank_context;
-use shardwise_kernels::{concat, dense, placeholder};
+use shardwise_kernels::{concat, contiguous, placeholder};
 
 /// Redistributes a local tensor from one layout to another on the same mesh. Collective over the mesh; ranks outside of it
 /// return their tensor.
@@ -205,7 +205,7 @@ fn narrow(local: &Tensor, ranges: &[Vec<(usize, usize)>]) -> Result<Tensor> {
     if kept.dims() == local.dims() {
         return Ok(local.clone());
     }
-    if kept.elem_count() > 0 && kept.is_contiguous() { Ok(kept.force_contiguous()?) } else { Ok(dense(&kept)?) }
+    if kept.elem_count() > 0 && kept.is_contiguous() { Ok(kept.force_contiguous()?) } else { Ok(contiguous(&kept)?) }
 }
 
 /// How a rank turns its value into its operand, from the first axis to the last. The last axis is reduced first, so the

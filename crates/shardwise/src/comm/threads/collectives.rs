@@ -13,7 +13,7 @@ use crate::comm::check::CallEntry;
 use crate::error::Result;
 use crate::layout::{TensorMeta, chunk};
 use crate::placement::ReduceOp;
-use shardwise_kernels::{Assembly, Reducible, concat, dense, immutable, own_copy, reduce_block, with_type};
+use shardwise_kernels::{Assembly, Reducible, concat, contiguous, immutable, own_copy, reduce_operands, with_type};
 
 /// Parts of a shared reduction begin at multiples of this many elements, so that no cache line has two writers, and
 /// vectorized loops have few remainders.
@@ -39,7 +39,7 @@ fn prepare_inputs(entry: &mut CallEntry) -> Result<()> {
     for input in &mut entry.inputs {
         *input = immutable(input)?;
         if reduces || input.elem_count() == 0 {
-            *input = dense(input)?;
+            *input = contiguous(input)?;
         }
     }
     Ok(())
@@ -174,7 +174,7 @@ fn reduce_piece(inputs: &[&Tensor], op: ReduceOp, dim: usize, start: usize, size
         *n = size;
     }
     if outer > 1 && size < extent && size * inner < MIN_RUN {
-        let narrow = |t: &&Tensor| Ok(dense(&t.narrow(dim, start, size)?)?);
+        let narrow = |t: &&Tensor| Ok(contiguous(&t.narrow(dim, start, size)?)?);
         let narrowed = inputs.iter().map(narrow).collect::<Result<Vec<_>>>()?;
         return reduce_piece(&narrowed.iter().collect::<Vec<_>>(), op, dim, 0, size);
     }
@@ -214,7 +214,7 @@ unsafe fn reduce_runs(inputs: &[&Tensor], op: ReduceOp, output: &Assembly, runs:
             srcs.clear();
             srcs.extend(whole.iter().map(|s| &s[from..from + len]));
             // SAFETY: the promise of the outer function.
-            unsafe { reduce_block(op, &srcs, output.range::<T>(to)) };
+            unsafe { reduce_operands(op, &srcs, output.range::<T>(to)) };
         }
     }
     with_type!(inputs[0].dtype(), T => typed::<T>(inputs, op, output, runs, len), otherwise unreachable!("checked on entry"));
