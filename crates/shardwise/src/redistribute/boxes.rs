@@ -102,7 +102,7 @@ mod tests {
                 }
             }
         }
-        // a rank that has what it needs asks nobody
+        // a rank that already has its boxes receives none
         let sources = SourceBoxes::new(layouts[4].boxes());
         let own = layouts[3].boxes().flat_map(|t| sources.filling(&t).collect::<Vec<_>>()).all(|t| t.from == t.to);
         assert!(own);

@@ -174,7 +174,7 @@ impl PreparedStep {
 
 /// Per dimension the ranges (start, length) of the local tensor that a narrowed layout keeps.
 fn kept_ranges(before: &Layout, after: &Layout, rank: usize) -> Vec<Vec<(usize, usize)>> {
-    let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh carry out nothing");
+    let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh execute no steps");
     let ranges = |dim: usize| {
         let mut start = 0;
         let mut ranges = Vec::new();
@@ -211,7 +211,7 @@ fn narrow(local: &Tensor, ranges: &[Vec<(usize, usize)>]) -> Result<Tensor> {
 /// How a rank turns its value into its operand, from the first axis to the last. The last axis is reduced first, so the
 /// value that an earlier axis needs is what a later axis splits into operands.
 fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<OperandStage> {
-    let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh carry out nothing");
+    let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh execute no steps");
     let mut stages = Vec::new();
     let mut padded: Vec<usize> = Vec::new();
     for axis in 0..coordinate.len() {

@@ -99,7 +99,7 @@ fn searched(
     let calls = |plan: &RedistributePlan| plan.steps.iter().filter(|step| step.cost.us > 0.0).count();
     let Some((_, best)) = plans.iter().min_by(|a, b| a.1.us().total_cmp(&b.1.us())) else { return Ok(None) };
     let mut builder = PlanBuilder::new(from, to, elem, links);
-    let pending = builder.pending();
+    let to_reduce = builder.axes_to_reduce();
     let all: Vec<usize> = (0..to.placements().len()).collect();
     let latency = links.slowest(&all).latency_us;
     // A single collective of one or two rounds cannot get cheaper, only be avoided, which happens where axes become
@@ -109,7 +109,7 @@ fn searched(
     if calls(best) == 0 || small {
         return Ok(None);
     }
-    let Some(steps) = search::cheapest(from, to, &pending, elem, links, best.us()) else { return Ok(None) };
+    let Some(steps) = search::cheapest(from, to, &to_reduce, elem, links, best.us()) else { return Ok(None) };
     builder.follow(&steps)?;
     let plan = builder.done();
     // A collective has overhead beyond the cost model: each additional one must save at least one latency.
@@ -245,12 +245,12 @@ impl<'a> PlanBuilder<'a> {
 
     /// The partial axes that must be reduced: those whose placement changes, and those that block an earlier axis, because
     /// the last axis is reduced first and not all reductions commute.
-    fn pending(&self) -> Vec<usize> {
+    fn axes_to_reduce(&self) -> Vec<usize> {
         let partial = |axis: usize| self.current.placements()[axis].reduction().filter(|_| self.size(axis) > 1);
         let changes = |axis: usize| self.current.placements()[axis] != self.to.placements()[axis];
         let axes = 0..self.current.placements().len();
-        let mut pending: Vec<usize> = axes.clone().filter(|&a| partial(a).is_some() && changes(a)).collect();
-        let mut touched: Vec<(usize, ReduceOp)> = pending.iter().filter_map(|&a| Some((a, partial(a)?))).collect();
+        let mut to_reduce: Vec<usize> = axes.clone().filter(|&a| partial(a).is_some() && changes(a)).collect();
+        let mut touched: Vec<(usize, ReduceOp)> = to_reduce.iter().filter_map(|&a| Some((a, partial(a)?))).collect();
         // Axes that become partial, except where a replicated value is already a valid operand.
         let made = |a: usize| {
             let op = self.to.placements()[a].reduction()?;
@@ -259,20 +259,20 @@ impl<'a> PlanBuilder<'a> {
         touched.extend(axes.filter(|&a| changes(a) && self.size(a) > 1).filter_map(made));
         while let Some((axis, op)) = touched.pop() {
             for later in axis + 1..self.current.placements().len() {
-                if let Some(other) = partial(later).filter(|o| !commute(op, *o) && !pending.contains(&later)) {
-                    pending.push(later);
+                if let Some(other) = partial(later).filter(|o| !commute(op, *o) && !to_reduce.contains(&later)) {
+                    to_reduce.push(later);
                     touched.push((later, other));
                 }
             }
         }
-        pending.sort_unstable();
-        pending
+        to_reduce.sort_unstable();
+        to_reduce
     }
 
     /// Axes whose reduction may be scattered or full, up to [`MAX_CHOICES`].
     fn scatterable(&self) -> Vec<usize> {
         let sharded = |a: &usize| self.to.placements()[*a].is_shard(None);
-        self.pending().into_iter().filter(sharded).take(MAX_CHOICES).collect()
+        self.axes_to_reduce().into_iter().filter(sharded).take(MAX_CHOICES).collect()
     }
 
     /// The number of [`scatterable`](Self::scatterable) axes.
@@ -284,14 +284,14 @@ impl<'a> PlanBuilder<'a> {
         let open = self.scatterable();
         let scattered = |axis: usize| open.iter().position(|&a| a == axis).is_none_or(|i| choice.bits >> i & 1 == 0);
         loop {
-            let pending = self.pending();
-            let Some(&last) = pending.last() else { return Ok(()) };
+            let to_reduce = self.axes_to_reduce();
+            let Some(&last) = to_reduce.last() else { return Ok(()) };
             // Axes that may be reduced now: the last, and earlier ones that commute with all later ones.
             let free = |&a: &usize| {
-                let later = pending.iter().filter(|&&b| b > a);
+                let later = to_reduce.iter().filter(|&&b| b > a);
                 later.into_iter().all(|&b| commute(self.op_of(a), self.op_of(b)))
             };
-            let free: Vec<usize> = pending.iter().copied().filter(free).collect();
+            let free: Vec<usize> = to_reduce.iter().copied().filter(free).collect();
             if !self.scatter_in_place(&free, &scattered)? && !self.scatter_at_end(&free, &scattered)? {
                 let op = self.op_of(last);
                 let axes: Vec<usize> = free.into_iter().filter(|&a| self.op_of(a) == op).collect();
@@ -306,7 +306,7 @@ impl<'a> PlanBuilder<'a> {
 
     /// The reduction of a partial axis.
     fn op_of(&self, axis: usize) -> ReduceOp {
-        self.current.placements()[axis].reduction().expect("pending axes are partial")
+        self.current.placements()[axis].reduction().expect("only partial axes are reduced")
     }
 
     /// Reduce-scatters axes that come next in the target's order of some dimension; whether there were any.

@@ -55,17 +55,17 @@ const MAX_LAYOUTS: [usize; 2] = [32, 256];
 /// only steps that pay often are.
 const EXHAUSTIVE_AXES: usize = 3;
 
-/// The steps of the cheapest path that takes less than `limit` microseconds, if there is one. `pending` are the axes that
+/// The steps of the cheapest path that takes less than `limit` microseconds, if there is one. `to_reduce` are the axes that
 /// must be reduced.
 pub(super) fn cheapest(
     from: &Layout,
     to: &Layout,
-    pending: &[usize],
+    to_reduce: &[usize],
     elem: usize,
     links: &Links,
     limit: f64,
 ) -> Option<Vec<(SearchStep, LayoutSketch)>> {
-    let search = RedistributeSearch::new(from, to, pending, elem, links)?;
+    let search = RedistributeSearch::new(from, to, to_reduce, elem, links)?;
     let ends = search.end_layouts();
     let mut nodes = vec![SearchNode { layout: search.search_layout(search.sketch(from)), us: 0.0, by: None }];
     let mut number: HashMap<LayoutSketch, usize> = HashMap::from([(nodes[0].layout.sketch.clone(), 0)]);
@@ -146,7 +146,7 @@ struct SearchNode {
 struct RedistributeSearch<'a> {
     from: &'a Layout,
     to: &'a Layout,
-    pending: &'a [usize],
+    to_reduce: &'a [usize],
     elem: usize,
     links: &'a Links,
     coordinates: Vec<Vec<usize>>,
@@ -156,7 +156,7 @@ struct RedistributeSearch<'a> {
 
 impl<'a> RedistributeSearch<'a> {
     /// `None` if a layout has shards other than plain ones, which a [`LayoutSketch`] cannot describe.
-    fn new(from: &'a Layout, to: &'a Layout, pending: &'a [usize], elem: usize, links: &'a Links) -> Option<Self> {
+    fn new(from: &'a Layout, to: &'a Layout, to_reduce: &'a [usize], elem: usize, links: &'a Links) -> Option<Self> {
         let sizes = from.mesh().shape();
         let plain = |layout: &Layout| {
             let mut real = layout.placements().iter().zip(sizes).filter(|&(_, &size)| size > 1);
@@ -167,7 +167,7 @@ impl<'a> RedistributeSearch<'a> {
         }
         let coordinates = sample(from.mesh()).map(|rank| from.mesh().coordinate(rank).expect("in the mesh")).collect();
         let exhaustive = sizes.iter().filter(|&&size| size > 1).count() <= EXHAUSTIVE_AXES;
-        Some(RedistributeSearch { from, to, pending, elem, links, coordinates, exhaustive })
+        Some(RedistributeSearch { from, to, to_reduce, elem, links, coordinates, exhaustive })
     }
 
     fn size(&self, axis: usize) -> usize {
@@ -245,7 +245,7 @@ impl<'a> RedistributeSearch<'a> {
                 steps.extend(dims.clone().map(|dim| (SearchStep::Scatter { axis, op, dim }, shard_on(axis, dim))));
             } else if now.is_replicate() {
                 let useful = |dim: &usize| {
-                    let sharded = to.chunk_dim() == Some(*dim) && !self.pending.is_empty();
+                    let sharded = to.chunk_dim() == Some(*dim) && !self.to_reduce.is_empty();
                     all || sharded || to.reduction().is_some_and(|op| op != ReduceOp::Avg)
                 };
                 steps.extend(dims.clone().filter(useful).map(|dim| (SearchStep::Narrow, shard_on(axis, dim))));
@@ -256,7 +256,7 @@ impl<'a> RedistributeSearch<'a> {
 
     /// Whether a partial axis may be reduced: if it must be, or (tried on few axes only) to become partial again later.
     fn reduces(&self, axis: usize) -> bool {
-        self.pending.contains(&axis) || self.exhaustive
+        self.to_reduce.contains(&axis) || self.exhaustive
     }
 
     /// The layouts from which the target can be reached without communication, the target first.
