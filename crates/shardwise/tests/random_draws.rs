@@ -8,8 +8,8 @@ use rand::{Rng, SeedableRng};
 use shardwise::Generator;
 use shardwise::prelude::*;
 use shardwise::random::GeneratorState;
-use shardwise_test_suites::values;
 use shardwise::tensor::RandomOptions;
+use shardwise_test_suites::values;
 
 fn bits(t: &Tensor) -> Vec<u64> {
     if t.elem_count() == 0 {
