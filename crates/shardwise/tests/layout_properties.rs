@@ -64,7 +64,7 @@ struct Case {
     mesh: Mesh,
     shape: Vec<usize>,
     placements: Vec<Placement>,
-    /// Per tensor dimension the axes that cut it, in order.
+    /// Per tensor dimension the axes that shard it, in order.
     order: Vec<Vec<usize>>,
 }
 
@@ -96,7 +96,7 @@ impl Case {
                 Placement::BlockCyclic { block, .. } => {
                     list.chunks(*block).skip(i).step_by(k).flatten().copied().collect()
                 }
-                other => panic!("{other} cuts nothing"),
+                other => panic!("{other} shards nothing"),
             };
             outer = outer * k + i;
         }
@@ -164,10 +164,10 @@ fn random_ragged(rng: &mut StdRng, case: &Case, dim: usize, axis: usize) -> Plac
             rest /= case.mesh.shape()[a];
         }
         let n = case.indices(dim, &coordinate, axes).len();
-        let mut cuts: Vec<usize> = (1..k).map(|_| rng.random_range(0..=n)).collect();
-        cuts.extend([0, n]);
-        cuts.sort_unstable();
-        sizes.extend(cuts.windows(2).map(|w| w[1] - w[0]));
+        let mut bounds: Vec<usize> = (1..k).map(|_| rng.random_range(0..=n)).collect();
+        bounds.extend([0, n]);
+        bounds.sort_unstable();
+        sizes.extend(bounds.windows(2).map(|w| w[1] - w[0]));
     }
     Placement::ragged(dim as isize, sizes)
 }
