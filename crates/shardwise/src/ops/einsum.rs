@@ -1,6 +1,7 @@
 //! Products that sum over shared dimensions: one equation of labels says the rule, the kernel and the gradient.
 
 use std::borrow::Cow;
+use std::hash::{Hash, Hasher};
 use std::panic::Location;
 use std::sync::LazyLock;
 
@@ -37,12 +38,19 @@ fn equation(terms: [&str; 2], output: &str) -> Equation {
 }
 
 /// A product of one or two tensors.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct Einsum {
     name: &'static str,
     equation: Cow<'static, Equation>,
     /// Whether a dimension of size 1 is stretched to the size that its letter has in the other tensor.
     stretches: bool,
+}
+
+impl Hash for Einsum {
+    /// Without the name, which dispatch hashes anyway.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (&*self.equation, self.stretches).hash(state);
+    }
 }
 
 impl DTensor {
@@ -226,7 +234,8 @@ impl Op for Einsum {
     fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         // The usual case needs no analysis.
         if let [a, b] = inputs
-            && self.is_matrix_product(a, b)
+            && self.equation.is_matrix_product
+            && a.dims()[1] == b.dims()[0]
             && a.dtype() == b.dtype()
             && a.dtype().is_float()
             && a.elem_count() * b.elem_count() > 0
@@ -279,17 +288,6 @@ impl Op for Einsum {
 }
 
 impl Einsum {
-    /// Whether it is `mk,kn->mn` of local tensors, with any letters.
-    fn is_matrix_product(&self, a: &Tensor, b: &Tensor) -> bool {
-        let (left, right) = (self.equation.inputs[0].as_slice(), self.equation.inputs[1].as_slice());
-        match (left, right, self.equation.output.as_slice()) {
-            ([m, k], [inner, n], [rows, columns]) => {
-                m != k && m != n && k != n && [k, m, n] == [inner, rows, columns] && a.dims()[1] == b.dims()[0]
-            }
-            _ => false,
-        }
-    }
-
     /// The gradient of one factor: the product of that of the result and the other factors, summed over what this one lacks.
     #[track_caller]
     fn of_factor(&self, i: usize, saved: &SavedTensors<'_>, gradient: &DTensor) -> Result<DTensor> {
