@@ -379,13 +379,13 @@ enum TensorRole {
 
 /// Whether two inputs are sharded alike along an axis: the same placement, after the same axes in the order of shards.
 fn sharded_alike(inputs: &[&Layout], a: usize, b: usize, axis: usize) -> bool {
-    let cut = |i: usize| {
+    let sharding = |i: usize| {
         let placement = &inputs[i].placements()[axis];
         let dim = placement.shard_dim()?;
         let before = inputs[i].shard_order(dim).iter().take_while(|&&a| a != axis).copied().collect::<Vec<_>>();
         Some((before, placement.with_dim(0)))
     };
-    a == b || cut(a) == cut(b)
+    a == b || sharding(a) == sharding(b)
 }
 
 /// The axes that shard a dimension of the operator, in order: those led by an input in its shard order, then the rest.

@@ -1,4 +1,4 @@
-//! The gradient of every differentiable operator: sharded in every way on one axis against unsharded, and unsharded against
+//! Gradients of all differentiable operators: every placement on one mesh axis against unsharded, and unsharded against finite
 //! differences.
 
 #[path = "suites/values.rs"]
@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use shardwise::ops::{OpEntry, SampleInput, ops};
 use shardwise::prelude::*;
 
-/// Operators whose value does not change with small changes of their inputs, or that give integers.
+/// Operators that are not differentiable: piecewise constant, or with integer results.
 const WITHOUT: &[&str] = &[
     "isnan",
     "isfinite",
@@ -38,7 +38,7 @@ const WITHOUT: &[&str] = &[
     "nonzero",
 ];
 
-/// Inputs of a sample as floating-point tensors, but for indices.
+/// The inputs of a sample as floating-point tensors; indices stay integers.
 fn real(samples: &[SampleInput]) -> Vec<SampleInput> {
     let float =
         |s: &SampleInput| SampleInput { dtype: if s.below.is_some() { DType::I64 } else { DType::F64 }, ..s.clone() };
@@ -50,7 +50,7 @@ fn value(flat: usize, input: usize) -> f64 {
     values::value(flat + 97 * input) / 16.0 + 0.0123 + flat as f64 * 1.7e-4
 }
 
-/// What a rank holds of an input, with operands on partial axes.
+/// The local tensor of a rank, with different terms on partial axes.
 fn local(layout: &Layout, rank: usize, sample: &SampleInput, input: usize) -> Result<Tensor> {
     let mut flat = vec![0usize];
     for (dim, &n) in layout.shape().iter().enumerate() {
@@ -85,7 +85,7 @@ fn leaf(mesh: &DeviceMesh, sample: &SampleInput, placement: &Placement, input: u
     Ok(if sample.below.is_none() { tensor.requires_grad() } else { tensor })
 }
 
-/// A number that depends on every output: sums of products with fixed weights.
+/// A scalar that depends on every output: the sum of products with fixed weights.
 fn loss(op: &OpEntry, inputs: &[DTensor]) -> Result<Option<DTensor>> {
     let mut total: Option<DTensor> = None;
     for (i, output) in (op.apply)(inputs)?.iter().enumerate().filter(|(_, y)| y.has_gradient()) {
@@ -121,7 +121,7 @@ fn numbers(t: &Tensor) -> Vec<f64> {
     if t.elem_count() == 0 { Vec::new() } else { t.flatten_all().unwrap().to_vec1().unwrap() }
 }
 
-/// Equal but for the rounding of sums in another order.
+/// Equal up to the rounding of sums in another order.
 fn same(a: &Tensor, b: &Tensor) -> bool {
     let (a_values, b_values) = (numbers(a), numbers(b));
     let scale = b_values.iter().filter(|x| x.is_finite()).fold(1.0, |scale: f64, x| scale.max(x.abs()));
@@ -139,7 +139,7 @@ fn the_table_says_which_operators_have_a_gradient() {
                 let samples = real(&(op.samples)()[0]);
                 let all = samples.iter().enumerate().map(|(i, s)| leaf(&mesh, s, &Replicate, i));
                 let inputs = all.collect::<Result<Vec<_>>>()?;
-                // operators on integers alone refuse others
+                // operators on integers refuse floating-point inputs
                 let has = loss(op, &inputs).is_ok_and(|loss| loss.is_some());
                 assert_eq!(has, !WITHOUT.contains(&op.name), "{}", op.name);
                 assert_eq!(op.is_differentiable()?, has, "{}", op.name);
@@ -181,8 +181,8 @@ fn gradients_in_every_placement_are_the_unsharded_ones() {
     }
 }
 
-/// All combinations of placements of the inputs along one axis. With more than two inputs only one is not replicated at a
-/// time, and all are cut along their first dimension once.
+/// All combinations of placements of the inputs along one axis. With more than two inputs one at a time is not replicated, and
+/// all are sharded on their first dimension once.
 fn combinations(mesh: &Mesh, samples: &[SampleInput]) -> Vec<Vec<Placement>> {
     let options = |sample: &SampleInput| {
         let mut all = vec![Replicate];

@@ -1,8 +1,8 @@
-//! Slices, masks and lists of indices, read and written, in every placement on one axis of 1, 2 and 3 ranks. What they give, its
-//! gradient and the gradient of what is written are compared with PyTorch's: `x` is `arange(60).reshape(3, 4, 5)`, values that
-//! are written are -1, -2, ..., and each tensor is compared by its shape and the sum of its elements times 1, 2, 3, ....
+//! Indexing and indexed writes by slices, masks and lists of indices, in every placement on one axis of 1, 2 and 3 ranks. Results
+//! and gradients are compared with PyTorch's: `x` is `arange(60).reshape(3, 4, 5)`, written values are -1, -2, ..., and each
+//! tensor is compared by its shape and the sum of its elements times 1, 2, 3, ....
 
-// Negative ends count from the back here: `1..-1` is no empty range.
+// Negative ends count from the end here: `1..-1` is not an empty range.
 #![allow(clippy::reversed_empty_ranges)]
 
 use candle_core::{Device, Tensor};

@@ -391,7 +391,7 @@ impl Op for Binary {
         let mut signature = Signature::pointwise(&[&inputs[0].shape, &inputs[1].shape], &shape);
         for &(a, b, result) in self.function().passes {
             // A partial operand that would be converted is reduced first: converting its terms would round each of them.
-            let converted = |pending: Option<ReduceOp>, from: DType| pending.is_some() && from != dtype;
+            let converted = |partial: Option<ReduceOp>, from: DType| partial.is_some() && from != dtype;
             if !converted(a, inputs[0].dtype) && !converted(b, inputs[1].dtype) {
                 signature = signature.passing([a, b], result);
             }

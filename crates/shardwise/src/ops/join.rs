@@ -219,8 +219,8 @@ impl Op for Cat {
         let shape = &plan.outputs[0].shape;
         // Along a mesh axis the joined dimension stays sharded if at least as many elements are sharded on it as on another.
         let weight = |axis: usize, wanted: &dyn Fn(usize) -> bool| -> usize {
-            let cut = |l: &&&Layout| l.placements()[axis].shard_dim().is_some_and(wanted);
-            inputs.iter().filter(cut).map(|l| l.shape().iter().product::<usize>()).sum()
+            let sharded = |l: &&&Layout| l.placements()[axis].shard_dim().is_some_and(wanted);
+            inputs.iter().filter(sharded).map(|l| l.shape().iter().product::<usize>()).sum()
         };
         let along: Vec<usize> = (0..mesh.ndim())
             .filter(|&a| {

@@ -226,10 +226,10 @@ impl Op for IndexSelect {
         plan.signature.decide(&[&table.without_axes(&axes)?, ids], elem, &[&plan.outputs[0].shape])
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (x, index) = (&inputs[0], &inputs[1]);
         let positions =
-            local_positions(self.name, &wholes(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
+            local_positions(self.name, &wholes(index)?, context.input_shape(0)[self.dim], &context.input(0, self.dim))?;
         let taken = take(x, self.dim, &positions)?;
         let shape = [&x.dims()[..self.dim], index.dims(), &x.dims()[self.dim + 1..]].concat();
         Ok(vec![dense(&taken.reshape(shape)?)?])
@@ -267,7 +267,7 @@ impl Op for Gather {
             return Err(ErrorKind::shape(&index.shape).error(
                 "index",
                 format!("shape {:?} in gather of shape {:?} along dimension {}", index.shape, x.shape, self.dim),
-                "as many dimensions, nowhere longer but along that one",
+                "an index with as many dimensions, no longer than the tensor except along that dimension",
                 "reshape or expand the index",
             ));
         }
@@ -282,10 +282,10 @@ impl Op for Gather {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: index.shape.clone(), dtype: x.dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (x, index) = (&inputs[0], &inputs[1]);
         let positions =
-            local_positions("gather", &wholes(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
+            local_positions("gather", &wholes(index)?, context.input_shape(0)[self.dim], &context.input(0, self.dim))?;
         Ok(vec![pick(x, self.dim, &positions, index.dims())?])
     }
 

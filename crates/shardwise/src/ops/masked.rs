@@ -143,7 +143,7 @@ impl DTensor {
             return Err(ErrorKind::shape(mask.shape()).error(
                 "mask",
                 found,
-                "the sizes of dimensions of the tensor",
+                "the shape of the dimensions that it indexes",
                 "expand the mask",
             ));
         }
@@ -269,10 +269,10 @@ impl Op for MaskedSelect {
         Ok(Decision { inputs, outputs: vec![self.0.picked.clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (outer, along, inner) = self.0.sizes(&inputs[0]);
         let flat = dense(&inputs[0])?.reshape((outer, along, inner))?;
-        Ok(vec![dense(&take(&flat, 1, &set(&inputs[1])?)?.reshape(at.local_shape(0))?)?])
+        Ok(vec![dense(&take(&flat, 1, &set(&inputs[1])?)?.reshape(context.local_shape(0))?)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {

@@ -158,7 +158,7 @@ fn check_sizes(name: &str, dim: usize, x: &[usize], index: &[usize], source: &[u
     Err(ErrorKind::shape(index).error(
         "operands",
         format!("index {index:?} and source {source:?} in {name} of shape {x:?} along dimension {dim}"),
-        "as many dimensions, an index no longer than the source, nor than the tensor but along that dimension",
+        "equal numbers of dimensions, and an index no longer than the source, nor than the tensor except along that dimension",
         "reshape or slice the operands",
     ))
 }
@@ -197,9 +197,10 @@ impl Op for Scatter {
         Ok(OpPlan { signature, outputs: vec![x.clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let [x, index, source] = inputs else { unreachable!("three inputs") };
-        let places = local_positions("scatter", &wholes(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
+        let places =
+            local_positions("scatter", &wholes(index)?, context.input_shape(0)[self.dim], &context.input(0, self.dim))?;
         let x = dense(x)?;
         let (targets, sources) = (Numbers::new(x.dims(), self.dim, index.dims()), used(source, index.dims())?);
         if x.elem_count() == 0 || sources.elem_count() == 0 {
@@ -356,9 +357,9 @@ impl Op for ScatterAdd {
         Ok(decision)
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (index, source) = (&inputs[0], &inputs[1]);
-        let held = at.output(0, self.dim);
+        let held = context.output(0, self.dim);
         let places = local_positions(self.name(), &wholes(index)?, self.size, &held)?;
         let source = if self.slices { dense(source)? } else { used(source, index.dims())? };
         let mut shape = source.dims().to_vec();

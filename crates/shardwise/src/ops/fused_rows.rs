@@ -227,8 +227,8 @@ impl Op for RowOpBackward {
             _ => 0,
         };
         let made = std::iter::once(all).chain((0..summed).map(|_| vec![None]));
-        let pending = |op| (0..inputs.len()).map(move |i| (i + 1 == inputs.len()).then_some(op));
-        let signature = Signature::new(shared, named, made).passing(pending(ReduceOp::Sum), ReduceOp::Sum);
+        let partial_gradient = |op| (0..inputs.len()).map(move |i| (i + 1 == inputs.len()).then_some(op));
+        let signature = Signature::new(shared, named, made).passing(partial_gradient(ReduceOp::Sum), ReduceOp::Sum);
         let vector = TensorMeta { shape: vec![x.shape[last]], dtype: g.dtype };
         let outputs = std::iter::once(g.clone()).chain((0..summed).map(|_| vector.clone()));
         Ok(OpPlan { signature, outputs: outputs.collect() })
