@@ -322,8 +322,8 @@ impl DTensor {
                 Index::Tensor(tensor) => arrays.push((dim, tensor.clone())),
                 Index::List(list) => {
                     let tensor = Tensor::from_slice(list, list.len(), &Device::Cpu)?;
-                    let whole = vec![Placement::Replicate; self.placements().len()];
-                    let tensor = DTensor::distribute_tensor(&tensor, self.device_mesh(), whole, None)?;
+                    let replicated = vec![Placement::Replicate; self.placements().len()];
+                    let tensor = DTensor::distribute_tensor(&tensor, self.device_mesh(), replicated, None)?;
                     arrays.push((dim, Cow::Owned(tensor)));
                 }
                 Index::Ellipsis => unreachable!("replaced"),
@@ -526,9 +526,9 @@ impl DTensor {
         let rows = self.slice(d, 0, None, steps[dim])?.with_strides_set(&others, value)?;
         let mut column = vec![1; self.rank()];
         column[dim] = -1;
-        let whole = vec![Placement::Replicate; self.placements().len()];
+        let replicated = vec![Placement::Replicate; self.placements().len()];
         let (n, step) = (self.shape()[dim] as i64, steps[dim] as i64);
-        let index = DTensor::arange(0, n, step, DType::I64, self.device_mesh(), whole)?.reshape(&column)?;
+        let index = DTensor::arange(0, n, step, DType::I64, self.device_mesh(), replicated)?.reshape(&column)?;
         self.scatter(d, &index.expand(&signed(rows.shape()))?, &rows)
     }
 }

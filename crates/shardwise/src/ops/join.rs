@@ -86,8 +86,8 @@ impl DTensor {
             let edge = |n: usize| {
                 let mut shape = padded.shape().to_vec();
                 shape[dim] = n;
-                let whole = vec![Placement::Replicate; padded.placements().len()];
-                DTensor::full(value, shape.as_slice(), padded.dtype(), padded.device_mesh(), whole)
+                let replicated = vec![Placement::Replicate; padded.placements().len()];
+                DTensor::full(value, shape.as_slice(), padded.dtype(), padded.device_mesh(), replicated)
             };
             let (front, back) = (edge(before)?, edge(after)?);
             let parts: Vec<&DTensor> = [(before, &front), (1, &padded), (after, &back)]
@@ -206,8 +206,8 @@ impl Op for Cat {
             ));
         }
         let dims = || (0..first.len()).map(|d| (d != self.dim).then_some(d)).collect::<Vec<_>>();
-        let shared = (0..first.len()).map(|d| if d == self.dim { DimSharding::Never } else { DimSharding::Free });
-        let signature = Signature::new(shared, inputs.iter().map(|_| dims()), [dims()]).passing_all();
+        let sharding = (0..first.len()).map(|d| if d == self.dim { DimSharding::Never } else { DimSharding::Free });
+        let signature = Signature::new(sharding, inputs.iter().map(|_| dims()), [dims()]).passing_all();
         let mut shape = first.clone();
         // A sum that overflows saturates, and is refused as a shape that memory cannot address.
         shape[self.dim] = inputs.iter().fold(0, |sum, m| sum.saturating_add(m.shape[self.dim]));

@@ -142,8 +142,8 @@ impl DTensor {
         if self.dtype().is_float() {
             return Err(not_integer(&format!("one_hot of {}", self.layout()), self.dtype()));
         }
-        let whole = vec![crate::placement::Placement::Replicate; self.placements().len()];
-        let all = DTensor::arange(0, classes as f64, 1, DType::I64, self.device_mesh(), whole)?;
+        let replicated = vec![crate::placement::Placement::Replicate; self.placements().len()];
+        let all = DTensor::arange(0, classes as f64, 1, DType::I64, self.device_mesh(), replicated)?;
         let ids = WrapIndices { name: "one_hot", n: classes, from_back: false };
         let ids = dispatch(&ids, &[self], Location::caller())?.swap_remove(0);
         ids.unsqueeze(-1)?.eq(&all)?.to_dtype(DType::I64)
@@ -205,11 +205,11 @@ impl Op for IndexSelect {
         let ndim = x.shape.len();
         let of_index: Vec<Option<usize>> = (0..index.shape.len()).map(|d| Some(ndim + d)).collect();
         let of_x: Vec<Option<usize>> = (0..ndim).map(Some).collect();
-        let shared = (0..ndim + index.shape.len())
+        let sharding = (0..ndim + index.shape.len())
             .map(|d| if d == self.dim { DimSharding::Reduces(ReduceOp::Sum) } else { DimSharding::Free });
         let output = [&of_x[..self.dim], &of_index, &of_x[self.dim + 1..]].concat();
         let shape = [&x.shape[..self.dim], &index.shape, &x.shape[self.dim + 1..]].concat();
-        let signature = passing_first(Signature::new(shared, [of_x, of_index], [output]), 1);
+        let signature = passing_first(Signature::new(sharding, [of_x, of_index], [output]), 1);
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
     }
 
@@ -276,9 +276,9 @@ impl Op for Gather {
         let of_x = (0..ndim).map(|d| if d == self.dim { Some(d) } else { aligned(d) }).collect();
         let of_index: Vec<Option<usize>> =
             (0..ndim).map(|d| if d == self.dim { Some(ndim) } else { aligned(d) }).collect();
-        let shared =
+        let sharding =
             (0..=ndim).map(|d| if d == self.dim { DimSharding::Reduces(ReduceOp::Sum) } else { DimSharding::Free });
-        let signature = passing_first(Signature::new(shared, [of_x, of_index.clone()], [of_index]), 1);
+        let signature = passing_first(Signature::new(sharding, [of_x, of_index.clone()], [of_index]), 1);
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: index.shape.clone(), dtype: x.dtype }] })
     }
 

@@ -32,9 +32,9 @@ impl Op for ReducePartials {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
-        let shared =
+        let sharding =
             (0..dims.len()).map(|d| if self.dims.contains(&d) { DimSharding::Never } else { DimSharding::Free });
-        let signature = Signature::new(shared, [dims.clone()], [dims]);
+        let signature = Signature::new(sharding, [dims.clone()], [dims]);
         Ok(OpPlan { signature, outputs: vec![inputs[0].clone()] })
     }
 

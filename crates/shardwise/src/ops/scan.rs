@@ -154,7 +154,7 @@ impl ScanKind {
     }
 
     /// The total after one more element, and whether that element is the new maximum or minimum.
-    fn real(self, total: f64, x: f64) -> (f64, bool) {
+    fn step_float(self, total: f64, x: f64) -> (f64, bool) {
         match self {
             ScanKind::Sum => (total + x, false),
             ScanKind::Prod => (total * x, false),
@@ -164,7 +164,7 @@ impl ScanKind {
         }
     }
 
-    fn whole(self, total: i64, x: i64) -> (i64, bool) {
+    fn step_integer(self, total: i64, x: i64) -> (i64, bool) {
         match self {
             ScanKind::Sum => (total.wrapping_add(x), false),
             ScanKind::Prod => (total.wrapping_mul(x), false),
@@ -248,8 +248,8 @@ impl Op for Scan {
             }};
         }
         let (values, totals) = match x.dtype().is_float() {
-            true => scan!(reals(x)?, real, from_reals),
-            false => scan!(wholes(x)?, whole, from_wholes),
+            true => scan!(reals(x)?, step_float, from_reals),
+            false => scan!(wholes(x)?, step_integer, from_wholes),
         };
         if self.kind.outputs() == 1 {
             return Ok(vec![values, totals]);
@@ -368,8 +368,8 @@ impl Op for Carry {
             }};
         }
         let values = match x.dtype().is_float() {
-            true => carry!(reals, real, from_reals),
-            false => carry!(wholes, whole, from_wholes),
+            true => carry!(reals, step_float, from_reals),
+            false => carry!(wholes, step_integer, from_wholes),
         };
         if kind.outputs() == 1 {
             return Ok(vec![values]);

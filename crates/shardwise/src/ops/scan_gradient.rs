@@ -97,8 +97,8 @@ fn statistic(of: &TensorMeta) -> TensorMeta {
 /// A plan in which all tensors have the same dimensions, and a partial second input (the gradient) passes.
 fn alike(inputs: &[TensorMeta], outputs: Vec<TensorMeta>) -> OpPlan {
     let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
-    let shared = dims.iter().map(|_| DimSharding::Free);
-    let signature = Signature::new(shared, inputs.iter().map(|_| dims.clone()), outputs.iter().map(|_| dims.clone()));
+    let sharding = dims.iter().map(|_| DimSharding::Free);
+    let signature = Signature::new(sharding, inputs.iter().map(|_| dims.clone()), outputs.iter().map(|_| dims.clone()));
     let signature = match inputs.len() {
         2 => signature.passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum),
         _ => signature,

@@ -226,8 +226,8 @@ impl Op for TopK {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
         let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
-        let shared = (0..x.shape.len()).map(|d| if d == self.dim { DimSharding::Never } else { DimSharding::Free });
-        let signature = Signature::new(shared, inputs.iter().map(|_| dims.clone()), [dims.clone(), dims.clone()]);
+        let sharding = (0..x.shape.len()).map(|d| if d == self.dim { DimSharding::Never } else { DimSharding::Free });
+        let signature = Signature::new(sharding, inputs.iter().map(|_| dims.clone()), [dims.clone(), dims.clone()]);
         let mut shape = x.shape.clone();
         shape[self.dim] = self.k;
         let outputs =

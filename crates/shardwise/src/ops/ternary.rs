@@ -190,12 +190,12 @@ impl Op for Ternary {
                     let x = if x < low || low.is_nan() { low } else { x };
                     if x > high || high.is_nan() { high } else { x }
                 };
-                let whole = |[x, low, high]: [i64; 3]| x.max(low).min(high);
-                map(Wide(real, whole), [x, a, b], &shape, arithmetic, dtype)?
+                let integer = |[x, low, high]: [i64; 3]| x.max(low).min(high);
+                map(Wide(real, integer), [x, a, b], &shape, arithmetic, dtype)?
             }
             Ternary::Addcmul(Scalar(v)) => {
-                let whole = move |[x, a, b]: [i64; 3]| x.wrapping_add((v as i64).wrapping_mul(a.wrapping_mul(b)));
-                let f = Wide(move |[x, a, b]: [f64; 3]| x + v * a * b, whole);
+                let integer = move |[x, a, b]: [i64; 3]| x.wrapping_add((v as i64).wrapping_mul(a.wrapping_mul(b)));
+                let f = Wide(move |[x, a, b]: [f64; 3]| x + v * a * b, integer);
                 map(f, [x, a, b], &shape, arithmetic, dtype)?
             }
             Ternary::Addcdiv(Scalar(v)) => {
