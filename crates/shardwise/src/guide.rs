@@ -130,7 +130,7 @@
 //! let part = x.i((.., 1..3))?;
 //! let positive = x.i(&x.gt(0.0)?)?;
 //! x.set(0, 0.0)?;
-//! # assert_eq!((part.shape(), positive.rank()), (&[4, 2][..], 1));
+//! # assert_eq!((part.shape(), positive.ndim()), (&[4, 2][..], 1));
 //! # Ok(())
 //! # })?;
 //! # Ok::<(), Error>(())

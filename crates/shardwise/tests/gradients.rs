@@ -1,12 +1,10 @@
-//! Gradients of all differentiable operators: every placement on one mesh axis against unsharded, and unsharded against finite
-//! differences.
-
-#[path = "suites/values.rs"]
-mod values;
+//! The gradient of every differentiable operator: every placement on one mesh axis against unsharded, and unsharded against
+//! finite differences.
 
 use candle_core::{DType, Device, Tensor};
 use shardwise::ops::{OpEntry, SampleInput, ops};
 use shardwise::prelude::*;
+use shardwise_test_suites::values;
 
 /// Operators that are not differentiable: piecewise constant, or with integer results.
 const WITHOUT: &[&str] = &[
@@ -95,7 +93,7 @@ fn loss(op: &OpEntry, inputs: &[DTensor]) -> Result<Option<DTensor>> {
             (values::hash(&[flat, i, 11]) % 17) as f64 / 8.0 - 1.0
         };
         let mesh = output.device_mesh();
-        let weights = DTensor::from_fn(output.shape(), output.dtype(), mesh, [Replicate], weight)?;
+        let weights = DTensor::from_fn((output.shape(), output.dtype()), mesh, [Replicate], weight)?;
         let part = output.mul(&weights)?.sum_all()?;
         total = Some(total.map_or(Ok(part.clone()), |total| total.add(&part))?);
     }
@@ -150,7 +148,7 @@ fn the_table_says_which_operators_have_a_gradient() {
 }
 
 #[test]
-fn gradients_in_every_placement_are_the_unsharded_ones() {
+fn gradients_in_every_placement_equal_the_unsharded_gradients() {
     for ranks in [2, 3] {
         let run = move |world: World| {
             let (mesh, one) = (world.mesh([("a", ranks)])?, alone(&world)?);
@@ -217,7 +215,7 @@ fn combinations(mesh: &Mesh, samples: &[SampleInput]) -> Vec<Vec<Placement>> {
 }
 
 #[test]
-fn unsharded_gradients_are_the_slopes_of_the_operator() {
+fn unsharded_gradients_match_finite_differences() {
     let run = |world: World| {
         let mesh = alone(&world)?;
         for op in ops().filter(|op| !WITHOUT.contains(&op.name)) {

@@ -1,4 +1,4 @@
-//! Every layer, spread by every kind of plan, does what it does on one rank: values, gradients and buffers.
+//! Every layer under every kind of plan gives the one-rank result: values, gradients and buffers.
 
 use std::sync::Arc;
 
@@ -99,8 +99,8 @@ fn run(
     let layer = make(mesh)?;
     let index = |at: &[usize]| at.iter().fold(1, |sum, i| sum * 5 + i * 3);
     let x = match case.below {
-        Some(n) => DTensor::from_fn(case.shape, DType::I64, mesh, batch.to_vec(), |i| (index(i) % n) as f64)?,
-        None => DTensor::from_fn(case.shape, DType::F64, mesh, batch.to_vec(), |i| (index(i) as f64).sin())?,
+        Some(n) => DTensor::from_fn((case.shape, DType::I64), mesh, batch.to_vec(), |i| (index(i) % n) as f64)?,
+        None => DTensor::from_fn((case.shape, DType::F64), mesh, batch.to_vec(), |i| (index(i) as f64).sin())?,
     };
     mesh.manual_seed(6);
     let y = layer.forward(&x)?;
@@ -134,7 +134,7 @@ fn plans(case: &Case, layer: &dyn Module, mesh: &DeviceMesh) -> Result<Vec<Shard
 }
 
 #[test]
-fn every_layer_does_the_same_under_every_plan() {
+fn every_layer_gives_the_one_rank_result_under_every_plan() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         for case in CASES {

@@ -127,7 +127,7 @@ impl Model for TwoTowers {
     fn batch_loss(&self, batch: &[DTensor]) -> Result<DTensor> {
         let scores = self.forward_all(&[&batch[0], &batch[1]])?.swap_remove(0);
         let (pairs, mesh) = (scores.shape()[0], scores.device_mesh());
-        let own = DTensor::arange(0.0, pairs as f64, 1.0, DType::I64, mesh, vec![Replicate; mesh.ndim()])?;
+        let own = DTensor::arange(0.0..pairs as f64, DType::I64, mesh, vec![Replicate; mesh.ndim()])?;
         scores.cross_entropy(&own, LossOptions::default())
     }
 

@@ -59,7 +59,10 @@ impl Op for TemperedLogSoftmax {
             let d = (g - (y.exp()? * g.sum(&[-1], true)?)?)?;
             let of_x = || &d * scale.unsqueeze(-1)?;
             let of_scale = || (&d * &x)?.sum(&[-1], false);
-            Ok(vec![saved.wants(0).then(of_x).transpose()?, saved.wants(1).then(of_scale).transpose()?])
+            Ok(vec![
+                saved.needs_input_grad(0).then(of_x).transpose()?,
+                saved.needs_input_grad(1).then(of_scale).transpose()?,
+            ])
         })
     }
 }

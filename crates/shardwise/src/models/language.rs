@@ -93,7 +93,7 @@ pub(super) fn begin(model: &dyn Module, layers: usize) -> Result<()> {
     const STD: f64 = 0.02;
     for (path, param) in model.named_parameters() {
         let value = param.get();
-        let init = match value.rank() {
+        let init = match value.ndim() {
             2 if path.ends_with("output.weight") || path.ends_with("down.weight") => {
                 Init::Normal(0.0, STD / ((2 * layers) as f64).sqrt())
             }

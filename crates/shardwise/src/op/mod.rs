@@ -28,7 +28,7 @@ use crate::module_scope::user_site;
 use crate::rank_context::rank_context;
 use crate::redistribute::Exchange;
 use crate::rule::{Decision, RequiredInput, Signature};
-use crate::tensor::{Backward, DTensor, SaveForBackward, Saved, check_metas, check_room};
+use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors, check_metas, check_room};
 use shardwise_kernels::placeholder;
 use widening::{held_types, prepare};
 
@@ -108,9 +108,9 @@ pub enum Gradient<O: ?Sized> {
     From(SaveForBackward, GradientFn<O>),
 }
 
-/// The backward pass of an operator: computes the gradient of every input (`None`: zero, or not [wanted](Saved::wants)) from
+/// The backward pass of an operator: computes the gradient of every input (`None`: zero, or not [wanted](SavedTensors::wants)) from
 /// the gradients of the outputs (`None`: zero), with operators on distributed tensors. See [`Backward::run`].
-pub type GradientFn<O> = fn(&O, &Saved<'_>, &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
+pub type GradientFn<O> = fn(&O, &SavedTensors<'_>, &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
 
 /// One call of an operator as the autograd graph holds it.
 struct Recorded<O> {
@@ -125,21 +125,21 @@ impl<O: Op> Backward for Recorded<O> {
         self.op.name()
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let run = || check_gradients(self.name(), saved, (self.gradient)(&self.op, saved, gradients)?);
         if is_detecting() { in_backward_of(self.name(), self.recorded_at.clone(), run) } else { run() }
     }
 }
 
 /// Fails unless a gradient function returned one gradient per input, each of its shape or `None`.
-fn check_gradients(name: &str, saved: &Saved<'_>, found: Vec<Option<DTensor>>) -> Result<Vec<Option<DTensor>>> {
+fn check_gradients(name: &str, saved: &SavedTensors<'_>, found: Vec<Option<DTensor>>) -> Result<Vec<Option<DTensor>>> {
     let fits = |(i, g): (usize, &Option<DTensor>)| g.as_ref().is_none_or(|g| g.shape() == saved.shape(i));
-    if found.len() == saved.inputs() && found.iter().enumerate().all(fits) {
+    if found.len() == saved.num_inputs() && found.iter().enumerate().all(fits) {
         return Ok(found);
     }
     let shapes = |of: &mut dyn Iterator<Item = String>| of.collect::<Vec<_>>().join(", ");
     let given = shapes(&mut found.iter().map(|g| g.as_ref().map_or("none".into(), |g| format!("{:?}", g.shape()))));
-    let needed = shapes(&mut (0..saved.inputs()).map(|i| format!("{:?}", saved.shape(i))));
+    let needed = shapes(&mut (0..saved.num_inputs()).map(|i| format!("{:?}", saved.shape(i))));
     let found = format!("gradients of shapes {given} from {name}");
     let needed = format!("one per input, of shapes {needed}, or none where it is zero");
     Err(ErrorKind::Gradient.error("gradient", found, needed, "correct the gradient of the operator"))
@@ -364,7 +364,7 @@ pub fn cache_report() -> CacheReport {
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let x = DTensor::arange(0.0, 3.0, 1.0, DType::F64, &mesh, [Shard(0)])?.requires_grad();
+///     let x = DTensor::arange(0.0.. 3.0, DType::F64, &mesh, [Shard(0)])?.requires_grad();
 ///     let y = op::apply(&Cube, &[&x])?.swap_remove(0);
 ///     assert_eq!(y.placements(), [Shard(0)]);
 ///     assert_eq!(y.sum_all()?.backward()?.get(&x)?.full_tensor()?.to_vec1::<f64>()?, [0.0, 3.0, 12.0]);

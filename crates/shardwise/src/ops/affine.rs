@@ -20,7 +20,7 @@ impl DTensor {
     /// If the features of the input are not those of the weight.
     #[track_caller]
     pub fn linear(&self, weight: &DTensor, bias: Option<&DTensor>) -> Result<DTensor> {
-        if self.rank() == 0 || weight.rank() != 2 {
+        if self.ndim() == 0 || weight.ndim() != 2 {
             return Err(ErrorKind::shape(self.shape()).error(
                 "operands",
                 format!("{} and {} in linear", self.layout(), weight.layout()),
@@ -28,7 +28,7 @@ impl DTensor {
                 "reshape or transpose the tensors",
             ));
         }
-        let (features, takes) = (self.shape()[self.rank() - 1], weight.shape()[1]);
+        let (features, takes) = (self.shape()[self.ndim() - 1], weight.shape()[1]);
         if features != takes {
             let found = format!("input has {features} features, weight takes {takes}");
             let needed = format!("an input [..., {takes}] for a weight {:?}", weight.shape());

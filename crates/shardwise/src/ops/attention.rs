@@ -39,7 +39,7 @@ impl DTensor {
         options: AttentionOptions<'_>,
     ) -> Result<DTensor> {
         let (heads, groups) = self.check_attention(keys, values)?;
-        let size = self.shape()[self.rank() - 1];
+        let size = self.shape()[self.ndim() - 1];
         let scale = options.scale.unwrap_or(1.0 / (size as f64).sqrt());
         // Query heads that use the same key head are adjacent.
         let grouped =
@@ -48,7 +48,7 @@ impl DTensor {
         let queries = grouped(&self.mul_scalar(scale)?)?;
         let mut scores = queries.matmul(&shared(keys)?.transpose(-2, -1)?)?;
         if let Some(mask) = options.mask {
-            let mask = if groups > 1 && mask.rank() > 2 { spread_heads(mask, heads, groups)? } else { mask.clone() };
+            let mask = if groups > 1 && mask.ndim() > 2 { spread_heads(mask, heads, groups)? } else { mask.clone() };
             scores = scores.add(&mask)?;
         }
         if options.causal {
@@ -107,7 +107,7 @@ impl DTensor {
                 let frequency = base.powf(-2.0 * at[1] as f64 / size as f64);
                 f((first + at[0]) as f64 * frequency)
             };
-            DTensor::from_fn((length, half), self.dtype(), self.device_mesh(), replicated, angle)
+            DTensor::from_fn(((length, half), self.dtype()), self.device_mesh(), replicated, angle)
         };
         let (cos, sin) = (table(f64::cos)?, table(f64::sin)?);
         let (a, b) = (self.narrow(-1, 0, half)?, self.narrow(-1, half, half)?);
@@ -120,7 +120,7 @@ impl DTensor {
 /// Splits the head dimension of a mask into groups, like that of the queries.
 #[track_caller]
 fn spread_heads(mask: &DTensor, heads: usize, groups: usize) -> Result<DTensor> {
-    match mask.shape()[mask.rank() - 3] {
+    match mask.shape()[mask.ndim() - 3] {
         1 => mask.unsqueeze(-3),
         _ => mask.unflatten(-3, &[heads as isize, groups as isize]),
     }

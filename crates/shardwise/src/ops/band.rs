@@ -66,7 +66,7 @@ impl DTensor {
 
     #[track_caller]
     fn band(&self, name: &'static str, lower: isize, upper: isize, outside: f64) -> Result<DTensor> {
-        if self.rank() < 2 {
+        if self.ndim() < 2 {
             return Err(self.bad_dims(name, &[], "at least two dimensions"));
         }
         let (lower, upper) = (lower.clamp(-FAR, FAR), upper.clamp(-FAR, FAR));
@@ -120,7 +120,7 @@ impl Op for Band {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Nothing, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             Ok(vec![Some(gradient.band(op.name, op.lower, op.upper, 0.0)?)])
         })
     }

@@ -131,8 +131,8 @@ impl DTensor {
         options: ConvOptions,
     ) -> Result<DTensor> {
         let ConvOptions { stride, padding, dilation, groups } = options;
-        let fits = self.rank() == spatial + 2
-            && weight.rank() == spatial + 2
+        let fits = self.ndim() == spatial + 2
+            && weight.ndim() == spatial + 2
             && groups > 0
             && weight.shape()[1].checked_mul(groups) == Some(self.shape()[1])
             && weight.shape()[0].is_multiple_of(groups);
@@ -180,7 +180,7 @@ impl DTensor {
         padding: usize,
         border: f64,
     ) -> Result<DTensor> {
-        if self.rank() != spatial + 2 || padding > size / 2 {
+        if self.ndim() != spatial + 2 || padding > size / 2 {
             return Err(self.bad_dims(
                 name,
                 &[padding as isize],
@@ -394,7 +394,7 @@ impl Op for Unfold {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Nothing, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let sizes = saved.shape(0)[2..].to_vec();
             let fold = Fold { name: op.name, windows: op.windows.clone(), sizes };
             Ok(vec![Some(dispatch(&fold, &[gradient], Location::caller())?.swap_remove(0))])
@@ -509,7 +509,7 @@ impl Op for Fold {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Nothing, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let windows = Unfold { name: op.name, windows: op.windows.clone(), border: Scalar(0.0) };
             Ok(vec![Some(gradient.unfold(&windows)?)])
         })

@@ -9,7 +9,7 @@ use crate::comm::implicitly;
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::placement::Placement;
-use crate::tensor::{DTensor, SaveForBackward, Saved};
+use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
 use shardwise_kernels::{Arithmetic, Wide, map};
 
 /// The derivative of a function of one number.
@@ -64,12 +64,12 @@ pub(super) fn saved_operands(of: &[OperandGradient; 2]) -> SaveForBackward {
 pub(super) fn operand_gradients(
     name: &'static str,
     of: &[OperandGradient; 2],
-    saved: &Saved<'_>,
+    saved: &SavedTensors<'_>,
     gradient: &DTensor,
 ) -> Result<Vec<Option<DTensor>>> {
     let mut found = Vec::new();
     for (i, of) in of.iter().enumerate() {
-        if !saved.wants(i) {
+        if !saved.needs_input_grad(i) {
             found.push(None);
             continue;
         }
@@ -90,7 +90,7 @@ pub(super) fn operand_gradients(
 /// Redistributes a saved input once for a formula that uses it several times: partial placements are reduced, and an input
 /// smaller than the gradient is sharded like the gradient.
 #[track_caller]
-fn placed_like_gradient(name: &'static str, saved: &Saved<'_>, i: usize, gradient: &DTensor) -> Result<DTensor> {
+fn placed_like_gradient(name: &'static str, saved: &SavedTensors<'_>, i: usize, gradient: &DTensor) -> Result<DTensor> {
     let input = saved.input(i);
     let (own, of) = (input.layout(), gradient.layout());
     let new = of.shape().len() - own.shape().len();
@@ -117,11 +117,11 @@ fn placed_like_gradient(name: &'static str, saved: &Saved<'_>, i: usize, gradien
 /// Turns the gradient of a broadcast input into that of the input: summed over the broadcast dimensions, in the type of the
 /// input.
 #[track_caller]
-pub(super) fn unbroadcast(gradient: &DTensor, saved: &Saved<'_>, i: usize) -> Result<DTensor> {
+pub(super) fn unbroadcast(gradient: &DTensor, saved: &SavedTensors<'_>, i: usize) -> Result<DTensor> {
     let shape = saved.shape(i);
-    let new = gradient.rank() - shape.len();
+    let new = gradient.ndim() - shape.len();
     let stretched = |d: usize| d >= new && shape[d - new] == 1 && gradient.shape()[d] != 1;
-    let kept: Vec<isize> = (0..gradient.rank()).filter(|&d| stretched(d)).map(|d| d as isize).collect();
+    let kept: Vec<isize> = (0..gradient.ndim()).filter(|&d| stretched(d)).map(|d| d as isize).collect();
     let mut summed = if kept.is_empty() { gradient.clone() } else { gradient.sum(&kept, true)? };
     if new > 0 {
         summed = summed.sum(&(0..new as isize).collect::<Vec<_>>(), false)?;

@@ -15,7 +15,7 @@ use crate::layout::{Runs, TensorMeta};
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
 use crate::placement::Placement;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, SaveForBackward, Saved};
+use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
 use shardwise_kernels::{Fold, NOWHERE, dense, fold, product as matrix_product, take, wholes};
 
 /// The dimensions of matrix products.
@@ -70,7 +70,7 @@ impl DTensor {
                 "pass the tensors of the equation",
             ));
         }
-        let ndims: Vec<usize> = inputs.iter().map(|x| x.rank()).collect();
+        let ndims: Vec<usize> = inputs.iter().map(|x| x.ndim()).collect();
         let equation = Equation::parse(equation, &ndims).map_err(|e| name_call(e, "einsum", inputs, site))?;
         if inputs.len() > 2 {
             return chain(&equation, inputs);
@@ -103,7 +103,7 @@ impl DTensor {
     /// If an operand is a scalar, or sizes do not fit.
     #[track_caller]
     pub fn matmul(&self, other: &DTensor) -> Result<DTensor> {
-        let (m, n) = (self.rank(), other.rank());
+        let (m, n) = (self.ndim(), other.ndim());
         if m == 0 || n == 0 {
             let error = ErrorKind::shape(&[]).error("operands", "a scalar in matmul", "vectors or matrices", "use mul");
             return Err(name_call(error, "matmul", &[self, other], Location::caller()));
@@ -168,7 +168,7 @@ impl DTensor {
     /// `x` of shape `[..., in]` times the transpose of a weight of shape `[out, in]`.
     #[track_caller]
     pub(super) fn times_transposed(&self, weight: &DTensor) -> Result<DTensor> {
-        let leading = || batch(self.rank() - 1);
+        let leading = || batch(self.ndim() - 1);
         let inputs = [leading().chain(letters("k")).collect(), letters("nk").collect()];
         multiply("einsum", Equation::new(inputs, leading().chain(letters("n"))), false, &[self, weight])
     }
@@ -298,9 +298,9 @@ impl Op for Einsum {
     fn gradient(&self) -> Gradient<Self> {
         let saves = if self.equation.inputs.len() > 1 { SaveForBackward::Inputs } else { SaveForBackward::Nothing };
         Gradient::From(saves, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-            let of = |i: usize| saved.wants(i).then(|| op.of_factor(i, saved, gradient)).transpose();
-            (0..saved.inputs()).map(of).collect()
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
+            let of = |i: usize| saved.needs_input_grad(i).then(|| op.of_factor(i, saved, gradient)).transpose();
+            (0..saved.num_inputs()).map(of).collect()
         })
     }
 }
@@ -320,7 +320,7 @@ impl Einsum {
     /// The gradient of one factor: the product of the gradient of the result and the other factors, summed over the labels that
     /// this factor lacks.
     #[track_caller]
-    fn of_factor(&self, i: usize, saved: &Saved<'_>, gradient: &DTensor) -> Result<DTensor> {
+    fn of_factor(&self, i: usize, saved: &SavedTensors<'_>, gradient: &DTensor) -> Result<DTensor> {
         let (terms, output) = (&self.equation.inputs, &self.equation.output);
         let (term, shape) = (&terms[i], saved.shape(i));
         let own = distinct(term);
@@ -350,7 +350,7 @@ impl Einsum {
         for (d, &label) in own.iter().enumerate().filter(|(_, label)| !target.contains(label)) {
             product = product.unsqueeze(d as isize)?;
             if extent(label) != 1 {
-                let mut sizes = vec![-1; product.rank()];
+                let mut sizes = vec![-1; product.ndim()];
                 sizes[d] = extent(label) as isize;
                 product = product.expand(&sizes)?;
             }

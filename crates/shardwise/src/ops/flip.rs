@@ -77,7 +77,7 @@ impl Op for Flip {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Nothing, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let dims: Vec<isize> = op.dims.iter().map(|&d| d as isize).collect();
             Ok(vec![Some(gradient.flip(&dims)?)])
         })

@@ -11,7 +11,7 @@ use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{DimSharding, Signature};
-use crate::tensor::{DTensor, SaveForBackward, Saved, is_recording};
+use crate::tensor::{DTensor, SaveForBackward, SavedTensors, is_recording};
 use shardwise_kernels::rows::{
     layer_norm_backward_rows, layer_norm_rows, log_softmax_backward_rows, log_softmax_rows, logsumexp_rows,
     rms_norm_backward_rows, rms_norm_rows, softmax_backward_rows, softmax_rows,
@@ -35,7 +35,7 @@ struct RowOpBackward(RowOp);
 impl DTensor {
     /// Whether `dim` is the last dimension, not sharded, of a floating-point tensor.
     pub(super) fn holds_whole_rows(&self, dim: isize) -> bool {
-        let last = self.rank() as isize - 1;
+        let last = self.ndim() as isize - 1;
         let along = dim == last || dim == -1;
         along && last >= 0 && self.dtype().is_float() && self.layout().shard_order(last as usize).is_empty()
     }
@@ -82,7 +82,7 @@ impl DTensor {
     }
 
     fn fits_fused_kernel(&self, inputs: &[&DTensor]) -> bool {
-        let vector = |t: &&DTensor| t.dtype() == self.dtype() && t.shape() == &self.shape()[self.rank() - 1..];
+        let vector = |t: &&DTensor| t.dtype() == self.dtype() && t.shape() == &self.shape()[self.ndim() - 1..];
         self.holds_whole_rows(-1) && inputs[1..].iter().all(vector)
     }
 }
@@ -144,7 +144,7 @@ impl Op for RowOp {
             }),
             RowOp::LayerNorm(_) | RowOp::RmsNorm(_) => {
                 Gradient::From(SaveForBackward::Inputs, |op, saved, gradients| {
-                    let kept: Vec<DTensor> = (0..saved.inputs().min(2)).map(|i| saved.input(i)).collect();
+                    let kept: Vec<DTensor> = (0..saved.num_inputs().min(2)).map(|i| saved.input(i)).collect();
                     op.backward(&kept, saved, gradients)
                 })
             }
@@ -157,21 +157,21 @@ impl RowOp {
     fn backward(
         &self,
         kept: &[DTensor],
-        saved: &Saved<'_>,
+        saved: &SavedTensors<'_>,
         gradients: &[Option<DTensor>],
     ) -> Result<Vec<Option<DTensor>>> {
-        let Some(g) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        let Some(g) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
         if is_recording() {
             return self.formula(saved, g);
         }
         let inputs: Vec<&DTensor> = kept.iter().chain([g]).collect();
         let found = dispatch(&RowOpBackward(*self), &inputs, Location::caller())?;
-        Ok(found.into_iter().map(Some).take(saved.inputs()).collect())
+        Ok(found.into_iter().map(Some).take(saved.num_inputs()).collect())
     }
 
     /// The gradient in terms of differentiable operators (double backward).
     #[track_caller]
-    fn formula(&self, saved: &Saved<'_>, g: &DTensor) -> Result<Vec<Option<DTensor>>> {
+    fn formula(&self, saved: &SavedTensors<'_>, g: &DTensor) -> Result<Vec<Option<DTensor>>> {
         let over = |t: &DTensor| t.sum(&[-1], true);
         let eps = match self {
             RowOp::Softmax => {
@@ -189,18 +189,18 @@ impl RowOp {
         let centred = if matches!(self, RowOp::LayerNorm(_)) { x.sub(&x.mean(&[-1], true)?)? } else { x };
         let scale = centred.square()?.mean(&[-1], true)?.add_scalar(eps)?.rsqrt()?;
         let normal = centred.mul(&scale)?;
-        let weighted = if saved.inputs() > 1 { g.mul(&saved.input(1))? } else { g.clone() };
+        let weighted = if saved.num_inputs() > 1 { g.mul(&saved.input(1))? } else { g.clone() };
         let mut inner = weighted.sub(&normal.mul(&weighted.mul(&normal)?.mean(&[-1], true)?)?)?;
         if matches!(self, RowOp::LayerNorm(_)) {
             inner = inner.sub(&weighted.mean(&[-1], true)?)?;
         }
-        let others: Vec<isize> = (0..g.rank() as isize - 1).collect();
+        let others: Vec<isize> = (0..g.ndim() as isize - 1).collect();
         let summed = |t: &DTensor| if others.is_empty() { Ok(t.clone()) } else { t.sum(&others, false) };
         let mut found = vec![Some(inner.mul(&scale)?)];
-        if saved.inputs() > 1 {
+        if saved.num_inputs() > 1 {
             found.push(Some(summed(&g.mul(&normal)?)?));
         }
-        if saved.inputs() > 2 {
+        if saved.num_inputs() > 2 {
             found.push(Some(summed(g)?));
         }
         Ok(found)

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use super::indices::wrapped;
 use crate::error::{ErrorKind, Result};
 use crate::placement::Placement;
-use crate::tensor::{DTensor, Operand};
+use crate::tensor::{Arange, DTensor, Operand};
 
 /// An index of one dimension of a tensor, see [`DTensor::i`].
 ///
@@ -216,7 +216,7 @@ impl DTensor {
     ///
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::arange(0.0, 24.0, 1.0, DType::F32, &mesh, [Shard(0)])?.reshape(&[2, 3, 4])?;
+    ///     let x = DTensor::arange(0.0..24.0, DType::F32, &mesh, [Shard(0)])?.reshape(&[2, 3, 4])?;
     ///     assert_eq!(x.i((.., 1.., -1))?.full_tensor()?.to_vec2::<f32>()?, [[7.0, 11.0], [19.0, 23.0]]);
     ///     assert_eq!(x.i((.., 0, [3, 0]))?.full_tensor()?.to_vec2::<f32>()?, [[3.0, 0.0], [15.0, 12.0]]);
     ///     assert_eq!(x.i(&x.gt(20.0)?)?.full_tensor()?.to_vec1::<f32>()?, [21.0, 22.0, 23.0]);
@@ -248,7 +248,7 @@ impl DTensor {
     ///
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let mut x = DTensor::arange(0.0, 6.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+    ///     let mut x = DTensor::arange(0.0..6.0, DType::F32, &mesh, [Shard(0)])?;
     ///     x.set(1..3, -1.0)?;
     ///     x.set(&x.clone().gt(4.0)?, &DTensor::zeros(1, DType::F32, &mesh, [Replicate])?)?;
     ///     x.set([-2, 0], 9)?;
@@ -286,7 +286,7 @@ impl DTensor {
         };
         let used: usize = given.iter().filter(|i| !matches!(i, Index::NewAxis)).map(dims_of).sum();
         let left = self
-            .rank()
+            .ndim()
             .checked_sub(used)
             .ok_or_else(|| bad(format!("indices for {used} dimensions"), "leave some out, or unsqueeze the tensor"))?;
         let ellipses = given.iter().filter(|i| matches!(i, Index::Ellipsis)).count();
@@ -345,7 +345,7 @@ impl DTensor {
                 let order = self.indexed_first(&dims);
                 let front = self.permute(&order)?.flatten(0, dims.len() as isize - 1)?.index_along(0, &places)?;
                 match adjacent {
-                    true => front.permute(&behind_others(places.rank(), dims[0], front.rank())),
+                    true => front.permute(&behind_others(places.ndim(), dims[0], front.ndim())),
                     false => Ok(front),
                 }
             }
@@ -359,7 +359,7 @@ impl DTensor {
             [(dim, mask)] if is_mask(mask) => {
                 return match value {
                     Operand::Number(number) => {
-                        let behind = self.rank().saturating_sub(dim + mask.rank());
+                        let behind = self.ndim().saturating_sub(dim + mask.ndim());
                         let mask = (0..behind).try_fold(mask.clone().into_owned(), |m, _| m.unsqueeze(-1))?;
                         self.masked_fill(&mask, number)
                     }
@@ -382,7 +382,7 @@ impl DTensor {
         let shape = [&rest[..before], places.shape(), &rest[before..]].concat();
         let value = value.tensor(self)?.to_dtype(self.dtype())?;
         let value = expanded(&value, &shape)?;
-        let value = value.permute(&in_front(before, places.rank(), shape.len()))?;
+        let value = value.permute(&in_front(before, places.ndim(), shape.len()))?;
         let put = flat.index_put(&[&places], &value, false)?.reshape(&signed(&sizes))?;
         let mut back = vec![0; order.len()];
         order.iter().enumerate().for_each(|(new, &old)| back[old as usize] = new as isize);
@@ -395,14 +395,14 @@ impl DTensor {
         let (mut dims, mut indices) = (Vec::new(), Vec::new());
         for (dim, tensor) in arrays {
             if is_mask(tensor) {
-                if self.shape().get(*dim..dim + tensor.rank()) != Some(tensor.shape()) {
+                if self.shape().get(*dim..dim + tensor.ndim()) != Some(tensor.shape()) {
                     let found =
                         format!("a mask of shape {:?} from dimension {dim} of {}", tensor.shape(), self.layout());
                     let needed = "the shape of the dimensions that it indexes";
                     return Err(ErrorKind::shape(tensor.shape()).error("mask", found, needed, "expand the mask"));
                 }
                 indices.extend(tensor.nonzero()?.unbind(1)?);
-                dims.extend(*dim..dim + tensor.rank());
+                dims.extend(*dim..dim + tensor.ndim());
             } else {
                 indices.push(tensor.clone().into_owned());
                 dims.push(*dim);
@@ -419,7 +419,7 @@ impl DTensor {
 
     /// A permutation that brings some dimensions to the front.
     fn indexed_first(&self, dims: &[usize]) -> Vec<isize> {
-        let others = (0..self.rank()).filter(|d| !dims.contains(d));
+        let others = (0..self.ndim()).filter(|d| !dims.contains(d));
         dims.iter().copied().chain(others).map(|d| d as isize).collect()
     }
 
@@ -500,13 +500,13 @@ impl DTensor {
             };
             let placements: Vec<Placement> = layout.placements().iter().map(like).collect();
             let (n, start) = (self.shape()[dim] as i64, ranges[dim].start as i64);
-            let index = DTensor::arange(-start, n - start, 1, DType::I64, self.device_mesh(), placements)?;
+            let index = DTensor::arange(-start..n - start, DType::I64, self.device_mesh(), placements)?;
             let inside = index.ge(0)?.logical_and(&index.lt(ranges[dim].len() as i64)?)?;
             let picked = inside.logical_and(&index.remainder(steps[dim] as i64)?.eq(0)?)?;
-            (dim + 1..self.rank()).try_fold(picked, |picked, _| picked.unsqueeze(-1))
+            (dim + 1..self.ndim()).try_fold(picked, |picked, _| picked.unsqueeze(-1))
         };
         let mut mask: Option<DTensor> = None;
-        for dim in (0..self.rank()).filter(|&d| steps[d] > 1 || ranges[d].len() < self.shape()[d]) {
+        for dim in (0..self.ndim()).filter(|&d| steps[d] > 1 || ranges[d].len() < self.shape()[d]) {
             let picked = along(dim)?;
             mask = Some(match mask {
                 Some(mask) => mask.logical_and(&picked)?,
@@ -524,11 +524,12 @@ impl DTensor {
         others[dim] = 1;
         let d = dim as isize;
         let rows = self.slice(d, 0, None, steps[dim])?.with_strides_set(&others, value)?;
-        let mut column = vec![1; self.rank()];
+        let mut column = vec![1; self.ndim()];
         column[dim] = -1;
         let replicated = vec![Placement::Replicate; self.placements().len()];
         let (n, step) = (self.shape()[dim] as i64, steps[dim] as i64);
-        let index = DTensor::arange(0, n, step, DType::I64, self.device_mesh(), replicated)?.reshape(&column)?;
+        let index =
+            DTensor::arange(Arange::new(0, n, step), DType::I64, self.device_mesh(), replicated)?.reshape(&column)?;
         self.scatter(d, &index.expand(&signed(rows.shape()))?, &rows)
     }
 }
@@ -546,7 +547,7 @@ struct JoinedIndices {
 /// How many dimensions an index consumes, or inserts.
 fn dims_of(index: &Index<'_>) -> usize {
     match index {
-        Index::Tensor(mask) if is_mask(mask) => mask.rank(),
+        Index::Tensor(mask) if is_mask(mask) => mask.ndim(),
         Index::Ellipsis => 0,
         _ => 1,
     }
@@ -563,7 +564,7 @@ fn signed(dims: &[usize]) -> Vec<isize> {
 /// Expands a value to the shape that it is written to; surplus leading dimensions of size 1 are removed.
 #[track_caller]
 fn expanded(value: &DTensor, shape: &[usize]) -> Result<DTensor> {
-    let surplus = value.rank().saturating_sub(shape.len());
+    let surplus = value.ndim().saturating_sub(shape.len());
     let fits = value.shape()[..surplus].iter().all(|&n| n == 1)
         && value.shape()[surplus..].iter().rev().zip(shape.iter().rev()).all(|(&n, &m)| n == m || n == 1);
     if !fits {

@@ -65,7 +65,7 @@ impl DTensor {
             ));
         }
         let thick = tensors.iter().map(|t| t.unsqueeze(dim)).collect::<Result<Vec<_>>>()?;
-        let at = if dim < 0 { dim + thick.first().map_or(0, DTensor::rank) as isize } else { dim };
+        let at = if dim < 0 { dim + thick.first().map_or(0, DTensor::ndim) as isize } else { dim };
         DTensor::cat(&thick.iter().collect::<Vec<_>>(), at)
     }
 
@@ -76,18 +76,18 @@ impl DTensor {
     #[track_caller]
     pub fn pad(&self, border: &[(usize, usize)], value: impl Into<Number>) -> Result<DTensor> {
         let value = value.into();
-        if border.len() > self.rank() {
+        if border.len() > self.ndim() {
             let found = format!("{} borders in pad of {}", border.len(), self.layout());
             return Err(ErrorKind::Argument.error("borders", found, "at most one per dimension", "leave some out"));
         }
         let mut padded = self.clone();
         for (i, &(before, after)) in border.iter().enumerate() {
-            let dim = self.rank() - 1 - i;
+            let dim = self.ndim() - 1 - i;
             let edge = |n: usize| {
                 let mut shape = padded.shape().to_vec();
                 shape[dim] = n;
                 let replicated = vec![Placement::Replicate; padded.placements().len()];
-                DTensor::full(value, shape.as_slice(), padded.dtype(), padded.device_mesh(), replicated)
+                DTensor::full(value, (shape.as_slice(), padded.dtype()), padded.device_mesh(), replicated)
             };
             let (front, back) = (edge(before)?, edge(after)?);
             let parts: Vec<&DTensor> = [(before, &front), (1, &padded), (after, &back)]
@@ -128,7 +128,7 @@ impl DTensor {
     /// Repeats the tensor `times[d]` times along dimension `d`; surplus numbers add dimensions in front.
     #[track_caller]
     pub fn repeat(&self, times: &[usize]) -> Result<DTensor> {
-        let Some(new) = times.len().checked_sub(self.rank()) else {
+        let Some(new) = times.len().checked_sub(self.ndim()) else {
             let found = format!("{} numbers in repeat of {}", times.len(), self.layout());
             return Err(ErrorKind::Argument.error(
                 "repeats",
@@ -256,12 +256,12 @@ impl Op for Cat {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Nothing, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let mut start = 0;
             let mut pieces = Vec::new();
-            for i in 0..saved.inputs() {
+            for i in 0..saved.num_inputs() {
                 let n = saved.shape(i)[op.dim];
-                pieces.push(saved.wants(i).then(|| gradient.narrow(op.dim as isize, start, n)).transpose()?);
+                pieces.push(saved.needs_input_grad(i).then(|| gradient.narrow(op.dim as isize, start, n)).transpose()?);
                 start += n;
             }
             Ok(pieces)

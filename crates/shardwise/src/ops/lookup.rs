@@ -52,7 +52,7 @@ impl DTensor {
     #[track_caller]
     pub fn index_select(&self, dim: isize, index: &DTensor) -> Result<DTensor> {
         let at = self.resolve_dim("index_select", dim)?;
-        if index.rank() != 1 {
+        if index.ndim() != 1 {
             return Err(index.bad_dims("index_select", &[], "a vector of indices"));
         }
         lookup(IndexSelect { name: "index_select", dim: at }, self, index)
@@ -82,7 +82,7 @@ impl DTensor {
     /// An id that is not in the vocabulary is an error on the ranks that hold it; the other ranks get it with their next collective.
     #[track_caller]
     pub fn embedding(&self, ids: &DTensor) -> Result<DTensor> {
-        if self.rank() != 2 {
+        if self.ndim() != 2 {
             return Err(self.bad_dims("embedding", &[], "a weight [vocabulary, features]"));
         }
         lookup(IndexSelect { name: "embedding", dim: 0 }, self, ids)
@@ -96,14 +96,14 @@ impl DTensor {
     pub fn embedding_bag(&self, ids: &DTensor, offsets: Option<&[usize]>, mode: EmbeddingBagMode) -> Result<DTensor> {
         let rows = self.embedding(ids)?;
         let Some(offsets) = offsets else {
-            if ids.rank() != 2 {
+            if ids.ndim() != 2 {
                 return Err(ids.bad_dims("embedding_bag", &[], "a matrix of ids, or offsets"));
             }
             return mode.reduce(&rows, ids.shape()[1]);
         };
         let n = rows.shape()[0];
         let rising = offsets.is_sorted() && offsets.first() == Some(&0) && offsets.iter().all(|&o| o <= n);
-        if ids.rank() != 1 || !rising {
+        if ids.ndim() != 1 || !rising {
             let found = format!("offsets {offsets:?} for {} in embedding_bag", ids.layout());
             return Err(ErrorKind::Argument.error(
                 "bags",
@@ -143,7 +143,7 @@ impl DTensor {
             return Err(not_integer(&format!("one_hot of {}", self.layout()), self.dtype()));
         }
         let replicated = vec![crate::placement::Placement::Replicate; self.placements().len()];
-        let all = DTensor::arange(0, classes as f64, 1, DType::I64, self.device_mesh(), replicated)?;
+        let all = DTensor::arange(0.0..classes as f64, DType::I64, self.device_mesh(), replicated)?;
         let ids = WrapIndices { name: "one_hot", n: classes, from_back: false };
         let ids = dispatch(&ids, &[self], Location::caller())?.swap_remove(0);
         ids.unsqueeze(-1)?.eq(&all)?.to_dtype(DType::I64)
@@ -154,7 +154,7 @@ impl DTensor {
     /// `boundaries` is an ascending vector and is gathered if it is sharded; this tensor keeps its layout.
     #[track_caller]
     pub fn bucketize(&self, boundaries: &DTensor) -> Result<DTensor> {
-        if boundaries.rank() != 1 {
+        if boundaries.ndim() != 1 {
             return Err(boundaries.bad_dims("bucketize", &[], "a vector of ascending boundaries"));
         }
         Ok(dispatch(&Bucketize, &[self, boundaries], Location::caller())?.swap_remove(0))
@@ -237,9 +237,9 @@ impl Op for IndexSelect {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Input(1), |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let index = saved.input(1);
-            let (dim, ndim) = (op.dim as isize, index.rank() as isize);
+            let (dim, ndim) = (op.dim as isize, index.ndim() as isize);
             let rows = if ndim == 0 { gradient.unsqueeze(dim)? } else { gradient.flatten(dim, dim + ndim - 1)? };
             let positions = index.reshape(&[index.elem_count() as isize])?;
             Ok(vec![Some(scatter_add_slices(saved.layout(0), op.dim, &positions, &rows)?), None])
@@ -291,7 +291,7 @@ impl Op for Gather {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Input(1), |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             Ok(vec![Some(scatter_add_elements(saved.layout(0), op.dim, &saved.input(1), gradient)?), None])
         })
     }

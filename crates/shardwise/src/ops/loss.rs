@@ -131,7 +131,7 @@ impl DTensor {
 
     /// Checks shapes and types, and returns the dimension of classes.
     fn check_classes(&self, name: &str, target: &DTensor) -> Result<isize> {
-        let dim = usize::from(self.rank() > 1);
+        let dim = usize::from(self.ndim() > 1);
         let mut wanted = self.shape().to_vec();
         let fits = !wanted.is_empty() && {
             wanted.remove(dim);

@@ -47,7 +47,7 @@ impl DTensor {
     /// # use shardwise::prelude::*;
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::arange(0.0, 6.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+    ///     let x = DTensor::arange(0.0.. 6.0, DType::F32, &mesh, [Shard(0)])?;
     ///     let large = x.masked_select(&x.gt(1.5)?)?;
     ///     assert_eq!(large.layout().to_string(), "[4] on dp=2: S(0;1,3)");
     ///     Ok(())
@@ -82,17 +82,17 @@ impl DTensor {
     #[doc(alias = "argwhere")]
     #[track_caller]
     pub fn nonzero(&self) -> Result<DTensor> {
-        if self.rank() == 0 {
+        if self.ndim() == 0 {
             return Err(self.bad_dims("nonzero", &[], "at least one dimension"));
         }
         let site = Location::caller();
-        let rows = by_rows(self.layout(), 0, self.rank())?;
+        let rows = by_rows(self.layout(), 0, self.ndim())?;
         let mask = implicitly("nonzero", || self.to_layout_at(&rows, site))?;
         let replicated = vec![Placement::Replicate; self.placements().len()];
-        let columns = (0..self.rank()).map(|dim| {
+        let columns = (0..self.ndim()).map(|dim| {
             let (n, mesh) = (self.shape()[dim] as i64, self.device_mesh());
-            let indices = DTensor::arange(0, n, 1, DType::I64, mesh, replicated.clone())?;
-            let mut column = vec![1; self.rank()];
+            let indices = DTensor::arange(0..n, DType::I64, mesh, replicated.clone())?;
+            let mut column = vec![1; self.ndim()];
             column[dim] = self.shape()[dim] as isize;
             let shape: Vec<isize> = self.shape().iter().map(|&n| n as isize).collect();
             indices.reshape(&column)?.expand(&shape)?.masked_select(&mask)
@@ -108,7 +108,7 @@ impl DTensor {
         if self.shape() == shape {
             return Ok(self.clone());
         }
-        let rows = |axis: &usize| self.rank() == shape.len() && self.placements()[*axis].is_shard(Some(0));
+        let rows = |axis: &usize| self.ndim() == shape.len() && self.placements()[*axis].is_shard(Some(0));
         let others: Vec<usize> = (0..self.placements().len()).filter(|axis| !rows(axis)).collect();
         let (to, site) = (self.layout().without_axes(&others)?, Location::caller());
         let sizes: Vec<isize> = shape.iter().map(|&n| n as isize).collect();
@@ -136,7 +136,7 @@ impl DTensor {
     #[track_caller]
     fn prepared(&self, name: &'static str, at: usize, mask: &DTensor) -> Result<(MaskLayouts, DTensor)> {
         let site = Location::caller();
-        let ndim = mask.rank();
+        let ndim = mask.ndim();
         if ndim == 0 || self.shape().get(at..at + ndim) != Some(mask.shape()) {
             let found =
                 format!("a mask of shape {:?} in {name} from dimension {at} of {}", mask.shape(), self.layout());
@@ -341,7 +341,11 @@ impl Op for MaskedPut {
             let values = || -> Result<DTensor> {
                 Ok(dispatch(&MaskedSelect(op.0.clone()), &[gradient, &mask], site)?.swap_remove(0))
             };
-            Ok(vec![saved.wants(0).then(covered).transpose()?, None, saved.wants(2).then(values).transpose()?])
+            Ok(vec![
+                saved.needs_input_grad(0).then(covered).transpose()?,
+                None,
+                saved.needs_input_grad(2).then(values).transpose()?,
+            ])
         })
     }
 }

@@ -198,7 +198,7 @@ impl Op for Narrow {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Nothing, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let n = saved.shape(0)[op.dim];
             let (dim, behind) = (op.dim as isize, saved.shape(0).len() - 1 - op.dim);
             let along =

@@ -44,7 +44,7 @@ impl Op for ReducePartials {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Nothing, |_, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             Ok(vec![Some(gradient.clone())])
         })
     }
@@ -278,7 +278,7 @@ impl DTensor {
         bias: Option<&DTensor>,
         eps: f64,
     ) -> Result<DTensor> {
-        if self.rank() < 2 || groups == 0 || !self.shape()[1].is_multiple_of(groups) {
+        if self.ndim() < 2 || groups == 0 || !self.shape()[1].is_multiple_of(groups) {
             let found = format!("{groups} groups in group_norm of {}", self.layout());
             return Err(ErrorKind::Argument.error(
                 "groups",
@@ -292,7 +292,7 @@ impl DTensor {
         }
         let signed = |dims: &[usize]| dims.iter().map(|&n| n as isize).collect::<Vec<_>>();
         let apart = self.unflatten(1, &[groups as isize, (self.shape()[1] / groups) as isize])?;
-        let normal = apart.layer_norm(apart.rank() - 2, None, None, eps)?.reshape(&signed(self.shape()))?;
+        let normal = apart.layer_norm(apart.ndim() - 2, None, None, eps)?.reshape(&signed(self.shape()))?;
         normal.per_channel(weight, bias)
     }
 
@@ -335,17 +335,17 @@ impl DTensor {
 
     #[track_caller]
     fn channel_statistics(&self, name: &'static str, correction: f64) -> Result<(DTensor, DTensor)> {
-        if self.rank() < 2 {
+        if self.ndim() < 2 {
             return Err(self.bad_dims(name, &[], "[n, channels, ...]"));
         }
-        let others: Vec<isize> = (0..self.rank() as isize).filter(|&d| d != 1).collect();
+        let others: Vec<isize> = (0..self.ndim() as isize).filter(|&d| d != 1).collect();
         Ok((self.mean(&others, false)?, self.var(&others, correction, false)?))
     }
 
     /// Reshapes a vector with one number per channel to broadcast with `[n, channels, ...]`.
     #[track_caller]
     fn channels(&self, vector: &DTensor) -> Result<DTensor> {
-        vector.reshape(&[vec![-1], vec![1; self.rank() - 2]].concat())
+        vector.reshape(&[vec![-1], vec![1; self.ndim() - 2]].concat())
     }
 
     #[track_caller]
@@ -355,12 +355,12 @@ impl DTensor {
     }
 
     fn last_dims(&self, name: &str, dims: usize) -> Result<Vec<isize>> {
-        if dims == 0 || dims > self.rank() {
+        if dims == 0 || dims > self.ndim() {
             let found = format!("{dims} dimension(s) in {name} of {}", self.layout());
             return Err(ErrorKind::Argument.error(
                 "dimensions",
                 found,
-                format!("1 to {} trailing dimensions", self.rank()),
+                format!("1 to {} trailing dimensions", self.ndim()),
                 "pass the number of dimensions to normalize",
             ));
         }

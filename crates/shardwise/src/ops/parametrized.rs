@@ -11,7 +11,7 @@ use super::unary::{Monotonicity, Unary, UnaryResultType, plan, samples};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
-use crate::tensor::{DTensor, SaveForBackward, Saved};
+use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
 use shardwise_kernels::{Arithmetic, Function, Number, Wide, limits, map, math};
 
 /// An elementwise function with its arguments, in the order of the method's.
@@ -306,7 +306,7 @@ impl Op for Parametrized {
 }
 
 impl Parametrized {
-    fn backward(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn backward(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(g) = &gradients[0] else { return Ok(vec![None]) };
         let gradient = match *self {
             Parametrized::Add(_) => g.clone(),

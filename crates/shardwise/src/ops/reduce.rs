@@ -12,7 +12,7 @@ use crate::layout::{Layout, TensorMeta};
 use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{DimSharding, Signature};
-use crate::tensor::{DTensor, SaveForBackward, Saved};
+use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
 use shardwise_kernels::{Arithmetic, Fold, Wide, fold, map};
 
 /// A reduction over the dimensions `dims`.
@@ -144,7 +144,7 @@ fn reduce(x: &DTensor, kind: ReduceKind, dims: &[isize], keepdim: bool) -> Resul
 
 /// Resolves negative dimensions; all dimensions if `dims` is empty.
 fn resolve(name: &'static str, dims: &[isize], x: &DTensor) -> Result<Vec<usize>> {
-    let ndim = x.rank();
+    let ndim = x.ndim();
     if dims.is_empty() {
         return Ok((0..ndim).collect());
     }
@@ -280,7 +280,7 @@ impl Op for Reduce {
 }
 
 impl Reduce {
-    fn backward(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn backward(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(g) = &gradients[0] else { return Ok(vec![None]) };
         // With the reduced dimensions, as size 1.
         let kept = |t: &DTensor| match self.keepdim {

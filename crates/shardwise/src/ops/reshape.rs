@@ -48,7 +48,7 @@ impl DTensor {
     /// Communicates as [`reshape`](Self::reshape) does.
     #[track_caller]
     pub fn flatten(&self, start: isize, end: isize) -> Result<DTensor> {
-        if self.rank() == 0 {
+        if self.ndim() == 0 {
             return self.reshape(&[1]);
         }
         let (first, last) = (self.resolve_dim("flatten", start)?, self.resolve_dim("flatten", end)?);
@@ -158,7 +158,7 @@ impl Op for Reshape {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Nothing, |_, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let shape: Vec<isize> = saved.shape(0).iter().map(|&n| n as isize).collect();
             Ok(vec![Some(gradient.reshape(&shape)?)])
         })

@@ -12,7 +12,7 @@ use crate::layout::{Layout, TensorMeta};
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
-use crate::tensor::{Backward, DTensor, Saved, is_recording};
+use crate::tensor::{Backward, DTensor, SavedTensors, is_recording};
 use shardwise_kernels::{dense, from_reals, from_wholes, reals, wholes};
 
 impl Backward for Scan {
@@ -20,7 +20,7 @@ impl Backward for Scan {
         Op::name(self)
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
         Ok(vec![Some(match self.kind {
             // An element is part of every total from its own on: the gradient is the reverse cumulative sum.

@@ -73,7 +73,7 @@ impl DTensor {
     /// index. Communicates as [`scatter`](Self::scatter) and [`index_add`](Self::index_add) do.
     #[track_caller]
     pub fn index_put(&self, indices: &[&DTensor], values: &DTensor, accumulate: bool) -> Result<DTensor> {
-        if indices.is_empty() || indices.len() > self.rank() {
+        if indices.is_empty() || indices.len() > self.ndim() {
             return Err(self.bad_dims("index_put", &[], "one index per leading dimension"));
         }
         let (named, rest) = self.shape().split_at(indices.len());
@@ -135,13 +135,13 @@ fn check_mesh(name: &str, like: &Layout, index: &DTensor) -> Result<()> {
 #[track_caller]
 fn padded(x: &DTensor, shape: &[usize]) -> Result<DTensor> {
     let missing = |d: usize| (0, shape[d] - x.shape()[d]);
-    x.pad(&(0..x.rank()).rev().map(missing).collect::<Vec<_>>(), 0.0)
+    x.pad(&(0..x.ndim()).rev().map(missing).collect::<Vec<_>>(), 0.0)
 }
 
 /// Narrows every dimension but one to the size in a shape.
 #[track_caller]
 fn narrowed(x: &DTensor, dim: usize, shape: &[usize]) -> Result<DTensor> {
-    let mut others = (0..x.rank()).filter(|&d| d != dim);
+    let mut others = (0..x.ndim()).filter(|&d| d != dim);
     others.try_fold(x.clone(), |x, d| x.narrow(d as isize, 0, shape[d]))
 }
 
@@ -218,7 +218,7 @@ impl Op for Scatter {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Input(1), |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let (dim, index) = (op.dim as isize, saved.input(1));
             let covered = || {
                 let zeros =
@@ -226,7 +226,11 @@ impl Op for Scatter {
                 gradient.scatter(dim, &index, &zeros)
             };
             let source = || padded(&narrowed(gradient, op.dim, index.shape())?.gather(dim, &index)?, saved.shape(2));
-            Ok(vec![saved.wants(0).then(covered).transpose()?, None, saved.wants(2).then(source).transpose()?])
+            Ok(vec![
+                saved.needs_input_grad(0).then(covered).transpose()?,
+                None,
+                saved.needs_input_grad(2).then(source).transpose()?,
+            ])
         })
     }
 }
@@ -398,7 +402,7 @@ impl Op for ScatterAdd {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Input(0), |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let (dim, index) = (op.dim as isize, saved.input(0));
             let source = match op.slices {
                 true => gradient.index_select(dim, &index)?,
@@ -431,7 +435,7 @@ pub(super) const OPS: &[OpEntry] = &[
 fn distinct_rows(source: &DTensor) -> Result<DTensor> {
     let n = source.shape()[0];
     let replicated = vec![Placement::Replicate; source.placements().len()];
-    let rows = DTensor::arange(0.0, n as f64, 1.0, DType::I64, source.device_mesh(), replicated)?;
+    let rows = DTensor::arange(0.0..n as f64, DType::I64, source.device_mesh(), replicated)?;
     let rows = rows.mul_scalar(-1.0)?.add_scalar(n as f64)?;
     rows.unsqueeze(1)?.expand(&[n as isize, source.shape()[1] as isize])
 }

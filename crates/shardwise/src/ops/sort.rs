@@ -147,7 +147,7 @@ impl DTensor {
         let mut values = self.clone();
         let mut flat: Option<DTensor> = None;
         let mut below = 1;
-        for at in (0..self.rank()).rev() {
+        for at in (0..self.ndim()).rev() {
             let (best, index) = values.top_k(name, at as isize, 1, order)?;
             let inner = flat.map(|f| f.gather(at as isize, &index)).transpose()?;
             let outer = index.mul_scalar(below as f64)?;

@@ -52,7 +52,7 @@ impl DTensor {
     /// # use shardwise::prelude::*;
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::arange(-2.0, 2.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+    ///     let x = DTensor::arange(-2.0.. 2.0, DType::F32, &mesh, [Shard(0)])?;
     ///     let y = x.where_(&x.gt(0.0)?, 0.5)?;
     ///     assert_eq!(y.full_tensor()?.to_vec1::<f32>()?, [0.5, 0.5, 0.5, 1.0]);
     ///     Ok(())
@@ -88,8 +88,7 @@ impl DTensor {
     pub fn masked_fill(&self, mask: &DTensor, value: impl Into<Number>) -> Result<DTensor> {
         let number = DTensor::full(
             value,
-            (),
-            self.dtype(),
+            ((), self.dtype()),
             self.device_mesh(),
             vec![crate::placement::Placement::Replicate; self.device_mesh().ndim()],
         )?;
@@ -231,7 +230,7 @@ impl Op for Ternary {
                         }
                     }
                 };
-                let one = |i: usize| saved.wants(i).then(|| unbroadcast(&of(i)?, saved, i)).transpose();
+                let one = |i: usize| saved.needs_input_grad(i).then(|| unbroadcast(&of(i)?, saved, i)).transpose();
                 (0..3).map(one).collect()
             },
         )

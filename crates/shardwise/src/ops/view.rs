@@ -40,7 +40,7 @@ impl DTensor {
         let order = dims.iter().map(|&d| self.resolve_dim("permute", d)).collect::<Result<Vec<_>>>()?;
         let mut sorted = order.clone();
         sorted.sort_unstable();
-        if sorted != (0..self.rank()).collect::<Vec<_>>() {
+        if sorted != (0..self.ndim()).collect::<Vec<_>>() {
             return Err(self.bad_dims("permute", dims, "every dimension once"));
         }
         self.rearranged("permute", order.into_iter().map(DimSource::Input).collect())
@@ -50,7 +50,7 @@ impl DTensor {
     #[track_caller]
     pub fn transpose(&self, a: isize, b: isize) -> Result<DTensor> {
         let (a, b) = (self.resolve_dim("transpose", a)?, self.resolve_dim("transpose", b)?);
-        let mut order: Vec<usize> = (0..self.rank()).collect();
+        let mut order: Vec<usize> = (0..self.ndim()).collect();
         order.swap(a, b);
         self.rearranged("transpose", order.into_iter().map(DimSource::Input).collect())
     }
@@ -58,7 +58,7 @@ impl DTensor {
     /// Transposes a matrix, see [`transpose`](Self::transpose).
     #[track_caller]
     pub fn t(&self) -> Result<DTensor> {
-        if self.rank() != 2 {
+        if self.ndim() != 2 {
             return Err(self.bad_dims("t", &[], "a matrix"));
         }
         self.transpose(0, 1)
@@ -68,7 +68,7 @@ impl DTensor {
     #[track_caller]
     pub fn movedim(&self, source: isize, destination: isize) -> Result<DTensor> {
         let (from, to) = (self.resolve_dim("movedim", source)?, self.resolve_dim("movedim", destination)?);
-        let mut order: Vec<usize> = (0..self.rank()).filter(|&d| d != from).collect();
+        let mut order: Vec<usize> = (0..self.ndim()).filter(|&d| d != from).collect();
         order.insert(to, from);
         self.rearranged("movedim", order.into_iter().map(DimSource::Input).collect())
     }
@@ -76,12 +76,12 @@ impl DTensor {
     /// Inserts a dimension of size 1 before `dim`; -1 appends it. Local.
     #[track_caller]
     pub fn unsqueeze(&self, dim: isize) -> Result<DTensor> {
-        let ndim = self.rank() as isize;
+        let ndim = self.ndim() as isize;
         let at = if dim < 0 { dim + ndim + 1 } else { dim };
         if !(0..=ndim).contains(&at) {
             return Err(self.bad_dims("unsqueeze", &[dim], &format!("a position from {} to {ndim}", -ndim - 1)));
         }
-        let mut dims: Vec<DimSource> = (0..self.rank()).map(DimSource::Input).collect();
+        let mut dims: Vec<DimSource> = (0..self.ndim()).map(DimSource::Input).collect();
         dims.insert(at as usize, DimSource::New(1));
         self.rearranged("unsqueeze", dims)
     }
@@ -93,7 +93,7 @@ impl DTensor {
     pub fn squeeze(&self, dim: Option<isize>) -> Result<DTensor> {
         let only = dim.map(|d| self.resolve_dim("squeeze", d)).transpose()?;
         let gone = |d: &usize| self.shape()[*d] == 1 && only.is_none_or(|o| o == *d);
-        self.rearranged("squeeze", (0..self.rank()).filter(|d| !gone(d)).map(DimSource::Input).collect())
+        self.rearranged("squeeze", (0..self.ndim()).filter(|d| !gone(d)).map(DimSource::Input).collect())
     }
 
     /// Expands dimensions of size 1 to `sizes`, with new dimensions in front; -1 keeps a size.
@@ -103,7 +103,7 @@ impl DTensor {
     pub fn expand(&self, sizes: &[isize]) -> Result<DTensor> {
         let new = sizes
             .len()
-            .checked_sub(self.rank())
+            .checked_sub(self.ndim())
             .ok_or_else(|| self.bad_dims("expand", sizes, "at least one size per dimension"))?;
         let mut dims = Vec::new();
         for (i, &size) in sizes.iter().enumerate() {
@@ -131,8 +131,8 @@ impl DTensor {
     }
 
     pub(super) fn resolve_dim(&self, name: &'static str, dim: isize) -> Result<usize> {
-        let from_front = if dim < 0 { dim + self.rank() as isize } else { dim };
-        let inside = usize::try_from(from_front).ok().filter(|&d| d < self.rank());
+        let from_front = if dim < 0 { dim + self.ndim() as isize } else { dim };
+        let inside = usize::try_from(from_front).ok().filter(|&d| d < self.ndim());
         inside.ok_or_else(|| self.bad_dims(name, &[dim], "dimensions of the tensor"))
     }
 
@@ -142,7 +142,7 @@ impl DTensor {
             dims => format!("{dims:?} in {name} of {}", self.layout()),
         };
         match *dims {
-            [dim] => ErrorKind::Dimension { dim, ndim: self.rank() },
+            [dim] => ErrorKind::Dimension { dim, ndim: self.ndim() },
             _ => ErrorKind::Argument,
         }
         .error("dimensions", found, needed, "correct the dimensions")
@@ -203,7 +203,7 @@ impl Op for RearrangeDims {
 
     fn gradient(&self) -> Gradient<Self> {
         Gradient::From(SaveForBackward::Nothing, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             // Sum over expanded and new dimensions, then permute back.
             let made = |from: &DimSource| !matches!(from, DimSource::Input(_));
             let summed: Vec<isize> = (0..op.dims.len()).filter(|&i| made(&op.dims[i])).map(|i| i as isize).collect();
