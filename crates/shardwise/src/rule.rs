@@ -360,7 +360,7 @@ impl Signature {
             };
             let placements: Vec<Placement> = choices.iter().enumerate().map(placement).collect();
             let cuts: Vec<Vec<usize>> = tensor.iter().map(|d| d.map_or(Vec::new(), |d| cuts[d].clone())).collect();
-            Layout::from_cuts(mesh, shape, &placements, &cuts)
+            Layout::from_shard_orders(mesh, shape, &placements, &cuts)
         };
         let needed = inputs
             .iter()

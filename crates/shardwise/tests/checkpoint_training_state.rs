@@ -130,11 +130,11 @@ struct Net {
 }
 
 impl Net {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         Ok(Net {
-            inp: Linear::without_bias(&at.at("inp"), 6, 8)?,
-            norm: BatchNorm::new(&at.at("norm"), 8, 0.1, 1e-5)?,
-            out: Linear::new(&at.at("out"), 8, 3)?,
+            inp: Linear::without_bias(&builder.child("inp"), 6, 8)?,
+            norm: BatchNorm::new(&builder.child("norm"), 8, 0.1, 1e-5)?,
+            out: Linear::new(&builder.child("out"), 8, 3)?,
         })
     }
 

@@ -62,7 +62,7 @@ fn random_tensors_of_a_spec_equal_those_of_any_other_layout() {
             assert_eq!(full(&ones.full_like(-4.0)?)?, [-4.0; 12]);
             assert_eq!(ones.sharding_spec(), ones.zeros_like()?.sharding_spec());
             make(5);
-            let whole = Init::KaimingUniform(2.0).make(&[6, 2], DType::F64, &mesh, [Shard(1)])?.full_tensor()?;
+            let whole = Init::KaimingUniform(2.0).create(&[6, 2], DType::F64, &mesh, [Shard(1)])?.full_tensor()?;
             make(5);
             let mut weight = ShardedTensor::empty(spec.clone(), (6, 2), DType::F64, &mesh)?;
             let before = weight.clone();

@@ -20,13 +20,13 @@ use candle_core::{DType, Tensor};
 use rustc_hash::FxHasher;
 use smallvec::SmallVec;
 
-use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of};
+use crate::comm::{DeviceMesh, Origin, record_implicit_operator, with_purpose};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::{Layout, OwnedBox, Runs, TensorBox, TensorMeta, coordinates};
 use crate::mesh::Mesh;
 use crate::module_scope::user_site;
 use crate::rank_context::rank_context;
-use crate::redistribute::Exchange;
+use crate::redistribute::BoxExchange;
 use crate::rule::{Decision, RequiredInput, Signature};
 use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors, check_metas, check_room};
 use shardwise_kernels::placeholder;
@@ -292,7 +292,7 @@ enum Bring {
     /// After a redistribution ranks exchange boxes.
     Fetch {
         from: Layout,
-        exchange: Box<Exchange>,
+        exchange: Box<BoxExchange>,
         after: TensorMeta,
     },
 }
@@ -396,14 +396,14 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     for (input, bring) in inputs.iter().zip(&decided.brings) {
         locals.push(match bring {
             Bring::Ready => input.held().clone(),
-            _ => implicitly(op.name(), || bring.run(&input.detach(), dry, site))?,
+            _ => record_implicit_operator(op.name(), || bring.run(&input.detach(), dry, site))?,
         });
     }
     if dry {
         scope::note(op.name());
         let held: SmallVec<[&[usize]; 3]> = locals.iter().map(Tensor::dims).collect();
         let made: SmallVec<[&[usize]; 3]> = decided.locals.iter().map(|m| m.shape.as_slice()).collect();
-        mesh.world().work().add(op.flops(&held, &made));
+        mesh.world().flops().add(op.flops(&held, &made));
     }
     let held = held_types(op.accumulation(), inputs, &locals, &decided.decision.outputs, &decided.locals);
     let outputs = match dry || !mesh.contains(rank) {
@@ -522,7 +522,7 @@ impl Bring {
                     .iter()
                     .all(|w| own.iter().any(|o| o.global.intersect(&w.global).as_ref() == Some(&w.global)))
         };
-        if mesh.mesh().fibre(axes, me).into_iter().all(held) {
+        if mesh.mesh().group_ranks(axes, me).into_iter().all(held) {
             let ranges = match (wanted(me).first(), from.boxes_of(me).first()) {
                 (Some(w), Some(own)) => {
                     let starts = w.global.offsets.iter().zip(&own.global.offsets).map(|(w, o)| w - o);
@@ -532,7 +532,7 @@ impl Bring {
             };
             return Ok(Bring::Narrow { from, ranges, after });
         }
-        let exchange = Exchange::new(mesh.group_of(axes)?, input.dtype(), |r| from.boxes_of(r), wanted);
+        let exchange = BoxExchange::new(mesh.group_of(axes)?, input.dtype(), |r| from.boxes_of(r), wanted);
         Ok(Bring::Fetch { from, exchange: Box::new(exchange), after })
     }
 
@@ -551,7 +551,7 @@ impl Bring {
             Bring::Fetch { from, exchange, after } => {
                 let source = input.to_layout_at(from, site)?;
                 let held = source.held();
-                on_behalf_of(input.origin(), 0, || {
+                with_purpose(input.origin(), 0, || {
                     if held.dtype() == after.dtype {
                         return exchange.assemble(held, after, site);
                     }

@@ -13,7 +13,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Operand};
-use shardwise_kernels::{Arithmetic, Each, Fold, Wide, fold, map};
+use shardwise_kernels::{ComputeType, DimReduction, PerType, ViaF64, pointwise, reduce_dims};
 
 /// The element type of the result of a function of two tensors.
 #[derive(Clone, Copy, PartialEq)]
@@ -36,7 +36,7 @@ struct BinaryFunction {
     passes: &'static [PartialOperands],
     /// Gradient with respect to each operand; `None` if the function is not differentiable.
     gradients: Option<[OperandGradient; 2]>,
-    run: fn([&Tensor; 2], &[usize], Arithmetic, DType) -> Result<Tensor>,
+    run: fn([&Tensor; 2], &[usize], ComputeType, DType) -> Result<Tensor>,
 }
 
 use ReduceOp::{Avg, Max, Min, Sum};
@@ -102,7 +102,7 @@ macro_rules! functions {
                 gradients: functions!(@$gradient $(($left($of_left), $right($of_right)))?),
                 run: |inputs, shape, arithmetic, dtype| {
                     let integer = |[$a, $b]: [i64; 2]| $integer;
-                    Ok(map(functions!(@$form $a, $b, $real, integer), inputs, shape, arithmetic, dtype)?)
+                    Ok(pointwise(functions!(@$form $a, $b, $real, integer), inputs, shape, arithmetic, dtype)?)
                 },
             },)*
         ];
@@ -123,9 +123,9 @@ macro_rules! functions {
     (@linear $of:expr) => { OperandGradient::LinearInOperands($of) };
     (@nonlinear $of:expr) => { OperandGradient::Nonlinear($of) };
     (@each $a:ident, $b:ident, $real:expr, $integer:ident) => {
-        Each(|[$a, $b]: [f32; 2]| $real, |[$a, $b]: [f64; 2]| $real, $integer)
+        PerType(|[$a, $b]: [f32; 2]| $real, |[$a, $b]: [f64; 2]| $real, $integer)
     };
-    (@wide $a:ident, $b:ident, $real:expr, $integer:ident) => { Wide(|[$a, $b]: [f64; 2]| $real, $integer) };
+    (@wide $a:ident, $b:ident, $real:expr, $integer:ident) => { ViaF64(|[$a, $b]: [f64; 2]| $real, $integer) };
 }
 
 /// The remainder with the sign of the divisor: from fmod, which is exact, and not from the rounded quotient.
@@ -249,8 +249,8 @@ fn call(op: Binary, x: &DTensor, other: Operand<'_>) -> Result<DTensor> {
         (Binary::add, Operand::Number(number)) => return x.add_scalar(number),
         (Binary::sub, Operand::Number(number)) => return x.sub_scalar(number),
         (Binary::mul, Operand::Number(number)) => return x.mul_scalar(number),
-        (Binary::div, Operand::Number(number)) => return x.div_scalar(number.real()),
-        (Binary::pow, Operand::Number(number)) => return x.pow_scalar(number.real()),
+        (Binary::div, Operand::Number(number)) => return x.div_scalar(number.to_f64()),
+        (Binary::pow, Operand::Number(number)) => return x.pow_scalar(number.to_f64()),
         _ => {}
     }
     let other = other.tensor(x)?;
@@ -317,7 +317,7 @@ fn share(truth: &DTensor, a: &DTensor, b: &DTensor) -> Result<DTensor> {
 
 /// Fails if an integer divisor is zero.
 fn check_divisors(name: &str, divisors: &Tensor) -> Result<()> {
-    let none = fold(Fold::All, divisors, &(0..divisors.rank()).collect::<Vec<_>>(), &[], DType::U8)?;
+    let none = reduce_dims(DimReduction::All, divisors, &(0..divisors.rank()).collect::<Vec<_>>(), &[], DType::U8)?;
     if none.to_scalar::<u8>()? == 1 {
         return Ok(());
     }
@@ -404,7 +404,7 @@ impl Op for Binary {
         let shape = broadcast_shape(&[a.dims(), b.dims()]).expect("parts of tensors that broadcast");
         let meet = dtype::promote(a.dtype(), b.dtype());
         let integer = !meet.is_float() && self.function().result_type != BinaryResultType::Float;
-        let arithmetic = if integer { Arithmetic::Whole } else { Arithmetic::real([a.dtype(), b.dtype()]) };
+        let arithmetic = if integer { ComputeType::I64 } else { ComputeType::float_for([a.dtype(), b.dtype()]) };
         if self.divides() && integer && !shape.contains(&0) {
             check_divisors(self.name(), b)?;
         }

@@ -16,7 +16,9 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
 use crate::placement::Placement;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
-use shardwise_kernels::{Fold, NOWHERE, dense, fold, product as matrix_product, take, wholes};
+use shardwise_kernels::{
+    DimReduction, NO_INDEX, batched_matmul as matrix_product, contiguous, index_select, reduce_dims, to_i64_vec,
+};
 
 /// The dimensions of matrix products.
 const M: Label = Label::letter('m');
@@ -281,7 +283,7 @@ impl Op for Einsum {
         let held = |d: usize| context.output(0, d);
         let result =
             if output == self.equation.output { result } else { embedded(&result, &self.equation.output, &held)? };
-        Ok(vec![dense(&result)?])
+        Ok(vec![contiguous(&result)?])
     }
 
     /// One multiplication and one addition per combination of indices.
@@ -379,15 +381,15 @@ fn diagonal(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> (usize, Runs)) -> R
         for outer in 0..count {
             for (row, &column) in columns.iter().enumerate() {
                 let line = |m: usize| ((outer * dims[first] + row) * between + m) * dims[second] + column;
-                taken.extend((0..between).map(|m| if column == NOWHERE { NOWHERE } else { line(m) }));
+                taken.extend((0..between).map(|m| if column == NO_INDEX { NO_INDEX } else { line(m) }));
             }
         }
         let inner: usize = dims[second + 1..].iter().product();
-        let lines = dense(&x)?.reshape((dims[..=second].iter().product::<usize>(), inner))?;
+        let lines = contiguous(&x)?.reshape((dims[..=second].iter().product::<usize>(), inner))?;
         labels.remove(second);
         let mut shape = dims;
         shape.remove(second);
-        x = take(&lines, 0, &taken)?.reshape(shape)?;
+        x = index_select(&lines, 0, &taken)?.reshape(shape)?;
     }
     Ok((x, labels))
 }
@@ -408,15 +410,15 @@ fn embedded(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> Runs) -> Result<Ten
             for (i, row) in rows.iter().enumerate() {
                 for m in 0..between {
                     let line = (outer * rows.len() + i) * between + m;
-                    taken.extend(columns.iter().map(|column| if column == row { line } else { NOWHERE }));
+                    taken.extend(columns.iter().map(|column| if column == row { line } else { NO_INDEX }));
                 }
             }
         }
         let inner: usize = dims[second..].iter().product();
-        let lines = dense(&x)?.reshape((dims[..second].iter().product::<usize>(), inner))?;
+        let lines = contiguous(&x)?.reshape((dims[..second].iter().product::<usize>(), inner))?;
         let mut shape = dims;
         shape.insert(second, columns.len());
-        x = take(&lines, 0, &taken)?.reshape(shape)?;
+        x = index_select(&lines, 0, &taken)?.reshape(shape)?;
     }
     Ok(x)
 }
@@ -437,7 +439,7 @@ fn without_stretched((x, term): &(Tensor, Term), other: &(Tensor, Term)) -> Resu
 fn sum_to(x: &Tensor, term: &[Label], target: &[Label]) -> Result<Tensor> {
     let (kept, summed): (Vec<usize>, Vec<usize>) = (0..term.len()).partition(|&d| target.contains(&term[d]));
     let sizes: Vec<usize> = kept.iter().map(|&d| x.dims()[d]).collect();
-    let x = if summed.is_empty() { x.clone() } else { fold(Fold::Sum, x, &summed, &sizes, x.dtype())? };
+    let x = if summed.is_empty() { x.clone() } else { reduce_dims(DimReduction::Sum, x, &summed, &sizes, x.dtype())? };
     let place = |label: &Label| kept.iter().position(|&d| term[d] == *label).expect("a label of the term");
     Ok(x.permute(target.iter().map(place).collect::<Vec<_>>())?)
 }
@@ -484,7 +486,7 @@ fn whole_product(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Result<T
     let count = |dims: &[usize]| dims.iter().product::<usize>();
     let (m, k) = (count(&a.dims()[batch..rows]), count(&a.dims()[rows..]));
     let n = count(&b.dims()[batch + inner..]);
-    let (left, right) = (wholes(a)?, wholes(b)?);
+    let (left, right) = (to_i64_vec(a)?, to_i64_vec(b)?);
     let mut products = vec![0i64; left.len() / k * n];
     for (i, line) in products.chunks_exact_mut(n).enumerate() {
         let from = &right[i / m * k * n..];

@@ -492,7 +492,7 @@ impl DTensor {
     /// A mask with 1 at every `step`-th index of the ranges, sharded like this tensor; `None` if that is everything.
     #[track_caller]
     fn mask_of(&self, ranges: &[Range<usize>], steps: &[usize]) -> Result<Option<DTensor>> {
-        let layout = self.layout().settled();
+        let layout = self.layout().reduced();
         let along = |dim: usize| -> Result<DTensor> {
             let like = |p: &Placement| match p.is_shard(Some(dim)) && layout.has_default_order() {
                 true => p.with_dim(0),

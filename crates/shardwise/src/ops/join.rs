@@ -275,7 +275,7 @@ impl Cat {
     fn sharded_on_dim(&self, input: &Layout, base: &Layout, along: &[usize]) -> Result<Layout> {
         let build = |plain: bool| {
             let mut placements = base.placements().to_vec();
-            let mut cuts = base.cuts();
+            let mut cuts = base.shard_orders();
             let mut order: Vec<usize> = input.shard_order(self.dim).to_vec();
             order.extend(along.iter().filter(|a| !input.shard_order(self.dim).contains(a)));
             for axis in order.into_iter().filter(|a| along.contains(a)) {
@@ -286,7 +286,7 @@ impl Cat {
                 };
                 cuts[self.dim].push(axis);
             }
-            Layout::from_cuts(input.mesh(), input.shape(), &placements, &cuts)
+            Layout::from_shard_orders(input.mesh(), input.shape(), &placements, &cuts)
         };
         build(false).or_else(|_| build(true))
     }
@@ -301,12 +301,12 @@ impl Cat {
         order.extend(along.iter().filter(|a| !leader.shard_order(self.dim).contains(a)));
         let with = |shard: &dyn Fn(usize) -> Placement| {
             let mut placements = base.placements().to_vec();
-            let mut cuts = base.cuts();
+            let mut cuts = base.shard_orders();
             for &axis in &order {
                 placements[axis] = shard(axis);
             }
             cuts[self.dim].clone_from(&order);
-            Layout::from_cuts(mesh, base.shape(), &placements, &cuts)
+            Layout::from_shard_orders(mesh, base.shape(), &placements, &cuts)
         };
         let chunks = with(&|_| Placement::Shard(self.dim as isize))?;
         let total = base.shape()[self.dim];

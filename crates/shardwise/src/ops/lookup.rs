@@ -14,7 +14,7 @@ use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, DimSharding, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{dense, pick, reals, take, wholes};
+use shardwise_kernels::{contiguous, gather, index_select, to_f64_vec, to_i64_vec};
 
 /// Selects slices of `x` along a dimension by an index of any shape, whose dimensions replace that one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -228,11 +228,15 @@ impl Op for IndexSelect {
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (x, index) = (&inputs[0], &inputs[1]);
-        let positions =
-            local_positions(self.name, &wholes(index)?, context.input_shape(0)[self.dim], &context.input(0, self.dim))?;
-        let taken = take(x, self.dim, &positions)?;
+        let positions = local_positions(
+            self.name,
+            &to_i64_vec(index)?,
+            context.input_shape(0)[self.dim],
+            &context.input(0, self.dim),
+        )?;
+        let taken = index_select(x, self.dim, &positions)?;
         let shape = [&x.dims()[..self.dim], index.dims(), &x.dims()[self.dim + 1..]].concat();
-        Ok(vec![dense(&taken.reshape(shape)?)?])
+        Ok(vec![contiguous(&taken.reshape(shape)?)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -284,9 +288,13 @@ impl Op for Gather {
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (x, index) = (&inputs[0], &inputs[1]);
-        let positions =
-            local_positions("gather", &wholes(index)?, context.input_shape(0)[self.dim], &context.input(0, self.dim))?;
-        Ok(vec![pick(x, self.dim, &positions, index.dims())?])
+        let positions = local_positions(
+            "gather",
+            &to_i64_vec(index)?,
+            context.input_shape(0)[self.dim],
+            &context.input(0, self.dim),
+        )?;
+        Ok(vec![gather(x, self.dim, &positions, index.dims())?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -314,8 +322,8 @@ impl Op for Bucketize {
     }
 
     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let edges = reals(&inputs[1])?;
-        let found = reals(&inputs[0])?.into_iter().map(|x| edges.partition_point(|&e| e < x) as i64);
+        let edges = to_f64_vec(&inputs[1])?;
+        let found = to_f64_vec(&inputs[0])?.into_iter().map(|x| edges.partition_point(|&e| e < x) as i64);
         Ok(vec![Tensor::from_vec(found.collect::<Vec<_>>(), inputs[0].dims(), inputs[0].device())?])
     }
 

@@ -11,7 +11,7 @@ use crate::layout::{Layout, Runs, TensorMeta};
 use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{dense, reserve, take};
+use shardwise_kernels::{contiguous, index_select, reserve};
 
 /// Every `step`-th index of `start..start + step * len` along a dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -190,10 +190,10 @@ impl Op for Narrow {
         let (first, count) = self.picked(run.start, run.end);
         if self.step == 1 {
             let start = if count == 0 { 0 } else { first - run.start };
-            return Ok(vec![dense(&inputs[0].narrow(self.dim, start, count)?)?]);
+            return Ok(vec![contiguous(&inputs[0].narrow(self.dim, start, count)?)?]);
         }
         let positions: Vec<usize> = (0..count).map(|i| first + i * self.step - run.start).collect();
-        Ok(vec![take(&inputs[0], self.dim, &positions)?])
+        Ok(vec![index_select(&inputs[0], self.dim, &positions)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {

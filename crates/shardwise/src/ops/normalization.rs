@@ -6,7 +6,7 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::{OpEntry, SampleInput, dtype};
-use crate::comm::implicitly;
+use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
@@ -66,7 +66,7 @@ impl DTensor {
     #[track_caller]
     pub(super) fn all_reduced(&self, name: &'static str) -> Result<DTensor> {
         let site = Location::caller();
-        implicitly(name, || self.reduced(site))
+        record_implicit_operator(name, || self.reduced(site))
     }
 
     /// This tensor in f32 if it is half precision, so that a composed operator rounds once, in its result. `None` for other types.

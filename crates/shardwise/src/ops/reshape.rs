@@ -12,7 +12,7 @@ use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::dense;
+use shardwise_kernels::contiguous;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Reshape {
@@ -152,7 +152,7 @@ impl Op for Reshape {
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let (shape, x) = (context.local_shape(0), dense(&inputs[0])?);
+        let (shape, x) = (context.local_shape(0), contiguous(&inputs[0])?);
         Ok(vec![if x.elem_count() == 0 { Tensor::zeros(shape, x.dtype(), x.device())? } else { x.reshape(shape)? }])
     }
 
@@ -234,7 +234,7 @@ impl NewSharding {
     fn layout(&self, from: &Layout, shape: &[usize]) -> Result<Layout> {
         let of = |dim: usize| self.order.iter().find(|(d, _)| *d == dim).map_or(Vec::new(), |(_, axes)| axes.clone());
         let cuts: Vec<Vec<usize>> = (0..shape.len()).map(of).collect();
-        Layout::from_cuts(from.mesh(), shape, &self.placements, &cuts)
+        Layout::from_shard_orders(from.mesh(), shape, &self.placements, &cuts)
     }
 }
 
@@ -336,12 +336,12 @@ impl DimGroup {
         }
         let sizes: Vec<usize> = shares.iter().map(|n| n * unit / inside).collect();
         let bare = from.without_axes(&axes).ok()?;
-        let (mut placements, mut cuts) = (bare.placements().to_vec(), bare.cuts());
+        let (mut placements, mut cuts) = (bare.placements().to_vec(), bare.shard_orders());
         for (axis, placement) in ragged(from.mesh(), self.inputs[0], &axes, &sizes) {
             placements[axis] = placement;
         }
         cuts[self.inputs[0]].clone_from(&axes);
-        let moved = Layout::from_cuts(from.mesh(), from.shape(), &placements, &cuts).ok()?;
+        let moved = Layout::from_shard_orders(from.mesh(), from.shape(), &placements, &cuts).ok()?;
         let carried = self.preserved(&moved, new)?;
         Some((moved, carried))
     }

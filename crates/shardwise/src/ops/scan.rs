@@ -12,7 +12,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward, is_in_gradient};
-use shardwise_kernels::{dense, from_reals, from_wholes, reals, wholes};
+use shardwise_kernels::{contiguous, from_f64_vec, from_i64_vec, to_f64_vec, to_i64_vec};
 
 /// A cumulative operation along a dimension; `cummax` and `cummin` also return indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -248,13 +248,13 @@ impl Op for Scan {
             }};
         }
         let (values, totals) = match x.dtype().is_float() {
-            true => scan!(reals(x)?, step_float, from_reals),
-            false => scan!(wholes(x)?, step_integer, from_wholes),
+            true => scan!(to_f64_vec(x)?, step_float, from_f64_vec),
+            false => scan!(to_i64_vec(x)?, step_integer, from_i64_vec),
         };
         if self.kind.outputs() == 1 {
             return Ok(vec![values, totals]);
         }
-        Ok(vec![values, from_wholes(indices, x.dims(), DType::I64)?, totals, from_wholes(last, &shape, DType::I64)?])
+        Ok(vec![values, from_i64_vec(indices, x.dims(), DType::I64)?, totals, from_i64_vec(last, &shape, DType::I64)?])
     }
 
     /// `scanned` records the two operators as one call, which is a [`Backward`](crate::tensor::Backward) in `scan_gradient`.
@@ -343,11 +343,11 @@ impl Op for Carry {
         let lines = Lines::new(x.dims(), dim).reversed(reverse);
         let heads = Lines::new(totals.dims(), dim).reversed(reverse);
         let count = x.elem_count() / lines.n;
-        let of = |tensors: &[Tensor]| tensors.get(1).map_or(Ok(Vec::new()), wholes);
+        let of = |tensors: &[Tensor]| tensors.get(1).map_or(Ok(Vec::new()), to_i64_vec);
         let (mut index, place) = (of(running)?, of(ends)?);
         macro_rules! carry {
             ($read:ident, $step:ident, $from:ident) => {{
-                let (mut values, totals) = ($read(&dense(x)?)?, $read(&dense(totals)?)?);
+                let (mut values, totals) = ($read(&contiguous(x)?)?, $read(&contiguous(totals)?)?);
                 for line in 0..count {
                     let (mut total, mut from) = (totals[heads.at(line, 0)], heads.at(line, 0));
                     for part in 1..before {
@@ -368,13 +368,13 @@ impl Op for Carry {
             }};
         }
         let values = match x.dtype().is_float() {
-            true => carry!(reals, step_float, from_reals),
-            false => carry!(wholes, step_integer, from_wholes),
+            true => carry!(to_f64_vec, step_float, from_f64_vec),
+            false => carry!(to_i64_vec, step_integer, from_i64_vec),
         };
         if kind.outputs() == 1 {
             return Ok(vec![values]);
         }
-        Ok(vec![values, from_wholes(index, x.dims(), DType::I64)?])
+        Ok(vec![values, from_i64_vec(index, x.dims(), DType::I64)?])
     }
 
     /// `scanned` records the two operators as one call, which is a [`Backward`](crate::tensor::Backward) in `scan_gradient`.

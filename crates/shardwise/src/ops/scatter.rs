@@ -15,7 +15,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, DimSharding, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{NOWHERE, Numbers, dense, wholes, with_type};
+use shardwise_kernels::{GatherOffsets, NO_INDEX, contiguous, to_i64_vec, with_type};
 
 /// Copies `x` with elements of `source` written at `index` along a dimension. Inputs: `x`, `index`, `source`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -111,7 +111,7 @@ impl DTensor {
 #[track_caller]
 pub(super) fn scatter_add_slices(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
     check_mesh("index_add", like, index)?;
-    let op = ScatterAdd { dim, size: like.shape()[dim], slices: true, like: like.settled() };
+    let op = ScatterAdd { dim, size: like.shape()[dim], slices: true, like: like.reduced() };
     Ok(dispatch(&op, &[index, source], Location::caller())?.swap_remove(0))
 }
 
@@ -119,7 +119,7 @@ pub(super) fn scatter_add_slices(like: &Layout, dim: usize, index: &DTensor, sou
 #[track_caller]
 pub(super) fn scatter_add_elements(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
     check_mesh("scatter_add", like, index)?;
-    let op = ScatterAdd { dim, size: like.shape()[dim], slices: false, like: like.settled() };
+    let op = ScatterAdd { dim, size: like.shape()[dim], slices: false, like: like.reduced() };
     padded(&dispatch(&op, &[index, source], Location::caller())?.swap_remove(0), like.shape())
 }
 
@@ -199,18 +199,22 @@ impl Op for Scatter {
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let [x, index, source] = inputs else { unreachable!("three inputs") };
-        let places =
-            local_positions("scatter", &wholes(index)?, context.input_shape(0)[self.dim], &context.input(0, self.dim))?;
-        let x = dense(x)?;
-        let (targets, sources) = (Numbers::new(x.dims(), self.dim, index.dims()), used(source, index.dims())?);
+        let places = local_positions(
+            "scatter",
+            &to_i64_vec(index)?,
+            context.input_shape(0)[self.dim],
+            &context.input(0, self.dim),
+        )?;
+        let x = contiguous(x)?;
+        let (targets, sources) = (GatherOffsets::new(x.dims(), self.dim, index.dims()), used(source, index.dims())?);
         if x.elem_count() == 0 || sources.elem_count() == 0 {
             return Ok(vec![x]);
         }
         with_type!(x.dtype(), T => {
             let mut values: Vec<T> = x.flatten_all()?.to_vec1()?;
             let sources: Vec<T> = sources.flatten_all()?.to_vec1()?;
-            for (i, &place) in places.iter().enumerate().filter(|(_, place)| **place != NOWHERE) {
-                values[targets.of(i, place)] = sources[i];
+            for (i, &place) in places.iter().enumerate().filter(|(_, place)| **place != NO_INDEX) {
+                values[targets.offset(i, place)] = sources[i];
             }
             Ok(vec![Tensor::from_vec(values, x.dims(), x.device())?])
         }, otherwise unreachable!("tensors of a mesh have served types"))
@@ -238,7 +242,7 @@ impl Op for Scatter {
 /// Where the elements of a source are added in the local tensor of the result.
 struct AddTargets<'a> {
     places: &'a [usize],
-    numbers: &'a Numbers,
+    offsets: &'a GatherOffsets,
     /// Whether `places` are those of slices: `n` of them, each of `inner` consecutive elements.
     slices: bool,
     n: usize,
@@ -252,14 +256,14 @@ impl AddTargets<'_> {
         if self.slices {
             for (i, slice) in sources.chunks_exact(self.inner).enumerate() {
                 let place = self.places[i % self.n];
-                if place != NOWHERE {
+                if place != NO_INDEX {
                     let start = (i / self.n * self.held + place) * self.inner;
                     values[start..start + self.inner].iter_mut().zip(slice).for_each(|(v, s)| *v += *s);
                 }
             }
         } else {
-            for (i, &place) in self.places.iter().enumerate().filter(|(_, place)| **place != NOWHERE) {
-                values[self.numbers.of(i, place)] += sources[i];
+            for (i, &place) in self.places.iter().enumerate().filter(|(_, place)| **place != NO_INDEX) {
+                values[self.offsets.offset(i, place)] += sources[i];
             }
         }
         values
@@ -269,7 +273,7 @@ impl AddTargets<'_> {
 /// Narrows a source to the shape of the index.
 fn used(source: &Tensor, shape: &[usize]) -> Result<Tensor> {
     let narrow = |t: Tensor, (dim, &n): (usize, &usize)| t.narrow(dim, 0, n);
-    Ok(dense(&shape.iter().enumerate().try_fold(source.clone(), narrow)?)?)
+    Ok(contiguous(&shape.iter().enumerate().try_fold(source.clone(), narrow)?)?)
 }
 
 impl ScatterAdd {
@@ -353,20 +357,20 @@ impl Op for ScatterAdd {
             free && self.like.placements()[*axis].chunk_dim() == Some(self.dim)
         };
         let axes: Vec<usize> = self.like.shard_order(self.dim).iter().copied().filter(shardable).collect();
-        let (mut placements, mut cuts) = (output.placements().to_vec(), output.cuts());
+        let (mut placements, mut cuts) = (output.placements().to_vec(), output.shard_orders());
         for &axis in &axes {
             placements[axis] = Placement::Shard(self.dim as isize);
         }
         cuts[self.dim] = axes;
-        decision.outputs[0] = Layout::from_cuts(output.mesh(), output.shape(), &placements, &cuts)?;
+        decision.outputs[0] = Layout::from_shard_orders(output.mesh(), output.shape(), &placements, &cuts)?;
         Ok(decision)
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (index, source) = (&inputs[0], &inputs[1]);
         let held = context.output(0, self.dim);
-        let places = local_positions(self.name(), &wholes(index)?, self.size, &held)?;
-        let source = if self.slices { dense(source)? } else { used(source, index.dims())? };
+        let places = local_positions(self.name(), &to_i64_vec(index)?, self.size, &held)?;
+        let source = if self.slices { contiguous(source)? } else { used(source, index.dims())? };
         let mut shape = source.dims().to_vec();
         shape[self.dim] = held.len();
         let zeros = Tensor::zeros(shape.as_slice(), source.dtype(), source.device())?;
@@ -375,7 +379,7 @@ impl Op for ScatterAdd {
         }
         let dims = source.dims();
         let (n, inner) = (dims[self.dim], dims[self.dim + 1..].iter().product::<usize>());
-        let numbers = Numbers::new(&shape, self.dim, dims);
+        let offsets = GatherOffsets::new(&shape, self.dim, dims);
         // Half precision adds up in f32, integers wrap.
         let work = match source.dtype() {
             DType::F16 | DType::BF16 => DType::F32,
@@ -384,7 +388,7 @@ impl Op for ScatterAdd {
         };
         let source = source.to_dtype(work)?;
         let targets =
-            AddTargets { places: &places, numbers: &numbers, slices: self.slices, n, inner, held: held.len() };
+            AddTargets { places: &places, offsets: &offsets, slices: self.slices, n, inner, held: held.len() };
         let count = zeros.elem_count();
         let sum = if work == DType::I64 {
             let sources: Vec<Wrapping<i64>> = source.flatten_all()?.to_vec1()?.into_iter().map(Wrapping).collect();

@@ -15,7 +15,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Operand, SaveForBackward};
-use shardwise_kernels::{Arithmetic, Each, Number, Wide, map};
+use shardwise_kernels::{ComputeType, Number, PerType, ViaF64, pointwise};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Ternary {
@@ -37,7 +37,7 @@ impl DTensor {
             (a, Operand::Tensor(b)) => (a.tensor(b)?, Cow::Borrowed(b)),
             (Operand::Number(a), Operand::Number(b)) => {
                 let real = matches!(a, Number::Real(_)) || matches!(b, Number::Real(_));
-                let number = |n: Number| Operand::from(if real { n.real().into() } else { n });
+                let number = |n: Number| Operand::from(if real { n.to_f64().into() } else { n });
                 (number(a).tensor_alone(self)?, number(b).tensor_alone(self)?)
             }
         };
@@ -165,24 +165,24 @@ impl Op for Ternary {
         let types = [x.dtype(), a.dtype(), b.dtype()];
         let dtype = self.dtype(types);
         let arithmetic = match self {
-            _ if !dtype.is_float() => Arithmetic::Whole,
+            _ if !dtype.is_float() => ComputeType::I64,
             // Whether an integer condition is zero survives any conversion, so its type does not matter.
-            Ternary::Where if !types[0].is_float() => Arithmetic::real([types[1], types[2]]),
-            _ => Arithmetic::real(types),
+            Ternary::Where if !types[0].is_float() => ComputeType::float_for([types[1], types[2]]),
+            _ => ComputeType::float_for(types),
         };
-        let choose = Each(
+        let choose = PerType(
             |[x, a, b]: [f32; 3]| if x != 0.0 { a } else { b },
             |[x, a, b]: [f64; 3]| if x != 0.0 { a } else { b },
             |[x, a, b]: [i64; 3]| if x != 0 { a } else { b },
         );
         let output = match *self {
             // A fraction is nonzero, but would be truncated to zero in integer arithmetic.
-            Ternary::Where if arithmetic == Arithmetic::Whole && types[0].is_float() => {
-                let nonzero = Wide(|[x]: [f64; 1]| if x != 0.0 { 1.0 } else { 0.0 }, |[x]: [i64; 1]| x);
-                let mask = map(nonzero, [x], x.dims(), Arithmetic::real([types[0]]), DType::U8)?;
-                map(choose, [&mask, a, b], &shape, arithmetic, dtype)?
+            Ternary::Where if arithmetic == ComputeType::I64 && types[0].is_float() => {
+                let nonzero = ViaF64(|[x]: [f64; 1]| if x != 0.0 { 1.0 } else { 0.0 }, |[x]: [i64; 1]| x);
+                let mask = pointwise(nonzero, [x], x.dims(), ComputeType::float_for([types[0]]), DType::U8)?;
+                pointwise(choose, [&mask, a, b], &shape, arithmetic, dtype)?
             }
-            Ternary::Where => map(choose, [x, a, b], &shape, arithmetic, dtype)?,
+            Ternary::Where => pointwise(choose, [x, a, b], &shape, arithmetic, dtype)?,
             Ternary::ClampTensor => {
                 let real = |[x, low, high]: [f64; 3]| {
                     // A bound that is NaN gives NaN.
@@ -190,16 +190,16 @@ impl Op for Ternary {
                     if x > high || high.is_nan() { high } else { x }
                 };
                 let integer = |[x, low, high]: [i64; 3]| x.max(low).min(high);
-                map(Wide(real, integer), [x, a, b], &shape, arithmetic, dtype)?
+                pointwise(ViaF64(real, integer), [x, a, b], &shape, arithmetic, dtype)?
             }
             Ternary::Addcmul(Scalar(v)) => {
                 let integer = move |[x, a, b]: [i64; 3]| x.wrapping_add((v as i64).wrapping_mul(a.wrapping_mul(b)));
-                let f = Wide(move |[x, a, b]: [f64; 3]| x + v * a * b, integer);
-                map(f, [x, a, b], &shape, arithmetic, dtype)?
+                let f = ViaF64(move |[x, a, b]: [f64; 3]| x + v * a * b, integer);
+                pointwise(f, [x, a, b], &shape, arithmetic, dtype)?
             }
             Ternary::Addcdiv(Scalar(v)) => {
-                let f = Wide(move |[x, a, b]: [f64; 3]| x + v * a / b, |[x, _, _]: [i64; 3]| x);
-                map(f, [x, a, b], &shape, arithmetic, dtype)?
+                let f = ViaF64(move |[x, a, b]: [f64; 3]| x + v * a / b, |[x, _, _]: [i64; 3]| x);
+                pointwise(f, [x, a, b], &shape, arithmetic, dtype)?
             }
         };
         Ok(vec![output])

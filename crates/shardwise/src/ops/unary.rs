@@ -13,7 +13,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, SaveForBackward, is_recording};
-use shardwise_kernels::{Arithmetic, Each, Function, Wide, map, math};
+use shardwise_kernels::{ComputeType, PerType, PointwiseFn, ViaF64, math, pointwise};
 
 /// Whether a function preserves the order or the sums of its arguments. Decides which `Partial` placements pass through it
 /// unreduced: the maximum of increasing values is the value of the maximum.
@@ -48,7 +48,7 @@ struct UnaryFunction {
     name: &'static str,
     monotonicity: Monotonicity,
     result_type: UnaryResultType,
-    run: fn(&Tensor, Arithmetic, DType) -> Result<Tensor>,
+    run: fn(&Tensor, ComputeType, DType) -> Result<Tensor>,
     /// `None` if it is not differentiable.
     derivative: Option<Derivative>,
 }
@@ -91,7 +91,7 @@ macro_rules! functions {
                 result_type: UnaryResultType::$result_type,
                 run: |x, arithmetic, dtype| {
                     let integer = functions!(@integer $x $(, $integer)?);
-                    Ok(map(functions!(@$form $name, $x, $real, integer), [x], x.dims(), arithmetic, dtype)?)
+                    Ok(pointwise(functions!(@$form $name, $x, $real, integer), [x], x.dims(), arithmetic, dtype)?)
                 },
                 derivative: functions!(@$derivative $(($($parts)*))?),
             },)*
@@ -112,13 +112,13 @@ macro_rules! functions {
         }
     };
     (@each $name:ident, $x:ident, $real:expr, $integer:ident) => {
-        Each(|[$x]: [f32; 1]| $real, |[$x]: [f64; 1]| $real, $integer)
+        PerType(|[$x]: [f32; 1]| $real, |[$x]: [f64; 1]| $real, $integer)
     };
-    (@wide $name:ident, $x:ident, $real:expr, $integer:ident) => { Wide(|[$x]: [f64; 1]| $real, $integer) };
+    (@wide $name:ident, $x:ident, $real:expr, $integer:ident) => { ViaF64(|[$x]: [f64; 1]| $real, $integer) };
     (@fast $name:ident, $x:ident, $real:expr, $integer:ident) => {{
         #[derive(Clone, Copy)]
         struct F32Kernel<W>(W);
-        impl<W: Fn([i64; 1]) -> i64 + Copy> Function<1> for F32Kernel<W> {
+        impl<W: Fn([i64; 1]) -> i64 + Copy> PointwiseFn<1> for F32Kernel<W> {
             #[inline(always)]
             fn f32<const FMA: bool>(self, [$x]: [f32; 1]) -> f32 {
                 math::$name::<FMA>($x)
@@ -139,7 +139,7 @@ macro_rules! functions {
     (@derivative ($at:expr, $formula:expr, f32(|$x:ident| $fast:expr))) => {{
         #[derive(Clone, Copy)]
         struct F32Derivative;
-        impl Function<2> for F32Derivative {
+        impl PointwiseFn<2> for F32Derivative {
             #[inline(always)]
             fn f32<const FMA: bool>(self, [$x, g]: [f32; 2]) -> f32 {
                 g * $fast
@@ -155,7 +155,7 @@ macro_rules! functions {
             }
         }
         let kernel: fn(&Tensor, &Tensor) -> Result<Tensor> =
-            |x, g| Ok(map(F32Derivative, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())?);
+            |x, g| Ok(pointwise(F32Derivative, [x, g], x.dims(), ComputeType::float_for([x.dtype(), g.dtype()]), g.dtype())?);
         Some(Derivative { at: $at, formula: $formula, kernel: Some(kernel) })
     }};
 }
@@ -356,7 +356,7 @@ impl Unary {
     }
 
     /// Applies the function to a local tensor.
-    pub(super) fn compute(self, x: &Tensor, arithmetic: Arithmetic, dtype: DType) -> Result<Tensor> {
+    pub(super) fn compute(self, x: &Tensor, arithmetic: ComputeType, dtype: DType) -> Result<Tensor> {
         (self.function().run)(x, arithmetic, dtype)
     }
 }
@@ -372,8 +372,12 @@ impl UnaryResultType {
     }
 
     /// The arithmetic in which elements of this type are computed.
-    pub(super) fn arithmetic(self, input: DType) -> Arithmetic {
-        if !input.is_float() && self != UnaryResultType::Float { Arithmetic::Whole } else { Arithmetic::real([input]) }
+    pub(super) fn arithmetic(self, input: DType) -> ComputeType {
+        if !input.is_float() && self != UnaryResultType::Float {
+            ComputeType::I64
+        } else {
+            ComputeType::float_for([input])
+        }
     }
 }
 

@@ -12,7 +12,7 @@ use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::dense;
+use shardwise_kernels::contiguous;
 
 /// An operator whose every output dimension is one of the input, or new.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -198,7 +198,7 @@ impl Op for RearrangeDims {
         if view.dims() != context.local_shape(0) {
             view = view.broadcast_as(context.local_shape(0))?;
         }
-        Ok(vec![if view.elem_count() == 0 { dense(&view)? } else { view }])
+        Ok(vec![if view.elem_count() == 0 { contiguous(&view)? } else { view }])
     }
 
     fn gradient(&self) -> Gradient<Self> {

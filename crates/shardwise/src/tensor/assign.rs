@@ -4,11 +4,11 @@ use std::ops::Range;
 use std::panic::Location;
 
 use super::{Backward, DTensor, Number, SaveForBackward, SavedTensors, is_recording};
-use crate::comm::implicitly;
+use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
 use crate::placement::{Placement, is_linear};
-use crate::redistribute::Exchange;
+use crate::redistribute::BoxExchange;
 use shardwise_kernels::{Assembly, filled, placeholder};
 
 const ZERO: Number = Number::Integer(0);
@@ -49,10 +49,10 @@ impl DTensor {
                 "slice, convert or move the value first",
             ));
         }
-        *self = implicitly("assign", || -> Result<DTensor> {
+        *self = record_implicit_operator("assign", || -> Result<DTensor> {
             if region.sizes == self.shape() {
                 // All elements are overwritten: nothing depends on the old value.
-                let moved = value.to_layout_at(&self.layout().settled(), site)?;
+                let moved = value.to_layout_at(&self.layout().reduced(), site)?;
                 return Ok(if is_recording() { moved } else { moved.detach() });
             }
             let (value, base) = (value.reduced(site)?, self.reduced(site)?);
@@ -72,7 +72,7 @@ impl DTensor {
         let site = Location::caller();
         let region = self.region(ranges)?;
         let value = value.into().fit(self.dtype())?; // refused by all ranks, also by those that hold nothing of the region
-        *self = implicitly("fill_range", || -> Result<DTensor> {
+        *self = record_implicit_operator("fill_range", || -> Result<DTensor> {
             let base = self.reduced(site)?;
             let made = base.written(&region, None, value, site)?;
             let write = || Box::new(AssignBackward { name: "fill_range", region }) as Box<dyn Backward>;
@@ -145,7 +145,7 @@ impl DTensor {
                     boxes
                 };
                 let group = mesh.whole_group()?;
-                Exchange::new(group, self.dtype(), shifted, overwritten).run(value.local(), site)?
+                BoxExchange::new(group, self.dtype(), shifted, overwritten).run(value.local(), site)?
             }
             None => {
                 let block = |owned: OwnedBox| -> Result<_> {

@@ -36,11 +36,11 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Device, Tensor};
 use rustc_hash::FxHasher;
 
-use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of, while_moving};
+use crate::comm::{DeviceMesh, Origin, record_implicit_operator, while_redistributing, with_purpose};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::{Placement, ReduceOp, is_linear};
-use crate::redistribute::{Exchange, redistribute};
+use crate::redistribute::{BoxExchange, redistribute};
 pub use shardwise_kernels::Number;
 use shardwise_kernels::{check_cpu, check_dtype, own_copy, placeholder};
 
@@ -387,11 +387,11 @@ impl DTensor {
         check_room(to, self.dtype(), self.value.mesh.world().is_dry())?;
         let layouts = hash_of(&(self.layout(), to));
         let terms = self.reducible()?;
-        let held = while_moving(self.layout(), to, || {
-            on_behalf_of(self.origin(), layouts, || redistribute(&self.value.mesh, self.layout(), to, &terms, site))
+        let held = while_redistributing(self.layout(), to, || {
+            with_purpose(self.origin(), layouts, || redistribute(&self.value.mesh, self.layout(), to, &terms, site))
         })?;
         let moved = Self::from_held(&self.value.mesh, to.clone(), held, self.dtype(), self.origin().clone())?;
-        Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).settled())))
+        Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).reduced())))
     }
 
     /// Moves this tensor to another mesh of the same world, with the given placements.
@@ -407,9 +407,9 @@ impl DTensor {
         let site = Location::caller();
         // Partial axes of the source are reduced before the move, those of the target created after it.
         let source = self.reduced(site)?;
-        let moved = source.move_boxes(mesh, to.settled(), site)?;
+        let moved = source.move_boxes(mesh, to.reduced(), site)?;
         let gradient: MoveGradient = &|saved, gradient| {
-            let layout = saved.layout(0).settled();
+            let layout = saved.layout(0).reduced();
             gradient.reduced(Location::caller())?.move_boxes(saved.mesh(0), layout, Location::caller())
         };
         source.moved(moved, "to_mesh", gradient).to_layout_at(&to, site)
@@ -426,10 +426,10 @@ impl DTensor {
         }
         let group = mesh.world().subgroup(&ranks)?;
         let from = self.layout();
-        let exchange = Exchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
+        let exchange = BoxExchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
         // Ranks outside the old mesh have not computed the value, so ranks compare its layout instead of its origin.
         let origin = Origin::leaf(hash_of(&(from, &to)), self.shape());
-        let local = on_behalf_of(&origin, 0, || exchange.assemble(self.local(), &meta, site))?;
+        let local = with_purpose(&origin, 0, || exchange.assemble(self.local(), &meta, site))?;
         Ok(Self::from_parts(mesh, to, local))
     }
 
@@ -468,7 +468,7 @@ impl DTensor {
 
     /// Reduces all partial axes: they become replicated.
     pub(crate) fn reduced(&self, site: Site) -> Result<DTensor> {
-        self.to_layout_at(&self.layout().settled(), site)
+        self.to_layout_at(&self.layout().reduced(), site)
     }
 
     /// Converts the elements to another type.
@@ -498,7 +498,7 @@ impl DTensor {
         }
         let source = match self.placements().iter().all(stays) {
             true => self.clone(),
-            false => implicitly("to_dtype", || self.reduced(site))?,
+            false => record_implicit_operator("to_dtype", || self.reduced(site))?,
         };
         let local = converted(&self.value.mesh, source.local(), dtype)?;
         let output = Self::from_terms(&self.value.mesh, source.layout().clone(), local, dtype, source.origin().clone());
@@ -556,7 +556,7 @@ impl Backward for RedistributeBackward {
 
     fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
-        let moved = gradient.to_dtype(self.dtype.unwrap_or(saved.dtype(0)))?.to_layout(&saved.layout(0).settled())?;
+        let moved = gradient.to_dtype(self.dtype.unwrap_or(saved.dtype(0)))?.to_layout(&saved.layout(0).reduced())?;
         Ok(vec![Some(moved.to_dtype(saved.dtype(0))?)])
     }
 }

@@ -215,7 +215,7 @@ fn measure(op: &OpEntry, samples: &[SampleInput], chosen: &[Placement], rank: us
         let made = outputs.iter().map(|y| y.elem_count() * y.dtype().size_in_bytes()).sum();
         let mut sent = Sent { forward: bytes(), backward: 0, outputs: outputs.len(), made };
         for output in outputs.iter().filter(|y| y.has_gradient()) {
-            let placements = output.layout().settled().placements().to_vec();
+            let placements = output.layout().reduced().placements().to_vec();
             let cotangent = DTensor::zeros(output.shape(), output.dtype(), &mesh, placements)?;
             world.trace().clear();
             let options = BackwardOptions { cotangent: Some(&cotangent), retain_graph: true, ..Default::default() };
