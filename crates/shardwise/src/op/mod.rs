@@ -63,7 +63,7 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
     ///
     /// The inputs share memory with distributed tensors, which are immutable: a kernel must not write to them in place, nor keep
     /// another handle to what it returns. Not called in a dry run.
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>>;
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>>;
 
     /// In which type the kernel computes its term of an output that is `Partial` with a sum, mean or product.
     fn accumulation(&self) -> Accumulation {
@@ -497,7 +497,12 @@ impl Bring {
         if boxes.len() != mesh.mesh().size() || !boxes.iter().all(inside) {
             let needed = format!("a box of {from} for each of {} ranks", mesh.mesh().size());
             let found = format!("boxes {boxes:?}");
-            return Err(ErrorKind::Layout.error("rule", found, needed, "ask for a part of the input on every rank"));
+            return Err(ErrorKind::Layout.error(
+                "rule",
+                found,
+                needed,
+                "request a box inside of the input for every rank",
+            ));
         }
         let ranks = mesh.mesh().ranks();
         let position = |rank: usize| ranks.iter().position(|&r| r == rank).expect("a rank of the mesh");

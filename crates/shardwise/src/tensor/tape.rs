@@ -23,18 +23,21 @@ pub trait Backward: Send + Sync {
     fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
 }
 
-/// Which tensors of a call its gradient needs; of the others only the layout is kept.
+/// Which tensors a call saves for its backward pass, as `ctx.save_for_backward` in PyTorch.
+///
+/// Saved tensors stay in memory until the backward pass has used them. Of the rest only layout and type are kept.
+#[doc(alias = "save_for_backward")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SaveForBackward {
-    /// None.
+    /// No tensor: the gradient depends on the gradients of the outputs alone.
     Nothing,
-    /// The inputs, as they lay before the call moved them.
+    /// All inputs, in the layouts that they had before the call redistributed them.
     Inputs,
-    /// One of the inputs.
+    /// One input, by its position.
     Input(usize),
-    /// The outputs.
+    /// All outputs.
     Outputs,
-    /// Both.
+    /// All inputs and outputs.
     All,
 }
 
@@ -182,16 +185,16 @@ impl DTensor {
     pub(crate) fn recorded(
         outputs: Vec<DTensor>,
         inputs: &[&DTensor],
-        keeps: SaveForBackward,
+        saves: SaveForBackward,
         backward: impl FnOnce() -> Box<dyn Backward>,
     ) -> Vec<DTensor> {
         if !is_recording() || inputs.iter().all(|t| t.tape.is_none()) {
             return outputs;
         }
         let input = |i: usize| {
-            matches!(keeps, SaveForBackward::Inputs | SaveForBackward::All) || keeps == SaveForBackward::Input(i)
+            matches!(saves, SaveForBackward::Inputs | SaveForBackward::All) || saves == SaveForBackward::Input(i)
         };
-        let output = matches!(keeps, SaveForBackward::Outputs | SaveForBackward::All);
+        let output = matches!(saves, SaveForBackward::Outputs | SaveForBackward::All);
         let recording = Recording {
             parents: inputs.iter().map(|t| t.tape.clone().filter(|_| t.dtype().is_float())).collect(),
             inputs: inputs.iter().enumerate().map(|(i, t)| RecordedTensor::new(t, input(i))).collect(),
