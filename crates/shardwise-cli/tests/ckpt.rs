@@ -1,13 +1,9 @@
 //! The checkpoint tools of the command, on checkpoints that PyTorch and others have written.
 
-#[path = "../../shardwise/tests/suites/scratch.rs"]
-mod scratch;
-
+use serde_json::Value;
+use shardwise_test_suites::scratch::Scratch;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-
-use scratch::Scratch;
-use serde_json::Value;
 
 fn sample(name: &str) -> PathBuf {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shardwise/tests/conformance/data/dcp");

@@ -1,5 +1,8 @@
-//! One program on threads or on processes: started by hand it runs on 4 threads, and built with `--features mpi` and started
-//! by `mpirun -n 2` on 2 processes, on one machine or several.
+//! One program on threads or on MPI processes: 4 threads if started directly; 2 processes if built with `--features mpi` and
+//! started by `mpirun -n 2`.
+//!
+//! Run with `cargo run --example 14_processes`, or
+//! `cargo build --workspace --features mpi --example 14_processes && mpirun -n 2 target/debug/examples/14_processes`.
 
 use shardwise::prelude::*;
 use shardwise_mpi::{launch, launched};
@@ -19,7 +22,7 @@ fn main() -> Result<()> {
         x.sum_all()?.item::<f64>()
     })?;
     assert_eq!(sum, 45.0);
-    // Every process has the result; one of them says it.
+    // Every process has the result; rank 0 prints it.
     if launched().is_none_or(|launched| launched.rank == 0) {
         println!("sum {sum} on {ranks} ranks");
     }

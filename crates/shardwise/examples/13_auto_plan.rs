@@ -1,5 +1,5 @@
-//! A plan for a small transformer on two by four ranks, found by trying plans without data, for several limits of memory
-//! per rank, beside the plan that people write by hand.
+//! Automatic planning: searches plans for a small transformer on 2 x 4 ranks with dry runs, under several memory limits per rank,
+//! and compares them with tensor parallelism written by hand.
 //!
 //! Run with `cargo run --example 13_auto_plan`.
 
@@ -65,7 +65,7 @@ impl Model {
     }
 }
 
-/// One step of training by a plan.
+/// One training step with a plan.
 fn step(plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<()> {
     let model = plan.build(mesh, Model::new)?;
     let mut optimizer = ShardedOptimizer::new(model.named_parameters(), ParamGroup::new(AdamW::default()))?;
@@ -83,22 +83,23 @@ fn main() -> Result<()> {
         println!("by hand: {:.1} us, {} KiB per rank", reference.us(), reference.peak_bytes >> 10);
         let mut plans = Vec::new();
         for limit in [usize::MAX, 3000 << 10, 2200 << 10, 1 << 10] {
-            let said = if limit == usize::MAX { "no limit".to_string() } else { format!("limit {} KiB", limit >> 10) };
+            let limit_text =
+                if limit == usize::MAX { "no limit".to_string() } else { format!("limit {} KiB", limit >> 10) };
             match planner().memory_limit(limit).search(&model, &mesh) {
                 Ok(search) => {
                     let best: String = search.to_string().lines().take(6).map(|line| format!("{line}\n")).collect();
-                    println!("{said}, {} plans tried, the best of them:\n{best}", search.tried.len());
+                    println!("{limit_text}, {} plans tried, the best of them:\n{best}", search.tried.len());
                     assert!(search.estimate.peak_bytes <= limit);
                     assert!(reference.peak_bytes > limit || search.estimate.us() <= reference.us());
                     plans.push(search.plan);
                 }
-                Err(error) => println!("{said}: {error}\n"),
+                Err(error) => println!("{limit_text}: {error}\n"),
             }
         }
         println!("the plan without a limit:\n{}", plans[0].table(&model)?);
         Ok(plans.swap_remove(0))
     })?;
-    // the plan is a value: the ranks of a real run build their model by it
+    // A plan is a value: the ranks of a real run build their model from it.
     let plan = found.value;
     launch(8, move |world| step(&plan, &world.mesh(axes)?))
 }

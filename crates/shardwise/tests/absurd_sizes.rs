@@ -1,4 +1,4 @@
-//! Sizes that no memory has are typed errors on every rank: nothing aborts, wraps around or runs for ever.
+//! Sizes beyond any memory are typed errors on every rank: nothing aborts, overflows or runs forever.
 
 use std::time::{Duration, Instant};
 
@@ -30,7 +30,7 @@ fn refused(program: impl Fn(&DeviceMesh) -> Result<DTensor> + Send + Sync + 'sta
 const VAST: usize = 1_000_000_000_000;
 
 #[test]
-fn factories_refuse_what_no_memory_holds() {
+fn factories_reject_sizes_beyond_memory() {
     for placement in [Replicate, Shard(0)] {
         let of = move || [placement.clone()];
         let place = of.clone();
@@ -65,13 +65,13 @@ fn factories_refuse_what_no_memory_holds() {
 }
 
 #[test]
-fn a_part_that_only_one_rank_could_not_hold_is_refused_on_both() {
+fn a_shard_too_large_for_one_rank_is_an_error_on_both_ranks() {
     let texts = refused(|mesh| DTensor::zeros(VAST + 1, DType::F32, mesh, [Placement::ragged(0, [1, VAST])]));
     assert!(texts.iter().all(|text| text.contains("rank 1")), "{texts:?}");
 }
 
 #[test]
-fn operators_refuse_what_no_memory_holds() {
+fn operators_reject_results_beyond_memory() {
     fn ids(mesh: &DeviceMesh) -> Result<DTensor> {
         DTensor::arange(0.0..4.0, DType::I64, mesh, [Shard(0)])
     }
@@ -107,7 +107,7 @@ impl ContiguousSum for DTensor {
 }
 
 #[test]
-fn windows_of_absurd_sizes_are_refused() {
+fn convolution_windows_of_absurd_sizes_are_rejected() {
     for size in [usize::MAX, usize::MAX / 2, 1 << 62, 1 << 50, VAST] {
         let with = move |change: fn(&mut Convolution, usize)| {
             let mut options = Convolution::default();
@@ -149,7 +149,7 @@ fn windows_of_absurd_sizes_are_refused() {
 }
 
 #[test]
-fn worlds_and_meshes_of_absurd_sizes_are_refused() {
+fn worlds_and_meshes_of_absurd_sizes_are_rejected() {
     let begun = Instant::now();
     assert!(launch(1_000_000_000, |_| Ok(())).is_err());
     let error = ThreadWorld::new(1).unwrap().kernel_threads(100_000_000).run(|_| Ok(())).unwrap_err();
@@ -164,7 +164,7 @@ fn worlds_and_meshes_of_absurd_sizes_are_refused() {
 }
 
 #[test]
-fn sharded_tensors_of_absurd_sizes_are_refused() {
+fn sharded_tensors_of_absurd_sizes_are_rejected() {
     use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
     let begun = Instant::now();
     let run = |world: World| {
@@ -199,7 +199,7 @@ fn dry_runs_of_huge_tensors_allocate_nothing() {
 }
 
 #[test]
-fn a_wide_view_of_one_element_is_refused_where_it_would_be_copied() {
+fn a_huge_broadcast_view_is_rejected_where_it_would_be_copied() {
     let texts = refused(|mesh| {
         let view = Tensor::zeros((1, 1), DType::F32, &Device::Cpu)?.broadcast_as((1 << 24, 1 << 20))?;
         DTensor::from_local_with_shape(&view, mesh, [Replicate], (1 << 24, 1 << 20))

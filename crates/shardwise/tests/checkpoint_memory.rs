@@ -1,4 +1,4 @@
-//! How much memory checkpoints take to load and to convert.
+//! Peak memory of loading and converting checkpoints.
 //!
 //! `SHARDWISE_CONVERT_MB` sets the size of the checkpoint that is converted (default 768; 4096 takes about a minute).
 
@@ -28,7 +28,7 @@ fn memory() -> (usize, usize) {
 
 /// One test, because other tests of the process would be measured too.
 #[test]
-fn loading_takes_what_is_loaded_and_converting_takes_little() {
+fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     let root = scratch("load");
     let (path, side, count) = (root.join("state"), 2000, 12); // 16 MB each
     let whole = side * side * 4 * count;

@@ -1,7 +1,4 @@
-//! Distributed tensors as a user meets them: made, read, printed, written, stored.
-
-#[path = "suites/values.rs"]
-mod values;
+//! The public API of `DTensor`: creating, reading, printing, writing and storing distributed tensors.
 
 use std::sync::Arc;
 
@@ -11,6 +8,7 @@ use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
 use shardwise::tensor::{Arange, Linspace, Logspace};
 use shardwise::tensor::{DTensorState, DeviceBackend, register_backend};
+use shardwise_test_suites::values;
 
 fn on(ranks: usize, run: impl Fn(World) -> Result<()> + Send + Sync + 'static) {
     ThreadWorld::new(ranks).unwrap().run(run).unwrap();
@@ -22,7 +20,7 @@ fn list(t: &DTensor) -> Result<Vec<f64>> {
 }
 
 #[test]
-fn from_local_takes_any_sizes_that_fit_together() {
+fn from_local_accepts_any_consistent_local_shapes() {
     on(4, |world| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
         // nested cuts of one dimension with sizes that no rule gives: 1, 3, 0, 2 rows
@@ -47,7 +45,7 @@ fn from_local_takes_any_sizes_that_fit_together() {
 }
 
 #[test]
-fn distribute_tensor_takes_the_data_of_the_source_rank() {
+fn distribute_tensor_uses_the_data_of_the_source_rank() {
     on(4, |world| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
         let mine = Tensor::full(world.rank() as f64, (5, 3), &Device::Cpu)?;
@@ -58,7 +56,7 @@ fn distribute_tensor_takes_the_data_of_the_source_rank() {
             assert_eq!(list(&taken)?, [2.0; 15], "{placements:?}");
         }
         let strided = Placement::StridedShard { dim: 0, split_factor: 3 };
-        let whole = values::whole(&[7, 2]);
+        let whole = values::full_tensor(&[7, 2]);
         let taken = DTensor::distribute_tensor(&whole, &mesh, [strided, Shard(0)], Some(0))?;
         assert!(values::same(&taken.to_local(), &values::local(taken.layout(), world.rank())));
         // without a source everybody cuts its own, and nothing is communicated
@@ -81,7 +79,7 @@ fn distribute_tensor_takes_the_data_of_the_source_rank() {
 }
 
 #[test]
-fn factories_fill_every_layout_alike() {
+fn factories_give_the_same_tensor_in_every_layout() {
     on(6, |world| {
         let mesh = world.mesh([("a", 2), ("b", 3)])?;
         let sum = Partial(ReduceOp::Sum);
@@ -128,7 +126,7 @@ fn factories_fill_every_layout_alike() {
 }
 
 #[test]
-fn values_read_are_those_of_the_whole() {
+fn item_equal_and_allclose_see_the_full_tensor() {
     on(3, |world| {
         let mesh = world.mesh([("a", 3)])?;
         // the parts of a sum, and a value that lies on one rank only
@@ -166,7 +164,7 @@ fn values_read_are_those_of_the_whole() {
 }
 
 #[test]
-fn conversion_reduces_first_where_rounding_would_not_commute() {
+fn to_dtype_reduces_partials_first_where_rounding_does_not_commute() {
     on(2, |world| {
         let mesh = world.mesh([("a", 2)])?;
         let part = Tensor::full(0.75f32, 2, &Device::Cpu)?;
@@ -185,7 +183,7 @@ fn conversion_reduces_first_where_rounding_would_not_commute() {
 }
 
 #[test]
-fn show_gives_the_whole_and_debugging_the_part() {
+fn show_prints_the_full_tensor_and_debug_the_local_shard() {
     on(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
         let x = DTensor::from_fn(((3, 2), DType::F32), &mesh, [Shard(0)], |i| i[0] as f64 + 0.5 * i[1] as f64)?;
@@ -207,7 +205,7 @@ fn show_gives_the_whole_and_debugging_the_part() {
 }
 
 #[test]
-fn writes_go_through_to_every_layout() {
+fn in_place_writes_work_in_every_layout() {
     on(4, |world| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
         for seed in 0..200 {
@@ -250,7 +248,7 @@ fn writes_go_through_to_every_layout() {
 }
 
 #[test]
-fn a_part_can_be_stored_and_brought_back() {
+fn a_local_shard_can_be_stored_and_restored() {
     on(3, |world| {
         let mesh = world.mesh([("a", 3)])?;
         for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I64, DType::U32, DType::U8] {
@@ -271,7 +269,7 @@ fn a_part_can_be_stored_and_brought_back() {
 }
 
 #[test]
-fn devices_that_candle_does_not_serve_go_to_their_backend() {
+fn custom_devices_go_to_their_registered_backend() {
     struct Doubling;
     impl DeviceBackend for Doubling {
         fn distribute_tensor(&self, tensor: &Tensor, mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
@@ -295,7 +293,7 @@ fn devices_that_candle_does_not_serve_go_to_their_backend() {
 }
 
 #[test]
-fn tensors_do_not_change_with_the_variables_they_were_made_of() {
+fn tensors_do_not_alias_the_variables_they_were_created_from() {
     on(2, |world| {
         let mesh = world.mesh([("a", 2)])?;
         let var = candle_core::Var::from_tensor(&Tensor::ones(4, DType::F32, &Device::Cpu)?)?;
@@ -316,7 +314,7 @@ fn tensors_do_not_change_with_the_variables_they_were_made_of() {
 }
 
 #[test]
-fn claims_that_differ_between_ranks_are_errors_on_all_of_them() {
+fn arguments_that_differ_between_ranks_are_errors_on_all_ranks() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let part = Tensor::zeros((2, 2), DType::F32, &Device::Cpu)?;
@@ -334,7 +332,7 @@ fn claims_that_differ_between_ranks_are_errors_on_all_of_them() {
 }
 
 #[test]
-fn meshes_made_of_a_mesh_begin_with_its_seed() {
+fn submeshes_inherit_the_seed_of_their_mesh() {
     on(4, |world| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
         mesh.manual_seed(42);

@@ -1,4 +1,4 @@
-//! What went wrong can be matched on, with the same kind and fields on every rank, whoever found the mistake.
+//! Errors have the same kind and fields on every rank, whichever rank found the mistake.
 
 use std::path::PathBuf;
 
@@ -96,7 +96,7 @@ fn an_error_that_one_rank_reports_keeps_its_kind() {
 }
 
 #[test]
-fn modules_and_ranks_around_an_error_do_not_hide_its_kind() {
+fn context_of_modules_and_ranks_does_not_hide_the_error_kind() {
     let error = launch(2, |world| {
         let layer = Linear::new(&Builder::new(&world.mesh([("dp", 2)])?).at("up"), 8, 4)?;
         layer.forward(&ones(&world, (2, 7), Replicate)?).map(drop)
@@ -107,7 +107,7 @@ fn modules_and_ranks_around_an_error_do_not_hide_its_kind() {
 }
 
 #[test]
-fn a_state_that_does_not_fit_lists_its_names() {
+fn a_state_dict_mismatch_lists_the_names() {
     let error = launch(2, |world| {
         let layer = Linear::new(&Builder::new(&world.mesh([("dp", 2)])?), 8, 4)?;
         let mut state = layer.state_dict();
@@ -120,7 +120,7 @@ fn a_state_that_does_not_fit_lists_its_names() {
 }
 
 #[test]
-fn a_dry_run_has_no_data_and_a_huge_tensor_no_memory() {
+fn reads_in_dry_runs_and_huge_tensors_have_error_kinds() {
     let item = DryWorld::new(4).unwrap().run(|world| ones(&world, (1, 1), Replicate)?.item::<f32>());
     assert_eq!(item.map(drop).unwrap_err().kind(), Some(&ErrorKind::NoData));
     let huge = launch(1, |world| ones(&world, (1 << 20, 1 << 30), Shard(0)).map(drop)).unwrap_err();
@@ -130,7 +130,7 @@ fn a_dry_run_has_no_data_and_a_huge_tensor_no_memory() {
 }
 
 #[test]
-fn files_that_are_damaged_or_in_the_way_have_kinds() {
+fn corrupt_and_conflicting_files_have_error_kinds() {
     let directory = std::env::temp_dir().join(format!("shardwise-error-kinds-{}", std::process::id()));
     std::fs::create_dir_all(&directory).unwrap();
     std::fs::write(directory.join("thesis.txt"), "the only copy").unwrap();

@@ -1,12 +1,10 @@
-//! The gradient of every differentiable operator: sharded in every way on one axis against unsharded, and unsharded against
-//! differences.
-
-#[path = "suites/values.rs"]
-mod values;
+//! The gradient of every differentiable operator: every placement on one mesh axis against unsharded, and unsharded against
+//! finite differences.
 
 use candle_core::{DType, Device, Tensor};
 use shardwise::ops::{OpEntry, Sample, ops};
 use shardwise::prelude::*;
+use shardwise_test_suites::values;
 
 /// Operators whose value does not change with small changes of their inputs, or that give integers.
 const WITHOUT: &[&str] = &[
@@ -149,7 +147,7 @@ fn the_table_says_which_operators_have_a_gradient() {
 }
 
 #[test]
-fn gradients_in_every_placement_are_the_unsharded_ones() {
+fn gradients_in_every_placement_equal_the_unsharded_gradients() {
     for ranks in [2, 3] {
         let run = move |world: World| {
             let (mesh, one) = (world.mesh([("a", ranks)])?, alone(&world)?);
@@ -216,7 +214,7 @@ fn combinations(mesh: &Mesh, samples: &[Sample]) -> Vec<Vec<Placement>> {
 }
 
 #[test]
-fn unsharded_gradients_are_the_slopes_of_the_operator() {
+fn unsharded_gradients_match_finite_differences() {
     let run = |world: World| {
         let mesh = alone(&world)?;
         for op in ops().filter(|op| !WITHOUT.contains(&op.name)) {

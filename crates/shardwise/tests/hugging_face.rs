@@ -1,4 +1,5 @@
-//! Exports for Hugging Face, read by a forward pass that follows its conventions and shares no code with the library.
+//! Exports for Hugging Face, read by an independent forward pass that follows its conventions and shares no code with the
+//! library.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -237,7 +238,7 @@ fn gpt_exports_give_the_same_logits_with_fused_and_transposed_matrices() {
 }
 
 #[test]
-fn what_would_be_lost_is_not_replaced() {
+fn an_export_does_not_overwrite_other_files() {
     let scratch = Scratch::new("refused");
     assert!(check_export(&scratch.0).is_ok());
     std::fs::create_dir(&scratch.0).unwrap();

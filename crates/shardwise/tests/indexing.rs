@@ -1,6 +1,8 @@
-//! Slices, masks and lists of indices, read and written, in every placement on one axis of 1, 2 and 3 ranks. What they give, its
-//! gradient and the gradient of what is written are compared with PyTorch's: `x` is `arange(60).reshape(3, 4, 5)`, values that
-//! are written are -1, -2, ..., and each tensor is compared by its shape and the sum of its elements times 1, 2, 3, ....
+//! Slices, masks and index lists, read and written, in every placement on one mesh axis of 1, 2 and 3 ranks, against
+//! PyTorch's results and gradients.
+//!
+//! `x` is `arange(60).reshape(3, 4, 5)`, written values are -1, -2, ..., and each tensor is compared by its shape and the
+//! sum of its elements times 1, 2, 3, ....
 
 // Negative ends count from the back here: `1..-1` is no empty range.
 #![allow(clippy::reversed_empty_ranges)]
@@ -169,7 +171,7 @@ fn number(x: &DTensor) -> Result<f64> {
 }
 
 #[test]
-fn parts_and_their_gradients_are_those_of_pytorch() {
+fn indexed_reads_and_their_gradients_match_pytorch() {
     on_each_world(|mesh| {
         for (get, text, shape, sum, gradient) in GETS {
             for x in leaves(mesh)? {
@@ -187,7 +189,7 @@ fn parts_and_their_gradients_are_those_of_pytorch() {
 }
 
 #[test]
-fn writes_and_their_gradients_are_those_of_pytorch() {
+fn indexed_writes_and_their_gradients_match_pytorch() {
     on_each_world(|mesh| {
         for (set, text, shape, sum, gradient, of_value) in SETS {
             for leaf in leaves(mesh)? {
@@ -212,7 +214,7 @@ fn writes_and_their_gradients_are_those_of_pytorch() {
 }
 
 #[test]
-fn parts_and_writes_on_two_axes_are_those_of_pytorch() {
+fn indexed_reads_and_writes_on_two_mesh_axes_match_pytorch() {
     ThreadWorld::new(4)
         .unwrap()
         .run(|world| {
@@ -265,7 +267,7 @@ fn parts_and_writes_on_two_axes_are_those_of_pytorch() {
 }
 
 #[test]
-fn numbers_are_written_as_in_pytorch() {
+fn scalars_are_written_as_in_pytorch() {
     on_each_world(|mesh| {
         for (fill, text, sum, gradient) in FILLS {
             for leaf in leaves(mesh)? {
@@ -282,7 +284,7 @@ fn numbers_are_written_as_in_pytorch() {
 }
 
 #[test]
-fn ranges_communicate_nothing() {
+fn slices_communicate_nothing() {
     ThreadWorld::new(3)
         .unwrap()
         .run(|world| {
@@ -303,7 +305,7 @@ fn ranges_communicate_nothing() {
 }
 
 #[test]
-fn a_mask_communicates_how_many_elements_it_picks() {
+fn a_mask_communicates_only_the_number_of_selected_elements() {
     ThreadWorld::new(3)
         .unwrap()
         .run(|world| {
@@ -334,7 +336,7 @@ fn a_mask_communicates_how_many_elements_it_picks() {
 }
 
 #[test]
-fn bad_indices_are_errors_that_say_why() {
+fn invalid_indices_are_errors_with_the_reason() {
     ThreadWorld::new(2)
         .unwrap()
         .run(|world| {

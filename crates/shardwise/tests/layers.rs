@@ -1,5 +1,5 @@
-//! Layers without parameters, convolutions without a bias, sequences of layers, and modules with several inputs and outputs, on 1, 2 and
-//! 3 ranks against the unsharded answer.
+//! Layers without parameters, convolutions without a bias, `Sequential`, and modules with several inputs and outputs, on 1,
+//! 2 and 3 ranks against the unsharded result.
 
 use shardwise::nn::{
     AvgPool1d, AvgPool2d, ConstantPad, Conv1d, Conv2d, Elu, Flatten, ForwardAll, Gelu, GeluTanh, Hooks, Layer,
@@ -25,7 +25,7 @@ fn input(mesh: &DeviceMesh, shape: &[usize], placement: Placement) -> Result<DTe
 type Check = fn(&DTensor) -> Result<DTensor>;
 
 #[test]
-fn layers_without_parameters_are_their_operators() {
+fn layers_without_parameters_equal_their_operators() {
     on_each_world(|mesh| {
         let cases: Vec<(Box<dyn Layer>, Check)> = vec![
             (Box::new(Relu::new()), |x| x.relu()),
@@ -72,7 +72,7 @@ fn hooks_of_layers_without_parameters_run() {
 }
 
 #[test]
-fn convolutions_go_without_a_bias() {
+fn convolutions_work_without_a_bias() {
     on_each_world(|mesh| {
         let at = Builder::new(mesh).dtype(DType::F64);
         let options = Convolution { padding: 1, ..Default::default() };
@@ -102,7 +102,7 @@ fn network(mesh: &DeviceMesh) -> Result<Sequential> {
 }
 
 #[test]
-fn a_sequence_runs_its_layers_and_names_them_by_number() {
+fn a_sequential_runs_its_layers_and_names_them_by_number() {
     on_each_world(|mesh| {
         let model = network(mesh)?;
         let names: Vec<String> = model.named_parameters().into_iter().map(|(name, _)| name).collect();
@@ -148,7 +148,7 @@ impl ForwardAll for Mix {
 }
 
 #[test]
-fn styles_and_plans_prepare_each_input_and_output() {
+fn parallel_styles_and_plans_prepare_every_input_and_output() {
     on_each_world(|mesh| {
         let at = Builder::new(mesh).dtype(DType::F64);
         let mix =

@@ -1,14 +1,12 @@
-//! Bad operands: every operator refuses them on every rank with one message that names the operator, the shapes, the
-//! placements and the mesh; nobody hangs, and the world goes on. What is bad is decided by the unsharded call.
-
-#[path = "suites/values.rs"]
-mod values;
+//! Invalid operands: every operator rejects them on every rank with one message that names the operator, shapes, placements
+//! and mesh; no rank hangs, and the world stays usable. The unsharded call decides what is invalid.
 
 use std::time::Duration;
 
 use candle_core::Tensor;
 use shardwise::ops::{Attention, Bag, Classes, Convolution, OpEntry, Reduction, Sample, ops};
 use shardwise::prelude::*;
+use shardwise_test_suites::values;
 
 /// Far longer than any of these calls takes: only a hang gets there.
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -109,7 +107,7 @@ fn judge(
             // Where losses are reduced, the terms are among the results.
             let full = plain.iter().map(DTensor::full_tensor).collect::<Result<Vec<_>>>()?;
             let count = full.iter().map(Tensor::elem_count).max().unwrap_or(1).max(1) as f64;
-            let terms = count.sqrt() * full.iter().map(values::peak).fold(1.0, f64::max);
+            let terms = count.sqrt() * full.iter().map(values::max_abs).fold(1.0, f64::max);
             for (a, b) in sharded.iter().zip(&full) {
                 let dtype = if single && a.dtype() == DType::F64 { DType::F32 } else { a.dtype() };
                 let (got, expected) = (a.full_tensor()?.to_dtype(dtype)?, b.to_dtype(dtype)?);
@@ -128,7 +126,7 @@ fn judge(
 }
 
 #[test]
-fn changed_inputs_are_refused_on_every_rank_alike_or_give_the_unsharded_answer() {
+fn mutated_inputs_fail_alike_on_every_rank_or_give_the_unsharded_result() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
@@ -172,7 +170,7 @@ fn still_works(world: &World) -> Result<()> {
 }
 
 #[test]
-fn an_input_on_another_mesh_is_refused_by_every_operator() {
+fn every_operator_rejects_an_input_on_another_mesh() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let other = world.mesh([("b", 2)])?;
@@ -395,7 +393,7 @@ const CALLS: &[(&str, &[&str], Call)] = &[
 ];
 
 #[test]
-fn wrong_numbers_are_refused_with_what_was_found() {
+fn invalid_arguments_are_rejected_with_the_value_found() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let mut messages = Vec::new();

@@ -1,5 +1,4 @@
-//! Sharding plans: what planners say, modules replaced, outputs and local parts; and what is refused leaves everything as it
-//! was.
+//! Sharding plans: planners, replaced modules, layouts of outputs, local outputs; an invalid plan changes nothing.
 
 use std::sync::Arc;
 
@@ -33,7 +32,7 @@ fn attention(at: &Builder, width: usize, heads: usize, key_heads: usize) -> Resu
 }
 
 #[test]
-fn planners_place_parameters_as_their_names_say() {
+fn planners_place_parameters_as_documented() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let model = Model::new(&Builder::new(&mesh))?;
@@ -192,7 +191,7 @@ impl Sharder for Doubled {
 }
 
 #[test]
-fn a_sharder_replaces_the_module_for_everyone() {
+fn a_sharder_replaces_the_module_for_every_caller() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         mesh.manual_seed(1);
@@ -279,7 +278,7 @@ fn a_whole_model_has_the_gradients_of_one_rank_under_combined_plans() {
 }
 
 #[test]
-fn a_model_built_by_a_plan_never_exists_whole() {
+fn a_model_built_by_a_plan_is_never_materialized_in_full() {
     let ran = DryWorld::new(8).unwrap().run(|world| {
         let mesh = world.mesh([("dp", 2), ("tp", 4)])?;
         let plan = ShardingPlan::new().param("**.weight", [("tp", Shard(0)), ("dp", Shard(0))]);
@@ -289,7 +288,7 @@ fn a_model_built_by_a_plan_never_exists_whole() {
 }
 
 #[test]
-fn the_sharders_of_this_crate_do_what_they_say() {
+fn built_in_sharders_keep_values_and_gradients() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         mesh.manual_seed(2);
@@ -382,7 +381,7 @@ fn outputs_are_resharded_and_returned_as_local_parts() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_and_nothing_changes() {
+fn mismatched_plans_are_rejected_without_changes() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let model = Model::with_layers(&Builder::new(&mesh), 12)?;
@@ -502,7 +501,7 @@ fn ranks_outside_the_mesh_follow_the_plan_without_taking_part() {
 }
 
 #[test]
-fn a_plan_says_where_parameters_and_outputs_lie_by_specs_too() {
+fn a_plan_places_parameters_and_outputs_by_sharding_specs() {
     launch(3, |world| {
         let mesh = world.mesh([("tp", 3)])?;
         let rows = || ChunkShardingSpec::over_ranks(0, [0, 1, 2]);

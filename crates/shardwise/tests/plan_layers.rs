@@ -1,4 +1,4 @@
-//! Every layer, spread by every kind of plan, does what it does on one rank: values, gradients and buffers.
+//! Every layer under every kind of plan gives the one-rank result: values, gradients and buffers.
 
 use std::sync::Arc;
 
@@ -134,7 +134,7 @@ fn plans(case: &Case, layer: &dyn Module, mesh: &DeviceMesh) -> Result<Vec<Shard
 }
 
 #[test]
-fn every_layer_does_the_same_under_every_plan() {
+fn every_layer_gives_the_one_rank_result_under_every_plan() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         for case in CASES {

@@ -1,4 +1,4 @@
-//! Text of distributed values: one rank may print alone, and errors read as they were written.
+//! Text of distributed values: printing on one rank communicates nothing, and errors print their message.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -47,7 +47,7 @@ fn printing_communicates_nothing() {
 }
 
 #[test]
-fn show_gives_the_same_text_on_all_ranks() {
+fn show_returns_the_same_text_on_all_ranks() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
         let rule = |i: &[usize]| (10 * i[0] + i[1]) as f64;
@@ -84,7 +84,7 @@ fn tensors_of_many_dimensions_stay_short() {
 }
 
 #[test]
-fn errors_of_main_read_as_they_were_written() {
+fn errors_returned_from_main_print_their_message() {
     let error = launch(2, |world| world.mesh([("dp", 7)]).map(drop)).unwrap_err();
     let (debug, display) = (format!("{error:?}"), error.to_string());
     assert_eq!(debug, display);

@@ -1,9 +1,6 @@
-//! Random tensors have the same bits in every layout, mesh and world size, and ranks cannot drift apart.
+//! Random tensors have the same bits in every layout, mesh and world size, and generators of ranks cannot diverge unnoticed.
 //!
 //! `SHARDWISE_DRAW_CASES` sets the number of random layouts (default 300), `SHARDWISE_SEED` the first seed.
-
-#[path = "suites/values.rs"]
-mod values;
 
 use candle_core::{DType, Tensor};
 use rand::rngs::StdRng;
@@ -12,6 +9,7 @@ use shardwise::Generator;
 use shardwise::prelude::*;
 use shardwise::random::GeneratorState;
 use shardwise::tensor::RandomOptions;
+use shardwise_test_suites::values;
 
 fn bits(t: &Tensor) -> Vec<u64> {
     if t.elem_count() == 0 {
@@ -88,7 +86,7 @@ fn check_draw(world: &World, seed: usize) -> Result<()> {
 }
 
 #[test]
-fn draws_follow_each_other_and_states_bring_them_back() {
+fn consecutive_draws_differ_and_generator_states_restore_them() {
     launch(2, |world| {
         let mesh = world.mesh([("a", 2)])?;
         mesh.manual_seed(42);
@@ -123,7 +121,7 @@ fn draws_follow_each_other_and_states_bring_them_back() {
 }
 
 #[test]
-fn ranks_that_drew_differently_get_an_error_instead_of_different_numbers() {
+fn ranks_with_different_generator_states_get_an_error() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 3)])?;
         if world.rank() == 1 {

@@ -1,4 +1,4 @@
-//! Programs that borrow, the mesh of a scope, and the identity of tensors.
+//! `launch_scoped` with programs that borrow, the mesh of a `with_mesh` scope, and the identity of tensors.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -46,7 +46,7 @@ fn failures_of_a_borrowing_program_name_the_rank() {
 }
 
 #[test]
-fn constructors_take_the_mesh_of_the_scope() {
+fn constructors_use_the_mesh_of_the_with_mesh_scope() {
     launch(2, |world| {
         let (dp, tp) = (world.mesh([("dp", 2)])?, world.mesh([("tp", 2)])?);
         let error = on_current_mesh::zeros(4, DType::F32, [Shard(0)]).unwrap_err().to_string();
@@ -71,7 +71,7 @@ fn constructors_take_the_mesh_of_the_scope() {
 }
 
 #[test]
-fn tensors_are_told_apart_by_identity() {
+fn tensors_compare_by_identity() {
     launch(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
         let (x, y) =

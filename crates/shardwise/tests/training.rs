@@ -1,5 +1,5 @@
-//! What training needs beside the gradient of single operators: how often ranks communicate, what they keep, and that
-//! layers do the same in every layout.
+//! Training beyond the gradients of single operators: the number of collectives, memory, and layers that give the same
+//! results in every layout.
 
 use candle_core::Tensor;
 use shardwise::nn::{
@@ -47,7 +47,7 @@ fn data_parallel_layers_reduce_all_gradients_in_one_bucket() {
 }
 
 #[test]
-fn weights_sharded_over_data_are_gathered_twice_and_their_gradient_is_scattered() {
+fn fully_sharded_weights_are_gathered_twice_and_their_gradient_is_reduce_scattered() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 4)])?;
         let built = Builder::new(&mesh).placed(|_, _| vec![Shard(0)]);
@@ -70,7 +70,7 @@ fn weights_sharded_over_data_are_gathered_twice_and_their_gradient_is_scattered(
 }
 
 #[test]
-fn a_tensor_parallel_mlp_reduces_once_forward_and_once_back() {
+fn a_tensor_parallel_mlp_reduces_once_forward_and_once_backward() {
     let run = |world: World| {
         let mesh = world.mesh([("tp", 2)])?;
         let built = Builder::new(&mesh).placed(|path, _| match path {
@@ -111,7 +111,7 @@ fn sharded_step(world: &World, ranks: usize, width: usize) -> Result<usize> {
 }
 
 #[test]
-fn memory_of_a_rank_falls_with_the_number_of_ranks() {
+fn memory_per_rank_falls_with_the_number_of_ranks() {
     const WIDTH: usize = 256;
     let layer = WIDTH * WIDTH * 4;
     for ranks in [1, 2, 4] {
@@ -126,7 +126,7 @@ fn memory_of_a_rank_falls_with_the_number_of_ranks() {
 }
 
 #[test]
-fn checkpointed_blocks_give_the_same_gradients_with_dropout() {
+fn activation_checkpointing_gives_the_same_gradients_with_dropout() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let x = DTensor::randn((6, 8), &mesh, [Shard(0)])?.requires_grad();
@@ -153,7 +153,7 @@ fn checkpointed_blocks_give_the_same_gradients_with_dropout() {
 }
 
 #[test]
-fn second_derivatives_follow_from_the_first() {
+fn second_derivatives_are_gradients_of_gradients() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let layout = [Shard(0)];
@@ -188,7 +188,7 @@ fn second_derivatives_follow_from_the_first() {
 }
 
 #[test]
-fn a_gradient_goes_back_through_redistribution_meshes_and_types() {
+fn gradients_flow_through_redistribution_meshes_and_dtypes() {
     let run = |world: World| {
         let (mesh, other) = (world.mesh([("a", 2), ("b", 2)])?, world.mesh([("c", 4)])?);
         let x = DTensor::from_fn(((4, 6), DType::F64), &mesh, [Shard(0), Shard(1)], |i| (i[0] * 6 + i[1]) as f64)?;
@@ -295,7 +295,7 @@ fn run_everything(mesh: &DeviceMesh, places: Places, batch: Vec<Placement>) -> R
 }
 
 #[test]
-fn a_model_of_all_layers_does_the_same_in_every_layout() {
+fn a_model_of_all_layers_gives_the_same_result_in_every_layout() {
     let run = |world: World| {
         let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
         let expected = run_everything(&alone, |_, _| vec![Replicate], vec![Replicate])?;
@@ -332,7 +332,7 @@ fn a_model_of_all_layers_does_the_same_in_every_layout() {
 }
 
 #[test]
-fn initial_values_do_not_depend_on_the_layout_and_have_the_spread_they_promise() {
+fn initializers_do_not_depend_on_the_layout_and_have_the_documented_variance() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 3)])?;
         let shape = [60, 50];
@@ -365,7 +365,7 @@ fn initial_values_do_not_depend_on_the_layout_and_have_the_spread_they_promise()
 }
 
 #[test]
-fn states_move_between_modules_and_layouts_or_not_at_all() {
+fn state_dicts_load_into_other_modules_and_layouts_or_not_at_all() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let source = Everything::new(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]))?;
@@ -393,7 +393,7 @@ fn states_move_between_modules_and_layouts_or_not_at_all() {
 }
 
 #[test]
-fn gradients_keep_an_explicit_order_of_cuts() {
+fn gradients_keep_an_explicit_shard_order() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2), ("a", 2), ("b", 2)])?;
         let turned = |seed: usize| -> Result<DTensor> {
@@ -424,7 +424,7 @@ fn gradients_keep_an_explicit_order_of_cuts() {
 }
 
 #[test]
-fn a_model_made_on_another_thread_has_all_its_gradients() {
+fn a_model_built_on_another_thread_has_all_its_gradients() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let make =
@@ -439,7 +439,7 @@ fn a_model_made_on_another_thread_has_all_its_gradients() {
 }
 
 #[test]
-fn types_and_indices_at_their_ends_are_not_mistaken() {
+fn extreme_dtypes_and_indices_give_correct_results() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         // class 0 of an unsigned target is a class like others

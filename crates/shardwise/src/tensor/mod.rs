@@ -26,7 +26,9 @@ pub use sequences::{Arange, Linspace, Logspace};
 pub(crate) use show::{ShownPart, local_text, show_parts};
 pub use state::DTensorState;
 pub use tape::{Backward, Keeps, SavedTensors, no_grad};
-pub(crate) use tape::{Node, Recording, Tape, in_gradient, is_in_gradient, is_recording, next_number, with_recording};
+pub(crate) use tape::{
+    Recording, Tape, TapeNode, in_gradient, is_in_gradient, is_recording, next_number, with_recording,
+};
 
 use std::hash::{Hash, Hasher};
 use std::panic::Location;

@@ -1,4 +1,4 @@
-//! Lookups and scatters by index, and losses of classes.
+//! Lookups and scatters by index, and classification losses.
 
 use candle_core::DType;
 use serde_json::json;

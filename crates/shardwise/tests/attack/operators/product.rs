@@ -1,4 +1,4 @@
-//! Products, attention, convolutions, pooling, and losses element by element.
+//! Products, attention, convolutions, pooling, and elementwise losses.
 
 use serde_json::json;
 use shardwise::ops::{Attention, Convolution, Reduction};
