@@ -7,8 +7,8 @@
 //!   never hang: whatever goes wrong on one rank is an [`Error`] on the others, naming ranks and places;
 //! * [`DeviceMesh`] and [`DTensor`]: tensors on a mesh of a running world, redistributed from any layout to any other;
 //! * [`ops`]: operators as methods of [`DTensor`]; layouts propagate, and data moves only when it must;
-//! * [`autograd`]: gradients, which may stay pending sums until they are needed;
-//! * [`sharded`]: tensors as boxes one by one, any number per rank, with specs, states and reads without the owner's help;
+//! * [`autograd`]: gradients, which may stay partial sums until they are needed;
+//! * [`sharded`]: tensors as lists of shards, any number per rank, with specs, serializable states and one-sided reads;
 //! * [`optim`]: optimizers whose state lies as the parameters do, with clipping and schedules;
 //! * [`data`]: batches for training, in a reproducible order, sharded, resumable on any number of ranks;
 //! * [`plan`]: how a model is spread over a mesh, said apart from it or found by planners;

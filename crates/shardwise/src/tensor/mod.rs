@@ -215,8 +215,8 @@ impl DTensor {
     /// (`slice_set`) and a `DTensor` is immutable. In a dry run the result has the shape and no memory.
     /// [`Layout::local_shape`] returns the shape without a copy.
     ///
-    /// Differentiable: code on candle tensors between this call and a [`from_local`](Self::from_local) is part of the graph of
-    /// gradients. The gradient is expected in the layout of this tensor, replicated where it is partial. That is correct if
+    /// Differentiable: code on candle tensors between this call and a [`from_local`](Self::from_local) is part of the autograd
+    /// graph. The gradient is expected in the layout of this tensor, replicated where it is partial. That is correct if
     /// ranks with the same local part do the same with it; otherwise use
     /// [`to_local_with_grad_placements`](Self::to_local_with_grad_placements). `detach` of the result ends the graph.
     ///
@@ -259,7 +259,7 @@ impl DTensor {
         self.to_local_code(Some(placements))
     }
 
-    /// Copies the local part for local code, recorded as an exit from the graph of gradients if it has one.
+    /// Copies the local part for local code, recorded as an exit from the autograd graph if it has one.
     fn to_local_code(&self, grad_placements: Option<Vec<Placement>>) -> Result<Tensor> {
         match self.value.mesh.world().is_dry() {
             true => Ok(self.local().clone()),
@@ -283,7 +283,7 @@ impl DTensor {
         &self.value.held
     }
 
-    /// The same value with the terms of a partial f32 sum held in f64. Detached from the graph of gradients.
+    /// The same value with the terms of a partial f32 sum held in f64. Detached from the autograd graph.
     pub(crate) fn with_terms_in_f64(&self) -> Result<DTensor> {
         let held = converted(&self.value.mesh, self.held(), DType::F64)?;
         Self::from_held(&self.value.mesh, self.layout().clone(), held, self.dtype(), self.origin().clone())

@@ -169,7 +169,7 @@ impl DTensor {
         self.tape.is_some()
     }
 
-    /// Returns this tensor without its place in the graph of gradients. Local, no copy.
+    /// Returns this tensor without its place in the autograd graph. Local, no copy.
     pub fn detach(&self) -> DTensor {
         DTensor { value: Arc::clone(&self.value), tape: None }
     }
