@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 use shardwise::DryWorld;
-use shardwise::ops::Convolution;
+use shardwise::ops::ConvOptions;
 use shardwise::prelude::*;
 use shardwise::tensor::{Linspace, Logspace};
 
@@ -109,8 +109,8 @@ impl ContiguousSum for DTensor {
 #[test]
 fn convolution_windows_of_absurd_sizes_are_rejected() {
     for size in [usize::MAX, usize::MAX / 2, 1 << 62, 1 << 50, VAST] {
-        let with = move |change: fn(&mut Convolution, usize)| {
-            let mut options = Convolution::default();
+        let with = move |change: fn(&mut ConvOptions, usize)| {
+            let mut options = ConvOptions::default();
             change(&mut options, size);
             for placements in [[Replicate], [Shard(2)]] {
                 refused(move |mesh| {

@@ -1,7 +1,7 @@
 //! What the autograd graph records and when it frees it: in-place writes have gradients, and a backward pass frees the
 //! tensors that were saved for it.
 
-use shardwise::models::{GptConfig, ModelConfig, Spread, Weights, batch_placements, build};
+use shardwise::models::{DataParallelMode, GptConfig, ModelConfig, ParallelismConfig, batch_placements, build};
 use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer};
 use shardwise::prelude::*;
 use shardwise::{BackwardOptions, DryWorld, checkpoint_activations, local_map, no_grad};
@@ -226,8 +226,12 @@ fn a_backward_pass_frees_saved_tensors_progressively() {
 fn no_activations_are_held_during_the_optimizer_step() {
     let config = ModelConfig::Gpt(GptConfig { n_layers: 6, d_model: 64, d_ff: 128, ..GptConfig::default() });
     let mesh: Mesh = "dp=2".parse().unwrap();
-    let spread = Spread { weights: Weights::Replicated, tensor_parallel: false, sequence_parallel: false };
-    let plan = spread.plan(&config, &mesh).unwrap();
+    let parallelism = ParallelismConfig {
+        data_parallel: DataParallelMode::Replicate,
+        tensor_parallel: false,
+        sequence_parallel: false,
+    };
+    let plan = parallelism.plan(&config, &mesh).unwrap();
     let run = DryWorld::new(2).unwrap().run(|world| {
         let mesh = world.device_mesh(mesh.clone())?;
         let model = build(&config, &plan, &mesh, DType::F32)?;

@@ -79,7 +79,7 @@ fn a_process_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_one() {
         child.kill().unwrap();
         child.wait().unwrap();
         let verification = verify(&target, &|_| {});
-        assert!(verification.is_whole(), "seed {seed}, case {case}: {:?}", verification.problems);
+        assert!(verification.is_intact(), "seed {seed}, case {case}: {:?}", verification.problems);
         let now = generation(&target);
         assert!(now >= before, "seed {seed}, case {case}: from {before:?} back to {now:?}");
         advanced += usize::from(now > before);

@@ -71,7 +71,7 @@ fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     let mesh = Mesh::new([4]).unwrap();
     let options = ConvertOptions {
         element: Some(ElementType::BF16),
-        cut: Some(std::sync::Arc::new(move |_, shape| {
+        reshard: Some(std::sync::Arc::new(move |_, shape| {
             Ok(Layout::new(&mesh, shape, [Shard(1)])?.primary_boxes().collect())
         })),
         ..ConvertOptions::to(Format::Native)

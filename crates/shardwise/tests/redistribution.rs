@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
-use shardwise::redistribute::{Plan, explain};
+use shardwise::redistribute::{RedistributePlan, explain};
 use shardwise::tensor::Arange;
 use shardwise_test_suites::{layout_pairs, values};
 
@@ -106,7 +106,7 @@ fn adjacent_axes_merge_and_data_shrinks_before_it_moves() {
     let mesh: Mesh = "a=2,b=3".parse().unwrap();
     let layout = |text: &str| Layout::new(&mesh, (12, 6), Placement::parse_list(text).unwrap()).unwrap();
     let steps = |from: &str, to: &str| -> Vec<String> {
-        let plan = Plan::new(&layout(from), &layout(to), 4).unwrap();
+        let plan = RedistributePlan::new(&layout(from), &layout(to), 4).unwrap();
         plan.steps().iter().map(|s| s.to_string().split(" -> ").next().unwrap().to_string()).collect()
     };
     assert_eq!(steps("P(sum),P(sum)", "R,R"), ["all_reduce(sum) over a,b"]);
@@ -168,7 +168,7 @@ fn planning_on_four_axes_is_quick_when_cold() {
         let pairs: Vec<(Layout, Layout)> = (0..200).map(|n| 200 * round + n).map(|n| (pick(n), pick(n))).collect();
         let start = std::time::Instant::now();
         for (from, to) in &pairs {
-            Plan::new(from, to, 4).unwrap();
+            RedistributePlan::new(from, to, 4).unwrap();
         }
         start.elapsed() / pairs.len() as u32
     };
@@ -215,7 +215,7 @@ fn invalid_targets_are_rejected_with_the_reason() {
                 "the memory of this machine",
             ),
             (DTensor::zeros((usize::MAX, 2), DType::F64, &mesh, [Replicate, Replicate]).map(drop), "overflow"),
-            (Plan::new(x.layout(), &Layout::replicated(&other, (4, 4))?, 4).map(drop), "one mesh"),
+            (RedistributePlan::new(x.layout(), &Layout::replicated(&other, (4, 4))?, 4).map(drop), "one mesh"),
             (DTensor::randint(3..3, 4, &mesh, [Replicate, Replicate]).map(drop), "low < high"),
             (DTensor::zeros(4, DType::F8E4M3, &mesh, [Replicate, Replicate]).map(drop), "f8e4m3"),
             (x.clone().assign(&[0..2], &x), "one range within each dimension"),

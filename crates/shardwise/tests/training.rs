@@ -3,10 +3,10 @@
 
 use candle_core::Tensor;
 use shardwise::nn::{
-    Activation, AttentionConfig, BatchNorm, Builder, Conv2d, Dropout, Embedding, EmbeddingBag, Forward, GroupNorm,
-    LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding, SwiGlu, init::Init,
+    Activation, AttentionConfig, BatchNorm, Builder, Conv2d, Conv2dOptions, Dropout, Embedding, EmbeddingBag, Forward,
+    GroupNorm, LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding, SwiGlu, init::Init,
 };
-use shardwise::ops::{Bag, Classes, Convolution};
+use shardwise::ops::{EmbeddingBagMode, LossOptions};
 use shardwise::prelude::*;
 use shardwise::{DryWorld, checkpoint_activations, local_map, no_grad};
 
@@ -100,7 +100,7 @@ fn a_tensor_parallel_mlp_reduces_once_forward_and_once_backward() {
 fn sharded_step(world: &World, ranks: usize, width: usize) -> Result<usize> {
     let mesh = world.mesh([("dp", ranks)])?;
     let built = Builder::new(&mesh).placed(|_, _| vec![Shard(0)]);
-    let layers = (0..12).map(|i| Linear::without_bias(&built.at(&i.to_string()), width, width));
+    let layers = (0..12).map(|i| Linear::without_bias(&built.child(&i.to_string()), width, width));
     let layers = layers.collect::<Result<Vec<_>>>()?;
     let x = DTensor::zeros((ranks, width), DType::F32, &mesh, [Shard(0)])?;
     world.memory().reset_peak();
@@ -227,7 +227,7 @@ struct Everything {
 }
 
 impl Everything {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         let attention = AttentionConfig {
             width: 8,
             heads: 4,
@@ -237,18 +237,21 @@ impl Everything {
             bias: true,
         };
         Ok(Everything {
-            embedding: Embedding::new(&at.at("embedding"), 11, 8)?,
-            bags: EmbeddingBag::new(&at.at("bags"), 11, 8, Bag::Mean)?,
-            attention: MultiHeadAttention::new(&at.at("attention"), attention)?,
-            norm: LayerNorm::new(&at.at("norm"), 8, 1e-5)?,
-            mlp: Mlp::new(&at.at("mlp"), 8, 16, Activation::GeluTanh)?,
-            gated: SwiGlu::new(&at.at("gated"), 8, 12)?,
-            rms: RmsNorm::new(&at.at("rms"), 8, 1e-6)?,
-            conv: Conv2d::new(&at.at("conv"), 1, 4, 3, Convolution { padding: 1, ..Convolution::default() })?,
-            groups: GroupNorm::new(&at.at("groups"), 2, 4, 1e-5)?,
-            batch: BatchNorm::new(&at.at("batch"), 4, 0.1, 1e-5)?,
+            embedding: Embedding::new(&builder.child("embedding"), 11, 8)?,
+            bags: EmbeddingBag::new(&builder.child("bags"), 11, 8, EmbeddingBagMode::Mean)?,
+            attention: MultiHeadAttention::new(&builder.child("attention"), attention)?,
+            norm: LayerNorm::new(&builder.child("norm"), 8, 1e-5)?,
+            mlp: Mlp::new(&builder.child("mlp"), 8, 16, Activation::GeluTanh)?,
+            gated: SwiGlu::new(&builder.child("gated"), 8, 12)?,
+            rms: RmsNorm::new(&builder.child("rms"), 8, 1e-6)?,
+            conv: Conv2d::new(&builder.child("conv"), Conv2dOptions::new(1, 4, 3).padding(1))?,
+            groups: GroupNorm::new(&builder.child("groups"), 2, 4, 1e-5)?,
+            batch: BatchNorm::new(&builder.child("batch"), 4, 0.1, 1e-5)?,
             dropout: Dropout::new(0.2)?,
-            heads: vec![Linear::new(&at.at("heads.0"), 8, 11)?, Linear::without_bias(&at.at("heads.1"), 8, 11)?],
+            heads: vec![
+                Linear::new(&builder.child("heads.0"), 8, 11)?,
+                Linear::without_bias(&builder.child("heads.1"), 8, 11)?,
+            ],
             width: 8,
         })
     }
@@ -264,7 +267,7 @@ impl Everything {
         let logits = self.heads.iter().map(|head| head.forward(&x)).collect::<Result<Vec<_>>>()?;
         let logits = logits[0].add(&logits[1])?.flatten(0, 1)?;
         assert_eq!(self.width, x.shape()[2]);
-        logits.cross_entropy(&targets.flatten(0, -1)?, Classes::default())
+        logits.cross_entropy(&targets.flatten(0, -1)?, LossOptions::default())
     }
 }
 
@@ -349,7 +352,7 @@ fn initializers_do_not_depend_on_the_layout_and_have_the_documented_variance() {
         ] {
             let make = |placements: Placement| {
                 mesh.manual_seed(5);
-                init.make(&shape, DType::F64, &mesh, [placements])
+                init.create(&shape, DType::F64, &mesh, [placements])
             };
             let (whole, sharded) = (make(Replicate)?, make(Shard(0))?);
             assert!(whole.equal(&sharded)?, "{init:?}");
@@ -446,7 +449,7 @@ fn extreme_dtypes_and_indices_give_correct_results() {
         let logits = DTensor::from_fn(((4, 3), DType::F64), &mesh, [Shard(0)], |i| (i[0] * i[1]) as f64)?;
         let loss = |dtype: DType| -> Result<f64> {
             let target = DTensor::from_fn((4, dtype), &mesh, [Shard(0)], |i| (i[0] % 2) as f64)?;
-            logits.cross_entropy(&target, Classes::default())?.item()
+            logits.cross_entropy(&target, LossOptions::default())?.item()
         };
         assert_eq!(loss(DType::U8)?, loss(DType::I64)?);
         // products of integers wrap alike in every layout

@@ -102,8 +102,11 @@ struct Net {
 }
 
 impl Net {
-    fn new(at: &Builder) -> Result<Self> {
-        Ok(Net { first: Linear::new(&at.at("first"), 6, 9)?, second: Linear::new(&at.at("second"), 9, 4)? })
+    fn new(builder: &Builder) -> Result<Self> {
+        Ok(Net {
+            first: Linear::new(&builder.child("first"), 6, 9)?,
+            second: Linear::new(&builder.child("second"), 9, 4)?,
+        })
     }
 
     fn loss(&self, x: &DTensor, y: &DTensor) -> Result<DTensor> {

@@ -6,7 +6,9 @@ use super::{Replayed, backward_pass, first_derivative_only};
 use crate::error::{Error, ErrorKind, Result};
 use crate::random::{Generator, GeneratorState};
 use crate::rank_context::rank_context;
-use crate::tensor::{Backward, DTensor, Keeps, SavedTensors, in_gradient, is_recording, next_number, with_recording};
+use crate::tensor::{
+    Backward, DTensor, SaveForBackward, SavedTensors, in_gradient, is_recording, next_number, with_recording,
+};
 
 /// Runs `f` without saving its activations: `f` runs again in the backward pass. PyTorch's `torch.utils.checkpoint`.
 ///
@@ -59,10 +61,13 @@ pub fn checkpoint_activations(
     let outputs = with_recording(false, || f(&plain))?;
     let outputs = outputs.iter().map(DTensor::detach).collect();
     let all: Vec<&DTensor> = std::iter::once(&anchor).chain(inputs.iter().copied()).collect();
-    Ok(DTensor::recorded(outputs, &all, Keeps::Inputs, || Box::new(CheckpointBackward { f: Arc::new(f), draws })))
+    Ok(DTensor::recorded(outputs, &all, SaveForBackward::Inputs, || {
+        Box::new(CheckpointBackward { f: Arc::new(f), draws })
+    }))
 }
 
 /// The backward pass of a checkpointed function: runs it again, recorded, and goes back through the recording.
+
 struct CheckpointBackward<F> {
     f: Arc<F>,
     /// Per input the state of the generator of its mesh before the first run.

@@ -5,14 +5,14 @@ use candle_core::{Tensor, Var};
 use super::first_derivative_only;
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp};
-use crate::tensor::{Backward, DTensor, Keeps, SavedTensors, is_recording};
-use shardwise_kernels::dense;
+use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors, is_recording};
+use shardwise_kernels::contiguous;
 
 /// Runs `f` on copies of the inputs' local parts, in their current layouts, and returns its result as a tensor with the given
 /// placements. Candle differentiates `f` in the backward pass.
 ///
 /// Collective: every rank of the mesh must call it, because ranks exchange the shapes of their results; elements are not
-/// communicated. The gradient of an input has the layout of the input, replicated where it is partial. Where ranks compute
+/// communicated. The gradient of an input has the layout of the input,replicated where it is partial. Where ranks compute
 /// different things with a replicated input, each has one term of its gradient: pass `Partial(Sum)` for it in `gradients`,
 /// PyTorch's `in_grad_placements`.
 ///
@@ -22,7 +22,7 @@ use shardwise_kernels::dense;
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let x = DTensor::arange(0.0..4.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
+///     let x = DTensor::arange(0.0.. 4.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
 ///     let scale = DTensor::ones(1, DType::F32, &mesh, [Replicate])?.requires_grad();
 ///     let gradients = [None, Some(vec![Partial(ReduceOp::Sum)])];
 ///     let y = local_map(&[&x, &scale], [Shard(0)], &gradients, |x| x[0].sqr()?.broadcast_mul(&x[1]))?;
@@ -82,10 +82,11 @@ pub fn local_map(
         Box::new(LocalMapBackward { vars, local, wanted, placements: output.placements().to_vec() })
             as Box<dyn Backward>
     };
-    Ok(DTensor::recorded(vec![output.clone()], inputs, Keeps::Nothing, backward).swap_remove(0))
+    Ok(DTensor::recorded(vec![output.clone()], inputs, SaveForBackward::Nothing, backward).swap_remove(0))
 }
 
 /// The backward pass of `local_map`.
+
 struct LocalMapBackward {
     vars: Vec<Var>,
     local: Tensor,
@@ -122,7 +123,7 @@ impl Backward for LocalMapBackward {
             };
             inputs.push(Some(match self.wanted[i].clone() {
                 Some(placements) => DTensor::from_local_with_shape(&local, saved.mesh(i), placements, saved.shape(i))?,
-                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).settled(), dense(&local)?),
+                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).reduced(), contiguous(&local)?),
             }));
         }
         Ok(inputs)

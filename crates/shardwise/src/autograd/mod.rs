@@ -254,7 +254,7 @@ impl Gradients {
     pub fn in_param_layout(self) -> Result<Gradients> {
         let site = std::panic::Location::caller();
         let wanted: Vec<(DTensor, Layout)> =
-            self.leaves.values().map(|(node, g)| (g.clone(), node.layout(0).settled())).collect();
+            self.leaves.values().map(|(node, g)| (g.clone(), node.layout(0).reduced())).collect();
         // A bucket cannot be differentiated, so gradients that are part of a graph are moved one by one.
         let moved = match is_recording() && wanted.iter().any(|(g, _)| g.has_gradient()) {
             true => wanted.iter().map(|(g, layout)| g.to_layout_at(layout, site)).collect::<Result<Vec<_>>>()?,
@@ -345,7 +345,7 @@ fn shard_like_leaf(gradient: DTensor, leaf: &Layout) -> Result<DTensor> {
         leading.chain(other).filter(|&a| placements[a].is_shard(Some(dim))).collect::<Vec<_>>()
     };
     let cuts: Vec<Vec<usize>> = (0..own.shape().len()).map(order).collect();
-    let to = Layout::from_cuts(own.mesh(), own.shape(), &placements, &cuts).unwrap_or_else(|_| leaf.settled());
+    let to = Layout::from_shard_orders(own.mesh(), own.shape(), &placements, &cuts).unwrap_or_else(|_| leaf.reduced());
     gradient.to_layout(&to)
 }
 

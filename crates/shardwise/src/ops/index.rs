@@ -196,7 +196,7 @@ tuples! {
 }
 
 /// Masks and lists of indices, each with the first dimension that it stands for.
-type Arrays<'a> = Vec<(usize, Cow<'a, DTensor>)>;
+type TensorIndices<'a> = Vec<(usize, Cow<'a, DTensor>)>;
 
 impl DTensor {
     /// A part of this tensor, as `x[...]` in PyTorch: numbers, ranges, masks, lists of indices, new dimensions.
@@ -206,7 +206,7 @@ impl DTensor {
     /// [`masked_select`](Self::masked_select); indices along a sharded dimension give a partial sum. All ranks of the mesh must
     /// call it. Differentiable.
     ///
-    /// Several masks and lists of indices broadcast and pick single elements. Their dimensions come where the first of them
+    /// JoinedIndices masks and lists of indices broadcast and pick single elements. Their dimensions come where the first of them
     /// is, or in front, if others are between them.
     ///
     /// ```
@@ -305,7 +305,7 @@ impl DTensor {
 
     /// The part that numbers, ranges and new axes name, and the masks and lists for dimensions of it.
     #[track_caller]
-    fn basic_part<'a>(&self, indices: &[Index<'a>]) -> Result<(DTensor, Arrays<'a>)> {
+    fn basic_part<'a>(&self, indices: &[Index<'a>]) -> Result<(DTensor, TensorIndices<'a>)> {
         let (mut part, mut arrays, mut dim) = (self.clone(), Vec::new(), 0);
         for index in indices {
             let d = dim as isize;
@@ -332,13 +332,13 @@ impl DTensor {
 
     /// What masks and lists pick of this tensor.
     #[track_caller]
-    fn picked_by(&self, arrays: &Arrays<'_>) -> Result<DTensor> {
+    fn picked_by(&self, arrays: &TensorIndices<'_>) -> Result<DTensor> {
         match arrays.as_slice() {
             [] => Ok(self.clone()),
             [(dim, mask)] if is_mask(mask) => self.masked_part(*dim, mask),
             [(dim, index)] => self.index_along(*dim, index),
             several => {
-                let Several { dims, places, adjacent } = self.several(several)?;
+                let JoinedIndices { dims, places, adjacent } = self.joined(several)?;
                 let order = self.indexed_first(&dims);
                 let front = self.permute(&order)?.flatten(0, dims.len() as isize - 1)?.index_along(0, &places)?;
                 match adjacent {
@@ -351,7 +351,7 @@ impl DTensor {
 
     /// A copy with `value` at what masks and lists pick.
     #[track_caller]
-    fn with_arrays_set(&self, arrays: &Arrays<'_>, value: Operand<'_>) -> Result<DTensor> {
+    fn with_arrays_set(&self, arrays: &TensorIndices<'_>, value: Operand<'_>) -> Result<DTensor> {
         let (dims, places, adjacent) = match arrays.as_slice() {
             [(dim, mask)] if is_mask(mask) => {
                 return match value {
@@ -365,7 +365,7 @@ impl DTensor {
             }
             [(dim, index)] => (vec![*dim], wrapped("set", index, self.shape()[*dim])?, true),
             several => {
-                let Several { dims, places, adjacent } = self.several(several)?;
+                let JoinedIndices { dims, places, adjacent } = self.joined(several)?;
                 (dims, places, adjacent)
             }
         };
@@ -386,9 +386,9 @@ impl DTensor {
         put.permute(&back)
     }
 
-    /// Several masks and lists as places in the dimensions that they stand for, joined to one.
+    /// JoinedIndices masks and lists as places in the dimensions that they stand for, joined to one.
     #[track_caller]
-    fn several(&self, arrays: &[(usize, Cow<'_, DTensor>)]) -> Result<Several> {
+    fn joined(&self, arrays: &[(usize, Cow<'_, DTensor>)]) -> Result<JoinedIndices> {
         let (mut dims, mut indices) = (Vec::new(), Vec::new());
         for (dim, tensor) in arrays {
             if is_mask(tensor) {
@@ -411,7 +411,7 @@ impl DTensor {
             places = places.mul_scalar(n as i64)?.add(&wrapped("index", index, n)?)?;
         }
         let adjacent = dims.windows(2).all(|d| d[1] == d[0] + 1);
-        Ok(Several { dims, places, adjacent })
+        Ok(JoinedIndices { dims, places, adjacent })
     }
 
     /// An order of all dimensions with some of them first.
@@ -489,7 +489,7 @@ impl DTensor {
     /// One at every `step`-th index of the ranges, sharded like this tensor; `None` if all of it is meant.
     #[track_caller]
     fn mask_of(&self, ranges: &[Range<usize>], steps: &[usize]) -> Result<Option<DTensor>> {
-        let layout = self.layout().settled();
+        let layout = self.layout().reduced();
         let along = |dim: usize| -> Result<DTensor> {
             let like = |p: &Placement| match p.is_shard(Some(dim)) && layout.has_default_order() {
                 true => p.with_dim(0),
@@ -531,7 +531,7 @@ impl DTensor {
     }
 }
 
-struct Several {
+struct JoinedIndices {
     /// The dimensions that are indexed.
     dims: Vec<usize>,
     /// Indices into these dimensions, joined to one.

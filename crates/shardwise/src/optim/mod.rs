@@ -208,7 +208,7 @@ impl ShardedOptimizer {
             let Some(gradient) = own.take(leaf) else { continue };
             let group = &self.groups[slot.group];
             // A parameter that is a pending sum becomes the sum.
-            let param = leaf.detach().to_layout(&leaf.layout().settled())?;
+            let param = leaf.detach().to_layout(&leaf.layout().reduced())?;
             let fits = slot.state.as_ref().map_or(Ok(false), |state| state.fits(&param, group))?;
             if !fits {
                 let before = slot.state.take().map(|state| state.saved()).transpose()?;

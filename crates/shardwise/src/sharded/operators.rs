@@ -10,7 +10,7 @@ use super::spec_ops::{spec_op, spec_op_names};
 use super::tensor::ShardedTensor;
 use crate::comm::Call;
 use crate::error::{ErrorKind, Result, Site};
-use crate::ops::Bag;
+use crate::ops::EmbeddingBagMode;
 use crate::placement::{Placement, ReduceOp};
 use crate::rank_context::{RankContext, in_scope, rank_context};
 use crate::tensor::DTensor;
@@ -199,7 +199,7 @@ impl ShardedTensor {
     /// Looks up and combines the rows of bags of ids, one row per bag, with this tensor as the table. Collective; see
     /// [`DTensor::embedding_bag`].
     #[track_caller]
-    pub fn embedding_bag(&self, ids: &DTensor, offsets: Option<&[usize]>, mode: Bag) -> Result<DTensor> {
+    pub fn embedding_bag(&self, ids: &DTensor, offsets: Option<&[usize]>, mode: EmbeddingBagMode) -> Result<DTensor> {
         let table = self.to_dtensor()?;
         table.embedding_bag(&on_mesh_of(&table, ids)?, offsets, mode)
     }

@@ -25,7 +25,7 @@ pub(crate) use room::{check_metas, check_room};
 pub use sequences::{Arange, Linspace, Logspace};
 pub(crate) use show::{ShownPart, local_text, show_parts};
 pub use state::DTensorState;
-pub use tape::{Backward, Keeps, SavedTensors, no_grad};
+pub use tape::{Backward, SaveForBackward, SavedTensors, no_grad};
 pub(crate) use tape::{
     Recording, Tape, TapeNode, in_gradient, is_in_gradient, is_recording, next_number, with_recording,
 };
@@ -38,11 +38,11 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Device, Tensor};
 use rustc_hash::FxHasher;
 
-use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of, while_moving};
+use crate::comm::{DeviceMesh, Origin, record_implicit_operator, while_redistributing, with_purpose};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::{Placement, ReduceOp, is_linear};
-use crate::redistribute::{Exchange, redistribute};
+use crate::redistribute::{BoxExchange, redistribute};
 pub use shardwise_kernels::Number;
 use shardwise_kernels::{check_cpu, check_dtype, own_copy, placeholder};
 
@@ -57,7 +57,7 @@ use shardwise_kernels::{check_cpu, check_dtype, own_copy, placeholder};
 ///
 /// launch(4, |world| {
 ///     let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
-///     let x = DTensor::arange(0.0..12.0, DType::F32, &mesh, [Shard(0), Replicate])?;
+///     let x = DTensor::arange(0.0.. 12.0, DType::F32, &mesh, [Shard(0), Replicate])?;
 ///     let y = x.redistribute([Replicate, Shard(0)])?;
 ///     assert_eq!(y.full_tensor()?.to_vec1::<f32>()?[7], 7.0);
 ///     assert_eq!(y.to_local().dims(), [6]);
@@ -86,6 +86,7 @@ impl TensorId {
 }
 
 /// Layout and local elements of a tensor, shared by its clones.
+
 struct TensorValue {
     id: TensorId,
     mesh: DeviceMesh,
@@ -153,7 +154,7 @@ impl DTensor {
     }
 
     /// Identity of this tensor on this rank, as a key for maps. Clones have the same id; two tensors with equal elements have
-    /// different ids. [`equal`](Self::equal) compares elements.
+    /// different ids. [ `equal`](Self::equal) compares elements.
     #[doc(alias = "__hash__")]
     pub fn id(&self) -> TensorId {
         self.value.id
@@ -224,7 +225,7 @@ impl DTensor {
     /// # use shardwise::prelude::*;
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::arange(-2.0..2.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
+    ///     let x = DTensor::arange(-2.0.. 2.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
     ///     let local = x.to_local().relu()?; // any code on candle tensors
     ///     let y = DTensor::from_local(&local, &mesh, [Shard(0)])?;
     ///     let grads = y.square()?.sum_all()?.backward()?;
@@ -304,7 +305,7 @@ impl DTensor {
         shardwise_kernels::same_memory(self.local(), other.local())
     }
 
-    /// Redistributes this tensor to `placements`, one per axis of its mesh.
+    /// Redistributes this tensor to ` placements`, one per axis of its mesh.
     ///
     /// Collective: every rank of the mesh must call it. Any placement converts to any other. Of the possible plans the cheapest
     /// is executed; [`explain`](crate::redistribute::explain) shows it. Differentiable: the gradient is redistributed to the
@@ -359,7 +360,7 @@ impl DTensor {
         let source = self.detach().to_dtype(options.forward_dtype.unwrap_or(self.dtype()))?;
         let output = source.to_layout_at(&to, Location::caller())?;
         let backward = || Box::new(RedistributeBackward { dtype: options.backward_dtype }) as Box<dyn Backward>;
-        Ok(Self::recorded(vec![output], &[self], Keeps::Nothing, backward).swap_remove(0))
+        Ok(Self::recorded(vec![output], &[self], SaveForBackward::Nothing, backward).swap_remove(0))
     }
 
     /// Redistributes this tensor to a layout of the same shape and mesh. Unlike [`redistribute`](Self::redistribute), it can also
@@ -388,11 +389,11 @@ impl DTensor {
         check_room(to, self.dtype(), self.value.mesh.world().is_dry())?;
         let layouts = hash_of(&(self.layout(), to));
         let terms = self.reducible()?;
-        let held = while_moving(self.layout(), to, || {
-            on_behalf_of(self.origin(), layouts, || redistribute(&self.value.mesh, self.layout(), to, &terms, site))
+        let held = while_redistributing(self.layout(), to, || {
+            with_purpose(self.origin(), layouts, || redistribute(&self.value.mesh, self.layout(), to, &terms, site))
         })?;
         let moved = Self::from_held(&self.value.mesh, to.clone(), held, self.dtype(), self.origin().clone())?;
-        Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).settled())))
+        Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).reduced())))
     }
 
     /// Moves this tensor to another mesh of the same world, with the given placements.
@@ -408,9 +409,9 @@ impl DTensor {
         let site = Location::caller();
         // Partial axes of the source are reduced before the move, those of the target created after it.
         let source = self.reduced(site)?;
-        let moved = source.move_boxes(mesh, to.settled(), site)?;
+        let moved = source.move_boxes(mesh, to.reduced(), site)?;
         let gradient: MoveGradient = &|saved, gradient| {
-            let layout = saved.layout(0).settled();
+            let layout = saved.layout(0).reduced();
             gradient.reduced(Location::caller())?.move_boxes(saved.mesh(0), layout, Location::caller())
         };
         source.moved(moved, "to_mesh", gradient).to_layout_at(&to, site)
@@ -427,10 +428,10 @@ impl DTensor {
         }
         let group = mesh.world().subgroup(&ranks)?;
         let from = self.layout();
-        let exchange = Exchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
+        let exchange = BoxExchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
         // Ranks outside the old mesh have not computed the value, so ranks compare its layout instead of its origin.
         let origin = Origin::leaf(hash_of(&(from, &to)), self.shape());
-        let local = on_behalf_of(&origin, 0, || exchange.assemble(self.local(), &meta, site))?;
+        let local = with_purpose(&origin, 0, || exchange.assemble(self.local(), &meta, site))?;
         Ok(Self::from_parts(mesh, to, local))
     }
 
@@ -469,7 +470,7 @@ impl DTensor {
 
     /// Reduces all partial axes: they become replicated.
     pub(crate) fn reduced(&self, site: Site) -> Result<DTensor> {
-        self.to_layout_at(&self.layout().settled(), site)
+        self.to_layout_at(&self.layout().reduced(), site)
     }
 
     /// Converts the elements to another type.
@@ -499,7 +500,7 @@ impl DTensor {
         }
         let source = match self.placements().iter().all(stays) {
             true => self.clone(),
-            false => implicitly("to_dtype", || self.reduced(site))?,
+            false => record_implicit_operator("to_dtype", || self.reduced(site))?,
         };
         let local = converted(&self.value.mesh, source.local(), dtype)?;
         let output = Self::from_terms(&self.value.mesh, source.layout().clone(), local, dtype, source.origin().clone());
@@ -519,7 +520,7 @@ impl DTensor {
             return output;
         }
         let backward = || Box::new(MoveBackward { name, gradient }) as Box<dyn Backward>;
-        Self::recorded(vec![output], &[self], Keeps::Nothing, backward).swap_remove(0)
+        Self::recorded(vec![output], &[self], SaveForBackward::Nothing, backward).swap_remove(0)
     }
 
     /// Returns the tensor with its local part on a device; only the CPU is supported. Local.
@@ -557,7 +558,7 @@ impl Backward for RedistributeBackward {
 
     fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
-        let moved = gradient.to_dtype(self.dtype.unwrap_or(saved.dtype(0)))?.to_layout(&saved.layout(0).settled())?;
+        let moved = gradient.to_dtype(self.dtype.unwrap_or(saved.dtype(0)))?.to_layout(&saved.layout(0).reduced())?;
         Ok(vec![Some(moved.to_dtype(saved.dtype(0))?)])
     }
 }
@@ -573,6 +574,7 @@ pub(crate) fn hash_of(value: &impl Hash) -> u64 {
 type MoveGradient = &'static (dyn Fn(&SavedTensors<'_>, &DTensor) -> Result<DTensor> + Send + Sync);
 
 /// The backward pass of a redistribution, a move to another mesh or a conversion.
+
 struct MoveBackward {
     name: &'static str,
     gradient: MoveGradient,

@@ -25,7 +25,7 @@ pub trait Backward: Send + Sync {
 
 /// Which tensors of a call its gradient needs; of the others only the layout is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Keeps {
+pub enum SaveForBackward {
     /// None.
     Nothing,
     /// The inputs, as they lay before the call moved them.
@@ -182,14 +182,16 @@ impl DTensor {
     pub(crate) fn recorded(
         outputs: Vec<DTensor>,
         inputs: &[&DTensor],
-        keeps: Keeps,
+        keeps: SaveForBackward,
         backward: impl FnOnce() -> Box<dyn Backward>,
     ) -> Vec<DTensor> {
         if !is_recording() || inputs.iter().all(|t| t.tape.is_none()) {
             return outputs;
         }
-        let input = |i: usize| matches!(keeps, Keeps::Inputs | Keeps::All) || keeps == Keeps::Input(i);
-        let output = matches!(keeps, Keeps::Outputs | Keeps::All);
+        let input = |i: usize| {
+            matches!(keeps, SaveForBackward::Inputs | SaveForBackward::All) || keeps == SaveForBackward::Input(i)
+        };
+        let output = matches!(keeps, SaveForBackward::Outputs | SaveForBackward::All);
         let recording = Recording {
             parents: inputs.iter().map(|t| t.tape.clone().filter(|_| t.dtype().is_float())).collect(),
             inputs: inputs.iter().enumerate().map(|(i, t)| RecordedTensor::new(t, input(i))).collect(),

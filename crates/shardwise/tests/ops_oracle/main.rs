@@ -9,12 +9,12 @@ use candle_core::{DType, Tensor};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
-use shardwise::ops::{Attention, OpEntry, Sample, ops};
+use shardwise::ops::{AttentionOptions, OpEntry, SampleInput, ops};
 use shardwise::prelude::*;
 use shardwise_test_suites::values;
 
 /// The placements to try for an input along one axis.
-fn placements(mesh: &Mesh, sample: &Sample, axis: usize, so_far: &[Placement]) -> Vec<Placement> {
+fn placements(mesh: &Mesh, sample: &SampleInput, axis: usize, so_far: &[Placement]) -> Vec<Placement> {
     let mut all = vec![Replicate];
     for dim in 0..sample.shape.len() {
         all.push(Shard(dim as isize));
@@ -37,7 +37,7 @@ fn placements(mesh: &Mesh, sample: &Sample, axis: usize, so_far: &[Placement]) -
     all
 }
 
-fn input(mesh: &DeviceMesh, sample: &Sample, placements: &[Placement]) -> Result<DTensor> {
+fn input(mesh: &DeviceMesh, sample: &SampleInput, placements: &[Placement]) -> Result<DTensor> {
     let layout = Layout::new(mesh.mesh(), sample.shape.as_slice(), placements.to_vec())?;
     let local = values::local(&layout, mesh.world().rank()).to_dtype(sample.dtype)?;
     let local = match sample.below {
@@ -56,7 +56,7 @@ fn input(mesh: &DeviceMesh, sample: &Sample, placements: &[Placement]) -> Result
 fn check(
     op: &OpEntry,
     mesh: &DeviceMesh,
-    samples: &[Sample],
+    samples: &[SampleInput],
     chosen: &[Vec<Placement>],
     expected: &[Tensor],
 ) -> Result<()> {
@@ -78,7 +78,7 @@ fn check(
 }
 
 /// The answer of one rank that has everything.
-fn unsharded(op: &OpEntry, world: &World, samples: &[Sample]) -> Result<Vec<Tensor>> {
+fn unsharded(op: &OpEntry, world: &World, samples: &[SampleInput]) -> Result<Vec<Tensor>> {
     let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
     let inputs = samples.iter().map(|s| input(&alone, s, &[Replicate])).collect::<Result<Vec<_>>>()?;
     (op.apply)(&inputs)?.iter().map(|t| t.full_tensor()).collect()
@@ -236,7 +236,7 @@ fn products_and_chains_stay_sharded_without_communication() {
         // Batch and heads of attention, also where groups of heads share their keys.
         let queries = DTensor::randn((2, 8, 5, 4), &mesh, [Shard(0), Shard(1)])?;
         let keys = DTensor::randn((2, 4, 5, 4), &mesh, [Shard(0), Shard(1)])?;
-        let causal = Attention { causal: true, ..Attention::default() };
+        let causal = AttentionOptions { causal: true, ..AttentionOptions::default() };
         let mixed = queries.scaled_dot_product_attention(&keys, &keys, causal)?;
         assert_eq!(mixed.placements(), [Shard(0), Shard(1)]);
         let communicated = world.trace().records().iter().filter(|r| r.call != "agree").count();
