@@ -54,7 +54,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "EmbeddingBag",
-        make: |builder| Ok(Arc::new(EmbeddingBag::new(builder, 7, 5, Bag::Mean)?)),
+        make: |builder| Ok(Arc::new(EmbeddingBag::new(builder, 7, 5, EmbeddingBagMode::Mean)?)),
         shape: &[3, 4],
         below: Some(7),
     },
