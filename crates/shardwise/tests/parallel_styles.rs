@@ -1,4 +1,4 @@
-//! Parallel styles: the collectives they lead to, values as on one rank, axes that stay untouched, and refusals.
+//! Parallel styles: their collectives, results equal to one rank, mesh axes they leave alone, and invalid uses.
 
 use candle_core::Tensor;
 use shardwise::local_map;
@@ -62,7 +62,7 @@ impl Forward for Block {
 }
 
 fn ids(mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
-    DTensor::from_fn((4, 5), DType::I64, mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 7) as f64)
+    DTensor::from_fn(((4, 5), DType::I64), mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 7) as f64)
 }
 
 /// Output and gradients of the block.
@@ -77,7 +77,7 @@ fn run(block: &Block, ids: &DTensor) -> Result<Vec<(String, Tensor)>> {
 }
 
 #[test]
-fn styles_give_the_values_of_one_rank_on_meshes_of_any_rank() {
+fn styles_give_the_one_rank_result_on_meshes_of_any_ndim() {
     let program = |world: World| {
         let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
         alone.manual_seed(4);
@@ -144,7 +144,7 @@ fn styles_give_the_values_of_one_rank_on_meshes_of_any_rank() {
 }
 
 #[test]
-fn styles_communicate_what_they_promise() {
+fn styles_run_the_documented_collectives() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let counted = |styles: &[(&str, &dyn ParallelStyle)], part: &dyn Fn(&Block) -> Result<DTensor>| {
@@ -239,7 +239,7 @@ impl ParallelStyle for Pieces {
 }
 
 #[test]
-fn keys_and_styles_that_do_not_fit_are_refused_and_others_add_up() {
+fn mismatched_keys_and_styles_are_rejected_and_compatible_ones_combine() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let block = Block::new(&Builder::new(&mesh))?;
@@ -277,12 +277,13 @@ fn keys_and_styles_that_do_not_fit_are_refused_and_others_add_up() {
 }
 
 #[test]
-fn local_code_works_on_uneven_parts_of_redistributed_inputs() {
+fn local_map_works_on_uneven_shards_of_redistributed_inputs() {
     let program = |world: World| {
         let mesh = world.mesh([("tp", 4)])?;
         // 5 rows: 2, 2, 1 and none
-        let x = DTensor::from_fn((5, 3), DType::F64, &mesh, [Shard(1)], |i| (i[0] * 3 + i[1]) as f64)?.requires_grad();
-        let w = DTensor::from_fn(3, DType::F64, &mesh, [Shard(0)], |i| 1.0 + i[0] as f64)?.requires_grad();
+        let x =
+            DTensor::from_fn(((5, 3), DType::F64), &mesh, [Shard(1)], |i| (i[0] * 3 + i[1]) as f64)?.requires_grad();
+        let w = DTensor::from_fn((3, DType::F64), &mesh, [Shard(0)], |i| 1.0 + i[0] as f64)?.requires_grad();
         let (rows, whole) = (x.redistribute([Shard(0)])?, w.redistribute([Replicate])?);
         let y = local_map(&[&rows, &whole], [Shard(0)], &[None, Some(vec![Partial(ReduceOp::Sum)])], |t| {
             t[0].sqr()?.broadcast_mul(&t[1])

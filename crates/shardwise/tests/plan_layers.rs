@@ -1,4 +1,4 @@
-//! Every layer, spread by every kind of plan, does what it does on one rank: values, gradients and buffers.
+//! Every layer under every kind of plan gives the one-rank result: values, gradients and buffers.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use shardwise::nn::{
     EmbeddingBag, GroupNorm, Layer, LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding,
     SwiGlu,
 };
-use shardwise::ops::Bag;
+use shardwise::ops::EmbeddingBagMode;
 use shardwise::plan::{
     DataParallel, EmbeddingSharding, FullyShard, ShardingPlan, ShardingPlanner, TargetPlacements, TensorParallel,
     shard_module,
@@ -54,7 +54,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "EmbeddingBag",
-        make: |builder| Ok(Arc::new(EmbeddingBag::new(builder, 7, 5, Bag::Mean)?)),
+        make: |builder| Ok(Arc::new(EmbeddingBag::new(builder, 7, 5, EmbeddingBagMode::Mean)?)),
         shape: &[3, 4],
         below: Some(7),
     },
@@ -121,8 +121,8 @@ fn run(
     let layer = make(mesh)?;
     let index = |at: &[usize]| at.iter().fold(1, |sum, i| sum * 5 + i * 3);
     let x = match case.below {
-        Some(n) => DTensor::from_fn(case.shape, DType::I64, mesh, batch.to_vec(), |i| (index(i) % n) as f64)?,
-        None => DTensor::from_fn(case.shape, DType::F64, mesh, batch.to_vec(), |i| (index(i) as f64).sin())?,
+        Some(n) => DTensor::from_fn((case.shape, DType::I64), mesh, batch.to_vec(), |i| (index(i) % n) as f64)?,
+        None => DTensor::from_fn((case.shape, DType::F64), mesh, batch.to_vec(), |i| (index(i) as f64).sin())?,
     };
     mesh.manual_seed(6);
     let y = layer.forward(&x)?;
@@ -156,7 +156,7 @@ fn plans(case: &Case, layer: &dyn Module, mesh: &DeviceMesh) -> Result<Vec<Shard
 }
 
 #[test]
-fn every_layer_does_the_same_under_every_plan() {
+fn every_layer_gives_the_one_rank_result_under_every_plan() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         for case in CASES {

@@ -21,7 +21,7 @@ use shardwise::nn::{
     AttentionConfig, Conv1d, Conv1dOptions, Embedding, ForwardAll, Hooks, LayerNorm, Linear, MultiHeadAttention,
     PlanHints,
 };
-use shardwise::ops::Classes;
+use shardwise::ops::LossOptions;
 use shardwise::optim::Schedule;
 use shardwise::plan::{FullyShard, ShardingPlan, ShardingPlanner, TensorParallel, shard_module};
 use shardwise::prelude::*;
@@ -129,8 +129,8 @@ impl Model for TwoTowers {
     fn batch_loss(&self, batch: &[DTensor]) -> Result<DTensor> {
         let scores = self.forward_all(&[&batch[0], &batch[1]])?.swap_remove(0);
         let (pairs, mesh) = (scores.shape()[0], scores.device_mesh());
-        let own = DTensor::arange(0.0, pairs as f64, 1.0, DType::I64, mesh, vec![Replicate; mesh.ndim()])?;
-        scores.cross_entropy(&own, Classes::default())
+        let own = DTensor::arange(0.0..pairs as f64, DType::I64, mesh, vec![Replicate; mesh.ndim()])?;
+        scores.cross_entropy(&own, LossOptions::default())
     }
 
     fn weight_names(&self) -> WeightNames {

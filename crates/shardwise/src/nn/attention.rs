@@ -5,7 +5,7 @@ use super::hints::Heads;
 use super::linear::{Linear, layer};
 use super::module::{Forward, Hooks};
 use crate::error::{ErrorKind, Result};
-use crate::ops::Attention;
+use crate::ops::AttentionOptions;
 use crate::tensor::DTensor;
 
 /// Rotary position embedding (RoPE): rotates pairs of features by angles that grow with the position.
@@ -111,7 +111,8 @@ impl MultiHeadAttention {
         let queries = rotated(split_heads(self.query.forward(x)?, heads)?)?;
         let keys = rotated(split_heads(self.key.forward(context)?, key_heads)?)?;
         let values = split_heads(self.value.forward(context)?, key_heads)?;
-        let mixed = queries.scaled_dot_product_attention(&keys, &values, Attention { causal, mask, scale: None })?;
+        let mixed =
+            queries.scaled_dot_product_attention(&keys, &values, AttentionOptions { causal, mask, scale: None })?;
         self.output.forward(&mixed.transpose(-3, -2)?.flatten(-2, -1)?)
     }
 }

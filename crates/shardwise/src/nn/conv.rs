@@ -5,7 +5,7 @@ use super::init::Init;
 use super::linear::layer;
 use super::module::{Forward, Hooks};
 use crate::error::Result;
-use crate::ops::Convolution;
+use crate::ops::ConvOptions;
 use crate::param::Param;
 use crate::tensor::DTensor;
 
@@ -75,7 +75,7 @@ macro_rules! convolutions {
             pub bias: Option<Param>,
             /// Input and output hooks; see [`Hooks`].
             pub hooks: Hooks,
-            options: Convolution,
+            options: ConvOptions,
         }
 
         layer!($name { weight, bias, hooks });
@@ -93,7 +93,7 @@ macro_rules! convolutions {
                 let bound = 1.0 / ((channels * kernel_size.pow($spatial)).max(1) as f64).sqrt();
                 let bias = || builder.param("bias", &[out_channels], Init::Uniform(-bound, bound));
                 let bias = options.bias.then(bias).transpose()?;
-                let options = Convolution { stride, padding, dilation, groups };
+                let options = ConvOptions { stride, padding, dilation, groups };
                 Ok($name { weight, bias, hooks: builder.hooks(), options })
             }
         }

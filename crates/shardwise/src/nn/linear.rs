@@ -4,7 +4,7 @@ use super::build::Builder;
 use super::init::Init;
 use super::module::{Forward, Hooks, TrainingMode};
 use crate::error::{ErrorKind, Result};
-use crate::ops::Bag;
+use crate::ops::EmbeddingBagMode;
 use crate::param::Param;
 use crate::tensor::DTensor;
 
@@ -89,14 +89,14 @@ pub struct EmbeddingBag {
     pub weight: Param,
     /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
-    mode: Bag,
+    mode: EmbeddingBagMode,
 }
 
 layer!(EmbeddingBag { weight, hooks });
 
 impl EmbeddingBag {
     /// Builds a table with values from the standard normal distribution; `mode` says how the rows of a bag become one.
-    pub fn new(builder: &Builder, vocabulary: usize, features: usize, mode: Bag) -> Result<Self> {
+    pub fn new(builder: &Builder, vocabulary: usize, features: usize, mode: EmbeddingBagMode) -> Result<Self> {
         let weight = builder.param("weight", &[vocabulary, features], Init::Normal(0.0, 1.0))?;
         Ok(EmbeddingBag { weight, hooks: builder.hooks(), mode })
     }
