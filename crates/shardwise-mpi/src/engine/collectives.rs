@@ -8,7 +8,7 @@ use std::ffi::c_int;
 
 use candle_core::Tensor;
 use shardwise::comm::Call;
-use shardwise::comm::engine::{Buffer, concat, contiguous, immutable, split_packed, with_bytes};
+use shardwise::comm::engine::{ReceiveBuffer, concat, contiguous, immutable, split_packed, with_bytes};
 use shardwise::{Result, TensorMeta};
 use smallvec::SmallVec;
 
@@ -116,16 +116,16 @@ impl<'a> GatheredPieces<'a> {
     }
 
     /// Allocates memory for the pieces, packed in rank order.
-    pub(super) fn buffer(&self) -> Result<Buffer> {
+    pub(super) fn buffer(&self) -> Result<ReceiveBuffer> {
         let flat = || TensorMeta::new(self.whole.elem_count(), self.whole.dtype);
-        Buffer::new(if self.is_packed() { self.whole.clone() } else { flat() })
+        ReceiveBuffer::new(if self.is_packed() { self.whole.clone() } else { flat() })
     }
 
     /// Returns the concatenated tensor.
     ///
     /// # Safety
     /// All pieces have been received.
-    pub(super) unsafe fn finish(&self, buffer: Buffer) -> Result<Tensor> {
+    pub(super) unsafe fn finish(&self, buffer: ReceiveBuffer) -> Result<Tensor> {
         // SAFETY: the caller's promise.
         let received = unsafe { buffer.finish() };
         if self.is_packed() {
@@ -243,7 +243,7 @@ fn scatter(
     piece.shape[dim] = 1;
     let row = piece.elem_count();
     piece.shape[dim] = sizes[me];
-    let mut buffer = Buffer::new(piece)?;
+    let mut buffer = ReceiveBuffer::new(piece)?;
     let pieces = input.map(|t| split_packed(&immutable(t)?, dim, sizes)).transpose()?;
     let (to, mine) = (buffer.first(), sizes[me] * row);
     let run = |from: *const u8| {
@@ -294,7 +294,7 @@ fn broadcast(
         with_address(&tensor, |first| run(first.cast_mut()))??;
         return Ok(tensor);
     }
-    let mut buffer = Buffer::new(whole.clone())?;
+    let mut buffer = ReceiveBuffer::new(whole.clone())?;
     run(buffer.first())?;
     // SAFETY: all elements were received.
     Ok(unsafe { buffer.finish() })
@@ -303,7 +303,7 @@ fn broadcast(
 /// All-to-all: every rank sends one tensor to every rank.
 fn all_to_all(comm: &Comm, inputs: &[Tensor], expected: &[TensorMeta]) -> Result<Vec<Tensor>> {
     let inputs = inputs.iter().map(|t| Ok(contiguous(&immutable(t)?)?)).collect::<Result<Vec<_>>>()?;
-    let mut buffers = expected.iter().map(|meta| Buffer::new(meta.clone())).collect::<Result<Vec<_>>>()?;
+    let mut buffers = expected.iter().map(|meta| ReceiveBuffer::new(meta.clone())).collect::<Result<Vec<_>>>()?;
     let receive: Vec<_> = buffers
         .iter_mut()
         .zip(expected)

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use candle_core::Tensor;
 use shardwise::comm::engine::{Purpose, describe};
-use shardwise::comm::{Call, Communicator, Exposed};
+use shardwise::comm::{Call, Communicator, ExposedTensors};
 use shardwise::error::{RankCall, Site};
 use shardwise::mesh::Network;
 use shardwise::{Error, Result, TensorMeta};
@@ -197,7 +197,7 @@ impl Communicator for MpiCommunicator {
         Ok(Arc::new(MpiCommunicator { launch: Arc::clone(&self.launch), group }))
     }
 
-    fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>> {
+    fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn ExposedTensors>> {
         let set = self.run_collective(&Call::Expose, tensors, site, |comm, _| {
             let set = ExposedSetId { group: self.group.identity, number: self.group.exposed.fetch_add(1, SeqCst) };
             self.launch.process.service.exposed.put(set, tensors, self.group.ranks.len())?;

@@ -5,7 +5,7 @@ use std::ffi::c_int;
 
 use candle_core::Tensor;
 use parking_lot::Mutex;
-use shardwise::comm::engine::{contiguous, fingerprint_of, immutable, with_bytes};
+use shardwise::comm::engine::{contiguous, immutable, meta_fingerprint, with_bytes};
 use shardwise::{Result, TensorMeta};
 
 use super::comm::{Comm, Request};
@@ -29,7 +29,7 @@ pub(super) struct ReadRequest {
 
 /// The exposed sets of this rank, each with the number of ranks that may still read it.
 #[derive(Default)]
-pub(super) struct ExposedTensors {
+pub(super) struct ExposedStore {
     sets: Mutex<HashMap<ExposedSetId, (Vec<Tensor>, usize)>>,
 }
 
@@ -59,7 +59,7 @@ impl ReadRequest {
     }
 }
 
-impl ExposedTensors {
+impl ExposedStore {
     /// Exposes tensors to `readers` ranks, until all of them have released the set.
     pub(super) fn put(&self, set: ExposedSetId, tensors: &[Tensor], readers: usize) -> Result<()> {
         let tensors = tensors.iter().map(|t| Ok(contiguous(&immutable(t)?)?)).collect::<Result<Vec<_>>>()?;
@@ -95,7 +95,7 @@ impl ExposedTensors {
         let found = self.find(ExposedSetId { group, number }, index as usize);
         let meta = found.as_ref().map(|t| TensorMeta::new(t.dims(), t.dtype()));
         match (found, meta) {
-            (Some(tensor), Some(meta)) if fingerprint_of(&meta) == expected => {
+            (Some(tensor), Some(meta)) if meta_fingerprint(&meta) == expected => {
                 answers.send(&bytes_of(&[1, 0]), to, tag)?;
                 let (first, bytes) = with_bytes(&tensor, |bytes| (bytes.as_ptr(), bytes.len()))?;
                 // SAFETY: the tensor is kept with the requests until they are complete, and nobody changes it.

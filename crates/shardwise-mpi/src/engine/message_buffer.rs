@@ -4,7 +4,7 @@ use std::ffi::c_int;
 
 use candle_core::Tensor;
 use shardwise::Result;
-use shardwise::comm::engine::{nowhere, with_bytes};
+use shardwise::comm::engine::{empty_address, with_bytes};
 use smallvec::SmallVec;
 
 /// Element counts or displacements, one per rank.
@@ -43,5 +43,5 @@ pub(super) fn packed_buffers(first: *mut u8, bytes: &[usize]) -> SmallVec<[Messa
 
 /// Runs `body` with the address of the elements of a contiguous tensor; a non-null dummy address if it has none.
 pub(super) fn with_address<R>(tensor: &Tensor, body: impl FnOnce(*const u8) -> R) -> Result<R> {
-    Ok(with_bytes(tensor, |bytes| body(if bytes.is_empty() { nowhere() } else { bytes.as_ptr() }))?)
+    Ok(with_bytes(tensor, |bytes| body(if bytes.is_empty() { empty_address() } else { bytes.as_ptr() }))?)
 }

@@ -7,7 +7,7 @@ use std::ffi::c_int;
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use shardwise::comm::engine::{Buffer, contiguous, immutable, with_bytes};
+use shardwise::comm::engine::{ReceiveBuffer, contiguous, immutable, with_bytes};
 use shardwise::{Error, Result, TensorMeta};
 
 use super::comm::{Comm, Request, Requests};
@@ -159,7 +159,7 @@ impl MessageQueue {
         let Message { content, site } = &queue[0];
         let what = match content {
             Ok(tensor) => TensorMeta::new(tensor.dims(), tensor.dtype()).to_string(),
-            Err(_) => "a tensor that was rejected".to_string(),
+            Err(_) => "a tensor that was refused".to_string(),
         };
         Ok(Some(Error::Unreceived { from: envelope.from, to: comm.rank(), what, site: site.clone() }))
     }
@@ -202,7 +202,7 @@ impl IncomingMessages {
             Some(reason) => Err(reason),
             None => {
                 let meta = TensorMeta::new(shape, dtype.parse().map_err(Error::other)?);
-                let (bytes, mut buffer) = (meta.bytes(), Buffer::new(meta)?);
+                let (bytes, mut buffer) = (meta.bytes(), ReceiveBuffer::new(meta)?);
                 // SAFETY: memory for that many bytes, which are received before it becomes a tensor.
                 unsafe {
                     comm.receive(buffer.first(), bytes, header.from, CONTENT)?;

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 use shardwise::comm::Call;
-use shardwise::comm::engine::{Buffer, contiguous, immutable, reduce, with_bytes};
+use shardwise::comm::engine::{ReceiveBuffer, contiguous, immutable, reduce, with_bytes};
 use shardwise::{ReduceOp, Result, TensorMeta};
 use smallvec::SmallVec;
 
@@ -129,7 +129,7 @@ impl PacketCall {
     /// The reduced tensor, of the shape and type of `like`.
     fn reduced(self, op: ReduceOp, like: &Tensor, size: usize, packet: &Packet) -> Result<Tensor> {
         let (dtype, count) = (like.dtype(), like.elem_count());
-        let mut buffer = Buffer::new(TensorMeta::new(like.dims(), dtype))?;
+        let mut buffer = ReceiveBuffer::new(TensorMeta::new(like.dims(), dtype))?;
         let (first, bytes) = (packet.data.as_ptr(), count * dtype.size_in_bytes());
         // SAFETY: the data of a packet are aligned for every type and hold one operand, or one of every rank, which `of`
         // checked. All elements of the buffer are written.
@@ -149,7 +149,7 @@ impl PacketCall {
 /// The tensor at the start of the data of a packet.
 fn tensor(meta: TensorMeta, packet: &Packet) -> Result<Tensor> {
     let bytes = &packet.data[..meta.bytes()];
-    let mut buffer = Buffer::new(meta)?;
+    let mut buffer = ReceiveBuffer::new(meta)?;
     // SAFETY: all bytes of the buffer are written.
     unsafe {
         buffer.first().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());

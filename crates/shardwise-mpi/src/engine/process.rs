@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use shardwise::Result;
-use shardwise::comm::engine::cores;
+use shardwise::comm::engine::available_cores;
 
 use super::comm::{self, Comm};
 use super::groups::Groups;
@@ -85,10 +85,14 @@ struct CoreShare {
 impl CoreShare {
     /// Collective. `overridden` replaces the count of the processes of this host.
     fn find(world: &Comm, host: &Comm, overridden: Option<bool>) -> Result<Self> {
-        let wanted: u64 = host.all_gather_u64(cores() as u64)?.iter().sum();
+        let wanted: u64 = host.all_gather_u64(available_cores() as u64)?.iter().sum();
         // SAFETY: reads a number of the system.
         let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }.max(1) as u64;
-        let share = if wanted <= online { cores() } else { ((cores() as u64 * online / wanted) as usize).max(1) };
+        let share = if wanted <= online {
+            available_cores()
+        } else {
+            ((available_cores() as u64 * online / wanted) as usize).max(1)
+        };
         let crowded = overridden.unwrap_or(host.size() as u64 > online);
         let [oversubscribed] = world.all_reduce_max(&[u64::from(crowded)])?;
         Ok(CoreShare { share, oversubscribed: oversubscribed > 0 })

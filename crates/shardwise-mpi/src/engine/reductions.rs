@@ -9,7 +9,7 @@ use std::ffi::c_int;
 
 use candle_core::{DType, Tensor};
 use mpi::ffi;
-use shardwise::comm::engine::{Buffer, contiguous, reduce};
+use shardwise::comm::engine::{ReceiveBuffer, contiguous, reduce};
 use shardwise::{ReduceOp, Result, TensorMeta};
 use smallvec::SmallVec;
 
@@ -57,8 +57,8 @@ impl<'a> Reduction<'a> {
         first.wrapping_add(self.bytes(element))
     }
 
-    fn buffer(&self, elements: usize) -> Result<Buffer> {
-        Buffer::new(TensorMeta::new(elements, self.dtype))
+    fn buffer(&self, elements: usize) -> Result<ReceiveBuffer> {
+        ReceiveBuffer::new(TensorMeta::new(elements, self.dtype))
     }
 
     /// Elements of one segment.
@@ -74,7 +74,7 @@ impl<'a> Reduction<'a> {
 
     /// All-reduce: every rank gets the reduction.
     pub(super) fn all_reduce(&self) -> Result<Tensor> {
-        let mut output = Buffer::new(TensorMeta::new(self.input.dims(), self.dtype))?;
+        let mut output = ReceiveBuffer::new(TensorMeta::new(self.input.dims(), self.dtype))?;
         let to = output.first();
         with_address(&self.input, |from| match self.own {
             Some(own) => {
@@ -106,8 +106,8 @@ impl<'a> Reduction<'a> {
     pub(super) fn reduce_to(&self, root: usize) -> Result<Option<Tensor>> {
         let receives = self.comm.rank() == root;
         let mut output =
-            if receives { Some(Buffer::new(TensorMeta::new(self.input.dims(), self.dtype))?) } else { None };
-        let to: *mut u8 = output.as_mut().map_or(null_buffer().cast(), Buffer::first);
+            if receives { Some(ReceiveBuffer::new(TensorMeta::new(self.input.dims(), self.dtype))?) } else { None };
+        let to: *mut u8 = output.as_mut().map_or(null_buffer().cast(), ReceiveBuffer::first);
         let root = root as c_int;
         with_address(&self.input, |from| match self.own {
             Some(own) => {
@@ -143,7 +143,7 @@ impl<'a> Reduction<'a> {
     /// Reduce-scatter: every rank gets its piece of the reduction; `counts` are the elements of the pieces in rank order.
     pub(super) fn reduce_scatter(&self, counts: &[usize], mine: TensorMeta) -> Result<Tensor> {
         let me = self.comm.rank();
-        let mut output = Buffer::new(mine)?;
+        let mut output = ReceiveBuffer::new(mine)?;
         let to = output.first();
         with_address(&self.input, |from| -> Result<()> {
             match self.own {

@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use serde::{Deserialize, Serialize};
-use shardwise::comm::engine::caught;
+use shardwise::comm::engine::catch_panic;
 use shardwise::error::RankCall;
 use shardwise::{Error, Result};
 
 use super::comm::{Comm, ReceivedMessage, Request};
 use super::deadlock::{ActiveCollective, RankActivity, find_cycle};
-use super::exposed_tensors::{ExposedSetId, ExposedTensors, ReadRequest};
+use super::exposed_tensors::{ExposedSetId, ExposedStore, ReadRequest};
 use super::groups::{GroupState, Groups};
 
 pub(super) struct Service {
@@ -26,7 +26,7 @@ pub(super) struct Service {
     /// Answers to requests for exposed tensors.
     pub(super) answers: Comm,
     groups: Arc<Groups>,
-    pub(super) exposed: ExposedTensors,
+    pub(super) exposed: ExposedStore,
     status: Mutex<JobStatus>,
     changed: Condvar,
     stop: AtomicBool,
@@ -93,7 +93,7 @@ impl Service {
             notices,
             answers,
             groups,
-            exposed: ExposedTensors::default(),
+            exposed: ExposedStore::default(),
             status: Mutex::new(status),
             changed: Condvar::new(),
             stop: AtomicBool::new(false),
@@ -243,7 +243,7 @@ impl Service {
         let mut sleep = FIRST_SLEEP;
         while !self.stop.load(SeqCst) {
             // Without this thread no failure would be noticed any more, so its own failure ends the job.
-            match caught(self.rank(), || service_loop.poll()) {
+            match catch_panic(self.rank(), || service_loop.poll()) {
                 Ok(true) => sleep = FIRST_SLEEP,
                 Ok(false) => sleep = (sleep * 2).min(LONGEST_SLEEP),
                 Err(error) => self.abort_job(&error.of_rank(self.rank()).to_string()),
@@ -390,8 +390,8 @@ impl ServiceLoop<'_> {
         }
         let mut all = self.activities.clone();
         all.insert(self.service.rank(), self.service.activity());
-        if let Some(circle) = find_cycle(&all, self.service.rank()) {
-            self.service.abort_job(&Error::Deadlock { circle }.to_string());
+        if let Some(cycle) = find_cycle(&all, self.service.rank()) {
+            self.service.abort_job(&Error::Deadlock { cycle }.to_string());
         }
         Ok(())
     }
@@ -415,8 +415,9 @@ impl ServiceLoop<'_> {
 
     /// Text of the error of a call that exceeded its deadline, with the activity of the missing ranks.
     fn timeout(&self, call: RankCall, waited: Duration, missing: Vec<usize>) -> String {
-        let mut text = Error::Timeout { call: Box::new(call), waited, missing: missing.clone(), elsewhere: Vec::new() }
-            .to_string();
+        let mut text =
+            Error::Timeout { call: Box::new(call), waited, missing: missing.clone(), other_calls: Vec::new() }
+                .to_string();
         if missing.is_empty() {
             text += "\nshardwise: all ranks are in this call, so it takes longer than the deadline by itself";
         }

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::comm::{Charge, DeviceMesh};
+use crate::comm::{DeviceMesh, MemoryCharge};
 use crate::error::Result;
 use crate::layout::{Layout, TensorMeta};
 use crate::tensor::DTensor;
@@ -25,7 +25,7 @@ pub(super) struct State {
     pub(super) mesh: DeviceMesh,
     /// Layout of the parameter.
     pub(super) layout: Layout,
-    pub(super) _charge: Charge,
+    pub(super) _charge: MemoryCharge,
 }
 
 /// Name and layout of a tensor.
