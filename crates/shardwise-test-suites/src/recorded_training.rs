@@ -1,5 +1,5 @@
-//! Training runs of small language models recorded from PyTorch on one device, repeated in any layout on any engine: losses,
-//! gradients, gradient norms and final weights must agree.
+//! Training runs of small language models recorded from PyTorch on one device, repeated in any layout on any engine:
+//! losses, gradients, gradient norms and final weights must agree.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;

@@ -22,7 +22,7 @@ fn list(t: &DTensor) -> Result<Vec<f64>> {
 fn from_local_accepts_any_consistent_local_shapes() {
     on(4, |world| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
-        // nested cuts of one dimension with sizes that no rule gives: 1, 3, 0, 2 rows
+        // nested shards of one dimension with sizes that no even split gives: 1, 3, 0, 2 rows
         let rows = [1, 3, 0, 2][world.rank()];
         let mine = Tensor::full(world.rank() as f64, (rows, 2), &Device::Cpu)?;
         let whole = DTensor::from_local(&mine, &mesh, [Shard(0), Shard(0)])?;
@@ -58,7 +58,7 @@ fn distribute_tensor_uses_the_data_of_the_source_rank() {
         let whole = values::full_tensor(&[7, 2]);
         let taken = DTensor::distribute_tensor(&whole, &mesh, [strided, Shard(0)], Some(0))?;
         assert!(values::same(&taken.to_local(), &values::local(taken.layout(), world.rank())));
-        // without a source everybody cuts its own, and nothing is communicated
+        // without a source every rank shards its own tensor, and nothing is communicated
         world.trace().clear();
         let own = DTensor::distribute_tensor(&mine, &mesh, [Shard(0), Replicate], None)?;
         assert!(world.trace().records().is_empty());
@@ -117,7 +117,7 @@ fn factories_give_the_same_tensor_in_every_layout() {
 fn item_equal_and_allclose_see_the_full_tensor() {
     on(3, |world| {
         let mesh = world.mesh([("a", 3)])?;
-        // the parts of a sum, and a value that lies on one rank only
+        // the terms of a partial sum, and a value that one rank holds
         let part = Tensor::full(world.rank() as f32 + 1.0, (), &Device::Cpu)?;
         assert_eq!(DTensor::from_local(&part, &mesh, [Partial(ReduceOp::Sum)])?.item::<f32>()?, 6.0);
         let one = DTensor::full(5.0, (1, 1), DType::F64, &mesh, [Shard(0)])?;
@@ -223,7 +223,7 @@ fn in_place_writes_work_in_every_layout() {
             let sevens = list(&x)?.iter().filter(|&&v| v == 7.0).count();
             assert!(sevens >= size[0] * size[1]);
         }
-        // filling what is pending does not scale it
+        // filling a partial tensor does not scale it
         let mut sum = DTensor::ones(3, DType::F32, &mesh, [Partial(ReduceOp::Sum), Replicate])?;
         sum.fill(5.0)?;
         assert_eq!(list(&sum)?, [5.0; 3]);
@@ -272,7 +272,7 @@ fn custom_devices_go_to_their_registered_backend() {
         let toy = world.device_mesh("toy/a=2".parse()?)?;
         assert_eq!(list(&DTensor::distribute_tensor(&tensor, &toy, [Shard(0)], None)?)?, [2.0; 4]);
         assert!(register_backend("cpu", Arc::new(Doubling)).is_err());
-        // what the backend does not make is not made on the CPU in its name
+        // what the backend does not create is not created on the CPU instead
         let message = DTensor::ones(4, DType::F32, &toy, [Shard(0)]).unwrap_err().to_string();
         assert!(message.contains("`toy`") && message.contains("distribute_tensor"), "{message}");
         Ok(())

@@ -47,7 +47,7 @@ fn value(flat: usize, input: usize) -> f64 {
     values::value(flat + 97 * input) / 16.0 + 0.0123 + flat as f64 * 1.7e-4
 }
 
-/// What a rank holds of an input, with operands on partial axes.
+/// The local tensor of an input, with operands on partial axes.
 fn local(layout: &Layout, rank: usize, sample: &Sample, input: usize) -> Result<Tensor> {
     let mut flat = vec![0usize];
     for (dim, &n) in layout.shape().iter().enumerate() {
@@ -118,7 +118,7 @@ fn numbers(t: &Tensor) -> Vec<f64> {
     if t.elem_count() == 0 { Vec::new() } else { t.flatten_all().unwrap().to_vec1().unwrap() }
 }
 
-/// Equal but for the rounding of sums in another order.
+/// Equal up to the rounding of sums in another order.
 fn same(a: &Tensor, b: &Tensor) -> bool {
     let (a_values, b_values) = (numbers(a), numbers(b));
     let scale = b_values.iter().filter(|x| x.is_finite()).fold(1.0, |scale: f64, x| scale.max(x.abs()));
@@ -136,7 +136,7 @@ fn the_table_says_which_operators_have_a_gradient() {
                 let samples = real(&(op.samples)()[0]);
                 let all = samples.iter().enumerate().map(|(i, s)| leaf(&mesh, s, &Replicate, i));
                 let inputs = all.collect::<Result<Vec<_>>>()?;
-                // operators on integers alone refuse others
+                // operators for integers only reject floating-point inputs
                 let has = loss(op, &inputs).is_ok_and(|loss| loss.is_some());
                 assert_eq!(has, !WITHOUT.contains(&op.name), "{}", op.name);
                 assert_eq!(op.is_differentiable()?, has, "{}", op.name);
@@ -179,7 +179,7 @@ fn gradients_in_every_placement_equal_the_unsharded_gradients() {
 }
 
 /// All combinations of placements of the inputs along one axis. With more than two inputs only one is not replicated at a
-/// time, and all are cut along their first dimension once.
+/// time, and all are sharded along their first dimension once.
 fn combinations(mesh: &Mesh, samples: &[Sample]) -> Vec<Vec<Placement>> {
     let options = |sample: &Sample| {
         let mut all = vec![Replicate];

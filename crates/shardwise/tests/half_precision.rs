@@ -16,7 +16,7 @@ fn unit(dtype: DType) -> f64 {
     }
 }
 
-/// Numbers with a mean and a spread, that look random and are the same in every world.
+/// Pseudo-random numbers with a mean and a standard deviation, the same in every world.
 fn numbers(shape: &[usize], mean: f64, spread: f64, salt: u64) -> Tensor {
     let count: usize = shape.iter().product();
     let number = |i: usize| {
@@ -32,7 +32,7 @@ fn reals(t: &Tensor) -> Vec<f64> {
     t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
-/// Whether the numbers are the exact ones, rounded once. What is computed in f32 is off by a few of its own units before,
+/// Whether the numbers are the exact ones, rounded once. What is computed in f32 is off by a few units of f32 before,
 /// also by some of the largest number where numbers cancel.
 fn rounded_once(got: &Tensor, exact: &Tensor, dtype: DType) -> std::result::Result<(), String> {
     if (got.dims(), got.dtype()) != (exact.dims(), dtype) {
@@ -120,7 +120,7 @@ const FUNCTIONS: &[(&str, Function)] = &[
     ("avg_pool1d", |x| x.unsqueeze(0)?.avg_pool1d(16, None, 0)),
 ];
 
-/// The places on one mesh or another that a matrix is tried in.
+/// Meshes and placements that a matrix is tried in.
 fn placements() -> Vec<(Vec<usize>, Vec<Placement>)> {
     let ragged = Placement::ragged(1, [WIDTH - 5, 5]);
     vec![
@@ -205,7 +205,7 @@ fn sums_of_f32_do_not_depend_on_the_layout() {
             let sum = x.sum_all()?;
             assert_eq!((sum.dtype(), sum.to_local().dtype()), (DType::F32, DType::F32));
             assert_eq!(of(&sum)?, 2.0, "{placements:?}");
-            // Views and multiples of a pending sum, and sums of them, lose nothing either.
+            // Views and multiples of a partial sum, and sums of them, lose nothing either.
             let twice = sum.reshape(&[1])?.add(&sum.mul_scalar(1)?.unsqueeze(0)?)?.neg()?.squeeze(None)?;
             assert_eq!(of(&twice)?, -4.0, "{placements:?}");
             assert_eq!(of(&x.mean(&[], false)?)?, 0.5, "{placements:?}");

@@ -155,7 +155,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Exports a model from a mesh, all of whose weights say something, and gives its own logits for [`IDS`].
+/// Exports a model with random weights from a mesh, and returns its logits for [`IDS`].
 fn exported(config: &ModelConfig, mesh: &str, spread: Spread, path: &std::path::Path) -> Vec<f32> {
     let mesh: Mesh = mesh.parse().unwrap();
     let plan = spread.plan(config, &mesh).unwrap();

@@ -8,7 +8,7 @@ use shardwise::ops::{Attention, Bag, Classes, Convolution, OpEntry, Reduction, S
 use shardwise::prelude::*;
 use shardwise_test_suites::values;
 
-/// Far longer than any of these calls takes: only a hang gets there.
+/// Far longer than any of these calls takes: only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 /// Operators that are made of others, and the part that refuses: its message says with which tensors, and where the
@@ -63,7 +63,7 @@ fn input(mesh: &DeviceMesh, sample: &Sample, last: bool) -> Result<DTensor> {
     DTensor::from_local_with_shape(&local, mesh, [placement], sample.shape.as_slice())
 }
 
-/// Calls made from good ones by changing one input: another number of dimensions, another size, another type.
+/// Calls derived from valid ones by changing one input: another number of dimensions, another size, another dtype.
 fn changed(samples: &[Sample]) -> Vec<(String, Vec<Sample>)> {
     let mut calls = Vec::new();
     for (i, sample) in samples.iter().enumerate() {
@@ -102,7 +102,7 @@ fn judge(
     let sharded = (op.apply)(&inputs(mesh)?);
     match (plain, sharded) {
         (Ok(plain), Ok(sharded)) => {
-            // Whole numbers become f32 on the way to real ones.
+            // Integers are converted to f32 before they become floating point.
             let single = samples.iter().any(|s| s.dtype != DType::F64);
             // Where losses are reduced, the terms are among the results.
             let full = plain.iter().map(DTensor::full_tensor).collect::<Result<Vec<_>>>()?;
@@ -153,7 +153,7 @@ fn mutated_inputs_fail_alike_on_every_rank_or_give_the_unsharded_result() {
     println!("{} calls refused, {fine} fine", messages.len());
 }
 
-/// The messages of two ranks are the same, and all say enough.
+/// The messages of two ranks are the same and complete.
 fn compare(a: &[String], b: &[String]) {
     assert_eq!(a, b);
     let mut poor: Vec<&String> = a.iter().filter(|m| m.contains("says too little")).collect();
@@ -161,7 +161,7 @@ fn compare(a: &[String], b: &[String]) {
     assert!(poor.is_empty(), "{poor:#?}");
 }
 
-/// The ranks can still talk to each other.
+/// The ranks can still communicate.
 fn still_works(world: &World) -> Result<()> {
     let one = Tensor::ones(1, DType::F32, &candle_core::Device::Cpu)?;
     let sum = world.all_reduce(&one, ReduceOp::Sum)?.to_vec1::<f32>()?;
@@ -237,7 +237,7 @@ fn an_index_that_one_rank_finds_wrong_is_an_error_on_every_rank() {
                 let said = [format!("found {wrong} in"), format!("found class {wrong} among")];
                 let found = texts[1].contains(op) && said.iter().any(|said| texts[1].contains(said));
                 assert!(found && texts[1].contains(" on a=2: "), "{op} says too little: {}", texts[1]);
-                // A rank that has all of the index finds it by itself, any other hears of it.
+                // A rank that holds the full index finds it locally, the other gets the error by communication.
                 let heard = texts[0].contains("rank 1") && texts[0].contains(&texts[1]);
                 assert!(texts[0] == texts[1] || heard && !whole, "{op} of {wrong}: {texts:?}");
             }
@@ -277,7 +277,7 @@ impl Operands {
     }
 }
 
-/// Calls whose numbers are wrong: the operator that must be named, what else the message must say, and the call.
+/// Calls with invalid arguments: the operator that must be named, what else the message must contain, and the call.
 const CALLS: &[(&str, &[&str], Call)] = &[
     ("sum", &["[7]"], |o| Ok(vec![o.x.sum(&[7], false)?])),
     ("mean", &["[-3]"], |o| Ok(vec![o.x.mean(&[-3], false)?])),

@@ -35,7 +35,7 @@ fn attention(at: &Builder, width: usize, heads: usize, key_heads: usize) -> Resu
     MultiHeadAttention::new(at, AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true })
 }
 
-/// Every layer, with sizes that four ranks do not share evenly.
+/// Every layer, with sizes that four ranks do not divide evenly.
 const CASES: &[Case] = &[
     Case { name: "Linear", make: |at| Ok(Arc::new(Linear::new(at, 5, 7)?)), shape: &[3, 5], below: None },
     Case {

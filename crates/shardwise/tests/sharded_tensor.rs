@@ -1,5 +1,5 @@
-//! The public API of `ShardedTensor`: construction, reading, remote shards, states across worlds, operators, embeddings; and
-//! errors that are the same on every rank.
+//! The public API of `ShardedTensor`: construction, reading, remote shards, states across worlds, operators,
+//! embeddings; and errors that are the same on every rank.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -170,7 +170,7 @@ fn a_remote_shard_is_fetched_while_its_owner_is_busy() {
             (0..3).filter(|&r| r != world.rank()).collect::<Vec<_>>()
         );
         assert!(world.rank() == 1 || remote[&1].is_empty());
-        // the owner changes its tensor afterwards: handles read what was there
+        // the owner overwrites its tensor afterwards: handles read the exposed elements
         x.fill(-1.0)?;
         if world.rank() == 1 {
             world.trace().clear();
@@ -223,7 +223,7 @@ fn a_state_stored_by_one_world_loads_into_another() {
         })
         .unwrap();
     }
-    // in the world that stored it, it lies as before
+    // in the world that stored it, it has its old layout
     launch(3, move |world| {
         let mesh = world.mesh([("all", 3)])?;
         let x = ShardedTensor::load_with_process_group(&mesh, &all[world.rank()..=world.rank()], None)?;
@@ -361,7 +361,7 @@ fn ranks_outside_the_mesh_hold_nothing_and_a_dry_run_knows_the_shapes() {
 
 #[test]
 fn invalid_local_shards_are_the_same_error_on_all_ranks() {
-    /// What rank 0 and rank 1 bring for a tensor of size `size` and what the error says.
+    /// Local shards of rank 0 and rank 1 for a tensor of size `size`, and what the error must contain.
     struct Bad(&'static str, [Vec<(usize, usize, DType)>; 2], [usize; 2], &'static [&'static str]);
     let f = DType::F32;
     let cases = [
@@ -420,7 +420,7 @@ fn ranks_with_different_arguments_get_one_error_that_names_both() {
         x.gather(world.rank() % 2).map(drop)
     });
     assert!(gathered.contains("destination of gather") && gathered.contains("1 on rank 1"), "{gathered}");
-    // made without communication, found when it is first needed
+    // built without communication, so that the mismatch is found on first use
     let drifted = same_error_on_all_ranks(3, move |world| {
         ShardedTensor::zeros(spec(world.rank()), 4, DType::F32, &world.mesh([3])?)?.full_tensor().map(drop)
     });

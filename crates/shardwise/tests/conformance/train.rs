@@ -7,7 +7,7 @@ use shardwise::prelude::*;
 use shardwise_test_suites::recorded_training::Recorded;
 use shardwise_test_suites::vectors;
 
-/// Meshes with the spread that is tried on them.
+/// Meshes, each with the parallelism that is tried on it.
 fn layouts() -> Vec<(&'static str, Spread)> {
     let spread = |weights, tensor_parallel, sequence_parallel| Spread { weights, tensor_parallel, sequence_parallel };
     let (replicated, sharded) = (Weights::Replicated, Weights::Sharded);

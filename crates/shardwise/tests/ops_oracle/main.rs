@@ -77,7 +77,7 @@ fn check(
     Ok(())
 }
 
-/// The answer of one rank that has everything.
+/// The result of a mesh of one rank.
 fn unsharded(op: &OpEntry, world: &World, samples: &[Sample]) -> Result<Vec<Tensor>> {
     let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
     let inputs = samples.iter().map(|s| input(&alone, s, &[Replicate])).collect::<Result<Vec<_>>>()?;
@@ -155,18 +155,18 @@ fn infinities_and_integer_limits_survive_every_unary_operator() {
         for tensor in [reals, bytes] {
             let whole = DTensor::distribute_tensor(&tensor, &alone, [Replicate], None)?;
             for op in ops().filter(|op| (op.samples)()[0].len() == 1) {
-                // what this shape does not suit is of no interest here
+                // skips operators that reject this shape
                 let Ok(plain) = (op.apply)(std::slice::from_ref(&whole)) else { continue };
                 let expected: Vec<Tensor> = plain.iter().map(DTensor::full_tensor).collect::<Result<_>>()?;
-                for pending in [ReduceOp::Max, ReduceOp::Min, ReduceOp::Sum] {
+                for reduction in [ReduceOp::Max, ReduceOp::Min, ReduceOp::Sum] {
                     // a shard padded with neutral operands: infinities, or the ends of the type
                     let sharded = DTensor::distribute_tensor(&tensor, &mesh, [Shard(0)], None)?;
-                    let outputs = (op.apply)(&[sharded.redistribute([Partial(pending)])?])?;
+                    let outputs = (op.apply)(&[sharded.redistribute([Partial(reduction)])?])?;
                     for (output, expected) in outputs.iter().zip(&expected) {
                         let got = output.full_tensor()?;
                         assert!(
                             values::close(&got, expected, 1.0),
-                            "{} of {pending}: got {got}, expected {expected}",
+                            "{} of {reduction}: got {got}, expected {expected}",
                             op.name
                         );
                     }
