@@ -11,7 +11,7 @@ fn main() -> Result<()> {
     let ranks = launched().map_or(4, |launched| launched.size);
     let sum = launch(ranks, |world| {
         let mesh = world.mesh([("all", world.size())])?;
-        let x = DTensor::arange(0.0, 10.0, 1.0, DType::F64, &mesh, [Shard(0)])?;
+        let x = DTensor::arange(0.0..10.0, DType::F64, &mesh, [Shard(0)])?;
         println!(
             "rank {} of {} in process {} holds {:?}",
             world.rank(),

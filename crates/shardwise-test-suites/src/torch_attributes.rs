@@ -1,7 +1,7 @@
 //! The keyword arguments of an operator in the recorded vectors, with PyTorch's defaults where an argument is absent.
 
 use serde_json::Value;
-use shardwise::ops::{Classes, Convolution, Reduction};
+use shardwise::ops::{ConvOptions, LossOptions, Reduction};
 
 /// Keyword arguments by PyTorch's names.
 #[derive(Clone, Copy)]
@@ -81,8 +81,8 @@ impl<'a> Attributes<'a> {
     }
 
     /// `reduction=`, `ignore_index=` and `label_smoothing=` of a classification loss.
-    pub fn loss_options(&self) -> Classes {
-        Classes {
+    pub fn loss_options(&self) -> LossOptions {
+        LossOptions {
             reduction: self.reduction(),
             ignore_index: self.0["ignore_index"].as_i64().unwrap_or(-100),
             label_smoothing: self.number_or("label_smoothing", 0.0),
@@ -90,9 +90,9 @@ impl<'a> Attributes<'a> {
     }
 
     /// `stride=` and `padding=` of a convolution.
-    pub fn convolution(&self) -> Convolution {
+    pub fn convolution(&self) -> ConvOptions {
         let stride = self.0["stride"].as_u64().unwrap_or(1) as usize;
-        Convolution { stride, padding: self.count("padding"), ..Convolution::default() }
+        ConvOptions { stride, padding: self.count("padding"), ..ConvOptions::default() }
     }
 
     /// `ord=` of a norm, in which infinities are strings.

@@ -5,7 +5,7 @@
 
 use candle_core::DType;
 use serde_json::Value;
-use shardwise::ops::Attention;
+use shardwise::ops::AttentionOptions;
 use shardwise::prelude::*;
 
 use crate::torch_attributes::Attributes;
@@ -320,6 +320,6 @@ fn cast(x: &DTensor, dtype: &str) -> Result<DTensor> {
 }
 
 fn attention(q: &DTensor, [k, v]: [&DTensor; 2], mask: Option<&DTensor>, kw: Attributes<'_>) -> Result<DTensor> {
-    let options = Attention { causal: kw.flag("is_causal"), mask, scale: kw.number("scale") };
+    let options = AttentionOptions { causal: kw.flag("is_causal"), mask, scale: kw.number("scale") };
     q.scaled_dot_product_attention(k, v, options)
 }

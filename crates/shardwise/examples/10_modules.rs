@@ -4,7 +4,7 @@
 //! Run with `cargo run --example 10_modules`.
 
 use shardwise::nn::{Activation, Builder, Embedding, Forward, LayerNorm, Linear, Mlp, Module};
-use shardwise::ops::Classes;
+use shardwise::ops::LossOptions;
 use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer};
 use shardwise::prelude::*;
 
@@ -17,19 +17,19 @@ struct Model {
 }
 
 impl Model {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         Ok(Model {
-            tokens: Embedding::new(&at.at("tokens"), 64, 32)?,
-            norm: LayerNorm::new(&at.at("norm"), 32, 1e-5)?,
-            mlp: Mlp::new(&at.at("mlp"), 32, 128, Activation::Gelu)?,
-            head: Linear::new(&at.at("head"), 32, 64)?,
+            tokens: Embedding::new(&builder.child("tokens"), 64, 32)?,
+            norm: LayerNorm::new(&builder.child("norm"), 32, 1e-5)?,
+            mlp: Mlp::new(&builder.child("mlp"), 32, 128, Activation::Gelu)?,
+            head: Linear::new(&builder.child("head"), 32, 64)?,
         })
     }
 
     fn loss(&self, ids: &DTensor, targets: &DTensor) -> Result<DTensor> {
         let x = self.tokens.forward(ids)?;
         let x = x.add(&self.mlp.forward(&self.norm.forward(&x)?)?)?;
-        self.head.forward(&x)?.cross_entropy(targets, Classes::default())
+        self.head.forward(&x)?.cross_entropy(targets, LossOptions::default())
     }
 }
 
@@ -40,8 +40,8 @@ fn train(mesh: &DeviceMesh, place: fn(&str, &[usize]) -> Vec<Placement>) -> Resu
     let mut optimizer =
         ShardedOptimizer::new(model.named_parameters(), ParamGroup::new(AdamW::default()).with_lr(0.01))?;
     let batch = [Shard(0), Replicate];
-    let ids = DTensor::from_fn(128, DType::I64, mesh, batch.clone(), |i| ((i[0] * 37) % 64) as f64)?;
-    let targets = DTensor::from_fn(128, DType::I64, mesh, batch, |i| ((i[0] * 37 + 1) % 64) as f64)?;
+    let ids = DTensor::from_fn((128, DType::I64), mesh, batch.clone(), |i| ((i[0] * 37) % 64) as f64)?;
+    let targets = DTensor::from_fn((128, DType::I64), mesh, batch, |i| ((i[0] * 37 + 1) % 64) as f64)?;
     let mut losses = Vec::new();
     for _ in 0..20 {
         let loss = model.loss(&ids, &targets)?;

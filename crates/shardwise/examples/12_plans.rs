@@ -4,7 +4,7 @@
 //! Run with `cargo run --example 12_plans`.
 
 use shardwise::nn::{Activation, Builder, Embedding, Forward, LayerNorm, Linear, Mlp, Module};
-use shardwise::ops::Classes;
+use shardwise::ops::LossOptions;
 use shardwise::plan::{
     ColwiseParallel, FullyShard, LowRankAdapter, RowwiseParallel, ShardingPlan, ShardingPlanner, TensorParallel,
     parallelize_module, shard_module,
@@ -20,22 +20,22 @@ struct Model {
 }
 
 impl Model {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         Ok(Model {
-            tokens: Embedding::new(&at.at("tokens"), 64, 32)?,
-            norm: LayerNorm::new(&at.at("norm"), 32, 1e-5)?,
-            mlp: Mlp::new(&at.at("mlp"), 32, 128, Activation::Gelu)?,
-            head: Linear::new(&at.at("head"), 32, 64)?,
+            tokens: Embedding::new(&builder.child("tokens"), 64, 32)?,
+            norm: LayerNorm::new(&builder.child("norm"), 32, 1e-5)?,
+            mlp: Mlp::new(&builder.child("mlp"), 32, 128, Activation::Gelu)?,
+            head: Linear::new(&builder.child("head"), 32, 64)?,
         })
     }
 
     fn loss(&self, mesh: &DeviceMesh) -> Result<f32> {
         let batch = [Shard(0), Replicate];
-        let ids = DTensor::from_fn(128, DType::I64, mesh, batch.clone(), |i| ((i[0] * 37) % 64) as f64)?;
-        let targets = DTensor::from_fn(128, DType::I64, mesh, batch, |i| ((i[0] * 37 + 1) % 64) as f64)?;
+        let ids = DTensor::from_fn((128, DType::I64), mesh, batch.clone(), |i| ((i[0] * 37) % 64) as f64)?;
+        let targets = DTensor::from_fn((128, DType::I64), mesh, batch, |i| ((i[0] * 37 + 1) % 64) as f64)?;
         let x = self.tokens.forward(&ids)?;
         let x = x.add(&self.mlp.forward(&self.norm.forward(&x)?)?)?;
-        self.head.forward(&x)?.cross_entropy(&targets, Classes::default())?.item()
+        self.head.forward(&x)?.cross_entropy(&targets, LossOptions::default())?.item()
     }
 }
 
@@ -57,7 +57,7 @@ fn main() -> Result<()> {
         let planned = TensorParallel::new("tp").and(FullyShard::new(["dp"])).plan(&fresh()?, &mesh)?;
         // With a LoRA adapter: the layer's weight is frozen, a low-rank correction is trained.
         let adapted = ShardingPlan::new()
-            .sharder("mlp.up", LowRankAdapter { rank: 4, scale: 1.0 })
+            .sharder("mlp.up", LowRankAdapter { r: 4, scale: 1.0 })
             .param("head.*", [("tp", Shard(0))]);
         for (name, plan) in [("by hand", &by_hand), ("planned", &planned), ("adapted", &adapted)] {
             let model = fresh()?;

@@ -55,10 +55,10 @@ impl<T: fmt::Debug> fmt::Debug for Interned<T> {
 
 /// The table of one type. It holds no value alive: an entry whose last handle is gone is swept out as the table grows.
 pub(crate) struct Interner<T> {
-    table: Mutex<Table<T>>,
+    table: Mutex<InternTable<T>>,
 }
 
-struct Table<T> {
+struct InternTable<T> {
     by_hash: HashMap<u64, Vec<Weak<Hashed<T>>>>,
     sweep_at: usize,
 }
@@ -68,7 +68,7 @@ const FIRST_SWEEP: usize = 1024;
 
 impl<T: Eq + Hash> Interner<T> {
     pub(crate) fn new() -> Self {
-        Interner { table: Mutex::new(Table { by_hash: HashMap::new(), sweep_at: FIRST_SWEEP }) }
+        Interner { table: Mutex::new(InternTable { by_hash: HashMap::new(), sweep_at: FIRST_SWEEP }) }
     }
 
     /// The handle of `value`: the existing one if an equal value is alive.

@@ -2,15 +2,15 @@
 //!
 //! ```
 //! use shardwise::data::{Batches, TokenSequences};
-//! use shardwise::models::{GptConfig, Spread, Weights, build};
+//! use shardwise::models::{GptConfig, ParallelismConfig, DataParallelMode, build};
 //! use shardwise::optim::{AdamW, ShardedOptimizer};
 //! use shardwise::prelude::*;
 //! use shardwise::train::Trainer;
 //!
 //! let config = GptConfig { n_layers: 1, d_model: 32, d_ff: 64, seq_len: 8, ..GptConfig::default() };
 //! let mesh = Mesh::new([("dp", 2)])?;
-//! let spread = Spread { weights: Weights::Sharded, tensor_parallel: false, sequence_parallel: false };
-//! let plan = spread.plan(&config, &mesh)?;
+//! let parallelism = ParallelismConfig { data_parallel: DataParallelMode::FullyShard, tensor_parallel: false, sequence_parallel: false };
+//! let plan = parallelism.plan(&config, &mesh)?;
 //! launch(2, move |world| {
 //!     let mesh = world.device_mesh(mesh.clone())?;
 //!     let text = TokenSequences::new((0..100).collect::<Vec<u32>>(), 8)?;

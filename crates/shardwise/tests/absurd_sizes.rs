@@ -4,8 +4,9 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 use shardwise::DryWorld;
-use shardwise::ops::Convolution;
+use shardwise::ops::ConvOptions;
 use shardwise::prelude::*;
+use shardwise::tensor::{Linspace, Logspace};
 
 /// Longer than any rejection takes on a busy machine, and far shorter than filling the requested tensor.
 const AT_ONCE: Duration = Duration::from_secs(20);
@@ -33,29 +34,33 @@ fn factories_reject_sizes_beyond_memory() {
     for placement in [Replicate, Shard(0)] {
         let of = move || [placement.clone()];
         let place = of.clone();
-        refused(move |mesh| DTensor::arange(0.0, 1e12, 1.0, DType::F32, mesh, place()));
+        refused(move |mesh| DTensor::arange(0.0..1e12, DType::F32, mesh, place()));
         let place = of.clone();
-        refused(move |mesh| DTensor::arange(0.0, 1e12, 1.0, DType::I64, mesh, place()));
+        refused(move |mesh| DTensor::arange(0.0..1e12, DType::I64, mesh, place()));
         let place = of.clone();
-        refused(move |mesh| DTensor::linspace(0.0, 1.0, VAST, DType::F64, mesh, place()));
+        refused(move |mesh| {
+            DTensor::linspace(Linspace { start: 0.0, end: 1.0, steps: VAST }, DType::F64, mesh, place())
+        });
         let place = of.clone();
-        refused(move |mesh| DTensor::logspace(0.0, 1.0, VAST, 2.0, DType::F64, mesh, place()));
+        refused(move |mesh| {
+            DTensor::logspace(Logspace { start: 0.0, end: 1.0, steps: VAST, base: 2.0 }, DType::F64, mesh, place())
+        });
         let place = of.clone();
         refused(move |mesh| DTensor::randn(VAST, mesh, place()));
         let place = of.clone();
         refused(move |mesh| DTensor::rand((1_000_000, 1_000_000), mesh, place()));
         let place = of.clone();
-        refused(move |mesh| DTensor::randint(0, 9, VAST, mesh, place()));
+        refused(move |mesh| DTensor::randint(0..9, VAST, mesh, place()));
         let place = of.clone();
         refused(move |mesh| DTensor::randperm(VAST, mesh, place()));
         let place = of.clone();
-        refused(move |mesh| DTensor::eye(10_000_000, 10_000_000, DType::U8, mesh, place()));
+        refused(move |mesh| DTensor::eye((10_000_000, 10_000_000), DType::U8, mesh, place()));
         let place = of.clone();
-        refused(move |mesh| DTensor::from_fn(VAST, DType::F32, mesh, place(), |_| 0.0));
+        refused(move |mesh| DTensor::from_fn((VAST, DType::F32), mesh, place(), |_| 0.0));
         let place = of.clone();
         refused(move |mesh| DTensor::zeros(VAST, DType::F32, mesh, place()));
         let place = of.clone();
-        refused(move |mesh| DTensor::full(1.0, (VAST, 2), DType::U8, mesh, place()));
+        refused(move |mesh| DTensor::full(1.0, ((VAST, 2), DType::U8), mesh, place()));
     }
 }
 
@@ -68,7 +73,7 @@ fn a_shard_too_large_for_one_rank_is_an_error_on_both_ranks() {
 #[test]
 fn operators_reject_results_beyond_memory() {
     fn ids(mesh: &DeviceMesh) -> Result<DTensor> {
-        DTensor::arange(0.0, 4.0, 1.0, DType::I64, mesh, [Shard(0)])
+        DTensor::arange(0.0..4.0, DType::I64, mesh, [Shard(0)])
     }
     refused(|mesh| ids(mesh)?.one_hot(VAST));
     refused(|mesh| ids(mesh)?.one_hot(usize::MAX));
@@ -104,8 +109,8 @@ impl ContiguousSum for DTensor {
 #[test]
 fn convolution_windows_of_absurd_sizes_are_rejected() {
     for size in [usize::MAX, usize::MAX / 2, 1 << 62, 1 << 50, VAST] {
-        let with = move |change: fn(&mut Convolution, usize)| {
-            let mut options = Convolution::default();
+        let with = move |change: fn(&mut ConvOptions, usize)| {
+            let mut options = ConvOptions::default();
             change(&mut options, size);
             for placements in [[Replicate], [Shard(2)]] {
                 refused(move |mesh| {
@@ -185,7 +190,7 @@ fn dry_runs_of_huge_tensors_allocate_nothing() {
     let run = DryWorld::new(8).unwrap().run(|world| {
         let mesh = world.mesh([("a", 8)])?;
         let x = DTensor::randn((1 << 24, 1 << 20), &mesh, [Shard(0)])?;
-        let y = DTensor::arange(0.0, 1e12, 1.0, DType::F32, &mesh, [Replicate])?;
+        let y = DTensor::arange(0.0..1e12, DType::F32, &mesh, [Replicate])?;
         let z = x.add(&x)?.pad(&[(1 << 20, 0)], 0.0)?;
         Ok((z.shape().to_vec(), y.shape().to_vec()))
     });

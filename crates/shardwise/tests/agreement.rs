@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
-use shardwise::comm::{Call, Communicator, Exposed};
+use shardwise::comm::{Call, Communicator, ExposedTensors};
 use shardwise::error::Site;
 use shardwise::mesh::Network;
 use shardwise::prelude::*;
@@ -104,8 +104,8 @@ fn a_timeout_names_ranks_that_are_in_another_call() {
             }
         }
     });
-    let Err(error @ Error::Timeout { missing, elsewhere, .. }) = &results[0] else { panic!("{results:?}") };
-    assert_eq!((missing.as_slice(), elsewhere[0].rank), ([1, 2].as_slice(), 1));
+    let Err(error @ Error::Timeout { missing, other_calls, .. }) = &results[0] else { panic!("{results:?}") };
+    assert_eq!((missing.as_slice(), other_calls[0].rank), ([1, 2].as_slice(), 1));
     assert!(error.to_string().contains("rank 1 called recv(f32 [1] from 2, tag 7)"), "{error}");
 }
 
@@ -131,9 +131,9 @@ impl Communicator for Careless {
     fn subgroup(&self, _: &[usize]) -> Result<Arc<dyn Communicator>> {
         Ok(Arc::new(Careless(self.0)))
     }
-    fn expose(&self, _: &[Tensor], _: Site) -> Result<Box<dyn Exposed>> {
+    fn expose(&self, _: &[Tensor], _: Site) -> Result<Box<dyn ExposedTensors>> {
         struct Read(fn() -> Vec<Tensor>);
-        impl Exposed for Read {
+        impl ExposedTensors for Read {
             fn read(&self, _: usize, _: usize, _: &TensorMeta, _: Site) -> Result<Tensor> {
                 Ok((self.0)().swap_remove(0))
             }

@@ -1,10 +1,10 @@
 //! What the autograd graph records and when it frees it: in-place writes have gradients, and a backward pass frees the
 //! tensors that were saved for it.
 
-use shardwise::models::{GptConfig, ModelConfig, Spread, Weights, batch_placements, build};
+use shardwise::models::{DataParallelMode, GptConfig, ModelConfig, ParallelismConfig, batch_placements, build};
 use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer};
 use shardwise::prelude::*;
-use shardwise::{BackwardOptions, DryWorld, checkpoint, local_map, no_grad};
+use shardwise::{BackwardOptions, DryWorld, checkpoint_activations, local_map, no_grad};
 
 const LAYOUTS: [Placement; 4] = [Replicate, Shard(0), Shard(1), Partial(ReduceOp::Sum)];
 
@@ -15,7 +15,7 @@ fn numbers(t: &DTensor) -> Result<Vec<f64>> {
 /// 0, 1, 2, ... in a layout.
 fn counted(shape: (usize, usize), mesh: &DeviceMesh, placement: &Placement) -> Result<DTensor> {
     let value = move |at: &[usize]| (at[0] * shape.1 + at[1]) as f64;
-    DTensor::from_fn(shape, DType::F64, mesh, [Replicate], value)?.redistribute([placement.clone()])
+    DTensor::from_fn((shape, DType::F64), mesh, [Replicate], value)?.redistribute([placement.clone()])
 }
 
 #[test]
@@ -148,7 +148,8 @@ fn backward_frees_saved_tensors_while_results_are_alive() {
         }
         let part = local_map(&[&x], [Replicate], &[], |x| x[0].sqr())?;
         let weight = w.clone();
-        let replayed = checkpoint(&[&part], move |x| Ok(vec![x[0].matmul(&weight)?.tanh()?]))?.swap_remove(0);
+        let replayed =
+            checkpoint_activations(&[&part], move |x| Ok(vec![x[0].matmul(&weight)?.tanh()?]))?.swap_remove(0);
         let loss = replayed.sum_all()?;
         let graph = world.memory().current() - before;
         let retained = loss.backward_options(BackwardOptions { retain_graph: true, ..Default::default() })?;
@@ -225,8 +226,12 @@ fn a_backward_pass_frees_saved_tensors_progressively() {
 fn no_activations_are_held_during_the_optimizer_step() {
     let config = ModelConfig::Gpt(GptConfig { n_layers: 6, d_model: 64, d_ff: 128, ..GptConfig::default() });
     let mesh: Mesh = "dp=2".parse().unwrap();
-    let spread = Spread { weights: Weights::Replicated, tensor_parallel: false, sequence_parallel: false };
-    let plan = spread.plan(&config, &mesh).unwrap();
+    let parallelism = ParallelismConfig {
+        data_parallel: DataParallelMode::Replicate,
+        tensor_parallel: false,
+        sequence_parallel: false,
+    };
+    let plan = parallelism.plan(&config, &mesh).unwrap();
     let run = DryWorld::new(2).unwrap().run(|world| {
         let mesh = world.device_mesh(mesh.clone())?;
         let model = build(&config, &plan, &mesh, DType::F32)?;
@@ -257,10 +262,10 @@ fn no_activations_are_held_during_the_optimizer_step() {
 fn cummax_and_cummin_of_a_sharded_dimension_have_a_second_derivative() {
     let second = |mesh: &DeviceMesh, placement: Placement, least: bool| -> Result<Vec<f64>> {
         let value = |at: &[usize]| [1.5, -0.5, 2.0, 0.25, 2.5, -1.0, 3.0][at[0]] * if least { -1.0 } else { 1.0 };
-        let x = DTensor::from_fn(7, DType::F64, mesh, [placement], value)?.requires_grad();
+        let x = DTensor::from_fn((7, DType::F64), mesh, [placement], value)?.requires_grad();
         let running = if least { x.cummin(0)?.0 } else { x.cummax(0)?.0 };
         let first = running.pow_scalar(3.0)?.sum_all()?.backward_graph()?.get(&x)?.clone();
-        let weights = DTensor::arange(1.0, 8.0, 1.0, DType::F64, mesh, [Replicate])?;
+        let weights = DTensor::arange(1.0..8.0, DType::F64, mesh, [Replicate])?;
         let gradients = first.mul(&weights)?.sum_all()?.backward()?;
         Ok(gradients.get(&x)?.full_tensor()?.to_vec1::<f64>()?)
     };

@@ -124,7 +124,7 @@ fn any_layout_loads_into_any_other_from_dcp() {
 fn nested(mesh: &DeviceMesh) -> Result<State> {
     let rows = ChunkShardingSpec::over_ranks(0, mesh.ranks().iter().rev().copied())?;
     Ok(State::map([
-        ("model", State::map([("w", DTensor::arange(0.0, 10.0, 1.0, DType::F32, mesh, [Shard(0)])?)])),
+        ("model", State::map([("w", DTensor::arange(0.0..10.0, DType::F32, mesh, [Shard(0)])?)])),
         ("sharded", State::from(shard_tensor(&whole(&[5, 2], DType::I64, 3), rows, mesh, None)?)),
         ("plain", State::from(whole(&[3], DType::F64, 1))),
         ("step", State::from(-7)),
@@ -293,7 +293,7 @@ fn invalid_saves_and_loads_are_one_error_on_all_ranks_and_change_nothing() {
     let nowhere = same_error_on_all_ranks(2, move |world| {
         checkpoint::load(&world, "/nowhere/at/all", &State::map([("a", 1)])).map(drop)
     });
-    assert!(nowhere.contains("nothing there") && nowhere.contains("/nowhere/at/all"), "{nowhere}");
+    assert!(nowhere.contains("no such file or directory") && nowhere.contains("/nowhere/at/all"), "{nowhere}");
     let read_only =
         same_error_on_all_ranks(2, move |world| checkpoint::save(&world, "/proc/nothing", &State::map([("a", 1)])));
     assert!(read_only.contains("rank 0"), "{read_only}");
@@ -316,7 +316,7 @@ fn long_lists_keep_their_order() {
     let path = scratch.0.join("state");
     launch(2, move |world| {
         let mesh = world.mesh([("all", 2)])?;
-        let entry = |i: usize| DTensor::full(i as f64, 3, DType::F32, &mesh, [Shard(0)]);
+        let entry = |i: usize| DTensor::full(i as f64, (3, DType::F32), &mesh, [Shard(0)]);
         let list = State::list((0..25).map(entry).collect::<Result<Vec<_>>>()?);
         checkpoint::save(&world, &path, &State::map([("list", list.clone())]))?;
         let loaded = checkpoint::load(&world, &path, &State::map([("list", list)]))?;
@@ -350,7 +350,7 @@ fn a_save_replaces_nothing_but_checkpoints() {
     .unwrap();
     let options = ConvertOptions::to(Format::Native);
     let error = convert(steps.join("step-00000001"), &steps, &options, &|_| {}).unwrap_err().to_string();
-    assert!(error.contains("holds what is read"), "{error}");
+    assert!(error.contains("contains the source"), "{error}");
     // two saves to one place at a time
     let target = scratch.0.join("twice");
     let error = same_error_on_all_ranks(2, move |world| {
@@ -359,10 +359,10 @@ fn a_save_replaces_nothing_but_checkpoints() {
         let second = checkpoint::async_save(&world, &target, &state, &SaveOptions::default());
         first.wait()?;
         // The first may have been over before the second began.
-        second.and_then(checkpoint::AsyncSave::wait).and(Err(Error::other("under way")))
+        second.and_then(checkpoint::AsyncSave::wait).and(Err(Error::other("in progress")))
     });
-    assert!(error.contains("under way"), "{error}");
-    assert!(checkpoint::verify(scratch.0.join("twice"), &|_| {}).is_whole());
+    assert!(error.contains("in progress"), "{error}");
+    assert!(checkpoint::verify(scratch.0.join("twice"), &|_| {}).is_intact());
 }
 
 #[test]
@@ -397,7 +397,7 @@ fn conversions_preserve_tensors_and_values_and_diff_finds_changes() {
         let mut options = ConvertOptions { max_file_bytes: 60, ..ConvertOptions::to(format) };
         let done = convert(&native, &to, &options, &|_| {}).unwrap();
         assert_eq!((done.tensors, done.left_out.is_empty()), (first.tensors.len(), format != Format::HuggingFace));
-        assert!(checkpoint::verify(&to, &|_| {}).is_whole());
+        assert!(checkpoint::verify(&to, &|_| {}).is_intact());
         let second = checkpoint::open(&to).unwrap();
         let found = diff(&first, &second, DiffOptions::default()).unwrap();
         let tensors: Vec<_> = found.iter().filter(|(key, _)| first.tensors.contains_key(key)).collect();
@@ -405,7 +405,7 @@ fn conversions_preserve_tensors_and_values_and_diff_finds_changes() {
         assert!(format != Format::Native || found.is_empty(), "{found:?}");
         // resharded for four ranks, in half precision, with other names
         let mesh = Mesh::new([4]).unwrap();
-        options.cut = Some(Arc::new(move |_, shape| {
+        options.reshard = Some(Arc::new(move |_, shape| {
             let dims = shape.len();
             let placement = if dims == 0 { Replicate } else { Shard(0) };
             Ok(Layout::new(&mesh, shape, [placement])?.primary_boxes().collect())
@@ -457,7 +457,7 @@ fn a_rank_that_dies_while_saving_leaves_the_old_checkpoint() {
     let save = |value: f64, dies: bool, path: PathBuf| {
         launch(2, move |world| {
             let mesh = world.mesh([("all", 2)])?;
-            let x = DTensor::full(value, 8, DType::F32, &mesh, [Shard(0)])?;
+            let x = DTensor::full(value, (8, DType::F32), &mesh, [Shard(0)])?;
             let options = SaveOptions { deadline: Duration::from_secs(20), ..SaveOptions::default() };
             let saving = checkpoint::async_save(&world, &path, &State::map([("x", x)]), &options)?;
             if dies && world.rank() == 1 {

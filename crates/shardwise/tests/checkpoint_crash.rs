@@ -29,7 +29,7 @@ fn child_process_that_saves() {
         for generation in first.. {
             let tensor = |i: usize| -> Result<(String, State)> {
                 let placement = [Shard(0), Replicate, Shard(1)][i % 3].clone();
-                let x = DTensor::full(generation as f64, (96, 64 + i), DType::F32, &mesh, [placement])?;
+                let x = DTensor::full(generation as f64, ((96, 64 + i), DType::F32), &mesh, [placement])?;
                 Ok((format!("t{i}"), State::from(x)))
             };
             let mut entries = (0..6).map(tensor).collect::<Result<Vec<_>>>()?;
@@ -80,7 +80,7 @@ fn a_process_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_one() {
         child.kill().unwrap();
         child.wait().unwrap();
         let verification = verify(&target, &|_| {});
-        assert!(verification.is_whole(), "seed {seed}, case {case}: {:?}", verification.problems);
+        assert!(verification.is_intact(), "seed {seed}, case {case}: {:?}", verification.problems);
         let now = generation(&target);
         assert!(now >= before, "seed {seed}, case {case}: from {before:?} back to {now:?}");
         advanced += usize::from(now > before);

@@ -130,11 +130,11 @@ struct Net {
 }
 
 impl Net {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         Ok(Net {
-            inp: Linear::without_bias(&at.at("inp"), 6, 8)?,
-            norm: BatchNorm::new(&at.at("norm"), 8, 0.1, 1e-5)?,
-            out: Linear::new(&at.at("out"), 8, 3)?,
+            inp: Linear::without_bias(&builder.child("inp"), 6, 8)?,
+            norm: BatchNorm::new(&builder.child("norm"), 8, 0.1, 1e-5)?,
+            out: Linear::new(&builder.child("out"), 8, 3)?,
         })
     }
 
@@ -265,7 +265,7 @@ fn a_series_resumes_from_the_newest_intact_checkpoint() {
         let mut optimizer = ShardedOptimizer::new(names(&own), ParamGroup::new(AdamW::default()))?;
         let resumed = series.resume(&world, (&mut optimizer, &mesh))?.expect("a checkpoint");
         assert_eq!((resumed.step, optimizer.steps()), (2, 2));
-        assert!(resumed.passed_over[0].0 == 3 && resumed.passed_over[0].1.contains("checksum"), "{resumed:?}");
+        assert!(resumed.skipped[0].0 == 3 && resumed.skipped[0].1.contains("checksum"), "{resumed:?}");
         Ok(())
     })
     .unwrap();

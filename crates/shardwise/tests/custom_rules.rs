@@ -6,15 +6,15 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use candle_core::Tensor;
 use shardwise::error::ErrorKind;
-use shardwise::op::{self, Gradient, Op, OpPlan, Place, cache_report};
+use shardwise::op::{self, Gradient, KernelContext, Op, OpPlan, cache_report};
 use shardwise::ops::override_rule;
 use shardwise::prelude::*;
-use shardwise::rule::{Decision, Shared, Signature};
-use shardwise::tensor::Keeps;
+use shardwise::rule::{Decision, DimSharding, Signature};
+use shardwise::tensor::SaveForBackward;
 use shardwise::{DryWorld, explicit_communication_only};
 
 fn matrix(mesh: &DeviceMesh, rows: usize, columns: usize, placement: Placement) -> Result<DTensor> {
-    DTensor::from_fn((rows, columns), DType::F64, mesh, [placement], |i| ((i[0] * 7 + i[1] * 3) as f64).sin())
+    DTensor::from_fn(((rows, columns), DType::F64), mesh, [placement], |i| ((i[0] * 7 + i[1] * 3) as f64).sin())
 }
 
 /// A matrix product sharded over the columns of its right factor, whatever the layouts of the inputs.
@@ -93,7 +93,7 @@ fn invalid_rules_are_rejected_on_every_rank() {
         assert!(message.contains("`matmull`") && message.contains("`matmul`"), "{message}");
         // a composite operator has no rule: the error names its parts instead of ignoring the override
         let message = refused("linear");
-        assert!(message.contains("no rule of its own") && message.contains("einsum"), "{message}");
+        assert!(message.contains("has no rule itself") && message.contains("einsum"), "{message}");
         let rule = |inputs: &[&Layout], _: &[TensorMeta]| Ok(Some(Decision::new([inputs[0].clone()], [])));
         let message = override_rule(&mesh, "exp", rule, || x.exp()).unwrap_err().to_string();
         assert!(message.contains("a rule for exp") && message.contains("[4, 4]"), "{message}");
@@ -145,10 +145,10 @@ impl Op for Energy {
             return Err(ErrorKind::Argument.error("operands", format!("{:?}", x.shape), "a matrix", "reshape it"));
         }
         let outputs = vec![TensorMeta::new(x.shape[0], x.dtype)];
-        Ok(OpPlan { signature: Signature::reduction(2, &[1], false, Shared::Reduces(ReduceOp::Sum)), outputs })
+        Ok(OpPlan { signature: Signature::reduction(2, &[1], false, DimSharding::Reduces(ReduceOp::Sum)), outputs })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         RUNS.fetch_add(1, SeqCst);
         assert_eq!(at.local_shape(0), [inputs[0].dims()[0]]);
         assert_eq!(at.output_indices(0, 0).len(), inputs[0].dims()[0]);
@@ -158,7 +158,7 @@ impl Op for Energy {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Inputs, |op, saved, gradients| {
+        Gradient::From(SaveForBackward::Inputs, |op, saved, gradients| {
             let slope = saved.input(0).mul_scalar(2.0 * f64::from(op.times))?;
             Ok(vec![gradients[0].as_ref().map(|g| g.unsqueeze(1)?.mul(&slope)).transpose()?])
         })

@@ -3,7 +3,7 @@
 
 use candle_core::{Device, Tensor};
 use shardwise::DryWorld;
-use shardwise::ops::{Bag, Classes, Reduction};
+use shardwise::ops::{EmbeddingBagMode, LossOptions, Reduction};
 use shardwise::prelude::*;
 
 /// Relative error of one rounding to the nearest number of a type.
@@ -102,9 +102,9 @@ const FUNCTIONS: &[(&str, Function)] = &[
     ("l1_loss", |x| x.l1_loss(&other(x)?, Reduction::Mean)),
     ("smooth_l1_loss", |x| x.smooth_l1_loss(&other(x)?, 100.0, Reduction::Mean)),
     ("bce_with_logits", |x| x.bce_with_logits(&x.zeros_like()?, Reduction::Mean)),
-    ("cross_entropy", |x| x.cross_entropy(&targets(x)?, Classes::default())),
+    ("cross_entropy", |x| x.cross_entropy(&targets(x)?, LossOptions::default())),
     ("cross_entropy, smoothed", |x| {
-        x.cross_entropy(&targets(x)?, Classes { label_smoothing: 0.25, ..Classes::default() })
+        x.cross_entropy(&targets(x)?, LossOptions { label_smoothing: 0.25, ..LossOptions::default() })
     }),
     ("cumsum", |x| x.cumsum(1)),
     ("matmul", |x| x.matmul(&weight(x)?)),
@@ -115,7 +115,7 @@ const FUNCTIONS: &[(&str, Function)] = &[
     }),
     ("embedding_bag", |x| {
         let ids = targets(x)?.mul_scalar(0)?.reshape(&[2, 4])?;
-        x.embedding_bag(&ids, None, Bag::Mean)
+        x.embedding_bag(&ids, None, EmbeddingBagMode::Mean)
     }),
     ("avg_pool1d", |x| x.unsqueeze(0)?.avg_pool1d(16, None, 0)),
 ];

@@ -76,7 +76,7 @@ fn a_tensor_never_aliases_the_variable_it_was_created_from() {
             let local = disguise(&var)?;
             let whole = Layout::replicated(mesh.mesh(), local.dims())?;
             let sharded =
-                shardwise::sharded::Shard::from_tensor_and_offsets(&local, vec![0; local.rank()], world.rank())?;
+                shardwise::sharded::TensorShard::from_tensor_and_offsets(&local, vec![0; local.rank()], world.rank())?;
             let tensors = [
                 DTensor::from_local(&local, &mesh, [Shard(0)])?,
                 DTensor::from_local(&local, &mesh, [Replicate])?,

@@ -10,6 +10,7 @@
 use candle_core::{Device, Tensor};
 use shardwise::ops::{Ellipsis, NewAxis, strided};
 use shardwise::prelude::*;
+use shardwise::tensor::Arange;
 
 type Get = fn(&DTensor) -> Result<DTensor>;
 type Set = fn(&mut DTensor, &DTensor) -> Result<()>;
@@ -161,7 +162,7 @@ fn leaves(mesh: &DeviceMesh) -> Result<Vec<DTensor>> {
 fn weighed(x: &DTensor) -> Result<DTensor> {
     let n = x.elem_count();
     let shape: Vec<isize> = x.shape().iter().map(|&n| n as isize).collect();
-    let weights = DTensor::arange(1, n as i64 + 1, 1, DType::F64, x.device_mesh(), [Replicate])?.reshape(&shape)?;
+    let weights = DTensor::arange(1..n as i64 + 1, DType::F64, x.device_mesh(), [Replicate])?.reshape(&shape)?;
     x.mul(&weights)?.sum_all()
 }
 
@@ -195,7 +196,7 @@ fn indexed_writes_and_their_gradients_match_pytorch() {
                 for placement in [Replicate, Shard(0)] {
                     let at = format!("{text} of {} with a value in {placement}", leaf.layout());
                     let n = shape.iter().product::<usize>() as i64;
-                    let v = DTensor::arange(-1, -n - 1, -1, DType::F64, mesh, [Replicate])?;
+                    let v = DTensor::arange(Arange::new(-1, -n - 1, -1), DType::F64, mesh, [Replicate])?;
                     let v = v.reshape(&shape.iter().map(|&n| n as isize).collect::<Vec<_>>())?;
                     let v = v.redistribute([placement])?.requires_grad();
                     let mut x = leaf.clone();
@@ -232,7 +233,7 @@ fn indexed_reads_and_writes_on_two_mesh_axes_match_pytorch() {
                 let weighed = |x: &DTensor| -> Result<DTensor> {
                     let shape: Vec<isize> = x.shape().iter().map(|&n| n as isize).collect();
                     let last = x.elem_count() as i64 + 1;
-                    x.mul(&DTensor::arange(1, last, 1, DType::F64, &mesh, both.clone())?.reshape(&shape)?)?.sum_all()
+                    x.mul(&DTensor::arange(1..last, DType::F64, &mesh, both.clone())?.reshape(&shape)?)?.sum_all()
                 };
                 for (get, text, shape, sum, gradient) in GETS.iter().filter(|case| !case.1.contains("flags")) {
                     if text.contains("index(") {
@@ -249,7 +250,7 @@ fn indexed_reads_and_writes_on_two_mesh_axes_match_pytorch() {
                 {
                     let at = format!("{text} of {}", leaf.layout());
                     let n = shape.iter().product::<usize>() as i64;
-                    let v = DTensor::arange(-1, -n - 1, -1, DType::F64, &mesh, [Shard(0), Replicate])?;
+                    let v = DTensor::arange(Arange::new(-1, -n - 1, -1), DType::F64, &mesh, [Shard(0), Replicate])?;
                     let v = v.reshape(&shape.iter().map(|&n| n as isize).collect::<Vec<_>>())?.requires_grad();
                     let mut x = leaf.clone();
                     set(&mut x, &v)?;

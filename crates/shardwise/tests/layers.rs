@@ -2,10 +2,11 @@
 //! 2 and 3 ranks against the unsharded result.
 
 use shardwise::nn::{
-    AvgPool1d, AvgPool2d, ConstantPad, Conv1d, Conv2d, Elu, Flatten, ForwardAll, Gelu, GeluTanh, Hooks, Layer,
-    LeakyRelu, Linear, LogSoftmax, MaxPool1d, MaxPool2d, Relu, Sequential, Sigmoid, Silu, Softmax, Softplus, Tanh,
+    AvgPool1d, AvgPool2d, ConstantPad, Conv1d, Conv1dOptions, Conv2d, Conv2dOptions, Elu, Flatten, ForwardAll, Gelu,
+    GeluTanh, Hooks, Layer, LeakyRelu, Linear, LogSoftmax, MaxPool1d, MaxPool2d, Relu, Sequential, Sigmoid, Silu,
+    Softmax, Softplus, Tanh,
 };
-use shardwise::ops::Convolution;
+use shardwise::ops::ConvOptions;
 use shardwise::plan::{PrepareModuleInput, PrepareModuleOutput, ShardingPlan, parallelize_module, shard_module};
 use shardwise::prelude::*;
 
@@ -19,7 +20,7 @@ fn on_each_world(run: impl Fn(&DeviceMesh) -> Result<()> + Clone + Send + Sync +
 /// The same numbers in every placement.
 fn input(mesh: &DeviceMesh, shape: &[usize], placement: Placement) -> Result<DTensor> {
     let value = |index: &[usize]| index.iter().fold(0.7, |sum: f64, &i| sum * 1.9 + i as f64).sin() * 2.0;
-    DTensor::from_fn(shape, DType::F64, mesh, [placement], value)
+    DTensor::from_fn((shape, DType::F64), mesh, [placement], value)
 }
 
 type Check = fn(&DTensor) -> Result<DTensor>;
@@ -74,10 +75,13 @@ fn hooks_of_layers_without_parameters_run() {
 #[test]
 fn convolutions_work_without_a_bias() {
     on_each_world(|mesh| {
-        let at = Builder::new(mesh).dtype(DType::F64);
-        let options = Convolution { padding: 1, ..Default::default() };
-        let line = Conv1d::without_bias(&at.at("line"), 4, 6, 3, options)?;
-        let plane = Conv2d::without_bias(&at.at("plane"), 4, 2, 3, options)?;
+        let builder = Builder::new(mesh).dtype(DType::F64);
+        let options = ConvOptions { padding: 1, ..Default::default() };
+        let line = Conv1dOptions::new(4, 6, 3).padding(1);
+        let plane = Conv2dOptions::new(4, 2, 3).padding(1).bias(false);
+        let with = Conv1d::new(&builder.child("other"), line)?;
+        let line = Conv1d::new(&builder.child("line"), line.bias(false))?;
+        let plane = Conv2d::new(&builder.child("plane"), plane)?;
         assert_eq!((line.parameter_count(), plane.parameter_count()), (72, 72));
         for placement in [Replicate, Shard(0), Shard(2)] {
             let x = input(mesh, &[3, 4, 6], placement.clone())?;
@@ -86,7 +90,6 @@ fn convolutions_work_without_a_bias() {
             assert!(plane.forward(&x)?.allclose(&x.conv2d(&plane.weight.get(), None, options)?, 1e-12, 1e-12)?);
         }
         // the bias is beside the same weight
-        let with = Conv1d::new(&at.at("other"), 4, 6, 3, options)?;
         assert_eq!(with.parameter_count(), 78);
         Ok(())
     });
@@ -94,11 +97,11 @@ fn convolutions_work_without_a_bias() {
 
 fn network(mesh: &DeviceMesh) -> Result<Sequential> {
     Sequential::new(&Builder::new(mesh).dtype(DType::F64))
-        .build(|at| Conv1d::new(at, 2, 4, 3, Convolution::default()))?
+        .build(|builder| Conv1d::new(builder, Conv1dOptions::new(2, 4, 3)))?
         .add(Tanh::new())
         .add(MaxPool1d::new(2))
         .add(Flatten::new())
-        .build(|at| Linear::new(at, 12, 5))
+        .build(|builder| Linear::new(builder, 12, 5))
 }
 
 #[test]
@@ -110,7 +113,7 @@ fn a_sequential_runs_its_layers_and_names_them_by_number() {
         assert_eq!((model.len(), model.is_empty()), (5, false));
         let params: Vec<DTensor> = model.named_parameters().iter().map(|(_, p)| p.get()).collect();
         let by_hand = |x: &DTensor| -> Result<DTensor> {
-            let x = x.conv1d(&params[0], Some(&params[1]), Convolution::default())?.tanh()?.max_pool1d(2, None, 0)?;
+            let x = x.conv1d(&params[0], Some(&params[1]), ConvOptions::default())?.tanh()?.max_pool1d(2, None, 0)?;
             x.flatten(1, -1)?.linear(&params[2], Some(&params[3]))
         };
         let whole = by_hand(&input(mesh, &[3, 2, 8], Replicate)?)?;
@@ -150,9 +153,10 @@ impl ForwardAll for Mix {
 #[test]
 fn parallel_styles_and_plans_prepare_every_input_and_output() {
     on_each_world(|mesh| {
-        let at = Builder::new(mesh).dtype(DType::F64);
-        let mix =
-            || -> Result<Mix> { Ok(Mix { weight: Linear::without_bias(&at.at("weight"), 4, 4)?, hooks: at.hooks() }) };
+        let builder = Builder::new(mesh).dtype(DType::F64);
+        let mix = || -> Result<Mix> {
+            Ok(Mix { weight: Linear::without_bias(&builder.child("weight"), 4, 4)?, hooks: builder.hooks() })
+        };
         let (x, y) = (input(mesh, &[6, 4], Replicate)?, input(mesh, &[6, 4], Shard(0))?);
         let plain = mix()?;
         let whole = plain.forward_all(&[&x, &y])?;

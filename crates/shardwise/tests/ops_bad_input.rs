@@ -4,7 +4,9 @@
 use std::time::Duration;
 
 use candle_core::Tensor;
-use shardwise::ops::{Attention, Bag, Classes, Convolution, OpEntry, Reduction, Sample, ops};
+use shardwise::ops::{
+    AttentionOptions, ConvOptions, EmbeddingBagMode, LossOptions, OpEntry, Reduction, SampleInput, ops,
+};
 use shardwise::prelude::*;
 use shardwise_test_suites::values;
 
@@ -47,7 +49,7 @@ fn is_good(op: &str, message: &str) -> bool {
     named && message.contains(" on a=2: ")
 }
 
-fn input(mesh: &DeviceMesh, sample: &Sample, last: bool) -> Result<DTensor> {
+fn input(mesh: &DeviceMesh, sample: &SampleInput, last: bool) -> Result<DTensor> {
     let placement = match sample.shape.len() {
         _ if mesh.mesh().size() == 1 => Replicate,
         0 => Replicate,
@@ -64,26 +66,26 @@ fn input(mesh: &DeviceMesh, sample: &Sample, last: bool) -> Result<DTensor> {
 }
 
 /// Calls derived from valid ones by changing one input: another number of dimensions, another size, another dtype.
-fn changed(samples: &[Sample]) -> Vec<(String, Vec<Sample>)> {
+fn changed(samples: &[SampleInput]) -> Vec<(String, Vec<SampleInput>)> {
     let mut calls = Vec::new();
     for (i, sample) in samples.iter().enumerate() {
-        let mut with = |what: String, changed: Sample| {
+        let mut with = |what: String, changed: SampleInput| {
             let mut all = samples.to_vec();
             all[i] = changed;
             calls.push((format!("input {i} with {what}"), all));
         };
         // Longer than any index, so that no index is wrong for it.
         let wider = [&[9], sample.shape.as_slice()].concat();
-        with("a dimension more in front".into(), Sample { shape: wider, ..sample.clone() });
+        with("a dimension more in front".into(), SampleInput { shape: wider, ..sample.clone() });
         let deeper = [sample.shape.as_slice(), &[3]].concat();
-        with("a dimension more behind".into(), Sample { shape: deeper, ..sample.clone() });
+        with("a dimension more behind".into(), SampleInput { shape: deeper, ..sample.clone() });
         for dim in 0..sample.shape.len() {
             let mut shape = sample.shape.clone();
             shape[dim] += 1;
-            with(format!("dimension {dim} longer"), Sample { shape, ..sample.clone() });
+            with(format!("dimension {dim} longer"), SampleInput { shape, ..sample.clone() });
         }
         let dtype = if sample.dtype.is_float() { DType::I64 } else { DType::F64 };
-        with(format!("type {}", dtype.as_str()), Sample { dtype, ..sample.clone() });
+        with(format!("type {}", dtype.as_str()), SampleInput { dtype, ..sample.clone() });
     }
     calls
 }
@@ -93,7 +95,7 @@ fn judge(
     op: &OpEntry,
     mesh: &DeviceMesh,
     alone: &DeviceMesh,
-    call: &(String, Vec<Sample>),
+    call: &(String, Vec<SampleInput>),
     last: bool,
 ) -> Result<Option<String>> {
     let (what, samples) = call;
@@ -206,14 +208,14 @@ const INDEXED: &[(&str, Indexed)] = &[
     ("index_select", |x, ids| x.index_select(0, ids)),
     ("index", |x, ids| x.index(ids)),
     ("embedding", |x, ids| x.embedding(ids)),
-    ("embedding", |x, ids| x.embedding_bag(&ids.unsqueeze(1)?, None, Bag::Sum)),
+    ("embedding", |x, ids| x.embedding_bag(&ids.unsqueeze(1)?, None, EmbeddingBagMode::Sum)),
     ("gather", |x, ids| x.gather(0, &ids.unsqueeze(1)?)),
     ("gather", |x, ids| x.gather(1, &ids.unsqueeze(1)?)),
     ("scatter", |x, ids| x.scatter(0, &ids.unsqueeze(1)?, &ids.unsqueeze(1)?)),
     ("scatter_add", |x, ids| x.scatter_add(1, &ids.unsqueeze(1)?, x)),
     ("index_add", |x, ids| x.index_add(0, ids, x)),
     ("index_put", |x, ids| x.index_put(&[ids], x, true)),
-    ("cross_entropy", |x, ids| x.cross_entropy(ids, Classes::default())),
+    ("cross_entropy", |x, ids| x.cross_entropy(ids, LossOptions::default())),
 ];
 
 #[test]
@@ -227,7 +229,7 @@ fn an_index_that_one_rank_finds_wrong_is_an_error_on_every_rank() {
                     let x = DTensor::ones((4, 4), DType::F64, &mesh, [Replicate])?;
                     let id = |at: &[usize]| if at[0] == 3 { f64::from(wrong) } else { at[0] as f64 };
                     let ids =
-                        DTensor::from_fn(4, DType::I64, &mesh, [Replicate], id)?.redistribute([placement.clone()])?;
+                        DTensor::from_fn((4, DType::I64), &mesh, [Replicate], id)?.redistribute([placement.clone()])?;
                     call(&x, &ids)?;
                     world.barrier()
                 };
@@ -264,7 +266,8 @@ struct Operands {
 impl Operands {
     fn new(mesh: &DeviceMesh, placement: &Placement) -> Result<Self> {
         let make = |shape: &[usize], dtype: DType| {
-            let whole = DTensor::from_fn(shape, dtype, mesh, [Replicate], |at| (at.iter().sum::<usize>() % 4) as f64)?;
+            let whole =
+                DTensor::from_fn((shape, dtype), mesh, [Replicate], |at| (at.iter().sum::<usize>() % 4) as f64)?;
             whole.redistribute([if shape.is_empty() { Replicate } else { placement.clone() }])
         };
         Ok(Operands {
@@ -333,7 +336,7 @@ const CALLS: &[(&str, &[&str], Call)] = &[
     ("index", &["f64", "integers"], |o| Ok(vec![o.x.index(&o.x)?])),
     ("embedding", &["[vocabulary, features]"], |o| Ok(vec![o.line.embedding(&o.ids)?])),
     ("embedding_bag", &["offsets [1, 2]"], |o| {
-        Ok(vec![o.x.embedding_bag(&o.ids.select(0, 0)?, Some(&[1, 2]), Bag::Sum)?])
+        Ok(vec![o.x.embedding_bag(&o.ids.select(0, 0)?, Some(&[1, 2]), EmbeddingBagMode::Sum)?])
     }),
     ("gather", &["[9]"], |o| Ok(vec![o.x.gather(9, &o.ids)?])),
     ("gather", &["[4, 6, 1]"], |o| Ok(vec![o.x.gather(0, &o.ids.unsqueeze(2)?)?])),
@@ -366,25 +369,25 @@ const CALLS: &[(&str, &[&str], Call)] = &[
     ("bitwise_and", &["integers"], |o| Ok(vec![o.x.bitwise_and(&o.ids)?])),
     ("dropout", &["1.5"], |o| Ok(vec![o.x.dropout(1.5, true)?])),
     ("dropout", &["i64"], |o| Ok(vec![o.ids.dropout(0.5, true)?])),
-    ("cross_entropy", &["[4, 6]"], |o| Ok(vec![o.x.cross_entropy(&o.ids, Classes::default())?])),
-    ("nll_loss", &["f64"], |o| Ok(vec![o.x.nll_loss(&o.x.select(1, 0)?, Classes::default())?])),
+    ("cross_entropy", &["[4, 6]"], |o| Ok(vec![o.x.cross_entropy(&o.ids, LossOptions::default())?])),
+    ("nll_loss", &["f64"], |o| Ok(vec![o.x.nll_loss(&o.x.select(1, 0)?, LossOptions::default())?])),
     ("mse_loss", &["[4, 6]", "[2, 2, 8]"], |o| Ok(vec![o.x.mse_loss(&o.line, Reduction::Sum)?])),
     ("scaled_dot_product_attention", &["[2, 4, 3, 2]", "[2, 3, 3, 2]"], |o| {
         let fewer = o.heads.narrow(1, 0, 3)?;
-        Ok(vec![o.heads.scaled_dot_product_attention(&fewer, &fewer, Attention::default())?])
+        Ok(vec![o.heads.scaled_dot_product_attention(&fewer, &fewer, AttentionOptions::default())?])
     }),
     ("rotary_embedding", &["an even number"], |o| Ok(vec![o.x.narrow(1, 0, 5)?.rotary_embedding(100.0, 0)?])),
     ("conv1d", &["[2, 2, 5]", "size: 8"], |o| {
         let long = DTensor::cat(&[&o.line, &o.line], 2)?;
-        Ok(vec![o.line.narrow(2, 0, 5)?.conv1d(&long.narrow(2, 0, 8)?, None, Convolution::default())?])
+        Ok(vec![o.line.narrow(2, 0, 5)?.conv1d(&long.narrow(2, 0, 8)?, None, ConvOptions::default())?])
     }),
     ("conv1d", &["3 group(s)"], |o| {
-        Ok(vec![o.line.conv1d(&o.line, None, Convolution { groups: 3, ..Convolution::default() })?])
+        Ok(vec![o.line.conv1d(&o.line, None, ConvOptions { groups: 3, ..ConvOptions::default() })?])
     }),
     ("conv1d", &["stride: 0"], |o| {
-        Ok(vec![o.line.conv1d(&o.line, None, Convolution { stride: 0, ..Convolution::default() })?])
+        Ok(vec![o.line.conv1d(&o.line, None, ConvOptions { stride: 0, ..ConvOptions::default() })?])
     }),
-    ("conv2d", &["[2, 2, 8]"], |o| Ok(vec![o.line.conv2d(&o.line, None, Convolution::default())?])),
+    ("conv2d", &["[2, 2, 8]"], |o| Ok(vec![o.line.conv2d(&o.line, None, ConvOptions::default())?])),
     ("avg_pool1d", &["size: 9"], |o| Ok(vec![o.line.avg_pool1d(9, None, 0)?])),
     ("max_pool2d", &["[n, channels, ...]"], |o| Ok(vec![o.line.max_pool2d(2, None, 0)?])),
     ("max_pool1d", &["half a window"], |o| Ok(vec![o.line.max_pool1d(2, None, 2)?])),

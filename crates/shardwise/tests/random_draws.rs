@@ -9,6 +9,7 @@ use rand::{Rng, SeedableRng};
 use shardwise::Generator;
 use shardwise::prelude::*;
 use shardwise::random::GeneratorState;
+use shardwise::tensor::RandomOptions;
 use shardwise_test_suites::values;
 
 fn bits(t: &Tensor) -> Vec<u64> {
@@ -75,8 +76,8 @@ fn check_draw(world: &World, seed: usize) -> Result<()> {
             }
             mesh.generator().set_state(state);
             alone.generator().set_state(state);
-            let spread = DTensor::random(distribution, shape.as_slice(), dtype, &mesh, placements.clone())?;
-            let whole = DTensor::random(distribution, shape.as_slice(), dtype, &alone, [Replicate])?;
+            let spread = DTensor::random(distribution, (shape.as_slice(), dtype), &mesh, placements.clone())?;
+            let whole = DTensor::random(distribution, (shape.as_slice(), dtype), &alone, [Replicate])?;
             let context = format!("SHARDWISE_SEED={seed} {distribution:?} {dtype:?} {}", spread.layout());
             assert_eq!(bits(&spread.full_tensor()?), bits(&whole.to_local()), "{context}");
             assert_eq!(mesh.generator().state().offset, state.offset + 1);
@@ -103,8 +104,18 @@ fn consecutive_draws_differ_and_generator_states_restore_them() {
         // two generators with one seed draw the same
         let (a, b) = (Generator::new(9), Generator::new(9));
         let uniform = Distribution::Uniform { low: 0.0, high: 1.0 };
-        let x = DTensor::random_from(&a, uniform, 7, DType::F64, &mesh, [Shard(0)])?;
-        assert!(x.equal(&DTensor::random_from(&b, uniform, 7, DType::F64, &mesh, [Replicate])?)?);
+        let x = DTensor::random(
+            RandomOptions { distribution: uniform, generator: Some(&a) },
+            (7, DType::F64),
+            &mesh,
+            [Shard(0)],
+        )?;
+        assert!(x.equal(&DTensor::random(
+            RandomOptions { distribution: uniform, generator: Some(&b) },
+            (7, DType::F64),
+            &mesh,
+            [Replicate]
+        )?)?);
         Ok(())
     })
     .unwrap();

@@ -8,7 +8,8 @@ use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
-use shardwise::redistribute::{Plan, explain};
+use shardwise::redistribute::{RedistributePlan, explain};
+use shardwise::tensor::Arange;
 use shardwise_test_suites::{layout_pairs, values};
 
 fn number(name: &str, default: usize) -> usize {
@@ -106,7 +107,7 @@ fn adjacent_axes_merge_and_data_shrinks_before_it_moves() {
     let mesh: Mesh = "a=2,b=3".parse().unwrap();
     let layout = |text: &str| Layout::new(&mesh, (12, 6), Placement::parse_list(text).unwrap()).unwrap();
     let steps = |from: &str, to: &str| -> Vec<String> {
-        let plan = Plan::new(&layout(from), &layout(to), 4).unwrap();
+        let plan = RedistributePlan::new(&layout(from), &layout(to), 4).unwrap();
         plan.steps().iter().map(|s| s.to_string().split(" -> ").next().unwrap().to_string()).collect()
     };
     assert_eq!(steps("P(sum),P(sum)", "R,R"), ["all_reduce(sum) over a,b"]);
@@ -168,7 +169,7 @@ fn planning_on_four_axes_is_quick_when_cold() {
         let pairs: Vec<(Layout, Layout)> = (0..200).map(|n| 200 * round + n).map(|n| (pick(n), pick(n))).collect();
         let start = std::time::Instant::now();
         for (from, to) in &pairs {
-            Plan::new(from, to, 4).unwrap();
+            RedistributePlan::new(from, to, 4).unwrap();
         }
         start.elapsed() / pairs.len() as u32
     };
@@ -194,17 +195,16 @@ fn invalid_targets_are_rejected_with_the_reason() {
             (x.to_layout(&Layout::replicated(mesh.mesh(), (4, 5))?).map(drop), "shape [4, 4]"),
             (x.item::<f32>().map(drop), "one element"),
             (DTensor::zeros(1, DType::F32, &mesh, [Replicate, Replicate])?.item::<f64>().map(drop), "f64"),
-            (DTensor::arange(0.0, 1.0, 0.0, DType::F32, &mesh, [Replicate, Replicate]).map(drop), "step"),
+            (DTensor::arange(Arange::new(0.0, 1.0, 0.0), DType::F32, &mesh, [Replicate, Replicate]).map(drop), "step"),
             (
-                DTensor::random(Distribution::Permutation { n: 5 }, 100, DType::I64, &mesh, [Replicate, Replicate])
+                DTensor::random(Distribution::Permutation { n: 5 }, (100, DType::I64), &mesh, [Replicate, Replicate])
                     .map(drop),
                 "one per element",
             ),
             (
                 DTensor::random(
                     Distribution::Integers { low: 0, high: 300 },
-                    4,
-                    DType::U8,
+                    (4, DType::U8),
                     &mesh,
                     [Replicate, Replicate],
                 )
@@ -216,8 +216,8 @@ fn invalid_targets_are_rejected_with_the_reason() {
                 "the memory of this machine",
             ),
             (DTensor::zeros((usize::MAX, 2), DType::F64, &mesh, [Replicate, Replicate]).map(drop), "overflow"),
-            (Plan::new(x.layout(), &Layout::replicated(&other, (4, 4))?, 4).map(drop), "one mesh"),
-            (DTensor::randint(3, 3, 4, &mesh, [Replicate, Replicate]).map(drop), "low < high"),
+            (RedistributePlan::new(x.layout(), &Layout::replicated(&other, (4, 4))?, 4).map(drop), "one mesh"),
+            (DTensor::randint(3..3, 4, &mesh, [Replicate, Replicate]).map(drop), "low < high"),
             (DTensor::zeros(4, DType::F8E4M3, &mesh, [Replicate, Replicate]).map(drop), "f8e4m3"),
             (x.clone().assign(&[0..2], &x), "one range within each dimension"),
             (x.clone().assign(&[0..2, 0..4], &x), "[2, 4]"),

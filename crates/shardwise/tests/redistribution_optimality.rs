@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 
 use shardwise::prelude::*;
-use shardwise::redistribute::{Plan, StepKind};
+use shardwise::redistribute::{RedistributePlan, RedistributeStepKind};
 
 const ELEM: usize = 4;
 
@@ -131,14 +131,14 @@ fn steps(from: &Layout, ops: &[ReduceOp]) -> Vec<(Layout, usize)> {
 }
 
 /// The bytes that a plan moves, priced here.
-fn moved_by(plan: &Plan) -> usize {
-    let step = |step: &shardwise::redistribute::Step| match &step.kind {
-        StepKind::Relabel | StepKind::Narrow | StepKind::MakePartial => 0,
-        StepKind::AllReduce { axes, .. } => {
+fn moved_by(plan: &RedistributePlan) -> usize {
+    let step = |step: &shardwise::redistribute::RedistributeStep| match &step.kind {
+        RedistributeStepKind::Relabel | RedistributeStepKind::Narrow | RedistributeStepKind::MakePartial => 0,
+        RedistributeStepKind::AllReduce { axes, .. } => {
             let size: usize = axes.iter().map(|&a| step.before.mesh().shape()[a]).product();
             total(&step.before, |rank| held(&step.before, rank)) * 2 * (size - 1) / size
         }
-        StepKind::ReduceScatter { .. } => {
+        RedistributeStepKind::ReduceScatter { .. } => {
             total(&step.before, |rank| held(&step.before, rank) - held(&step.after, rank))
         }
         _ => total(&step.before, |rank| lacking(&step.before, &step.after, rank)),
@@ -164,14 +164,14 @@ fn involved(before: &Layout, after: &Layout) -> Vec<usize> {
     axes
 }
 
-fn latency_of(plan: &Plan) -> usize {
-    let step = |step: &shardwise::redistribute::Step| match &step.kind {
-        StepKind::Relabel | StepKind::Narrow | StepKind::MakePartial => 0,
-        StepKind::AllReduce { axes, .. } => 2 * latency(step.before.mesh(), axes) - 1,
-        StepKind::ReduceScatter { axes, .. }
-        | StepKind::AllGather { axes, .. }
-        | StepKind::ExchangeDims { axes, .. }
-        | StepKind::Exchange { axes } => latency(step.before.mesh(), axes),
+fn latency_of(plan: &RedistributePlan) -> usize {
+    let step = |step: &shardwise::redistribute::RedistributeStep| match &step.kind {
+        RedistributeStepKind::Relabel | RedistributeStepKind::Narrow | RedistributeStepKind::MakePartial => 0,
+        RedistributeStepKind::AllReduce { axes, .. } => 2 * latency(step.before.mesh(), axes) - 1,
+        RedistributeStepKind::ReduceScatter { axes, .. }
+        | RedistributeStepKind::AllGather { axes, .. }
+        | RedistributeStepKind::ExchangeDims { axes, .. }
+        | RedistributeStepKind::ExchangeBoxes { axes } => latency(step.before.mesh(), axes),
     };
     plan.steps().iter().map(step).sum()
 }
@@ -223,7 +223,7 @@ fn compare(mesh: &str, shape: [usize; 2], kinds: &[&str]) -> Vec<Above> {
             }
         }
         for (end, to) in nodes.iter().enumerate().filter(|(_, to)| looked_at(to)) {
-            let plan = Plan::new(from, to, ELEM).unwrap();
+            let plan = RedistributePlan::new(from, to, ELEM).unwrap();
             let moved = moved_by(&plan);
             pairs += 1;
             assert_eq!(moved, plan.total_bytes(), "the plan says what it moves: {plan}");
@@ -244,7 +244,7 @@ fn regressions_that_moved_too_many_bytes() {
     let mesh: Mesh = "a=2,b=2".parse().unwrap();
     let moved = |n: usize, from: &str, to: &str| {
         let layout = |text: &str| Layout::new(&mesh, (n, n), Placement::parse_list(text).unwrap()).unwrap();
-        Plan::new(&layout(from), &layout(to), ELEM).unwrap().total_bytes() / (n * n * ELEM / 4)
+        RedistributePlan::new(&layout(from), &layout(to), ELEM).unwrap().total_bytes() / (n * n * ELEM / 4)
     };
     // in quarters of the tensor, over all ranks
     for n in [12, 4096] {

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use shardwise::nn::init::Init;
-use shardwise::ops::Bag;
+use shardwise::ops::EmbeddingBagMode;
 use shardwise::prelude::*;
 use shardwise::sharded::{
-    AnyShardingSpec, ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, Shard as TensorShard, ShardMetadata,
-    ShardedTensor, ShardedTensorMetadata, ShardedTensorState, call_sharded_op, shard_tensor, with_sharded_op,
+    AnyShardingSpec, ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, ShardMetadata, ShardedTensor,
+    ShardedTensorMetadata, ShardedTensorState, TensorShard, call_sharded_op, shard_tensor, with_sharded_op,
 };
 use shardwise::{DryWorld, ThreadWorld};
 use shardwise_test_suites::errors::same_error_on_all_ranks;
@@ -62,7 +62,7 @@ fn random_tensors_of_a_spec_equal_those_of_any_other_layout() {
             assert_eq!(full(&ones.full_like(-4.0)?)?, [-4.0; 12]);
             assert_eq!(ones.sharding_spec(), ones.zeros_like()?.sharding_spec());
             make(5);
-            let whole = Init::KaimingUniform(2.0).make(&[6, 2], DType::F64, &mesh, [Shard(1)])?.full_tensor()?;
+            let whole = Init::KaimingUniform(2.0).create(&[6, 2], DType::F64, &mesh, [Shard(1)])?.full_tensor()?;
             make(5);
             let mut weight = ShardedTensor::empty(spec.clone(), (6, 2), DType::F64, &mesh)?;
             let before = weight.clone();
@@ -299,7 +299,7 @@ fn embeddings_of_tables_sharded_by_rows_by_columns_and_irregularly() {
             let placed = DTensor::distribute_tensor(&ids, &mesh, [Replicate], None)?;
             let rows = |t: DTensor| -> Result<Vec<f64>> { Ok(numbers(&t.to_mesh(&mesh, [Replicate])?.full_tensor()?)) };
             assert_eq!(rows(sharded.embedding(&placed)?)?, [10.0, 11.0, 0.0, 1.0, 6.0, 7.0, 6.0, 7.0], "{spec}");
-            let bags = sharded.embedding_bag(&placed, None, Bag::Sum)?;
+            let bags = sharded.embedding_bag(&placed, None, EmbeddingBagMode::Sum)?;
             assert_eq!(rows(bags)?, [10.0, 12.0, 12.0, 14.0], "{spec}");
             // ids of every rank's own, none on one of them
             let own = [vec![5i64, 1, 2], vec![], vec![0]][world.rank()].clone();

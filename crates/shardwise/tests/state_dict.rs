@@ -19,8 +19,11 @@ struct Pair {
 
 impl Pair {
     fn new(mesh: &DeviceMesh) -> Result<Self> {
-        let at = Builder::new(mesh).placed(|_, _| vec![Shard(0)]);
-        Ok(Pair { first: Linear::new(&at.at("first"), 3, 4)?, second: Linear::new(&at.at("second"), 4, 2)? })
+        let builder = Builder::new(mesh).placed(|_, _| vec![Shard(0)]);
+        Ok(Pair {
+            first: Linear::new(&builder.child("first"), 3, 4)?,
+            second: Linear::new(&builder.child("second"), 4, 2)?,
+        })
     }
 }
 
@@ -33,8 +36,11 @@ struct Renamed {
 
 impl Renamed {
     fn new(mesh: &DeviceMesh) -> Result<Self> {
-        let at = Builder::new(mesh);
-        Ok(Renamed { first: Linear::without_bias(&at.at("first"), 3, 4)?, last: Linear::new(&at.at("last"), 4, 2)? })
+        let builder = Builder::new(mesh);
+        Ok(Renamed {
+            first: Linear::without_bias(&builder.child("first"), 3, 4)?,
+            last: Linear::new(&builder.child("last"), 4, 2)?,
+        })
     }
 }
 
@@ -66,8 +72,8 @@ fn options_control_how_names_of_a_state_dict_are_matched() {
             assert_ne!(numbers(&target.first.weight.get())?, numbers(&source.first.weight.get())?);
         }
         let loaded = target.load_state_dict_with(&state, &options(false, false, "module."))?;
-        assert_eq!(loaded.missing, ["first.bias", "second.bias", "second.weight"]);
-        assert_eq!(loaded.unexpected, ["last.bias", "last.weight"]);
+        assert_eq!(loaded.missing_keys, ["first.bias", "second.bias", "second.weight"]);
+        assert_eq!(loaded.unexpected_keys, ["last.bias", "last.weight"]);
         assert_eq!(numbers(&target.first.weight.get())?, numbers(&source.first.weight.get())?);
         assert_eq!(target.first.weight.get().placements(), [Shard(0)]);
         assert_eq!(numbers(&target.second.weight.get())?, before);
@@ -75,12 +81,12 @@ fn options_control_how_names_of_a_state_dict_are_matched() {
         let part: BTreeMap<String, DTensor> =
             [("first.bias".to_string(), target.first.bias.as_ref().unwrap().get().zeros_like()?)].into();
         let loaded = target.load_state_dict_with(&part, &options(true, true, ""))?;
-        assert_eq!((loaded.missing.len(), loaded.unexpected.len()), (3, 0));
+        assert_eq!((loaded.missing_keys.len(), loaded.unexpected_keys.len()), (3, 0));
         assert_eq!(numbers(&target.first.bias.as_ref().unwrap().get())?, [0.0; 4]);
         assert!(target.load_state_dict_with(&part, &options(true, false, "")).is_err());
         // names with another prefix are ignored; a wrong shape is an error whatever the options
         let loaded = target.load_state_dict_with(&part, &options(false, false, "teacher."))?;
-        assert_eq!((loaded.missing.len(), loaded.unexpected.len()), (4, 0));
+        assert_eq!((loaded.missing_keys.len(), loaded.unexpected_keys.len()), (4, 0));
         let wrong: BTreeMap<String, DTensor> =
             [("first.bias".to_string(), source.last.bias.as_ref().unwrap().get())].into();
         let error = target.load_state_dict_with(&wrong, &options(false, true, "")).unwrap_err().to_string();
@@ -112,8 +118,8 @@ fn options_control_how_names_of_a_checkpoint_are_matched() {
             let before = numbers(&target.second.weight.get())?;
             let mut part = ModelPart::new(&target, options(false, false, "module."));
             checkpoint::load_into(&world, &place, (&mut part, &mesh))?;
-            assert_eq!(part.loaded().missing, ["first.bias", "second.bias", "second.weight"]);
-            assert_eq!(part.loaded().unexpected, ["last.bias", "last.weight"]);
+            assert_eq!(part.loaded().missing_keys, ["first.bias", "second.bias", "second.weight"]);
+            assert_eq!(part.loaded().unexpected_keys, ["last.bias", "last.weight"]);
             assert_eq!(numbers(&target.first.weight.get())?, expected);
             assert_eq!(numbers(&target.second.weight.get())?, before);
             Ok(())
@@ -139,7 +145,7 @@ fn options_control_how_names_of_a_checkpoint_are_matched() {
             let target = Pair::new(&world.mesh([("dp", ranks)])?)?;
             checkpoint::load_into(&world, &place, (ModelPart::new(&target, options(false, true, "other.")),)).map(drop)
         });
-        assert!(text.contains("no name of the module below model.other."), "{text}");
+        assert!(text.contains("no entry of the module under model.other."), "{text}");
     }
 }
 
@@ -175,7 +181,7 @@ fn a_run_resumes_with_one_call_including_custom_state() {
         state.extend([("note", "mine")]);
         Series::new(&path).save(&world, 4, &state)?;
         let resumed = checkpoint::resume(&world, &path, (&other, &mut fresh, &mesh))?.expect("one was saved");
-        assert_eq!((resumed.step, resumed.passed_over.len()), (4, 0));
+        assert_eq!((resumed.step, resumed.skipped.len()), (4, 0));
         assert_eq!(numbers(&other.first.weight.get())?, numbers(&model.first.weight.get())?);
         assert_eq!(checkpoint::open(Series::new(&path).path(4))?.value("note")?, Value::Text("mine".into()));
         Ok(())

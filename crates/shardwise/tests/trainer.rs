@@ -20,8 +20,8 @@ struct Regression {
 impl Regression {
     fn new(mesh: &DeviceMesh, dropout: f64) -> Result<Self> {
         mesh.manual_seed(2);
-        let at = Builder::new(mesh).dtype(DType::F64).placed(|_, _| vec![Shard(0)]);
-        Ok(Regression { layer: Linear::new(&at.at("layer"), 3, 2)?, dropout: Dropout::new(dropout)? })
+        let builder = Builder::new(mesh).dtype(DType::F64).placed(|_, _| vec![Shard(0)]);
+        Ok(Regression { layer: Linear::new(&builder.child("layer"), 3, 2)?, dropout: Dropout::new(dropout)? })
     }
 }
 

@@ -1,7 +1,9 @@
 //! Tools for checkpoints of any format: look, compare, check, convert, cut anew, and try a load without doing it.
 
+mod convert;
 mod inspect;
 mod layouts;
+mod progress;
 
 use shardwise::Error;
 use shardwise::error::ErrorKind;
@@ -11,13 +13,13 @@ use std::sync::Arc;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use regex::Regex;
 use serde_json::json;
 use shardwise::Result;
 use shardwise::checkpoint::{self, ConvertOptions, DiffOptions, ElementType, Format, RankLoad};
 
 use crate::output::{Row, Rows};
+use progress::byte_bar;
 
 const EXAMPLES: &str = "Examples:
   shardwise ckpt inspect model/                              what is in it
@@ -125,6 +127,9 @@ struct Writing {
     /// Size of a file at most, in MB, unless one tensor is larger.
     #[arg(long, default_value_t = 5000)]
     max_file_mb: usize,
+    /// Report as one JSON object, with the keys of all values that the format cannot store.
+    #[arg(long)]
+    json: bool,
 }
 
 /// The formats that can be written, with what `--help` says of them.
@@ -172,21 +177,13 @@ fn parse_rule(rule: &str) -> Result<(Regex, String)> {
     Ok((pattern, new.to_string()))
 }
 
-/// A bar with bytes and bytes per second on the standard error.
-fn bar(total: u64) -> ProgressBar {
-    let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
-    let template = "{bar:30} {bytes}/{total_bytes} {bytes_per_sec} eta {eta}";
-    bar.set_style(ProgressStyle::with_template(template).expect("a valid template"));
-    bar
-}
-
 /// Runs a command; whether all is well.
 pub(crate) fn run(options: &Options) -> Result<bool> {
     match &options.command {
         Command::Inspect { path, json } => inspect::run(path, *json).map(|()| true),
         Command::Diff { first, second, rtol, atol, json } => {
             let (first, second) = (checkpoint::open(first)?, checkpoint::open(second)?);
-            let bar = bar(first.bytes() as u64);
+            let bar = byte_bar(first.bytes() as u64);
             let options = DiffOptions { rtol: *rtol, atol: *atol, progress: Some(&|bytes| bar.inc(bytes)) };
             let found = checkpoint::diff(&first, &second, options)?;
             bar.finish_and_clear();
@@ -203,11 +200,14 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
             Ok(found.is_empty())
         }
         Command::Verify { path, json } => verify(path, *json),
-        Command::Convert { from, to, writing } => convert(from, to, &writing.options()?).map(|()| true),
+        Command::Convert { from, to, writing } => {
+            convert::run(from, to, &writing.options()?, writing.json).map(|()| true)
+        }
         Command::Reshard { from, to, layouts, writing } => {
             let layouts = layouts.chosen()?;
-            let cut = move |key: &str, shape: &[usize]| Ok(layouts.layout(key, shape)?.primary_boxes().collect());
-            convert(from, to, &ConvertOptions { cut: Some(Arc::new(cut)), ..writing.options()? }).map(|()| true)
+            let boxes = move |key: &str, shape: &[usize]| Ok(layouts.layout(key, shape)?.primary_boxes().collect());
+            let options = ConvertOptions { reshard: Some(Arc::new(boxes)), ..writing.options()? };
+            convert::run(from, to, &options, writing.json).map(|()| true)
         }
         Command::DryLoad { path, layouts, json } => {
             let (catalog, layouts) = (checkpoint::open(path)?, layouts.chosen()?);
@@ -239,46 +239,34 @@ impl Row for LoadRow {
 
 fn verify(path: &PathBuf, json: bool) -> Result<bool> {
     let total = checkpoint::open(path).map_or(0, |catalog| catalog.bytes() as u64);
-    let bar = bar(total);
+    let bar = byte_bar(total);
     let found = checkpoint::verify(path, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();
     let mut out = std::io::stdout().lock();
     if json {
         let text = json!({
-            "whole": found.is_whole(),
+            "whole": found.is_intact(),
             "format": found.catalog.as_ref().map(|c| c.format),
             "verified": found.verified,
-            "without_checksum": found.unverified,
-            "without_block_checksums": found.whole_only,
+            "without_checksum": found.without_checksum,
+            "without_block_checksums": found.without_block_checksums,
             "problems": found.problems,
-            "strangers": found.strangers,
+            "strangers": found.unknown_files,
             "values": found.catalog.as_ref().map(|c| &c.values),
         });
         writeln!(out, "{text}")?;
-        return Ok(found.is_whole());
+        return Ok(found.is_intact());
     }
     found.problems.iter().try_for_each(|problem| writeln!(out, "problem: {problem}"))?;
-    found.strangers.iter().try_for_each(|name| writeln!(out, "not part of the checkpoint: {name}"))?;
-    let said = if found.is_whole() { "whole" } else { "NOT whole" };
-    writeln!(out, "{said}: {} parts verified, {} stored without a checksum", found.verified, found.unverified)?;
-    if found.whole_only > 0 {
-        let (count, fix) = (found.whole_only, "`ckpt convert` adds them");
+    found.unknown_files.iter().try_for_each(|name| writeln!(out, "not part of the checkpoint: {name}"))?;
+    let said = if found.is_intact() { "whole" } else { "NOT whole" };
+    writeln!(out, "{said}: {} parts verified, {} stored without a checksum", found.verified, found.without_checksum)?;
+    if found.without_block_checksums > 0 {
+        let (count, fix) = (found.without_block_checksums, "`ckpt convert` adds them");
         writeln!(
             out,
             "{count} parts have no checksums of blocks: a load in another layout does not check them; {fix}"
         )?;
     }
-    Ok(found.is_whole())
-}
-
-fn convert(from: &PathBuf, to: &PathBuf, options: &ConvertOptions) -> Result<()> {
-    let bar = bar(checkpoint::open(from)?.bytes() as u64);
-    let done = checkpoint::convert(from, to, options, &|bytes| bar.inc(bytes))?;
-    bar.finish_and_clear();
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{} tensors, {} bytes in {} file(s): {}", done.tensors, done.bytes, done.files, to.display())?;
-    if !done.left_out.is_empty() {
-        writeln!(out, "left out, since the format has tensors only: {}", done.left_out.join(", "))?;
-    }
-    Ok(())
+    Ok(found.is_intact())
 }

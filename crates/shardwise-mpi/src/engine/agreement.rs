@@ -6,7 +6,7 @@
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 use shardwise::comm::Call;
-use shardwise::comm::engine::{Purpose, SAME_CALLS, SAME_VALUES, fingerprint, fingerprint_of};
+use shardwise::comm::engine::{Purpose, SAME_CALLS, SAME_VALUES, fingerprint, meta_fingerprint};
 use shardwise::error::{RankCall, Site};
 use shardwise::{Error, Result, TensorMeta};
 
@@ -71,9 +71,9 @@ pub(super) fn check(
     }
     let mut unexpected_from = Vec::new();
     if let (Call::AllToAll { expected }, true) = (call, all.is_agreed()) {
-        let sent: Vec<u64> = inputs.iter().map(|t| fingerprint_of(&TensorMeta::new(t.dims(), t.dtype()))).collect();
+        let sent: Vec<u64> = inputs.iter().map(|t| meta_fingerprint(&TensorMeta::new(t.dims(), t.dtype()))).collect();
         let coming = comm.exchange_numbers(&sent)?;
-        unexpected_from = (0..size).filter(|&r| coming[r] != fingerprint_of(&expected[r])).collect();
+        unexpected_from = (0..size).filter(|&r| coming[r] != meta_fingerprint(&expected[r])).collect();
     }
     let statement = Statement {
         call: call.describe(inputs),
@@ -99,9 +99,12 @@ fn balance(me: usize, inputs: &[Tensor], expected: &[TensorMeta]) -> u64 {
         z ^ z >> 31
     };
     let sent = inputs.iter().enumerate().fold(0u64, |sum, (to, t)| {
-        sum.wrapping_add(number(me, to, fingerprint_of(&TensorMeta::new(t.dims(), t.dtype()))))
+        sum.wrapping_add(number(me, to, meta_fingerprint(&TensorMeta::new(t.dims(), t.dtype()))))
     });
-    expected.iter().enumerate().fold(sent, |sum, (from, meta)| sum.wrapping_sub(number(from, me, fingerprint_of(meta))))
+    expected
+        .iter()
+        .enumerate()
+        .fold(sent, |sum, (from, meta)| sum.wrapping_sub(number(from, me, meta_fingerprint(meta))))
 }
 
 /// What is wrong, in the same words on every rank.

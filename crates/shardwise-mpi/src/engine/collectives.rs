@@ -8,7 +8,7 @@ use std::ffi::c_int;
 
 use candle_core::Tensor;
 use shardwise::comm::Call;
-use shardwise::comm::engine::{Buffer, concat, cut, dense, immutable, with_bytes};
+use shardwise::comm::engine::{ReceiveBuffer, concat, contiguous, immutable, split_packed, with_bytes};
 use shardwise::{Result, TensorMeta};
 use smallvec::SmallVec;
 
@@ -41,15 +41,16 @@ pub(super) fn carry_out(comm: &Comm, limits: Limits, call: &Call, inputs: &[Tens
             piece.shape[*dim] = 1;
             let counts: SmallVec<[usize; 8]> = sizes.iter().map(|size| size * piece.elem_count()).collect();
             piece.shape[*dim] = sizes[me];
-            let pieces = cut(&input()?, *dim, sizes)?;
+            let pieces = split_packed(&input()?, *dim, sizes)?;
             one(Reduction::new(comm, limits, *op, &pieces)?.piece(&counts, piece))
         }
         Call::AllGather { dim, sizes } => {
-            let joined = Join::of(&inputs[0], *dim, sizes).gather(comm, limits, &dense(&input()?)?, None)?;
+            let joined = Join::of(&inputs[0], *dim, sizes).gather(comm, limits, &contiguous(&input()?)?, None)?;
             one(Ok(joined.expect("every rank is a receiver")))
         }
         Call::Gather { dim, sizes, root } => {
-            let joined = Join::of(&inputs[0], *dim, sizes).gather(comm, limits, &dense(&input()?)?, Some(*root))?;
+            let joined =
+                Join::of(&inputs[0], *dim, sizes).gather(comm, limits, &contiguous(&input()?)?, Some(*root))?;
             Ok(joined.into_iter().collect())
         }
         Call::Scatter { whole, dim, sizes, root } => {
@@ -59,7 +60,7 @@ pub(super) fn carry_out(comm: &Comm, limits: Limits, call: &Call, inputs: &[Tens
         Call::ExchangeDims { from, from_sizes, to, to_sizes } => {
             let (input, mut piece) = (input()?, TensorMeta::new(inputs[0].dims(), inputs[0].dtype()));
             piece.shape[*to] = to_sizes[me];
-            one(Join::new(piece, *from, from_sizes).exchange(comm, &cut(&input, *to, to_sizes)?, to_sizes))
+            one(Join::new(piece, *from, from_sizes).exchange(comm, &split_packed(&input, *to, to_sizes)?, to_sizes))
         }
         Call::AllToAll { expected } => all_to_all(comm, inputs, expected),
     }
@@ -106,16 +107,16 @@ impl<'a> Join<'a> {
     }
 
     /// Memory for the pieces, one behind the other in rank order.
-    pub(super) fn buffer(&self) -> Result<Buffer> {
+    pub(super) fn buffer(&self) -> Result<ReceiveBuffer> {
         let flat = || TensorMeta::new(self.whole.elem_count(), self.whole.dtype);
-        Buffer::new(if self.is_simple() { self.whole.clone() } else { flat() })
+        ReceiveBuffer::new(if self.is_simple() { self.whole.clone() } else { flat() })
     }
 
     /// The joined tensor.
     ///
     /// # Safety
     /// All pieces have been received.
-    pub(super) unsafe fn finish(&self, buffer: Buffer) -> Result<Tensor> {
+    pub(super) unsafe fn finish(&self, buffer: ReceiveBuffer) -> Result<Tensor> {
         // SAFETY: the caller's promise.
         let received = unsafe { buffer.finish() };
         if self.is_simple() {
@@ -227,8 +228,8 @@ fn scatter(
     piece.shape[dim] = 1;
     let row = piece.elem_count();
     piece.shape[dim] = sizes[me];
-    let mut buffer = Buffer::new(piece)?;
-    let pieces = input.map(|t| cut(&immutable(t)?, dim, sizes)).transpose()?;
+    let mut buffer = ReceiveBuffer::new(piece)?;
+    let pieces = input.map(|t| split_packed(&immutable(t)?, dim, sizes)).transpose()?;
     let (to, mine) = (buffer.first(), sizes[me] * row);
     let run = |from: *const u8| {
         if whole.elem_count() > limits.largest_count {
@@ -267,11 +268,11 @@ fn broadcast(comm: &Comm, limits: Limits, input: Option<&Tensor>, whole: &Tensor
         Ok(())
     };
     if let Some(tensor) = input {
-        let tensor = dense(&immutable(tensor)?)?;
+        let tensor = contiguous(&immutable(tensor)?)?;
         with_first(&tensor, |first| run(first.cast_mut()))??;
         return Ok(tensor);
     }
-    let mut buffer = Buffer::new(whole.clone())?;
+    let mut buffer = ReceiveBuffer::new(whole.clone())?;
     run(buffer.first())?;
     // SAFETY: all elements were received.
     Ok(unsafe { buffer.finish() })
@@ -279,8 +280,8 @@ fn broadcast(comm: &Comm, limits: Limits, input: Option<&Tensor>, whole: &Tensor
 
 /// Every rank hands one tensor to every rank.
 fn all_to_all(comm: &Comm, inputs: &[Tensor], expected: &[TensorMeta]) -> Result<Vec<Tensor>> {
-    let inputs = inputs.iter().map(|t| Ok(dense(&immutable(t)?)?)).collect::<Result<Vec<_>>>()?;
-    let mut buffers = expected.iter().map(|meta| Buffer::new(meta.clone())).collect::<Result<Vec<_>>>()?;
+    let inputs = inputs.iter().map(|t| Ok(contiguous(&immutable(t)?)?)).collect::<Result<Vec<_>>>()?;
+    let mut buffers = expected.iter().map(|meta| ReceiveBuffer::new(meta.clone())).collect::<Result<Vec<_>>>()?;
     let receive: Vec<_> =
         buffers.iter_mut().zip(expected).map(|(b, meta)| Part { first: b.first(), bytes: meta.bytes() }).collect();
     // SAFETY: live tensors, and room for what is expected from each rank.

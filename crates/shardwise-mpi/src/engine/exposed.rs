@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use candle_core::{DType, Tensor};
-use shardwise::comm::Exposed;
-use shardwise::comm::engine::{Buffer, fingerprint_of, with_bytes};
+use shardwise::comm::ExposedTensors;
+use shardwise::comm::engine::{ReceiveBuffer, meta_fingerprint, with_bytes};
 use shardwise::error::{RankCall, Site};
 use shardwise::{Error, Result, TensorMeta};
 
@@ -42,7 +42,7 @@ impl Handle {
         service.ask(rank, request)?;
         let tag = request.ticket as c_int;
         let receive = |meta: TensorMeta| -> Result<Tensor> {
-            let (bytes, mut buffer) = (meta.bytes(), Buffer::new(meta)?);
+            let (bytes, mut buffer) = (meta.bytes(), ReceiveBuffer::new(meta)?);
             // SAFETY: memory for that many bytes, which nobody touches before they have come.
             let mut requests = unsafe { service.answers.start_receive(buffer.first(), bytes, rank, tag)? };
             let come = self.launch.wait_for(rank, call, || Ok(Request::all_done(&mut requests)?.then_some(())));
@@ -63,7 +63,7 @@ impl Handle {
     }
 }
 
-impl Exposed for Handle {
+impl ExposedTensors for Handle {
     fn read(&self, rank: usize, index: usize, expected: &TensorMeta, site: Site) -> Result<Tensor> {
         let group = &self.group;
         let call = || RankCall {
@@ -88,7 +88,7 @@ impl Exposed for Handle {
             };
         }
         let ticket = u64::from(TICKETS.fetch_add(1, Relaxed) % LARGEST_TAG + 1);
-        let request = ReadRequest { set: self.set, index: index as u64, expected: fingerprint_of(expected), ticket };
+        let request = ReadRequest { set: self.set, index: index as u64, expected: meta_fingerprint(expected), ticket };
         self.receive(owner, &request, expected, &call)?.map_err(refuse)
     }
 }

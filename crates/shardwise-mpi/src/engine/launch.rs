@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
-use shardwise::comm::engine::{launch_is_over, second_thread, this_thread};
+use shardwise::comm::engine::{launch_ended_error, thread_number, wrong_thread_error};
 use shardwise::error::RankCall;
 use shardwise::mesh::Network;
 use shardwise::{Error, Result};
@@ -50,16 +50,16 @@ impl Launch {
 
     /// The calling thread runs the program.
     pub(super) fn enter(&self) {
-        self.program.store(this_thread(), SeqCst);
+        self.program.store(thread_number(), SeqCst);
     }
 
     /// An error unless the calling thread runs the program: which of two threads' collectives come first would be chance, on
     /// every rank by itself.
     pub(super) fn check_thread(&self) -> Result<()> {
-        if self.program.load(SeqCst) == this_thread() {
+        if self.program.load(SeqCst) == thread_number() {
             return Ok(());
         }
-        Err(second_thread(self.process.world.rank()))
+        Err(wrong_thread_error(self.process.world.rank()))
     }
 
     pub(super) fn is_open(&self) -> bool {
@@ -88,7 +88,7 @@ impl Launch {
                     call: Box::new(call()),
                     waited,
                     missing: vec![rank],
-                    elsewhere: Vec::new(),
+                    other_calls: Vec::new(),
                 });
             }
             if waited > SPIN {
@@ -104,6 +104,6 @@ impl Launch {
         if self.is_open() {
             return Ok(());
         }
-        Err(Error::Rejected { call: Box::new(call()), source: Box::new(launch_is_over()) })
+        Err(Error::Rejected { call: Box::new(call()), source: Box::new(launch_ended_error()) })
     }
 }

@@ -7,7 +7,7 @@ use std::ffi::c_int;
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use shardwise::comm::engine::{Buffer, dense, immutable, with_bytes};
+use shardwise::comm::engine::{ReceiveBuffer, contiguous, immutable, with_bytes};
 use shardwise::{Error, Result, TensorMeta};
 
 use super::comm::{Comm, Request, Requests};
@@ -96,7 +96,7 @@ impl Mail {
         let content = content
             .as_ref()
             .map_err(ToString::to_string)
-            .and_then(|t| immutable(t).and_then(|t| dense(&t)).map_err(|error| error.to_string()));
+            .and_then(|t| immutable(t).and_then(|t| contiguous(&t)).map_err(|error| error.to_string()));
         if to == comm.rank() {
             let envelope = Envelope { from: to, group, tag };
             self.incoming.lock().keep(envelope, Message { content, site: site.into() });
@@ -200,7 +200,7 @@ impl Incoming {
             Some(reason) => Err(reason),
             None => {
                 let meta = TensorMeta::new(shape, dtype.parse().map_err(Error::other)?);
-                let (bytes, mut buffer) = (meta.bytes(), Buffer::new(meta)?);
+                let (bytes, mut buffer) = (meta.bytes(), ReceiveBuffer::new(meta)?);
                 // SAFETY: memory for that many bytes, which are received before it becomes a tensor.
                 unsafe {
                     comm.receive(buffer.first(), bytes, arrived.from, CONTENT)?;

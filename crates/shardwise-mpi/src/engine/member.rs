@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use candle_core::Tensor;
 use shardwise::comm::engine::{Purpose, describe};
-use shardwise::comm::{Call, Communicator, Exposed};
+use shardwise::comm::{Call, Communicator, ExposedTensors};
 use shardwise::error::{RankCall, Site};
 use shardwise::mesh::Network;
 use shardwise::{Error, Result, TensorMeta};
@@ -195,7 +195,7 @@ impl Communicator for Member {
         Ok(Arc::new(Member { launch: Arc::clone(&self.launch), group }))
     }
 
-    fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>> {
+    fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn ExposedTensors>> {
         let set = self.together(&Call::Expose, tensors, site, |comm, _| {
             let set = SetId { group: self.group.identity, number: self.group.exposed.fetch_add(1, SeqCst) };
             self.launch.process.service.shelf.put(set, tensors, self.group.ranks.len())?;

@@ -24,7 +24,7 @@ mod member;
 use shardwise::error::ErrorKind;
 use std::sync::Arc;
 
-use shardwise::comm::engine::{caught, confine_candle_to, fnv1a, how_it_failed, pool};
+use shardwise::comm::engine::{catch_panic, failure_text, fnv1a, limit_candle_threads, rank_pool};
 use shardwise::{Error, Result, World};
 
 use comm::Comm;
@@ -89,16 +89,16 @@ pub(crate) fn run<T: Send>(
     let rank = process.world.rank();
     process.service.enter(launches.count);
     let threads = settings.kernel_threads.unwrap_or(process.share_of_cores);
-    confine_candle_to(threads);
+    limit_candle_threads(threads);
     let launch = Arc::new(launch);
     let run = || {
         launch.enter();
         program(World::new(Arc::new(Member::of_world(Arc::clone(&launch)))))
     };
-    let result = pool(rank, threads).and_then(|pool| pool.install(|| caught(rank, run)));
+    let result = rank_pool(rank, threads).and_then(|pool| pool.install(|| catch_panic(rank, run)));
     let mine = Left {
         launch: launches.count,
-        failed: result.as_ref().err().map(how_it_failed),
+        failed: result.as_ref().err().map(failure_text),
         begun: process.groups.begun(),
         sent: launch.mail.sent(),
     };
@@ -114,7 +114,7 @@ pub(crate) fn run<T: Send>(
             Err(error @ (Error::Invalid(_) | Error::Candle(_) | Error::Io(_) | Error::Other(_))),
             Some((first, how)),
             _,
-        ) if first < rank && how == how_it_failed(&error) => {
+        ) if first < rank && how == failure_text(&error) => {
             Err(Error::OnRank { rank: first, kind: error.kind().cloned().map(Box::new), message: how.into() })
         }
         (Err(error), _, _) => Err(error.of_rank(rank)),

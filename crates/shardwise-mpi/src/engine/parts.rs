@@ -4,7 +4,7 @@ use std::ffi::c_int;
 
 use candle_core::Tensor;
 use shardwise::Result;
-use shardwise::comm::engine::{nowhere, with_bytes};
+use shardwise::comm::engine::{empty_address, with_bytes};
 use smallvec::SmallVec;
 
 /// One number per rank.
@@ -43,5 +43,5 @@ pub(super) fn one_behind_the_other(first: *mut u8, bytes: &[usize]) -> SmallVec<
 
 /// Runs `body` with the address of the elements of a dense tensor.
 pub(super) fn with_first<R>(tensor: &Tensor, body: impl FnOnce(*const u8) -> R) -> Result<R> {
-    Ok(with_bytes(tensor, |bytes| body(if bytes.is_empty() { nowhere() } else { bytes.as_ptr() }))?)
+    Ok(with_bytes(tensor, |bytes| body(if bytes.is_empty() { empty_address() } else { bytes.as_ptr() }))?)
 }

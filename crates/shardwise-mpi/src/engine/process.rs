@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use shardwise::Result;
-use shardwise::comm::engine::cores;
+use shardwise::comm::engine::available_cores;
 
 use super::comm::{self, Comm};
 use super::groups::Groups;
@@ -84,10 +84,14 @@ struct Cores {
 
 impl Cores {
     fn find(world: &Comm, host: &Comm, take_turns: Option<bool>) -> Result<Self> {
-        let wanted: u64 = host.numbers(cores() as u64)?.iter().sum();
+        let wanted: u64 = host.numbers(available_cores() as u64)?.iter().sum();
         // SAFETY: a number of the system.
         let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }.max(1) as u64;
-        let share = if wanted <= online { cores() } else { ((cores() as u64 * online / wanted) as usize).max(1) };
+        let share = if wanted <= online {
+            available_cores()
+        } else {
+            ((available_cores() as u64 * online / wanted) as usize).max(1)
+        };
         let crowded = take_turns.unwrap_or(host.size() as u64 > online);
         let [take_turns] = world.greatest(&[u64::from(crowded)])?;
         Ok(Cores { share, take_turns: take_turns > 0 })

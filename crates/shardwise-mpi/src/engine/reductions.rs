@@ -9,7 +9,7 @@ use std::ffi::c_int;
 
 use candle_core::{DType, Tensor};
 use mpi::ffi;
-use shardwise::comm::engine::{Buffer, dense, reduce};
+use shardwise::comm::engine::{ReceiveBuffer, contiguous, reduce};
 use shardwise::{ReduceOp, Result, TensorMeta};
 use smallvec::SmallVec;
 
@@ -42,7 +42,7 @@ impl<'a> Reduction<'a> {
     pub(super) fn new(comm: &'a Comm, limits: Limits, op: ReduceOp, input: &Tensor) -> Result<Self> {
         let dtype = input.dtype();
         let own = if limits.deterministic { None } else { own_operation(op, dtype) };
-        Ok(Reduction { comm, limits, op, input: dense(input)?, dtype, kind: datatype(dtype), own })
+        Ok(Reduction { comm, limits, op, input: contiguous(input)?, dtype, kind: datatype(dtype), own })
     }
 
     fn count(&self) -> usize {
@@ -57,8 +57,8 @@ impl<'a> Reduction<'a> {
         first.wrapping_add(self.bytes(element))
     }
 
-    fn buffer(&self, elements: usize) -> Result<Buffer> {
-        Buffer::new(TensorMeta::new(elements, self.dtype))
+    fn buffer(&self, elements: usize) -> Result<ReceiveBuffer> {
+        ReceiveBuffer::new(TensorMeta::new(elements, self.dtype))
     }
 
     /// Elements of one segment.
@@ -74,7 +74,7 @@ impl<'a> Reduction<'a> {
 
     /// Every rank gets the reduction.
     pub(super) fn all(&self) -> Result<Tensor> {
-        let mut output = Buffer::new(TensorMeta::new(self.input.dims(), self.dtype))?;
+        let mut output = ReceiveBuffer::new(TensorMeta::new(self.input.dims(), self.dtype))?;
         let to = output.first();
         with_first(&self.input, |from| match self.own {
             Some(own) => {
@@ -106,8 +106,8 @@ impl<'a> Reduction<'a> {
     pub(super) fn to_root(&self, root: usize) -> Result<Option<Tensor>> {
         let receives = self.comm.rank() == root;
         let mut output =
-            if receives { Some(Buffer::new(TensorMeta::new(self.input.dims(), self.dtype))?) } else { None };
-        let to: *mut u8 = output.as_mut().map_or(nothing().cast(), Buffer::first);
+            if receives { Some(ReceiveBuffer::new(TensorMeta::new(self.input.dims(), self.dtype))?) } else { None };
+        let to: *mut u8 = output.as_mut().map_or(nothing().cast(), ReceiveBuffer::first);
         let root = root as c_int;
         with_first(&self.input, |from| match self.own {
             Some(own) => {
@@ -143,7 +143,7 @@ impl<'a> Reduction<'a> {
     /// Every rank gets its piece of the reduction; `counts` are the elements of the pieces, in rank order.
     pub(super) fn piece(&self, counts: &[usize], mine: TensorMeta) -> Result<Tensor> {
         let me = self.comm.rank();
-        let mut output = Buffer::new(mine)?;
+        let mut output = ReceiveBuffer::new(mine)?;
         let to = output.first();
         with_first(&self.input, |from| -> Result<()> {
             match self.own {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use serde::{Deserialize, Serialize};
-use shardwise::comm::engine::caught;
+use shardwise::comm::engine::catch_panic;
 use shardwise::error::RankCall;
 use shardwise::{Error, Result};
 
@@ -236,7 +236,7 @@ impl Service {
         let mut sleep = FIRST_SLEEP;
         while !self.stop.load(SeqCst) {
             // Without this thread nobody would notice anything any more.
-            match caught(self.rank(), || rounds.turn()) {
+            match catch_panic(self.rank(), || rounds.turn()) {
                 Ok(true) => sleep = FIRST_SLEEP,
                 Ok(false) => sleep = (sleep * 2).min(LONGEST_SLEEP),
                 Err(error) => self.die(&error.of_rank(self.rank()).to_string()),
@@ -384,7 +384,7 @@ impl Rounds<'_> {
         let mut all = self.doing.clone();
         all.insert(self.service.rank(), self.service.doing());
         if let Some(circle) = circle(&all, self.service.rank()) {
-            self.service.die(&Error::Deadlock { circle }.to_string());
+            self.service.die(&Error::Deadlock { cycle: circle }.to_string());
         }
         Ok(())
     }
@@ -408,8 +408,9 @@ impl Rounds<'_> {
 
     /// The error of a call that took too long, with what the others are doing.
     fn timeout(&self, call: RankCall, waited: Duration, missing: Vec<usize>) -> String {
-        let mut text = Error::Timeout { call: Box::new(call), waited, missing: missing.clone(), elsewhere: Vec::new() }
-            .to_string();
+        let mut text =
+            Error::Timeout { call: Box::new(call), waited, missing: missing.clone(), other_calls: Vec::new() }
+                .to_string();
         if missing.is_empty() {
             text += "\nshardwise: all ranks are in this call, so it takes longer than the deadline by itself";
         }

@@ -5,7 +5,7 @@ use std::ffi::c_int;
 
 use candle_core::Tensor;
 use parking_lot::Mutex;
-use shardwise::comm::engine::{dense, fingerprint_of, immutable, with_bytes};
+use shardwise::comm::engine::{contiguous, immutable, meta_fingerprint, with_bytes};
 use shardwise::{Result, TensorMeta};
 
 use super::comm::{Comm, Request};
@@ -62,7 +62,7 @@ impl ReadRequest {
 impl Shelf {
     /// Puts tensors where `readers` ranks can read them.
     pub(super) fn put(&self, set: SetId, tensors: &[Tensor], readers: usize) -> Result<()> {
-        let tensors = tensors.iter().map(|t| Ok(dense(&immutable(t)?)?)).collect::<Result<Vec<_>>>()?;
+        let tensors = tensors.iter().map(|t| Ok(contiguous(&immutable(t)?)?)).collect::<Result<Vec<_>>>()?;
         self.sets.lock().insert(set, (tensors, readers));
         Ok(())
     }
@@ -94,7 +94,7 @@ impl Shelf {
         let found = self.find(SetId { group, number }, index as usize);
         let meta = found.as_ref().map(|t| TensorMeta::new(t.dims(), t.dtype()));
         match (found, meta) {
-            (Some(tensor), Some(meta)) if fingerprint_of(&meta) == expected => {
+            (Some(tensor), Some(meta)) if meta_fingerprint(&meta) == expected => {
                 answers.send(&bytes_of(&[1, 0]), to, tag)?;
                 let (first, bytes) = with_bytes(&tensor, |bytes| (bytes.as_ptr(), bytes.len()))?;
                 // SAFETY: the tensor is kept with the requests until they are done, and nobody changes it.

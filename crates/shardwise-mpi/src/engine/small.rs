@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 use shardwise::comm::Call;
-use shardwise::comm::engine::{Buffer, dense, immutable, reduce, with_bytes};
+use shardwise::comm::engine::{ReceiveBuffer, contiguous, immutable, reduce, with_bytes};
 use shardwise::{ReduceOp, Result, TensorMeta};
 use smallvec::SmallVec;
 
@@ -67,7 +67,7 @@ impl Small {
         let input = match input.is_contiguous() {
             true => input,
             false => {
-                copied = dense(input)?;
+                copied = contiguous(input)?;
                 &copied
             }
         };
@@ -103,7 +103,7 @@ impl Small {
     ) -> Result<Vec<Tensor>> {
         let one = |tensor: Tensor| Ok(vec![tensor]);
         let piece = |whole: &Tensor, dim: usize, sizes: &[usize]| {
-            dense(&whole.narrow(dim, sizes[..me].iter().sum(), sizes[me])?).map(|piece| vec![piece])
+            contiguous(&whole.narrow(dim, sizes[..me].iter().sum(), sizes[me])?).map(|piece| vec![piece])
         };
         match call {
             Call::Reduce { root, .. } | Call::Gather { root, .. } if *root != me => Ok(Vec::new()),
@@ -118,7 +118,7 @@ impl Small {
                 Ok(piece(&joined(&Join::of(&inputs[0], *from, from_sizes), packet)?, *to, to_sizes)?)
             }
             Call::Broadcast { whole, root } => match inputs.first() {
-                Some(input) if me == *root => one(dense(&immutable(input)?)?),
+                Some(input) if me == *root => one(contiguous(&immutable(input)?)?),
                 _ => one(tensor(whole.clone(), packet)?),
             },
             Call::Scatter { whole, dim, sizes, .. } => Ok(piece(&tensor(whole.clone(), packet)?, *dim, sizes)?),
@@ -129,7 +129,7 @@ impl Small {
     /// The reduction of operands like this one.
     fn reduced(self, op: ReduceOp, like: &Tensor, size: usize, packet: &Packet) -> Result<Tensor> {
         let (dtype, count) = (like.dtype(), like.elem_count());
-        let mut buffer = Buffer::new(TensorMeta::new(like.dims(), dtype))?;
+        let mut buffer = ReceiveBuffer::new(TensorMeta::new(like.dims(), dtype))?;
         let (first, bytes) = (packet.data.as_ptr(), count * dtype.size_in_bytes());
         // SAFETY: the data of a packet are aligned for every type, and hold one operand, or one of every rank, as was checked
         // when the packet was chosen. All elements of the buffer are written.
@@ -149,7 +149,7 @@ impl Small {
 /// A tensor whose elements are the first data of a packet, which has them all.
 fn tensor(meta: TensorMeta, packet: &Packet) -> Result<Tensor> {
     let bytes = &packet.data[..meta.bytes()];
-    let mut buffer = Buffer::new(meta)?;
+    let mut buffer = ReceiveBuffer::new(meta)?;
     // SAFETY: all bytes of the buffer are written.
     unsafe {
         buffer.first().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());

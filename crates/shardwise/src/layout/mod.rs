@@ -16,7 +16,7 @@ pub use shardwise_kernels::TensorMeta;
 use crate::error::{ErrorKind, Result};
 use crate::intern::{Interned, Interner};
 use crate::mesh::Mesh;
-use crate::placement::{Divided, Placement};
+use crate::placement::{DivisionContext, Placement};
 pub(crate) use crate::placement::{Runs, chunk};
 
 /// How a tensor of a certain shape lies on a mesh: one placement per mesh axis and, where several axes cut one tensor
@@ -45,7 +45,7 @@ struct LayoutData {
     shape: Vec<usize>,
     placements: Vec<Placement>,
     /// Per tensor dimension the mesh axes that cut it, in order of application.
-    cuts: Vec<Vec<usize>>,
+    orders: Vec<Vec<usize>>,
 }
 
 /// The largest element that a tensor can have.
@@ -90,13 +90,13 @@ impl Layout {
     }
 
     /// A layout from placements and, per tensor dimension, the axes that cut it in order.
-    pub(crate) fn from_cuts(
+    pub(crate) fn from_shard_orders(
         mesh: &Mesh,
         shape: &[usize],
         placements: &[Placement],
-        cuts: &[Vec<usize>],
+        orders: &[Vec<usize>],
     ) -> Result<Self> {
-        let order: Vec<(usize, Vec<usize>)> = cuts.iter().cloned().enumerate().collect();
+        let order: Vec<(usize, Vec<usize>)> = orders.iter().cloned().enumerate().collect();
         Self::build(mesh, shape.to_vec(), placements, &order)
     }
 
@@ -127,14 +127,14 @@ impl Layout {
         Self::check_shape(&shape)?;
         let mut placements =
             placements.iter().map(|p| p.normalized(shape.len())).collect::<Result<Vec<Placement>>>()?;
-        let mut cuts = order::cuts(mesh, &placements, shape.len(), order)?;
-        for (dim, axes) in cuts.iter_mut().enumerate() {
+        let mut orders = order::shard_orders(mesh, &placements, shape.len(), order)?;
+        for (dim, axes) in orders.iter_mut().enumerate() {
             for (i, &axis) in axes.iter().enumerate() {
-                placements[axis] = stored(mesh, shape[dim], &placements, &axes[..i], axis)?;
+                placements[axis] = canonical(mesh, shape[dim], &placements, &axes[..i], axis)?;
             }
             *axes = order::canonical_order(mesh, axes);
         }
-        Ok(Layout(LAYOUTS.intern(LayoutData { mesh: mesh.clone(), shape, placements, cuts })))
+        Ok(Layout(LAYOUTS.intern(LayoutData { mesh: mesh.clone(), shape, placements, orders })))
     }
 
     /// The mesh.
@@ -157,7 +157,7 @@ impl Layout {
     /// # Panics
     /// If the tensor has no such dimension.
     pub fn shard_order(&self, dim: usize) -> &[usize] {
-        &self.0.cuts[dim]
+        &self.0.orders[dim]
     }
 
     /// Whether every rank of the mesh holds the whole value.
@@ -171,13 +171,14 @@ impl Layout {
     }
 
     /// The same layout without pending reductions: partial axes are replicated.
-    pub fn settled(&self) -> Layout {
+    pub fn reduced(&self) -> Layout {
         if !self.is_partial() {
             return self.clone();
         }
         let settle = |p: &Placement| if p.is_partial() { Placement::Replicate } else { p.clone() };
         let placements: Vec<Placement> = self.placements().iter().map(settle).collect();
-        Self::from_cuts(self.mesh(), self.shape(), &placements, &self.0.cuts).expect("cuts as valid as before")
+        Self::from_shard_orders(self.mesh(), self.shape(), &placements, &self.0.orders)
+            .expect("cuts as valid as before")
     }
 
     /// Shape of the part that `rank` holds; `[0]` for a rank outside the mesh.
@@ -209,7 +210,7 @@ impl Layout {
 
     /// The indices along `dim` at a mesh coordinate.
     pub(crate) fn owned(&self, dim: usize, coordinate: &[usize]) -> Runs {
-        owned(self.mesh(), self.shape()[dim], self.placements(), &self.0.cuts[dim], coordinate)
+        owned(self.mesh(), self.shape()[dim], self.placements(), &self.0.orders[dim], coordinate)
     }
 }
 
@@ -227,14 +228,14 @@ fn owned(mesh: &Mesh, n: usize, placements: &[Placement], axes: &[usize], coordi
 
 /// The one form of the placement of `axis`, which shards a dimension of size `n` after the axes `before`; an error if it
 /// does not fit.
-fn stored(mesh: &Mesh, n: usize, placements: &[Placement], before: &[usize], axis: usize) -> Result<Placement> {
-    let divided = Divided {
+fn canonical(mesh: &Mesh, n: usize, placements: &[Placement], before: &[usize], axis: usize) -> Result<Placement> {
+    let divided = DivisionContext {
         k: mesh.shape()[axis],
         combinations: before.iter().map(|&a| mesh.shape()[a]).product(),
         len: &|outer| owned(mesh, n, placements, before, &coordinate_of(mesh, before, outer)).len(),
         name: &|| format!("{} on axis `{}`", placements[axis], mesh.axes()[axis].name),
     };
-    placements[axis].stored(&divided)
+    placements[axis].canonical(&divided)
 }
 
 /// A mesh coordinate whose entries at `axes` are those of the row-major number `index`, and zero elsewhere.

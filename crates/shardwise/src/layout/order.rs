@@ -10,22 +10,22 @@ use crate::mesh::Mesh;
 use crate::placement::Placement;
 
 /// Per tensor dimension the axes that cut it, in mesh order.
-pub(super) fn default_cuts(placements: &[Placement], ndim: usize) -> Vec<Vec<usize>> {
+pub(super) fn default_shard_orders(placements: &[Placement], ndim: usize) -> Vec<Vec<usize>> {
     let axes_of = |dim| (0..placements.len()).filter(|&a| placements[a].is_shard(Some(dim))).collect();
     (0..ndim).map(axes_of).collect()
 }
 
 /// Per tensor dimension the axes that cut it, with `order` (dimension, axes) in place of mesh order where given.
-pub(super) fn cuts(
+pub(super) fn shard_orders(
     mesh: &Mesh,
     placements: &[Placement],
     ndim: usize,
     order: &[(usize, Vec<usize>)],
 ) -> Result<Vec<Vec<usize>>> {
-    let mut cuts = default_cuts(placements, ndim);
+    let mut orders = default_shard_orders(placements, ndim);
     for (dim, axes) in order {
         let names = |axes: &[usize]| axes.iter().map(|&a| mesh.axes()[a].name.as_str()).collect::<Vec<_>>().join(",");
-        let expected = cuts.get(*dim).cloned().unwrap_or_default();
+        let expected = orders.get(*dim).cloned().unwrap_or_default();
         let mut sorted = axes.clone();
         sorted.sort_unstable();
         let mut expected_sorted = expected.clone();
@@ -42,9 +42,9 @@ pub(super) fn cuts(
                 "list exactly the axes whose placement cuts that dimension",
             ));
         }
-        cuts[*dim].clone_from(axes);
+        orders[*dim].clone_from(axes);
     }
-    Ok(cuts)
+    Ok(orders)
 }
 
 /// Where an axis of size 1 stands makes no difference, so it always stands first.

@@ -17,11 +17,11 @@ impl Layout {
         }
         let mut shape = self.shape().to_vec();
         shape[dim] = size;
-        Self::from_cuts(self.mesh(), &shape, &placements, &self.cuts())
+        Self::from_shard_orders(self.mesh(), &shape, &placements, &self.shard_orders())
     }
 
     /// Per tensor dimension the axes that cut it, in order.
-    pub(crate) fn cuts(&self) -> Vec<Vec<usize>> {
+    pub(crate) fn shard_orders(&self) -> Vec<Vec<usize>> {
         (0..self.shape().len()).map(|dim| self.shard_order(dim).to_vec()).collect()
     }
 
@@ -36,8 +36,8 @@ impl Layout {
                 })
                 .collect();
             let kept = |order: Vec<usize>| order.into_iter().filter(|a| !axes.contains(a)).collect();
-            let cuts: Vec<Vec<usize>> = self.cuts().into_iter().map(kept).collect();
-            Self::from_cuts(self.mesh(), self.shape(), &placements, &cuts)
+            let orders: Vec<Vec<usize>> = self.shard_orders().into_iter().map(kept).collect();
+            Self::from_shard_orders(self.mesh(), self.shape(), &placements, &orders)
         };
         replaced(false).or_else(|_| replaced(true))
     }
@@ -51,7 +51,7 @@ impl Layout {
         }
         let plain = |p: &Placement| if p.shard_dim().is_some_and(dims) { p.plain() } else { p.clone() };
         let placements: Vec<Placement> = self.placements().iter().map(plain).collect();
-        Self::from_cuts(self.mesh(), self.shape(), &placements, &self.cuts())
+        Self::from_shard_orders(self.mesh(), self.shape(), &placements, &self.shard_orders())
     }
 }
 

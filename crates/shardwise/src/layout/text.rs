@@ -38,7 +38,7 @@ impl fmt::Debug for Layout {
 }
 
 #[derive(Serialize, Deserialize)]
-struct Form {
+struct SerializedLayout {
     mesh: Mesh,
     shape: Vec<usize>,
     placements: Vec<Placement>,
@@ -49,7 +49,7 @@ struct Form {
 impl Serialize for Layout {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         let order = self.unusual_orders();
-        Form {
+        SerializedLayout {
             mesh: self.mesh().clone(),
             shape: self.shape().to_vec(),
             placements: self.placements().to_vec(),
@@ -61,7 +61,7 @@ impl Serialize for Layout {
 
 impl<'de> Deserialize<'de> for Layout {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        let form = Form::deserialize(deserializer)?;
+        let form = SerializedLayout::deserialize(deserializer)?;
         let names: Vec<(usize, Vec<&str>)> =
             form.order.iter().map(|(d, axes)| (*d, axes.iter().map(String::as_str).collect())).collect();
         let order: Vec<(usize, &[&str])> = names.iter().map(|(d, axes)| (*d, axes.as_slice())).collect();

@@ -255,13 +255,13 @@ impl Mesh {
     /// ```
     pub fn slice<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>, rank: usize) -> Result<Self> {
         let axes = self.axis_positions(names)?;
-        let ranks = self.fibre(&axes, rank);
+        let ranks = self.group_ranks(&axes, rank);
         Self::build(self.0.device.clone(), Axes(axes.iter().map(|&a| self.axes()[a].clone()).collect()), ranks)
     }
 
     /// Global ranks of the group through `rank` along some axes (by position), in row-major order of those axes as
     /// listed.
-    pub(crate) fn fibre(&self, axes: &[usize], rank: usize) -> Vec<usize> {
+    pub(crate) fn group_ranks(&self, axes: &[usize], rank: usize) -> Vec<usize> {
         let mut coordinate = self.coordinate(rank).unwrap_or_else(|| vec![0; self.ndim()]);
         let count = axes.iter().map(|&a| self.shape()[a]).product();
         let mut ranks = Vec::with_capacity(count);
@@ -287,7 +287,7 @@ impl Mesh {
     pub fn groups(&self, axis: &str) -> Result<Vec<Vec<usize>>> {
         let axis = self.axis(axis)?;
         let first = (0..self.size()).filter(|&p| self.coordinate_at(p)[axis] == 0);
-        Ok(first.map(|p| self.fibre(&[axis], self.ranks()[p])).collect())
+        Ok(first.map(|p| self.group_ranks(&[axis], self.ranks()[p])).collect())
     }
 
     /// Merges some axes, in the order given, into one called `name`, which stands where the first of them stood.
@@ -311,7 +311,7 @@ impl Mesh {
                 axes.push(self.axes()[axis].clone());
             }
         }
-        Self::build(self.0.device.clone(), Axes(axes), self.fibre(&order, self.ranks()[0]))
+        Self::build(self.0.device.clone(), Axes(axes), self.group_ranks(&order, self.ranks()[0]))
     }
 
     /// Splits one axis into several, whose sizes must multiply to its size.

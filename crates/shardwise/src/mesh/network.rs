@@ -62,12 +62,12 @@ impl Network {
     }
 
     /// The link between ranks of one host.
-    pub fn inside(&self) -> Link {
+    pub fn intra_host(&self) -> Link {
         self.inside
     }
 
     /// The link between ranks of different hosts.
-    pub fn across(&self) -> Link {
+    pub fn inter_host(&self) -> Link {
         self.across
     }
 

@@ -8,15 +8,17 @@ use candle_core::{DType, Tensor};
 
 use super::contraction::order;
 use super::equation::{Equation, Label, Term, batch, distinct, letters, size_of};
-use super::indices::places;
-use super::{OpEntry, Sample, dtype};
+use super::indices::local_positions;
+use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Runs, TensorMeta};
-use crate::op::{Gradient, Op, OpPlan, Place, dispatch, name_call};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
 use crate::placement::Placement;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, Keeps, Saved};
-use shardwise_kernels::{Fold, NOWHERE, dense, fold, product as matrix_product, take, wholes};
+use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
+use shardwise_kernels::{
+    DimReduction, NO_INDEX, batched_matmul as matrix_product, contiguous, index_select, reduce_dims, to_i64_vec,
+};
 
 /// The dimensions of matrix products.
 const M: Label = Label::letter('m');
@@ -64,7 +66,7 @@ impl DTensor {
                 "pass the tensors of the equation",
             ));
         }
-        let ndims: Vec<usize> = inputs.iter().map(|x| x.rank()).collect();
+        let ndims: Vec<usize> = inputs.iter().map(|x| x.ndim()).collect();
         let equation = Equation::parse(equation, &ndims).map_err(|e| name_call(e, "einsum", inputs, site))?;
         if inputs.len() > 2 {
             return chain(&equation, inputs);
@@ -75,7 +77,7 @@ impl DTensor {
     /// The matrix product, with vectors and with leading dimensions that broadcast.
     #[track_caller]
     pub fn matmul(&self, other: &DTensor) -> Result<DTensor> {
-        let (m, n) = (self.rank(), other.rank());
+        let (m, n) = (self.ndim(), other.ndim());
         if m == 0 || n == 0 {
             let error = ErrorKind::shape(&[]).error("operands", "a scalar in matmul", "vectors or matrices", "use mul");
             return Err(name_call(error, "matmul", &[self, other], Location::caller()));
@@ -139,7 +141,7 @@ impl DTensor {
     /// `x` of shape `[..., in]` times the transpose of a weight of shape `[out, in]`.
     #[track_caller]
     pub(super) fn times_transposed(&self, weight: &DTensor) -> Result<DTensor> {
-        let leading = || batch(self.rank() - 1);
+        let leading = || batch(self.ndim() - 1);
         let inputs = [leading().chain(letters("k")).collect(), letters("nk").collect()];
         multiply("einsum", Equation::new(inputs, leading().chain(letters("n"))), false, &[self, weight])
     }
@@ -221,7 +223,7 @@ impl Op for Einsum {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         // The usual case needs no analysis.
         if let [a, b] = inputs
             && self.is_matrix_product(a, b)
@@ -252,7 +254,7 @@ impl Op for Einsum {
         let held = |d: usize| at.output(0, d);
         let result =
             if output == self.equation.output { result } else { embedded(&result, &self.equation.output, &held)? };
-        Ok(vec![dense(&result)?])
+        Ok(vec![contiguous(&result)?])
     }
 
     /// A multiplication and an addition for every combination of indices.
@@ -267,11 +269,11 @@ impl Op for Einsum {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        let keeps = if self.equation.inputs.len() > 1 { Keeps::Inputs } else { Keeps::Nothing };
-        Gradient::From(keeps, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-            let of = |i: usize| saved.wants(i).then(|| op.of_factor(i, saved, gradient)).transpose();
-            (0..saved.inputs()).map(of).collect()
+        let saves = if self.equation.inputs.len() > 1 { SaveForBackward::Inputs } else { SaveForBackward::Nothing };
+        Gradient::From(saves, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
+            let of = |i: usize| saved.needs_input_grad(i).then(|| op.of_factor(i, saved, gradient)).transpose();
+            (0..saved.num_inputs()).map(of).collect()
         })
     }
 }
@@ -290,7 +292,7 @@ impl Einsum {
 
     /// The gradient of one factor: the product of that of the result and the other factors, summed over what this one lacks.
     #[track_caller]
-    fn of_factor(&self, i: usize, saved: &Saved<'_>, gradient: &DTensor) -> Result<DTensor> {
+    fn of_factor(&self, i: usize, saved: &SavedTensors<'_>, gradient: &DTensor) -> Result<DTensor> {
         let (terms, output) = (&self.equation.inputs, &self.equation.output);
         let (term, shape) = (&terms[i], saved.shape(i));
         let own = distinct(term);
@@ -311,7 +313,7 @@ impl Einsum {
             let factor = saved.input(o);
             let pays = factor.placements().iter().zip(saved.layout(i).placements()).any(scattered);
             let larger = shape.iter().product::<usize>() > factor.elem_count();
-            if larger && pays { factor.everywhere(self.name) } else { Ok(factor) }
+            if larger && pays { factor.all_reduced(self.name) } else { Ok(factor) }
         };
         let factors = others.iter().map(factor).collect::<Result<Vec<DTensor>>>()?;
         let inputs: Vec<&DTensor> = std::iter::once(gradient).chain(&factors).collect();
@@ -320,7 +322,7 @@ impl Einsum {
         for (d, &label) in own.iter().enumerate().filter(|(_, label)| !target.contains(label)) {
             product = product.unsqueeze(d as isize)?;
             if extent(label) != 1 {
-                let mut sizes = vec![-1; product.rank()];
+                let mut sizes = vec![-1; product.ndim()];
                 sizes[d] = extent(label) as isize;
                 product = product.expand(&sizes)?;
             }
@@ -341,7 +343,7 @@ fn diagonal(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> (usize, Runs)) -> R
         let Some(first) = term[..second].iter().position(|label| *label == term[second]) else { continue };
         let (n, rows) = held(first);
         let rows: Vec<i64> = rows.iter().flatten().map(|i| i as i64).collect();
-        let columns = places("einsum", &rows, n, &held(second).1)?;
+        let columns = local_positions("einsum", &rows, n, &held(second).1)?;
         let dims = x.dims().to_vec();
         let (count, between) =
             (dims[..first].iter().product::<usize>(), dims[first + 1..second].iter().product::<usize>());
@@ -349,15 +351,15 @@ fn diagonal(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> (usize, Runs)) -> R
         for outer in 0..count {
             for (row, &column) in columns.iter().enumerate() {
                 let line = |m: usize| ((outer * dims[first] + row) * between + m) * dims[second] + column;
-                taken.extend((0..between).map(|m| if column == NOWHERE { NOWHERE } else { line(m) }));
+                taken.extend((0..between).map(|m| if column == NO_INDEX { NO_INDEX } else { line(m) }));
             }
         }
         let inner: usize = dims[second + 1..].iter().product();
-        let lines = dense(&x)?.reshape((dims[..=second].iter().product::<usize>(), inner))?;
+        let lines = contiguous(&x)?.reshape((dims[..=second].iter().product::<usize>(), inner))?;
         labels.remove(second);
         let mut shape = dims;
         shape.remove(second);
-        x = take(&lines, 0, &taken)?.reshape(shape)?;
+        x = index_select(&lines, 0, &taken)?.reshape(shape)?;
     }
     Ok((x, labels))
 }
@@ -377,15 +379,15 @@ fn embedded(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> Runs) -> Result<Ten
             for (i, row) in rows.iter().enumerate() {
                 for m in 0..between {
                     let line = (outer * rows.len() + i) * between + m;
-                    taken.extend(columns.iter().map(|column| if column == row { line } else { NOWHERE }));
+                    taken.extend(columns.iter().map(|column| if column == row { line } else { NO_INDEX }));
                 }
             }
         }
         let inner: usize = dims[second..].iter().product();
-        let lines = dense(&x)?.reshape((dims[..second].iter().product::<usize>(), inner))?;
+        let lines = contiguous(&x)?.reshape((dims[..second].iter().product::<usize>(), inner))?;
         let mut shape = dims;
         shape.insert(second, columns.len());
-        x = take(&lines, 0, &taken)?.reshape(shape)?;
+        x = index_select(&lines, 0, &taken)?.reshape(shape)?;
     }
     Ok(x)
 }
@@ -406,7 +408,7 @@ fn without_stretched((x, term): &(Tensor, Term), other: &(Tensor, Term)) -> Resu
 fn sum_to(x: &Tensor, term: &[Label], target: &[Label]) -> Result<Tensor> {
     let (kept, summed): (Vec<usize>, Vec<usize>) = (0..term.len()).partition(|&d| target.contains(&term[d]));
     let sizes: Vec<usize> = kept.iter().map(|&d| x.dims()[d]).collect();
-    let x = if summed.is_empty() { x.clone() } else { fold(Fold::Sum, x, &summed, &sizes, x.dtype())? };
+    let x = if summed.is_empty() { x.clone() } else { reduce_dims(DimReduction::Sum, x, &summed, &sizes, x.dtype())? };
     let place = |label: &Label| kept.iter().position(|&d| term[d] == *label).expect("a label of the term");
     Ok(x.permute(target.iter().map(place).collect::<Vec<_>>())?)
 }
@@ -453,7 +455,7 @@ fn whole_product(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Result<T
     let count = |dims: &[usize]| dims.iter().product::<usize>();
     let (m, k) = (count(&a.dims()[batch..rows]), count(&a.dims()[rows..]));
     let n = count(&b.dims()[batch + inner..]);
-    let (left, right) = (wholes(a)?, wholes(b)?);
+    let (left, right) = (to_i64_vec(a)?, to_i64_vec(b)?);
     let mut products = vec![0i64; left.len() / k * n];
     for (i, line) in products.chunks_exact_mut(n).enumerate() {
         let from = &right[i / m * k * n..];
@@ -486,11 +488,11 @@ pub(super) const OPS: &[OpEntry] = &[
     },
 ];
 
-fn pairs(shapes: &[(&[usize], &[usize])]) -> Vec<Vec<Sample>> {
-    shapes.iter().map(|(a, b)| vec![Sample::new(a, DType::I64), Sample::new(b, DType::I64)]).collect()
+fn pairs(shapes: &[(&[usize], &[usize])]) -> Vec<Vec<SampleInput>> {
+    shapes.iter().map(|(a, b)| vec![SampleInput::new(a, DType::I64), SampleInput::new(b, DType::I64)]).collect()
 }
 
-fn matmul_samples() -> Vec<Vec<Sample>> {
+fn matmul_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[
         (&[5, 3], &[3, 4]),
         (&[2, 3, 4], &[4, 2]),
@@ -501,18 +503,18 @@ fn matmul_samples() -> Vec<Vec<Sample>> {
     ])
 }
 
-fn mm_samples() -> Vec<Vec<Sample>> {
+fn mm_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[(&[4, 6], &[6, 2]), (&[5, 3], &[3, 1]), (&[2, 0], &[0, 3])])
 }
 
-fn bmm_samples() -> Vec<Vec<Sample>> {
+fn bmm_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[(&[3, 2, 4], &[3, 4, 5]), (&[1, 5, 2], &[1, 2, 3])])
 }
 
-fn mv_samples() -> Vec<Vec<Sample>> {
+fn mv_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[(&[5, 3], &[3])])
 }
 
-fn vector_samples() -> Vec<Vec<Sample>> {
+fn vector_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[(&[5], &[5]), (&[1], &[1])])
 }

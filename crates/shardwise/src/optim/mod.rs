@@ -70,7 +70,7 @@ use param_state::State;
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let w = Param::new(&DTensor::full(3.0, 5, DType::F32, &mesh, [Shard(0)])?);
+///     let w = Param::new(&DTensor::full(3.0, (5, DType::F32), &mesh, [Shard(0)])?);
 ///     let group = ParamGroup::new(Adam::default()).with_lr(0.1);
 ///     let mut optimizer = ShardedOptimizer::new([("w".to_string(), w.clone())], group)?;
 ///     for _ in 0..200 {
@@ -208,7 +208,7 @@ impl ShardedOptimizer {
             let Some(gradient) = own.take(leaf) else { continue };
             let group = &self.groups[slot.group];
             // A parameter that is a pending sum becomes the sum.
-            let param = leaf.detach().to_layout(&leaf.layout().settled())?;
+            let param = leaf.detach().to_layout(&leaf.layout().reduced())?;
             let fits = slot.state.as_ref().map_or(Ok(false), |state| state.fits(&param, group))?;
             if !fits {
                 let before = slot.state.take().map(|state| state.saved()).transpose()?;

@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use super::param_state::{MASTER, STEP, State, Values, placed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::tensor::DTensor;
-use shardwise_kernels::{Elementwise, Stored, update};
+use shardwise_kernels::{Elementwise, StateElement, elementwise_update};
 
 /// One step of one parameter, as an [`Optimizer`](super::Optimizer) sees it.
 ///
@@ -187,7 +187,7 @@ impl<'a> ParamStep<'a> {
 }
 
 /// One pass over a parameter and some vectors of its state; the last of `masters` vectors is the f32 copy.
-fn run_on<S: Stored, const K: usize>(
+fn run_on<S: StateElement, const K: usize>(
     values: &mut [Vec<S>],
     masters: usize,
     indices: [usize; K],
@@ -205,7 +205,7 @@ fn run_on<S: Stored, const K: usize>(
             fix,
         )
     })?;
-    Ok(update(rule, p, g, state.map(Vec::as_mut_slice), master.first_mut().map(Vec::as_mut_slice))?)
+    Ok(elementwise_update(rule, p, g, state.map(Vec::as_mut_slice), master.first_mut().map(Vec::as_mut_slice))?)
 }
 
 /// A rule for the gradient times 1 or -1.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::division::{Divided, Division, Stored};
+use super::division::{CanonicalForm, Division, DivisionContext};
 use super::runs::{Runs, chunk};
 use crate::error::Result;
 
@@ -30,8 +30,8 @@ impl Division for Chunks {
         true
     }
 
-    fn stored(&self, _: &Divided<'_>) -> Result<Stored> {
-        Ok(Stored::AsWritten)
+    fn canonical(&self, _: &DivisionContext<'_>) -> Result<CanonicalForm> {
+        Ok(CanonicalForm::AsWritten)
     }
 
     fn write(&self, dim: isize, f: &mut fmt::Formatter<'_>) -> fmt::Result {

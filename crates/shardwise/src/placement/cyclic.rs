@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::division::{Divided, Division, Stored};
+use super::division::{CanonicalForm, Division, DivisionContext};
 use super::runs::Runs;
 use crate::error::{ErrorKind, Result};
 
@@ -33,7 +33,7 @@ impl Division for Cyclic {
         false
     }
 
-    fn stored(&self, divided: &Divided<'_>) -> Result<Stored> {
+    fn canonical(&self, divided: &DivisionContext<'_>) -> Result<CanonicalForm> {
         let k = divided.k;
         if self.block == 0 {
             return Err(ErrorKind::Layout.error(
@@ -46,7 +46,7 @@ impl Division for Cyclic {
         // Not more than that: a program that takes the placement from a layout may use it for another size.
         let is_chunked = |n: usize| n <= 1 || self.block == n.div_ceil(k);
         let same = k == 1 || (0..divided.combinations).all(|outer| is_chunked((divided.len)(outer)));
-        Ok(if same { Stored::Chunks } else { Stored::AsWritten })
+        Ok(if same { CanonicalForm::Chunks } else { CanonicalForm::AsWritten })
     }
 
     fn write(&self, dim: isize, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -24,14 +24,14 @@ pub(super) trait Division {
 
     /// The form in which a layout stores it, so that equal divisions are equal placements; an error if it does not divide
     /// what it is to divide.
-    fn stored(&self, divided: &Divided<'_>) -> Result<Stored>;
+    fn canonical(&self, divided: &DivisionContext<'_>) -> Result<CanonicalForm>;
 
     /// Its text form on a dimension. Parsing it back is a function `parse` beside the kind.
     fn write(&self, dim: isize, f: &mut fmt::Formatter<'_>) -> fmt::Result;
 }
 
-/// What is divided, for [`Division::stored`].
-pub(crate) struct Divided<'a> {
+/// What is divided, for [`Division::canonical`].
+pub(crate) struct DivisionContext<'a> {
     /// Number of coordinates of the axis.
     pub(crate) k: usize,
     /// Number of combinations of coordinates of the axes that divide before.
@@ -43,7 +43,7 @@ pub(crate) struct Divided<'a> {
 }
 
 /// How a layout stores a division.
-pub(super) enum Stored {
+pub(super) enum CanonicalForm {
     /// As the program wrote it.
     AsWritten,
     /// It is the same as plain chunks.

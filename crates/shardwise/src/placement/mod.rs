@@ -13,8 +13,8 @@ mod ragged;
 mod runs;
 mod strided;
 
-pub(crate) use division::Divided;
-pub(crate) use partial::{commute, is_linear, stays};
+pub(crate) use division::DivisionContext;
+pub(crate) use partial::{commute, is_idempotent, is_linear};
 pub(crate) use runs::{Runs, chunk};
 pub use shardwise_kernels::ReduceOp;
 
@@ -27,7 +27,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use crate::error::{Error, ErrorKind, Result};
 use chunks::Chunks;
 use cyclic::Cyclic;
-use division::{Division, Stored};
+use division::{CanonicalForm, Division};
 use ragged::Ragged;
 use strided::Strided;
 
@@ -204,15 +204,15 @@ impl Placement {
 
     /// The form in which a layout stores the placement, so that equal ones are equal; an error if it does not fit what it
     /// is to divide.
-    pub(crate) fn stored(&self, divided: &Divided<'_>) -> Result<Self> {
-        let stored = self.ask(|division, dim| {
-            Ok(match division.stored(divided)? {
-                Stored::AsWritten => self.clone(),
-                Stored::Chunks => Placement::Shard(dim),
-                Stored::Sizes(sizes) => Placement::ragged(dim, sizes),
+    pub(crate) fn canonical(&self, divided: &DivisionContext<'_>) -> Result<Self> {
+        let canonical = self.ask(|division, dim| {
+            Ok(match division.canonical(divided)? {
+                CanonicalForm::AsWritten => self.clone(),
+                CanonicalForm::Chunks => Placement::Shard(dim),
+                CanonicalForm::Sizes(sizes) => Placement::ragged(dim, sizes),
             })
         });
-        stored.unwrap_or_else(|| Ok(self.clone()))
+        canonical.unwrap_or_else(|| Ok(self.clone()))
     }
 
     /// Whether the placement shards a dimension (any dimension for `None`).

@@ -4,7 +4,7 @@ use shardwise_kernels::ReduceOp;
 
 /// Whether a value is its own operand on every rank: reducing copies of it changes nothing.
 #[inline]
-pub(crate) fn stays(op: ReduceOp) -> bool {
+pub(crate) fn is_idempotent(op: ReduceOp) -> bool {
     match op {
         ReduceOp::Avg | ReduceOp::Max | ReduceOp::Min | ReduceOp::BitAnd | ReduceOp::BitOr => true,
         ReduceOp::Sum | ReduceOp::Product | ReduceOp::BitXor => false,

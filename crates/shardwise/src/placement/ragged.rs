@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::division::{Divided, Division, Stored};
+use super::division::{CanonicalForm, Division, DivisionContext};
 use super::runs::{Runs, chunk};
 use crate::error::{ErrorKind, Result};
 
@@ -28,8 +28,8 @@ impl Ragged<'_> {
         if self.sizes.len() == k { self.sizes } else { &self.sizes[outer * k..(outer + 1) * k] }
     }
 
-    fn check_count(&self, divided: &Divided<'_>) -> Result<()> {
-        let Divided { k, combinations, name, .. } = divided;
+    fn check_count(&self, divided: &DivisionContext<'_>) -> Result<()> {
+        let DivisionContext { k, combinations, name, .. } = divided;
         if self.sizes.len() == *k || self.sizes.len() == combinations * k {
             return Ok(());
         }
@@ -59,7 +59,7 @@ impl Division for Ragged<'_> {
         false
     }
 
-    fn stored(&self, divided: &Divided<'_>) -> Result<Stored> {
+    fn canonical(&self, divided: &DivisionContext<'_>) -> Result<CanonicalForm> {
         self.check_count(divided)?;
         let k = divided.k;
         let mut is_chunked = true;
@@ -76,11 +76,11 @@ impl Division for Ragged<'_> {
             is_chunked &= row.iter().enumerate().all(|(i, &s)| s == chunk(have, k, i).len());
         }
         if is_chunked {
-            return Ok(Stored::Chunks);
+            return Ok(CanonicalForm::Chunks);
         }
         let first = &self.sizes[..k];
         let repeats = self.sizes.len() > k && self.sizes.chunks(k).all(|row| row == first);
-        Ok(if repeats { Stored::Sizes(first.into()) } else { Stored::AsWritten })
+        Ok(if repeats { CanonicalForm::Sizes(first.into()) } else { CanonicalForm::AsWritten })
     }
 
     fn write(&self, dim: isize, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::division::{Divided, Division, Stored};
+use super::division::{CanonicalForm, Division, DivisionContext};
 use super::runs::{Runs, chunk};
 use crate::error::{ErrorKind, Result};
 
@@ -39,7 +39,7 @@ impl Division for Strided {
         false
     }
 
-    fn stored(&self, divided: &Divided<'_>) -> Result<Stored> {
+    fn canonical(&self, divided: &DivisionContext<'_>) -> Result<CanonicalForm> {
         if self.split_factor == 0 {
             return Err(ErrorKind::Layout.error(
                 "placement",
@@ -48,7 +48,7 @@ impl Division for Strided {
                 "use S(dim) for a plain shard",
             ));
         }
-        Ok(if self.split_factor == 1 || divided.k == 1 { Stored::Chunks } else { Stored::AsWritten })
+        Ok(if self.split_factor == 1 || divided.k == 1 { CanonicalForm::Chunks } else { CanonicalForm::AsWritten })
     }
 
     fn write(&self, dim: isize, f: &mut fmt::Formatter<'_>) -> fmt::Result {

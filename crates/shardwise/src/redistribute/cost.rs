@@ -1,6 +1,6 @@
 //! What a step of a plan costs: bytes that a rank sends, and time by the links of the mesh.
 
-use super::step::StepKind;
+use super::step::RedistributeStepKind;
 use crate::layout::Layout;
 use crate::mesh::{Link, Links, Mesh};
 
@@ -19,22 +19,24 @@ pub struct Cost {
 const SAMPLE: usize = 32;
 
 /// The cost of a step from `before` to `after` on elements of `elem` bytes.
-pub(super) fn cost(kind: &StepKind, before: &Layout, after: &Layout, elem: usize, links: &Links) -> Cost {
+pub(super) fn cost(kind: &RedistributeStepKind, before: &Layout, after: &Layout, elem: usize, links: &Links) -> Cost {
     let axes = match kind {
-        StepKind::Relabel | StepKind::Narrow | StepKind::MakePartial => return Cost::default(),
-        StepKind::AllReduce { axes, .. }
-        | StepKind::ReduceScatter { axes, .. }
-        | StepKind::AllGather { axes, .. }
-        | StepKind::ExchangeDims { axes, .. }
-        | StepKind::Exchange { axes } => axes,
+        RedistributeStepKind::Relabel | RedistributeStepKind::Narrow | RedistributeStepKind::MakePartial => {
+            return Cost::default();
+        }
+        RedistributeStepKind::AllReduce { axes, .. }
+        | RedistributeStepKind::ReduceScatter { axes, .. }
+        | RedistributeStepKind::AllGather { axes, .. }
+        | RedistributeStepKind::ExchangeDims { axes, .. }
+        | RedistributeStepKind::ExchangeBoxes { axes } => axes,
     };
     let size: usize = axes.iter().map(|&a| before.mesh().shape()[a]).product();
     let elements = |layout: &Layout, rank: usize| layout.local_shape(rank).iter().product::<usize>();
     let bytes_of = |rank: usize| match kind {
-        StepKind::AllReduce { .. } => 2 * elements(before, rank) * elem * (size - 1) / size,
-        StepKind::ReduceScatter { .. } => (elements(before, rank) - elements(after, rank)) * elem,
-        StepKind::AllGather { .. } => elements(before, rank) * elem * (size - 1),
-        StepKind::ExchangeDims { .. } => (elements(before, rank) - kept(before, after, rank)) * elem,
+        RedistributeStepKind::AllReduce { .. } => 2 * elements(before, rank) * elem * (size - 1) / size,
+        RedistributeStepKind::ReduceScatter { .. } => (elements(before, rank) - elements(after, rank)) * elem,
+        RedistributeStepKind::AllGather { .. } => elements(before, rank) * elem * (size - 1),
+        RedistributeStepKind::ExchangeDims { .. } => (elements(before, rank) - kept(before, after, rank)) * elem,
         // What a rank sends is hard to see from its boxes alone; what it receives is not, and the sums are equal.
         _ => (elements(after, rank) - kept(before, after, rank)) * elem,
     };
@@ -45,8 +47,8 @@ pub(super) fn cost(kind: &StepKind, before: &Layout, after: &Layout, elem: usize
     }
     let (link, mean) = (links.slowest(axes), sum / looked_at.max(1));
     let us = match kind {
-        StepKind::AllReduce { .. } => collective_us(2, size, bytes, link),
-        StepKind::Exchange { .. } => exchange_us(size, bytes, mean, link),
+        RedistributeStepKind::AllReduce { .. } => collective_us(2, size, bytes, link),
+        RedistributeStepKind::ExchangeBoxes { .. } => exchange_us(size, bytes, mean, link),
         _ => collective_us(1, size, bytes, link),
     };
     Cost { bytes, total: sum * before.mesh().ranks().len() / looked_at.max(1), us }

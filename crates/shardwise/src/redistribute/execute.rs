@@ -5,16 +5,16 @@ use std::rc::Rc;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::exchange::Exchange;
-use super::plan::Step;
+use super::exchange::BoxExchange;
+use super::plan::RedistributeStep;
 use super::planner;
-use super::step::StepKind;
-use crate::comm::{Call, DeviceMesh, Group, MeshIdentity, Sizes, operator};
+use super::step::RedistributeStepKind;
+use crate::comm::{Call, DeviceMesh, Group, MeshIdentity, RankSizes, record_operator};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::placement::{ReduceOp, stays};
+use crate::placement::{ReduceOp, is_idempotent};
 use crate::rank_context::rank_context;
-use shardwise_kernels::{concat, dense, placeholder};
+use shardwise_kernels::{concat, contiguous, placeholder};
 
 /// Brings a rank's local tensor from one layout to another on the same mesh.
 pub(crate) fn redistribute(
@@ -28,7 +28,7 @@ pub(crate) fn redistribute(
         return Ok(local.clone());
     }
     let prepared = prepared(mesh, from, to, local.dtype())?;
-    operator("redistribute", || {
+    record_operator("redistribute", || {
         let mut local = local.clone();
         // What a step makes for the next one takes memory too; the last result is counted where it is kept.
         let mut held = None;
@@ -43,29 +43,29 @@ pub(crate) fn redistribute(
 }
 
 /// A plan in a form that only has to be run.
-type Prepared = Rc<Vec<PreparedStep>>;
+type PreparedSteps = Rc<Vec<PreparedStep>>;
 
 /// What a prepared plan depends on.
-type Key = (Layout, Layout, DType, MeshIdentity);
+type PreparedKey = (Layout, Layout, DType, MeshIdentity);
 
-/// Prepared plans that a rank keeps before it begins anew.
-const KEPT: usize = 4096;
+/// PreparedSteps plans that a rank keeps before it begins anew.
+const MAX_PREPARED: usize = 4096;
 
 /// The prepared redistributions of a rank. The mesh is kept too: while it lives, no other world has its identity.
 #[derive(Default)]
-struct Kept(HashMap<Key, (DeviceMesh, Prepared)>);
+struct PreparedCache(HashMap<PreparedKey, (DeviceMesh, PreparedSteps)>);
 
-fn prepared(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> Result<Prepared> {
+fn prepared(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> Result<PreparedSteps> {
     let key = (from.clone(), to.clone(), dtype, mesh.identity());
-    let find = |kept: &mut Kept| kept.0.get(&key).map(|(_, prepared)| Rc::clone(prepared));
+    let find = |kept: &mut PreparedCache| kept.0.get(&key).map(|(_, prepared)| Rc::clone(prepared));
     if let Some(found) = rank_context(|context| context.redistributions.with(find)) {
         return Ok(found);
     }
     let plan = planner::candidates(from, to, dtype.size_in_bytes(), mesh.links())?.swap_remove(0);
     let steps = plan.steps().iter().map(|step| PreparedStep::new(mesh, step, dtype)).collect::<Result<Vec<_>>>()?;
     let prepared = Rc::new(steps);
-    let keep = |Kept(kept): &mut Kept| {
-        if kept.len() >= KEPT {
+    let keep = |PreparedCache(kept): &mut PreparedCache| {
+        if kept.len() >= MAX_PREPARED {
             kept.clear();
         }
         kept.insert(key, (mesh.clone(), Rc::clone(&prepared)));
@@ -85,18 +85,18 @@ enum PreparedStep {
         group: Group,
         call: Call,
     },
-    Exchange {
-        exchange: Exchange,
+    ExchangeBoxes {
+        exchange: BoxExchange,
         after: TensorMeta,
     },
     MakePartial {
-        stages: Vec<Stage>,
+        stages: Vec<OperandStage>,
         after: TensorMeta,
     },
 }
 
 /// What becomes of the value on one axis that turns partial.
-enum Stage {
+enum OperandStage {
     /// This rank's operand is neutral, another rank has the value.
     Neutral(ReduceOp),
     /// This rank's shard begins at this offset along a dimension, among neutral elements.
@@ -104,42 +104,49 @@ enum Stage {
 }
 
 impl PreparedStep {
-    fn new(mesh: &DeviceMesh, step: &Step, dtype: DType) -> Result<Self> {
+    fn new(mesh: &DeviceMesh, step: &RedistributeStep, dtype: DType) -> Result<Self> {
         let (rank, before, after) = (mesh.world().rank(), &step.before, &step.after);
         let meta = TensorMeta { shape: after.local_shape(rank), dtype };
         // Sizes along a dimension of what every rank of a group holds.
-        let sizes = |layout: &Layout, group: &Group, dim: usize| -> Sizes {
+        let sizes = |layout: &Layout, group: &Group, dim: usize| -> RankSizes {
             let mesh = layout.mesh();
             let size = |&r: &usize| layout.owned(dim, &mesh.coordinate(r).expect("in the mesh")).len();
             group.ranks().iter().map(size).collect()
         };
         Ok(match &step.kind {
-            StepKind::Relabel => PreparedStep::Nothing,
-            StepKind::Narrow => PreparedStep::Narrow { ranges: kept_ranges(before, after, rank), after: meta },
-            StepKind::AllReduce { axes, op } => {
+            RedistributeStepKind::Relabel => PreparedStep::Nothing,
+            RedistributeStepKind::Narrow => {
+                PreparedStep::Narrow { ranges: kept_ranges(before, after, rank), after: meta }
+            }
+            RedistributeStepKind::AllReduce { axes, op } => {
                 PreparedStep::Collective { group: mesh.group_of(axes)?, call: Call::AllReduce { op: *op } }
             }
-            StepKind::ReduceScatter { axes, op, dim } => {
+            RedistributeStepKind::ReduceScatter { axes, op, dim } => {
                 let group = mesh.group_of(axes)?;
                 let call = Call::ReduceScatter { op: *op, dim: *dim, sizes: sizes(after, &group, *dim) };
                 PreparedStep::Collective { group, call }
             }
-            StepKind::AllGather { axes, dim } => {
+            RedistributeStepKind::AllGather { axes, dim } => {
                 let group = mesh.group_of(axes)?;
                 let call = Call::AllGather { dim: *dim, sizes: sizes(before, &group, *dim) };
                 PreparedStep::Collective { group, call }
             }
-            StepKind::ExchangeDims { axes, from, to } => {
+            RedistributeStepKind::ExchangeDims { axes, from, to } => {
                 let group = mesh.group_of(axes)?;
                 let (from_sizes, to_sizes) = (sizes(before, &group, *from), sizes(after, &group, *to));
                 let call = Call::ExchangeDims { from: *from, from_sizes, to: *to, to_sizes };
                 PreparedStep::Collective { group, call }
             }
-            StepKind::Exchange { axes } => {
+            RedistributeStepKind::ExchangeBoxes { axes } => {
                 let (old, new) = (|r| before.boxes_of(r), |r| after.boxes_of(r));
-                PreparedStep::Exchange { exchange: Exchange::new(mesh.group_of(axes)?, dtype, old, new), after: meta }
+                PreparedStep::ExchangeBoxes {
+                    exchange: BoxExchange::new(mesh.group_of(axes)?, dtype, old, new),
+                    after: meta,
+                }
             }
-            StepKind::MakePartial => PreparedStep::MakePartial { stages: stages(before, after, rank), after: meta },
+            RedistributeStepKind::MakePartial => {
+                PreparedStep::MakePartial { stages: stages(before, after, rank), after: meta }
+            }
         })
     }
 
@@ -154,7 +161,7 @@ impl PreparedStep {
             PreparedStep::Collective { group, call } => {
                 Ok(group.run(call, std::slice::from_ref(local), site)?.swap_remove(0))
             }
-            PreparedStep::Exchange { exchange, after } => exchange.assemble(local, after, site),
+            PreparedStep::ExchangeBoxes { exchange, after } => exchange.assemble(local, after, site),
             PreparedStep::MakePartial { stages, after } => {
                 stages.iter().try_fold(local.clone(), |value, stage| stage.apply(&value, after))
             }
@@ -195,12 +202,12 @@ fn narrow(local: &Tensor, ranges: &[Vec<(usize, usize)>]) -> Result<Tensor> {
     if kept.dims() == local.dims() {
         return Ok(local.clone());
     }
-    if kept.elem_count() > 0 && kept.is_contiguous() { Ok(kept.force_contiguous()?) } else { Ok(dense(&kept)?) }
+    if kept.elem_count() > 0 && kept.is_contiguous() { Ok(kept.force_contiguous()?) } else { Ok(contiguous(&kept)?) }
 }
 
 /// What a rank does to turn its value into its operand, from the first axis to the last: the last is reduced first, so
 /// what an earlier axis wants as a value, a later one makes operands of.
-fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<Stage> {
+fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<OperandStage> {
     let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh carry out nothing");
     let mut stages = Vec::new();
     let mut padded: Vec<usize> = Vec::new();
@@ -219,20 +226,20 @@ fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<Stage> {
                 // As many elements of the whole local tensor come before the first one of the part.
                 let first = part.iter().next().map_or(0, |run| run.start);
                 let before = |run: std::ops::Range<usize>| first.clamp(run.start, run.end) - run.start;
-                stages.push(Stage::Pad { op, dim, offset: whole.iter().map(before).sum() });
+                stages.push(OperandStage::Pad { op, dim, offset: whole.iter().map(before).sum() });
             }
-            None if coordinate[axis] > 0 && !stays(op) => stages.push(Stage::Neutral(op)),
+            None if coordinate[axis] > 0 && !is_idempotent(op) => stages.push(OperandStage::Neutral(op)),
             None => {}
         }
     }
     stages
 }
 
-impl Stage {
+impl OperandStage {
     fn apply(&self, value: &Tensor, after: &TensorMeta) -> Result<Tensor> {
         match self {
-            Stage::Neutral(op) => neutral(*op, value.dims(), value.dtype()),
-            Stage::Pad { op, dim, offset } => {
+            OperandStage::Neutral(op) => neutral(*op, value.dims(), value.dtype()),
+            OperandStage::Pad { op, dim, offset } => {
                 let around = |size: usize| -> Result<Tensor> {
                     let mut shape = value.dims().to_vec();
                     shape[*dim] = size;

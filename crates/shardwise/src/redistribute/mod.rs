@@ -11,10 +11,10 @@ mod search;
 
 pub use cost::Cost;
 pub(crate) use cost::collective_us;
-pub(crate) use exchange::{Exchange, block};
+pub(crate) use exchange::{BoxExchange, block};
 pub(crate) use execute::redistribute;
-pub use plan::{Plan, Step};
-pub use step::StepKind;
+pub use plan::{RedistributePlan, RedistributeStep};
+pub use step::RedistributeStepKind;
 
 use std::fmt;
 
@@ -28,9 +28,9 @@ use crate::layout::Layout;
 #[derive(Debug, Clone)]
 pub struct Explanation {
     /// The plan that is taken.
-    pub chosen: Plan,
+    pub chosen: RedistributePlan,
     /// Plans that would do the same at a higher cost, cheapest first.
-    pub rejected: Vec<Plan>,
+    pub rejected: Vec<RedistributePlan>,
 }
 
 /// The plan for a redistribution on a mesh with its links, and the alternatives that were rejected.

@@ -13,26 +13,26 @@ use std::collections::{BinaryHeap, HashMap};
 use super::cost::{collective_us, exchange_us, sample};
 use crate::layout::Layout;
 use crate::mesh::Links;
-use crate::placement::{Placement, ReduceOp, commute, stays};
+use crate::placement::{Placement, ReduceOp, commute, is_idempotent};
 
 /// What one part of a way does.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Leg {
+pub(super) enum SearchStep {
     Narrow,
     Scatter { axis: usize, op: ReduceOp, dim: usize },
     Move,
     MakePartial { op: ReduceOp },
 }
 
-impl Leg {
+impl SearchStep {
     /// Whether one step does this leg and another that follows.
-    pub(super) fn takes(&self, next: &Leg) -> bool {
+    pub(super) fn takes(&self, next: &SearchStep) -> bool {
         match (*self, *next) {
-            (Leg::Narrow, Leg::Narrow) => true,
-            (Leg::Scatter { op, dim, .. }, Leg::Scatter { op: other_op, dim: other, .. }) => {
+            (SearchStep::Narrow, SearchStep::Narrow) => true,
+            (SearchStep::Scatter { op, dim, .. }, SearchStep::Scatter { op: other_op, dim: other, .. }) => {
                 (op, dim) == (other_op, other)
             }
-            (Leg::MakePartial { op }, Leg::MakePartial { op: other }) => op == other,
+            (SearchStep::MakePartial { op }, SearchStep::MakePartial { op: other }) => op == other,
             _ => false,
         }
     }
@@ -40,10 +40,10 @@ impl Leg {
 
 /// Where a leg leads.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) struct Stop {
+pub(super) struct LayoutSketch {
     pub(super) placements: Vec<Placement>,
     /// Per dimension the axes that cut it, in order, without those of size 1.
-    pub(super) cuts: Vec<Vec<usize>>,
+    pub(super) orders: Vec<Vec<usize>>,
 }
 
 /// How many layouts are looked at on either side of the move of boxes, which bounds the time that a search takes: all on
@@ -61,11 +61,11 @@ pub(super) fn cheapest(
     elem: usize,
     links: &Links,
     limit: f64,
-) -> Option<Vec<(Leg, Stop)>> {
-    let space = Space::new(from, to, pending, elem, links)?;
+) -> Option<Vec<(SearchStep, LayoutSketch)>> {
+    let space = RedistributeSearch::new(from, to, pending, elem, links)?;
     let ends = space.ends();
-    let mut nodes = vec![Node { place: space.place(space.stop(from)), us: 0.0, by: None }];
-    let mut number: HashMap<Stop, usize> = HashMap::from([(nodes[0].place.stop.clone(), 0)]);
+    let mut nodes = vec![SearchNode { place: space.place(space.stop(from)), us: 0.0, by: None }];
+    let mut number: HashMap<LayoutSketch, usize> = HashMap::from([(nodes[0].place.stop.clone(), 0)]);
     let mut open = BinaryHeap::from([Reverse((0u64, 0usize))]);
     // Differences that are nothing but rounding are no reason for another plan.
     let mut best = (limit * (1.0 - 1e-9), None);
@@ -91,7 +91,7 @@ pub(super) fn cheapest(
                 Entry::Vacant(_) if nodes.len() == space.max_stops() => continue,
                 Entry::Vacant(free) => {
                     free.insert(nodes.len());
-                    nodes.push(Node { place, us: f64::INFINITY, by: None });
+                    nodes.push(SearchNode { place, us: f64::INFINITY, by: None });
                     nodes.len() - 1
                 }
             };
@@ -106,7 +106,7 @@ pub(super) fn cheapest(
 }
 
 /// The legs to node `at`, the move of boxes from there to `end`, and those from there to the target.
-fn way(nodes: &[Node], at: usize, ends: &[Place], end: usize) -> Vec<(Leg, Stop)> {
+fn way(nodes: &[SearchNode], at: usize, ends: &[SearchLayout], end: usize) -> Vec<(SearchStep, LayoutSketch)> {
     let mut legs = Vec::new();
     let mut back = at;
     while let Some((previous, leg)) = nodes[back].by {
@@ -114,7 +114,7 @@ fn way(nodes: &[Node], at: usize, ends: &[Place], end: usize) -> Vec<(Leg, Stop)
         back = previous;
     }
     legs.reverse();
-    legs.push((Leg::Move, ends[end].stop.clone()));
+    legs.push((SearchStep::Move, ends[end].stop.clone()));
     let mut on = end;
     while let Some((next, leg)) = ends[on].next {
         legs.push((leg, ends[next].stop.clone()));
@@ -124,23 +124,23 @@ fn way(nodes: &[Node], at: usize, ends: &[Place], end: usize) -> Vec<(Leg, Stop)
 }
 
 /// A layout on the way, with what its price depends on.
-struct Place {
-    stop: Stop,
+struct SearchLayout {
+    stop: LayoutSketch,
     /// Per rank that is looked at and per dimension the range that it holds: begin and length.
     parts: OnceCell<Vec<(usize, usize)>>,
     partials: Vec<Option<ReduceOp>>,
     /// For layouts behind the move of boxes: the one that follows.
-    next: Option<(usize, Leg)>,
+    next: Option<(usize, SearchStep)>,
 }
 
-struct Node {
-    place: Place,
+struct SearchNode {
+    place: SearchLayout,
     us: f64,
-    by: Option<(usize, Leg)>,
+    by: Option<(usize, SearchStep)>,
 }
 
 /// What a search is about.
-struct Space<'a> {
+struct RedistributeSearch<'a> {
     from: &'a Layout,
     to: &'a Layout,
     pending: &'a [usize],
@@ -151,7 +151,7 @@ struct Space<'a> {
     wide: bool,
 }
 
-impl<'a> Space<'a> {
+impl<'a> RedistributeSearch<'a> {
     /// `None` if there are other than plain shards, which this arithmetic does not describe.
     fn new(from: &'a Layout, to: &'a Layout, pending: &'a [usize], elem: usize, links: &'a Links) -> Option<Self> {
         let sizes = from.mesh().shape();
@@ -164,7 +164,7 @@ impl<'a> Space<'a> {
         }
         let coordinates = sample(from.mesh()).map(|rank| from.mesh().coordinate(rank).expect("in the mesh")).collect();
         let wide = sizes.iter().filter(|&&size| size > 1).count() <= WIDE_AXES;
-        Some(Space { from, to, pending, elem, links, coordinates, wide })
+        Some(RedistributeSearch { from, to, pending, elem, links, coordinates, wide })
     }
 
     fn size(&self, axis: usize) -> usize {
@@ -180,30 +180,30 @@ impl<'a> Space<'a> {
     }
 
     /// A layout as a stop: axes of size 1 are as in the target, whatever they are.
-    fn stop(&self, layout: &Layout) -> Stop {
+    fn stop(&self, layout: &Layout) -> LayoutSketch {
         let axes = 0..layout.placements().len();
         let real = |a: usize| if self.size(a) > 1 { layout } else { self.to };
-        let cuts = |dim| layout.shard_order(dim).iter().copied().filter(|&a| self.size(a) > 1).collect();
-        Stop {
+        let orders = |dim| layout.shard_order(dim).iter().copied().filter(|&a| self.size(a) > 1).collect();
+        LayoutSketch {
             placements: axes.map(|a| real(a).placements()[a].clone()).collect(),
-            cuts: (0..self.dims()).map(cuts).collect(),
+            orders: (0..self.dims()).map(orders).collect(),
         }
     }
 
-    fn place(&self, stop: Stop) -> Place {
+    fn place(&self, stop: LayoutSketch) -> SearchLayout {
         let partials = stop.placements.iter().map(Placement::reduction).collect();
-        Place { stop, parts: OnceCell::new(), partials, next: None }
+        SearchLayout { stop, parts: OnceCell::new(), partials, next: None }
     }
 
     /// What the ranks hold, found when it is asked for: most layouts are too many rounds away.
-    fn parts<'p>(&self, place: &'p Place) -> &'p [(usize, usize)] {
+    fn parts<'p>(&self, place: &'p SearchLayout) -> &'p [(usize, usize)] {
         place.parts.get_or_init(|| self.held(&place.stop))
     }
 
-    fn held(&self, stop: &Stop) -> Vec<(usize, usize)> {
+    fn held(&self, stop: &LayoutSketch) -> Vec<(usize, usize)> {
         let mut parts = Vec::with_capacity(self.coordinates.len() * self.dims());
         for coordinate in &self.coordinates {
-            for (axes, &size) in stop.cuts.iter().zip(self.from.shape()) {
+            for (axes, &size) in stop.orders.iter().zip(self.from.shape()) {
                 let (mut begin, mut len) = (0, size);
                 for &axis in axes {
                     let chunk = len.div_ceil(self.size(axis));
@@ -217,33 +217,33 @@ impl<'a> Space<'a> {
     }
 
     /// Whether an operation on an axis may come before those that are pending on later axes.
-    fn is_free(&self, stop: &Stop, axis: usize, op: ReduceOp) -> bool {
+    fn is_free(&self, stop: &LayoutSketch, axis: usize, op: ReduceOp) -> bool {
         let mut later = (axis + 1..stop.placements.len()).filter(|&a| self.size(a) > 1);
         later.all(|a| stop.placements[a].reduction().is_none_or(|other| commute(op, other)))
     }
 
     /// Legs that leave less on every rank: pending reductions are scattered and replicas narrowed. As long as something is
     /// to be reduced, that pays even where shards are gathered afterwards: on few axes all are tried.
-    fn shrinking(&self, stop: &Stop) -> Vec<(Leg, Stop)> {
+    fn shrinking(&self, stop: &LayoutSketch) -> Vec<(SearchStep, LayoutSketch)> {
         let mut legs = Vec::new();
         let all = self.wide && (0..stop.placements.len()).any(|a| stop.placements[a].is_partial() && self.reduces(a));
         let cut = |axis: usize, dim: usize| {
             let mut cut = stop.clone();
             cut.placements[axis] = Placement::Shard(dim as isize);
-            cut.cuts[dim].push(axis);
+            cut.orders[dim].push(axis);
             cut
         };
         let dims = (0..self.dims()).filter(|&dim| self.from.shape()[dim] > 1);
         for axis in (0..stop.placements.len()).filter(|&a| self.size(a) > 1) {
             let (now, to) = (&stop.placements[axis], &self.to.placements()[axis]);
             if let Some(op) = now.reduction().filter(|&op| self.reduces(axis) && self.is_free(stop, axis, op)) {
-                legs.extend(dims.clone().map(|dim| (Leg::Scatter { axis, op, dim }, cut(axis, dim))));
+                legs.extend(dims.clone().map(|dim| (SearchStep::Scatter { axis, op, dim }, cut(axis, dim))));
             } else if now.is_replicate() {
                 let useful = |dim: &usize| {
                     let sharded = to.chunk_dim() == Some(*dim) && !self.pending.is_empty();
                     all || sharded || to.reduction().is_some_and(|op| op != ReduceOp::Avg)
                 };
-                legs.extend(dims.clone().filter(useful).map(|dim| (Leg::Narrow, cut(axis, dim))));
+                legs.extend(dims.clone().filter(useful).map(|dim| (SearchStep::Narrow, cut(axis, dim))));
             }
         }
         legs
@@ -255,14 +255,14 @@ impl<'a> Space<'a> {
     }
 
     /// The layouts from which the target is reached without communication, the target first.
-    fn ends(&self) -> Vec<Place> {
+    fn ends(&self) -> Vec<SearchLayout> {
         let mut ends = vec![self.place(self.stop(self.to))];
-        let mut known: HashMap<Stop, ()> = HashMap::from([(ends[0].stop.clone(), ())]);
+        let mut known: HashMap<LayoutSketch, ()> = HashMap::from([(ends[0].stop.clone(), ())]);
         let mut at = 0;
         while at < ends.len() {
             for (leg, stop) in self.leading_to(&ends[at].stop) {
                 if ends.len() < self.max_stops() && known.insert(stop.clone(), ()).is_none() {
-                    ends.push(Place { next: Some((at, leg)), ..self.place(stop) });
+                    ends.push(SearchLayout { next: Some((at, leg)), ..self.place(stop) });
                 }
             }
             at += 1;
@@ -272,7 +272,7 @@ impl<'a> Space<'a> {
 
     /// Free legs backwards: a shard may be narrowed of a replica, operands made of replicas or of shards. What a mean is of
     /// would have to be scaled, which rounds: it is made of replicas.
-    fn leading_to(&self, stop: &Stop) -> Vec<(Leg, Stop)> {
+    fn leading_to(&self, stop: &LayoutSketch) -> Vec<(SearchStep, LayoutSketch)> {
         let mut legs = Vec::new();
         for axis in (0..stop.placements.len()).filter(|&a| self.size(a) > 1) {
             let source = &self.from.placements()[axis];
@@ -282,30 +282,30 @@ impl<'a> Space<'a> {
                 other
             };
             let made = &stop.placements[axis];
-            if let Some(dim) = made.chunk_dim().filter(|&dim| stop.cuts[dim].last() == Some(&axis)) {
+            if let Some(dim) = made.chunk_dim().filter(|&dim| stop.orders[dim].last() == Some(&axis)) {
                 let mut whole = other(Placement::Replicate);
-                whole.cuts[dim].pop();
-                legs.push((Leg::Narrow, whole));
+                whole.orders[dim].pop();
+                legs.push((SearchStep::Narrow, whole));
             }
             if let Some(op) = made.reduction().filter(|_| source != made || self.reduces(axis)) {
                 let is_free = self.is_free(stop, axis, op);
                 if is_free && op != ReduceOp::Avg {
                     for dim in (0..self.dims()).filter(|&dim| self.from.shape()[dim] > 1) {
                         let mut shard = other(Placement::Shard(dim as isize));
-                        shard.cuts[dim].push(axis);
-                        legs.push((Leg::MakePartial { op }, shard));
+                        shard.orders[dim].push(axis);
+                        legs.push((SearchStep::MakePartial { op }, shard));
                     }
                 }
-                if is_free || stays(op) {
-                    legs.push((Leg::MakePartial { op }, other(Placement::Replicate)));
+                if is_free || is_idempotent(op) {
+                    legs.push((SearchStep::MakePartial { op }, other(Placement::Replicate)));
                 }
             }
         }
         legs
     }
 
-    fn scatter_us(&self, leg: Leg, before: &Place, after: &Place) -> f64 {
-        let Leg::Scatter { axis, .. } = leg else { return 0.0 };
+    fn scatter_us(&self, leg: SearchStep, before: &SearchLayout, after: &SearchLayout) -> f64 {
+        let SearchStep::Scatter { axis, .. } = leg else { return 0.0 };
         let held = |part: &[(usize, usize)]| part.iter().map(|&(_, len)| len).product::<usize>();
         let ranks = self.parts(before).chunks(self.dims()).zip(self.parts(after).chunks(self.dims()));
         let bytes = ranks.map(|(old, new)| held(old) - held(new)).max().unwrap_or(0) * self.elem;
@@ -313,8 +313,8 @@ impl<'a> Space<'a> {
     }
 
     /// The time of moving boxes from one layout to another, or anything that is not below `limit`.
-    fn move_us(&self, before: &Place, after: &Place, limit: f64) -> f64 {
-        let (old, new) = (&before.stop.cuts, &after.stop.cuts);
+    fn move_us(&self, before: &SearchLayout, after: &SearchLayout, limit: f64) -> f64 {
+        let (old, new) = (&before.stop.orders, &after.stop.orders);
         if old == new {
             return 0.0;
         }

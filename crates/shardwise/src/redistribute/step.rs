@@ -4,7 +4,7 @@ use crate::placement::ReduceOp;
 
 /// What happens in a step. Axes are positions on the mesh; a group spans them in the order listed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum StepKind {
+pub enum RedistributeStepKind {
     /// Another name for the same data: axes of size 1.
     Relabel,
     /// Every rank keeps a part of what it has.
@@ -42,7 +42,7 @@ pub enum StepKind {
         to: usize,
     },
     /// Every rank gets the boxes that it lacks from those that have them.
-    Exchange {
+    ExchangeBoxes {
         /// The axes.
         axes: Vec<usize>,
     },

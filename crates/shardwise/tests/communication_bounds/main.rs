@@ -7,7 +7,7 @@
 
 mod recorded_gradients;
 
-use shardwise::ops::{OpEntry, Sample};
+use shardwise::ops::{OpEntry, SampleInput};
 use shardwise::prelude::*;
 use shardwise::{BackwardOptions, DryWorld};
 
@@ -162,10 +162,10 @@ struct Sent {
     made: usize,
 }
 
-fn large(samples: &[Sample]) -> Vec<Sample> {
+fn large(samples: &[SampleInput]) -> Vec<SampleInput> {
     let grown = |n: &usize| if *n > 1 { n * SCALE } else { *n };
-    let dtype = |s: &Sample| if s.below.is_some() { DType::I64 } else { DType::F64 };
-    let one = |s: &Sample| Sample {
+    let dtype = |s: &SampleInput| if s.below.is_some() { DType::I64 } else { DType::F64 };
+    let one = |s: &SampleInput| SampleInput {
         shape: s.shape.iter().map(grown).collect(),
         dtype: dtype(s),
         below: s.below.map(|n| grown(&n)),
@@ -175,8 +175,8 @@ fn large(samples: &[Sample]) -> Vec<Sample> {
 
 /// The placements to try along the axis (a dimension of size one is not sharded: one rank would hold it all): all
 /// combinations for one or two inputs, else one that is not replicated at a time and all sharded alike.
-fn combinations(samples: &[Sample]) -> Vec<Vec<Placement>> {
-    let options = |sample: &Sample| {
+fn combinations(samples: &[SampleInput]) -> Vec<Vec<Placement>> {
+    let options = |sample: &SampleInput| {
         let mut all = vec![Replicate];
         all.extend((0..sample.shape.len()).filter(|&dim| sample.shape[dim] > 1).map(|dim| Shard(dim as isize)));
         if sample.below.is_none() {
@@ -190,7 +190,7 @@ fn combinations(samples: &[Sample]) -> Vec<Vec<Placement>> {
             so_far.iter().flat_map(|chosen| options(sample).into_iter().map(|p| with(chosen, p))).collect()
         });
     }
-    let first = |s: &Sample| if s.shape.first().is_none_or(|&n| n == 1) { Replicate } else { Shard(0) };
+    let first = |s: &SampleInput| if s.shape.first().is_none_or(|&n| n == 1) { Replicate } else { Shard(0) };
     let mut all = vec![samples.iter().map(first).collect::<Vec<_>>()];
     for (i, sample) in samples.iter().enumerate() {
         for option in options(sample) {
@@ -203,10 +203,10 @@ fn combinations(samples: &[Sample]) -> Vec<Vec<Placement>> {
 }
 
 /// What one rank sends. `None` if the operator refuses the samples.
-fn measure(op: &OpEntry, samples: &[Sample], chosen: &[Placement], rank: usize) -> Option<Sent> {
+fn measure(op: &OpEntry, samples: &[SampleInput], chosen: &[Placement], rank: usize) -> Option<Sent> {
     let run = DryWorld::new(RANKS).unwrap().as_rank(rank).unwrap().run(|world| {
         let mesh = world.mesh([("a", RANKS)])?;
-        let input = |(sample, placement): (&Sample, &Placement)| {
+        let input = |(sample, placement): (&SampleInput, &Placement)| {
             let tensor = DTensor::zeros(sample.shape.as_slice(), sample.dtype, &mesh, [placement.clone()])?;
             Ok(if sample.below.is_some() { tensor } else { tensor.requires_grad() })
         };
@@ -217,7 +217,7 @@ fn measure(op: &OpEntry, samples: &[Sample], chosen: &[Placement], rank: usize) 
         let made = outputs.iter().map(|y| y.elem_count() * y.dtype().size_in_bytes()).sum();
         let mut sent = Sent { forward: bytes(), backward: 0, outputs: outputs.len(), made };
         for output in outputs.iter().filter(|y| y.has_gradient()) {
-            let placements = output.layout().settled().placements().to_vec();
+            let placements = output.layout().reduced().placements().to_vec();
             let cotangent = DTensor::zeros(output.shape(), output.dtype(), &mesh, placements)?;
             world.trace().clear();
             let options = BackwardOptions { cotangent: Some(&cotangent), retain_graph: true, ..Default::default() };
@@ -234,11 +234,11 @@ fn measure(op: &OpEntry, samples: &[Sample], chosen: &[Placement], rank: usize) 
 /// What is partial is reduced for all, and all sharded operands but the largest are moved to it unless all are sharded
 /// alike. Backward an operand is brought where it is needed once more, and its gradient goes back. The rest is the
 /// operator's own.
-fn bound(class: &Class, samples: &[Sample], chosen: &[Placement], sent: &Sent) -> (usize, usize) {
-    let bytes = |s: &Sample| s.shape.iter().product::<usize>() * s.dtype.size_in_bytes();
+fn bound(class: &Class, samples: &[SampleInput], chosen: &[Placement], sent: &Sent) -> (usize, usize) {
+    let bytes = |s: &SampleInput| s.shape.iter().product::<usize>() * s.dtype.size_in_bytes();
     let others = RANKS - 1;
     let (mut brought, mut slice): (usize, usize) = (0, 0);
-    let mut sharded: Vec<(usize, isize, &Sample)> = Vec::new();
+    let mut sharded: Vec<(usize, isize, &SampleInput)> = Vec::new();
     for (sample, placement) in samples.iter().zip(chosen) {
         match placement {
             Partial(_) => brought += 2 * others * bytes(sample),
@@ -288,7 +288,7 @@ fn every_operator_sends_at_most_its_bound_forward_and_backward() {
                 let (forward, backward) = (sum(|s| s.forward), sum(|s| s.backward));
                 let (f, b) = bound(class, samples, &chosen, &all[0]);
                 cases += 1;
-                let bytes = |s: &Sample| s.shape.iter().product::<usize>() * s.dtype.size_in_bytes();
+                let bytes = |s: &SampleInput| s.shape.iter().product::<usize>() * s.dtype.size_in_bytes();
                 let data = (samples.iter().map(bytes).sum::<usize>() + all[0].made) as f64 * (RANKS - 1) as f64;
                 most = (most.0.max(forward as f64 / data), most.1.max(backward as f64 / data));
                 if forward > f || backward > b {

@@ -9,12 +9,12 @@ use candle_core::{DType, Tensor};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
-use shardwise::ops::{Attention, OpEntry, Sample, ops};
+use shardwise::ops::{AttentionOptions, OpEntry, SampleInput, ops};
 use shardwise::prelude::*;
 use shardwise_test_suites::values;
 
 /// The placements to try for an input along one axis.
-fn placements(mesh: &Mesh, sample: &Sample, axis: usize, so_far: &[Placement]) -> Vec<Placement> {
+fn placements(mesh: &Mesh, sample: &SampleInput, axis: usize, so_far: &[Placement]) -> Vec<Placement> {
     let mut all = vec![Replicate];
     for dim in 0..sample.shape.len() {
         all.push(Shard(dim as isize));
@@ -37,7 +37,7 @@ fn placements(mesh: &Mesh, sample: &Sample, axis: usize, so_far: &[Placement]) -
     all
 }
 
-fn input(mesh: &DeviceMesh, sample: &Sample, placements: &[Placement]) -> Result<DTensor> {
+fn input(mesh: &DeviceMesh, sample: &SampleInput, placements: &[Placement]) -> Result<DTensor> {
     let layout = Layout::new(mesh.mesh(), sample.shape.as_slice(), placements.to_vec())?;
     let local = values::local(&layout, mesh.world().rank()).to_dtype(sample.dtype)?;
     let local = match sample.below {
@@ -56,7 +56,7 @@ fn input(mesh: &DeviceMesh, sample: &Sample, placements: &[Placement]) -> Result
 fn check(
     op: &OpEntry,
     mesh: &DeviceMesh,
-    samples: &[Sample],
+    samples: &[SampleInput],
     chosen: &[Vec<Placement>],
     expected: &[Tensor],
 ) -> Result<()> {
@@ -78,7 +78,7 @@ fn check(
 }
 
 /// The result of a mesh of one rank.
-fn unsharded(op: &OpEntry, world: &World, samples: &[Sample]) -> Result<Vec<Tensor>> {
+fn unsharded(op: &OpEntry, world: &World, samples: &[SampleInput]) -> Result<Vec<Tensor>> {
     let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
     let inputs = samples.iter().map(|s| input(&alone, s, &[Replicate])).collect::<Result<Vec<_>>>()?;
     (op.apply)(&inputs)?.iter().map(|t| t.full_tensor()).collect()
@@ -185,7 +185,7 @@ fn operands_of_different_dtypes_are_promoted_before_rounding() {
         // 2^24 + 1 is no f32: a sum of operands that are converted first would lose the one
         let part = Tensor::full((1i64 << 23) + world.rank() as i64, 3, &candle_core::Device::Cpu)?;
         let whole = DTensor::from_local(&part, &mesh, [Partial(ReduceOp::Sum)])?;
-        let half = DTensor::full(0.5, 3, DType::F64, &mesh, [Replicate])?;
+        let half = DTensor::full(0.5, (3, DType::F64), &mesh, [Replicate])?;
         let sum = whole.add(&half)?;
         assert_eq!((sum.dtype(), sum.full_tensor()?.to_vec1::<f64>()?), (DType::F64, vec![16_777_217.5; 3]));
         let narrow = DTensor::ones(3, DType::BF16, &mesh, [Shard(0)])?;
@@ -236,7 +236,7 @@ fn products_and_chains_stay_sharded_without_communication() {
         // Batch and heads of attention, also where groups of heads share their keys.
         let queries = DTensor::randn((2, 8, 5, 4), &mesh, [Shard(0), Shard(1)])?;
         let keys = DTensor::randn((2, 4, 5, 4), &mesh, [Shard(0), Shard(1)])?;
-        let causal = Attention { causal: true, ..Attention::default() };
+        let causal = AttentionOptions { causal: true, ..AttentionOptions::default() };
         let mixed = queries.scaled_dot_product_attention(&keys, &keys, causal)?;
         assert_eq!(mixed.placements(), [Shard(0), Shard(1)]);
         let communicated = world.trace().records().iter().filter(|r| r.call != "agree").count();
@@ -282,8 +282,8 @@ fn a_source_longer_than_its_index_is_not_sharded_with_it() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let x = DTensor::zeros((1, 7), DType::F64, &mesh, [Replicate])?;
-        let index = DTensor::arange(0.0, 3.0, 1.0, DType::I64, &mesh, [Shard(0)])?.reshape(&[1, 3])?;
-        let source = DTensor::arange(1.0, 5.0, 1.0, DType::F64, &mesh, [Replicate])?.reshape(&[1, 4])?;
+        let index = DTensor::arange(0.0..3.0, DType::I64, &mesh, [Shard(0)])?.reshape(&[1, 3])?;
+        let source = DTensor::arange(1.0..5.0, DType::F64, &mesh, [Replicate])?.reshape(&[1, 4])?;
         for placement in [Replicate, Shard(1), Partial(ReduceOp::Sum)] {
             let added = x.scatter_add(1, &index, &source.redistribute([placement])?)?;
             assert_eq!(added.full_tensor()?.to_vec2::<f64>()?, [[1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0]]);
@@ -297,11 +297,11 @@ fn a_source_longer_than_its_index_is_not_sharded_with_it() {
 fn operands_are_not_converted_to_a_partial_that_no_input_has() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
-        let bytes = DTensor::full(3.0, (), DType::U8, &mesh, [Partial(ReduceOp::Min)])?;
-        let wholes = DTensor::full(5.0, (), DType::I64, &mesh, [Partial(ReduceOp::Max)])?;
+        let bytes = DTensor::full(3.0, ((), DType::U8), &mesh, [Partial(ReduceOp::Min)])?;
+        let wholes = DTensor::full(5.0, ((), DType::I64), &mesh, [Partial(ReduceOp::Max)])?;
         // A mean of integers would be an error.
         assert_eq!(bytes.sub(&wholes)?.item::<i64>()?, -2);
-        let least = DTensor::full(3.0, (), DType::F32, &mesh, [Partial(ReduceOp::Min)])?;
+        let least = DTensor::full(3.0, ((), DType::F32), &mesh, [Partial(ReduceOp::Min)])?;
         assert_eq!(least.add(&wholes)?.placements(), [Replicate]);
         Ok(())
     };

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use candle_core::{DType, Device, Tensor};
-use shardwise::ops::{OpEntry, Sample, ops};
+use shardwise::ops::{OpEntry, SampleInput, ops};
 use shardwise::prelude::*;
 use shardwise_test_suites::values;
 
@@ -97,10 +97,10 @@ pub(crate) fn grouped(found: &[Combination]) -> BTreeMap<&'static str, String> {
 }
 
 /// The same call on larger sizes, which two ranks share evenly; `None` for one without elements.
-fn enlarged(samples: &[Sample]) -> Option<Vec<Sample>> {
-    let larger = |s: &Sample| {
+fn enlarged(samples: &[SampleInput]) -> Option<Vec<SampleInput>> {
+    let larger = |s: &SampleInput| {
         let shape = s.shape.iter().map(|&n| if n == 1 { 1 } else { 4 * n }).collect();
-        Sample { shape, dtype: s.dtype, below: s.below.map(|n| 4 * n) }
+        SampleInput { shape, dtype: s.dtype, below: s.below.map(|n| 4 * n) }
     };
     // One input alone does not broadcast: along a dimension of one element there is nothing to do.
     let some = samples.iter().all(|s| !s.shape.contains(&0) && (samples.len() > 1 || !s.shape.contains(&1)));
@@ -108,7 +108,7 @@ fn enlarged(samples: &[Sample]) -> Option<Vec<Sample>> {
 }
 
 /// The placements to try for an input: only even shards, of more than one element.
-fn placements(sample: &Sample) -> Vec<Placement> {
+fn placements(sample: &SampleInput) -> Vec<Placement> {
     let cuts = (0..sample.shape.len()).filter(|&d| sample.shape[d] > 1).map(|d| Shard(d as isize));
     let mut all: Vec<Placement> = std::iter::once(Replicate).chain(cuts).collect();
     // A few elements may fit by chance.
@@ -128,7 +128,7 @@ fn reductions(dtype: DType) -> impl Iterator<Item = Placement> {
 const SETS: usize = 64;
 
 /// The inputs of a call with one of the sets of values.
-fn inputs(mesh: &DeviceMesh, samples: &[Sample], chosen: &[Placement], set: usize) -> Result<Vec<DTensor>> {
+fn inputs(mesh: &DeviceMesh, samples: &[SampleInput], chosen: &[Placement], set: usize) -> Result<Vec<DTensor>> {
     let mut all = Vec::new();
     for (i, (sample, placement)) in samples.iter().zip(chosen).enumerate() {
         let layout = Layout::new(mesh.mesh(), sample.shape.as_slice(), [placement.clone()])?;
@@ -202,7 +202,7 @@ fn common(a: Vec<Placement>, b: &[Placement]) -> Vec<Placement> {
     a.into_iter().filter(|p| b.contains(p)).collect()
 }
 
-fn unsharded(op: &OpEntry, alone: &DeviceMesh, samples: &[Sample], set: usize) -> Result<Vec<Tensor>> {
+fn unsharded(op: &OpEntry, alone: &DeviceMesh, samples: &[SampleInput], set: usize) -> Result<Vec<Tensor>> {
     let inputs = inputs(alone, samples, &vec![Replicate; samples.len()], set)?;
     (op.apply)(&inputs)?.iter().map(|t| t.full_tensor()).collect()
 }

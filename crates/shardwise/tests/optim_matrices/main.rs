@@ -114,7 +114,7 @@ fn results_do_not_depend_on_the_layout_on_one_to_four_ranks() {
                     assert_same_state(&state, &expected, tolerance(&algorithm, dtype));
                     let before: Vec<Layout> = params(&mesh, &layouts, dtype)?.iter().map(Param::layout).collect();
                     let after: Vec<Layout> = sharded.iter().map(Param::layout).collect();
-                    assert_eq!(after, before.iter().map(Layout::settled).collect::<Vec<_>>());
+                    assert_eq!(after, before.iter().map(Layout::reduced).collect::<Vec<_>>());
                 }
             }
             Ok(())

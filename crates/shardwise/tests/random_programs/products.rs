@@ -1,6 +1,6 @@
 //! Steps of random programs that multiply: matrix products, attention, convolution, pooling, dropout.
 
-use shardwise::ops::{Attention, Convolution};
+use shardwise::ops::{AttentionOptions, ConvOptions};
 use shardwise::prelude::*;
 
 use crate::program::{Fill, LARGEST, Program, Value};
@@ -104,7 +104,7 @@ fn attention(p: &mut Program) -> Result<()> {
     }
     let causal = p.chance(0.5);
     apply!(p, format!("attention, causal {causal}"), [q, keys, values], false, gain, |x| {
-        let options = Attention { causal, scale: Some(0.125), mask: None };
+        let options = AttentionOptions { causal, scale: Some(0.125), mask: None };
         x[0].scaled_dot_product_attention(&x[1], &x[2], options)
     })
 }
@@ -118,7 +118,7 @@ fn convolution(p: &mut Program) -> Result<()> {
         shape
     })?;
     let shape = p.value(x).shape().to_vec();
-    let options = Convolution {
+    let options = ConvOptions {
         stride: 1 + p.below(2),
         padding: p.below(3),
         dilation: 1 + p.below(2),

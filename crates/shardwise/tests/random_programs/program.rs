@@ -40,7 +40,7 @@ impl Value {
     }
 
     pub(crate) fn rank(&self) -> usize {
-        self.plain.rank()
+        self.plain.ndim()
     }
 
     pub(crate) fn dtype(&self) -> DType {
@@ -121,7 +121,7 @@ impl Program {
                     let flat = at.iter().zip(&shape).fold(0, |flat, (i, n)| flat * n + i);
                     (values::hash(&[flat, i, 3]) % 33) as f64 / 16.0 - 1.0
                 };
-                let weights = DTensor::from_fn(tensor.shape(), tensor.dtype(), tensor.device_mesh(), whole, weight)?;
+                let weights = DTensor::from_fn((tensor.shape(), tensor.dtype()), tensor.device_mesh(), whole, weight)?;
                 let part = tensor.mul(&weights)?.sum_all()?.to_dtype(DType::F64)?;
                 loss = Some(loss.map_or(Ok(part.clone()), |loss| loss.add(&part))?);
             }
@@ -353,7 +353,7 @@ impl Program {
             (true, _) => {
                 let rest = |x: &[DTensor]| {
                     let whole = vec![Replicate; x[0].placements().len()];
-                    let seven = DTensor::full(7.0, (), x[0].dtype(), x[0].device_mesh(), whole)?;
+                    let seven = DTensor::full(7.0, ((), x[0].dtype()), x[0].device_mesh(), whole)?;
                     Ok(vec![x[0].remainder(&seven)?])
                 };
                 self.apply("remainder 7", &[value], true, 1.0, rest)?;
@@ -405,7 +405,7 @@ impl Program {
                 return Err(Error::other(text));
             }
         }
-        let usable = error <= TOO_VAGUE && plain.rank() <= MOST_DIMS && expected.iter().all(|x| x.is_finite());
+        let usable = error <= TOO_VAGUE && plain.ndim() <= MOST_DIMS && expected.iter().all(|x| x.is_finite());
         self.values.push(Value { sharded, plain, exact, error, peak, span, usable });
         Ok(())
     }

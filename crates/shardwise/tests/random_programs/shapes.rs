@@ -2,7 +2,7 @@
 //! sorting.
 
 use rand::seq::SliceRandom;
-use shardwise::ops::Bag;
+use shardwise::ops::EmbeddingBagMode;
 use shardwise::prelude::*;
 
 use crate::program::{Fill, LARGEST, Program, Value};
@@ -292,8 +292,8 @@ fn embedding(p: &mut Program) -> Result<()> {
     if p.chance(0.5) {
         return apply!(p, "embedding", [weight, ids], true, 1.0, |x| x[0].embedding(&x[1]));
     }
-    let mode = one_of(p, &[Bag::Sum, Bag::Mean, Bag::Max]);
-    let keeps = mode != Bag::Mean;
+    let mode = one_of(p, &[EmbeddingBagMode::Sum, EmbeddingBagMode::Mean, EmbeddingBagMode::Max]);
+    let keeps = mode != EmbeddingBagMode::Mean;
     apply!(p, format!("embedding_bag {mode:?}"), [weight, ids], keeps, size as f64, |x| {
         x[0].embedding_bag(&x[1], None, mode)
     })

@@ -2,7 +2,7 @@
 //! more, and states how it amplifies errors. A step without suitable operands does nothing.
 
 use rand::seq::IndexedRandom;
-use shardwise::ops::{Classes, Reduction};
+use shardwise::ops::{LossOptions, Reduction};
 use shardwise::prelude::*;
 
 use crate::program::{Fill, LARGEST, Program, Value};
@@ -420,7 +420,7 @@ fn classes(p: &mut Program) -> Result<()> {
     let n = shape.remove(usize::from(shape.len() > 1));
     let target = p.leaf(&shape, Fill::Below(n))?;
     let gain = 4.0 * p.value(x).count() as f64;
-    let options = Classes {
+    let options = LossOptions {
         reduction: one_of(p, &[Reduction::None, Reduction::Sum, Reduction::Mean]),
         ignore_index: one_of(p, &[-100, 0, 1]),
         label_smoothing: one_of(p, &[0.0, 0.25]),

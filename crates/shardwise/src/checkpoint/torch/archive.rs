@@ -1,106 +1,107 @@
-//! One archive of `torch.save`, read just enough to know where its tensors are.
+//! Reading a `torch.save` archive: the pickle and the locations of its tensors, but no elements.
 
-use super::super::blocks::Blocks;
+use super::super::blocks::BlockChecksums;
 use super::super::element::ElementType;
 use super::super::files::Files;
-use super::super::pickle::{Id, MAX_DEPTH, Object, Pickle};
-use super::super::stored::{Chunk, Contents, NOT_OURS, StoredTensor, row_major};
+use super::super::pickle::{MAX_DEPTH, Object, ObjectId, Pickle};
+use super::super::stored::{Chunk, Contents, NOT_A_CHECKPOINT, StoredTensor, row_major};
 use super::super::value::{Key, Value, flat_key};
 use super::super::zip::Archive;
 use super::names::{CHECKSUMS, STORAGES};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorBox;
 
-/// A longer pickle is refused.
+/// Longest pickle that is read: a bound on what a hostile file can make a reader allocate.
 const MAX_PICKLE: u64 = 1 << 30;
-/// A tensor whose elements are one place in the file many times is refused from this size on.
+/// An expanded tensor (elements that share storage) larger than its storage is refused above this size: a small hostile file
+/// must not fill the memory.
 const MAX_EXPANDED: usize = 64 << 20;
 
-/// An archive and its pickle.
-pub(in crate::checkpoint) struct Saved<'a> {
+/// An opened archive and its parsed pickle.
+pub(in crate::checkpoint) struct TorchArchive<'a> {
     archive: Archive<'a>,
-    /// The directory in which all entries are.
+    /// The directory of all entries in the archive, such as `archive/`.
     prefix: String,
     pickle: Pickle,
 }
 
-/// A tensor in a file.
+/// A tensor of an archive, and where it is in the file.
 #[derive(Debug)]
-pub(in crate::checkpoint) struct Located {
-    /// Type of its elements.
+pub(in crate::checkpoint) struct LocatedTensor {
+    /// Element type.
     pub(in crate::checkpoint) element: ElementType,
-    /// Its shape.
+    /// Shape of the tensor.
     pub(in crate::checkpoint) sizes: Vec<usize>,
-    /// Distances between neighbours, unless it is row-major.
+    /// Strides in elements; `None` if it is row-major.
     pub(in crate::checkpoint) strides: Option<Vec<usize>>,
-    /// Where its first element begins in the file.
+    /// Byte offset of the first element in the file.
     pub(in crate::checkpoint) offset: u64,
-    /// CRC-32 of its bytes, if they are all that the storage has, in order.
+    /// CRC-32 of the elements, known if they are the whole storage in row-major order.
     pub(in crate::checkpoint) crc32: Option<u32>,
-    /// CRC-32 of its blocks, if this library wrote it.
-    pub(in crate::checkpoint) blocks: Option<Blocks>,
+    /// CRC-32 per block, if this library wrote the archive.
+    pub(in crate::checkpoint) blocks: Option<BlockChecksums>,
 }
 
-/// What is at the end of a path.
-pub(in crate::checkpoint) enum Leaf {
-    /// A tensor.
-    Tensor(Located),
-    /// A value.
+/// A leaf of the pickled object.
+pub(in crate::checkpoint) enum TorchLeaf {
+    /// A tensor in a storage of the archive.
+    Tensor(LocatedTensor),
+    /// Any other object that is a plain value.
     Value(Value),
 }
 
-impl Leaf {
-    /// Adds it to the contents of a checkpoint whose file it was found in.
+impl TorchLeaf {
+    /// Adds the leaf to the metadata of a checkpoint; `file` is the file it was found in.
     pub(in crate::checkpoint) fn add_to(self, contents: &mut Contents, file: &str, path: Vec<Key>) -> Result<()> {
         match self {
-            Leaf::Value(value) => contents.add_value(path, value),
-            Leaf::Tensor(located) => contents.add_tensor(path, located.whole(file)),
+            TorchLeaf::Value(value) => contents.add_value(path, value),
+            TorchLeaf::Tensor(located) => contents.add_tensor(path, located.whole(file)),
         }
     }
 }
 
-impl Located {
-    /// The tensor as one that a checkpoint has in one piece.
+impl LocatedTensor {
+    /// The metadata of a tensor that consists of this one chunk.
     fn whole(self, file: &str) -> StoredTensor {
         let (element, shape) = (self.element, self.sizes.clone());
         let part = TensorBox { offsets: vec![0; shape.len()], sizes: shape.clone() };
         StoredTensor { element, shape, chunks: vec![self.chunk(part, file)] }
     }
 
-    /// The tensor as a chunk of another.
+    /// The metadata of a chunk that is the box `part` of a larger tensor.
     pub(in crate::checkpoint) fn chunk(self, part: TensorBox, file: &str) -> Chunk {
-        let Located { offset, strides, crc32, blocks, .. } = self;
+        let LocatedTensor { offset, strides, crc32, blocks, .. } = self;
         Chunk { part, file: file.to_string(), offset, strides, crc32, blocks }
     }
 }
 
 fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
-    ErrorKind::Damaged.error("torch.save archive", found, needed, NOT_OURS)
+    ErrorKind::Damaged.error("torch.save archive", found, needed, NOT_A_CHECKPOINT)
 }
 
-impl<'a> Saved<'a> {
-    /// The archive in a range of a file.
+impl<'a> TorchArchive<'a> {
+    /// Opens the archive in a byte range of a file.
     pub(in crate::checkpoint) fn open(files: &'a Files, file: &'a str, start: u64, length: u64) -> Result<Self> {
         let archive = Archive::open(files, file, start, length)?;
         let prefix = archive.names().find_map(|name| name.strip_suffix("data.pkl").filter(|p| p.ends_with('/')));
-        let prefix = prefix.ok_or_else(|| bad("no entry data.pkl", "a file of torch.save"))?.to_string();
+        let prefix = prefix.ok_or_else(|| bad("no entry data.pkl", "a torch.save file"))?.to_string();
         let order = format!("{prefix}byteorder");
         if archive.entry(&order).is_ok() && archive.read(&order, 16)? != b"little" {
-            return Err(bad("bytes in another order", "the low byte of numbers first"));
+            return Err(bad("big-endian elements", "little-endian ones"));
         }
         let pickle = Pickle::read(&archive.read(&format!("{prefix}data.pkl"), MAX_PICKLE)?)?;
-        Ok(Saved { archive, prefix, pickle })
+        Ok(TorchArchive { archive, prefix, pickle })
     }
 
-    /// The one tensor that the archive is.
-    pub(in crate::checkpoint) fn single(&self) -> Result<Located> {
+    /// Returns the tensor of a single-tensor archive.
+    pub(in crate::checkpoint) fn single(&self) -> Result<LocatedTensor> {
         let root = self.pickle.root();
         self.tensor(root)?.ok_or_else(|| bad(self.pickle.describe(root), "a tensor"))
     }
 
-    /// All tensors and values with the ways to them. Dicts are taken apart, and lists with dicts or tensors in them. So are
-    /// tuples with tensors, which a value cannot have.
-    pub(in crate::checkpoint) fn flatten(&self, base: &[Key]) -> Result<Vec<(Vec<Key>, Leaf)>> {
+    /// Returns all leaves with their paths. Dicts are flattened, and so are lists that contain dicts or tensors, and tuples that
+    /// contain tensors, which a [`Value`] cannot hold.
+    pub(in crate::checkpoint) fn flatten(&self, base: &[Key]) -> Result<Vec<(Vec<Key>, TorchLeaf)>> {
         let mut leaves = Vec::new();
         let mut path = base.to_vec();
         self.visit(self.pickle.root(), &mut path, MAX_DEPTH, &mut self.pickle.budget(), &mut leaves)?;
@@ -109,24 +110,26 @@ impl<'a> Saved<'a> {
 
     fn visit(
         &self,
-        id: Id,
+        id: ObjectId,
         path: &mut Vec<Key>,
         depth: usize,
         budget: &mut usize,
-        leaves: &mut Vec<(Vec<Key>, Leaf)>,
+        leaves: &mut Vec<(Vec<Key>, TorchLeaf)>,
     ) -> Result<()> {
         self.pickle.spend(id, depth, budget)?;
         if let Some(tensor) = self.tensor(id)? {
             *budget = budget.saturating_sub(length(path));
-            leaves.push((path.clone(), Leaf::Tensor(tensor)));
+            leaves.push((path.clone(), TorchLeaf::Tensor(tensor)));
             return Ok(());
         }
         let entries = match self.pickle.get(id) {
             Object::Dict(pairs) => {
                 for &(key, value) in pairs {
                     self.pickle.spend(key, depth, budget)?;
-                    let name =
-                        self.pickle.key_text(key).ok_or_else(|| bad("a dict with keys of another kind", "text"))?;
+                    let name = self
+                        .pickle
+                        .key_text(key)
+                        .ok_or_else(|| bad("a dict with keys that are not strings", "strings"))?;
                     path.push(Key::Name(name));
                     self.visit(value, path, depth - 1, budget, leaves)?;
                     path.pop();
@@ -138,7 +141,7 @@ impl<'a> Saved<'a> {
             _ => {
                 *budget = budget.saturating_sub(length(path));
                 let value = self.pickle.value(id, depth, budget).map_err(|error| at_key(error, &flat_key(path)))?;
-                leaves.push((path.clone(), Leaf::Value(value)));
+                leaves.push((path.clone(), TorchLeaf::Value(value)));
                 return Ok(());
             }
         };
@@ -150,10 +153,10 @@ impl<'a> Saved<'a> {
         Ok(())
     }
 
-    /// Whether there is a tensor among entries and what is in them, or a dict if these count.
+    /// Whether entries contain a tensor at any depth or, if `dicts` is set, a dict.
     fn holds(
         &self,
-        entries: &mut dyn Iterator<Item = Id>,
+        entries: &mut dyn Iterator<Item = ObjectId>,
         dicts: bool,
         depth: usize,
         budget: &mut usize,
@@ -174,11 +177,11 @@ impl<'a> Saved<'a> {
         Ok(false)
     }
 
-    /// The function that makes a tensor, and its arguments, if the object is one; what is wrapped around it is left off.
-    fn rebuilt(&self, id: Id) -> Option<(&str, &[Id])> {
+    /// If the object is a tensor: the function that rebuilds it and the arguments, without wrappers such as `Parameter`.
+    fn rebuilt(&self, id: ObjectId) -> Option<(&str, &[ObjectId])> {
         let mut id = id;
         for _ in 0..4 {
-            let (module, name, args, _) = self.pickle.made(id)?;
+            let (module, name, args, _) = self.pickle.constructed(id)?;
             let args = self.pickle.entries(args)?;
             match (module, name) {
                 ("torch._utils", "_rebuild_parameter") => id = *args.first()?,
@@ -193,12 +196,12 @@ impl<'a> Saved<'a> {
         None
     }
 
-    /// Where a tensor is; `None` if the object is no tensor.
-    fn tensor(&self, id: Id) -> Result<Option<Located>> {
+    /// Locates a tensor; `None` if the object is not a tensor.
+    fn tensor(&self, id: ObjectId) -> Result<Option<LocatedTensor>> {
         let Some((_, args)) = self.rebuilt(id) else { return Ok(None) };
         let parts = || -> Option<_> {
             let [storage, offset, sizes, strides, ..] = args else { return None };
-            let Object::Outside(name) = self.pickle.get(*storage) else { return None };
+            let Object::PersistentId(name) = self.pickle.get(*storage) else { return None };
             let [kind, class, key, _, _] = self.pickle.entries(*name)? else { return None };
             let (_, class) = self.pickle.global(*class)?;
             let of_storage = STORAGES.iter().find(|(name, _)| *name == class).map(|(_, element)| *element);
@@ -215,11 +218,11 @@ impl<'a> Saved<'a> {
             ))
         };
         let (key, of_storage, dtype, first, sizes, strides) =
-            parts().ok_or_else(|| bad("a tensor of another form", "storage, offset, sizes and strides"))?;
+            parts().ok_or_else(|| bad("a tensor of an unknown form", "storage, offset, sizes and strides"))?;
         let element = match (of_storage, dtype) {
             (Some(element), _) => element,
             (None, Some(name)) => ElementType::from_name(name)?,
-            (None, None) => return Err(bad("a tensor without a type", "a type of elements")),
+            (None, None) => return Err(bad("a tensor without a dtype", "a dtype")),
         };
         let size = element.size_in_bytes();
         let name = format!("{}data/{key}", self.prefix);
@@ -243,7 +246,7 @@ impl<'a> Saved<'a> {
             return Err(ErrorKind::Unsupported.error(
                 "torch.save archive",
                 found,
-                "the elements",
+                "a storage that holds every element",
                 "save tensor.contiguous()",
             ));
         }
@@ -257,22 +260,22 @@ impl<'a> Saved<'a> {
             true => self.checksums(entry.bytes)?,
             false => None,
         };
-        Ok(Some(Located { element, sizes, strides: (!ordered).then_some(strides), offset, crc32, blocks }))
+        Ok(Some(LocatedTensor { element, sizes, strides: (!ordered).then_some(strides), offset, crc32, blocks }))
     }
 
-    /// The checksums of the blocks of storage 0, which has so many bytes.
-    fn checksums(&self, bytes: u64) -> Result<Option<Blocks>> {
+    /// Reads the block checksums of storage 0, which has `bytes` bytes, if the archive has them.
+    fn checksums(&self, bytes: u64) -> Result<Option<BlockChecksums>> {
         let name = format!("{}{CHECKSUMS}", self.prefix);
         let Ok(entry) = self.archive.entry(&name) else { return Ok(None) };
         let wrong = || bad(format!("{} bytes as checksums of a storage of {bytes}", entry.bytes), "one per block");
-        // No more than there can be: blocks are not shorter than 64 KiB.
+        // Bounded by the storage: blocks are at least 64 KiB, so 4 bytes per block are less than an 8192th of it.
         let read = self.archive.read(&name, 16 + bytes / 8192).map_err(|_| wrong())?;
-        let blocks = Blocks::from_bytes(&read).filter(|blocks| blocks.fits(bytes));
+        let blocks = BlockChecksums::from_bytes(&read).filter(|blocks| blocks.fits(bytes));
         blocks.map(Some).ok_or_else(wrong)
     }
 }
 
-/// Bytes that a path takes, roughly: it is copied for every leaf.
+/// Approximate size of a path in memory: every leaf has a copy, which the budget accounts for.
 fn length(path: &[Key]) -> usize {
     let step = |key: &Key| match key {
         Key::Name(name) => 8 + name.len(),
@@ -281,7 +284,7 @@ fn length(path: &[Key]) -> usize {
     path.iter().map(step).sum()
 }
 
-/// Says which entry of a checkpoint an error is about.
+/// Adds the flat key of an entry to an error.
 pub(in crate::checkpoint) fn at_key(error: Error, key: &str) -> Error {
     match error {
         Error::Invalid(inner) => {
