@@ -78,7 +78,7 @@ fn assign_splits_the_gradient_between_the_tensor_and_the_value() {
         let found = y.square()?.sum_all()?.backward()?;
         assert!(found.get(&x).is_err());
         assert_eq!(numbers(found.get(&v)?)?, (0..12).map(|i| 2.0 * f64::from(i)).collect::<Vec<_>>());
-        // without recording nothing is recorded, also where the value has a gradient
+        // no_grad records nothing, also where the value has a gradient
         let mut z = x.detach();
         no_grad(|| z.copy_from(&v.redistribute([Shard(0)])?))?;
         assert!(!z.has_gradient());
@@ -197,7 +197,7 @@ fn a_second_backward_through_a_freed_graph_is_an_error() {
 
 #[test]
 fn a_backward_pass_frees_saved_tensors_progressively() {
-    // 24 layers of which each saves an activation of 1 MiB: what is saved goes as gradients come
+    // 24 layers that save an activation of 1 MiB each: it is freed as soon as its gradient is computed
     let peak = |retain_graph: bool| {
         let run = DryWorld::new(2).unwrap().run(|world| {
             let mesh = world.mesh([("a", 2)])?;

@@ -147,7 +147,7 @@ fn any_spec_to_any_other_is_exact_and_sends_every_byte_once() {
         let (source, dst) = (rng.random_range(0..ranks), rng.random_range(0..ranks));
         *kinds.entry(kind).or_default() += 1;
         let label = format!("seed {seed}: {shape:?} {dtype:?} on {ranks} ranks, {kind} {from} to {other_kind} {to}");
-        let told = label.clone();
+        let context = label.clone();
         let result = launch(ranks, move |world| {
             let mesh = world.mesh([("all", ranks)])?;
             let table = whole(&shape, dtype);
@@ -157,22 +157,22 @@ fn any_spec_to_any_other_is_exact_and_sends_every_byte_once() {
             let scattered = sent(&mesh);
             let elsewhere: usize = (0..ranks).filter(|&r| r != source).map(|r| x.shard_size(r)).sum();
             let of_source = if world.rank() == source { elsewhere * dtype.size_in_bytes() } else { 0 };
-            assert_eq!(scattered, of_source, "bytes of shard_tensor, {told}");
+            assert_eq!(scattered, of_source, "bytes of shard_tensor, {context}");
             for shard in x.local_shards() {
-                assert!(same(&shard.tensor(), &part(&table, shard.metadata())), "sharded, {told}");
+                assert!(same(&shard.tensor(), &part(&table, shard.metadata())), "sharded, {context}");
             }
             world.trace().clear();
             let y = x.reshard(to.clone())?;
             let moved = Tensor::new(&[sent(&mesh) as i64], &Device::Cpu)?;
             let total = world.all_reduce(&moved, ReduceOp::Sum)?.to_vec1::<i64>()?[0] as usize;
-            assert_eq!(total, lacking(&x, &y) * dtype.size_in_bytes(), "bytes of reshard, {told}");
+            assert_eq!(total, lacking(&x, &y) * dtype.size_in_bytes(), "bytes of reshard, {context}");
             for shard in y.local_shards() {
-                assert!(same(&shard.tensor(), &part(&table, shard.metadata())), "resharded, {told}");
+                assert!(same(&shard.tensor(), &part(&table, shard.metadata())), "resharded, {context}");
             }
             assert_eq!(y.metadata().shards, to.build_metadata(&shape, dtype)?.shards);
             for (tensor, name) in [(&x, "before"), (&y, "after")] {
                 match tensor.gather(dst)? {
-                    Some(all) => assert!(world.rank() == dst && same(&all, &table), "gathered {name}, {told}"),
+                    Some(all) => assert!(world.rank() == dst && same(&all, &table), "gathered {name}, {context}"),
                     None => assert_ne!(world.rank(), dst),
                 }
             }
@@ -180,7 +180,7 @@ fn any_spec_to_any_other_is_exact_and_sends_every_byte_once() {
             // to a distributed tensor on the same mesh and on one of fewer ranks, and back
             assert!(same(&y.to_dtensor()?.to_mesh(&mesh, [Replicate])?.full_tensor()?, &table), "dtensor, {told}");
             let back = ShardedTensor::from_dtensor(&y.to_dtensor_on(&mesh, [Shard(-1)])?)?;
-            assert!(back.equal(&x)?, "back, {told}");
+            assert!(back.equal(&x)?, "back, {context}");
             Ok(())
         });
         assert!(result.is_ok(), "{label}: {}", result.unwrap_err());

@@ -1,5 +1,5 @@
-//! The public API of `ShardedTensor`: construction, reading, remote shards, states across worlds, operators, embeddings; and
-//! errors that are the same on every rank.
+//! The public API of `ShardedTensor`: construction, reading, remote shards, states across worlds, operators,
+//! embeddings; and errors that are the same on every rank.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -170,7 +170,7 @@ fn a_remote_shard_is_fetched_while_its_owner_is_busy() {
             (0..3).filter(|&r| r != world.rank()).collect::<Vec<_>>()
         );
         assert!(world.rank() == 1 || remote[&1].is_empty());
-        // the owner changes its tensor afterwards: handles read what was there
+        // the owner overwrites its tensor afterwards: handles read the exposed elements
         x.fill(-1.0)?;
         if world.rank() == 1 {
             world.trace().clear();

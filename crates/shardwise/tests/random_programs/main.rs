@@ -5,8 +5,9 @@
 //!
 //! Gradients are taken through a second set of programs, and compared too.
 //!
-//! `SHARDWISE_PROGRAM_CASES` sets the number of programs (default 6000; 10000 is the full count), `SHARDWISE_GRADIENT_CASES`
-//! that of programs with gradients (default 2000, the full count), `SHARDWISE_SEED` the first seed.
+//! `SHARDWISE_PROGRAM_CASES` sets the number of programs (default 6000; 10000 is the full count),
+//! `SHARDWISE_GRADIENT_CASES` that of programs with gradients (default 2000, the full count), `SHARDWISE_SEED` the
+//! first seed.
 
 mod program;
 mod products;
@@ -29,7 +30,7 @@ const MESHES: [&[usize]; 9] = [&[2], &[3], &[4], &[2, 2], &[2, 3], &[3, 2], &[2,
 /// Programs per world: creating one takes longer than running a program.
 const BATCH: u64 = 25;
 
-/// Far longer than a program takes: only a hang gets there.
+/// Far longer than a program takes: only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 #[test]

@@ -191,7 +191,7 @@ impl Program {
         }
     }
 
-    /// The leaves that a program begins with.
+    /// The initial leaves of a program.
     pub(crate) fn leaves(&mut self) -> Result<()> {
         for _ in 0..self.rng.random_range(2..=4) {
             let ndim = *[0, 1, 2, 2, 2, 3, 3, 4].choose(&mut self.rng).expect("sizes");
@@ -411,7 +411,7 @@ impl Program {
     }
 }
 
-/// The distance of numbers around 1 in a type.
+/// The machine epsilon of a type.
 fn precision(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => f64::EPSILON,
