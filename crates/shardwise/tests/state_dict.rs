@@ -1,4 +1,4 @@
-//! Which names a state may have when it is loaded, states as maps, optimizers over modules, and identities of sharded tensors.
+//! State dicts: strict and non-strict names, states as maps, optimizers over modules, identity of sharded tensors.
 
 #[path = "suites/refused.rs"]
 mod refused;
@@ -29,7 +29,7 @@ impl Pair {
     }
 }
 
-/// Another pair of which one layer has another name and one has no bias.
+/// A pair in which one layer has another name and one has no bias.
 #[derive(Module)]
 struct Renamed {
     first: Linear,
@@ -52,14 +52,14 @@ fn numbers(tensor: &DTensor) -> Result<Vec<f32>> {
 }
 
 #[test]
-fn a_state_is_matched_as_the_options_say() {
+fn load_state_dict_follows_the_options() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let (source, target) = (Renamed::new(&mesh)?, Pair::new(&mesh)?);
         let state = source.state_dict_with(&options(true, false, "module."));
         assert!(state.keys().eq(["module.first.weight", "module.last.bias", "module.last.weight"]));
         let before = numbers(&target.second.weight.get())?;
-        // both kinds in one error, and nothing has changed
+        // missing and unexpected names in one error, and nothing has changed
         for partial in [false, true] {
             let error =
                 target.load_state_dict_with(&state, &options(true, partial, "module.")).unwrap_err().to_string();
@@ -76,14 +76,14 @@ fn a_state_is_matched_as_the_options_say() {
         assert_eq!(numbers(&target.first.weight.get())?, numbers(&source.first.weight.get())?);
         assert_eq!(target.first.weight.get().placements(), [Shard(0)]);
         assert_eq!(numbers(&target.second.weight.get())?, before);
-        // a part of the names, all of them known
+        // a subset of the names
         let part: BTreeMap<String, DTensor> =
             [("first.bias".to_string(), target.first.bias.as_ref().unwrap().get().zeros_like()?)].into();
         let loaded = target.load_state_dict_with(&part, &options(true, true, ""))?;
         assert_eq!((loaded.missing.len(), loaded.unexpected.len()), (3, 0));
         assert_eq!(numbers(&target.first.bias.as_ref().unwrap().get())?, [0.0; 4]);
         assert!(target.load_state_dict_with(&part, &options(true, false, "")).is_err());
-        // names with another prefix belong to others; a wrong shape is an error whatever the options
+        // names with another prefix are ignored; a wrong shape is an error whatever the options
         let loaded = target.load_state_dict_with(&part, &options(false, false, "teacher."))?;
         assert_eq!((loaded.missing.len(), loaded.unexpected.len()), (4, 0));
         let wrong: BTreeMap<String, DTensor> =
@@ -96,7 +96,7 @@ fn a_state_is_matched_as_the_options_say() {
 }
 
 #[test]
-fn a_checkpoint_is_matched_as_the_options_say_on_any_number_of_ranks() {
+fn load_into_follows_the_options_on_any_number_of_ranks() {
     let scratch = Scratch::new("model-part");
     let path = scratch.0.join("state");
     let place = path.clone();
@@ -124,7 +124,7 @@ fn a_checkpoint_is_matched_as_the_options_say_on_any_number_of_ranks() {
             Ok(())
         };
         launch(ranks, run).unwrap();
-        // a strict load is refused on all ranks alike, and changes nothing
+        // a strict load fails on all ranks and changes nothing
         let place = path.clone();
         let text = refused(ranks, move |world| {
             let mesh = world.mesh([("dp", ranks)])?;
@@ -149,7 +149,7 @@ fn a_checkpoint_is_matched_as_the_options_say_on_any_number_of_ranks() {
 }
 
 #[test]
-fn states_are_maps() {
+fn states_convert_from_and_to_maps() {
     let mut state: State = [("step", 7), ("epoch", 2)].into_iter().collect();
     state.extend([("names", State::list(["a", "b"])), ("step", State::from(8))]);
     let entries: Vec<(String, State)> = state.clone().into_iter().collect();
@@ -167,7 +167,7 @@ fn states_are_maps() {
 }
 
 #[test]
-fn a_run_resumes_with_one_call_and_what_a_program_adds() {
+fn resume_restores_model_optimizer_data_and_custom_parts() {
     let scratch = Scratch::new("resume-call");
     let path = scratch.0.join("run");
     let run = move |world: World| {
@@ -188,7 +188,7 @@ fn a_run_resumes_with_one_call_and_what_a_program_adds() {
     launch(2, run).unwrap();
 }
 
-/// An optimizer of a program.
+/// A custom optimizer.
 #[derive(Debug, Serialize, Deserialize)]
 struct Constant;
 
@@ -207,7 +207,7 @@ impl Optimizer for Constant {
 }
 
 #[test]
-fn every_optimizer_goes_over_a_module() {
+fn every_optimizer_can_be_built_over_a_module() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let layer = || Linear::without_bias(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]), 3, 4);
