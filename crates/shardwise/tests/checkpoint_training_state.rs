@@ -3,15 +3,6 @@
 //! `tests/data/fsdp_adamw` was written by `tests/scripts/fsdp_adamw.py write`. With `SHARDWISE_PYTHON`, a Python with PyTorch,
 //! PyTorch continues the training run that is saved here.
 
-#[path = "suites/parameters.rs"]
-mod parameters;
-#[path = "suites/refused.rs"]
-mod refused;
-#[path = "suites/scratch.rs"]
-mod scratch;
-#[path = "suites/values.rs"]
-mod values;
-
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -204,7 +195,7 @@ fn training_continues_from_an_fsdp2_checkpoint_as_in_pytorch() {
         .unwrap();
     }
     // an optimizer with other groups or parameters is refused
-    let error = refused(2, |world| {
+    let error = same_error_on_all_ranks(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
         let net = Net::new(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]))?;
         let some = net.named_parameters().into_iter().take(2);

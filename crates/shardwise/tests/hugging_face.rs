@@ -157,7 +157,7 @@ impl Drop for Scratch {
 }
 
 /// Exports a model from a mesh, with all weights non-trivial, and returns its logits for [`IDS`].
-fn exported(config: &ModelConfig, mesh: &str, spread: Spread, path: &std::path::Path) -> Vec<f32> {
+fn exported(config: &ModelConfig, mesh: &str, parallelism: ParallelismConfig, path: &std::path::Path) -> Vec<f32> {
     let mesh: Mesh = mesh.parse().unwrap();
     let plan = parallelism.plan(config, &mesh).unwrap();
     let (config, path, ranks) = (config.clone(), path.to_path_buf(), mesh.size());
@@ -175,7 +175,7 @@ fn exported(config: &ModelConfig, mesh: &str, spread: Spread, path: &std::path::
         }
         export_hf(&world, &path, &*model, &config)?;
         // the ids for every rank along dp, over which the batch is sharded
-        let ids = DTensor::from_fn((4, IDS.len()), DType::U32, &mesh, vec![Replicate; mesh.ndim()], |i| {
+        let ids = DTensor::from_fn(((4, IDS.len()), DType::U32), &mesh, vec![Replicate; mesh.ndim()], |i| {
             f64::from(IDS[i[1]])
         })?;
         let logits = model.forward(&ids)?.select(0, 0)?;
