@@ -41,7 +41,7 @@ pub(crate) fn world_sizes(asked: Option<&[usize]>, usual: &[usize]) -> Result<Ve
 pub(crate) fn agreed<T>(mine: Result<T>) -> Result<T> {
     if let Some(Launched { size, .. }) = launched().filter(|job| job.size > 1) {
         let found = mine.as_ref().map(drop).map_err(Error::clone).and_then(|()| Settings::from_env().map(drop));
-        Settings::default().launch(size, move |world| world.together(found.clone()))?;
+        Settings::default().launch(size, move |world| world.all_ok(found.clone()))?;
     }
     mine
 }

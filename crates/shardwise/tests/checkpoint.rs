@@ -403,7 +403,7 @@ fn conversions_preserve_tensors_and_values_and_diff_finds_changes() {
         let tensors: Vec<_> = found.iter().filter(|(key, _)| first.tensors.contains_key(key)).collect();
         assert!(tensors.is_empty(), "{format:?}: {tensors:?}");
         assert!(format != Format::Native || found.is_empty(), "{found:?}");
-        // cut for four ranks, in half precision, with other names
+        // resharded for four ranks, in half precision, with other names
         let mesh = Mesh::new([4]).unwrap();
         options.reshard = Some(Arc::new(move |_, shape| {
             let dims = shape.len();
@@ -419,7 +419,7 @@ fn conversions_preserve_tensors_and_values_and_diff_finds_changes() {
         assert_eq!((w.element, w.chunks.len()), (ElementType::BF16, 4));
         assert_eq!(third.tensor("new.sharded").unwrap().element, ElementType::I64, "integers stay");
     }
-    // what an f64 cannot tell apart, and infinities
+    // integers that f64 cannot represent, and infinities
     let write = |name: &str, big: i64, x: f64| {
         let path = scratch.0.join(name);
         let place = path.clone();
@@ -469,7 +469,7 @@ fn a_rank_that_dies_while_saving_leaves_the_old_checkpoint() {
     save(1.0, false, path.clone()).unwrap();
     let error = save(2.0, true, path.clone()).unwrap_err().to_string();
     assert!(error.contains("rank 1 gives up"), "{error}");
-    // Rank 1 had written its part before it went, so the new checkpoint may be complete; a mixture is never there.
+    // Rank 1 had written its files before it died, so the new checkpoint may be complete; a mixture never exists.
     let bytes = checkpoint::open(&path).unwrap().read("x").unwrap();
     let values: Vec<f32> = bytes.chunks(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
     assert!(values == [1.0; 8] || values == [2.0; 8], "{values:?}");

@@ -96,7 +96,7 @@ fn corruption_is_found_by_checksums_and_is_only_ever_an_error() {
             std::fs::write(&damaged, &bytes).unwrap();
             let is_found = inspected(&bad);
             found[i] += usize::from(is_found);
-            // Every byte of this library's own files is under a checksum.
+            // Every byte of the native format is covered by a checksum.
             assert!(is_found || format != Format::Native, "seed {seed}: {what} in {}", file.display());
             std::fs::copy(file, &damaged).unwrap();
         }

@@ -1,4 +1,5 @@
-//! A saving process is killed at random moments: afterwards the directory holds the old checkpoint or the new one, complete.
+//! A saving process is killed at random moments: afterwards the directory holds the old checkpoint or the new one,
+//! complete.
 //!
 //! `SHARDWISE_CRASH_CASES` sets the number of killed processes (default 200), `SHARDWISE_SEED` the first seed.
 
@@ -18,7 +19,7 @@ fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
 }
 
-/// What a process does until it is killed: it saves one generation after the other.
+/// The child process: saves one generation after the other until it is killed.
 #[test]
 fn child_process_that_saves() {
     let Some(target) = std::env::var_os(TARGET).map(PathBuf::from) else { return };

@@ -56,7 +56,8 @@ fn mutate(rng: &mut StdRng, bytes: &mut Vec<u8>) {
     }
 }
 
-/// Feeds changed copies of `file` to the reader of the checkpoint at `path` until the time is over. Says how many were good.
+/// Feeds mutated copies of `file` to the reader of the checkpoint at `path` until the time is over; prints how many
+/// were readable.
 fn fuzz(name: &str, good: &Path, file: &str, path: impl Fn(&Path) -> PathBuf) {
     let (seconds, seed) = (number("SHARDWISE_FUZZ_SECONDS", 2), number("SHARDWISE_SEED", 0));
     let scratch = std::env::temp_dir().join(format!("shardwise-fuzz-{name}-{}", std::process::id()));

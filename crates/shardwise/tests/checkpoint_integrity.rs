@@ -20,7 +20,7 @@ fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
 }
 
-/// State of two ranks that is one number everywhere.
+/// A state whose elements are all the same number.
 fn generation(world: &World, number: i64, format: Format) -> Result<State> {
     let mesh = world.mesh([("dp", world.size())])?;
     let tensor = |i: usize| -> Result<(String, State)> {
@@ -35,8 +35,8 @@ fn generation(world: &World, number: i64, format: Format) -> Result<State> {
     Ok(State::map(entries))
 }
 
-/// Loads again and again with three ranks, in another layout, while two others save one generation after the other to the same
-/// path. Returns how many generations were saved meanwhile.
+/// Loads again and again with three ranks, in another layout, while two others save one generation after the other to
+/// the same path. Returns how many generations were saved meanwhile.
 fn load_while_saving(format: Format, loads: usize) -> i64 {
     let scratch = Scratch::new(&format!("concurrent-{format:?}"));
     let path = scratch.0.join("state");
@@ -74,7 +74,7 @@ fn load_while_saving(format: Format, loads: usize) -> i64 {
             if format != Format::HuggingFace {
                 found.push(state.value("generation")?.read()?);
             }
-            // Ranks tell each other what they have: one generation on all of them.
+            // Ranks compare what they loaded: the same generation on all of them.
             let range = [*found.iter().max().unwrap(), -*found.iter().min().unwrap()];
             let mine = candle_core::Tensor::new(&range, &candle_core::Device::Cpu)?;
             let range = world.all_reduce(&mine, ReduceOp::Max)?.to_vec1::<i64>()?;
@@ -94,7 +94,7 @@ fn loads_during_saves_read_one_consistent_checkpoint() {
     let saves = load_while_saving(Format::Native, loads);
     println!("{loads} loads by three ranks while {saves} checkpoints were saved: none mixed, none damaged");
     assert!(saves > 3, "saves must happen meanwhile: {saves}");
-    // formats whose descriptions say less about what is in the files
+    // formats whose metadata describes less of the files
     for format in [Format::Dcp, Format::HuggingFace] {
         let saves = load_while_saving(format, loads / 8);
         println!("{} loads in {format:?} while {saves} checkpoints were saved", loads / 8);
@@ -117,7 +117,7 @@ fn an_open_catalog_is_not_affected_by_a_later_save() {
             assert!(catalog.read(key).unwrap().chunks(4).all(|x| x == expected.to_le_bytes()), "{key}");
         }
     }
-    // none there any more, and files that are gone one by one: not damage
+    // a deleted checkpoint, and files deleted one by one: not reported as corruption
     std::fs::remove_dir_all(&path).unwrap();
     let error = same_error_on_all_ranks(2, move |world| {
         checkpoint::load(&world, &path, &generation(&world, 0, Format::Native)?).map(drop)
@@ -202,7 +202,7 @@ fn every_flipped_bit_is_found_by_a_load_in_another_layout() {
     flips(Format::Native, cases, first);
 }
 
-/// Takes the checksums of blocks out of a manifest: what this library wrote before it had them.
+/// Removes the block checksums from a manifest, as earlier versions wrote it.
 fn without_blocks(path: &Path) {
     let manifest = path.join("manifest.json");
     let mut sealed: serde_json::Value = serde_json::from_slice(&std::fs::read(&manifest).unwrap()).unwrap();
@@ -315,10 +315,10 @@ fn a_conversion_writes_the_selected_tensors_with_several_boxes_per_rank() {
     assert!(error.contains("none of 6 tensors"), "{error}");
 }
 
-/// Set for the process that cannot write much: where it saves.
+/// Set for the child process with a limited file size: where it saves.
 const FULL: &str = "SHARDWISE_FULL_TARGET";
 
-/// What the process does whose files may not grow: the second rank has the most to write.
+/// The child process with a limited file size: the second rank has the most to write.
 #[test]
 fn child_process_with_a_full_disk() {
     let Some(target) = std::env::var_os(FULL).map(PathBuf::from) else { return };
@@ -334,7 +334,7 @@ fn child_process_with_a_full_disk() {
 fn errors_of_full_disks_and_unwritable_paths_name_path_cause_and_rank() {
     let scratch = Scratch::new("full");
     let target = scratch.0.join("state");
-    // A limit on the size of files stands for a full disk: the system refuses to write on.
+    // A limit on the file size simulates a full disk.
     let script = "trap '' XFSZ; ulimit -f 64; exec \"$@\"";
     let output = Command::new("sh")
         .args(["-c", script, "sh"])

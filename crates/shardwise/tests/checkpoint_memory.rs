@@ -16,7 +16,7 @@ fn scratch(name: &str) -> PathBuf {
     path
 }
 
-/// Memory of this process now and at most since the last reset, in bytes.
+/// Current memory of this process, and peak memory since the last reset, in bytes.
 fn memory() -> (usize, usize) {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let read = |name: &str| {
@@ -83,7 +83,7 @@ fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     std::fs::remove_dir_all(&root).unwrap();
 }
 
-/// Runs a load on two ranks; memory before it, and at most until it is over.
+/// Runs a load on two ranks; returns the memory before it and the peak during it.
 fn launch_measured(load: impl Fn(&World) -> Result<State> + Send + Sync + 'static) -> (usize, usize) {
     launch(2, move |world| {
         world.barrier()?;

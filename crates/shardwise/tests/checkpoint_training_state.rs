@@ -22,7 +22,7 @@ fn layouts(ranks: usize) -> Vec<(Vec<usize>, Vec<Placement>)> {
     vec![(vec![5, 4], vec![placement]), (vec![7], vec![Shard(0)]), (vec![3, 2], vec![Shard(1)])]
 }
 
-/// A new optimizer takes what another has saved: through a template, and in one call.
+/// A new optimizer loads the state of another: through a template, and in one call.
 #[test]
 fn a_new_optimizer_loads_every_moment_of_a_checkpoint() {
     for (i, algorithm) in algorithms().into_iter().enumerate() {
@@ -109,8 +109,8 @@ fn a_load_that_leaves_moments_unfilled_is_an_error() {
         let mut empty = saved.clone();
         empty.params.values_mut().for_each(|param| *param = Default::default());
         let mut fresh = ShardedOptimizer::new(names(&own), group)?;
-        let told = fresh.load_state_dict(&empty).unwrap_err().to_string();
-        assert!(told.contains("no moments of any parameter after 1 step"), "{told}");
+        let error = fresh.load_state_dict(&empty).unwrap_err().to_string();
+        assert!(error.contains("no moments of any parameter after 1 step"), "{error}");
         // one parameter alone may have had no gradient
         empty.params.insert("p0".into(), saved.params["p0"].clone());
         fresh.load_state_dict(&empty)?;
@@ -160,7 +160,7 @@ fn stored(path: &Path, key: &str) -> Tensor {
 fn restored(world: &World) -> Result<(Net, ShardedOptimizer, DTensor, DTensor)> {
     let mesh = world.mesh([("dp", world.size())])?;
     let net = Net::new(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]))?;
-    // what is loaded counts
+    // loaded settings replace the initial ones
     let mut optimizer = ShardedOptimizer::new(net.named_parameters(), ParamGroup::new(AdamW::default()))?;
     checkpoint::load_into(world, data().join("checkpoint"), (&net, named("optim", &mut optimizer)))?;
     let group = &optimizer.groups()[0];
@@ -194,7 +194,7 @@ fn training_resumes_from_pytorch_fsdp2_and_adamw_checkpoints() {
         })
         .unwrap();
     }
-    // an optimizer of other groups or parameters is refused
+    // an optimizer with other groups or parameters is rejected
     let error = same_error_on_all_ranks(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
         let net = Net::new(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]))?;
@@ -253,7 +253,7 @@ fn a_series_resumes_from_the_newest_intact_checkpoint() {
         Ok(())
     })
     .unwrap();
-    // the newest is damaged
+    // the newest is corrupt
     let file = series.path(3).join("part-00000.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
     let last = bytes.len() - 1;

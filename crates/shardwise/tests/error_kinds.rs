@@ -88,10 +88,11 @@ fn the_first_index_outside_its_dimension_is_named() {
 fn an_error_that_one_rank_reports_keeps_its_kind() {
     let found = kinds(3, |world| {
         let missing = || Err(ErrorKind::path("/data/shard-0").error("file", "none", "one", "copy it"));
-        world.first(missing).map(|_: Option<()>| ())
+        world.on_first_rank(missing).map(|_: Option<()>| ())
     });
     assert_eq!(found, vec![Some(ErrorKind::Path { path: PathBuf::from("/data/shard-0") }); 3]);
-    let other = kinds(2, |world| world.first(|| -> Result<()> { Err(Error::other("of the program")) }).map(drop));
+    let other =
+        kinds(2, |world| world.on_first_rank(|| -> Result<()> { Err(Error::other("of the program")) }).map(drop));
     assert_eq!(other, [None, None]);
 }
 

@@ -157,7 +157,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Exports a model from a mesh, all of whose weights say something, and gives its own logits for [`IDS`].
+/// Exports a model with random weights from a mesh, and returns its logits for [`IDS`].
 fn exported(config: &ModelConfig, mesh: &str, parallelism: ParallelismConfig, path: &std::path::Path) -> Vec<f32> {
     let mesh: Mesh = mesh.parse().unwrap();
     let plan = parallelism.plan(config, &mesh).unwrap();

@@ -84,7 +84,7 @@ fn options_control_how_names_of_a_state_dict_are_matched() {
         assert_eq!((loaded.missing_keys.len(), loaded.unexpected_keys.len()), (3, 0));
         assert_eq!(numbers(&target.first.bias.as_ref().unwrap().get())?, [0.0; 4]);
         assert!(target.load_state_dict_with(&part, &options(true, false, "")).is_err());
-        // names with another prefix belong to others; a wrong shape is an error whatever the options
+        // names with another prefix are ignored; a wrong shape is an error whatever the options
         let loaded = target.load_state_dict_with(&part, &options(false, false, "teacher."))?;
         assert_eq!((loaded.missing_keys.len(), loaded.unexpected_keys.len()), (4, 0));
         let wrong: BTreeMap<String, DTensor> =
@@ -189,7 +189,7 @@ fn a_run_resumes_with_one_call_including_custom_state() {
     launch(2, run).unwrap();
 }
 
-/// An optimizer of a program.
+/// A custom optimizer.
 #[derive(Debug, Serialize, Deserialize)]
 struct Constant;
 

@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering::Relaxed;
 
 use clap::Args;
-use shardwise::comm::Report;
+use shardwise::comm::CommReport;
 use shardwise::mesh::Network;
 use shardwise::models::check_export;
 use shardwise::prelude::*;
@@ -131,12 +131,12 @@ fn prepared(options: Options, network: Network) -> Result<Prepared> {
     Ok(Prepared { job, tokens, prompt, resumed, overwrite, export_hf })
 }
 
-fn show(summary: &Summary, report: Option<&Report>, json: bool) -> Result<()> {
+fn show(summary: &Summary, report: Option<&CommReport>, json: bool) -> Result<()> {
     let mut out = std::io::stdout().lock();
     if json {
         let mut object = serde_json::to_value(summary).map_err(Error::other)?;
         if let Some(report) = report {
-            let row = |(operator, call, total): &(&str, &str, shardwise::comm::Total)| {
+            let row = |(operator, call, total): &(&str, &str, shardwise::comm::CommTotal)| {
                 let ms = total.duration.as_secs_f64() * 1e3;
                 serde_json::json!({
                     "operator": operator, "collective": call, "calls": total.calls, "bytes": total.bytes, "ms": ms

@@ -12,7 +12,7 @@ use super::model::{Model, ModelSpec};
 use super::names::WeightName;
 use super::weights::parameter;
 use crate::checkpoint::{ConvertOptions, Format, State, convert, save};
-use crate::comm::{World, together};
+use crate::comm::{World, all_ok};
 use crate::error::{Error, ErrorKind, Result};
 use crate::param::Param;
 use crate::tensor::DTensor;
@@ -61,7 +61,7 @@ pub fn export_hf(
     config: &(impl ModelSpec + ?Sized),
 ) -> Result<()> {
     let (path, site) = (path.as_ref(), Location::caller());
-    together(world, check_export(path), site)?;
+    all_ok(world, check_export(path), site)?;
     let params: BTreeMap<String, Param> = model.named_parameters().into_iter().collect();
     let dtype = params.values().next().map_or(DType::F32, Param::dtype);
     let names = model.weight_names();
@@ -84,7 +84,7 @@ pub fn export_hf(
         let text = serde_json::to_string_pretty(&config).map_err(Error::other)?;
         Ok(fs::write(path.join("config.json"), text + "\n")?)
     };
-    together(world, if world.rank() == 0 { joined() } else { Ok(()) }, site)
+    all_ok(world, if world.rank() == 0 { joined() } else { Ok(()) }, site)
 }
 
 /// Checks that [`export_hf`] may write to a path: a new directory, an empty one, or an earlier export. Local.

@@ -89,7 +89,7 @@ pub fn import(model: &dyn Model, weights: &BTreeMap<String, Tensor>) -> Result<(
         let now = param.get();
         let part = part.to_dtype(now.dtype())?;
         let mesh = now.device_mesh();
-        let value = DTensor::distribute_tensor(&part, mesh, now.layout().settled().placements().to_vec(), None)?;
+        let value = DTensor::distribute_tensor(&part, mesh, now.layout().reduced().placements().to_vec(), None)?;
         param.set(&value.to_layout(now.layout())?)?;
     }
     Ok(())

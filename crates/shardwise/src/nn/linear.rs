@@ -8,17 +8,17 @@ use crate::ops::EmbeddingBagMode;
 use crate::param::Param;
 use crate::tensor::DTensor;
 
-/// Implements `Module` for a layer of this crate. Other crates use `#[derive(Module)]`, which names this crate as
+/// Implements `Module` for a layer of this crate. Other crates use `#[ derive(Module)]`, which names this crate as
 /// `::shardwise` and so cannot be used inside it.
 macro_rules! layer {
     ($name:ident { $($field:ident),* }) => {
-        impl $crate::nn::Module for $name {
+        impl $crate::nn:: Module for $name {
             fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, $crate::nn::ModuleItem<'_>)) {
                 if self.hooks.walk_replacement(path, "hooks", visit) {
                     return;
                 }
                 visit(path, $crate::nn::ModuleItem::Module(stringify!($name)));
-                $($crate::nn::Module::walk(&self.$field, &$crate::nn::join(path, stringify!($field)), visit);)*
+                $($crate::nn::Module::walk(&self.$field,&$crate::nn::join(path, stringify!($field)), visit);)*
             }
         }
     };
@@ -31,7 +31,7 @@ pub struct Linear {
     pub weight: Param,
     /// Bias `[out]`.
     pub bias: Option<Param>,
-    /// Input and output hooks; see [`Hooks`].
+    /// Input and output hooks; see [` Hooks`].
     pub hooks: Hooks,
 }
 
@@ -63,7 +63,7 @@ impl Forward for Linear {
 pub struct Embedding {
     /// Table `[vocabulary, features]`.
     pub weight: Param,
-    /// Input and output hooks; see [`Hooks`].
+    /// Input and output hooks; see [` Hooks`].
     pub hooks: Hooks,
 }
 
@@ -87,7 +87,7 @@ impl Forward for Embedding {
 pub struct EmbeddingBag {
     /// Table `[vocabulary, features]`.
     pub weight: Param,
-    /// Input and output hooks; see [`Hooks`].
+    /// Input and output hooks; see [` Hooks`].
     pub hooks: Hooks,
     mode: EmbeddingBagMode,
 }
@@ -101,7 +101,7 @@ impl EmbeddingBag {
         Ok(EmbeddingBag { weight, hooks: builder.hooks(), mode })
     }
 
-    /// Looks up bags of any length: `offsets` has the position in `ids` at which each bag begins. Hooks see `ids`.
+    /// Looks up bags of any length: `offsets` has the position in `ids` at which each bag begins. Hooks see ` ids`.
     #[track_caller]
     pub fn forward_bags(&self, ids: &DTensor, offsets: &[usize]) -> Result<DTensor> {
         let bags = |ids: &DTensor| self.weight.get().embedding_bag(ids, Some(offsets), self.mode);
@@ -119,7 +119,7 @@ impl Forward for EmbeddingBag {
 /// Dropout: zeroes elements with probability `p` in training and scales the rest by `1 / (1 - p)`; the identity in
 /// evaluation. The mask is the same for every layout.
 pub struct Dropout {
-    /// Input and output hooks; see [`Hooks`].
+    /// Input and output hooks; see [` Hooks`].
     pub hooks: Hooks,
     p: f64,
     training_mode: TrainingMode,

@@ -20,13 +20,13 @@ use candle_core::{DType, Tensor};
 use rustc_hash::FxHasher;
 use smallvec::SmallVec;
 
-use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of};
+use crate::comm::{DeviceMesh, Origin, record_implicit_operator, with_purpose};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::{Layout, OwnedBox, Runs, TensorBox, TensorMeta, coordinates};
 use crate::mesh::Mesh;
 use crate::module_scope::user_site;
 use crate::rank_context::rank_context;
-use crate::redistribute::Exchange;
+use crate::redistribute::BoxExchange;
 use crate::rule::{Decision, RequiredInput, Signature};
 use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors, check_metas, check_room};
 use shardwise_kernels::placeholder;
@@ -63,7 +63,7 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
     ///
     /// The inputs share memory with distributed tensors, which are immutable: a kernel must not write to them in place, nor keep
     /// another handle to what it returns. Not called in a dry run.
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>>;
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>>;
 
     /// In which type the kernel computes its term of an output that is `Partial` with a sum, mean or product.
     fn accumulation(&self) -> Accumulation {
@@ -292,7 +292,7 @@ enum Bring {
     /// After a redistribution ranks exchange boxes.
     Fetch {
         from: Layout,
-        exchange: Box<Exchange>,
+        exchange: Box<BoxExchange>,
         after: TensorMeta,
     },
 }
@@ -396,14 +396,14 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     for (input, bring) in inputs.iter().zip(&decided.brings) {
         locals.push(match bring {
             Bring::Ready => input.held().clone(),
-            _ => implicitly(op.name(), || bring.run(&input.detach(), dry, site))?,
+            _ => record_implicit_operator(op.name(), || bring.run(&input.detach(), dry, site))?,
         });
     }
     if dry {
         scope::note(op.name());
         let held: SmallVec<[&[usize]; 3]> = locals.iter().map(Tensor::dims).collect();
         let made: SmallVec<[&[usize]; 3]> = decided.locals.iter().map(|m| m.shape.as_slice()).collect();
-        mesh.world().work().add(op.flops(&held, &made));
+        mesh.world().flops().add(op.flops(&held, &made));
     }
     let held = held_types(op.accumulation(), inputs, &locals, &decided.decision.outputs, &decided.locals);
     let outputs = match dry || !mesh.contains(rank) {
@@ -497,7 +497,12 @@ impl Bring {
         if boxes.len() != mesh.mesh().size() || !boxes.iter().all(inside) {
             let needed = format!("a box of {from} for each of {} ranks", mesh.mesh().size());
             let found = format!("boxes {boxes:?}");
-            return Err(ErrorKind::Layout.error("rule", found, needed, "ask for a part of the input on every rank"));
+            return Err(ErrorKind::Layout.error(
+                "rule",
+                found,
+                needed,
+                "request a box inside of the input for every rank",
+            ));
         }
         let ranks = mesh.mesh().ranks();
         let position = |rank: usize| ranks.iter().position(|&r| r == rank).expect("a rank of the mesh");
@@ -517,7 +522,7 @@ impl Bring {
                     .iter()
                     .all(|w| own.iter().any(|o| o.global.intersect(&w.global).as_ref() == Some(&w.global)))
         };
-        if mesh.mesh().fibre(axes, me).into_iter().all(held) {
+        if mesh.mesh().group_ranks(axes, me).into_iter().all(held) {
             let ranges = match (wanted(me).first(), from.boxes_of(me).first()) {
                 (Some(w), Some(own)) => {
                     let starts = w.global.offsets.iter().zip(&own.global.offsets).map(|(w, o)| w - o);
@@ -527,7 +532,7 @@ impl Bring {
             };
             return Ok(Bring::Narrow { from, ranges, after });
         }
-        let exchange = Exchange::new(mesh.group_of(axes)?, input.dtype(), |r| from.boxes_of(r), wanted);
+        let exchange = BoxExchange::new(mesh.group_of(axes)?, input.dtype(), |r| from.boxes_of(r), wanted);
         Ok(Bring::Fetch { from, exchange: Box::new(exchange), after })
     }
 
@@ -546,7 +551,7 @@ impl Bring {
             Bring::Fetch { from, exchange, after } => {
                 let source = input.to_layout_at(from, site)?;
                 let held = source.held();
-                on_behalf_of(input.origin(), 0, || {
+                with_purpose(input.origin(), 0, || {
                     if held.dtype() == after.dtype {
                         return exchange.assemble(held, after, site);
                     }

@@ -84,7 +84,7 @@ fn variance(step: &mut ParamStep<'_>, gradient: &DTensor, weight: f64, smallest:
     });
     let by_row = by_row?;
     let mean = by_row.mean(&[-2], true)?;
-    let mean = mean.to_layout(&mean.layout().settled())?.clamp(Some(smallest), None)?;
+    let mean = mean.to_layout(&mean.layout().reduced())?.clamp(Some(smallest), None)?;
     by_row.div(&mean)?.mul(&by_column?)
 }
 

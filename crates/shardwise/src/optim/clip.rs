@@ -8,7 +8,7 @@ use crate::error::{ErrorKind, Result};
 use crate::param::Param;
 use crate::placement::ReduceOp;
 use crate::tensor::DTensor;
-use shardwise_kernels::{Power, measure};
+use shardwise_kernels::{NormPartial, norm_partial};
 
 /// Scales the gradients of some parameters so that their total norm is at most `max_norm`.
 ///
@@ -99,16 +99,16 @@ pub fn clip_grad_value<'a>(
 #[track_caller]
 fn total_norm(gradients: &Gradients, world: &World, norm_type: f64) -> Result<f64> {
     let (power, op) = match norm_type {
-        f64::INFINITY => (Power::Largest, ReduceOp::Max),
-        p => (Power::Sum(p), ReduceOp::Sum),
+        f64::INFINITY => (NormPartial::MaxAbs, ReduceOp::Max),
+        p => (NormPartial::PowerSum(p), ReduceOp::Sum),
     };
     let mut size = 0.0;
     for gradient in gradients.iter().filter(|gradient| !world.is_dry() && is_first_holder(gradient)) {
-        let part = measure(gradient.local(), power)?;
+        let part = norm_partial(gradient.local(), power)?;
         size = match power {
-            Power::Largest if size >= part => size,
-            Power::Largest => part,
-            Power::Sum(_) => size + part,
+            NormPartial::MaxAbs if size >= part => size,
+            NormPartial::MaxAbs => part,
+            NormPartial::PowerSum(_) => size + part,
         };
     }
     let all = world.all_reduce(&Tensor::new(size, &Device::Cpu)?, op)?;

@@ -58,7 +58,7 @@ use working_state::WorkingState;
 /// An optimizer over named parameters, each in any layout on any mesh of the world.
 ///
 /// A step first brings gradients into the layouts of their parameters, in few large collectives. Elementwise optimizers
-/// are local from there on; [`Adafactor`] and [`Muon`] need full matrices and document what else they communicate. The
+/// are local from there on;[`Adafactor`] and [`Muon`] need full matrices and document what else they communicate. The
 /// optimizer state of a parameter is sharded like the parameter (ZeRO for fully sharded ones).
 ///
 /// [`backward`](DTensor::backward) returns gradients as values, so there is no `zero_grad`.
@@ -219,7 +219,7 @@ impl ShardedOptimizer {
             let Some(gradient) = gradients.take(leaf) else { continue };
             let group = &self.groups[optimized.group];
             // A parameter that is a partial sum is reduced.
-            let param = leaf.detach().to_layout(&leaf.layout().settled())?;
+            let param = leaf.detach().to_layout(&leaf.layout().reduced())?;
             let fits = optimized.state.as_ref().map_or(Ok(false), |state| state.fits(&param, group))?;
             if !fits {
                 let before = optimized.state.take().map(|state| state.saved()).transpose()?;

@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use super::working_state::{MASTER, STEP, StateValues, WorkingState, placed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::tensor::DTensor;
-use shardwise_kernels::{Elementwise, Stored, update};
+use shardwise_kernels::{Elementwise, StateElement, elementwise_update};
 
 /// One step of one parameter: what [`Optimizer::step`](super::Optimizer::step) reads and writes.
 ///
@@ -193,7 +193,7 @@ impl<'a> ParamStep<'a> {
 }
 
 /// One pass over a parameter and some of its state; if `masters` is 1, the last vector holds the master weights.
-fn run_on<S: Stored, const K: usize>(
+fn run_on<S: StateElement, const K: usize>(
     values: &mut [Vec<S>],
     masters: usize,
     indices: [usize; K],
@@ -211,7 +211,7 @@ fn run_on<S: Stored, const K: usize>(
             fix,
         )
     })?;
-    Ok(update(rule, p, g, state.map(Vec::as_mut_slice), master.first_mut().map(Vec::as_mut_slice))?)
+    Ok(elementwise_update(rule, p, g, state.map(Vec::as_mut_slice), master.first_mut().map(Vec::as_mut_slice))?)
 }
 
 /// A rule on the gradient times 1, or -1 to maximize.

@@ -105,7 +105,7 @@ impl WorkingState {
     /// Creates the state of a parameter from saved tensors; those that are missing get their initial values.
     #[track_caller]
     pub(super) fn new(param: &DTensor, group: &ParamGroup, saved: &ParamState<DTensor>) -> Result<Self> {
-        let (mesh, layout) = (param.device_mesh().clone(), param.layout().settled());
+        let (mesh, layout) = (param.device_mesh().clone(), param.layout().reduced());
         let (tensors, dtype) = (tensors_of(param, group)?, dtype_of(param));
         let mut entries = Vec::new();
         // In the same order on all ranks, because redistributing is collective.
@@ -152,7 +152,7 @@ impl WorkingState {
         let is_same = |(entry, tensor): (&StateEntry, &StateTensor)| {
             entry.name == tensor.name && entry.layout.shape() == tensor.shape.as_slice()
         };
-        Ok(self.layout == param.layout().settled()
+        Ok(self.layout == param.layout().reduced()
             && self.mesh.is_same(param.device_mesh())
             && self.dtype() == dtype_of(param)
             && self.entries.len() == tensors.len()
@@ -194,7 +194,7 @@ pub(super) fn initial(param: &DTensor, group: &ParamGroup) -> Result<ParamState>
     let (mesh, dtype) = (param.device_mesh(), dtype_of(param));
     let mut saved = ParamState::default();
     for tensor in tensors_of(param, group)? {
-        let layout = layout_of(&tensor, &param.layout().settled())?;
+        let layout = layout_of(&tensor, &param.layout().reduced())?;
         let meta = TensorMeta { shape: layout.local_shape(mesh.world().rank()), dtype };
         let value = match tensor.name {
             MASTER => placed(param, mesh, &layout, dtype)?,
@@ -243,9 +243,9 @@ fn layout_of(tensor: &StateTensor, param: &Layout) -> Result<Layout> {
     let is_kept = |dim: usize| shape[dim] == param.shape()[dim];
     let keep = |p: &Placement| if p.shard_dim().is_some_and(is_kept) { p.clone() } else { Placement::Replicate };
     let placements: Vec<Placement> = param.placements().iter().map(keep).collect();
-    let orders = param.cuts().into_iter().enumerate();
+    let orders = param.shard_orders().into_iter().enumerate();
     let orders: Vec<Vec<usize>> = orders.map(|(dim, axes)| if is_kept(dim) { axes } else { Vec::new() }).collect();
-    Layout::from_cuts(mesh, shape, &placements, &orders)
+    Layout::from_shard_orders(mesh, shape, &placements, &orders)
 }
 
 /// The element type of the state of a parameter.
@@ -298,5 +298,5 @@ pub(super) fn check<T>(
 pub(super) fn mesh_and_layout(param: &DTensor, group: &ParamGroup, name: &str) -> Result<Option<(DeviceMesh, Layout)>> {
     let tensors = tensors_of(param, group)?;
     let Some(tensor) = tensors.iter().find(|tensor| tensor.name == name) else { return Ok(None) };
-    Ok(Some((param.device_mesh().clone(), layout_of(tensor, &param.layout().settled())?)))
+    Ok(Some((param.device_mesh().clone(), layout_of(tensor, &param.layout().reduced())?)))
 }

@@ -2,11 +2,11 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::comm::{Charge, DeviceMesh};
+use crate::comm::{DeviceMesh, MemoryCharge};
 use crate::error::Result;
 use crate::layout::{Layout, TensorMeta};
 use crate::tensor::DTensor;
-use shardwise_kernels::{dense, placeholder, reserve};
+use shardwise_kernels::{contiguous, placeholder, reserve};
 
 /// State tensor with the master weights: the f32 copy of a half-precision parameter.
 pub(super) const MASTER: &str = "master_param";
@@ -25,7 +25,7 @@ pub(super) struct WorkingState {
     pub(super) mesh: DeviceMesh,
     /// Layout of the parameter.
     pub(super) layout: Layout,
-    pub(super) _charge: Charge,
+    pub(super) _charge: MemoryCharge,
 }
 
 /// Name and layout of a state tensor.
@@ -104,7 +104,7 @@ pub(super) fn vector<T: candle_core::WithDType>(
     let count = meta.elem_count();
     match part {
         _ if count == 0 => Ok(Vec::new()),
-        Some(part) => Ok(dense(part)?.flatten_all()?.to_vec1()?),
+        Some(part) => Ok(contiguous(part)?.flatten_all()?.to_vec1()?),
         None => {
             // Fails instead of aborting if there is no memory; `vec!` of zeros then gets zeroed memory without writing it.
             drop(reserve::<T>(count)?);

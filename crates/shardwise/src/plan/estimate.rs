@@ -1,7 +1,7 @@
 //! Time and memory of a step under a plan, found by a dry run.
 
 use super::sharding_plan::ShardingPlan;
-use crate::comm::{DeviceMesh, DryWorld, Record};
+use crate::comm::{CommRecord, DeviceMesh, DryWorld};
 use crate::error::Result;
 use crate::redistribute::collective_us;
 
@@ -44,7 +44,7 @@ where
 }
 
 /// The time of one collective, by the slowest link between ranks of its group.
-fn time_of(record: &Record, mesh: &DeviceMesh) -> f64 {
+fn time_of(record: &CommRecord, mesh: &DeviceMesh) -> f64 {
     let coordinates: Vec<Vec<usize>> = record.group.iter().filter_map(|&rank| mesh.coordinate(rank)).collect();
     let differ = |&axis: &usize| coordinates.windows(2).any(|pair| pair[0][axis] != pair[1][axis]);
     let axes: Vec<usize> = (0..mesh.ndim()).filter(differ).collect();

@@ -36,7 +36,7 @@ pub fn collect_local_shard(tensor: &DTensor) -> Result<DTensor> {
     if mesh.size() == 1 {
         return Ok(tensor.clone());
     }
-    let settled = tensor.to_layout(&tensor.layout().settled())?;
+    let settled = tensor.to_layout(&tensor.layout().reduced())?;
     let alone = DeviceMesh::new(mesh.world(), Mesh::from_ranks([("local", 1)], vec![mesh.world().rank()])?)?;
     let local = settled.local();
     let part = DTensor::from_local_with_shape(local, &alone, [Placement::Replicate], local.dims())?;

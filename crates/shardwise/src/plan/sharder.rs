@@ -15,7 +15,7 @@ use crate::tensor::DTensor;
 
 /// Builds a layer that replaces a module: other parameters, another computation.
 ///
-/// The layer is stored in the module's [`Hooks`](crate::nn::Hooks): `forward` runs it, and walks find its parameters. Create
+/// The layer is stored in the module's [`Hooks`](crate::nn::Hooks): ` forward` runs it, and walks find its parameters. Create
 /// optimizers afterwards. The module itself must not be changed, because a plan that turns out not to fit must leave
 /// everything unchanged.
 pub trait Sharder: fmt::Debug + Send + Sync {
@@ -99,7 +99,7 @@ impl Sharder for LowRankAdapter {
             let placements: Vec<Placement> = layout.placements().iter().map(keep).collect();
             let mut shard_orders = vec![Vec::new(); 2];
             shard_orders[dim] = layout.shard_order(dim).to_vec();
-            Layout::from_cuts(layout.mesh(), &shape, &placements, &shard_orders)
+            Layout::from_shard_orders(layout.mesh(), &shape, &placements, &shard_orders)
         };
         let (outputs, inputs) = (layout.shape()[0], layout.shape()[1]);
         let down =
@@ -145,7 +145,7 @@ impl Forward for LowRankLinear {
 /// Replaces an [`Embedding`](crate::nn::Embedding) by one whose table is sharded over the vocabulary.
 ///
 /// Every rank looks up the ids that it has rows for, and the partial sums are reduced immediately: all-reduced to a
-/// replicated output, or reduce-scattered to a sharded one.
+/// replicated output, or reduce- scattered to a sharded one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VocabularyParallel {
     /// Mesh axis that the table is sharded over.

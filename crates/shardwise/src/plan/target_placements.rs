@@ -74,7 +74,7 @@ impl TargetPlacements {
         matches!(self, TargetPlacements::Along(along) if along.is_empty())
     }
 
-    /// Returns the layout to which a tensor with the layout `now` is redistributed.
+    /// Returns the layout to which a tensor with the layout ` now` is redistributed.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if axes, placements or the spec do not fit the mesh and shape.
@@ -92,7 +92,7 @@ impl TargetPlacements {
             }
             TargetPlacements::Along(along) => along,
         };
-        let (mut placements, mut shard_orders) = (now.placements().to_vec(), now.cuts());
+        let (mut placements, mut shard_orders) = (now.placements().to_vec(), now.shard_orders());
         for (axis, placement) in along {
             let (axis, placement) = (mesh.axis(axis)?, placement.normalized(now.shape().len())?);
             shard_orders.iter_mut().for_each(|axes| axes.retain(|&a| a != axis));
@@ -101,7 +101,7 @@ impl TargetPlacements {
             }
             placements[axis] = placement;
         }
-        Layout::from_cuts(mesh, now.shape(), &placements, &shard_orders)
+        Layout::from_shard_orders(mesh, now.shape(), &placements, &shard_orders)
     }
 
     /// Checks that the axes are those of a mesh.
