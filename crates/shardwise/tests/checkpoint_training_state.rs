@@ -1,7 +1,16 @@
-//! Training runs saved and resumed in one call, in any layout, and exchanged with PyTorch's FSDP2 and AdamW.
+//! `save_from` and `load_into`: training runs in any layout, exchanged with PyTorch's FSDP2 and AdamW.
 //!
-//! `tests/data/fsdp_adamw` was written by `tests/scripts/fsdp_adamw.py write`. With `SHARDWISE_PYTHON`, a Python with
-//! PyTorch, PyTorch resumes from what is saved here.
+//! `tests/data/fsdp_adamw` was written by `tests/scripts/fsdp_adamw.py write`. With `SHARDWISE_PYTHON`, a Python with PyTorch,
+//! PyTorch continues the training run that is saved here.
+
+#[path = "suites/parameters.rs"]
+mod parameters;
+#[path = "suites/refused.rs"]
+mod refused;
+#[path = "suites/scratch.rs"]
+mod scratch;
+#[path = "suites/values.rs"]
+mod values;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,15 +25,15 @@ use shardwise_test_suites::errors::same_error_on_all_ranks;
 use shardwise_test_suites::parameters::{algorithms, full_values, gradients, named as names, params};
 use shardwise_test_suites::scratch::Scratch;
 
-/// Shapes with placements over so many ranks; the last parameter gets no gradients at first.
+/// Shapes and placements for `ranks` ranks; the last parameter gets no gradients at first.
 fn layouts(ranks: usize) -> Vec<(Vec<usize>, Vec<Placement>)> {
     let placement = if ranks == 3 { Replicate } else { Shard(0) };
     vec![(vec![5, 4], vec![placement]), (vec![7], vec![Shard(0)]), (vec![3, 2], vec![Shard(1)])]
 }
 
-/// A new optimizer loads the state of another: through a template, and in one call.
+/// A new optimizer loads what another saved, with a template and with `load_into`.
 #[test]
-fn a_new_optimizer_loads_every_moment_of_a_checkpoint() {
+fn a_new_optimizer_loads_all_state_of_a_checkpoint() {
     for (i, algorithm) in algorithms().into_iter().enumerate() {
         let scratch = Scratch::new(&format!("moments-{i}"));
         let path = scratch.0.join("state");
@@ -94,7 +103,7 @@ fn a_new_optimizer_loads_every_moment_of_a_checkpoint() {
 }
 
 #[test]
-fn a_load_that_leaves_moments_unfilled_is_an_error() {
+fn a_load_that_leaves_optimizer_state_unfilled_is_an_error() {
     let scratch = Scratch::new("unfilled");
     let path = scratch.0.join("state");
     let error = same_error_on_all_ranks(2, move |world| {
@@ -105,13 +114,13 @@ fn a_load_that_leaves_moments_unfilled_is_an_error() {
         optimizer.step(gradients(&own, 0)?)?;
         let saved = optimizer.state_dict()?;
         checkpoint::save(&world, &path, &State::map([("optimizer", State::try_from(&saved)?)]))?;
-        // a state with an empty map per parameter is no state after a step
+        // after a step, an empty map per parameter is not a valid state
         let mut empty = saved.clone();
         empty.params.values_mut().for_each(|param| *param = Default::default());
         let mut fresh = ShardedOptimizer::new(names(&own), group)?;
-        let error = fresh.load_state_dict(&empty).unwrap_err().to_string();
-        assert!(error.contains("no moments of any parameter after 1 step"), "{error}");
-        // one parameter alone may have had no gradient
+        let told = fresh.load_state_dict(&empty).unwrap_err().to_string();
+        assert!(told.contains("no moments of any parameter after 1 step"), "{told}");
+        // a single parameter may have had no gradient
         empty.params.insert("p0".into(), saved.params["p0"].clone());
         fresh.load_state_dict(&empty)?;
         empty.params.values_mut().for_each(|param| *param = Default::default());
@@ -149,18 +158,18 @@ fn data() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/fsdp_adamw")
 }
 
-/// A tensor of f32 in a file of PyTorch.
+/// An f32 tensor of a `torch.save` file.
 fn stored(path: &Path, key: &str) -> Tensor {
     let catalog = checkpoint::open(path).unwrap();
     let shape = catalog.tensor(key).unwrap().shape.clone();
     Tensor::from_raw_buffer(&catalog.read(key).unwrap(), DType::F32, &shape, &Device::Cpu).unwrap()
 }
 
-/// The network on a mesh of so many ranks, as PyTorch's checkpoint has it, with its optimizer, inputs and targets.
+/// The network restored from PyTorch's checkpoint on a mesh of all ranks, with its optimizer, inputs and targets.
 fn restored(world: &World) -> Result<(Net, ShardedOptimizer, DTensor, DTensor)> {
     let mesh = world.mesh([("dp", world.size())])?;
     let net = Net::new(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]))?;
-    // loaded settings replace the initial ones
+    // default settings, which those of the checkpoint must replace
     let mut optimizer = ShardedOptimizer::new(net.named_parameters(), ParamGroup::new(AdamW::default()))?;
     checkpoint::load_into(world, data().join("checkpoint"), (&net, named("optim", &mut optimizer)))?;
     let group = &optimizer.groups()[0];
@@ -171,7 +180,7 @@ fn restored(world: &World) -> Result<(Net, ShardedOptimizer, DTensor, DTensor)> 
     Ok((net, optimizer, input("x")?, input("y")?))
 }
 
-/// Compares parameters and running averages with those that PyTorch has after its step.
+/// Compares parameters and running averages with those of PyTorch after its step.
 fn compare(net: &Net, expected: &Path) -> Result<()> {
     for (name, tensor) in net.state_dict() {
         let numbers = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
@@ -185,7 +194,7 @@ fn compare(net: &Net, expected: &Path) -> Result<()> {
 }
 
 #[test]
-fn training_resumes_from_pytorch_fsdp2_and_adamw_checkpoints() {
+fn training_continues_from_an_fsdp2_checkpoint_as_in_pytorch() {
     for ranks in [1, 2, 3] {
         launch(ranks, move |world| {
             let (net, mut optimizer, x, y) = restored(&world)?;
@@ -194,8 +203,8 @@ fn training_resumes_from_pytorch_fsdp2_and_adamw_checkpoints() {
         })
         .unwrap();
     }
-    // an optimizer with other groups or parameters is rejected
-    let error = same_error_on_all_ranks(2, |world| {
+    // an optimizer with other groups or parameters is refused
+    let error = refused(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
         let net = Net::new(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]))?;
         let some = net.named_parameters().into_iter().take(2);
@@ -206,7 +215,7 @@ fn training_resumes_from_pytorch_fsdp2_and_adamw_checkpoints() {
 }
 
 #[test]
-fn pytorch_resumes_from_checkpoints_saved_here() {
+fn pytorch_continues_from_our_checkpoint() {
     let scratch = Scratch::new("to-pytorch");
     let directory = scratch.0.clone();
     launch(3, move |world| {
@@ -214,7 +223,7 @@ fn pytorch_resumes_from_checkpoints_saved_here() {
         let options = SaveOptions { format: Format::Dcp, ..SaveOptions::default() };
         let parts = (&net, named("optim", &optimizer));
         checkpoint::save_from_with(&world, directory.join("checkpoint"), parts, &options)?;
-        // and back again, here
+        // loaded back here
         let mut again = ShardedOptimizer::new(net.named_parameters(), ParamGroup::new(AdamW::default()))?;
         checkpoint::load_into(&world, directory.join("checkpoint"), (&net, named("optim", &mut again)))?;
         assert_eq!(again.groups(), optimizer.groups());

@@ -1,5 +1,4 @@
-//! Exports for Hugging Face, read by an independent forward pass that follows its conventions and shares no code with the
-//! library.
+//! Exports for Hugging Face, checked with an independent forward pass that follows its modeling code.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -13,7 +12,7 @@ use shardwise::prelude::*;
 
 const IDS: [u32; 7] = [3, 17, 0, 39, 8, 8, 21];
 
-/// What an export holds: weights in f64, and sizes.
+/// An exported model: weights in f64, and the config.
 struct Exported {
     weights: HashMap<String, Tensor>,
     config: Value,
@@ -37,12 +36,12 @@ impl Exported {
         self.config[name].as_u64().unwrap_or_else(|| panic!("{name} in {}", self.config)) as usize
     }
 
-    /// `x` times a matrix with outputs first.
+    /// `x` times a weight of shape `[out, in]`.
     fn linear(&self, x: &Tensor, name: &str) -> Done<Tensor> {
         x.matmul(&self.weight(&format!("{name}.weight")).t()?)
     }
 
-    /// `x` times a matrix with inputs first, as `Conv1D` of GPT-2 has it.
+    /// `x` times a weight of shape `[in, out]`, as in GPT-2's `Conv1D`.
     fn conv1d(&self, x: &Tensor, name: &str) -> Done<Tensor> {
         let (weight, bias) = (self.weight(&format!("{name}.weight")), self.weight(&format!("{name}.bias")));
         x.matmul(weight)?.broadcast_add(bias)
@@ -131,7 +130,7 @@ impl Exported {
     }
 }
 
-/// One head over `[length, size]`, each position seeing those up to it.
+/// Causal attention of one head over `[length, size]`.
 fn attend(q: &Tensor, k: &Tensor, v: &Tensor) -> Done<Tensor> {
     let (length, size) = q.dims2()?;
     let mask = |i: usize, j: usize| if j > i { f64::NEG_INFINITY } else { 0.0 };
@@ -142,7 +141,7 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor) -> Done<Tensor> {
     weights.broadcast_div(&weights.sum_keepdim(1)?)?.matmul(&v.contiguous()?)
 }
 
-/// A directory of this test, removed at its end.
+/// A directory that is removed on drop.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -157,8 +156,8 @@ impl Drop for Scratch {
     }
 }
 
-/// Exports a model with random weights from a mesh, and returns its logits for [`IDS`].
-fn exported(config: &ModelConfig, mesh: &str, parallelism: ParallelismConfig, path: &std::path::Path) -> Vec<f32> {
+/// Exports a model from a mesh, with all weights non-trivial, and returns its logits for [`IDS`].
+fn exported(config: &ModelConfig, mesh: &str, spread: Spread, path: &std::path::Path) -> Vec<f32> {
     let mesh: Mesh = mesh.parse().unwrap();
     let plan = parallelism.plan(config, &mesh).unwrap();
     let (config, path, ranks) = (config.clone(), path.to_path_buf(), mesh.size());
@@ -175,8 +174,8 @@ fn exported(config: &ModelConfig, mesh: &str, parallelism: ParallelismConfig, pa
             param.set(&whole.to_layout(now.layout())?)?;
         }
         export_hf(&world, &path, &*model, &config)?;
-        // the ids for every rank along dp, which shares the batch
-        let ids = DTensor::from_fn(((4, IDS.len()), DType::U32), &mesh, vec![Replicate; mesh.ndim()], |i| {
+        // the ids for every rank along dp, over which the batch is sharded
+        let ids = DTensor::from_fn((4, IDS.len()), DType::U32, &mesh, vec![Replicate; mesh.ndim()], |i| {
             f64::from(IDS[i[1]])
         })?;
         let logits = model.forward(&ids)?.select(0, 0)?;
@@ -209,7 +208,7 @@ fn check(name: &str, config: &ModelConfig) {
 }
 
 #[test]
-fn llama_exports_give_the_same_logits_with_their_rotation_and_grouped_heads() {
+fn llama_exports_give_the_same_logits() {
     let config = LlamaConfig {
         vocab_size: 40,
         seq_len: 16,
@@ -226,7 +225,7 @@ fn llama_exports_give_the_same_logits_with_their_rotation_and_grouped_heads() {
 }
 
 #[test]
-fn gpt_exports_give_the_same_logits_with_fused_and_transposed_matrices() {
+fn gpt_exports_give_the_same_logits() {
     let config = GptConfig {
         vocab_size: 40,
         seq_len: 16,
@@ -241,7 +240,7 @@ fn gpt_exports_give_the_same_logits_with_fused_and_transposed_matrices() {
 }
 
 #[test]
-fn an_export_does_not_overwrite_other_files() {
+fn an_export_never_replaces_other_files() {
     let scratch = Scratch::new("refused");
     assert!(check_export(&scratch.0).is_ok());
     std::fs::create_dir(&scratch.0).unwrap();
