@@ -176,9 +176,9 @@ fn any_spec_to_any_other_is_exact_and_sends_every_byte_once() {
                     None => assert_ne!(world.rank(), dst),
                 }
             }
-            assert!(same(&x.full_tensor()?, &table) && x.equal(&y)?, "equal, {told}");
+            assert!(same(&x.full_tensor()?, &table) && x.equal(&y)?, "equal, {context}");
             // to a distributed tensor on the same mesh and on one of fewer ranks, and back
-            assert!(same(&y.to_dtensor()?.to_mesh(&mesh, [Replicate])?.full_tensor()?, &table), "dtensor, {told}");
+            assert!(same(&y.to_dtensor()?.to_mesh(&mesh, [Replicate])?.full_tensor()?, &table), "dtensor, {context}");
             let back = ShardedTensor::from_dtensor(&y.to_dtensor_on(&mesh, [Shard(-1)])?)?;
             assert!(back.equal(&x)?, "back, {context}");
             Ok(())
