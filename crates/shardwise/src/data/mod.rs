@@ -153,6 +153,6 @@ fn check_same_shapes(first: &[Tensor], sample: &[Tensor]) -> Result<()> {
         "samples of a batch",
         format!("[{}] and [{}]", described(first).join(", "), described(sample).join(", ")),
         "tensors of the same shapes and types in all samples",
-        "pad or cut the samples in the dataset",
+        "pad or truncate the samples in the dataset",
     ))
 }

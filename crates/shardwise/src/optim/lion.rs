@@ -33,23 +33,24 @@ impl Optimizer for Lion {
 
     fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
         let lr = step.lr();
-        step.elementwise(["exp_avg"], Sign { lr, shrink: 1.0 - lr * self.weight_decay, betas: self.betas })
+        step.elementwise(["exp_avg"], LionRule { lr, shrink: 1.0 - lr * self.weight_decay, betas: self.betas })
     }
 }
 
+/// The update of Lion.
 #[derive(Clone, Copy)]
-struct Sign {
+struct LionRule {
     lr: f64,
     shrink: f64,
     betas: (f64, f64),
 }
 
-impl Elementwise<1> for Sign {
+impl Elementwise<1> for LionRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, [m]: [f64; 1]) -> (f64, [f64; 1]) {
         let (first, second) = self.betas;
         let mean = first * m + (1.0 - first) * g;
-        // Zero moves nothing, and NaN stays NaN, as torch.sign has it.
+        // Zero gives no update and NaN stays NaN, as in torch.sign.
         let direction = if mean > 0.0 {
             1.0
         } else if mean < 0.0 {
