@@ -1,9 +1,9 @@
-//! One model, spread by four plans: by hand, by planners and by styles. All give the same loss.
+//! One model sharded by four plans: written by hand, by planners, with an adapter, and by parallel styles. The losses are equal.
 //!
 //! Run with `cargo run --example 12_plans`.
 
 use shardwise::nn::{Activation, Builder, Embedding, Forward, LayerNorm, Linear, Mlp, Module};
-use shardwise::ops::Classes;
+use shardwise::ops::LossOptions;
 use shardwise::plan::{
     ColwiseParallel, FullyShard, LowRankAdapter, RowwiseParallel, ShardingPlan, ShardingPlanner, TensorParallel,
     parallelize_module, shard_module,
@@ -19,22 +19,22 @@ struct Model {
 }
 
 impl Model {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         Ok(Model {
-            tokens: Embedding::new(&at.at("tokens"), 64, 32)?,
-            norm: LayerNorm::new(&at.at("norm"), 32, 1e-5)?,
-            mlp: Mlp::new(&at.at("mlp"), 32, 128, Activation::Gelu)?,
-            head: Linear::new(&at.at("head"), 32, 64)?,
+            tokens: Embedding::new(&builder.child("tokens"), 64, 32)?,
+            norm: LayerNorm::new(&builder.child("norm"), 32, 1e-5)?,
+            mlp: Mlp::new(&builder.child("mlp"), 32, 128, Activation::Gelu)?,
+            head: Linear::new(&builder.child("head"), 32, 64)?,
         })
     }
 
     fn loss(&self, mesh: &DeviceMesh) -> Result<f32> {
         let batch = [Shard(0), Replicate];
-        let ids = DTensor::from_fn(128, DType::I64, mesh, batch.clone(), |i| ((i[0] * 37) % 64) as f64)?;
-        let targets = DTensor::from_fn(128, DType::I64, mesh, batch, |i| ((i[0] * 37 + 1) % 64) as f64)?;
+        let ids = DTensor::from_fn((128, DType::I64), mesh, batch.clone(), |i| ((i[0] * 37) % 64) as f64)?;
+        let targets = DTensor::from_fn((128, DType::I64), mesh, batch, |i| ((i[0] * 37 + 1) % 64) as f64)?;
         let x = self.tokens.forward(&ids)?;
         let x = x.add(&self.mlp.forward(&self.norm.forward(&x)?)?)?;
-        self.head.forward(&x)?.cross_entropy(&targets, Classes::default())?.item()
+        self.head.forward(&x)?.cross_entropy(&targets, LossOptions::default())?.item()
     }
 }
 
@@ -46,17 +46,17 @@ fn main() -> Result<()> {
             Model::new(&Builder::new(&mesh))
         };
         let expected = fresh()?.loss(&mesh)?;
-        // by hand: paths and patterns to placements, and what becomes of outputs
+        // By hand: patterns of parameter paths with placements, and the layout of an output.
         let by_hand = ShardingPlan::new()
             .param("mlp.up.*", [("tp", Shard(0))])
             .param("mlp.down.weight", [("tp", Shard(1))])
             .param("tokens.weight", [Shard(0), Replicate])
             .output("mlp", [("tp", Replicate)]);
-        // by planners, one on top of the other
+        // By planners: tensor parallelism, then fully sharded data parallelism on the rest.
         let planned = TensorParallel::new("tp").and(FullyShard::new(["dp"])).plan(&fresh()?, &mesh)?;
-        // a layer that is replaced: its weight stays, a small correction learns
+        // With a LoRA adapter: the layer's weight is frozen, a low-rank correction is trained.
         let adapted = ShardingPlan::new()
-            .sharder("mlp.up", LowRankAdapter { rank: 4, scale: 1.0 })
+            .sharder("mlp.up", LowRankAdapter { r: 4, scale: 1.0 })
             .param("head.*", [("tp", Shard(0))]);
         for (name, plan) in [("by hand", &by_hand), ("planned", &planned), ("adapted", &adapted)] {
             let model = fresh()?;
@@ -67,7 +67,7 @@ fn main() -> Result<()> {
                 println!("{name}: loss {loss:.4}\n{plan}");
             }
         }
-        // by styles
+        // By PyTorch's parallel styles.
         let model = fresh()?;
         parallelize_module(
             &model,
@@ -77,7 +77,7 @@ fn main() -> Result<()> {
         assert!((model.loss(&mesh)? - expected).abs() < 1e-4);
         let table = planned.table(&fresh()?)?;
         if world.rank() == 0 {
-            println!("planned, in full:\n{table}");
+            println!("planned, per parameter:\n{table}");
         }
         Ok(())
     })

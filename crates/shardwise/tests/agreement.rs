@@ -1,20 +1,18 @@
-//! What ranks must have in common, and what is left of a world after its launch.
-
-#[path = "suites/disagreements.rs"]
-mod disagreements;
+//! Ranks must make the same calls with the same arguments, and nothing communicates after its launch has ended.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
-use shardwise::comm::{Call, Communicator, Exposed};
+use shardwise::comm::{Call, Communicator, ExposedTensors};
 use shardwise::error::Site;
 use shardwise::mesh::Network;
 use shardwise::prelude::*;
 use shardwise::{Error, Group, TensorMeta, ThreadWorld};
+use shardwise_test_suites::disagreements;
 
 #[test]
-fn ranks_that_do_not_do_the_same_get_the_same_typed_error() {
+fn ranks_with_different_calls_get_the_same_typed_error() {
     for ranks in [2, 3] {
         let done = ThreadWorld::new(ranks).unwrap().run(|world| disagreements::run(&world)).unwrap();
         assert!(done.iter().all(|cases| *cases == done[0]), "{done:?}");
@@ -22,7 +20,7 @@ fn ranks_that_do_not_do_the_same_get_the_same_typed_error() {
 }
 
 #[test]
-fn calls_of_two_threads_of_one_rank_are_never_paired() {
+fn calls_of_two_threads_of_one_rank_are_never_matched() {
     for _ in 0..50 {
         ThreadWorld::new(2).unwrap().run(|world| disagreements::two_threads(&world)).unwrap();
     }
@@ -57,7 +55,7 @@ fn communicate(world: &World, x: &DTensor) -> Vec<Error> {
 }
 
 #[test]
-fn what_outlives_its_launch_cannot_communicate() {
+fn tensors_and_worlds_that_outlive_their_launch_cannot_communicate() {
     for ranks in [1, 2, 3] {
         let left = ThreadWorld::new(ranks).unwrap().run(|world| {
             let mesh = world.mesh([("dp", world.size())])?;
@@ -84,7 +82,7 @@ fn what_outlives_its_launch_cannot_communicate() {
 }
 
 #[test]
-fn the_deadline_names_ranks_that_are_in_another_call() {
+fn a_timeout_names_ranks_that_are_in_another_call() {
     let deadline = Duration::from_secs(1);
     let results = ThreadWorld::new(3).unwrap().deadline(deadline).run_each(move |world| {
         let begun = Instant::now();
@@ -106,8 +104,8 @@ fn the_deadline_names_ranks_that_are_in_another_call() {
             }
         }
     });
-    let Err(error @ Error::Timeout { missing, elsewhere, .. }) = &results[0] else { panic!("{results:?}") };
-    assert_eq!((missing.as_slice(), elsewhere[0].rank), ([1, 2].as_slice(), 1));
+    let Err(error @ Error::Timeout { missing, other_calls, .. }) = &results[0] else { panic!("{results:?}") };
+    assert_eq!((missing.as_slice(), other_calls[0].rank), ([1, 2].as_slice(), 1));
     assert!(error.to_string().contains("rank 1 called recv(f32 [1] from 2, tag 7)"), "{error}");
 }
 
@@ -133,9 +131,9 @@ impl Communicator for Careless {
     fn subgroup(&self, _: &[usize]) -> Result<Arc<dyn Communicator>> {
         Ok(Arc::new(Careless(self.0)))
     }
-    fn expose(&self, _: &[Tensor], _: Site) -> Result<Box<dyn Exposed>> {
+    fn expose(&self, _: &[Tensor], _: Site) -> Result<Box<dyn ExposedTensors>> {
         struct Read(fn() -> Vec<Tensor>);
-        impl Exposed for Read {
+        impl ExposedTensors for Read {
             fn read(&self, _: usize, _: usize, _: &TensorMeta, _: Site) -> Result<Tensor> {
                 Ok((self.0)().swap_remove(0))
             }
@@ -149,7 +147,7 @@ impl Communicator for Careless {
 }
 
 #[test]
-fn results_of_a_foreign_engine_are_checked_before_anything_computes_on_them() {
+fn results_of_a_custom_engine_are_checked_before_use() {
     let zeros = |count: usize, dtype| Tensor::zeros(count, dtype, &Device::Cpu).unwrap();
     let good = Group::new(Arc::new(Careless(|| vec![Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap()])));
     let input = zeros(4, DType::F32);

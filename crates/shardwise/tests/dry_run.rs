@@ -1,8 +1,8 @@
-//! Dry runs: the collectives and the memory of a program without its data, and what a rank really communicates.
+//! Dry runs: the collectives and the memory of a program without its data, equal to those of the real run.
 
 use std::time::{Duration, Instant};
 
-use shardwise::comm::{Record, operator};
+use shardwise::comm::{CommRecord, record_operator};
 use shardwise::prelude::*;
 use shardwise::{DryWorld, explicit_communication_only};
 
@@ -45,7 +45,7 @@ fn step(world: &World, axes: [(&'static str, usize); 3], model: Model) -> Result
     Ok(weights.iter().map(|(a, b)| a * b).sum())
 }
 
-fn summary(records: &[Record]) -> Vec<(&'static str, Vec<usize>, usize)> {
+fn summary(records: &[CommRecord]) -> Vec<(&'static str, Vec<usize>, usize)> {
     records.iter().map(|r| (r.call, r.group.to_vec(), r.bytes)).collect()
 }
 
@@ -93,7 +93,7 @@ fn a_dry_run_lists_the_collectives_of_the_real_run() {
 }
 
 #[test]
-fn dry_runs_refuse_what_they_cannot_know_and_check_what_they_can() {
+fn dry_runs_reject_reads_of_data_and_check_arguments() {
     assert!(DryWorld::new(0).is_err());
     assert!(DryWorld::new(4).unwrap().as_rank(4).is_err());
     DryWorld::new(64)
@@ -128,13 +128,13 @@ fn dry_runs_refuse_what_they_cannot_know_and_check_what_they_can() {
 }
 
 #[test]
-fn the_trace_says_what_was_communicated_for_whom_and_where() {
+fn the_trace_records_collectives_their_purpose_and_call_site() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let x = DTensor::ones((4, 8), DType::F32, &mesh, [Shard(0)])?;
         world.trace().clear();
         x.redistribute([Replicate])?;
-        operator("my operator", || x.redistribute([Shard(1)]))?;
+        record_operator("my operator", || x.redistribute([Shard(1)]))?;
         world.barrier()?;
         let records = world.trace().records();
         let seen: Vec<_> = records.iter().map(|r| (r.call, r.operator, r.bytes)).collect();
@@ -159,7 +159,7 @@ fn the_trace_says_what_was_communicated_for_whom_and_where() {
 }
 
 #[test]
-fn implicit_communication_is_an_error_where_only_explicit_is_allowed() {
+fn implicit_communication_is_an_error_in_an_explicit_scope() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let sum = DTensor::ones((), DType::F32, &mesh, [Partial(ReduceOp::Sum)])?;

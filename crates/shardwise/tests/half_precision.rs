@@ -1,9 +1,9 @@
-//! Sums and statistics do not depend on the layout: half precision is added up, and travels, in f32, sums of f32 in f64,
-//! and what comes out is rounded once.
+//! Sums and statistics do not depend on the layout: half precision is accumulated and communicated in f32, sums of f32 in
+//! f64, and results are rounded once.
 
 use candle_core::{Device, Tensor};
 use shardwise::DryWorld;
-use shardwise::ops::{Bag, Classes, Reduction};
+use shardwise::ops::{EmbeddingBagMode, LossOptions, Reduction};
 use shardwise::prelude::*;
 
 /// Relative error of one rounding to the nearest number of a type.
@@ -16,7 +16,7 @@ fn unit(dtype: DType) -> f64 {
     }
 }
 
-/// Numbers with a mean and a spread, that look random and are the same in every world.
+/// Pseudo-random numbers with a mean and a spread, the same in every world.
 fn numbers(shape: &[usize], mean: f64, spread: f64, salt: u64) -> Tensor {
     let count: usize = shape.iter().product();
     let number = |i: usize| {
@@ -32,8 +32,8 @@ fn reals(t: &Tensor) -> Vec<f64> {
     t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
-/// Whether the numbers are the exact ones, rounded once. What is computed in f32 is off by a few of its own units before,
-/// also by some of the largest number where numbers cancel.
+/// Fails unless numbers are the exact ones, rounded once. Computing in f32 adds an error of a few f32 units, relative to the
+/// largest number where terms cancel.
 fn rounded_once(got: &Tensor, exact: &Tensor, dtype: DType) -> std::result::Result<(), String> {
     if (got.dims(), got.dtype()) != (exact.dims(), dtype) {
         return Err(format!("{:?} {:?} and not {dtype:?} {:?}", got.dtype(), got.dims(), exact.dims()));
@@ -55,10 +55,10 @@ fn rounded_once(got: &Tensor, exact: &Tensor, dtype: DType) -> std::result::Resu
 
 type Function = fn(&DTensor) -> Result<DTensor>;
 
-/// A tensor of the mesh of another one.
+/// A replicated tensor on the mesh of `x`.
 fn beside(x: &DTensor, values: &Tensor, dtype: DType) -> Result<DTensor> {
     let whole = vec![Replicate; x.device_mesh().ndim()];
-    // The numbers are those of bf16 in every type.
+    // Rounded to bf16 first, so that every type holds the same numbers.
     let values = values.to_dtype(DType::BF16)?.to_dtype(dtype)?;
     DTensor::distribute_tensor(&values, x.device_mesh(), whole, None)
 }
@@ -102,9 +102,9 @@ const FUNCTIONS: &[(&str, Function)] = &[
     ("l1_loss", |x| x.l1_loss(&other(x)?, Reduction::Mean)),
     ("smooth_l1_loss", |x| x.smooth_l1_loss(&other(x)?, 100.0, Reduction::Mean)),
     ("bce_with_logits", |x| x.bce_with_logits(&x.zeros_like()?, Reduction::Mean)),
-    ("cross_entropy", |x| x.cross_entropy(&targets(x)?, Classes::default())),
+    ("cross_entropy", |x| x.cross_entropy(&targets(x)?, LossOptions::default())),
     ("cross_entropy, smoothed", |x| {
-        x.cross_entropy(&targets(x)?, Classes { label_smoothing: 0.25, ..Classes::default() })
+        x.cross_entropy(&targets(x)?, LossOptions { label_smoothing: 0.25, ..LossOptions::default() })
     }),
     ("cumsum", |x| x.cumsum(1)),
     ("matmul", |x| x.matmul(&weight(x)?)),
@@ -115,12 +115,12 @@ const FUNCTIONS: &[(&str, Function)] = &[
     }),
     ("embedding_bag", |x| {
         let ids = targets(x)?.mul_scalar(0)?.reshape(&[2, 4])?;
-        x.embedding_bag(&ids, None, Bag::Mean)
+        x.embedding_bag(&ids, None, EmbeddingBagMode::Mean)
     }),
     ("avg_pool1d", |x| x.unsqueeze(0)?.avg_pool1d(16, None, 0)),
 ];
 
-/// The places on one mesh or another that a matrix is tried in.
+/// The mesh shapes and placements in which a matrix is tried.
 fn placements() -> Vec<(Vec<usize>, Vec<Placement>)> {
     let ragged = Placement::ragged(1, [WIDTH - 5, 5]);
     vec![
@@ -205,7 +205,7 @@ fn sums_of_f32_do_not_depend_on_the_layout() {
             let sum = x.sum_all()?;
             assert_eq!((sum.dtype(), sum.to_local().dtype()), (DType::F32, DType::F32));
             assert_eq!(of(&sum)?, 2.0, "{placements:?}");
-            // Views and multiples of a pending sum, and sums of them, lose nothing either.
+            // Views and multiples of a partial sum, and sums of them, lose nothing either.
             let twice = sum.reshape(&[1])?.add(&sum.mul_scalar(1)?.unsqueeze(0)?)?.neg()?.squeeze(None)?;
             assert_eq!(of(&twice)?, -4.0, "{placements:?}");
             assert_eq!(of(&x.mean(&[], false)?)?, 0.5, "{placements:?}");
@@ -218,7 +218,7 @@ fn sums_of_f32_do_not_depend_on_the_layout() {
 }
 
 #[test]
-fn products_of_half_precision_travel_in_f32() {
+fn partial_products_of_half_precision_are_communicated_in_f32() {
     for dtype in [DType::F16, DType::BF16] {
         // Terms that cancel between ranks: rounded before they are added, nothing would be left of the small ones.
         let found = run(&[2], move |world, mesh| {
@@ -231,7 +231,7 @@ fn products_of_half_precision_travel_in_f32() {
             let product = a.linear(&b, None)?;
             assert_eq!((product.dtype(), product.to_local().dtype()), (dtype, dtype));
             assert_eq!(product.placements(), [Partial(ReduceOp::Sum)]);
-            // What is made of a partial sum stays in f32, a view of it and its sum with another.
+            // Views of a partial sum, and its sum with another, stay in f32.
             let made = product.t()?.add(&product.mul_scalar(-0.5)?)?;
             assert_eq!(made.placements(), [Partial(ReduceOp::Sum)]);
             world.trace().clear();
@@ -244,7 +244,7 @@ fn products_of_half_precision_travel_in_f32() {
 }
 
 #[test]
-fn gradients_of_half_precision_are_added_in_f32() {
+fn gradients_of_half_precision_are_accumulated_in_f32() {
     for (shape, placements) in [(vec![4], vec![Shard(0)]), (vec![2, 2], vec![Shard(0), Shard(0)])] {
         let world = ThreadWorld::new(4).unwrap();
         world
@@ -285,7 +285,7 @@ fn bytes_sent(world: &World) -> Result<usize> {
 }
 
 #[test]
-fn dry_runs_count_the_bytes_that_travel() {
+fn dry_runs_count_bytes_in_the_communicated_dtype() {
     let real = ThreadWorld::new(2).unwrap().run(|world| bytes_sent(&world)).unwrap()[0];
     let dry = DryWorld::new(2).unwrap().run(|world| bytes_sent(&world)).unwrap().value;
     assert_eq!(real, dry);

@@ -1,11 +1,14 @@
-//! Exports for Hugging Face, checked with an independent forward pass that follows its modeling code.
+//! Exports for Hugging Face, read by an independent forward pass that follows its conventions and shares no code with the
+//! library.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
 
 use candle_core::{D, DType as Kind, Device, Tensor};
 use serde_json::Value;
-use shardwise::models::{GptConfig, LlamaConfig, ModelConfig, Spread, Weights, build, check_export, export_hf};
+use shardwise::models::{
+    DataParallelMode, GptConfig, LlamaConfig, ModelConfig, ParallelismConfig, build, check_export, export_hf,
+};
 use shardwise::prelude::*;
 
 const IDS: [u32; 7] = [3, 17, 0, 39, 8, 8, 21];
@@ -154,10 +157,10 @@ impl Drop for Scratch {
     }
 }
 
-/// Exports a model from a mesh, with all weights non-trivial, and returns its logits for [`IDS`].
-fn exported(config: &ModelConfig, mesh: &str, spread: Spread, path: &std::path::Path) -> Vec<f32> {
+/// Exports a model from a mesh, all of whose weights say something, and gives its own logits for [`IDS`].
+fn exported(config: &ModelConfig, mesh: &str, parallelism: ParallelismConfig, path: &std::path::Path) -> Vec<f32> {
     let mesh: Mesh = mesh.parse().unwrap();
-    let plan = spread.plan(config, &mesh).unwrap();
+    let plan = parallelism.plan(config, &mesh).unwrap();
     let (config, path, ranks) = (config.clone(), path.to_path_buf(), mesh.size());
     launch(ranks, move |world| {
         let mesh = world.device_mesh(mesh.clone())?;
@@ -168,12 +171,12 @@ fn exported(config: &ModelConfig, mesh: &str, spread: Spread, path: &std::path::
                 let place = i.iter().fold(salt + 1, |all, i| all * 61 + i);
                 0.3 * (place as f64 * 1.7).sin() + if i.len() == 1 { 0.5 } else { 0.0 }
             };
-            let whole = DTensor::from_fn(now.shape(), DType::F32, &mesh, vec![Replicate; mesh.ndim()], value)?;
+            let whole = DTensor::from_fn((now.shape(), DType::F32), &mesh, vec![Replicate; mesh.ndim()], value)?;
             param.set(&whole.to_layout(now.layout())?)?;
         }
         export_hf(&world, &path, &*model, &config)?;
-        // the ids for every rank along dp, over which the batch is sharded
-        let ids = DTensor::from_fn((4, IDS.len()), DType::U32, &mesh, vec![Replicate; mesh.ndim()], |i| {
+        // the ids for every rank along dp, which shares the batch
+        let ids = DTensor::from_fn(((4, IDS.len()), DType::U32), &mesh, vec![Replicate; mesh.ndim()], |i| {
             f64::from(IDS[i[1]])
         })?;
         let logits = model.forward(&ids)?.select(0, 0)?;
@@ -183,17 +186,18 @@ fn exported(config: &ModelConfig, mesh: &str, spread: Spread, path: &std::path::
 }
 
 fn check(name: &str, config: &ModelConfig) {
-    let spread = |weights, tensor_parallel| Spread { weights, tensor_parallel, sequence_parallel: false };
-    for (i, (mesh, spread)) in [
-        ("dp=1", spread(Weights::Replicated, false)),
-        ("dp=3", spread(Weights::Sharded, false)),
-        ("dp=2,tp=2", spread(Weights::Sharded, true)),
+    let parallelism =
+        |data_parallel, tensor_parallel| ParallelismConfig { data_parallel, tensor_parallel, sequence_parallel: false };
+    for (i, (mesh, parallelism)) in [
+        ("dp=1", parallelism(DataParallelMode::Replicate, false)),
+        ("dp=3", parallelism(DataParallelMode::FullyShard, false)),
+        ("dp=2,tp=2", parallelism(DataParallelMode::FullyShard, true)),
     ]
     .into_iter()
     .enumerate()
     {
         let scratch = Scratch::new(&format!("{name}-{i}"));
-        let own = exported(config, mesh, spread, &scratch.0);
+        let own = exported(config, mesh, parallelism, &scratch.0);
         let read = Exported::read(&scratch.0);
         let found = if matches!(config, ModelConfig::Llama(_)) { read.llama(&IDS) } else { read.gpt2(&IDS) };
         let found = found.unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
@@ -237,7 +241,7 @@ fn gpt_exports_give_the_same_logits() {
 }
 
 #[test]
-fn an_export_never_replaces_other_files() {
+fn an_export_does_not_overwrite_other_files() {
     let scratch = Scratch::new("refused");
     assert!(check_export(&scratch.0).is_ok());
     std::fs::create_dir(&scratch.0).unwrap();

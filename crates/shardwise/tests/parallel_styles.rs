@@ -1,14 +1,13 @@
-//! Parallel styles: the collectives they lead to, values as on one rank, axes that stay untouched, and refusals.
+//! Parallel styles: their collectives, results equal to one rank, mesh axes they leave alone, and invalid uses.
 
 use candle_core::Tensor;
 use shardwise::local_map;
 use shardwise::nn::{
-    Activation, AttentionConfig, Builder, Conv1d, Embedding, Forward, Hooks, Linear, Mlp, Module, MultiHeadAttention,
-    RmsNorm,
+    Activation, AttentionConfig, Builder, Conv1d, Conv1dOptions, Embedding, Forward, Hooks, Linear, Mlp, Module,
+    MultiHeadAttention, RmsNorm,
 };
-use shardwise::ops::Convolution;
 use shardwise::plan::{
-    ColwiseParallel, ParallelStyle, Part, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput,
+    ColwiseParallel, ModuleView, ParallelStyle, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput,
     RowwiseParallel, SequenceParallel, ShardingPlan, ShardingPlanner, TensorParallel, fully_shard, parallelize_module,
     replicate, shard_module,
 };
@@ -37,16 +36,15 @@ struct Block {
 }
 
 impl Block {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         let sizes = AttentionConfig { width: 12, heads: 4, key_heads: 4, causal: true, rotary: None, bias: true };
-        let padded = Convolution { padding: 1, ..Convolution::default() };
         Ok(Block {
-            norm: RmsNorm::new(&at.at("norm"), 12, 1e-6)?,
-            attention: MultiHeadAttention::new(&at.at("attention"), sizes)?,
-            mlp: Mlp::new(&at.at("mlp"), 12, 13, Activation::Gelu)?,
-            words: Embedding::new(&at.at("words"), 7, 12)?,
-            conv: Conv1d::new(&at.at("conv"), 5, 3, 3, padded)?,
-            deconv: Conv1d::new(&at.at("deconv"), 3, 5, 3, padded)?,
+            norm: RmsNorm::new(&builder.child("norm"), 12, 1e-6)?,
+            attention: MultiHeadAttention::new(&builder.child("attention"), sizes)?,
+            mlp: Mlp::new(&builder.child("mlp"), 12, 13, Activation::Gelu)?,
+            words: Embedding::new(&builder.child("words"), 7, 12)?,
+            conv: Conv1d::new(&builder.child("conv"), Conv1dOptions::new(5, 3, 3).padding(1))?,
+            deconv: Conv1d::new(&builder.child("deconv"), Conv1dOptions::new(3, 5, 3).padding(1))?,
             hooks: Hooks::default(),
         })
     }
@@ -64,7 +62,7 @@ impl Forward for Block {
 }
 
 fn ids(mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
-    DTensor::from_fn((4, 5), DType::I64, mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 7) as f64)
+    DTensor::from_fn(((4, 5), DType::I64), mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 7) as f64)
 }
 
 /// Output and gradients of the block.
@@ -79,7 +77,7 @@ fn run(block: &Block, ids: &DTensor) -> Result<Vec<(String, Tensor)>> {
 }
 
 #[test]
-fn styles_give_the_values_of_one_rank_on_meshes_of_any_rank() {
+fn styles_give_the_one_rank_result_on_meshes_of_any_ndim() {
     let program = |world: World| {
         let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
         alone.manual_seed(4);
@@ -146,7 +144,7 @@ fn styles_give_the_values_of_one_rank_on_meshes_of_any_rank() {
 }
 
 #[test]
-fn styles_communicate_what_they_promise() {
+fn styles_run_the_documented_collectives() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let counted = |styles: &[(&str, &dyn ParallelStyle)], part: &dyn Fn(&Block) -> Result<DTensor>| {
@@ -183,7 +181,7 @@ fn styles_communicate_what_they_promise() {
         for (planner, calls, placement) in [
             (TensorParallel::new("tp"), vec!["all_reduce"; 2], Replicate),
             (
-                TensorParallel::new("tp").sequence(1),
+                TensorParallel::new("tp").sequence_parallel(1),
                 vec!["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"],
                 Shard(1),
             ),
@@ -235,13 +233,13 @@ fn data_parallelism_in_one_line_communicates_gradients_once() {
 struct Pieces;
 
 impl ParallelStyle for Pieces {
-    fn extend(&self, plan: ShardingPlan, part: &Part) -> Result<ShardingPlan> {
-        Ok(plan.param(&format!("{}.weight", part.path()), [("tp", Shard(0))]))
+    fn extend(&self, plan: ShardingPlan, module: &ModuleView) -> Result<ShardingPlan> {
+        Ok(plan.param(&format!("{}.weight", module.path()), [("tp", Shard(0))]))
     }
 }
 
 #[test]
-fn keys_and_styles_that_do_not_fit_are_refused_and_others_add_up() {
+fn mismatched_keys_and_styles_are_rejected_and_compatible_ones_combine() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let block = Block::new(&Builder::new(&mesh))?;
@@ -279,12 +277,13 @@ fn keys_and_styles_that_do_not_fit_are_refused_and_others_add_up() {
 }
 
 #[test]
-fn local_code_works_on_uneven_parts_of_redistributed_inputs() {
+fn local_map_works_on_uneven_shards_of_redistributed_inputs() {
     let program = |world: World| {
         let mesh = world.mesh([("tp", 4)])?;
         // 5 rows: 2, 2, 1 and none
-        let x = DTensor::from_fn((5, 3), DType::F64, &mesh, [Shard(1)], |i| (i[0] * 3 + i[1]) as f64)?.requires_grad();
-        let w = DTensor::from_fn(3, DType::F64, &mesh, [Shard(0)], |i| 1.0 + i[0] as f64)?.requires_grad();
+        let x =
+            DTensor::from_fn(((5, 3), DType::F64), &mesh, [Shard(1)], |i| (i[0] * 3 + i[1]) as f64)?.requires_grad();
+        let w = DTensor::from_fn((3, DType::F64), &mesh, [Shard(0)], |i| 1.0 + i[0] as f64)?.requires_grad();
         let (rows, whole) = (x.redistribute([Shard(0)])?, w.redistribute([Replicate])?);
         let y = local_map(&[&rows, &whole], [Shard(0)], &[None, Some(vec![Partial(ReduceOp::Sum)])], |t| {
             t[0].sqr()?.broadcast_mul(&t[1])

@@ -1,5 +1,4 @@
-//! Sharding plans: what planners say, modules replaced, outputs and local parts; and what is refused leaves everything as it
-//! was.
+//! Sharding plans: planners, replaced modules, layouts of outputs, local outputs; an invalid plan changes nothing.
 
 use std::sync::Arc;
 
@@ -9,11 +8,12 @@ use shardwise::nn::{
     Activation, AttentionConfig, Builder, Embedding, EmbeddingBag, Forward, Hooks, Layer, LayerNorm, Linear, Mlp,
     Module, MultiHeadAttention, RotaryEmbedding,
 };
-use shardwise::ops::Bag;
+use shardwise::ops::EmbeddingBagMode;
 use shardwise::optim::{ParamGroup, Sgd, ShardedOptimizer};
 use shardwise::plan::{
-    DataParallel, FullyShard, LowRankAdapter, Part, Sharder, ShardingPlan, ShardingPlanner, TableCut, TensorParallel,
-    VocabularyParallel, collect_local_shard, fully_shard, replicate, reshard_output, shard_module, shard_parameter,
+    DataParallel, EmbeddingSharding, FullyShard, LowRankAdapter, ModuleView, Sharder, ShardingPlan, ShardingPlanner,
+    TensorParallel, VocabularyParallel, collect_local_shard, fully_shard, replicate, reshard_output, shard_module,
+    shard_parameter,
 };
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, ShardMetadata};
@@ -27,13 +27,13 @@ fn alone(world: &World) -> Result<DeviceMesh> {
     world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)
 }
 
-fn attention(at: &Builder, width: usize, heads: usize, key_heads: usize) -> Result<MultiHeadAttention> {
+fn attention(builder: &Builder, width: usize, heads: usize, key_heads: usize) -> Result<MultiHeadAttention> {
     let rotary = Some(RotaryEmbedding { base: 50.0 });
-    MultiHeadAttention::new(at, AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true })
+    MultiHeadAttention::new(builder, AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true })
 }
 
 #[test]
-fn planners_place_parameters_as_their_names_say() {
+fn planners_place_parameters_as_documented() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let model = Model::new(&Builder::new(&mesh))?;
@@ -116,11 +116,11 @@ struct Layer0 {
 }
 
 impl Layer0 {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         Ok(Layer0 {
-            norm: LayerNorm::new(&at.at("norm"), 8, 1e-5)?,
-            attention: attention(&at.at("attention"), 8, 4, 2)?,
-            mlp: Mlp::new(&at.at("mlp"), 8, 16, Activation::Gelu)?,
+            norm: LayerNorm::new(&builder.child("norm"), 8, 1e-5)?,
+            attention: attention(&builder.child("attention"), 8, 4, 2)?,
+            mlp: Mlp::new(&builder.child("mlp"), 8, 16, Activation::Gelu)?,
             hooks: Hooks::default(),
         })
     }
@@ -144,16 +144,19 @@ struct Model {
 }
 
 impl Model {
-    fn new(at: &Builder) -> Result<Self> {
-        Self::with_layers(at, 3)
+    fn new(builder: &Builder) -> Result<Self> {
+        Self::with_layers(builder, 3)
     }
 
-    fn with_layers(at: &Builder, count: usize) -> Result<Self> {
+    fn with_layers(builder: &Builder, count: usize) -> Result<Self> {
         Ok(Model {
-            tokens: Embedding::new(&at.at("tokens"), 11, 8)?,
-            layers: (0..count).map(|i| Layer0::new(&at.at(&format!("layers.{i}")))).collect::<Result<_>>()?,
-            own: Own { w1: Linear::new(&at.at("own.w1"), 8, 6)?, w2: Linear::new(&at.at("own.w2"), 6, 8)? },
-            unembed: Linear::new(&at.at("unembed"), 8, 11)?,
+            tokens: Embedding::new(&builder.child("tokens"), 11, 8)?,
+            layers: (0..count).map(|i| Layer0::new(&builder.child(&format!("layers.{i}")))).collect::<Result<_>>()?,
+            own: Own {
+                w1: Linear::new(&builder.child("own.w1"), 8, 6)?,
+                w2: Linear::new(&builder.child("own.w2"), 6, 8)?,
+            },
+            unembed: Linear::new(&builder.child("unembed"), 8, 11)?,
         })
     }
 
@@ -165,7 +168,7 @@ impl Model {
 }
 
 fn ids(mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
-    DTensor::from_fn((4, 3), DType::I64, mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 11) as f64)
+    DTensor::from_fn(((4, 3), DType::I64), mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 11) as f64)
 }
 
 /// Replaces a layer by twice the layer, whose weight it shares.
@@ -185,19 +188,19 @@ impl Forward for Double {
 }
 
 impl Sharder for Doubled {
-    fn shard(&self, part: &Part) -> Result<Arc<dyn Layer>> {
-        assert_eq!((part.path(), part.kind(), part.params().len()), ("own.w1", "Linear", 2));
-        Ok(Arc::new(Double { weight: part.param("weight").expect("a weight").clone(), hooks: Hooks::default() }))
+    fn shard(&self, module: &ModuleView) -> Result<Arc<dyn Layer>> {
+        assert_eq!((module.path(), module.kind(), module.params().len()), ("own.w1", "Linear", 2));
+        Ok(Arc::new(Double { weight: module.param("weight").expect("a weight").clone(), hooks: Hooks::default() }))
     }
 }
 
 #[test]
-fn a_sharder_replaces_the_module_for_everyone() {
+fn a_sharder_replaces_the_module_for_every_caller() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         mesh.manual_seed(1);
         let model = Model::new(&Builder::new(&mesh).dtype(DType::F64))?;
-        let x = DTensor::from_fn((3, 8), DType::F64, &mesh, [Shard(0), Replicate], |i| (i[0] + i[1]) as f64)?;
+        let x = DTensor::from_fn(((3, 8), DType::F64), &mesh, [Shard(0), Replicate], |i| (i[0] + i[1]) as f64)?;
         let once = x.linear(&model.own.w1.weight.get(), None)?;
         let plan = ShardingPlan::new().sharder("own.w1", Doubled).output("own.w1", [("tp", Shard(1))]);
         shard_module(&model, &mesh, &plan)?;
@@ -225,7 +228,7 @@ fn a_sharder_replaces_the_module_for_everyone() {
         reshard_output(&model, &mesh, "own.w1", [Replicate, Replicate])?;
         assert_eq!(model.own.w1.forward(&x)?.placements(), [Replicate, Replicate]);
         // a module that was replaced cannot do what its replacement cannot
-        let bag = EmbeddingBag::new(&Builder::new(&mesh), 4, 4, Bag::Sum)?;
+        let bag = EmbeddingBag::new(&Builder::new(&mesh), 4, 4, EmbeddingBagMode::Sum)?;
         bag.hooks.replace(Arc::new(Embedding::new(&Builder::new(&mesh), 4, 4)?));
         let zero = DTensor::zeros(2, DType::I64, &mesh, [Replicate, Replicate])?;
         assert!(bag.forward_bags(&zero, &[0]).unwrap_err().to_string().contains("forward_bags"));
@@ -258,16 +261,20 @@ fn a_whole_model_has_the_gradients_of_one_rank_under_combined_plans() {
         let tensor = || TensorParallel::new("tp");
         for (i, plan) in [
             tensor().plan(&model, &mesh)?,
-            tensor().sequence(1).plan(&model, &mesh)?,
+            tensor().sequence_parallel(1).plan(&model, &mesh)?,
             tensor().and(FullyShard::new(["dp"])).plan(&model, &mesh)?,
-            tensor().sequence(1).tables(TableCut::Width).and(FullyShard::new(["dp"]).on_dim(0)).plan(&model, &mesh)?,
+            tensor()
+                .sequence_parallel(1)
+                .embeddings(EmbeddingSharding::EmbeddingDim)
+                .and(FullyShard::new(["dp"]).on_dim(0))
+                .plan(&model, &mesh)?,
             tensor().and(DataParallel::new(["dp"])).plan(&model, &mesh)?,
         ]
         .iter()
         .enumerate()
         {
             mesh.manual_seed(0);
-            let make = |at: &Builder| Model::new(&at.clone().dtype(DType::F64));
+            let make = |builder: &Builder| Model::new(&builder.clone().dtype(DType::F64));
             let found = gradients(&plan.build(&mesh, make)?, &mesh)?;
             for ((name, found), (_, expected)) in found.iter().zip(&expected) {
                 assert!(close(found, expected), "plan {i}: {name} {found} {expected}");
@@ -279,17 +286,17 @@ fn a_whole_model_has_the_gradients_of_one_rank_under_combined_plans() {
 }
 
 #[test]
-fn a_model_built_by_a_plan_never_exists_whole() {
+fn a_model_built_by_a_plan_is_never_materialized_in_full() {
     let ran = DryWorld::new(8).unwrap().run(|world| {
         let mesh = world.mesh([("dp", 2), ("tp", 4)])?;
         let plan = ShardingPlan::new().param("**.weight", [("tp", Shard(0)), ("dp", Shard(0))]);
-        plan.build(&mesh, |at| Mlp::new(at, 64, 256, Activation::Gelu)).map(drop)
+        plan.build(&mesh, |builder| Mlp::new(builder, 64, 256, Activation::Gelu)).map(drop)
     });
     assert_eq!(ran.unwrap().peak_bytes, 4 * (2 * 64 * 256 / 8 + 256 + 64));
 }
 
 #[test]
-fn the_sharders_of_this_crate_do_what_they_say() {
+fn built_in_sharders_keep_values_and_gradients() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         mesh.manual_seed(2);
@@ -307,8 +314,8 @@ fn the_sharders_of_this_crate_do_what_they_say() {
         let scattered = VocabularyParallel { output: Shard(1), ..VocabularyParallel::new("tp") };
         let plan = ShardingPlan::new()
             .sharder("tokens", scattered)
-            .sharder("unembed", LowRankAdapter { rank: 2, scale: 0.5 })
-            .sharder("own.w2", LowRankAdapter { rank: 3, scale: 2.0 });
+            .sharder("unembed", LowRankAdapter { r: 2, scale: 0.5 })
+            .sharder("own.w2", LowRankAdapter { r: 3, scale: 2.0 });
         shard_module(&model, &mesh, &plan)?;
         let embedded = model.tokens.forward(&ids(&mesh, &[Shard(0), Replicate])?)?;
         assert_eq!(embedded.placements(), [Shard(0), Shard(1)]);
@@ -337,7 +344,7 @@ fn the_sharders_of_this_crate_do_what_they_say() {
         let up = model.named_parameters().into_iter().find(|(own, _)| own == "unembed.up").expect("an adapter").1;
         assert!(up.get().abs()?.sum_all()?.item::<f64>()? > 0.0, "the adapter learns");
         // of the wrong kind
-        let wrong = ShardingPlan::new().sharder("layers.0.norm", LowRankAdapter { rank: 2, scale: 1.0 });
+        let wrong = ShardingPlan::new().sharder("layers.0.norm", LowRankAdapter { r: 2, scale: 1.0 });
         let message = shard_module(&model, &mesh, &wrong).unwrap_err().to_string();
         assert!(["LayerNorm", "layers.0.norm", "Linear"].iter().all(|part| message.contains(part)), "{message}");
         Ok(())
@@ -382,7 +389,7 @@ fn outputs_are_resharded_and_returned_as_local_parts() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_and_nothing_changes() {
+fn mismatched_plans_are_rejected_without_changes() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let model = Model::with_layers(&Builder::new(&mesh), 12)?;
@@ -394,7 +401,7 @@ fn what_does_not_fit_is_refused_and_nothing_changes() {
             )
         };
         let before = state();
-        let adapter = LowRankAdapter { rank: 1, scale: 1.0 };
+        let adapter = LowRankAdapter { r: 1, scale: 1.0 };
         let new = ShardingPlan::new;
         // a good entry stands beside every bad one: it must not be carried out
         let cases: Vec<(ShardingPlan, &[&str])> = vec![
@@ -459,10 +466,17 @@ fn what_does_not_fit_is_refused_and_nothing_changes() {
         assert_eq!(shared.w2.weight.get().placements(), [Shard(0), Replicate]);
         // the plan reaches a builder too
         let bad = new().param("weight", [("tp", Shard(3))]);
-        assert!(bad.build(&mesh, |at| Linear::new(at, 4, 4)).err().expect("refused").to_string().contains("S(3)"));
+        assert!(
+            bad.build(&mesh, |builder| Linear::new(builder, 4, 4)).err().expect("refused").to_string().contains("S(3)")
+        );
         let unused = new().param("wait", [("tp", Shard(0))]);
         assert!(
-            unused.build(&mesh, |at| Linear::new(at, 4, 4)).err().expect("refused").to_string().contains("`weight`")
+            unused
+                .build(&mesh, |builder| Linear::new(builder, 4, 4))
+                .err()
+                .expect("refused")
+                .to_string()
+                .contains("`weight`")
         );
         Ok(())
     };
@@ -489,9 +503,9 @@ fn ranks_outside_the_mesh_follow_the_plan_without_taking_part() {
         let mesh = world.mesh([("tp", 2)])?;
         let plan = ShardingPlan::new()
             .param("down.weight", [Shard(1)])
-            .sharder("up", LowRankAdapter { rank: 2, scale: 1.0 })
+            .sharder("up", LowRankAdapter { r: 2, scale: 1.0 })
             .output("", [Replicate]);
-        let mlp = plan.build(&mesh, |at| Mlp::new(at, 5, 7, Activation::Gelu))?;
+        let mlp = plan.build(&mesh, |builder| Mlp::new(builder, 5, 7, Activation::Gelu))?;
         let y = mlp.forward(&DTensor::ones((3, 5), DType::F32, &mesh, [Replicate])?)?;
         y.sum_all()?.backward()?.in_param_layout()?;
         assert_eq!((y.placements(), mlp.down.weight.get().placements()), (&[Replicate][..], &[Shard(1)][..]));
@@ -502,7 +516,7 @@ fn ranks_outside_the_mesh_follow_the_plan_without_taking_part() {
 }
 
 #[test]
-fn a_plan_says_where_parameters_and_outputs_lie_by_specs_too() {
+fn a_plan_places_parameters_and_outputs_by_sharding_specs() {
     launch(3, |world| {
         let mesh = world.mesh([("tp", 3)])?;
         let rows = || ChunkShardingSpec::over_ranks(0, [0, 1, 2]);
@@ -511,7 +525,7 @@ fn a_plan_says_where_parameters_and_outputs_lie_by_specs_too() {
         };
         let boxes = EnumerableShardingSpec::new([uneven(0, 0, 4)?, uneven(1, 4, 1)?, uneven(2, 5, 2)?])?;
         let plan = ShardingPlan::new().param("bias", rows()?).param("weight", boxes).output("", rows()?);
-        let layer = plan.build(&mesh, |at| Linear::new(at, 5, 7))?;
+        let layer = plan.build(&mesh, |builder| Linear::new(builder, 5, 7))?;
         assert_eq!(layer.weight.get().to_local().dims(), [[4, 5], [1, 5], [2, 5]][world.rank()]);
         assert_eq!(layer.bias.as_ref().unwrap().get().placements(), [Shard(0)]);
         let x = DTensor::ones((6, 5), DType::F32, &mesh, [Replicate])?;

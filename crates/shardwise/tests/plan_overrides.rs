@@ -1,4 +1,4 @@
-//! What a plan says can be overridden and taken out; what never applies, or fits nothing, is an error.
+//! Entries of a plan can be overridden and removed; an entry that never applies or matches nothing is an error.
 
 use shardwise::nn::{Activation, Builder, Forward, Linear, Mlp, Module};
 use shardwise::plan::{DataParallel, FullyShard, ShardingPlan, ShardingPlanner, TensorParallel, shard_module};
@@ -11,9 +11,12 @@ struct Model {
 }
 
 impl Model {
-    fn new(at: &Builder) -> Result<Self> {
-        let block = |i: usize| Mlp::new(&at.at(&format!("blocks.{i}")), 8, 16, Activation::Relu);
-        Ok(Model { blocks: (0..4).map(block).collect::<Result<_>>()?, head: Linear::new(&at.at("head"), 8, 12)? })
+    fn new(builder: &Builder) -> Result<Self> {
+        let block = |i: usize| Mlp::new(&builder.child(&format!("blocks.{i}")), 8, 16, Activation::Relu);
+        Ok(Model {
+            blocks: (0..4).map(block).collect::<Result<_>>()?,
+            head: Linear::new(&builder.child("head"), 8, 12)?,
+        })
     }
 
     fn placements(&self, path: &str) -> Vec<Placement> {
@@ -62,7 +65,7 @@ fn an_override_that_never_applies_is_an_error() {
 }
 
 #[test]
-fn a_planner_on_top_of_patterns_takes_them_in() {
+fn a_planner_extends_a_plan_of_patterns() {
     on_two_axes(|mesh| {
         let model = Model::new(&Builder::new(mesh))?;
         let base = ShardingPlan::new().param("**.up.{weight,bias}", [("tp", Shard(0))]);
@@ -130,7 +133,7 @@ fn entries_are_replaced_and_removed() {
 }
 
 #[test]
-fn patterns_that_fit_nothing_or_cannot_be_read_are_errors() {
+fn patterns_that_match_nothing_or_do_not_parse_are_errors() {
     on_two_axes(|mesh| {
         let new = ShardingPlan::new;
         for (plan, parts) in [
@@ -151,20 +154,20 @@ fn patterns_that_fit_nothing_or_cannot_be_read_are_errors() {
 fn a_parameter_built_under_another_name_than_its_field_is_an_error() {
     on_two_axes(|mesh| {
         let plan = ShardingPlan::new().param("down.weight", [("tp", Shard(1))]);
-        let typo = |at: &Builder| -> Result<Mlp> {
-            let mut mlp = Mlp::new(at, 8, 16, Activation::Relu)?;
-            mlp.down = Linear::new(&at.at("dwon"), 16, 8)?;
+        let typo = |builder: &Builder| -> Result<Mlp> {
+            let mut mlp = Mlp::new(builder, 8, 16, Activation::Relu)?;
+            mlp.down = Linear::new(&builder.child("dwon"), 16, 8)?;
             Ok(mlp)
         };
         let error = plan.build(mesh, typo).err().expect("refused").to_string();
-        for part in ["`dwon.weight`", "did you mean `down.weight`", "Builder::at"] {
+        for part in ["`dwon.weight`", "did you mean `down.weight`", "Builder::child"] {
             assert!(error.contains(part), "{part} missing in {error}");
         }
-        plan.build(mesh, |at| Mlp::new(at, 8, 16, Activation::Relu))?;
+        plan.build(mesh, |builder| Mlp::new(builder, 8, 16, Activation::Relu))?;
         // below the root, too
-        let at = Builder::new(mesh).at("decoder");
-        at.check(&Mlp::new(&at, 8, 16, Activation::Relu)?)?;
-        assert!(at.check(&Linear::new(&at, 8, 16)?).unwrap_err().to_string().contains("`decoder.up.weight`"));
+        let builder = Builder::new(mesh).child("decoder");
+        builder.check(&Mlp::new(&builder, 8, 16, Activation::Relu)?)?;
+        assert!(builder.check(&Linear::new(&builder, 8, 16)?).unwrap_err().to_string().contains("`decoder.up.weight`"));
         Ok(())
     });
 }

@@ -1,4 +1,4 @@
-//! Sharded tensors cut in any way, brought into any other: exact, and every byte sent once at most.
+//! Sharded tensors resharded from any spec to any other: exact, and every byte is sent at most once.
 //!
 //! `SHARDWISE_SPEC_CASES` sets the number of random pairs of specs (default 1000), `SHARDWISE_SEED` the first seed.
 
@@ -19,7 +19,7 @@ fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
 }
 
-/// A tensor whose elements are all different as far as the type can tell.
+/// A tensor whose elements are all different, as far as the type can represent them.
 fn whole(shape: &[usize], dtype: DType) -> Tensor {
     let count = shape.iter().product::<usize>() as i64;
     Tensor::arange(0i64, count, &Device::Cpu).unwrap().reshape(shape).unwrap().to_dtype(dtype).unwrap()
@@ -38,7 +38,7 @@ fn same(a: &Tensor, b: &Tensor) -> bool {
     a.dims() == b.dims() && a.dtype() == b.dtype() && numbers(a) == numbers(b)
 }
 
-/// A random way to cut a tensor over some ranks, and what kind it is.
+/// A random spec for a tensor over some ranks, and the name of its kind.
 fn spec(rng: &mut StdRng, shape: &[usize], ranks: usize) -> (&'static str, AnyShardingSpec) {
     let any_rank = |rng: &mut StdRng| rng.random_range(0..ranks);
     let chunks = |dim: usize, owners: Vec<usize>| ChunkShardingSpec::over_ranks(dim as isize, owners).unwrap().into();
@@ -177,7 +177,7 @@ fn any_spec_to_any_other_is_exact_and_sends_every_byte_once() {
                 }
             }
             assert!(same(&x.full_tensor()?, &table) && x.equal(&y)?, "equal, {told}");
-            // as a distributed tensor, on the own mesh and on another of fewer ranks, and back
+            // to a distributed tensor on the same mesh and on one of fewer ranks, and back
             assert!(same(&y.to_dtensor()?.to_mesh(&mesh, [Replicate])?.full_tensor()?, &table), "dtensor, {told}");
             let back = ShardedTensor::from_dtensor(&y.to_dtensor_on(&mesh, [Shard(-1)])?)?;
             assert!(back.equal(&x)?, "back, {told}");
@@ -195,7 +195,7 @@ fn shards_that_stay_keep_their_memory_and_nothing_is_sent() {
         let mesh = world.mesh([("all", 3)])?;
         let x = ShardedTensor::rand(ChunkShardingSpec::over_ranks(0, [0, 1, 2])?, (9, 4), DType::F32, &mesh)?;
         world.trace().clear();
-        // the same rows one by one: every rank has what it needs
+        // the same rows as listed shards: every rank holds what it needs
         let row = |i: usize| ShardMetadata::new([i, 0], [1, 4], Some(RemoteDevice::cpu_of(i / 3)));
         let rows = EnumerableShardingSpec::new((0..9).map(row).collect::<Result<Vec<_>>>()?)?;
         let y = x.reshard(rows)?;
@@ -223,7 +223,7 @@ fn a_spec_becomes_a_layout_and_back_whenever_it_is_regular() {
             continue;
         };
         regular += 1;
-        // the layout gives every rank just the boxes of the spec
+        // the layout gives every rank exactly the boxes of the spec
         let boxes = |rank: usize| layout.boxes_of(rank).into_iter().map(|b: OwnedBox| b.global).collect::<Vec<_>>();
         for rank in 0..4 {
             let held: Vec<TensorBox> =

@@ -1,20 +1,15 @@
-//! State dicts: strict and non-strict names, states as maps, optimizers over modules, identity of sharded tensors.
+//! Which names a state dict must have when it is loaded, state dicts as maps, optimizers over modules, and identities of
+//! sharded tensors.
 
-#[path = "suites/refused.rs"]
-mod refused;
-#[path = "suites/scratch.rs"]
-mod scratch;
-
-use std::collections::{BTreeMap, HashSet};
-
-use refused::refused;
-use scratch::Scratch;
 use serde::{Deserialize, Serialize};
 use shardwise::checkpoint::{self, ModelPart, Series, State, Value, named};
 use shardwise::nn::{Linear, StateDictOptions};
 use shardwise::optim::{Algorithm, Optimizer, ParamGroup, ParamStep, Schedule, StateTensor};
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
+use shardwise_test_suites::errors::same_error_on_all_ranks;
+use shardwise_test_suites::scratch::Scratch;
+use std::collections::{BTreeMap, HashSet};
 
 #[derive(Module)]
 struct Pair {
@@ -24,8 +19,11 @@ struct Pair {
 
 impl Pair {
     fn new(mesh: &DeviceMesh) -> Result<Self> {
-        let at = Builder::new(mesh).placed(|_, _| vec![Shard(0)]);
-        Ok(Pair { first: Linear::new(&at.at("first"), 3, 4)?, second: Linear::new(&at.at("second"), 4, 2)? })
+        let builder = Builder::new(mesh).placed(|_, _| vec![Shard(0)]);
+        Ok(Pair {
+            first: Linear::new(&builder.child("first"), 3, 4)?,
+            second: Linear::new(&builder.child("second"), 4, 2)?,
+        })
     }
 }
 
@@ -38,8 +36,11 @@ struct Renamed {
 
 impl Renamed {
     fn new(mesh: &DeviceMesh) -> Result<Self> {
-        let at = Builder::new(mesh);
-        Ok(Renamed { first: Linear::without_bias(&at.at("first"), 3, 4)?, last: Linear::new(&at.at("last"), 4, 2)? })
+        let builder = Builder::new(mesh);
+        Ok(Renamed {
+            first: Linear::without_bias(&builder.child("first"), 3, 4)?,
+            last: Linear::new(&builder.child("last"), 4, 2)?,
+        })
     }
 }
 
@@ -52,7 +53,7 @@ fn numbers(tensor: &DTensor) -> Result<Vec<f32>> {
 }
 
 #[test]
-fn load_state_dict_follows_the_options() {
+fn options_control_how_names_of_a_state_dict_are_matched() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let (source, target) = (Renamed::new(&mesh)?, Pair::new(&mesh)?);
@@ -71,8 +72,8 @@ fn load_state_dict_follows_the_options() {
             assert_ne!(numbers(&target.first.weight.get())?, numbers(&source.first.weight.get())?);
         }
         let loaded = target.load_state_dict_with(&state, &options(false, false, "module."))?;
-        assert_eq!(loaded.missing, ["first.bias", "second.bias", "second.weight"]);
-        assert_eq!(loaded.unexpected, ["last.bias", "last.weight"]);
+        assert_eq!(loaded.missing_keys, ["first.bias", "second.bias", "second.weight"]);
+        assert_eq!(loaded.unexpected_keys, ["last.bias", "last.weight"]);
         assert_eq!(numbers(&target.first.weight.get())?, numbers(&source.first.weight.get())?);
         assert_eq!(target.first.weight.get().placements(), [Shard(0)]);
         assert_eq!(numbers(&target.second.weight.get())?, before);
@@ -80,12 +81,12 @@ fn load_state_dict_follows_the_options() {
         let part: BTreeMap<String, DTensor> =
             [("first.bias".to_string(), target.first.bias.as_ref().unwrap().get().zeros_like()?)].into();
         let loaded = target.load_state_dict_with(&part, &options(true, true, ""))?;
-        assert_eq!((loaded.missing.len(), loaded.unexpected.len()), (3, 0));
+        assert_eq!((loaded.missing_keys.len(), loaded.unexpected_keys.len()), (3, 0));
         assert_eq!(numbers(&target.first.bias.as_ref().unwrap().get())?, [0.0; 4]);
         assert!(target.load_state_dict_with(&part, &options(true, false, "")).is_err());
         // names with another prefix are ignored; a wrong shape is an error whatever the options
         let loaded = target.load_state_dict_with(&part, &options(false, false, "teacher."))?;
-        assert_eq!((loaded.missing.len(), loaded.unexpected.len()), (4, 0));
+        assert_eq!((loaded.missing_keys.len(), loaded.unexpected_keys.len()), (4, 0));
         let wrong: BTreeMap<String, DTensor> =
             [("first.bias".to_string(), source.last.bias.as_ref().unwrap().get())].into();
         let error = target.load_state_dict_with(&wrong, &options(false, true, "")).unwrap_err().to_string();
@@ -96,7 +97,7 @@ fn load_state_dict_follows_the_options() {
 }
 
 #[test]
-fn load_into_follows_the_options_on_any_number_of_ranks() {
+fn options_control_how_names_of_a_checkpoint_are_matched() {
     let scratch = Scratch::new("model-part");
     let path = scratch.0.join("state");
     let place = path.clone();
@@ -117,8 +118,8 @@ fn load_into_follows_the_options_on_any_number_of_ranks() {
             let before = numbers(&target.second.weight.get())?;
             let mut part = ModelPart::new(&target, options(false, false, "module."));
             checkpoint::load_into(&world, &place, (&mut part, &mesh))?;
-            assert_eq!(part.loaded().missing, ["first.bias", "second.bias", "second.weight"]);
-            assert_eq!(part.loaded().unexpected, ["last.bias", "last.weight"]);
+            assert_eq!(part.loaded().missing_keys, ["first.bias", "second.bias", "second.weight"]);
+            assert_eq!(part.loaded().unexpected_keys, ["last.bias", "last.weight"]);
             assert_eq!(numbers(&target.first.weight.get())?, expected);
             assert_eq!(numbers(&target.second.weight.get())?, before);
             Ok(())
@@ -126,7 +127,7 @@ fn load_into_follows_the_options_on_any_number_of_ranks() {
         launch(ranks, run).unwrap();
         // a strict load fails on all ranks and changes nothing
         let place = path.clone();
-        let text = refused(ranks, move |world| {
+        let text = same_error_on_all_ranks(ranks, move |world| {
             let mesh = world.mesh([("dp", ranks)])?;
             let target = Pair::new(&mesh)?;
             let before = numbers(&target.first.weight.get())?;
@@ -140,7 +141,7 @@ fn load_into_follows_the_options_on_any_number_of_ranks() {
             assert!(text.contains(part), "{text}");
         }
         let place = path.clone();
-        let text = refused(ranks, move |world| {
+        let text = same_error_on_all_ranks(ranks, move |world| {
             let target = Pair::new(&world.mesh([("dp", ranks)])?)?;
             checkpoint::load_into(&world, &place, (ModelPart::new(&target, options(false, true, "other.")),)).map(drop)
         });
@@ -149,7 +150,7 @@ fn load_into_follows_the_options_on_any_number_of_ranks() {
 }
 
 #[test]
-fn states_convert_from_and_to_maps() {
+fn state_dicts_are_maps() {
     let mut state: State = [("step", 7), ("epoch", 2)].into_iter().collect();
     state.extend([("names", State::list(["a", "b"])), ("step", State::from(8))]);
     let entries: Vec<(String, State)> = state.clone().into_iter().collect();
@@ -167,7 +168,7 @@ fn states_convert_from_and_to_maps() {
 }
 
 #[test]
-fn resume_restores_model_optimizer_data_and_custom_parts() {
+fn a_run_resumes_with_one_call_including_custom_state() {
     let scratch = Scratch::new("resume-call");
     let path = scratch.0.join("run");
     let run = move |world: World| {
@@ -207,7 +208,7 @@ impl Optimizer for Constant {
 }
 
 #[test]
-fn every_optimizer_can_be_built_over_a_module() {
+fn every_optimizer_takes_a_module() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let layer = || Linear::without_bias(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]), 3, 4);
@@ -234,12 +235,12 @@ fn every_optimizer_can_be_built_over_a_module() {
         Ok(())
     };
     launch(2, run).unwrap();
-    let text = refused(2, |world| {
+    let text = same_error_on_all_ranks(2, |world| {
         let pair = Pair::new(&world.mesh([("dp", 2)])?)?;
         Algorithm::by_name("muon")?.over(&pair).map(drop)
     });
     assert!(text.contains("first.bias"), "{text}");
-    let text = refused(2, |world| {
+    let text = same_error_on_all_ranks(2, |world| {
         let pair = Pair::new(&world.mesh([("dp", 2)])?)?;
         ParamGroup::new(AdamW::default()).with_lr(-1.0).over(&pair).map(drop)
     });

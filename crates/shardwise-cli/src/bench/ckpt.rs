@@ -89,8 +89,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let path = scratch.0.join("state");
     let made = move |world: &World| -> Result<State> {
         let mesh = world.mesh([("all", ranks)])?;
-        let one =
-            |i: usize| Ok((format!("t{i:02}"), DTensor::full(i as f64, (side, side), DType::F32, &mesh, [Shard(0)])?));
+        let one = |i: usize| {
+            Ok((format!("t{i:02}"), DTensor::full(i as f64, ((side, side), DType::F32), &mesh, [Shard(0)])?))
+        };
         Ok(State::map((0..TENSORS).map(one).collect::<Result<Vec<_>>>()?))
     };
     measure("save", &|| {
@@ -175,7 +176,7 @@ impl Scratch {
             let number = (world.rank() == 0).then_some(&mine);
             let first = world.broadcast(number, &TensorMeta::new((), DType::U32), 0)?.to_scalar::<u32>()?;
             let path = parent.join(format!("shardwise-bench-{first}"));
-            world.first(|| {
+            world.on_first_rank(|| {
                 fs::create_dir_all(&path).map_err(|error| {
                     let found = format!("{}: {error}", path.display());
                     ErrorKind::Argument.error("--dir", found, "a place that can be written to", "name another one")

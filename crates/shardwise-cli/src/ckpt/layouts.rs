@@ -76,7 +76,7 @@ impl Layouts {
 impl Chosen {
     pub(super) fn layout(&self, key: &str, shape: &[usize]) -> Result<Layout> {
         let whole = Layout::replicated(&self.mesh, shape)?;
-        if self.placed.of_param(key)?.is_some() {
+        if self.placed.param_plan(key)?.is_some() {
             return self.placed.layout_of(key, &whole);
         }
         let axis = |name: &str, other: usize| self.mesh.axis(name).unwrap_or(other);
@@ -86,8 +86,11 @@ impl Chosen {
         if matches!(self.plan, PlanName::Tp | PlanName::FsdpTp)
             && let Some(dim) = tensor_parallel_dim(key, shape)
         {
-            plan =
-                plan.along(key, &self.mesh, &[(self.mesh.axes()[tp].name.clone(), Placement::Shard(dim as isize))])?;
+            plan = plan.add_placements(
+                key,
+                &self.mesh,
+                &[(self.mesh.axes()[tp].name.clone(), Placement::Shard(dim as isize))],
+            )?;
             left[dim] = left[dim].div_ceil(self.mesh.shape()[tp]);
         }
         let is_used = self.plan == PlanName::FsdpTp && dp == tp;
@@ -95,8 +98,11 @@ impl Chosen {
             let k = self.mesh.shape()[dp];
             let dim = (0..left.len()).find(|&d| left[d] >= k && left[d].is_multiple_of(k));
             let dim = dim.unwrap_or_else(|| (0..left.len()).max_by_key(|&d| (left[d], usize::MAX - d)).unwrap_or(0));
-            plan =
-                plan.along(key, &self.mesh, &[(self.mesh.axes()[dp].name.clone(), Placement::Shard(dim as isize))])?;
+            plan = plan.add_placements(
+                key,
+                &self.mesh,
+                &[(self.mesh.axes()[dp].name.clone(), Placement::Shard(dim as isize))],
+            )?;
         }
         plan.layout_of(key, &whole)
     }

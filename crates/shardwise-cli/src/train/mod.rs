@@ -17,7 +17,8 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering::Relaxed;
 
 use clap::Args;
-use shardwise::comm::Report;
+use shardwise::comm::CommReport;
+use shardwise::mesh::Network;
 use shardwise::models::check_export;
 use shardwise::prelude::*;
 
@@ -82,7 +83,8 @@ pub(crate) struct Options {
 
 pub(crate) fn run(options: Options) -> Result<()> {
     let (shown, json) = (options.report, options.json);
-    let prepared = processes::agreed(prepared(options))?;
+    let network = processes::network()?;
+    let prepared = processes::agreed(prepared(options, network))?;
     // A second time ends it at once, and with it the other processes.
     let handler = || {
         if STOP.swap(true, Relaxed) {
@@ -100,7 +102,7 @@ pub(crate) fn run(options: Options) -> Result<()> {
 }
 
 /// Decides and checks everything that can be known without writing anything.
-fn prepared(options: Options) -> Result<Prepared> {
+fn prepared(options: Options, network: Network) -> Result<Prepared> {
     let mut settings = options.settings.with_file(options.config.as_deref())?;
     let resumed = match &options.resume {
         Some(path) => Some(Resumed::find(path.as_deref().unwrap_or(settings.out()))?),
@@ -110,7 +112,7 @@ fn prepared(options: Options) -> Result<Prepared> {
         settings = settings.resuming(resumed.settings.clone());
     }
     let tokens = settings.tokens()?;
-    let job = settings.decide(&tokens)?;
+    let job = settings.decide(&tokens, network)?;
     resumed.iter().try_for_each(|resumed| resumed.check(&job))?;
     options.export_hf.iter().try_for_each(check_export)?;
     let prompt = match job.prompt.as_deref() {
@@ -129,12 +131,12 @@ fn prepared(options: Options) -> Result<Prepared> {
     Ok(Prepared { job, tokens, prompt, resumed, overwrite, export_hf })
 }
 
-fn show(summary: &Summary, report: Option<&Report>, json: bool) -> Result<()> {
+fn show(summary: &Summary, report: Option<&CommReport>, json: bool) -> Result<()> {
     let mut out = std::io::stdout().lock();
     if json {
         let mut object = serde_json::to_value(summary).map_err(Error::other)?;
         if let Some(report) = report {
-            let row = |(operator, call, total): &(&str, &str, shardwise::comm::Total)| {
+            let row = |(operator, call, total): &(&str, &str, shardwise::comm::CommTotal)| {
                 let ms = total.duration.as_secs_f64() * 1e3;
                 serde_json::json!({
                     "operator": operator, "collective": call, "calls": total.calls, "bytes": total.bytes, "ms": ms

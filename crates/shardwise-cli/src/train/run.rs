@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use candle_core::{Device, Tensor};
 use serde::Serialize;
-use shardwise::comm::Report;
+use shardwise::comm::CommReport;
 use shardwise::data::{Batches, TokenSequences};
 use shardwise::models::export_hf;
 use shardwise::prelude::*;
@@ -63,7 +63,7 @@ pub(super) struct Prepared {
 /// What the first rank has in the end.
 pub(super) struct Outcome {
     pub(super) summary: Summary,
-    pub(super) report: Report,
+    pub(super) report: CommReport,
 }
 
 /// Evaluations use so many batches.
@@ -126,7 +126,7 @@ struct Worker<'a> {
     /// Losses of the steps of this run.
     losses: Vec<f64>,
     /// What the last step communicated.
-    report: Option<Report>,
+    report: Option<CommReport>,
     seconds: f64,
     /// Of these seconds.
     communicating: f64,
@@ -139,7 +139,7 @@ impl<'a> Worker<'a> {
         // Processes have read them one by one.
         let numbers = [prepared.first_step(), job.steps, job.seed, tokens.fingerprint()];
         world.agree("step, steps, seed and text", &numbers)?;
-        let progress = world.first(|| prepared.make_room())?;
+        let progress = world.on_first_rank(|| prepared.make_room())?;
         let mesh = world.device_mesh(job.mesh.clone())?;
         let recipe = Recipe {
             config: &job.config,
@@ -183,14 +183,14 @@ impl<'a> Worker<'a> {
 
     /// Something that the first rank writes; if it cannot, the run ends on all ranks.
     fn write(&self, write: &dyn Fn(&Progress) -> Result<()>) -> Result<()> {
-        self.world.first(|| self.progress.iter().try_for_each(write)).map(drop)
+        self.world.on_first_rank(|| self.progress.iter().try_for_each(write)).map(drop)
     }
 
     /// Says what is about to run.
     fn announce(&self) {
         let (job, tokens, step) = (self.job(), &self.prepared.tokens, self.run.step);
         if let Some(search) = &job.search {
-            let (best, tried) = (&search.tried[0].name, search.tried.len());
+            let (best, tried) = (&search.trials[0].name, search.trials.len());
             self.say(&|| format!("plan `{best}`, the cheapest of {tried} that were tried"));
         }
         self.say(&|| {
@@ -300,7 +300,7 @@ impl<'a> Worker<'a> {
         let sample = self.sample()?;
         if let Some(path) = &self.prepared.export_hf {
             export_hf(self.world, path, &self.run.trainer.model, &job.config)?;
-            self.world.first(|| tokens.coding.write(path))?;
+            self.world.on_first_rank(|| tokens.coding.write(path))?;
         }
         let summary = self.summary(held_out_loss, sample);
         self.write(&|progress| {
@@ -308,7 +308,7 @@ impl<'a> Worker<'a> {
             let title = format!("{} on {}, loss in nats per token", job.config.name(), job.mesh);
             progress.curve(&summary.curve, &title, summary.unigram_entropy)
         })?;
-        Ok(Outcome { summary, report: self.report.unwrap_or(Report(Vec::new())) })
+        Ok(Outcome { summary, report: self.report.unwrap_or(CommReport(Vec::new())) })
     }
 
     fn summary(&self, held_out_loss: f64, sample: String) -> Summary {

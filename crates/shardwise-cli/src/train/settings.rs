@@ -7,9 +7,12 @@ use std::path::{Path, PathBuf};
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
-use shardwise::models::{GptConfig, LlamaConfig, ModelConfig, Spread, Weights, search_plan};
+use shardwise::mesh::Network;
+use shardwise::models::{
+    DataParallelMode, GptConfig, LlamaConfig, ModelConfig, ParallelismConfig, StepOptions, search_plan,
+};
 use shardwise::optim::{AdamW, Algorithm, Muon, Optimizer, ParamGroup, Schedule};
-use shardwise::plan::{Search, ShardingPlan};
+use shardwise::plan::{PlanSearch, ShardingPlan};
 use shardwise::prelude::*;
 
 use super::data::Tokens;
@@ -171,7 +174,7 @@ pub(crate) struct Job {
     pub(crate) mesh: Mesh,
     pub(crate) plan: ShardingPlan,
     /// The plans that were tried, if the plan was searched for.
-    pub(crate) search: Option<Search>,
+    pub(crate) search: Option<PlanSearch>,
     pub(crate) dtype: DType,
     /// For the parameters that the optimizer takes, and for all others.
     pub(crate) groups: [ParamGroup; 2],
@@ -237,7 +240,7 @@ impl Settings {
     }
 
     /// Decides what is left open, and checks that everything fits together.
-    pub(crate) fn decide(self, tokens: &Tokens) -> Result<Job> {
+    pub(crate) fn decide(self, tokens: &Tokens, network: Network) -> Result<Job> {
         let config = self.model_config(tokens.vocabulary());
         let mesh = self.find_mesh()?;
         let (steps, batch, accumulate) =
@@ -256,7 +259,7 @@ impl Settings {
             return Err(ErrorKind::Argument.error("batch", found, "at least one for every rank", "use a larger batch"));
         }
         tokens.check(config.seq_len())?;
-        let (plan, search) = self.find_plan(&config, &mesh, batch)?;
+        let (plan, search) = self.find_plan(&config, &mesh, StepOptions::new(batch, network))?;
         let clip = self.clip.unwrap_or(1.0);
         let numbers = [("lr", self.lr), ("weight-decay", self.weight_decay), ("clip", Some(clip))];
         for (option, value) in numbers.into_iter().filter_map(|(option, value)| Some((option, value?))) {
@@ -341,7 +344,12 @@ impl Settings {
     }
 
     /// The plan, and what was tried if it was searched for.
-    fn find_plan(&self, config: &ModelConfig, mesh: &Mesh, batch: usize) -> Result<(ShardingPlan, Option<Search>)> {
+    fn find_plan(
+        &self,
+        config: &ModelConfig,
+        mesh: &Mesh,
+        step: StepOptions,
+    ) -> Result<(ShardingPlan, Option<PlanSearch>)> {
         let by_mesh = if mesh.axis("tp").is_ok() { Plan::Tp } else { Plan::Ddp };
         let plan = self.plan.unwrap_or(by_mesh);
         let sequence_parallel = self.sequence_parallel.unwrap_or(false);
@@ -355,16 +363,16 @@ impl Settings {
                     "leave one of them out",
                 ));
             }
-            let search = search_plan(config, mesh, batch)?;
+            let search = search_plan(config, mesh, &step)?;
             return Ok((search.plan.clone(), Some(search)));
         }
         let sharded = matches!(plan, Plan::Fsdp | Plan::FsdpTp);
-        let spread = Spread {
-            weights: if sharded { Weights::Sharded } else { Weights::Replicated },
+        let parallelism = ParallelismConfig {
+            data_parallel: if sharded { DataParallelMode::FullyShard } else { DataParallelMode::Replicate },
             tensor_parallel: matches!(plan, Plan::Tp | Plan::FsdpTp),
             sequence_parallel,
         };
-        Ok((spread.plan(config, mesh)?, None))
+        Ok((parallelism.plan(config, mesh)?, None))
     }
 
     fn model_config(&self, vocab_size: usize) -> ModelConfig {

@@ -15,7 +15,7 @@ use super::open::open;
 use super::state::{State, StateLeaf};
 use super::stored::StoredTensor;
 use super::value::{Key, Value, flat_key};
-use crate::comm::{DeviceMesh, World, texts, together};
+use crate::comm::{DeviceMesh, World, all_ok, gather_texts};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 use crate::sharded::ShardedTensor;
@@ -81,7 +81,7 @@ pub fn load_placed(
                 ));
             }
             let dtype = stored.element.widened()?;
-            let tensor = read_tensor(&catalog.files, key, stored, &mesh, layout.settled(), dtype)?;
+            let tensor = read_tensor(&catalog.files, key, stored, &mesh, layout.reduced(), dtype)?;
             leaves.push((path_of(key), State::Tensor(tensor)));
         }
         leaves.extend(catalog.values.iter().map(|(key, value)| (path_of(key), State::Value(value.clone()))));
@@ -111,7 +111,7 @@ pub(super) fn load_consistent<T>(
             Err(error) => format!("!{}", error.to_report()),
         };
         // Empty for success, `REPLACED`, or `!` and the error: one gather shows every rank how the load went.
-        let all = texts(world, &status, site)?;
+        let all = gather_texts(world, &status, site)?;
         if let Some(rank) = all.iter().position(|status| status.starts_with('!')) {
             return Err(Error::from_report(world.ranks()[rank], &all[rank][1..]));
         }
@@ -143,13 +143,14 @@ fn open_on_all_ranks(world: &World, path: &Path, site: Site) -> Result<Catalog> 
     }
     let mut before = None;
     for attempt in 0..ATTEMPTS {
-        let catalog = together(world, open(path).and_then(|c| Ok((c.fingerprint()?, c))), site);
+        let catalog = all_ok(world, open(path).and_then(|c| Ok((c.fingerprint()?, c))), site);
         let (fingerprint, catalog) = catalog?;
         if world.size() == 1 {
             return Ok(catalog);
         }
         let instance = catalog.files.instance();
-        let all = texts(world, &format!("{fingerprint:016x} {instance:016x} {}", before == Some(instance)), site)?;
+        let all =
+            gather_texts(world, &format!("{fingerprint:016x} {instance:016x} {}", before == Some(instance)), site)?;
         let field = |i: usize| all.iter().map(move |text| text.split(' ').nth(i));
         let same = |i: usize| field(i).all(|text| text == all[0].split(' ').nth(i));
         // Hosts may have a copy each. Then the contents are equal, the files differ, and they stay as they are.
@@ -201,12 +202,12 @@ pub(super) fn load_template(catalog: &Catalog, template: &State) -> Result<State
             (StateLeaf::Value(_), TemplateMatch::Value(value)) => State::Value(value.clone()),
             (StateLeaf::Value(_), TemplateMatch::Tensor(stored)) => State::Value(read_number(files, &key, stored)?),
             (StateLeaf::Tensor(like), TemplateMatch::Tensor(stored)) => {
-                let layout = like.layout().settled();
+                let layout = like.layout().reduced();
                 State::Tensor(read_tensor(files, &key, stored, like.device_mesh(), layout, like.dtype())?)
             }
             (StateLeaf::Tensor(like), TemplateMatch::Value(value)) => {
                 let local = to_scalar(value, like.dtype())?;
-                State::Tensor(DTensor::from_parts(like.device_mesh(), like.layout().settled(), local))
+                State::Tensor(DTensor::from_parts(like.device_mesh(), like.layout().reduced(), local))
             }
             (StateLeaf::Sharded(like), TemplateMatch::Tensor(stored)) => {
                 State::Sharded(read_sharded(files, &key, stored, like)?)

@@ -20,13 +20,13 @@ use super::state::{State, StateLeaf};
 use super::stored::{Contents, StoredTensor};
 use super::value::Value;
 use super::write::{boxes_by_file, finish_checkpoint, write_file};
-use crate::comm::{World, agree, texts, together};
+use crate::comm::{World, agree, all_ok, gather_texts};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
 use crate::redistribute::block;
 use crate::sharded::ShardedTensor;
 use crate::tensor::DTensor;
-use shardwise_kernels::{bytes_of, dense, own_copy, placeholder};
+use shardwise_kernels::{bytes_of, contiguous, own_copy, placeholder};
 
 /// Options of a save: format and timeout.
 #[doc(alias = "FileSystemWriter")]
@@ -65,7 +65,7 @@ impl Default for SaveOptions {
 /// # let path = directory.clone();
 /// launch(2, move |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let weight = DTensor::arange(0.0, 6.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+///     let weight = DTensor::arange(0.0..6.0, DType::F32, &mesh, [Shard(0)])?;
 ///     checkpoint::save(&world, &path, &State::map([("weight", State::from(weight)), ("step", State::from(3))]))?;
 ///
 ///     let template = State::map([("weight", DTensor::zeros(6, DType::F32, &mesh, [Replicate])?)]);
@@ -135,14 +135,14 @@ impl AsyncSave {
         // Join all ranks but rank 0 first, so that rank 0 does not wait for the files of a rank that failed.
         let is_first = self.world.rank() == 0;
         let joined = if is_first { Ok(()) } else { self.join() };
-        let other_ranks = together(&self.world, joined, site);
+        let other_ranks = all_ok(&self.world, joined, site);
         if other_ranks.is_err() {
             self.wait.store(FAILED, SeqCst);
         }
         let joined = if is_first { self.join() } else { Ok(()) };
         // If another rank failed, that is why rank 0 did: its error is the one to report.
         match other_ranks {
-            Ok(()) => together(&self.world, joined, site),
+            Ok(()) => all_ok(&self.world, joined, site),
             Err(error) => Err(error),
         }
     }
@@ -175,7 +175,7 @@ fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site:
         ));
     }
     let planned = options.format.to_write().and_then(|writer| Ok((writer, plan(world, state, writer)?)));
-    let (writer, planned) = together(world, planned, site)?;
+    let (writer, planned) = all_ok(world, planned, site)?;
     let fingerprint = format!("{} {}", options.format, planned.describe());
     agree(world, &[("state to save", &fingerprint), ("path to save to", &path.to_string_lossy())], site)?;
     let rank = world.rank();
@@ -184,8 +184,9 @@ fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site:
         0 => Staging::new(path, unique()).map(Some),
         _ => Ok(None),
     };
-    let staging = together(world, staging, site)?;
-    let chosen = texts(world, &staging.as_ref().map_or_else(String::new, |s| s.path().to_string_lossy().into()), site)?;
+    let staging = all_ok(world, staging, site)?;
+    let chosen =
+        gather_texts(world, &staging.as_ref().map_or_else(String::new, |s| s.path().to_string_lossy().into()), site)?;
     let wait = Arc::new(AtomicU8::new(AWAITED));
     let job = RankWriter {
         rank,
@@ -198,7 +199,7 @@ fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site:
         planned,
     };
     let writer = std::thread::Builder::new().name(format!("save of rank {rank}")).spawn(move || job.run());
-    let writer = together(world, writer.map_err(Error::from), site)?;
+    let writer = all_ok(world, writer.map_err(Error::from), site)?;
     Ok(AsyncSave { world: world.clone(), writer: Some(writer), wait })
 }
 
@@ -350,7 +351,7 @@ impl TensorToSave {
     /// The elements of one of this rank's boxes.
     fn elements(&self, part: &TensorBox) -> Result<Tensor> {
         if part.volume() == 0 {
-            return Ok(dense(&placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: self.dtype })?)?);
+            return Ok(contiguous(&placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: self.dtype })?)?);
         }
         let at = self
             .local_boxes
@@ -358,7 +359,7 @@ impl TensorToSave {
             .position(|owned| owned.global == *part)
             .expect("a task is assigned to a rank that holds its box");
         let tensor = if self.tensors.len() == self.local_boxes.len() { &self.tensors[at] } else { &self.tensors[0] };
-        Ok(dense(&block(tensor, &self.local_boxes[at].local_offsets, &part.sizes)?)?)
+        Ok(contiguous(&block(tensor, &self.local_boxes[at].local_offsets, &part.sizes)?)?)
     }
 }
 

@@ -1,4 +1,4 @@
-//! The operators, one family per file: rule, kernel, methods. [`ops`] lists them all.
+//! The operators of [`DTensor`](crate::DTensor), one family per file: methods, sharding rule, kernel, gradient. [`ops`] lists them all.
 
 mod affine;
 mod attention;
@@ -12,6 +12,7 @@ mod dtype;
 mod einsum;
 mod equation;
 mod flip;
+mod fused_rows;
 mod index;
 mod indices;
 mod join;
@@ -19,37 +20,36 @@ mod lookup;
 mod loss;
 mod masked;
 mod narrow;
+mod normalization;
 mod operators;
-mod order;
-mod overriding;
+mod override_rule;
 mod parametrized;
 mod reduce;
 mod reshape;
-mod rows;
 mod scalar;
 mod scan;
 mod scan_gradient;
 mod scatter;
-mod statistics;
+mod sort;
 mod table;
 mod ternary;
 mod unary;
 mod view;
 
-pub use attention::Attention;
-pub use convolution::Convolution;
+pub use attention::AttentionOptions;
+pub use convolution::ConvOptions;
 pub use index::{Ellipsis, Index, Indices, NewAxis, strided};
-pub use lookup::Bag;
-pub use loss::{Classes, Reduction};
-pub use overriding::override_rule;
-pub use table::{OpEntry, Rule, Sample};
+pub use lookup::EmbeddingBagMode;
+pub use loss::{LossOptions, Reduction};
+pub use override_rule::override_rule;
+pub use table::{OpEntry, PlacementRule, SampleInput};
 
-/// All operators.
+/// Iterates over all operators, with sample inputs: what tests and `shardwise ops` enumerate.
 pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
     OPS.iter().flat_map(|family| family.iter())
 }
 
-/// The families of operators.
+/// All operators by family. The order is that of `shardwise ops`.
 static OPS: [&[OpEntry]; 24] = [
     unary::OPS,
     parametrized::OPS,
@@ -58,7 +58,7 @@ static OPS: [&[OpEntry]; 24] = [
     einsum::OPS,
     affine::OPS,
     reduce::OPS,
-    statistics::OPS,
+    normalization::OPS,
     loss::OPS,
     view::OPS,
     reshape::OPS,
@@ -69,7 +69,7 @@ static OPS: [&[OpEntry]; 24] = [
     lookup::OPS,
     scatter::OPS,
     masked::OPS,
-    order::OPS,
+    sort::OPS,
     scan::OPS,
     loss::CLASS_OPS,
     dropout::OPS,

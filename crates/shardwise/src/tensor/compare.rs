@@ -1,18 +1,24 @@
-//! Values read from a distributed tensor: always those of the whole.
+//! Reading values of the whole tensor: `item`, `equal`, `allclose`.
 
 use std::panic::Location;
 
 use candle_core::{Device, Tensor, WithDType};
 
 use super::{DTensor, hash_of};
-use crate::comm::{Call, implicitly, on_behalf_of};
+use crate::comm::{Call, record_implicit_operator, with_purpose};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::Layout;
 use crate::placement::ReduceOp;
 use shardwise_kernels::{all_close, all_equal};
 
 impl DTensor {
-    /// The value of a tensor with one element, on every rank of the mesh; pending reductions are carried out.
+    /// Returns the value of a tensor with one element, on every rank of the mesh.
+    ///
+    /// Collective, unless the tensor is replicated. A partial tensor is reduced first.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if there is not exactly one element, `T` is not the type of the tensor, or there
+    /// is no value: in a dry run, or on a rank outside the mesh.
     #[track_caller]
     pub fn item<T: WithDType>(&self) -> Result<T> {
         let site = Location::caller();
@@ -34,11 +40,13 @@ impl DTensor {
             ));
         }
         let replicated = Layout::replicated(self.layout().mesh(), self.shape())?;
-        let whole = implicitly("item", || self.to_layout_at(&replicated, site))?;
+        let whole = record_implicit_operator("item", || self.to_layout_at(&replicated, site))?;
         Ok(whole.local().flatten_all()?.to_vec1::<T>()?[0])
     }
 
-    /// Whether two tensors of one mesh have the same shape, type and elements. The same answer on every rank.
+    /// Whether two tensors on one mesh have the same shape, type and elements. The same answer on every rank.
+    ///
+    /// Collective: every rank of the mesh must call it. `other` is redistributed to the layout of this tensor.
     #[doc(alias = "torch.equal")]
     #[track_caller]
     pub fn equal(&self, other: &DTensor) -> Result<bool> {
@@ -48,14 +56,14 @@ impl DTensor {
         self.all_elements("equal", other, Location::caller(), |a, b| Ok(all_equal(a, b)?))
     }
 
-    /// Whether two tensors of one mesh have the same shape and `|a - b| <= atol + rtol * |b|` everywhere. The same answer
-    /// on every rank.
+    /// Whether two tensors on one mesh have the same shape and `|a - b| <= atol + rtol * |b|` for all elements. The same answer
+    /// on every rank. Collective, as [`equal`](Self::equal) is.
     #[track_caller]
     pub fn allclose(&self, other: &DTensor, rtol: f64, atol: f64) -> Result<bool> {
         self.all_elements("allclose", other, Location::caller(), |a, b| Ok(all_close(a, b, rtol, atol)?))
     }
 
-    /// Whether a test of two parts holds on all ranks.
+    /// Whether `test` holds on all ranks for the local parts of both tensors in the same layout.
     fn all_elements(
         &self,
         name: &'static str,
@@ -67,7 +75,7 @@ impl DTensor {
         if self.shape() != other.shape() {
             return Ok(false);
         }
-        implicitly(name, || {
+        record_implicit_operator(name, || {
             let a = self.reduced(site)?;
             let b = other.to_layout_at(a.layout(), site)?;
             let passed = test(a.local(), b.local())?;
@@ -75,12 +83,12 @@ impl DTensor {
             let call = Call::AllReduce { op: ReduceOp::Min };
             let group = self.device_mesh().whole_group()?;
             let layouts = hash_of(&(a.layout(), other.layout()));
-            let all = on_behalf_of(self.origin(), layouts, || group.run(&call, &[mine], site))?.swap_remove(0);
+            let all = with_purpose(self.origin(), layouts, || group.run(&call, &[mine], site))?.swap_remove(0);
             Ok(all.to_vec1::<u8>()?[0] == 1)
         })
     }
 
-    /// An error where there is no value to read.
+    /// Checks that this rank has values to read: not in a dry run, not outside the mesh.
     pub(super) fn check_readable(&self, what: &'static str) -> Result<()> {
         let world = self.device_mesh().world();
         let (found, needed, fix) = if world.is_dry() {

@@ -1,5 +1,5 @@
-//! Einsum against PyTorch's answers for random equations, which `record.py` records: values and gradients in several placements
-//! on two and three ranks. All elements are integers of f64, so that they have to be equal.
+//! Einsum against PyTorch's results for random equations, which `record.py` records: values and gradients in several
+//! placements on two and three ranks. All elements are integers in f64, so that results must be equal.
 
 use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
@@ -24,7 +24,7 @@ fn cases() -> Vec<Case> {
     serde_json::from_str(include_str!("vectors.json")).unwrap()
 }
 
-/// Combinations of placements that are tried of a call with more.
+/// The number of placement combinations that are tried per call.
 const COMBINATIONS: usize = 10;
 
 /// An element of an operand, as `record.py` has it.
@@ -84,7 +84,7 @@ fn check(case: &Case, mesh: &DeviceMesh, chosen: &[Placement]) -> Result<()> {
 }
 
 #[test]
-fn random_equations_give_what_pytorch_gives() {
+fn random_equations_match_pytorch() {
     for ranks in [2, 3] {
         let run = move |world: World| {
             let mesh = world.mesh([("a", ranks)])?;
@@ -152,7 +152,7 @@ fn the_cheapest_order_is_the_one_that_runs() {
 }
 
 #[test]
-fn capital_letters_mean_nothing_special_and_sizes_are_named_in_errors() {
+fn capital_letters_are_ordinary_labels_and_errors_name_sizes() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let [x, y] = [[4, 3], [5, 2]].map(|shape| DTensor::ones(&shape[..], DType::F64, &mesh, [Shard(0)]).unwrap());
@@ -165,7 +165,7 @@ fn capital_letters_mean_nothing_special_and_sizes_are_named_in_errors() {
         assert!(error.contains("ij,jk,ki->") && error.contains("`j`, found 3 and 5"), "{error}");
         let error = DTensor::einsum("ii->i", &[&x]).unwrap_err().to_string();
         assert!(error.contains("one size for `i` of a diagonal, found 4 and 3"), "{error}");
-        // Only einsum stretches letters.
+        // Only einsum broadcasts letters.
         let [thin, wide] =
             [[4, 1], [3, 2]].map(|shape| DTensor::ones(&shape[..], DType::F64, &mesh, [Replicate]).unwrap());
         assert_eq!(DTensor::einsum("ij,jk->ik", &[&thin, &wide])?.full_tensor()?.sum_all()?.to_scalar::<f64>()?, 24.0);
