@@ -1,4 +1,4 @@
-//! A saving process is killed at random moments: afterwards the directory has the old checkpoint or the new one, complete.
+//! A saving process is killed at random moments: afterwards the directory holds the old checkpoint or the new one, complete.
 //!
 //! `SHARDWISE_CRASH_CASES` sets the number of killed processes (default 200), `SHARDWISE_SEED` the first seed.
 
@@ -20,7 +20,7 @@ fn number(name: &str, default: usize) -> usize {
 
 /// The saving process: saves one generation after the other until it is killed.
 #[test]
-fn saving_process() {
+fn child_process_that_saves() {
     let Some(target) = std::env::var_os(TARGET).map(PathBuf::from) else { return };
     let first = generation(&target).unwrap_or(0) + 1;
     launch(2, move |world| {
@@ -62,7 +62,7 @@ fn a_process_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_one() {
     let (mut before, mut advanced, mut leftovers) = (None, 0, 0);
     for case in 0..cases {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "saving_process", "--nocapture"])
+            .args(["--exact", "child_process_that_saves", "--nocapture"])
             .env(TARGET, &target)
             .stdout(Stdio::null())
             .stderr(Stdio::null())

@@ -1,4 +1,4 @@
-//! Peak memory of loads and conversions.
+//! Peak memory of loading and converting checkpoints.
 //!
 //! `SHARDWISE_CONVERT_MB` sets the size of the checkpoint that is converted (default 768; 4096 takes about a minute).
 
@@ -28,7 +28,7 @@ fn memory() -> (usize, usize) {
 
 /// A single test: others in the same process would be measured too.
 #[test]
-fn a_load_takes_the_size_of_its_tensors_and_a_conversion_is_bounded() {
+fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     let root = scratch("load");
     let (path, side, count) = (root.join("state"), 2000, 12); // 16 MB each
     let whole = side * side * 4 * count;

@@ -1,7 +1,7 @@
-//! `save_from` and `load_into`: training runs in any layout, exchanged with PyTorch's FSDP2 and AdamW.
+//! Training runs saved and resumed in one call, in any layout, and exchanged with PyTorch's FSDP2 and AdamW.
 //!
-//! `tests/data/fsdp_adamw` was written by `tests/scripts/fsdp_adamw.py write`. With `SHARDWISE_PYTHON`, a Python with PyTorch,
-//! PyTorch continues the training run that is saved here.
+//! `tests/data/fsdp_adamw` was written by `tests/scripts/fsdp_adamw.py write`. With `SHARDWISE_PYTHON`, a Python with
+//! PyTorch, PyTorch resumes from what is saved here.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -24,7 +24,7 @@ fn layouts(ranks: usize) -> Vec<(Vec<usize>, Vec<Placement>)> {
 
 /// A new optimizer loads what another saved, with a template and with `load_into`.
 #[test]
-fn a_new_optimizer_loads_all_state_of_a_checkpoint() {
+fn a_new_optimizer_loads_every_moment_of_a_checkpoint() {
     for (i, algorithm) in algorithms().into_iter().enumerate() {
         let scratch = Scratch::new(&format!("moments-{i}"));
         let path = scratch.0.join("state");
@@ -185,7 +185,7 @@ fn compare(net: &Net, expected: &Path) -> Result<()> {
 }
 
 #[test]
-fn training_continues_from_an_fsdp2_checkpoint_as_in_pytorch() {
+fn training_resumes_from_pytorch_fsdp2_and_adamw_checkpoints() {
     for ranks in [1, 2, 3] {
         launch(ranks, move |world| {
             let (net, mut optimizer, x, y) = restored(&world)?;
@@ -194,7 +194,7 @@ fn training_continues_from_an_fsdp2_checkpoint_as_in_pytorch() {
         })
         .unwrap();
     }
-    // an optimizer with other groups or parameters is refused
+    // an optimizer of other groups or parameters is refused
     let error = same_error_on_all_ranks(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
         let net = Net::new(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]))?;
@@ -206,7 +206,7 @@ fn training_continues_from_an_fsdp2_checkpoint_as_in_pytorch() {
 }
 
 #[test]
-fn pytorch_continues_from_our_checkpoint() {
+fn pytorch_resumes_from_checkpoints_saved_here() {
     let scratch = Scratch::new("to-pytorch");
     let directory = scratch.0.clone();
     launch(3, move |world| {
@@ -253,7 +253,7 @@ fn a_series_resumes_from_the_newest_intact_checkpoint() {
         Ok(())
     })
     .unwrap();
-    // the newest is corrupt
+    // the newest is damaged
     let file = series.path(3).join("part-00000.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
     let last = bytes.len() - 1;

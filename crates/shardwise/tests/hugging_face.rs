@@ -1,4 +1,5 @@
-//! Exports for Hugging Face, checked with an independent forward pass that follows its modeling code.
+//! Exports for Hugging Face, read by an independent forward pass that follows its conventions and shares no code with the
+//! library.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -156,7 +157,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Exports a model from a mesh, with all weights non-trivial, and returns its logits for [`IDS`].
+/// Exports a model from a mesh, all of whose weights say something, and gives its own logits for [`IDS`].
 fn exported(config: &ModelConfig, mesh: &str, parallelism: ParallelismConfig, path: &std::path::Path) -> Vec<f32> {
     let mesh: Mesh = mesh.parse().unwrap();
     let plan = parallelism.plan(config, &mesh).unwrap();
@@ -174,7 +175,7 @@ fn exported(config: &ModelConfig, mesh: &str, parallelism: ParallelismConfig, pa
             param.set(&whole.to_layout(now.layout())?)?;
         }
         export_hf(&world, &path, &*model, &config)?;
-        // the ids for every rank along dp, over which the batch is sharded
+        // the ids for every rank along dp, which shares the batch
         let ids = DTensor::from_fn(((4, IDS.len()), DType::U32), &mesh, vec![Replicate; mesh.ndim()], |i| {
             f64::from(IDS[i[1]])
         })?;
@@ -240,7 +241,7 @@ fn gpt_exports_give_the_same_logits() {
 }
 
 #[test]
-fn an_export_never_replaces_other_files() {
+fn an_export_does_not_overwrite_other_files() {
     let scratch = Scratch::new("refused");
     assert!(check_export(&scratch.0).is_ok());
     std::fs::create_dir(&scratch.0).unwrap();
