@@ -1,6 +1,7 @@
 //! Matrix products and `einsum`: one equation of labels determines the sharding rule, the kernel and the gradient.
 
 use std::borrow::Cow;
+use std::hash::{Hash, Hasher};
 use std::panic::Location;
 use std::sync::LazyLock;
 
@@ -37,12 +38,19 @@ fn equation(terms: [&str; 2], output: &str) -> Equation {
 }
 
 /// A product of one or two tensors.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct Einsum {
     name: &'static str,
     equation: Cow<'static, Equation>,
     /// Whether a dimension of size 1 broadcasts to the size that its letter has in the other tensor.
     stretches: bool,
+}
+
+impl Hash for Einsum {
+    /// Without the name, which dispatch hashes anyway.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (&*self.equation, self.stretches).hash(state);
+    }
 }
 
 impl DTensor {
@@ -255,7 +263,8 @@ impl Op for Einsum {
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         // The common case skips the analysis of the equation.
         if let [a, b] = inputs
-            && self.is_matrix_product(a, b)
+            && self.equation.is_matrix_product
+            && a.dims()[1] == b.dims()[0]
             && a.dtype() == b.dtype()
             && a.dtype().is_float()
             && a.elem_count() * b.elem_count() > 0
@@ -267,7 +276,7 @@ impl Op for Einsum {
         let work = if dtype.is_float() { dtype } else { DType::I64 };
         let mut factors = Vec::with_capacity(inputs.len());
         for (i, (x, term)) in inputs.iter().zip(&self.equation.inputs).enumerate() {
-            let held = |d: usize| (context.input_shape(i)[d], context.input(i, d));
+            let held = |d: usize| (context.input_shape(i)[d], context.input_runs(i, d));
             factors.push(diagonal(&x.to_dtype(work)?, term, &held)?);
         }
         let output = distinct(&self.equation.output);
@@ -280,7 +289,7 @@ impl Op for Einsum {
             _ => unreachable!("longer products are taken apart"),
         };
         let result = result.to_dtype(dtype)?;
-        let held = |d: usize| context.output(0, d);
+        let held = |d: usize| context.output_runs(0, d);
         let result =
             if output == self.equation.output { result } else { embedded(&result, &self.equation.output, &held)? };
         Ok(vec![contiguous(&result)?])
@@ -308,17 +317,6 @@ impl Op for Einsum {
 }
 
 impl Einsum {
-    /// Whether it is `mk,kn->mn` of local tensors, with any letters.
-    fn is_matrix_product(&self, a: &Tensor, b: &Tensor) -> bool {
-        let (left, right) = (self.equation.inputs[0].as_slice(), self.equation.inputs[1].as_slice());
-        match (left, right, self.equation.output.as_slice()) {
-            ([m, k], [inner, n], [rows, columns]) => {
-                m != k && m != n && k != n && [k, m, n] == [inner, rows, columns] && a.dims()[1] == b.dims()[0]
-            }
-            _ => false,
-        }
-    }
-
     /// The gradient of one factor: the product of the gradient of the result and the other factors, summed over the labels that
     /// this factor lacks.
     #[track_caller]

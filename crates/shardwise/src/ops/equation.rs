@@ -31,6 +31,8 @@ pub(super) struct Equation {
     pub(super) output: Term,
     /// Hash of the labels. Every call of a product hashes its equation, and most equations are built once per program.
     digest: u64,
+    /// Whether it is `mk,kn->mn`, with any letters.
+    pub(super) is_matrix_product: bool,
 }
 
 impl Hash for Equation {
@@ -98,7 +100,14 @@ impl Equation {
             (inputs.into_iter().collect(), output.into_iter().collect());
         let mut hasher = FxHasher::default();
         (&inputs, &output).hash(&mut hasher);
-        Equation { inputs, output, digest: hasher.finish() }
+        let is_matrix_product = match (inputs.as_slice(), output.as_slice()) {
+            ([left, right], [rows, columns]) => match (left.as_slice(), right.as_slice()) {
+                ([m, k], [inner, n]) => m != k && m != n && k != n && [k, m, n] == [inner, rows, columns],
+                _ => false,
+            },
+            _ => false,
+        };
+        Equation { inputs, output, digest: hasher.finish(), is_matrix_product }
     }
 
     /// Parses a text such as `...mk,kn->...mn` for operands with these numbers of dimensions, as PyTorch does: spaces are ignored,
