@@ -352,7 +352,7 @@ impl Op for Unfold {
         // Per spatial dimension, offset and window the local index; `None` in the padding.
         let mut tables: Vec<Vec<Vec<Option<usize>>>> = Vec::new();
         for (s, window) in self.windows.iter().enumerate() {
-            let (held, own) = (context.input(0, 2 + s), context.output(0, 2 + spatial + s));
+            let (held, own) = (context.input_runs(0, 2 + s), context.output_runs(0, 2 + spatial + s));
             let n = context.input_shape(0)[2 + s];
             let start = held.first().unwrap_or(0);
             let place = |w: usize, offset: usize| {
@@ -475,7 +475,7 @@ impl Op for Fold {
         // Per spatial dimension, offset and window the local index it adds to; `None` outside of this shard.
         let mut tables: Vec<Vec<Vec<Option<usize>>>> = Vec::new();
         for (s, window) in self.windows.iter().enumerate() {
-            let (held, own) = (context.input(0, 2 + spatial + s), context.output(0, 2 + s));
+            let (held, own) = (context.input_runs(0, 2 + spatial + s), context.output_runs(0, 2 + s));
             let start = own.first().unwrap_or(0);
             let place = |w: usize, offset: usize| {
                 let index = (w * window.stride + offset * window.dilation).checked_sub(window.padding)?;

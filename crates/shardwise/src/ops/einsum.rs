@@ -276,7 +276,7 @@ impl Op for Einsum {
         let work = if dtype.is_float() { dtype } else { DType::I64 };
         let mut factors = Vec::with_capacity(inputs.len());
         for (i, (x, term)) in inputs.iter().zip(&self.equation.inputs).enumerate() {
-            let held = |d: usize| (context.input_shape(i)[d], context.input(i, d));
+            let held = |d: usize| (context.input_shape(i)[d], context.input_runs(i, d));
             factors.push(diagonal(&x.to_dtype(work)?, term, &held)?);
         }
         let output = distinct(&self.equation.output);
@@ -289,7 +289,7 @@ impl Op for Einsum {
             _ => unreachable!("longer products are taken apart"),
         };
         let result = result.to_dtype(dtype)?;
-        let held = |d: usize| context.output(0, d);
+        let held = |d: usize| context.output_runs(0, d);
         let result =
             if output == self.equation.output { result } else { embedded(&result, &self.equation.output, &held)? };
         Ok(vec![contiguous(&result)?])

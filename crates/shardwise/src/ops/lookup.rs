@@ -232,7 +232,7 @@ impl Op for IndexSelect {
             self.name,
             &to_i64_vec(index)?,
             context.input_shape(0)[self.dim],
-            &context.input(0, self.dim),
+            &context.input_runs(0, self.dim),
         )?;
         let taken = index_select(x, self.dim, &positions)?;
         let shape = [&x.dims()[..self.dim], index.dims(), &x.dims()[self.dim + 1..]].concat();
@@ -292,7 +292,7 @@ impl Op for Gather {
             "gather",
             &to_i64_vec(index)?,
             context.input_shape(0)[self.dim],
-            &context.input(0, self.dim),
+            &context.input_runs(0, self.dim),
         )?;
         Ok(vec![gather(x, self.dim, &positions, index.dims())?])
     }

@@ -185,7 +185,7 @@ impl Op for Narrow {
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let held = context.input(0, self.dim);
+        let held = context.input_runs(0, self.dim);
         let Some(run) = held.iter().next() else { return Ok(vec![inputs[0].clone()]) };
         let (first, count) = self.picked(run.start, run.end);
         if self.step == 1 {

@@ -214,7 +214,7 @@ impl Op for Scan {
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = &inputs[0];
-        let first = context.input(0, self.dim).iter().next().map_or(0, |run| run.start);
+        let first = context.input_runs(0, self.dim).iter().next().map_or(0, |run| run.start);
         let lines = Lines::new(x.dims(), self.dim).reversed(self.reverse);
         let mut indices = vec![0i64; x.elem_count()];
         let mut shape = x.dims().to_vec();
@@ -303,8 +303,8 @@ pub(super) fn scanned_before(
     parts: usize,
     reverse: bool,
 ) -> usize {
-    let Some(start) = context.input(input, dim).first() else { return 0 };
-    let before = context.parts_before(input, dim, start);
+    let Some(start) = context.input_runs(input, dim).first() else { return 0 };
+    let before = context.shards_before(input, dim, start);
     if reverse { parts.saturating_sub(1 + before) } else { before }
 }
 

@@ -234,7 +234,7 @@ impl Op for ExtremeParts {
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (index, g) = (to_i64_vec(&contiguous(&inputs[0])?)?, to_f64_vec(&inputs[1])?);
-        let first = context.input(0, self.0.dim).first().unwrap_or(0) as i64;
+        let first = context.input_runs(0, self.0.dim).first().unwrap_or(0) as i64;
         let lines = Lines::new(inputs[0].dims(), self.0.dim);
         let mut shape = inputs[0].dims().to_vec();
         shape[self.0.dim] = shape[self.0.dim].min(1);
@@ -276,7 +276,7 @@ impl Op for ExtremeGradient {
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (mut own, sums) = (to_f64_vec(&inputs[0])?, to_f64_vec(&inputs[1])?);
         let places = to_i64_vec(&contiguous(&inputs[2])?)?;
-        let first = context.input(0, self.0.dim).first().unwrap_or(0) as i64;
+        let first = context.input_runs(0, self.0.dim).first().unwrap_or(0) as i64;
         let (lines, heads) = (Lines::new(inputs[0].dims(), self.0.dim), Lines::new(inputs[1].dims(), self.0.dim));
         for line in 0..own.len() / lines.n.max(1) {
             for part in (0..heads.n).map(|part| heads.at(line, part)) {

@@ -203,7 +203,7 @@ impl Op for Scatter {
             "scatter",
             &to_i64_vec(index)?,
             context.input_shape(0)[self.dim],
-            &context.input(0, self.dim),
+            &context.input_runs(0, self.dim),
         )?;
         let x = contiguous(x)?;
         let (targets, sources) = (GatherOffsets::new(x.dims(), self.dim, index.dims()), used(source, index.dims())?);
@@ -368,7 +368,7 @@ impl Op for ScatterAdd {
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (index, source) = (&inputs[0], &inputs[1]);
-        let held = context.output(0, self.dim);
+        let held = context.output_runs(0, self.dim);
         let places = local_positions(self.name(), &to_i64_vec(index)?, self.size, &held)?;
         let source = if self.slices { contiguous(source)? } else { used(source, index.dims())? };
         let mut shape = source.dims().to_vec();

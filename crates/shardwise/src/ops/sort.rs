@@ -272,7 +272,7 @@ impl Op for TopK {
             TopKStage::Merge => index_select(&contiguous(&inputs[1])?.reshape(flat.elem_count())?, 0, &chosen)?
                 .reshape(shape.as_slice())?,
             _ => {
-                let first = context.input(0, self.dim).iter().next().map_or(0, |run| run.start);
+                let first = context.input_runs(0, self.dim).iter().next().map_or(0, |run| run.start);
                 let index = |&number: &usize| (number / inner % n + first) as i64;
                 from_i64_vec(chosen.iter().map(index).collect(), &shape, DType::I64)?
             }
