@@ -138,10 +138,10 @@ fn detached_and_untracked_tensors_have_no_gradient() {
         assert!(!placed(&x.to_local().detach())?.has_gradient());
         assert!(!placed(&x.detach().to_local())?.has_gradient());
         assert!(!no_grad(|| placed(&x.to_local()))?.has_gradient());
-        // variables of the program are not of this graph
+        // candle variables of the program are not part of this graph
         let own = Var::from_tensor(&x.detach().to_local())?;
         assert!(!placed(own.as_tensor())?.has_gradient());
-        // a pass frees the graph, and says so
+        // a backward pass frees the graph, and a second one is an error
         let y = placed(&x.to_local().sqr()?)?.sum_all()?;
         y.backward()?;
         assert!(y.backward().unwrap_err().to_string().contains("freed"));

@@ -10,7 +10,7 @@ use shardwise::ops::{
 use shardwise::prelude::*;
 use shardwise_test_suites::values;
 
-/// Far longer than any of these calls takes: only a hang gets there.
+/// Far longer than any of these calls takes: only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 /// Composed operators, and the operators inside of them that refuse: their messages name the tensors and the line of the program.

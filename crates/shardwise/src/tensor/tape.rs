@@ -44,12 +44,12 @@ pub enum SaveForBackward {
 /// The place of a tensor in the graph: an output of a recorded call, or a leaf.
 #[derive(Clone)]
 pub(crate) struct Tape {
-    pub(crate) node: Arc<Node>,
+    pub(crate) node: Arc<TapeNode>,
     pub(crate) output: usize,
 }
 
 /// A recorded call or a leaf.
-pub(crate) struct Node {
+pub(crate) struct TapeNode {
     /// Increases with every call of a rank, so that a backward pass can visit later calls first.
     pub(crate) number: u64,
     /// Layouts of the outputs; a leaf is its own output.
@@ -163,7 +163,7 @@ impl DTensor {
     #[doc(alias = "requires_grad_")]
     pub fn requires_grad(&self) -> DTensor {
         let outputs = SmallVec::from_elem(self.layout().clone(), 1);
-        let node = Node { number: take_number(), outputs, state: Mutex::new(NodeState::Leaf) };
+        let node = TapeNode { number: take_number(), outputs, state: Mutex::new(NodeState::Leaf) };
         DTensor { value: Arc::clone(&self.value), tape: Some(Tape { node: Arc::new(node), output: 0 }) }
     }
 
@@ -172,7 +172,7 @@ impl DTensor {
         self.tape.is_some()
     }
 
-    /// Returns this tensor without its place in the graph of gradients. Local, no copy.
+    /// Returns this tensor without its place in the autograd graph. Local, no copy.
     pub fn detach(&self) -> DTensor {
         DTensor { value: Arc::clone(&self.value), tape: None }
     }
@@ -201,7 +201,7 @@ impl DTensor {
             outputs: outputs.iter().map(|t| RecordedTensor::new(t, output)).collect(),
             backward: backward(),
         };
-        let node = Arc::new(Node {
+        let node = Arc::new(TapeNode {
             number: take_number(),
             outputs: outputs.iter().map(|t| t.layout().clone()).collect(),
             state: Mutex::new(NodeState::Recorded(Arc::new(recording))),
@@ -214,7 +214,7 @@ impl DTensor {
     }
 }
 
-impl Node {
+impl TapeNode {
     /// The layout of a leaf or of an output.
     pub(crate) fn layout(&self, output: usize) -> &Layout {
         &self.outputs[output]
@@ -259,7 +259,7 @@ impl Node {
 #[doc(alias = "ctx")]
 #[doc(alias = "saved_tensors")]
 pub struct SavedTensors<'a> {
-    pub(crate) node: &'a Arc<Node>,
+    pub(crate) node: &'a Arc<TapeNode>,
     pub(crate) recording: &'a Recording,
 }
 
@@ -269,7 +269,7 @@ impl SavedTensors<'_> {
     /// # Panics
     /// If the operator did not ask to save it.
     pub fn input(&self, i: usize) -> DTensor {
-        let RecordedTensor::Saved(value) = &self.recording.inputs[i] else { panic!("input {i} is not kept") };
+        let RecordedTensor::Saved(value) = &self.recording.inputs[i] else { panic!("input {i} is not saved") };
         DTensor { value: Arc::clone(value), tape: self.recording.parents[i].clone() }
     }
 
@@ -278,7 +278,7 @@ impl SavedTensors<'_> {
     /// # Panics
     /// If the operator did not ask to save it.
     pub fn output(&self, i: usize) -> DTensor {
-        let RecordedTensor::Saved(value) = &self.recording.outputs[i] else { panic!("output {i} is not kept") };
+        let RecordedTensor::Saved(value) = &self.recording.outputs[i] else { panic!("output {i} is not saved") };
         DTensor { value: Arc::clone(value), tape: Some(Tape { node: Arc::clone(self.node), output: i }) }
     }
 

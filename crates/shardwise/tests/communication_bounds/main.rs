@@ -2,8 +2,8 @@
 //! forward and the backward pass are at most a bound that follows from the sizes of the inputs and of the operator's
 //! statistics; for the recorded gradients, at most what PyTorch sent.
 //!
-//! Operators run as dry runs, as every rank in turn, on samples enlarged so far that a statistic (one number per row along a
-//! dimension) is much smaller than the data.
+//! Operators run as dry runs, as every rank in turn, on samples enlarged so far that a statistic (one number per row
+//! along a dimension) is much smaller than the data.
 
 mod recorded_gradients;
 
@@ -23,7 +23,8 @@ enum Class {
     Local,
     /// Nothing, but the formulas of its gradient use an operand up to four times (as those of statistics do).
     Formula,
-    /// Operands that are sharded in different ways, the largest included: where its shards would leave a larger partial sum.
+    /// Operands that are sharded in different ways, the largest included: where its shards would leave a larger partial
+    /// sum.
     Product,
     /// This many statistics of a sharded dimension, forward and backward, each all-reduced.
     Statistics(usize, usize),
@@ -171,8 +172,8 @@ fn large(samples: &[SampleInput]) -> Vec<SampleInput> {
     samples.iter().map(one).collect()
 }
 
-/// The placements to try along the axis (a dimension of size one is not sharded: one rank would hold it all): all combinations for one or two inputs, else one that is not replicated at a time
-/// and all sharded alike.
+/// The placements to try along the axis (a dimension of size one is not sharded: one rank would hold it all): all
+/// combinations for one or two inputs, else one that is not replicated at a time and all sharded alike.
 fn combinations(samples: &[SampleInput]) -> Vec<Vec<Placement>> {
     let options = |sample: &SampleInput| {
         let mut all = vec![Replicate];
@@ -229,8 +230,9 @@ fn measure(op: &OpEntry, samples: &[SampleInput], chosen: &[Placement], rank: us
 
 /// What a case may send, forward and backward, by all ranks together.
 ///
-/// What is partial is reduced for all, and all sharded operands but the largest are moved to it unless all are sharded alike. Backward an operand is brought where
-/// it is needed once more, and its gradient goes back. The rest is the operator's own.
+/// What is partial is reduced for all, and all sharded operands but the largest are moved to it unless all are sharded
+/// alike. Backward an operand is brought where it is needed once more, and its gradient goes back. The rest is the
+/// operator's own.
 fn bound(class: &Class, samples: &[SampleInput], chosen: &[Placement], sent: &Sent) -> (usize, usize) {
     let bytes = |s: &SampleInput| s.shape.iter().product::<usize>() * s.dtype.size_in_bytes();
     let others = RANKS - 1;
@@ -278,7 +280,7 @@ fn every_operator_sends_at_most_its_bound_forward_and_backward() {
         let floats = (op.samples)().iter().map(|s| large(s)).collect::<Vec<_>>();
         for samples in floats.iter().filter(|all| all.iter().all(|s| !s.shape.contains(&0))) {
             for chosen in combinations(samples) {
-                // what only integers have is refused, on all ranks alike
+                // operators for integers only reject the sample, on all ranks
                 let all: Option<Vec<Sent>> = (0..RANKS).map(|rank| measure(op, samples, &chosen, rank)).collect();
                 let Some(all) = all else { continue };
                 let sum = |f: fn(&Sent) -> usize| all.iter().map(f).sum::<usize>();

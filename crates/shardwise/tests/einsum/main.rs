@@ -8,7 +8,7 @@ use serde::Deserialize;
 use shardwise::DryWorld;
 use shardwise::prelude::*;
 
-/// A recorded call; one that PyTorch refuses has no output.
+/// A recorded call; one that PyTorch rejects has no output.
 #[derive(Deserialize)]
 struct Case {
     equation: String,
@@ -138,7 +138,8 @@ fn a_diagonal_of_sharded_rows_communicates_nothing_and_has_a_second_derivative()
 
 #[test]
 fn the_cheapest_order_is_the_one_that_runs() {
-    // From the left, [300, 2] x [2, 300] would be computed first: 180,000 multiplications and 300 more of each with the vector.
+    // From the left, [300, 2] x [2, 300] would be computed first: 180,000 multiplications and 300 more of each with the
+    // vector.
     let shapes: [&[usize]; 3] = [&[300, 2], &[2, 300], &[300]];
     let run = |world: World| {
         let mesh = world.mesh([("a", 1)])?;

@@ -158,15 +158,15 @@ fn infinities_and_integer_limits_survive_every_unary_operator() {
                 // operators that refuse this shape are tested in ops_bad_input
                 let Ok(plain) = (op.apply)(std::slice::from_ref(&whole)) else { continue };
                 let expected: Vec<Tensor> = plain.iter().map(DTensor::full_tensor).collect::<Result<_>>()?;
-                for pending in [ReduceOp::Max, ReduceOp::Min, ReduceOp::Sum] {
+                for reduction in [ReduceOp::Max, ReduceOp::Min, ReduceOp::Sum] {
                     // a shard padded with the neutral element: infinities, or the limits of the type
                     let sharded = DTensor::distribute_tensor(&tensor, &mesh, [Shard(0)], None)?;
-                    let outputs = (op.apply)(&[sharded.redistribute([Partial(pending)])?])?;
+                    let outputs = (op.apply)(&[sharded.redistribute([Partial(reduction)])?])?;
                     for (output, expected) in outputs.iter().zip(&expected) {
                         let got = output.full_tensor()?;
                         assert!(
                             values::close(&got, expected, 1.0),
-                            "{} of {pending}: got {got}, expected {expected}",
+                            "{} of {reduction}: got {got}, expected {expected}",
                             op.name
                         );
                     }
