@@ -97,7 +97,7 @@ fn with_adjacent_dims(x: &Tensor, dims: &[usize]) -> Result<(Tensor, ReducedExte
     {
         return Ok((x.clone(), extent));
     }
-    let kept: Vec<usize> = (0..x.rank()).filter(|d| !dims.contains(d)).collect();
+    let kept: Vec<usize> = (0..x.dims().len()).filter(|d| !dims.contains(d)).collect();
     let reduced: usize = dims.iter().map(|&d| x.dims()[d]).product();
     let others = x.elem_count() / reduced;
     let last = x.permute([&kept, dims].concat())?;

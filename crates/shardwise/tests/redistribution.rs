@@ -1,8 +1,8 @@
 //! Redistribution: every pair of layouts on small meshes, random pairs of meshes, and properties of plans.
 //!
 //! `SHARDWISE_PAIR_STRIDE` takes every n-th pair on the mesh of three axes (default 5; 1 takes all 262,144 per shape),
-//! `SHARDWISE_CROSS_MESH_CASES` sets the number of random redistributions between meshes (default 500), `SHARDWISE_SEED` the
-//! first seed.
+//! `SHARDWISE_CROSS_MESH_CASES` sets the number of random redistributions between meshes (default 500),
+//! `SHARDWISE_SEED` the first seed.
 
 use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
@@ -74,7 +74,8 @@ fn any_layout_on_any_mesh_redistributes_to_any_other() {
     }
 }
 
-/// Messages that take no time make small tensors move as large ones do: with the fewest bytes, in as many steps as it takes.
+/// Messages that take no time make small tensors move as large ones do: with the fewest bytes, in as many steps as it
+/// takes.
 #[test]
 fn plans_with_the_fewest_bytes_give_the_same_values() {
     use shardwise::mesh::Link;
@@ -163,7 +164,7 @@ fn planning_on_four_axes_is_quick_when_cold() {
         let placements = (0..4).map(|_| kinds[rng.random_range(0..kinds.len())].parse().unwrap());
         Layout::new(&mesh, (16 + n, 24, 8), placements).unwrap()
     };
-    // The best of five rounds, each with layouts of its own: other tests run at the same time.
+    // The best of five rounds, each with different layouts: other tests run at the same time.
     let mut round = |round: usize| {
         let pairs: Vec<(Layout, Layout)> = (0..200).map(|n| 200 * round + n).map(|n| (pick(n), pick(n))).collect();
         let start = std::time::Instant::now();
@@ -230,7 +231,7 @@ fn invalid_targets_are_rejected_with_the_reason() {
         let wrong =
             DTensor::from_local_with_shape(&part, &mesh, [Shard(0), Replicate], (4, 4)).unwrap_err().to_string();
         assert!(wrong.contains("[3, 4]") && wrong.contains("[2, 4]"), "{wrong}");
-        // a replicated claim that does not hold, and types that differ: the same error on both ranks, ranks named
+        // replicas that differ, and dtypes that differ: the same error on both ranks, with the ranks
         let uneven = Tensor::zeros((3 + world.rank(), 4), DType::F32, &Device::Cpu)?;
         let wrong = DTensor::from_local(&uneven, &mesh, [Replicate, Replicate]).unwrap_err().to_string();
         assert!(wrong.contains("[4, 4] on rank 1") && wrong.contains("rank 0"), "{wrong}");

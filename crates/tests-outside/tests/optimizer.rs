@@ -117,7 +117,7 @@ impl Net {
 /// Where the weights of a run are.
 type Place = fn(&str, &[usize]) -> Vec<Placement>;
 
-/// Three groups, each with an optimizer of its own, and a schedule.
+/// Three groups, each with a different optimizer, and a schedule.
 fn optimizer(net: &Net, signs: &SignSgd, rows: &RowNorm) -> Result<ShardedOptimizer> {
     let of = |fits: &dyn Fn(&str, &[usize]) -> bool| {
         let params = net.named_parameters().into_iter();
