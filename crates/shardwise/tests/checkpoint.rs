@@ -19,13 +19,10 @@ use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor, shard_tensor};
 use shardwise_test_suites::errors::same_error_on_all_ranks;
 use shardwise_test_suites::scratch::Scratch;
+use shardwise_test_suites::settings::env_or;
 
 const DTYPES: [DType; 9] =
     [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I64, DType::I32, DType::I16, DType::U32, DType::U8];
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
 
 fn whole(shape: &[usize], dtype: DType, salt: usize) -> Tensor {
     let count = shape.iter().product::<usize>();
@@ -60,7 +57,7 @@ fn layout(rng: &mut StdRng, ranks: usize, dims: usize) -> (Mesh, Vec<Placement>)
 }
 
 fn round_trips(format: Format, name: &str) {
-    let (cases, first) = (number("SHARDWISE_CHECKPOINT_CASES", 400), number("SHARDWISE_SEED", 0) as u64);
+    let (cases, first) = (env_or("SHARDWISE_CHECKPOINT_CASES", 400usize), env_or("SHARDWISE_SEED", 0usize) as u64);
     let scratch = Scratch::new(name);
     for case in 0..cases {
         let seed = first * 1_000_003 + case as u64;
@@ -412,9 +409,9 @@ fn conversions_preserve_tensors_and_values_and_diff_finds_changes() {
         }));
         options.element = Some(ElementType::BF16);
         options.rename = Arc::new(|name| format!("new.{name}"));
-        let cut = scratch.0.join(format!("{name}-cut"));
-        convert(&to, &cut, &options, &|_| {}).unwrap();
-        let third = checkpoint::open(&cut).unwrap();
+        let resharded = scratch.0.join(format!("{name}-resharded"));
+        convert(&to, &resharded, &options, &|_| {}).unwrap();
+        let third = checkpoint::open(&resharded).unwrap();
         let w = third.tensor("new.model.w").unwrap();
         assert_eq!((w.element, w.chunks.len()), (ElementType::BF16, 4));
         assert_eq!(third.tensor("new.sharded").unwrap().element, ElementType::I64, "integers stay");

@@ -10,12 +10,9 @@ use std::time::{Duration, Instant};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::checkpoint::{self, ConvertOptions, Format, convert};
+use shardwise_test_suites::settings::env_or;
 
-fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
-
-/// Checkpoints that PyTorch and others have written.
+/// Checkpoints written by PyTorch and by Hugging Face libraries.
 fn samples() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/data/dcp")
 }
@@ -59,7 +56,7 @@ fn mutate(rng: &mut StdRng, bytes: &mut Vec<u8>) {
 /// Feeds mutated copies of `file` to the reader of the checkpoint at `path` until the time is over; prints how many
 /// were readable.
 fn fuzz(name: &str, good: &Path, file: &str, path: impl Fn(&Path) -> PathBuf) {
-    let (seconds, seed) = (number("SHARDWISE_FUZZ_SECONDS", 2), number("SHARDWISE_SEED", 0));
+    let (seconds, seed) = (env_or("SHARDWISE_FUZZ_SECONDS", 2u64), env_or("SHARDWISE_SEED", 0u64));
     let scratch = std::env::temp_dir().join(format!("shardwise-fuzz-{name}-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&scratch);
     copy(good, &scratch);

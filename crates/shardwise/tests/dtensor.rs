@@ -323,7 +323,7 @@ fn arguments_that_differ_between_ranks_are_errors_on_all_ranks() {
         assert!(error.contains("placements") && error.contains("rank 1"), "{error}");
         let error = DTensor::distribute_tensor(&part, &mesh, [placement], Some(0)).unwrap_err().to_string();
         assert!(error.contains("placements") && error.contains("rank 1"), "{error}");
-        // a rank whose tensor does not fit the placements does not leave the others waiting
+        // a rank whose tensor does not fit the placements does not leave the other ranks waiting
         let flat = if world.rank() == 1 { part.flatten_all()? } else { part };
         assert!(DTensor::distribute_tensor(&flat, &mesh, [Shard(1)], Some(0)).is_err());
         world.barrier()

@@ -13,7 +13,7 @@ use shardwise_test_suites::values;
 /// Far longer than any of these calls takes: only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Operators that are made of others, and the part that refuses: its message says with which tensors, and where the
+/// Composite operators, and the part that fails: its message says with which tensors, and where the
 /// program called.
 const MADE_OF: &[(&str, &[&str])] = &[
     ("linear", &["einsum", "add"]),

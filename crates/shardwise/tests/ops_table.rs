@@ -14,7 +14,7 @@ const OUTSIDE: &[(&str, &str)] = &[
     ("set", "changes a tensor and returns none; tests/indexing.rs compares what it holds afterwards"),
 ];
 
-/// The public methods in `impl DTensor` blocks of a source file, and those that its table of functions defines.
+/// The public methods in `impl DTensor` blocks of a source file, and the methods that its table of functions defines.
 fn methods(source: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut block = "";

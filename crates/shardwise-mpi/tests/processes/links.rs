@@ -1,4 +1,4 @@
-//! The links that the engine states, and those that ranks measure.
+//! The links that the engine states, and the links that ranks measure.
 
 use shardwise::World;
 use shardwise::mesh::{Link, Network};
