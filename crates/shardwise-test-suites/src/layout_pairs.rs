@@ -14,8 +14,8 @@ const KINDS: [&str; 8] = ["R", "S(0)", "S(1)", "ragged", "P(sum)", "P(avg)", "P(
 /// The same for integers, which have bitwise reductions instead of averages.
 const INTEGER_KINDS: [&str; 8] = ["R", "S(0)", "S(1)", "P(sum)", "P(product)", "P(and)", "P(or)", "P(xor)"];
 
-/// Checks every `stride`-th pair of layouts for each shape, on a mesh over the whole world, and returns the number of pairs.
-/// Collective: every rank of the world calls it.
+/// Checks every `stride`-th pair of layouts for each shape, on a mesh over the whole world, and returns the number of
+/// pairs. Collective: every rank of the world calls it.
 pub fn all_pairs(
     world: &World,
     mesh_shape: &[usize],

@@ -1,5 +1,5 @@
-//! Training runs of small language models recorded from PyTorch on one device, repeated in any layout on any engine: losses,
-//! gradients, gradient norms and final weights must agree.
+//! Training runs of small language models recorded from PyTorch on one device, repeated in any layout on any engine:
+//! losses, gradients, gradient norms and final weights must agree.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -32,8 +32,8 @@ const TOLERANCE: f64 = 2e-4;
 const WEIGHTS_APART: f64 = 1e-5;
 const GRADIENTS_APART: f64 = 1e-6;
 
-/// Repeats all runs of a directory on a mesh and returns how many of them `parallelism` applies to (heads must divide evenly).
-/// Collective: every rank of the world calls it.
+/// Repeats all runs of a directory on a mesh and returns how many of them `parallelism` applies to (heads must divide
+/// evenly). Collective: every rank of the world calls it.
 pub fn follow_all(world: &World, directory: &Path, mesh: &Mesh, parallelism: &ParallelismConfig) -> Result<usize> {
     let ranks = world.device_mesh(mesh.clone())?;
     let mut followed = 0;

@@ -1,4 +1,5 @@
-//! A model written as one-device code, its sharding specified separately; trained for 20 steps in two layouts, with equal losses.
+//! A model written as one-device code, its sharding specified separately; trained for 20 steps in two layouts, with
+//! equal losses.
 //!
 //! Run with `cargo run --example 10_modules`.
 

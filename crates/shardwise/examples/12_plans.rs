@@ -1,4 +1,5 @@
-//! One model sharded by four plans: written by hand, by planners, with an adapter, and by parallel styles. The losses are equal.
+//! One model sharded by four plans: written by hand, by planners, with an adapter, and by parallel styles. The losses
+//! are equal.
 //!
 //! Run with `cargo run --example 12_plans`.
 

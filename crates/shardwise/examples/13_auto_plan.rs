@@ -1,5 +1,5 @@
-//! Automatic planning: searches plans for a small transformer on 2 x 4 ranks with dry runs, under several memory limits per rank,
-//! and compares them with tensor parallelism written by hand.
+//! Automatic planning: searches plans for a small transformer on 2 x 4 ranks with dry runs, under several memory limits
+//! per rank, and compares them with tensor parallelism written by hand.
 //!
 //! Run with `cargo run --example 13_auto_plan`.
 

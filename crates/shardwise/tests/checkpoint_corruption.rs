@@ -12,10 +12,7 @@ use shardwise::checkpoint::{self, Format, SaveOptions, State, verify};
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
 use shardwise_test_suites::scratch::Scratch;
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
+use shardwise_test_suites::settings::env_or;
 
 /// Saves a small checkpoint of several files.
 fn save(path: &Path, format: Format) {
@@ -53,7 +50,7 @@ fn files(path: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Opens, verifies and reads everything; whether something was found to be wrong.
+/// Opens, verifies and reads everything; returns whether a problem was found.
 fn inspected(path: &Path) -> bool {
     let found = catch_unwind(AssertUnwindSafe(|| {
         let verification = verify(path, &|_| {});
@@ -65,7 +62,7 @@ fn inspected(path: &Path) -> bool {
 
 #[test]
 fn corruption_is_found_by_checksums_and_is_only_ever_an_error() {
-    let (cases, first) = (number("SHARDWISE_DAMAGE_CASES", 2000), number("SHARDWISE_SEED", 0) as u64);
+    let (cases, first) = (env_or("SHARDWISE_DAMAGE_CASES", 2000usize), env_or("SHARDWISE_SEED", 0usize) as u64);
     let scratch = Scratch::new("flips");
     let formats = [Format::Native, Format::HuggingFace, Format::Dcp];
     let mut found = [0; 3];
@@ -96,7 +93,7 @@ fn corruption_is_found_by_checksums_and_is_only_ever_an_error() {
             std::fs::write(&damaged, &bytes).unwrap();
             let is_found = inspected(&bad);
             found[i] += usize::from(is_found);
-            // Every byte of this library's own files is under a checksum.
+            // In the native format a checksum covers every byte.
             assert!(is_found || format != Format::Native, "seed {seed}: {what} in {}", file.display());
             std::fs::copy(file, &damaged).unwrap();
         }
@@ -107,7 +104,7 @@ fn corruption_is_found_by_checksums_and_is_only_ever_an_error() {
     );
 }
 
-/// A safetensors file with this header and so many bytes behind it.
+/// A safetensors file with this header followed by `bytes` bytes.
 fn safetensors(header: &str, bytes: usize) -> Vec<u8> {
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend_from_slice(header.as_bytes());
@@ -129,7 +126,7 @@ fn malicious_files_are_rejected() {
     };
     refused("huge.safetensors", &(1u64 << 60).to_le_bytes(), "a header of 1152921504606846976 bytes");
     refused("short.safetensors", b"abc", "3 bytes");
-    refused("text.safetensors", &safetensors("not json", 0), "header of JSON");
+    refused("text.safetensors", &safetensors("not json", 0), "a JSON header");
     let overflow = tensor("F64", "[4611686018427387904,4]", "[0,0]");
     refused("overflow.safetensors", &safetensors(&overflow, 0), "as many bytes as the shape has");
     let outside = tensor("F32", "[4]", "[0,16]");
@@ -138,7 +135,7 @@ fn malicious_files_are_rejected() {
     refused("backwards.safetensors", &safetensors(&backwards, 8), "inside the file");
     refused("unknown.safetensors", &safetensors(&tensor("X9", "[0]", "[0,0]"), 0), "X9");
     let two = "{\"a\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]},\"b\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[1,3]}}";
-    refused("shared.safetensors", &safetensors(two, 3), "leave or share bytes");
+    refused("shared.safetensors", &safetensors(two, 3), "a gap or an overlap");
     refused("longer.safetensors", &safetensors(&tensor("U8", "[2]", "[0,2]"), 5), "as the header says");
 
     // an index and a manifest that point out of the directory

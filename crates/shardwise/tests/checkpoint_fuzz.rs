@@ -10,12 +10,13 @@ use std::time::{Duration, Instant};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::checkpoint::{self, ConvertOptions, Format, convert};
+use shardwise_test_suites::settings::env_or;
 
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
 }
 
-/// Checkpoints that PyTorch and others have written.
+/// Checkpoints that PyTorch and other tools have written.
 fn samples() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/data/dcp")
 }
@@ -31,7 +32,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Some bytes changed, taken out, put in, repeated or exchanged for interesting ones.
+/// Changes, removes, inserts, repeats or replaces some bytes.
 fn mutate(rng: &mut StdRng, bytes: &mut Vec<u8>) {
     for _ in 0..rng.random_range(1..6) {
         let at = rng.random_range(0..=bytes.len());
@@ -56,9 +57,9 @@ fn mutate(rng: &mut StdRng, bytes: &mut Vec<u8>) {
     }
 }
 
-/// Feeds changed copies of `file` to the reader of the checkpoint at `path` until the time is over. Says how many were good.
+/// Mutates `file` and opens the checkpoint at `path` until the time is up. Prints how many were still valid.
 fn fuzz(name: &str, good: &Path, file: &str, path: impl Fn(&Path) -> PathBuf) {
-    let (seconds, seed) = (number("SHARDWISE_FUZZ_SECONDS", 2), number("SHARDWISE_SEED", 0));
+    let (seconds, seed) = (env_or("SHARDWISE_FUZZ_SECONDS", 2u64), env_or("SHARDWISE_SEED", 0u64));
     let scratch = std::env::temp_dir().join(format!("shardwise-fuzz-{name}-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&scratch);
     copy(good, &scratch);
@@ -73,7 +74,7 @@ fn fuzz(name: &str, good: &Path, file: &str, path: impl Fn(&Path) -> PathBuf) {
         let begun = Instant::now();
         let result = catch_unwind(AssertUnwindSafe(|| {
             let catalog = checkpoint::open(path(&scratch)).ok()?;
-            // A tensor may be large because the file says so only as far as its chunks are there.
+            // A tensor can only be as large as its chunks in the files.
             assert!(catalog.bytes() <= 256 << 20, "{} bytes", catalog.bytes());
             catalog.tensors.keys().for_each(|key| drop(catalog.read(key)));
             Some(())

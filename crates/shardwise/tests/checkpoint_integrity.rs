@@ -15,12 +15,9 @@ use shardwise::prelude::*;
 use shardwise::{OwnedBox, TensorBox};
 use shardwise_test_suites::errors::same_error_on_all_ranks;
 use shardwise_test_suites::scratch::Scratch;
+use shardwise_test_suites::settings::env_or;
 
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
-
-/// State of two ranks that is one number everywhere.
+/// State of two ranks in which every element is `number`.
 fn generation(world: &World, number: i64, format: Format) -> Result<State> {
     let mesh = world.mesh([("dp", world.size())])?;
     let tensor = |i: usize| -> Result<(String, State)> {
@@ -35,8 +32,8 @@ fn generation(world: &World, number: i64, format: Format) -> Result<State> {
     Ok(State::map(entries))
 }
 
-/// Loads again and again with three ranks, in another layout, while two others save one generation after the other to the same
-/// path. Returns how many generations were saved meanwhile.
+/// Loads repeatedly on three ranks, in another layout, while two ranks of another world save one generation after the other to
+/// the same path. Returns how many generations were saved meanwhile.
 fn load_while_saving(format: Format, loads: usize) -> i64 {
     let scratch = Scratch::new(&format!("concurrent-{format:?}"));
     let path = scratch.0.join("state");
@@ -74,7 +71,7 @@ fn load_while_saving(format: Format, loads: usize) -> i64 {
             if format != Format::HuggingFace {
                 found.push(state.value("generation")?.read()?);
             }
-            // Ranks tell each other what they have: one generation on all of them.
+            // All ranks must have loaded the same generation.
             let range = [*found.iter().max().unwrap(), -*found.iter().min().unwrap()];
             let mine = candle_core::Tensor::new(&range, &candle_core::Device::Cpu)?;
             let range = world.all_reduce(&mine, ReduceOp::Max)?.to_vec1::<i64>()?;
@@ -90,11 +87,11 @@ fn load_while_saving(format: Format, loads: usize) -> i64 {
 
 #[test]
 fn loads_during_saves_read_one_consistent_checkpoint() {
-    let loads = number("SHARDWISE_CONCURRENT_LOADS", 400);
+    let loads = env_or("SHARDWISE_CONCURRENT_LOADS", 400usize);
     let saves = load_while_saving(Format::Native, loads);
     println!("{loads} loads by three ranks while {saves} checkpoints were saved: none mixed, none damaged");
     assert!(saves > 3, "saves must happen meanwhile: {saves}");
-    // formats whose descriptions say less about what is in the files
+    // formats whose metadata identifies the content less precisely
     for format in [Format::Dcp, Format::HuggingFace] {
         let saves = load_while_saving(format, loads / 8);
         println!("{} loads in {format:?} while {saves} checkpoints were saved", loads / 8);
@@ -117,7 +114,7 @@ fn an_open_catalog_is_not_affected_by_a_later_save() {
             assert!(catalog.read(key).unwrap().chunks(4).all(|x| x == expected.to_le_bytes()), "{key}");
         }
     }
-    // none there any more, and files that are gone one by one: not damage
+    // a removed checkpoint, and files removed one by one, are not reported as damage
     std::fs::remove_dir_all(&path).unwrap();
     let error = same_error_on_all_ranks(2, move |world| {
         checkpoint::load(&world, &path, &generation(&world, 0, Format::Native)?).map(drop)
@@ -125,7 +122,7 @@ fn an_open_catalog_is_not_affected_by_a_later_save() {
     assert!(error.contains("no such file or directory"), "{error}");
 }
 
-/// The tensors of the flip test: several blocks long, of several types.
+/// The tensors of the bit-flip test: several blocks long, of several types.
 fn pattern(world: &World, rng: &mut StdRng) -> Result<State> {
     let mesh = world.mesh([("all", world.size())])?;
     let shapes: [(&[usize], DType); 4] =
@@ -198,11 +195,11 @@ fn flip(file: &Path, place: u64, bit: u32) {
 
 #[test]
 fn every_flipped_bit_is_found_by_a_load_in_another_layout() {
-    let (cases, first) = (number("SHARDWISE_FLIP_CASES", 200), number("SHARDWISE_SEED", 0) as u64);
+    let (cases, first) = (env_or("SHARDWISE_FLIP_CASES", 200usize), env_or("SHARDWISE_SEED", 0usize) as u64);
     flips(Format::Native, cases, first);
 }
 
-/// Takes the checksums of blocks out of a manifest: what this library wrote before it had them.
+/// Removes the block checksums from a manifest: the form of versions that did not write them.
 fn without_blocks(path: &Path) {
     let manifest = path.join("manifest.json");
     let mut sealed: serde_json::Value = serde_json::from_slice(&std::fs::read(&manifest).unwrap()).unwrap();
@@ -230,7 +227,7 @@ fn checkpoints_without_block_checksums_load_and_report_what_is_unchecked() {
         })
         .unwrap();
     };
-    // how many bytes three ranks, and two in the layout that was saved, read without a checksum
+    // unchecked bytes of three ranks, and of two ranks in the layout that was saved
     let unchecked = |ranks: usize| {
         let path = path.clone();
         let reports = ThreadWorld::new(ranks).unwrap().run(move |world| {
@@ -288,7 +285,7 @@ fn a_conversion_writes_the_selected_tensors_with_several_boxes_per_rank() {
     let path = scratch.0.join("state");
     let place = path.clone();
     launch(1, move |world| checkpoint::save(&world, &place, &generation(&world, 5, Format::Native)?)).unwrap();
-    // the first rank has the first and the last rows, the second what is between
+    // rank 0 has the first and the last rows, rank 1 those between
     let cut = |_: &str, shape: &[usize]| {
         let rows = |rank: usize, from: usize, to: usize| OwnedBox {
             rank,
@@ -315,10 +312,10 @@ fn a_conversion_writes_the_selected_tensors_with_several_boxes_per_rank() {
     assert!(error.contains("none of 6 tensors"), "{error}");
 }
 
-/// Set for the process that cannot write much: where it saves.
+/// Environment variable of the process with a file size limit: the path to save to.
 const FULL: &str = "SHARDWISE_FULL_TARGET";
 
-/// What the process does whose files may not grow: the second rank has the most to write.
+/// The process with a file size limit: rank 1 has the most to write.
 #[test]
 fn child_process_with_a_full_disk() {
     let Some(target) = std::env::var_os(FULL).map(PathBuf::from) else { return };
@@ -334,7 +331,7 @@ fn child_process_with_a_full_disk() {
 fn errors_of_full_disks_and_unwritable_paths_name_path_cause_and_rank() {
     let scratch = Scratch::new("full");
     let target = scratch.0.join("state");
-    // A limit on the size of files stands for a full disk: the system refuses to write on.
+    // A limit on file sizes stands in for a full disk: writes fail in the same way.
     let script = "trap '' XFSZ; ulimit -f 64; exec \"$@\"";
     let output = Command::new("sh")
         .args(["-c", script, "sh"])

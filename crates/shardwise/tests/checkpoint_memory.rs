@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use shardwise::checkpoint::{self, ConvertOptions, ElementType, Format, State, convert};
 use shardwise::prelude::*;
+use shardwise_test_suites::settings::env_or;
 
 const MB: usize = 1_000_000;
 
@@ -16,7 +17,7 @@ fn scratch(name: &str) -> PathBuf {
     path
 }
 
-/// Memory of this process now and at most since the last reset, in bytes.
+/// Current and peak memory of this process, in bytes; the peak since the last reset.
 fn memory() -> (usize, usize) {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let read = |name: &str| {
@@ -26,7 +27,7 @@ fn memory() -> (usize, usize) {
     (read("VmRSS:"), read("VmHWM:"))
 }
 
-/// One test, because other tests of the process would be measured too.
+/// A single test: others in the same process would be measured too.
 #[test]
 fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     let root = scratch("load");
@@ -53,10 +54,10 @@ fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     }
     std::fs::remove_dir_all(&root).unwrap();
 
-    let megabytes = std::env::var("SHARDWISE_CONVERT_MB").map_or(768, |v| v.parse::<usize>().unwrap());
+    let megabytes: usize = env_or("SHARDWISE_CONVERT_MB", 768);
     let root = scratch("convert");
     let path = root.join("large");
-    // Written by ranks one tensor after the other would take as much memory; a cheap way to a large file is a sparse one.
+    // A sparse file is a cheap large checkpoint; saving one would need its size in memory.
     let header = format!(
         "{{\"w\":{{\"dtype\":\"F32\",\"shape\":[{},250000],\"data_offsets\":[0,{}]}}}}",
         megabytes,
@@ -83,7 +84,7 @@ fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     std::fs::remove_dir_all(&root).unwrap();
 }
 
-/// Runs a load on two ranks; memory before it, and at most until it is over.
+/// Runs a load on two ranks; returns the memory before it and the peak during it.
 fn launch_measured(load: impl Fn(&World) -> Result<State> + Send + Sync + 'static) -> (usize, usize) {
     launch(2, move |world| {
         world.barrier()?;

@@ -69,7 +69,7 @@ fn seventy_billion_parameters_on_16384_ranks_take_seconds_and_no_memory() {
     println!("{} collectives, peak {} MB, in {elapsed:?}", run.records.len(), run.peak_bytes >> 20);
 }
 
-/// The most memory that this process has had, in megabytes.
+/// Peak memory of this process, in megabytes.
 fn peak_resident_mb() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));

@@ -59,13 +59,13 @@ fn a_nan_error_names_the_operator_that_produced_it() {
             let mesh = world.mesh([("dp", 2)])?;
             let x = DTensor::arange(0.0..4.0, DType::F32, &mesh, [at.clone()])?;
             let step = || x.sub_scalar(2.5)?.log()?.add_scalar(1.0)?.sum_all();
-            // Without the scope nothing is reported.
+            // Without the scope there is no check.
             step()?;
             detect_anomaly(step).map(drop)
         });
         assert!(forward.contains("NaN in the result of log at element 0"), "{forward}");
         // Both ranks hold one, and either may be the first to find its own.
-        assert!(forward.contains("of the part of rank") && forward.contains("error_messages.rs"), "{forward}");
+        assert!(forward.contains("of the local tensor of rank") && forward.contains("error_messages.rs"), "{forward}");
         let at = placement.clone();
         let backward = refused(2, move |world| {
             let mesh = world.mesh([("dp", 2)])?;

@@ -181,7 +181,7 @@ fn parallel_styles_and_plans_prepare_every_input_and_output() {
         shard_module(&planned, mesh, &plan)?;
         let outputs = planned.forward_all(&[&x, &x])?;
         assert_eq!((outputs[0].placements(), outputs[1].placements()), (&[Shard(1)][..], &[Shard(0)][..]));
-        // a number that the module does not have
+        // an index of an input that the module does not have
         planned.hooks.on_input_at(2, |x| Ok(x.clone()));
         let error = planned.forward_all(&[&x, &x]).unwrap_err().to_string();
         assert!(error.contains("a hook for input 2 of a module with 2"), "{error}");

@@ -21,7 +21,7 @@ fn two_hosts(inside: &str) -> Network {
     Network::of_hosts(hosts, Link::THREADS, CABLE).unwrap()
 }
 
-/// An engine of another crate: one rank of four, with its own network. Nothing is communicated.
+/// An engine of another crate: one rank of four, with its own network figures. Nothing is communicated.
 struct Planned(Network);
 
 impl Communicator for Planned {
@@ -57,7 +57,7 @@ fn a_mesh_has_the_links_of_the_engine_until_the_program_gives_others() {
     let world = World::new(Arc::new(Planned(two_hosts("y"))));
     let mesh = world.mesh([("x", 2), ("y", 2)]).unwrap();
     assert_eq!((mesh.link("x").unwrap(), mesh.link("y").unwrap()), (CABLE, Link::THREADS));
-    // a part that stays on one host is fast again, whatever axis it was split off
+    // a submesh inside one host has its fast link, whatever axis it was split off
     let line = world.mesh([("all", 4)]).unwrap();
     assert_eq!(line.link("all").unwrap(), CABLE);
     let split = line.unflatten("all", [("host", 2), ("rank", 2)]).unwrap();
@@ -160,7 +160,7 @@ fn links_inside_and_across_hosts_are_measured_separately() {
     let (inside, across) = (all[0].intra_host(), all[0].inter_host());
     assert!(inside != across && inside != Link::THREADS && across != CABLE, "{}", all[0]);
     assert_eq!((all[0].host_of(1).unwrap(), all[0].host_of(4).unwrap()), (0, 2));
-    // where there is nothing to measure, the engine's word stands
+    // without anything to measure, the engine's figures stay
     let one_each = Network::of_hosts([0, 1], CABLE, CABLE).unwrap();
     let measured = shardwise::launch(2, move |world| world.with_network(one_each.clone())?.measure_links()).unwrap();
     assert!(measured.intra_host() == CABLE && measured.inter_host() != CABLE, "{measured}");

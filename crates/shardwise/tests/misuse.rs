@@ -12,15 +12,15 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use shardwise::{Error, Group, ReduceOp, Result, TensorMeta, ThreadWorld, World};
+use shardwise_test_suites::settings::env_or;
 
-/// Far longer than any of these programs takes: only a hang gets there.
+/// Far longer than any of these programs takes: only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 #[test]
 fn every_faulty_program_ends_in_an_error_that_names_the_faulty_rank() {
     silence_injected_panics();
-    let number = |name: &str, default: u64| std::env::var(name).map_or(default, |v| v.parse().expect(name));
-    let (cases, first) = (number("SHARDWISE_MISUSE_CASES", 1500), number("SHARDWISE_SEED", 0));
+    let (cases, first) = (env_or("SHARDWISE_MISUSE_CASES", 1500u64), env_or("SHARDWISE_SEED", 0u64));
     let mut seen = std::collections::BTreeMap::<String, usize>::new();
     for seed in first..first + cases {
         let case = Arc::new(Case::random(&mut StdRng::seed_from_u64(seed)));
@@ -157,7 +157,7 @@ impl Case {
         world.barrier()
     }
 
-    /// Does the wrong thing. Whether the program ends here.
+    /// Makes the faulty call; returns whether the program ends here.
     fn commit_fault(&self, world: &World, group: &Group, step: &Step) -> Result<bool> {
         let (next, size) = ((group.rank() + 1) % group.size(), group.size());
         let tensor = Tensor::zeros(3, DType::F32, &Device::Cpu)?;
@@ -234,7 +234,7 @@ impl Case {
         }
         for (rank, result) in results.iter().enumerate() {
             let may_end_well = match self.fault {
-                // The message is never received, which is reported for its sender at the end.
+                // The message is never received, which is found at the end and reported for its sender.
                 Fault::SendsWhatNobodyReceives => rank != self.faulty,
                 Fault::ReturnsOk | Fault::Aborts => rank == self.faulty,
                 // A call that looks like the next one is missed, or is too many, only at the end of the program.
@@ -265,7 +265,7 @@ impl Step {
         Step { kind: *KINDS.choose(rng).unwrap(), group, size: *[1, 4, 5000].choose(rng).unwrap() }
     }
 
-    /// The step as it should be, but for what the arguments change.
+    /// The correct step, up to what the arguments change.
     fn run(&self, group: &Group, dtype: DType, more: usize, root: usize, op: ReduceOp) -> Result<()> {
         let (n, me) = (group.size(), group.rank());
         let columns = self.size + more;

@@ -46,7 +46,7 @@ fn parallelism(data_parallel: DataParallelMode, tensor_parallel: bool, sequence_
     ParallelismConfig { data_parallel, tensor_parallel, sequence_parallel }
 }
 
-/// Meshes with a way to be used.
+/// Meshes, each with a kind of parallelism.
 fn ways() -> Vec<(&'static str, ParallelismConfig)> {
     vec![
         ("dp=4", parallelism(DataParallelMode::Replicate, false, false)),
@@ -63,7 +63,7 @@ fn batch(mesh: &DeviceMesh, step: usize) -> Result<(DTensor, DTensor)> {
     Ok((make(0)?, make(1)?))
 }
 
-/// The losses of some steps, with clipping, and the weights in the end.
+/// The losses of some steps, with clipping, and the final weights.
 fn train(
     config: &ModelConfig,
     plan: &ShardingPlan,
@@ -131,7 +131,7 @@ fn a_seed_gives_the_same_losses_on_every_mesh_with_dropout_and_a_tied_head() {
     }
 }
 
-/// Where dropout inside a model made zeros, in the order of the calls.
+/// The elements that dropout inside a model zeroed, in the order of the calls.
 fn zeros(config: &ModelConfig, plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<Vec<Vec<u8>>> {
     mesh.manual_seed(9);
     let model = build(config, plan, mesh, DType::F32)?;
@@ -199,7 +199,7 @@ fn collectives(
 }
 
 #[test]
-fn every_plan_communicates_what_it_must_and_no_more() {
+fn every_plan_runs_exactly_the_expected_collectives() {
     let (replicated, sharded) = (DataParallelMode::Replicate, DataParallelMode::FullyShard);
     for layers in [1, 3] {
         let config = ModelConfig::Gpt(GptConfig { n_layers: layers, ..gpt() });
@@ -215,8 +215,8 @@ fn every_plan_communicates_what_it_must_and_no_more() {
             self::parallelism(replicated, false, false),
             &[&loss[..], &[("gradients", "all_reduce", 1)]].concat(),
         );
-        // Every matrix is gathered on the way out and on the way back, and its gradient is scattered; the two tables are
-        // not needed on the way back.
+        // Every matrix is gathered in the forward and in the backward pass, and its gradient is reduce-scattered; the two
+        // embedding tables are not needed in the backward pass.
         let (gathers, scatters) = (("einsum", "all_gather", 12 * layers + 2), 6 * layers + 3);
         let fsdp = [
             ("add", "all_gather", 1),
@@ -228,7 +228,7 @@ fn every_plan_communicates_what_it_must_and_no_more() {
             ("redistribute", "reduce_scatter", scatters),
         ];
         expect("dp=4", self::parallelism(sharded, false, false), &fsdp);
-        // Attention and MLP sum once each in both directions, the embedding too. Of the logits a maximum, a sum and the
+        // Attention and MLP reduce once each in both passes, the embedding too. Of the logits a maximum, a sum and the
         // target are exchanged.
         let sums = 4 * layers + 2;
         let tp = [
@@ -238,12 +238,12 @@ fn every_plan_communicates_what_it_must_and_no_more() {
             ("redistribute", "all_reduce", sums),
         ];
         expect("tp=2", self::parallelism(replicated, true, false), &tp);
-        // With a shared sequence every sum is a scatter, and what is scattered is gathered again; once more for the
+        // With sequence parallelism every all-reduce is a reduce-scatter and an all-gather; once more for the
         // gradient of the positions.
         let sequence =
             [tp[0], tp[1], tp[2], ("redistribute", "all_gather", sums + 1), ("redistribute", "reduce_scatter", sums)];
         expect("tp=2", self::parallelism(replicated, true, true), &sequence);
-        // Vectors lie in three ways, and gradients of each go together.
+        // Vectors have three different layouts; the gradients of each are reduced in one bucket.
         let both = [
             ("add", "all_gather", 1),
             ("cross_entropy", "all_reduce", 2),

@@ -12,7 +12,7 @@ use shardwise_test_suites::parameters::{
     sharded_layouts, single_rank_mesh, tensor,
 };
 
-/// One element under an algorithm, as the formulas are written down.
+/// One element updated by the formula of an algorithm.
 struct Scalar {
     p: f64,
     state: [f64; 3],

@@ -23,7 +23,7 @@ fn close(a: &Tensor, b: &Tensor) -> bool {
     a.dims() == b.dims() && values(a).iter().zip(&values(b)).all(|(a, b)| (a - b).abs() <= 1e-9 * b.abs().max(1.0))
 }
 
-/// A block of a transformer over `[batch, length, 12]`, and layers that stand for themselves.
+/// A transformer block over `[batch, length, 12]`, and layers outside it.
 #[derive(Module)]
 struct Block {
     norm: RmsNorm,
@@ -229,7 +229,7 @@ fn data_parallelism_in_one_line_communicates_gradients_once() {
     ThreadWorld::new(4).unwrap().run(program).unwrap();
 }
 
-/// A style of a program's own: weights of norms are cut.
+/// A custom style: weights of norms are sharded.
 struct Pieces;
 
 impl ParallelStyle for Pieces {
@@ -245,13 +245,13 @@ fn mismatched_keys_and_styles_are_rejected_and_compatible_ones_combine() {
         let block = Block::new(&Builder::new(&mesh))?;
         let before: Vec<Layout> = block.named_parameters().iter().map(|(_, p)| p.layout()).collect();
         let colwise = ColwiseParallel::new("tp");
-        let (rowwise, elsewhere) = (RowwiseParallel::new("tp"), ColwiseParallel::new("pp"));
+        let (rowwise, other_axis) = (RowwiseParallel::new("tp"), ColwiseParallel::new("pp"));
         let cases: [(&str, &dyn ParallelStyle, &[&str]); 6] = [
             ("mlp.upp", &colwise, &["`mlp.upp`", "fits no module", "`mlp.up`"]),
             ("mlp.*.*", &colwise, &["pattern `mlp.*.*`", "did you mean"]),
             ("mlp", &colwise, &["ColwiseParallel for `mlp`, a Mlp", "Linear"]),
             ("norm", &rowwise, &["RowwiseParallel for `norm`, a RmsNorm"]),
-            ("mlp.down", &elsewhere, &["`pp`", "`dp`, `tp`"]),
+            ("mlp.down", &other_axis, &["`pp`", "`dp`, `tp`"]),
             ("mlp.up", &rowwise, &["mlp.up", "both fit", "tp: S(0)", "tp: S(1)"]),
         ];
         for (key, style, parts) in cases {
@@ -280,7 +280,7 @@ fn mismatched_keys_and_styles_are_rejected_and_compatible_ones_combine() {
 fn local_map_works_on_uneven_shards_of_redistributed_inputs() {
     let program = |world: World| {
         let mesh = world.mesh([("tp", 4)])?;
-        // 5 rows: 2, 2, 1 and none
+        // 5 rows: 2, 2, 1 and 0
         let x =
             DTensor::from_fn(((5, 3), DType::F64), &mesh, [Shard(1)], |i| (i[0] * 3 + i[1]) as f64)?.requires_grad();
         let w = DTensor::from_fn((3, DType::F64), &mesh, [Shard(0)], |i| 1.0 + i[0] as f64)?.requires_grad();

@@ -76,7 +76,7 @@ fn planners_place_parameters_as_documented() {
         let both = TensorParallel::new("tp").and(FullyShard::new(["dp"])).plan(&model, &mesh)?;
         expect(&both, "layers.0.mlp.up.weight", [Shard(0), Shard(0)])?;
         expect(&both, "layers.0.mlp.up.bias", [Shard(0), Shard(0)])?;
-        // tp cuts first, so that one gather along dp gives back what tensor parallelism works with
+        // tp shards first, so that one gather along dp restores the tensor-parallel shard
         let whole = Layout::replicated(mesh.mesh(), &[16, 8])?;
         let cut = both.layout_of("layers.0.mlp.up.weight", &whole)?;
         assert_eq!(cut.shard_order(0), [1, 0]);
@@ -100,7 +100,7 @@ fn planners_place_parameters_as_documented() {
     ThreadWorld::new(4).unwrap().run(program).unwrap();
 }
 
-/// A block of a program's own, without hooks.
+/// A custom block without hooks.
 #[derive(Module)]
 struct Own {
     w1: Linear,
@@ -227,7 +227,7 @@ fn a_sharder_replaces_the_module_for_every_caller() {
         // hooks registered on the replaced path later go around the replacement
         reshard_output(&model, &mesh, "own.w1", [Replicate, Replicate])?;
         assert_eq!(model.own.w1.forward(&x)?.placements(), [Replicate, Replicate]);
-        // a module that was replaced cannot do what its replacement cannot
+        // a replaced module is limited to what its replacement supports
         let bag = EmbeddingBag::new(&Builder::new(&mesh), 4, 4, EmbeddingBagMode::Sum)?;
         bag.hooks.replace(Arc::new(Embedding::new(&Builder::new(&mesh), 4, 4)?));
         let zero = DTensor::zeros(2, DType::I64, &mesh, [Replicate, Replicate])?;
@@ -319,11 +319,11 @@ fn built_in_sharders_keep_values_and_gradients() {
         shard_module(&model, &mesh, &plan)?;
         let embedded = model.tokens.forward(&ids(&mesh, &[Shard(0), Replicate])?)?;
         assert_eq!(embedded.placements(), [Shard(0), Shard(1)]);
-        // adapters begin at zero, and the table is the same table
+        // adapters start at zero, and the embedding table is unchanged
         let y = model.forward(&ids(&mesh, &[Shard(0), Replicate])?)?;
         assert!(close(&y.full_tensor()?, &expected));
         assert!(close(&gradient(&model, "tokens.weight")?, &of_table));
-        // weights of adapted layers do not learn any more, the adapters do and are cut as the weights are
+        // weights of adapted layers are frozen; the adapters are trained and sharded as the weights are
         let params = model.named_parameters();
         let layout =
             |name: &str| params.iter().find(|(own, _)| own == name).map(|(_, p)| p.get().placements().to_vec());
@@ -372,13 +372,13 @@ fn outputs_are_resharded_and_returned_as_local_parts() {
         let share = expected.redistribute([Shard(0), Shard(2)])?;
         assert_eq!((mine.device_mesh().size(), mine.shape()), (1, share.to_local().dims()));
         assert!(close(&mine.to_local(), &share.to_local()), "6 of 11 classes on one rank, 5 on the other");
-        // the gradient goes back to all ranks: a sum of local losses is the loss of the whole
+        // the gradient reaches all ranks: the sum of local losses is the global loss
         let found = mine.square()?.sum_all()?.backward()?;
         let gradient = found.get(&model.tokens.weight.get())?.full_tensor()?;
         model.unembed.hooks.clear();
         let whole = model.forward(&ids(&mesh, &[Replicate, Replicate])?)?.square()?.sum_all()?.backward()?;
         assert!(close(&gradient, &whole.get(&model.tokens.weight.get())?.full_tensor()?));
-        // pending sums are carried out, a local part is its own local part
+        // partial sums are reduced, and a local output stays local
         let sum = DTensor::ones(2, DType::F64, &mesh, [Partial(ReduceOp::Sum), Replicate])?;
         let local = collect_local_shard(&sum)?;
         assert_eq!(local.to_local().to_vec1::<f64>()?, [1.0, 1.0]);
@@ -403,7 +403,7 @@ fn mismatched_plans_are_rejected_without_changes() {
         let before = state();
         let adapter = LowRankAdapter { r: 1, scale: 1.0 };
         let new = ShardingPlan::new;
-        // a good entry stands beside every bad one: it must not be carried out
+        // a valid entry stands beside every invalid one: it must not be applied
         let cases: Vec<(ShardingPlan, &[&str])> = vec![
             (new().param("own.w1.wait", [("tp", Shard(0))]), &["own.w1.wait", "fits no parameter", "`own.w1.weight`"]),
             (new().param("layer.*.mlp.up.weight", [("tp", Shard(0))]), &["pattern", "fits no parameter", "layers."]),
@@ -450,7 +450,7 @@ fn mismatched_plans_are_rejected_without_changes() {
         let beside = new().sharder("layers.1.attention.query", adapter).param("layers.11.**", [("tp", Shard(0))]);
         shard_module(&model, &mesh, &beside)?;
         assert!(model.layers[1].attention.query.hooks.replacement().is_some());
-        // an exact path counts before patterns
+        // an exact path takes precedence over patterns
         let exact = new().param("own.*.weight", [("tp", Shard(0))]).param("own.w2.weight", [("tp", Shard(1))]);
         shard_module(&model, &mesh, &exact)?;
         assert_eq!(model.own.w2.weight.get().placements(), [Replicate, Shard(1)]);

@@ -37,7 +37,7 @@ fn attention(builder: &Builder, width: usize, heads: usize, key_heads: usize) ->
     MultiHeadAttention::new(builder, AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true })
 }
 
-/// Every layer, with sizes that four ranks do not share evenly.
+/// Every layer, with sizes that four ranks do not divide evenly.
 const CASES: &[Case] = &[
     Case { name: "Linear", make: |builder| Ok(Arc::new(Linear::new(builder, 5, 7)?)), shape: &[3, 5], below: None },
     Case {

@@ -44,7 +44,7 @@ fn an_override_that_never_applies_is_an_error() {
     on_two_axes(|mesh| {
         let model = Model::new(&Builder::new(mesh))?;
         let planned = TensorParallel::new("tp").plan(&model, mesh)?;
-        // the planner names every parameter, and exact paths count before patterns
+        // the planner names every parameter, and exact paths take precedence over patterns
         let error = refused(mesh, &planned.clone().param("**.up.weight", [("tp", Replicate)]))?;
         for part in ["`**.up.weight`", "4 parameter(s)", "`blocks.0.up.weight` counts before it", "replace("] {
             assert!(error.contains(part), "{part} missing in {error}");
@@ -72,7 +72,7 @@ fn a_planner_extends_a_plan_of_patterns() {
         let plan = FullyShard::new(["dp"]).on_dim(1).extend(base, &model, mesh)?;
         shard_module(&model, mesh, &plan)?;
         assert_eq!(model.placements("blocks.1.up.weight"), [Shard(1), Shard(0)]);
-        // the same pattern once more has nothing to say
+        // the same pattern a second time never applies
         let error = refused(mesh, &plan.param("**.up.{weight,bias}", [("tp", Replicate)]))?;
         assert!(error.contains("counts for none"), "{error}");
         Ok(())
@@ -92,7 +92,7 @@ fn entries_are_replaced_and_removed() {
         assert_eq!(model.placements("blocks.2.up.weight"), [Replicate, Replicate]);
         assert_eq!(model.placements("blocks.3.up.weight"), [Replicate, Shard(0)]);
         assert_eq!(model.placements("blocks.1.up.bias"), [Replicate, Shard(0)]);
-        // a replacement counts before other patterns, the last before earlier ones, a later exact path before all
+        // precedence: a later exact path, then the last replacement, then earlier ones, then other patterns
         let model = new()?;
         let plan = ShardingPlan::new()
             .param("**.weight", [("tp", Shard(0))])
@@ -123,7 +123,7 @@ fn entries_are_replaced_and_removed() {
             assert_eq!(model.blocks[0].forward(&x)?.placements(), [Shard(0), Replicate]);
             assert_eq!(model.blocks[1].forward(&x)?.placements(), [Shard(0), Shard(1)]);
         }
-        // what is said after a removal counts
+        // entries added after a removal apply
         let model = new()?;
         let plan = ShardingPlan::new().param("**.weight", [("tp", Shard(0))]).remove("head.weight");
         shard_module(&model, mesh, &plan.param("head.weight", [("tp", Shard(1))]))?;

@@ -1,8 +1,8 @@
 //! Redistribution: every pair of layouts on small meshes, random pairs of meshes, and properties of plans.
 //!
 //! `SHARDWISE_PAIR_STRIDE` takes every n-th pair on the mesh of three axes (default 5; 1 takes all 262,144 per shape),
-//! `SHARDWISE_CROSS_MESH_CASES` sets the number of random redistributions between meshes (default 500), `SHARDWISE_SEED` the
-//! first seed.
+//! `SHARDWISE_CROSS_MESH_CASES` sets the number of random redistributions between meshes (default 500),
+//! `SHARDWISE_SEED` the first seed.
 
 use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
@@ -10,11 +10,8 @@ use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
 use shardwise::redistribute::{RedistributePlan, explain};
 use shardwise::tensor::Arange;
+use shardwise_test_suites::settings::env_or;
 use shardwise_test_suites::{layout_pairs, values};
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
 
 fn check_all_pairs(mesh_shape: &[usize], shapes: &[[usize; 2]], dtype: DType, stride: usize) {
     let (mesh_shape, shapes) = (mesh_shape.to_vec(), shapes.to_vec());
@@ -60,25 +57,26 @@ fn all_pairs_with_block_cyclic_shards() {
 #[test]
 fn all_pairs_on_three_axes() {
     // An odd stride has no factor in common with the 512 layouts, so that each comes up as a source and as a target.
-    let stride = number("SHARDWISE_PAIR_STRIDE", 5);
+    let stride = env_or("SHARDWISE_PAIR_STRIDE", 5usize);
     check_all_pairs(&[2, 2, 2], &SHAPES[..1], DType::F64, stride);
 }
 
 #[test]
 fn any_layout_on_any_mesh_redistributes_to_any_other() {
-    let (cases, first) = (number("SHARDWISE_CROSS_MESH_CASES", 500), number("SHARDWISE_SEED", 0));
-    // The one world of an engine may have any size, so a few cases run on others than the one with the most meshes.
+    let (cases, first) = (env_or("SHARDWISE_CROSS_MESH_CASES", 500usize), env_or("SHARDWISE_SEED", 0usize));
+    // The one world of an engine may have any size, so a few cases run on sizes other than the one with the most meshes.
     for (ranks, cases) in [(6, cases), (4, cases / 10), (1, cases / 10)] {
         let run = move |world: World| layout_pairs::any_layout_on_any_mesh(&world, first, cases);
         ThreadWorld::new(ranks).unwrap().run(run).unwrap();
     }
 }
 
-/// Messages that take no time make small tensors move as large ones do: with the fewest bytes, in as many steps as it takes.
+/// Messages that take no time make small tensors move as large ones do: with the fewest bytes, in as many steps as it
+/// takes.
 #[test]
 fn plans_with_the_fewest_bytes_give_the_same_values() {
     use shardwise::mesh::Link;
-    let first = number("SHARDWISE_SEED", 0) as u64;
+    let first = env_or("SHARDWISE_SEED", 0usize) as u64;
     for axes in [&[2, 2][..], &[2, 3], &[2, 2, 2]] {
         let run = move |world: World| {
             let links = vec![Link { latency_us: 0.0, gb_per_s: 8.0 }; axes.len()];
@@ -163,7 +161,7 @@ fn planning_on_four_axes_is_quick_when_cold() {
         let placements = (0..4).map(|_| kinds[rng.random_range(0..kinds.len())].parse().unwrap());
         Layout::new(&mesh, (16 + n, 24, 8), placements).unwrap()
     };
-    // The best of five rounds, each with layouts of its own: other tests run at the same time.
+    // The best of five rounds, each with different layouts: other tests run at the same time.
     let mut round = |round: usize| {
         let pairs: Vec<(Layout, Layout)> = (0..200).map(|n| 200 * round + n).map(|n| (pick(n), pick(n))).collect();
         let start = std::time::Instant::now();
@@ -230,7 +228,7 @@ fn invalid_targets_are_rejected_with_the_reason() {
         let wrong =
             DTensor::from_local_with_shape(&part, &mesh, [Shard(0), Replicate], (4, 4)).unwrap_err().to_string();
         assert!(wrong.contains("[3, 4]") && wrong.contains("[2, 4]"), "{wrong}");
-        // a replicated claim that does not hold, and types that differ: the same error on both ranks, ranks named
+        // replicas that differ, and dtypes that differ: the same error on both ranks, with the ranks
         let uneven = Tensor::zeros((3 + world.rank(), 4), DType::F32, &Device::Cpu)?;
         let wrong = DTensor::from_local(&uneven, &mesh, [Replicate, Replicate]).unwrap_err().to_string();
         assert!(wrong.contains("[4, 4] on rank 1") && wrong.contains("rank 0"), "{wrong}");

@@ -11,7 +11,7 @@ use shardwise::redistribute::{RedistributePlan, RedistributeStepKind};
 
 const ELEM: usize = 4;
 
-/// Placements and, per dimension, the axes that shard it in order.
+/// Placements and, per dimension, the axes that shard it, in order.
 type Node = Layout;
 
 fn is_partial(placement: &Placement) -> Option<ReduceOp> {
@@ -21,13 +21,13 @@ fn is_partial(placement: &Placement) -> Option<ReduceOp> {
     }
 }
 
-fn shard_orders(layout: &Layout) -> Vec<Vec<usize>> {
+fn cuts(layout: &Layout) -> Vec<Vec<usize>> {
     (0..layout.shape().len()).map(|dim| layout.shard_order(dim).to_vec()).collect()
 }
 
-fn with(layout: &Layout, placements: Vec<Placement>, orders: &[Vec<usize>]) -> Layout {
+fn with(layout: &Layout, placements: Vec<Placement>, cuts: &[Vec<usize>]) -> Layout {
     let mesh = layout.mesh();
-    let names: Vec<(usize, Vec<&str>)> = orders
+    let names: Vec<(usize, Vec<&str>)> = cuts
         .iter()
         .enumerate()
         .map(|(dim, axes)| (dim, axes.iter().map(|&a| mesh.axes()[a].name.as_str()).collect()))
@@ -46,7 +46,7 @@ fn all_layouts(mesh: &Mesh, shape: [usize; 2], kinds: &[&str]) -> Vec<Node> {
     let mut layouts = Vec::new();
     for placements in all {
         let plain = Layout::new(mesh, shape.as_slice(), placements.clone()).unwrap();
-        let orders: Vec<Vec<Vec<usize>>> = shard_orders(&plain).iter().map(|axes| permutations(axes)).collect();
+        let orders: Vec<Vec<Vec<usize>>> = cuts(&plain).iter().map(|axes| permutations(axes)).collect();
         for first in &orders[0] {
             for second in &orders[1] {
                 layouts.push(with(&plain, placements.clone(), &[first.clone(), second.clone()]));
@@ -68,7 +68,7 @@ fn permutations(axes: &[usize]) -> Vec<Vec<usize>> {
     all
 }
 
-/// Elements of its new part that a rank lacks.
+/// Elements of its new shard that a rank lacks.
 fn lacking(before: &Layout, after: &Layout, rank: usize) -> usize {
     let (old, new) = (before.boxes_of(rank), after.boxes_of(rank));
     let both = old.iter().flat_map(|o| new.iter().filter_map(move |n| o.global.intersect(&n.global)));
@@ -89,20 +89,20 @@ fn commute(a: ReduceOp, b: ReduceOp) -> bool {
 
 /// Where one elementary step leads, and the bytes that it moves; exchanges apart.
 fn steps(from: &Layout, ops: &[ReduceOp]) -> Vec<(Layout, usize)> {
-    let (placements, orders) = (from.placements(), shard_orders(from));
+    let (placements, cuts) = (from.placements(), cuts(from));
     let mut all = Vec::new();
     for axis in 0..placements.len() {
         let later_commute =
             |op: ReduceOp| placements[axis + 1..].iter().filter_map(is_partial).all(|other| commute(op, other));
-        let to = |placement: Placement, orders: &[Vec<usize>]| {
+        let to = |placement: Placement, cuts: &[Vec<usize>]| {
             let mut changed = placements.to_vec();
             changed[axis] = placement;
-            with(from, changed, orders)
+            with(from, changed, cuts)
         };
         let behind = |dim: usize| {
-            let mut orders = orders.clone();
-            orders[dim].push(axis);
-            orders
+            let mut cuts = cuts.clone();
+            cuts[dim].push(axis);
+            cuts
         };
         match &placements[axis] {
             Partial(op) if later_commute(*op) => {
@@ -116,13 +116,13 @@ fn steps(from: &Layout, ops: &[ReduceOp]) -> Vec<(Layout, usize)> {
                 all.extend((0..2).map(|dim| (to(Shard(dim as isize), &behind(dim)), 0)));
                 // copies of a value are operands of a maximum or a mean as they are
                 let made = ops.iter().filter(|&&op| op == ReduceOp::Max || op == ReduceOp::Avg || later_commute(op));
-                all.extend(made.map(|&op| (to(Partial(op), &orders), 0)));
+                all.extend(made.map(|&op| (to(Partial(op), &cuts), 0)));
             }
-            Shard(dim) if orders[*dim as usize].last() == Some(&axis) => {
-                let mut orders = orders.clone();
-                orders[*dim as usize].pop();
+            Shard(dim) if cuts[*dim as usize].last() == Some(&axis) => {
+                let mut cuts = cuts.clone();
+                cuts[*dim as usize].pop();
                 let made = ops.iter().filter(|&&op| op != ReduceOp::Avg && later_commute(op));
-                all.extend(made.map(|&op| (to(Partial(op), &orders), 0)));
+                all.extend(made.map(|&op| (to(Partial(op), &cuts), 0)));
             }
             _ => {}
         }
@@ -146,7 +146,7 @@ fn moved_by(plan: &RedistributePlan) -> usize {
     plan.steps().iter().map(step).sum()
 }
 
-/// What a way takes: bytes first, then rounds of messages and calls of collectives.
+/// Cost of a path: bytes first, then rounds of messages and calls of collectives.
 type Price = (usize, usize);
 
 /// Rounds of a collective among all ranks of some axes, and the call.
@@ -176,14 +176,14 @@ fn latency_of(plan: &RedistributePlan) -> usize {
     plan.steps().iter().map(step).sum()
 }
 
-/// What was found of a pair whose plan moves more bytes than the best way.
+/// A pair of layouts whose plan moves more bytes than the best path.
 struct Above {
     text: String,
     /// Whether the plan takes fewer rounds and calls instead.
     is_quicker: bool,
 }
 
-/// Compares the plans of all pairs of layouts with the best ways; the number of pairs, and those with more bytes.
+/// Compares the plans of all pairs of layouts with the best paths; returns the pairs that move more bytes.
 fn compare(mesh: &str, shape: [usize; 2], kinds: &[&str]) -> Vec<Above> {
     let mesh: Mesh = mesh.parse().unwrap();
     let nodes = all_layouts(&mesh, shape, kinds);
@@ -207,8 +207,8 @@ fn compare(mesh: &str, shape: [usize; 2], kinds: &[&str]) -> Vec<Above> {
         own.extend(nodes.iter().filter(same_partials).map(exchanged));
         edges.push(own);
     }
-    let plain = |l: &Layout| shard_orders(l).iter().all(|axes| axes.is_sorted());
-    // Three axes have many shard orders: paths go through all of them, sources and targets are in mesh order.
+    let plain = |l: &Layout| cuts(l).iter().all(|axes| axes.is_sorted());
+    // Three axes have many shard orders: paths go through all of them, sources and targets have the default one.
     let looked_at = |layout: &Layout| mesh.ndim() < 3 || plain(layout);
     let (mut above, mut pairs) = (Vec::new(), 0);
     for (start, from) in nodes.iter().enumerate().filter(|(_, from)| looked_at(from)) {
@@ -257,7 +257,7 @@ fn regressions_that_moved_too_many_bytes() {
     assert_eq!(moved(4096, "P(sum),R", "P(max),R"), 8); // an all-reduce would be 16
 }
 
-/// Of large tensors all plans are at the minimum; none is listed.
+/// For large tensors all plans move the minimum; there are no exceptions.
 #[test]
 fn no_plan_for_a_large_tensor_moves_more_than_the_minimum() {
     for (mesh, n) in [("a=4", 4096), ("a=2,b=2", 4096), ("a=2,b=3", 6144), ("a=2,b=2,c=2", 4096)] {
@@ -267,7 +267,7 @@ fn no_plan_for_a_large_tensor_moves_more_than_the_minimum() {
     }
 }
 
-/// A mean is made of replicas, because scaling shards would round: the same rule on both sides.
+/// An average is created from replicas, because scaling shards would round: the same rule on both sides.
 #[test]
 fn plans_for_averages_move_the_minimum() {
     let above = compare("a=2,b=2", [4096, 4096], &["R", "S(0)", "S(1)", "P(avg)"]);
@@ -275,7 +275,7 @@ fn plans_for_averages_move_the_minimum() {
     assert!(some.is_empty(), "{} pairs, such as\n{}", above.len(), some.join("\n"));
 }
 
-/// Small tensors: what moves more bytes than it must, saves rounds of messages or calls by it.
+/// Small tensors: a plan that moves more bytes than the minimum saves rounds of messages or calls.
 #[test]
 fn a_plan_for_a_small_tensor_moves_more_only_to_save_messages() {
     for (mesh, n) in [("a=4", 8), ("a=2,b=2", 8), ("a=2,b=3", 12)] {

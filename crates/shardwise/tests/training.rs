@@ -58,7 +58,8 @@ fn fully_sharded_weights_are_gathered_twice_and_their_gradient_is_reduce_scatter
         assert_eq!(collectives(&world), ["all_gather"]);
         world.trace().clear();
         let gradients = loss.backward()?;
-        // once more for the gradient of the input, because what is kept is the shard; and no rank keeps the gradient whole
+        // gathered once more for the gradient of the input, because only the shard is saved; no rank keeps the full
+        // gradient
         assert_eq!(collectives(&world), ["all_gather", "reduce_scatter"]);
         world.trace().clear();
         let gradients = gradients.in_param_layout()?;
@@ -198,7 +199,7 @@ fn gradients_flow_through_redistribution_meshes_and_dtypes() {
         let gradient = gradients.get(&x)?;
         assert_eq!((gradient.dtype(), gradient.device_mesh() == &mesh), (DType::F64, true));
         assert!(close(&gradient.full_tensor()?, &(x.full_tensor()? * 2.0)?, 1e-6));
-        // what is not a leaf, or not used, has no gradient, and the error says so
+        // tensors that are no leaves or unused have no gradient: an error
         let unused = x.detach().requires_grad();
         assert!(gradients.get(&unused).unwrap_err().to_string().contains("depends on"));
         assert!(x.detach().sum_all()?.backward().unwrap_err().to_string().contains("requires_grad"));
@@ -347,7 +348,7 @@ fn initializers_do_not_depend_on_the_layout_and_have_the_documented_variance() {
             (Init::XavierUniform(1.0), 2.0 * variance(110.0)),
             (Init::LINEAR, variance(150.0)),
             (Init::Normal(0.0, 0.5), 0.25),
-            // the variance of a standard normal distribution cut off at two
+            // the variance of a standard normal distribution truncated at two
             (Init::TruncNormal(1.0), 0.774),
         ] {
             let make = |placements: Placement| {
@@ -445,7 +446,7 @@ fn a_model_built_on_another_thread_has_all_its_gradients() {
 fn extreme_dtypes_and_indices_give_correct_results() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
-        // class 0 of an unsigned target is a class like others
+        // class 0 of an unsigned target is an ordinary class
         let logits = DTensor::from_fn(((4, 3), DType::F64), &mesh, [Shard(0)], |i| (i[0] * i[1]) as f64)?;
         let loss = |dtype: DType| -> Result<f64> {
             let target = DTensor::from_fn((4, dtype), &mesh, [Shard(0)], |i| (i[0] % 2) as f64)?;

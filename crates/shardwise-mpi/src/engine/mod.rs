@@ -1,25 +1,42 @@
-//! The engine: processes that talk through MPI.
+//! The MPI engine: one process per rank.
+//!
+//! | file | contents |
+//! |---|---|
+//! | `comm` | one MPI communicator; every MPI function is called through `checked!` or `collective!`, which check its code |
+//! | `datatypes`, `message_buffer`, `pairwise` | MPI datatypes; buffers, counts, displacements; messages between all pairs |
+//! | `reductions`, `collectives` | execution of each call with MPI |
+//! | `packet`, `packet_call` | the packet that starts every call; calls that are complete with it |
+//! | `agreement` | check that all ranks make the same call: one packet, texts only after a mismatch |
+//! | `pending_call`, `groups` | the call that this rank is in, published for the service; communicators of groups |
+//! | `exposed_tensors`, `deadlock`, `service` | tensors exposed to other ranks; cycles of waiting ranks; the service thread |
+//! | `process`, `messages`, `launch` | MPI in this process; point-to-point messages; one launch |
+//! | `remote_read`, `communicator` | one-sided reads of exposed tensors; the `Communicator` |
+//!
+//! A rank that blocks inside MPI cannot be interrupted, so what the hub does for threads is done by the service thread. It
+//! reads from `pending_call` which collective of which group this rank is in, by number, and every rank that leaves reports
+//! how many it has started. If a rank left before that number, the call cannot complete, and the job ends with the error that
+//! a thread would have returned. Waits for messages and for exposed tensors poll with a deadline and return typed errors.
 
-// In this order: each may use those above it.
+// In this order: a module may use the modules above it.
 mod comm;
-mod element;
-mod parts;
-mod pairs;
+mod datatypes;
+mod message_buffer;
+mod pairwise;
 mod reductions;
 mod collectives;
 mod packet;
-mod small;
+mod packet_call;
 mod agreement;
-mod watch;
+mod pending_call;
 mod groups;
-mod shelf;
-mod circle;
+mod exposed_tensors;
+mod deadlock;
 mod service;
 mod process;
-mod mail;
+mod messages;
 mod launch;
-mod exposed;
-mod member;
+mod remote_read;
+mod communicator;
 
 use shardwise::error::ErrorKind;
 use std::sync::Arc;
@@ -28,28 +45,28 @@ use shardwise::comm::engine::{catch_panic, failure_text, fnv1a, limit_candle_thr
 use shardwise::{Error, Result, World};
 
 use comm::Comm;
+use communicator::MpiCommunicator;
 use launch::Launch;
-use member::Member;
 use process::Process;
-use service::Left;
+use service::LaunchExit;
 
 use crate::launcher::Launched;
 use crate::settings::Settings;
 
 impl Settings {
-    /// An error on every rank unless all have the same of those settings that decide what they call.
+    /// Checks that all ranks have the same settings, as far as they decide which MPI functions are called. Collective.
     fn agree(&self, world: &Comm) -> Result<()> {
         let Settings { check, deterministic, segment, largest_count, inside, across, .. } = self;
-        let said = format!(
+        let described = format!(
             "check: {check}, deterministic: {deterministic}, segment: {segment}, largest_count: {largest_count}, \
              links: {inside} inside a host and {across} across"
         );
-        let mine = fnv1a(said.as_bytes());
-        let [largest, least] = world.greatest(&[mine, !mine])?;
+        let mine = fnv1a(described.as_bytes());
+        let [largest, least] = world.all_reduce_max(&[mine, !mine])?;
         if largest == !least {
             return Ok(());
         }
-        let all = world.texts(&said)?;
+        let all = world.all_gather_text(&described)?;
         let other = all.iter().position(|text| *text != all[0]).unwrap_or(0);
         Err(ErrorKind::Disagreement.error(
             "settings",
@@ -60,7 +77,7 @@ impl Settings {
     }
 }
 
-/// Runs the program as the rank of this process.
+/// Runs the program as the rank of this process. Collective: returns when the program has returned on all ranks.
 pub(crate) fn run<T: Send>(
     settings: &Settings,
     launched: &Launched,
@@ -93,23 +110,23 @@ pub(crate) fn run<T: Send>(
     let launch = Arc::new(launch);
     let run = || {
         launch.enter();
-        program(World::new(Arc::new(Member::of_world(Arc::clone(&launch)))))
+        program(World::new(Arc::new(MpiCommunicator::of_world(Arc::clone(&launch)))))
     };
     let result = rank_pool(rank, threads).and_then(|pool| pool.install(|| catch_panic(rank, run)));
-    let mine = Left {
+    let mine = LaunchExit {
         launch: launches.count,
         failed: result.as_ref().err().map(failure_text),
         begun: process.groups.begun(),
-        sent: launch.mail.sent(),
+        sent: launch.messages.sent(),
     };
     let all = process.service.leave(&mine)?;
     launch.close();
-    process.service.shelf.clear();
-    let unreceived = launch.mail.unreceived(&process.mail, |from| all[from].sent[rank])?;
+    process.service.exposed.clear();
+    let unreceived = launch.messages.unreceived(&process.message_comm, |from| all[from].sent[rank])?;
     let failed = all.iter().enumerate().find_map(|(rank, left)| Some((rank, left.failed.clone()?)));
     launches.failed = failed.as_ref().map(|(rank, how)| format!("rank {rank} {how}"));
     match (result, failed, unreceived) {
-        // A mistake that all ranks make is one error, that of the first of them.
+        // An error that several ranks return with the same text is reported as that of the lowest rank.
         (
             Err(error @ (Error::Invalid(_) | Error::Candle(_) | Error::Io(_) | Error::Other(_))),
             Some((first, how)),

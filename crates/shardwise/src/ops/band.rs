@@ -89,16 +89,18 @@ impl Op for Band {
         let signature = Signature::pointwise(&[&x.shape], &x.shape);
         // Zeros of all ranks reduce to zero. Any other number survives only the reductions that pick one of their operands.
         let signature = match self.outside.0 {
-            0.0 => signature.passing_all(),
-            _ => signature.passing([Some(ReduceOp::Max)], ReduceOp::Max).passing([Some(ReduceOp::Min)], ReduceOp::Min),
+            0.0 => signature.allow_all_partial(),
+            _ => signature
+                .allow_partial([Some(ReduceOp::Max)], ReduceOp::Max)
+                .allow_partial([Some(ReduceOp::Min)], ReduceOp::Min),
         };
         Ok(OpPlan { signature, outputs: vec![x.clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = contiguous(&inputs[0])?;
         let ndim = x.rank();
-        let index = |dim: usize| at.input(0, dim).iter().flatten().collect::<Vec<_>>();
+        let index = |dim: usize| context.input_runs(0, dim).iter().flatten().collect::<Vec<_>>();
         let (rows, columns) = (index(ndim - 2), index(ndim - 1));
         if x.elem_count() == 0 {
             return Ok(vec![x]);

@@ -31,66 +31,88 @@ enum Parametrized {
 
 impl DTensor {
     /// Applies the leaky ReLU activation: `x` where positive, else `slope * x`.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn leaky_relu(&self, slope: f64) -> Result<DTensor> {
         call(Parametrized::LeakyRelu(Scalar(slope)), self)
     }
 
     /// Applies the ELU activation: `x` where positive, else `alpha * (exp(x) - 1)`.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn elu(&self, alpha: f64) -> Result<DTensor> {
         call(Parametrized::Elu(Scalar(alpha)), self)
     }
 
     /// Applies the softplus activation, `log(1 + exp(beta * x)) / beta`; `x` itself where `beta * x` exceeds `threshold`.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn softplus(&self, beta: f64, threshold: f64) -> Result<DTensor> {
         call(Parametrized::Softplus(Scalar(beta), Scalar(threshold)), self)
     }
 
     /// Raises each element to the power `exponent`.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn pow_scalar(&self, exponent: f64) -> Result<DTensor> {
         call(Parametrized::Pow(Scalar(exponent)), self)
     }
 
     /// Clamps each element to `min..=max`; `None` is no bound. NaN stays NaN.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn clamp(&self, min: Option<f64>, max: Option<f64>) -> Result<DTensor> {
         call(Parametrized::Clamp(min.map(Scalar), max.map(Scalar)), self)
     }
 
-    /// Adds a number to each element. Partial sums are reduced first; partial means, maxima and minima pass.
+    /// Adds a number to each element.
+    ///
+    /// Elementwise: partial sums are reduced first; partial means, maxima and minima pass unreduced.
     #[track_caller]
     pub fn add_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
         call(Parametrized::Add(number.into()), self)
     }
 
     /// Subtracts a number from each element.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn sub_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
         call(Parametrized::Add(number.into().negative()), self)
     }
 
     /// Subtracts each element from a number, PyTorch's `rsub`.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn rsub_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
         call(Parametrized::RSub(number.into()), self)
     }
 
-    /// Multiplies each element by a number. Partial sums pass unreduced.
+    /// Multiplies each element by a number.
+    ///
+    /// Elementwise: keeps the layout and communicates nothing; partial sums pass unreduced.
     #[track_caller]
     pub fn mul_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
         call(Parametrized::Mul(number.into()), self)
     }
 
-    /// Divides each element by a number; the result is floating point. Partial sums pass unreduced.
+    /// Divides each element by a number; the result is floating point.
+    ///
+    /// Elementwise: keeps the layout and communicates nothing; partial sums pass unreduced.
     #[track_caller]
     pub fn div_scalar(&self, number: f64) -> Result<DTensor> {
         call(Parametrized::Div(Scalar(number)), self)
     }
 
     /// Replaces NaN, positive infinity and negative infinity by numbers.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn nan_to_num(&self, nan: f64, posinf: f64, neginf: f64) -> Result<DTensor> {
         call(Parametrized::NanToNum(Scalar(nan), Scalar(posinf), Scalar(neginf)), self)
@@ -141,13 +163,13 @@ impl Parametrized {
 
     /// The element type of the result.
     fn result_type(self) -> UnaryResultType {
-        let whole = |s: Scalar| Number::Real(s.0).is_integer();
+        let integer = |s: Scalar| Number::Real(s.0).is_integer();
         match self {
             Parametrized::Add(s) | Parametrized::Mul(s) | Parametrized::RSub(s) if s.is_integer() => {
                 UnaryResultType::Same
             }
-            Parametrized::Pow(s) if whole(s) && s.0 >= 0.0 => UnaryResultType::Same,
-            Parametrized::Clamp(a, b) if a.is_none_or(whole) && b.is_none_or(whole) => UnaryResultType::Same,
+            Parametrized::Pow(s) if integer(s) && s.0 >= 0.0 => UnaryResultType::Same,
+            Parametrized::Clamp(a, b) if a.is_none_or(integer) && b.is_none_or(integer) => UnaryResultType::Same,
             Parametrized::NanToNum(..) => UnaryResultType::Same,
             _ => UnaryResultType::Float,
         }
@@ -180,16 +202,16 @@ impl Parametrized {
                 wide(x, arithmetic, dtype, real, move |x| x.max(low as i64).min(high as i64))
             }
             Parametrized::Add(s) => {
-                let (real, whole) = (s.to_f64(), s.to_i64());
-                wide(x, arithmetic, dtype, move |x| x + real, move |x| x.wrapping_add(whole))
+                let (real, integer) = (s.to_f64(), s.to_i64());
+                wide(x, arithmetic, dtype, move |x| x + real, move |x| x.wrapping_add(integer))
             }
             Parametrized::Mul(s) => {
-                let (real, whole) = (s.to_f64(), s.to_i64());
-                wide(x, arithmetic, dtype, move |x| x * real, move |x| x.wrapping_mul(whole))
+                let (real, integer) = (s.to_f64(), s.to_i64());
+                wide(x, arithmetic, dtype, move |x| x * real, move |x| x.wrapping_mul(integer))
             }
             Parametrized::RSub(s) => {
-                let (real, whole) = (s.to_f64(), s.to_i64());
-                wide(x, arithmetic, dtype, move |x| real - x, move |x| whole.wrapping_sub(x))
+                let (real, integer) = (s.to_f64(), s.to_i64());
+                wide(x, arithmetic, dtype, move |x| real - x, move |x| integer.wrapping_sub(x))
             }
             Parametrized::Div(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x / s, |x| x),
             Parametrized::NanToNum(Scalar(nan), Scalar(most), Scalar(least)) => {
@@ -210,10 +232,10 @@ fn wide(
     arithmetic: ComputeType,
     dtype: DType,
     real: impl Fn(f64) -> f64 + Copy,
-    whole: impl Fn(i64) -> i64 + Copy,
+    integer: impl Fn(i64) -> i64 + Copy,
 ) -> Result<Tensor> {
     Ok(pointwise(
-        ViaF64(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| whole(x)),
+        ViaF64(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| integer(x)),
         [x],
         x.dims(),
         arithmetic,

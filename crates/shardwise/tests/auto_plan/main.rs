@@ -1,5 +1,5 @@
-//! The planner that searches plans: never worse than handwritten plans, within its memory limit, the same on every rank, and
-//! its estimates match real steps.
+//! The planner that searches plans: never worse than handwritten plans, within its memory limit, the same on every
+//! rank, and its estimates match real steps.
 
 mod transformer;
 
@@ -13,7 +13,7 @@ use shardwise::prelude::*;
 use shardwise::{DryWorld, optim};
 use transformer::Transformer;
 
-/// One step of training by a plan: the batch is shared along dp.
+/// One training step with a plan: the batch is sharded over dp.
 fn step(plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<()> {
     let model = plan.build(mesh, |builder| Transformer::new(builder, 2))?;
     let settings = optim::ParamGroup::new(optim::AdamW::default());
@@ -22,7 +22,7 @@ fn step(plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<()> {
     optimizer.step(model.loss(&ids, &targets)?.backward()?)
 }
 
-/// The plan that people write by hand: columns, then rows; words and classes by vocabulary.
+/// The usual handwritten plan: column-wise, then row-wise layers; embedding and head sharded by vocabulary.
 fn megatron() -> ShardingPlan {
     let column = || [("tp", Shard(0))];
     ShardingPlan::new()
@@ -73,7 +73,7 @@ fn the_searched_plan_is_never_worse_than_a_handwritten_one() {
                 let other = planner.estimate(&plan, mesh)?;
                 assert!(found.estimate.us() <= other.us(), "{found}\n{other:?}\n{plan}");
             }
-            // replicated work is not free: shared by four, a step computes less
+            // replicated work is not free: sharded over four ranks, a step computes less
             let whole = planner.estimate(&ShardingPlan::new(), mesh)?;
             assert!(by_hand.compute_us < 0.5 * whole.compute_us, "{by_hand:?} {whole:?}");
             assert!(found.estimate.us() < whole.us());
@@ -151,7 +151,7 @@ fn all_ranks_find_the_same_plan_and_links_affect_it() {
         };
         let mlp = make(&Builder::new(&mesh))?;
         let planner = AutoPlanner::new(step).trials(20);
-        // carried out together, which ranks with different plans could not
+        // run by all ranks together, which would fail with different plans
         shard_module(&mlp, &mesh, &planner.plan(&mlp, &mesh)?)?;
         let tensor = TensorParallel::new("tp").plan(&mlp, &mesh)?;
         let along =
@@ -173,13 +173,13 @@ fn candidates_steps_and_rates_are_validated() {
             let mlp = plan.build(mesh, |builder| Mlp::new(builder, 8, 8, Activation::Relu))?;
             mlp.forward(&DTensor::zeros((4, 8), DType::F32, mesh, [Shard(0), Replicate])?).map(drop)
         };
-        // a plan of one's own is tried, and named
+        // a candidate plan is tried, and named
         let own = ShardingPlan::new().param("up.bias", [("tp", Shard(0))]);
         let found = AutoPlanner::new(small).trials(0).candidate("by hand", own).search(&model, mesh)?;
         assert!(found.trials.iter().any(|trial| trial.name == "by hand"), "{found}");
         // without trials all uniform plans remain: three ways on each of two axes, five of them with sequences
         assert_eq!(found.trials.len(), 1 + 9 + 5, "{found}");
-        // one that cannot be run is left out, and the error of the step is told if none can
+        // a plan that cannot run is left out, and the error of the step is returned if none can
         let wrong = ShardingPlan::new().param("nothing", [("tp", Shard(0))]);
         let found = AutoPlanner::new(small).trials(0).candidate("wrong", wrong).search(&model, mesh)?;
         assert!(found.trials.iter().all(|trial| trial.name != "wrong"));

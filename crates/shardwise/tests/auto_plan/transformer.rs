@@ -55,7 +55,7 @@ impl Transformer {
     }
 }
 
-/// Words and the words after them, shared along the first axis of a mesh of two.
+/// Token ids and the ids that follow them, sharded over the first axis of a mesh of two.
 pub(crate) fn batch(mesh: &DeviceMesh, length: usize) -> Result<(DTensor, DTensor)> {
     let words = |after: usize| {
         let word = move |at: &[usize]| ((at[0] * 31 + (at[1] + after) * 7) % WORDS) as f64;

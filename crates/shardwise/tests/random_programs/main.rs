@@ -5,8 +5,9 @@
 //!
 //! Gradients are taken through a second set of programs, and compared too.
 //!
-//! `SHARDWISE_PROGRAM_CASES` sets the number of programs (default 6000; 10000 is the full count), `SHARDWISE_GRADIENT_CASES`
-//! that of programs with gradients (default 2000, the full count), `SHARDWISE_SEED` the first seed.
+//! `SHARDWISE_PROGRAM_CASES` sets the number of programs (default 6000; 10000 is the full count),
+//! `SHARDWISE_GRADIENT_CASES` that of programs with gradients (default 2000, the full count), `SHARDWISE_SEED` the
+//! first seed.
 
 mod program;
 mod products;
@@ -23,19 +24,19 @@ use rand::rngs::StdRng;
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
+use shardwise_test_suites::settings::env_or;
 
 const MESHES: [&[usize]; 9] = [&[2], &[3], &[4], &[2, 2], &[2, 3], &[3, 2], &[2, 2, 2], &[1, 3], &[6]];
 
-/// A world is made once for so many programs.
+/// Programs per world: creating one takes longer than running a program.
 const BATCH: u64 = 25;
 
-/// Far longer than a program takes: only a hang gets there.
+/// Far longer than a program takes: only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 #[test]
 fn random_programs_give_the_unsharded_values() {
-    let number = |name: &str, default: u64| std::env::var(name).map_or(default, |v| v.parse().expect(name));
-    let (cases, first) = (number("SHARDWISE_PROGRAM_CASES", 6000), number("SHARDWISE_SEED", 0));
+    let (cases, first) = (env_or("SHARDWISE_PROGRAM_CASES", 6000u64), env_or("SHARDWISE_SEED", 0u64));
     let end = first + cases;
     let mut operators = 0;
     let starts: Vec<u64> = (first / BATCH..end.div_ceil(BATCH)).map(|batch| batch * BATCH).collect();
@@ -49,7 +50,7 @@ fn random_programs_give_the_unsharded_values() {
 fn run_batch(seeds: std::ops::Range<u64>, batch: u64) -> usize {
     let axes = MESHES[(batch % MESHES.len() as u64) as usize];
     let size: usize = axes.iter().product();
-    // now and then a rank stands beside the mesh
+    // now and then a rank is outside the mesh
     let ranks = size + usize::from(batch % 4 == 3);
     let world = ThreadWorld::new(ranks).unwrap().deadline(DEADLINE).kernel_threads(1);
     let done = world.run(move |world| {
@@ -64,8 +65,7 @@ fn run_batch(seeds: std::ops::Range<u64>, batch: u64) -> usize {
 
 #[test]
 fn random_programs_give_the_unsharded_gradients() {
-    let number = |name: &str, default: u64| std::env::var(name).map_or(default, |v| v.parse().expect(name));
-    let (cases, first) = (number("SHARDWISE_GRADIENT_CASES", 2000), number("SHARDWISE_SEED", 0));
+    let (cases, first) = (env_or("SHARDWISE_GRADIENT_CASES", 2000u64), env_or("SHARDWISE_SEED", 0u64));
     let (mut taken, mut unstable) = (0, 0);
     for batch in 0..cases.div_ceil(BATCH) {
         let axes = MESHES[(batch % MESHES.len() as u64) as usize];
@@ -102,7 +102,7 @@ fn random_programs_give_the_unsharded_gradients() {
 
 /// How far two gradients differ, in units of the larger one's largest element (or 1).
 fn difference(a: &Tensor, b: &Tensor) -> f64 {
-    // A rank beside the mesh has nothing to compare.
+    // A rank outside the mesh has nothing to compare.
     if a.dims() != b.dims() || a.elem_count() == 0 {
         return 0.0;
     }
@@ -146,7 +146,7 @@ fn run_program(world: &World, axes: &[usize], seed: u64) -> Result<usize> {
     let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
     let wanted = rng.random_range(3..=12);
     let mut program = Program::new(rng, mesh, alone);
-    // What goes wrong inside shall come out with the program that did it.
+    // An error or panic is reported with the program that caused it.
     let outcome = catch_unwind(AssertUnwindSafe(|| -> Result<usize> {
         program.leaves()?;
         while program.operators() < wanted {
