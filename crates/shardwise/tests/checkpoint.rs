@@ -19,13 +19,10 @@ use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor, shard_tensor};
 use shardwise_test_suites::errors::same_error_on_all_ranks;
 use shardwise_test_suites::scratch::Scratch;
+use shardwise_test_suites::settings::env_or;
 
 const DTYPES: [DType; 9] =
     [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I64, DType::I32, DType::I16, DType::U32, DType::U8];
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
 
 fn whole(shape: &[usize], dtype: DType, salt: usize) -> Tensor {
     let count = shape.iter().product::<usize>();
@@ -60,7 +57,7 @@ fn layout(rng: &mut StdRng, ranks: usize, ndim: usize) -> (Mesh, Vec<Placement>)
 }
 
 fn round_trips(format: Format, name: &str) {
-    let (cases, first) = (number("SHARDWISE_CHECKPOINT_CASES", 400), number("SHARDWISE_SEED", 0) as u64);
+    let (cases, first) = (env_or("SHARDWISE_CHECKPOINT_CASES", 400usize), env_or("SHARDWISE_SEED", 0usize) as u64);
     let scratch = Scratch::new(name);
     for case in 0..cases {
         let seed = first * 1_000_003 + case as u64;

@@ -12,10 +12,7 @@ use shardwise::checkpoint::{self, Format, SaveOptions, State, verify};
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
 use shardwise_test_suites::scratch::Scratch;
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
+use shardwise_test_suites::settings::env_or;
 
 /// Saves a small checkpoint of several files.
 fn save(path: &Path, format: Format) {
@@ -65,7 +62,7 @@ fn inspected(path: &Path) -> bool {
 
 #[test]
 fn corruption_is_found_by_checksums_and_is_only_ever_an_error() {
-    let (cases, first) = (number("SHARDWISE_DAMAGE_CASES", 2000), number("SHARDWISE_SEED", 0) as u64);
+    let (cases, first) = (env_or("SHARDWISE_DAMAGE_CASES", 2000usize), env_or("SHARDWISE_SEED", 0usize) as u64);
     let scratch = Scratch::new("flips");
     let formats = [Format::Native, Format::HuggingFace, Format::Dcp];
     let mut found = [0; 3];

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::checkpoint::{self, ConvertOptions, Format, convert};
+use shardwise_test_suites::settings::env_or;
 
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
@@ -58,7 +59,7 @@ fn mutate(rng: &mut StdRng, bytes: &mut Vec<u8>) {
 
 /// Mutates `file` and opens the checkpoint at `path` until the time is up. Prints how many were still valid.
 fn fuzz(name: &str, good: &Path, file: &str, path: impl Fn(&Path) -> PathBuf) {
-    let (seconds, seed) = (number("SHARDWISE_FUZZ_SECONDS", 2), number("SHARDWISE_SEED", 0));
+    let (seconds, seed) = (env_or("SHARDWISE_FUZZ_SECONDS", 2u64), env_or("SHARDWISE_SEED", 0u64));
     let scratch = std::env::temp_dir().join(format!("shardwise-fuzz-{name}-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&scratch);
     copy(good, &scratch);

@@ -15,10 +15,7 @@ use shardwise::prelude::*;
 use shardwise::{OwnedBox, TensorBox};
 use shardwise_test_suites::errors::same_error_on_all_ranks;
 use shardwise_test_suites::scratch::Scratch;
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
+use shardwise_test_suites::settings::env_or;
 
 /// State of two ranks in which every element is `number`.
 fn generation(world: &World, number: i64, format: Format) -> Result<State> {
@@ -90,7 +87,7 @@ fn load_while_saving(format: Format, loads: usize) -> i64 {
 
 #[test]
 fn loads_during_saves_read_one_consistent_checkpoint() {
-    let loads = number("SHARDWISE_CONCURRENT_LOADS", 400);
+    let loads = env_or("SHARDWISE_CONCURRENT_LOADS", 400usize);
     let saves = load_while_saving(Format::Native, loads);
     println!("{loads} loads by three ranks while {saves} checkpoints were saved: none mixed, none damaged");
     assert!(saves > 3, "saves must happen meanwhile: {saves}");
@@ -198,7 +195,7 @@ fn flip(file: &Path, place: u64, bit: u32) {
 
 #[test]
 fn every_flipped_bit_is_found_by_a_load_in_another_layout() {
-    let (cases, first) = (number("SHARDWISE_FLIP_CASES", 200), number("SHARDWISE_SEED", 0) as u64);
+    let (cases, first) = (env_or("SHARDWISE_FLIP_CASES", 200usize), env_or("SHARDWISE_SEED", 0usize) as u64);
     flips(Format::Native, cases, first);
 }
 

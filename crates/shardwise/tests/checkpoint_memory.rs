@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use shardwise::checkpoint::{self, ConvertOptions, ElementType, Format, State, convert};
 use shardwise::prelude::*;
+use shardwise_test_suites::settings::env_or;
 
 const MB: usize = 1_000_000;
 
@@ -53,7 +54,7 @@ fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     }
     std::fs::remove_dir_all(&root).unwrap();
 
-    let megabytes = std::env::var("SHARDWISE_CONVERT_MB").map_or(768, |v| v.parse::<usize>().unwrap());
+    let megabytes: usize = env_or("SHARDWISE_CONVERT_MB", 768);
     let root = scratch("convert");
     let path = root.join("large");
     // A sparse file is a cheap large checkpoint; saving one would need its size in memory.

@@ -183,7 +183,7 @@ struct Above {
     is_quicker: bool,
 }
 
-/// Compares the plans of all pairs of layouts with the best paths; returns those that move more bytes.
+/// Compares the plans of all pairs of layouts with the best paths; returns the pairs that move more bytes.
 fn compare(mesh: &str, shape: [usize; 2], kinds: &[&str]) -> Vec<Above> {
     let mesh: Mesh = mesh.parse().unwrap();
     let nodes = all_layouts(&mesh, shape, kinds);

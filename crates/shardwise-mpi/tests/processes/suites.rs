@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use shardwise::models::{DataParallelMode, ParallelismConfig};
 use shardwise::{Mesh, ReduceOp, Result, World};
 use shardwise_mpi::{Settings, launched};
+use shardwise_test_suites::settings::env_or;
 use shardwise_test_suites::{collectives, layout_pairs, recorded_training, remote_shards, vectors};
 
 /// Runs a program on all processes of the job.
@@ -20,10 +21,6 @@ pub(crate) fn on_all<T: Send + 'static>(
 /// The directory that the test runner created for this job.
 pub(crate) fn scratch() -> PathBuf {
     std::env::var_os("SHARDWISE_SCRATCH").expect("set by the test runner").into()
-}
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |text| text.parse().expect(name))
 }
 
 fn in_rank_order() -> Settings {
@@ -107,8 +104,8 @@ pub(crate) fn fast_reductions() {
 /// Every pair of layouts on meshes of one and two axes, and random layouts on random meshes.
 pub(crate) fn redistribution() {
     let processes = launched().expect("started by a launcher").size;
-    let (cases, first) = (number("SHARDWISE_CROSS_MESH_CASES", 500), number("SHARDWISE_SEED", 0));
-    let stride = number("SHARDWISE_PAIR_STRIDE", 1);
+    let (cases, first) = (env_or("SHARDWISE_CROSS_MESH_CASES", 500usize), env_or("SHARDWISE_SEED", 0usize));
+    let stride = env_or("SHARDWISE_PAIR_STRIDE", 1usize);
     let checked = on_all(&in_rank_order(), move |world| {
         let shapes = [[5, 3], [0, 4], [1, 7], [11, 2]];
         let mut checked = layout_pairs::all_pairs(&world, &[processes], &shapes, DType::F64, 1)?;
