@@ -22,7 +22,7 @@ fn counted(shape: (usize, usize), mesh: &DeviceMesh, placement: &Placement) -> R
 fn fill_range_keeps_the_gradient_of_the_rest() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
-        // the program of the report
+        // the program of a bug report
         let w = DTensor::ones(4, DType::F64, &mesh, [Shard(0)])?.requires_grad();
         let mut y = w.mul_scalar(3.0)?;
         y.fill_range(&[0..1], 0.0)?;
@@ -70,7 +70,7 @@ fn assign_splits_the_gradient_between_the_tensor_and_the_value() {
             let expected = (0..4usize).map(|i| 15.0 * (inside[i] + 1) as f64 * (5.0 * i as f64).powi(2));
             assert_eq!(numbers(found.get(&v)?)?, expected.collect::<Vec<_>>(), "{what}");
         }
-        // a whole assignment leaves nothing of the old value
+        // assigning all elements leaves nothing of the old value
         let (x, v) =
             (counted((3, 4), &mesh, &Shard(0))?.requires_grad(), counted((3, 4), &mesh, &Shard(1))?.requires_grad());
         let mut y = x.square()?;
@@ -156,13 +156,13 @@ fn backward_frees_saved_tensors_while_results_are_alive() {
         drop(retained);
         assert_eq!(world.memory().current() - before, graph, "a pass that retains the graph frees nothing");
         let gradients = loss.backward()?;
-        // what is left are the tensors that are still named here: two activations, a half one, the loss, the gradient
+        // what remains are the tensors that variables here still hold: two activations, a half one, the loss, the gradient
         let (whole, half) = (64 * 64 * 4, 64 * 32 * 4);
         let left = world.memory().current() - before;
         println!("graph {graph} bytes, after backward {left} bytes");
         assert!(graph > 10 * whole, "{graph}");
-        // a result of redistribute, of local_map, of checkpoint, and the loss (a term held in f64); the gradient of the
-        // half weight; the first input is no longer held
+        // a result of redistribute, of local_map, of checkpoint_activations, and the loss (a term held in f64); the
+        // gradient of the half weight; the first input is no longer held
         assert_eq!(left, 2 * whole + half + 8 + half - whole, "{left}");
         drop((gradients, w));
         Ok(())

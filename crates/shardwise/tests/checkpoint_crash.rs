@@ -13,7 +13,7 @@ use shardwise::checkpoint::{self, State, Value, verify};
 use shardwise::prelude::*;
 use shardwise_test_suites::settings::env_or;
 
-/// Set for the process that saves: where to.
+/// Environment variable of the saving process: the path to save to.
 const TARGET: &str = "SHARDWISE_CRASH_TARGET";
 
 /// The child process: saves one generation after the other until it is killed.
@@ -38,7 +38,7 @@ fn child_process_that_saves() {
     .unwrap();
 }
 
-/// The generation in a checkpoint, if there is one; all of it must be of that generation.
+/// The generation of the checkpoint, if there is one; asserts that all of it is of that generation.
 fn generation(target: &Path) -> Option<i64> {
     let catalog = checkpoint::open(target).ok()?;
     let Some(Value::Int(generation)) = catalog.values.get("generation") else { panic!("no generation") };

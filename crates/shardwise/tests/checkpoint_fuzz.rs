@@ -28,7 +28,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Some bytes changed, taken out, put in, repeated or exchanged for interesting ones.
+/// Changes, removes, inserts, repeats or replaces some bytes.
 fn mutate(rng: &mut StdRng, bytes: &mut Vec<u8>) {
     for _ in 0..rng.random_range(1..6) {
         let at = rng.random_range(0..=bytes.len());
@@ -53,8 +53,7 @@ fn mutate(rng: &mut StdRng, bytes: &mut Vec<u8>) {
     }
 }
 
-/// Feeds mutated copies of `file` to the reader of the checkpoint at `path` until the time is over; prints how many
-/// were readable.
+/// Mutates `file` and opens the checkpoint at `path` until the time is up. Prints how many were still valid.
 fn fuzz(name: &str, good: &Path, file: &str, path: impl Fn(&Path) -> PathBuf) {
     let (seconds, seed) = (env_or("SHARDWISE_FUZZ_SECONDS", 2u64), env_or("SHARDWISE_SEED", 0u64));
     let scratch = std::env::temp_dir().join(format!("shardwise-fuzz-{name}-{}", std::process::id()));
@@ -71,7 +70,7 @@ fn fuzz(name: &str, good: &Path, file: &str, path: impl Fn(&Path) -> PathBuf) {
         let begun = Instant::now();
         let result = catch_unwind(AssertUnwindSafe(|| {
             let catalog = checkpoint::open(path(&scratch)).ok()?;
-            // A tensor may be large because the file says so only as far as its chunks are there.
+            // A tensor can only be as large as its chunks in the files.
             assert!(catalog.bytes() <= 256 << 20, "{} bytes", catalog.bytes());
             catalog.tensors.keys().for_each(|key| drop(catalog.read(key)));
             Some(())

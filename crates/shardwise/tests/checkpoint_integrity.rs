@@ -17,7 +17,7 @@ use shardwise_test_suites::errors::same_error_on_all_ranks;
 use shardwise_test_suites::scratch::Scratch;
 use shardwise_test_suites::settings::env_or;
 
-/// A state whose elements are all the same number.
+/// State of two ranks in which every element is `number`.
 fn generation(world: &World, number: i64, format: Format) -> Result<State> {
     let mesh = world.mesh([("dp", world.size())])?;
     let tensor = |i: usize| -> Result<(String, State)> {
@@ -71,7 +71,7 @@ fn load_while_saving(format: Format, loads: usize) -> i64 {
             if format != Format::HuggingFace {
                 found.push(state.value("generation")?.read()?);
             }
-            // Ranks compare what they loaded: the same generation on all of them.
+            // All ranks must have loaded the same generation.
             let range = [*found.iter().max().unwrap(), -*found.iter().min().unwrap()];
             let mine = candle_core::Tensor::new(&range, &candle_core::Device::Cpu)?;
             let range = world.all_reduce(&mine, ReduceOp::Max)?.to_vec1::<i64>()?;
@@ -91,7 +91,7 @@ fn loads_during_saves_read_one_consistent_checkpoint() {
     let saves = load_while_saving(Format::Native, loads);
     println!("{loads} loads by three ranks while {saves} checkpoints were saved: none mixed, none damaged");
     assert!(saves > 3, "saves must happen meanwhile: {saves}");
-    // formats whose metadata describes less of the files
+    // formats whose metadata identifies the content less precisely
     for format in [Format::Dcp, Format::HuggingFace] {
         let saves = load_while_saving(format, loads / 8);
         println!("{} loads in {format:?} while {saves} checkpoints were saved", loads / 8);
@@ -114,7 +114,7 @@ fn an_open_catalog_is_not_affected_by_a_later_save() {
             assert!(catalog.read(key).unwrap().chunks(4).all(|x| x == expected.to_le_bytes()), "{key}");
         }
     }
-    // a deleted checkpoint, and files deleted one by one: not reported as corruption
+    // a removed checkpoint, and files removed one by one, are not reported as damage
     std::fs::remove_dir_all(&path).unwrap();
     let error = same_error_on_all_ranks(2, move |world| {
         checkpoint::load(&world, &path, &generation(&world, 0, Format::Native)?).map(drop)
@@ -122,7 +122,7 @@ fn an_open_catalog_is_not_affected_by_a_later_save() {
     assert!(error.contains("no such file or directory"), "{error}");
 }
 
-/// The tensors of the flip test: several blocks long, of several types.
+/// The tensors of the bit-flip test: several blocks long, of several types.
 fn pattern(world: &World, rng: &mut StdRng) -> Result<State> {
     let mesh = world.mesh([("all", world.size())])?;
     let shapes: [(&[usize], DType); 4] =
@@ -199,7 +199,7 @@ fn every_flipped_bit_is_found_by_a_load_in_another_layout() {
     flips(Format::Native, cases, first);
 }
 
-/// Removes the block checksums from a manifest, as earlier versions wrote it.
+/// Removes the block checksums from a manifest: the form of versions that did not write them.
 fn without_blocks(path: &Path) {
     let manifest = path.join("manifest.json");
     let mut sealed: serde_json::Value = serde_json::from_slice(&std::fs::read(&manifest).unwrap()).unwrap();
@@ -227,7 +227,7 @@ fn checkpoints_without_block_checksums_load_and_report_what_is_unchecked() {
         })
         .unwrap();
     };
-    // how many bytes three ranks, and two in the layout that was saved, read without a checksum
+    // unchecked bytes of three ranks, and of two ranks in the layout that was saved
     let unchecked = |ranks: usize| {
         let path = path.clone();
         let reports = ThreadWorld::new(ranks).unwrap().run(move |world| {
@@ -285,7 +285,7 @@ fn a_conversion_writes_the_selected_tensors_with_several_boxes_per_rank() {
     let path = scratch.0.join("state");
     let place = path.clone();
     launch(1, move |world| checkpoint::save(&world, &place, &generation(&world, 5, Format::Native)?)).unwrap();
-    // the first rank has the first and the last rows, the second what is between
+    // rank 0 has the first and the last rows, rank 1 those between
     let cut = |_: &str, shape: &[usize]| {
         let rows = |rank: usize, from: usize, to: usize| OwnedBox {
             rank,
@@ -312,10 +312,10 @@ fn a_conversion_writes_the_selected_tensors_with_several_boxes_per_rank() {
     assert!(error.contains("none of 6 tensors"), "{error}");
 }
 
-/// Set for the child process with a limited file size: where it saves.
+/// Environment variable of the process with a file size limit: the path to save to.
 const FULL: &str = "SHARDWISE_FULL_TARGET";
 
-/// The child process with a limited file size: the second rank has the most to write.
+/// The process with a file size limit: rank 1 has the most to write.
 #[test]
 fn child_process_with_a_full_disk() {
     let Some(target) = std::env::var_os(FULL).map(PathBuf::from) else { return };
@@ -331,7 +331,7 @@ fn child_process_with_a_full_disk() {
 fn errors_of_full_disks_and_unwritable_paths_name_path_cause_and_rank() {
     let scratch = Scratch::new("full");
     let target = scratch.0.join("state");
-    // A limit on the file size simulates a full disk.
+    // A limit on file sizes stands in for a full disk: writes fail in the same way.
     let script = "trap '' XFSZ; ulimit -f 64; exec \"$@\"";
     let output = Command::new("sh")
         .args(["-c", script, "sh"])

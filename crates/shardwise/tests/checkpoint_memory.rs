@@ -17,7 +17,7 @@ fn scratch(name: &str) -> PathBuf {
     path
 }
 
-/// Current memory of this process, and peak memory since the last reset, in bytes.
+/// Current and peak memory of this process, in bytes; the peak since the last reset.
 fn memory() -> (usize, usize) {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let read = |name: &str| {
@@ -27,7 +27,7 @@ fn memory() -> (usize, usize) {
     (read("VmRSS:"), read("VmHWM:"))
 }
 
-/// One test, because other tests of the process would be measured too.
+/// A single test: others in the same process would be measured too.
 #[test]
 fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     let root = scratch("load");
@@ -57,7 +57,7 @@ fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     let megabytes: usize = env_or("SHARDWISE_CONVERT_MB", 768);
     let root = scratch("convert");
     let path = root.join("large");
-    // Written by ranks one tensor after the other would take as much memory; a cheap way to a large file is a sparse one.
+    // A sparse file is a cheap large checkpoint; saving one would need its size in memory.
     let header = format!(
         "{{\"w\":{{\"dtype\":\"F32\",\"shape\":[{},250000],\"data_offsets\":[0,{}]}}}}",
         megabytes,

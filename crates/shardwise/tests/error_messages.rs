@@ -65,7 +65,7 @@ fn a_nan_error_names_the_operator_that_produced_it() {
         });
         assert!(forward.contains("NaN in the result of log at element 0"), "{forward}");
         // Both ranks hold one, and either may be the first to find its own.
-        assert!(forward.contains("of the part of rank") && forward.contains("error_messages.rs"), "{forward}");
+        assert!(forward.contains("of the local tensor of rank") && forward.contains("error_messages.rs"), "{forward}");
         let at = placement.clone();
         let backward = refused(2, move |world| {
             let mesh = world.mesh([("dp", 2)])?;

@@ -13,7 +13,7 @@ use shardwise::prelude::*;
 
 const IDS: [u32; 7] = [3, 17, 0, 39, 8, 8, 21];
 
-/// What an export holds: weights in f64, and sizes.
+/// An exported model: weights in f64, and the config.
 struct Exported {
     weights: HashMap<String, Tensor>,
     config: Value,
@@ -37,12 +37,12 @@ impl Exported {
         self.config[name].as_u64().unwrap_or_else(|| panic!("{name} in {}", self.config)) as usize
     }
 
-    /// `x` times a matrix with outputs first.
+    /// `x` times a weight of shape `[out, in]`.
     fn linear(&self, x: &Tensor, name: &str) -> Done<Tensor> {
         x.matmul(&self.weight(&format!("{name}.weight")).t()?)
     }
 
-    /// `x` times a matrix with inputs first, as `Conv1D` of GPT-2 has it.
+    /// `x` times a weight of shape `[in, out]`, as in GPT-2's `Conv1D`.
     fn conv1d(&self, x: &Tensor, name: &str) -> Done<Tensor> {
         let (weight, bias) = (self.weight(&format!("{name}.weight")), self.weight(&format!("{name}.bias")));
         x.matmul(weight)?.broadcast_add(bias)
@@ -131,7 +131,7 @@ impl Exported {
     }
 }
 
-/// One head over `[length, size]`, each position seeing those up to it.
+/// Causal attention of one head over `[length, size]`.
 fn attend(q: &Tensor, k: &Tensor, v: &Tensor) -> Done<Tensor> {
     let (length, size) = q.dims2()?;
     let mask = |i: usize, j: usize| if j > i { f64::NEG_INFINITY } else { 0.0 };
@@ -142,7 +142,7 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor) -> Done<Tensor> {
     weights.broadcast_div(&weights.sum_keepdim(1)?)?.matmul(&v.contiguous()?)
 }
 
-/// A directory of this test, removed at its end.
+/// A directory that is removed on drop.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -157,7 +157,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Exports a model with random weights from a mesh, and returns its logits for [`IDS`].
+/// Exports a model from a mesh, all of whose weights say something, and gives its own logits for [`IDS`].
 fn exported(config: &ModelConfig, mesh: &str, parallelism: ParallelismConfig, path: &std::path::Path) -> Vec<f32> {
     let mesh: Mesh = mesh.parse().unwrap();
     let plan = parallelism.plan(config, &mesh).unwrap();
@@ -209,7 +209,7 @@ fn check(name: &str, config: &ModelConfig) {
 }
 
 #[test]
-fn llama_exports_give_the_same_logits_with_their_rotation_and_grouped_heads() {
+fn llama_exports_give_the_same_logits() {
     let config = LlamaConfig {
         vocab_size: 40,
         seq_len: 16,
@@ -226,7 +226,7 @@ fn llama_exports_give_the_same_logits_with_their_rotation_and_grouped_heads() {
 }
 
 #[test]
-fn gpt_exports_give_the_same_logits_with_fused_and_transposed_matrices() {
+fn gpt_exports_give_the_same_logits() {
     let config = GptConfig {
         vocab_size: 40,
         seq_len: 16,

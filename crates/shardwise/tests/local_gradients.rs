@@ -64,7 +64,7 @@ fn a_replicated_tensor_that_ranks_use_differently_has_a_partial_gradient() {
         assert_eq!(found.get(&scale)?.placements(), [Partial(ReduceOp::Sum)]);
         assert_eq!(list(found.get(&scale)?)?, list(&(x.square()? * 2.0)?.sum(&[0], false)?)?);
         assert_eq!(list(found.get(&x)?)?, list(&(&x * 2.0)?)?);
-        // The same with the whole of a sharded tensor, of which each rank uses its own rows.
+        // The same with the full tensor of a sharded one, of which each rank uses its own rows.
         let w = leaf(mesh, Shard(1))?;
         let whole = w.full_tensor_with_grad_placements([Partial(ReduceOp::Sum)])?;
         let rows = x.layout().global_indices(mesh.world().rank(), 0);

@@ -199,7 +199,7 @@ fn collectives(
 }
 
 #[test]
-fn every_plan_communicates_what_it_must_and_no_more() {
+fn every_plan_runs_exactly_the_expected_collectives() {
     let (replicated, sharded) = (DataParallelMode::Replicate, DataParallelMode::FullyShard);
     for layers in [1, 3] {
         let config = ModelConfig::Gpt(GptConfig { n_layers: layers, ..gpt() });

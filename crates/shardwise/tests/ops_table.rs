@@ -5,7 +5,7 @@ use std::path::Path;
 
 use shardwise::ops::ops;
 
-/// Methods that the table has under another name or in parts, and why.
+/// Methods that are not in the table, and why.
 const OUTSIDE: &[(&str, &str)] = &[
     ("sum_all", "sum over no named dimensions, which the entry of sum calls"),
     ("mean_all", "mean over no named dimensions, which the entry of mean calls"),

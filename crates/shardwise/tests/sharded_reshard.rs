@@ -35,7 +35,7 @@ fn same(a: &Tensor, b: &Tensor) -> bool {
     a.dims() == b.dims() && a.dtype() == b.dtype() && numbers(a) == numbers(b)
 }
 
-/// A random sharding of a tensor over some ranks, and the name of its kind.
+/// A random spec for a tensor over some ranks, and the name of its kind.
 fn spec(rng: &mut StdRng, shape: &[usize], ranks: usize) -> (&'static str, AnyShardingSpec) {
     let any_rank = |rng: &mut StdRng| rng.random_range(0..ranks);
     let chunks = |dim: usize, owners: Vec<usize>| ChunkShardingSpec::over_ranks(dim as isize, owners).unwrap().into();
@@ -174,7 +174,7 @@ fn any_spec_to_any_other_is_exact_and_sends_every_byte_once() {
                 }
             }
             assert!(same(&x.full_tensor()?, &table) && x.equal(&y)?, "equal, {context}");
-            // as a distributed tensor, on the own mesh and on another of fewer ranks, and back
+            // to a distributed tensor on the same mesh and on one of fewer ranks, and back
             assert!(same(&y.to_dtensor()?.to_mesh(&mesh, [Replicate])?.full_tensor()?, &table), "dtensor, {context}");
             let back = ShardedTensor::from_dtensor(&y.to_dtensor_on(&mesh, [Shard(-1)])?)?;
             assert!(back.equal(&x)?, "back, {context}");
@@ -192,7 +192,7 @@ fn shards_that_stay_keep_their_memory_and_nothing_is_sent() {
         let mesh = world.mesh([("all", 3)])?;
         let x = ShardedTensor::rand(ChunkShardingSpec::over_ranks(0, [0, 1, 2])?, (9, 4), DType::F32, &mesh)?;
         world.trace().clear();
-        // the same rows one by one: every rank has what it needs
+        // the same rows as listed shards: every rank holds what it needs
         let row = |i: usize| ShardMetadata::new([i, 0], [1, 4], Some(RemoteDevice::cpu_of(i / 3)));
         let rows = EnumerableShardingSpec::new((0..9).map(row).collect::<Result<Vec<_>>>()?)?;
         let y = x.reshard(rows)?;
@@ -220,7 +220,7 @@ fn a_spec_becomes_a_layout_and_back_whenever_it_is_regular() {
             continue;
         };
         regular += 1;
-        // the layout gives every rank just the boxes of the spec
+        // the layout gives every rank exactly the boxes of the spec
         let boxes = |rank: usize| layout.boxes_of(rank).into_iter().map(|b: OwnedBox| b.global).collect::<Vec<_>>();
         for rank in 0..4 {
             let held: Vec<TensorBox> =

@@ -27,7 +27,7 @@ impl Pair {
     }
 }
 
-/// Another pair of which one layer has another name and one has no bias.
+/// A pair in which one layer has another name and one has no bias.
 #[derive(Module)]
 struct Renamed {
     first: Linear,
@@ -60,7 +60,7 @@ fn options_control_how_names_of_a_state_dict_are_matched() {
         let state = source.state_dict_with(&options(true, false, "module."));
         assert!(state.keys().eq(["module.first.weight", "module.last.bias", "module.last.weight"]));
         let before = numbers(&target.second.weight.get())?;
-        // both kinds in one error, and nothing has changed
+        // missing and unexpected names in one error, and nothing has changed
         for partial in [false, true] {
             let error =
                 target.load_state_dict_with(&state, &options(true, partial, "module.")).unwrap_err().to_string();
@@ -77,7 +77,7 @@ fn options_control_how_names_of_a_state_dict_are_matched() {
         assert_eq!(numbers(&target.first.weight.get())?, numbers(&source.first.weight.get())?);
         assert_eq!(target.first.weight.get().placements(), [Shard(0)]);
         assert_eq!(numbers(&target.second.weight.get())?, before);
-        // a part of the names, all of them known
+        // a subset of the names
         let part: BTreeMap<String, DTensor> =
             [("first.bias".to_string(), target.first.bias.as_ref().unwrap().get().zeros_like()?)].into();
         let loaded = target.load_state_dict_with(&part, &options(true, true, ""))?;
@@ -125,7 +125,7 @@ fn options_control_how_names_of_a_checkpoint_are_matched() {
             Ok(())
         };
         launch(ranks, run).unwrap();
-        // a strict load is refused on all ranks alike, and changes nothing
+        // a strict load fails on all ranks and changes nothing
         let place = path.clone();
         let text = same_error_on_all_ranks(ranks, move |world| {
             let mesh = world.mesh([("dp", ranks)])?;

@@ -230,9 +230,9 @@ impl DeviceMesh {
         Ok(DeviceMesh(Arc::new(BoundMesh { links, given_links, generator, ..(*new.0).clone() })))
     }
 
-    /// The indices of the axes that an axis of a derived mesh comes from: itself if this mesh has it, else `others`.
-    fn source_axes(&self, axis: &str, others: &[usize]) -> Vec<usize> {
-        self.0.mesh.axis(axis).map_or_else(|_| others.to_vec(), |position| vec![position])
+    /// The indices of the axes that an axis of a derived mesh comes from: itself if this mesh has it, else `new_axis`.
+    fn source_axes(&self, axis: &str, new_axis: &[usize]) -> Vec<usize> {
+        self.0.mesh.axis(axis).map_or_else(|_| new_axis.to_vec(), |position| vec![position])
     }
 
     /// The same mesh with the same links bound to another world, which must have all its ranks.

@@ -66,7 +66,6 @@ pub trait ExposedTensors: Send + Sync {
 /// Programs use [`Group`]. To add a transport, implement this trait with the functions of [`engine`] and pass the group of
 /// all ranks to [`World::new`].
 #[doc(alias = "Backend")]
-#[doc(alias = "ProcessGroup")]
 pub trait Communicator: Send + Sync {
     /// This rank's position in the group.
     fn rank(&self) -> usize;

@@ -15,7 +15,6 @@ use crate::mesh::Network;
 /// ([`mesh`](World::mesh)), records what this rank communicates ([`trace`](World::trace)) and counts the bytes of its
 /// tensors ([`memory`](World::memory)). A launch passes one to each rank's program. Clones are the same world.
 #[doc(alias = "init_process_group")]
-#[doc(alias = "default_pg")]
 #[derive(Clone, Debug)]
 pub struct World {
     all: Group,

@@ -9,7 +9,7 @@ use crate::mesh::Mesh;
 use crate::placement::Placement;
 
 impl Layout {
-    /// The dimensions that are cut in another order than that of the mesh, with the axes in order.
+    /// The dimensions that are sharded in another order than mesh order, with their axes.
     fn unusual_orders(&self) -> Vec<(usize, Vec<&str>)> {
         let unusual = (0..self.shape().len()).filter(|&dim| self.shard_order(dim) != self.default_order(dim));
         unusual
@@ -25,7 +25,7 @@ impl fmt::Display for Layout {
             write!(f, "{}{placement}", if i == 0 { "" } else { ", " })?;
         }
         for (dim, axes) in self.unusual_orders() {
-            write!(f, "; dim {dim} cut by {}", axes.join(" then "))?;
+            write!(f, "; dim {dim} sharded by {}", axes.join(" then "))?;
         }
         Ok(())
     }

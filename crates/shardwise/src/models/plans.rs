@@ -91,7 +91,7 @@ impl ParallelismConfig {
         let bad = |found: String, needed: &str, fix: &str| Err(ErrorKind::Mesh.error("mesh", found, needed, fix));
         if !self.tensor_parallel && tp > 1 {
             let found = format!("mesh {mesh} with a plan that leaves axis `tp` idle");
-            return bad(found, "axis `dp` alone", "use a plan with tp, or make the axis dp");
+            return bad(found, "axis `dp` alone", "use a plan with tp, or rename the axis to dp");
         }
         if self.tensor_parallel && mesh.axis("tp").is_err() {
             let found = format!("mesh {mesh} with a plan for tensor parallelism");

@@ -78,7 +78,7 @@ pub(super) fn check(name: &'static str, inputs: &[&DTensor], outputs: &[DTensor]
                 (format!("operands without NaN; input(s) {} had it", some.join(", ")), "look at where they come from")
             }
         };
-        let found = format!("NaN in {which} at element {at} of the part of rank {rank}{phase}");
+        let found = format!("NaN in {which} at element {at} of the local tensor of rank {rank}{phase}");
         let error = ErrorKind::Gradient.error("value", found, needed, fix);
         return Err(super::name_call(error, name, inputs, site));
     }

@@ -95,10 +95,10 @@ impl Op for Band {
         Ok(OpPlan { signature, outputs: vec![x.clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = contiguous(&inputs[0])?;
         let ndim = x.rank();
-        let index = |dim: usize| at.input(0, dim).iter().flatten().collect::<Vec<_>>();
+        let index = |dim: usize| context.input_runs(0, dim).iter().flatten().collect::<Vec<_>>();
         let (rows, columns) = (index(ndim - 2), index(ndim - 1));
         if x.elem_count() == 0 {
             return Ok(vec![x]);

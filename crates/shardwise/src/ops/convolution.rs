@@ -316,10 +316,10 @@ impl Op for Unfold {
         let mut from = inputs[0].clone();
         // Padding other than zero is right for partial maxima only.
         let kept = |p: &Placement| self.border.0 == 0.0 || *p == Placement::Partial(ReduceOp::Max);
-        let pending: Vec<usize> = (0..from.mesh().ndim())
+        let reduced: Vec<usize> = (0..from.mesh().ndim())
             .filter(|&a| from.placements()[a].is_partial() && !kept(&from.placements()[a]))
             .collect();
-        from = from.without_axes(&pending)?;
+        from = from.without_axes(&reduced)?;
         let axes: Vec<usize> = (0..spatial).flat_map(|s| from.shard_order(2 + s).to_vec()).collect();
         if !axes.is_empty() {
             from = from.unstrided(&|_| true)?;
@@ -345,15 +345,15 @@ impl Op for Unfold {
         Ok(fetching(from, axes, to, &self.windows, [2, 2 + spatial], Window::needed))
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = contiguous(&inputs[0])?;
         let spatial = self.windows.len();
         let outer = x.dims()[0] * x.dims()[1];
         // Per spatial dimension, offset and window the local index; `None` in the padding.
         let mut tables: Vec<Vec<Vec<Option<usize>>>> = Vec::new();
         for (s, window) in self.windows.iter().enumerate() {
-            let (held, own) = (at.input(0, 2 + s), at.output(0, 2 + spatial + s));
-            let n = at.input_shape(0)[2 + s];
+            let (held, own) = (context.input_runs(0, 2 + s), context.output_runs(0, 2 + spatial + s));
+            let n = context.input_shape(0)[2 + s];
             let start = held.first().unwrap_or(0);
             let place = |w: usize, offset: usize| {
                 let index = (w * window.stride + offset * window.dilation).checked_sub(window.padding)?;
@@ -464,10 +464,10 @@ impl Op for Fold {
         Ok(fetching(from, axes, to, &self.windows, [2 + spatial, 2], Window::touching))
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = contiguous(&inputs[0])?;
         let spatial = self.windows.len();
-        let shape = at.local_shape(0).to_vec();
+        let shape = context.local_shape(0).to_vec();
         let total: usize = shape.iter().product();
         if x.elem_count() == 0 || total == 0 {
             return Ok(vec![Tensor::zeros(shape, x.dtype(), x.device())?]);
@@ -475,7 +475,7 @@ impl Op for Fold {
         // Per spatial dimension, offset and window the local index it adds to; `None` outside of this shard.
         let mut tables: Vec<Vec<Vec<Option<usize>>>> = Vec::new();
         for (s, window) in self.windows.iter().enumerate() {
-            let (held, own) = (at.input(0, 2 + spatial + s), at.output(0, 2 + s));
+            let (held, own) = (context.input_runs(0, 2 + spatial + s), context.output_runs(0, 2 + s));
             let start = own.first().unwrap_or(0);
             let place = |w: usize, offset: usize| {
                 let index = (w * window.stride + offset * window.dilation).checked_sub(window.padding)?;

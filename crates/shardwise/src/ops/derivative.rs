@@ -76,9 +76,11 @@ pub(super) fn operand_gradients(
         let stretched = match of {
             OperandGradient::GradientOnly(of) => of(gradient)?,
             OperandGradient::LinearInOperands(of) => of(&saved.input(0), &saved.input(1), gradient)?,
-            OperandGradient::Nonlinear(of) => {
-                of(&beside(name, saved, 0, gradient)?, &beside(name, saved, 1, gradient)?, gradient)?
-            }
+            OperandGradient::Nonlinear(of) => of(
+                &placed_like_gradient(name, saved, 0, gradient)?,
+                &placed_like_gradient(name, saved, 1, gradient)?,
+                gradient,
+            )?,
         };
         found.push(Some(unbroadcast(&stretched, saved, i)?));
     }
@@ -88,7 +90,7 @@ pub(super) fn operand_gradients(
 /// Redistributes a saved input once for a formula that uses it several times: partial placements are reduced, and an input
 /// smaller than the gradient is sharded like the gradient.
 #[track_caller]
-fn beside(name: &'static str, saved: &SavedTensors<'_>, i: usize, gradient: &DTensor) -> Result<DTensor> {
+fn placed_like_gradient(name: &'static str, saved: &SavedTensors<'_>, i: usize, gradient: &DTensor) -> Result<DTensor> {
     let input = saved.input(i);
     let (own, of) = (input.layout(), gradient.layout());
     let new = of.shape().len() - own.shape().len();

@@ -88,10 +88,10 @@ impl DTensor {
         let site = Location::caller();
         let rows = by_rows(self.layout(), 0, self.ndim())?;
         let mask = record_implicit_operator("nonzero", || self.to_layout_at(&rows, site))?;
-        let whole = vec![Placement::Replicate; self.placements().len()];
+        let replicated = vec![Placement::Replicate; self.placements().len()];
         let columns = (0..self.ndim()).map(|dim| {
             let (n, mesh) = (self.shape()[dim] as i64, self.device_mesh());
-            let indices = DTensor::arange(0..n, DType::I64, mesh, whole.clone())?;
+            let indices = DTensor::arange(0..n, DType::I64, mesh, replicated.clone())?;
             let mut column = vec![1; self.ndim()];
             column[dim] = self.shape()[dim] as isize;
             let shape: Vec<isize> = self.shape().iter().map(|&n| n as isize).collect();
@@ -143,7 +143,7 @@ impl DTensor {
             return Err(ErrorKind::shape(mask.shape()).error(
                 "mask",
                 found,
-                "the sizes of dimensions of the tensor",
+                "the shape of the dimensions that it indexes",
                 "expand the mask",
             ));
         }
@@ -154,7 +154,7 @@ impl DTensor {
         cuts[0] = x.shard_order(at).to_vec();
         let mask_layout = Layout::from_shard_orders(x.mesh(), mask.shape(), &placements, &cuts)?;
         let mask = record_implicit_operator(name, || mask.to_layout_at(&mask_layout, site))?;
-        let counts = counts(&mask, site)?;
+        let counts = selected_counts(&mask, site)?;
         let total = counts.values().sum();
         let resized = x.resized(at, total, &|runs| runs.first().map_or(0, |first| counts[&first]))?;
         let picked = joined(&resized, at, ndim)?;
@@ -206,16 +206,16 @@ fn joined(layout: &Layout, at: usize, ndim: usize) -> Result<Layout> {
 
 /// How many elements of a mask are set in each shard of its first dimension, by the first index of the shard. Collective if it
 /// is sharded.
-fn counts(mask: &DTensor, site: Site) -> Result<BTreeMap<usize, usize>> {
+fn selected_counts(mask: &DTensor, site: Site) -> Result<BTreeMap<usize, usize>> {
     let (mesh, layout): (&DeviceMesh, &Layout) = (mask.device_mesh(), mask.layout());
     let (dry, axes) = (mesh.world().is_dry(), layout.shard_order(0));
     let row: usize = layout.shape()[1..].iter().product();
     let of_ranks: Vec<usize> = match (dry, axes.is_empty()) {
         (true, _) => mesh.mesh().ranks().iter().map(|&r| layout.local_shape(r)[0] * row).collect(),
-        (false, true) => vec![set(mask.local())?.len(); mesh.mesh().size()],
+        (false, true) => vec![nonzero_positions(mask.local())?.len(); mesh.mesh().size()],
         (false, false) => {
             let group = mesh.whole_group()?;
-            let mine = Tensor::new(&[set(mask.local())?.len() as i64], &Device::Cpu)?;
+            let mine = Tensor::new(&[nonzero_positions(mask.local())?.len() as i64], &Device::Cpu)?;
             let call = Call::AllGather { dim: 0, sizes: std::iter::repeat_n(1, group.size()).collect() };
             let all = record_implicit_operator("masked_select", || group.run(&call, &[mine], site))?.swap_remove(0);
             all.to_vec1::<i64>()?.into_iter().map(|n| n as usize).collect()
@@ -227,7 +227,7 @@ fn counts(mask: &DTensor, site: Site) -> Result<BTreeMap<usize, usize>> {
 }
 
 /// The positions of nonzero elements of a local mask, in row-major order.
-fn set(mask: &Tensor) -> Result<Vec<usize>> {
+fn nonzero_positions(mask: &Tensor) -> Result<Vec<usize>> {
     let positions = |is_set: Vec<bool>| (0..is_set.len()).filter(|&i| is_set[i]).collect();
     Ok(match mask.dtype().is_float() {
         true => positions(to_f64_vec(mask)?.into_iter().map(|x| x != 0.0).collect()),
@@ -269,10 +269,12 @@ impl Op for MaskedSelect {
         Ok(Decision { inputs, outputs: vec![self.0.picked.clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (outer, along, inner) = self.0.sizes(&inputs[0]);
         let flat = contiguous(&inputs[0])?.reshape((outer, along, inner))?;
-        Ok(vec![contiguous(&index_select(&flat, 1, &set(&inputs[1])?)?.reshape(at.local_shape(0))?)?])
+        Ok(vec![contiguous(
+            &index_select(&flat, 1, &nonzero_positions(&inputs[1])?)?.reshape(context.local_shape(0))?,
+        )?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -312,7 +314,7 @@ impl Op for MaskedPut {
 
     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let [x, mask, values] = inputs else { unreachable!("three inputs") };
-        let (x, places) = (contiguous(x)?, set(mask)?);
+        let (x, places) = (contiguous(x)?, nonzero_positions(mask)?);
         let ((outer, along, inner), count) = (self.0.sizes(&x), places.len());
         if x.elem_count() == 0 || count == 0 {
             return Ok(vec![x]);

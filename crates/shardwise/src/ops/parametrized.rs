@@ -141,13 +141,13 @@ impl Parametrized {
 
     /// The element type of the result.
     fn result_type(self) -> UnaryResultType {
-        let whole = |s: Scalar| Number::Real(s.0).is_integer();
+        let integer = |s: Scalar| Number::Real(s.0).is_integer();
         match self {
             Parametrized::Add(s) | Parametrized::Mul(s) | Parametrized::RSub(s) if s.is_integer() => {
                 UnaryResultType::Same
             }
-            Parametrized::Pow(s) if whole(s) && s.0 >= 0.0 => UnaryResultType::Same,
-            Parametrized::Clamp(a, b) if a.is_none_or(whole) && b.is_none_or(whole) => UnaryResultType::Same,
+            Parametrized::Pow(s) if integer(s) && s.0 >= 0.0 => UnaryResultType::Same,
+            Parametrized::Clamp(a, b) if a.is_none_or(integer) && b.is_none_or(integer) => UnaryResultType::Same,
             Parametrized::NanToNum(..) => UnaryResultType::Same,
             _ => UnaryResultType::Float,
         }
@@ -180,16 +180,16 @@ impl Parametrized {
                 wide(x, arithmetic, dtype, real, move |x| x.max(low as i64).min(high as i64))
             }
             Parametrized::Add(s) => {
-                let (real, whole) = (s.to_f64(), s.to_i64());
-                wide(x, arithmetic, dtype, move |x| x + real, move |x| x.wrapping_add(whole))
+                let (real, integer) = (s.to_f64(), s.to_i64());
+                wide(x, arithmetic, dtype, move |x| x + real, move |x| x.wrapping_add(integer))
             }
             Parametrized::Mul(s) => {
-                let (real, whole) = (s.to_f64(), s.to_i64());
-                wide(x, arithmetic, dtype, move |x| x * real, move |x| x.wrapping_mul(whole))
+                let (real, integer) = (s.to_f64(), s.to_i64());
+                wide(x, arithmetic, dtype, move |x| x * real, move |x| x.wrapping_mul(integer))
             }
             Parametrized::RSub(s) => {
-                let (real, whole) = (s.to_f64(), s.to_i64());
-                wide(x, arithmetic, dtype, move |x| real - x, move |x| whole.wrapping_sub(x))
+                let (real, integer) = (s.to_f64(), s.to_i64());
+                wide(x, arithmetic, dtype, move |x| real - x, move |x| integer.wrapping_sub(x))
             }
             Parametrized::Div(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x / s, |x| x),
             Parametrized::NanToNum(Scalar(nan), Scalar(most), Scalar(least)) => {
@@ -210,10 +210,10 @@ fn wide(
     arithmetic: ComputeType,
     dtype: DType,
     real: impl Fn(f64) -> f64 + Copy,
-    whole: impl Fn(i64) -> i64 + Copy,
+    integer: impl Fn(i64) -> i64 + Copy,
 ) -> Result<Tensor> {
     Ok(pointwise(
-        ViaF64(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| whole(x)),
+        ViaF64(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| integer(x)),
         [x],
         x.dims(),
         arithmetic,

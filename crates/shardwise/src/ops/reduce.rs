@@ -257,8 +257,8 @@ impl Op for Reduce {
         if self.exact { Accumulation::Exact } else { Accumulation::InF32 }
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let (x, dtype) = (&inputs[0], at.output_dtype(0));
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let (x, dtype) = (&inputs[0], context.output_dtype(0));
         let shape: SmallVec<[usize; 6]> = self.shape(x.dims()).collect();
         let ReduceKind::Mean(count) = self.kind else {
             return Ok(vec![reduce_dims(self.kind.fold(), x, &self.dims, &shape, dtype)?]);

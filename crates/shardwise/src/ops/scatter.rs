@@ -145,7 +145,7 @@ fn narrowed(x: &DTensor, dim: usize, shape: &[usize]) -> Result<DTensor> {
     others.try_fold(x.clone(), |x, d| x.narrow(d as isize, 0, shape[d]))
 }
 
-fn whole(like: &DTensor) -> Vec<Placement> {
+fn replicated(like: &DTensor) -> Vec<Placement> {
     vec![Placement::Replicate; like.placements().len()]
 }
 
@@ -158,7 +158,7 @@ fn check_sizes(name: &str, dim: usize, x: &[usize], index: &[usize], source: &[u
     Err(ErrorKind::shape(index).error(
         "operands",
         format!("index {index:?} and source {source:?} in {name} of shape {x:?} along dimension {dim}"),
-        "as many dimensions, an index no longer than the source, nor than the tensor but along that dimension",
+        "equal numbers of dimensions, and an index no longer than the source, nor than the tensor except along that dimension",
         "reshape or slice the operands",
     ))
 }
@@ -189,18 +189,22 @@ impl Op for Scatter {
         let ndim = x.shape.len();
         let of_x: Vec<Option<usize>> = (0..ndim).map(|d| if d == self.dim { Some(d) } else { aligned(d) }).collect();
         let of_index: Vec<Option<usize>> = (0..ndim).map(aligned).collect();
-        let shared = (0..ndim).map(|_| DimSharding::Free);
-        let mut signature = Signature::new(shared, [of_x.clone(), of_index.clone(), of_index], [of_x]);
+        let sharding = (0..ndim).map(|_| DimSharding::Free);
+        let mut signature = Signature::new(sharding, [of_x.clone(), of_index.clone(), of_index], [of_x]);
         for op in ReduceOp::ALL {
             signature = signature.passing([Some(op), None, Some(op)], op);
         }
         Ok(OpPlan { signature, outputs: vec![x.clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let [x, index, source] = inputs else { unreachable!("three inputs") };
-        let places =
-            local_positions("scatter", &to_i64_vec(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
+        let places = local_positions(
+            "scatter",
+            &to_i64_vec(index)?,
+            context.input_shape(0)[self.dim],
+            &context.input_runs(0, self.dim),
+        )?;
         let x = contiguous(x)?;
         let (targets, sources) = (GatherOffsets::new(x.dims(), self.dim, index.dims()), used(source, index.dims())?);
         if x.elem_count() == 0 || sources.elem_count() == 0 {
@@ -221,7 +225,8 @@ impl Op for Scatter {
             let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let (dim, index) = (op.dim as isize, saved.input(1));
             let covered = || {
-                let zeros = DTensor::zeros(index.shape(), gradient.dtype(), gradient.device_mesh(), whole(gradient))?;
+                let zeros =
+                    DTensor::zeros(index.shape(), gradient.dtype(), gradient.device_mesh(), replicated(gradient))?;
                 gradient.scatter(dim, &index, &zeros)
             };
             let source = || padded(&narrowed(gradient, op.dim, index.shape())?.gather(dim, &index)?, saved.shape(2));
@@ -325,9 +330,9 @@ impl Op for ScatterAdd {
         let of_source: Vec<Option<usize>> = (0..ndim).map(|d| aligned(d).then_some(d)).collect();
         let of_index = if self.slices { vec![Some(self.dim)] } else { of_source.clone() };
         let output: Vec<Option<usize>> = (0..ndim).map(|d| of_source[d].filter(|_| d != self.dim)).collect();
-        let shared =
+        let sharding =
             (0..ndim).map(|d| if d == self.dim { DimSharding::Reduces(ReduceOp::Sum) } else { DimSharding::Free });
-        let signature = Signature::new(shared, [of_index, of_source], [output])
+        let signature = Signature::new(sharding, [of_index, of_source], [output])
             .passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum)
             .passing([None, Some(ReduceOp::Avg)], ReduceOp::Avg);
         let mut shape = if self.slices { source.shape.clone() } else { index.shape.clone() };
@@ -361,9 +366,9 @@ impl Op for ScatterAdd {
         Ok(decision)
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (index, source) = (&inputs[0], &inputs[1]);
-        let held = at.output(0, self.dim);
+        let held = context.output_runs(0, self.dim);
         let places = local_positions(self.name(), &to_i64_vec(index)?, self.size, &held)?;
         let source = if self.slices { contiguous(source)? } else { used(source, index.dims())? };
         let mut shape = source.dims().to_vec();
@@ -378,7 +383,7 @@ impl Op for ScatterAdd {
         // Half precision adds up in f32, integers wrap.
         let work = match source.dtype() {
             DType::F16 | DType::BF16 => DType::F32,
-            whole if !whole.is_float() => DType::I64,
+            integer if !integer.is_float() => DType::I64,
             other => other,
         };
         let source = source.to_dtype(work)?;
@@ -433,8 +438,8 @@ pub(super) const OPS: &[OpEntry] = &[
 /// An index with every row of the source once, in reverse.
 fn distinct_rows(source: &DTensor) -> Result<DTensor> {
     let n = source.shape()[0];
-    let whole = vec![Placement::Replicate; source.placements().len()];
-    let rows = DTensor::arange(0.0..n as f64, DType::I64, source.device_mesh(), whole)?;
+    let replicated = vec![Placement::Replicate; source.placements().len()];
+    let rows = DTensor::arange(0.0..n as f64, DType::I64, source.device_mesh(), replicated)?;
     let rows = rows.mul_scalar(-1.0)?.add_scalar(n as f64)?;
     rows.unsqueeze(1)?.expand(&[n as isize, source.shape()[1] as isize])
 }

@@ -1,4 +1,4 @@
-//! Functions of three tensors that broadcast, element by element.
+//! Elementwise functions of three tensors that broadcast: `where_cond`, `addcmul`, `clamp_tensor` and their kin.
 
 use std::borrow::Cow;
 use std::panic::Location;
@@ -26,7 +26,9 @@ enum Ternary {
 }
 
 impl DTensor {
-    /// `a` where this tensor is not zero, else `b`: tensors or plain numbers.
+    /// Selects `a` where this tensor is nonzero, else `b`, as `torch.where(self, a, b)`; both are tensors or numbers.
+    ///
+    /// Elementwise: communicates only if the operands are sharded differently or the condition is partial.
     #[doc(alias = "torch.where")]
     #[track_caller]
     pub fn where_cond<'a, 'b>(&self, a: impl Into<Operand<'a>>, b: impl Into<Operand<'b>>) -> Result<DTensor> {
@@ -42,7 +44,9 @@ impl DTensor {
         call(Ternary::Where, [self, &a, &b])
     }
 
-    /// This tensor where `condition` is not zero, else `other`: a tensor or a plain number.
+    /// Selects this tensor where `condition` is nonzero, else `other`, a tensor or a number.
+    ///
+    /// PyTorch's method `x.where(condition, other)`. Communicates as [`where_cond`](Self::where_cond) does.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -61,25 +65,25 @@ impl DTensor {
         condition.where_cond(self, other)
     }
 
-    /// `x + value * a * b`.
+    /// Returns `self + value * a * b`. Elementwise.
     #[track_caller]
     pub fn addcmul(&self, a: &DTensor, b: &DTensor, value: f64) -> Result<DTensor> {
         call(Ternary::Addcmul(Scalar(value)), [self, a, b])
     }
 
-    /// `x + value * a / b`.
+    /// Returns `self + value * a / b`. Elementwise.
     #[track_caller]
     pub fn addcdiv(&self, a: &DTensor, b: &DTensor, value: f64) -> Result<DTensor> {
         call(Ternary::Addcdiv(Scalar(value)), [self, a, b])
     }
 
-    /// `x`, but no less than `low` and no more than `high`.
+    /// Clamps each element between the elements of two tensors, PyTorch's `clamp(min, max)` with tensors. Elementwise.
     #[track_caller]
     pub fn clamp_tensor(&self, low: &DTensor, high: &DTensor) -> Result<DTensor> {
         call(Ternary::ClampTensor, [self, low, high])
     }
 
-    /// `x` with a number where `mask` is not zero.
+    /// Writes a number where `mask` is nonzero. Elementwise; tensor and mask broadcast.
     #[track_caller]
     pub fn masked_fill(&self, mask: &DTensor, value: impl Into<Number>) -> Result<DTensor> {
         let number = DTensor::full(
@@ -91,7 +95,7 @@ impl DTensor {
         call(Ternary::Where, [mask, &number, self])
     }
 
-    /// `a + weight * (b - a)`, where this tensor is `a`.
+    /// Interpolates linearly: `self + weight * (b - self)`. Elementwise.
     #[track_caller]
     pub fn lerp(&self, b: &DTensor, weight: f64) -> Result<DTensor> {
         self.mul_scalar(1.0 - weight)?.add(&b.mul_scalar(weight)?)
@@ -135,19 +139,19 @@ impl Op for Ternary {
         let same = inputs.iter().all(|m| m.dtype == dtype);
         let (sum, max, min) = (ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min);
         match self {
-            // Linear in the first and one factor together.
+            // Linear in the addend and one factor together.
             Ternary::Addcmul(_) if same => {
                 signature =
                     signature.passing([Some(sum), Some(sum), None], sum).passing([Some(sum), None, Some(sum)], sum);
             }
-            // Rises with what is clamped.
+            // Increases with the clamped tensor.
             Ternary::ClampTensor if same => {
                 signature = signature.passing([Some(max), None, None], max).passing([Some(min), None, None], min);
             }
             _ => {}
         }
         if *self == Ternary::Where && inputs[1].dtype == dtype && inputs[2].dtype == dtype {
-            // The same side is chosen for every operand.
+            // Every term is selected from the same side.
             for op in ReduceOp::ALL {
                 signature = signature.passing([None, Some(op), Some(op)], op);
             }
@@ -162,7 +166,7 @@ impl Op for Ternary {
         let dtype = self.dtype(types);
         let arithmetic = match self {
             _ if !dtype.is_float() => ComputeType::I64,
-            // Only whether a condition is zero matters, which every integer keeps.
+            // Whether an integer condition is zero survives any conversion, so its type does not matter.
             Ternary::Where if !types[0].is_float() => ComputeType::float_for([types[1], types[2]]),
             _ => ComputeType::float_for(types),
         };
@@ -172,7 +176,7 @@ impl Op for Ternary {
             |[x, a, b]: [i64; 3]| if x != 0 { a } else { b },
         );
         let output = match *self {
-            // A fraction is not zero, but would become it as an integer.
+            // A fraction is nonzero, but would be truncated to zero in integer arithmetic.
             Ternary::Where if arithmetic == ComputeType::I64 && types[0].is_float() => {
                 let nonzero = ViaF64(|[x]: [f64; 1]| if x != 0.0 { 1.0 } else { 0.0 }, |[x]: [i64; 1]| x);
                 let mask = pointwise(nonzero, [x], x.dims(), ComputeType::float_for([types[0]]), DType::U8)?;
@@ -181,16 +185,16 @@ impl Op for Ternary {
             Ternary::Where => pointwise(choose, [x, a, b], &shape, arithmetic, dtype)?,
             Ternary::ClampTensor => {
                 let real = |[x, low, high]: [f64; 3]| {
-                    // A bound that is NaN leaves no number between the bounds.
+                    // A bound that is NaN gives NaN.
                     let x = if x < low || low.is_nan() { low } else { x };
                     if x > high || high.is_nan() { high } else { x }
                 };
-                let whole = |[x, low, high]: [i64; 3]| x.max(low).min(high);
-                pointwise(ViaF64(real, whole), [x, a, b], &shape, arithmetic, dtype)?
+                let integer = |[x, low, high]: [i64; 3]| x.max(low).min(high);
+                pointwise(ViaF64(real, integer), [x, a, b], &shape, arithmetic, dtype)?
             }
             Ternary::Addcmul(Scalar(v)) => {
-                let whole = move |[x, a, b]: [i64; 3]| x.wrapping_add((v as i64).wrapping_mul(a.wrapping_mul(b)));
-                let f = ViaF64(move |[x, a, b]: [f64; 3]| x + v * a * b, whole);
+                let integer = move |[x, a, b]: [i64; 3]| x.wrapping_add((v as i64).wrapping_mul(a.wrapping_mul(b)));
+                let f = ViaF64(move |[x, a, b]: [f64; 3]| x + v * a * b, integer);
                 pointwise(f, [x, a, b], &shape, arithmetic, dtype)?
             }
             Ternary::Addcdiv(Scalar(v)) => {
@@ -264,7 +268,7 @@ mod tests {
     use crate::placement::Placement::Replicate;
 
     #[test]
-    fn a_fraction_is_not_zero_where_whole_numbers_are_chosen() {
+    fn a_fractional_condition_selects_integers() {
         launch(1, |world| {
             let mesh = world.mesh([("a", 1)])?;
             let cpu = &candle_core::Device::Cpu;

@@ -1,4 +1,9 @@
-//! `Ragged { dim, sizes }`: ranges of given sizes.
+//! `Ragged { dim, sizes }`: ranges of explicit sizes.
+//!
+//! Slicing, concatenating or filtering a sharded tensor leaves ranks with uneven parts. Ragged shards describe them, so that
+//! such operators need no communication. Where an outer axis shards the same dimension, the parts of different outer
+//! coordinates differ too: then there is one row of sizes per combination of outer coordinates. Slicing `3..9` of 12 rows on
+//! a 2 x 2 mesh leaves outer coordinate 0 with sizes `0, 3` and coordinate 1 with `3, 0`, which no single row can express.
 
 use std::fmt;
 
@@ -6,7 +11,7 @@ use super::division::{CanonicalForm, Division, DivisionContext};
 use super::runs::{Runs, chunk};
 use crate::error::{ErrorKind, Result};
 
-/// Ranges of given sizes: one per coordinate, or one per coordinate for every combination of outer coordinates.
+/// Ranges of explicit sizes: one per coordinate, or one row of them per combination of outer coordinates.
 pub(super) struct Ragged<'a> {
     pub(super) sizes: &'a [usize],
 }
@@ -15,7 +20,7 @@ impl Ragged<'_> {
     /// The text form.
     pub(super) const FORM: &'static str = "S(dim;size,size,...)";
 
-    /// The dimension and the sizes, from the text form.
+    /// Parses the dimension and the sizes from the text form.
     pub(super) fn parse(head: &str, arguments: &str) -> Option<(isize, Vec<usize>)> {
         let (dim, sizes) = arguments.split_once(';').filter(|_| head == "S")?;
         let listed = sizes.split(',').filter(|_| !sizes.trim().is_empty());
@@ -23,7 +28,7 @@ impl Ragged<'_> {
         Some((dim.trim().parse().ok()?, sizes))
     }
 
-    /// The sizes for one combination of outer coordinates.
+    /// The sizes at one combination of outer coordinates.
     fn row(&self, k: usize, outer: usize) -> &[usize] {
         if self.sizes.len() == k { self.sizes } else { &self.sizes[outer * k..(outer + 1) * k] }
     }

@@ -388,7 +388,7 @@ impl ShardingPlan {
                     "sharding plan",
                     found,
                     "entries that apply to something",
-                    format!("call replace(\"{pattern}\", ...) to override what the plan says, or leave it out"),
+                    format!("call replace(\"{pattern}\", ...) to override the plan, or leave it out"),
                 ));
             }
         }
@@ -443,9 +443,9 @@ impl fmt::Display for ShardingPlan {
         let params = self.params.iter().map(|(path, plan)| ("parameters", path, plan.to_string()));
         let inputs = self.inputs.iter().map(|(path, places)| ("input", path, places.to_string()));
         let outputs = self.outputs.iter().map(|(path, places)| ("output", path, places.to_string()));
-        let locals = self.locals.iter().map(|path| ("output", path, "local part".to_string()));
+        let locals = self.locals.iter().map(|path| ("output", path, "local shard".to_string()));
         for (what, path, text) in params.chain(inputs).chain(outputs).chain(locals) {
-            let text = if text.is_empty() { "stays as it is" } else { text.as_str() };
+            let text = if text.is_empty() { "unchanged" } else { text.as_str() };
             writeln!(f, "{what:<10}  {:<28}  {text}", format!("`{path}`"))?;
         }
         for PositionalEntry { kind, index, pattern, target } in &self.positional {
@@ -454,7 +454,7 @@ impl fmt::Display for ShardingPlan {
         }
         for (kind, pattern) in &self.replacing {
             let what = format!("{kind:?}").to_lowercase();
-            writeln!(f, "{:<10}  {:<28}  before other patterns for {what}s", "counts", format!("`{pattern}`"))?;
+            writeln!(f, "{:<10}  {:<28}  over other patterns for {what}s", "precedence", format!("`{pattern}`"))?;
         }
         Ok(())
     }

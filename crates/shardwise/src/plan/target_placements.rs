@@ -86,7 +86,7 @@ impl TargetPlacements {
             TargetPlacements::Spec(spec) => {
                 let shards = spec.build_metadata(now.shape(), DType::F32)?;
                 return shards.layout_on(mesh).ok_or_else(|| {
-                    let needed = format!("one shard per rank, cut along the axes of mesh {mesh}");
+                    let needed = format!("one shard per rank, sharded over the axes of mesh {mesh}");
                     ErrorKind::Plan.error("sharding spec", spec, needed, "list the ranks in the order of the mesh")
                 });
             }

@@ -1,4 +1,4 @@
-//! Moving boxes between ranks: every rank gets what it lacks from those that have it, in one collective.
+//! [`BoxExchange`]: one all-to-all in which every rank receives the boxes that it lacks.
 
 use candle_core::{DType, Tensor};
 
@@ -8,20 +8,20 @@ use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
 use shardwise_kernels::{Assembly, concat, contiguous, placeholder};
 
-/// One rank's part in an exchange of boxes within a group.
+/// One rank's part of an exchange of boxes within a group.
 #[derive(Clone)]
 pub(crate) struct BoxExchange {
     group: Group,
     call: Call,
     dtype: DType,
-    /// Per rank of the group what this rank sends to it.
+    /// What this rank sends to each rank of the group.
     outgoing: Vec<Vec<BoxTransfer>>,
-    /// Per rank of the group what this rank gets from it.
+    /// What this rank receives from each rank of the group.
     incoming: Vec<Vec<BoxTransfer>>,
 }
 
 impl BoxExchange {
-    /// The part of this rank. `before` and `after` give the boxes of any rank of the group.
+    /// Plans this rank's part. `before` and `after` return the boxes of any rank of the group.
     pub(crate) fn new(
         group: Group,
         dtype: DType,
@@ -53,14 +53,13 @@ impl BoxExchange {
         BoxExchange { call: Call::AllToAll { expected: expected.collect() }, dtype, ..self.clone() }
     }
 
-    /// Carries the exchange out. Returns the blocks that this rank got, with their places in its new local tensor; none in
-    /// a dry run.
+    /// Executes the exchange. Returns the blocks that this rank received, with their offsets in its new local tensor; none
+    /// in a dry run. Collective over the group.
     pub(crate) fn run(&self, local: &Tensor, site: Site) -> Result<Vec<(Vec<usize>, Tensor)>> {
         self.run_with(&|offsets, sizes| block(local, offsets, sizes), site)
     }
 
-    /// As [`run`](Self::run), with what this rank sends given as a function from the place and the size of a block to the
-    /// block.
+    /// As [`run`](Self::run), with a function that returns the block of given offsets and sizes in place of a tensor.
     pub(crate) fn run_with(&self, source: BlockSource<'_>, site: Site) -> Result<Vec<(Vec<usize>, Tensor)>> {
         let pieces = self.outgoing.iter().map(|transfers| self.pack(source, transfers)).collect::<Result<Vec<_>>>()?;
         let got = self.group.run(&self.call, &pieces, site)?;
@@ -83,12 +82,12 @@ impl BoxExchange {
         Ok(blocks)
     }
 
-    /// Carries the exchange out and puts the blocks together: they fill a new local tensor, described by `after`.
+    /// Executes the exchange and assembles the blocks into a new local tensor of the type and shape `after`.
     pub(crate) fn assemble(&self, local: &Tensor, after: &TensorMeta, site: Site) -> Result<Tensor> {
         self.assemble_with(&|offsets, sizes| block(local, offsets, sizes), after, site)
     }
 
-    /// As [`assemble`](Self::assemble), with what this rank sends given as in [`run_with`](Self::run_with).
+    /// As [`assemble`](Self::assemble), with a source as in [`run_with`](Self::run_with).
     pub(crate) fn assemble_with(&self, source: BlockSource<'_>, after: &TensorMeta, site: Site) -> Result<Tensor> {
         let blocks = self.run_with(source, site)?;
         if self.group.is_dry() {
@@ -109,7 +108,7 @@ impl BoxExchange {
         Ok(unsafe { whole.finish() })
     }
 
-    /// What goes to one rank: a view if it is one block, else all blocks one after the other.
+    /// The tensor sent to one rank: a view if it is one block, else all blocks flattened and concatenated.
     fn pack(&self, source: BlockSource<'_>, transfers: &[BoxTransfer]) -> Result<Tensor> {
         let meta = TensorMeta { shape: packed_shape(transfers), dtype: self.dtype };
         if self.group.is_dry() || transfers.is_empty() {
@@ -124,7 +123,7 @@ impl BoxExchange {
     }
 }
 
-/// Gives the block of a certain place and size.
+/// A function that returns the block of given offsets and sizes.
 type BlockSource<'a> = &'a dyn Fn(&[usize], &[usize]) -> Result<Tensor>;
 
 /// A block of a tensor, as a view.

@@ -1,4 +1,4 @@
-//! Carrying out a plan: each step as one rank does it, prepared once per pair of layouts and kept.
+//! Executes plans. The steps of a rank are prepared once per pair of layouts (groups, sizes, ranges) and cached.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -16,7 +16,8 @@ use crate::placement::{ReduceOp, is_idempotent};
 use crate::rank_context::rank_context;
 use shardwise_kernels::{concat, contiguous, placeholder};
 
-/// Brings a rank's local tensor from one layout to another on the same mesh.
+/// Redistributes a local tensor from one layout to another on the same mesh. Collective over the mesh; ranks outside of it
+/// return their tensor.
 pub(crate) fn redistribute(
     mesh: &DeviceMesh,
     from: &Layout,
@@ -30,7 +31,7 @@ pub(crate) fn redistribute(
     let prepared = prepared(mesh, from, to, local.dtype())?;
     record_operator("redistribute", || {
         let mut local = local.clone();
-        // What a step makes for the next one takes memory too; the last result is counted where it is kept.
+        // Intermediate results count as memory; the last one is counted by the tensor that holds it.
         let mut held = None;
         for (i, step) in prepared.iter().enumerate() {
             local = step.run(mesh, &local, site)?;
@@ -42,16 +43,17 @@ pub(crate) fn redistribute(
     })
 }
 
-/// A plan in a form that only has to be run.
+/// The prepared steps of a plan, shared with the cache.
 type PreparedSteps = Rc<Vec<PreparedStep>>;
 
-/// What a prepared plan depends on.
+/// Everything that prepared steps depend on.
 type PreparedKey = (Layout, Layout, DType, MeshIdentity);
 
-/// PreparedSteps plans that a rank keeps before it begins anew.
+/// The number of cached plans at which the cache is emptied: far more than the pairs of layouts of a model, so that only
+/// programs that keep creating new shapes reach it.
 const MAX_PREPARED: usize = 4096;
 
-/// The prepared redistributions of a rank. The mesh is kept too: while it lives, no other world has its identity.
+/// The prepared plans of a rank. Holding the mesh keeps its identity unique: it is an address.
 #[derive(Default)]
 struct PreparedCache(HashMap<PreparedKey, (DeviceMesh, PreparedSteps)>);
 
@@ -74,9 +76,10 @@ fn prepared(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> Resu
     Ok(prepared)
 }
 
+/// One step as this rank executes it.
 enum PreparedStep {
     Nothing,
-    /// Per dimension the ranges to keep.
+    /// Keeps some ranges (start, length) of each dimension.
     Narrow {
         ranges: Vec<Vec<(usize, usize)>>,
         after: TensorMeta,
@@ -95,11 +98,11 @@ enum PreparedStep {
     },
 }
 
-/// What becomes of the value on one axis that turns partial.
+/// How a rank turns its value into its operand on one axis that becomes partial.
 enum OperandStage {
-    /// This rank's operand is neutral, another rank has the value.
+    /// Replaces the value by the neutral element: the rank with coordinate 0 contributes the value.
     Neutral(ReduceOp),
-    /// This rank's shard begins at this offset along a dimension, among neutral elements.
+    /// Pads this rank's shard with neutral elements to the size of the dimension; the shard begins at `offset`.
     Pad { op: ReduceOp, dim: usize, offset: usize },
 }
 
@@ -107,7 +110,7 @@ impl PreparedStep {
     fn new(mesh: &DeviceMesh, step: &RedistributeStep, dtype: DType) -> Result<Self> {
         let (rank, before, after) = (mesh.world().rank(), &step.before, &step.after);
         let meta = TensorMeta { shape: after.local_shape(rank), dtype };
-        // Sizes along a dimension of what every rank of a group holds.
+        // The sizes of all ranks of a group along a dimension.
         let sizes = |layout: &Layout, group: &Group, dim: usize| -> RankSizes {
             let mesh = layout.mesh();
             let size = |&r: &usize| layout.owned(dim, &mesh.coordinate(r).expect("in the mesh")).len();
@@ -169,9 +172,9 @@ impl PreparedStep {
     }
 }
 
-/// Per dimension the ranges of the local tensor that stay when a layout is narrowed.
+/// Per dimension the ranges (start, length) of the local tensor that a narrowed layout keeps.
 fn kept_ranges(before: &Layout, after: &Layout, rank: usize) -> Vec<Vec<(usize, usize)>> {
-    let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh carry out nothing");
+    let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh execute no steps");
     let ranges = |dim: usize| {
         let mut start = 0;
         let mut ranges = Vec::new();
@@ -186,7 +189,7 @@ fn kept_ranges(before: &Layout, after: &Layout, rank: usize) -> Vec<Vec<(usize, 
     (0..before.shape().len()).map(ranges).collect()
 }
 
-/// Keeps some ranges in every dimension, in memory of its own: a shard must not keep the whole alive.
+/// Copies some ranges of every dimension. A copy rather than a view: a shard must not keep the whole tensor alive.
 fn narrow(local: &Tensor, ranges: &[Vec<(usize, usize)>]) -> Result<Tensor> {
     let mut kept = local.clone();
     for (dim, ranges) in ranges.iter().enumerate() {
@@ -205,10 +208,10 @@ fn narrow(local: &Tensor, ranges: &[Vec<(usize, usize)>]) -> Result<Tensor> {
     if kept.elem_count() > 0 && kept.is_contiguous() { Ok(kept.force_contiguous()?) } else { Ok(contiguous(&kept)?) }
 }
 
-/// What a rank does to turn its value into its operand, from the first axis to the last: the last is reduced first, so
-/// what an earlier axis wants as a value, a later one makes operands of.
+/// How a rank turns its value into its operand, from the first axis to the last. The last axis is reduced first, so the
+/// value that an earlier axis needs is what a later axis splits into operands.
 fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<OperandStage> {
-    let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh carry out nothing");
+    let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh execute no steps");
     let mut stages = Vec::new();
     let mut padded: Vec<usize> = Vec::new();
     for axis in 0..coordinate.len() {
@@ -218,12 +221,12 @@ fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<OperandStage> {
             continue;
         }
         match old.shard_dim() {
-            // Several axes that cut one dimension are of one operation, and padded at once.
+            // Axes that shard the same dimension have the same reduction, and are padded at once.
             Some(dim) if padded.contains(&dim) => {}
             Some(dim) => {
                 padded.push(dim);
                 let (part, whole) = (before.owned(dim, &coordinate), after.owned(dim, &coordinate));
-                // As many elements of the whole local tensor come before the first one of the part.
+                // The offset is the number of elements of the new local tensor before the first one of the shard.
                 let first = part.iter().next().map_or(0, |run| run.start);
                 let before = |run: std::ops::Range<usize>| first.clamp(run.start, run.end) - run.start;
                 stages.push(OperandStage::Pad { op, dim, offset: whole.iter().map(before).sum() });
@@ -252,7 +255,7 @@ impl OperandStage {
     }
 }
 
-/// A tensor of operands that change nothing.
+/// A tensor of neutral elements of a reduction.
 fn neutral(op: ReduceOp, shape: &[usize], dtype: DType) -> Result<Tensor> {
     macro_rules! limits {
         ($T:ty, $lowest:expr, $highest:expr, $ones:expr) => {
@@ -262,7 +265,7 @@ fn neutral(op: ReduceOp, shape: &[usize], dtype: DType) -> Result<Tensor> {
                 ReduceOp::Max => Tensor::full::<$T, _>($lowest, shape, &Device::Cpu),
                 ReduceOp::Min => Tensor::full::<$T, _>($highest, shape, &Device::Cpu),
                 ReduceOp::BitAnd => Tensor::full::<$T, _>($ones, shape, &Device::Cpu),
-                ReduceOp::Avg => unreachable!("the plan replicates before it makes means"),
+                ReduceOp::Avg => unreachable!("the planner makes means partial only from replicas"),
             }
         };
     }

@@ -1,4 +1,4 @@
-//! A redistribution on one mesh as a value: steps with their bytes and cost.
+//! [`RedistributePlan`]: the steps of a redistribution on one mesh, with their bytes and estimated time.
 
 use std::fmt;
 
@@ -9,17 +9,17 @@ use crate::layout::Layout;
 /// One step of a [`RedistributePlan`].
 #[derive(Debug, Clone)]
 pub struct RedistributeStep {
-    /// What happens.
+    /// The collective or local operation.
     pub kind: RedistributeStepKind,
     /// Layout before the step.
     pub before: Layout,
-    /// Layout after it.
+    /// Layout after the step.
     pub after: Layout,
-    /// What it costs.
+    /// Bytes and estimated time.
     pub cost: Cost,
 }
 
-/// How to get from one layout to another: steps with bytes and cost. Prints as a list.
+/// The steps that bring a tensor from one layout to another on one mesh; prints as a list.
 ///
 /// ```
 /// # use shardwise::{Layout, Mesh, Placement, redistribute::RedistributePlan};
@@ -38,32 +38,32 @@ pub struct RedistributePlan {
 }
 
 impl RedistributePlan {
-    /// Where the plan begins.
+    /// The layout before the redistribution.
     pub fn from(&self) -> &Layout {
         &self.from
     }
 
-    /// Where the plan ends.
+    /// The layout after the redistribution.
     pub fn to(&self) -> &Layout {
         &self.to
     }
 
-    /// The steps in order.
+    /// The steps in order of execution.
     pub fn steps(&self) -> &[RedistributeStep] {
         &self.steps
     }
 
-    /// Bytes that the busiest rank sends at least, over all steps.
+    /// Bytes that the busiest rank sends, summed over the steps; see [`Cost::bytes`].
     pub fn bytes(&self) -> usize {
         self.steps.iter().map(|s| s.cost.bytes).sum()
     }
 
-    /// Bytes that all ranks send together, over all steps.
+    /// Bytes that all ranks send together, summed over the steps; see [`Cost::total`].
     pub fn total_bytes(&self) -> usize {
         self.steps.iter().map(|s| s.cost.total).sum()
     }
 
-    /// Estimated time in microseconds.
+    /// Estimated time in microseconds, summed over the steps.
     pub fn us(&self) -> f64 {
         self.steps.iter().map(|s| s.cost.us).sum()
     }

@@ -1,9 +1,9 @@
-//! Planning a redistribution on one mesh: which steps, in which order. Pure: no rank is asked, no data touched.
+//! Plans redistributions on one mesh: which steps, in which order. Pure: no communication, no data.
 //!
-//! Everything that shrinks data comes first, everything that grows it last: narrow what may be narrowed for free, reduce
-//! pending partials (scattered where the target is sharded), move boxes between shards in one exchange, make partials.
-//! Where a choice remains, all combinations are costed and the cheapest is taken; their number is bounded. What a
-//! [search](super::search) finds besides is taken if it is cheaper.
+//! Steps that shrink data come first, steps that grow it last: narrow replicas for free, reduce partial axes (scattered
+//! where the target is sharded), move boxes between shards in one exchange, make axes partial. Where a choice remains, all
+//! combinations are priced and the cheapest is taken; their number is bounded. A [search](super::search) looks for plans
+//! outside of this scheme, and its result is taken if it is cheaper.
 
 use super::cost::cost;
 use super::plan::{RedistributePlan, RedistributeStep};
@@ -14,37 +14,42 @@ use crate::layout::Layout;
 use crate::mesh::{Link, Links};
 use crate::placement::{Placement, ReduceOp, commute, is_idempotent};
 
-/// The decisions that a plan leaves open: one bit per axis whose reduction could be scattered, and one more.
+/// The open decisions of a plan: `bits` has one bit per axis whose reduction may be scattered (0) or full (1).
 #[derive(Clone, Copy)]
 struct PlanChoice {
     bits: usize,
     moves: MoveStrategy,
 }
 
-/// How shards come to where the target has them.
+/// How shards get to the layout of the target.
 #[derive(Clone, Copy, PartialEq)]
 enum MoveStrategy {
     /// One exchange to the target.
     Direct,
-    /// An exchange among the axes that are sharded now; axes that are replicated are narrowed afterwards.
+    /// An exchange over the axes that are sharded now; replicated axes are narrowed afterwards.
     NarrowLast,
-    /// Gather what is cut differently, then narrow it.
+    /// Gathers the dimensions that are sharded differently, then narrows them.
     GatherFirst,
 }
 
-/// With more axes than this to choose for, the others are scattered.
+/// The number of axes whose reductions are tried both scattered and full: 2^5 combinations times 3 strategies bound the
+/// time of planning. The reductions of further axes are scattered, which moves fewer bytes.
 const MAX_CHOICES: usize = 5;
 
 impl RedistributePlan {
-    /// The cheapest plan between threads ([`Link::THREADS`] on every axis), for elements of `elem` bytes. The layouts must
-    /// have one mesh and shape. [`explain`](super::explain) plans by the links of a mesh.
+    /// Plans a redistribution of elements of `elem` bytes between thread ranks, with [`Link::THREADS`] on every axis.
+    ///
+    /// Local. [`explain`](super::explain) plans by the links of a mesh.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if the layouts are not of one shape on one mesh.
     pub fn new(from: &Layout, to: &Layout, elem: usize) -> Result<Self> {
         let links = Links::uniform(from.mesh().ndim(), Link::THREADS);
         Ok(candidates(from, to, elem, &links)?.swap_remove(0))
     }
 }
 
-/// All plans that are considered, cheapest first.
+/// All plans considered, cheapest first.
 pub(super) fn candidates(from: &Layout, to: &Layout, elem: usize, links: &Links) -> Result<Vec<RedistributePlan>> {
     if from.mesh() != to.mesh() || from.shape() != to.shape() {
         return Err(ErrorKind::Layout.error(
@@ -73,7 +78,8 @@ pub(super) fn candidates(from: &Layout, to: &Layout, elem: usize, links: &Links)
     }
     let order =
         |a: &RedistributePlan, b: &RedistributePlan| a.us().total_cmp(&b.us()).then(a.steps.len().cmp(&b.steps.len()));
-    // A gather may save a round of messages, but never at the price of more bytes.
+    // A gather may save a round of messages, but must not move more bytes: estimated latencies are less reliable than byte
+    // counts, and gathered tensors take memory.
     let exchanged = plans.iter().filter(|(moves, _)| *moves != MoveStrategy::GatherFirst).map(|(_, plan)| plan);
     let limit = exchanged.min_by(|a, b| order(a, b)).map_or(usize::MAX, RedistributePlan::bytes);
     let wasteful =
@@ -82,7 +88,7 @@ pub(super) fn candidates(from: &Layout, to: &Layout, elem: usize, links: &Links)
     Ok(plans.into_iter().map(|(_, plan)| plan).collect())
 }
 
-/// The cheapest plan that a search finds, if it is cheaper than all others.
+/// The plan that the search finds, if it is cheaper than all others.
 fn searched(
     from: &Layout,
     to: &Layout,
@@ -93,24 +99,25 @@ fn searched(
     let calls = |plan: &RedistributePlan| plan.steps.iter().filter(|step| step.cost.us > 0.0).count();
     let Some((_, best)) = plans.iter().min_by(|a, b| a.1.us().total_cmp(&b.1.us())) else { return Ok(None) };
     let mut builder = PlanBuilder::new(from, to, elem, links);
-    let pending = builder.pending();
+    let to_reduce = builder.axes_to_reduce();
     let all: Vec<usize> = (0..to.placements().len()).collect();
     let latency = links.slowest(&all).latency_us;
-    // One collective that takes a round or two can be saved, but not made cheaper.
+    // A single collective of one or two rounds cannot get cheaper, only be avoided, which happens where axes become
+    // partial. 3 latencies are more than two rounds.
     let makes = |axis: usize| to.placements()[axis].is_partial() && from.placements()[axis] != to.placements()[axis];
     let small = calls(best) == 1 && best.us() < 3.0 * latency && !all.iter().any(|&a| makes(a));
     if calls(best) == 0 || small {
         return Ok(None);
     }
-    let Some(legs) = search::cheapest(from, to, &pending, elem, links, best.us()) else { return Ok(None) };
-    builder.follow(&legs)?;
+    let Some(steps) = search::cheapest(from, to, &to_reduce, elem, links, best.us()) else { return Ok(None) };
+    builder.follow(&steps)?;
     let plan = builder.done();
-    // A collective costs something besides its rounds: one more has to save as much as a round takes.
+    // A collective has overhead beyond the cost model: each additional one must save at least one latency.
     let more = calls(&plan).saturating_sub(calls(best));
     Ok((plan.us() + more as f64 * latency < best.us()).then_some(plan))
 }
 
-/// A plan in the making.
+/// A plan under construction: `current` is the layout after the steps so far.
 struct PlanBuilder<'a> {
     to: &'a Layout,
     elem: usize,
@@ -125,7 +132,7 @@ impl<'a> PlanBuilder<'a> {
         PlanBuilder { to, elem, links, from: from.clone(), current: from.clone(), steps: Vec::new() }
     }
 
-    /// `None` if the choice leads nowhere.
+    /// Builds the plan of a choice; `None` if the choice cannot reach the target.
     fn build(mut self, choice: PlanChoice) -> Result<Option<RedistributePlan>> {
         if self.from != *self.to {
             self.relabel()?;
@@ -144,34 +151,34 @@ impl<'a> PlanBuilder<'a> {
         RedistributePlan { from: self.from, to: self.to.clone(), steps: self.steps }
     }
 
-    /// Goes a way that a search has found. Legs of one kind that follow each other are one step where they can be.
-    fn follow(&mut self, legs: &[(SearchStep, LayoutSketch)]) -> Result<()> {
+    /// Appends the steps that the search has found; consecutive steps of one kind are merged where possible.
+    fn follow(&mut self, steps: &[(SearchStep, LayoutSketch)]) -> Result<()> {
         self.relabel()?;
-        let mut rest = legs;
-        while let Some((leg, _)) = rest.first() {
-            let alike = rest.iter().take_while(|(next, _)| leg.takes(next)).count().max(1);
-            let axes = rest[..alike].iter().filter_map(|(leg, _)| match leg {
+        let mut rest = steps;
+        while let Some((step, _)) = rest.first() {
+            let alike = rest.iter().take_while(|(next, _)| step.merges_with(next)).count().max(1);
+            let axes = rest[..alike].iter().filter_map(|(step, _)| match step {
                 SearchStep::Scatter { axis, .. } => Some(*axis),
                 _ => None,
             });
             let axes: Vec<usize> = axes.collect();
-            let stop = &rest[alike - 1].1;
+            let sketch = &rest[alike - 1].1;
             let small = |dim: usize| self.to.shard_order(dim).iter().copied().filter(|&a| self.size(a) == 1);
             let orders =
-                stop.orders.iter().enumerate().map(|(dim, axes)| small(dim).chain(axes.iter().copied()).collect());
+                sketch.orders.iter().enumerate().map(|(dim, axes)| small(dim).chain(axes.iter().copied()).collect());
             let orders: Vec<Vec<usize>> = orders.collect();
-            let kind = match *leg {
+            let kind = match *step {
                 SearchStep::Narrow => RedistributeStepKind::Narrow,
                 SearchStep::Scatter { op, dim, .. } => RedistributeStepKind::ReduceScatter { axes, op, dim },
                 SearchStep::Move => self.move_kind(&Layout::from_shard_orders(
                     self.to.mesh(),
                     self.to.shape(),
-                    &stop.placements,
+                    &sketch.placements,
                     &orders,
                 )?),
                 SearchStep::MakePartial { .. } => RedistributeStepKind::MakePartial,
             };
-            self.push(kind, &stop.placements, &orders)?;
+            self.push(kind, &sketch.placements, &orders)?;
             rest = &rest[alike..];
         }
         Ok(())
@@ -181,7 +188,7 @@ impl<'a> PlanBuilder<'a> {
         self.to.mesh().shape()[axis]
     }
 
-    /// The axes that cut `dim` of a layout, without those of size 1, which cut nothing off.
+    /// The axes that shard `dim` in a layout, without those of size 1, which divide nothing.
     fn real_order(&self, layout: &Layout, dim: usize) -> Vec<usize> {
         layout.shard_order(dim).iter().copied().filter(|&a| self.size(a) > 1).collect()
     }
@@ -200,7 +207,7 @@ impl<'a> PlanBuilder<'a> {
         (0..self.to.shape().len()).map(|dim| self.current.shard_order(dim).to_vec()).collect()
     }
 
-    /// On axes of size 1 every placement is the same data.
+    /// Takes the target's placements on axes of size 1, where every placement means the same data.
     fn relabel(&mut self) -> Result<()> {
         let mut placements = self.current.placements().to_vec();
         let mut orders = Vec::new();
@@ -216,14 +223,14 @@ impl<'a> PlanBuilder<'a> {
         self.push(RedistributeStepKind::Relabel, &placements, &orders)
     }
 
-    /// The axes that are still to cut `dim`, if those that cut it now are the first of those that shall.
+    /// The axes that still have to shard `dim`, if those that shard it now are a prefix of the target's order.
     fn axes_to_shard(&self, dim: usize) -> Vec<usize> {
         let (now, target) = (self.real_order(&self.current, dim), self.real_order(self.to, dim));
         let same = |&a: &usize| self.current.placements()[a] == self.to.placements()[a];
         if target.starts_with(&now) && now.iter().all(same) { target[now.len()..].to_vec() } else { Vec::new() }
     }
 
-    /// Keeps only what the target has, wherever that needs no communication.
+    /// Narrows replicated axes to the target's shards, where that needs no communication.
     fn narrow(&mut self) -> Result<()> {
         let (mut placements, mut orders) = (self.current.placements().to_vec(), self.current_orders());
         for (dim, orders) in orders.iter_mut().enumerate() {
@@ -236,15 +243,15 @@ impl<'a> PlanBuilder<'a> {
         self.push(RedistributeStepKind::Narrow, &placements, &orders)
     }
 
-    /// The axes whose pending reduction must be carried out: those with another target, and those that stand in the way
-    /// of an earlier axis, because the last axis is reduced first and not all operations commute.
-    fn pending(&self) -> Vec<usize> {
+    /// The partial axes that must be reduced: those whose placement changes, and those that block an earlier axis, because
+    /// the last axis is reduced first and not all reductions commute.
+    fn axes_to_reduce(&self) -> Vec<usize> {
         let partial = |axis: usize| self.current.placements()[axis].reduction().filter(|_| self.size(axis) > 1);
         let changes = |axis: usize| self.current.placements()[axis] != self.to.placements()[axis];
         let axes = 0..self.current.placements().len();
-        let mut pending: Vec<usize> = axes.clone().filter(|&a| partial(a).is_some() && changes(a)).collect();
-        let mut touched: Vec<(usize, ReduceOp)> = pending.iter().filter_map(|&a| Some((a, partial(a)?))).collect();
-        // Axes that become partial; a replicated value that is_idempotent on all ranks is an operand as it is.
+        let mut to_reduce: Vec<usize> = axes.clone().filter(|&a| partial(a).is_some() && changes(a)).collect();
+        let mut touched: Vec<(usize, ReduceOp)> = to_reduce.iter().filter_map(|&a| Some((a, partial(a)?))).collect();
+        // Axes that become partial, except where a replicated value is already a valid operand.
         let made = |a: usize| {
             let op = self.to.placements()[a].reduction()?;
             (!(is_idempotent(op) && self.current.placements()[a].is_replicate())).then_some((a, op))
@@ -252,23 +259,23 @@ impl<'a> PlanBuilder<'a> {
         touched.extend(axes.filter(|&a| changes(a) && self.size(a) > 1).filter_map(made));
         while let Some((axis, op)) = touched.pop() {
             for later in axis + 1..self.current.placements().len() {
-                if let Some(other) = partial(later).filter(|o| !commute(op, *o) && !pending.contains(&later)) {
-                    pending.push(later);
+                if let Some(other) = partial(later).filter(|o| !commute(op, *o) && !to_reduce.contains(&later)) {
+                    to_reduce.push(later);
                     touched.push((later, other));
                 }
             }
         }
-        pending.sort_unstable();
-        pending
+        to_reduce.sort_unstable();
+        to_reduce
     }
 
-    /// Axes whose reduction may be scattered, as far as choices are considered.
+    /// Axes whose reduction may be scattered or full, up to [`MAX_CHOICES`].
     fn scatterable(&self) -> Vec<usize> {
         let sharded = |a: &usize| self.to.placements()[*a].is_shard(None);
-        self.pending().into_iter().filter(sharded).take(MAX_CHOICES).collect()
+        self.axes_to_reduce().into_iter().filter(sharded).take(MAX_CHOICES).collect()
     }
 
-    /// Axes for which both a scattered and a full reduction are possible.
+    /// The number of [`scatterable`](Self::scatterable) axes.
     fn open_choices(&self) -> usize {
         self.scatterable().len()
     }
@@ -277,14 +284,14 @@ impl<'a> PlanBuilder<'a> {
         let open = self.scatterable();
         let scattered = |axis: usize| open.iter().position(|&a| a == axis).is_none_or(|i| choice.bits >> i & 1 == 0);
         loop {
-            let pending = self.pending();
-            let Some(&last) = pending.last() else { return Ok(()) };
-            // Those that may be reduced before all later ones: the last, and those before it that commute.
+            let to_reduce = self.axes_to_reduce();
+            let Some(&last) = to_reduce.last() else { return Ok(()) };
+            // Axes that may be reduced now: the last, and earlier ones that commute with all later ones.
             let free = |&a: &usize| {
-                let later = pending.iter().filter(|&&b| b > a);
+                let later = to_reduce.iter().filter(|&&b| b > a);
                 later.into_iter().all(|&b| commute(self.op_of(a), self.op_of(b)))
             };
-            let free: Vec<usize> = pending.iter().copied().filter(free).collect();
+            let free: Vec<usize> = to_reduce.iter().copied().filter(free).collect();
             if !self.scatter_in_place(&free, &scattered)? && !self.scatter_at_end(&free, &scattered)? {
                 let op = self.op_of(last);
                 let axes: Vec<usize> = free.into_iter().filter(|&a| self.op_of(a) == op).collect();
@@ -297,12 +304,12 @@ impl<'a> PlanBuilder<'a> {
         }
     }
 
-    /// The operation of an axis that is partial.
+    /// The reduction of a partial axis.
     fn op_of(&self, axis: usize) -> ReduceOp {
-        self.current.placements()[axis].reduction().expect("pending axes are partial")
+        self.current.placements()[axis].reduction().expect("only partial axes are reduced")
     }
 
-    /// Reduces axes that the target has sharded next on some dimension. Whether there were any.
+    /// Reduce-scatters axes that come next in the target's order of some dimension; whether there were any.
     fn scatter_in_place(&mut self, free: &[usize], scattered: &impl Fn(usize) -> bool) -> Result<bool> {
         for dim in 0..self.to.shape().len() {
             let fits = |a: &usize| free.contains(a) && self.to.placements()[*a].is_contiguous() && scattered(*a);
@@ -319,8 +326,8 @@ impl<'a> PlanBuilder<'a> {
         Ok(false)
     }
 
-    /// Reduces an axis that the target has sharded, but not where it can be put now: behind the present cuts of its
-    /// dimension, from where an exchange moves it. Whether there was one.
+    /// Reduce-scatters an axis that the target shards, but not next in its order: it is put after the current axes of the
+    /// dimension, and an exchange moves it later. Whether there was one.
     fn scatter_at_end(&mut self, free: &[usize], scattered: &impl Fn(usize) -> bool) -> Result<bool> {
         let sharded = free.iter().copied().find(|&a| self.to.placements()[a].is_shard(None) && scattered(a));
         let Some(axis) = sharded else { return Ok(false) };
@@ -338,7 +345,8 @@ impl<'a> PlanBuilder<'a> {
         self.push(RedistributeStepKind::ReduceScatter { axes, op, dim }, &placements, &orders)
     }
 
-    /// Whether a shard turns into operands of a reduction where it lies: what the rank does not own is neutral.
+    /// Whether a sharded axis can become partial in place, by padding with neutral elements: plain shards that come last
+    /// in their dimension. Not for means, whose operands would have to be scaled.
     fn pads(&self, axis: usize) -> bool {
         let (now, then) = (&self.current.placements()[axis], &self.to.placements()[axis]);
         let (Some(dim), Some(op)) = (now.chunk_dim(), then.reduction()) else { return false };
@@ -347,7 +355,7 @@ impl<'a> PlanBuilder<'a> {
         last && op != ReduceOp::Avg && without == self.real_order(self.to, dim)
     }
 
-    /// Brings every shard where the target has it. `false` if the choice leads nowhere.
+    /// Moves every shard to the layout of the target. `false` if the choice cannot reach it.
     fn move_boxes(&mut self, choice: PlanChoice) -> Result<bool> {
         let mut placements = self.to.placements().to_vec();
         let mut orders: Vec<Vec<usize>> = (0..self.to.shape().len()).map(|d| self.to.shard_order(d).to_vec()).collect();
@@ -377,8 +385,8 @@ impl<'a> PlanBuilder<'a> {
         Ok(reached)
     }
 
-    /// MoveStrategy what is sharded now, and leaves axes that are replicated to be narrowed. `false` if these do not all come
-    /// last.
+    /// Moves the axes that are sharded now and leaves replicated axes to be narrowed afterwards. `false` unless these come
+    /// last in the order of every dimension.
     fn move_sharded(&mut self, target: &Layout) -> Result<bool> {
         let mut placements = target.placements().to_vec();
         let mut orders: Vec<Vec<usize>> = Vec::new();
@@ -399,7 +407,7 @@ impl<'a> PlanBuilder<'a> {
         Ok(true)
     }
 
-    /// The dimensions that are not cut as the target has them.
+    /// The dimensions that are sharded differently in the target.
     fn changed_dims(&self, target: &Layout) -> Vec<usize> {
         let differs = |&dim: &usize| {
             let (now, then) = (self.real_order(&self.current, dim), self.real_order(target, dim));
@@ -408,11 +416,12 @@ impl<'a> PlanBuilder<'a> {
         (0..self.to.shape().len()).filter(differs).collect()
     }
 
-    /// The one collective that moves all boxes to where the target has them.
+    /// The collective that moves all boxes to the layout of the target: an all-gather or an exchange of dimensions where one
+    /// suffices, else an exchange of boxes.
     fn move_kind(&self, target: &Layout) -> RedistributeStepKind {
         let changed = self.changed_dims(target);
         let orders = |layout: &Layout, dim: usize| self.real_order(layout, dim);
-        // The axes that `longer` has behind those of `shorter`, if it begins with these.
+        // The axes of `longer` after those of `shorter`, if the latter are a prefix.
         let extra = |longer: &Layout, shorter: &Layout, dim: usize| -> Option<Vec<usize>> {
             let (long, short) = (orders(longer, dim), orders(shorter, dim));
             let same = short.iter().all(|&a| longer.placements()[a] == shorter.placements()[a]);
@@ -444,7 +453,7 @@ impl<'a> PlanBuilder<'a> {
         RedistributeStepKind::ExchangeBoxes { axes: (0..target.placements().len()).filter(involved).collect() }
     }
 
-    /// Joins everything that is cut otherwise than in the target. `false` if that is not one gather per dimension.
+    /// Gathers all dimensions that are sharded differently in the target. `false` if one of them takes more than a gather.
     fn gather_differences(&mut self, target: &Layout) -> Result<bool> {
         for dim in self.changed_dims(target) {
             let (now, then) = (self.real_order(&self.current, dim), self.real_order(target, dim));

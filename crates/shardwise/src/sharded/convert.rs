@@ -80,7 +80,7 @@ impl ShardedTensor {
 
     /// Converts a [`DTensor`] to shards. Of ranks that hold replicas, the first holds the shard.
     ///
-    /// Local, unless the tensor is partial: then it is reduced first, which is collective. The graph of gradients ends here.
+    /// Local, unless the tensor is partial: then it is reduced first, which is collective. The autograd graph ends here.
     #[track_caller]
     pub fn from_dtensor(tensor: &DTensor) -> Result<ShardedTensor> {
         let reduced = tensor.reduced(Location::caller())?;

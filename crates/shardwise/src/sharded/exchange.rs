@@ -99,7 +99,7 @@ pub(super) fn moved(
         return Ok(Vec::new());
     }
     let meta = |shard: &ShardMetadata| TensorMeta { shape: shard.sizes.clone(), dtype: to.dtype };
-    // A shard that lies inside one old shard of the same rank needs no exchange. Every rank computes this for all ranks, so all
+    // A shard inside one old shard of the same rank needs no exchange. Every rank computes this for all ranks, so all
     // agree on whether there is an exchange.
     let held = |rank: usize, part: &ShardMetadata| {
         part.volume() == 0 || from.shards_of(rank).any(|s| s.as_box().intersect(&part.as_box()) == Some(part.as_box()))
@@ -157,7 +157,7 @@ fn unplaced(owned: &OwnedBox) -> ShardMetadata {
     ShardMetadata { offsets: owned.global.offsets.clone(), sizes: owned.global.sizes.clone(), placement: None }
 }
 
-/// A view of a box of the whole tensor that lies inside one of the shards.
+/// A view of a box of the whole tensor inside one of the shards.
 pub(super) fn box_view(shards: &[TensorShard], offsets: &[usize], sizes: &[usize]) -> Result<Tensor> {
     let within = |shard: &&TensorShard| {
         let ShardMetadata { offsets: starts, sizes: lengths, .. } = &shard.metadata;

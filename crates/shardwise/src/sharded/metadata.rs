@@ -215,7 +215,7 @@ impl ShardedTensorMetadata {
             let group_ranks = mesh.group_ranks(&[axis], origin);
             let offsets = |dim: usize| group_ranks.iter().filter_map(|r| held.get(r)).map(|b| b.offsets[dim]).max();
             let dim = (0..first.offsets.len()).find(|&dim| offsets(dim) > Some(0));
-            // Where one rank holds everything and the others nothing, any dimension can be the sharded one.
+            // Where one rank holds everything and the rest nothing, any dimension can be the sharded one.
             let lonely = group_ranks.iter().filter(|r| held.contains_key(r)).count() == 1 && group_ranks.len() > 1;
             dim.or_else(|| (lonely && !first.offsets.is_empty()).then_some(0))
         };

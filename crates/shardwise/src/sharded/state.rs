@@ -133,7 +133,7 @@ impl ShardedTensor {
     }
 }
 
-/// What a rank sends to the others about its states.
+/// What a rank sends to all ranks about its states.
 #[derive(Clone, Serialize, Deserialize)]
 struct HeldShards {
     /// Metadata and spec of the states, and which shards they hold; `None` on a rank without states.

@@ -56,9 +56,9 @@ impl DTensor {
                 return Ok(if is_recording() { moved } else { moved.detach() });
             }
             let (value, base) = (value.reduced(site)?, self.reduced(site)?);
-            let made = base.written(&region, Some(&value), ZERO, site)?;
-            let write = || Box::new(AssignBackward { name: "assign", region }) as Box<dyn Backward>;
-            Ok(Self::recorded(vec![made], &[&base, &value], SaveForBackward::Nothing, write).swap_remove(0))
+            let output = base.written(&region, Some(&value), ZERO, site)?;
+            let backward = || Box::new(AssignBackward { name: "assign", region }) as Box<dyn Backward>;
+            Ok(Self::recorded(vec![output], &[&base, &value], SaveForBackward::Nothing, backward).swap_remove(0))
         })?;
         Ok(())
     }
@@ -74,9 +74,9 @@ impl DTensor {
         let value = value.into().fit(self.dtype())?; // refused by all ranks, also by those that hold nothing of the region
         *self = record_implicit_operator("fill_range", || -> Result<DTensor> {
             let base = self.reduced(site)?;
-            let made = base.written(&region, None, value, site)?;
-            let write = || Box::new(AssignBackward { name: "fill_range", region }) as Box<dyn Backward>;
-            Ok(Self::recorded(vec![made], &[&base], SaveForBackward::Nothing, write).swap_remove(0))
+            let output = base.written(&region, None, value, site)?;
+            let backward = || Box::new(AssignBackward { name: "fill_range", region }) as Box<dyn Backward>;
+            Ok(Self::recorded(vec![output], &[&base], SaveForBackward::Nothing, backward).swap_remove(0))
         })?;
         Ok(())
     }
@@ -160,7 +160,7 @@ impl DTensor {
             return Ok(Self::from_parts(mesh, self.layout().clone(), placeholder(&meta)?));
         }
         let local = Assembly::new(meta)?;
-        // SAFETY: one thread; every block lies inside the local tensor, which is written as a whole first.
+        // SAFETY: one thread; every block is inside the local tensor, which is written as a whole first.
         let local = unsafe {
             local.paste(self.local(), &vec![0; self.ndim()]);
             blocks.iter().for_each(|(offsets, block)| local.paste(block, offsets));
@@ -189,10 +189,10 @@ impl Backward for AssignBackward {
                 true => gradient.clone(),
                 false => gradient.reduced(Location::caller())?,
             };
-            let made = gradient.written(&self.region, None, ZERO, Location::caller())?;
-            let write =
+            let output = gradient.written(&self.region, None, ZERO, Location::caller())?;
+            let backward =
                 || Box::new(AssignBackward { name: self.name, region: self.region.clone() }) as Box<dyn Backward>;
-            Ok(DTensor::recorded(vec![made], &[&gradient], SaveForBackward::Nothing, write).swap_remove(0))
+            Ok(DTensor::recorded(vec![output], &[&gradient], SaveForBackward::Nothing, backward).swap_remove(0))
         };
         let value = || {
             let ranges = self.region.offsets.iter().zip(&self.region.sizes).enumerate();

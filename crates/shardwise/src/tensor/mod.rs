@@ -26,7 +26,9 @@ pub use sequences::{Arange, Linspace, Logspace};
 pub(crate) use show::{ShownPart, local_text, show_parts};
 pub use state::DTensorState;
 pub use tape::{Backward, SaveForBackward, SavedTensors, no_grad};
-pub(crate) use tape::{Node, Recording, Tape, in_gradient, is_in_gradient, is_recording, next_number, with_recording};
+pub(crate) use tape::{
+    Recording, Tape, TapeNode, in_gradient, is_in_gradient, is_recording, next_number, with_recording,
+};
 
 use std::hash::{Hash, Hasher};
 use std::panic::Location;
@@ -214,8 +216,8 @@ impl DTensor {
     /// (`slice_set`) and a `DTensor` is immutable. In a dry run the result has the shape and no memory.
     /// [`Layout::local_shape`] returns the shape without a copy.
     ///
-    /// Differentiable: code on candle tensors between this call and a [`from_local`](Self::from_local) is part of the graph of
-    /// gradients. The gradient is expected in the layout of this tensor, replicated where it is partial. That is correct if
+    /// Differentiable: code on candle tensors between this call and a [`from_local`](Self::from_local) is part of the autograd
+    /// graph. The gradient is expected in the layout of this tensor, replicated where it is partial. That is correct if
     /// ranks with the same local part do the same with it; otherwise use
     /// [`to_local_with_grad_placements`](Self::to_local_with_grad_placements). `detach` of the result ends the graph.
     ///
@@ -258,7 +260,7 @@ impl DTensor {
         self.to_local_code(Some(placements))
     }
 
-    /// Copies the local part for local code, recorded as an exit from the graph of gradients if it has one.
+    /// Copies the local part for local code, recorded as an exit from the autograd graph if it has one.
     fn to_local_code(&self, grad_placements: Option<Vec<Placement>>) -> Result<Tensor> {
         match self.value.mesh.world().is_dry() {
             true => Ok(self.local().clone()),
@@ -282,7 +284,7 @@ impl DTensor {
         &self.value.held
     }
 
-    /// The same value with the terms of a partial f32 sum held in f64. Detached from the graph of gradients.
+    /// The same value with the terms of a partial f32 sum held in f64. Detached from the autograd graph.
     pub(crate) fn with_terms_in_f64(&self) -> Result<DTensor> {
         let held = converted(&self.value.mesh, self.held(), DType::F64)?;
         Self::from_held(&self.value.mesh, self.layout().clone(), held, self.dtype(), self.origin().clone())

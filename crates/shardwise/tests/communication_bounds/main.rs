@@ -14,10 +14,10 @@ use shardwise::{BackwardOptions, DryWorld};
 /// Ranks of the axis.
 const RANKS: usize = 2;
 
-/// Factor by which every dimension of a sample that is larger than one grows.
+/// The factor by which every dimension of a sample larger than one is enlarged.
 const SCALE: usize = 16;
 
-/// What an operator may send beside what its operands themselves take, per output.
+/// What an operator may send in addition to its operands, per output.
 enum Class {
     /// Nothing: shards stay where they are.
     Local,
@@ -26,12 +26,11 @@ enum Class {
     /// Operands that are sharded in different ways, the largest included: where its shards would leave a larger partial
     /// sum.
     Product,
-    /// This number of statistics of a sharded dimension, forward and backward, each all-reduced.
+    /// This many statistics of a sharded dimension, forward and backward, each all-reduced.
     Statistics(usize, usize),
-    /// This number of slices along a sharded dimension, forward and backward: the border of a shard, or the selected
-    /// slices.
+    /// This many slices of a sharded dimension, forward and backward: halos, or the selected slices.
     Border(usize, usize),
-    /// An exception: this factor times the bytes of operands and results, forward and backward, with a reason.
+    /// An exception with its reason: this many times the operands and results, forward and backward.
     Data(f64, f64, &'static str),
 }
 
@@ -41,7 +40,7 @@ const WINDOWS: &str = "weights sharded inside a window are gathered, and of shar
 
 const ROWS: &str = "picked elements are in row-major order, so that shards of later dimensions become shards of rows";
 
-/// The operators that are not local. The number of exceptions, which move data, is asserted: do not add to them.
+/// The operators that are not local. Exceptions move data; their number is asserted, so that it does not grow.
 const CLASSES: &[(&str, Class)] = &[
     ("div", Formula),
     ("div_floor", Formula),
@@ -131,7 +130,7 @@ const LOGITS: &str = "logits over sharded features are partial sums, which are r
 const EXACT: &str =
     "sums of f32 over a sharded dimension travel in f64 forward, so that they do not depend on the layout";
 
-/// The recorded gradients for which more is sent than PyTorch sent, with the reason. Do not add to them.
+/// The recorded gradients for which more is sent than PyTorch sent, with the reason. Their number must not grow.
 const MORE_THAN_RECORDED: [(&str, &str); 13] = [
     ("grads-0030", AGAIN),
     ("grads-0032", AGAIN),

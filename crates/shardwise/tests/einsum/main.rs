@@ -24,7 +24,7 @@ fn cases() -> Vec<Case> {
     serde_json::from_str(include_str!("vectors.json")).unwrap()
 }
 
-/// Combinations of placements that are tried of a call with more.
+/// The number of placement combinations that are tried per call.
 const COMBINATIONS: usize = 10;
 
 /// An element of an operand, as `record.py` has it.
@@ -166,7 +166,7 @@ fn capital_letters_are_ordinary_labels_and_errors_name_sizes() {
         assert!(error.contains("ij,jk,ki->") && error.contains("`j`, found 3 and 5"), "{error}");
         let error = DTensor::einsum("ii->i", &[&x]).unwrap_err().to_string();
         assert!(error.contains("one size for `i` of a diagonal, found 4 and 3"), "{error}");
-        // Only einsum broadcasts labels.
+        // Only einsum broadcasts letters.
         let [thin, wide] =
             [[4, 1], [3, 2]].map(|shape| DTensor::ones(&shape[..], DType::F64, &mesh, [Replicate]).unwrap());
         assert_eq!(DTensor::einsum("ij,jk->ik", &[&thin, &wide])?.full_tensor()?.sum_all()?.to_scalar::<f64>()?, 24.0);

@@ -28,7 +28,7 @@ use shardwise_test_suites::settings::env_or;
 
 const MESHES: [&[usize]; 9] = [&[2], &[3], &[4], &[2, 2], &[2, 3], &[3, 2], &[2, 2, 2], &[1, 3], &[6]];
 
-/// Programs per world: creating one for each would take longer than the programs.
+/// Programs per world: creating one takes longer than running a program.
 const BATCH: u64 = 25;
 
 /// Far longer than a program takes: only a hang reaches it.
@@ -50,7 +50,7 @@ fn random_programs_give_the_unsharded_values() {
 fn run_batch(seeds: std::ops::Range<u64>, batch: u64) -> usize {
     let axes = MESHES[(batch % MESHES.len() as u64) as usize];
     let size: usize = axes.iter().product();
-    // sometimes one rank is outside the mesh
+    // now and then a rank is outside the mesh
     let ranks = size + usize::from(batch % 4 == 3);
     let world = ThreadWorld::new(ranks).unwrap().deadline(DEADLINE).kernel_threads(1);
     let done = world.run(move |world| {
@@ -146,7 +146,7 @@ fn run_program(world: &World, axes: &[usize], seed: u64) -> Result<usize> {
     let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
     let wanted = rng.random_range(3..=12);
     let mut program = Program::new(rng, mesh, alone);
-    // A failure is reported with the text of its program.
+    // An error or panic is reported with the program that caused it.
     let outcome = catch_unwind(AssertUnwindSafe(|| -> Result<usize> {
         program.leaves()?;
         while program.operators() < wanted {

@@ -13,7 +13,7 @@ pub(crate) const LARGEST: usize = 240;
 /// Tensors with more dimensions are not used: candle's kernels end at 8, and some operators add a few.
 const MOST_DIMS: usize = 5;
 
-/// Values with a larger error are compared, but not used any more: later comparisons would be meaningless.
+/// Values with a larger tolerance are compared, but not used any more: results computed from them would test nothing.
 const TOO_VAGUE: f64 = 1e-4;
 
 /// Larger values are scaled down before they are used.
@@ -29,7 +29,7 @@ pub(crate) struct Value {
     error: f64,
     /// The largest absolute value.
     peak: f64,
-    /// The largest absolute value that an operand of a partial placement may have.
+    /// The largest absolute value that a term of a partial tensor may have.
     span: f64,
     usable: bool,
 }
@@ -79,7 +79,7 @@ pub(crate) enum Fill {
     Single,
     /// Integers in i64.
     Int,
-    /// Integers from 0 up to and excluding this one, in i64.
+    /// Integers in `0..n`, in i64.
     Below(usize),
 }
 
@@ -265,13 +265,13 @@ impl Program {
         if trained {
             self.leaves.push(self.values.len());
         }
-        // The operands of partial placements have some noise.
+        // The terms of partial tensors have some noise.
         let span = 16.0 + if layout.is_partial() { 9.0 * self.mesh.mesh().size() as f64 } else { 0.0 };
         self.check(sharded, plain, exact, 0.0, span, 0.0)?;
         Ok(self.values.len() - 1)
     }
 
-    /// A random layout; `any_order` allows shard orders other than that of the mesh.
+    /// A random layout; with `any_order`, mesh axes may shard a dimension in another order than that of the mesh.
     pub(crate) fn layout(&mut self, shape: &[usize], dtype: DType, any_order: bool) -> Layout {
         let (mesh, rng) = (self.mesh.mesh(), &mut self.rng);
         let mut placements = vec![Replicate; mesh.ndim()];
@@ -305,7 +305,7 @@ impl Program {
         Layout::with_shard_order(mesh, shape, placements, &order).unwrap_or(usual)
     }
 
-    /// Runs an operator on both sides, compares all that it gives, and keeps it as new values.
+    /// Runs an operator sharded and unsharded, compares the results, and adds them as new values.
     ///
     /// `keeps` says that integers are not rounded on the way. `gain` bounds how much the operator magnifies an error
     /// of its operands, and its terms: what it adds up is no larger than `gain` times the operands.
@@ -342,7 +342,7 @@ impl Program {
         Ok(made)
     }
 
-    /// Scales large values down to a range in which the next operators are well conditioned.
+    /// Scales large values down to where the next operators are well conditioned.
     fn tame(&mut self, value: usize) -> Result<()> {
         if self.values[value].span <= TOO_LARGE || !self.values[value].usable {
             return Ok(());

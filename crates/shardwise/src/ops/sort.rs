@@ -85,7 +85,7 @@ impl DTensor {
     pub fn kthvalue(&self, k: usize, dim: isize, keepdim: bool) -> Result<(DTensor, DTensor)> {
         let at = self.resolve_dim("kthvalue", dim)? as isize;
         if k == 0 {
-            return Err(self.bad_dims("kthvalue", &[0], "a k from 1 on"));
+            return Err(self.bad_dims("kthvalue", &[0], "k of at least 1"));
         }
         let (values, indices) = self.top_k("kthvalue", dim, k, SortOrder::Ascending)?;
         let last = |t: &DTensor| match keepdim {
@@ -181,8 +181,8 @@ impl DTensor {
             return Err(ErrorKind::Argument.error(
                 "number of elements",
                 found,
-                "no more than there are",
-                "ask for fewer",
+                format!("at most {}, the size of the dimension", self.shape()[dim]),
+                "use a smaller k, or another dimension",
             ));
         }
         let whole = TopK { name, dim, k, order, stage: TopKStage::Whole };
@@ -226,8 +226,8 @@ impl Op for TopK {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
         let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
-        let shared = (0..x.shape.len()).map(|d| if d == self.dim { DimSharding::Never } else { DimSharding::Free });
-        let signature = Signature::new(shared, inputs.iter().map(|_| dims.clone()), [dims.clone(), dims.clone()]);
+        let sharding = (0..x.shape.len()).map(|d| if d == self.dim { DimSharding::Never } else { DimSharding::Free });
+        let signature = Signature::new(sharding, inputs.iter().map(|_| dims.clone()), [dims.clone(), dims.clone()]);
         let mut shape = x.shape.clone();
         shape[self.dim] = self.k;
         let outputs =
@@ -247,7 +247,7 @@ impl Op for TopK {
         Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to.clone(), to] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = contiguous(&inputs[0])?;
         let dims = x.dims().to_vec();
         let (n, inner) = (dims[self.dim], dims[self.dim + 1..].iter().product::<usize>());
@@ -272,7 +272,7 @@ impl Op for TopK {
             TopKStage::Merge => index_select(&contiguous(&inputs[1])?.reshape(flat.elem_count())?, 0, &chosen)?
                 .reshape(shape.as_slice())?,
             _ => {
-                let first = at.input(0, self.dim).iter().next().map_or(0, |run| run.start);
+                let first = context.input_runs(0, self.dim).iter().next().map_or(0, |run| run.start);
                 let index = |&number: &usize| (number / inner % n + first) as i64;
                 from_i64_vec(chosen.iter().map(index).collect(), &shape, DType::I64)?
             }
