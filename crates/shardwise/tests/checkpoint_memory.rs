@@ -27,7 +27,7 @@ fn memory() -> (usize, usize) {
     (read("VmRSS:"), read("VmHWM:"))
 }
 
-/// A single test: others in the same process would be measured too.
+/// A single test: other tests in the same process would be measured too.
 #[test]
 fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     let root = scratch("load");
