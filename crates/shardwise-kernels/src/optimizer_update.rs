@@ -172,7 +172,7 @@ fn with_master<S: StateElement>(p: &[S], master: &[S], dtype: DType) -> [S; CHUN
     let mut merged = [S::narrow(0.0); CHUNK];
     let mut coarse = [0u64; CHUNK];
     let mut rounded = [MaybeUninit::<S>::uninit(); CHUNK];
-    // SAFETY: `coarse` has room for as many elements of any type, and `rounded` for those that are read back.
+    // SAFETY: `coarse` has room for as many elements of any type, and `rounded` for the elements that are read back.
     let rounded = unsafe {
         S::store(dtype, master, coarse.as_mut_ptr().cast());
         S::load(dtype, coarse.as_ptr().cast(), &mut rounded[..n]);

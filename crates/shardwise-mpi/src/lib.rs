@@ -20,7 +20,7 @@
 //!
 //! # Failures
 //!
-//! MPI cannot cancel a collective that waits for other ranks. So a rank that fails gives the others 3 seconds to return, then
+//! MPI cannot cancel a collective that waits for other ranks. So a rank that fails gives the other ranks 3 seconds to return, then
 //! prints its error and ends the job; a rank that waits longer than the deadline, or for a rank that has already returned,
 //! ends the job too. An error that all ranks get and return ends the launch on every rank without ending the processes. The
 //! errors of the comparison of calls ([`Settings::check`]) are of this kind.

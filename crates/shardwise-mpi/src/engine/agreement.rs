@@ -14,7 +14,7 @@ use super::comm::Comm;
 use super::packet::Packet;
 use super::packet_call::PacketCall;
 
-/// What a rank sends to the others after a mismatch.
+/// What a rank sends to the other ranks after a mismatch.
 #[derive(Serialize, Deserialize)]
 struct CallStatement {
     call: String,

@@ -284,7 +284,7 @@ fn broadcast(
         for start in (0..whole.elem_count()).step_by(limits.largest_count) {
             let count = limits.largest_count.min(whole.elem_count() - start) as c_int;
             let (kind, first) = (datatype(whole.dtype), first.wrapping_add(start * element).cast());
-            // SAFETY: elements of the tensor, which the root only reads and the others have room for.
+            // SAFETY: elements of the tensor, which the root only reads and the other ranks have room for.
             unsafe { collective!(comm, MPI_Bcast(first, count, kind, root as c_int))? };
         }
         Ok(())

@@ -82,7 +82,7 @@ pub(super) fn find_cycle(all: &HashMap<usize, RankActivity>, start: usize) -> Op
 mod tests {
     use super::*;
 
-    /// A rank in one collective, given as group and number, that has started others.
+    /// A rank in one collective, given as group and number, that has started other collectives.
     fn activity(group: u64, ranks: &[usize], number: u64, begun: &[(u64, u64)]) -> RankActivity {
         let call = format!("barrier {group}");
         let active = vec![ActiveCollective { group, ranks: ranks.to_vec(), number, call, site: String::new() }];

@@ -47,7 +47,7 @@ struct JobStatus {
     ended: Vec<bool>,
 }
 
-/// What a rank reports to all others when its program returns.
+/// What a rank reports to all other ranks when its program returns.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct LaunchExit {
     pub(super) launch: u64,
@@ -79,11 +79,11 @@ const WATCH_AFTER: Duration = Duration::from_millis(200);
 /// many ranks is not busy with queries.
 const FIRST_QUERY: Duration = Duration::from_secs(1);
 
-/// How long a failed rank waits for the others to fail as well before it ends the job: after an error that all ranks got, they
+/// How long a failed rank waits for the other ranks to fail as well before it ends the job: after an error that all ranks got, they
 /// end the launch together.
 const FAILURE_GRACE: Duration = Duration::from_secs(3);
 
-/// How long a rank waits for answers of the others before it reports a timeout without them.
+/// How long a rank waits for answers of the other ranks before it reports a timeout without them.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Service {

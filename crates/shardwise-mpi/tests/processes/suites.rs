@@ -1,4 +1,4 @@
-//! Suites of the library on a world of processes.
+//! Test suites of the library, run by ranks that are processes.
 
 use std::path::PathBuf;
 
@@ -18,7 +18,7 @@ pub(crate) fn on_all<T: Send + 'static>(
     settings.launch(processes, program).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// The directory that the test runner made for this job.
+/// The directory that the test runner created for this job.
 pub(crate) fn scratch() -> PathBuf {
     std::env::var_os("SHARDWISE_SCRATCH").expect("set by the test runner").into()
 }
@@ -27,7 +27,7 @@ fn in_rank_order() -> Settings {
     Settings::from_env().expect("good settings").deterministic(true)
 }
 
-/// Every collective, to the last bit what the thread world gives.
+/// Every collective, with the same bits as on threads.
 pub(crate) fn collectives_in_rank_order() {
     for check in [true, false] {
         let checked = on_all(&in_rank_order().check(check), |world| collectives::run(&world));
@@ -35,7 +35,7 @@ pub(crate) fn collectives_in_rank_order() {
     }
 }
 
-/// The same with limits so low that everything is split into segments and messages between pairs.
+/// The same with limits so low that every call is split into segments and pairwise messages.
 pub(crate) fn collectives_in_pieces() {
     on_all(&in_rank_order().segment(4096).largest_count(50), |world| collectives::run(&world));
 }
@@ -54,7 +54,7 @@ pub(crate) fn groups_side_by_side() {
     });
 }
 
-/// Reductions in MPI's order differ from those in rank order by rounding at most, and not at all for integers.
+/// Reductions in MPI's order differ from reductions in rank order by rounding at most, and not at all for integers.
 pub(crate) fn fast_reductions() {
     let program = |world: World, counts: &[u32]| {
         let mut results = Vec::new();
@@ -138,7 +138,7 @@ pub(crate) fn recorded_training() {
     }
 }
 
-/// Shards of ranks that make no call are read all the same.
+/// One-sided reads: shards of a rank are read although it makes no call.
 pub(crate) fn remote_shards() {
     on_all(&in_rank_order(), |world| remote_shards::run(&world, &scratch()));
 }
