@@ -124,6 +124,7 @@ impl ShardingPlan {
     }
 
     /// Parameters and buffers at these paths lie so.
+    #[doc(alias = "plan")]
     pub fn param(self, pattern: &str, places: impl Into<Places>) -> Self {
         self.entry(pattern, ParamPlan::Placements(places.into()))
     }

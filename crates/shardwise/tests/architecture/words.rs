@@ -45,7 +45,7 @@ const RULES: &[PhraseRule] = &[
 ];
 
 /// Nouns that may follow "training".
-const RUN: &str = "run|runs|step|steps|loop|loops|data|set|loss|batch|batches|program|script|job|curve|mode|text|state|\
+const RUN: &str = "run|runs|step|steps|loop|loops|data|set|loss|losses|tokens|batch|batches|program|script|job|curve|mode|text|state|\
                    command|example|code|process|world|test|tests|settings|configuration|sample|samples|log|bench|benchmark";
 
 /// Files that are not checked: the list above.
