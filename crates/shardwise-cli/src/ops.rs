@@ -3,7 +3,7 @@
 use clap::Args;
 use serde::Serialize;
 use shardwise::error::ErrorKind;
-use shardwise::ops::{OpEntry, Rule, ops};
+use shardwise::ops::{OpEntry, PlacementRule, ops};
 use shardwise::{Error, Result};
 
 use crate::output::{RowPrinter, TableRow};
@@ -103,7 +103,7 @@ fn operator_row(op: &OpEntry) -> Result<OperatorRow> {
 }
 
 /// The placements of the inputs and of the output.
-fn sides(rule: &Rule) -> (String, String) {
+fn sides(rule: &PlacementRule) -> (String, String) {
     let inputs: Vec<String> = rule.inputs.iter().map(ToString::to_string).collect();
     (inputs.join(", "), rule.output.to_string())
 }

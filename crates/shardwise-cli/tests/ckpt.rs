@@ -1,13 +1,9 @@
 //! `shardwise ckpt` on checkpoints that PyTorch, Hugging Face and this library have written.
 
-#[path = "../../shardwise/tests/suites/scratch.rs"]
-mod scratch;
-
+use serde_json::Value;
+use shardwise_test_suites::scratch::Scratch;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-
-use scratch::Scratch;
-use serde_json::Value;
 
 fn sample(name: &str) -> PathBuf {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shardwise/tests/conformance/data/dcp");
@@ -48,7 +44,16 @@ fn every_format_is_inspected_and_converted_without_a_difference() {
     // a format without values says what it leaves out
     let hf = scratch.0.join("hf");
     let said = printed(&["convert", text(&source), text(&hf), "--to", "hf", "--rename", r"model\.(.*)=$1"]);
-    assert!(said.contains("left out") && said.contains("step"), "{said}");
+    assert!(
+        said.contains("values left out, because hugging-face stores tensors only") && said.contains("step"),
+        "{said}"
+    );
+    assert!(said.lines().skip(1).all(|line| line.chars().count() <= 80), "{said}");
+    let report = printed(&["convert", text(&source), text(&hf), "--to", "hf", "--json"]);
+    let report: Value = serde_json::from_str(&report).unwrap();
+    let left_out = report["left_out"].as_array().unwrap();
+    assert!(left_out.contains(&Value::from("step")), "{report}");
+    printed(&["convert", text(&source), text(&hf), "--to", "hf", "--rename", r"model\.(.*)=$1"]);
     let seen: Value = serde_json::from_str(&printed(&["inspect", text(&hf), "--json"])).unwrap();
     assert!(seen["tensors"]["layer.weight"].is_object(), "{seen}");
     assert!(hf.join("model.safetensors").is_file());
@@ -152,8 +157,8 @@ fn damage_and_mistakes_are_reported_with_a_failing_exit_code() {
     let found: Value = serde_json::from_slice(&verified.stdout).unwrap();
     assert!(found["problems"][0].as_str().unwrap().contains("checksum"), "{found}");
     for (arguments, said) in [
-        (vec!["inspect", "/nowhere"], "nothing there"),
-        (vec!["convert", text(&good), text(&good)], "holds what is read"),
+        (vec!["inspect", "/nowhere"], "no such file or directory"),
+        (vec!["convert", text(&good), text(&good)], "contains the source"),
         (vec!["convert", text(&good), "x", "--rename", "(=1"], "rename rule"),
         (vec!["convert", text(&good), "x", "--rename", ".*=same"], "both become"),
         (vec!["reshard", text(&good), "x", "--mesh", "dp=2", "--place", "lm_head.weight"], "PATTERN=PLACEMENTS"),

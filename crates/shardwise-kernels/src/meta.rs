@@ -30,6 +30,13 @@ impl TensorMeta {
     }
 }
 
+/// A shape and an element type as a pair, such as `((4, 2), DType::F32)`.
+impl<S: Into<Shape>> From<(S, DType)> for TensorMeta {
+    fn from((shape, dtype): (S, DType)) -> Self {
+        TensorMeta::new(shape, dtype)
+    }
+}
+
 impl fmt::Display for TensorMeta {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {:?}", self.dtype.as_str(), self.shape)

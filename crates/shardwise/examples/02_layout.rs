@@ -1,4 +1,4 @@
-//! Layouts: who owns which part of a tensor, drawn as a map of ranks.
+//! Layouts: which rank owns which elements of a tensor, drawn as a grid of rank numbers. Nothing is communicated.
 //!
 //! Run with `cargo run --example 02_layout`.
 
@@ -9,12 +9,12 @@ fn main() -> Result<()> {
     for placements in ["S(0),S(1)", "S(0),R", "S(1),S(1)", "S(0;1,4),S(1;6,2)", "SS(0,2),S(0)"] {
         draw(&Layout::new(&mesh, (5, 8), Placement::parse_list(placements)?)?);
     }
-    // Tensor parallel cuts first, data parallel cuts what is left.
+    // Another shard order: tp shards dimension 0 first, dp shards each of the pieces.
     draw(&Layout::with_shard_order(&mesh, (8, 4), [Shard(0), Shard(0)], &[(0, &["tp", "dp"])])?);
     Ok(())
 }
 
-/// One cell per element, with the ranks that own it.
+/// Prints one cell per element, with the ranks that own it.
 fn draw(layout: &Layout) {
     println!("{layout}");
     let (rows, columns) = (layout.shape()[0], layout.shape()[1]);

@@ -1,4 +1,4 @@
-//! Collectives on uneven sizes, in the world and in groups of a mesh.
+//! Collectives on shards of different sizes: over all ranks, and over the axes of a mesh.
 //!
 //! Run with `cargo run --example 03_collectives`.
 
@@ -8,11 +8,11 @@ use shardwise::prelude::*;
 fn main() -> Result<()> {
     launch(4, |world| {
         let rank = world.rank();
-        // Rank r holds r rows; rank 0 holds nothing, which is ordinary.
+        // Rank r holds r rows: an empty shard is valid.
         let mine = Tensor::full(rank as f32, (rank, 2), &Device::Cpu)?;
         let all = world.all_gather(&mine, 0, &[0, 1, 2, 3])?;
 
-        // Reduce within the rows and columns of a 2x2 mesh.
+        // Reduces over one axis of a 2 x 2 mesh: the ranks that differ in that coordinate alone.
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let one = Tensor::new(&[rank as i64], &Device::Cpu)?;
         let over_dp = mesh.group(&["dp"])?.all_reduce(&one, ReduceOp::Sum)?;

@@ -1,27 +1,27 @@
-//! Linear regression on four ranks, with the collectives written by hand: the same weights as on one.
+//! Data-parallel linear regression with explicit collectives: four ranks end with the weights of one rank.
 //!
 //! Run with `cargo run --example 04_data_parallel`.
 
 use candle_core::{D, Device, Tensor};
 use shardwise::prelude::*;
 
-const SAMPLES: usize = 103; // does not divide by four
+const SAMPLES: usize = 103; // not divisible by 4: shards are uneven
 const FEATURES: usize = 5;
 const STEPS: usize = 200;
 
 fn main() -> Result<()> {
-    let alone = launch(1, |world| train(&world))?;
-    let together = launch(4, |world| train(&world))?;
-    println!("weights on 1 rank:  {alone:.4?}");
-    println!("weights on 4 ranks: {together:.4?}");
-    let difference = alone.iter().zip(&together).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    let one_rank = launch(1, |world| train(&world))?;
+    let four_ranks = launch(4, |world| train(&world))?;
+    println!("weights on 1 rank:  {one_rank:.4?}");
+    println!("weights on 4 ranks: {four_ranks:.4?}");
+    let difference = one_rank.iter().zip(&four_ranks).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
     println!("largest difference: {difference:.1e}");
     assert!(difference < 1e-12);
     Ok(())
 }
 
 fn train(world: &World) -> Result<Vec<f64>> {
-    // Each rank takes its rows, as a layout cuts them.
+    // Each rank generates the rows of its shard.
     let mesh = world.mesh([("dp", world.size())])?;
     let layout = Layout::new(mesh.mesh(), (SAMPLES, FEATURES), [Shard(0)])?;
     let (rows, first) = (layout.local_shape(world.rank())[0], layout.global_offset(world.rank())[0]);

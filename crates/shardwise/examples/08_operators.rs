@@ -1,4 +1,4 @@
-//! Operators on distributed tensors: layouts propagate, and data moves only when it must.
+//! Operators on distributed tensors: the layout of a result follows from its inputs, and ranks communicate only where they must.
 //!
 //! Run with `cargo run --example 08_operators`.
 
@@ -13,16 +13,16 @@ fn main() -> Result<()> {
         world.trace().clear();
 
         let hidden = x.matmul(&up)?.gelu()?; // no communication
-        let y = hidden.matmul(&down)?; // pending: each tp rank has a part of the sum
-        let normal = y.add(&x)?.rms_norm(1, None, 1e-6)?; // the residual joins the sum; the norm needs the value
-        let loss = normal.square()?.mean(&[], false)?; // pending again until somebody asks
+        let y = hidden.matmul(&down)?; // a partial sum: each tp rank holds one term
+        let normal = y.add(&x)?.rms_norm(1, None, 1e-6)?; // the residual is added to the partial sum; the norm reduces it
+        let loss = normal.square()?.mean(&[], false)?; // a partial value until it is read
 
         let value: f32 = loss.item()?;
         if world.rank() == 0 {
             for (name, tensor) in [("hidden", &hidden), ("y", &y), ("normal", &normal), ("loss", &loss)] {
                 println!("{name}: {}", tensor.layout());
             }
-            println!("loss {value:.4}\n\nwhat rank 0 communicated:\n{}", world.trace().report());
+            println!("loss {value:.4}\n\ncommunication of rank 0:\n{}", world.trace().report());
         }
         Ok(())
     })

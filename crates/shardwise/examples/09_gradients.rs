@@ -1,4 +1,4 @@
-//! Gradients: taken with the same distributed operators, pending until somebody needs them.
+//! Gradients: the backward pass uses the same distributed operators, and leaves partial sums until they are needed.
 //!
 //! Run with `cargo run --example 09_gradients`.
 
@@ -10,17 +10,17 @@ fn main() -> Result<()> {
         let x = DTensor::randn((8, 64), &mesh, [Shard(0), Replicate])?;
         let w = DTensor::randn((64, 64), &mesh, [Replicate, Shard(1)])?.requires_grad();
         let y = x.matmul(&w)?.gelu()?; // no communication: y is [Shard(0), Shard(1)]
-        let loss = y.sum_all()?; // a pending sum until someone needs the value
+        let loss = y.sum_all()?; // a partial sum until its value is read
         world.trace().clear();
 
         let grads = loss.backward()?;
-        let quiet = world.trace().records().is_empty();
-        let pending = grads.get(&w)?.layout().to_string();
+        let is_silent = world.trace().records().is_empty();
+        let raw_layout = grads.get(&w)?.layout().to_string();
         let grads = grads.in_param_layout()?; // one all-reduce over dp
 
         if world.rank() == 0 {
-            println!("gradient as it falls out: {pending} (communicated nothing: {quiet})");
-            println!("in the layout of the parameter: {}", grads.get(&w)?.layout());
+            println!("gradient after backward: {raw_layout} (no communication: {is_silent})");
+            println!("gradient in the layout of the parameter: {}", grads.get(&w)?.layout());
             println!("\n{}", world.trace().report());
         }
         Ok(())

@@ -1,9 +1,9 @@
-//! One model, spread by four plans: by hand, by planners and by styles. All give the same loss.
+//! One model sharded by four plans: written by hand, by planners, with an adapter, and by parallel styles. The losses are equal.
 //!
 //! Run with `cargo run --example 12_plans`.
 
 use shardwise::nn::{Activation, Builder, Embedding, Forward, LayerNorm, Linear, Mlp, Module};
-use shardwise::ops::Classes;
+use shardwise::ops::LossOptions;
 use shardwise::plan::{
     ColwiseParallel, FullyShard, LowRankAdapter, RowwiseParallel, ShardingPlan, ShardingPlanner, TensorParallel,
     parallelize_module, shard_module,
@@ -30,11 +30,11 @@ impl Model {
 
     fn loss(&self, mesh: &DeviceMesh) -> Result<f32> {
         let batch = [Shard(0), Replicate];
-        let ids = DTensor::from_fn(128, DType::I64, mesh, batch.clone(), |i| ((i[0] * 37) % 64) as f64)?;
-        let targets = DTensor::from_fn(128, DType::I64, mesh, batch, |i| ((i[0] * 37 + 1) % 64) as f64)?;
+        let ids = DTensor::from_fn((128, DType::I64), mesh, batch.clone(), |i| ((i[0] * 37) % 64) as f64)?;
+        let targets = DTensor::from_fn((128, DType::I64), mesh, batch, |i| ((i[0] * 37 + 1) % 64) as f64)?;
         let x = self.tokens.forward(&ids)?;
         let x = x.add(&self.mlp.forward(&self.norm.forward(&x)?)?)?;
-        self.head.forward(&x)?.cross_entropy(&targets, Classes::default())?.item()
+        self.head.forward(&x)?.cross_entropy(&targets, LossOptions::default())?.item()
     }
 }
 
@@ -46,15 +46,15 @@ fn main() -> Result<()> {
             Model::new(&Builder::new(&mesh))
         };
         let expected = fresh()?.loss(&mesh)?;
-        // by hand: paths and patterns to placements, and what becomes of outputs
+        // By hand: patterns of parameter paths with placements, and the layout of an output.
         let by_hand = ShardingPlan::new()
             .param("mlp.up.*", [("tp", Shard(0))])
             .param("mlp.down.weight", [("tp", Shard(1))])
             .param("tokens.weight", [Shard(0), Replicate])
             .output("mlp", [("tp", Replicate)]);
-        // by planners, one on top of the other
+        // By planners: tensor parallelism, then fully sharded data parallelism on the rest.
         let planned = TensorParallel::new("tp").and(FullyShard::new(["dp"])).plan(&fresh()?, &mesh)?;
-        // a layer that is replaced: its weight stays, a small correction learns
+        // With a LoRA adapter: the layer's weight is frozen, a low-rank correction is trained.
         let adapted = ShardingPlan::new()
             .sharder("mlp.up", LowRankAdapter { rank: 4, scale: 1.0 })
             .param("head.*", [("tp", Shard(0))]);
@@ -67,7 +67,7 @@ fn main() -> Result<()> {
                 println!("{name}: loss {loss:.4}\n{plan}");
             }
         }
-        // by styles
+        // By PyTorch's parallel styles.
         let model = fresh()?;
         parallelize_module(
             &model,
@@ -77,7 +77,7 @@ fn main() -> Result<()> {
         assert!((model.loss(&mesh)? - expected).abs() < 1e-4);
         let table = planned.table(&fresh()?)?;
         if world.rank() == 0 {
-            println!("planned, in full:\n{table}");
+            println!("planned, per parameter:\n{table}");
         }
         Ok(())
     })

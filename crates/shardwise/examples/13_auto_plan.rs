@@ -1,12 +1,12 @@
-//! A plan for a small transformer on two by four ranks, found by trying plans without data, for several limits of memory
-//! per rank, beside the plan that people write by hand.
+//! Automatic planning: searches plans for a small transformer on 2 x 4 ranks with dry runs, under several memory limits per rank,
+//! and compares them with tensor parallelism written by hand.
 //!
 //! Run with `cargo run --example 13_auto_plan`.
 
 use shardwise::nn::{
     AttentionConfig, Builder, Embedding, Forward, Linear, Module, MultiHeadAttention, RmsNorm, SwiGlu,
 };
-use shardwise::ops::Classes;
+use shardwise::ops::LossOptions;
 use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer};
 use shardwise::plan::{AutoPlanner, ShardingPlan, ShardingPlanner, TensorParallel};
 use shardwise::prelude::*;
@@ -53,7 +53,7 @@ impl Model {
     fn loss(&self, mesh: &DeviceMesh) -> Result<DTensor> {
         let words = |after: usize| {
             let word = move |at: &[usize]| ((at[0] * 31 + (at[1] + after) * 7) % WORDS) as f64;
-            DTensor::from_fn((8, 32), DType::I64, mesh, [Shard(0), Replicate], word)
+            DTensor::from_fn(((8, 32), DType::I64), mesh, [Shard(0), Replicate], word)
         };
         let mut x = self.tokens.forward(&words(0)?)?;
         for block in &self.blocks {
@@ -61,11 +61,11 @@ impl Model {
             x = x.add(&block.mlp.forward(&block.between.forward(&x)?)?)?;
         }
         let logits = self.head.forward(&self.norm.forward(&x)?)?.flatten(0, 1)?;
-        logits.cross_entropy(&words(1)?.flatten(0, 1)?, Classes::default())
+        logits.cross_entropy(&words(1)?.flatten(0, 1)?, LossOptions::default())
     }
 }
 
-/// One step of training by a plan.
+/// One training step with a plan.
 fn step(plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<()> {
     let model = plan.build(mesh, Model::new)?;
     let mut optimizer = ShardedOptimizer::new(model.named_parameters(), ParamGroup::new(AdamW::default()))?;
@@ -83,22 +83,23 @@ fn main() -> Result<()> {
         println!("by hand: {:.1} us, {} KiB per rank", reference.us(), reference.peak_bytes >> 10);
         let mut plans = Vec::new();
         for limit in [usize::MAX, 3000 << 10, 2200 << 10, 1 << 10] {
-            let said = if limit == usize::MAX { "no limit".to_string() } else { format!("limit {} KiB", limit >> 10) };
+            let limit_text =
+                if limit == usize::MAX { "no limit".to_string() } else { format!("limit {} KiB", limit >> 10) };
             match planner().memory_limit(limit).search(&model, &mesh) {
                 Ok(search) => {
                     let best: String = search.to_string().lines().take(6).map(|line| format!("{line}\n")).collect();
-                    println!("{said}, {} plans tried, the best of them:\n{best}", search.tried.len());
+                    println!("{limit_text}, {} plans tried, the best of them:\n{best}", search.tried.len());
                     assert!(search.estimate.peak_bytes <= limit);
                     assert!(reference.peak_bytes > limit || search.estimate.us() <= reference.us());
                     plans.push(search.plan);
                 }
-                Err(error) => println!("{said}: {error}\n"),
+                Err(error) => println!("{limit_text}: {error}\n"),
             }
         }
         println!("the plan without a limit:\n{}", plans[0].table(&model)?);
         Ok(plans.swap_remove(0))
     })?;
-    // the plan is a value: the ranks of a real run build their model by it
+    // A plan is a value: the ranks of a real run build their model from it.
     let plan = found.value;
     launch(8, move |world| step(&plan, &world.mesh(axes)?))
 }

@@ -130,7 +130,7 @@
 //! let part = x.i((.., 1..3))?;
 //! let positive = x.i(&x.gt(0.0)?)?;
 //! x.set(0, 0.0)?;
-//! # assert_eq!((part.shape(), positive.rank()), (&[4, 2][..], 1));
+//! # assert_eq!((part.shape(), positive.ndim()), (&[4, 2][..], 1));
 //! # Ok(())
 //! # })?;
 //! # Ok::<(), Error>(())
@@ -334,12 +334,12 @@
 //!
 //! ```
 //! # use shardwise::prelude::*;
-//! # use shardwise::ops::Classes;
+//! # use shardwise::ops::LossOptions;
 //! # launch(4, |world| {
 //! # let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
 //! # let logits = DTensor::randn((8, 10), &mesh, [Shard(0), Shard(1)])?.requires_grad();
 //! # let targets = DTensor::zeros(8, DType::I64, &mesh, [Shard(0), Replicate])?;
-//! let loss = logits.cross_entropy(&targets, Classes::default())?;
+//! let loss = logits.cross_entropy(&targets, LossOptions::default())?;
 //! let grads = loss.backward()?;
 //! # assert_eq!(grads.get(&logits)?.shape(), [8, 10]);
 //! # Ok(())
@@ -562,9 +562,9 @@
 //! ```
 //! # use candle_core::Tensor;
 //! # use shardwise::prelude::*;
-//! # use shardwise::op::{self, Gradient, Op, OpPlan, Place};
+//! # use shardwise::op::{self, Gradient, KernelContext, Op, OpPlan};
 //! # use shardwise::rule::Signature;
-//! # use shardwise::tensor::Keeps;
+//! # use shardwise::tensor::SaveForBackward;
 //! # launch(4, |world| {
 //! # let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
 //! #[derive(Clone, PartialEq, Eq, Hash)]
@@ -580,12 +580,12 @@
 //!         Ok(OpPlan { signature: Signature::pointwise(&[shape], shape), outputs: vec![inputs[0].clone()] })
 //!     }
 //!
-//!     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+//!     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
 //!         Ok(vec![inputs[0].powf(3.0)?])
 //!     }
 //!
 //!     fn gradient(&self) -> Gradient<Self> {
-//!         Gradient::From(Keeps::Inputs, |_, saved, gradients| {
+//!         Gradient::From(SaveForBackward::Inputs, |_, saved, gradients| {
 //!             let slope = (saved.input(0).square()? * 3.0)?;
 //!             Ok(vec![gradients[0].as_ref().map(|g| g * &slope).transpose()?])
 //!         })

@@ -68,7 +68,7 @@ pub mod models;
 pub mod train;
 pub mod guide;
 
-pub use autograd::{BackwardOptions, Gradients, checkpoint, local_map};
+pub use autograd::{BackwardOptions, Gradients, checkpoint_activations, local_map};
 pub use comm::{
     DeviceMesh, DryWorld, ExplicitRedistribution, Group, ThreadWorld, World, explicit_communication_only, launch,
     launch_scoped, with_mesh,

@@ -1,4 +1,4 @@
-//! Parameters: tensors that modules and optimizers share, and that change from step to step.
+//! Parameters: shared cells whose tensor an optimizer replaces at every step.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,10 +10,12 @@ use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 use crate::tensor::DTensor;
 
-/// A cell that holds the current value of a parameter. Clones share it: what an optimizer sets, a module gets.
+/// A shared cell with the current value of a parameter. Clones share the cell: the module reads what the optimizer wrote.
 ///
-/// A tensor never changes, so every step puts a new one into the cell. Between two steps all users get the same leaf:
-/// gradients are found under it.
+/// Unlike PyTorch's `Parameter`, which is modified in place, an optimizer step replaces the tensor in the cell, because tensors
+/// are immutable. Until then, [`get`](Self::get) always returns the same leaf, the key for [`Gradients::get`].
+///
+/// [`Gradients::get`]: crate::Gradients::get
 ///
 /// ```
 /// use shardwise::param::Param;
@@ -35,17 +37,20 @@ use crate::tensor::DTensor;
 pub struct Param(Arc<Mutex<DTensor>>);
 
 impl Param {
-    /// A parameter that begins with the value of a tensor, whose history does not matter.
+    /// Creates a parameter with this value, detached from the graph that computed it. Local, no copy.
     pub fn new(value: &DTensor) -> Self {
         Param(Arc::new(Mutex::new(value.requires_grad())))
     }
 
-    /// The current value, as a leaf: the same one until the next [`set`](Self::set).
+    /// Returns the current value as a leaf: the same one until the next [`set`](Self::set).
     pub fn get(&self) -> DTensor {
         self.0.lock().clone()
     }
 
-    /// Replaces the value by one of the same shape, in any layout and type. Leaves that were gotten before keep theirs.
+    /// Replaces the value by one of the same shape, in any layout and type. Local. Leaves returned earlier are unchanged.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if the shape differs.
     pub fn set(&self, value: &DTensor) -> Result<()> {
         let mut current = self.0.lock();
         if value.shape() != current.shape() {
@@ -53,19 +58,19 @@ impl Param {
                 "parameter value",
                 format!("shape {:?}", value.shape()),
                 format!("{:?}, the shape of the parameter", current.shape()),
-                "reshape the value, or make a new parameter",
+                "reshape the value, or create a new parameter",
             ));
         }
         *current = value.requires_grad();
         Ok(())
     }
 
-    /// How the current value lies.
+    /// Layout of the current value.
     pub fn layout(&self) -> Layout {
         self.0.lock().layout().clone()
     }
 
-    /// Shape of the whole.
+    /// Shape of the whole tensor.
     pub fn shape(&self) -> Vec<usize> {
         self.0.lock().shape().to_vec()
     }
@@ -75,7 +80,7 @@ impl Param {
         self.0.lock().dtype()
     }
 
-    /// Whether the two are one cell.
+    /// Whether both are clones of the same parameter, as with tied weights.
     pub fn is_same(&self, other: &Param) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }

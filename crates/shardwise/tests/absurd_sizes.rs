@@ -1,11 +1,12 @@
-//! Sizes that no memory has are typed errors on every rank: nothing aborts, wraps around or runs for ever.
+//! Sizes beyond any memory are typed errors on every rank: nothing aborts, overflows or runs forever.
 
 use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 use shardwise::DryWorld;
-use shardwise::ops::Convolution;
+use shardwise::ops::ConvOptions;
 use shardwise::prelude::*;
+use shardwise::tensor::{Linspace, Logspace};
 
 /// Longer than any refusal takes on a busy machine, and far shorter than filling what was asked for.
 const AT_ONCE: Duration = Duration::from_secs(20);
@@ -29,46 +30,50 @@ fn refused(program: impl Fn(&DeviceMesh) -> Result<DTensor> + Send + Sync + 'sta
 const VAST: usize = 1_000_000_000_000;
 
 #[test]
-fn factories_refuse_what_no_memory_holds() {
+fn factories_reject_sizes_beyond_memory() {
     for placement in [Replicate, Shard(0)] {
         let of = move || [placement.clone()];
         let place = of.clone();
-        refused(move |mesh| DTensor::arange(0.0, 1e12, 1.0, DType::F32, mesh, place()));
+        refused(move |mesh| DTensor::arange(0.0..1e12, DType::F32, mesh, place()));
         let place = of.clone();
-        refused(move |mesh| DTensor::arange(0.0, 1e12, 1.0, DType::I64, mesh, place()));
+        refused(move |mesh| DTensor::arange(0.0..1e12, DType::I64, mesh, place()));
         let place = of.clone();
-        refused(move |mesh| DTensor::linspace(0.0, 1.0, VAST, DType::F64, mesh, place()));
+        refused(move |mesh| {
+            DTensor::linspace(Linspace { start: 0.0, end: 1.0, steps: VAST }, DType::F64, mesh, place())
+        });
         let place = of.clone();
-        refused(move |mesh| DTensor::logspace(0.0, 1.0, VAST, 2.0, DType::F64, mesh, place()));
+        refused(move |mesh| {
+            DTensor::logspace(Logspace { start: 0.0, end: 1.0, steps: VAST, base: 2.0 }, DType::F64, mesh, place())
+        });
         let place = of.clone();
         refused(move |mesh| DTensor::randn(VAST, mesh, place()));
         let place = of.clone();
         refused(move |mesh| DTensor::rand((1_000_000, 1_000_000), mesh, place()));
         let place = of.clone();
-        refused(move |mesh| DTensor::randint(0, 9, VAST, mesh, place()));
+        refused(move |mesh| DTensor::randint(0..9, VAST, mesh, place()));
         let place = of.clone();
         refused(move |mesh| DTensor::randperm(VAST, mesh, place()));
         let place = of.clone();
-        refused(move |mesh| DTensor::eye(10_000_000, 10_000_000, DType::U8, mesh, place()));
+        refused(move |mesh| DTensor::eye((10_000_000, 10_000_000), DType::U8, mesh, place()));
         let place = of.clone();
-        refused(move |mesh| DTensor::from_fn(VAST, DType::F32, mesh, place(), |_| 0.0));
+        refused(move |mesh| DTensor::from_fn((VAST, DType::F32), mesh, place(), |_| 0.0));
         let place = of.clone();
         refused(move |mesh| DTensor::zeros(VAST, DType::F32, mesh, place()));
         let place = of.clone();
-        refused(move |mesh| DTensor::full(1.0, (VAST, 2), DType::U8, mesh, place()));
+        refused(move |mesh| DTensor::full(1.0, ((VAST, 2), DType::U8), mesh, place()));
     }
 }
 
 #[test]
-fn a_part_that_only_one_rank_could_not_hold_is_refused_on_both() {
+fn a_shard_too_large_for_one_rank_is_an_error_on_both_ranks() {
     let texts = refused(|mesh| DTensor::zeros(VAST + 1, DType::F32, mesh, [Placement::ragged(0, [1, VAST])]));
     assert!(texts.iter().all(|text| text.contains("rank 1")), "{texts:?}");
 }
 
 #[test]
-fn operators_refuse_what_no_memory_holds() {
+fn operators_reject_results_beyond_memory() {
     fn ids(mesh: &DeviceMesh) -> Result<DTensor> {
-        DTensor::arange(0.0, 4.0, 1.0, DType::I64, mesh, [Shard(0)])
+        DTensor::arange(0.0..4.0, DType::I64, mesh, [Shard(0)])
     }
     refused(|mesh| ids(mesh)?.one_hot(VAST));
     refused(|mesh| ids(mesh)?.one_hot(usize::MAX));
@@ -102,10 +107,10 @@ impl ContiguousSum for DTensor {
 }
 
 #[test]
-fn windows_of_absurd_sizes_are_refused() {
+fn convolution_windows_of_absurd_sizes_are_rejected() {
     for size in [usize::MAX, usize::MAX / 2, 1 << 62, 1 << 50, VAST] {
-        let with = move |change: fn(&mut Convolution, usize)| {
-            let mut options = Convolution::default();
+        let with = move |change: fn(&mut ConvOptions, usize)| {
+            let mut options = ConvOptions::default();
             change(&mut options, size);
             for placements in [[Replicate], [Shard(2)]] {
                 refused(move |mesh| {
@@ -144,7 +149,7 @@ fn windows_of_absurd_sizes_are_refused() {
 }
 
 #[test]
-fn worlds_and_meshes_of_absurd_sizes_are_refused() {
+fn worlds_and_meshes_of_absurd_sizes_are_rejected() {
     let begun = Instant::now();
     assert!(launch(1_000_000_000, |_| Ok(())).is_err());
     let error = ThreadWorld::new(1).unwrap().kernel_threads(100_000_000).run(|_| Ok(())).unwrap_err();
@@ -159,7 +164,7 @@ fn worlds_and_meshes_of_absurd_sizes_are_refused() {
 }
 
 #[test]
-fn sharded_tensors_of_absurd_sizes_are_refused() {
+fn sharded_tensors_of_absurd_sizes_are_rejected() {
     use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
     let begun = Instant::now();
     let run = |world: World| {
@@ -185,7 +190,7 @@ fn dry_runs_of_huge_tensors_allocate_nothing() {
     let run = DryWorld::new(8).unwrap().run(|world| {
         let mesh = world.mesh([("a", 8)])?;
         let x = DTensor::randn((1 << 24, 1 << 20), &mesh, [Shard(0)])?;
-        let y = DTensor::arange(0.0, 1e12, 1.0, DType::F32, &mesh, [Replicate])?;
+        let y = DTensor::arange(0.0..1e12, DType::F32, &mesh, [Replicate])?;
         let z = x.add(&x)?.pad(&[(1 << 20, 0)], 0.0)?;
         Ok((z.shape().to_vec(), y.shape().to_vec()))
     });
@@ -194,7 +199,7 @@ fn dry_runs_of_huge_tensors_allocate_nothing() {
 }
 
 #[test]
-fn a_wide_view_of_one_element_is_refused_where_it_would_be_copied() {
+fn a_huge_broadcast_view_is_rejected_where_it_would_be_copied() {
     let texts = refused(|mesh| {
         let view = Tensor::zeros((1, 1), DType::F32, &Device::Cpu)?.broadcast_as((1 << 24, 1 << 20))?;
         DTensor::from_local_with_shape(&view, mesh, [Replicate], (1 << 24, 1 << 20))

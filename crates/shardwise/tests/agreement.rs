@@ -1,7 +1,4 @@
-//! What ranks must have in common, and what is left of a world after its launch.
-
-#[path = "suites/disagreements.rs"]
-mod disagreements;
+//! Ranks must make the same calls with the same arguments, and nothing communicates after its launch has ended.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,9 +9,10 @@ use shardwise::error::Site;
 use shardwise::mesh::Network;
 use shardwise::prelude::*;
 use shardwise::{Error, Group, TensorMeta, ThreadWorld};
+use shardwise_test_suites::disagreements;
 
 #[test]
-fn ranks_that_do_not_do_the_same_get_the_same_typed_error() {
+fn ranks_with_different_calls_get_the_same_typed_error() {
     for ranks in [2, 3] {
         let done = ThreadWorld::new(ranks).unwrap().run(|world| disagreements::run(&world)).unwrap();
         assert!(done.iter().all(|cases| *cases == done[0]), "{done:?}");
@@ -22,7 +20,7 @@ fn ranks_that_do_not_do_the_same_get_the_same_typed_error() {
 }
 
 #[test]
-fn calls_of_two_threads_of_one_rank_are_never_paired() {
+fn calls_of_two_threads_of_one_rank_are_never_matched() {
     for _ in 0..50 {
         ThreadWorld::new(2).unwrap().run(|world| disagreements::two_threads(&world)).unwrap();
     }
@@ -57,7 +55,7 @@ fn communicate(world: &World, x: &DTensor) -> Vec<Error> {
 }
 
 #[test]
-fn what_outlives_its_launch_cannot_communicate() {
+fn tensors_and_worlds_that_outlive_their_launch_cannot_communicate() {
     for ranks in [1, 2, 3] {
         let left = ThreadWorld::new(ranks).unwrap().run(|world| {
             let mesh = world.mesh([("dp", world.size())])?;
@@ -84,7 +82,7 @@ fn what_outlives_its_launch_cannot_communicate() {
 }
 
 #[test]
-fn the_deadline_names_ranks_that_are_in_another_call() {
+fn a_timeout_names_ranks_that_are_in_another_call() {
     let deadline = Duration::from_secs(1);
     let results = ThreadWorld::new(3).unwrap().deadline(deadline).run_each(move |world| {
         let begun = Instant::now();
@@ -149,7 +147,7 @@ impl Communicator for Careless {
 }
 
 #[test]
-fn results_of_a_foreign_engine_are_checked_before_anything_computes_on_them() {
+fn results_of_a_custom_engine_are_checked_before_use() {
     let zeros = |count: usize, dtype| Tensor::zeros(count, dtype, &Device::Cpu).unwrap();
     let good = Group::new(Arc::new(Careless(|| vec![Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap()])));
     let input = zeros(4, DType::F32);

@@ -1,12 +1,7 @@
-//! Checkpoints: any layout of any world to any other, values, snapshots, and what is refused.
+//! Checkpoints: saved in any layout on any world and loaded into any other; values, async saves, and invalid calls.
 //!
 //! `SHARDWISE_CHECKPOINT_CASES` sets the number of random round trips per format (default 400), `SHARDWISE_SEED` the first
 //! seed.
-
-#[path = "suites/refused.rs"]
-mod refused;
-#[path = "suites/scratch.rs"]
-mod scratch;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,9 +17,8 @@ use shardwise::checkpoint::{
 };
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor, shard_tensor};
-
-use refused::refused;
-use scratch::Scratch;
+use shardwise_test_suites::errors::same_error_on_all_ranks;
+use shardwise_test_suites::scratch::Scratch;
 
 const DTYPES: [DType; 9] =
     [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I64, DType::I32, DType::I16, DType::U32, DType::U8];
@@ -113,24 +107,24 @@ fn round_trips(format: Format, name: &str) {
 }
 
 #[test]
-fn any_layout_of_any_world_loads_into_any_other_native() {
+fn any_layout_loads_into_any_other_from_native() {
     round_trips(Format::Native, "native");
 }
 
 #[test]
-fn any_layout_of_any_world_loads_into_any_other_hugging_face() {
+fn any_layout_loads_into_any_other_from_hugging_face() {
     round_trips(Format::HuggingFace, "hf");
 }
 
 #[test]
-fn any_layout_of_any_world_loads_into_any_other_dcp() {
+fn any_layout_loads_into_any_other_from_dcp() {
     round_trips(Format::Dcp, "dcp");
 }
 
 fn nested(mesh: &DeviceMesh) -> Result<State> {
     let rows = ChunkShardingSpec::over_ranks(0, mesh.ranks().iter().rev().copied())?;
     Ok(State::map([
-        ("model", State::map([("w", DTensor::arange(0.0, 10.0, 1.0, DType::F32, mesh, [Shard(0)])?)])),
+        ("model", State::map([("w", DTensor::arange(0.0..10.0, DType::F32, mesh, [Shard(0)])?)])),
         ("sharded", State::from(shard_tensor(&whole(&[5, 2], DType::I64, 3), rows, mesh, None)?)),
         ("plain", State::from(whole(&[3], DType::F64, 1))),
         ("step", State::from(-7)),
@@ -147,12 +141,12 @@ fn nested(mesh: &DeviceMesh) -> Result<State> {
 }
 
 #[test]
-fn nested_state_comes_back_as_it_was() {
+fn nested_state_round_trips() {
     nested_state(Format::Native, "nested");
 }
 
 #[test]
-fn nested_state_comes_back_as_it_was_from_dcp() {
+fn nested_state_round_trips_through_dcp() {
     nested_state(Format::Dcp, "nested-dcp");
 }
 
@@ -233,7 +227,7 @@ fn every_byte_is_written_once_and_each_rank_writes_its_share() {
 }
 
 #[test]
-fn an_asynchronous_save_is_a_snapshot_and_the_program_goes_on() {
+fn an_async_save_is_a_snapshot_and_does_not_block() {
     let scratch = Scratch::new("async");
     let path = scratch.0.join("state");
     let place = path.clone();
@@ -257,11 +251,11 @@ fn an_asynchronous_save_is_a_snapshot_and_the_program_goes_on() {
 }
 
 #[test]
-fn what_cannot_be_saved_or_loaded_is_one_error_on_all_ranks_and_changes_nothing() {
+fn invalid_saves_and_loads_are_one_error_on_all_ranks_and_change_nothing() {
     let scratch = Arc::new(Scratch::new("refused"));
     let save = |name: &'static str, state: fn(&DeviceMesh, usize) -> Result<State>| {
         let scratch = Arc::clone(&scratch);
-        refused(2, move |world| {
+        same_error_on_all_ranks(2, move |world| {
             let state = state(&world.mesh([("all", 2)])?, world.rank())?;
             checkpoint::save(&world, scratch.0.join(name), &state)
         })
@@ -283,7 +277,7 @@ fn what_cannot_be_saved_or_loaded_is_one_error_on_all_ranks_and_changes_nothing(
     })
     .unwrap();
     let place = good.clone();
-    let missing = refused(2, move |world| {
+    let missing = same_error_on_all_ranks(2, move |world| {
         let mesh = world.mesh([("all", 2)])?;
         let like = |shape: (usize, usize)| DTensor::zeros(shape, DType::F32, &mesh, [Replicate]);
         let template = State::map([
@@ -296,12 +290,14 @@ fn what_cannot_be_saved_or_loaded_is_one_error_on_all_ranks_and_changes_nothing(
     for said in ["no tensor \"weights\"", "`weight` as the nearest", "[4, 3] instead of [3, 4]", "no value \"m\""] {
         assert!(missing.contains(said), "{said}: {missing}");
     }
-    let nowhere =
-        refused(2, move |world| checkpoint::load(&world, "/nowhere/at/all", &State::map([("a", 1)])).map(drop));
-    assert!(nowhere.contains("nothing there") && nowhere.contains("/nowhere/at/all"), "{nowhere}");
-    let read_only = refused(2, move |world| checkpoint::save(&world, "/proc/nothing", &State::map([("a", 1)])));
+    let nowhere = same_error_on_all_ranks(2, move |world| {
+        checkpoint::load(&world, "/nowhere/at/all", &State::map([("a", 1)])).map(drop)
+    });
+    assert!(nowhere.contains("no such file or directory") && nowhere.contains("/nowhere/at/all"), "{nowhere}");
+    let read_only =
+        same_error_on_all_ranks(2, move |world| checkpoint::save(&world, "/proc/nothing", &State::map([("a", 1)])));
     assert!(read_only.contains("rank 0"), "{read_only}");
-    let values = refused(1, {
+    let values = same_error_on_all_ranks(1, {
         let place = scratch.0.join("values");
         move |world| {
             let options = SaveOptions { format: Format::HuggingFace, ..SaveOptions::default() };
@@ -315,12 +311,12 @@ fn what_cannot_be_saved_or_loaded_is_one_error_on_all_ranks_and_changes_nothing(
 }
 
 #[test]
-fn long_lists_come_back_in_order() {
+fn long_lists_keep_their_order() {
     let scratch = Scratch::new("long");
     let path = scratch.0.join("state");
     launch(2, move |world| {
         let mesh = world.mesh([("all", 2)])?;
-        let entry = |i: usize| DTensor::full(i as f64, 3, DType::F32, &mesh, [Shard(0)]);
+        let entry = |i: usize| DTensor::full(i as f64, (3, DType::F32), &mesh, [Shard(0)]);
         let list = State::list((0..25).map(entry).collect::<Result<Vec<_>>>()?);
         checkpoint::save(&world, &path, &State::map([("list", list.clone())]))?;
         let loaded = checkpoint::load(&world, &path, &State::map([("list", list)]))?;
@@ -334,14 +330,14 @@ fn long_lists_come_back_in_order() {
 }
 
 #[test]
-fn nothing_but_a_checkpoint_is_ever_replaced() {
+fn a_save_replaces_nothing_but_checkpoints() {
     let scratch = Arc::new(Scratch::new("precious"));
     let project = scratch.0.join("project");
     std::fs::create_dir_all(project.join("inner")).unwrap();
     std::fs::write(project.join("notes.txt"), "mine").unwrap();
     for (place, said) in [("project", "would be lost"), ("project/notes.txt", "a file")] {
         let target = scratch.0.join(place);
-        let error = refused(2, move |world| checkpoint::save(&world, &target, &State::map([("a", 1)])));
+        let error = same_error_on_all_ranks(2, move |world| checkpoint::save(&world, &target, &State::map([("a", 1)])));
         assert!(error.contains(said), "{error}");
     }
     assert_eq!(std::fs::read_to_string(project.join("notes.txt")).unwrap(), "mine");
@@ -354,23 +350,23 @@ fn nothing_but_a_checkpoint_is_ever_replaced() {
     .unwrap();
     let options = ConvertOptions::to(Format::Native);
     let error = convert(steps.join("step-00000001"), &steps, &options, &|_| {}).unwrap_err().to_string();
-    assert!(error.contains("holds what is read"), "{error}");
+    assert!(error.contains("contains the source"), "{error}");
     // two saves to one place at a time
     let target = scratch.0.join("twice");
-    let error = refused(2, move |world| {
+    let error = same_error_on_all_ranks(2, move |world| {
         let state = State::map([("a", 1)]);
         let first = checkpoint::async_save(&world, &target, &state, &SaveOptions::default())?;
         let second = checkpoint::async_save(&world, &target, &state, &SaveOptions::default());
         first.wait()?;
         // The first may have been over before the second began.
-        second.and_then(checkpoint::AsyncSave::wait).and(Err(Error::other("under way")))
+        second.and_then(checkpoint::AsyncSave::wait).and(Err(Error::other("in progress")))
     });
-    assert!(error.contains("under way"), "{error}");
-    assert!(checkpoint::verify(scratch.0.join("twice"), &|_| {}).is_whole());
+    assert!(error.contains("in progress"), "{error}");
+    assert!(checkpoint::verify(scratch.0.join("twice"), &|_| {}).is_intact());
 }
 
 #[test]
-fn a_series_keeps_the_newest_also_after_going_back() {
+fn a_series_keeps_the_newest_after_resuming_from_an_older_checkpoint() {
     let scratch = Scratch::new("series");
     let series = Series::new(scratch.0.join("run")).keep(2);
     let saving = series.clone();
@@ -387,7 +383,7 @@ fn a_series_keeps_the_newest_also_after_going_back() {
 }
 
 #[test]
-fn conversions_keep_names_numbers_and_values_and_differences_are_found() {
+fn conversions_preserve_tensors_and_values_and_diff_finds_changes() {
     let scratch = Scratch::new("convert");
     let (native, place) = (scratch.0.join("native"), scratch.0.join("native"));
     launch(3, move |world| {
@@ -401,7 +397,7 @@ fn conversions_keep_names_numbers_and_values_and_differences_are_found() {
         let mut options = ConvertOptions { max_file_bytes: 60, ..ConvertOptions::to(format) };
         let done = convert(&native, &to, &options, &|_| {}).unwrap();
         assert_eq!((done.tensors, done.left_out.is_empty()), (first.tensors.len(), format != Format::HuggingFace));
-        assert!(checkpoint::verify(&to, &|_| {}).is_whole());
+        assert!(checkpoint::verify(&to, &|_| {}).is_intact());
         let second = checkpoint::open(&to).unwrap();
         let found = diff(&first, &second, DiffOptions::default()).unwrap();
         let tensors: Vec<_> = found.iter().filter(|(key, _)| first.tensors.contains_key(key)).collect();
@@ -409,7 +405,7 @@ fn conversions_keep_names_numbers_and_values_and_differences_are_found() {
         assert!(format != Format::Native || found.is_empty(), "{found:?}");
         // cut for four ranks, in half precision, with other names
         let mesh = Mesh::new([4]).unwrap();
-        options.cut = Some(Arc::new(move |_, shape| {
+        options.reshard = Some(Arc::new(move |_, shape| {
             let dims = shape.len();
             let placement = if dims == 0 { Replicate } else { Shard(0) };
             Ok(Layout::new(&mesh, shape, [placement])?.primary_boxes().collect())
@@ -461,7 +457,7 @@ fn a_rank_that_dies_while_saving_leaves_the_old_checkpoint() {
     let save = |value: f64, dies: bool, path: PathBuf| {
         launch(2, move |world| {
             let mesh = world.mesh([("all", 2)])?;
-            let x = DTensor::full(value, 8, DType::F32, &mesh, [Shard(0)])?;
+            let x = DTensor::full(value, (8, DType::F32), &mesh, [Shard(0)])?;
             let options = SaveOptions { deadline: Duration::from_secs(20), ..SaveOptions::default() };
             let saving = checkpoint::async_save(&world, &path, &State::map([("x", x)]), &options)?;
             if dies && world.rank() == 1 {

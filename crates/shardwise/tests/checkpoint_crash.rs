@@ -1,4 +1,4 @@
-//! A process that saves is killed at random moments: afterwards the directory holds the old checkpoint or the new one, whole.
+//! A saving process is killed at random moments: afterwards the directory holds the old checkpoint or the new one, complete.
 //!
 //! `SHARDWISE_CRASH_CASES` sets the number of killed processes (default 200), `SHARDWISE_SEED` the first seed.
 
@@ -20,7 +20,7 @@ fn number(name: &str, default: usize) -> usize {
 
 /// What a process does until it is killed: it saves one generation after the other.
 #[test]
-fn the_process_that_saves() {
+fn child_process_that_saves() {
     let Some(target) = std::env::var_os(TARGET).map(PathBuf::from) else { return };
     let first = generation(&target).unwrap_or(0) + 1;
     launch(2, move |world| {
@@ -28,7 +28,7 @@ fn the_process_that_saves() {
         for generation in first.. {
             let tensor = |i: usize| -> Result<(String, State)> {
                 let placement = [Shard(0), Replicate, Shard(1)][i % 3].clone();
-                let x = DTensor::full(generation as f64, (96, 64 + i), DType::F32, &mesh, [placement])?;
+                let x = DTensor::full(generation as f64, ((96, 64 + i), DType::F32), &mesh, [placement])?;
                 Ok((format!("t{i}"), State::from(x)))
             };
             let mut entries = (0..6).map(tensor).collect::<Result<Vec<_>>>()?;
@@ -62,7 +62,7 @@ fn a_process_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_one() {
     let (mut before, mut advanced, mut leftovers) = (None, 0, 0);
     for case in 0..cases {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "the_process_that_saves", "--nocapture"])
+            .args(["--exact", "child_process_that_saves", "--nocapture"])
             .env(TARGET, &target)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -79,7 +79,7 @@ fn a_process_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_one() {
         child.kill().unwrap();
         child.wait().unwrap();
         let verification = verify(&target, &|_| {});
-        assert!(verification.is_whole(), "seed {seed}, case {case}: {:?}", verification.problems);
+        assert!(verification.is_intact(), "seed {seed}, case {case}: {:?}", verification.problems);
         let now = generation(&target);
         assert!(now >= before, "seed {seed}, case {case}: from {before:?} back to {now:?}");
         advanced += usize::from(now > before);

@@ -1,5 +1,5 @@
-//! Every parser of checkpoint files, fed with what random changes make of good files: never a panic, never a hang, never more
-//! memory than the files justify. What is found is an error, or a checkpoint that can be read.
+//! Mutation fuzzing of every parser of checkpoint files: never a panic, a hang, or more memory than the files justify. The
+//! outcome is an error or a readable checkpoint.
 //!
 //! `SHARDWISE_FUZZ_SECONDS` bounds the time per parser (default 2; hours find more), `SHARDWISE_SEED` sets the seed.
 
@@ -89,38 +89,38 @@ fn fuzz(name: &str, good: &Path, file: &str, path: impl Fn(&Path) -> PathBuf) {
 }
 
 #[test]
-fn the_header_of_safetensors() {
+fn fuzz_safetensors_header() {
     fuzz("safetensors", &samples().join("hf_plain/checkpoint"), "model-00001-of-00003.safetensors", Path::to_path_buf);
 }
 
 #[test]
-fn the_index_of_safetensors() {
+fn fuzz_safetensors_index() {
     fuzz("index", &samples().join("hf_plain/checkpoint"), "model.safetensors.index.json", Path::to_path_buf);
 }
 
 #[test]
-fn the_offsets_in_headers_of_ranks() {
+fn fuzz_offsets_in_rank_headers() {
     let file = "shard-00002-model-00001-of-00001.safetensors";
     fuzz("offsets", &samples().join("hf_sharded/checkpoint"), file, Path::to_path_buf);
 }
 
 #[test]
-fn the_pickle_of_distributed_checkpoints() {
+fn fuzz_dcp_metadata_pickle() {
     fuzz("metadata", &samples().join("nested/checkpoint"), ".metadata", Path::to_path_buf);
 }
 
 #[test]
-fn the_archives_of_distributed_checkpoints() {
+fn fuzz_dcp_archives() {
     fuzz("distcp", &samples().join("nested/checkpoint"), "__2_0.distcp", Path::to_path_buf);
 }
 
 #[test]
-fn files_of_torch_save() {
+fn fuzz_torch_save_files() {
     fuzz("torch", &samples().join("torch_save/checkpoint"), "model.pt", |scratch| scratch.join("model.pt"));
 }
 
 #[test]
-fn the_manifest_of_this_library() {
+fn fuzz_native_manifest() {
     let good = std::env::temp_dir().join(format!("shardwise-fuzz-good-{}", std::process::id()));
     convert(samples().join("nested/checkpoint"), &good, &ConvertOptions::to(Format::Native), &|_| {}).unwrap();
     fuzz("manifest", &good, "manifest.json", Path::to_path_buf);

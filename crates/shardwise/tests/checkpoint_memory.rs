@@ -1,4 +1,4 @@
-//! How much memory checkpoints take to load and to convert.
+//! Peak memory of loading and converting checkpoints.
 //!
 //! `SHARDWISE_CONVERT_MB` sets the size of the checkpoint that is converted (default 768; 4096 takes about a minute).
 
@@ -28,14 +28,14 @@ fn memory() -> (usize, usize) {
 
 /// One test, because other tests of the process would be measured too.
 #[test]
-fn loading_takes_what_is_loaded_and_converting_takes_little() {
+fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     let root = scratch("load");
     let (path, side, count) = (root.join("state"), 2000, 12); // 16 MB each
     let whole = side * side * 4 * count;
     let place = path.clone();
     launch(2, move |world| {
         let mesh = world.mesh([("all", 2)])?;
-        let one = |i: usize| Ok((format!("t{i}"), DTensor::full(1.0, (side, side), DType::F32, &mesh, [Shard(0)])?));
+        let one = |i: usize| Ok((format!("t{i}"), DTensor::full(1.0, ((side, side), DType::F32), &mesh, [Shard(0)])?));
         checkpoint::save(&world, &place, &State::map((0..count).map(one).collect::<Result<Vec<_>>>()?))
     })
     .unwrap();
@@ -71,7 +71,7 @@ fn loading_takes_what_is_loaded_and_converting_takes_little() {
     let mesh = Mesh::new([4]).unwrap();
     let options = ConvertOptions {
         element: Some(ElementType::BF16),
-        cut: Some(std::sync::Arc::new(move |_, shape| {
+        reshard: Some(std::sync::Arc::new(move |_, shape| {
             Ok(Layout::new(&mesh, shape, [Shard(1)])?.primary_boxes().collect())
         })),
         ..ConvertOptions::to(Format::Native)

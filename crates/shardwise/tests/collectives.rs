@@ -1,16 +1,14 @@
-//! The collective suite on thread worlds of 1 to 8 ranks, and on groups within them.
-
-#[path = "suites/collectives.rs"]
-mod suite;
+//! The suite of collectives on thread worlds of 1 to 8 ranks, and on subgroups.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use shardwise::error::ErrorKind;
 use shardwise::{DryWorld, Error, ThreadWorld};
+use shardwise_test_suites::collectives as suite;
 
 #[test]
-fn every_collective_matches_the_oracle_on_every_world_size() {
+fn every_collective_matches_the_reference_on_every_world_size() {
     for ranks in 1..=8 {
         let checked = ThreadWorld::new(ranks).unwrap().run(|world| suite::run(&world)).unwrap();
         assert!(checked.iter().all(|&n| n > 900), "{checked:?}");
@@ -42,7 +40,7 @@ fn groups_within_a_world_work_side_by_side_and_in_any_rank_order() {
 }
 
 #[test]
-fn what_the_first_rank_does_for_all_is_done_when_they_go_on_and_its_error_is_that_of_all() {
+fn work_of_the_first_rank_is_done_before_other_ranks_continue_and_its_error_is_theirs() {
     let done = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&done);
     let run = move |world: shardwise::World| {

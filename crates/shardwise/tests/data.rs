@@ -1,4 +1,4 @@
-//! Batches: the same on every mesh, loaded by those that hold them, resumed without losing or repeating a sample.
+//! Batches: the same on every mesh, loaded only by the ranks that hold them, resumed without losing or repeating a sample.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -75,7 +75,7 @@ fn batches_are_the_same_on_every_mesh() {
 }
 
 #[test]
-fn a_rank_loads_its_own_samples_only() {
+fn a_rank_loads_only_its_samples() {
     launch(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
         let numbers = Numbers::new(100);
@@ -88,7 +88,7 @@ fn a_rank_loads_its_own_samples_only() {
 }
 
 #[test]
-fn a_run_that_resumes_on_another_mesh_draws_on_where_it_was() {
+fn a_run_resumed_on_another_mesh_continues_with_the_next_sample() {
     let directory = Directory::new("resume");
     let saved = directory.0.clone();
     let before = launch(2, move |world| {
@@ -116,7 +116,7 @@ fn a_run_that_resumes_on_another_mesh_draws_on_where_it_was() {
 }
 
 #[test]
-fn a_position_in_other_data_is_refused_and_nothing_changes() {
+fn a_position_in_another_dataset_is_rejected_without_changes() {
     let directory = Directory::new("refused");
     let path = directory.0.clone();
     launch(2, move |world| {
@@ -138,7 +138,7 @@ fn a_position_in_other_data_is_refused_and_nothing_changes() {
 }
 
 #[test]
-fn bad_data_is_refused() {
+fn invalid_data_is_rejected() {
     struct Uneven;
     impl Dataset for Uneven {
         fn len(&self) -> usize {

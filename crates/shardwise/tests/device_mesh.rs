@@ -1,4 +1,4 @@
-//! Meshes bound to a running world.
+//! Device meshes: groups per axis, ranks outside a mesh, and scopes with a current mesh.
 
 use candle_core::{Device, Tensor};
 use shardwise::comm::current_mesh;
@@ -10,7 +10,7 @@ fn sum_of_ranks(group: &Group) -> Result<i64> {
 }
 
 #[test]
-fn groups_of_every_axis_and_of_several_reduce_over_their_ranks() {
+fn groups_of_one_or_several_axes_reduce_over_their_ranks() {
     let run = |world: World| {
         let mesh = world.mesh([("pp", 2), ("dp", 2), ("tp", 2)])?;
         for axes in [&["pp"][..], &["dp"], &["tp"], &["dp", "tp"], &["tp", "pp"], &["pp", "dp", "tp"]] {
@@ -49,7 +49,7 @@ fn ranks_outside_a_mesh_hold_it_but_do_not_take_part() {
 }
 
 #[test]
-fn a_mesh_larger_than_the_world_and_unknown_axes_are_refused() {
+fn a_mesh_larger_than_the_world_and_unknown_axes_are_rejected() {
     launch(2, |world| {
         let message = world.mesh([("dp", 2), ("tp", 2)]).unwrap_err().to_string();
         assert!(message.contains("dp=2,tp=2 of 4 ranks") && message.contains("below 2"), "{message}");
@@ -79,7 +79,7 @@ fn ranks_that_build_different_meshes_get_an_error_instead_of_a_hang() {
 }
 
 #[test]
-fn scopes_nest_and_end_even_with_a_panic() {
+fn with_mesh_scopes_nest_and_end_on_panic() {
     launch(1, |world| {
         assert!(current_mesh().unwrap_err().to_string().contains("with_mesh"));
         let (outer, inner) = (world.mesh([("a", 1)])?, world.mesh([("b", 1)])?);

@@ -1,4 +1,4 @@
-//! Dry runs: the collectives and the memory of a program without its data, and what a rank really communicates.
+//! Dry runs: the collectives and the memory of a program without its data, equal to those of the real run.
 
 use std::time::{Duration, Instant};
 
@@ -93,7 +93,7 @@ fn a_dry_run_lists_the_collectives_of_the_real_run() {
 }
 
 #[test]
-fn dry_runs_refuse_what_they_cannot_know_and_check_what_they_can() {
+fn dry_runs_reject_reads_of_data_and_check_arguments() {
     assert!(DryWorld::new(0).is_err());
     assert!(DryWorld::new(4).unwrap().as_rank(4).is_err());
     DryWorld::new(64)
@@ -128,7 +128,7 @@ fn dry_runs_refuse_what_they_cannot_know_and_check_what_they_can() {
 }
 
 #[test]
-fn the_trace_says_what_was_communicated_for_whom_and_where() {
+fn the_trace_records_collectives_their_purpose_and_call_site() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let x = DTensor::ones((4, 8), DType::F32, &mesh, [Shard(0)])?;
@@ -159,7 +159,7 @@ fn the_trace_says_what_was_communicated_for_whom_and_where() {
 }
 
 #[test]
-fn implicit_communication_is_an_error_where_only_explicit_is_allowed() {
+fn implicit_communication_is_an_error_in_an_explicit_scope() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let sum = DTensor::ones((), DType::F32, &mesh, [Partial(ReduceOp::Sum)])?;

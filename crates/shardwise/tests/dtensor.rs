@@ -1,7 +1,4 @@
-//! Distributed tensors as a user meets them: made, read, printed, written, stored.
-
-#[path = "suites/values.rs"]
-mod values;
+//! The public API of `DTensor`: creating, reading, printing, writing and storing distributed tensors.
 
 use std::sync::Arc;
 
@@ -9,7 +6,9 @@ use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
+use shardwise::tensor::{Arange, Linspace, Logspace};
 use shardwise::tensor::{DTensorState, DeviceBackend, register_backend};
+use shardwise_test_suites::values;
 
 fn on(ranks: usize, run: impl Fn(World) -> Result<()> + Send + Sync + 'static) {
     ThreadWorld::new(ranks).unwrap().run(run).unwrap();
@@ -21,7 +20,7 @@ fn list(t: &DTensor) -> Result<Vec<f64>> {
 }
 
 #[test]
-fn from_local_takes_any_sizes_that_fit_together() {
+fn from_local_accepts_any_consistent_local_shapes() {
     on(4, |world| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
         // nested cuts of one dimension with sizes that no rule gives: 1, 3, 0, 2 rows
@@ -46,7 +45,7 @@ fn from_local_takes_any_sizes_that_fit_together() {
 }
 
 #[test]
-fn distribute_tensor_takes_the_data_of_the_source_rank() {
+fn distribute_tensor_uses_the_data_of_the_source_rank() {
     on(4, |world| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
         let mine = Tensor::full(world.rank() as f64, (5, 3), &Device::Cpu)?;
@@ -57,7 +56,7 @@ fn distribute_tensor_takes_the_data_of_the_source_rank() {
             assert_eq!(list(&taken)?, [2.0; 15], "{placements:?}");
         }
         let strided = Placement::StridedShard { dim: 0, split_factor: 3 };
-        let whole = values::whole(&[7, 2]);
+        let whole = values::full_tensor(&[7, 2]);
         let taken = DTensor::distribute_tensor(&whole, &mesh, [strided, Shard(0)], Some(0))?;
         assert!(values::same(&taken.to_local(), &values::local(taken.layout(), world.rank())));
         // without a source everybody cuts its own, and nothing is communicated
@@ -80,7 +79,7 @@ fn distribute_tensor_takes_the_data_of_the_source_rank() {
 }
 
 #[test]
-fn factories_fill_every_layout_alike() {
+fn factories_give_the_same_tensor_in_every_layout() {
     on(6, |world| {
         let mesh = world.mesh([("a", 2), ("b", 3)])?;
         let sum = Partial(ReduceOp::Sum);
@@ -93,20 +92,31 @@ fn factories_fill_every_layout_alike() {
         ] {
             let p = || placements.clone();
             assert_eq!(list(&DTensor::ones(7, DType::F32, &mesh, p())?)?, [1.0; 7], "{placements:?}");
-            assert_eq!(list(&DTensor::full(2.5, 5, DType::F64, &mesh, p())?)?, [2.5; 5]);
+            assert_eq!(list(&DTensor::full(2.5, (5, DType::F64), &mesh, p())?)?, [2.5; 5]);
             assert_eq!(list(&DTensor::empty(5, DType::I64, &mesh, p())?)?, [0.0; 5]);
             assert_eq!(
-                list(&DTensor::arange(2.0, -6.0, -1.5, DType::F32, &mesh, p())?)?,
+                list(&DTensor::arange(Arange::new(2.0, -6.0, -1.5), DType::F32, &mesh, p())?)?,
                 [2.0, 0.5, -1.0, -2.5, -4.0, -5.5]
             );
-            assert_eq!(list(&DTensor::arange(3.0, 1.0, 1.0, DType::F32, &mesh, p())?)?, [0.0; 0]);
-            assert_eq!(list(&DTensor::linspace(0.0, 1.0, 5, DType::F64, &mesh, p())?)?, [0.0, 0.25, 0.5, 0.75, 1.0]);
-            assert_eq!(list(&DTensor::linspace(3.0, 9.0, 1, DType::F64, &mesh, p())?)?, [3.0]);
+            assert_eq!(list(&DTensor::arange(3.0..1.0, DType::F32, &mesh, p())?)?, [0.0; 0]);
             assert_eq!(
-                list(&DTensor::logspace(0.0, 3.0, 4, 10.0, DType::F64, &mesh, p())?)?,
+                list(&DTensor::linspace(Linspace { start: 0.0, end: 1.0, steps: 5 }, DType::F64, &mesh, p())?)?,
+                [0.0, 0.25, 0.5, 0.75, 1.0]
+            );
+            assert_eq!(
+                list(&DTensor::linspace(Linspace { start: 3.0, end: 9.0, steps: 1 }, DType::F64, &mesh, p())?)?,
+                [3.0]
+            );
+            assert_eq!(
+                list(&DTensor::logspace(
+                    Logspace { start: 0.0, end: 3.0, steps: 4, base: 10.0 },
+                    DType::F64,
+                    &mesh,
+                    p()
+                )?)?,
                 [1.0, 10.0, 100.0, 1000.0]
             );
-            let eye = DTensor::eye(3, 4, DType::I64, &mesh, p())?;
+            let eye = DTensor::eye((3, 4), DType::I64, &mesh, p())?;
             assert_eq!(list(&eye)?, [1., 0., 0., 0., 0., 1., 0., 0., 0., 0., 1., 0.]);
             assert_eq!(list(&eye.ones_like()?)?, [1.0; 12]);
             assert_eq!((eye.zeros_like()?.dtype(), eye.full_like(3.0)?.shape()), (DType::I64, &[3, 4][..]));
@@ -116,28 +126,28 @@ fn factories_fill_every_layout_alike() {
 }
 
 #[test]
-fn values_read_are_those_of_the_whole() {
+fn item_equal_and_allclose_see_the_full_tensor() {
     on(3, |world| {
         let mesh = world.mesh([("a", 3)])?;
         // the parts of a sum, and a value that lies on one rank only
         let part = Tensor::full(world.rank() as f32 + 1.0, (), &Device::Cpu)?;
         assert_eq!(DTensor::from_local(&part, &mesh, [Partial(ReduceOp::Sum)])?.item::<f32>()?, 6.0);
-        let one = DTensor::full(5.0, (1, 1), DType::F64, &mesh, [Shard(0)])?;
+        let one = DTensor::full(5.0, ((1, 1), DType::F64), &mesh, [Shard(0)])?;
         assert_eq!(one.item::<f64>()?, 5.0);
 
-        let x = DTensor::arange(0.0, 10.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
-        let y = DTensor::arange(0.0, 10.0, 1.0, DType::F32, &mesh, [Replicate])?;
+        let x = DTensor::arange(0.0..10.0, DType::F32, &mesh, [Shard(0)])?;
+        let y = DTensor::arange(0.0..10.0, DType::F32, &mesh, [Replicate])?;
         assert!(x.equal(&y)? && y.equal(&x)? && x.allclose(&y, 0.0, 0.0)?);
         let mut z = y;
         z.fill_range(&[9..10], 9.001)?; // differs on the last rank only
         assert!(!x.equal(&z)? && !z.equal(&x)?);
         assert!(x.allclose(&z, 1e-3, 0.0)? && !x.allclose(&z, 1e-6, 1e-6)?);
         assert!(!x.equal(&x.to_dtype(DType::F64)?)? && !x.equal(&DTensor::zeros(9, DType::F32, &mesh, [Replicate])?)?);
-        let inf = DTensor::full(f64::INFINITY, 4, DType::F32, &mesh, [Shard(0)])?;
+        let inf = DTensor::full(f64::INFINITY, (4, DType::F32), &mesh, [Shard(0)])?;
         assert!(inf.allclose(&inf, 0.0, 0.0)? && inf.allclose(&inf, 0.1, 0.1)?);
         let one = inf.ones_like()?;
         assert!(!one.allclose(&inf, 0.5, 1.0)? && !inf.allclose(&one, 0.5, 1.0)?);
-        let large = DTensor::full(9_007_199_254_740_992.0, 2, DType::I64, &mesh, [Shard(0)])?;
+        let large = DTensor::full(9_007_199_254_740_992.0, (2, DType::I64), &mesh, [Shard(0)])?;
         let mut larger = large.clone();
         larger.copy_from(&DTensor::distribute_tensor(
             &Tensor::new(&[9_007_199_254_740_993i64; 2], &Device::Cpu)?,
@@ -147,14 +157,14 @@ fn values_read_are_those_of_the_whole() {
         )?)?;
         assert!(!large.allclose(&larger, 0.0, 0.0)?);
         assert!(larger.show()?.starts_with("[9007199254740993, 9007199254740993]"), "{larger}");
-        let nan = DTensor::full(f64::NAN, 4, DType::F32, &mesh, [Shard(0)])?;
+        let nan = DTensor::full(f64::NAN, (4, DType::F32), &mesh, [Shard(0)])?;
         assert!(!nan.equal(&nan)? && !nan.allclose(&nan, 1.0, 1.0)?);
         Ok(())
     });
 }
 
 #[test]
-fn conversion_reduces_first_where_rounding_would_not_commute() {
+fn to_dtype_reduces_partials_first_where_rounding_does_not_commute() {
     on(2, |world| {
         let mesh = world.mesh([("a", 2)])?;
         let part = Tensor::full(0.75f32, 2, &Device::Cpu)?;
@@ -173,21 +183,21 @@ fn conversion_reduces_first_where_rounding_would_not_commute() {
 }
 
 #[test]
-fn show_gives_the_whole_and_debugging_the_part() {
+fn show_prints_the_full_tensor_and_debug_the_local_shard() {
     on(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
-        let x = DTensor::from_fn((3, 2), DType::F32, &mesh, [Shard(0)], |i| i[0] as f64 + 0.5 * i[1] as f64)?;
+        let x = DTensor::from_fn(((3, 2), DType::F32), &mesh, [Shard(0)], |i| i[0] as f64 + 0.5 * i[1] as f64)?;
         assert_eq!(x.show()?, "[[0, 0.5000],\n [1, 1.5000],\n [2, 2.5000]]\nf32 [3, 2] on dp=2: S(0)");
         let debug = format!("{x:?}");
         assert!(debug.contains(&format!("rank {} holds", world.rank())) && !debug.contains("1.5000],\n [2"), "{debug}");
         let partial = x.redistribute([Partial(ReduceOp::Sum)])?;
         assert!(partial.show()?.starts_with("[[0, 0.5000],"), "{partial}");
         // large tensors are abbreviated, and only what is shown is communicated
-        let large = DTensor::arange(0.0, 1e6, 1.0, DType::F64, &mesh, [Shard(0)])?;
+        let large = DTensor::arange(0.0..1e6, DType::F64, &mesh, [Shard(0)])?;
         world.trace().clear();
         assert_eq!(large.show()?, "[0, 1, 2, ..., 999997, 999998, 999999]\nf64 [1000000] on dp=2: S(0)");
         assert!(world.trace().records().iter().map(|r| r.bytes).sum::<usize>() < 1000);
-        let scalar = DTensor::full(1e-7, (), DType::F64, &mesh, [Replicate])?;
+        let scalar = DTensor::full(1e-7, ((), DType::F64), &mesh, [Replicate])?;
         assert_eq!(scalar.show()?, "1.0000e-7\nf64 [] on dp=2: R");
         assert_eq!(DTensor::zeros((0, 3), DType::U8, &mesh, [Shard(0)])?.show()?, "[]\nu8 [0, 3] on dp=2: S(0)");
         Ok(())
@@ -195,7 +205,7 @@ fn show_gives_the_whole_and_debugging_the_part() {
 }
 
 #[test]
-fn writes_go_through_to_every_layout() {
+fn in_place_writes_work_in_every_layout() {
     on(4, |world| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
         for seed in 0..200 {
@@ -210,9 +220,10 @@ fn writes_go_through_to_every_layout() {
                 start..rng.random_range(start..=n)
             };
             let ranges = [range(shape[0], rng), range(shape[1], rng)];
-            let mut x = DTensor::from_fn(shape.as_slice(), DType::F64, &mesh, p, |i| (i[0] * 10 + i[1]) as f64)?;
+            let mut x = DTensor::from_fn((shape.as_slice(), DType::F64), &mesh, p, |i| (i[0] * 10 + i[1]) as f64)?;
             let size = [ranges[0].len(), ranges[1].len()];
-            let value = DTensor::from_fn(size.as_slice(), DType::F64, &mesh, q, |i| -1.0 - (i[0] * 10 + i[1]) as f64)?;
+            let value =
+                DTensor::from_fn((size.as_slice(), DType::F64), &mesh, q, |i| -1.0 - (i[0] * 10 + i[1]) as f64)?;
             x.assign(&ranges, &value)?;
             let expected = |i: usize, j: usize| match ranges[0].contains(&i) && ranges[1].contains(&j) {
                 true => -1.0 - ((i - ranges[0].start) * 10 + j - ranges[1].start) as f64,
@@ -229,7 +240,7 @@ fn writes_go_through_to_every_layout() {
         let mut sum = DTensor::ones(3, DType::F32, &mesh, [Partial(ReduceOp::Sum), Replicate])?;
         sum.fill(5.0)?;
         assert_eq!(list(&sum)?, [5.0; 3]);
-        let other = DTensor::arange(0.0, 3.0, 1.0, DType::F32, &mesh, [Replicate, Shard(0)])?;
+        let other = DTensor::arange(0.0..3.0, DType::F32, &mesh, [Replicate, Shard(0)])?;
         sum.copy_from(&other)?;
         assert_eq!(list(&sum)?, [0.0, 1.0, 2.0]);
         Ok(())
@@ -237,11 +248,11 @@ fn writes_go_through_to_every_layout() {
 }
 
 #[test]
-fn a_part_can_be_stored_and_brought_back() {
+fn a_local_shard_can_be_stored_and_restored() {
     on(3, |world| {
         let mesh = world.mesh([("a", 3)])?;
         for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I64, DType::U32, DType::U8] {
-            let x = DTensor::arange(0.0, 8.0, 1.0, dtype, &mesh, [Shard(0)])?;
+            let x = DTensor::arange(0.0..8.0, dtype, &mesh, [Shard(0)])?;
             let text = serde_json::to_string(&x.state()?).unwrap();
             let state: DTensorState = serde_json::from_str(&text).unwrap();
             let back = DTensor::from_state(&state, &mesh)?;
@@ -258,7 +269,7 @@ fn a_part_can_be_stored_and_brought_back() {
 }
 
 #[test]
-fn devices_that_candle_does_not_serve_go_to_their_backend() {
+fn custom_devices_go_to_their_registered_backend() {
     struct Doubling;
     impl DeviceBackend for Doubling {
         fn distribute_tensor(&self, tensor: &Tensor, mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
@@ -282,7 +293,7 @@ fn devices_that_candle_does_not_serve_go_to_their_backend() {
 }
 
 #[test]
-fn tensors_do_not_change_with_the_variables_they_were_made_of() {
+fn tensors_do_not_alias_the_variables_they_were_created_from() {
     on(2, |world| {
         let mesh = world.mesh([("a", 2)])?;
         let var = candle_core::Var::from_tensor(&Tensor::ones(4, DType::F32, &Device::Cpu)?)?;
@@ -303,7 +314,7 @@ fn tensors_do_not_change_with_the_variables_they_were_made_of() {
 }
 
 #[test]
-fn claims_that_differ_between_ranks_are_errors_on_all_of_them() {
+fn arguments_that_differ_between_ranks_are_errors_on_all_ranks() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let part = Tensor::zeros((2, 2), DType::F32, &Device::Cpu)?;
@@ -321,7 +332,7 @@ fn claims_that_differ_between_ranks_are_errors_on_all_of_them() {
 }
 
 #[test]
-fn meshes_made_of_a_mesh_begin_with_its_seed() {
+fn submeshes_inherit_the_seed_of_their_mesh() {
     on(4, |world| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
         mesh.manual_seed(42);

@@ -1,4 +1,4 @@
-//! What went wrong can be matched on, with the same kind and fields on every rank, whoever found the mistake.
+//! Errors have the same kind and fields on every rank, whichever rank found the mistake.
 
 use std::path::PathBuf;
 
@@ -8,6 +8,7 @@ use shardwise::error::ErrorKind;
 use shardwise::nn::{Builder, Forward, Linear, Module};
 use shardwise::optim::Algorithm;
 use shardwise::prelude::*;
+use shardwise::tensor::Arange;
 use shardwise::tensor::FromLocalOptions;
 
 type Program = fn(&World) -> Result<()>;
@@ -74,7 +75,8 @@ fn every_rank_gets_the_kind_and_its_fields() {
 fn the_first_index_outside_its_dimension_is_named() {
     let found = kinds(3, |world| {
         let x = ones(world, (6, 2), Shard(0))?;
-        let index = DTensor::arange(0.0, 9.0, 1.5, DType::F64, x.device_mesh(), [Replicate])?.to_dtype(DType::I64)?;
+        let index = DTensor::arange(Arange::new(0.0, 9.0, 1.5), DType::F64, x.device_mesh(), [Replicate])?
+            .to_dtype(DType::I64)?;
         x.index_select(0, &index).map(drop)
     });
     for kind in found {
@@ -94,7 +96,7 @@ fn an_error_that_one_rank_reports_keeps_its_kind() {
 }
 
 #[test]
-fn modules_and_ranks_around_an_error_do_not_hide_its_kind() {
+fn context_of_modules_and_ranks_does_not_hide_the_error_kind() {
     let error = launch(2, |world| {
         let layer = Linear::new(&Builder::new(&world.mesh([("dp", 2)])?).at("up"), 8, 4)?;
         layer.forward(&ones(&world, (2, 7), Replicate)?).map(drop)
@@ -105,7 +107,7 @@ fn modules_and_ranks_around_an_error_do_not_hide_its_kind() {
 }
 
 #[test]
-fn a_state_that_does_not_fit_lists_its_names() {
+fn a_state_dict_mismatch_lists_the_names() {
     let error = launch(2, |world| {
         let layer = Linear::new(&Builder::new(&world.mesh([("dp", 2)])?), 8, 4)?;
         let mut state = layer.state_dict();
@@ -118,7 +120,7 @@ fn a_state_that_does_not_fit_lists_its_names() {
 }
 
 #[test]
-fn a_dry_run_has_no_data_and_a_huge_tensor_no_memory() {
+fn reads_in_dry_runs_and_huge_tensors_have_error_kinds() {
     let item = DryWorld::new(4).unwrap().run(|world| ones(&world, (1, 1), Replicate)?.item::<f32>());
     assert_eq!(item.map(drop).unwrap_err().kind(), Some(&ErrorKind::NoData));
     let huge = launch(1, |world| ones(&world, (1 << 20, 1 << 30), Shard(0)).map(drop)).unwrap_err();
@@ -128,7 +130,7 @@ fn a_dry_run_has_no_data_and_a_huge_tensor_no_memory() {
 }
 
 #[test]
-fn files_that_are_damaged_or_in_the_way_have_kinds() {
+fn corrupt_and_conflicting_files_have_error_kinds() {
     let directory = std::env::temp_dir().join(format!("shardwise-error-kinds-{}", std::process::id()));
     std::fs::create_dir_all(&directory).unwrap();
     std::fs::write(directory.join("thesis.txt"), "the only copy").unwrap();

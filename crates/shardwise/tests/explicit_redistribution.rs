@@ -1,5 +1,5 @@
-//! Redistributions as a program states them: types in which they travel, layouts that it expects, and scopes in which
-//! operators do not redistribute by themselves.
+//! Explicit redistribution: the communicated dtype, expected layouts, and scopes in which operators may not redistribute
+//! implicitly.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -13,7 +13,7 @@ fn on(ranks: usize, run: impl Fn(World) -> Result<()> + Send + Sync + 'static) {
 }
 
 #[test]
-fn elements_travel_in_the_type_that_is_asked_for() {
+fn elements_are_communicated_in_the_requested_dtype() {
     for ranks in 1..=3 {
         on(ranks, move |world| {
             let mesh = world.mesh([("dp", ranks)])?;
@@ -50,7 +50,7 @@ fn elements_travel_in_the_type_that_is_asked_for() {
 }
 
 #[test]
-fn a_layout_that_is_not_as_expected_is_an_error() {
+fn an_unexpected_layout_is_an_error() {
     on(4, |world| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let x = DTensor::zeros((4, 6), DType::F32, &mesh, [Shard(0), Partial(ReduceOp::Sum)])?;
@@ -77,7 +77,7 @@ fn a_layout_that_is_not_as_expected_is_an_error() {
 }
 
 #[test]
-fn an_operator_that_redistributes_is_an_error_in_a_scope() {
+fn an_implicit_redistribution_is_an_error_in_an_explicit_scope() {
     on(2, |world| {
         let mesh = world.mesh([("tp", 2)])?;
         let x = DTensor::ones((4, 6), DType::F32, &mesh, [Shard(1)])?;
@@ -99,7 +99,7 @@ fn an_operator_that_redistributes_is_an_error_in_a_scope() {
 }
 
 #[test]
-fn an_operator_that_redistributes_is_reported_and_runs() {
+fn an_implicit_redistribution_is_reported_and_runs() {
     on(3, |world| {
         let mesh = world.mesh([("tp", 3)])?;
         let x = DTensor::ones((4, 6), DType::F64, &mesh, [Shard(1)])?;

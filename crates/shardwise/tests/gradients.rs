@@ -1,12 +1,10 @@
-//! The gradient of every differentiable operator: sharded in every way on one axis against unsharded, and unsharded against
-//! differences.
-
-#[path = "suites/values.rs"]
-mod values;
+//! The gradient of every differentiable operator: every placement on one mesh axis against unsharded, and unsharded against
+//! finite differences.
 
 use candle_core::{DType, Device, Tensor};
-use shardwise::ops::{OpEntry, Sample, ops};
+use shardwise::ops::{OpEntry, SampleInput, ops};
 use shardwise::prelude::*;
+use shardwise_test_suites::values;
 
 /// Operators whose value does not change with small changes of their inputs, or that give integers.
 const WITHOUT: &[&str] = &[
@@ -39,8 +37,9 @@ const WITHOUT: &[&str] = &[
 ];
 
 /// Inputs of a sample as floating-point tensors, but for indices.
-fn real(samples: &[Sample]) -> Vec<Sample> {
-    let float = |s: &Sample| Sample { dtype: if s.below.is_some() { DType::I64 } else { DType::F64 }, ..s.clone() };
+fn real(samples: &[SampleInput]) -> Vec<SampleInput> {
+    let float =
+        |s: &SampleInput| SampleInput { dtype: if s.below.is_some() { DType::I64 } else { DType::F64 }, ..s.clone() };
     samples.iter().map(float).collect()
 }
 
@@ -50,7 +49,7 @@ fn value(flat: usize, input: usize) -> f64 {
 }
 
 /// What a rank holds of an input, with operands on partial axes.
-fn local(layout: &Layout, rank: usize, sample: &Sample, input: usize) -> Result<Tensor> {
+fn local(layout: &Layout, rank: usize, sample: &SampleInput, input: usize) -> Result<Tensor> {
     let mut flat = vec![0usize];
     for (dim, &n) in layout.shape().iter().enumerate() {
         let held = layout.global_indices(rank, dim);
@@ -77,7 +76,7 @@ fn local(layout: &Layout, rank: usize, sample: &Sample, input: usize) -> Result<
     Ok(Tensor::from_vec(flat.iter().map(operand).collect::<Vec<_>>(), shape, &Device::Cpu)?)
 }
 
-fn leaf(mesh: &DeviceMesh, sample: &Sample, placement: &Placement, input: usize) -> Result<DTensor> {
+fn leaf(mesh: &DeviceMesh, sample: &SampleInput, placement: &Placement, input: usize) -> Result<DTensor> {
     let layout = Layout::new(mesh.mesh(), sample.shape.as_slice(), [placement.clone()])?;
     let local = local(&layout, mesh.world().rank(), sample, input)?;
     let tensor = DTensor::from_local_with_shape(&local, mesh, [placement.clone()], sample.shape.as_slice())?;
@@ -94,7 +93,7 @@ fn loss(op: &OpEntry, inputs: &[DTensor]) -> Result<Option<DTensor>> {
             (values::hash(&[flat, i, 11]) % 17) as f64 / 8.0 - 1.0
         };
         let mesh = output.device_mesh();
-        let weights = DTensor::from_fn(output.shape(), output.dtype(), mesh, [Replicate], weight)?;
+        let weights = DTensor::from_fn((output.shape(), output.dtype()), mesh, [Replicate], weight)?;
         let part = output.mul(&weights)?.sum_all()?;
         total = Some(total.map_or(Ok(part.clone()), |total| total.add(&part))?);
     }
@@ -149,7 +148,7 @@ fn the_table_says_which_operators_have_a_gradient() {
 }
 
 #[test]
-fn gradients_in_every_placement_are_the_unsharded_ones() {
+fn gradients_in_every_placement_equal_the_unsharded_gradients() {
     for ranks in [2, 3] {
         let run = move |world: World| {
             let (mesh, one) = (world.mesh([("a", ranks)])?, alone(&world)?);
@@ -182,8 +181,8 @@ fn gradients_in_every_placement_are_the_unsharded_ones() {
 
 /// All combinations of placements of the inputs along one axis. With more than two inputs only one is not replicated at a
 /// time, and all are cut along their first dimension once.
-fn combinations(mesh: &Mesh, samples: &[Sample]) -> Vec<Vec<Placement>> {
-    let options = |sample: &Sample| {
+fn combinations(mesh: &Mesh, samples: &[SampleInput]) -> Vec<Vec<Placement>> {
+    let options = |sample: &SampleInput| {
         let mut all = vec![Replicate];
         for dim in 0..sample.shape.len() {
             all.push(Shard(dim as isize));
@@ -203,7 +202,7 @@ fn combinations(mesh: &Mesh, samples: &[Sample]) -> Vec<Vec<Placement>> {
             so_far.iter().flat_map(|chosen| options(sample).into_iter().map(|p| with(chosen, p))).collect()
         });
     }
-    let first = |s: &Sample| if s.shape.is_empty() { Replicate } else { Shard(0) };
+    let first = |s: &SampleInput| if s.shape.is_empty() { Replicate } else { Shard(0) };
     let mut all = vec![samples.iter().map(first).collect::<Vec<_>>()];
     for (i, sample) in samples.iter().enumerate() {
         for option in options(sample) {
@@ -216,7 +215,7 @@ fn combinations(mesh: &Mesh, samples: &[Sample]) -> Vec<Vec<Placement>> {
 }
 
 #[test]
-fn unsharded_gradients_are_the_slopes_of_the_operator() {
+fn unsharded_gradients_match_finite_differences() {
     let run = |world: World| {
         let mesh = alone(&world)?;
         for op in ops().filter(|op| !WITHOUT.contains(&op.name)) {

@@ -1,9 +1,9 @@
-//! Sums and statistics do not depend on the layout: half precision is added up, and travels, in f32, sums of f32 in f64,
-//! and what comes out is rounded once.
+//! Sums and statistics do not depend on the layout: half precision is accumulated and communicated in f32, sums of f32 in
+//! f64, and results are rounded once.
 
 use candle_core::{Device, Tensor};
 use shardwise::DryWorld;
-use shardwise::ops::{Bag, Classes, Reduction};
+use shardwise::ops::{EmbeddingBagMode, LossOptions, Reduction};
 use shardwise::prelude::*;
 
 /// Relative error of one rounding to the nearest number of a type.
@@ -102,9 +102,9 @@ const FUNCTIONS: &[(&str, Function)] = &[
     ("l1_loss", |x| x.l1_loss(&other(x)?, Reduction::Mean)),
     ("smooth_l1_loss", |x| x.smooth_l1_loss(&other(x)?, 100.0, Reduction::Mean)),
     ("bce_with_logits", |x| x.bce_with_logits(&x.zeros_like()?, Reduction::Mean)),
-    ("cross_entropy", |x| x.cross_entropy(&targets(x)?, Classes::default())),
+    ("cross_entropy", |x| x.cross_entropy(&targets(x)?, LossOptions::default())),
     ("cross_entropy, smoothed", |x| {
-        x.cross_entropy(&targets(x)?, Classes { label_smoothing: 0.25, ..Classes::default() })
+        x.cross_entropy(&targets(x)?, LossOptions { label_smoothing: 0.25, ..LossOptions::default() })
     }),
     ("cumsum", |x| x.cumsum(1)),
     ("matmul", |x| x.matmul(&weight(x)?)),
@@ -115,7 +115,7 @@ const FUNCTIONS: &[(&str, Function)] = &[
     }),
     ("embedding_bag", |x| {
         let ids = targets(x)?.mul_scalar(0)?.reshape(&[2, 4])?;
-        x.embedding_bag(&ids, None, Bag::Mean)
+        x.embedding_bag(&ids, None, EmbeddingBagMode::Mean)
     }),
     ("avg_pool1d", |x| x.unsqueeze(0)?.avg_pool1d(16, None, 0)),
 ];
@@ -218,7 +218,7 @@ fn sums_of_f32_do_not_depend_on_the_layout() {
 }
 
 #[test]
-fn products_of_half_precision_travel_in_f32() {
+fn partial_products_of_half_precision_are_communicated_in_f32() {
     for dtype in [DType::F16, DType::BF16] {
         // Terms that cancel between ranks: rounded before they are added, nothing would be left of the small ones.
         let found = run(&[2], move |world, mesh| {
@@ -244,7 +244,7 @@ fn products_of_half_precision_travel_in_f32() {
 }
 
 #[test]
-fn gradients_of_half_precision_are_added_in_f32() {
+fn gradients_of_half_precision_are_accumulated_in_f32() {
     for (shape, placements) in [(vec![4], vec![Shard(0)]), (vec![2, 2], vec![Shard(0), Shard(0)])] {
         let world = ThreadWorld::new(4).unwrap();
         world
@@ -285,7 +285,7 @@ fn bytes_sent(world: &World) -> Result<usize> {
 }
 
 #[test]
-fn dry_runs_count_the_bytes_that_travel() {
+fn dry_runs_count_bytes_in_the_communicated_dtype() {
     let real = ThreadWorld::new(2).unwrap().run(|world| bytes_sent(&world)).unwrap()[0];
     let dry = DryWorld::new(2).unwrap().run(|world| bytes_sent(&world)).unwrap().value;
     assert_eq!(real, dry);

@@ -1,4 +1,5 @@
-//! Exports for Hugging Face, read by a forward pass that follows its conventions and shares no code with the library.
+//! Exports for Hugging Face, read by an independent forward pass that follows its conventions and shares no code with the
+//! library.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -168,12 +169,12 @@ fn exported(config: &ModelConfig, mesh: &str, spread: Spread, path: &std::path::
                 let place = i.iter().fold(salt + 1, |all, i| all * 61 + i);
                 0.3 * (place as f64 * 1.7).sin() + if i.len() == 1 { 0.5 } else { 0.0 }
             };
-            let whole = DTensor::from_fn(now.shape(), DType::F32, &mesh, vec![Replicate; mesh.ndim()], value)?;
+            let whole = DTensor::from_fn((now.shape(), DType::F32), &mesh, vec![Replicate; mesh.ndim()], value)?;
             param.set(&whole.to_layout(now.layout())?)?;
         }
         export_hf(&world, &path, &*model, &config)?;
         // the ids for every rank along dp, which shares the batch
-        let ids = DTensor::from_fn((4, IDS.len()), DType::U32, &mesh, vec![Replicate; mesh.ndim()], |i| {
+        let ids = DTensor::from_fn(((4, IDS.len()), DType::U32), &mesh, vec![Replicate; mesh.ndim()], |i| {
             f64::from(IDS[i[1]])
         })?;
         let logits = model.forward(&ids)?.select(0, 0)?;
@@ -237,7 +238,7 @@ fn gpt_exports_give_the_same_logits_with_fused_and_transposed_matrices() {
 }
 
 #[test]
-fn what_would_be_lost_is_not_replaced() {
+fn an_export_does_not_overwrite_other_files() {
     let scratch = Scratch::new("refused");
     assert!(check_export(&scratch.0).is_ok());
     std::fs::create_dir(&scratch.0).unwrap();

@@ -1,4 +1,4 @@
-//! What one rank does to its variables after a collective is invisible to the others.
+//! Overwriting a variable after a collective, or after a tensor was created from it, changes no other tensor.
 
 use candle_core::{DType, Device, Tensor, Var};
 use shardwise::prelude::*;
@@ -44,7 +44,7 @@ fn absurd_sizes_are_an_error_and_not_an_abort() {
 }
 
 #[test]
-fn a_deadline_beyond_the_clock_is_none() {
+fn a_deadline_beyond_the_clock_means_no_deadline() {
     let world = ThreadWorld::new(2).unwrap().deadline(std::time::Duration::MAX);
     let run = |world: World| {
         if world.rank() == 0 {
@@ -68,7 +68,7 @@ fn list(x: &DTensor) -> Result<Vec<f32>> {
 }
 
 #[test]
-fn a_tensor_never_changes_with_the_variable_whose_memory_it_was_made_of() {
+fn a_tensor_never_aliases_the_variable_it_was_created_from() {
     for disguise in DISGUISES {
         let run = move |world: World| {
             let mesh = world.mesh([("a", 2)])?;
@@ -76,7 +76,7 @@ fn a_tensor_never_changes_with_the_variable_whose_memory_it_was_made_of() {
             let local = disguise(&var)?;
             let whole = Layout::replicated(mesh.mesh(), local.dims())?;
             let sharded =
-                shardwise::sharded::Shard::from_tensor_and_offsets(&local, vec![0; local.rank()], world.rank())?;
+                shardwise::sharded::TensorShard::from_tensor_and_offsets(&local, vec![0; local.rank()], world.rank())?;
             let tensors = [
                 DTensor::from_local(&local, &mesh, [Shard(0)])?,
                 DTensor::from_local(&local, &mesh, [Replicate])?,
@@ -101,7 +101,7 @@ fn a_tensor_never_changes_with_the_variable_whose_memory_it_was_made_of() {
 }
 
 #[test]
-fn writing_into_a_tensor_that_was_handed_out_changes_nothing_else() {
+fn in_place_writes_to_a_returned_tensor_change_nothing_else() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let zeros = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
@@ -138,7 +138,7 @@ fn writing_into_a_tensor_that_was_handed_out_changes_nothing_else() {
 }
 
 #[test]
-fn what_a_collective_was_given_may_be_overwritten_when_it_returns() {
+fn inputs_of_a_collective_may_be_overwritten_when_it_returns() {
     let run = |world: World| {
         let (me, size) = (world.rank(), world.size());
         // small results every rank computes for itself, large ones all make together

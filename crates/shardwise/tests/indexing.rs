@@ -1,6 +1,8 @@
-//! Slices, masks and lists of indices, read and written, in every placement on one axis of 1, 2 and 3 ranks. What they give, its
-//! gradient and the gradient of what is written are compared with PyTorch's: `x` is `arange(60).reshape(3, 4, 5)`, values that
-//! are written are -1, -2, ..., and each tensor is compared by its shape and the sum of its elements times 1, 2, 3, ....
+//! Slices, masks and index lists, read and written, in every placement on one mesh axis of 1, 2 and 3 ranks, against
+//! PyTorch's results and gradients.
+//!
+//! `x` is `arange(60).reshape(3, 4, 5)`, written values are -1, -2, ..., and each tensor is compared by its shape and the
+//! sum of its elements times 1, 2, 3, ....
 
 // Negative ends count from the back here: `1..-1` is no empty range.
 #![allow(clippy::reversed_empty_ranges)]
@@ -8,6 +10,7 @@
 use candle_core::{Device, Tensor};
 use shardwise::ops::{Ellipsis, NewAxis, strided};
 use shardwise::prelude::*;
+use shardwise::tensor::Arange;
 
 type Get = fn(&DTensor) -> Result<DTensor>;
 type Set = fn(&mut DTensor, &DTensor) -> Result<()>;
@@ -159,7 +162,7 @@ fn leaves(mesh: &DeviceMesh) -> Result<Vec<DTensor>> {
 fn weighed(x: &DTensor) -> Result<DTensor> {
     let n = x.elem_count();
     let shape: Vec<isize> = x.shape().iter().map(|&n| n as isize).collect();
-    let weights = DTensor::arange(1, n as i64 + 1, 1, DType::F64, x.device_mesh(), [Replicate])?.reshape(&shape)?;
+    let weights = DTensor::arange(1..n as i64 + 1, DType::F64, x.device_mesh(), [Replicate])?.reshape(&shape)?;
     x.mul(&weights)?.sum_all()
 }
 
@@ -168,7 +171,7 @@ fn number(x: &DTensor) -> Result<f64> {
 }
 
 #[test]
-fn parts_and_their_gradients_are_those_of_pytorch() {
+fn indexed_reads_and_their_gradients_match_pytorch() {
     on_each_world(|mesh| {
         for (get, text, shape, sum, gradient) in GETS {
             for x in leaves(mesh)? {
@@ -186,14 +189,14 @@ fn parts_and_their_gradients_are_those_of_pytorch() {
 }
 
 #[test]
-fn writes_and_their_gradients_are_those_of_pytorch() {
+fn indexed_writes_and_their_gradients_match_pytorch() {
     on_each_world(|mesh| {
         for (set, text, shape, sum, gradient, of_value) in SETS {
             for leaf in leaves(mesh)? {
                 for placement in [Replicate, Shard(0)] {
                     let at = format!("{text} of {} with a value in {placement}", leaf.layout());
                     let n = shape.iter().product::<usize>() as i64;
-                    let v = DTensor::arange(-1, -n - 1, -1, DType::F64, mesh, [Replicate])?;
+                    let v = DTensor::arange(Arange::new(-1, -n - 1, -1), DType::F64, mesh, [Replicate])?;
                     let v = v.reshape(&shape.iter().map(|&n| n as isize).collect::<Vec<_>>())?;
                     let v = v.redistribute([placement])?.requires_grad();
                     let mut x = leaf.clone();
@@ -211,7 +214,7 @@ fn writes_and_their_gradients_are_those_of_pytorch() {
 }
 
 #[test]
-fn parts_and_writes_on_two_axes_are_those_of_pytorch() {
+fn indexed_reads_and_writes_on_two_mesh_axes_match_pytorch() {
     ThreadWorld::new(4)
         .unwrap()
         .run(|world| {
@@ -230,7 +233,7 @@ fn parts_and_writes_on_two_axes_are_those_of_pytorch() {
                 let weighed = |x: &DTensor| -> Result<DTensor> {
                     let shape: Vec<isize> = x.shape().iter().map(|&n| n as isize).collect();
                     let last = x.elem_count() as i64 + 1;
-                    x.mul(&DTensor::arange(1, last, 1, DType::F64, &mesh, both.clone())?.reshape(&shape)?)?.sum_all()
+                    x.mul(&DTensor::arange(1..last, DType::F64, &mesh, both.clone())?.reshape(&shape)?)?.sum_all()
                 };
                 for (get, text, shape, sum, gradient) in GETS.iter().filter(|case| !case.1.contains("flags")) {
                     if text.contains("index(") {
@@ -247,7 +250,7 @@ fn parts_and_writes_on_two_axes_are_those_of_pytorch() {
                 {
                     let at = format!("{text} of {}", leaf.layout());
                     let n = shape.iter().product::<usize>() as i64;
-                    let v = DTensor::arange(-1, -n - 1, -1, DType::F64, &mesh, [Shard(0), Replicate])?;
+                    let v = DTensor::arange(Arange::new(-1, -n - 1, -1), DType::F64, &mesh, [Shard(0), Replicate])?;
                     let v = v.reshape(&shape.iter().map(|&n| n as isize).collect::<Vec<_>>())?.requires_grad();
                     let mut x = leaf.clone();
                     set(&mut x, &v)?;
@@ -264,7 +267,7 @@ fn parts_and_writes_on_two_axes_are_those_of_pytorch() {
 }
 
 #[test]
-fn numbers_are_written_as_in_pytorch() {
+fn scalars_are_written_as_in_pytorch() {
     on_each_world(|mesh| {
         for (fill, text, sum, gradient) in FILLS {
             for leaf in leaves(mesh)? {
@@ -281,7 +284,7 @@ fn numbers_are_written_as_in_pytorch() {
 }
 
 #[test]
-fn ranges_communicate_nothing() {
+fn slices_communicate_nothing() {
     ThreadWorld::new(3)
         .unwrap()
         .run(|world| {
@@ -302,7 +305,7 @@ fn ranges_communicate_nothing() {
 }
 
 #[test]
-fn a_mask_communicates_how_many_elements_it_picks() {
+fn a_mask_communicates_only_the_number_of_selected_elements() {
     ThreadWorld::new(3)
         .unwrap()
         .run(|world| {
@@ -333,7 +336,7 @@ fn a_mask_communicates_how_many_elements_it_picks() {
 }
 
 #[test]
-fn bad_indices_are_errors_that_say_why() {
+fn invalid_indices_are_errors_with_the_reason() {
     ThreadWorld::new(2)
         .unwrap()
         .run(|world| {

@@ -1,11 +1,11 @@
-//! Layers without parameters, convolutions without a bias, sequences of layers, and modules with several inputs and outputs, on 1, 2 and
-//! 3 ranks against the unsharded answer.
+//! Layers without parameters, convolutions without a bias, `Sequential`, and modules with several inputs and outputs, on 1,
+//! 2 and 3 ranks against the unsharded result.
 
 use shardwise::nn::{
     AvgPool1d, AvgPool2d, ConstantPad, Conv1d, Conv2d, Elu, Flatten, ForwardAll, Gelu, GeluTanh, Hooks, Layer,
     LeakyRelu, Linear, LogSoftmax, MaxPool1d, MaxPool2d, Relu, Sequential, Sigmoid, Silu, Softmax, Softplus, Tanh,
 };
-use shardwise::ops::Convolution;
+use shardwise::ops::ConvOptions;
 use shardwise::plan::{PrepareModuleInput, PrepareModuleOutput, ShardingPlan, parallelize_module, shard_module};
 use shardwise::prelude::*;
 
@@ -19,13 +19,13 @@ fn on_each_world(run: impl Fn(&DeviceMesh) -> Result<()> + Clone + Send + Sync +
 /// The same numbers in every placement.
 fn input(mesh: &DeviceMesh, shape: &[usize], placement: Placement) -> Result<DTensor> {
     let value = |index: &[usize]| index.iter().fold(0.7, |sum: f64, &i| sum * 1.9 + i as f64).sin() * 2.0;
-    DTensor::from_fn(shape, DType::F64, mesh, [placement], value)
+    DTensor::from_fn((shape, DType::F64), mesh, [placement], value)
 }
 
 type Check = fn(&DTensor) -> Result<DTensor>;
 
 #[test]
-fn layers_without_parameters_are_their_operators() {
+fn layers_without_parameters_equal_their_operators() {
     on_each_world(|mesh| {
         let cases: Vec<(Box<dyn Layer>, Check)> = vec![
             (Box::new(Relu::new()), |x| x.relu()),
@@ -72,10 +72,10 @@ fn hooks_of_layers_without_parameters_run() {
 }
 
 #[test]
-fn convolutions_go_without_a_bias() {
+fn convolutions_work_without_a_bias() {
     on_each_world(|mesh| {
         let at = Builder::new(mesh).dtype(DType::F64);
-        let options = Convolution { padding: 1, ..Default::default() };
+        let options = ConvOptions { padding: 1, ..Default::default() };
         let line = Conv1d::without_bias(&at.at("line"), 4, 6, 3, options)?;
         let plane = Conv2d::without_bias(&at.at("plane"), 4, 2, 3, options)?;
         assert_eq!((line.parameter_count(), plane.parameter_count()), (72, 72));
@@ -94,7 +94,7 @@ fn convolutions_go_without_a_bias() {
 
 fn network(mesh: &DeviceMesh) -> Result<Sequential> {
     Sequential::new(&Builder::new(mesh).dtype(DType::F64))
-        .build(|at| Conv1d::new(at, 2, 4, 3, Convolution::default()))?
+        .build(|at| Conv1d::new(at, 2, 4, 3, ConvOptions::default()))?
         .add(Tanh::new())
         .add(MaxPool1d::new(2))
         .add(Flatten::new())
@@ -102,7 +102,7 @@ fn network(mesh: &DeviceMesh) -> Result<Sequential> {
 }
 
 #[test]
-fn a_sequence_runs_its_layers_and_names_them_by_number() {
+fn a_sequential_runs_its_layers_and_names_them_by_number() {
     on_each_world(|mesh| {
         let model = network(mesh)?;
         let names: Vec<String> = model.named_parameters().into_iter().map(|(name, _)| name).collect();
@@ -110,7 +110,7 @@ fn a_sequence_runs_its_layers_and_names_them_by_number() {
         assert_eq!((model.len(), model.is_empty()), (5, false));
         let params: Vec<DTensor> = model.named_parameters().iter().map(|(_, p)| p.get()).collect();
         let by_hand = |x: &DTensor| -> Result<DTensor> {
-            let x = x.conv1d(&params[0], Some(&params[1]), Convolution::default())?.tanh()?.max_pool1d(2, None, 0)?;
+            let x = x.conv1d(&params[0], Some(&params[1]), ConvOptions::default())?.tanh()?.max_pool1d(2, None, 0)?;
             x.flatten(1, -1)?.linear(&params[2], Some(&params[3]))
         };
         let whole = by_hand(&input(mesh, &[3, 2, 8], Replicate)?)?;
@@ -148,7 +148,7 @@ impl ForwardAll for Mix {
 }
 
 #[test]
-fn styles_and_plans_prepare_each_input_and_output() {
+fn parallel_styles_and_plans_prepare_every_input_and_output() {
     on_each_world(|mesh| {
         let at = Builder::new(mesh).dtype(DType::F64);
         let mix =

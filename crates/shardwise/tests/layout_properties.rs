@@ -1,4 +1,4 @@
-//! Random meshes, shapes, placements and orders against an oracle that keeps explicit lists of indices.
+//! Random meshes, shapes, placements and shard orders against a reference implementation with explicit index lists.
 //!
 //! `SHARDWISE_LAYOUT_CASES` sets the number of cases (default 3000), `SHARDWISE_SEED` the first seed.
 
@@ -20,7 +20,7 @@ fn every_rank_owns_what_the_definition_says_and_the_boxes_tile_the_tensor() {
 }
 
 #[test]
-fn order_and_strided_forms_round_trip() {
+fn shard_order_and_strided_shards_convert_into_each_other() {
     let mut converted = 0;
     for_each_seed(|rng| {
         let mut case = random_case(rng, false);

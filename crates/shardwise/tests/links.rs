@@ -1,4 +1,5 @@
-//! Links come from the engine, from the program or from a measurement, and planners go by them.
+//! Links (bandwidth and latency of a mesh axis) come from the engine, from the program or from a measurement, and planners
+//! use them.
 
 use std::sync::Arc;
 
@@ -138,7 +139,7 @@ fn threads_measure_their_links_once_and_all_ranks_get_the_same() {
 }
 
 #[test]
-fn links_inside_and_across_hosts_are_measured_apart() {
+fn links_inside_and_across_hosts_are_measured_separately() {
     // five ranks on three hosts: the last host has one rank, the second row of ranks is one shorter
     let hosts = Network::of_hosts([0, 0, 1, 1, 2], Link::THREADS, CABLE).unwrap();
     let all = ThreadWorld::new(5).unwrap().run(move |world| {

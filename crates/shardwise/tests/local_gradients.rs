@@ -1,5 +1,5 @@
-//! Gradients through local code: out with `to_local` or `full_tensor`, on with candle, back in with `from_local`; on 1, 2 and 3 ranks
-//! against the answer of distributed operators and of PyTorch's rules for `grad_placements`.
+//! Gradients through local code: from `to_local` or `full_tensor` through candle to `from_local`, on 1, 2 and 3 ranks,
+//! against distributed operators and PyTorch's rules for `grad_placements`.
 
 use candle_core::{Device, Tensor, Var};
 use shardwise::prelude::*;
@@ -22,7 +22,7 @@ fn list(x: &DTensor) -> Result<Vec<f64>> {
 }
 
 #[test]
-fn a_shard_goes_through_local_code() {
+fn a_shard_is_differentiable_through_local_code() {
     on_each_world(|mesh| {
         for placement in [Replicate, Shard(0), Shard(1)] {
             let x = leaf(mesh, placement.clone())?;
@@ -39,7 +39,7 @@ fn a_shard_goes_through_local_code() {
 }
 
 #[test]
-fn several_tensors_meet_in_local_code_and_leave_it_twice() {
+fn local_code_may_have_several_inputs_and_outputs() {
     on_each_world(|mesh| {
         let (x, w) = (leaf(mesh, Shard(0))?, leaf(mesh, Shard(0))?);
         let (a, b) = (x.to_local(), w.to_local());
@@ -55,7 +55,7 @@ fn several_tensors_meet_in_local_code_and_leave_it_twice() {
 }
 
 #[test]
-fn a_replicated_tensor_that_ranks_use_for_different_things_has_a_partial_gradient() {
+fn a_replicated_tensor_that_ranks_use_differently_has_a_partial_gradient() {
     on_each_world(|mesh| {
         let (x, scale) = (leaf(mesh, Shard(0))?, DTensor::ones(3, DType::F64, mesh, [Replicate])?.requires_grad());
         let local = scale.to_local_with_grad_placements([Partial(ReduceOp::Sum)])?;
@@ -76,7 +76,7 @@ fn a_replicated_tensor_that_ranks_use_for_different_things_has_a_partial_gradien
 }
 
 #[test]
-fn the_whole_goes_through_local_code_that_all_ranks_run() {
+fn a_full_tensor_is_differentiable_through_replicated_local_code() {
     on_each_world(|mesh| {
         for placement in [Replicate, Shard(0), Shard(1), Partial(ReduceOp::Sum)] {
             let x = leaf(mesh, placement.clone())?;
@@ -89,7 +89,7 @@ fn the_whole_goes_through_local_code_that_all_ranks_run() {
 }
 
 #[test]
-fn local_results_may_be_terms_of_sums_and_means() {
+fn local_results_may_be_partial_sums_and_averages() {
     on_each_world(|mesh| {
         for op in [ReduceOp::Sum, ReduceOp::Avg] {
             let x = leaf(mesh, Shard(0))?;
@@ -109,7 +109,7 @@ fn local_results_may_be_terms_of_sums_and_means() {
 }
 
 #[test]
-fn local_code_gets_the_gradient_in_the_placements_that_it_asks_for() {
+fn grad_placements_set_the_layout_of_the_gradient_for_local_code() {
     on_each_world(|mesh| {
         let x = leaf(mesh, Replicate)?;
         let rows = DTensor::ones((4, 3), DType::F64, mesh, [Shard(0)])?;
@@ -130,7 +130,7 @@ fn local_code_gets_the_gradient_in_the_placements_that_it_asks_for() {
 }
 
 #[test]
-fn what_is_not_recorded_has_no_gradient() {
+fn detached_and_untracked_tensors_have_no_gradient() {
     on_each_world(|mesh| {
         let x = leaf(mesh, Shard(0))?;
         let placed = |local: &Tensor| DTensor::from_local(local, mesh, [Shard(0)]);
@@ -152,7 +152,7 @@ fn what_is_not_recorded_has_no_gradient() {
 }
 
 #[test]
-fn what_local_code_writes_does_not_reach_the_tensor() {
+fn writes_of_local_code_do_not_change_the_tensor() {
     on_each_world(|mesh| {
         let x = leaf(mesh, Replicate)?;
         let local = x.to_local();
@@ -163,7 +163,7 @@ fn what_local_code_writes_does_not_reach_the_tensor() {
 }
 
 #[test]
-fn local_code_keeps_nothing_when_its_graph_is_gone() {
+fn local_code_holds_no_memory_after_its_graph_is_dropped() {
     on_each_world(|mesh| {
         let x = leaf(mesh, Shard(0))?;
         let pass = || -> Result<()> {
@@ -183,7 +183,7 @@ fn local_code_keeps_nothing_when_its_graph_is_gone() {
 }
 
 #[test]
-fn replicas_that_differ_are_named() {
+fn replicas_that_differ_are_an_error_that_names_the_rank() {
     ThreadWorld::new(4)
         .unwrap()
         .run(|world| {

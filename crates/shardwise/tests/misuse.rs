@@ -1,5 +1,5 @@
-//! Random programs in which one rank does the wrong thing: each ends in an error that names that rank, on every rank
-//! that still had something to wait for, and none hangs.
+//! Random programs with one faulty rank: each ends in an error that names that rank, on every rank that was still waiting,
+//! and none hangs.
 //!
 //! `SHARDWISE_MISUSE_CASES` sets the number of programs (default 1500), `SHARDWISE_SEED` the first seed.
 
@@ -314,7 +314,7 @@ fn a_silent_rank_is_an_error_on_every_rank_after_the_deadline() {
 }
 
 #[test]
-fn a_rank_that_never_comes_back_is_left_behind_and_named() {
+fn a_rank_that_never_returns_is_abandoned_and_named() {
     let deadline = Duration::from_millis(300);
     let release = Arc::new(AtomicBool::new(false));
     let held = Arc::clone(&release);
@@ -333,7 +333,7 @@ fn a_rank_that_never_comes_back_is_left_behind_and_named() {
 }
 
 #[test]
-fn a_mismatch_names_both_ranks_both_calls_and_both_places() {
+fn a_mismatch_names_both_ranks_both_calls_and_both_call_sites() {
     let run = |world: World| {
         let tensor = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
         if world.rank() == 2 { world.barrier() } else { world.all_reduce(&tensor, ReduceOp::Max).map(drop) }
@@ -348,7 +348,7 @@ fn a_mismatch_names_both_ranks_both_calls_and_both_places() {
 }
 
 #[test]
-fn a_group_goes_on_after_a_mismatch_that_all_ranks_survive() {
+fn a_group_is_usable_after_a_mismatch_that_all_ranks_handle() {
     let run = |world: World| {
         let sizes = [1 + world.rank(), 2];
         let tensor = Tensor::new(&[world.rank() as u32], &Device::Cpu)?;
@@ -359,7 +359,7 @@ fn a_group_goes_on_after_a_mismatch_that_all_ranks_survive() {
 }
 
 #[test]
-fn crosswise_receives_are_found_at_once() {
+fn a_deadlock_of_receives_is_detected_at_once() {
     let run = |world: World| world.recv(&TensorMeta::new(1, DType::F32), 1 - world.rank(), 0).map(drop);
     let start = Instant::now();
     let error = ThreadWorld::new(2).unwrap().deadline(DEADLINE).run(run).unwrap_err().to_string();
@@ -368,7 +368,7 @@ fn crosswise_receives_are_found_at_once() {
 }
 
 #[test]
-fn the_error_of_the_rank_that_failed_first_comes_back_from_a_launch() {
+fn launch_returns_the_error_of_the_rank_that_failed_first() {
     let error = shardwise::launch(4, |world| {
         if world.rank() == 3 {
             return Err(Error::other("out of luck"));

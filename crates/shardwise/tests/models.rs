@@ -1,4 +1,4 @@
-//! Language models: the same training in every layout, and what each plan communicates.
+//! Language models: the same losses in every layout, and the collectives of each plan.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -58,7 +58,7 @@ fn ways() -> Vec<(&'static str, Spread)> {
 
 fn batch(mesh: &DeviceMesh, step: usize) -> Result<(DTensor, DTensor)> {
     let tokens = move |shift: usize| move |i: &[usize]| ((i[0] * 11 + (i[1] + shift) * 7 + step * 5) % 40) as f64;
-    let make = |shift| DTensor::from_fn((BATCH, LENGTH), DType::U32, mesh, batch_placements(mesh), tokens(shift));
+    let make = |shift| DTensor::from_fn(((BATCH, LENGTH), DType::U32), mesh, batch_placements(mesh), tokens(shift));
     Ok((make(0)?, make(1)?))
 }
 
@@ -106,7 +106,7 @@ fn close(a: &[f32], b: &[f32], tolerance: f32) -> bool {
 }
 
 #[test]
-fn a_seed_gives_the_same_training_on_every_mesh_with_dropout_and_a_tied_head() {
+fn a_seed_gives_the_same_losses_on_every_mesh_with_dropout_and_a_tied_head() {
     let configs = [
         ModelConfig::Gpt(GptConfig { dropout: 0.2, ..gpt() }),
         ModelConfig::Gpt(GptConfig { tied_head: true, ..gpt() }),
@@ -190,7 +190,7 @@ fn collectives(config: &ModelConfig, mesh: &str, spread: Spread) -> BTreeMap<(&'
 }
 
 #[test]
-fn every_plan_communicates_what_it_must_and_no_more() {
+fn every_plan_runs_exactly_the_expected_collectives() {
     let (replicated, sharded) = (Weights::Replicated, Weights::Sharded);
     for layers in [1, 3] {
         let config = ModelConfig::Gpt(GptConfig { n_layers: layers, ..gpt() });
@@ -251,7 +251,7 @@ fn every_plan_communicates_what_it_must_and_no_more() {
 }
 
 #[test]
-fn half_precision_with_a_finer_copy_follows_f32() {
+fn bf16_training_with_master_weights_follows_f32() {
     let config = ModelConfig::Llama(llama());
     let plan = spread(Weights::Sharded, false, false).plan(&config, &"dp=2".parse().unwrap()).unwrap();
     let (expected, _) = trained(&config, &plan, "dp=2", DType::F32, 12);
@@ -262,7 +262,7 @@ fn half_precision_with_a_finer_copy_follows_f32() {
 }
 
 #[test]
-fn a_plan_that_was_searched_for_trains_as_any_other() {
+fn a_searched_plan_trains_like_any_other() {
     let config = ModelConfig::Gpt(gpt());
     let mesh = "dp=2,tp=2";
     let search = search_plan(&config, &mesh.parse().unwrap(), BATCH).unwrap();
@@ -275,7 +275,7 @@ fn a_plan_that_was_searched_for_trains_as_any_other() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_before_anything_runs() {
+fn invalid_configurations_are_rejected_before_anything_runs() {
     let plain = spread(Weights::Replicated, false, false);
     let tp = spread(Weights::Replicated, true, false);
     let sharded = spread(Weights::Sharded, false, false);
@@ -298,7 +298,7 @@ fn what_cannot_be_is_refused_before_anything_runs() {
 }
 
 #[test]
-fn weights_go_out_and_come_in_by_their_names_or_not_at_all() {
+fn weights_are_exported_and_imported_by_name_or_not_at_all() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let config = ModelConfig::Gpt(gpt());

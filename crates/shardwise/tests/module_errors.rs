@@ -77,7 +77,7 @@ fn a_module_built_without_a_path_gets_it_from_a_walk_over_the_model() {
 }
 
 #[test]
-fn hooks_and_replacements_count_as_inside_the_module() {
+fn errors_in_hooks_and_replacements_name_the_module() {
     let error = error_of(|mesh| {
         let model = Model::new(&Builder::new(mesh))?;
         let narrow: std::sync::Arc<dyn Layer> = std::sync::Arc::new(Linear::new(&Builder::new(mesh), 5, 5)?);
@@ -100,7 +100,7 @@ fn hooks_and_replacements_count_as_inside_the_module() {
 }
 
 #[test]
-fn layers_of_models_are_named_too() {
+fn errors_name_the_layers_of_built_in_models() {
     let error = error_of(|mesh| {
         let config = GptConfig { n_layers: 2, d_model: 16, d_ff: 32, n_heads: 4, ..GptConfig::default() };
         let model = ModelConfig::Gpt(config).build(&Builder::new(mesh))?;
@@ -111,7 +111,7 @@ fn layers_of_models_are_named_too() {
 }
 
 #[test]
-fn ranks_that_disagree_inside_a_layer_are_shown_the_lines_of_the_program() {
+fn a_mismatch_inside_a_layer_names_the_lines_of_the_program() {
     let error = error_of(|mesh| {
         let norm = LayerNorm::new(&Builder::new(mesh).at("norm"), 8, 1e-5)?;
         let x = DTensor::ones((2, 8), DType::F32, mesh, [Shard(1)])?;

@@ -1,14 +1,14 @@
-//! Bad operands: every operator refuses them on every rank with one message that names the operator, the shapes, the
-//! placements and the mesh; nobody hangs, and the world goes on. What is bad is decided by the unsharded call.
-
-#[path = "suites/values.rs"]
-mod values;
+//! Invalid operands: every operator rejects them on every rank with one message that names the operator, shapes, placements
+//! and mesh; no rank hangs, and the world stays usable. The unsharded call decides what is invalid.
 
 use std::time::Duration;
 
 use candle_core::Tensor;
-use shardwise::ops::{Attention, Bag, Classes, Convolution, OpEntry, Reduction, Sample, ops};
+use shardwise::ops::{
+    AttentionOptions, ConvOptions, EmbeddingBagMode, LossOptions, OpEntry, Reduction, SampleInput, ops,
+};
 use shardwise::prelude::*;
+use shardwise_test_suites::values;
 
 /// Far longer than any of these calls takes: only a hang gets there.
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -49,7 +49,7 @@ fn is_good(op: &str, message: &str) -> bool {
     named && message.contains(" on a=2: ")
 }
 
-fn input(mesh: &DeviceMesh, sample: &Sample, last: bool) -> Result<DTensor> {
+fn input(mesh: &DeviceMesh, sample: &SampleInput, last: bool) -> Result<DTensor> {
     let placement = match sample.shape.len() {
         _ if mesh.mesh().size() == 1 => Replicate,
         0 => Replicate,
@@ -66,26 +66,26 @@ fn input(mesh: &DeviceMesh, sample: &Sample, last: bool) -> Result<DTensor> {
 }
 
 /// Calls made from good ones by changing one input: another number of dimensions, another size, another type.
-fn changed(samples: &[Sample]) -> Vec<(String, Vec<Sample>)> {
+fn changed(samples: &[SampleInput]) -> Vec<(String, Vec<SampleInput>)> {
     let mut calls = Vec::new();
     for (i, sample) in samples.iter().enumerate() {
-        let mut with = |what: String, changed: Sample| {
+        let mut with = |what: String, changed: SampleInput| {
             let mut all = samples.to_vec();
             all[i] = changed;
             calls.push((format!("input {i} with {what}"), all));
         };
         // Longer than any index, so that no index is wrong for it.
         let wider = [&[9], sample.shape.as_slice()].concat();
-        with("a dimension more in front".into(), Sample { shape: wider, ..sample.clone() });
+        with("a dimension more in front".into(), SampleInput { shape: wider, ..sample.clone() });
         let deeper = [sample.shape.as_slice(), &[3]].concat();
-        with("a dimension more behind".into(), Sample { shape: deeper, ..sample.clone() });
+        with("a dimension more behind".into(), SampleInput { shape: deeper, ..sample.clone() });
         for dim in 0..sample.shape.len() {
             let mut shape = sample.shape.clone();
             shape[dim] += 1;
-            with(format!("dimension {dim} longer"), Sample { shape, ..sample.clone() });
+            with(format!("dimension {dim} longer"), SampleInput { shape, ..sample.clone() });
         }
         let dtype = if sample.dtype.is_float() { DType::I64 } else { DType::F64 };
-        with(format!("type {}", dtype.as_str()), Sample { dtype, ..sample.clone() });
+        with(format!("type {}", dtype.as_str()), SampleInput { dtype, ..sample.clone() });
     }
     calls
 }
@@ -95,7 +95,7 @@ fn judge(
     op: &OpEntry,
     mesh: &DeviceMesh,
     alone: &DeviceMesh,
-    call: &(String, Vec<Sample>),
+    call: &(String, Vec<SampleInput>),
     last: bool,
 ) -> Result<Option<String>> {
     let (what, samples) = call;
@@ -109,7 +109,7 @@ fn judge(
             // Where losses are reduced, the terms are among the results.
             let full = plain.iter().map(DTensor::full_tensor).collect::<Result<Vec<_>>>()?;
             let count = full.iter().map(Tensor::elem_count).max().unwrap_or(1).max(1) as f64;
-            let terms = count.sqrt() * full.iter().map(values::peak).fold(1.0, f64::max);
+            let terms = count.sqrt() * full.iter().map(values::max_abs).fold(1.0, f64::max);
             for (a, b) in sharded.iter().zip(&full) {
                 let dtype = if single && a.dtype() == DType::F64 { DType::F32 } else { a.dtype() };
                 let (got, expected) = (a.full_tensor()?.to_dtype(dtype)?, b.to_dtype(dtype)?);
@@ -128,7 +128,7 @@ fn judge(
 }
 
 #[test]
-fn changed_inputs_are_refused_on_every_rank_alike_or_give_the_unsharded_answer() {
+fn mutated_inputs_fail_alike_on_every_rank_or_give_the_unsharded_result() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
@@ -172,7 +172,7 @@ fn still_works(world: &World) -> Result<()> {
 }
 
 #[test]
-fn an_input_on_another_mesh_is_refused_by_every_operator() {
+fn every_operator_rejects_an_input_on_another_mesh() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let other = world.mesh([("b", 2)])?;
@@ -208,14 +208,14 @@ const INDEXED: &[(&str, Indexed)] = &[
     ("index_select", |x, ids| x.index_select(0, ids)),
     ("index", |x, ids| x.index(ids)),
     ("embedding", |x, ids| x.embedding(ids)),
-    ("embedding", |x, ids| x.embedding_bag(&ids.unsqueeze(1)?, None, Bag::Sum)),
+    ("embedding", |x, ids| x.embedding_bag(&ids.unsqueeze(1)?, None, EmbeddingBagMode::Sum)),
     ("gather", |x, ids| x.gather(0, &ids.unsqueeze(1)?)),
     ("gather", |x, ids| x.gather(1, &ids.unsqueeze(1)?)),
     ("scatter", |x, ids| x.scatter(0, &ids.unsqueeze(1)?, &ids.unsqueeze(1)?)),
     ("scatter_add", |x, ids| x.scatter_add(1, &ids.unsqueeze(1)?, x)),
     ("index_add", |x, ids| x.index_add(0, ids, x)),
     ("index_put", |x, ids| x.index_put(&[ids], x, true)),
-    ("cross_entropy", |x, ids| x.cross_entropy(ids, Classes::default())),
+    ("cross_entropy", |x, ids| x.cross_entropy(ids, LossOptions::default())),
 ];
 
 #[test]
@@ -229,7 +229,7 @@ fn an_index_that_one_rank_finds_wrong_is_an_error_on_every_rank() {
                     let x = DTensor::ones((4, 4), DType::F64, &mesh, [Replicate])?;
                     let id = |at: &[usize]| if at[0] == 3 { f64::from(wrong) } else { at[0] as f64 };
                     let ids =
-                        DTensor::from_fn(4, DType::I64, &mesh, [Replicate], id)?.redistribute([placement.clone()])?;
+                        DTensor::from_fn((4, DType::I64), &mesh, [Replicate], id)?.redistribute([placement.clone()])?;
                     call(&x, &ids)?;
                     world.barrier()
                 };
@@ -266,7 +266,8 @@ struct Operands {
 impl Operands {
     fn new(mesh: &DeviceMesh, placement: &Placement) -> Result<Self> {
         let make = |shape: &[usize], dtype: DType| {
-            let whole = DTensor::from_fn(shape, dtype, mesh, [Replicate], |at| (at.iter().sum::<usize>() % 4) as f64)?;
+            let whole =
+                DTensor::from_fn((shape, dtype), mesh, [Replicate], |at| (at.iter().sum::<usize>() % 4) as f64)?;
             whole.redistribute([if shape.is_empty() { Replicate } else { placement.clone() }])
         };
         Ok(Operands {
@@ -335,7 +336,7 @@ const CALLS: &[(&str, &[&str], Call)] = &[
     ("index", &["f64", "integers"], |o| Ok(vec![o.x.index(&o.x)?])),
     ("embedding", &["[vocabulary, features]"], |o| Ok(vec![o.line.embedding(&o.ids)?])),
     ("embedding_bag", &["offsets [1, 2]"], |o| {
-        Ok(vec![o.x.embedding_bag(&o.ids.select(0, 0)?, Some(&[1, 2]), Bag::Sum)?])
+        Ok(vec![o.x.embedding_bag(&o.ids.select(0, 0)?, Some(&[1, 2]), EmbeddingBagMode::Sum)?])
     }),
     ("gather", &["[9]"], |o| Ok(vec![o.x.gather(9, &o.ids)?])),
     ("gather", &["[4, 6, 1]"], |o| Ok(vec![o.x.gather(0, &o.ids.unsqueeze(2)?)?])),
@@ -368,25 +369,25 @@ const CALLS: &[(&str, &[&str], Call)] = &[
     ("bitwise_and", &["integers"], |o| Ok(vec![o.x.bitwise_and(&o.ids)?])),
     ("dropout", &["1.5"], |o| Ok(vec![o.x.dropout(1.5, true)?])),
     ("dropout", &["i64"], |o| Ok(vec![o.ids.dropout(0.5, true)?])),
-    ("cross_entropy", &["[4, 6]"], |o| Ok(vec![o.x.cross_entropy(&o.ids, Classes::default())?])),
-    ("nll_loss", &["f64"], |o| Ok(vec![o.x.nll_loss(&o.x.select(1, 0)?, Classes::default())?])),
+    ("cross_entropy", &["[4, 6]"], |o| Ok(vec![o.x.cross_entropy(&o.ids, LossOptions::default())?])),
+    ("nll_loss", &["f64"], |o| Ok(vec![o.x.nll_loss(&o.x.select(1, 0)?, LossOptions::default())?])),
     ("mse_loss", &["[4, 6]", "[2, 2, 8]"], |o| Ok(vec![o.x.mse_loss(&o.line, Reduction::Sum)?])),
     ("scaled_dot_product_attention", &["[2, 4, 3, 2]", "[2, 3, 3, 2]"], |o| {
         let fewer = o.heads.narrow(1, 0, 3)?;
-        Ok(vec![o.heads.scaled_dot_product_attention(&fewer, &fewer, Attention::default())?])
+        Ok(vec![o.heads.scaled_dot_product_attention(&fewer, &fewer, AttentionOptions::default())?])
     }),
     ("rotary_embedding", &["an even number"], |o| Ok(vec![o.x.narrow(1, 0, 5)?.rotary_embedding(100.0, 0)?])),
     ("conv1d", &["[2, 2, 5]", "size: 8"], |o| {
         let long = DTensor::cat(&[&o.line, &o.line], 2)?;
-        Ok(vec![o.line.narrow(2, 0, 5)?.conv1d(&long.narrow(2, 0, 8)?, None, Convolution::default())?])
+        Ok(vec![o.line.narrow(2, 0, 5)?.conv1d(&long.narrow(2, 0, 8)?, None, ConvOptions::default())?])
     }),
     ("conv1d", &["3 group(s)"], |o| {
-        Ok(vec![o.line.conv1d(&o.line, None, Convolution { groups: 3, ..Convolution::default() })?])
+        Ok(vec![o.line.conv1d(&o.line, None, ConvOptions { groups: 3, ..ConvOptions::default() })?])
     }),
     ("conv1d", &["stride: 0"], |o| {
-        Ok(vec![o.line.conv1d(&o.line, None, Convolution { stride: 0, ..Convolution::default() })?])
+        Ok(vec![o.line.conv1d(&o.line, None, ConvOptions { stride: 0, ..ConvOptions::default() })?])
     }),
-    ("conv2d", &["[2, 2, 8]"], |o| Ok(vec![o.line.conv2d(&o.line, None, Convolution::default())?])),
+    ("conv2d", &["[2, 2, 8]"], |o| Ok(vec![o.line.conv2d(&o.line, None, ConvOptions::default())?])),
     ("avg_pool1d", &["size: 9"], |o| Ok(vec![o.line.avg_pool1d(9, None, 0)?])),
     ("max_pool2d", &["[n, channels, ...]"], |o| Ok(vec![o.line.max_pool2d(2, None, 0)?])),
     ("max_pool1d", &["half a window"], |o| Ok(vec![o.line.max_pool1d(2, None, 2)?])),
@@ -394,7 +395,7 @@ const CALLS: &[(&str, &[&str], Call)] = &[
 ];
 
 #[test]
-fn wrong_numbers_are_refused_with_what_was_found() {
+fn invalid_arguments_are_rejected_with_the_value_found() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let mut messages = Vec::new();

@@ -1,4 +1,4 @@
-//! Every operator method of a tensor is in the table of operators, so that the suites that walk the table find it.
+//! Every operator method of `DTensor` is in the operator table, so that the tests that iterate over the table cover it.
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -1,18 +1,16 @@
-//! Optimizers on parameters in every kind of layout against the unsharded run and against the formulas, number by number.
-
-#[path = "suites/parameters.rs"]
-mod parameters;
-#[path = "suites/values.rs"]
-mod values;
+//! Optimizers on parameters in every kind of layout, against the unsharded run and against the formulas element by element.
 
 use candle_core::{DType, Tensor};
-use parameters::{algorithms, alone, gradients, named, numbers, params, slope, spread, start, tensor, unspread, whole};
 use shardwise::optim::{
     Adadelta, Adagrad, Adam, AdamW, Adamax, Algorithm, Lion, NAdam, ParamGroup, RmsProp, Schedule, Sgd,
     ShardedOptimizer, clip_grad_norm, clip_grad_value,
 };
 use shardwise::prelude::*;
 use shardwise::{DryWorld, Param};
+use shardwise_test_suites::parameters::{
+    algorithms, full_values, gradient_value, gradients, initial_value, named, numbers, params, replicated_layouts,
+    sharded_layouts, single_rank_mesh, tensor,
+};
 
 /// One element under an algorithm, as the formulas are written down.
 struct Scalar {
@@ -100,26 +98,26 @@ impl Scalar {
 }
 
 #[test]
-fn every_algorithm_follows_its_formula_and_does_not_see_the_layout() {
+fn every_algorithm_follows_its_formula_in_every_layout() {
     let run = |world: World| {
-        let (mesh, one) = (world.mesh([("a", 2), ("b", 2)])?, alone(&world)?);
+        let (mesh, one) = (world.mesh([("a", 2), ("b", 2)])?, single_rank_mesh(&world)?);
         for (algorithm, maximize) in algorithms().into_iter().flat_map(|a| [(a.clone(), false), (a, true)]) {
             let group = ParamGroup { lr: 0.05, maximize, ..ParamGroup::new(algorithm.clone()) };
-            let (sharded, single) = (params(&mesh, &spread())?, params(&one, &unspread())?);
+            let (sharded, single) = (params(&mesh, &sharded_layouts())?, params(&one, &replicated_layouts())?);
             let mut optimizer = ShardedOptimizer::new(named(&sharded), group.clone())?;
             let mut reference = ShardedOptimizer::new(named(&single), group.clone())?;
             let layouts: Vec<Layout> = sharded.iter().map(|p| p.layout().settled()).collect();
             for t in 0..5 {
                 optimizer.step(gradients(&sharded, t)?)?;
                 reference.step(gradients(&single, t)?)?;
-                assert_eq!(whole(&sharded)?, whole(&single)?, "{group:?} after step {t}");
+                assert_eq!(full_values(&sharded)?, full_values(&single)?, "{group:?} after step {t}");
             }
             assert_eq!(layouts, sharded.iter().map(Param::layout).collect::<Vec<_>>());
-            for (i, found) in whole(&single)?.iter().enumerate() {
+            for (i, found) in full_values(&single)?.iter().enumerate() {
                 for (flat, &found) in found.iter().enumerate() {
-                    let mut scalar = Scalar { p: start(i, flat), state: [0.0; 3], product: 1.0 };
+                    let mut scalar = Scalar { p: initial_value(i, flat), state: [0.0; 3], product: 1.0 };
                     let sign = if maximize { -1.0 } else { 1.0 };
-                    (0..5).for_each(|t| scalar.step(&algorithm, 0.05, sign * slope(i, t, flat), t as i32 + 1));
+                    (0..5).for_each(|t| scalar.step(&algorithm, 0.05, sign * gradient_value(i, t, flat), t as i32 + 1));
                     let close = (found - scalar.p).abs() <= 1e-12 * scalar.p.abs().max(1.0);
                     assert!(close, "{group:?}: element {flat} of {i} is {found}, formula {}", scalar.p);
                 }
@@ -146,7 +144,7 @@ fn every_algorithm_follows_its_formula_and_does_not_see_the_layout() {
 }
 
 #[test]
-fn half_precision_parameters_learn_slowly_only_with_a_finer_copy() {
+fn small_steps_of_half_precision_parameters_need_master_weights() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         for dtype in [DType::BF16, DType::F16] {
@@ -167,8 +165,8 @@ fn half_precision_parameters_learn_slowly_only_with_a_finer_copy() {
                 again.step(fine.get().sum_all()?.backward()?)?;
             }
             assert_eq!((coarse.dtype(), fine.dtype()), (dtype, dtype));
-            assert!(whole(&[coarse])?[0].iter().all(|&x| x == 1.0));
-            assert!(whole(&[fine])?[0].iter().all(|&x| (x - 0.995).abs() < 2e-3));
+            assert!(full_values(&[coarse])?[0].iter().all(|&x| x == 1.0));
+            assert!(full_values(&[fine])?[0].iter().all(|&x| (x - 0.995).abs() < 2e-3));
             let master = again.state_dict()?.params["w"].tensors["master_param"].full_tensor()?;
             assert_eq!(master.dtype(), DType::F32);
             assert!(numbers(&master).iter().all(|x| (x - 0.995).abs() < 1e-5));
@@ -183,13 +181,13 @@ fn clipping_counts_every_element_of_every_mesh_once() {
     let run = |world: World| {
         let square = world.mesh([("a", 2), ("b", 2)])?;
         let pair = world.device_mesh(Mesh::from_ranks([("c", 2)], vec![2, 1])?)?;
-        let mut all = params(&square, &spread())?;
+        let mut all = params(&square, &sharded_layouts())?;
         all.extend(params(&pair, &[(vec![5], vec![Shard(0)]), (vec![3, 3], vec![Replicate])])?);
         let extra = Param::new(&tensor(&square, &[3], &[Replicate, Shard(0)], DType::F64, &|_| 1.0)?);
         let values: Vec<Vec<f64>> = all
             .iter()
             .enumerate()
-            .map(|(i, param)| (0..param.shape().iter().product()).map(|flat| slope(i, 1, flat)).collect())
+            .map(|(i, param)| (0..param.shape().iter().product()).map(|flat| gradient_value(i, 1, flat)).collect())
             .collect();
         let flat = || values.iter().flatten().map(|x| x.abs());
         for norm_type in [1.0, 2.0, 3.0, 0.5, f64::INFINITY] {
@@ -224,7 +222,7 @@ fn clipping_counts_every_element_of_every_mesh_once() {
             }
         }
         // ranks may know of different parameters, as stages of a pipeline do
-        let own = params(&alone(&world)?, &[(vec![], vec![Replicate])])?;
+        let own = params(&single_rank_mesh(&world)?, &[(vec![], vec![Replicate])])?;
         let gradient = own[0].get().mul_scalar(world.rank() as f64 + 1.0)?.backward()?;
         assert_eq!(clip_grad_norm(gradient, &own, 1.0, 2.0)?.1, 30f64.sqrt());
         let none: [&Param; 0] = [];
@@ -243,7 +241,7 @@ fn clipping_counts_every_element_of_every_mesh_once() {
 }
 
 #[test]
-fn gradients_of_one_mesh_travel_together() {
+fn gradients_of_one_mesh_are_reduced_in_one_bucket() {
     let run = |world: World| {
         let square = world.mesh([("a", 2), ("b", 2)])?;
         let pair = world.mesh([("c", 2)])?;
@@ -264,7 +262,7 @@ fn gradients_of_one_mesh_travel_together() {
 /// A few steps; what is communicated and how much memory is used must not depend on data.
 fn program(world: &World) -> Result<(usize, usize)> {
     let mesh = world.mesh([("a", 2), ("b", 2)])?;
-    let all = params(&mesh, &spread())?;
+    let all = params(&mesh, &sharded_layouts())?;
     let mut optimizer = ShardedOptimizer::new(named(&all), ParamGroup::new(Adam::default()))?;
     let before = world.memory().current();
     for t in 0..2 {
@@ -295,12 +293,12 @@ fn a_dry_run_counts_the_state_and_lists_the_collectives_of_the_real_run() {
         let part = |(shape, placed): (Vec<usize>, Vec<Placement>)| {
             Layout::new(&mesh, shape, placed).unwrap().local_shape(rank).iter().product::<usize>()
         };
-        assert_eq!(used.1 - used.0, spread().into_iter().map(part).sum::<usize>() * 16);
+        assert_eq!(used.1 - used.0, sharded_layouts().into_iter().map(part).sum::<usize>() * 16);
     }
 }
 
 #[test]
-fn schedules_rise_and_fall() {
+fn schedules_warm_up_and_decay() {
     let (warmup, total, end) = (4, 12, 0.1);
     let (linear, cosine) = (Schedule::Linear { warmup, total, end }, Schedule::Cosine { warmup, total, end });
     for schedule in [linear, cosine] {

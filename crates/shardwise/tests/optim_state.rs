@@ -1,17 +1,14 @@
-//! States of optimizers: saved, moved, loaded into other layouts and worlds, or refused.
-
-#[path = "suites/parameters.rs"]
-mod parameters;
-#[path = "suites/values.rs"]
-mod values;
+//! Optimizer states: saved, loaded into other layouts and worlds, or rejected.
 
 use candle_core::{DType, Tensor};
-use parameters::{algorithms, gradients, named, numbers, params, slope, spread, whole};
 use shardwise::optim::{
     Adadelta, Adafactor, Adam, AdamW, AdjustLr, Algorithm, FullState, Lion, Muon, NAdam, OptimizerState, ParamGroup,
     RmsProp, Schedule, Sgd, ShardedOptimizer,
 };
 use shardwise::prelude::*;
+use shardwise_test_suites::parameters::{
+    algorithms, full_values, gradient_value, gradients, named, numbers, params, sharded_layouts,
+};
 
 /// Steps `range` of an optimizer that goes on from a state.
 fn go_on(
@@ -43,9 +40,9 @@ fn go_on(
 }
 
 #[test]
-fn a_state_of_four_ranks_goes_on_in_three_as_if_it_had_never_stopped() {
+fn a_state_saved_by_four_ranks_resumes_on_three() {
     for algorithm in algorithms() {
-        let layouts = spread;
+        let layouts = sharded_layouts;
         let four = |from: Option<(FullState, Vec<Tensor>)>, range: std::ops::Range<usize>| {
             let algorithm = algorithm.clone();
             let run = move |world: World| {
@@ -67,7 +64,7 @@ fn a_state_of_four_ranks_goes_on_in_three_as_if_it_had_never_stopped() {
                 }
                 _ => (shape, vec![Replicate]),
             };
-            let layouts: Vec<_> = spread().into_iter().enumerate().map(other).collect();
+            let layouts: Vec<_> = sharded_layouts().into_iter().enumerate().map(other).collect();
             go_on(&mesh, &layouts, again.clone(), Some(&half), 3..6)
         };
         let (state, got) = ThreadWorld::new(3).unwrap().run(run).unwrap().swap_remove(1);
@@ -102,7 +99,7 @@ fn a_state_moves_between_placements_and_meshes_of_one_world() {
         (0..3).try_for_each(|t| optimizer.step(gradients(&first, t)?))?;
         let state = optimizer.state_dict()?;
         optimizer.step(gradients(&first, 3)?)?;
-        let expected = whole(&first)?;
+        let expected = full_values(&first)?;
         for (mesh, placed) in [
             (&square, vec![Replicate, Shard(0)]),
             (&square, vec![Replicate, Replicate]),
@@ -117,7 +114,7 @@ fn a_state_moves_between_placements_and_meshes_of_one_world() {
             other.load_state_dict(&state)?;
             other.step(gradients(&second, 3)?)?;
             if mesh.my_coordinate().is_some() {
-                assert_eq!(whole(&second)?, expected, "{placed:?}");
+                assert_eq!(full_values(&second)?, expected, "{placed:?}");
             }
         }
         // whole tensors are on all ranks, also those outside the mesh of a parameter
@@ -147,12 +144,12 @@ fn a_parameter_that_is_moved_or_converted_keeps_its_state() {
             let placed = if t % 2 == 0 { Replicate } else { Placement::ragged(0, [1, 4]) };
             moved[0].set(&moved[0].get().redistribute([placed])?)?;
         }
-        assert_eq!(whole(&moved)?, whole(&still)?);
+        assert_eq!(full_values(&moved)?, full_values(&still)?);
         moved[0].set(&moved[0].get().to_dtype(DType::F32)?)?;
         one.step(gradients(&moved, 4)?)?;
         other.step(gradients(&still, 4)?)?;
         assert_eq!(one.state_dict()?.params["p0"].tensors["momentum_buffer"].dtype(), DType::F32);
-        for (a, b) in whole(&moved)?[0].iter().zip(&whole(&still)?[0]) {
+        for (a, b) in full_values(&moved)?[0].iter().zip(&full_values(&still)?[0]) {
             assert!((a - b).abs() < 1e-5, "{a} {b}");
         }
         // momentum that is switched off and on begins anew
@@ -162,14 +159,14 @@ fn a_parameter_that_is_moved_or_converted_keeps_its_state() {
         one.groups_mut()[0] = group;
         one.step(gradients(&moved, 6)?)?;
         let buffer = one.state_dict()?.params["p0"].tensors["momentum_buffer"].full_tensor()?;
-        assert_eq!(numbers(&buffer), (0..5).map(|flat| slope(0, 6, flat)).collect::<Vec<_>>());
+        assert_eq!(numbers(&buffer), (0..5).map(|flat| gradient_value(0, 6, flat)).collect::<Vec<_>>());
         Ok(())
     };
     ThreadWorld::new(2).unwrap().run(run).unwrap();
 }
 
 #[test]
-fn what_does_not_fit_is_refused_and_changes_nothing() {
+fn mismatched_states_are_rejected_without_changes() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let layouts = [(vec![4, 2], vec![Shard(0)]), (vec![3], vec![Replicate])];
@@ -177,7 +174,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
         let group = ParamGroup::new(Adam::default());
         let mut optimizer = ShardedOptimizer::new(named(&params), group.clone())?;
         optimizer.step(gradients(&params, 0)?)?;
-        let (good, before) = (optimizer.state_dict()?, whole(&params)?);
+        let (good, before) = (optimizer.state_dict()?, full_values(&params)?);
         let refused = |optimizer: &mut ShardedOptimizer, change: &dyn Fn(&mut OptimizerState), parts: &[&str]| {
             let mut state = good.clone();
             state.steps = 99;
@@ -258,7 +255,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
         params.iter().try_for_each(|param| param.set(&param.get()))?;
         let message = optimizer.step(stale).unwrap_err().to_string();
         assert!(message.contains("none of them of a parameter"), "{message}");
-        assert_eq!((whole(&params)?, optimizer.steps(), optimizer.groups().len()), (before, 1, 1));
+        assert_eq!((full_values(&params)?, optimizer.steps(), optimizer.groups().len()), (before, 1, 1));
         // a parameter without a gradient stays, and so does its state
         optimizer.step(gradients(&params[..1], 1)?)?;
         let steps = optimizer.state_dict()?.params.into_values().map(|p| p.numbers["step"]).collect::<Vec<_>>();
@@ -272,7 +269,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn settings_survive_being_stored() {
+fn settings_round_trip_through_storage() {
     let muon = Muon { adjust_lr_fn: Some(AdjustLr::MatchRmsAdamw), ..Muon::default() };
     let others =
         [muon.into(), Adafactor::default().into(), Adafactor { eps: (Some(0.1), 0.2), ..Adafactor::default() }.into()];

@@ -1,4 +1,4 @@
-//! Parallel styles: the collectives they lead to, values as on one rank, axes that stay untouched, and refusals.
+//! Parallel styles: their collectives, results equal to one rank, mesh axes they leave alone, and invalid uses.
 
 use candle_core::Tensor;
 use shardwise::local_map;
@@ -6,7 +6,7 @@ use shardwise::nn::{
     Activation, AttentionConfig, Builder, Conv1d, Embedding, Forward, Hooks, Linear, Mlp, Module, MultiHeadAttention,
     RmsNorm,
 };
-use shardwise::ops::Convolution;
+use shardwise::ops::ConvOptions;
 use shardwise::plan::{
     ColwiseParallel, ParallelStyle, Part, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput,
     RowwiseParallel, SequenceParallel, ShardingPlan, ShardingPlanner, TensorParallel, fully_shard, parallelize_module,
@@ -39,7 +39,7 @@ struct Block {
 impl Block {
     fn new(at: &Builder) -> Result<Self> {
         let sizes = AttentionConfig { width: 12, heads: 4, key_heads: 4, causal: true, rotary: None, bias: true };
-        let padded = Convolution { padding: 1, ..Convolution::default() };
+        let padded = ConvOptions { padding: 1, ..ConvOptions::default() };
         Ok(Block {
             norm: RmsNorm::new(&at.at("norm"), 12, 1e-6)?,
             attention: MultiHeadAttention::new(&at.at("attention"), sizes)?,
@@ -64,7 +64,7 @@ impl Forward for Block {
 }
 
 fn ids(mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
-    DTensor::from_fn((4, 5), DType::I64, mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 7) as f64)
+    DTensor::from_fn(((4, 5), DType::I64), mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 7) as f64)
 }
 
 /// Output and gradients of the block.
@@ -79,7 +79,7 @@ fn run(block: &Block, ids: &DTensor) -> Result<Vec<(String, Tensor)>> {
 }
 
 #[test]
-fn styles_give_the_values_of_one_rank_on_meshes_of_any_rank() {
+fn styles_give_the_one_rank_result_on_meshes_of_any_ndim() {
     let program = |world: World| {
         let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
         alone.manual_seed(4);
@@ -146,7 +146,7 @@ fn styles_give_the_values_of_one_rank_on_meshes_of_any_rank() {
 }
 
 #[test]
-fn styles_communicate_what_they_promise() {
+fn styles_run_the_documented_collectives() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let counted = |styles: &[(&str, &dyn ParallelStyle)], part: &dyn Fn(&Block) -> Result<DTensor>| {
@@ -241,7 +241,7 @@ impl ParallelStyle for Pieces {
 }
 
 #[test]
-fn keys_and_styles_that_do_not_fit_are_refused_and_others_add_up() {
+fn mismatched_keys_and_styles_are_rejected_and_compatible_ones_combine() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let block = Block::new(&Builder::new(&mesh))?;
@@ -279,12 +279,13 @@ fn keys_and_styles_that_do_not_fit_are_refused_and_others_add_up() {
 }
 
 #[test]
-fn local_code_works_on_uneven_parts_of_redistributed_inputs() {
+fn local_map_works_on_uneven_shards_of_redistributed_inputs() {
     let program = |world: World| {
         let mesh = world.mesh([("tp", 4)])?;
         // 5 rows: 2, 2, 1 and none
-        let x = DTensor::from_fn((5, 3), DType::F64, &mesh, [Shard(1)], |i| (i[0] * 3 + i[1]) as f64)?.requires_grad();
-        let w = DTensor::from_fn(3, DType::F64, &mesh, [Shard(0)], |i| 1.0 + i[0] as f64)?.requires_grad();
+        let x =
+            DTensor::from_fn(((5, 3), DType::F64), &mesh, [Shard(1)], |i| (i[0] * 3 + i[1]) as f64)?.requires_grad();
+        let w = DTensor::from_fn((3, DType::F64), &mesh, [Shard(0)], |i| 1.0 + i[0] as f64)?.requires_grad();
         let (rows, whole) = (x.redistribute([Shard(0)])?, w.redistribute([Replicate])?);
         let y = local_map(&[&rows, &whole], [Shard(0)], &[None, Some(vec![Partial(ReduceOp::Sum)])], |t| {
             t[0].sqr()?.broadcast_mul(&t[1])

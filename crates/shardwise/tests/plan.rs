@@ -1,5 +1,4 @@
-//! Sharding plans: what planners say, modules replaced, outputs and local parts; and what is refused leaves everything as it
-//! was.
+//! Sharding plans: planners, replaced modules, layouts of outputs, local outputs; an invalid plan changes nothing.
 
 use std::sync::Arc;
 
@@ -9,7 +8,7 @@ use shardwise::nn::{
     Activation, AttentionConfig, Builder, Embedding, EmbeddingBag, Forward, Hooks, Layer, LayerNorm, Linear, Mlp,
     Module, MultiHeadAttention, RotaryEmbedding,
 };
-use shardwise::ops::Bag;
+use shardwise::ops::EmbeddingBagMode;
 use shardwise::optim::{ParamGroup, Sgd, ShardedOptimizer};
 use shardwise::plan::{
     DataParallel, FullyShard, LowRankAdapter, Part, Sharder, ShardingPlan, ShardingPlanner, TableCut, TensorParallel,
@@ -33,7 +32,7 @@ fn attention(at: &Builder, width: usize, heads: usize, key_heads: usize) -> Resu
 }
 
 #[test]
-fn planners_place_parameters_as_their_names_say() {
+fn planners_place_parameters_as_documented() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let model = Model::new(&Builder::new(&mesh))?;
@@ -165,7 +164,7 @@ impl Model {
 }
 
 fn ids(mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
-    DTensor::from_fn((4, 3), DType::I64, mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 11) as f64)
+    DTensor::from_fn(((4, 3), DType::I64), mesh, placements.to_vec(), |i| ((i[0] * 5 + i[1] * 3) % 11) as f64)
 }
 
 /// Replaces a layer by twice the layer, whose weight it shares.
@@ -192,12 +191,12 @@ impl Sharder for Doubled {
 }
 
 #[test]
-fn a_sharder_replaces_the_module_for_everyone() {
+fn a_sharder_replaces_the_module_for_every_caller() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         mesh.manual_seed(1);
         let model = Model::new(&Builder::new(&mesh).dtype(DType::F64))?;
-        let x = DTensor::from_fn((3, 8), DType::F64, &mesh, [Shard(0), Replicate], |i| (i[0] + i[1]) as f64)?;
+        let x = DTensor::from_fn(((3, 8), DType::F64), &mesh, [Shard(0), Replicate], |i| (i[0] + i[1]) as f64)?;
         let once = x.linear(&model.own.w1.weight.get(), None)?;
         let plan = ShardingPlan::new().sharder("own.w1", Doubled).output("own.w1", [("tp", Shard(1))]);
         shard_module(&model, &mesh, &plan)?;
@@ -225,7 +224,7 @@ fn a_sharder_replaces_the_module_for_everyone() {
         reshard_output(&model, &mesh, "own.w1", [Replicate, Replicate])?;
         assert_eq!(model.own.w1.forward(&x)?.placements(), [Replicate, Replicate]);
         // a module that was replaced cannot do what its replacement cannot
-        let bag = EmbeddingBag::new(&Builder::new(&mesh), 4, 4, Bag::Sum)?;
+        let bag = EmbeddingBag::new(&Builder::new(&mesh), 4, 4, EmbeddingBagMode::Sum)?;
         bag.hooks.replace(Arc::new(Embedding::new(&Builder::new(&mesh), 4, 4)?));
         let zero = DTensor::zeros(2, DType::I64, &mesh, [Replicate, Replicate])?;
         assert!(bag.forward_bags(&zero, &[0]).unwrap_err().to_string().contains("forward_bags"));
@@ -279,7 +278,7 @@ fn a_whole_model_has_the_gradients_of_one_rank_under_combined_plans() {
 }
 
 #[test]
-fn a_model_built_by_a_plan_never_exists_whole() {
+fn a_model_built_by_a_plan_is_never_materialized_in_full() {
     let ran = DryWorld::new(8).unwrap().run(|world| {
         let mesh = world.mesh([("dp", 2), ("tp", 4)])?;
         let plan = ShardingPlan::new().param("**.weight", [("tp", Shard(0)), ("dp", Shard(0))]);
@@ -289,7 +288,7 @@ fn a_model_built_by_a_plan_never_exists_whole() {
 }
 
 #[test]
-fn the_sharders_of_this_crate_do_what_they_say() {
+fn built_in_sharders_keep_values_and_gradients() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         mesh.manual_seed(2);
@@ -382,7 +381,7 @@ fn outputs_are_resharded_and_returned_as_local_parts() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_and_nothing_changes() {
+fn mismatched_plans_are_rejected_without_changes() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         let model = Model::with_layers(&Builder::new(&mesh), 12)?;
@@ -502,7 +501,7 @@ fn ranks_outside_the_mesh_follow_the_plan_without_taking_part() {
 }
 
 #[test]
-fn a_plan_says_where_parameters_and_outputs_lie_by_specs_too() {
+fn a_plan_places_parameters_and_outputs_by_sharding_specs() {
     launch(3, |world| {
         let mesh = world.mesh([("tp", 3)])?;
         let rows = || ChunkShardingSpec::over_ranks(0, [0, 1, 2]);

@@ -1,4 +1,4 @@
-//! Every layer, spread by every kind of plan, does what it does on one rank: values, gradients and buffers.
+//! Every layer under every kind of plan gives the one-rank result: values, gradients and buffers.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use shardwise::nn::{
     Activation, AttentionConfig, BatchNorm, Builder, Conv1d, Conv2d, Dropout, Embedding, EmbeddingBag, GroupNorm,
     Layer, LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding, SwiGlu,
 };
-use shardwise::ops::{Bag, Convolution};
+use shardwise::ops::{ConvOptions, EmbeddingBagMode};
 use shardwise::plan::{
     DataParallel, FullyShard, Places, ShardingPlan, ShardingPlanner, TableCut, TensorParallel, shard_module,
 };
@@ -47,7 +47,7 @@ const CASES: &[Case] = &[
     Case { name: "Embedding", make: |at| Ok(Arc::new(Embedding::new(at, 7, 5)?)), shape: &[3, 4], below: Some(7) },
     Case {
         name: "EmbeddingBag",
-        make: |at| Ok(Arc::new(EmbeddingBag::new(at, 7, 5, Bag::Mean)?)),
+        make: |at| Ok(Arc::new(EmbeddingBag::new(at, 7, 5, EmbeddingBagMode::Mean)?)),
         shape: &[3, 4],
         below: Some(7),
     },
@@ -67,13 +67,13 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "Conv1d",
-        make: |at| Ok(Arc::new(Conv1d::new(at, 3, 5, 3, Convolution { padding: 1, ..Convolution::default() })?)),
+        make: |at| Ok(Arc::new(Conv1d::new(at, 3, 5, 3, ConvOptions { padding: 1, ..ConvOptions::default() })?)),
         shape: &[3, 3, 7],
         below: None,
     },
     Case {
         name: "Conv2d",
-        make: |at| Ok(Arc::new(Conv2d::new(at, 3, 5, 2, Convolution::default())?)),
+        make: |at| Ok(Arc::new(Conv2d::new(at, 3, 5, 2, ConvOptions::default())?)),
         shape: &[2, 3, 5, 4],
         below: None,
     },
@@ -99,8 +99,8 @@ fn run(
     let layer = make(mesh)?;
     let index = |at: &[usize]| at.iter().fold(1, |sum, i| sum * 5 + i * 3);
     let x = match case.below {
-        Some(n) => DTensor::from_fn(case.shape, DType::I64, mesh, batch.to_vec(), |i| (index(i) % n) as f64)?,
-        None => DTensor::from_fn(case.shape, DType::F64, mesh, batch.to_vec(), |i| (index(i) as f64).sin())?,
+        Some(n) => DTensor::from_fn((case.shape, DType::I64), mesh, batch.to_vec(), |i| (index(i) % n) as f64)?,
+        None => DTensor::from_fn((case.shape, DType::F64), mesh, batch.to_vec(), |i| (index(i) as f64).sin())?,
     };
     mesh.manual_seed(6);
     let y = layer.forward(&x)?;
@@ -134,7 +134,7 @@ fn plans(case: &Case, layer: &dyn Module, mesh: &DeviceMesh) -> Result<Vec<Shard
 }
 
 #[test]
-fn every_layer_does_the_same_under_every_plan() {
+fn every_layer_gives_the_one_rank_result_under_every_plan() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
         for case in CASES {

@@ -1,4 +1,4 @@
-//! What a plan says can be overridden and taken out; what never applies, or fits nothing, is an error.
+//! Entries of a plan can be overridden and removed; an entry that never applies or matches nothing is an error.
 
 use shardwise::nn::{Activation, Builder, Forward, Linear, Mlp, Module};
 use shardwise::plan::{DataParallel, FullyShard, ShardingPlan, ShardingPlanner, TensorParallel, shard_module};
@@ -62,7 +62,7 @@ fn an_override_that_never_applies_is_an_error() {
 }
 
 #[test]
-fn a_planner_on_top_of_patterns_takes_them_in() {
+fn a_planner_extends_a_plan_of_patterns() {
     on_two_axes(|mesh| {
         let model = Model::new(&Builder::new(mesh))?;
         let base = ShardingPlan::new().param("**.up.{weight,bias}", [("tp", Shard(0))]);
@@ -130,7 +130,7 @@ fn entries_are_replaced_and_removed() {
 }
 
 #[test]
-fn patterns_that_fit_nothing_or_cannot_be_read_are_errors() {
+fn patterns_that_match_nothing_or_do_not_parse_are_errors() {
     on_two_axes(|mesh| {
         let new = ShardingPlan::new;
         for (plan, parts) in [

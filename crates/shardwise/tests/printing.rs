@@ -1,4 +1,4 @@
-//! Text of distributed values: one rank may print alone, and errors read as they were written.
+//! Text of distributed values: printing on one rank communicates nothing, and errors print their message.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -18,7 +18,7 @@ fn under_a_lock(text: impl FnOnce() -> String) -> String {
 fn printing_communicates_nothing() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
-        let x = DTensor::arange(0.0, 6.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+        let x = DTensor::arange(0.0..6.0, DType::F32, &mesh, [Shard(0)])?;
         let partial = x.redistribute([Partial(ReduceOp::Sum)])?;
         let spec = ChunkShardingSpec::over_ranks(0, [0, 1])?;
         let sharded = ShardedTensor::ones(spec, (3, 2), DType::F32, &mesh)?;
@@ -47,20 +47,20 @@ fn printing_communicates_nothing() {
 }
 
 #[test]
-fn show_gives_the_same_text_on_all_ranks() {
+fn show_returns_the_same_text_on_all_ranks() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
         let rule = |i: &[usize]| (10 * i[0] + i[1]) as f64;
         let mut texts = Vec::new();
         for placements in [[Shard(0), Shard(1)], [Replicate, Shard(0)], [Shard(1), Shard(1)], [Replicate, Replicate]] {
-            let x = DTensor::from_fn((3, 4), DType::I64, &mesh, placements, rule)?;
+            let x = DTensor::from_fn(((3, 4), DType::I64), &mesh, placements, rule)?;
             texts.push(x.show()?);
             texts.push(x.redistribute([Replicate, Partial(ReduceOp::Sum)])?.show()?);
             let reference = "[[0, 1, 2, 3],\n [10, 11, 12, 13],\n [20, 21, 22, 23]]\ni64 ";
             assert!(texts.iter().all(|text| text.starts_with(reference)), "{texts:?}");
         }
         let spec = ChunkShardingSpec::over_ranks(1, [3, 1])?;
-        let whole = DTensor::from_fn((3, 4), DType::I64, &mesh, [Replicate, Replicate], rule)?;
+        let whole = DTensor::from_fn(((3, 4), DType::I64), &mesh, [Replicate, Replicate], rule)?;
         let sharded = ShardedTensor::from_dtensor(&whole)?.reshard(spec)?;
         texts.push(sharded.show()?);
         assert!(texts.last().unwrap().starts_with("[[0, 1, 2, 3],\n"), "{texts:?}");
@@ -84,7 +84,7 @@ fn tensors_of_many_dimensions_stay_short() {
 }
 
 #[test]
-fn errors_of_main_read_as_they_were_written() {
+fn errors_returned_from_main_print_their_message() {
     let error = launch(2, |world| world.mesh([("dp", 7)]).map(drop)).unwrap_err();
     let (debug, display) = (format!("{error:?}"), error.to_string());
     assert_eq!(debug, display);

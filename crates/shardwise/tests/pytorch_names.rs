@@ -1,4 +1,4 @@
-//! A search of the documentation for a name of PyTorch finds the item that does the same.
+//! A search of the documentation for a PyTorch name finds the corresponding item.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

@@ -1,9 +1,6 @@
-//! Random tensors have the same bits in every layout, mesh and world size, and ranks cannot drift apart.
+//! Random tensors have the same bits in every layout, mesh and world size, and generators of ranks cannot diverge unnoticed.
 //!
 //! `SHARDWISE_DRAW_CASES` sets the number of random layouts (default 300), `SHARDWISE_SEED` the first seed.
-
-#[path = "suites/values.rs"]
-mod values;
 
 use candle_core::{DType, Tensor};
 use rand::rngs::StdRng;
@@ -11,6 +8,8 @@ use rand::{Rng, SeedableRng};
 use shardwise::Generator;
 use shardwise::prelude::*;
 use shardwise::random::GeneratorState;
+use shardwise::tensor::RandomOptions;
+use shardwise_test_suites::values;
 
 fn bits(t: &Tensor) -> Vec<u64> {
     if t.elem_count() == 0 {
@@ -76,8 +75,8 @@ fn check_draw(world: &World, seed: usize) -> Result<()> {
             }
             mesh.generator().set_state(state);
             alone.generator().set_state(state);
-            let spread = DTensor::random(distribution, shape.as_slice(), dtype, &mesh, placements.clone())?;
-            let whole = DTensor::random(distribution, shape.as_slice(), dtype, &alone, [Replicate])?;
+            let spread = DTensor::random(distribution, (shape.as_slice(), dtype), &mesh, placements.clone())?;
+            let whole = DTensor::random(distribution, (shape.as_slice(), dtype), &alone, [Replicate])?;
             let context = format!("SHARDWISE_SEED={seed} {distribution:?} {dtype:?} {}", spread.layout());
             assert_eq!(bits(&spread.full_tensor()?), bits(&whole.to_local()), "{context}");
             assert_eq!(mesh.generator().state().offset, state.offset + 1);
@@ -87,7 +86,7 @@ fn check_draw(world: &World, seed: usize) -> Result<()> {
 }
 
 #[test]
-fn draws_follow_each_other_and_states_bring_them_back() {
+fn consecutive_draws_differ_and_generator_states_restore_them() {
     launch(2, |world| {
         let mesh = world.mesh([("a", 2)])?;
         mesh.manual_seed(42);
@@ -104,15 +103,25 @@ fn draws_follow_each_other_and_states_bring_them_back() {
         // two generators with one seed draw the same
         let (a, b) = (Generator::new(9), Generator::new(9));
         let uniform = Distribution::Uniform { low: 0.0, high: 1.0 };
-        let x = DTensor::random_from(&a, uniform, 7, DType::F64, &mesh, [Shard(0)])?;
-        assert!(x.equal(&DTensor::random_from(&b, uniform, 7, DType::F64, &mesh, [Replicate])?)?);
+        let x = DTensor::random(
+            RandomOptions { distribution: uniform, generator: Some(&a) },
+            (7, DType::F64),
+            &mesh,
+            [Shard(0)],
+        )?;
+        assert!(x.equal(&DTensor::random(
+            RandomOptions { distribution: uniform, generator: Some(&b) },
+            (7, DType::F64),
+            &mesh,
+            [Replicate]
+        )?)?);
         Ok(())
     })
     .unwrap();
 }
 
 #[test]
-fn ranks_that_drew_differently_get_an_error_instead_of_different_numbers() {
+fn ranks_with_different_generator_states_get_an_error() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 3)])?;
         if world.rank() == 1 {

@@ -1,19 +1,16 @@
-//! Redistribution: every pair of layouts on small meshes, random pairs of meshes, and what plans promise.
+//! Redistribution: every pair of layouts on small meshes, random pairs of meshes, and properties of plans.
 //!
 //! `SHARDWISE_PAIR_STRIDE` takes every n-th pair on the mesh of three axes (default 5; 1 takes all 262,144 per shape),
-//! `SHARDWISE_CROSS_MESH_CASES` sets the number of random moves between meshes (default 500), `SHARDWISE_SEED` the first
-//! seed.
-
-#[path = "suites/layout_pairs.rs"]
-mod layout_pairs;
-#[path = "suites/values.rs"]
-mod values;
+//! `SHARDWISE_CROSS_MESH_CASES` sets the number of random redistributions between meshes (default 500), `SHARDWISE_SEED` the
+//! first seed.
 
 use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
 use shardwise::redistribute::{Plan, explain};
+use shardwise::tensor::Arange;
+use shardwise_test_suites::{layout_pairs, values};
 
 fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
@@ -68,7 +65,7 @@ fn all_pairs_on_three_axes() {
 }
 
 #[test]
-fn any_layout_on_any_mesh_reaches_any_other() {
+fn any_layout_on_any_mesh_redistributes_to_any_other() {
     let (cases, first) = (number("SHARDWISE_CROSS_MESH_CASES", 500), number("SHARDWISE_SEED", 0));
     // The one world of an engine may have any size, so a few cases run on others than the one with the most meshes.
     for (ranks, cases) in [(6, cases), (4, cases / 10), (1, cases / 10)] {
@@ -95,7 +92,7 @@ fn plans_with_the_fewest_bytes_give_the_same_values() {
                     Layout::new(mesh.mesh(), shape.as_slice(), places).unwrap()
                 };
                 let (from, to) = (pick(), pick());
-                layout_pairs::check_pair(&mesh, &from, &to, &values::whole(&shape), DType::F64)?;
+                layout_pairs::check_pair(&mesh, &from, &to, &values::full_tensor(&shape), DType::F64)?;
             }
             Ok(())
         };
@@ -182,7 +179,7 @@ fn planning_on_four_axes_is_quick_when_cold() {
 }
 
 #[test]
-fn bad_input_is_refused_with_the_reason() {
+fn invalid_targets_are_rejected_with_the_reason() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2), ("b", 1)])?;
         let x = DTensor::zeros((4, 4), DType::F32, &mesh, [Shard(0), Replicate])?;
@@ -197,17 +194,16 @@ fn bad_input_is_refused_with_the_reason() {
             (x.to_layout(&Layout::replicated(mesh.mesh(), (4, 5))?).map(drop), "shape [4, 4]"),
             (x.item::<f32>().map(drop), "one element"),
             (DTensor::zeros(1, DType::F32, &mesh, [Replicate, Replicate])?.item::<f64>().map(drop), "f64"),
-            (DTensor::arange(0.0, 1.0, 0.0, DType::F32, &mesh, [Replicate, Replicate]).map(drop), "step"),
+            (DTensor::arange(Arange::new(0.0, 1.0, 0.0), DType::F32, &mesh, [Replicate, Replicate]).map(drop), "step"),
             (
-                DTensor::random(Distribution::Permutation { n: 5 }, 100, DType::I64, &mesh, [Replicate, Replicate])
+                DTensor::random(Distribution::Permutation { n: 5 }, (100, DType::I64), &mesh, [Replicate, Replicate])
                     .map(drop),
                 "one per element",
             ),
             (
                 DTensor::random(
                     Distribution::Integers { low: 0, high: 300 },
-                    4,
-                    DType::U8,
+                    (4, DType::U8),
                     &mesh,
                     [Replicate, Replicate],
                 )
@@ -220,7 +216,7 @@ fn bad_input_is_refused_with_the_reason() {
             ),
             (DTensor::zeros((usize::MAX, 2), DType::F64, &mesh, [Replicate, Replicate]).map(drop), "overflow"),
             (Plan::new(x.layout(), &Layout::replicated(&other, (4, 4))?, 4).map(drop), "one mesh"),
-            (DTensor::randint(3, 3, 4, &mesh, [Replicate, Replicate]).map(drop), "low < high"),
+            (DTensor::randint(3..3, 4, &mesh, [Replicate, Replicate]).map(drop), "low < high"),
             (DTensor::zeros(4, DType::F8E4M3, &mesh, [Replicate, Replicate]).map(drop), "f8e4m3"),
             (x.clone().assign(&[0..2], &x), "one range within each dimension"),
             (x.clone().assign(&[0..2, 0..4], &x), "[2, 4]"),
@@ -249,11 +245,11 @@ fn bad_input_is_refused_with_the_reason() {
 }
 
 #[test]
-fn a_shard_behind_a_strided_one_becomes_partial_where_it_lies() {
+fn a_shard_after_a_strided_shard_becomes_partial_without_communication() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
         let layout = |text: &str| Layout::new(mesh.mesh(), 8, Placement::parse_list(text).unwrap()).unwrap();
-        let whole = values::whole(&[8]);
+        let whole = values::full_tensor(&[8]);
         for to in ["SS(0,2),P(sum)", "SS(0,2),P(max)", "P(sum),S(0)", "SS(0,2),P(avg)"] {
             layout_pairs::check_pair(&mesh, &layout("SS(0,2),S(0)"), &layout(to), &whole, DType::F64)?;
         }

@@ -1,4 +1,4 @@
-//! Programs that borrow, the mesh of a scope, and the identity of tensors.
+//! `launch_scoped` with programs that borrow, the mesh of a `with_mesh` scope, and the identity of tensors.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -16,7 +16,7 @@ fn a_program_borrows_from_its_caller() {
         let sum = launch_scoped(ranks, |world| {
             calls.fetch_add(1, SeqCst);
             let mesh = world.mesh([("dp", ranks)])?;
-            let x = DTensor::from_fn(6, DType::F64, &mesh, [Shard(0)], |index| numbers[index[0]])?;
+            let x = DTensor::from_fn((6, DType::F64), &mesh, [Shard(0)], |index| numbers[index[0]])?;
             x.sum_all()?.item::<f64>()
         })
         .unwrap();
@@ -46,7 +46,7 @@ fn failures_of_a_borrowing_program_name_the_rank() {
 }
 
 #[test]
-fn constructors_take_the_mesh_of_the_scope() {
+fn constructors_use_the_mesh_of_the_with_mesh_scope() {
     launch(2, |world| {
         let (dp, tp) = (world.mesh([("dp", 2)])?, world.mesh([("tp", 2)])?);
         let error = on_current_mesh::zeros(4, DType::F32, [Shard(0)]).unwrap_err().to_string();
@@ -54,12 +54,12 @@ fn constructors_take_the_mesh_of_the_scope() {
         with_mesh(&dp, || {
             let x = on_current_mesh::ones(4, DType::F32, [Shard(0)])?;
             assert_eq!(x.layout().to_string(), "[4] on dp=2: S(0)");
-            let inner = with_mesh(&tp, || on_current_mesh::full(2, (2, 2), DType::I64, [Replicate]))?;
+            let inner = with_mesh(&tp, || on_current_mesh::full(2, ((2, 2), DType::I64), [Replicate]))?;
             assert_eq!(inner.layout().to_string(), "[2, 2] on tp=2: R");
             assert!(current_mesh()? == dp);
             let draws = on_current_mesh::randn((3, 2), [Shard(0)])?;
             assert_eq!((draws.shape(), on_current_mesh::rand(3, [Replicate])?.shape()), (&[3, 2][..], &[3][..]));
-            let whole = on_current_mesh::arange(0, 4, 1, DType::F32, [Replicate])?.full_tensor()?;
+            let whole = on_current_mesh::arange(0..4, DType::F32, [Replicate])?.full_tensor()?;
             assert!(on_current_mesh::distribute_tensor(&whole, [Shard(0)], None)?.equal(&x.cumsum(0)?.sub(1)?)?);
             assert_eq!(on_current_mesh::from_local(&whole, [Shard(0)])?.shape(), [8]);
             Ok(())
@@ -71,7 +71,7 @@ fn constructors_take_the_mesh_of_the_scope() {
 }
 
 #[test]
-fn tensors_are_told_apart_by_identity() {
+fn tensors_compare_by_identity() {
     launch(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
         let (x, y) =

@@ -1,4 +1,4 @@
-//! Sharded tensors cut in any way, brought into any other: exact, and every byte sent once at most.
+//! Sharded tensors resharded from any spec to any other: exact, and every byte is sent at most once.
 //!
 //! `SHARDWISE_SPEC_CASES` sets the number of random pairs of specs (default 1000), `SHARDWISE_SEED` the first seed.
 

@@ -1,8 +1,5 @@
-//! What sharded tensors do: construction, reading, remote shards, states across worlds, operators, embeddings; and what
-//! they refuse, on every rank alike.
-
-#[path = "suites/refused.rs"]
-mod refused;
+//! The public API of `ShardedTensor`: construction, reading, remote shards, states across worlds, operators, embeddings; and
+//! errors that are the same on every rank.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -10,15 +7,14 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use shardwise::nn::init::Init;
-use shardwise::ops::Bag;
+use shardwise::ops::EmbeddingBagMode;
 use shardwise::prelude::*;
 use shardwise::sharded::{
-    AnyShardingSpec, ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, Shard as TensorShard, ShardMetadata,
-    ShardedTensor, ShardedTensorMetadata, ShardedTensorState, call_sharded_op, shard_tensor, with_sharded_op,
+    AnyShardingSpec, ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, ShardMetadata, ShardedTensor,
+    ShardedTensorMetadata, ShardedTensorState, TensorShard, call_sharded_op, shard_tensor, with_sharded_op,
 };
 use shardwise::{DryWorld, ThreadWorld};
-
-use refused::refused;
+use shardwise_test_suites::errors::same_error_on_all_ranks;
 
 fn numbers(t: &Tensor) -> Vec<f64> {
     t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
@@ -45,7 +41,7 @@ fn irregular() -> AnyShardingSpec {
 }
 
 #[test]
-fn a_spec_makes_tensors_whose_random_elements_are_those_of_any_other_layout() {
+fn random_tensors_of_a_spec_equal_those_of_any_other_layout() {
     launch(3, |world| {
         let mesh = world.mesh([("all", 3)])?;
         let specs: [AnyShardingSpec; 3] = [
@@ -83,7 +79,7 @@ fn a_spec_makes_tensors_whose_random_elements_are_those_of_any_other_layout() {
 }
 
 #[test]
-fn shards_are_read_one_by_one_and_as_one() {
+fn shards_are_read_individually_and_gathered() {
     launch(3, |world| {
         let mesh = world.mesh([("all", 3)])?;
         let x = shard_tensor(&counting(&[6, 2], DType::F32), irregular(), &mesh, Some(1))?;
@@ -120,7 +116,7 @@ fn gather_keeps_the_type_of_the_tensor() {
 }
 
 #[test]
-fn ranks_bring_the_shards_that_they_have() {
+fn init_from_local_shards_takes_the_shards_of_each_rank() {
     launch(4, |world| {
         let mesh = world.mesh([("all", 4)])?;
         let table = counting(&[4, 4], DType::F32);
@@ -163,7 +159,7 @@ fn ranks_bring_the_shards_that_they_have() {
 }
 
 #[test]
-fn a_remote_shard_is_fetched_while_its_owner_does_something_else() {
+fn a_remote_shard_is_fetched_while_its_owner_is_busy() {
     let fetched = Arc::new(AtomicBool::new(false));
     launch(3, move |world| {
         let mesh = world.mesh([("all", 3)])?;
@@ -238,7 +234,7 @@ fn a_state_stored_by_one_world_loads_into_another() {
 }
 
 #[test]
-fn operators_give_the_unsharded_answer_whatever_the_shards() {
+fn operators_give_the_unsharded_result_for_any_shards() {
     launch(3, |world| {
         let mesh = world.mesh([("all", 3)])?;
         let a = counting(&[6, 2], DType::F64);
@@ -273,7 +269,7 @@ fn operators_give_the_unsharded_answer_whatever_the_shards() {
 }
 
 #[test]
-fn gradients_of_a_sharded_tensor_come_through_its_distributed_form() {
+fn gradients_of_a_sharded_tensor_flow_through_its_dtensor() {
     launch(2, |world| {
         let mesh = world.mesh([("tp", 2)])?;
         let rows = ChunkShardingSpec::over_ranks(0, [0, 1])?;
@@ -287,7 +283,7 @@ fn gradients_of_a_sharded_tensor_come_through_its_distributed_form() {
 }
 
 #[test]
-fn embeddings_of_tables_cut_by_rows_columns_and_otherwise() {
+fn embeddings_of_tables_sharded_by_rows_by_columns_and_irregularly() {
     launch(3, |world| {
         let mesh = world.mesh([("all", 3)])?;
         let table = counting(&[6, 2], DType::F64);
@@ -303,7 +299,7 @@ fn embeddings_of_tables_cut_by_rows_columns_and_otherwise() {
             let placed = DTensor::distribute_tensor(&ids, &mesh, [Replicate], None)?;
             let rows = |t: DTensor| -> Result<Vec<f64>> { Ok(numbers(&t.to_mesh(&mesh, [Replicate])?.full_tensor()?)) };
             assert_eq!(rows(sharded.embedding(&placed)?)?, [10.0, 11.0, 0.0, 1.0, 6.0, 7.0, 6.0, 7.0], "{spec}");
-            let bags = sharded.embedding_bag(&placed, None, Bag::Sum)?;
+            let bags = sharded.embedding_bag(&placed, None, EmbeddingBagMode::Sum)?;
             assert_eq!(rows(bags)?, [10.0, 12.0, 12.0, 14.0], "{spec}");
             // ids of every rank's own, none on one of them
             let own = [vec![5i64, 1, 2], vec![], vec![0]][world.rank()].clone();
@@ -318,7 +314,7 @@ fn embeddings_of_tables_cut_by_rows_columns_and_otherwise() {
 }
 
 #[test]
-fn a_users_operator_replaces_the_built_in_one_inside_its_scope_only() {
+fn a_custom_operator_replaces_the_built_in_one_inside_its_scope_only() {
     launch(2, |world| {
         let mesh = world.mesh([("all", 2)])?;
         let x = ShardedTensor::ones(ChunkShardingSpec::over_ranks(0, [0, 1])?, 3, DType::F32, &mesh)?;
@@ -364,7 +360,7 @@ fn ranks_outside_the_mesh_hold_nothing_and_a_dry_run_knows_the_shapes() {
 }
 
 #[test]
-fn what_ranks_bring_is_refused_by_all_of_them_alike() {
+fn invalid_local_shards_are_the_same_error_on_all_ranks() {
     /// What rank 0 and rank 1 bring for a tensor of size `size` and what the error says.
     struct Bad(&'static str, [Vec<(usize, usize, DType)>; 2], [usize; 2], &'static [&'static str]);
     let f = DType::F32;
@@ -383,7 +379,7 @@ fn what_ranks_bring_is_refused_by_all_of_them_alike() {
         Bad("nothing", [vec![], vec![]], [4, 4], &["no shards on any rank"]),
     ];
     for Bad(name, brought, sizes, said) in cases {
-        let error = refused(2, move |world| {
+        let error = same_error_on_all_ranks(2, move |world| {
             let mesh = world.mesh([("all", 2)])?;
             let shard = |&(offset, size, dtype): &(usize, usize, DType)| {
                 TensorShard::from_tensor_and_offsets(&Tensor::zeros(size, dtype, &Device::Cpu)?, [offset], world.rank())
@@ -393,7 +389,7 @@ fn what_ranks_bring_is_refused_by_all_of_them_alike() {
         });
         assert!(said.iter().all(|part| error.contains(part)), "{name}: {error}");
     }
-    let foreign = refused(2, |world| {
+    let foreign = same_error_on_all_ranks(2, |world| {
         let mesh = world.mesh([("all", 2)])?;
         let zeros = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
         let shard = TensorShard::from_tensor_and_offsets(&zeros, [0], 1)?;
@@ -403,34 +399,36 @@ fn what_ranks_bring_is_refused_by_all_of_them_alike() {
 }
 
 #[test]
-fn ranks_that_disagree_get_one_error_that_names_both() {
+fn ranks_with_different_arguments_get_one_error_that_names_both() {
     let spec = |rank: usize| ChunkShardingSpec::over_ranks(0, if rank == 2 { [2, 1, 0] } else { [0, 1, 2] }).unwrap();
     let table = || Tensor::zeros(4, DType::F32, &Device::Cpu);
-    let specs =
-        refused(3, move |world| shard_tensor(&table()?, spec(world.rank()), &world.mesh([3])?, Some(0)).map(drop));
+    let specs = same_error_on_all_ranks(3, move |world| {
+        shard_tensor(&table()?, spec(world.rank()), &world.mesh([3])?, Some(0)).map(drop)
+    });
     assert!(specs.contains("sharding spec") && specs.contains("on rank 0") && specs.contains("on rank 2"), "{specs}");
-    let sources =
-        refused(3, move |world| shard_tensor(&table()?, spec(0), &world.mesh([3])?, Some(world.rank() / 2)).map(drop));
+    let sources = same_error_on_all_ranks(3, move |world| {
+        shard_tensor(&table()?, spec(0), &world.mesh([3])?, Some(world.rank() / 2)).map(drop)
+    });
     assert!(sources.contains("source rank") && sources.contains("Some(0) on rank 0, Some(1) on rank 2"), "{sources}");
-    let resharded = refused(3, move |world| {
+    let resharded = same_error_on_all_ranks(3, move |world| {
         let x = shard_tensor(&table()?, spec(0), &world.mesh([3])?, Some(0))?;
         x.reshard(spec(world.rank())).map(drop)
     });
     assert!(resharded.contains("sharding spec") && resharded.contains("on rank 2"), "{resharded}");
-    let gathered = refused(3, move |world| {
+    let gathered = same_error_on_all_ranks(3, move |world| {
         let x = shard_tensor(&table()?, spec(0), &world.mesh([3])?, Some(0))?;
         x.gather(world.rank() % 2).map(drop)
     });
     assert!(gathered.contains("destination of gather") && gathered.contains("1 on rank 1"), "{gathered}");
     // made without communication, found when it is first needed
-    let drifted = refused(3, move |world| {
+    let drifted = same_error_on_all_ranks(3, move |world| {
         ShardedTensor::zeros(spec(world.rank()), 4, DType::F32, &world.mesh([3])?)?.full_tensor().map(drop)
     });
     assert!(drifted.contains("sharded tensor") && drifted.contains("on rank 2"), "{drifted}");
 }
 
 #[test]
-fn specs_that_cannot_be_are_refused_with_what_to_do() {
+fn invalid_specs_are_rejected_with_a_fix() {
     let mesh = |world: &World| world.mesh([("all", 2)]);
     let zeros =
         move |world: World, spec: AnyShardingSpec| ShardedTensor::zeros(spec, 4, DType::F32, &mesh(&world)?).map(drop);
@@ -442,7 +440,7 @@ fn specs_that_cannot_be_are_refused_with_what_to_do() {
         (ChunkShardingSpec::new(0, ["rank:0/cuda:0"]).unwrap().into(), "cuda:0"),
     ];
     for (spec, said) in cases {
-        let error = refused(2, move |world| zeros(world, spec.clone()));
+        let error = same_error_on_all_ranks(2, move |world| zeros(world, spec.clone()));
         assert!(error.contains(said) && error.contains("needed"), "{error}");
     }
     let no = |error: shardwise::Error| error.to_string();
@@ -456,7 +454,7 @@ fn specs_that_cannot_be_are_refused_with_what_to_do() {
 }
 
 #[test]
-fn a_state_that_cannot_be_loaded_is_refused_by_all_ranks_alike() {
+fn an_invalid_state_is_the_same_error_on_all_ranks() {
     let states = ThreadWorld::new(2)
         .unwrap()
         .run(|world| {
@@ -466,7 +464,7 @@ fn a_state_that_cannot_be_loaded_is_refused_by_all_ranks_alike() {
         .unwrap();
     let load = |change: fn(&mut Vec<ShardedTensorState>, usize)| {
         let states = states.clone();
-        refused(2, move |world| {
+        same_error_on_all_ranks(2, move |world| {
             let mut mine = vec![states[world.rank()].clone()];
             change(&mut mine, world.rank());
             ShardedTensor::load_with_process_group(&world.mesh([("all", 2)])?, &mine, None).map(drop)

@@ -1,20 +1,15 @@
-//! Which names a state may have when it is loaded, states as maps, optimizers over modules, and identities of sharded tensors.
+//! Which names a state dict must have when it is loaded, state dicts as maps, optimizers over modules, and identities of
+//! sharded tensors.
 
-#[path = "suites/refused.rs"]
-mod refused;
-#[path = "suites/scratch.rs"]
-mod scratch;
-
-use std::collections::{BTreeMap, HashSet};
-
-use refused::refused;
-use scratch::Scratch;
 use serde::{Deserialize, Serialize};
 use shardwise::checkpoint::{self, ModelPart, Series, State, Value, named};
 use shardwise::nn::{Linear, StateDictOptions};
 use shardwise::optim::{Algorithm, Optimizer, ParamGroup, ParamStep, Schedule, StateTensor};
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
+use shardwise_test_suites::errors::same_error_on_all_ranks;
+use shardwise_test_suites::scratch::Scratch;
+use std::collections::{BTreeMap, HashSet};
 
 #[derive(Module)]
 struct Pair {
@@ -52,7 +47,7 @@ fn numbers(tensor: &DTensor) -> Result<Vec<f32>> {
 }
 
 #[test]
-fn a_state_is_matched_as_the_options_say() {
+fn options_control_how_names_of_a_state_dict_are_matched() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let (source, target) = (Renamed::new(&mesh)?, Pair::new(&mesh)?);
@@ -96,7 +91,7 @@ fn a_state_is_matched_as_the_options_say() {
 }
 
 #[test]
-fn a_checkpoint_is_matched_as_the_options_say_on_any_number_of_ranks() {
+fn options_control_how_names_of_a_checkpoint_are_matched() {
     let scratch = Scratch::new("model-part");
     let path = scratch.0.join("state");
     let place = path.clone();
@@ -126,7 +121,7 @@ fn a_checkpoint_is_matched_as_the_options_say_on_any_number_of_ranks() {
         launch(ranks, run).unwrap();
         // a strict load is refused on all ranks alike, and changes nothing
         let place = path.clone();
-        let text = refused(ranks, move |world| {
+        let text = same_error_on_all_ranks(ranks, move |world| {
             let mesh = world.mesh([("dp", ranks)])?;
             let target = Pair::new(&mesh)?;
             let before = numbers(&target.first.weight.get())?;
@@ -140,16 +135,16 @@ fn a_checkpoint_is_matched_as_the_options_say_on_any_number_of_ranks() {
             assert!(text.contains(part), "{text}");
         }
         let place = path.clone();
-        let text = refused(ranks, move |world| {
+        let text = same_error_on_all_ranks(ranks, move |world| {
             let target = Pair::new(&world.mesh([("dp", ranks)])?)?;
             checkpoint::load_into(&world, &place, (ModelPart::new(&target, options(false, true, "other.")),)).map(drop)
         });
-        assert!(text.contains("no name of the module below model.other."), "{text}");
+        assert!(text.contains("no entry of the module under model.other."), "{text}");
     }
 }
 
 #[test]
-fn states_are_maps() {
+fn state_dicts_are_maps() {
     let mut state: State = [("step", 7), ("epoch", 2)].into_iter().collect();
     state.extend([("names", State::list(["a", "b"])), ("step", State::from(8))]);
     let entries: Vec<(String, State)> = state.clone().into_iter().collect();
@@ -167,7 +162,7 @@ fn states_are_maps() {
 }
 
 #[test]
-fn a_run_resumes_with_one_call_and_what_a_program_adds() {
+fn a_run_resumes_with_one_call_including_custom_state() {
     let scratch = Scratch::new("resume-call");
     let path = scratch.0.join("run");
     let run = move |world: World| {
@@ -180,7 +175,7 @@ fn a_run_resumes_with_one_call_and_what_a_program_adds() {
         state.extend([("note", "mine")]);
         Series::new(&path).save(&world, 4, &state)?;
         let resumed = checkpoint::resume(&world, &path, (&other, &mut fresh, &mesh))?.expect("one was saved");
-        assert_eq!((resumed.step, resumed.passed_over.len()), (4, 0));
+        assert_eq!((resumed.step, resumed.skipped.len()), (4, 0));
         assert_eq!(numbers(&other.first.weight.get())?, numbers(&model.first.weight.get())?);
         assert_eq!(checkpoint::open(Series::new(&path).path(4))?.value("note")?, Value::Text("mine".into()));
         Ok(())
@@ -207,7 +202,7 @@ impl Optimizer for Constant {
 }
 
 #[test]
-fn every_optimizer_goes_over_a_module() {
+fn every_optimizer_takes_a_module() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let layer = || Linear::without_bias(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]), 3, 4);
@@ -234,12 +229,12 @@ fn every_optimizer_goes_over_a_module() {
         Ok(())
     };
     launch(2, run).unwrap();
-    let text = refused(2, |world| {
+    let text = same_error_on_all_ranks(2, |world| {
         let pair = Pair::new(&world.mesh([("dp", 2)])?)?;
         Algorithm::by_name("muon")?.over(&pair).map(drop)
     });
     assert!(text.contains("first.bias"), "{text}");
-    let text = refused(2, |world| {
+    let text = same_error_on_all_ranks(2, |world| {
         let pair = Pair::new(&world.mesh([("dp", 2)])?)?;
         ParamGroup::new(AdamW::default()).with_lr(-1.0).over(&pair).map(drop)
     });

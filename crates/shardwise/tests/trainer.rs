@@ -1,10 +1,6 @@
-//! The training loop: batches whose gradients are averaged, clipping, and evaluation without a trace in the model.
-
-#[path = "suites/refused.rs"]
-mod refused;
+//! The training loop: gradient accumulation, clipping, and evaluation without side effects on the model.
 
 use candle_core::{Device, Tensor};
-use refused::refused;
 use shardwise::data::{Batches, Dataset};
 use shardwise::models::Model;
 use shardwise::nn::{Dropout, Linear};
@@ -12,6 +8,7 @@ use shardwise::ops::Reduction;
 use shardwise::optim::ParamGroup;
 use shardwise::prelude::*;
 use shardwise::train::Trainer;
+use shardwise_test_suites::errors::same_error_on_all_ranks;
 
 /// A regression with dropout, which training and evaluation tell apart.
 #[derive(Module)]
@@ -63,7 +60,7 @@ fn numbers(trainer: &Trainer<Regression>) -> Result<Vec<f64>> {
 }
 
 #[test]
-fn several_batches_are_one_step_as_if_they_were_one() {
+fn gradient_accumulation_equals_one_large_batch() {
     for ranks in [2, 3] {
         let run = move |world: World| {
             let mesh = world.mesh([("dp", ranks)])?;
@@ -103,7 +100,7 @@ fn gradients_are_clipped_to_a_norm() {
 }
 
 #[test]
-fn evaluation_does_not_drop_and_leaves_the_model_in_training() {
+fn evaluation_disables_dropout_and_restores_training_mode() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let (dropping, plain) = (trainer(&mesh, 0.5)?, trainer(&mesh, 0.0)?);
@@ -123,7 +120,7 @@ fn evaluation_does_not_drop_and_leaves_the_model_in_training() {
 }
 
 #[test]
-fn a_step_without_batches_is_refused_on_all_ranks() {
-    let text = refused(2, |world| trainer(&world.mesh([("dp", 2)])?, 0.0)?.step_on_all(&[]).map(drop));
+fn a_step_without_batches_is_rejected_on_all_ranks() {
+    let text = same_error_on_all_ranks(2, |world| trainer(&world.mesh([("dp", 2)])?, 0.0)?.step_on_all(&[]).map(drop));
     assert!(text.contains("batches") && text.contains("next_batch"), "{text}");
 }

@@ -1,14 +1,14 @@
-//! What training needs beside the gradient of single operators: how often ranks communicate, what they keep, and that
-//! layers do the same in every layout.
+//! Training beyond the gradients of single operators: the number of collectives, memory, and layers that give the same
+//! results in every layout.
 
 use candle_core::Tensor;
 use shardwise::nn::{
     Activation, AttentionConfig, BatchNorm, Builder, Conv2d, Dropout, Embedding, EmbeddingBag, Forward, GroupNorm,
     LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding, SwiGlu, init::Init,
 };
-use shardwise::ops::{Bag, Classes, Convolution};
+use shardwise::ops::{ConvOptions, EmbeddingBagMode, LossOptions};
 use shardwise::prelude::*;
-use shardwise::{DryWorld, checkpoint, local_map, no_grad};
+use shardwise::{DryWorld, checkpoint_activations, local_map, no_grad};
 
 /// The collectives of a rank since its trace was cleared, without agreements on seeds.
 fn collectives(world: &World) -> Vec<&'static str> {
@@ -47,7 +47,7 @@ fn data_parallel_layers_reduce_all_gradients_in_one_bucket() {
 }
 
 #[test]
-fn weights_sharded_over_data_are_gathered_twice_and_their_gradient_is_scattered() {
+fn fully_sharded_weights_are_gathered_twice_and_their_gradient_is_reduce_scattered() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 4)])?;
         let built = Builder::new(&mesh).placed(|_, _| vec![Shard(0)]);
@@ -70,7 +70,7 @@ fn weights_sharded_over_data_are_gathered_twice_and_their_gradient_is_scattered(
 }
 
 #[test]
-fn a_tensor_parallel_mlp_reduces_once_forward_and_once_back() {
+fn a_tensor_parallel_mlp_reduces_once_forward_and_once_backward() {
     let run = |world: World| {
         let mesh = world.mesh([("tp", 2)])?;
         let built = Builder::new(&mesh).placed(|path, _| match path {
@@ -111,7 +111,7 @@ fn sharded_step(world: &World, ranks: usize, width: usize) -> Result<usize> {
 }
 
 #[test]
-fn memory_of_a_rank_falls_with_the_number_of_ranks() {
+fn memory_per_rank_falls_with_the_number_of_ranks() {
     const WIDTH: usize = 256;
     let layer = WIDTH * WIDTH * 4;
     for ranks in [1, 2, 4] {
@@ -126,7 +126,7 @@ fn memory_of_a_rank_falls_with_the_number_of_ranks() {
 }
 
 #[test]
-fn checkpointed_blocks_give_the_same_gradients_with_dropout() {
+fn activation_checkpointing_gives_the_same_gradients_with_dropout() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let x = DTensor::randn((6, 8), &mesh, [Shard(0)])?.requires_grad();
@@ -137,7 +137,7 @@ fn checkpointed_blocks_give_the_same_gradients_with_dropout() {
         mesh.manual_seed(3);
         let step = |x: &DTensor| {
             let inner = w.clone();
-            Ok::<_, Error>(checkpoint(&[x], move |x| Ok(vec![block(&x[0], &inner)?]))?.swap_remove(0))
+            Ok::<_, Error>(checkpoint_activations(&[x], move |x| Ok(vec![block(&x[0], &inner)?]))?.swap_remove(0))
         };
         let loss = step(&step(&x)?)?.square()?.sum_all()?;
         let after = mesh.generator().state();
@@ -153,11 +153,11 @@ fn checkpointed_blocks_give_the_same_gradients_with_dropout() {
 }
 
 #[test]
-fn second_derivatives_follow_from_the_first() {
+fn second_derivatives_are_gradients_of_gradients() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let layout = [Shard(0)];
-        let x = DTensor::from_fn(6, DType::F64, &mesh, layout.clone(), |i| 0.3 * i[0] as f64 - 0.7)?.requires_grad();
+        let x = DTensor::from_fn((6, DType::F64), &mesh, layout.clone(), |i| 0.3 * i[0] as f64 - 0.7)?.requires_grad();
         // (tanh(x)^3)'' = 6 t (1 - t^2)^2 - 6 t^3 (1 - t^2), and the same of products, softmax and norms by differences
         let first = x.tanh()?.pow_scalar(3.0)?.sum_all()?.backward_graph()?;
         let second = first.get(&x)?.sum_all()?.backward()?;
@@ -170,12 +170,12 @@ fn second_derivatives_follow_from_the_first() {
             let normed = rows.layer_norm(1, None, None, 0.1)?.mul(&rows.softmax(-1)?)?;
             rows.matmul(&rows.t()?)?.sum_all()?.add(&normed.gelu()?.mul(&rows)?.sum_all()?)
         };
-        let weights = DTensor::from_fn(6, DType::F64, &mesh, layout, |i| 1.0 + i[0] as f64)?;
+        let weights = DTensor::from_fn((6, DType::F64), &mesh, layout, |i| 1.0 + i[0] as f64)?;
         let slope = |x: &DTensor| loss(x)?.backward_graph()?.get(x)?.mul(&weights)?.sum_all();
         let second = slope(&x)?.backward()?.get(&x)?.full_tensor()?.to_vec1::<f64>()?;
         for (i, second) in second.iter().enumerate() {
             let moved = |step: f64| -> Result<f64> {
-                let unit = DTensor::from_fn(6, DType::F64, &mesh, [Replicate], |at| f64::from(u8::from(at[0] == i)))?;
+                let unit = DTensor::from_fn((6, DType::F64), &mesh, [Replicate], |at| f64::from(u8::from(at[0] == i)))?;
                 let x = x.detach().add(&unit.mul_scalar(step)?)?.requires_grad();
                 slope(&x)?.full_tensor()?.to_scalar().map_err(Error::from)
             };
@@ -188,10 +188,10 @@ fn second_derivatives_follow_from_the_first() {
 }
 
 #[test]
-fn a_gradient_goes_back_through_redistribution_meshes_and_types() {
+fn gradients_flow_through_redistribution_meshes_and_dtypes() {
     let run = |world: World| {
         let (mesh, other) = (world.mesh([("a", 2), ("b", 2)])?, world.mesh([("c", 4)])?);
-        let x = DTensor::from_fn((4, 6), DType::F64, &mesh, [Shard(0), Shard(1)], |i| (i[0] * 6 + i[1]) as f64)?;
+        let x = DTensor::from_fn(((4, 6), DType::F64), &mesh, [Shard(0), Shard(1)], |i| (i[0] * 6 + i[1]) as f64)?;
         let x = x.requires_grad();
         let moved = x.redistribute([Replicate, Shard(0)])?.to_mesh(&other, [Shard(1)])?.to_dtype(DType::F32)?;
         let gradients = moved.square()?.sum_all()?.backward()?;
@@ -238,13 +238,13 @@ impl Everything {
         };
         Ok(Everything {
             embedding: Embedding::new(&at.at("embedding"), 11, 8)?,
-            bags: EmbeddingBag::new(&at.at("bags"), 11, 8, Bag::Mean)?,
+            bags: EmbeddingBag::new(&at.at("bags"), 11, 8, EmbeddingBagMode::Mean)?,
             attention: MultiHeadAttention::new(&at.at("attention"), attention)?,
             norm: LayerNorm::new(&at.at("norm"), 8, 1e-5)?,
             mlp: Mlp::new(&at.at("mlp"), 8, 16, Activation::GeluTanh)?,
             gated: SwiGlu::new(&at.at("gated"), 8, 12)?,
             rms: RmsNorm::new(&at.at("rms"), 8, 1e-6)?,
-            conv: Conv2d::new(&at.at("conv"), 1, 4, 3, Convolution { padding: 1, ..Convolution::default() })?,
+            conv: Conv2d::new(&at.at("conv"), 1, 4, 3, ConvOptions { padding: 1, ..ConvOptions::default() })?,
             groups: GroupNorm::new(&at.at("groups"), 2, 4, 1e-5)?,
             batch: BatchNorm::new(&at.at("batch"), 4, 0.1, 1e-5)?,
             dropout: Dropout::new(0.2)?,
@@ -264,7 +264,7 @@ impl Everything {
         let logits = self.heads.iter().map(|head| head.forward(&x)).collect::<Result<Vec<_>>>()?;
         let logits = logits[0].add(&logits[1])?.flatten(0, 1)?;
         assert_eq!(self.width, x.shape()[2]);
-        logits.cross_entropy(&targets.flatten(0, -1)?, Classes::default())
+        logits.cross_entropy(&targets.flatten(0, -1)?, LossOptions::default())
     }
 }
 
@@ -276,8 +276,8 @@ fn run_everything(mesh: &DeviceMesh, places: Places, batch: Vec<Placement>) -> R
     mesh.manual_seed(11);
     let model = Everything::new(&Builder::new(mesh).placed(places))?;
     let table = |salt: usize| move |i: &[usize]| ((i[0] * 7 + i[1] * 3 + salt) % 11) as f64;
-    let ids = DTensor::from_fn((4, 5), DType::I64, mesh, batch.clone(), table(1))?;
-    let targets = DTensor::from_fn((4, 5), DType::I64, mesh, batch, table(5))?;
+    let ids = DTensor::from_fn(((4, 5), DType::I64), mesh, batch.clone(), table(1))?;
+    let targets = DTensor::from_fn(((4, 5), DType::I64), mesh, batch, table(5))?;
     let loss = model.loss(&ids, &targets)?;
     let gradients = loss.backward()?.in_param_layout()?;
     let mut all = vec![("loss".to_string(), loss.full_tensor()?)];
@@ -295,7 +295,7 @@ fn run_everything(mesh: &DeviceMesh, places: Places, batch: Vec<Placement>) -> R
 }
 
 #[test]
-fn a_model_of_all_layers_does_the_same_in_every_layout() {
+fn a_model_of_all_layers_gives_the_same_result_in_every_layout() {
     let run = |world: World| {
         let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
         let expected = run_everything(&alone, |_, _| vec![Replicate], vec![Replicate])?;
@@ -332,7 +332,7 @@ fn a_model_of_all_layers_does_the_same_in_every_layout() {
 }
 
 #[test]
-fn initial_values_do_not_depend_on_the_layout_and_have_the_spread_they_promise() {
+fn initializers_do_not_depend_on_the_layout_and_have_the_documented_variance() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 3)])?;
         let shape = [60, 50];
@@ -365,7 +365,7 @@ fn initial_values_do_not_depend_on_the_layout_and_have_the_spread_they_promise()
 }
 
 #[test]
-fn states_move_between_modules_and_layouts_or_not_at_all() {
+fn state_dicts_load_into_other_modules_and_layouts_or_not_at_all() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let source = Everything::new(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]))?;
@@ -393,17 +393,17 @@ fn states_move_between_modules_and_layouts_or_not_at_all() {
 }
 
 #[test]
-fn gradients_keep_an_explicit_order_of_cuts() {
+fn gradients_keep_an_explicit_shard_order() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2), ("a", 2), ("b", 2)])?;
         let turned = |seed: usize| -> Result<DTensor> {
             let order: &[(usize, &[&str])] = &[(0, &["b", "a"])];
             let layout = Layout::with_shard_order(mesh.mesh(), 8, [Replicate, Shard(0), Shard(0)], order)?;
-            let plain = DTensor::from_fn(8, DType::F64, &mesh, vec![Replicate; 3], |i| (i[0] * seed) as f64)?;
+            let plain = DTensor::from_fn((8, DType::F64), &mesh, vec![Replicate; 3], |i| (i[0] * seed) as f64)?;
             Ok(plain.to_layout(&layout)?.requires_grad())
         };
         let (v, w) = (turned(1)?, turned(3)?);
-        let x = DTensor::from_fn((16, 8), DType::F64, &mesh, [Shard(0), Shard(1), Shard(1)], |i| {
+        let x = DTensor::from_fn(((16, 8), DType::F64), &mesh, [Shard(0), Shard(1), Shard(1)], |i| {
             (i[0] + 10 * i[1]) as f64
         })?;
         let loss = v.mul(&x)?.sum_all()?.add(&w.mul(&x)?.square()?.sum_all()?)?;
@@ -424,7 +424,7 @@ fn gradients_keep_an_explicit_order_of_cuts() {
 }
 
 #[test]
-fn a_model_made_on_another_thread_has_all_its_gradients() {
+fn a_model_built_on_another_thread_has_all_its_gradients() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let make =
@@ -439,25 +439,25 @@ fn a_model_made_on_another_thread_has_all_its_gradients() {
 }
 
 #[test]
-fn types_and_indices_at_their_ends_are_not_mistaken() {
+fn extreme_dtypes_and_indices_give_correct_results() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         // class 0 of an unsigned target is a class like others
-        let logits = DTensor::from_fn((4, 3), DType::F64, &mesh, [Shard(0)], |i| (i[0] * i[1]) as f64)?;
+        let logits = DTensor::from_fn(((4, 3), DType::F64), &mesh, [Shard(0)], |i| (i[0] * i[1]) as f64)?;
         let loss = |dtype: DType| -> Result<f64> {
-            let target = DTensor::from_fn(4, dtype, &mesh, [Shard(0)], |i| (i[0] % 2) as f64)?;
-            logits.cross_entropy(&target, Classes::default())?.item()
+            let target = DTensor::from_fn((4, dtype), &mesh, [Shard(0)], |i| (i[0] % 2) as f64)?;
+            logits.cross_entropy(&target, LossOptions::default())?.item()
         };
         assert_eq!(loss(DType::U8)?, loss(DType::I64)?);
         // products of integers wrap alike in every layout
         for placements in [[Replicate, Replicate], [Shard(1), Shard(0)]] {
             let [left, right] = placements;
-            let a = DTensor::full(100.0, (1, 4), DType::U8, &mesh, [left])?;
+            let a = DTensor::full(100.0, ((1, 4), DType::U8), &mesh, [left])?;
             let b = DTensor::ones((4, 1), DType::U8, &mesh, [right])?;
             assert_eq!(a.matmul(&b)?.full_tensor()?.to_vec2::<u8>()?, [[144]]);
         }
         let x = DTensor::zeros((3, 4), DType::I64, &mesh, [Shard(0)])?;
-        let index = |i: f64| DTensor::full(i, 1, DType::I64, &mesh, [Replicate]);
+        let index = |i: f64| DTensor::full(i, (1, DType::I64), &mesh, [Replicate]);
         let one = DTensor::ones(1, DType::I64, &mesh, [Replicate])?;
         let put = x.index_put(&[&index(1.0)?, &index(-1.0)?], &one, false)?.full_tensor()?.to_vec2::<i64>()?;
         assert_eq!(put, [[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]);
@@ -467,7 +467,7 @@ fn types_and_indices_at_their_ends_are_not_mistaken() {
         // the gradient of a running sum does not cancel
         let y = DTensor::ones(3, DType::F64, &mesh, [Shard(0)])?.requires_grad();
         let weights =
-            DTensor::from_fn(3, DType::F64, &mesh, [Shard(0)], |i| if i[0] == 0 { f64::INFINITY } else { 1.0 })?;
+            DTensor::from_fn((3, DType::F64), &mesh, [Shard(0)], |i| if i[0] == 0 { f64::INFINITY } else { 1.0 })?;
         let gradient = y.cumsum(0)?.backward_with(&weights)?.get(&y)?.full_tensor()?.to_vec1::<f64>()?;
         assert_eq!(gradient, [f64::INFINITY, 2.0, 1.0]);
         let again = y.cumprod(0)?.sum_all()?.backward_graph();

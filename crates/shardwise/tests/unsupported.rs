@@ -1,4 +1,4 @@
-//! Types and devices without kernels are refused where they come in, and the message says what is true.
+//! Dtypes and devices without kernels are rejected at the entry points, with an accurate message.
 
 use candle_core::{CudaDevice, Device, Tensor};
 use shardwise::DryWorld;
@@ -12,7 +12,7 @@ fn on(ranks: usize, program: impl Fn(World) -> Result<()> + Send + Sync + 'stati
 const WITHOUT_KERNELS: [DType; 5] = [DType::F8E4M3, DType::F6E2M3, DType::F6E3M2, DType::F4, DType::F8E8M0];
 
 #[test]
-fn element_types_without_kernels_are_refused_everywhere() {
+fn element_types_without_kernels_are_rejected_everywhere() {
     on(2, |world| {
         let mesh = world.mesh([("a", 2)])?;
         let x = DTensor::ones(4, DType::F32, &mesh, [Shard(0)])?;
@@ -22,8 +22,8 @@ fn element_types_without_kernels_are_refused_everywhere() {
                 x.to_dtype(dtype).map(drop),
                 x.to_dtype(dtype).and_then(|x| x.sort(0, false).map(drop)),
                 DTensor::zeros(4, dtype, &mesh, [Shard(0)]).map(drop),
-                DTensor::arange(0.0, 4.0, 1.0, dtype, &mesh, [Shard(0)]).map(drop),
-                DTensor::random(Distribution::Normal { mean: 0.0, std: 1.0 }, 4, dtype, &mesh, [Shard(0)]).map(drop),
+                DTensor::arange(0.0..4.0, dtype, &mesh, [Shard(0)]).map(drop),
+                DTensor::random(Distribution::Normal { mean: 0.0, std: 1.0 }, (4, dtype), &mesh, [Shard(0)]).map(drop),
                 ShardedTensor::zeros(spec()?, 4, dtype, &mesh).map(drop),
                 ShardedTensor::ones(spec()?, 4, DType::F32, &mesh)?.to_dtype(dtype).map(drop),
             ];
@@ -50,7 +50,7 @@ fn element_types_without_kernels_are_refused_everywhere() {
 }
 
 #[test]
-fn meshes_on_devices_that_do_not_compute_are_refused() {
+fn meshes_on_devices_without_kernels_are_rejected() {
     on(2, |world| {
         let mesh = world.mesh([("a", 2)])?;
         let message = mesh.on_device("xyz").unwrap_err().to_string();
@@ -73,7 +73,7 @@ fn meshes_on_devices_that_do_not_compute_are_refused() {
 }
 
 #[test]
-fn tensors_are_not_moved_to_devices_that_do_not_compute() {
+fn tensors_are_not_moved_to_devices_without_kernels() {
     on(2, |world| {
         let mesh = world.mesh([("a", 2)])?;
         let cuda = Device::Cuda(CudaDevice);

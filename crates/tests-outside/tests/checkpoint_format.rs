@@ -190,7 +190,7 @@ fn a_registered_format_is_saved_recognized_loaded_and_converted() {
         let has_values = format != Format::HuggingFace;
         assert_eq!(found.values.len(), usize::from(has_values), "{format}");
         load(&back, has_values).unwrap();
-        assert!(checkpoint::verify(&back, &|_| {}).is_whole());
+        assert!(checkpoint::verify(&back, &|_| {}).is_intact());
     }
 }
 
@@ -201,7 +201,7 @@ fn damage_and_foreign_files_are_found_in_it() {
     let path = scratch.at("raw");
     save(&path, raw, 7).unwrap();
     fs::write(path.join("2.raw"), "unused").unwrap();
-    assert_eq!(checkpoint::verify(&path, &|_| {}).strangers, ["2.raw"]);
+    assert_eq!(checkpoint::verify(&path, &|_| {}).unknown_files, ["2.raw"]);
 
     let file = path.join("1.raw");
     let good = fs::read(&file).unwrap();
@@ -213,7 +213,7 @@ fn damage_and_foreign_files_are_found_in_it() {
         assert!(error.contains(found), "{error}");
     }
     fs::write(&file, &good[..good.len() - 1]).unwrap();
-    assert!(checkpoint::open(&path).unwrap_err().to_string().contains("cut off"));
+    assert!(checkpoint::open(&path).unwrap_err().to_string().contains("truncated"));
 
     fs::write(&file, &good).unwrap();
     fs::write(path.join("notes.txt"), "mine").unwrap();

@@ -19,7 +19,7 @@ use shardwise::nn::init::Init;
 use shardwise::nn::{
     AttentionConfig, Conv1d, Embedding, ForwardAll, Hooks, LayerNorm, Linear, MultiHeadAttention, PlanHints,
 };
-use shardwise::ops::{Classes, Convolution};
+use shardwise::ops::{ConvOptions, LossOptions};
 use shardwise::optim::Schedule;
 use shardwise::plan::{FullyShard, ShardingPlan, ShardingPlanner, TensorParallel, shard_module};
 use shardwise::prelude::*;
@@ -81,7 +81,7 @@ impl Tower {
     fn new(at: &Builder, config: &TwoTowerConfig, tokens: Embedding) -> Result<Self> {
         let TwoTowerConfig { width, heads, .. } = *config;
         let attention = AttentionConfig { width, heads, key_heads: heads, causal: false, rotary: None, bias: false };
-        let same_length = Convolution { padding: 1, ..Convolution::default() };
+        let same_length = ConvOptions { padding: 1, ..ConvOptions::default() };
         let mixers = (0..2).map(|i| Mixer::new(&at.at(&format!("mixers.{i}")), config));
         Ok(Tower {
             tokens,
@@ -127,8 +127,8 @@ impl Model for TwoTowers {
     fn batch_loss(&self, batch: &[DTensor]) -> Result<DTensor> {
         let scores = self.forward_all(&[&batch[0], &batch[1]])?.swap_remove(0);
         let (pairs, mesh) = (scores.shape()[0], scores.device_mesh());
-        let own = DTensor::arange(0.0, pairs as f64, 1.0, DType::I64, mesh, vec![Replicate; mesh.ndim()])?;
-        scores.cross_entropy(&own, Classes::default())
+        let own = DTensor::arange(0.0..pairs as f64, DType::I64, mesh, vec![Replicate; mesh.ndim()])?;
+        scores.cross_entropy(&own, LossOptions::default())
     }
 
     fn names(&self) -> Names {

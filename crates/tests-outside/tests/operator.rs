@@ -2,10 +2,10 @@
 
 use candle_core::{D, Device, Tensor};
 use shardwise::error::ErrorKind;
-use shardwise::op::{self, Gradient, Op, OpPlan, Place, cache_report};
+use shardwise::op::{self, Gradient, KernelContext, Op, OpPlan, cache_report};
 use shardwise::prelude::*;
-use shardwise::rule::{Shared, Signature};
-use shardwise::tensor::Keeps;
+use shardwise::rule::{DimSharding, Signature};
+use shardwise::tensor::SaveForBackward;
 
 /// `log_softmax(x * scale)` over the last dimension, where `scale` has one number per row: `[..., n]` and `[...]`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -15,7 +15,7 @@ struct TemperedLogSoftmax;
 /// and a row stays on one rank.
 fn rows(ndim: usize, inputs: &[bool], outputs: &[bool]) -> Signature {
     let names = |whole: &bool| (0..if *whole { ndim } else { ndim - 1 }).map(Some).collect();
-    let dims = (0..ndim).map(|d| if d + 1 == ndim { Shared::Never } else { Shared::Free });
+    let dims = (0..ndim).map(|d| if d + 1 == ndim { DimSharding::Never } else { DimSharding::Free });
     Signature::new(dims, inputs.iter().map(names), outputs.iter().map(names))
 }
 
@@ -38,7 +38,7 @@ impl Op for TemperedLogSoftmax {
         Ok(OpPlan { signature: rows(x.shape.len(), &[true, false], &[true]), outputs: vec![x.clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let z = inputs[0].broadcast_mul(&inputs[1].unsqueeze(D::Minus1)?)?;
         if z.elem_count() == 0 {
             return Ok(vec![z]);
@@ -53,13 +53,16 @@ impl Op for TemperedLogSoftmax {
 
     /// With `p = exp(y)` and `d = g - p * sum(g)` over rows: `d * scale` and the sum of `d * x`.
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::All, |_, saved, gradients| {
+        Gradient::From(SaveForBackward::All, |_, saved, gradients| {
             let Some(g) = &gradients[0] else { return Ok(vec![None, None]) };
             let (x, scale, y) = (saved.input(0), saved.input(1), saved.output(0));
             let d = (g - (y.exp()? * g.sum(&[-1], true)?)?)?;
             let of_x = || &d * scale.unsqueeze(-1)?;
             let of_scale = || (&d * &x)?.sum(&[-1], false);
-            Ok(vec![saved.wants(0).then(of_x).transpose()?, saved.wants(1).then(of_scale).transpose()?])
+            Ok(vec![
+                saved.needs_input_grad(0).then(of_x).transpose()?,
+                saved.needs_input_grad(1).then(of_scale).transpose()?,
+            ])
         })
     }
 }
@@ -79,7 +82,7 @@ impl Op for AboveFirst {
         Ok(OpPlan { signature: rows(shape.len(), &[true], &[false]), outputs })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = &inputs[0];
         if x.elem_count() == 0 {
             return Ok(vec![Tensor::zeros(at.local_shape(0), x.dtype(), x.device())?]);
@@ -301,12 +304,12 @@ impl Op for WrongGradient {
         Ok(OpPlan { signature: rows(shape.len(), &[true], &[false]), outputs })
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         Ok(vec![inputs[0].sum(D::Minus1)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Nothing, |_, _, gradients| Ok(gradients.to_vec()))
+        Gradient::From(SaveForBackward::Nothing, |_, _, gradients| Ok(gradients.to_vec()))
     }
 }
 

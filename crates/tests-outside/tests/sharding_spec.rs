@@ -4,12 +4,10 @@ use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use candle_core::{Device, Tensor};
-use shardwise::comm::DeviceMesh;
-use shardwise::error::Site;
 use shardwise::prelude::*;
 use shardwise::sharded::{
-    ChunkShardingSpec, RemoteDevice, ShardMetadata, ShardedTensor, ShardedTensorMetadata, ShardingSpec,
-    call_sharded_op, distribute, register_spec_op, shard_tensor,
+    ChunkShardingSpec, RemoteDevice, ShardMetadata, ShardTensorRequest, ShardedTensor, ShardedTensorMetadata,
+    ShardingSpec, call_sharded_op, distribute, register_spec_op, shard_tensor,
 };
 
 /// Blocks of rows, one after the other to each rank in turn.
@@ -39,16 +37,9 @@ impl ShardingSpec for BlockCyclic {
         Ok(ShardedTensorMetadata { size: size.to_vec(), dtype, requires_grad: false, shards })
     }
 
-    fn shard(
-        &self,
-        tensor: &Tensor,
-        metadata: &ShardedTensorMetadata,
-        mesh: &DeviceMesh,
-        src_rank: Option<usize>,
-        site: Site,
-    ) -> Result<Vec<Tensor>> {
+    fn shard(&self, request: &ShardTensorRequest<'_>) -> Result<Vec<Tensor>> {
         SHARDED.fetch_add(1, SeqCst);
-        distribute(tensor, metadata, mesh, src_rank, site)
+        distribute(request)
     }
 }
 

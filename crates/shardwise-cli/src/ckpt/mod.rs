@@ -1,7 +1,9 @@
 //! `shardwise ckpt`: inspects, compares, verifies, converts and reshards checkpoints of any format.
 
+mod convert;
 mod inspect;
 mod layouts;
+mod progress;
 
 use shardwise::Error;
 use shardwise::error::ErrorKind;
@@ -11,13 +13,13 @@ use std::sync::Arc;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use regex::Regex;
 use serde_json::json;
 use shardwise::Result;
 use shardwise::checkpoint::{self, ConvertOptions, DiffOptions, ElementType, Format, RankLoad};
 
 use crate::output::{RowPrinter, TableRow};
+use progress::byte_bar;
 
 const EXAMPLES: &str = "Examples:
   shardwise ckpt inspect model/
@@ -165,6 +167,9 @@ struct WriteOptions {
     /// Maximum size of a file in MB; a larger tensor gets a file for itself
     #[arg(long, default_value_t = 5000)]
     max_file_mb: usize,
+    /// Print a JSON object, which lists all values that the format cannot store
+    #[arg(long)]
+    json: bool,
 }
 
 /// The formats that can be written, with their descriptions for `--help`.
@@ -212,21 +217,13 @@ fn parse_rule(rule: &str) -> Result<(Regex, String)> {
     Ok((pattern, new.to_string()))
 }
 
-/// A progress bar for bytes on standard error.
-fn bar(total: u64) -> ProgressBar {
-    let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
-    let template = "{bar:30} {bytes}/{total_bytes} {bytes_per_sec} eta {eta}";
-    bar.set_style(ProgressStyle::with_template(template).expect("a valid template"));
-    bar
-}
-
 /// Runs a subcommand. Returns false if `diff` found differences or `verify` found problems.
 pub(crate) fn run(options: &CkptOptions) -> Result<bool> {
     match &options.command {
         CkptCommand::Inspect { path, json } => inspect::run(path, *json).map(|()| true),
         CkptCommand::Diff { first, second, rtol, atol, json } => {
             let (first, second) = (checkpoint::open(first)?, checkpoint::open(second)?);
-            let bar = bar(first.bytes() as u64);
+            let bar = byte_bar(first.bytes() as u64);
             let options = DiffOptions { rtol: *rtol, atol: *atol, progress: Some(&|bytes| bar.inc(bytes)) };
             let found = checkpoint::diff(&first, &second, options)?;
             bar.finish_and_clear();
@@ -243,11 +240,14 @@ pub(crate) fn run(options: &CkptOptions) -> Result<bool> {
             Ok(found.is_empty())
         }
         CkptCommand::Verify { path, json } => verify(path, *json),
-        CkptCommand::Convert { from, to, write } => convert(from, to, &write.options()?).map(|()| true),
+        CkptCommand::Convert { from, to, write } => {
+            convert::run(from, to, &write.options()?, write.json).map(|()| true)
+        }
         CkptCommand::Reshard { from, to, layouts, write } => {
             let layouts = layouts.resolve()?;
             let boxes = move |key: &str, shape: &[usize]| Ok(layouts.layout(key, shape)?.primary_boxes().collect());
-            convert(from, to, &ConvertOptions { cut: Some(Arc::new(boxes)), ..write.options()? }).map(|()| true)
+            let options = ConvertOptions { reshard: Some(Arc::new(boxes)), ..write.options()? };
+            convert::run(from, to, &options, write.json).map(|()| true)
         }
         CkptCommand::DryLoad { path, layouts, json } => {
             let (catalog, layouts) = (checkpoint::open(path)?, layouts.resolve()?);
@@ -279,46 +279,34 @@ impl TableRow for LoadRow {
 
 fn verify(path: &PathBuf, json: bool) -> Result<bool> {
     let total = checkpoint::open(path).map_or(0, |catalog| catalog.bytes() as u64);
-    let bar = bar(total);
+    let bar = byte_bar(total);
     let found = checkpoint::verify(path, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();
     let mut out = std::io::stdout().lock();
     if json {
         let text = json!({
-            "whole": found.is_whole(),
+            "whole": found.is_intact(),
             "format": found.catalog.as_ref().map(|c| c.format),
             "verified": found.verified,
-            "without_checksum": found.unverified,
-            "without_block_checksums": found.whole_only,
+            "without_checksum": found.without_checksum,
+            "without_block_checksums": found.without_block_checksums,
             "problems": found.problems,
-            "strangers": found.strangers,
+            "strangers": found.unknown_files,
             "values": found.catalog.as_ref().map(|c| &c.values),
         });
         writeln!(out, "{text}")?;
-        return Ok(found.is_whole());
+        return Ok(found.is_intact());
     }
     found.problems.iter().try_for_each(|problem| writeln!(out, "problem: {problem}"))?;
-    found.strangers.iter().try_for_each(|name| writeln!(out, "not part of the checkpoint: {name}"))?;
-    let said = if found.is_whole() { "complete" } else { "NOT complete" };
-    writeln!(out, "{said}: {} chunks verified, {} stored without a checksum", found.verified, found.unverified)?;
-    if found.whole_only > 0 {
-        let (count, fix) = (found.whole_only, "`ckpt convert` adds them");
+    found.unknown_files.iter().try_for_each(|name| writeln!(out, "not part of the checkpoint: {name}"))?;
+    let said = if found.is_intact() { "intact" } else { "NOT intact" };
+    writeln!(out, "{said}: {} chunks verified, {} stored without a checksum", found.verified, found.without_checksum)?;
+    if found.without_block_checksums > 0 {
+        let (count, fix) = (found.without_block_checksums, "`ckpt convert` adds them");
         writeln!(
             out,
             "{count} chunks have no block checksums, so a load in another layout does not verify them; {fix}"
         )?;
     }
-    Ok(found.is_whole())
-}
-
-fn convert(from: &PathBuf, to: &PathBuf, options: &ConvertOptions) -> Result<()> {
-    let bar = bar(checkpoint::open(from)?.bytes() as u64);
-    let done = checkpoint::convert(from, to, options, &|bytes| bar.inc(bytes))?;
-    bar.finish_and_clear();
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{} tensors, {} bytes in {} file(s): {}", done.tensors, done.bytes, done.files, to.display())?;
-    if !done.left_out.is_empty() {
-        writeln!(out, "left out, because the format stores only tensors: {}", done.left_out.join(", "))?;
-    }
-    Ok(())
+    Ok(found.is_intact())
 }

@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use shardwise::error::ErrorKind;
 use shardwise::{Error, Group, ReduceOp, Result, TensorMeta, World};
 use shardwise_mpi::{Settings, launch, launched};
+use shardwise_test_suites::disagreements;
 
 fn processes() -> usize {
     launched().expect("started by a launcher").size
@@ -101,8 +102,8 @@ pub(crate) fn calls_that_do_not_fit() {
 /// Ranks that do not do the same, with the settings that a program has by default.
 pub(crate) fn disagreements() {
     let done = launch(processes(), |world| {
-        crate::disagreements::two_threads(&world)?;
-        crate::disagreements::run(&world)
+        disagreements::two_threads(&world)?;
+        disagreements::run(&world)
     });
     assert!(done.unwrap() > 10);
 }

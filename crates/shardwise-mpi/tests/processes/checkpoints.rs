@@ -6,9 +6,9 @@ use candle_core::{DType, Device, Tensor};
 use shardwise::checkpoint::{self, State, Value};
 use shardwise::prelude::*;
 use shardwise_mpi::Settings;
+use shardwise_test_suites::scratch::Scratch;
 
 use crate::job::Job;
-use crate::scratch::Scratch;
 use crate::suites::{on_all, scratch};
 
 const SHAPE: (usize, usize) = (37, 11);

@@ -13,23 +13,8 @@ mod links;
 mod suites;
 mod two_hosts;
 
-#[path = "../../../shardwise/tests/suites/collectives.rs"]
-mod collectives;
-#[path = "../../../shardwise/tests/suites/disagreements.rs"]
-mod disagreements;
-#[path = "../../../shardwise/tests/suites/layout_pairs.rs"]
-mod layout_pairs;
-#[path = "../../../shardwise/tests/suites/recorded_training.rs"]
-mod recorded_training;
-#[path = "../../../shardwise/tests/suites/remote_reads.rs"]
-mod remote_reads;
-#[path = "../../../shardwise/tests/suites/scratch.rs"]
-mod scratch;
-#[path = "../../../shardwise/tests/suites/values.rs"]
-mod values;
-
 use job::Job;
-use scratch::Scratch;
+use shardwise_test_suites::scratch::Scratch;
 
 const ANY: &[usize] = &[1, 2, 3, 4];
 
@@ -42,7 +27,7 @@ const CASES: &[Case] = &[
     ("groups", &[3, 4], suites::groups_side_by_side),
     ("fast_reductions", ANY, suites::fast_reductions),
     ("redistribution", ANY, suites::redistribution),
-    ("remote_reads", ANY, suites::remote_reads),
+    ("remote_shards", ANY, suites::remote_shards),
     ("recorded_training", &[4], suites::recorded_training),
     ("calls_that_do_not_fit", &[2, 4], agreed::calls_that_do_not_fit),
     ("disagreements", &[2, 3], agreed::disagreements),

@@ -1,13 +1,12 @@
 //! Suites of the library on a world of processes.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use candle_core::{DType, Device, Tensor};
 use shardwise::models::{Spread, Weights};
 use shardwise::{Mesh, ReduceOp, Result, World};
 use shardwise_mpi::{Settings, launched};
-
-use crate::{collectives, layout_pairs, recorded_training, remote_reads};
+use shardwise_test_suites::{collectives, layout_pairs, recorded_training, remote_shards, vectors};
 
 /// Runs a program on all processes of the job.
 pub(crate) fn on_all<T: Send + 'static>(
@@ -126,9 +125,7 @@ pub(crate) fn redistribution() {
 
 /// The losses, gradients and weights that PyTorch recorded, on a mesh of data and tensor parallelism.
 pub(crate) fn recorded_training() {
-    let given = std::env::var_os("SHARDWISE_CONFORMANCE_DIR").map(PathBuf::from);
-    let own = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../shardwise/tests/conformance/data");
-    let directory = given.unwrap_or_else(own).join("train");
+    let directory = vectors::directory().join("train");
     for settings in [in_rank_order(), in_rank_order().deterministic(false)] {
         let directory = directory.clone();
         let followed = on_all(&settings, move |world| {
@@ -141,6 +138,6 @@ pub(crate) fn recorded_training() {
 }
 
 /// Shards of ranks that make no call are read all the same.
-pub(crate) fn remote_reads() {
-    on_all(&in_rank_order(), |world| remote_reads::run(&world, &scratch()));
+pub(crate) fn remote_shards() {
+    on_all(&in_rank_order(), |world| remote_shards::run(&world, &scratch()));
 }

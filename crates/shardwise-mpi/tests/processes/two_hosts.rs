@@ -1,9 +1,9 @@
 //! Ranks on two hosts that share nothing but a network: namespaces of this machine, joined by a virtual cable.
 
+use shardwise_test_suites::scratch::Scratch;
 use std::time::Duration;
 
 use crate::job::{Ended, Job, mpirun};
-use crate::scratch::Scratch;
 
 const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/processes/two_hosts.sh");
 
@@ -36,7 +36,7 @@ fn run(case: &str) -> Option<Ended> {
 }
 
 pub(crate) fn the_suites_run_across_two_hosts() {
-    for case in ["collectives", "remote_reads", "recorded_training"] {
+    for case in ["collectives", "remote_shards", "recorded_training"] {
         let Some(ended) = run(case) else { return };
         assert!(ended.success, "{case}:\n{}", ended.output);
         let crossed = ended.output.lines().find_map(|line| line.strip_prefix("bytes that crossed: "));

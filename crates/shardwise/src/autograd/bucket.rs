@@ -1,4 +1,4 @@
-//! Many gradients to their layouts with few collectives: those that need the same kind of reduction go together.
+//! Buckets of gradients: gradients that need the same reduction share one collective.
 
 use std::collections::BTreeMap;
 
@@ -11,24 +11,25 @@ use crate::placement::{Placement, ReduceOp};
 use crate::tensor::DTensor;
 use shardwise_kernels::{concat, dense, placeholder};
 
-/// Bytes of the largest bucket; a larger gradient travels alone.
-const BUCKET: usize = 25 << 20;
+/// Bytes of the largest bucket; a larger gradient is reduced alone. 25 MiB is the default of PyTorch's DDP.
+const MAX_BUCKET_BYTES: usize = 25 << 20;
 
-/// What a gradient needs.
+/// The collective that a gradient needs.
 #[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
-enum Kind {
+enum BucketKind {
     AllReduce,
-    /// Every rank keeps its part of one dimension.
+    /// Every rank keeps its shard of one dimension.
     ReduceScatter,
 }
 
-/// Gradients that can share a collective: mesh, kind, mesh axes, element type.
-type Key = (usize, Kind, Vec<usize>, u8);
+/// What gradients of one bucket have in common: mesh, kind, mesh axes, element type.
+type BucketKey = (usize, BucketKind, Vec<usize>, u8);
 
-/// The tensors in these layouts. The order of the collectives is the same on all ranks.
+/// Redistributes tensors to these layouts, in buckets where a reduction is all they need. Collective; the order of the
+/// collectives is the same on all ranks.
 pub(super) fn to_layouts(wanted: &[(DTensor, Layout)], site: Site) -> Result<Vec<DTensor>> {
     let mut done: Vec<Option<DTensor>> = vec![None; wanted.len()];
-    let mut buckets: BTreeMap<Key, Vec<usize>> = BTreeMap::new();
+    let mut buckets: BTreeMap<BucketKey, Vec<usize>> = BTreeMap::new();
     let mut meshes: Vec<&DeviceMesh> = Vec::new();
     for (i, (tensor, layout)) in wanted.iter().enumerate() {
         let Some((kind, axes)) = kind(tensor.layout(), layout) else {
@@ -51,38 +52,38 @@ pub(super) fn to_layouts(wanted: &[(DTensor, Layout)], site: Site) -> Result<Vec
     Ok(done.into_iter().map(|tensor| tensor.expect("each is done once")).collect())
 }
 
-/// The one reduction that brings a tensor from a layout to another, and its axes, if that is all it takes.
-fn kind(from: &Layout, to: &Layout) -> Option<(Kind, Vec<usize>)> {
+/// The reduction that takes a tensor from one layout to another, and its mesh axes, if one reduction is enough.
+fn kind(from: &Layout, to: &Layout) -> Option<(BucketKind, Vec<usize>)> {
     let differs = |&axis: &usize| from.placements()[axis] != to.placements()[axis];
     let axes: Vec<usize> = (0..from.mesh().ndim()).filter(differs).collect();
-    let pending = |&axis: &usize| from.placements()[axis] == Placement::Partial(ReduceOp::Sum);
-    // Other cuts must be the same, and made in the same order.
+    let is_partial = |&axis: &usize| from.placements()[axis] == Placement::Partial(ReduceOp::Sum);
+    // The other axes must shard the same dimensions in the same order.
     let others = |layout: &Layout, dim: usize| -> Vec<usize> {
         layout.shard_order(dim).iter().copied().filter(|axis| !axes.contains(axis)).collect()
     };
     let alike = (0..from.shape().len()).all(|dim| others(from, dim) == others(to, dim));
-    if axes.is_empty() || !axes.iter().all(pending) || !alike {
+    if axes.is_empty() || !axes.iter().all(is_partial) || !alike {
         return None;
     }
     if axes.iter().all(|&axis| to.placements()[axis].is_replicate()) {
-        return Some((Kind::AllReduce, axes));
+        return Some((BucketKind::AllReduce, axes));
     }
     let [axis] = axes[..] else { return None };
     let target = &to.placements()[axis];
     let dim = target.shard_dim().filter(|_| target.is_contiguous())?;
-    // Behind all other cuts of the dimension, so that what a rank has of it before is one piece after the other.
+    // The axis must shard the dimension last, so that the shards of its ranks are consecutive in what each rank holds.
     let last = to.shard_order(dim).last() == Some(&axis);
-    last.then_some((Kind::ReduceScatter, axes))
+    last.then_some((BucketKind::ReduceScatter, axes))
 }
 
-/// Members in buckets that are not too large.
+/// Divides the members into buckets of at most [`MAX_BUCKET_BYTES`].
 fn fill(members: &[usize], wanted: &[(DTensor, Layout)]) -> Vec<Vec<usize>> {
     let mut buckets: Vec<(usize, Vec<usize>)> = Vec::new();
     for &i in members {
-        // The largest local part of any rank, so that all ranks fill alike.
-        let bytes = wanted[i].0.elem_count() * travels_as(wanted[i].0.dtype()).size_in_bytes();
+        // The size of the whole tensor, an upper bound that is the same on all ranks, so that all form the same buckets.
+        let bytes = wanted[i].0.elem_count() * reduction_dtype(wanted[i].0.dtype()).size_in_bytes();
         match buckets.last_mut() {
-            Some((size, bucket)) if *size + bytes <= BUCKET => {
+            Some((size, bucket)) if *size + bytes <= MAX_BUCKET_BYTES => {
                 *size += bytes;
                 bucket.push(i);
             }
@@ -92,15 +93,15 @@ fn fill(members: &[usize], wanted: &[(DTensor, Layout)]) -> Vec<Vec<usize>> {
     buckets.into_iter().map(|(_, bucket)| bucket).collect()
 }
 
-/// The type in which gradients are added up.
-fn travels_as(dtype: DType) -> DType {
+/// The type in which gradients are reduced: half precision in f32.
+fn reduction_dtype(dtype: DType) -> DType {
     match dtype {
         DType::F16 | DType::BF16 => DType::F32,
         other => other,
     }
 }
 
-fn reduce(kind: Kind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) -> Result<Vec<DTensor>> {
+fn reduce(kind: BucketKind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) -> Result<Vec<DTensor>> {
     if let [(tensor, layout)] = parts {
         return Ok(vec![tensor.to_layout_at(layout, site)?]);
     }
@@ -110,24 +111,24 @@ fn reduce(kind: Kind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) 
         return parts.iter().map(|(tensor, layout)| tensor.to_layout_at(layout, site)).collect();
     }
     let group = mesh.group_of(axes)?;
-    let (dtype, travels) = (parts[0].0.dtype(), travels_as(parts[0].0.dtype()));
-    // Per part and rank of the group the piece that the rank shall have.
+    let (dtype, reduced_as) = (parts[0].0.dtype(), reduction_dtype(parts[0].0.dtype()));
+    // Per gradient and rank of the group, the shape of the rank's result.
     let pieces = |layout: &Layout| -> Vec<Vec<usize>> {
         match kind {
-            Kind::AllReduce => vec![layout.local_shape(rank)],
-            Kind::ReduceScatter => group.ranks().iter().map(|&r| layout.local_shape(r)).collect(),
+            BucketKind::AllReduce => vec![layout.local_shape(rank)],
+            BucketKind::ReduceScatter => group.ranks().iter().map(|&r| layout.local_shape(r)).collect(),
         }
     };
     let shapes: Vec<Vec<Vec<usize>>> = parts.iter().map(|(_, layout)| pieces(layout)).collect();
     let count = |shape: &Vec<usize>| shape.iter().product::<usize>();
     let (call, own) = match kind {
-        Kind::AllReduce => (Call::AllReduce { op: ReduceOp::Sum }, 0),
-        Kind::ReduceScatter => {
+        BucketKind::AllReduce => (Call::AllReduce { op: ReduceOp::Sum }, 0),
+        BucketKind::ReduceScatter => {
             let sizes = (0..group.size()).map(|r| shapes.iter().map(|s| count(&s[r])).sum()).collect();
             (Call::ReduceScatter { op: ReduceOp::Sum, dim: 0, sizes }, group.rank())
         }
     };
-    let packed = pack(mesh, axes[0], parts, &shapes, travels)?;
+    let packed = pack(mesh, axes[0], parts, &shapes, reduced_as)?;
     let origins = parts.iter().map(|(tensor, _)| tensor.origin());
     let origin = Origin::operator("backward", parts.len() as u64, origins, parts[0].0.shape());
     let reduced = on_behalf_of(&origin, 0, || group.run(&call, &[packed], site))?.swap_remove(0);
@@ -137,8 +138,8 @@ fn reduce(kind: Kind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) 
         let shape = shapes[own].clone();
         let n = count(&shape);
         let local = match mesh.world().is_dry() || n == 0 {
-            true => placeholder(&TensorMeta { shape, dtype: travels })?,
-            // In memory of its own: a gradient must not keep the bucket alive.
+            true => placeholder(&TensorMeta { shape, dtype: reduced_as })?,
+            // Copied, so that a gradient does not keep the bucket alive.
             false => reduced.narrow(0, start, n)?.force_contiguous()?.reshape(shape)?,
         };
         start += n;
@@ -147,7 +148,7 @@ fn reduce(kind: Kind, axes: &[usize], parts: &[&(DTensor, Layout)], site: Site) 
     Ok(moved)
 }
 
-/// All parts in one vector: first everything for the first rank of the group, then for the next.
+/// Packs all gradients into one vector: everything for the first rank of the group, then for the next.
 fn pack(
     mesh: &DeviceMesh,
     axis: usize,

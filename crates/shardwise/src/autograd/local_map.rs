@@ -1,18 +1,20 @@
-//! Code on local tensors in the middle of a distributed program, with its gradient.
+//! `local_map`: a function of local tensors as one differentiable call.
 
 use candle_core::{Tensor, Var};
 
-use super::once_only;
+use super::first_derivative_only;
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp};
-use crate::tensor::{Backward, DTensor, Keeps, Saved, is_recording};
+use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors, is_recording};
 use shardwise_kernels::dense;
 
-/// Runs `f` on copies of the local parts of some tensors, in their current layouts, and takes its result for this rank's part of a tensor
-/// with the given placements. Candle's own gradient of `f` becomes part of the distributed one.
+/// Runs `f` on copies of the inputs' local parts, in their current layouts, and returns its result as a tensor with the given
+/// placements. Candle differentiates `f` in the backward pass.
 ///
-/// The gradient of an input lies as the input does (replicated, if the input is a pending reduction). Where ranks use a
-/// replicated input for different things, each has a part of its gradient only: say `Partial(Sum)` for it in `gradients`.
+/// Collective: every rank of the mesh must call it, because ranks exchange the shapes of their results; elements are not
+/// communicated. The gradient of an input has the layout of the input,replicated where it is partial. Where ranks compute
+/// different things with a replicated input, each has one term of its gradient: pass `Partial(Sum)` for it in `gradients`,
+/// PyTorch's `in_grad_placements`.
 ///
 /// ```
 /// use shardwise::local_map;
@@ -20,7 +22,7 @@ use shardwise_kernels::dense;
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let x = DTensor::arange(0.0, 4.0, 1.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
+///     let x = DTensor::arange(0.0.. 4.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
 ///     let scale = DTensor::ones(1, DType::F32, &mesh, [Replicate])?.requires_grad();
 ///     let gradients = [None, Some(vec![Partial(ReduceOp::Sum)])];
 ///     let y = local_map(&[&x, &scale], [Shard(0)], &gradients, |x| x[0].sqr()?.broadcast_mul(&x[1]))?;
@@ -31,6 +33,11 @@ use shardwise_kernels::dense;
 /// })?;
 /// # Ok::<(), Error>(())
 /// ```
+///
+/// # Errors
+/// [`Error::Invalid`](crate::Error::Invalid) without inputs, if the results do not fit the placements, or if a differentiable
+/// output has a partial placement other than a sum or a mean.
+#[doc(alias = "in_grad_placements")]
 #[track_caller]
 pub fn local_map(
     inputs: &[&DTensor],
@@ -71,12 +78,16 @@ pub fn local_map(
     let output = DTensor::from_local(&local.detach(), mesh, placements)?;
     let wanted = |i: usize| gradients.get(i).cloned().flatten();
     let wanted = (0..inputs.len()).map(wanted).collect();
-    let way =
-        || Box::new(LocalMap { vars, local, wanted, placements: output.placements().to_vec() }) as Box<dyn Backward>;
-    Ok(DTensor::recorded(vec![output.clone()], inputs, Keeps::Nothing, way).swap_remove(0))
+    let backward = || {
+        Box::new(LocalMapBackward { vars, local, wanted, placements: output.placements().to_vec() })
+            as Box<dyn Backward>
+    };
+    Ok(DTensor::recorded(vec![output.clone()], inputs, SaveForBackward::Nothing, backward).swap_remove(0))
 }
 
-struct LocalMap {
+/// The backward pass of `local_map`.
+
+struct LocalMapBackward {
     vars: Vec<Var>,
     local: Tensor,
     /// Per input the placements of its gradient, if they were given.
@@ -85,15 +96,15 @@ struct LocalMap {
     placements: Vec<Placement>,
 }
 
-impl Backward for LocalMap {
+impl Backward for LocalMapBackward {
     fn name(&self) -> &'static str {
         "local_map"
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-        once_only(self.name())?;
-        // Every operand of a pending sum counts once, so each has the whole gradient.
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
+        first_derivative_only(self.name())?;
+        // Each term of a partial sum has the gradient of the sum.
         let settled = |p: &Placement| if p.is_partial() { Placement::Replicate } else { p.clone() };
         let gradient = gradient.redistribute(self.placements.iter().map(settled))?;
         let mean = |(p, &n): (&Placement, &usize)| if *p == Placement::Partial(ReduceOp::Avg) { n } else { 1 };
@@ -102,7 +113,7 @@ impl Backward for LocalMap {
         let found = (&self.local * gradient.local())?.sum_all()?.backward()?;
         let mut inputs = Vec::new();
         for (i, var) in self.vars.iter().enumerate() {
-            if !saved.wants(i) {
+            if !saved.needs_input_grad(i) {
                 inputs.push(None);
                 continue;
             }

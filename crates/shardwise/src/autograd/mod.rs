@@ -1,10 +1,10 @@
-//! Gradients: from a result back to the leaves, with the same distributed operators that made it.
+//! Reverse-mode automatic differentiation of distributed tensors: gradients are computed by distributed operators, too.
 
 mod bucket;
-mod checkpoint;
+mod checkpoint_activations;
 mod local_map;
 
-pub use checkpoint::checkpoint;
+pub use checkpoint_activations::checkpoint_activations;
 pub use local_map::local_map;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,25 +14,26 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::layout::Layout;
 use crate::placement::{Placement, ReduceOp};
 use crate::rank_context::rank_context;
-use crate::tensor::{DTensor, Node, Recording, Saved, Tape, in_gradient, is_recording, with_recording};
+use crate::tensor::{DTensor, Node, Recording, SavedTensors, Tape, in_gradient, is_recording, with_recording};
 
-/// What a backward pass starts from and leaves behind.
+/// Options of a backward pass; see [`DTensor::backward_options`].
 #[derive(Clone, Copy, Default)]
 pub struct BackwardOptions<'a> {
-    /// The gradient of the tensor itself; one, if the tensor is a single number and this is `None`.
+    /// The gradient of the tensor itself, of the same shape. `None`: 1, for a tensor with one element.
     #[doc(alias = "grad_tensors")]
     pub cotangent: Option<&'a DTensor>,
-    /// Keeps the saved tensors, so that another pass can go through the same calls.
+    /// Keeps the saved tensors, so that another backward pass can go through the same calls.
     pub retain_graph: bool,
-    /// Records the backward pass itself, so that gradients can be taken through the gradients. Keeps the graph too.
+    /// Records the backward pass itself, so that gradients can be differentiated again. Implies `retain_graph`.
     pub create_graph: bool,
 }
 
-/// The gradients of the leaves that a result depends on.
+/// The gradients of the leaves that a result depends on, as [`DTensor::backward`] returns them.
 ///
-/// A gradient lies as the operators left it: it may be a pending sum, which is carried out once, when it is needed.
+/// Unlike PyTorch's they are not stored in the leaves. A gradient has the layout that the operators gave it, often a partial sum
+/// (`Partial(Sum)`), which is reduced once, when it is needed: [`in_param_layout`](Self::in_param_layout) does so for all.
 pub struct Gradients {
-    /// By number of the leaf, so that all ranks walk them in the same order.
+    /// By number of the leaf, so that all ranks iterate in the same order.
     leaves: BTreeMap<u64, (Arc<Node>, DTensor)>,
 }
 
@@ -43,13 +44,12 @@ impl std::fmt::Debug for Gradients {
 }
 
 impl DTensor {
-    /// Computes the gradients of this number with respect to every leaf (see [`requires_grad`](Self::requires_grad)) that
-    /// it depends on.
+    /// Computes the gradients of this tensor, which must have one element, with respect to every leaf that it depends on (see
+    /// [`requires_grad`](Self::requires_grad)).
     ///
-    /// Frees the tensors that were saved for it as it goes, whoever still holds the result: a second pass through the same
-    /// calls is an error, unless [`retain_graph`](BackwardOptions::retain_graph) was set for the first.
-    ///
-    /// Collective: every rank of the mesh must call it. Communicates what the gradients of the operators need.
+    /// Collective: every rank of the mesh must call it. Communicates what the gradients of the operators need. Frees the saved
+    /// tensors of every call that it has passed, even if the result is still alive: a second pass through the same calls is an
+    /// error, unless [`retain_graph`](BackwardOptions::retain_graph) was set for the first.
     ///
     /// ```
     /// use shardwise::prelude::*;
@@ -59,33 +59,37 @@ impl DTensor {
     ///     let x = DTensor::ones((4, 3), DType::F32, &mesh, [Shard(0)])?;
     ///     let w = DTensor::ones((3, 2), DType::F32, &mesh, [Replicate])?.requires_grad();
     ///     let grads = x.matmul(&w)?.sum_all()?.backward()?;
-    ///     // every rank has the part of its rows; nothing was communicated
+    ///     // every rank has the term of its rows; nothing was communicated
     ///     assert_eq!(grads.get(&w)?.placements(), [Partial(ReduceOp::Sum)]);
     ///     assert_eq!(grads.get(&w)?.full_tensor()?.to_vec2::<f32>()?, [[4.0, 4.0], [4.0, 4.0], [4.0, 4.0]]);
     ///     Ok(())
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the tensor has more than one element, depends on no leaf, or its graph was freed.
     #[track_caller]
     pub fn backward(&self) -> Result<Gradients> {
         self.backward_options(BackwardOptions::default())
     }
 
-    /// Computes the gradients of the sum of the products of this tensor, which may have any shape, with `cotangent`; else
-    /// as [`backward`](Self::backward).
+    /// Computes gradients as [`backward`](Self::backward) does, for a tensor of any shape and its gradient `cotangent` (the vector
+    /// of a vector-Jacobian product). Collective.
     #[track_caller]
     pub fn backward_with(&self, cotangent: &DTensor) -> Result<Gradients> {
         self.backward_options(BackwardOptions { cotangent: Some(cotangent), ..BackwardOptions::default() })
     }
 
-    /// Computes gradients as [`backward`](Self::backward) does, but gradients that have a history of their own, so that
-    /// gradients can be taken through them again. The graph is kept.
+    /// Computes gradients as [`backward`](Self::backward) does and records the pass, so that the gradients can be differentiated
+    /// again. The graph is kept. Collective.
+    #[doc(alias = "create_graph")]
     #[track_caller]
     pub fn backward_graph(&self) -> Result<Gradients> {
         self.backward_options(BackwardOptions { create_graph: true, ..BackwardOptions::default() })
     }
 
-    /// Computes gradients as [`backward`](Self::backward) does, with options.
+    /// Computes gradients as [`backward`](Self::backward) does, with options. Collective.
     ///
     /// ```
     /// use shardwise::BackwardOptions;
@@ -121,7 +125,7 @@ impl DTensor {
         };
         let tape = self.taped()?.clone();
         let keep = options.retain_graph || options.create_graph;
-        let found = with_recording(options.create_graph, || pass(vec![(tape, cotangent)], 0, keep))?;
+        let found = with_recording(options.create_graph, || backward_pass(vec![(tape, cotangent)], 0, keep))?;
         Ok(Gradients { leaves: found.leaves })
     }
 
@@ -136,7 +140,7 @@ impl DTensor {
         })
     }
 
-    /// The number one in this tensor's shape, which must have one element.
+    /// The number 1 in the shape of this tensor, which must have one element.
     #[track_caller]
     fn one(&self) -> Result<DTensor> {
         if self.elem_count() != 1 {
@@ -149,12 +153,15 @@ impl DTensor {
             ));
         }
         let whole = vec![Placement::Replicate; self.placements().len()];
-        DTensor::full(1.0, self.shape(), self.dtype(), self.device_mesh(), whole)
+        DTensor::full(1.0, (self.shape(), self.dtype()), self.device_mesh(), whole)
     }
 }
 
 impl Gradients {
-    /// The gradient of a leaf.
+    /// Returns the gradient of a leaf, which must be the tensor that `requires_grad` returned or a clone of it. Local.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the tensor is not a leaf, or the result does not depend on it.
     pub fn get(&self, leaf: &DTensor) -> Result<&DTensor> {
         let tape = leaf.tape().ok_or_else(|| {
             let fix = "keep the tensor that requires_grad() returned";
@@ -166,7 +173,7 @@ impl Gradients {
         })
     }
 
-    /// How many leaves have a gradient.
+    /// Number of leaves that have a gradient.
     pub fn len(&self) -> usize {
         self.leaves.len()
     }
@@ -176,12 +183,12 @@ impl Gradients {
         self.leaves.is_empty()
     }
 
-    /// The gradients, in an order that is the same on all ranks.
+    /// Iterates over the gradients, in an order that is the same on all ranks.
     pub fn iter(&self) -> impl Iterator<Item = &DTensor> {
         self.leaves.values().map(|(_, gradient)| gradient)
     }
 
-    /// Every gradient replaced by a function of it, of the same shape.
+    /// Replaces every gradient by a function of it, called in the same order on all ranks. The shape must stay the same.
     pub fn map(mut self, mut function: impl FnMut(&DTensor) -> Result<DTensor>) -> Result<Gradients> {
         for (node, gradient) in self.leaves.values_mut() {
             let new = function(gradient)?;
@@ -199,7 +206,7 @@ impl Gradients {
         Ok(self)
     }
 
-    /// The gradients of some leaves, and all others.
+    /// Splits into the gradients of some leaves and all remaining ones. Local.
     pub fn split(mut self, leaves: &[DTensor]) -> (Gradients, Gradients) {
         let mut chosen = BTreeMap::new();
         for tape in leaves.iter().filter_map(DTensor::tape) {
@@ -208,12 +215,13 @@ impl Gradients {
         (Gradients { leaves: chosen }, self)
     }
 
-    /// Takes the gradient of a leaf out, if it has one.
+    /// Removes and returns the gradient of a leaf, if it has one.
     pub(crate) fn take(&mut self, leaf: &DTensor) -> Option<DTensor> {
         self.leaves.remove(&leaf.tape()?.node.number).map(|(_, gradient)| gradient)
     }
 
-    /// These gradients with those of another pass added: for results that are computed one after the other.
+    /// Adds the gradients of another backward pass, for gradient accumulation over micro-batches. Partial sums are added without
+    /// being reduced.
     #[track_caller]
     pub fn accumulate(mut self, other: Gradients) -> Result<Gradients> {
         for (number, (node, gradient)) in other.leaves {
@@ -226,7 +234,7 @@ impl Gradients {
         Ok(self)
     }
 
-    /// All gradients multiplied by a number.
+    /// Multiplies all gradients by a number. Local.
     #[track_caller]
     pub fn scale(mut self, factor: f64) -> Result<Gradients> {
         for (_, gradient) in self.leaves.values_mut() {
@@ -235,15 +243,19 @@ impl Gradients {
         Ok(self)
     }
 
-    /// All gradients in the layouts of their leaves: sums that are pending are carried out, all-reduced for replicated
-    /// leaves and reduce-scattered for sharded ones, in few large collectives.
+    /// Brings every gradient into the layout of its leaf: partial sums are all-reduced for replicated leaves and
+    /// reduce-scattered for sharded ones.
+    ///
+    /// Collective: every rank of the mesh must call it. Gradients with the same reduction share a collective, in buckets of up to
+    /// 25 MiB as in PyTorch's DDP. Gradients of a recorded pass ([`backward_graph`](DTensor::backward_graph)) are moved one by one,
+    /// because a bucket has no backward pass.
     #[doc(alias = "reduce_scatter_grads")]
     #[track_caller]
     pub fn in_param_layout(self) -> Result<Gradients> {
         let site = std::panic::Location::caller();
         let wanted: Vec<(DTensor, Layout)> =
             self.leaves.values().map(|(node, g)| (g.clone(), node.layout(0).settled())).collect();
-        // A bucket has no gradient: those that have a history of their own travel one by one.
+        // A bucket cannot be differentiated, so gradients that are part of a graph are moved one by one.
         let moved = match is_recording() && wanted.iter().any(|(g, _)| g.has_gradient()) {
             true => wanted.iter().map(|(g, layout)| g.to_layout_at(layout, site)).collect::<Result<Vec<_>>>()?,
             false => bucket::to_layouts(&wanted, site)?.iter().map(DTensor::detach).collect(),
@@ -253,8 +265,8 @@ impl Gradients {
     }
 }
 
-/// An error where a gradient is to have a gradient itself, for calls whose way back has none.
-pub(crate) fn once_only(name: &str) -> Result<()> {
+/// Refuses a recorded backward pass, for calls whose gradient cannot be differentiated again.
+pub(crate) fn first_derivative_only(name: &str) -> Result<()> {
     if !is_recording() {
         return Ok(());
     }
@@ -267,18 +279,18 @@ pub(crate) fn once_only(name: &str) -> Result<()> {
     ))
 }
 
-/// Where gradients of one pass ended.
-struct Found {
+/// The gradients at which one backward pass ended.
+struct PassResult {
     leaves: BTreeMap<u64, (Arc<Node>, DTensor)>,
-    /// Calls before the first that the pass goes through.
+    /// Gradients of outputs of calls before the first one that the pass goes through.
     earlier: Vec<(Tape, DTensor)>,
 }
 
-/// Gradients of tensors that a call used without being given them, as it is replayed.
+/// Gradients of tensors that a checkpointed function captured instead of taking them as inputs.
 type Replayed = Vec<(Tape, DTensor)>;
 
-/// The leaves that no call before this one uses.
-fn finished(recording: &Recording, uses: &mut BTreeMap<u64, usize>) -> Vec<Arc<Node>> {
+/// The leaves for which this call was the last one to contribute a gradient: no earlier call uses them.
+fn finished_leaves(recording: &Recording, uses: &mut BTreeMap<u64, usize>) -> Vec<Arc<Node>> {
     let mut leaves = Vec::new();
     for parent in recording.parents.iter().flatten() {
         if let Some(left) = uses.get_mut(&parent.node.number) {
@@ -291,9 +303,9 @@ fn finished(recording: &Recording, uses: &mut BTreeMap<u64, usize>) -> Vec<Arc<N
     leaves
 }
 
-/// How often leaves are used by the calls that a pass goes through, by number. An error if one of these calls was freed:
-/// found here, before anything is communicated.
-fn uses(seeds: &[(Tape, DTensor)], first: u64) -> Result<BTreeMap<u64, usize>> {
+/// Counts how often each leaf is used by the calls that a pass goes through. An error if one of these calls was freed: it is
+/// detected here, before anything is communicated.
+fn count_uses(seeds: &[(Tape, DTensor)], first: u64) -> Result<BTreeMap<u64, usize>> {
     let mut uses = BTreeMap::new();
     let mut seen = BTreeSet::new();
     let mut open: Vec<Arc<Node>> = seeds.iter().map(|(tape, _)| Arc::clone(&tape.node)).collect();
@@ -312,38 +324,37 @@ fn uses(seeds: &[(Tape, DTensor)], first: u64) -> Result<BTreeMap<u64, usize>> {
     Ok(uses)
 }
 
-/// A gradient that all uses of a leaf have contributed to. What the leaf itself holds only a part of, no rank keeps whole:
-/// along axes that shard the leaf a partial sum is reduced and scattered, and of a replicated gradient each rank keeps its
-/// part, which takes no communication.
-fn complete(gradient: DTensor, leaf: &Layout) -> Result<DTensor> {
+/// Shards a complete gradient like its leaf, so that no rank keeps a whole gradient of a sharded leaf. On mesh axes that shard
+/// the leaf, a partial sum is reduce-scattered, and a replicated gradient is sliced, which needs no communication.
+fn shard_like_leaf(gradient: DTensor, leaf: &Layout) -> Result<DTensor> {
     let own = gradient.layout().clone();
     let sum = Placement::Partial(ReduceOp::Sum);
-    let pays = |axis: usize| {
+    let should_shard = |axis: usize| {
         let now = &own.placements()[axis];
         leaf.placements()[axis].is_shard(None) && (*now == sum || now.is_replicate())
     };
-    let axes: Vec<usize> = (0..own.mesh().ndim()).filter(|&axis| pays(axis)).collect();
+    let axes: Vec<usize> = (0..own.mesh().ndim()).filter(|&axis| should_shard(axis)).collect();
     if axes.is_empty() {
         return Ok(gradient);
     }
     let mut placements = own.placements().to_vec();
     axes.iter().for_each(|&axis| placements[axis] = leaf.placements()[axis].clone());
     let order = |dim: usize| {
-        let led = leaf.shard_order(dim).iter().copied();
+        let leading = leaf.shard_order(dim).iter().copied();
         let other = own.shard_order(dim).iter().copied().filter(|a| !leaf.shard_order(dim).contains(a));
-        led.chain(other).filter(|&a| placements[a].is_shard(Some(dim))).collect::<Vec<_>>()
+        leading.chain(other).filter(|&a| placements[a].is_shard(Some(dim))).collect::<Vec<_>>()
     };
     let cuts: Vec<Vec<usize>> = (0..own.shape().len()).map(order).collect();
     let to = Layout::from_cuts(own.mesh(), own.shape(), &placements, &cuts).unwrap_or_else(|_| leaf.settled());
     gradient.to_layout(&to)
 }
 
-/// Walks from the seeds back, later calls first: when a call is reached, all that used its outputs have been. Goes no
-/// further than the call with number `first`. Frees every call that it has gone through, unless the graph is to be kept.
-fn pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<Found> {
-    let mut uses = uses(&seeds, first)?;
-    let mut open = Open::new();
-    let mut found = Found { leaves: BTreeMap::new(), earlier: Vec::new() };
+/// Runs a backward pass from `seeds`, later calls first, so that all uses of an output have contributed when its call is reached.
+/// Stops at calls before number `first`. Frees every call it has passed, unless `keep` is set.
+fn backward_pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<PassResult> {
+    let mut uses = count_uses(&seeds, first)?;
+    let mut open = OpenCalls::new();
+    let mut found = PassResult { leaves: BTreeMap::new(), earlier: Vec::new() };
     let mut arrived = seeds;
     loop {
         add_up(&mut open, &mut arrived)?;
@@ -359,7 +370,7 @@ fn pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<Found> {
             found.leaves.insert(number, (node, gradient));
             continue;
         };
-        let saved = Saved { node: &node, recording: &recording };
+        let saved = SavedTensors { node: &node, recording: &recording };
         let inputs = in_gradient(true, || recording.backward.run(&saved, &gradients))?;
         debug_assert_eq!(inputs.len(), recording.parents.len(), "{}", recording.backward.name());
         for (i, (parent, gradient)) in recording.parents.iter().zip(inputs).enumerate() {
@@ -368,11 +379,11 @@ fn pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<Found> {
                 arrived.push((parent.clone(), gradient));
             }
         }
-        let done = finished(&recording, &mut uses);
+        let done = finished_leaves(&recording, &mut uses);
         if !keep {
             node.free();
         }
-        // Before the next call allocates: the gradients that came in, and what this call had saved if nobody else has it.
+        // Dropped before the next call allocates, to lower peak memory.
         drop((recording, gradients));
         for leaf in done {
             complete_leaf(leaf, &mut open, &mut arrived)?;
@@ -381,11 +392,11 @@ fn pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<Found> {
     }
 }
 
-/// Calls that gradients have arrived at, by number, with the gradients of their outputs so far.
-type Open = BTreeMap<u64, (Arc<Node>, Vec<Option<DTensor>>)>;
+/// Calls whose outputs have gradients and whose backward pass has not run, by number, with these gradients so far.
+type OpenCalls = BTreeMap<u64, (Arc<Node>, Vec<Option<DTensor>>)>;
 
-/// Adds gradients that arrived to those of the same outputs.
-fn add_up(open: &mut Open, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
+/// Adds new gradients to those of the same outputs.
+fn add_up(open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
     for (tape, gradient) in arrived.drain(..) {
         let new = || (Arc::clone(&tape.node), vec![None; tape.node.outputs()]);
         let (_, gradients) = open.entry(tape.node.number).or_insert_with(new);
@@ -398,9 +409,9 @@ fn add_up(open: &mut Open, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
     Ok(())
 }
 
-/// Reduces the gradient of a leaf whose last use has contributed. The last contribution, if there is one, is among those that
-/// arrived just now.
-fn complete_leaf(leaf: Arc<Node>, open: &mut Open, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
+/// Completes the gradient of a leaf to which its last use has contributed: adds the contributions, those in `open` and the new ones
+/// in `arrived`, and shards the sum like the leaf.
+fn complete_leaf(leaf: Arc<Node>, open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
     let mut own = Vec::new();
     arrived.retain(|(tape, gradient)| {
         let is_own = Arc::ptr_eq(&tape.node, &leaf);
@@ -413,7 +424,7 @@ fn complete_leaf(leaf: Arc<Node>, open: &mut Open, arrived: &mut Vec<(Tape, DTen
     let Some(sum) = before.into_iter().chain(own).map(Ok).reduce(|a, b| a?.add(&b?)).transpose()? else {
         return Ok(());
     };
-    let whole = complete(sum, leaf.layout(0))?;
-    arrived.push((Tape { node: leaf, output: 0 }, whole));
+    let gradient = shard_like_leaf(sum, leaf.layout(0))?;
+    arrived.push((Tape { node: leaf, output: 0 }, gradient));
     Ok(())
 }

@@ -1,29 +1,33 @@
-//! Who writes what: every box once, by one of the ranks that hold it, with the bytes spread evenly. Pure arithmetic.
+//! Which rank writes which box: each box once, by one of the ranks that hold it, with the bytes balanced. Pure arithmetic.
 
 use std::collections::{BTreeMap, HashMap};
 
 use crate::layout::{OwnedBox, TensorBox};
 
-/// A box that somebody has to write.
-pub(super) struct Task {
+/// A box that one of its holders has to write.
+pub(super) struct WriteTask {
     /// Flat key of the tensor.
     pub(super) key: String,
-    /// The box.
+    /// Offsets and sizes in the tensor.
     pub(super) part: TensorBox,
-    /// Its size.
+    /// Size of the box in bytes.
     pub(super) bytes: usize,
-    /// The ranks that have it.
+    /// The ranks that hold a replica of the box.
     pub(super) holders: Vec<usize>,
 }
 
-/// The boxes of a tensor with all ranks that hold each of them.
-pub(super) fn tasks(key: &str, element_bytes: usize, boxes: impl IntoIterator<Item = OwnedBox>) -> Vec<Task> {
-    let mut place: HashMap<TensorBox, usize> = HashMap::new();
-    let mut tasks: Vec<Task> = Vec::new();
+/// The distinct boxes of a tensor, each with all ranks that hold it.
+pub(super) fn write_tasks(
+    key: &str,
+    element_bytes: usize,
+    boxes: impl IntoIterator<Item = OwnedBox>,
+) -> Vec<WriteTask> {
+    let mut index_of: HashMap<TensorBox, usize> = HashMap::new();
+    let mut tasks: Vec<WriteTask> = Vec::new();
     for OwnedBox { rank, global, .. } in boxes {
-        let at = *place.entry(global.clone()).or_insert_with(|| {
+        let at = *index_of.entry(global.clone()).or_insert_with(|| {
             let bytes = global.volume() * element_bytes;
-            tasks.push(Task { key: key.to_string(), part: global, bytes, holders: Vec::new() });
+            tasks.push(WriteTask { key: key.to_string(), part: global, bytes, holders: Vec::new() });
             tasks.len() - 1
         });
         tasks[at].holders.push(rank);
@@ -31,8 +35,9 @@ pub(super) fn tasks(key: &str, element_bytes: usize, boxes: impl IntoIterator<It
     tasks
 }
 
-/// The rank that writes each task. Every rank finds the same: the largest first, each to the holder with the least so far.
-pub(super) fn assign(tasks: &[Task]) -> Vec<usize> {
+/// The rank that writes each task: largest task first, each to the holder with the fewest bytes so far. Deterministic, so
+/// every rank computes the same assignment without communication.
+pub(super) fn assign_writers(tasks: &[WriteTask]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..tasks.len()).collect();
     order.sort_by_key(|&i| (std::cmp::Reverse(tasks[i].bytes), i));
     let mut load: BTreeMap<usize, usize> = BTreeMap::new();
@@ -58,12 +63,12 @@ mod tests {
         let mut all = Vec::new();
         for i in 0..8 {
             let layout = Layout::new(&mesh, (16, 4), [Replicate, Replicate]).unwrap();
-            all.extend(tasks(&format!("r{i}"), 4, layout.boxes()));
+            all.extend(write_tasks(&format!("r{i}"), 4, layout.boxes()));
         }
         let layout = Layout::new(&mesh, (16, 4), [Replicate, Shard(0)]).unwrap();
-        all.extend(tasks("s", 4, layout.boxes()));
+        all.extend(write_tasks("s", 4, layout.boxes()));
         assert_eq!(all.len(), 8 + 2);
-        let writers = assign(&all);
+        let writers = assign_writers(&all);
         let mut load = [0; 4];
         all.iter().zip(&writers).for_each(|(task, &rank)| {
             assert!(task.holders.contains(&rank));

@@ -1,4 +1,4 @@
-//! Elements of one type in files as elements of another.
+//! Conversion of stored elements between types.
 
 use std::borrow::Cow;
 
@@ -8,20 +8,16 @@ use super::element::ElementType;
 use crate::error::{Error, ErrorKind, Result};
 use shardwise_kernels::bytes_of;
 
-/// Elements of a type as elements of another: integers to integers wrap, all others are rounded to the nearest.
-pub(super) fn converted(bytes: &[u8], from: ElementType, to: ElementType) -> Result<Cow<'_, [u8]>> {
+/// Converts elements from one type to another. Integers convert to integers with wrapping; conversions to and from floats
+/// round to the nearest.
+pub(super) fn convert_elements(bytes: &[u8], from: ElementType, to: ElementType) -> Result<Cow<'_, [u8]>> {
     if from == to {
         return Ok(Cow::Borrowed(bytes));
     }
     let numbers = to_tensor(bytes, from)?;
     let dtype = to.dtype().ok_or_else(|| {
         let fix = "choose f64, f32, f16, bf16, i64, i32, i16, u32, u8 or bool";
-        ErrorKind::Unsupported.error::<Error>(
-            "conversion",
-            format!("{from} to {to}"),
-            "a type that tensors here can have",
-            fix,
-        )
+        ErrorKind::Unsupported.error::<Error>("conversion", format!("{from} to {to}"), "a type with a dtype", fix)
     })?;
     let numbers = match to {
         ElementType::Bool => numbers.ne(&numbers.zeros_like()?)?,
@@ -30,7 +26,7 @@ pub(super) fn converted(bytes: &[u8], from: ElementType, to: ElementType) -> Res
     Ok(Cow::Owned(bytes_of(&numbers)?))
 }
 
-/// Elements as a tensor of the type that holds them all.
+/// Elements as a 1-D tensor of the dtype [`ElementType::widened`] returns.
 pub(super) fn to_tensor(bytes: &[u8], from: ElementType) -> Result<Tensor> {
     let count = bytes.len() / from.size_in_bytes();
     let vector = |values: Vec<f32>| Ok(Tensor::from_vec(values, count, &Device::Cpu)?);
@@ -49,7 +45,7 @@ pub(super) fn to_tensor(bytes: &[u8], from: ElementType) -> Result<Tensor> {
     }
 }
 
-/// A number of 8 bits with so many bits of exponent. With four there are no infinities, and one NaN.
+/// Decodes an 8-bit float. With 4 exponent bits (E4M3FN) there are no infinities and one NaN pattern; E5M2 follows IEEE.
 fn small_float(bits: u8, exponent_bits: u32) -> f32 {
     let mantissa_bits = 7 - exponent_bits;
     let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
@@ -71,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn small_floats_are_those_of_their_definitions() {
+    fn eight_bit_floats_decode_as_defined() {
         // largest, smallest normal, smallest of all, one
         let e4 = [(0x7e, 448.0), (0x08, 2f32.powi(-6)), (0x01, 2f32.powi(-9)), (0x38, 1.0), (0xb8, -1.0)];
         let e5 =
@@ -84,10 +80,10 @@ mod tests {
     #[test]
     fn elements_convert_by_value() {
         let bytes = [0x80u8, 0xff, 1]; // -128, -1, 1
-        let wide = converted(&bytes, ElementType::I8, ElementType::I32).unwrap();
+        let wide = convert_elements(&bytes, ElementType::I8, ElementType::I32).unwrap();
         let numbers: Vec<i32> = wide.chunks(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
         assert_eq!(numbers, [-128, -1, 1]);
-        assert_eq!(*converted(&[0, 0, 0x80, 0x3f], ElementType::F32, ElementType::Bool).unwrap(), [1]);
-        assert!(converted(&bytes, ElementType::I8, ElementType::C64).is_err());
+        assert_eq!(*convert_elements(&[0, 0, 0x80, 0x3f], ElementType::F32, ElementType::Bool).unwrap(), [1]);
+        assert!(convert_elements(&bytes, ElementType::I8, ElementType::C64).is_err());
     }
 }

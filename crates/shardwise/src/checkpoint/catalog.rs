@@ -1,4 +1,4 @@
-//! A checkpoint that was opened: what is in it, and the files to read it from.
+//! An opened checkpoint: its metadata, and the files to read it from.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,36 +13,35 @@ use crate::error::{Error, ErrorKind, Result, nearest};
 use crate::fnv::Fnv;
 use crate::layout::TensorBox;
 
-/// The contents of a checkpoint. One that exists has been checked: boxes fill their tensors, bytes lie inside files, and no
-/// file is outside the directory.
+/// The validated metadata of an opened checkpoint, and access to its elements. Returned by [`open`](super::open).
 ///
-/// It stays what it was when it was opened: a later save to the same path does not change what is read through it. Up to 64
-/// files are kept open for that; of a checkpoint of more files a read may report that it was replaced.
+/// It is a snapshot: a later save to the same path does not change what is read through it. To that end up to 64 files are
+/// kept open; reading a further file of a replaced checkpoint fails with an error that says so.
 #[doc(alias = "Metadata")]
 #[derive(Debug, Clone)]
 pub struct Catalog {
-    /// How it is stored.
+    /// The format the checkpoint is stored in.
     pub format: Format,
-    /// Where its files are.
+    /// The directory with the checkpoint's files.
     pub directory: PathBuf,
-    /// Tensors by flat key.
+    /// Tensors by flat key, the path in the nested state joined with dots (PyTorch's FQN).
     pub tensors: BTreeMap<String, StoredTensor>,
-    /// Values by flat key.
+    /// Non-tensor values by flat key.
     pub values: BTreeMap<String, Value>,
-    /// The way to every flat key in nested state; a key that is not here is its own way.
+    /// The path of each flat key in the nested state; a key that is absent here is a path of one name.
     pub paths: BTreeMap<String, Vec<Key>>,
-    /// Its files, opened when the checkpoint was.
+    /// The files, opened together with the checkpoint.
     pub(super) files: Arc<Files>,
 }
 
 impl Catalog {
-    /// What a format found in files, after it was checked.
+    /// A catalog of contents that have been validated.
     pub(super) fn new(format: Format, contents: Contents, files: Arc<Files>) -> Self {
         let Contents { tensors, values, paths } = contents;
         Catalog { format, directory: files.directory().to_path_buf(), tensors, values, paths, files }
     }
 
-    /// A number for what is in the checkpoint, the same on all ranks that have opened the same one.
+    /// A hash of the metadata, equal on all ranks that opened the same checkpoint.
     pub(super) fn fingerprint(&self) -> Result<u64> {
         let mut hash = Fnv::default();
         let all = (self.format, &self.tensors, &self.values, &self.paths);
@@ -50,30 +49,42 @@ impl Catalog {
         Ok(hash.finish())
     }
 
-    /// Tensors that are checked only where a part is read as a whole, or not at all: their files have no checksums of blocks.
+    /// The keys of tensors that a load may read without verifying a checksum, because some chunk has none per block.
+    ///
+    /// Such a chunk is verified only where it is read completely and has one checksum for all of its bytes.
     pub fn unchecked(&self) -> impl Iterator<Item = &str> {
-        let partly = |tensor: &StoredTensor| tensor.chunks.iter().any(|c| c.blocks.is_none() && c.part.volume() > 0);
-        self.tensors.iter().filter(move |(_, tensor)| partly(tensor)).map(|(key, _)| key.as_str())
+        let lacks_checksums =
+            |tensor: &StoredTensor| tensor.chunks.iter().any(|c| c.blocks.is_none() && c.part.volume() > 0);
+        self.tensors.iter().filter(move |(_, tensor)| lacks_checksums(tensor)).map(|(key, _)| key.as_str())
     }
 
-    /// All elements of a tensor, row-major, as the files have them.
+    /// Reads a whole tensor as bytes, row-major and little-endian, in its stored type.
+    ///
+    /// # Errors
+    /// As [`read_box`](Self::read_box).
     pub fn read(&self, key: &str) -> Result<Vec<u8>> {
         let shape = &self.tensor(key)?.shape;
         self.read_box(key, &TensorBox { offsets: vec![0; shape.len()], sizes: shape.clone() })
     }
 
-    /// The elements of a box of a tensor, row-major, as the files have them. Only what the box needs is read, by whole blocks,
-    /// which are compared with their checksums; a chunk that has one checksum is compared if all of it is read.
+    /// Reads a box of a tensor as bytes, row-major and little-endian, in its stored type.
+    ///
+    /// Local. Reads only the blocks that the box touches and verifies their checksums; a chunk with a single checksum is
+    /// verified only if it is read completely.
+    ///
+    /// # Errors
+    /// [`ErrorKind::UnknownName`] if there is no such tensor, [`ErrorKind::Argument`] if the box is outside it or larger than
+    /// memory, [`ErrorKind::Damaged`] if a checksum does not match.
     pub fn read_box(&self, key: &str, part: &TensorBox) -> Result<Vec<u8>> {
         let tensor = self.tensor(key)?;
         let inside =
             |(n, (offset, size)): (&usize, (&usize, &usize))| offset.checked_add(*size).is_some_and(|e| e <= *n);
-        let dims = tensor.shape.len();
-        let whole = part.offsets.len() == dims && part.sizes.len() == dims;
-        if !whole || !tensor.shape.iter().zip(part.offsets.iter().zip(&part.sizes)).all(inside) {
+        let ndim = tensor.shape.len();
+        let same_ndim = part.offsets.len() == ndim && part.sizes.len() == ndim;
+        if !same_ndim || !tensor.shape.iter().zip(part.offsets.iter().zip(&part.sizes)).all(inside) {
             let found = format!("a box of sizes {:?} at {:?}", part.sizes, part.offsets);
             let needed = format!("one inside tensor {key:?} of shape {:?}", tensor.shape);
-            return Err(ErrorKind::Argument.error("box", found, needed, "correct its offsets or sizes"));
+            return Err(ErrorKind::Argument.error("box", found, needed, "correct the offsets or sizes"));
         }
         let length = part.volume().saturating_mul(tensor.element.size_in_bytes());
         let mut bytes = Vec::new();
@@ -86,12 +97,12 @@ impl Catalog {
         Ok(bytes)
     }
 
-    /// Size of all tensors in bytes.
+    /// Total size of all tensors in bytes, in their stored types.
     pub fn bytes(&self) -> usize {
         self.tensors.values().map(StoredTensor::bytes).fold(0, usize::saturating_add)
     }
 
-    /// The value at a path of names and positions, joined with dots; put together if it was taken apart.
+    /// Returns the value at a dotted path of names and list positions; a path to a nested map or list returns all of it.
     ///
     /// ```
     /// use shardwise::checkpoint::{self, State, Value};
@@ -108,9 +119,10 @@ impl Catalog {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn value(&self, path: &str) -> Result<Value> {
-        let way = |key: &String| self.paths.get(key).cloned().unwrap_or_else(|| vec![Key::Name(key.clone())]);
-        let mut leaves: Vec<_> = self.values.iter().map(|(k, value)| (way(k), State::Value(value.clone()))).collect();
-        // Positions in lists come in order.
+        let path_of = |key: &String| self.paths.get(key).cloned().unwrap_or_else(|| vec![Key::Name(key.clone())]);
+        let mut leaves: Vec<_> =
+            self.values.iter().map(|(k, value)| (path_of(k), State::Value(value.clone()))).collect();
+        // `unflatten` needs list positions in ascending order.
         leaves.sort_by(|a, b| a.0.cmp(&b.0));
         State::unflatten(leaves).value(path).map_err(|_| {
             let found = match self.values.is_empty() {
@@ -121,12 +133,15 @@ impl Catalog {
                 "checkpoint",
                 found,
                 format!("value {path:?}"),
-                "name a value that was saved",
+                "use the key of a saved value",
             )
         })
     }
 
-    /// The tensor with a key.
+    /// Returns the metadata of the tensor with a flat key.
+    ///
+    /// # Errors
+    /// [`ErrorKind::UnknownName`] with the nearest names if there is none.
     #[doc(alias = "MetadataIndex")]
     pub fn tensor(&self, key: &str) -> Result<&StoredTensor> {
         self.tensors.get(key).ok_or_else(|| {

@@ -1,4 +1,4 @@
-//! The elements of a box that is to be written: from memory, or from another checkpoint.
+//! The elements of a box that is written to a checkpoint: from memory, or from another checkpoint.
 
 use std::io::{Seek, Write};
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::blocks::BlockHasher;
-use super::cast::converted;
+use super::cast::convert_elements;
 use super::element::ElementType;
 use super::files::Files;
 use super::stored::{Chunk, StoredTensor};
@@ -14,36 +14,37 @@ use crate::error::Result;
 use crate::layout::TensorBox;
 use shardwise_kernels::with_bytes;
 
-/// A box of a tensor that is to be written to a file.
+/// A box of a tensor that a [`FormatWriter`](super::FormatWriter) writes to a file.
 pub struct BoxToWrite {
     /// Flat key of the tensor.
     pub key: String,
-    /// The box.
+    /// Offsets and sizes of the box in the tensor.
     pub part: TensorBox,
-    /// Whether it is all of the tensor.
+    /// Whether the box is the whole tensor.
     pub is_whole: bool,
-    /// Its elements.
-    pub(super) content: Content,
+    /// Where the elements come from.
+    pub(super) content: BoxContent,
 }
 
 impl BoxToWrite {
-    /// Type of its elements in the file.
+    /// Element type to write.
     pub fn element(&self) -> ElementType {
         self.content.element()
     }
 
-    /// Number of bytes that its elements take.
+    /// Number of bytes that [`write`](Self::write) writes.
     pub fn bytes(&self) -> usize {
         self.content.bytes()
     }
 
-    /// Hands over all bytes, row-major and little-endian, a bounded number at a time.
+    /// Calls `take` with all bytes in order, row-major and little-endian, at most 16 MiB at a time.
     pub fn for_each_block(&self, take: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         self.content.for_each_block(take)
     }
 
-    /// Writes all bytes where `out` is now, and returns the chunk that they are, with checksums. `file` is the name of the
-    /// file, and `progress` is called with numbers of bytes.
+    /// Writes all bytes at the current position of `out` and returns the chunk's metadata with checksums.
+    ///
+    /// `file` is the name that is stored in the metadata; `progress` is called with the number of bytes of each block.
     pub fn write(&self, out: &mut (impl Write + Seek), file: &str, progress: &dyn Fn(u64)) -> Result<Chunk> {
         let offset = out.stream_position()?;
         let mut hasher = BlockHasher::new(self.bytes() as u64);
@@ -58,44 +59,45 @@ impl BoxToWrite {
     }
 }
 
-/// What is to be written of a tensor.
-pub(super) enum Content {
+/// Where the elements of a box that is written come from.
+pub(super) enum BoxContent {
     /// A dense tensor in memory.
     Memory {
-        /// How its elements are called in files.
+        /// Element type to write; of the same representation as the tensor's dtype.
         element: ElementType,
-        /// The tensor.
+        /// The elements of the box.
         tensor: Tensor,
     },
-    /// A box of a tensor in another checkpoint, converted on the way.
+    /// A box of a tensor in another checkpoint, converted while it is copied.
     Stored {
-        /// The files of that checkpoint.
+        /// The files of the source checkpoint.
         files: Arc<Files>,
-        /// Its name there.
+        /// Flat key of the tensor in the source.
         key: String,
-        /// Where it is there.
+        /// Metadata of the tensor in the source.
         tensor: Arc<StoredTensor>,
-        /// The box.
+        /// The box to copy.
         part: TensorBox,
-        /// The type that is written.
+        /// Element type to write.
         element: ElementType,
     },
 }
 
-/// How much is read from another checkpoint at a time.
-const BLOCK: usize = 16 << 20;
+/// Bytes that are read from another checkpoint at a time: long sequential reads, and the bound on a conversion's memory per
+/// writing thread.
+const READ_BYTES: usize = 16 << 20;
 
-impl Content {
+impl BoxContent {
     pub(super) fn element(&self) -> ElementType {
         match self {
-            Content::Memory { element, .. } | Content::Stored { element, .. } => *element,
+            BoxContent::Memory { element, .. } | BoxContent::Stored { element, .. } => *element,
         }
     }
 
     pub(super) fn shape(&self) -> &[usize] {
         match self {
-            Content::Memory { tensor, .. } => tensor.dims(),
-            Content::Stored { part, .. } => &part.sizes,
+            BoxContent::Memory { tensor, .. } => tensor.dims(),
+            BoxContent::Stored { part, .. } => &part.sizes,
         }
     }
 
@@ -103,16 +105,18 @@ impl Content {
         self.shape().iter().product::<usize>() * self.element().size_in_bytes()
     }
 
-    /// Hands over all bytes, row-major, a bounded number at a time.
+    /// Calls `take` with all bytes in row-major order, at most [`READ_BYTES`] of the source at a time.
     pub(super) fn for_each_block(&self, take: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         match self {
-            Content::Memory { tensor, .. } => with_bytes(tensor, |bytes| bytes.chunks(BLOCK).try_for_each(&mut *take))?,
-            Content::Stored { files, key, tensor, part, element } => {
+            BoxContent::Memory { tensor, .. } => {
+                with_bytes(tensor, |bytes| bytes.chunks(READ_BYTES).try_for_each(&mut *take))?
+            }
+            BoxContent::Stored { files, key, tensor, part, element } => {
                 let mut buffer = Vec::new();
-                for piece in pieces(part, BLOCK / tensor.element.size_in_bytes()) {
+                for piece in split_box(part, READ_BYTES / tensor.element.size_in_bytes()) {
                     buffer.resize(piece.volume() * tensor.element.size_in_bytes(), 0);
                     files.read_box(key, tensor, &piece, &mut buffer)?;
-                    take(&converted(&buffer, tensor.element, *element)?)?;
+                    take(&convert_elements(&buffer, tensor.element, *element)?)?;
                 }
                 Ok(())
             }
@@ -120,8 +124,8 @@ impl Content {
     }
 }
 
-/// A box cut into boxes of so many elements at most, in row-major order.
-pub(super) fn pieces(part: &TensorBox, elements: usize) -> Vec<TensorBox> {
+/// Splits a box into boxes of at most `elements` elements, in row-major order.
+pub(super) fn split_box(part: &TensorBox, elements: usize) -> Vec<TensorBox> {
     if part.volume() <= elements.max(1) {
         return if part.volume() == 0 { Vec::new() } else { vec![part.clone()] };
     }
@@ -134,7 +138,7 @@ pub(super) fn pieces(part: &TensorBox, elements: usize) -> Vec<TensorBox> {
         slab.sizes[dim] = rows.min(part.sizes[dim] - start);
         slab
     };
-    (0..part.sizes[dim]).step_by(rows).flat_map(|start| pieces(&slab(start), elements)).collect()
+    (0..part.sizes[dim]).step_by(rows).flat_map(|start| split_box(&slab(start), elements)).collect()
 }
 
 #[cfg(test)]
@@ -142,11 +146,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_are_small_and_make_up_the_box_in_order() {
+    fn split_boxes_are_small_and_cover_the_box_in_order() {
         for sizes in [vec![7, 5, 3], vec![1, 1, 100], vec![4], vec![], vec![0, 3]] {
             for elements in [1, 2, 7, 15, 1000] {
                 let part = TensorBox { offsets: vec![2; sizes.len()], sizes: sizes.clone() };
-                let all = pieces(&part, elements);
+                let all = split_box(&part, elements);
                 assert!(all.iter().all(|p| p.volume() <= elements));
                 assert_eq!(all.iter().map(TensorBox::volume).sum::<usize>(), part.volume());
                 assert!(all.windows(2).all(|w| w[0].offsets < w[1].offsets));

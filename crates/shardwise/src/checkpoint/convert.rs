@@ -1,4 +1,4 @@
-//! A checkpoint written anew: in another format, type or cut, with other names. Memory stays bounded however large it is.
+//! Converting a checkpoint to another format, element type, sharding or names, in bounded memory.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,61 +8,70 @@ use std::sync::Arc;
 use rayon::prelude::*;
 
 use super::catalog::Catalog;
-use super::content::{BoxToWrite, Content};
+use super::content::{BoxContent, BoxToWrite};
 use super::directory::Staging;
 use super::element::ElementType;
 use super::format::{FileRole, Format, FormatWriter, ValueStorage, WrittenFile};
 use super::open::open;
 use super::stored::{Contents, StoredTensor};
 use super::value::{Key, Value};
-use super::write::{in_files, seal, write_file};
+use super::write::{boxes_by_file, finish_checkpoint, write_file};
 use crate::error::{ErrorKind, Result};
 use crate::layout::{OwnedBox, TensorBox};
 
-/// Which boxes of a tensor go to which file, by key and shape.
-pub type Cut = Arc<dyn Fn(&str, &[usize]) -> Result<Vec<OwnedBox>> + Send + Sync>;
+/// Chooses how a tensor is sharded, from its flat key and global shape: boxes and the rank whose file each goes to.
+///
+/// No boxes means that the whole tensor goes to the file of rank 0.
+pub type ReshardFn = Arc<dyn Fn(&str, &[usize]) -> Result<Vec<OwnedBox>> + Send + Sync>;
 
-/// How a checkpoint is written anew.
+/// Options of [`convert`].
 #[derive(Clone)]
 pub struct ConvertOptions {
-    /// The format.
+    /// The format to write.
     pub format: Format,
-    /// Another type for tensors of floating-point numbers.
+    /// Element type to convert floating-point tensors to; `None` keeps theirs.
     pub element: Option<ElementType>,
-    /// Whether a tensor or value is written, by its name in the source.
+    /// Whether to write a tensor or value, by its flat key in the source.
     pub select: Arc<dyn Fn(&str) -> bool + Send + Sync>,
-    /// The new name of a tensor or value.
+    /// The new flat key of a tensor or value.
     pub rename: Arc<dyn Fn(&str) -> String + Send + Sync>,
-    /// Tensors are cut so, one file per rank. Without it they stay whole, in files of bounded size.
-    pub cut: Option<Cut>,
-    /// Size of a file of whole tensors at most, unless a single one is larger.
+    /// How to shard the tensors, with one file per rank; `None` writes whole tensors to files of bounded size.
+    pub reshard: Option<ReshardFn>,
+    /// Largest size of a file of whole tensors, unless a single tensor is larger; 5 GB by default.
     pub max_file_bytes: usize,
 }
 
 impl ConvertOptions {
-    /// Everything as it is, in a format.
+    /// Options that convert everything to `format` and change nothing else.
     pub fn to(format: Format) -> Self {
         let rename = Arc::new(|name: &str| name.to_string());
         let select = Arc::new(|_: &str| true);
-        ConvertOptions { format, element: None, select, rename, cut: None, max_file_bytes: 5_000_000_000 }
+        ConvertOptions { format, element: None, select, rename, reshard: None, max_file_bytes: 5_000_000_000 }
     }
 }
 
-/// What a conversion did.
+/// The result of [`convert`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Conversion {
-    /// Number of tensors.
+    /// Number of tensors written.
     pub tensors: usize,
-    /// Number of files.
+    /// Number of files with tensors or values.
     pub files: usize,
-    /// Bytes of tensors.
+    /// Tensor bytes written.
     pub bytes: u64,
-    /// Keys of values that the format cannot hold.
+    /// Flat keys of values that were not written because the format holds tensors only.
     pub left_out: Vec<String>,
 }
 
-/// Writes the checkpoint at `from` anew to `to`, which must be another place. What is at `to` already is replaced as a whole
-/// at the end. `progress` hears of bytes.
+/// Converts the checkpoint at `from` and writes it to the directory `to`.
+///
+/// Local: runs in one process, with one thread per core and at most 16 MiB of elements in memory per thread. A checkpoint that
+/// exists at `to` is replaced atomically at the end. `progress` is called with numbers of bytes.
+///
+/// # Errors
+/// [`ErrorKind::Argument`] if `to` contains the source, two keys get the same name or nothing is selected;
+/// [`ErrorKind::Unsupported`] for a read-only format or a type that cannot be converted; [`ErrorKind::Damaged`] if a checksum of the
+/// source does not match.
 #[doc(alias = "dcp_to_torch_save")]
 #[doc(alias = "torch_save_to_dcp")]
 pub fn convert(
@@ -73,22 +82,31 @@ pub fn convert(
 ) -> Result<Conversion> {
     let (source, to, writer) = (open(from)?, to.as_ref(), options.format.to_write()?);
     if to.exists() && fs::canonicalize(&source.directory)?.starts_with(fs::canonicalize(to)?) {
-        let found = format!("{}, which holds what is read", to.display());
-        return Err(ErrorKind::Argument.error("conversion", found, "another place", "write to another directory"));
+        let found = format!("target {}, which contains the source", to.display());
+        return Err(ErrorKind::Argument.error(
+            "conversion",
+            found,
+            "a target outside the source",
+            "write to another directory",
+        ));
     }
-    let (contents, left_out) = renamed(&source, options, writer)?;
-    let plan = planned(&source, &contents, options, writer)?;
+    let (contents, left_out) = contents_to_write(&source, options, writer)?;
+    let plan = plan_files(&source, &contents, options, writer)?;
     let staging = Staging::new(to, 0)?;
     let files = write_all(staging.path(), writer, plan, &contents.values, progress)?;
     let (tensors, bytes) = (contents.tensors.len(), contents.bytes() as u64);
     let done = Conversion { tensors, files: files.len(), bytes, left_out };
-    seal(writer, staging.path(), contents, files)?;
+    finish_checkpoint(writer, staging.path(), contents, files)?;
     staging.commit()?;
     Ok(done)
 }
 
-/// What is to be written, without chunks, and the keys that the format cannot hold.
-fn renamed(source: &Catalog, options: &ConvertOptions, writer: &dyn FormatWriter) -> Result<(Contents, Vec<String>)> {
+/// The metadata to write, without chunks, and the keys of values that the format cannot hold.
+fn contents_to_write(
+    source: &Catalog,
+    options: &ConvertOptions,
+    writer: &dyn FormatWriter,
+) -> Result<(Contents, Vec<String>)> {
     let mut contents = Contents::default();
     let mut left_out = Vec::new();
     let mut origin: BTreeMap<String, &String> = BTreeMap::new();
@@ -116,13 +134,8 @@ fn renamed(source: &Catalog, options: &ConvertOptions, writer: &dyn FormatWriter
         contents.paths.insert(name, path);
     }
     if origin.is_empty() && !(source.tensors.is_empty() && source.values.is_empty()) {
-        let found = format!("none of {} tensors and {} values", source.tensors.len(), source.values.len());
-        return Err(ErrorKind::Argument.error(
-            "selection",
-            found,
-            "something to write",
-            "include more, or exclude less",
-        ));
+        let found = format!("none of {} tensors and {} values selected", source.tensors.len(), source.values.len());
+        return Err(ErrorKind::Argument.error("selection", found, "at least one", "include more, or exclude less"));
     }
     Ok((contents, left_out))
 }
@@ -140,8 +153,8 @@ fn element_for(element: ElementType, options: &ConvertOptions) -> ElementType {
     options.element.filter(|_| is_float).unwrap_or(element)
 }
 
-/// The boxes of every file, by the name of the file.
-fn planned(
+/// The files to write: name and boxes of each.
+fn plan_files(
     source: &Catalog,
     contents: &Contents,
     options: &ConvertOptions,
@@ -153,14 +166,14 @@ fn planned(
         let name = (options.rename)(key);
         let element = contents.tensors[&name].element;
         let whole = TensorBox { offsets: vec![0; stored.shape.len()], sizes: stored.shape.clone() };
-        let boxes = match &options.cut {
-            Some(cut) => cut(key, &stored.shape)?,
+        let boxes = match &options.reshard {
+            Some(boxes_of) => boxes_of(key, &stored.shape)?,
             None => Vec::new(),
         };
         let mut boxes: Vec<(usize, TensorBox)> = boxes.into_iter().map(|b| (b.rank, b.global)).collect();
         if boxes.is_empty() {
             let bytes = stored.elem_count() * element.size_in_bytes();
-            if options.cut.is_none() && filled.1 > 0 && filled.1 + bytes > options.max_file_bytes {
+            if options.reshard.is_none() && filled.1 > 0 && filled.1 + bytes > options.max_file_bytes {
                 filled = (filled.0 + 1, 0);
             }
             filled.1 += bytes;
@@ -168,7 +181,7 @@ fn planned(
         }
         let stored = Arc::new(stored.clone());
         for (file, part) in boxes {
-            let content = Content::Stored {
+            let content = BoxContent::Stored {
                 files: Arc::clone(&source.files),
                 key: key.clone(),
                 tensor: Arc::clone(&stored),
@@ -182,11 +195,11 @@ fn planned(
     let groups_count = groups.len();
     let mut plan = Vec::new();
     for (file, boxes) in groups {
-        if options.cut.is_none() {
+        if options.reshard.is_none() {
             plan.push((writer.file_name(FileRole::Whole { index: file, count: groups_count }), boxes));
             continue;
         }
-        let files = in_files(writer, boxes);
+        let files = boxes_by_file(writer, boxes);
         let count = files.len();
         for (index, boxes) in files.into_iter().enumerate() {
             let role = FileRole::OfRank { rank: file, ranks: groups_count, index, count };
@@ -196,7 +209,7 @@ fn planned(
     Ok(plan)
 }
 
-/// Writes files, several at a time.
+/// Writes the files in parallel.
 fn write_all(
     staged: &Path,
     writer: &dyn FormatWriter,

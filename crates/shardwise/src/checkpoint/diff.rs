@@ -1,4 +1,4 @@
-//! How two checkpoints differ.
+//! Comparing two checkpoints.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -7,7 +7,7 @@ use candle_core::DType;
 
 use super::cast::to_tensor;
 use super::catalog::Catalog;
-use super::content::pieces;
+use super::content::split_box;
 use super::element::ElementType;
 use super::files::Files;
 use super::stored::StoredTensor;
@@ -19,24 +19,24 @@ use crate::layout::TensorBox;
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Difference {
-    /// Only the first has it.
+    /// Only the first checkpoint has the entry.
     OnlyFirst,
-    /// Only the second has it.
+    /// Only the second checkpoint has the entry.
     OnlySecond,
-    /// Other shapes.
+    /// The shapes differ.
     Shape(Vec<usize>, Vec<usize>),
-    /// Other types of elements, with the same numbers.
+    /// The element types differ, and the numbers are equal.
     Type(ElementType, ElementType),
-    /// Other elements.
+    /// Elements differ.
     Elements {
-        /// How many.
+        /// Number of elements that differ.
         count: usize,
-        /// The largest distance; NaN if one of the two is not a number.
+        /// The largest absolute difference; NaN if an element is NaN in one checkpoint only.
         largest: f64,
-        /// Where the first one is.
+        /// Index of the first element that differs.
         first: Vec<usize>,
     },
-    /// Other values.
+    /// The values differ.
     Values(Value, Value),
 }
 
@@ -48,18 +48,20 @@ impl fmt::Display for Difference {
             Difference::Shape(a, b) => write!(f, "shape {a:?} and {b:?}"),
             Difference::Type(a, b) => write!(f, "type {a} and {b}"),
             Difference::Elements { count, largest, first } => {
-                write!(f, "{count} elements, first at {first:?}, largest distance {largest:e}")
+                write!(f, "{count} elements, first at {first:?}, largest difference {largest:e}")
             }
             Difference::Values(a, b) => write!(f, "{a} and {b}"),
         }
     }
 }
 
-/// How much is compared at a time.
-const ELEMENTS: usize = 1 << 20;
+/// Elements compared at a time: bounds the memory to a few times 8 MiB.
+const ELEMENTS_AT_A_TIME: usize = 1 << 20;
 
-/// How checkpoints are compared. Numbers differ where `|a - b| > atol + rtol * |b|`; without tolerances the same bytes are the
-/// same, also where they are NaN.
+/// Tolerances of [`diff`].
+///
+/// Elements differ where `|a - b| > atol + rtol * |b|`, as in `torch.allclose`. Without tolerances bytes are compared, so equal
+/// NaNs are equal.
 #[derive(Clone, Copy, Default)]
 pub struct DiffOptions<'a> {
     /// Relative tolerance.
@@ -81,7 +83,7 @@ pub fn diff(first: &Catalog, second: &Catalog, options: DiffOptions<'_>) -> Resu
             (None, Some(_)) => Some(Difference::OnlySecond),
             (Some(a), Some(b)) if a.shape != b.shape => Some(Difference::Shape(a.shape.clone(), b.shape.clone())),
             (Some(a), Some(b)) => {
-                let compared = Compared { key, files, first: a, other_files, second: b };
+                let compared = TensorComparison { key, files, first: a, other_files, second: b };
                 let differing = compared.elements(options)?;
                 differing.or_else(|| (a.element != b.element).then_some(Difference::Type(a.element, b.element)))
             }
@@ -102,8 +104,8 @@ pub fn diff(first: &Catalog, second: &Catalog, options: DiffOptions<'_>) -> Resu
     Ok(found)
 }
 
-/// One tensor in two checkpoints.
-struct Compared<'a> {
+/// A tensor of the same shape in two checkpoints.
+struct TensorComparison<'a> {
     key: &'a str,
     files: &'a Files,
     first: &'a StoredTensor,
@@ -111,12 +113,12 @@ struct Compared<'a> {
     second: &'a StoredTensor,
 }
 
-impl Compared<'_> {
+impl TensorComparison<'_> {
     fn elements(&self, options: DiffOptions<'_>) -> Result<Option<Difference>> {
         let DiffOptions { rtol, atol, progress } = options;
         let whole = TensorBox { offsets: vec![0; self.first.shape.len()], sizes: self.first.shape.clone() };
         let (mut count, mut largest, mut place) = (0, 0f64, None);
-        for piece in pieces(&whole, ELEMENTS) {
+        for piece in split_box(&whole, ELEMENTS_AT_A_TIME) {
             let read = |files: &Files, stored: &StoredTensor| -> Result<Vec<u8>> {
                 let mut bytes = vec![0; piece.volume() * stored.element.size_in_bytes()];
                 files.read_box(self.key, stored, &piece, &mut bytes)?;
@@ -147,7 +149,7 @@ impl Compared<'_> {
     }
 }
 
-/// Elements as numbers; those of types without one are told apart by their bytes.
+/// Elements as `f64`; types that cannot be converted are compared by their bits.
 fn numbers(bytes: &[u8], element: ElementType) -> Result<Vec<f64>> {
     match element {
         ElementType::U64 | ElementType::C64 => {
@@ -157,7 +159,7 @@ fn numbers(bytes: &[u8], element: ElementType) -> Result<Vec<f64>> {
     }
 }
 
-/// The index in the whole tensor of an element of a box, by its number.
+/// The index in the tensor of the element with a row-major number in a box.
 fn index_of(part: &TensorBox, mut number: usize) -> Vec<usize> {
     let mut index = part.offsets.clone();
     for dim in (0..index.len()).rev() {

@@ -1,9 +1,9 @@
-//! Directories that change as a whole: a crash at any moment leaves the old contents or the new ones.
+//! Atomic replacement of a directory: a crash at any moment leaves the old contents or the new ones.
 //!
-//! New contents are written beside the target, under a name that says so, made durable, and then exchanged with it in one
-//! step of the file system. Where that step does not exist (systems other than Linux and macOS, some network file systems),
-//! the old directory is first moved aside; a reader that finds none takes the one that was moved aside. Old contents are removed after the exchange, so that a reader who misses a file
-//! can see that there is something newer.
+//! New contents are written to a staging directory next to the target, synced to disk, and then exchanged with the target by
+//! one system call. Where that call does not exist (systems other than Linux and macOS, some network file systems), the old
+//! directory is first renamed to `.NAME.previous`; a reader that finds no target opens that one. Old contents are removed
+//! after the exchange, so that a reader that misses a file can see that the checkpoint was replaced.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -15,46 +15,46 @@ use parking_lot::Mutex;
 use super::format::Format;
 use crate::error::{Error, ErrorKind, Result};
 
-/// A directory where new contents are put together, for as long as this lives; then it is gone, committed or not.
+/// A staging directory for new contents; removed on drop unless it was committed.
 pub(super) struct Staging {
     path: PathBuf,
     target: PathBuf,
 }
 
-/// Targets for which this process is putting contents together.
+/// Targets that this process has a staging directory for.
 static ACTIVE: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
-const STAGED: &str = "incoming-";
-const ASIDE: &str = "previous";
+const STAGING_PREFIX: &str = "incoming-";
+const PREVIOUS: &str = "previous";
 
-/// The name of the directory where a process puts new contents together. `id` tells saves apart.
+/// Path of the staging directory of a process; `id` distinguishes its saves.
 pub(super) fn staged_path(target: &Path, process: u32, id: u64) -> PathBuf {
-    beside(target, &format!("{STAGED}{process}-{id:016x}"))
+    sibling_path(target, &format!("{STAGING_PREFIX}{process}-{id:016x}"))
 }
 
 impl Staging {
-    /// Makes the directory, after what crashed saves have left is gone. An error if this process is writing there already, or
-    /// if something is there that is not a checkpoint: it would be lost.
+    /// Creates the staging directory, after removing those that crashed saves have left. Fails if this process is already
+    /// saving to the target, or if the target has files that are not a checkpoint's: they would be lost.
     pub(super) fn new(target: &Path, id: u64) -> Result<Self> {
         check_replaceable(target)?;
         let parent = parent_of(target);
         fs::create_dir_all(&parent).map_err(|error| unwritable(&parent, &error))?;
         if !ACTIVE.lock().insert(target.to_path_buf()) {
-            let found = format!("another save to {} that is under way", target.display());
-            return Err(ErrorKind::path(target).error("path", found, "one save at a time", "wait for it first"));
+            let found = format!("another save to {} in progress", target.display());
+            return Err(ErrorKind::path(target).error("path", found, "one save at a time", "wait for the first one"));
         }
         let staging = Staging { path: staged_path(target, std::process::id(), id), target: target.to_path_buf() };
-        sweep(target)?;
+        remove_stale_staging(target)?;
         fs::create_dir(&staging.path).map_err(|error| unwritable(&staging.path, &error))?;
         Ok(staging)
     }
 
-    /// Where to write.
+    /// The directory to write to.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Puts the contents, which are complete and durable, in the place of the target.
+    /// Replaces the target with the staged contents, which must be complete and synced.
     pub(super) fn commit(self) -> Result<()> {
         commit(&self.path, &self.target)
     }
@@ -67,77 +67,77 @@ impl Drop for Staging {
     }
 }
 
-fn beside(target: &Path, suffix: &str) -> PathBuf {
+fn sibling_path(target: &Path, suffix: &str) -> PathBuf {
     let name = target.file_name().map_or_else(|| "checkpoint".into(), |n| n.to_string_lossy().into_owned());
     target.with_file_name(format!(".{name}.{suffix}"))
 }
 
-/// An error if replacing a path would lose anything but a checkpoint.
+/// Refuses a target whose replacement would lose anything but a checkpoint.
 fn check_replaceable(target: &Path) -> Result<()> {
     if !target.exists() {
         return Ok(());
     }
-    let kept = |found: String| {
+    let refuse = |found: String| {
         let needed = "no directory, an empty one, or a checkpoint and nothing else";
         Err(ErrorKind::path(target).error("path", found, needed, "choose another path, or move these files away"))
     };
     if !target.is_dir() {
-        return kept(format!("a file: {}", target.display()));
+        return refuse(format!("a file: {}", target.display()));
     }
     for entry in fs::read_dir(target)? {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
         if !Format::any_owns(&name) || !entry.file_type()?.is_file() {
-            return kept(format!("{name:?} in {}, which would be lost", target.display()));
+            return refuse(format!("{name:?} in {}, which would be lost", target.display()));
         }
     }
     Ok(())
 }
 
-/// Makes the files of a directory, and that they are in it, durable.
+/// Syncs the files of a directory and the directory itself to disk.
 pub(super) fn sync(directory: &Path) -> Result<()> {
     for entry in fs::read_dir(directory)? {
         let path = entry?.path();
         if path.is_file() {
-            make_durable(&path)?;
+            sync_path(&path)?;
         }
     }
-    make_durable(directory)
+    sync_path(directory)
 }
 
-fn make_durable(path: &Path) -> Result<()> {
+fn sync_path(path: &Path) -> Result<()> {
     File::open(path).and_then(|file| file.sync_all()).map_err(|error| unwritable(path, &error))
 }
 
 fn commit(staged: &Path, target: &Path) -> Result<()> {
     let parent = parent_of(target);
-    let moved = |from: &Path, to: &Path| fs::rename(from, to).map_err(|error| unwritable(to, &error));
+    let rename = |from: &Path, to: &Path| fs::rename(from, to).map_err(|error| unwritable(to, &error));
     if !target.exists() {
-        moved(staged, target)?;
-        // What a crash may have left aside is older than this.
-        remove(&aside(target))?;
+        rename(staged, target)?;
+        // A previous directory that a crash may have left is older than this.
+        remove(&previous_path(target))?;
     } else if exchange(staged, target).is_ok() {
-        make_durable(&parent)?;
+        sync_path(&parent)?;
         remove(staged)?;
     } else {
-        let aside = aside(target);
-        if aside.exists() {
-            remove(&aside)?;
+        let previous = previous_path(target);
+        if previous.exists() {
+            remove(&previous)?;
         }
-        moved(target, &aside)?;
-        moved(staged, target)?;
-        make_durable(&parent)?;
-        remove(&aside)?;
+        rename(target, &previous)?;
+        rename(staged, target)?;
+        sync_path(&parent)?;
+        remove(&previous)?;
     }
-    make_durable(&parent)
+    sync_path(&parent)
 }
 
-/// Where the old contents of a target are while new ones take their place, and after a crash in that moment.
-pub(super) fn aside(target: &Path) -> PathBuf {
-    beside(target, ASIDE)
+/// Where the old contents of a target are while new ones replace them, and after a crash at that moment.
+pub(super) fn previous_path(target: &Path) -> PathBuf {
+    sibling_path(target, PREVIOUS)
 }
 
-/// What the system says about a path that cannot be written.
+/// The error for a path that cannot be written.
 pub(super) fn unwritable(path: &Path, error: &io::Error) -> Error {
     let fix = match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
@@ -146,21 +146,22 @@ pub(super) fn unwritable(path: &Path, error: &io::Error) -> Error {
         io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
             "choose a path that this user can write to"
         }
-        _ => "choose another path, or look at the file system",
+        _ => "choose another path, or check the file system",
     };
     let found = format!("{error}: {}", path.display());
-    ErrorKind::path(path).error("checkpoint file", found, "a place that can be written to", fix)
+    ErrorKind::path(path).error("checkpoint file", found, "a writable path", fix)
 }
 
-/// Removes what saves to `target` have left by processes that are no more, and by this one.
-fn sweep(target: &Path) -> Result<()> {
-    let prefix = beside(target, STAGED).file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+/// Removes staging directories for `target` that this process, or processes that no longer run, have left.
+fn remove_stale_staging(target: &Path) -> Result<()> {
+    let prefix =
+        sibling_path(target, STAGING_PREFIX).file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     for entry in fs::read_dir(parent_of(target))? {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
         let Some(rest) = name.strip_prefix(&prefix) else { continue };
         let process: Option<u32> = rest.split('-').next().and_then(|digits| digits.parse().ok());
-        if !process.is_some_and(may_run) {
+        if !process.is_some_and(may_be_running) {
             remove(&entry.path())?;
         }
     }
@@ -181,22 +182,22 @@ fn remove(path: &Path) -> Result<()> {
     }
 }
 
-/// Exchanges two directories in one step.
+/// Exchanges two directories atomically.
 #[cfg(any(target_os = "linux", target_os = "android", target_vendor = "apple"))]
 fn exchange(a: &Path, b: &Path) -> io::Result<()> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
     Ok(renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE)?)
 }
 
-/// Other systems have no call for it: the old directory is moved aside first.
+/// Other systems have no such call: [`commit`] renames the old directory first.
 #[cfg(not(any(target_os = "linux", target_os = "android", target_vendor = "apple")))]
 fn exchange(_: &Path, _: &Path) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
-/// Whether a process that is not this one may still be running. Only Linux lists processes as files; elsewhere what another
-/// process left is kept rather than taken away from it.
-fn may_run(process: u32) -> bool {
+/// Whether another process may still be running. Only Linux lists processes as files; on other systems the answer is always
+/// yes, which keeps a stale directory rather than removing one in use.
+fn may_be_running(process: u32) -> bool {
     process != std::process::id() && (!cfg!(target_os = "linux") || Path::new(&format!("/proc/{process}")).exists())
 }
 
@@ -205,13 +206,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn contents_are_replaced_as_a_whole_and_leftovers_are_swept() {
+    fn contents_are_replaced_atomically_and_stale_staging_is_removed() {
         let root = std::env::temp_dir().join(format!("shardwise-directory-{}", std::process::id()));
         let target = root.join("state");
         fs::create_dir_all(&root).unwrap();
         for content in ["one", "two", "three"] {
             let staging = Staging::new(&target, 7).unwrap();
-            assert!(Staging::new(&target, 8).err().unwrap().to_string().contains("under way"));
+            assert!(Staging::new(&target, 8).err().unwrap().to_string().contains("in progress"));
             fs::write(staging.path().join("x.safetensors"), content).unwrap();
             sync(staging.path()).unwrap();
             let staged = staging.path().to_path_buf();

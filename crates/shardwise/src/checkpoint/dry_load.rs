@@ -1,4 +1,4 @@
-//! What a load would do, from descriptions alone.
+//! Predicting a load from metadata alone.
 
 use std::collections::BTreeSet;
 
@@ -8,25 +8,30 @@ use crate::layout::Layout;
 use crate::mesh::Mesh;
 use crate::placement::Placement;
 
-/// What one rank would do to load a checkpoint.
+/// What one rank would read and hold in a load.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct RankLoad {
-    /// The rank.
+    /// The rank this is about.
     pub rank: usize,
-    /// Bytes of its tensors afterwards.
+    /// Bytes of its tensors after the load.
     pub tensor_bytes: usize,
-    /// Bytes that it needs from files.
+    /// Tensor bytes that it needs from files; whole blocks are read, so the disk may deliver more.
     pub read_bytes: usize,
-    /// Memory at most: its tensors, and what is read for one of another type at a time.
+    /// Peak memory: its tensors, and the stored bytes of the largest tensor whose type is converted.
     pub peak_bytes: usize,
-    /// Number of parts of tensors that it reads from.
+    /// Number of chunks that it reads from.
     pub chunks: usize,
     /// Number of files that it reads from.
     pub files: usize,
 }
 
-/// What every rank of a mesh would do to load a checkpoint with these placements, by key and shape. An error if a tensor cannot
-/// lie so: whatever [`load_placed`](super::load_placed) would refuse.
+/// Predicts what each rank of `mesh` would read and hold if it loaded the checkpoint with the placements that `place` chooses
+/// by flat key and global shape.
+///
+/// Local: needs metadata only, no world and no ranks. For checking a layout before a job starts.
+///
+/// # Errors
+/// Whatever [`load_placed`](super::load_placed) would refuse: placements that do not fit a shape, types without a dtype.
 pub fn dry_load(
     catalog: &Catalog,
     mesh: &Mesh,

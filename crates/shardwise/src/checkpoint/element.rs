@@ -1,4 +1,4 @@
-//! Element types as files name them. There are more than tensors here can have: files pass through untouched.
+//! Element types of stored tensors. Some have no candle dtype: such tensors can be converted and copied between files.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,14 +10,14 @@ use crate::error::{Error, ErrorKind, Result};
 
 macro_rules! elements {
     ($($name:ident $bytes:literal $safetensors:literal $torch:literal $candle:expr, $doc:literal;)*) => {
-        /// The type of the elements of a stored tensor.
+        /// The element type of a stored tensor; a superset of the dtypes that tensors in memory can have.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum ElementType {
             $(#[doc = $doc] $name,)*
         }
 
         impl ElementType {
-            /// All of them.
+            /// All element types.
             pub const ALL: &'static [ElementType] = &[$(ElementType::$name),*];
 
             /// Size of an element in bytes.
@@ -25,17 +25,17 @@ macro_rules! elements {
                 match self { $(ElementType::$name => $bytes,)* }
             }
 
-            /// The name in the header of a safetensors file.
+            /// Name in a safetensors header, such as `F32`.
             pub fn safetensors_name(self) -> &'static str {
                 match self { $(ElementType::$name => $safetensors,)* }
             }
 
-            /// The name of PyTorch's type.
+            /// Name of the PyTorch dtype, such as `float32`.
             pub fn torch_name(self) -> &'static str {
                 match self { $(ElementType::$name => $torch,)* }
             }
 
-            /// The type of a tensor that holds such elements as they are stored, if there is one.
+            /// The dtype with the same representation in memory, if tensors can have it.
             pub fn dtype(self) -> Option<DType> {
                 match self { $(ElementType::$name => $candle,)* }
             }
@@ -44,35 +44,41 @@ macro_rules! elements {
 }
 
 elements! {
-    Bool 1 "BOOL" "bool" Some(DType::U8), "Truth values, one byte each, 0 or 1.";
-    U8 1 "U8" "uint8" Some(DType::U8), "Whole numbers of 8 bits without a sign.";
-    I8 1 "I8" "int8" None, "Whole numbers of 8 bits.";
-    F8E5M2 1 "F8_E5M2" "float8_e5m2" None, "Numbers of 8 bits, 5 of them for the exponent.";
-    F8E4M3 1 "F8_E4M3" "float8_e4m3fn" None, "Numbers of 8 bits, 4 of them for the exponent.";
-    I16 2 "I16" "int16" Some(DType::I16), "Whole numbers of 16 bits.";
-    U16 2 "U16" "uint16" None, "Whole numbers of 16 bits without a sign.";
-    F16 2 "F16" "float16" Some(DType::F16), "Half precision.";
-    BF16 2 "BF16" "bfloat16" Some(DType::BF16), "The upper half of single precision.";
-    I32 4 "I32" "int32" Some(DType::I32), "Whole numbers of 32 bits.";
-    U32 4 "U32" "uint32" Some(DType::U32), "Whole numbers of 32 bits without a sign.";
-    F32 4 "F32" "float32" Some(DType::F32), "Single precision.";
-    I64 8 "I64" "int64" Some(DType::I64), "Whole numbers of 64 bits.";
-    U64 8 "U64" "uint64" None, "Whole numbers of 64 bits without a sign.";
-    F64 8 "F64" "float64" Some(DType::F64), "Double precision.";
-    C64 8 "C64" "complex64" None, "Complex numbers of two single-precision parts.";
+    Bool 1 "BOOL" "bool" Some(DType::U8), "Boolean, one byte, 0 or 1; `u8` in memory.";
+    U8 1 "U8" "uint8" Some(DType::U8), "8-bit unsigned integer.";
+    I8 1 "I8" "int8" None, "8-bit signed integer; widened to `i16` in memory.";
+    F8E5M2 1 "F8_E5M2" "float8_e5m2" None, "8-bit float with 5 exponent bits; widened to `f32` in memory.";
+    F8E4M3 1 "F8_E4M3" "float8_e4m3fn" None, "8-bit float with 4 exponent bits and no infinities; widened to `f32` in memory.";
+    I16 2 "I16" "int16" Some(DType::I16), "16-bit signed integer.";
+    U16 2 "U16" "uint16" None, "16-bit unsigned integer; widened to `u32` in memory.";
+    F16 2 "F16" "float16" Some(DType::F16), "IEEE half precision.";
+    BF16 2 "BF16" "bfloat16" Some(DType::BF16), "bfloat16, the upper 16 bits of an `f32`.";
+    I32 4 "I32" "int32" Some(DType::I32), "32-bit signed integer.";
+    U32 4 "U32" "uint32" Some(DType::U32), "32-bit unsigned integer.";
+    F32 4 "F32" "float32" Some(DType::F32), "IEEE single precision.";
+    I64 8 "I64" "int64" Some(DType::I64), "64-bit signed integer.";
+    U64 8 "U64" "uint64" None, "64-bit unsigned integer; copied between files, not loaded.";
+    F64 8 "F64" "float64" Some(DType::F64), "IEEE double precision.";
+    C64 8 "C64" "complex64" None, "Complex number of two `f32`; copied between files, not loaded.";
 }
 
 impl ElementType {
-    /// The type in which the elements of a tensor are stored.
+    /// Returns the element type that tensors of a dtype are stored as.
+    ///
+    /// # Errors
+    /// [`ErrorKind::DType`] for a dtype that distributed tensors do not support.
     pub fn of(dtype: DType) -> Result<ElementType> {
         let found = ElementType::ALL.iter().find(|e| **e != ElementType::Bool && e.dtype() == Some(dtype));
         found.copied().ok_or_else(|| {
             let needed = "f64, f32, f16, bf16, i64, i32, i16, u32 or u8";
-            ErrorKind::dtype(dtype).error("element type", dtype.as_str(), needed, "tensors here have no other types")
+            ErrorKind::dtype(dtype).error("element type", dtype.as_str(), needed, "convert the tensor to one of these")
         })
     }
 
-    /// The type with a name of safetensors (`F32`) or of PyTorch (`float32`).
+    /// Returns the element type with a safetensors name (`F32`) or a PyTorch name (`float32`).
+    ///
+    /// # Errors
+    /// [`ErrorKind::UnknownName`] with the list of names.
     pub fn from_name(name: &str) -> Result<ElementType> {
         let named = |e: &&ElementType| e.safetensors_name() == name || e.torch_name() == name;
         ElementType::ALL.iter().find(named).copied().ok_or_else(|| {
@@ -81,12 +87,15 @@ impl ElementType {
                 "element type",
                 format!("{name:?}"),
                 all.join(", "),
-                "this version knows no other",
+                "convert the tensor to one of these",
             )
         })
     }
 
-    /// The type of tensor that can hold all such numbers: the own one, or the next wider one.
+    /// Returns the dtype that tensors of this type are loaded as: the same, or the next wider one where candle lacks it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] for `u64` and `c64`, which no dtype can hold.
     pub fn widened(self) -> Result<DType> {
         match self {
             ElementType::I8 => Ok(DType::I16),
@@ -97,8 +106,8 @@ impl ElementType {
                     ElementType::C64 => "leave the tensor out, or store it with PyTorch as torch.view_as_real first",
                     _ => "leave the tensor out, or store it with PyTorch as int64 first",
                 };
-                let found = format!("{other}, which passes through files unchanged and is not converted");
-                ErrorKind::Unsupported.error("element type", found, "a type that tensors here can have", fix)
+                let found = format!("{other}, which can be copied between files but not loaded or converted");
+                ErrorKind::Unsupported.error("element type", found, "a type with a dtype", fix)
             }),
         }
     }

@@ -1,4 +1,4 @@
-//! The files of one checkpoint, held so that they stay those of one save while others follow at the same path.
+//! The files of one checkpoint, held open so that reads see one save even while later saves replace the path.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::{CStr, CString};
@@ -14,54 +14,56 @@ use parking_lot::Mutex;
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, openat, statat};
 use rustix::io::Errno;
 
-use super::stored::{NOT_OURS, check_file_name};
+use super::stored::{NOT_A_CHECKPOINT, check_file_name};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fnv::Fnv;
 
-/// The files of a checkpoint. The directory is opened once, and files are found in what was opened: a save that puts another
-/// checkpoint at the path does not change what is read here. Files that are open are read even after they are removed; one
-/// that was removed before it was opened is reported as replaced by another save, never as damaged.
+/// Read access to the files of one checkpoint; what a [`CheckpointFormat`](super::CheckpointFormat) reads from.
+///
+/// The directory is opened once and files are opened relative to that handle, so a save that puts another checkpoint at the
+/// path does not change what is read here. Open files stay readable after they are removed; a file that was removed before it
+/// was opened is reported as replaced by another save, never as damaged.
 pub struct Files {
-    /// As the caller named it: what a checkpoint is at now is compared with what was opened.
+    /// The path as the caller gave it, for messages.
     path: PathBuf,
-    /// The directory, for messages.
+    /// The directory's path: for messages, and to find out whether it was replaced.
     directory: PathBuf,
-    /// The file that the checkpoint is, if it was named and not a directory.
+    /// The file name, if the checkpoint is a single file and not a directory.
     single: Option<String>,
-    /// The directory as it was opened.
+    /// The directory, opened once: files are opened relative to it.
     handle: File,
     open: Mutex<HashMap<String, Arc<File>>>,
-    /// What is to be checked before something is first read of a file, by file.
+    /// Checks that run before the first read of a file, by file name.
     checks: Mutex<HashMap<String, FileCheck>>,
     read: AtomicU64,
     unchecked: AtomicU64,
     unchecked_keys: Mutex<BTreeSet<String>>,
 }
 
-/// Looks at a file before something is first read of it.
+/// A check that runs before the first read of a file.
 type FileCheck = Arc<dyn Fn(&Files) -> Result<()> + Send + Sync>;
 
-/// What one rank read of a checkpoint, and what of it no checksum vouches for.
+/// How many bytes a rank read from a checkpoint, and which of them could not be verified.
 ///
-/// Checkpoints of this library have a checksum per block, and everything that is read of them is checked. Parts that were
-/// written before, or by PyTorch, have one checksum each: they are checked where this rank reads them whole. Safetensors files
-/// of others have none.
+/// Checkpoints written by this library have a checksum per block: every byte that is read is verified. Chunks written by
+/// versions before block checksums, or by PyTorch, have one checksum each and are verified only where this rank reads the
+/// whole chunk. Safetensors files of other tools have no checksums.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LoadReport {
-    /// Bytes of tensors that were read.
+    /// Tensor bytes that this rank read.
     pub bytes: u64,
-    /// Bytes of these without a checksum.
+    /// How many of [`bytes`](Self::bytes) no checksum covers.
     pub unchecked_bytes: u64,
-    /// The tensors that they are of.
+    /// Flat keys of the tensors that the unverified bytes belong to.
     pub unchecked: Vec<String>,
 }
 
-/// How many files stay open: all ranks of a process share the number of files that it may have open.
+/// How many files stay open per opened checkpoint. All ranks of a process share its limit of open files, commonly 1024.
 const MAX_OPEN: usize = 64;
 
 impl Files {
-    /// Holds the directory of the checkpoint at `path`, which is `directory` or a file in it.
-    pub(super) fn hold(path: &Path, directory: &Path) -> io::Result<Self> {
+    /// Opens the directory of the checkpoint at `path`, which is `directory` or a file in it.
+    pub(super) fn open_at(path: &Path, directory: &Path) -> io::Result<Self> {
         let name = || path.file_name().map(|name| name.to_string_lossy().into_owned());
         Ok(Files {
             path: path.to_path_buf(),
@@ -76,29 +78,29 @@ impl Files {
         })
     }
 
-    /// Opens a file of the directory that was opened, whatever is at its name now.
+    /// Opens a file relative to the directory handle, whatever is at the path by now.
     fn open_within(&self, name: &str) -> io::Result<File> {
         Ok(File::from(openat(&self.handle, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?))
     }
 
-    /// Size of a file of the directory that was opened; `None` for anything but a file.
+    /// Size of a file relative to the directory handle; `None` for anything but a regular file.
     fn size_within(&self, name: &CStr) -> Option<u64> {
         let found = statat(&self.handle, name, AtFlags::empty()).ok()?;
         let is_file = FileType::from_raw_mode(found.st_mode).is_file();
         if is_file { u64::try_from(found.st_size).ok() } else { None }
     }
 
-    /// The directory, for messages; what is read comes from the directory that was opened.
+    /// The directory's path, for messages. Reads go through the handle and not through this path.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// The name of the file that the checkpoint is, if the path names a file and not a directory.
-    pub fn single(&self) -> Option<&str> {
+    /// The file name if the checkpoint was opened as a single file; `None` for a directory.
+    pub fn single_file(&self) -> Option<&str> {
         self.single.as_deref()
     }
 
-    /// Names of all files in the directory.
+    /// Names of all regular files in the directory.
     pub fn names(&self) -> Result<BTreeSet<String>> {
         let entries = Dir::read_from(&self.handle).map_err(|error| unreadable(&self.directory, &error.into()))?;
         let mut names = BTreeSet::new();
@@ -111,7 +113,7 @@ impl Files {
         Ok(names)
     }
 
-    /// Size of a file, `None` if there is none.
+    /// Size of a file in bytes, `None` if it does not exist.
     pub fn size(&self, name: &str) -> Option<u64> {
         check_file_name(name).ok()?;
         let open = self.open.lock().get(name).cloned();
@@ -120,22 +122,30 @@ impl Files {
         metadata.is_file().then_some(metadata.len())
     }
 
-    /// All bytes of a file that has `most` at most.
+    /// Reads a whole file of at most `most` bytes, such as an index or a manifest.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the file is longer: its size is checked before memory is allocated.
+    /// [`ErrorKind::Damaged`] if the file is longer: the size is checked before memory is allocated.
     pub fn read_small(&self, name: &str, most: u64) -> Result<Vec<u8>> {
         let size = self.size(name).unwrap_or(0);
         if size > most {
             let found = format!("{name:?} of {size} bytes");
-            return Err(ErrorKind::Damaged.error("checkpoint file", found, format!("{most} bytes at most"), NOT_OURS));
+            return Err(ErrorKind::Damaged.error(
+                "checkpoint file",
+                found,
+                format!("{most} bytes at most"),
+                NOT_A_CHECKPOINT,
+            ));
         }
         let mut bytes = vec![0; size as usize];
         self.read(name, 0, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// Fills `into` with the bytes of a file from `offset` on.
+    /// Fills `into` with the bytes of a file from byte `offset` on.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Damaged`] if the file ends early, [`ErrorKind::Path`] if it cannot be opened.
     pub fn read(&self, name: &str, offset: u64, into: &mut [u8]) -> Result<()> {
         let file = self.file(name)?;
         file.read_exact_at(into, offset).map_err(|error| {
@@ -145,12 +155,12 @@ impl Files {
                 "checkpoint file",
                 found,
                 needed,
-                "the file is cut off or unreadable; copy it again",
+                "the file is truncated or unreadable; copy it again",
             )
         })
     }
 
-    /// Opens files, as many as stay open, so that they can be read although a later save removes them.
+    /// Opens files, up to [`MAX_OPEN`], so that they stay readable after a later save removes them.
     pub(super) fn keep<'a>(&self, names: impl IntoIterator<Item = &'a str>) -> Result<()> {
         for name in names {
             if self.open.lock().len() >= MAX_OPEN {
@@ -167,7 +177,7 @@ impl Files {
         if let Some(file) = open.get(name) {
             return Ok(Arc::clone(file));
         }
-        // Whoever reads a file has it while others take its place here.
+        // Readers hold the file by `Arc`, so dropping it from the map does not close it under them.
         if open.len() >= MAX_OPEN {
             open.clear();
         }
@@ -184,7 +194,8 @@ impl Files {
         Ok(file)
     }
 
-    /// Whether another checkpoint, or none, is at the path by now. A writer exchanges directories before it removes files.
+    /// Whether another checkpoint, or none, is at the path by now. Writers exchange directories before they remove files, so
+    /// a reader that misses a file because of a save always sees the replacement here.
     pub(super) fn is_replaced(&self) -> bool {
         let same = |a: &Metadata, b: &Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
         let Ok(held) = self.handle.metadata() else { return false };
@@ -192,11 +203,16 @@ impl Files {
     }
 
     fn replaced(&self) -> Error {
-        let found = format!("another save at {} while it was read", self.path.display());
-        ErrorKind::path(&self.directory).error("checkpoint", found, "one that stays until it is read", "open it again")
+        let found = format!("a newer save, which replaced {} while it was read", self.path.display());
+        ErrorKind::path(&self.directory).error(
+            "checkpoint",
+            found,
+            "a checkpoint that stays until it is read",
+            "open it again",
+        )
     }
 
-    /// A number for the files that were opened, which another save at the path does not have.
+    /// A hash of inodes, times and sizes of the open files: different for another save at the same path.
     pub(super) fn instance(&self) -> u64 {
         let mut open: Vec<(String, Arc<File>)> =
             self.open.lock().iter().map(|(name, file)| (name.clone(), Arc::clone(file))).collect();
@@ -209,13 +225,14 @@ impl Files {
         hash.finish()
     }
 
-    /// Runs `check` before something is first read of a file; a read fails with its error. For what a format knows of a file
-    /// and [`open`](super::open) does not read, such as the checksum of a header.
+    /// Registers a check that runs before the first read of a tensor from a file; if it fails, the read fails with its error.
+    ///
+    /// For what a format knows about a file but [`open`](super::open) does not read, such as the checksum of a header.
     pub fn check_before_read(&self, name: &str, check: impl Fn(&Files) -> Result<()> + Send + Sync + 'static) {
         self.checks.lock().insert(name.to_string(), Arc::new(check));
     }
 
-    /// An error if what is to be checked of a file is not as it should be.
+    /// Runs the check registered for a file, once.
     pub(super) fn check_first(&self, name: &str) -> Result<()> {
         let Some(check) = self.checks.lock().get(name).cloned() else { return Ok(()) };
         check(self)?;
@@ -223,7 +240,7 @@ impl Files {
         Ok(())
     }
 
-    /// Counts bytes of a tensor that were read, with a checksum or without.
+    /// Counts tensor bytes that were read, verified by a checksum or not.
     pub(super) fn count(&self, key: &str, bytes: u64, is_checked: bool) {
         self.read.fetch_add(bytes, Relaxed);
         if !is_checked && bytes > 0 {
@@ -232,7 +249,7 @@ impl Files {
         }
     }
 
-    /// What was read so far.
+    /// The counts of what was read so far.
     pub(super) fn report(&self) -> LoadReport {
         let unchecked = self.unchecked_keys.lock().iter().cloned().collect();
         LoadReport { bytes: self.read.load(Relaxed), unchecked_bytes: self.unchecked.load(Relaxed), unchecked }
@@ -247,13 +264,8 @@ impl fmt::Debug for Files {
 
 fn unreadable(path: &Path, error: &io::Error) -> Error {
     let fix = match error.kind() {
-        io::ErrorKind::PermissionDenied => "give this user the right to read it",
+        io::ErrorKind::PermissionDenied => "give this user permission to read it",
         _ => "copy the checkpoint again",
     };
-    ErrorKind::path(path).error(
-        "checkpoint file",
-        format!("{error}: {}", path.display()),
-        "a file that can be read",
-        fix,
-    )
+    ErrorKind::path(path).error("checkpoint file", format!("{error}: {}", path.display()), "a readable file", fix)
 }

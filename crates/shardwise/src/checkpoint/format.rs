@@ -1,4 +1,4 @@
-//! What a checkpoint format is: how it is recognized, read and written.
+//! The traits of a checkpoint format: how it is recognized, read and written.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -16,171 +16,171 @@ use super::stored::{Chunk, Contents};
 use super::value::Value;
 use crate::error::Result;
 
-/// A way in which checkpoints are stored: one file of code per format.
+/// A file format for checkpoints: how it is recognized and read, and optionally how it is written.
 ///
-/// A program adds a format with [`Format::register`]; [`open`](super::open) then recognizes it, and saves, conversions and the
-/// tools know it by name. A format only describes: what [`open`](Self::open) returns is checked as for every format (boxes
-/// fill their tensors, bytes are inside files), and files are written to a new directory that replaces the old checkpoint as a
-/// whole.
+/// Implement it for a custom format and register it with [`Format::register`]; [`open`](super::open) then recognizes it, and
+/// saves, conversions and the `shardwise ckpt` commands find it by name. A format only maps files to metadata: the library
+/// validates what [`open`](Self::open) returns (chunks cover their tensors, bytes are inside files), moves the elements, and
+/// replaces old checkpoints atomically.
 pub trait CheckpointFormat: Any + Send + Sync {
-    /// Its name, such as `native`: lowercase, unique among all formats.
+    /// Name of the format, such as `native`: lowercase, unique among all formats.
     fn name(&self) -> &'static str;
 
-    /// Other names by which it is found.
+    /// Further names that parse to this format, such as `hf` for `hugging-face`.
     fn aliases(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// One line for people who choose a format.
+    /// One line of description, shown in `--help` and in errors.
     fn about(&self) -> &'static str;
 
-    /// Whether these files are a checkpoint of this format. Called for all formats in order until one recognizes them, so it
-    /// looks at names and a few bytes.
+    /// Whether these files are a checkpoint of this format. Formats are tried in order until one returns true, so this
+    /// should look at file names and a few bytes only.
     fn detect(&self, files: &Files) -> bool;
 
-    /// The tensors and values in these files. Reads descriptions, not elements.
+    /// Reads the metadata of the tensors, and the values, from these files; no tensor elements.
     fn open(&self, files: &Files) -> Result<Contents>;
 
-    /// Whether a save may replace a directory that has a file of this name. Name what this format writes and nothing else: a
-    /// directory in which every file is owned by some format is removed when a new checkpoint takes its place.
+    /// Whether a save may delete a file of this name. Return true for files that this format writes and nothing else: a
+    /// directory in which every file is owned by some format is removed when a new checkpoint replaces it.
     fn owns(&self, name: &str) -> bool;
 
-    /// Whether a file that no tensor is in belongs to a checkpoint; [`verify`](super::verify) reports all others.
+    /// Whether a file without tensors is expected beside the checkpoint; [`verify`](super::verify) reports all other files.
     fn belongs(&self, name: &str) -> bool {
         self.owns(name)
     }
 
-    /// Checks what [`verify`](super::verify) does not see in the contents, such as headers of files.
+    /// Checks what [`verify`](super::verify) cannot see in the metadata, such as file headers.
     fn verify(&self, files: &Files) -> Result<()> {
         let _ = files;
         Ok(())
     }
 
-    /// How it is written; `None` for a format that is only read.
+    /// The writer; `None` for a format that can only be read.
     fn writer(&self) -> Option<&dyn FormatWriter> {
         None
     }
 }
 
-/// The part of a [`CheckpointFormat`] that writes.
+/// The writing half of a [`CheckpointFormat`].
 ///
-/// Every rank writes its boxes to files with [`write_file`](Self::write_file); when all files are there, one rank writes what
-/// [`index`](Self::index) returns.
+/// Every rank writes its boxes with [`write_file`](Self::write_file), without communication. When all files are written, rank
+/// 0 (or the converting process) writes the file that [`index`](Self::index) returns.
 pub trait FormatWriter: Send + Sync {
-    /// Where values are stored.
+    /// Where the format stores non-tensor values.
     fn values(&self) -> ValueStorage;
 
-    /// Whether a file holds one box of a tensor at most, because boxes are known by the name of their tensor alone.
+    /// Whether a file may hold at most one box of each tensor, because the format identifies a box by its tensor's name.
     fn one_box_per_file(&self) -> bool {
         false
     }
 
-    /// Whether modules and optimizers are saved in the form of PyTorch's `state_dict`.
+    /// Whether modules and optimizers are saved in the form of PyTorch's `state_dict()`, for readers that expect it.
     fn torch_state(&self) -> bool {
         false
     }
 
-    /// The name of a file. Different files have different names.
+    /// The name of a file. Different roles must return different names.
     fn file_name(&self, file: FileRole) -> String;
 
-    /// Writes a file from its beginning. Returns where its boxes are, and what [`index`](Self::index) needs to know of it.
+    /// Writes one file from its beginning. Returns the chunks in it, and whatever [`index`](Self::index) needs to know.
     fn write_file(&self, out: &mut BufWriter<File>, file: FileToWrite<'_>) -> Result<WrittenFile>;
 
-    /// Name and bytes of the file that describes all others, if there is one. The chunks of all files have been
-    /// moved to `contents`.
+    /// Returns name and bytes of the file that describes all others, if the format has one. `contents` has the chunks of all
+    /// files; those in `files` are empty.
     fn index(&self, contents: &Contents, files: &[WrittenFile]) -> Result<Option<(String, Vec<u8>)>>;
 }
 
-/// Where a format stores values.
+/// Where a format stores non-tensor values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ValueStorage {
-    /// Nowhere: it holds tensors only.
+    /// The format holds tensors only: saving a value is an error, and conversions leave values out.
     Nowhere,
-    /// In the files with tensors: those of the first file are in [`FileToWrite::values`].
+    /// In a file with tensors: the first file gets them in [`FileToWrite::values`].
     InFiles,
-    /// In the index.
+    /// In the file that [`FormatWriter::index`] returns.
     InIndex,
 }
 
-/// Which file of a checkpoint one is.
+/// The role of a file in a checkpoint, from which [`FormatWriter::file_name`] derives its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileRole {
-    /// Number `index` of `count` files with whole tensors.
+    /// File `index` of `count` files with whole tensors, as conversions write.
     Whole {
-        /// From 0 on.
+        /// Number of this file, from 0.
         index: usize,
-        /// All such files.
+        /// Number of such files.
         count: usize,
     },
-    /// Number `index` of `count` files with the boxes of one rank.
+    /// File `index` of `count` files with the boxes of one rank, as saves write.
     OfRank {
-        /// The rank.
+        /// The rank whose boxes are in the file.
         rank: usize,
-        /// How many ranks write.
+        /// Number of ranks that write.
         ranks: usize,
-        /// From 0 on.
+        /// Number of this file among those of the rank, from 0.
         index: usize,
-        /// All files of the rank: 1 unless [`FormatWriter::one_box_per_file`].
+        /// Number of files of the rank: 1 unless [`FormatWriter::one_box_per_file`].
         count: usize,
     },
 }
 
-/// A file that a format is to write.
+/// The input of [`FormatWriter::write_file`]: what to write to one file.
 pub struct FileToWrite<'a> {
-    /// Its name, as [`FormatWriter::file_name`] gave it.
+    /// Name of the file, as [`FormatWriter::file_name`] returned it.
     pub name: &'a str,
-    /// The boxes, in the order in which they are written.
+    /// The boxes to write, in order.
     pub boxes: Vec<BoxToWrite>,
-    /// Values to be written to this file; empty unless [`ValueStorage::InFiles`].
+    /// The values to write; empty unless [`ValueStorage::InFiles`] and this is the first file.
     pub values: &'a BTreeMap<String, Value>,
-    /// Is called with the number of bytes of elements that were written.
+    /// Call it with the number of tensor bytes written since the last call.
     pub progress: &'a dyn Fn(u64),
 }
 
-/// A file that was written.
+/// The output of [`FormatWriter::write_file`]: what a file contains. Ranks send it to rank 0 as JSON.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct WrittenFile {
-    /// Its name.
+    /// Name of the file.
     pub name: String,
-    /// The boxes in it, by key of their tensor.
+    /// The chunks in it, each with the flat key of its tensor.
     pub chunks: Vec<(String, Chunk)>,
-    /// What else the format needs for its index.
+    /// Anything else that [`FormatWriter::index`] needs, in a form of the format's choice.
     pub note: Json,
 }
 
-/// A format that is known: built in, as [`Format::Native`], or registered by the program.
+/// A handle to a checkpoint format: built in, such as [`Format::Native`], or registered with [`Format::register`].
 ///
-/// Equal formats have the same name; as text and in serde it is the name.
+/// Formats compare by name; `Display`, `FromStr` and serde use the name too.
 #[derive(Clone, Copy)]
 pub struct Format(pub(super) &'static dyn CheckpointFormat);
 
 impl Format {
-    /// Its name.
+    /// Name of the format, such as `native`.
     pub fn name(self) -> &'static str {
         self.0.name()
     }
 
-    /// Other names by which it is found.
+    /// Further names that parse to this format.
     pub fn aliases(self) -> &'static [&'static str] {
         self.0.aliases()
     }
 
-    /// One line about it.
+    /// One line of description.
     pub fn about(self) -> &'static str {
         self.0.about()
     }
 
-    /// Whether checkpoints can be written in it.
+    /// Whether checkpoints can be saved in this format.
     pub fn is_writable(self) -> bool {
         self.0.writer().is_some()
     }
 
-    /// Whether modules and optimizers are saved in it in the form of PyTorch's `state_dict`.
+    /// Whether modules and optimizers are saved in the form of PyTorch's `state_dict()`.
     pub fn is_torch_state(self) -> bool {
         self.0.writer().is_some_and(FormatWriter::torch_state)
     }
 
-    /// Whether a file of this name is one that it writes.
+    /// Whether the format writes files of this name, which a save may therefore delete.
     pub fn owns(self, name: &str) -> bool {
         self.0.owns(name)
     }
@@ -201,7 +201,7 @@ impl Hash for Format {
 }
 
 impl fmt::Debug for Format {
-    /// The name as the constant has it: `HuggingFace` for `hugging-face`.
+    /// The name of the constant: `HuggingFace` for `hugging-face`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for word in self.name().split('-') {
             let (first, rest) = word.split_at(word.chars().next().map_or(0, char::len_utf8));

@@ -1,4 +1,4 @@
-//! The formats that are known: one line per format, and those that a program registers.
+//! The registry of formats: one line per built-in format, and those registered at run time.
 
 use std::any::Any;
 use std::str::FromStr;
@@ -18,30 +18,29 @@ macro_rules! formats {
             $(#[doc = $doc] pub const $name: Format = Format(&$format);)*
         }
 
-        /// In the order in which they are asked whether files are theirs.
+        /// In the order in which `detect` is tried.
         const BUILT_IN: &[Format] = &[$(Format::$name),*];
     };
 }
 
 formats! {
-    Native native::Native, "Safetensors files and a manifest, of this library.";
-    Dcp dcp::Dcp, "`.metadata` and `.distcp` files of PyTorch's distributed checkpoint.";
-    HuggingFace hf::HuggingFace, "Safetensors files as Hugging Face has them: one, or several with an index, or one per rank.";
-    Torch torch::Torch, "One file of `torch.save`. It is read, not written.";
+    Native native::Native, "Shardwise's own format: safetensors files, and a manifest with checksums of every block.";
+    Dcp dcp::Dcp, "PyTorch's distributed checkpoint (DCP): `.metadata` and `.distcp` files.";
+    HuggingFace hf::HuggingFace, "Hugging Face safetensors: one file, several with an index, or one per rank. Holds tensors only.";
+    Torch torch::Torch, "A single `torch.save` file. Read only.";
 }
 
-/// Formats of the program, in the order of their registration.
+/// Custom formats, in the order of registration.
 static REGISTERED: RwLock<Vec<Format>> = RwLock::new(Vec::new());
 
 impl Format {
-    /// Makes a format known to this process: [`open`](super::open) and all that reads recognizes it, and its name is accepted
-    /// where formats are named. Formats of the program are asked before the built-in ones, the first registered first.
+    /// Registers a custom format with this process: [`open`](super::open) recognizes it, and its name parses as a [`Format`].
     ///
-    /// Every process of a run registers for itself, before it opens or saves. Registering the same type again returns what was
-    /// registered first, so that every rank of a launch may do it.
+    /// Custom formats are tried before the built-in ones, in the order of registration. Every process must register before it
+    /// opens or saves. Registering the same type again returns the first registration, so every rank of a launch may do it.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if another format has this name, or an alias of it.
+    /// [`ErrorKind::Argument`] if another format has this name or alias.
     pub fn register(format: &'static dyn CheckpointFormat) -> Result<Format> {
         let mut registered = REGISTERED.write();
         let same = |known: &&Format| {
@@ -54,12 +53,12 @@ impl Format {
         let names = || std::iter::once(format.name()).chain(format.aliases().iter().copied());
         for known in registered.iter().chain(BUILT_IN) {
             if let Some(taken) = names().find(|name| is_called(*known, name)) {
-                let found = format!("a format called {taken:?}, as {known} is");
+                let found = format!("the name {taken:?}, which format {known} has");
                 return Err(ErrorKind::Argument.error(
                     "checkpoint format",
                     found,
-                    "a new name",
-                    "give it another name",
+                    "a name that no other format has",
+                    "rename the new format",
                 ));
             }
         }
@@ -67,12 +66,12 @@ impl Format {
         Ok(Format(format))
     }
 
-    /// All formats in the order in which they are asked whether files are theirs.
+    /// Returns all formats in the order in which they are tried when a checkpoint is opened.
     pub fn all() -> Vec<Format> {
         REGISTERED.read().iter().chain(BUILT_IN).copied().collect()
     }
 
-    /// Its writer; an error for a format that is only read.
+    /// The format's writer; an error for a read-only format.
     pub(super) fn to_write(self) -> Result<&'static dyn FormatWriter> {
         self.0.writer().ok_or_else(|| {
             let found = format!("{self}, which is only read ({})", self.about());
@@ -86,12 +85,12 @@ impl Format {
         })
     }
 
-    /// The format of a checkpoint in these files.
+    /// The first format that recognizes these files.
     pub(super) fn detect(files: &Files) -> Option<Format> {
         Format::all().into_iter().find(|format| format.0.detect(files))
     }
 
-    /// Whether a file of this name is one that a format writes.
+    /// Whether any format writes files of this name.
     pub(super) fn any_owns(name: &str) -> bool {
         Format::all().into_iter().any(|format| format.owns(name))
     }
@@ -104,12 +103,12 @@ fn is_called(format: Format, name: &str) -> bool {
 impl FromStr for Format {
     type Err = Error;
 
-    /// The format with a name or alias, whatever its case.
+    /// Parses a name or alias, ignoring case.
     fn from_str(text: &str) -> Result<Self> {
         let (all, name) = (Format::all(), text.to_lowercase());
         all.iter().copied().find(|format| is_called(*format, &name)).ok_or_else(|| {
             let known: Vec<&str> = all.iter().map(|format| format.name()).collect();
-            let fix = "name one of these, or register the format first";
+            let fix = "use one of these, or register the format first";
             ErrorKind::unknown(text).error(
                 "checkpoint format",
                 format!("{text:?}"),
@@ -131,15 +130,15 @@ mod tests {
     use super::super::stored::Contents;
     use super::*;
 
-    struct Mine(&'static str);
+    struct TestFormat(&'static str);
 
-    impl CheckpointFormat for Mine {
+    impl CheckpointFormat for TestFormat {
         fn name(&self) -> &'static str {
             self.0
         }
 
         fn about(&self) -> &'static str {
-            "of this test"
+            "a format of this test"
         }
 
         fn detect(&self, _: &Files) -> bool {
@@ -158,19 +157,22 @@ mod tests {
     #[test]
     fn names_are_unique_and_errors_list_the_known_ones() {
         for taken in ["native", "hf", "dcp"] {
-            let error = Format::register(Box::leak(Box::new(Mine(taken)))).unwrap_err().to_string();
+            let error = Format::register(Box::leak(Box::new(TestFormat(taken)))).unwrap_err().to_string();
             assert!(error.contains(taken), "{error}");
         }
-        static FIRST: Mine = Mine("mine");
+        static FIRST: TestFormat = TestFormat("mine");
         let mine = Format::register(&FIRST).unwrap();
         assert_eq!(Format::register(&FIRST).unwrap(), mine);
         assert_eq!(Format::all()[0], mine);
-        assert_eq!(("HF".parse::<Format>().unwrap(), "Mine".parse::<Format>().unwrap()), (Format::HuggingFace, mine));
+        assert_eq!(
+            ("HF".parse::<Format>().unwrap(), "TestFormat".parse::<Format>().unwrap()),
+            (Format::HuggingFace, mine)
+        );
         let error = "zarr".parse::<Format>().unwrap_err().to_string();
         assert!(error.contains("mine, native, dcp, hugging-face, torch"), "{error}");
         let error = mine.to_write().err().unwrap().to_string();
         assert!(error.contains("mine, which is only read") && error.contains("native, dcp, hugging-face"), "{error}");
-        assert_eq!(format!("{:?} {:?} {mine:?}", Format::HuggingFace, Format::Native), "HuggingFace Native Mine");
+        assert_eq!(format!("{:?} {:?} {mine:?}", Format::HuggingFace, Format::Native), "HuggingFace Native TestFormat");
         let text = serde_json::to_string(&Format::HuggingFace).unwrap();
         assert_eq!(
             (text.as_str(), serde_json::from_str::<Format>(&text).unwrap()),

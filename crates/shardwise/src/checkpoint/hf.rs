@@ -1,5 +1,5 @@
-//! Safetensors as Hugging Face has them: `model.safetensors`, or several files with an index, or a file per rank with the
-//! offsets of its boxes in the header, as PyTorch writes them.
+//! Hugging Face safetensors: `model.safetensors`, several files with `model.safetensors.index.json`, or one file per rank with
+//! the offsets of its boxes in the header, as PyTorch's `HuggingFaceStorageWriter` writes them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -12,44 +12,47 @@ use super::content::BoxToWrite;
 use super::element::ElementType;
 use super::files::Files;
 use super::format::{CheckpointFormat, FileRole, FileToWrite, FormatWriter, ValueStorage, WrittenFile};
-use super::safetensors::{self, Unique, is_safetensors, read_header};
-use super::stored::{Chunk, Contents, INCOMPLETE, NOT_OURS, StoredTensor, check_file_name};
+use super::safetensors::{self, UniqueMap, is_safetensors, read_header};
+use super::stored::{Chunk, Contents, INCOMPLETE, NOT_A_CHECKPOINT, StoredTensor, check_file_name};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorBox;
 
-/// The format, see above.
+/// See the module's documentation.
 pub(super) struct HuggingFace;
 
-/// The file that says which tensor is in which file.
+/// The index file: which tensor is in which file.
 const INDEX: &str = "model.safetensors.index.json";
-/// The entry of a header with the offsets of the boxes in the file.
+/// The header entry with the offsets of the boxes in the file, in PyTorch's form.
 const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
+/// Longest index that is read: a bound on what a hostile file can make a reader allocate.
 const MAX_INDEX: u64 = 1 << 28;
 
 #[derive(Deserialize)]
-struct Index {
-    weight_map: Unique<String>,
+struct WeightIndex {
+    weight_map: UniqueMap<String>,
 }
 
 #[derive(Serialize, Deserialize)]
-struct Saved {
+struct SavedOffsets {
     saved_offsets: Vec<usize>,
 }
 
-/// What is in a directory of such files, or in one of them.
+/// Reads the metadata of a directory of safetensors files, or of a single file.
 fn contents(files: &Files) -> Result<Contents> {
-    let bad = |found: String, needed: &str| ErrorKind::Damaged.error("safetensors checkpoint", found, needed, NOT_OURS);
-    let index = match files.single().is_none() && files.size(INDEX).is_some() {
+    let bad = |found: String, needed: &str| {
+        ErrorKind::Damaged.error("safetensors checkpoint", found, needed, NOT_A_CHECKPOINT)
+    };
+    let index = match files.single_file().is_none() && files.size(INDEX).is_some() {
         false => None,
         true => {
             let bytes = files.read_small(INDEX, MAX_INDEX)?;
-            let index: Index =
+            let index: WeightIndex =
                 serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string(), "an index with a weight_map"))?;
             index.weight_map.0.values().try_for_each(|name| check_file_name(name))?;
             Some(index.weight_map.0)
         }
     };
-    let names: BTreeSet<String> = match (files.single(), &index) {
+    let names: BTreeSet<String> = match (files.single_file(), &index) {
         (Some(name), _) => BTreeSet::from([name.to_string()]),
         (None, Some(index)) => index.values().cloned().collect(),
         (None, None) => files.names()?.into_iter().filter(|name| is_safetensors(name)).collect(),
@@ -57,12 +60,12 @@ fn contents(files: &Files) -> Result<Contents> {
     let mut found: BTreeMap<String, Vec<(ElementType, Chunk)>> = BTreeMap::new();
     for name in &names {
         let header = read_header(files, name)?;
-        let Unique(saved): Unique<Saved> = match header.metadata.get(SHARDING_INFO) {
-            None => Unique::default(),
+        let UniqueMap(saved): UniqueMap<SavedOffsets> = match header.metadata.get(SHARDING_INFO) {
+            None => UniqueMap::default(),
             Some(text) => serde_json::from_str(text).map_err(|error| bad(error.to_string(), "offsets of boxes"))?,
         };
         for (key, (element, sizes, offset)) in header.tensors {
-            // The index decides where a tensor is that two files have.
+            // If two files have a tensor, the index decides.
             if index.as_ref().is_some_and(|index| index.get(&key) != Some(name)) {
                 continue;
             }
@@ -79,20 +82,25 @@ fn contents(files: &Files) -> Result<Contents> {
         }
     }
     if let Some(missing) = index.iter().flatten().map(|(key, _)| key).find(|key| !found.contains_key(*key)) {
-        let found = format!("no tensor {missing:?} in the file that the index names for it");
+        let found = format!("no tensor {missing:?} in the file that the index lists for it");
         return Err(ErrorKind::Damaged.error("safetensors checkpoint", found, "all tensors of the index", INCOMPLETE));
     }
-    let tensors = found.into_iter().map(|(key, chunks)| Ok((key.clone(), joined(&key, chunks)?)));
+    let tensors = found.into_iter().map(|(key, chunks)| Ok((key.clone(), tensor_of_chunks(&key, chunks)?)));
     Ok(Contents { tensors: tensors.collect::<Result<_>>()?, ..Contents::default() })
 }
 
-/// A tensor from its boxes: it reaches as far as they do.
-fn joined(key: &str, chunks: Vec<(ElementType, Chunk)>) -> Result<StoredTensor> {
+/// A tensor from its chunks. The format stores no global shape, so the shape is the extent of the chunks.
+fn tensor_of_chunks(key: &str, chunks: Vec<(ElementType, Chunk)>) -> Result<StoredTensor> {
     let (element, first) = &chunks[0];
     let (element, dims) = (*element, first.part.sizes.len());
     if let Some((other, _)) = chunks.iter().find(|(e, c)| *e != element || c.part.sizes.len() != dims) {
         let found = format!("tensor {key:?} of types {element} and {other}, or of different numbers of dimensions");
-        return Err(ErrorKind::Damaged.error("safetensors checkpoint", found, "boxes of one tensor", NOT_OURS));
+        return Err(ErrorKind::Damaged.error(
+            "safetensors checkpoint",
+            found,
+            "chunks of one type and number of dimensions",
+            NOT_A_CHECKPOINT,
+        ));
     }
     let end = |dim: usize| {
         chunks.iter().map(|(_, c)| c.part.offsets[dim].saturating_add(c.part.sizes[dim])).max().unwrap_or(0)
@@ -101,16 +109,16 @@ fn joined(key: &str, chunks: Vec<(ElementType, Chunk)>) -> Result<StoredTensor> 
     Ok(StoredTensor { element, shape, chunks: chunks.into_iter().map(|(_, chunk)| chunk).collect() })
 }
 
-/// The free part of the header of a file with boxes that begin at these offsets.
+/// The `__metadata__` of a file with sharded boxes: their offsets, in PyTorch's form.
 fn sharding_info(boxes: &[BoxToWrite]) -> Result<BTreeMap<String, String>> {
-    let saved: BTreeMap<&str, Saved> =
-        boxes.iter().map(|b| (b.key.as_str(), Saved { saved_offsets: b.part.offsets.clone() })).collect();
+    let saved: BTreeMap<&str, SavedOffsets> =
+        boxes.iter().map(|b| (b.key.as_str(), SavedOffsets { saved_offsets: b.part.offsets.clone() })).collect();
     let text = serde_json::to_string(&saved).map_err(Error::other)?;
     let pairs = [("DCP_VERSION", "1.0"), ("format", "pt"), (SHARDING_INFO, &text)];
     Ok(pairs.into_iter().map(|(k, v)| (k.to_string(), v.to_string())).collect())
 }
 
-/// The text of the index over files.
+/// The JSON text of the index.
 fn index_text(tensors: &BTreeMap<String, StoredTensor>) -> Result<String> {
     let total: usize = tensors.values().map(StoredTensor::bytes).sum();
     let map: BTreeMap<&String, &String> =
@@ -129,11 +137,11 @@ impl CheckpointFormat for HuggingFace {
     }
 
     fn about(&self) -> &'static str {
-        "Safetensors files as Hugging Face has them"
+        "Hugging Face safetensors files"
     }
 
     fn detect(&self, files: &Files) -> bool {
-        match files.single() {
+        match files.single_file() {
             Some(name) => is_safetensors(name),
             None => files.names().is_ok_and(|names| names.iter().any(|name| self.owns(name))),
         }
@@ -148,7 +156,7 @@ impl CheckpointFormat for HuggingFace {
     }
 
     fn belongs(&self, name: &str) -> bool {
-        // Tokenizers, settings and texts stand beside such files.
+        // Model repositories have tokenizers, configs and readmes beside these files.
         !is_safetensors(name)
     }
 
@@ -172,7 +180,7 @@ impl FormatWriter for HuggingFace {
                 "model.safetensors".to_string()
             }
             FileRole::Whole { index, count } => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
-            // As PyTorch has it.
+            // The names that PyTorch's writer uses.
             FileRole::OfRank { rank, index, count, .. } => {
                 format!("shard-{:05}-model-{:05}-of-{count:05}.safetensors", rank + 1, index + 1)
             }
@@ -190,7 +198,7 @@ impl FormatWriter for HuggingFace {
     }
 
     fn index(&self, contents: &Contents, files: &[WrittenFile]) -> Result<Option<(String, Vec<u8>)>> {
-        // The index knows one file per tensor: boxes of ranks are found by the headers of their files.
+        // The index lists one file per tensor: sharded boxes are found by the headers of their files instead.
         if files.len() < 2 || contents.tensors.values().any(|t| t.chunks.len() > 1) {
             return Ok(None);
         }

@@ -1,4 +1,4 @@
-//! Loading: every rank reads the bytes that it needs, in the layout that it wants.
+//! Loading: each rank reads the bytes that its layout needs.
 
 use std::collections::BTreeMap;
 use std::panic::Location;
@@ -12,7 +12,7 @@ use super::catalog::Catalog;
 use super::element::ElementType;
 use super::files::{Files, LoadReport};
 use super::open::open;
-use super::state::{Leaf, State};
+use super::state::{State, StateLeaf};
 use super::stored::StoredTensor;
 use super::value::{Key, Value, flat_key};
 use crate::comm::{DeviceMesh, World, texts, together};
@@ -22,34 +22,44 @@ use crate::sharded::ShardedTensor;
 use crate::tensor::DTensor;
 use shardwise_kernels::{Assembly, placeholder};
 
-/// Loads a checkpoint into state like a template: the same tree, with tensors in the layouts and types of the template's.
+/// Loads a checkpoint into new state with the structure of `template`, each tensor in the layout and dtype it has there.
 ///
-/// Collective: all ranks of the world make the call; if one of them fails, all get its error. Every rank reads files by
-/// itself, and ranks exchange a few numbers.
+/// Collective: every rank of the world must call it. Each rank reads only the bytes that its layouts need; ranks exchange
+/// fingerprints and errors. The checkpoint may have been saved in any layout by any number of ranks. A `Partial` tensor of the
+/// template is loaded replicated on that axis.
 ///
-/// The checkpoint may have been saved in any layout by any number of ranks. What it has beside the template's entries is left
-/// alone; what it lacks is an error that lists all of it. Values come from the checkpoint, whatever the template has; a tensor
-/// of one number stands for a value and the other way round, since PyTorch stores numbers as tensors.
+/// Unlike PyTorch's `load`, which fills the given state dict in place, this returns new state. Entries of the checkpoint that
+/// the template lacks are ignored; entries that the checkpoint lacks are an error that lists all of them. Values are those of
+/// the checkpoint, whatever the template has. A one-element tensor and a number stand for each other, because PyTorch stores
+/// numbers such as `step` as tensors.
 ///
-/// All ranks read one checkpoint, also while another is being saved to the path: if it is replaced before they are done, they
-/// load the new one. What is read is compared with its checksums; [`load_reporting`] tells what has none.
+/// All ranks load the same save, even while another one replaces it: then they start over with the new one. Every byte that
+/// has a checksum is verified; [`load_reporting`] returns what has none.
 ///
 /// # Errors
-/// [`Error::OnRank`] with the reason of the first rank that failed: entries that are missing or have another shape, an empty
-/// map in the template where the checkpoint has entries (they would be left out silently), damage, files that cannot be read.
+/// [`Error::OnRank`] on all ranks with the error of the first rank that failed: entries that are missing or have another shape,
+/// an empty map in the template where the checkpoint has entries (they would be dropped silently), a checksum that does not
+/// match, a file that cannot be read.
 #[track_caller]
 pub fn load(world: &World, path: impl AsRef<Path>, template: &State) -> Result<State> {
-    load_one(world, path.as_ref(), Location::caller(), &|catalog| like(catalog, template)).map(|(state, _)| state)
+    load_consistent(world, path.as_ref(), Location::caller(), &|catalog| load_template(catalog, template))
+        .map(|(state, _)| state)
 }
 
-/// As [`load`], and returns what this rank has read and what of it has no checksum.
+/// Loads as [`load`] does, and also returns how much this rank read and what of it no checksum covers.
+///
+/// Collective.
 #[track_caller]
 pub fn load_reporting(world: &World, path: impl AsRef<Path>, template: &State) -> Result<(State, LoadReport)> {
-    load_one(world, path.as_ref(), Location::caller(), &|catalog| like(catalog, template))
+    load_consistent(world, path.as_ref(), Location::caller(), &|catalog| load_template(catalog, template))
 }
 
-/// Loads all of a checkpoint, with every tensor in a layout that is chosen by key and shape. All ranks of the world make the
-/// call; if one of them fails, all get its error.
+/// Loads all entries of a checkpoint, each tensor in the layout that `place` chooses from its flat key and global shape.
+///
+/// Collective: every rank of the world must call it, with the same choices. Needs no template; otherwise as [`load`].
+///
+/// # Errors
+/// As [`load`]; [`ErrorKind::Layout`] if a chosen layout is for another shape.
 #[track_caller]
 pub fn load_placed(
     world: &World,
@@ -57,7 +67,7 @@ pub fn load_placed(
     place: impl Fn(&str, &[usize]) -> Result<(DeviceMesh, Layout)>,
 ) -> Result<State> {
     let read = |catalog: &Catalog| -> Result<State> {
-        let way = |key: &String| catalog.paths.get(key).cloned().unwrap_or_else(|| vec![Key::Name(key.clone())]);
+        let path_of = |key: &String| catalog.paths.get(key).cloned().unwrap_or_else(|| vec![Key::Name(key.clone())]);
         let mut leaves = Vec::new();
         for (key, stored) in &catalog.tensors {
             let (mesh, layout) = place(key, &stored.shape)?;
@@ -67,32 +77,33 @@ pub fn load_placed(
                     "layout",
                     layout,
                     needed,
-                    "choose layouts by the shape that is given",
+                    "build the layout from the shape that the function is given",
                 ));
             }
             let dtype = stored.element.widened()?;
             let tensor = read_tensor(&catalog.files, key, stored, &mesh, layout.settled(), dtype)?;
-            leaves.push((way(key), State::Tensor(tensor)));
+            leaves.push((path_of(key), State::Tensor(tensor)));
         }
-        leaves.extend(catalog.values.iter().map(|(key, value)| (way(key), State::Value(value.clone()))));
+        leaves.extend(catalog.values.iter().map(|(key, value)| (path_of(key), State::Value(value.clone()))));
         Ok(State::unflatten(leaves))
     };
-    load_one(world, path.as_ref(), Location::caller(), &read).map(|(state, _)| state)
+    load_consistent(world, path.as_ref(), Location::caller(), &read).map(|(state, _)| state)
 }
 
-/// How often a load begins anew because another save has replaced the checkpoint.
+/// How often a load starts over because a save replaced the checkpoint: saves take longer than opening one, so only a
+/// directory that changes all the time gets there.
 const ATTEMPTS: u32 = 200;
 
-/// Reads one checkpoint on all ranks: `read` is called again with a newer one if files of the first are gone. It must not
-/// communicate, since ranks may differ in whether it fails.
-pub(super) fn load_one<T>(
+/// Runs `read` on the same save on all ranks: if a newer save removed files meanwhile, all ranks open that one and read again.
+/// `read` must not communicate, since it may fail on some ranks only.
+pub(super) fn load_consistent<T>(
     world: &World,
     path: &Path,
     site: Site,
     read: &dyn Fn(&Catalog) -> Result<T>,
 ) -> Result<(T, LoadReport)> {
     for _ in 0..ATTEMPTS {
-        let catalog = opened(world, path, site)?;
+        let catalog = open_on_all_ranks(world, path, site)?;
         let mine = read(&catalog);
         let said = match &mine {
             Ok(_) => String::new(),
@@ -111,16 +122,16 @@ pub(super) fn load_one<T>(
     Err(ErrorKind::path(path).error(
         "checkpoint",
         found,
-        "one that stays until it is read",
-        "load it when nothing is being saved",
+        "a checkpoint that stays until it is read",
+        "load it while nothing is being saved",
     ))
 }
 
-/// What a rank says whose checkpoint was replaced while it read.
+/// The message of a rank whose checkpoint was replaced while it was reading.
 const REPLACED: &str = "~";
 
-/// What is in a checkpoint, if all ranks can see it, and all see the same one.
-fn opened(world: &World, path: &Path, site: Site) -> Result<Catalog> {
+/// Opens a checkpoint on all ranks and makes sure that all of them opened the same save.
+fn open_on_all_ranks(world: &World, path: &Path, site: Site) -> Result<Catalog> {
     if world.is_dry() {
         return Err(ErrorKind::NoData.error(
             "load",
@@ -140,14 +151,15 @@ fn opened(world: &World, path: &Path, site: Site) -> Result<Catalog> {
         let all = texts(world, &format!("{fingerprint:016x} {instance:016x} {}", before == Some(instance)), site)?;
         let said = |i: usize| all.iter().map(move |text| text.split(' ').nth(i));
         let same = |i: usize| said(i).all(|text| text == all[0].split(' ').nth(i));
-        // Hosts may have a copy each: what is in them is the same, and nobody is saving.
+        // Hosts may have a copy each. Then the contents are equal, the files differ, and they stay as they are.
         let is_settled = said(2).all(|stable| stable == Some("true"));
         if same(0) && (same(1) || is_settled) {
             return Ok(catalog);
         }
         if is_settled && attempt > SETTLED {
             let other = said(0).position(|text| text != all[0].split(' ').next()).unwrap_or(0);
-            let found = format!("other contents on rank {} than on rank {}", world.ranks()[other], world.ranks()[0]);
+            let found =
+                format!("different contents on rank {} than on rank {}", world.ranks()[other], world.ranks()[0]);
             let found = format!("{found} at {}", path.display());
             return Err(ErrorKind::Disagreement.error(
                 "checkpoint",
@@ -164,39 +176,44 @@ fn opened(world: &World, path: &Path, site: Site) -> Result<Catalog> {
         "checkpoint",
         found,
         "one that all ranks can open",
-        "load it when nothing is being saved",
+        "load it while nothing is being saved",
     ))
 }
 
-/// After so many looks at the same files on every rank, contents that differ are no save that reaches some ranks later.
+/// After this many attempts with unchanged files on every rank, contents that differ are not a save that reaches some hosts
+/// later (attempts are 1 ms apart) but different checkpoints.
 const SETTLED: u32 = 20;
 
-/// State like a template, as a checkpoint has it.
-pub(super) fn like(catalog: &Catalog, template: &State) -> Result<State> {
+/// Reads state with the structure of a template on this rank.
+pub(super) fn load_template(catalog: &Catalog, template: &State) -> Result<State> {
     let (files, flat) = (&*catalog.files, template.flatten()?);
-    let found = entries(catalog, &flat)?;
+    let found = match_template(catalog, &flat)?;
     let mut leaves = Vec::new();
     for ((key, (path, leaf)), entry) in flat.into_iter().zip(found) {
         let state = match (leaf, entry) {
-            (_, Entry::Left) => continue,
-            (_, Entry::Empty(depth)) => {
+            (_, TemplateMatch::Omitted) => continue,
+            (_, TemplateMatch::EmptyMap(depth)) => {
                 leaves.push((path[..depth].to_vec(), State::Map(BTreeMap::new())));
                 continue;
             }
-            (Leaf::Value(like), Entry::None) => State::Value(like),
-            (Leaf::Value(_), Entry::Value(value)) => State::Value(value.clone()),
-            (Leaf::Value(_), Entry::Tensor(stored)) => State::Value(read_number(files, &key, stored)?),
-            (Leaf::Tensor(like), Entry::Tensor(stored)) => {
+            (StateLeaf::Value(like), TemplateMatch::Absent) => State::Value(like),
+            (StateLeaf::Value(_), TemplateMatch::Value(value)) => State::Value(value.clone()),
+            (StateLeaf::Value(_), TemplateMatch::Tensor(stored)) => State::Value(read_number(files, &key, stored)?),
+            (StateLeaf::Tensor(like), TemplateMatch::Tensor(stored)) => {
                 let layout = like.layout().settled();
                 State::Tensor(read_tensor(files, &key, stored, like.device_mesh(), layout, like.dtype())?)
             }
-            (Leaf::Tensor(like), Entry::Value(value)) => {
+            (StateLeaf::Tensor(like), TemplateMatch::Value(value)) => {
                 let local = to_scalar(value, like.dtype())?;
                 State::Tensor(DTensor::from_parts(like.device_mesh(), like.layout().settled(), local))
             }
-            (Leaf::Sharded(like), Entry::Tensor(stored)) => State::Sharded(read_sharded(files, &key, stored, like)?),
-            (Leaf::Plain(like), Entry::Tensor(stored)) => State::Plain(read_plain(files, &key, stored, like.dtype())?),
-            (Leaf::Plain(like), Entry::Value(value)) => State::Plain(to_scalar(value, like.dtype())?),
+            (StateLeaf::Sharded(like), TemplateMatch::Tensor(stored)) => {
+                State::Sharded(read_sharded(files, &key, stored, like)?)
+            }
+            (StateLeaf::Plain(like), TemplateMatch::Tensor(stored)) => {
+                State::Plain(read_plain(files, &key, stored, like.dtype())?)
+            }
+            (StateLeaf::Plain(like), TemplateMatch::Value(value)) => State::Plain(to_scalar(value, like.dtype())?),
             _ => unreachable!("refused with the entries"),
         };
         leaves.push((path, state));
@@ -204,55 +221,60 @@ pub(super) fn like(catalog: &Catalog, template: &State) -> Result<State> {
     Ok(State::unflatten(leaves))
 }
 
-/// What a checkpoint has for an entry of a template.
-enum Entry<'a> {
+/// What a checkpoint has for an entry of the template.
+enum TemplateMatch<'a> {
     Tensor(&'a StoredTensor),
     Value(&'a Value),
-    /// An empty map, so many steps down the way to the entry.
-    Empty(usize),
-    /// Nothing, and there is nothing to load.
-    None,
-    /// Nothing, which says something: the entry is left out of what is loaded.
-    Left,
+    /// An empty map at this depth of the entry's path.
+    EmptyMap(usize),
+    /// Nothing, where the template has an empty map: there is nothing to load.
+    Absent,
+    /// Nothing, which is meaningful for this entry ([`BEGUN`]): the loaded state lacks it too.
+    Omitted,
 }
 
-/// A mark of a momentum without a gradient yet: one that has begun does not have it.
+/// Entry of a momentum that has not seen a gradient yet; a momentum that has does not store it.
 const BEGUN: &str = "begun";
 
-/// What the checkpoint has for every entry; an error that lists what it lacks or has in another shape.
-fn entries<'a>(catalog: &'a Catalog, flat: &BTreeMap<String, (Vec<Key>, Leaf<'_>)>) -> Result<Vec<Entry<'a>>> {
+/// Finds each entry of the template in the checkpoint; an error lists all that are missing or have another shape.
+fn match_template<'a>(
+    catalog: &'a Catalog,
+    flat: &BTreeMap<String, (Vec<Key>, StateLeaf<'_>)>,
+) -> Result<Vec<TemplateMatch<'a>>> {
     let (mut wrong, mut unfilled, mut found) = (Vec::new(), Vec::new(), Vec::new());
     for (key, (path, leaf)) in flat {
         let (tensor, value) = (catalog.tensors.get(key), catalog.values.get(key));
-        // What had no state when it was saved, as a parameter without a gradient, has an empty map in place of entries.
+        // A parameter that had no optimizer state when it was saved is stored as an empty map instead of its entries.
         let empty = || {
             let is_empty = |&depth: &usize| catalog.values.get(&flat_key(&path[..depth])).is_some_and(is_empty_map);
             (1..path.len()).find(is_empty)
         };
         let shape = match leaf {
-            Leaf::Value(_) => None,
-            Leaf::Tensor(tensor) => Some(tensor.shape()),
-            Leaf::Sharded(tensor) => Some(tensor.shape()),
-            Leaf::Plain(tensor) => Some(tensor.dims()),
+            StateLeaf::Value(_) => None,
+            StateLeaf::Tensor(tensor) => Some(tensor.shape()),
+            StateLeaf::Sharded(tensor) => Some(tensor.shape()),
+            StateLeaf::Plain(tensor) => Some(tensor.dims()),
         };
         let is_number = |value: &Value| matches!(value, Value::Int(_) | Value::Float(_) | Value::Bool(_));
-        let may_be_value = !matches!(leaf, Leaf::Sharded(_)) && shape.is_none_or(<[usize]>::is_empty);
+        let may_be_value = !matches!(leaf, StateLeaf::Sharded(_)) && shape.is_none_or(<[usize]>::is_empty);
         found.push(match (shape, tensor, value) {
-            (None, _, Some(value)) => Entry::Value(value),
-            (None, Some(stored), None) if stored.elem_count() == 1 => Entry::Tensor(stored),
-            (Some(shape), Some(stored), _) if stored.shape == shape => Entry::Tensor(stored),
-            (Some(_), None, Some(value)) if may_be_value && is_number(value) => Entry::Value(value),
+            (None, _, Some(value)) => TemplateMatch::Value(value),
+            (None, Some(stored), None) if stored.elem_count() == 1 => TemplateMatch::Tensor(stored),
+            (Some(shape), Some(stored), _) if stored.shape == shape => TemplateMatch::Tensor(stored),
+            (Some(_), None, Some(value)) if may_be_value && is_number(value) => TemplateMatch::Value(value),
             (Some(shape), Some(stored), _) => {
                 wrong.push(format!("tensor {key:?} of shape {:?} instead of {shape:?}", stored.shape));
                 continue;
             }
-            _ if empty().is_some() => Entry::Empty(empty().unwrap_or(0)),
-            // Some formats do not store a map without entries, and there is nothing in it to load.
-            (None, None, None) if matches!(leaf, Leaf::Value(value) if is_empty_map(value)) => {
+            _ if empty().is_some() => TemplateMatch::EmptyMap(empty().unwrap_or(0)),
+            // DCP does not store a map without entries, and there is nothing in it to load.
+            (None, None, None) if matches!(leaf, StateLeaf::Value(value) if is_empty_map(value)) => {
                 unfilled.extend(below(catalog, key).map(|inner| format!("{inner:?}")));
-                Entry::None
+                TemplateMatch::Absent
             }
-            (None, ..) if path.len() > 1 && path.last() == Some(&Key::Name(BEGUN.to_string())) => Entry::Left,
+            (None, ..) if path.len() > 1 && path.last() == Some(&Key::Name(BEGUN.to_string())) => {
+                TemplateMatch::Omitted
+            }
             (None, ..) => {
                 wrong.push(format!("no value {key:?}"));
                 continue;
@@ -264,14 +286,16 @@ fn entries<'a>(catalog: &'a Catalog, flat: &BTreeMap<String, (Vec<Key>, Leaf<'_>
         });
     }
     if !wrong.is_empty() {
-        let (needed, fix) = ("all entries of the template in their shapes", "rename or leave out entries");
+        let (needed, fix) = (
+            "all entries of the template in the same shapes",
+            "rename these entries of the template, or remove them from it",
+        );
         return Err(ErrorKind::state().error("checkpoint", wrong.join(", "), needed, fix));
     }
     if !unfilled.is_empty() {
         let found = format!("{} where the template has an empty map", unfilled.join(", "));
-        let needed = "a template with an entry for everything that is to be loaded below it";
-        let fix =
-            "take the template of an optimizer from its `state_dict()`, use `load_into`, or leave the empty map out";
+        let needed = "a template with an entry for everything to load below it";
+        let fix = "take the template of an optimizer from its `state_dict()`, use `load_into`, or remove the empty map";
         return Err(ErrorKind::state().error("template", found, needed, fix));
     }
     Ok(found)
@@ -289,7 +313,7 @@ fn is_empty_map(value: &Value) -> bool {
     matches!(value, Value::Map(entries) if entries.is_empty())
 }
 
-/// The number that is all of a tensor.
+/// Reads a one-element tensor as a number.
 pub(super) fn read_number(files: &Files, key: &str, stored: &StoredTensor) -> Result<Value> {
     let dtype = stored.element.widened()?;
     let number = read_plain(files, key, stored, dtype)?.flatten_all()?;
@@ -311,7 +335,7 @@ fn to_scalar(value: &Value, dtype: DType) -> Result<Tensor> {
     Ok(number.to_dtype(dtype)?)
 }
 
-/// This rank's part of a tensor.
+/// Reads this rank's local part of a tensor.
 fn read_tensor(
     files: &Files,
     key: &str,
@@ -350,7 +374,7 @@ fn read_plain(files: &Files, key: &str, stored: &StoredTensor, dtype: DType) -> 
     read_box(files, key, stored, &whole, dtype)
 }
 
-/// A box of a stored tensor in memory: read to where it stays, unless its type has to be changed.
+/// Reads a box of a stored tensor, directly into the tensor's memory unless its type has to be converted.
 pub(super) fn read_box(
     files: &Files,
     key: &str,
@@ -361,8 +385,8 @@ pub(super) fn read_box(
     if stored.element.dtype() == Some(dtype) {
         let memory = Assembly::new(TensorMeta { shape: part.sizes.clone(), dtype })?;
         let length = part.volume() * dtype.size_in_bytes();
-        // SAFETY: the memory is so long and nobody else's; it is zeroed before it is seen as bytes, and any bytes are
-        // elements of these types.
+        // SAFETY: the memory is `length` bytes long and not shared; it is zeroed before it is seen as bytes, and any bit
+        // pattern is an element of these types.
         unsafe {
             let first = memory.range::<u8>(0);
             first.write_bytes(0, length);

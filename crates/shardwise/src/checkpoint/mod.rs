@@ -1,12 +1,18 @@
-//! Checkpoints: any layout to any layout, in the formats that people have.
+//! Distributed checkpoints: saved from any layout, loaded into any other, in several formats.
 //!
-//! * [`save_from`], [`load_into`] and [`resume`] take a model, its optimizer, the generator of a mesh and the position in the
-//!   data in one call; [`ModelPart`] has options for the names of a model.
-//! * [`save`], [`async_save`] and [`load`] take nested [`State`] of tensors of any kind and of values; [`Series`] keeps the last
-//!   few of a run.
-//! * [`open`] says what is in a checkpoint of any format, as a [`Catalog`]; [`verify`], [`diff`], [`convert`] and [`dry_load`]
-//!   work on all of them.
-//! * [`CheckpointFormat`] is what a format has to say; [`Format::register`] adds one of the program.
+//! The counterpart of `torch.distributed.checkpoint` (DCP). A checkpoint is a directory, or a single safetensors or
+//! `torch.save` file.
+//!
+//! * [`save_from`], [`load_into`] and [`resume`] save and restore a training run in one call: model, optimizer with its
+//!   schedule, random generator of the mesh and position in the data. [`ModelPart`] adds a name prefix and non-strict loads.
+//! * [`save`], [`async_save`] and [`load`] work on a nested [`State`] of tensors and values, PyTorch's state dict. [`Series`]
+//!   keeps the last few checkpoints of a run.
+//! * [`open`] reads the metadata of a checkpoint of any format as a [`Catalog`], without a world. [`verify`], [`diff`],
+//!   [`convert`] and [`dry_load`] are built on it.
+//! * [`CheckpointFormat`] describes a file format; [`Format::register`] adds a custom one.
+//!
+//! Saves and loads are collective: every rank of the world calls them with the same path. Each rank writes and reads its own
+//! bytes; ranks exchange only plans, fingerprints and errors. A save replaces the old checkpoint atomically.
 
 mod assign;
 mod blocks;
@@ -42,10 +48,10 @@ mod verify;
 mod write;
 mod zip;
 
-pub use blocks::Blocks;
+pub use blocks::BlockChecksums;
 pub use catalog::Catalog;
 pub use content::BoxToWrite;
-pub use convert::{Conversion, ConvertOptions, Cut, convert};
+pub use convert::{Conversion, ConvertOptions, ReshardFn, convert};
 pub use diff::{DiffOptions, Difference, diff};
 pub use dry_load::{RankLoad, dry_load};
 pub use element::ElementType;
@@ -54,7 +60,7 @@ pub use format::{CheckpointFormat, FileRole, FileToWrite, Format, FormatWriter, 
 pub use load::{load, load_placed, load_reporting};
 pub use model_part::ModelPart;
 pub use open::open;
-pub use parts::{Named, Parts, Restore, RestoreParts, Stateful, load_into, named, save_from, save_from_with};
+pub use parts::{Named, Restore, RestoreParts, Stateful, StatefulParts, load_into, named, save_from, save_from_with};
 pub use save::{AsyncSave, SaveOptions, async_save, save, save_with};
 pub use series::{Resumed, Series, resume};
 pub use state::State;

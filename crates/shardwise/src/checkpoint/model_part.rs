@@ -1,4 +1,4 @@
-//! A module as part of a training run, with options for its names.
+//! A module as a part of a checkpoint, with options for its names.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -9,11 +9,10 @@ use super::state::State;
 use crate::error::{ErrorKind, Result};
 use crate::nn::{Loaded, Module, StateDictOptions};
 
-/// A module whose names are matched by [`StateDictOptions`], under `model`.
+/// A module that is saved and restored with [`StateDictOptions`]: a name prefix, and strict or non-strict matching.
 ///
-/// A strict load reports all names that the checkpoint lacks and all that the module lacks in one error; one that is not
-/// strict returns them with [`loaded`](Self::loaded). Names with another prefix than that of the options are left alone, and
-/// so are PyTorch's `num_batches_tracked`.
+/// Its entry is `model`. A strict load fails with one error that lists all missing and unexpected names; a non-strict one
+/// returns them from [`loaded`](Self::loaded). Names without the prefix, and PyTorch's `num_batches_tracked`, are ignored.
 ///
 /// ```
 /// use shardwise::checkpoint::{self, ModelPart};
@@ -41,18 +40,18 @@ use crate::nn::{Loaded, Module, StateDictOptions};
 pub struct ModelPart<'a, M: ?Sized> {
     module: &'a M,
     options: StateDictOptions,
-    /// Names that did not match when a load began.
+    /// The names that did not match, found while the template was built.
     compared: RefCell<Loaded>,
     loaded: Loaded,
 }
 
 impl<'a, M: Module + ?Sized> ModelPart<'a, M> {
-    /// A module with options.
+    /// Wraps a module with options.
     pub fn new(module: &'a M, options: StateDictOptions) -> Self {
         ModelPart { module, options, compared: RefCell::default(), loaded: Loaded::default() }
     }
 
-    /// Names that the last load did not match.
+    /// The names that did not match in the last load.
     pub fn loaded(&self) -> &Loaded {
         &self.loaded
     }
@@ -78,9 +77,9 @@ impl<M: Module + ?Sized> Restore for ModelPart<'_, M> {
         let loaded = self.options.compare(&own, names)?;
         state.retain(|name, _| !loaded.missing.contains(name));
         if state.is_empty() && !loaded.missing.is_empty() {
-            let found = format!("no name of the module below {below}{}", self.options.prefix);
+            let found = format!("no entry of the module under {below}{}", self.options.prefix);
             let fix = "set the prefix, or name the entry with `checkpoint::named`";
-            return Err(ErrorKind::Damaged.error("checkpoint", found, "one of them at least", fix));
+            return Err(ErrorKind::Damaged.error("checkpoint", found, "at least one", fix));
         }
         *self.compared.borrow_mut() = loaded;
         Ok(State::map(state.into_iter().map(|(name, tensor)| (self.options.prefix.clone() + &name, tensor))))

@@ -1,7 +1,7 @@
-//! This library's own format: safetensors files, one or more per rank, and a manifest that says what is where.
+//! The native format: one safetensors file per rank, and a manifest with the metadata of all tensors.
 //!
-//! Every byte is under a checksum: the manifest's content under its own, headers of files and blocks of chunks under those in
-//! the manifest. Manifests of earlier versions have no checksums of blocks, only one per chunk.
+//! A checksum covers every byte: the manifest has one of its own content, one per file header and one per block of each chunk.
+//! Manifests written before block checksums have only one checksum per chunk.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -14,20 +14,20 @@ use super::content::BoxToWrite;
 use super::files::Files;
 use super::format::{CheckpointFormat, FileRole, FileToWrite, FormatWriter, ValueStorage, WrittenFile};
 use super::safetensors::{self, header_bytes, is_safetensors, read_header};
-use super::stored::{Contents, NOT_OURS, StoredTensor};
+use super::stored::{Contents, NOT_A_CHECKPOINT, StoredTensor};
 use super::value::{Key, Value};
 use crate::error::{Error, ErrorKind, Result};
 
-/// The format, see above.
+/// See the module's documentation.
 pub(super) struct Native;
 
-/// The file that makes a directory a checkpoint.
+/// The manifest's file name; a directory that has it is a native checkpoint.
 const MANIFEST: &str = "manifest.json";
-/// A longer manifest is refused.
+/// Longest manifest that is read: a bound on what a hostile file can make a reader allocate.
 const MAX_MANIFEST: u64 = 1 << 30;
 const VERSION: u32 = 1;
 
-/// What the manifest says.
+/// The content of the manifest.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Manifest {
     version: u32,
@@ -37,18 +37,18 @@ struct Manifest {
     files: BTreeMap<String, FileInfo>,
 }
 
-/// What the manifest says of a file.
+/// Size and header checksum of a file.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct FileInfo {
-    /// Its size.
+    /// Size of the file.
     bytes: u64,
-    /// CRC-32 of its header.
+    /// CRC-32 of the safetensors header with its length field.
     header_crc32: u32,
 }
 
-/// The manifest as a file: the content, and its checksum.
+/// The manifest file: the content as raw JSON, and its checksum.
 #[derive(Serialize, Deserialize)]
-struct Sealed {
+struct SealedManifest {
     format: String,
     crc32: u32,
     content: Box<RawValue>,
@@ -60,19 +60,20 @@ impl Manifest {
         Manifest { version: VERSION, tensors, values, paths, files }
     }
 
-    /// The text of the file.
+    /// The JSON text of the manifest file.
     fn to_text(&self) -> Result<String> {
         let content = serde_json::value::to_raw_value(self).map_err(Error::other)?;
         let crc32 = crc32fast::hash(content.get().as_bytes());
-        serde_json::to_string(&Sealed { format: "shardwise".to_string(), crc32, content }).map_err(Error::other)
+        serde_json::to_string(&SealedManifest { format: "shardwise".to_string(), crc32, content }).map_err(Error::other)
     }
 }
 
-/// Reads the manifest of a checkpoint.
+/// Reads the manifest and verifies its checksum and version.
 fn read_manifest(files: &Files) -> Result<Manifest> {
-    let bad = |found: String, needed: &str| ErrorKind::Damaged.error("manifest", found, needed, NOT_OURS);
+    let bad = |found: String, needed: &str| ErrorKind::Damaged.error("manifest", found, needed, NOT_A_CHECKPOINT);
     let bytes = files.read_small(MANIFEST, MAX_MANIFEST)?;
-    let sealed: Sealed = serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string(), "a manifest"))?;
+    let sealed: SealedManifest =
+        serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string(), "a manifest"))?;
     let found = crc32fast::hash(sealed.content.get().as_bytes());
     if found != sealed.crc32 || sealed.format != "shardwise" {
         let found = format!("format {:?} with checksum {found:08x}", sealed.format);
@@ -102,7 +103,7 @@ impl CheckpointFormat for Native {
     }
 
     fn detect(&self, files: &Files) -> bool {
-        files.single().is_none() && files.size(MANIFEST).is_some()
+        files.single_file().is_none() && files.size(MANIFEST).is_some()
     }
 
     fn open(&self, files: &Files) -> Result<Contents> {
@@ -112,7 +113,7 @@ impl CheckpointFormat for Native {
             if found != Some(info.bytes) {
                 let found = found.map_or("no such file".to_string(), |size| format!("{size} bytes"));
                 let (needed, fix) =
-                    (format!("{} bytes in {name:?}", info.bytes), "the file is missing or cut off; copy it again");
+                    (format!("{} bytes in {name:?}", info.bytes), "the file is missing or truncated; copy it again");
                 return Err(ErrorKind::Damaged.error("checkpoint", found, needed, fix));
             }
             let expected = info.header_crc32;
@@ -131,7 +132,7 @@ impl CheckpointFormat for Native {
         name == MANIFEST
     }
 
-    /// The headers of all files are as they were written.
+    /// Compares the headers of all files with their checksums.
     fn verify(&self, files: &Files) -> Result<()> {
         let check = |(name, info): (&String, &FileInfo)| {
             check_header(name, &read_header(files, name)?.bytes, info.header_crc32)
@@ -165,7 +166,7 @@ impl FormatWriter for Native {
     }
 
     fn write_file(&self, out: &mut BufWriter<File>, file: FileToWrite<'_>) -> Result<WrittenFile> {
-        // Names say which box it is; the manifest is what counts.
+        // The manifest identifies the boxes; offsets in the names only keep them unique within the file.
         let name = |b: &BoxToWrite| match b.is_whole {
             true => b.key.clone(),
             false => {

@@ -1,4 +1,4 @@
-//! Finding out what is in a checkpoint, whatever its format.
+//! Opening a checkpoint of any format: recognizing it and reading its metadata.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -7,28 +7,33 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::catalog::Catalog;
-use super::directory::{aside, parent_of};
+use super::directory::{parent_of, previous_path};
 use super::files::Files;
 use super::format::Format;
 use crate::error::{Error, ErrorKind, Result};
 
-/// How often a checkpoint is opened anew because another save has replaced it meanwhile.
+/// How often [`open`] starts over because a concurrent save replaced the checkpoint. Far more saves than can complete during
+/// one open: reaching it means that the directory is not what it seems.
 const ATTEMPTS: u32 = 100;
 
-/// What is in the checkpoint at a path: a directory, or one file of safetensors or `torch.save`. Only descriptions are read,
-/// and everything about them is checked: what is found lies inside the files, and the boxes of every tensor fill it.
+/// Opens the checkpoint at `path`, a directory or a single safetensors or `torch.save` file, and reads its metadata.
 ///
-/// Local: every rank may open it by itself. If a save replaces the checkpoint meanwhile, the new one is opened; what is
-/// returned is always one of them and never parts of two.
+/// Local: any rank may call it, and it needs no world. Reads no tensor elements. The metadata is validated: every chunk is
+/// inside its file, and the chunks of each tensor cover it exactly once. If a save replaces the checkpoint meanwhile, the
+/// new one is opened; the result never mixes two saves.
+///
+/// # Errors
+/// [`ErrorKind::Damaged`] if no known format recognizes the path or its metadata is inconsistent; [`ErrorKind::Path`] if a
+/// file cannot be read.
 #[doc(alias = "FileSystemReader")]
 #[doc(alias = "read_metadata")]
 pub fn open(path: impl AsRef<Path>) -> Result<Catalog> {
     let path = path.as_ref();
     let mut attempt = 1;
     loop {
-        let files = Arc::new(hold(path)?);
+        let files = Arc::new(open_directory(path)?);
         let opened = read_descriptions(&files);
-        // What looks like damage may be that files are being removed because there is a newer checkpoint.
+        // An apparently damaged checkpoint may be one whose files are being removed because a newer one replaced it.
         if opened.is_ok() || attempt >= ATTEMPTS || !files.is_replaced() {
             return opened;
         }
@@ -36,14 +41,14 @@ pub fn open(path: impl AsRef<Path>) -> Result<Catalog> {
     }
 }
 
-/// Holds the directory that a checkpoint is in.
-fn hold(path: &Path) -> Result<Files> {
-    // Where directories cannot be exchanged, the old checkpoint is moved aside before the new one takes its place, and
-    // removed after: between two looks it may have changed places.
+/// Opens the directory that a checkpoint is in, and keeps the handle.
+fn open_directory(path: &Path) -> Result<Files> {
+    // Where directories cannot be exchanged, the old checkpoint is renamed before the new one takes its place, and removed
+    // afterwards: between two looks it may have moved, so three rounds are made.
     for _ in 0..3 {
-        for candidate in [path.to_path_buf(), aside(path)] {
+        for candidate in [path.to_path_buf(), previous_path(path)] {
             let directory = if candidate.is_file() { parent_of(&candidate) } else { candidate.clone() };
-            match Files::hold(&candidate, &directory) {
+            match Files::open_at(&candidate, &directory) {
                 Ok(files) => return Ok(files),
                 Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {}
                 Err(error) => return Err(not_one(format!("{error}: {}", candidate.display()))),
@@ -51,7 +56,7 @@ fn hold(path: &Path) -> Result<Files> {
         }
         std::thread::sleep(Duration::from_micros(100));
     }
-    Err(not_one(format!("nothing there: {}", path.display())))
+    Err(not_one(format!("no such file or directory: {}", path.display())))
 }
 
 fn read_descriptions(files: &Arc<Files>) -> Result<Catalog> {
@@ -64,18 +69,18 @@ fn read_descriptions(files: &Arc<Files>) -> Result<Catalog> {
     Ok(Catalog::new(format, contents, Arc::clone(files)))
 }
 
-/// The format of what is at a path.
+/// The format of the checkpoint at a path.
 pub(super) fn format_of(path: &Path) -> Result<Format> {
-    format_within(&hold(path)?)
+    format_within(&open_directory(path)?)
 }
 
 fn format_within(files: &Files) -> Result<Format> {
-    let none = || not_one(format!("a directory without one: {}", files.directory().display()));
+    let none = || not_one(format!("a directory without a checkpoint: {}", files.directory().display()));
     Format::detect(files).ok_or_else(none)
 }
 
 fn not_one(found: String) -> Error {
     let known: Vec<&str> = Format::all().into_iter().map(Format::name).collect();
     let needed = format!("a checkpoint of a known format ({})", known.join(", "));
-    ErrorKind::Damaged.error("checkpoint", found, needed, "name the directory or the file of a checkpoint")
+    ErrorKind::Damaged.error("checkpoint", found, needed, "pass the path of a checkpoint's directory or file")
 }

@@ -1,4 +1,5 @@
-//! A training run saved and restored in one call: model, optimizer with its schedule, generator, and what a program adds.
+//! Saving and restoring a training run in one call: model, optimizer with its schedule, generator, data position, and custom
+//! parts.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -10,7 +11,7 @@ use candle_core::{Device, Tensor};
 use super::catalog::Catalog;
 use super::files::LoadReport;
 use super::format::Format;
-use super::load::{like, load_one};
+use super::load::{load_consistent, load_template};
 use super::save::{SaveOptions, save_with};
 use super::state::State;
 use super::torch_optim;
@@ -23,49 +24,52 @@ use crate::optim::{OptimizerState, Schedule, ShardedOptimizer};
 use crate::random::GeneratorState;
 use crate::tensor::DTensor;
 
-/// Part of a training run that a checkpoint holds under a name: a module, an optimizer, the generator of a mesh, or a type of
-/// the program.
+/// A part of a training run that can be saved: a module, an optimizer, the generator of a mesh, or a custom type.
+///
+/// The counterpart of PyTorch's `Stateful` protocol: this trait is its `state_dict`, [`Restore`] its `load_state_dict`.
+/// Implemented for references: `&model`, `&optimizer`, `&mesh`, `&batches`.
 #[doc(alias = "get_state_dict")]
 pub trait Stateful {
-    /// Name of its entry in a checkpoint.
+    /// Name of the part's entry in a checkpoint, such as `model`.
     fn entry(&self) -> &str;
 
-    /// What is saved, complete: it is also the template of a load. Local.
+    /// Returns the state to save. It is also the default template of a load, so it must have all entries. Local.
     fn state(&self) -> Result<State>;
 
-    /// What is saved in a format; where readers of that format expect another form, that one.
+    /// Returns the state to save in `format`: in PyTorch's form if readers of the format expect that.
     fn state_in(&self, format: Format) -> Result<State> {
         let _ = format;
         self.state()
     }
 }
 
-/// A [`Stateful`] part that takes over what was loaded.
+/// A [`Stateful`] part that can be restored from a checkpoint.
 #[doc(alias = "set_state_dict")]
 pub trait Restore: Stateful {
-    /// What is to be loaded from a checkpoint that has this part under `entry`.
+    /// Returns the template to load, for a checkpoint that has this part under `entry`.
     fn template(&self, stored: &Catalog, entry: &str) -> Result<State> {
         let _ = (stored, entry);
         self.state()
     }
 
-    /// An error if [`restore`](Self::restore) would refuse this. It is called for all parts before any of them changes.
+    /// Fails if [`restore`](Self::restore) would. Called for all parts before any of them changes, so that a failed load
+    /// changes nothing.
     fn check(&self, loaded: &State) -> Result<()> {
         let _ = loaded;
         Ok(())
     }
 
-    /// Takes over what was loaded into its template.
+    /// Sets this part to the state that was loaded with its template.
     fn restore(&mut self, loaded: &State) -> Result<()>;
 }
 
-/// Several [`Stateful`] parts: a tuple of one to six.
-pub trait Parts {
+/// A tuple of one to six [`Stateful`] parts, such as `(&model, &optimizer, &mesh)`.
+pub trait StatefulParts {
     /// Calls `visit` with every part.
     fn each(&self, visit: &mut dyn FnMut(&dyn Stateful) -> Result<()>) -> Result<()>;
 }
 
-/// Several [`Restore`] parts: a tuple of one to six.
+/// A tuple of one to six [`Restore`] parts, such as `(&model, &mut optimizer, &mesh)`.
 pub trait RestoreParts {
     /// Calls `visit` with every part.
     fn each_mut(&mut self, visit: &mut dyn FnMut(&mut dyn Restore) -> Result<()>) -> Result<()>;
@@ -73,7 +77,7 @@ pub trait RestoreParts {
 
 macro_rules! tuples {
     ($($($T:ident $i:tt),+;)*) => {$(
-        impl<$($T: Stateful),+> Parts for ($($T,)+) {
+        impl<$($T: Stateful),+> StatefulParts for ($($T,)+) {
             fn each(&self, visit: &mut dyn FnMut(&dyn Stateful) -> Result<()>) -> Result<()> {
                 $(visit(&self.$i)?;)+
                 Ok(())
@@ -97,10 +101,13 @@ tuples! {
     A 0, B 1, C 2, D 3, E 4, F 5;
 }
 
-/// Saves the parts of a training run, each under its name. The twin of [`load_into`].
+/// Saves the parts of a training run, each under its name. [`load_into`] restores them.
 ///
-/// Collective: all ranks of the world make the call. Nothing but plans and errors is communicated; files are written as by
-/// [`save_with`]. In [`Format::Dcp`] the optimizer is written as PyTorch's `get_optimizer_state_dict` has it.
+/// Collective: every rank of the world must call it. Communicates and writes what [`save`](super::save()) does. In
+/// [`Format::Dcp`] the optimizer's state has the form of PyTorch's `get_optimizer_state_dict`.
+///
+/// # Errors
+/// As [`save`](super::save()); [`ErrorKind::Argument`] if two parts have the same name.
 ///
 /// ```
 /// use shardwise::checkpoint;
@@ -124,35 +131,49 @@ tuples! {
 /// ```
 #[doc(alias = "get_optimizer_state_dict")]
 #[track_caller]
-pub fn save_from(world: &World, path: impl AsRef<Path>, parts: impl Parts) -> Result<()> {
+pub fn save_from(world: &World, path: impl AsRef<Path>, parts: impl StatefulParts) -> Result<()> {
     save_from_with(world, path, parts, &SaveOptions::default())
 }
 
-/// As [`save_from`], with options.
+/// Saves the parts of a training run as [`save_from`] does, with a format and a timeout.
+///
+/// Collective.
 #[track_caller]
 #[allow(clippy::needless_pass_by_value)] // parts are references, written in the call as a tuple
-pub fn save_from_with(world: &World, path: impl AsRef<Path>, parts: impl Parts, options: &SaveOptions) -> Result<()> {
+pub fn save_from_with(
+    world: &World,
+    path: impl AsRef<Path>,
+    parts: impl StatefulParts,
+    options: &SaveOptions,
+) -> Result<()> {
     save_with(world, path, &state_of(&parts, options.format)?, options)
 }
 
-/// Restores the parts of a training run from a checkpoint: `(&model, &mut optimizer, &mesh)` are parameters and buffers, the
-/// moments, settings and schedule of the optimizer, and the generator of the mesh. Returns what this rank has read.
+/// Restores the parts of a training run from a checkpoint, and returns how much this rank read.
 ///
-/// Collective: all ranks of the world make the call. The checkpoint may have been saved in any layout by any number of ranks,
-/// or by PyTorch's distributed checkpoint; parts are looked for under `model`, `optimizer` and `generator`, or under the names
-/// given with [`named`].
+/// `(&model, &mut optimizer, &mesh)` restores parameters and buffers, the optimizer's state, settings and schedule, and the
+/// mesh's generator. Parts are found under `model`, `optimizer`, `generator` and `data`, or under the names given with
+/// [`named`]. See [`save_from`] for an example.
+///
+/// Collective: every rank of the world must call it. The checkpoint may have been saved in any layout by any number of ranks,
+/// or by `torch.distributed.checkpoint` with `get_state_dict`.
 ///
 /// # Errors
-/// As [`load`](super::load()); whatever a part needs and the checkpoint lacks is an error. Nothing changes then.
+/// As [`load`](super::load()): an entry that a part needs and the checkpoint lacks is an error. Then no part has changed.
 #[doc(alias = "set_optimizer_state_dict")]
 #[doc(alias = "load_sharded_optimizer_state_dict")]
 #[track_caller]
 pub fn load_into(world: &World, path: impl AsRef<Path>, mut parts: impl RestoreParts) -> Result<LoadReport> {
-    restored(world, path.as_ref(), &mut parts, Location::caller())
+    restore_parts(world, path.as_ref(), &mut parts, Location::caller())
 }
 
-/// Loads and restores all parts.
-pub(super) fn restored(world: &World, path: &Path, parts: &mut dyn RestoreParts, site: Site) -> Result<LoadReport> {
+/// Loads and restores all parts, or none.
+pub(super) fn restore_parts(
+    world: &World,
+    path: &Path,
+    parts: &mut dyn RestoreParts,
+    site: Site,
+) -> Result<LoadReport> {
     let parts = RefCell::new(parts);
     let read = |catalog: &Catalog| {
         let mut templates = BTreeMap::new();
@@ -163,12 +184,12 @@ pub(super) fn restored(world: &World, path: &Path, parts: &mut dyn RestoreParts,
                 Some(_) => Err(twice(part.entry())),
             }
         })?;
-        let loaded = like(catalog, &State::Map(templates))?;
-        // What cannot be restored is refused while nothing has changed, on all ranks alike.
+        let loaded = load_template(catalog, &State::Map(templates))?;
+        // Refused here, while no part has changed: an error of one rank fails the load on all ranks.
         parts.borrow_mut().each_mut(&mut |part| part.check(entry_of(&loaded, part.entry())?))?;
         Ok(loaded)
     };
-    let (loaded, report) = load_one(world, path, site, &read)?;
+    let (loaded, report) = load_consistent(world, path, site, &read)?;
     parts.into_inner().each_mut(&mut |part| {
         let loaded = entry_of(&loaded, part.entry())?;
         part.restore(loaded)
@@ -177,17 +198,17 @@ pub(super) fn restored(world: &World, path: &Path, parts: &mut dyn RestoreParts,
 }
 
 impl State {
-    /// The state of the parts of a training run, each under its name, as [`save_from`] saves it. Local.
+    /// Returns the state that [`save_from`] would save in the native format: each part under its name. Local.
     ///
-    /// For programs that add entries to it, or save it with [`async_save`](super::async_save).
+    /// For adding entries, or for saving it with [`async_save`](super::async_save).
     #[allow(clippy::needless_pass_by_value)] // parts are references, written in the call as a tuple
-    pub fn of(parts: impl Parts) -> Result<State> {
+    pub fn of(parts: impl StatefulParts) -> Result<State> {
         state_of(&parts, Format::Native)
     }
 }
 
-/// The state of all parts under their names.
-pub(super) fn state_of(parts: &impl Parts, format: Format) -> Result<State> {
+/// The state of all parts, each under its name.
+pub(super) fn state_of(parts: &impl StatefulParts, format: Format) -> Result<State> {
     let mut entries = BTreeMap::new();
     parts.each(&mut |part| match entries.insert(part.entry().to_string(), part.state_in(format)?) {
         None => Ok(()),
@@ -201,21 +222,21 @@ fn entry_of<'a>(state: &'a State, entry: &str) -> Result<&'a State> {
         ErrorKind::unknown(entry).error(
             "checkpoint",
             format!("no entry {entry:?}"),
-            "one per part",
-            "name the part as it was saved",
+            "an entry per part",
+            "give the part the name that it was saved under, with `checkpoint::named`",
         )
     })
 }
 
 fn twice(entry: &str) -> Error {
     let found = format!("two parts under the name {entry:?}");
-    ErrorKind::Argument.error("parts", found, "different names", "give one of them another with `checkpoint::named`")
+    ErrorKind::Argument.error("parts", found, "different names", "rename one of them with `checkpoint::named`")
 }
 
-/// A part under another name than its own.
+/// A part with another entry name, returned by [`named`].
 pub struct Named<T>(String, T);
 
-/// A part under another name than its own: `named("optim", &mut optimizer)`, `named("teacher", &model)`.
+/// Gives a part another entry name: `named("optim", &mut optimizer)`, `named("teacher", &model)`.
 pub fn named<T>(name: impl Into<String>, part: T) -> Named<T> {
     Named(name.into(), part)
 }
@@ -248,11 +269,11 @@ impl<T: Restore> Restore for Named<T> {
     }
 }
 
-/// Parameters and buffers by path, under `model`. What the checkpoint has beside them is left alone;
+/// A module's parameters and buffers by path, under `model`. Further entries of the checkpoint are ignored;
 /// [`ModelPart`](super::ModelPart) has options for that.
 ///
-/// In PyTorch's format a batch norm has `num_batches_tracked` beside its averages, which PyTorch asks for: 0, since modules
-/// here do not count batches, and averages with a fixed momentum do not depend on it. When loaded it is left alone.
+/// In PyTorch's format each batch norm also gets `num_batches_tracked`, which PyTorch requires: 0, since modules here do not
+/// count batches, and running averages with a fixed momentum do not depend on it. It is ignored when loading.
 impl<M: Module + ?Sized> Stateful for &M {
     fn entry(&self) -> &str {
         "model"
@@ -290,7 +311,7 @@ impl<M: Module + ?Sized> Restore for &M {
     }
 }
 
-/// Seed and position of the generator of a mesh, under `generator`.
+/// Seed and offset of the mesh's generator, under `generator`.
 impl Stateful for &DeviceMesh {
     fn entry(&self) -> &str {
         "generator"
@@ -312,7 +333,7 @@ impl Restore for &DeviceMesh {
     }
 }
 
-/// The position in the data, under `data`.
+/// The position in the data, with the number of samples and the shuffle seed, under `data`.
 impl<D: Dataset> Stateful for &mut Batches<D> {
     fn entry(&self) -> &str {
         "data"
@@ -336,7 +357,7 @@ impl<D: Dataset> Stateful for &Batches<D> {
     }
 }
 
-/// Refuses a position in other data or in another order: samples would be lost or repeated.
+/// Refuses a position in a dataset of another size or in another order: samples would be skipped or repeated.
 impl<D: Dataset> Restore for &mut Batches<D> {
     fn check(&self, loaded: &State) -> Result<()> {
         let own = self.state()?;
@@ -357,7 +378,7 @@ impl<D: Dataset> Restore for &mut Batches<D> {
     }
 }
 
-/// Moments, settings, schedule and steps, under `optimizer`.
+/// An optimizer's state per parameter, settings, schedule and number of steps, under `optimizer`.
 impl Stateful for &ShardedOptimizer {
     fn entry(&self) -> &str {
         "optimizer"
@@ -396,7 +417,7 @@ impl Restore for &mut ShardedOptimizer {
             false => State::try_from(&self.state_template()?)?,
         };
         if let State::Map(entries) = &mut template {
-            // Settings are those of the checkpoint, whatever they are. An older one has no schedule: the own one stays.
+            // Settings come from the checkpoint. Older checkpoints have no schedule: then the optimizer keeps its own.
             for name in ["groups", SCHEDULE] {
                 let found = stored.value(&format!("{entry}.{name}"));
                 entries.extend(found.ok().map(|value| (name.to_string(), State::Value(value))));
@@ -415,7 +436,7 @@ impl Restore for &mut ShardedOptimizer {
     }
 }
 
-/// The entry with the schedule, as text of JSON: one value, whatever its form.
+/// The entry with the schedule, as a string of JSON: a single value, whatever the schedule's structure.
 const SCHEDULE: &str = "schedule";
 
 fn with_schedule(mut state: State, schedule: Schedule) -> Result<State> {
@@ -438,7 +459,7 @@ fn optimizer_state(optimizer: &ShardedOptimizer, loaded: &State) -> Result<Optim
                 "optimizer state",
                 found,
                 "a schedule",
-                "set the schedule, and leave it out of the load",
+                "set the schedule in the program, and remove the entry from the checkpoint",
             )
         })?;
         state.schedule = Some(schedule);

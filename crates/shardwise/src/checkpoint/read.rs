@@ -1,37 +1,37 @@
-//! Boxes read from files: only the bytes that are needed, straight to where they belong, and each of them checked.
+//! Reading boxes of tensors: only the bytes that are needed, directly into the target, each verified by its checksum.
 
-use super::blocks::Blocks;
+use super::blocks::BlockChecksums;
 use super::files::Files;
 use super::stored::{Chunk, StoredTensor, row_major};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorBox;
 
-/// Shorter runs are read together with what lies between them.
+/// Runs shorter than this are read together with the bytes between them: below it a system call costs more than the bytes.
 const SHORT_RUN: usize = 16 << 10;
-/// Runs that are further apart are read one by one.
+/// Runs further apart than this are read one by one: reading the gap would cost more than another call.
 const FAR_APART: u64 = 256 << 10;
-/// How much is read at a time: little enough to be in the cache of the core when it is hashed and copied.
+/// Bytes that are read at a time: few enough to still be in the core's cache when they are hashed and copied.
 const WINDOW: u64 = 1 << 20;
 
 impl Files {
-    /// Fills `into` with a box of a tensor, row-major, from the chunks that have it. What is read of a chunk with checksums of
-    /// blocks is compared with them; one that has a checksum of the whole only is compared if all of it is read.
+    /// Fills `into` with a box of a tensor, row-major, from the chunks that overlap it. Chunks with block checksums are read by
+    /// whole blocks and verified; a chunk with a single checksum is verified only if all of it is read.
     pub(super) fn read_box(&self, key: &str, tensor: &StoredTensor, part: &TensorBox, into: &mut [u8]) -> Result<()> {
         for chunk in &tensor.chunks {
             let Some(both) = chunk.part.intersect(part) else { continue };
             let size = tensor.element.size_in_bytes();
-            let runs = Runs::new(chunk, &both, part, size);
+            let runs = ByteRuns::new(chunk, &both, part, size);
             self.check_first(&chunk.file)?;
             let bytes = (both.volume() * size) as u64;
             if let (Some(blocks), Some(length), None) = (&chunk.blocks, chunk.span(tensor.element), &chunk.strides) {
-                let window = Window { start: 0, bytes: Vec::new() };
+                let window = ReadWindow { start: 0, bytes: Vec::new() };
                 BlockReader { files: self, key, chunk, blocks, length, window }.read_runs(&runs, into)?;
                 self.count(key, bytes, true);
                 continue;
             }
             self.read_runs(chunk, &runs, into)?;
-            let whole = chunk.crc32.filter(|_| both == chunk.part && chunk.strides.is_none());
-            if let Some(expected) = whole {
+            let whole_crc = chunk.crc32.filter(|_| both == chunk.part && chunk.strides.is_none());
+            if let Some(expected) = whole_crc {
                 let mut hasher = crc32fast::Hasher::new();
                 runs.for_each(|_, target| {
                     hasher.update(&into[target..target + runs.bytes]);
@@ -39,18 +39,18 @@ impl Files {
                 })?;
                 check_crc(key, chunk, 0, expected, hasher.finalize())?;
             }
-            self.count(key, bytes, whole.is_some());
+            self.count(key, bytes, whole_crc.is_some());
         }
         Ok(())
     }
 
-    fn read_runs(&self, chunk: &Chunk, runs: &Runs, into: &mut [u8]) -> Result<()> {
+    fn read_runs(&self, chunk: &Chunk, runs: &ByteRuns, into: &mut [u8]) -> Result<()> {
         if runs.bytes >= SHORT_RUN || runs.step() > FAR_APART {
             return runs.for_each(|source, target| {
                 self.read(&chunk.file, chunk.offset + source, &mut into[target..target + runs.bytes])
             });
         }
-        let mut window = Window { start: 0, bytes: Vec::new() };
+        let mut window = ReadWindow { start: 0, bytes: Vec::new() };
         runs.for_each(|source, target| {
             let end = source + runs.bytes as u64;
             if !window.covers(source, end) {
@@ -64,13 +64,13 @@ impl Files {
     }
 }
 
-/// A range of a chunk in memory.
-struct Window {
+/// A buffered byte range of a chunk.
+struct ReadWindow {
     start: u64,
     bytes: Vec<u8>,
 }
 
-impl Window {
+impl ReadWindow {
     fn covers(&self, from: u64, to: u64) -> bool {
         from >= self.start && to <= self.start + self.bytes.len() as u64
     }
@@ -80,29 +80,29 @@ impl Window {
     }
 }
 
-/// Reads a chunk by whole blocks. No byte of a block is handed out before the block is compared with its checksum.
+/// Reads a chunk by whole blocks; no byte of a block is used before its checksum is verified.
 struct BlockReader<'a> {
     files: &'a Files,
     key: &'a str,
     chunk: &'a Chunk,
-    blocks: &'a Blocks,
+    blocks: &'a BlockChecksums,
     /// Length of the chunk in bytes.
     length: u64,
-    /// Blocks that were read last: neighbouring runs share them.
-    window: Window,
+    /// The blocks that were read last: neighbouring runs share them.
+    window: ReadWindow,
 }
 
 impl BlockReader<'_> {
-    fn read_runs(&mut self, runs: &Runs, into: &mut [u8]) -> Result<()> {
-        // Where nearly every block has a run, or runs are short, blocks are read many at a time with all that is in them.
-        let near = runs.step() <= 2 * self.blocks.bytes || runs.bytes < SHORT_RUN && runs.step() <= FAR_APART;
+    fn read_runs(&mut self, runs: &ByteRuns, into: &mut [u8]) -> Result<()> {
+        // Where nearly every block has a run, or runs are short, many blocks are read at a time, gaps included.
+        let near = runs.step() <= 2 * self.blocks.block_bytes || runs.bytes < SHORT_RUN && runs.step() <= FAR_APART;
         let ahead = if near && !runs.sizes.is_empty() { WINDOW.min(runs.end - runs.source) } else { 0 };
         runs.for_each(|source, target| self.read(source, runs, ahead, &mut into[target..target + runs.bytes]))
     }
 
     /// Fills `into` with the bytes from `source` on.
-    fn read(&mut self, source: u64, runs: &Runs, ahead: u64, into: &mut [u8]) -> Result<()> {
-        let (block, end) = (self.blocks.bytes, source + into.len() as u64);
+    fn read(&mut self, source: u64, runs: &ByteRuns, ahead: u64, into: &mut [u8]) -> Result<()> {
+        let (block, end) = (self.blocks.block_bytes, source + into.len() as u64);
         let (first, last) =
             (source.next_multiple_of(block), if end == self.length { end } else { end / block * block });
         if ahead > 0 || first >= last {
@@ -110,7 +110,7 @@ impl BlockReader<'_> {
             into.copy_from_slice(whole.get(source, end));
             return Ok(());
         }
-        // The blocks that are needed as a whole go straight to where they stay, those at both ends through the window.
+        // Blocks that are needed completely are read into the target; those at both ends go through the window.
         let (head, rest) = into.split_at_mut((first - source) as usize);
         let (inner, tail) = rest.split_at_mut((last - first) as usize);
         if !head.is_empty() {
@@ -127,33 +127,33 @@ impl BlockReader<'_> {
         Ok(())
     }
 
-    /// The window with a range in it, and with as much behind it as will be needed.
-    fn load(&mut self, from: u64, to: u64, ahead: u64, needed: u64) -> Result<&Window> {
+    /// Returns the window with a range in it, reading up to `ahead` bytes further if they will be needed.
+    fn load(&mut self, from: u64, to: u64, ahead: u64, needed: u64) -> Result<&ReadWindow> {
         if !self.window.covers(from, to) {
-            let block = self.blocks.bytes;
+            let block = self.blocks.block_bytes;
             let start = from / block * block;
             let end = to.max(needed.min(start + ahead)).next_multiple_of(block).min(self.length);
             let mut bytes = std::mem::take(&mut self.window.bytes);
             bytes.resize((end - start) as usize, 0);
             self.fill(start, &mut bytes)?;
-            self.window = Window { start, bytes };
+            self.window = ReadWindow { start, bytes };
         }
         Ok(&self.window)
     }
 
-    /// Reads and compares the blocks from byte `start` on, where one begins, to the end of one.
+    /// Reads and verifies whole blocks from byte `start` on, which is the beginning of a block.
     fn fill(&self, start: u64, into: &mut [u8]) -> Result<()> {
         self.files.read(&self.chunk.file, self.chunk.offset + start, into)?;
-        let first = (start / self.blocks.bytes) as usize;
-        for (i, block) in into.chunks(self.blocks.bytes as usize).enumerate() {
-            let at = start + i as u64 * self.blocks.bytes;
+        let first = (start / self.blocks.block_bytes) as usize;
+        for (i, block) in into.chunks(self.blocks.block_bytes as usize).enumerate() {
+            let at = start + i as u64 * self.blocks.block_bytes;
             check_crc(self.key, self.chunk, at, self.blocks.crc32[first + i], crc32fast::hash(block))?;
         }
         Ok(())
     }
 }
 
-/// An error unless the bytes of a chunk, or of a block that begins at byte `at` of it, have the checksum stored with them.
+/// Compares the checksum of a chunk, or of its block that begins at byte `at`, with the stored one.
 pub(super) fn check_crc(key: &str, chunk: &Chunk, at: u64, expected: u32, found: u32) -> Result<()> {
     if found == expected {
         return Ok(());
@@ -161,7 +161,7 @@ pub(super) fn check_crc(key: &str, chunk: &Chunk, at: u64, expected: u32, found:
     Err(ErrorKind::Damaged.error(
         "checkpoint",
         format!(
-            "checksum {found:08x} for the part of tensor {key:?} at byte {} of {:?}",
+            "checksum {found:08x} for the chunk of tensor {key:?} at byte {} of {:?}",
             chunk.offset + at,
             chunk.file
         ),
@@ -170,23 +170,23 @@ pub(super) fn check_crc(key: &str, chunk: &Chunk, at: u64, expected: u32, found:
     ))
 }
 
-/// Ranges of bytes that are dense both in a chunk and in a box under construction, in the order of the chunk's.
-struct Runs {
-    /// Sizes of the dimensions that are walked; what is inside them is one run.
+/// Byte ranges that are contiguous both in a chunk and in the target box, in the chunk's order.
+struct ByteRuns {
+    /// Sizes of the dimensions that are iterated over; the dimensions inside them form one run.
     sizes: Vec<usize>,
-    /// Steps in the chunk and in the target for each of these, in bytes.
+    /// Byte steps in the chunk and in the target for each of these dimensions.
     source_steps: Vec<u64>,
     target_steps: Vec<usize>,
     source: u64,
     target: usize,
     /// Length of a run.
     bytes: usize,
-    /// Behind the last byte that is needed of the chunk.
+    /// End of the last byte that is needed of the chunk.
     end: u64,
 }
 
-impl Runs {
-    /// The runs of the box `both`, which lies in the chunk and in the box `target`.
+impl ByteRuns {
+    /// The runs of the box `both`, the intersection of the chunk with the box `target`.
     fn new(chunk: &Chunk, both: &TensorBox, target: &TensorBox, size: usize) -> Self {
         let (strides, target_strides) = (chunk.strides(), row_major(&target.sizes));
         let start = |inner: &TensorBox, strides: &[usize]| -> usize {
@@ -194,16 +194,16 @@ impl Runs {
         };
         let (source, offset) = (start(&chunk.part, &strides), start(target, &target_strides));
         let last: usize = both.sizes.iter().zip(&strides).map(|(n, s)| (n - 1) * s).sum();
-        // Dimensions join the run from the last one on, as long as both sides are dense.
+        // Dimensions join the run from the last one on, as long as both sides are contiguous.
         let (mut dims, mut run) = (both.sizes.len(), 1);
         while dims > 0 && (both.sizes[dims - 1] == 1 || strides[dims - 1] == run && target_strides[dims - 1] == run) {
             run *= both.sizes[dims - 1];
             dims -= 1;
         }
-        // A transposed chunk is walked as it lies in the file, so that each of its bytes is read once.
+        // A transposed chunk is iterated in file order, so that each of its bytes is read once.
         let mut order: Vec<usize> = (0..dims).filter(|&dim| both.sizes[dim] != 1).collect();
         order.sort_by_key(|&dim| std::cmp::Reverse(strides[dim]));
-        Runs {
+        ByteRuns {
             sizes: order.iter().map(|&dim| both.sizes[dim]).collect(),
             source_steps: order.iter().map(|&dim| (strides[dim] * size) as u64).collect(),
             target_steps: order.iter().map(|&dim| target_strides[dim] * size).collect(),

@@ -1,7 +1,7 @@
-//! Safetensors files: a header of JSON, then the bytes of all tensors.
+//! Safetensors files: a JSON header, then the bytes of all tensors.
 //!
-//! Ours and not the `safetensors` crate, which takes a file as one slice of memory: here ranges are read of files that are held
-//! open, and boxes are written in one pass with checksums of blocks.
+//! Not the `safetensors` crate, which needs a file as one slice of memory: here byte ranges are read from files that are kept
+//! open, and boxes are written in one pass with block checksums.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Seek, Write};
@@ -13,56 +13,56 @@ use serde_json::{Map, json};
 use super::content::BoxToWrite;
 use super::element::ElementType;
 use super::files::Files;
-use super::stored::{Chunk, NOT_OURS};
+use super::stored::{Chunk, NOT_A_CHECKPOINT};
 use crate::error::{Error, ErrorKind, Result};
 
-/// A header longer than this is refused; the format's own library has the same bound.
+/// Longest header that is read; the `safetensors` library has the same bound.
 const MAX_HEADER: u64 = 100_000_000;
 
-/// What the header of a file says.
-pub(super) struct Header {
-    /// The free part of the header.
+/// The validated header of a file.
+pub(super) struct SafetensorsHeader {
+    /// The `__metadata__` entry: free-form strings.
     pub(super) metadata: BTreeMap<String, String>,
-    /// Tensors by name: type, shape, and where they begin in the file.
+    /// Tensors by name: type, shape, and byte offset in the file.
     pub(super) tensors: BTreeMap<String, (ElementType, Vec<usize>, u64)>,
-    /// Bytes of the header with its length.
+    /// The raw header with its length field.
     pub(super) bytes: Vec<u8>,
 }
 
 #[derive(serde::Deserialize)]
-struct Info {
+struct TensorInfo {
     dtype: String,
     shape: Vec<usize>,
     data_offsets: [u64; 2],
 }
 
-/// The header as JSON has it. A name that is there twice would mean two things to two readers: it is refused.
+/// The header as parsed from JSON. A duplicate name is refused, because readers would disagree about which one counts.
 #[derive(Default)]
-struct Entries {
-    metadata: Unique<String>,
-    tensors: Vec<(String, Info)>,
+struct HeaderEntries {
+    metadata: UniqueMap<String>,
+    tensors: Vec<(String, TensorInfo)>,
 }
 
-/// A map of JSON that has every key once.
-pub(super) struct Unique<T>(pub(super) BTreeMap<String, T>);
+/// A JSON object that is refused if a key occurs twice.
+pub(super) struct UniqueMap<T>(pub(super) BTreeMap<String, T>);
 
-impl<T> Default for Unique<T> {
+impl<T> Default for UniqueMap<T> {
     fn default() -> Self {
-        Unique(BTreeMap::new())
+        UniqueMap(BTreeMap::new())
     }
 }
 
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Unique<T> {
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for UniqueMap<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Visit<T>(std::marker::PhantomData<T>);
-        impl<'de, T: Deserialize<'de>> Visitor<'de> for Visit<T> {
-            type Value = Unique<T>;
+        struct UniqueMapVisitor<T>(std::marker::PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for UniqueMapVisitor<T> {
+            type Value = UniqueMap<T>;
 
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a map with different keys")
+                f.write_str("a map without duplicate keys")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Unique<T>, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<UniqueMap<T>, A::Error> {
                 let mut all = BTreeMap::new();
                 while let Some((key, value)) = map.next_entry::<String, T>()? {
                     if all.contains_key(&key) {
@@ -70,25 +70,25 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Unique<T> {
                     }
                     all.insert(key, value);
                 }
-                Ok(Unique(all))
+                Ok(UniqueMap(all))
             }
         }
-        deserializer.deserialize_map(Visit(std::marker::PhantomData))
+        deserializer.deserialize_map(UniqueMapVisitor(std::marker::PhantomData))
     }
 }
 
-impl<'de> Deserialize<'de> for Entries {
+impl<'de> Deserialize<'de> for HeaderEntries {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Visit;
-        impl<'de> Visitor<'de> for Visit {
-            type Value = Entries;
+        struct HeaderVisitor;
+        impl<'de> Visitor<'de> for HeaderVisitor {
+            type Value = HeaderEntries;
 
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("type, shape and place by name")
+                f.write_str("dtype, shape and offsets by name")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries, A::Error> {
-                let (mut entries, mut seen) = (Entries::default(), BTreeSet::new());
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<HeaderEntries, A::Error> {
+                let (mut entries, mut seen) = (HeaderEntries::default(), BTreeSet::new());
                 while let Some(key) = map.next_key::<String>()? {
                     if !seen.insert(key.clone()) {
                         return Err(A::Error::custom(format!("{key:?} twice")));
@@ -101,14 +101,14 @@ impl<'de> Deserialize<'de> for Entries {
                 Ok(entries)
             }
         }
-        deserializer.deserialize_map(Visit)
+        deserializer.deserialize_map(HeaderVisitor)
     }
 }
 
-/// The header of a file with its length.
+/// Reads the raw header of a file with its length field.
 pub(super) fn header_bytes(files: &Files, name: &str) -> Result<Vec<u8>> {
     let bad = |found: String, needed: &str| {
-        ErrorKind::Damaged.error("safetensors file", format!("{found} in {name:?}"), needed, NOT_OURS)
+        ErrorKind::Damaged.error("safetensors file", format!("{found} in {name:?}"), needed, NOT_A_CHECKPOINT)
     };
     let size = files.size(name).ok_or_else(|| bad("no file".to_string(), "a file"))?;
     let mut length = [0; 8];
@@ -125,16 +125,16 @@ pub(super) fn header_bytes(files: &Files, name: &str) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Reads and checks the header of a file.
-pub(super) fn read_header(files: &Files, name: &str) -> Result<Header> {
+/// Reads and validates the header of a file.
+pub(super) fn read_header(files: &Files, name: &str) -> Result<SafetensorsHeader> {
     let bad = |found: String, needed: &str| {
-        ErrorKind::Damaged.error("safetensors file", format!("{found} in {name:?}"), needed, NOT_OURS)
+        ErrorKind::Damaged.error("safetensors file", format!("{found} in {name:?}"), needed, NOT_A_CHECKPOINT)
     };
     let bytes = header_bytes(files, name)?;
     let (size, length) = (files.size(name).unwrap_or(0), bytes.len() as u64 - 8);
-    let parsed: Entries =
-        serde_json::from_slice(&bytes[8..]).map_err(|error| bad(error.to_string(), "a header of JSON"))?;
-    let mut header = Header { metadata: parsed.metadata.0, tensors: BTreeMap::new(), bytes };
+    let parsed: HeaderEntries =
+        serde_json::from_slice(&bytes[8..]).map_err(|error| bad(error.to_string(), "a JSON header"))?;
+    let mut header = SafetensorsHeader { metadata: parsed.metadata.0, tensors: BTreeMap::new(), bytes };
     let mut ranges = Vec::new();
     for (key, info) in parsed.tensors {
         let element = ElementType::from_name(&info.dtype)?;
@@ -153,7 +153,7 @@ pub(super) fn read_header(files: &Files, name: &str) -> Result<Header> {
     let mut reached = 0;
     for (start, end) in ranges {
         if start != reached {
-            return Err(bad(format!("tensors that leave or share bytes at {reached}"), "one after the other"));
+            return Err(bad(format!("a gap or an overlap between tensors at byte {reached}"), "tensors without gaps"));
         }
         reached = end;
     }
@@ -163,13 +163,13 @@ pub(super) fn read_header(files: &Files, name: &str) -> Result<Header> {
     Ok(header)
 }
 
-/// Whether a file is one of safetensors, by its name.
+/// Whether a file name has the extension of safetensors.
 pub(super) fn is_safetensors(name: &str) -> bool {
     Path::new(name).extension().is_some_and(|e| e == "safetensors")
 }
 
-/// Writes a file with some boxes under these names, in this order. Returns where they are, by the key of their tensor, and the
-/// CRC-32 of the header.
+/// Writes a file with boxes under the given names. Returns their chunks with the flat keys of their tensors, and the CRC-32 of
+/// the header.
 pub(super) fn write(
     out: &mut (impl Write + Seek),
     file: &str,
@@ -177,7 +177,7 @@ pub(super) fn write(
     boxes: &[(String, BoxToWrite)],
     progress: &dyn Fn(u64),
 ) -> Result<(Vec<(String, Chunk)>, u32)> {
-    // Readers that map the file want elements aligned: wide ones come first, as the format's own library has them.
+    // Widest types first, as the `safetensors` library does, so that readers that map the file find elements aligned.
     let mut order: Vec<&(String, BoxToWrite)> = boxes.iter().collect();
     order.sort_by_key(|(_, content)| std::cmp::Reverse(content.element().size_in_bytes()));
     let mut header = Map::new();

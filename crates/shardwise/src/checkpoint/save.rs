@@ -1,4 +1,4 @@
-//! Saving: every rank writes what it owns, and the new checkpoint takes the place of the old one as a whole.
+//! Saving: each rank writes its share of the boxes, and the new checkpoint replaces the old one atomically.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,15 +11,15 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Tensor};
 
-use super::assign::{Task, assign, tasks};
-use super::content::{BoxToWrite, Content};
+use super::assign::{WriteTask, assign_writers, write_tasks};
+use super::content::{BoxContent, BoxToWrite};
 use super::directory::{Staging, unwritable};
 use super::element::ElementType;
 use super::format::{FileRole, Format, FormatWriter, ValueStorage, WrittenFile};
-use super::state::{Leaf, State};
+use super::state::{State, StateLeaf};
 use super::stored::{Contents, StoredTensor};
 use super::value::Value;
-use super::write::{in_files, seal, write_file};
+use super::write::{boxes_by_file, finish_checkpoint, write_file};
 use crate::comm::{World, agree, texts, together};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
@@ -28,13 +28,14 @@ use crate::sharded::ShardedTensor;
 use crate::tensor::DTensor;
 use shardwise_kernels::{bytes_of, dense, own_copy, placeholder};
 
-/// How a checkpoint is saved.
+/// Options of a save: format and timeout.
 #[doc(alias = "FileSystemWriter")]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SaveOptions {
-    /// The format.
+    /// The file format; [`Format::Native`] by default.
     pub format: Format,
-    /// How long the rank that puts the checkpoint together waits for the files of the others.
+    /// How long rank 0, which completes the checkpoint, waits for the files of the other ranks; 240 s by default, less than
+    /// the 300 s of collectives, so that the error names the missing files and is not a timeout of the next collective.
     pub deadline: Duration,
 }
 
@@ -44,10 +45,17 @@ impl Default for SaveOptions {
     }
 }
 
-/// Saves state to a directory, which becomes a checkpoint. All ranks of the world make the call.
+/// Saves `state` as a checkpoint directory.
 ///
-/// Every box of a tensor is written once, by one of the ranks that hold it. If a checkpoint is there already, it is replaced
-/// as a whole: a crash at any moment leaves the old one or the new one.
+/// Collective: every rank of the world must call it with the same path and the same structure of state. Each box of a tensor
+/// is written once, by one of the ranks that hold it, balanced by bytes; a `Partial` tensor is reduced first. Apart from that
+/// ranks exchange only the plan and errors. An existing checkpoint at `path` is replaced atomically: a crash at any moment
+/// leaves the old one or the new one.
+///
+/// # Errors
+/// The same on all ranks: [`Error::OnRank`] with the error of the first rank that failed; [`ErrorKind::Disagreement`] if
+/// ranks save different state or paths; [`ErrorKind::Path`] if the path has files that are not a checkpoint's, or cannot be
+/// written; [`ErrorKind::NoData`] in a dry run.
 ///
 /// ```
 /// use shardwise::checkpoint::{self, State};
@@ -57,7 +65,7 @@ impl Default for SaveOptions {
 /// # let path = directory.clone();
 /// launch(2, move |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let weight = DTensor::arange(0.0, 6.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+///     let weight = DTensor::arange(0.0..6.0, DType::F32, &mesh, [Shard(0)])?;
 ///     checkpoint::save(&world, &path, &State::map([("weight", State::from(weight)), ("step", State::from(3))]))?;
 ///
 ///     let template = State::map([("weight", DTensor::zeros(6, DType::F32, &mesh, [Replicate])?)]);
@@ -73,43 +81,58 @@ pub fn save(world: &World, path: impl AsRef<Path>, state: &State) -> Result<()> 
     begin(world, path.as_ref(), state, &SaveOptions::default(), Location::caller())?.finish(Location::caller())
 }
 
-/// As [`save`], with options.
+/// Saves `state` as [`save`] does, with a format and a timeout.
+///
+/// Collective.
 #[track_caller]
 pub fn save_with(world: &World, path: impl AsRef<Path>, state: &State, options: &SaveOptions) -> Result<()> {
     begin(world, path.as_ref(), state, options, Location::caller())?.finish(Location::caller())
 }
 
-/// As [`save_with`], but returns as soon as it is clear what will be written; threads do the rest. What is saved is the
-/// state as it is now: tensors never change, so a snapshot costs nothing.
+/// Starts a save and returns as soon as the ranks have agreed on a plan; a background thread per rank writes the files.
+///
+/// Collective, and so is [`AsyncSave::wait`]. Saves the state as it is at the time of the call: `DTensor`s are immutable, so
+/// the snapshot costs no copy (plain tensors are copied). Writing threads do not communicate, so training can go on meanwhile.
+///
+/// # Errors
+/// As [`save`]; errors of writing come from [`AsyncSave::wait`].
 #[track_caller]
 pub fn async_save(world: &World, path: impl AsRef<Path>, state: &State, options: &SaveOptions) -> Result<AsyncSave> {
     begin(world, path.as_ref(), state, options, Location::caller())
 }
 
-/// A save that is under way.
+/// A save in progress, returned by [`async_save`].
+///
+/// Dropped without [`wait`](Self::wait), rank 0 waits at most 5 more seconds for the files of the other ranks and then gives
+/// up; an incomplete save never replaces the old checkpoint.
 #[doc(alias = "AsyncSaveResponse")]
 #[must_use = "the checkpoint is certain only after wait"]
 pub struct AsyncSave {
     world: World,
     writer: Option<JoinHandle<Result<()>>>,
-    /// Whether the writer of the first rank is to wait for the others.
+    /// Whether rank 0's writer should go on waiting for the other ranks: [`AWAITED`], [`ABANDONED`] or [`FAILED`].
     wait: Arc<AtomicU8>,
 }
 
 impl AsyncSave {
-    /// Whether this rank has done its part.
+    /// Whether this rank's writer has finished. Local; other ranks may still be writing.
     pub fn is_finished(&self) -> bool {
         self.writer.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Waits until the checkpoint is complete. All ranks make the call; if one of them failed, all get its error.
+    /// Waits until the checkpoint is complete.
+    ///
+    /// Collective.
+    ///
+    /// # Errors
+    /// If a rank failed, all ranks get its error.
     #[track_caller]
     pub fn wait(self) -> Result<()> {
         self.finish(Location::caller())
     }
 
     fn finish(mut self, site: Site) -> Result<()> {
-        // First all but the first rank, so that it need not wait for the files of one that has failed.
+        // Join all ranks but rank 0 first, so that rank 0 does not wait for the files of a rank that failed.
         let is_first = self.world.rank() == 0;
         let mine = if is_first { Ok(()) } else { self.join() };
         let others = together(&self.world, mine, site);
@@ -117,7 +140,7 @@ impl AsyncSave {
             self.wait.store(FAILED, SeqCst);
         }
         let mine = if is_first { self.join() } else { Ok(()) };
-        // An error of the others explains that of the first rank.
+        // If another rank failed, that is why rank 0 did: its error is the one to report.
         match others {
             Ok(()) => together(&self.world, mine, site),
             Err(error) => Err(error),
@@ -131,18 +154,17 @@ impl AsyncSave {
 }
 
 impl Drop for AsyncSave {
-    /// Without [`wait`](Self::wait) the save goes on only as long as its end is near: a rank that fails must not wait for
-    /// others.
+    /// Stops waiting for other ranks after a grace period: a rank that unwinds because of an error must not hang here.
     fn drop(&mut self) {
         let _ = self.wait.compare_exchange(AWAITED, ABANDONED, SeqCst, SeqCst);
         let _ = self.join();
     }
 }
 
-/// How long a save that nobody waits for goes on waiting for other ranks.
+/// How long a dropped save goes on waiting for other ranks: enough for ranks that finish at about the same time.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Plans the save on all ranks together, and starts to write.
+/// Plans the save collectively and starts this rank's writer.
 fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site: Site) -> Result<AsyncSave> {
     if world.is_dry() {
         return Err(ErrorKind::NoData.error(
@@ -157,7 +179,7 @@ fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site:
     let fingerprint = format!("{} {}", options.format, planned.describe());
     agree(world, &[("state to save", &fingerprint), ("path to save to", &path.to_string_lossy())], site)?;
     let me = world.rank();
-    // One rank makes the directory, all use it.
+    // Rank 0 creates the staging directory; all ranks write to it.
     let staging = match me {
         0 => Staging::new(path, unique()).map(Some),
         _ => Ok(None),
@@ -165,7 +187,7 @@ fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site:
     let staging = together(world, staging, site)?;
     let chosen = texts(world, &staging.as_ref().map_or_else(String::new, |s| s.path().to_string_lossy().into()), site)?;
     let wait = Arc::new(AtomicU8::new(AWAITED));
-    let job = Job {
+    let job = RankWriter {
         rank: me,
         ranks: world.size(),
         writer,
@@ -180,33 +202,33 @@ fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site:
     Ok(AsyncSave { world: world.clone(), writer: Some(writer), wait })
 }
 
-/// Somebody waits for the save.
+/// The program will wait for the save.
 const AWAITED: u8 = 0;
-/// Nobody does any more.
+/// The save was dropped without waiting.
 const ABANDONED: u8 = 1;
-/// A rank has failed: there is nothing to wait for.
+/// Another rank failed: its files will never come.
 const FAILED: u8 = 2;
 
-/// A number that no other save has.
+/// An id that no other save has.
 fn unique() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
     now ^ (u64::from(std::process::id()) << 40)
 }
 
-/// What is saved, and what this rank writes of it.
-struct Planned {
-    /// All tensors without their chunks, and all values.
+/// The plan of a save: all metadata, and the boxes that this rank writes.
+struct SavePlan {
+    /// All tensors, without chunks, and all values.
     contents: Contents,
-    /// Who writes which box.
+    /// Tensor, box and writing rank of every box.
     writers: Vec<(String, TensorBox, usize)>,
-    /// What this rank writes.
+    /// The boxes that this rank writes.
     boxes: Vec<BoxToWrite>,
-    /// Checksums of tensors that should be the same on all ranks.
+    /// CRC-32 of the plain tensors, which must be the same on all ranks.
     plain: Vec<(String, u32)>,
 }
 
-impl Planned {
-    /// The plan in words that are the same on all ranks if the plan is.
+impl SavePlan {
+    /// The plan as text, for comparison between ranks.
     fn describe(&self) -> String {
         let values: Vec<String> = self.contents.values.iter().map(|(key, value)| format!("{key} = {value}")).collect();
         let tensor = |(key, t): (&String, &StoredTensor)| format!("{key}: {} {:?}", t.element, t.shape);
@@ -215,36 +237,36 @@ impl Planned {
     }
 }
 
-fn plan(world: &World, state: &State, writer: &dyn FormatWriter) -> Result<Planned> {
+fn plan(world: &World, state: &State, writer: &dyn FormatWriter) -> Result<SavePlan> {
     let mut contents = Contents::default();
-    let mut all: Vec<Task> = Vec::new();
-    let mut sources: BTreeMap<String, Source> = BTreeMap::new();
+    let mut all: Vec<WriteTask> = Vec::new();
+    let mut sources: BTreeMap<String, TensorToSave> = BTreeMap::new();
     let mut plain = Vec::new();
     for (key, (path, leaf)) in state.flatten()? {
         let source = match leaf {
-            Leaf::Value(value) => {
+            StateLeaf::Value(value) => {
                 check_value(&key, &value, writer)?;
                 contents.values.insert(key.clone(), value);
                 contents.paths.insert(key, path);
                 continue;
             }
-            Leaf::Tensor(tensor) => Source::of_tensor(tensor, world.rank())?,
-            Leaf::Sharded(tensor) => Source::of_sharded(tensor, world.rank()),
-            Leaf::Plain(tensor) => {
-                let source = Source::of_plain(tensor, world)?;
+            StateLeaf::Tensor(tensor) => TensorToSave::of_tensor(tensor, world.rank())?,
+            StateLeaf::Sharded(tensor) => TensorToSave::of_sharded(tensor, world.rank()),
+            StateLeaf::Plain(tensor) => {
+                let source = TensorToSave::of_plain(tensor, world)?;
                 plain.push((key.clone(), crc32fast::hash(&bytes_of(&source.tensors[0])?)));
                 source
             }
         };
         let (element, shape) = (ElementType::of(source.dtype)?, source.shape.clone());
-        all.extend(tasks(&key, element.size_in_bytes(), source.stored_boxes()));
+        all.extend(write_tasks(&key, element.size_in_bytes(), source.stored_boxes()));
         sources.insert(key.clone(), source);
         contents.tensors.insert(key.clone(), StoredTensor { element, shape, chunks: Vec::new() });
         contents.paths.insert(key, path);
     }
     let mut boxes = Vec::new();
     let mut writers = Vec::new();
-    for (task, rank) in all.iter().zip(assign(&all)) {
+    for (task, rank) in all.iter().zip(assign_writers(&all)) {
         writers.push((task.key.clone(), task.part.clone(), rank));
         if rank == world.rank() {
             let stored = &contents.tensors[&task.key];
@@ -252,41 +274,44 @@ fn plan(world: &World, state: &State, writer: &dyn FormatWriter) -> Result<Plann
                 key: task.key.clone(),
                 part: task.part.clone(),
                 is_whole: task.part.sizes == stored.shape,
-                content: Content::Memory { element: stored.element, tensor: sources[&task.key].cut(&task.part)? },
+                content: BoxContent::Memory {
+                    element: stored.element,
+                    tensor: sources[&task.key].elements(&task.part)?,
+                },
             });
         }
     }
-    Ok(Planned { contents, writers, boxes, plain })
+    Ok(SavePlan { contents, writers, boxes, plain })
 }
 
-/// An error if a format cannot store a value.
+/// Refuses a value for a format that cannot store values.
 fn check_value(key: &str, value: &Value, writer: &dyn FormatWriter) -> Result<()> {
     if writer.values() != ValueStorage::Nowhere {
         return Ok(());
     }
-    let (found, needed) = (format!("value {key:?} = {value}"), "tensors only, which is all that this format has");
+    let (found, needed) = (format!("value {key:?} = {value}"), "tensors only: the format stores no values");
     Err(ErrorKind::Unsupported.error("state", found, needed, "save it in another format, or leave it out"))
 }
 
-/// A tensor to be saved: who holds which box of it, and the boxes that this rank holds.
-struct Source {
+/// A tensor to save: which rank holds which box, and the elements that this rank holds.
+struct TensorToSave {
     dtype: DType,
     shape: Vec<usize>,
-    /// Of all ranks.
+    /// The boxes of all ranks.
     boxes: Vec<OwnedBox>,
-    mine: Vec<OwnedBox>,
-    /// All boxes of this rank in one tensor, or one tensor each.
+    local_boxes: Vec<OwnedBox>,
+    /// The elements of this rank's boxes: one tensor with all of them, or one tensor per box.
     tensors: Vec<Tensor>,
 }
 
-impl Source {
+impl TensorToSave {
     fn of_tensor(tensor: &DTensor, rank: usize) -> Result<Self> {
         let tensor = tensor.reduced(Location::caller())?;
-        Ok(Source {
+        Ok(TensorToSave {
             dtype: tensor.dtype(),
             shape: tensor.shape().to_vec(),
             boxes: tensor.layout().boxes().collect(),
-            mine: tensor.layout().boxes_of(rank),
+            local_boxes: tensor.layout().boxes_of(rank),
             tensors: vec![tensor.local().clone()],
         })
     }
@@ -294,26 +319,26 @@ impl Source {
     fn of_sharded(tensor: &ShardedTensor, rank: usize) -> Self {
         let ranks = tensor.device_mesh().ranks();
         let boxes = ranks.iter().flat_map(|&r| tensor.metadata().boxes_of(r)).collect();
-        let (mut mine, mut tensors) = (Vec::new(), Vec::new());
+        let (mut local_boxes, mut tensors) = (Vec::new(), Vec::new());
         for shard in tensor.local_shards().iter().filter(|s| s.metadata().volume() > 0) {
             let local_offsets = vec![0; shard.metadata().offsets.len()];
-            mine.push(OwnedBox { rank, global: shard.metadata().as_box(), local_offsets });
+            local_boxes.push(OwnedBox { rank, global: shard.metadata().as_box(), local_offsets });
             tensors.push(shard.held().clone());
         }
-        Source { dtype: tensor.dtype(), shape: tensor.shape().to_vec(), boxes, mine, tensors }
+        TensorToSave { dtype: tensor.dtype(), shape: tensor.shape().to_vec(), boxes, local_boxes, tensors }
     }
 
     fn of_plain(tensor: &Tensor, world: &World) -> Result<Self> {
-        // A copy, because it may be written to while an asynchronous save goes on.
+        // A copy, because the program may write to it in place while an asynchronous save is running.
         let tensor = own_copy(tensor)?;
         let (dtype, shape) = (tensor.dtype(), tensor.dims().to_vec());
         let whole = TensorBox { offsets: vec![0; shape.len()], sizes: shape.clone() };
         let owned = |rank| OwnedBox { rank, global: whole.clone(), local_offsets: whole.offsets.clone() };
         let boxes = if whole.volume() == 0 { Vec::new() } else { (0..world.size()).map(owned).collect() };
-        Ok(Source { dtype, shape, boxes, mine: vec![owned(world.rank())], tensors: vec![tensor] })
+        Ok(TensorToSave { dtype, shape, boxes, local_boxes: vec![owned(world.rank())], tensors: vec![tensor] })
     }
 
-    /// The boxes to be written. A tensor without elements is stored too, by the first rank.
+    /// The boxes to write. A tensor without elements is stored too, by rank 0.
     fn stored_boxes(&self) -> Vec<OwnedBox> {
         if !self.boxes.is_empty() {
             return self.boxes.clone();
@@ -322,36 +347,38 @@ impl Source {
         vec![OwnedBox { rank: 0, global, local_offsets: Vec::new() }]
     }
 
-    fn cut(&self, part: &TensorBox) -> Result<Tensor> {
+    /// The elements of one of this rank's boxes.
+    fn elements(&self, part: &TensorBox) -> Result<Tensor> {
         if part.volume() == 0 {
             return Ok(dense(&placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: self.dtype })?)?);
         }
-        let at = self.mine.iter().position(|owned| owned.global == *part).expect("tasks are boxes of their holders");
-        let tensor = if self.tensors.len() == self.mine.len() { &self.tensors[at] } else { &self.tensors[0] };
-        Ok(dense(&block(tensor, &self.mine[at].local_offsets, &part.sizes)?)?)
+        let at =
+            self.local_boxes.iter().position(|owned| owned.global == *part).expect("tasks are boxes of their holders");
+        let tensor = if self.tensors.len() == self.local_boxes.len() { &self.tensors[at] } else { &self.tensors[0] };
+        Ok(dense(&block(tensor, &self.local_boxes[at].local_offsets, &part.sizes)?)?)
     }
 }
 
-/// One rank's work after the plan is made. Ranks find each other's results in the directory, not by communicating: the
-/// program goes on with that meanwhile.
-struct Job {
+/// One rank's writer thread. Ranks report to rank 0 through files in the staging directory and not by collectives, which the
+/// program may be using meanwhile.
+struct RankWriter {
     rank: usize,
     ranks: usize,
     writer: &'static dyn FormatWriter,
     deadline: Duration,
     staged: PathBuf,
-    /// Of the first rank, which commits it.
+    /// Only on rank 0, which commits it.
     staging: Option<Staging>,
     wait: Arc<AtomicU8>,
-    planned: Planned,
+    planned: SavePlan,
 }
 
-impl Job {
+impl RankWriter {
     fn run(self) -> Result<()> {
         let (report, rank) = (self.report_of(self.rank), self.rank);
         let (writer, staged) = (self.writer, self.staged.clone());
         let (boxes, contents) = (self.planned.boxes, self.planned.contents);
-        // Values are the same on all ranks; the first one writes them.
+        // Values are the same on all ranks; rank 0 writes them.
         let in_files = rank == 0 && writer.values() == ValueStorage::InFiles;
         let values = if in_files { contents.values.clone() } else { BTreeMap::new() };
         let mine = write_boxes(writer, &staged, (rank, self.ranks), boxes, &values);
@@ -360,7 +387,8 @@ impl Job {
             Err(error) => format!("!{}", error.to_report()),
         };
         let Some(staging) = self.staging else {
-            // The report appears as a whole. On a full disk there may be no room for it: what went wrong first counts.
+            // Renamed into place so that rank 0 never sees half a report. On a full disk there may be no room for it: then the
+            // error of writing is the one to return.
             let unfinished = report.with_extension("unfinished");
             let reported = fs::write(&unfinished, said).and_then(|()| fs::rename(&unfinished, &report));
             mine?;
@@ -372,7 +400,7 @@ impl Job {
             all.extend(wait_for(&path, rank, self.deadline, &self.wait)?);
             fs::remove_file(&path).map_err(|error| unwritable(&path, &error))?;
         }
-        seal(writer, &staged, contents, all)?;
+        finish_checkpoint(writer, &staged, contents, all)?;
         staging.commit()
     }
 
@@ -385,7 +413,7 @@ fn report_path(staged: &Path, rank: usize) -> PathBuf {
     staged.join(format!("written-by-{rank}.json"))
 }
 
-/// Writes the files of one rank.
+/// Writes the files of one rank into the staging directory.
 fn write_boxes(
     writer: &dyn FormatWriter,
     staged: &Path,
@@ -393,7 +421,7 @@ fn write_boxes(
     boxes: Vec<BoxToWrite>,
     values: &BTreeMap<String, Value>,
 ) -> Result<Vec<WrittenFile>> {
-    let files = in_files(writer, boxes);
+    let files = boxes_by_file(writer, boxes);
     let (count, none) = (files.len(), BTreeMap::new());
     let mut written = Vec::new();
     for (index, boxes) in files.into_iter().enumerate() {
@@ -406,7 +434,7 @@ fn write_boxes(
     Ok(written)
 }
 
-/// What another rank has written, as soon as it says so.
+/// Waits for the report of another rank and returns the files that it wrote.
 fn wait_for(path: &Path, rank: usize, deadline: Duration, wait: &AtomicU8) -> Result<Vec<WrittenFile>> {
     let start = Instant::now();
     let mut left = None;
@@ -421,7 +449,7 @@ fn wait_for(path: &Path, rank: usize, deadline: Duration, wait: &AtomicU8) -> Re
                 "save",
                 found,
                 "the files of all ranks",
-                "look at what that rank was doing",
+                "check what that rank was doing",
             ));
         }
         std::thread::sleep(Duration::from_millis(1));

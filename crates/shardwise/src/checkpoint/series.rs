@@ -1,4 +1,4 @@
-//! Checkpoints of a run: one directory per step, the last few of them kept.
+//! The checkpoints of a training run: one directory per step, of which the last few are kept.
 
 use std::fs;
 use std::panic::Location;
@@ -6,13 +6,15 @@ use std::path::{Path, PathBuf};
 
 use super::files::LoadReport;
 use super::open::format_of;
-use super::parts::{Parts, RestoreParts, restored, state_of};
+use super::parts::{RestoreParts, StatefulParts, restore_parts, state_of};
 use super::save::{AsyncSave, SaveOptions, async_save, save_with};
 use super::state::State;
 use crate::comm::{World, texts, together};
 use crate::error::{ErrorKind, Result};
 
-/// A directory of checkpoints by step.
+/// A directory with one checkpoint per training step, `step-00000010` and so on.
+///
+/// Every rank builds it with the same arguments; it holds no state but the path.
 ///
 /// ```
 /// use shardwise::checkpoint::{Series, State};
@@ -33,6 +35,7 @@ use crate::error::{ErrorKind, Result};
 /// # std::fs::remove_dir_all(&directory).unwrap();
 /// # Ok::<(), Error>(())
 /// ```
+#[doc(alias = "CheckpointManager")]
 #[derive(Debug, Clone)]
 pub struct Series {
     root: PathBuf,
@@ -40,38 +43,43 @@ pub struct Series {
     options: SaveOptions,
 }
 
-/// What a training run goes on from.
+/// The checkpoint that [`Series::resume`] restored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Resumed {
-    /// The step of the checkpoint.
+    /// The step that was restored.
     pub step: u64,
-    /// What this rank has read of it.
+    /// How much this rank read.
     pub report: LoadReport,
-    /// Newer checkpoints that could not be loaded, and why.
-    pub passed_over: Vec<(u64, String)>,
+    /// Steps of newer checkpoints that could not be loaded, each with its error.
+    pub skipped: Vec<(u64, String)>,
 }
 
 impl Series {
-    /// Checkpoints in a directory, all of them kept.
+    /// A series in the directory `root` that keeps all checkpoints. Local; creates nothing.
     pub fn new(root: impl AsRef<Path>) -> Self {
         Series { root: root.as_ref().to_path_buf(), keep: None, options: SaveOptions::default() }
     }
 
-    /// Keeps the last `count` only, one at least. An older one goes when a newer one is complete.
+    /// Keeps only the last `count` checkpoints, at least one. Older ones are removed when a newer one is complete.
     #[must_use]
     pub fn keep(mut self, count: usize) -> Self {
         self.keep = Some(count.max(1));
         self
     }
 
-    /// Saves with these options.
+    /// Sets the format and timeout of saves.
     #[must_use]
     pub fn options(mut self, options: SaveOptions) -> Self {
         self.options = options;
         self
     }
 
-    /// Removes the checkpoint of a step: it is no longer one before its first file goes. Local: one rank makes the call.
+    /// Removes the checkpoint of a step. Local: call it on one rank.
+    ///
+    /// The directory is renamed first, so that no reader sees half a checkpoint.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Path`] if the directory cannot be changed.
     pub fn remove(&self, step: u64) -> Result<()> {
         let (path, aside) = (self.path(step), self.root.join(format!(".removed-{step:08}")));
         let removed = fs::rename(&path, &aside).and_then(|()| fs::remove_dir_all(&aside));
@@ -80,18 +88,18 @@ impl Series {
             ErrorKind::path(path).error(
                 "checkpoint",
                 found,
-                "a directory that may be changed",
-                "look at its permissions and its disk",
+                "a directory that can be removed",
+                "check its permissions and its disk",
             )
         })
     }
 
-    /// Where the checkpoint of a step is.
+    /// Path of the checkpoint of a step, whether it exists or not.
     pub fn path(&self, step: u64) -> PathBuf {
         self.root.join(format!("step-{step:08}"))
     }
 
-    /// The steps with a complete checkpoint, in order.
+    /// Returns the steps that have a complete checkpoint, ascending. Local: reads the directory.
     pub fn steps(&self) -> Result<Vec<u64>> {
         let mut steps = Vec::new();
         if !self.root.is_dir() {
@@ -108,47 +116,53 @@ impl Series {
         Ok(steps)
     }
 
-    /// The checkpoint of the last step, if there is one.
+    /// Returns the path of the newest complete checkpoint. Local.
     pub fn latest(&self) -> Result<Option<PathBuf>> {
         Ok(self.steps()?.last().map(|&step| self.path(step)))
     }
 
-    /// Saves the state of a step, and removes checkpoints that are no longer kept. All ranks of the world make the call.
+    /// Saves state as the checkpoint of `step`, then removes checkpoints beyond [`keep`](Self::keep).
+    ///
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`save`](super::save()).
     #[track_caller]
     pub fn save(&self, world: &World, step: u64, state: &State) -> Result<()> {
         save_with(world, self.path(step), state, &self.options)?;
         self.prune(world, step)
     }
 
-    /// As [`save`](Self::save), of the parts of a training run; see [`save_from`](super::save_from).
+    /// Saves the parts of a training run as the checkpoint of `step`, then removes checkpoints beyond [`keep`](Self::keep).
+    ///
+    /// Collective; see [`checkpoint::save_from`](super::save_from).
     #[track_caller]
     #[allow(clippy::needless_pass_by_value)] // parts are references, written in the call as a tuple
-    pub fn save_from(&self, world: &World, step: u64, parts: impl Parts) -> Result<()> {
+    pub fn save_from(&self, world: &World, step: u64, parts: impl StatefulParts) -> Result<()> {
         let state = state_of(&parts, self.options.format)?;
         self.save(world, step, &state)
     }
 
-    /// Restores the parts of a training run from the newest checkpoint that can be loaded; see [`load_into`](super::load_into).
-    /// Returns `None`, and changes nothing, if there is no checkpoint.
+    /// Restores the parts of a training run from the newest checkpoint that can be loaded; `None` if there is no checkpoint.
     ///
-    /// Collective: all ranks of the world make the call and restore the same step. One that cannot be loaded is passed over
-    /// for an older one, and named in the result.
+    /// Collective: every rank of the world must call it, and all restore the same step. A checkpoint that cannot be loaded is
+    /// skipped in favour of the next older one and listed in [`Resumed::skipped`]. See [`load_into`](super::load_into).
     ///
     /// # Errors
-    /// That of the newest checkpoint, if none can be loaded.
+    /// If there are checkpoints and none can be loaded: the error of the newest one. Then no part has changed.
     #[track_caller]
     pub fn resume(&self, world: &World, mut parts: impl RestoreParts) -> Result<Option<Resumed>> {
         let site = Location::caller();
-        // The first rank looks: others may see files of a shared disk later.
+        // Rank 0 lists the steps for all: other hosts may see files of a shared disk later.
         let steps = together(world, if world.rank() == 0 { self.steps() } else { Ok(Vec::new()) }, site)?;
         let text = steps.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
         let steps = texts(world, &text, site)?.swap_remove(0);
-        let (mut passed_over, mut first) = (Vec::new(), None);
+        let (mut skipped, mut first) = (Vec::new(), None);
         for step in steps.split_whitespace().rev().filter_map(|step| step.parse::<u64>().ok()) {
-            match restored(world, &self.path(step), &mut parts, site) {
-                Ok(report) => return Ok(Some(Resumed { step, report, passed_over })),
+            match restore_parts(world, &self.path(step), &mut parts, site) {
+                Ok(report) => return Ok(Some(Resumed { step, report, skipped })),
                 Err(error) => {
-                    passed_over.push((step, error.to_string()));
+                    skipped.push((step, error.to_string()));
                     first.get_or_insert(error);
                 }
             }
@@ -156,15 +170,18 @@ impl Series {
         first.map_or(Ok(None), Err)
     }
 
-    /// As [`save`](Self::save), but returns as soon as it is clear what will be written. Nothing is removed: call
-    /// [`prune`](Self::prune) when the save is over.
+    /// Starts to save the checkpoint of `step` in the background; see [`checkpoint::async_save`](super::async_save).
+    ///
+    /// Collective. Removes no old checkpoint: call [`prune`](Self::prune) after [`AsyncSave::wait`].
     #[track_caller]
     pub fn async_save(&self, world: &World, step: u64, state: &State) -> Result<AsyncSave> {
         async_save(world, self.path(step), state, &self.options)
     }
 
-    /// Removes checkpoints that are no longer kept now that there is one of `step`. Those of later steps, which a run that went
-    /// back has left behind, stay. All ranks of the world make the call.
+    /// Removes checkpoints beyond [`keep`](Self::keep), counting back from `step`.
+    ///
+    /// Collective: rank 0 removes them. Checkpoints of later steps, which a run that was restarted from an earlier one has left,
+    /// stay.
     #[track_caller]
     pub fn prune(&self, world: &World, step: u64) -> Result<()> {
         let removed = match (self.keep, world.rank()) {
@@ -179,8 +196,9 @@ impl Series {
     }
 }
 
-/// Restores the parts of a training run from the newest checkpoint of a directory that can be loaded, in any layout; nothing
-/// changes if there is none. Collective: [`Series::resume`] in one call.
+/// Restores the parts of a training run from the newest checkpoint in `directory` that can be loaded; `None` if there is none.
+///
+/// Collective. Short for [`Series::resume`]; checkpoints saved in any layout by any number of ranks can be resumed from.
 ///
 /// ```
 /// use shardwise::checkpoint::{self, Series};
@@ -204,7 +222,7 @@ impl Series {
 /// ```
 ///
 /// # Errors
-/// That of the newest checkpoint, if there are some and none can be loaded.
+/// If there are checkpoints and none can be loaded: the error of the newest one. Then no part has changed.
 #[track_caller]
 pub fn resume(world: &World, directory: impl AsRef<Path>, parts: impl RestoreParts) -> Result<Option<Resumed>> {
     Series::new(directory).resume(world, parts)

@@ -1,4 +1,4 @@
-//! State to be saved and loaded: tensors of any kind and values, nested.
+//! Nested state dicts of tensors and values, which checkpoints save and load.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,10 @@ use crate::random::GeneratorState;
 use crate::sharded::ShardedTensor;
 use crate::tensor::DTensor;
 
-/// A tree of tensors and values.
+/// A nested state dict: a tree of maps and lists with tensors and values as leaves.
+///
+/// What [`save`](super::save()) writes; as a template, what [`load`](super::load()) fills. Anything that converts to a leaf
+/// (`DTensor`, [`ShardedTensor`], candle's `Tensor`, numbers, strings) converts to a `State`.
 ///
 /// ```
 /// use shardwise::checkpoint::State;
@@ -22,22 +25,22 @@ use crate::tensor::DTensor;
 #[doc(alias = "STATE_DICT_TYPE")]
 #[derive(Clone)]
 pub enum State {
-    /// A distributed tensor.
+    /// A distributed tensor; each rank saves and loads its local part.
     Tensor(DTensor),
-    /// A sharded tensor.
+    /// A sharded tensor; each rank saves and loads its local shards.
     Sharded(ShardedTensor),
-    /// A tensor that is the same on all ranks.
+    /// A plain tensor, which must be the same on all ranks. It is written once.
     Plain(Tensor),
-    /// A value that is the same on all ranks.
+    /// A non-tensor value, which must be the same on all ranks.
     Value(Value),
-    /// State by name.
+    /// Entries by name.
     Map(BTreeMap<String, State>),
-    /// State by position.
+    /// Entries by position.
     List(Vec<State>),
 }
 
-/// What a flat key stands for.
-pub(super) enum Leaf<'a> {
+/// A leaf of a [`State`], by reference.
+pub(super) enum StateLeaf<'a> {
     Tensor(&'a DTensor),
     Sharded(&'a ShardedTensor),
     Plain(&'a Tensor),
@@ -45,23 +48,23 @@ pub(super) enum Leaf<'a> {
 }
 
 impl State {
-    /// State by name.
+    /// Builds a map from names and entries.
     pub fn map<N: Into<String>, S: Into<State>>(entries: impl IntoIterator<Item = (N, S)>) -> State {
         State::Map(entries.into_iter().map(|(name, state)| (name.into(), state.into())).collect())
     }
 
-    /// State by position.
+    /// Builds a list of entries.
     pub fn list<S: Into<State>>(entries: impl IntoIterator<Item = S>) -> State {
         State::List(entries.into_iter().map(Into::into).collect())
     }
 
-    /// What is at a path of names and positions, joined with dots.
+    /// Returns the entry at a dotted path of names and list positions, such as `"optimizer.groups.0"`.
     pub fn get(&self, path: &str) -> Option<&State> {
         if path.is_empty() {
             return Some(self);
         }
         match self {
-            // A name may have dots itself.
+            // Names of parameters have dots themselves.
             State::Map(entries) => entries.iter().find_map(|(name, state)| {
                 let rest = path.strip_prefix(name.as_str())?;
                 match rest.strip_prefix('.') {
@@ -77,26 +80,32 @@ impl State {
         }
     }
 
-    /// The distributed tensor at a path.
+    /// Returns the distributed tensor at a dotted path.
+    ///
+    /// # Errors
+    /// [`ErrorKind::UnknownName`] if there is none.
     pub fn tensor(&self, path: &str) -> Result<&DTensor> {
         match self.get(path) {
             Some(State::Tensor(tensor)) => Ok(tensor),
             other => {
-                let found = other.map_or("nothing", |_| "something else");
+                let found = other.map_or_else(|| "nothing".to_string(), ToString::to_string);
                 let needed = format!("a distributed tensor at {path:?}");
-                Err(ErrorKind::unknown(path).error("state", found, needed, "name an entry of the state"))
+                Err(ErrorKind::unknown(path).error("state", found, needed, "use the path of an entry of the state"))
             }
         }
     }
 
-    /// The value at a path, put together if it was taken apart.
+    /// Returns the value at a dotted path; for a map or list of values, all of it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::UnknownName`] if there is none, or if it contains tensors.
     pub fn value(&self, path: &str) -> Result<Value> {
         self.get(path).and_then(State::as_value).ok_or_else(|| {
             ErrorKind::unknown(path).error(
                 "state",
                 "nothing, or tensors",
                 format!("a value at {path:?}"),
-                "name an entry of the state",
+                "use the path of an entry of the state",
             )
         })
     }
@@ -113,19 +122,23 @@ impl State {
         }
     }
 
-    /// All tensors and values by flat key, with their paths. Maps are always taken apart, lists only if a tensor or a map is
-    /// in them: as PyTorch does, so that files of either fit the other.
-    pub(super) fn flatten(&self) -> Result<BTreeMap<String, (Vec<Key>, Leaf<'_>)>> {
+    /// All leaves by flat key, with their paths. Maps are always flattened, lists only if they contain a tensor or a map: as
+    /// `flatten_state_dict` of PyTorch does, so that either library finds the keys of the other.
+    pub(super) fn flatten(&self) -> Result<BTreeMap<String, (Vec<Key>, StateLeaf<'_>)>> {
         let mut flat = BTreeMap::new();
         self.collect(&mut Vec::new(), &mut flat)?;
         Ok(flat)
     }
 
-    fn collect<'a>(&'a self, path: &mut Vec<Key>, flat: &mut BTreeMap<String, (Vec<Key>, Leaf<'a>)>) -> Result<()> {
+    fn collect<'a>(
+        &'a self,
+        path: &mut Vec<Key>,
+        flat: &mut BTreeMap<String, (Vec<Key>, StateLeaf<'a>)>,
+    ) -> Result<()> {
         let leaf = match self {
-            State::Tensor(tensor) => Leaf::Tensor(tensor),
-            State::Sharded(tensor) => Leaf::Sharded(tensor),
-            State::Plain(tensor) => Leaf::Plain(tensor),
+            State::Tensor(tensor) => StateLeaf::Tensor(tensor),
+            State::Sharded(tensor) => StateLeaf::Sharded(tensor),
+            State::Plain(tensor) => StateLeaf::Plain(tensor),
             State::Map(entries) if !entries.is_empty() => {
                 for (name, state) in entries {
                     path.push(Key::Name(name.clone()));
@@ -145,15 +158,15 @@ impl State {
             State::Value(value) if has_map(value) && !matches!(value, Value::Tuple(_)) => {
                 return collect_value(value, path, flat);
             }
-            State::Map(_) => Leaf::Value(Value::Map(BTreeMap::new())),
-            State::List(_) | State::Value(_) => Leaf::Value(self.as_value().expect("values only")),
+            State::Map(_) => StateLeaf::Value(Value::Map(BTreeMap::new())),
+            State::List(_) | State::Value(_) => StateLeaf::Value(self.as_value().expect("values only")),
         };
         insert(path, leaf, flat)
     }
 
-    /// The tree with these leaves.
+    /// Builds the tree with these leaves.
     pub(super) fn unflatten(mut leaves: Vec<(Vec<Key>, State)>) -> State {
-        // Positions in lists come in the order of numbers, which is not that of flat keys.
+        // List positions must come in numeric order, which differs from that of flat keys ("10" < "9").
         leaves.sort_by(|a, b| a.0.cmp(&b.0));
         let mut root = State::Map(BTreeMap::new());
         for (path, leaf) in leaves {
@@ -163,7 +176,7 @@ impl State {
     }
 }
 
-/// Puts a leaf where its path leads. Positions come in order.
+/// Inserts a leaf at its path. Leaves come in ascending order of list positions.
 fn place(at: &mut State, path: &[Key], leaf: State) {
     let Some((first, rest)) = path.split_first() else {
         *at = leaf;
@@ -175,15 +188,15 @@ fn place(at: &mut State, path: &[Key], leaf: State) {
             if !matches!(at, State::Map(_)) {
                 *at = fresh();
             }
-            let State::Map(entries) = at else { unreachable!("made so above") };
+            let State::Map(entries) = at else { unreachable!("replaced above") };
             place(entries.entry(name.clone()).or_insert_with(fresh), rest, leaf);
         }
         Key::Index(i) => {
             if !matches!(at, State::List(_)) {
                 *at = State::List(Vec::new());
             }
-            let State::List(entries) = at else { unreachable!("made so above") };
-            // A list with holes is closed up: a position is where an entry was, not how many there must be.
+            let State::List(entries) = at else { unreachable!("replaced above") };
+            // A list with missing positions is closed up: filtered checkpoints have them.
             let i = (*i).min(entries.len());
             if i == entries.len() {
                 entries.push(fresh());
@@ -204,7 +217,7 @@ fn has_map(value: &Value) -> bool {
 fn collect_value<'a>(
     value: &Value,
     path: &mut Vec<Key>,
-    flat: &mut BTreeMap<String, (Vec<Key>, Leaf<'a>)>,
+    flat: &mut BTreeMap<String, (Vec<Key>, StateLeaf<'a>)>,
 ) -> Result<()> {
     let entries: Vec<(Key, &Value)> = match value {
         Value::Map(entries) if !entries.is_empty() => {
@@ -213,7 +226,7 @@ fn collect_value<'a>(
         Value::List(entries) if has_map(value) => {
             entries.iter().enumerate().map(|(i, value)| (Key::Index(i), value)).collect()
         }
-        _ => return insert(path, Leaf::Value(value.clone()), flat),
+        _ => return insert(path, StateLeaf::Value(value.clone()), flat),
     };
     for (key, value) in entries {
         path.push(key);
@@ -223,12 +236,12 @@ fn collect_value<'a>(
     Ok(())
 }
 
-fn insert<'a>(path: &[Key], leaf: Leaf<'a>, flat: &mut BTreeMap<String, (Vec<Key>, Leaf<'a>)>) -> Result<()> {
+fn insert<'a>(path: &[Key], leaf: StateLeaf<'a>, flat: &mut BTreeMap<String, (Vec<Key>, StateLeaf<'a>)>) -> Result<()> {
     let key = flat_key(path);
     match flat.insert(key.clone(), (path.to_vec(), leaf)) {
         None => Ok(()),
         Some((other, _)) => {
-            let found = format!("paths {other:?} and {path:?}, which are both written as {key:?}");
+            let found = format!("paths {other:?} and {path:?}, which have the same flat key {key:?}");
             Err(ErrorKind::state().error("state", found, "different flat keys", "rename one of the entries"))
         }
     }
@@ -285,26 +298,29 @@ impl From<BTreeMap<String, State>> for State {
     }
 }
 
-/// The entries of a map; an error if it is not one.
+/// Returns the entries of a map.
+///
+/// # Errors
+/// [`ErrorKind::State`] if the state is not a map.
 impl TryFrom<State> for BTreeMap<String, State> {
     type Error = Error;
 
     fn try_from(state: State) -> Result<Self> {
         match state {
             State::Map(entries) => Ok(entries),
-            other => Err(ErrorKind::state().error("state", other, "a map", "name an entry of the state that is one")),
+            other => Err(ErrorKind::state().error("state", other, "a map", "pass an entry of the state that is a map")),
         }
     }
 }
 
-/// A map of entries by name.
+/// Collects names and entries into a map.
 impl<N: Into<String>, S: Into<State>> FromIterator<(N, S)> for State {
     fn from_iter<I: IntoIterator<Item = (N, S)>>(entries: I) -> Self {
         State::map(entries)
     }
 }
 
-/// Adds entries to a map; those of the same name are replaced.
+/// Adds entries to a map, replacing those of the same name.
 ///
 /// # Panics
 /// If the state is not a map.
@@ -316,7 +332,7 @@ impl<N: Into<String>, S: Into<State>> Extend<(N, S)> for State {
     }
 }
 
-/// The entries of a map by name, in order; a list, a tensor and a value have none.
+/// Iterates over the entries of a map in the order of names; a list, a tensor and a value have none.
 impl IntoIterator for State {
     type Item = (String, State);
     type IntoIter = std::collections::btree_map::IntoIter<String, State>;
@@ -329,8 +345,8 @@ impl IntoIterator for State {
     }
 }
 
-/// Settings, numbers and tensors of an optimizer, by the names of its parameters; not its schedule, which
-/// [`save_from`](super::save_from) adds.
+/// Converts the state of an optimizer: settings, numbers and tensors by the names of its parameters. Without the learning-rate
+/// schedule, which [`save_from`](super::save_from) adds.
 impl TryFrom<&OptimizerState> for State {
     type Error = Error;
 
@@ -348,7 +364,7 @@ impl TryFrom<&OptimizerState> for State {
     }
 }
 
-/// The state of an optimizer again.
+/// Converts back to the state of an optimizer.
 impl TryFrom<&State> for OptimizerState {
     type Error = Error;
 
@@ -357,8 +373,8 @@ impl TryFrom<&State> for OptimizerState {
             return Err(ErrorKind::state().error(
                 "state",
                 "no entry \"state\"",
-                "that of an optimizer",
-                "name its part of the state",
+                "the state of an optimizer",
+                "pass the entry with the optimizer's state",
             ));
         };
         let mut params = BTreeMap::new();
@@ -368,7 +384,7 @@ impl TryFrom<&State> for OptimizerState {
                 for (kind, entry) in entries {
                     match entry {
                         State::Tensor(tensor) => drop(param.tensors.insert(kind.clone(), tensor.clone())),
-                        // As it is: what is not a finite number has no plain form.
+                        // Without a detour through serde: JSON has no NaN and no infinities.
                         State::Value(Value::Float(number)) => drop(param.numbers.insert(kind.clone(), *number)),
                         other => {
                             let number = other.as_value().map_or(Ok(0.0), |value| value.read::<f64>())?;
@@ -380,14 +396,14 @@ impl TryFrom<&State> for OptimizerState {
             params.insert(name.clone(), param);
         }
         let steps = state.value("steps")?.read::<u64>()?;
-        // The schedule is a part of its own: programs that store states themselves say it anew.
+        // The schedule is stored separately (see `parts`): programs that store this state themselves set it again.
         Ok(OptimizerState { steps, schedule: None, groups: state.value("groups")?.read()?, params })
     }
 }
 
 impl From<GeneratorState> for State {
     fn from(state: GeneratorState) -> Self {
-        // Seeds use all 64 bits, which a stored whole number has with a sign.
+        // Seeds use all 64 bits; stored integers are signed.
         State::map([("seed", state.seed.cast_signed()), ("offset", state.offset.cast_signed())])
     }
 }

@@ -1,4 +1,4 @@
-//! What a checkpoint holds, whatever its format: tensors as boxes at places in files, and values.
+//! Checkpoint metadata, independent of the format: tensors as chunks at offsets in files, and values.
 
 use std::collections::BTreeMap;
 use std::path::{Component, Path};
@@ -6,75 +6,82 @@ use std::path::{Component, Path};
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
-use super::blocks::Blocks;
+use super::blocks::BlockChecksums;
 use super::element::ElementType;
 use super::value::{Key, Value, flat_key};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorBox;
 use crate::sharded::{ShardMetadata, ShardedTensorMetadata};
 
-/// The tensors and values of a checkpoint by flat key: what a [`CheckpointFormat`](super::CheckpointFormat) reads and writes.
+/// The metadata that a [`CheckpointFormat`](super::CheckpointFormat) reads and writes: tensors and values by flat key.
+///
+/// [`open`](super::open) validates it and returns it as a [`Catalog`](super::Catalog).
 #[derive(Debug, Clone, Default)]
 pub struct Contents {
-    /// Tensors by flat key.
+    /// Tensors by flat key, the path in the nested state joined with dots.
     pub tensors: BTreeMap<String, StoredTensor>,
-    /// Values by flat key.
+    /// Non-tensor values by flat key.
     pub values: BTreeMap<String, Value>,
-    /// The path of every flat key in nested state; a key that is not here is its own path.
+    /// The path of each flat key in the nested state; a key that is absent here is a path of one name.
     pub paths: BTreeMap<String, Vec<Key>>,
 }
 
-/// A tensor in a checkpoint.
+/// The metadata of one tensor in a checkpoint: type, global shape, and the chunks it is stored in.
 #[doc(alias = "TensorStorageMetadata")]
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoredTensor {
-    /// Type of its elements.
+    /// Type of the stored elements.
     pub element: ElementType,
-    /// Shape of the whole.
+    /// Global shape.
     pub shape: Vec<usize>,
-    /// The boxes that it is stored in; together they fill it.
+    /// The chunks; together they cover every element exactly once.
     pub chunks: Vec<Chunk>,
 }
 
-/// A box of a tensor, and where its elements are.
+/// A box of a tensor that is stored contiguously in one file, and where.
 #[doc(alias = "ChunkStorageMetadata")]
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Chunk {
-    /// The box.
+    /// The box of the tensor that this chunk holds: offsets and sizes.
     #[serde(flatten)]
     pub part: TensorBox,
-    /// File, relative to the checkpoint's directory.
+    /// Name of the file, relative to the checkpoint's directory.
     pub file: String,
-    /// Where its first element begins in the file.
+    /// Byte offset of the first element in the file.
     pub offset: u64,
-    /// Distance between neighbours in every dimension, in elements, unless the box is stored row-major.
+    /// Strides in elements; `None` if the chunk is stored row-major.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strides: Option<Vec<usize>>,
-    /// CRC-32 of its bytes, if the format has one.
+    /// CRC-32 of all bytes of the chunk, if the format stores one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub crc32: Option<u32>,
-    /// CRC-32 of its blocks, if it was written with them: then a part of it is checked too.
+    /// CRC-32 per block, if the chunk was written with them: then partial reads are verified too.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub blocks: Option<Blocks>,
+    pub blocks: Option<BlockChecksums>,
 }
 
 impl StoredTensor {
-    /// Number of elements.
+    /// Number of elements of the global tensor.
     pub fn elem_count(&self) -> usize {
         self.shape.iter().fold(1, |count, &n| count.saturating_mul(n))
     }
 
-    /// Size in bytes.
+    /// Size of the global tensor in bytes, in its stored type.
     pub fn bytes(&self) -> usize {
         self.elem_count().saturating_mul(self.element.size_in_bytes())
     }
 
-    /// An error unless the chunks fill the tensor, each element once.
+    /// Checks that the chunks cover the tensor, each element once.
     fn check(&self, key: &str) -> Result<()> {
         let bounded = self.shape.iter().try_fold(self.element.size_in_bytes(), |count, &n| count.checked_mul(n.max(1)));
         if bounded.is_none_or(|bytes| bytes > isize::MAX as usize) {
             let found = format!("tensor {key:?} of shape {:?}", self.shape);
-            return Err(ErrorKind::Damaged.error("checkpoint", found, "a tensor that memory can address", NOT_OURS));
+            return Err(ErrorKind::Damaged.error(
+                "checkpoint",
+                found,
+                "a tensor that memory can address",
+                NOT_A_CHECKPOINT,
+            ));
         }
         let shard = |chunk: &Chunk| ShardMetadata::new(chunk.part.offsets.clone(), chunk.part.sizes.clone(), None);
         let shards = self.chunks.iter().map(shard).collect::<Result<Vec<_>>>()?;
@@ -82,18 +89,18 @@ impl StoredTensor {
         let whole = ShardedTensorMetadata { size, dtype: DType::U8, requires_grad: false, shards };
         whole.check_covering().map_err(|error| {
             let found = format!("tensor {key:?} whose chunks do not fit together ({error})");
-            ErrorKind::Damaged.error("checkpoint", found, "chunks that fill the tensor, each element once", INCOMPLETE)
+            ErrorKind::Damaged.error("checkpoint", found, "chunks that cover the tensor, each element once", INCOMPLETE)
         })
     }
 }
 
 impl Chunk {
-    /// Distances between neighbours, in elements.
+    /// Returns the strides in elements, those of a row-major box if none are stored.
     pub fn strides(&self) -> Vec<usize> {
         self.strides.clone().unwrap_or_else(|| row_major(&self.part.sizes))
     }
 
-    /// Number of bytes from its first element to behind its last one; `None` if no file is that long.
+    /// Number of bytes from the first element to the end of the last one in the file; `None` if that overflows.
     pub fn span(&self, element: ElementType) -> Option<u64> {
         if self.part.volume() == 0 {
             return Some(0);
@@ -110,10 +117,10 @@ impl Chunk {
 }
 
 impl Contents {
-    /// Adds a tensor at a path of nested state.
+    /// Adds a tensor at a path of the nested state.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if something has its flat key already.
+    /// [`ErrorKind::Damaged`] if the flat key is already taken.
     pub fn add_tensor(&mut self, path: Vec<Key>, tensor: StoredTensor) -> Result<()> {
         let key = self.free_key(&path)?;
         self.tensors.insert(key.clone(), tensor);
@@ -121,7 +128,10 @@ impl Contents {
         Ok(())
     }
 
-    /// Adds a value at a path of nested state; as [`add_tensor`](Self::add_tensor).
+    /// Adds a value at a path of the nested state.
+    ///
+    /// # Errors
+    /// As [`add_tensor`](Self::add_tensor).
     pub fn add_value(&mut self, path: Vec<Key>, value: Value) -> Result<()> {
         let key = self.free_key(&path)?;
         self.values.insert(key.clone(), value);
@@ -133,62 +143,73 @@ impl Contents {
         let key = flat_key(path);
         if self.tensors.contains_key(&key) || self.values.contains_key(&key) {
             let found = format!("two entries with the flat key {key:?}");
-            return Err(ErrorKind::Damaged.error("checkpoint", found, "different keys", NOT_OURS));
+            return Err(ErrorKind::Damaged.error("checkpoint", found, "different keys", NOT_A_CHECKPOINT));
         }
         Ok(key)
     }
 
-    /// Size of all tensors in bytes.
+    /// Total size of all tensors in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.tensors.values().map(StoredTensor::bytes).fold(0, usize::saturating_add)
     }
 
-    /// An error unless everything fits together and is inside the files. `sizes` gives the size of a file by name, `None` if
-    /// there is no such file.
+    /// Checks that chunks cover their tensors and are inside their files. `sizes` returns the size of a file by name, `None`
+    /// if there is no such file.
     pub(super) fn check(&self, sizes: &dyn Fn(&str) -> Option<u64>) -> Result<()> {
         if let Some((key, _)) = self.paths.iter().find(|(_, path)| path.len() > MAX_DEPTH) {
-            let (found, needed) = (format!("key {key:.40?}... of great depth"), format!("{MAX_DEPTH} steps at most"));
-            return Err(ErrorKind::Damaged.error("checkpoint", found, needed, NOT_OURS));
+            let (found, needed) =
+                (format!("key {key:.40?}..., nested too deeply"), format!("at most {MAX_DEPTH} levels"));
+            return Err(ErrorKind::Damaged.error("checkpoint", found, needed, NOT_A_CHECKPOINT));
         }
         for (key, tensor) in &self.tensors {
             tensor.check(key)?;
             for chunk in &tensor.chunks {
                 check_file_name(&chunk.file)?;
                 let Some(size) = sizes(&chunk.file) else {
-                    let found = format!("no file {:?}, which has a part of tensor {key:?}", chunk.file);
+                    let found = format!("no file {:?}, which has a chunk of tensor {key:?}", chunk.file);
                     return Err(ErrorKind::Damaged.error("checkpoint", found, "all files", INCOMPLETE));
                 };
                 if chunk.strides.as_ref().is_some_and(|strides| strides.len() != chunk.part.sizes.len()) {
                     let found = format!("tensor {key:?} with strides {:?}", chunk.strides);
-                    return Err(ErrorKind::Damaged.error("checkpoint", found, "one stride per dimension", NOT_OURS));
+                    return Err(ErrorKind::Damaged.error(
+                        "checkpoint",
+                        found,
+                        "one stride per dimension",
+                        NOT_A_CHECKPOINT,
+                    ));
                 }
-                // Strides of zero would make much of little: a file of a few bytes must not fill the memory.
+                // With strides of zero a file of a few bytes could claim a tensor that fills the memory.
                 let bytes = chunk.part.volume().saturating_mul(tensor.element.size_in_bytes()) as u64;
                 if chunk.strides.is_some() && bytes > size.max(MAX_EXPANDED) {
-                    let found = format!("tensor {key:?} of {bytes} bytes, made by strides of a file of {size}");
+                    let found = format!("tensor {key:?} of {bytes} bytes, expanded by strides from a file of {size}");
                     return Err(ErrorKind::Damaged.error(
                         "checkpoint",
                         found,
                         "as many bytes as there are elements",
-                        NOT_OURS,
+                        NOT_A_CHECKPOINT,
                     ));
                 }
                 let span = chunk.span(tensor.element);
                 if let Some(blocks) = &chunk.blocks
                     && !(chunk.strides.is_none() && span.is_some_and(|span| blocks.fits(span)))
                 {
-                    let found = format!("{} checksums of a part of tensor {key:?}", blocks.crc32.len());
-                    return Err(ErrorKind::Damaged.error("checkpoint", found, "one per block of its bytes", NOT_OURS));
+                    let found = format!("{} checksums of a chunk of tensor {key:?}", blocks.crc32.len());
+                    return Err(ErrorKind::Damaged.error(
+                        "checkpoint",
+                        found,
+                        "one per block of its bytes",
+                        NOT_A_CHECKPOINT,
+                    ));
                 }
                 let end = span.and_then(|span| span.checked_add(chunk.offset));
                 if end.is_none_or(|end| end > size) {
                     let found = format!("file {:?} of {size} bytes", chunk.file);
-                    let needed = format!("{}, the end of a part of tensor {key:?}", end.unwrap_or(u64::MAX));
+                    let needed = format!("{}, the end of a chunk of tensor {key:?}", end.unwrap_or(u64::MAX));
                     return Err(ErrorKind::Damaged.error(
                         "checkpoint",
                         found,
                         needed,
-                        "the file is cut off; copy it again",
+                        "the file is truncated; copy it again",
                     ));
                 }
             }
@@ -197,7 +218,7 @@ impl Contents {
     }
 }
 
-/// Distances between neighbours of a box that is stored row-major.
+/// The strides of a row-major box, in elements.
 pub(super) fn row_major(sizes: &[usize]) -> Vec<usize> {
     let mut strides = vec![1usize; sizes.len()];
     for dim in (1..sizes.len()).rev() {
@@ -206,7 +227,7 @@ pub(super) fn row_major(sizes: &[usize]) -> Vec<usize> {
     strides
 }
 
-/// An error for a name that could lead out of the checkpoint's directory.
+/// Refuses a file name that could lead out of the checkpoint's directory.
 pub(super) fn check_file_name(name: &str) -> Result<()> {
     let plain = |part: Component<'_>| matches!(part, Component::Normal(_));
     let path = Path::new(name);
@@ -218,14 +239,17 @@ pub(super) fn check_file_name(name: &str) -> Result<()> {
         "file name",
         format!("{name:?}"),
         needed,
-        "do not load this checkpoint: it was made to do harm",
+        "do not load this checkpoint: it may be malicious",
     ))
 }
 
-/// How deep state may be nested: nobody does, and walking it takes the stack.
+/// Deepest nesting of state that is accepted: deeper than any real state dict, and shallow enough to recurse over.
 const MAX_DEPTH: usize = 128;
-/// What strides may make of a file that is smaller.
+/// A tensor whose strides repeat elements may exceed the size of its file up to this many bytes: expanded tensors that
+/// people save are small, and a hostile file must not fill the memory.
 const MAX_EXPANDED: u64 = 64 << 20;
 
+/// What to do about a checkpoint that lacks files or chunks.
 pub(super) const INCOMPLETE: &str = "the checkpoint is incomplete; copy or save it again";
-pub(super) const NOT_OURS: &str = "the file is damaged, or was not written as a checkpoint";
+/// What to do about a file whose content makes no sense.
+pub(super) const NOT_A_CHECKPOINT: &str = "the file is damaged, or was not written as a checkpoint";

@@ -1,7 +1,6 @@
-//! States of optimizers as PyTorch has them: `state` by parameter, with `step` as a tensor, and `param_groups`.
+//! Optimizer state in PyTorch's form: `state` by parameter, with `step` as a tensor, and `param_groups`.
 //!
-//! What `get_optimizer_state_dict` returns names parameters, what `optimizer.state_dict()` returns numbers them; both are read.
-//! Written is the former.
+//! `get_optimizer_state_dict` names parameters, `optimizer.state_dict()` numbers them. Both are read; the former is written.
 
 use std::collections::BTreeMap;
 
@@ -17,22 +16,22 @@ use crate::optim::{
 };
 
 const GROUPS: &str = "param_groups";
-/// Number of all steps, beside what PyTorch has: it knows steps per parameter.
+/// Our additional entry with the optimizer's number of steps: PyTorch counts steps per parameter only.
 const STEPS: &str = "steps";
 
-/// Whether a checkpoint has the state of an optimizer of PyTorch under an entry.
+/// Whether a checkpoint has optimizer state in PyTorch's form under an entry.
 pub(super) fn is_torch(stored: &Catalog, entry: &str) -> bool {
     let prefix = format!("{entry}.{GROUPS}");
     stored.values.range(prefix.clone()..).next().is_some_and(|(key, _)| key.starts_with(&prefix))
 }
 
-/// The state of an optimizer in PyTorch's form.
+/// Converts optimizer state to PyTorch's form.
 pub(super) fn to_torch(state: &OptimizerState) -> Result<State> {
     let of_param = |(name, param): (&String, &ParamState)| -> Result<(String, State)> {
         let mut entries: BTreeMap<String, State> = BTreeMap::new();
         for (kind, &number) in &param.numbers {
             let entry = match kind.as_str() {
-                // PyTorch counts in f32.
+                // PyTorch stores step counts as f32.
                 "step" => State::from(Tensor::new(number as f32, &Device::Cpu)?),
                 "mu_product" => State::from(Tensor::new(number, &Device::Cpu)?),
                 _ => State::from(number),
@@ -51,10 +50,10 @@ pub(super) fn to_torch(state: &OptimizerState) -> Result<State> {
     ]))
 }
 
-/// A group with all keys that PyTorch's optimizers look for; those that do not change results have their defaults.
+/// A parameter group with all keys that PyTorch's optimizers require; options that do not affect results get their defaults.
 fn group_to_torch(state: &GroupState) -> Result<Value> {
     let mut group = BTreeMap::new();
-    // Settings have the names that PyTorch has for them too.
+    // Settings have PyTorch's names.
     for (name, value) in state.group.algorithm.settings()? {
         let value = match Value::of(&value)? {
             Value::List(values) => Value::Tuple(values),
@@ -78,8 +77,8 @@ fn group_to_torch(state: &GroupState) -> Result<Value> {
     Ok(Value::Map(group))
 }
 
-/// What is to be loaded from a checkpoint of PyTorch for an optimizer: the moments that the checkpoint has, in the layouts of the
-/// parameters, and all settings.
+/// The template for loading PyTorch's optimizer state: the state that the checkpoint has, in the layouts of the parameters, and
+/// all settings.
 pub(super) fn template(optimizer: &ShardedOptimizer, stored: &Catalog, entry: &str) -> Result<State> {
     let groups = stored.value(&format!("{entry}.{GROUPS}"))?;
     let keys = keys(optimizer, &groups)?;
@@ -92,7 +91,7 @@ pub(super) fn template(optimizer: &ShardedOptimizer, stored: &Catalog, entry: &s
             let key = format!("{prefix}.{kind}");
             stored.tensors.contains_key(&key) || stored.values.contains_key(&key)
         };
-        // A parameter that PyTorch has no state of has had no gradient. Copies in f32 need not be there.
+        // PyTorch stores no state for a parameter that never had a gradient. f32 master copies are optional.
         let kinds: Vec<&String> = param.tensors.keys().chain(param.numbers.keys()).collect();
         if !kinds.iter().any(|kind| has(kind)) {
             continue;
@@ -109,7 +108,7 @@ pub(super) fn template(optimizer: &ShardedOptimizer, stored: &Catalog, entry: &s
     Ok(State::Map(entries))
 }
 
-/// The state of an optimizer from what was loaded into its [`template`].
+/// Converts what was loaded with [`template`] to optimizer state.
 pub(super) fn from_torch(optimizer: &ShardedOptimizer, loaded: &State) -> Result<OptimizerState> {
     let stored = loaded.value(GROUPS)?;
     let keys = keys(optimizer, &stored)?;
@@ -142,14 +141,14 @@ pub(super) fn from_torch(optimizer: &ShardedOptimizer, loaded: &State) -> Result
 }
 
 fn bad(found: impl std::fmt::Display, needed: impl std::fmt::Display) -> Error {
-    let fix = "build the optimizer as the one that was saved, with get_optimizer_state_dict of PyTorch";
+    let fix = "build the optimizer like the one that was saved, and save with PyTorch's get_optimizer_state_dict";
     ErrorKind::state().error("PyTorch optimizer state", found, needed, fix)
 }
 
 fn list(groups: &Value) -> Result<&[Value]> {
     match groups {
         Value::List(groups) => Ok(groups),
-        // With flatten_optimizer_state_dict groups are taken apart by parameter.
+        // With flatten_optimizer_state_dict, settings are stored per parameter and not per group.
         other => Err(bad(format!("{GROUPS} as {other:.60}"), "a list (save without flatten_optimizer_state_dict)")),
     }
 }
@@ -161,7 +160,7 @@ fn field<'a>(group: &'a Value, name: &str) -> Option<&'a Value> {
     }
 }
 
-/// Under which key the checkpoint has each parameter of the optimizer: its name, or its number.
+/// The key of each parameter in the checkpoint: its name, or its number.
 fn keys(optimizer: &ShardedOptimizer, groups: &Value) -> Result<BTreeMap<String, String>> {
     let (groups, own) = (list(groups)?, optimizer.group_states());
     if groups.len() != own.len() {
@@ -180,7 +179,7 @@ fn keys(optimizer: &ShardedOptimizer, groups: &Value) -> Result<BTreeMap<String,
         }
         for (stored, name) in params.iter().zip(&own.params) {
             match stored {
-                // Parameters are numbered in the order of the optimizer.
+                // PyTorch numbers parameters in the optimizer's order.
                 Value::Int(number) => drop(keys.insert(name.clone(), number.to_string())),
                 Value::Text(stored) if own.params.contains(stored) => drop(keys.insert(stored.clone(), stored.clone())),
                 other => return Err(bad(format!("parameter {other} in group {i}"), format!("{:?}", own.params))),
@@ -190,7 +189,7 @@ fn keys(optimizer: &ShardedOptimizer, groups: &Value) -> Result<BTreeMap<String,
     Ok(keys)
 }
 
-/// A group with the settings that PyTorch stored, for the algorithm that the optimizer has: PyTorch does not say which it is.
+/// A parameter group with the settings that PyTorch stored. The algorithm is that of the optimizer: PyTorch does not store it.
 fn group_from_torch(stored: &Value, own: &ParamGroup, optimizer: &ShardedOptimizer) -> Result<ParamGroup> {
     let number =
         |name: &str| -> Result<Option<f64>> { field(stored, name).map(|value| value.read::<f64>()).transpose() };
@@ -209,7 +208,7 @@ fn group_from_torch(stored: &Value, own: &ParamGroup, optimizer: &ShardedOptimiz
     {
         return Err(bad(format!("decoupled_weight_decay = {stored}"), format!("that of {}", own.algorithm.name())));
     }
-    // With a schedule here, the rate that it builds on.
+    // With a schedule, the base rate that the schedule multiplies; `lr` is the scheduled one.
     let base = match optimizer.schedule() {
         crate::optim::Schedule::Constant => None,
         _ => number("initial_lr")?,

@@ -1,4 +1,4 @@
-//! What a checkpoint holds beside tensors, and how it is nested.
+//! Non-tensor values of a checkpoint, and paths in nested state.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,42 +8,43 @@ use serde_json::{Map, Value as Json, json};
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// A stored value that is not a tensor.
+/// A stored value that is not a tensor: what a pickled Python object of plain types is to PyTorch.
 ///
-/// As JSON it is what one would write, but for what JSON has not: a tuple is `{"tuple": [...]}`, a map `{"map": {...}}`, a
-/// number that JSON cannot say `{"float": "nan"}`.
+/// In JSON most variants are the plain JSON value. JSON objects tag what it cannot express: a tuple is `{"tuple": [...]}`, a
+/// map `{"map": {...}}`, NaN and the infinities `{"float": "nan"}`.
 #[doc(alias = "BytesStorageMetadata")]
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
-    /// Nothing.
+    /// Python's `None`.
     None,
-    /// A truth value.
+    /// A boolean.
     Bool(bool),
-    /// A whole number.
+    /// An integer.
     Int(i64),
-    /// A number.
+    /// A floating-point number.
     Float(f64),
-    /// Text.
+    /// A string.
     Text(String),
     /// A list.
     List(Vec<Value>),
-    /// A tuple, which other languages tell from a list.
+    /// A tuple, which Python distinguishes from a list.
     Tuple(Vec<Value>),
-    /// Values by name.
+    /// A dict with string keys.
     Map(BTreeMap<String, Value>),
 }
 
-/// One step of the way to a value in nested state.
+/// One component of a path in nested state.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Key {
-    /// Position in a list.
+    /// Position in a list or tuple.
     Index(usize),
-    /// Name in a map.
+    /// Key of a map.
     Name(String),
 }
 
-/// The keys of a path joined with dots.
+/// Joins the components of a path with dots: the flat key that checkpoints store entries under.
+#[doc(alias = "FQN")]
 pub fn flat_key(path: &[Key]) -> String {
     path.iter().map(ToString::to_string).collect::<Vec<_>>().join(".")
 }
@@ -58,7 +59,7 @@ impl fmt::Display for Key {
 }
 
 impl Value {
-    /// The value as JSON.
+    /// Converts to JSON, with the tags described at [`Value`].
     pub fn to_json(&self) -> Json {
         let list = |values: &[Value]| values.iter().map(Value::to_json).collect::<Vec<_>>();
         match self {
@@ -77,7 +78,10 @@ impl Value {
         }
     }
 
-    /// The value that JSON says.
+    /// Reads a value from the JSON that [`to_json`](Self::to_json) returns.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Damaged`] for a JSON object without a known tag.
     pub fn from_json(json: &Json) -> Result<Value> {
         let list = |values: &[Json]| values.iter().map(Value::from_json).collect::<Result<Vec<_>>>();
         let bad = |found: &Json| {
@@ -86,7 +90,7 @@ impl Value {
                 "stored value",
                 found,
                 needed,
-                "the file was not written by this library, or was changed",
+                "the file was not written by this library, or is damaged",
             )
         };
         Ok(match json {
@@ -114,16 +118,24 @@ impl Value {
 }
 
 impl Value {
-    /// The value that serde makes of something: structs become maps.
+    /// Converts anything serializable to a value; structs become maps. The inverse of [`read`](Self::read).
     pub fn of(something: &impl Serialize) -> Result<Value> {
         serde_json::to_value(something).map_err(Error::other).and_then(|json| Value::from_plain(&json))
     }
 
-    /// What serde reads from the value.
+    /// Deserializes the value into a Rust type. The inverse of [`of`](Self::of).
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] if the type does not fit the value.
     pub fn read<T: de::DeserializeOwned>(&self) -> Result<T> {
         serde_json::from_value(self.to_plain()).map_err(|error| {
             let found = format!("{self} ({error})");
-            ErrorKind::state().error("stored value", found, "what was stored", "load it into what it was saved from")
+            ErrorKind::state().error(
+                "stored value",
+                found,
+                "a value of the requested type",
+                "read it as the type that was saved",
+            )
         })
     }
 

@@ -1,4 +1,4 @@
-//! Whether a checkpoint is whole.
+//! Verifying that a checkpoint is complete and undamaged.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -13,43 +13,52 @@ use super::read::check_crc;
 use super::stored::Chunk;
 use crate::error::Result;
 
-/// What was found out about a checkpoint.
+/// The result of [`verify`].
 #[derive(Debug)]
 pub struct Verification {
-    /// What is in it, as far as it can be opened.
+    /// The checkpoint's metadata, if it could be opened.
     pub catalog: Option<Catalog>,
-    /// Parts of tensors whose checksum is right.
+    /// Number of chunks whose checksum matches.
     pub verified: usize,
-    /// Parts of tensors that the format stores without a checksum. They are there and have the right size.
-    pub unverified: usize,
-    /// Parts with one checksum for all of their bytes and none per block: a load that reads such a part in pieces, as another
-    /// layout may do, does not check it.
-    pub whole_only: usize,
-    /// What is wrong.
+    /// Number of chunks that are stored without a checksum: they exist and have the right size.
+    pub without_checksum: usize,
+    /// Number of chunks with a single checksum and none per block: a load in another layout, which reads such a chunk in
+    /// pieces, does not verify it.
+    pub without_block_checksums: usize,
+    /// The errors that were found, one message each.
     pub problems: Vec<String>,
-    /// Files in the directory that do not belong to the checkpoint.
-    pub strangers: Vec<String>,
+    /// Files in the directory that are not part of the checkpoint.
+    pub unknown_files: Vec<String>,
 }
 
 impl Verification {
-    /// Whether nothing is wrong.
-    pub fn is_whole(&self) -> bool {
+    /// Whether no problem was found.
+    pub fn is_intact(&self) -> bool {
         self.problems.is_empty()
     }
 }
 
-/// How much is read at a time.
-const BLOCK: u64 = 4 << 20;
+/// Bytes read at a time from chunks without blocks.
+const READ_BYTES: u64 = 4 << 20;
 
-/// Reads all of a checkpoint and compares it with its checksums; looks for holes, overlaps and missing bytes. `progress`
-/// hears of bytes. What is wrong is in the result; no error stands in the way of the next one.
+/// Reads a whole checkpoint, verifies all checksums and checks that the chunks cover their tensors without gaps or overlaps.
+///
+/// Local: needs no world; uses all cores. Continues after an error and returns all of them in [`Verification::problems`].
+/// `progress` is called with numbers of bytes.
 pub fn verify(path: impl AsRef<Path>, progress: &(dyn Fn(u64) + Sync)) -> Verification {
     let catalog = match open(path) {
         Ok(catalog) => catalog,
         Err(error) => {
             let problems = vec![error.to_string()];
-            let strangers = Vec::new();
-            return Verification { catalog: None, verified: 0, unverified: 0, whole_only: 0, problems, strangers };
+            let unknown_files = Vec::new();
+            return Verification {
+                catalog: None,
+                verified: 0,
+                without_checksum: 0,
+                without_block_checksums: 0,
+                problems,
+                unknown_files,
+            };
         }
     };
     let files = &*catalog.files;
@@ -64,15 +73,22 @@ pub fn verify(path: impl AsRef<Path>, progress: &(dyn Fn(u64) + Sync)) -> Verifi
     };
     let results: Vec<Result<bool>> = chunks.par_iter().map(check).collect();
     let verified = results.iter().filter(|r| matches!(r, Ok(true))).count();
-    let unverified = results.iter().filter(|r| matches!(r, Ok(false))).count();
-    let whole_only = chunks.iter().filter(|(.., c)| c.crc32.is_some() && c.blocks.is_none()).count();
+    let without_checksum = results.iter().filter(|r| matches!(r, Ok(false))).count();
+    let without_block_checksums = chunks.iter().filter(|(.., c)| c.crc32.is_some() && c.blocks.is_none()).count();
     let mut problems: Vec<String> = results.into_iter().filter_map(Result::err).map(|e| e.to_string()).collect();
     problems.extend(catalog.format.0.verify(files).err().map(|e| e.to_string()));
-    let strangers = strangers(&catalog);
-    Verification { catalog: Some(catalog), verified, unverified, whole_only, problems, strangers }
+    let unknown_files = unknown_files(&catalog);
+    Verification {
+        catalog: Some(catalog),
+        verified,
+        without_checksum,
+        without_block_checksums,
+        problems,
+        unknown_files,
+    }
 }
 
-/// CRC-32 of the bytes of a chunk; an error if one of its blocks is not as it was written.
+/// CRC-32 of all bytes of a chunk; fails if the checksum of one of its blocks does not match.
 fn crc_of(
     files: &Files,
     key: &str,
@@ -81,7 +97,7 @@ fn crc_of(
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<u32> {
     let length = chunk.span(element).unwrap_or(u64::MAX);
-    let block = chunk.blocks.as_ref().map_or(BLOCK, |blocks| blocks.bytes);
+    let block = chunk.blocks.as_ref().map_or(READ_BYTES, |blocks| blocks.block_bytes);
     let mut hasher = crc32fast::Hasher::new();
     let mut buffer = vec![0; block.min(length) as usize];
     let mut done = 0;
@@ -99,8 +115,8 @@ fn crc_of(
     Ok(hasher.finalize())
 }
 
-/// Files of the directory that no tensor is in.
-fn strangers(catalog: &Catalog) -> Vec<String> {
+/// Files of the directory that hold no tensor and that the format does not expect.
+fn unknown_files(catalog: &Catalog) -> Vec<String> {
     let used: BTreeSet<&str> =
         catalog.tensors.values().flat_map(|t| t.chunks.iter().map(|c| c.file.as_str())).collect();
     let Ok(names) = catalog.files.names() else { return Vec::new() };

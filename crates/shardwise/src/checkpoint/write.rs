@@ -1,4 +1,4 @@
-//! Files of a checkpoint written in any format, and what makes files a checkpoint.
+//! Writing the files of a checkpoint in any format, and completing them with the index.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -12,9 +12,8 @@ use super::stored::Contents;
 use super::value::Value;
 use crate::error::{Error, Result};
 
-/// The boxes of one rank by file, one file at least. In a format that knows boxes by the name of their tensor alone, boxes of
-/// one tensor go to different files.
-pub(super) fn in_files(writer: &dyn FormatWriter, boxes: Vec<BoxToWrite>) -> Vec<Vec<BoxToWrite>> {
+/// Distributes the boxes of one rank over files: one file, or several if the format allows only one box of a tensor per file.
+pub(super) fn boxes_by_file(writer: &dyn FormatWriter, boxes: Vec<BoxToWrite>) -> Vec<Vec<BoxToWrite>> {
     let mut files: Vec<Vec<BoxToWrite>> = vec![Vec::new()];
     for next in boxes {
         let free = |file: &&mut Vec<BoxToWrite>| {
@@ -28,8 +27,8 @@ pub(super) fn in_files(writer: &dyn FormatWriter, boxes: Vec<BoxToWrite>) -> Vec
     files
 }
 
-/// Writes boxes to a file of a directory and makes it durable. `values` go along in a format that has them in such files;
-/// `progress` hears of bytes.
+/// Writes boxes to a file and syncs it to disk. `values` are non-empty only for a format that stores them in such files;
+/// `progress` is called with numbers of bytes.
 pub(super) fn write_file(
     writer: &dyn FormatWriter,
     directory: &Path,
@@ -41,12 +40,12 @@ pub(super) fn write_file(
     let path = directory.join(name);
     let file = FileToWrite { name, boxes, values, progress };
     let written = write_to(writer, &path, file).map_err(|error| match error {
-        // Which file it was is what helps.
+        // An I/O error without the path would not help.
         Error::Io(error) => unwritable(&path, &error),
         other => other,
     });
     if written.is_err() {
-        // The space is needed to say what went wrong.
+        // On a full disk this makes room for the report of the error.
         let _ = fs::remove_file(&path);
     }
     written
@@ -59,8 +58,9 @@ fn write_to(writer: &dyn FormatWriter, path: &Path, file: FileToWrite<'_>) -> Re
     Ok(written)
 }
 
-/// Makes written files a checkpoint: adds the file that says what is where. `contents` has all tensors but for their chunks.
-pub(super) fn seal(
+/// Completes a checkpoint: collects the chunks of all files, writes the format's index and syncs the directory. `contents` has
+/// all tensors without their chunks.
+pub(super) fn finish_checkpoint(
     writer: &dyn FormatWriter,
     directory: &Path,
     mut contents: Contents,

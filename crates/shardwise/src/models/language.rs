@@ -8,7 +8,7 @@ use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::nn::init::Init;
 use crate::nn::{Builder, Embedding, Forward, Linear, Module};
-use crate::ops::Classes;
+use crate::ops::LossOptions;
 use crate::tensor::DTensor;
 
 /// A model that returns for every position of `[batch, length]` ids how likely each token is to come next; `forward` returns
@@ -18,7 +18,7 @@ pub trait LanguageModel: Model + Forward {
     #[track_caller]
     fn loss(&self, ids: &DTensor, targets: &DTensor) -> Result<DTensor> {
         let logits = self.forward(ids)?.flatten(0, 1)?.to_dtype(DType::F32)?;
-        logits.cross_entropy(&targets.flatten(0, 1)?, Classes::default())
+        logits.cross_entropy(&targets.flatten(0, 1)?, LossOptions::default())
     }
 }
 
@@ -93,7 +93,7 @@ pub(super) fn begin(model: &dyn Module, layers: usize) -> Result<()> {
     const STD: f64 = 0.02;
     for (path, param) in model.named_parameters() {
         let value = param.get();
-        let init = match value.rank() {
+        let init = match value.ndim() {
             2 if path.ends_with("output.weight") || path.ends_with("down.weight") => {
                 Init::Normal(0.0, STD / ((2 * layers) as f64).sqrt())
             }

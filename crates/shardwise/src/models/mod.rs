@@ -14,7 +14,7 @@
 //! launch(4, move |world| {
 //!     let mesh = world.device_mesh(mesh.clone())?;
 //!     let model = build(&config, &plan, &mesh, DType::F32)?;
-//!     let ids = DTensor::from_fn((2, 8), DType::I64, &mesh, batch_placements(&mesh), |i| (i[0] * 8 + i[1]) as f64)?;
+//!     let ids = DTensor::from_fn(((2, 8), DType::I64), &mesh, batch_placements(&mesh), |i| (i[0] * 8 + i[1]) as f64)?;
 //!     let loss = model.loss(&ids, &ids)?;
 //!     assert!(loss.item::<f32>()?.is_finite());
 //!     Ok(())

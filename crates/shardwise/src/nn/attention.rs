@@ -5,7 +5,7 @@ use super::hints::Heads;
 use super::linear::{Linear, layer};
 use super::module::{Forward, Hooks, Item, Module, join};
 use crate::error::{ErrorKind, Result};
-use crate::ops::Attention;
+use crate::ops::AttentionOptions;
 use crate::tensor::DTensor;
 
 /// Positions as rotations of pairs of features.
@@ -96,7 +96,8 @@ impl MultiHeadAttention {
         let queries = turned(apart(self.query.forward(x)?, heads)?)?;
         let keys = turned(apart(self.key.forward(context)?, key_heads)?)?;
         let values = apart(self.value.forward(context)?, key_heads)?;
-        let mixed = queries.scaled_dot_product_attention(&keys, &values, Attention { causal, mask, scale: None })?;
+        let mixed =
+            queries.scaled_dot_product_attention(&keys, &values, AttentionOptions { causal, mask, scale: None })?;
         self.output.forward(&mixed.transpose(-3, -2)?.flatten(-2, -1)?)
     }
 }

@@ -5,7 +5,7 @@ use super::init::Init;
 use super::linear::layer;
 use super::module::{Forward, Hooks, Item, Module, join};
 use crate::error::Result;
-use crate::ops::Convolution;
+use crate::ops::ConvOptions;
 use crate::param::Param;
 use crate::tensor::DTensor;
 
@@ -19,14 +19,14 @@ macro_rules! convolutions {
             pub bias: Option<Param>,
             /// Hooks.
             pub hooks: Hooks,
-            options: Convolution,
+            options: ConvOptions,
         }
 
         layer!($name { weight, bias, hooks });
 
         impl $name {
             /// With a bias; windows of `size` in every spatial dimension.
-            pub fn new(at: &Builder, inputs: usize, outputs: usize, size: usize, options: Convolution) -> Result<Self> {
+            pub fn new(at: &Builder, inputs: usize, outputs: usize, size: usize, options: ConvOptions) -> Result<Self> {
                 let layer = Self::without_bias(at, inputs, outputs, size, options)?;
                 let inside = inputs / options.groups.max(1);
                 let bound = 1.0 / ((inside * size.pow($spatial)).max(1) as f64).sqrt();
@@ -39,7 +39,7 @@ macro_rules! convolutions {
                 inputs: usize,
                 outputs: usize,
                 size: usize,
-                options: Convolution,
+                options: ConvOptions,
             ) -> Result<Self> {
                 let inside = inputs / options.groups.max(1);
                 let shape = [vec![outputs, inside], vec![size; $spatial]].concat();

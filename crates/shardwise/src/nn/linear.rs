@@ -4,7 +4,7 @@ use super::build::Builder;
 use super::init::Init;
 use super::module::{Forward, Hooks, Item, Mode, Module, join};
 use crate::error::{ErrorKind, Result};
-use crate::ops::Bag;
+use crate::ops::EmbeddingBagMode;
 use crate::param::Param;
 use crate::tensor::DTensor;
 
@@ -88,14 +88,14 @@ pub struct EmbeddingBag {
     pub weight: Param,
     /// Hooks.
     pub hooks: Hooks,
-    mode: Bag,
+    mode: EmbeddingBagMode,
 }
 
 layer!(EmbeddingBag { weight, hooks });
 
 impl EmbeddingBag {
     /// A table that begins normal, and how a bag becomes one row.
-    pub fn new(at: &Builder, vocabulary: usize, features: usize, mode: Bag) -> Result<Self> {
+    pub fn new(at: &Builder, vocabulary: usize, features: usize, mode: EmbeddingBagMode) -> Result<Self> {
         let weight = at.param("weight", &[vocabulary, features], Init::Normal(0.0, 1.0))?;
         Ok(EmbeddingBag { weight, hooks: at.hooks(), mode })
     }

@@ -1,4 +1,4 @@
-//! A scope in which the operator that first gives NaN is an error.
+//! [`detect_anomaly`]: a scope in which the first operator that returns NaN is an error.
 
 use std::sync::Arc;
 
@@ -8,10 +8,10 @@ use crate::rank_context::{RankContext, in_scope, rank_context};
 use crate::tensor::DTensor;
 use shardwise_kernels::reals;
 
-/// Where an operator was called.
+/// Where an operator was called in the forward pass.
 #[derive(Clone)]
 pub(super) struct RecordedAt {
-    /// Path of the module whose `forward` was running.
+    /// The path of the module whose `forward` was running.
     path: Option<Arc<str>>,
     site: Site,
 }
@@ -22,11 +22,11 @@ impl RecordedAt {
     }
 }
 
-/// Runs `body`; inside, an operator whose result has NaN on this rank is an error that names it, its tensors and the place in
-/// the program, in the forward pass and in the backward pass alike.
+/// Runs `body` and turns the first NaN that an operator returns on this rank into an error.
 ///
-/// Local: nothing is communicated. Every result is read once more, so it is for finding a fault and not for training. Other
-/// ranks get the error of this one with their next collective. Scopes nest; each rank is in its own.
+/// The error names the operator, its tensors, the line of the program and, in a backward pass, the forward call. Local:
+/// communicates nothing; the other ranks get the error with their next collective. Every result is read once more, so use it to
+/// find a fault, not to train. Scopes nest; each rank enters its own.
 ///
 /// ```
 /// use shardwise::{detect_anomaly, prelude::*};
@@ -44,12 +44,12 @@ pub fn detect_anomaly<R>(body: impl FnOnce() -> R) -> R {
     in_scope(count, |context, before| context.anomaly_scopes.set(before), body)
 }
 
-/// Whether results are looked at now.
+/// Whether results are checked for NaN now.
 pub(super) fn is_detecting() -> bool {
     rank_context(|context| context.anomaly_scopes.get() > 0)
 }
 
-/// Runs the backward pass of one call, so that what it computes is reported as that.
+/// Runs the backward pass of one call; errors inside name that call.
 pub(super) fn in_backward_of<R>(name: &'static str, origin: Option<RecordedAt>, body: impl FnOnce() -> R) -> R {
     let place = origin.map_or(String::new(), |RecordedAt { path, site }| {
         path.map_or(String::new(), |path| format!(" in module `{path}`")) + &format!(", called at {site}")
@@ -58,7 +58,7 @@ pub(super) fn in_backward_of<R>(name: &'static str, origin: Option<RecordedAt>, 
     in_scope(enter, |context, ()| drop(context.backward_calls.borrow_mut().pop()), body)
 }
 
-/// An error if an output has NaN on this rank.
+/// Fails if an output has NaN on this rank.
 pub(super) fn check(name: &'static str, inputs: &[&DTensor], outputs: &[DTensor], site: Site) -> Result<()> {
     for (i, output) in outputs.iter().enumerate() {
         let Some(at) = first_nan(output)? else { continue };
@@ -68,11 +68,11 @@ pub(super) fn check(name: &'static str, inputs: &[&DTensor], outputs: &[DTensor]
             let calls = context.backward_calls.borrow();
             calls.last().map_or(String::new(), |call| format!(", in the backward pass of {call}"))
         });
-        let mut spoilt = Vec::new();
+        let mut nan_inputs = Vec::new();
         for (i, input) in inputs.iter().enumerate() {
-            spoilt.extend(first_nan(input)?.map(|_| i.to_string()));
+            nan_inputs.extend(first_nan(input)?.map(|_| i.to_string()));
         }
-        let (needed, fix) = match spoilt.as_slice() {
+        let (needed, fix) = match nan_inputs.as_slice() {
             [] => ("numbers".to_string(), "look at what the operands hold at that place"),
             some => {
                 (format!("operands without NaN; input(s) {} had it", some.join(", ")), "look at where they come from")
@@ -85,7 +85,7 @@ pub(super) fn check(name: &'static str, inputs: &[&DTensor], outputs: &[DTensor]
     Ok(())
 }
 
-/// The first element of this rank's part that is NaN.
+/// The position of the first NaN in the local tensor.
 fn first_nan(tensor: &DTensor) -> Result<Option<usize>> {
     match tensor.dtype().is_float() {
         true => Ok(reals(tensor.local())?.iter().position(|x| x.is_nan())),

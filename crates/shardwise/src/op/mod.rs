@@ -1,5 +1,5 @@
-//! Operators and the one way in which they are executed: decide the layouts (once per combination), bring the inputs
-//! there, run the kernel on local tensors.
+//! What an operator is ([`Op`]), and the dispatch that executes every operator: decide the layouts (cached per operator, input
+//! layouts and types), redistribute the inputs, run the kernel on local tensors, record the call for the backward pass.
 
 mod anomaly;
 mod scope;
@@ -27,56 +27,71 @@ use crate::mesh::Mesh;
 use crate::module_scope::user_site;
 use crate::rank_context::rank_context;
 use crate::redistribute::Exchange;
-use crate::rule::{Decision, Need, Signature};
-use crate::tensor::{Backward, DTensor, Keeps, Saved, check_metas, check_room};
+use crate::rule::{Decision, RequiredInput, Signature};
+use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors, check_metas, check_room};
 use shardwise_kernels::placeholder;
 use widening::{held_types, prepare};
 
-/// An operator with its arguments that are not tensors. Equal operators do the same, and their hashes are the same on all
-/// ranks, which may be processes: hash what an argument says, not its address.
+/// An operator together with its non-tensor arguments: sharding rule, local kernel and gradient.
+///
+/// Implement it for a custom operator and call it with [`apply`]. Equal values must behave alike: decisions are cached by value.
+/// Hashes are compared between ranks, which may be separate processes, so hash the contents of an argument, not its address.
+#[doc(alias = "custom_op")]
+#[doc(alias = "autograd.Function")]
 pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
-    /// Name for errors and records.
+    /// The name in errors, traces and [`override_rule`](crate::ops::override_rule).
     fn name(&self) -> &'static str;
 
-    /// How the operator may be spread, and what it gives, for inputs of these shapes and types.
+    /// Returns the sharding rule and the outputs for inputs of these shapes and types.
+    ///
+    /// Called once per cached decision, on every rank alike.
+    ///
+    /// # Errors
+    /// If the operator does not accept such inputs. The error is completed with the name and layouts of the call.
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan>;
 
-    /// The layouts in which it is executed on inputs in these layouts: the cheapest that the signature allows, unless shards
-    /// of inputs and outputs are related in another way than by name.
+    /// Chooses the layouts in which one call runs, for inputs in these layouts; `elem` are their element sizes in bytes.
+    ///
+    /// The default takes the cheapest choice that the signature allows. Override it if shards of inputs and outputs are related
+    /// in a way that named dimensions do not express, as in `flip` or a convolution.
     fn decide(&self, plan: &OpPlan, inputs: &[&Layout], elem: &[usize]) -> Result<Decision> {
         let shapes: Vec<&[usize]> = plan.outputs.iter().map(|m| m.shape.as_slice()).collect();
         plan.signature.decide(inputs, elem, &shapes)
     }
 
-    /// The operator on local tensors. These are the memory of distributed tensors, which never change: a kernel does not
-    /// write to them in place, and keeps no other handle to what it returns.
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>>;
+    /// Runs the kernel on this rank's local tensors, and returns the local tensors of the outputs.
+    ///
+    /// The inputs share memory with distributed tensors, which are immutable: a kernel must not write to them in place, nor keep
+    /// another handle to what it returns. Not called in a dry run.
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>>;
 
-    /// In which type it computes its part of an output that becomes a partial sum, mean or product.
+    /// In which type the kernel computes its term of an output that is `Partial` with a sum, mean or product.
     fn accumulation(&self) -> Accumulation {
         Accumulation::InF32
     }
 
-    /// How many elementary operations it takes on local tensors of these shapes, for estimates.
+    /// The number of floating-point operations on local tensors of these shapes, for estimates of a step.
+    ///
+    /// The default is one per element of the largest tensor.
     fn flops(&self, inputs: &[&[usize]], outputs: &[&[usize]]) -> u64 {
         let largest = inputs.iter().chain(outputs).map(|shape| shape.iter().product::<usize>()).max();
         largest.unwrap_or(0) as u64
     }
 
-    /// How the gradients of the inputs follow from those of the outputs, or [`Gradient::NotDifferentiable`].
+    /// Returns the backward pass, or [`Gradient::NotDifferentiable`].
     ///
-    /// There is no default: an operator whose gradient was forgotten would pass for a constant.
+    /// There is no default: an operator whose gradient was forgotten would silently act as a constant.
     ///
     /// ```compile_fail,E0046
     /// # use candle_core::Tensor;
-    /// # use shardwise::op::{Op, OpPlan, Place};
+    /// # use shardwise::op::{KernelContext, Op, OpPlan};
     /// # use shardwise::prelude::*;
     /// # #[derive(Clone, PartialEq, Eq, Hash)]
     /// # struct Cube;
     /// impl Op for Cube {
     ///     # fn name(&self) -> &'static str { "cube" }
     ///     # fn plan(&self, _: &[TensorMeta]) -> Result<OpPlan> { unreachable!() }
-    ///     # fn run(&self, _: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> { unreachable!() }
+    ///     # fn run(&self, _: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> { unreachable!() }
     ///     // name, plan and run, but no gradient
     /// }
     /// ```
@@ -85,23 +100,23 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
 
 /// The gradient of an operator, see [`Op::gradient`].
 pub enum Gradient<O: ?Sized> {
-    /// The outputs are constants to a backward pass: they are integers, or have no slope, or are themselves part of a
-    /// gradient that is not recorded. Asking for a gradient through such an output alone is an error.
+    /// The backward pass treats the outputs as constants: they are integers, or the operator is itself part of a backward pass
+    /// that is not recorded. `backward` from such an output is an error.
     #[doc(alias = "mark_non_differentiable")]
     NotDifferentiable,
-    /// Computed by a function from the tensors that the call keeps for it.
-    From(Keeps, GradientFn<O>),
+    /// The backward pass is this function, which gets the tensors that the call saves for it.
+    From(SaveForBackward, GradientFn<O>),
 }
 
-/// Computes the gradient of every input (`None`: zero, or not [wanted](Saved::wants)) from those of the outputs (`None`: zero)
-/// with operators on distributed tensors. See [`Backward::run`].
-pub type GradientFn<O> = fn(&O, &Saved<'_>, &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
+/// The backward pass of an operator: computes the gradient of every input (`None`: zero, or not [wanted](SavedTensors::wants)) from
+/// the gradients of the outputs (`None`: zero), with operators on distributed tensors. See [`Backward::run`].
+pub type GradientFn<O> = fn(&O, &SavedTensors<'_>, &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
 
-/// The backward pass of an operator.
+/// One call of an operator as the autograd graph holds it.
 struct Recorded<O> {
     op: O,
     gradient: GradientFn<O>,
-    /// Where it was called, inside [`detect_anomaly`].
+    /// Where it was called; recorded inside [`detect_anomaly`] only.
     recorded_at: Option<RecordedAt>,
 }
 
@@ -110,28 +125,30 @@ impl<O: Op> Backward for Recorded<O> {
         self.op.name()
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let run = || check_gradients(self.name(), saved, (self.gradient)(&self.op, saved, gradients)?);
         if is_detecting() { in_backward_of(self.name(), self.recorded_at.clone(), run) } else { run() }
     }
 }
 
-/// The gradients of the inputs of an operator, if there is one per input, each of its shape or `None`.
-fn check_gradients(name: &str, saved: &Saved<'_>, found: Vec<Option<DTensor>>) -> Result<Vec<Option<DTensor>>> {
+/// Fails unless a gradient function returned one gradient per input, each of its shape or `None`.
+fn check_gradients(name: &str, saved: &SavedTensors<'_>, found: Vec<Option<DTensor>>) -> Result<Vec<Option<DTensor>>> {
     let fits = |(i, g): (usize, &Option<DTensor>)| g.as_ref().is_none_or(|g| g.shape() == saved.shape(i));
-    if found.len() == saved.inputs() && found.iter().enumerate().all(fits) {
+    if found.len() == saved.num_inputs() && found.iter().enumerate().all(fits) {
         return Ok(found);
     }
     let shapes = |of: &mut dyn Iterator<Item = String>| of.collect::<Vec<_>>().join(", ");
     let given = shapes(&mut found.iter().map(|g| g.as_ref().map_or("none".into(), |g| format!("{:?}", g.shape()))));
-    let needed = shapes(&mut (0..saved.inputs()).map(|i| format!("{:?}", saved.shape(i))));
+    let needed = shapes(&mut (0..saved.num_inputs()).map(|i| format!("{:?}", saved.shape(i))));
     let found = format!("gradients of shapes {given} from {name}");
     let needed = format!("one per input, of shapes {needed}, or none where it is zero");
     Err(ErrorKind::Gradient.error("gradient", found, needed, "correct the gradient of the operator"))
 }
 
-/// What a kernel knows of the rank that it runs on.
-pub struct Place<'a> {
+/// What a kernel can ask about the rank that it runs on: which indices of inputs and outputs the rank holds, and in which types.
+///
+/// Local: answers from the layouts, without communication.
+pub struct KernelContext<'a> {
     decision: &'a Decision,
     locals: &'a [TensorMeta],
     held: &'a [DType],
@@ -139,87 +156,90 @@ pub struct Place<'a> {
     rank: usize,
 }
 
-impl Place<'_> {
-    /// The global indices along a dimension that this rank holds of an input, in local order.
+impl KernelContext<'_> {
+    /// The global indices along a dimension that this rank holds of an input, in local order, as ranges.
     pub(crate) fn input(&self, input: usize, dim: usize) -> Runs {
         match &self.decision.inputs[input] {
-            Need::As(layout) => layout.owned(dim, &self.coordinate()),
-            Need::Boxes { boxes, .. } => {
+            RequiredInput::Layout(layout) => layout.owned(dim, &self.coordinate()),
+            RequiredInput::Boxes { boxes, .. } => {
                 let own = &boxes[self.position()];
                 Runs::range(own.offsets[dim]..own.offsets[dim] + own.sizes[dim])
             }
         }
     }
 
-    /// The shape of what this rank holds of an output.
+    /// The local shape of an output on this rank.
     pub fn local_shape(&self, output: usize) -> &[usize] {
         &self.locals[output].shape
     }
 
-    /// The type in which this rank holds its part of an output: a partial sum is held in a wider type than it has in the
-    /// end. A kernel that gives another floating-point type has its result converted.
+    /// The type in which this rank holds its local tensor of an output.
+    ///
+    /// Terms of a partial sum are held in a wider type than the reduced tensor has, see [`Accumulation`]. A result in another
+    /// floating-point type is converted.
     pub fn output_dtype(&self, output: usize) -> DType {
         self.held[output]
     }
 
-    /// The global indices along a dimension that this rank holds of an output, in local order.
+    /// The global indices along a dimension that this rank holds of an output, in local order, as ranges.
     pub(crate) fn output(&self, output: usize, dim: usize) -> Runs {
         self.decision.outputs[output].owned(dim, &self.coordinate())
     }
 
-    /// How many ranges of an input, of those that ranks hold along a dimension, begin before an index.
+    /// How many shards of an input along a dimension begin before an index.
     pub(crate) fn parts_before(&self, input: usize, dim: usize, index: usize) -> usize {
-        let Need::As(layout) = &self.decision.inputs[input] else { return 0 };
+        let RequiredInput::Layout(layout) = &self.decision.inputs[input] else { return 0 };
         let starts = coordinates(self.mesh, layout.shard_order(dim)).filter_map(|c| layout.owned(dim, &c).first());
         starts.filter(|&start| start < index).count()
     }
 
-    /// The shape of the whole of an input.
+    /// The global shape of an input.
     pub fn input_shape(&self, input: usize) -> &[usize] {
         match &self.decision.inputs[input] {
-            Need::As(layout) | Need::Boxes { from: layout, .. } => layout.shape(),
+            RequiredInput::Layout(layout) | RequiredInput::Boxes { from: layout, .. } => layout.shape(),
         }
     }
 
-    /// The global indices along a dimension that this rank holds of an input, one by one.
+    /// The global indices along a dimension that this rank holds of an input, one by one in local order.
     pub fn input_indices(&self, input: usize, dim: usize) -> Vec<usize> {
         self.input(input, dim).iter().flatten().collect()
     }
 
-    /// The global indices along a dimension that this rank holds of an output, one by one.
+    /// The global indices along a dimension that this rank holds of an output, one by one in local order.
     pub fn output_indices(&self, output: usize, dim: usize) -> Vec<usize> {
         self.output(output, dim).iter().flatten().collect()
     }
 
     fn coordinate(&self) -> Vec<usize> {
-        self.mesh.coordinate(self.rank).expect("ranks outside the mesh carry out nothing")
+        self.mesh.coordinate(self.rank).expect("kernels run on ranks of the mesh")
     }
 
     fn position(&self) -> usize {
-        self.mesh.ranks().iter().position(|&r| r == self.rank).expect("ranks outside the mesh carry out nothing")
+        self.mesh.ranks().iter().position(|&r| r == self.rank).expect("kernels run on ranks of the mesh")
     }
 }
 
-/// What an operator does with inputs of certain shapes and types.
+/// The sharding rule and the outputs of an operator, for inputs of certain shapes and types.
 pub struct OpPlan {
-    /// How it may be spread.
+    /// In which layouts it can run.
     pub signature: Signature,
-    /// Its outputs.
+    /// Global shape and type of each output.
     pub outputs: Vec<TensorMeta>,
 }
 
-/// How often a decision was found and how often it had to be made, on this thread.
+/// Statistics of the cache of sharding decisions of this rank, see [`cache_report`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CacheReport {
-    /// Decisions found.
+    /// Calls whose decision was in the cache.
     pub hits: usize,
-    /// Decisions made.
+    /// Calls that had to be decided.
     pub misses: usize,
-    /// Decisions kept.
+    /// Decisions in the cache now.
     pub kept: usize,
 }
 
-/// Decisions that are kept before all are forgotten.
+/// Decisions in the cache before it is cleared. A training step has a few hundred different calls; a program whose shapes change
+/// with every step must not grow without bound.
 const KEPT: usize = 4096;
 
 #[derive(Default)]
@@ -242,34 +262,34 @@ impl Cache {
 
 struct Entry {
     op: Box<dyn Any>,
-    /// The rule that decided.
+    /// The number of the scoped rule that decided, or [`scope::DEFAULT_RULE`].
     rule: u64,
     inputs: SmallVec<[(Layout, DType); 3]>,
     mesh: DeviceMesh,
     decided: Rc<Decided>,
 }
 
-/// Everything about a call that does not depend on data.
+/// Everything about a call that does not depend on the data.
 struct Decided {
     decision: Decision,
-    /// Per input how this rank gets what it needs.
+    /// Per input how this rank obtains what the decision requires.
     brings: SmallVec<[Bring; 3]>,
-    /// Per output what this rank holds of it.
+    /// Per output the shape and type of its local tensor on this rank.
     locals: Vec<TensorMeta>,
 }
 
-/// How a rank gets what it needs of an input.
+/// How a rank obtains what an operator requires of an input.
 enum Bring {
-    /// It is there.
+    /// The input is in the required layout already.
     Ready,
     Redistribute(Layout),
-    /// After a redistribution, a box: every rank holds its own already.
+    /// After a redistribution every rank holds its box already and narrows its local tensor to it.
     Narrow {
         from: Layout,
         ranges: Vec<(usize, usize)>,
         after: TensorMeta,
     },
-    /// After a redistribution, boxes from other ranks.
+    /// After a redistribution ranks exchange boxes.
     Fetch {
         from: Layout,
         exchange: Box<Exchange>,
@@ -277,7 +297,7 @@ enum Bring {
     },
 }
 
-/// The keys are hashes already.
+/// A hasher that returns its key, which is a hash already.
 #[derive(Default)]
 struct PassThrough(u64);
 
@@ -293,22 +313,28 @@ impl Hasher for PassThrough {
     }
 }
 
-/// What the cache of decisions of this thread has done so far.
+/// Returns the statistics of the cache of sharding decisions of this rank.
+///
+/// Local. PyTorch's DTensor caches sharding propagation in the same way.
 pub fn cache_report() -> CacheReport {
     rank_context(|context| context.decisions.with(|cache: &mut Cache| cache.report))
 }
 
-/// Executes a custom operator on tensors of one mesh, as those of this crate are: decided and cached by its rule, its inputs
-/// redistributed where the rule needs it, recorded for the gradient if it has one.
+/// Executes a custom operator on tensors of one mesh, in the same way as the operators of this crate.
 ///
-/// Collective if inputs have to be redistributed: every rank of the mesh must call it.
+/// Its rule decides the layouts (cached), inputs in another layout are redistributed, and the call is recorded for the backward
+/// pass if an input has a gradient. Every rank of the mesh must call it: it is collective whenever inputs have to be redistributed.
+///
+/// # Errors
+/// If there is no input, the inputs are on different meshes, the plan refuses them, or the kernel fails or returns tensors of
+/// other shapes than its rule promises.
 ///
 /// ```
 /// use candle_core::Tensor;
-/// use shardwise::op::{self, Gradient, Op, OpPlan, Place};
+/// use shardwise::op::{self, Gradient, KernelContext, Op, OpPlan};
 /// use shardwise::prelude::*;
 /// use shardwise::rule::Signature;
-/// use shardwise::tensor::Keeps;
+/// use shardwise::tensor::SaveForBackward;
 ///
 /// /// The cube of every element.
 /// #[derive(Clone, PartialEq, Eq, Hash)]
@@ -324,12 +350,12 @@ pub fn cache_report() -> CacheReport {
 ///         Ok(OpPlan { signature: Signature::pointwise(&[shape], shape), outputs: vec![inputs[0].clone()] })
 ///     }
 ///
-///     fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+///     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
 ///         Ok(vec![inputs[0].powf(3.0)?])
 ///     }
 ///
 ///     fn gradient(&self) -> Gradient<Self> {
-///         Gradient::From(Keeps::Inputs, |_, saved, gradients| {
+///         Gradient::From(SaveForBackward::Inputs, |_, saved, gradients| {
 ///             let slope = saved.input(0).square()?.mul_scalar(3.0)?;
 ///             Ok(vec![gradients[0].as_ref().map(|g| g.mul(&slope)).transpose()?])
 ///         })
@@ -338,7 +364,7 @@ pub fn cache_report() -> CacheReport {
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let x = DTensor::arange(0.0, 3.0, 1.0, DType::F64, &mesh, [Shard(0)])?.requires_grad();
+///     let x = DTensor::arange(0.0.. 3.0, DType::F64, &mesh, [Shard(0)])?.requires_grad();
 ///     let y = op::apply(&Cube, &[&x])?.swap_remove(0);
 ///     assert_eq!(y.placements(), [Shard(0)]);
 ///     assert_eq!(y.sum_all()?.backward()?.get(&x)?.full_tensor()?.to_vec1::<f64>()?, [0.0, 3.0, 12.0]);
@@ -360,7 +386,7 @@ pub fn apply<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Vec<DTensor>> {
     dispatch(op, inputs, Location::caller())
 }
 
-/// Executes an operator on tensors of one mesh.
+/// Executes an operator on tensors of one mesh: the one entry point of all operators.
 pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result<Vec<DTensor>> {
     check_one_mesh(op.name(), inputs, site)?;
     let mesh = inputs[0].device_mesh();
@@ -388,8 +414,13 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
                 .collect::<Result<Vec<_>>>()?
         }
         false => {
-            let place =
-                Place { decision: &decided.decision, locals: &decided.locals, held: &held, mesh: mesh.mesh(), rank };
+            let place = KernelContext {
+                decision: &decided.decision,
+                locals: &decided.locals,
+                held: &held,
+                mesh: mesh.mesh(),
+                rank,
+            };
             prepare(op.accumulation(), inputs, &mut locals, &held, &decided.locals)?;
             let made = op.run(&locals, &place).and_then(|made| fitting(made, &decided.locals, &held));
             made.map_err(|e| name_call(e, op.name(), inputs, site))?
@@ -416,7 +447,7 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     }
 }
 
-/// An error if the operands of an operator are on different meshes.
+/// Fails if the operands of an operator are on different meshes.
 pub(crate) fn check_one_mesh(name: &str, inputs: &[&DTensor], site: Site) -> Result<()> {
     let mesh = inputs[0].device_mesh();
     let Some(other) = inputs.iter().find(|t| t.device_mesh() != mesh) else { return Ok(()) };
@@ -426,8 +457,8 @@ pub(crate) fn check_one_mesh(name: &str, inputs: &[&DTensor], site: Site) -> Res
     Err(name_call(error, name, inputs, site))
 }
 
-/// What a kernel made in the types in which it is held, if it is what the layouts of the outputs say. Where some output is
-/// held in a wider type, others may have been computed in it too.
+/// Converts the results of a kernel to the types in which they are held, and fails if their number, shapes or types are not
+/// those of the output layouts. If one output is held in a wider type, the kernel may have computed all outputs in it.
 fn fitting(mut made: Vec<Tensor>, locals: &[TensorMeta], held: &[DType]) -> Result<Vec<Tensor>> {
     let wide = locals.iter().zip(held).any(|(m, held)| m.dtype != *held);
     if wide {
@@ -447,14 +478,14 @@ fn fitting(mut made: Vec<Tensor>, locals: &[TensorMeta], held: &[DType]) -> Resu
 }
 
 impl Bring {
-    fn new(mesh: &DeviceMesh, input: &DTensor, need: &Need) -> Result<Self> {
+    fn new(mesh: &DeviceMesh, input: &DTensor, need: &RequiredInput) -> Result<Self> {
         let (from, axes, boxes) = match need {
-            Need::As(layout) if layout == input.layout() => return Ok(Bring::Ready),
-            Need::As(layout) => return Ok(Bring::Redistribute(layout.clone())),
-            Need::Boxes { from, .. } if !mesh.contains(mesh.world().rank()) => {
+            RequiredInput::Layout(layout) if layout == input.layout() => return Ok(Bring::Ready),
+            RequiredInput::Layout(layout) => return Ok(Bring::Redistribute(layout.clone())),
+            RequiredInput::Boxes { from, .. } if !mesh.contains(mesh.world().rank()) => {
                 return Ok(Bring::Redistribute(from.clone()));
             }
-            Need::Boxes { from, axes, boxes } => (from.clone(), axes, boxes),
+            RequiredInput::Boxes { from, axes, boxes } => (from.clone(), axes, boxes),
         };
         let inside = |b: &TensorBox| {
             let mut ends = b.offsets.iter().zip(&b.sizes).zip(from.shape());
@@ -478,7 +509,7 @@ impl Bring {
         };
         let me = mesh.world().rank();
         let after = TensorMeta { shape: boxes[position(me)].sizes.clone(), dtype: input.dtype() };
-        // The same answer on every rank of the group, since all of them exchange or none does.
+        // Every rank of the group must come to the same answer, because either all of them exchange or none.
         let held = |rank: usize| {
             let own = from.boxes_of(rank);
             own.len() <= 1
@@ -519,7 +550,7 @@ impl Bring {
                     if held.dtype() == after.dtype {
                         return exchange.assemble(held, after, site);
                     }
-                    // Terms of a partial sum along other axes move as they are held.
+                    // Terms of a partial sum along other axes move in the wider type in which they are held.
                     let after = TensorMeta::new(after.shape.as_slice(), held.dtype());
                     exchange.of_type(held.dtype()).assemble(held, &after, site)
                 })
@@ -528,11 +559,11 @@ impl Bring {
     }
 }
 
-/// What is known of a call without its data, and a hash of it that is the same on all ranks.
+/// Finds or makes the decision for a call. Also returns a hash of the call that is the same on all ranks.
 fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<(Rc<Decided>, u64)> {
     let mesh = inputs[0].device_mesh();
     let scoped = scope::rule_for(op.name(), mesh.mesh());
-    let rule = scoped.as_ref().map_or(scope::OWN, |scoped| scoped.number);
+    let rule = scoped.as_ref().map_or(scope::DEFAULT_RULE, |scoped| scoped.number);
     let mut hasher = FxHasher::default();
     op.name().hash(&mut hasher);
     op.hash(&mut hasher);
@@ -567,8 +598,8 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<(Rc<Decided>, u64)> {
 }
 
 impl Decided {
-    /// Decides by the rule of a scope, or by that of the operator.
-    fn new<O: Op>(op: &O, inputs: &[&DTensor], scoped: Option<scope::Scoped>) -> Result<Self> {
+    /// Decides by the rule of a scope, or else by the rule of the operator.
+    fn new<O: Op>(op: &O, inputs: &[&DTensor], scoped: Option<scope::RuleScope>) -> Result<Self> {
         let mesh = inputs[0].device_mesh();
         let metas: Vec<TensorMeta> = inputs.iter().map(|t| t.meta()).collect();
         let plan = op.plan(&metas)?;
@@ -593,7 +624,7 @@ impl Decided {
     }
 }
 
-/// What is wrong with a call, with the operator, its tensors and the place in the program.
+/// Adds the operator, its tensors and the line of the program to an error.
 #[cold]
 pub(crate) fn name_call(error: Error, name: &str, inputs: &[&DTensor], site: Site) -> Error {
     let Error::Invalid(mut invalid) = error else { return error };

@@ -1,7 +1,7 @@
-//! Rules that a program puts in the place of an operator's own, for as long as a scope lasts.
+//! Sharding rules of a program that replace the rule of an operator within a scope, see `ops::override_rule`.
 //!
-//! A scope belongs to a thread, as a rank does. Decisions made under a rule are kept under its number: inside the scope no
-//! decision of the operator's own rule is found, and outside none of the program's.
+//! A scope belongs to the thread of a rank. Decisions are cached under the number of the rule that made them, so decisions of
+//! a scope are never used outside of it, nor decisions of the operator's default rule inside.
 
 use std::collections::{BTreeSet, HashSet};
 use std::rc::Rc;
@@ -12,60 +12,61 @@ use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::mesh::Mesh;
 use crate::rank_context::{RankContext, in_scope, rank_context};
-use crate::rule::{Decision, Need};
+use crate::rule::{Decision, RequiredInput};
 
-/// How an operator is carried out on inputs that lie so, given what its outputs are; `None` leaves it to the operator.
+/// Decides the layouts of a call, given the layouts of the inputs and the outputs; `None` leaves it to the default rule.
 pub(crate) type ScopedRule = dyn Fn(&[&Layout], &[TensorMeta]) -> Result<Option<Decision>>;
 
 #[derive(Clone)]
-pub(super) struct Scoped {
-    /// No two scopes have the same.
+pub(super) struct RuleScope {
+    /// Unique in this process.
     pub(super) number: u64,
     name: &'static str,
-    /// The ranks that agreed on it.
+    /// The ranks that agreed on the rule.
     ranks: Rc<HashSet<usize>>,
     rule: Rc<ScopedRule>,
 }
 
-/// The number of decisions by an operator's own rule.
-pub(super) const OWN: u64 = 0;
+/// Stands for the default rule of an operator.
+pub(super) const DEFAULT_RULE: u64 = 0;
 
-static NUMBER: AtomicU64 = AtomicU64::new(OWN + 1);
+static NUMBER: AtomicU64 = AtomicU64::new(DEFAULT_RULE + 1);
 
-/// Runs `body`; inside, the operator called `name` is carried out by `rule` where all its ranks are in `ranks`.
+/// Runs `body`; inside, `rule` decides calls of the operator `name` on meshes whose ranks are all in `ranks`.
 pub(crate) fn with_rule<R>(name: &'static str, ranks: &[usize], rule: Rc<ScopedRule>, body: impl FnOnce() -> R) -> R {
     let number = NUMBER.fetch_add(1, Relaxed);
-    let scoped = Scoped { number, name, ranks: Rc::new(ranks.iter().copied().collect()), rule };
+    let scoped = RuleScope { number, name, ranks: Rc::new(ranks.iter().copied().collect()), rule };
     let enter = |context: &RankContext| {
-        context.rules.with(|rules: &mut Vec<Scoped>| rules.push(scoped));
+        context.rules.with(|rules: &mut Vec<RuleScope>| rules.push(scoped));
         context.rule_count.replace(context.rule_count.get() + 1)
     };
     let leave = |context: &RankContext, before| {
-        context.rules.with(Vec::<Scoped>::pop);
+        context.rules.with(Vec::<RuleScope>::pop);
         context.rule_count.set(before);
     };
     in_scope(enter, leave, body)
 }
 
-/// The innermost rule for an operator on a mesh.
-pub(super) fn rule_for(name: &'static str, mesh: &Mesh) -> Option<Scoped> {
+/// The innermost scoped rule for an operator on a mesh.
+pub(super) fn rule_for(name: &'static str, mesh: &Mesh) -> Option<RuleScope> {
     if rank_context(|context| context.rule_count.get()) == 0 {
         return None;
     }
-    let fits = |s: &&Scoped| s.name == name && mesh.ranks().iter().all(|rank| s.ranks.contains(rank));
-    rank_context(|context| context.rules.with(|rules: &mut Vec<Scoped>| rules.iter().rev().find(fits).cloned()))
+    let fits = |s: &&RuleScope| s.name == name && mesh.ranks().iter().all(|rank| s.ranks.contains(rank));
+    rank_context(|context| context.rules.with(|rules: &mut Vec<RuleScope>| rules.iter().rev().find(fits).cloned()))
 }
 
-impl Scoped {
-    /// What the rule says, checked as far as it can be: a rule that is wrong about its operator gives wrong results.
+impl RuleScope {
+    /// The decision of the rule. Shapes and meshes are checked; that the layouts are right for the operator cannot be: a wrong
+    /// rule gives wrong results.
     pub(super) fn decide(&self, plan: &OpPlan, inputs: &[&Layout]) -> Result<Option<Decision>> {
         let Some(decision) = (self.rule)(inputs, &plan.outputs)? else { return Ok(None) };
-        let wanted = |need: &Need| match need {
-            Need::As(layout) | Need::Boxes { from: layout, .. } => layout.clone(),
+        let wanted = |need: &RequiredInput| match need {
+            RequiredInput::Layout(layout) | RequiredInput::Boxes { from: layout, .. } => layout.clone(),
         };
-        let boxes_fit = |need: &Need| match need {
-            Need::As(_) => true,
-            Need::Boxes { from, boxes, .. } => {
+        let boxes_fit = |need: &RequiredInput| match need {
+            RequiredInput::Layout(_) => true,
+            RequiredInput::Boxes { from, boxes, .. } => {
                 boxes.len() == from.mesh().size() && boxes.iter().all(|b| b.sizes.len() == from.shape().len())
             }
         };
@@ -86,14 +87,14 @@ impl Scoped {
     }
 }
 
-/// Runs `body` and says which operators it carried out, on this thread.
+/// Runs `body` and returns the names of the operators that it executed on this thread.
 pub(crate) fn operators_in<R>(body: impl FnOnce() -> R) -> (R, BTreeSet<&'static str>) {
     rank_context(|context| context.operator_names.replace(Some(BTreeSet::new())));
     let result = body();
     (result, rank_context(|context| context.operator_names.take()).unwrap_or_default())
 }
 
-/// Notes an operator for [`operators_in`].
+/// Records an operator for [`operators_in`].
 pub(super) fn note(name: &'static str) {
     rank_context(|context| context.operator_names.borrow_mut().as_mut().map(|names| names.insert(name)));
 }

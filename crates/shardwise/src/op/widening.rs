@@ -1,8 +1,7 @@
-//! The types in which the local parts of partial sums are computed and held.
+//! The types in which the local terms of partial sums are computed and held.
 //!
-//! A term of a sum that is rounded before it is added makes the sum depend on the layout: the half-precision types lose
-//! digits and overflow, and f32 loses what cancels between ranks. So terms are held in a wider type than their tensor
-//! has, and the sum is rounded once.
+//! If every rank rounded its term, a sum would depend on the layout: half precision loses digits and overflows, and f32 loses
+//! what cancels between ranks. So terms are held in a wider type than their tensor has, and the sum is rounded once.
 
 use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
@@ -11,20 +10,20 @@ use crate::error::Result;
 use crate::layout::{Layout, TensorMeta};
 use crate::tensor::{DTensor, accumulates, is_in_gradient};
 
-/// In which type an operator computes its part of an output that becomes a partial sum, mean or product.
+/// In which type an operator computes its local term of a partial sum, mean or product, see [`Op::accumulation`](super::Op::accumulation).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Accumulation {
-    /// Half precision in f32: the kernel runs on inputs that are converted to f32, and other types stay as they are.
+    /// Half precision accumulates in f32: the kernel gets its inputs converted to f32. f32 and f64 stay as they are.
     InF32,
-    /// Half precision in f32 and, except in a backward pass, f32 in f64: the kernel reads its inputs as they are and gives its result in the type that
-    /// [`Place::output_dtype`](super::Place::output_dtype) says.
+    /// Half precision accumulates in f32 and, except in a backward pass, f32 in f64. The kernel gets its inputs unconverted and
+    /// returns its result in the type of [`KernelContext::output_dtype`](super::KernelContext::output_dtype).
     Exact,
-    /// At most one rank has a term that is not zero: the sum is exact in any type.
+    /// At most one rank has a nonzero term, as in a lookup: the sum is exact in any type.
     OneTerm,
 }
 
-/// The type of a number in which neither of two floating-point types loses anything that the wider one holds.
+/// The wider of two floating-point types; f32 for the two half-precision types, of which neither holds the other.
 fn wider(a: DType, b: DType) -> DType {
     match (a, b) {
         _ if a == b => a,
@@ -34,7 +33,7 @@ fn wider(a: DType, b: DType) -> DType {
     }
 }
 
-/// Per output the type of this rank's part: that of the tensor, or a wider one where terms are pending.
+/// Per output the type in which this rank holds its local tensor: that of the tensor, or a wider one for terms of a partial sum.
 pub(super) fn held_types(
     accumulation: Accumulation,
     inputs: &[&DTensor],
@@ -42,7 +41,7 @@ pub(super) fn held_types(
     layouts: &[Layout],
     outputs: &[TensorMeta],
 ) -> SmallVec<[DType; 3]> {
-    // Inputs whose terms are held in a wider type than the tensor's: the outputs that are made of them stay in it.
+    // Partial outputs computed from inputs that are held in a wider type stay in that type.
     let wide =
         inputs.iter().zip(locals).filter(|(t, local)| local.dtype() != t.dtype()).map(|(_, local)| local.dtype());
     let wide = wide.reduce(wider);
@@ -59,7 +58,7 @@ pub(super) fn held_types(
     layouts.iter().zip(outputs).map(held).collect()
 }
 
-/// The inputs of a kernel in the types in which it shall compute outputs that are held so.
+/// Converts the inputs of a kernel to the types in which it computes outputs of the types `held`.
 pub(super) fn prepare(
     accumulation: Accumulation,
     inputs: &[&DTensor],
@@ -71,11 +70,11 @@ pub(super) fn prepare(
     let widened = widened.reduce(wider);
     for (input, local) in inputs.iter().zip(locals.iter_mut()) {
         let wanted = match widened {
-            // The kernel takes terms as they are held.
+            // The kernel accepts terms in the type in which they are held.
             Some(_) if accumulation == Accumulation::Exact => continue,
             Some(wide) if local.dtype().is_float() => wider(wide, local.dtype()),
             Some(_) => continue,
-            // Nothing wide is made of wide terms: they are what the tensor says.
+            // No output is held in a wider type: inputs are converted to the type of their tensor.
             None => input.dtype(),
         };
         if local.dtype() != wanted {

@@ -1,19 +1,26 @@
-//! Products with something added.
+//! Matrix products with an addend: `linear`, `addmm`, `baddbmm`.
 
 use std::panic::Location;
 
 use candle_core::DType;
 
-use super::{OpEntry, Sample};
+use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
 use crate::op::name_call;
 use crate::tensor::DTensor;
 
 impl DTensor {
-    /// `x` of shape `[..., in]` times the transpose of a weight of shape `[out, in]`, plus a bias.
+    /// Applies a linear layer: this tensor `[..., in]` times the transpose of `weight`, `[out, in]`, plus `bias`, `[out]`.
+    ///
+    /// Communicates as [`matmul`](Self::matmul) does. With a weight sharded on dimension 0 (column-parallel) the result is
+    /// sharded on its last dimension; sharded on dimension 1 together with the features of the input (row-parallel), the
+    /// result is `Partial(Sum)`.
+    ///
+    /// # Errors
+    /// If the features of the input are not those of the weight.
     #[track_caller]
     pub fn linear(&self, weight: &DTensor, bias: Option<&DTensor>) -> Result<DTensor> {
-        if self.rank() == 0 || weight.rank() != 2 {
+        if self.ndim() == 0 || weight.ndim() != 2 {
             return Err(ErrorKind::shape(self.shape()).error(
                 "operands",
                 format!("{} and {} in linear", self.layout(), weight.layout()),
@@ -21,7 +28,7 @@ impl DTensor {
                 "reshape or transpose the tensors",
             ));
         }
-        let (features, takes) = (self.shape()[self.rank() - 1], weight.shape()[1]);
+        let (features, takes) = (self.shape()[self.ndim() - 1], weight.shape()[1]);
         if features != takes {
             let found = format!("input has {features} features, weight takes {takes}");
             let needed = format!("an input [..., {takes}] for a weight {:?}", weight.shape());
@@ -37,13 +44,17 @@ impl DTensor {
         bias.map_or(Ok(product.clone()), |bias| product.add(bias))
     }
 
-    /// `beta * x + alpha * (a @ b)`, where this tensor is `x` and broadcasts to the product of the matrices.
+    /// Returns `beta * self + alpha * (a @ b)`; this tensor broadcasts to the product of the two matrices.
+    ///
+    /// Communicates as [`matmul`](Self::matmul) and [`add`](Self::add) do.
     #[track_caller]
     pub fn addmm(&self, a: &DTensor, b: &DTensor, beta: f64, alpha: f64) -> Result<DTensor> {
         scaled(&a.mm(b)?, alpha)?.add(&scaled(self, beta)?)
     }
 
-    /// `beta * x + alpha * (a @ b)` for a batch of matrices.
+    /// Returns `beta * self + alpha * (a @ b)` for batches of matrices `[batch, m, k]` and `[batch, k, n]`.
+    ///
+    /// Communicates as [`bmm`](Self::bmm) and [`add`](Self::add) do.
     #[track_caller]
     pub fn baddbmm(&self, a: &DTensor, b: &DTensor, beta: f64, alpha: f64) -> Result<DTensor> {
         scaled(&a.bmm(b)?, alpha)?.add(&scaled(self, beta)?)
@@ -61,18 +72,18 @@ pub(super) const OPS: &[OpEntry] = &[
     OpEntry { name: "baddbmm", samples: baddbmm_samples, apply: |x| Ok(vec![x[0].baddbmm(&x[1], &x[2], 1.0, -1.0)?]) },
 ];
 
-fn sample(shapes: [&[usize]; 3]) -> Vec<Sample> {
-    shapes.iter().map(|shape| Sample::new(shape, DType::I64)).collect()
+fn sample(shapes: [&[usize]; 3]) -> Vec<SampleInput> {
+    shapes.iter().map(|shape| SampleInput::new(shape, DType::I64)).collect()
 }
 
-fn linear_samples() -> Vec<Vec<Sample>> {
+fn linear_samples() -> Vec<Vec<SampleInput>> {
     vec![sample([&[2, 3, 5], &[4, 5], &[4]]), sample([&[3], &[2, 3], &[2]])]
 }
 
-fn addmm_samples() -> Vec<Vec<Sample>> {
+fn addmm_samples() -> Vec<Vec<SampleInput>> {
     vec![sample([&[4], &[5, 3], &[3, 4]])]
 }
 
-fn baddbmm_samples() -> Vec<Vec<Sample>> {
+fn baddbmm_samples() -> Vec<Vec<SampleInput>> {
     vec![sample([&[2, 3, 4], &[2, 3, 5], &[2, 5, 4]])]
 }

@@ -1,45 +1,51 @@
-//! Triangles, bands and diagonals of matrices. Every rank knows which rows and columns it holds, so nothing moves.
+//! Triangles, bands and diagonals of matrices. Every rank knows which rows and columns it holds, so masking communicates nothing.
 
 use std::panic::Location;
 
 use candle_core::{DType, Tensor, WithDType};
 
 use super::scalar::Scalar;
-use super::{OpEntry, Sample};
+use super::{OpEntry, SampleInput};
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, Keeps};
+use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::{dense, with_type};
 
-/// The elements of the last two dimensions with `lower <= column - row <= upper`, and a number elsewhere.
+/// Keeps the elements of the last two dimensions with `lower <= column - row <= upper` and writes `outside` to the rest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Band {
     name: &'static str,
     lower: isize,
     upper: isize,
-    elsewhere: Scalar,
+    outside: Scalar,
 }
 
-/// Beyond any dimension, and no arithmetic on it overflows.
+/// An unlimited bound: larger than any dimension, and small enough that adding an index does not overflow.
 const FAR: isize = isize::MAX / 4;
 
 impl DTensor {
-    /// The lower triangle of the last two dimensions, up to a diagonal; zeros elsewhere.
+    /// Returns the lower triangle of the last two dimensions, up to and including `diagonal`, with zeros above it.
+    ///
+    /// Local, whatever the sharding.
     #[track_caller]
     pub fn tril(&self, diagonal: isize) -> Result<DTensor> {
         self.band("tril", -FAR, diagonal, 0.0)
     }
 
-    /// The upper triangle of the last two dimensions, from a diagonal on; zeros elsewhere.
+    /// Returns the upper triangle of the last two dimensions, from `diagonal` on, with zeros below it.
+    ///
+    /// Local, whatever the sharding.
     #[track_caller]
     pub fn triu(&self, diagonal: isize) -> Result<DTensor> {
         self.band("triu", diagonal, FAR, 0.0)
     }
 
-    /// The diagonal of the last two dimensions, `offset` columns to the right.
+    /// Returns the diagonal of the last two dimensions, `offset` columns to the right of the main one.
+    ///
+    /// If columns are sharded, the result is `Partial(Sum)`; nothing is communicated until it is reduced.
     #[track_caller]
     pub fn diagonal(&self, offset: isize) -> Result<DTensor> {
         let only = self.band("diagonal", offset, offset, 0.0)?;
@@ -52,19 +58,19 @@ impl DTensor {
         summed.to_dtype(self.dtype())
     }
 
-    /// The last two dimensions with a number wherever the column is beyond the row by more than `ahead`.
+    /// Writes `outside` where the column exceeds the row by more than `ahead`.
     #[track_caller]
-    pub(super) fn causal(&self, ahead: isize, elsewhere: f64) -> Result<DTensor> {
-        self.band("causal_mask", -FAR, ahead, elsewhere)
+    pub(super) fn causal(&self, ahead: isize, outside: f64) -> Result<DTensor> {
+        self.band("causal_mask", -FAR, ahead, outside)
     }
 
     #[track_caller]
-    fn band(&self, name: &'static str, lower: isize, upper: isize, elsewhere: f64) -> Result<DTensor> {
-        if self.rank() < 2 {
+    fn band(&self, name: &'static str, lower: isize, upper: isize, outside: f64) -> Result<DTensor> {
+        if self.ndim() < 2 {
             return Err(self.bad_dims(name, &[], "at least two dimensions"));
         }
         let (lower, upper) = (lower.clamp(-FAR, FAR), upper.clamp(-FAR, FAR));
-        let op = Band { name, lower, upper, elsewhere: Scalar(elsewhere) };
+        let op = Band { name, lower, upper, outside: Scalar(outside) };
         Ok(dispatch(&op, &[self], Location::caller())?.swap_remove(0))
     }
 }
@@ -81,15 +87,15 @@ impl Op for Band {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
         let signature = Signature::pointwise(&[&x.shape], &x.shape);
-        // Zeros everywhere stay zeros under every reduction; another number only where the operands are picked from.
-        let signature = match self.elsewhere.0 {
+        // Zeros of all ranks reduce to zero. Any other number survives only the reductions that pick one of their operands.
+        let signature = match self.outside.0 {
             0.0 => signature.passing_all(),
             _ => signature.passing([Some(ReduceOp::Max)], ReduceOp::Max).passing([Some(ReduceOp::Min)], ReduceOp::Min),
         };
         Ok(OpPlan { signature, outputs: vec![x.clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = dense(&inputs[0])?;
         let ndim = x.rank();
         let index = |dim: usize| at.input(0, dim).iter().flatten().collect::<Vec<_>>();
@@ -99,10 +105,10 @@ impl Op for Band {
         }
         with_type!(x.dtype(), T => {
             let mut values: Vec<T> = x.flatten_all()?.to_vec1()?;
-            let outside = T::from_f64(self.elsewhere.0);
+            let outside = T::from_f64(self.outside.0);
             for (i, line) in values.chunks_exact_mut(columns.len()).enumerate() {
                 let row = rows[i % rows.len()] as isize;
-                // Columns ascend: those inside are one range.
+                // Local columns ascend, so the ones inside the band are one range.
                 let from = columns.partition_point(|&c| (c as isize) < row + self.lower);
                 let to = columns.partition_point(|&c| (c as isize) <= row + self.upper).max(from);
                 line[..from].fill(outside);
@@ -113,8 +119,8 @@ impl Op for Band {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Nothing, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        Gradient::From(SaveForBackward::Nothing, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             Ok(vec![Some(gradient.band(op.name, op.lower, op.upper, 0.0)?)])
         })
     }
@@ -130,9 +136,9 @@ pub(super) const OPS: &[OpEntry] = &[
     },
 ];
 
-fn samples() -> Vec<Vec<Sample>> {
+fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 4] = [&[5, 3], &[2, 4, 4], &[1, 6], &[0, 3]];
-    let mut all: Vec<Vec<Sample>> = shapes.iter().map(|shape| vec![Sample::new(shape, DType::I64)]).collect();
-    all.push(vec![Sample::new(&[4, 5], DType::F64)]);
+    let mut all: Vec<Vec<SampleInput>> = shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::I64)]).collect();
+    all.push(vec![SampleInput::new(&[4, 5], DType::F64)]);
     all
 }

@@ -1,60 +1,61 @@
-//! Functions of two tensors that broadcast, element by element.
+//! Elementwise functions of two tensors that broadcast: arithmetic, comparisons, logic and bits.
 
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
 
-use super::derivative::{OperandGradient, of_two, of_two_keeps, zero};
-use super::{OpEntry, Sample, dtype};
+use super::derivative::{OperandGradient, operand_gradients, saved_operands, zero};
+use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
-use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Operand};
 use shardwise_kernels::{Arithmetic, Each, Fold, Wide, fold, map};
 
-/// What a function gives.
+/// The element type of the result of a function of two tensors.
 #[derive(Clone, Copy, PartialEq)]
-enum Gives {
-    /// The type in which both meet.
-    Meet,
-    /// A floating-point type.
-    Real,
-    /// 0 or 1.
-    Truth,
+enum BinaryResultType {
+    /// The promoted type of both operands.
+    Promoted,
+    /// Floating point: integers become f32.
+    Float,
+    /// u8, 0 or 1.
+    Bool,
 }
 
-/// Pending reductions that pass: of the two operands (`None`: whole) and of the result.
-type Passing = (Option<ReduceOp>, Option<ReduceOp>, ReduceOp);
+/// `Partial` placements that pass unreduced: the reductions of both operands (`None`: not partial) and that of the result.
+type PartialOperands = (Option<ReduceOp>, Option<ReduceOp>, ReduceOp);
 
-struct Function {
+/// One row of the table.
+struct BinaryFunction {
     name: &'static str,
-    gives: Gives,
-    passes: &'static [Passing],
-    /// With respect to each operand; `None` if it is not differentiable.
+    result_type: BinaryResultType,
+    passes: &'static [PartialOperands],
+    /// Gradient with respect to each operand; `None` if the function is not differentiable.
     gradients: Option<[OperandGradient; 2]>,
     run: fn([&Tensor; 2], &[usize], Arithmetic, DType) -> Result<Tensor>,
 }
 
 use ReduceOp::{Avg, Max, Min, Sum};
 
-/// Sums and means add up term by term, and a value that is added to a mean may be replicated. Extremes do not pass: integers
-/// wrap, and an infinite operand beside the other infinity would be NaN.
-const ADD: &[Passing] =
+/// Sums and means add term by term, and a replicated value may be added to every term of a mean. Maxima and minima do not pass:
+/// integers wrap, and `inf + -inf` of two ranks' terms would be NaN.
+const ADD: &[PartialOperands] =
     &[(Some(Sum), Some(Sum), Sum), (Some(Avg), Some(Avg), Avg), (Some(Avg), None, Avg), (None, Some(Avg), Avg)];
-const MUL: &[Passing] =
+const MUL: &[PartialOperands] =
     &[(Some(Sum), None, Sum), (None, Some(Sum), Sum), (Some(Avg), None, Avg), (None, Some(Avg), Avg)];
-/// An extreme of extremes; a whole operand is one of them on every rank.
-const MAXIMUM: &[Passing] = &[
+/// The maximum of maxima; an operand that is not partial takes part on every rank, which does not change a maximum.
+const MAXIMUM: &[PartialOperands] = &[
     (Some(Max), Some(Max), Max),
     (Some(Max), None, Max),
     (None, Some(Max), Max),
     (Some(Min), None, Min),
     (None, Some(Min), Min),
 ];
-const MINIMUM: &[Passing] = &[
+const MINIMUM: &[PartialOperands] = &[
     (Some(Min), Some(Min), Min),
     (Some(Min), None, Min),
     (None, Some(Min), Min),
@@ -62,19 +63,24 @@ const MINIMUM: &[Passing] = &[
     (None, Some(Max), Max),
 ];
 
-/// Functions by name. `each` is written alike for f32 and f64, `wide` is computed in f64 for f32 too. Then the gradient, which
-/// every entry has to state: with respect to both operands, each a variant of [`OperandGradient`], or `not_differentiable`.
+/// Defines the methods of [`DTensor`], the enum [`Binary`] and the table from one entry per function.
+///
+/// The kernel is `each` (the same expression in f32 and f64) or `wide` (computed in f64 for f32 too), and `whole` for integers.
+/// After the arrow comes the gradient, which every entry must state: one [`OperandGradient`] per operand, or
+/// `not_differentiable`.
 macro_rules! functions {
     ($(
         $(#[doc = $doc:literal])*
-        $name:ident: $gives:ident, $passes:expr, |$a:ident, $b:ident| $form:ident($real:expr), whole($whole:expr)
+        $name:ident: $result_type:ident, $passes:expr, |$a:ident, $b:ident| $form:ident($real:expr), whole($whole:expr)
             => $gradient:ident $(($left:ident($of_left:expr), $right:ident($of_right:expr)))?;
     )*) => {
         impl DTensor {
             $(
                 $(#[doc = $doc])*
                 ///
-                /// `other` is a tensor, whose shape broadcasts with that of this one, or a plain number.
+                /// `other` is a tensor that broadcasts with this one, or a number. Elementwise: communicates only if the operands
+                /// are sharded differently, or `Partial` with a reduction that does not commute with the function. Then the
+                /// operands that are cheaper to move are redistributed, which is collective.
                 #[track_caller]
                 pub fn $name<'a>(&self, other: impl Into<Operand<'a>>) -> Result<DTensor> {
                     call(Binary::$name, self, other.into())
@@ -88,10 +94,10 @@ macro_rules! functions {
             $($name,)*
         }
 
-        static FUNCTIONS: &[Function] = &[
-            $(Function {
+        static FUNCTIONS: &[BinaryFunction] = &[
+            $(BinaryFunction {
                 name: stringify!($name),
-                gives: Gives::$gives,
+                result_type: BinaryResultType::$result_type,
                 passes: $passes,
                 gradients: functions!(@$gradient $(($left($of_left), $right($of_right)))?),
                 run: |inputs, shape, arithmetic, dtype| {
@@ -113,16 +119,16 @@ macro_rules! functions {
     (@gradients ($left:ident($of_left:expr), $right:ident($of_right:expr))) => {
         Some([functions!(@$left $of_left), functions!(@$right $of_right)])
     };
-    (@alone $of:expr) => { OperandGradient::Alone($of) };
-    (@once $of:expr) => { OperandGradient::Once($of) };
-    (@several $of:expr) => { OperandGradient::Several($of) };
+    (@gradient_only $of:expr) => { OperandGradient::GradientOnly($of) };
+    (@linear $of:expr) => { OperandGradient::LinearInOperands($of) };
+    (@nonlinear $of:expr) => { OperandGradient::Nonlinear($of) };
     (@each $a:ident, $b:ident, $real:expr, $whole:ident) => {
         Each(|[$a, $b]: [f32; 2]| $real, |[$a, $b]: [f64; 2]| $real, $whole)
     };
     (@wide $a:ident, $b:ident, $real:expr, $whole:ident) => { Wide(|[$a, $b]: [f64; 2]| $real, $whole) };
 }
 
-/// What a division leaves, with the sign of the divisor: from fmod, which is exact, and not from the rounded quotient.
+/// The remainder with the sign of the divisor: from fmod, which is exact, and not from the rounded quotient.
 macro_rules! remainder_of_division {
     ($a:ident, $b:ident) => {{
         let left = $a % $b;
@@ -130,8 +136,8 @@ macro_rules! remainder_of_division {
     }};
 }
 
-/// The floor of a quotient as PyTorch and Python find it: without what the division leaves, the quotient is an integer but
-/// for rounding.
+/// The floor of a quotient as PyTorch and Python compute it: after subtracting the remainder, the quotient is an integer up
+/// to rounding.
 macro_rules! floor_of_division {
     ($a:ident, $b:ident) => {{
         let left = $a % $b;
@@ -150,87 +156,89 @@ macro_rules! floor_of_division {
 }
 
 functions! {
-    /// a + b.
-    add: Meet, ADD, |a, b| each(a + b), whole(a.wrapping_add(b))
-        => gradients(alone(|g| Ok(g.clone())), alone(|g| Ok(g.clone())));
-    /// a - b.
-    sub: Meet, ADD, |a, b| each(a - b), whole(a.wrapping_sub(b))
-        => gradients(alone(|g| Ok(g.clone())), alone(DTensor::neg));
-    /// a * b.
-    mul: Meet, MUL, |a, b| each(a * b), whole(a.wrapping_mul(b))
-        => gradients(once(|_, b, g| g.mul(b)), once(|a, _, g| g.mul(a)));
-    /// a / b, a floating-point number.
-    div: Real, &[], |a, b| each(a / b), whole(real_only(a, b))
+    /// Adds two tensors.
+    add: Promoted, ADD, |a, b| each(a + b), whole(a.wrapping_add(b))
+        => gradients(gradient_only(|g| Ok(g.clone())), gradient_only(|g| Ok(g.clone())));
+    /// Subtracts `other` from this tensor.
+    sub: Promoted, ADD, |a, b| each(a - b), whole(a.wrapping_sub(b))
+        => gradients(gradient_only(|g| Ok(g.clone())), gradient_only(DTensor::neg));
+    /// Multiplies two tensors elementwise.
+    mul: Promoted, MUL, |a, b| each(a * b), whole(a.wrapping_mul(b))
+        => gradients(linear(|_, b, g| g.mul(b)), linear(|a, _, g| g.mul(a)));
+    /// Divides this tensor by `other`; the result is floating point.
+    div: Float, &[], |a, b| each(a / b), whole(float_only(a, b))
         // The square of the divisor may be beyond the type where the quotient is not.
-        => gradients(once(|_, b, g| g.div(b)), several(|a, b, g| g.mul(&a.div(b)?.div(b)?)?.neg()));
-    /// The integer next below a / b, of the exact quotient. An integer divided by zero is an error, as in [`fmod`](Self::fmod).
-    div_floor: Meet, &[], |a, b| each(floor_of_division!(a, b)), whole(floor_of_quotient(a, b))
-        => gradients(alone(zero), alone(zero));
-    /// a / b, rounded, without its fraction. An integer divided by zero is an error, as in [`fmod`](Self::fmod).
-    div_trunc: Meet, &[], |a, b| each((a / b).trunc()), whole(a.wrapping_div(b))
-        => gradients(alone(zero), alone(zero));
-    /// a to the power of b.
-    pow: Meet, &[], |a, b| wide(a.powf(b)), whole(power(a, b))
-        => gradients(several(power_by_base), several(power_by_exponent));
-    /// The larger one, b if they are equal; NaN wins.
-    maximum: Meet, MAXIMUM, |a, b| each(if a > b || a.is_nan() { a } else { b }), whole(a.max(b))
-        => gradients(several(|a, b, g| g.mul(&share(&a.gt(b)?, a, b)?)), several(|a, b, g| g.mul(&share(&b.gt(a)?, a, b)?)));
-    /// The smaller one, b if they are equal; NaN wins.
-    minimum: Meet, MINIMUM, |a, b| each(if a < b || a.is_nan() { a } else { b }), whole(a.min(b))
-        => gradients(several(|a, b, g| g.mul(&share(&a.lt(b)?, a, b)?)), several(|a, b, g| g.mul(&share(&b.lt(a)?, a, b)?)));
-    /// What a leaves when divided by b, with the sign of a. An integer divided by zero is an error on the ranks that hold the
-    /// zero, and reaches the others with their next collective.
-    fmod: Meet, &[], |a, b| each(a % b), whole(a.wrapping_rem(b))
-        => gradients(alone(|g| Ok(g.clone())), several(|a, b, g| g.mul(&a.div_trunc(b)?)?.neg()));
-    /// What a leaves when divided by b, with the sign of b; exact before it is rounded. An integer divided by zero is an
-    /// error, as in [`fmod`](Self::fmod).
-    remainder: Meet, &[], |a, b| each(remainder_of_division!(a, b)), whole(remainder_of_quotient(a, b))
-        => gradients(alone(|g| Ok(g.clone())), several(|a, b, g| g.mul(&a.div_floor(b)?)?.neg()));
-    /// The angle of the point (b, a).
-    atan2: Real, &[], |a, b| wide(a.atan2(b)), whole(real_only(a, b))
-        => gradients(several(|a, b, g| g.mul(b)?.div(&a.square()?.add(&b.square()?)?)),
-            several(|a, b, g| g.mul(a)?.div(&a.square()?.add(&b.square()?)?)?.neg()));
-    /// sqrt(a^2 + b^2).
-    hypot: Real, &[], |a, b| wide(a.hypot(b)), whole(real_only(a, b))
-        => gradients(several(|a, b, g| g.mul(a)?.div(&a.hypot(b)?)), several(|a, b, g| g.mul(b)?.div(&a.hypot(b)?)));
-    /// 1 where equal.
-    eq: Truth, &[], |a, b| each(if a == b { 1.0 } else { 0.0 }), whole(i64::from(a == b))
+        => gradients(linear(|_, b, g| g.div(b)), nonlinear(|a, b, g| g.mul(&a.div(b)?.div(b)?)?.neg()));
+    /// Divides and rounds the exact quotient down: PyTorch's `div(rounding_mode="floor")`. An integer divided by zero is an error,
+    /// as in [`fmod`](Self::fmod).
+    div_floor: Promoted, &[], |a, b| each(floor_of_division!(a, b)), whole(floor_of_quotient(a, b))
+        => gradients(gradient_only(zero), gradient_only(zero));
+    /// Divides and rounds the quotient towards zero: PyTorch's `div(rounding_mode="trunc")`. An integer divided by zero is an error,
+    /// as in [`fmod`](Self::fmod).
+    div_trunc: Promoted, &[], |a, b| each((a / b).trunc()), whole(a.wrapping_div(b))
+        => gradients(gradient_only(zero), gradient_only(zero));
+    /// Raises this tensor to the power `other`.
+    pow: Promoted, &[], |a, b| wide(a.powf(b)), whole(power(a, b))
+        => gradients(nonlinear(power_by_base), nonlinear(power_by_exponent));
+    /// Returns the elementwise maximum; NaN if either operand is NaN.
+    maximum: Promoted, MAXIMUM, |a, b| each(if a > b || a.is_nan() { a } else { b }), whole(a.max(b))
+        => gradients(nonlinear(|a, b, g| g.mul(&share(&a.gt(b)?, a, b)?)), nonlinear(|a, b, g| g.mul(&share(&b.gt(a)?, a, b)?)));
+    /// Returns the elementwise minimum; NaN if either operand is NaN.
+    minimum: Promoted, MINIMUM, |a, b| each(if a < b || a.is_nan() { a } else { b }), whole(a.min(b))
+        => gradients(nonlinear(|a, b, g| g.mul(&share(&a.lt(b)?, a, b)?)), nonlinear(|a, b, g| g.mul(&share(&b.lt(a)?, a, b)?)));
+    /// Returns the remainder of the division, with the sign of the dividend. An integer divided by zero is an error on the ranks
+    /// that hold the zero; the other ranks get it with their next collective.
+    fmod: Promoted, &[], |a, b| each(a % b), whole(a.wrapping_rem(b))
+        => gradients(gradient_only(|g| Ok(g.clone())), nonlinear(|a, b, g| g.mul(&a.div_trunc(b)?)?.neg()));
+    /// Returns the remainder of the division, with the sign of the divisor as in Python. An integer divided by zero is an error,
+    /// as in [`fmod`](Self::fmod).
+    remainder: Promoted, &[], |a, b| each(remainder_of_division!(a, b)), whole(remainder_of_quotient(a, b))
+        => gradients(gradient_only(|g| Ok(g.clone())), nonlinear(|a, b, g| g.mul(&a.div_floor(b)?)?.neg()));
+    /// Returns the angle of the point `(other, self)`, from -pi to pi.
+    atan2: Float, &[], |a, b| wide(a.atan2(b)), whole(float_only(a, b))
+        => gradients(nonlinear(|a, b, g| g.mul(b)?.div(&a.square()?.add(&b.square()?)?)),
+            nonlinear(|a, b, g| g.mul(a)?.div(&a.square()?.add(&b.square()?)?)?.neg()));
+    /// Returns `sqrt(self^2 + other^2)` without intermediate overflow.
+    hypot: Float, &[], |a, b| wide(a.hypot(b)), whole(float_only(a, b))
+        => gradients(nonlinear(|a, b, g| g.mul(a)?.div(&a.hypot(b)?)), nonlinear(|a, b, g| g.mul(b)?.div(&a.hypot(b)?)));
+    /// Returns 1 where the elements are equal and 0 otherwise, as u8.
+    eq: Bool, &[], |a, b| each(if a == b { 1.0 } else { 0.0 }), whole(i64::from(a == b))
         => not_differentiable;
-    /// 1 where different.
-    ne: Truth, &[], |a, b| each(if a != b { 1.0 } else { 0.0 }), whole(i64::from(a != b))
+    /// Returns 1 where the elements differ and 0 otherwise, as u8.
+    ne: Bool, &[], |a, b| each(if a != b { 1.0 } else { 0.0 }), whole(i64::from(a != b))
         => not_differentiable;
-    /// 1 where a < b.
-    lt: Truth, &[], |a, b| each(if a < b { 1.0 } else { 0.0 }), whole(i64::from(a < b))
+    /// Returns 1 where `self < other` and 0 otherwise, as u8.
+    lt: Bool, &[], |a, b| each(if a < b { 1.0 } else { 0.0 }), whole(i64::from(a < b))
         => not_differentiable;
-    /// 1 where a <= b.
-    le: Truth, &[], |a, b| each(if a <= b { 1.0 } else { 0.0 }), whole(i64::from(a <= b))
+    /// Returns 1 where `self <= other` and 0 otherwise, as u8.
+    le: Bool, &[], |a, b| each(if a <= b { 1.0 } else { 0.0 }), whole(i64::from(a <= b))
         => not_differentiable;
-    /// 1 where a > b.
-    gt: Truth, &[], |a, b| each(if a > b { 1.0 } else { 0.0 }), whole(i64::from(a > b))
+    /// Returns 1 where `self > other` and 0 otherwise, as u8.
+    gt: Bool, &[], |a, b| each(if a > b { 1.0 } else { 0.0 }), whole(i64::from(a > b))
         => not_differentiable;
-    /// 1 where a >= b.
-    ge: Truth, &[], |a, b| each(if a >= b { 1.0 } else { 0.0 }), whole(i64::from(a >= b))
+    /// Returns 1 where `self >= other` and 0 otherwise, as u8.
+    ge: Bool, &[], |a, b| each(if a >= b { 1.0 } else { 0.0 }), whole(i64::from(a >= b))
         => not_differentiable;
-    /// 1 where neither is zero.
-    logical_and: Truth, &[], |a, b| each(if a != 0.0 && b != 0.0 { 1.0 } else { 0.0 }),
+    /// Returns 1 where both elements are nonzero and 0 otherwise, as u8.
+    logical_and: Bool, &[], |a, b| each(if a != 0.0 && b != 0.0 { 1.0 } else { 0.0 }),
         whole(i64::from(a != 0 && b != 0))
         => not_differentiable;
-    /// 1 where not both are zero.
-    logical_or: Truth, &[], |a, b| each(if a != 0.0 || b != 0.0 { 1.0 } else { 0.0 }),
+    /// Returns 1 where either element is nonzero and 0 otherwise, as u8.
+    logical_or: Bool, &[], |a, b| each(if a != 0.0 || b != 0.0 { 1.0 } else { 0.0 }),
         whole(i64::from(a != 0 || b != 0))
         => not_differentiable;
-    /// 1 where exactly one is zero.
-    logical_xor: Truth, &[], |a, b| each(if (a != 0.0) != (b != 0.0) { 1.0 } else { 0.0 }),
+    /// Returns 1 where exactly one element is nonzero and 0 otherwise, as u8.
+    logical_xor: Bool, &[], |a, b| each(if (a != 0.0) != (b != 0.0) { 1.0 } else { 0.0 }),
         whole(i64::from((a != 0) != (b != 0)))
         => not_differentiable;
-    /// The bits that both have; integers only.
-    bitwise_and: Meet, &[], |a, b| each(whole_only(a, b)), whole(a & b)
+    /// Returns the bitwise AND of integers.
+    bitwise_and: Promoted, &[], |a, b| each(integer_only(a, b)), whole(a & b)
         => not_differentiable;
-    /// The bits that either has; integers only.
-    bitwise_or: Meet, &[], |a, b| each(whole_only(a, b)), whole(a | b)
+    /// Returns the bitwise OR of integers.
+    bitwise_or: Promoted, &[], |a, b| each(integer_only(a, b)), whole(a | b)
         => not_differentiable;
-    /// The bits that exactly one has; integers only.
-    bitwise_xor: Meet, &[], |a, b| each(whole_only(a, b)), whole(a ^ b)
+    /// Returns the bitwise XOR of integers.
+    bitwise_xor: Promoted, &[], |a, b| each(integer_only(a, b)), whole(a ^ b)
         => not_differentiable;
 }
 
@@ -249,28 +257,28 @@ fn call(op: Binary, x: &DTensor, other: Operand<'_>) -> Result<DTensor> {
     Ok(dispatch(&op, &[x, &other], Location::caller())?.swap_remove(0))
 }
 
-/// Of a function that gives real numbers; integers become such before they get here.
-fn real_only(_: i64, _: i64) -> i64 {
+/// The integer kernel of a function whose result is floating point: never called, because integers are converted first.
+fn float_only(_: i64, _: i64) -> i64 {
     unreachable!("computed in a floating-point type")
 }
 
-/// Of a function whose plan refuses real numbers.
-fn whole_only<T>(_: T, _: T) -> T {
+/// The floating-point kernel of a function on bits: never called, because its plan refuses floating-point operands.
+fn integer_only<T>(_: T, _: T) -> T {
     unreachable!("refused when planned")
 }
 
-/// Of a divisor that is not zero.
+/// The floor of the exact quotient; the divisor is not zero.
 fn floor_of_quotient(a: i64, b: i64) -> i64 {
     a.wrapping_div(b) - i64::from(a.wrapping_rem(b) != 0 && (a < 0) != (b < 0))
 }
 
-/// Of a divisor that is not zero.
+/// The remainder with the sign of the divisor, which is not zero.
 fn remainder_of_quotient(a: i64, b: i64) -> i64 {
     let left = a.wrapping_rem(b);
     if left != 0 && (left < 0) != (b < 0) { left + b } else { left }
 }
 
-/// Wraps; the reciprocal of a power loses its fraction.
+/// The power of integers: wraps on overflow, and a negative exponent truncates the reciprocal.
 pub(super) fn power(a: i64, b: i64) -> i64 {
     let mut left = match (a, b) {
         (1, _) => return 1,
@@ -289,25 +297,25 @@ pub(super) fn power(a: i64, b: i64) -> i64 {
     product
 }
 
-/// With respect to the base.
+/// Gradient of `a^b` with respect to the base.
 fn power_by_base(a: &DTensor, b: &DTensor, g: &DTensor) -> Result<DTensor> {
     let slope = b.mul(&a.pow(&b.add_scalar(-1.0)?)?)?;
     b.eq(&zero(b)?)?.where_cond(&zero(g)?, &g.mul(&slope)?)
 }
 
-/// With respect to the exponent. At zero a power with a positive exponent stays zero.
+/// Gradient of `a^b` with respect to the exponent; zero where the base is zero and the exponent is not negative.
 fn power_by_exponent(a: &DTensor, b: &DTensor, g: &DTensor) -> Result<DTensor> {
     let flat = a.eq(&zero(a)?)?.logical_and(&b.ge(&zero(b)?)?)?;
     flat.where_cond(&zero(g)?, &g.mul(&a.pow(b)?)?.mul(&a.log()?)?)
 }
 
-/// 1 where true, and a half where the operands are equal: these share the gradient.
+/// 1 where `truth` holds and a half where the operands are equal: ties share the gradient.
 fn share(truth: &DTensor, a: &DTensor, b: &DTensor) -> Result<DTensor> {
     let dtype = dtype::promote(a.dtype(), b.dtype());
     truth.to_dtype(dtype)?.add(&a.eq(b)?.to_dtype(dtype)?.mul_scalar(0.5)?)
 }
 
-/// An error if integers are to be divided by a zero.
+/// Fails if an integer divisor is zero.
 fn check_divisors(name: &str, divisors: &Tensor) -> Result<()> {
     let none = fold(Fold::All, divisors, &(0..divisors.rank()).collect::<Vec<_>>(), &[], DType::U8)?;
     if none.to_scalar::<u8>()? == 1 {
@@ -318,8 +326,8 @@ fn check_divisors(name: &str, divisors: &Tensor) -> Result<()> {
     Err(ErrorKind::Argument.error("divisor", found, "integers other than 0", fix))
 }
 
-/// The shape that tensors of these shapes broadcast to, if there is one.
-pub(super) fn meeting_shape(shapes: &[&[usize]]) -> Option<SmallVec<[usize; 6]>> {
+/// The shape that these shapes broadcast to, `None` if they do not broadcast.
+pub(super) fn broadcast_shape(shapes: &[&[usize]]) -> Option<SmallVec<[usize; 6]>> {
     let ndim = shapes.iter().map(|s| s.len()).max().unwrap_or(0);
     let mut met: SmallVec<[usize; 6]> = SmallVec::from_elem(1, ndim);
     for shape in shapes {
@@ -334,10 +342,10 @@ pub(super) fn meeting_shape(shapes: &[&[usize]]) -> Option<SmallVec<[usize; 6]>>
     Some(met)
 }
 
-/// The shape that tensors broadcast to.
+/// The shape that the inputs of an operator broadcast to, or an error that names the operator.
 pub(super) fn broadcast(name: &str, inputs: &[TensorMeta]) -> Result<Vec<usize>> {
     let shapes: Vec<&[usize]> = inputs.iter().map(|m| m.shape.as_slice()).collect();
-    meeting_shape(&shapes).map(SmallVec::into_vec).ok_or_else(|| {
+    broadcast_shape(&shapes).map(SmallVec::into_vec).ok_or_else(|| {
         ErrorKind::shape(&inputs[0].shape).error(
             "operands",
             format!("shapes {shapes:?} in {name}"),
@@ -348,21 +356,21 @@ pub(super) fn broadcast(name: &str, inputs: &[TensorMeta]) -> Result<Vec<usize>>
 }
 
 impl Binary {
-    fn function(self) -> &'static Function {
+    fn function(self) -> &'static BinaryFunction {
         &FUNCTIONS[self as usize]
     }
 
-    /// Whether it refuses a zero among integers.
+    /// Whether an integer zero as divisor is an error.
     const fn divides(self) -> bool {
         matches!(self, Binary::div_floor | Binary::div_trunc | Binary::fmod | Binary::remainder)
     }
 
-    /// The type of the result, for inputs that meet in a type.
+    /// The type of the result, given the promoted type of the operands.
     fn dtype(self, meet: DType) -> DType {
-        match self.function().gives {
-            Gives::Meet => meet,
-            Gives::Real => dtype::real(meet),
-            Gives::Truth => DType::U8,
+        match self.function().result_type {
+            BinaryResultType::Promoted => meet,
+            BinaryResultType::Float => dtype::real(meet),
+            BinaryResultType::Bool => DType::U8,
         }
     }
 }
@@ -382,7 +390,7 @@ impl Op for Binary {
         let dtype = self.dtype(meet);
         let mut signature = Signature::pointwise(&[&inputs[0].shape, &inputs[1].shape], &shape);
         for &(a, b, result) in self.function().passes {
-            // Operands that are converted on the way must not be rounded before they are reduced.
+            // A partial operand that would be converted is reduced first: converting its terms would round each of them.
             let converted = |pending: Option<ReduceOp>, from: DType| pending.is_some() && from != dtype;
             if !converted(a, inputs[0].dtype) && !converted(b, inputs[1].dtype) {
                 signature = signature.passing([a, b], result);
@@ -391,11 +399,11 @@ impl Op for Binary {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (a, b) = (&inputs[0], &inputs[1]);
-        let shape = meeting_shape(&[a.dims(), b.dims()]).expect("parts of tensors that broadcast");
+        let shape = broadcast_shape(&[a.dims(), b.dims()]).expect("parts of tensors that broadcast");
         let meet = dtype::promote(a.dtype(), b.dtype());
-        let whole = !meet.is_float() && self.function().gives != Gives::Real;
+        let whole = !meet.is_float() && self.function().result_type != BinaryResultType::Float;
         let arithmetic = if whole { Arithmetic::Whole } else { Arithmetic::real([a.dtype(), b.dtype()]) };
         if self.divides() && whole && !shape.contains(&0) {
             check_divisors(self.name(), b)?;
@@ -405,26 +413,26 @@ impl Op for Binary {
 
     fn gradient(&self) -> Gradient<Self> {
         let Some(of) = &self.function().gradients else { return Gradient::NotDifferentiable };
-        Gradient::From(of_two_keeps(of), |op, saved, gradients| match (&op.function().gradients, &gradients[0]) {
-            (Some(of), Some(gradient)) => of_two(op.name(), of, saved, gradient),
+        Gradient::From(saved_operands(of), |op, saved, gradients| match (&op.function().gradients, &gradients[0]) {
+            (Some(of), Some(gradient)) => operand_gradients(op.name(), of, saved, gradient),
             _ => Ok(vec![None, None]),
         })
     }
 }
 
-fn samples() -> Vec<Vec<Sample>> {
+fn samples() -> Vec<Vec<SampleInput>> {
     samples_of(DType::I64)
 }
 
-/// Samples have zeros, which integers are not divided by.
-fn real_samples() -> Vec<Vec<Sample>> {
+/// For divisions: sample values include zeros, by which integers cannot be divided.
+fn real_samples() -> Vec<Vec<SampleInput>> {
     samples_of(DType::F64)
 }
 
-fn samples_of(dtype: DType) -> Vec<Vec<Sample>> {
+fn samples_of(dtype: DType) -> Vec<Vec<SampleInput>> {
     let shapes: [(&[usize], &[usize]); 5] =
         [(&[4, 6], &[4, 6]), (&[5, 3], &[3]), (&[5, 1], &[1, 4]), (&[0, 2], &[2]), (&[1], &[5])];
-    shapes.iter().map(|(a, b)| vec![Sample::new(a, dtype), Sample::new(b, dtype)]).collect()
+    shapes.iter().map(|(a, b)| vec![SampleInput::new(a, dtype), SampleInput::new(b, dtype)]).collect()
 }
 
 #[cfg(test)]

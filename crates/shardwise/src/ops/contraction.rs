@@ -1,38 +1,37 @@
-//! In which order the factors of a product are multiplied: the order that takes the fewest multiplications.
+//! Contraction order of a product of three or more tensors: the order of pairwise products with the fewest multiplications.
 
 use super::equation::{Equation, Label, Sizes, Term, distinct, size_of};
 
-/// Above this many factors the cheapest pair is multiplied first. The search below goes through 3^n pairs of sets of factors,
-/// 6,561 for eight, which takes less than the products that it chooses between.
+/// With more factors than this the order is greedy (cheapest pair first) instead of optimal. The search visits 3^n pairs of
+/// sets of factors, 6,561 for eight, which takes less time than the products that it chooses between.
 const SEARCHED: usize = 8;
 
-/// One multiplication: of the factors with these numbers, to a factor with the next number and these labels. Factors of the
-/// equation have the first numbers.
+/// One pairwise product. Factors are numbered: first those of the equation, then the results of products in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Step {
+pub(super) struct PairProduct {
     pub(super) factors: [usize; 2],
     pub(super) output: Term,
 }
 
-/// The multiplications of an equation with two or more factors, none of which is stretched, in order.
-pub(super) fn order(equation: &Equation, sizes: &Sizes) -> Vec<Step> {
-    let problem = Problem { equation, sizes };
+/// The pairwise products of an equation with two or more factors, none of which broadcasts, in order.
+pub(super) fn order(equation: &Equation, sizes: &Sizes) -> Vec<PairProduct> {
+    let problem = OrderSearch { equation, sizes };
     let mut steps = if equation.inputs.len() <= SEARCHED { problem.search() } else { problem.greedy() };
     let last = steps.last_mut().expect("two or more factors");
     last.output.clone_from(&equation.output);
     steps
 }
 
-/// A set of factors, one bit each, of at most [`SEARCHED`].
-type Set = usize;
+/// A set of at most [`SEARCHED`] factors, one bit each.
+type FactorSet = usize;
 
-struct Problem<'a> {
+struct OrderSearch<'a> {
     equation: &'a Equation,
     sizes: &'a Sizes,
 }
 
-impl Problem<'_> {
-    /// Which of the labels of a product of some factors, those with numbers `inside`, are used again.
+impl OrderSearch<'_> {
+    /// The labels of the product of the factors `inside` that the output or another factor needs.
     fn kept(&self, factors: &[Term], inside: impl Fn(usize) -> bool) -> Term {
         let used = |label: &Label| {
             let mut others = factors.iter().enumerate().filter(|(i, _)| !inside(*i));
@@ -43,31 +42,31 @@ impl Problem<'_> {
     }
 
     /// The labels of a factor, or of a product of factors.
-    fn labels(&self, set: Set) -> Term {
+    fn labels(&self, set: FactorSet) -> Term {
         match set.count_ones() {
             1 => self.equation.inputs[set.trailing_zeros() as usize].clone(),
             _ => self.kept(&self.equation.inputs, |i| set >> i & 1 == 1),
         }
     }
 
-    /// How many multiplications the product of two products takes.
+    /// The number of multiplications of one pairwise product.
     fn cost(&self, a: &[Label], b: &[Label]) -> f64 {
         let both: Term = a.iter().chain(b).copied().collect();
         distinct(&both).into_iter().map(|label| size_of(self.sizes, label) as f64).product()
     }
 
-    /// The cheapest order: for every set of factors the cheapest way to split it in two.
-    fn search(&self) -> Vec<Step> {
+    /// The optimal order, by dynamic programming: for every set of factors the cheapest way to split it in two.
+    fn search(&self) -> Vec<PairProduct> {
         let count = self.equation.inputs.len();
-        let all: Set = (1 << count) - 1;
+        let all: FactorSet = (1 << count) - 1;
         let labels: Vec<Term> = (0..=all).map(|set| if set == 0 { Term::new() } else { self.labels(set) }).collect();
-        let mut best: Vec<(f64, Set)> = vec![(0.0, 0); 1 << count];
+        let mut best: Vec<(f64, FactorSet)> = vec![(0.0, 0); 1 << count];
         for set in 1..=all {
             if set.count_ones() < 2 {
                 continue;
             }
             let mut found = (f64::INFINITY, 0);
-            // Halves with the lowest factor, so that each split is tried once.
+            // Only halves that contain the lowest factor, so that each split is tried once.
             let lowest = set & set.wrapping_neg();
             let mut half = (set - 1) & set;
             while half > 0 {
@@ -88,19 +87,19 @@ impl Problem<'_> {
         steps
     }
 
-    /// Appends the multiplications of a set, and returns the number of its product.
-    fn steps(&self, best: &[(f64, Set)], set: Set, steps: &mut Vec<Step>) -> usize {
+    /// Appends the products of a set of factors, and returns the number of the result.
+    fn steps(&self, best: &[(f64, FactorSet)], set: FactorSet, steps: &mut Vec<PairProduct>) -> usize {
         if set.count_ones() == 1 {
             return set.trailing_zeros() as usize;
         }
         let half = best[set].1;
         let factors = [self.steps(best, half, steps), self.steps(best, set & !half, steps)];
-        steps.push(Step { factors, output: self.kept(&self.equation.inputs, |i| set >> i & 1 == 1) });
+        steps.push(PairProduct { factors, output: self.kept(&self.equation.inputs, |i| set >> i & 1 == 1) });
         self.equation.inputs.len() + steps.len() - 1
     }
 
-    /// One cheapest pair after the other.
-    fn greedy(&self) -> Vec<Step> {
+    /// The greedy order: the cheapest pair first, again and again.
+    fn greedy(&self) -> Vec<PairProduct> {
         let mut numbers: Vec<usize> = (0..self.equation.inputs.len()).collect();
         let mut terms = self.equation.inputs.to_vec();
         let mut steps = Vec::new();
@@ -116,7 +115,7 @@ impl Problem<'_> {
             }
             terms.push(output.clone());
             numbers.push(self.equation.inputs.len() + steps.len());
-            steps.push(Step { factors, output });
+            steps.push(PairProduct { factors, output });
         }
         steps
     }
@@ -147,8 +146,8 @@ mod tests {
         (equation, shapes, sizes)
     }
 
-    /// The multiplications that an order takes, counted on shapes alone.
-    fn total(equation: &Equation, shapes: &[Vec<usize>], steps: &[Step]) -> f64 {
+    /// The number of multiplications of an order, counted on shapes.
+    fn total(equation: &Equation, shapes: &[Vec<usize>], steps: &[PairProduct]) -> f64 {
         let mut factors: Vec<(Term, Vec<usize>)> =
             equation.inputs.iter().cloned().zip(shapes.iter().cloned()).collect();
         let mut total = 0.0;
@@ -168,7 +167,7 @@ mod tests {
         total
     }
 
-    /// The fewest multiplications of all orders, tried one by one.
+    /// The fewest multiplications of all orders, by brute force.
     fn brute_force(output: &[Label], factors: &[(Term, Vec<usize>)]) -> f64 {
         if factors.len() == 1 {
             return 0.0;
@@ -198,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn the_order_is_as_cheap_as_the_best_of_all() {
+    fn the_order_is_optimal() {
         let mut cheaper_than_in_order = 0;
         for seed in 0..400 {
             let rng = &mut StdRng::seed_from_u64(seed);
@@ -209,14 +208,14 @@ mod tests {
             let factors: Vec<_> = equation.inputs.iter().cloned().zip(shapes.iter().cloned()).collect();
             let (found, least) = (total(&equation, &shapes, &steps), brute_force(&equation.output, &factors));
             assert_eq!(found, least, "seed {seed}: {equation} of {shapes:?} by {steps:?}");
-            let greedy = Problem { equation: &equation, sizes: &sizes }.greedy();
+            let greedy = OrderSearch { equation: &equation, sizes: &sizes }.greedy();
             assert!(total(&equation, &shapes, &greedy) >= least);
             cheaper_than_in_order += usize::from(least < in_order(&equation, &shapes));
         }
         assert!(cheaper_than_in_order > 100, "{cheaper_than_in_order}");
     }
 
-    /// The multiplications if factors are multiplied from the first to the last.
+    /// The number of multiplications from the first factor to the last.
     fn in_order(equation: &Equation, shapes: &[Vec<usize>]) -> f64 {
         let count = equation.inputs.len();
         let kept = |last: usize| -> Term {
@@ -225,13 +224,13 @@ mod tests {
             let labels: Vec<Label> = done.iter().flatten().copied().filter(used).collect();
             distinct(&labels)
         };
-        let step = |i: usize| Step { factors: [if i == 1 { 0 } else { count + i - 2 }, i], output: kept(i) };
+        let step = |i: usize| PairProduct { factors: [if i == 1 { 0 } else { count + i - 2 }, i], output: kept(i) };
         total(equation, shapes, &(1..count).map(step).collect::<Vec<_>>())
     }
 
     #[test]
-    fn many_factors_are_multiplied_in_a_chain() {
-        // Ten matrices of which the products stay small only from the right.
+    fn many_factors_are_multiplied_greedily() {
+        // Ten matrices whose products stay small only from the right.
         let text: Vec<String> = (b'a'..b'k').map(|c| format!("{}{}", char::from(c), char::from(c + 1))).collect();
         let equation = Equation::parse(&format!("{}->ak", text.join(",")), &[2; 10]).unwrap();
         let mut shapes = vec![vec![20, 20]; 10];

@@ -1,22 +1,22 @@
-//! Convolutions and pooling as products and reductions of windows. Where a spatial dimension is cut, a rank fetches the
-//! rows that its windows reach beyond its own part: the halo.
+//! Convolutions and pooling as products and reductions over unfolded windows. If a spatial dimension is sharded, ranks
+//! exchange halos: the rows that their windows reach beyond their own shard.
 
 use std::panic::Location;
 
 use candle_core::{DType, Tensor, WithDType};
 
 use super::scalar::Scalar;
-use super::{OpEntry, Sample};
+use super::{OpEntry, SampleInput};
 use crate::comm::implicitly;
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
-use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::{Placement, ReduceOp};
-use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{DTensor, Keeps, is_recording};
+use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
+use crate::tensor::{DTensor, SaveForBackward, is_recording};
 use shardwise_kernels::{dense, from_reals, reals, reserve, with_type};
 
-/// How windows lie along one dimension.
+/// The sliding window of a convolution or pooling along one dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Window {
     size: usize,
@@ -25,74 +25,94 @@ struct Window {
     dilation: usize,
 }
 
-/// From `[n, c, spatial...]` all windows: `[n, c, offsets in the window..., windows...]`.
+/// Extracts all windows (im2col): from `[n, c, spatial...]` to `[n, c, offsets in the window..., windows...]`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Windows {
+struct Unfold {
     name: &'static str,
     windows: Vec<Window>,
-    /// What stands in the border.
+    /// The value of the padding.
     border: Scalar,
 }
 
-/// How a convolution goes over its input, alike in all spatial dimensions.
+/// Options of a convolution, the same for all spatial dimensions.
+///
+/// PyTorch passes them as separate arguments, with the same defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Convolution {
-    /// Distance of windows.
+pub struct ConvOptions {
+    /// Distance between windows.
     pub stride: usize,
-    /// Width of the border of zeros.
+    /// Zeros added on both sides of each spatial dimension.
     pub padding: usize,
-    /// Distance of the elements within a window.
+    /// Distance between the elements of a window.
     pub dilation: usize,
-    /// Input and output channels fall into so many groups that do not mix.
+    /// Number of groups of channels; each output channel sees the input channels of its group only.
     pub groups: usize,
 }
 
-impl Default for Convolution {
+impl Default for ConvOptions {
     fn default() -> Self {
-        Convolution { stride: 1, padding: 0, dilation: 1, groups: 1 }
+        ConvOptions { stride: 1, padding: 0, dilation: 1, groups: 1 }
     }
 }
 
 impl DTensor {
-    /// Cross-correlation of `[n, channels, length]` with a weight `[out, channels / groups, size]`, plus a bias `[out]`.
+    /// Convolves `[n, channels, length]` with a weight `[out, channels / groups, size]` and adds a bias `[out]`.
+    ///
+    /// Communicates nothing if the batch or the output channels are sharded. Sharded input channels give a `Partial(Sum)`
+    /// result; a sharded length exchanges halos between neighbours.
+    ///
+    /// # Errors
+    /// If shapes and groups do not fit, or no window fits into the padded input.
     #[track_caller]
-    pub fn conv1d(&self, weight: &DTensor, bias: Option<&DTensor>, options: Convolution) -> Result<DTensor> {
+    pub fn conv1d(&self, weight: &DTensor, bias: Option<&DTensor>, options: ConvOptions) -> Result<DTensor> {
         self.convolution("conv1d", 1, weight, bias, options)
     }
 
-    /// Cross-correlation of `[n, channels, height, width]` with a weight `[out, channels / groups, height, width]`, plus a
-    /// bias `[out]`.
+    /// Convolves `[n, channels, height, width]` with a weight `[out, channels / groups, height, width]` and adds a bias `[out]`.
+    ///
+    /// Communicates as [`conv1d`](Self::conv1d) does: halos if height or width is sharded.
+    ///
+    /// # Errors
+    /// If shapes and groups do not fit, or no window fits into the padded input.
     #[track_caller]
-    pub fn conv2d(&self, weight: &DTensor, bias: Option<&DTensor>, options: Convolution) -> Result<DTensor> {
+    pub fn conv2d(&self, weight: &DTensor, bias: Option<&DTensor>, options: ConvOptions) -> Result<DTensor> {
         self.convolution("conv2d", 2, weight, bias, options)
     }
 
-    /// Means over windows of `[n, channels, length]`; the stride is the size unless given.
+    /// Averages over windows of `[n, channels, length]`; `stride` defaults to `size`, and padding counts as zeros.
+    ///
+    /// Exchanges halos if the length is sharded and windows cross shards.
     #[track_caller]
     pub fn avg_pool1d(&self, size: usize, stride: Option<usize>, padding: usize) -> Result<DTensor> {
         self.pooling("avg_pool1d", 1, size, stride, padding, 0.0)?.mean(&[2], false)
     }
 
-    /// Means over windows of `[n, channels, height, width]`; the stride is the size unless given.
+    /// Averages over windows of `[n, channels, height, width]`; `stride` defaults to `size`, and padding counts as zeros.
+    ///
+    /// Exchanges halos if height or width is sharded and windows cross shards.
     #[track_caller]
     pub fn avg_pool2d(&self, size: usize, stride: Option<usize>, padding: usize) -> Result<DTensor> {
         self.pooling("avg_pool2d", 2, size, stride, padding, 0.0)?.mean(&[2, 3], false)
     }
 
-    /// The largest elements of windows of `[n, channels, length]`; the stride is the size unless given.
+    /// Takes the maximum over windows of `[n, channels, length]`; `stride` defaults to `size`.
+    ///
+    /// Exchanges halos if the length is sharded and windows cross shards.
     #[track_caller]
     pub fn max_pool1d(&self, size: usize, stride: Option<usize>, padding: usize) -> Result<DTensor> {
         self.pooling("max_pool1d", 1, size, stride, padding, f64::NEG_INFINITY)?.largest_of(1)
     }
 
-    /// The largest elements of windows of `[n, channels, height, width]`; the stride is the size unless given.
+    /// Takes the maximum over windows of `[n, channels, height, width]`; `stride` defaults to `size`.
+    ///
+    /// Exchanges halos if height or width is sharded and windows cross shards.
     #[track_caller]
     pub fn max_pool2d(&self, size: usize, stride: Option<usize>, padding: usize) -> Result<DTensor> {
         self.pooling("max_pool2d", 2, size, stride, padding, f64::NEG_INFINITY)?.largest_of(2)
     }
 
-    /// The largest element of every window. Of equal ones the first gets the gradient, as in PyTorch; without a gradient
-    /// nobody asks which it was.
+    /// The maximum of every window. Among equal elements the first gets the gradient, as in PyTorch; without a gradient the
+    /// cheaper `amax` does.
     #[track_caller]
     fn largest_of(&self, spatial: usize) -> Result<DTensor> {
         if !self.has_gradient() {
@@ -108,11 +128,11 @@ impl DTensor {
         spatial: usize,
         weight: &DTensor,
         bias: Option<&DTensor>,
-        options: Convolution,
+        options: ConvOptions,
     ) -> Result<DTensor> {
-        let Convolution { stride, padding, dilation, groups } = options;
-        let fits = self.rank() == spatial + 2
-            && weight.rank() == spatial + 2
+        let ConvOptions { stride, padding, dilation, groups } = options;
+        let fits = self.ndim() == spatial + 2
+            && weight.ndim() == spatial + 2
             && groups > 0
             && weight.shape()[1].checked_mul(groups) == Some(self.shape()[1])
             && weight.shape()[0].is_multiple_of(groups);
@@ -121,11 +141,12 @@ impl DTensor {
             let needed = "[n, channels, ...] and [out, channels / groups, ...]";
             return Err(ErrorKind::shape(self.shape()).error("operands", found, needed, "reshape the operands"));
         }
-        // Windows hold every element many times: what has to be reduced or gathered is so before.
+        // Unfolding copies every element into many windows, so inputs are reduced or gathered before it, not after.
         let ndim = if self.device_mesh() == weight.device_mesh() { self.device_mesh().ndim() } else { 0 };
         let axes = |wanted: &dyn Fn(usize) -> bool| (0..ndim).filter(|&a| wanted(a)).collect::<Vec<_>>();
         let partial = axes(&|a| self.placements()[a].is_partial() && !weight.placements()[a].is_replicate());
-        // Forward shards inside a window are a partial sum, but backward the gradients of all windows would be gathered.
+        // A weight sharded inside the window would only give a partial sum in the forward pass, but the backward pass would
+        // gather the gradients of all windows.
         let trains = self.has_gradient() && is_recording();
         let inside = axes(&|a| trains && weight.placements()[a].shard_dim().is_some_and(|d| d >= 2));
         let site = Location::caller();
@@ -135,7 +156,7 @@ impl DTensor {
         };
         let (x, weight) = (without(self, &partial)?, without(weight, &inside)?);
         let windows = weight.shape()[2..].iter().map(|&size| Window { size, stride, padding, dilation }).collect();
-        let windows = x.windows(&Windows { name, windows, border: Scalar(0.0) })?;
+        let windows = x.unfold(&Unfold { name, windows, border: Scalar(0.0) })?;
         let product = if groups == 1 {
             let terms = if spatial == 1 { (["nciw", "oci"], "now") } else { (["ncijhw", "ocij"], "nohw") };
             windows.contract(&weight, terms.0, terms.1)?
@@ -159,7 +180,7 @@ impl DTensor {
         padding: usize,
         border: f64,
     ) -> Result<DTensor> {
-        if self.rank() != spatial + 2 || padding > size / 2 {
+        if self.ndim() != spatial + 2 || padding > size / 2 {
             return Err(self.bad_dims(
                 name,
                 &[padding as isize],
@@ -167,29 +188,29 @@ impl DTensor {
             ));
         }
         let window = Window { size, stride: stride.unwrap_or(size), padding, dilation: 1 };
-        self.windows(&Windows { name, windows: vec![window; spatial], border: Scalar(border) })
+        self.unfold(&Unfold { name, windows: vec![window; spatial], border: Scalar(border) })
     }
 
     #[track_caller]
-    fn windows(&self, op: &Windows) -> Result<DTensor> {
+    fn unfold(&self, op: &Unfold) -> Result<DTensor> {
         Ok(dispatch(op, &[self], Location::caller())?.swap_remove(0))
     }
 }
 
 impl Window {
-    /// How far a window reaches. No arithmetic on a window that fits ([`count`](Self::count)) overflows.
+    /// The extent of a window with its dilation. Cannot overflow for a window that fits, see [`count`](Self::count).
     fn reach(&self) -> usize {
         (self.size - 1) * self.dilation + 1
     }
 
-    /// How many windows a dimension has; `None` if not even one fits, or if memory could not address the padded dimension.
+    /// The number of windows in a dimension; `None` if none fits or the padded dimension is not addressable.
     fn count(&self, n: usize) -> Option<usize> {
         let reach = (self.size - 1).checked_mul(self.dilation)?.checked_add(1)?;
         let padded = self.padding.checked_mul(2)?.checked_add(n).filter(|&n| n <= isize::MAX as usize)?;
         Some(padded.checked_sub(reach)? / self.stride + 1)
     }
 
-    /// How many of `count` windows have their middle in a range of indices. Middles ascend, so two searches find them.
+    /// How many of `count` windows have their middle in a range of indices. Middles ascend, so two binary searches suffice.
     fn middles_in(&self, range: &std::ops::Range<usize>, count: usize, n: usize) -> usize {
         let before = |index: usize| {
             let (mut low, mut high) = (0, count);
@@ -202,12 +223,12 @@ impl Window {
         if n == 0 { 0 } else { before(range.end) - before(range.start) }
     }
 
-    /// The index that decides which part a window belongs to: the one in its middle.
+    /// The index in the middle of a window: the rank that holds it computes the window.
     fn middle(&self, window: usize, n: usize) -> usize {
         (window * self.stride + self.reach() / 2).saturating_sub(self.padding).min(n - 1)
     }
 
-    /// The windows, of `count`, that have any of the indices `from..to`.
+    /// The windows, of `count`, that contain any of the indices `from..to`.
     fn touching(&self, from: usize, to: usize, count: usize) -> std::ops::Range<usize> {
         if from >= to {
             return 0..0;
@@ -217,7 +238,7 @@ impl Window {
         first..last
     }
 
-    /// The indices that windows `from..to` need, cut off at the ends.
+    /// The indices that windows `from..to` read, without the padding.
     fn needed(&self, from: usize, to: usize, n: usize) -> std::ops::Range<usize> {
         if from >= to {
             return 0..0;
@@ -228,8 +249,8 @@ impl Window {
     }
 }
 
-/// The decision in which every rank fetches, beside what it holds in other dimensions, what its part of the output needs of
-/// the spatial ones; these begin at the given dimensions of input and output.
+/// A decision in which every rank requires the box of the input that its shard of the output reads. Spatial dimensions begin
+/// at `of_input` and `of_output`; along all dimensions before them a rank keeps what it holds.
 fn fetching(
     from: Layout,
     axes: Vec<usize>,
@@ -249,10 +270,10 @@ fn fetching(
         TensorBox { offsets, sizes }
     };
     let boxes = from.mesh().ranks().iter().map(part).collect();
-    Decision { inputs: vec![Need::Boxes { from, axes, boxes }], outputs: vec![to] }
+    Decision { inputs: vec![RequiredInput::Boxes { from, axes, boxes }], outputs: vec![to] }
 }
 
-impl Op for Windows {
+impl Op for Unfold {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -276,7 +297,7 @@ impl Op for Windows {
         let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
         let inside = vec![None; self.windows.len()];
         let signature = Signature::new(
-            dims.iter().map(|_| Shared::Free),
+            dims.iter().map(|_| DimSharding::Free),
             [dims.clone()],
             [[&dims[..2], &inside, &dims[2..]].concat()],
         );
@@ -293,7 +314,7 @@ impl Op for Windows {
         let spatial = self.windows.len();
         let shape = &plan.outputs[0].shape;
         let mut from = inputs[0].clone();
-        // A border of another number than zero suits only what is picked from.
+        // Padding other than zero is right for partial maxima only.
         let kept = |p: &Placement| self.border.0 == 0.0 || *p == Placement::Partial(ReduceOp::Max);
         let pending: Vec<usize> = (0..from.mesh().ndim())
             .filter(|&a| from.placements()[a].is_partial() && !kept(&from.placements()[a]))
@@ -303,7 +324,7 @@ impl Op for Windows {
         if !axes.is_empty() {
             from = from.unstrided(&|_| true)?;
         }
-        // A window belongs to the part that holds its middle.
+        // A window belongs to the shard that holds its middle.
         let mut resized = from.clone();
         for (s, window) in self.windows.iter().enumerate() {
             let (n, count) = (from.shape()[2 + s], shape[2 + spatial + s]);
@@ -319,16 +340,16 @@ impl Op for Windows {
         cuts.splice(2..2, vec![Vec::new(); spatial]);
         let to = Layout::from_cuts(from.mesh(), shape, &placements, &cuts)?;
         if axes.is_empty() {
-            return Ok(Decision { inputs: vec![Need::As(from)], outputs: vec![to] });
+            return Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] });
         }
         Ok(fetching(from, axes, to, &self.windows, [2, 2 + spatial], Window::needed))
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = dense(&inputs[0])?;
         let spatial = self.windows.len();
         let outer = x.dims()[0] * x.dims()[1];
-        // Per spatial dimension, window and offset the local index, `None` in the border.
+        // Per spatial dimension, offset and window the local index; `None` in the padding.
         let mut tables: Vec<Vec<Vec<Option<usize>>>> = Vec::new();
         for (s, window) in self.windows.iter().enumerate() {
             let (held, own) = (at.input(0, 2 + s), at.output(0, 2 + spatial + s));
@@ -350,7 +371,7 @@ impl Op for Windows {
             let values: Vec<T> = if x.elem_count() == 0 { Vec::new() } else { x.flatten_all()?.to_vec1()? };
             let mut out: Vec<T> = reserve(total)?;
             let single = [vec![Some(0)]];
-            // One spatial dimension is a plane of one row.
+            // One spatial dimension is treated as a plane of one row.
             let (rows, columns) = if spatial == 1 { (&single[..], &tables[0][..]) } else { (&tables[0][..], &tables[1][..]) };
             let width = x.dims()[x.rank() - 1];
             let height = if spatial == 1 { 1 } else { x.dims()[2] };
@@ -372,8 +393,8 @@ impl Op for Windows {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Nothing, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        Gradient::From(SaveForBackward::Nothing, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let sizes = saved.shape(0)[2..].to_vec();
             let fold = Fold { name: op.name, windows: op.windows.clone(), sizes };
             Ok(vec![Some(dispatch(&fold, &[gradient], Location::caller())?.swap_remove(0))])
@@ -381,12 +402,12 @@ impl Op for Windows {
     }
 }
 
-/// The way back from windows: every element is the sum of what all windows have in its place.
+/// The backward pass of [`Unfold`] (col2im): every element is the sum over all windows that contain it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Fold {
     name: &'static str,
     windows: Vec<Window>,
-    /// Sizes of the spatial dimensions.
+    /// The sizes of the spatial dimensions of the result.
     sizes: Vec<usize>,
 }
 
@@ -400,7 +421,7 @@ impl Op for Fold {
         let dims: Vec<Option<usize>> = (0..2 + spatial).map(Some).collect();
         let inside = vec![None; spatial];
         let signature = Signature::new(
-            dims.iter().map(|_| Shared::Free),
+            dims.iter().map(|_| DimSharding::Free),
             [[&dims[..2], &inside, &dims[2..]].concat()],
             [dims.clone()],
         );
@@ -425,7 +446,7 @@ impl Op for Fold {
         if !axes.is_empty() {
             from = from.unstrided(&|_| true)?;
         }
-        // Chunks of the spatial dimensions, along the axes that share the windows.
+        // Axes that shard the windows shard the spatial dimensions of the result, into plain chunks.
         let placements: Vec<Placement> = from
             .placements()
             .iter()
@@ -438,12 +459,12 @@ impl Op for Fold {
         cuts.drain(2..2 + spatial);
         let to = Layout::from_cuts(from.mesh(), shape, &placements, &cuts)?;
         if axes.is_empty() {
-            return Ok(Decision { inputs: vec![Need::As(from)], outputs: vec![to] });
+            return Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] });
         }
         Ok(fetching(from, axes, to, &self.windows, [2 + spatial, 2], Window::touching))
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = dense(&inputs[0])?;
         let spatial = self.windows.len();
         let shape = at.local_shape(0).to_vec();
@@ -451,7 +472,7 @@ impl Op for Fold {
         if x.elem_count() == 0 || total == 0 {
             return Ok(vec![Tensor::zeros(shape, x.dtype(), x.device())?]);
         }
-        // Per spatial dimension, offset and window the local index it adds to, `None` outside this part.
+        // Per spatial dimension, offset and window the local index it adds to; `None` outside of this shard.
         let mut tables: Vec<Vec<Vec<Option<usize>>>> = Vec::new();
         for (s, window) in self.windows.iter().enumerate() {
             let (held, own) = (at.input(0, 2 + spatial + s), at.output(0, 2 + s));
@@ -487,10 +508,10 @@ impl Op for Fold {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Nothing, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-            let windows = Windows { name: op.name, windows: op.windows.clone(), border: Scalar(0.0) };
-            Ok(vec![Some(gradient.windows(&windows)?)])
+        Gradient::From(SaveForBackward::Nothing, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
+            let windows = Unfold { name: op.name, windows: op.windows.clone(), border: Scalar(0.0) };
+            Ok(vec![Some(gradient.unfold(&windows)?)])
         })
     }
 }
@@ -500,17 +521,17 @@ pub(super) const OPS: &[OpEntry] = &[
         name: "conv1d",
         samples: lines,
         apply: |x| {
-            let wide = Convolution { stride: 2, padding: 2, dilation: 2, groups: 1 };
+            let wide = ConvOptions { stride: 2, padding: 2, dilation: 2, groups: 1 };
             let bias = x[1].select(1, 0)?.select(1, 0)?;
-            Ok(vec![x[0].conv1d(&x[1], None, Convolution::default())?, x[0].conv1d(&x[1], Some(&bias), wide)?])
+            Ok(vec![x[0].conv1d(&x[1], None, ConvOptions::default())?, x[0].conv1d(&x[1], Some(&bias), wide)?])
         },
     },
     OpEntry {
         name: "conv2d",
         samples: planes,
         apply: |x| {
-            let wide = Convolution { stride: 2, padding: 1, ..Convolution::default() };
-            Ok(vec![x[0].conv2d(&x[1], None, Convolution::default())?, x[0].conv2d(&x[1], None, wide)?])
+            let wide = ConvOptions { stride: 2, padding: 1, ..ConvOptions::default() };
+            Ok(vec![x[0].conv2d(&x[1], None, ConvOptions::default())?, x[0].conv2d(&x[1], None, wide)?])
         },
     },
     OpEntry {
@@ -527,18 +548,18 @@ pub(super) const OPS: &[OpEntry] = &[
     },
 ];
 
-fn lines() -> Vec<Vec<Sample>> {
-    vec![vec![Sample::new(&[2, 2, 7], DType::I64), Sample::new(&[3, 2, 3], DType::I64)]]
+fn lines() -> Vec<Vec<SampleInput>> {
+    vec![vec![SampleInput::new(&[2, 2, 7], DType::I64), SampleInput::new(&[3, 2, 3], DType::I64)]]
 }
 
-fn planes() -> Vec<Vec<Sample>> {
-    vec![vec![Sample::new(&[1, 2, 5, 4], DType::I64), Sample::new(&[2, 2, 3, 2], DType::I64)]]
+fn planes() -> Vec<Vec<SampleInput>> {
+    vec![vec![SampleInput::new(&[1, 2, 5, 4], DType::I64), SampleInput::new(&[2, 2, 3, 2], DType::I64)]]
 }
 
-fn line() -> Vec<Vec<Sample>> {
-    vec![vec![Sample::new(&[2, 2, 7], DType::F64)]]
+fn line() -> Vec<Vec<SampleInput>> {
+    vec![vec![SampleInput::new(&[2, 2, 7], DType::F64)]]
 }
 
-fn plane() -> Vec<Vec<Sample>> {
-    vec![vec![Sample::new(&[1, 2, 6, 5], DType::F64)]]
+fn plane() -> Vec<Vec<SampleInput>> {
+    vec![vec![SampleInput::new(&[1, 2, 6, 5], DType::F64)]]
 }

@@ -1,5 +1,5 @@
-//! What the gradients of elementwise functions share: derivatives of functions of one number, and gradients of functions of two
-//! tensors that broadcast.
+//! Gradients of elementwise functions: derivatives of functions of one number, and gradients of functions of two tensors that
+//! broadcast.
 
 use std::panic::Location;
 
@@ -9,21 +9,21 @@ use crate::comm::implicitly;
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::placement::Placement;
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
 use shardwise_kernels::{Arithmetic, Wide, map};
 
 /// The derivative of a function of one number.
 pub(super) struct Derivative {
-    /// Its value at a number.
+    /// The derivative at a number.
     pub(super) at: fn(f64) -> f64,
-    /// The same of a tensor, made of operators, which have derivatives themselves.
+    /// The derivative of a tensor in terms of operators, which are differentiable themselves (double backward).
     pub(super) formula: fn(&DTensor) -> Result<DTensor>,
-    /// A kernel for f32: the derivative at the first tensor, times the second. `None`: computed from `at`.
+    /// An f32 kernel: the derivative at the first tensor, times the second. `None`: computed in f64 with `at`.
     pub(super) kernel: Option<fn(&Tensor, &Tensor) -> Result<Tensor>>,
 }
 
 impl Derivative {
-    /// The derivative at every element of `x`, times that of `g`.
+    /// Multiplies `g` elementwise by the derivative at `x`.
     pub(super) fn times(&self, x: &Tensor, g: &Tensor) -> Result<Tensor> {
         if let Some(kernel) = self.kernel {
             return kernel(x, g);
@@ -34,61 +34,61 @@ impl Derivative {
     }
 }
 
-/// Zeros like a tensor, without its partial sums.
+/// Zeros in the shape and layout of a tensor; replicated along axes where the tensor is partial.
 pub(super) fn zero(x: &DTensor) -> Result<DTensor> {
     DTensor::full_in(&x.layout().settled(), 0.0, x.dtype(), x.device_mesh())
 }
 
-/// The gradient with respect to one operand of a function of two, from both operands and the gradient of the value.
-pub(super) type OfTwo = fn(&DTensor, &DTensor, &DTensor) -> Result<DTensor>;
+/// Computes the gradient with respect to one operand, from both operands and the gradient of the result.
+pub(super) type OperandGradientFn = fn(&DTensor, &DTensor, &DTensor) -> Result<DTensor>;
 
 /// How the gradient with respect to one operand of a function of two tensors is computed.
 #[derive(Clone, Copy)]
 pub(super) enum OperandGradient {
-    /// From the gradient of the value alone.
-    Alone(fn(&DTensor) -> Result<DTensor>),
-    /// From operands that are used once at most, so that they are taken as they are placed: products are linear in a partial sum.
-    Once(OfTwo),
-    /// From operands that are used several times and are brought beside the gradient before.
-    Several(OfTwo),
+    /// From the gradient of the result alone.
+    GradientOnly(fn(&DTensor) -> Result<DTensor>),
+    /// From a formula that is linear in each operand it uses, so that partial operands can be used unreduced.
+    LinearInOperands(OperandGradientFn),
+    /// From a formula that uses operands several times. They are redistributed to the layout of the gradient once, up front.
+    Nonlinear(OperandGradientFn),
 }
 
-/// What the gradients of a function of two tensors need.
-pub(super) fn of_two_keeps(of: &[OperandGradient; 2]) -> Keeps {
-    let alone = of.iter().all(|of| matches!(of, OperandGradient::Alone(_)));
-    if alone { Keeps::Nothing } else { Keeps::Inputs }
+/// Which tensors the gradients of a function of two tensors need.
+pub(super) fn saved_operands(of: &[OperandGradient; 2]) -> SaveForBackward {
+    let alone = of.iter().all(|of| matches!(of, OperandGradient::GradientOnly(_)));
+    if alone { SaveForBackward::Nothing } else { SaveForBackward::Inputs }
 }
 
-/// The gradients of a function of two tensors that broadcast.
+/// Computes the gradients of a function of two tensors that broadcast; `None` for operands without gradient.
 #[track_caller]
-pub(super) fn of_two(
+pub(super) fn operand_gradients(
     name: &'static str,
     of: &[OperandGradient; 2],
-    saved: &Saved<'_>,
+    saved: &SavedTensors<'_>,
     gradient: &DTensor,
 ) -> Result<Vec<Option<DTensor>>> {
     let mut found = Vec::new();
     for (i, of) in of.iter().enumerate() {
-        if !saved.wants(i) {
+        if !saved.needs_input_grad(i) {
             found.push(None);
             continue;
         }
         let stretched = match of {
-            OperandGradient::Alone(of) => of(gradient)?,
-            OperandGradient::Once(of) => of(&saved.input(0), &saved.input(1), gradient)?,
-            OperandGradient::Several(of) => {
+            OperandGradient::GradientOnly(of) => of(gradient)?,
+            OperandGradient::LinearInOperands(of) => of(&saved.input(0), &saved.input(1), gradient)?,
+            OperandGradient::Nonlinear(of) => {
                 of(&beside(name, saved, 0, gradient)?, &beside(name, saved, 1, gradient)?, gradient)?
             }
         };
-        found.push(Some(back_to(&stretched, saved, i)?));
+        found.push(Some(unbroadcast(&stretched, saved, i)?));
     }
     Ok(found)
 }
 
-/// An input as a formula that uses it several times needs it beside the gradient, so that it is moved once: without partial
-/// sums and, if it is smaller than the gradient, sharded as the gradient is.
+/// Redistributes a saved input once for a formula that uses it several times: partial placements are reduced, and an input
+/// smaller than the gradient is sharded like the gradient.
 #[track_caller]
-fn beside(name: &'static str, saved: &Saved<'_>, i: usize, gradient: &DTensor) -> Result<DTensor> {
+fn beside(name: &'static str, saved: &SavedTensors<'_>, i: usize, gradient: &DTensor) -> Result<DTensor> {
     let input = saved.input(i);
     let (own, of) = (input.layout(), gradient.layout());
     let new = of.shape().len() - own.shape().len();
@@ -106,19 +106,20 @@ fn beside(name: &'static str, saved: &Saved<'_>, i: usize, gradient: &DTensor) -
     if placements == own.placements() {
         return Ok(input);
     }
-    // Ragged sizes need not fit other shards.
+    // Ragged sizes of the gradient may not fit the other shards of the input.
     let to = Layout::new(own.mesh(), own.shape(), placements).unwrap_or_else(|_| own.settled());
     let site = Location::caller();
     implicitly(name, || input.to_layout_at(&to, site))
 }
 
-/// The gradient of what an input was stretched to, as that of the input: summed over what was stretched, in its type.
+/// Turns the gradient of a broadcast input into that of the input: summed over the broadcast dimensions, in the type of the
+/// input.
 #[track_caller]
-pub(super) fn back_to(gradient: &DTensor, saved: &Saved<'_>, i: usize) -> Result<DTensor> {
+pub(super) fn unbroadcast(gradient: &DTensor, saved: &SavedTensors<'_>, i: usize) -> Result<DTensor> {
     let shape = saved.shape(i);
-    let new = gradient.rank() - shape.len();
+    let new = gradient.ndim() - shape.len();
     let stretched = |d: usize| d >= new && shape[d - new] == 1 && gradient.shape()[d] != 1;
-    let kept: Vec<isize> = (0..gradient.rank()).filter(|&d| stretched(d)).map(|d| d as isize).collect();
+    let kept: Vec<isize> = (0..gradient.ndim()).filter(|&d| stretched(d)).map(|d| d as isize).collect();
     let mut summed = if kept.is_empty() { gradient.clone() } else { gradient.sum(&kept, true)? };
     if new > 0 {
         summed = summed.sum(&(0..new as isize).collect::<Vec<_>>(), false)?;

@@ -1,15 +1,20 @@
-//! Dropout: which elements fall out depends on their place in the whole tensor alone, so every layout drops the same.
+//! Dropout. The mask depends on the global position of an element alone, so every layout drops the same elements.
 
 use candle_core::DType;
 
-use super::{OpEntry, Sample};
+use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
 use crate::random::Distribution;
 use crate::tensor::DTensor;
 
 impl DTensor {
-    /// Elements become zero with probability `p`, the others grow by `1 / (1 - p)`; the tensor itself when not training.
-    /// Draws from the generator of the mesh.
+    /// Zeroes elements with probability `p` and scales the rest by `1 / (1 - p)`; returns this tensor unless `training`.
+    ///
+    /// Draws from the generator of the mesh, and drops the same elements in every layout. Every rank of the mesh must call it, so
+    /// that generators stay in step; the mask itself is computed without communication.
+    ///
+    /// # Errors
+    /// If `p` is not in `0..=1` or the elements are integers.
     #[track_caller]
     pub fn dropout(&self, p: f64, training: bool) -> Result<DTensor> {
         if !(0.0..=1.0).contains(&p) || !self.dtype().is_float() {
@@ -47,7 +52,7 @@ pub(super) const OPS: &[OpEntry] = &[OpEntry {
     },
 }];
 
-fn samples() -> Vec<Vec<Sample>> {
+fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 3] = [&[5, 3], &[1, 8], &[0, 2]];
-    shapes.iter().map(|shape| vec![Sample::new(shape, DType::F64)]).collect()
+    shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::F64)]).collect()
 }

@@ -1,8 +1,9 @@
-//! Which element type an operator's result has.
+//! Type promotion: the element type of an operator's result.
 
 use candle_core::DType;
 
-/// The type in which two types meet: floating point before integers, then the wider one.
+/// The promoted type of two types: floating point before integers, then the wider one.
+/// u32 with a signed type gives i64, which holds both.
 pub(super) fn promote(a: DType, b: DType) -> DType {
     if a == b {
         return a;
@@ -27,7 +28,7 @@ fn wider(a: DType, b: DType) -> DType {
     if a.size_in_bytes() >= b.size_in_bytes() { a } else { b }
 }
 
-/// The type of a function of real numbers: integers become f32.
+/// The floating-point type of a result: integers become f32, PyTorch's default type.
 pub(super) fn real(dtype: DType) -> DType {
     if dtype.is_float() { dtype } else { DType::F32 }
 }
@@ -37,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn types_meet_without_losing_range() {
+    fn promotion_does_not_lose_range() {
         use DType::{BF16, F16, F32, F64, I16, I32, I64, U8, U32};
         for (a, b, expected) in [
             (F16, BF16, F32),

@@ -1,20 +1,21 @@
 //! Products that sum over shared dimensions: one equation of labels says the rule, the kernel and the gradient.
 
+use std::borrow::Cow;
 use std::panic::Location;
+use std::sync::LazyLock;
 
 use candle_core::{DType, Tensor};
-use smallvec::smallvec;
 
 use super::contraction::order;
 use super::equation::{Equation, Label, Term, batch, distinct, letters, size_of};
-use super::indices::places;
-use super::{OpEntry, Sample, dtype};
+use super::indices::local_positions;
+use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Runs, TensorMeta};
-use crate::op::{Gradient, Op, OpPlan, Place, dispatch, name_call};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
 use crate::placement::Placement;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
 use shardwise_kernels::{Fold, NOWHERE, dense, fold, product as matrix_product, take, wholes};
 
 /// The dimensions of matrix products.
@@ -22,11 +23,22 @@ const M: Label = Label::letter('m');
 const K: Label = Label::letter('k');
 const N: Label = Label::letter('n');
 
+// Built once: composing them would take a third of the time that a call of a small product takes.
+static MATRICES: LazyLock<Equation> = LazyLock::new(|| equation(["mk", "kn"], "mn"));
+static BATCHES: LazyLock<Equation> = LazyLock::new(|| equation(["bmk", "bkn"], "bmn"));
+static MATRIX_VECTOR: LazyLock<Equation> = LazyLock::new(|| equation(["mk", "k"], "m"));
+static INNER: LazyLock<Equation> = LazyLock::new(|| equation(["k", "k"], ""));
+static OUTER: LazyLock<Equation> = LazyLock::new(|| equation(["m", "n"], "mn"));
+
+fn equation(terms: [&str; 2], output: &str) -> Equation {
+    Equation::new(terms.map(|term| letters(term).collect()), letters(output))
+}
+
 /// A product of one or two tensors.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Einsum {
     name: &'static str,
-    equation: Equation,
+    equation: Cow<'static, Equation>,
     /// Whether a dimension of size 1 is stretched to the size that its letter has in the other tensor.
     stretches: bool,
 }
@@ -52,7 +64,7 @@ impl DTensor {
                 "pass the tensors of the equation",
             ));
         }
-        let ndims: Vec<usize> = inputs.iter().map(|x| x.rank()).collect();
+        let ndims: Vec<usize> = inputs.iter().map(|x| x.ndim()).collect();
         let equation = Equation::parse(equation, &ndims).map_err(|e| name_call(e, "einsum", inputs, site))?;
         if inputs.len() > 2 {
             return chain(&equation, inputs);
@@ -63,10 +75,13 @@ impl DTensor {
     /// The matrix product, with vectors and with leading dimensions that broadcast.
     #[track_caller]
     pub fn matmul(&self, other: &DTensor) -> Result<DTensor> {
-        let (m, n) = (self.rank(), other.rank());
+        let (m, n) = (self.ndim(), other.ndim());
         if m == 0 || n == 0 {
             let error = ErrorKind::shape(&[]).error("operands", "a scalar in matmul", "vectors or matrices", "use mul");
             return Err(name_call(error, "matmul", &[self, other], Location::caller()));
+        }
+        if (m, n) == (2, 2) {
+            return named("matmul", &MATRICES, self, other);
         }
         let left: &[Label] = if m == 1 { &[K] } else { &[M, K] };
         let right: &[Label] = if n == 1 { &[K] } else { &[K, N] };
@@ -81,65 +96,66 @@ impl DTensor {
             term.extend_from_slice(named);
             term
         };
-        let inputs = smallvec![term(m, left), term(n, right)];
-        let equation = Equation { inputs, output: term(m.max(n), output) };
+        let equation = Equation::new([term(m, left), term(n, right)], term(m.max(n), output));
         multiply("matmul", equation, false, &[self, other])
     }
 
     /// The product of two matrices.
     #[track_caller]
     pub fn mm(&self, other: &DTensor) -> Result<DTensor> {
-        named("mm", ["mk", "kn"], "mn", self, other)
+        named("mm", &MATRICES, self, other)
     }
 
     /// The products of a batch of matrices.
     #[track_caller]
     pub fn bmm(&self, other: &DTensor) -> Result<DTensor> {
-        named("bmm", ["bmk", "bkn"], "bmn", self, other)
+        named("bmm", &BATCHES, self, other)
     }
 
     /// A matrix times a vector.
     #[track_caller]
     pub fn mv(&self, vector: &DTensor) -> Result<DTensor> {
-        named("mv", ["mk", "k"], "m", self, vector)
+        named("mv", &MATRIX_VECTOR, self, vector)
     }
 
     /// The inner product of two vectors.
     #[track_caller]
     pub fn dot(&self, other: &DTensor) -> Result<DTensor> {
-        named("dot", ["k", "k"], "", self, other)
+        named("dot", &INNER, self, other)
     }
 
     /// The outer product of two vectors.
     #[track_caller]
     pub fn outer(&self, other: &DTensor) -> Result<DTensor> {
-        named("outer", ["m", "n"], "mn", self, other)
+        named("outer", &OUTER, self, other)
     }
 
     /// The product with the letters of both tensors and of the result.
     #[track_caller]
     pub(super) fn contract(&self, other: &DTensor, terms: [&str; 2], output: &str) -> Result<DTensor> {
-        named("einsum", terms, output, self, other)
+        multiply("einsum", equation(terms, output), false, &[self, other])
     }
 
     /// `x` of shape `[..., in]` times the transpose of a weight of shape `[out, in]`.
     #[track_caller]
     pub(super) fn times_transposed(&self, weight: &DTensor) -> Result<DTensor> {
-        let leading = || batch(self.rank() - 1);
+        let leading = || batch(self.ndim() - 1);
         let inputs = [leading().chain(letters("k")).collect(), letters("nk").collect()];
         multiply("einsum", Equation::new(inputs, leading().chain(letters("n"))), false, &[self, weight])
     }
 }
 
 #[track_caller]
-fn named(name: &'static str, terms: [&str; 2], output: &str, a: &DTensor, b: &DTensor) -> Result<DTensor> {
-    multiply(name, Equation::new(terms.map(|term| letters(term).collect()), letters(output)), false, &[a, b])
+fn named(name: &'static str, equation: &'static Equation, a: &DTensor, b: &DTensor) -> Result<DTensor> {
+    let op = Einsum { name, equation: Cow::Borrowed(equation), stretches: false };
+    Ok(dispatch(&op, &[a, b], Location::caller())?.swap_remove(0))
 }
 
 /// The product of one or two tensors.
 #[track_caller]
 fn multiply(name: &'static str, equation: Equation, stretches: bool, inputs: &[&DTensor]) -> Result<DTensor> {
-    Ok(dispatch(&Einsum { name, equation, stretches }, inputs, Location::caller())?.swap_remove(0))
+    let op = Einsum { name, equation: Cow::Owned(equation), stretches };
+    Ok(dispatch(&op, inputs, Location::caller())?.swap_remove(0))
 }
 
 /// The product of three or more tensors, two at a time.
@@ -205,7 +221,7 @@ impl Op for Einsum {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         // The usual case needs no analysis.
         if let [a, b] = inputs
             && self.is_matrix_product(a, b)
@@ -251,11 +267,11 @@ impl Op for Einsum {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        let keeps = if self.equation.inputs.len() > 1 { Keeps::Inputs } else { Keeps::Nothing };
-        Gradient::From(keeps, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-            let of = |i: usize| saved.wants(i).then(|| op.of_factor(i, saved, gradient)).transpose();
-            (0..saved.inputs()).map(of).collect()
+        let saves = if self.equation.inputs.len() > 1 { SaveForBackward::Inputs } else { SaveForBackward::Nothing };
+        Gradient::From(saves, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
+            let of = |i: usize| saved.needs_input_grad(i).then(|| op.of_factor(i, saved, gradient)).transpose();
+            (0..saved.num_inputs()).map(of).collect()
         })
     }
 }
@@ -274,7 +290,7 @@ impl Einsum {
 
     /// The gradient of one factor: the product of that of the result and the other factors, summed over what this one lacks.
     #[track_caller]
-    fn of_factor(&self, i: usize, saved: &Saved<'_>, gradient: &DTensor) -> Result<DTensor> {
+    fn of_factor(&self, i: usize, saved: &SavedTensors<'_>, gradient: &DTensor) -> Result<DTensor> {
         let (terms, output) = (&self.equation.inputs, &self.equation.output);
         let (term, shape) = (&terms[i], saved.shape(i));
         let own = distinct(term);
@@ -295,7 +311,7 @@ impl Einsum {
             let factor = saved.input(o);
             let pays = factor.placements().iter().zip(saved.layout(i).placements()).any(scattered);
             let larger = shape.iter().product::<usize>() > factor.elem_count();
-            if larger && pays { factor.everywhere(self.name) } else { Ok(factor) }
+            if larger && pays { factor.all_reduced(self.name) } else { Ok(factor) }
         };
         let factors = others.iter().map(factor).collect::<Result<Vec<DTensor>>>()?;
         let inputs: Vec<&DTensor> = std::iter::once(gradient).chain(&factors).collect();
@@ -304,7 +320,7 @@ impl Einsum {
         for (d, &label) in own.iter().enumerate().filter(|(_, label)| !target.contains(label)) {
             product = product.unsqueeze(d as isize)?;
             if extent(label) != 1 {
-                let mut sizes = vec![-1; product.rank()];
+                let mut sizes = vec![-1; product.ndim()];
                 sizes[d] = extent(label) as isize;
                 product = product.expand(&sizes)?;
             }
@@ -325,7 +341,7 @@ fn diagonal(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> (usize, Runs)) -> R
         let Some(first) = term[..second].iter().position(|label| *label == term[second]) else { continue };
         let (n, rows) = held(first);
         let rows: Vec<i64> = rows.iter().flatten().map(|i| i as i64).collect();
-        let columns = places("einsum", &rows, n, &held(second).1)?;
+        let columns = local_positions("einsum", &rows, n, &held(second).1)?;
         let dims = x.dims().to_vec();
         let (count, between) =
             (dims[..first].iter().product::<usize>(), dims[first + 1..second].iter().product::<usize>());
@@ -470,11 +486,11 @@ pub(super) const OPS: &[OpEntry] = &[
     },
 ];
 
-fn pairs(shapes: &[(&[usize], &[usize])]) -> Vec<Vec<Sample>> {
-    shapes.iter().map(|(a, b)| vec![Sample::new(a, DType::I64), Sample::new(b, DType::I64)]).collect()
+fn pairs(shapes: &[(&[usize], &[usize])]) -> Vec<Vec<SampleInput>> {
+    shapes.iter().map(|(a, b)| vec![SampleInput::new(a, DType::I64), SampleInput::new(b, DType::I64)]).collect()
 }
 
-fn matmul_samples() -> Vec<Vec<Sample>> {
+fn matmul_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[
         (&[5, 3], &[3, 4]),
         (&[2, 3, 4], &[4, 2]),
@@ -485,18 +501,18 @@ fn matmul_samples() -> Vec<Vec<Sample>> {
     ])
 }
 
-fn mm_samples() -> Vec<Vec<Sample>> {
+fn mm_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[(&[4, 6], &[6, 2]), (&[5, 3], &[3, 1]), (&[2, 0], &[0, 3])])
 }
 
-fn bmm_samples() -> Vec<Vec<Sample>> {
+fn bmm_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[(&[3, 2, 4], &[3, 4, 5]), (&[1, 5, 2], &[1, 2, 3])])
 }
 
-fn mv_samples() -> Vec<Vec<Sample>> {
+fn mv_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[(&[5, 3], &[3])])
 }
 
-fn vector_samples() -> Vec<Vec<Sample>> {
+fn vector_samples() -> Vec<Vec<SampleInput>> {
     pairs(&[(&[5], &[5]), (&[1], &[1])])
 }

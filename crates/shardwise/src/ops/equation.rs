@@ -3,6 +3,7 @@
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
+use rustc_hash::FxHasher;
 use smallvec::SmallVec;
 
 use crate::error::{ErrorKind, Result};
@@ -24,28 +25,28 @@ const LETTERS: u8 = 52;
 ///
 /// A label that an operand has twice stands for its diagonal. One that the output has twice, which no text can say, is the
 /// opposite: zeros beside the diagonal.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(super) struct Equation {
     pub(super) inputs: SmallVec<[Term; 2]>,
     pub(super) output: Term,
+    /// Hash of the labels. Every call of a product hashes its equation, and most equations are built once per program.
+    digest: u64,
 }
 
 impl Hash for Equation {
-    /// A word per seven labels instead of one per label: every call of a product hashes its equation.
     fn hash<H: Hasher>(&self, state: &mut H) {
-        for term in self.inputs.iter().chain([&self.output]) {
-            let mut labels = term.iter();
-            loop {
-                let word =
-                    labels.by_ref().take(7).fold(term.len() as u64, |word, label| word << 8 | u64::from(label.0));
-                state.write_u64(word);
-                if labels.len() == 0 {
-                    break;
-                }
-            }
-        }
+        state.write_u64(self.digest);
     }
 }
+
+impl PartialEq for Equation {
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::eq(self, other)
+            || self.digest == other.digest && self.inputs == other.inputs && self.output == other.output
+    }
+}
+
+impl Eq for Equation {}
 
 /// The size of every label of an equation.
 pub(super) type Sizes = SmallVec<[(Label, usize); 8]>;
@@ -93,7 +94,11 @@ pub(super) fn distinct(term: &[Label]) -> Term {
 impl Equation {
     /// From the labels of one or more operands and of the output.
     pub(super) fn new(inputs: impl IntoIterator<Item = Term>, output: impl IntoIterator<Item = Label>) -> Self {
-        Equation { inputs: inputs.into_iter().collect(), output: output.into_iter().collect() }
+        let (inputs, output): (SmallVec<[Term; 2]>, Term) =
+            (inputs.into_iter().collect(), output.into_iter().collect());
+        let mut hasher = FxHasher::default();
+        (&inputs, &output).hash(&mut hasher);
+        Equation { inputs, output, digest: hasher.finish() }
     }
 
     /// From a text such as `...mk,kn->...mn` for operands with these numbers of dimensions, as PyTorch reads it: spaces do not
@@ -142,7 +147,7 @@ impl Equation {
                 output
             }
         };
-        Ok(Equation { inputs, output })
+        Ok(Equation::new(inputs, output))
     }
 
     /// The size of every label for operands of these shapes. Dimensions of ellipses broadcast, letters too if `stretches`.

@@ -1,15 +1,15 @@
-//! The order along dimensions turned round. Where such a dimension is cut, every rank fetches the mirror image of its part.
+//! Reversal of dimensions. If such a dimension is sharded, every rank fetches the mirror image of its shard.
 
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::{OpEntry, Sample};
+use super::{OpEntry, SampleInput};
 use crate::error::Result;
 use crate::layout::{Layout, TensorBox, TensorMeta};
-use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
-use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{DTensor, Keeps};
+use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
+use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::take;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -18,7 +18,9 @@ struct Flip {
 }
 
 impl DTensor {
-    /// The elements in reverse order along some dimensions.
+    /// Reverses the order of elements along some dimensions.
+    ///
+    /// Keeps the layout. If a reversed dimension is sharded, ranks exchange shards in one step; else communicates nothing.
     #[track_caller]
     pub fn flip(&self, dims: &[isize]) -> Result<DTensor> {
         let resolved = dims.iter().map(|&d| self.resolve_dim("flip", d)).collect::<Result<Vec<_>>>()?;
@@ -40,14 +42,18 @@ impl Op for Flip {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
-        let signature = Signature::new(dims.iter().map(|_| Shared::Free), [dims.clone()], [dims.clone()]).passing_all();
+        let signature =
+            Signature::new(dims.iter().map(|_| DimSharding::Free), [dims.clone()], [dims.clone()]).passing_all();
         Ok(OpPlan { signature, outputs: vec![inputs[0].clone()] })
     }
 
     fn decide(&self, _: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
         let axes: Vec<usize> = self.dims.iter().flat_map(|&d| inputs[0].shard_order(d).to_vec()).collect();
         if axes.is_empty() {
-            return Ok(Decision { inputs: vec![Need::As(inputs[0].clone())], outputs: vec![inputs[0].clone()] });
+            return Ok(Decision {
+                inputs: vec![RequiredInput::Layout(inputs[0].clone())],
+                outputs: vec![inputs[0].clone()],
+            });
         }
         let from = inputs[0].unstrided(&|_| true)?;
         let mirrored = |rank: usize| {
@@ -58,10 +64,10 @@ impl Op for Flip {
             TensorBox { offsets, sizes }
         };
         let boxes = from.mesh().ranks().iter().map(|&rank| mirrored(rank)).collect();
-        Ok(Decision { inputs: vec![Need::Boxes { from: from.clone(), axes, boxes }], outputs: vec![from] })
+        Ok(Decision { inputs: vec![RequiredInput::Boxes { from: from.clone(), axes, boxes }], outputs: vec![from] })
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let turn = |x: Tensor, &dim: &usize| {
             let backwards: Vec<usize> = (0..x.dims()[dim]).rev().collect();
             take(&x, dim, &backwards)
@@ -70,8 +76,8 @@ impl Op for Flip {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Nothing, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        Gradient::From(SaveForBackward::Nothing, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let dims: Vec<isize> = op.dims.iter().map(|&d| d as isize).collect();
             Ok(vec![Some(gradient.flip(&dims)?)])
         })
@@ -81,7 +87,7 @@ impl Op for Flip {
 pub(super) const OPS: &[OpEntry] =
     &[OpEntry { name: "flip", samples, apply: |x| Ok(vec![x[0].flip(&[0])?, x[0].flip(&[-1, 0])?]) }];
 
-fn samples() -> Vec<Vec<Sample>> {
+fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 3] = [&[5, 3], &[8, 1], &[0, 2]];
-    shapes.iter().map(|shape| vec![Sample::new(shape, DType::I64)]).collect()
+    shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::I64)]).collect()
 }

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use super::indices::wrapped;
 use crate::error::{ErrorKind, Result};
 use crate::placement::Placement;
-use crate::tensor::{DTensor, Operand};
+use crate::tensor::{Arange, DTensor, Operand};
 
 /// What [`DTensor::i`] takes for one dimension of a tensor.
 #[doc(alias = "TensorIndexer")]
@@ -196,7 +196,7 @@ tuples! {
 }
 
 /// Masks and lists of indices, each with the first dimension that it stands for.
-type Arrays<'a> = Vec<(usize, Cow<'a, DTensor>)>;
+type TensorIndices<'a> = Vec<(usize, Cow<'a, DTensor>)>;
 
 impl DTensor {
     /// A part of this tensor, as `x[...]` in PyTorch: numbers, ranges, masks, lists of indices, new dimensions.
@@ -206,7 +206,7 @@ impl DTensor {
     /// [`masked_select`](Self::masked_select); indices along a sharded dimension give a partial sum. All ranks of the mesh must
     /// call it. Differentiable.
     ///
-    /// Several masks and lists of indices broadcast and pick single elements. Their dimensions come where the first of them
+    /// JoinedIndices masks and lists of indices broadcast and pick single elements. Their dimensions come where the first of them
     /// is, or in front, if others are between them.
     ///
     /// ```
@@ -214,7 +214,7 @@ impl DTensor {
     ///
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::arange(0.0, 24.0, 1.0, DType::F32, &mesh, [Shard(0)])?.reshape(&[2, 3, 4])?;
+    ///     let x = DTensor::arange(0.0..24.0, DType::F32, &mesh, [Shard(0)])?.reshape(&[2, 3, 4])?;
     ///     assert_eq!(x.i((.., 1.., -1))?.full_tensor()?.to_vec2::<f32>()?, [[7.0, 11.0], [19.0, 23.0]]);
     ///     assert_eq!(x.i((.., 0, [3, 0]))?.full_tensor()?.to_vec2::<f32>()?, [[3.0, 0.0], [15.0, 12.0]]);
     ///     assert_eq!(x.i(&x.gt(20.0)?)?.full_tensor()?.to_vec1::<f32>()?, [21.0, 22.0, 23.0]);
@@ -245,7 +245,7 @@ impl DTensor {
     ///
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let mut x = DTensor::arange(0.0, 6.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+    ///     let mut x = DTensor::arange(0.0..6.0, DType::F32, &mesh, [Shard(0)])?;
     ///     x.set(1..3, -1.0)?;
     ///     x.set(&x.clone().gt(4.0)?, &DTensor::zeros(1, DType::F32, &mesh, [Replicate])?)?;
     ///     x.set([-2, 0], 9)?;
@@ -283,7 +283,7 @@ impl DTensor {
         };
         let used: usize = given.iter().filter(|i| !matches!(i, Index::NewAxis)).map(dims_of).sum();
         let left = self
-            .rank()
+            .ndim()
             .checked_sub(used)
             .ok_or_else(|| bad(format!("indices for {used} dimensions"), "leave some out, or unsqueeze the tensor"))?;
         let ellipses = given.iter().filter(|i| matches!(i, Index::Ellipsis)).count();
@@ -305,7 +305,7 @@ impl DTensor {
 
     /// The part that numbers, ranges and new axes name, and the masks and lists for dimensions of it.
     #[track_caller]
-    fn basic_part<'a>(&self, indices: &[Index<'a>]) -> Result<(DTensor, Arrays<'a>)> {
+    fn basic_part<'a>(&self, indices: &[Index<'a>]) -> Result<(DTensor, TensorIndices<'a>)> {
         let (mut part, mut arrays, mut dim) = (self.clone(), Vec::new(), 0);
         for index in indices {
             let d = dim as isize;
@@ -332,17 +332,17 @@ impl DTensor {
 
     /// What masks and lists pick of this tensor.
     #[track_caller]
-    fn picked_by(&self, arrays: &Arrays<'_>) -> Result<DTensor> {
+    fn picked_by(&self, arrays: &TensorIndices<'_>) -> Result<DTensor> {
         match arrays.as_slice() {
             [] => Ok(self.clone()),
             [(dim, mask)] if is_mask(mask) => self.masked_part(*dim, mask),
             [(dim, index)] => self.index_along(*dim, index),
             several => {
-                let Several { dims, places, adjacent } = self.several(several)?;
+                let JoinedIndices { dims, places, adjacent } = self.joined(several)?;
                 let order = self.indexed_first(&dims);
                 let front = self.permute(&order)?.flatten(0, dims.len() as isize - 1)?.index_along(0, &places)?;
                 match adjacent {
-                    true => front.permute(&behind_others(places.rank(), dims[0], front.rank())),
+                    true => front.permute(&behind_others(places.ndim(), dims[0], front.ndim())),
                     false => Ok(front),
                 }
             }
@@ -351,12 +351,12 @@ impl DTensor {
 
     /// A copy with `value` at what masks and lists pick.
     #[track_caller]
-    fn with_arrays_set(&self, arrays: &Arrays<'_>, value: Operand<'_>) -> Result<DTensor> {
+    fn with_arrays_set(&self, arrays: &TensorIndices<'_>, value: Operand<'_>) -> Result<DTensor> {
         let (dims, places, adjacent) = match arrays.as_slice() {
             [(dim, mask)] if is_mask(mask) => {
                 return match value {
                     Operand::Number(number) => {
-                        let behind = self.rank().saturating_sub(dim + mask.rank());
+                        let behind = self.ndim().saturating_sub(dim + mask.ndim());
                         let mask = (0..behind).try_fold(mask.clone().into_owned(), |m, _| m.unsqueeze(-1))?;
                         self.masked_fill(&mask, number)
                     }
@@ -365,7 +365,7 @@ impl DTensor {
             }
             [(dim, index)] => (vec![*dim], wrapped("set", index, self.shape()[*dim])?, true),
             several => {
-                let Several { dims, places, adjacent } = self.several(several)?;
+                let JoinedIndices { dims, places, adjacent } = self.joined(several)?;
                 (dims, places, adjacent)
             }
         };
@@ -379,27 +379,27 @@ impl DTensor {
         let shape = [&rest[..before], places.shape(), &rest[before..]].concat();
         let value = value.tensor(self)?.to_dtype(self.dtype())?;
         let value = expanded(&value, &shape)?;
-        let value = value.permute(&in_front(before, places.rank(), shape.len()))?;
+        let value = value.permute(&in_front(before, places.ndim(), shape.len()))?;
         let put = flat.index_put(&[&places], &value, false)?.reshape(&signed(&sizes))?;
         let mut back = vec![0; order.len()];
         order.iter().enumerate().for_each(|(new, &old)| back[old as usize] = new as isize);
         put.permute(&back)
     }
 
-    /// Several masks and lists as places in the dimensions that they stand for, joined to one.
+    /// JoinedIndices masks and lists as places in the dimensions that they stand for, joined to one.
     #[track_caller]
-    fn several(&self, arrays: &[(usize, Cow<'_, DTensor>)]) -> Result<Several> {
+    fn joined(&self, arrays: &[(usize, Cow<'_, DTensor>)]) -> Result<JoinedIndices> {
         let (mut dims, mut indices) = (Vec::new(), Vec::new());
         for (dim, tensor) in arrays {
             if is_mask(tensor) {
-                if self.shape().get(*dim..dim + tensor.rank()) != Some(tensor.shape()) {
+                if self.shape().get(*dim..dim + tensor.ndim()) != Some(tensor.shape()) {
                     let found =
                         format!("a mask of shape {:?} from dimension {dim} of {}", tensor.shape(), self.layout());
                     let needed = "the sizes of dimensions of the tensor";
                     return Err(ErrorKind::shape(tensor.shape()).error("mask", found, needed, "expand the mask"));
                 }
                 indices.extend(tensor.nonzero()?.unbind(1)?);
-                dims.extend(*dim..dim + tensor.rank());
+                dims.extend(*dim..dim + tensor.ndim());
             } else {
                 indices.push(tensor.clone().into_owned());
                 dims.push(*dim);
@@ -411,12 +411,12 @@ impl DTensor {
             places = places.mul_scalar(n as i64)?.add(&wrapped("index", index, n)?)?;
         }
         let adjacent = dims.windows(2).all(|d| d[1] == d[0] + 1);
-        Ok(Several { dims, places, adjacent })
+        Ok(JoinedIndices { dims, places, adjacent })
     }
 
     /// An order of all dimensions with some of them first.
     fn indexed_first(&self, dims: &[usize]) -> Vec<isize> {
-        let others = (0..self.rank()).filter(|d| !dims.contains(d));
+        let others = (0..self.ndim()).filter(|d| !dims.contains(d));
         dims.iter().copied().chain(others).map(|d| d as isize).collect()
     }
 
@@ -497,13 +497,13 @@ impl DTensor {
             };
             let placements: Vec<Placement> = layout.placements().iter().map(like).collect();
             let (n, start) = (self.shape()[dim] as i64, ranges[dim].start as i64);
-            let index = DTensor::arange(-start, n - start, 1, DType::I64, self.device_mesh(), placements)?;
+            let index = DTensor::arange(-start..n - start, DType::I64, self.device_mesh(), placements)?;
             let inside = index.ge(0)?.logical_and(&index.lt(ranges[dim].len() as i64)?)?;
             let picked = inside.logical_and(&index.remainder(steps[dim] as i64)?.eq(0)?)?;
-            (dim + 1..self.rank()).try_fold(picked, |picked, _| picked.unsqueeze(-1))
+            (dim + 1..self.ndim()).try_fold(picked, |picked, _| picked.unsqueeze(-1))
         };
         let mut mask: Option<DTensor> = None;
-        for dim in (0..self.rank()).filter(|&d| steps[d] > 1 || ranges[d].len() < self.shape()[d]) {
+        for dim in (0..self.ndim()).filter(|&d| steps[d] > 1 || ranges[d].len() < self.shape()[d]) {
             let picked = along(dim)?;
             mask = Some(match mask {
                 Some(mask) => mask.logical_and(&picked)?,
@@ -521,16 +521,17 @@ impl DTensor {
         others[dim] = 1;
         let d = dim as isize;
         let rows = self.slice(d, 0, None, steps[dim])?.with_strides_set(&others, value)?;
-        let mut column = vec![1; self.rank()];
+        let mut column = vec![1; self.ndim()];
         column[dim] = -1;
         let whole = vec![Placement::Replicate; self.placements().len()];
         let (n, step) = (self.shape()[dim] as i64, steps[dim] as i64);
-        let index = DTensor::arange(0, n, step, DType::I64, self.device_mesh(), whole)?.reshape(&column)?;
+        let index =
+            DTensor::arange(Arange::new(0, n, step), DType::I64, self.device_mesh(), whole)?.reshape(&column)?;
         self.scatter(d, &index.expand(&signed(rows.shape()))?, &rows)
     }
 }
 
-struct Several {
+struct JoinedIndices {
     /// The dimensions that are indexed.
     dims: Vec<usize>,
     /// Indices into these dimensions, joined to one.
@@ -542,7 +543,7 @@ struct Several {
 /// How many dimensions an index stands for, or makes.
 fn dims_of(index: &Index<'_>) -> usize {
     match index {
-        Index::Tensor(mask) if is_mask(mask) => mask.rank(),
+        Index::Tensor(mask) if is_mask(mask) => mask.ndim(),
         Index::Ellipsis => 0,
         _ => 1,
     }
@@ -559,7 +560,7 @@ fn signed(dims: &[usize]) -> Vec<isize> {
 /// A value in the shape of the part that it is written to. Leading dimensions of size 1 that the part does not have are dropped.
 #[track_caller]
 fn expanded(value: &DTensor, shape: &[usize]) -> Result<DTensor> {
-    let surplus = value.rank().saturating_sub(shape.len());
+    let surplus = value.ndim().saturating_sub(shape.len());
     let fits = value.shape()[..surplus].iter().all(|&n| n == 1)
         && value.shape()[surplus..].iter().rev().zip(shape.iter().rev()).all(|(&n, &m)| n == m || n == 1);
     if !fits {

@@ -1,4 +1,4 @@
-//! Indices of a dimension: checked, counted from the front, and found in what a rank holds.
+//! Index tensors: checking, negative indices, and the translation of global indices to local positions.
 
 use std::panic::Location;
 
@@ -6,13 +6,13 @@ use candle_core::{DType, Tensor};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{Runs, TensorMeta};
-use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::rule::Signature;
 use crate::tensor::DTensor;
 use shardwise_kernels::{NOWHERE, wholes};
 
-/// The error for an index of real numbers.
-pub(super) fn not_whole(name: &str, dtype: DType) -> Error {
+/// The error for an index tensor of floating-point type.
+pub(super) fn not_integer(name: &str, dtype: DType) -> Error {
     ErrorKind::dtype(dtype).error(
         "index",
         format!("{} in {name}", dtype.as_str()),
@@ -21,9 +21,9 @@ pub(super) fn not_whole(name: &str, dtype: DType) -> Error {
     )
 }
 
-/// The places within what a rank holds of a dimension for global indices; nowhere for those that others hold. An index
-/// outside the dimension is an error.
-pub(super) fn places(name: &str, index: &[i64], n: usize, held: &Runs) -> Result<Vec<usize>> {
+/// Translates global indices along a dimension of size `n` to positions in what a rank holds of it; `NOWHERE` for indices that
+/// another rank holds. An index outside of the dimension is an error.
+pub(super) fn local_positions(name: &str, index: &[i64], n: usize, held: &Runs) -> Result<Vec<usize>> {
     let mut starts = Vec::new();
     let mut local = 0;
     for run in held.iter() {
@@ -46,24 +46,23 @@ pub(super) fn places(name: &str, index: &[i64], n: usize, held: &Runs) -> Result
     index.iter().map(place).collect()
 }
 
-/// Indices counted from the front, as i64: negative ones count from the back, those outside a dimension of size `n` are an
-/// error.
+/// Wraps negative indices of a dimension of size `n`, as i64; indices outside of it are an error.
 #[track_caller]
 pub(super) fn wrapped(name: &'static str, index: &DTensor, n: usize) -> Result<DTensor> {
-    Ok(dispatch(&Wrap { name, n, from_back: true }, &[index], Location::caller())?.swap_remove(0))
+    Ok(dispatch(&WrapIndices { name, n, from_back: true }, &[index], Location::caller())?.swap_remove(0))
 }
 
-/// Checks indices and counts them from the front. Input: indices of any shape.
+/// Checks indices of any shape and wraps negative ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Wrap {
+pub(super) struct WrapIndices {
     pub(super) name: &'static str,
     pub(super) n: usize,
-    /// Whether negative ones count from the back; else they are errors.
+    /// Whether negative indices count from the end; else they are errors.
     pub(super) from_back: bool,
 }
 
-impl Op for Wrap {
-    /// Not the name of the operator that it serves: a rule for that one is not for this.
+impl Op for WrapIndices {
+    /// Its own name, not that of the operator that it serves, so that `override_rule` for that operator does not apply to it.
     fn name(&self) -> &'static str {
         "wrap_index"
     }
@@ -71,13 +70,13 @@ impl Op for Wrap {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let index = &inputs[0];
         if index.dtype.is_float() {
-            return Err(not_whole(self.name, index.dtype));
+            return Err(not_integer(self.name, index.dtype));
         }
         let signature = Signature::pointwise(&[&index.shape], &index.shape);
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: index.shape.clone(), dtype: DType::I64 }] })
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let n = self.n as i64;
         let wrap = |i: i64| match i {
             _ if (0..n).contains(&i) => Ok(i),

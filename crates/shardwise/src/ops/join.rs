@@ -1,28 +1,35 @@
-//! Tensors joined along a dimension. Where the dimension is cut, ranks fetch what their part of the result lacks; what
-//! they hold already stays.
+//! Concatenation, and what is built on it: stack, pad, roll, repeat. If the joined dimension is sharded, ranks fetch only what
+//! their shard of the result lacks.
 
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::{OpEntry, Sample, dtype};
+use super::{OpEntry, SampleInput, dtype};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{Layout, TensorBox, TensorMeta, coordinates, ragged};
 use crate::mesh::Mesh;
-use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::Placement;
-use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{DTensor, Keeps};
+use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
+use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::{Number, concat};
 
-/// Joins its inputs along a dimension.
+/// Concatenates its inputs along a dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Cat {
     dim: usize,
 }
 
 impl DTensor {
-    /// The tensors one after the other along a dimension.
+    /// Concatenates tensors along a dimension; types are promoted.
+    ///
+    /// Local if the dimension is not sharded. If it is, the result is sharded on it too, and ranks exchange the elements that
+    /// belong to another rank's shard of the result. If a single input is sharded, its shards stay where they are (as a ragged
+    /// shard), unless that would be too uneven.
+    ///
+    /// # Errors
+    /// If there is no tensor, or sizes differ in another dimension.
     #[track_caller]
     pub fn cat(tensors: &[&DTensor], dim: isize) -> Result<DTensor> {
         let Some(first) = tensors.first() else {
@@ -43,7 +50,9 @@ impl DTensor {
         Ok(dispatch(&Cat { dim }, &inputs, Location::caller())?.swap_remove(0))
     }
 
-    /// The tensors, all of one shape, one after the other along a new dimension.
+    /// Stacks tensors of one shape along a new dimension.
+    ///
+    /// Communicates only if the tensors are sharded differently.
     #[track_caller]
     pub fn stack(tensors: &[&DTensor], dim: isize) -> Result<DTensor> {
         if let Some(other) = tensors.iter().find(|t| t.shape() != tensors[0].shape()) {
@@ -56,26 +65,29 @@ impl DTensor {
             ));
         }
         let thick = tensors.iter().map(|t| t.unsqueeze(dim)).collect::<Result<Vec<_>>>()?;
-        let at = if dim < 0 { dim + thick.first().map_or(0, DTensor::rank) as isize } else { dim };
+        let at = if dim < 0 { dim + thick.first().map_or(0, DTensor::ndim) as isize } else { dim };
         DTensor::cat(&thick.iter().collect::<Vec<_>>(), at)
     }
 
-    /// A border of one number: `(before, after)` per dimension, from the last dimension backwards.
+    /// Pads with a constant: `(before, after)` per dimension, from the last dimension backwards as in PyTorch.
+    ///
+    /// A padded dimension that is sharded stays so: the padding goes to the first and last shard, and elements move only if the
+    /// shards would become too uneven.
     #[track_caller]
     pub fn pad(&self, border: &[(usize, usize)], value: impl Into<Number>) -> Result<DTensor> {
         let value = value.into();
-        if border.len() > self.rank() {
+        if border.len() > self.ndim() {
             let found = format!("{} borders in pad of {}", border.len(), self.layout());
             return Err(ErrorKind::Argument.error("borders", found, "at most one per dimension", "leave some out"));
         }
         let mut padded = self.clone();
         for (i, &(before, after)) in border.iter().enumerate() {
-            let dim = self.rank() - 1 - i;
+            let dim = self.ndim() - 1 - i;
             let edge = |n: usize| {
                 let mut shape = padded.shape().to_vec();
                 shape[dim] = n;
                 let whole = vec![Placement::Replicate; padded.placements().len()];
-                DTensor::full(value, shape.as_slice(), padded.dtype(), padded.device_mesh(), whole)
+                DTensor::full(value, (shape.as_slice(), padded.dtype()), padded.device_mesh(), whole)
             };
             let (front, back) = (edge(before)?, edge(after)?);
             let parts: Vec<&DTensor> = [(before, &front), (1, &padded), (after, &back)]
@@ -87,7 +99,9 @@ impl DTensor {
         Ok(padded)
     }
 
-    /// The elements moved on by `shifts` places along `dims`; those that leave at the end enter at the front.
+    /// Rolls the elements by `shifts` along `dims`; elements that leave at the end re-enter at the beginning.
+    ///
+    /// With one shift and no `dims` the tensor is flattened first, as in PyTorch. Ranks exchange what crosses shards.
     #[track_caller]
     pub fn roll(&self, shifts: &[isize], dims: &[isize]) -> Result<DTensor> {
         if dims.is_empty() && shifts.len() == 1 {
@@ -111,10 +125,10 @@ impl DTensor {
         Ok(rolled)
     }
 
-    /// The tensor so many times per dimension; new dimensions in front.
+    /// Repeats the tensor `times[d]` times along dimension `d`; surplus numbers add dimensions in front.
     #[track_caller]
     pub fn repeat(&self, times: &[usize]) -> Result<DTensor> {
-        let Some(new) = times.len().checked_sub(self.rank()) else {
+        let Some(new) = times.len().checked_sub(self.ndim()) else {
             let found = format!("{} numbers in repeat of {}", times.len(), self.layout());
             return Err(ErrorKind::Argument.error(
                 "repeats",
@@ -192,10 +206,10 @@ impl Op for Cat {
             ));
         }
         let dims = || (0..first.len()).map(|d| (d != self.dim).then_some(d)).collect::<Vec<_>>();
-        let shared = (0..first.len()).map(|d| if d == self.dim { Shared::Never } else { Shared::Free });
+        let shared = (0..first.len()).map(|d| if d == self.dim { DimSharding::Never } else { DimSharding::Free });
         let signature = Signature::new(shared, inputs.iter().map(|_| dims()), [dims()]).passing_all();
         let mut shape = first.clone();
-        // A sum that overflows is refused as a shape that memory cannot address.
+        // A sum that overflows saturates, and is refused as a shape that memory cannot address.
         shape[self.dim] = inputs.iter().fold(0, |sum, m| sum.saturating_add(m.shape[self.dim]));
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: inputs[0].dtype }] })
     }
@@ -203,7 +217,7 @@ impl Op for Cat {
     fn decide(&self, plan: &OpPlan, inputs: &[&Layout], elem: &[usize]) -> Result<Decision> {
         let mesh = inputs[0].mesh();
         let shape = &plan.outputs[0].shape;
-        // Along an axis the joined dimension stays cut if most of the data is cut so.
+        // Along a mesh axis the joined dimension stays sharded if at least as many elements are sharded on it as on another.
         let weight = |axis: usize, wanted: &dyn Fn(usize) -> bool| -> usize {
             let cut = |l: &&&Layout| l.placements()[axis].shard_dim().is_some_and(wanted);
             inputs.iter().filter(cut).map(|l| l.shape().iter().product::<usize>()).sum()
@@ -218,36 +232,36 @@ impl Op for Cat {
             return plan.signature.decide(inputs, elem, &[shape]);
         }
         let bare = inputs.iter().map(|l| l.unstrided(&|_| true)?.without_axes(&along)).collect::<Result<Vec<_>>>()?;
-        let elsewhere = plan.signature.decide(&bare.iter().collect::<Vec<_>>(), elem, &[shape])?;
+        let unsharded = plan.signature.decide(&bare.iter().collect::<Vec<_>>(), elem, &[shape])?;
         let mut from = Vec::new();
-        for (input, need) in inputs.iter().zip(&elsewhere.inputs) {
-            let Need::As(other) = need else { unreachable!("a signature asks for layouts") };
-            from.push(self.cut_along(input, other, &along)?);
+        for (input, need) in inputs.iter().zip(&unsharded.inputs) {
+            let RequiredInput::Layout(other) = need else { unreachable!("a signature asks for layouts") };
+            from.push(self.sharded_on_dim(input, other, &along)?);
         }
-        let to = self.output(&from, &elsewhere.outputs[0], &along)?;
+        let to = self.output(&from, &unsharded.outputs[0], &along)?;
         let mut start = 0;
         let mut needs = Vec::new();
         for from in from {
             let n = from.shape()[self.dim];
             let boxes = mesh.ranks().iter().map(|&rank| self.part_of(&to, rank, start, n)).collect();
             start += n;
-            needs.push(Need::Boxes { from, axes: along.clone(), boxes });
+            needs.push(RequiredInput::Boxes { from, axes: along.clone(), boxes });
         }
         Ok(Decision { inputs: needs, outputs: vec![to] })
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         Ok(vec![concat(inputs, self.dim)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Nothing, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        Gradient::From(SaveForBackward::Nothing, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let mut start = 0;
             let mut pieces = Vec::new();
-            for i in 0..saved.inputs() {
+            for i in 0..saved.num_inputs() {
                 let n = saved.shape(i)[op.dim];
-                pieces.push(saved.wants(i).then(|| gradient.narrow(op.dim as isize, start, n)).transpose()?);
+                pieces.push(saved.needs_input_grad(i).then(|| gradient.narrow(op.dim as isize, start, n)).transpose()?);
                 start += n;
             }
             Ok(pieces)
@@ -256,12 +270,12 @@ impl Op for Cat {
 }
 
 impl Cat {
-    /// An input as it lies `elsewhere`, and along the given axes cut in the joined dimension as it was, or in chunks if it
-    /// was cut in another way; replicas stay.
-    fn cut_along(&self, input: &Layout, elsewhere: &Layout, along: &[usize]) -> Result<Layout> {
+    /// The layout `base` with the joined dimension sharded along some axes: as in `input` if that shards it, else into chunks.
+    /// Axes along which `input` is replicated stay so.
+    fn sharded_on_dim(&self, input: &Layout, base: &Layout, along: &[usize]) -> Result<Layout> {
         let build = |plain: bool| {
-            let mut placements = elsewhere.placements().to_vec();
-            let mut cuts = elsewhere.cuts();
+            let mut placements = base.placements().to_vec();
+            let mut cuts = base.cuts();
             let mut order: Vec<usize> = input.shard_order(self.dim).to_vec();
             order.extend(along.iter().filter(|a| !input.shard_order(self.dim).contains(a)));
             for axis in order.into_iter().filter(|a| along.contains(a)) {
@@ -277,26 +291,27 @@ impl Cat {
         build(false).or_else(|_| build(true))
     }
 
-    /// The layout of the result: chunks of the joined dimension, or, if one input alone is cut, its own cuts with what
-    /// comes before and after it added at the ends, so that nothing moves.
-    fn output(&self, from: &[Layout], elsewhere: &Layout, along: &[usize]) -> Result<Layout> {
-        let mesh = elsewhere.mesh();
-        let is_cut = |l: &&Layout| !l.shard_order(self.dim).is_empty();
-        let leader = from.iter().filter(is_cut).max_by_key(|l| l.shape()[self.dim]).expect("some input is cut");
+    /// The layout of the result: chunks of the joined dimension, or, if a single input is sharded, the shards of that input with
+    /// the inputs before and after it attached to the first and last shard, so that nothing moves.
+    fn output(&self, from: &[Layout], base: &Layout, along: &[usize]) -> Result<Layout> {
+        let mesh = base.mesh();
+        let is_sharded = |l: &&Layout| !l.shard_order(self.dim).is_empty();
+        let leader = from.iter().filter(is_sharded).max_by_key(|l| l.shape()[self.dim]).expect("some input is sharded");
         let mut order = leader.shard_order(self.dim).to_vec();
         order.extend(along.iter().filter(|a| !leader.shard_order(self.dim).contains(a)));
-        let with = |cut: &dyn Fn(usize) -> Placement| {
-            let mut placements = elsewhere.placements().to_vec();
-            let mut cuts = elsewhere.cuts();
+        let with = |shard: &dyn Fn(usize) -> Placement| {
+            let mut placements = base.placements().to_vec();
+            let mut cuts = base.cuts();
             for &axis in &order {
-                placements[axis] = cut(axis);
+                placements[axis] = shard(axis);
             }
             cuts[self.dim].clone_from(&order);
-            Layout::from_cuts(mesh, elsewhere.shape(), &placements, &cuts)
+            Layout::from_cuts(mesh, base.shape(), &placements, &cuts)
         };
         let chunks = with(&|_| Placement::Shard(self.dim as isize))?;
-        let total = elsewhere.shape()[self.dim];
+        let total = base.shape()[self.dim];
         let Some(attached) = self.attached(from, leader, &order, mesh) else { return Ok(chunks) };
+        // A shard of one and a half times the even size is the limit: the slowest rank sets the pace of all later operators.
         let even = total.div_ceil(attached.len());
         if self.is_local(from, &chunks) || attached.iter().any(|&n| n > even + even / 2) {
             return Ok(chunks);
@@ -305,7 +320,7 @@ impl Cat {
         with(&|axis| placements.iter().find(|(a, _)| *a == axis).expect("one per axis").1.clone())
     }
 
-    /// Sizes per coordinate if the parts of the only input that is cut stay where they are.
+    /// Shard sizes per coordinate if the shards of the only sharded input stay where they are; `None` if several are sharded.
     fn attached(&self, from: &[Layout], leader: &Layout, order: &[usize], mesh: &Mesh) -> Option<Vec<usize>> {
         if from.iter().filter(|l| !l.shard_order(self.dim).is_empty()).count() > 1
             || leader.shard_order(self.dim) != order
@@ -322,7 +337,7 @@ impl Cat {
         Some(sizes)
     }
 
-    /// Whether every rank holds what it needs for the layout `to`.
+    /// Whether every rank holds what it needs for the layout `to`, so that nothing moves.
     fn is_local(&self, from: &[Layout], to: &Layout) -> bool {
         let mut start = 0;
         from.iter().all(|from| {
@@ -337,7 +352,7 @@ impl Cat {
         })
     }
 
-    /// The box of an input that begins at `start` of the result and is `n` long, as a rank needs it for its part.
+    /// The box that a rank needs of an input that covers `start..start + n` of the joined dimension of the result.
     fn part_of(&self, to: &Layout, rank: usize, start: usize, n: usize) -> TensorBox {
         let (offsets, sizes) = (to.global_offset(rank), to.local_shape(rank));
         let mut part = TensorBox { offsets, sizes };
@@ -370,17 +385,17 @@ pub(super) const OPS: &[OpEntry] = &[
     },
 ];
 
-fn samples() -> Vec<Vec<Sample>> {
+fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 3] = [&[5, 3], &[8, 1], &[0, 2]];
-    shapes.iter().map(|shape| vec![Sample::new(shape, DType::I64)]).collect()
+    shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::I64)]).collect()
 }
 
-fn pairs() -> Vec<Vec<Sample>> {
+fn pairs() -> Vec<Vec<SampleInput>> {
     let shapes: [(&[usize], &[usize]); 3] = [(&[5, 3], &[2, 3]), (&[4, 2], &[4, 2]), (&[0, 2], &[3, 2])];
-    shapes.iter().map(|(a, b)| vec![Sample::new(a, DType::I64), Sample::new(b, DType::I64)]).collect()
+    shapes.iter().map(|(a, b)| vec![SampleInput::new(a, DType::I64), SampleInput::new(b, DType::I64)]).collect()
 }
 
-fn twins() -> Vec<Vec<Sample>> {
+fn twins() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 2] = [&[5, 3], &[1, 4]];
-    shapes.iter().map(|s| vec![Sample::new(s, DType::I64), Sample::new(s, DType::I64)]).collect()
+    shapes.iter().map(|s| vec![SampleInput::new(s, DType::I64), SampleInput::new(s, DType::I64)]).collect()
 }

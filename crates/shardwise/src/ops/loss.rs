@@ -1,27 +1,26 @@
-//! Losses of predictions and targets, element by element and then reduced.
+//! Losses of predictions and targets, reduced to a scalar or left per element.
 
 use std::panic::Location;
 
 use candle_core::DType;
 
-use super::{OpEntry, Sample, dtype};
+use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
 use crate::op::name_call;
 use crate::tensor::DTensor;
 use shardwise_kernels::wholes;
 
-/// What becomes of the losses of single elements.
+/// How a loss reduces its elements, PyTorch's `reduction`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reduction {
-    /// They stay.
+    /// No reduction: one loss per element.
     None,
-    /// Their sum.
+    /// The sum of the losses.
     Sum,
-    /// Their mean.
+    /// The mean of the losses.
     Mean,
-    /// Their sum divided by the size of the first dimension: the mathematical mean of [`kl_div`](DTensor::kl_div). An error
-    /// for other losses.
+    /// The sum divided by the size of the first dimension, for [`kl_div`](DTensor::kl_div) alone; an error for other losses.
     BatchMean,
 }
 
@@ -39,7 +38,7 @@ impl Reduction {
         }
     }
 
-    /// An error if it is one that only `kl_div` has.
+    /// Fails for a reduction that only `kl_div` has.
     fn check(self, name: &str) -> Result<()> {
         if self != Reduction::BatchMean {
             return Ok(());
@@ -49,37 +48,60 @@ impl Reduction {
     }
 }
 
-/// How classes are judged.
+/// Options of the losses of class indices, [`cross_entropy`](DTensor::cross_entropy) and [`nll_loss`](DTensor::nll_loss).
+///
+/// The defaults are those of PyTorch: the mean, `ignore_index` -100, no label smoothing.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Classes {
-    /// What becomes of the losses of single predictions.
+pub struct LossOptions {
+    /// How the losses of single predictions are reduced.
     pub reduction: Reduction,
-    /// Targets with this number do not count.
+    /// Targets with this value do not contribute to the loss, nor to the count of a mean.
     pub ignore_index: i64,
-    /// This share of every target is spread over all classes.
+    /// The share of every target that is distributed evenly over all classes, from 0 to 1. Ignored by `nll_loss`.
     pub label_smoothing: f64,
 }
 
-impl Default for Classes {
+impl Default for LossOptions {
     fn default() -> Self {
-        Classes { reduction: Reduction::Mean, ignore_index: -100, label_smoothing: 0.0 }
+        LossOptions { reduction: Reduction::Mean, ignore_index: -100, label_smoothing: 0.0 }
     }
 }
 
 impl DTensor {
-    /// Cross entropy of logits `[n, classes, ...]` (or `[classes]`) and classes `[n, ...]` (or a scalar). Ranks that share
-    /// the classes exchange a maximum, a sum and the logit of the target: three numbers per prediction.
+    /// Computes the cross entropy of logits `[n, classes, ...]` (or `[classes]`) and class indices `[n, ...]` (or a scalar).
+    ///
+    /// If the classes are sharded, the logits are never gathered: ranks all-reduce a maximum, a sum and the logit of the target,
+    /// three numbers per prediction. In PyTorch this needs the context `loss_parallel`. Half precision is computed in f32.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// use shardwise::ops::LossOptions;
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("tp", 2)])?;
+    ///     let logits = DTensor::zeros((3, 8), DType::F32, &mesh, [Shard(1)])?; // classes are sharded
+    ///     let targets = DTensor::zeros(3, DType::I64, &mesh, [Replicate])?;
+    ///     let loss = logits.cross_entropy(&targets, LossOptions::default())?;
+    ///     assert!((loss.item::<f32>()? - 8f32.ln()).abs() < 1e-6);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If shapes or types do not fit. A target that is neither a class nor ignored is an error on the ranks that hold it; the other
+    /// ranks get it with their next collective.
     #[doc(alias = "loss_parallel")]
     #[track_caller]
-    pub fn cross_entropy(&self, target: &DTensor, options: Classes) -> Result<DTensor> {
+    pub fn cross_entropy(&self, target: &DTensor, options: LossOptions) -> Result<DTensor> {
         let dim = self.check_classes("cross_entropy", target)?;
         options.reduction.check("cross_entropy")?;
         if let Some(wide) = self.widened()? {
             return wide.cross_entropy(target, options)?.to_dtype(self.dtype());
         }
-        // Used several times: partial sums are reduced once.
-        let logits = &self.settle("cross_entropy", &[dim])?;
-        // A type that holds every number to be ignored.
+        // The logits are used several times: partial sums are reduced once, up front.
+        let logits = &self.without_partials("cross_entropy", &[dim])?;
+        // i64 holds every `ignore_index`; the type of the targets may not.
         let target = &target.to_dtype(DType::I64)?;
         let spread = logits.logsumexp(&[dim], false)?;
         let losses = spread.sub(&logits.of_target("cross_entropy", target, dim, options.ignore_index)?)?;
@@ -90,24 +112,26 @@ impl DTensor {
                 losses.mul_scalar(1.0 - smoothing)?.add(&even.mul_scalar(smoothing)?)?
             }
         };
-        counted(&losses, target, options)
+        reduce_counted(&losses, target, options)
     }
 
-    /// Negative log-likelihood of log-probabilities `[n, classes, ...]` (or `[classes]`) and classes `[n, ...]`.
+    /// Computes the negative log likelihood of log-probabilities `[n, classes, ...]` (or `[classes]`) and class indices `[n, ...]`.
+    ///
+    /// If the classes are sharded, one number per prediction is all-reduced.
     #[track_caller]
-    pub fn nll_loss(&self, target: &DTensor, options: Classes) -> Result<DTensor> {
+    pub fn nll_loss(&self, target: &DTensor, options: LossOptions) -> Result<DTensor> {
         let dim = self.check_classes("nll_loss", target)?;
         options.reduction.check("nll_loss")?;
         if let Some(wide) = self.widened()? {
             return wide.nll_loss(target, options)?.to_dtype(self.dtype());
         }
         let target = &target.to_dtype(DType::I64)?;
-        counted(&self.of_target("nll_loss", target, dim, options.ignore_index)?.neg()?, target, options)
+        reduce_counted(&self.of_target("nll_loss", target, dim, options.ignore_index)?.neg()?, target, options)
     }
 
-    /// The dimension of classes.
+    /// Checks shapes and types, and returns the dimension of classes.
     fn check_classes(&self, name: &str, target: &DTensor) -> Result<isize> {
-        let dim = usize::from(self.rank() > 1);
+        let dim = usize::from(self.ndim() > 1);
         let mut wanted = self.shape().to_vec();
         let fits = !wanted.is_empty() && {
             wanted.remove(dim);
@@ -122,18 +146,18 @@ impl DTensor {
         Err(ErrorKind::shape(target.shape()).error("operands", found, needed, "reshape or convert the operands"))
     }
 
-    /// The element at the class of the target; anything where the target is ignored.
+    /// The element at the class of each target, all-reduced; arbitrary where the target is ignored.
     #[track_caller]
     fn of_target(&self, name: &'static str, target: &DTensor, dim: isize, ignore_index: i64) -> Result<DTensor> {
-        let target = &target.everywhere(name)?;
+        let target = &target.all_reduced(name)?;
         self.check_targets(name, target, self.shape()[dim as usize], ignore_index)?;
         let ignored = target.full_like(ignore_index)?;
         let known = target.ne(&ignored)?.where_cond(target, &target.zeros_like()?)?;
-        self.gather(dim, &known.unsqueeze(dim)?)?.squeeze(Some(dim))?.everywhere(name)
+        self.gather(dim, &known.unsqueeze(dim)?)?.squeeze(Some(dim))?.all_reduced(name)
     }
 
-    /// An error if a target that this rank holds is neither a class nor ignored. `gather` would name itself, and not the loss
-    /// that the program called.
+    /// Fails if a target that this rank holds is neither a class nor ignored. Without this check the error would name `gather`
+    /// instead of the loss that the program called.
     #[track_caller]
     fn check_targets(&self, name: &str, target: &DTensor, classes: usize, ignore_index: i64) -> Result<()> {
         let world = target.device_mesh().world();
@@ -149,7 +173,9 @@ impl DTensor {
         Err(name_call(error, name, &[self, target], Location::caller()))
     }
 
-    /// The square of the difference.
+    /// Computes the mean squared error: the squared difference of each element, reduced.
+    ///
+    /// Communicates as [`sub`](Self::sub) and the reduction do.
     #[track_caller]
     pub fn mse_loss(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
         reduction.check("mse_loss")?;
@@ -159,7 +185,9 @@ impl DTensor {
         reduction.of(self.sub(target)?.square()?)
     }
 
-    /// The absolute difference.
+    /// Computes the mean absolute error: the absolute difference of each element, reduced.
+    ///
+    /// Communicates as [`sub`](Self::sub) and the reduction do.
     #[track_caller]
     pub fn l1_loss(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
         reduction.check("l1_loss")?;
@@ -169,7 +197,9 @@ impl DTensor {
         reduction.of(self.sub(target)?.abs()?)
     }
 
-    /// Half the square of the difference over `beta` where it is below `beta`, else the difference less `beta / 2`.
+    /// Computes the smooth L1 loss: `0.5 * d^2 / beta` where the absolute difference `d` is below `beta`, else `d - beta / 2`.
+    ///
+    /// Communicates as [`sub`](Self::sub) and the reduction do.
     #[track_caller]
     pub fn smooth_l1_loss(&self, target: &DTensor, beta: f64, reduction: Reduction) -> Result<DTensor> {
         reduction.check("smooth_l1_loss")?;
@@ -187,33 +217,40 @@ impl DTensor {
         reduction.of(curved.add(&difference.sub(&inner)?)?)
     }
 
-    /// Cross entropy of logits and targets from 0 to 1: `(1 - y) * x - log(sigmoid(x))`, which is smooth at 0.
+    /// Computes the binary cross entropy of logits and targets from 0 to 1, as `(1 - y) * x - log(sigmoid(x))`, which does not
+    /// overflow.
+    ///
+    /// PyTorch's `binary_cross_entropy_with_logits`.
+    #[doc(alias = "binary_cross_entropy_with_logits")]
     #[track_caller]
     pub fn bce_with_logits(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
         reduction.check("bce_with_logits")?;
         if let Some((x, y)) = self.widened_beside(target)? {
             return x.bce_with_logits(&y, reduction)?.to_dtype(dtype::promote(self.dtype(), target.dtype()));
         }
-        let x = self.settle("bce_with_logits", &[])?;
+        let x = self.without_partials("bce_with_logits", &[])?;
         reduction.of(target.rsub_scalar(1.0)?.mul(&x)?.sub(&x.logsigmoid()?)?)
     }
 
-    /// `target * (log(target) - x)` of log-probabilities and probabilities, and 0 where the target is 0.
+    /// Computes the Kullback-Leibler divergence of log-probabilities (this tensor) and target probabilities:
+    /// `target * (log(target) - self)`, and 0 where the target is 0.
+    ///
+    /// Use [`Reduction::BatchMean`] for the mathematical mean, as in PyTorch.
     #[track_caller]
     pub fn kl_div(&self, target: &DTensor, reduction: Reduction) -> Result<DTensor> {
         if let Some((x, y)) = self.widened_beside(target)? {
             return x.kl_div(&y, reduction)?.to_dtype(dtype::promote(self.dtype(), target.dtype()));
         }
-        let target = &target.settle("kl_div", &[])?;
+        let target = &target.without_partials("kl_div", &[])?;
         let zero = target.zeros_like()?;
-        // The logarithm not of 0, so that its slope does no harm; of a negative number, which is no probability, it is NaN.
+        // The logarithm of 1 in place of 0, whose gradient would be infinite; NaN for negative targets, which are no probabilities.
         let counts = target.ne(&zero)?;
         let known = counts.where_cond(target, &target.ones_like()?)?;
         let losses = target.mul(&known.log()?.sub(self)?)?;
         reduction.of(counts.where_cond(&losses, &zero)?)
     }
 
-    /// This tensor and another in f32, if the type in which they meet is of half precision; see [`widened`](Self::widened).
+    /// Both tensors in f32 if their promoted type is half precision; see [`widened`](Self::widened).
     #[track_caller]
     fn widened_beside(&self, other: &DTensor) -> Result<Option<(DTensor, DTensor)>> {
         match dtype::promote(self.dtype(), other.dtype()) {
@@ -223,9 +260,9 @@ impl DTensor {
     }
 }
 
-/// Losses without those of ignored targets, reduced.
+/// Reduces losses; ignored targets count as zero, and a mean is over the targets that are not ignored.
 #[track_caller]
-fn counted(losses: &DTensor, target: &DTensor, options: Classes) -> Result<DTensor> {
+fn reduce_counted(losses: &DTensor, target: &DTensor, options: LossOptions) -> Result<DTensor> {
     let counts = target.ne(&target.full_like(options.ignore_index)?)?;
     let zero = losses.zeros_like()?;
     let losses = counts.where_cond(losses, &zero)?;
@@ -233,8 +270,8 @@ fn counted(losses: &DTensor, target: &DTensor, options: Classes) -> Result<DTens
         Reduction::None => Ok(losses),
         Reduction::Sum => losses.sum(&[], false),
         Reduction::Mean => {
-            // The sum of the losses may stay partial.
-            let count = counts.to_dtype(losses.dtype())?.sum(&[], false)?.everywhere("cross_entropy")?;
+            // The count is needed reduced on every rank; the sum of the losses may stay partial.
+            let count = counts.to_dtype(losses.dtype())?.sum(&[], false)?.all_reduced("cross_entropy")?;
             losses.sum(&[], false)?.div(&count)
         }
         Reduction::BatchMean => unreachable!("refused by Reduction::check"),
@@ -251,14 +288,14 @@ macro_rules! entries {
     };
 }
 
-/// The reductions that every loss has.
+/// The reductions of every loss.
 const MEANS: [Reduction; 3] = [Reduction::None, Reduction::Sum, Reduction::Mean];
 
-/// Class losses with some targets ignored.
-const CLASSES: [Classes; 3] = [
-    Classes { reduction: Reduction::None, ignore_index: 1, label_smoothing: 0.0 },
-    Classes { reduction: Reduction::Mean, ignore_index: -100, label_smoothing: 0.0 },
-    Classes { reduction: Reduction::Sum, ignore_index: 2, label_smoothing: 0.25 },
+/// Options that ignore some of the sample targets.
+const CLASSES: [LossOptions; 3] = [
+    LossOptions { reduction: Reduction::None, ignore_index: 1, label_smoothing: 0.0 },
+    LossOptions { reduction: Reduction::Mean, ignore_index: -100, label_smoothing: 0.0 },
+    LossOptions { reduction: Reduction::Sum, ignore_index: 2, label_smoothing: 0.25 },
 ];
 
 pub(super) const CLASS_OPS: &[OpEntry] = &[
@@ -274,11 +311,11 @@ pub(super) const CLASS_OPS: &[OpEntry] = &[
     },
 ];
 
-fn classes() -> Vec<Vec<Sample>> {
+fn classes() -> Vec<Vec<SampleInput>> {
     vec![
-        vec![Sample::new(&[5, 7], DType::F64), Sample::index(&[5], 7)],
-        vec![Sample::new(&[2, 3, 2], DType::F64), Sample::index(&[2, 2], 3)],
-        vec![Sample::new(&[4], DType::F64), Sample::index(&[], 4)],
+        vec![SampleInput::new(&[5, 7], DType::F64), SampleInput::index(&[5], 7)],
+        vec![SampleInput::new(&[2, 3, 2], DType::F64), SampleInput::index(&[2, 2], 3)],
+        vec![SampleInput::new(&[4], DType::F64), SampleInput::index(&[], 4)],
     ]
 }
 
@@ -290,7 +327,7 @@ pub(super) const OPS: &[OpEntry] = entries! {
     kl_div, [Reduction::None, Reduction::Sum, Reduction::Mean, Reduction::BatchMean];
 };
 
-fn samples() -> Vec<Vec<Sample>> {
+fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 2] = [&[5, 3], &[4]];
-    shapes.iter().map(|shape| vec![Sample::new(shape, DType::F64), Sample::new(shape, DType::F64)]).collect()
+    shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::F64), SampleInput::new(shape, DType::F64)]).collect()
 }

@@ -1,53 +1,53 @@
-//! Elements picked by a mask, and written where a mask is set. Where ranks hold whole rows of the mask, each picks from its
-//! own part: the ranks tell each other how many elements they picked, and no element moves.
+//! Selecting elements by a mask, and writing where a mask is set. Every rank selects from its own shard of rows: ranks exchange
+//! how many elements each of them selects, and no element moves.
 
 use std::collections::BTreeMap;
 use std::panic::Location;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::binary::meeting_shape;
-use super::{OpEntry, Sample};
+use super::binary::broadcast_shape;
+use super::{OpEntry, SampleInput};
 use crate::comm::{Call, DeviceMesh, implicitly};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::op::{Gradient, Op, OpPlan, Place, check_one_mesh, dispatch, name_call};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, check_one_mesh, dispatch, name_call};
 use crate::placement::Placement;
-use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{DTensor, Keeps};
+use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
+use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::{dense, reals, take, wholes, with_type};
 
-/// Dimensions `at..at + ndim` of a tensor and the mask over them, with the layouts in which every rank can pick by itself.
+/// The layouts in which every rank can apply a mask over dimensions `at..at + ndim` of a tensor by itself.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Masked {
+struct MaskLayouts {
     at: usize,
     ndim: usize,
     x: Layout,
     mask: Layout,
-    /// Of what is picked: the dimensions of the mask are one.
+    /// The layout of the selected elements, in which the dimensions of the mask are one.
     picked: Layout,
 }
 
-/// What the mask picks.
+/// Selects the elements where the mask is set. Inputs: tensor and mask.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Select(Masked);
+struct MaskedSelect(MaskLayouts);
 
-/// A copy with other values where the mask is set.
+/// Copies a tensor with other values where the mask is set. Inputs: tensor, mask and values.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Put(Masked);
+struct MaskedPut(MaskLayouts);
 
 impl DTensor {
-    /// The elements where `mask` is not zero, as a vector in row-major order. The two broadcast.
+    /// Returns the elements where `mask` is nonzero, as a vector in row-major order. Tensor and mask broadcast.
     ///
-    /// Collective: every rank of the mesh must call it. Communicates how many elements each rank picks, and elements only where
-    /// a dimension other than the first is sharded, which becomes shards of the first, or the mask is sharded in another way.
-    /// Differentiable: the gradient of elements that are not picked is zero. A dry run takes all elements as picked.
+    /// Collective: every rank of the mesh must call it. Ranks exchange how many elements each of them selects; the result is
+    /// sharded like the rows of this tensor, with these sizes. Elements move only if a dimension other than the first is sharded
+    /// (it becomes a shard of the first), or if the mask is sharded differently. A dry run selects all elements.
     ///
     /// ```
     /// # use shardwise::prelude::*;
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::arange(0.0, 6.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+    ///     let x = DTensor::arange(0.0.. 6.0, DType::F32, &mesh, [Shard(0)])?;
     ///     let large = x.masked_select(&x.gt(1.5)?)?;
     ///     assert_eq!(large.layout().to_string(), "[4] on dp=2: S(0;1,3)");
     ///     Ok(())
@@ -59,7 +59,7 @@ impl DTensor {
     pub fn masked_select(&self, mask: &DTensor) -> Result<DTensor> {
         let site = Location::caller();
         check_one_mesh("masked_select", &[self, mask], site)?;
-        let Some(shape) = meeting_shape(&[self.shape(), mask.shape()]) else {
+        let Some(shape) = broadcast_shape(&[self.shape(), mask.shape()]) else {
             let found = format!("a mask of shape {:?} for {} in masked_select", mask.shape(), self.layout());
             let error = ErrorKind::shape(mask.shape()).error(
                 "mask",
@@ -76,23 +76,23 @@ impl DTensor {
         x.masked_part(0, &mask)
     }
 
-    /// The indices of the elements that are not zero, in row-major order: one row per element, one column per dimension; i64.
+    /// Returns the indices of nonzero elements in row-major order, as i64: one row per element, one column per dimension.
     ///
-    /// Collective, as [`masked_select`](Self::masked_select). Sharded like the rows of this tensor.
+    /// Collective, as [`masked_select`](Self::masked_select). The result is sharded like the rows of this tensor.
     #[doc(alias = "argwhere")]
     #[track_caller]
     pub fn nonzero(&self) -> Result<DTensor> {
-        if self.rank() == 0 {
+        if self.ndim() == 0 {
             return Err(self.bad_dims("nonzero", &[], "at least one dimension"));
         }
         let site = Location::caller();
-        let rows = by_rows(self.layout(), 0, self.rank())?;
+        let rows = by_rows(self.layout(), 0, self.ndim())?;
         let mask = implicitly("nonzero", || self.to_layout_at(&rows, site))?;
         let whole = vec![Placement::Replicate; self.placements().len()];
-        let columns = (0..self.rank()).map(|dim| {
+        let columns = (0..self.ndim()).map(|dim| {
             let (n, mesh) = (self.shape()[dim] as i64, self.device_mesh());
-            let indices = DTensor::arange(0, n, 1, DType::I64, mesh, whole.clone())?;
-            let mut column = vec![1; self.rank()];
+            let indices = DTensor::arange(0..n, DType::I64, mesh, whole.clone())?;
+            let mut column = vec![1; self.ndim()];
             column[dim] = self.shape()[dim] as isize;
             let shape: Vec<isize> = self.shape().iter().map(|&n| n as isize).collect();
             indices.reshape(&column)?.expand(&shape)?.masked_select(&mask)
@@ -101,41 +101,42 @@ impl DTensor {
         DTensor::stack(&columns.iter().collect::<Vec<_>>(), 1)
     }
 
-    /// This tensor expanded to a shape. What has to move for it, so that its first dimension alone is sharded, moves while it is
-    /// small.
+    /// Expands this tensor to a shape. It is redistributed first, so that only its first dimension is sharded: before the
+    /// expansion it is small.
     #[track_caller]
     fn stretched(&self, shape: &[usize]) -> Result<DTensor> {
         if self.shape() == shape {
             return Ok(self.clone());
         }
-        let rows = |axis: &usize| self.rank() == shape.len() && self.placements()[*axis].is_shard(Some(0));
+        let rows = |axis: &usize| self.ndim() == shape.len() && self.placements()[*axis].is_shard(Some(0));
         let others: Vec<usize> = (0..self.placements().len()).filter(|axis| !rows(axis)).collect();
         let (to, site) = (self.layout().without_axes(&others)?, Location::caller());
         let sizes: Vec<isize> = shape.iter().map(|&n| n as isize).collect();
         implicitly("masked_select", || self.to_layout_at(&to, site))?.expand(&sizes)
     }
 
-    /// The parts that a mask over the dimensions from `at` on picks; these become one dimension.
+    /// Selects by a mask over the dimensions from `at` on, which become one dimension.
     #[track_caller]
     pub(super) fn masked_part(&self, at: usize, mask: &DTensor) -> Result<DTensor> {
         let (masked, mask) = self.prepared("masked_select", at, mask)?;
-        Ok(dispatch(&Select(masked), &[self, &mask], Location::caller())?.swap_remove(0))
+        Ok(dispatch(&MaskedSelect(masked), &[self, &mask], Location::caller())?.swap_remove(0))
     }
 
-    /// A copy with `values`, which broadcast, where a mask over the dimensions from `at` on is set.
+    /// Copies this tensor with `values`, which broadcast, where a mask over the dimensions from `at` on is set.
     #[track_caller]
     pub(super) fn masked_put(&self, at: usize, mask: &DTensor, values: &DTensor) -> Result<DTensor> {
         let (masked, mask) = self.prepared("masked_put", at, mask)?;
         let shape: Vec<isize> = masked.picked.shape().iter().map(|&n| n as isize).collect();
         let values = values.to_dtype(self.dtype())?.expand(&shape)?;
-        Ok(dispatch(&Put(masked), &[self, &mask, &values], Location::caller())?.swap_remove(0))
+        Ok(dispatch(&MaskedPut(masked), &[self, &mask, &values], Location::caller())?.swap_remove(0))
     }
 
-    /// Layouts in which every rank can pick by itself, with how many elements each picks, and the mask in its layout.
+    /// Finds the layouts in which every rank can apply the mask by itself, and redistributes the mask. Collective: exchanges how
+    /// many elements each rank selects.
     #[track_caller]
-    fn prepared(&self, name: &'static str, at: usize, mask: &DTensor) -> Result<(Masked, DTensor)> {
+    fn prepared(&self, name: &'static str, at: usize, mask: &DTensor) -> Result<(MaskLayouts, DTensor)> {
         let site = Location::caller();
-        let ndim = mask.rank();
+        let ndim = mask.ndim();
         if ndim == 0 || self.shape().get(at..at + ndim) != Some(mask.shape()) {
             let found =
                 format!("a mask of shape {:?} in {name} from dimension {at} of {}", mask.shape(), self.layout());
@@ -157,12 +158,12 @@ impl DTensor {
         let total = counts.values().sum();
         let resized = x.resized(at, total, &|runs| runs.first().map_or(0, |first| counts[&first]))?;
         let picked = joined(&resized, at, ndim)?;
-        Ok((Masked { at, ndim, x, mask: mask_layout, picked }, mask))
+        Ok((MaskLayouts { at, ndim, x, mask: mask_layout, picked }, mask))
     }
 }
 
-/// A layout in which every rank holds whole rows of the dimensions `at..at + ndim`, one range of them: what shards the later
-/// ones shards the first instead, so that elements stay in row-major order and none is replicated.
+/// A layout in which every rank holds one range of whole rows of the dimensions `at..at + ndim`: axes that shard a later
+/// dimension shard the first one instead. Selected elements are then in row-major order across ranks, and none is replicated.
 fn by_rows(layout: &Layout, at: usize, ndim: usize) -> Result<Layout> {
     let settled = layout.settled().unstrided(&|dim| dim == at)?;
     let inner = |axis: &usize| settled.placements()[*axis].shard_dim().is_some_and(|d| d > at && d < at + ndim);
@@ -177,7 +178,7 @@ fn by_rows(layout: &Layout, at: usize, ndim: usize) -> Result<Layout> {
     Layout::from_cuts(outer.mesh(), outer.shape(), &placements, &cuts)
 }
 
-/// The layout `x`; if nothing shards dimension `at`, which all ranks then hold anyway, sharded there as the rows of the mask.
+/// The layout `x`, sharded on dimension `at` like the rows of the mask if it is replicated there: narrowing is free.
 fn sharded_as(x: Layout, at: usize, mask: &Layout) -> Result<Layout> {
     let axes = mask.shard_order(0);
     if !x.shard_order(at).is_empty() || !axes.iter().all(|&axis| x.placements()[axis].is_replicate()) {
@@ -189,7 +190,7 @@ fn sharded_as(x: Layout, at: usize, mask: &Layout) -> Result<Layout> {
     Layout::from_cuts(x.mesh(), x.shape(), &placements, &cuts)
 }
 
-/// The layout of a tensor without the `ndim - 1` dimensions behind `at`, which nothing shards.
+/// The layout without the `ndim - 1` dimensions after `at`, which are not sharded.
 fn joined(layout: &Layout, at: usize, ndim: usize) -> Result<Layout> {
     let kept = |d: usize| d <= at || d >= at + ndim;
     let moved = |p: &Placement| match p.shard_dim() {
@@ -203,7 +204,8 @@ fn joined(layout: &Layout, at: usize, ndim: usize) -> Result<Layout> {
     Layout::from_cuts(layout.mesh(), &shape, &placements, &cuts)
 }
 
-/// How many elements of a mask are set in each part along its first dimension, by where the part begins.
+/// How many elements of a mask are set in each shard of its first dimension, by the first index of the shard. Collective if it
+/// is sharded.
 fn counts(mask: &DTensor, site: Site) -> Result<BTreeMap<usize, usize>> {
     let (mesh, layout): (&DeviceMesh, &Layout) = (mask.device_mesh(), mask.layout());
     let (dry, axes) = (mesh.world().is_dry(), layout.shard_order(0));
@@ -224,7 +226,7 @@ fn counts(mask: &DTensor, site: Site) -> Result<BTreeMap<usize, usize>> {
     Ok(held.map(|(&rank, count)| (layout.global_offset(rank)[0], count)).collect())
 }
 
-/// The positions of a local mask that are set, in row-major order.
+/// The positions of nonzero elements of a local mask, in row-major order.
 fn set(mask: &Tensor) -> Result<Vec<usize>> {
     let positions = |is_set: Vec<bool>| (0..is_set.len()).filter(|&i| is_set[i]).collect();
     Ok(match mask.dtype().is_float() {
@@ -233,8 +235,8 @@ fn set(mask: &Tensor) -> Result<Vec<usize>> {
     })
 }
 
-impl Masked {
-    /// The sizes of a local tensor before, along and behind the dimensions of the mask.
+impl MaskLayouts {
+    /// The number of elements of a local tensor before, along and after the dimensions of the mask.
     fn sizes(&self, x: &Tensor) -> (usize, usize, usize) {
         let product = |dims: &[usize]| dims.iter().product();
         let dims = x.dims();
@@ -242,10 +244,10 @@ impl Masked {
     }
 
     fn plan(inputs: &[TensorMeta], output: TensorMeta) -> OpPlan {
-        // Sharding is decided by what the mask picks, not by names.
+        // The layouts depend on what the mask selects and are fixed in `MaskLayouts`, not decided by a signature.
         let unnamed = |shape: &[usize]| vec![None; shape.len()];
         let signature = Signature::new(
-            std::iter::empty::<Shared>(),
+            std::iter::empty::<DimSharding>(),
             inputs.iter().map(|m| unnamed(&m.shape)).collect::<Vec<_>>(),
             [unnamed(&output.shape)],
         );
@@ -253,37 +255,37 @@ impl Masked {
     }
 }
 
-impl Op for Select {
+impl Op for MaskedSelect {
     fn name(&self) -> &'static str {
         "masked_select"
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
-        Ok(Masked::plan(inputs, TensorMeta::new(self.0.picked.shape(), inputs[0].dtype)))
+        Ok(MaskLayouts::plan(inputs, TensorMeta::new(self.0.picked.shape(), inputs[0].dtype)))
     }
 
     fn decide(&self, _: &OpPlan, _: &[&Layout], _: &[usize]) -> Result<Decision> {
-        let inputs = vec![Need::As(self.0.x.clone()), Need::As(self.0.mask.clone())];
+        let inputs = vec![RequiredInput::Layout(self.0.x.clone()), RequiredInput::Layout(self.0.mask.clone())];
         Ok(Decision { inputs, outputs: vec![self.0.picked.clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (outer, along, inner) = self.0.sizes(&inputs[0]);
         let flat = dense(&inputs[0])?.reshape((outer, along, inner))?;
         Ok(vec![dense(&take(&flat, 1, &set(&inputs[1])?)?.reshape(at.local_shape(0))?)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Input(1), |op, saved, gradients| {
+        Gradient::From(SaveForBackward::Input(1), |op, saved, gradients| {
             let Some(gradient) = &gradients[0] else { return Ok(vec![None; 2]) };
             let zeros = zeros(&op.0.x, gradient, saved.mesh(0))?;
-            let put = dispatch(&Put(op.0.clone()), &[&zeros, &saved.input(1), gradient], Location::caller())?;
+            let put = dispatch(&MaskedPut(op.0.clone()), &[&zeros, &saved.input(1), gradient], Location::caller())?;
             Ok(vec![put.into_iter().next(), None])
         })
     }
 }
 
-/// Zeros in a layout, or replicated where placements alone do not say it.
+/// Zeros in a layout; replicated if the layout has a shard order that placements alone do not express.
 #[track_caller]
 fn zeros(layout: &Layout, like: &DTensor, mesh: &DeviceMesh) -> Result<DTensor> {
     let placements = match layout.has_default_order() {
@@ -293,22 +295,22 @@ fn zeros(layout: &Layout, like: &DTensor, mesh: &DeviceMesh) -> Result<DTensor> 
     DTensor::zeros(layout.shape(), like.dtype(), mesh, placements)
 }
 
-impl Op for Put {
+impl Op for MaskedPut {
     fn name(&self) -> &'static str {
         "masked_put"
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
-        Ok(Masked::plan(inputs, inputs[0].clone()))
+        Ok(MaskLayouts::plan(inputs, inputs[0].clone()))
     }
 
     fn decide(&self, _: &OpPlan, _: &[&Layout], _: &[usize]) -> Result<Decision> {
-        let Masked { x, mask, picked, .. } = &self.0;
-        let inputs = [x, mask, picked].map(|layout| Need::As(layout.clone())).to_vec();
+        let MaskLayouts { x, mask, picked, .. } = &self.0;
+        let inputs = [x, mask, picked].map(|layout| RequiredInput::Layout(layout.clone())).to_vec();
         Ok(Decision { inputs, outputs: vec![x.clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let [x, mask, values] = inputs else { unreachable!("three inputs") };
         let (x, places) = (dense(x)?, set(mask)?);
         let ((outer, along, inner), count) = (self.0.sizes(&x), places.len());
@@ -329,16 +331,21 @@ impl Op for Put {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Input(1), |op, saved, gradients| {
+        Gradient::From(SaveForBackward::Input(1), |op, saved, gradients| {
             let Some(gradient) = &gradients[0] else { return Ok(vec![None; 3]) };
             let (mask, site) = (saved.input(1), Location::caller());
             let covered = || -> Result<DTensor> {
                 let zeros = zeros(&op.0.picked, gradient, saved.mesh(0))?;
-                Ok(dispatch(&Put(op.0.clone()), &[gradient, &mask, &zeros], site)?.swap_remove(0))
+                Ok(dispatch(&MaskedPut(op.0.clone()), &[gradient, &mask, &zeros], site)?.swap_remove(0))
             };
-            let values =
-                || -> Result<DTensor> { Ok(dispatch(&Select(op.0.clone()), &[gradient, &mask], site)?.swap_remove(0)) };
-            Ok(vec![saved.wants(0).then(covered).transpose()?, None, saved.wants(2).then(values).transpose()?])
+            let values = || -> Result<DTensor> {
+                Ok(dispatch(&MaskedSelect(op.0.clone()), &[gradient, &mask], site)?.swap_remove(0))
+            };
+            Ok(vec![
+                saved.needs_input_grad(0).then(covered).transpose()?,
+                None,
+                saved.needs_input_grad(2).then(values).transpose()?,
+            ])
         })
     }
 }
@@ -348,14 +355,14 @@ pub(super) const OPS: &[OpEntry] = &[
     OpEntry { name: "nonzero", samples: nonzero_samples, apply: |x| Ok(vec![x[0].nonzero()?]) },
 ];
 
-/// Masks of zeros and ones that broadcast, or that the tensor is stretched to.
-fn samples() -> Vec<Vec<Sample>> {
+/// Masks of zeros and ones that broadcast, or to which the tensor broadcasts.
+fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [(&[usize], &[usize]); 5] =
         [(&[4, 6], &[4, 6]), (&[5, 3], &[3]), (&[5, 1], &[5, 4]), (&[3, 2, 2], &[3, 1, 2]), (&[0, 2], &[2])];
-    shapes.iter().map(|(x, mask)| vec![Sample::new(x, DType::F64), Sample::index(mask, 2)]).collect()
+    shapes.iter().map(|(x, mask)| vec![SampleInput::new(x, DType::F64), SampleInput::index(mask, 2)]).collect()
 }
 
-fn nonzero_samples() -> Vec<Vec<Sample>> {
+fn nonzero_samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 3] = [&[4, 6], &[5], &[3, 1, 2]];
-    shapes.iter().map(|shape| vec![Sample::index(shape, 3)]).collect()
+    shapes.iter().map(|shape| vec![SampleInput::index(shape, 3)]).collect()
 }

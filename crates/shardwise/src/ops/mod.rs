@@ -1,4 +1,4 @@
-//! The operators, one family per file: rule, kernel, methods. [`ops`] lists them all.
+//! The operators of [`DTensor`](crate::DTensor), one family per file: methods, sharding rule, kernel, gradient. [`ops`] lists them all.
 
 mod affine;
 mod attention;
@@ -36,20 +36,20 @@ mod ternary;
 mod unary;
 mod view;
 
-pub use attention::Attention;
-pub use convolution::Convolution;
+pub use attention::AttentionOptions;
+pub use convolution::ConvOptions;
 pub use index::{Ellipsis, Index, Indices, NewAxis, strided};
-pub use lookup::Bag;
-pub use loss::{Classes, Reduction};
+pub use lookup::EmbeddingBagMode;
+pub use loss::{LossOptions, Reduction};
 pub use overriding::override_rule;
-pub use table::{OpEntry, Rule, Sample};
+pub use table::{OpEntry, PlacementRule, SampleInput};
 
-/// All operators.
+/// Iterates over all operators, with sample inputs: what tests and `shardwise ops` enumerate.
 pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
     OPS.iter().flat_map(|family| family.iter())
 }
 
-/// The families of operators.
+/// All operators by family. The order is that of `shardwise ops`.
 static OPS: [&[OpEntry]; 24] = [
     unary::OPS,
     parametrized::OPS,

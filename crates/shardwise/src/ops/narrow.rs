@@ -1,16 +1,16 @@
-//! Parts of a tensor along a dimension. What a rank holds of the part it held before: nothing moves, and a part of a
-//! shard is a ragged one.
+//! Slices of a tensor along a dimension. Every rank keeps what it holds of the slice, so nothing moves: a slice of a sharded
+//! dimension is a ragged shard.
 
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::{OpEntry, Sample};
+use super::{OpEntry, SampleInput};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{Layout, Runs, TensorMeta};
-use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
-use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{DTensor, Keeps};
+use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
+use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::{dense, reserve, take};
 
 /// Every `step`-th index of `start..start + step * len` along a dimension.
@@ -23,7 +23,10 @@ struct Narrow {
 }
 
 impl DTensor {
-    /// `len` indices from `start` on along a dimension.
+    /// Returns the slice `start..start + len` of a dimension.
+    ///
+    /// Local: if the dimension is sharded, every rank keeps what it holds of the slice, and the result is sharded with the sizes
+    /// that are left (a ragged shard). PyTorch's DTensor would gather the dimension.
     #[track_caller]
     pub fn narrow(&self, dim: isize, start: usize, len: usize) -> Result<DTensor> {
         let at = self.resolve_dim("narrow", dim)?;
@@ -33,7 +36,10 @@ impl DTensor {
         self.part(Narrow { dim: at, start, len, step: 1 })
     }
 
-    /// `x[start:end:step]` along a dimension: negative ends count from the back, ends beyond the tensor are cut off.
+    /// Returns the slice `[start:end:step]` of a dimension; negative ends count from the end, and ends beyond the tensor are
+    /// clamped.
+    ///
+    /// Local, as [`narrow`](Self::narrow).
     #[track_caller]
     pub fn slice(&self, dim: isize, start: isize, end: Option<isize>, step: usize) -> Result<DTensor> {
         let at = self.resolve_dim("slice", dim)?;
@@ -47,7 +53,9 @@ impl DTensor {
         self.part(Narrow { dim: at, start, len: end.saturating_sub(start).div_ceil(step), step })
     }
 
-    /// The slice at one index along a dimension, without that dimension.
+    /// Returns the slice at one index of a dimension, without that dimension; a negative index counts from the end.
+    ///
+    /// If the dimension is sharded, the rank that holds the slice sends it to the other ranks along the sharding axes.
     #[track_caller]
     pub fn select(&self, dim: isize, index: isize) -> Result<DTensor> {
         let at = self.resolve_dim("select", dim)?;
@@ -59,7 +67,9 @@ impl DTensor {
         self.part(Narrow { dim: at, start: from_front as usize, len: 1, step: 1 })?.squeeze(Some(at as isize))
     }
 
-    /// Pieces of the given sizes along a dimension, which they fill.
+    /// Splits a dimension into pieces of the given sizes, whose sum is the size of the dimension.
+    ///
+    /// Local, as [`narrow`](Self::narrow). PyTorch's `split` with a list.
     #[track_caller]
     pub fn split_sizes(&self, sizes: &[usize], dim: isize) -> Result<Vec<DTensor>> {
         let at = self.resolve_dim("split", dim)?;
@@ -75,7 +85,9 @@ impl DTensor {
         Ok(pieces)
     }
 
-    /// Pieces of one size along a dimension; the last may be smaller.
+    /// Splits a dimension into pieces of one size; the last may be smaller.
+    ///
+    /// Local, as [`narrow`](Self::narrow).
     #[track_caller]
     pub fn split(&self, size: usize, dim: isize) -> Result<Vec<DTensor>> {
         let at = self.resolve_dim("split", dim)?;
@@ -88,7 +100,9 @@ impl DTensor {
         self.split_sizes(&sizes, dim)
     }
 
-    /// At most so many pieces of equal size along a dimension; the last may be smaller.
+    /// Splits a dimension into at most `chunks` pieces of equal size; the last may be smaller.
+    ///
+    /// Local, as [`narrow`](Self::narrow).
     #[track_caller]
     pub fn chunk(&self, chunks: usize, dim: isize) -> Result<Vec<DTensor>> {
         let at = self.resolve_dim("chunk", dim)?;
@@ -97,7 +111,7 @@ impl DTensor {
         }
         match self.shape()[at] {
             0 => {
-                // As many tensors as were asked for, if there is room for so many.
+                // An empty dimension gives as many empty tensors as were asked for, as in PyTorch.
                 let mut sizes = reserve(chunks)?;
                 sizes.resize(chunks, 0);
                 self.split_sizes(&sizes, dim)
@@ -106,7 +120,9 @@ impl DTensor {
         }
     }
 
-    /// All slices along a dimension, without that dimension.
+    /// Returns all slices of a dimension, without that dimension.
+    ///
+    /// Communicates as [`select`](Self::select) does.
     #[track_caller]
     pub fn unbind(&self, dim: isize) -> Result<Vec<DTensor>> {
         let at = self.resolve_dim("unbind", dim)?;
@@ -128,12 +144,12 @@ impl DTensor {
 }
 
 impl Narrow {
-    /// How many of the indices are picked.
+    /// How many of these indices are in the slice.
     fn count(&self, runs: &Runs) -> usize {
         runs.iter().map(|run| self.picked(run.start, run.end).1).sum()
     }
 
-    /// The first picked index at `from` or later, and how many there are before `to`.
+    /// The first index of the slice at `from` or later, and how many there are before `to`.
     fn picked(&self, from: usize, to: usize) -> (usize, usize) {
         let end = self.start + self.len * self.step;
         let first = self.start + from.saturating_sub(self.start).div_ceil(self.step) * self.step;
@@ -154,7 +170,8 @@ impl Op for Narrow {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
         let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
-        let signature = Signature::new(dims.iter().map(|_| Shared::Free), [dims.clone()], [dims.clone()]).passing_all();
+        let signature =
+            Signature::new(dims.iter().map(|_| DimSharding::Free), [dims.clone()], [dims.clone()]).passing_all();
         let mut shape = x.shape.clone();
         shape[self.dim] = self.len;
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
@@ -163,10 +180,10 @@ impl Op for Narrow {
     fn decide(&self, _: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
         let from = inputs[0].unstrided(&|dim| dim == self.dim)?;
         let to = from.resized(self.dim, self.len, &|runs| self.count(runs))?;
-        Ok(Decision { inputs: vec![Need::As(from)], outputs: vec![to] })
+        Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let held = at.input(0, self.dim);
         let Some(run) = held.iter().next() else { return Ok(vec![inputs[0].clone()]) };
         let (first, count) = self.picked(run.start, run.end);
@@ -179,15 +196,15 @@ impl Op for Narrow {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Nothing, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        Gradient::From(SaveForBackward::Nothing, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let n = saved.shape(0)[op.dim];
             let (dim, behind) = (op.dim as isize, saved.shape(0).len() - 1 - op.dim);
             let along =
                 |before: usize, after: usize, behind: usize| [vec![(0, 0); behind], vec![(before, after)]].concat();
             let mut spread = gradient.clone();
             if op.step > 1 {
-                // Zeros between the elements; those behind the last one go again if the tensor ends before them.
+                // Zeros between the elements; zeros after the last one that exceed the tensor are removed again.
                 spread = spread.unsqueeze(dim + 1)?.pad(&along(0, op.step - 1, behind), 0.0)?.flatten(dim, dim + 1)?;
                 spread = spread.narrow(dim, 0, (op.len * op.step).min(n - op.start))?;
             }
@@ -211,7 +228,7 @@ pub(super) const OPS: &[OpEntry] = &[
     OpEntry { name: "unbind", samples, apply: |x| x[0].unbind(1) },
 ];
 
-fn samples() -> Vec<Vec<Sample>> {
+fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 3] = [&[5, 3], &[8, 1], &[4, 2, 3]];
-    shapes.iter().map(|shape| vec![Sample::new(shape, DType::I64)]).collect()
+    shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::I64)]).collect()
 }

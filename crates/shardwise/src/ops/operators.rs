@@ -6,7 +6,7 @@
 //!
 //! launch(2, |world| {
 //!     let mesh = world.mesh([("dp", 2)])?;
-//!     let x = DTensor::arange(0.0, 4.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+//!     let x = DTensor::arange(0.0..4.0, DType::F32, &mesh, [Shard(0)])?;
 //!     let y = ((&x * 2.0)? + 1)?; // 1, 3, 5, 7
 //!     let z = (&y - &x) * &x; // the result of `-` is passed on, error or not
 //!     assert_eq!((1.0 - z?)?.full_tensor()?.to_vec1::<f32>()?, [1.0, -1.0, -5.0, -11.0]);

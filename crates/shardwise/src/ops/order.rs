@@ -1,81 +1,93 @@
-//! Sorting, and the largest or smallest elements. Where the dimension is cut, every rank sends only the candidates that
-//! it holds, and the best of them are picked.
+//! Sorting and selection: `sort`, `topk`, `max_dim`, `argmax` and their kin. If the dimension is sharded, ranks exchange only
+//! the best candidates of their shards, where that is less than the elements.
 
 use std::cmp::Ordering;
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::{OpEntry, Sample};
+use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
-use crate::rule::{Decision, Need, Shared, Signature};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, is_recording};
 use shardwise_kernels::{dense, from_wholes, reals, take, wholes};
 
-/// The first `k` elements along a dimension in some order, and where they were.
+/// The first `k` elements along a dimension in some order, and their indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Best {
+struct TopK {
     name: &'static str,
     dim: usize,
     k: usize,
-    order: Order,
-    stage: Stage,
+    order: SortOrder,
+    stage: TopKStage,
 }
 
-/// What comes first. Equal elements keep their order.
+/// What comes first. Sorts are stable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Order {
-    /// The largest; not-a-number counts as larger than all.
+enum SortOrder {
+    /// The largest; NaN counts as larger than any number.
     Descending,
-    /// The smallest; not-a-number counts as larger than all.
+    /// The smallest; NaN counts as larger than any number.
     Ascending,
-    /// The smallest, but not-a-number before all.
+    /// The smallest, but NaN before any number: for minima, which propagate NaN.
     Smallest,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Stage {
-    /// Of a whole dimension.
+enum TopKStage {
+    /// Over a dimension that every rank holds whole.
     Whole,
-    /// Of the part that each rank holds.
+    /// Over the shard of each rank.
     Candidates,
-    /// Of candidates, whose places are the second input.
+    /// Over the gathered candidates; the second input is their indices.
     Merge,
 }
 
 impl DTensor {
-    /// The elements in order along a dimension, and the indices that they had. Equal elements keep their order;
-    /// not-a-number counts as the largest.
+    /// Sorts along a dimension; returns the sorted elements and their indices (i64). Stable; NaN counts as the largest.
+    ///
+    /// If the dimension is sharded, another dimension is sharded instead (all-to-all) or the tensor is gathered, whichever is
+    /// cheaper.
     #[track_caller]
     pub fn sort(&self, dim: isize, descending: bool) -> Result<(DTensor, DTensor)> {
         let dim = self.resolve_dim("sort", dim)?;
-        let order = if descending { Order::Descending } else { Order::Ascending };
-        let op = Best { name: "sort", dim, k: self.shape()[dim], order, stage: Stage::Whole };
-        self.picked(dim, pair(dispatch(&op, &[self], Location::caller())?))
+        let order = if descending { SortOrder::Descending } else { SortOrder::Ascending };
+        let op = TopK { name: "sort", dim, k: self.shape()[dim], order, stage: TopKStage::Whole };
+        self.with_gradient(dim, pair(dispatch(&op, &[self], Location::caller())?))
     }
 
-    /// The indices that sort the elements along a dimension.
+    /// Returns the indices (i64) that sort the elements along a dimension.
+    ///
+    /// Communicates as [`sort`](Self::sort) does.
     #[track_caller]
     pub fn argsort(&self, dim: isize, descending: bool) -> Result<DTensor> {
         Ok(self.sort(dim, descending)?.1)
     }
 
-    /// The `k` largest (or smallest) elements along a dimension, best first, and their indices.
+    /// Returns the `k` largest (or smallest) elements along a dimension in order, and their indices (i64).
+    ///
+    /// If the dimension is sharded, ranks exchange their `k` best candidates only, unless `k` is so large that moving the elements
+    /// is cheaper.
+    ///
+    /// # Errors
+    /// If `k` exceeds the size of the dimension.
     #[track_caller]
     pub fn topk(&self, k: usize, dim: isize, largest: bool) -> Result<(DTensor, DTensor)> {
-        self.best("topk", dim, k, if largest { Order::Descending } else { Order::Ascending })
+        self.top_k("topk", dim, k, if largest { SortOrder::Descending } else { SortOrder::Ascending })
     }
 
-    /// The `k`-th smallest element along a dimension (from 1 on), and its index.
+    /// Returns the `k`-th smallest element along a dimension (`k` counts from 1), and its index (i64).
+    ///
+    /// Communicates as [`topk`](Self::topk) does.
     #[track_caller]
     pub fn kthvalue(&self, k: usize, dim: isize, keepdim: bool) -> Result<(DTensor, DTensor)> {
         let at = self.resolve_dim("kthvalue", dim)? as isize;
         if k == 0 {
             return Err(self.bad_dims("kthvalue", &[0], "a k from 1 on"));
         }
-        let (values, indices) = self.best("kthvalue", dim, k, Order::Ascending)?;
+        let (values, indices) = self.top_k("kthvalue", dim, k, SortOrder::Ascending)?;
         let last = |t: &DTensor| match keepdim {
             true => t.narrow(at, k - 1, 1),
             false => t.select(at, k as isize - 1),
@@ -83,31 +95,43 @@ impl DTensor {
         Ok((last(&values)?, last(&indices)?))
     }
 
-    /// The largest element along a dimension and the first index where it is; not-a-number wins.
+    /// Returns the maximum along a dimension and its first index (i64); NaN if there is one. PyTorch's `max(dim)`.
+    ///
+    /// If the dimension is sharded, one candidate per rank is exchanged.
+    #[doc(alias = "max")]
     #[track_caller]
     pub fn max_dim(&self, dim: isize, keepdim: bool) -> Result<(DTensor, DTensor)> {
-        self.extreme("max_dim", dim, keepdim, Order::Descending)
+        self.extreme("max_dim", dim, keepdim, SortOrder::Descending)
     }
 
-    /// The smallest element along a dimension and the first index where it is; not-a-number wins.
+    /// Returns the minimum along a dimension and its first index (i64); NaN if there is one. PyTorch's `min(dim)`.
+    ///
+    /// If the dimension is sharded, one candidate per rank is exchanged.
+    #[doc(alias = "min")]
     #[track_caller]
     pub fn min_dim(&self, dim: isize, keepdim: bool) -> Result<(DTensor, DTensor)> {
-        self.extreme("min_dim", dim, keepdim, Order::Smallest)
+        self.extreme("min_dim", dim, keepdim, SortOrder::Smallest)
     }
 
-    /// The first index of the largest element along a dimension, or in row-major order of all elements.
+    /// Returns the first index (i64) of the maximum along a dimension, or of the flattened tensor without one.
+    ///
+    /// If the dimension is sharded, one candidate per rank is exchanged.
     #[track_caller]
     pub fn argmax(&self, dim: Option<isize>, keepdim: bool) -> Result<DTensor> {
-        self.arg("argmax", dim, keepdim, Order::Descending)
+        self.arg("argmax", dim, keepdim, SortOrder::Descending)
     }
 
-    /// The first index of the smallest element along a dimension, or in row-major order of all elements.
+    /// Returns the first index (i64) of the minimum along a dimension, or of the flattened tensor without one.
+    ///
+    /// If the dimension is sharded, one candidate per rank is exchanged.
     #[track_caller]
     pub fn argmin(&self, dim: Option<isize>, keepdim: bool) -> Result<DTensor> {
-        self.arg("argmin", dim, keepdim, Order::Smallest)
+        self.arg("argmin", dim, keepdim, SortOrder::Smallest)
     }
 
-    /// The smallest and the largest element along a dimension, or of all.
+    /// Returns the minimum and the maximum along a dimension, or of all elements.
+    ///
+    /// If the dimension is sharded, the results are `Partial(Min)` and `Partial(Max)`.
     #[track_caller]
     pub fn aminmax(&self, dim: Option<isize>, keepdim: bool) -> Result<(DTensor, DTensor)> {
         let dims: Vec<isize> = dim.into_iter().collect();
@@ -115,16 +139,16 @@ impl DTensor {
     }
 
     #[track_caller]
-    fn arg(&self, name: &'static str, dim: Option<isize>, keepdim: bool, order: Order) -> Result<DTensor> {
+    fn arg(&self, name: &'static str, dim: Option<isize>, keepdim: bool, order: SortOrder) -> Result<DTensor> {
         if let Some(dim) = dim {
             return Ok(self.extreme(name, dim, keepdim, order)?.1);
         }
-        // From the last dimension to the first: the first of equal rows is that of the first of equal elements.
+        // From the last dimension to the first: among equal rows the first has the first of equal elements.
         let mut values = self.clone();
         let mut flat: Option<DTensor> = None;
         let mut below = 1;
-        for at in (0..self.rank()).rev() {
-            let (best, index) = values.best(name, at as isize, 1, order)?;
+        for at in (0..self.ndim()).rev() {
+            let (best, index) = values.top_k(name, at as isize, 1, order)?;
             let inner = flat.map(|f| f.gather(at as isize, &index)).transpose()?;
             let outer = index.mul_scalar(below as f64)?;
             flat = Some(inner.map_or(Ok(outer.clone()), |inner| inner.add(&outer))?);
@@ -139,9 +163,9 @@ impl DTensor {
     }
 
     #[track_caller]
-    fn extreme(&self, name: &'static str, dim: isize, keepdim: bool, order: Order) -> Result<(DTensor, DTensor)> {
+    fn extreme(&self, name: &'static str, dim: isize, keepdim: bool, order: SortOrder) -> Result<(DTensor, DTensor)> {
         let at = self.resolve_dim(name, dim)? as isize;
-        let (values, indices) = self.best(name, dim, 1, order)?;
+        let (values, indices) = self.top_k(name, dim, 1, order)?;
         if keepdim {
             return Ok((values, indices));
         }
@@ -149,7 +173,7 @@ impl DTensor {
     }
 
     #[track_caller]
-    fn best(&self, name: &'static str, dim: isize, k: usize, order: Order) -> Result<(DTensor, DTensor)> {
+    fn top_k(&self, name: &'static str, dim: isize, k: usize, order: SortOrder) -> Result<(DTensor, DTensor)> {
         let site = Location::caller();
         let dim = self.resolve_dim(name, dim)?;
         if k > self.shape()[dim] {
@@ -161,20 +185,20 @@ impl DTensor {
                 "ask for fewer",
             ));
         }
-        let whole = Best { name, dim, k, order, stage: Stage::Whole };
-        // Candidates, which travel with their indices, are worth it where they take less than the elements.
+        let whole = TopK { name, dim, k, order, stage: TopKStage::Whole };
+        // Candidates are exchanged together with their indices: worth it if that is fewer bytes than the elements.
         let parts: usize = self.layout().shard_order(dim).iter().map(|&a| self.layout().mesh().shape()[a]).product();
         let (own, index) = (self.dtype().size_in_bytes(), DType::I64.size_in_bytes());
         if parts == 1 || k * parts * (own + index) >= self.shape()[dim] * own {
-            return self.picked(dim, pair(dispatch(&whole, &[self], site)?));
+            return self.with_gradient(dim, pair(dispatch(&whole, &[self], site)?));
         }
-        let (values, indices) = pair(dispatch(&Best { stage: Stage::Candidates, ..whole }, &[self], site)?);
-        self.picked(dim, pair(dispatch(&Best { stage: Stage::Merge, ..whole }, &[&values, &indices], site)?))
+        let (values, indices) = pair(dispatch(&TopK { stage: TopKStage::Candidates, ..whole }, &[self], site)?);
+        self.with_gradient(dim, pair(dispatch(&TopK { stage: TopKStage::Merge, ..whole }, &[&values, &indices], site)?))
     }
 
-    /// Values and indices as they are; with a gradient, the values are looked up once more in a way that knows its own.
+    /// Returns values and indices; if a gradient is recorded, the values are looked up again with `gather`, which has one.
     #[track_caller]
-    fn picked(&self, dim: usize, (values, indices): (DTensor, DTensor)) -> Result<(DTensor, DTensor)> {
+    fn with_gradient(&self, dim: usize, (values, indices): (DTensor, DTensor)) -> Result<(DTensor, DTensor)> {
         if !self.has_gradient() || !is_recording() {
             return Ok((values, indices));
         }
@@ -187,14 +211,14 @@ fn pair(mut outputs: Vec<DTensor>) -> (DTensor, DTensor) {
     (outputs.pop().expect("two outputs"), second)
 }
 
-impl Best {
-    /// How many a rank that holds `n` gives.
+impl TopK {
+    /// How many candidates a rank that holds `n` elements has.
     fn count(&self, n: usize) -> usize {
         self.k.min(n)
     }
 }
 
-impl Op for Best {
+impl Op for TopK {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -202,7 +226,7 @@ impl Op for Best {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
         let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
-        let shared = (0..x.shape.len()).map(|d| if d == self.dim { Shared::Never } else { Shared::Free });
+        let shared = (0..x.shape.len()).map(|d| if d == self.dim { DimSharding::Never } else { DimSharding::Free });
         let signature = Signature::new(shared, inputs.iter().map(|_| dims.clone()), [dims.clone(), dims.clone()]);
         let mut shape = x.shape.clone();
         shape[self.dim] = self.k;
@@ -212,7 +236,7 @@ impl Op for Best {
     }
 
     fn decide(&self, plan: &OpPlan, inputs: &[&Layout], elem: &[usize]) -> Result<Decision> {
-        if self.stage != Stage::Candidates {
+        if self.stage != TopKStage::Candidates {
             let shape = plan.outputs[0].shape.as_slice();
             return plan.signature.decide(inputs, elem, &[shape, shape]);
         }
@@ -220,32 +244,32 @@ impl Op for Best {
         let axes = from.shard_order(self.dim).to_vec();
         let held = crate::layout::coordinates(from.mesh(), &axes).map(|c| self.count(from.owned(self.dim, &c).len()));
         let to = from.resized(self.dim, held.sum(), &|runs| self.count(runs.len()))?;
-        Ok(Decision { inputs: vec![Need::As(from)], outputs: vec![to.clone(), to] })
+        Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to.clone(), to] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = dense(&inputs[0])?;
         let dims = x.dims().to_vec();
         let (n, inner) = (dims[self.dim], dims[self.dim + 1..].iter().product::<usize>());
         let k = self.count(n);
         let chosen = if x.dtype().is_float() {
             let compare = |a: &f64, b: &f64| match self.order {
-                Order::Descending => larger(b, a),
-                Order::Ascending => larger(a, b),
-                Order::Smallest => b.is_nan().cmp(&a.is_nan()).then(a.partial_cmp(b).unwrap_or(Ordering::Equal)),
+                SortOrder::Descending => larger(b, a),
+                SortOrder::Ascending => larger(a, b),
+                SortOrder::Smallest => b.is_nan().cmp(&a.is_nan()).then(a.partial_cmp(b).unwrap_or(Ordering::Equal)),
             };
             choose(&reals(&x)?, n, inner, k, compare)
         } else {
-            let compare = |a: &i64, b: &i64| if self.order == Order::Descending { b.cmp(a) } else { a.cmp(b) };
+            let compare = |a: &i64, b: &i64| if self.order == SortOrder::Descending { b.cmp(a) } else { a.cmp(b) };
             choose(&wholes(&x)?, n, inner, k, compare)
         };
         let mut shape = dims;
         shape[self.dim] = k;
-        // Every element of the result by its number in the input.
+        // `chosen` are the flat positions of the result's elements in the input.
         let flat = x.reshape(x.elem_count())?;
         let values = dense(&take(&flat, 0, &chosen)?.reshape(shape.as_slice())?)?;
         let indices = match self.stage {
-            Stage::Merge => {
+            TopKStage::Merge => {
                 take(&dense(&inputs[1])?.reshape(flat.elem_count())?, 0, &chosen)?.reshape(shape.as_slice())?
             }
             _ => {
@@ -257,18 +281,18 @@ impl Op for Best {
         Ok(vec![values, dense(&indices)?])
     }
 
-    /// Values that need one are looked up by their indices, see `picked`.
+    /// Values that need a gradient are looked up by their indices, see `with_gradient`.
     fn gradient(&self) -> Gradient<Self> {
         Gradient::NotDifferentiable
     }
 }
 
-/// Not-a-number is the largest.
+/// Compares with NaN as the largest.
 fn larger(a: &f64, b: &f64) -> Ordering {
     a.is_nan().cmp(&b.is_nan()).then(a.partial_cmp(b).unwrap_or(Ordering::Equal))
 }
 
-/// The numbers of the first `k` elements of every line along a dimension with `n` elements, `inner` apart.
+/// The flat positions of the first `k` elements of every line along a dimension of size `n` and stride `inner`.
 fn choose<T>(values: &[T], n: usize, inner: usize, k: usize, compare: impl Fn(&T, &T) -> Ordering) -> Vec<usize> {
     if values.is_empty() || k == 0 {
         return Vec::new();
@@ -321,11 +345,11 @@ pub(super) const OPS: &[OpEntry] = &[
     entry!("aminmax", samples, |x| x[0].aminmax(Some(0), false)?, x[0].aminmax(None, false)?),
 ];
 
-fn samples() -> Vec<Vec<Sample>> {
+fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 3] = [&[7, 2], &[1, 8], &[3, 5, 2]];
-    let mut all: Vec<Vec<Sample>> = shapes.iter().map(|shape| vec![Sample::new(shape, DType::I64)]).collect();
+    let mut all: Vec<Vec<SampleInput>> = shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::I64)]).collect();
     // few different values: ties
-    all.push(vec![Sample::index(&[9, 4], 2)]);
-    all.push(vec![Sample::new(&[9, 2], DType::F64)]);
+    all.push(vec![SampleInput::index(&[9, 4], 2)]);
+    all.push(vec![SampleInput::new(&[9, 2], DType::F64)]);
     all
 }

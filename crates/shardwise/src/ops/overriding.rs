@@ -1,4 +1,4 @@
-//! Rules of a program for operators of this crate.
+//! [`override_rule`]: custom sharding rules for operators of this crate.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::rc::Rc;
@@ -12,15 +12,19 @@ use crate::placement::Placement;
 use crate::rule::Decision;
 use crate::tensor::DTensor;
 
-/// Runs `body`; inside, on tensors of the ranks of `mesh`, the operator called `name` is carried out as `rule` says and not
-/// by its own rule: in the layouts of inputs and outputs that it returns, or by its own where it returns `None`.
+/// Runs `body` with a custom sharding rule for the operator `name`.
 ///
-/// The rule is given the layouts of the inputs and descriptions of the outputs. It must hold for the operator: the kernel
-/// runs on local parts as they are. Gradients that are taken inside the scope follow it too, where they are made of the
-/// same operator. Scopes nest, the innermost rule counts. Every rank of the mesh has to enter the scope with the same rule,
-/// and all get an error if one does not. Decisions made inside are not used outside, nor the other way round.
+/// Inside, calls on tensors of ranks of `mesh` run in the layouts that `rule` returns, or by the default rule where it returns
+/// `None`. The rule gets the layouts of the inputs and the shapes and types of the outputs. It must be valid for the operator:
+/// the kernel runs on the local tensors of the layouts that it returns, and a wrong rule gives wrong results. Backward passes
+/// inside the scope use the rule for the same operator too. Scopes nest; the innermost rule applies.
 ///
-/// An operator that is made of others has no rule of its own: the error names those that have one.
+/// Collective: every rank of the mesh must enter the scope with the same rule; if one does not, all get an error. PyTorch's
+/// `register_sharding` is global and for good; this one ends with the scope.
+///
+/// # Errors
+/// If there is no operator `name`, or if it is composed of other operators and has no rule itself; the error names the operators
+/// to override instead.
 ///
 /// ```
 /// use shardwise::ops::override_rule;
@@ -31,10 +35,10 @@ use crate::tensor::DTensor;
 ///     let mesh = world.mesh([("tp", 2)])?;
 ///     let x = DTensor::ones((4, 4), DType::F32, &mesh, [Replicate])?;
 ///     assert_eq!(x.exp()?.placements(), [Replicate]);
-///     // the same work, shared
+///     // the same work, sharded over the ranks
 ///     let rows = |inputs: &[&Layout], _: &[TensorMeta]| {
-///         let cut = Layout::new(inputs[0].mesh(), inputs[0].shape(), [Shard(0)])?;
-///         Ok(Some(Decision::new([cut.clone()], [cut])))
+///         let sharded = Layout::new(inputs[0].mesh(), inputs[0].shape(), [Shard(0)])?;
+///         Ok(Some(Decision::new([sharded.clone()], [sharded])))
 ///     };
 ///     override_rule(&mesh, "exp", rows, || {
 ///         assert_eq!(x.exp()?.placements(), [Shard(0)]);
@@ -52,7 +56,7 @@ where
     F: Fn(&[&Layout], &[TensorMeta]) -> Result<Option<Decision>> + 'static,
 {
     if mesh.contains(mesh.world().rank()) && mesh.size() > 1 {
-        // Functions cannot be compared; the type of a closure says where in the program it was written.
+        // Functions cannot be compared between ranks; the type name of a closure identifies where it was written.
         let values = [number(name), number(std::any::type_name::<F>())];
         mesh.group_of(&(0..mesh.ndim()).collect::<Vec<_>>())?.agree("operator and rule", &values)?;
     }
@@ -67,7 +71,7 @@ where
     })?;
     let made_of = operators_of(entry)?;
     if !made_of.contains(&entry.name) {
-        let found = format!("`{name}`, which is made of other operators and has no rule of its own");
+        let found = format!("`{name}`, which is composed of other operators and has no rule itself");
         return Err(ErrorKind::Argument.error(
             "operator",
             found,
@@ -79,7 +83,7 @@ where
     with_rule(entry.name, mesh.ranks(), rule, body)
 }
 
-/// Operators that are carried out in the course of one, found by running it without data.
+/// The operators that one consists of, found by a dry run.
 fn operators_of(entry: &OpEntry) -> Result<Vec<&'static str>> {
     let ran = DryWorld::new(1)?.run(|world| {
         let mesh = world.mesh([("one", 1)])?;

@@ -1,4 +1,4 @@
-//! Functions of one tensor and numbers, element by element.
+//! Elementwise functions of one tensor with numeric arguments: activations with parameters, arithmetic with scalars, `clamp`.
 
 use std::panic::Location;
 
@@ -7,13 +7,14 @@ use candle_core::{DType, Tensor};
 use super::OpEntry;
 use super::binary::power;
 use super::scalar::Scalar;
-use super::unary::{Gives, Passes, Unary, plan, samples};
+use super::unary::{Monotonicity, Unary, UnaryResultType, plan, samples};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
-use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
 use shardwise_kernels::{Arithmetic, Function, Number, Wide, limits, map, math};
 
+/// An elementwise function with its arguments, in the order of the method's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Parametrized {
     LeakyRelu(Scalar),
@@ -29,67 +30,67 @@ enum Parametrized {
 }
 
 impl DTensor {
-    /// `x` where positive, else `slope * x`.
+    /// Applies the leaky ReLU activation: `x` where positive, else `slope * x`.
     #[track_caller]
     pub fn leaky_relu(&self, slope: f64) -> Result<DTensor> {
         call(Parametrized::LeakyRelu(Scalar(slope)), self)
     }
 
-    /// `x` where positive, else `alpha * (exp(x) - 1)`.
+    /// Applies the ELU activation: `x` where positive, else `alpha * (exp(x) - 1)`.
     #[track_caller]
     pub fn elu(&self, alpha: f64) -> Result<DTensor> {
         call(Parametrized::Elu(Scalar(alpha)), self)
     }
 
-    /// `log(1 + exp(beta * x)) / beta`, and `x` where `beta * x` is above the threshold.
+    /// Applies the softplus activation, `log(1 + exp(beta * x)) / beta`; `x` itself where `beta * x` exceeds `threshold`.
     #[track_caller]
     pub fn softplus(&self, beta: f64, threshold: f64) -> Result<DTensor> {
         call(Parametrized::Softplus(Scalar(beta), Scalar(threshold)), self)
     }
 
-    /// `x` to the power of a number.
+    /// Raises each element to the power `exponent`.
     #[track_caller]
     pub fn pow_scalar(&self, exponent: f64) -> Result<DTensor> {
         call(Parametrized::Pow(Scalar(exponent)), self)
     }
 
-    /// `x`, but no less than `min` and no more than `max`.
+    /// Clamps each element to `min..=max`; `None` is no bound. NaN stays NaN.
     #[track_caller]
     pub fn clamp(&self, min: Option<f64>, max: Option<f64>) -> Result<DTensor> {
         call(Parametrized::Clamp(min.map(Scalar), max.map(Scalar)), self)
     }
 
-    /// `x + number`.
+    /// Adds a number to each element. Partial sums are reduced first; partial means, maxima and minima pass.
     #[track_caller]
     pub fn add_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
         call(Parametrized::Add(number.into()), self)
     }
 
-    /// `x - number`.
+    /// Subtracts a number from each element.
     #[track_caller]
     pub fn sub_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
         call(Parametrized::Add(number.into().negative()), self)
     }
 
-    /// `number - x`.
+    /// Subtracts each element from a number, PyTorch's `rsub`.
     #[track_caller]
     pub fn rsub_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
         call(Parametrized::RSub(number.into()), self)
     }
 
-    /// `x * number`.
+    /// Multiplies each element by a number. Partial sums pass unreduced.
     #[track_caller]
     pub fn mul_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
         call(Parametrized::Mul(number.into()), self)
     }
 
-    /// `x / number`.
+    /// Divides each element by a number; the result is floating point. Partial sums pass unreduced.
     #[track_caller]
     pub fn div_scalar(&self, number: f64) -> Result<DTensor> {
         call(Parametrized::Div(Scalar(number)), self)
     }
 
-    /// `x` with numbers in place of NaN and of the infinities.
+    /// Replaces NaN, positive infinity and negative infinity by numbers.
     #[track_caller]
     pub fn nan_to_num(&self, nan: f64, posinf: f64, neginf: f64) -> Result<DTensor> {
         call(Parametrized::NanToNum(Scalar(nan), Scalar(posinf), Scalar(neginf)), self)
@@ -102,31 +103,32 @@ fn call(op: Parametrized, x: &DTensor) -> Result<DTensor> {
 }
 
 impl Parametrized {
-    fn passes(self) -> Passes {
+    fn monotonicity(self) -> Monotonicity {
         match self {
-            Parametrized::LeakyRelu(s) | Parametrized::Elu(s) if s.0 > 0.0 => Passes::Rising,
-            Parametrized::Softplus(beta, _) if beta.0 > 0.0 => Passes::Rising,
-            Parametrized::Clamp(..) => Passes::Rising,
-            // NaN would win where an infinite operand meets an infinite number.
-            Parametrized::Add(s) if s.real().is_finite() => Passes::Rising,
-            Parametrized::RSub(s) if s.real().is_finite() => Passes::Falling,
+            Parametrized::LeakyRelu(s) | Parametrized::Elu(s) if s.0 > 0.0 => Monotonicity::Increasing,
+            Parametrized::Softplus(beta, _) if beta.0 > 0.0 => Monotonicity::Increasing,
+            Parametrized::Clamp(..) => Monotonicity::Increasing,
+            // An infinite number added to the opposite infinity would be NaN, and NaN wins every reduction.
+            Parametrized::Add(s) if s.real().is_finite() => Monotonicity::Increasing,
+            Parametrized::RSub(s) if s.real().is_finite() => Monotonicity::Decreasing,
             Parametrized::Mul(Number::Real(s)) | Parametrized::Div(Scalar(s)) if s.is_finite() && s != 0.0 => {
-                Passes::Multiple { rising: s > 0.0 }
+                Monotonicity::Linear { increasing: s > 0.0 }
             }
-            Parametrized::Mul(Number::Integer(s)) if s != 0 => Passes::Multiple { rising: s > 0 },
-            _ => Passes::Nothing,
+            Parametrized::Mul(Number::Integer(s)) if s != 0 => Monotonicity::Linear { increasing: s > 0 },
+            _ => Monotonicity::None,
         }
     }
 
-    /// Whether integers may leave the range of their type.
+    /// Whether integers may overflow their type.
     fn wraps(self) -> bool {
-        self.gives() == Gives::Same && !matches!(self, Parametrized::Clamp(..) | Parametrized::NanToNum(..))
+        self.result_type() == UnaryResultType::Same
+            && !matches!(self, Parametrized::Clamp(..) | Parametrized::NanToNum(..))
     }
 
-    /// An error if an integer is to be clamped to what its type does not hold.
+    /// Fails if integers are to be clamped to bounds outside of their type.
     fn check_bounds(self, dtype: DType) -> Result<()> {
         let (Parametrized::Clamp(low, high), Some((least, most))) = (self, limits(dtype)) else { return Ok(()) };
-        if self.gives() != Gives::Same
+        if self.result_type() != UnaryResultType::Same
             || low.is_none_or(|s| s.0 <= most as f64) && high.is_none_or(|s| s.0 >= least as f64)
         {
             return Ok(());
@@ -137,26 +139,28 @@ impl Parametrized {
         Err(ErrorKind::Argument.error("bounds", found, needed, "use other bounds, or convert the tensor first"))
     }
 
-    /// What becomes of the element type.
-    fn gives(self) -> Gives {
+    /// The element type of the result.
+    fn result_type(self) -> UnaryResultType {
         let whole = |s: Scalar| Number::Real(s.0).is_integer();
         match self {
-            Parametrized::Add(s) | Parametrized::Mul(s) | Parametrized::RSub(s) if s.is_integer() => Gives::Same,
-            Parametrized::Pow(s) if whole(s) && s.0 >= 0.0 => Gives::Same,
-            Parametrized::Clamp(a, b) if a.is_none_or(whole) && b.is_none_or(whole) => Gives::Same,
-            Parametrized::NanToNum(..) => Gives::Same,
-            _ => Gives::Real,
+            Parametrized::Add(s) | Parametrized::Mul(s) | Parametrized::RSub(s) if s.is_integer() => {
+                UnaryResultType::Same
+            }
+            Parametrized::Pow(s) if whole(s) && s.0 >= 0.0 => UnaryResultType::Same,
+            Parametrized::Clamp(a, b) if a.is_none_or(whole) && b.is_none_or(whole) => UnaryResultType::Same,
+            Parametrized::NanToNum(..) => UnaryResultType::Same,
+            _ => UnaryResultType::Float,
         }
     }
 
-    /// The function on a local tensor.
+    /// Applies the function to a local tensor.
     fn compute(self, x: &Tensor, arithmetic: Arithmetic, dtype: DType) -> Result<Tensor> {
         match self {
             Parametrized::LeakyRelu(Scalar(s)) => {
                 wide(x, arithmetic, dtype, move |x| if x < 0.0 { s * x } else { x }, |x| x)
             }
             Parametrized::Elu(Scalar(alpha)) => Ok(map(Elu { alpha }, [x], x.dims(), arithmetic, dtype)?),
-            // Where the argument is scaled, f32 has too few digits for it.
+            // `beta * x` in f32 would lose digits, so only beta 1 has an f32 kernel.
             Parametrized::Softplus(Scalar(beta), Scalar(threshold)) if beta != 1.0 => {
                 let f = move |x: f64| if beta * x > threshold { x } else { (beta * x).exp().ln_1p() / beta };
                 wide(x, arithmetic, dtype, f, |x| x)
@@ -167,7 +171,7 @@ impl Parametrized {
             Parametrized::Pow(Scalar(2.0)) => Unary::square.compute(x, arithmetic, dtype),
             Parametrized::Pow(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x.powf(s), move |x| power(x, s as i64)),
             Parametrized::Clamp(low, high) => {
-                // A bound that is missing bounds nothing; NaN stays, and a bound that is NaN gives NaN.
+                // NaN stays NaN, and a bound that is NaN gives NaN.
                 let (low, high) = (low.map_or(f64::NEG_INFINITY, |s| s.0), high.map_or(f64::INFINITY, |s| s.0));
                 let real = move |x: f64| {
                     let x = if x < low || low.is_nan() { low } else { x };
@@ -200,7 +204,7 @@ impl Parametrized {
     }
 }
 
-/// A function of which f32 too is computed in f64: a number given as f64 is not rounded before it is used.
+/// Applies a function in f64, for f32 inputs too: an f64 argument is not rounded to f32 before it is used.
 fn wide(
     x: &Tensor,
     arithmetic: Arithmetic,
@@ -211,6 +215,7 @@ fn wide(
     Ok(map(Wide(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| whole(x)), [x], x.dims(), arithmetic, dtype)?)
 }
 
+/// Kernel of `elu`.
 #[derive(Clone, Copy)]
 struct Elu {
     alpha: f64,
@@ -234,7 +239,7 @@ impl Function<1> for Elu {
     }
 }
 
-/// With beta 1.
+/// Kernel of `softplus` with beta 1.
 #[derive(Clone, Copy)]
 struct Softplus {
     threshold: f64,
@@ -276,32 +281,32 @@ impl Op for Parametrized {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         self.check_bounds(inputs[0].dtype)?;
-        // Means of operands to which the same is added.
+        // Adding a constant to every term of a mean adds it to the mean.
         let shifts = matches!(self, Parametrized::Add(s) | Parametrized::RSub(s) if s.real().is_finite());
-        Ok(plan(&inputs[0], self.gives(), self.passes(), self.wraps(), shifts))
+        Ok(plan(&inputs[0], self.result_type(), self.monotonicity(), self.wraps(), shifts))
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
-        let (x, gives) = (&inputs[0], self.gives());
-        Ok(vec![self.compute(x, gives.arithmetic(x.dtype()), gives.dtype(x.dtype()))?])
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let (x, result_type) = (&inputs[0], self.result_type());
+        Ok(vec![self.compute(x, result_type.arithmetic(x.dtype()), result_type.dtype(x.dtype()))?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        let keeps = match self {
+        let saves = match self {
             Parametrized::Add(_) | Parametrized::Mul(_) | Parametrized::RSub(_) | Parametrized::Div(_) => {
-                Keeps::Nothing
+                SaveForBackward::Nothing
             }
             Parametrized::LeakyRelu(_) | Parametrized::Elu(_) | Parametrized::Softplus(..) | Parametrized::Pow(_) => {
-                Keeps::Inputs
+                SaveForBackward::Inputs
             }
-            Parametrized::Clamp(..) | Parametrized::NanToNum(..) => Keeps::Inputs,
+            Parametrized::Clamp(..) | Parametrized::NanToNum(..) => SaveForBackward::Inputs,
         };
-        Gradient::From(keeps, Self::backward)
+        Gradient::From(saves, Self::backward)
     }
 }
 
 impl Parametrized {
-    fn backward(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn backward(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(g) = &gradients[0] else { return Ok(vec![None]) };
         let gradient = match *self {
             Parametrized::Add(_) => g.clone(),
@@ -332,7 +337,7 @@ impl Parametrized {
     }
 }
 
-/// 1 where above zero.
+/// 1 where an element is above zero.
 #[track_caller]
 fn positive(x: &DTensor) -> Result<DTensor> {
     x.gt(&x.full_like(0.0)?)

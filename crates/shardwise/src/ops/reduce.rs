@@ -1,33 +1,34 @@
-//! Reductions over dimensions. A dimension that ranks share leaves the result pending; nothing is gathered.
+//! Reductions over dimensions. A reduced dimension that is sharded leaves the result `Partial`; nothing is gathered.
 
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
 
-use super::{OpEntry, Sample};
+use super::{OpEntry, SampleInput};
 use crate::comm::implicitly;
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::{Placement, ReduceOp};
-use crate::rule::{Shared, Signature};
-use crate::tensor::{DTensor, Keeps, Saved};
+use crate::rule::{DimSharding, Signature};
+use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
 use shardwise_kernels::{Arithmetic, Fold, Wide, fold, map};
 
+/// A reduction over the dimensions `dims`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Reduce {
-    kind: Kind,
+    kind: ReduceKind,
     dims: Vec<usize>,
     keepdim: bool,
-    /// Whether terms of f32 on several ranks are held in f64.
+    /// Whether the f32 terms of a partial sum are held in f64.
     exact: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Kind {
+enum ReduceKind {
     Sum,
-    /// A sum divided by the number of elements that it is made of on all ranks together.
+    /// A sum divided by the global number of elements that are reduced to one.
     Mean(usize),
     Prod,
     Max,
@@ -40,87 +41,110 @@ enum Kind {
 }
 
 impl DTensor {
-    /// The sum over some dimensions (all for none named); integers give i64. Added up in f64, on ranks and between
-    /// them (half precision: between ranks in f32), and rounded once, so that it does not depend on the layout.
+    /// Sums over some dimensions, or over all if `dims` is empty; integers give i64.
+    ///
+    /// If a summed dimension is sharded, the result is `Partial(Sum)`: nothing is communicated until it is used by an operator
+    /// that is not linear, or read. Accumulates in f64 on each rank and between ranks (half precision: f32 between ranks) and
+    /// rounds once, so the result does not depend on the layout.
     #[track_caller]
     pub fn sum(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
-        reduce(self, Kind::Sum, dims, keepdim)
+        reduce(self, ReduceKind::Sum, dims, keepdim)
     }
 
-    /// The mean of all elements.
+    /// Returns the mean of all elements, see [`mean`](Self::mean).
     #[track_caller]
     pub fn mean_all(&self) -> Result<DTensor> {
         self.mean(&[], false)
     }
 
-    /// The sum of all elements.
+    /// Returns the sum of all elements, see [`sum`](Self::sum).
     #[track_caller]
     pub fn sum_all(&self) -> Result<DTensor> {
         self.sum(&[], false)
     }
 
-    /// The sum over some dimensions (all for none named), kept with size 1, of terms that are not negative: nothing cancels between ranks, so that
-    /// terms of f32 travel as such.
+    /// Sums nonnegative elements over some dimensions, or all if `dims` is empty, which are kept with size 1. Nothing cancels
+    /// between ranks, so f32 terms are exchanged in f32, at half the bytes.
     #[track_caller]
     pub(super) fn sum_of_positive(&self, dims: &[isize]) -> Result<DTensor> {
-        let op = Reduce { kind: Kind::Sum, dims: resolve("sum", dims, self)?, keepdim: true, exact: false };
+        let op = Reduce { kind: ReduceKind::Sum, dims: resolve("sum", dims, self)?, keepdim: true, exact: false };
         Ok(dispatch(&op, &[self], Location::caller())?.swap_remove(0))
     }
 
-    /// The mean over some dimensions (all for none named), added up as [`sum`](Self::sum) is; integers give f32.
+    /// Averages over some dimensions, or over all if `dims` is empty; integers give f32.
+    ///
+    /// If a reduced dimension is sharded, the result is `Partial(Sum)`. Accumulates as [`sum`](Self::sum) does.
     #[track_caller]
     pub fn mean(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
         let resolved = resolve("mean", dims, self)?;
         let count: usize = resolved.iter().map(|&d| self.shape()[d]).product();
-        reduce(self, Kind::Mean(count), dims, keepdim)
+        reduce(self, ReduceKind::Mean(count), dims, keepdim)
     }
 
-    /// The product over some dimensions (all for none named); integers give i64.
+    /// Multiplies over some dimensions, or over all if `dims` is empty; integers give i64.
+    ///
+    /// If a reduced dimension is sharded, the result is `Partial(Product)`.
     #[track_caller]
     pub fn prod(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
-        reduce(self, Kind::Prod, dims, keepdim)
+        reduce(self, ReduceKind::Prod, dims, keepdim)
     }
 
-    /// The largest element along some dimensions (all for none named).
+    /// Returns the maximum over some dimensions, or over all if `dims` is empty; NaN if there is one.
+    ///
+    /// If a reduced dimension is sharded, the result is `Partial(Max)`. Equal maxima share the gradient.
+    ///
+    /// # Errors
+    /// If a reduced dimension has size 0.
     #[track_caller]
     pub fn amax(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
-        reduce(self, Kind::Max, dims, keepdim)
+        reduce(self, ReduceKind::Max, dims, keepdim)
     }
 
-    /// The smallest element along some dimensions (all for none named).
+    /// Returns the minimum over some dimensions, or over all if `dims` is empty; NaN if there is one.
+    ///
+    /// If a reduced dimension is sharded, the result is `Partial(Min)`. Equal minima share the gradient.
+    ///
+    /// # Errors
+    /// If a reduced dimension has size 0.
     #[track_caller]
     pub fn amin(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
-        reduce(self, Kind::Min, dims, keepdim)
+        reduce(self, ReduceKind::Min, dims, keepdim)
     }
 
-    /// 1 where any element along some dimensions (all for none named) is not zero.
+    /// Returns 1 (u8) where any element along some dimensions, or all if `dims` is empty, is nonzero.
+    ///
+    /// If a reduced dimension is sharded, the result is `Partial(Max)`.
     #[track_caller]
     pub fn any(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
-        reduce(self, Kind::Any, dims, keepdim)
+        reduce(self, ReduceKind::Any, dims, keepdim)
     }
 
-    /// 1 where no element along some dimensions (all for none named) is zero.
+    /// Returns 1 (u8) where every element along some dimensions, or all if `dims` is empty, is nonzero.
+    ///
+    /// If a reduced dimension is sharded, the result is `Partial(Min)`.
     #[track_caller]
     pub fn all(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
-        reduce(self, Kind::All, dims, keepdim)
+        reduce(self, ReduceKind::All, dims, keepdim)
     }
 
-    /// How many elements along some dimensions (all for none named) are not zero.
+    /// Counts nonzero elements along some dimensions, or all if `dims` is empty, as i64.
+    ///
+    /// If a reduced dimension is sharded, the result is `Partial(Sum)`.
     #[track_caller]
     pub fn count_nonzero(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
-        reduce(self, Kind::CountNonzero, dims, keepdim)
+        reduce(self, ReduceKind::CountNonzero, dims, keepdim)
     }
 }
 
 #[track_caller]
-fn reduce(x: &DTensor, kind: Kind, dims: &[isize], keepdim: bool) -> Result<DTensor> {
+fn reduce(x: &DTensor, kind: ReduceKind, dims: &[isize], keepdim: bool) -> Result<DTensor> {
     let op = Reduce { kind, dims: resolve(kind.name(), dims, x)?, keepdim, exact: true };
     Ok(dispatch(&op, &[x], Location::caller())?.swap_remove(0))
 }
 
-/// Dimensions counted from the front, all of them for none named.
+/// Resolves negative dimensions; all dimensions if `dims` is empty.
 fn resolve(name: &'static str, dims: &[isize], x: &DTensor) -> Result<Vec<usize>> {
-    let ndim = x.rank();
+    let ndim = x.ndim();
     if dims.is_empty() {
         return Ok((0..ndim).collect());
     }
@@ -138,50 +162,50 @@ fn resolve(name: &'static str, dims: &[isize], x: &DTensor) -> Result<Vec<usize>
     Ok(resolved)
 }
 
-impl Kind {
+impl ReduceKind {
     fn name(self) -> &'static str {
         match self {
-            Kind::Sum => "sum",
-            Kind::Mean(_) => "mean",
-            Kind::Prod => "prod",
-            Kind::Max => "amax",
-            Kind::Min => "amin",
-            Kind::Any => "any",
-            Kind::All => "all",
-            Kind::CountNonzero => "count_nonzero",
+            ReduceKind::Sum => "sum",
+            ReduceKind::Mean(_) => "mean",
+            ReduceKind::Prod => "prod",
+            ReduceKind::Max => "amax",
+            ReduceKind::Min => "amin",
+            ReduceKind::Any => "any",
+            ReduceKind::All => "all",
+            ReduceKind::CountNonzero => "count_nonzero",
         }
     }
 
-    /// How elements combine.
+    /// The kernel that reduces local elements.
     fn fold(self) -> Fold {
         match self {
-            Kind::Sum | Kind::Mean(_) => Fold::Sum,
-            Kind::Prod => Fold::Product,
-            Kind::Max => Fold::Max,
-            Kind::Min => Fold::Min,
-            Kind::Any => Fold::Any,
-            Kind::All => Fold::All,
-            Kind::CountNonzero => Fold::CountNonzero,
+            ReduceKind::Sum | ReduceKind::Mean(_) => Fold::Sum,
+            ReduceKind::Prod => Fold::Product,
+            ReduceKind::Max => Fold::Max,
+            ReduceKind::Min => Fold::Min,
+            ReduceKind::Any => Fold::Any,
+            ReduceKind::All => Fold::All,
+            ReduceKind::CountNonzero => Fold::CountNonzero,
         }
     }
 
-    /// How parts combine.
-    fn combines(self) -> ReduceOp {
+    /// The reduction between ranks.
+    fn reduce_op(self) -> ReduceOp {
         match self {
-            Kind::Sum | Kind::Mean(_) | Kind::CountNonzero => ReduceOp::Sum,
-            Kind::Prod => ReduceOp::Product,
-            Kind::Max | Kind::Any => ReduceOp::Max,
-            Kind::Min | Kind::All => ReduceOp::Min,
+            ReduceKind::Sum | ReduceKind::Mean(_) | ReduceKind::CountNonzero => ReduceOp::Sum,
+            ReduceKind::Prod => ReduceOp::Product,
+            ReduceKind::Max | ReduceKind::Any => ReduceOp::Max,
+            ReduceKind::Min | ReduceKind::All => ReduceOp::Min,
         }
     }
 
     fn dtype(self, input: DType) -> DType {
         match self {
-            Kind::Sum | Kind::Prod if !input.is_float() => DType::I64,
-            Kind::Mean(_) if !input.is_float() => DType::F32,
-            Kind::Sum | Kind::Mean(_) | Kind::Prod | Kind::Max | Kind::Min => input,
-            Kind::Any | Kind::All => DType::U8,
-            Kind::CountNonzero => DType::I64,
+            ReduceKind::Sum | ReduceKind::Prod if !input.is_float() => DType::I64,
+            ReduceKind::Mean(_) if !input.is_float() => DType::F32,
+            ReduceKind::Sum | ReduceKind::Mean(_) | ReduceKind::Prod | ReduceKind::Max | ReduceKind::Min => input,
+            ReduceKind::Any | ReduceKind::All => DType::U8,
+            ReduceKind::CountNonzero => DType::I64,
         }
     }
 }
@@ -201,7 +225,7 @@ impl Op for Reduce {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
-        if matches!(self.kind, Kind::Max | Kind::Min) && self.dims.iter().any(|&d| x.shape[d] == 0) {
+        if matches!(self.kind, ReduceKind::Max | ReduceKind::Min) && self.dims.iter().any(|&d| x.shape[d] == 0) {
             return Err(ErrorKind::shape(&x.shape).error(
                 "operand",
                 format!("shape {:?} in {} over dimensions {:?}", x.shape, self.name(), self.dims),
@@ -210,17 +234,20 @@ impl Op for Reduce {
             ));
         }
         let dtype = self.kind.dtype(x.dtype);
-        let combines = self.kind.combines();
-        let mut signature = Signature::reduction(x.shape.len(), &self.dims, self.keepdim, Shared::Reduces(combines));
+        let combines = self.kind.reduce_op();
+        let mut signature =
+            Signature::reduction(x.shape.len(), &self.dims, self.keepdim, DimSharding::Reduces(combines));
         match self.kind {
-            // A type that wraps must do so before it is widened.
-            Kind::Sum | Kind::Mean(_) | Kind::Prod if dtype != x.dtype => {}
-            Kind::Sum | Kind::Mean(_) => {
+            // Narrow integers wrap in their own type: partial ones are reduced in it before they are widened to i64.
+            ReduceKind::Sum | ReduceKind::Mean(_) | ReduceKind::Prod if dtype != x.dtype => {}
+            ReduceKind::Sum | ReduceKind::Mean(_) => {
                 signature = signature.passing([Some(ReduceOp::Sum)], ReduceOp::Sum);
                 signature = signature.passing([Some(ReduceOp::Avg)], ReduceOp::Avg);
             }
-            Kind::Prod | Kind::Max | Kind::Min => signature = signature.passing([Some(combines)], combines),
-            Kind::Any | Kind::All | Kind::CountNonzero => {}
+            ReduceKind::Prod | ReduceKind::Max | ReduceKind::Min => {
+                signature = signature.passing([Some(combines)], combines)
+            }
+            ReduceKind::Any | ReduceKind::All | ReduceKind::CountNonzero => {}
         }
         let shape = self.shape(&x.shape).collect();
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
@@ -230,10 +257,10 @@ impl Op for Reduce {
         if self.exact { Accumulation::Exact } else { Accumulation::InF32 }
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (x, dtype) = (&inputs[0], at.output_dtype(0));
         let shape: SmallVec<[usize; 6]> = self.shape(x.dims()).collect();
-        let Kind::Mean(count) = self.kind else {
+        let ReduceKind::Mean(count) = self.kind else {
             return Ok(vec![fold(self.kind.fold(), x, &self.dims, &shape, dtype)?]);
         };
         let sum = fold(Fold::Sum, x, &self.dims, &shape, DType::F64)?;
@@ -242,20 +269,20 @@ impl Op for Reduce {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        let keeps = match self.kind {
-            Kind::Sum | Kind::Mean(_) => Keeps::Nothing,
-            Kind::Prod => Keeps::Inputs,
-            Kind::Max | Kind::Min => Keeps::All,
-            Kind::Any | Kind::All | Kind::CountNonzero => return Gradient::NotDifferentiable,
+        let saves = match self.kind {
+            ReduceKind::Sum | ReduceKind::Mean(_) => SaveForBackward::Nothing,
+            ReduceKind::Prod => SaveForBackward::Inputs,
+            ReduceKind::Max | ReduceKind::Min => SaveForBackward::All,
+            ReduceKind::Any | ReduceKind::All | ReduceKind::CountNonzero => return Gradient::NotDifferentiable,
         };
-        Gradient::From(keeps, Self::backward)
+        Gradient::From(saves, Self::backward)
     }
 }
 
 impl Reduce {
-    fn backward(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn backward(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(g) = &gradients[0] else { return Ok(vec![None]) };
-        // With the dimensions that were reduced, of size one.
+        // With the reduced dimensions, as size 1.
         let kept = |t: &DTensor| match self.keepdim {
             true => Ok(t.clone()),
             false => self.dims.iter().try_fold(t.clone(), |t, &d| t.unsqueeze(d as isize)),
@@ -263,25 +290,25 @@ impl Reduce {
         let shape: Vec<isize> = saved.shape(0).iter().map(|&n| n as isize).collect();
         let g = before_broadcast(self.name(), &kept(g)?, saved.layout(0))?;
         let gradient = match self.kind {
-            Kind::Prod => g.mul(&products_of_others(&saved.input(0), &self.dims)?)?,
-            Kind::Max | Kind::Min => {
-                // Equal extremes share the gradient.
+            ReduceKind::Prod => g.mul(&products_of_others(&saved.input(0), &self.dims)?)?,
+            ReduceKind::Max | ReduceKind::Min => {
+                // Equal maxima or minima share the gradient, as in PyTorch.
                 let mask = saved.input(0).eq(&kept(&saved.output(0))?)?.to_dtype(g.dtype())?;
                 let dims: Vec<isize> = self.dims.iter().map(|&d| d as isize).collect();
                 let count = if dims.is_empty() { mask.clone() } else { mask.sum(&dims, true)? };
                 g.div(&count)?.mul(&mask)?
             }
-            Kind::Mean(count) => g.div_scalar(count as f64)?.expand(&shape)?,
-            Kind::Sum => g.expand(&shape)?,
-            Kind::Any | Kind::All | Kind::CountNonzero => unreachable!("not differentiable"),
+            ReduceKind::Mean(count) => g.div_scalar(count as f64)?.expand(&shape)?,
+            ReduceKind::Sum => g.expand(&shape)?,
+            ReduceKind::Any | ReduceKind::All | ReduceKind::CountNonzero => unreachable!("not differentiable"),
         };
         Ok(vec![Some(gradient.to_dtype(saved.dtype(0))?)])
     }
 }
 
-/// A gradient that is about to be broadcast to the tensor `x`, which has as many dimensions, brought beside it while it is
-/// small: partial sums are reduced, and along axes that shard `x` it is sharded as `x` is or whole. A gradient of the larger
-/// shape that were placed in another way would have to be moved at that size.
+/// Redistributes a gradient that is about to be broadcast to the shape of `x` while it is still small: partial sums are reduced,
+/// and along axes that shard `x` it is sharded like `x` or replicated. After the broadcast a redistribution would move the
+/// larger tensor.
 #[track_caller]
 fn before_broadcast(name: &'static str, gradient: &DTensor, x: &Layout) -> Result<DTensor> {
     let own = gradient.layout();
@@ -301,25 +328,25 @@ fn before_broadcast(name: &'static str, gradient: &DTensor, x: &Layout) -> Resul
         led.chain(other).filter(|&a| placements[a].is_shard(Some(dim))).collect::<Vec<_>>()
     };
     let cuts: Vec<Vec<usize>> = (0..own.shape().len()).map(order).collect();
-    // Ragged sizes need not fit the other shards; replicas always do.
+    // Ragged sizes of `x` may not fit the other shards of the gradient; replicated always does.
     let to = Layout::from_cuts(own.mesh(), own.shape(), &placements, &cuts);
     let to = to.or_else(|_| Layout::replicated(own.mesh(), own.shape()))?;
     let site = Location::caller();
     implicitly(name, || gradient.to_layout_at(&to, site))
 }
 
-/// Per element the product of all others along some dimensions, correct also where some are zero.
+/// Per element the product of all other elements along some dimensions: the gradient of `prod`, correct for zeros too.
 ///
-/// The dimensions are multiplied one after the other, so that one that is sharded exchanges the products of its shards only.
+/// Dimensions are multiplied one after the other, so a sharded one exchanges only the products of its shards.
 #[track_caller]
 fn products_of_others(x: &DTensor, dims: &[usize]) -> Result<DTensor> {
     let mut others: Option<DTensor> = None;
-    let mut x = x.everywhere("prod")?;
+    let mut x = x.all_reduced("prod")?;
     for (i, &dim) in dims.iter().enumerate() {
         let along = x.products_before(dim)?.mul(&x.products_after(dim)?)?;
         others = Some(others.map_or(Ok(along.clone()), |others| others.mul(&along))?);
         if i + 1 < dims.len() {
-            x = reduce(&x, Kind::Prod, &[dim as isize], true)?.everywhere("prod")?;
+            x = reduce(&x, ReduceKind::Prod, &[dim as isize], true)?.all_reduced("prod")?;
         }
     }
     match others {
@@ -342,9 +369,9 @@ macro_rules! entries {
 
 pub(super) const OPS: &[OpEntry] = entries!(sum, mean, prod, amax, amin, any, all, count_nonzero);
 
-fn samples() -> Vec<Vec<Sample>> {
+fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 4] = [&[4, 6], &[5, 3], &[1, 1], &[3]];
-    let mut all: Vec<Vec<Sample>> = shapes.iter().map(|shape| vec![Sample::new(shape, DType::F64)]).collect();
-    all.push(vec![Sample::new(&[5, 2], DType::I64)]);
+    let mut all: Vec<Vec<SampleInput>> = shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::F64)]).collect();
+    all.push(vec![SampleInput::new(&[5, 2], DType::I64)]);
     all
 }

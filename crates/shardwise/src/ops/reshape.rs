@@ -1,17 +1,17 @@
-//! The same elements in another shape. Whatever the cuts, it works; and shards stay shards whenever what every rank holds
-//! can be said of the new shape too.
+//! Reshaping. Works for every sharding, and stays local whenever what each rank holds can be expressed as a sharding of the new
+//! shape.
 
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::{OpEntry, Sample};
+use super::{OpEntry, SampleInput};
 use crate::error::Result;
 use crate::layout::{Layout, Runs, TensorMeta, chunk, coordinates, ragged};
-use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::Placement;
-use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{DTensor, Keeps};
+use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
+use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::dense;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -20,7 +20,14 @@ struct Reshape {
 }
 
 impl DTensor {
-    /// The same elements in another shape; one size may be -1 and follows from the others.
+    /// Returns the same elements in another shape; one size may be -1 and is inferred.
+    ///
+    /// Local whenever each rank's elements form a shard of the new shape: splitting or merging a sharded dimension keeps the
+    /// elements where they are, as a ragged or strided shard if need be. Else elements move to the nearest such sharding, and
+    /// only if there is none is the dimension gathered. Never fails because of the sharding, unlike PyTorch's `view`.
+    ///
+    /// # Errors
+    /// If the number of elements differs.
     #[track_caller]
     pub fn reshape(&self, shape: &[isize]) -> Result<DTensor> {
         let shape = self.resolve_shape(shape)?;
@@ -30,16 +37,18 @@ impl DTensor {
         Ok(dispatch(&Reshape { shape }, &[self], Location::caller())?.swap_remove(0))
     }
 
-    /// The same as [`reshape`](Self::reshape).
+    /// The same as [`reshape`](Self::reshape). Tensors are immutable, so a copy cannot be told from a view.
     #[track_caller]
     pub fn view(&self, shape: &[isize]) -> Result<DTensor> {
         self.reshape(shape)
     }
 
-    /// Dimensions `start..=end` merged into one.
+    /// Merges dimensions `start..=end` into one.
+    ///
+    /// Communicates as [`reshape`](Self::reshape) does.
     #[track_caller]
     pub fn flatten(&self, start: isize, end: isize) -> Result<DTensor> {
-        if self.rank() == 0 {
+        if self.ndim() == 0 {
             return self.reshape(&[1]);
         }
         let (first, last) = (self.resolve_dim("flatten", start)?, self.resolve_dim("flatten", end)?);
@@ -52,7 +61,9 @@ impl DTensor {
         self.reshape(&shape)
     }
 
-    /// A dimension split into several; one size may be -1.
+    /// Splits a dimension into several; one size may be -1 and is inferred.
+    ///
+    /// Communicates as [`reshape`](Self::reshape) does.
     #[track_caller]
     pub fn unflatten(&self, dim: isize, sizes: &[isize]) -> Result<DTensor> {
         let at = self.resolve_dim("unflatten", dim)?;
@@ -99,7 +110,7 @@ impl Op for Reshape {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
         let signature = Signature::new(
-            x.shape.iter().map(|_| Shared::Free),
+            x.shape.iter().map(|_| DimSharding::Free),
             [(0..x.shape.len()).map(Some).collect()],
             [vec![None; self.shape.len()]],
         );
@@ -112,18 +123,18 @@ impl Op for Reshape {
     fn decide(&self, _: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
         let mut from = inputs[0].clone();
         if from.shape().contains(&0) {
-            let whole = from.without_axes(&cutting(&from, &(0..from.shape().len()).collect::<Vec<_>>()))?;
+            let whole = from.without_axes(&axes_sharding(&from, &(0..from.shape().len()).collect::<Vec<_>>()))?;
             let to = Layout::new(whole.mesh(), self.shape.as_slice(), whole.placements().to_vec())?;
-            return Ok(Decision { inputs: vec![Need::As(whole)], outputs: vec![to] });
+            return Ok(Decision { inputs: vec![RequiredInput::Layout(whole)], outputs: vec![to] });
         }
-        // A cut of a single index says nothing about the new shape.
+        // A shard of a dimension of size 1 has no counterpart in the new shape.
         let single: Vec<usize> = (0..from.shape().len()).filter(|&d| from.shape()[d] == 1).collect();
-        from = from.without_axes(&cutting(&from, &single))?;
+        from = from.without_axes(&axes_sharding(&from, &single))?;
         let groups = groups(from.shape(), &self.shape);
-        let mut cuts = Cuts::of(&from);
+        let mut cuts = NewSharding::of(&from);
         for group in &groups {
-            // As it lies; else in units that both shapes can be cut into; else whole.
-            let found = group.carried(&from, &self.shape).or_else(|| {
+            // In the current layout; else resharded in units that both shapes can be sharded in; else gathered.
+            let found = group.preserved(&from, &self.shape).or_else(|| {
                 let (moved, carried) = group.in_units(&from, &self.shape)?;
                 from = moved;
                 Some(carried)
@@ -131,42 +142,42 @@ impl Op for Reshape {
             match found {
                 Some(carried) => cuts.add(carried),
                 None => {
-                    let axes = cutting(&from, &group.inputs);
+                    let axes = axes_sharding(&from, &group.inputs);
                     from = from.without_axes(&axes)?;
                 }
             }
         }
         let to = cuts.layout(&from, &self.shape)?;
-        Ok(Decision { inputs: vec![Need::As(from)], outputs: vec![to] })
+        Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (shape, x) = (at.local_shape(0), dense(&inputs[0])?);
         Ok(vec![if x.elem_count() == 0 { Tensor::zeros(shape, x.dtype(), x.device())? } else { x.reshape(shape)? }])
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Nothing, |_, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        Gradient::From(SaveForBackward::Nothing, |_, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let shape: Vec<isize> = saved.shape(0).iter().map(|&n| n as isize).collect();
             Ok(vec![Some(gradient.reshape(&shape)?)])
         })
     }
 }
 
-/// The mesh axes that cut any of some dimensions.
-fn cutting(layout: &Layout, dims: &[usize]) -> Vec<usize> {
+/// The mesh axes that shard any of some dimensions.
+fn axes_sharding(layout: &Layout, dims: &[usize]) -> Vec<usize> {
     dims.iter().flat_map(|&d| layout.shard_order(d).to_vec()).collect()
 }
 
-/// Consecutive dimensions of the old and of the new shape that hold the same elements.
-struct Part {
+/// Consecutive dimensions of the old and of the new shape with the same elements.
+struct DimGroup {
     inputs: Vec<usize>,
     outputs: Vec<usize>,
 }
 
-/// The smallest such parts, in order. Dimensions of size 1 belong to none.
-fn groups(old: &[usize], new: &[usize]) -> Vec<Part> {
+/// The smallest such groups, in order. Dimensions of size 1 belong to none.
+fn groups(old: &[usize], new: &[usize]) -> Vec<DimGroup> {
     let mut parts = Vec::new();
     let (mut i, mut o) = (0, 0);
     while i < old.len() || o < new.len() {
@@ -191,27 +202,27 @@ fn groups(old: &[usize], new: &[usize]) -> Vec<Part> {
             }
         }
         let several = |range: std::ops::Range<usize>, shape: &[usize]| range.filter(|&d| shape[d] > 1).collect();
-        parts.push(Part { inputs: several(first_in..i, old), outputs: several(first_out..o, new) });
+        parts.push(DimGroup { inputs: several(first_in..i, old), outputs: several(first_out..o, new) });
     }
     parts
 }
 
-/// How some axes cut one dimension of the new shape.
-type Carried = Vec<(usize, Vec<(usize, Placement)>)>;
+/// Per sharded dimension of a group in the new shape its axes in order, with their placements.
+type GroupSharding = Vec<(usize, Vec<(usize, Placement)>)>;
 
-/// The cuts of the new shape, as they are found.
-struct Cuts {
+/// The sharding of the new shape, collected group by group.
+struct NewSharding {
     placements: Vec<Placement>,
     order: Vec<(usize, Vec<usize>)>,
 }
 
-impl Cuts {
+impl NewSharding {
     fn of(from: &Layout) -> Self {
-        let pending = |p: &Placement| if p.is_partial() { p.clone() } else { Placement::Replicate };
-        Cuts { placements: from.placements().iter().map(pending).collect(), order: Vec::new() }
+        let partial = |p: &Placement| if p.is_partial() { p.clone() } else { Placement::Replicate };
+        NewSharding { placements: from.placements().iter().map(partial).collect(), order: Vec::new() }
     }
 
-    fn add(&mut self, carried: Carried) {
+    fn add(&mut self, carried: GroupSharding) {
         for (dim, cuts) in carried {
             self.order.push((dim, cuts.iter().map(|(axis, _)| *axis).collect()));
             for (axis, placement) in cuts {
@@ -227,22 +238,22 @@ impl Cuts {
     }
 }
 
-/// A factor of a part's size that axes cut: how much each coordinate (row-major over the axes) holds of it.
-struct FactorCut {
+/// A factor of a group's size that is sharded along axes: how much of it each coordinate holds, row-major over the axes.
+struct ShardedFactor {
     factor: usize,
     axes: Vec<usize>,
     counts: Vec<usize>,
 }
 
-impl Part {
-    /// The cuts of the new dimensions with which every rank holds exactly what it holds now.
-    fn carried(&self, from: &Layout, new: &[usize]) -> Option<Carried> {
-        let axes = cutting(from, &self.inputs);
+impl DimGroup {
+    /// The sharding of the new dimensions with which every rank holds exactly what it holds now, if there is one.
+    fn preserved(&self, from: &Layout, new: &[usize]) -> Option<GroupSharding> {
+        let axes = axes_sharding(from, &self.inputs);
         if axes.is_empty() {
             return Some(Vec::new());
         }
         let carried = self.leading(from, new).or_else(|| self.by_factors(from, new))?;
-        let mut cuts = Cuts::of(from);
+        let mut cuts = NewSharding::of(from);
         cuts.add(carried.clone());
         let to = cuts.layout(from, new).ok()?;
         let held = |layout: &Layout, dims: &[usize], c: &[usize]| flat_runs(layout, dims, c);
@@ -250,8 +261,8 @@ impl Part {
         coordinates(from.mesh(), &axes).all(same).then_some(carried)
     }
 
-    /// Only the first dimension is cut, in ranges: so is the first new one, if the ranges fit.
-    fn leading(&self, from: &Layout, new: &[usize]) -> Option<Carried> {
+    /// The case that only the first dimension is sharded, in ranges: the first new one is too, if the ranges fit.
+    fn leading(&self, from: &Layout, new: &[usize]) -> Option<GroupSharding> {
         let first = self.inputs[0];
         let axes = from.shard_order(first);
         let strided = axes.iter().any(|&a| !from.placements()[a].is_contiguous());
@@ -267,15 +278,15 @@ impl Part {
         Some(vec![(self.outputs[0], ragged(from.mesh(), self.outputs[0], axes, &sizes))])
     }
 
-    /// Each old and each new dimension is a product of common factors, and axes cut such factors.
-    fn by_factors(&self, from: &Layout, new: &[usize]) -> Option<Carried> {
+    /// The case that each old and each new dimension is a product of common factors, and axes shard single factors.
+    fn by_factors(&self, from: &Layout, new: &[usize]) -> Option<GroupSharding> {
         let factors = common_factors(from.shape(), &self.inputs, new, &self.outputs)?;
         let mut cuts = Vec::new();
         let mut next = 0;
         for &dim in &self.inputs {
             let own = factors_of(&factors, next, from.shape()[dim]);
             if !from.shard_order(dim).is_empty() {
-                cuts.push(factor_cut(from, dim, &factors, own.clone())?);
+                cuts.push(sharded_factor(from, dim, &factors, own.clone())?);
             }
             next = own.end;
         }
@@ -285,7 +296,7 @@ impl Part {
             let own = factors_of(&factors, next, new[dim]);
             next = own.end;
             let mut placed = Vec::new();
-            // How many groups a later cut finds: what one rank holds of the factors before it.
+            // The split factor of a strided shard: what one rank holds of the factors before the sharded one.
             let mut before = 1;
             for factor in own.clone() {
                 let after: usize = factors[factor + 1..own.end].iter().product();
@@ -309,15 +320,15 @@ impl Part {
         Some(carried)
     }
 
-    /// The layout in which the axes that cut this part share it in units that both shapes can be cut into.
-    fn in_units(&self, from: &Layout, new: &[usize]) -> Option<(Layout, Carried)> {
+    /// A layout in which the axes that shard this group shard it in units that divide both shapes, and the new sharding.
+    fn in_units(&self, from: &Layout, new: &[usize]) -> Option<(Layout, GroupSharding)> {
         let (inside, outside) = (inner(from.shape(), &self.inputs), inner(new, &self.outputs));
         let unit = least_common_multiple(inside, outside);
         let units = from.shape()[self.inputs[0]] * inside / unit;
         if units < 2 {
             return None;
         }
-        let axes = cutting(from, &self.inputs);
+        let axes = axes_sharding(from, &self.inputs);
         let mut shares = vec![units];
         for &axis in &axes {
             let k = from.mesh().shape()[axis];
@@ -331,12 +342,12 @@ impl Part {
         }
         cuts[self.inputs[0]].clone_from(&axes);
         let moved = Layout::from_cuts(from.mesh(), from.shape(), &placements, &cuts).ok()?;
-        let carried = self.carried(&moved, new)?;
+        let carried = self.preserved(&moved, new)?;
         Some((moved, carried))
     }
 }
 
-/// The number of elements behind one index of the first of some dimensions.
+/// The number of elements per index of the first of some dimensions.
 fn inner(shape: &[usize], dims: &[usize]) -> usize {
     dims[1..].iter().map(|&d| shape[d]).product()
 }
@@ -349,7 +360,7 @@ fn least_common_multiple(a: usize, b: usize) -> usize {
     a / x * b
 }
 
-/// The factors whose products are the sizes on either side, `None` if the sizes have no such factors.
+/// Factors of which all sizes on either side are products of consecutive ones; `None` if there are none.
 fn common_factors(old: &[usize], inputs: &[usize], new: &[usize], outputs: &[usize]) -> Option<Vec<usize>> {
     let products = |shape: &[usize], dims: &[usize]| {
         let mut product = 1;
@@ -383,8 +394,8 @@ fn factors_of(factors: &[usize], start: usize, size: usize) -> std::ops::Range<u
     start..end
 }
 
-/// The cut of a dimension as a cut of one of its factors.
-fn factor_cut(from: &Layout, dim: usize, factors: &[usize], own: std::ops::Range<usize>) -> Option<FactorCut> {
+/// The sharding of a dimension as the sharding of one of its factors.
+fn sharded_factor(from: &Layout, dim: usize, factors: &[usize], own: std::ops::Range<usize>) -> Option<ShardedFactor> {
     let axes = from.shard_order(dim).to_vec();
     let strided = axes.iter().any(|&a| !from.placements()[a].is_contiguous());
     let (factor, groups) = match (&axes[..], strided) {
@@ -402,10 +413,10 @@ fn factor_cut(from: &Layout, dim: usize, factors: &[usize], own: std::ops::Range
         n.is_multiple_of(after).then_some(n / after)
     };
     let counts = coordinates(from.mesh(), &axes).map(held).collect::<Option<Vec<_>>>()?;
-    Some(FactorCut { factor, axes, counts })
+    Some(ShardedFactor { factor, axes, counts })
 }
 
-/// The row-major numbers within some consecutive dimensions that a coordinate holds, as ranges.
+/// The flat indices within some consecutive dimensions that a coordinate holds, as ranges.
 fn flat_runs(layout: &Layout, dims: &[usize], coordinate: &[usize]) -> Runs {
     let mut starts = vec![0];
     let mut flat = Runs::default();
@@ -445,7 +456,7 @@ pub(super) const OPS: &[OpEntry] = &[
     },
 ];
 
-fn samples() -> Vec<Vec<Sample>> {
+fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 6] = [&[4, 6], &[5, 3], &[2, 3, 4], &[12, 1], &[0, 2], &[6, 2, 2]];
-    shapes.iter().map(|shape| vec![Sample::new(shape, DType::I64)]).collect()
+    shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::I64)]).collect()
 }

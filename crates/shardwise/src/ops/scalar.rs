@@ -1,8 +1,8 @@
-//! Numbers as arguments of operators: compared and hashed by their bits.
+//! Numeric arguments of operators, compared and hashed by their bits: operators are keys of the decision cache.
 
 use std::hash::{Hash, Hasher};
 
-/// A number that is an argument of an operator.
+/// An f64 argument of an operator, equal to another if the bits are.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Scalar(pub(crate) f64);
 

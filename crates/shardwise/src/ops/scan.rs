@@ -1,94 +1,103 @@
-//! Running sums, products and extremes. Where the dimension is cut, every rank scans its part, and only the totals of the
-//! parts are exchanged.
+//! Cumulative sums, products, maxima and minima. If the dimension is sharded, every rank scans its shard, and only the totals of
+//! the shards are exchanged.
 
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::{OpEntry, Sample};
+use super::{OpEntry, SampleInput};
 use crate::error::Result;
 use crate::layout::{Layout, Runs, TensorMeta, coordinates};
-use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::{Placement, ReduceOp};
-use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{DTensor, Keeps, is_in_gradient};
+use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
+use crate::tensor::{DTensor, SaveForBackward, is_in_gradient};
 use shardwise_kernels::{dense, from_reals, from_wholes, reals, wholes};
 
-/// A running total along a dimension, with the index of the running extreme where there is one.
+/// A cumulative operation along a dimension; `cummax` and `cummin` also return indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Scan {
     pub(super) dim: usize,
-    pub(super) kind: Kind,
-    /// From the last element to the first; sums and products only.
+    pub(super) kind: ScanKind,
+    /// Scans from the last element to the first; sums and products only.
     pub(super) reverse: bool,
-    /// The total of what comes before an element, without the element itself; products only.
+    /// Excludes the element itself (an exclusive scan); products only.
     pub(super) exclusive: bool,
 }
 
+/// What a scan accumulates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Kind {
+pub(super) enum ScanKind {
     Sum,
     Prod,
     Max,
     Min,
 }
 
-/// The totals before a rank's part, put to its own running totals.
+/// The second half of a scan: combines the scan of a shard with the totals of the shards before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Carry(Scan);
 
 impl DTensor {
-    /// The running sum along a dimension; integers give i64.
+    /// Computes the cumulative sum along a dimension; integers give i64.
+    ///
+    /// If the dimension is sharded, ranks exchange one total per line and shard.
     #[track_caller]
     pub fn cumsum(&self, dim: isize) -> Result<DTensor> {
-        Ok(self.scan("cumsum", dim, Kind::Sum)?.swap_remove(0))
+        Ok(self.scan("cumsum", dim, ScanKind::Sum)?.swap_remove(0))
     }
 
-    /// The running product along a dimension; integers give i64.
+    /// Computes the cumulative product along a dimension; integers give i64.
+    ///
+    /// If the dimension is sharded, ranks exchange one total per line and shard. The second derivative is not supported.
     #[track_caller]
     pub fn cumprod(&self, dim: isize) -> Result<DTensor> {
-        Ok(self.scan("cumprod", dim, Kind::Prod)?.swap_remove(0))
+        Ok(self.scan("cumprod", dim, ScanKind::Prod)?.swap_remove(0))
     }
 
-    /// The running maximum along a dimension and the last index where it is; NaN wins from where it stands on.
+    /// Computes the cumulative maximum along a dimension and its last index (i64); NaN from the first NaN on.
+    ///
+    /// If the dimension is sharded, ranks exchange one maximum and index per line and shard.
     #[track_caller]
     pub fn cummax(&self, dim: isize) -> Result<(DTensor, DTensor)> {
-        pair(self.scan("cummax", dim, Kind::Max)?)
+        pair(self.scan("cummax", dim, ScanKind::Max)?)
     }
 
-    /// The running minimum along a dimension and the last index where it is; NaN wins from where it stands on.
+    /// Computes the cumulative minimum along a dimension and its last index (i64); NaN from the first NaN on.
+    ///
+    /// If the dimension is sharded, ranks exchange one minimum and index per line and shard.
     #[track_caller]
     pub fn cummin(&self, dim: isize) -> Result<(DTensor, DTensor)> {
-        pair(self.scan("cummin", dim, Kind::Min)?)
+        pair(self.scan("cummin", dim, ScanKind::Min)?)
     }
 
-    /// Per element the product of all that come before it along a dimension.
+    /// Per element the product of all elements before it along a dimension.
     #[track_caller]
     pub(super) fn products_before(&self, dim: usize) -> Result<DTensor> {
-        let op = Scan { dim, kind: Kind::Prod, reverse: false, exclusive: true };
+        let op = Scan { dim, kind: ScanKind::Prod, reverse: false, exclusive: true };
         Ok(self.scanned(op)?.swap_remove(0))
     }
 
-    /// Per element the product of all that come after it along a dimension.
+    /// Per element the product of all elements after it along a dimension.
     #[track_caller]
     pub(super) fn products_after(&self, dim: usize) -> Result<DTensor> {
-        let op = Scan { dim, kind: Kind::Prod, reverse: true, exclusive: true };
+        let op = Scan { dim, kind: ScanKind::Prod, reverse: true, exclusive: true };
         Ok(self.scanned(op)?.swap_remove(0))
     }
 
     #[track_caller]
-    fn scan(&self, name: &'static str, dim: isize, kind: Kind) -> Result<Vec<DTensor>> {
+    fn scan(&self, name: &'static str, dim: isize, kind: ScanKind) -> Result<Vec<DTensor>> {
         self.scanned(Scan { dim: self.resolve_dim(name, dim)?, kind, reverse: false, exclusive: false })
     }
 
-    /// The running totals and, for extremes, their indices.
+    /// Runs a scan; returns the cumulative values and, for maxima and minima, their indices.
     #[track_caller]
     pub(super) fn scanned(&self, op: Scan) -> Result<Vec<DTensor>> {
         let site = Location::caller();
-        // Totals that are exchanged must not be rounded before the last one is known.
-        if matches!(op.kind, Kind::Sum | Kind::Prod) && !self.layout().shard_order(op.dim).is_empty() {
+        // Totals are exchanged in a wider type, so that they are rounded once, at the end.
+        if matches!(op.kind, ScanKind::Sum | ScanKind::Prod) && !self.layout().shard_order(op.dim).is_empty() {
             let layout = self.layout();
-            // The total of one element is exact; pending terms of f32 are seen to below.
+            // The total of one element is exact. f32 partial sums are handled below.
             let exact = |c: Vec<usize>| layout.owned(op.dim, &c).len() <= 1;
             let exact = coordinates(layout.mesh(), layout.shard_order(op.dim)).all(exact);
             let wide = match self.dtype() {
@@ -101,9 +110,9 @@ impl DTensor {
                 return scanned.iter().map(|t| t.to_dtype(self.dtype())).collect();
             }
         }
-        // Pending terms of f32 are scanned and exchanged in f64, and stay pending.
+        // Terms of f32 partial sums are scanned and exchanged in f64, and stay partial.
         let terms =
-            (self.dtype() == DType::F32 && !is_in_gradient() && op.kind == Kind::Sum && self.layout().is_partial())
+            (self.dtype() == DType::F32 && !is_in_gradient() && op.kind == ScanKind::Sum && self.layout().is_partial())
                 .then(|| self.with_terms_in_f64())
                 .transpose()?;
         let mut scanned = dispatch(&op, &[terms.as_ref().unwrap_or(self)], site)?;
@@ -112,12 +121,12 @@ impl DTensor {
         } else {
             scanned = dispatch(&Carry(op), &scanned.iter().collect::<Vec<_>>(), site)?;
         }
-        let keeps = match op.kind {
-            Kind::Sum => Keeps::Nothing,
-            Kind::Prod => Keeps::Inputs,
-            Kind::Max | Kind::Min => Keeps::Outputs,
+        let saves = match op.kind {
+            ScanKind::Sum => SaveForBackward::Nothing,
+            ScanKind::Prod => SaveForBackward::Inputs,
+            ScanKind::Max | ScanKind::Min => SaveForBackward::Outputs,
         };
-        Ok(DTensor::recorded(scanned, &[self], keeps, || Box::new(op)))
+        Ok(DTensor::recorded(scanned, &[self], saves, || Box::new(op)))
     }
 }
 
@@ -126,42 +135,42 @@ fn pair(mut outputs: Vec<DTensor>) -> Result<(DTensor, DTensor)> {
     Ok((outputs.pop().expect("two outputs"), indices))
 }
 
-impl Kind {
-    /// The total of nothing, for kinds that have one.
+impl ScanKind {
+    /// The neutral element of sums and products.
     fn neutral(self) -> i8 {
-        i8::from(self == Kind::Prod)
+        i8::from(self == ScanKind::Prod)
     }
 
-    /// How many tensors tell a total: extremes have an index too.
+    /// The number of output tensors: maxima and minima have indices too.
     fn outputs(self) -> usize {
-        if matches!(self, Kind::Max | Kind::Min) { 2 } else { 1 }
+        if matches!(self, ScanKind::Max | ScanKind::Min) { 2 } else { 1 }
     }
 
     fn dtype(self, input: DType) -> DType {
         match self {
-            Kind::Sum | Kind::Prod if !input.is_float() => DType::I64,
+            ScanKind::Sum | ScanKind::Prod if !input.is_float() => DType::I64,
             _ => input,
         }
     }
 
-    /// The total after one more element, and whether the element is the new extreme.
+    /// The total after one more element, and whether that element is the new maximum or minimum.
     fn real(self, total: f64, x: f64) -> (f64, bool) {
         match self {
-            Kind::Sum => (total + x, false),
-            Kind::Prod => (total * x, false),
-            Kind::Max if total.is_nan() && !x.is_nan() || x < total => (total, false),
-            Kind::Min if total.is_nan() && !x.is_nan() || x > total => (total, false),
-            Kind::Max | Kind::Min => (x, true),
+            ScanKind::Sum => (total + x, false),
+            ScanKind::Prod => (total * x, false),
+            ScanKind::Max if total.is_nan() && !x.is_nan() || x < total => (total, false),
+            ScanKind::Min if total.is_nan() && !x.is_nan() || x > total => (total, false),
+            ScanKind::Max | ScanKind::Min => (x, true),
         }
     }
 
     fn whole(self, total: i64, x: i64) -> (i64, bool) {
         match self {
-            Kind::Sum => (total.wrapping_add(x), false),
-            Kind::Prod => (total.wrapping_mul(x), false),
-            Kind::Max if x < total => (total, false),
-            Kind::Min if x > total => (total, false),
-            Kind::Max | Kind::Min => (x, true),
+            ScanKind::Sum => (total.wrapping_add(x), false),
+            ScanKind::Prod => (total.wrapping_mul(x), false),
+            ScanKind::Max if x < total => (total, false),
+            ScanKind::Min if x > total => (total, false),
+            ScanKind::Max | ScanKind::Min => (x, true),
         }
     }
 }
@@ -169,19 +178,19 @@ impl Kind {
 impl Op for Scan {
     fn name(&self) -> &'static str {
         match self.kind {
-            Kind::Sum => "cumsum",
-            Kind::Prod => "cumprod",
-            Kind::Max => "cummax",
-            Kind::Min => "cummin",
+            ScanKind::Sum => "cumsum",
+            ScanKind::Prod => "cumprod",
+            ScanKind::Max => "cummax",
+            ScanKind::Min => "cummin",
         }
     }
 
-    /// Outputs: running totals (with their indices for extremes), and the same for the end of every part.
+    /// Outputs: the cumulative values of each shard (and their indices for maxima and minima), then the same for its last element.
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
         let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
         let all = vec![dims.clone(); 2 * self.kind.outputs()];
-        let signature = Signature::new(dims.iter().map(|_| Shared::Free), [dims.clone()], all);
+        let signature = Signature::new(dims.iter().map(|_| DimSharding::Free), [dims.clone()], all);
         let of = |dtype: DType| TensorMeta { shape: x.shape.clone(), dtype };
         let one = [of(self.kind.dtype(x.dtype)), of(DType::I64)];
         let one = &one[..self.kind.outputs()];
@@ -189,21 +198,21 @@ impl Op for Scan {
     }
 
     fn decide(&self, plan: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
-        // A running sum is linear in what it adds up, as long as it is not widened on the way.
+        // A cumulative sum is linear, so partial sums pass, unless integers are widened to i64.
         let passes = |p: &Placement| {
             let sum = matches!(p, Placement::Partial(ReduceOp::Sum | ReduceOp::Avg));
-            sum && self.kind == Kind::Sum && plan.outputs[0].dtype.is_float()
+            sum && self.kind == ScanKind::Sum && plan.outputs[0].dtype.is_float()
         };
-        let pending: Vec<usize> = (0..inputs[0].mesh().ndim())
+        let reduced: Vec<usize> = (0..inputs[0].mesh().ndim())
             .filter(|&a| inputs[0].placements()[a].is_partial() && !passes(&inputs[0].placements()[a]))
             .collect();
-        let from = inputs[0].without_axes(&pending)?.unstrided(&|dim| dim == self.dim)?;
+        let from = inputs[0].without_axes(&reduced)?.unstrided(&|dim| dim == self.dim)?;
         let (running, ends) =
             (vec![from.clone(); self.kind.outputs()], vec![totals(&from, self.dim)?; self.kind.outputs()]);
-        Ok(Decision { inputs: vec![Need::As(from)], outputs: [running, ends].concat() })
+        Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: [running, ends].concat() })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = &inputs[0];
         let first = at.input(0, self.dim).iter().next().map_or(0, |run| run.start);
         let lines = Lines::new(x.dims(), self.dim).reversed(self.reverse);
@@ -254,7 +263,7 @@ impl Op for Scan {
     }
 }
 
-/// The layout of one total per part that holds anything.
+/// The layout of one total per shard that is not empty.
 pub(super) fn totals(from: &Layout, dim: usize) -> Result<Layout> {
     let one = |runs: &Runs| runs.len().min(1);
     let axes = from.shard_order(dim);
@@ -275,7 +284,7 @@ impl Lines {
         Lines { n: dims[dim], inner: dims[dim + 1..].iter().product(), reverse: false }
     }
 
-    /// The same lines, counted from their ends if `reverse`.
+    /// These lines, indexed from their ends if `reverse`.
     pub(super) fn reversed(self, reverse: bool) -> Self {
         Lines { reverse, ..self }
     }
@@ -286,9 +295,8 @@ impl Lines {
     }
 }
 
-/// How many of the shards along `dim` of an input, of which `parts` hold anything, are scanned before the one that this
-/// rank holds.
-pub(super) fn scanned_before(at: &Place<'_>, input: usize, dim: usize, parts: usize, reverse: bool) -> usize {
+/// How many shards along `dim` of an input, of which `parts` are not empty, are scanned before the shard of this rank.
+pub(super) fn scanned_before(at: &KernelContext<'_>, input: usize, dim: usize, parts: usize, reverse: bool) -> usize {
     let Some(start) = at.input(input, dim).first() else { return 0 };
     let before = at.parts_before(input, dim, start);
     if reverse { parts.saturating_sub(1 + before) } else { before }
@@ -302,8 +310,11 @@ impl Op for Carry {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
         let count = self.0.kind.outputs();
-        let signature =
-            Signature::new(dims.iter().map(|_| Shared::Free), vec![dims.clone(); 2 * count], vec![dims.clone(); count]);
+        let signature = Signature::new(
+            dims.iter().map(|_| DimSharding::Free),
+            vec![dims.clone(); 2 * count],
+            vec![dims.clone(); count],
+        );
         Ok(OpPlan { signature, outputs: inputs[..count].to_vec() })
     }
 
@@ -311,11 +322,11 @@ impl Op for Carry {
         let (running, ends) = inputs.split_at(self.0.kind.outputs());
         let whole = ends[0].without_axes(running[0].shard_order(self.0.dim))?;
         let outputs: Vec<Layout> = running.iter().map(|&l| l.clone()).collect();
-        let needs = outputs.iter().cloned().chain(ends.iter().map(|_| whole.clone())).map(Need::As);
+        let needs = outputs.iter().cloned().chain(ends.iter().map(|_| whole.clone())).map(RequiredInput::Layout);
         Ok(Decision { inputs: needs.collect(), outputs })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let Scan { dim, kind, reverse, .. } = self.0;
         let (running, ends) = inputs.split_at(kind.outputs());
         let (x, totals) = (&running[0], &ends[0]);
@@ -373,10 +384,10 @@ pub(super) const OPS: &[OpEntry] = &[
     OpEntry { name: "cummin", samples, apply: |x| x[0].cummin(0).map(|(values, indices)| vec![values, indices]) },
 ];
 
-fn samples() -> Vec<Vec<Sample>> {
+fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 3] = [&[7, 2], &[1, 8], &[0, 2]];
-    let mut all: Vec<Vec<Sample>> = shapes.iter().map(|shape| vec![Sample::new(shape, DType::I64)]).collect();
-    all.push(vec![Sample::index(&[9, 2], 3)]);
-    all.push(vec![Sample::new(&[3, 5, 2], DType::F64)]);
+    let mut all: Vec<Vec<SampleInput>> = shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::I64)]).collect();
+    all.push(vec![SampleInput::index(&[9, 2], 3)]);
+    all.push(vec![SampleInput::new(&[3, 5, 2], DType::F64)]);
     all
 }

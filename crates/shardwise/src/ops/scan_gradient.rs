@@ -1,18 +1,18 @@
-//! Gradients of running products and running extremes. Where the dimension is sharded, ranks exchange one or two numbers
-//! per line and shard, as the scans themselves do.
+//! Gradients of cumulative operations. If the dimension is sharded, ranks exchange one or two numbers per line and shard, as the
+//! scans themselves do.
 
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::scan::{Kind, Lines, Scan, scanned_before, totals};
-use super::scatter::spread_elements;
+use super::scan::{Lines, Scan, ScanKind, scanned_before, totals};
+use super::scatter::scatter_add_elements;
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
-use crate::rule::{Decision, Need, Shared, Signature};
-use crate::tensor::{Backward, DTensor, Saved, is_recording};
+use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
+use crate::tensor::{Backward, DTensor, SavedTensors, is_recording};
 use shardwise_kernels::{dense, from_reals, from_wholes, reals, wholes};
 
 impl Backward for Scan {
@@ -20,30 +20,29 @@ impl Backward for Scan {
         Op::name(self)
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
         Ok(vec![Some(match self.kind {
-            // An element counts in every total from its own on.
-            Kind::Sum => gradient.scanned(Scan { reverse: !self.reverse, ..*self })?.swap_remove(0),
-            Kind::Prod if is_recording() => {
+            // An element is part of every total from its own on: the gradient is the reverse cumulative sum.
+            ScanKind::Sum => gradient.scanned(Scan { reverse: !self.reverse, ..*self })?.swap_remove(0),
+            ScanKind::Prod if is_recording() => {
                 let found = "the gradient of the gradient of cumprod";
                 return Err(ErrorKind::Gradient.error("gradient", found, "a first derivative", "use backward"));
             }
-            Kind::Prod => product_gradient(*self, &saved.input(0), gradient)?,
-            Kind::Max | Kind::Min => extreme_gradient(*self, saved.layout(0), &saved.output(1), gradient)?,
+            ScanKind::Prod => product_gradient(*self, &saved.input(0), gradient)?,
+            ScanKind::Max | ScanKind::Min => extreme_gradient(*self, saved.layout(0), &saved.output(1), gradient)?,
         })])
     }
 }
 
-/// The gradient with respect to `x` of its running product, with any number of zeros.
+/// The gradient of the cumulative product of `x`, correct for any number of zeros.
 ///
-/// In the order of the scan it is `p[k] * s[k]`, where `p[k]` is the product of what comes before and `s[k]` is the sum of
-/// the gradients of all totals that `x[k]` is a factor of, each times its other factors from `k` on:
-/// `s[k] = g[k] + x[k + 1] * s[k + 1]`. A total that excludes its own element has its gradient one place later:
-/// `s[k] = g[k + 1] + x[k + 1] * s[k + 1]`.
+/// In the order of the scan it is `p[k] * s[k]`: `p[k]` is the product of the elements before `k`, and `s[k]` is the sum of the
+/// gradients of all totals that contain `x[k]`, each times its other factors from `k` on: `s[k] = g[k] + x[k + 1] * s[k + 1]`.
+/// In an exclusive scan gradients are one place later: `s[k] = g[k + 1] + x[k + 1] * s[k + 1]`.
 ///
-/// What a shard passes on to the one before it is linear in what it gets from the one after it, `a + b * c`. These `a` and
-/// `b` (the product of the shard) are what ranks exchange.
+/// What a shard passes to the shard before it is linear in what it receives from the shard after it: `a + b * c`, with the
+/// product of the shard as `b`. Ranks exchange `a` and `b`.
 #[track_caller]
 pub(super) fn product_gradient(scan: Scan, x: &DTensor, gradient: &DTensor) -> Result<DTensor> {
     let site = Location::caller();
@@ -51,48 +50,49 @@ pub(super) fn product_gradient(scan: Scan, x: &DTensor, gradient: &DTensor) -> R
     Ok(dispatch(&ProductGradient(scan), &parts.iter().collect::<Vec<_>>(), site)?.swap_remove(0))
 }
 
-/// The gradient of a tensor in the layout `like`, given the indices and the gradient of its running extremes.
+/// The gradient of a tensor in the layout `like`, given the indices and the gradient of its cumulative maxima or minima.
 ///
-/// All elements of a shard whose extreme is in an earlier shard have the same one: the sum of their gradients and its index
-/// are what ranks exchange.
+/// All elements of a shard whose maximum is in an earlier shard have the same one. Ranks exchange the sum of their gradients and
+/// its index.
 #[track_caller]
 pub(super) fn extreme_gradient(scan: Scan, like: &Layout, index: &DTensor, gradient: &DTensor) -> Result<DTensor> {
-    // The scatter has a gradient of its own.
+    // A recorded backward pass uses the scatter, which is differentiable.
     if index.layout().shard_order(scan.dim).is_empty() || is_recording() {
-        return spread_elements(like, scan.dim, index, gradient);
+        return scatter_add_elements(like, scan.dim, index, gradient);
     }
     let site = Location::caller();
     let parts = dispatch(&ExtremeParts(scan), &[index, gradient], site)?;
     Ok(dispatch(&ExtremeGradient(scan), &parts.iter().collect::<Vec<_>>(), site)?.swap_remove(0))
 }
 
-/// Inputs: `x` and the gradient of its running products. Outputs: both in one layout, and per shard `a` and `b`.
+/// First half of the gradient of `cumprod`. Inputs: `x` and the gradient of the result. Outputs: both in one layout, and per shard
+/// `a` and `b` of [`product_gradient`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct ProductParts(Scan);
 
-/// Inputs: the outputs of [`ProductParts`].
+/// Second half of the gradient of `cumprod`. Inputs: the outputs of [`ProductParts`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct ProductGradient(Scan);
 
-/// Inputs: the indices of running extremes and the gradient of these. Outputs: the gradient as far as the shard itself knows
-/// it, and per shard the sum for an earlier one with the index that it is for (-1: none).
+/// First half of the gradient of `cummax` and `cummin`. Inputs: the indices and the gradient of the result. Outputs: the gradient
+/// within each shard, and per shard the sum that belongs to an earlier shard with its index (-1: none).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct ExtremeParts(Scan);
 
-/// Inputs: the outputs of [`ExtremeParts`].
+/// Second half of the gradient of `cummax` and `cummin`. Inputs: the outputs of [`ExtremeParts`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct ExtremeGradient(Scan);
 
-/// The description of a statistic: half precision is widened, so that it is rounded once, in the result.
+/// Shape and type of an exchanged statistic: half precision is widened to f32, so that the result is rounded once.
 fn statistic(of: &TensorMeta) -> TensorMeta {
     let dtype = if matches!(of.dtype, DType::F16 | DType::BF16) { DType::F32 } else { of.dtype };
     TensorMeta { shape: of.shape.clone(), dtype }
 }
 
-/// A plan in which all tensors have the same dimensions, and partial sums of the second input pass.
+/// A plan in which all tensors have the same dimensions, and a partial second input (the gradient) passes.
 fn alike(inputs: &[TensorMeta], outputs: Vec<TensorMeta>) -> OpPlan {
     let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
-    let shared = dims.iter().map(|_| Shared::Free);
+    let shared = dims.iter().map(|_| DimSharding::Free);
     let signature = Signature::new(shared, inputs.iter().map(|_| dims.clone()), outputs.iter().map(|_| dims.clone()));
     let signature = match inputs.len() {
         2 => signature.passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum),
@@ -105,13 +105,13 @@ fn alike(inputs: &[TensorMeta], outputs: Vec<TensorMeta>) -> OpPlan {
 fn aligned(plan: &OpPlan, dim: usize, inputs: &[&Layout], elem: &[usize]) -> Result<[Layout; 2]> {
     let shapes: Vec<&[usize]> = plan.outputs.iter().map(|m| m.shape.as_slice()).collect();
     let decision = plan.signature.decide(inputs, elem, &shapes)?;
-    let layout = |need: &Need| match need {
-        Need::As(layout) | Need::Boxes { from: layout, .. } => layout.unstrided(&|d| d == dim),
+    let layout = |need: &RequiredInput| match need {
+        RequiredInput::Layout(layout) | RequiredInput::Boxes { from: layout, .. } => layout.unstrided(&|d| d == dim),
     };
     Ok([layout(&decision.inputs[0])?, layout(&decision.inputs[1])?])
 }
 
-/// Shards stay where they are, and statistics of all shards along `dim` are gathered.
+/// A decision in which shards stay where they are, and the statistics of all shards along `dim` are gathered.
 fn gathering(dim: usize, shards: &[&Layout], statistics: &[&Layout], output: &Layout) -> Result<Decision> {
     let axes = output.shard_order(dim);
     let whole = statistics.iter().map(|l| l.without_axes(axes)).collect::<Result<Vec<_>>>()?;
@@ -120,8 +120,8 @@ fn gathering(dim: usize, shards: &[&Layout], statistics: &[&Layout], output: &La
 }
 
 impl ProductParts {
-    /// Goes through a line from its end, beginning with what the next shard passes on: `s` replaces the gradient, and the
-    /// result is what this shard passes on.
+    /// Walks through a line from its end, starting with what the next shard passes: replaces the gradient by `s`, and returns
+    /// what this shard passes on.
     fn walk(&self, lines: &Lines, line: usize, x: &[f64], g: &mut [f64], mut passed: f64) -> f64 {
         for j in (0..lines.n).rev() {
             let here = lines.at(line, j);
@@ -150,7 +150,7 @@ impl Op for ProductParts {
         Ok(Decision::new([x.clone(), g.clone()], [x, g, a, b]))
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (x, mut g) = (reals(&inputs[0])?, reals(&inputs[1])?);
         let lines = Lines::new(inputs[0].dims(), self.0.dim).reversed(self.0.reverse);
         let mut shape = inputs[0].dims().to_vec();
@@ -163,7 +163,7 @@ impl Op for ProductParts {
         Ok(vec![inputs[0].clone(), inputs[1].clone(), a, b])
     }
 
-    /// Part of a gradient, whose own gradient is refused.
+    /// Part of a backward pass; the second derivative is refused in `Scan::run`.
     fn gradient(&self) -> Gradient<Self> {
         Gradient::NotDifferentiable
     }
@@ -182,7 +182,7 @@ impl Op for ProductGradient {
         gathering(self.0.dim, &inputs[..2], &inputs[2..], inputs[1])
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let Scan { dim, reverse, .. } = self.0;
         let (x, mut g) = (reals(&inputs[0])?, reals(&inputs[1])?);
         let (a, b) = (reals(&inputs[2])?, reals(&inputs[3])?);
@@ -205,7 +205,7 @@ impl Op for ProductGradient {
         Ok(vec![from_reals(g, inputs[0].dims(), inputs[1].dtype())?])
     }
 
-    /// Part of a gradient, whose own gradient is refused.
+    /// Part of a backward pass; the second derivative is refused in `Scan::run`.
     fn gradient(&self) -> Gradient<Self> {
         Gradient::NotDifferentiable
     }
@@ -226,7 +226,7 @@ impl Op for ExtremeParts {
         Ok(Decision::new([index, g.clone()], [g, sums, places]))
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (index, g) = (wholes(&dense(&inputs[0])?)?, reals(&inputs[1])?);
         let first = at.input(0, self.0.dim).first().unwrap_or(0) as i64;
         let lines = Lines::new(inputs[0].dims(), self.0.dim);
@@ -267,7 +267,7 @@ impl Op for ExtremeGradient {
         gathering(self.0.dim, &inputs[..1], &inputs[1..], inputs[0])
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (mut own, sums) = (reals(&inputs[0])?, reals(&inputs[1])?);
         let places = wholes(&dense(&inputs[2])?)?;
         let first = at.input(0, self.0.dim).first().unwrap_or(0) as i64;

@@ -1,5 +1,5 @@
-//! Elements and slices written to places that an index names. A rank writes what falls into its part; where the sources
-//! are cut instead, the parts are a pending sum.
+//! Scatters: writing or adding elements and slices at given indices. A rank writes what falls into its own shard; if the source
+//! is sharded instead, the result of an addition is `Partial(Sum)`.
 
 use std::num::Wrapping;
 use std::ops::AddAssign;
@@ -7,35 +7,38 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor, WithDType};
 
-use super::indices::{places, wrapped};
-use super::{OpEntry, Sample};
+use super::indices::{local_positions, wrapped};
+use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
-use crate::op::{Gradient, Op, OpPlan, Place, dispatch, name_call};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
 use crate::placement::{Placement, ReduceOp};
-use crate::rule::{Decision, Shared, Signature};
-use crate::tensor::{DTensor, Keeps};
+use crate::rule::{Decision, DimSharding, Signature};
+use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::{NOWHERE, Numbers, dense, wholes, with_type};
 
-/// A copy of `x` with elements of `source` at the places that `index` names along a dimension.
+/// Copies `x` with elements of `source` written at `index` along a dimension. Inputs: `x`, `index`, `source`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Scatter {
     dim: usize,
 }
 
-/// Zeros, with elements of a source added at the places that an index names along a dimension of a given size.
+/// Adds elements of a source to zeros, at an index along a dimension of a given size. Inputs: `index`, `source`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Spread {
+struct ScatterAdd {
     dim: usize,
     size: usize,
-    /// The index is a vector, and names slices.
+    /// Whether the index is a vector of slices (`index_add`), not of elements (`scatter_add`).
     slices: bool,
-    /// How the dimension shall be cut along axes that leave it free.
+    /// How the result is sharded along axes that the source does not determine.
     like: Layout,
 }
 
 impl DTensor {
-    /// A copy with elements of `source` at the places that `index` names along a dimension; places are distinct.
+    /// Returns a copy with elements of `source` written at `index` along a dimension: `out[index[i][j]][j] = source[i][j]`.
+    ///
+    /// Indices must be distinct; otherwise it is unspecified which element is written. If `dim` is sharded, `index` and `source`
+    /// are gathered along its axes, and this tensor keeps its layout.
     #[track_caller]
     pub fn scatter(&self, dim: isize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
         let op = Scatter { dim: self.resolve_dim("scatter", dim)? };
@@ -43,28 +46,34 @@ impl DTensor {
         Ok(dispatch(&op, &[self, index, &source], Location::caller())?.swap_remove(0))
     }
 
-    /// A copy with elements of `source` added at the places that `index` names along a dimension.
+    /// Returns a copy with elements of `source` added at `index` along a dimension: `out[index[i][j]][j] += source[i][j]`.
+    ///
+    /// A sharded source smaller than this tensor is gathered; a larger one gives a partial sum, which is reduced.
     #[track_caller]
     pub fn scatter_add(&self, dim: isize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
         let at = self.resolve_dim("scatter_add", dim)?;
         let site = Location::caller();
         check_sizes("scatter_add", at, self.shape(), index.shape(), source.shape())
             .map_err(|e| name_call(e, "scatter_add", &[self, index, source], site))?;
-        self.add(&spread_elements(self.layout(), at, index, &source.to_dtype(self.dtype())?)?)
+        self.add(&scatter_add_elements(self.layout(), at, index, &source.to_dtype(self.dtype())?)?)
     }
 
-    /// A copy with slices of `source` added at the places that a vector of indices names along a dimension.
+    /// Returns a copy with slices of `source` added at a vector of indices along a dimension.
+    ///
+    /// Communicates as [`scatter_add`](Self::scatter_add) does.
     #[track_caller]
     pub fn index_add(&self, dim: isize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
         let at = self.resolve_dim("index_add", dim)?;
-        self.add(&spread_slices(self.layout(), at, index, &source.to_dtype(self.dtype())?)?)
+        self.add(&scatter_add_slices(self.layout(), at, index, &source.to_dtype(self.dtype())?)?)
     }
 
-    /// A copy in which the elements that indices of the first dimensions name are those of `values`, or have them added.
-    /// The indices broadcast; `values` has their shape, followed by the dimensions that no index names.
+    /// Returns a copy with `values` written at indices of the first dimensions, or added if `accumulate`.
+    ///
+    /// The indices broadcast, and negative ones count from the end; `values` has their shape, followed by the dimensions without
+    /// index. Communicates as [`scatter`](Self::scatter) and [`index_add`](Self::index_add) do.
     #[track_caller]
     pub fn index_put(&self, indices: &[&DTensor], values: &DTensor, accumulate: bool) -> Result<DTensor> {
-        if indices.is_empty() || indices.len() > self.rank() {
+        if indices.is_empty() || indices.len() > self.ndim() {
             return Err(self.bad_dims("index_put", &[], "one index per leading dimension"));
         }
         let (named, rest) = self.shape().split_at(indices.len());
@@ -98,19 +107,19 @@ impl DTensor {
     }
 }
 
-/// Zeros that lie as wished, with slices of `source` added at the places that a vector of indices names along `dim`.
+/// Adds slices of `source` to zeros in the shape and, where possible, the layout `like`, at a vector of indices along `dim`.
 #[track_caller]
-pub(super) fn spread_slices(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
+pub(super) fn scatter_add_slices(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
     check_mesh("index_add", like, index)?;
-    let op = Spread { dim, size: like.shape()[dim], slices: true, like: like.settled() };
+    let op = ScatterAdd { dim, size: like.shape()[dim], slices: true, like: like.settled() };
     Ok(dispatch(&op, &[index, source], Location::caller())?.swap_remove(0))
 }
 
-/// Zeros that lie as wished, with elements of `source` added at the places that `index` names along `dim`.
+/// Adds elements of `source` to zeros in the shape and, where possible, the layout `like`, at `index` along `dim`.
 #[track_caller]
-pub(super) fn spread_elements(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
+pub(super) fn scatter_add_elements(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
     check_mesh("scatter_add", like, index)?;
-    let op = Spread { dim, size: like.shape()[dim], slices: false, like: like.settled() };
+    let op = ScatterAdd { dim, size: like.shape()[dim], slices: false, like: like.settled() };
     padded(&dispatch(&op, &[index, source], Location::caller())?.swap_remove(0), like.shape())
 }
 
@@ -122,17 +131,17 @@ fn check_mesh(name: &str, like: &Layout, index: &DTensor) -> Result<()> {
     Err(ErrorKind::Operands.error("operands", found, "tensors on one mesh", "move the tensors first"))
 }
 
-/// With zeros behind every dimension, up to a shape.
+/// Pads with zeros at the end of every dimension, up to a shape.
 #[track_caller]
 fn padded(x: &DTensor, shape: &[usize]) -> Result<DTensor> {
     let missing = |d: usize| (0, shape[d] - x.shape()[d]);
-    x.pad(&(0..x.rank()).rev().map(missing).collect::<Vec<_>>(), 0.0)
+    x.pad(&(0..x.ndim()).rev().map(missing).collect::<Vec<_>>(), 0.0)
 }
 
-/// The beginning of every dimension but one, as long as in a shape.
+/// Narrows every dimension but one to the size in a shape.
 #[track_caller]
 fn narrowed(x: &DTensor, dim: usize, shape: &[usize]) -> Result<DTensor> {
-    let mut others = (0..x.rank()).filter(|&d| d != dim);
+    let mut others = (0..x.ndim()).filter(|&d| d != dim);
     others.try_fold(x.clone(), |x, d| x.narrow(d as isize, 0, shape[d]))
 }
 
@@ -140,7 +149,7 @@ fn whole(like: &DTensor) -> Vec<Placement> {
     vec![Placement::Replicate; like.placements().len()]
 }
 
-/// An error unless `source` has an element for every place of `index`, which lies inside `x` but along `dim`.
+/// Fails unless `source` has an element for every element of `index`, and `index` is no longer than `x` in any dimension but `dim`.
 fn check_sizes(name: &str, dim: usize, x: &[usize], index: &[usize], source: &[usize]) -> Result<()> {
     let inside = |d: usize| index[d] <= source[d] && (d == dim || index[d] <= x[d]);
     if index.len() == x.len() && source.len() == x.len() && (0..x.len()).all(inside) {
@@ -180,7 +189,7 @@ impl Op for Scatter {
         let ndim = x.shape.len();
         let of_x: Vec<Option<usize>> = (0..ndim).map(|d| if d == self.dim { Some(d) } else { aligned(d) }).collect();
         let of_index: Vec<Option<usize>> = (0..ndim).map(aligned).collect();
-        let shared = (0..ndim).map(|_| Shared::Free);
+        let shared = (0..ndim).map(|_| DimSharding::Free);
         let mut signature = Signature::new(shared, [of_x.clone(), of_index.clone(), of_index], [of_x]);
         for op in ReduceOp::ALL {
             signature = signature.passing([Some(op), None, Some(op)], op);
@@ -188,9 +197,9 @@ impl Op for Scatter {
         Ok(OpPlan { signature, outputs: vec![x.clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let [x, index, source] = inputs else { unreachable!("three inputs") };
-        let places = places("scatter", &wholes(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
+        let places = local_positions("scatter", &wholes(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
         let x = dense(x)?;
         let (targets, sources) = (Numbers::new(x.dims(), self.dim, index.dims()), used(source, index.dims())?);
         if x.elem_count() == 0 || sources.elem_count() == 0 {
@@ -207,32 +216,36 @@ impl Op for Scatter {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Input(1), |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        Gradient::From(SaveForBackward::Input(1), |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let (dim, index) = (op.dim as isize, saved.input(1));
             let covered = || {
                 let zeros = DTensor::zeros(index.shape(), gradient.dtype(), gradient.device_mesh(), whole(gradient))?;
                 gradient.scatter(dim, &index, &zeros)
             };
             let source = || padded(&narrowed(gradient, op.dim, index.shape())?.gather(dim, &index)?, saved.shape(2));
-            Ok(vec![saved.wants(0).then(covered).transpose()?, None, saved.wants(2).then(source).transpose()?])
+            Ok(vec![
+                saved.needs_input_grad(0).then(covered).transpose()?,
+                None,
+                saved.needs_input_grad(2).then(source).transpose()?,
+            ])
         })
     }
 }
 
-/// Where the elements of a source are added.
-struct Spreading<'a> {
+/// Where the elements of a source are added in the local tensor of the result.
+struct AddTargets<'a> {
     places: &'a [usize],
     numbers: &'a Numbers,
-    /// Places are those of slices, of which there are `n` side by side with `inner` elements each.
+    /// Whether `places` are those of slices: `n` of them, each of `inner` consecutive elements.
     slices: bool,
     n: usize,
     inner: usize,
-    /// How many places the rank holds.
+    /// The size of the local shard along the dimension.
     held: usize,
 }
 
-impl Spreading<'_> {
+impl AddTargets<'_> {
     fn add<T: Copy + AddAssign>(&self, mut values: Vec<T>, sources: &[T]) -> Vec<T> {
         if self.slices {
             for (i, slice) in sources.chunks_exact(self.inner).enumerate() {
@@ -251,15 +264,15 @@ impl Spreading<'_> {
     }
 }
 
-/// The part of a source that an index of this shape uses.
+/// Narrows a source to the shape of the index.
 fn used(source: &Tensor, shape: &[usize]) -> Result<Tensor> {
     let narrow = |t: Tensor, (dim, &n): (usize, &usize)| t.narrow(dim, 0, n);
     Ok(dense(&shape.iter().enumerate().try_fold(source.clone(), narrow)?)?)
 }
 
-impl Spread {
-    /// The layout that suits a source where the result is sharded: whole along axes that shard the dimension that is written
-    /// to, and sharded as the result along other dimensions of the same size.
+impl ScatterAdd {
+    /// The layout in which a source can be added to the sharded result locally: replicated along axes that shard the indexed
+    /// dimension, and sharded like the result on other dimensions of the same size.
     fn beside(&self, source: &Layout) -> Result<Layout> {
         let placement = |axis: usize| match (&source.placements()[axis], &self.like.placements()[axis]) {
             (Placement::Replicate, _) => Placement::Replicate,
@@ -273,13 +286,13 @@ impl Spread {
         if placements == source.placements() {
             return Ok(source.clone());
         }
-        // Ragged sizes need not fit other shards.
+        // Ragged sizes of the result may not fit the other shards of the source.
         Layout::new(source.mesh(), source.shape(), placements)
             .or_else(|_| source.without_axes(self.like.shard_order(self.dim)))
     }
 }
 
-impl Op for Spread {
+impl Op for ScatterAdd {
     fn name(&self) -> &'static str {
         if self.slices { "index_add" } else { "scatter_add" }
     }
@@ -306,12 +319,13 @@ impl Op for Spread {
                 ));
             }
         }
-        // A source that is longer than the index is not cut alike.
+        // A dimension in which the source is longer than the index cannot be sharded: local shards would not line up.
         let aligned = |d: usize| self.slices || index.shape[d] == source.shape[d];
         let of_source: Vec<Option<usize>> = (0..ndim).map(|d| aligned(d).then_some(d)).collect();
         let of_index = if self.slices { vec![Some(self.dim)] } else { of_source.clone() };
         let output: Vec<Option<usize>> = (0..ndim).map(|d| of_source[d].filter(|_| d != self.dim)).collect();
-        let shared = (0..ndim).map(|d| if d == self.dim { Shared::Reduces(ReduceOp::Sum) } else { Shared::Free });
+        let shared =
+            (0..ndim).map(|d| if d == self.dim { DimSharding::Reduces(ReduceOp::Sum) } else { DimSharding::Free });
         let signature = Signature::new(shared, [of_index, of_source], [output])
             .passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum)
             .passing([None, Some(ReduceOp::Avg)], ReduceOp::Avg);
@@ -320,8 +334,8 @@ impl Op for Spread {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: source.dtype }] })
     }
 
-    /// In the layout of the sources; and along axes where they are whole, the dimension that is written to is sharded as
-    /// wished. Sources smaller than the result are gathered for that: a partial sum would be reduced at its size.
+    /// The layout of the sources decides; along axes where they are replicated, the indexed dimension is sharded as in `like`.
+    /// Sources smaller than the result are gathered for that, because reducing a partial sum would move the larger result.
     fn decide(&self, plan: &OpPlan, inputs: &[&Layout], elem: &[usize]) -> Result<Decision> {
         let bytes = |shape: &[usize], elem: usize| shape.iter().product::<usize>() * elem;
         let sources: usize = inputs.iter().zip(elem).map(|(l, &elem)| bytes(l.shape(), elem)).sum();
@@ -332,11 +346,11 @@ impl Op for Spread {
         let given: Vec<&Layout> = given.iter().collect();
         let mut decision = plan.signature.decide(&given, elem, &[&plan.outputs[0].shape])?;
         let output = &decision.outputs[0];
-        let wished = |axis: &usize| {
+        let shardable = |axis: &usize| {
             let free = output.placements()[*axis].is_replicate();
             free && self.like.placements()[*axis].chunk_dim() == Some(self.dim)
         };
-        let axes: Vec<usize> = self.like.shard_order(self.dim).iter().copied().filter(wished).collect();
+        let axes: Vec<usize> = self.like.shard_order(self.dim).iter().copied().filter(shardable).collect();
         let (mut placements, mut cuts) = (output.placements().to_vec(), output.cuts());
         for &axis in &axes {
             placements[axis] = Placement::Shard(self.dim as isize);
@@ -346,10 +360,10 @@ impl Op for Spread {
         Ok(decision)
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (index, source) = (&inputs[0], &inputs[1]);
         let held = at.output(0, self.dim);
-        let places = places(self.name(), &wholes(index)?, self.size, &held)?;
+        let places = local_positions(self.name(), &wholes(index)?, self.size, &held)?;
         let source = if self.slices { dense(source)? } else { used(source, index.dims())? };
         let mut shape = source.dims().to_vec();
         shape[self.dim] = held.len();
@@ -367,16 +381,17 @@ impl Op for Spread {
             other => other,
         };
         let source = source.to_dtype(work)?;
-        let spread = Spreading { places: &places, numbers: &numbers, slices: self.slices, n, inner, held: held.len() };
+        let targets =
+            AddTargets { places: &places, numbers: &numbers, slices: self.slices, n, inner, held: held.len() };
         let count = zeros.elem_count();
         let sum = if work == DType::I64 {
             let sources: Vec<Wrapping<i64>> = source.flatten_all()?.to_vec1()?.into_iter().map(Wrapping).collect();
-            let values = spread.add(vec![Wrapping(0); count], &sources).into_iter().map(|v| v.0).collect::<Vec<_>>();
+            let values = targets.add(vec![Wrapping(0); count], &sources).into_iter().map(|v| v.0).collect::<Vec<_>>();
             Tensor::from_vec(values, shape.as_slice(), zeros.device())?
         } else {
             with_type!(work, T => {
                 let sources: Vec<T> = source.flatten_all()?.to_vec1()?;
-                let values = spread.add(vec![T::from_f64(0.0); count], &sources);
+                let values = targets.add(vec![T::from_f64(0.0); count], &sources);
                 Tensor::from_vec(values, shape.as_slice(), zeros.device())?
             }, otherwise unreachable!("tensors of a mesh have served types"))
         };
@@ -384,8 +399,8 @@ impl Op for Spread {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Input(0), |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        Gradient::From(SaveForBackward::Input(0), |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let (dim, index) = (op.dim as isize, saved.input(0));
             let source = match op.slices {
                 true => gradient.index_select(dim, &index)?,
@@ -414,38 +429,50 @@ pub(super) const OPS: &[OpEntry] = &[
     },
 ];
 
-/// An index that names every row once, in reverse, as long as the source.
+/// An index with every row of the source once, in reverse.
 fn distinct_rows(source: &DTensor) -> Result<DTensor> {
     let n = source.shape()[0];
     let whole = vec![Placement::Replicate; source.placements().len()];
-    let rows = DTensor::arange(0.0, n as f64, 1.0, DType::I64, source.device_mesh(), whole)?;
+    let rows = DTensor::arange(0.0..n as f64, DType::I64, source.device_mesh(), whole)?;
     let rows = rows.mul_scalar(-1.0)?.add_scalar(n as f64)?;
     rows.unsqueeze(1)?.expand(&[n as isize, source.shape()[1] as isize])
 }
 
-fn distinct() -> Vec<Vec<Sample>> {
+fn distinct() -> Vec<Vec<SampleInput>> {
     vec![
-        vec![Sample::new(&[5, 3], DType::I64), Sample::new(&[4, 3], DType::I64)],
-        vec![Sample::new(&[4, 3], DType::F64), Sample::new(&[2, 2], DType::F64)],
+        vec![SampleInput::new(&[5, 3], DType::I64), SampleInput::new(&[4, 3], DType::I64)],
+        vec![SampleInput::new(&[4, 3], DType::F64), SampleInput::new(&[2, 2], DType::F64)],
     ]
 }
 
-fn scattered() -> Vec<Vec<Sample>> {
+fn scattered() -> Vec<Vec<SampleInput>> {
     vec![
-        vec![Sample::new(&[5, 3], DType::I64), Sample::index(&[4, 3], 5), Sample::new(&[4, 3], DType::I64)],
-        vec![Sample::new(&[2, 4], DType::F64), Sample::index(&[3, 2], 2), Sample::new(&[3, 3], DType::F64)],
+        vec![
+            SampleInput::new(&[5, 3], DType::I64),
+            SampleInput::index(&[4, 3], 5),
+            SampleInput::new(&[4, 3], DType::I64),
+        ],
+        vec![
+            SampleInput::new(&[2, 4], DType::F64),
+            SampleInput::index(&[3, 2], 2),
+            SampleInput::new(&[3, 3], DType::F64),
+        ],
     ]
 }
 
-fn slices() -> Vec<Vec<Sample>> {
-    vec![vec![Sample::new(&[5, 3], DType::I64), Sample::index(&[4], 5), Sample::new(&[4, 3], DType::I64)]]
-}
-
-fn puts() -> Vec<Vec<Sample>> {
+fn slices() -> Vec<Vec<SampleInput>> {
     vec![vec![
-        Sample::new(&[4, 3], DType::I64),
-        Sample::index(&[2], 3),
-        Sample::new(&[2, 3], DType::I64),
-        Sample::new(&[2], DType::I64),
+        SampleInput::new(&[5, 3], DType::I64),
+        SampleInput::index(&[4], 5),
+        SampleInput::new(&[4, 3], DType::I64),
+    ]]
+}
+
+fn puts() -> Vec<Vec<SampleInput>> {
+    vec![vec![
+        SampleInput::new(&[4, 3], DType::I64),
+        SampleInput::index(&[2], 3),
+        SampleInput::new(&[2, 3], DType::I64),
+        SampleInput::new(&[2], DType::I64),
     ]]
 }

@@ -4,23 +4,23 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::{OpEntry, Sample, dtype};
+use super::{OpEntry, SampleInput, dtype};
 use crate::comm::implicitly;
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
-use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
-use crate::rule::{Shared, Signature};
-use crate::tensor::{DTensor, Keeps};
+use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::rule::{DimSharding, Signature};
+use crate::tensor::{DTensor, SaveForBackward};
 
 /// The tensor itself without pending reductions, for operators that need it more than once.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Settle {
+struct ReducePartials {
     name: &'static str,
     /// Dimensions that shall not be cut for it.
     dims: Vec<usize>,
 }
 
-impl Op for Settle {
+impl Op for ReducePartials {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -31,18 +31,19 @@ impl Op for Settle {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
-        let shared = (0..dims.len()).map(|d| if self.dims.contains(&d) { Shared::Never } else { Shared::Free });
+        let shared =
+            (0..dims.len()).map(|d| if self.dims.contains(&d) { DimSharding::Never } else { DimSharding::Free });
         let signature = Signature::new(shared, [dims.clone()], [dims]);
         Ok(OpPlan { signature, outputs: vec![inputs[0].clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         Ok(inputs.to_vec())
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Nothing, |_, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+        Gradient::From(SaveForBackward::Nothing, |_, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             Ok(vec![Some(gradient.clone())])
         })
     }
@@ -51,19 +52,19 @@ impl Op for Settle {
 impl DTensor {
     /// The tensor without pending reductions, brought about as is best for an operator along some dimensions.
     #[track_caller]
-    pub(super) fn settle(&self, name: &'static str, dims: &[isize]) -> Result<DTensor> {
+    pub(super) fn without_partials(&self, name: &'static str, dims: &[isize]) -> Result<DTensor> {
         // A dimension that there is not shall be found here, not by a part of the operator.
         let dims = dims.iter().map(|&d| self.resolve_dim(name, d)).collect::<Result<_>>()?;
         if !self.layout().is_partial() {
             return Ok(self.clone());
         }
-        Ok(dispatch(&Settle { name, dims }, &[self], Location::caller())?.swap_remove(0))
+        Ok(dispatch(&ReducePartials { name, dims }, &[self], Location::caller())?.swap_remove(0))
     }
 
     /// The tensor with its pending reductions carried out for all ranks at once, for results that all of them use again on
     /// the way back.
     #[track_caller]
-    pub(super) fn everywhere(&self, name: &'static str) -> Result<DTensor> {
+    pub(super) fn all_reduced(&self, name: &'static str) -> Result<DTensor> {
         let site = Location::caller();
         implicitly(name, || self.reduced(site))
     }
@@ -79,7 +80,7 @@ impl DTensor {
     }
 
     /// The type of a result that this tensor, a weight and a bias have a part in.
-    fn meeting_type(&self, weight: Option<&DTensor>, bias: Option<&DTensor>) -> DType {
+    fn promoted_type(&self, weight: Option<&DTensor>, bias: Option<&DTensor>) -> DType {
         [weight, bias].into_iter().flatten().fold(self.dtype(), |dtype, t| dtype::promote(dtype, t.dtype()))
     }
 
@@ -87,12 +88,12 @@ impl DTensor {
     #[track_caller]
     pub fn softmax(&self, dim: isize) -> Result<DTensor> {
         if self.elem_count() == 0 {
-            return self.settle("softmax", &[dim]);
+            return self.without_partials("softmax", &[dim]);
         }
-        if self.has_rows(dim) {
+        if self.holds_whole_rows(dim) {
             return self.softmax_rows();
         }
-        let x = self.settle("softmax", &[dim])?;
+        let x = self.without_partials("softmax", &[dim])?;
         if let Some(wide) = x.widened()? {
             return wide.softmax(dim)?.to_dtype(self.dtype());
         }
@@ -104,12 +105,12 @@ impl DTensor {
     #[track_caller]
     pub fn log_softmax(&self, dim: isize) -> Result<DTensor> {
         if self.elem_count() == 0 {
-            return self.settle("log_softmax", &[dim]);
+            return self.without_partials("log_softmax", &[dim]);
         }
-        if self.has_rows(dim) {
+        if self.holds_whole_rows(dim) {
             return self.log_softmax_rows();
         }
-        let x = self.settle("log_softmax", &[dim])?;
+        let x = self.without_partials("log_softmax", &[dim])?;
         if let Some(wide) = x.widened()? {
             return wide.log_softmax(dim)?.to_dtype(self.dtype());
         }
@@ -122,12 +123,12 @@ impl DTensor {
     pub fn logsumexp(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
         if let [dim] = dims
             && self.elem_count() > 0
-            && self.has_rows(*dim)
+            && self.holds_whole_rows(*dim)
         {
             let kept = self.logsumexp_rows()?;
             return if keepdim { Ok(kept) } else { kept.squeeze(Some(-1)) };
         }
-        let x = self.settle("logsumexp", dims)?;
+        let x = self.without_partials("logsumexp", dims)?;
         if let Some(wide) = x.widened()? {
             return wide.logsumexp(dims, keepdim)?.to_dtype(self.dtype());
         }
@@ -136,8 +137,8 @@ impl DTensor {
         }
         // The result does not depend on the shift, so that no gradient goes through it. An infinite one would turn
         // everything into not-a-number.
-        let shift = x.detach().amax(dims, true)?.everywhere("logsumexp")?.nan_to_num(f64::NAN, 0.0, 0.0)?;
-        let sum = x.sub(&shift)?.exp()?.sum_of_positive(dims)?.everywhere("logsumexp")?;
+        let shift = x.detach().amax(dims, true)?.all_reduced("logsumexp")?.nan_to_num(f64::NAN, 0.0, 0.0)?;
+        let sum = x.sub(&shift)?.exp()?.sum_of_positive(dims)?.all_reduced("logsumexp")?;
         let kept = sum.log()?.add(&shift)?;
         if keepdim {
             return Ok(kept);
@@ -148,7 +149,7 @@ impl DTensor {
     /// The variance over some dimensions (all for none named), with divisor `n - correction`.
     #[track_caller]
     pub fn var(&self, dims: &[isize], correction: f64, keepdim: bool) -> Result<DTensor> {
-        let x = self.settle("var", dims)?;
+        let x = self.without_partials("var", dims)?;
         if let Some(wide) = x.widened()? {
             return wide.var(dims, correction, keepdim)?.to_dtype(self.dtype());
         }
@@ -161,7 +162,7 @@ impl DTensor {
     /// The standard deviation over some dimensions (all for none named), with divisor `n - correction`.
     #[track_caller]
     pub fn std(&self, dims: &[isize], correction: f64, keepdim: bool) -> Result<DTensor> {
-        let x = self.settle("std", dims)?;
+        let x = self.without_partials("std", dims)?;
         match x.widened()? {
             Some(wide) => wide.var(dims, correction, keepdim)?.root(2.0)?.to_dtype(self.dtype()),
             None => x.var(dims, correction, keepdim)?.root(2.0),
@@ -195,7 +196,7 @@ impl DTensor {
         if !self.has_gradient() {
             return root(self);
         }
-        let x = self.settle("norm", &[])?;
+        let x = self.without_partials("norm", &[])?;
         let zero = x.zeros_like()?;
         let flat = x.eq(&zero)?;
         flat.where_cond(&zero, &root(&flat.where_cond(&x.ones_like()?, &x)?)?)
@@ -216,9 +217,9 @@ impl DTensor {
         {
             return Ok(normal);
         }
-        let x = self.settle("layer_norm", &last)?;
+        let x = self.without_partials("layer_norm", &last)?;
         if let Some(wide) = x.widened()? {
-            return wide.layer_norm(dims, weight, bias, eps)?.to_dtype(self.meeting_type(weight, bias));
+            return wide.layer_norm(dims, weight, bias, eps)?.to_dtype(self.promoted_type(weight, bias));
         }
         let centred = x.sub(&x.mean(&last, true)?)?;
         let variance = centred.square()?.mean(&last, true)?;
@@ -236,9 +237,9 @@ impl DTensor {
         {
             return Ok(normal);
         }
-        let x = self.settle("rms_norm", &last)?;
+        let x = self.without_partials("rms_norm", &last)?;
         if let Some(wide) = x.widened()? {
-            return wide.rms_norm(dims, weight, eps)?.to_dtype(self.meeting_type(weight, None));
+            return wide.rms_norm(dims, weight, eps)?.to_dtype(self.promoted_type(weight, None));
         }
         let normal = x.mul(&x.square()?.mean(&last, true)?.add_scalar(eps)?.rsqrt()?)?;
         weight.map_or(Ok(normal.clone()), |w| normal.mul(w))
@@ -253,7 +254,7 @@ impl DTensor {
         bias: Option<&DTensor>,
         eps: f64,
     ) -> Result<DTensor> {
-        if self.rank() < 2 || groups == 0 || !self.shape()[1].is_multiple_of(groups) {
+        if self.ndim() < 2 || groups == 0 || !self.shape()[1].is_multiple_of(groups) {
             let found = format!("{groups} groups in group_norm of {}", self.layout());
             return Err(ErrorKind::Argument.error(
                 "groups",
@@ -263,11 +264,11 @@ impl DTensor {
             ));
         }
         if let Some(wide) = self.widened()? {
-            return wide.group_norm(groups, weight, bias, eps)?.to_dtype(self.meeting_type(weight, bias));
+            return wide.group_norm(groups, weight, bias, eps)?.to_dtype(self.promoted_type(weight, bias));
         }
         let signed = |dims: &[usize]| dims.iter().map(|&n| n as isize).collect::<Vec<_>>();
         let apart = self.unflatten(1, &[groups as isize, (self.shape()[1] / groups) as isize])?;
-        let normal = apart.layer_norm(apart.rank() - 2, None, None, eps)?.reshape(&signed(self.shape()))?;
+        let normal = apart.layer_norm(apart.ndim() - 2, None, None, eps)?.reshape(&signed(self.shape()))?;
         normal.per_channel(weight, bias)
     }
 
@@ -282,7 +283,7 @@ impl DTensor {
         eps: f64,
     ) -> Result<DTensor> {
         if let Some(wide) = self.widened()? {
-            return wide.batch_norm(statistics, weight, bias, eps)?.to_dtype(self.meeting_type(weight, bias));
+            return wide.batch_norm(statistics, weight, bias, eps)?.to_dtype(self.promoted_type(weight, bias));
         }
         let own;
         let (mean, variance) = match statistics {
@@ -305,17 +306,17 @@ impl DTensor {
 
     #[track_caller]
     fn channel_statistics(&self, name: &'static str, correction: f64) -> Result<(DTensor, DTensor)> {
-        if self.rank() < 2 {
+        if self.ndim() < 2 {
             return Err(self.bad_dims(name, &[], "[n, channels, ...]"));
         }
-        let others: Vec<isize> = (0..self.rank() as isize).filter(|&d| d != 1).collect();
+        let others: Vec<isize> = (0..self.ndim() as isize).filter(|&d| d != 1).collect();
         Ok((self.mean(&others, false)?, self.var(&others, correction, false)?))
     }
 
     /// A vector with one number per channel as it stands beside `[n, channels, ...]`.
     #[track_caller]
     fn channels(&self, vector: &DTensor) -> Result<DTensor> {
-        vector.reshape(&[vec![-1], vec![1; self.rank() - 2]].concat())
+        vector.reshape(&[vec![-1], vec![1; self.ndim() - 2]].concat())
     }
 
     #[track_caller]
@@ -325,7 +326,7 @@ impl DTensor {
     }
 
     fn last_dims(&self, name: &str, dims: usize) -> Result<Vec<isize>> {
-        if dims == 0 || dims > self.rank() {
+        if dims == 0 || dims > self.ndim() {
             let found = format!("{dims} dimension(s) in {name} of {}", self.layout());
             return Err(ErrorKind::Argument.error(
                 "dimensions",
@@ -381,12 +382,12 @@ pub(super) const OPS: &[OpEntry] = &[
     },
 ];
 
-fn samples() -> Vec<Vec<Sample>> {
+fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 3] = [&[4, 6], &[5, 3], &[3, 1]];
-    shapes.iter().map(|shape| vec![Sample::new(shape, DType::F64)]).collect()
+    shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::F64)]).collect()
 }
 
-fn channels() -> Vec<Vec<Sample>> {
+fn channels() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 2] = [&[3, 4, 2], &[5, 4]];
-    shapes.iter().map(|shape| vec![Sample::new(shape, DType::F64), Sample::new(&[4], DType::F64)]).collect()
+    shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::F64), SampleInput::new(&[4], DType::F64)]).collect()
 }

@@ -1,4 +1,4 @@
-//! Operators as tests and tables see them: samples, and what they do with every placement along one axis.
+//! The table of operators: sample inputs for tests, and what each operator does with every placement along one mesh axis.
 
 use candle_core::DType;
 
@@ -7,68 +7,70 @@ use crate::error::Result;
 use crate::placement::{Placement, ReduceOp};
 use crate::tensor::DTensor;
 
-/// One operator.
+/// One operator of the table, with inputs to try it on.
+#[doc(alias = "OpInfo")]
 pub struct OpEntry {
-    /// Name of the method on [`DTensor`].
+    /// The name of the method of [`DTensor`].
     pub name: &'static str,
-    /// Inputs to try it on: shapes that broadcast, are uneven, of size one, or empty.
-    pub samples: fn() -> Vec<Vec<Sample>>,
-    /// The operator on such inputs.
+    /// Returns lists of inputs for one call each: shapes that broadcast, do not divide evenly, have size one, or are empty.
+    pub samples: fn() -> Vec<Vec<SampleInput>>,
+    /// Calls the operator on such inputs, possibly with several arguments; returns the outputs of all calls.
     pub apply: fn(&[DTensor]) -> Result<Vec<DTensor>>,
 }
 
 /// One input of a sample call.
 #[derive(Debug, Clone)]
-pub struct Sample {
-    /// Its shape.
+pub struct SampleInput {
+    /// The global shape.
     pub shape: Vec<usize>,
-    /// Its element type.
+    /// The element type.
     pub dtype: DType,
-    /// Its elements are indices below this number.
+    /// If set, the elements are indices below this number; else any values.
     pub below: Option<usize>,
 }
 
-impl Sample {
+impl SampleInput {
     pub(super) fn new(shape: &[usize], dtype: DType) -> Self {
-        Sample { shape: shape.to_vec(), dtype, below: None }
+        SampleInput { shape: shape.to_vec(), dtype, below: None }
     }
 
     pub(super) fn index(shape: &[usize], below: usize) -> Self {
-        Sample { shape: shape.to_vec(), dtype: DType::I64, below: Some(below) }
+        SampleInput { shape: shape.to_vec(), dtype: DType::I64, below: Some(below) }
     }
 }
 
-/// What an operator does with inputs placed so along one axis.
+/// The placement of an output that results from one combination of input placements along one mesh axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Rule {
+pub struct PlacementRule {
     /// The placement of every input.
     pub inputs: Vec<Placement>,
     /// The placement of the first output.
     pub output: Placement,
-    /// What is communicated for it; nothing if the rule applies as it is.
+    /// The collectives that the call runs; empty if it communicates nothing.
     pub collectives: Vec<&'static str>,
 }
 
 impl OpEntry {
-    /// Whether a gradient can be taken through the operator: tried on its first sample, with floating-point inputs.
+    /// Whether the operator is differentiable: tried in a dry run on its first sample, with floating-point inputs.
     pub fn is_differentiable(&self) -> Result<bool> {
         let ran = DryWorld::new(1)?.run(|world| {
             let mesh = world.mesh([("one", 1)])?;
-            let input = |sample: &Sample| {
+            let input = |sample: &SampleInput| {
                 let dtype = if sample.below.is_some() { sample.dtype } else { DType::F64 };
                 let tensor = DTensor::zeros(sample.shape.as_slice(), dtype, &mesh, [Placement::Replicate])?;
                 Ok(if sample.below.is_some() { tensor } else { tensor.requires_grad() })
             };
             let inputs = (self.samples)()[0].iter().map(input).collect::<Result<Vec<_>>>()?;
-            // Operators on integers alone refuse others.
+            // Operators on integers alone refuse floating-point inputs.
             Ok((self.apply)(&inputs).is_ok_and(|outputs| outputs.iter().any(DTensor::has_gradient)))
         })?;
         Ok(ran.value)
     }
 
-    /// What happens along one axis of two ranks for every combination of replicas, shards and partial sums of the inputs,
-    /// on the first sample: found by running the operator without data.
-    pub fn rules(&self) -> Result<Vec<Rule>> {
+    /// Returns the rule for every combination of replicated, sharded and partial inputs along one axis of two ranks.
+    ///
+    /// Local: found by dry runs on the first sample.
+    pub fn rules(&self) -> Result<Vec<PlacementRule>> {
         let ran = DryWorld::new(2)?.run(|world| {
             let mesh = world.mesh([("axis", 2)])?;
             let samples = (self.samples)().swap_remove(0);
@@ -87,7 +89,7 @@ impl OpEntry {
                         collectives.push(record.call);
                     }
                 }
-                rules.push(Rule { inputs, output: outputs[0].placements()[0].clone(), collectives });
+                rules.push(PlacementRule { inputs, output: outputs[0].placements()[0].clone(), collectives });
             }
             Ok(rules)
         })?;
@@ -95,9 +97,9 @@ impl OpEntry {
     }
 }
 
-/// All combinations of placements of up to two inputs; further ones are replicated.
-fn combinations(samples: &[Sample]) -> Vec<Vec<Placement>> {
-    let options = |(i, sample): (usize, &Sample)| {
+/// All combinations of placements of the first two inputs; further inputs are replicated.
+fn combinations(samples: &[SampleInput]) -> Vec<Vec<Placement>> {
+    let options = |(i, sample): (usize, &SampleInput)| {
         let mut all = vec![Placement::Replicate];
         if i < 2 {
             all.extend((0..sample.shape.len() as isize).map(Placement::Shard));

@@ -5,16 +5,16 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::binary::{broadcast, meeting_shape};
-use super::derivative::back_to;
+use super::binary::{broadcast, broadcast_shape};
+use super::derivative::unbroadcast;
 use super::scalar::Scalar;
-use super::{OpEntry, Sample, dtype};
+use super::{OpEntry, SampleInput, dtype};
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, Keeps, Operand};
+use crate::tensor::{DTensor, Operand, SaveForBackward};
 use shardwise_kernels::{Arithmetic, Each, Number, Wide, map};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -48,7 +48,7 @@ impl DTensor {
     /// # use shardwise::prelude::*;
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::arange(-2.0, 2.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+    ///     let x = DTensor::arange(-2.0.. 2.0, DType::F32, &mesh, [Shard(0)])?;
     ///     let y = x.where_(&x.gt(0.0)?, 0.5)?;
     ///     assert_eq!(y.full_tensor()?.to_vec1::<f32>()?, [0.5, 0.5, 0.5, 1.0]);
     ///     Ok(())
@@ -84,8 +84,7 @@ impl DTensor {
     pub fn masked_fill(&self, mask: &DTensor, value: impl Into<Number>) -> Result<DTensor> {
         let number = DTensor::full(
             value,
-            (),
-            self.dtype(),
+            ((), self.dtype()),
             self.device_mesh(),
             vec![crate::placement::Placement::Replicate; self.device_mesh().ndim()],
         )?;
@@ -156,9 +155,9 @@ impl Op for Ternary {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (x, a, b) = (&inputs[0], &inputs[1], &inputs[2]);
-        let shape = meeting_shape(&[x.dims(), a.dims(), b.dims()]).expect("parts of tensors that broadcast");
+        let shape = broadcast_shape(&[x.dims(), a.dims(), b.dims()]).expect("parts of tensors that broadcast");
         let types = [x.dtype(), a.dtype(), b.dtype()];
         let dtype = self.dtype(types);
         let arithmetic = match self {
@@ -203,31 +202,34 @@ impl Op for Ternary {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(if *self == Ternary::Where { Keeps::Input(0) } else { Keeps::Inputs }, |op, saved, gradients| {
-            let Some(g) = &gradients[0] else { return Ok(vec![None; 3]) };
-            let of = |i: usize| -> Result<DTensor> {
-                let x = |i: usize| saved.input(i);
-                match (op, i) {
-                    (Ternary::Where, 1) => x(0).where_cond(g, &g.zeros_like()?),
-                    (Ternary::Where, _) => x(0).where_cond(&g.zeros_like()?, g),
-                    (Ternary::Addcmul(_) | Ternary::Addcdiv(_), 0) => Ok(g.clone()),
-                    (Ternary::Addcmul(v), _) => g.mul(&x(3 - i))?.mul_scalar(v.0),
-                    (Ternary::Addcdiv(v), 1) => g.div(&x(2))?.mul_scalar(v.0),
-                    (Ternary::Addcdiv(v), _) => g.mul(&x(1).div(&x(2))?.div(&x(2))?)?.mul_scalar(-v.0),
-                    (Ternary::ClampTensor, _) => {
-                        let (below, above) = (x(0).lt(&x(1))?, x(0).gt(&x(2))?);
-                        let chosen = match i {
-                            0 => below.logical_or(&above)?.logical_not()?,
-                            1 => below.logical_and(&x(1).le(&x(2))?)?,
-                            _ => above.logical_or(&x(1).gt(&x(2))?)?,
-                        };
-                        chosen.where_cond(g, &g.zeros_like()?)
+        Gradient::From(
+            if *self == Ternary::Where { SaveForBackward::Input(0) } else { SaveForBackward::Inputs },
+            |op, saved, gradients| {
+                let Some(g) = &gradients[0] else { return Ok(vec![None; 3]) };
+                let of = |i: usize| -> Result<DTensor> {
+                    let x = |i: usize| saved.input(i);
+                    match (op, i) {
+                        (Ternary::Where, 1) => x(0).where_cond(g, &g.zeros_like()?),
+                        (Ternary::Where, _) => x(0).where_cond(&g.zeros_like()?, g),
+                        (Ternary::Addcmul(_) | Ternary::Addcdiv(_), 0) => Ok(g.clone()),
+                        (Ternary::Addcmul(v), _) => g.mul(&x(3 - i))?.mul_scalar(v.0),
+                        (Ternary::Addcdiv(v), 1) => g.div(&x(2))?.mul_scalar(v.0),
+                        (Ternary::Addcdiv(v), _) => g.mul(&x(1).div(&x(2))?.div(&x(2))?)?.mul_scalar(-v.0),
+                        (Ternary::ClampTensor, _) => {
+                            let (below, above) = (x(0).lt(&x(1))?, x(0).gt(&x(2))?);
+                            let chosen = match i {
+                                0 => below.logical_or(&above)?.logical_not()?,
+                                1 => below.logical_and(&x(1).le(&x(2))?)?,
+                                _ => above.logical_or(&x(1).gt(&x(2))?)?,
+                            };
+                            chosen.where_cond(g, &g.zeros_like()?)
+                        }
                     }
-                }
-            };
-            let one = |i: usize| saved.wants(i).then(|| back_to(&of(i)?, saved, i)).transpose();
-            (0..3).map(one).collect()
-        })
+                };
+                let one = |i: usize| saved.needs_input_grad(i).then(|| unbroadcast(&of(i)?, saved, i)).transpose();
+                (0..3).map(one).collect()
+            },
+        )
     }
 }
 
@@ -240,19 +242,19 @@ pub(super) const OPS: &[OpEntry] = &[
     OpEntry { name: "lerp", samples: pairs, apply: |x| Ok(vec![x[0].lerp(&x[1], 0.25)?]) },
 ];
 
-fn masks() -> Vec<Vec<Sample>> {
+fn masks() -> Vec<Vec<SampleInput>> {
     let shapes: [(&[usize], &[usize]); 3] = [(&[5, 3], &[3]), (&[4], &[4]), (&[1], &[2, 3])];
-    shapes.iter().map(|(x, mask)| vec![Sample::new(x, DType::I64), Sample::index(mask, 2)]).collect()
+    shapes.iter().map(|(x, mask)| vec![SampleInput::new(x, DType::I64), SampleInput::index(mask, 2)]).collect()
 }
 
-fn pairs() -> Vec<Vec<Sample>> {
+fn pairs() -> Vec<Vec<SampleInput>> {
     let shapes: [(&[usize], &[usize]); 3] = [(&[5, 3], &[5, 3]), (&[4], &[2, 1]), (&[0, 2], &[2])];
-    shapes.iter().map(|(a, b)| vec![Sample::new(a, DType::F64), Sample::new(b, DType::F64)]).collect()
+    shapes.iter().map(|(a, b)| vec![SampleInput::new(a, DType::F64), SampleInput::new(b, DType::F64)]).collect()
 }
 
-fn samples() -> Vec<Vec<Sample>> {
+fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [[&[usize]; 3]; 2] = [[&[5, 3], &[3], &[5, 1]], [&[1], &[4], &[0, 4]]];
-    shapes.iter().map(|shapes| shapes.iter().map(|s| Sample::new(s, DType::I64)).collect()).collect()
+    shapes.iter().map(|shapes| shapes.iter().map(|s| SampleInput::new(s, DType::I64)).collect()).collect()
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Functions of one tensor, element by element: rule, kernel and derivative of each in one entry of a table.
+//! Elementwise functions of one tensor. One table entry per function holds its sharding rule, its kernel and its derivative.
 
 use std::f64::consts::{FRAC_1_SQRT_2, LN_2, LN_10, PI};
 use std::panic::Location;
@@ -6,65 +6,71 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::derivative::{Derivative, zero};
-use super::{OpEntry, Sample, dtype};
+use super::{OpEntry, SampleInput, dtype};
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::op::{Gradient, Op, OpPlan, Place, dispatch};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, Keeps, is_recording};
+use crate::tensor::{DTensor, SaveForBackward, is_recording};
 use shardwise_kernels::{Arithmetic, Each, Function, Wide, map, math};
 
-/// What a function does to the order and to sums of its arguments: which partial placements pass through it.
+/// Whether a function preserves the order or the sums of its arguments. Decides which `Partial` placements pass through it
+/// unreduced: the maximum of increasing values is the value of the maximum.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) enum Passes {
-    Nothing,
-    /// Never decreases: the largest and the smallest stay so.
-    Rising,
-    /// Never increases: the largest becomes the smallest.
-    Falling,
-    /// Never decreases, and is NaN below some number: the smallest stays so, and decides whether there is one.
-    RisingAbove,
-    /// A multiple: sums and means stay, order stays or turns with the sign.
-    Multiple {
-        rising: bool,
+pub(super) enum Monotonicity {
+    None,
+    /// Never decreases: maxima and minima pass.
+    Increasing,
+    /// Never increases: a maximum becomes a minimum and the other way round.
+    Decreasing,
+    /// Never decreases, but is NaN below some argument, as `log` is. Minima pass: if any argument gives NaN, so does the smallest.
+    IncreasingWhereDefined,
+    /// A multiple of the argument: sums and means pass, maxima and minima as for an increasing or a decreasing function.
+    Linear {
+        increasing: bool,
     },
 }
 
-/// What becomes of the element type.
+/// The element type of the result of a function of one tensor.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) enum Gives {
-    /// The same type; integers are computed as such.
+pub(super) enum UnaryResultType {
+    /// That of the argument; integers are computed in integer arithmetic.
     Same,
-    /// A floating-point type.
-    Real,
-    /// 0 or 1.
-    Truth,
+    /// Floating point: integers become f32.
+    Float,
+    /// u8, 0 or 1.
+    Bool,
 }
 
-/// One function: its name, what passes, the element type of the result, its kernel and its derivative.
-struct Entry {
+/// One row of the table.
+struct UnaryFunction {
     name: &'static str,
-    passes: Passes,
-    gives: Gives,
+    monotonicity: Monotonicity,
+    result_type: UnaryResultType,
     run: fn(&Tensor, Arithmetic, DType) -> Result<Tensor>,
     /// `None` if it is not differentiable.
     derivative: Option<Derivative>,
 }
 
-/// Functions by name. `each` is written alike for f32 and f64, `wide` is computed in f64 for f32 too, and `fast` has a
-/// function of f32 in [`math`]; integers that stay so are left as they are unless another function is given. Then the
-/// derivative, which every entry has to state: `slope` of a number, as a formula of operators and, for those that training is
-/// full of, in f32 with the functions of [`math`]; or `not_differentiable`.
+/// Defines the methods of [`DTensor`], the enum [`Unary`] and the table from one entry per function.
+///
+/// The kernel is one of `each` (the same expression in f32 and f64), `wide` (computed in f64 for f32 too) and `fast` (f32 has a
+/// vectorized function in [`math`]). Integers whose type is kept are returned unchanged unless `whole` gives a function.
+/// After the arrow comes the derivative, which every entry must state: its value at a number, its formula in terms of
+/// operators and, for activations that dominate training steps, an f32 kernel; or `not_differentiable`.
 macro_rules! functions {
     ($(
         $(#[doc = $doc:literal])*
-        $name:ident: $passes:expr, $gives:ident, |$x:ident| $form:ident($real:expr) $(, whole($whole:expr))?
-            => $derivative:ident $(($($slope:tt)*))?;
+        $name:ident: $monotonicity:expr, $result_type:ident, |$x:ident| $form:ident($real:expr) $(, whole($whole:expr))?
+            => $derivative:ident $(($($parts:tt)*))?;
     )*) => {
         impl DTensor {
             $(
                 $(#[doc = $doc])*
+                ///
+                /// Elementwise: keeps the layout and communicates nothing, unless this tensor is `Partial` with a reduction that
+                /// does not commute with the function. Such a tensor is reduced first, which is collective.
                 #[track_caller]
                 pub fn $name(&self) -> Result<DTensor> {
                     Ok(dispatch(&Unary::$name, &[self], Location::caller())?.swap_remove(0))
@@ -78,16 +84,16 @@ macro_rules! functions {
             $($name,)*
         }
 
-        static FUNCTIONS: &[Entry] = &[
-            $(Entry {
+        static FUNCTIONS: &[UnaryFunction] = &[
+            $(UnaryFunction {
                 name: stringify!($name),
-                passes: $passes,
-                gives: Gives::$gives,
+                monotonicity: $monotonicity,
+                result_type: UnaryResultType::$result_type,
                 run: |x, arithmetic, dtype| {
                     let whole = functions!(@whole $x $(, $whole)?);
                     Ok(map(functions!(@$form $name, $x, $real, whole), [x], x.dims(), arithmetic, dtype)?)
                 },
-                derivative: functions!(@$derivative $(($($slope)*))?),
+                derivative: functions!(@$derivative $(($($parts)*))?),
             },)*
         ];
 
@@ -111,8 +117,8 @@ macro_rules! functions {
     (@wide $name:ident, $x:ident, $real:expr, $whole:ident) => { Wide(|[$x]: [f64; 1]| $real, $whole) };
     (@fast $name:ident, $x:ident, $real:expr, $whole:ident) => {{
         #[derive(Clone, Copy)]
-        struct Fast<W>(W);
-        impl<W: Fn([i64; 1]) -> i64 + Copy> Function<1> for Fast<W> {
+        struct F32Kernel<W>(W);
+        impl<W: Fn([i64; 1]) -> i64 + Copy> Function<1> for F32Kernel<W> {
             #[inline(always)]
             fn f32<const FMA: bool>(self, [$x]: [f32; 1]) -> f32 {
                 math::$name::<FMA>($x)
@@ -126,14 +132,14 @@ macro_rules! functions {
                 (self.0)(x)
             }
         }
-        Fast($whole)
+        F32Kernel($whole)
     }};
     (@not_differentiable) => { None };
-    (@slope ($at:expr, $formula:expr)) => { Some(Derivative { at: $at, formula: $formula, kernel: None }) };
-    (@slope ($at:expr, $formula:expr, f32(|$x:ident| $fast:expr))) => {{
+    (@derivative ($at:expr, $formula:expr)) => { Some(Derivative { at: $at, formula: $formula, kernel: None }) };
+    (@derivative ($at:expr, $formula:expr, f32(|$x:ident| $fast:expr))) => {{
         #[derive(Clone, Copy)]
-        struct Fast;
-        impl Function<2> for Fast {
+        struct F32Derivative;
+        impl Function<2> for F32Derivative {
             #[inline(always)]
             fn f32<const FMA: bool>(self, [$x, g]: [f32; 2]) -> f32 {
                 g * $fast
@@ -149,13 +155,13 @@ macro_rules! functions {
             }
         }
         let kernel: fn(&Tensor, &Tensor) -> Result<Tensor> =
-            |x, g| Ok(map(Fast, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())?);
+            |x, g| Ok(map(F32Derivative, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())?);
         Some(Derivative { at: $at, formula: $formula, kernel: Some(kernel) })
     }};
 }
 
-const RISING: Passes = Passes::Rising;
-const NOTHING: Passes = Passes::Nothing;
+const INCREASING: Monotonicity = Monotonicity::Increasing;
+const NOT_MONOTONE: Monotonicity = Monotonicity::None;
 const GELU_INNER: f64 = 0.797_884_560_802_865_4; // sqrt(2 / pi)
 const GELU_CUBIC: f64 = 0.044715;
 
@@ -164,142 +170,142 @@ fn sigmoid(x: f64) -> f64 {
 }
 
 functions! {
-    /// The negative.
-    neg: Passes::Multiple { rising: false }, Same, |x| each(-x), whole(x.wrapping_neg())
-        => slope(|_| -1.0, |x| zero(x)?.add_scalar(-1.0));
-    /// The absolute value.
-    abs: NOTHING, Same, |x| each(x.abs()), whole(x.wrapping_abs())
-        => slope(|x| if x == 0.0 { 0.0 } else { x.signum() }, DTensor::sign);
-    /// -1, 0 or 1; 0 for NaN, as in PyTorch.
-    sign: NOTHING, Same, |x| each(if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 }), whole(x.signum())
-        => slope(|_| 0.0, zero);
-    /// The square.
-    square: NOTHING, Same, |x| each(x * x), whole(x.wrapping_mul(x))
-        => slope(|x| 2.0 * x, |x| x.mul_scalar(2.0));
-    /// The positive part.
-    relu: RISING, Same, |x| each(if x < 0.0 { 0.0 } else { x }), whole(x.max(0))
-        => slope(|x| f64::from(u8::from(x > 0.0)), |x| x.gt(&zero(x)?)?.to_dtype(x.dtype()),
+    /// Returns the negative of each element.
+    neg: Monotonicity::Linear { increasing: false }, Same, |x| each(-x), whole(x.wrapping_neg())
+        => derivative(|_| -1.0, |x| zero(x)?.add_scalar(-1.0));
+    /// Returns the absolute value of each element.
+    abs: NOT_MONOTONE, Same, |x| each(x.abs()), whole(x.wrapping_abs())
+        => derivative(|x| if x == 0.0 { 0.0 } else { x.signum() }, DTensor::sign);
+    /// Returns the sign of each element: -1, 0 or 1; 0 for NaN, as in PyTorch.
+    sign: NOT_MONOTONE, Same, |x| each(if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 }), whole(x.signum())
+        => derivative(|_| 0.0, zero);
+    /// Returns the square of each element.
+    square: NOT_MONOTONE, Same, |x| each(x * x), whole(x.wrapping_mul(x))
+        => derivative(|x| 2.0 * x, |x| x.mul_scalar(2.0));
+    /// Applies the rectified linear unit, `max(x, 0)`.
+    relu: INCREASING, Same, |x| each(if x < 0.0 { 0.0 } else { x }), whole(x.max(0))
+        => derivative(|x| f64::from(u8::from(x > 0.0)), |x| x.gt(&zero(x)?)?.to_dtype(x.dtype()),
             f32(|x| if x > 0.0 { 1.0 } else { 0.0 }));
-    /// The next integer below.
-    floor: RISING, Same, |x| each(x.floor())
-        => slope(|_| 0.0, zero);
-    /// The next integer above.
-    ceil: RISING, Same, |x| each(x.ceil())
-        => slope(|_| 0.0, zero);
-    /// The nearest integer, the even one of two.
-    round: RISING, Same, |x| each(x.round_ties_even())
-        => slope(|_| 0.0, zero);
-    /// The integer part.
-    trunc: RISING, Same, |x| each(x.trunc())
-        => slope(|_| 0.0, zero);
-    /// What is left without the integer part.
-    frac: NOTHING, Real, |x| each(x.fract())
-        => slope(|_| 1.0, |x| zero(x)?.add_scalar(1.0));
-    /// e to the power of x.
-    exp: RISING, Real, |x| fast(x.exp())
-        => slope(f64::exp, DTensor::exp, f32(|x| math::exp::<FMA>(x)));
-    /// exp(x) - 1.
-    expm1: RISING, Real, |x| fast(x.exp_m1())
-        => slope(f64::exp, DTensor::exp);
-    /// 2 to the power of x.
-    exp2: RISING, Real, |x| each(x.exp2())
-        => slope(|x| x.exp2() * LN_2, |x| x.exp2()?.mul_scalar(LN_2));
-    /// Natural logarithm.
-    log: Passes::RisingAbove, Real, |x| fast(x.ln())
-        => slope(f64::recip, DTensor::reciprocal);
-    /// log(1 + x).
-    log1p: Passes::RisingAbove, Real, |x| fast(x.ln_1p())
-        => slope(|x| 1.0 / (1.0 + x), |x| x.add_scalar(1.0)?.reciprocal());
-    /// Logarithm to base 2.
-    log2: Passes::RisingAbove, Real, |x| each(x.log2())
-        => slope(|x| 1.0 / (x * LN_2), |x| x.mul_scalar(LN_2)?.reciprocal());
-    /// Logarithm to base 10.
-    log10: Passes::RisingAbove, Real, |x| wide(x.log10())
-        => slope(|x| 1.0 / (x * LN_10), |x| x.mul_scalar(LN_10)?.reciprocal());
-    /// Square root.
-    sqrt: Passes::RisingAbove, Real, |x| each(x.sqrt())
-        => slope(|x| 0.5 / x.sqrt(), |x| x.rsqrt()?.mul_scalar(0.5));
-    /// 1 / sqrt(x).
-    rsqrt: NOTHING, Real, |x| each(1.0 / x.sqrt())
-        => slope(|x| -0.5 / (x * x.sqrt()), |x| x.rsqrt()?.pow_scalar(3.0)?.mul_scalar(-0.5));
-    /// 1 / x.
-    reciprocal: NOTHING, Real, |x| each(1.0 / x)
-        => slope(|x| -1.0 / (x * x), |x| x.reciprocal()?.square()?.neg());
-    /// Sine.
-    sin: NOTHING, Real, |x| each(x.sin())
-        => slope(f64::cos, DTensor::cos);
-    /// Cosine.
-    cos: NOTHING, Real, |x| each(x.cos())
-        => slope(|x| -x.sin(), |x| x.sin()?.neg());
-    /// Tangent.
-    tan: NOTHING, Real, |x| wide(x.tan())
-        => slope(|x| 1.0 + x.tan().powi(2), |x| x.tan()?.square()?.add_scalar(1.0));
-    /// Inverse sine.
-    asin: NOTHING, Real, |x| wide(x.asin())
-        => slope(|x| 1.0 / (1.0 - x * x).sqrt(), |x| x.square()?.rsub_scalar(1.0)?.rsqrt());
-    /// Inverse tangent.
-    atan: RISING, Real, |x| wide(x.atan())
-        => slope(|x| 1.0 / (1.0 + x * x), |x| x.square()?.add_scalar(1.0)?.reciprocal());
-    /// Hyperbolic sine.
-    sinh: RISING, Real, |x| wide(x.sinh())
-        => slope(f64::cosh, DTensor::cosh);
-    /// Hyperbolic cosine.
-    cosh: NOTHING, Real, |x| wide(x.cosh())
-        => slope(f64::sinh, DTensor::sinh);
-    /// Inverse hyperbolic sine.
-    asinh: RISING, Real, |x| wide(libm::asinh(x)) // that of std overflows for the largest numbers
-        => slope(|x| 1.0 / (1.0 + x * x).sqrt(), |x| x.square()?.add_scalar(1.0)?.rsqrt());
-    /// Hyperbolic tangent.
-    tanh: RISING, Real, |x| fast(x.tanh())
-        => slope(|x| 1.0 - x.tanh().powi(2), |x| x.tanh()?.square()?.rsub_scalar(1.0), f32(|x| {
+    /// Rounds each element down to an integer.
+    floor: INCREASING, Same, |x| each(x.floor())
+        => derivative(|_| 0.0, zero);
+    /// Rounds each element up to an integer.
+    ceil: INCREASING, Same, |x| each(x.ceil())
+        => derivative(|_| 0.0, zero);
+    /// Rounds each element to the nearest integer, ties to the even one.
+    round: INCREASING, Same, |x| each(x.round_ties_even())
+        => derivative(|_| 0.0, zero);
+    /// Rounds each element towards zero to an integer.
+    trunc: INCREASING, Same, |x| each(x.trunc())
+        => derivative(|_| 0.0, zero);
+    /// Returns the fractional part of each element.
+    frac: NOT_MONOTONE, Float, |x| each(x.fract())
+        => derivative(|_| 1.0, |x| zero(x)?.add_scalar(1.0));
+    /// Returns the exponential of each element.
+    exp: INCREASING, Float, |x| fast(x.exp())
+        => derivative(f64::exp, DTensor::exp, f32(|x| math::exp::<FMA>(x)));
+    /// Returns `exp(x) - 1` of each element, accurate near 0.
+    expm1: INCREASING, Float, |x| fast(x.exp_m1())
+        => derivative(f64::exp, DTensor::exp);
+    /// Returns 2 to the power of each element.
+    exp2: INCREASING, Float, |x| each(x.exp2())
+        => derivative(|x| x.exp2() * LN_2, |x| x.exp2()?.mul_scalar(LN_2));
+    /// Returns the natural logarithm of each element.
+    log: Monotonicity::IncreasingWhereDefined, Float, |x| fast(x.ln())
+        => derivative(f64::recip, DTensor::reciprocal);
+    /// Returns `log(1 + x)` of each element, accurate near 0.
+    log1p: Monotonicity::IncreasingWhereDefined, Float, |x| fast(x.ln_1p())
+        => derivative(|x| 1.0 / (1.0 + x), |x| x.add_scalar(1.0)?.reciprocal());
+    /// Returns the logarithm to base 2 of each element.
+    log2: Monotonicity::IncreasingWhereDefined, Float, |x| each(x.log2())
+        => derivative(|x| 1.0 / (x * LN_2), |x| x.mul_scalar(LN_2)?.reciprocal());
+    /// Returns the logarithm to base 10 of each element.
+    log10: Monotonicity::IncreasingWhereDefined, Float, |x| wide(x.log10())
+        => derivative(|x| 1.0 / (x * LN_10), |x| x.mul_scalar(LN_10)?.reciprocal());
+    /// Returns the square root of each element.
+    sqrt: Monotonicity::IncreasingWhereDefined, Float, |x| each(x.sqrt())
+        => derivative(|x| 0.5 / x.sqrt(), |x| x.rsqrt()?.mul_scalar(0.5));
+    /// Returns the reciprocal of the square root of each element.
+    rsqrt: NOT_MONOTONE, Float, |x| each(1.0 / x.sqrt())
+        => derivative(|x| -0.5 / (x * x.sqrt()), |x| x.rsqrt()?.pow_scalar(3.0)?.mul_scalar(-0.5));
+    /// Returns the reciprocal of each element.
+    reciprocal: NOT_MONOTONE, Float, |x| each(1.0 / x)
+        => derivative(|x| -1.0 / (x * x), |x| x.reciprocal()?.square()?.neg());
+    /// Returns the sine of each element.
+    sin: NOT_MONOTONE, Float, |x| each(x.sin())
+        => derivative(f64::cos, DTensor::cos);
+    /// Returns the cosine of each element.
+    cos: NOT_MONOTONE, Float, |x| each(x.cos())
+        => derivative(|x| -x.sin(), |x| x.sin()?.neg());
+    /// Returns the tangent of each element.
+    tan: NOT_MONOTONE, Float, |x| wide(x.tan())
+        => derivative(|x| 1.0 + x.tan().powi(2), |x| x.tan()?.square()?.add_scalar(1.0));
+    /// Returns the inverse sine of each element.
+    asin: NOT_MONOTONE, Float, |x| wide(x.asin())
+        => derivative(|x| 1.0 / (1.0 - x * x).sqrt(), |x| x.square()?.rsub_scalar(1.0)?.rsqrt());
+    /// Returns the inverse tangent of each element.
+    atan: INCREASING, Float, |x| wide(x.atan())
+        => derivative(|x| 1.0 / (1.0 + x * x), |x| x.square()?.add_scalar(1.0)?.reciprocal());
+    /// Returns the hyperbolic sine of each element.
+    sinh: INCREASING, Float, |x| wide(x.sinh())
+        => derivative(f64::cosh, DTensor::cosh);
+    /// Returns the hyperbolic cosine of each element.
+    cosh: NOT_MONOTONE, Float, |x| wide(x.cosh())
+        => derivative(f64::sinh, DTensor::sinh);
+    /// Returns the inverse hyperbolic sine of each element.
+    asinh: INCREASING, Float, |x| wide(libm::asinh(x)) // that of std overflows for the largest numbers
+        => derivative(|x| 1.0 / (1.0 + x * x).sqrt(), |x| x.square()?.add_scalar(1.0)?.rsqrt());
+    /// Returns the hyperbolic tangent of each element.
+    tanh: INCREASING, Float, |x| fast(x.tanh())
+        => derivative(|x| 1.0 - x.tanh().powi(2), |x| x.tanh()?.square()?.rsub_scalar(1.0), f32(|x| {
             let t = math::tanh::<FMA>(x);
             (1.0 - t) * (1.0 + t)
         }));
-    /// Error function.
-    erf: RISING, Real, |x| fast(libm::erf(x))
-        => slope(|x| 2.0 / PI.sqrt() * (-x * x).exp(), |x| x.square()?.neg()?.exp()?.mul_scalar(2.0 / PI.sqrt()));
-    /// 1 - erf(x).
-    erfc: Passes::Falling, Real, |x| fast(libm::erfc(x))
-        => slope(|x| -2.0 / PI.sqrt() * (-x * x).exp(), |x| x.square()?.neg()?.exp()?.mul_scalar(-2.0 / PI.sqrt()));
-    /// 1 / (1 + exp(-x)).
-    sigmoid: RISING, Real, |x| fast(1.0 / (1.0 + (-x).exp()))
-        => slope(|x| sigmoid(x) * sigmoid(-x), |x| x.sigmoid()?.mul(&x.neg()?.sigmoid()?), f32(|x| {
+    /// Returns the error function of each element.
+    erf: INCREASING, Float, |x| fast(libm::erf(x))
+        => derivative(|x| 2.0 / PI.sqrt() * (-x * x).exp(), |x| x.square()?.neg()?.exp()?.mul_scalar(2.0 / PI.sqrt()));
+    /// Returns the complementary error function of each element, `1 - erf(x)`.
+    erfc: Monotonicity::Decreasing, Float, |x| fast(libm::erfc(x))
+        => derivative(|x| -2.0 / PI.sqrt() * (-x * x).exp(), |x| x.square()?.neg()?.exp()?.mul_scalar(-2.0 / PI.sqrt()));
+    /// Applies the logistic function, `1 / (1 + exp(-x))`.
+    sigmoid: INCREASING, Float, |x| fast(1.0 / (1.0 + (-x).exp()))
+        => derivative(|x| sigmoid(x) * sigmoid(-x), |x| x.sigmoid()?.mul(&x.neg()?.sigmoid()?), f32(|x| {
             math::sigmoid::<FMA>(x) * math::sigmoid::<FMA>(-x)
         }));
-    /// log(sigmoid(x)).
-    logsigmoid: RISING, Real, |x| fast(x.min(0.0) - (-x.abs()).exp().ln_1p())
-        => slope(|x| sigmoid(-x), |x| x.neg()?.sigmoid());
-    /// x / (1 + |x|).
-    softsign: NOTHING, Real, |x| each(x / (1.0 + x.abs()))
-        => slope(|x| (1.0 + x.abs()).powi(-2), |x| x.abs()?.add_scalar(1.0)?.square()?.reciprocal());
-    /// x * sigmoid(x).
-    silu: NOTHING, Real, |x| fast(x / (1.0 + (-x).exp()))
-        => slope(|x| sigmoid(x) * (1.0 + x * sigmoid(-x)), |x| {
+    /// Returns `log(sigmoid(x))` of each element, without overflow.
+    logsigmoid: INCREASING, Float, |x| fast(x.min(0.0) - (-x.abs()).exp().ln_1p())
+        => derivative(|x| sigmoid(-x), |x| x.neg()?.sigmoid());
+    /// Applies the softsign activation, `x / (1 + |x|)`.
+    softsign: NOT_MONOTONE, Float, |x| each(x / (1.0 + x.abs()))
+        => derivative(|x| (1.0 + x.abs()).powi(-2), |x| x.abs()?.add_scalar(1.0)?.square()?.reciprocal());
+    /// Applies the SiLU activation (swish), `x * sigmoid(x)`.
+    silu: NOT_MONOTONE, Float, |x| fast(x / (1.0 + (-x).exp()))
+        => derivative(|x| sigmoid(x) * (1.0 + x * sigmoid(-x)), |x| {
             let other = x.neg()?.sigmoid()?;
             x.sigmoid()?.mul(&x.mul(&other)?.add_scalar(1.0)?)
         }, f32(|x| math::sigmoid::<FMA>(x) * (1.0 + x * math::sigmoid::<FMA>(-x))));
-    /// x * tanh(softplus(x)).
-    mish: NOTHING, Real, |x| fast(x * (x.max(0.0) + (-x.abs()).exp().ln_1p()).tanh())
-        => slope(|x| {
+    /// Applies the Mish activation, `x * tanh(softplus(x))`.
+    mish: NOT_MONOTONE, Float, |x| fast(x * (x.max(0.0) + (-x.abs()).exp().ln_1p()).tanh())
+        => derivative(|x| {
             let t = (x.max(0.0) + (-x.abs()).exp().ln_1p()).tanh();
             t + x * (1.0 - t * t) * sigmoid(x)
         }, |x| {
             let t = x.softplus(1.0, 20.0)?.tanh()?;
             t.add(&x.mul(&x.sigmoid()?)?.mul(&t.square()?.rsub_scalar(1.0)?)?)
         });
-    /// x * clamp(x + 3, 0, 6) / 6.
+    /// Applies the hard swish activation, `x * clamp(x + 3, 0, 6) / 6`.
     ///
-    /// At its two kinks it has the slope of the straight part, as in PyTorch.
-    hardswish: NOTHING, Real, |x| wide(x * (x + 3.0).clamp(0.0, 6.0) / 6.0)
-        => slope(|x| if x <= -3.0 { 0.0 } else if x >= 3.0 { 1.0 } else { (2.0 * x + 3.0) / 6.0 }, |x| {
+    /// The gradient at -3 and 3 is that of the outer, linear pieces, as in PyTorch.
+    hardswish: NOT_MONOTONE, Float, |x| wide(x * (x + 3.0).clamp(0.0, 6.0) / 6.0)
+        => derivative(|x| if x <= -3.0 { 0.0 } else if x >= 3.0 { 1.0 } else { (2.0 * x + 3.0) / 6.0 }, |x| {
             let inside = x.mul_scalar(2.0)?.add_scalar(3.0)?.div_scalar(6.0)?;
             let above = x.ge(&zero(x)?.add_scalar(3.0)?)?;
             let below = x.le(&zero(x)?.add_scalar(-3.0)?)?;
             below.where_cond(&zero(x)?, &above.where_cond(&zero(x)?.add_scalar(1.0)?, &inside)?)
         });
-    /// x * Phi(x) with the normal distribution.
-    gelu: NOTHING, Real, |x| fast(0.5 * x * libm::erfc(-x * FRAC_1_SQRT_2))
-        => slope(|x| {
+    /// Applies the exact GELU activation, `x * Phi(x)` with the normal distribution function `Phi`.
+    gelu: NOT_MONOTONE, Float, |x| fast(0.5 * x * libm::erfc(-x * FRAC_1_SQRT_2))
+        => derivative(|x| {
             let density = (-0.5 * x * x).exp() / (2.0 * PI).sqrt();
             0.5 * (1.0 + libm::erf(x * FRAC_1_SQRT_2)) + x * density
         }, |x| {
@@ -309,11 +315,11 @@ functions! {
             let below = 0.5 * (1.0 + math::erf::<FMA>(x * std::f32::consts::FRAC_1_SQRT_2));
             below + x * math::exp::<FMA>(-0.5 * x * x) * 0.398_942_3
         }));
-    /// The tanh approximation of gelu, which is x * sigmoid(z) with a cubic z.
-    gelu_tanh: NOTHING, Real, |x| fast({
+    /// Applies the tanh approximation of GELU: PyTorch's `gelu(approximate="tanh")`.
+    gelu_tanh: NOT_MONOTONE, Float, |x| fast({
         let z = 2.0 * (2.0 / PI).sqrt() * (x + 0.044715 * x * x * x);
         x / (1.0 + (-z).exp())
-    }) => slope(|x| {
+    }) => derivative(|x| {
             let t = (GELU_INNER * (x + GELU_CUBIC * x * x * x)).tanh();
             0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * GELU_INNER * (1.0 + 3.0 * GELU_CUBIC * x * x)
         }, |x| {
@@ -327,83 +333,89 @@ functions! {
             let t = math::tanh::<FMA>(inner * (x + cubic * x * x * x));
             0.5 * (1.0 + t) + 0.5 * x * (1.0 - t) * (1.0 + t) * inner * (1.0 + 3.0 * cubic * x * x)
         }));
-    /// 1 where NaN.
-    isnan: NOTHING, Truth, |x| each(if x.is_nan() { 1.0 } else { 0.0 }), whole(0)
+    /// Returns 1 where an element is NaN and 0 otherwise, as u8.
+    isnan: NOT_MONOTONE, Bool, |x| each(if x.is_nan() { 1.0 } else { 0.0 }), whole(0)
         => not_differentiable;
-    /// 1 where finite.
-    isfinite: NOTHING, Truth, |x| each(if x.is_finite() { 1.0 } else { 0.0 }), whole(1)
+    /// Returns 1 where an element is finite and 0 otherwise, as u8.
+    isfinite: NOT_MONOTONE, Bool, |x| each(if x.is_finite() { 1.0 } else { 0.0 }), whole(1)
         => not_differentiable;
-    /// 1 where infinite.
-    isinf: NOTHING, Truth, |x| each(if x.is_infinite() { 1.0 } else { 0.0 }), whole(0)
+    /// Returns 1 where an element is infinite and 0 otherwise, as u8.
+    isinf: NOT_MONOTONE, Bool, |x| each(if x.is_infinite() { 1.0 } else { 0.0 }), whole(0)
         => not_differentiable;
-    /// 1 where the sign is negative.
-    signbit: NOTHING, Truth, |x| each(if x.is_sign_negative() { 1.0 } else { 0.0 }), whole(i64::from(x < 0))
+    /// Returns 1 where the sign bit of an element is set and 0 otherwise, as u8.
+    signbit: NOT_MONOTONE, Bool, |x| each(if x.is_sign_negative() { 1.0 } else { 0.0 }), whole(i64::from(x < 0))
         => not_differentiable;
-    /// 1 where zero.
-    logical_not: NOTHING, Truth, |x| each(if x == 0.0 { 1.0 } else { 0.0 }), whole(i64::from(x == 0))
+    /// Returns 1 where an element is zero and 0 otherwise, as u8.
+    logical_not: NOT_MONOTONE, Bool, |x| each(if x == 0.0 { 1.0 } else { 0.0 }), whole(i64::from(x == 0))
         => not_differentiable;
 }
 
 impl Unary {
-    fn entry(self) -> &'static Entry {
+    fn function(self) -> &'static UnaryFunction {
         &FUNCTIONS[self as usize]
     }
 
-    /// The function on a local tensor.
+    /// Applies the function to a local tensor.
     pub(super) fn compute(self, x: &Tensor, arithmetic: Arithmetic, dtype: DType) -> Result<Tensor> {
-        (self.entry().run)(x, arithmetic, dtype)
+        (self.function().run)(x, arithmetic, dtype)
     }
 }
 
-impl Gives {
+impl UnaryResultType {
     /// The element type of the result.
     pub(super) fn dtype(self, input: DType) -> DType {
         match self {
-            Gives::Same => input,
-            Gives::Real => dtype::real(input),
-            Gives::Truth => DType::U8,
+            UnaryResultType::Same => input,
+            UnaryResultType::Float => dtype::real(input),
+            UnaryResultType::Bool => DType::U8,
         }
     }
 
-    /// How elements of this type are computed.
+    /// The arithmetic in which elements of this type are computed.
     pub(super) fn arithmetic(self, input: DType) -> Arithmetic {
-        if !input.is_float() && self != Gives::Real { Arithmetic::Whole } else { Arithmetic::real([input]) }
+        if !input.is_float() && self != UnaryResultType::Float { Arithmetic::Whole } else { Arithmetic::real([input]) }
     }
 }
 
-/// The plan of a function of one tensor: elementwise, with the partial placements that pass. `wraps` says whether integers may
-/// leave the range of their type, `shifts` whether the same number is added to every term of a mean.
-pub(super) fn plan(x: &TensorMeta, gives: Gives, passes: Passes, wraps: bool, shifts: bool) -> OpPlan {
-    let dtype = gives.dtype(x.dtype);
+/// The plan of an elementwise function of one tensor, with the `Partial` placements that pass. `wraps`: integers may overflow
+/// their type. `shifts`: a constant is added, which a mean of terms lets pass.
+pub(super) fn plan(
+    x: &TensorMeta,
+    result_type: UnaryResultType,
+    monotonicity: Monotonicity,
+    wraps: bool,
+    shifts: bool,
+) -> OpPlan {
+    let dtype = result_type.dtype(x.dtype);
     let mut signature = Signature::pointwise(&[&x.shape], &x.shape);
     let mut pass = |from, to| signature = signature.clone().passing([Some(from)], to);
     let (sum, avg, max, min) = (ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max, ReduceOp::Min);
     if shifts && x.dtype.is_float() {
         pass(avg, avg);
     }
-    // Rounding integers does not commute with adding, so sums pass only where the type stays; and integers
-    // that wrap lose their order.
+    // Converting integers to floating point rounds and does not commute with addition, so sums pass only if the type is kept.
+    // Integers that wrap lose their order.
     let wraps = !x.dtype.is_float() && wraps;
-    match passes {
-        Passes::Rising | Passes::Falling | Passes::RisingAbove if wraps => {}
-        Passes::RisingAbove => pass(min, min),
-        Passes::Nothing => {}
-        Passes::Rising => {
+    match monotonicity {
+        Monotonicity::Increasing | Monotonicity::Decreasing | Monotonicity::IncreasingWhereDefined if wraps => {}
+        Monotonicity::IncreasingWhereDefined => pass(min, min),
+        Monotonicity::None => {}
+        Monotonicity::Increasing => {
             pass(max, max);
             pass(min, min);
         }
-        Passes::Falling => {
+        Monotonicity::Decreasing => {
             pass(max, min);
             pass(min, max);
         }
-        Passes::Multiple { rising } => {
+        Monotonicity::Linear { increasing } => {
             if dtype == x.dtype {
                 pass(sum, sum);
                 pass(avg, avg);
             }
             if !wraps {
-                pass(max, if rising { max } else { min });
-                pass(min, if rising { min } else { max });
+                pass(max, if increasing { max } else { min });
+                pass(min, if increasing { min } else { max });
             }
         }
     }
@@ -412,68 +424,68 @@ pub(super) fn plan(x: &TensorMeta, gives: Gives, passes: Passes, wraps: bool, sh
 
 impl Op for Unary {
     fn name(&self) -> &'static str {
-        self.entry().name
+        self.function().name
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
-        let Entry { gives, passes, .. } = *self.entry();
+        let UnaryFunction { result_type, monotonicity, .. } = *self.function();
         let wraps = matches!(self, Unary::neg | Unary::abs | Unary::square);
-        Ok(plan(&inputs[0], gives, passes, wraps, false))
+        Ok(plan(&inputs[0], result_type, monotonicity, wraps, false))
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
-        let (x, gives) = (&inputs[0], self.entry().gives);
-        Ok(vec![self.compute(x, gives.arithmetic(x.dtype()), gives.dtype(x.dtype()))?])
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let (x, result_type) = (&inputs[0], self.function().result_type);
+        Ok(vec![self.compute(x, result_type.arithmetic(x.dtype()), result_type.dtype(x.dtype()))?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        if self.entry().derivative.is_none() {
+        if self.function().derivative.is_none() {
             return Gradient::NotDifferentiable;
         }
-        Gradient::From(Keeps::Inputs, |op, saved, gradients| {
-            let (Some(derivative), Some(g)) = (&op.entry().derivative, &gradients[0]) else { return Ok(vec![None]) };
+        Gradient::From(SaveForBackward::Inputs, |op, saved, gradients| {
+            let (Some(derivative), Some(g)) = (&op.function().derivative, &gradients[0]) else { return Ok(vec![None]) };
             let x = saved.input(0);
             if is_recording() {
                 return Ok(vec![Some(g.mul(&(derivative.formula)(&x)?)?)]);
             }
-            Ok(vec![Some(dispatch(&Slope(*op), &[&x, g], Location::caller())?.swap_remove(0))])
+            Ok(vec![Some(dispatch(&UnaryBackward(*op), &[&x, g], Location::caller())?.swap_remove(0))])
         })
     }
 }
 
-/// The derivative of a function at the first tensor, times the second: the gradient in one pass over memory.
+/// Backward pass of a [`Unary`] in one pass over memory: the derivative at the first input, times the second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Slope(Unary);
+struct UnaryBackward(Unary);
 
-impl Op for Slope {
+impl Op for UnaryBackward {
     fn name(&self) -> &'static str {
         self.0.name()
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let (x, g) = (&inputs[0], &inputs[1]);
-        // Linear in the gradient.
+        // Linear in the gradient, so its partial sums pass.
         let signature = Signature::pointwise(&[&x.shape, &g.shape], &x.shape)
             .passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum)
             .passing([None, Some(ReduceOp::Avg)], ReduceOp::Avg);
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: x.shape.clone(), dtype: g.dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor], _: &Place<'_>) -> Result<Vec<Tensor>> {
-        let derivative = self.0.entry().derivative.as_ref().expect("run for functions that have one");
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let derivative = self.0.function().derivative.as_ref().expect("run for functions that have one");
         Ok(vec![derivative.times(&inputs[0], &inputs[1])?])
     }
 
-    /// Runs in backward passes that are not recorded; recorded ones use [`Derivative::formula`].
+    /// Runs in backward monotonicity that are not recorded; recorded ones use [`Derivative::formula`].
     fn gradient(&self) -> Gradient<Self> {
         Gradient::NotDifferentiable
     }
 }
 
-pub(super) fn samples() -> Vec<Vec<Sample>> {
+pub(super) fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 4] = [&[4, 6], &[5, 3], &[1], &[0, 2]];
-    let mut all: Vec<Vec<Sample>> = shapes.iter().map(|shape| vec![Sample::new(shape, DType::F64)]).collect();
-    all.push(vec![Sample::new(&[5], DType::I64)]);
+    let mut all: Vec<Vec<SampleInput>> = shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::F64)]).collect();
+    all.push(vec![SampleInput::new(&[5], DType::I64)]);
     all
 }
 
@@ -489,7 +501,7 @@ mod tests {
         let ones = x.ones_like().unwrap();
         let single = |t: &Tensor| t.to_dtype(DType::F32).unwrap();
         for function in ALL {
-            let Some(derivative) = &function.entry().derivative else { continue };
+            let Some(derivative) = &function.function().derivative else { continue };
             let run = |x: &Tensor, g: &Tensor| derivative.times(x, g).unwrap();
             let wide = run(&single(&x).to_dtype(DType::F64).unwrap(), &ones).to_vec1::<f64>().unwrap();
             let fast = run(&single(&x), &single(&ones)).to_vec1::<f32>().unwrap();

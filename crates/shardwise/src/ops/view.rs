@@ -1,123 +1,130 @@
-//! Operators that name dimensions anew: nothing is computed, and shards stay shards.
+//! Operators that rearrange dimensions: transpose, squeeze, expand. Nothing is computed or moved; shards stay shards.
 
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
 
-use super::{OpEntry, Sample};
+use super::{OpEntry, SampleInput};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorMeta;
-use crate::op::{Accumulation, Gradient, Op, OpPlan, Place, dispatch};
+use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
-use crate::tensor::{DTensor, Keeps};
+use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::dense;
 
-/// Every dimension of the result is one of the input, or new.
+/// An operator whose every output dimension is one of the input, or new.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Rename {
+struct RearrangeDims {
     name: &'static str,
-    /// Per dimension of the result the input's dimension, or the size of a new one.
-    dims: Vec<From>,
+    /// Per dimension of the result where it comes from.
+    dims: Vec<DimSource>,
 }
 
+/// Where a dimension of the result comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum From {
+enum DimSource {
+    /// A dimension of the input.
     Input(usize),
-    /// A dimension of the input of size 1, stretched.
-    Stretched(usize, usize),
+    /// A dimension of the input of size 1, and the size that it is expanded to.
+    Expanded(usize, usize),
+    /// A new dimension of this size.
     New(usize),
 }
 
 impl DTensor {
-    /// The dimensions in another order.
+    /// Reorders the dimensions. Local: sharded dimensions stay sharded under their new number.
     #[track_caller]
     pub fn permute(&self, dims: &[isize]) -> Result<DTensor> {
         let order = dims.iter().map(|&d| self.resolve_dim("permute", d)).collect::<Result<Vec<_>>>()?;
         let mut sorted = order.clone();
         sorted.sort_unstable();
-        if sorted != (0..self.rank()).collect::<Vec<_>>() {
+        if sorted != (0..self.ndim()).collect::<Vec<_>>() {
             return Err(self.bad_dims("permute", dims, "every dimension once"));
         }
-        self.renamed("permute", order.into_iter().map(From::Input).collect())
+        self.rearranged("permute", order.into_iter().map(DimSource::Input).collect())
     }
 
-    /// Two dimensions swapped.
+    /// Swaps two dimensions. Local: sharded dimensions stay sharded under their new number.
     #[track_caller]
     pub fn transpose(&self, a: isize, b: isize) -> Result<DTensor> {
         let (a, b) = (self.resolve_dim("transpose", a)?, self.resolve_dim("transpose", b)?);
-        let mut order: Vec<usize> = (0..self.rank()).collect();
+        let mut order: Vec<usize> = (0..self.ndim()).collect();
         order.swap(a, b);
-        self.renamed("transpose", order.into_iter().map(From::Input).collect())
+        self.rearranged("transpose", order.into_iter().map(DimSource::Input).collect())
     }
 
-    /// The transposed matrix.
+    /// Transposes a matrix, see [`transpose`](Self::transpose).
     #[track_caller]
     pub fn t(&self) -> Result<DTensor> {
-        if self.rank() != 2 {
+        if self.ndim() != 2 {
             return Err(self.bad_dims("t", &[], "a matrix"));
         }
         self.transpose(0, 1)
     }
 
-    /// A dimension moved to another place.
+    /// Moves a dimension to another position. Local, as [`permute`](Self::permute).
     #[track_caller]
     pub fn movedim(&self, source: isize, destination: isize) -> Result<DTensor> {
         let (from, to) = (self.resolve_dim("movedim", source)?, self.resolve_dim("movedim", destination)?);
-        let mut order: Vec<usize> = (0..self.rank()).filter(|&d| d != from).collect();
+        let mut order: Vec<usize> = (0..self.ndim()).filter(|&d| d != from).collect();
         order.insert(to, from);
-        self.renamed("movedim", order.into_iter().map(From::Input).collect())
+        self.rearranged("movedim", order.into_iter().map(DimSource::Input).collect())
     }
 
-    /// A new dimension of size 1.
+    /// Inserts a dimension of size 1 before `dim`; -1 appends it. Local.
     #[track_caller]
     pub fn unsqueeze(&self, dim: isize) -> Result<DTensor> {
-        let ndim = self.rank() as isize;
+        let ndim = self.ndim() as isize;
         let at = if dim < 0 { dim + ndim + 1 } else { dim };
         if !(0..=ndim).contains(&at) {
             return Err(self.bad_dims("unsqueeze", &[dim], "a place among the dimensions"));
         }
-        let mut dims: Vec<From> = (0..self.rank()).map(From::Input).collect();
-        dims.insert(at as usize, From::New(1));
-        self.renamed("unsqueeze", dims)
+        let mut dims: Vec<DimSource> = (0..self.ndim()).map(DimSource::Input).collect();
+        dims.insert(at as usize, DimSource::New(1));
+        self.rearranged("unsqueeze", dims)
     }
 
-    /// Without a dimension if its size is 1, or without all such dimensions.
+    /// Removes dimension `dim` if its size is 1, or all dimensions of size 1 without one.
+    ///
+    /// Local, unless a removed dimension is sharded: then the rank that holds it sends it to the other ranks.
     #[track_caller]
     pub fn squeeze(&self, dim: Option<isize>) -> Result<DTensor> {
         let only = dim.map(|d| self.resolve_dim("squeeze", d)).transpose()?;
         let gone = |d: &usize| self.shape()[*d] == 1 && only.is_none_or(|o| o == *d);
-        self.renamed("squeeze", (0..self.rank()).filter(|d| !gone(d)).map(From::Input).collect())
+        self.rearranged("squeeze", (0..self.ndim()).filter(|d| !gone(d)).map(DimSource::Input).collect())
     }
 
-    /// Dimensions of size 1 stretched to others, and new ones in front; -1 keeps a size.
+    /// Expands dimensions of size 1 to `sizes`, with new dimensions in front; -1 keeps a size.
+    ///
+    /// Local. The expanded dimensions are not sharded, and share memory as in PyTorch.
     #[track_caller]
     pub fn expand(&self, sizes: &[isize]) -> Result<DTensor> {
         let new =
-            sizes.len().checked_sub(self.rank()).ok_or_else(|| self.bad_dims("expand", sizes, "no fewer sizes"))?;
+            sizes.len().checked_sub(self.ndim()).ok_or_else(|| self.bad_dims("expand", sizes, "no fewer sizes"))?;
         let mut dims = Vec::new();
         for (i, &size) in sizes.iter().enumerate() {
             let own = i.checked_sub(new).map(|d| (d, self.shape()[d]));
             dims.push(match (own, usize::try_from(size)) {
-                (Some((d, _)), Err(_)) if size == -1 => From::Input(d),
-                (Some((d, n)), Ok(size)) if n == size => From::Input(d),
-                (Some((d, 1)), Ok(size)) => From::Stretched(d, size),
-                (None, Ok(size)) => From::New(size),
+                (Some((d, _)), Err(_)) if size == -1 => DimSource::Input(d),
+                (Some((d, n)), Ok(size)) if n == size => DimSource::Input(d),
+                (Some((d, 1)), Ok(size)) => DimSource::Expanded(d, size),
+                (None, Ok(size)) => DimSource::New(size),
                 _ => return Err(self.bad_dims("expand", sizes, "sizes that are equal, or stretch a 1")),
             });
         }
-        self.renamed("expand", dims)
+        self.rearranged("expand", dims)
     }
 
     #[track_caller]
-    fn renamed(&self, name: &'static str, dims: Vec<From>) -> Result<DTensor> {
-        Ok(dispatch(&Rename { name, dims }, &[self], Location::caller())?.swap_remove(0))
+    fn rearranged(&self, name: &'static str, dims: Vec<DimSource>) -> Result<DTensor> {
+        Ok(dispatch(&RearrangeDims { name, dims }, &[self], Location::caller())?.swap_remove(0))
     }
 
     pub(super) fn resolve_dim(&self, name: &'static str, dim: isize) -> Result<usize> {
-        let from_front = if dim < 0 { dim + self.rank() as isize } else { dim };
-        let inside = usize::try_from(from_front).ok().filter(|&d| d < self.rank());
+        let from_front = if dim < 0 { dim + self.ndim() as isize } else { dim };
+        let inside = usize::try_from(from_front).ok().filter(|&d| d < self.ndim());
         inside.ok_or_else(|| self.bad_dims(name, &[dim], "dimensions of the tensor"))
     }
 
@@ -127,14 +134,14 @@ impl DTensor {
             dims => format!("{dims:?} in {name} of {}", self.layout()),
         };
         match *dims {
-            [dim] => ErrorKind::Dimension { dim, ndim: self.rank() },
+            [dim] => ErrorKind::Dimension { dim, ndim: self.ndim() },
             _ => ErrorKind::Argument,
         }
         .error("dimensions", found, needed, "correct the dimensions")
     }
 }
 
-impl Op for Rename {
+impl Op for RearrangeDims {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -145,16 +152,16 @@ impl Op for Rename {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
-        let size = |from: &From| match from {
-            From::Input(d) => x.shape[*d],
-            From::Stretched(_, n) | From::New(n) => *n,
+        let size = |from: &DimSource| match from {
+            DimSource::Input(d) => x.shape[*d],
+            DimSource::Expanded(_, n) | DimSource::New(n) => *n,
         };
-        let kept = |from: &From| match from {
-            From::Input(d) => Some(*d),
-            From::Stretched(..) | From::New(_) => None,
+        let kept = |from: &DimSource| match from {
+            DimSource::Input(d) => Some(*d),
+            DimSource::Expanded(..) | DimSource::New(_) => None,
         };
-        // A dimension that is dropped or stretched has one element, and sharing one element is of no use.
-        let stays = |d: usize| self.dims.contains(&From::Input(d));
+        // A dimension that is removed or expanded has one element, which cannot be sharded usefully.
+        let stays = |d: usize| self.dims.contains(&DimSource::Input(d));
         let mut signature = Signature::renaming(x.shape.len(), &stays, self.dims.iter().map(kept).collect());
         for op in ReduceOp::ALL {
             signature = signature.passing([Some(op)], op);
@@ -163,14 +170,13 @@ impl Op for Rename {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &Place<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = &inputs[0];
-        let used = |from: &From| match from {
-            From::Input(d) | From::Stretched(d, _) => Some(*d),
-            From::New(_) => None,
+        let used = |from: &DimSource| match from {
+            DimSource::Input(d) | DimSource::Expanded(d, _) => Some(*d),
+            DimSource::New(_) => None,
         };
-        // Only views: dimensions that are dropped (from the last on, so that the others keep their numbers), turned,
-        // inserted and stretched.
+        // Views only: remove dimensions (from the last on, so that the rest keep their numbers), permute, insert, expand.
         let order: SmallVec<[usize; 6]> = self.dims.iter().filter_map(used).collect();
         let mut view = x.clone();
         for dim in (0..x.rank()).rev().filter(|d| !order.contains(d)) {
@@ -178,7 +184,7 @@ impl Op for Rename {
         }
         let place = |&d: &usize| order.iter().filter(|&&o| o < d).count();
         view = view.permute(order.iter().map(place).collect::<Vec<_>>())?;
-        for at in (0..self.dims.len()).filter(|&i| matches!(self.dims[i], From::New(_))) {
+        for at in (0..self.dims.len()).filter(|&i| matches!(self.dims[i], DimSource::New(_))) {
             view = view.unsqueeze(at)?;
         }
         if view.dims() != at.local_shape(0) {
@@ -188,16 +194,17 @@ impl Op for Rename {
     }
 
     fn gradient(&self) -> Gradient<Self> {
-        Gradient::From(Keeps::Nothing, |op, saved, gradients| {
-            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
-            // Dimensions that were stretched or new are summed over; the others go back to their places.
-            let made = |from: &From| !matches!(from, From::Input(_));
+        Gradient::From(SaveForBackward::Nothing, |op, saved, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
+            // Sum over expanded and new dimensions, then permute back.
+            let made = |from: &DimSource| !matches!(from, DimSource::Input(_));
             let summed: Vec<isize> = (0..op.dims.len()).filter(|&i| made(&op.dims[i])).map(|i| i as isize).collect();
             let left = if summed.is_empty() { gradient.clone() } else { gradient.sum(&summed, false)? };
-            let kept: Vec<&From> = op.dims.iter().filter(|from| !made(from)).collect();
-            let back =
-                |d: usize| kept.iter().position(|from| **from == From::Input(d)).map_or(From::New(1), From::Input);
-            Ok(vec![Some(left.renamed(op.name, (0..saved.shape(0).len()).map(back).collect())?)])
+            let kept: Vec<&DimSource> = op.dims.iter().filter(|from| !made(from)).collect();
+            let back = |d: usize| {
+                kept.iter().position(|from| **from == DimSource::Input(d)).map_or(DimSource::New(1), DimSource::Input)
+            };
+            Ok(vec![Some(left.rearranged(op.name, (0..saved.shape(0).len()).map(back).collect())?)])
         })
     }
 }
@@ -212,11 +219,11 @@ pub(super) const OPS: &[OpEntry] = &[
     OpEntry { name: "t", samples: matrices, apply: |x| Ok(vec![x[0].t()?]) },
 ];
 
-fn samples() -> Vec<Vec<Sample>> {
+fn samples() -> Vec<Vec<SampleInput>> {
     let shapes: [&[usize]; 3] = [&[4, 1, 6], &[5, 3, 2], &[1, 1, 3]];
-    shapes.iter().map(|shape| vec![Sample::new(shape, DType::I64)]).collect()
+    shapes.iter().map(|shape| vec![SampleInput::new(shape, DType::I64)]).collect()
 }
 
-fn matrices() -> Vec<Vec<Sample>> {
-    vec![vec![Sample::new(&[5, 3], DType::F64)], vec![Sample::new(&[0, 3], DType::I64)]]
+fn matrices() -> Vec<Vec<SampleInput>> {
+    vec![vec![SampleInput::new(&[5, 3], DType::F64)], vec![SampleInput::new(&[0, 3], DType::I64)]]
 }

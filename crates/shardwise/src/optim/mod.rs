@@ -70,7 +70,7 @@ use param_state::State;
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let w = Param::new(&DTensor::full(3.0, 5, DType::F32, &mesh, [Shard(0)])?);
+///     let w = Param::new(&DTensor::full(3.0, (5, DType::F32), &mesh, [Shard(0)])?);
 ///     let group = ParamGroup::new(Adam::default()).with_lr(0.1);
 ///     let mut optimizer = ShardedOptimizer::new([("w".to_string(), w.clone())], group)?;
 ///     for _ in 0..200 {

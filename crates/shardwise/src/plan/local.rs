@@ -1,11 +1,11 @@
 //! What a rank holds of a tensor, as a tensor of its own.
 
-use crate::autograd::once_only;
+use crate::autograd::first_derivative_only;
 use crate::comm::DeviceMesh;
 use crate::error::Result;
 use crate::mesh::Mesh;
 use crate::placement::Placement;
-use crate::tensor::{Backward, DTensor, Keeps, Saved};
+use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors};
 
 /// What this rank holds of a tensor, on a mesh of this rank alone. Pending reductions are carried out first.
 ///
@@ -18,7 +18,7 @@ use crate::tensor::{Backward, DTensor, Keeps, Saved};
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let x = DTensor::arange(0.0, 3.0, 1.0, DType::F64, &mesh, [Shard(0)])?.requires_grad();
+///     let x = DTensor::arange(0.0.. 3.0, DType::F64, &mesh, [Shard(0)])?.requires_grad();
 ///     let mine = collect_local_shard(&x)?;
 ///     assert_eq!(mine.shape(), [2 - world.rank()]);
 ///     let gradients = mine.square()?.sum_all()?.backward()?;
@@ -39,7 +39,7 @@ pub fn collect_local_shard(tensor: &DTensor) -> Result<DTensor> {
     let alone = DeviceMesh::new(mesh.world(), Mesh::from_ranks([("local", 1)], vec![mesh.world().rank()])?)?;
     let local = settled.local();
     let part = DTensor::from_local_with_shape(local, &alone, [Placement::Replicate], local.dims())?;
-    Ok(DTensor::recorded(vec![part], &[&settled], Keeps::Nothing, || Box::new(LocalPart)).swap_remove(0))
+    Ok(DTensor::recorded(vec![part], &[&settled], SaveForBackward::Nothing, || Box::new(LocalPart)).swap_remove(0))
 }
 
 /// The way back of [`collect_local_shard`].
@@ -50,8 +50,8 @@ impl Backward for LocalPart {
         "collect_local_shard"
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        once_only(self.name())?;
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        first_derivative_only(self.name())?;
         let whole = |gradient: &DTensor| -> Result<DTensor> {
             let local = gradient.redistribute([Placement::Replicate])?;
             Ok(DTensor::from_parts(saved.mesh(0), saved.layout(0).clone(), local.local().clone()))

@@ -1,4 +1,4 @@
-//! One dimension in chunks.
+//! `ChunkShardingSpec`: one dimension divided into chunks.
 
 use std::fmt;
 
@@ -13,8 +13,10 @@ use crate::layout::{Layout, chunk};
 use crate::mesh::Mesh;
 use crate::placement::Placement;
 
-/// One dimension cut into chunks of `ceil(n / placements)`, one per placement; trailing chunks are smaller or empty, and
-/// an empty one begins at the end of the dimension. Placements may be in any order, and a rank may occur more than once.
+/// Divides one dimension into chunks of `ceil(n / placements)` indices, one per placement.
+///
+/// Trailing chunks are smaller or empty; an empty one starts at the end of the dimension. Placements may be in any order, and
+/// a rank may hold several chunks.
 ///
 /// ```
 /// # use shardwise::sharded::{ChunkShardingSpec, RemoteDevice};
@@ -32,18 +34,21 @@ pub struct ChunkShardingSpec {
 }
 
 impl ChunkShardingSpec {
-    /// Chunks of a dimension, which may count from the last one (-1), on devices such as `rank:0/cpu`.
+    /// Creates a spec from placements such as `rank:0/cpu`. `dim` may be negative: -1 is the last dimension.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if there are no placements or one cannot be parsed.
     pub fn new<P: AsRef<str>>(dim: isize, placements: impl IntoIterator<Item = P>) -> Result<Self> {
         let placements = placements.into_iter().map(|p| p.as_ref().parse()).collect::<Result<Vec<_>>>()?;
         Self::on(dim, placements)
     }
 
-    /// Chunks of a dimension on the CPUs of some ranks.
+    /// Creates a spec with one chunk on the CPU of each of these global ranks, in this order.
     pub fn over_ranks(dim: isize, ranks: impl IntoIterator<Item = usize>) -> Result<Self> {
         Self::on(dim, ranks.into_iter().map(RemoteDevice::cpu_of).collect())
     }
 
-    /// Chunks of a dimension on some devices.
+    /// Creates a spec with one chunk on each of these devices, in this order.
     pub fn on(dim: isize, placements: Vec<RemoteDevice>) -> Result<Self> {
         if placements.is_empty() {
             return Err(ErrorKind::Argument.error(
@@ -56,17 +61,20 @@ impl ChunkShardingSpec {
         Ok(ChunkShardingSpec { dim, placements })
     }
 
-    /// The dimension, as it was given.
+    /// The sharded dimension as it was passed in, possibly negative.
     pub fn dim(&self) -> isize {
         self.dim
     }
 
-    /// Who holds the chunks, in order of the chunks.
+    /// The devices that hold the chunks, in the order of the chunks.
     pub fn placements(&self) -> &[RemoteDevice] {
         &self.placements
     }
 
-    /// The shards of a tensor of this size.
+    /// Lists the shards of a tensor of this size.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if the tensor does not have the dimension.
     pub fn build_metadata(&self, size: &[usize], dtype: DType) -> Result<ShardedTensorMetadata> {
         if self.placements.is_empty() {
             return Err(ErrorKind::Argument.error(
@@ -97,7 +105,7 @@ impl ChunkShardingSpec {
             "chunk spec",
             format!("dimension {}", self.dim),
             needed,
-            "cut a dimension that it has",
+            "shard a dimension that it has",
         ))
     }
 }
@@ -107,11 +115,11 @@ impl ShardingSpec for ChunkShardingSpec {
         ChunkShardingSpec::build_metadata(self, size, dtype)
     }
 
-    /// The layout on a mesh of all ranks of the spec, of which some may hold nothing.
+    /// The layout on a mesh of all ranks of the spec, some of which may hold nothing.
     fn layout(&self, size: &[usize]) -> Result<Option<Layout>> {
         self.dim_of(size)?;
         let ranks: Option<Vec<usize>> = self.placements.iter().map(RemoteDevice::rank).collect();
-        // A rank that occurs twice makes no mesh.
+        // A mesh cannot list a rank twice.
         let mesh = ranks.and_then(|ranks| Mesh::from_ranks([("shard", ranks.len())], ranks).ok());
         mesh.map(|mesh| Layout::new(&mesh, size, [Placement::Shard(self.dim)])).transpose()
     }

@@ -1,12 +1,12 @@
-//! Sharded tensors from a spec, from shards that ranks already have, or from one whole tensor.
+//! Constructors of sharded tensors: from a spec, from the local shards of each rank, or from one whole tensor.
 
 use std::panic::Location;
 
 use candle_core::{DType, Shape, Tensor};
 
-use super::exchange::check_ranks;
+use super::exchange::{ShardTensorRequest, check_ranks};
 use super::metadata::{ShardMetadata, ShardedTensorMetadata};
-use super::shard::Shard;
+use super::shard::TensorShard;
 use super::spec::AnyShardingSpec;
 use super::tensor::ShardedTensor;
 use crate::comm::{DeviceMesh, agree, texts};
@@ -15,47 +15,53 @@ use crate::layout::TensorMeta;
 use crate::tensor::check_metas;
 use shardwise_kernels::{check_dtype, check_served, filled, own_copy, placeholder};
 
-/// An error, the same on all ranks, if a shard is larger than memory.
+/// Checks that every shard fits into memory. Each rank looks at the shards of all, so all get the same error.
 fn check_shards(metadata: &ShardedTensorMetadata, dry: bool) -> Result<()> {
     let meta = |shard: &ShardMetadata| TensorMeta { shape: shard.sizes.clone(), dtype: metadata.dtype };
     metadata.shards.iter().try_for_each(|shard| check_metas(&[meta(shard)], 1, dry))
 }
 
 impl ShardedTensor {
-    /// A tensor filled with one value.
+    /// Creates a tensor filled with one value. `meta` is its shape and element type, such as `((5, 4), DType::F32)`.
+    ///
+    /// Local: every rank fills its own shards.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the spec does not fit the shape, names a rank outside the mesh, or the type does not hold the value.
     pub fn full(
         spec: impl Into<AnyShardingSpec>,
         value: f64,
-        shape: impl Into<Shape>,
-        dtype: DType,
+        meta: impl Into<TensorMeta>,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
-        Self::by_shard(spec.into(), &shape.into().into_dims(), dtype, mesh, |part| {
-            Ok(filled(value, &TensorMeta { shape: part.sizes.clone(), dtype })?)
+        let meta = meta.into();
+        Self::by_shard(spec.into(), &meta, mesh, |part| {
+            Ok(filled(value, &TensorMeta { shape: part.sizes.clone(), dtype: meta.dtype })?)
         })
     }
 
-    /// A tensor of zeros.
+    /// Creates a tensor of zeros. Local.
     pub fn zeros(
         spec: impl Into<AnyShardingSpec>,
         shape: impl Into<Shape>,
         dtype: DType,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
-        Self::full(spec, 0.0, shape, dtype, mesh)
+        Self::full(spec, 0.0, (shape, dtype), mesh)
     }
 
-    /// A tensor of ones.
+    /// Creates a tensor of ones. Local.
     pub fn ones(
         spec: impl Into<AnyShardingSpec>,
         shape: impl Into<Shape>,
         dtype: DType,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
-        Self::full(spec, 1.0, shape, dtype, mesh)
+        Self::full(spec, 1.0, (shape, dtype), mesh)
     }
 
-    /// A tensor to be filled later. Its elements are zero: memory without a value does not exist here.
+    /// Creates a tensor to be filled later. Unlike PyTorch's its elements are zero: uninitialized memory cannot be read here.
+    /// Local.
     #[doc(alias = "_create_tensor_from_params")]
     pub fn empty(
         spec: impl Into<AnyShardingSpec>,
@@ -66,46 +72,45 @@ impl ShardedTensor {
         Self::zeros(spec, shape, dtype, mesh)
     }
 
-    /// The shards of a tensor that can be made: of a type that is served, on ranks of the mesh, in memory that exists.
+    /// Lists the shards of a tensor, after checking that its type is supported, its ranks are on the mesh and its shards fit
+    /// into memory.
     pub(super) fn checked(
         spec: &AnyShardingSpec,
-        shape: &[usize],
-        dtype: DType,
+        meta: &TensorMeta,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensorMetadata> {
-        check_dtype(dtype)?;
-        let metadata = spec.build_metadata(shape, dtype)?;
+        check_dtype(meta.dtype)?;
+        let metadata = spec.build_metadata(&meta.shape, meta.dtype)?;
         check_ranks(&metadata, mesh)?;
         check_shards(&metadata, mesh.world().is_dry())?;
         Ok(metadata)
     }
 
-    /// A tensor of shards that a function makes from their descriptions; only those of this rank are asked for.
+    /// Creates a tensor whose shards `build` computes from their metadata. It is called for the shards of this rank.
     pub(super) fn by_shard(
         spec: AnyShardingSpec,
-        shape: &[usize],
-        dtype: DType,
+        meta: &TensorMeta,
         mesh: &DeviceMesh,
-        mut make: impl FnMut(&ShardMetadata) -> Result<Tensor>,
+        mut build: impl FnMut(&ShardMetadata) -> Result<Tensor>,
     ) -> Result<ShardedTensor> {
-        let metadata = Self::checked(&spec, shape, dtype, mesh)?;
+        let metadata = Self::checked(&spec, meta, mesh)?;
         let one = |part: &ShardMetadata| match mesh.world().is_dry() {
-            true => Ok(placeholder(&TensorMeta { shape: part.sizes.clone(), dtype })?),
-            false => make(part),
+            true => Ok(placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: meta.dtype })?),
+            false => build(part),
         };
         let tensors = metadata.shards_of(mesh.world().rank()).map(one).collect::<Result<Vec<_>>>()?;
         Ok(Self::from_parts(mesh, metadata, spec, tensors))
     }
 
-    /// The tensor of which every rank of the mesh brings its shards, any number of them.
+    /// Creates a tensor from the local shards of each rank, any number of them.
     ///
-    /// Ranks tell each other what they have: all get the same error unless the shards are of one type and fill the tensor,
-    /// each element once. The spec is found from the shards.
+    /// Collective: every rank of the mesh must call it. Communicates the metadata of the shards, not their elements. The spec is
+    /// inferred from the shards.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
     /// use shardwise::prelude::*;
-    /// use shardwise::sharded::{Shard, ShardedTensor};
+    /// use shardwise::sharded::{ShardedTensor, TensorShard};
     ///
     /// launch(3, |world| {
     ///     let mesh = world.mesh([("all", 3)])?;
@@ -113,7 +118,7 @@ impl ShardedTensor {
     ///     let row = Tensor::full(rank as f32, (1, 4), &Device::Cpu)?;
     ///     let mine = match rank {
     ///         1 => vec![], // nothing on this rank
-    ///         _ => vec![Shard::from_tensor_and_offsets(&row, [rank / 2, 0], rank)?],
+    ///         _ => vec![TensorShard::from_tensor_and_offsets(&row, [rank / 2, 0], rank)?],
     ///     };
     ///     let x = ShardedTensor::init_from_local_shards(&mine, (2, 4), &mesh)?;
     ///     assert_eq!(x.full_tensor()?.to_vec2::<f32>()?[1], [2.0; 4]);
@@ -121,30 +126,33 @@ impl ShardedTensor {
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], the same on every rank, unless the shards have one type and every element is in exactly one shard.
     #[doc(alias = "_init_from_local_shards")]
     #[track_caller]
     pub fn init_from_local_shards(
-        shards: &[Shard],
+        shards: &[TensorShard],
         shape: impl Into<Shape>,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
         let (site, size) = (Location::caller(), shape.into().into_dims());
         let group = mesh.whole_group()?;
-        // What is wrong on one rank alone travels with what it has, so that all ranks refuse together.
-        let mine = described(shards, &size, mesh);
-        let said = match &mine {
+        // An error of one rank is sent in place of its metadata, so that all ranks return it.
+        let mine = local_metadata(shards, &size, mesh);
+        let text = match &mine {
             Ok(metadata) => serde_json::to_string(metadata).map_err(Error::other)?,
             Err(error) => format!("!{error}"),
         };
         let mut ranks = Vec::new();
-        for (position, text) in texts(&group, &said, site)?.iter().enumerate() {
+        for (position, text) in texts(&group, &text, site)?.iter().enumerate() {
             if let Some(error) = text.strip_prefix('!') {
                 let rank = group.ranks()[position];
-                let found = format!("shards of rank {rank} that it cannot have ({error})");
+                let found = format!("invalid shards on rank {rank} ({error})");
                 return Err(ErrorKind::Disagreement.error(
                     "sharded tensor",
                     found,
-                    "good shards on every rank",
+                    "valid shards on every rank",
                     "correct that rank",
                 ));
             }
@@ -155,11 +163,16 @@ impl ShardedTensor {
         Ok(Self::from_parts(mesh, metadata, spec, shards.iter().map(|s| s.tensor.clone()).collect()))
     }
 
-    /// As [`init_from_local_shards`](Self::init_from_local_shards) with the shards of all ranks described: nothing is
-    /// communicated, and every rank checks its own.
+    /// Creates a tensor from the local shards of each rank and the metadata of all shards.
+    ///
+    /// Local: unlike [`init_from_local_shards`](Self::init_from_local_shards) it communicates nothing. Every rank checks its own
+    /// shards; that all ranks pass the same metadata is not checked.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the metadata does not cover the tensor, or this rank's shards differ from those it lists.
     #[doc(alias = "_init_from_local_shards_and_global_metadata")]
     pub fn init_from_local_shards_and_global_metadata(
-        shards: &[Shard],
+        shards: &[TensorShard],
         metadata: ShardedTensorMetadata,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
@@ -167,7 +180,7 @@ impl ShardedTensor {
         check_ranks(&metadata, mesh)?;
         let rank = mesh.world().rank();
         let expected: Vec<&ShardMetadata> = metadata.shards_of(rank).collect();
-        let fits = |shard: &Shard| shard.tensor.dtype() == metadata.dtype;
+        let fits = |shard: &TensorShard| shard.tensor.dtype() == metadata.dtype;
         let same = shards.iter().map(|s| &s.metadata).eq(expected.iter().copied());
         if !same || !shards.iter().all(fits) {
             let list =
@@ -185,8 +198,12 @@ impl ShardedTensor {
         Ok(Self::from_parts(mesh, metadata, spec, shards.iter().map(|s| s.tensor.clone()).collect()))
     }
 
-    /// The tensor of which every rank of the spec brings its one shard. Nothing is communicated, and every rank checks its
-    /// own.
+    /// Creates a tensor of a spec that gives each rank one shard, from the local tensor of each rank.
+    ///
+    /// Local: every rank checks its own shard; that all ranks pass the same spec and shape is not checked.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] unless the spec gives this rank one shard of the shape of `tensor`.
     #[doc(alias = "_init_from_local_tensor")]
     pub fn init_from_local_tensor(
         tensor: &Tensor,
@@ -216,9 +233,14 @@ impl ShardedTensor {
         Ok(Self::from_parts(mesh, metadata, spec, tensors))
     }
 
-    /// The tensor of which every rank of the mesh brings its shards in the order of the spec's metadata. Nothing is
-    /// communicated, and every rank checks its own. For operators of a spec: the result keeps the spec. `whole` is the shape
-    /// and type of the whole tensor.
+    /// Creates a tensor of a spec from the local tensors of each rank, one per shard in the order of the metadata. `whole` is the
+    /// shape and type of the whole tensor.
+    ///
+    /// Local: every rank checks its own shards. An operator of a spec builds its result with it, because the result keeps the
+    /// spec.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] unless the tensors have the shapes and the type of this rank's shards.
     pub fn init_from_local_tensors(
         tensors: &[Tensor],
         spec: impl Into<AnyShardingSpec>,
@@ -226,7 +248,7 @@ impl ShardedTensor {
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
         let spec = spec.into();
-        let metadata = Self::checked(&spec, &whole.shape, whole.dtype, mesh)?;
+        let metadata = Self::checked(&spec, whole, mesh)?;
         check_local(tensors, &metadata, mesh.world().rank())?;
         let copy = |tensor: &Tensor| Ok(check_served(tensor).and_then(|()| own_copy(tensor))?);
         let tensors = tensors.iter().map(copy).collect::<Result<Vec<_>>>()?;
@@ -234,11 +256,11 @@ impl ShardedTensor {
     }
 }
 
-/// Cuts a tensor as a spec says and brings every rank of the mesh its shards.
+/// Shards a whole tensor as a spec says.
 ///
-/// With `src_rank`, a position on the mesh, the data of that rank counts and the others only say shape and type. With
-/// `None` every rank cuts its shards out of its own copy, without communication and unchecked; all ranks pass `None` then.
-/// With a source all ranks get the same error unless they agree on spec, source, shape and type.
+/// Collective with `src_rank`, a position on the mesh: that rank sends every rank its shards in one exchange, and the tensors of
+/// the other ranks state shape and type only. Local with `None`: every rank slices its shards from its own copy, and nothing
+/// is compared. All ranks must pass the same `src_rank`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -254,6 +276,10 @@ impl ShardedTensor {
 /// })?;
 /// # Ok::<(), Error>(())
 /// ```
+///
+/// # Errors
+/// [`Error::Mismatch`] on every rank unless all agree on spec, `src_rank`, shape and type; [`Error::Invalid`] if the spec does
+/// not fit the tensor or the mesh.
 #[track_caller]
 #[doc(alias = "_shard_tensor")]
 pub fn shard_tensor(
@@ -282,14 +308,14 @@ fn shard_tensor_at(
     check_served(tensor)?;
     let metadata = spec.build_metadata(tensor.dims(), tensor.dtype())?;
     check_ranks(&metadata, mesh)?;
-    let tensors = spec.0.shard(tensor, &metadata, mesh, src_rank, site)?;
+    let tensors = spec.0.shard(&ShardTensorRequest { tensor, metadata: &metadata, mesh, src_rank, site })?;
     if is_member {
         check_local(&tensors, &metadata, mesh.world().rank())?;
     }
     Ok(ShardedTensor::from_parts(mesh, metadata, spec, tensors))
 }
 
-/// An error unless these tensors have the sizes and the type of the shards of a rank.
+/// Checks that these tensors have the sizes and the type of the shards of a rank.
 fn check_local(tensors: &[Tensor], metadata: &ShardedTensorMetadata, rank: usize) -> Result<()> {
     let expected: Vec<&ShardMetadata> = metadata.shards_of(rank).collect();
     let sizes = expected.iter().map(|shard| shard.sizes.as_slice());
@@ -306,14 +332,15 @@ fn check_local(tensors: &[Tensor], metadata: &ShardedTensorMetadata, rank: usize
     ))
 }
 
-/// What a rank says of its own shards; `None` if it has none. An error if they cannot be its shards.
-fn described(shards: &[Shard], size: &[usize], mesh: &DeviceMesh) -> Result<Option<ShardedTensorMetadata>> {
+/// The metadata that a rank sends of its own shards; `None` if it has none. An error if they are placed on another rank or of
+/// several types.
+fn local_metadata(shards: &[TensorShard], size: &[usize], mesh: &DeviceMesh) -> Result<Option<ShardedTensorMetadata>> {
     let Some(first) = shards.first() else { return Ok(None) };
     let (rank, dtype) = (mesh.world().rank(), first.tensor.dtype());
     for shard in shards {
         if shard.metadata.rank() != Some(rank) {
             let needed = format!("a placement on rank {rank}, which brings it");
-            return Err(ErrorKind::Argument.error("shard", &shard.metadata, needed, "name the own rank"));
+            return Err(ErrorKind::Argument.error("shard", &shard.metadata, needed, "name this rank in the placement"));
         }
         if shard.tensor.dtype() != dtype {
             let found = format!("types {} and {}", dtype.as_str(), shard.tensor.dtype().as_str());

@@ -1,8 +1,8 @@
-//! Sharded tensors as distributed tensors and back.
+//! Conversion between `ShardedTensor` and `DTensor`.
 
 use std::panic::Location;
 
-use super::exchange::cut;
+use super::exchange::box_view;
 use super::metadata::ShardMetadata;
 use super::spec::AnyShardingSpec;
 use super::tensor::ShardedTensor;
@@ -16,11 +16,12 @@ use crate::tensor::{DTensor, check_partial};
 use shardwise_kernels::{dense, placeholder};
 
 impl ShardedTensor {
-    /// The same tensor as a distributed one.
+    /// Converts this tensor to a [`DTensor`].
     ///
-    /// Where every rank holds one shard and the shards are chunks or a grid, nothing is moved or copied: the layout is on
-    /// the mesh of this tensor if its axes fit, else on a mesh of the same ranks in the order of the shards. Any other tensor
-    /// is brought into chunks of its longest dimension first. A leaf if gradients are wanted.
+    /// Local and without a copy if every rank holds one shard and the shards are chunks or a grid. The layout is on the mesh of
+    /// this tensor if its axes fit, otherwise on a mesh of the same ranks in the order of the shards. Any other tensor is
+    /// resharded first, to chunks of its longest dimension, which is collective. The result is a leaf if
+    /// [`requires_grad`](Self::requires_grad) is set.
     ///
     /// ```
     /// use shardwise::prelude::*;
@@ -41,13 +42,13 @@ impl ShardedTensor {
         let site = Location::caller();
         let layout = self.metadata.layout_on(self.mesh.mesh());
         let layout = match layout {
-            None => self.spec.layout(self.shape())?.filter(|layout| self.lies_as(layout)),
+            None => self.spec.layout(self.shape())?.filter(|layout| self.has_layout(layout)),
             found => found,
         };
         let tensor = match layout {
-            Some(layout) => self.labelled(layout)?,
+            Some(layout) => self.with_layout(layout)?,
             None => {
-                let mesh = self.line()?;
+                let mesh = self.flat_mesh()?;
                 let longest = (0..self.shape().len()).max_by_key(|&dim| self.shape()[dim]);
                 let placement = longest.map_or(Placement::Replicate, |dim| Placement::Shard(dim as isize));
                 self.moved_to(&mesh, Layout::new(mesh.mesh(), self.shape(), [placement])?, site)?
@@ -56,23 +57,30 @@ impl ShardedTensor {
         Ok(if self.requires_grad() { tensor.requires_grad() } else { tensor })
     }
 
-    /// The same tensor as a distributed one on a mesh. Nothing is moved or copied where every rank holds its part already;
-    /// otherwise parts go from rank to rank in one exchange. All ranks of both meshes take part.
+    /// Converts this tensor to a [`DTensor`] with the given placements on a mesh.
+    ///
+    /// Collective: all ranks of both meshes must call it. Communicates in one exchange, or nothing if every rank already holds
+    /// its part. The result is a leaf if [`requires_grad`](Self::requires_grad) is set.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if the placements do not fit the shape or the type.
     #[track_caller]
     pub fn to_dtensor_on(&self, mesh: &DeviceMesh, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
         let site = Location::caller();
         let layout = Layout::new(mesh.mesh(), self.shape(), placements)?;
         check_partial(&layout, self.dtype())?;
         let settled = layout.settled();
-        let tensor = match mesh == &self.mesh && self.lies_as(&settled) {
-            true => self.labelled(settled)?,
+        let tensor = match mesh == &self.mesh && self.has_layout(&settled) {
+            true => self.with_layout(settled)?,
             false => self.moved_to(mesh, settled, site)?,
         };
         let tensor = tensor.to_layout_at(&layout, site)?;
         Ok(if self.requires_grad() { tensor.requires_grad() } else { tensor })
     }
 
-    /// The same tensor as shards. Pending reductions are carried out; where ranks hold the same, one of them has the shard.
+    /// Converts a [`DTensor`] to shards. Of ranks that hold replicas, the first holds the shard.
+    ///
+    /// Local, unless the tensor is partial: then it is reduced first, which is collective. The graph of gradients ends here.
     #[track_caller]
     pub fn from_dtensor(tensor: &DTensor) -> Result<ShardedTensor> {
         let reduced = tensor.reduced(Location::caller())?;
@@ -85,7 +93,7 @@ impl ShardedTensor {
             let local = reduced.local();
             let found = boxes.iter().find(|b| b.global == shard.as_box());
             match found {
-                // In a dry run a placeholder is as good as another.
+                // Without data, any placeholder of the shape will do.
                 _ if mesh.world().is_dry() => {
                     Ok(placeholder(&TensorMeta { shape: shard.sizes.clone(), dtype: local.dtype() })?)
                 }
@@ -100,8 +108,8 @@ impl ShardedTensor {
         Ok(Self::from_parts(mesh, metadata, spec, tensors))
     }
 
-    /// The ranks of the mesh in a line.
-    pub(super) fn line(&self) -> Result<DeviceMesh> {
+    /// A mesh of the same ranks with one axis.
+    pub(super) fn flat_mesh(&self) -> Result<DeviceMesh> {
         if self.mesh.ndim() == 1 {
             return Ok(self.mesh.clone());
         }
@@ -109,14 +117,14 @@ impl ShardedTensor {
         DeviceMesh::new(self.mesh.world(), mesh)
     }
 
-    /// Whether every rank holds what it would hold in a layout.
-    fn lies_as(&self, layout: &Layout) -> bool {
+    /// Whether every rank holds exactly its local part of a layout.
+    fn has_layout(&self, layout: &Layout) -> bool {
         self.metadata.layout_on(layout.mesh()).as_ref() == Some(layout)
-            || self.spec.layout(self.shape()).is_ok_and(|own| own.is_some_and(|own| is_same(&own, layout)))
+            || self.spec.layout(self.shape()).is_ok_and(|own| own.is_some_and(|own| is_equivalent(&own, layout)))
     }
 
-    /// The one shard of this rank, as its part of a layout in which it lies.
-    fn labelled(&self, layout: Layout) -> Result<DTensor> {
+    /// Wraps the one shard of this rank as the local part of a layout that the tensor already has.
+    fn with_layout(&self, layout: Layout) -> Result<DTensor> {
         let mesh = match layout.mesh() == self.mesh.mesh() {
             true => self.mesh.clone(),
             false => DeviceMesh::new(self.mesh.world(), layout.mesh().clone())?,
@@ -130,7 +138,7 @@ impl ShardedTensor {
         Ok(DTensor::from_parts(&mesh, layout, local))
     }
 
-    /// The tensor in a layout on any mesh of the world, by one exchange among the ranks of both meshes.
+    /// Moves the tensor to a layout on any mesh of the world, in one exchange among the ranks of both meshes.
     fn moved_to(&self, mesh: &DeviceMesh, layout: Layout, site: Site) -> Result<DTensor> {
         let me = mesh.world().rank();
         let meta = TensorMeta { shape: layout.local_shape(me), dtype: self.dtype() };
@@ -144,13 +152,13 @@ impl ShardedTensor {
         let things = [("sharded tensor", &*self.metadata.to_string()), ("layout", &*layout.to_string())];
         agree(&group, &things, site)?;
         let exchange = Exchange::new(group, self.dtype(), |r| self.metadata.boxes_of(r), |r| layout.boxes_of(r));
-        let local = exchange.assemble_with(&|offsets, sizes| cut(&self.shards, offsets, sizes), &meta, site)?;
+        let local = exchange.assemble_with(&|offsets, sizes| box_view(&self.shards, offsets, sizes), &meta, site)?;
         Ok(DTensor::from_parts(mesh, layout, local))
     }
 }
 
-/// Whether two layouts give the same ranks the same parts, whatever the axes are called.
-fn is_same(a: &Layout, b: &Layout) -> bool {
+/// Whether two layouts give the same ranks the same parts, whatever the names of the axes.
+fn is_equivalent(a: &Layout, b: &Layout) -> bool {
     let mesh = |layout: &Layout| (layout.mesh().shape().to_vec(), layout.mesh().ranks().to_vec());
     a.placements() == b.placements() && a.cuts() == b.cuts() && mesh(a) == mesh(b)
 }

@@ -1,4 +1,4 @@
-//! Where a shard lies: a rank or a worker, and a device there.
+//! The device that holds a shard, with the rank or worker it belongs to.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +9,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mesh::DEVICE_TYPES;
 
-/// A device, and the rank or the named worker that has it: `rank:1/cpu`, `trainer0/cuda:1` or `cpu`.
+/// A device and the rank or named worker it belongs to: `rank:1/cpu`, `trainer0/cuda:1` or `cpu`.
+///
+/// Parses and prints PyTorch's notation.
 ///
 /// ```
 /// # use shardwise::sharded::RemoteDevice;
@@ -21,34 +23,34 @@ use crate::mesh::DEVICE_TYPES;
 #[doc(alias = "_remote_device")]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct RemoteDevice {
-    owner: Option<Owner>,
+    owner: Option<DeviceOwner>,
     device: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-enum Owner {
+enum DeviceOwner {
     Rank(usize),
     Worker(String),
 }
 
 impl RemoteDevice {
-    /// The CPU of a rank.
+    /// The CPU of a global rank.
     pub fn cpu_of(rank: usize) -> Self {
-        RemoteDevice { owner: Some(Owner::Rank(rank)), device: "cpu".to_string() }
+        RemoteDevice { owner: Some(DeviceOwner::Rank(rank)), device: "cpu".to_string() }
     }
 
-    /// The global rank, if a rank is named.
+    /// The global rank, if the device belongs to a rank.
     pub fn rank(&self) -> Option<usize> {
         match self.owner {
-            Some(Owner::Rank(rank)) => Some(rank),
+            Some(DeviceOwner::Rank(rank)) => Some(rank),
             _ => None,
         }
     }
 
-    /// The worker, if one is named.
+    /// The name of the worker, if the device belongs to one.
     pub fn worker(&self) -> Option<&str> {
         match &self.owner {
-            Some(Owner::Worker(name)) => Some(name),
+            Some(DeviceOwner::Worker(name)) => Some(name),
             _ => None,
         }
     }
@@ -68,7 +70,7 @@ impl RemoteDevice {
         RemoteDevice { owner: self.owner.clone(), device }
     }
 
-    /// An error unless the device is the one that a tensor is on.
+    /// Checks that a tensor on `device` is where this placement says.
     pub(super) fn check_holds(&self, device: &Device) -> Result<()> {
         let found = self.with_device(device).device;
         let first = |name: &str| format!("{}:0", name.split(':').next().unwrap_or(name));
@@ -104,9 +106,9 @@ impl FromStr for RemoteDevice {
             None => None,
             Some("") => return Err(bad()),
             Some(owner) => Some(match owner.split_once(':') {
-                None => Owner::Worker(owner.to_string()),
+                None => DeviceOwner::Worker(owner.to_string()),
                 Some(("rank", rank)) if rank.bytes().all(|b| b.is_ascii_digit()) => {
-                    Owner::Rank(rank.parse().map_err(|_| bad())?)
+                    DeviceOwner::Rank(rank.parse().map_err(|_| bad())?)
                 }
                 Some(_) => return Err(bad()),
             }),
@@ -115,7 +117,7 @@ impl FromStr for RemoteDevice {
     }
 }
 
-/// Whether a text names a device: a kind, and maybe a number.
+/// Whether a text names a device: a type, and maybe a number of at most three digits.
 fn is_device(text: &str) -> bool {
     match text.split_once(':') {
         None => DEVICE_TYPES.contains(&text),
@@ -129,8 +131,8 @@ fn is_device(text: &str) -> bool {
 impl fmt::Display for RemoteDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.owner {
-            Some(Owner::Rank(rank)) => write!(f, "rank:{rank}/{}", self.device),
-            Some(Owner::Worker(name)) => write!(f, "{name}/{}", self.device),
+            Some(DeviceOwner::Rank(rank)) => write!(f, "rank:{rank}/{}", self.device),
+            Some(DeviceOwner::Worker(name)) => write!(f, "{name}/{}", self.device),
             None => f.write_str(&self.device),
         }
     }

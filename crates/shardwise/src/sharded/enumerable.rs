@@ -1,4 +1,4 @@
-//! Shards one by one.
+//! `EnumerableShardingSpec`: shards listed one by one.
 
 use std::fmt;
 
@@ -9,7 +9,9 @@ use super::metadata::{ShardMetadata, ShardedTensorMetadata, check_disjoint};
 use super::spec::ShardingSpec;
 use crate::error::{Error, ErrorKind, Result};
 
-/// The shards one by one: any boxes on any ranks, as long as they fill the tensor and do not overlap.
+/// Lists the shards one by one: any boxes on any ranks, as long as every element is in exactly one of them.
+///
+/// It fits tensors of one size only.
 ///
 /// ```
 /// # use shardwise::sharded::{EnumerableShardingSpec, ShardMetadata};
@@ -27,7 +29,10 @@ pub struct EnumerableShardingSpec {
 }
 
 impl EnumerableShardingSpec {
-    /// These shards.
+    /// Creates a spec from its shards.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if there are none, or if two overlap.
     pub fn new(shards: impl Into<Vec<ShardMetadata>>) -> Result<Self> {
         let shards = shards.into();
         if shards.is_empty() {
@@ -42,12 +47,15 @@ impl EnumerableShardingSpec {
         Ok(EnumerableShardingSpec { shards })
     }
 
-    /// The shards.
+    /// The shards in the order in which they were listed.
     pub fn shards(&self) -> &[ShardMetadata] {
         &self.shards
     }
 
-    /// The shards of a tensor of this size; an error unless they fill it.
+    /// Lists the shards of a tensor of this size.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] unless the shards cover a tensor of this size.
     pub fn build_metadata(&self, size: &[usize], dtype: DType) -> Result<ShardedTensorMetadata> {
         let shards = self.shards.clone();
         let metadata = ShardedTensorMetadata { size: size.to_vec(), dtype, requires_grad: false, shards };

@@ -1,35 +1,49 @@
-//! Shards moved between ranks, by their metadata alone.
+//! The exchange of shards between ranks that resharding, gathering and sharding a whole tensor share.
 
 use candle_core::Tensor;
 
 use super::device::RemoteDevice;
 use super::metadata::{ShardMetadata, ShardedTensorMetadata};
-use super::shard::Shard;
+use super::shard::TensorShard;
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
 use crate::redistribute::{Exchange, block};
 use shardwise_kernels::{Assembly, dense, placeholder};
 
-/// Brings every rank of a mesh its shards of a whole tensor; what [`ShardingSpec::shard`](super::ShardingSpec::shard) does
-/// unless a spec has its own way.
+/// A whole tensor to be sharded, as [`shard_tensor`](super::shard_tensor()) passes it to
+/// [`ShardingSpec::shard`](super::ShardingSpec::shard).
+#[derive(Debug, Clone, Copy)]
+pub struct ShardTensorRequest<'a> {
+    /// The whole tensor. With `src_rank`, only the elements on that rank count; the other ranks state shape and type with it.
+    pub tensor: &'a Tensor,
+    /// The shards to create, as [`build_metadata`](super::ShardingSpec::build_metadata) listed them for this tensor.
+    pub metadata: &'a ShardedTensorMetadata,
+    /// The mesh whose ranks hold the shards.
+    pub mesh: &'a DeviceMesh,
+    /// Position on the mesh of the rank that sends the elements. `None`: every rank slices its own copy.
+    pub src_rank: Option<usize>,
+    /// The line of the program that asked for it, for errors.
+    pub site: Site,
+}
+
+/// Returns this rank's shards of a whole tensor, in the order of the metadata. The default of
+/// [`ShardingSpec::shard`](super::ShardingSpec::shard).
 ///
-/// Collective with `src_rank`, a position on the mesh whose data counts; with `None` every rank takes its shards from its own
-/// copy, without communication.
-pub fn distribute(
-    tensor: &Tensor,
-    metadata: &ShardedTensorMetadata,
-    mesh: &DeviceMesh,
-    src_rank: Option<usize>,
-    site: Site,
-) -> Result<Vec<Tensor>> {
+/// Collective with `src_rank`: that rank sends every rank its shards in one exchange. With `None` local: every rank slices its
+/// own copy.
+///
+/// # Errors
+/// [`Error::Invalid`](crate::Error::Invalid) if `src_rank` is not a position on the mesh.
+pub fn distribute(request: &ShardTensorRequest<'_>) -> Result<Vec<Tensor>> {
+    let &ShardTensorRequest { tensor, metadata, mesh, src_rank, site } = request;
     let me = mesh.world().rank();
     let Some(source) = src_rank else {
         let own = whole_shard(tensor, me)?;
         let part = |part: &ShardMetadata| match mesh.world().is_dry() {
             true => Ok(placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: metadata.dtype })?),
-            // A shard has memory of its own, so that it does not keep the whole alive.
-            false => Ok(dense(&cut(std::slice::from_ref(&own), &part.offsets, &part.sizes)?.copy()?)?),
+            // Copied, so that the shard does not keep the whole tensor alive.
+            false => Ok(dense(&box_view(std::slice::from_ref(&own), &part.offsets, &part.sizes)?.copy()?)?),
         };
         return metadata.shards_of(me).map(part).collect();
     };
@@ -47,12 +61,12 @@ pub fn distribute(
     moved(mesh, &from, &[own], metadata, site)
 }
 
-/// A tensor as the one shard of a rank.
-fn whole_shard(tensor: &Tensor, rank: usize) -> Result<Shard> {
-    Shard::from_tensor_and_offsets(tensor, vec![0; tensor.rank()], rank)
+/// The whole tensor as the one shard of a rank.
+fn whole_shard(tensor: &Tensor, rank: usize) -> Result<TensorShard> {
+    TensorShard::from_tensor_and_offsets(tensor, vec![0; tensor.rank()], rank)
 }
 
-/// An error unless every shard is on a rank of the mesh.
+/// Checks that every shard is on the CPU of a rank of the mesh.
 pub(super) fn check_ranks(metadata: &ShardedTensorMetadata, mesh: &DeviceMesh) -> Result<()> {
     for shard in &metadata.shards {
         if shard.rank().is_none_or(|rank| !mesh.contains(rank)) {
@@ -71,11 +85,12 @@ pub(super) fn check_ranks(metadata: &ShardedTensorMetadata, mesh: &DeviceMesh) -
     Ok(())
 }
 
-/// The shards that this rank has after a move between two cuts of one tensor, on which all ranks of the mesh agree.
+/// Moves the shards of a tensor from one metadata to another and returns those of this rank. Collective; all ranks of the mesh
+/// must have agreed on both.
 pub(super) fn moved(
     mesh: &DeviceMesh,
     from: &ShardedTensorMetadata,
-    shards: &[Shard],
+    shards: &[TensorShard],
     to: &ShardedTensorMetadata,
     site: Site,
 ) -> Result<Vec<Tensor>> {
@@ -84,25 +99,26 @@ pub(super) fn moved(
         return Ok(Vec::new());
     }
     let meta = |shard: &ShardMetadata| TensorMeta { shape: shard.sizes.clone(), dtype: to.dtype };
-    // What a rank holds already in one piece needs no exchange; every rank finds the same.
+    // A shard that lies inside one old shard of the same rank needs no exchange. Every rank computes this for all ranks, so all
+    // agree on whether there is an exchange.
     let held = |rank: usize, part: &ShardMetadata| {
         part.volume() == 0 || from.shards_of(rank).any(|s| s.as_box().intersect(&part.as_box()) == Some(part.as_box()))
     };
     let lacking = |rank: usize| -> Vec<OwnedBox> {
-        to.boxes_of(rank).into_iter().filter(|b| !held(rank, &described(b))).collect()
+        to.boxes_of(rank).into_iter().filter(|b| !held(rank, &unplaced(b))).collect()
     };
     let mut blocks = Vec::new();
     if mesh.ranks().iter().any(|&rank| !lacking(rank).is_empty()) {
         let exchange = Exchange::new(mesh.whole_group()?, to.dtype, |rank| from.boxes_of(rank), lacking);
-        blocks = exchange.run_with(&|offsets, sizes| cut(shards, offsets, sizes), site)?;
+        blocks = exchange.run_with(&|offsets, sizes| box_view(shards, offsets, sizes), site)?;
     }
-    let make = |part: &ShardMetadata| -> Result<Tensor> {
+    let build = |part: &ShardMetadata| -> Result<Tensor> {
         if mesh.world().is_dry() || part.volume() == 0 {
             return Ok(placeholder(&meta(part)).and_then(|t| if mesh.world().is_dry() { Ok(t) } else { dense(&t) })?);
         }
         if held(me, part) {
-            let piece = cut(shards, &part.offsets, &part.sizes)?;
-            // A part of a shard has memory of its own, so that it does not keep the shard alive.
+            let piece = box_view(shards, &part.offsets, &part.sizes)?;
+            // A part of an old shard is copied, so that it does not keep the old shard alive.
             let whole = shards.iter().any(|s| s.metadata.as_box() == part.as_box());
             return if whole { Ok(piece) } else { Ok(dense(&piece.copy()?)?) };
         }
@@ -131,17 +147,17 @@ pub(super) fn moved(
         // SAFETY: as many elements as the shard has were pasted, each to another place.
         Ok(unsafe { whole.finish() })
     };
-    to.shards_of(me).map(make).collect()
+    to.shards_of(me).map(build).collect()
 }
 
-/// A box without its rank.
-fn described(owned: &OwnedBox) -> ShardMetadata {
+/// The metadata of a box, without its rank.
+fn unplaced(owned: &OwnedBox) -> ShardMetadata {
     ShardMetadata { offsets: owned.global.offsets.clone(), sizes: owned.global.sizes.clone(), placement: None }
 }
 
-/// A box of the tensor inside one of the shards, as a view.
-pub(super) fn cut(shards: &[Shard], offsets: &[usize], sizes: &[usize]) -> Result<Tensor> {
-    let within = |shard: &&Shard| {
+/// A view of a box of the whole tensor that lies inside one of the shards.
+pub(super) fn box_view(shards: &[TensorShard], offsets: &[usize], sizes: &[usize]) -> Result<Tensor> {
+    let within = |shard: &&TensorShard| {
         let ShardMetadata { offsets: starts, sizes: lengths, .. } = &shard.metadata;
         (0..offsets.len()).all(|d| offsets[d] >= starts[d] && offsets[d] + sizes[d] <= starts[d] + lengths[d])
     };

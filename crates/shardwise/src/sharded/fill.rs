@@ -1,11 +1,11 @@
-//! Initial values and tensors like others: every element by its place in the whole, whatever the shards.
+//! Random factories, `*_like` factories and initializers. An element depends on its index in the whole tensor, not on the shards.
 
 use std::panic::Location;
 
 use candle_core::{DType, Shape, Tensor};
 
 use super::metadata::ShardMetadata;
-use super::shard::Shard;
+use super::shard::TensorShard;
 use super::spec::AnyShardingSpec;
 use super::tensor::ShardedTensor;
 use crate::comm::DeviceMesh;
@@ -17,20 +17,24 @@ use crate::tensor::{TensorId, agreed_draw, random_box};
 use shardwise_kernels::{filled, placeholder};
 
 impl ShardedTensor {
-    /// Random elements, drawn from the generator of the mesh: the same bits as any other layout of the tensor has.
+    /// Creates a tensor of random elements, drawn from the generator of the mesh: the same bits for every spec and for
+    /// [`DTensor::random`](crate::DTensor::random). `meta` is its shape and element type.
+    ///
+    /// Collective: ranks compare the states of their generators, one small exchange.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`](crate::Error::Mismatch) on every rank if the generators differ.
     #[track_caller]
     pub fn random(
         distribution: Distribution,
         spec: impl Into<AnyShardingSpec>,
-        shape: impl Into<Shape>,
-        dtype: DType,
+        meta: impl Into<TensorMeta>,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
-        let size = shape.into().into_dims();
-        random_at(distribution, spec.into(), &size, dtype, mesh, Location::caller())
+        random_at(distribution, spec.into(), &meta.into(), mesh, Location::caller())
     }
 
-    /// Uniform random numbers in `0..1`.
+    /// Creates a tensor of uniform random numbers in `0..1`. Collective, as [`random`](Self::random) is.
     #[track_caller]
     pub fn rand(
         spec: impl Into<AnyShardingSpec>,
@@ -38,10 +42,11 @@ impl ShardedTensor {
         dtype: DType,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
-        Self::random(Distribution::Uniform { low: 0.0, high: 1.0 }, spec, shape, dtype, mesh)
+        Self::random(Distribution::Uniform { low: 0.0, high: 1.0 }, spec, (shape, dtype), mesh)
     }
 
-    /// Normal random numbers with mean 0 and standard deviation 1.
+    /// Creates a tensor of normal random numbers with mean 0 and standard deviation 1. Collective, as [`random`](Self::random)
+    /// is.
     #[track_caller]
     pub fn randn(
         spec: impl Into<AnyShardingSpec>,
@@ -49,48 +54,51 @@ impl ShardedTensor {
         dtype: DType,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
-        Self::random(Distribution::Normal { mean: 0.0, std: 1.0 }, spec, shape, dtype, mesh)
+        Self::random(Distribution::Normal { mean: 0.0, std: 1.0 }, spec, (shape, dtype), mesh)
     }
 
-    /// One value with the shape, type and spec of this tensor.
+    /// Creates a tensor of one value with the shape, type and spec of this tensor. Local.
     pub fn full_like(&self, value: f64) -> Result<ShardedTensor> {
-        Self::full(self.spec.clone(), value, self.shape(), self.dtype(), &self.mesh)
+        Self::full(self.spec.clone(), value, (self.shape(), self.dtype()), &self.mesh)
     }
 
-    /// Zeros like this tensor.
+    /// Creates zeros with the shape, type and spec of this tensor. Local.
     pub fn zeros_like(&self) -> Result<ShardedTensor> {
         self.full_like(0.0)
     }
 
-    /// Ones like this tensor.
+    /// Creates ones with the shape, type and spec of this tensor. Local.
     pub fn ones_like(&self) -> Result<ShardedTensor> {
         self.full_like(1.0)
     }
 
-    /// A tensor to be filled later, like this one.
+    /// Creates a tensor to be filled later with the shape, type and spec of this one. Its elements are zero. Local.
     pub fn empty_like(&self) -> Result<ShardedTensor> {
         self.zeros_like()
     }
 
-    /// Random elements like this tensor.
+    /// Creates random elements with the shape, type and spec of this tensor. Collective, as [`random`](Self::random) is.
     #[track_caller]
     pub fn random_like(&self, distribution: Distribution) -> Result<ShardedTensor> {
-        random_at(distribution, self.spec.clone(), self.shape(), self.dtype(), &self.mesh, Location::caller())
+        let meta = TensorMeta::new(self.shape(), self.dtype());
+        random_at(distribution, self.spec.clone(), &meta, &self.mesh, Location::caller())
     }
 
-    /// Uniform random numbers in `0..1` like this tensor.
+    /// Creates uniform random numbers in `0..1`; see [`random_like`](Self::random_like).
     #[track_caller]
     pub fn rand_like(&self) -> Result<ShardedTensor> {
         self.random_like(Distribution::Uniform { low: 0.0, high: 1.0 })
     }
 
-    /// Normal random numbers like this tensor.
+    /// Creates normal random numbers with mean 0 and standard deviation 1; see [`random_like`](Self::random_like).
     #[track_caller]
     pub fn randn_like(&self) -> Result<ShardedTensor> {
         self.random_like(Distribution::Normal { mean: 0.0, std: 1.0 })
     }
 
-    /// Begins the tensor anew. Fans are those of the whole tensor, whatever part of it a rank holds.
+    /// Overwrites all elements with those of an initializer. Fan-in and fan-out are those of the whole tensor, not of a shard.
+    ///
+    /// Local for a constant; collective for random initializers, as [`random`](Self::random) is. Clones keep their elements.
     ///
     /// ```
     /// use shardwise::nn::init::Init;
@@ -118,7 +126,7 @@ impl ShardedTensor {
         let (site, dtype, mesh) = (Location::caller(), self.dtype(), self.mesh.clone());
         let size = self.shape().to_vec();
         match init.start(&size)? {
-            Start::Constant(value) => self.set_shards(&|part| Ok(filled(value, &described(part, dtype))?)),
+            Start::Constant(value) => self.set_shards(&|part| Ok(filled(value, &shard_meta(part, dtype))?)),
             Start::Random(distribution) => {
                 let draw = agreed_draw(distribution, &size, dtype, &mesh, mesh.generator(), site)?;
                 self.set_shards(&|part| random_box(distribution, draw, &size, &part.as_box(), dtype))
@@ -126,14 +134,15 @@ impl ShardedTensor {
         }
     }
 
-    /// Sets every element to one value.
+    /// Sets every element to one value. Local. Clones keep their elements.
     #[doc(alias = "fill_")]
     pub fn fill(&mut self, value: f64) -> Result<()> {
         let dtype = self.dtype();
-        self.set_shards(&|part| Ok(filled(value, &described(part, dtype))?))
+        self.set_shards(&|part| Ok(filled(value, &shard_meta(part, dtype))?))
     }
 
-    /// Takes over the elements of a tensor of the same shape, which may be cut in another way and have another type.
+    /// Copies the elements of a tensor of the same shape, which may have another spec and another type. Collective, as
+    /// [`reshard`](Self::reshard) is. Clones keep their elements.
     #[track_caller]
     #[doc(alias = "copy_")]
     pub fn copy_from(&mut self, other: &ShardedTensor) -> Result<()> {
@@ -142,35 +151,35 @@ impl ShardedTensor {
         Ok(())
     }
 
-    /// Makes the shards of this rank anew. Clones keep the old ones.
-    pub(crate) fn set_shards(&mut self, make: &dyn Fn(&ShardMetadata) -> Result<Tensor>) -> Result<()> {
+    /// Replaces the shards of this rank by those that `build` returns. Clones keep the old ones.
+    pub(crate) fn set_shards(&mut self, build: &dyn Fn(&ShardMetadata) -> Result<Tensor>) -> Result<()> {
         let (dry, dtype) = (self.mesh.world().is_dry(), self.dtype());
-        let one = |shard: &Shard| -> Result<Shard> {
+        let one = |shard: &TensorShard| -> Result<TensorShard> {
             let part = &shard.metadata;
-            let tensor = if dry { placeholder(&described(part, dtype))? } else { make(part)? };
-            Ok(Shard { tensor, metadata: part.clone() })
+            let tensor = if dry { placeholder(&shard_meta(part, dtype))? } else { build(part)? };
+            Ok(TensorShard { tensor, metadata: part.clone() })
         };
         self.shards = self.shards.iter().map(one).collect::<Result<Vec<_>>>()?;
-        // A clone keeps its elements, so this is another tensor from here on.
+        // Clones keep the old elements, so this is now a different tensor.
         self.id = TensorId::next();
         Ok(())
     }
 }
 
-fn described(part: &ShardMetadata, dtype: DType) -> TensorMeta {
+fn shard_meta(part: &ShardMetadata, dtype: DType) -> TensorMeta {
     TensorMeta { shape: part.sizes.clone(), dtype }
 }
 
 fn random_at(
     distribution: Distribution,
     spec: AnyShardingSpec,
-    size: &[usize],
-    dtype: DType,
+    meta: &TensorMeta,
     mesh: &DeviceMesh,
     site: Site,
 ) -> Result<ShardedTensor> {
-    // What cannot be made is refused before the generator moves on.
-    ShardedTensor::checked(&spec, size, dtype, mesh)?;
+    // A tensor that cannot be built is refused before the generator advances.
+    ShardedTensor::checked(&spec, meta, mesh)?;
+    let (size, dtype) = (&meta.shape, meta.dtype);
     let draw = agreed_draw(distribution, size, dtype, mesh, mesh.generator(), site)?;
-    ShardedTensor::by_shard(spec, size, dtype, mesh, |part| random_box(distribution, draw, size, &part.as_box(), dtype))
+    ShardedTensor::by_shard(spec, meta, mesh, |part| random_box(distribution, draw, size, &part.as_box(), dtype))
 }

@@ -1,4 +1,4 @@
-//! Specs found from shards and layouts, and their stored form.
+//! Specs inferred from shards and layouts, and their serialized form.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, ser};
 
@@ -11,18 +11,25 @@ use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, OwnedBox, chunk};
 
 impl AnyShardingSpec {
-    /// The spec that gives these shards: chunks if that is what they are, in whatever order, else one by one.
+    /// Infers the spec of some shards: a [`ChunkShardingSpec`] if they are chunks of one dimension, in any order, otherwise an
+    /// [`EnumerableShardingSpec`]. Local.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if there are no shards, or if two overlap.
     #[doc(alias = "_infer_sharding_spec_from_shards_metadata")]
     pub fn infer(shards: &[ShardMetadata]) -> Result<Self> {
-        let one_by_one = EnumerableShardingSpec::new(shards);
-        // An empty chunk that begins past the end of the tensor, as some tools write it, is an empty chunk.
+        let enumerable = EnumerableShardingSpec::new(shards);
+        // An empty chunk may start past the end of the tensor: PyTorch writes it so.
         match as_chunks(shards) {
             Some(chunks) => Ok(chunks.into()),
-            None => one_by_one.map(Into::into),
+            None => enumerable.map(Into::into),
         }
     }
 
-    /// The shards of a layout on a mesh. Where ranks hold the same, one of them has the shard: the first.
+    /// Returns the spec of the shards of a layout. Of ranks that hold replicas, the first holds the shard. Local.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if the layout is partial.
     pub fn from_layout(layout: &Layout) -> Result<Self> {
         if layout.is_partial() {
             let needed = "a layout without pending reductions";
@@ -47,25 +54,25 @@ impl AnyShardingSpec {
         EnumerableShardingSpec::new(shards).map(Into::into)
     }
 
-    /// A spec with a stored form that gives the same shards: a spec of the program is replaced by its shards.
+    /// A spec with the same shards that can be serialized: a custom spec is replaced by the list of its shards.
     pub(super) fn storable(&self, metadata: &ShardedTensorMetadata) -> Result<Self> {
-        match Stored::of(self) {
+        match StoredSpec::of(self) {
             Some(_) => Ok(self.clone()),
             None => AnyShardingSpec::infer(&metadata.shards),
         }
     }
 }
 
-/// The chunk spec that gives these shards, if there is one.
+/// The chunk spec that has these shards, if there is one.
 fn as_chunks(shards: &[ShardMetadata]) -> Option<ChunkShardingSpec> {
-    let dims = shards.first()?.offsets.len();
-    if shards.iter().any(|s| s.offsets.len() != dims) {
+    let ndim = shards.first()?.offsets.len();
+    if shards.iter().any(|s| s.offsets.len() != ndim) {
         return None;
     }
-    let moved = |dim: usize| shards.iter().any(|s| s.offsets[dim] > 0);
-    let mut moving = (0..dims).filter(|&dim| moved(dim));
-    let (dim, None) = (moving.next()?, moving.next()) else { return None };
-    // The chunks of a rank come in order, as a chunk spec lists them; else a spec would not give back the same list.
+    let is_sharded = |dim: &usize| shards.iter().any(|s| s.offsets[*dim] > 0);
+    let mut sharded = (0..ndim).filter(is_sharded);
+    let (dim, None) = (sharded.next()?, sharded.next()) else { return None };
+    // The chunks of one rank must be listed in order: a chunk spec would list them so, and the order of local shards counts.
     let in_order = |i: usize| {
         let mut before = shards[..i].iter().filter(|s| s.placement == shards[i].placement);
         before.all(|s| s.offsets[dim] <= shards[i].offsets[dim])
@@ -79,7 +86,7 @@ fn as_chunks(shards: &[ShardMetadata]) -> Option<ChunkShardingSpec> {
     let length = size.div_ceil(sorted.len());
     let fits = |(i, shard): (usize, &&ShardMetadata)| {
         let expected = chunk(size, sorted.len(), i);
-        let others = (0..dims).all(|d| d == dim || shard.sizes[d] == sorted[0].sizes[d]);
+        let others = (0..ndim).all(|d| d == dim || shard.sizes[d] == sorted[0].sizes[d]);
         let begins = shard.offsets[dim] == expected.start
             || expected.is_empty() && shard.offsets[dim] == length.saturating_mul(i);
         others && begins && shard.sizes[dim] == expected.len()
@@ -91,27 +98,25 @@ fn as_chunks(shards: &[ShardMetadata]) -> Option<ChunkShardingSpec> {
     ChunkShardingSpec::on(dim as isize, placements?).ok()
 }
 
-/// The specs that have a stored form.
+/// The specs that can be serialized.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Stored {
+enum StoredSpec {
     Chunk(ChunkShardingSpec),
     Enumerable(EnumerableShardingSpec),
 }
 
-impl Stored {
-    fn of(spec: &AnyShardingSpec) -> Option<Stored> {
-        let chunk = spec.downcast_ref().cloned().map(Stored::Chunk);
-        chunk.or_else(|| spec.downcast_ref().cloned().map(Stored::Enumerable))
+impl StoredSpec {
+    fn of(spec: &AnyShardingSpec) -> Option<StoredSpec> {
+        let chunk = spec.downcast_ref().cloned().map(StoredSpec::Chunk);
+        chunk.or_else(|| spec.downcast_ref().cloned().map(StoredSpec::Enumerable))
     }
 }
 
 impl Serialize for AnyShardingSpec {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let stored = Stored::of(self).ok_or_else(|| {
-            ser::Error::custom(format!(
-                "the spec {self} of this program has no stored form: store the shards that it gives"
-            ))
+        let stored = StoredSpec::of(self).ok_or_else(|| {
+            ser::Error::custom(format!("the custom spec {self} cannot be serialized: store the list of its shards"))
         })?;
         stored.serialize(serializer)
     }
@@ -119,9 +124,9 @@ impl Serialize for AnyShardingSpec {
 
 impl<'de> Deserialize<'de> for AnyShardingSpec {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Ok(match Stored::deserialize(deserializer)? {
-            Stored::Chunk(spec) => spec.into(),
-            Stored::Enumerable(spec) => spec.into(),
+        Ok(match StoredSpec::deserialize(deserializer)? {
+            StoredSpec::Chunk(spec) => spec.into(),
+            StoredSpec::Enumerable(spec) => spec.into(),
         })
     }
 }

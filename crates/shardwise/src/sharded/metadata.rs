@@ -1,4 +1,4 @@
-//! What is known of all shards of a tensor, on every rank. Pure arithmetic.
+//! Metadata of all shards of a tensor, the same on every rank. No data, no communication.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,20 +12,23 @@ use crate::layout::{Layout, OwnedBox, TensorBox, ragged};
 use crate::mesh::Mesh;
 use crate::placement::Placement;
 
-/// Where a shard lies in the whole tensor, and which rank and device hold it.
+/// Offsets and sizes of a shard in the whole tensor, and the rank and device that hold it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(try_from = "Raw")]
+#[serde(try_from = "RawShardMetadata")]
 pub struct ShardMetadata {
-    /// Index of its first element in the whole.
+    /// Index of its first element in the whole tensor, one number per dimension.
     pub offsets: Vec<usize>,
-    /// Its size in every dimension.
+    /// Its size in every dimension; a size may be 0.
     pub sizes: Vec<usize>,
-    /// Who holds it; a description without data may leave it open.
+    /// The rank and device that hold it; `None` in a description without data.
     pub placement: Option<RemoteDevice>,
 }
 
 impl ShardMetadata {
-    /// A shard of these offsets and sizes on a device.
+    /// Describes a shard by offsets, sizes and the device that holds it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] unless there are as many offsets as sizes.
     pub fn new(
         offsets: impl Into<Vec<usize>>,
         sizes: impl Into<Vec<usize>>,
@@ -44,17 +47,17 @@ impl ShardMetadata {
         ))
     }
 
-    /// The box that the shard is.
+    /// The box of the whole tensor that the shard covers.
     pub fn as_box(&self) -> TensorBox {
         TensorBox { offsets: self.offsets.clone(), sizes: self.sizes.clone() }
     }
 
-    /// The global rank that holds it, if one is named.
+    /// The global rank that holds the shard, if its placement names one.
     pub fn rank(&self) -> Option<usize> {
         self.placement.as_ref().and_then(RemoteDevice::rank)
     }
 
-    /// Number of elements.
+    /// Number of elements of the shard.
     pub fn volume(&self) -> usize {
         self.as_box().volume()
     }
@@ -67,40 +70,43 @@ impl fmt::Display for ShardMetadata {
     }
 }
 
-/// A shard as it is stored, before it is checked.
+/// A shard as it is deserialized, before [`ShardMetadata::new`] has checked it.
 #[derive(Deserialize)]
-struct Raw {
+struct RawShardMetadata {
     offsets: Vec<usize>,
     sizes: Vec<usize>,
     placement: Option<RemoteDevice>,
 }
 
-impl TryFrom<Raw> for ShardMetadata {
+impl TryFrom<RawShardMetadata> for ShardMetadata {
     type Error = Error;
 
-    fn try_from(raw: Raw) -> Result<Self> {
+    fn try_from(raw: RawShardMetadata) -> Result<Self> {
         ShardMetadata::new(raw.offsets, raw.sizes, raw.placement)
     }
 }
 
-/// All shards of a tensor, its shape and its type: the same on every rank.
+/// Shape, element type and shards of a sharded tensor, the same on every rank.
 #[doc(alias = "TensorProperties")]
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardedTensorMetadata {
-    /// Shape of the whole.
+    /// Shape of the whole tensor.
     pub size: Vec<usize>,
     /// Element type.
     #[serde(serialize_with = "write_dtype", deserialize_with = "read_dtype")]
     pub dtype: DType,
-    /// Whether gradients are wanted.
+    /// Whether the tensor becomes a leaf, for which `backward` computes a gradient.
     #[serde(default)]
     pub requires_grad: bool,
-    /// All shards, those of one rank in the order in which the rank lists them.
+    /// The shards of all ranks. Those of one rank are in the order of its local shards.
     pub shards: Vec<ShardMetadata>,
 }
 
 impl ShardedTensorMetadata {
-    /// An error unless the shards fill the tensor, each element once.
+    /// Checks that every element of the tensor is in exactly one shard.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if shards overlap, leave a gap, exceed the tensor or have another number of dimensions.
     pub fn check_covering(&self) -> Result<()> {
         check_disjoint(&self.shards)?;
         for shard in &self.shards {
@@ -138,9 +144,10 @@ impl ShardedTensorMetadata {
         ))
     }
 
-    /// What ranks hold together, from what each of them says; `None` stands for a rank without shards.
+    /// Combines the metadata that each rank has of its own shards; `None` stands for a rank without shards. Local.
     ///
-    /// An error unless they agree on shape and type, and fill the tensor together.
+    /// # Errors
+    /// [`Error::Invalid`] unless ranks agree on shape, type and `requires_grad`, and every element is in exactly one shard.
     #[doc(alias = "_raise_if_mismatch")]
     #[doc(alias = "build_global_metadata")]
     pub fn merge(ranks: &[Option<ShardedTensorMetadata>]) -> Result<ShardedTensorMetadata> {
@@ -180,19 +187,19 @@ impl ShardedTensorMetadata {
         Ok(whole)
     }
 
-    /// The shards of a rank, in its order.
+    /// The shards of a rank, in the order of its local shards.
     pub fn shards_of(&self, rank: usize) -> impl Iterator<Item = &ShardMetadata> {
         self.shards.iter().filter(move |shard| shard.rank() == Some(rank))
     }
 
-    /// The boxes of a rank, counted in the whole tensor.
+    /// The non-empty boxes of a rank, with local offsets that count in the whole tensor.
     pub(crate) fn boxes_of(&self, rank: usize) -> Vec<OwnedBox> {
         let owned = |s: &ShardMetadata| OwnedBox { rank, global: s.as_box(), local_offsets: s.offsets.clone() };
         self.shards_of(rank).filter(|s| s.volume() > 0).map(owned).collect()
     }
 
-    /// The layout on a mesh in which every rank holds just what it holds here, if there is one: each rank one box at
-    /// most, and every axis of the mesh cutting one dimension.
+    /// Finds the layout on `mesh` in which every rank holds exactly what it holds here. There is one if each rank has at most
+    /// one box and every mesh axis shards one dimension.
     pub fn layout_on(&self, mesh: &Mesh) -> Option<Layout> {
         let mut held: BTreeMap<usize, TensorBox> = BTreeMap::new();
         for shard in self.shards.iter().filter(|s| s.volume() > 0) {
@@ -201,27 +208,27 @@ impl ShardedTensorMetadata {
                 return None;
             }
         }
-        // The dimension whose offset changes along an axis is the one that the axis cuts.
+        // The dimension whose offset changes along a mesh axis is the one that the axis shards.
         let first = held.values().next()?;
         let origin = held.iter().find(|(_, b)| b.offsets.iter().all(|&o| o == 0)).map(|(&rank, _)| rank)?;
-        let cut_by = |axis: usize| {
+        let sharded_dim = |axis: usize| {
             let fibre = mesh.fibre(&[axis], origin);
             let offsets = |dim: usize| fibre.iter().filter_map(|r| held.get(r)).map(|b| b.offsets[dim]).max();
-            let cut = (0..first.offsets.len()).find(|&dim| offsets(dim) > Some(0));
-            // Where one rank has all and the others nothing, any dimension can be the one that is cut.
+            let dim = (0..first.offsets.len()).find(|&dim| offsets(dim) > Some(0));
+            // Where one rank holds everything and the others nothing, any dimension can be the sharded one.
             let lonely = fibre.iter().filter(|r| held.contains_key(r)).count() == 1 && fibre.len() > 1;
-            cut.or_else(|| (lonely && !first.offsets.is_empty()).then_some(0))
+            dim.or_else(|| (lonely && !first.offsets.is_empty()).then_some(0))
         };
-        let axes: Vec<Option<usize>> = (0..mesh.ndim()).map(cut_by).collect();
+        let axes: Vec<Option<usize>> = (0..mesh.ndim()).map(sharded_dim).collect();
         let mut placements = vec![Placement::Replicate; mesh.ndim()];
         for dim in 0..self.size.len() {
-            let cutting: Vec<usize> = (0..mesh.ndim()).filter(|&axis| axes[axis] == Some(dim)).collect();
-            if cutting.is_empty() {
+            let sharding: Vec<usize> = (0..mesh.ndim()).filter(|&axis| axes[axis] == Some(dim)).collect();
+            if sharding.is_empty() {
                 continue;
             }
             let size = |rank: &usize| held.get(rank).map_or(0, |b| b.sizes[dim]);
-            let sizes: Vec<usize> = mesh.fibre(&cutting, origin).iter().map(size).collect();
-            for (axis, placement) in ragged(mesh, dim, &cutting, &sizes) {
+            let sizes: Vec<usize> = mesh.fibre(&sharding, origin).iter().map(size).collect();
+            for (axis, placement) in ragged(mesh, dim, &sharding, &sizes) {
                 placements[axis] = placement;
             }
         }
@@ -234,13 +241,13 @@ impl ShardedTensorMetadata {
         mesh.ranks().iter().all(same).then_some(layout)
     }
 
-    /// A layout on a mesh made for it, if the shards are a grid of boxes with one box on each rank.
+    /// Finds a layout on a new mesh (axes `dim0`, `dim1`, ...) if the shards form a grid of boxes with one box per rank.
     pub fn layout(&self) -> Option<Layout> {
         let mut boxes: Vec<(Vec<usize>, usize)> = Vec::new();
         for shard in self.shards.iter().filter(|s| s.volume() > 0) {
             boxes.push((shard.offsets.clone(), shard.rank()?));
         }
-        // In row-major order of their offsets, the ranks of a grid are the ranks of a mesh.
+        // Sorted by offsets in row-major order, the ranks of a grid are the ranks of a mesh.
         boxes.sort();
         let mut axes: Vec<(String, usize)> = Vec::new();
         for dim in 0..self.size.len() {
@@ -266,7 +273,7 @@ impl fmt::Display for ShardedTensorMetadata {
     }
 }
 
-/// An error unless all shards have as many dimensions and no two share an element.
+/// Checks that all shards have the same number of dimensions and no two share an element.
 pub(super) fn check_disjoint(shards: &[ShardMetadata]) -> Result<()> {
     let Some(first) = shards.first() else { return Ok(()) };
     if let Some(other) = shards.iter().find(|s| s.offsets.len() != first.offsets.len()) {

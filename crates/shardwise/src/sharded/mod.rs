@@ -1,7 +1,8 @@
-//! Sharded tensors: any number of boxes per rank, anywhere in the tensor.
+//! [`ShardedTensor`]: a tensor as a list of shards, any number of them per rank, each a box anywhere in the tensor.
 //!
-//! A [`ShardedTensor`] knows its shards one by one, where a [`DTensor`](crate::tensor::DTensor) follows a rule. The two
-//! share their machinery and convert into each other, without a copy where the shards are regular.
+//! Where a [`DTensor`](crate::tensor::DTensor) has one placement per mesh axis, a `ShardedTensor` has a [`ShardingSpec`] that
+//! lists its shards one by one, as PyTorch's `torch.distributed._shard.sharded_tensor` does. The two convert into each other
+//! ([`ShardedTensor::to_dtensor`], [`ShardedTensor::from_dtensor`]), without a copy where the shards form a layout.
 //!
 //! ```
 //! use shardwise::prelude::*;
@@ -9,7 +10,7 @@
 //!
 //! launch(2, |world| {
 //!     let mesh = world.mesh([("all", 2)])?;
-//!     // rank 1 has the first and the third chunk of the rows
+//!     // rank 1 holds the first and the third chunk of the rows
 //!     let rows = ChunkShardingSpec::new(0, ["rank:1/cpu", "rank:0/cpu", "rank:1/cpu"])?;
 //!     let x = ShardedTensor::randn(rows, (5, 4), DType::F32, &mesh)?;
 //!     assert_eq!(x.local_shards().len(), [1, 2][world.rank()]);
@@ -44,11 +45,11 @@ pub use chunk::ChunkShardingSpec;
 pub use construct::shard_tensor;
 pub use device::RemoteDevice;
 pub use enumerable::EnumerableShardingSpec;
-pub use exchange::distribute;
+pub use exchange::{ShardTensorRequest, distribute};
 pub use metadata::{ShardMetadata, ShardedTensorMetadata};
 pub use operators::{call_sharded_op, with_sharded_op};
 pub use remote::RemoteShard;
-pub use shard::Shard;
+pub use shard::TensorShard;
 pub use spec::{AnyShardingSpec, ShardingSpec};
 pub use spec_ops::register_spec_op;
 pub use state::ShardedTensorState;

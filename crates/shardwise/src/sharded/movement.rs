@@ -1,4 +1,4 @@
-//! Shards moved between ranks: gathered, cut anew, brought from one rank to all.
+//! Resharding and gathering: methods that move shards between ranks.
 
 use std::panic::Location;
 
@@ -15,8 +15,10 @@ use crate::layout::TensorMeta;
 use shardwise_kernels::{own_copy, placeholder, same_memory};
 
 impl ShardedTensor {
-    /// The same tensor cut in another way. What a rank already holds stays; the rest goes from rank to rank in one
-    /// exchange, every element once.
+    /// Reshards this tensor to another spec on the same mesh.
+    ///
+    /// Collective: every rank of the mesh must call it. Communicates in one exchange only what a rank lacks; shards that a rank
+    /// already holds share their memory with this tensor.
     ///
     /// ```
     /// use shardwise::prelude::*;
@@ -31,6 +33,10 @@ impl ShardedTensor {
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`](crate::Error::Mismatch) on every rank if ranks pass different specs;
+    /// [`Error::Invalid`](crate::Error::Invalid) if the spec does not fit the shape or the mesh.
     #[track_caller]
     #[doc(alias = "reshard_local_shard")]
     #[doc(alias = "reshuffle_local_shard")]
@@ -40,8 +46,8 @@ impl ShardedTensor {
 
     pub(super) fn reshard_at(&self, spec: AnyShardingSpec, site: Site) -> Result<ShardedTensor> {
         if self.mesh.contains(self.mesh.world().rank()) {
-            let (is, shall) = (self.metadata.to_string(), spec.to_string());
-            agree(&self.process_group()?, &[("sharded tensor", &is), ("sharding spec", &shall)], site)?;
+            let (from, to) = (self.metadata.to_string(), spec.to_string());
+            agree(&self.process_group()?, &[("sharded tensor", &from), ("sharding spec", &to)], site)?;
         }
         let mut to = spec.build_metadata(self.shape(), self.dtype())?;
         to.requires_grad = self.requires_grad();
@@ -50,13 +56,19 @@ impl ShardedTensor {
         Ok(Self::from_parts(&self.mesh, to, spec, tensors))
     }
 
-    /// The whole tensor on one rank, a position on the mesh, in the tensor's own type; `None` elsewhere.
+    /// Gathers the whole tensor on the rank at position `dst` of the mesh; all other ranks get `None`.
+    ///
+    /// Collective: every rank of the mesh must call it. Every shard is sent once, to that rank. Unlike in PyTorch no output is
+    /// passed in: the result has the type of this tensor.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) on every rank if `dst` is not a position on the mesh.
     #[track_caller]
     pub fn gather(&self, dst: usize) -> Result<Option<Tensor>> {
         let site = Location::caller();
         if self.mesh.contains(self.mesh.world().rank()) {
-            let (is, shall) = (self.metadata.to_string(), dst.to_string());
-            agree(&self.process_group()?, &[("sharded tensor", &is), ("destination of gather", &shall)], site)?;
+            let (from, to) = (self.metadata.to_string(), dst.to_string());
+            agree(&self.process_group()?, &[("sharded tensor", &from), ("destination of gather", &to)], site)?;
         }
         let Some(&rank) = self.mesh.ranks().get(dst) else {
             let needed = format!("a position on the mesh, below {}", self.mesh.size());
@@ -67,11 +79,13 @@ impl ShardedTensor {
                 "0 is the first rank of the mesh",
             ));
         };
-        let whole = self.whole_on(&[rank])?;
-        moved(&self.mesh, &self.metadata, &self.shards, &whole, site)?.pop().map(|t| self.handed_out(t)).transpose()
+        let whole = self.replicated_on(&[rank])?;
+        moved(&self.mesh, &self.metadata, &self.shards, &whole, site)?.pop().map(|t| self.unshared(t)).transpose()
     }
 
-    /// The whole tensor on every rank of the mesh; without elements on a rank outside it.
+    /// Gathers the whole tensor on every rank of the mesh; a rank outside it gets a tensor without elements.
+    ///
+    /// Collective: every rank of the mesh must call it. Allocates the whole tensor on every rank.
     #[track_caller]
     pub fn full_tensor(&self) -> Result<Tensor> {
         let site = Location::caller();
@@ -79,19 +93,19 @@ impl ShardedTensor {
             return Ok(placeholder(&TensorMeta::new(0, self.dtype()))?);
         }
         agree(&self.process_group()?, &[("sharded tensor", &self.metadata.to_string())], site)?;
-        let whole = self.whole_on(self.mesh.ranks())?;
-        self.handed_out(moved(&self.mesh, &self.metadata, &self.shards, &whole, site)?.swap_remove(0))
+        let whole = self.replicated_on(self.mesh.ranks())?;
+        self.unshared(moved(&self.mesh, &self.metadata, &self.shards, &whole, site)?.swap_remove(0))
     }
 
-    /// The whole tensor in memory that no shard and no other rank has, for a program that may write to it.
-    fn handed_out(&self, whole: Tensor) -> Result<Tensor> {
+    /// Copies the whole tensor if it shares memory with a shard or another rank, because the program may write to it.
+    fn unshared(&self, whole: Tensor) -> Result<Tensor> {
         let world = self.mesh.world();
         let shared = world.shares_memory() || self.shards.iter().any(|s| same_memory(s.held(), &whole));
         if shared && !world.is_dry() { Ok(own_copy(&whole)?) } else { Ok(whole) }
     }
 
-    /// The tensor as one shard on each of some ranks.
-    fn whole_on(&self, ranks: &[usize]) -> Result<ShardedTensorMetadata> {
+    /// Metadata with the whole tensor as one shard on each of some ranks.
+    fn replicated_on(&self, ranks: &[usize]) -> Result<ShardedTensorMetadata> {
         let shard = |&rank: &usize| {
             ShardMetadata::new(vec![0; self.shape().len()], self.shape(), Some(RemoteDevice::cpu_of(rank)))
         };

@@ -1,4 +1,4 @@
-//! Operators on sharded tensors: as distributed tensors, and as the user says otherwise.
+//! Operators on sharded tensors: those of `DTensor`, unless a custom operator replaces them.
 
 use std::collections::HashMap;
 use std::panic::Location;
@@ -10,21 +10,23 @@ use super::spec_ops::{spec_op, spec_op_names};
 use super::tensor::ShardedTensor;
 use crate::comm::Call;
 use crate::error::{ErrorKind, Result, Site};
-use crate::ops::Bag;
+use crate::ops::EmbeddingBagMode;
 use crate::placement::{Placement, ReduceOp};
 use crate::rank_context::{RankContext, in_scope, rank_context};
 use crate::tensor::DTensor;
 use shardwise_kernels::{all_close, all_equal};
 
-/// What a user's operator does.
-type Implementation = Rc<dyn Fn(&[&ShardedTensor]) -> Result<ShardedTensor>>;
+/// A custom operator of a scope.
+type ScopedOp = Rc<dyn Fn(&[&ShardedTensor]) -> Result<ShardedTensor>>;
 
-/// The operators of a rank by name, the innermost scope last.
-type Registered = HashMap<String, Vec<Implementation>>;
+/// The custom operators of a rank by name, that of the innermost scope last.
+type ScopedOps = HashMap<String, Vec<ScopedOp>>;
 
-/// Runs `body` with an operator on sharded tensors that has a name: [`call_sharded_op`] runs it, and the methods of
-/// [`ShardedTensor`] of that name (`add`, `matmul`, ...) do too, instead of their own way. Scopes nest; every rank is in its
-/// own.
+/// Runs `body` with a custom operator on sharded tensors.
+///
+/// Inside `body`, [`call_sharded_op`] and the methods of [`ShardedTensor`] of that name (`add`, `matmul`, ...) run
+/// `implementation`. Scopes nest: the innermost one wins. The scope is this rank's own; if the operator communicates, all ranks
+/// must be in a scope with it.
 ///
 /// ```
 /// use shardwise::prelude::*;
@@ -50,20 +52,23 @@ pub fn with_sharded_op<R>(
     body: impl FnOnce() -> R,
 ) -> R {
     let enter = |context: &RankContext| {
-        let add = |all: &mut Registered| all.entry(name.to_string()).or_default().push(Rc::new(implementation));
+        let add = |all: &mut ScopedOps| all.entry(name.to_string()).or_default().push(Rc::new(implementation));
         context.sharded_operators.with(add);
     };
     let leave = |context: &RankContext, ()| {
-        context.sharded_operators.with(|all: &mut Registered| drop(all.get_mut(name).map(Vec::pop)));
+        context.sharded_operators.with(|all: &mut ScopedOps| drop(all.get_mut(name).map(Vec::pop)));
     };
     in_scope(enter, leave, body)
 }
 
-/// Runs the operator that a surrounding [`with_sharded_op`] has given this name, or the one that
-/// [`register_spec_op`](super::register_spec_op) has given it for the spec of the first input.
+/// Runs a custom operator by name: that of a surrounding [`with_sharded_op`], or the one that
+/// [`register_spec_op`](super::register_spec_op) registered for the spec of the first input.
+///
+/// # Errors
+/// [`Error::Invalid`](crate::Error::Invalid) if there is no operator of this name, or if the inputs are on different meshes.
 pub fn call_sharded_op(name: &str, inputs: &[&ShardedTensor]) -> Result<ShardedTensor> {
     check_meshes(name, inputs)?;
-    replaced(name, inputs).unwrap_or_else(|| {
+    run_custom(name, inputs).unwrap_or_else(|| {
         let known = inputs.first().map(|first| spec_op_names(first.sharding_spec())).unwrap_or_default();
         let needed = match known.is_empty() {
             true => "an operator of a surrounding with_sharded_op, or of the spec".to_string(),
@@ -74,9 +79,9 @@ pub fn call_sharded_op(name: &str, inputs: &[&ShardedTensor]) -> Result<ShardedT
     })
 }
 
-/// What the user's operator of this name returns, if there is one: that of the scope, or that of the first input's spec.
-fn replaced(name: &str, inputs: &[&ShardedTensor]) -> Option<Result<ShardedTensor>> {
-    let find = |all: &mut Registered| all.get(name).and_then(|stack| stack.last().cloned());
+/// Runs the custom operator of this name, if there is one: that of the scope, or that of the first input's spec.
+fn run_custom(name: &str, inputs: &[&ShardedTensor]) -> Option<Result<ShardedTensor>> {
+    let find = |all: &mut ScopedOps| all.get(name).and_then(|stack| stack.last().cloned());
     let scoped = rank_context(|context| context.sharded_operators.with(find));
     match scoped {
         Some(operator) => Some(operator(inputs)),
@@ -84,7 +89,7 @@ fn replaced(name: &str, inputs: &[&ShardedTensor]) -> Option<Result<ShardedTenso
     }
 }
 
-/// An error unless all inputs have one process group.
+/// Checks that all inputs are on the same mesh.
 fn check_meshes(name: &str, inputs: &[&ShardedTensor]) -> Result<()> {
     let Some((first, others)) = inputs.split_first() else { return Ok(()) };
     match others.iter().find(|other| other.mesh != first.mesh) {
@@ -102,7 +107,11 @@ fn check_meshes(name: &str, inputs: &[&ShardedTensor]) -> Result<()> {
 }
 
 impl ShardedTensor {
-    /// The result of a function of distributed tensors, as shards again. `name` is what [`with_sharded_op`] knows it by.
+    /// Converts the inputs to `DTensor`s, runs `f` on them and converts the result back.
+    ///
+    /// A custom operator called `name` ([`with_sharded_op`], [`register_spec_op`](super::register_spec_op)) replaces `f`. The
+    /// second and later inputs are placed like the first if they have its shape and no layout of their own. Collective if `f`
+    /// or a conversion communicates. The graph of gradients ends here.
     ///
     /// ```
     /// use shardwise::prelude::*;
@@ -124,7 +133,7 @@ impl ShardedTensor {
         f: impl FnOnce(&[DTensor]) -> Result<DTensor>,
     ) -> Result<ShardedTensor> {
         check_meshes(name, inputs)?;
-        if let Some(result) = replaced(name, inputs) {
+        if let Some(result) = run_custom(name, inputs) {
             return result;
         }
         let Some((first, others)) = inputs.split_first() else {
@@ -143,20 +152,26 @@ impl ShardedTensor {
                 if other.shape() == first.shape() {
                     return first_tensor.placements().to_vec();
                 }
-                let cut = |axis: usize| {
+                let placement = |axis: usize| {
                     if axis == 0 && !other.shape().is_empty() { Placement::Shard(0) } else { Placement::Replicate }
                 };
-                (0..mesh.ndim()).map(cut).collect()
+                (0..mesh.ndim()).map(placement).collect()
             });
             tensors.push(other.to_dtensor_on(&mesh, placements)?);
         }
         let result = f(&tensors)?;
-        // The result belongs to the process group of the inputs, whatever mesh it was computed on.
+        // The result keeps the process group of the inputs, even if it was computed on another mesh of the same ranks.
         let sharded = ShardedTensor::from_dtensor(&result)?;
         Ok(ShardedTensor { mesh: first.mesh.clone(), ..sharded })
     }
 
-    /// Whether two tensors have the same shape, type and elements, however they are cut. The same answer on every rank.
+    /// Whether two tensors on one mesh have the same shape, type and elements, whatever their specs. The same answer on every
+    /// rank.
+    ///
+    /// Collective: every rank of the mesh must call it. Reshards `other` to the spec of this tensor.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) in a dry run, on a rank outside the mesh, or if the meshes differ.
     #[track_caller]
     pub fn equal(&self, other: &ShardedTensor) -> Result<bool> {
         match self.dtype() == other.dtype() {
@@ -165,28 +180,33 @@ impl ShardedTensor {
         }
     }
 
-    /// Whether two tensors have the same shape and `|a - b| <= atol + rtol * |b|` everywhere, however they are cut. The same
-    /// answer on every rank.
+    /// Whether two tensors on one mesh have the same shape and `|a - b| <= atol + rtol * |b|` for all elements, whatever their
+    /// specs. The same answer on every rank. Collective, as [`equal`](Self::equal) is.
     #[track_caller]
     pub fn allclose(&self, other: &ShardedTensor, rtol: f64, atol: f64) -> Result<bool> {
         self.all_elements(other, Location::caller(), &|a, b| Ok(all_close(a, b, rtol, atol)?))
     }
 
-    /// Rows for ids, with this tensor as the table `[vocabulary, features]`, cut along rows, columns or both.
+    /// Looks up the rows of `ids`, with this tensor as the table `[vocabulary, features]`, sharded on either dimension or both.
+    ///
+    /// Collective: every rank of the mesh must call it; see [`DTensor::embedding`].
     #[track_caller]
     pub fn embedding(&self, ids: &DTensor) -> Result<DTensor> {
         let table = self.to_dtensor()?;
         table.embedding(&on_mesh_of(&table, ids)?)
     }
 
-    /// Rows for bags of ids, one row per bag; see [`DTensor::embedding_bag`].
+    /// Looks up and combines the rows of bags of ids, one row per bag, with this tensor as the table. Collective; see
+    /// [`DTensor::embedding_bag`].
     #[track_caller]
-    pub fn embedding_bag(&self, ids: &DTensor, offsets: Option<&[usize]>, mode: Bag) -> Result<DTensor> {
+    pub fn embedding_bag(&self, ids: &DTensor, offsets: Option<&[usize]>, mode: EmbeddingBagMode) -> Result<DTensor> {
         let table = self.to_dtensor()?;
         table.embedding_bag(&on_mesh_of(&table, ids)?, offsets, mode)
     }
 
-    /// Rows for ids that every rank has of its own, any number of them: each rank gets the rows for its ids.
+    /// Looks up the rows of each rank's own `ids`, of any shape: every rank gets the rows of its ids.
+    ///
+    /// Collective: every rank of the mesh must call it, also one without ids. Communicates ids and rows.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -215,7 +235,7 @@ impl ShardedTensor {
                 "use a matrix",
             ));
         }
-        let line = self.line()?;
+        let line = self.flat_mesh()?;
         let shape = [ids.dims(), &self.shape()[1..]].concat();
         let local = DTensor::from_local(&ids.flatten_all()?, &line, [Placement::Shard(0)])?;
         let regular = self.metadata.layout_on(line.mesh()).map(|layout| layout.placements().to_vec());
@@ -224,7 +244,7 @@ impl ShardedTensor {
         Ok(rows.local().reshape(shape)?)
     }
 
-    /// Whether a test of two shards holds for all, with the other tensor cut like this one.
+    /// Whether `test` holds for all pairs of shards, after resharding the other tensor to the spec of this one.
     fn all_elements(
         &self,
         other: &ShardedTensor,
@@ -255,7 +275,7 @@ impl ShardedTensor {
     }
 }
 
-/// A tensor on the mesh of another.
+/// The ids on the mesh of the table: the same tensor, or moved there and replicated.
 fn on_mesh_of(table: &DTensor, ids: &DTensor) -> Result<DTensor> {
     match ids.device_mesh() == table.device_mesh() {
         true => Ok(ids.clone()),
@@ -285,24 +305,24 @@ macro_rules! operators {
 }
 
 operators! {[
-    neg "The negative of every element.",
-    abs "The absolute value of every element.",
-    exp "The exponential of every element.",
-    log "The natural logarithm of every element.",
-    sqrt "The square root of every element.",
-    square "The square of every element.",
-    relu "The positive part of every element.",
-    gelu "`x * Phi(x)` of every element.",
-    silu "`x * sigmoid(x)` of every element.",
-    sigmoid "The logistic function of every element.",
-    tanh "The hyperbolic tangent of every element.",
-    t "The transpose of a matrix.",
+    neg "Negates every element.",
+    abs "Computes the absolute value of every element.",
+    exp "Computes the exponential of every element.",
+    log "Computes the natural logarithm of every element.",
+    sqrt "Computes the square root of every element.",
+    square "Computes the square of every element.",
+    relu "Computes `max(x, 0)` of every element.",
+    gelu "Computes `x * Phi(x)` of every element.",
+    silu "Computes `x * sigmoid(x)` of every element.",
+    sigmoid "Computes the logistic function of every element.",
+    tanh "Computes the hyperbolic tangent of every element.",
+    t "Transposes a matrix.",
 ] [
-    add "The sum, with broadcasting.",
-    sub "The difference, with broadcasting.",
-    mul "The product of elements, with broadcasting.",
-    div "The quotient of elements, with broadcasting.",
-    maximum "The larger element of each pair, with broadcasting.",
-    minimum "The smaller element of each pair, with broadcasting.",
-    matmul "The matrix product.",
+    add "Adds elementwise, with broadcasting.",
+    sub "Subtracts elementwise, with broadcasting.",
+    mul "Multiplies elementwise, with broadcasting.",
+    div "Divides elementwise, with broadcasting.",
+    maximum "Computes the larger element of each pair, with broadcasting.",
+    minimum "Computes the smaller element of each pair, with broadcasting.",
+    matmul "Computes the matrix product. Collective if the layouts of the factors require it.",
 ]}

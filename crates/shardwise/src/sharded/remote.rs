@@ -1,4 +1,4 @@
-//! Shards of other ranks, read without their help.
+//! One-sided reads of shards of other ranks.
 
 use std::collections::BTreeMap;
 use std::panic::Location;
@@ -13,26 +13,28 @@ use crate::error::Result;
 use crate::layout::TensorMeta;
 use shardwise_kernels::own_copy;
 
-/// A shard that another rank holds.
+/// A handle to a shard of another rank, which [`fetch`](Self::fetch) reads without that rank's participation.
 #[derive(Clone)]
 pub struct RemoteShard {
     metadata: ShardMetadata,
     meta: TensorMeta,
-    /// Position of the owner in the group, and of the shard among those of the owner.
+    /// Position of the owner in the group.
     owner: usize,
+    /// Position of the shard among those of the owner.
     index: usize,
     exposed: Arc<dyn Exposed>,
-    /// Whether what is read is the memory of the owner.
+    /// Whether a read returns the memory of the owner itself, which then has to be copied.
     shared: bool,
 }
 
 impl RemoteShard {
-    /// Where it lies.
+    /// Offsets and sizes in the whole tensor, and the rank that holds it.
     pub fn metadata(&self) -> &ShardMetadata {
         &self.metadata
     }
 
-    /// A copy of the elements, as they were when [`ShardedTensor::remote_shards`] was called. The owner takes no part.
+    /// Returns a copy of the elements as they were when [`ShardedTensor::remote_shards`] was called. One-sided: the owner need
+    /// not call anything.
     #[track_caller]
     pub fn fetch(&self) -> Result<Tensor> {
         let read = self.exposed.read(self.owner, self.index, &self.meta, Location::caller())?;
@@ -41,8 +43,10 @@ impl RemoteShard {
 }
 
 impl ShardedTensor {
-    /// Handles to the shards of all other ranks, by global rank. All ranks of the mesh make the call; reading through the
-    /// handles later is up to each rank.
+    /// Returns handles to the shards of all other ranks, by global rank.
+    ///
+    /// Collective: every rank of the mesh must call it. Communicates no elements; [`RemoteShard::fetch`] reads them later,
+    /// one-sided. PyTorch does the same with RPC.
     ///
     /// ```
     /// use shardwise::prelude::*;

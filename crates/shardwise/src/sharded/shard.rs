@@ -1,4 +1,4 @@
-//! One shard of this rank: a tensor, and where it is in the whole.
+//! One shard of this rank: its elements, and its offsets in the whole tensor.
 
 use candle_core::Tensor;
 
@@ -7,15 +7,21 @@ use super::metadata::ShardMetadata;
 use crate::error::{ErrorKind, Result};
 use shardwise_kernels::{check_served, own_copy, same_memory};
 
-/// A box of a tensor that this rank holds.
+/// A shard that this rank holds: a box of the whole tensor, with its elements.
+///
+/// PyTorch calls it `Shard`, which is a [placement](crate::Placement) here.
+#[doc(alias = "Shard")]
 #[derive(Debug, Clone)]
-pub struct Shard {
+pub struct TensorShard {
     pub(super) tensor: Tensor,
     pub(super) metadata: ShardMetadata,
 }
 
-impl Shard {
-    /// A tensor, and its place in the whole; an error unless size and device are as described.
+impl TensorShard {
+    /// Creates a shard from its elements, which are copied, and its position in the whole tensor. Local.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) unless the tensor has the sizes and the device of the metadata.
     pub fn new(tensor: &Tensor, metadata: ShardMetadata) -> Result<Self> {
         check_served(tensor)?;
         if tensor.dims() != metadata.sizes {
@@ -30,40 +36,41 @@ impl Shard {
         if let Some(placement) = &metadata.placement {
             placement.check_holds(tensor.device())?;
         }
-        Ok(Shard { tensor: own_copy(tensor)?, metadata })
+        Ok(TensorShard { tensor: own_copy(tensor)?, metadata })
     }
 
-    /// A tensor of a rank that begins at some place of the whole.
+    /// Creates a shard of `rank` whose first element has the index `offsets` in the whole tensor. Local; copies the elements.
     pub fn from_tensor_and_offsets(tensor: &Tensor, offsets: impl Into<Vec<usize>>, rank: usize) -> Result<Self> {
         let placement = RemoteDevice::cpu_of(rank).with_device(tensor.device());
         Self::new(tensor, ShardMetadata::new(offsets, tensor.dims(), Some(placement))?)
     }
 
-    /// A copy of the elements, in memory of its own: writing to it changes no sharded tensor.
+    /// Returns a copy of the elements. Writing to it does not change the sharded tensor.
     ///
     /// # Panics
-    /// If there is no memory for the copy.
+    /// If the copy cannot be allocated.
     pub fn tensor(&self) -> Tensor {
-        self.handed_out().unwrap_or_else(|error| panic!("shard: {error}"))
+        self.to_tensor().unwrap_or_else(|error| panic!("shard: {error}"))
     }
 
-    /// The elements where they are, for reading only.
+    /// The elements without a copy, for reading only.
     pub(crate) fn held(&self) -> &Tensor {
         &self.tensor
     }
 
-    /// Whether two shards are one and the same memory, as those of clones are.
-    pub fn shares_memory(&self, other: &Shard) -> bool {
+    /// Whether two shards share their memory, as those of clones do.
+    pub fn shares_memory(&self, other: &TensorShard) -> bool {
         same_memory(&self.tensor, &other.tensor)
     }
 
-    /// The elements for a program. A placeholder of a dry run is one element wide and stays what it is.
-    pub(super) fn handed_out(&self) -> Result<Tensor> {
+    /// The elements as a tensor that the program may write to: a copy, except for the placeholder of a dry run (one element
+    /// with stride 0), which is returned as it is because copying would allocate its whole size.
+    pub(super) fn to_tensor(&self) -> Result<Tensor> {
         let placeholder = self.tensor.elem_count() > 1 && self.tensor.stride().iter().all(|&stride| stride == 0);
         if placeholder { Ok(self.tensor.clone()) } else { Ok(own_copy(&self.tensor)?) }
     }
 
-    /// Its place in the whole, and who holds it.
+    /// Offsets and sizes in the whole tensor, and the rank that holds it.
     pub fn metadata(&self) -> &ShardMetadata {
         &self.metadata
     }

@@ -1,4 +1,4 @@
-//! What a sharding spec is: a rule that says which shards a tensor of any size has, and who holds them.
+//! Sharding specs: rules that divide a tensor of any size into shards and assign them to ranks.
 
 use std::any::Any;
 use std::fmt;
@@ -7,18 +7,17 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 
-use super::exchange::distribute;
+use super::exchange::{ShardTensorRequest, distribute};
 use super::metadata::ShardedTensorMetadata;
-use crate::comm::DeviceMesh;
-use crate::error::{ErrorKind, Result, Site};
+use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 
-/// A rule that says which shards a tensor of any size has, and who holds them: chunks of a dimension
-/// ([`ChunkShardingSpec`](super::ChunkShardingSpec)), boxes one by one
-/// ([`EnumerableShardingSpec`](super::EnumerableShardingSpec)), or a rule of the program.
+/// A rule that divides a tensor of any size into shards and assigns them to ranks: chunks of a dimension
+/// ([`ChunkShardingSpec`](super::ChunkShardingSpec)), listed boxes
+/// ([`EnumerableShardingSpec`](super::EnumerableShardingSpec)), or a custom spec.
 ///
-/// Whatever takes a spec takes every type with this trait. Its `Display` text is what ranks compare, so it says all that
-/// matters of the spec. Operators for tensors of a spec are added with [`register_spec_op`](super::register_spec_op).
+/// Every function that takes a spec accepts any type with this trait. Ranks compare specs by their `Display` text, so it must
+/// state everything that matters. [`register_spec_op`](super::register_spec_op) adds operators for the tensors of a spec.
 ///
 /// ```
 /// use std::fmt;
@@ -59,45 +58,39 @@ use crate::layout::Layout;
 /// # Ok::<(), Error>(())
 /// ```
 pub trait ShardingSpec: Any + fmt::Debug + fmt::Display + Send + Sync {
-    /// The shards of a tensor of this size: they fill it, each element once.
+    /// Lists the shards of a tensor of this size. Every element must be in exactly one shard. Local.
     fn build_metadata(&self, size: &[usize], dtype: DType) -> Result<ShardedTensorMetadata>;
 
-    /// The layout of a tensor of this size, on a mesh of the ranks that the spec names, if every rank holds one shard and the
-    /// shards are chunks or a grid.
+    /// Returns the layout of a tensor of this size on a mesh of the spec's ranks, if every rank holds one shard and the shards
+    /// are chunks or a grid. With it, conversion to a `DTensor` needs no copy. Local.
     fn layout(&self, size: &[usize]) -> Result<Option<Layout>> {
         Ok(self.build_metadata(size, DType::F32)?.layout())
     }
 
-    /// The shards of this rank of a whole tensor, in the order of the metadata that [`build_metadata`](Self::build_metadata)
-    /// gave for it. [`shard_tensor`](super::shard_tensor()) calls it on every rank of the mesh after ranks have compared their
-    /// specs, and documents `src_rank`; `site` is the line of its caller. The default is [`distribute`].
-    fn shard(
-        &self,
-        tensor: &Tensor,
-        metadata: &ShardedTensorMetadata,
-        mesh: &DeviceMesh,
-        src_rank: Option<usize>,
-        site: Site,
-    ) -> Result<Vec<Tensor>> {
-        distribute(tensor, metadata, mesh, src_rank, site)
+    /// Returns this rank's shards of a whole tensor, in the order of the metadata. [`shard_tensor`](super::shard_tensor()) calls
+    /// it on every rank of the mesh, after ranks have compared their specs. The default is [`distribute`].
+    fn shard(&self, request: &ShardTensorRequest<'_>) -> Result<Vec<Tensor>> {
+        distribute(request)
     }
 }
 
-/// Any [`ShardingSpec`], shared: what a [`ShardedTensor`](super::ShardedTensor) keeps. Equal ones have the same type and text.
+/// A [`ShardingSpec`] of any type, as a [`ShardedTensor`](super::ShardedTensor) stores it. Two are equal if type and `Display`
+/// text are.
 #[derive(Clone)]
 pub struct AnyShardingSpec(pub(super) Arc<dyn ShardingSpec>);
 
 impl AnyShardingSpec {
-    /// The spec, if it is of this type.
+    /// Returns the spec if it is of type `S`.
     pub fn downcast_ref<S: ShardingSpec>(&self) -> Option<&S> {
         let spec: &dyn Any = &*self.0;
         spec.downcast_ref()
     }
 
-    /// The shards of a tensor of this size.
+    /// Lists the shards of a tensor of this size, and checks them. Local.
     ///
     /// # Errors
-    /// That of the spec, or [`Error::Invalid`](crate::Error::Invalid) if what it gives is of another size or type, or does not fill the tensor.
+    /// The error of the spec, or [`Error::Invalid`](crate::Error::Invalid) if its metadata has another size or type, or if
+    /// an element is in no shard or in two.
     pub fn build_metadata(&self, size: &[usize], dtype: DType) -> Result<ShardedTensorMetadata> {
         let metadata = self.0.build_metadata(size, dtype)?;
         if metadata.size != size || metadata.dtype != dtype {
@@ -109,7 +102,7 @@ impl AnyShardingSpec {
         Ok(metadata)
     }
 
-    /// As [`ShardingSpec::layout`].
+    /// Returns the layout of a tensor of this size, if there is one; see [`ShardingSpec::layout`].
     pub fn layout(&self, size: &[usize]) -> Result<Option<Layout>> {
         self.0.layout(size)
     }

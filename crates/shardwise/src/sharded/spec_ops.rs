@@ -1,4 +1,4 @@
-//! Operators that a program registers for the sharded tensors of a spec.
+//! Custom operators for the sharded tensors of a spec.
 
 use std::any::{Any, TypeId};
 use std::collections::BTreeMap;
@@ -10,21 +10,23 @@ use super::spec::{AnyShardingSpec, ShardingSpec};
 use super::tensor::ShardedTensor;
 use crate::error::{ErrorKind, Result};
 
-type Implementation = Arc<dyn Fn(&AnyShardingSpec, &[&ShardedTensor]) -> Result<ShardedTensor> + Send + Sync>;
+type SpecOpFn = Arc<dyn Fn(&AnyShardingSpec, &[&ShardedTensor]) -> Result<ShardedTensor> + Send + Sync>;
 
-/// An operator, and the type of the function that it is.
-type SpecOp = (TypeId, Implementation);
+/// An operator, with the type of its function: registering the same function twice is allowed.
+type SpecOp = (TypeId, SpecOpFn);
 
-/// Operators by type of the spec and name.
+/// The registered operators of this process, by type of the spec and by name.
 static OPERATORS: RwLock<BTreeMap<TypeId, BTreeMap<String, SpecOp>>> = RwLock::new(BTreeMap::new());
 
-/// Registers an operator for sharded tensors whose spec is of type `S`: [`call_sharded_op`](super::call_sharded_op), the
-/// methods of [`ShardedTensor`] of that name (`add`, `relu`, ...) and [`ShardedTensor::apply`] run it if the first input has
-/// such a spec. An operator of [`with_sharded_op`](super::with_sharded_op) comes first.
+/// Registers an operator for sharded tensors whose spec is of type `S`.
 ///
-/// It counts for this process until it ends; every process of a run registers for itself. All ranks must register the same
-/// operators before they call one, since what an operator communicates is up to it. Registering the same function again changes
-/// nothing, so that every rank of a launch may do it.
+/// [`call_sharded_op`](super::call_sharded_op), the methods of [`ShardedTensor`] of that name (`add`, `relu`, ...) and
+/// [`ShardedTensor::apply`] run it if the first input has such a spec. An operator of
+/// [`with_sharded_op`](super::with_sharded_op) takes precedence.
+///
+/// Local: it is registered for this process until it ends. All processes of a run must register the same operators before they
+/// call one, because an operator may communicate. Registering the same function again has no effect, so every rank of a
+/// launch may do it.
 ///
 /// ```
 /// use shardwise::prelude::*;
@@ -72,14 +74,14 @@ pub fn register_spec_op<S: ShardingSpec>(
     Ok(())
 }
 
-/// What the operator of this name returns that is registered for the spec of the first input, if there is one.
+/// Runs the operator of this name that is registered for the spec of the first input, if there is one.
 pub(super) fn spec_op(name: &str, inputs: &[&ShardedTensor]) -> Option<Result<ShardedTensor>> {
     let spec = inputs.first()?.sharding_spec();
     let (_, operator) = OPERATORS.read().get(&type_of(spec))?.get(name)?.clone();
     Some(operator(spec, inputs))
 }
 
-/// Names of the operators that are registered for a spec.
+/// Names of the operators that are registered for the type of a spec.
 pub(super) fn spec_op_names(spec: &AnyShardingSpec) -> Vec<String> {
     OPERATORS.read().get(&type_of(spec)).map(|known| known.keys().cloned().collect()).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! The shards of one rank in a form that can be stored, and loaded by any number of ranks.
+//! Serializable state of one rank's shards, which any number of ranks can load.
 
 use std::panic::Location;
 
@@ -8,26 +8,29 @@ use serde::{Deserialize, Serialize};
 use super::device::RemoteDevice;
 use super::exchange::{check_ranks, moved};
 use super::metadata::{ShardMetadata, ShardedTensorMetadata};
-use super::shard::Shard;
+use super::shard::TensorShard;
 use super::spec::AnyShardingSpec;
 use super::tensor::ShardedTensor;
 use crate::comm::{DeviceMesh, texts};
 use crate::error::{Error, ErrorKind, Result};
 use shardwise_kernels::{bytes_of, check_dtype};
 
-/// What one rank stores of a sharded tensor: its shards, and what it knows of all.
+/// Serializable state of a sharded tensor on one rank: the elements of its shards, and the metadata of all shards.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ShardedTensorState {
     /// All shards of the tensor.
     pub metadata: ShardedTensorMetadata,
-    /// How it was cut. A spec of the program is stored as the shards that it gives.
+    /// The spec of the tensor. A custom spec is stored as the list of its shards.
     pub spec: AnyShardingSpec,
-    /// Position in the metadata and elements, row-major in little-endian bytes, of every shard that is stored here.
+    /// Per shard of this rank its position in `metadata.shards`, and its elements: row-major, little-endian.
     pub shards: Vec<(usize, Vec<u8>)>,
 }
 
 impl ShardedTensor {
-    /// What this rank must store so that the tensor can be loaded again.
+    /// Returns the state of this rank, for [`load_with_process_group`](Self::load_with_process_group). Local; copies the shards.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] in a dry run, which has no values.
     #[doc(alias = "__getstate__")]
     pub fn state(&self) -> Result<ShardedTensorState> {
         if self.mesh.world().is_dry() {
@@ -44,10 +47,11 @@ impl ShardedTensor {
         })
     }
 
-    /// The tensor whose stored states the ranks of a mesh have between them: any number of them on each rank, in any
-    /// order, on a world of any size. A state that several ranks have counts once.
+    /// Loads a tensor from the states that the ranks of a mesh have: any number of states per rank, in any order, in a world of
+    /// any size. Without `spec` the tensor gets the spec of the states, whose ranks must then be on this mesh.
     ///
-    /// The tensor is cut as `spec` says. Without one it is cut as it was stored, which must have been on ranks of this mesh.
+    /// Collective: every rank of the mesh must call it. Communicates the metadata, and in one exchange the shards that a rank
+    /// lacks. A shard that several ranks have is taken from the first of them.
     ///
     /// ```
     /// use shardwise::prelude::*;
@@ -67,6 +71,10 @@ impl ShardedTensor {
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], the same on every rank, if states are of different tensors or damaged, a shard is missing, or ranks
+    /// pass different specs.
     #[track_caller]
     #[doc(alias = "__setstate__")]
     pub fn load_with_process_group(
@@ -76,22 +84,22 @@ impl ShardedTensor {
     ) -> Result<ShardedTensor> {
         let site = Location::caller();
         let group = mesh.whole_group()?;
-        // What is wrong with one rank's states travels along, so that all ranks refuse together.
-        let mine = Stored::new(states);
+        // An error of one rank is sent in place of its states, so that all ranks return it.
+        let mine = HeldShards::new(states);
         let wanted = spec.as_ref().map(ToString::to_string);
-        let said = match &mine {
+        let text = match &mine {
             Ok(stored) => serde_json::to_string(&(stored, &wanted)).map_err(Error::other)?,
             Err(error) => format!("!{error}"),
         };
-        let mut all: Vec<(usize, Stored)> = Vec::new();
+        let mut all: Vec<(usize, HeldShards)> = Vec::new();
         let mut first_spec = None;
-        for (position, text) in texts(&group, &said, site)?.iter().enumerate() {
+        for (position, text) in texts(&group, &text, site)?.iter().enumerate() {
             let rank = group.ranks()[position];
             if let Some(error) = text.strip_prefix('!') {
                 let found = format!("states on rank {rank} that cannot be loaded ({error})");
                 return Err(bad(found, "good states on every rank"));
             }
-            let (stored, its_spec): (Stored, Option<String>) = serde_json::from_str(text).map_err(Error::other)?;
+            let (stored, its_spec): (HeldShards, Option<String>) = serde_json::from_str(text).map_err(Error::other)?;
             let first = first_spec.get_or_insert_with(|| its_spec.clone());
             if its_spec != *first {
                 let show = |spec: &Option<String>| spec.clone().unwrap_or_else(|| "no spec".to_string());
@@ -106,8 +114,8 @@ impl ShardedTensor {
             }
             all.push((rank, stored));
         }
-        let (saved, from) = held(&all)?;
-        let spec = spec.unwrap_or(saved);
+        let (stored_spec, from) = merge_held(&all)?;
+        let spec = spec.unwrap_or(stored_spec);
         let mut to = spec.build_metadata(&from.size, from.dtype)?;
         to.requires_grad = from.requires_grad;
         check_ranks(&to, mesh)?;
@@ -115,9 +123,9 @@ impl ShardedTensor {
         let shards = from
             .shards_of(me)
             .map(|part| {
-                let bytes = find(states, part).expect("this rank said that it has the shard");
+                let bytes = shard_bytes(states, part).expect("this rank sent that it has the shard");
                 let tensor = Tensor::from_raw_buffer(bytes, from.dtype, &part.sizes, &Device::Cpu)?;
-                Shard::new(&tensor, part.clone())
+                TensorShard::new(&tensor, part.clone())
             })
             .collect::<Result<Vec<_>>>()?;
         let tensors = moved(mesh, &from, &shards, &to, site)?;
@@ -125,16 +133,16 @@ impl ShardedTensor {
     }
 }
 
-/// What a rank tells the others of its states.
+/// What a rank sends to the others about its states.
 #[derive(Clone, Serialize, Deserialize)]
-struct Stored {
+struct HeldShards {
     /// Metadata and spec of the states, and which shards they hold; `None` on a rank without states.
     tensor: Option<(ShardedTensorMetadata, AnyShardingSpec, Vec<usize>)>,
 }
 
-impl Stored {
-    fn new(states: &[ShardedTensorState]) -> Result<Stored> {
-        let Some(first) = states.first() else { return Ok(Stored { tensor: None }) };
+impl HeldShards {
+    fn new(states: &[ShardedTensorState]) -> Result<HeldShards> {
+        let Some(first) = states.first() else { return Ok(HeldShards { tensor: None }) };
         first.metadata.check_covering()?;
         check_dtype(first.metadata.dtype)?;
         let mut held = Vec::new();
@@ -155,12 +163,12 @@ impl Stored {
                 held.push(*i);
             }
         }
-        Ok(Stored { tensor: Some((first.metadata.clone(), first.spec.clone(), held)) })
+        Ok(HeldShards { tensor: Some((first.metadata.clone(), first.spec.clone(), held)) })
     }
 }
 
-/// The spec with which a tensor was stored, and who has which of its shards now: the first rank that says so.
-fn held(all: &[(usize, Stored)]) -> Result<(AnyShardingSpec, ShardedTensorMetadata)> {
+/// The stored spec, and the metadata with every shard placed on the first rank that has its state.
+fn merge_held(all: &[(usize, HeldShards)]) -> Result<(AnyShardingSpec, ShardedTensorMetadata)> {
     let mut known = all.iter().filter_map(|(rank, stored)| Some((*rank, stored.tensor.as_ref()?)));
     let Some((first_rank, (metadata, spec, _))) = known.next() else {
         return Err(bad("no states on any rank".to_string(), "the states of all shards"));
@@ -188,8 +196,8 @@ fn held(all: &[(usize, Stored)]) -> Result<(AnyShardingSpec, ShardedTensorMetada
     Ok((spec.clone(), ShardedTensorMetadata { shards, ..metadata.clone() }))
 }
 
-/// The bytes of a shard in some states.
-fn find<'a>(states: &'a [ShardedTensorState], part: &ShardMetadata) -> Option<&'a [u8]> {
+/// The bytes of a shard, from whichever state has it.
+fn shard_bytes<'a>(states: &'a [ShardedTensorState], part: &ShardMetadata) -> Option<&'a [u8]> {
     let same = |state: &ShardedTensorState, i: usize| {
         let stored = &state.metadata.shards[i];
         stored.offsets == part.offsets && stored.sizes == part.sizes

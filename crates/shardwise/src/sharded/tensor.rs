@@ -1,4 +1,4 @@
-//! The sharded tensor: what every rank knows of it, and the shards of this one.
+//! The sharded tensor: metadata that every rank has, and the shards of this rank.
 
 use std::fmt;
 use std::panic::Location;
@@ -7,18 +7,20 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use super::metadata::{ShardMetadata, ShardedTensorMetadata};
-use super::shard::Shard;
+use super::shard::TensorShard;
 use super::spec::AnyShardingSpec;
 use crate::comm::{Charge, DeviceMesh, Group};
 use crate::error::{ErrorKind, Result};
 use crate::layout::Runs;
-use crate::tensor::{Piece, TensorId, local_text, show_pieces};
+use crate::tensor::{ShownPart, TensorId, local_text, show_parts};
 use shardwise_kernels::check_cpu;
 
-/// A tensor cut into boxes that the ranks of a mesh hold, any number of them each, seen from one rank.
+/// A tensor whose elements are divided into shards (boxes), any number of which each rank of a mesh holds.
 ///
-/// It is a value, as tensors are: cloning is free, and nothing but its own initialisers change it. Calls that communicate
-/// are made by all ranks of the mesh, which is its process group; ranks outside hold nothing and skip them.
+/// Every rank knows the metadata of all shards and holds the elements of its own. Cloning is free: clones share their memory
+/// until one of them is written to ([`init`](Self::init), [`fill`](Self::fill), [`copy_from`](Self::copy_from)). Collective
+/// methods must be called by all ranks of the mesh, which is the tensor's process group; ranks outside it hold nothing and
+/// skip them.
 #[doc(alias = "ShardedTensorBase")]
 #[doc(alias = "_prepare_init")]
 #[doc(alias = "_post_init")]
@@ -31,13 +33,13 @@ pub struct ShardedTensor {
     pub(super) metadata: Arc<ShardedTensorMetadata>,
     pub(super) spec: AnyShardingSpec,
     /// The shards of this rank, in the order of the metadata.
-    pub(super) shards: Vec<Shard>,
-    /// Counts their memory.
+    pub(super) shards: Vec<TensorShard>,
+    /// Counts the bytes of the shards in the memory statistics of the world.
     pub(super) _charge: Arc<Charge>,
 }
 
 impl ShardedTensor {
-    /// Puts the parts together; the shards are those that the metadata gives this rank.
+    /// Combines metadata with the elements of this rank's shards, in the order of the metadata.
     pub(super) fn from_parts(
         mesh: &DeviceMesh,
         metadata: ShardedTensorMetadata,
@@ -45,15 +47,16 @@ impl ShardedTensor {
         tensors: Vec<Tensor>,
     ) -> ShardedTensor {
         let held = metadata.shards_of(mesh.world().rank()).cloned();
-        let shards: Vec<Shard> = held.zip(tensors).map(|(metadata, tensor)| Shard { tensor, metadata }).collect();
+        let shards: Vec<TensorShard> =
+            held.zip(tensors).map(|(metadata, tensor)| TensorShard { tensor, metadata }).collect();
         let elements: usize = shards.iter().map(|s| s.metadata.volume()).sum();
         let charge = mesh.world().memory().charge(elements * metadata.dtype.size_in_bytes());
         let (id, metadata) = (TensorId::next(), Arc::new(metadata));
         ShardedTensor { id, mesh: mesh.clone(), metadata, spec, shards, _charge: Arc::new(charge) }
     }
 
-    /// Which tensor this is, on this rank: clones have one id; tensors that were computed apart, and a clone that was
-    /// initialized anew, have different ones, equal elements or not. For maps by tensor; `equal` compares elements.
+    /// Identity of this tensor on this rank, as a key for maps. Clones have the same id; [`init`](Self::init) and
+    /// [`fill`](Self::fill) give the tensor a new one. Two tensors with equal elements have different ids. [`equal`](Self::equal) compares elements.
     ///
     /// ```
     /// use std::collections::HashMap;
@@ -76,29 +79,29 @@ impl ShardedTensor {
         self.id
     }
 
-    /// What every rank knows of all shards.
+    /// Shape, element type and shards of the whole tensor, the same on every rank.
     pub fn metadata(&self) -> &ShardedTensorMetadata {
         &self.metadata
     }
 
-    /// How it is cut.
+    /// The rule that assigns shards to ranks.
     pub fn sharding_spec(&self) -> &AnyShardingSpec {
         &self.spec
     }
 
-    /// The mesh whose ranks hold it.
+    /// The mesh whose ranks hold the shards.
     pub fn device_mesh(&self) -> &DeviceMesh {
         &self.mesh
     }
 
-    /// The group of these ranks.
+    /// The group of all ranks of the mesh, for collectives beside those of this tensor.
     #[doc(alias = "_normalize_pg")]
     #[doc(alias = "_get_current_process_group")]
     pub fn process_group(&self) -> Result<Group> {
         self.mesh.whole_group()
     }
 
-    /// Shape of the whole.
+    /// Shape of the whole tensor.
     #[doc(alias = "size")]
     pub fn shape(&self) -> &[usize] {
         &self.metadata.size
@@ -109,49 +112,55 @@ impl ShardedTensor {
         self.metadata.dtype
     }
 
-    /// Number of elements of the whole.
+    /// Number of elements of the whole tensor.
+    #[doc(alias = "numel")]
     pub fn elem_count(&self) -> usize {
         self.shape().iter().product()
     }
 
-    /// The shards of this rank; there may be none.
-    pub fn local_shards(&self) -> &[Shard] {
+    /// The shards of this rank, in the order of the metadata; there may be none.
+    pub fn local_shards(&self) -> &[TensorShard] {
         &self.shards
     }
 
-    /// A copy of the one shard of this rank. Local: nothing is communicated.
+    /// Returns a copy of the one shard of this rank. Local.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if this rank holds no shard or several: see
+    /// [`local_shards`](Self::local_shards).
     #[doc(alias = "collect_local_shard")]
     pub fn local_tensor(&self) -> Result<Tensor> {
         let [shard] = self.shards.as_slice() else {
             let found = format!("{} shards on rank {}", self.shards.len(), self.mesh.world().rank());
             return Err(ErrorKind::Argument.error("sharded tensor", found, "one shard", "use local_shards"));
         };
-        shard.handed_out()
+        shard.to_tensor()
     }
 
-    /// Number of elements that a rank holds.
+    /// Number of elements that a rank (by global number) holds.
     pub fn shard_size(&self, rank: usize) -> usize {
         self.metadata.shards_of(rank).map(ShardMetadata::volume).sum()
     }
 
-    /// Whether gradients are wanted of it: a [`to_dtensor`](Self::to_dtensor) is then a leaf.
+    /// Whether [`to_dtensor`](Self::to_dtensor) returns a leaf, for which `backward` computes a gradient.
     pub fn requires_grad(&self) -> bool {
         self.metadata.requires_grad
     }
 
-    /// The same tensor, of which gradients are wanted or not.
+    /// Returns the same tensor with [`requires_grad`](Self::requires_grad) set or cleared. Local, no copy.
     #[must_use]
     pub fn with_requires_grad(&self, wanted: bool) -> ShardedTensor {
         let metadata = ShardedTensorMetadata { requires_grad: wanted, ..(*self.metadata).clone() };
         ShardedTensor { metadata: Arc::new(metadata), ..self.clone() }
     }
 
-    /// Whether its memory is pinned for transfers to another device. Memory of candle's tensors never is.
+    /// Whether its memory is pinned for transfers to another device. Always `false`: candle does not pin memory.
     pub fn is_pinned(&self) -> bool {
         false
     }
 
-    /// The same elements on a device of every rank, of which there is one: the CPU. Placements name it afterwards.
+    /// Returns the tensor on a device of every rank; only the CPU is supported. Local. The placements of the metadata name the
+    /// device afterwards.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) for any device but the CPU.
@@ -174,12 +183,12 @@ impl ShardedTensor {
         Ok(Self::from_parts(&self.mesh, metadata, spec, tensors))
     }
 
-    /// The same elements on the CPU.
+    /// Returns the tensor on the CPU; see [`to`](Self::to).
     pub fn cpu(&self) -> Result<ShardedTensor> {
         self.to(&Device::Cpu)
     }
 
-    /// The same elements in another type.
+    /// Converts the elements to another type. Local.
     pub fn to_dtype(&self, dtype: DType) -> Result<ShardedTensor> {
         shardwise_kernels::check_dtype(dtype)?;
         let tensors = self.shards.iter().map(|s| Ok(s.tensor.to_dtype(dtype)?)).collect::<Result<Vec<_>>>()?;
@@ -195,8 +204,8 @@ impl fmt::Debug for ShardedTensor {
 }
 
 impl fmt::Display for ShardedTensor {
-    /// Type, shape and spec, and the shards of this rank, abbreviated if they are large. Local: nothing is communicated;
-    /// [`show`](ShardedTensor::show) gives the whole.
+    /// Writes type, shape, spec and the shards of this rank, abbreviated if they are large. Local;
+    /// [`show`](ShardedTensor::show) returns the whole tensor.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {:?}: {}", self.dtype().as_str(), self.shape(), self.spec)?;
         let rank = self.mesh.world().rank();
@@ -213,7 +222,8 @@ impl fmt::Display for ShardedTensor {
 }
 
 impl ShardedTensor {
-    /// The whole tensor as text, elided in the middle of large dimensions, and its spec: the same text on every rank.
+    /// Returns the whole tensor as text, abbreviated in the middle of large dimensions, and its spec: the same text on every
+    /// rank.
     ///
     /// Collective: every rank of the mesh must call it. Communicates the elements that are shown.
     ///
@@ -225,14 +235,14 @@ impl ShardedTensor {
             let fix = "dry runs know shapes, not values";
             return Err(ErrorKind::NoData.error("reader", "show in a dry run", "a run with data", fix));
         }
-        let piece = |shard: &Shard| {
+        let piece = |shard: &TensorShard| {
             let run = |(&start, &size): (&usize, &usize)| Runs::range(start..start + size);
             let held = shard.metadata.offsets.iter().zip(&shard.metadata.sizes).map(run).collect();
-            Piece { held, tensor: shard.tensor.clone() }
+            ShownPart { held, tensor: shard.tensor.clone() }
         };
-        let pieces: Vec<Piece> = self.shards.iter().map(piece).collect();
+        let pieces: Vec<ShownPart> = self.shards.iter().map(piece).collect();
         let group = self.mesh.whole_group()?;
-        let values = show_pieces(&group, self.shape(), self.dtype(), &pieces, Location::caller())?;
+        let values = show_parts(&group, self.shape(), self.dtype(), &pieces, Location::caller())?;
         Ok(format!("{values}\n{} {:?}: {}", self.dtype().as_str(), self.shape(), self.spec))
     }
 }

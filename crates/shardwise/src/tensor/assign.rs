@@ -1,9 +1,9 @@
-//! Writing to a distributed tensor: what is written changes the tensor, wherever it lies.
+//! Assignment to a range of a distributed tensor. The value behind the variable is replaced; clones keep the old one.
 
 use std::ops::Range;
 use std::panic::Location;
 
-use super::{Backward, DTensor, Keeps, Number, Saved, is_recording};
+use super::{Backward, DTensor, Number, SaveForBackward, SavedTensors, is_recording};
 use crate::comm::implicitly;
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
@@ -14,11 +14,11 @@ use shardwise_kernels::{Assembly, filled, placeholder};
 const ZERO: Number = Number::Integer(0);
 
 impl DTensor {
-    /// Writes `value` to the elements in `ranges`, one range per dimension.
+    /// Writes `value` to the elements in `ranges`, one range per dimension. Clones keep the old elements.
     ///
     /// Collective: every rank of the mesh must call it. Communicates only the parts of `value` that are needed on another
     /// rank; partial sums of this tensor are reduced first. Differentiable: the gradient of the elements that were
-    /// overwritten goes to `value`, that of the others to what this tensor was before.
+    /// overwritten goes to `value`, that of the other elements to the old value of this tensor.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -31,7 +31,12 @@ impl DTensor {
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if a range exceeds its dimension, or `value` has another shape than the ranges,
+    /// another type or another mesh.
     #[doc(alias = "slice_assign")]
+    #[doc(alias = "__setitem__")]
     #[track_caller]
     pub fn assign(&mut self, ranges: &[Range<usize>], value: &DTensor) -> Result<()> {
         let site = Location::caller();
@@ -46,22 +51,22 @@ impl DTensor {
         }
         *self = implicitly("assign", || -> Result<DTensor> {
             if region.sizes == self.shape() {
-                // Nothing of the old value is left.
+                // All elements are overwritten: nothing depends on the old value.
                 let moved = value.to_layout_at(&self.layout().settled(), site)?;
                 return Ok(if is_recording() { moved } else { moved.detach() });
             }
             let (value, base) = (value.reduced(site)?, self.reduced(site)?);
             let made = base.written(&region, Some(&value), ZERO, site)?;
-            let write = || Box::new(Write { name: "assign", region }) as Box<dyn Backward>;
-            Ok(Self::recorded(vec![made], &[&base, &value], Keeps::Nothing, write).swap_remove(0))
+            let write = || Box::new(AssignBackward { name: "assign", region }) as Box<dyn Backward>;
+            Ok(Self::recorded(vec![made], &[&base, &value], SaveForBackward::Nothing, write).swap_remove(0))
         })?;
         Ok(())
     }
 
     /// Writes one number to the elements in `ranges`, one range per dimension.
     ///
-    /// Local, unless this tensor has partial sums: these are reduced first, which all ranks of the mesh take part in.
-    /// Differentiable: the gradient of the elements that were overwritten is zero.
+    /// Local, unless this tensor is partial: then it is reduced first, which is collective. Differentiable: the gradient of the
+    /// elements that were overwritten is zero.
     #[track_caller]
     pub fn fill_range(&mut self, ranges: &[Range<usize>], value: impl Into<Number>) -> Result<()> {
         let site = Location::caller();
@@ -70,20 +75,23 @@ impl DTensor {
         *self = implicitly("fill_range", || -> Result<DTensor> {
             let base = self.reduced(site)?;
             let made = base.written(&region, None, value, site)?;
-            let write = || Box::new(Write { name: "fill_range", region }) as Box<dyn Backward>;
-            Ok(Self::recorded(vec![made], &[&base], Keeps::Nothing, write).swap_remove(0))
+            let write = || Box::new(AssignBackward { name: "fill_range", region }) as Box<dyn Backward>;
+            Ok(Self::recorded(vec![made], &[&base], SaveForBackward::Nothing, write).swap_remove(0))
         })?;
         Ok(())
     }
 
-    /// Writes one number to all elements. Partial sums end with it, and so does the gradient: the result depends on nothing.
+    /// Writes one number to all elements. Local. Partial axes become replicated, and the result has no gradient.
+    #[doc(alias = "fill_")]
     #[track_caller]
     pub fn fill(&mut self, value: impl Into<Number>) -> Result<()> {
         *self = self.full_like(value)?;
         Ok(())
     }
 
-    /// Takes the elements of another tensor of the same shape, type and mesh; the layout stays.
+    /// Copies the elements of another tensor of the same shape, type and mesh into the layout of this one. Collective, as
+    /// [`assign`](Self::assign) is. Differentiable.
+    #[doc(alias = "copy_")]
     #[track_caller]
     pub fn copy_from(&mut self, other: &DTensor) -> Result<()> {
         let all: Vec<Range<usize>> = self.shape().iter().map(|&n| 0..n).collect();
@@ -91,7 +99,7 @@ impl DTensor {
     }
 
     fn region(&self, ranges: &[Range<usize>]) -> Result<TensorBox> {
-        let fits = ranges.len() == self.rank()
+        let fits = ranges.len() == self.ndim()
             && ranges.iter().zip(self.shape()).all(|(r, &n)| r.start <= r.end && r.end <= n);
         if !fits {
             return Err(ErrorKind::Argument.error(
@@ -107,15 +115,15 @@ impl DTensor {
         })
     }
 
-    /// This tensor with a region overwritten by a tensor, or by a number if there is none. Has no gradient.
+    /// This tensor with a region overwritten by a tensor, or by a number if there is none. Not recorded.
     ///
-    /// Nothing may be partial, except sums that zeros are written to: zeros on every rank are a zero.
+    /// No axis may be partial, with one exception: zero can be written to a partial sum, because zeros on all ranks sum to zero.
     fn written(&self, region: &TensorBox, value: Option<&DTensor>, number: Number, site: Site) -> Result<DTensor> {
         let (mesh, me) = (self.device_mesh(), self.device_mesh().world().rank());
         if !mesh.contains(me) || (mesh.world().is_dry() && value.is_none()) {
             return Ok(self.detach());
         }
-        // The parts of a rank's boxes that are overwritten, with their places in its local tensor.
+        // The overwritten parts of a rank's boxes, with their offsets in its local tensor.
         let overwritten = |rank: usize| -> Vec<OwnedBox> {
             let owned = self.layout().boxes_of(rank).into_iter();
             let parts = owned.filter_map(|owned| {
@@ -128,7 +136,7 @@ impl DTensor {
         };
         let blocks = match value {
             Some(value) => {
-                // The boxes of the value, where they lie in this tensor.
+                // The boxes of the value, with offsets that count in this tensor.
                 let shifted = |rank: usize| -> Vec<OwnedBox> {
                     let mut boxes = value.layout().boxes_of(rank);
                     for owned in &mut boxes {
@@ -154,7 +162,7 @@ impl DTensor {
         let local = Assembly::new(meta)?;
         // SAFETY: one thread; every block lies inside the local tensor, which is written as a whole first.
         let local = unsafe {
-            local.paste(self.local(), &vec![0; self.rank()]);
+            local.paste(self.local(), &vec![0; self.ndim()]);
             blocks.iter().for_each(|(offsets, block)| local.paste(block, offsets));
             local.finish()
         };
@@ -162,19 +170,19 @@ impl DTensor {
     }
 }
 
-/// The backward pass of a write: what was overwritten has the gradient of what was written, the rest keeps its own.
-struct Write {
+/// The backward pass of an assignment: the gradient of the region goes to the value, that of the rest to the old tensor.
+struct AssignBackward {
     name: &'static str,
     region: TensorBox,
 }
 
-impl Backward for Write {
+impl Backward for AssignBackward {
     fn name(&self) -> &'static str {
         self.name
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
         let base = || -> Result<DTensor> {
             let linear = |p: &Placement| p.reduction().is_none_or(is_linear);
             let gradient = match gradient.placements().iter().all(linear) {
@@ -182,16 +190,17 @@ impl Backward for Write {
                 false => gradient.reduced(Location::caller())?,
             };
             let made = gradient.written(&self.region, None, ZERO, Location::caller())?;
-            let write = || Box::new(Write { name: self.name, region: self.region.clone() }) as Box<dyn Backward>;
-            Ok(DTensor::recorded(vec![made], &[&gradient], Keeps::Nothing, write).swap_remove(0))
+            let write =
+                || Box::new(AssignBackward { name: self.name, region: self.region.clone() }) as Box<dyn Backward>;
+            Ok(DTensor::recorded(vec![made], &[&gradient], SaveForBackward::Nothing, write).swap_remove(0))
         };
         let value = || {
             let ranges = self.region.offsets.iter().zip(&self.region.sizes).enumerate();
             ranges.into_iter().try_fold(gradient.clone(), |g, (dim, (&start, &len))| g.narrow(dim as isize, start, len))
         };
-        let mut found = vec![saved.wants(0).then(base).transpose()?];
-        if saved.inputs() > 1 {
-            found.push(saved.wants(1).then(value).transpose()?);
+        let mut found = vec![saved.needs_input_grad(0).then(base).transpose()?];
+        if saved.num_inputs() > 1 {
+            found.push(saved.needs_input_grad(1).then(value).transpose()?);
         }
         Ok(found)
     }

@@ -1,4 +1,4 @@
-//! Values read from a distributed tensor: always those of the whole.
+//! Reading values of the whole tensor: `item`, `equal`, `allclose`.
 
 use std::panic::Location;
 
@@ -12,7 +12,13 @@ use crate::placement::ReduceOp;
 use shardwise_kernels::{all_close, all_equal};
 
 impl DTensor {
-    /// The value of a tensor with one element, on every rank of the mesh; pending reductions are carried out.
+    /// Returns the value of a tensor with one element, on every rank of the mesh.
+    ///
+    /// Collective, unless the tensor is replicated. A partial tensor is reduced first.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if there is not exactly one element, `T` is not the type of the tensor, or there
+    /// is no value: in a dry run, or on a rank outside the mesh.
     #[track_caller]
     pub fn item<T: WithDType>(&self) -> Result<T> {
         let site = Location::caller();
@@ -38,7 +44,9 @@ impl DTensor {
         Ok(whole.local().flatten_all()?.to_vec1::<T>()?[0])
     }
 
-    /// Whether two tensors of one mesh have the same shape, type and elements. The same answer on every rank.
+    /// Whether two tensors on one mesh have the same shape, type and elements. The same answer on every rank.
+    ///
+    /// Collective: every rank of the mesh must call it. `other` is redistributed to the layout of this tensor.
     #[doc(alias = "torch.equal")]
     #[track_caller]
     pub fn equal(&self, other: &DTensor) -> Result<bool> {
@@ -48,14 +56,14 @@ impl DTensor {
         self.all_elements("equal", other, Location::caller(), |a, b| Ok(all_equal(a, b)?))
     }
 
-    /// Whether two tensors of one mesh have the same shape and `|a - b| <= atol + rtol * |b|` everywhere. The same answer
-    /// on every rank.
+    /// Whether two tensors on one mesh have the same shape and `|a - b| <= atol + rtol * |b|` for all elements. The same answer
+    /// on every rank. Collective, as [`equal`](Self::equal) is.
     #[track_caller]
     pub fn allclose(&self, other: &DTensor, rtol: f64, atol: f64) -> Result<bool> {
         self.all_elements("allclose", other, Location::caller(), |a, b| Ok(all_close(a, b, rtol, atol)?))
     }
 
-    /// Whether a test of two parts holds on all ranks.
+    /// Whether `test` holds on all ranks for the local parts of both tensors in the same layout.
     fn all_elements(
         &self,
         name: &'static str,
@@ -80,7 +88,7 @@ impl DTensor {
         })
     }
 
-    /// An error where there is no value to read.
+    /// Checks that this rank has values to read: not in a dry run, not outside the mesh.
     pub(super) fn check_readable(&self, what: &'static str) -> Result<()> {
         let world = self.device_mesh().world();
         let (found, needed, fix) = if world.is_dry() {

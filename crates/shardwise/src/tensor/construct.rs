@@ -1,4 +1,4 @@
-//! Distributed tensors from what ranks have: their parts, or the whole on one of them.
+//! Distributed tensors from plain tensors: the local part of each rank, or the whole tensor of one of them.
 
 use std::panic::Location;
 
@@ -13,31 +13,30 @@ use crate::layout::{Layout, TensorMeta};
 use crate::placement::Placement;
 use shardwise_kernels::{check_served, dense, immutable, own_copy, placeholder, with_bytes};
 
-/// How local parts become a tensor; see [`DTensor::from_local_with`].
+/// Options of [`DTensor::from_local_with`].
 #[derive(Debug, Clone, Default)]
 pub struct FromLocalOptions {
-    /// The shape of the whole. With it ranks do not tell each other their sizes, and only this rank's part is checked.
+    /// The shape of the whole tensor. If it is given, the call is local: ranks do not exchange their sizes, and each checks its
+    /// own part only.
     pub shape: Option<Vec<usize>>,
-    /// Compares the elements of replicas by hashes of 8 bytes; an error on all ranks names the ranks that differ.
+    /// Compares replicas by a hash of 8 bytes per rank, one all-gather. An error on all ranks names the ranks that differ.
     pub run_check: bool,
-    /// The placements in which local code before this call gets the gradient; those of the tensor, replicated where it is
-    /// partial, if there are none.
+    /// The placements of the gradient that local code before this call receives. `None`: those of the tensor, replicated where
+    /// it is partial.
     pub grad_placements: Option<Vec<Placement>>,
 }
 
 impl DTensor {
-    /// A distributed tensor from the part that each rank has.
+    /// Creates a distributed tensor from the local part of each rank. The part is copied.
     ///
-    /// Ranks tell each other their sizes: shards of any sizes are accepted, and become ragged where they are not the
-    /// chunks of a plain shard. If the parts do not fit together under the placements, every rank gets an error that
-    /// names a rank whose part does not. Values of replicated axes are trusted. A dry run takes all parts to be of the
-    /// size of this rank's; where they are not, use [`from_local_with_shape`](Self::from_local_with_shape).
+    /// Collective: every rank of the mesh must call it. Ranks exchange the shapes of their parts, not the elements. Unlike in
+    /// PyTorch, parts may have any sizes: uneven ones become `Ragged` placements. That replicas are equal is not checked; see
+    /// [`FromLocalOptions::run_check`]. A dry run assumes that all parts have the size of this rank's; where they do not, use
+    /// [`from_local_with_shape`](Self::from_local_with_shape).
     ///
-    /// The part is copied: whoever shares the memory of `local` may go on writing to it, and this tensor never changes.
-    ///
-    /// Differentiable: if `local` was computed by candle from what [`to_local`](Self::to_local) or
-    /// [`full_tensor`](Self::full_tensor) returned, gradients go back through that code. Local code gets the gradient in the
-    /// layout of this tensor, replicated where it is partial. Variables of the program's own in that code get none.
+    /// Differentiable: if candle computed `local` from the result of [`to_local`](Self::to_local) or
+    /// [`full_tensor`](Self::full_tensor), gradients pass through that code. It receives the gradient in the layout of this tensor,
+    /// replicated where it is partial. Candle variables (`Var`) in that code get no gradient.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -51,6 +50,10 @@ impl DTensor {
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) on every rank, naming a rank whose part does not fit the placements;
+    /// [`Error::Mismatch`](crate::Error::Mismatch) if element types, numbers of dimensions or placements differ.
     #[track_caller]
     pub fn from_local(
         local: &Tensor,
@@ -60,7 +63,7 @@ impl DTensor {
         Self::from_local_with(local, mesh, placements, FromLocalOptions::default())
     }
 
-    /// As [`from_local`](Self::from_local), with options.
+    /// Creates a distributed tensor from the local part of each rank, as [`from_local`](Self::from_local) does, with options.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -87,8 +90,8 @@ impl DTensor {
     ) -> Result<DTensor> {
         let (site, placements) = (Location::caller(), placements.into_iter().collect::<Vec<_>>());
         let mut exits = exits_behind(local);
-        let made = match &options.shape {
-            Some(shape) => Self::of_known_shape(local, mesh, placements, shape.as_slice())?,
+        let output = match &options.shape {
+            Some(shape) => Self::with_known_shape(local, mesh, placements, shape.as_slice())?,
             None => {
                 let group = mesh.whole_group()?;
                 let (shapes, counts) = gather_shapes(&group, local, &placements, exits.len(), site)?;
@@ -99,23 +102,23 @@ impl DTensor {
                     exits = exits_numbered(group.run(&call, &[mine], site)?.swap_remove(0).to_vec1()?);
                 }
                 check_served(local)?;
-                let layout = infer(mesh, &placements, &shapes, group.ranks())?;
+                let layout = infer_layout(mesh, &placements, &shapes, group.ranks())?;
                 check_fit(&layout, &shapes, group.ranks())?;
                 check_partial(&layout, local.dtype())?;
                 check_room(&layout, local.dtype(), mesh.world().is_dry())?;
-                DTensor::from_parts(mesh, layout, taken(mesh, local)?)
+                DTensor::from_parts(mesh, layout, copied(mesh, local)?)
             }
         };
         if options.run_check {
-            check_replicas(&made, site)?;
+            check_replicas(&output, site)?;
         }
-        enter(made, local, exits, options.grad_placements)
+        enter(output, local, exits, options.grad_placements)
     }
 
-    /// A tensor that every rank of the mesh has as a whole, such as a plain one in an expression with distributed ones.
+    /// Creates a replicated tensor from a plain tensor that all ranks have, for expressions that mix plain and distributed tensors.
     ///
-    /// Local: nothing is communicated, and that all ranks have the same elements is trusted; `run_check` of
-    /// [`from_local_with`](Self::from_local_with) compares them. Differentiable, as [`from_local`](Self::from_local) is.
+    /// Local. That all ranks have the same elements is not checked; [`FromLocalOptions::run_check`] does. Differentiable, as
+    /// [`from_local`](Self::from_local) is. Replaces PyTorch's `implicit_replication` context.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -136,18 +139,23 @@ impl DTensor {
         Self::from_local_with_shape(tensor, mesh, vec![Placement::Replicate; mesh.ndim()], tensor.dims())
     }
 
-    /// As [`from_local`](Self::from_local) with the shape of the whole given: nothing is communicated, and only this
-    /// rank's part is checked. For ranks outside the mesh the part does not matter.
+    /// Creates a distributed tensor from the local part of each rank and the shape of the whole tensor.
+    ///
+    /// Local, unlike [`from_local`](Self::from_local): each rank checks its own part only. A rank outside the mesh may pass any
+    /// tensor of the element type.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if the part of this rank does not have its local shape in the layout.
     pub fn from_local_with_shape(
         local: &Tensor,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
         shape: impl Into<Shape>,
     ) -> Result<DTensor> {
-        enter(Self::of_known_shape(local, mesh, placements, shape)?, local, exits_behind(local), None)
+        enter(Self::with_known_shape(local, mesh, placements, shape)?, local, exits_behind(local), None)
     }
 
-    fn of_known_shape(
+    fn with_known_shape(
         local: &Tensor,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
@@ -169,15 +177,32 @@ impl DTensor {
                 "pass this rank's part, or leave the shape to from_local",
             ));
         }
-        Ok(DTensor::from_parts(mesh, layout, taken(mesh, local)?))
+        Ok(DTensor::from_parts(mesh, layout, copied(mesh, local)?))
     }
 
-    /// Spreads a tensor over a mesh.
+    /// Distributes a plain tensor over a mesh with the given placements.
     ///
-    /// With `src_data_rank`, a position on the mesh, the data of that rank counts: it sends every rank its part, and the
-    /// others only say shape and type. With `None` every rank cuts its part out of its own copy, without communication.
-    /// A mesh on a type of device that candle does not serve is handed over to the backend registered for it
-    /// ([`register_backend`](super::register_backend)).
+    /// Collective with `src_data_rank`, a position on the mesh: that rank sends every rank its part in one exchange, and the
+    /// tensors of the other ranks state shape and type only. Local with `None`: every rank slices its part from its own copy,
+    /// and nothing is compared. A mesh on a type of device that candle does not support is passed to the backend registered for
+    /// it ([`register_backend`](super::register_backend)).
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// # use candle_core::{Device, Tensor};
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let table = Tensor::arange(0f32, 6.0, &Device::Cpu)?.reshape((3, 2))?;
+    ///     let x = DTensor::distribute_tensor(&table, &mesh, [Shard(0)], Some(0))?;
+    ///     assert_eq!(x.to_local().dims(), [2 - world.rank(), 2]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`](crate::Error::Mismatch) on every rank if ranks disagree on source, shape, type or placements;
+    /// [`Error::Invalid`](crate::Error::Invalid) if the placements do not fit the shape or the source is not on the mesh.
     #[track_caller]
     pub fn distribute_tensor(
         tensor: &Tensor,
@@ -202,22 +227,23 @@ impl DTensor {
             let to = layout()?;
             let whole = Layout::replicated(mesh.mesh(), tensor.dims())?;
             check_room(&to, tensor.dtype(), mesh.world().is_dry())?;
-            // A part that is cut out has memory of its own; the whole is copied.
-            let cut = to.local_shape(mesh.world().rank()) != tensor.dims();
-            let local = if cut && !mesh.world().is_dry() { dense(&immutable(tensor)?)? } else { taken(mesh, tensor)? };
+            // Slicing a part copies it. A part that is the whole tensor is copied here, because the program may write to it.
+            let is_slice = to.local_shape(mesh.world().rank()) != tensor.dims();
+            let local =
+                if is_slice && !mesh.world().is_dry() { dense(&immutable(tensor)?)? } else { copied(mesh, tensor)? };
             return DTensor::from_parts(mesh, whole, local).to_layout_at(&to, site);
         };
-        // Agree first: what is wrong after that is wrong on every rank.
+        // Ranks agree first: an error after that is the same on every rank.
         let group = mesh.whole_group()?;
         agree_on_source(tensor, &group, source, &placements, site)?;
         let to = layout()?;
-        let middle = to.settled();
-        let local = scatter_boxes(tensor, &group, &middle, source, site)?;
-        DTensor::from_parts(mesh, middle, local).to_layout_at(&to, site)
+        let scattered = to.settled();
+        let local = scatter_boxes(tensor, &group, &scattered, source, site)?;
+        DTensor::from_parts(mesh, scattered, local).to_layout_at(&to, site)
     }
 }
 
-/// An error on every rank if ranks hold different elements of the same part.
+/// Checks on every rank that replicas are equal. Collective: an all-gather of one hash per rank.
 fn check_replicas(tensor: &DTensor, site: Site) -> Result<()> {
     let (mesh, layout) = (tensor.device_mesh(), tensor.layout());
     if mesh.world().is_dry() || !mesh.contains(mesh.world().rank()) {
@@ -247,12 +273,13 @@ fn check_replicas(tensor: &DTensor, site: Site) -> Result<()> {
     ))
 }
 
-/// The elements of a program's tensor in memory that no one else writes to; placeholders of a dry run stay what they are.
-fn taken(mesh: &DeviceMesh, local: &Tensor) -> Result<Tensor> {
+/// Copies a tensor of the program, which may be written to later. Placeholders of a dry run are not copied.
+fn copied(mesh: &DeviceMesh, local: &Tensor) -> Result<Tensor> {
     if mesh.world().is_dry() { Ok(local.detach()) } else { Ok(own_copy(local)?) }
 }
 
-/// The shapes of all ranks' tensors, which must have one type, number of dimensions and placements; and a count of each rank.
+/// Gathers the shapes of all ranks' tensors, which must agree on type, number of dimensions and placements, together with a
+/// count of each rank.
 fn gather_shapes(
     group: &Group,
     local: &Tensor,
@@ -262,7 +289,7 @@ fn gather_shapes(
 ) -> Result<(Vec<Vec<usize>>, Vec<usize>)> {
     let form = Call::Agree {
         what: "element type, number of dimensions and placements",
-        values: [local.dtype() as u64, local.rank() as u64, number_of(placements)].into_iter().collect(),
+        values: [local.dtype() as u64, local.rank() as u64, placements_hash(placements)].into_iter().collect(),
     };
     group.run(&form, &[], site)?;
     let row: Vec<i64> = local.dims().iter().chain([&count]).map(|&n| n as i64).collect();
@@ -280,17 +307,17 @@ fn gather_shapes(
     Ok(all.to_vec2::<i64>()?.into_iter().map(split).unzip())
 }
 
-/// A number that is the same for equal placements on every rank.
-fn number_of(placements: &[Placement]) -> u64 {
+/// A hash of placements that is the same on every rank.
+fn placements_hash(placements: &[Placement]) -> u64 {
     let text = placements.iter().map(|p| p.to_string() + ",").collect::<String>();
     fnv1a(text.as_bytes())
 }
 
-/// The layout that parts of these shapes (by position on the mesh) have under the placements.
-fn infer(mesh: &DeviceMesh, placements: &[Placement], shapes: &[Vec<usize>], ranks: &[usize]) -> Result<Layout> {
+/// Infers the layout from the placements and the shapes of all local parts, which are in the order of `ranks`.
+fn infer_layout(mesh: &DeviceMesh, placements: &[Placement], shapes: &[Vec<usize>], ranks: &[usize]) -> Result<Layout> {
     let mesh = mesh.mesh();
     let ndim = shapes[0].len();
-    // A layout of an empty tensor checks the placements and finds the order of cuts.
+    // The layout of an empty tensor checks the placements and gives the order of the axes that shard a dimension.
     let plain: Vec<Placement> = placements.iter().map(Placement::plain).collect();
     let empty = Layout::new(mesh, vec![0; ndim], plain)?;
     let mut shape = shapes[0].clone();
@@ -298,27 +325,27 @@ fn infer(mesh: &DeviceMesh, placements: &[Placement], shapes: &[Vec<usize>], ran
         placements.iter().map(|p| p.normalized(ndim)).collect::<Result<Vec<Placement>>>()?;
     for (dim, whole) in shape.iter_mut().enumerate() {
         let axes = empty.shard_order(dim);
-        // Size at every combination of coordinates of the cutting axes, zero on all others.
+        // The size at every combination of coordinates of the sharding axes, at coordinate 0 of all other axes.
         let count = |axes: &[usize]| axes.iter().map(|&a| mesh.shape()[a]).product::<usize>();
         let fibre = mesh.fibre(axes, mesh.ranks()[0]);
         let position = |rank: &usize| ranks.iter().position(|r| r == rank).expect("in the mesh");
         let sizes: Vec<usize> = fibre.iter().map(|rank| shapes[position(rank)][dim]).collect();
-        // Sizes whose sum overflows are no layout.
+        // A sum that overflows saturates, and Layout::new refuses it.
         *whole = sizes.iter().fold(0, |sum, &n| sum.saturating_add(n));
         for (i, &axis) in axes.iter().enumerate() {
             if sized[axis].chunk_dim().is_some() {
-                // The sizes that this axis cuts are sums over what the axes after it cut.
+                // A chunk of this axis is the sum of the chunks of the axes that shard it further.
                 let inner = count(&axes[i + 1..]);
-                let cut: Vec<usize> =
+                let chunks: Vec<usize> =
                     sizes.chunks(inner).map(|c| c.iter().fold(0usize, |sum, &n| sum.saturating_add(n))).collect();
-                sized[axis] = Placement::ragged(dim as isize, cut);
+                sized[axis] = Placement::ragged(dim as isize, chunks);
             }
         }
     }
     Layout::new(mesh, shape, sized)
 }
 
-/// An error that names the first rank whose part is not what the layout says.
+/// Checks that all parts have their local shapes in the layout; the error names the first rank whose part does not.
 fn check_fit(layout: &Layout, shapes: &[Vec<usize>], ranks: &[usize]) -> Result<()> {
     for (shape, &rank) in shapes.iter().zip(ranks) {
         let expected = layout.local_shape(rank);
@@ -327,17 +354,17 @@ fn check_fit(layout: &Layout, shapes: &[Vec<usize>], ranks: &[usize]) -> Result<
                 "local tensors",
                 format!("shape {shape:?} on rank {rank} and {:?} on rank {}", shapes[0], ranks[0]),
                 format!("{expected:?} on rank {rank}, if the whole is {layout}"),
-                "correct the placements or the parts; along an axis that cuts nothing all parts have one shape",
+                "correct the placements or the parts; along an axis that shards no dimension all parts have one shape",
             ));
         }
     }
     Ok(())
 }
 
-/// An error on every rank unless all name the same source, type, shape and placements, and the source exists.
+/// Checks on every rank that all name the same source, type, shape and placements, and that the source is on the mesh.
 fn agree_on_source(tensor: &Tensor, group: &Group, source: usize, placements: &[Placement], site: Site) -> Result<()> {
     let shape = tensor.dims().iter().map(|&n| n as u64);
-    let values = [source as u64, tensor.dtype() as u64, number_of(placements)].into_iter().chain(shape).collect();
+    let values = [source as u64, tensor.dtype() as u64, placements_hash(placements)].into_iter().chain(shape).collect();
     group.run(&Call::Agree { what: "source rank, element type, placements and shape", values }, &[], site)?;
     if source < group.size() {
         return Ok(());
@@ -351,13 +378,13 @@ fn agree_on_source(tensor: &Tensor, group: &Group, source: usize, placements: &[
     ))
 }
 
-/// Every rank's part of the tensor that the rank at position `source` of the group has.
+/// Sends every rank its part of the tensor of the rank at position `source` of the group.
 fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize, site: Site) -> Result<Tensor> {
     let part = |rank: usize| TensorMeta { shape: layout.local_shape(rank), dtype: tensor.dtype() };
     let nothing = TensorMeta::new(0, tensor.dtype());
     let mut expected = vec![nothing.clone(); group.size()];
     expected[source] = part(group.global_rank());
-    // Others may read it when this rank has long returned, so it is not the program's own memory that they see.
+    // Copied: thread ranks may still read it after this rank has returned and its program writes to the tensor.
     let whole = match group.rank() == source && !group.is_dry() {
         true => own_copy(tensor)?,
         false => tensor.clone(),
@@ -387,6 +414,6 @@ fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize,
     let pieces = group.ranks().iter().map(piece).collect::<Result<Vec<_>>>()?;
     let mut got = group.run(&Call::AllToAll { expected }, &pieces, site)?;
     let local = got.swap_remove(source);
-    // A part has memory of its own, so that it does not keep the whole alive; the whole itself may be shared.
+    // Copied, so that a part does not keep the whole tensor alive.
     if group.is_dry() || local.dims() == tensor.dims() { Ok(local) } else { Ok(dense(&local.copy()?)?) }
 }

@@ -1,4 +1,4 @@
-//! Assertions about layouts.
+//! `DTensor::expect`: assertions about layouts in the middle of a program.
 
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -10,16 +10,16 @@ use crate::placement::Placement;
 
 static CHECKED: AtomicBool = AtomicBool::new(true);
 
-/// Switches [`DTensor::expect`] on or off, for all ranks of this process. It is on unless it was switched off.
+/// Enables or disables [`DTensor::expect`] for all ranks of this process. It is enabled by default.
 pub fn check_expectations(on: bool) {
     CHECKED.store(on, Relaxed);
 }
 
 impl DTensor {
-    /// This tensor, if it is placed as the text says: `dp=S(0),tp=R`, by names of mesh axes, or `S(0), R`, by their order. Axes that
-    /// the text does not name may be anything.
+    /// Asserts the placements of this tensor and returns it: `dp=S(0),tp=R` by names of mesh axes, or `S(0), R` by their order.
+    /// Axes that the text does not name may have any placement.
     ///
-    /// Local. Switched off with [`check_expectations`] it costs the copy of a handle.
+    /// Local. Disabled with [`check_expectations`], it costs one clone of the handle.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -34,7 +34,7 @@ impl DTensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] if it is placed otherwise, or the text cannot be read.
+    /// [`Error::Invalid`] if a placement differs, or the text cannot be parsed.
     #[track_caller]
     pub fn expect(&self, layout: &str) -> Result<DTensor> {
         if CHECKED.load(Relaxed) {
@@ -50,7 +50,7 @@ impl DTensor {
                     None => (Some(position).filter(|p| *p < axes.len()), item.trim()),
                 };
                 let axis = axis.ok_or_else(|| bad("correct the names of the axes"))?;
-                let expected = text.parse::<Placement>()?.normalized(self.rank())?;
+                let expected = text.parse::<Placement>()?.normalized(self.ndim())?;
                 let found = &self.placements()[axis];
                 if *found != expected {
                     return Err(ErrorKind::Layout.error(
@@ -66,7 +66,7 @@ impl DTensor {
     }
 }
 
-/// The items of a list; commas between parentheses do not count.
+/// Splits a list at commas outside of parentheses.
 fn split(text: &str) -> Vec<&str> {
     let (mut items, mut start, mut depth) = (Vec::new(), 0, 0);
     for (i, c) in text.char_indices() {

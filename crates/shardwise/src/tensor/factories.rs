@@ -1,37 +1,75 @@
-//! Distributed tensors from a rule: every rank fills in its own part.
+//! Factories of distributed tensors: every rank fills in its local part of a tensor that a formula or a draw defines.
 
+use std::ops::Range;
 use std::panic::Location;
 
 use candle_core::{DType, Device, Shape, Tensor};
 
-use super::{DTensor, check_partial, check_room, foreign};
+use super::{Arange, DTensor, Linspace, Logspace, check_partial, check_room, foreign};
 use crate::comm::{Call, DeviceMesh};
-use crate::error::{Error, ErrorKind, RankCall, Result, Site};
+use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
 use crate::placement::Placement;
 use crate::random::{Distribution, Generator, GeneratorState, mantissa_bits};
 use shardwise_kernels::{Number, check_dtype, filled, placeholder, reserve};
 
-/// Elements by global index: row-major number of the element, and its index in every dimension.
-type Rule<'a> = &'a dyn Fn(u64, &[usize]) -> Number;
+/// An element by its row-major number in the whole tensor and its index in every dimension.
+type ElementRule<'a> = &'a dyn Fn(u64, &[usize]) -> Number;
 
+/// What [`DTensor::random`] draws, and from which generator. A [`Distribution`] converts into one that draws from the
+/// generator of the mesh.
+#[derive(Debug, Clone, Copy)]
+pub struct RandomOptions<'a> {
+    /// The distribution of every element.
+    pub distribution: Distribution,
+    /// The generator to draw from; `None` is that of the mesh. Create it inside the program, one per rank with the same seed:
+    /// one that thread ranks share would be further along on some of them, which is an error.
+    pub generator: Option<&'a Generator>,
+}
+
+impl From<Distribution> for RandomOptions<'_> {
+    fn from(distribution: Distribution) -> Self {
+        RandomOptions { distribution, generator: None }
+    }
+}
+
+/// # Factories
+///
+/// Every rank fills its own part. Nothing is communicated, except that random factories compare the generators of the ranks.
+/// A rank outside the mesh holds nothing and may skip the call.
 impl DTensor {
-    /// A tensor filled with one value, which must be one of the type: 300 in u8 or NaN in an integer type is an error; a
-    /// fraction is cut off, and a negative integer wraps in an unsigned type, as in PyTorch.
+    /// Creates a tensor filled with one value. `meta` is its shape and element type, such as `((4, 2), DType::F32)`.
+    ///
+    /// Local. As in PyTorch, a fraction is truncated for an integer type, and a negative integer wraps in an unsigned one.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let x = DTensor::full(7.0, ((4, 2), DType::F32), &mesh, [Shard(0)])?;
+    ///     assert_eq!(x.to_local().to_vec2::<f32>()?, [[7.0, 7.0], [7.0, 7.0]]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the type does not hold the value (300 in u8, NaN in an integer type) or the placements do not fit
+    /// the shape.
     #[track_caller]
     pub fn full(
         value: impl Into<Number>,
-        shape: impl Into<Shape>,
-        dtype: DType,
+        meta: impl Into<TensorMeta>,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
+        let TensorMeta { shape, dtype } = meta.into();
         let layout = Layout::new(mesh.mesh(), shape, placements)?;
         let value = value.into().fit(dtype)?; // on all ranks, also on those that fill nothing
-        make(mesh, &layout, dtype, Location::caller(), |meta, _| Ok(filled(value, meta)?))
+        build(mesh, &layout, dtype, Location::caller(), |meta, _| Ok(filled(value, meta)?))
     }
 
-    /// A tensor of zeros.
+    /// Creates a tensor of zeros. Local.
     #[track_caller]
     pub fn zeros(
         shape: impl Into<Shape>,
@@ -39,10 +77,10 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        Self::full(0.0, shape, dtype, mesh, placements)
+        Self::full(0.0, (shape, dtype), mesh, placements)
     }
 
-    /// A tensor of ones.
+    /// Creates a tensor of ones. Local.
     #[track_caller]
     pub fn ones(
         shape: impl Into<Shape>,
@@ -50,10 +88,11 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        Self::full(1.0, shape, dtype, mesh, placements)
+        Self::full(1.0, (shape, dtype), mesh, placements)
     }
 
-    /// A tensor to be filled later. Its elements are zero: memory without a value does not exist here.
+    /// Creates a tensor to be filled later. Unlike PyTorch's its elements are zero: uninitialized memory cannot be read here.
+    /// Local.
     #[track_caller]
     pub fn empty(
         shape: impl Into<Shape>,
@@ -64,13 +103,14 @@ impl DTensor {
         Self::zeros(shape, dtype, mesh, placements)
     }
 
-    /// A tensor whose elements are a function of their index in the whole tensor.
+    /// Creates a tensor whose elements are a function of their index in the whole tensor. Local: `f` is called for the
+    /// elements of this rank alone. `meta` is the shape and element type.
     ///
     /// ```
     /// # use shardwise::prelude::*;
     /// launch(3, |world| {
     ///     let mesh = world.mesh([("dp", 3)])?;
-    ///     let table = DTensor::from_fn((4, 4), DType::I64, &mesh, [Shard(1)], |i| (10 * i[0] + i[1]) as f64)?;
+    ///     let table = DTensor::from_fn(((4, 4), DType::I64), &mesh, [Shard(1)], |i| (10 * i[0] + i[1]) as f64)?;
     ///     assert_eq!(table.full_tensor()?.to_vec2::<i64>()?[2], [20, 21, 22, 23]);
     ///     Ok(())
     /// })?;
@@ -78,120 +118,127 @@ impl DTensor {
     /// ```
     #[track_caller]
     pub fn from_fn(
-        shape: impl Into<Shape>,
-        dtype: DType,
+        meta: impl Into<TensorMeta>,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
         f: impl Fn(&[usize]) -> f64,
     ) -> Result<DTensor> {
+        let TensorMeta { shape, dtype } = meta.into();
         let layout = Layout::new(mesh.mesh(), shape, placements)?;
         by_rule(mesh, &layout, dtype, Location::caller(), &|_, index| Number::Real(f(index)))
     }
 
-    /// The numbers from `start` to before `end` in steps of `step`. Integers are exact in all of i64; for an integer type,
-    /// fractions of `start` and `step` are cut off, and numbers that the type does not hold wrap, as in PyTorch.
+    /// Creates a vector of the numbers of a range: `0..12`, or [`Arange`] for a step other than 1.
+    ///
+    /// Local. Integers are exact in all of i64; for an integer type, fractions of start and step are truncated, and numbers
+    /// that the type does not hold wrap, as in PyTorch.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// # use shardwise::tensor::Arange;
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let x = DTensor::arange(0..4, DType::I64, &mesh, [Shard(0)])?;
+    ///     assert_eq!(x.full_tensor()?.to_vec1::<i64>()?, [0, 1, 2, 3]);
+    ///     let y = DTensor::arange(Arange::new(1.0, 0.0, -0.25), DType::F32, &mesh, [Shard(0)])?;
+    ///     assert_eq!(y.full_tensor()?.to_vec1::<f32>()?, [1.0, 0.75, 0.5, 0.25]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if a bound is not finite or the step does not lead from start to end.
     #[track_caller]
     pub fn arange(
-        start: impl Into<Number>,
-        end: impl Into<Number>,
-        step: impl Into<Number>,
+        range: impl Into<Arange>,
         dtype: DType,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        let (start, end, step) = (start.into(), end.into(), step.into());
-        let count = range_count(start, end, step);
-        if !count.is_finite() || step.real() == 0.0 || count > MAX_COUNT {
-            return Err(ErrorKind::Argument.error(
-                "range",
-                format!("{} to {} in steps of {}", start.real(), end.real(), step.real()),
-                "finite bounds and a step that leads from one to the other",
-                "correct the bounds",
-            ));
-        }
-        let layout = Layout::new(mesh.mesh(), count.max(0.0) as usize, placements)?;
-        let rule = |i: u64, _: &[usize]| match dtype.is_float() {
-            true => Number::Real(start.real() + i as f64 * step.real()),
-            false => Number::Integer(start.integer().wrapping_add((i as i64).wrapping_mul(step.integer()))),
-        };
-        by_rule(mesh, &layout, dtype, Location::caller(), &rule)
+        let range = range.into();
+        let layout = Layout::new(mesh.mesh(), range.count()?, placements)?;
+        by_rule(mesh, &layout, dtype, Location::caller(), &|i, _| range.at(i, dtype.is_float()))
     }
 
-    /// `steps` numbers at equal distances from `start` to `end`, both included.
+    /// Creates a vector of numbers at equal distances, both ends included. Local.
     #[track_caller]
     pub fn linspace(
-        start: f64,
-        end: f64,
-        steps: usize,
+        space: Linspace,
         dtype: DType,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        let layout = Layout::new(mesh.mesh(), steps, placements)?;
-        by_rule(mesh, &layout, dtype, Location::caller(), &|i, _| Number::Real(spaced(start, end, steps, i)))
+        let layout = Layout::new(mesh.mesh(), space.steps, placements)?;
+        by_rule(mesh, &layout, dtype, Location::caller(), &|i, _| Number::Real(space.at(i)))
     }
 
-    /// `steps` powers of `base` with exponents at equal distances from `start` to `end`, both included.
+    /// Creates a vector of powers of a base with exponents at equal distances, both ends included. Local.
     #[track_caller]
     pub fn logspace(
-        start: f64,
-        end: f64,
-        steps: usize,
-        base: f64,
+        space: Logspace,
         dtype: DType,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        let layout = Layout::new(mesh.mesh(), steps, placements)?;
-        let rule = |i: u64, _: &[usize]| Number::Real(base.powf(spaced(start, end, steps, i)));
-        by_rule(mesh, &layout, dtype, Location::caller(), &rule)
+        let layout = Layout::new(mesh.mesh(), space.steps, placements)?;
+        by_rule(mesh, &layout, dtype, Location::caller(), &|i, _| Number::Real(space.at(i)))
     }
 
-    /// A matrix with ones on its diagonal.
+    /// Creates a matrix of `(rows, columns)` with ones on its diagonal and zeros beside it. Local.
     #[track_caller]
     pub fn eye(
-        rows: usize,
-        columns: usize,
+        shape: (usize, usize),
         dtype: DType,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        let layout = Layout::new(mesh.mesh(), (rows, columns), placements)?;
+        let layout = Layout::new(mesh.mesh(), shape, placements)?;
         let rule = |_: u64, index: &[usize]| Number::Integer(i64::from(index[0] == index[1]));
         by_rule(mesh, &layout, dtype, Location::caller(), &rule)
     }
 
-    /// Random elements, drawn from the generator of the mesh. Every layout, mesh and world size gives the same bits.
+    /// Creates a tensor of random elements, the same bits in every layout, mesh and world size. `meta` is its shape and element
+    /// type.
     ///
-    /// Ranks compare the states of their generators: if one has drawn more often than another, all get an error.
+    /// Collective: ranks compare the states of their generators, one small exchange. Takes a [`Distribution`], or
+    /// [`RandomOptions`] to draw from a generator other than that of the mesh.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// # use shardwise::Generator;
+    /// # use shardwise::tensor::RandomOptions;
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let distribution = Distribution::Normal { mean: 0.0, std: 0.02 };
+    ///     let x = DTensor::random(distribution, ((4, 2), DType::F64), &mesh, [Shard(0)])?;
+    ///     let generator = Generator::new(7);
+    ///     let options = RandomOptions { distribution, generator: Some(&generator) };
+    ///     let y = DTensor::random(options, ((4, 2), DType::F64), &mesh, [Shard(1)])?;
+    ///     assert!(!x.equal(&y)?);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] on every rank if the generators differ: another seed, or more draws on one rank than on another.
+    #[doc(alias = "random_from")]
     #[track_caller]
-    pub fn random(
-        distribution: Distribution,
-        shape: impl Into<Shape>,
-        dtype: DType,
+    pub fn random<'a>(
+        options: impl Into<RandomOptions<'a>>,
+        meta: impl Into<TensorMeta>,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
+        let RandomOptions { distribution, generator } = options.into();
+        let TensorMeta { shape, dtype } = meta.into();
         let layout = Layout::new(mesh.mesh(), shape, placements)?;
-        random_at(distribution, &layout, dtype, mesh, mesh.generator(), Location::caller())
-    }
-
-    /// As [`random`](Self::random), drawn from another generator: one per rank, made inside the program. One that thread
-    /// ranks share would be further along on some of them, which is an error.
-    #[track_caller]
-    pub fn random_from(
-        generator: &Generator,
-        distribution: Distribution,
-        shape: impl Into<Shape>,
-        dtype: DType,
-        mesh: &DeviceMesh,
-        placements: impl IntoIterator<Item = Placement>,
-    ) -> Result<DTensor> {
-        let layout = Layout::new(mesh.mesh(), shape, placements)?;
+        let generator = generator.unwrap_or_else(|| mesh.generator());
         random_at(distribution, &layout, dtype, mesh, generator, Location::caller())
     }
 
-    /// One number everywhere, in a layout.
+    /// Creates a tensor of one value in a layout.
     #[track_caller]
     pub(crate) fn full_in(
         layout: &Layout,
@@ -200,10 +247,10 @@ impl DTensor {
         mesh: &DeviceMesh,
     ) -> Result<DTensor> {
         let value = value.into().fit(dtype)?;
-        make(mesh, layout, dtype, Location::caller(), |meta, _| Ok(filled(value, meta)?))
+        build(mesh, layout, dtype, Location::caller(), |meta, _| Ok(filled(value, meta)?))
     }
 
-    /// Random elements in a layout, drawn from the generator of the mesh.
+    /// Creates a tensor of random elements in a layout, drawn from the generator of the mesh.
     #[track_caller]
     pub(crate) fn random_in(
         layout: &Layout,
@@ -214,71 +261,74 @@ impl DTensor {
         random_at(distribution, layout, dtype, mesh, mesh.generator(), Location::caller())
     }
 
-    /// Uniform random numbers in `0..1`, f32.
+    /// Creates an f32 tensor of uniform random numbers in `0..1`. Collective, as [`random`](Self::random) is.
     #[track_caller]
     pub fn rand(
         shape: impl Into<Shape>,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        Self::random(Distribution::Uniform { low: 0.0, high: 1.0 }, shape, DType::F32, mesh, placements)
+        Self::random(Distribution::Uniform { low: 0.0, high: 1.0 }, (shape, DType::F32), mesh, placements)
     }
 
-    /// Normal random numbers with mean 0 and standard deviation 1, f32.
+    /// Creates an f32 tensor of normal random numbers with mean 0 and standard deviation 1. Collective, as
+    /// [`random`](Self::random) is.
     #[track_caller]
     pub fn randn(
         shape: impl Into<Shape>,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        Self::random(Distribution::Normal { mean: 0.0, std: 1.0 }, shape, DType::F32, mesh, placements)
+        Self::random(Distribution::Normal { mean: 0.0, std: 1.0 }, (shape, DType::F32), mesh, placements)
     }
 
-    /// Random integers in `low..high`, i64.
+    /// Creates an i64 tensor of random integers in a range, such as `0..10`. Collective, as [`random`](Self::random) is.
     #[track_caller]
     pub fn randint(
-        low: i64,
-        high: i64,
+        range: Range<i64>,
         shape: impl Into<Shape>,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        Self::random(Distribution::Integers { low, high }, shape, DType::I64, mesh, placements)
+        let distribution = Distribution::Integers { low: range.start, high: range.end };
+        Self::random(distribution, (shape, DType::I64), mesh, placements)
     }
 
-    /// The numbers `0..n` in random order, i64.
+    /// Creates an i64 vector of the numbers `0..n` in random order. Collective, as [`random`](Self::random) is.
     #[track_caller]
     pub fn randperm(n: usize, mesh: &DeviceMesh, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
-        Self::random(Distribution::Permutation { n: n as u64 }, n, DType::I64, mesh, placements)
+        Self::random(Distribution::Permutation { n: n as u64 }, (n, DType::I64), mesh, placements)
     }
 
-    /// Zeros with the shape, type and layout of this tensor.
+    /// Creates zeros with the shape, type and layout of this tensor; see [`full_like`](Self::full_like).
     #[track_caller]
     pub fn zeros_like(&self) -> Result<DTensor> {
         self.full_like(0.0)
     }
 
-    /// Ones with the shape, type and layout of this tensor.
+    /// Creates ones with the shape, type and layout of this tensor; see [`full_like`](Self::full_like).
     #[track_caller]
     pub fn ones_like(&self) -> Result<DTensor> {
         self.full_like(1.0)
     }
 
-    /// A tensor to be filled later with the shape, type and layout of this tensor.
+    /// Creates a tensor to be filled later with the shape, type and layout of this one. Its elements are zero.
     #[track_caller]
     pub fn empty_like(&self) -> Result<DTensor> {
         self.full_like(0.0)
     }
 
-    /// One value with the shape, type and layout of this tensor; axes with a pending reduction become replicated.
+    /// Creates a tensor of one value with the shape, type and layout of this tensor. Local. Mesh axes on which this tensor is
+    /// partial become replicated.
     #[track_caller]
     pub fn full_like(&self, value: impl Into<Number>) -> Result<DTensor> {
         let layout = self.layout().settled();
         let value = value.into().fit(self.dtype())?;
-        make(self.device_mesh(), &layout, self.dtype(), Location::caller(), |meta, _| Ok(filled(value, meta)?))
+        build(self.device_mesh(), &layout, self.dtype(), Location::caller(), |meta, _| Ok(filled(value, meta)?))
     }
 
-    /// Random elements with the shape, type and layout of this tensor; axes with a pending reduction become replicated.
+    /// Creates a tensor of random elements with the shape, type and layout of this tensor, drawn from the generator of its mesh.
+    /// Collective, as [`random`](Self::random) is. Mesh axes on which this tensor is partial become replicated.
     #[track_caller]
     pub fn random_like(&self, distribution: Distribution) -> Result<DTensor> {
         let mesh = self.device_mesh();
@@ -286,50 +336,28 @@ impl DTensor {
         random_at(distribution, &layout, self.dtype(), mesh, mesh.generator(), Location::caller())
     }
 
-    /// Uniform random numbers in `0..1` like this tensor.
+    /// Creates uniform random numbers in `0..1`; see [`random_like`](Self::random_like).
     #[track_caller]
     pub fn rand_like(&self) -> Result<DTensor> {
         self.random_like(Distribution::Uniform { low: 0.0, high: 1.0 })
     }
 
-    /// Normal random numbers like this tensor.
+    /// Creates normal random numbers with mean 0 and standard deviation 1; see [`random_like`](Self::random_like).
     #[track_caller]
     pub fn randn_like(&self) -> Result<DTensor> {
         self.random_like(Distribution::Normal { mean: 0.0, std: 1.0 })
     }
 
-    /// Random integers in `low..high` like this tensor.
+    /// Creates random integers in a range, such as `0..10`; see [`random_like`](Self::random_like).
     #[track_caller]
-    pub fn randint_like(&self, low: i64, high: i64) -> Result<DTensor> {
-        self.random_like(Distribution::Integers { low, high })
+    pub fn randint_like(&self, range: Range<i64>) -> Result<DTensor> {
+        self.random_like(Distribution::Integers { low: range.start, high: range.end })
     }
 }
 
-/// Longer ranges are a mistake.
-const MAX_COUNT: f64 = 1e18;
-
-/// How many numbers a range has; exact for integers.
-fn range_count(start: Number, end: Number, step: Number) -> f64 {
-    match (start, end, step) {
-        (Number::Integer(start), Number::Integer(end), Number::Integer(step)) if step != 0 => {
-            let (length, step) = (i128::from(end) - i128::from(start), i128::from(step));
-            (length.div_euclid(step) + i128::from(length.rem_euclid(step) != 0 && step > 0)).max(0) as f64
-        }
-        _ => ((end.real() - start.real()) / step.real()).ceil(),
-    }
-}
-
-fn spaced(start: f64, end: f64, steps: usize, i: u64) -> f64 {
-    match steps {
-        0 | 1 => start,
-        // From the nearer end, so that both ends are exact.
-        _ if (i as usize) < steps / 2 => start + (end - start) / (steps - 1) as f64 * i as f64,
-        _ => end - (end - start) / (steps - 1) as f64 * (steps - 1 - i as usize) as f64,
-    }
-}
-
-/// A tensor whose part on this rank `fill` makes from its description; axes that shall be partial are made so after.
-fn make(
+/// Builds a tensor whose local part `fill` returns for its shape and type. Partial axes are filled as replicated ones and
+/// turned into partial ones afterwards.
+fn build(
     mesh: &DeviceMesh,
     layout: &Layout,
     dtype: DType,
@@ -350,7 +378,7 @@ fn make(
     DTensor::from_parts(mesh, settled, local).to_layout_at(layout, site)
 }
 
-/// Random elements; an error on every rank if the ranks' generators have drifted apart.
+/// Builds a tensor of random elements; an error on every rank if the ranks' generators differ.
 fn random_at(
     distribution: Distribution,
     layout: &Layout,
@@ -359,15 +387,15 @@ fn random_at(
     generator: &Generator,
     site: Site,
 ) -> Result<DTensor> {
-    // What cannot be made is refused before the generator moves on.
+    // A tensor that cannot be built is refused before the generator advances.
     check_dtype(dtype)?;
     check_room(layout, dtype, mesh.world().is_dry())?;
     let draw = agreed_draw(distribution, layout.shape(), dtype, mesh, generator, site)?;
     by_rule(mesh, layout, dtype, site, &random_rule(distribution, draw, dtype))
 }
 
-/// The next draw of a generator for a tensor of this shape; an error on every rank if the ranks' generators have drifted
-/// apart, and one if the distribution makes no sense.
+/// Takes the next draw of a generator for a tensor of this shape. Collective: an error on every rank if the ranks' generators
+/// differ, or if the distribution is invalid for the shape or type.
 pub(crate) fn agreed_draw(
     distribution: Distribution,
     shape: &[usize],
@@ -382,7 +410,7 @@ pub(crate) fn agreed_draw(
     if mesh.contains(mesh.world().rank()) && mesh.size() > 1 {
         let values = [draw.seed, draw.offset].into_iter().collect();
         let agreed = mesh.whole_group()?.run(&Call::Agree { what: GENERATOR, values }, &[], site);
-        agreed.map_err(said_of_generators)?;
+        agreed.map_err(with_generator_advice)?;
     }
     Ok(draw)
 }
@@ -390,8 +418,8 @@ pub(crate) fn agreed_draw(
 /// What ranks compare before they draw.
 const GENERATOR: &str = "generator seed and offset";
 
-/// The error of ranks that do not draw alike, with the reason: other seeds, or other numbers of draws.
-fn said_of_generators(error: Error) -> Error {
+/// Adds the reason to the error of ranks whose generators differ: the seeds, or the number of draws.
+fn with_generator_advice(error: Error) -> Error {
     let seed = |call: &RankCall| -> Option<String> {
         let values = call.call.strip_prefix("agree(")?.strip_prefix(GENERATOR)?.trim_start().strip_prefix('[')?;
         Some(values.split(',').next()?.to_string())
@@ -407,7 +435,7 @@ fn said_of_generators(error: Error) -> Error {
     Error::Mismatch { first, second, advice }
 }
 
-/// A box of the random tensor of a shape that a draw gives.
+/// The elements of one box of the random tensor of a shape and draw.
 pub(crate) fn random_box(
     distribution: Distribution,
     draw: GeneratorState,
@@ -421,26 +449,26 @@ pub(crate) fn random_box(
 }
 
 fn random_rule(distribution: Distribution, draw: GeneratorState, dtype: DType) -> impl Fn(u64, &[usize]) -> Number {
-    let whole = matches!(distribution, Distribution::Integers { .. } | Distribution::Permutation { .. });
+    let is_integer = matches!(distribution, Distribution::Integers { .. } | Distribution::Permutation { .. });
     let precision = mantissa_bits(dtype);
-    move |i, _| match whole {
+    move |i, _| match is_integer {
         true => Number::Integer(distribution.integer_at(draw, i)),
         false => Number::Real(distribution.at(draw, i, precision)),
     }
 }
 
-/// A tensor by a rule for its elements.
-fn by_rule(mesh: &DeviceMesh, layout: &Layout, dtype: DType, site: Site, rule: Rule<'_>) -> Result<DTensor> {
+/// Builds a tensor element by element.
+fn by_rule(mesh: &DeviceMesh, layout: &Layout, dtype: DType, site: Site, rule: ElementRule<'_>) -> Result<DTensor> {
     let rank = mesh.world().rank();
-    make(mesh, layout, dtype, site, |_, layout| {
+    build(mesh, layout, dtype, site, |_, layout| {
         let coordinate = layout.mesh().coordinate(rank).expect("ranks outside the mesh fill nothing");
         let indices: Vec<Runs> = (0..layout.shape().len()).map(|dim| layout.owned(dim, &coordinate)).collect();
         filled_by(layout.shape(), &indices, dtype, rule)
     })
 }
 
-/// The elements at all combinations of `indices` of a tensor of a shape, by a rule.
-fn filled_by(shape: &[usize], indices: &[Runs], dtype: DType, rule: Rule<'_>) -> Result<Tensor> {
+/// The elements at all combinations of `indices` (one list per dimension) of a tensor of this shape.
+fn filled_by(shape: &[usize], indices: &[Runs], dtype: DType, rule: ElementRule<'_>) -> Result<Tensor> {
     let sizes: Vec<usize> = indices.iter().map(Runs::len).collect();
     let count = sizes.iter().product();
     let walk = |take: &mut dyn FnMut(Number)| {
@@ -460,7 +488,7 @@ fn filled_by(shape: &[usize], indices: &[Runs], dtype: DType, rule: Rule<'_>) ->
         }};
     }
     match dtype {
-        // Integers wrap; what a function gives otherwise must be a number of the type.
+        // Integers wrap, as in PyTorch; a floating-point result of a rule must be a number that the type holds.
         DType::U8 | DType::U32 | DType::I16 | DType::I32 | DType::I64 => filled!(|value: Number| match value {
             Number::Integer(n) => Ok(n),
             Number::Real(_) => value.fit(dtype).map(Number::integer),

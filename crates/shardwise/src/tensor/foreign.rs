@@ -1,4 +1,4 @@
-//! Types of devices that candle does not serve: others may take them over.
+//! Custom backends for types of devices that candle does not support, such as `xla`.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock};
@@ -12,26 +12,31 @@ use crate::error::{ErrorKind, Result};
 use crate::mesh::register_device_type;
 use crate::placement::Placement;
 
-/// What takes over for meshes on a type of device that candle does not serve, such as `xla`.
+/// A custom backend for meshes on a type of device that candle does not support, such as `xla`.
 pub trait DeviceBackend: Send + Sync {
-    /// Spreads a tensor over a mesh of the backend's devices.
+    /// Distributes a tensor over a mesh of the backend's devices. [`DTensor::distribute_tensor`] calls it on every rank.
     fn distribute_tensor(&self, tensor: &Tensor, mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor>;
 }
 
-/// The types that candle serves. Of these, this library computes on the CPU.
-const SERVED: [&str; 3] = ["cpu", "cuda", "metal"];
+/// The types that candle supports. Of these, this library computes on the CPU.
+const CANDLE_TYPES: [&str; 3] = ["cpu", "cuda", "metal"];
 
 static BACKENDS: LazyLock<RwLock<HashMap<String, Arc<dyn DeviceBackend>>>> = LazyLock::new(RwLock::default);
 
-/// Has `backend` take over for meshes on `device_type` from now on, in the whole process: such meshes can be built, and
-/// [`DTensor::distribute_tensor`] on them is the backend's. A type that candle serves cannot be taken over.
+/// Registers a backend for meshes on `device_type`, for the whole process. Local.
+///
+/// Such meshes can then be built, and [`DTensor::distribute_tensor`] on them calls the backend. PyTorch does the same for `xla`
+/// meshes.
+///
+/// # Errors
+/// [`Error::Invalid`](crate::Error::Invalid) for a type that candle supports.
 pub fn register_backend(device_type: &str, backend: Arc<dyn DeviceBackend>) -> Result<()> {
-    if SERVED.contains(&device_type) {
+    if CANDLE_TYPES.contains(&device_type) {
         return Err(ErrorKind::Unsupported.error(
             "device type",
             format!("`{device_type}`"),
-            format!("a type other than {}", SERVED.join(", ")),
-            "candle serves this type; choose another name",
+            format!("a type other than {}", CANDLE_TYPES.join(", ")),
+            "candle supports this type; choose another name",
         ));
     }
     register_device_type(device_type)?;
@@ -39,22 +44,22 @@ pub fn register_backend(device_type: &str, backend: Arc<dyn DeviceBackend>) -> R
     Ok(())
 }
 
-/// The backend for a type of device: `None` if candle serves it, an error if nobody does.
+/// The backend for a type of device: `None` if candle supports it, an error if there is no backend.
 pub(super) fn backend_for(device_type: &str) -> Result<Option<Arc<dyn DeviceBackend>>> {
-    if SERVED.contains(&device_type) {
+    if CANDLE_TYPES.contains(&device_type) {
         return Ok(None);
     }
     BACKENDS.read().get(device_type).cloned().map(Some).ok_or_else(|| {
         ErrorKind::Unsupported.error(
             "device type",
             format!("`{device_type}`"),
-            format!("{} or a type with a registered backend", SERVED.join(", ")),
+            format!("{} or a type with a registered backend", CANDLE_TYPES.join(", ")),
             "call register_backend before using a mesh of this type",
         )
     })
 }
 
-/// An error if tensors on a mesh are made by the backend of its device and not here. A dry run computes nothing.
+/// Checks that this library computes on the devices of a mesh: the CPU. A dry run computes nothing and may use any.
 pub(super) fn check_computes(mesh: &DeviceMesh) -> Result<()> {
     if mesh.device_type() == "cpu" || mesh.world().is_dry() {
         return Ok(());

@@ -1,14 +1,13 @@
-//! Local code in the middle of a distributed program, with gradients: out with `to_local`, on with candle, back in with
-//! `from_local`.
+//! Gradients through local code: code on candle tensors between a `to_local` and a `from_local`.
 //!
-//! Candle knows nothing of the tape of distributed tensors, but keeps a graph of its own for tensors that come from a
-//! variable. So the local part of a tensor that has a gradient leaves as the result of an operation of candle's graph
-//! ([`Exit`]), and `from_local` looks for such operations in the graph of the tensor that it gets: they are the inputs of one
-//! recorded call ([`LocalCode`]), whose backward pass is candle's own. A local tensor stays a plain candle tensor, so local code
-//! is any code on candle tensors. The alternative, a tensor type for local code, would have needed all of candle's methods again.
+//! Candle knows nothing of the tape of distributed tensors, but records its own graph for tensors that come from a variable. So
+//! `to_local` of a tensor that has a gradient returns the result of a custom candle operation ([`ToLocalOp`]), called an exit,
+//! and `from_local` searches the candle graph of its argument for exits. They become the inputs of one recorded call
+//! ([`FromLocalBackward`]), whose backward pass runs candle's. The local tensor stays a plain candle tensor, so any code on
+//! candle tensors works. The alternative, a tensor type for local code, would have to repeat all of candle's methods.
 //!
-//! Candle forgets an operand where there are no elements. So a rank that holds nothing may not see what its local code depends on,
-//! and `from_local`, which ranks call together, tells it: exits have numbers that count alike on all ranks.
+//! Candle drops operands without elements from its graph. So a rank that holds no elements may not see what its local code
+//! depends on. `from_local` is collective and shares this: exits have numbers, which are the same on all ranks.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, LazyLock, Weak};
@@ -16,53 +15,54 @@ use std::sync::{Arc, LazyLock, Weak};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout as Strides, Shape, Tensor, TensorId, Var, WithDType};
 use parking_lot::Mutex;
 
-use super::{Backward, DTensor, Keeps, Saved, is_recording};
+use super::{Backward, DTensor, SaveForBackward, SavedTensors, is_recording};
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp, is_linear};
 use crate::rank_context::{rank_context, rank_context_if_alive};
 use shardwise_kernels::{dense, with_type};
 
-/// Where the local part of a tensor leaves for local code.
-pub(super) struct Exit {
-    /// The variable of candle's graph that marks it.
+/// A `to_local` call: the local part of a tensor leaves the distributed graph for local code.
+pub(super) struct LocalExit {
+    /// The candle variable that marks the exit in candle's graph.
     mark: TensorId,
-    /// How many exits this rank's program had before: the same on all ranks.
+    /// Position among the exits of this rank's program: the same on all ranks.
     number: u64,
     tensor: DTensor,
-    /// Placements of the gradient that comes back, if they were given.
+    /// Placements of the gradient of the local part, if they were given.
     grad_placements: Option<Vec<Placement>>,
-    /// The gradient of the local part, as candle's backward pass reaches it.
+    /// The gradient of the local part, stored here by candle's backward pass.
     gradient: Mutex<Option<Tensor>>,
 }
 
-/// The exits that are part of some graph, by their marks.
-static EXITS: LazyLock<Mutex<HashMap<TensorId, Weak<Exit>>>> = LazyLock::new(Mutex::default);
+/// All exits that are alive, by their marks.
+static EXITS: LazyLock<Mutex<HashMap<TensorId, Weak<LocalExit>>>> = LazyLock::new(Mutex::default);
 
-/// The exits of this rank, by number.
+/// The exits of this rank by number.
 #[derive(Default)]
-struct Numbered {
+struct LocalExits {
     next: u64,
-    alive: BTreeMap<u64, Weak<Exit>>,
-    /// The last exits without elements, which candle may have forgotten when they are asked for.
-    empty: VecDeque<Arc<Exit>>,
+    alive: BTreeMap<u64, Weak<LocalExit>>,
+    /// The most recent exits without elements, kept alive here because candle's graph may have dropped them.
+    empty: VecDeque<Arc<LocalExit>>,
 }
 
-/// More exits than local code has inputs between a `to_local` and the `from_local` after it.
-const EMPTY_KEPT: usize = 256;
+/// How many exits without elements are kept alive: more than any local code has inputs between `to_local` and `from_local`.
+const MAX_EMPTY_EXITS: usize = 256;
 
-impl Drop for Exit {
+impl Drop for LocalExit {
     fn drop(&mut self) {
         EXITS.lock().remove(&self.mark);
         // An exit may be dropped by another thread, or as this one ends.
-        let _ =
-            rank_context_if_alive(|context| context.local_exits.with(|n: &mut Numbered| n.alive.remove(&self.number)));
+        let _ = rank_context_if_alive(|context| {
+            context.local_exits.with(|exits: &mut LocalExits| exits.alive.remove(&self.number))
+        });
     }
 }
 
-/// The operation of candle's graph. Its argument is the mark, its result the local part.
-struct Leaving(Arc<Exit>);
+/// The operation in candle's graph. Its argument is the mark, its result the local part.
+struct ToLocalOp(Arc<LocalExit>);
 
-impl CustomOp1 for Leaving {
+impl CustomOp1 for ToLocalOp {
     fn name(&self) -> &'static str {
         "to_local"
     }
@@ -76,40 +76,40 @@ impl CustomOp1 for Leaving {
         Ok((storage, local.shape().clone()))
     }
 
-    /// The gradient ends here; `LocalCode` fetches it.
+    /// Stores the gradient in the exit, where `FromLocalBackward` reads it.
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> candle_core::Result<Option<Tensor>> {
         *self.0.gradient.lock() = Some(gradient.clone());
         Ok(None)
     }
 }
 
-/// A copy of the local part of a tensor that has a gradient, as part of a graph of candle's.
+/// Copies the local part of a tensor that has a gradient, as an exit in candle's graph.
 pub(super) fn leave(tensor: &DTensor, grad_placements: Option<Vec<Placement>>) -> Result<Tensor> {
     let mark = Var::zeros((), DType::F32, &Device::Cpu)?;
-    let count = |numbered: &mut Numbered| {
-        numbered.next += 1;
-        numbered.next
+    let count = |exits: &mut LocalExits| {
+        exits.next += 1;
+        exits.next
     };
     let number = rank_context(|context| context.local_exits.with(count));
     let tensor = tensor.clone();
-    let exit = Arc::new(Exit { mark: mark.id(), number, tensor, grad_placements, gradient: Mutex::new(None) });
+    let exit = Arc::new(LocalExit { mark: mark.id(), number, tensor, grad_placements, gradient: Mutex::new(None) });
     EXITS.lock().insert(mark.id(), Arc::downgrade(&exit));
-    let keep = |numbered: &mut Numbered| {
-        numbered.alive.insert(number, Arc::downgrade(&exit));
+    let keep = |exits: &mut LocalExits| {
+        exits.alive.insert(number, Arc::downgrade(&exit));
         if exit.tensor.local().elem_count() > 0 {
             return None;
         }
-        numbered.empty.push_back(Arc::clone(&exit));
-        if numbered.empty.len() > EMPTY_KEPT { numbered.empty.pop_front() } else { None }
+        exits.empty.push_back(Arc::clone(&exit));
+        if exits.empty.len() > MAX_EMPTY_EXITS { exits.empty.pop_front() } else { None }
     };
-    let forgotten = rank_context(|context| context.local_exits.with(keep));
-    // Outside: dropping it takes it out of the numbered ones.
-    drop(forgotten);
-    Ok(mark.as_tensor().apply_op1(Leaving(exit))?)
+    let oldest = rank_context(|context| context.local_exits.with(keep));
+    // Dropped outside of the closure: its drop removes it from the same map.
+    drop(oldest);
+    Ok(mark.as_tensor().apply_op1(ToLocalOp(exit))?)
 }
 
-/// The exits that a local tensor was computed from.
-pub(super) fn exits_behind(local: &Tensor) -> Vec<Arc<Exit>> {
+/// The exits that a local tensor was computed from, by number.
+pub(super) fn exits_behind(local: &Tensor) -> Vec<Arc<LocalExit>> {
     if !is_recording() || !local.dtype().is_float() {
         return Vec::new();
     }
@@ -119,81 +119,82 @@ pub(super) fn exits_behind(local: &Tensor) -> Vec<Arc<Exit>> {
         return Vec::new();
     }
     let exits = EXITS.lock();
-    let mut found: Vec<Arc<Exit>> = marks.iter().filter_map(|mark| exits.get(mark)?.upgrade()).collect();
-    // An exit that was dropped in between takes the lock.
+    let mut found: Vec<Arc<LocalExit>> = marks.iter().filter_map(|mark| exits.get(mark)?.upgrade()).collect();
+    // Unlocked first: an exit that is dropped takes the lock.
     drop(exits);
-    // The order of candle's graph is that of a walk; the order of exits is the same on all ranks.
+    // The order in candle's graph depends on the traversal; the order of numbers is the same on all ranks.
     found.sort_by_key(|exit| exit.number);
     found
 }
 
-/// The numbers of exits.
-pub(super) fn numbers(exits: &[Arc<Exit>]) -> Vec<i64> {
+/// The numbers of exits, as elements of a tensor.
+pub(super) fn numbers(exits: &[Arc<LocalExit>]) -> Vec<i64> {
     exits.iter().map(|exit| exit.number as i64).collect()
 }
 
-/// The exits of this rank with some of these numbers, as other ranks found them.
-pub(super) fn exits_numbered(mut numbers: Vec<i64>) -> Vec<Arc<Exit>> {
+/// The exits of this rank with these numbers, which other ranks found.
+pub(super) fn exits_numbered(mut numbers: Vec<i64>) -> Vec<Arc<LocalExit>> {
     numbers.sort_unstable();
     numbers.dedup();
-    let find = |numbered: &mut Numbered| {
-        numbers.iter().filter_map(|&number| numbered.alive.get(&(number as u64))?.upgrade()).collect()
+    let find = |exits: &mut LocalExits| {
+        numbers.iter().filter_map(|&number| exits.alive.get(&(number as u64))?.upgrade()).collect()
     };
     rank_context(|context| context.local_exits.with(find))
 }
 
-/// The tensor `made` of a local tensor, with the local code between some exits and it as part of the graph of gradients.
+/// Records the local code between ` exits` and the tensor `output`, which was built from `local`.
 pub(super) fn enter(
-    made: DTensor,
+    output: DTensor,
     local: &Tensor,
-    exits: Vec<Arc<Exit>>,
+    exits: Vec<Arc<LocalExit>>,
     grad_placements: Option<Vec<Placement>>,
 ) -> Result<DTensor> {
     if exits.is_empty() {
-        return Ok(made);
+        return Ok(output);
     }
     let linear = |p: &Placement| p.reduction().is_none_or(is_linear);
-    if !made.placements().iter().all(linear) {
+    if !output.placements().iter().all(linear) {
         return Err(ErrorKind::Layout.error(
             "placements",
-            format!("from_local of a tensor with a gradient as {}", made.layout()),
+            format!("from_local of a tensor with a gradient as {}", output.layout()),
             "sums and means, whose gradient every rank knows",
             "reduce before from_local, or detach the local tensor",
         ));
     }
     let inputs: Vec<DTensor> = exits.iter().map(|exit| exit.tensor.clone()).collect();
     let inputs: Vec<&DTensor> = inputs.iter().collect();
-    let grad_placements = grad_placements.unwrap_or_else(|| made.layout().settled().placements().to_vec());
-    let placements = made.placements().to_vec();
-    let backward =
-        || Box::new(LocalCode { exits, local: local.clone(), placements, grad_placements }) as Box<dyn Backward>;
-    Ok(DTensor::recorded(vec![made], &inputs, Keeps::Nothing, backward).swap_remove(0))
+    let grad_placements = grad_placements.unwrap_or_else(|| output.layout().settled().placements().to_vec());
+    let placements = output.placements().to_vec();
+    let backward = || {
+        Box::new(FromLocalBackward { exits, local: local.clone(), placements, grad_placements }) as Box<dyn Backward>
+    };
+    Ok(DTensor::recorded(vec![output], &inputs, SaveForBackward::Nothing, backward).swap_remove(0))
 }
 
-/// From some exits to one `from_local`.
-struct LocalCode {
-    exits: Vec<Arc<Exit>>,
+/// The backward pass of local code, from one `from_local` to its exits.
+struct FromLocalBackward {
+    exits: Vec<Arc<LocalExit>>,
     local: Tensor,
-    /// Of the output.
+    /// Placements of the output.
     placements: Vec<Placement>,
-    /// Of the gradient that local code gets.
+    /// Placements of the gradient that local code receives.
     grad_placements: Vec<Placement>,
 }
 
-impl Backward for LocalCode {
+impl Backward for FromLocalBackward {
     fn name(&self) -> &'static str {
         "from_local"
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.inputs()]) };
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
         if is_recording() {
             let found = "the gradient of the gradient of local code";
             let fix = "use backward, or operators of distributed tensors";
             return Err(ErrorKind::Gradient.error("gradient", found, "a first derivative", fix));
         }
         let gradient = gradient.redistribute(self.grad_placements.iter().cloned())?;
-        // Every operand of a mean counts with its share.
+        // Each of the n terms of a mean contributes 1/n.
         let mean = |(p, &n): (&Placement, &usize)| if *p == Placement::Partial(ReduceOp::Avg) { n } else { 1 };
         let share: usize = self.placements.iter().zip(gradient.device_mesh().shape()).map(mean).product();
         let gradient = if share > 1 { gradient.div_scalar(share as f64)? } else { gradient };
@@ -208,15 +209,15 @@ impl Backward for LocalCode {
             ));
         }
         self.exits.iter().for_each(|exit| *exit.gradient.lock() = None);
-        // The exits take the gradients; candle's store of them has nothing else that counts.
+        // The gradients arrive in the exits; the returned store has nothing else that is needed.
         (&self.local * gradient.local())?.sum_all()?.backward()?;
-        let back = |(i, exit): (usize, &Arc<Exit>)| -> Result<Option<DTensor>> {
-            if !saved.wants(i) {
+        let input_gradient = |(i, exit): (usize, &Arc<LocalExit>)| -> Result<Option<DTensor>> {
+            if !saved.needs_input_grad(i) {
                 return Ok(None);
             }
             let local = match exit.gradient.lock().take() {
                 Some(local) => dense(&local.detach())?,
-                // A tensor that another rank's local code depends on.
+                // Only another rank's local code depends on this exit.
                 None => exit.tensor.local().zeros_like()?,
             };
             Ok(Some(match &exit.grad_placements {
@@ -224,6 +225,6 @@ impl Backward for LocalCode {
                 None => DTensor::from_parts(saved.mesh(i), saved.layout(i).settled(), local),
             }))
         };
-        self.exits.iter().enumerate().map(back).collect()
+        self.exits.iter().enumerate().map(input_gradient).collect()
     }
 }

@@ -1,4 +1,4 @@
-//! Distributed tensors: a layout, this rank's part, and the mesh that both belong to.
+//! [`DTensor`]: a distributed tensor, that is a layout on a mesh and the local part of this rank.
 
 mod assign;
 mod compare;
@@ -10,19 +10,22 @@ mod foreign;
 mod local_code;
 mod operand;
 mod room;
+mod sequences;
 mod show;
 mod state;
 mod tape;
 
 pub use construct::FromLocalOptions;
 pub use expect::check_expectations;
+pub use factories::RandomOptions;
 pub(crate) use factories::{agreed_draw, random_box};
 pub use foreign::{DeviceBackend, register_backend};
 pub use operand::Operand;
 pub(crate) use room::{check_metas, check_room};
-pub(crate) use show::{Piece, local_text, show_pieces};
+pub use sequences::{Arange, Linspace, Logspace};
+pub(crate) use show::{ShownPart, local_text, show_parts};
 pub use state::DTensorState;
-pub use tape::{Backward, Keeps, Saved, no_grad};
+pub use tape::{Backward, SaveForBackward, SavedTensors, no_grad};
 pub(crate) use tape::{Node, Recording, Tape, in_gradient, is_in_gradient, is_recording, next_number, with_recording};
 
 use std::hash::{Hash, Hasher};
@@ -41,17 +44,18 @@ use crate::redistribute::{Exchange, redistribute};
 pub use shardwise_kernels::Number;
 use shardwise_kernels::{check_cpu, check_dtype, own_copy, placeholder};
 
-/// A tensor that lies on a mesh of ranks, seen from one of them.
+/// A distributed tensor: one logical tensor whose elements are placed on the ranks of a mesh.
 ///
-/// It knows its [`Layout`]; this rank holds the local part. Cloning is free. Calls that communicate must be made by all
-/// ranks of the mesh.
+/// Every rank knows the [`Layout`] (shape, mesh, one placement per mesh axis) and holds its local part. A tensor is immutable
+/// and cloning is free; methods with `&mut self` replace the value behind the variable. Methods marked *Collective* must
+/// be called by all ranks of the mesh, in the same order; *Local* ones communicate nothing.
 ///
 /// ```
 /// use shardwise::prelude::*;
 ///
 /// launch(4, |world| {
 ///     let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
-///     let x = DTensor::arange(0.0, 12.0, 1.0, DType::F32, &mesh, [Shard(0), Replicate])?;
+///     let x = DTensor::arange(0.0.. 12.0, DType::F32, &mesh, [Shard(0), Replicate])?;
 ///     let y = x.redistribute([Replicate, Shard(0)])?;
 ///     assert_eq!(y.full_tensor()?.to_vec1::<f32>()?[7], 7.0);
 ///     assert_eq!(y.to_local().dims(), [6]);
@@ -62,13 +66,13 @@ use shardwise_kernels::{check_cpu, check_dtype, own_copy, placeholder};
 #[doc(alias = "DistributedTensor")]
 #[derive(Clone)]
 pub struct DTensor {
-    value: Arc<Value>,
-    /// How it was made, if gradients can be taken through it.
+    value: Arc<TensorValue>,
+    /// The recorded call that computed it, if gradients can be taken through it.
     tape: Option<Tape>,
 }
 
-/// The identity of a tensor: see [`DTensor::id`] and [`ShardedTensor::id`](crate::ShardedTensor::id). Other ranks have other
-/// numbers.
+/// Identity of a tensor within this process; see [`DTensor::id`] and [`ShardedTensor::id`](crate::ShardedTensor::id). The
+/// same tensor has different ids on different ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TensorId(u64);
 
@@ -79,52 +83,60 @@ impl TensorId {
     }
 }
 
-struct Value {
+/// Layout and local elements of a tensor, shared by its clones.
+
+struct TensorValue {
     id: TensorId,
     mesh: DeviceMesh,
     layout: Layout,
     dtype: DType,
-    /// What this rank holds. A term of a partial sum, mean or product may be of a wider type than the tensor: it is rounded
-    /// once, when the terms have been reduced.
+    /// The local part. Where the tensor is a partial sum, mean or product it may have a wider type than the tensor: it is
+    /// rounded once, after the reduction.
     held: Tensor,
-    /// `held` in the type of the tensor, where that is another one and somebody asked.
+    /// `held` converted to the type of the tensor, computed when first asked for.
     rounded: OnceLock<Tensor>,
     origin: Origin,
 }
 
-impl Value {
+impl TensorValue {
     /// Bytes of the local part.
     fn bytes(&self) -> usize {
         self.held.elem_count() * self.held.dtype().size_in_bytes()
     }
 }
 
-impl Drop for Value {
+impl Drop for TensorValue {
     fn drop(&mut self) {
         self.mesh.world().memory().release(self.bytes());
     }
 }
 
 impl DTensor {
-    /// Puts the parts of a tensor that did not come from an operator together; `local` is what the layout says this rank
-    /// holds.
+    /// Combines a layout with the local part of this rank, for a tensor that no operator computed.
     pub(crate) fn from_parts(mesh: &DeviceMesh, layout: Layout, local: Tensor) -> Self {
         let dtype = local.dtype();
         let origin = Origin::leaf(hash_of(&(&layout, dtype as u8)), layout.shape());
         Self::from_terms(mesh, layout, local, dtype, origin)
     }
 
-    /// A tensor of type `dtype` whose terms may be held in a wider type.
+    /// Combines a layout with a local part whose type may be wider than `dtype`, the type of the tensor.
     fn from_terms(mesh: &DeviceMesh, layout: Layout, held: Tensor, dtype: DType, origin: Origin) -> Self {
         debug_assert_eq!(held.dims(), layout.local_shape(mesh.world().rank()), "{layout}");
-        let value =
-            Value { id: TensorId::next(), mesh: mesh.clone(), layout, dtype, held, rounded: OnceLock::new(), origin };
+        let value = TensorValue {
+            id: TensorId::next(),
+            mesh: mesh.clone(),
+            layout,
+            dtype,
+            held,
+            rounded: OnceLock::new(),
+            origin,
+        };
         mesh.world().memory().take(value.bytes());
         DTensor { value: Arc::new(value), tape: None }
     }
 
-    /// A tensor of type `dtype` from what this rank computed, which may be of a wider floating-point type: that stays as
-    /// long as a sum, mean or product is pending, and is rounded otherwise.
+    /// Combines a layout with a computed local part of a possibly wider floating-point type: that is kept while a partial sum,
+    /// mean or product is not reduced, and rounded to `dtype` otherwise.
     pub(crate) fn from_held(
         mesh: &DeviceMesh,
         layout: Layout,
@@ -139,29 +151,31 @@ impl DTensor {
         Ok(Self::from_terms(mesh, layout, held, dtype, origin))
     }
 
-    /// Which tensor this is, on this rank: clones have one id, and tensors that were computed apart have different ones,
-    /// equal elements or not. For maps by tensor; `equal` compares elements.
+    /// Identity of this tensor on this rank, as a key for maps. Clones have the same id; two tensors with equal elements have
+    /// different ids. [ `equal`](Self::equal) compares elements.
     #[doc(alias = "__hash__")]
     pub fn id(&self) -> TensorId {
         self.value.id
     }
 
-    /// The mesh.
+    /// The mesh whose ranks hold the tensor.
     pub fn device_mesh(&self) -> &DeviceMesh {
         &self.value.mesh
     }
 
-    /// How the tensor lies on the mesh.
+    /// Shape, mesh and placements of the tensor.
+    #[doc(alias = "DTensorSpec")]
+    #[doc(alias = "_spec")]
     pub fn layout(&self) -> &Layout {
         &self.value.layout
     }
 
-    /// One placement per mesh axis.
+    /// The placements, one per mesh axis.
     pub fn placements(&self) -> &[Placement] {
         self.value.layout.placements()
     }
 
-    /// How the value was computed.
+    /// The operator and operands that computed the value, by which ranks check that they make the same calls.
     pub(crate) fn origin(&self) -> &Origin {
         &self.value.origin
     }
@@ -171,10 +185,10 @@ impl DTensor {
         self.value.layout.shape()
     }
 
-    /// Number of dimensions.
-    #[doc(alias = "ndim")]
+    /// Number of dimensions of the whole tensor.
     #[doc(alias = "dim")]
-    pub fn rank(&self) -> usize {
+    #[doc(alias = "rank")]
+    pub fn ndim(&self) -> usize {
         self.shape().len()
     }
 
@@ -184,7 +198,7 @@ impl DTensor {
         self.shape().iter().product()
     }
 
-    /// Element type.
+    /// Element type of the tensor.
     pub fn dtype(&self) -> DType {
         self.value.dtype
     }
@@ -194,22 +208,22 @@ impl DTensor {
         TensorMeta { shape: self.shape().to_vec(), dtype: self.dtype() }
     }
 
-    /// A copy of the part that this rank holds; without elements on a rank outside the mesh.
+    /// Returns a copy of the local part of this rank as a plain candle tensor; without elements on a rank outside the mesh.
     ///
-    /// Local: nothing is communicated. It is a plain tensor in memory of its own, because candle writes to tensors in place
-    /// (`slice_set`) and a distributed tensor never changes; the copy is the one cost of this call. In a dry run the result
-    /// has the shape and no memory. [`local_shape`](Layout::local_shape) of the layout gives the shape alone.
+    /// Local. Unlike in PyTorch the result does not share memory with this tensor, because candle can write to tensors in place
+    /// (`slice_set`) and a `DTensor` is immutable. In a dry run the result has the shape and no memory.
+    /// [`Layout::local_shape`] returns the shape without a copy.
     ///
-    /// Differentiable: what candle computes from it and [`from_local`](Self::from_local) brings back is part of the graph of
-    /// gradients. The gradient comes back in the layout of this tensor, replicated where it is partial: right where ranks
-    /// that hold the same part do the same with it, else see
+    /// Differentiable: code on candle tensors between this call and a [`from_local`](Self::from_local) is part of the graph of
+    /// gradients. The gradient is expected in the layout of this tensor, replicated where it is partial. That is correct if
+    /// ranks with the same local part do the same with it; otherwise use
     /// [`to_local_with_grad_placements`](Self::to_local_with_grad_placements). `detach` of the result ends the graph.
     ///
     /// ```
     /// # use shardwise::prelude::*;
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::arange(-2.0, 2.0, 1.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
+    ///     let x = DTensor::arange(-2.0.. 2.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
     ///     let local = x.to_local().relu()?; // any code on candle tensors
     ///     let y = DTensor::from_local(&local, &mesh, [Shard(0)])?;
     ///     let grads = y.square()?.sum_all()?.backward()?;
@@ -219,19 +233,21 @@ impl DTensor {
     /// # Ok::<(), Error>(())
     /// ```
     ///
-    /// It always has the type of the tensor. Terms of a pending sum, mean or product are kept, and travel, in a wider type
-    /// where their sum would depend on the layout otherwise (half precision in f32, sums of f32 in f64); this shows them
-    /// rounded.
+    /// The result has the type of the tensor. The terms of a partial sum, mean or product are held and communicated in a wider
+    /// type where the result would otherwise depend on the layout (half precision in f32, sums of f32 in f64); this method
+    /// returns them rounded.
     ///
     /// # Panics
-    /// If there is no memory for the copy.
+    /// If the copy cannot be allocated.
     #[doc(alias = "collect_local_shard")]
     pub fn to_local(&self) -> Tensor {
-        self.leaving(None).unwrap_or_else(|error| panic!("to_local: {error}"))
+        self.to_local_code(None).unwrap_or_else(|error| panic!("to_local: {error}"))
     }
 
-    /// As [`to_local`](Self::to_local), with the placements of the gradient that comes back: `Partial(Sum)` along an axis where
-    /// this tensor is replicated and ranks use it for different things, so that each has a part of the gradient only.
+    /// Returns a copy of the local part, as [`to_local`](Self::to_local) does, and sets the placements of its gradient.
+    ///
+    /// Use `Partial(Sum)` on a mesh axis where this tensor is replicated and ranks compute different things with it, so that each
+    /// has one term of the gradient. Local.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the placements do not fit the tensor.
@@ -239,11 +255,11 @@ impl DTensor {
     pub fn to_local_with_grad_placements(&self, placements: impl IntoIterator<Item = Placement>) -> Result<Tensor> {
         let placements: Vec<Placement> = placements.into_iter().collect();
         Layout::new(self.layout().mesh(), self.shape(), placements.iter().cloned())?;
-        self.leaving(Some(placements))
+        self.to_local_code(Some(placements))
     }
 
-    /// A copy of the local part that is the program's own, with its gradient.
-    fn leaving(&self, grad_placements: Option<Vec<Placement>>) -> Result<Tensor> {
+    /// Copies the local part for local code, recorded as an exit from the graph of gradients if it has one.
+    fn to_local_code(&self, grad_placements: Option<Vec<Placement>>) -> Result<Tensor> {
         match self.value.mesh.world().is_dry() {
             true => Ok(self.local().clone()),
             false if self.has_gradient() && is_recording() => local_code::leave(self, grad_placements),
@@ -251,27 +267,28 @@ impl DTensor {
         }
     }
 
-    /// The part that this rank holds, in the type of the tensor and where it is: for reading only.
+    /// The local part in the type of the tensor, without a copy: for reading only.
     pub(crate) fn local(&self) -> &Tensor {
-        let Value { mesh, dtype, held, rounded, .. } = &*self.value;
+        let TensorValue { mesh, dtype, held, rounded, .. } = &*self.value;
         if held.dtype() == *dtype {
             return held;
         }
         rounded.get_or_init(|| converted(mesh, held, *dtype).expect("floating-point types convert into each other"))
     }
 
-    /// The part that this rank holds, in the type in which it is held: for reading only; see [`to_local`](Self::to_local).
+    /// The local part in the possibly wider type in which it is held, without a copy: for reading only; see
+    /// [`to_local`](Self::to_local).
     pub(crate) fn held(&self) -> &Tensor {
         &self.value.held
     }
 
-    /// The same value with pending terms of f32 held in f64, without a place in a graph of gradients.
+    /// The same value with the terms of a partial f32 sum held in f64. Detached from the graph of gradients.
     pub(crate) fn with_terms_in_f64(&self) -> Result<DTensor> {
         let held = converted(&self.value.mesh, self.held(), DType::F64)?;
         Self::from_held(&self.value.mesh, self.layout().clone(), held, self.dtype(), self.origin().clone())
     }
 
-    /// What this rank holds, in the type in which it is reduced: half precision is reduced in f32.
+    /// The local part in the type in which it is reduced: f32 for half precision.
     pub(crate) fn reducible(&self) -> Result<Tensor> {
         match self.held().dtype() {
             DType::F16 | DType::BF16 if accumulates(self.layout()) => {
@@ -281,22 +298,38 @@ impl DTensor {
         }
     }
 
-    /// Whether the local parts of two tensors are one and the same memory, as those of clones are.
+    /// Whether the local parts of two tensors share their memory, as those of clones do. Local.
     pub fn shares_memory(&self, other: &DTensor) -> bool {
         shardwise_kernels::same_memory(self.local(), other.local())
     }
 
-    /// The same value with other placements on the same mesh.
+    /// Redistributes this tensor to ` placements`, one per axis of its mesh.
     ///
-    /// Any placement to any other: shards, ragged and strided shards, pending reductions. What is communicated is the
-    /// cheapest plan that [`explain`](crate::redistribute::explain) shows.
+    /// Collective: every rank of the mesh must call it. Any placement converts to any other. Of the possible plans the cheapest
+    /// is executed; [`explain`](crate::redistribute::explain) shows it. Differentiable: the gradient is redistributed to the
+    /// layout of `self`, replicated where `self` is partial.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("tp", 2)])?;
+    ///     let x = DTensor::ones((4, 6), DType::F32, &mesh, [Shard(0)])?;
+    ///     let y = x.redistribute([Shard(1)])?; // one all-to-all
+    ///     assert_eq!(y.to_local().dims(), [4, 3]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if a placement does not fit the shape or the type.
     #[track_caller]
     pub fn redistribute(&self, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
         let to = Layout::new(self.value.layout.mesh(), self.shape(), placements)?;
         self.to_layout_at(&to, Location::caller())
     }
 
-    /// As [`redistribute`](Self::redistribute), with the types in which elements travel.
+    /// Redistributes this tensor as [`redistribute`](Self::redistribute) does, communicating in other element types. Collective.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -323,12 +356,16 @@ impl DTensor {
     ) -> Result<DTensor> {
         let to = Layout::new(self.value.layout.mesh(), self.shape(), placements)?;
         let source = self.detach().to_dtype(options.forward_dtype.unwrap_or(self.dtype()))?;
-        let made = source.to_layout_at(&to, Location::caller())?;
-        let back = || Box::new(Redistributed { dtype: options.backward_dtype }) as Box<dyn Backward>;
-        Ok(Self::recorded(vec![made], &[self], Keeps::Nothing, back).swap_remove(0))
+        let output = source.to_layout_at(&to, Location::caller())?;
+        let backward = || Box::new(RedistributeBackward { dtype: options.backward_dtype }) as Box<dyn Backward>;
+        Ok(Self::recorded(vec![output], &[self], SaveForBackward::Nothing, backward).swap_remove(0))
     }
 
-    /// The same value in another layout, which may have another order of cuts. Its mesh must be this tensor's.
+    /// Redistributes this tensor to a layout of the same shape and mesh. Unlike [`redistribute`](Self::redistribute), it can also
+    /// change the order in which several mesh axes shard a dimension. Collective.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if the layout has another mesh or shape.
     #[track_caller]
     pub fn to_layout(&self, layout: &Layout) -> Result<DTensor> {
         self.to_layout_at(layout, Location::caller())
@@ -357,9 +394,10 @@ impl DTensor {
         Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).settled())))
     }
 
-    /// The same value on another mesh of the same world, whatever ranks the two have.
+    /// Moves this tensor to another mesh of the same world, with the given placements.
     ///
-    /// All ranks of either mesh take part; what each sends goes directly to those that need it.
+    /// Collective: all ranks of both meshes must call it. Each rank sends its elements directly to the ranks that need them;
+    /// partial sums are reduced first. Differentiable.
     #[doc(alias = "cross-mesh")]
     #[track_caller]
     pub fn to_mesh(&self, mesh: &DeviceMesh, placements: impl IntoIterator<Item = Placement>) -> Result<DTensor> {
@@ -367,14 +405,14 @@ impl DTensor {
         check_partial(&to, self.dtype())?;
         check_room(&to, self.dtype(), mesh.world().is_dry())?;
         let site = Location::caller();
-        // Reduce what is pending before the move, make what shall be pending after it.
+        // Partial axes of the source are reduced before the move, those of the target created after it.
         let source = self.reduced(site)?;
         let moved = source.move_boxes(mesh, to.settled(), site)?;
-        let back: WayBack = &|saved, gradient| {
+        let gradient: MoveGradient = &|saved, gradient| {
             let layout = saved.layout(0).settled();
             gradient.reduced(Location::caller())?.move_boxes(saved.mesh(0), layout, Location::caller())
         };
-        source.moved(moved, "to_mesh", back).to_layout_at(&to, site)
+        source.moved(moved, "to_mesh", gradient).to_layout_at(&to, site)
     }
 
     fn move_boxes(&self, mesh: &DeviceMesh, to: Layout, site: Site) -> Result<DTensor> {
@@ -389,26 +427,26 @@ impl DTensor {
         let group = mesh.world().subgroup(&ranks)?;
         let from = self.layout();
         let exchange = Exchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
-        // Ranks outside the old mesh may not have computed the value, so its layout counts and not its origin.
+        // Ranks outside the old mesh have not computed the value, so ranks compare its layout instead of its origin.
         let origin = Origin::leaf(hash_of(&(from, &to)), self.shape());
         let local = on_behalf_of(&origin, 0, || exchange.assemble(self.local(), &meta, site))?;
         Ok(Self::from_parts(mesh, to, local))
     }
 
-    /// The whole tensor on every rank of the mesh; without elements on a rank outside it.
+    /// Gathers the whole tensor on every rank of the mesh as a plain candle tensor; without elements on a rank outside it.
     ///
-    /// Collective unless every rank already holds the whole. It is a plain tensor in memory that no other rank or tensor
-    /// shares.
+    /// Collective, unless the tensor is replicated. Allocates the whole tensor on every rank; the result shares memory with
+    /// nothing.
     ///
-    /// Differentiable as [`to_local`](Self::to_local) is: right where all ranks do the same with the whole, else see
+    /// Differentiable as [`to_local`](Self::to_local) is: correct if all ranks do the same with the result, otherwise use
     /// [`full_tensor_with_grad_placements`](Self::full_tensor_with_grad_placements).
     #[track_caller]
     pub fn full_tensor(&self) -> Result<Tensor> {
         self.whole(None, Location::caller())
     }
 
-    /// As [`full_tensor`](Self::full_tensor), with the placements of the gradient that comes back: `Partial(Sum)` where ranks
-    /// use the whole for different things, so that each has a part of the gradient only.
+    /// Gathers the whole tensor, as [`full_tensor`](Self::full_tensor) does, and sets the placements of its gradient:
+    /// `Partial(Sum)` where ranks compute different things with it, so that each has one term of the gradient. Collective.
     #[track_caller]
     pub fn full_tensor_with_grad_placements(&self, placements: impl IntoIterator<Item = Placement>) -> Result<Tensor> {
         let placements: Vec<Placement> = placements.into_iter().collect();
@@ -420,22 +458,24 @@ impl DTensor {
         let to = Layout::replicated(self.layout().mesh(), self.shape())?;
         let whole = self.to_layout_at(&to, site)?;
         if whole.has_gradient() && is_recording() {
-            return whole.leaving(grad_placements);
+            return whole.to_local_code(grad_placements);
         }
         let world = self.value.mesh.world();
-        // What an engine has just put together for this rank alone needs no second copy.
+        // A result that the engine has just allocated for this rank alone needs no second copy.
         let mine = to != *self.layout() && !world.shares_memory() && !whole.shares_memory(self);
         if world.is_dry() || mine { Ok(whole.local().clone()) } else { Ok(own_copy(whole.local())?) }
     }
 
-    /// The same value without pending reductions: partial axes become replicated.
+    /// Reduces all partial axes: they become replicated.
     pub(crate) fn reduced(&self, site: Site) -> Result<DTensor> {
         self.to_layout_at(&self.layout().settled(), site)
     }
 
-    /// The same values with another element type. Pending reductions are carried out first, because rounding does not
-    /// commute with adding; but a largest or smallest operand stays one under a conversion that keeps order, and terms of
-    /// a sum that becomes a narrower floating-point type stay as they are, to be rounded when they have been added.
+    /// Converts the elements to another type.
+    ///
+    /// Local, unless the tensor is partial: then it is reduced first, which is collective, because rounding does not commute
+    /// with a reduction. Two cases stay partial and local: `Max` and `Min` under a conversion that keeps the order of numbers,
+    /// and sums, means and products to a narrower floating-point type, which are rounded after the reduction. Differentiable.
     #[track_caller]
     pub fn to_dtype(&self, dtype: DType) -> Result<DTensor> {
         if dtype == self.dtype() {
@@ -443,47 +483,47 @@ impl DTensor {
         }
         check_dtype(dtype)?;
         check_room(self.layout(), dtype, self.value.mesh.world().is_dry())?;
-        let keeps = |op: ReduceOp| matches!(op, ReduceOp::Max | ReduceOp::Min) && keeps_order(self.dtype(), dtype);
-        let picks = |p: &Placement| p.reduction().is_none_or(keeps);
+        let commutes = |op: ReduceOp| matches!(op, ReduceOp::Max | ReduceOp::Min) && keeps_order(self.dtype(), dtype);
+        let stays = |p: &Placement| p.reduction().is_none_or(commutes);
         let site = Location::caller();
-        if self.narrows_later(dtype) {
-            let made = Self::from_terms(
+        if self.rounds_after_reduction(dtype) {
+            let output = Self::from_terms(
                 &self.value.mesh,
                 self.layout().clone(),
                 self.held().clone(),
                 dtype,
                 self.origin().clone(),
             );
-            return Ok(self.moved(made, "to_dtype", &|saved, gradient| gradient.to_dtype(saved.dtype(0))));
+            return Ok(self.moved(output, "to_dtype", &|saved, gradient| gradient.to_dtype(saved.dtype(0))));
         }
-        let source = match self.placements().iter().all(picks) {
+        let source = match self.placements().iter().all(stays) {
             true => self.clone(),
             false => implicitly("to_dtype", || self.reduced(site))?,
         };
         let local = converted(&self.value.mesh, source.local(), dtype)?;
-        let made = Self::from_terms(&self.value.mesh, source.layout().clone(), local, dtype, source.origin().clone());
-        Ok(source.moved(made, "to_dtype", &|saved, gradient| gradient.to_dtype(saved.dtype(0))))
+        let output = Self::from_terms(&self.value.mesh, source.layout().clone(), local, dtype, source.origin().clone());
+        Ok(source.moved(output, "to_dtype", &|saved, gradient| gradient.to_dtype(saved.dtype(0))))
     }
 
-    /// Whether all that is pending are terms that can be added first and rounded to a type after.
-    fn narrows_later(&self, dtype: DType) -> bool {
+    /// Whether every partial axis can be reduced first and rounded to `dtype` afterwards.
+    fn rounds_after_reduction(&self, dtype: DType) -> bool {
         let term = |p: &Placement| !p.is_partial() || is_term(p);
         let narrower = dtype.is_float() && dtype.size_in_bytes() < self.dtype().size_in_bytes();
         self.dtype().is_float() && narrower && accumulates(self.layout()) && self.placements().iter().all(term)
     }
 
-    /// A tensor made from this one, whose gradient goes back in the given way.
-    fn moved(&self, made: DTensor, name: &'static str, back: WayBack) -> DTensor {
+    /// Records `output` as moved or converted from this tensor, with its gradient.
+    fn moved(&self, output: DTensor, name: &'static str, gradient: MoveGradient) -> DTensor {
         if self.tape.is_none() {
-            return made;
+            return output;
         }
-        Self::recorded(vec![made], &[self], Keeps::Nothing, || Box::new(Moved { name, back })).swap_remove(0)
+        let backward = || Box::new(MoveBackward { name, gradient }) as Box<dyn Backward>;
+        Self::recorded(vec![output], &[self], SaveForBackward::Nothing, backward).swap_remove(0)
     }
 
-    /// The same tensor with its local part on another device, of which there is one: operators compute on the CPU.
+    /// Returns the tensor with its local part on a device; only the CPU is supported. Local.
     ///
-    /// Local: nothing is communicated. Devices of other kinds are served by backends that a program registers
-    /// ([`register_backend`]).
+    /// Other types of devices are supported through custom backends ([`register_backend`]).
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) for any device but the CPU.
@@ -493,60 +533,62 @@ impl DTensor {
     }
 }
 
-/// In which types a redistribution communicates; see [`DTensor::redistribute_with`].
+/// The element types in which a redistribution communicates; see [`DTensor::redistribute_with`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RedistributeOptions {
-    /// Elements are converted to this type before they are communicated, and the result has it. Terms of a partial sum are
-    /// reduced in f32 or wider all the same, and rounded once.
+    /// Elements are converted to this type before they are communicated, and the result has it. A partial sum is still
+    /// reduced in f32 or wider and rounded once. `None`: the type of the tensor.
     pub forward_dtype: Option<DType>,
-    /// The gradient is converted to this type before it is communicated, and to the type of the tensor after; without it,
-    /// to the type of the tensor before.
+    /// The gradient is converted to this type before it is communicated, and to the type of the tensor afterwards. `None`: it is
+    /// communicated in the type of the tensor.
     pub backward_dtype: Option<DType>,
 }
 
 /// The backward pass of a redistribution with options.
-struct Redistributed {
+struct RedistributeBackward {
     dtype: Option<DType>,
 }
 
-impl Backward for Redistributed {
+impl Backward for RedistributeBackward {
     fn name(&self) -> &'static str {
         "redistribute"
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
         let moved = gradient.to_dtype(self.dtype.unwrap_or(saved.dtype(0)))?.to_layout(&saved.layout(0).settled())?;
         Ok(vec![Some(moved.to_dtype(saved.dtype(0))?)])
     }
 }
 
-/// A number that is the same for equal values in every process.
+/// A hash that is the same for equal values in every process.
 pub(crate) fn hash_of(value: &impl Hash) -> u64 {
     let mut hasher = FxHasher::default();
     value.hash(&mut hasher);
     hasher.finish()
 }
 
-/// How the gradient of a tensor that was moved or converted goes back.
-type WayBack = &'static (dyn Fn(&Saved<'_>, &DTensor) -> Result<DTensor> + Send + Sync);
+/// The gradient of a move or conversion: from the gradient of the output to that of the input.
+type MoveGradient = &'static (dyn Fn(&SavedTensors<'_>, &DTensor) -> Result<DTensor> + Send + Sync);
 
-struct Moved {
+/// The backward pass of a redistribution, a move to another mesh or a conversion.
+
+struct MoveBackward {
     name: &'static str,
-    back: WayBack,
+    gradient: MoveGradient,
 }
 
-impl Backward for Moved {
+impl Backward for MoveBackward {
     fn name(&self) -> &'static str {
         self.name
     }
 
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
-        Ok(vec![gradients[0].as_ref().map(|gradient| (self.back)(saved, gradient)).transpose()?])
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
+        Ok(vec![gradients[0].as_ref().map(|gradient| (self.gradient)(saved, gradient)).transpose()?])
     }
 }
 
-/// Whether a conversion between types never swaps two numbers, and keeps not-a-number.
+/// Whether a conversion between types never swaps the order of two numbers, and keeps NaN.
 fn keeps_order(from: DType, to: DType) -> bool {
     let bits = |dtype: DType| 8 * dtype.size_in_bytes();
     let unsigned = |dtype: DType| matches!(dtype, DType::U8 | DType::U32);
@@ -557,17 +599,17 @@ fn keeps_order(from: DType, to: DType) -> bool {
     }
 }
 
-/// Whether operands are terms of a sum, a mean or a product, which rounding would change.
+/// Whether the placement is a partial sum, mean or product, whose result changes if its terms are rounded.
 fn is_term(placement: &Placement) -> bool {
     placement.reduction().is_some_and(|op| is_linear(op) || op == ReduceOp::Product)
 }
 
-/// Whether a sum, a mean or a product is pending.
+/// Whether a layout has a partial sum, mean or product.
 pub(crate) fn accumulates(layout: &Layout) -> bool {
     layout.placements().iter().any(is_term)
 }
 
-/// A local part in another type.
+/// Converts a local part to another type.
 fn converted(mesh: &DeviceMesh, local: &Tensor, dtype: DType) -> Result<Tensor> {
     match mesh.world().is_dry() {
         true => Ok(placeholder(&TensorMeta::new(local.dims(), dtype))?),
@@ -575,7 +617,7 @@ fn converted(mesh: &DeviceMesh, local: &Tensor, dtype: DType) -> Result<Tensor> 
     }
 }
 
-/// An error if a pending reduction of the layout makes no sense for the type.
+/// Checks that the reductions of partial axes are defined for the type.
 pub(crate) fn check_partial(layout: &Layout, dtype: DType) -> Result<()> {
     layout.placements().iter().filter_map(Placement::reduction).try_for_each(|op| Ok(op.check(dtype)?))
 }

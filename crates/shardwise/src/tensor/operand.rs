@@ -1,4 +1,4 @@
-//! A tensor or a plain number, where an operator takes either.
+//! The second operand of an operator: a tensor or a plain number.
 
 use std::borrow::Cow;
 
@@ -9,21 +9,22 @@ use crate::error::Result;
 use crate::placement::Placement;
 use shardwise_kernels::limits;
 
-/// A tensor or a plain number. Every function that takes `impl Into<Operand>` takes both: `x.gt(&y)`, `x.gt(0.0)`.
+/// A tensor or a plain number, where an operator accepts either: `x.gt(&y)`, `x.gt(0.0)`.
 ///
-/// A number takes the type of the tensor beside it, as in PyTorch: `x.gt(0.1)` of an f32 tensor compares with 0.1 in f32. Beside
-/// integers, a number with a fraction makes the result f32, and an integer that their type does not hold makes it i64.
+/// Type promotion is PyTorch's: a number takes the type of the tensor, so `x.gt(0.1)` of an f32 tensor compares with 0.1 in f32.
+/// With an integer tensor, a number with a fraction promotes the result to f32, and an integer that the type does not hold
+/// promotes it to i64.
 #[doc(alias = "TensorOrScalar")]
 #[derive(Clone, Copy)]
 pub enum Operand<'a> {
-    /// A tensor.
+    /// A distributed tensor, broadcast as usual.
     Tensor(&'a DTensor),
     /// A number, the same for all elements.
     Number(Number),
 }
 
 impl<'a> Operand<'a> {
-    /// The operand as a tensor; a number as one without dimensions, replicated on the mesh of `beside`.
+    /// The operand as a tensor. A number becomes a replicated scalar on the mesh of `beside`, in the type promoted with it.
     #[track_caller]
     pub(crate) fn tensor(self, beside: &DTensor) -> Result<Cow<'a, DTensor>> {
         match self {
@@ -34,8 +35,7 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// The operand as a tensor on the mesh of `on`; a number has the type that PyTorch gives it where there is no tensor
-    /// beside it: f32, or i64 for integers.
+    /// The operand as a tensor on the mesh of `on`. A number has PyTorch's default type: f32, or i64 for integers.
     #[track_caller]
     pub(crate) fn tensor_alone(self, on: &DTensor) -> Result<Cow<'a, DTensor>> {
         match self {
@@ -48,10 +48,10 @@ impl<'a> Operand<'a> {
 
 #[track_caller]
 fn number_like(number: Number, dtype: DType, on: &DTensor) -> Result<DTensor> {
-    DTensor::full(number, (), dtype, on.device_mesh(), vec![Placement::Replicate; on.placements().len()])
+    DTensor::full(number, ((), dtype), on.device_mesh(), vec![Placement::Replicate; on.placements().len()])
 }
 
-/// The type of a number beside a tensor of a type.
+/// The type that a number is promoted to beside a tensor of a type.
 fn dtype_beside(number: Number, dtype: DType) -> DType {
     match limits(dtype) {
         None => dtype,

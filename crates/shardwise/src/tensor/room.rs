@@ -1,4 +1,4 @@
-//! Whether the ranks of a mesh can hold a tensor, asked before anything is computed: one verdict on all of them.
+//! Checks that tensors fit into memory, before anything is computed and with the same result on all ranks.
 
 use candle_core::DType;
 
@@ -6,11 +6,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
 use shardwise_kernels::memory_bytes;
 
-/// An error if a rank would hold more of the tensor than its machine has memory. All ranks come to the same verdict, because
-/// each looks at the parts of all. A dry run holds nothing.
+/// Checks that the local part of every rank fits into the memory of the machine. Each rank looks at the parts of all, so all get
+/// the same error. A dry run allocates nothing.
 pub(crate) fn check_room(layout: &Layout, dtype: DType, dry: bool) -> Result<()> {
     let bytes = |shape: &[usize]| TensorMeta { shape: shape.to_vec(), dtype }.bytes();
-    // Nearly always: even the whole fits.
+    // The common case: even the whole tensor fits, so no local shape has to be computed.
     if dry || bytes(layout.shape()) <= memory_bytes() {
         return Ok(());
     }
@@ -24,8 +24,8 @@ pub(crate) fn check_room(layout: &Layout, dtype: DType, dry: bool) -> Result<()>
     }
 }
 
-/// An error if a tensor of a description is beyond what memory can address or, whatever its layout, beyond what so many
-/// ranks can hold. Asked before a layout is worked out, which may take time in the order of a size.
+/// Checks that tensors can be addressed and that some layout of them on `ranks` ranks fits into memory. Called before a layout is
+/// computed, which may take time proportional to a size.
 pub(crate) fn check_metas(metas: &[TensorMeta], ranks: usize, dry: bool) -> Result<()> {
     for meta in metas {
         Layout::check_shape(&meta.shape)?;

@@ -1,4 +1,4 @@
-//! Text: `Display` and `Debug` show this rank's part and never communicate; `show` gives the whole.
+//! Tensors as text: `Display` and `Debug` write the local part and never communicate; `show` returns the whole tensor.
 
 use std::fmt;
 use std::panic::Location;
@@ -11,20 +11,19 @@ use crate::error::{Result, Site};
 use crate::layout::Runs;
 use crate::placement::ReduceOp;
 
-/// Tensors with more elements than this are abbreviated, as PyTorch's are.
+/// Tensors with more elements than this are abbreviated: PyTorch's `threshold`.
 const ABBREVIATE_FROM: usize = 1000;
 
-/// Indices shown at each end of an abbreviated dimension.
+/// Indices shown at each end of an abbreviated dimension: PyTorch's `edgeitems`.
 const EDGE: usize = 3;
 
-/// A tensor of many dimensions shows so many elements at most before its edges shrink to one index.
-const MANY: usize = 10_000;
+/// With more shown elements than this, as in tensors of many dimensions, only one index is shown at each end.
+const MAX_SHOWN: usize = 10_000;
 
 impl fmt::Display for DTensor {
-    /// The part that this rank holds, abbreviated if it is large, with type and layout of the whole.
+    /// Writes the local part of this rank, abbreviated if it is large, with type and layout of the whole tensor.
     ///
-    /// Local: nothing is communicated, so that one rank may print and no lock is held while others are waited for.
-    /// [`show`](DTensor::show) gives the whole.
+    /// Local, so that a single rank may print. [`show`](DTensor::show) returns the whole tensor.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let held = self.held_text();
         let rank = self.device_mesh().world().rank();
@@ -34,7 +33,7 @@ impl fmt::Display for DTensor {
 }
 
 impl fmt::Debug for DTensor {
-    /// As `Display`, on one line as far as the elements allow. Local: nothing is communicated.
+    /// Writes the same as `Display`, with the type and layout first. Local.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let rank = self.device_mesh().world().rank();
         let (dtype, layout, held) = (self.dtype().as_str(), self.layout(), self.held_text());
@@ -43,18 +42,18 @@ impl fmt::Debug for DTensor {
 }
 
 impl DTensor {
-    /// The whole tensor as text, elided in the middle of large dimensions, with its type and layout: the same text on every
-    /// rank.
+    /// Returns the whole tensor as text, abbreviated in the middle of large dimensions, with its type and layout: the same text
+    /// on every rank.
     ///
-    /// Collective: every rank of the mesh must call it, before and not inside `println!`. Communicates the elements that are
-    /// shown; a partial tensor is reduced first.
+    /// Collective: every rank of the mesh must call it, outside of `println!`, which would hold the lock of stdout meanwhile.
+    /// Communicates the elements that are shown; a partial tensor is reduced first.
     ///
     /// ```
     /// use shardwise::prelude::*;
     ///
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::arange(0.0, 4.0, 1.0, DType::F32, &mesh, [Shard(0)])?;
+    ///     let x = DTensor::arange(0.0..4.0, DType::F32, &mesh, [Shard(0)])?;
     ///     let text = x.show()?; // on all ranks
     ///     assert_eq!(text, "[0, 1, 2, 3]\nf32 [4] on dp=2: S(0)");
     ///     assert_eq!(x.to_string().lines().next(), Some(["[0, 1]", "[2, 3]"][world.rank()]));
@@ -73,19 +72,19 @@ impl DTensor {
         let values = operator("show", || {
             let source = self.reduced(site)?;
             let (layout, me) = (source.layout(), self.device_mesh().world().rank());
-            // Of ranks that hold the same, one contributes.
-            let mut pieces = Vec::new();
+            // One of the ranks that hold replicas contributes.
+            let mut parts = Vec::new();
             if layout.primary_boxes().any(|owned| owned.rank == me) {
                 let coordinate = layout.mesh().coordinate(me).expect("readers are on the mesh");
-                let held = (0..self.rank()).map(|dim| layout.owned(dim, &coordinate)).collect();
-                pieces.push(Piece { held, tensor: source.local().clone() });
+                let held = (0..self.ndim()).map(|dim| layout.owned(dim, &coordinate)).collect();
+                parts.push(ShownPart { held, tensor: source.local().clone() });
             }
-            show_pieces(&self.device_mesh().whole_group()?, self.shape(), self.dtype(), &pieces, site)
+            show_parts(&self.device_mesh().whole_group()?, self.shape(), self.dtype(), &parts, site)
         })?;
         Ok(format!("{values}\n{} {}", self.dtype().as_str(), self.layout()))
     }
 
-    /// The elements that this rank holds.
+    /// The elements of the local part as text.
     fn held_text(&self) -> String {
         let world = self.device_mesh().world();
         match (world.is_dry(), self.layout().mesh().contains(world.rank())) {
@@ -96,42 +95,43 @@ impl DTensor {
     }
 }
 
-/// A piece of a tensor that this rank holds: per dimension its indices in the whole, and the elements.
-pub(crate) struct Piece {
+/// A part of a tensor on this rank: per dimension its indices in the whole tensor, and its elements.
+pub(crate) struct ShownPart {
     pub(crate) held: Vec<Runs>,
     pub(crate) tensor: Tensor,
 }
 
-/// The elements of a plain tensor as text, elided in the middle of large dimensions.
+/// The elements of a plain tensor as text, abbreviated in the middle of large dimensions.
 pub(crate) fn local_text(tensor: &Tensor) -> String {
     let shown = shown_indices(tensor.dims());
-    let piece = Piece { held: tensor.dims().iter().map(|&n| Runs::range(0..n)).collect(), tensor: tensor.clone() };
-    match texts(tensor.dtype(), &shown, &[piece], Ok) {
+    let part = ShownPart { held: tensor.dims().iter().map(|&n| Runs::range(0..n)).collect(), tensor: tensor.clone() };
+    match texts(tensor.dtype(), &shown, &[part], Ok) {
         Ok(values) => written(&values, &shown, tensor.dims()),
         Err(error) => format!("<{error}>"),
     }
 }
 
-/// The whole tensor of which ranks of a group hold pieces, each element in one of them. Collective.
-pub(crate) fn show_pieces(
+/// The text of the whole tensor whose parts the ranks of a group hold, each element in one part. Collective: one all-reduce
+/// of the shown elements.
+pub(crate) fn show_parts(
     group: &Group,
     shape: &[usize],
     dtype: DType,
-    pieces: &[Piece],
+    parts: &[ShownPart],
     site: Site,
 ) -> Result<String> {
     let shown = shown_indices(shape);
-    let values = texts(dtype, &shown, pieces, |mine| {
+    let values = texts(dtype, &shown, parts, |mine| {
         Ok(group.run(&Call::AllReduce { op: ReduceOp::Sum }, &[mine], site)?.swap_remove(0))
     })?;
     Ok(written(&values, &shown, shape))
 }
 
-/// Per dimension the indices that are shown.
+/// The indices to show, per dimension.
 fn shown_indices(shape: &[usize]) -> Vec<Vec<usize>> {
     let count = |sizes: &mut dyn Iterator<Item = usize>| sizes.fold(1usize, |count, n| count.saturating_mul(n));
     let all = count(&mut shape.iter().copied()) <= ABBREVIATE_FROM && shape.iter().all(|&n| n <= ABBREVIATE_FROM);
-    let edge = if count(&mut shape.iter().map(|&n| n.min(2 * EDGE))) > MANY { 1 } else { EDGE };
+    let edge = if count(&mut shape.iter().map(|&n| n.min(2 * EDGE))) > MAX_SHOWN { 1 } else { EDGE };
     let shown = |&n: &usize| match all || n <= 2 * edge {
         true => (0..n).collect(),
         false => (0..edge).chain(n - edge..n).collect(),
@@ -139,28 +139,28 @@ fn shown_indices(shape: &[usize]) -> Vec<Vec<usize>> {
     shape.iter().map(shown).collect()
 }
 
-/// The elements that are shown, in order, after `combine` has put together what ranks have of them.
+/// The shown elements as text, in order, after `combine` has added up what the ranks hold of them.
 fn texts(
     dtype: DType,
     shown: &[Vec<usize>],
-    pieces: &[Piece],
+    parts: &[ShownPart],
     combine: impl FnOnce(Tensor) -> Result<Tensor>,
 ) -> Result<Vec<String>> {
     Ok(match dtype.is_float() {
-        true => combine(picked::<f64>(shown, pieces)?)?.to_vec1::<f64>()?.into_iter().map(number).collect(),
-        false => combine(picked::<i64>(shown, pieces)?)?.to_vec1::<i64>()?.iter().map(ToString::to_string).collect(),
+        true => combine(picked::<f64>(shown, parts)?)?.to_vec1::<f64>()?.into_iter().map(number).collect(),
+        false => combine(picked::<i64>(shown, parts)?)?.to_vec1::<i64>()?.iter().map(ToString::to_string).collect(),
     })
 }
 
-/// The elements that are shown and that this rank has, as numbers of a type that holds them all; zero for the others.
-fn picked<T: WithDType>(shown: &[Vec<usize>], pieces: &[Piece]) -> Result<Tensor> {
+/// The shown elements that this rank holds, in a type that holds every value exactly; zero for the other ranks' elements.
+fn picked<T: WithDType>(shown: &[Vec<usize>], parts: &[ShownPart]) -> Result<Tensor> {
     let sizes: Vec<usize> = shown.iter().map(Vec::len).collect();
     let mut values = vec![T::zero(); sizes.iter().product()];
-    for piece in pieces {
-        // Pick the shown elements of the piece, and put them where they are shown.
-        let mut part = piece.tensor.clone();
+    for ShownPart { held, tensor } in parts {
+        // Select the shown elements of the part and write them to their positions in the text.
+        let mut part = tensor.clone();
         let mut places = Vec::new();
-        for (dim, (shown, held)) in shown.iter().zip(&piece.held).enumerate() {
+        for (dim, (shown, held)) in shown.iter().zip(held).enumerate() {
             let both: Vec<(usize, usize)> =
                 shown.iter().enumerate().filter_map(|(s, &i)| Some((s, position(held, i)?))).collect();
             let pick: Vec<i64> = both.iter().map(|&(_, h)| h as i64).collect();
@@ -184,7 +184,7 @@ fn picked<T: WithDType>(shown: &[Vec<usize>], pieces: &[Piece]) -> Result<Tensor
     Ok(Tensor::from_vec(values, count, &Device::Cpu)?)
 }
 
-/// Where an index stands among ascending ones.
+/// The position of an index in ascending runs of indices.
 fn position(held: &Runs, index: usize) -> Option<usize> {
     let mut before = 0;
     for run in held.iter() {

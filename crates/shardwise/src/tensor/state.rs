@@ -1,4 +1,4 @@
-//! The state of one rank's part in a form that can be stored.
+//! Serializable state of the local part of a distributed tensor.
 
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
@@ -9,21 +9,25 @@ use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 use shardwise_kernels::bytes_of;
 
-/// One rank's part of a distributed tensor, with the layout that it belongs to.
+/// Serializable state of a distributed tensor on one rank: its local part and the layout.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DTensorState {
-    /// The layout of the whole.
+    /// The layout of the whole tensor.
     pub layout: Layout,
     /// Name of the element type, such as `f32`.
     pub dtype: String,
-    /// Global rank that held the part.
+    /// The global rank whose local part this is.
     pub rank: usize,
-    /// The part's elements in row-major order, in little-endian bytes.
+    /// The elements of the local part: row-major, little-endian.
     pub bytes: Vec<u8>,
 }
 
 impl DTensor {
-    /// What this rank must store to have its part again.
+    /// Returns the state of this rank, for [`from_state`](Self::from_state). Local; copies the local part. For files, see
+    /// [`checkpoint`](mod@crate::checkpoint).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) in a dry run and on a rank outside the mesh, which have no values.
     pub fn state(&self) -> Result<DTensorState> {
         self.check_readable("state")?;
         let bytes = bytes_of(self.local())?;
@@ -35,8 +39,13 @@ impl DTensor {
         })
     }
 
-    /// The tensor of which every rank of the mesh has stored its part. The mesh must be the one it was stored on; to
-    /// load into another layout or world, redistribute afterwards or use a checkpoint.
+    /// Restores a tensor from the state of each rank. Local; every rank of the mesh passes its own state.
+    ///
+    /// The mesh must equal the stored one. To load into another layout or world size, redistribute afterwards or use a
+    /// [`checkpoint`](mod@crate::checkpoint).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if the state is of another rank or mesh, or damaged.
     pub fn from_state(state: &DTensorState, mesh: &DeviceMesh) -> Result<DTensor> {
         let bad = |found: String, needed: String| {
             ErrorKind::state().error(

@@ -1,4 +1,4 @@
-//! How a tensor was made, as far as gradients need it: a graph of calls, each of which knows its way back.
+//! The tape of autograd: a graph of recorded calls, each with its backward pass.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -7,24 +7,25 @@ use candle_core::DType;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use super::{DTensor, Value};
+use super::{DTensor, TensorValue};
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 use crate::rank_context::{RankContext, in_scope, rank_context};
 
-/// The way back of one call: from gradients of its outputs to gradients of its inputs.
+/// The backward pass of one recorded call: from the gradients of its outputs to those of its inputs.
 pub trait Backward: Send + Sync {
-    /// Name for errors.
+    /// Name of the call, for errors.
     fn name(&self) -> &'static str;
 
-    /// The gradient of every input (`None`: zero, or not wanted), given those of the outputs (`None`: zero).
-    fn run(&self, saved: &Saved<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
+    /// Computes the gradient of every input (`None`: zero, or not [needed](SavedTensors::needs_input_grad)) from those of the
+    /// outputs (`None`: zero). Every rank runs the same backward passes in the same order, so it may communicate.
+    fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
 }
 
 /// Which tensors of a call its gradient needs; of the others only the layout is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Keeps {
+pub enum SaveForBackward {
     /// None.
     Nothing,
     /// The inputs, as they lay before the call moved them.
@@ -37,7 +38,7 @@ pub enum Keeps {
     All,
 }
 
-/// Where a tensor comes from: an output of a recorded call, or a leaf.
+/// The place of a tensor in the graph: an output of a recorded call, or a leaf.
 #[derive(Clone)]
 pub(crate) struct Tape {
     pub(crate) node: Arc<Node>,
@@ -46,41 +47,42 @@ pub(crate) struct Tape {
 
 /// A recorded call or a leaf.
 pub(crate) struct Node {
-    /// Later calls of a rank have larger numbers.
+    /// Increases with every call of a rank, so that a backward pass can visit later calls first.
     pub(crate) number: u64,
-    /// Layouts of the outputs; of a leaf, its own.
+    /// Layouts of the outputs; a leaf is its own output.
     outputs: SmallVec<[Layout; 1]>,
-    state: Mutex<State>,
+    state: Mutex<NodeState>,
 }
 
-/// What a node still knows.
-enum State {
+/// What a node still holds for the backward pass.
+enum NodeState {
     Leaf,
     Recorded(Arc<Recording>),
-    /// A backward pass went through this call, named here, and freed what it had kept.
+    /// A backward pass went through this call, of this name, and freed its saved tensors.
     Freed(&'static str),
 }
 
-/// What a backward pass needs of a call.
+/// What the backward pass of a call needs.
 pub(crate) struct Recording {
-    /// Per input where it comes from, if it takes part in the gradient. All links to other nodes are here.
+    /// Per input its place in the graph, if it needs a gradient. These are the only links to other nodes, so that a long chain
+    /// can be dropped without recursion.
     pub(crate) parents: Vec<Option<Tape>>,
-    inputs: Vec<Kept>,
-    outputs: Vec<Kept>,
+    inputs: Vec<RecordedTensor>,
+    outputs: Vec<RecordedTensor>,
     pub(crate) backward: Box<dyn Backward>,
 }
 
-/// What is kept of a tensor.
-enum Kept {
-    Value(Arc<Value>),
+/// An input or output of a recorded call: saved, or only described.
+enum RecordedTensor {
+    Saved(Arc<TensorValue>),
     Described { mesh: DeviceMesh, layout: Layout, dtype: DType },
 }
 
-impl Kept {
+impl RecordedTensor {
     fn new(tensor: &DTensor, value: bool) -> Self {
         match value {
-            true => Kept::Value(Arc::clone(&tensor.value)),
-            false => Kept::Described {
+            true => RecordedTensor::Saved(Arc::clone(&tensor.value)),
+            false => RecordedTensor::Described {
                 mesh: tensor.device_mesh().clone(),
                 layout: tensor.layout().clone(),
                 dtype: tensor.dtype(),
@@ -90,22 +92,22 @@ impl Kept {
 
     fn layout(&self) -> &Layout {
         match self {
-            Kept::Value(value) => &value.layout,
-            Kept::Described { layout, .. } => layout,
+            RecordedTensor::Saved(value) => &value.layout,
+            RecordedTensor::Described { layout, .. } => layout,
         }
     }
 }
 
-/// One count for all threads: a tensor may be made by one and used by another. Ranks get other numbers, but each rank's own
-/// rise in the order of its calls.
+/// The number of the next node. One counter for all threads, because a tensor may be created by one thread and used by another.
+/// Ranks get different numbers, but those of each rank increase in the order of its calls.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 
-/// Whether calls are recorded now.
+/// Whether calls are being recorded, that is outside of [`no_grad`].
 pub(crate) fn is_recording() -> bool {
     !rank_context(|context| context.is_recording_paused.get())
 }
 
-/// The number of the next call.
+/// The number that the next recorded call will get.
 pub(crate) fn next_number() -> u64 {
     NUMBER.load(Relaxed)
 }
@@ -114,7 +116,7 @@ fn take_number() -> u64 {
     NUMBER.fetch_add(1, Relaxed)
 }
 
-/// Runs `body` without recording how tensors are made: what it makes has no gradient.
+/// Runs `body` without recording calls for the backward pass: its results have no gradient and save no tensors. Local.
 ///
 /// ```
 /// use shardwise::prelude::*;
@@ -133,37 +135,41 @@ pub fn no_grad<R>(body: impl FnOnce() -> R) -> R {
     with_recording(false, body)
 }
 
-/// Runs `body` with recording on or off, whatever it was.
+/// Runs `body` with recording on or off.
 pub(crate) fn with_recording<R>(on: bool, body: impl FnOnce() -> R) -> R {
     let enter = |context: &RankContext| context.is_recording_paused.replace(!on);
     in_scope(enter, |context, before| context.is_recording_paused.set(before), body)
 }
 
-/// Whether the gradient of an operator is being computed.
+/// Whether the backward pass of an operator is running.
 pub(crate) fn is_in_gradient() -> bool {
     rank_context(|context| context.is_in_gradient.get())
 }
 
-/// Runs `body` as the gradient of an operator, or as a forward pass inside of one.
+/// Runs `body` as the backward pass of an operator, or (`on` is false) as a forward pass inside of one.
 pub(crate) fn in_gradient<R>(on: bool, body: impl FnOnce() -> R) -> R {
     let enter = |context: &RankContext| context.is_in_gradient.replace(on);
     in_scope(enter, |context, before| context.is_in_gradient.set(before), body)
 }
 
 impl DTensor {
-    /// The same tensor as a leaf, for which [`backward`](Self::backward) finds a gradient.
+    /// Returns this tensor as a new leaf, for which [`backward`](Self::backward) computes a gradient.
+    ///
+    /// Local, no copy. Unlike PyTorch's `requires_grad_` it does not change `self`: keep the result, which is the key for
+    /// [`Gradients::get`](crate::Gradients::get).
+    #[doc(alias = "requires_grad_")]
     pub fn requires_grad(&self) -> DTensor {
         let outputs = SmallVec::from_elem(self.layout().clone(), 1);
-        let node = Node { number: take_number(), outputs, state: Mutex::new(State::Leaf) };
+        let node = Node { number: take_number(), outputs, state: Mutex::new(NodeState::Leaf) };
         DTensor { value: Arc::clone(&self.value), tape: Some(Tape { node: Arc::new(node), output: 0 }) }
     }
 
-    /// Whether a gradient can be taken through this tensor.
+    /// Whether this tensor is a leaf or was computed from one, so that [`backward`](Self::backward) can pass through it.
     pub fn has_gradient(&self) -> bool {
         self.tape.is_some()
     }
 
-    /// The same tensor without its history.
+    /// Returns this tensor without its place in the graph of gradients. Local, no copy.
     pub fn detach(&self) -> DTensor {
         DTensor { value: Arc::clone(&self.value), tape: None }
     }
@@ -172,28 +178,30 @@ impl DTensor {
         self.tape.as_ref()
     }
 
-    /// The outputs of a call as tensors that know their way back. Outputs that are not floating-point have none.
+    /// Records a call and returns its outputs with their place in the graph. Outputs of integer types have none.
     pub(crate) fn recorded(
         outputs: Vec<DTensor>,
         inputs: &[&DTensor],
-        keeps: Keeps,
+        keeps: SaveForBackward,
         backward: impl FnOnce() -> Box<dyn Backward>,
     ) -> Vec<DTensor> {
         if !is_recording() || inputs.iter().all(|t| t.tape.is_none()) {
             return outputs;
         }
-        let input = |i: usize| matches!(keeps, Keeps::Inputs | Keeps::All) || keeps == Keeps::Input(i);
-        let output = matches!(keeps, Keeps::Outputs | Keeps::All);
+        let input = |i: usize| {
+            matches!(keeps, SaveForBackward::Inputs | SaveForBackward::All) || keeps == SaveForBackward::Input(i)
+        };
+        let output = matches!(keeps, SaveForBackward::Outputs | SaveForBackward::All);
         let recording = Recording {
             parents: inputs.iter().map(|t| t.tape.clone().filter(|_| t.dtype().is_float())).collect(),
-            inputs: inputs.iter().enumerate().map(|(i, t)| Kept::new(t, input(i))).collect(),
-            outputs: outputs.iter().map(|t| Kept::new(t, output)).collect(),
+            inputs: inputs.iter().enumerate().map(|(i, t)| RecordedTensor::new(t, input(i))).collect(),
+            outputs: outputs.iter().map(|t| RecordedTensor::new(t, output)).collect(),
             backward: backward(),
         };
         let node = Arc::new(Node {
             number: take_number(),
             outputs: outputs.iter().map(|t| t.layout().clone()).collect(),
-            state: Mutex::new(State::Recorded(Arc::new(recording))),
+            state: Mutex::new(NodeState::Recorded(Arc::new(recording))),
         });
         let attach = |(output, tensor): (usize, DTensor)| {
             let tape = tensor.dtype().is_float().then(|| Tape { node: Arc::clone(&node), output });
@@ -214,15 +222,15 @@ impl Node {
     }
 
     pub(crate) fn is_leaf(&self) -> bool {
-        matches!(*self.state.lock(), State::Leaf)
+        matches!(*self.state.lock(), NodeState::Leaf)
     }
 
-    /// What a backward pass needs of this call, `None` for a leaf; an error if an earlier pass freed it.
+    /// The recording of this call, `None` for a leaf; an error if an earlier backward pass freed it.
     pub(crate) fn recording(&self) -> Result<Option<Arc<Recording>>> {
         match &*self.state.lock() {
-            State::Leaf => Ok(None),
-            State::Recorded(recording) => Ok(Some(Arc::clone(recording))),
-            State::Freed(name) => Err(ErrorKind::Gradient.error(
+            NodeState::Leaf => Ok(None),
+            NodeState::Recorded(recording) => Ok(Some(Arc::clone(recording))),
+            NodeState::Freed(name) => Err(ErrorKind::Gradient.error(
                 "graph",
                 format!("a second backward pass through {name}, whose saved tensors the first one freed"),
                 "a graph that was kept",
@@ -231,88 +239,90 @@ impl Node {
         }
     }
 
-    /// Forgets what was kept for the backward pass.
+    /// Drops what was saved for the backward pass.
     pub(crate) fn free(&self) {
         let mut state = self.state.lock();
-        if let State::Recorded(recording) = &*state {
+        if let NodeState::Recorded(recording) = &*state {
             let name = recording.backward.name();
-            let freed = std::mem::replace(&mut *state, State::Freed(name));
-            // Dropping tensors and links may end in other nodes.
+            let freed = std::mem::replace(&mut *state, NodeState::Freed(name));
+            // Unlocked first: dropping the saved tensors may drop and lock other nodes.
             drop(state);
             drop(freed);
         }
     }
 }
 
-/// What is left of a call when its gradient is taken.
-pub struct Saved<'a> {
+/// The saved tensors of a recorded call, and the layouts of those that were not saved. PyTorch's `ctx`.
+#[doc(alias = "ctx")]
+#[doc(alias = "saved_tensors")]
+pub struct SavedTensors<'a> {
     pub(crate) node: &'a Arc<Node>,
     pub(crate) recording: &'a Recording,
 }
 
-impl Saved<'_> {
-    /// An input.
+impl SavedTensors<'_> {
+    /// Returns a saved input in the layout it had before the call redistributed it.
     ///
     /// # Panics
-    /// If inputs were not to be kept.
+    /// If the operator did not ask to save it.
     pub fn input(&self, i: usize) -> DTensor {
-        let Kept::Value(value) = &self.recording.inputs[i] else { panic!("input {i} is not kept") };
+        let RecordedTensor::Saved(value) = &self.recording.inputs[i] else { panic!("input {i} is not kept") };
         DTensor { value: Arc::clone(value), tape: self.recording.parents[i].clone() }
     }
 
-    /// An output.
+    /// Returns a saved output.
     ///
     /// # Panics
-    /// If outputs were not to be kept.
+    /// If the operator did not ask to save it.
     pub fn output(&self, i: usize) -> DTensor {
-        let Kept::Value(value) = &self.recording.outputs[i] else { panic!("output {i} is not kept") };
+        let RecordedTensor::Saved(value) = &self.recording.outputs[i] else { panic!("output {i} is not kept") };
         DTensor { value: Arc::clone(value), tape: Some(Tape { node: Arc::clone(self.node), output: i }) }
     }
 
-    /// How many inputs the call had.
-    pub fn inputs(&self) -> usize {
+    /// Number of inputs of the call.
+    pub fn num_inputs(&self) -> usize {
         self.recording.inputs.len()
     }
 
-    /// Whether the gradient of an input is wanted.
-    pub fn wants(&self, i: usize) -> bool {
+    /// Whether the gradient of an input is needed; if not, skip computing it.
+    pub fn needs_input_grad(&self, i: usize) -> bool {
         self.recording.parents[i].is_some()
     }
 
-    /// How an input lay before the call moved it.
+    /// The layout of an input before the call redistributed it, saved or not.
     pub fn layout(&self, i: usize) -> &Layout {
         self.recording.inputs[i].layout()
     }
 
-    /// The shape of an input.
+    /// The shape of an input, saved or not.
     pub fn shape(&self, i: usize) -> &[usize] {
         self.layout(i).shape()
     }
 
-    /// The element type of an input.
+    /// The element type of an input, saved or not.
     pub fn dtype(&self, i: usize) -> DType {
         match &self.recording.inputs[i] {
-            Kept::Value(value) => value.dtype,
-            Kept::Described { dtype, .. } => *dtype,
+            RecordedTensor::Saved(value) => value.dtype,
+            RecordedTensor::Described { dtype, .. } => *dtype,
         }
     }
 
-    /// The mesh of an input.
+    /// The mesh of an input, saved or not.
     pub fn mesh(&self, i: usize) -> &DeviceMesh {
         match &self.recording.inputs[i] {
-            Kept::Value(value) => &value.mesh,
-            Kept::Described { mesh, .. } => mesh,
+            RecordedTensor::Saved(value) => &value.mesh,
+            RecordedTensor::Described { mesh, .. } => mesh,
         }
     }
 }
 
 impl Drop for Recording {
-    /// A long chain is taken apart link by link: each dropping the next would need as much stack.
+    /// Drops a long chain link by link: dropping each from within the previous one would overflow the stack.
     fn drop(&mut self) {
         let mut links: Vec<Tape> = self.parents.drain(..).flatten().collect();
         while let Some(tape) = links.pop() {
             let state = Arc::into_inner(tape.node).map(|node| node.state.into_inner());
-            if let Some(State::Recorded(recording)) = state
+            if let Some(NodeState::Recorded(recording)) = state
                 && let Some(mut recording) = Arc::into_inner(recording)
             {
                 links.extend(recording.parents.drain(..).flatten());

@@ -1,5 +1,5 @@
-//! Which file of a crate uses which: paths that begin with `crate`, `super` or `self`, wherever they stand and over however
-//! many lines, followed through re-exports to the file that defines what they name.
+//! Which file of a crate uses which: paths that begin with `crate`, `super` or `self`, also over several lines, followed
+//! through re-exports to the file that defines the item.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Knowledge flows one way: a module may use modules declared above it in `lib.rs`, none below, and no files use each other
-//! in a circle.
+//! Dependencies between modules: a module uses only modules declared above it in `lib.rs`, and there are no import cycles
+//! between files.
 
 mod imports;
 mod placements;
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use imports::Crate;
 
 #[test]
-fn no_files_use_each_other_in_a_circle() {
+fn no_import_cycles_between_files() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     for name in std::fs::read_dir(crates).unwrap() {
         let src = name.unwrap().path().join("src");
@@ -22,7 +22,7 @@ fn no_files_use_each_other_in_a_circle() {
 }
 
 #[test]
-fn the_check_finds_circles_over_several_lines_and_through_re_exports() {
+fn the_check_finds_cycles_over_several_lines_and_through_re_exports() {
     let files = |texts: &[(&str, &str)]| {
         let module = |path: &str| path.split("::").filter(|part| !part.is_empty()).map(String::from).collect();
         Crate::new(texts.iter().map(|(path, text)| (module(path), (*text).to_owned()))).cycles()
@@ -84,7 +84,7 @@ fn the_state_of_a_rank_is_in_rank_context() {
 }
 
 #[test]
-fn nothing_is_called_utils_common_or_base_and_nothing_is_left_undone() {
+fn no_module_is_named_utils_common_or_base_and_no_todo_is_left() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     for file in rust_files(crates) {
         let stem = file.file_stem().unwrap().to_str().unwrap();
@@ -94,6 +94,25 @@ fn nothing_is_called_utils_common_or_base_and_nothing_is_left_undone() {
             assert!(!text.contains(undone), "{undone} in {}", file.display());
         }
     }
+}
+
+/// The index links to every example of every crate, with its command, and to nothing else.
+#[test]
+fn every_example_is_in_the_index() {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let index = std::fs::read_to_string(crates.join("shardwise/examples/README.md")).unwrap();
+    let mut examples = Vec::new();
+    for name in std::fs::read_dir(crates).unwrap() {
+        examples.extend(rust_files(&name.unwrap().path().join("examples")));
+    }
+    for example in &examples {
+        let stem = example.file_stem().unwrap().to_str().unwrap();
+        let row = index.lines().find(|line| line.starts_with(&format!("| [{stem}](")));
+        let row = row.unwrap_or_else(|| panic!("{} has no row in examples/README.md", example.display()));
+        assert!(row.contains(&format!("`cargo run --example {stem}`")), "no command of {stem} in: {row}");
+    }
+    let rows = index.lines().filter(|line| line.starts_with("| [")).count();
+    assert_eq!(rows, examples.len(), "examples/README.md lists an example that does not exist, or one twice");
 }
 
 /// Names of the modules that `lib.rs` declares, in order.

@@ -1,5 +1,5 @@
-//! The kinds of placements that shard a dimension are known in `src/placement/` alone: a new kind is added there, and
-//! nowhere else is a list of kinds to extend.
+//! The kinds of shard placements are known in `src/placement/` alone: adding one changes that folder and no list of kinds
+//! outside it.
 
 use std::path::Path;
 
@@ -18,7 +18,8 @@ fn kinds_of_shards_are_known_in_one_folder() {
     let mut read = 0;
     for name in std::fs::read_dir(crates).unwrap() {
         for file in rust_files(&name.unwrap().path().join("src")) {
-            if file.starts_with(&own) {
+            // Tests name the kinds that they test.
+            if file.starts_with(&own) || file.starts_with(crates.join("shardwise-test-suites")) {
                 continue;
             }
             read += 1;
@@ -43,7 +44,7 @@ fn every_hidden_kind_is_a_placement() {
 }
 
 #[test]
-fn the_check_tells_values_from_patterns() {
+fn the_check_distinguishes_values_from_patterns() {
     for taken in [
         "match p {\n    Placement::Shard(dim) if x => 1,",
         "    Shard(_) | Replicate => 1,",

@@ -1,12 +1,12 @@
-//! Random calls: shapes, types, values, and the mesh and placements that a call runs on. Drawn by a generator of the suite's
-//! own, so that a recorded answer belongs to its seed whatever the version of a crate.
+//! Random calls: shapes, dtypes, values, and the mesh and placements to run on. Drawn by a generator defined in this suite,
+//! so that a recorded answer stays valid for its seed whatever the version of a crate.
 
 use candle_core::DType;
 use serde_json::{Value, json};
 use shardwise::prelude::*;
+use shardwise_test_suites::values;
 
 use crate::numbers::{Input, mix};
-use crate::values;
 
 pub(crate) struct Draw {
     seed: u64,

@@ -1,4 +1,4 @@
-//! Minimal reproductions of what the attack found, each with the answer of PyTorch.
+//! Minimal reproductions of the bugs that this suite has found, each with PyTorch's answer.
 
 use candle_core::{Device, Tensor};
 use half::f16;
@@ -24,7 +24,7 @@ fn reals(values: &[f64], dtype: DType, mesh: &DeviceMesh, placement: &Placement)
 }
 
 #[test]
-fn logits_of_zero_have_the_slope_of_their_neighbours() {
+fn bce_with_logits_is_differentiable_at_zero() {
     everywhere(|mesh, placement| {
         let x = reals(&[0.0, 0.0, 1.0, -1.0], DType::F64, mesh, &placement)?.requires_grad();
         let target = reals(&[0.25, 1.0, 0.0, 0.0], DType::F64, mesh, &placement)?;
@@ -39,7 +39,7 @@ fn logits_of_zero_have_the_slope_of_their_neighbours() {
 }
 
 #[test]
-fn sums_of_integers_at_places_wrap() {
+fn integer_index_add_and_scatter_add_wrap_on_overflow() {
     everywhere(|mesh, placement| {
         let integers = |values: &[i64]| {
             DTensor::distribute_tensor(&Tensor::new(values, &Device::Cpu)?, mesh, [placement.clone()], None)
@@ -55,7 +55,7 @@ fn sums_of_integers_at_places_wrap() {
 }
 
 #[test]
-fn a_bound_that_is_nan_gives_nan() {
+fn clamp_with_a_nan_bound_gives_nan() {
     everywhere(|mesh, placement| {
         let x = reals(&[1.0, 2.0, f64::NAN], DType::F32, mesh, &placement)?;
         let (low, high) = (
@@ -71,7 +71,7 @@ fn a_bound_that_is_nan_gives_nan() {
 }
 
 #[test]
-fn the_slope_of_a_quotient_needs_no_square_of_the_divisor() {
+fn the_gradient_of_div_does_not_square_the_divisor() {
     everywhere(|mesh, placement| {
         // the squares of the divisors are 0 and infinite in f16
         let a = reals(&[0.0001220703125, 512.0], DType::F16, mesh, &placement)?;
@@ -86,7 +86,7 @@ fn the_slope_of_a_quotient_needs_no_square_of_the_divisor() {
 }
 
 #[test]
-fn of_equal_elements_in_a_window_the_first_has_the_gradient() {
+fn max_pool_gives_the_gradient_to_the_first_of_equal_elements() {
     everywhere(|mesh, _| {
         let x = reals(&[3.0, 3.0, 1.0, 1.0, 2.0, 2.0], DType::F32, mesh, &Replicate)?.requires_grad();
         for placement in [Replicate, Shard(2)] {
@@ -103,7 +103,7 @@ fn of_equal_elements_in_a_window_the_first_has_the_gradient() {
 }
 
 #[test]
-fn a_running_extreme_is_at_the_last_of_several_nans() {
+fn cummax_and_cummin_point_to_the_last_of_several_nans() {
     everywhere(|mesh, placement| {
         let x = reals(&[1.0, f64::NAN, 2.0, f64::NAN, 3.0], DType::F32, mesh, &placement)?;
         for (values, indices) in [x.cummax(0)?, x.cummin(0)?] {
@@ -115,7 +115,7 @@ fn a_running_extreme_is_at_the_last_of_several_nans() {
 }
 
 #[test]
-fn at_its_kinks_hardswish_has_the_slope_of_the_straight_part() {
+fn hardswish_has_the_gradient_of_its_linear_part_at_the_kinks() {
     everywhere(|mesh, placement| {
         let x = reals(&[-3.0, 3.0, 0.0], DType::F32, mesh, &placement)?.requires_grad();
         let slope = x.hardswish()?.sum_all()?.backward()?.get(&x)?.full_tensor()?.to_vec1::<f32>()?;
@@ -125,7 +125,7 @@ fn at_its_kinks_hardswish_has_the_slope_of_the_straight_part() {
 }
 
 #[test]
-fn a_target_that_is_no_probability_is_not_taken_for_zero() {
+fn kl_div_of_an_invalid_target_is_nan() {
     everywhere(|mesh, placement| {
         let x = reals(&[-1.0, -1.0, -1.0, 0.0], DType::F64, mesh, &placement)?;
         let target = reals(&[-0.5, f64::NAN, 0.0, 1.0], DType::F64, mesh, &placement)?;

@@ -1,4 +1,4 @@
-//! One call in one setting on a world of its own: what every rank found, and whether it is what is expected.
+//! Runs one call in one setting on its own world and compares what every rank returned with the expected result.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;

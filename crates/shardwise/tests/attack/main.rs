@@ -1,16 +1,14 @@
-//! The attack: random calls of operators with random shapes, types, values, meshes and placements, and calls that are wrong in
-//! random ways, against PyTorch's answers.
+//! Differential fuzzing against PyTorch: random calls of operators with random shapes, dtypes, values, meshes and
+//! placements, and randomly invalid calls.
 //!
-//! Of every call the values, types, shapes and gradients are compared in several settings, on one rank and on several; all ranks
-//! must come to one result, a wrong call must be the same typed error on all of them, and nothing may hang or panic.
+//! Values, dtypes, shapes and gradients of every call are compared in several settings, on one rank and on several. All
+//! ranks must return the same result, an invalid call must be the same typed error on all of them, and nothing may hang or
+//! panic.
 //!
-//! By default the calls of the first seeds are made, whose answers are recorded in `data/answers.jsonl`. With
-//! `SHARDWISE_ATTACK_LIVE=1` a PyTorch is asked (that of `SHARDWISE_PYTHON`, see `scripts/attack_oracle.py`), so that any number
-//! of calls can be made: `SHARDWISE_ATTACK_CASES`, from `SHARDWISE_SEED` on, or as many as `SHARDWISE_ATTACK_SECONDS` allow.
-//! `SHARDWISE_ATTACK_OP` attacks one operator alone. `SHARDWISE_ATTACK_RECORD=1` writes the record anew.
-
-#[path = "../suites/values.rs"]
-mod values;
+//! By default it runs the calls of the first seeds, whose answers are recorded in `data/answers.jsonl`. With
+//! `SHARDWISE_ATTACK_LIVE=1` a PyTorch answers (that of `SHARDWISE_PYTHON`, see `scripts/attack_oracle.py`), so that any
+//! number of calls can be made: `SHARDWISE_ATTACK_CASES`, from `SHARDWISE_SEED` on, or as many as `SHARDWISE_ATTACK_SECONDS`
+//! allow. `SHARDWISE_ATTACK_OP` selects one operator. `SHARDWISE_ATTACK_RECORD=1` rewrites the recorded answers.
 
 mod draw;
 mod found;
@@ -187,7 +185,7 @@ fn peak_memory() -> u64 {
 }
 
 #[test]
-fn random_calls_give_the_answers_of_pytorch() {
+fn random_calls_match_pytorch() {
     let only = std::env::var("SHARDWISE_ATTACK_OP").ok();
     let operators: Vec<&Operator> =
         operators::all().into_iter().filter(|o| only.as_deref().is_none_or(|name| name == o.name)).collect();
@@ -251,7 +249,7 @@ fn record(operators: &[&'static Operator]) {
 }
 
 #[test]
-fn every_operator_is_attacked_or_left_out_for_a_reason() {
+fn every_operator_is_covered_or_excluded_with_a_reason() {
     let attacked: Vec<&str> = operators::all().iter().map(|o| o.name).collect();
     let left_out: Vec<&str> = operators::LEFT_OUT.iter().map(|(name, _)| *name).collect();
     let missing: Vec<&str> =

@@ -1,4 +1,4 @@
-//! The elements of inputs, computed from a seed and the position of the element alone, with operations that round alike
+//! The elements of inputs, computed from a seed and the index of the element alone, with operations that round alike
 //! everywhere: `scripts/attack_oracle.py` computes the same bits, so that calls are exchanged without data.
 
 use candle_core::{DType, Device, Tensor};

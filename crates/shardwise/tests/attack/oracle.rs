@@ -1,4 +1,4 @@
-//! What PyTorch answers to a call: recorded for the seeds of a short run, or asked for live.
+//! PyTorch's answer to a call: recorded for the seeds of a short run, or asked for live.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};

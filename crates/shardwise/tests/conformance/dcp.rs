@@ -1,4 +1,5 @@
-//! Checkpoints that PyTorch wrote: a directory each, with the tensors, values and places that are in them.
+//! Checkpoints written by PyTorch's distributed checkpoint: one directory each, with the tensors, values and chunk offsets
+//! that they contain.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;

@@ -6,9 +6,8 @@ use std::sync::Arc;
 use serde::Deserialize;
 use serde_json::Value;
 use shardwise::prelude::*;
-
-use crate::ops::{apply, close};
-use crate::vectors::{PlacementForm, TensorForm};
+use shardwise_test_suites::torch_ops::apply;
+use shardwise_test_suites::vectors::{RecordedPlacement, RecordedTensor, close};
 
 #[derive(Deserialize)]
 struct Case {
@@ -16,8 +15,8 @@ struct Case {
     inputs: Vec<Input>,
     nodes: Vec<Node>,
     output: String,
-    cotangent: TensorForm,
-    expected_output: TensorForm,
+    cotangent: RecordedTensor,
+    expected_output: RecordedTensor,
     rtol: f64,
     atol: f64,
 }
@@ -25,11 +24,11 @@ struct Case {
 #[derive(Deserialize)]
 struct Input {
     name: String,
-    global: TensorForm,
-    placements: Vec<PlacementForm>,
-    locals: Option<Vec<TensorForm>>,
+    global: RecordedTensor,
+    placements: Vec<RecordedPlacement>,
+    locals: Option<Vec<RecordedTensor>>,
     requires_grad: bool,
-    expected_grad: Option<TensorForm>,
+    expected_grad: Option<RecordedTensor>,
 }
 
 #[derive(Deserialize)]
@@ -48,7 +47,8 @@ pub(crate) fn check(value: &Value) -> std::result::Result<(), String> {
 
 fn run(case: &Case, world: &World) -> Result<()> {
     let mesh = world.mesh(case.mesh_shape.clone())?;
-    let placements = |forms: &[PlacementForm]| forms.iter().map(PlacementForm::to_placement).collect::<Vec<_>>();
+    let placements =
+        |forms: &[RecordedPlacement]| forms.iter().map(RecordedPlacement::to_placement).collect::<Vec<_>>();
     let mut values: HashMap<&str, DTensor> = HashMap::new();
     for input in &case.inputs {
         let placed = placements(&input.placements);
@@ -65,7 +65,7 @@ fn run(case: &Case, world: &World) -> Result<()> {
         let inputs: Vec<DTensor> = node.inputs.iter().map(|name| values[name.as_str()].clone()).collect();
         let outputs = match node.op.as_str() {
             "redistribute" => {
-                let forms = Vec::<PlacementForm>::deserialize(&node.attrs["placements"]).expect("placements");
+                let forms = Vec::<RecordedPlacement>::deserialize(&node.attrs["placements"]).expect("placements");
                 vec![inputs[0].redistribute(placements(&forms))?]
             }
             name => apply(name, &inputs, &node.attrs)?,

@@ -3,15 +3,14 @@
 use serde::Deserialize;
 use serde_json::Value;
 use shardwise::{Layout, Mesh, Placement};
-
-use crate::vectors::PlacementForm;
+use shardwise_test_suites::vectors::RecordedPlacement;
 
 #[derive(Deserialize)]
 struct Case {
     global_shape: Vec<usize>,
     mesh_shape: Vec<usize>,
-    placements: Vec<PlacementForm>,
-    placements_normalized: Vec<PlacementForm>,
+    placements: Vec<RecordedPlacement>,
+    placements_normalized: Vec<RecordedPlacement>,
     ranks: Option<Vec<Rank>>,
     torch_error: Option<String>,
 }
@@ -28,7 +27,7 @@ struct Rank {
 pub(crate) fn check(case: &Value) -> Result<(), String> {
     let case = Case::deserialize(case).map_err(|e| e.to_string())?;
     let mesh = Mesh::new(case.mesh_shape).map_err(|e| e.to_string())?;
-    let placements: Vec<Placement> = case.placements.iter().map(PlacementForm::to_placement).collect();
+    let placements: Vec<Placement> = case.placements.iter().map(RecordedPlacement::to_placement).collect();
     let layout = Layout::new(&mesh, case.global_shape.as_slice(), placements.clone());
     if let Some(error) = case.torch_error {
         return match layout {

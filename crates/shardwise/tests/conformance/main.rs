@@ -7,12 +7,11 @@ mod grads;
 mod local_shards;
 mod ops;
 mod optim;
-#[path = "../suites/recorded_training.rs"]
-mod recorded_training;
 mod redistribute;
 mod sharded_tensor;
 mod train;
-mod vectors;
+
+use shardwise_test_suites::vectors;
 
 #[test]
 fn local_shards() {

@@ -1,5 +1,4 @@
-//! Steps of optimizers and clipping of gradients, with parameters and gradients spread in some way that differs from case
-//! to case.
+//! Optimizer steps and gradient clipping, with parameters and gradients in layouts that differ from case to case.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,9 +12,7 @@ use shardwise::optim::{
 };
 use shardwise::prelude::*;
 use shardwise::{Gradients, Param};
-
-use crate::ops::close;
-use crate::vectors::TensorForm;
+use shardwise_test_suites::vectors::{RecordedTensor, close};
 
 #[derive(Deserialize)]
 struct Case {
@@ -25,18 +22,18 @@ struct Case {
     hyper: Option<Value>,
     groups: Option<Vec<GroupForm>>,
     #[serde(default)]
-    params: Vec<TensorForm>,
+    params: Vec<RecordedTensor>,
     #[serde(default)]
     steps: Vec<Step>,
-    final_state: Option<Vec<BTreeMap<String, TensorForm>>>,
+    final_state: Option<Vec<BTreeMap<String, RecordedTensor>>>,
     #[serde(default)]
-    grads: Vec<TensorForm>,
+    grads: Vec<RecordedTensor>,
     max_norm: Option<f64>,
     norm_type: Option<Value>,
-    total_norm: Option<TensorForm>,
+    total_norm: Option<RecordedTensor>,
     clip_value: Option<f64>,
     #[serde(default)]
-    clipped: Vec<TensorForm>,
+    clipped: Vec<RecordedTensor>,
 }
 
 #[derive(Deserialize)]
@@ -47,8 +44,8 @@ struct GroupForm {
 
 #[derive(Deserialize)]
 struct Step {
-    grads: Vec<TensorForm>,
-    params: Vec<TensorForm>,
+    grads: Vec<RecordedTensor>,
+    params: Vec<RecordedTensor>,
 }
 
 pub(crate) fn check(value: &Value) -> std::result::Result<(), String> {
@@ -72,7 +69,7 @@ fn run(case: &Case, mesh: &DeviceMesh) -> Result<()> {
 }
 
 /// Beyond the tolerance of the vectors.
-fn near(got: &Tensor, expected: &TensorForm, what: impl FnOnce() -> String) -> Result<()> {
+fn near(got: &Tensor, expected: &RecordedTensor, what: impl FnOnce() -> String) -> Result<()> {
     let got = if got.dims().is_empty() { got.flatten_all()?.reshape(())? } else { got.clone() };
     close(&got, &expected.to_tensor(), 2e-5, 2e-6).map_err(|e| Error::other(format!("{}: {e}", what())))
 }
@@ -213,13 +210,19 @@ fn placements(shape: &[usize], mesh: &DeviceMesh, mut choice: usize, pending: bo
     chosen
 }
 
-fn param(case: &Case, i: usize, value: &TensorForm, mesh: &DeviceMesh) -> Result<Param> {
+fn param(case: &Case, i: usize, value: &RecordedTensor, mesh: &DeviceMesh) -> Result<Param> {
     let placed = placements(&value.shape, mesh, choice(case, i, 99), false);
     Ok(Param::new(&DTensor::distribute_tensor(&value.to_tensor(), mesh, placed, None)?))
 }
 
 /// Gradients as a backward pass leaves them: in other layouts than the parameters, some as pending sums.
-fn gradients(case: &Case, params: &[Param], values: &[TensorForm], mesh: &DeviceMesh, t: usize) -> Result<Gradients> {
+fn gradients(
+    case: &Case,
+    params: &[Param],
+    values: &[RecordedTensor],
+    mesh: &DeviceMesh,
+    t: usize,
+) -> Result<Gradients> {
     let mut all: Option<Gradients> = None;
     for (i, (param, value)) in params.iter().zip(values).enumerate() {
         let placed = placements(&value.shape, mesh, choice(case, i, t), true);

@@ -1,4 +1,4 @@
-//! Changes of placements: every rank's local tensor, and never more bytes than the recorded run moved.
+//! Redistribution: every rank's local tensor, and never more bytes than PyTorch moved.
 
 use std::sync::Arc;
 
@@ -6,17 +6,16 @@ use candle_core::{DType, Tensor};
 use serde::Deserialize;
 use serde_json::Value;
 use shardwise::prelude::*;
-
-use crate::vectors::{PlacementForm, TensorForm};
+use shardwise_test_suites::vectors::{RecordedPlacement, RecordedTensor};
 
 #[derive(Deserialize)]
 struct Case {
     mesh_shape: Vec<usize>,
-    global: TensorForm,
-    src: Vec<PlacementForm>,
-    dst: Vec<PlacementForm>,
-    input_locals: Vec<TensorForm>,
-    output_locals: Option<Vec<TensorForm>>,
+    global: RecordedTensor,
+    src: Vec<RecordedPlacement>,
+    dst: Vec<RecordedPlacement>,
+    input_locals: Vec<RecordedTensor>,
+    output_locals: Option<Vec<RecordedTensor>>,
     torch_comm: Option<TorchComm>,
 }
 
@@ -41,7 +40,8 @@ pub(crate) fn check(case: &Value) -> std::result::Result<(), String> {
 
 /// Redistributes, compares, and returns the bytes that this rank sent.
 fn run(case: &Case, world: &World) -> Result<usize> {
-    let placements = |forms: &[PlacementForm]| forms.iter().map(PlacementForm::to_placement).collect::<Vec<_>>();
+    let placements =
+        |forms: &[RecordedPlacement]| forms.iter().map(RecordedPlacement::to_placement).collect::<Vec<_>>();
     let mesh = world.mesh(case.mesh_shape.clone())?;
     let local = case.input_locals[world.rank()].to_tensor();
     let source = DTensor::from_local_with_shape(&local, &mesh, placements(&case.src), case.global.shape.as_slice())?;

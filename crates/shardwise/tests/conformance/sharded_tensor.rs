@@ -1,7 +1,7 @@
 //! Sharding specs, metadata, inference, merging and remote devices.
 //!
-//! Where PyTorch's chunk offsets run past the end of the tensor (an empty chunk begins at chunk size times its number), the
-//! clamped rule holds here: an empty chunk begins at the end. The vectors are clamped before they are compared.
+//! Where PyTorch's chunk offsets run past the end of the tensor (an empty chunk begins at chunk size times its number),
+//! offsets are clamped here: an empty chunk begins at the end. The vectors are clamped before they are compared.
 
 use candle_core::DType;
 use serde::Deserialize;

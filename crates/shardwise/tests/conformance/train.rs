@@ -1,12 +1,11 @@
-//! Training of two small language models, compared step by step with a run on one device, in every kind of layout.
+//! Training of two small language models, compared step by step with a recorded run on one device, in every kind of layout.
 
 use std::sync::Arc;
 
 use shardwise::models::{Spread, Weights};
 use shardwise::prelude::*;
-
-use crate::recorded_training::Recorded;
-use crate::vectors;
+use shardwise_test_suites::recorded_training::Recorded;
+use shardwise_test_suites::vectors;
 
 /// Meshes with the spread that is tried on them.
 fn layouts() -> Vec<(&'static str, Spread)> {

@@ -1,5 +1,5 @@
-//! Einsum against PyTorch's answers for random equations, which `record.py` records: values and gradients in several placements
-//! on two and three ranks. All elements are integers of f64, so that they have to be equal.
+//! Einsum against PyTorch's results for random equations, which `record.py` records: values and gradients in several
+//! placements on two and three ranks. All elements are integers in f64, so that results must be equal.
 
 use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
@@ -84,7 +84,7 @@ fn check(case: &Case, mesh: &DeviceMesh, chosen: &[Placement]) -> Result<()> {
 }
 
 #[test]
-fn random_equations_give_what_pytorch_gives() {
+fn random_equations_match_pytorch() {
     for ranks in [2, 3] {
         let run = move |world: World| {
             let mesh = world.mesh([("a", ranks)])?;
@@ -152,7 +152,7 @@ fn the_cheapest_order_is_the_one_that_runs() {
 }
 
 #[test]
-fn capital_letters_mean_nothing_special_and_sizes_are_named_in_errors() {
+fn capital_letters_are_ordinary_labels_and_errors_name_sizes() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
         let [x, y] = [[4, 3], [5, 2]].map(|shape| DTensor::ones(&shape[..], DType::F64, &mesh, [Shard(0)]).unwrap());

@@ -1,4 +1,4 @@
-//! PyTorch's distributed checkpoint: `.metadata` says what is where, and `.distcp` files hold one archive of `torch.save` per
+//! PyTorch's distributed checkpoint (DCP): a pickled `.metadata` file, and `.distcp` files with one `torch.save` archive per
 //! chunk or value.
 
 mod names;
@@ -15,9 +15,9 @@ use super::format::{CheckpointFormat, FileRole, FileToWrite, FormatWriter, Value
 use super::stored::{Contents, StoredTensor};
 use crate::error::{Error, Result};
 use names::METADATA;
-use write::{Place, metadata_bytes, write_file};
+use write::{ArchiveLocation, metadata_bytes, write_file};
 
-/// The format, see above.
+/// See the module's documentation.
 pub(super) struct Dcp;
 
 impl CheckpointFormat for Dcp {
@@ -30,7 +30,7 @@ impl CheckpointFormat for Dcp {
     }
 
     fn detect(&self, files: &Files) -> bool {
-        files.single().is_none() && files.size(METADATA).is_some()
+        files.single_file().is_none() && files.size(METADATA).is_some()
     }
 
     fn open(&self, files: &Files) -> Result<Contents> {
@@ -63,20 +63,21 @@ impl FormatWriter for Dcp {
     fn write_file(&self, out: &mut BufWriter<File>, file: FileToWrite<'_>) -> Result<WrittenFile> {
         let tensors: Vec<_> = file.boxes.into_iter().map(|b| (b.key, b.part, b.content)).collect();
         let values: Vec<_> = file.values.iter().map(|(key, value)| (key.clone(), value)).collect();
-        let places = write_file(out, file.name, &tensors, &values, file.progress)?;
-        let chunks = places.iter().filter_map(|place| Some((place.key.clone(), place.chunk.clone()?))).collect();
-        let note = serde_json::to_value(places).map_err(Error::other)?;
+        let locations = write_file(out, file.name, &tensors, &values, file.progress)?;
+        let chunks =
+            locations.iter().filter_map(|location| Some((location.key.clone(), location.chunk.clone()?))).collect();
+        let note = serde_json::to_value(locations).map_err(Error::other)?;
         Ok(WrittenFile { name: file.name.to_string(), chunks, note })
     }
 
     fn index(&self, contents: &Contents, files: &[WrittenFile]) -> Result<Option<(String, Vec<u8>)>> {
-        let mut places = Vec::new();
+        let mut locations = Vec::new();
         for file in files {
-            places.extend(Vec::<Place>::deserialize(&file.note).map_err(Error::other)?);
+            locations.extend(Vec::<ArchiveLocation>::deserialize(&file.note).map_err(Error::other)?);
         }
         let described = |(key, t): (&String, &StoredTensor)| (key.clone(), (t.element, t.shape.clone()));
         let tensors = contents.tensors.iter().map(described).collect();
-        Ok(Some((METADATA.to_string(), metadata_bytes(&tensors, &places, &contents.paths)?)))
+        Ok(Some((METADATA.to_string(), metadata_bytes(&tensors, &locations, &contents.paths)?)))
     }
 }
 

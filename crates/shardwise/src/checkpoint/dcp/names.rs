@@ -1,7 +1,8 @@
-//! Names that PyTorch gives the parts of such a checkpoint.
+//! File and module names in DCP checkpoints.
 
-/// The file that makes a directory such a checkpoint.
+/// The metadata file; a directory that has it is a DCP checkpoint.
 pub(super) const METADATA: &str = ".metadata";
-/// Where PyTorch's classes for it live.
+/// Python module of the metadata classes.
 pub(super) const CLASSES: &str = "torch.distributed.checkpoint.metadata";
+/// Python module of `_StorageInfo`.
 pub(super) const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";

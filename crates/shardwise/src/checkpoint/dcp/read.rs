@@ -1,35 +1,35 @@
-//! Reading `.metadata`, and of every archive just enough to know where its elements are.
+//! Reading `.metadata`, and enough of every archive to locate its elements.
 
 use std::collections::BTreeMap;
 
 use super::super::element::ElementType;
 use super::super::files::Files;
-use super::super::pickle::{Id, Object, Pickle};
-use super::super::stored::{Contents, INCOMPLETE, NOT_OURS, StoredTensor, check_file_name};
-use super::super::torch::{Saved, at_key};
+use super::super::pickle::{Object, ObjectId, Pickle};
+use super::super::stored::{Contents, INCOMPLETE, NOT_A_CHECKPOINT, StoredTensor, check_file_name};
+use super::super::torch::{TorchArchive, at_key};
 use super::super::value::Key;
 use super::names::{CLASSES, FILESYSTEM, METADATA};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorBox;
 
-/// A longer `.metadata` is refused.
+/// Longest `.metadata` that is read: a bound on what a hostile file can make a reader allocate.
 const MAX_METADATA: u64 = 1 << 30;
 
-/// Where the archive of a chunk or value is.
-struct Info {
+/// Where the archive of a chunk or value is: PyTorch's `_StorageInfo`.
+struct StorageInfo {
     file: String,
     offset: u64,
     length: u64,
 }
 
-/// Archives by key and, for tensors, the offsets of the chunk.
-type Storage = BTreeMap<(String, Option<Vec<usize>>), Info>;
+/// Archives by flat key and, for chunks of tensors, offsets: PyTorch's `storage_data`.
+type StorageByKey = BTreeMap<(String, Option<Vec<usize>>), StorageInfo>;
 
 fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
-    ErrorKind::Damaged.error("distributed checkpoint", found, needed, NOT_OURS)
+    ErrorKind::Damaged.error("distributed checkpoint", found, needed, NOT_A_CHECKPOINT)
 }
 
-/// What is in a checkpoint of this format.
+/// Reads the metadata of a DCP checkpoint.
 pub(super) fn contents(files: &Files) -> Result<Contents> {
     let bytes = files.read_small(METADATA, MAX_METADATA)?;
     let pickle = Pickle::read(&bytes)?;
@@ -43,9 +43,9 @@ pub(super) fn contents(files: &Files) -> Result<Contents> {
     let mut contents = Contents::default();
     let items = field(&pickle, state, "state_dict_metadata")?;
     let items = pickle.dict(items).ok_or_else(|| bad(pickle.describe(items), "a dict of items"))?;
-    let mut by_key: BTreeMap<&str, Id> = BTreeMap::new();
+    let mut by_key: BTreeMap<&str, ObjectId> = BTreeMap::new();
     for &(key, item) in items {
-        let key = pickle.text(key).ok_or_else(|| bad("an item whose key is no text", "text"))?;
+        let key = pickle.text(key).ok_or_else(|| bad("a key that is not a string", "a string"))?;
         if by_key.insert(key, item).is_some() {
             return Err(twice(key));
         }
@@ -53,7 +53,7 @@ pub(super) fn contents(files: &Files) -> Result<Contents> {
     let mut budget = pickle.budget();
     for (key, item) in by_key {
         let path = paths.get(key).cloned().unwrap_or_else(|| vec![Key::Name(key.to_string())]);
-        match pickle.made(item) {
+        match pickle.constructed(item) {
             Some((CLASSES, "TensorStorageMetadata", ..)) => {
                 let tensor = tensor(&pickle, item, key, &mut storage, files, &mut budget);
                 contents.tensors.insert(key.to_string(), tensor.map_err(|error| at_key(error, key))?);
@@ -63,7 +63,8 @@ pub(super) fn contents(files: &Files) -> Result<Contents> {
             }
             Some((CLASSES, "BytesStorageMetadata", ..)) => {
                 let info = storage.remove(&(key.to_string(), None)).ok_or_else(|| missing(key))?;
-                let leaves = Saved::open(files, &info.file, info.offset, info.length).and_then(|s| s.flatten(&path));
+                let leaves =
+                    TorchArchive::open(files, &info.file, info.offset, info.length).and_then(|s| s.flatten(&path));
                 for (path, leaf) in leaves.map_err(|error| at_key(error, key))? {
                     leaf.add_to(&mut contents, &info.file, path)?;
                 }
@@ -74,90 +75,90 @@ pub(super) fn contents(files: &Files) -> Result<Contents> {
     Ok(contents)
 }
 
-/// The state of an object of a class.
-fn object(pickle: &Pickle, id: Id, module: &str, class: &str) -> Result<Id> {
-    match pickle.made(id) {
+/// The `__dict__` of an object of a class.
+fn object(pickle: &Pickle, id: ObjectId, module: &str, class: &str) -> Result<ObjectId> {
+    match pickle.constructed(id) {
         Some((found, name, _, Some(state))) if (found, name) == (module, class) => Ok(state),
         _ => Err(bad(pickle.describe(id), &format!("an object of {module}.{class} with its state"))),
     }
 }
 
-fn field(pickle: &Pickle, state: Id, name: &str) -> Result<Id> {
+fn field(pickle: &Pickle, state: ObjectId, name: &str) -> Result<ObjectId> {
     pickle.field(state, name).ok_or_else(|| bad(format!("an object without {name}"), name))
 }
 
-fn sizes(pickle: &Pickle, id: Id) -> Result<Vec<usize>> {
+fn sizes(pickle: &Pickle, id: ObjectId) -> Result<Vec<usize>> {
     pickle.sizes(id).ok_or_else(|| bad(format!("{} for sizes", pickle.describe(id)), "integers"))
 }
 
 fn missing(key: &str) -> Error {
-    let found = format!("no place for a part of {key:?}");
-    ErrorKind::Damaged.error("distributed checkpoint", found, "a place for every part", INCOMPLETE)
+    let found = format!("no storage entry for a chunk of {key:?}");
+    ErrorKind::Damaged.error("distributed checkpoint", found, "one for every chunk", INCOMPLETE)
 }
 
-/// A dict of Python has a key once.
+/// The error for a key that occurs twice, which a Python dict cannot have.
 fn twice(key: &str) -> Error {
     bad(format!("{key:?} twice in {METADATA}"), "each key once")
 }
 
-fn storage(pickle: &Pickle, id: Id) -> Result<Storage> {
-    let pairs = pickle.dict(id).ok_or_else(|| bad(pickle.describe(id), "a dict of places"))?;
-    let mut storage = Storage::new();
+fn storage(pickle: &Pickle, id: ObjectId) -> Result<StorageByKey> {
+    let pairs = pickle.dict(id).ok_or_else(|| bad(pickle.describe(id), "a dict of storage entries"))?;
+    let mut storage = StorageByKey::new();
     let mut budget = pickle.budget();
     for &(index, info) in pairs {
         let index = object(pickle, index, CLASSES, "MetadataIndex")?;
         let info = object(pickle, info, FILESYSTEM, "_StorageInfo")?;
         let key = field(pickle, index, "fqn")?;
         pickle.spend(key, 1, &mut budget)?;
-        let key = pickle.text(key).ok_or_else(|| bad("a key that is no text", "text"))?.to_string();
+        let key = pickle.text(key).ok_or_else(|| bad("a key that is not a string", "a string"))?.to_string();
         let offsets = match pickle.field(index, "offset") {
             Some(id) if *pickle.get(id) != Object::None => Some(sizes(pickle, id)?),
             _ => None,
         };
         let file = field(pickle, info, "relative_path")?;
         pickle.spend(file, 1, &mut budget)?;
-        let file = pickle.text(file).ok_or_else(|| bad("a file whose name is no text", "text"))?.to_string();
+        let file = pickle.text(file).ok_or_else(|| bad("a file name that is not a string", "a string"))?.to_string();
         check_file_name(&file)?;
         let number = |name: &str| -> Result<u64> {
             let id = field(pickle, info, name)?;
-            pickle.size(id).map(|n| n as u64).ok_or_else(|| bad(pickle.describe(id), "a place in a file"))
+            pickle.size(id).map(|n| n as u64).ok_or_else(|| bad(pickle.describe(id), "a byte offset or length"))
         };
         let (offset, length) = (number("offset")?, number("length")?);
         if let Some(steps) = pickle.field(info, "transform_descriptors") {
-            let none = *pickle.get(steps) == Object::None || pickle.entries(steps).is_some_and(<[Id]>::is_empty);
+            let none = *pickle.get(steps) == Object::None || pickle.entries(steps).is_some_and(<[ObjectId]>::is_empty);
             if !none {
-                let found = format!("a transformed part of {key:?}");
+                let found = format!("a transformed chunk of {key:?}");
                 let fix = "load it with PyTorch and save it without compression";
                 return Err(ErrorKind::Damaged.error(
                     "distributed checkpoint",
                     found,
-                    "parts as torch.save has them",
+                    "plain torch.save archives",
                     fix,
                 ));
             }
         }
-        if storage.insert((key.clone(), offsets), Info { file, offset, length }).is_some() {
+        if storage.insert((key.clone(), offsets), StorageInfo { file, offset, length }).is_some() {
             return Err(twice(&key));
         }
     }
     Ok(storage)
 }
 
-/// The way to every flat key.
-fn paths(pickle: &Pickle, id: Id) -> Result<BTreeMap<String, Vec<Key>>> {
+/// The path of each flat key: PyTorch's `planner_data`.
+fn paths(pickle: &Pickle, id: ObjectId) -> Result<BTreeMap<String, Vec<Key>>> {
     let pairs = pickle.dict(id).ok_or_else(|| bad(pickle.describe(id), "a dict of paths"))?;
     let mut budget = pickle.budget();
     let mut paths = BTreeMap::new();
     for &(key, path) in pairs {
         pickle.spend(key, 1, &mut budget)?;
-        let name = pickle.text(key).ok_or_else(|| bad("a key that is no text", "text"))?;
+        let name = pickle.text(key).ok_or_else(|| bad("a key that is not a string", "a string"))?;
         let steps = pickle.entries(path).ok_or_else(|| bad(pickle.describe(path), "a path"))?;
-        let step = |&id: &Id| {
+        let step = |&id: &ObjectId| {
             pickle.spend(id, 1, &mut budget)?;
             match (pickle.text(id), pickle.size(id)) {
                 (Some(name), _) => Ok(Key::Name(name.to_string())),
                 (None, Some(index)) => Ok(Key::Index(index)),
-                _ => Err(bad(format!("{} in a path", pickle.describe(id)), "names and positions")),
+                _ => Err(bad(format!("{} in a path", pickle.describe(id)), "strings and integers")),
             }
         };
         let steps = steps.iter().map(step).collect::<Result<Vec<_>>>()?;
@@ -168,25 +169,25 @@ fn paths(pickle: &Pickle, id: Id) -> Result<BTreeMap<String, Vec<Key>>> {
     Ok(paths)
 }
 
-/// A tensor and where its chunks are.
+/// Reads the metadata of a tensor and locates its chunks.
 fn tensor(
     pickle: &Pickle,
-    item: Id,
+    item: ObjectId,
     key: &str,
-    storage: &mut Storage,
+    storage: &mut StorageByKey,
     files: &Files,
     budget: &mut usize,
 ) -> Result<StoredTensor> {
     let state = object(pickle, item, CLASSES, "TensorStorageMetadata")?;
     let properties = object(pickle, field(pickle, state, "properties")?, CLASSES, "TensorProperties")?;
-    // Six entries since strides are stored; five before.
+    // `TensorProperties` has six entries since PyTorch stores strides, five before.
     let dtype = match pickle.entries(properties) {
         Some([dtype, _, _, _, _] | [dtype, _, _, _, _, _]) => pickle.global(*dtype),
         _ => None,
     };
     let element = match dtype {
         Some(("torch", name)) => ElementType::from_name(name)?,
-        _ => return Err(bad("a tensor without a type", "a type of elements")),
+        _ => return Err(bad("a tensor without a dtype", "a dtype")),
     };
     let shape = sizes(pickle, field(pickle, state, "size")?)?;
     let list = field(pickle, state, "chunks")?;
@@ -202,9 +203,9 @@ fn tensor(
                 _ => return Err(missing(key)),
             }
         };
-        let located = Saved::open(files, &info.file, info.offset, info.length)?.single()?;
+        let located = TorchArchive::open(files, &info.file, info.offset, info.length)?.single()?;
         if located.element != element || located.sizes != part.sizes {
-            let found = format!("a part of type {} and shape {:?}", located.element, located.sizes);
+            let found = format!("a chunk of type {} and shape {:?}", located.element, located.sizes);
             return Err(bad(found, &format!("{element} and {:?}, as {METADATA} says", part.sizes)));
         }
         chunks.push(located.chunk(part, &info.file));

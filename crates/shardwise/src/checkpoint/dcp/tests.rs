@@ -10,7 +10,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::super::catalog::Catalog;
-use super::super::content::Content;
+use super::super::content::BoxContent;
 use super::super::element::ElementType;
 use super::super::open::open;
 use super::super::value::{Key, Value, flat_key};
@@ -19,35 +19,35 @@ use crate::error::{Error, Result};
 use crate::layout::TensorBox;
 
 /// A directory that is removed at the end.
-struct Scratch(PathBuf);
+struct DcpScratch(PathBuf);
 
-impl Scratch {
+impl DcpScratch {
     fn new(name: &str) -> Self {
         let path = std::env::temp_dir().join(format!("shardwise-dcp-{name}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&path);
         std::fs::create_dir_all(&path).unwrap();
-        Scratch(path)
+        DcpScratch(path)
     }
 }
 
-impl Drop for Scratch {
+impl Drop for DcpScratch {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
 /// Type, shape, elements, and the boxes in which they are written.
-type Whole = (ElementType, Vec<usize>, Vec<u8>, Vec<TensorBox>);
+type TestTensor = (ElementType, Vec<usize>, Vec<u8>, Vec<TensorBox>);
 
-/// State to be written: whole tensors as bytes, and how they are cut.
+/// TestState to be written: whole tensors as bytes, and how they are cut.
 #[derive(Default)]
-struct State {
-    tensors: BTreeMap<String, Whole>,
+struct TestState {
+    tensors: BTreeMap<String, TestTensor>,
     values: BTreeMap<String, Value>,
     paths: BTreeMap<String, Vec<Key>>,
 }
 
-impl State {
+impl TestState {
     fn path(&mut self, path: &[Key]) -> String {
         let key = flat_key(path);
         self.paths.insert(key.clone(), path.to_vec());
@@ -92,13 +92,13 @@ impl State {
     }
 
     /// Writes the state to so many files, parts being dealt out in turn.
-    fn write(&self, directory: &Path, files: usize) -> Result<Vec<Place>> {
-        let mut parts: Vec<Vec<(String, TensorBox, Content)>> = (0..files).map(|_| Vec::new()).collect();
+    fn write(&self, directory: &Path, files: usize) -> Result<Vec<ArchiveLocation>> {
+        let mut parts: Vec<Vec<(String, TensorBox, BoxContent)>> = (0..files).map(|_| Vec::new()).collect();
         let mut turn = 0;
         for (key, (element, shape, bytes, boxes)) in &self.tensors {
             for part in boxes {
                 let tensor = cut(*element, shape, bytes, part)?;
-                parts[turn % files].push((key.clone(), part.clone(), Content::Memory { element: *element, tensor }));
+                parts[turn % files].push((key.clone(), part.clone(), BoxContent::Memory { element: *element, tensor }));
                 turn += 1;
             }
         }
@@ -148,9 +148,9 @@ fn name(text: &str) -> Key {
 }
 
 /// A state with every type of elements, every kind of value, and nesting.
-fn sample(seed: u64) -> State {
+fn sample(seed: u64) -> TestState {
     let mut rng = StdRng::seed_from_u64(seed);
-    let mut state = State::default();
+    let mut state = TestState::default();
     for &element in ElementType::ALL {
         let dims = rng.random_range(0..4);
         let shape: Vec<usize> = (0..dims).map(|_| rng.random_range(0..7)).collect();
@@ -177,7 +177,7 @@ fn sample(seed: u64) -> State {
     state
 }
 
-fn check(catalog: &Catalog, state: &State) {
+fn check(catalog: &Catalog, state: &TestState) {
     assert_eq!(catalog.values, state.values);
     assert_eq!(catalog.paths, state.paths);
     assert!(catalog.tensors.keys().eq(state.tensors.keys()));
@@ -191,7 +191,7 @@ fn check(catalog: &Catalog, state: &State) {
 
 #[test]
 fn what_is_written_is_read_back() {
-    let scratch = Scratch::new("back");
+    let scratch = DcpScratch::new("back");
     for seed in 0..30 {
         let state = sample(seed);
         let places = state.write(&scratch.0, 1 + seed as usize % 4).unwrap();
@@ -208,7 +208,7 @@ fn what_is_written_is_read_back() {
 
 #[test]
 fn pytorch_reads_what_is_written() {
-    let scratch = Scratch::new("python");
+    let scratch = DcpScratch::new("python");
     let python = std::env::var("SHARDWISE_PYTHON").unwrap_or_else(|_| "python3".to_string());
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/scripts/read_dcp.py");
     for seed in 100..103 {
@@ -235,9 +235,9 @@ fn pytorch_reads_what_is_written() {
 }
 
 /// A small state in one file.
-fn small() -> State {
+fn small() -> TestState {
     let mut rng = StdRng::seed_from_u64(5);
-    let mut state = State::default();
+    let mut state = TestState::default();
     let key = state.path(&[name("w")]);
     let boxes = [0, 1].map(|row| TensorBox { offsets: vec![row, 0], sizes: vec![1, 3] }).to_vec();
     let bytes = (0..12).map(|_| rng.random()).collect();
@@ -248,7 +248,7 @@ fn small() -> State {
 
 #[test]
 fn cut_and_changed_files_are_found_or_harmless() {
-    let scratch = Scratch::new("flips");
+    let scratch = DcpScratch::new("flips");
     let state = small();
     state.write(&scratch.0, 1).unwrap();
     let read = || -> Result<()> {
@@ -290,7 +290,7 @@ fn cut_and_changed_files_are_found_or_harmless() {
 fn damaged_files_of_pytorch_do_no_harm() {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/data/dcp");
     for (case, file) in [("nested", METADATA), ("torch_save", "model.pt")] {
-        let scratch = Scratch::new(case);
+        let scratch = DcpScratch::new(case);
         for entry in std::fs::read_dir(data.join(case).join("checkpoint")).unwrap() {
             let entry = entry.unwrap();
             std::fs::copy(entry.path(), scratch.0.join(entry.file_name())).unwrap();
@@ -329,7 +329,7 @@ fn damaged_files_of_pytorch_do_no_harm() {
 
 #[test]
 fn nothing_of_a_hostile_checkpoint_is_executed_or_read_from_elsewhere() {
-    let scratch = Scratch::new("hostile");
+    let scratch = DcpScratch::new("hostile");
     let state = small();
     let refused = |text: &str| {
         let error = open(&scratch.0).unwrap_err().to_string();
@@ -342,7 +342,7 @@ fn nothing_of_a_hostile_checkpoint_is_executed_or_read_from_elsewhere() {
         moved.iter_mut().for_each(|place| place.file = file.to_string());
         std::fs::write(scratch.0.join(METADATA), metadata_bytes(&state.shapes(), &moved, &state.paths).unwrap())
             .unwrap();
-        refused("made to do harm");
+        refused("may be malicious");
     }
     // Places beyond the file.
     for (offset, length) in [(0, 1 << 60), (1 << 60, 100), (i64::MAX as u64, i64::MAX as u64), (0, 10)] {
@@ -386,7 +386,7 @@ fn nothing_of_a_hostile_checkpoint_is_executed_or_read_from_elsewhere() {
 
 fn hostile_archive(room: u64) -> Vec<u8> {
     let mut bytes = Vec::new();
-    let mut writer = super::super::zip::Writer::new(&mut bytes);
+    let mut writer = super::super::zip::ZipWriter::new(&mut bytes);
     writer.small("archive/data.pkl", b"\x80\x02cos\nsystem\nX\x04\0\0\0true\x85R.").unwrap();
     writer.finish().unwrap();
     assert!(bytes.len() as u64 <= room);

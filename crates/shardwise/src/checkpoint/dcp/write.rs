@@ -1,13 +1,13 @@
-//! Writing `.distcp` files and `.metadata` such that PyTorch reads them.
+//! Writing `.distcp` files and `.metadata` that PyTorch can read.
 
 use std::collections::BTreeMap;
 use std::io::Write;
 
 use serde::{Deserialize, Serialize};
 
-use super::super::content::Content;
+use super::super::content::BoxContent;
 use super::super::element::ElementType;
-use super::super::pickle::Writer;
+use super::super::pickle::PickleWriter;
 use super::super::stored::{Chunk, row_major};
 use super::super::torch::{write_tensor, write_value};
 use super::super::value::{Key, Value};
@@ -15,48 +15,43 @@ use super::names::{CLASSES, FILESYSTEM};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::TensorBox;
 
-/// Where the archive of a chunk or value ended up. Places of all ranks together make `.metadata`.
+/// Where the archive of a chunk or value was written. `.metadata` lists those of all ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Place {
+pub(super) struct ArchiveLocation {
     /// Flat key of the tensor or value.
     pub(super) key: String,
-    /// File, relative to the checkpoint's directory.
+    /// Name of the file, relative to the checkpoint's directory.
     pub(super) file: String,
-    /// Where the archive begins in the file.
+    /// Byte offset of the archive in the file.
     pub(super) offset: u64,
-    /// Its length.
+    /// Length of the archive in bytes.
     pub(super) length: u64,
-    /// For a part of a tensor: its box, and where its elements are.
+    /// The chunk's metadata; `None` for a value.
     pub(super) chunk: Option<Chunk>,
 }
 
-/// Writes one `.distcp` file from its beginning: values first, then parts of tensors, in the given order. `name` is the name
-/// of the file in the checkpoint's directory, such as `__0_0.distcp`; a part is the box of the whole tensor that its content
-/// fills. `progress` is told how many bytes of elements were written. Returns the places in the order of writing.
+/// Writes one `.distcp` file from its beginning: values first, then chunks of tensors, in the given order. `name` is the name
+/// of the file, such as `__0_0.distcp`; `progress` is called with numbers of tensor bytes. Returns the locations in the order of
+/// writing.
 pub(super) fn write_file(
     out: &mut impl Write,
     name: &str,
-    tensors: &[(String, TensorBox, Content)],
+    tensors: &[(String, TensorBox, BoxContent)],
     values: &[(String, &Value)],
     progress: &dyn Fn(u64),
-) -> Result<Vec<Place>> {
-    let mut places = Vec::with_capacity(values.len() + tensors.len());
+) -> Result<Vec<ArchiveLocation>> {
+    let mut locations = Vec::with_capacity(values.len() + tensors.len());
     let mut offset = 0;
     for (key, value) in values {
         let length = write_value(out, value)?;
-        places.push(Place { key: key.clone(), file: name.to_string(), offset, length, chunk: None });
+        locations.push(ArchiveLocation { key: key.clone(), file: name.to_string(), offset, length, chunk: None });
         offset += length;
     }
     for (key, part, content) in tensors {
         if part.sizes != content.shape() {
-            let found = format!("content of shape {:?} for a part of {key:?}", content.shape());
-            let needed = format!("{:?}, the shape of the part", part.sizes);
-            return Err(ErrorKind::Argument.error(
-                "checkpoint",
-                found,
-                needed,
-                "give each part the elements that it has",
-            ));
+            let found = format!("elements of shape {:?} for a chunk of {key:?}", content.shape());
+            let needed = format!("{:?}, the shape of the chunk", part.sizes);
+            return Err(ErrorKind::Argument.error("checkpoint", found, needed, "pass the elements of the chunk's box"));
         }
         let written = write_tensor(out, content, progress)?;
         let chunk = Chunk {
@@ -68,31 +63,31 @@ pub(super) fn write_file(
             blocks: Some(written.blocks),
         };
         let (key, file, length) = (key.clone(), name.to_string(), written.length);
-        places.push(Place { key, file, offset, length, chunk: Some(chunk) });
+        locations.push(ArchiveLocation { key, file, offset, length, chunk: Some(chunk) });
         offset += length;
     }
-    Ok(places)
+    Ok(locations)
 }
 
-/// The bytes of `.metadata`: type and shape of every tensor, the places of all chunks and values in all files, and the paths
-/// of flat keys (a key without one is its own path). The format knows a chunk by its offsets: of several that begin at one
-/// place, the first that is not empty counts.
+/// The bytes of `.metadata`: type and shape of every tensor, the locations of all chunks and values, and the paths of flat keys
+/// (a key without one is a path of one name). DCP identifies a chunk by its offsets: of several chunks with the same offsets,
+/// the first non-empty one is listed.
 pub(super) fn metadata_bytes(
     tensors: &BTreeMap<String, (ElementType, Vec<usize>)>,
-    places: &[Place],
+    locations: &[ArchiveLocation],
     paths: &BTreeMap<String, Vec<Key>>,
 ) -> Result<Vec<u8>> {
-    let places = distinct(places);
+    let locations = distinct(locations);
     let mut chunks: BTreeMap<&str, Vec<&Chunk>> = tensors.keys().map(|key| (key.as_str(), Vec::new())).collect();
-    for place in &places {
-        let Some(chunk) = &place.chunk else { continue };
-        let of_key = chunks.get_mut(place.key.as_str()).ok_or_else(|| {
-            let found = format!("a part of tensor {:?} whose type and shape are not given", place.key);
+    for location in &locations {
+        let Some(chunk) = &location.chunk else { continue };
+        let of_key = chunks.get_mut(location.key.as_str()).ok_or_else(|| {
+            let found = format!("a chunk of tensor {:?}, whose type and shape are not listed", location.key);
             ErrorKind::Argument.error::<Error>("checkpoint", found, "type and shape of every tensor", "list the tensor")
         })?;
         of_key.push(chunk);
     }
-    let mut pickle = Writer::new();
+    let mut pickle = PickleWriter::new();
     pickle.object(CLASSES, "Metadata");
     pickle.begin_dict();
     pickle.text("state_dict_metadata");
@@ -101,21 +96,21 @@ pub(super) fn metadata_bytes(
         pickle.text(key);
         put_tensor(&mut pickle, *element, shape, &chunks[key.as_str()]);
     }
-    for place in places.iter().filter(|place| place.chunk.is_none()) {
-        pickle.text(&place.key);
+    for location in locations.iter().filter(|location| location.chunk.is_none()) {
+        pickle.text(&location.key);
         pickle.object(CLASSES, "BytesStorageMetadata");
-        // Without a state, as PyTorch has it: the class has no fields.
+        // No state follows: PyTorch's class has no fields.
     }
     pickle.end_dict();
     pickle.text("planner_data");
-    let values = places.iter().filter(|place| place.chunk.is_none()).map(|place| &place.key);
+    let values = locations.iter().filter(|location| location.chunk.is_none()).map(|location| &location.key);
     put_paths(&mut pickle, tensors.keys().chain(values), paths);
     pickle.text("storage_data");
     pickle.begin_dict();
     let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
-    for place in &places {
-        let position = seen.entry(&place.key).or_default();
-        put_place(&mut pickle, place, *position);
+    for location in &locations {
+        let position = seen.entry(&location.key).or_default();
+        put_location(&mut pickle, location, *position);
         *position += 1;
     }
     pickle.end_dict();
@@ -128,8 +123,12 @@ pub(super) fn metadata_bytes(
     Ok(pickle.finish())
 }
 
-/// The path of every key; one that is not listed is its own path.
-fn put_paths<'a>(pickle: &mut Writer, keys: impl Iterator<Item = &'a String>, paths: &BTreeMap<String, Vec<Key>>) {
+/// Writes the path of every key; a key without one is a path of one name.
+fn put_paths<'a>(
+    pickle: &mut PickleWriter,
+    keys: impl Iterator<Item = &'a String>,
+    paths: &BTreeMap<String, Vec<Key>>,
+) {
     pickle.begin_dict();
     for key in keys {
         pickle.text(key);
@@ -146,26 +145,26 @@ fn put_paths<'a>(pickle: &mut Writer, keys: impl Iterator<Item = &'a String>, pa
     pickle.end_dict();
 }
 
-/// One place per key and offsets, in order.
-fn distinct(places: &[Place]) -> Vec<&Place> {
-    let empty = |place: &Place| place.chunk.as_ref().is_some_and(|chunk| chunk.part.volume() == 0);
+/// One location per key and offsets, in order.
+fn distinct(locations: &[ArchiveLocation]) -> Vec<&ArchiveLocation> {
+    let empty = |location: &ArchiveLocation| location.chunk.as_ref().is_some_and(|chunk| chunk.part.volume() == 0);
     let mut at: BTreeMap<(&str, Option<&[usize]>), usize> = BTreeMap::new();
-    let mut kept: Vec<&Place> = Vec::new();
-    for place in places {
-        let offsets = place.chunk.as_ref().map(|chunk| chunk.part.offsets.as_slice());
-        match at.get(&(place.key.as_str(), offsets)) {
-            Some(&index) if empty(kept[index]) => kept[index] = place,
+    let mut kept: Vec<&ArchiveLocation> = Vec::new();
+    for location in locations {
+        let offsets = location.chunk.as_ref().map(|chunk| chunk.part.offsets.as_slice());
+        match at.get(&(location.key.as_str(), offsets)) {
+            Some(&index) if empty(kept[index]) => kept[index] = location,
             Some(_) => {}
             None => {
-                at.insert((&place.key, offsets), kept.len());
-                kept.push(place);
+                at.insert((&location.key, offsets), kept.len());
+                kept.push(location);
             }
         }
     }
     kept
 }
 
-fn put_tensor(pickle: &mut Writer, element: ElementType, shape: &[usize], chunks: &[&Chunk]) {
+fn put_tensor(pickle: &mut PickleWriter, element: ElementType, shape: &[usize], chunks: &[&Chunk]) {
     pickle.object(CLASSES, "TensorStorageMetadata");
     pickle.begin_dict();
     pickle.text("properties");
@@ -204,14 +203,14 @@ fn put_tensor(pickle: &mut Writer, element: ElementType, shape: &[usize], chunks
     pickle.build();
 }
 
-/// The key and the value of a place; `position` is that of the chunk in the list of its tensor.
-fn put_place(pickle: &mut Writer, place: &Place, position: usize) {
+/// Writes the `MetadataIndex` and `_StorageInfo` of a location; `position` is the chunk's position in its tensor's list.
+fn put_location(pickle: &mut PickleWriter, location: &ArchiveLocation, position: usize) {
     pickle.object(CLASSES, "MetadataIndex");
     pickle.begin_dict();
     pickle.text("fqn");
-    pickle.text(&place.key);
+    pickle.text(&location.key);
     pickle.text("index");
-    match &place.chunk {
+    match &location.chunk {
         None => pickle.none(),
         Some(chunk) => {
             pickle.int(position as i64);
@@ -224,17 +223,17 @@ fn put_place(pickle: &mut Writer, place: &Place, position: usize) {
     pickle.object(FILESYSTEM, "_StorageInfo");
     pickle.begin_dict();
     pickle.text("relative_path");
-    pickle.text(&place.file);
+    pickle.text(&location.file);
     pickle.text("offset");
-    pickle.int(place.offset as i64);
+    pickle.int(location.offset as i64);
     pickle.text("length");
-    pickle.int(place.length as i64);
+    pickle.int(location.length as i64);
     pickle.end_dict();
     pickle.build();
 }
 
-/// A `torch.Size`.
-fn put_size(pickle: &mut Writer, sizes: &[usize]) {
+/// Writes a `torch.Size`.
+fn put_size(pickle: &mut PickleWriter, sizes: &[usize]) {
     pickle.global("torch", "Size");
     pickle.begin_tuple();
     pickle.sizes(sizes);

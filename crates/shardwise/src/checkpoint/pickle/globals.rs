@@ -1,8 +1,8 @@
-//! The names that checkpoints have a use for. None of them is ever called.
+//! The classes and functions that a checkpoint's pickle may name. None of them is ever called.
 
 use crate::error::{ErrorKind, Result};
 
-/// An error unless a class or function is one that PyTorch puts into checkpoints.
+/// Refuses a class or function that PyTorch does not put into checkpoints.
 pub(super) fn check(module: &str, name: &str) -> Result<()> {
     let listed = match module {
         "torch" => TORCH.contains(&name) || name.strip_suffix("Storage").is_some_and(|kind| STORAGES.contains(&kind)),
@@ -26,7 +26,7 @@ pub(super) fn check(module: &str, name: &str) -> Result<()> {
     }
     Err(ErrorKind::Damaged.error(
         "pickle",
-        format!("a use of {module}.{name}"),
+        format!("a reference to {module}.{name}"),
         "only what PyTorch puts into checkpoints",
         "nothing was executed; if the file is from a source you trust, save it again with tensors and plain values only",
     ))

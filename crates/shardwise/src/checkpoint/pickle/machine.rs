@@ -1,33 +1,33 @@
-//! The machine: a stack, a memo, and a table of objects that grows by a bounded amount per byte read.
+//! The pickle machine: a stack, a memo, and a table of objects that grows by a bounded amount per byte read.
 
 use rustc_hash::FxHashMap;
 
-use super::super::stored::NOT_OURS;
+use super::super::stored::NOT_A_CHECKPOINT;
 use super::globals;
-use super::object::{Id, Object};
+use super::object::{Object, ObjectId};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Objects that every pickle has.
-const NONE: Id = 0;
-const TRUE: Id = 1;
-const FALSE: Id = 2;
-const EMPTY_TUPLE: Id = 3;
+/// Objects that are in the table of every pickle.
+const NONE: ObjectId = 0;
+const TRUE: ObjectId = 1;
+const FALSE: ObjectId = 2;
+const EMPTY_TUPLE: ObjectId = 3;
 
-struct Machine<'a> {
+struct PickleMachine<'a> {
     bytes: &'a [u8],
     at: usize,
     objects: Vec<Object>,
-    stack: Vec<Id>,
-    /// Heights of the stack at the marks that are open.
+    stack: Vec<ObjectId>,
+    /// Stack heights at the open marks.
     marks: Vec<usize>,
-    memo: FxHashMap<u64, Id>,
+    memo: FxHashMap<u64, ObjectId>,
 }
 
-/// Reads a pickle: its objects, and the one it stands for.
-pub(super) fn run(bytes: &[u8]) -> Result<(Vec<Object>, Id)> {
+/// Parses a pickle into a table of objects and the index of the root.
+pub(super) fn run(bytes: &[u8]) -> Result<(Vec<Object>, ObjectId)> {
     let objects = vec![Object::None, Object::Bool(true), Object::Bool(false), Object::Tuple(Box::new([]))];
     let memo = FxHashMap::default();
-    let mut machine = Machine { bytes, at: 0, objects, stack: Vec::new(), marks: Vec::new(), memo };
+    let mut machine = PickleMachine { bytes, at: 0, objects, stack: Vec::new(), marks: Vec::new(), memo };
     loop {
         let at = machine.at;
         let opcode = machine.byte()?;
@@ -39,7 +39,7 @@ pub(super) fn run(bytes: &[u8]) -> Result<(Vec<Object>, Id)> {
     }
 }
 
-/// Says where in the pickle an error is.
+/// Adds the byte position to an error.
 fn located(error: Error, at: usize) -> Error {
     match error {
         Error::Invalid(inner) => {
@@ -50,13 +50,13 @@ fn located(error: Error, at: usize) -> Error {
 }
 
 fn bad(found: impl std::fmt::Display, needed: &str) -> Error {
-    ErrorKind::Damaged.error("pickle", found, needed, NOT_OURS)
+    ErrorKind::Damaged.error("pickle", found, needed, NOT_A_CHECKPOINT)
 }
 
-impl<'a> Machine<'a> {
+impl<'a> PickleMachine<'a> {
     fn step(&mut self, opcode: u8) -> Result<()> {
         match opcode {
-            // Protocol and frames: nothing depends on them.
+            // PROTO and FRAME: nothing depends on them.
             0x80 => self.take(1).map(drop),
             0x95 => self.take(8).map(drop),
             b'(' => {
@@ -89,10 +89,10 @@ impl<'a> Machine<'a> {
             b'P' => {
                 let name = Object::Text(self.line()?.into());
                 self.push(name)?;
-                self.outside()
+                self.persistent_id()
             }
-            b'Q' => self.outside(),
-            other => Err(bad(format!("instruction {other:#04x}"), "one that checkpoints use")),
+            b'Q' => self.persistent_id(),
+            other => Err(bad(format!("opcode {other:#04x}"), "one that checkpoints use")),
         }
     }
 
@@ -142,7 +142,7 @@ impl<'a> Machine<'a> {
         self.binary(length)
     }
 
-    /// A new list, tuple, dictionary or set.
+    /// Creates a list, tuple, dict or set.
     fn container(&mut self, opcode: u8) -> Result<()> {
         let object = match opcode {
             0x85..=0x87 => return self.tuple(usize::from(opcode - 0x84)),
@@ -157,7 +157,7 @@ impl<'a> Machine<'a> {
         self.push(object)
     }
 
-    /// Entries for a list, dictionary or set.
+    /// Adds entries to a list, dict or set.
     fn fill(&mut self, opcode: u8) -> Result<()> {
         match opcode {
             b'a' => {
@@ -179,7 +179,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Objects into the memo and out of it.
+    /// Stores an object in the memo or recalls one.
     fn memory(&mut self, opcode: u8) -> Result<()> {
         let index = match opcode {
             0x94 => self.memo.len() as u64,
@@ -193,7 +193,7 @@ impl<'a> Machine<'a> {
     fn take(&mut self, length: usize) -> Result<&'a [u8]> {
         let rest = &self.bytes[self.at..];
         if length > rest.len() {
-            return Err(bad(format!("an end {} bytes early", length - rest.len()), "a whole pickle"));
+            return Err(bad(format!("an end {} bytes too early", length - rest.len()), "a complete pickle"));
         }
         self.at += length;
         Ok(&rest[..length])
@@ -218,13 +218,13 @@ impl<'a> Machine<'a> {
         usize::try_from(length).map_err(|_| bad(format!("{length} bytes"), "a length"))
     }
 
-    /// The text up to the end of the line.
+    /// Reads text up to the end of the line.
     fn line(&mut self) -> Result<&'a str> {
         let rest = &self.bytes[self.at..];
         let end =
-            rest.iter().position(|&b| b == b'\n').ok_or_else(|| bad("a line without an end", "a whole pickle"))?;
+            rest.iter().position(|&b| b == b'\n').ok_or_else(|| bad("a line without an end", "a complete pickle"))?;
         self.at += end + 1;
-        std::str::from_utf8(&rest[..end]).map_err(|_| bad("bytes that are not text", "text"))
+        std::str::from_utf8(&rest[..end]).map_err(|_| bad("bytes that are not UTF-8", "text"))
     }
 
     fn index_line(&mut self) -> Result<u64> {
@@ -233,36 +233,36 @@ impl<'a> Machine<'a> {
     }
 
     fn push(&mut self, object: Object) -> Result<()> {
-        let id = Id::try_from(self.objects.len()).map_err(|_| bad("too many objects", "2^32 at most"))?;
+        let id = ObjectId::try_from(self.objects.len()).map_err(|_| bad("too many objects", "2^32 at most"))?;
         self.objects.push(object);
         self.stack.push(id);
         Ok(())
     }
 
-    fn known(&mut self, id: Id) -> Result<()> {
+    fn known(&mut self, id: ObjectId) -> Result<()> {
         self.stack.push(id);
         Ok(())
     }
 
-    /// The height below which the stack is hidden by a mark.
+    /// The stack height at the innermost mark: objects below it cannot be popped.
     fn floor(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
 
-    fn top(&self) -> Result<Id> {
+    fn top(&self) -> Result<ObjectId> {
         match self.stack.last() {
             Some(&id) if self.stack.len() > self.floor() => Ok(id),
             _ => Err(bad("an empty stack", "an object on it")),
         }
     }
 
-    fn pop(&mut self) -> Result<Id> {
+    fn pop(&mut self) -> Result<ObjectId> {
         let id = self.top()?;
         self.stack.pop();
         Ok(id)
     }
 
-    fn since_mark(&mut self) -> Result<Vec<Id>> {
+    fn since_mark(&mut self) -> Result<Vec<ObjectId>> {
         let mark = self.marks.pop().ok_or_else(|| bad("no mark", "a mark on the stack"))?;
         Ok(self.stack.split_off(mark))
     }
@@ -275,20 +275,20 @@ impl<'a> Machine<'a> {
         self.push(Object::Tuple(entries.into()))
     }
 
-    fn append(&mut self, entries: &[Id]) -> Result<()> {
+    fn append(&mut self, entries: &[ObjectId]) -> Result<()> {
         let id = self.top()?;
         match &mut self.objects[id as usize] {
             Object::List(list) | Object::Set(list) => list.extend_from_slice(entries),
-            _ => return Err(bad("entries for what is no list", "a list")),
+            _ => return Err(bad("entries for an object that is not a list", "a list")),
         }
         Ok(())
     }
 
-    fn set_items(&mut self, pairs: &[(Id, Id)]) -> Result<()> {
+    fn set_items(&mut self, pairs: &[(ObjectId, ObjectId)]) -> Result<()> {
         let id = self.top()?;
         match &mut self.objects[id as usize] {
             Object::Dict(dict) => dict.extend_from_slice(pairs),
-            _ => return Err(bad("items for what is no dict", "a dict")),
+            _ => return Err(bad("items for an object that is not a dict", "a dict")),
         }
         Ok(())
     }
@@ -300,7 +300,10 @@ impl<'a> Machine<'a> {
     }
 
     fn recall(&mut self, index: u64) -> Result<()> {
-        let id = self.memo.get(&index).ok_or_else(|| bad(format!("no object {index}"), "one that was remembered"))?;
+        let id = self
+            .memo
+            .get(&index)
+            .ok_or_else(|| bad(format!("no object {index} in the memo"), "one that was stored in the memo"))?;
         self.stack.push(*id);
         Ok(())
     }
@@ -316,12 +319,12 @@ impl<'a> Machine<'a> {
     fn push_decimal(&mut self, line: &str) -> Result<()> {
         let digits = line.strip_prefix('-').unwrap_or(line);
         if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
-            return Err(bad(format!("{line:?}"), "a whole number"));
+            return Err(bad(format!("{line:?}"), "an integer"));
         }
         self.push(line.parse().map_or(Object::BigInt, Object::Int))
     }
 
-    /// A whole number in two's complement, the low byte first.
+    /// An integer in two's complement, little-endian.
     fn long(&mut self, length: usize) -> Result<()> {
         let bytes = self.take(length)?;
         let fill = if bytes.last().is_some_and(|b| b & 0x80 != 0) { 0xff } else { 0 };
@@ -338,7 +341,7 @@ impl<'a> Machine<'a> {
 
     fn unicode(&mut self, length: usize) -> Result<()> {
         let bytes = self.take(length)?;
-        let text = std::str::from_utf8(bytes).map_err(|_| bad("bytes that are not text", "text"))?;
+        let text = std::str::from_utf8(bytes).map_err(|_| bad("bytes that are not UTF-8", "text"))?;
         self.push(Object::Text(text.into()))
     }
 
@@ -347,7 +350,7 @@ impl<'a> Machine<'a> {
         self.push(Object::Bytes(bytes.into()))
     }
 
-    /// What Python 2 called a string: text if it can be.
+    /// A Python 2 `str`: text if it is UTF-8, else bytes.
     fn old_text(&mut self, length: usize) -> Result<()> {
         let bytes = self.take(length)?;
         match std::str::from_utf8(bytes) {
@@ -356,7 +359,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Text on a line of its own.
+    /// Text that ends with the line, as protocol 0 stores it.
     fn quoted(&mut self, quotes: bool) -> Result<()> {
         let line = self.line()?;
         let inner = match quotes {
@@ -365,7 +368,7 @@ impl<'a> Machine<'a> {
         };
         match inner {
             Some(text) if !text.contains('\\') => self.push(Object::Text(text.into())),
-            _ => Err(bad("text with escapes", "plain text, as protocol 2 and later have it")),
+            _ => Err(bad("text with escapes", "plain text, as in protocol 2 and later")),
         }
     }
 
@@ -382,7 +385,7 @@ impl<'a> Machine<'a> {
                 let names = Box::new((module.to_string(), name.to_string()));
                 self.push(Object::Global(names))
             }
-            _ => Err(bad("a class whose name is no text", "the name of a class")),
+            _ => Err(bad("a class whose name is not a string", "the name of a class")),
         }
     }
 
@@ -392,12 +395,12 @@ impl<'a> Machine<'a> {
             return Err(bad("a call without a tuple of arguments", "a tuple"));
         };
         let Object::Global(names) = &self.objects[callable as usize] else {
-            return Err(bad("a call of what is no class or function", "one by name"));
+            return Err(bad("a call of an object that is not a class or function", "a class or function by name"));
         };
-        // An ordered dict is a dict: its items follow, as those of a dict do.
+        // An `OrderedDict` becomes a dict: its items follow by SETITEMS, as those of a dict do.
         match names.1 == "OrderedDict" && given.is_empty() {
             true => self.push(Object::Dict(Vec::new())),
-            false => self.push(Object::Made { callable, args, state: None }),
+            false => self.push(Object::Constructed { callable, args, state: None }),
         }
     }
 
@@ -405,21 +408,21 @@ impl<'a> Machine<'a> {
         let new = self.pop()?;
         let id = self.top()?;
         match &mut self.objects[id as usize] {
-            Object::Made { state, .. } => *state = Some(new),
-            // Attributes of an ordered dict, such as the versions of modules in a state dict.
+            Object::Constructed { state, .. } => *state = Some(new),
+            // Attributes of an `OrderedDict`, such as `_metadata` of a state dict; not needed.
             Object::Dict(_) => {}
-            _ => return Err(bad("a state for what is no object", "an object")),
+            _ => return Err(bad("state for an object that cannot have one", "an object")),
         }
         Ok(())
     }
 
-    fn outside(&mut self) -> Result<()> {
+    fn persistent_id(&mut self) -> Result<()> {
         let name = self.pop()?;
-        self.push(Object::Outside(name))
+        self.push(Object::PersistentId(name))
     }
 }
 
-fn pairs(entries: &[Id]) -> Result<Vec<(Id, Id)>> {
+fn pairs(entries: &[ObjectId]) -> Result<Vec<(ObjectId, ObjectId)>> {
     match entries.as_chunks::<2>() {
         (pairs, []) => Ok(pairs.iter().map(|&[key, value]| (key, value)).collect()),
         _ => Err(bad("a key without a value", "pairs")),

@@ -1,8 +1,8 @@
-//! Pickles, read without executing anything, and written.
+//! Reading pickles without executing anything, and writing them.
 //!
-//! A pickle is a program for a small machine that can call any function it names. Here the machine only builds a table of
-//! objects: a call is recorded and not made, and a name that checkpoints have no use for ends the reading. It is ours because
-//! a general reader has no list of names, and no bound on what objects that are used many times grow to.
+//! A pickle is a program for a stack machine that can call any function by name. This machine only builds a table of objects:
+//! calls are recorded and not executed, and a name that checkpoints have no use for is an error. A general pickle crate would
+//! neither restrict the names nor bound the memory of objects that are referenced many times.
 
 mod globals;
 mod machine;
@@ -11,57 +11,59 @@ mod write;
 
 use std::collections::BTreeMap;
 
-use super::stored::NOT_OURS;
+use super::stored::NOT_A_CHECKPOINT;
 use super::value::Value;
 use crate::error::{ErrorKind, Result};
 
-pub(super) use object::{Id, Object};
-pub(super) use write::Writer;
+pub(super) use object::{Object, ObjectId};
+pub(super) use write::PickleWriter;
 
-/// A pickle that has been read.
+/// A parsed pickle.
 #[derive(Debug)]
 pub(super) struct Pickle {
     objects: Vec<Object>,
-    root: Id,
-    /// How much may be made of it: objects that are used many times would otherwise grow without bound.
+    root: ObjectId,
+    /// How many bytes may be copied out of the pickle: objects that are referenced many times could otherwise expand without
+    /// bound ("billion laughs").
     budget: usize,
 }
 
-/// More dimensions than PyTorch's tensors can have are refused.
+/// Most dimensions of a tensor, as in PyTorch.
 const MAX_DIMS: usize = 64;
-/// Values nested deeper than this are refused.
+/// Deepest nesting of values: bounds the recursion, and real state dicts are far shallower.
 pub(super) const MAX_DEPTH: usize = 100;
 
 impl Pickle {
-    /// Reads a pickle.
+    /// Parses a pickle.
     pub(super) fn read(bytes: &[u8]) -> Result<Pickle> {
+        // 32 bytes per byte of pickle, plus room for small ones: generous, and linear in the size of the file.
         let (objects, root) = machine::run(bytes)?;
         Ok(Pickle { objects, root, budget: bytes.len().saturating_mul(32).saturating_add(1 << 16) })
     }
 
-    /// What the pickle stands for.
-    pub(super) fn root(&self) -> Id {
+    /// The root object.
+    pub(super) fn root(&self) -> ObjectId {
         self.root
     }
 
-    /// How many bytes may be made of this pickle.
+    /// How many bytes may be copied out of this pickle.
     pub(super) fn budget(&self) -> usize {
         self.budget
     }
 
-    pub(super) fn get(&self, id: Id) -> &Object {
+    pub(super) fn get(&self, id: ObjectId) -> &Object {
         &self.objects[id as usize]
     }
 
-    pub(super) fn text(&self, id: Id) -> Option<&str> {
+    pub(super) fn text(&self, id: ObjectId) -> Option<&str> {
         match self.get(id) {
             Object::Text(text) => Some(text),
             _ => None,
         }
     }
 
-    /// A size, an offset or a position.
-    pub(super) fn size(&self, id: Id) -> Option<usize> {
+    /// A non-negative integer, such as a size or an offset.
+    pub(super) fn size(&self, id: ObjectId) -> Option<usize> {
         match self.get(id) {
             Object::Int(n) => usize::try_from(*n).ok(),
             _ => None,
@@ -69,7 +71,7 @@ impl Pickle {
     }
 
     /// The entries of a list or tuple.
-    pub(super) fn entries(&self, id: Id) -> Option<&[Id]> {
+    pub(super) fn entries(&self, id: ObjectId) -> Option<&[ObjectId]> {
         match self.get(id) {
             Object::List(entries) => Some(entries),
             Object::Tuple(entries) => Some(entries),
@@ -77,9 +79,9 @@ impl Pickle {
         }
     }
 
-    /// Sizes: a tuple or list, or `torch.Size` of one.
-    pub(super) fn sizes(&self, id: Id) -> Option<Vec<usize>> {
-        let id = match self.made(id) {
+    /// A shape: a tuple or list of integers, or a `torch.Size`.
+    pub(super) fn sizes(&self, id: ObjectId) -> Option<Vec<usize>> {
+        let id = match self.constructed(id) {
             Some(("torch", "Size", args, _)) => *self.entries(args)?.first()?,
             Some(_) => return None,
             None => id,
@@ -88,30 +90,30 @@ impl Pickle {
         sizes.iter().map(|&entry| self.size(entry)).collect()
     }
 
-    pub(super) fn dict(&self, id: Id) -> Option<&[(Id, Id)]> {
+    pub(super) fn dict(&self, id: ObjectId) -> Option<&[(ObjectId, ObjectId)]> {
         match self.get(id) {
             Object::Dict(pairs) => Some(pairs),
             _ => None,
         }
     }
 
-    /// The entry of a dict under a name; the last one counts.
-    pub(super) fn field(&self, id: Id, name: &str) -> Option<Id> {
+    /// The entry of a dict under a string key; of duplicates, the last one, as in Python.
+    pub(super) fn field(&self, id: ObjectId, name: &str) -> Option<ObjectId> {
         self.dict(id)?.iter().rev().find(|(key, _)| self.text(*key) == Some(name)).map(|&(_, value)| value)
     }
 
     /// Module and name of a class or function.
-    pub(super) fn global(&self, id: Id) -> Option<(&str, &str)> {
+    pub(super) fn global(&self, id: ObjectId) -> Option<(&str, &str)> {
         match self.get(id) {
             Object::Global(names) => Some((&names.0, &names.1)),
             _ => None,
         }
     }
 
-    /// Module and name of what an object is made with, the arguments, and the state.
-    pub(super) fn made(&self, id: Id) -> Option<(&str, &str, Id, Option<Id>)> {
+    /// Module and name of the callable that constructs an object, the arguments, and the state.
+    pub(super) fn constructed(&self, id: ObjectId) -> Option<(&str, &str, ObjectId, Option<ObjectId>)> {
         match self.get(id) {
-            Object::Made { callable, args, state } => {
+            Object::Constructed { callable, args, state } => {
                 let (module, name) = self.global(*callable)?;
                 Some((module, name, *args, *state))
             }
@@ -119,15 +121,15 @@ impl Pickle {
         }
     }
 
-    /// An object as a value, not deeper than `depth`; what it takes comes off the budget.
-    pub(super) fn value(&self, id: Id, depth: usize, budget: &mut usize) -> Result<Value> {
+    /// Converts an object to a value of at most `depth` levels; its size is subtracted from the budget.
+    pub(super) fn value(&self, id: ObjectId, depth: usize, budget: &mut usize) -> Result<Value> {
         let object = self.get(id);
         self.spend(id, depth, budget)?;
-        let list = |entries: &[Id], budget: &mut usize| -> Result<Vec<Value>> {
+        let list = |entries: &[ObjectId], budget: &mut usize| -> Result<Vec<Value>> {
             entries.iter().map(|&entry| self.value(entry, depth - 1, budget)).collect()
         };
         let unfit = |found: String| {
-            let needed = "none, truth values, integers of 64 bits, numbers, text, lists, tuples and dicts of these";
+            let needed = "None, booleans, 64-bit integers, floats, strings, and lists, tuples and dicts of these";
             ErrorKind::Unsupported.error(
                 "stored value",
                 found,
@@ -146,13 +148,14 @@ impl Pickle {
             Object::Dict(pairs) => {
                 let mut map = BTreeMap::new();
                 for &(key, value) in pairs {
-                    let name = self.key_text(key).ok_or_else(|| unfit("a dict with keys that are not text".into()))?;
+                    let name =
+                        self.key_text(key).ok_or_else(|| unfit("a dict with keys that are not strings".into()))?;
                     *budget = budget.saturating_sub(name.len());
                     map.insert(name, self.value(value, depth - 1, budget)?);
                 }
                 Value::Map(map)
             }
-            Object::Made { .. } => match self.sizes(id) {
+            Object::Constructed { .. } => match self.sizes(id) {
                 Some(sizes) => Value::Tuple(sizes.into_iter().map(|n| Value::Int(n as i64)).collect()),
                 None => return Err(unfit(format!("an object ({})", self.describe(id)))),
             },
@@ -160,23 +163,23 @@ impl Pickle {
         })
     }
 
-    /// Takes the cost of an object off a budget; an error if it is used up, or if the object lies too deep.
-    pub(super) fn spend(&self, id: Id, depth: usize, budget: &mut usize) -> Result<()> {
+    /// Subtracts the cost of an object from a budget; fails if the budget or the depth is used up.
+    pub(super) fn spend(&self, id: ObjectId, depth: usize, budget: &mut usize) -> Result<()> {
         let cost = match self.get(id) {
             Object::Text(text) => 1 + text.len(),
             _ => 1,
         };
         if depth == 0 || *budget < cost {
-            let found = "values inside values without end, or one value over and over";
+            let found = "values nested without end, or one value repeated too often";
             let needed = format!("{MAX_DEPTH} levels and {} entries at most", self.budget);
-            return Err(ErrorKind::Damaged.error("pickle", found, needed, NOT_OURS));
+            return Err(ErrorKind::Damaged.error("pickle", found, needed, NOT_A_CHECKPOINT));
         }
         *budget -= cost;
         Ok(())
     }
 
-    /// The key of a dict as text, as Python's `str` has it.
-    pub(super) fn key_text(&self, id: Id) -> Option<String> {
+    /// The key of a dict as Python's `str` formats it.
+    pub(super) fn key_text(&self, id: ObjectId) -> Option<String> {
         match self.get(id) {
             Object::Text(text) => Some(text.to_string()),
             Object::Int(n) => Some(n.to_string()),
@@ -186,23 +189,23 @@ impl Pickle {
         }
     }
 
-    /// What an object is, for messages.
-    pub(super) fn describe(&self, id: Id) -> String {
+    /// What kind of object it is, for messages.
+    pub(super) fn describe(&self, id: ObjectId) -> String {
         let kind = match self.get(id) {
             Object::None => "None",
-            Object::Bool(_) => "a truth value",
-            Object::Int(_) => "a whole number",
-            Object::BigInt => "a whole number beyond 64 bits",
-            Object::Float(_) => "a number",
-            Object::Text(_) => "text",
+            Object::Bool(_) => "a boolean",
+            Object::Int(_) => "an integer",
+            Object::BigInt => "an integer beyond 64 bits",
+            Object::Float(_) => "a float",
+            Object::Text(_) => "a string",
             Object::Bytes(_) => "bytes",
             Object::List(_) => "a list",
             Object::Tuple(_) => "a tuple",
             Object::Dict(_) => "a dict",
             Object::Set(_) => "a set",
-            Object::Outside(_) => "a storage",
+            Object::PersistentId(_) => "a storage",
             Object::Global(names) => return format!("{}.{}", names.0, names.1),
-            Object::Made { callable, .. } => match self.global(*callable) {
+            Object::Constructed { callable, .. } => match self.global(*callable) {
                 Some((module, name)) => return format!("{module}.{name}"),
                 None => "an object without a class",
             },

@@ -1,44 +1,44 @@
-//! Objects that pickles build.
+//! The objects of a parsed pickle.
 
-/// Number of an object of a pickle.
-pub(in crate::checkpoint) type Id = u32;
+/// Index of an object in the table of its pickle.
+pub(in crate::checkpoint) type ObjectId = u32;
 
-/// What a pickle builds. Objects refer to others by number: one that is used twice, or contains itself, is still one entry.
+/// An object of a pickle. Objects refer to each other by index: one that is used twice, or contains itself, is one entry.
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::checkpoint) enum Object {
-    /// Nothing.
+    /// Python's `None`.
     None,
-    /// A truth value.
+    /// A boolean.
     Bool(bool),
-    /// A whole number.
+    /// An integer.
     Int(i64),
-    /// A whole number that 64 bits cannot hold.
+    /// An integer that does not fit in 64 bits; its value is not kept.
     BigInt,
-    /// A number.
+    /// A floating-point number.
     Float(f64),
-    /// Text.
+    /// A string.
     Text(Box<str>),
     /// Bytes.
     Bytes(Box<[u8]>),
     /// A list.
-    List(Vec<Id>),
+    List(Vec<ObjectId>),
     /// A tuple.
-    Tuple(Box<[Id]>),
-    /// Pairs in the order in which they were put in.
-    Dict(Vec<(Id, Id)>),
+    Tuple(Box<[ObjectId]>),
+    /// A dict: key-value pairs in the order of insertion.
+    Dict(Vec<(ObjectId, ObjectId)>),
     /// A set.
-    Set(Vec<Id>),
-    /// The name of a class or function.
+    Set(Vec<ObjectId>),
+    /// Module and name of a class or function.
     Global(Box<(String, String)>),
-    /// The result of a call that was not made, or an object of a class.
-    Made {
-        /// What would have been called.
-        callable: Id,
-        /// The tuple of its arguments.
-        args: Id,
-        /// What the object would have been filled with.
-        state: Option<Id>,
+    /// The result of a call that was recorded and not executed, or an instance of a class.
+    Constructed {
+        /// The class or function.
+        callable: ObjectId,
+        /// The tuple of arguments.
+        args: ObjectId,
+        /// The state that `BUILD` would have set, usually the `__dict__`.
+        state: Option<ObjectId>,
     },
-    /// Something outside the pickle, by its name there.
-    Outside(Id),
+    /// A reference to an object outside the pickle (`persistent_id`): a storage of the archive.
+    PersistentId(ObjectId),
 }

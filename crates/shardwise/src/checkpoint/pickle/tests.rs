@@ -10,7 +10,7 @@ fn value_of(bytes: &[u8]) -> Result<Value> {
 }
 
 fn written(value: &Value) -> Vec<u8> {
-    let mut writer = Writer::new();
+    let mut writer = PickleWriter::new();
     writer.value(value);
     writer.finish()
 }
@@ -68,7 +68,7 @@ fn only_listed_names_are_accepted_and_the_others_are_named() {
 
 #[test]
 fn lists_inside_themselves_and_shared_ones_end() {
-    assert!(value_of(b"]q\0h\0a.").unwrap_err().to_string().contains("without end"));
+    assert!(value_of(b"]q\0h\0a.").unwrap_err().to_string().contains("nested without end"));
     assert!(value_of(b"}q\0X\x01\0\0\0ah\0s.").is_err());
     // Each list has the one before it ten times: 10^50 entries if they were written out.
     let mut bomb = b"]q\0".to_vec();

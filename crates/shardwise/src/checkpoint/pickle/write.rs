@@ -1,28 +1,28 @@
-//! Writing pickles of protocol 2, which every Python 3 reads.
+//! Writing pickles of protocol 2, which every Python 3 and `torch.load(weights_only=True)` read.
 
 use std::collections::BTreeMap;
 
 use super::super::value::Value;
 
-/// A pickle under construction: every method puts one object on the stack, or combines those that are on it.
-pub(in crate::checkpoint) struct Writer {
+/// A pickle under construction: each method pushes an object onto the stack, or combines objects on it.
+pub(in crate::checkpoint) struct PickleWriter {
     bytes: Vec<u8>,
-    /// Names that were written before, by their number in the memo.
+    /// Globals that were written before, with their index in the memo.
     globals: BTreeMap<(&'static str, &'static str), u32>,
 }
 
-impl Writer {
+impl PickleWriter {
     pub(in crate::checkpoint) fn new() -> Self {
-        Writer { bytes: vec![0x80, 2], globals: BTreeMap::new() }
+        PickleWriter { bytes: vec![0x80, 2], globals: BTreeMap::new() }
     }
 
-    /// The pickle, which stands for the object on the stack.
+    /// Ends the pickle, whose root is the object on the stack.
     pub(in crate::checkpoint) fn finish(mut self) -> Vec<u8> {
         self.bytes.push(b'.');
         self.bytes
     }
 
-    /// A class or function.
+    /// Pushes a class or function.
     pub(in crate::checkpoint) fn global(&mut self, module: &'static str, name: &'static str) {
         let next = self.globals.len() as u32;
         match self.globals.get(&(module, name)) {
@@ -80,7 +80,7 @@ impl Writer {
         self.bytes.extend_from_slice(text.as_bytes());
     }
 
-    /// Begins a tuple: what follows until it ends is in it.
+    /// Begins a tuple: objects up to [`end_tuple`](Self::end_tuple) are its entries.
     pub(in crate::checkpoint) fn begin_tuple(&mut self) {
         self.bytes.push(b'(');
     }
@@ -101,7 +101,7 @@ impl Writer {
         self.bytes.push(b'e');
     }
 
-    /// Ends a dict; keys and values took turns.
+    /// Ends a dict, whose keys and values were pushed alternately.
     pub(in crate::checkpoint) fn end_dict(&mut self) {
         self.bytes.push(b'u');
     }
@@ -110,36 +110,36 @@ impl Writer {
         self.bytes.push(b')');
     }
 
-    /// Calls the function below the tuple of its arguments.
+    /// Calls the function below the tuple of arguments.
     pub(in crate::checkpoint) fn call(&mut self) {
         self.bytes.push(b'R');
     }
 
-    /// An empty object of a class; its state follows, then `build`.
+    /// Pushes an instance of a class without arguments; push its state next, then call [`build`](Self::build).
     pub(in crate::checkpoint) fn object(&mut self, module: &'static str, name: &'static str) {
         self.global(module, name);
         self.empty_tuple();
         self.bytes.push(0x81);
     }
 
-    /// Fills the object below the state.
+    /// Sets the state on top of the stack on the object below it.
     pub(in crate::checkpoint) fn build(&mut self) {
         self.bytes.push(b'b');
     }
 
-    /// Makes the object on the stack the name of something outside the pickle.
-    pub(in crate::checkpoint) fn outside(&mut self) {
+    /// Turns the object on the stack into a persistent id: the name of an object outside the pickle.
+    pub(in crate::checkpoint) fn persistent_id(&mut self) {
         self.bytes.push(b'Q');
     }
 
-    /// A tuple of sizes.
+    /// Pushes a tuple of integers.
     pub(in crate::checkpoint) fn sizes(&mut self, sizes: &[usize]) {
         self.begin_tuple();
         sizes.iter().for_each(|&n| self.int(n as i64));
         self.end_tuple();
     }
 
-    /// A value as Python has it.
+    /// Pushes a value as the corresponding Python object.
     pub(in crate::checkpoint) fn value(&mut self, value: &Value) {
         match value {
             Value::None => self.none(),

@@ -1,7 +1,7 @@
-//! Files of `torch.save`: a zip archive with a pickle, and an entry per storage.
+//! `torch.save` files: a zip archive with a pickle, and an entry per storage.
 
 mod names;
-mod saved;
+mod archive;
 mod write;
 
 use super::files::Files;
@@ -9,10 +9,10 @@ use super::format::CheckpointFormat;
 use super::stored::Contents;
 use crate::error::{ErrorKind, Result};
 
-pub(super) use saved::{Saved, at_key};
+pub(super) use archive::{TorchArchive, at_key};
 pub(super) use write::{write_tensor, write_value};
 
-/// The format, see above.
+/// See the module's documentation.
 pub(super) struct Torch;
 
 impl CheckpointFormat for Torch {
@@ -21,18 +21,18 @@ impl CheckpointFormat for Torch {
     }
 
     fn about(&self) -> &'static str {
-        "one file of torch.save"
+        "A single torch.save file (read only)"
     }
 
-    /// Every single file: it is asked last, and an error of the archive says most about a file that is something else.
+    /// Any single file: this format is tried last, and its error describes best what is wrong with some other file.
     fn detect(&self, files: &Files) -> bool {
-        files.single().is_some()
+        files.single_file().is_some()
     }
 
-    /// Nested dicts and lists become keys with dots, as PyTorch's distributed checkpoint has them.
+    /// Nested dicts and lists become dotted keys, as in a DCP checkpoint.
     fn open(&self, files: &Files) -> Result<Contents> {
-        let name = files.single().unwrap_or_default();
-        let saved = Saved::open(files, name, 0, files.size(name).unwrap_or(0))?;
+        let name = files.single_file().unwrap_or_default();
+        let saved = TorchArchive::open(files, name, 0, files.size(name).unwrap_or(0))?;
         let mut contents = Contents::default();
         for (path, leaf) in saved.flatten(&[])? {
             if path.is_empty() {
@@ -49,7 +49,7 @@ impl CheckpointFormat for Torch {
         false
     }
 
-    /// The checkpoint is one file: others in its directory do not matter.
+    /// The checkpoint is a single file: other files of its directory do not matter.
     fn belongs(&self, _: &str) -> bool {
         true
     }

@@ -1,12 +1,11 @@
-//! Names of entries and classes in archives of `torch.save`.
+//! Names of entries and classes in `torch.save` archives.
 
 use super::super::element::ElementType;
 
-/// The entry with the checksums of the blocks of storage 0, in archives of one tensor that this library wrote. PyTorch does
-/// not look at it.
+/// The entry with the block checksums of storage 0, in single-tensor archives that this library wrote. PyTorch ignores it.
 pub(super) const CHECKSUMS: &str = ".shardwise_crc32";
 
-/// The classes of storages that have a type of elements; other types are stored as bytes.
+/// Typed storage classes; elements of other types are stored in an `UntypedStorage`.
 pub(super) const STORAGES: &[(&str, ElementType)] = &[
     ("FloatStorage", ElementType::F32),
     ("DoubleStorage", ElementType::F64),

@@ -2,9 +2,9 @@
 
 use super::super::catalog::Catalog;
 use super::super::open::open;
-use super::super::pickle::Writer as PickleWriter;
+use super::super::pickle::PickleWriter;
 use super::super::value::{Key, Value};
-use super::super::zip::Writer;
+use super::super::zip::ZipWriter;
 use super::*;
 
 /// A file of `torch.save` around a pickle, with a storage of six numbers of 16 bits.
@@ -12,7 +12,7 @@ fn opened(name: &str, byteorder: &[u8], fill: impl Fn(&mut PickleWriter)) -> Res
     let mut pickle = PickleWriter::new();
     fill(&mut pickle);
     let mut bytes = Vec::new();
-    let mut archive = Writer::new(&mut bytes);
+    let mut archive = ZipWriter::new(&mut bytes);
     archive.small("model/data.pkl", &pickle.finish())?;
     archive.small("model/byteorder", byteorder)?;
     let elements: Vec<u8> = (0..6i16).flat_map(i16::to_le_bytes).collect();
@@ -41,7 +41,7 @@ fn tensor(pickle: &mut PickleWriter, first: i64, sizes: &[usize], strides: &[usi
     pickle.text("cpu");
     pickle.int(6);
     pickle.end_tuple();
-    pickle.outside();
+    pickle.persistent_id();
     pickle.int(first);
     pickle.sizes(sizes);
     pickle.sizes(strides);
@@ -122,9 +122,9 @@ fn tensors_outside_their_storage_and_other_lies_are_refused() {
     refused("inside its storage", b"little", &one(0, &[2, 2], &[1 << 62, 1]));
     refused("memory can address", b"little", &one(0, &[1 << 40, 1 << 40], &[0, 0]));
     refused("contiguous()", b"little", &one(0, &[1 << 40], &[0]));
-    refused("another form", b"little", &one(-1, &[1], &[1]));
-    refused("another form", b"little", &one(0, &[1], &[1, 1]));
-    refused("another order", b"big", &one(0, &[1], &[1]));
+    refused("unknown form", b"little", &one(-1, &[1], &[1]));
+    refused("unknown form", b"little", &one(0, &[1], &[1, 1]));
+    refused("big-endian", b"big", &one(0, &[1], &[1]));
     refused("a dict or list", b"little", &|p| tensor(p, 0, &[1], &[1]));
     refused("two entries", b"little", &|p| {
         dict(p, &[("a.b", &|p| p.int(1)), ("a", &|p| dict(p, &[("b", &|p| p.int(2))]))]);
@@ -153,13 +153,13 @@ fn entries_that_share_what_they_hold_do_not_multiply_it() {
         }
         pickle.extend_from_slice(b"u.");
         let mut bytes = Vec::new();
-        let mut archive = Writer::new(&mut bytes);
+        let mut archive = ZipWriter::new(&mut bytes);
         archive.small("model/data.pkl", &pickle).unwrap();
         archive.finish().unwrap();
         let path = std::env::temp_dir().join(format!("shardwise-torch-shared-{}.pt", std::process::id()));
         std::fs::write(&path, bytes).unwrap();
         let outcome = open(&path);
         std::fs::remove_file(&path).unwrap();
-        assert!(outcome.unwrap_err().to_string().contains("over and over"));
+        assert!(outcome.unwrap_err().to_string().contains("repeated too often"));
     }
 }

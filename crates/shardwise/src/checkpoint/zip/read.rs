@@ -1,47 +1,47 @@
-//! Finding entries of an archive with a few small reads. Nothing is ever inflated.
+//! Locating entries of an archive with a few small reads. Nothing is ever decompressed.
 
 use std::collections::BTreeMap;
 
 use super::super::files::Files;
-use super::super::stored::NOT_OURS;
+use super::super::stored::NOT_A_CHECKPOINT;
 use super::records::{
     CENTRAL, CENTRAL_LENGTH, END, END_64, END_64_LENGTH, END_LENGTH, EXTRA_64, LOCAL, LOCAL_LENGTH, LOCATOR_64,
     LOCATOR_64_LENGTH,
 };
 use crate::error::{Error, ErrorKind, Result};
 
-/// How much is read at both ends of an archive: all that is small in most.
-const ENDS: u64 = 2 << 10;
-/// The comment behind the directory's end is this long at most.
+/// Bytes read at both ends of an archive: in most single-tensor archives everything but the elements.
+const END_READ_BYTES: u64 = 2 << 10;
+/// Longest comment behind the end of the central directory, by the format.
 const MAX_COMMENT: u64 = u16::MAX as u64;
-/// A longer directory is refused.
+/// Longest central directory that is read: a bound on what a hostile file can make a reader allocate.
 const MAX_DIRECTORY: u64 = 1 << 28;
 
-/// An archive that is a range of a file.
+/// An archive in a byte range of a file.
 pub(in crate::checkpoint) struct Archive<'a> {
     files: &'a Files,
     file: &'a str,
     start: u64,
     length: u64,
-    /// What has been read of both ends, and where it begins.
+    /// The first and the last bytes of the archive, read when it was opened.
     head: Vec<u8>,
     tail: Vec<u8>,
-    entries: BTreeMap<String, Entry>,
+    entries: BTreeMap<String, ZipEntry>,
 }
 
-/// An entry of an archive.
+/// An entry of the central directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::checkpoint) struct Entry {
-    /// Where its local header begins, in the archive.
+pub(in crate::checkpoint) struct ZipEntry {
+    /// Offset of the local header in the archive.
     header: u64,
-    /// Its size in bytes.
+    /// Size of the data in bytes.
     pub(in crate::checkpoint) bytes: u64,
-    /// CRC-32 of its bytes; PyTorch writes 0 if it was told not to compute it.
+    /// CRC-32 of the data; `None` if it is 0, which PyTorch writes when `set_crc32_options(False)` is in effect.
     pub(in crate::checkpoint) crc32: Option<u32>,
 }
 
 impl<'a> Archive<'a> {
-    /// The archive in a range of a file.
+    /// Opens the archive in a byte range of a file.
     pub(in crate::checkpoint) fn open(files: &'a Files, file: &'a str, start: u64, length: u64) -> Result<Self> {
         let mut archive =
             Archive { files, file, start, length, head: Vec::new(), tail: Vec::new(), entries: BTreeMap::new() };
@@ -50,9 +50,9 @@ impl<'a> Archive<'a> {
             let found = format!("{size} bytes");
             return Err(archive.bad(found, format!("an archive of {length} bytes from byte {start} on")));
         }
-        let ends = length.min(ENDS);
+        let ends = length.min(END_READ_BYTES);
         archive.tail = archive.bytes(length - ends, ends)?;
-        archive.head = if length <= ENDS { archive.tail.clone() } else { archive.bytes(0, ends)? };
+        archive.head = if length <= END_READ_BYTES { archive.tail.clone() } else { archive.bytes(0, ends)? };
         let (at, length, count) = archive.directory()?;
         let bytes = archive.bytes(at, length)?;
         archive.entries = archive.parse(&bytes, count)?;
@@ -64,15 +64,16 @@ impl<'a> Archive<'a> {
         self.entries.keys().map(String::as_str)
     }
 
-    pub(in crate::checkpoint) fn entry(&self, name: &str) -> Result<Entry> {
+    pub(in crate::checkpoint) fn entry(&self, name: &str) -> Result<ZipEntry> {
         self.entries.get(name).copied().ok_or_else(|| self.bad(format!("no entry {name:?}"), "one"))
     }
 
-    /// Where the data of an entry begins in the file.
+    /// Offset of an entry's data in the file.
     pub(in crate::checkpoint) fn locate(&self, name: &str) -> Result<u64> {
         let entry = self.entry(name)?;
         let end = |from: u64, length: u64| from.checked_add(length).filter(|&end| end <= self.length);
-        let outside = || self.bad(format!("entry {name:?} that ends outside"), "entries inside the archive");
+        let outside =
+            || self.bad(format!("entry {name:?} that ends outside the archive"), "entries inside the archive");
         end(entry.header, LOCAL_LENGTH).ok_or_else(outside)?;
         let local = self.bytes(entry.header, LOCAL_LENGTH)?;
         let (name_length, extra_length) = (u64::from(u16_at(&local, 26)), u64::from(u16_at(&local, 28)));
@@ -87,7 +88,7 @@ impl<'a> Archive<'a> {
         Ok(self.start + data)
     }
 
-    /// The bytes of an entry, `most` at most, compared with their checksum.
+    /// Reads an entry of at most `most` bytes and verifies its checksum.
     pub(in crate::checkpoint) fn read(&self, name: &str, most: u64) -> Result<Vec<u8>> {
         let entry = self.entry(name)?;
         if entry.bytes > most {
@@ -106,10 +107,10 @@ impl<'a> Archive<'a> {
     }
 
     fn bad(&self, found: impl std::fmt::Display, needed: impl std::fmt::Display) -> Error {
-        ErrorKind::Damaged.error("zip archive", format!("{found} in {:?}", self.file), needed, NOT_OURS)
+        ErrorKind::Damaged.error("zip archive", format!("{found} in {:?}", self.file), needed, NOT_A_CHECKPOINT)
     }
 
-    /// A range of the archive that is known to lie in it.
+    /// Reads a range that is known to be inside the archive.
     fn bytes(&self, at: u64, length: u64) -> Result<Vec<u8>> {
         let within = |kept: &[u8], begin: u64| {
             let from = usize::try_from(at.checked_sub(begin)?).ok()?;
@@ -124,9 +125,9 @@ impl<'a> Archive<'a> {
         Ok(bytes)
     }
 
-    /// Where the directory is, how long, and how many entries it has.
+    /// Finds the central directory: offset, length and number of entries.
     fn directory(&self) -> Result<(u64, u64, u64)> {
-        let none = || self.bad("no directory of entries at the end", "a file of torch.save, from PyTorch 1.6 on");
+        let none = || self.bad("no central directory at the end", "a torch.save file of PyTorch 1.6 or later");
         if self.length < END_LENGTH {
             return Err(none());
         }
@@ -145,7 +146,7 @@ impl<'a> Archive<'a> {
         let mut length = u64::from(u32_at(&end, 12));
         let mut at = u64::from(u32_at(&end, 16));
         if count == u64::from(u16::MAX) || length == u64::from(u32::MAX) || at == u64::from(u32::MAX) {
-            let wide = || self.bad("an end without its 64-bit part", "the end of an archive");
+            let wide = || self.bad("an end record without its Zip64 record", "a complete end of the archive");
             let locator_at = end_at.checked_sub(LOCATOR_64_LENGTH).ok_or_else(wide)?;
             let locator = self.bytes(locator_at, LOCATOR_64_LENGTH)?;
             let record_at = u64_at(&locator, 8);
@@ -160,28 +161,28 @@ impl<'a> Archive<'a> {
             (count, length, at) = (u64_at(&record, 32), u64_at(&record, 40), u64_at(&record, 48));
         }
         if length > MAX_DIRECTORY || at.checked_add(length).is_none_or(|end| end > end_at) {
-            let found = format!("a directory of {length} bytes at {at}");
+            let found = format!("a central directory of {length} bytes at {at}");
             return Err(self.bad(found, "one that is in the archive, and below 256 MB"));
         }
         Ok((at, length, count))
     }
 
-    fn parse(&self, bytes: &[u8], count: u64) -> Result<BTreeMap<String, Entry>> {
-        let cut = || self.bad("a directory that is cut off", "all its entries");
+    fn parse(&self, bytes: &[u8], count: u64) -> Result<BTreeMap<String, ZipEntry>> {
+        let truncated = || self.bad("a truncated central directory", "all its entries");
         let mut entries = BTreeMap::new();
         let mut rest = bytes;
         for _ in 0..count {
             if rest.len() < CENTRAL_LENGTH || u32_at(rest, 0) != CENTRAL {
-                return Err(cut());
+                return Err(truncated());
             }
             let (fixed, behind) = rest.split_at(CENTRAL_LENGTH);
             let lengths = [28, 30, 32].map(|at| usize::from(u16_at(fixed, at)));
             let [name_length, extra_length, comment_length] = lengths;
             if behind.len() < name_length + extra_length + comment_length {
-                return Err(cut());
+                return Err(truncated());
             }
             let name = std::str::from_utf8(&behind[..name_length])
-                .map_err(|_| self.bad("an entry whose name is not text", "names of entries"))?;
+                .map_err(|_| self.bad("an entry name that is not UTF-8", "a UTF-8 name"))?;
             let extra = &behind[name_length..name_length + extra_length];
             rest = &behind[name_length + extra_length + comment_length..];
             let (flags, method) = (u16_at(fixed, 8), u16_at(fixed, 10));
@@ -192,19 +193,14 @@ impl<'a> Archive<'a> {
                 let found = format!("entry {name:?} that is compressed or encrypted");
                 let fix = "torch.save compresses nothing: this file was packed by something else; unpack it first";
                 let found = format!("{found} in {:?}", self.file);
-                return Err(ErrorKind::Unsupported.error(
-                    "zip archive",
-                    found,
-                    "entries that are stored as they are",
-                    fix,
-                ));
+                return Err(ErrorKind::Unsupported.error("zip archive", found, "uncompressed entries", fix));
             }
             if bytes > self.length || header > self.length {
                 let found = format!("entry {name:?} of {bytes} bytes at {header}");
                 return Err(self.bad(found, "entries inside the archive"));
             }
             let crc32 = Some(u32_at(fixed, 16)).filter(|&crc32| crc32 != 0);
-            if entries.insert(name.to_string(), Entry { header, bytes, crc32 }).is_some() {
+            if entries.insert(name.to_string(), ZipEntry { header, bytes, crc32 }).is_some() {
                 return Err(self.bad(format!("two entries {name:?}"), "different names"));
             }
         }
@@ -212,7 +208,7 @@ impl<'a> Archive<'a> {
     }
 }
 
-/// Replaces numbers that did not fit in 32 bits by those of the extra field; `None` if it has them not.
+/// Replaces numbers that did not fit in 32 bits by those of the Zip64 extra field; `None` if it lacks them.
 fn widen(numbers: &mut [u64; 3], extra: &[u8]) -> Option<()> {
     if numbers.iter().all(|&n| n != u64::from(u32::MAX)) {
         return Some(());

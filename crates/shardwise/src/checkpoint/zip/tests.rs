@@ -9,22 +9,22 @@ use super::*;
 use crate::error::Result;
 
 /// A directory that is removed at the end.
-struct Scratch(PathBuf);
+struct ZipScratch(PathBuf);
 
-impl Scratch {
+impl ZipScratch {
     fn new(name: &str) -> Self {
         let path = std::env::temp_dir().join(format!("shardwise-zip-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&path).unwrap();
-        Scratch(path)
+        ZipScratch(path)
     }
 
     fn files(&self, bytes: &[u8]) -> Files {
         std::fs::write(self.0.join("file"), bytes).unwrap();
-        Files::hold(&self.0, &self.0).unwrap()
+        Files::open_at(&self.0, &self.0).unwrap()
     }
 }
 
-impl Drop for Scratch {
+impl Drop for ZipScratch {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
@@ -32,7 +32,7 @@ impl Drop for Scratch {
 
 fn sample() -> Vec<u8> {
     let mut bytes = Vec::new();
-    let mut writer = Writer::new(&mut bytes);
+    let mut writer = ZipWriter::new(&mut bytes);
     writer.small("archive/data.pkl", b"a pickle").unwrap();
     writer.small("archive/empty", b"").unwrap();
     let (at, crc32) =
@@ -49,7 +49,7 @@ fn read_all(files: &Files, start: u64, length: u64) -> Result<Vec<(String, Vec<u
 
 #[test]
 fn entries_come_back_wherever_the_archive_lies() {
-    let scratch = Scratch::new("back");
+    let scratch = ZipScratch::new("back");
     let sample = sample();
     for (before, comment) in [(0, 0), (13, 0), (5000, 0), (7, 40), (0, 65535)] {
         let mut bytes = vec![b'P'; before];
@@ -86,15 +86,15 @@ fn large_entries_get_numbers_of_64_bits() {
         }
     }
     const BLOCK: usize = 64 << 20;
-    let scratch = Scratch::new("large");
+    let scratch = ZipScratch::new("large");
     let mut out = Sparse(std::fs::File::create(scratch.0.join("file")).unwrap());
     let block = vec![0; BLOCK];
     let large = 65 * BLOCK as u64;
-    let mut writer = Writer::new(&mut out);
+    let mut writer = ZipWriter::new(&mut out);
     let (at, _) = writer.entry("archive/data/0", large, &mut |put| (0..65).try_for_each(|_| put(&block))).unwrap();
     writer.small("archive/version", b"3\n").unwrap();
     let length = writer.finish().unwrap();
-    let files = Files::hold(&scratch.0, &scratch.0).unwrap();
+    let files = Files::open_at(&scratch.0, &scratch.0).unwrap();
     let archive = Archive::open(&files, "file", 0, length).unwrap();
     assert_eq!(
         (archive.entry("archive/data/0").unwrap().bytes, archive.locate("archive/data/0").unwrap()),
@@ -105,7 +105,7 @@ fn large_entries_get_numbers_of_64_bits() {
 
 #[test]
 fn compressed_entries_and_sizes_beyond_the_file_are_refused() {
-    let scratch = Scratch::new("lies");
+    let scratch = ZipScratch::new("lies");
     let sample = sample();
     let central = sample.windows(4).position(|w| w == CENTRAL.to_le_bytes()).unwrap();
     let changed = |at: usize, with: &[u8]| {
@@ -132,7 +132,7 @@ fn compressed_entries_and_sizes_beyond_the_file_are_refused() {
 
 #[test]
 fn cut_and_changed_archives_are_found_or_harmless() {
-    let scratch = Scratch::new("flips");
+    let scratch = ZipScratch::new("flips");
     let sample = sample();
     let whole = read_all(&scratch.files(&sample), 0, sample.len() as u64).unwrap();
     let files = scratch.files(&sample);

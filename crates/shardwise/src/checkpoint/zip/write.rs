@@ -1,41 +1,42 @@
-//! Writing archives in one pass: sizes are known before the data, checksums follow it.
+//! Writing archives in one pass: sizes are known in advance, checksums follow the data.
 
 use std::io::Write;
 
 use super::records::{CENTRAL, DESCRIPTOR, END, END_64, END_64_LENGTH, EXTRA_64, LOCAL, LOCAL_LENGTH, LOCATOR_64};
 use crate::error::{ErrorKind, Result};
 
-/// Data of entries begins at a multiple of this, counted from the archive's first byte, as PyTorch has it.
+/// Data of entries begins at multiples of this, counted from the archive's first byte, as in PyTorch.
 const ALIGNMENT: u64 = 64;
-/// Bit 3: checksum and sizes follow the data. Bit 11: names are UTF-8.
+/// General-purpose flags. Bit 3: checksum and sizes follow the data. Bit 11: names are UTF-8.
 const FLAGS: u16 = 0x0808;
-const NARROW: u64 = u32::MAX as u64;
+/// Sizes and offsets from this on need the Zip64 fields.
+const MAX_32: u64 = u32::MAX as u64;
 
 /// An archive under construction.
-pub(in crate::checkpoint) struct Writer<'a, W: Write> {
+pub(in crate::checkpoint) struct ZipWriter<'a, W: Write> {
     out: &'a mut W,
     /// Bytes written so far.
     position: u64,
-    entries: Vec<Done>,
+    entries: Vec<WrittenEntry>,
 }
 
-/// Takes the next bytes of an entry.
+/// Receives the next bytes of an entry.
 pub(super) type Sink<'a> = dyn FnMut(&[u8]) -> Result<()> + 'a;
 
-struct Done {
+struct WrittenEntry {
     name: String,
     header: u64,
     bytes: u64,
     crc32: u32,
 }
 
-impl<'a, W: Write> Writer<'a, W> {
+impl<'a, W: Write> ZipWriter<'a, W> {
     pub(in crate::checkpoint) fn new(out: &'a mut W) -> Self {
-        Writer { out, position: 0, entries: Vec::new() }
+        ZipWriter { out, position: 0, entries: Vec::new() }
     }
 
-    /// Adds an entry of so many bytes, which `fill` hands over one after the other. Returns where they begin in the archive,
-    /// and their CRC-32.
+    /// Adds an entry of `bytes` bytes, which `fill` passes to the sink in order. Returns the offset of the data in the archive
+    /// and its CRC-32.
     pub(in crate::checkpoint) fn entry(
         &mut self,
         name: &str,
@@ -43,7 +44,7 @@ impl<'a, W: Write> Writer<'a, W> {
         fill: &mut dyn FnMut(&mut Sink<'_>) -> Result<()>,
     ) -> Result<(u64, u32)> {
         let header = self.position;
-        let wide = bytes >= NARROW;
+        let wide = bytes >= MAX_32;
         let wide_field: Vec<u8> = if wide { extra_64(&[bytes, bytes]) } else { Vec::new() };
         let bare = header + LOCAL_LENGTH + name.len() as u64 + wide_field.len() as u64 + 4;
         let padding = bare.next_multiple_of(ALIGNMENT) - bare;
@@ -76,7 +77,7 @@ impl<'a, W: Write> Writer<'a, W> {
                 "zip archive",
                 found,
                 bytes,
-                "hand over as many bytes as were announced",
+                "write as many bytes as were announced",
             ));
         }
         let crc32 = hasher.finalize();
@@ -90,22 +91,22 @@ impl<'a, W: Write> Writer<'a, W> {
             }
         }
         self.put(&descriptor)?;
-        self.entries.push(Done { name: name.to_string(), header, bytes, crc32 });
+        self.entries.push(WrittenEntry { name: name.to_string(), header, bytes, crc32 });
         Ok((data, crc32))
     }
 
-    /// Adds an entry that is in memory.
+    /// Adds an entry from memory.
     pub(in crate::checkpoint) fn small(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         self.entry(name, bytes.len() as u64, &mut |put| put(bytes)).map(drop)
     }
 
-    /// Writes the directory; returns the length of the archive.
+    /// Writes the central directory and returns the length of the archive.
     pub(in crate::checkpoint) fn finish(mut self) -> Result<u64> {
         let directory = self.position;
         let mut bytes = Vec::new();
         for entry in &self.entries {
             let wide: Vec<u64> =
-                [entry.bytes, entry.bytes, entry.header].into_iter().filter(|&n| n >= NARROW).collect();
+                [entry.bytes, entry.bytes, entry.header].into_iter().filter(|&n| n >= MAX_32).collect();
             let extra = if wide.is_empty() { Vec::new() } else { extra_64(&wide) };
             put32(&mut bytes, CENTRAL);
             let version = if wide.is_empty() { 0 } else { 45 };
@@ -158,7 +159,7 @@ impl<'a, W: Write> Writer<'a, W> {
 }
 
 fn narrow(n: u64) -> u32 {
-    n.min(NARROW) as u32
+    n.min(MAX_32) as u32
 }
 
 fn extra_64(numbers: &[u64]) -> Vec<u8> {

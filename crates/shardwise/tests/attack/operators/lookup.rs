@@ -1,8 +1,8 @@
-//! Lookups and scatters by index, and losses of classes.
+//! Lookups and scatters by index, and classification losses.
 
 use candle_core::DType;
 use serde_json::json;
-use shardwise::ops::{Bag, Classes};
+use shardwise::ops::{EmbeddingBagMode, LossOptions};
 
 use super::product::reduction;
 use super::{Attrs, Drawn, Operator, one};
@@ -18,9 +18,9 @@ pub(super) const TABLE: &[&[Operator]] = &[&[
         draw: bags,
         apply: |x, a| {
             let mode = match a.text("mode") {
-                "sum" => Bag::Sum,
-                "mean" => Bag::Mean,
-                _ => Bag::Max,
+                "sum" => EmbeddingBagMode::Sum,
+                "mean" => EmbeddingBagMode::Mean,
+                _ => EmbeddingBagMode::Max,
             };
             let offsets = if a.0["offsets"].is_null() { None } else { Some(a.counts("offsets")?) };
             Ok(one(x[0].embedding_bag(&x[1], offsets.as_deref(), mode)?))
@@ -48,8 +48,8 @@ pub(super) const TABLE: &[&[Operator]] = &[&[
     Operator { name: "nll_loss", draw: classes, apply: |x, a| Ok(one(x[0].nll_loss(&x[1], options(a))?)) },
 ]];
 
-fn options(a: &Attrs<'_>) -> Classes {
-    Classes { reduction: reduction(a), ignore_index: -100, label_smoothing: a.number("smoothing") }
+fn options(a: &Attrs<'_>) -> LossOptions {
+    LossOptions { reduction: reduction(a), ignore_index: -100, label_smoothing: a.number("smoothing") }
 }
 
 fn select(d: &mut Draw) -> Drawn {

@@ -1,4 +1,4 @@
-//! Functions element by element, with broadcasting.
+//! Elementwise functions, with broadcasting.
 
 use candle_core::DType;
 use serde_json::json;

@@ -1,7 +1,7 @@
-//! Products, attention, convolutions, pooling, and losses element by element.
+//! Products, attention, convolutions, pooling, and elementwise losses.
 
 use serde_json::json;
-use shardwise::ops::{Attention, Convolution, Reduction};
+use shardwise::ops::{AttentionOptions, ConvOptions, Reduction};
 use shardwise::prelude::*;
 
 use super::{Attrs, Drawn, Operator, one};
@@ -48,7 +48,7 @@ const OTHERS: &[Operator] = &[
         name: "scaled_dot_product_attention",
         draw: attention,
         apply: |x, a| {
-            let options = Attention { causal: a.flag("causal"), mask: x.get(3), scale: a.maybe_number("scale") };
+            let options = AttentionOptions { causal: a.flag("causal"), mask: x.get(3), scale: a.maybe_number("scale") };
             Ok(one(x[0].scaled_dot_product_attention(&x[1], &x[2], options)?))
         },
     },
@@ -91,8 +91,8 @@ pub(super) fn reduction(a: &Attrs<'_>) -> Reduction {
     }
 }
 
-fn convolution(a: &Attrs<'_>) -> Result<Convolution> {
-    Ok(Convolution {
+fn convolution(a: &Attrs<'_>) -> Result<ConvOptions> {
+    Ok(ConvOptions {
         stride: a.count("stride")?,
         padding: a.count("padding")?,
         dilation: a.count("dilation")?,

@@ -1,4 +1,4 @@
-//! Reductions, statistics, norms, order and scans.
+//! Reductions, statistics, norms, sorting and scans.
 
 use serde_json::{Value, json};
 

@@ -1,4 +1,4 @@
-//! Views, slices and joins.
+//! Views, slices, concatenation and padding.
 
 use serde_json::{Value, json};
 use shardwise::prelude::*;
