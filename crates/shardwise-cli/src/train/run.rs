@@ -106,7 +106,7 @@ pub(super) fn train_on_rank(world: &World, prepared: &PreparedRun) -> Result<Run
     WORLD.get_or_init(|| world.clone());
     let mut run = RankRun::new(world, prepared)?;
     run.announce();
-    while run.run.step < prepared.job.steps && !any_rank_stops(world)? {
+    while run.training.step < prepared.job.steps && !any_rank_stops(world)? {
         run.step()?;
     }
     run.finish()
@@ -116,7 +116,7 @@ pub(super) fn train_on_rank(world: &World, prepared: &PreparedRun) -> Result<Run
 struct RankRun<'a> {
     world: &'a World,
     prepared: &'a PreparedRun,
-    run: TrainingRun,
+    training: TrainingRun,
     held_out: Batches<TokenSequences>,
     saver: Saver<'a>,
     /// On rank 0.
@@ -160,7 +160,7 @@ impl<'a> RankRun<'a> {
         Ok(RankRun {
             world,
             prepared,
-            run,
+            training: run,
             held_out,
             saver: Saver::new(world, job),
             progress,
@@ -188,7 +188,7 @@ impl<'a> RankRun<'a> {
 
     /// Prints what is about to run.
     fn announce(&self) {
-        let (job, tokens, step) = (self.job(), &self.prepared.tokens, self.run.step);
+        let (job, tokens, step) = (self.job(), &self.prepared.tokens, self.training.step);
         if let Some(search) = &job.search {
             let (best, tried) = (&search.tried[0].name, search.tried.len());
             self.print_line(&|| format!("plan `{best}`, the fastest of {tried} candidates by estimate"));
@@ -196,7 +196,7 @@ impl<'a> RankRun<'a> {
         self.print_line(&|| {
             format!(
                 "{} parameters on {}, {} training tokens; unigram loss {:.3}",
-                self.run.trainer.model.parameter_count(),
+                self.training.trainer.model.parameter_count(),
                 job.mesh,
                 tokens.counts().0,
                 tokens.unigram_entropy(),
@@ -220,21 +220,21 @@ impl<'a> RankRun<'a> {
     /// Runs one step, and the evaluation, checkpoint and sample that are due after it.
     fn step(&mut self) -> Result<()> {
         let job = self.job();
-        let batches = (0..job.accumulate).map(|_| self.run.batches.next_batch()).collect::<Result<Vec<_>>>()?;
+        let batches = (0..job.accumulate).map(|_| self.training.batches.next_batch()).collect::<Result<Vec<_>>>()?;
         self.world.trace().clear();
         let start = Instant::now();
-        let stepped = self.run.trainer.step_on_all(&batches)?;
+        let stepped = self.training.trainer.step_on_all(&batches)?;
         let seconds = start.elapsed().as_secs_f64();
-        self.run.step += 1;
+        self.training.step += 1;
         self.record(stepped, seconds)?;
-        let step = self.run.step;
+        let step = self.training.step;
         let is_due = |every: u64| every > 0 && step.is_multiple_of(every);
         if is_due(job.eval_every) && step < job.steps {
             let loss = self.evaluate()?;
             self.write(&|progress| progress.evaluation(step, loss))?;
         }
         if is_due(job.save_every) {
-            self.saver.save(&self.run, job)?;
+            self.saver.save(&self.training, job)?;
         }
         if is_due(job.sample_every) && step < job.steps {
             let text = self.sample()?;
@@ -245,7 +245,7 @@ impl<'a> RankRun<'a> {
 
     /// Records and logs the result of a step.
     fn record(&mut self, TrainingStep { loss, grad_norm }: TrainingStep, seconds: f64) -> Result<()> {
-        let (job, step) = (self.job(), self.run.step);
+        let (job, step) = (self.job(), self.training.step);
         let report = self.world.trace().report();
         let communication: f64 = report.0.iter().map(|(_, _, total)| total.duration.as_secs_f64()).sum();
         self.seconds += seconds;
@@ -275,7 +275,7 @@ impl<'a> RankRun<'a> {
         self.held_out.seek(0);
         let mut sum = 0.0;
         for _ in 0..EVAL_BATCHES {
-            sum += self.run.trainer.evaluate(&self.held_out.next_batch()?)?;
+            sum += self.training.trainer.evaluate(&self.held_out.next_batch()?)?;
         }
         Ok(sum / EVAL_BATCHES as f64)
     }
@@ -290,18 +290,18 @@ impl<'a> RankRun<'a> {
             top_k: 50,
             seed: job.seed,
         };
-        let continuation = generate(&*self.run.trainer.model, &self.run.mesh, prompt, sampling)?;
+        let continuation = generate(&*self.training.trainer.model, &self.training.mesh, prompt, sampling)?;
         self.prepared.tokens.codec.decode(&[&prompt[..], &continuation].concat())
     }
 
     /// Saves the last checkpoint, evaluates, and exports the model.
     fn finish(mut self) -> Result<RunOutcome> {
         let (job, tokens) = (self.job(), &self.prepared.tokens);
-        self.saver.end(&self.run, job)?;
+        self.saver.end(&self.training, job)?;
         let held_out_loss = self.evaluate()?;
         let sample = self.sample()?;
         if let Some(path) = &self.prepared.export_hf {
-            export_hf(self.world, path, &self.run.trainer.model, &job.config)?;
+            export_hf(self.world, path, &self.training.trainer.model, &job.config)?;
             self.world.first(|| tokens.codec.write(path))?;
         }
         let summary = self.summary(held_out_loss, sample);
@@ -314,13 +314,13 @@ impl<'a> RankRun<'a> {
     }
 
     fn summary(&self, held_out_loss: f64, sample: String) -> RunSummary {
-        let (job, steps, losses) = (self.job(), self.run.step, &self.losses);
+        let (job, steps, losses) = (self.job(), self.training.step, &self.losses);
         let tail = (losses.len() / 10).clamp(1, 20);
         let seconds = f64::max(self.seconds, 1e-9);
         RunSummary {
             steps,
             stopped: steps < job.steps,
-            parameters: self.run.trainer.model.parameter_count(),
+            parameters: self.training.trainer.model.parameter_count(),
             loss: (!losses.is_empty()).then(|| losses.iter().rev().take(tail).sum::<f64>() / tail as f64),
             held_out_loss,
             unigram_entropy: self.prepared.tokens.unigram_entropy(),

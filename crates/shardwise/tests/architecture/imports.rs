@@ -34,8 +34,8 @@ impl Crate {
         Crate { code, known }
     }
 
-    /// Files that use each other in a circle, directly or through others. A folder's `mod.rs` and the files in the folder
-    /// are one house: what passes between them is no edge.
+    /// Files that use each other in a circle, directly or through other files. Uses between a folder's `mod.rs` and the files
+    /// in the folder do not count.
     pub(crate) fn cycles(&self) -> Vec<Vec<String>> {
         let edges: BTreeMap<&ModulePath, BTreeSet<ModulePath>> =
             self.code.iter().map(|(module, text)| (module, self.used(module, text))).collect();

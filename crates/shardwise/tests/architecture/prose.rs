@@ -102,16 +102,19 @@ fn continues_comment(rest: &str) -> bool {
     next.starts_with("//") && !next.lines().next().unwrap_or_default().trim_start_matches(['/', '!']).trim().is_empty()
 }
 
-/// The words of a prose in order. Hyphens and apostrophes belong to a word; code between backticks is one word.
+/// The words of a prose in order. Hyphens and apostrophes belong to a word; code between backticks or braces (a value in a
+/// format string) is one word.
 pub(crate) fn words(prose: &str) -> Vec<ProseWord> {
     let mut words = Vec::new();
     for (index, line) in prose.split('\n').enumerate() {
         let mut rest = line;
-        while let Some(start) = rest.find(|c: char| is_word(c) || ends_sentence(c) || c == '`') {
+        while let Some(start) = rest.find(|c: char| is_word(c) || ends_sentence(c) || c == '`' || c == '{') {
             rest = &rest[start..];
-            if let Some(code) = rest.strip_prefix('`') {
+            let code =
+                rest.strip_prefix('`').map(|code| (code, '`')).or(rest.strip_prefix('{').map(|code| (code, '}')));
+            if let Some((code, end)) = code {
                 words.push(ProseWord { line: index + 1, text: "`".into() });
-                rest = code.split_once('`').map_or(code, |(_, after)| after);
+                rest = code.split_once(end).map_or(code, |(_, after)| after);
                 continue;
             }
             let end = rest.find(|c: char| !is_word(c) && c != '-' && c != '\'').unwrap_or(rest.len());
@@ -151,6 +154,6 @@ fn a_source_is_split_into_prose_and_code() {
     assert_eq!(texts.join(" ").split("  ").collect::<Vec<_>>(), expected.split("  ").collect::<Vec<_>>());
     assert_eq!(found.iter().find(|word| word.text == "goes").unwrap().line, 2);
     assert_eq!(found.iter().find(|word| word.text == "raw").unwrap().line, 5);
-    let texts: Vec<String> = words("as `cut(x)` it's").into_iter().map(|word| word.text).collect();
-    assert_eq!(texts, ["as", "`", "it's"]);
+    let texts: Vec<String> = words("as `cut(x)` {told:?}it's").into_iter().map(|word| word.text).collect();
+    assert_eq!(texts, ["as", "`", "`", "it's"]);
 }
