@@ -7,6 +7,7 @@ use std::io::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use shardwise::mesh::Network;
 use shardwise::{Error, Result};
 use shardwise_mpi::Settings;
 pub(crate) use shardwise_mpi::{Launched, launched};
@@ -41,9 +42,18 @@ pub(crate) fn world_sizes(asked: Option<&[usize]>, usual: &[usize]) -> Result<Ve
 pub(crate) fn all_ok<T>(mine: Result<T>) -> Result<T> {
     if let Some(Launched { size, .. }) = launched().filter(|job| job.size > 1) {
         let found = mine.as_ref().map(drop).map_err(Error::clone).and_then(|()| Settings::from_env().map(drop));
-        Settings::default().launch(size, move |world| world.together(found.clone()))?;
+        Settings::default().launch(size, move |world| world.all_ok(found.clone()))?;
     }
     mine
+}
+
+/// The network between the ranks: between the processes of the job, or between threads.
+///
+/// Collective, so it comes before any check that can fail on one process only.
+pub(crate) fn network() -> Result<Network> {
+    let Some(Launched { size, .. }) = launched().filter(|job| job.size > 1) else { return Ok(Network::THREADS) };
+    // Errors of the environment are reported by `all_ok`, once for all processes.
+    Settings::from_env().unwrap_or_default().launch(size, |world| Ok(world.network().clone()))
 }
 
 /// Whether an error means that the reader of the output has closed it.

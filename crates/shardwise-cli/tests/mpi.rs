@@ -50,6 +50,8 @@ impl Job {
             ("OMPI_MCA_hwloc_base_binding_policy", "none"),
             ("RUST_BACKTRACE", "0"),
             ("SHARDWISE_DETERMINISTIC", "1"),
+            // The links of threads, so that `--plan auto` finds the plan that it finds there.
+            ("SHARDWISE_LINK_INSIDE", "1us,8GB/s"),
         ] {
             command.env(name, value);
         }

@@ -4,11 +4,13 @@ use proc_macro2::TokenStream;
 use quote::quote;
 use syn::{Data, DeriveInput, Error, Fields, parse_macro_input};
 
-/// Makes a struct with named fields a `shardwise::nn::Module`: its fields are walked in order, each under its own name.
+/// Derives `shardwise::nn::Module` for a struct with named fields: each field is walked under its own name, in order of
+/// declaration, so that the names of fields become the paths of parameters.
 ///
-/// A field of type `Hooks` may hold a replacement for the module, which is then walked instead.
+/// Fields are parameters, buffers, modules, `Vec`, `Option`, `Box` and `Arc` of modules, and numbers, flags and strings,
+/// which hold no tensors. Mark other fields with `#[module(skip)]`.
 ///
-/// Numbers, flags and strings hold nothing; mark other fields that are not modules with `#[module(skip)]`.
+/// If a field of type `Hooks` holds a replacement for the module, the replacement is walked instead of the fields.
 #[proc_macro_derive(Module, attributes(module))]
 pub fn derive_module(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
     let input = parse_macro_input!(input as DeriveInput);
@@ -45,9 +47,9 @@ fn module(input: &DeriveInput) -> Result<TokenStream, Error> {
     let (generics, arguments, bounds) = input.generics.split_for_impl();
     Ok(quote! {
         impl #generics ::shardwise::nn::Module for #name #arguments #bounds {
-            fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ::shardwise::nn::Item<'_>)) {
+            fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ::shardwise::nn::ModuleItem<'_>)) {
                 #replaced
-                visit(path, ::shardwise::nn::Item::Module(#kind));
+                visit(path, ::shardwise::nn::ModuleItem::Module(#kind));
                 #(#walked)*
             }
         }

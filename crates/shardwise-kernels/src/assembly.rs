@@ -1,4 +1,4 @@
-//! A tensor put together from blocks, by one thread or by several at once.
+//! Tensors assembled from blocks: concatenation, packed splits and contiguous copies.
 
 use std::sync::OnceLock;
 
@@ -6,44 +6,53 @@ use candle_core::Tensor;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use super::copy::copy_block;
-use super::fresh::Fresh;
-use super::{check_served, with_first_element};
+use super::strided_copy::copy_block;
+use super::uninit_buffer::UninitBuffer;
+use super::{check_supported, with_first_element};
 use crate::error::{ErrorKind, Result};
 use crate::meta::TensorMeta;
 
-/// A contiguous tensor whose memory is allocated but not yet filled.
+/// A contiguous tensor under construction: blocks are pasted into it by one thread or by several at once.
 pub struct Assembly {
     meta: TensorMeta,
     strides: Vec<usize>,
     first: *mut u8,
-    /// The memory, until it is finished.
-    fresh: Mutex<Option<Fresh>>,
+    /// The memory, until [`finish`](Self::finish) turns it into a tensor.
+    memory: Mutex<Option<UninitBuffer>>,
     finished: OnceLock<Tensor>,
 }
 
-// SAFETY: `first` points into the heap buffer that `fresh` owns; writes through it follow the contract of the unsafe
+// SAFETY: `first` points into the heap buffer that `memory` owns; writes through it follow the contract of the unsafe
 // methods below, and everything else is behind a lock.
 unsafe impl Send for Assembly {}
 // SAFETY: as above.
 unsafe impl Sync for Assembly {}
 
 impl Assembly {
-    /// Reserves memory for a tensor. Its pages are not touched, so that whoever fills a part pays for that part.
+    /// Reserves memory for a tensor without touching its pages: page faults happen on the threads that fill it.
+    ///
+    /// # Errors
+    /// If the kernels do not support the element type or memory does not suffice.
     pub fn new(meta: TensorMeta) -> Result<Self> {
-        let fresh = Fresh::new(meta.dtype, meta.elem_count())?;
+        let memory = UninitBuffer::new(meta.dtype, meta.elem_count())?;
         let mut strides = vec![1usize; meta.shape.len()];
         for dim in (1..strides.len()).rev() {
             strides[dim - 1] = strides[dim].saturating_mul(meta.shape[dim]);
         }
-        Ok(Assembly { meta, strides, first: fresh.first(), fresh: Mutex::new(Some(fresh)), finished: OnceLock::new() })
+        Ok(Assembly {
+            meta,
+            strides,
+            first: memory.first(),
+            memory: Mutex::new(Some(memory)),
+            finished: OnceLock::new(),
+        })
     }
 
-    /// Copies `block` to the place that begins at `offsets`.
+    /// Copies `block`, of any strides, into the box that begins at `offsets`.
     ///
     /// # Safety
     /// The block has this tensor's element type, is on the CPU and fits at `offsets`; no other thread writes to the
-    /// same place; [`finish`](Self::finish) is called later.
+    /// same box; [`finish`](Self::finish) is called later.
     pub unsafe fn paste(&self, block: &Tensor, offsets: &[usize]) {
         if block.elem_count() == 0 {
             return;
@@ -56,53 +65,61 @@ impl Assembly {
         });
     }
 
-    /// The memory of elements `from..to` in row-major order, to be written by the caller.
+    /// Address of element `from` in row-major order, for a caller that writes a range of elements itself.
     ///
     /// # Safety
-    /// `T` is the element type, the range is inside the tensor, and no other thread writes to the same place.
+    /// `T` is the element type (or `u8` with `from` counted in bytes), the range that is written is inside the tensor, and
+    /// no other thread writes to it.
     pub unsafe fn range<T>(&self, from: usize) -> *mut T {
         // SAFETY: the caller's promise.
         unsafe { self.first.cast::<T>().add(from) }
     }
 
-    /// The finished tensor; all callers get one and the same.
+    /// Returns the finished tensor; all callers get the same one.
     ///
     /// # Safety
     /// Every element has been written, and the writes happened before this call.
     pub unsafe fn finish(&self) -> Tensor {
         let finish = || {
-            let fresh = self.fresh.lock().take().expect("finished once, inside the cell");
+            let memory = self.memory.lock().take().expect("finished once, inside the cell");
             // SAFETY: the caller's promise.
-            unsafe { fresh.finish(self.meta.shape.as_slice()) }
+            unsafe { memory.finish(self.meta.shape.as_slice()) }
         };
         self.finished.get_or_init(finish).clone()
     }
 }
 
-/// A tensor with these elements that begin at the start of a dense range of memory: itself wherever that is so. Views
-/// without elements are made anew, because candle trips over their offsets.
-pub fn dense(tensor: &Tensor) -> Result<Tensor> {
+/// Returns the tensor with its elements in row-major order in memory; without a copy if they already are.
+///
+/// Differs from candle's `contiguous` in two ways: a large transposed tensor is copied in tiles, and a view without elements
+/// becomes a new tensor, because its offset may be outside the storage, on which candle fails.
+///
+/// # Errors
+/// If the kernels do not support the type or device of the tensor.
+pub fn contiguous(tensor: &Tensor) -> Result<Tensor> {
     concat(std::slice::from_ref(tensor), 0)
 }
 
-/// The elements in memory that nobody else can write to, and without a place in a graph of candle's gradients.
+/// Copies a tensor to new memory that no other tensor shares, detached from candle's gradient graph.
 ///
-/// Candle changes tensors in place (`Var::set`, `slice_set`) and does not say who shares their memory, so whatever comes in
-/// from a program or goes out to it as a plain tensor is copied.
+/// Candle writes to tensors in place (`Var::set`, `slice_set`) and does not say which tensors share memory, so every plain
+/// tensor that crosses the boundary between a user's program and the library is copied.
 pub fn own_copy(tensor: &Tensor) -> Result<Tensor> {
     let copy = Assembly::new(TensorMeta::new(tensor.dims(), tensor.dtype()))?;
-    // SAFETY: one thread; the one block has the type and the shape of the whole and fills it.
+    // SAFETY: one thread; the block has the type and shape of the copy and fills it.
     unsafe {
         copy.paste(tensor, &vec![0; tensor.rank()]);
         Ok(copy.finish())
     }
 }
 
-/// Joins tensors of one type along `dim`.
+/// Concatenates tensors along `dim`, as `torch.cat`. A single contiguous tensor is returned without a copy.
+///
+/// Takes tensors of one supported type, any strides, and equal sizes in the other dimensions; parts may be empty.
 ///
 /// # Errors
-/// If there is no tensor, they differ in type or in another dimension, there is no dimension `dim`, or one is of a type or
-/// on a device that the kernels do not serve.
+/// If there is no tensor or no dimension `dim`, if the tensors differ in type or in another dimension, or if the kernels do
+/// not support the type or device of one.
 pub fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     if let [single] = parts
         && single.is_contiguous()
@@ -110,13 +127,13 @@ pub fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     {
         return Ok(single.clone());
     }
-    let mut shape = joined_shape(parts, dim)?;
-    // A tensor without dimensions is one element and was returned above, or it is not contiguous, which it cannot be.
+    let mut shape = shape_for_concat(parts, dim)?;
+    // There is a dimension: a tensor without dimensions is contiguous and was returned above.
     shape[dim] = parts.iter().fold(0, |sum, part| sum.saturating_add(part.dims()[dim]));
     let whole = Assembly::new(TensorMeta { shape, dtype: parts[0].dtype() })?;
     let mut offsets = vec![0; parts[0].rank()];
     for part in parts {
-        // SAFETY: one thread; the parts lie side by side along `dim` and fill the tensor.
+        // SAFETY: one thread; the parts are adjacent along `dim` and fill the tensor.
         unsafe { whole.paste(part, &offsets) };
         offsets[dim] += part.dims()[dim];
     }
@@ -124,15 +141,15 @@ pub fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     Ok(unsafe { whole.finish() })
 }
 
-/// The shape of the first of some tensors, if all can be joined along `dim`.
-fn joined_shape(parts: &[Tensor], dim: usize) -> Result<Vec<usize>> {
+/// The shape of the first tensor, if all of them can be concatenated along `dim`.
+fn shape_for_concat(parts: &[Tensor], dim: usize) -> Result<Vec<usize>> {
     let (found, needed) = match parts {
         [] => ("no tensors".to_string(), "at least one tensor".to_string()),
         [first, ..] if dim >= first.rank() => {
             (format!("dimension {dim} of shape {:?}", first.dims()), format!("a dimension below {}", first.rank()))
         }
         [first, ..] => {
-            parts.iter().try_for_each(check_served)?;
+            parts.iter().try_for_each(check_supported)?;
             let fits = |part: &&Tensor| {
                 let others = |d: &usize| *d != dim && part.dims()[*d] != first.dims()[*d];
                 part.dtype() == first.dtype() && part.rank() == first.rank() && !(0..first.rank()).any(|d| others(&d))
@@ -148,14 +165,17 @@ fn joined_shape(parts: &[Tensor], dim: usize) -> Result<Vec<usize>> {
     Err(ErrorKind::Operands.error("tensors to join", found, needed, "join tensors that fit together"))
 }
 
-/// The pieces of a tensor that is sharded along `dim`, one after the other in a dense range of memory: the tensor itself
-/// where they are like that.
+/// Splits a tensor along `dim` into pieces of `sizes` and packs them one after the other into one contiguous buffer, as a
+/// collective sends them.
+///
+/// Returns a flat tensor of all elements, or a contiguous tensor of the original shape where its memory already has this
+/// order: when all dimensions before `dim` have size 1, or there are no elements. Copies at most once.
 ///
 /// # Errors
-/// If there is no dimension `dim`, the sizes do not add up to it, or the tensor is of a type or on a device that the kernels
-/// do not serve.
-pub fn cut(tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<Tensor> {
-    check_served(tensor)?;
+/// If there is no dimension `dim`, if the sizes do not add up to it, or if the kernels do not support the type or device of
+/// the tensor.
+pub fn split_packed(tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<Tensor> {
+    check_supported(tensor)?;
     let extent = tensor.dims().get(dim).copied();
     if extent.is_none() || sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size)) != extent {
         return Err(ErrorKind::shape(tensor.dims()).error(
@@ -166,35 +186,35 @@ pub fn cut(tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<Tensor> {
         ));
     }
     if tensor.dims()[..dim].iter().all(|&n| n == 1) || tensor.elem_count() == 0 {
-        return dense(tensor);
+        return contiguous(tensor);
     }
     let (count, elem) = (tensor.elem_count(), tensor.dtype().size_in_bytes());
-    let fresh = Fresh::new(tensor.dtype(), count)?;
-    let (mut begin, mut to) = (0, fresh.first());
+    let packed = UninitBuffer::new(tensor.dtype(), count)?;
+    let (mut begin, mut to) = (0, packed.first());
     with_first_element(tensor, |first, strides| {
         let mut block: SmallVec<[usize; 6]> = tensor.dims().into();
-        let mut dense: SmallVec<[usize; 6]> = smallvec::smallvec![1; block.len()];
+        let mut strides_to: SmallVec<[usize; 6]> = smallvec::smallvec![1; block.len()];
         for &size in sizes {
             block[dim] = size;
             for d in (1..block.len()).rev() {
-                dense[d - 1] = dense[d] * block[d];
+                strides_to[d - 1] = strides_to[d] * block[d];
             }
-            // SAFETY: the piece is inside the tensor, and the pieces side by side fill the reserved memory.
+            // SAFETY: the piece is inside the tensor, and the pieces one after the other fill the reserved memory.
             unsafe {
-                copy_block(first.add(begin * strides[dim] * elem), strides, to, &dense, &block, elem);
+                copy_block(first.add(begin * strides[dim] * elem), strides, to, &strides_to, &block, elem);
                 to = to.add(block.iter().product::<usize>() * elem);
             }
             begin += size;
         }
     });
     // SAFETY: the pieces fill it.
-    Ok(unsafe { fresh.finish(count) })
+    Ok(unsafe { packed.finish(count) })
 }
 
 #[cfg(test)]
 mod tests {
     #[test]
-    fn pieces_of_a_cut_lie_one_behind_the_other() {
+    fn split_packed_writes_the_pieces_one_after_the_other() {
         let base = Tensor::arange(0u32, 3 * 5 * 4, &Device::Cpu).unwrap().reshape((3, 5, 4)).unwrap();
         for (tensor, dim, sizes) in [
             (base.clone(), 0, [2, 0, 1]),
@@ -213,7 +233,7 @@ mod tests {
                 }
             };
             let expected: Vec<u32> = (0..3).flat_map(piece).collect();
-            let found = cut(&tensor, dim, &sizes).unwrap();
+            let found = split_packed(&tensor, dim, &sizes).unwrap();
             let found: Vec<u32> =
                 if found.elem_count() == 0 { Vec::new() } else { found.flatten_all().unwrap().to_vec1().unwrap() };
             assert_eq!(found, expected);
@@ -225,7 +245,7 @@ mod tests {
     use candle_core::{DType, Device};
 
     #[test]
-    fn functions_for_engines_refuse_what_would_reach_outside_of_memory() {
+    fn arguments_that_would_reach_outside_of_memory_are_errors() {
         let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &Device::Cpu).unwrap();
         let base = zeros(&[3, 4], DType::F32);
         // one element in memory, a million in the shape
@@ -235,7 +255,7 @@ mod tests {
         assert!(with_bytes(&base.to_dtype(DType::F8E4M3).unwrap(), <[u8]>::len).is_err());
         assert_eq!(with_bytes(&base, <[u8]>::len).unwrap(), 48);
         for (dim, sizes) in [(1, vec![4, 4]), (1, vec![1]), (1, vec![usize::MAX, 5]), (2, vec![4]), (0, vec![])] {
-            assert!(cut(&base, dim, &sizes).is_err(), "{dim} {sizes:?}");
+            assert!(split_packed(&base, dim, &sizes).is_err(), "{dim} {sizes:?}");
         }
         let with = |other: Tensor| [base.clone(), other];
         for (parts, dim) in [
@@ -263,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn concat_joins_strided_and_empty_parts_like_the_plain_operation() {
+    fn concat_of_strided_and_empty_parts_equals_candles_cat() {
         let base = Tensor::arange(0u32, 2 * 3 * 4 * 5, &Device::Cpu).unwrap().reshape((2, 3, 4, 5)).unwrap();
         for dtype in [DType::U8, DType::F16, DType::BF16, DType::F32, DType::I64, DType::F64] {
             let base = base.to_dtype(dtype).unwrap();

@@ -1,29 +1,31 @@
-//! Whether two tensors of one shape have the same elements.
+//! Comparison of two tensors of one shape, reduced to one boolean.
 
 use candle_core::{DType, Tensor};
 
 use crate::error::Result;
 
-/// Whether all elements are equal.
+/// Whether all elements are equal, as `torch.equal`. NaN equals nothing; tensors without elements are equal.
 pub fn all_equal(a: &Tensor, b: &Tensor) -> Result<bool> {
-    all_hold(a, || Ok(a.eq(b)?))
+    all_true(a, || Ok(a.eq(b)?))
 }
 
-/// Whether `|a - b| <= atol + rtol * |b|` for all elements.
+/// Whether `|a - b| <= atol + rtol * |b|` for all elements, as `torch.allclose`.
+///
+/// Computed in f64. An infinity is close only to the same infinity, and NaN to nothing.
 pub fn all_close(a: &Tensor, b: &Tensor, rtol: f64, atol: f64) -> Result<bool> {
     if rtol == 0.0 && atol == 0.0 && a.dtype() == b.dtype() {
-        return all_equal(a, b); // also where an f64 would not hold the numbers
+        return all_equal(a, b); // exact also for i64 values that f64 would round
     }
-    all_hold(a, || {
+    all_true(a, || {
         let (a, b) = (a.to_dtype(DType::F64)?, b.to_dtype(DType::F64)?);
-        // An infinity is close to itself alone.
+        // With an infinite `b` the bound is infinite too and would accept every `a`.
         let difference = (&a - &b)?.abs()?;
         let close = difference.le(&((b.abs()? * rtol)? + atol)?)?.minimum(&difference.lt(f64::INFINITY)?)?;
         Ok(close.maximum(&a.eq(&b)?)?)
     })
 }
 
-/// Whether a test of elements, 0 or 1 each, holds for all; a tensor without elements passes.
-fn all_hold(a: &Tensor, test: impl FnOnce() -> Result<Tensor>) -> Result<bool> {
-    Ok(a.elem_count() == 0 || test()?.flatten_all()?.to_vec1::<u8>()?.iter().all(|&r| r == 1))
+/// Whether a mask of 0 and 1, which is not computed if `a` has no elements, is 1 everywhere.
+fn all_true(a: &Tensor, mask: impl FnOnce() -> Result<Tensor>) -> Result<bool> {
+    Ok(a.elem_count() == 0 || mask()?.flatten_all()?.to_vec1::<u8>()?.iter().all(|&r| r == 1))
 }

@@ -1,5 +1,7 @@
-//! Elements of any type read into the types in which kernels compute, and written back. Half-precision numbers are computed
-//! in f32, integers in i64, which wraps when it is narrowed.
+//! Conversion of blocks of elements to the types in which kernels compute (f32, f64, i64) and back.
+//!
+//! f16 and bf16 are computed in f32, integers in i64. Converting i64 back to a narrower integer wraps; floats convert to
+//! integers with saturation.
 
 use std::mem::MaybeUninit;
 
@@ -7,9 +9,9 @@ use candle_core::{DType, WithDType};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use super::{vector, with_type};
+use super::{simd, with_type};
 
-/// A block of elements in rows: how many rows and elements in a row, and the strides of both.
+/// A strided block of a matrix: `rows` rows of `width` elements, and the strides between rows and between elements.
 #[derive(Clone, Copy)]
 pub(super) struct Block {
     pub(super) rows: usize,
@@ -18,28 +20,29 @@ pub(super) struct Block {
     pub(super) stride: usize,
 }
 
-/// A type in which kernels compute.
+/// A type in which kernels compute: f32, f64 or i64.
 pub(super) trait Compute: WithDType {
-    /// Reads a block into a buffer, row after row.
+    /// Converts a block of `dtype` into a buffer, row after row.
     ///
     /// # Safety
-    /// Every element that the block reaches from `first` is readable and of the type; the buffer has their number.
+    /// Every element that the block reaches from `first` is readable and of type `dtype`; the buffer has `rows * width`
+    /// elements.
     unsafe fn load(dtype: DType, first: *const u8, block: Block, buffer: &mut [MaybeUninit<Self>]);
 
-    /// Writes numbers one after the other.
+    /// Converts numbers to `dtype` and writes them one after the other.
     ///
     /// # Safety
-    /// As many elements of the type can be written at `first`.
+    /// As many elements of type `dtype` can be written at `first`.
     unsafe fn store(dtype: DType, numbers: &[Self], first: *mut u8);
 }
 
-/// One number as another type.
+/// Conversion of an element to another type.
 trait Cast<To>: Copy {
     fn cast(self) -> To;
 
-    /// Numbers one after the other, `to` as many as `from`.
+    /// Converts a slice; `to` is as long as `from`.
     fn cast_all(from: &[Self], to: &mut [MaybeUninit<To>]) {
-        vector::run(CastAll { from, to });
+        simd::run(CastAll { from, to });
     }
 }
 
@@ -48,7 +51,7 @@ struct CastAll<'a, S, D> {
     to: &'a mut [MaybeUninit<D>],
 }
 
-impl<S: Cast<D>, D> vector::Kernel for CastAll<'_, S, D> {
+impl<S: Cast<D>, D> simd::Kernel for CastAll<'_, S, D> {
     type Output = ();
 
     #[inline(always)]
@@ -78,14 +81,14 @@ casts! {
     f32, f64, i64 => (u32, i16, i32, i64, f32, f64);
 }
 
-// Comparisons give bytes. The plain conversion of a vector is slow, because it has to look for numbers out of range.
+// Comparisons return u8. Rust's saturating `as u8` does not become vector instructions, so the range is clamped first.
 macro_rules! byte_casts {
     ($($T:ty),*) => {$(
         impl Cast<u8> for $T {
             #[inline(always)]
             fn cast(self) -> u8 {
                 let inside = self.max(0.0).min(255.0);
-                // SAFETY: not-a-number became 0, and everything else is between 0 and 255 now.
+                // SAFETY: NaN became 0, and everything else is between 0 and 255 now.
                 unsafe { inside.to_int_unchecked::<i32>() as u8 }
             }
         }
@@ -123,7 +126,7 @@ macro_rules! half_casts {
 }
 half_casts!(f16, bf16);
 
-// Processors have instructions for f16, which the crate of the type uses for slices.
+// The `half` crate converts slices with the processor's f16 instructions (F16C), if it has them.
 
 impl Cast<f32> for f16 {
     #[inline(always)]
@@ -147,7 +150,7 @@ impl Cast<f16> for f32 {
     }
 }
 
-// bf16 is the upper half of an f32. Written without branches, so that it becomes vector instructions.
+// bf16 is the upper half of an f32. Written without branches, so that the loop becomes vector instructions.
 
 impl Cast<f32> for bf16 {
     #[inline(always)]
@@ -160,22 +163,22 @@ impl Cast<bf16> for f32 {
     #[inline(always)]
     fn cast(self) -> bf16 {
         let bits = self.to_bits();
-        // To the nearest, the even one of two.
+        // Round to nearest, ties to even.
         let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-        // Rounding must not make an infinity of not-a-number.
+        // A carry from the mantissa would turn NaN into infinity; the quiet bit keeps it a NaN.
         let quiet = bits >> 16 | 0x40;
         bf16::from_bits(if self.is_nan() { quiet } else { rounded } as u16)
     }
 }
 
-/// The memory, written with zeros.
+/// Fills the memory with zeros, because the `half` crate takes initialised slices only.
 fn zeroed<T: Copy + Default>(memory: &mut [MaybeUninit<T>]) -> &mut [T] {
     memory.fill(MaybeUninit::new(T::default()));
     // SAFETY: every element was just written.
     unsafe { memory.assume_init_mut() }
 }
 
-/// Reads a block of one type into a buffer of another.
+/// Converts a block of `S` into a buffer of `C`.
 ///
 /// # Safety
 /// As for [`Compute::load`].
@@ -210,7 +213,7 @@ macro_rules! computes {
 
             unsafe fn store(dtype: DType, numbers: &[Self], first: *mut u8) {
                 with_type!(dtype, D => {
-                    // SAFETY: the caller's promise; memory that may be uninitialised is taken as such.
+                    // SAFETY: the caller's promise; the memory may be uninitialised, hence `MaybeUninit`.
                     let to = unsafe { std::slice::from_raw_parts_mut(first.cast::<MaybeUninit<D>>(), numbers.len()) };
                     <$C as Cast<D>>::cast_all(numbers, to);
                 }, otherwise unreachable!("callers check the element type"));
@@ -225,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_end_where_their_range_does() {
+    fn conversion_to_u8_saturates() {
         for (x, expected) in [(-1.0, 0), (0.9, 0), (1.0, 1), (255.5, 255), (1e30, 255), (f32::NAN, 0), (-1e30, 0)] {
             let bytes: [u8; 2] = [x.cast(), f64::from(x).cast()];
             assert_eq!(bytes, [expected; 2], "{x}");
@@ -233,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn bf16_rounds_as_its_crate_does() {
+    fn bf16_rounding_equals_that_of_the_half_crate() {
         for high in 0..=u16::MAX {
             for low in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let x = f32::from_bits(u32::from(high) << 16 | low);

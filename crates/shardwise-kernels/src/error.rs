@@ -1,4 +1,4 @@
-//! Errors of kernels, and the description of a value that cannot be used, which the library shares.
+//! Errors of kernels, and the kinds and texts of invalid arguments, which the library shares.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -7,116 +7,117 @@ use std::sync::Arc;
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
-/// A result of a kernel.
+/// Result of a kernel.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a kernel cannot run.
+/// An error of a kernel.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument cannot be used.
+    /// An argument is invalid.
     #[error("{0}")]
     Invalid(Box<Invalid>),
 
-    /// Candle refused.
+    /// An error of candle.
     #[error("{0}")]
     Candle(Arc<candle_core::Error>),
 }
 
-/// What is wrong with a value, for programs that react to it. The sentence for people is in [`Invalid`].
+/// Kind of an invalid argument, with fields that a program can match on. The text is in [`Invalid`].
 ///
-/// Where ranks report the mistake of one of them together, all have its kind.
+/// Where all ranks of a group report the error of one rank, all of them get its kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// A number, an option or a combination of them that makes no sense.
+    /// A number, an option or a combination of options is out of range or contradictory.
     Argument,
-    /// A name that nothing has: of an operator, a mesh axis, an optimizer, a format, an entry of a state or checkpoint.
+    /// No operator, mesh axis, optimizer, file format or entry of a state or checkpoint has this name.
     UnknownName {
-        /// The name.
+        /// The name as the program or file spelled it.
         name: String,
     },
-    /// The shape of a tensor does not fit.
+    /// A tensor has the wrong shape.
     Shape {
-        /// The shape, that of the first tensor at fault if there are several.
+        /// The shape that was found; that of the first wrong tensor if there are several.
         found: Vec<usize>,
     },
-    /// The element type of a tensor does not fit.
+    /// A tensor has the wrong element type, or one that the kernels do not support.
     DType {
-        /// The type.
+        /// The type that was found.
         #[serde(with = "dtype_name")]
         found: DType,
     },
-    /// A dimension that the tensor does not have.
+    /// The tensor does not have this dimension.
     Dimension {
-        /// The dimension as the program named it; negative ones count from the end.
+        /// The dimension as the program passed it; negative ones count from the end.
         dim: isize,
         /// Number of dimensions of the tensor.
         ndim: usize,
     },
-    /// An index outside its dimension.
+    /// An index is out of range.
     Index {
         /// The first such index.
         index: i64,
         /// Size of the dimension.
         size: usize,
     },
-    /// A tensor that needs more memory than there is.
+    /// A tensor needs more memory than the machine or container has.
     OutOfMemory {
-        /// The bytes that it needs on a rank.
+        /// Bytes that it needs on one rank.
         bytes: u64,
-        /// The bytes that there are.
+        /// Bytes that are available.
         limit: u64,
     },
-    /// Tensors that an operator cannot combine, for another reason than one shape or type: different meshes, too few of them.
+    /// An operator cannot combine its tensors for a reason other than one shape or type: they are on different meshes, or
+    /// there are too few of them.
     Operands,
-    /// A mesh, its axes, its links or its groups.
+    /// A mesh, its axes, links or groups are invalid.
     Mesh,
-    /// A rank that the group or mesh does not have.
+    /// The group or mesh does not have this rank.
     Rank {
-        /// The rank as the program named it.
+        /// The rank as the program passed it.
         rank: usize,
-        /// Number of ranks.
+        /// Number of ranks of the group or mesh.
         size: usize,
     },
-    /// Placements that do not fit the tensor or the mesh, or a layout other than the one that is needed.
+    /// Placements do not fit the tensor or the mesh, or a tensor has another layout than the one that is needed.
     Layout,
-    /// There is no such gradient, or the graph it needs is gone.
+    /// There is no such gradient, or its graph has been freed.
     Gradient,
-    /// Ranks passed different values where one is needed.
+    /// Ranks passed different values for an argument that must be the same on all of them.
     Disagreement,
-    /// Values are asked for where there are none: in a dry run, or on a rank outside the mesh.
+    /// Values were requested where there are none: in a dry run, or on a rank outside the mesh.
     NoData,
-    /// A sharding plan or a planner.
+    /// A sharding plan or the settings of a planner are invalid.
     Plan,
-    /// A module, its parameters or the configuration of a model.
+    /// A module, its parameters or the configuration of a model are invalid.
     Model,
-    /// An optimizer, its settings or its parameters.
+    /// An optimizer, its settings or its parameters are invalid.
     Optimizer,
-    /// A dataset or its samples.
+    /// A dataset or its samples are invalid.
     Data,
-    /// A state that does not fit what it is loaded into.
+    /// A state does not fit the module or optimizer that it is loaded into.
     State {
-        /// Names that are needed and not there.
+        /// Names that are needed and not in the state; PyTorch's `missing_keys`.
         missing: Vec<String>,
-        /// Names that are there and not needed.
+        /// Names in the state that are not needed; PyTorch's `unexpected_keys`.
         unexpected: Vec<String>,
     },
-    /// A file or directory that cannot be read, written or replaced.
+    /// A file or directory cannot be read, written or replaced.
     Path {
-        /// Where it is.
+        /// The file or directory.
         path: PathBuf,
     },
-    /// A checkpoint that is damaged, incomplete or not what its name says.
+    /// A checkpoint is corrupt, incomplete or not of the format that its name suggests.
     Damaged,
-    /// Something that this library, or this build of it, does not do.
+    /// This library, or this build of it, does not support the request.
     Unsupported,
-    /// The launch of a world: number of ranks, threads, environment.
+    /// A world cannot be launched: number of ranks, threads, environment variables.
     Launch,
 }
 
 impl ErrorKind {
-    /// The error of this kind for a value: what it is, what was found, what was needed, what to do.
+    /// Builds an error of this kind: which value is invalid, what was found, what was needed, how to fix it.
     ///
     /// ```
     /// use shardwise_kernels::{Error, ErrorKind};
@@ -135,44 +136,46 @@ impl ErrorKind {
         Invalid { kind: self, what, found, needed, fix }.into()
     }
 
-    /// [`ErrorKind::UnknownName`].
+    /// Builds an [`ErrorKind::UnknownName`].
     pub fn unknown(name: impl Into<String>) -> Self {
         ErrorKind::UnknownName { name: name.into() }
     }
 
-    /// [`ErrorKind::Shape`].
+    /// Builds an [`ErrorKind::Shape`].
     pub fn shape(found: &[usize]) -> Self {
         ErrorKind::Shape { found: found.to_vec() }
     }
 
-    /// [`ErrorKind::DType`].
+    /// Builds an [`ErrorKind::DType`].
     pub fn dtype(found: DType) -> Self {
         ErrorKind::DType { found }
     }
 
-    /// [`ErrorKind::Path`].
+    /// Builds an [`ErrorKind::Path`].
     pub fn path(path: impl Into<PathBuf>) -> Self {
         ErrorKind::Path { path: path.into() }
     }
 
-    /// [`ErrorKind::State`] in which something other than the names does not fit.
+    /// Builds an [`ErrorKind::State`] for a state whose names fit, but not its values.
     pub fn state() -> Self {
         ErrorKind::State { missing: Vec::new(), unexpected: Vec::new() }
     }
 }
 
-/// A value that cannot be used: what it is, what was found, what was needed, what to do.
+/// An invalid argument: which one, what was found, what was needed, how to fix it.
+///
+/// Its text is `invalid {what}: found {found}, needed {needed}; {fix}`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Invalid {
-    /// What is wrong with it.
+    /// The kind, for programs that match on it.
     pub kind: ErrorKind,
-    /// Which value it is, such as `mesh` or `shard dimension`.
+    /// Which argument it is, such as `mesh` or `shard dimension`.
     pub what: &'static str,
-    /// What was found.
+    /// What was found, with ranks, names and shapes as the user wrote them.
     pub found: String,
-    /// What was needed.
+    /// What would have been valid.
     pub needed: String,
-    /// What to do about it.
+    /// What to do about it, in the imperative.
     pub fix: String,
 }
 
@@ -194,7 +197,7 @@ impl From<candle_core::Error> for Error {
     }
 }
 
-/// Candle's types have names but no serialised form.
+/// Serde form of `DType`, which candle does not provide: its name.
 mod dtype_name {
     use candle_core::DType;
     use serde::{Deserialize, Deserializer, Serializer, de::Error};

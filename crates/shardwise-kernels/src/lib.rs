@@ -1,6 +1,20 @@
-//! CPU kernels on local tensors: blocks copied into a tensor under construction, operands reduced, functions of elements
-//! and reductions over dimensions. Nothing here knows of ranks or meshes. A kernel runs on one thread, since every rank
-//! has its own.
+//! CPU kernels of Shardwise, on local tensors of one process. Nothing here knows ranks, meshes or placements.
+//!
+//! | task | items |
+//! |---|---|
+//! | new memory, strided copies, concatenation | [`UninitBuffer`], [`Assembly`], [`contiguous`], [`concat`], [`split_packed`] |
+//! | elementwise functions with broadcasting | [`pointwise`], [`PointwiseFn`], [`math`] |
+//! | reductions over dimensions, and over operands | [`reduce_dims`], [`reduce_operands`], [`norm_partial`] |
+//! | softmax and norms over the last dimension | [`rows`] |
+//! | matrix products | [`batched_matmul`] |
+//! | selection by index | [`index_select`], [`gather`], [`GatherOffsets`] |
+//! | optimizer steps | [`elementwise_update`], [`Elementwise`] |
+//! | types shared with the library | [`TensorMeta`], [`ReduceOp`], [`Number`], [`ErrorKind`] |
+//!
+//! Kernels take f64, f32, f16, bf16, i64, i32, i16, u32 and u8 unless they say otherwise. f16 and bf16 are computed in f32
+//! and rounded once per result. Kernels run on the calling thread, because ranks already run in parallel;
+//! [`batched_matmul`] alone uses the rayon pool of the rank. Tensors of any strides are accepted, and a result is a new
+//! contiguous tensor that does not depend on the strides of the inputs, bit by bit.
 
 #[doc(hidden)]
 pub use {candle_core, half};
@@ -8,46 +22,47 @@ pub use {candle_core, half};
 mod error;
 mod meta;
 mod reduce_op;
-mod room;
-mod fresh;
+mod memory_limit;
+mod uninit_buffer;
 mod assembly;
 mod compare;
-mod copy;
-mod pick;
-mod pointwise;
-mod product;
-mod reduce;
-mod vector;
+mod strided_copy;
+mod gather;
+mod element_vec;
+mod batched_matmul;
+mod reduce_operands;
+mod simd;
 pub mod math;
 mod convert;
-mod map;
-mod number;
-mod fold;
+mod pointwise;
+mod scalar;
+mod reduce_dims;
 pub mod rows;
-mod update;
-mod power;
+mod optimizer_update;
+mod norm_partial;
 
-pub use assembly::{Assembly, concat, cut, dense, own_copy};
+pub use assembly::{Assembly, concat, contiguous, own_copy, split_packed};
+pub use batched_matmul::batched_matmul;
 pub use compare::{all_close, all_equal};
+pub use element_vec::{from_f64_vec, from_i64_vec, to_f64_vec, to_i64_vec};
 pub use error::{Error, ErrorKind, Invalid, Result};
-pub use fold::{Fold, fold};
-pub use fresh::Fresh;
-pub use map::{Arithmetic, Each, Function, Wide, map};
+pub use gather::{GatherOffsets, NO_INDEX, gather, index_select};
+pub use memory_limit::{check_bytes, memory_bytes};
 pub use meta::TensorMeta;
-pub use number::{Number, limits};
-pub use pick::{NOWHERE, Numbers, pick, take};
-pub use pointwise::{from_reals, from_wholes, reals, wholes};
-pub use power::{Power, measure};
-pub use product::product;
-pub use reduce::{Reducible, reduce_block};
+pub use norm_partial::{NormPartial, norm_partial};
+pub use optimizer_update::{Elementwise, StateElement, elementwise_update};
+pub use pointwise::{ComputeType, PerType, PointwiseFn, ViaF64, pointwise};
+pub use reduce_dims::{DimReduction, reduce_dims};
 pub use reduce_op::ReduceOp;
-pub use room::{check_bytes, memory_bytes};
-pub use update::{Elementwise, Stored, update};
+pub use reduce_operands::{Reducible, reduce_operands};
+pub use scalar::{Number, integer_range};
+pub use uninit_buffer::UninitBuffer;
 
 use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
 
-/// Runs `$body` with `$T` standing for the Rust type of `$dtype`; types whose elements are not whole bytes in memory
-/// evaluate to `$otherwise`.
+/// Runs `$body` with `$T` as the Rust type of the elements of `$dtype`, like PyTorch's `AT_DISPATCH_ALL_TYPES`.
+///
+/// Types that the kernels do not support (8-bit floats and those with several elements per byte) evaluate to `$otherwise`.
 #[macro_export]
 macro_rules! with_type {
     ($dtype:expr, $T:ident => $body:expr, otherwise $otherwise:expr) => {
@@ -93,8 +108,11 @@ macro_rules! with_type {
     };
 }
 
-/// The error for an element type or a device that the CPU kernels do not serve.
-pub fn check_served(tensor: &Tensor) -> Result<()> {
+/// Checks that the kernels support the device and the element type of a tensor.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] if it is not on the CPU, or the error of [`check_dtype`].
+pub fn check_supported(tensor: &Tensor) -> Result<()> {
     if !tensor.device().is_cpu() {
         return Err(ErrorKind::Unsupported.error(
             "tensor",
@@ -106,7 +124,10 @@ pub fn check_served(tensor: &Tensor) -> Result<()> {
     check_dtype(tensor.dtype())
 }
 
-/// The error for an element type that the CPU kernels do not serve.
+/// Checks that the kernels support an element type.
+///
+/// # Errors
+/// [`ErrorKind::DType`] for all but f64, f32, f16, bf16, i64, i32, i16, u32 and u8.
 pub fn check_dtype(dtype: DType) -> Result<()> {
     with_type!(dtype, T => { let _ = size_of::<T>(); Ok(()) }, otherwise Err(ErrorKind::dtype(dtype).error(
         "element type",
@@ -119,7 +140,10 @@ pub fn check_dtype(dtype: DType) -> Result<()> {
     )))
 }
 
-/// The error for a device on which nothing is computed here.
+/// Checks that a device is the CPU.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] for CUDA and Metal.
 pub fn check_cpu(device: &Device) -> Result<()> {
     let name = match device {
         Device::Cpu => return Ok(()),
@@ -134,19 +158,23 @@ pub fn check_cpu(device: &Device) -> Result<()> {
     ))
 }
 
-/// The tensor without a place in a graph of candle's gradients, and in memory of its own if it is a variable. Other tensors
-/// may share the memory of a variable too, and candle does not say which: what has to outlive the call it was passed to goes
-/// through `own_copy`.
+/// Detaches a tensor from candle's gradient graph, and copies it if it is a `Var`, which can change in place.
+///
+/// A tensor that is not a `Var` may still share the memory of one, and candle does not say which. So a tensor that must not
+/// change after the call that it was passed to goes through [`own_copy`] instead.
 pub fn immutable(tensor: &Tensor) -> Result<Tensor> {
     if tensor.is_variable() { Ok(tensor.copy()?.detach()) } else { Ok(tensor.detach()) }
 }
 
-/// Whether two tensors begin at the same place in memory.
+/// Whether the first elements of two tensors have the same address.
 pub fn same_memory(a: &Tensor, b: &Tensor) -> bool {
     with_first_element(a, |first, _| first as usize) == with_first_element(b, |first, _| first as usize)
 }
 
-/// A tensor filled with one number; an error if its type does not hold it.
+/// Returns a tensor filled with one number, as `torch.full`.
+///
+/// # Errors
+/// If the type does not represent the number (see [`Number::fit`]), is not supported, or memory does not suffice.
 pub fn filled(value: impl Into<Number>, meta: &TensorMeta) -> Result<Tensor> {
     let value = value.into().fit(meta.dtype)?;
     let output = Assembly::new(meta.clone())?;
@@ -161,61 +189,68 @@ pub fn filled(value: impl Into<Number>, meta: &TensorMeta) -> Result<Tensor> {
     }, otherwise unreachable!("checked when reserved"))
 }
 
-/// Runs `body` with the elements of a dense tensor as they are in memory.
+/// Runs `body` with the bytes of a contiguous tensor, without a copy, in the byte order of the machine.
 ///
 /// # Errors
-/// If the tensor is not on the CPU, has an element type that the kernels do not serve, or is not dense: see [`dense`].
+/// If the tensor is not contiguous (see [`contiguous`]), not on the CPU, or of an element type that the kernels do not
+/// support.
 pub fn with_bytes<R>(tensor: &Tensor, body: impl FnOnce(&[u8]) -> R) -> Result<R> {
-    check_served(tensor)?;
+    check_supported(tensor)?;
     if !tensor.is_contiguous() {
         let found = format!("shape {:?} with strides {:?}", tensor.dims(), tensor.stride());
         return Err(ErrorKind::shape(tensor.dims()).error(
             "tensor",
             found,
-            "elements one after the other in memory",
-            "pass it through dense",
+            "a contiguous tensor",
+            "pass it through contiguous",
         ));
     }
     let length = tensor.elem_count() * tensor.dtype().size_in_bytes();
-    // SAFETY: the elements of a contiguous tensor are so many initialised bytes, all inside its storage (checked where the
-    // address is taken), which nobody changes while the storage is locked.
+    // SAFETY: the elements of a contiguous tensor are `length` initialised bytes, all inside its storage (`first_element`
+    // checks it), which nobody changes while the storage is locked.
     Ok(with_first_element(tensor, |first, _| body(unsafe { std::slice::from_raw_parts(first, length) })))
 }
 
-/// The elements in row-major order, in little-endian bytes.
+/// Copies the elements, in row-major order, to little-endian bytes.
 pub fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
-    let flat = dense(tensor)?.flatten_all()?;
+    let flat = contiguous(tensor)?.flatten_all()?;
     with_type!(flat.dtype(), T => {
         Ok(flat.to_vec1::<T>()?.into_iter().flat_map(T::to_le_bytes).collect())
-    }, otherwise unreachable!("checked when the tensor was made"))
+    }, otherwise unreachable!("`contiguous` checks it"))
 }
 
-/// A vector with room for so many elements, or an error where memory ends.
+/// Allocates an empty vector with capacity for `count` elements.
+///
+/// # Errors
+/// [`ErrorKind::OutOfMemory`] if they do not fit into memory, instead of ending the process.
 pub fn reserve<T>(count: usize) -> Result<Vec<T>> {
     check_bytes(count, size_of::<T>())?;
     let mut values = Vec::new();
-    values.try_reserve_exact(count).map_err(|_| room::refused(count, size_of::<T>(), "memory that is free now"))?;
+    values
+        .try_reserve_exact(count)
+        .map_err(|_| memory_limit::out_of_memory(count, size_of::<T>(), "memory that is free now"))?;
     Ok(values)
 }
 
-/// A tensor of any size in the memory of one element, for dry runs.
+/// Returns a tensor of this shape in the memory of one element (all strides are 0), for dry runs.
 pub fn placeholder(meta: &TensorMeta) -> Result<Tensor> {
     Ok(Tensor::zeros((), meta.dtype, &Device::Cpu)?.broadcast_as(meta.shape.as_slice())?)
 }
 
-/// Runs `body` with the address of the tensor's first element and its strides. The tensor must be on the CPU.
+/// Runs `body` with the address of the tensor's first element and its strides. The tensor must be on the CPU and of a
+/// supported type.
 fn with_first_element<R>(tensor: &Tensor, body: impl FnOnce(*const u8, &[usize]) -> R) -> R {
     let (storage, layout) = tensor.storage_and_layout();
     body(first_element(&storage, layout).0, layout.stride())
 }
 
-/// The address of a tensor's first element and its type. The tensor must be on the CPU.
+/// Address of a tensor's first element, and the element type. The tensor must be on the CPU.
 ///
 /// # Panics
-/// If an element of the layout is outside the storage: candle lets anybody put the two together.
+/// If an element of the layout is outside the storage: candle's `Tensor::from_storage` combines any two.
 fn first_element(storage: &Storage, layout: &Layout) -> (*const u8, DType) {
     let Storage::Cpu(cpu) = storage else { unreachable!("callers check the device") };
-    let (base, held, dtype): (*const u8, usize, DType) = match cpu {
+    let (base, len, dtype): (*const u8, usize, DType) = match cpu {
         CpuStorage::U8(v) => (v.as_ptr(), v.len(), DType::U8),
         CpuStorage::U32(v) => (v.as_ptr().cast(), v.len(), DType::U32),
         CpuStorage::I16(v) => (v.as_ptr().cast(), v.len(), DType::I16),
@@ -227,14 +262,14 @@ fn first_element(storage: &Storage, layout: &Layout) -> (*const u8, DType) {
         CpuStorage::F64(v) => (v.as_ptr().cast(), v.len(), DType::F64),
         _ => unreachable!("callers check the element type"),
     };
-    // The offset of a view without elements may point anywhere.
+    // The offset of a view without elements may be outside the storage.
     if layout.dims().contains(&0) {
         return (base, dtype);
     }
     let steps = layout.dims().iter().zip(layout.stride());
     let last =
         steps.fold(layout.start_offset(), |last, (n, stride)| last.saturating_add((n - 1).saturating_mul(*stride)));
-    assert!(last < held, "element {last} of a tensor whose storage has {held}");
+    assert!(last < len, "element {last} of a tensor whose storage has {len}");
     // SAFETY: the last element is inside the storage, and so is the first.
     (unsafe { base.add(layout.start_offset() * dtype.size_in_bytes()) }, dtype)
 }

@@ -1,17 +1,19 @@
-//! Functions of f32, written without branches so that a loop over them becomes vector instructions. Each is within three
-//! units in the last place over the whole range, the tails of erfc, gelu and mish within five; zeros, infinities and
-//! not-a-number give what the function in f64 gives.
+//! Transcendental functions and activations of f32, written without branches so that loops over them become vector
+//! instructions.
 //!
-//! `FMA` says whether the loop is compiled for a processor that multiplies and adds in one step; without that a call of
-//! a library function would stand there. Coefficients are minimax fits on the interval that a comment names.
+//! Each is within 3 units in the last place (ulp) over the whole range; erfc, gelu and mish within 5. Zeros, infinities and
+//! NaN give what the function in f64 gives.
+//!
+//! `FMA` is whether the loop is compiled for a processor with fused multiply-add; without it, `mul_add` would be a library
+//! call. Coefficients are minimax fits on the interval that a comment states.
 
 use std::f32::consts::{FRAC_2_SQRT_PI, LOG2_E, SQRT_2};
 
-/// ln 2 as a number with few bits, whose product with an exponent is exact, and the rest.
+/// ln 2 in two parts: the first has few bits, so that its product with an exponent is exact; the second is the remainder.
 const LN_2_HIGH: f32 = 0.693_359_4;
 const LN_2_LOW: f32 = -2.121_944_4e-4;
 
-/// Added to a small number, this leaves the nearest whole number in the low bits.
+/// 1.5 * 2^23: adding it to a small number leaves the nearest integer in the low bits of the mantissa.
 const ROUNDER: f32 = 12_582_912.0;
 
 #[inline(always)]
@@ -19,7 +21,7 @@ fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
 }
 
-/// A polynomial, the highest coefficient first.
+/// Evaluates a polynomial by Horner's rule, highest coefficient first.
 #[inline(always)]
 fn polynomial<const FMA: bool, const N: usize>(x: f32, coefficients: [f32; N]) -> f32 {
     let mut sum = coefficients[0];
@@ -29,24 +31,24 @@ fn polynomial<const FMA: bool, const N: usize>(x: f32, coefficients: [f32; N]) -
     sum
 }
 
-/// No more than a bound; not-a-number stays.
+/// `min(x, bound)` that propagates NaN.
 #[inline(always)]
 fn at_most(x: f32, bound: f32) -> f32 {
     if x > bound { bound } else { x }
 }
 
-/// No less than a bound; not-a-number stays.
+/// `max(x, bound)` that propagates NaN.
 #[inline(always)]
 fn at_least(x: f32, bound: f32) -> f32 {
     if x < bound { bound } else { x }
 }
 
-/// `(1 + more) * 2^n`, not yet multiplied out: the value may lie outside the range of f32 where a factor brings it back,
-/// and the small summand keeps digits that the sum would lose.
+/// `(1 + more) * 2^n`, not yet multiplied out: a factor may bring a value outside the range of f32 back into it, and the
+/// small summand keeps digits that the sum would round off.
 #[derive(Clone, Copy)]
 struct Exponential {
     more: f32,
-    /// Two factors of the power of two, since one alone may be out of range.
+    /// Two factors of the power of two, because the power itself may be out of range.
     powers: [f32; 2],
 }
 
@@ -60,7 +62,7 @@ impl Exponential {
         Exponential { more, powers: [power_of_two(n.wrapping_add(64)), 1.0 / 18_446_744_073_709_551_616.0] }
     }
 
-    /// exp(x) for x between -130 and 43, or not-a-number.
+    /// exp(x) for x between -130 and 43, or NaN.
     #[inline(always)]
     fn of<const FMA: bool>(x: f32) -> Self {
         let (rest, n) = reduce::<FMA>(x);
@@ -73,7 +75,7 @@ impl Exponential {
         fma::<FMA>(factor, self.more, factor)
     }
 
-    /// A number made with [`number`](Self::number) times the power of two, which rounds once.
+    /// Multiplies a result of [`number`](Self::number) by the power of two, which rounds once.
     #[inline(always)]
     fn scale(self, number: f32) -> f32 {
         number * self.powers[0] * self.powers[1]
@@ -91,7 +93,7 @@ fn power_of_two(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
-/// `x - n ln 2` and `n`, the nearest whole number to `x / ln 2`, for |x| < 1e6.
+/// Range reduction: `x - n ln 2` and `n`, the nearest integer to `x / ln 2`, for |x| < 1e6.
 #[inline(always)]
 fn reduce<const FMA: bool>(x: f32) -> (f32, i32) {
     let rounded = fma::<FMA>(x, LOG2_E, ROUNDER);
@@ -100,7 +102,7 @@ fn reduce<const FMA: bool>(x: f32) -> (f32, i32) {
     (rest, rounded.to_bits().wrapping_sub(ROUNDER.to_bits()) as i32)
 }
 
-/// The same for a number with more digits than f32 has: the exponential of a large argument needs them.
+/// Range reduction in f64: an exponential of a large argument needs more digits than f32 has.
 #[inline(always)]
 fn reduce_wide(x: f64) -> (f32, i32) {
     const ROUNDER: f64 = 6_755_399_441_055_744.0;
@@ -109,7 +111,7 @@ fn reduce_wide(x: f64) -> (f32, i32) {
     ((x - n * std::f64::consts::LN_2) as f32, rounded.to_bits() as i32)
 }
 
-/// e to the power of x.
+/// `exp(x)`.
 #[inline(always)]
 pub fn exp<const FMA: bool>(x: f32) -> f32 {
     let (rest, n) = reduce::<FMA>(at_most(at_least(x, -110.0), 95.0));
@@ -119,21 +121,21 @@ pub fn exp<const FMA: bool>(x: f32) -> f32 {
     Exponential { powers, ..Exponential::new::<FMA>(rest, n) }.value()
 }
 
-/// exp(x) - 1.
+/// `exp(x) - 1`, exact for small x.
 #[inline(always)]
 pub fn expm1<const FMA: bool>(x: f32) -> f32 {
     let (rest, n) = reduce::<FMA>(at_most(at_least(x, -30.0), 89.0));
     // |x| <= ln(2) / 2
     let p = polynomial::<FMA, 6>(rest, [2.001_270_3e-4, 1.390_653_8e-3, 8.333_56e-3, 4.166_668e-2, 0.166_666_67, 0.5]);
     let near = fma::<FMA>(rest * rest, p, rest);
-    // Half of the power: the whole one may be out of range.
+    // Half of the power of two, because the power itself may be out of range.
     let half = power_of_two(n.wrapping_sub(1));
     let value = 2.0 * fma::<FMA>(half, near, half - 0.5);
-    // A zero keeps its sign, and a subnormal number its digits.
+    // Zeros keep their sign, and subnormal numbers their digits.
     if x.abs() < 1e-10 { x } else { value }
 }
 
-/// A positive normal number as `(1 + f) * 2^n` with 1 + f between sqrt(1/2) and sqrt(2).
+/// Splits a positive normal number into `(1 + f) * 2^n` with 1 + f between sqrt(1/2) and sqrt(2).
 #[inline(always)]
 fn mantissa(x: f32) -> (f32, i32) {
     const SQRT_HALF: i32 = 0x3f35_04f3;
@@ -174,16 +176,16 @@ pub fn log<const FMA: bool>(x: f32) -> f32 {
     if x < 0.0 { f32::NAN } else { value }
 }
 
-/// log(1 + x).
+/// `log(1 + x)`, exact for small x.
 #[inline(always)]
 pub fn log1p<const FMA: bool>(x: f32) -> f32 {
     let (far, n) = mantissa(1.0 + x);
-    // The sum was rounded, so it only tells the exponent; both terms below are exact.
+    // The sum was rounded, so only its exponent is used; both terms below are exact.
     let power = power_of_two(n.wrapping_neg());
     let near = x * power + (power - 1.0);
     let value = log_of_parts::<FMA>(if x > 1e9 { far } else { near }, n as f32);
     let value = if x < f32::INFINITY { value } else { x };
-    // A zero keeps its sign.
+    // Zeros keep their sign.
     let value = if x.abs() < 1e-10 { x } else { value };
     let value = if x == -1.0 { f32::NEG_INFINITY } else { value };
     if x < -1.0 { f32::NAN } else { value }
@@ -209,79 +211,79 @@ fn logistic<const FMA: bool>(x: f32, negative: bool, decay: Exponential) -> f32 
     if negative { decay.scale(share) } else { share }
 }
 
-/// 1 / (1 + exp(-x)).
+/// Logistic sigmoid, `1 / (1 + exp(-x))`.
 #[inline(always)]
 pub fn sigmoid<const FMA: bool>(x: f32) -> f32 {
     logistic::<FMA>(1.0, x < 0.0, Exponential::of::<FMA>(at_least(-x.abs(), -110.0)))
 }
 
-/// A part of `x`, which is nothing below a bound from which on it rounds to zero.
+/// `value`, or a zero with the sign of `x` below `bound`, where the value rounds to zero.
 #[inline(always)]
-fn vanishing(x: f32, bound: f32, part: f32) -> f32 {
-    if x < bound { 0.0 * x } else { part }
+fn zero_below(x: f32, bound: f32, value: f32) -> f32 {
+    if x < bound { 0.0 * x } else { value }
 }
 
-/// x * sigmoid(x).
+/// SiLU (Swish), `x * sigmoid(x)`.
 #[inline(always)]
 pub fn silu<const FMA: bool>(x: f32) -> f32 {
     let decay = Exponential::of::<FMA>(at_least(-x.abs(), -130.0));
-    vanishing(x, -129.0, logistic::<FMA>(x, x < 0.0, decay))
+    zero_below(x, -129.0, logistic::<FMA>(x, x < 0.0, decay))
 }
 
-/// The tanh approximation of gelu: `x * sigmoid(z)` with a cubic `z`.
+/// GELU with the tanh approximation, computed as `x * sigmoid(z)` with a cubic `z`.
 #[inline(always)]
 pub fn gelu_tanh<const FMA: bool>(x: f32) -> f32 {
     const TWICE_SQRT_2_OVER_PI: f64 = 1.595_769_121_605_730_7;
     let size = f64::from(at_most(x.abs(), 11.0));
     let (rest, n) = reduce_wide(-TWICE_SQRT_2_OVER_PI * size * (1.0 + 0.044715 * size * size));
-    vanishing(x, -10.95, logistic::<FMA>(x, x < 0.0, Exponential::new::<FMA>(rest, n)))
+    zero_below(x, -10.95, logistic::<FMA>(x, x < 0.0, Exponential::new::<FMA>(rest, n)))
 }
 
-/// log(1 + exp(-|z|)), for the functions that bend from 0 to x.
+/// `log(1 + exp(-|z|))`, the smooth part of softplus and logsigmoid.
 #[inline(always)]
-fn bend<const FMA: bool>(z: f32) -> f32 {
+fn log1p_exp_neg_abs<const FMA: bool>(z: f32) -> f32 {
     log1p::<FMA>(Exponential::of::<FMA>(at_least(-z.abs(), -110.0)).value())
 }
 
-/// log(sigmoid(x)).
+/// `log(sigmoid(x))`.
 #[inline(always)]
 pub fn logsigmoid<const FMA: bool>(x: f32) -> f32 {
-    at_most(x, 0.0) - bend::<FMA>(x)
+    at_most(x, 0.0) - log1p_exp_neg_abs::<FMA>(x)
 }
 
-/// log(1 + exp(x)).
+/// Softplus, `log(1 + exp(x))`.
 #[inline(always)]
 pub fn softplus<const FMA: bool>(x: f32) -> f32 {
-    at_least(x, 0.0) + bend::<FMA>(x)
+    at_least(x, 0.0) + log1p_exp_neg_abs::<FMA>(x)
 }
 
-/// x * tanh(softplus(x)), which is a fraction of exponentials.
+/// Mish, `x * tanh(softplus(x))`, computed as a fraction of exponentials.
 #[inline(always)]
 pub fn mish<const FMA: bool>(x: f32) -> f32 {
     let growth = Exponential::of::<FMA>(at_most(at_least(x, -130.0), 20.0));
     let e = growth.value();
     let share = (e + 2.0) * growth.number::<FMA>(x) / fma::<FMA>(e, e + 2.0, 2.0);
-    if x > 20.0 { x } else { vanishing(x, -129.0, growth.scale(share)) }
+    if x > 20.0 { x } else { zero_below(x, -129.0, growth.scale(share)) }
 }
 
-/// exp(-x^2 * factor) for x between 0 and 15 and a power of two as factor. The square of a number with half the digits is
-/// exact.
+/// `exp(-x^2 * factor)` for x between 0 and 15 and a factor that is a power of two. The square is split: that of the upper
+/// half of the digits is exact.
 #[inline(always)]
-fn bell<const FMA: bool>(x: f32, factor: f32) -> Exponential {
+fn gaussian<const FMA: bool>(x: f32, factor: f32) -> Exponential {
     let high = f32::from_bits(x.to_bits() & 0xffff_f000);
     let low = (x - high) * (x + high);
     let (rest, n) = reduce::<FMA>(-factor * high * high);
     Exponential::new::<FMA>(rest - factor * low, n)
 }
 
-/// The probability of a normal number above y, divided by exp(-y^2 / 2), for y between 0 and 14.5.
+/// Upper tail of the normal distribution, `P(X > y) / exp(-y^2 / 2)`, for y between 0 and 14.5.
 #[inline(always)]
-fn tail<const FMA: bool>(y: f32) -> f32 {
+fn normal_tail<const FMA: bool>(y: f32) -> f32 {
     let sum = y + 4.0;
     let lost = y - (sum - 4.0);
     let inverse = 1.0 / sum;
     let inverse = inverse - inverse * inverse * lost;
-    // In a variable that is exact for small y, since the function is steep there.
+    // A polynomial in a variable that is exact for small y, where the function is steep.
     let p = polynomial::<FMA, 10>(
         0.5 - y * inverse,
         [
@@ -314,28 +316,28 @@ fn erf_near_zero<const FMA: bool>(x: f32) -> f32 {
 #[inline(always)]
 pub fn erf<const FMA: bool>(x: f32) -> f32 {
     let size = at_most(x.abs(), 4.5);
-    let bell = bell::<FMA>(size, 1.0);
-    let above = bell.scale(bell.number::<FMA>(tail::<FMA>(size * SQRT_2)));
+    let gaussian = gaussian::<FMA>(size, 1.0);
+    let above = gaussian.scale(gaussian.number::<FMA>(normal_tail::<FMA>(size * SQRT_2)));
     if x.abs() < 0.75 { erf_near_zero::<FMA>(x) } else { (1.0 - 2.0 * above).copysign(x) }
 }
 
-/// 1 - erf(x).
+/// Complementary error function, `1 - erf(x)`, without cancellation for large x.
 #[inline(always)]
 pub fn erfc<const FMA: bool>(x: f32) -> f32 {
     let size = at_most(x.abs(), 10.5);
-    let bell = bell::<FMA>(size, 1.0);
-    let above = bell.scale(2.0 * bell.number::<FMA>(tail::<FMA>(size * SQRT_2)));
+    let gaussian = gaussian::<FMA>(size, 1.0);
+    let above = gaussian.scale(2.0 * gaussian.number::<FMA>(normal_tail::<FMA>(size * SQRT_2)));
     let far = if x < 0.0 { 2.0 - above } else { above };
     if x.abs() < 0.5 { 1.0 - erf_near_zero::<FMA>(x) } else { far }
 }
 
-/// x * Phi(x) with the normal distribution.
+/// GELU, `x * Phi(x)` with the distribution function of the normal distribution.
 #[inline(always)]
 pub fn gelu<const FMA: bool>(x: f32) -> f32 {
     let size = at_most(x.abs(), 14.5);
-    let bell = bell::<FMA>(size, 0.5);
-    let above = bell.scale(bell.number::<FMA>(tail::<FMA>(size)) * at_most(x, 14.5));
-    let far = if x < 0.0 { vanishing(x, -14.4, above) } else { x - above };
+    let gaussian = gaussian::<FMA>(size, 0.5);
+    let above = gaussian.scale(gaussian.number::<FMA>(normal_tail::<FMA>(size)) * at_most(x, 14.5));
+    let far = if x < 0.0 { zero_below(x, -14.4, above) } else { x - above };
     // |x| < 0.5
     let p = polynomial::<FMA, 5>(x * x, [1.154_344e-4, -1.187_326e-3, 9.973_557e-3, -6.649_038e-2, 0.398_942_3]);
     if x.abs() < 0.5 { x * fma::<FMA>(x, p, 0.5) } else { far }
@@ -343,7 +345,7 @@ pub fn gelu<const FMA: bool>(x: f32) -> f32 {
 
 #[cfg(test)]
 mod tests {
-    /// The distance from what is right, in units of the last place that an f32 of this size has.
+    /// The error in units in the last place of an f32 of this size.
     fn error(got: f32, right: f64) -> f64 {
         let rounded = right as f32;
         if got.to_bits() == rounded.to_bits() || got.is_nan() && rounded.is_nan() {
@@ -358,7 +360,7 @@ mod tests {
         (number(got) - right.clamp(-2f64.powi(128), 2f64.powi(128))).abs() / 2f64.powi(exponent - 23)
     }
 
-    /// Bit patterns of all kinds, and numbers where functions bend.
+    /// Random bit patterns, and numbers where the functions change fastest.
     fn arguments() -> Vec<f32> {
         let mut all =
             vec![0.0, f32::INFINITY, f32::NAN, 1.0, f32::MAX, f32::MIN_POSITIVE, 1e-45, 0.5, 0.75, 0.625, 104.0];
@@ -386,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_are_within_a_few_units_of_the_last_place() {
+    fn functions_are_within_a_few_ulp() {
         close!(exp, 1.5, f64::exp);
         close!(expm1, 2.0, f64::exp_m1);
         close!(log, 1.5, f64::ln);

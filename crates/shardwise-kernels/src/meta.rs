@@ -1,30 +1,34 @@
-//! What a tensor is besides its elements.
+//! Shape and element type of a tensor, without its elements.
 
 use std::fmt;
 
 use candle_core::{DType, Shape};
 
-/// Shape and element type of a tensor.
+/// Shape and element type of a tensor, without elements; what PyTorch keeps in a tensor on the `meta` device.
+///
+/// Sizes saturate instead of overflowing, so that a shape from a file or a user can be compared with a limit.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct TensorMeta {
-    /// Size of every dimension.
+    /// Size of every dimension, outermost first.
     pub shape: Vec<usize>,
     /// Element type.
     pub dtype: DType,
 }
 
 impl TensorMeta {
-    /// Shape and element type together.
+    /// Combines a shape, such as `(2, 3)` or `&[2, 3]`, with an element type.
     pub fn new(shape: impl Into<Shape>, dtype: DType) -> Self {
         TensorMeta { shape: shape.into().into_dims(), dtype }
     }
 
-    /// Number of elements.
+    /// Number of elements, 1 for a scalar; `usize::MAX` if the product overflows.
+    #[doc(alias = "numel")]
     pub fn elem_count(&self) -> usize {
         self.shape.iter().fold(1, |count, &n| count.saturating_mul(n))
     }
 
-    /// Size in bytes.
+    /// Bytes of all elements; `usize::MAX` if the product overflows.
+    #[doc(alias = "nbytes")]
     pub fn bytes(&self) -> usize {
         self.elem_count().saturating_mul(self.dtype.size_in_bytes())
     }

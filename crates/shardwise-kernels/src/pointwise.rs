@@ -1,31 +1,418 @@
-//! Elements as plain vectors, for operators that look at them one by one.
+//! Elementwise functions of broadcast tensors of any types and strides, in one pass over memory.
 
-use candle_core::{DType, Tensor};
+use std::array::from_fn;
+use std::mem::MaybeUninit;
 
+use candle_core::{DType, Layout, Storage, Tensor};
+use smallvec::SmallVec;
+
+use super::convert::{Block, Compute};
+use super::uninit_buffer::UninitBuffer;
+use super::{contiguous, first_element, simd};
 use crate::error::Result;
 
-/// The elements in row-major order.
-pub fn reals(tensor: &Tensor) -> Result<Vec<f64>> {
-    match tensor.elem_count() {
-        0 => Ok(Vec::new()),
-        _ => Ok(tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?),
+/// Elements per block where inputs or the output have to be converted or gathered: with at most 3 inputs, the buffers of
+/// f64 take 16 KiB and stay in the first-level cache.
+const CHUNK: usize = 512;
+
+/// A function of `N` elements, in each of the three types in which it may be computed ([`ComputeType`]).
+///
+/// Fields of the implementing type are its constant arguments. The methods must be `#[inline(always)]`: the loop around them
+/// is compiled for several instruction sets, and only what is inlined is compiled with it.
+pub trait PointwiseFn<const N: usize>: Copy {
+    /// Computes in f32; `FMA` is passed on to the functions of [`math`](super::math).
+    fn f32<const FMA: bool>(self, x: [f32; N]) -> f32;
+    /// Computes in f64.
+    fn f64(self, x: [f64; N]) -> f64;
+    /// Computes in i64, for integer results.
+    fn i64(self, x: [i64; N]) -> i64;
+}
+
+/// A [`PointwiseFn`] from two closures: one in f64, used for f32 as well, and one in i64.
+#[derive(Clone, Copy)]
+pub struct ViaF64<R, W>(pub R, pub W);
+
+impl<const N: usize, R, W> PointwiseFn<N> for ViaF64<R, W>
+where
+    R: Fn([f64; N]) -> f64 + Copy,
+    W: Fn([i64; N]) -> i64 + Copy,
+{
+    #[inline(always)]
+    fn f32<const FMA: bool>(self, x: [f32; N]) -> f32 {
+        (self.0)(x.map(f64::from)) as f32
+    }
+
+    #[inline(always)]
+    fn f64(self, x: [f64; N]) -> f64 {
+        (self.0)(x)
+    }
+
+    #[inline(always)]
+    fn i64(self, x: [i64; N]) -> i64 {
+        (self.1)(x)
     }
 }
 
-/// The elements in row-major order, as integers.
-pub fn wholes(tensor: &Tensor) -> Result<Vec<i64>> {
-    match tensor.elem_count() {
-        0 => Ok(Vec::new()),
-        _ => Ok(tensor.to_dtype(DType::I64)?.flatten_all()?.to_vec1()?),
+/// A [`PointwiseFn`] from three closures: in f32, f64 and i64.
+#[derive(Clone, Copy)]
+pub struct PerType<S, R, W>(pub S, pub R, pub W);
+
+impl<const N: usize, S, R, W> PointwiseFn<N> for PerType<S, R, W>
+where
+    S: Fn([f32; N]) -> f32 + Copy,
+    R: Fn([f64; N]) -> f64 + Copy,
+    W: Fn([i64; N]) -> i64 + Copy,
+{
+    #[inline(always)]
+    fn f32<const FMA: bool>(self, x: [f32; N]) -> f32 {
+        (self.0)(x)
+    }
+
+    #[inline(always)]
+    fn f64(self, x: [f64; N]) -> f64 {
+        (self.1)(x)
+    }
+
+    #[inline(always)]
+    fn i64(self, x: [i64; N]) -> i64 {
+        (self.2)(x)
     }
 }
 
-/// A tensor of a type from numbers in row-major order.
-pub fn from_reals(values: Vec<f64>, shape: &[usize], dtype: DType) -> Result<Tensor> {
-    Ok(Tensor::from_vec(values, shape, &candle_core::Device::Cpu)?.to_dtype(dtype)?)
+/// The type in which an elementwise function is computed; inputs are converted to it, results from it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ComputeType {
+    /// f32, for f32 and the types that it represents exactly.
+    F32,
+    /// f64, for f64 and for integers of 32 and 64 bits.
+    F64,
+    /// i64, for functions of integers with an integer result. Arithmetic wraps where the function does.
+    I64,
 }
 
-/// A tensor of a type from integers in row-major order.
-pub fn from_wholes(values: Vec<i64>, shape: &[usize], dtype: DType) -> Result<Tensor> {
-    Ok(Tensor::from_vec(values, shape, &candle_core::Device::Cpu)?.to_dtype(dtype)?)
+impl ComputeType {
+    /// The floating-point type for inputs of these types: f32 if it represents all of them exactly, else f64.
+    pub fn float_for(types: impl IntoIterator<Item = DType>) -> Self {
+        let exact = |t| matches!(t, DType::F32 | DType::F16 | DType::BF16 | DType::U8 | DType::I16);
+        if types.into_iter().all(exact) { ComputeType::F32 } else { ComputeType::F64 }
+    }
+}
+
+/// Applies a function element by element to tensors that broadcast to `shape`, and returns a new contiguous tensor of
+/// `dtype`.
+///
+/// The inputs may differ in type and strides. The function is computed in `compute`; results convert to `dtype` (integers
+/// wrap, floats saturate). Runs on the calling thread. The bits of a result do not depend on the position of its element.
+///
+/// # Panics
+/// If an input does not broadcast to `shape`.
+pub fn pointwise<const N: usize, F: PointwiseFn<N>>(
+    f: F,
+    inputs: [&Tensor; N],
+    shape: &[usize],
+    compute: ComputeType,
+    dtype: DType,
+) -> Result<Tensor> {
+    match compute {
+        ComputeType::F32 => {
+            over_blocks(inputs, shape, dtype, &|inputs, out| simd::run(PointwiseF32 { f, inputs, out }))
+        }
+        ComputeType::F64 => {
+            over_blocks(inputs, shape, dtype, &|inputs, out| simd::run(PointwiseF64 { f, inputs, out }))
+        }
+        ComputeType::I64 => over_blocks(inputs, shape, dtype, &|inputs, out| each(inputs, out, |x| f.i64(x))),
+    }
+}
+
+struct PointwiseF32<'a, F, const N: usize> {
+    f: F,
+    inputs: [&'a [f32]; N],
+    out: &'a mut [MaybeUninit<f32>],
+}
+
+impl<F: PointwiseFn<N>, const N: usize> simd::Kernel for PointwiseF32<'_, F, N> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        each(self.inputs, self.out, |x| self.f.f32::<FMA>(x));
+    }
+}
+
+struct PointwiseF64<'a, F, const N: usize> {
+    f: F,
+    inputs: [&'a [f64]; N],
+    out: &'a mut [MaybeUninit<f64>],
+}
+
+impl<F: PointwiseFn<N>, const N: usize> simd::Kernel for PointwiseF64<'_, F, N> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        each(self.inputs, self.out, |x| self.f.f64(x));
+    }
+}
+
+/// Writes `f(inputs[..][i])` to `out[i]`. The bits do not depend on `i`: the remainder after the last full vector is
+/// computed with the same operations.
+#[inline(always)]
+pub(super) fn each<T: Copy, const N: usize>(inputs: [&[T]; N], out: &mut [MaybeUninit<T>], f: impl Fn([T; N]) -> T) {
+    let inputs: [&[T]; N] = from_fn(|k| &inputs[k][..out.len()]);
+    for (i, out) in out.iter_mut().enumerate() {
+        out.write(f(from_fn(|k| inputs[k][i])));
+    }
+}
+
+/// A loop over a block of elements: inputs of one length, and an output of that length to write.
+type BlockLoop<'a, C, const N: usize> = &'a dyn Fn([&[C]; N], &mut [MaybeUninit<C>]);
+
+/// Calls a loop with the elements of tensors that broadcast to `shape`: all at once where no input has to be converted,
+/// broadcast or gathered, else block by block.
+fn over_blocks<C: Compute, const N: usize>(
+    inputs: [&Tensor; N],
+    shape: &[usize],
+    dtype: DType,
+    body: BlockLoop<'_, C, N>,
+) -> Result<Tensor> {
+    let count = shape.iter().product();
+    let mut output = UninitBuffer::new(dtype, count)?;
+    if count > 0 {
+        let mut copies = [const { None }; N];
+        for (copy, input) in copies.iter_mut().zip(inputs).filter(|(_, input)| is_transposed(input)) {
+            *copy = Some(contiguous(input)?);
+        }
+        let inputs: [&Tensor; N] = from_fn(|k| copies[k].as_ref().unwrap_or(inputs[k]));
+        let guards = inputs.map(Tensor::storage_and_layout);
+        let sources: [InputMemory; N] = from_fn(|k| InputMemory::new(&guards[k].0, guards[k].1));
+        let in_place =
+            (0..N).all(|k| sources[k].dtype == C::DTYPE && inputs[k].dims() == shape && inputs[k].is_contiguous());
+        match output.elements::<C>().filter(|_| in_place) {
+            // SAFETY: the tensors are contiguous with `count` elements of this type, and the guards keep them.
+            Some(out) => body(from_fn(|k| unsafe { std::slice::from_raw_parts(sources[k].first.cast(), count) }), out),
+            None => {
+                let dims = merged_dims(shape, from_fn(|k| guards[k].1));
+                // SAFETY: the sizes and strides are those of the tensors, which the guards keep.
+                unsafe { block_by_block(&sources, &dims, dtype, output.first(), body) };
+            }
+        }
+    }
+    // SAFETY: the loop wrote every element.
+    Ok(unsafe { output.finish(shape) })
+}
+
+/// Whether the innermost dimension has a stride above 1 (a transposed tensor) and the tensor is more than one block: then
+/// it is faster to copy it in tiles first than to gather each block across cache lines.
+fn is_transposed(t: &Tensor) -> bool {
+    let innermost = t.dims().iter().zip(t.stride()).rev().find(|(size, _)| **size > 1);
+    innermost.is_some_and(|(_, &stride)| stride > 1) && t.elem_count() > CHUNK
+}
+
+/// Address of the first element of an input, and the element type.
+#[derive(Clone, Copy)]
+struct InputMemory {
+    first: *const u8,
+    dtype: DType,
+}
+
+impl InputMemory {
+    fn new(storage: &Storage, layout: &Layout) -> Self {
+        let (first, dtype) = first_element(storage, layout);
+        InputMemory { first, dtype }
+    }
+}
+
+/// A dimension of the output: its size, and the stride of every input, 0 where the input is broadcast.
+type BroadcastDim<const N: usize> = (usize, [usize; N]);
+
+/// The dimensions of the output, without those of size 1, and with adjacent dimensions merged where every input allows it.
+fn merged_dims<const N: usize>(shape: &[usize], layouts: [&Layout; N]) -> SmallVec<[BroadcastDim<N>; 6]> {
+    let mut dims: SmallVec<[BroadcastDim<N>; 6]> = SmallVec::new();
+    for (d, &size) in shape.iter().enumerate().filter(|&(_, &size)| size != 1) {
+        let strides: [usize; N] = from_fn(|k| {
+            let missing = shape.len() - layouts[k].dims().len();
+            let broadcast = d < missing || layouts[k].dims()[d - missing] == 1;
+            // Otherwise memory outside the input would be read.
+            assert!(broadcast || layouts[k].dims()[d - missing] == size, "{:?} to {shape:?}", layouts[k].dims());
+            if broadcast { 0 } else { layouts[k].stride()[d - missing] }
+        });
+        match dims.last_mut() {
+            Some((n, outer)) if (0..N).all(|k| outer[k] == strides[k] * size) => (*n, *outer) = (*n * size, strides),
+            _ => dims.push((size, strides)),
+        }
+    }
+    dims
+}
+
+/// The general case: blocks of several rows of the last dimension, or of a part of one row. Inputs and outputs that are not
+/// contiguous in the compute type go through buffers.
+///
+/// # Safety
+/// Every element that sizes and strides reach is readable; `out` can be written for as many elements.
+unsafe fn block_by_block<C: Compute, const N: usize>(
+    sources: &[InputMemory; N],
+    dims: &[BroadcastDim<N>],
+    dtype: DType,
+    out: *mut u8,
+    body: BlockLoop<'_, C, N>,
+) {
+    let (n, stride) = dims.last().copied().unwrap_or((1, [0; N]));
+    let (m, row_stride) = dims.len().checked_sub(2).map_or((1, [0; N]), |d| dims[d]);
+    let outer = &dims[..dims.len().saturating_sub(2)];
+    let (rows, width) = if n < CHUNK { (CHUNK / n, n) } else { (1, CHUNK) };
+    let mut buffers = [[MaybeUninit::<C>::uninit(); CHUNK]; N];
+    let mut results = [MaybeUninit::<C>::uninit(); CHUNK];
+    // What each buffer holds: a broadcast input is often the same for block after block and is then loaded once.
+    let mut held = [(std::ptr::null::<u8>(), 0, 0); N];
+    let mut done = 0;
+    for number in 0..outer.iter().map(|(size, _)| size).product() {
+        let begin = offsets(outer, number);
+        for i in (0..m).step_by(rows) {
+            for j in (0..n).step_by(width) {
+                let (rows, width) = (rows.min(m - i), width.min(n - j));
+                let count = rows * width;
+                for k in 0..N {
+                    let source = sources[k];
+                    let offset = begin[k] + i * row_stride[k] + j * stride[k];
+                    // SAFETY: the block is a part of the tensor.
+                    let first = unsafe { source.first.add(offset * source.dtype.size_in_bytes()) };
+                    let in_place = source.dtype == C::DTYPE && stride[k] == 1 && (rows == 1 || row_stride[k] == width);
+                    if !in_place && held[k] != (first, rows, width) {
+                        let block = Block { rows, row_stride: row_stride[k], width, stride: stride[k] };
+                        // SAFETY: as above; a block has no more elements than a buffer.
+                        unsafe { C::load(source.dtype, first, block, &mut buffers[k][..count]) };
+                    }
+                    held[k] = (first, if in_place { 0 } else { rows }, width);
+                }
+                let inputs: [&[C]; N] = from_fn(|k| match held[k] {
+                    // SAFETY: read in place: the elements of the block are contiguous.
+                    (first, 0, _) => unsafe { std::slice::from_raw_parts(first.cast(), count) },
+                    // SAFETY: loaded above, or for a block before this one.
+                    _ => unsafe { buffers[k][..count].assume_init_ref() },
+                });
+                // SAFETY: blocks follow each other in row-major order, so this one begins after `done` elements.
+                unsafe {
+                    let to = out.add(done * dtype.size_in_bytes());
+                    if dtype == C::DTYPE {
+                        body(inputs, std::slice::from_raw_parts_mut(to.cast(), count));
+                    } else {
+                        body(inputs, &mut results[..count]);
+                        C::store(dtype, results[..count].assume_init_ref(), to);
+                    }
+                }
+                done += count;
+            }
+        }
+    }
+}
+
+/// Offsets of the inputs, in elements, for index `number` of the outer dimensions in row-major order.
+fn offsets<const N: usize>(outer: &[BroadcastDim<N>], mut number: usize) -> [usize; N] {
+    let mut begin = [0; N];
+    for (size, strides) in outer.iter().rev() {
+        let index = number % size;
+        number /= size;
+        (0..N).for_each(|k| begin[k] += index * strides[k]);
+    }
+    begin
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    fn values(t: &Tensor) -> Vec<f64> {
+        t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
+    }
+
+    /// A weighted sum of the inputs, so that swapped inputs or wrong elements change the result.
+    fn weighted_sum<const N: usize>() -> impl PointwiseFn<N> {
+        let real = |x: [f64; N]| x.iter().fold(0.0, |sum, x| sum * 3.0 + x);
+        ViaF64(real, move |x: [i64; N]| real(x.map(|x| x as f64)) as i64)
+    }
+
+    fn check<const N: usize>(inputs: [&Tensor; N], shape: &[usize]) {
+        let expanded = inputs.map(|t| values(&t.broadcast_as(shape).unwrap()));
+        let expected: Vec<f64> =
+            (0..shape.iter().product()).map(|i| expanded.iter().fold(0.0, |sum, x| sum * 3.0 + x[i])).collect();
+        for arithmetic in [ComputeType::F32, ComputeType::F64, ComputeType::I64] {
+            for dtype in [DType::F32, DType::F64, DType::I64, DType::I32] {
+                let got = pointwise(weighted_sum::<N>(), inputs, shape, arithmetic, dtype).unwrap();
+                assert_eq!((got.dims(), got.dtype()), (shape, dtype));
+                assert!(got.is_contiguous());
+                let layouts = inputs.map(Tensor::layout);
+                assert_eq!(values(&got), expected, "{layouts:?} in {arithmetic:?} as {dtype:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn inputs_of_any_strides_and_types_broadcast() {
+        let numbers = |shape: &[usize], dtype: DType| {
+            let count = shape.iter().product::<usize>() as u32;
+            let t = Tensor::arange(0u32, count, &Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+            // Small enough to be exact in every type.
+            let small = (&t - ((&t / 120.0).unwrap().floor().unwrap() * 120.0).unwrap()).unwrap();
+            small.reshape(shape).unwrap().to_dtype(dtype).unwrap()
+        };
+        // Rows shorter and longer than a chunk.
+        for (m, n) in [(1, 1), (3, 5), (40, 100), (1, 700), (3, 700), (700, 3), (5, 512)] {
+            for (one, other) in [(DType::F32, DType::F32), (DType::F64, DType::U8), (DType::BF16, DType::I64)] {
+                let matrix = numbers(&[m, n], one);
+                check([&matrix], &[m, n]);
+                let turned = numbers(&[n, m], one).t().unwrap();
+                check([&turned], &[m, n]);
+                let narrowed = numbers(&[m + 2, n + 2], one).narrow(0, 1, m).unwrap().narrow(1, 2, n).unwrap();
+                for partner in [&[m, n][..], &[n], &[m, 1], &[], &[1, 1]] {
+                    let partner = numbers(partner, other);
+                    for first in [&matrix, &turned, &narrowed] {
+                        check([first, &partner], &[m, n]);
+                        check([&partner, first], &[m, n]);
+                        check([&partner, first, &turned], &[m, n]);
+                    }
+                }
+            }
+        }
+        let (a, b) = (numbers(&[4, 1, 6, 5], DType::F32), numbers(&[3, 1, 5], DType::F16));
+        check([&a.transpose(0, 2).unwrap(), &b], &[6, 3, 4, 5]);
+        check([&numbers(&[0, 3], DType::F32), &numbers(&[3], DType::F32)], &[0, 3]);
+        check([&matrix_without_elements()], &[0, 2]);
+    }
+
+    /// A view whose offset is outside its storage.
+    fn matrix_without_elements() -> Tensor {
+        Tensor::zeros((4, 2), DType::F32, &Device::Cpu).unwrap().narrow(0, 4, 0).unwrap()
+    }
+
+    #[test]
+    fn the_bits_of_a_result_do_not_depend_on_its_position() {
+        #[derive(Clone, Copy)]
+        struct Gelu;
+        impl PointwiseFn<1> for Gelu {
+            #[inline(always)]
+            fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
+                crate::math::gelu::<FMA>(x)
+            }
+            #[inline(always)]
+            fn f64(self, [x]: [f64; 1]) -> f64 {
+                x
+            }
+            #[inline(always)]
+            fn i64(self, [x]: [i64; 1]) -> i64 {
+                x
+            }
+        }
+        let gelu = |x: &Tensor| {
+            let y = pointwise(Gelu, [x], x.dims(), ComputeType::F32, DType::F32).unwrap();
+            y.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        };
+        let x = Tensor::arange(-400f32, 400.0, &Device::Cpu).unwrap().affine(0.01, 0.003).unwrap();
+        let all = gelu(&x);
+        for (start, len) in [(0, 1), (1, 7), (3, 64), (5, 100), (17, 700), (793, 7)] {
+            assert_eq!(gelu(&x.narrow(0, start, len).unwrap()), all[start..start + len]);
+        }
+        let strided = Tensor::stack(&[&x, &x], 1).unwrap().narrow(1, 1, 1).unwrap().squeeze(1).unwrap();
+        assert_eq!(gelu(&strided), all);
+    }
 }

@@ -1,4 +1,4 @@
-//! The reductions of operands.
+//! The reduction operations of collectives and of `Partial` placements.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,29 +7,35 @@ use candle_core::DType;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// How operands of one shape combine, element by element.
+/// How the tensors of several ranks combine element by element in a reduction; PyTorch's `ReduceOp`.
+///
+/// f16 and bf16 accumulate in f32 and round once; integers wrap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
-    /// The sum.
+    /// Sum.
     Sum,
-    /// The mean.
+    /// Sum divided by the number of operands; floating-point types only.
     Avg,
-    /// The largest operand; NaN wins, as in a maximum over one tensor.
+    /// Maximum; NaN if any operand is NaN, as in a maximum over one tensor.
     Max,
-    /// The smallest operand; NaN wins.
+    /// Minimum; NaN if any operand is NaN.
     Min,
-    /// The product.
+    /// Product.
+    #[doc(alias = "PRODUCT")]
     Product,
-    /// Bitwise and, integers only.
+    /// Bitwise and; integers only.
+    #[doc(alias = "BAND")]
     BitAnd,
-    /// Bitwise or, integers only.
+    /// Bitwise or; integers only.
+    #[doc(alias = "BOR")]
     BitOr,
-    /// Bitwise exclusive or, integers only.
+    /// Bitwise exclusive or; integers only.
+    #[doc(alias = "BXOR")]
     BitXor,
 }
 
 impl ReduceOp {
-    /// All operations.
+    /// All operations, for tests and for texts that list them.
     pub const ALL: [ReduceOp; 8] = [
         ReduceOp::Sum,
         ReduceOp::Avg,
@@ -41,7 +47,7 @@ impl ReduceOp {
         ReduceOp::BitXor,
     ];
 
-    /// The name used in text: `sum`, `avg`, `max`, `min`, `product`, `and`, `or`, `xor`.
+    /// Name used in layouts, traces and options: `sum`, `avg`, `max`, `min`, `product`, `and`, `or`, `xor`.
     pub fn name(self) -> &'static str {
         match self {
             ReduceOp::Sum => "sum",
@@ -55,8 +61,8 @@ impl ReduceOp {
         }
     }
 
-    /// Whether tensors of `dtype` can be reduced so: bitwise operations need integers, and a mean of integers would
-    /// have to be rounded.
+    /// Whether tensors of `dtype` can be reduced with this operation: bitwise operations need integers, and an average
+    /// needs floats, because that of integers would have to be rounded.
     pub fn supports(self, dtype: DType) -> bool {
         let integer = matches!(dtype, DType::U8 | DType::U32 | DType::I16 | DType::I32 | DType::I64);
         let float = matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
@@ -67,7 +73,10 @@ impl ReduceOp {
         }
     }
 
-    /// An error unless [`supports`](Self::supports) the type.
+    /// Checks that the operation [`supports`](Self::supports) the type.
+    ///
+    /// # Errors
+    /// [`ErrorKind::DType`] if it does not.
     pub fn check(self, dtype: DType) -> Result<()> {
         if self.supports(dtype) {
             return Ok(());
@@ -90,7 +99,7 @@ impl fmt::Display for ReduceOp {
 impl FromStr for ReduceOp {
     type Err = Error;
 
-    /// Reads the names of [`ReduceOp::name`]; `band`, `bor` and `bxor` are understood as well.
+    /// Parses the names of [`ReduceOp::name`], and PyTorch's `band`, `bor` and `bxor`.
     fn from_str(text: &str) -> Result<Self> {
         let name = match text.trim() {
             "band" => "and",
@@ -114,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reductions_know_their_types() {
+    fn supports_depends_on_the_element_type() {
         assert!(ReduceOp::BitXor.supports(DType::I64) && !ReduceOp::BitXor.supports(DType::F32));
         assert!(ReduceOp::Avg.supports(DType::BF16) && !ReduceOp::Avg.supports(DType::I64));
         assert!(!ReduceOp::Sum.supports(DType::F8E4M3));

@@ -1,5 +1,5 @@
-//! One program on threads or on MPI processes: 4 threads if started directly; 2 processes if built with `--features mpi` and
-//! started by `mpirun -n 2`.
+//! One program on threads or on MPI processes: 4 threads if started directly; 2 processes if built with `--features
+//! mpi` and started by `mpirun -n 2`.
 //!
 //! Run with `cargo run --example 14_processes`, or
 //! `cargo build --workspace --features mpi --example 14_processes && mpirun -n 2 target/debug/examples/14_processes`.

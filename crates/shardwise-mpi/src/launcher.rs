@@ -1,20 +1,23 @@
-//! Who started this process: `mpirun` or `srun` as one of many, or a person as the only one.
+//! Detection of the launcher, `mpirun` or `srun`, from environment variables.
 
 use std::ffi::OsString;
 
-/// What the launcher says of this process.
+/// Rank and number of processes that a launcher assigned to this process; [`launched`] returns it.
+#[doc(alias = "is_torchelastic_launched")]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launched {
-    /// The launcher, as it is to be called in messages.
+    /// Name of the launcher: `mpirun` or `srun`.
     pub by: &'static str,
-    /// This process among those that were started together.
+    /// Rank of this process in the job.
+    #[doc(alias = "RANK")]
     pub rank: usize,
-    /// How many were started together.
+    /// Number of processes of the job.
+    #[doc(alias = "WORLD_SIZE")]
     pub size: usize,
 }
 
-/// Variables that a launcher sets for each process: its name, rank, number of processes. Those of an MPI launcher come
-/// first, because under Slurm an `mpirun` has Slurm's variables as well.
+/// Launcher, and the variables that it sets for rank and number of processes. `mpirun` comes first, because inside a Slurm
+/// allocation its processes have Slurm's variables as well.
 const VARIABLES: [(&str, &str, &str); 4] = [
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("mpirun", "PMI_RANK", "PMI_SIZE"),
@@ -22,7 +25,9 @@ const VARIABLES: [(&str, &str, &str); 4] = [
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 ];
 
-/// What the launcher says of this process; nothing if a person started it.
+/// Reads which launcher started this process; `None` without a launcher.
+///
+/// Local, and available without the feature `mpi`: it reads environment variables only.
 pub fn launched() -> Option<Launched> {
     detect(|name| std::env::var_os(name))
 }
@@ -31,7 +36,7 @@ fn detect(variable: impl Fn(&str) -> Option<OsString>) -> Option<Launched> {
     let number = |name: &str| variable(name)?.to_str()?.parse::<usize>().ok();
     VARIABLES.iter().find_map(|&(by, rank, size)| {
         let (rank, size) = (number(rank)?, number(size)?);
-        // A step of one task is also what an interactive shell runs in.
+        // An interactive shell in a Slurm allocation is a step of one task, too.
         (rank < size && (by != "srun" || size > 1)).then_some(Launched { by, rank, size })
     })
 }
@@ -45,7 +50,7 @@ mod tests {
     }
 
     #[test]
-    fn launchers_are_known_by_their_variables() {
+    fn launchers_are_detected_by_their_variables() {
         let launched = |by, rank, size| Some(Launched { by, rank, size });
         assert_eq!(with(&[]), None);
         assert_eq!(with(&[("HOME", "/"), ("PMI_RANK", "1")]), None);

@@ -1,7 +1,7 @@
-//! Shardwise on MPI: the same program on many machines.
+//! Shardwise on MPI: the same program on many machines, one process per rank.
 //!
-//! [`launch`] has the form of [`shardwise::launch`]. In a process that `mpirun` or `srun` started it runs the program as
-//! this process's rank; otherwise on threads. Nothing else in a program changes.
+//! [`launch`] has the signature of [`shardwise::launch`]. In a process that `mpirun` or `srun` started, it runs the program
+//! as the rank of this process; otherwise it runs all ranks on threads. Nothing else in a program changes.
 //!
 //! ```
 //! use shardwise_mpi::launch;
@@ -15,15 +15,15 @@
 //! # Ok::<(), shardwise::Error>(())
 //! ```
 //!
-//! The engine is there with the feature `mpi`, which needs an MPI library (Open MPI or MPICH) and libclang on the machine
-//! that builds. `docs/mpi.md` in the repository says how to build, run on two machines, under Slurm and in a container.
+//! The MPI engine needs the feature `mpi`, and an MPI library (Open MPI or MPICH) and libclang on the machine that builds.
+//! `docs/mpi.md` in the repository describes how to build, and how to run on two machines, under Slurm and in a container.
 //!
-//! # When something goes wrong
+//! # Failures
 //!
-//! MPI cannot take back a call that waits for others. So a rank that fails gives the others 3 seconds to return, then
+//! MPI cannot cancel a collective that waits for other ranks. So a rank that fails gives the other ranks 3 seconds to return, then
 //! prints its error and ends the job; a rank that waits longer than the deadline, or for a rank that has already returned,
-//! ends it too. An error that all ranks get and return together ends the launch on every rank without ending the processes.
-//! What was found by comparing the calls of all ranks ([`Settings::check`]) is of that kind.
+//! ends the job too. An error that all ranks get and return ends the launch on every rank without ending the processes. The
+//! errors of the comparison of calls ([`Settings::check`]) are of this kind.
 
 mod launcher;
 mod settings;
@@ -37,11 +37,14 @@ pub use settings::Settings;
 use shardwise::error::ErrorKind;
 use shardwise::{Result, World};
 
-/// Runs `program` as one of `ranks` ranks: on this process's rank if `mpirun` or `srun` started the process, else on
-/// that many threads.
+/// Runs `program` on `ranks` ranks: as the rank of this process if `mpirun` or `srun` started it, else on that many threads.
 ///
-/// Returns what this process's rank returned, on threads what rank 0 returned. Settings come from the environment
-/// ([`Settings::from_env`]).
+/// Collective under MPI: every process of the job must call it, with the number of processes as `ranks`. Returns the value of
+/// this process's rank; on threads that of rank 0. Settings come from the environment ([`Settings::from_env`]).
+///
+/// # Errors
+/// [`ErrorKind::Launch`] if the number of processes is not `ranks`, if the program was built without the feature `mpi`, or if a
+/// variable is invalid; otherwise the error of this rank's program, or that of another rank if this one succeeded.
 pub fn launch<T, F>(ranks: usize, program: F) -> Result<T>
 where
     T: Send + 'static,
@@ -51,7 +54,7 @@ where
 }
 
 impl Settings {
-    /// As [`launch`](crate::launch), with these settings.
+    /// Runs `program` on `ranks` ranks with these settings; see [`launch`](crate::launch).
     pub fn launch<T, F>(&self, ranks: usize, program: F) -> Result<T>
     where
         T: Send + 'static,
@@ -64,7 +67,7 @@ impl Settings {
                 "one process per rank",
                 format!("start it with {} -n {ranks}, or ask for {} ranks", launched.by, launched.size),
             )),
-            // A single process needs nobody to talk to.
+            // A single process needs no communication, so a program without MPI runs it on one thread.
             Some(launched) if launched.size > 1 || cfg!(feature = "mpi") => self.launch_process(&launched, program),
             _ => {
                 let mut world = shardwise::ThreadWorld::new(ranks)?.deadline(self.deadline);
@@ -90,7 +93,7 @@ impl Settings {
         Err(ErrorKind::Launch.error(
             "program",
             format!("one that was built without MPI, started by {} as one of {}", launched.by, launched.size),
-            "a program that can talk to the others",
+            "a program that can communicate with the other processes",
             "build it with the feature `mpi` of shardwise-mpi, or start it without a launcher to run on threads",
         ))
     }

@@ -1,4 +1,4 @@
-//! How a world behaves: deadlines, checks, determinism.
+//! Settings of a launch: deadline, checks, determinism, links.
 
 use shardwise::error::ErrorKind;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use shardwise::mesh::Link;
 use shardwise::{Error, Result};
 
-/// Settings of a launch.
+/// Settings of a launch under MPI, which must be the same on all ranks. On threads only deadline and kernel threads apply.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -34,17 +34,17 @@ pub struct Settings {
     pub(crate) across: Link,
 }
 
-/// Processes of one host, through shared memory: 64 bytes and 64 MB gathered by 2 processes with Open MPI 4.1, see the
-/// benchmarks in README.md.
+/// Link between processes of one host (shared memory): measured with an all_gather of 64 bytes and of 64 MB by 2 processes
+/// with Open MPI 4.1.
 const INSIDE: Link = Link { latency_us: 2.2, gb_per_s: 4.5 };
 
-/// Hosts on Ethernet of 10 Gbit/s over TCP. Other networks are faster: configure or measure them.
+/// Link between hosts: 10 Gbit/s Ethernet over TCP, a slow common case. Configure or measure faster networks.
 const ACROSS: Link = Link { latency_us: 30.0, gb_per_s: 1.0 };
 
-/// The largest number of elements that MPI's C interface can name.
+/// The largest count that MPI's C interface accepts.
 const LARGEST_COUNT: usize = i32::MAX as usize;
 
-fn wrong(name: &'static str, found: &str, needed: &'static str) -> Error {
+fn invalid_variable(name: &'static str, found: &str, needed: &'static str) -> Error {
     ErrorKind::Launch.error("environment", format!("{name}={found}"), needed, "correct the variable or unset it")
 }
 
@@ -53,12 +53,12 @@ fn flag(name: &'static str, value: Option<&str>) -> Result<Option<bool>> {
         None => Ok(None),
         Some("0") => Ok(Some(false)),
         Some("1") => Ok(Some(true)),
-        Some(other) => Err(wrong(name, other, "0 or 1")),
+        Some(other) => Err(invalid_variable(name, other, "0 or 1")),
     }
 }
 
-/// What `SHARDWISE_TAKE_TURNS` says: whether processes have to take turns on the cores, if that cannot be seen by counting
-/// them, as in containers that share cores.
+/// Reads `SHARDWISE_TAKE_TURNS`: whether there are more processes than cores, where counting does not show it, as in
+/// containers that share cores.
 #[cfg(feature = "mpi")]
 pub(crate) fn take_turns() -> Result<Option<bool>> {
     const NAME: &str = "SHARDWISE_TAKE_TURNS";
@@ -81,8 +81,12 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// The defaults, with what the environment says: `SHARDWISE_DEADLINE` in seconds, `SHARDWISE_DETERMINISTIC` and
-    /// `SHARDWISE_CHECK` as 0 or 1, `SHARDWISE_LINK_INSIDE` and `SHARDWISE_LINK_ACROSS` as links such as `2us,4.5GB/s`.
+    /// Reads settings from the environment, with defaults for variables that are not set: `SHARDWISE_DEADLINE` in seconds,
+    /// `SHARDWISE_DETERMINISTIC` and `SHARDWISE_CHECK` as 0 or 1, `SHARDWISE_LINK_INSIDE` and `SHARDWISE_LINK_ACROSS` as
+    /// latency and bandwidth such as `2us,4.5GB/s`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Launch`] if a variable is invalid.
     pub fn from_env() -> Result<Self> {
         Self::from_variables(|name| std::env::var(name).ok())
     }
@@ -96,10 +100,11 @@ impl Settings {
         if let Some(text) = variable(DEADLINE) {
             let seconds = text.parse().ok().and_then(|s| Duration::try_from_secs_f64(s).ok());
             let seconds = seconds.filter(|s| !s.is_zero());
-            settings.deadline = seconds.ok_or_else(|| wrong(DEADLINE, &text, "a number of seconds above 0"))?;
+            settings.deadline =
+                seconds.ok_or_else(|| invalid_variable(DEADLINE, &text, "a number of seconds above 0"))?;
         }
         let link = |name: &'static str, default: Link| match variable(name) {
-            Some(text) => text.parse().map_err(|_| wrong(name, &text, "a link such as 30us,1.25GB/s")),
+            Some(text) => text.parse().map_err(|_| invalid_variable(name, &text, "a link such as 30us,1.25GB/s")),
             None => Ok(default),
         };
         settings.inside = link("SHARDWISE_LINK_INSIDE", settings.inside)?;
@@ -107,52 +112,61 @@ impl Settings {
         Ok(settings)
     }
 
-    /// How long one call may take, waiting for silent ranks included, before the job ends (300 s by default).
+    /// Sets how long one call may take, including the wait for other ranks, before the job ends (300 s by default).
+    #[doc(alias = "timeout")]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// How many threads the kernels of each rank may use: by default the cores that the launcher bound the process to, or
-    /// its share of the machine's.
+    /// Sets how many threads the kernels of each rank use: by default the cores that the launcher bound the process to, or
+    /// its share of the machine's cores. At least 1.
+    #[doc(alias = "set_num_threads")]
     pub fn kernel_threads(mut self, threads: usize) -> Self {
         self.kernel_threads = Some(threads.max(1));
         self
     }
 
-    /// Whether reductions take the operands in rank order, which gives the same bits as a world of threads, on any number
-    /// of machines (off by default: MPI may then choose its own order). Half-precision types and the maximum and minimum
-    /// of real numbers are always reduced in rank order.
+    /// Sets whether reductions combine operands in rank order, which gives the same bits as ranks on threads, on any number
+    /// of machines (off by default: MPI chooses the order). f16, bf16, and max and min of floats are always reduced in rank
+    /// order.
+    #[doc(alias = "use_deterministic_algorithms")]
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.deterministic = deterministic;
         self
     }
 
-    /// Whether all ranks of a group compare what they are about to do at the start of every collective, so that calls that
-    /// do not fit together are an error on every rank (on by default). Small calls travel along with the comparison: 64 bytes
-    /// take about a tenth of a microsecond more; larger ones take one small all-reduce more. Without it, such calls are
-    /// what MPI makes of them: an error on some rank, a job that ends after the deadline, or wrong numbers.
+    /// Sets whether the ranks of a group compare their calls at the start of every collective, so that different calls are
+    /// an error on every rank (on by default).
+    ///
+    /// The data of a small call are part of the comparison: an all_reduce of 64 bytes takes about 0.1 us longer; larger calls
+    /// take one small all-reduce more. Without the comparison, the outcome of different calls is up to MPI: an error on one
+    /// rank, a job that ends after the deadline, or wrong results. PyTorch's `TORCH_DISTRIBUTED_DEBUG=DETAIL` is similar.
+    #[doc(alias = "TORCH_DISTRIBUTED_DEBUG")]
     pub fn check(mut self, check: bool) -> Self {
         self.check = check;
         self
     }
 
-    /// How fast processes of one host and processes of different hosts reach each other, for planners. By default figures of
-    /// shared memory, and of Ethernet of 10 Gbit/s. Which processes share a host is asked of MPI.
-    /// [`World::measure_links`](shardwise::World::measure_links) finds the figures of a cluster.
+    /// Sets latency and bandwidth between processes of one host (`inside`) and of different hosts (`across`), by which
+    /// planners estimate costs. The defaults are shared memory and 10 Gbit/s Ethernet.
+    ///
+    /// MPI reports which processes share a host. [`World::measure_links`](shardwise::World::measure_links) measures the links
+    /// of a cluster.
     pub fn links(mut self, inside: Link, across: Link) -> Self {
         (self.inside, self.across) = (inside, across);
         self
     }
 
-    /// Reductions of more bytes than this are carried out in segments of about that size (1 MiB by default).
+    /// Sets the segment size: reductions of more bytes run in segments of about this size. At least 64 bytes, 1 MiB by
+    /// default, because Open MPI 4.1 reduces 64 MB at a quarter of the speed that it has for 1 MB.
     pub fn segment(mut self, bytes: usize) -> Self {
         self.segment = bytes.max(64);
         self
     }
 
-    /// Collectives of more elements than this are carried out in several calls or as messages between pairs of ranks (by
-    /// default what the C interface of MPI can count). Lower it for a library that fails before.
+    /// Sets the count limit: collectives of more elements are split into several calls, or into messages between pairs of
+    /// ranks. By default the largest C `int`; lower it for an MPI library that fails earlier.
     pub fn largest_count(mut self, elements: usize) -> Self {
         self.largest_count = elements.clamp(1, LARGEST_COUNT);
         self
@@ -164,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn variables_set_what_they_name_and_nonsense_is_refused() {
+    fn variables_override_defaults_and_invalid_values_are_errors() {
         let with = |name: &'static str, value: &'static str| {
             Settings::from_variables(move |n| (n == name).then(|| value.to_string()))
         };

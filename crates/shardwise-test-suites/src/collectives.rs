@@ -39,8 +39,8 @@ impl Suite<'_> {
         self.group.size()
     }
 
-    /// Even and uneven shards, empty ones in the middle, all empty, everything on the last rank, and shards large enough for
-    /// an engine that switches to another algorithm for large tensors.
+    /// Even and uneven shards, empty ones in the middle, all empty, everything on the last rank, and shards large
+    /// enough for an engine that switches to another algorithm for large tensors.
     fn size_patterns(&self) -> Vec<Vec<usize>> {
         let n = self.n();
         vec![

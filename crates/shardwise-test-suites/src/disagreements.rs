@@ -1,4 +1,5 @@
-//! Programs in which one rank makes another call than the rest, for any engine with its default settings and at least two ranks.
+//! Programs in which one rank makes another call than the rest, for any engine with its default settings and at least
+//! two ranks.
 //!
 //! Every case must end in a typed error with the same text on every rank, and leave the group usable.
 
@@ -6,7 +7,8 @@ use candle_core::{DType, Device, Tensor};
 use shardwise::prelude::*;
 use shardwise::{Error, Group, TensorMeta};
 
-/// Name of the case, the program (its flag is true on rank 1, which makes another call), and texts that the error must contain.
+/// Name of the case, the program (its flag is true on rank 1, which makes another call), and texts that the error must
+/// contain.
 type Case = (&'static str, fn(&World, bool) -> Result<()>, &'static [&'static str]);
 
 /// More elements than any engine sends inline with the message in which ranks agree on a call.

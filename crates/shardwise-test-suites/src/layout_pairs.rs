@@ -5,7 +5,7 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
-use shardwise::redistribute::{StepKind, explain};
+use shardwise::redistribute::{RedistributeStepKind, explain};
 
 use crate::values;
 
@@ -14,8 +14,8 @@ const KINDS: [&str; 8] = ["R", "S(0)", "S(1)", "ragged", "P(sum)", "P(avg)", "P(
 /// The same for integers, which have bitwise reductions instead of averages.
 const INTEGER_KINDS: [&str; 8] = ["R", "S(0)", "S(1)", "P(sum)", "P(product)", "P(and)", "P(or)", "P(xor)"];
 
-/// Checks every `stride`-th pair of layouts for each shape, on a mesh over the whole world, and returns the number of pairs.
-/// Collective: every rank of the world calls it.
+/// Checks every `stride`-th pair of layouts for each shape, on a mesh over the whole world, and returns the number of
+/// pairs. Collective: every rank of the world calls it.
 pub fn all_pairs(
     world: &World,
     mesh_shape: &[usize],
@@ -138,14 +138,16 @@ pub fn check_pair(mesh: &DeviceMesh, from: &Layout, to: &Layout, whole: &Tensor,
 }
 
 /// Name and group size of the collective that a step of a plan runs, if any.
-fn collective(kind: &StepKind, mesh: &DeviceMesh) -> Option<(&'static str, usize)> {
+fn collective(kind: &RedistributeStepKind, mesh: &DeviceMesh) -> Option<(&'static str, usize)> {
     let (name, axes) = match kind {
-        StepKind::Relabel | StepKind::Narrow | StepKind::MakePartial => return None,
-        StepKind::AllReduce { axes, .. } => ("all_reduce", axes),
-        StepKind::ReduceScatter { axes, .. } => ("reduce_scatter", axes),
-        StepKind::AllGather { axes, .. } => ("all_gather", axes),
-        StepKind::ExchangeDims { axes, .. } => ("exchange_dims", axes),
-        StepKind::Exchange { axes } => ("all_to_all", axes),
+        RedistributeStepKind::Relabel | RedistributeStepKind::Narrow | RedistributeStepKind::MakePartial => {
+            return None;
+        }
+        RedistributeStepKind::AllReduce { axes, .. } => ("all_reduce", axes),
+        RedistributeStepKind::ReduceScatter { axes, .. } => ("reduce_scatter", axes),
+        RedistributeStepKind::AllGather { axes, .. } => ("all_gather", axes),
+        RedistributeStepKind::ExchangeDims { axes, .. } => ("exchange_dims", axes),
+        RedistributeStepKind::ExchangeBoxes { axes } => ("all_to_all", axes),
     };
     Some((name, axes.iter().map(|&a| mesh.shape()[a]).product()))
 }

@@ -1,11 +1,12 @@
 //! Test suites that run on any communication engine, and the test data that several test targets share.
 //!
-//! A dev-dependency of the crates of the workspace; it is not published. Suites for an engine take a world or a group and panic or
-//! return an error at the first difference: [`collectives`], [`disagreements`], [`layout_pairs`], [`remote_shards`] and
-//! [`recorded_training`]. An engine in another crate passes when all of them do (see `crates/shardwise-mpi/tests/processes`).
+//! A dev-dependency of the crates of the workspace; it is not published. Suites for an engine take a world or a group
+//! and panic or return an error at the first difference: [`collectives`], [`disagreements`], [`layout_pairs`],
+//! [`remote_shards`] and [`recorded_training`]. An engine in another crate passes when all of them do (see
+//! `crates/shardwise-mpi/tests/processes`).
 //!
-//! Test data: [`values`] and [`parameters`] for tensors with known elements, [`vectors`] for the vectors recorded from PyTorch and
-//! [`torch_ops`] for the table of operators that they name.
+//! Test data: [`values`] and [`parameters`] for tensors with known elements, [`vectors`] for the vectors recorded from
+//! PyTorch and [`torch_ops`] for the table of operators that they name.
 
 pub mod collectives;
 pub mod disagreements;

@@ -1,12 +1,12 @@
-//! Training runs of small language models recorded from PyTorch on one device, repeated in any layout on any engine: losses,
-//! gradients, gradient norms and final weights must agree.
+//! Training runs of small language models recorded from PyTorch on one device, repeated in any layout on any engine:
+//! losses, gradients, gradient norms and final weights must agree.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use serde_json::Value;
-use shardwise::models::{LanguageModel, ModelConfig, Spread, batch_placements, build, export, import};
+use shardwise::models::{LanguageModel, ModelConfig, ParallelismConfig, batch_placements, build, export, import};
 use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer, clip_grad_norm};
 use shardwise::plan::ShardingPlan;
 use shardwise::prelude::*;
@@ -32,19 +32,19 @@ const TOLERANCE: f64 = 2e-4;
 const WEIGHTS_APART: f64 = 1e-5;
 const GRADIENTS_APART: f64 = 1e-6;
 
-/// Repeats all runs of a directory on a mesh and returns how many of them `spread` applies to (heads must divide evenly).
-/// Collective: every rank of the world calls it.
-pub fn follow_all(world: &World, directory: &Path, mesh: &Mesh, spread: &Spread) -> Result<usize> {
+/// Repeats all runs of a directory on a mesh and returns how many of them `parallelism` applies to (heads must divide
+/// evenly). Collective: every rank of the world calls it.
+pub fn follow_all(world: &World, directory: &Path, mesh: &Mesh, parallelism: &ParallelismConfig) -> Result<usize> {
     let ranks = world.device_mesh(mesh.clone())?;
     let mut followed = 0;
     for recorded in Recorded::all(directory) {
-        if let Some(plan) = recorded.plan(mesh, spread) {
-            let failed = |error| Error::other(format!("{} on {mesh}, {spread:?}: {error}", recorded.name));
+        if let Some(plan) = recorded.plan(mesh, parallelism) {
+            let failed = |error| Error::other(format!("{} on {mesh}, {parallelism:?}: {error}", recorded.name));
             recorded.follow(&ranks, &plan).map_err(failed)?;
             followed += 1;
         }
     }
-    assert!(followed > 0, "none of the runs in {} can be spread over {mesh}", directory.display());
+    assert!(followed > 0, "none of the runs in {} can be sharded over {mesh}", directory.display());
     Ok(followed)
 }
 
@@ -87,8 +87,8 @@ impl Recorded {
     }
 
     /// The plan for this model on a mesh; none if its attention heads do not divide by the size of axis `tp`.
-    pub fn plan(&self, mesh: &Mesh, spread: &Spread) -> Option<ShardingPlan> {
-        match spread.plan(&self.model, mesh) {
+    pub fn plan(&self, mesh: &Mesh, parallelism: &ParallelismConfig) -> Option<ShardingPlan> {
+        match parallelism.plan(&self.model, mesh) {
             Ok(plan) => Some(plan),
             Err(error) => {
                 // The one valid reason: attention heads that do not divide by the tensor-parallel size.
@@ -159,7 +159,7 @@ impl Recorded {
     /// Compares the gradients of the first step, by the names that weights have in files.
     fn compare_gradients(&self, model: &dyn LanguageModel, gradients: &shardwise::Gradients) -> Result<()> {
         let params: BTreeMap<_, _> = model.named_parameters().into_iter().collect();
-        for entry in model.names().0 {
+        for entry in model.weight_names().0 {
             let parts = entry.paths.iter().map(|path| gradients.get(&params[path].get())?.full_tensor());
             let whole = Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)?;
             near(&whole, &self.gradients[&entry.name], GRADIENTS_APART, &format!("gradient of {}", entry.name))?;

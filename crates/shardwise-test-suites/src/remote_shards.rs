@@ -1,7 +1,7 @@
 //! One-sided reads of other ranks' shards while the owners make no library call, on a world of any engine.
 //!
-//! Ranks may be processes, and an owner that communicates could make progress on a read as a side effect. So ranks signal with
-//! marker files that they have finished reading.
+//! Ranks may be processes, and an owner that communicates could make progress on a read as a side effect. So ranks
+//! signal with marker files that they have finished reading.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,8 +16,8 @@ use shardwise::sharded::{EnumerableShardingSpec, RemoteDevice, RemoteShard, Shar
 const CASES: [(DType, usize); 5] =
     [(DType::F32, 1), (DType::BF16, 3), (DType::I64, 2), (DType::U8, 7), (DType::F32, 40_000)];
 
-/// Runs the suite and returns the number of shards that this rank read. Collective. `scratch` is an empty directory, the same on
-/// all ranks.
+/// Runs the suite and returns the number of shards that this rank read. Collective. `scratch` is an empty directory,
+/// the same on all ranks.
 pub fn run(world: &World, scratch: &Path) -> Result<usize> {
     let mesh = world.mesh([("all", world.size())])?;
     let mut read = 0;
@@ -30,7 +30,7 @@ pub fn run(world: &World, scratch: &Path) -> Result<usize> {
         // Owners overwrite and drop the tensor: handles still read the exposed elements.
         x.fill(99.0)?;
         drop(x);
-        // One reader at a time, so that not even an owner's own reads make progress for others.
+        // One reader at a time, so that not even an owner's own reads make progress for other ranks.
         for reader in 0..world.size() {
             let marker = scratch.join(format!("{case}-alone-{reader}"));
             if reader == world.rank() {
@@ -69,7 +69,8 @@ fn counting(rows: usize, dtype: DType) -> Result<Tensor> {
     Ok(Tensor::from_vec(numbers, (rows, 3), &Device::Cpu)?.to_dtype(dtype)?)
 }
 
-/// Reads and compares every shard of the other ranks; creates the marker on failure too, so that no rank waits for a failed one.
+/// Reads and compares every shard of the other ranks; creates the marker on failure too, so that no rank waits for a
+/// failed one.
 fn read_all(remote: &BTreeMap<usize, Vec<RemoteShard>>, whole: &Tensor, marker: &Path) -> Result<usize> {
     let outcome = remote.values().flatten().try_fold(0, |read, shard| read_one(shard, whole).map(|()| read + 1));
     // A marker left by an earlier run would have kept the other ranks from waiting.

@@ -1,7 +1,7 @@
 //! PyTorch's operators and the calls of this library that correspond to them, as one table.
 //!
-//! The first column is the name in the recorded vectors, the second PyTorch's spelling, the third the inputs, and the fourth the
-//! call here. Arguments that PyTorch passes by keyword are read from the case's attributes, `kw`.
+//! The first column is the name in the recorded vectors, the second PyTorch's spelling, the third the inputs, and the
+//! fourth the call here. Arguments that PyTorch passes by keyword are read from the case's attributes, `kw`.
 
 use candle_core::DType;
 use serde_json::Value;

@@ -88,8 +88,8 @@ pub fn max_abs(t: &Tensor) -> f64 {
     values.iter().filter(|x| x.is_finite()).fold(0.0, |peak: f64, x| peak.max(x.abs()))
 }
 
-/// Whether tensors are equal up to the rounding of a few operations. The error of a sum is relative to its largest term, which is
-/// no larger than `terms` or the sum.
+/// Whether tensors are equal up to the rounding of a few operations. The error of a sum is relative to its largest
+/// term, which is no larger than `terms` or the sum.
 pub fn close(a: &Tensor, b: &Tensor, terms: f64) -> bool {
     if a.elem_count() == 0 {
         return a.dims() == b.dims();
@@ -105,8 +105,8 @@ pub fn close(a: &Tensor, b: &Tensor, terms: f64) -> bool {
     a.len() == b.len() && a.iter().zip(&b).all(close)
 }
 
-/// A `Ragged` placement of `dim` on `axis`, applied after the placements in `so_far`: other uneven sizes for every combination
-/// of outer coordinates.
+/// A `Ragged` placement of `dim` on `axis`, applied after the placements in `so_far`: other uneven sizes for every
+/// combination of outer coordinates.
 pub fn ragged(mesh: &Mesh, shape: &[usize], so_far: &[Placement], dim: usize, axis: usize, seed: usize) -> Placement {
     let layout = Layout::new(mesh, shape, so_far.to_vec()).unwrap();
     let (axes, k) = (layout.shard_order(dim).to_vec(), mesh.shape()[axis]);

@@ -1,4 +1,5 @@
-//! What happens when ranks make different calls, fail, return early or stop responding: an error on every rank, never a hang.
+//! What happens when ranks make different calls, fail, return early or stop responding: an error on every rank, never a
+//! hang.
 //!
 //! Run with `cargo run --example 05_errors`.
 

@@ -1,4 +1,5 @@
-//! Operators on distributed tensors: the layout of a result follows from its inputs, and ranks communicate only where they must.
+//! Operators on distributed tensors: the layout of a result follows from its inputs, and ranks communicate only where
+//! they must.
 //!
 //! Run with `cargo run --example 08_operators`.
 

@@ -1,4 +1,5 @@
-//! A model written as one-device code, its sharding specified separately; trained for 20 steps in two layouts, with equal losses.
+//! A model written as one-device code, its sharding specified separately; trained for 20 steps in two layouts, with
+//! equal losses.
 //!
 //! Run with `cargo run --example 10_modules`.
 
@@ -16,12 +17,12 @@ struct Model {
 }
 
 impl Model {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         Ok(Model {
-            tokens: Embedding::new(&at.at("tokens"), 64, 32)?,
-            norm: LayerNorm::new(&at.at("norm"), 32, 1e-5)?,
-            mlp: Mlp::new(&at.at("mlp"), 32, 128, Activation::Gelu)?,
-            head: Linear::new(&at.at("head"), 32, 64)?,
+            tokens: Embedding::new(&builder.child("tokens"), 64, 32)?,
+            norm: LayerNorm::new(&builder.child("norm"), 32, 1e-5)?,
+            mlp: Mlp::new(&builder.child("mlp"), 32, 128, Activation::Gelu)?,
+            head: Linear::new(&builder.child("head"), 32, 64)?,
         })
     }
 

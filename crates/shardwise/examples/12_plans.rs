@@ -1,4 +1,5 @@
-//! One model sharded by four plans: written by hand, by planners, with an adapter, and by parallel styles. The losses are equal.
+//! One model sharded by four plans: written by hand, by planners, with an adapter, and by parallel styles. The losses
+//! are equal.
 //!
 //! Run with `cargo run --example 12_plans`.
 
@@ -19,12 +20,12 @@ struct Model {
 }
 
 impl Model {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         Ok(Model {
-            tokens: Embedding::new(&at.at("tokens"), 64, 32)?,
-            norm: LayerNorm::new(&at.at("norm"), 32, 1e-5)?,
-            mlp: Mlp::new(&at.at("mlp"), 32, 128, Activation::Gelu)?,
-            head: Linear::new(&at.at("head"), 32, 64)?,
+            tokens: Embedding::new(&builder.child("tokens"), 64, 32)?,
+            norm: LayerNorm::new(&builder.child("norm"), 32, 1e-5)?,
+            mlp: Mlp::new(&builder.child("mlp"), 32, 128, Activation::Gelu)?,
+            head: Linear::new(&builder.child("head"), 32, 64)?,
         })
     }
 
@@ -56,7 +57,7 @@ fn main() -> Result<()> {
         let planned = TensorParallel::new("tp").and(FullyShard::new(["dp"])).plan(&fresh()?, &mesh)?;
         // With a LoRA adapter: the layer's weight is frozen, a low-rank correction is trained.
         let adapted = ShardingPlan::new()
-            .sharder("mlp.up", LowRankAdapter { rank: 4, scale: 1.0 })
+            .sharder("mlp.up", LowRankAdapter { r: 4, scale: 1.0 })
             .param("head.*", [("tp", Shard(0))]);
         for (name, plan) in [("by hand", &by_hand), ("planned", &planned), ("adapted", &adapted)] {
             let model = fresh()?;

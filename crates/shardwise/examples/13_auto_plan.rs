@@ -1,5 +1,5 @@
-//! Automatic planning: searches plans for a small transformer on 2 x 4 ranks with dry runs, under several memory limits per rank,
-//! and compares them with tensor parallelism written by hand.
+//! Automatic planning: searches plans for a small transformer on 2 x 4 ranks with dry runs, under several memory limits
+//! per rank, and compares them with tensor parallelism written by hand.
 //!
 //! Run with `cargo run --example 13_auto_plan`.
 
@@ -32,21 +32,21 @@ struct Model {
 }
 
 impl Model {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         let sizes = AttentionConfig { width: WIDTH, heads: 8, key_heads: 8, causal: true, rotary: None, bias: false };
-        let block = |at: &Builder| {
+        let block = |builder: &Builder| {
             Ok(Block {
-                before: RmsNorm::new(&at.at("before"), WIDTH, 1e-6)?,
-                attention: MultiHeadAttention::new(&at.at("attention"), sizes)?,
-                between: RmsNorm::new(&at.at("between"), WIDTH, 1e-6)?,
-                mlp: SwiGlu::new(&at.at("mlp"), WIDTH, 3 * WIDTH)?,
+                before: RmsNorm::new(&builder.child("before"), WIDTH, 1e-6)?,
+                attention: MultiHeadAttention::new(&builder.child("attention"), sizes)?,
+                between: RmsNorm::new(&builder.child("between"), WIDTH, 1e-6)?,
+                mlp: SwiGlu::new(&builder.child("mlp"), WIDTH, 3 * WIDTH)?,
             })
         };
         Ok(Model {
-            tokens: Embedding::new(&at.at("tokens"), WORDS, WIDTH)?,
-            blocks: (0..2).map(|i| block(&at.at(&format!("blocks.{i}")))).collect::<Result<_>>()?,
-            norm: RmsNorm::new(&at.at("norm"), WIDTH, 1e-6)?,
-            head: Linear::without_bias(&at.at("head"), WIDTH, WORDS)?,
+            tokens: Embedding::new(&builder.child("tokens"), WORDS, WIDTH)?,
+            blocks: (0..2).map(|i| block(&builder.child(&format!("blocks.{i}")))).collect::<Result<_>>()?,
+            norm: RmsNorm::new(&builder.child("norm"), WIDTH, 1e-6)?,
+            head: Linear::without_bias(&builder.child("head"), WIDTH, WORDS)?,
         })
     }
 
@@ -88,7 +88,7 @@ fn main() -> Result<()> {
             match planner().memory_limit(limit).search(&model, &mesh) {
                 Ok(search) => {
                     let best: String = search.to_string().lines().take(6).map(|line| format!("{line}\n")).collect();
-                    println!("{limit_text}, {} plans tried, the best of them:\n{best}", search.tried.len());
+                    println!("{limit_text}, {} plans tried, the best of them:\n{best}", search.trials.len());
                     assert!(search.estimate.peak_bytes <= limit);
                     assert!(reference.peak_bytes > limit || search.estimate.us() <= reference.us());
                     plans.push(search.plan);

@@ -1,4 +1,4 @@
-//! The one error type. Every message says what was found, what was needed and what to do about it.
+//! The error type of the crate. Every message says what was found, what was needed and what to do about it.
 
 use serde::{Deserialize, Serialize};
 pub use shardwise_kernels::{ErrorKind, Invalid};
@@ -7,62 +7,67 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Result of everything in this crate.
+/// A result whose error is [`Error`] unless another type is named.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A place in the user's program, captured with `#[track_caller]`.
+/// A call site: a line of the user's program, captured with `#[track_caller]`.
 pub type Site = &'static Location<'static>;
 
-/// What went wrong. Cheap to clone, because one failure is often reported on every rank.
+/// The error of every fallible function in this crate.
 ///
-/// `Debug` reads like `Display`: `fn main() -> Result<()>`, `unwrap` and `expect` print the sentence that was written for
-/// the reader, and not the tree of types that carries it.
+/// Errors of collectives are the same on every rank of the group, so an error is cheap to clone. [`kind`](Error::kind)
+/// gives the typed reason of an invalid value, whichever rank found it. `Debug` prints the same text as `Display`, so that
+/// `fn main() -> Result<()>`, `unwrap` and `expect` show the message rather than the fields.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A value handed in by the caller cannot be used.
+    /// A value that the caller passed, or that was loaded, is invalid.
     #[error("{0}")]
     Invalid(Box<Invalid>),
 
-    /// One rank called a collective with arguments that cannot be used; every rank of the group gets this error.
+    /// One rank called a collective with invalid arguments. Every rank of the group gets this error.
     #[error("{call} was rejected: {source}")]
     Rejected {
-        /// Who called, what, and where.
+        /// The rejected call, with its rank and source line.
         call: Box<RankCall>,
-        /// Why the call cannot be carried out.
+        /// What is wrong with the arguments.
         source: Box<Error>,
     },
 
-    /// Two ranks do not agree on what happens next.
+    /// Two ranks of a group made different calls, or the same call on values that do not match. Every rank of the group
+    /// gets this error.
     #[error("ranks disagree: {first}, but {second}; {advice}")]
     Mismatch {
-        /// One of the two ranks.
+        /// The call of one of the two ranks.
         first: Box<RankCall>,
-        /// The other one.
+        /// The call of the other rank.
         second: Box<RankCall>,
-        /// What to change.
+        /// How to fix the program.
         advice: &'static str,
     },
 
-    /// Ranks wait for each other in a circle.
+    /// Ranks wait for each other in a cycle, because they make calls in different orders.
     #[error("{}; each waits for the next and the last for the first, so make these calls in one order on all ranks",
-        .circle.iter().map(ToString::to_string).collect::<Vec<_>>().join(", while "))]
+        .cycle.iter().map(ToString::to_string).collect::<Vec<_>>().join(", while "))]
     Deadlock {
-        /// The calls of the ranks in the circle; each waits for the next, the last for the first.
-        circle: Vec<RankCall>,
+        /// The calls of the ranks in the cycle: each waits for the next, the last for the first.
+        cycle: Vec<RankCall>,
     },
 
-    /// Communication that the program did not ask for, where it allows none.
+    /// An operator would have redistributed a tensor inside [`ExplicitRedistribution::error`], where only explicit
+    /// communication is allowed.
+    ///
+    /// [`ExplicitRedistribution::error`]: crate::ExplicitRedistribution::error
     #[error(
         "operator {operator} redistributes{moves}, which was not asked for ({call}); redistribute its inputs first, \
              or leave the scope that allows explicit communication only"
     )]
     Implicit {
-        /// The operator.
+        /// Name of the operator.
         operator: &'static str,
-        /// The layouts between which a tensor moves, as part of the sentence; empty where parts of tensors are fetched.
+        /// The layouts before and after, as part of the message; empty if the operator fetches parts of tensors instead.
         moves: String,
-        /// What it would have communicated.
+        /// The first collective that the redistribution would have made.
         call: Box<RankCall>,
     },
 
@@ -71,63 +76,63 @@ pub enum Error {
     PeerFailed {
         /// The rank that failed.
         rank: usize,
-        /// How it failed.
+        /// How it failed, as part of the message.
         reason: Arc<str>,
-        /// What this rank was doing.
+        /// The call of this rank that was abandoned.
         call: Box<RankCall>,
     },
 
-    /// Another rank finished its program while this rank still needs it.
+    /// Another rank returned from its program while this rank waits for it.
     #[error(
         "{call} waits for rank {rank}, which has already returned from the program; \
          every rank of a group must make the same calls in the same order"
     )]
     PeerLeft {
-        /// The rank that is gone.
+        /// The rank that has returned.
         rank: usize,
-        /// What this rank was doing.
+        /// The call of this rank that waits.
         call: Box<RankCall>,
     },
 
-    /// A rank stayed silent past the deadline.
+    /// A rank did not join a call before the deadline of the launch.
     #[error(
         "{call} waited {waited:?} for rank(s) {missing:?}, which did not come{}; \
          look at what they were doing, or raise the deadline of the launch",
-        in_other_calls(elsewhere)
+        in_other_calls(other_calls)
     )]
     Timeout {
-        /// What the waiting rank was doing.
+        /// The call of the rank that waited.
         call: Box<RankCall>,
         /// How long it waited.
         waited: Duration,
-        /// The ranks that did not come.
+        /// The ranks that did not join.
         missing: Vec<usize>,
-        /// The calls that some of them are in instead.
-        elsewhere: Vec<RankCall>,
+        /// Other calls in which missing ranks are blocked, as far as known; none with MPI.
+        other_calls: Vec<RankCall>,
     },
 
-    /// A message was sent that nobody received before the program ended.
+    /// A message was sent with [`send`](crate::Group::send) and never received.
     #[error(
         "rank {from} sent {what} to rank {to} at {site}, and rank {to} never received it; add the recv or drop the send"
     )]
     Unreceived {
-        /// The sender.
+        /// The rank that sent it.
         from: usize,
-        /// The rank that should have received.
+        /// The rank that did not receive it.
         to: usize,
-        /// Description of the message.
+        /// Type and shape of the tensor.
         what: String,
-        /// Where it was sent.
+        /// The source line of the send.
         site: String,
     },
 
-    /// A rank did not return from its program after another one had failed, and was left behind.
+    /// A rank did not return from its program before the deadline after another rank had failed; its thread was abandoned.
     #[error(
         "rank {rank} did not return within {waited:?} after another rank had failed, and was left behind; \
          look for a loop that makes no collective call"
     )]
     Stuck {
-        /// The rank.
+        /// The rank whose thread still runs.
         rank: usize,
         /// How long the launch waited for it.
         waited: Duration,
@@ -136,7 +141,7 @@ pub enum Error {
     /// The program of one rank panicked.
     #[error("rank {rank} panicked: {message}")]
     Panicked {
-        /// The rank.
+        /// The rank that panicked.
         rank: usize,
         /// The panic message.
         message: String,
@@ -145,53 +150,54 @@ pub enum Error {
     /// The program of one rank returned an error.
     #[error("rank {rank} failed: {source}")]
     Rank {
-        /// The rank.
+        /// The rank that failed.
         rank: usize,
-        /// Its error.
+        /// The error that its program returned.
         source: Box<Error>,
     },
 
-    /// A rank could not do its part of something that ranks do together; every rank gets this error.
+    /// One rank failed in local work that ends with a check on all ranks, such as [`Group::all_ok`](crate::Group::all_ok)
+    /// or a load of a checkpoint. Every rank gets this error.
     #[error("on rank {rank}: {message}")]
     OnRank {
-        /// The rank.
+        /// The rank that failed.
         rank: usize,
-        /// What is wrong with a value that it was given, if that is its error.
+        /// The kind of its error, if the error was an invalid value.
         kind: Option<Box<ErrorKind>>,
         /// The text of its error.
         message: Arc<str>,
     },
 
-    /// Something went wrong inside a module of the model.
+    /// An error inside the `forward` of a module.
     #[error("`{path}` (called at {site}): {source}")]
     InModule {
         /// Dotted path of the innermost module.
         path: Arc<str>,
-        /// The line of the user's program that called the module, or the model that it is in.
+        /// The source line that called the outermost module.
         site: Site,
-        /// What went wrong there.
+        /// The error.
         source: Box<Error>,
     },
 
-    /// The local tensor library reported an error.
+    /// An error of candle, which holds the local tensors.
     #[error("local tensor operation failed: {0}")]
     Candle(Arc<candle_core::Error>),
 
-    /// Reading or writing failed.
-    #[error("input or output failed: {0}")]
+    /// An I/O error.
+    #[error("I/O error: {0}")]
     Io(Arc<std::io::Error>),
 
-    /// An error of the user's own program, passed through unchanged.
+    /// Any error of the user's program, see [`Error::other`].
     #[error("{0}")]
     Other(Arc<dyn std::error::Error + Send + Sync>),
 }
 
-/// What ranks are doing instead of coming, as part of a sentence.
+/// The calls in which missing ranks are blocked, as the end of a message.
 fn in_other_calls(calls: &[RankCall]) -> String {
     calls.iter().map(|call| format!(" ({call})")).collect()
 }
 
-/// A collective (or send, or receive) as one rank called it: the rank, the operation, the place in the program.
+/// A collective, send or receive as one rank called it: the rank, the call and its source line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankCall {
     /// Global rank of the caller.
@@ -200,7 +206,7 @@ pub struct RankCall {
     pub call: String,
     /// Global ranks of the group that the call belongs to.
     pub group: Vec<usize>,
-    /// Where the program made the call, as `file:line:column`; text, since it may come from another process.
+    /// The source line of the call, as `file:line:column`; a text because it may come from another process.
     pub site: String,
 }
 
@@ -217,7 +223,7 @@ impl fmt::Debug for Error {
 }
 
 impl Error {
-    /// Carries an error of the user's own program through a rank's `Result`.
+    /// Wraps an error of the user's program, so that a rank's program can return it.
     ///
     /// ```
     /// # use shardwise::Error;
@@ -228,7 +234,7 @@ impl Error {
         Error::Other(Arc::from(error.into()))
     }
 
-    /// The error as one of this rank, unless the message already names the ranks at fault.
+    /// Wraps the error in [`Error::Rank`], unless it already names the ranks at fault.
     pub fn of_rank(self, rank: usize) -> Self {
         match self {
             Error::Invalid(_) | Error::InModule { .. } | Error::Candle(_) | Error::Io(_) | Error::Other(_) => {
@@ -238,8 +244,7 @@ impl Error {
         }
     }
 
-    /// The error as one inside the module at `path`, called at `site`, unless it already names a module or the calls of
-    /// ranks.
+    /// Wraps the error in [`Error::InModule`], unless it already names a module or the calls of ranks.
     #[cold]
     pub(crate) fn in_module(self, path: Arc<str>, site: Site) -> Self {
         match self {
@@ -250,8 +255,7 @@ impl Error {
         }
     }
 
-    /// What is wrong with a value that the program passed or loaded, whichever rank and module found it; `None` for errors of
-    /// another sort, such as a rank that failed.
+    /// The kind of an invalid value, whichever rank or module found it; `None` for other errors, such as a rank that failed.
     ///
     /// ```
     /// use shardwise::prelude::*;
@@ -271,29 +275,29 @@ impl Error {
         }
     }
 
-    /// The error in a form that other ranks can read; see [`from_report`](Self::from_report).
+    /// Serializes kind and text for other ranks; the inverse is [`from_report`](Self::from_report).
     pub(crate) fn to_report(&self) -> String {
-        let report = Report { kind: self.kind().cloned(), message: self.to_string() };
+        let report = ErrorReport { kind: self.kind().cloned(), message: self.to_string() };
         serde_json::to_string(&report).expect("kinds and texts have a JSON form")
     }
 
-    /// The error that another rank reported.
+    /// The [`Error::OnRank`] of a serialized error.
     pub(crate) fn from_report(rank: usize, report: &str) -> Self {
-        // A report that cannot be read is still the best text there is.
-        let unread = |_| Report { kind: None, message: report.to_string() };
-        let Report { kind, message } = serde_json::from_str(report).unwrap_or_else(unread);
+        // A report that cannot be parsed becomes the message: it is the only text there is.
+        let unread = |_| ErrorReport { kind: None, message: report.to_string() };
+        let ErrorReport { kind, message } = serde_json::from_str(report).unwrap_or_else(unread);
         Error::OnRank { rank, kind: kind.map(Box::new), message: message.into() }
     }
 
-    /// Whether this error merely reports that some other rank failed.
+    /// Whether this error only follows from the failure of another rank.
     pub(crate) fn is_consequence(&self) -> bool {
         matches!(self, Error::PeerFailed { .. } | Error::PeerLeft { .. } | Error::Stuck { .. })
     }
 }
 
-/// An error on its way to another rank.
+/// The serialized form of an error that is sent to other ranks.
 #[derive(Serialize, Deserialize)]
-struct Report {
+struct ErrorReport {
     kind: Option<ErrorKind>,
     message: String,
 }
@@ -326,7 +330,7 @@ impl From<std::io::Error> for Error {
     }
 }
 
-/// The names nearest to one that is not among them, for the advice of an error.
+/// The up to three known names nearest to an unknown one by edit distance, for the advice of an error.
 pub(crate) fn nearest(name: &str, among: impl IntoIterator<Item = impl Into<String>>) -> String {
     let mut all: Vec<(usize, String)> =
         among.into_iter().map(Into::into).map(|n| (strsim::levenshtein(name, &n), n)).collect();

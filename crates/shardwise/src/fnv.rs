@@ -1,8 +1,8 @@
-//! FNV-1a: a number for bytes that is the same in every process and build, where hashes of the standard library differ.
+//! The FNV-1a hash, which is the same in every process and build, unlike hashes of the standard library.
 
 use std::io;
 
-/// Hashes what is written to it.
+/// A hasher of bytes, also through [`io::Write`].
 pub(crate) struct Fnv(u64);
 
 impl Default for Fnv {
@@ -32,7 +32,7 @@ impl io::Write for Fnv {
     }
 }
 
-/// The FNV-1a hash of some bytes.
+/// The 64-bit FNV-1a hash of some bytes: the same in every process and build.
 pub fn fnv1a(bytes: &[u8]) -> u64 {
     let mut hash = Fnv::default();
     hash.add(bytes);

@@ -281,8 +281,8 @@
 //! }
 //!
 //! impl Mlp {
-//!     fn new(at: &Builder, width: usize) -> Result<Self> {
-//!         Ok(Mlp { up: Linear::new(&at.at("up"), width, 4 * width)?, down: Linear::new(&at.at("down"), 4 * width, width)? })
+//!     fn new(builder: &Builder, width: usize) -> Result<Self> {
+//!         Ok(Mlp { up: Linear::new(&builder.child("up"), width, 4 * width)?, down: Linear::new(&builder.child("down"), 4 * width, width)? })
 //!     }
 //! }
 //!
@@ -491,13 +491,13 @@
 //!
 //! ```
 //! # use shardwise::prelude::*;
-//! # use shardwise::nn::{Linear, Loaded, StateDictOptions};
+//! # use shardwise::nn::{Linear, IncompatibleKeys, StateDictOptions};
 //! # launch(4, |world| {
 //! # let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
 //! # let model = Linear::new(&Builder::new(&mesh), 16, 8)?;
 //! # let state = std::collections::BTreeMap::from([("module.weight".to_string(), model.weight.get())]);
 //! let options = StateDictOptions { strict: false, prefix: "module.".into(), ..StateDictOptions::default() };
-//! let Loaded { missing, unexpected } = model.load_state_dict_with(&state, &options)?;
+//! let IncompatibleKeys { missing_keys, unexpected_keys } = model.load_state_dict_with(&state, &options)?;
 //! # assert_eq!((missing.len(), unexpected.len()), (1, 0));
 //! # Ok(())
 //! # })?;

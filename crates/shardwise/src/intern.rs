@@ -1,5 +1,5 @@
-//! Values that exist once per process: comparing two of them is comparing pointers, and hashing one takes a stored
-//! number.
+//! Interned values: equal values share one allocation, so that comparing two is comparing pointers, and hashing one reads a
+//! stored hash.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -10,10 +10,10 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 use rustc_hash::FxHasher;
 
-/// A shared value; two handles are equal exactly if they hold the same allocation.
+/// A handle to an interned value; two handles are equal exactly if they point to the same allocation.
 pub(crate) struct Interned<T>(Arc<Hashed<T>>);
 
-/// A value and a hash of what it contains: the same in every process, unlike the address.
+/// A value and the hash of its contents, which is the same in every process, unlike the address.
 struct Hashed<T> {
     hash: u64,
     value: T,
@@ -53,25 +53,25 @@ impl<T: fmt::Debug> fmt::Debug for Interned<T> {
     }
 }
 
-/// The table of one type. It holds no value alive: an entry whose last handle is gone is swept out as the table grows.
+/// The intern table of one type. It keeps no value alive: entries without handles are removed when the table grows.
 pub(crate) struct Interner<T> {
-    table: Mutex<Table<T>>,
+    table: Mutex<InternTable<T>>,
 }
 
-struct Table<T> {
+struct InternTable<T> {
     by_hash: HashMap<u64, Vec<Weak<Hashed<T>>>>,
     sweep_at: usize,
 }
 
-/// Entries below which sweeping is not worth the walk.
+/// The number of entries below which removing dead ones is not worth the pass.
 const FIRST_SWEEP: usize = 1024;
 
 impl<T: Eq + Hash> Interner<T> {
     pub(crate) fn new() -> Self {
-        Interner { table: Mutex::new(Table { by_hash: HashMap::new(), sweep_at: FIRST_SWEEP }) }
+        Interner { table: Mutex::new(InternTable { by_hash: HashMap::new(), sweep_at: FIRST_SWEEP }) }
     }
 
-    /// The handle of `value`: the existing one if an equal value is alive.
+    /// Returns the handle of `value`: the existing one if an equal value is alive.
     pub(crate) fn intern(&self, value: T) -> Interned<T> {
         let mut hasher = FxHasher::default();
         value.hash(&mut hasher);
@@ -88,7 +88,7 @@ impl<T: Eq + Hash> Interner<T> {
         if let Some(found) = bucket.iter().filter_map(Weak::upgrade).find(|found| found.value == value) {
             return Interned(found);
         }
-        // Dead entries of this bucket go now: values that come and go again and again must not pile up.
+        // Remove dead entries of this bucket: a value that is created and dropped repeatedly must not accumulate them.
         bucket.retain(|weak| weak.strong_count() > 0);
         let new = Arc::new(Hashed { hash, value });
         bucket.push(Arc::downgrade(&new));

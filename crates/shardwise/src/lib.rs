@@ -1,23 +1,24 @@
 //! Distributed tensors for Rust.
 //!
-//! A program written as if for one device runs on a mesh of ranks. What is here so far:
+//! Shardwise is to [`candle_core`] what DTensor, FSDP2 and distributed checkpoints are to PyTorch: a program written as if
+//! for one device runs on a mesh of ranks, and layouts decide what each rank stores and sends.
 //!
-//! * [`Mesh`], [`Placement`] and [`Layout`]: which rank owns which part of a tensor, as pure arithmetic;
-//! * [`launch`], [`World`], [`Group`]: ranks as threads of one process, and the collectives they make together, which
-//!   never hang: whatever goes wrong on one rank is an [`Error`] on the others, naming ranks and places;
-//! * [`DeviceMesh`] and [`DTensor`]: tensors on a mesh of a running world, redistributed from any layout to any other;
-//! * [`ops`]: operators as methods of [`DTensor`]; layouts propagate, and data moves only when it must;
-//! * [`autograd`]: gradients, which may stay pending sums until they are needed;
-//! * [`sharded`]: tensors as boxes one by one, any number per rank, with specs, states and reads without the owner's help;
-//! * [`optim`]: optimizers whose state lies as the parameters do, with clipping and schedules;
-//! * [`data`]: batches for training, in a reproducible order, sharded, resumable on any number of ranks;
-//! * [`plan`]: how a model is spread over a mesh, said apart from it or found by planners;
-//! * [`mod@checkpoint`]: state saved and loaded in any layout, in the formats that people have;
-//! * [`models`]: what a model is, and language models written as if for one device;
-//! * [`train`]: the training loop for any model;
-//! * [`DryWorld`]: the program of one rank of any number, without data.
+//! * [`Mesh`], [`Placement`] and [`Layout`]: which rank owns which part of a tensor, as pure arithmetic.
+//! * [`launch`], [`World`], [`Group`]: ranks as threads of one process, and their collectives. Collectives do not hang:
+//!   a failure or a mismatched call on one rank is an [`Error`] on all of them, with ranks and source lines.
+//! * [`DeviceMesh`] and [`DTensor`]: tensors on a mesh of a running world, redistributed from any layout to any other.
+//! * [`ops`]: operators as methods of [`DTensor`]. Layouts propagate; data moves only where an operator needs it.
+//! * [`autograd`]: gradients, which stay partial sums until they are needed.
+//! * [`sharded`]: `ShardedTensor`, a tensor as an explicit list of shards, any number per rank, readable by other ranks.
+//! * [`optim`]: optimizers whose state has the layouts of the parameters, gradient clipping and learning-rate schedules.
+//! * [`data`]: batches in a reproducible order, sharded, resumable on another number of ranks.
+//! * [`plan`]: sharding plans, specified separately from the model or found by a planner.
+//! * [`mod@checkpoint`]: state saved and loaded in any layout, in PyTorch's, safetensors and native formats.
+//! * [`models`]: the `Model` trait, and language models written as if for one device.
+//! * [`train`]: the training loop for any model.
+//! * [`DryWorld`]: the program of one rank of a world of any size, with shapes but without data.
 //!
-//! Local tensors are those of [`candle_core`].
+//! Local tensors are [`candle_core::Tensor`]s on the CPU.
 //!
 //! ```
 //! use shardwise::prelude::*;
@@ -34,12 +35,12 @@
 //!
 //! # Threads
 //!
-//! [`launch`] gives every rank an equal share of the cores: parallel kernels of a rank run in a pool of that size. Candle
-//! has one more pool for large elementwise operations, whose size it reads from the variable `CANDLE_NUM_THREADS`; the
-//! first launch of more than one rank sets it, unless it is set already. A program in which foreign code reads the
-//! environment from other threads at that moment should set it itself.
+//! [`launch`] gives every rank an equal share of the cores: parallel kernels of a rank run in a thread pool of that size.
+//! Candle has one more pool for large elementwise operations, whose size it reads from the environment variable
+//! `CANDLE_NUM_THREADS`; the first launch of more than one rank sets the variable unless it is already set. A program in
+//! which C code reads the environment from another thread at that moment must set the variable itself.
 
-// The order of the modules is the architecture: each may use those above it, none below. A test holds it so.
+// The order of the modules is the architecture: a module uses only modules above it. `tests/architecture` enforces it.
 
 pub mod error;
 mod rank_context;
@@ -84,7 +85,7 @@ pub use random::{Distribution, Generator};
 pub use sharded::ShardedTensor;
 pub use tensor::{DTensor, Number, Operand, no_grad};
 
-/// What most programs need, in one line: `use shardwise::prelude::*;`.
+/// The items that most programs need: `use shardwise::prelude::*;`.
 pub mod prelude {
     pub use crate::Placement::{Partial, Replicate, Shard};
     pub use crate::nn::{Builder, Forward, Module};

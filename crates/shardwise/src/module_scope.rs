@@ -1,6 +1,6 @@
-//! Which module of the program a rank is in: the stack of modules whose `forward` is running on this thread.
+//! The stack of modules whose `forward` is running on this thread.
 //!
-//! Errors, anomaly reports and traces read it. A rank runs on one thread, so the stack is per rank. Entering and leaving a
+//! Errors, anomaly reports and traces take paths and lines from it. A rank runs on one thread, so the stack is per rank. Entering and leaving a
 //! module costs a push and a pop; nothing is formatted unless something goes wrong.
 
 use std::sync::Arc;
@@ -14,14 +14,16 @@ pub(crate) fn in_module<R>(path: Option<Arc<str>>, site: Site, body: impl FnOnce
     in_scope(enter, |context, ()| drop(context.modules.borrow_mut().pop()), body)
 }
 
-/// The path of the innermost module that has one.
+/// Returns the path of the innermost module that has one.
 pub(crate) fn current_path() -> Option<Arc<str>> {
     rank_context(|context| context.modules.borrow().iter().rev().find_map(|entered| entered.path.clone()))
 }
 
-/// `site` if it is in the user's program; if it is inside this crate, the innermost known line of the user's program that
-/// called a module on the way there (`#[track_caller]` functions that call each other share the line of the outermost).
-/// `site` itself where no such line is known, as behind `dyn Forward`.
+/// Returns the line of the user's program that an error at `site` should name.
+///
+/// That is `site` if it is outside this crate, else the innermost line of the user's program that called a module on the
+/// way to it (`#[track_caller]` functions that call each other share the line of the outermost), else `site`: a call through
+/// `dyn Forward` has no such line.
 pub(crate) fn user_site(site: Site) -> Site {
     if !is_inside_crate(site) {
         return site;
@@ -30,12 +32,12 @@ pub(crate) fn user_site(site: Site) -> Site {
     rank_context(|context| context.modules.borrow().iter().rev().find_map(users)).unwrap_or(site)
 }
 
-/// Whether a place is in the sources of this crate, wherever they were compiled.
+/// Whether a call site is in the sources of this crate, wherever they were compiled.
 fn is_inside_crate(site: Site) -> bool {
     site.file().starts_with(SOURCES)
 }
 
-/// How the paths of this crate's sources begin, as the compiler spells them.
+/// Prefix of the paths of this crate's sources, as the compiler spells them.
 const SOURCES: &str = {
     let own = file!();
     own.split_at(own.len() - "module_scope.rs".len()).0
@@ -63,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn places_inside_the_crate_are_recognised() {
+    fn call_sites_inside_the_crate_are_recognized() {
         assert!(is_inside_crate(Location::caller()), "{} does not begin with {SOURCES}", file!());
     }
 }

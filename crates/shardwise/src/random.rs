@@ -1,9 +1,10 @@
-//! Random numbers that depend on the position of an element in the whole tensor and on nothing else.
+//! Random tensors that do not depend on the layout: each element is a function of seed, draw and global index.
 //!
-//! Element `i` of draw `o` of a generator with seed `s` comes from Philox4x32-10 with key `s` and a counter made of `i`
-//! and `o`. No rank needs to know what another one draws: every layout, mesh and world size gives the same bits.
-//! Philox is written out here because generators of other crates are streams: they are asked for the next number, not for
-//! that of an element.
+//! Element `i` of draw `o` of a generator with seed `s` is computed by Philox4x32-10 with key `s` and a counter of `i` and
+//! `o`. So every layout, mesh and world size gives the same bits without communication. PyTorch's
+//! `OffsetBasedRNGTracker` guarantees less: that replicas agree and shards differ.
+//! Philox is implemented here because generators of other crates are streams: they return the next number, not the number
+//! of an element.
 
 use std::f64::consts::TAU;
 use std::sync::Arc;
@@ -14,42 +15,47 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{ErrorKind, Result};
 
-/// What a checkpoint stores of a [`Generator`].
+/// The state of a [`Generator`], as stored in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GeneratorState {
-    /// The seed.
+    /// The seed, which is the key of Philox.
     pub seed: u64,
     /// Number of draws so far.
     pub offset: u64,
 }
 
-/// A source of random tensors. Clones share the state: each draw advances it by one, however large the tensor is.
+/// The random state of a mesh: a seed and the number of draws so far.
+///
+/// Clones share the state. Each random tensor is one draw, however large it is. All ranks must draw in the same order;
+/// factories check it.
 #[doc(alias = "OffsetBasedRNGTracker")]
 #[derive(Debug, Clone)]
 pub struct Generator(Arc<Mutex<GeneratorState>>);
 
 impl Generator {
-    /// A generator at its beginning.
+    /// Creates a generator with a seed and no draws.
     pub fn new(seed: u64) -> Self {
         Generator(Arc::new(Mutex::new(GeneratorState { seed, offset: 0 })))
     }
 
-    /// Where the generator stands.
+    /// Seed and number of draws so far.
+    #[doc(alias = "get_rng_state")]
     pub fn state(&self) -> GeneratorState {
         *self.0.lock()
     }
 
-    /// Puts the generator where `state` says.
+    /// Restores a state, such as from a checkpoint. Local, but all ranks must restore the same.
+    #[doc(alias = "set_rng_state")]
     pub fn set_state(&self, state: GeneratorState) {
         *self.0.lock() = state;
     }
 
-    /// Begins anew with another seed.
+    /// Restarts the generator with a seed. Local, but all ranks must pass the same.
     pub fn manual_seed(&self, seed: u64) {
         self.set_state(GeneratorState { seed, offset: 0 });
     }
 
-    /// The state for one draw; the generator moves on to the next.
+    /// Returns the state for one draw and advances to the next.
     pub(crate) fn draw(&self) -> GeneratorState {
         let mut state = self.0.lock();
         let drawn = *state;
@@ -58,54 +64,61 @@ impl Generator {
     }
 }
 
-/// What the elements of a random tensor look like.
+/// The distribution of the elements of a random tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum Distribution {
     /// Uniform in `low..high`.
     Uniform {
-        /// Smallest value.
+        /// Inclusive lower bound.
         low: f64,
-        /// Bound that is not reached, but for rounding.
+        /// Exclusive upper bound, up to rounding to the element type.
         high: f64,
     },
-    /// Normal.
+    /// Normal distribution.
+    #[doc(alias = "randn")]
     Normal {
-        /// Mean.
+        /// Mean of the distribution.
         mean: f64,
         /// Standard deviation.
         std: f64,
     },
-    /// Normal, but never further from the mean than so many standard deviations.
+    /// Normal distribution, truncated at `width` standard deviations from the mean.
+    #[doc(alias = "trunc_normal_")]
     TruncatedNormal {
-        /// Mean.
+        /// Mean of the distribution.
         mean: f64,
-        /// Standard deviation before the ends are cut off.
+        /// Standard deviation before truncation.
         std: f64,
-        /// Largest distance from the mean in standard deviations.
+        /// Largest distance from the mean in standard deviations, at most 8.
         width: f64,
     },
-    /// One with a probability, else zero.
+    /// One with probability `p`, else zero.
     Bernoulli {
-        /// The probability.
+        /// The probability of a one.
         p: f64,
     },
-    /// Whole numbers in `low..high`.
+    /// Uniform integers in `low..high`.
+    #[doc(alias = "randint")]
     Integers {
-        /// Smallest value.
+        /// Inclusive lower bound.
         low: i64,
-        /// Bound that is not reached.
+        /// Exclusive upper bound.
         high: i64,
     },
-    /// The numbers `0..n` in random order, by position.
+    /// A random permutation of `0..n`.
+    #[doc(alias = "randperm")]
     Permutation {
-        /// How many.
+        /// The number of elements.
         n: u64,
     },
 }
 
 impl Distribution {
-    /// An error if the parameters make no sense.
+    /// Checks the parameters.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Argument`] for parameters that are out of range or not finite.
     pub fn check(&self) -> Result<()> {
         let (good, needed) = match *self {
             Distribution::Uniform { low, high } => (low <= high && (high - low).is_finite(), "finite low <= high"),
@@ -126,7 +139,8 @@ impl Distribution {
         Err(ErrorKind::Argument.error("distribution", format!("{self:?}"), needed, "correct the parameters"))
     }
 
-    /// An error if the distribution cannot fill a tensor of this shape, or if the element type cannot hold its numbers.
+    /// An error if the distribution cannot fill a tensor of this shape, or if the element type cannot represent its values
+    /// exactly.
     pub(crate) fn check_fit(&self, shape: &[usize], dtype: DType) -> Result<()> {
         let count = shape.iter().product::<usize>() as u64;
         let (low, high) = match *self {
@@ -142,7 +156,7 @@ impl Distribution {
             Distribution::Integers { low, high } => (low, high - 1),
             _ => return Ok(()),
         };
-        // The integers that a type holds, all of them exactly.
+        // The range of integers that the type represents exactly.
         let (least, most) = match dtype {
             DType::U8 => (0, i64::from(u8::MAX)),
             DType::U32 => (0, i64::from(u32::MAX)),
@@ -162,14 +176,14 @@ impl Distribution {
         ))
     }
 
-    /// The value of the element at `index`, for a type with so many bits of precision: a uniform number has no more, so
-    /// that it is not rounded up to its bound.
+    /// The value of the element at `index`, for an element type of `precision` bits. A uniform number has no more bits, so
+    /// that rounding does not reach the upper bound.
     pub(crate) fn at(&self, draw: GeneratorState, index: u64, precision: u32) -> f64 {
         match *self {
             Distribution::TruncatedNormal { mean, std, width } => {
-                // Where the normal distribution has reached a share between those of the two ends.
+                // Inverse transform: a uniform number between the probabilities of the two ends, mapped to its quantile.
                 let words = block(draw, index);
-                let (low, high) = (normal_share(-width), normal_share(width));
+                let (low, high) = (normal_cdf(-width), normal_cdf(width));
                 let share = low + to_unit(words[0], words[1]) * (high - low);
                 mean + std * normal_quantile(share).clamp(-width, width)
             }
@@ -189,7 +203,7 @@ impl Distribution {
         }
     }
 
-    /// The value of the element at `index` as a whole number; other distributions are rounded toward zero.
+    /// The value of the element at `index` as an integer; continuous distributions are rounded toward zero.
     pub(crate) fn integer_at(&self, draw: GeneratorState, index: u64) -> i64 {
         match *self {
             Distribution::Integers { low, high } => {
@@ -214,7 +228,7 @@ pub(crate) fn mantissa_bits(dtype: DType) -> u32 {
     }
 }
 
-/// Uniform in `0..1`.
+/// A uniform number in `0..1` for the element at `index`.
 fn unit(draw: GeneratorState, index: u64) -> f64 {
     let words = block(draw, index);
     to_unit(words[0], words[1])
@@ -226,21 +240,22 @@ fn to_unit(low: u32, high: u32) -> f64 {
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
-/// The four words of one element.
+/// The four random words of the element at `index`.
 fn block(draw: GeneratorState, index: u64) -> [u32; 4] {
     let halves = |x: u64| (x as u32, (x >> 32) as u32);
     let ((i0, i1), (o0, o1), (k0, k1)) = (halves(index), halves(draw.offset), halves(draw.seed));
     philox4x32_10([i0, i1, o0, o1], [k0, k1])
 }
 
-/// Where a random permutation of `0..n` sends `index`: a Feistel network on the smallest even number of bits that hold
-/// `n`, walked until it lands below `n`. Needs no knowledge of the other elements.
+/// The image of `index` under a random permutation of `0..n`: a Feistel network on the smallest even number of bits that
+/// hold `n`, applied until the result is below `n` (cycle walking). Independent of the other elements, hence local.
 fn permuted(draw: GeneratorState, index: u64, n: u64) -> u64 {
     let half_bits = (u64::BITS - n.saturating_sub(1).leading_zeros()).div_ceil(2).max(1);
     let mask = (1u64 << half_bits) - 1;
     let mut value = index;
     loop {
         let (mut left, mut right) = (value >> half_bits, value & mask);
+        // Four rounds already give a pseudorandom permutation; eight leave a margin at little cost.
         for round in 0..8u64 {
             let words = block(draw, right | round << 60);
             (left, right) = (right, left ^ (u64::from(words[0]) | u64::from(words[1]) << 32) & mask);
@@ -252,18 +267,18 @@ fn permuted(draw: GeneratorState, index: u64, n: u64) -> u64 {
     }
 }
 
-/// The share of the standard normal distribution below a number.
-fn normal_share(z: f64) -> f64 {
+/// The cumulative distribution function of the standard normal distribution.
+fn normal_cdf(z: f64) -> f64 {
     0.5 * libm::erfc(-z * std::f64::consts::FRAC_1_SQRT_2)
 }
 
-/// The number that a share of the standard normal distribution is below. From the middle, tangents come nearer from one
-/// side, so that their steps never go too far.
+/// The inverse of [`normal_cdf`], by Newton's method from 0. The function is convex on one side of 0 and concave on the
+/// other, so the steps approach the root from one side and never overshoot. 60 steps are more than a width of 8 needs.
 fn normal_quantile(share: f64) -> f64 {
     let mut z: f64 = 0.0;
     for _ in 0..60 {
         let density = (-0.5 * z * z).exp() / TAU.sqrt();
-        let step = (share - normal_share(z)) / density;
+        let step = (share - normal_cdf(z)) / density;
         z += step;
         if step.abs() < 1e-14 {
             break;
@@ -272,7 +287,7 @@ fn normal_quantile(share: f64) -> f64 {
     z
 }
 
-/// Philox4x32 with ten rounds (Salmon, Moraes, Dror and Shaw, 2011).
+/// The Philox4x32-10 counter-based generator (Salmon, Moraes, Dror and Shaw, 2011), which PyTorch uses on CUDA devices.
 pub fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for round in 0..10 {
         if round > 0 {

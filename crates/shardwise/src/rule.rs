@@ -236,11 +236,11 @@ impl Signature {
             pairs.map(|(_, shape)| shape.iter().product::<usize>()).sum::<usize>() as f64 * elem[0] as f64
         };
         let partial: Vec<f64> = (0..self.dims.len()).map(without).collect();
-        let along: Vec<AxisChoice> =
+        let choices: Vec<AxisChoice> =
             (0..mesh.ndim()).map(|axis| self.cheapest(inputs, &bytes, &partial, axis)).collect();
-        let sharded_as_led = self.layouts(mesh, inputs, &along, shapes, false);
+        let sharded_as_led = self.layouts(mesh, inputs, &choices, shapes, false);
         // Ragged sizes of an input belong to its other shards and may not fit the chosen ones; plain chunks always do.
-        sharded_as_led.or_else(|_| self.layouts(mesh, inputs, &along, shapes, true))
+        sharded_as_led.or_else(|_| self.layouts(mesh, inputs, &choices, shapes, true))
     }
 
     /// The choice along one axis that moves the fewest bytes. `bytes` are the local bytes of each input; `partial` are, per
@@ -263,11 +263,11 @@ impl Signature {
             }
         }
         options.extend((0..self.passes.len()).filter(|&i| is_partial(&self.passes[i])).map(AxisChoice::KeepPartial));
-        let cost = |along: &AxisChoice| -> f64 {
-            let moved: f64 = (0..inputs.len()).map(|i| bytes[i] * self.transition(inputs, i, axis, along)).sum();
-            match along {
+        let cost = |choice: &AxisChoice| -> f64 {
+            let moved: f64 = (0..inputs.len()).map(|i| bytes[i] * self.transition(inputs, i, axis, choice)).sum();
+            match choice {
                 // Sharding a summed dimension leaves outputs partial. If inputs are already sharded so, the caller asked for it
-                // (row-parallel linear) and may combine the partial sum with others before it is reduced: free. If inputs have
+                // (row-parallel linear) and may combine the partial sum with other ones before it is reduced: free. If inputs have
                 // to be moved for it, the reduction that will follow is charged: the bytes of those outputs once.
                 AxisChoice::Shard { dim, leader } if leader.is_none() || moved > 0.0 => match self.dims[*dim] {
                     DimSharding::Reduces(_) => moved + partial[*dim],
@@ -278,13 +278,13 @@ impl Signature {
         };
         // If every option so far moves data, sharding a dimension on which no input is sharded may be cheaper: a partial input
         // is then reduce-scattered, at half the bytes of an all-reduce.
-        if options.iter().all(|along| cost(along) > 0.0) {
+        if options.iter().all(|choice| cost(choice) > 0.0) {
             let free = (0..self.dims.len()).filter(|&d| self.dims[d] != DimSharding::Never);
             options.extend(free.map(|dim| AxisChoice::Shard { dim, leader: None }));
         }
         // Ties: sharded as an input is (each rank computes 1/k), then partial (no more work than before), then replicated
         // (every rank computes everything), and last a sharding that no input has, which later operators would have to undo.
-        let preference = |along: &AxisChoice| match along {
+        let preference = |choice: &AxisChoice| match choice {
             AxisChoice::Shard { leader: Some(_), .. } => 0,
             AxisChoice::KeepPartial(_) => 1,
             AxisChoice::Replicate => 2,
@@ -298,11 +298,11 @@ impl Signature {
     /// What redistributing an input along one axis of size `k` moves per rank, in units of its local bytes: an all-gather
     /// receives the other `k - 1` shards; a reduce-scatter and a move between shards transfer `(k - 1) / k`; an all-reduce is
     /// a reduce-scatter followed by an all-gather of the result, twice `(k - 1) / k`. Narrowing a replicated input is free.
-    fn transition(&self, inputs: &[&Layout], input: usize, axis: usize, along: &AxisChoice) -> f64 {
+    fn transition(&self, inputs: &[&Layout], input: usize, axis: usize, choice: &AxisChoice) -> f64 {
         let (now, k) = (&inputs[input].placements()[axis], inputs[input].mesh().shape()[axis] as f64);
         let gather = k - 1.0;
         let exchange = (k - 1.0) / k;
-        let wanted = match along {
+        let wanted = match choice {
             AxisChoice::Replicate => None,
             AxisChoice::Shard { dim, .. } => self.inputs[input].iter().position(|d| *d == Some(*dim)),
             AxisChoice::KeepPartial(pass) => {
@@ -321,7 +321,7 @@ impl Signature {
             (_, None) => gather,
             (now, Some(dim)) => {
                 let same_dim = now.shard_dim() == Some(dim);
-                let led = matches!(along, AxisChoice::Shard { leader: Some(l), .. } if sharded_alike(inputs, *l, input, axis));
+                let led = matches!(choice, AxisChoice::Shard { leader: Some(l), .. } if sharded_alike(inputs, *l, input, axis));
                 if same_dim && led { 0.0 } else { exchange }
             }
         }
@@ -332,14 +332,14 @@ impl Signature {
         &self,
         mesh: &Mesh,
         inputs: &[&Layout],
-        along: &[AxisChoice],
+        choices: &[AxisChoice],
         shapes: &[&[usize]],
         plain: bool,
     ) -> Result<Decision> {
         let cuts: Vec<Vec<usize>> =
-            (0..self.dims.len()).map(|dim| shard_order_of(inputs, along, &self.inputs, dim)).collect();
+            (0..self.dims.len()).map(|dim| shard_order_of(inputs, choices, &self.inputs, dim)).collect();
         let layout = |tensor: &[Option<usize>], shape: &[usize], of: TensorRole| -> Result<Layout> {
-            let placement = |(axis, along): (usize, &AxisChoice)| match along {
+            let placement = |(axis, choice): (usize, &AxisChoice)| match choice {
                 AxisChoice::Replicate => Placement::Replicate,
                 AxisChoice::KeepPartial(pass) => match of {
                     TensorRole::Input(i) => {
@@ -358,9 +358,9 @@ impl Signature {
                     },
                 },
             };
-            let placements: Vec<Placement> = along.iter().enumerate().map(placement).collect();
+            let placements: Vec<Placement> = choices.iter().enumerate().map(placement).collect();
             let cuts: Vec<Vec<usize>> = tensor.iter().map(|d| d.map_or(Vec::new(), |d| cuts[d].clone())).collect();
-            Layout::from_cuts(mesh, shape, &placements, &cuts)
+            Layout::from_shard_orders(mesh, shape, &placements, &cuts)
         };
         let needed = inputs
             .iter()
@@ -379,24 +379,29 @@ enum TensorRole {
 
 /// Whether two inputs are sharded alike along an axis: the same placement, after the same axes in the order of shards.
 fn sharded_alike(inputs: &[&Layout], a: usize, b: usize, axis: usize) -> bool {
-    let cut = |i: usize| {
+    let sharding = |i: usize| {
         let placement = &inputs[i].placements()[axis];
         let dim = placement.shard_dim()?;
         let before = inputs[i].shard_order(dim).iter().take_while(|&&a| a != axis).copied().collect::<Vec<_>>();
         Some((before, placement.with_dim(0)))
     };
-    a == b || cut(a) == cut(b)
+    a == b || sharding(a) == sharding(b)
 }
 
 /// The axes that shard a dimension of the operator, in order: those led by an input in its shard order, then the rest.
-fn shard_order_of(inputs: &[&Layout], along: &[AxisChoice], tensors: &[Vec<Option<usize>>], dim: usize) -> Vec<usize> {
-    let led_by = |axis: usize, by: Option<usize>| matches!(along[axis], AxisChoice::Shard { dim: d, leader } if d == dim && leader == by);
+fn shard_order_of(
+    inputs: &[&Layout],
+    choices: &[AxisChoice],
+    tensors: &[Vec<Option<usize>>],
+    dim: usize,
+) -> Vec<usize> {
+    let led_by = |axis: usize, by: Option<usize>| matches!(choices[axis], AxisChoice::Shard { dim: d, leader } if d == dim && leader == by);
     let mut order = Vec::new();
     for (i, layout) in inputs.iter().enumerate() {
         if let Some(at) = tensors[i].iter().position(|d| d == &Some(dim)) {
             order.extend(layout.shard_order(at).iter().copied().filter(|&axis| led_by(axis, Some(i))));
         }
     }
-    order.extend((0..along.len()).filter(|&axis| led_by(axis, None)));
+    order.extend((0..choices.len()).filter(|&axis| led_by(axis, None)));
     order
 }

@@ -1,16 +1,16 @@
-//! The training loop: steps of any [`Model`] over batches.
+//! The training loop: steps of any [`Model`] on batches.
 //!
 //! ```
 //! use shardwise::data::{Batches, TokenSequences};
-//! use shardwise::models::{GptConfig, Spread, Weights, build};
+//! use shardwise::models::{GptConfig, ParallelismConfig, DataParallelMode, build};
 //! use shardwise::optim::{AdamW, ShardedOptimizer};
 //! use shardwise::prelude::*;
 //! use shardwise::train::Trainer;
 //!
 //! let config = GptConfig { n_layers: 1, d_model: 32, d_ff: 64, seq_len: 8, ..GptConfig::default() };
 //! let mesh = Mesh::new([("dp", 2)])?;
-//! let spread = Spread { weights: Weights::Sharded, tensor_parallel: false, sequence_parallel: false };
-//! let plan = spread.plan(&config, &mesh)?;
+//! let parallelism = ParallelismConfig { data_parallel: DataParallelMode::FullyShard, tensor_parallel: false, sequence_parallel: false };
+//! let plan = parallelism.plan(&config, &mesh)?;
 //! launch(2, move |world| {
 //!     let mesh = world.device_mesh(mesh.clone())?;
 //!     let text = TokenSequences::new((0..100).collect::<Vec<u32>>(), 8)?;
@@ -36,24 +36,24 @@ use crate::optim::{ShardedOptimizer, clip_grad_norm};
 use crate::param::Param;
 use crate::tensor::{DTensor, no_grad};
 
-/// A model with the optimizer of its parameters.
+/// A model and the optimizer of its parameters, with the training step of both.
 ///
-/// Model and optimizer are public, for checkpoints: `(&trainer.model, &mut trainer.optimizer)` are parts that
-/// [`checkpoint::load_into`](crate::checkpoint::load_into) takes.
+/// To save or resume a training run, pass `(&trainer.model, &mut trainer.optimizer)` to
+/// [`checkpoint::load_into`](crate::checkpoint::load_into) and its siblings.
 pub struct Trainer<M> {
-    /// The model.
+    /// The model that is trained.
     pub model: M,
-    /// The optimizer.
+    /// The optimizer of the model's parameters.
     pub optimizer: ShardedOptimizer,
     max_norm: Option<f64>,
 }
 
-/// What a training step reports.
+/// Loss and gradient norm of a training step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TrainingStep {
-    /// Mean of the losses of the batches, before the step.
+    /// Mean loss of the batches, before the update.
     pub loss: f64,
-    /// Norm of all gradients together before clipping; `None` if they are not clipped.
+    /// Total norm of all gradients before clipping; `None` without clipping.
     pub grad_norm: Option<f64>,
 }
 
@@ -63,24 +63,26 @@ impl<M: Model> Trainer<M> {
         Trainer { model, optimizer, max_norm: None }
     }
 
-    /// Scales gradients so that their norm together is at most `max_norm`.
+    /// Clips gradients to a total norm of `max_norm` in every step.
+    #[doc(alias = "clip_grad_norm_")]
     #[must_use]
     pub fn clip_norm(self, max_norm: f64) -> Self {
         Trainer { max_norm: Some(max_norm), ..self }
     }
 
-    /// Takes one step on a batch. Collective: all ranks of the mesh make the call.
+    /// Runs one training step on a batch: forward, backward, clipping, update. Collective: all ranks of the mesh must call it.
     #[track_caller]
     pub fn step(&mut self, batch: &[DTensor]) -> Result<TrainingStep> {
         let (gradients, loss) = self.gradients(batch, 1)?;
         self.apply(gradients, loss)
     }
 
-    /// Takes one step on several batches, as if they were one: their gradients are averaged. Collective: all ranks of the
-    /// mesh make the call.
+    /// Runs one training step on several batches with averaged gradients (gradient accumulation).
+    ///
+    /// Collective: all ranks of the mesh must call it.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) without batches.
+    /// [`Error::Invalid`](crate::Error::Invalid) if there are no batches.
     #[track_caller]
     pub fn step_on_all(&mut self, batches: &[Vec<DTensor>]) -> Result<TrainingStep> {
         let mut sum: Option<(Gradients, f64)> = None;
@@ -103,7 +105,8 @@ impl<M: Model> Trainer<M> {
     }
 
     /// Returns the loss of a batch in evaluation mode, without gradients. The model is in training mode afterwards.
-    /// Collective: all ranks of the mesh make the call.
+    ///
+    /// Collective: all ranks of the mesh must call it.
     #[track_caller]
     pub fn evaluate(&self, batch: &[DTensor]) -> Result<f64> {
         self.model.eval();
@@ -112,7 +115,7 @@ impl<M: Model> Trainer<M> {
         loss
     }
 
-    /// Gradients and loss of one of some batches, each with its share in the mean.
+    /// Gradients and loss of one of `batches` batches, scaled by `1 / batches`.
     #[track_caller]
     fn gradients(&self, batch: &[DTensor], batches: usize) -> Result<(Gradients, f64)> {
         let loss = self.model.batch_loss(batch)?;

@@ -8,10 +8,10 @@ use shardwise::ops::ConvOptions;
 use shardwise::prelude::*;
 use shardwise::tensor::{Linspace, Logspace};
 
-/// Longer than any refusal takes on a busy machine, and far shorter than filling what was asked for.
+/// Longer than any rejection takes on a busy machine, and far shorter than filling the requested tensor.
 const AT_ONCE: Duration = Duration::from_secs(20);
 
-/// Runs a program that must be refused on both ranks, and gives the two texts.
+/// Runs a program that must fail on both ranks, and returns the two error texts.
 fn refused(program: impl Fn(&DeviceMesh) -> Result<DTensor> + Send + Sync + 'static) -> Vec<String> {
     let begun = Instant::now();
     let run = move |world: World| {
@@ -95,7 +95,7 @@ fn operators_reject_results_beyond_memory() {
     });
 }
 
-/// Something that needs memory for every element.
+/// An operation that needs memory for every element.
 trait ContiguousSum {
     fn contiguous_sum(&self) -> Result<DTensor>;
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
-use shardwise::comm::{Call, Communicator, Exposed};
+use shardwise::comm::{Call, Communicator, ExposedTensors};
 use shardwise::error::Site;
 use shardwise::mesh::Network;
 use shardwise::prelude::*;
@@ -26,7 +26,7 @@ fn calls_of_two_threads_of_one_rank_are_never_matched() {
     }
 }
 
-/// What every call that communicates gives, on what a launch left behind.
+/// The error of every communicating call on tensors and groups that outlive their launch.
 fn communicate(world: &World, x: &DTensor) -> Vec<Error> {
     let tensor = Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap();
     let meta = TensorMeta::new(4, DType::F32);
@@ -44,7 +44,7 @@ fn communicate(world: &World, x: &DTensor) -> Vec<Error> {
         world.subgroup(&ranks).unwrap().barrier(),
         mesh.group(&["dp"]).unwrap().barrier(),
     ];
-    // A single rank needs nobody for these.
+    // With a single rank these need no communication.
     if world.size() > 1 {
         results.push(DTensor::from_local(&tensor, &mesh, [Shard(0)]).map(drop));
         results.push(x.full_tensor().map(drop));
@@ -104,12 +104,12 @@ fn a_timeout_names_ranks_that_are_in_another_call() {
             }
         }
     });
-    let Err(error @ Error::Timeout { missing, elsewhere, .. }) = &results[0] else { panic!("{results:?}") };
-    assert_eq!((missing.as_slice(), elsewhere[0].rank), ([1, 2].as_slice(), 1));
+    let Err(error @ Error::Timeout { missing, other_calls, .. }) = &results[0] else { panic!("{results:?}") };
+    assert_eq!((missing.as_slice(), other_calls[0].rank), ([1, 2].as_slice(), 1));
     assert!(error.to_string().contains("rank 1 called recv(f32 [1] from 2, tag 7)"), "{error}");
 }
 
-/// An engine of somebody else, which returns what it likes.
+/// A custom engine that returns arbitrary results.
 struct Careless(fn() -> Vec<Tensor>);
 
 impl Communicator for Careless {
@@ -131,9 +131,9 @@ impl Communicator for Careless {
     fn subgroup(&self, _: &[usize]) -> Result<Arc<dyn Communicator>> {
         Ok(Arc::new(Careless(self.0)))
     }
-    fn expose(&self, _: &[Tensor], _: Site) -> Result<Box<dyn Exposed>> {
+    fn expose(&self, _: &[Tensor], _: Site) -> Result<Box<dyn ExposedTensors>> {
         struct Read(fn() -> Vec<Tensor>);
-        impl Exposed for Read {
+        impl ExposedTensors for Read {
             fn read(&self, _: usize, _: usize, _: &TensorMeta, _: Site) -> Result<Tensor> {
                 Ok((self.0)().swap_remove(0))
             }

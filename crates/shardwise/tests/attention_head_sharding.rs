@@ -3,7 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use shardwise::models::{GptConfig, LlamaConfig, ModelConfig, Spread, Weights, batch_placements, build};
+use shardwise::models::{
+    DataParallelMode, GptConfig, LlamaConfig, ModelConfig, ParallelismConfig, batch_placements, build,
+};
 use shardwise::nn::{Builder, Forward, Heads, Linear, Module};
 use shardwise::ops::AttentionOptions;
 use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer};
@@ -40,10 +42,15 @@ fn llama(heads: usize, key_heads: usize) -> ModelConfig {
 type Calls = BTreeMap<(&'static str, &'static str), usize>;
 
 /// Losses of three steps, and the collectives of the last one.
-fn trained(config: &ModelConfig, mesh: &str, weights: Weights, sequence_parallel: bool) -> (Vec<f32>, Calls) {
+fn trained(
+    config: &ModelConfig,
+    mesh: &str,
+    data_parallel: DataParallelMode,
+    sequence_parallel: bool,
+) -> (Vec<f32>, Calls) {
     let (config, mesh) = (config.clone(), mesh.parse::<Mesh>().unwrap());
     let tensor_parallel = mesh.axis("tp").is_ok();
-    let plan = Spread { weights, tensor_parallel, sequence_parallel }.plan(&config, &mesh).unwrap();
+    let plan = ParallelismConfig { data_parallel, tensor_parallel, sequence_parallel }.plan(&config, &mesh).unwrap();
     let ranks = mesh.size();
     let run = move |world: World| {
         let mesh = world.device_mesh(mesh.clone())?;
@@ -69,34 +76,34 @@ fn trained(config: &ModelConfig, mesh: &str, weights: Weights, sequence_parallel
     ThreadWorld::new(ranks).unwrap().run(run).unwrap().swap_remove(0)
 }
 
-fn check(uneven: &ModelConfig, even: &ModelConfig, mesh: &str, weights: Weights, sequence: bool) {
-    let (expected, _) = trained(uneven, "dp=1", Weights::Replicated, false);
-    let (losses, calls) = trained(uneven, mesh, weights, sequence);
+fn check(uneven: &ModelConfig, even: &ModelConfig, mesh: &str, data_parallel: DataParallelMode, sequence: bool) {
+    let (expected, _) = trained(uneven, "dp=1", DataParallelMode::Replicate, false);
+    let (losses, calls) = trained(uneven, mesh, data_parallel, sequence);
     let close = losses.iter().zip(&expected).all(|(a, b)| (a - b).abs() <= 1e-5 * b.abs().max(1.0));
-    assert!(close, "{uneven:?} on {mesh}, {weights:?}: {losses:?}, not {expected:?}");
-    let (_, needed) = trained(even, mesh, weights, sequence);
-    assert_eq!(calls, needed, "{uneven:?} on {mesh}, {weights:?}, sequence {sequence}");
+    assert!(close, "{uneven:?} on {mesh}, {data_parallel:?}: {losses:?}, not {expected:?}");
+    let (_, needed) = trained(even, mesh, data_parallel, sequence);
+    assert_eq!(calls, needed, "{uneven:?} on {mesh}, {data_parallel:?}, sequence {sequence}");
     println!("{} collectives per step on {mesh}", calls.values().sum::<usize>());
 }
 
 #[test]
 fn five_heads_on_two_ranks_need_the_collectives_of_four() {
-    check(&gpt(5), &gpt(4), "tp=2", Weights::Replicated, false);
-    check(&gpt(5), &gpt(4), "tp=2", Weights::Replicated, true);
-    check(&gpt(3), &gpt(4), "dp=2,tp=2", Weights::Sharded, false);
+    check(&gpt(5), &gpt(4), "tp=2", DataParallelMode::Replicate, false);
+    check(&gpt(5), &gpt(4), "tp=2", DataParallelMode::Replicate, true);
+    check(&gpt(3), &gpt(4), "dp=2,tp=2", DataParallelMode::FullyShard, false);
 }
 
 #[test]
 fn groups_of_query_heads_stay_with_their_key_head() {
-    check(&llama(6, 3), &llama(8, 4), "tp=2", Weights::Replicated, false);
-    check(&llama(10, 5), &llama(12, 6), "tp=3", Weights::Replicated, true);
+    check(&llama(6, 3), &llama(8, 4), "tp=2", DataParallelMode::Replicate, false);
+    check(&llama(10, 5), &llama(12, 6), "tp=3", DataParallelMode::Replicate, true);
 }
 
 #[test]
 fn with_more_ranks_than_heads_some_ranks_hold_none() {
-    check(&gpt(3), &gpt(4), "tp=4", Weights::Replicated, false);
-    check(&llama(4, 2), &llama(6, 3), "tp=3", Weights::Replicated, false);
-    check(&llama(4, 2), &llama(8, 4), "tp=4", Weights::Replicated, true);
+    check(&gpt(3), &gpt(4), "tp=4", DataParallelMode::Replicate, false);
+    check(&llama(4, 2), &llama(6, 3), "tp=3", DataParallelMode::Replicate, false);
+    check(&llama(4, 2), &llama(8, 4), "tp=4", DataParallelMode::Replicate, true);
 }
 
 /// Queries, keys and values in one projection, ordered by head.
@@ -110,11 +117,11 @@ struct Fused {
 const SIZE: usize = 4;
 
 impl Fused {
-    fn new(at: &Builder, heads: usize) -> Result<Self> {
+    fn new(builder: &Builder, heads: usize) -> Result<Self> {
         let width = heads * SIZE;
         Ok(Fused {
-            qkv: Linear::new(&at.at("qkv"), width, 3 * width)?,
-            out: Linear::new(&at.at("out"), width, width)?,
+            qkv: Linear::new(&builder.child("qkv"), width, 3 * width)?,
+            out: Linear::new(&builder.child("out"), width, width)?,
             heads: Heads { query: heads, key: heads },
         })
     }

@@ -1,7 +1,7 @@
 //! What the autograd graph records and when it frees it: in-place writes have gradients, and a backward pass frees the
 //! tensors that were saved for it.
 
-use shardwise::models::{GptConfig, ModelConfig, Spread, Weights, batch_placements, build};
+use shardwise::models::{DataParallelMode, GptConfig, ModelConfig, ParallelismConfig, batch_placements, build};
 use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer};
 use shardwise::prelude::*;
 use shardwise::{BackwardOptions, DryWorld, checkpoint_activations, local_map, no_grad};
@@ -22,7 +22,7 @@ fn counted(shape: (usize, usize), mesh: &DeviceMesh, placement: &Placement) -> R
 fn fill_range_keeps_the_gradient_of_the_rest() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
-        // the program of the report
+        // the program of a bug report
         let w = DTensor::ones(4, DType::F64, &mesh, [Shard(0)])?.requires_grad();
         let mut y = w.mul_scalar(3.0)?;
         y.fill_range(&[0..1], 0.0)?;
@@ -70,7 +70,7 @@ fn assign_splits_the_gradient_between_the_tensor_and_the_value() {
             let expected = (0..4usize).map(|i| 15.0 * (inside[i] + 1) as f64 * (5.0 * i as f64).powi(2));
             assert_eq!(numbers(found.get(&v)?)?, expected.collect::<Vec<_>>(), "{what}");
         }
-        // a whole assignment leaves nothing of the old value
+        // assigning all elements leaves nothing of the old value
         let (x, v) =
             (counted((3, 4), &mesh, &Shard(0))?.requires_grad(), counted((3, 4), &mesh, &Shard(1))?.requires_grad());
         let mut y = x.square()?;
@@ -78,7 +78,7 @@ fn assign_splits_the_gradient_between_the_tensor_and_the_value() {
         let found = y.square()?.sum_all()?.backward()?;
         assert!(found.get(&x).is_err());
         assert_eq!(numbers(found.get(&v)?)?, (0..12).map(|i| 2.0 * f64::from(i)).collect::<Vec<_>>());
-        // without recording nothing is recorded, also where the value has a gradient
+        // no_grad records nothing, also where the value has a gradient
         let mut z = x.detach();
         no_grad(|| z.copy_from(&v.redistribute([Shard(0)])?))?;
         assert!(!z.has_gradient());
@@ -156,12 +156,12 @@ fn backward_frees_saved_tensors_while_results_are_alive() {
         drop(retained);
         assert_eq!(world.memory().current() - before, graph, "a pass that retains the graph frees nothing");
         let gradients = loss.backward()?;
-        // what is left are the tensors that are still named here: two activations, a half one, the loss, the gradient
+        // what remains are the tensors that variables here still hold: two activations, a half one, the loss, the gradient
         let (whole, half) = (64 * 64 * 4, 64 * 32 * 4);
         let left = world.memory().current() - before;
         println!("graph {graph} bytes, after backward {left} bytes");
         assert!(graph > 10 * whole, "{graph}");
-        // a result of redistribute, of local_map, of checkpoint, and the loss (a term held in f64); the gradient of the
+        // a result of redistribute, of local_map, of checkpoint_activations, and the loss (a term held in f64); the gradient of the
         // half weight; the first input is no longer held
         assert_eq!(left, 2 * whole + half + 8 + half - whole, "{left}");
         drop((gradients, w));
@@ -197,7 +197,7 @@ fn a_second_backward_through_a_freed_graph_is_an_error() {
 
 #[test]
 fn a_backward_pass_frees_saved_tensors_progressively() {
-    // 24 layers of which each saves an activation of 1 MiB: what is saved goes as gradients come
+    // 24 layers that save an activation of 1 MiB each: it is freed as soon as its gradient is computed
     let peak = |retain_graph: bool| {
         let run = DryWorld::new(2).unwrap().run(|world| {
             let mesh = world.mesh([("a", 2)])?;
@@ -226,8 +226,12 @@ fn a_backward_pass_frees_saved_tensors_progressively() {
 fn no_activations_are_held_during_the_optimizer_step() {
     let config = ModelConfig::Gpt(GptConfig { n_layers: 6, d_model: 64, d_ff: 128, ..GptConfig::default() });
     let mesh: Mesh = "dp=2".parse().unwrap();
-    let spread = Spread { weights: Weights::Replicated, tensor_parallel: false, sequence_parallel: false };
-    let plan = spread.plan(&config, &mesh).unwrap();
+    let parallelism = ParallelismConfig {
+        data_parallel: DataParallelMode::Replicate,
+        tensor_parallel: false,
+        sequence_parallel: false,
+    };
+    let plan = parallelism.plan(&config, &mesh).unwrap();
     let run = DryWorld::new(2).unwrap().run(|world| {
         let mesh = world.device_mesh(mesh.clone())?;
         let model = build(&config, &plan, &mesh, DType::F32)?;

@@ -17,7 +17,7 @@ fn both_ways(
     function: impl Fn(&DTensor) -> Result<DTensor>,
 ) -> Result<(usize, usize, DTensor)> {
     let (y, forward) = sent(world, || function(x))?;
-    let cotangent = DTensor::randn(y.shape(), y.device_mesh(), y.layout().settled().placements().to_vec())?;
+    let cotangent = DTensor::randn(y.shape(), y.device_mesh(), y.layout().reduced().placements().to_vec())?;
     let (gradients, backward) = sent(world, || y.backward_with(&cotangent))?;
     Ok((forward, backward, gradients.get(x)?.clone()))
 }

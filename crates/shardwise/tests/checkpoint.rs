@@ -1,4 +1,4 @@
-//! Checkpoints: saved in any layout on any world and loaded into any other; values, async saves, and invalid calls.
+//! Checkpoints: saved in any layout of any world and loaded in any other; nested values, async snapshots, refused input.
 //!
 //! `SHARDWISE_CHECKPOINT_CASES` sets the number of random round trips per format (default 400), `SHARDWISE_SEED` the first
 //! seed.
@@ -39,7 +39,7 @@ fn same(a: &Tensor, b: &Tensor) -> bool {
 }
 
 /// A random mesh over some ranks of a world, and placements on it.
-fn layout(rng: &mut StdRng, ranks: usize, dims: usize) -> (Mesh, Vec<Placement>) {
+fn layout(rng: &mut StdRng, ranks: usize, ndim: usize) -> (Mesh, Vec<Placement>) {
     let axes: Vec<usize> = match ranks {
         4 if rng.random() => vec![2, 2],
         6 => [vec![2, 3], vec![3, 2], vec![6]][rng.random_range(0..3)].clone(),
@@ -49,11 +49,11 @@ fn layout(rng: &mut StdRng, ranks: usize, dims: usize) -> (Mesh, Vec<Placement>)
     order.shuffle(rng);
     order.truncate(axes.iter().product());
     let placement = |rng: &mut StdRng| match rng.random_range(0..6) {
-        _ if dims == 0 => Replicate,
+        _ if ndim == 0 => Replicate,
         0 => Replicate,
         1 => Partial(ReduceOp::Sum),
-        2 => Placement::block_cyclic(rng.random_range(0..dims) as isize, rng.random_range(1..3)),
-        _ => Shard(rng.random_range(0..dims) as isize),
+        2 => Placement::block_cyclic(rng.random_range(0..ndim) as isize, rng.random_range(1..3)),
+        _ => Shard(rng.random_range(0..ndim) as isize),
     };
     let placements = axes.iter().map(|_| placement(rng)).collect();
     (Mesh::from_ranks(axes, order).unwrap(), placements)
@@ -141,12 +141,12 @@ fn nested(mesh: &DeviceMesh) -> Result<State> {
 }
 
 #[test]
-fn nested_state_round_trips() {
+fn nested_state_round_trips_native() {
     nested_state(Format::Native, "nested");
 }
 
 #[test]
-fn nested_state_round_trips_through_dcp() {
+fn nested_state_round_trips_dcp() {
     nested_state(Format::Dcp, "nested-dcp");
 }
 
@@ -199,7 +199,7 @@ fn nested_state(format: Format, name: &str) {
 }
 
 #[test]
-fn every_byte_is_written_once_and_each_rank_writes_its_share() {
+fn each_box_is_written_once_and_bytes_are_balanced_over_ranks() {
     let scratch = Scratch::new("balance");
     let path = scratch.0.join("state");
     let place = path.clone();
@@ -227,7 +227,7 @@ fn every_byte_is_written_once_and_each_rank_writes_its_share() {
 }
 
 #[test]
-fn an_async_save_is_a_snapshot_and_does_not_block() {
+fn async_save_is_a_snapshot_while_training_continues() {
     let scratch = Scratch::new("async");
     let path = scratch.0.join("state");
     let place = path.clone();
@@ -236,7 +236,7 @@ fn an_async_save_is_a_snapshot_and_does_not_block() {
         let weight = Param::new(&DTensor::ones((1000, 100), DType::F32, &mesh, [Shard(0)])?);
         let state = State::map([("w", weight.get())]);
         let saving = checkpoint::async_save(&world, &place, &state, &SaveOptions::default())?;
-        // collectives and updates go on while it is written
+        // collectives and updates run while it is written
         for _ in 0..20 {
             weight.set(&weight.get().detach().mul_scalar(2.0)?)?;
             let sum = weight.get().sum_all()?.item::<f32>()?;
@@ -251,7 +251,7 @@ fn an_async_save_is_a_snapshot_and_does_not_block() {
 }
 
 #[test]
-fn invalid_saves_and_loads_are_one_error_on_all_ranks_and_change_nothing() {
+fn a_failed_save_or_load_is_the_same_error_on_all_ranks_and_changes_nothing() {
     let scratch = Arc::new(Scratch::new("refused"));
     let save = |name: &'static str, state: fn(&DeviceMesh, usize) -> Result<State>| {
         let scratch = Arc::clone(&scratch);
@@ -307,7 +307,7 @@ fn invalid_saves_and_loads_are_one_error_on_all_ranks_and_change_nothing() {
     assert!(values.contains("tensors only"), "{values}");
     let dry = DryWorld::new(4).unwrap().run(|world| checkpoint::save(&world, "x", &State::map([("a", 1)])));
     assert!(dry.unwrap_err().to_string().contains("dry run"));
-    check_whole(&good);
+    check_weight(&good);
 }
 
 #[test]
@@ -330,7 +330,7 @@ fn long_lists_keep_their_order() {
 }
 
 #[test]
-fn a_save_replaces_nothing_but_checkpoints() {
+fn a_save_never_replaces_files_that_are_not_a_checkpoint() {
     let scratch = Arc::new(Scratch::new("precious"));
     let project = scratch.0.join("project");
     std::fs::create_dir_all(project.join("inner")).unwrap();
@@ -351,14 +351,14 @@ fn a_save_replaces_nothing_but_checkpoints() {
     let options = ConvertOptions::to(Format::Native);
     let error = convert(steps.join("step-00000001"), &steps, &options, &|_| {}).unwrap_err().to_string();
     assert!(error.contains("contains the source"), "{error}");
-    // two saves to one place at a time
+    // two saves to the same path at the same time
     let target = scratch.0.join("twice");
     let error = same_error_on_all_ranks(2, move |world| {
         let state = State::map([("a", 1)]);
         let first = checkpoint::async_save(&world, &target, &state, &SaveOptions::default())?;
         let second = checkpoint::async_save(&world, &target, &state, &SaveOptions::default());
         first.wait()?;
-        // The first may have been over before the second began.
+        // The first may have finished before the second began.
         second.and_then(checkpoint::AsyncSave::wait).and(Err(Error::other("in progress")))
     });
     assert!(error.contains("in progress"), "{error}");
@@ -366,7 +366,7 @@ fn a_save_replaces_nothing_but_checkpoints() {
 }
 
 #[test]
-fn a_series_keeps_the_newest_after_resuming_from_an_older_checkpoint() {
+fn a_series_keeps_later_steps_after_a_restart_from_an_earlier_one() {
     let scratch = Scratch::new("series");
     let series = Series::new(scratch.0.join("run")).keep(2);
     let saving = series.clone();
@@ -383,7 +383,7 @@ fn a_series_keeps_the_newest_after_resuming_from_an_older_checkpoint() {
 }
 
 #[test]
-fn conversions_preserve_tensors_and_values_and_diff_finds_changes() {
+fn convert_preserves_everything_and_diff_finds_differences() {
     let scratch = Scratch::new("convert");
     let (native, place) = (scratch.0.join("native"), scratch.0.join("native"));
     launch(3, move |world| {
@@ -403,23 +403,22 @@ fn conversions_preserve_tensors_and_values_and_diff_finds_changes() {
         let tensors: Vec<_> = found.iter().filter(|(key, _)| first.tensors.contains_key(key)).collect();
         assert!(tensors.is_empty(), "{format:?}: {tensors:?}");
         assert!(format != Format::Native || found.is_empty(), "{found:?}");
-        // cut for four ranks, in half precision, with other names
+        // resharded for four ranks, in bf16, renamed
         let mesh = Mesh::new([4]).unwrap();
         options.reshard = Some(Arc::new(move |_, shape| {
-            let dims = shape.len();
-            let placement = if dims == 0 { Replicate } else { Shard(0) };
+            let placement = if shape.is_empty() { Replicate } else { Shard(0) };
             Ok(Layout::new(&mesh, shape, [placement])?.primary_boxes().collect())
         }));
         options.element = Some(ElementType::BF16);
         options.rename = Arc::new(|name| format!("new.{name}"));
-        let cut = scratch.0.join(format!("{name}-cut"));
-        convert(&to, &cut, &options, &|_| {}).unwrap();
-        let third = checkpoint::open(&cut).unwrap();
+        let resharded = scratch.0.join(format!("{name}-resharded"));
+        convert(&to, &resharded, &options, &|_| {}).unwrap();
+        let third = checkpoint::open(&resharded).unwrap();
         let w = third.tensor("new.model.w").unwrap();
         assert_eq!((w.element, w.chunks.len()), (ElementType::BF16, 4));
         assert_eq!(third.tensor("new.sharded").unwrap().element, ElementType::I64, "integers stay");
     }
-    // what an f64 cannot tell apart, and infinities
+    // integers that are equal as f64, and infinities
     let write = |name: &str, big: i64, x: f64| {
         let path = scratch.0.join(name);
         let place = path.clone();
@@ -444,7 +443,7 @@ fn conversions_preserve_tensors_and_values_and_diff_finds_changes() {
     assert!(loads.iter().all(|l| l.peak_bytes == l.tensor_bytes && l.files > 0), "{loads:?}");
 }
 
-fn check_whole(path: &Path) {
+fn check_weight(path: &Path) {
     let catalog = checkpoint::open(path).unwrap();
     let stored = catalog.tensor("weight").unwrap();
     assert_eq!((stored.element, stored.shape.as_slice()), (ElementType::F32, [4, 3].as_slice()));
@@ -469,7 +468,7 @@ fn a_rank_that_dies_while_saving_leaves_the_old_checkpoint() {
     save(1.0, false, path.clone()).unwrap();
     let error = save(2.0, true, path.clone()).unwrap_err().to_string();
     assert!(error.contains("rank 1 gives up"), "{error}");
-    // Rank 1 had written its part before it went, so the new checkpoint may be complete; a mixture is never there.
+    // Rank 1 may have written its files before it failed, so the new checkpoint may be complete; a mixture never is.
     let bytes = checkpoint::open(&path).unwrap().read("x").unwrap();
     let values: Vec<f32> = bytes.chunks(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
     assert!(values == [1.0; 8] || values == [2.0; 8], "{values:?}");

@@ -1,4 +1,4 @@
-//! Corrupt and malicious checkpoints: detected wherever there is a checksum, and never worse than an error.
+//! Damaged and hostile checkpoints: damage is detected wherever there is a checksum, and never does more than an error.
 //!
 //! `SHARDWISE_DAMAGE_CASES` sets the number of corrupted files (default 2000), `SHARDWISE_SEED` the first seed.
 
@@ -53,7 +53,7 @@ fn files(path: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Opens, verifies and reads everything; whether something was found to be wrong.
+/// Opens, verifies and reads everything; returns whether a problem was found.
 fn inspected(path: &Path) -> bool {
     let found = catch_unwind(AssertUnwindSafe(|| {
         let verification = verify(path, &|_| {});
@@ -64,7 +64,7 @@ fn inspected(path: &Path) -> bool {
 }
 
 #[test]
-fn corruption_is_found_by_checksums_and_is_only_ever_an_error() {
+fn damage_is_detected_wherever_there_is_a_checksum_and_never_panics() {
     let (cases, first) = (number("SHARDWISE_DAMAGE_CASES", 2000), number("SHARDWISE_SEED", 0) as u64);
     let scratch = Scratch::new("flips");
     let formats = [Format::Native, Format::HuggingFace, Format::Dcp];
@@ -96,7 +96,7 @@ fn corruption_is_found_by_checksums_and_is_only_ever_an_error() {
             std::fs::write(&damaged, &bytes).unwrap();
             let is_found = inspected(&bad);
             found[i] += usize::from(is_found);
-            // Every byte of this library's own files is under a checksum.
+            // In the native format a checksum covers every byte.
             assert!(is_found || format != Format::Native, "seed {seed}: {what} in {}", file.display());
             std::fs::copy(file, &damaged).unwrap();
         }
@@ -107,7 +107,7 @@ fn corruption_is_found_by_checksums_and_is_only_ever_an_error() {
     );
 }
 
-/// A safetensors file with this header and so many bytes behind it.
+/// A safetensors file with this header followed by `bytes` bytes.
 fn safetensors(header: &str, bytes: usize) -> Vec<u8> {
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend_from_slice(header.as_bytes());
@@ -116,7 +116,7 @@ fn safetensors(header: &str, bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn malicious_files_are_rejected() {
+fn malicious_files_are_refused() {
     let scratch = Scratch::new("hostile");
     let refused = |name: &str, contents: &[u8], said: &str| {
         let path = scratch.0.join(name);
@@ -129,7 +129,7 @@ fn malicious_files_are_rejected() {
     };
     refused("huge.safetensors", &(1u64 << 60).to_le_bytes(), "a header of 1152921504606846976 bytes");
     refused("short.safetensors", b"abc", "3 bytes");
-    refused("text.safetensors", &safetensors("not json", 0), "header of JSON");
+    refused("text.safetensors", &safetensors("not json", 0), "a JSON header");
     let overflow = tensor("F64", "[4611686018427387904,4]", "[0,0]");
     refused("overflow.safetensors", &safetensors(&overflow, 0), "as many bytes as the shape has");
     let outside = tensor("F32", "[4]", "[0,16]");
@@ -138,7 +138,7 @@ fn malicious_files_are_rejected() {
     refused("backwards.safetensors", &safetensors(&backwards, 8), "inside the file");
     refused("unknown.safetensors", &safetensors(&tensor("X9", "[0]", "[0,0]"), 0), "X9");
     let two = "{\"a\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]},\"b\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[1,3]}}";
-    refused("shared.safetensors", &safetensors(two, 3), "leave or share bytes");
+    refused("shared.safetensors", &safetensors(two, 3), "a gap or an overlap");
     refused("longer.safetensors", &safetensors(&tensor("U8", "[2]", "[0,2]"), 5), "as the header says");
 
     // an index and a manifest that point out of the directory

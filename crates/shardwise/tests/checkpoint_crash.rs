@@ -1,4 +1,4 @@
-//! A saving process is killed at random moments: afterwards the directory holds the old checkpoint or the new one, complete.
+//! A saving process is killed at random moments: afterwards the directory has the old checkpoint or the new one, complete.
 //!
 //! `SHARDWISE_CRASH_CASES` sets the number of killed processes (default 200), `SHARDWISE_SEED` the first seed.
 
@@ -11,16 +11,16 @@ use rand::{Rng, SeedableRng};
 use shardwise::checkpoint::{self, State, Value, verify};
 use shardwise::prelude::*;
 
-/// Set for the process that saves: where to.
+/// Environment variable of the saving process: the path to save to.
 const TARGET: &str = "SHARDWISE_CRASH_TARGET";
 
 fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
 }
 
-/// What a process does until it is killed: it saves one generation after the other.
+/// The saving process: saves one generation after the other until it is killed.
 #[test]
-fn child_process_that_saves() {
+fn saving_process() {
     let Some(target) = std::env::var_os(TARGET).map(PathBuf::from) else { return };
     let first = generation(&target).unwrap_or(0) + 1;
     launch(2, move |world| {
@@ -40,7 +40,7 @@ fn child_process_that_saves() {
     .unwrap();
 }
 
-/// The generation in a checkpoint, if there is one; all of it must be of that generation.
+/// The generation of the checkpoint, if there is one; asserts that all of it is of that generation.
 fn generation(target: &Path) -> Option<i64> {
     let catalog = checkpoint::open(target).ok()?;
     let Some(Value::Int(generation)) = catalog.values.get("generation") else { panic!("no generation") };
@@ -62,13 +62,13 @@ fn a_process_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_one() {
     let (mut before, mut advanced, mut leftovers) = (None, 0, 0);
     for case in 0..cases {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child_process_that_saves", "--nocapture"])
+            .args(["--exact", "saving_process", "--nocapture"])
             .env(TARGET, &target)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        // The first process goes on until there is a checkpoint, the others for a random time around the length of a save.
+        // The first process runs until there is a checkpoint, the later ones for a random time around the duration of a save.
         let start = Instant::now();
         let pause = Duration::from_micros(rng.random_range(0..60_000));
         while before.is_none() && !target.exists() {

@@ -1,5 +1,5 @@
-//! Mutation fuzzing of every parser of checkpoint files: never a panic, a hang, or more memory than the files justify. The
-//! outcome is an error or a readable checkpoint.
+//! Fuzzing of every parser of checkpoint files with mutated good files: never a panic, never a hang, never more memory than the
+//! files justify. The result is an error, or a checkpoint that can be read.
 //!
 //! `SHARDWISE_FUZZ_SECONDS` bounds the time per parser (default 2; hours find more), `SHARDWISE_SEED` sets the seed.
 
@@ -15,7 +15,7 @@ fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
 }
 
-/// Checkpoints that PyTorch and others have written.
+/// Checkpoints that PyTorch and other tools have written.
 fn samples() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/data/dcp")
 }
@@ -31,7 +31,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Some bytes changed, taken out, put in, repeated or exchanged for interesting ones.
+/// Changes, removes, inserts, repeats or replaces some bytes.
 fn mutate(rng: &mut StdRng, bytes: &mut Vec<u8>) {
     for _ in 0..rng.random_range(1..6) {
         let at = rng.random_range(0..=bytes.len());
@@ -56,7 +56,7 @@ fn mutate(rng: &mut StdRng, bytes: &mut Vec<u8>) {
     }
 }
 
-/// Feeds changed copies of `file` to the reader of the checkpoint at `path` until the time is over. Says how many were good.
+/// Mutates `file` and opens the checkpoint at `path` until the time is up. Prints how many were still valid.
 fn fuzz(name: &str, good: &Path, file: &str, path: impl Fn(&Path) -> PathBuf) {
     let (seconds, seed) = (number("SHARDWISE_FUZZ_SECONDS", 2), number("SHARDWISE_SEED", 0));
     let scratch = std::env::temp_dir().join(format!("shardwise-fuzz-{name}-{}", std::process::id()));
@@ -73,7 +73,7 @@ fn fuzz(name: &str, good: &Path, file: &str, path: impl Fn(&Path) -> PathBuf) {
         let begun = Instant::now();
         let result = catch_unwind(AssertUnwindSafe(|| {
             let catalog = checkpoint::open(path(&scratch)).ok()?;
-            // A tensor may be large because the file says so only as far as its chunks are there.
+            // A tensor can only be as large as its chunks in the files.
             assert!(catalog.bytes() <= 256 << 20, "{} bytes", catalog.bytes());
             catalog.tensors.keys().for_each(|key| drop(catalog.read(key)));
             Some(())
@@ -89,38 +89,38 @@ fn fuzz(name: &str, good: &Path, file: &str, path: impl Fn(&Path) -> PathBuf) {
 }
 
 #[test]
-fn fuzz_safetensors_header() {
+fn safetensors_header() {
     fuzz("safetensors", &samples().join("hf_plain/checkpoint"), "model-00001-of-00003.safetensors", Path::to_path_buf);
 }
 
 #[test]
-fn fuzz_safetensors_index() {
+fn safetensors_index() {
     fuzz("index", &samples().join("hf_plain/checkpoint"), "model.safetensors.index.json", Path::to_path_buf);
 }
 
 #[test]
-fn fuzz_offsets_in_rank_headers() {
+fn safetensors_sharding_info() {
     let file = "shard-00002-model-00001-of-00001.safetensors";
     fuzz("offsets", &samples().join("hf_sharded/checkpoint"), file, Path::to_path_buf);
 }
 
 #[test]
-fn fuzz_dcp_metadata_pickle() {
+fn dcp_metadata_pickle() {
     fuzz("metadata", &samples().join("nested/checkpoint"), ".metadata", Path::to_path_buf);
 }
 
 #[test]
-fn fuzz_dcp_archives() {
+fn dcp_archives() {
     fuzz("distcp", &samples().join("nested/checkpoint"), "__2_0.distcp", Path::to_path_buf);
 }
 
 #[test]
-fn fuzz_torch_save_files() {
+fn torch_save_file() {
     fuzz("torch", &samples().join("torch_save/checkpoint"), "model.pt", |scratch| scratch.join("model.pt"));
 }
 
 #[test]
-fn fuzz_native_manifest() {
+fn native_manifest() {
     let good = std::env::temp_dir().join(format!("shardwise-fuzz-good-{}", std::process::id()));
     convert(samples().join("nested/checkpoint"), &good, &ConvertOptions::to(Format::Native), &|_| {}).unwrap();
     fuzz("manifest", &good, "manifest.json", Path::to_path_buf);

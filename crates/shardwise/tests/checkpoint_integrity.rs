@@ -1,4 +1,4 @@
-//! A load reads one consistent checkpoint, detects all corruption, and its errors name path and cause.
+//! Guarantees of a load: it never mixes two saves, damage is always detected, errors name the path, cause and rank.
 //!
 //! `SHARDWISE_CONCURRENT_LOADS` sets the number of loads during concurrent saves (default 400; 20000 take a few minutes),
 //! `SHARDWISE_FLIP_CASES` the number of flipped bits (default 200; 2000 for all), `SHARDWISE_SEED` the first seed.
@@ -20,7 +20,7 @@ fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
 }
 
-/// State of two ranks that is one number everywhere.
+/// State of two ranks in which every element is `number`.
 fn generation(world: &World, number: i64, format: Format) -> Result<State> {
     let mesh = world.mesh([("dp", world.size())])?;
     let tensor = |i: usize| -> Result<(String, State)> {
@@ -35,8 +35,8 @@ fn generation(world: &World, number: i64, format: Format) -> Result<State> {
     Ok(State::map(entries))
 }
 
-/// Loads again and again with three ranks, in another layout, while two others save one generation after the other to the same
-/// path. Returns how many generations were saved meanwhile.
+/// Loads repeatedly on three ranks, in another layout, while two ranks of another world save one generation after the other to
+/// the same path. Returns how many generations were saved meanwhile.
 fn load_while_saving(format: Format, loads: usize) -> i64 {
     let scratch = Scratch::new(&format!("concurrent-{format:?}"));
     let path = scratch.0.join("state");
@@ -74,7 +74,7 @@ fn load_while_saving(format: Format, loads: usize) -> i64 {
             if format != Format::HuggingFace {
                 found.push(state.value("generation")?.read()?);
             }
-            // Ranks tell each other what they have: one generation on all of them.
+            // All ranks must have loaded the same generation.
             let range = [*found.iter().max().unwrap(), -*found.iter().min().unwrap()];
             let mine = candle_core::Tensor::new(&range, &candle_core::Device::Cpu)?;
             let range = world.all_reduce(&mine, ReduceOp::Max)?.to_vec1::<i64>()?;
@@ -89,12 +89,12 @@ fn load_while_saving(format: Format, loads: usize) -> i64 {
 }
 
 #[test]
-fn loads_during_saves_read_one_consistent_checkpoint() {
+fn loads_during_saves_never_mix_checkpoints() {
     let loads = number("SHARDWISE_CONCURRENT_LOADS", 400);
     let saves = load_while_saving(Format::Native, loads);
     println!("{loads} loads by three ranks while {saves} checkpoints were saved: none mixed, none damaged");
     assert!(saves > 3, "saves must happen meanwhile: {saves}");
-    // formats whose descriptions say less about what is in the files
+    // formats whose metadata identifies the content less precisely
     for format in [Format::Dcp, Format::HuggingFace] {
         let saves = load_while_saving(format, loads / 8);
         println!("{} loads in {format:?} while {saves} checkpoints were saved", loads / 8);
@@ -102,7 +102,7 @@ fn loads_during_saves_read_one_consistent_checkpoint() {
 }
 
 #[test]
-fn an_open_catalog_is_not_affected_by_a_later_save() {
+fn a_catalog_is_a_snapshot_when_another_save_follows() {
     let scratch = Scratch::new("pinned");
     let path = scratch.0.join("state");
     let save = |number: i64| {
@@ -117,7 +117,7 @@ fn an_open_catalog_is_not_affected_by_a_later_save() {
             assert!(catalog.read(key).unwrap().chunks(4).all(|x| x == expected.to_le_bytes()), "{key}");
         }
     }
-    // none there any more, and files that are gone one by one: not damage
+    // a removed checkpoint, and files removed one by one, are not reported as damage
     std::fs::remove_dir_all(&path).unwrap();
     let error = same_error_on_all_ranks(2, move |world| {
         checkpoint::load(&world, &path, &generation(&world, 0, Format::Native)?).map(drop)
@@ -125,7 +125,7 @@ fn an_open_catalog_is_not_affected_by_a_later_save() {
     assert!(error.contains("no such file or directory"), "{error}");
 }
 
-/// The tensors of the flip test: several blocks long, of several types.
+/// The tensors of the bit-flip test: several blocks long, of several types.
 fn pattern(world: &World, rng: &mut StdRng) -> Result<State> {
     let mesh = world.mesh([("all", world.size())])?;
     let shapes: [(&[usize], DType); 4] =
@@ -197,12 +197,12 @@ fn flip(file: &Path, place: u64, bit: u32) {
 }
 
 #[test]
-fn every_flipped_bit_is_found_by_a_load_in_another_layout() {
+fn every_flipped_bit_is_detected_by_a_load_in_any_layout() {
     let (cases, first) = (number("SHARDWISE_FLIP_CASES", 200), number("SHARDWISE_SEED", 0) as u64);
     flips(Format::Native, cases, first);
 }
 
-/// Takes the checksums of blocks out of a manifest: what this library wrote before it had them.
+/// Removes the block checksums from a manifest: the form of versions that did not write them.
 fn without_blocks(path: &Path) {
     let manifest = path.join("manifest.json");
     let mut sealed: serde_json::Value = serde_json::from_slice(&std::fs::read(&manifest).unwrap()).unwrap();
@@ -217,7 +217,7 @@ fn without_blocks(path: &Path) {
 }
 
 #[test]
-fn checkpoints_without_block_checksums_load_and_report_what_is_unchecked() {
+fn loads_without_block_checksums_report_what_is_unchecked() {
     let scratch = Scratch::new("old");
     let path = scratch.0.join("state");
     let save = |format: Format| {
@@ -230,7 +230,7 @@ fn checkpoints_without_block_checksums_load_and_report_what_is_unchecked() {
         })
         .unwrap();
     };
-    // how many bytes three ranks, and two in the layout that was saved, read without a checksum
+    // unchecked bytes of three ranks, and of two ranks in the layout that was saved
     let unchecked = |ranks: usize| {
         let path = path.clone();
         let reports = ThreadWorld::new(ranks).unwrap().run(move |world| {
@@ -262,7 +262,7 @@ fn checkpoints_without_block_checksums_load_and_report_what_is_unchecked() {
 }
 
 #[test]
-fn a_duplicate_name_in_a_header_is_rejected() {
+fn duplicate_names_in_a_header_are_refused() {
     let scratch = Scratch::new("twice");
     let tensor = |range: &str| format!("{{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":{range}}}");
     let one = tensor("[0,2]");
@@ -283,12 +283,12 @@ fn a_duplicate_name_in_a_header_is_rejected() {
 }
 
 #[test]
-fn a_conversion_writes_the_selected_tensors_with_several_boxes_per_rank() {
+fn convert_selects_entries_and_writes_several_boxes_per_rank() {
     let scratch = Scratch::new("boxes");
     let path = scratch.0.join("state");
     let place = path.clone();
     launch(1, move |world| checkpoint::save(&world, &place, &generation(&world, 5, Format::Native)?)).unwrap();
-    // the first rank has the first and the last rows, the second what is between
+    // rank 0 has the first and the last rows, rank 1 those between
     let cut = |_: &str, shape: &[usize]| {
         let rows = |rank: usize, from: usize, to: usize| OwnedBox {
             rank,
@@ -315,12 +315,12 @@ fn a_conversion_writes_the_selected_tensors_with_several_boxes_per_rank() {
     assert!(error.contains("none of 6 tensors"), "{error}");
 }
 
-/// Set for the process that cannot write much: where it saves.
+/// Environment variable of the process with a file size limit: the path to save to.
 const FULL: &str = "SHARDWISE_FULL_TARGET";
 
-/// What the process does whose files may not grow: the second rank has the most to write.
+/// The process with a file size limit: rank 1 has the most to write.
 #[test]
-fn child_process_with_a_full_disk() {
+fn process_with_file_size_limit() {
     let Some(target) = std::env::var_os(FULL).map(PathBuf::from) else { return };
     let error = same_error_on_all_ranks(2, move |world| {
         let mesh = world.mesh([("all", 2)])?;
@@ -331,15 +331,15 @@ fn child_process_with_a_full_disk() {
 }
 
 #[test]
-fn errors_of_full_disks_and_unwritable_paths_name_path_cause_and_rank() {
+fn errors_of_a_full_disk_or_an_unwritable_path_name_path_cause_and_rank() {
     let scratch = Scratch::new("full");
     let target = scratch.0.join("state");
-    // A limit on the size of files stands for a full disk: the system refuses to write on.
+    // A limit on file sizes stands in for a full disk: writes fail in the same way.
     let script = "trap '' XFSZ; ulimit -f 64; exec \"$@\"";
     let output = Command::new("sh")
         .args(["-c", script, "sh"])
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "child_process_with_a_full_disk", "--nocapture"])
+        .args(["--exact", "process_with_file_size_limit", "--nocapture"])
         .env(FULL, &target)
         .output()
         .unwrap();

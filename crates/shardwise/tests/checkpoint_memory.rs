@@ -1,4 +1,4 @@
-//! Peak memory of loading and converting checkpoints.
+//! Peak memory of loads and conversions.
 //!
 //! `SHARDWISE_CONVERT_MB` sets the size of the checkpoint that is converted (default 768; 4096 takes about a minute).
 
@@ -16,7 +16,7 @@ fn scratch(name: &str) -> PathBuf {
     path
 }
 
-/// Memory of this process now and at most since the last reset, in bytes.
+/// Current and peak memory of this process, in bytes; the peak since the last reset.
 fn memory() -> (usize, usize) {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let read = |name: &str| {
@@ -26,9 +26,9 @@ fn memory() -> (usize, usize) {
     (read("VmRSS:"), read("VmHWM:"))
 }
 
-/// One test, because other tests of the process would be measured too.
+/// A single test: other tests in the same process would be measured too.
 #[test]
-fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
+fn a_load_takes_the_size_of_its_tensors_and_a_conversion_is_bounded() {
     let root = scratch("load");
     let (path, side, count) = (root.join("state"), 2000, 12); // 16 MB each
     let whole = side * side * 4 * count;
@@ -56,7 +56,7 @@ fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     let megabytes = std::env::var("SHARDWISE_CONVERT_MB").map_or(768, |v| v.parse::<usize>().unwrap());
     let root = scratch("convert");
     let path = root.join("large");
-    // Written by ranks one tensor after the other would take as much memory; a cheap way to a large file is a sparse one.
+    // A sparse file is a cheap large checkpoint; saving one would need its size in memory.
     let header = format!(
         "{{\"w\":{{\"dtype\":\"F32\",\"shape\":[{},250000],\"data_offsets\":[0,{}]}}}}",
         megabytes,
@@ -83,7 +83,7 @@ fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     std::fs::remove_dir_all(&root).unwrap();
 }
 
-/// Runs a load on two ranks; memory before it, and at most until it is over.
+/// Runs a load on two ranks; returns the memory before it and the peak during it.
 fn launch_measured(load: impl Fn(&World) -> Result<State> + Send + Sync + 'static) -> (usize, usize) {
     launch(2, move |world| {
         world.barrier()?;

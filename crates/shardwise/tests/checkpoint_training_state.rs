@@ -16,13 +16,13 @@ use shardwise_test_suites::errors::same_error_on_all_ranks;
 use shardwise_test_suites::parameters::{algorithms, full_values, gradients, named as names, params};
 use shardwise_test_suites::scratch::Scratch;
 
-/// Shapes with placements over so many ranks; the last parameter gets no gradients at first.
+/// Shapes and placements for `ranks` ranks; the last parameter gets no gradients at first.
 fn layouts(ranks: usize) -> Vec<(Vec<usize>, Vec<Placement>)> {
     let placement = if ranks == 3 { Replicate } else { Shard(0) };
     vec![(vec![5, 4], vec![placement]), (vec![7], vec![Shard(0)]), (vec![3, 2], vec![Shard(1)])]
 }
 
-/// A new optimizer takes what another has saved: through a template, and in one call.
+/// A new optimizer loads what another saved, with a template and with `load_into`.
 #[test]
 fn a_new_optimizer_loads_every_moment_of_a_checkpoint() {
     for (i, algorithm) in algorithms().into_iter().enumerate() {
@@ -94,7 +94,7 @@ fn a_new_optimizer_loads_every_moment_of_a_checkpoint() {
 }
 
 #[test]
-fn a_load_that_leaves_moments_unfilled_is_an_error() {
+fn a_load_that_leaves_optimizer_state_unfilled_is_an_error() {
     let scratch = Scratch::new("unfilled");
     let path = scratch.0.join("state");
     let error = same_error_on_all_ranks(2, move |world| {
@@ -105,13 +105,13 @@ fn a_load_that_leaves_moments_unfilled_is_an_error() {
         optimizer.step(gradients(&own, 0)?)?;
         let saved = optimizer.state_dict()?;
         checkpoint::save(&world, &path, &State::map([("optimizer", State::try_from(&saved)?)]))?;
-        // a state with an empty map per parameter is no state after a step
+        // after a step, an empty map per parameter is not a valid state
         let mut empty = saved.clone();
         empty.params.values_mut().for_each(|param| *param = Default::default());
         let mut fresh = ShardedOptimizer::new(names(&own), group)?;
         let told = fresh.load_state_dict(&empty).unwrap_err().to_string();
         assert!(told.contains("no moments of any parameter after 1 step"), "{told}");
-        // one parameter alone may have had no gradient
+        // a single parameter may have had no gradient
         empty.params.insert("p0".into(), saved.params["p0"].clone());
         fresh.load_state_dict(&empty)?;
         empty.params.values_mut().for_each(|param| *param = Default::default());
@@ -130,11 +130,11 @@ struct Net {
 }
 
 impl Net {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         Ok(Net {
-            inp: Linear::without_bias(&at.at("inp"), 6, 8)?,
-            norm: BatchNorm::new(&at.at("norm"), 8, 0.1, 1e-5)?,
-            out: Linear::new(&at.at("out"), 8, 3)?,
+            inp: Linear::without_bias(&builder.child("inp"), 6, 8)?,
+            norm: BatchNorm::new(&builder.child("norm"), 8, 0.1, 1e-5)?,
+            out: Linear::new(&builder.child("out"), 8, 3)?,
         })
     }
 
@@ -149,18 +149,18 @@ fn data() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/fsdp_adamw")
 }
 
-/// A tensor of f32 in a file of PyTorch.
+/// An f32 tensor of a `torch.save` file.
 fn stored(path: &Path, key: &str) -> Tensor {
     let catalog = checkpoint::open(path).unwrap();
     let shape = catalog.tensor(key).unwrap().shape.clone();
     Tensor::from_raw_buffer(&catalog.read(key).unwrap(), DType::F32, &shape, &Device::Cpu).unwrap()
 }
 
-/// The network on a mesh of so many ranks, as PyTorch's checkpoint has it, with its optimizer, inputs and targets.
+/// The network restored from PyTorch's checkpoint on a mesh of all ranks, with its optimizer, inputs and targets.
 fn restored(world: &World) -> Result<(Net, ShardedOptimizer, DTensor, DTensor)> {
     let mesh = world.mesh([("dp", world.size())])?;
     let net = Net::new(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]))?;
-    // what is loaded counts
+    // default settings, which those of the checkpoint must replace
     let mut optimizer = ShardedOptimizer::new(net.named_parameters(), ParamGroup::new(AdamW::default()))?;
     checkpoint::load_into(world, data().join("checkpoint"), (&net, named("optim", &mut optimizer)))?;
     let group = &optimizer.groups()[0];
@@ -171,7 +171,7 @@ fn restored(world: &World) -> Result<(Net, ShardedOptimizer, DTensor, DTensor)> 
     Ok((net, optimizer, input("x")?, input("y")?))
 }
 
-/// Compares parameters and running averages with those that PyTorch has after its step.
+/// Compares parameters and running averages with those of PyTorch after its step.
 fn compare(net: &Net, expected: &Path) -> Result<()> {
     for (name, tensor) in net.state_dict() {
         let numbers = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
@@ -214,7 +214,7 @@ fn pytorch_resumes_from_checkpoints_saved_here() {
         let options = SaveOptions { format: Format::Dcp, ..SaveOptions::default() };
         let parts = (&net, named("optim", &optimizer));
         checkpoint::save_from_with(&world, directory.join("checkpoint"), parts, &options)?;
-        // and back again, here
+        // loaded back here
         let mut again = ShardedOptimizer::new(net.named_parameters(), ParamGroup::new(AdamW::default()))?;
         checkpoint::load_into(&world, directory.join("checkpoint"), (&net, named("optim", &mut again)))?;
         assert_eq!(again.groups(), optimizer.groups());

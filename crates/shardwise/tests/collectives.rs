@@ -45,14 +45,15 @@ fn work_of_the_first_rank_is_done_before_other_ranks_continue_and_its_error_is_t
     let counted = Arc::clone(&done);
     let run = move |world: shardwise::World| {
         for round in 1..=20 {
-            let mine = world.first(|| Ok(counted.fetch_add(1, SeqCst) + 1))?;
+            let mine = world.on_first_rank(|| Ok(counted.fetch_add(1, SeqCst) + 1))?;
             assert_eq!(mine, (world.rank() == 0).then_some(round));
             assert_eq!(counted.load(SeqCst), round);
             world.barrier()?;
         }
         // the first of a group is not the first of the world; its error leaves the group as it was
         let backwards = world.subgroup(&(0..world.size()).rev().collect::<Vec<_>>())?;
-        let refused = backwards.first(|| Err::<(), _>(ErrorKind::Argument.error("disk", "none", "one", "buy one")));
+        let refused =
+            backwards.on_first_rank(|| Err::<(), _>(ErrorKind::Argument.error("disk", "none", "one", "buy one")));
         let last = world.size() - 1;
         match refused {
             Err(Error::OnRank { rank, message, .. }) => {
@@ -61,13 +62,13 @@ fn work_of_the_first_rank_is_done_before_other_ranks_continue_and_its_error_is_t
             other => panic!("{other:?}"),
         }
         let mine = if world.rank() % 2 == 1 { Err(Error::other("odd")) } else { Ok(world.rank()) };
-        let message = world.together(mine).unwrap_err().to_string();
+        let message = world.all_ok(mine).unwrap_err().to_string();
         assert_eq!(message, "on rank 1: odd");
-        assert_eq!(world.together(Ok(world.rank()))?, world.rank());
+        assert_eq!(world.all_ok(Ok(world.rank()))?, world.rank());
         backwards.barrier()
     };
     ThreadWorld::new(4).unwrap().run(run).unwrap();
     assert_eq!(done.load(SeqCst), 20);
-    let dry = DryWorld::new(8).unwrap().run(|world| world.first(|| Ok(world.size())));
+    let dry = DryWorld::new(8).unwrap().run(|world| world.on_first_rank(|| Ok(world.size())));
     assert_eq!(dry.unwrap().value, Some(8));
 }

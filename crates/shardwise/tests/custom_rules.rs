@@ -17,7 +17,7 @@ fn matrix(mesh: &DeviceMesh, rows: usize, columns: usize, placement: Placement) 
     DTensor::from_fn(((rows, columns), DType::F64), mesh, [placement], |i| ((i[0] * 7 + i[1] * 3) as f64).sin())
 }
 
-/// A product shared along the columns of its right factor, whatever the inputs are.
+/// A matrix product sharded on the columns of its right factor, whatever the inputs are.
 fn by_columns(inputs: &[&Layout], outputs: &[TensorMeta]) -> Result<Option<Decision>> {
     let mesh = inputs[0].mesh();
     let left = Layout::replicated(mesh, inputs[0].shape())?;
@@ -53,9 +53,9 @@ fn a_rule_override_applies_inside_its_scope_only() {
             }
             assert!(cache_report().hits > before.hits, "decisions of the rule are kept");
             assert_eq!(called.get(), 1, "and asked for once");
-            // others keep their rules
+            // other operators keep their rules
             assert_eq!(a.exp()?.placements(), [Shard(0)]);
-            // the innermost counts, and may leave the decision to the operator
+            // the innermost rule applies, and may leave the decision to the operator
             override_rule(
                 &mesh,
                 "matmul",
@@ -91,7 +91,7 @@ fn invalid_rules_are_rejected_on_every_rank() {
         let refused = |name: &str| override_rule(&mesh, name, |_, _| Ok(None), || Ok(())).unwrap_err().to_string();
         let message = refused("matmull");
         assert!(message.contains("`matmull`") && message.contains("`matmul`"), "{message}");
-        // what is made of others says of which: nothing is ignored in silence
+        // a composed operator names its parts: no rule is silently ignored
         let message = refused("linear");
         assert!(message.contains("has no rule itself") && message.contains("einsum"), "{message}");
         let rule = |inputs: &[&Layout], _: &[TensorMeta]| Ok(Some(Decision::new([inputs[0].clone()], [])));
@@ -127,7 +127,7 @@ fn invalid_rules_are_rejected_on_every_rank() {
 /// How often kernels of [`Energy`] ran.
 static RUNS: AtomicUsize = AtomicUsize::new(0);
 
-/// The sum of squares of every row, times a whole number.
+/// The sum of squares of every row, times an integer.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct Energy {
     times: u32,
@@ -148,11 +148,11 @@ impl Op for Energy {
         Ok(OpPlan { signature: Signature::reduction(2, &[1], false, DimSharding::Reduces(ReduceOp::Sum)), outputs })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         RUNS.fetch_add(1, SeqCst);
-        assert_eq!(at.local_shape(0), [inputs[0].dims()[0]]);
-        assert_eq!(at.output_indices(0, 0).len(), inputs[0].dims()[0]);
-        assert_eq!(at.input_shape(0).len(), 2);
+        assert_eq!(context.local_shape(0), [inputs[0].dims()[0]]);
+        assert_eq!(context.output_indices(0, 0).len(), inputs[0].dims()[0]);
+        assert_eq!(context.input_shape(0).len(), 2);
         let sums = (inputs[0].sqr()?.sum(1)? * f64::from(self.times))?;
         Ok(vec![if self.broken { sums.unsqueeze(0)? } else { sums }])
     }
@@ -184,7 +184,7 @@ fn a_custom_operator_is_sharded_by_its_rule_and_has_a_gradient() {
         let x = matrix(&mesh, 4, 2, Shard(0))?;
         let ratio = op::apply(&Energy { times: 1, broken: false }, &[&x])?[0].div(&op::apply(&energy, &[&x])?[0])?;
         assert!(ratio.allclose(&ratio.full_like(1.0 / 3.0)?, 1e-12, 1e-12)?);
-        // refusals name the operator, its tensors and the place
+        // errors name the operator, its tensors and the line of the program
         let message = op::apply(&energy, &[&x.select(0, 0)?]).unwrap_err().to_string();
         assert!(["energy", "a matrix", "custom_rules.rs"].iter().all(|part| message.contains(part)), "{message}");
         assert!(op::apply(&energy, &[]).unwrap_err().to_string().contains("at least one tensor"));
@@ -212,6 +212,6 @@ fn a_dry_run_counts_the_work_of_a_rank() {
         let y = op::apply(&Energy { times: 1, broken: true }, &[&matrix(&mesh, 128, 8, Shard(1))?])?;
         Ok(y[0].placements().to_vec())
     });
-    // no kernel runs: what this one makes would be refused
+    // no kernel runs: the result of this one would be refused
     assert_eq!(ran.unwrap().value, [Partial(ReduceOp::Sum)]);
 }

@@ -9,7 +9,7 @@ use shardwise::checkpoint;
 use shardwise::data::{Batches, Dataset, SampleOrder, TokenSequences};
 use shardwise::prelude::*;
 
-/// Samples that are their own numbers, and how many were loaded.
+/// A dataset in which sample `i` is the number `i`; counts the loaded samples.
 #[derive(Debug, Clone)]
 struct Numbers {
     count: usize,
@@ -164,7 +164,7 @@ fn invalid_data_is_rejected() {
     .unwrap();
 }
 
-/// A directory that is removed in the end.
+/// A temporary directory, deleted when dropped.
 struct Directory(PathBuf);
 
 impl Directory {

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use shardwise::comm::{Record, operator};
+use shardwise::comm::{CommRecord, record_operator};
 use shardwise::prelude::*;
 use shardwise::{DryWorld, explicit_communication_only};
 
@@ -45,7 +45,7 @@ fn step(world: &World, axes: [(&'static str, usize); 3], model: Model) -> Result
     Ok(weights.iter().map(|(a, b)| a * b).sum())
 }
 
-fn summary(records: &[Record]) -> Vec<(&'static str, Vec<usize>, usize)> {
+fn summary(records: &[CommRecord]) -> Vec<(&'static str, Vec<usize>, usize)> {
     records.iter().map(|r| (r.call, r.group.to_vec(), r.bytes)).collect()
 }
 
@@ -69,7 +69,7 @@ fn seventy_billion_parameters_on_16384_ranks_take_seconds_and_no_memory() {
     println!("{} collectives, peak {} MB, in {elapsed:?}", run.records.len(), run.peak_bytes >> 20);
 }
 
-/// The most memory that this process has had, in megabytes.
+/// Peak memory of this process, in megabytes.
 fn peak_resident_mb() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
@@ -134,7 +134,7 @@ fn the_trace_records_collectives_their_purpose_and_call_site() {
         let x = DTensor::ones((4, 8), DType::F32, &mesh, [Shard(0)])?;
         world.trace().clear();
         x.redistribute([Replicate])?;
-        operator("my operator", || x.redistribute([Shard(1)]))?;
+        record_operator("my operator", || x.redistribute([Shard(1)]))?;
         world.barrier()?;
         let records = world.trace().records();
         let seen: Vec<_> = records.iter().map(|r| (r.call, r.operator, r.bytes)).collect();

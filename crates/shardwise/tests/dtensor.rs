@@ -23,13 +23,13 @@ fn list(t: &DTensor) -> Result<Vec<f64>> {
 fn from_local_accepts_any_consistent_local_shapes() {
     on(4, |world| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
-        // nested cuts of one dimension with sizes that no rule gives: 1, 3, 0, 2 rows
+        // two mesh axes shard one dimension, unevenly: 1, 3, 0, 2 rows
         let rows = [1, 3, 0, 2][world.rank()];
         let mine = Tensor::full(world.rank() as f64, (rows, 2), &Device::Cpu)?;
         let whole = DTensor::from_local(&mine, &mesh, [Shard(0), Shard(0)])?;
         assert_eq!(whole.shape(), [6, 2]);
         assert_eq!(list(&whole)?, [0., 0., 1., 1., 1., 1., 1., 1., 3., 3., 3., 3.]);
-        // sizes that are those of a plain shard give a plain shard
+        // the sizes of a plain shard give a plain shard
         let mine = Tensor::zeros((if world.rank() < 2 { 3 } else { 2 }, 4), DType::F32, &Device::Cpu)?;
         let plain = DTensor::from_local(&mine, &mesh, [Shard(-2), Replicate])?;
         assert_eq!(plain.layout().to_string(), "[5, 4] on a=2,b=2: S(0), R");
@@ -59,7 +59,7 @@ fn distribute_tensor_uses_the_data_of_the_source_rank() {
         let whole = values::full_tensor(&[7, 2]);
         let taken = DTensor::distribute_tensor(&whole, &mesh, [strided, Shard(0)], Some(0))?;
         assert!(values::same(&taken.to_local(), &values::local(taken.layout(), world.rank())));
-        // without a source everybody cuts its own, and nothing is communicated
+        // without a source every rank slices its own copy, and nothing is communicated
         world.trace().clear();
         let own = DTensor::distribute_tensor(&mine, &mesh, [Shard(0), Replicate], None)?;
         assert!(world.trace().records().is_empty());
@@ -129,7 +129,7 @@ fn factories_give_the_same_tensor_in_every_layout() {
 fn item_equal_and_allclose_see_the_full_tensor() {
     on(3, |world| {
         let mesh = world.mesh([("a", 3)])?;
-        // the parts of a sum, and a value that lies on one rank only
+        // the terms of a sum, and a value that one rank alone holds
         let part = Tensor::full(world.rank() as f32 + 1.0, (), &Device::Cpu)?;
         assert_eq!(DTensor::from_local(&part, &mesh, [Partial(ReduceOp::Sum)])?.item::<f32>()?, 6.0);
         let one = DTensor::full(5.0, ((1, 1), DType::F64), &mesh, [Shard(0)])?;
@@ -173,7 +173,7 @@ fn to_dtype_reduces_partials_first_where_rounding_does_not_commute() {
         let max = DTensor::from_local(&part, &mesh, [Partial(ReduceOp::Max)])?.to_dtype(DType::F64)?;
         assert!(max.layout().is_partial());
         assert_eq!(list(&max)?, [0.75, 0.75]);
-        // 256 as u8 is 0, whatever the other operands are
+        // 256 as u8 is 0, whatever the other terms are
         let part = Tensor::full(255 + world.rank() as i64, 1, &Device::Cpu)?;
         let max = DTensor::from_local(&part, &mesh, [Partial(ReduceOp::Max)])?;
         assert_eq!(list(&max.to_dtype(DType::U8)?)?, [0.0]);
@@ -236,7 +236,7 @@ fn in_place_writes_work_in_every_layout() {
             let sevens = list(&x)?.iter().filter(|&&v| v == 7.0).count();
             assert!(sevens >= size[0] * size[1]);
         }
-        // filling what is pending does not scale it
+        // filling a partial tensor does not multiply the value by the number of ranks
         let mut sum = DTensor::ones(3, DType::F32, &mesh, [Partial(ReduceOp::Sum), Replicate])?;
         sum.fill(5.0)?;
         assert_eq!(list(&sum)?, [5.0; 3]);
@@ -285,7 +285,7 @@ fn custom_devices_go_to_their_registered_backend() {
         let toy = world.device_mesh("toy/a=2".parse()?)?;
         assert_eq!(list(&DTensor::distribute_tensor(&tensor, &toy, [Shard(0)], None)?)?, [2.0; 4]);
         assert!(register_backend("cpu", Arc::new(Doubling)).is_err());
-        // what the backend does not make is not made on the CPU in its name
+        // a tensor that the backend does not create is not created on the CPU instead
         let message = DTensor::ones(4, DType::F32, &toy, [Shard(0)]).unwrap_err().to_string();
         assert!(message.contains("`toy`") && message.contains("distribute_tensor"), "{message}");
         Ok(())
@@ -323,7 +323,7 @@ fn arguments_that_differ_between_ranks_are_errors_on_all_ranks() {
         assert!(error.contains("placements") && error.contains("rank 1"), "{error}");
         let error = DTensor::distribute_tensor(&part, &mesh, [placement], Some(0)).unwrap_err().to_string();
         assert!(error.contains("placements") && error.contains("rank 1"), "{error}");
-        // a rank whose tensor does not fit the placements does not leave the others waiting
+        // a rank whose tensor does not fit the placements does not leave the other ranks waiting
         let flat = if world.rank() == 1 { part.flatten_all()? } else { part };
         assert!(DTensor::distribute_tensor(&flat, &mesh, [Shard(1)], Some(0)).is_err());
         world.barrier()

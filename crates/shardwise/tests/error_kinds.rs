@@ -88,17 +88,18 @@ fn the_first_index_outside_its_dimension_is_named() {
 fn an_error_that_one_rank_reports_keeps_its_kind() {
     let found = kinds(3, |world| {
         let missing = || Err(ErrorKind::path("/data/shard-0").error("file", "none", "one", "copy it"));
-        world.first(missing).map(|_: Option<()>| ())
+        world.on_first_rank(missing).map(|_: Option<()>| ())
     });
     assert_eq!(found, vec![Some(ErrorKind::Path { path: PathBuf::from("/data/shard-0") }); 3]);
-    let other = kinds(2, |world| world.first(|| -> Result<()> { Err(Error::other("of the program")) }).map(drop));
+    let other =
+        kinds(2, |world| world.on_first_rank(|| -> Result<()> { Err(Error::other("of the program")) }).map(drop));
     assert_eq!(other, [None, None]);
 }
 
 #[test]
 fn context_of_modules_and_ranks_does_not_hide_the_error_kind() {
     let error = launch(2, |world| {
-        let layer = Linear::new(&Builder::new(&world.mesh([("dp", 2)])?).at("up"), 8, 4)?;
+        let layer = Linear::new(&Builder::new(&world.mesh([("dp", 2)])?).child("up"), 8, 4)?;
         layer.forward(&ones(&world, (2, 7), Replicate)?).map(drop)
     });
     let error = error.unwrap_err();

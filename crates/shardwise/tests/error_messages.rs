@@ -59,13 +59,13 @@ fn a_nan_error_names_the_operator_that_produced_it() {
             let mesh = world.mesh([("dp", 2)])?;
             let x = DTensor::arange(0.0..4.0, DType::F32, &mesh, [at.clone()])?;
             let step = || x.sub_scalar(2.5)?.log()?.add_scalar(1.0)?.sum_all();
-            // Without the scope nothing is said.
+            // Without the scope there is no check.
             step()?;
             detect_anomaly(step).map(drop)
         });
         assert!(forward.contains("NaN in the result of log at element 0"), "{forward}");
         // Both ranks hold one, and either may be the first to find its own.
-        assert!(forward.contains("of the part of rank") && forward.contains("error_messages.rs"), "{forward}");
+        assert!(forward.contains("of the local tensor of rank") && forward.contains("error_messages.rs"), "{forward}");
         let at = placement.clone();
         let backward = refused(2, move |world| {
             let mesh = world.mesh([("dp", 2)])?;
@@ -95,7 +95,7 @@ fn a_nan_error_inside_a_layer_names_the_module() {
     use shardwise::nn::{Activation, Builder, Forward, Mlp};
     let error = refused(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
-        let mlp = Mlp::new(&Builder::new(&mesh).at("blocks.0.mlp"), 8, 16, Activation::Relu)?;
+        let mlp = Mlp::new(&Builder::new(&mesh).child("blocks.0.mlp"), 8, 16, Activation::Relu)?;
         // weights of both signs: inf - inf
         let x = DTensor::full(f64::INFINITY, ((4, 8), DType::F32), &mesh, [Shard(0)])?;
         detect_anomaly(|| mlp.forward(&x)).map(drop)
@@ -103,7 +103,7 @@ fn a_nan_error_inside_a_layer_names_the_module() {
     assert!(error.contains("`blocks.0.mlp.up`") && error.contains("NaN in the result of"), "{error}");
     let error = refused(2, |world| {
         let mesh = world.mesh([("dp", 2)])?;
-        let mlp = Mlp::new(&Builder::new(&mesh).at("blocks.0.mlp"), 8, 16, Activation::Relu)?;
+        let mlp = Mlp::new(&Builder::new(&mesh).child("blocks.0.mlp"), 8, 16, Activation::Relu)?;
         let x = DTensor::ones((4, 8), DType::F32, &mesh, [Shard(0)])?;
         let spoilt = DTensor::full(f64::NAN, ((4, 8), DType::F32), &mesh, [Shard(0)])?;
         // the NaN comes from a cotangent, so that only the backward pass has it

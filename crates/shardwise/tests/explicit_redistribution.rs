@@ -65,7 +65,7 @@ fn an_unexpected_layout_is_an_error() {
         assert!(x.expect("dp=Q").is_err());
         assert!(x.expect("dp=S(7)").is_err());
         world.barrier()?;
-        // a switch of the whole process: the ranks of this launch are all of it that use it here
+        // a setting of the whole process: no other test of this binary uses it
         check_expectations(false);
         world.barrier()?;
         let unchecked = x.expect("dp=R,pp=Q");
@@ -82,7 +82,7 @@ fn an_implicit_redistribution_is_an_error_in_an_explicit_scope() {
         let mesh = world.mesh([("tp", 2)])?;
         let x = DTensor::ones((4, 6), DType::F32, &mesh, [Shard(1)])?;
         let strict = ExplicitRedistribution::error();
-        // what the program asks for is allowed, and what moves nothing
+        // explicit redistributions are allowed, and so are redistributions that move nothing
         strict.run(|| x.t()?.redistribute([Replicate])?.matmul(&x)?.gelu())?;
         let line = line!() + 1;
         let error = strict.run(|| x.matmul(&x.t()?)?.exp()).unwrap_err();
@@ -91,7 +91,7 @@ fn an_implicit_redistribution_is_an_error_in_an_explicit_scope() {
         assert!(text.contains("from [4, 4] on tp=2: P(sum) to [4, 4] on tp=2: S(0)"), "{text}");
         assert!(text.contains(&format!("explicit_redistribution.rs:{line}")), "{text}");
         assert!(explicit_communication_only(|| x.matmul(&x.t()?)?.exp()).is_err());
-        // an inner scope counts, and a scope ends
+        // the innermost scope applies, until it ends
         strict.run(|| ExplicitRedistribution::allow().run(|| x.matmul(&x.t()?)?.exp()))?;
         x.matmul(&x.t()?)?.exp()?;
         Ok(())

@@ -6,7 +6,7 @@ use shardwise::ops::{OpEntry, SampleInput, ops};
 use shardwise::prelude::*;
 use shardwise_test_suites::values;
 
-/// Operators whose value does not change with small changes of their inputs, or that give integers.
+/// Operators that are not differentiable: piecewise constant, or with integer results.
 const WITHOUT: &[&str] = &[
     "isnan",
     "isfinite",
@@ -36,7 +36,7 @@ const WITHOUT: &[&str] = &[
     "nonzero",
 ];
 
-/// Inputs of a sample as floating-point tensors, but for indices.
+/// The inputs of a sample as floating-point tensors; indices stay integers.
 fn real(samples: &[SampleInput]) -> Vec<SampleInput> {
     let float =
         |s: &SampleInput| SampleInput { dtype: if s.below.is_some() { DType::I64 } else { DType::F64 }, ..s.clone() };
@@ -48,7 +48,7 @@ fn value(flat: usize, input: usize) -> f64 {
     values::value(flat + 97 * input) / 16.0 + 0.0123 + flat as f64 * 1.7e-4
 }
 
-/// What a rank holds of an input, with operands on partial axes.
+/// The local tensor of a rank, with different terms on partial axes.
 fn local(layout: &Layout, rank: usize, sample: &SampleInput, input: usize) -> Result<Tensor> {
     let mut flat = vec![0usize];
     for (dim, &n) in layout.shape().iter().enumerate() {
@@ -83,7 +83,7 @@ fn leaf(mesh: &DeviceMesh, sample: &SampleInput, placement: &Placement, input: u
     Ok(if sample.below.is_none() { tensor.requires_grad() } else { tensor })
 }
 
-/// A number that depends on every output: sums of products with fixed weights.
+/// A scalar that depends on every output: the sum of products with fixed weights.
 fn loss(op: &OpEntry, inputs: &[DTensor]) -> Result<Option<DTensor>> {
     let mut total: Option<DTensor> = None;
     for (i, output) in (op.apply)(inputs)?.iter().enumerate().filter(|(_, y)| y.has_gradient()) {
@@ -119,7 +119,7 @@ fn numbers(t: &Tensor) -> Vec<f64> {
     if t.elem_count() == 0 { Vec::new() } else { t.flatten_all().unwrap().to_vec1().unwrap() }
 }
 
-/// Equal but for the rounding of sums in another order.
+/// Equal up to the rounding of sums in another order.
 fn same(a: &Tensor, b: &Tensor) -> bool {
     let (a_values, b_values) = (numbers(a), numbers(b));
     let scale = b_values.iter().filter(|x| x.is_finite()).fold(1.0, |scale: f64, x| scale.max(x.abs()));
@@ -137,7 +137,7 @@ fn the_table_says_which_operators_have_a_gradient() {
                 let samples = real(&(op.samples)()[0]);
                 let all = samples.iter().enumerate().map(|(i, s)| leaf(&mesh, s, &Replicate, i));
                 let inputs = all.collect::<Result<Vec<_>>>()?;
-                // operators on integers alone refuse others
+                // operators on integers refuse floating-point inputs
                 let has = loss(op, &inputs).is_ok_and(|loss| loss.is_some());
                 assert_eq!(has, !WITHOUT.contains(&op.name), "{}", op.name);
                 assert_eq!(op.is_differentiable()?, has, "{}", op.name);
@@ -179,8 +179,8 @@ fn gradients_in_every_placement_equal_the_unsharded_gradients() {
     }
 }
 
-/// All combinations of placements of the inputs along one axis. With more than two inputs only one is not replicated at a
-/// time, and all are cut along their first dimension once.
+/// All combinations of placements of the inputs along one axis. With more than two inputs one at a time is not replicated, and
+/// all are sharded on their first dimension once.
 fn combinations(mesh: &Mesh, samples: &[SampleInput]) -> Vec<Vec<Placement>> {
     let options = |sample: &SampleInput| {
         let mut all = vec![Replicate];

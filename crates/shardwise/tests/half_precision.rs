@@ -16,7 +16,7 @@ fn unit(dtype: DType) -> f64 {
     }
 }
 
-/// Numbers with a mean and a spread, that look random and are the same in every world.
+/// Pseudo-random numbers with a mean and a spread, the same in every world.
 fn numbers(shape: &[usize], mean: f64, spread: f64, salt: u64) -> Tensor {
     let count: usize = shape.iter().product();
     let number = |i: usize| {
@@ -32,8 +32,8 @@ fn reals(t: &Tensor) -> Vec<f64> {
     t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
-/// Whether the numbers are the exact ones, rounded once. What is computed in f32 is off by a few of its own units before,
-/// also by some of the largest number where numbers cancel.
+/// Fails unless numbers are the exact ones, rounded once. Computing in f32 adds an error of a few f32 units, relative to the
+/// largest number where terms cancel.
 fn rounded_once(got: &Tensor, exact: &Tensor, dtype: DType) -> std::result::Result<(), String> {
     if (got.dims(), got.dtype()) != (exact.dims(), dtype) {
         return Err(format!("{:?} {:?} and not {dtype:?} {:?}", got.dtype(), got.dims(), exact.dims()));
@@ -55,10 +55,10 @@ fn rounded_once(got: &Tensor, exact: &Tensor, dtype: DType) -> std::result::Resu
 
 type Function = fn(&DTensor) -> Result<DTensor>;
 
-/// A tensor of the mesh of another one.
+/// A replicated tensor on the mesh of `x`.
 fn beside(x: &DTensor, values: &Tensor, dtype: DType) -> Result<DTensor> {
     let whole = vec![Replicate; x.device_mesh().ndim()];
-    // The numbers are those of bf16 in every type.
+    // Rounded to bf16 first, so that every type holds the same numbers.
     let values = values.to_dtype(DType::BF16)?.to_dtype(dtype)?;
     DTensor::distribute_tensor(&values, x.device_mesh(), whole, None)
 }
@@ -120,7 +120,7 @@ const FUNCTIONS: &[(&str, Function)] = &[
     ("avg_pool1d", |x| x.unsqueeze(0)?.avg_pool1d(16, None, 0)),
 ];
 
-/// The places on one mesh or another that a matrix is tried in.
+/// The mesh shapes and placements in which a matrix is tried.
 fn placements() -> Vec<(Vec<usize>, Vec<Placement>)> {
     let ragged = Placement::ragged(1, [WIDTH - 5, 5]);
     vec![
@@ -205,7 +205,7 @@ fn sums_of_f32_do_not_depend_on_the_layout() {
             let sum = x.sum_all()?;
             assert_eq!((sum.dtype(), sum.to_local().dtype()), (DType::F32, DType::F32));
             assert_eq!(of(&sum)?, 2.0, "{placements:?}");
-            // Views and multiples of a pending sum, and sums of them, lose nothing either.
+            // Views and multiples of a partial sum, and sums of them, lose nothing either.
             let twice = sum.reshape(&[1])?.add(&sum.mul_scalar(1)?.unsqueeze(0)?)?.neg()?.squeeze(None)?;
             assert_eq!(of(&twice)?, -4.0, "{placements:?}");
             assert_eq!(of(&x.mean(&[], false)?)?, 0.5, "{placements:?}");
@@ -231,7 +231,7 @@ fn partial_products_of_half_precision_are_communicated_in_f32() {
             let product = a.linear(&b, None)?;
             assert_eq!((product.dtype(), product.to_local().dtype()), (dtype, dtype));
             assert_eq!(product.placements(), [Partial(ReduceOp::Sum)]);
-            // What is made of a partial sum stays in f32, a view of it and its sum with another.
+            // Views of a partial sum, and its sum with another, stay in f32.
             let made = product.t()?.add(&product.mul_scalar(-0.5)?)?;
             assert_eq!(made.placements(), [Partial(ReduceOp::Sum)]);
             world.trace().clear();

@@ -6,12 +6,14 @@ use std::path::PathBuf;
 
 use candle_core::{D, DType as Kind, Device, Tensor};
 use serde_json::Value;
-use shardwise::models::{GptConfig, LlamaConfig, ModelConfig, Spread, Weights, build, check_export, export_hf};
+use shardwise::models::{
+    DataParallelMode, GptConfig, LlamaConfig, ModelConfig, ParallelismConfig, build, check_export, export_hf,
+};
 use shardwise::prelude::*;
 
 const IDS: [u32; 7] = [3, 17, 0, 39, 8, 8, 21];
 
-/// What an export holds: weights in f64, and sizes.
+/// An exported model: weights in f64, and the config.
 struct Exported {
     weights: HashMap<String, Tensor>,
     config: Value,
@@ -35,12 +37,12 @@ impl Exported {
         self.config[name].as_u64().unwrap_or_else(|| panic!("{name} in {}", self.config)) as usize
     }
 
-    /// `x` times a matrix with outputs first.
+    /// `x` times a weight of shape `[out, in]`.
     fn linear(&self, x: &Tensor, name: &str) -> Done<Tensor> {
         x.matmul(&self.weight(&format!("{name}.weight")).t()?)
     }
 
-    /// `x` times a matrix with inputs first, as `Conv1D` of GPT-2 has it.
+    /// `x` times a weight of shape `[in, out]`, as in GPT-2's `Conv1D`.
     fn conv1d(&self, x: &Tensor, name: &str) -> Done<Tensor> {
         let (weight, bias) = (self.weight(&format!("{name}.weight")), self.weight(&format!("{name}.bias")));
         x.matmul(weight)?.broadcast_add(bias)
@@ -129,7 +131,7 @@ impl Exported {
     }
 }
 
-/// One head over `[length, size]`, each position seeing those up to it.
+/// Causal attention of one head over `[length, size]`.
 fn attend(q: &Tensor, k: &Tensor, v: &Tensor) -> Done<Tensor> {
     let (length, size) = q.dims2()?;
     let mask = |i: usize, j: usize| if j > i { f64::NEG_INFINITY } else { 0.0 };
@@ -140,7 +142,7 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor) -> Done<Tensor> {
     weights.broadcast_div(&weights.sum_keepdim(1)?)?.matmul(&v.contiguous()?)
 }
 
-/// A directory of this test, removed at its end.
+/// A directory that is removed on drop.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -156,9 +158,9 @@ impl Drop for Scratch {
 }
 
 /// Exports a model from a mesh, all of whose weights say something, and gives its own logits for [`IDS`].
-fn exported(config: &ModelConfig, mesh: &str, spread: Spread, path: &std::path::Path) -> Vec<f32> {
+fn exported(config: &ModelConfig, mesh: &str, parallelism: ParallelismConfig, path: &std::path::Path) -> Vec<f32> {
     let mesh: Mesh = mesh.parse().unwrap();
-    let plan = spread.plan(config, &mesh).unwrap();
+    let plan = parallelism.plan(config, &mesh).unwrap();
     let (config, path, ranks) = (config.clone(), path.to_path_buf(), mesh.size());
     launch(ranks, move |world| {
         let mesh = world.device_mesh(mesh.clone())?;
@@ -184,17 +186,18 @@ fn exported(config: &ModelConfig, mesh: &str, spread: Spread, path: &std::path::
 }
 
 fn check(name: &str, config: &ModelConfig) {
-    let spread = |weights, tensor_parallel| Spread { weights, tensor_parallel, sequence_parallel: false };
-    for (i, (mesh, spread)) in [
-        ("dp=1", spread(Weights::Replicated, false)),
-        ("dp=3", spread(Weights::Sharded, false)),
-        ("dp=2,tp=2", spread(Weights::Sharded, true)),
+    let parallelism =
+        |data_parallel, tensor_parallel| ParallelismConfig { data_parallel, tensor_parallel, sequence_parallel: false };
+    for (i, (mesh, parallelism)) in [
+        ("dp=1", parallelism(DataParallelMode::Replicate, false)),
+        ("dp=3", parallelism(DataParallelMode::FullyShard, false)),
+        ("dp=2,tp=2", parallelism(DataParallelMode::FullyShard, true)),
     ]
     .into_iter()
     .enumerate()
     {
         let scratch = Scratch::new(&format!("{name}-{i}"));
-        let own = exported(config, mesh, spread, &scratch.0);
+        let own = exported(config, mesh, parallelism, &scratch.0);
         let read = Exported::read(&scratch.0);
         let found = if matches!(config, ModelConfig::Llama(_)) { read.llama(&IDS) } else { read.gpt2(&IDS) };
         let found = found.unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
@@ -206,7 +209,7 @@ fn check(name: &str, config: &ModelConfig) {
 }
 
 #[test]
-fn llama_exports_give_the_same_logits_with_their_rotation_and_grouped_heads() {
+fn llama_exports_give_the_same_logits() {
     let config = LlamaConfig {
         vocab_size: 40,
         seq_len: 16,
@@ -223,7 +226,7 @@ fn llama_exports_give_the_same_logits_with_their_rotation_and_grouped_heads() {
 }
 
 #[test]
-fn gpt_exports_give_the_same_logits_with_fused_and_transposed_matrices() {
+fn gpt_exports_give_the_same_logits() {
     let config = GptConfig {
         vocab_size: 40,
         seq_len: 16,

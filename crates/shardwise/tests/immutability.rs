@@ -141,7 +141,7 @@ fn in_place_writes_to_a_returned_tensor_change_nothing_else() {
 fn inputs_of_a_collective_may_be_overwritten_when_it_returns() {
     let run = |world: World| {
         let (me, size) = (world.rank(), world.size());
-        // small results every rank computes for itself, large ones all make together
+        // every rank computes a small result for itself; a large one is computed jointly
         for n in [8, 1 << 14] {
             let meta = TensorMeta::new(n, DType::F32);
             let halves = [n / 2, n - n / 2];

@@ -4,7 +4,7 @@
 //! `x` is `arange(60).reshape(3, 4, 5)`, written values are -1, -2, ..., and each tensor is compared by its shape and the
 //! sum of its elements times 1, 2, 3, ....
 
-// Negative ends count from the back here: `1..-1` is no empty range.
+// Negative ends count from the end here: `1..-1` is not an empty range.
 #![allow(clippy::reversed_empty_ranges)]
 
 use candle_core::{Device, Tensor};

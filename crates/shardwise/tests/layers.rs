@@ -2,8 +2,9 @@
 //! 2 and 3 ranks against the unsharded result.
 
 use shardwise::nn::{
-    AvgPool1d, AvgPool2d, ConstantPad, Conv1d, Conv2d, Elu, Flatten, ForwardAll, Gelu, GeluTanh, Hooks, Layer,
-    LeakyRelu, Linear, LogSoftmax, MaxPool1d, MaxPool2d, Relu, Sequential, Sigmoid, Silu, Softmax, Softplus, Tanh,
+    AvgPool1d, AvgPool2d, ConstantPad, Conv1d, Conv1dOptions, Conv2d, Conv2dOptions, Elu, Flatten, ForwardAll, Gelu,
+    GeluTanh, Hooks, Layer, LeakyRelu, Linear, LogSoftmax, MaxPool1d, MaxPool2d, Relu, Sequential, Sigmoid, Silu,
+    Softmax, Softplus, Tanh,
 };
 use shardwise::ops::ConvOptions;
 use shardwise::plan::{PrepareModuleInput, PrepareModuleOutput, ShardingPlan, parallelize_module, shard_module};
@@ -74,10 +75,13 @@ fn hooks_of_layers_without_parameters_run() {
 #[test]
 fn convolutions_work_without_a_bias() {
     on_each_world(|mesh| {
-        let at = Builder::new(mesh).dtype(DType::F64);
+        let builder = Builder::new(mesh).dtype(DType::F64);
         let options = ConvOptions { padding: 1, ..Default::default() };
-        let line = Conv1d::without_bias(&at.at("line"), 4, 6, 3, options)?;
-        let plane = Conv2d::without_bias(&at.at("plane"), 4, 2, 3, options)?;
+        let line = Conv1dOptions::new(4, 6, 3).padding(1);
+        let plane = Conv2dOptions::new(4, 2, 3).padding(1).bias(false);
+        let with = Conv1d::new(&builder.child("other"), line)?;
+        let line = Conv1d::new(&builder.child("line"), line.bias(false))?;
+        let plane = Conv2d::new(&builder.child("plane"), plane)?;
         assert_eq!((line.parameter_count(), plane.parameter_count()), (72, 72));
         for placement in [Replicate, Shard(0), Shard(2)] {
             let x = input(mesh, &[3, 4, 6], placement.clone())?;
@@ -86,7 +90,6 @@ fn convolutions_work_without_a_bias() {
             assert!(plane.forward(&x)?.allclose(&x.conv2d(&plane.weight.get(), None, options)?, 1e-12, 1e-12)?);
         }
         // the bias is beside the same weight
-        let with = Conv1d::new(&at.at("other"), 4, 6, 3, options)?;
         assert_eq!(with.parameter_count(), 78);
         Ok(())
     });
@@ -94,11 +97,11 @@ fn convolutions_work_without_a_bias() {
 
 fn network(mesh: &DeviceMesh) -> Result<Sequential> {
     Sequential::new(&Builder::new(mesh).dtype(DType::F64))
-        .build(|at| Conv1d::new(at, 2, 4, 3, ConvOptions::default()))?
+        .build(|builder| Conv1d::new(builder, Conv1dOptions::new(2, 4, 3)))?
         .add(Tanh::new())
         .add(MaxPool1d::new(2))
         .add(Flatten::new())
-        .build(|at| Linear::new(at, 12, 5))
+        .build(|builder| Linear::new(builder, 12, 5))
 }
 
 #[test]
@@ -150,9 +153,10 @@ impl ForwardAll for Mix {
 #[test]
 fn parallel_styles_and_plans_prepare_every_input_and_output() {
     on_each_world(|mesh| {
-        let at = Builder::new(mesh).dtype(DType::F64);
-        let mix =
-            || -> Result<Mix> { Ok(Mix { weight: Linear::without_bias(&at.at("weight"), 4, 4)?, hooks: at.hooks() }) };
+        let builder = Builder::new(mesh).dtype(DType::F64);
+        let mix = || -> Result<Mix> {
+            Ok(Mix { weight: Linear::without_bias(&builder.child("weight"), 4, 4)?, hooks: builder.hooks() })
+        };
         let (x, y) = (input(mesh, &[6, 4], Replicate)?, input(mesh, &[6, 4], Shard(0))?);
         let plain = mix()?;
         let whole = plain.forward_all(&[&x, &y])?;
@@ -177,7 +181,7 @@ fn parallel_styles_and_plans_prepare_every_input_and_output() {
         shard_module(&planned, mesh, &plan)?;
         let outputs = planned.forward_all(&[&x, &x])?;
         assert_eq!((outputs[0].placements(), outputs[1].placements()), (&[Shard(1)][..], &[Shard(0)][..]));
-        // a number that the module does not have
+        // an index of an input that the module does not have
         planned.hooks.on_input_at(2, |x| Ok(x.clone()));
         let error = planned.forward_all(&[&x, &x]).unwrap_err().to_string();
         assert!(error.contains("a hook for input 2 of a module with 2"), "{error}");

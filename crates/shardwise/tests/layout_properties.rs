@@ -64,7 +64,7 @@ struct Case {
     mesh: Mesh,
     shape: Vec<usize>,
     placements: Vec<Placement>,
-    /// Per tensor dimension the axes that cut it, in order.
+    /// Per tensor dimension the mesh axes that shard it, in order.
     order: Vec<Vec<usize>>,
 }
 
@@ -96,7 +96,7 @@ impl Case {
                 Placement::BlockCyclic { block, .. } => {
                     list.chunks(*block).skip(i).step_by(k).flatten().copied().collect()
                 }
-                other => panic!("{other} cuts nothing"),
+                other => panic!("{other} shards nothing"),
             };
             outer = outer * k + i;
         }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use shardwise::comm::{Call, Communicator, Exposed};
+use shardwise::comm::{Call, Communicator, ExposedTensors};
 use shardwise::error::Site;
 use shardwise::mesh::{Link, Network};
 use shardwise::nn::{Activation, Builder, Forward, Mlp};
@@ -21,7 +21,7 @@ fn two_hosts(inside: &str) -> Network {
     Network::of_hosts(hosts, Link::THREADS, CABLE).unwrap()
 }
 
-/// An engine of another crate: one rank of four, with a network of its own. Nothing is communicated.
+/// An engine of another crate: one rank of four, with its own network figures. Nothing is communicated.
 struct Planned(Network);
 
 impl Communicator for Planned {
@@ -43,7 +43,7 @@ impl Communicator for Planned {
     fn subgroup(&self, _: &[usize]) -> Result<Arc<dyn Communicator>> {
         unreachable!("planning communicates nothing")
     }
-    fn expose(&self, _: &[Tensor], _: Site) -> Result<Box<dyn Exposed>> {
+    fn expose(&self, _: &[Tensor], _: Site) -> Result<Box<dyn ExposedTensors>> {
         unreachable!("planning communicates nothing")
     }
     fn abort(&self, _: &str) {}
@@ -57,7 +57,7 @@ fn a_mesh_has_the_links_of_the_engine_until_the_program_gives_others() {
     let world = World::new(Arc::new(Planned(two_hosts("y"))));
     let mesh = world.mesh([("x", 2), ("y", 2)]).unwrap();
     assert_eq!((mesh.link("x").unwrap(), mesh.link("y").unwrap()), (CABLE, Link::THREADS));
-    // a part that stays on one host is fast again, whatever axis it was split off
+    // a submesh inside one host has its fast link, whatever axis it was split off
     let line = world.mesh([("all", 4)]).unwrap();
     assert_eq!(line.link("all").unwrap(), CABLE);
     let split = line.unflatten("all", [("host", 2), ("rank", 2)]).unwrap();
@@ -70,7 +70,7 @@ fn a_mesh_has_the_links_of_the_engine_until_the_program_gives_others() {
     assert_eq!((given.link("host").unwrap(), given.link("rank").unwrap()), (wire, wire));
     let other = world.with_network(Network::one_host(wire).unwrap()).unwrap();
     assert_eq!(other.mesh([("x", 2), ("y", 2)]).unwrap().link("x").unwrap(), wire);
-    assert_eq!((world.network(), other.network().inside()), (&two_hosts("y"), wire));
+    assert_eq!((world.network(), other.network().intra_host()), (&two_hosts("y"), wire));
     // a network that lacks ranks
     let short = Network::of_hosts([0, 1], Link::THREADS, CABLE).unwrap();
     let message = world.with_network(short.clone()).unwrap_err().to_string();
@@ -96,7 +96,7 @@ fn a_redistribution_reduces_along_the_fast_axis_before_it_uses_the_slow_one() {
 
 #[test]
 fn the_search_shards_layers_along_the_axis_that_stays_inside_a_host() {
-    let make = |at: &Builder| Mlp::new(at, 256, 1024, Activation::Gelu);
+    let make = |builder: &Builder| Mlp::new(builder, 256, 1024, Activation::Gelu);
     let step = move |plan: &ShardingPlan, mesh: &DeviceMesh| {
         let mlp = plan.build(mesh, make)?;
         let x = DTensor::zeros((512, 256), DType::F32, mesh, [Replicate, Replicate])?;
@@ -128,14 +128,14 @@ fn threads_measure_their_links_once_and_all_ranks_get_the_same() {
         assert_eq!(calls, calls_after);
         assert!(calls.iter().all(|(operator, _)| *operator == "measure_links") && !calls.is_empty());
         let mesh = world.with_network(network.clone())?.mesh([("x", 2), ("y", 2)])?;
-        assert_eq!((mesh.link("x")?, mesh.link("y")?), (network.inside(), network.inside()));
+        assert_eq!((mesh.link("x")?, mesh.link("y")?), (network.intra_host(), network.intra_host()));
         Ok(network)
     });
     let all = all.unwrap();
     assert!(all.iter().all(|network| *network == all[0]), "{all:?}");
-    let Link { latency_us, gb_per_s } = all[0].inside();
-    assert!(latency_us > 0.0 && gb_per_s > 0.0 && all[0].inside() != Link::THREADS, "{}", all[0]);
-    assert_eq!(all[0].across(), all[0].inside());
+    let Link { latency_us, gb_per_s } = all[0].intra_host();
+    assert!(latency_us > 0.0 && gb_per_s > 0.0 && all[0].intra_host() != Link::THREADS, "{}", all[0]);
+    assert_eq!(all[0].inter_host(), all[0].intra_host());
 }
 
 #[test]
@@ -157,13 +157,13 @@ fn links_inside_and_across_hosts_are_measured_separately() {
     });
     let all = all.unwrap();
     assert!(all.iter().all(|network| *network == all[0]), "{all:?}");
-    let (inside, across) = (all[0].inside(), all[0].across());
+    let (inside, across) = (all[0].intra_host(), all[0].inter_host());
     assert!(inside != across && inside != Link::THREADS && across != CABLE, "{}", all[0]);
     assert_eq!((all[0].host_of(1).unwrap(), all[0].host_of(4).unwrap()), (0, 2));
-    // where there is nothing to measure, the engine's word stands
+    // without anything to measure, the engine's figures stay
     let one_each = Network::of_hosts([0, 1], CABLE, CABLE).unwrap();
     let measured = shardwise::launch(2, move |world| world.with_network(one_each.clone())?.measure_links()).unwrap();
-    assert!(measured.inside() == CABLE && measured.across() != CABLE, "{measured}");
+    assert!(measured.intra_host() == CABLE && measured.inter_host() != CABLE, "{measured}");
     let dry = DryWorld::new(4).unwrap().network(two_hosts("x")).unwrap();
     assert_eq!(dry.run(|world| world.measure_links()).unwrap().value, two_hosts("x"));
 }

@@ -64,7 +64,7 @@ fn a_replicated_tensor_that_ranks_use_differently_has_a_partial_gradient() {
         assert_eq!(found.get(&scale)?.placements(), [Partial(ReduceOp::Sum)]);
         assert_eq!(list(found.get(&scale)?)?, list(&(x.square()? * 2.0)?.sum(&[0], false)?)?);
         assert_eq!(list(found.get(&x)?)?, list(&(&x * 2.0)?)?);
-        // The same with the whole of a sharded tensor, of which each rank uses its own rows.
+        // The same with the full tensor of a sharded one, of which each rank uses its own rows.
         let w = leaf(mesh, Shard(1))?;
         let whole = w.full_tensor_with_grad_placements([Partial(ReduceOp::Sum)])?;
         let rows = x.layout().global_indices(mesh.world().rank(), 0);
@@ -138,10 +138,10 @@ fn detached_and_untracked_tensors_have_no_gradient() {
         assert!(!placed(&x.to_local().detach())?.has_gradient());
         assert!(!placed(&x.detach().to_local())?.has_gradient());
         assert!(!no_grad(|| placed(&x.to_local()))?.has_gradient());
-        // variables of the program are not of this graph
+        // candle variables of the program are not part of this graph
         let own = Var::from_tensor(&x.detach().to_local())?;
         assert!(!placed(own.as_tensor())?.has_gradient());
-        // a pass frees the graph, and says so
+        // a backward pass frees the graph, and a second one is an error
         let y = placed(&x.to_local().sqr()?)?.sum_all()?;
         y.backward()?;
         assert!(y.backward().unwrap_err().to_string().contains("freed"));

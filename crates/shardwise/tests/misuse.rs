@@ -13,7 +13,7 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use shardwise::{Error, Group, ReduceOp, Result, TensorMeta, ThreadWorld, World};
 
-/// Far longer than any of these programs takes: only a hang gets there.
+/// Far longer than any of these programs takes: only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 #[test]
@@ -157,7 +157,7 @@ impl Case {
         world.barrier()
     }
 
-    /// Does the wrong thing. Whether the program ends here.
+    /// Makes the faulty call; returns whether the program ends here.
     fn commit_fault(&self, world: &World, group: &Group, step: &Step) -> Result<bool> {
         let (next, size) = ((group.rank() + 1) % group.size(), group.size());
         let tensor = Tensor::zeros(3, DType::F32, &Device::Cpu)?;
@@ -234,7 +234,7 @@ impl Case {
         }
         for (rank, result) in results.iter().enumerate() {
             let may_end_well = match self.fault {
-                // The message lies unread, which is noticed at the end and reported for its sender.
+                // The message is never received, which is found at the end and reported for its sender.
                 Fault::SendsWhatNobodyReceives => rank != self.faulty,
                 Fault::ReturnsOk | Fault::Aborts => rank == self.faulty,
                 // A call that looks like the next one is missed, or is too many, only at the end of the program.
@@ -265,7 +265,7 @@ impl Step {
         Step { kind: *KINDS.choose(rng).unwrap(), group, size: *[1, 4, 5000].choose(rng).unwrap() }
     }
 
-    /// The step as it should be, but for what the arguments change.
+    /// The correct step, up to what the arguments change.
     fn run(&self, group: &Group, dtype: DType, more: usize, root: usize, op: ReduceOp) -> Result<()> {
         let (n, me) = (group.size(), group.rank());
         let columns = self.size + more;

@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use candle_core::Tensor;
+use shardwise::mesh::{Link, Network};
 use shardwise::models::{
-    GptConfig, LlamaConfig, ModelConfig, ModelSpec, Spread, Weights, batch_placements, build, export, import,
-    search_plan,
+    DataParallelMode, GptConfig, LlamaConfig, ModelConfig, ModelSpec, ParallelismConfig, StepOptions, batch_placements,
+    build, estimate_step, export, import, search_plan,
 };
-use shardwise::nn::{Builder, Item};
+use shardwise::nn::{Builder, ModuleItem};
 use shardwise::optim::{AdamW, ParamGroup, ShardedOptimizer, clip_grad_norm};
 use shardwise::plan::ShardingPlan;
 use shardwise::prelude::*;
@@ -41,18 +42,18 @@ fn llama() -> LlamaConfig {
     }
 }
 
-fn spread(weights: Weights, tensor_parallel: bool, sequence_parallel: bool) -> Spread {
-    Spread { weights, tensor_parallel, sequence_parallel }
+fn parallelism(data_parallel: DataParallelMode, tensor_parallel: bool, sequence_parallel: bool) -> ParallelismConfig {
+    ParallelismConfig { data_parallel, tensor_parallel, sequence_parallel }
 }
 
-/// Meshes with a way to be used.
-fn ways() -> Vec<(&'static str, Spread)> {
+/// Meshes, each with a kind of parallelism.
+fn ways() -> Vec<(&'static str, ParallelismConfig)> {
     vec![
-        ("dp=4", spread(Weights::Replicated, false, false)),
-        ("dp=3", spread(Weights::Sharded, false, false)),
-        ("tp=2", spread(Weights::Replicated, true, false)),
-        ("tp=2", spread(Weights::Replicated, true, true)),
-        ("dp=2,tp=2", spread(Weights::Sharded, true, false)),
+        ("dp=4", parallelism(DataParallelMode::Replicate, false, false)),
+        ("dp=3", parallelism(DataParallelMode::FullyShard, false, false)),
+        ("tp=2", parallelism(DataParallelMode::Replicate, true, false)),
+        ("tp=2", parallelism(DataParallelMode::Replicate, true, true)),
+        ("dp=2,tp=2", parallelism(DataParallelMode::FullyShard, true, false)),
     ]
 }
 
@@ -62,7 +63,7 @@ fn batch(mesh: &DeviceMesh, step: usize) -> Result<(DTensor, DTensor)> {
     Ok((make(0)?, make(1)?))
 }
 
-/// The losses of some steps, with clipping, and the weights in the end.
+/// The losses of some steps, with clipping, and the final weights.
 fn train(
     config: &ModelConfig,
     plan: &ShardingPlan,
@@ -113,26 +114,30 @@ fn a_seed_gives_the_same_losses_on_every_mesh_with_dropout_and_a_tied_head() {
         ModelConfig::Llama(LlamaConfig { dropout: 0.2, tied_head: true, ..llama() }),
     ];
     for config in configs {
-        let alone = spread(Weights::Replicated, false, false).plan(&config, &"dp=1".parse().unwrap()).unwrap();
+        let alone =
+            parallelism(DataParallelMode::Replicate, false, false).plan(&config, &"dp=1".parse().unwrap()).unwrap();
         let (expected, weights) = trained(&config, &alone, "dp=1", DType::F32, 8);
         assert!(expected[6] < 0.9 * expected[0], "{expected:?}");
-        for (mesh, spread) in ways() {
-            let plan = spread.plan(&config, &mesh.parse().unwrap()).unwrap();
+        for (mesh, parallelism) in ways() {
+            let plan = parallelism.plan(&config, &mesh.parse().unwrap()).unwrap();
             let (losses, found) = trained(&config, &plan, mesh, DType::F32, 8);
-            assert!(close(&losses, &expected, 1e-5), "{config:?} on {mesh}, {spread:?}: {losses:?}, not {expected:?}");
+            assert!(
+                close(&losses, &expected, 1e-5),
+                "{config:?} on {mesh}, {parallelism:?}: {losses:?}, not {expected:?}"
+            );
             // Rounding grows where the optimizer divides by small numbers: a step is 0.01.
-            assert!(close(&found, &weights, 1e-3), "{config:?} on {mesh}, {spread:?}");
+            assert!(close(&found, &weights, 1e-3), "{config:?} on {mesh}, {parallelism:?}");
         }
     }
 }
 
-/// Where dropout inside a model made zeros, in the order of the calls.
+/// The elements that dropout inside a model zeroed, in the order of the calls.
 fn zeros(config: &ModelConfig, plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<Vec<Vec<u8>>> {
     mesh.manual_seed(9);
     let model = build(config, plan, mesh, DType::F32)?;
     let seen = Arc::new(Mutex::new(Vec::new()));
     model.walk("", &mut |path, item| {
-        if let Item::Hooks(hooks) = item
+        if let ModuleItem::Hooks(hooks) = item
             && path.ends_with("dropout.hooks")
         {
             let seen = Arc::clone(&seen);
@@ -152,29 +157,33 @@ fn zeros(config: &ModelConfig, plan: &ShardingPlan, mesh: &DeviceMesh) -> Result
 #[test]
 fn dropout_drops_the_same_elements_in_every_layout() {
     let config = ModelConfig::Gpt(GptConfig { dropout: 0.3, ..gpt() });
-    let masks = |mesh: &str, spread: Spread| {
+    let masks = |mesh: &str, parallelism: ParallelismConfig| {
         let (config, mesh) = (config.clone(), mesh.parse::<Mesh>().unwrap());
-        let plan = spread.plan(&config, &mesh).unwrap();
+        let plan = parallelism.plan(&config, &mesh).unwrap();
         let ranks = mesh.size();
         let run = move |world: World| zeros(&config, &plan, &world.device_mesh(mesh.clone())?);
         ThreadWorld::new(ranks).unwrap().run(run).unwrap().swap_remove(0)
     };
-    let expected = masks("dp=1", spread(Weights::Replicated, false, false));
+    let expected = masks("dp=1", parallelism(DataParallelMode::Replicate, false, false));
     // after the embeddings, and twice in each of the two blocks
     assert_eq!(expected.len(), 5);
     for mask in &expected {
         let dropped = mask.iter().filter(|&&zero| zero == 1).count() as f64 / mask.len() as f64;
         assert!((dropped - 0.3).abs() < 0.08, "{dropped}");
     }
-    for (mesh, spread) in ways() {
-        assert!(masks(mesh, spread) == expected, "{mesh}, {spread:?}");
+    for (mesh, parallelism) in ways() {
+        assert!(masks(mesh, parallelism) == expected, "{mesh}, {parallelism:?}");
     }
 }
 
 /// The collectives of one step without clipping, by operator and name.
-fn collectives(config: &ModelConfig, mesh: &str, spread: Spread) -> BTreeMap<(&'static str, &'static str), usize> {
+fn collectives(
+    config: &ModelConfig,
+    mesh: &str,
+    parallelism: ParallelismConfig,
+) -> BTreeMap<(&'static str, &'static str), usize> {
     let (config, mesh) = (config.clone(), mesh.parse::<Mesh>().unwrap());
-    let plan = spread.plan(&config, &mesh).unwrap();
+    let plan = parallelism.plan(&config, &mesh).unwrap();
     let ranks = mesh.size();
     let run = move |world: World| {
         let mesh = world.device_mesh(mesh.clone())?;
@@ -191,23 +200,23 @@ fn collectives(config: &ModelConfig, mesh: &str, spread: Spread) -> BTreeMap<(&'
 
 #[test]
 fn every_plan_runs_exactly_the_expected_collectives() {
-    let (replicated, sharded) = (Weights::Replicated, Weights::Sharded);
+    let (replicated, sharded) = (DataParallelMode::Replicate, DataParallelMode::FullyShard);
     for layers in [1, 3] {
         let config = ModelConfig::Gpt(GptConfig { n_layers: layers, ..gpt() });
-        let expect = |mesh: &str, spread: Spread, expected: &[(&'static str, &'static str, usize)]| {
+        let expect = |mesh: &str, parallelism: ParallelismConfig, expected: &[(&'static str, &'static str, usize)]| {
             let found: Vec<_> =
-                collectives(&config, mesh, spread).into_iter().map(|((op, call), n)| (op, call, n)).collect();
-            assert_eq!(found, expected, "{layers} layers on {mesh}, {spread:?}");
+                collectives(&config, mesh, parallelism).into_iter().map(|((op, call), n)| (op, call, n)).collect();
+            assert_eq!(found, expected, "{layers} layers on {mesh}, {parallelism:?}");
         };
         // How many targets count, the loss, and all gradients together.
         let loss = [("cross_entropy", "all_reduce", 1), ("div", "all_reduce", 1)];
         expect(
             "dp=4",
-            self::spread(replicated, false, false),
+            self::parallelism(replicated, false, false),
             &[&loss[..], &[("gradients", "all_reduce", 1)]].concat(),
         );
-        // Every matrix is gathered on the way out and on the way back, and its gradient is scattered; the two tables are
-        // not needed on the way back.
+        // Every matrix is gathered in the forward and in the backward pass, and its gradient is reduce-scattered; the two
+        // embedding tables are not needed in the backward pass.
         let (gathers, scatters) = (("einsum", "all_gather", 12 * layers + 2), 6 * layers + 3);
         let fsdp = [
             ("add", "all_gather", 1),
@@ -218,8 +227,8 @@ fn every_plan_runs_exactly_the_expected_collectives() {
             ("gradients", "all_reduce", 1),
             ("redistribute", "reduce_scatter", scatters),
         ];
-        expect("dp=4", self::spread(sharded, false, false), &fsdp);
-        // Attention and MLP sum once each in both directions, the embedding too. Of the logits a maximum, a sum and the
+        expect("dp=4", self::parallelism(sharded, false, false), &fsdp);
+        // Attention and MLP reduce once each in both passes, the embedding too. Of the logits a maximum, a sum and the
         // target are exchanged.
         let sums = 4 * layers + 2;
         let tp = [
@@ -228,13 +237,13 @@ fn every_plan_runs_exactly_the_expected_collectives() {
             ("logsumexp", "all_reduce", 2),
             ("redistribute", "all_reduce", sums),
         ];
-        expect("tp=2", self::spread(replicated, true, false), &tp);
-        // With a shared sequence every sum is a scatter, and what is scattered is gathered again; once more for the
+        expect("tp=2", self::parallelism(replicated, true, false), &tp);
+        // With sequence parallelism every all-reduce is a reduce-scatter and an all-gather; once more for the
         // gradient of the positions.
         let sequence =
             [tp[0], tp[1], tp[2], ("redistribute", "all_gather", sums + 1), ("redistribute", "reduce_scatter", sums)];
-        expect("tp=2", self::spread(replicated, true, true), &sequence);
-        // Vectors lie in three ways, and gradients of each go together.
+        expect("tp=2", self::parallelism(replicated, true, true), &sequence);
+        // Vectors have three different layouts; the gradients of each are reduced in one bucket.
         let both = [
             ("add", "all_gather", 1),
             ("cross_entropy", "all_reduce", 2),
@@ -246,14 +255,14 @@ fn every_plan_runs_exactly_the_expected_collectives() {
             ("redistribute", "all_reduce", sums),
             ("redistribute", "reduce_scatter", scatters),
         ];
-        expect("dp=2,tp=2", self::spread(sharded, true, false), &both);
+        expect("dp=2,tp=2", self::parallelism(sharded, true, false), &both);
     }
 }
 
 #[test]
 fn bf16_training_with_master_weights_follows_f32() {
     let config = ModelConfig::Llama(llama());
-    let plan = spread(Weights::Sharded, false, false).plan(&config, &"dp=2".parse().unwrap()).unwrap();
+    let plan = parallelism(DataParallelMode::FullyShard, false, false).plan(&config, &"dp=2".parse().unwrap()).unwrap();
     let (expected, _) = trained(&config, &plan, "dp=2", DType::F32, 12);
     let (losses, _) = trained(&config, &plan, "dp=2", DType::BF16, 12);
     assert!(losses[11] < 0.8 * losses[0], "{losses:?}");
@@ -265,35 +274,57 @@ fn bf16_training_with_master_weights_follows_f32() {
 fn a_searched_plan_trains_like_any_other() {
     let config = ModelConfig::Gpt(gpt());
     let mesh = "dp=2,tp=2";
-    let search = search_plan(&config, &mesh.parse().unwrap(), BATCH).unwrap();
-    let best = search.tried[0].estimate.us();
-    assert!(search.tried.len() > 4 && search.tried.iter().all(|trial| best <= trial.estimate.us()), "{search}");
-    let alone = spread(Weights::Replicated, false, false).plan(&config, &"dp=1".parse().unwrap()).unwrap();
+    let search = search_plan(&config, &mesh.parse().unwrap(), &StepOptions::new(BATCH, Network::THREADS)).unwrap();
+    let best = search.trials[0].estimate.us();
+    assert!(search.trials.len() > 4 && search.trials.iter().all(|trial| best <= trial.estimate.us()), "{search}");
+    let alone = parallelism(DataParallelMode::Replicate, false, false).plan(&config, &"dp=1".parse().unwrap()).unwrap();
     let (expected, _) = trained(&config, &alone, "dp=1", DType::F32, 4);
     let (losses, _) = trained(&config, &search.plan, mesh, DType::F32, 4);
     assert!(close(&losses, &expected, 1e-5), "{losses:?}, not {expected:?}");
 }
 
 #[test]
+fn a_search_shards_layers_on_a_fast_network_and_replicates_them_on_a_slow_one() {
+    let config = GptConfig { d_model: 64, d_ff: 256, seq_len: 32, ..gpt() };
+    let mesh: Mesh = "tp=2".parse().unwrap();
+    let satellite = Network::one_host(Link { latency_us: 1e5, gb_per_s: 0.01 }).unwrap();
+    let options = |network: &Network| StepOptions::new(8, network.clone());
+    let search = |network: &Network| search_plan(&config, &mesh, &options(network)).unwrap();
+    let (fast, slow) = (search(&Network::THREADS), search(&satellite));
+    assert!(fast.plan.to_string().contains("tp: S("), "{fast}");
+    assert!(!slow.plan.to_string().contains("tp: S("), "{slow}");
+    let fast_plan_on_slow = estimate_step(&config, &fast.plan, &mesh, &options(&satellite)).unwrap();
+    assert!(slow.estimate.us() < fast_plan_on_slow.us(), "{slow}");
+    // a limit of memory that nothing fits into, and one rank too few
+    let error = search_plan(&config, &mesh, &options(&satellite).memory_limit(1)).unwrap_err().to_string();
+    assert!(error.contains("memory limit"), "{error}");
+    let one_rank = Network::of_hosts([0], Link::THREADS, Link::THREADS).unwrap();
+    let error = search_plan(&config, &mesh, &options(&one_rank)).unwrap_err().to_string();
+    assert!(error.contains("the hosts of 1 rank(s)"), "{error}");
+}
+
+#[test]
 fn invalid_configurations_are_rejected_before_anything_runs() {
-    let plain = spread(Weights::Replicated, false, false);
-    let tp = spread(Weights::Replicated, true, false);
-    let sharded = spread(Weights::Sharded, false, false);
-    let sequence = spread(Weights::Replicated, false, true);
-    let refused = |config: ModelConfig, mesh: &str, spread: Spread, parts: &[&str]| {
-        let error = spread.plan(&config, &mesh.parse().unwrap()).unwrap_err().to_string();
+    let plain = parallelism(DataParallelMode::Replicate, false, false);
+    let tp = parallelism(DataParallelMode::Replicate, true, false);
+    let sharded = parallelism(DataParallelMode::FullyShard, false, false);
+    let sequence = parallelism(DataParallelMode::Replicate, false, true);
+    let refused = |config: ModelConfig, mesh: &str, parallelism: ParallelismConfig, parts: &[&str]| {
+        let error = parallelism.plan(&config, &mesh.parse().unwrap()).unwrap_err().to_string();
         assert!(parts.iter().all(|part| error.contains(part)), "{error}");
     };
     refused(ModelConfig::Gpt(gpt()), "dp=2,tp=2", plain, &["idle"]);
     refused(ModelConfig::Gpt(gpt()), "dp=2", tp, &["axis `tp`"]);
-    refused(ModelConfig::Gpt(gpt()), "tp=2", spread(Weights::Sharded, true, false), &["axis `dp`"]);
+    refused(ModelConfig::Gpt(gpt()), "tp=2", parallelism(DataParallelMode::FullyShard, true, false), &["axis `dp`"]);
     refused(ModelConfig::Gpt(gpt()), "dp=2", sequence, &["sequence"]);
     refused(ModelConfig::Gpt(gpt()), "pp=2", sharded, &["axis `pp`", "rename"]);
     refused(ModelConfig::Gpt(GptConfig { n_heads: 3, ..gpt() }), "dp=2", plain, &["width 16", "3 query heads"]);
     refused(ModelConfig::Gpt(GptConfig { n_layers: 0, ..gpt() }), "dp=2", plain, &["at least 1"]);
     refused(ModelConfig::Gpt(GptConfig { dropout: 1.0, ..gpt() }), "dp=2", plain, &["dropout 1"]);
     refused(ModelConfig::Llama(LlamaConfig { n_heads: 16, ..llama() }), "dp=2", plain, &["even"]);
-    let axis = search_plan(&ModelConfig::Gpt(gpt()), &"pp=2".parse().unwrap(), 2).unwrap_err().to_string();
+    let axis = search_plan(&ModelConfig::Gpt(gpt()), &"pp=2".parse().unwrap(), &StepOptions::new(2, Network::THREADS))
+        .unwrap_err()
+        .to_string();
     assert!(axis.contains("axis `pp`"), "{axis}");
 }
 
@@ -302,7 +333,7 @@ fn weights_are_exported_and_imported_by_name_or_not_at_all() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let config = ModelConfig::Gpt(gpt());
-        let plan = spread(Weights::Sharded, false, false).plan(&config, &mesh)?;
+        let plan = parallelism(DataParallelMode::FullyShard, false, false).plan(&config, &mesh)?;
         let (one, other) = (build(&config, &plan, &mesh, DType::F32)?, config.build(&Builder::new(&mesh))?);
         let weights = export(&*one)?;
         let same = |a: &BTreeMap<String, Tensor>, b: &BTreeMap<String, Tensor>| -> Result<bool> {

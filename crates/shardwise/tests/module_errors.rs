@@ -16,10 +16,10 @@ struct Model {
 }
 
 impl Model {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         let block = |i: usize| -> Result<Block> {
-            let at = at.at(&format!("blocks.{i}.mlp"));
-            Ok(Block { mlp: Mlp::new(&at, 8, 16, Activation::Relu)? })
+            let builder = builder.child(&format!("blocks.{i}.mlp"));
+            Ok(Block { mlp: Mlp::new(&builder, 8, 16, Activation::Relu)? })
         };
         Ok(Model { blocks: vec![block(0)?, block(1)?], drop: Dropout::new(0.5)? })
     }
@@ -113,7 +113,7 @@ fn errors_name_the_layers_of_built_in_models() {
 #[test]
 fn a_mismatch_inside_a_layer_names_the_lines_of_the_program() {
     let error = error_of(|mesh| {
-        let norm = LayerNorm::new(&Builder::new(mesh).at("norm"), 8, 1e-5)?;
+        let norm = LayerNorm::new(&Builder::new(mesh).child("norm"), 8, 1e-5)?;
         let x = DTensor::ones((2, 8), DType::F32, mesh, [Shard(1)])?;
         match mesh.world().rank() {
             0 => norm.forward(&x).map(drop), // communicates statistics

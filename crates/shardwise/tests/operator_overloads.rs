@@ -1,5 +1,5 @@
-//! `+ - * /`, unary `-`, comparisons and `where` with tensors and scalars, in every placement on one mesh axis of 1, 2 and 3
-//! ranks, against the unsharded result.
+//! `+ - * /`, unary `-`, comparisons and `where` with tensors and scalars, in every placement on one mesh axis of 1, 2
+//! and 3 ranks, against the unsharded result.
 
 use candle_core::{Device, Tensor};
 use shardwise::prelude::*;

@@ -10,11 +10,10 @@ use shardwise::ops::{
 use shardwise::prelude::*;
 use shardwise_test_suites::values;
 
-/// Far longer than any of these calls takes: only a hang gets there.
+/// Far longer than any of these calls takes: only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Operators that are made of others, and the part that refuses: its message says with which tensors, and where the
-/// program called.
+/// Composed operators, and the operators inside of them that refuse: their messages name the tensors and the line of the program.
 const MADE_OF: &[(&str, &[&str])] = &[
     ("linear", &["einsum", "add"]),
     ("addmm", &["mm", "add"]),
@@ -65,7 +64,7 @@ fn input(mesh: &DeviceMesh, sample: &SampleInput, last: bool) -> Result<DTensor>
     DTensor::from_local_with_shape(&local, mesh, [placement], sample.shape.as_slice())
 }
 
-/// Calls made from good ones by changing one input: another number of dimensions, another size, another type.
+/// Valid calls with one input changed: another number of dimensions, another size, another type.
 fn changed(samples: &[SampleInput]) -> Vec<(String, Vec<SampleInput>)> {
     let mut calls = Vec::new();
     for (i, sample) in samples.iter().enumerate() {
@@ -104,9 +103,9 @@ fn judge(
     let sharded = (op.apply)(&inputs(mesh)?);
     match (plain, sharded) {
         (Ok(plain), Ok(sharded)) => {
-            // Whole numbers become f32 on the way to real ones.
+            // Integers are converted to f32 for floating-point results.
             let single = samples.iter().any(|s| s.dtype != DType::F64);
-            // Where losses are reduced, the terms are among the results.
+            // Losses that are reduced may differ by the rounding of their terms.
             let full = plain.iter().map(DTensor::full_tensor).collect::<Result<Vec<_>>>()?;
             let count = full.iter().map(Tensor::elem_count).max().unwrap_or(1).max(1) as f64;
             let terms = count.sqrt() * full.iter().map(values::max_abs).fold(1.0, f64::max);
@@ -155,7 +154,7 @@ fn mutated_inputs_fail_alike_on_every_rank_or_give_the_unsharded_result() {
     println!("{} calls refused, {fine} fine", messages.len());
 }
 
-/// The messages of two ranks are the same, and all say enough.
+/// The messages of two ranks are the same.
 fn compare(a: &[String], b: &[String]) {
     assert_eq!(a, b);
     let mut poor: Vec<&String> = a.iter().filter(|m| m.contains("says too little")).collect();
@@ -163,7 +162,7 @@ fn compare(a: &[String], b: &[String]) {
     assert!(poor.is_empty(), "{poor:#?}");
 }
 
-/// The ranks can still talk to each other.
+/// The world is still usable: ranks run a collective.
 fn still_works(world: &World) -> Result<()> {
     let one = Tensor::ones(1, DType::F32, &candle_core::Device::Cpu)?;
     let sum = world.all_reduce(&one, ReduceOp::Sum)?.to_vec1::<f32>()?;
@@ -202,7 +201,7 @@ fn every_operator_rejects_an_input_on_another_mesh() {
     assert!(results[0].len() > 100);
 }
 
-/// Calls with an index, of which one is wrong: the operator that must be named, and the call.
+/// Calls with an index that is out of range: the operator that must be named, and the call.
 type Indexed = fn(&DTensor, &DTensor) -> Result<DTensor>;
 const INDEXED: &[(&str, Indexed)] = &[
     ("index_select", |x, ids| x.index_select(0, ids)),
@@ -239,7 +238,7 @@ fn an_index_that_one_rank_finds_wrong_is_an_error_on_every_rank() {
                 let said = [format!("found {wrong} in"), format!("found class {wrong} among")];
                 let found = texts[1].contains(op) && said.iter().any(|said| texts[1].contains(said));
                 assert!(found && texts[1].contains(" on a=2: "), "{op} says too little: {}", texts[1]);
-                // A rank that has all of the index finds it by itself, any other hears of it.
+                // A rank that holds the bad index reports it; any other rank gets the error from its peer.
                 let heard = texts[0].contains("rank 1") && texts[0].contains(&texts[1]);
                 assert!(texts[0] == texts[1] || heard && !whole, "{op} of {wrong}: {texts:?}");
             }
@@ -249,7 +248,7 @@ fn an_index_that_one_rank_finds_wrong_is_an_error_on_every_rank() {
 
 type Call = fn(&Operands) -> Result<Vec<DTensor>>;
 
-/// Tensors for calls by hand.
+/// Operands of the calls below.
 struct Operands {
     /// `[4, 6]`, f64.
     x: DTensor,
@@ -280,7 +279,7 @@ impl Operands {
     }
 }
 
-/// Calls whose numbers are wrong: the operator that must be named, what else the message must say, and the call.
+/// Calls with invalid arguments: the operator that must be named, what else the message must say, and the call.
 const CALLS: &[(&str, &[&str], Call)] = &[
     ("sum", &["[7]"], |o| Ok(vec![o.x.sum(&[7], false)?])),
     ("mean", &["[-3]"], |o| Ok(vec![o.x.mean(&[-3], false)?])),
@@ -351,7 +350,7 @@ const CALLS: &[(&str, &[&str], Call)] = &[
     ("index_put", &["[2, 2, 8]"], |o| Ok(vec![o.x.index_put(&[&o.ids.select(1, 0)?], &o.line, true)?])),
     ("sort", &["[2]"], |o| Ok(vec![o.x.sort(2, false)?.0])),
     ("topk", &["7 along dimension 1"], |o| Ok(vec![o.x.topk(7, 1, true)?.0])),
-    ("kthvalue", &["a k from 1 on"], |o| Ok(vec![o.x.kthvalue(0, 1, true)?.0])),
+    ("kthvalue", &["k of at least 1"], |o| Ok(vec![o.x.kthvalue(0, 1, true)?.0])),
     ("kthvalue", &["7 along dimension 1"], |o| Ok(vec![o.x.kthvalue(7, 1, true)?.0])),
     ("argmax", &["[2]"], |o| Ok(vec![o.x.argmax(Some(2), false)?])),
     ("max_dim", &["1 along dimension 0"], |o| Ok(vec![o.x.narrow(0, 0, 0)?.max_dim(0, false)?.0])),

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use shardwise::ops::ops;
 
-/// Methods that the table has under another name or in parts, and why.
+/// Methods that are not in the table, and why.
 const OUTSIDE: &[(&str, &str)] = &[
     ("sum_all", "sum over no named dimensions, which the entry of sum calls"),
     ("mean_all", "mean over no named dimensions, which the entry of mean calls"),
@@ -14,7 +14,7 @@ const OUTSIDE: &[(&str, &str)] = &[
     ("set", "changes a tensor and returns none; tests/indexing.rs compares what it holds afterwards"),
 ];
 
-/// The public methods in `impl DTensor` blocks of a source file, and those that its table of functions defines.
+/// The public methods in `impl DTensor` blocks of a source file, and the methods that its table of functions defines.
 fn methods(source: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut block = "";

@@ -12,7 +12,7 @@ use shardwise_test_suites::parameters::{
     sharded_layouts, single_rank_mesh, tensor,
 };
 
-/// One element under an algorithm, as the formulas are written down.
+/// One element updated by the formula of an algorithm.
 struct Scalar {
     p: f64,
     state: [f64; 3],
@@ -106,7 +106,7 @@ fn every_algorithm_follows_its_formula_in_every_layout() {
             let (sharded, single) = (params(&mesh, &sharded_layouts())?, params(&one, &replicated_layouts())?);
             let mut optimizer = ShardedOptimizer::new(named(&sharded), group.clone())?;
             let mut reference = ShardedOptimizer::new(named(&single), group.clone())?;
-            let layouts: Vec<Layout> = sharded.iter().map(|p| p.layout().settled()).collect();
+            let layouts: Vec<Layout> = sharded.iter().map(|p| p.layout().reduced()).collect();
             for t in 0..5 {
                 optimizer.step(gradients(&sharded, t)?)?;
                 reference.step(gradients(&single, t)?)?;
@@ -204,7 +204,7 @@ fn clipping_counts_every_element_of_every_mesh_once() {
                 for (param, values) in all.iter().zip(&values) {
                     let leaf = param.get();
                     let got = clipped.get(&leaf)?;
-                    assert_eq!(got.layout(), &leaf.layout().settled());
+                    assert_eq!(got.layout(), &leaf.layout().reduced());
                     if leaf.device_mesh().my_coordinate().is_some() {
                         let fits = |(a, b): (&f64, &f64)| (a - b * factor).abs() <= 1e-12 * b.abs();
                         assert!(numbers(&got.full_tensor()?).iter().zip(values).all(fits));

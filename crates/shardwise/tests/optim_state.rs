@@ -10,7 +10,7 @@ use shardwise_test_suites::parameters::{
     algorithms, full_values, gradient_value, gradients, named, numbers, params, sharded_layouts,
 };
 
-/// Steps `range` of an optimizer that goes on from a state.
+/// Steps `range` of an optimizer that resumes from a state.
 fn go_on(
     mesh: &DeviceMesh,
     layouts: &[(Vec<usize>, Vec<Placement>)],
@@ -19,7 +19,7 @@ fn go_on(
     range: std::ops::Range<usize>,
 ) -> Result<(FullState, Vec<Tensor>)> {
     let params = params(mesh, layouts)?;
-    // what is loaded counts, not what the optimizer is made with
+    // loaded settings replace the ones that the optimizer was created with
     let lr = if from.is_some() { 7.0 } else { 0.05 };
     let mut optimizer = ShardedOptimizer::new(named(&params[..4]), ParamGroup::new(algorithm).with_lr(lr))?;
     optimizer
@@ -152,7 +152,7 @@ fn a_parameter_that_is_moved_or_converted_keeps_its_state() {
         for (a, b) in full_values(&moved)?[0].iter().zip(&full_values(&still)?[0]) {
             assert!((a - b).abs() < 1e-5, "{a} {b}");
         }
-        // momentum that is switched off and on begins anew
+        // momentum that is disabled and enabled again starts at zero
         one.groups_mut()[0].algorithm = Sgd::default().into();
         one.step(gradients(&moved, 5)?)?;
         assert!(one.state_dict()?.params["p0"].tensors.is_empty());
@@ -250,7 +250,7 @@ fn mismatched_states_are_rejected_without_changes() {
             assert!(optimizer.step(gradients(&params, 1)?).is_err());
             optimizer.groups_mut()[0] = group.clone();
         }
-        // gradients of values that are no longer current
+        // gradients of outdated parameter values
         let stale = gradients(&params, 1)?;
         params.iter().try_for_each(|param| param.set(&param.get()))?;
         let message = optimizer.step(stale).unwrap_err().to_string();
@@ -280,7 +280,7 @@ fn settings_round_trip_through_storage() {
         assert!(Algorithm::names().contains(&algorithm.name()));
         assert_eq!(Algorithm::by_name(algorithm.name()).unwrap().name(), algorithm.name());
     }
-    // the form with the names of types, which earlier versions have written
+    // the format with type names, written by earlier versions
     let old = r#"{"AdamW":{"betas":[0.9,0.95],"eps":1e-8,"weight_decay":0.1,"amsgrad":false}}"#;
     let expected = Algorithm::from(AdamW { betas: (0.9, 0.95), weight_decay: 0.1, ..AdamW::default() });
     assert_eq!(serde_json::from_str::<Algorithm>(old).unwrap(), expected);

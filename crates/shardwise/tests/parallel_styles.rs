@@ -3,12 +3,11 @@
 use candle_core::Tensor;
 use shardwise::local_map;
 use shardwise::nn::{
-    Activation, AttentionConfig, Builder, Conv1d, Embedding, Forward, Hooks, Linear, Mlp, Module, MultiHeadAttention,
-    RmsNorm,
+    Activation, AttentionConfig, Builder, Conv1d, Conv1dOptions, Embedding, Forward, Hooks, Linear, Mlp, Module,
+    MultiHeadAttention, RmsNorm,
 };
-use shardwise::ops::ConvOptions;
 use shardwise::plan::{
-    ColwiseParallel, ParallelStyle, Part, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput,
+    ColwiseParallel, ModuleView, ParallelStyle, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput,
     RowwiseParallel, SequenceParallel, ShardingPlan, ShardingPlanner, TensorParallel, fully_shard, parallelize_module,
     replicate, shard_module,
 };
@@ -24,7 +23,7 @@ fn close(a: &Tensor, b: &Tensor) -> bool {
     a.dims() == b.dims() && values(a).iter().zip(&values(b)).all(|(a, b)| (a - b).abs() <= 1e-9 * b.abs().max(1.0))
 }
 
-/// A block of a transformer over `[batch, length, 12]`, and layers that stand for themselves.
+/// A transformer block over `[batch, length, 12]`, and layers outside it.
 #[derive(Module)]
 struct Block {
     norm: RmsNorm,
@@ -37,16 +36,15 @@ struct Block {
 }
 
 impl Block {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         let sizes = AttentionConfig { width: 12, heads: 4, key_heads: 4, causal: true, rotary: None, bias: true };
-        let padded = ConvOptions { padding: 1, ..ConvOptions::default() };
         Ok(Block {
-            norm: RmsNorm::new(&at.at("norm"), 12, 1e-6)?,
-            attention: MultiHeadAttention::new(&at.at("attention"), sizes)?,
-            mlp: Mlp::new(&at.at("mlp"), 12, 13, Activation::Gelu)?,
-            words: Embedding::new(&at.at("words"), 7, 12)?,
-            conv: Conv1d::new(&at.at("conv"), 5, 3, 3, padded)?,
-            deconv: Conv1d::new(&at.at("deconv"), 3, 5, 3, padded)?,
+            norm: RmsNorm::new(&builder.child("norm"), 12, 1e-6)?,
+            attention: MultiHeadAttention::new(&builder.child("attention"), sizes)?,
+            mlp: Mlp::new(&builder.child("mlp"), 12, 13, Activation::Gelu)?,
+            words: Embedding::new(&builder.child("words"), 7, 12)?,
+            conv: Conv1d::new(&builder.child("conv"), Conv1dOptions::new(5, 3, 3).padding(1))?,
+            deconv: Conv1d::new(&builder.child("deconv"), Conv1dOptions::new(3, 5, 3).padding(1))?,
             hooks: Hooks::default(),
         })
     }
@@ -183,7 +181,7 @@ fn styles_run_the_documented_collectives() {
         for (planner, calls, placement) in [
             (TensorParallel::new("tp"), vec!["all_reduce"; 2], Replicate),
             (
-                TensorParallel::new("tp").sequence(1),
+                TensorParallel::new("tp").sequence_parallel(1),
                 vec!["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"],
                 Shard(1),
             ),
@@ -231,12 +229,12 @@ fn data_parallelism_in_one_line_communicates_gradients_once() {
     ThreadWorld::new(4).unwrap().run(program).unwrap();
 }
 
-/// A style of a program's own: weights of norms are cut.
+/// A custom style: weights of norms are sharded.
 struct Pieces;
 
 impl ParallelStyle for Pieces {
-    fn extend(&self, plan: ShardingPlan, part: &Part) -> Result<ShardingPlan> {
-        Ok(plan.param(&format!("{}.weight", part.path()), [("tp", Shard(0))]))
+    fn extend(&self, plan: ShardingPlan, module: &ModuleView) -> Result<ShardingPlan> {
+        Ok(plan.param(&format!("{}.weight", module.path()), [("tp", Shard(0))]))
     }
 }
 
@@ -247,13 +245,13 @@ fn mismatched_keys_and_styles_are_rejected_and_compatible_ones_combine() {
         let block = Block::new(&Builder::new(&mesh))?;
         let before: Vec<Layout> = block.named_parameters().iter().map(|(_, p)| p.layout()).collect();
         let colwise = ColwiseParallel::new("tp");
-        let (rowwise, elsewhere) = (RowwiseParallel::new("tp"), ColwiseParallel::new("pp"));
+        let (rowwise, other_axis) = (RowwiseParallel::new("tp"), ColwiseParallel::new("pp"));
         let cases: [(&str, &dyn ParallelStyle, &[&str]); 6] = [
             ("mlp.upp", &colwise, &["`mlp.upp`", "fits no module", "`mlp.up`"]),
             ("mlp.*.*", &colwise, &["pattern `mlp.*.*`", "did you mean"]),
             ("mlp", &colwise, &["ColwiseParallel for `mlp`, a Mlp", "Linear"]),
             ("norm", &rowwise, &["RowwiseParallel for `norm`, a RmsNorm"]),
-            ("mlp.down", &elsewhere, &["`pp`", "`dp`, `tp`"]),
+            ("mlp.down", &other_axis, &["`pp`", "`dp`, `tp`"]),
             ("mlp.up", &rowwise, &["mlp.up", "both fit", "tp: S(0)", "tp: S(1)"]),
         ];
         for (key, style, parts) in cases {
@@ -282,7 +280,7 @@ fn mismatched_keys_and_styles_are_rejected_and_compatible_ones_combine() {
 fn local_map_works_on_uneven_shards_of_redistributed_inputs() {
     let program = |world: World| {
         let mesh = world.mesh([("tp", 4)])?;
-        // 5 rows: 2, 2, 1 and none
+        // 5 rows: 2, 2, 1 and 0
         let x =
             DTensor::from_fn(((5, 3), DType::F64), &mesh, [Shard(1)], |i| (i[0] * 3 + i[1]) as f64)?.requires_grad();
         let w = DTensor::from_fn((3, DType::F64), &mesh, [Shard(0)], |i| 1.0 + i[0] as f64)?.requires_grad();

@@ -11,8 +11,9 @@ use shardwise::nn::{
 use shardwise::ops::EmbeddingBagMode;
 use shardwise::optim::{ParamGroup, Sgd, ShardedOptimizer};
 use shardwise::plan::{
-    DataParallel, FullyShard, LowRankAdapter, Part, Sharder, ShardingPlan, ShardingPlanner, TableCut, TensorParallel,
-    VocabularyParallel, collect_local_shard, fully_shard, replicate, reshard_output, shard_module, shard_parameter,
+    DataParallel, EmbeddingSharding, FullyShard, LowRankAdapter, ModuleView, Sharder, ShardingPlan, ShardingPlanner,
+    TensorParallel, VocabularyParallel, collect_local_shard, fully_shard, replicate, reshard_output, shard_module,
+    shard_parameter,
 };
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, ShardMetadata};
@@ -26,9 +27,9 @@ fn alone(world: &World) -> Result<DeviceMesh> {
     world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)
 }
 
-fn attention(at: &Builder, width: usize, heads: usize, key_heads: usize) -> Result<MultiHeadAttention> {
+fn attention(builder: &Builder, width: usize, heads: usize, key_heads: usize) -> Result<MultiHeadAttention> {
     let rotary = Some(RotaryEmbedding { base: 50.0 });
-    MultiHeadAttention::new(at, AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true })
+    MultiHeadAttention::new(builder, AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true })
 }
 
 #[test]
@@ -75,7 +76,7 @@ fn planners_place_parameters_as_documented() {
         let both = TensorParallel::new("tp").and(FullyShard::new(["dp"])).plan(&model, &mesh)?;
         expect(&both, "layers.0.mlp.up.weight", [Shard(0), Shard(0)])?;
         expect(&both, "layers.0.mlp.up.bias", [Shard(0), Shard(0)])?;
-        // tp cuts first, so that one gather along dp gives back what tensor parallelism works with
+        // tp shards first, so that one gather along dp restores the tensor-parallel shard
         let whole = Layout::replicated(mesh.mesh(), &[16, 8])?;
         let cut = both.layout_of("layers.0.mlp.up.weight", &whole)?;
         assert_eq!(cut.shard_order(0), [1, 0]);
@@ -99,7 +100,7 @@ fn planners_place_parameters_as_documented() {
     ThreadWorld::new(4).unwrap().run(program).unwrap();
 }
 
-/// A block of a program's own, without hooks.
+/// A custom block without hooks.
 #[derive(Module)]
 struct Own {
     w1: Linear,
@@ -115,11 +116,11 @@ struct Layer0 {
 }
 
 impl Layer0 {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         Ok(Layer0 {
-            norm: LayerNorm::new(&at.at("norm"), 8, 1e-5)?,
-            attention: attention(&at.at("attention"), 8, 4, 2)?,
-            mlp: Mlp::new(&at.at("mlp"), 8, 16, Activation::Gelu)?,
+            norm: LayerNorm::new(&builder.child("norm"), 8, 1e-5)?,
+            attention: attention(&builder.child("attention"), 8, 4, 2)?,
+            mlp: Mlp::new(&builder.child("mlp"), 8, 16, Activation::Gelu)?,
             hooks: Hooks::default(),
         })
     }
@@ -143,16 +144,19 @@ struct Model {
 }
 
 impl Model {
-    fn new(at: &Builder) -> Result<Self> {
-        Self::with_layers(at, 3)
+    fn new(builder: &Builder) -> Result<Self> {
+        Self::with_layers(builder, 3)
     }
 
-    fn with_layers(at: &Builder, count: usize) -> Result<Self> {
+    fn with_layers(builder: &Builder, count: usize) -> Result<Self> {
         Ok(Model {
-            tokens: Embedding::new(&at.at("tokens"), 11, 8)?,
-            layers: (0..count).map(|i| Layer0::new(&at.at(&format!("layers.{i}")))).collect::<Result<_>>()?,
-            own: Own { w1: Linear::new(&at.at("own.w1"), 8, 6)?, w2: Linear::new(&at.at("own.w2"), 6, 8)? },
-            unembed: Linear::new(&at.at("unembed"), 8, 11)?,
+            tokens: Embedding::new(&builder.child("tokens"), 11, 8)?,
+            layers: (0..count).map(|i| Layer0::new(&builder.child(&format!("layers.{i}")))).collect::<Result<_>>()?,
+            own: Own {
+                w1: Linear::new(&builder.child("own.w1"), 8, 6)?,
+                w2: Linear::new(&builder.child("own.w2"), 6, 8)?,
+            },
+            unembed: Linear::new(&builder.child("unembed"), 8, 11)?,
         })
     }
 
@@ -184,9 +188,9 @@ impl Forward for Double {
 }
 
 impl Sharder for Doubled {
-    fn shard(&self, part: &Part) -> Result<Arc<dyn Layer>> {
-        assert_eq!((part.path(), part.kind(), part.params().len()), ("own.w1", "Linear", 2));
-        Ok(Arc::new(Double { weight: part.param("weight").expect("a weight").clone(), hooks: Hooks::default() }))
+    fn shard(&self, module: &ModuleView) -> Result<Arc<dyn Layer>> {
+        assert_eq!((module.path(), module.kind(), module.params().len()), ("own.w1", "Linear", 2));
+        Ok(Arc::new(Double { weight: module.param("weight").expect("a weight").clone(), hooks: Hooks::default() }))
     }
 }
 
@@ -223,7 +227,7 @@ fn a_sharder_replaces_the_module_for_every_caller() {
         // hooks registered on the replaced path later go around the replacement
         reshard_output(&model, &mesh, "own.w1", [Replicate, Replicate])?;
         assert_eq!(model.own.w1.forward(&x)?.placements(), [Replicate, Replicate]);
-        // a module that was replaced cannot do what its replacement cannot
+        // a replaced module is limited to what its replacement supports
         let bag = EmbeddingBag::new(&Builder::new(&mesh), 4, 4, EmbeddingBagMode::Sum)?;
         bag.hooks.replace(Arc::new(Embedding::new(&Builder::new(&mesh), 4, 4)?));
         let zero = DTensor::zeros(2, DType::I64, &mesh, [Replicate, Replicate])?;
@@ -257,16 +261,20 @@ fn a_whole_model_has_the_gradients_of_one_rank_under_combined_plans() {
         let tensor = || TensorParallel::new("tp");
         for (i, plan) in [
             tensor().plan(&model, &mesh)?,
-            tensor().sequence(1).plan(&model, &mesh)?,
+            tensor().sequence_parallel(1).plan(&model, &mesh)?,
             tensor().and(FullyShard::new(["dp"])).plan(&model, &mesh)?,
-            tensor().sequence(1).tables(TableCut::Width).and(FullyShard::new(["dp"]).on_dim(0)).plan(&model, &mesh)?,
+            tensor()
+                .sequence_parallel(1)
+                .embeddings(EmbeddingSharding::EmbeddingDim)
+                .and(FullyShard::new(["dp"]).on_dim(0))
+                .plan(&model, &mesh)?,
             tensor().and(DataParallel::new(["dp"])).plan(&model, &mesh)?,
         ]
         .iter()
         .enumerate()
         {
             mesh.manual_seed(0);
-            let make = |at: &Builder| Model::new(&at.clone().dtype(DType::F64));
+            let make = |builder: &Builder| Model::new(&builder.clone().dtype(DType::F64));
             let found = gradients(&plan.build(&mesh, make)?, &mesh)?;
             for ((name, found), (_, expected)) in found.iter().zip(&expected) {
                 assert!(close(found, expected), "plan {i}: {name} {found} {expected}");
@@ -282,7 +290,7 @@ fn a_model_built_by_a_plan_is_never_materialized_in_full() {
     let ran = DryWorld::new(8).unwrap().run(|world| {
         let mesh = world.mesh([("dp", 2), ("tp", 4)])?;
         let plan = ShardingPlan::new().param("**.weight", [("tp", Shard(0)), ("dp", Shard(0))]);
-        plan.build(&mesh, |at| Mlp::new(at, 64, 256, Activation::Gelu)).map(drop)
+        plan.build(&mesh, |builder| Mlp::new(builder, 64, 256, Activation::Gelu)).map(drop)
     });
     assert_eq!(ran.unwrap().peak_bytes, 4 * (2 * 64 * 256 / 8 + 256 + 64));
 }
@@ -306,16 +314,16 @@ fn built_in_sharders_keep_values_and_gradients() {
         let scattered = VocabularyParallel { output: Shard(1), ..VocabularyParallel::new("tp") };
         let plan = ShardingPlan::new()
             .sharder("tokens", scattered)
-            .sharder("unembed", LowRankAdapter { rank: 2, scale: 0.5 })
-            .sharder("own.w2", LowRankAdapter { rank: 3, scale: 2.0 });
+            .sharder("unembed", LowRankAdapter { r: 2, scale: 0.5 })
+            .sharder("own.w2", LowRankAdapter { r: 3, scale: 2.0 });
         shard_module(&model, &mesh, &plan)?;
         let embedded = model.tokens.forward(&ids(&mesh, &[Shard(0), Replicate])?)?;
         assert_eq!(embedded.placements(), [Shard(0), Shard(1)]);
-        // adapters begin at zero, and the table is the same table
+        // adapters start at zero, and the embedding table is unchanged
         let y = model.forward(&ids(&mesh, &[Shard(0), Replicate])?)?;
         assert!(close(&y.full_tensor()?, &expected));
         assert!(close(&gradient(&model, "tokens.weight")?, &of_table));
-        // weights of adapted layers do not learn any more, the adapters do and are cut as the weights are
+        // weights of adapted layers are frozen; the adapters are trained and sharded as the weights are
         let params = model.named_parameters();
         let layout =
             |name: &str| params.iter().find(|(own, _)| own == name).map(|(_, p)| p.get().placements().to_vec());
@@ -336,7 +344,7 @@ fn built_in_sharders_keep_values_and_gradients() {
         let up = model.named_parameters().into_iter().find(|(own, _)| own == "unembed.up").expect("an adapter").1;
         assert!(up.get().abs()?.sum_all()?.item::<f64>()? > 0.0, "the adapter learns");
         // of the wrong kind
-        let wrong = ShardingPlan::new().sharder("layers.0.norm", LowRankAdapter { rank: 2, scale: 1.0 });
+        let wrong = ShardingPlan::new().sharder("layers.0.norm", LowRankAdapter { r: 2, scale: 1.0 });
         let message = shard_module(&model, &mesh, &wrong).unwrap_err().to_string();
         assert!(["LayerNorm", "layers.0.norm", "Linear"].iter().all(|part| message.contains(part)), "{message}");
         Ok(())
@@ -364,13 +372,13 @@ fn outputs_are_resharded_and_returned_as_local_parts() {
         let share = expected.redistribute([Shard(0), Shard(2)])?;
         assert_eq!((mine.device_mesh().size(), mine.shape()), (1, share.to_local().dims()));
         assert!(close(&mine.to_local(), &share.to_local()), "6 of 11 classes on one rank, 5 on the other");
-        // the gradient goes back to all ranks: a sum of local losses is the loss of the whole
+        // the gradient reaches all ranks: the sum of local losses is the global loss
         let found = mine.square()?.sum_all()?.backward()?;
         let gradient = found.get(&model.tokens.weight.get())?.full_tensor()?;
         model.unembed.hooks.clear();
         let whole = model.forward(&ids(&mesh, &[Replicate, Replicate])?)?.square()?.sum_all()?.backward()?;
         assert!(close(&gradient, &whole.get(&model.tokens.weight.get())?.full_tensor()?));
-        // pending sums are carried out, a local part is its own local part
+        // partial sums are reduced, and a local output stays local
         let sum = DTensor::ones(2, DType::F64, &mesh, [Partial(ReduceOp::Sum), Replicate])?;
         let local = collect_local_shard(&sum)?;
         assert_eq!(local.to_local().to_vec1::<f64>()?, [1.0, 1.0]);
@@ -393,9 +401,9 @@ fn mismatched_plans_are_rejected_without_changes() {
             )
         };
         let before = state();
-        let adapter = LowRankAdapter { rank: 1, scale: 1.0 };
+        let adapter = LowRankAdapter { r: 1, scale: 1.0 };
         let new = ShardingPlan::new;
-        // a good entry stands beside every bad one: it must not be carried out
+        // a valid entry stands beside every invalid one: it must not be applied
         let cases: Vec<(ShardingPlan, &[&str])> = vec![
             (new().param("own.w1.wait", [("tp", Shard(0))]), &["own.w1.wait", "fits no parameter", "`own.w1.weight`"]),
             (new().param("layer.*.mlp.up.weight", [("tp", Shard(0))]), &["pattern", "fits no parameter", "layers."]),
@@ -442,7 +450,7 @@ fn mismatched_plans_are_rejected_without_changes() {
         let beside = new().sharder("layers.1.attention.query", adapter).param("layers.11.**", [("tp", Shard(0))]);
         shard_module(&model, &mesh, &beside)?;
         assert!(model.layers[1].attention.query.hooks.replacement().is_some());
-        // an exact path counts before patterns
+        // an exact path takes precedence over patterns
         let exact = new().param("own.*.weight", [("tp", Shard(0))]).param("own.w2.weight", [("tp", Shard(1))]);
         shard_module(&model, &mesh, &exact)?;
         assert_eq!(model.own.w2.weight.get().placements(), [Replicate, Shard(1)]);
@@ -458,10 +466,17 @@ fn mismatched_plans_are_rejected_without_changes() {
         assert_eq!(shared.w2.weight.get().placements(), [Shard(0), Replicate]);
         // the plan reaches a builder too
         let bad = new().param("weight", [("tp", Shard(3))]);
-        assert!(bad.build(&mesh, |at| Linear::new(at, 4, 4)).err().expect("refused").to_string().contains("S(3)"));
+        assert!(
+            bad.build(&mesh, |builder| Linear::new(builder, 4, 4)).err().expect("refused").to_string().contains("S(3)")
+        );
         let unused = new().param("wait", [("tp", Shard(0))]);
         assert!(
-            unused.build(&mesh, |at| Linear::new(at, 4, 4)).err().expect("refused").to_string().contains("`weight`")
+            unused
+                .build(&mesh, |builder| Linear::new(builder, 4, 4))
+                .err()
+                .expect("refused")
+                .to_string()
+                .contains("`weight`")
         );
         Ok(())
     };
@@ -488,9 +503,9 @@ fn ranks_outside_the_mesh_follow_the_plan_without_taking_part() {
         let mesh = world.mesh([("tp", 2)])?;
         let plan = ShardingPlan::new()
             .param("down.weight", [Shard(1)])
-            .sharder("up", LowRankAdapter { rank: 2, scale: 1.0 })
+            .sharder("up", LowRankAdapter { r: 2, scale: 1.0 })
             .output("", [Replicate]);
-        let mlp = plan.build(&mesh, |at| Mlp::new(at, 5, 7, Activation::Gelu))?;
+        let mlp = plan.build(&mesh, |builder| Mlp::new(builder, 5, 7, Activation::Gelu))?;
         let y = mlp.forward(&DTensor::ones((3, 5), DType::F32, &mesh, [Replicate])?)?;
         y.sum_all()?.backward()?.in_param_layout()?;
         assert_eq!((y.placements(), mlp.down.weight.get().placements()), (&[Replicate][..], &[Shard(1)][..]));
@@ -510,7 +525,7 @@ fn a_plan_places_parameters_and_outputs_by_sharding_specs() {
         };
         let boxes = EnumerableShardingSpec::new([uneven(0, 0, 4)?, uneven(1, 4, 1)?, uneven(2, 5, 2)?])?;
         let plan = ShardingPlan::new().param("bias", rows()?).param("weight", boxes).output("", rows()?);
-        let layer = plan.build(&mesh, |at| Linear::new(at, 5, 7))?;
+        let layer = plan.build(&mesh, |builder| Linear::new(builder, 5, 7))?;
         assert_eq!(layer.weight.get().to_local().dims(), [[4, 5], [1, 5], [2, 5]][world.rank()]);
         assert_eq!(layer.bias.as_ref().unwrap().get().placements(), [Shard(0)]);
         let x = DTensor::ones((6, 5), DType::F32, &mesh, [Replicate])?;

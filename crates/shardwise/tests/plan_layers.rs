@@ -4,12 +4,14 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use shardwise::nn::{
-    Activation, AttentionConfig, BatchNorm, Builder, Conv1d, Conv2d, Dropout, Embedding, EmbeddingBag, GroupNorm,
-    Layer, LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding, SwiGlu,
+    Activation, AttentionConfig, BatchNorm, Builder, Conv1d, Conv1dOptions, Conv2d, Conv2dOptions, Dropout, Embedding,
+    EmbeddingBag, GroupNorm, Layer, LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding,
+    SwiGlu,
 };
-use shardwise::ops::{ConvOptions, EmbeddingBagMode};
+use shardwise::ops::EmbeddingBagMode;
 use shardwise::plan::{
-    DataParallel, FullyShard, Places, ShardingPlan, ShardingPlanner, TableCut, TensorParallel, shard_module,
+    DataParallel, EmbeddingSharding, FullyShard, ShardingPlan, ShardingPlanner, TargetPlacements, TensorParallel,
+    shard_module,
 };
 use shardwise::prelude::*;
 
@@ -30,59 +32,79 @@ struct Case {
     below: Option<usize>,
 }
 
-fn attention(at: &Builder, width: usize, heads: usize, key_heads: usize) -> Result<MultiHeadAttention> {
+fn attention(builder: &Builder, width: usize, heads: usize, key_heads: usize) -> Result<MultiHeadAttention> {
     let rotary = Some(RotaryEmbedding { base: 50.0 });
-    MultiHeadAttention::new(at, AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true })
+    MultiHeadAttention::new(builder, AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true })
 }
 
-/// Every layer, with sizes that four ranks do not share evenly.
+/// Every layer, with sizes that four ranks do not divide evenly.
 const CASES: &[Case] = &[
-    Case { name: "Linear", make: |at| Ok(Arc::new(Linear::new(at, 5, 7)?)), shape: &[3, 5], below: None },
+    Case { name: "Linear", make: |builder| Ok(Arc::new(Linear::new(builder, 5, 7)?)), shape: &[3, 5], below: None },
     Case {
         name: "Linear without bias",
-        make: |at| Ok(Arc::new(Linear::without_bias(at, 5, 3)?)),
+        make: |builder| Ok(Arc::new(Linear::without_bias(builder, 5, 3)?)),
         shape: &[3, 5],
         below: None,
     },
-    Case { name: "Embedding", make: |at| Ok(Arc::new(Embedding::new(at, 7, 5)?)), shape: &[3, 4], below: Some(7) },
     Case {
-        name: "EmbeddingBag",
-        make: |at| Ok(Arc::new(EmbeddingBag::new(at, 7, 5, EmbeddingBagMode::Mean)?)),
+        name: "Embedding",
+        make: |builder| Ok(Arc::new(Embedding::new(builder, 7, 5)?)),
         shape: &[3, 4],
         below: Some(7),
     },
-    Case { name: "LayerNorm", make: |at| Ok(Arc::new(LayerNorm::new(at, 7, 1e-5)?)), shape: &[3, 7], below: None },
-    Case { name: "RmsNorm", make: |at| Ok(Arc::new(RmsNorm::new(at, 7, 1e-5)?)), shape: &[3, 7], below: None },
+    Case {
+        name: "EmbeddingBag",
+        make: |builder| Ok(Arc::new(EmbeddingBag::new(builder, 7, 5, EmbeddingBagMode::Mean)?)),
+        shape: &[3, 4],
+        below: Some(7),
+    },
+    Case {
+        name: "LayerNorm",
+        make: |builder| Ok(Arc::new(LayerNorm::new(builder, 7, 1e-5)?)),
+        shape: &[3, 7],
+        below: None,
+    },
+    Case {
+        name: "RmsNorm",
+        make: |builder| Ok(Arc::new(RmsNorm::new(builder, 7, 1e-5)?)),
+        shape: &[3, 7],
+        below: None,
+    },
     Case {
         name: "GroupNorm",
-        make: |at| Ok(Arc::new(GroupNorm::new(at, 3, 6, 1e-5)?)),
+        make: |builder| Ok(Arc::new(GroupNorm::new(builder, 3, 6, 1e-5)?)),
         shape: &[3, 6, 5],
         below: None,
     },
     Case {
         name: "BatchNorm",
-        make: |at| Ok(Arc::new(BatchNorm::new(at, 5, 0.1, 1e-5)?)),
+        make: |builder| Ok(Arc::new(BatchNorm::new(builder, 5, 0.1, 1e-5)?)),
         shape: &[4, 5, 3],
         below: None,
     },
     Case {
         name: "Conv1d",
-        make: |at| Ok(Arc::new(Conv1d::new(at, 3, 5, 3, ConvOptions { padding: 1, ..ConvOptions::default() })?)),
+        make: |builder| Ok(Arc::new(Conv1d::new(builder, Conv1dOptions::new(3, 5, 3).padding(1))?)),
         shape: &[3, 3, 7],
         below: None,
     },
     Case {
         name: "Conv2d",
-        make: |at| Ok(Arc::new(Conv2d::new(at, 3, 5, 2, ConvOptions::default())?)),
+        make: |builder| Ok(Arc::new(Conv2d::new(builder, Conv2dOptions::new(3, 5, 2))?)),
         shape: &[2, 3, 5, 4],
         below: None,
     },
     Case { name: "Dropout", make: |_| Ok(Arc::new(Dropout::new(0.4)?)), shape: &[3, 7], below: None },
-    Case { name: "Mlp", make: |at| Ok(Arc::new(Mlp::new(at, 5, 7, Activation::Gelu)?)), shape: &[3, 5], below: None },
-    Case { name: "SwiGlu", make: |at| Ok(Arc::new(SwiGlu::new(at, 5, 7)?)), shape: &[3, 5], below: None },
+    Case {
+        name: "Mlp",
+        make: |builder| Ok(Arc::new(Mlp::new(builder, 5, 7, Activation::Gelu)?)),
+        shape: &[3, 5],
+        below: None,
+    },
+    Case { name: "SwiGlu", make: |builder| Ok(Arc::new(SwiGlu::new(builder, 5, 7)?)), shape: &[3, 5], below: None },
     Case {
         name: "MultiHeadAttention",
-        make: |at| Ok(Arc::new(attention(at, 12, 6, 3)?)),
+        make: |builder| Ok(Arc::new(attention(builder, 12, 6, 3)?)),
         shape: &[3, 5, 12],
         below: None,
     },
@@ -120,7 +142,7 @@ fn plans(case: &Case, layer: &dyn Module, mesh: &DeviceMesh) -> Result<Vec<Shard
     if case.name == "Dropout" {
         return Ok(vec![ShardingPlan::new().output("", [("tp", Shard(0))])]);
     }
-    let everything = |places: Places| ShardingPlan::new().param("**", places);
+    let everything = |places: TargetPlacements| ShardingPlan::new().param("**", places);
     Ok(vec![
         everything([("tp", Shard(0))].into()),
         everything([("tp", Shard(-1))].into()).output("", [Replicate, Replicate]),
@@ -129,7 +151,7 @@ fn plans(case: &Case, layer: &dyn Module, mesh: &DeviceMesh) -> Result<Vec<Shard
         DataParallel::new(["dp", "tp"]).plan(layer, mesh)?,
         FullyShard::new(["dp", "tp"]).plan(layer, mesh)?,
         TensorParallel::new("tp").and(FullyShard::new(["dp"]).on_dim(0)).plan(layer, mesh)?,
-        TensorParallel::new("tp").tables(TableCut::Width).plan(layer, mesh)?,
+        TensorParallel::new("tp").embeddings(EmbeddingSharding::EmbeddingDim).plan(layer, mesh)?,
     ])
 }
 

@@ -11,9 +11,12 @@ struct Model {
 }
 
 impl Model {
-    fn new(at: &Builder) -> Result<Self> {
-        let block = |i: usize| Mlp::new(&at.at(&format!("blocks.{i}")), 8, 16, Activation::Relu);
-        Ok(Model { blocks: (0..4).map(block).collect::<Result<_>>()?, head: Linear::new(&at.at("head"), 8, 12)? })
+    fn new(builder: &Builder) -> Result<Self> {
+        let block = |i: usize| Mlp::new(&builder.child(&format!("blocks.{i}")), 8, 16, Activation::Relu);
+        Ok(Model {
+            blocks: (0..4).map(block).collect::<Result<_>>()?,
+            head: Linear::new(&builder.child("head"), 8, 12)?,
+        })
     }
 
     fn placements(&self, path: &str) -> Vec<Placement> {
@@ -41,7 +44,7 @@ fn an_override_that_never_applies_is_an_error() {
     on_two_axes(|mesh| {
         let model = Model::new(&Builder::new(mesh))?;
         let planned = TensorParallel::new("tp").plan(&model, mesh)?;
-        // the planner names every parameter, and exact paths count before patterns
+        // the planner names every parameter, and exact paths take precedence over patterns
         let error = refused(mesh, &planned.clone().param("**.up.weight", [("tp", Replicate)]))?;
         for part in ["`**.up.weight`", "4 parameter(s)", "`blocks.0.up.weight` counts before it", "replace("] {
             assert!(error.contains(part), "{part} missing in {error}");
@@ -69,7 +72,7 @@ fn a_planner_extends_a_plan_of_patterns() {
         let plan = FullyShard::new(["dp"]).on_dim(1).extend(base, &model, mesh)?;
         shard_module(&model, mesh, &plan)?;
         assert_eq!(model.placements("blocks.1.up.weight"), [Shard(1), Shard(0)]);
-        // the same pattern once more has nothing to say
+        // the same pattern a second time never applies
         let error = refused(mesh, &plan.param("**.up.{weight,bias}", [("tp", Replicate)]))?;
         assert!(error.contains("counts for none"), "{error}");
         Ok(())
@@ -89,7 +92,7 @@ fn entries_are_replaced_and_removed() {
         assert_eq!(model.placements("blocks.2.up.weight"), [Replicate, Replicate]);
         assert_eq!(model.placements("blocks.3.up.weight"), [Replicate, Shard(0)]);
         assert_eq!(model.placements("blocks.1.up.bias"), [Replicate, Shard(0)]);
-        // a replacement counts before other patterns, the last before earlier ones, a later exact path before all
+        // precedence: a later exact path, then the last replacement, then earlier ones, then other patterns
         let model = new()?;
         let plan = ShardingPlan::new()
             .param("**.weight", [("tp", Shard(0))])
@@ -120,7 +123,7 @@ fn entries_are_replaced_and_removed() {
             assert_eq!(model.blocks[0].forward(&x)?.placements(), [Shard(0), Replicate]);
             assert_eq!(model.blocks[1].forward(&x)?.placements(), [Shard(0), Shard(1)]);
         }
-        // what is said after a removal counts
+        // entries added after a removal apply
         let model = new()?;
         let plan = ShardingPlan::new().param("**.weight", [("tp", Shard(0))]).remove("head.weight");
         shard_module(&model, mesh, &plan.param("head.weight", [("tp", Shard(1))]))?;
@@ -151,20 +154,20 @@ fn patterns_that_match_nothing_or_do_not_parse_are_errors() {
 fn a_parameter_built_under_another_name_than_its_field_is_an_error() {
     on_two_axes(|mesh| {
         let plan = ShardingPlan::new().param("down.weight", [("tp", Shard(1))]);
-        let typo = |at: &Builder| -> Result<Mlp> {
-            let mut mlp = Mlp::new(at, 8, 16, Activation::Relu)?;
-            mlp.down = Linear::new(&at.at("dwon"), 16, 8)?;
+        let typo = |builder: &Builder| -> Result<Mlp> {
+            let mut mlp = Mlp::new(builder, 8, 16, Activation::Relu)?;
+            mlp.down = Linear::new(&builder.child("dwon"), 16, 8)?;
             Ok(mlp)
         };
         let error = plan.build(mesh, typo).err().expect("refused").to_string();
-        for part in ["`dwon.weight`", "did you mean `down.weight`", "Builder::at"] {
+        for part in ["`dwon.weight`", "did you mean `down.weight`", "Builder::child"] {
             assert!(error.contains(part), "{part} missing in {error}");
         }
-        plan.build(mesh, |at| Mlp::new(at, 8, 16, Activation::Relu))?;
+        plan.build(mesh, |builder| Mlp::new(builder, 8, 16, Activation::Relu))?;
         // below the root, too
-        let at = Builder::new(mesh).at("decoder");
-        at.check(&Mlp::new(&at, 8, 16, Activation::Relu)?)?;
-        assert!(at.check(&Linear::new(&at, 8, 16)?).unwrap_err().to_string().contains("`decoder.up.weight`"));
+        let builder = Builder::new(mesh).child("decoder");
+        builder.check(&Mlp::new(&builder, 8, 16, Activation::Relu)?)?;
+        assert!(builder.check(&Linear::new(&builder, 8, 16)?).unwrap_err().to_string().contains("`decoder.up.weight`"));
         Ok(())
     });
 }

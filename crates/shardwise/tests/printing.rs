@@ -6,8 +6,8 @@ use std::time::Duration;
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
 
-/// Every formatting of everything happens under one lock, as `println!` does; a rank that waited for another inside it would
-/// wait until the deadline.
+/// Every formatting of everything happens under one lock, as `println!` does; a rank that waited for another inside it
+/// would wait until the deadline.
 fn under_a_lock(text: impl FnOnce() -> String) -> String {
     static STDOUT: Mutex<()> = Mutex::new(());
     let _held = STDOUT.lock().unwrap();

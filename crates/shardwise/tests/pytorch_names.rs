@@ -57,7 +57,7 @@ fn exported(source: &str) -> BTreeSet<String> {
     names.filter_map(|path| path.rsplit("::").next()).filter(|name| !name.is_empty()).map(str::to_string).collect()
 }
 
-/// All names in a source by which documentation is found: items, variants of enums, and aliases.
+/// All names by which the documentation of a source file is found: items, enum variants, and `doc(alias)` names.
 fn found_in(source: &str) -> BTreeSet<String> {
     let mut names = exported(source);
     let mut in_enum = false;

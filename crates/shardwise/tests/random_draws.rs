@@ -1,4 +1,5 @@
-//! Random tensors have the same bits in every layout, mesh and world size, and generators of ranks cannot diverge unnoticed.
+//! Random tensors have the same bits in every layout, mesh and world size, and generators of ranks cannot diverge
+//! unnoticed.
 //!
 //! `SHARDWISE_DRAW_CASES` sets the number of random layouts (default 300), `SHARDWISE_SEED` the first seed.
 
@@ -71,7 +72,7 @@ fn check_draw(world: &World, seed: usize) -> Result<()> {
         for dtype in [DType::F32, DType::F64, DType::BF16, DType::I64] {
             let numbers = shape.iter().product::<usize>();
             if matches!(distribution, Distribution::Permutation { .. }) && dtype == DType::BF16 && numbers > 256 {
-                continue; // more than the type can tell apart
+                continue; // more than the type can represent
             }
             mesh.generator().set_state(state);
             alone.generator().set_state(state);

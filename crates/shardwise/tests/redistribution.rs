@@ -1,14 +1,14 @@
 //! Redistribution: every pair of layouts on small meshes, random pairs of meshes, and properties of plans.
 //!
 //! `SHARDWISE_PAIR_STRIDE` takes every n-th pair on the mesh of three axes (default 5; 1 takes all 262,144 per shape),
-//! `SHARDWISE_CROSS_MESH_CASES` sets the number of random redistributions between meshes (default 500), `SHARDWISE_SEED` the
-//! first seed.
+//! `SHARDWISE_CROSS_MESH_CASES` sets the number of random redistributions between meshes (default 500),
+//! `SHARDWISE_SEED` the first seed.
 
 use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
-use shardwise::redistribute::{Plan, explain};
+use shardwise::redistribute::{RedistributePlan, explain};
 use shardwise::tensor::Arange;
 use shardwise_test_suites::{layout_pairs, values};
 
@@ -67,14 +67,15 @@ fn all_pairs_on_three_axes() {
 #[test]
 fn any_layout_on_any_mesh_redistributes_to_any_other() {
     let (cases, first) = (number("SHARDWISE_CROSS_MESH_CASES", 500), number("SHARDWISE_SEED", 0));
-    // The one world of an engine may have any size, so a few cases run on others than the one with the most meshes.
+    // The one world of an engine may have any size, so a few cases run on other sizes than the one with the most meshes.
     for (ranks, cases) in [(6, cases), (4, cases / 10), (1, cases / 10)] {
         let run = move |world: World| layout_pairs::any_layout_on_any_mesh(&world, first, cases);
         ThreadWorld::new(ranks).unwrap().run(run).unwrap();
     }
 }
 
-/// Messages that take no time make small tensors move as large ones do: with the fewest bytes, in as many steps as it takes.
+/// Messages that take no time make small tensors move as large ones do: with the fewest bytes, in as many steps as it
+/// takes.
 #[test]
 fn plans_with_the_fewest_bytes_give_the_same_values() {
     use shardwise::mesh::Link;
@@ -106,7 +107,7 @@ fn adjacent_axes_merge_and_data_shrinks_before_it_moves() {
     let mesh: Mesh = "a=2,b=3".parse().unwrap();
     let layout = |text: &str| Layout::new(&mesh, (12, 6), Placement::parse_list(text).unwrap()).unwrap();
     let steps = |from: &str, to: &str| -> Vec<String> {
-        let plan = Plan::new(&layout(from), &layout(to), 4).unwrap();
+        let plan = RedistributePlan::new(&layout(from), &layout(to), 4).unwrap();
         plan.steps().iter().map(|s| s.to_string().split(" -> ").next().unwrap().to_string()).collect()
     };
     assert_eq!(steps("P(sum),P(sum)", "R,R"), ["all_reduce(sum) over a,b"]);
@@ -163,12 +164,12 @@ fn planning_on_four_axes_is_quick_when_cold() {
         let placements = (0..4).map(|_| kinds[rng.random_range(0..kinds.len())].parse().unwrap());
         Layout::new(&mesh, (16 + n, 24, 8), placements).unwrap()
     };
-    // The best of five rounds, each with layouts of its own: other tests run at the same time.
+    // The best of five rounds, each with different layouts: other tests run at the same time.
     let mut round = |round: usize| {
         let pairs: Vec<(Layout, Layout)> = (0..200).map(|n| 200 * round + n).map(|n| (pick(n), pick(n))).collect();
         let start = std::time::Instant::now();
         for (from, to) in &pairs {
-            Plan::new(from, to, 4).unwrap();
+            RedistributePlan::new(from, to, 4).unwrap();
         }
         start.elapsed() / pairs.len() as u32
     };
@@ -215,7 +216,7 @@ fn invalid_targets_are_rejected_with_the_reason() {
                 "the memory of this machine",
             ),
             (DTensor::zeros((usize::MAX, 2), DType::F64, &mesh, [Replicate, Replicate]).map(drop), "overflow"),
-            (Plan::new(x.layout(), &Layout::replicated(&other, (4, 4))?, 4).map(drop), "one mesh"),
+            (RedistributePlan::new(x.layout(), &Layout::replicated(&other, (4, 4))?, 4).map(drop), "one mesh"),
             (DTensor::randint(3..3, 4, &mesh, [Replicate, Replicate]).map(drop), "low < high"),
             (DTensor::zeros(4, DType::F8E4M3, &mesh, [Replicate, Replicate]).map(drop), "f8e4m3"),
             (x.clone().assign(&[0..2], &x), "one range within each dimension"),
@@ -230,7 +231,7 @@ fn invalid_targets_are_rejected_with_the_reason() {
         let wrong =
             DTensor::from_local_with_shape(&part, &mesh, [Shard(0), Replicate], (4, 4)).unwrap_err().to_string();
         assert!(wrong.contains("[3, 4]") && wrong.contains("[2, 4]"), "{wrong}");
-        // a replicated claim that does not hold, and types that differ: the same error on both ranks, ranks named
+        // replicas that differ, and dtypes that differ: the same error on both ranks, with the ranks
         let uneven = Tensor::zeros((3 + world.rank(), 4), DType::F32, &Device::Cpu)?;
         let wrong = DTensor::from_local(&uneven, &mesh, [Replicate, Replicate]).unwrap_err().to_string();
         assert!(wrong.contains("[4, 4] on rank 1") && wrong.contains("rank 0"), "{wrong}");

@@ -7,11 +7,11 @@
 use std::collections::HashMap;
 
 use shardwise::prelude::*;
-use shardwise::redistribute::{Plan, StepKind};
+use shardwise::redistribute::{RedistributePlan, RedistributeStepKind};
 
 const ELEM: usize = 4;
 
-/// Placements and, per dimension, the axes that cut it in order.
+/// Placements and, per dimension, the axes that shard it, in order.
 type Node = Layout;
 
 fn is_partial(placement: &Placement) -> Option<ReduceOp> {
@@ -36,7 +36,7 @@ fn with(layout: &Layout, placements: Vec<Placement>, cuts: &[Vec<usize>]) -> Lay
     Layout::with_shard_order(mesh, layout.shape(), placements, &order).unwrap()
 }
 
-/// All layouts over some placements per axis, in all orders of cuts.
+/// All layouts over some placements per axis, in all shard orders.
 fn all_layouts(mesh: &Mesh, shape: [usize; 2], kinds: &[&str]) -> Vec<Node> {
     let mut all: Vec<Vec<Placement>> = vec![Vec::new()];
     for _ in 0..mesh.ndim() {
@@ -68,7 +68,7 @@ fn permutations(axes: &[usize]) -> Vec<Vec<usize>> {
     all
 }
 
-/// Elements of its new part that a rank lacks.
+/// Elements of its new shard that a rank lacks.
 fn lacking(before: &Layout, after: &Layout, rank: usize) -> usize {
     let (old, new) = (before.boxes_of(rank), after.boxes_of(rank));
     let both = old.iter().flat_map(|o| new.iter().filter_map(move |n| o.global.intersect(&n.global)));
@@ -131,14 +131,14 @@ fn steps(from: &Layout, ops: &[ReduceOp]) -> Vec<(Layout, usize)> {
 }
 
 /// The bytes that a plan moves, priced here.
-fn moved_by(plan: &Plan) -> usize {
-    let step = |step: &shardwise::redistribute::Step| match &step.kind {
-        StepKind::Relabel | StepKind::Narrow | StepKind::MakePartial => 0,
-        StepKind::AllReduce { axes, .. } => {
+fn moved_by(plan: &RedistributePlan) -> usize {
+    let step = |step: &shardwise::redistribute::RedistributeStep| match &step.kind {
+        RedistributeStepKind::Relabel | RedistributeStepKind::Narrow | RedistributeStepKind::MakePartial => 0,
+        RedistributeStepKind::AllReduce { axes, .. } => {
             let size: usize = axes.iter().map(|&a| step.before.mesh().shape()[a]).product();
             total(&step.before, |rank| held(&step.before, rank)) * 2 * (size - 1) / size
         }
-        StepKind::ReduceScatter { .. } => {
+        RedistributeStepKind::ReduceScatter { .. } => {
             total(&step.before, |rank| held(&step.before, rank) - held(&step.after, rank))
         }
         _ => total(&step.before, |rank| lacking(&step.before, &step.after, rank)),
@@ -146,7 +146,7 @@ fn moved_by(plan: &Plan) -> usize {
     plan.steps().iter().map(step).sum()
 }
 
-/// What a way takes: bytes first, then rounds of messages and calls of collectives.
+/// Cost of a path: bytes first, then rounds of messages and calls of collectives.
 type Price = (usize, usize);
 
 /// Rounds of a collective among all ranks of some axes, and the call.
@@ -164,26 +164,26 @@ fn involved(before: &Layout, after: &Layout) -> Vec<usize> {
     axes
 }
 
-fn latency_of(plan: &Plan) -> usize {
-    let step = |step: &shardwise::redistribute::Step| match &step.kind {
-        StepKind::Relabel | StepKind::Narrow | StepKind::MakePartial => 0,
-        StepKind::AllReduce { axes, .. } => 2 * latency(step.before.mesh(), axes) - 1,
-        StepKind::ReduceScatter { axes, .. }
-        | StepKind::AllGather { axes, .. }
-        | StepKind::ExchangeDims { axes, .. }
-        | StepKind::Exchange { axes } => latency(step.before.mesh(), axes),
+fn latency_of(plan: &RedistributePlan) -> usize {
+    let step = |step: &shardwise::redistribute::RedistributeStep| match &step.kind {
+        RedistributeStepKind::Relabel | RedistributeStepKind::Narrow | RedistributeStepKind::MakePartial => 0,
+        RedistributeStepKind::AllReduce { axes, .. } => 2 * latency(step.before.mesh(), axes) - 1,
+        RedistributeStepKind::ReduceScatter { axes, .. }
+        | RedistributeStepKind::AllGather { axes, .. }
+        | RedistributeStepKind::ExchangeDims { axes, .. }
+        | RedistributeStepKind::ExchangeBoxes { axes } => latency(step.before.mesh(), axes),
     };
     plan.steps().iter().map(step).sum()
 }
 
-/// What was found of a pair whose plan moves more bytes than the best way.
+/// A pair of layouts whose plan moves more bytes than the best path.
 struct Above {
     text: String,
     /// Whether the plan takes fewer rounds and calls instead.
     is_quicker: bool,
 }
 
-/// Compares the plans of all pairs of layouts with the best ways; the number of pairs, and those with more bytes.
+/// Compares the plans of all pairs of layouts with the best paths; returns the pairs that move more bytes.
 fn compare(mesh: &str, shape: [usize; 2], kinds: &[&str]) -> Vec<Above> {
     let mesh: Mesh = mesh.parse().unwrap();
     let nodes = all_layouts(&mesh, shape, kinds);
@@ -208,7 +208,7 @@ fn compare(mesh: &str, shape: [usize; 2], kinds: &[&str]) -> Vec<Above> {
         edges.push(own);
     }
     let plain = |l: &Layout| cuts(l).iter().all(|axes| axes.is_sorted());
-    // Three axes have many orders of cuts: ways go through all of them, sources and targets are of the plain one.
+    // Three axes have many shard orders: paths go through all of them, sources and targets have the default one.
     let looked_at = |layout: &Layout| mesh.ndim() < 3 || plain(layout);
     let (mut above, mut pairs) = (Vec::new(), 0);
     for (start, from) in nodes.iter().enumerate().filter(|(_, from)| looked_at(from)) {
@@ -223,7 +223,7 @@ fn compare(mesh: &str, shape: [usize; 2], kinds: &[&str]) -> Vec<Above> {
             }
         }
         for (end, to) in nodes.iter().enumerate().filter(|(_, to)| looked_at(to)) {
-            let plan = Plan::new(from, to, ELEM).unwrap();
+            let plan = RedistributePlan::new(from, to, ELEM).unwrap();
             let moved = moved_by(&plan);
             pairs += 1;
             assert_eq!(moved, plan.total_bytes(), "the plan says what it moves: {plan}");
@@ -244,7 +244,7 @@ fn regressions_that_moved_too_many_bytes() {
     let mesh: Mesh = "a=2,b=2".parse().unwrap();
     let moved = |n: usize, from: &str, to: &str| {
         let layout = |text: &str| Layout::new(&mesh, (n, n), Placement::parse_list(text).unwrap()).unwrap();
-        Plan::new(&layout(from), &layout(to), ELEM).unwrap().total_bytes() / (n * n * ELEM / 4)
+        RedistributePlan::new(&layout(from), &layout(to), ELEM).unwrap().total_bytes() / (n * n * ELEM / 4)
     };
     // in quarters of the tensor, over all ranks
     for n in [12, 4096] {
@@ -257,7 +257,7 @@ fn regressions_that_moved_too_many_bytes() {
     assert_eq!(moved(4096, "P(sum),R", "P(max),R"), 8); // an all-reduce would be 16
 }
 
-/// Of large tensors all plans are at the minimum; none is listed.
+/// For large tensors all plans move the minimum; there are no exceptions.
 #[test]
 fn no_plan_for_a_large_tensor_moves_more_than_the_minimum() {
     for (mesh, n) in [("a=4", 4096), ("a=2,b=2", 4096), ("a=2,b=3", 6144), ("a=2,b=2,c=2", 4096)] {
@@ -267,7 +267,7 @@ fn no_plan_for_a_large_tensor_moves_more_than_the_minimum() {
     }
 }
 
-/// A mean is made of replicas, because scaling shards would round: the same rule on both sides.
+/// An average is created from replicas, because scaling shards would round: the same rule on both sides.
 #[test]
 fn plans_for_averages_move_the_minimum() {
     let above = compare("a=2,b=2", [4096, 4096], &["R", "S(0)", "S(1)", "P(avg)"]);
@@ -275,7 +275,7 @@ fn plans_for_averages_move_the_minimum() {
     assert!(some.is_empty(), "{} pairs, such as\n{}", above.len(), some.join("\n"));
 }
 
-/// Small tensors: what moves more bytes than it must, saves rounds of messages or calls by it.
+/// Small tensors: a plan that moves more bytes than the minimum saves rounds of messages or calls.
 #[test]
 fn a_plan_for_a_small_tensor_moves_more_only_to_save_messages() {
     for (mesh, n) in [("a=4", 8), ("a=2,b=2", 8), ("a=2,b=3", 12)] {

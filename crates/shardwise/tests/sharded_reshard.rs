@@ -19,7 +19,7 @@ fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
 }
 
-/// A tensor whose elements are all different as far as the type can tell.
+/// A tensor whose elements are all different, as far as the type can represent them.
 fn whole(shape: &[usize], dtype: DType) -> Tensor {
     let count = shape.iter().product::<usize>() as i64;
     Tensor::arange(0i64, count, &Device::Cpu).unwrap().reshape(shape).unwrap().to_dtype(dtype).unwrap()
@@ -38,7 +38,7 @@ fn same(a: &Tensor, b: &Tensor) -> bool {
     a.dims() == b.dims() && a.dtype() == b.dtype() && numbers(a) == numbers(b)
 }
 
-/// A random way to cut a tensor over some ranks, and what kind it is.
+/// A random spec for a tensor over some ranks, and the name of its kind.
 fn spec(rng: &mut StdRng, shape: &[usize], ranks: usize) -> (&'static str, AnyShardingSpec) {
     let any_rank = |rng: &mut StdRng| rng.random_range(0..ranks);
     let chunks = |dim: usize, owners: Vec<usize>| ChunkShardingSpec::over_ranks(dim as isize, owners).unwrap().into();
@@ -147,7 +147,7 @@ fn any_spec_to_any_other_is_exact_and_sends_every_byte_once() {
         let (source, dst) = (rng.random_range(0..ranks), rng.random_range(0..ranks));
         *kinds.entry(kind).or_default() += 1;
         let label = format!("seed {seed}: {shape:?} {dtype:?} on {ranks} ranks, {kind} {from} to {other_kind} {to}");
-        let told = label.clone();
+        let context = label.clone();
         let result = launch(ranks, move |world| {
             let mesh = world.mesh([("all", ranks)])?;
             let table = whole(&shape, dtype);
@@ -157,30 +157,30 @@ fn any_spec_to_any_other_is_exact_and_sends_every_byte_once() {
             let scattered = sent(&mesh);
             let elsewhere: usize = (0..ranks).filter(|&r| r != source).map(|r| x.shard_size(r)).sum();
             let of_source = if world.rank() == source { elsewhere * dtype.size_in_bytes() } else { 0 };
-            assert_eq!(scattered, of_source, "bytes of shard_tensor, {told}");
+            assert_eq!(scattered, of_source, "bytes of shard_tensor, {context}");
             for shard in x.local_shards() {
-                assert!(same(&shard.tensor(), &part(&table, shard.metadata())), "sharded, {told}");
+                assert!(same(&shard.tensor(), &part(&table, shard.metadata())), "sharded, {context}");
             }
             world.trace().clear();
             let y = x.reshard(to.clone())?;
             let moved = Tensor::new(&[sent(&mesh) as i64], &Device::Cpu)?;
             let total = world.all_reduce(&moved, ReduceOp::Sum)?.to_vec1::<i64>()?[0] as usize;
-            assert_eq!(total, lacking(&x, &y) * dtype.size_in_bytes(), "bytes of reshard, {told}");
+            assert_eq!(total, lacking(&x, &y) * dtype.size_in_bytes(), "bytes of reshard, {context}");
             for shard in y.local_shards() {
-                assert!(same(&shard.tensor(), &part(&table, shard.metadata())), "resharded, {told}");
+                assert!(same(&shard.tensor(), &part(&table, shard.metadata())), "resharded, {context}");
             }
             assert_eq!(y.metadata().shards, to.build_metadata(&shape, dtype)?.shards);
             for (tensor, name) in [(&x, "before"), (&y, "after")] {
                 match tensor.gather(dst)? {
-                    Some(all) => assert!(world.rank() == dst && same(&all, &table), "gathered {name}, {told}"),
+                    Some(all) => assert!(world.rank() == dst && same(&all, &table), "gathered {name}, {context}"),
                     None => assert_ne!(world.rank(), dst),
                 }
             }
-            assert!(same(&x.full_tensor()?, &table) && x.equal(&y)?, "equal, {told}");
-            // as a distributed tensor, on the own mesh and on another of fewer ranks, and back
-            assert!(same(&y.to_dtensor()?.to_mesh(&mesh, [Replicate])?.full_tensor()?, &table), "dtensor, {told}");
+            assert!(same(&x.full_tensor()?, &table) && x.equal(&y)?, "equal, {context}");
+            // to a distributed tensor on the same mesh and on one of fewer ranks, and back
+            assert!(same(&y.to_dtensor()?.to_mesh(&mesh, [Replicate])?.full_tensor()?, &table), "dtensor, {context}");
             let back = ShardedTensor::from_dtensor(&y.to_dtensor_on(&mesh, [Shard(-1)])?)?;
-            assert!(back.equal(&x)?, "back, {told}");
+            assert!(back.equal(&x)?, "back, {context}");
             Ok(())
         });
         assert!(result.is_ok(), "{label}: {}", result.unwrap_err());
@@ -195,7 +195,7 @@ fn shards_that_stay_keep_their_memory_and_nothing_is_sent() {
         let mesh = world.mesh([("all", 3)])?;
         let x = ShardedTensor::rand(ChunkShardingSpec::over_ranks(0, [0, 1, 2])?, (9, 4), DType::F32, &mesh)?;
         world.trace().clear();
-        // the same rows one by one: every rank has what it needs
+        // the same rows as listed shards: every rank holds what it needs
         let row = |i: usize| ShardMetadata::new([i, 0], [1, 4], Some(RemoteDevice::cpu_of(i / 3)));
         let rows = EnumerableShardingSpec::new((0..9).map(row).collect::<Result<Vec<_>>>()?)?;
         let y = x.reshard(rows)?;
@@ -223,7 +223,7 @@ fn a_spec_becomes_a_layout_and_back_whenever_it_is_regular() {
             continue;
         };
         regular += 1;
-        // the layout gives every rank just the boxes of the spec
+        // the layout gives every rank exactly the boxes of the spec
         let boxes = |rank: usize| layout.boxes_of(rank).into_iter().map(|b: OwnedBox| b.global).collect::<Vec<_>>();
         for rank in 0..4 {
             let held: Vec<TensorBox> =

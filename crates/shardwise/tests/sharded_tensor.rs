@@ -1,5 +1,5 @@
-//! The public API of `ShardedTensor`: construction, reading, remote shards, states across worlds, operators, embeddings; and
-//! errors that are the same on every rank.
+//! The public API of `ShardedTensor`: construction, reading, remote shards, states across worlds, operators,
+//! embeddings; and errors that are the same on every rank.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -62,7 +62,7 @@ fn random_tensors_of_a_spec_equal_those_of_any_other_layout() {
             assert_eq!(full(&ones.full_like(-4.0)?)?, [-4.0; 12]);
             assert_eq!(ones.sharding_spec(), ones.zeros_like()?.sharding_spec());
             make(5);
-            let whole = Init::KaimingUniform(2.0).make(&[6, 2], DType::F64, &mesh, [Shard(1)])?.full_tensor()?;
+            let whole = Init::KaimingUniform(2.0).create(&[6, 2], DType::F64, &mesh, [Shard(1)])?.full_tensor()?;
             make(5);
             let mut weight = ShardedTensor::empty(spec.clone(), (6, 2), DType::F64, &mesh)?;
             let before = weight.clone();
@@ -149,7 +149,7 @@ fn init_from_local_shards_takes_the_shards_of_each_rank() {
             assert_eq!(v.local_shards().iter().map(offsets).collect::<Vec<_>>(), [[2, 0], [1, 3]][rank]);
             assert!(v.local_shards().iter().all(|s| numbers(&s.tensor())[0] == 4.0 * offsets(s) as f64));
         }
-        // chunks in any order are found to be chunks
+        // chunks in any order are recognized as chunks
         let own = TensorShard::from_tensor_and_offsets(&mine, [3 - rank, 0], rank)?;
         let w = ShardedTensor::init_from_local_shards(&[own], (4, 4), &mesh)?;
         assert_eq!(w.sharding_spec(), &rows.into());
@@ -170,7 +170,7 @@ fn a_remote_shard_is_fetched_while_its_owner_is_busy() {
             (0..3).filter(|&r| r != world.rank()).collect::<Vec<_>>()
         );
         assert!(world.rank() == 1 || remote[&1].is_empty());
-        // the owner changes its tensor afterwards: handles read what was there
+        // the owner overwrites its tensor afterwards: handles read the exposed elements
         x.fill(-1.0)?;
         if world.rank() == 1 {
             world.trace().clear();
@@ -223,7 +223,7 @@ fn a_state_stored_by_one_world_loads_into_another() {
         })
         .unwrap();
     }
-    // in the world that stored it, it lies as before
+    // in the world that stored it, it has the same spec as before
     launch(3, move |world| {
         let mesh = world.mesh([("all", 3)])?;
         let x = ShardedTensor::load_with_process_group(&mesh, &all[world.rank()..=world.rank()], None)?;
@@ -301,7 +301,7 @@ fn embeddings_of_tables_sharded_by_rows_by_columns_and_irregularly() {
             assert_eq!(rows(sharded.embedding(&placed)?)?, [10.0, 11.0, 0.0, 1.0, 6.0, 7.0, 6.0, 7.0], "{spec}");
             let bags = sharded.embedding_bag(&placed, None, EmbeddingBagMode::Sum)?;
             assert_eq!(rows(bags)?, [10.0, 12.0, 12.0, 14.0], "{spec}");
-            // ids of every rank's own, none on one of them
+            // every rank has its own ids, one of them none
             let own = [vec![5i64, 1, 2], vec![], vec![0]][world.rank()].clone();
             let expected: Vec<f64> = own.iter().flat_map(|&i| [2.0 * i as f64, 2.0 * i as f64 + 1.0]).collect();
             let count = own.len();
@@ -361,7 +361,7 @@ fn ranks_outside_the_mesh_hold_nothing_and_a_dry_run_knows_the_shapes() {
 
 #[test]
 fn invalid_local_shards_are_the_same_error_on_all_ranks() {
-    /// What rank 0 and rank 1 bring for a tensor of size `size` and what the error says.
+    /// The local shards of rank 0 and rank 1 for a tensor of size `size`, and what the error contains.
     struct Bad(&'static str, [Vec<(usize, usize, DType)>; 2], [usize; 2], &'static [&'static str]);
     let f = DType::F32;
     let cases = [
@@ -420,7 +420,7 @@ fn ranks_with_different_arguments_get_one_error_that_names_both() {
         x.gather(world.rank() % 2).map(drop)
     });
     assert!(gathered.contains("destination of gather") && gathered.contains("1 on rank 1"), "{gathered}");
-    // made without communication, found when it is first needed
+    // created without communication: the difference is detected at the first collective
     let drifted = same_error_on_all_ranks(3, move |world| {
         ShardedTensor::zeros(spec(world.rank()), 4, DType::F32, &world.mesh([3])?)?.full_tensor().map(drop)
     });

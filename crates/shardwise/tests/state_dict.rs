@@ -1,5 +1,4 @@
-//! Which names a state dict must have when it is loaded, state dicts as maps, optimizers over modules, and identities of
-//! sharded tensors.
+//! State dicts: strict and non-strict names, states as maps, optimizers over modules, identity of sharded tensors.
 
 use serde::{Deserialize, Serialize};
 use shardwise::checkpoint::{self, ModelPart, Series, State, Value, named};
@@ -19,12 +18,15 @@ struct Pair {
 
 impl Pair {
     fn new(mesh: &DeviceMesh) -> Result<Self> {
-        let at = Builder::new(mesh).placed(|_, _| vec![Shard(0)]);
-        Ok(Pair { first: Linear::new(&at.at("first"), 3, 4)?, second: Linear::new(&at.at("second"), 4, 2)? })
+        let builder = Builder::new(mesh).placed(|_, _| vec![Shard(0)]);
+        Ok(Pair {
+            first: Linear::new(&builder.child("first"), 3, 4)?,
+            second: Linear::new(&builder.child("second"), 4, 2)?,
+        })
     }
 }
 
-/// Another pair of which one layer has another name and one has no bias.
+/// A pair in which one layer has another name and one has no bias.
 #[derive(Module)]
 struct Renamed {
     first: Linear,
@@ -33,8 +35,11 @@ struct Renamed {
 
 impl Renamed {
     fn new(mesh: &DeviceMesh) -> Result<Self> {
-        let at = Builder::new(mesh);
-        Ok(Renamed { first: Linear::without_bias(&at.at("first"), 3, 4)?, last: Linear::new(&at.at("last"), 4, 2)? })
+        let builder = Builder::new(mesh);
+        Ok(Renamed {
+            first: Linear::without_bias(&builder.child("first"), 3, 4)?,
+            last: Linear::new(&builder.child("last"), 4, 2)?,
+        })
     }
 }
 
@@ -47,14 +52,14 @@ fn numbers(tensor: &DTensor) -> Result<Vec<f32>> {
 }
 
 #[test]
-fn options_control_how_names_of_a_state_dict_are_matched() {
+fn load_state_dict_follows_the_options() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let (source, target) = (Renamed::new(&mesh)?, Pair::new(&mesh)?);
         let state = source.state_dict_with(&options(true, false, "module."));
         assert!(state.keys().eq(["module.first.weight", "module.last.bias", "module.last.weight"]));
         let before = numbers(&target.second.weight.get())?;
-        // both kinds in one error, and nothing has changed
+        // missing and unexpected names in one error, and nothing has changed
         for partial in [false, true] {
             let error =
                 target.load_state_dict_with(&state, &options(true, partial, "module.")).unwrap_err().to_string();
@@ -66,21 +71,21 @@ fn options_control_how_names_of_a_state_dict_are_matched() {
             assert_ne!(numbers(&target.first.weight.get())?, numbers(&source.first.weight.get())?);
         }
         let loaded = target.load_state_dict_with(&state, &options(false, false, "module."))?;
-        assert_eq!(loaded.missing, ["first.bias", "second.bias", "second.weight"]);
-        assert_eq!(loaded.unexpected, ["last.bias", "last.weight"]);
+        assert_eq!(loaded.missing_keys, ["first.bias", "second.bias", "second.weight"]);
+        assert_eq!(loaded.unexpected_keys, ["last.bias", "last.weight"]);
         assert_eq!(numbers(&target.first.weight.get())?, numbers(&source.first.weight.get())?);
         assert_eq!(target.first.weight.get().placements(), [Shard(0)]);
         assert_eq!(numbers(&target.second.weight.get())?, before);
-        // a part of the names, all of them known
+        // a subset of the names
         let part: BTreeMap<String, DTensor> =
             [("first.bias".to_string(), target.first.bias.as_ref().unwrap().get().zeros_like()?)].into();
         let loaded = target.load_state_dict_with(&part, &options(true, true, ""))?;
-        assert_eq!((loaded.missing.len(), loaded.unexpected.len()), (3, 0));
+        assert_eq!((loaded.missing_keys.len(), loaded.unexpected_keys.len()), (3, 0));
         assert_eq!(numbers(&target.first.bias.as_ref().unwrap().get())?, [0.0; 4]);
         assert!(target.load_state_dict_with(&part, &options(true, false, "")).is_err());
-        // names with another prefix belong to others; a wrong shape is an error whatever the options
+        // names with another prefix are ignored; a wrong shape is an error whatever the options
         let loaded = target.load_state_dict_with(&part, &options(false, false, "teacher."))?;
-        assert_eq!((loaded.missing.len(), loaded.unexpected.len()), (4, 0));
+        assert_eq!((loaded.missing_keys.len(), loaded.unexpected_keys.len()), (4, 0));
         let wrong: BTreeMap<String, DTensor> =
             [("first.bias".to_string(), source.last.bias.as_ref().unwrap().get())].into();
         let error = target.load_state_dict_with(&wrong, &options(false, true, "")).unwrap_err().to_string();
@@ -91,7 +96,7 @@ fn options_control_how_names_of_a_state_dict_are_matched() {
 }
 
 #[test]
-fn options_control_how_names_of_a_checkpoint_are_matched() {
+fn load_into_follows_the_options_on_any_number_of_ranks() {
     let scratch = Scratch::new("model-part");
     let path = scratch.0.join("state");
     let place = path.clone();
@@ -112,14 +117,14 @@ fn options_control_how_names_of_a_checkpoint_are_matched() {
             let before = numbers(&target.second.weight.get())?;
             let mut part = ModelPart::new(&target, options(false, false, "module."));
             checkpoint::load_into(&world, &place, (&mut part, &mesh))?;
-            assert_eq!(part.loaded().missing, ["first.bias", "second.bias", "second.weight"]);
-            assert_eq!(part.loaded().unexpected, ["last.bias", "last.weight"]);
+            assert_eq!(part.loaded().missing_keys, ["first.bias", "second.bias", "second.weight"]);
+            assert_eq!(part.loaded().unexpected_keys, ["last.bias", "last.weight"]);
             assert_eq!(numbers(&target.first.weight.get())?, expected);
             assert_eq!(numbers(&target.second.weight.get())?, before);
             Ok(())
         };
         launch(ranks, run).unwrap();
-        // a strict load is refused on all ranks alike, and changes nothing
+        // a strict load fails on all ranks and changes nothing
         let place = path.clone();
         let text = same_error_on_all_ranks(ranks, move |world| {
             let mesh = world.mesh([("dp", ranks)])?;
@@ -144,7 +149,7 @@ fn options_control_how_names_of_a_checkpoint_are_matched() {
 }
 
 #[test]
-fn state_dicts_are_maps() {
+fn states_convert_from_and_to_maps() {
     let mut state: State = [("step", 7), ("epoch", 2)].into_iter().collect();
     state.extend([("names", State::list(["a", "b"])), ("step", State::from(8))]);
     let entries: Vec<(String, State)> = state.clone().into_iter().collect();
@@ -162,7 +167,7 @@ fn state_dicts_are_maps() {
 }
 
 #[test]
-fn a_run_resumes_with_one_call_including_custom_state() {
+fn resume_restores_model_optimizer_data_and_custom_parts() {
     let scratch = Scratch::new("resume-call");
     let path = scratch.0.join("run");
     let run = move |world: World| {
@@ -183,7 +188,7 @@ fn a_run_resumes_with_one_call_including_custom_state() {
     launch(2, run).unwrap();
 }
 
-/// An optimizer of a program.
+/// A custom optimizer.
 #[derive(Debug, Serialize, Deserialize)]
 struct Constant;
 
@@ -202,7 +207,7 @@ impl Optimizer for Constant {
 }
 
 #[test]
-fn every_optimizer_takes_a_module() {
+fn every_optimizer_can_be_built_over_a_module() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let layer = || Linear::without_bias(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]), 3, 4);

@@ -10,7 +10,7 @@ use shardwise::prelude::*;
 use shardwise::train::Trainer;
 use shardwise_test_suites::errors::same_error_on_all_ranks;
 
-/// A regression with dropout, which training and evaluation tell apart.
+/// A regression with dropout, which training and evaluation treat differently.
 #[derive(Module)]
 struct Regression {
     layer: Linear,
@@ -20,8 +20,8 @@ struct Regression {
 impl Regression {
     fn new(mesh: &DeviceMesh, dropout: f64) -> Result<Self> {
         mesh.manual_seed(2);
-        let at = Builder::new(mesh).dtype(DType::F64).placed(|_, _| vec![Shard(0)]);
-        Ok(Regression { layer: Linear::new(&at.at("layer"), 3, 2)?, dropout: Dropout::new(dropout)? })
+        let builder = Builder::new(mesh).dtype(DType::F64).placed(|_, _| vec![Shard(0)]);
+        Ok(Regression { layer: Linear::new(&builder.child("layer"), 3, 2)?, dropout: Dropout::new(dropout)? })
     }
 }
 
@@ -92,7 +92,7 @@ fn gradients_are_clipped_to_a_norm() {
         assert!(step.grad_norm.is_some_and(|norm| norm > 0.5), "{step:?}");
         let after = [numbers(&clipped)?, clipped.model.layer.bias.as_ref().unwrap().get().full_tensor()?.to_vec1()?];
         let moved = before.concat().iter().zip(after.concat()).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
-        // as far as the learning rate takes a gradient of norm 0.5; what is added to the divisor is 1e-6
+        // the step of a gradient with norm 0.5; clip_grad_norm adds 1e-6 to the divisor
         assert!((moved - 0.05 * 0.5).abs() < 1e-7, "{moved}");
         Ok(())
     };

@@ -3,10 +3,10 @@
 
 use candle_core::Tensor;
 use shardwise::nn::{
-    Activation, AttentionConfig, BatchNorm, Builder, Conv2d, Dropout, Embedding, EmbeddingBag, Forward, GroupNorm,
-    LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding, SwiGlu, init::Init,
+    Activation, AttentionConfig, BatchNorm, Builder, Conv2d, Conv2dOptions, Dropout, Embedding, EmbeddingBag, Forward,
+    GroupNorm, LayerNorm, Linear, Mlp, Module, MultiHeadAttention, RmsNorm, RotaryEmbedding, SwiGlu, init::Init,
 };
-use shardwise::ops::{ConvOptions, EmbeddingBagMode, LossOptions};
+use shardwise::ops::{EmbeddingBagMode, LossOptions};
 use shardwise::prelude::*;
 use shardwise::{DryWorld, checkpoint_activations, local_map, no_grad};
 
@@ -58,7 +58,8 @@ fn fully_sharded_weights_are_gathered_twice_and_their_gradient_is_reduce_scatter
         assert_eq!(collectives(&world), ["all_gather"]);
         world.trace().clear();
         let gradients = loss.backward()?;
-        // once more for the gradient of the input, because what is kept is the shard; and no rank keeps the gradient whole
+        // gathered once more for the gradient of the input, because only the shard is saved; no rank keeps the full
+        // gradient
         assert_eq!(collectives(&world), ["all_gather", "reduce_scatter"]);
         world.trace().clear();
         let gradients = gradients.in_param_layout()?;
@@ -100,7 +101,7 @@ fn a_tensor_parallel_mlp_reduces_once_forward_and_once_backward() {
 fn sharded_step(world: &World, ranks: usize, width: usize) -> Result<usize> {
     let mesh = world.mesh([("dp", ranks)])?;
     let built = Builder::new(&mesh).placed(|_, _| vec![Shard(0)]);
-    let layers = (0..12).map(|i| Linear::without_bias(&built.at(&i.to_string()), width, width));
+    let layers = (0..12).map(|i| Linear::without_bias(&built.child(&i.to_string()), width, width));
     let layers = layers.collect::<Result<Vec<_>>>()?;
     let x = DTensor::zeros((ranks, width), DType::F32, &mesh, [Shard(0)])?;
     world.memory().reset_peak();
@@ -198,7 +199,7 @@ fn gradients_flow_through_redistribution_meshes_and_dtypes() {
         let gradient = gradients.get(&x)?;
         assert_eq!((gradient.dtype(), gradient.device_mesh() == &mesh), (DType::F64, true));
         assert!(close(&gradient.full_tensor()?, &(x.full_tensor()? * 2.0)?, 1e-6));
-        // what is not a leaf, or not used, has no gradient, and the error says so
+        // tensors that are no leaves or unused have no gradient: an error
         let unused = x.detach().requires_grad();
         assert!(gradients.get(&unused).unwrap_err().to_string().contains("depends on"));
         assert!(x.detach().sum_all()?.backward().unwrap_err().to_string().contains("requires_grad"));
@@ -227,7 +228,7 @@ struct Everything {
 }
 
 impl Everything {
-    fn new(at: &Builder) -> Result<Self> {
+    fn new(builder: &Builder) -> Result<Self> {
         let attention = AttentionConfig {
             width: 8,
             heads: 4,
@@ -237,18 +238,21 @@ impl Everything {
             bias: true,
         };
         Ok(Everything {
-            embedding: Embedding::new(&at.at("embedding"), 11, 8)?,
-            bags: EmbeddingBag::new(&at.at("bags"), 11, 8, EmbeddingBagMode::Mean)?,
-            attention: MultiHeadAttention::new(&at.at("attention"), attention)?,
-            norm: LayerNorm::new(&at.at("norm"), 8, 1e-5)?,
-            mlp: Mlp::new(&at.at("mlp"), 8, 16, Activation::GeluTanh)?,
-            gated: SwiGlu::new(&at.at("gated"), 8, 12)?,
-            rms: RmsNorm::new(&at.at("rms"), 8, 1e-6)?,
-            conv: Conv2d::new(&at.at("conv"), 1, 4, 3, ConvOptions { padding: 1, ..ConvOptions::default() })?,
-            groups: GroupNorm::new(&at.at("groups"), 2, 4, 1e-5)?,
-            batch: BatchNorm::new(&at.at("batch"), 4, 0.1, 1e-5)?,
+            embedding: Embedding::new(&builder.child("embedding"), 11, 8)?,
+            bags: EmbeddingBag::new(&builder.child("bags"), 11, 8, EmbeddingBagMode::Mean)?,
+            attention: MultiHeadAttention::new(&builder.child("attention"), attention)?,
+            norm: LayerNorm::new(&builder.child("norm"), 8, 1e-5)?,
+            mlp: Mlp::new(&builder.child("mlp"), 8, 16, Activation::GeluTanh)?,
+            gated: SwiGlu::new(&builder.child("gated"), 8, 12)?,
+            rms: RmsNorm::new(&builder.child("rms"), 8, 1e-6)?,
+            conv: Conv2d::new(&builder.child("conv"), Conv2dOptions::new(1, 4, 3).padding(1))?,
+            groups: GroupNorm::new(&builder.child("groups"), 2, 4, 1e-5)?,
+            batch: BatchNorm::new(&builder.child("batch"), 4, 0.1, 1e-5)?,
             dropout: Dropout::new(0.2)?,
-            heads: vec![Linear::new(&at.at("heads.0"), 8, 11)?, Linear::without_bias(&at.at("heads.1"), 8, 11)?],
+            heads: vec![
+                Linear::new(&builder.child("heads.0"), 8, 11)?,
+                Linear::without_bias(&builder.child("heads.1"), 8, 11)?,
+            ],
             width: 8,
         })
     }
@@ -344,12 +348,12 @@ fn initializers_do_not_depend_on_the_layout_and_have_the_documented_variance() {
             (Init::XavierUniform(1.0), 2.0 * variance(110.0)),
             (Init::LINEAR, variance(150.0)),
             (Init::Normal(0.0, 0.5), 0.25),
-            // the variance of a standard normal distribution cut off at two
+            // the variance of a standard normal distribution truncated at two
             (Init::TruncNormal(1.0), 0.774),
         ] {
             let make = |placements: Placement| {
                 mesh.manual_seed(5);
-                init.make(&shape, DType::F64, &mesh, [placements])
+                init.create(&shape, DType::F64, &mesh, [placements])
             };
             let (whole, sharded) = (make(Replicate)?, make(Shard(0))?);
             assert!(whole.equal(&sharded)?, "{init:?}");
@@ -442,7 +446,7 @@ fn a_model_built_on_another_thread_has_all_its_gradients() {
 fn extreme_dtypes_and_indices_give_correct_results() {
     let run = |world: World| {
         let mesh = world.mesh([("a", 2)])?;
-        // class 0 of an unsigned target is a class like others
+        // class 0 of an unsigned target is an ordinary class
         let logits = DTensor::from_fn(((4, 3), DType::F64), &mesh, [Shard(0)], |i| (i[0] * i[1]) as f64)?;
         let loss = |dtype: DType| -> Result<f64> {
             let target = DTensor::from_fn((4, dtype), &mesh, [Shard(0)], |i| (i[0] % 2) as f64)?;

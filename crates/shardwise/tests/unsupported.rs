@@ -39,7 +39,7 @@ fn element_types_without_kernels_are_rejected_everywhere() {
         assert!(DTensor::from_local(&eight, &mesh, [Shard(0)]).is_err());
         let plain = eight.to_dtype(DType::F32)?;
         assert_eq!(DTensor::from_local(&plain, &mesh, [Shard(0)])?.sum_all()?.item::<f32>()?, 8.0);
-        // Generators did not move while types were refused.
+        // Rejected calls did not advance the generator.
         world.agree("draws", &[mesh.generator().state().offset])
     });
     let dry = DryWorld::new(2).unwrap().run(|world| {

@@ -11,15 +11,17 @@ use shardwise::Mesh;
 use shardwise::checkpoint::{self, Series, State};
 use shardwise::data::{Batches, Dataset};
 use shardwise::error::ErrorKind;
+use shardwise::mesh::Network;
 use shardwise::models::{
-    Model, ModelSpec, Names, Spread, Weights, batch_placements, build, estimate_step, export, export_hf, import,
-    search_plan,
+    DataParallelMode, Model, ModelSpec, ParallelismConfig, StepOptions, WeightNames, batch_placements, build,
+    estimate_step, export, export_hf, import, search_plan,
 };
 use shardwise::nn::init::Init;
 use shardwise::nn::{
-    AttentionConfig, Conv1d, Embedding, ForwardAll, Hooks, LayerNorm, Linear, MultiHeadAttention, PlanHints,
+    AttentionConfig, Conv1d, Conv1dOptions, Embedding, ForwardAll, Hooks, LayerNorm, Linear, MultiHeadAttention,
+    PlanHints,
 };
-use shardwise::ops::{ConvOptions, LossOptions};
+use shardwise::ops::LossOptions;
 use shardwise::optim::Schedule;
 use shardwise::plan::{FullyShard, ShardingPlan, ShardingPlanner, TensorParallel, shard_module};
 use shardwise::prelude::*;
@@ -49,12 +51,12 @@ struct Mixer {
 }
 
 impl Mixer {
-    fn new(at: &Builder, config: &TwoTowerConfig) -> Result<Self> {
+    fn new(builder: &Builder, config: &TwoTowerConfig) -> Result<Self> {
         Ok(Mixer {
-            norm: LayerNorm::new(&at.at("norm"), config.width, 1e-5)?,
-            widen: Linear::new(&at.at("widen"), config.width, config.hidden)?,
-            narrow: Linear::new(&at.at("narrow"), config.hidden, config.width)?,
-            hooks: at.hooks(),
+            norm: LayerNorm::new(&builder.child("norm"), config.width, 1e-5)?,
+            widen: Linear::new(&builder.child("widen"), config.width, config.hidden)?,
+            narrow: Linear::new(&builder.child("narrow"), config.hidden, config.width)?,
+            hooks: builder.hooks(),
             hints: PlanHints::new().column("widen").row("narrow"),
         })
     }
@@ -78,17 +80,17 @@ struct Tower {
 }
 
 impl Tower {
-    fn new(at: &Builder, config: &TwoTowerConfig, tokens: Embedding) -> Result<Self> {
+    fn new(builder: &Builder, config: &TwoTowerConfig, tokens: Embedding) -> Result<Self> {
         let TwoTowerConfig { width, heads, .. } = *config;
         let attention = AttentionConfig { width, heads, key_heads: heads, causal: false, rotary: None, bias: false };
-        let same_length = ConvOptions { padding: 1, ..ConvOptions::default() };
-        let mixers = (0..2).map(|i| Mixer::new(&at.at(&format!("mixers.{i}")), config));
+        let same_length = Conv1dOptions::new(width, width, 3).padding(1);
+        let mixers = (0..2).map(|i| Mixer::new(&builder.child(&format!("mixers.{i}")), config));
         Ok(Tower {
             tokens,
-            neighbours: Conv1d::new(&at.at("neighbours"), width, width, 3, same_length)?,
-            attention: MultiHeadAttention::new(&at.at("attention"), attention)?,
+            neighbours: Conv1d::new(&builder.child("neighbours"), same_length)?,
+            attention: MultiHeadAttention::new(&builder.child("attention"), attention)?,
             mixers: mixers.collect::<Result<_>>()?,
-            hooks: at.hooks(),
+            hooks: builder.hooks(),
             hints: PlanHints::new().batch_input("attention"),
         })
     }
@@ -131,8 +133,9 @@ impl Model for TwoTowers {
         scores.cross_entropy(&own, LossOptions::default())
     }
 
-    fn names(&self) -> Names {
-        let mut names = Names::new().add("embeddings.weight", "queries.tokens.weight").add("logit_scale", "sharpness");
+    fn weight_names(&self) -> WeightNames {
+        let mut names =
+            WeightNames::new().add("embeddings.weight", "queries.tokens.weight").add("logit_scale", "sharpness");
         for (theirs, ours) in [("query_encoder", "queries"), ("document_encoder", "documents")] {
             let name = |end: &str| format!("{theirs}.{end}");
             let path = |end: &str| format!("{ours}.{end}");
@@ -168,15 +171,15 @@ impl ModelSpec for TwoTowerConfig {
         }
     }
 
-    fn build(&self, at: &Builder) -> Result<TwoTowers> {
-        let tower = |name: &str, tokens: Embedding| Tower::new(&at.at(name), self, tokens);
-        let tokens = Embedding::new(&at.at("queries.tokens"), self.vocabulary, self.width)?;
-        let shared = Embedding { weight: tokens.weight.clone(), hooks: at.at("documents.tokens").hooks() };
+    fn build(&self, builder: &Builder) -> Result<TwoTowers> {
+        let tower = |name: &str, tokens: Embedding| Tower::new(&builder.child(name), self, tokens);
+        let tokens = Embedding::new(&builder.child("queries.tokens"), self.vocabulary, self.width)?;
+        let shared = Embedding { weight: tokens.weight.clone(), hooks: builder.child("documents.tokens").hooks() };
         Ok(TwoTowers {
             queries: tower("queries", tokens)?,
             documents: tower("documents", shared)?,
-            sharpness: at.param("sharpness", &[1], Init::Constant(0.5))?,
-            hooks: at.hooks(),
+            sharpness: builder.param("sharpness", &[1], Init::Constant(0.5))?,
+            hooks: builder.hooks(),
         })
     }
 
@@ -209,12 +212,12 @@ impl Dataset for Pairs {
 
 const BATCH: usize = 6;
 
-fn sharded() -> Spread {
-    Spread { weights: Weights::Sharded, tensor_parallel: false, sequence_parallel: false }
+fn sharded() -> ParallelismConfig {
+    ParallelismConfig { data_parallel: DataParallelMode::FullyShard, tensor_parallel: false, sequence_parallel: false }
 }
 
-fn tensor_parallel() -> Spread {
-    Spread { weights: Weights::Replicated, tensor_parallel: true, sequence_parallel: false }
+fn tensor_parallel() -> ParallelismConfig {
+    ParallelismConfig { data_parallel: DataParallelMode::Replicate, tensor_parallel: true, sequence_parallel: false }
 }
 
 /// Trains on from the newest checkpoint of a series up to a step, and saves there. Returns losses by step.
@@ -305,15 +308,19 @@ fn hints_that_name_no_layer_are_an_error_on_all_ranks() {
     assert!(message.contains("width 13 for 3 heads"), "{message}");
 }
 
+fn on_threads() -> StepOptions {
+    StepOptions::new(BATCH, Network::THREADS)
+}
+
 #[test]
 fn a_search_and_estimates_run_the_step_without_data() {
     let mesh = Mesh::new([("dp", 2)]).unwrap();
-    let replicated = Spread { weights: Weights::Replicated, ..sharded() };
-    for (mesh, spread) in
+    let replicated = ParallelismConfig { data_parallel: DataParallelMode::Replicate, ..sharded() };
+    for (mesh, parallelism) in
         [(&mesh, replicated), (&mesh, sharded()), (&Mesh::new([("tp", 3)]).unwrap(), tensor_parallel())]
     {
-        let plan = spread.plan(&CONFIG, mesh).unwrap();
-        let estimate = estimate_step(&CONFIG, &plan, mesh, BATCH).unwrap();
+        let plan = parallelism.plan(&CONFIG, mesh).unwrap();
+        let estimate = estimate_step(&CONFIG, &plan, mesh, &on_threads()).unwrap();
         let executed = |world: World| {
             let mesh = world.device_mesh(mesh.clone())?;
             world.trace().clear();
@@ -322,15 +329,19 @@ fn a_search_and_estimates_run_the_step_without_data() {
             Ok(world.trace().records().len())
         };
         // what the dry run predicts is what ranks do
-        assert_eq!(estimate.collectives, shardwise::launch_scoped(mesh.size(), executed).unwrap(), "{mesh} {spread:?}");
+        assert_eq!(
+            estimate.collectives,
+            shardwise::launch_scoped(mesh.size(), executed).unwrap(),
+            "{mesh} {parallelism:?}"
+        );
         assert!(estimate.us() > 0.0 && estimate.peak_bytes > 0);
     }
-    let search = search_plan(&CONFIG, &Mesh::new([("dp", 3)]).unwrap(), BATCH).unwrap();
-    let names: Vec<&str> = search.tried.iter().map(|trial| trial.name.as_str()).collect();
+    let search = search_plan(&CONFIG, &Mesh::new([("dp", 3)]).unwrap(), &on_threads()).unwrap();
+    let names: Vec<&str> = search.trials.iter().map(|trial| trial.name.as_str()).collect();
     // mixers are a kind of block because of their hints
     assert!(names.iter().any(|name| name.contains("Mixer dp:tensor")), "{names:?}");
-    assert!(names.contains(&"all whole"), "{names:?}");
-    assert!(search.tried.iter().all(|trial| trial.estimate.us() >= search.estimate.us()));
+    assert!(names.contains(&"all replicated"), "{names:?}");
+    assert!(search.trials.iter().all(|trial| trial.estimate.us() >= search.estimate.us()));
 }
 
 #[test]
@@ -341,7 +352,7 @@ fn a_run_resumes_on_another_mesh_with_the_losses_of_the_uninterrupted_run() {
     let one = sharded().plan(&CONFIG, &mesh("dp", 1)).unwrap();
     let whole = train(&mesh("dp", 1), &one, &series("whole"), 8).unwrap();
     assert!(whole.len() == 8 && whole[&8] < 0.8 * whole[&1], "{whole:?}");
-    let searched = search_plan(&CONFIG, &mesh("dp", 2), BATCH).unwrap().plan;
+    let searched = search_plan(&CONFIG, &mesh("dp", 2), &on_threads()).unwrap().plan;
     let on_two = tensor_parallel().plan(&CONFIG, &mesh("tp", 2)).unwrap();
     let on_three = sharded().plan(&CONFIG, &mesh("dp", 3)).unwrap();
     for (name, first, then) in [

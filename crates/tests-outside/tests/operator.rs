@@ -82,10 +82,10 @@ impl Op for AboveFirst {
         Ok(OpPlan { signature: rows(shape.len(), &[true], &[false]), outputs })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = &inputs[0];
         if x.elem_count() == 0 {
-            return Ok(vec![Tensor::zeros(at.local_shape(0), x.dtype(), x.device())?]);
+            return Ok(vec![Tensor::zeros(context.local_shape(0), x.dtype(), x.device())?]);
         }
         let first = x.narrow(D::Minus1, 0, 1)?;
         Ok(vec![x.broadcast_gt(&first)?.to_dtype(x.dtype())?.sum(D::Minus1)?])

@@ -102,8 +102,11 @@ struct Net {
 }
 
 impl Net {
-    fn new(at: &Builder) -> Result<Self> {
-        Ok(Net { first: Linear::new(&at.at("first"), 6, 9)?, second: Linear::new(&at.at("second"), 9, 4)? })
+    fn new(builder: &Builder) -> Result<Self> {
+        Ok(Net {
+            first: Linear::new(&builder.child("first"), 6, 9)?,
+            second: Linear::new(&builder.child("second"), 9, 4)?,
+        })
     }
 
     fn loss(&self, x: &DTensor, y: &DTensor) -> Result<DTensor> {
@@ -114,7 +117,7 @@ impl Net {
 /// Where the weights of a run are.
 type Place = fn(&str, &[usize]) -> Vec<Placement>;
 
-/// Three groups, each with an optimizer of its own, and a schedule.
+/// Three groups, each with a different optimizer, and a schedule.
 fn optimizer(net: &Net, signs: &SignSgd, rows: &RowNorm) -> Result<ShardedOptimizer> {
     let of = |fits: &dyn Fn(&str, &[usize]) -> bool| {
         let params = net.named_parameters().into_iter();

@@ -176,7 +176,7 @@ impl Scratch {
             let number = (world.rank() == 0).then_some(&mine);
             let first = world.broadcast(number, &TensorMeta::new((), DType::U32), 0)?.to_scalar::<u32>()?;
             let path = parent.join(format!("shardwise-bench-{first}"));
-            world.first(|| {
+            world.on_first_rank(|| {
                 fs::create_dir_all(&path).map_err(|error| {
                     let found = format!("{}: {error}", path.display());
                     ErrorKind::Argument.error("--dir", found, "a writable directory", "choose another directory")

@@ -6,7 +6,7 @@ use std::time::Instant;
 use candle_core::{Device, Tensor};
 use clap::Args;
 use serde::Serialize;
-use shardwise::models::{GptConfig, ModelConfig, Spread, Weights, batch_placements};
+use shardwise::models::{DataParallelMode, GptConfig, ModelConfig, ParallelismConfig, batch_placements};
 use shardwise::optim::{AdamW, ParamGroup, Schedule};
 use shardwise::plan::ShardingPlan;
 use shardwise::prelude::*;
@@ -106,14 +106,14 @@ fn cases(asked: Option<&[String]>) -> Result<Vec<TrainCase>> {
             let fix = format!("leave it out, or run with {by} -n 1");
             return Err(ErrorKind::Argument.error("mode", found, "one process per rank", fix));
         }
-        let spread = Spread {
-            weights: if mode == "fsdp" { Weights::Sharded } else { Weights::Replicated },
+        let parallelism = ParallelismConfig {
+            data_parallel: if mode == "fsdp" { DataParallelMode::FullyShard } else { DataParallelMode::Replicate },
             tensor_parallel: mode == "tp",
             sequence_parallel: false,
         };
         let axis = if mode == "tp" { "tp" } else { "dp" };
         let mesh = Mesh::new([(axis, if is_single { 1 } else { several })])?;
-        Ok(TrainCase { mode: mode.clone(), plan: spread.plan(&config(), &mesh)?, mesh })
+        Ok(TrainCase { mode: mode.clone(), plan: parallelism.plan(&config(), &mesh)?, mesh })
     };
     asked.unwrap_or(usual).iter().map(case).collect()
 }

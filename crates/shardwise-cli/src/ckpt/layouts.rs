@@ -80,7 +80,7 @@ impl LayoutOptions {
 impl CheckpointLayouts {
     pub(super) fn layout(&self, key: &str, shape: &[usize]) -> Result<Layout> {
         let whole = Layout::replicated(&self.mesh, shape)?;
-        if self.overrides.of_param(key)?.is_some() {
+        if self.overrides.param_plan(key)?.is_some() {
             return self.overrides.layout_of(key, &whole);
         }
         let axis = |name: &str, other: usize| self.mesh.axis(name).unwrap_or(other);
@@ -90,8 +90,11 @@ impl CheckpointLayouts {
         if matches!(self.plan, PlanName::Tp | PlanName::FsdpTp)
             && let Some(dim) = tensor_parallel_dim(key, shape)
         {
-            plan =
-                plan.along(key, &self.mesh, &[(self.mesh.axes()[tp].name.clone(), Placement::Shard(dim as isize))])?;
+            plan = plan.add_placements(
+                key,
+                &self.mesh,
+                &[(self.mesh.axes()[tp].name.clone(), Placement::Shard(dim as isize))],
+            )?;
             local_shape[dim] = local_shape[dim].div_ceil(self.mesh.shape()[tp]);
         }
         let is_used = self.plan == PlanName::FsdpTp && dp == tp;
@@ -101,8 +104,11 @@ impl CheckpointLayouts {
             let dim = dim.unwrap_or_else(|| {
                 (0..local_shape.len()).max_by_key(|&d| (local_shape[d], usize::MAX - d)).unwrap_or(0)
             });
-            plan =
-                plan.along(key, &self.mesh, &[(self.mesh.axes()[dp].name.clone(), Placement::Shard(dim as isize))])?;
+            plan = plan.add_placements(
+                key,
+                &self.mesh,
+                &[(self.mesh.axes()[dp].name.clone(), Placement::Shard(dim as isize))],
+            )?;
         }
         plan.layout_of(key, &whole)
     }

@@ -17,7 +17,8 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering::Relaxed;
 
 use clap::Args;
-use shardwise::comm::Report;
+use shardwise::comm::CommReport;
+use shardwise::mesh::Network;
 use shardwise::models::check_export;
 use shardwise::prelude::*;
 
@@ -80,7 +81,8 @@ pub(crate) struct TrainOptions {
 
 pub(crate) fn run(options: TrainOptions) -> Result<()> {
     let (with_report, json) = (options.report, options.json);
-    let prepared = processes::all_ok(prepare(options))?;
+    let network = processes::network()?;
+    let prepared = processes::all_ok(prepare(options, network))?;
     // The first Ctrl-C stops after the step; the second one ends all processes at once.
     let handler = || {
         if STOP.swap(true, Relaxed) {
@@ -98,7 +100,7 @@ pub(crate) fn run(options: TrainOptions) -> Result<()> {
 }
 
 /// Resolves and checks all options before anything is written.
-fn prepare(options: TrainOptions) -> Result<PreparedRun> {
+fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
     let mut settings = options.settings.with_file(options.config.as_deref())?;
     let resumed = match &options.resume {
         Some(path) => Some(ResumePoint::find(path.as_deref().unwrap_or(settings.out()))?),
@@ -108,7 +110,7 @@ fn prepare(options: TrainOptions) -> Result<PreparedRun> {
         settings = settings.resuming(resumed.settings.clone());
     }
     let tokens = settings.tokens()?;
-    let job = settings.decide(&tokens)?;
+    let job = settings.decide(&tokens, network)?;
     resumed.iter().try_for_each(|resumed| resumed.check(&job))?;
     options.export_hf.iter().try_for_each(check_export)?;
     let prompt = match job.prompt.as_deref() {
@@ -127,12 +129,12 @@ fn prepare(options: TrainOptions) -> Result<PreparedRun> {
     Ok(PreparedRun { job, tokens, prompt, resumed, overwrite, export_hf })
 }
 
-fn print_summary(summary: &RunSummary, report: Option<&Report>, json: bool) -> Result<()> {
+fn print_summary(summary: &RunSummary, report: Option<&CommReport>, json: bool) -> Result<()> {
     let mut out = std::io::stdout().lock();
     if json {
         let mut object = serde_json::to_value(summary).map_err(Error::other)?;
         if let Some(report) = report {
-            let row = |(operator, call, total): &(&str, &str, shardwise::comm::Total)| {
+            let row = |(operator, call, total): &(&str, &str, shardwise::comm::CommTotal)| {
                 let ms = total.duration.as_secs_f64() * 1e3;
                 serde_json::json!({
                     "operator": operator, "collective": call, "calls": total.calls, "bytes": total.bytes, "ms": ms

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use candle_core::{Device, Tensor};
 use serde::Serialize;
-use shardwise::comm::Report;
+use shardwise::comm::CommReport;
 use shardwise::data::{Batches, TokenSequences};
 use shardwise::models::export_hf;
 use shardwise::prelude::*;
@@ -63,7 +63,7 @@ pub(super) struct PreparedRun {
 /// The results of rank 0.
 pub(super) struct RunOutcome {
     pub(super) summary: RunSummary,
-    pub(super) report: Report,
+    pub(super) report: CommReport,
 }
 
 /// Batches per evaluation: enough to compare steps, few enough not to slow down a small run.
@@ -126,7 +126,7 @@ struct RankRun<'a> {
     /// Losses of the steps since the start or the resume.
     losses: Vec<f64>,
     /// The collectives of the last step.
-    report: Option<Report>,
+    report: Option<CommReport>,
     seconds: f64,
     /// Seconds in collectives.
     communicating: f64,
@@ -139,7 +139,7 @@ impl<'a> RankRun<'a> {
         // Every process has read these by itself.
         let numbers = [prepared.first_step(), job.steps, job.seed, tokens.fingerprint()];
         world.agree("step, steps, seed and text", &numbers)?;
-        let progress = world.first(|| prepared.open_outputs())?;
+        let progress = world.on_first_rank(|| prepared.open_outputs())?;
         let mesh = world.device_mesh(job.mesh.clone())?;
         let recipe = TrainerConfig {
             config: &job.config,
@@ -183,14 +183,14 @@ impl<'a> RankRun<'a> {
 
     /// Writes to a file on rank 0; a failure is an error on all ranks.
     fn write(&self, write: &dyn Fn(&Progress) -> Result<()>) -> Result<()> {
-        self.world.first(|| self.progress.iter().try_for_each(write)).map(drop)
+        self.world.on_first_rank(|| self.progress.iter().try_for_each(write)).map(drop)
     }
 
     /// Prints what is about to run.
     fn announce(&self) {
         let (job, tokens, step) = (self.job(), &self.prepared.tokens, self.training.step);
         if let Some(search) = &job.search {
-            let (best, tried) = (&search.tried[0].name, search.tried.len());
+            let (best, tried) = (&search.trials[0].name, search.trials.len());
             self.print_line(&|| format!("plan `{best}`, the fastest of {tried} candidates by estimate"));
         }
         self.print_line(&|| {
@@ -302,7 +302,7 @@ impl<'a> RankRun<'a> {
         let sample = self.sample()?;
         if let Some(path) = &self.prepared.export_hf {
             export_hf(self.world, path, &self.training.trainer.model, &job.config)?;
-            self.world.first(|| tokens.codec.write(path))?;
+            self.world.on_first_rank(|| tokens.codec.write(path))?;
         }
         let summary = self.summary(held_out_loss, sample);
         self.write(&|progress| {
@@ -310,7 +310,7 @@ impl<'a> RankRun<'a> {
             let title = format!("{} on {}, loss in nats per token", job.config.name(), job.mesh);
             progress.curve(&summary.curve, &title, summary.unigram_entropy)
         })?;
-        Ok(RunOutcome { summary, report: self.report.unwrap_or(Report(Vec::new())) })
+        Ok(RunOutcome { summary, report: self.report.unwrap_or(CommReport(Vec::new())) })
     }
 
     fn summary(&self, held_out_loss: f64, sample: String) -> RunSummary {

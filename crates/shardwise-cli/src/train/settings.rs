@@ -7,9 +7,12 @@ use std::path::{Path, PathBuf};
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
-use shardwise::models::{GptConfig, LlamaConfig, ModelConfig, Spread, Weights, search_plan};
+use shardwise::mesh::Network;
+use shardwise::models::{
+    DataParallelMode, GptConfig, LlamaConfig, ModelConfig, ParallelismConfig, StepOptions, search_plan,
+};
 use shardwise::optim::{AdamW, Algorithm, Muon, Optimizer, ParamGroup, Schedule};
-use shardwise::plan::{Search, ShardingPlan};
+use shardwise::plan::{PlanSearch, ShardingPlan};
 use shardwise::prelude::*;
 
 use super::data::TokenizedText;
@@ -199,7 +202,7 @@ pub(crate) struct TrainJob {
     pub(crate) mesh: Mesh,
     pub(crate) plan: ShardingPlan,
     /// The candidates of `--plan auto`.
-    pub(crate) search: Option<Search>,
+    pub(crate) search: Option<PlanSearch>,
     pub(crate) dtype: DType,
     /// For the parameters that the optimizer supports, and for the remaining ones.
     pub(crate) groups: [ParamGroup; 2],
@@ -266,7 +269,7 @@ impl TrainSettings {
     }
 
     /// Fills in the defaults and checks that the settings are consistent.
-    pub(crate) fn decide(self, tokens: &TokenizedText) -> Result<TrainJob> {
+    pub(crate) fn decide(self, tokens: &TokenizedText, network: Network) -> Result<TrainJob> {
         let config = self.model_config(tokens.vocabulary());
         let mesh = self.resolve_mesh()?;
         let (steps, batch, accumulate) =
@@ -285,7 +288,7 @@ impl TrainSettings {
             return Err(ErrorKind::Argument.error("batch-size", found, "at least one per rank", "use a larger batch"));
         }
         tokens.check(config.seq_len())?;
-        let (plan, search) = self.resolve_plan(&config, &mesh, batch)?;
+        let (plan, search) = self.resolve_plan(&config, &mesh, StepOptions::new(batch, network))?;
         let clip = self.clip_grad_norm.unwrap_or(1.0);
         let numbers = [("lr", self.lr), ("weight-decay", self.weight_decay), ("clip-grad-norm", Some(clip))];
         for (option, value) in numbers.into_iter().filter_map(|(option, value)| Some((option, value?))) {
@@ -370,7 +373,12 @@ impl TrainSettings {
     }
 
     /// The plan, and the candidates of `--plan auto`.
-    fn resolve_plan(&self, config: &ModelConfig, mesh: &Mesh, batch: usize) -> Result<(ShardingPlan, Option<Search>)> {
+    fn resolve_plan(
+        &self,
+        config: &ModelConfig,
+        mesh: &Mesh,
+        step: StepOptions,
+    ) -> Result<(ShardingPlan, Option<PlanSearch>)> {
         let by_mesh = if mesh.axis("tp").is_ok() { PlanChoice::Tp } else { PlanChoice::Ddp };
         let plan = self.plan.unwrap_or(by_mesh);
         let sequence_parallel = self.sequence_parallel.unwrap_or(false);
@@ -384,16 +392,16 @@ impl TrainSettings {
                     "leave one of them out",
                 ));
             }
-            let search = search_plan(config, mesh, batch)?;
+            let search = search_plan(config, mesh, &step)?;
             return Ok((search.plan.clone(), Some(search)));
         }
         let sharded = matches!(plan, PlanChoice::Fsdp | PlanChoice::FsdpTp);
-        let spread = Spread {
-            weights: if sharded { Weights::Sharded } else { Weights::Replicated },
+        let parallelism = ParallelismConfig {
+            data_parallel: if sharded { DataParallelMode::FullyShard } else { DataParallelMode::Replicate },
             tensor_parallel: matches!(plan, PlanChoice::Tp | PlanChoice::FsdpTp),
             sequence_parallel,
         };
-        Ok((spread.plan(config, mesh)?, None))
+        Ok((parallelism.plan(config, mesh)?, None))
     }
 
     fn model_config(&self, vocab_size: usize) -> ModelConfig {

@@ -1,72 +1,77 @@
-//! Gradients of functions of rows.
+//! Backward kernels over rows.
 
 use std::mem::MaybeUninit;
 
 use candle_core::{DType, Tensor};
 
-use super::{Norm, Real, Target, extent, in_type_of, over_rows, per_element, sum, write};
+use super::{NormKind, RowFloat, RowWriter, in_type_of, over_rows, per_element, rows_and_width, sum, write};
 use crate::error::Result;
-use crate::vector::{self, Kernel};
+use crate::simd::{self, Kernel};
 
-/// The gradient of a softmax: `y * (g - sum(g * y))`, from its result and the gradient of that.
+/// Gradient of softmax: `y * (g - sum(g * y))`, given its output `y` and the gradient `g` of the output, of one shape.
 pub fn softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor> {
     in_type_of!(y, T => {
-        let (count, width) = extent(y);
-        let mut target = Target::new(y.dtype(), count, width)?;
+        let (count, width) = rows_and_width(y);
+        let mut target = RowWriter::new(y.dtype(), count, width)?;
         over_rows::<T, 2>(&[y, g], &mut |[y, g]| {
             // SAFETY: the kernel writes the whole row.
-            unsafe { target.write(|out| vector::run(SoftmaxBackward { y, g, out })) };
+            unsafe { target.write(|out| simd::run(SoftmaxBackward { y, g, out })) };
         })?;
         Ok(target.finish(y.dims()))
     })
 }
 
-/// The gradient of a log-softmax: `g - exp(y) * sum(g)`, from its result and the gradient of that.
+/// Gradient of log-softmax: `g - exp(y) * sum(g)`, given its output `y` and the gradient `g` of the output, of one shape.
 pub fn log_softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor> {
     in_type_of!(y, T => {
-        let (count, width) = extent(y);
-        let mut target = Target::new(y.dtype(), count, width)?;
+        let (count, width) = rows_and_width(y);
+        let mut target = RowWriter::new(y.dtype(), count, width)?;
         over_rows::<T, 2>(&[y, g], &mut |[y, g]| {
             // SAFETY: the kernel writes the whole row.
-            unsafe { target.write(|out| vector::run(LogSoftmaxBackward { y, g, out })) };
+            unsafe { target.write(|out| simd::run(LogSoftmaxBackward { y, g, out })) };
         })?;
         Ok(target.finish(y.dims()))
     })
 }
 
-/// The gradients of a layer norm: of its input, of its weight and of its bias, the last two summed over the rows.
+/// Gradients of layer norm with respect to input, weight and bias, given the input `x` and the gradient `g` of the output.
+///
+/// Those of weight and bias are sums over the rows, accumulated in f64, in the type of the weight (of `x` without one).
 pub fn layer_norm_backward_rows(
     x: &Tensor,
     weight: Option<&Tensor>,
     g: &Tensor,
     eps: f64,
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    norm_backward(Norm::Layer, x, weight, g, eps)
+    norm_backward(NormKind::Layer, x, weight, g, eps)
 }
 
-/// The gradients of a norm by the root mean square: of its input and, if it has one, of its weight, summed over the rows.
+/// Gradients of RMS norm with respect to input and, if there is one, weight, given the input `x` and the gradient `g` of the
+/// output.
+///
+/// That of the weight is a sum over the rows, accumulated in f64, in the type of the weight.
 pub fn rms_norm_backward_rows(
     x: &Tensor,
     weight: Option<&Tensor>,
     g: &Tensor,
     eps: f64,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let (dx, dweight, _) = norm_backward(Norm::RootMeanSquare, x, weight, g, eps)?;
+    let (dx, dweight, _) = norm_backward(NormKind::RootMeanSquare, x, weight, g, eps)?;
     Ok((dx, weight.map(|_| dweight)))
 }
 
 fn norm_backward(
-    norm: Norm,
+    norm: NormKind,
     x: &Tensor,
     weight: Option<&Tensor>,
     g: &Tensor,
     eps: f64,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     in_type_of!(x, T => {
-        let (count, width) = extent(x);
+        let (count, width) = rows_and_width(x);
         let dtype = weight.map_or(x.dtype(), Tensor::dtype);
         let weight = weight.map(|w| per_element::<T>(w, width)).transpose()?;
-        let mut target = Target::new(x.dtype(), count, width)?;
+        let mut target = RowWriter::new(x.dtype(), count, width)?;
         let (mut dweight, mut dbias) = (vec![0.0; width], vec![0.0; width]);
         let mut scratch = vec![[MaybeUninit::<T>::uninit(); 2]; width];
         over_rows::<T, 2>(&[x, g], &mut |[x, g]| {
@@ -75,7 +80,7 @@ fn norm_backward(
             // SAFETY: the kernel writes the whole row.
             unsafe {
                 target.write(|out| {
-                    vector::run(NormBackward { norm, x, weight, g, eps, normal, scaled, dweight, dbias, out });
+                    simd::run(NormBackward { norm, x, weight, g, eps, normal, scaled, dweight, dbias, out });
                 });
             }
         })?;
@@ -83,9 +88,9 @@ fn norm_backward(
     })
 }
 
-/// A tensor of one dimension.
+/// Builds a tensor of one dimension.
 fn one_row(values: &[f64], dtype: DType) -> Result<Tensor> {
-    let mut target = Target::<f64>::new(dtype, 1, values.len())?;
+    let mut target = RowWriter::<f64>::new(dtype, 1, values.len())?;
     // SAFETY: `write` writes the whole row.
     unsafe {
         target.write(|out| {
@@ -101,7 +106,7 @@ struct SoftmaxBackward<'a, T> {
     out: &'a mut [MaybeUninit<T>],
 }
 
-impl<T: Real> Kernel for SoftmaxBackward<'_, T> {
+impl<T: RowFloat> Kernel for SoftmaxBackward<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -117,7 +122,7 @@ struct LogSoftmaxBackward<'a, T> {
     out: &'a mut [MaybeUninit<T>],
 }
 
-impl<T: Real> Kernel for LogSoftmaxBackward<'_, T> {
+impl<T: RowFloat> Kernel for LogSoftmaxBackward<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -128,35 +133,35 @@ impl<T: Real> Kernel for LogSoftmaxBackward<'_, T> {
 }
 
 struct NormBackward<'a, T> {
-    norm: Norm,
+    norm: NormKind,
     x: &'a [T],
     weight: Option<&'a [T]>,
     g: &'a [T],
     eps: f64,
-    /// Room for the normalised row.
+    /// Scratch memory for the normalised row.
     normal: &'a mut [MaybeUninit<T>],
-    /// Room for the gradient of it.
+    /// Scratch memory for the gradient of the normalised row.
     scaled: &'a mut [MaybeUninit<T>],
     dweight: &'a mut [f64],
     dbias: &'a mut [f64],
     out: &'a mut [MaybeUninit<T>],
 }
 
-impl<T: Real> Kernel for NormBackward<'_, T> {
+impl<T: RowFloat> Kernel for NormBackward<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn run<const FMA: bool>(self) {
-        let by = self.norm.normal(self.x, self.eps);
-        let normal = &*write(self.normal, [self.x], |[x]| by.of(x));
+        let stats = self.norm.stats(self.x, self.eps);
+        let normal = &*write(self.normal, [self.x], |[x]| stats.normalize(x));
         let scaled = &*match self.weight {
             Some(weight) => write(self.scaled, [self.g, weight], |[g, w]| g * w),
             None => write(self.scaled, [self.g], |[g]| g),
         };
         let count = self.x.len() as f64;
         let along = sum(scaled, normal, |g, x| g * x) / count;
-        let mean = if self.norm == Norm::Layer { sum(scaled, scaled, |g, _| g) / count } else { 0.0 };
-        write(self.out, [scaled, normal], |[g, x]| T::narrow(by.inverse * (g.wide() - mean - x.wide() * along)));
+        let mean = if self.norm == NormKind::Layer { sum(scaled, scaled, |g, _| g) / count } else { 0.0 };
+        write(self.out, [scaled, normal], |[g, x]| T::narrow(stats.rstd * (g.wide() - mean - x.wide() * along)));
         for ((sum, g), x) in self.dweight.iter_mut().zip(self.g).zip(normal) {
             *sum += g.wide() * x.wide();
         }
@@ -172,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gradients_of_exponentials_are_those_of_the_plain_formulas() {
+    fn softmax_gradients_equal_the_plain_formulas() {
         for (x, precision) in samples() {
             let (y, g) = (others(&x, 0.9), others(&x, 2.3));
             let pairs: Vec<(Vec<f64>, Vec<f64>)> = rows(&y).into_iter().zip(rows(&g)).collect();
@@ -195,11 +200,11 @@ mod tests {
         }
     }
 
-    /// The sum of the normalised rows times `g`, of which the gradients are taken.
-    fn value(norm: Norm, x: &[Vec<f64>], w: &[f64], g: &[Vec<f64>]) -> f64 {
+    /// The sum of the normalised rows times `g`, which is differentiated numerically.
+    fn value(norm: NormKind, x: &[Vec<f64>], w: &[f64], g: &[Vec<f64>]) -> f64 {
         let row = |(x, g): (&Vec<f64>, &Vec<f64>)| -> f64 {
             let n = x.len() as f64;
-            let mean = if norm == Norm::Layer { x.iter().sum::<f64>() / n } else { 0.0 };
+            let mean = if norm == NormKind::Layer { x.iter().sum::<f64>() / n } else { 0.0 };
             let square = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n;
             x.iter().zip(g).zip(w).map(|((x, g), w)| (x - mean) / (square + 1e-2).sqrt() * w * g).sum()
         };
@@ -207,13 +212,13 @@ mod tests {
     }
 
     #[test]
-    fn gradients_of_norms_are_differences_of_values() {
+    fn norm_gradients_equal_finite_differences() {
         for (x, precision) in samples() {
             let g = others(&x, 2.3);
             let width = *x.dims().last().unwrap();
             let weight = others(&x, 1.7).flatten_all().unwrap().narrow(0, 0, width).unwrap();
             let (all, gradients) = (rows(&x), rows(&g));
-            for norm in [Norm::Layer, Norm::RootMeanSquare] {
+            for norm in [NormKind::Layer, NormKind::RootMeanSquare] {
                 for weight in [None, Some(&weight)] {
                     let w = weight.map_or(vec![1.0; width], |w| rows(w).concat());
                     let step = 1e-5;
@@ -236,8 +241,8 @@ mod tests {
                     let dbias: Vec<f64> = (0..width).map(|j| gradients.iter().map(|g| g[j]).sum()).collect();
                     let precision = (10.0 * precision).max(1e-6);
                     let (got, got_weight, got_bias) = match norm {
-                        Norm::Layer => layer_norm_backward_rows(&x, weight, &g, 1e-2).unwrap(),
-                        Norm::RootMeanSquare => {
+                        NormKind::Layer => layer_norm_backward_rows(&x, weight, &g, 1e-2).unwrap(),
+                        NormKind::RootMeanSquare => {
                             let (dx, dweight) = rms_norm_backward_rows(&x, weight, &g, 1e-2).unwrap();
                             assert_eq!(dweight.is_some(), weight.is_some());
                             let Some(dweight) = dweight else { continue };

@@ -1,43 +1,45 @@
-//! Functions of rows.
+//! Forward kernels over rows.
 
 use std::mem::MaybeUninit;
 
 use candle_core::Tensor;
 
-use super::{Norm, Real, Target, change, extent, in_type_of, over_rows, per_element, sum, write};
+use super::{
+    NormKind, RowFloat, RowWriter, in_type_of, over_rows, per_element, rows_and_width, sum, write, zip_in_place,
+};
 use crate::error::Result;
-use crate::vector::{self, Kernel};
+use crate::simd::{self, Kernel};
 
-/// `exp(x)` divided by its sum.
+/// Softmax over the last dimension. Returns a tensor of the shape and type of `x`.
 pub fn softmax_rows(x: &Tensor) -> Result<Tensor> {
     in_type_of!(x, T => {
-        let (count, width) = extent(x);
-        let mut target = Target::new(x.dtype(), count, width)?;
+        let (count, width) = rows_and_width(x);
+        let mut target = RowWriter::new(x.dtype(), count, width)?;
         // SAFETY: the kernel writes the whole row.
-        over_rows::<T, 1>(&[x], &mut |[row]| unsafe { target.write(|out| vector::run(Softmax { row, out })) })?;
+        over_rows::<T, 1>(&[x], &mut |[row]| unsafe { target.write(|out| simd::run(Softmax { row, out })) })?;
         Ok(target.finish(x.dims()))
     })
 }
 
-/// The logarithm of the softmax.
+/// Log-softmax over the last dimension. Returns a tensor of the shape and type of `x`.
 pub fn log_softmax_rows(x: &Tensor) -> Result<Tensor> {
     in_type_of!(x, T => {
-        let (count, width) = extent(x);
-        let mut target = Target::new(x.dtype(), count, width)?;
+        let (count, width) = rows_and_width(x);
+        let mut target = RowWriter::new(x.dtype(), count, width)?;
         // SAFETY: the kernel writes the whole row.
-        over_rows::<T, 1>(&[x], &mut |[row]| unsafe { target.write(|out| vector::run(LogSoftmax { row, out })) })?;
+        over_rows::<T, 1>(&[x], &mut |[row]| unsafe { target.write(|out| simd::run(LogSoftmax { row, out })) })?;
         Ok(target.finish(x.dims()))
     })
 }
 
-/// `log(sum(exp(x)))`, one number per row; the last dimension becomes 1.
+/// `log(sum(exp(x)))` over the last dimension, whose size becomes 1.
 pub fn logsumexp_rows(x: &Tensor) -> Result<Tensor> {
     in_type_of!(x, T => {
-        let (count, width) = extent(x);
-        let mut target = Target::new(x.dtype(), count, 1)?;
+        let (count, width) = rows_and_width(x);
+        let mut target = RowWriter::new(x.dtype(), count, 1)?;
         let mut scratch = vec![MaybeUninit::<T>::uninit(); width];
         over_rows::<T, 1>(&[x], &mut |[row]| {
-            let value = vector::run(LogSumExp { row, scratch: &mut scratch });
+            let value = simd::run(LogSumExp { row, scratch: &mut scratch });
             // SAFETY: the row has one element.
             unsafe { target.write(|out| { out[0].write(T::narrow(value)); }) };
         })?;
@@ -47,34 +49,44 @@ pub fn logsumexp_rows(x: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// Mean 0 and variance 1, times a weight, plus a bias.
+/// Layer norm over the last dimension: `(x - mean) / sqrt(var + eps) * weight + bias`, with the biased variance.
+///
+/// Weight and bias have one element per element of a row, and any type.
+///
+/// # Errors
+/// If weight or bias has another number of elements.
 pub fn layer_norm_rows(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
-    norm_rows(Norm::Layer, x, weight, bias, eps)
+    norm_rows(NormKind::Layer, x, weight, bias, eps)
 }
 
-/// Mean square 1, times a weight.
+/// RMS norm over the last dimension: `x / sqrt(mean(x^2) + eps) * weight`.
+///
+/// The weight has one element per element of a row, and any type.
+///
+/// # Errors
+/// If the weight has another number of elements.
 pub fn rms_norm_rows(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Tensor> {
-    norm_rows(Norm::RootMeanSquare, x, weight, None, eps)
+    norm_rows(NormKind::RootMeanSquare, x, weight, None, eps)
 }
 
-fn norm_rows(norm: Norm, x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+fn norm_rows(norm: NormKind, x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     in_type_of!(x, T => {
-        let (count, width) = extent(x);
+        let (count, width) = rows_and_width(x);
         let weight = weight.map(|w| per_element::<T>(w, width)).transpose()?;
         let bias = bias.map(|b| per_element::<T>(b, width)).transpose()?;
-        let mut target = Target::new(x.dtype(), count, width)?;
+        let mut target = RowWriter::new(x.dtype(), count, width)?;
         over_rows::<T, 1>(&[x], &mut |[row]| {
             let (weight, bias) = (weight.as_deref(), bias.as_deref());
             // SAFETY: the kernel writes the whole row.
-            unsafe { target.write(|out| vector::run(Normalise { norm, row, weight, bias, eps, out })) };
+            unsafe { target.write(|out| simd::run(NormForward { norm, row, weight, bias, eps, out })) };
         })?;
         Ok(target.finish(x.dims()))
     })
 }
 
-/// The exponentials of a row, shifted so that none is too large, and their sum.
+/// Writes `exp(x - shift)` of a row and returns it with its sum. The shift avoids overflow.
 #[inline(always)]
-fn exponentials<'a, const FMA: bool, T: Real>(
+fn exponentials<'a, const FMA: bool, T: RowFloat>(
     row: &[T],
     shift: T,
     out: &'a mut [MaybeUninit<T>],
@@ -89,12 +101,12 @@ struct Softmax<'a, T> {
     out: &'a mut [MaybeUninit<T>],
 }
 
-impl<T: Real> Kernel for Softmax<'_, T> {
+impl<T: RowFloat> Kernel for Softmax<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn run<const FMA: bool>(self) {
-        let (out, total) = exponentials::<FMA, T>(self.row, T::largest(self.row), self.out);
+        let (out, total) = exponentials::<FMA, T>(self.row, T::max_of(self.row), self.out);
         let total = T::narrow(total);
         out.iter_mut().for_each(|e| *e /= total);
     }
@@ -105,15 +117,15 @@ struct LogSoftmax<'a, T> {
     out: &'a mut [MaybeUninit<T>],
 }
 
-impl<T: Real> Kernel for LogSoftmax<'_, T> {
+impl<T: RowFloat> Kernel for LogSoftmax<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn run<const FMA: bool>(self) {
-        let largest = T::largest(self.row);
+        let largest = T::max_of(self.row);
         let (out, total) = exponentials::<FMA, T>(self.row, largest, self.out);
         let total = T::narrow(total.ln());
-        change(out, self.row, |_, x| x - largest - total);
+        zip_in_place(out, self.row, |_, x| x - largest - total);
     }
 }
 
@@ -122,20 +134,20 @@ struct LogSumExp<'a, T> {
     scratch: &'a mut [MaybeUninit<T>],
 }
 
-impl<T: Real> Kernel for LogSumExp<'_, T> {
+impl<T: RowFloat> Kernel for LogSumExp<'_, T> {
     type Output = f64;
 
     #[inline(always)]
     fn run<const FMA: bool>(self) -> f64 {
-        let largest = T::largest(self.row);
-        // An infinite shift would turn everything into not-a-number.
+        let largest = T::max_of(self.row);
+        // An infinite shift would turn every element into NaN.
         let shift = if largest.wide().is_infinite() { T::narrow(0.0) } else { largest };
         shift.wide() + exponentials::<FMA, T>(self.row, shift, self.scratch).1.ln()
     }
 }
 
-struct Normalise<'a, T> {
-    norm: Norm,
+struct NormForward<'a, T> {
+    norm: NormKind,
     row: &'a [T],
     weight: Option<&'a [T]>,
     bias: Option<&'a [T]>,
@@ -143,18 +155,18 @@ struct Normalise<'a, T> {
     out: &'a mut [MaybeUninit<T>],
 }
 
-impl<T: Real> Kernel for Normalise<'_, T> {
+impl<T: RowFloat> Kernel for NormForward<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn run<const FMA: bool>(self) {
-        let normal = self.norm.normal(self.row, self.eps);
+        let stats = self.norm.stats(self.row, self.eps);
         let out = match self.weight {
-            Some(weight) => write(self.out, [self.row, weight], |[x, w]| normal.of(x) * w),
-            None => write(self.out, [self.row], |[x]| normal.of(x)),
+            Some(weight) => write(self.out, [self.row, weight], |[x, w]| stats.normalize(x) * w),
+            None => write(self.out, [self.row], |[x]| stats.normalize(x)),
         };
         if let Some(bias) = self.bias {
-            change(out, bias, |x, b| x + b);
+            zip_in_place(out, bias, |x, b| x + b);
         }
     }
 }
@@ -174,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn exponentials_of_rows_are_those_of_the_plain_formulas() {
+    fn softmax_and_logsumexp_equal_the_plain_formulas() {
         for (x, precision) in samples() {
             let softmax = each_row(&x, |row, sum| row.iter().map(|x| (x - sum).exp()).collect());
             assert_close(&softmax_rows(&x).unwrap(), &softmax, &x, precision);
@@ -186,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn normalised_rows_are_those_of_the_plain_formulas() {
+    fn norms_equal_the_plain_formulas() {
         for (x, precision) in samples() {
             let width = *x.dims().last().unwrap();
             let first = others(&x, 1.7).flatten_all().unwrap().narrow(0, 0, width).unwrap();
@@ -207,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_of_the_range_and_empty_tensors_are_taken() {
+    fn infinities_and_empty_tensors_are_accepted() {
         let (low, high) = (f32::NEG_INFINITY, f32::INFINITY);
         let x = Tensor::new(&[[1e30f32, -1e30, 0.0], [low, low, 1.0], [low, low, low], [high, 0.0, 0.0]], &Device::Cpu);
         let x = x.unwrap();

@@ -1,5 +1,8 @@
-//! Functions of the rows of a tensor, that is along its last dimension: each row is read once from memory and worked on
-//! while it is in the cache. f16 and bf16 are computed in f32; means and sums are taken in f64.
+//! Softmax, log-softmax, logsumexp, layer norm and RMS norm over the last dimension, with their gradients.
+//!
+//! All other dimensions are flattened to rows. Each row is read from memory once and stays in the cache while it is computed.
+//! f64 is computed in f64; f32, f16 and bf16 in f32; sums and means accumulate in f64. The result has the type of the input.
+//! Kernels run on the calling thread; an input that is not contiguous is copied first.
 
 mod backward;
 mod forward;
@@ -16,25 +19,25 @@ use std::ops::{Add, DivAssign, Mul, Sub};
 use candle_core::{DType, Tensor};
 
 use super::convert::{Block, Compute};
-use super::fold::{LANES, Max, Step, Sum, continued, joined};
-use super::fresh::Fresh;
-use super::map::each;
-use super::{dense, first_element, math};
+use super::pointwise::each;
+use super::reduce_dims::{Accumulate, LANES, Max, Sum, accumulate_lanes, combine_lanes};
+use super::uninit_buffer::UninitBuffer;
+use super::{contiguous, first_element, math};
 use crate::error::{ErrorKind, Result};
 
-/// Real numbers as rows are computed in them.
-trait Real: Compute + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + DivAssign {
+/// The floating-point types in which rows are computed: f32 and f64.
+trait RowFloat: Compute + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + DivAssign {
     fn wide(self) -> f64;
     fn narrow(x: f64) -> Self;
-    /// e to the power of x; `FMA` as in [`math`].
+    /// `exp(x)`; `FMA` as in [`math`].
     fn exp<const FMA: bool>(self) -> Self;
-    /// The largest; not-a-number wins.
-    fn largest(row: &[Self]) -> Self;
+    /// The maximum; NaN if any element is NaN.
+    fn max_of(row: &[Self]) -> Self;
 }
 
-macro_rules! reals {
+macro_rules! row_floats {
     ($($T:ident: |$x:ident| $exp:expr;)*) => {$(
-        impl Real for $T {
+        impl RowFloat for $T {
             #[inline(always)]
             fn wide(self) -> f64 {
                 self as f64
@@ -52,21 +55,21 @@ macro_rules! reals {
             }
 
             #[inline(always)]
-            fn largest(row: &[Self]) -> Self {
-                joined::<$T, Max>(continued::<$T, Max>([<Max as Step<$T>>::NEUTRAL; LANES], row))
+            fn max_of(row: &[Self]) -> Self {
+                combine_lanes::<$T, Max>(accumulate_lanes::<$T, Max>([<Max as Accumulate<$T>>::NEUTRAL; LANES], row))
             }
         }
     )*};
 }
-reals! {
+row_floats! {
     f32: |x| math::exp::<FMA>(x);
     f64: |x| x.exp();
 }
 
-/// The sum of a function of two rows.
+/// Sums `f(a[i], b[i])` over two rows in f64.
 #[inline(always)]
-fn sum<T: Real>(a: &[T], b: &[T], f: impl Fn(f64, f64) -> f64) -> f64 {
-    let mut lanes = [<Sum as Step<f64>>::NEUTRAL; LANES];
+fn sum<T: RowFloat>(a: &[T], b: &[T], f: impl Fn(f64, f64) -> f64) -> f64 {
+    let mut lanes = [<Sum as Accumulate<f64>>::NEUTRAL; LANES];
     let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
     for (a, b) in a.iter().zip(b) {
         for i in 0..LANES {
@@ -76,10 +79,10 @@ fn sum<T: Real>(a: &[T], b: &[T], f: impl Fn(f64, f64) -> f64) -> f64 {
     for ((lane, a), b) in lanes.iter_mut().zip(a_rest).zip(b_rest) {
         *lane += f(a.wide(), b.wide());
     }
-    joined::<f64, Sum>(lanes)
+    combine_lanes::<f64, Sum>(lanes)
 }
 
-/// Writes a function of rows to memory that may be uninitialised, and gives it as initialised.
+/// Writes an elementwise function of rows to memory that may be uninitialised, and returns it as initialised.
 #[inline(always)]
 fn write<'a, T: Copy, const N: usize>(
     out: &'a mut [MaybeUninit<T>],
@@ -91,65 +94,65 @@ fn write<'a, T: Copy, const N: usize>(
     unsafe { out.assume_init_mut() }
 }
 
-/// Changes a row in place with the elements of another one.
+/// Replaces every element of `row` by a function of it and the same element of `by`.
 #[inline(always)]
-fn change<T: Copy>(row: &mut [T], by: &[T], f: impl Fn(T, T) -> T) {
+fn zip_in_place<T: Copy>(row: &mut [T], by: &[T], f: impl Fn(T, T) -> T) {
     row.iter_mut().zip(by).for_each(|(x, &y)| *x = f(*x, y));
 }
 
-/// What a row is divided by: the centre that is subtracted, and one over the scale.
+/// Statistics that normalise a row: the mean that is subtracted, and one over the standard deviation.
 #[derive(Clone, Copy)]
-struct Normal {
-    centre: f64,
-    inverse: f64,
+struct RowStats {
+    mean: f64,
+    rstd: f64,
 }
 
-impl Normal {
-    /// The mean and the standard deviation of a row.
+impl RowStats {
+    /// Mean and standard deviation of a row, for layer norm.
     #[inline(always)]
-    fn layer<T: Real>(row: &[T], eps: f64) -> Self {
-        let centre = sum(row, row, |x, _| x) / row.len() as f64;
-        let square = sum(row, row, |x, _| (x - centre) * (x - centre));
-        Normal { centre, inverse: 1.0 / (square / row.len() as f64 + eps).sqrt() }
+    fn layer<T: RowFloat>(row: &[T], eps: f64) -> Self {
+        let mean = sum(row, row, |x, _| x) / row.len() as f64;
+        let square = sum(row, row, |x, _| (x - mean) * (x - mean));
+        RowStats { mean, rstd: 1.0 / (square / row.len() as f64 + eps).sqrt() }
     }
 
-    /// No centre, and the root of the mean square of a row.
+    /// No mean, and the root mean square of a row, for RMS norm.
     #[inline(always)]
-    fn root_mean_square<T: Real>(row: &[T], eps: f64) -> Self {
+    fn root_mean_square<T: RowFloat>(row: &[T], eps: f64) -> Self {
         let square = sum(row, row, |x, _| x * x);
-        Normal { centre: 0.0, inverse: 1.0 / (square / row.len() as f64 + eps).sqrt() }
+        RowStats { mean: 0.0, rstd: 1.0 / (square / row.len() as f64 + eps).sqrt() }
     }
 
     #[inline(always)]
-    fn of<T: Real>(self, x: T) -> T {
-        T::narrow((x.wide() - self.centre) * self.inverse)
+    fn normalize<T: RowFloat>(self, x: T) -> T {
+        T::narrow((x.wide() - self.mean) * self.rstd)
     }
 }
 
-/// How a row is normalised.
+/// Layer norm or RMS norm.
 #[derive(Clone, Copy, PartialEq)]
-enum Norm {
+enum NormKind {
     Layer,
     RootMeanSquare,
 }
 
-impl Norm {
+impl NormKind {
     #[inline(always)]
-    fn normal<T: Real>(self, row: &[T], eps: f64) -> Normal {
+    fn stats<T: RowFloat>(self, row: &[T], eps: f64) -> RowStats {
         match self {
-            Norm::Layer => Normal::layer(row, eps),
-            Norm::RootMeanSquare => Normal::root_mean_square(row, eps),
+            NormKind::Layer => RowStats::layer(row, eps),
+            NormKind::RootMeanSquare => RowStats::root_mean_square(row, eps),
         }
     }
 }
 
-/// How many rows a tensor has, and how long they are.
-fn extent(x: &Tensor) -> (usize, usize) {
+/// Number of rows of a tensor, and their length.
+fn rows_and_width(x: &Tensor) -> (usize, usize) {
     let width = x.dims().last().copied().unwrap_or(1);
     (x.elem_count().checked_div(width).unwrap_or(0), width)
 }
 
-/// Runs `$body` with `$T` standing for the type in which rows of this tensor are computed.
+/// Runs `$body` with `$T` as the type in which rows of this tensor are computed.
 macro_rules! in_type_of {
     ($x:expr, $T:ident => $body:expr) => {
         if $x.dtype() == candle_core::DType::F64 {
@@ -163,7 +166,7 @@ macro_rules! in_type_of {
 }
 use in_type_of;
 
-/// The elements of a weight or a bias, one for every element of a row.
+/// The elements of a weight or bias, of which there must be one per element of a row.
 fn per_element<T: Compute>(parameter: &Tensor, width: usize) -> Result<Vec<T>> {
     if parameter.elem_count() != width {
         let found = format!("shape {:?} beside rows of {width} elements", parameter.dims());
@@ -179,7 +182,7 @@ fn per_element<T: Compute>(parameter: &Tensor, width: usize) -> Result<Vec<T>> {
     Ok(values)
 }
 
-/// Gives `body` the rows of tensors of one shape, one after the other.
+/// Calls `body` with the rows of tensors of one shape, one row of each at a time.
 fn over_rows<T: Compute, const N: usize>(tensors: &[&Tensor; N], body: &mut dyn FnMut([&[T]; N])) -> Result<()> {
     if let Some(other) = tensors.iter().find(|t| t.dims() != tensors[0].dims()) {
         let found = format!("rows of shapes {:?} and {:?}", tensors[0].dims(), other.dims());
@@ -190,21 +193,21 @@ fn over_rows<T: Compute, const N: usize>(tensors: &[&Tensor; N], body: &mut dyn 
             "reshape or expand the tensors",
         ));
     }
-    let (count, width) = extent(tensors[0]);
+    let (count, width) = rows_and_width(tensors[0]);
     if count == 0 {
         return Ok(());
     }
-    let mut dense_tensors = tensors.map(Tensor::clone);
-    for tensor in &mut dense_tensors {
-        *tensor = dense(tensor)?;
+    let mut contiguous_tensors = tensors.map(Tensor::clone);
+    for tensor in &mut contiguous_tensors {
+        *tensor = contiguous(tensor)?;
     }
-    let guards: [_; N] = from_fn(|k| dense_tensors[k].storage_and_layout());
+    let guards: [_; N] = from_fn(|k| contiguous_tensors[k].storage_and_layout());
     let sources: [_; N] = from_fn(|k| first_element(&guards[k].0, guards[k].1));
     let mut buffers: [Vec<T>; N] = from_fn(|_| Vec::new());
     for row in 0..count {
         let mut rows = [&[][..]; N];
         for (((first, dtype), buffer), values) in sources.iter().zip(&mut buffers).zip(&mut rows) {
-            // SAFETY: the row is inside the tensor, which is dense and kept by its guard. The buffer has room for a row,
+            // SAFETY: the row is inside the tensor, which is contiguous and kept by its guard. The buffer has room for a row,
             // which is written before it is read.
             *values = unsafe {
                 let first = first.add(row * width * dtype.size_in_bytes());
@@ -223,9 +226,9 @@ fn over_rows<T: Compute, const N: usize>(tensors: &[&Tensor; N], body: &mut dyn 
     Ok(())
 }
 
-/// Rows of one length to be written, from the first to the last.
-struct Target<T> {
-    fresh: Fresh,
+/// Writes the rows of a new tensor, from the first to the last.
+struct RowWriter<T> {
+    memory: UninitBuffer,
     dtype: DType,
     width: usize,
     /// Elements written so far.
@@ -234,20 +237,20 @@ struct Target<T> {
     buffer: Vec<T>,
 }
 
-impl<T: Compute> Target<T> {
+impl<T: Compute> RowWriter<T> {
     fn new(dtype: DType, rows: usize, width: usize) -> Result<Self> {
-        Ok(Target { fresh: Fresh::new(dtype, rows * width)?, dtype, width, written: 0, buffer: Vec::new() })
+        Ok(RowWriter { memory: UninitBuffer::new(dtype, rows * width)?, dtype, width, written: 0, buffer: Vec::new() })
     }
 
-    /// Lets `body` write the next row.
+    /// Writes the next row with `body`.
     ///
     /// # Safety
-    /// `body` writes every element that it gets.
+    /// `body` writes every element of the slice.
     unsafe fn write(&mut self, body: impl FnOnce(&mut [MaybeUninit<T>])) {
         let begin = self.written;
         self.written += self.width;
-        assert!(self.written <= self.fresh.count());
-        if let Some(elements) = self.fresh.elements::<T>() {
+        assert!(self.written <= self.memory.count());
+        if let Some(elements) = self.memory.elements::<T>() {
             return body(&mut elements[begin..begin + self.width]);
         }
         self.buffer.reserve(self.width);
@@ -255,15 +258,15 @@ impl<T: Compute> Target<T> {
         // SAFETY: the buffer was written just now, and there is room for the row.
         unsafe {
             let row = std::slice::from_raw_parts(self.buffer.as_ptr(), self.width);
-            T::store(self.dtype, row, self.fresh.first().add(begin * self.dtype.size_in_bytes()));
+            T::store(self.dtype, row, self.memory.first().add(begin * self.dtype.size_in_bytes()));
         }
     }
 
-    /// The tensor of all rows.
+    /// Returns the tensor, of which all rows have been written.
     fn finish(self, shape: &[usize]) -> Tensor {
-        assert_eq!(self.written, self.fresh.count());
+        assert_eq!(self.written, self.memory.count());
         // SAFETY: every element was written.
-        unsafe { self.fresh.finish(shape) }
+        unsafe { self.memory.finish(shape) }
     }
 }
 
@@ -272,7 +275,7 @@ mod tests {
     use super::*;
     use candle_core::Device;
 
-    /// Tensors of every type that is computed differently, with rows shorter and longer than lanes, and turned.
+    /// Tensors of every type that is computed differently, with rows shorter and longer than the lanes, and transposed.
     pub(super) fn samples() -> Vec<(Tensor, f64)> {
         let mut all = Vec::new();
         for (dtype, precision) in [(DType::F64, 1e-13), (DType::F32, 3e-6), (DType::F16, 4e-3), (DType::BF16, 3e-2)] {

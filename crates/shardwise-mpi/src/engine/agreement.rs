@@ -1,121 +1,123 @@
-//! Whether all ranks of a group are about to make the same call.
+//! Check that all ranks of a group make the same call.
 //!
-//! Every call begins with the packets of all ranks, combined into one. It says whether there is anything to talk about; only
-//! then do the ranks tell each other what they called.
+//! Every call starts with the exchange of one packet ([`packet`](super::packet)). Only if the packets differ do the ranks
+//! exchange the texts of their calls, from which all of them build the same error.
 
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 use shardwise::comm::Call;
-use shardwise::comm::engine::{Purpose, SAME_CALLS, SAME_VALUES, fingerprint, fingerprint_of};
+use shardwise::comm::engine::{Purpose, SAME_CALLS, SAME_VALUES, fingerprint, meta_fingerprint};
 use shardwise::error::{RankCall, Site};
 use shardwise::{Error, Result, TensorMeta};
 
 use super::comm::Comm;
 use super::packet::Packet;
-use super::small::Small;
+use super::packet_call::PacketCall;
 
-/// What a rank tells the others when they do not agree.
+/// What a rank sends to the other ranks after a mismatch.
 #[derive(Serialize, Deserialize)]
-struct Statement {
+struct CallStatement {
     call: String,
-    /// On whose behalf, if that is known.
+    /// The value on whose behalf the rank communicates, if known.
     purpose: Option<String>,
     site: String,
-    refused: Option<String>,
+    rejected: Option<String>,
     fingerprint: u64,
-    /// Ranks of the group that send something else than this one expects.
+    /// Ranks of the group that send another shape or type than this one expects.
     unexpected_from: Vec<usize>,
 }
 
-/// A call as this rank makes it.
-pub(super) struct Asked<'a> {
+/// A call as this rank is about to make it.
+pub(super) struct ProposedCall<'a> {
     pub(super) call: &'a Call,
     pub(super) inputs: &'a [Tensor],
     pub(super) site: Site,
     pub(super) purpose: Option<&'a Purpose>,
-    /// Why the call is refused whatever its arguments are.
-    pub(super) refused: Option<Error>,
+    /// Why the call is rejected whatever its arguments are.
+    pub(super) rejected: Option<Error>,
 }
 
-/// An error on every rank unless the calls of all can be carried out together. `ranks` are the global ranks of the group.
-/// What this rank gets from the call, if that has come along.
+/// Checks that all ranks make the same valid call; otherwise every rank returns the same error. Collective.
+///
+/// `ranks` are the global ranks of the group. Returns the outputs of the call if they came in the packet, `None` if the call
+/// has yet to be executed.
 pub(super) fn check(
     comm: &Comm,
     ranks: &[usize],
-    asked: Asked<'_>,
+    proposed: ProposedCall<'_>,
     deterministic: bool,
 ) -> Result<Option<Vec<Tensor>>> {
-    let Asked { call, inputs, site, purpose, refused } = asked;
+    let ProposedCall { call, inputs, site, purpose, rejected } = proposed;
     let (me, size) = (comm.rank(), comm.size());
-    // Whatever this rank refuses, all must hear of.
+    // If this rank rejects its call, it still exchanges a packet: all ranks must get the error.
     let prepare = || {
-        refused.map_or(Ok(()), Err)?;
+        rejected.map_or(Ok(()), Err)?;
         call.check(me, size, inputs)?;
         let mut packet = Packet::new(fingerprint(call, inputs), false);
-        let small = Small::of(call, inputs, size, deterministic);
-        if let Some(small) = small {
-            small.pack(call, inputs, me, &mut packet)?;
+        let packet_call = PacketCall::of(call, inputs, size, deterministic);
+        if let Some(packet_call) = packet_call {
+            packet_call.pack(call, inputs, me, &mut packet)?;
         }
         if let Call::AllToAll { expected } = call {
             packet.balance = balance(me, inputs, expected);
         }
-        Ok((packet, small))
+        Ok((packet, packet_call))
     };
-    let (mine, small, refused) = match prepare() {
-        Ok((packet, small)) => (packet, small, None),
+    let (mine, packet_call, rejected) = match prepare() {
+        Ok((packet, packet_call)) => (packet, packet_call, None),
         Err(error) => (Packet::new(0, true), None, Some(error)),
     };
     let all = mine.exchange(comm)?;
     if all.is_agreed() && all.balance == 0 {
-        return small.map(|small| small.unpack(call, inputs, (me, size), &all)).transpose();
+        return packet_call.map(|packet_call| packet_call.unpack(call, inputs, (me, size), &all)).transpose();
     }
     let mut unexpected_from = Vec::new();
     if let (Call::AllToAll { expected }, true) = (call, all.is_agreed()) {
-        let sent: Vec<u64> = inputs.iter().map(|t| fingerprint_of(&TensorMeta::new(t.dims(), t.dtype()))).collect();
-        let coming = comm.exchange_numbers(&sent)?;
-        unexpected_from = (0..size).filter(|&r| coming[r] != fingerprint_of(&expected[r])).collect();
+        let sent: Vec<u64> = inputs.iter().map(|t| meta_fingerprint(&TensorMeta::new(t.dims(), t.dtype()))).collect();
+        let coming = comm.all_to_all_u64(&sent)?;
+        unexpected_from = (0..size).filter(|&r| coming[r] != meta_fingerprint(&expected[r])).collect();
     }
-    let statement = Statement {
+    let statement = CallStatement {
         call: call.describe(inputs),
         purpose: purpose.map(ToString::to_string),
         site: site.to_string(),
-        refused: refused.as_ref().map(ToString::to_string),
+        rejected: rejected.as_ref().map(ToString::to_string),
         fingerprint: mine.fingerprint,
         unexpected_from,
     };
-    let texts = comm.texts(&serde_json::to_string(&statement).map_err(Error::other)?)?;
+    let texts = comm.all_gather_text(&serde_json::to_string(&statement).map_err(Error::other)?)?;
     let all = texts.iter().map(|text| serde_json::from_str(text).map_err(Error::other)).collect::<Result<Vec<_>>>()?;
-    Err(verdict(&all, ranks, me, refused))
+    Err(mismatch_error(&all, ranks, me, rejected))
 }
 
-/// Numbers for what a rank sends to every rank, less those for what it expects: over all ranks they add up to 0 if everybody
-/// gets what it expects, and (but for one chance in 2^64) only then.
+/// Hashes of what this rank sends to every rank, minus hashes of what it expects. Over all ranks they add up to 0 if every
+/// rank gets what it expects, and otherwise with a probability of 2^-64 only.
 fn balance(me: usize, inputs: &[Tensor], expected: &[TensorMeta]) -> u64 {
-    let number = |from: usize, to: usize, what: u64| {
-        // Far apart for pairs that are close: the finalizer of splitmix64.
+    let hash = |from: usize, to: usize, what: u64| {
+        // The finalizer of splitmix64, so that neighbouring pairs of ranks have unrelated hashes.
         let mut z = what ^ ((from as u64) << 32 | to as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ z >> 31
     };
     let sent = inputs.iter().enumerate().fold(0u64, |sum, (to, t)| {
-        sum.wrapping_add(number(me, to, fingerprint_of(&TensorMeta::new(t.dims(), t.dtype()))))
+        sum.wrapping_add(hash(me, to, meta_fingerprint(&TensorMeta::new(t.dims(), t.dtype()))))
     });
-    expected.iter().enumerate().fold(sent, |sum, (from, meta)| sum.wrapping_sub(number(from, me, fingerprint_of(meta))))
+    expected.iter().enumerate().fold(sent, |sum, (from, meta)| sum.wrapping_sub(hash(from, me, meta_fingerprint(meta))))
 }
 
-/// What is wrong, in the same words on every rank.
-fn verdict(all: &[Statement], ranks: &[usize], me: usize, refused: Option<Error>) -> Error {
+/// The error, the same on every rank.
+fn mismatch_error(all: &[CallStatement], ranks: &[usize], me: usize, rejected: Option<Error>) -> Error {
     let call = |position: usize| {
-        let Statement { call, purpose, site, .. } = &all[position];
+        let CallStatement { call, purpose, site, .. } = &all[position];
         let call = purpose.as_ref().map_or_else(|| call.clone(), |purpose| format!("{call} {purpose}"));
         Box::new(RankCall { rank: ranks[position], call, group: ranks.to_vec(), site: site.clone() })
     };
     let disagree =
         |a: usize, b: usize, advice: &'static str| Error::Mismatch { first: call(a), second: call(b), advice };
-    if let Some(position) = all.iter().position(|s| s.refused.is_some()) {
-        let told = || Error::other(all[position].refused.clone().unwrap_or_default());
-        let source = if position == me { refused.unwrap_or_else(told) } else { told() };
+    if let Some(position) = all.iter().position(|s| s.rejected.is_some()) {
+        let reported = || Error::other(all[position].rejected.clone().unwrap_or_default());
+        let source = if position == me { rejected.unwrap_or_else(reported) } else { reported() };
         return Error::Rejected { call: call(position), source: Box::new(source) };
     }
     if let Some(other) = all.iter().position(|s| s.fingerprint != all[0].fingerprint) {

@@ -1,4 +1,4 @@
-//! One communicator of MPI, with the code that every function returns looked at.
+//! Safe wrapper of one MPI communicator: every function checks the return code of MPI.
 
 use shardwise::error::ErrorKind;
 use std::ffi::{c_char, c_int, c_void};
@@ -10,19 +10,19 @@ use mpi::ffi;
 use shardwise::{Error, Result};
 use smallvec::SmallVec;
 
-/// A function of MPI reported an error.
+/// An MPI function returned an error code.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "{function} failed with code {code}: {text}; look for messages of the MPI library above, the connection between the \
      machines and the memory they have left"
 )]
-struct Failed {
+struct MpiError {
     function: &'static str,
     code: c_int,
     text: String,
 }
 
-/// An error unless the code is that of success.
+/// Turns a return code of MPI into a `Result`, with the text that the library has for it.
 pub(super) fn check(function: &'static str, code: c_int) -> Result<()> {
     if code == ffi::MPI_SUCCESS as c_int {
         return Ok(());
@@ -32,10 +32,10 @@ pub(super) fn check(function: &'static str, code: c_int) -> Result<()> {
     // SAFETY: the buffer has the size that MPI asks for.
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr(), &raw mut length) };
     let bytes: Vec<u8> = text.iter().take(length.max(0) as usize).map(|&c| c as u8).collect();
-    Err(Error::other(Failed { function, code, text: String::from_utf8_lossy(&bytes).into_owned() }))
+    Err(Error::other(MpiError { function, code, text: String::from_utf8_lossy(&bytes).into_owned() }))
 }
 
-/// Calls a function of MPI by name and looks at the code that it returns.
+/// Calls an MPI function by name and checks its return code.
 macro_rules! checked {
     ($function:ident($($argument:expr),* $(,)?)) => {
         $crate::engine::comm::check(stringify!($function), mpi::ffi::$function($($argument),*))
@@ -43,11 +43,11 @@ macro_rules! checked {
 }
 pub(super) use checked;
 
-/// Calls a collective function of MPI, without its last argument, on a communicator.
+/// Calls a collective MPI function on a communicator, which is its last argument.
 ///
-/// A rank inside such a call looks for the others all the time. Where ranks have to take turns on the cores, that keeps
-/// the others from coming: there the call is begun, and the rank looks once whenever it is its turn. All ranks must choose
-/// the same way.
+/// A rank inside a blocking collective spins. With more processes than cores (oversubscription), spinning keeps the processes
+/// that it waits for from running; there the nonblocking variant is started and tested, with a `yield` between tests. All
+/// ranks must make the same choice, because MPI does not match blocking with nonblocking collectives.
 macro_rules! collective {
     ($comm:expr, MPI_Barrier()) => { $crate::engine::comm::collective!(@ $comm, MPI_Barrier, MPI_Ibarrier, ()) };
     ($comm:expr, MPI_Bcast($($a:expr),* $(,)?)) => { $crate::engine::comm::collective!(@ $comm, MPI_Bcast, MPI_Ibcast, ($($a),*)) };
@@ -75,7 +75,7 @@ macro_rules! collective {
         $crate::engine::comm::collective!(@ $comm, MPI_Alltoallv, MPI_Ialltoallv, ($($a),*))
     };
     (@ $comm:expr, $now:ident, $begin:ident, ($($a:expr),*)) => {
-        if $crate::engine::comm::take_turns() {
+        if $crate::engine::comm::oversubscribed() {
             let mut request = mpi::ffi::RSMPI_REQUEST_NULL;
             $crate::engine::comm::checked!($begin($($a,)* $comm.raw(), &raw mut request))
                 .and_then(|()| $crate::engine::comm::Request::wait_all(&mut [$crate::engine::comm::Request::of(request)]))
@@ -86,19 +86,19 @@ macro_rules! collective {
 }
 pub(super) use collective;
 
-/// Whether ranks have to take turns on the cores of a machine of the job.
-static TAKE_TURNS: AtomicBool = AtomicBool::new(false);
+/// Whether some machine of the job has more processes than cores.
+static OVERSUBSCRIBED: AtomicBool = AtomicBool::new(false);
 
-pub(super) fn take_turns() -> bool {
-    TAKE_TURNS.load(Relaxed)
+pub(super) fn oversubscribed() -> bool {
+    OVERSUBSCRIBED.load(Relaxed)
 }
 
-/// Says whether ranks have to take turns; the same on all ranks, before they talk in groups.
-pub(super) fn set_take_turns(take_turns: bool) {
-    TAKE_TURNS.store(take_turns, Relaxed);
+/// Sets whether the job is oversubscribed: the same on all ranks, before the first collective of a group.
+pub(super) fn set_oversubscribed(oversubscribed: bool) {
+    OVERSUBSCRIBED.store(oversubscribed, Relaxed);
 }
 
-/// A communicator. All of its functions may be called from several threads, collectives from one at a time.
+/// An MPI communicator. Several threads may call its functions, but only one at a time may be in a collective.
 pub(super) struct Comm {
     raw: ffi::MPI_Comm,
     rank: usize,
@@ -110,15 +110,15 @@ unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
 
-/// What arrived without being asked for.
-pub(super) struct Arrived {
+/// A message whose size and sender were not known before it arrived.
+pub(super) struct ReceivedMessage {
     pub(super) from: usize,
     pub(super) tag: c_int,
     pub(super) bytes: Vec<u8>,
 }
 
 impl Comm {
-    /// Takes over a communicator: its errors are returned from now on.
+    /// Takes ownership of a communicator and makes MPI return its errors instead of ending the process.
     pub(super) fn adopt(raw: ffi::MPI_Comm) -> Result<Self> {
         let (mut rank, mut size) = (0, 0);
         // SAFETY: a live communicator.
@@ -135,7 +135,7 @@ impl Comm {
         Self::adopt(unsafe { ffi::RSMPI_COMM_WORLD })
     }
 
-    /// A communicator of the same processes whose messages are apart from those of this one.
+    /// Creates a communicator of the same processes, whose messages never match those of this one. Collective.
     pub(super) fn duplicate(&self) -> Result<Self> {
         // SAFETY: a live communicator; the handle is written before it is used.
         unsafe {
@@ -145,7 +145,7 @@ impl Comm {
         }
     }
 
-    /// The communicator of some ranks of this one, this one among them, in the order given. Only they make the call.
+    /// Creates a communicator of `ranks` of this one, in that order. Collective over `ranks`, which include this rank.
     pub(super) fn of_ranks(&self, ranks: &[usize], tag: c_int) -> Result<Self> {
         let ranks: Vec<c_int> = ranks.iter().map(|&r| r as c_int).collect();
         // SAFETY: live communicator and groups; handles are written before they are used.
@@ -161,7 +161,7 @@ impl Comm {
         }
     }
 
-    /// The communicator of the processes on this machine.
+    /// Creates the communicator of the processes that share memory with this one. Collective.
     pub(super) fn on_this_host(&self) -> Result<Self> {
         // SAFETY: a live communicator; the handle is written before it is used.
         unsafe {
@@ -189,8 +189,8 @@ impl Comm {
         unsafe { collective!(self, MPI_Barrier()) }
     }
 
-    /// The greatest of the numbers of all ranks, place by place.
-    pub(super) fn greatest<const N: usize>(&self, mine: &[u64; N]) -> Result<[u64; N]> {
+    /// Elementwise maximum over all ranks. Collective.
+    pub(super) fn all_reduce_max<const N: usize>(&self, mine: &[u64; N]) -> Result<[u64; N]> {
         let mut all = [0; N];
         // SAFETY: both arrays have the length that is named.
         unsafe {
@@ -208,8 +208,8 @@ impl Comm {
         Ok(all)
     }
 
-    /// One number of every rank.
-    pub(super) fn numbers(&self, mine: u64) -> Result<Vec<u64>> {
+    /// Gathers one number of every rank, in rank order. Collective.
+    pub(super) fn all_gather_u64(&self, mine: u64) -> Result<Vec<u64>> {
         let mut all = vec![0u64; self.size];
         let (from, to) = ((&raw const mine).cast::<c_void>(), all.as_mut_ptr().cast());
         // SAFETY: room for one number of each rank.
@@ -220,8 +220,8 @@ impl Comm {
         Ok(all)
     }
 
-    /// Hands one number to every rank.
-    pub(super) fn exchange_numbers(&self, mine: &[u64]) -> Result<Vec<u64>> {
+    /// Sends `mine[r]` to every rank `r` and returns what each sent to this one. Collective.
+    pub(super) fn all_to_all_u64(&self, mine: &[u64]) -> Result<Vec<u64>> {
         assert_eq!(mine.len(), self.size);
         let mut all = vec![0u64; self.size];
         // SAFETY: room for one number of each rank on both sides.
@@ -232,9 +232,9 @@ impl Comm {
         Ok(all)
     }
 
-    /// A text of every rank.
-    pub(super) fn texts(&self, mine: &str) -> Result<Vec<String>> {
-        let counts: Vec<c_int> = self.numbers(mine.len() as u64)?.into_iter().map(|n| n as c_int).collect();
+    /// Gathers one text of every rank, in rank order. Collective.
+    pub(super) fn all_gather_text(&self, mine: &str) -> Result<Vec<String>> {
+        let counts: Vec<c_int> = self.all_gather_u64(mine.len() as u64)?.into_iter().map(|n| n as c_int).collect();
         let mut next = 0;
         let mut start = |&n: &c_int| {
             next += n;
@@ -242,7 +242,7 @@ impl Comm {
         };
         let starts: Vec<c_int> = counts.iter().map(&mut start).collect();
         let mut all = vec![0u8; counts.iter().map(|&n| n as usize).sum()];
-        // SAFETY: the counts are those that the ranks have just named, and there is room for all of them.
+        // SAFETY: the ranks have just exchanged the counts, and there is room for all of them.
         unsafe {
             let kind = ffi::RSMPI_UINT8_T;
             collective!(
@@ -264,25 +264,25 @@ impl Comm {
         Ok(starts.iter().zip(&counts).map(text).collect())
     }
 
-    /// Sends a few bytes; returns when they are under way.
+    /// Sends a short message; returns when the buffer can be reused.
     pub(super) fn send(&self, bytes: &[u8], to: usize, tag: c_int) -> Result<()> {
         let (first, count) = (bytes.as_ptr().cast(), bytes.len() as c_int);
         // SAFETY: the bytes live until the call returns.
         unsafe { checked!(MPI_Send(first, count, ffi::RSMPI_UINT8_T, to as c_int, tag, self.raw)) }
     }
 
-    /// What has arrived from anybody, if something has.
-    pub(super) fn arrived(&self) -> Result<Option<Arrived>> {
+    /// Receives a message with any tag from any rank, if one has arrived. Does not wait for one.
+    pub(super) fn try_receive_any(&self) -> Result<Option<ReceivedMessage>> {
         // SAFETY: a constant of the library.
-        self.arrived_with(unsafe { ffi::RSMPI_ANY_TAG }, None)
+        self.try_receive(unsafe { ffi::RSMPI_ANY_TAG }, None)
     }
 
-    /// What has arrived with this tag from a rank, or from anybody, if something has.
-    pub(super) fn arrived_with(&self, tag: c_int, from: Option<usize>) -> Result<Option<Arrived>> {
+    /// Receives a message with this tag from a rank (`None`: from any), if one has arrived. Does not wait for one.
+    pub(super) fn try_receive(&self, tag: c_int, from: Option<usize>) -> Result<Option<ReceivedMessage>> {
         let (mut flag, mut count): (c_int, c_int) = (0, 0);
         let mut status = MaybeUninit::<ffi::MPI_Status>::uninit();
-        // SAFETY: the status and the message are read only if MPI says that it has written them; the buffer has the size
-        // of the message.
+        // SAFETY: the status and the message are read only if MPI has written them, which `flag` reports; the buffer has the
+        // size of the message.
         unsafe {
             let mut message = ffi::RSMPI_MESSAGE_NULL;
             let (from, flag_at) = (from.map_or(ffi::RSMPI_ANY_SOURCE, |rank| rank as c_int), &raw mut flag);
@@ -296,14 +296,14 @@ impl Comm {
             let mut bytes = vec![0u8; count as usize];
             let to = bytes.as_mut_ptr().cast();
             checked!(MPI_Mrecv(to, count, ffi::RSMPI_UINT8_T, message_at, ffi::RSMPI_STATUS_IGNORE))?;
-            Ok(Some(Arrived { from, tag, bytes }))
+            Ok(Some(ReceivedMessage { from, tag, bytes }))
         }
     }
 
-    /// Begins to send bytes, in as many messages as it takes; none if there are no bytes.
+    /// Starts to send bytes, in as many messages as it takes; none if there are no bytes.
     ///
     /// # Safety
-    /// They stay where they are and as they are until the requests are done.
+    /// The bytes are neither moved nor changed until the requests are complete.
     pub(super) unsafe fn start_send(&self, first: *const u8, bytes: usize, to: usize, tag: c_int) -> Result<Requests> {
         in_pieces(bytes, false, |start, count, request| {
             // SAFETY: the caller's promise; the handle is written before it is used.
@@ -314,10 +314,10 @@ impl Comm {
         })
     }
 
-    /// Begins to receive bytes that are sent with [`start_send`](Self::start_send).
+    /// Starts to receive bytes that are sent with [`start_send`](Self::start_send).
     ///
     /// # Safety
-    /// There is room for them, which nobody touches until the requests are done.
+    /// There is room for the bytes, which nobody else accesses until the requests are complete.
     pub(super) unsafe fn start_receive(
         &self,
         first: *mut u8,
@@ -334,16 +334,16 @@ impl Comm {
         })
     }
 
-    /// Receives bytes that are sent with [`start_send`](Self::start_send).
+    /// Receives bytes that are sent with [`start_send`](Self::start_send), and waits for them.
     ///
     /// # Safety
-    /// There is room for them, which nobody else touches.
+    /// There is room for the bytes, which nobody else accesses.
     pub(super) unsafe fn receive(&self, first: *mut u8, bytes: usize, from: usize, tag: c_int) -> Result<()> {
-        // SAFETY: the caller's promise, and the requests are done when this function returns.
+        // SAFETY: the caller's promise, and the requests are complete when this function returns.
         Request::wait_all(&mut unsafe { self.start_receive(first, bytes, from, tag)? })
     }
 
-    /// Ends all processes of the job.
+    /// Ends all processes of the job with `MPI_Abort`.
     pub(super) fn abort(&self) -> ! {
         // SAFETY: a live communicator. Does not return in any library that works.
         unsafe { ffi::MPI_Abort(self.raw, 1) };
@@ -351,10 +351,10 @@ impl Comm {
     }
 }
 
-/// Longer messages are cut into pieces of this many bytes, which MPI can count.
-const LONGEST: usize = 1 << 30;
+/// Longer messages are split into pieces of this many bytes: MPI counts bytes in a C `int`.
+const MAX_MESSAGE_BYTES: usize = 1 << 30;
 
-/// Begins one message per piece of so many bytes: `begin` gets the first byte, the number, and where the request goes.
+/// Starts one message per piece of `bytes`; `begin` gets the offset and size of the piece, and where to store the request.
 fn in_pieces(
     bytes: usize,
     receives: bool,
@@ -363,20 +363,20 @@ fn in_pieces(
     let piece = |start: usize| {
         // SAFETY: a constant of the library.
         let mut handle = unsafe { ffi::RSMPI_REQUEST_NULL };
-        let count = LONGEST.min(bytes - start) as c_int;
+        let count = MAX_MESSAGE_BYTES.min(bytes - start) as c_int;
         begin(start, count, &raw mut handle)?;
         Ok(Request { handle, expected: receives.then_some(count) })
     };
-    (0..bytes).step_by(LONGEST).map(piece).collect()
+    (0..bytes).step_by(MAX_MESSAGE_BYTES).map(piece).collect()
 }
 
-/// Messages under way; mostly one.
+/// Requests of one transfer; mostly one.
 pub(super) type Requests = SmallVec<[Request; 1]>;
 
-/// A message or a collective under way. Its memory is in use until it is done.
+/// A message or collective in flight. Its memory is in use until it is complete.
 pub(super) struct Request {
     handle: ffi::MPI_Request,
-    /// Bytes that must come, if it receives.
+    /// For a receive, the number of bytes that must arrive.
     expected: Option<c_int>,
 }
 
@@ -384,17 +384,17 @@ pub(super) struct Request {
 unsafe impl Send for Request {}
 
 impl Request {
-    /// One that receives nothing, or counts by itself.
+    /// A request without a check of the number of bytes: a send or a collective.
     pub(super) fn of(handle: ffi::MPI_Request) -> Self {
         Request { handle, expected: None }
     }
 
-    /// Whether it is done.
+    /// Whether it is complete.
     pub(super) fn is_done(&mut self) -> Result<bool> {
         Self::all_done(std::slice::from_mut(self))
     }
 
-    /// Whether all of them are done.
+    /// Whether all of them are complete.
     pub(super) fn all_done(requests: &mut [Request]) -> Result<bool> {
         let mut done: c_int = 0;
         let finish = |count, handles, statuses| {
@@ -407,7 +407,7 @@ impl Request {
 
     /// Waits for all of them.
     pub(super) fn wait_all(requests: &mut [Request]) -> Result<()> {
-        if take_turns() {
+        if oversubscribed() {
             while !Self::all_done(requests)? {
                 std::thread::yield_now();
             }
@@ -419,7 +419,7 @@ impl Request {
         })
     }
 
-    /// Lets MPI finish requests; what it has finished must have brought as many bytes as were expected.
+    /// Completes requests with `MPI_Testall` or `MPI_Waitall`, and checks the bytes of the receives that are complete.
     fn finish_all(
         requests: &mut [Request],
         finish: impl FnOnce(c_int, *mut ffi::MPI_Request, *mut ffi::MPI_Status) -> Result<()>,
@@ -429,10 +429,10 @@ impl Request {
         statuses.resize_with(requests.len(), MaybeUninit::uninit);
         let finished = finish(requests.len() as c_int, handles.as_mut_ptr(), statuses.as_mut_ptr().cast());
         for ((request, handle), status) in requests.iter_mut().zip(handles).zip(&statuses) {
-            let was_under_way = request.is_under_way();
+            let was_active = request.is_active();
             request.handle = handle;
             if let (Ok(()), true, false, Some(expected)) =
-                (&finished, was_under_way, request.is_under_way(), request.expected)
+                (&finished, was_active, request.is_active(), request.expected)
             {
                 let mut came: c_int = 0;
                 // SAFETY: the request is finished, so its status is written.
@@ -442,7 +442,7 @@ impl Request {
                         "message",
                         format!("{came} bytes from another rank"),
                         format!("{expected}"),
-                        "what a rank sends must be what the other expects; run it with SHARDWISE_CHECK=1 to see the calls",
+                        "send what the other rank expects; run it with SHARDWISE_CHECK=1 to see both calls",
                     ));
                 }
             }
@@ -450,17 +450,17 @@ impl Request {
         finished
     }
 
-    fn is_under_way(&self) -> bool {
+    fn is_active(&self) -> bool {
         // SAFETY: a constant of the library.
         self.handle != unsafe { ffi::RSMPI_REQUEST_NULL }
     }
 }
 
 impl Drop for Request {
-    /// MPI would go on writing to memory that is about to be somebody else's. That happens after errors only, and they are
-    /// the end of the job anyway.
+    /// Ends the job if the request is still active: MPI would go on writing to memory that is about to be freed. This happens
+    /// only after errors of MPI, which end the job anyway.
     fn drop(&mut self) {
-        if self.is_under_way() {
+        if self.is_active() {
             eprintln!("shardwise: a message was given up under way after an error of MPI; the job ends");
             // SAFETY: MPI is initialised, or there would be no request.
             unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, 1) };
@@ -469,7 +469,7 @@ impl Drop for Request {
     }
 }
 
-/// Tells MPI to initialise itself for several threads.
+/// Initialises MPI for several threads (`MPI_THREAD_MULTIPLE`).
 pub(super) fn initialize() -> Result<()> {
     let started = mpi::initialize_with_threading(mpi::Threading::Multiple);
     let Some((universe, threading)) = started else {
@@ -480,26 +480,26 @@ pub(super) fn initialize() -> Result<()> {
             "leave MPI_Init to shardwise",
         ));
     };
-    // Its end would end MPI; that happens when the process ends.
+    // Dropping it would finalize MPI, which happens when the process ends.
     std::mem::forget(universe);
     if threading == mpi::Threading::Multiple {
         return Ok(());
     }
     Err(ErrorKind::Launch.error(
         "MPI",
-        format!("a library that serves threads at the level {threading:?}"),
+        format!("a library that supports threads at level {threading:?}"),
         "MPI_THREAD_MULTIPLE",
         "use a build of the library with thread support",
     ))
 }
 
-/// Ends the part of this process in MPI.
+/// Finalizes MPI in this process.
 pub(super) fn finalize() {
     // SAFETY: called once, when no other thread is inside MPI.
     unsafe { ffi::MPI_Finalize() };
 }
 
-/// A null pointer for the side of a collective that this rank has no part in.
-pub(super) fn nothing() -> *mut c_void {
+/// A null pointer for a buffer that a collective ignores on this rank.
+pub(super) fn null_buffer() -> *mut c_void {
     null_mut()
 }

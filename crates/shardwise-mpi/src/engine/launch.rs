@@ -1,32 +1,33 @@
-//! One launch in this process: its settings, and whether it is still going on.
+//! One launch in this process: its settings, its messages, and whether it is still open.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
-use shardwise::comm::engine::{launch_is_over, second_thread, this_thread};
+use shardwise::comm::engine::{launch_ended_error, thread_number, wrong_thread_error};
 use shardwise::error::RankCall;
 use shardwise::mesh::Network;
 use shardwise::{Error, Result};
 
-use super::mail::Mail;
-use super::parts::Limits;
+use super::message_buffer::CollectiveLimits;
+use super::messages::MessageQueue;
 use super::process::Process;
 
-/// How long a rank that waits for a message looks all the time, and how long it sleeps between looks after that.
+/// How long a rank that waits for a message polls without sleeping, and how long it sleeps between polls after that. Short
+/// waits keep the latency of a message; long ones leave the core to the other ranks.
 const SPIN: Duration = Duration::from_micros(200);
 const SLEEP: Duration = Duration::from_micros(100);
 
 pub(super) struct Launch {
     pub(super) process: &'static Process,
-    pub(super) mail: Mail,
+    pub(super) messages: MessageQueue,
     pub(super) deadline: Duration,
     pub(super) check: bool,
-    pub(super) limits: Limits,
+    pub(super) limits: CollectiveLimits,
     pub(super) network: Network,
     closed: AtomicBool,
-    /// The thread that runs the program, and so makes the collectives.
-    program: AtomicUsize,
+    /// The thread that runs the program, the only one that may start collectives.
+    program_thread: AtomicUsize,
 }
 
 impl Launch {
@@ -34,32 +35,32 @@ impl Launch {
         let network = Network::of_hosts(Arc::clone(&process.hosts), settings.inside, settings.across)?;
         Ok(Launch {
             process,
-            mail: Mail::new(process.mail.size()),
+            messages: MessageQueue::new(process.message_comm.size()),
             deadline: settings.deadline,
             check: settings.check,
-            limits: Limits {
+            limits: CollectiveLimits {
                 deterministic: settings.deterministic,
                 segment: settings.segment,
                 largest_count: settings.largest_count,
             },
             network,
             closed: AtomicBool::new(false),
-            program: AtomicUsize::new(0),
+            program_thread: AtomicUsize::new(0),
         })
     }
 
-    /// The calling thread runs the program.
+    /// Records the calling thread as the one that runs the program.
     pub(super) fn enter(&self) {
-        self.program.store(this_thread(), SeqCst);
+        self.program_thread.store(thread_number(), SeqCst);
     }
 
-    /// An error unless the calling thread runs the program: which of two threads' collectives come first would be chance, on
-    /// every rank by itself.
+    /// Checks that the calling thread is the one that runs the program: the order of collectives of two threads would differ
+    /// between ranks by chance.
     pub(super) fn check_thread(&self) -> Result<()> {
-        if self.program.load(SeqCst) == this_thread() {
+        if self.program_thread.load(SeqCst) == thread_number() {
             return Ok(());
         }
-        Err(second_thread(self.process.world.rank()))
+        Err(wrong_thread_error(self.process.world.rank()))
     }
 
     pub(super) fn is_open(&self) -> bool {
@@ -70,16 +71,16 @@ impl Launch {
         self.closed.store(true, SeqCst);
     }
 
-    /// Looks until `look` finds something that comes from a rank, but not for longer than the deadline.
+    /// Polls until `poll` returns something that `rank` sends, or fails with a timeout after the deadline.
     pub(super) fn wait_for<T>(
         &self,
         rank: usize,
         call: &dyn Fn() -> RankCall,
-        mut look: impl FnMut() -> Result<Option<T>>,
+        mut poll: impl FnMut() -> Result<Option<T>>,
     ) -> Result<T> {
         let since = Instant::now();
         loop {
-            if let Some(found) = look()? {
+            if let Some(found) = poll()? {
                 return Ok(found);
             }
             let waited = since.elapsed();
@@ -88,7 +89,7 @@ impl Launch {
                     call: Box::new(call()),
                     waited,
                     missing: vec![rank],
-                    elsewhere: Vec::new(),
+                    other_calls: Vec::new(),
                 });
             }
             if waited > SPIN {
@@ -99,11 +100,11 @@ impl Launch {
         }
     }
 
-    /// An error once the launch is over: what is left of it in the hands of the program cannot communicate.
+    /// Checks that the launch is open: a `World` or tensor that outlives its launch cannot communicate.
     pub(super) fn check_open(&self, call: &dyn Fn() -> RankCall) -> Result<()> {
         if self.is_open() {
             return Ok(());
         }
-        Err(Error::Rejected { call: Box::new(call()), source: Box::new(launch_is_over()) })
+        Err(Error::Rejected { call: Box::new(call()), source: Box::new(launch_ended_error()) })
     }
 }

@@ -1,55 +1,55 @@
-//! The engine: processes that talk through MPI.
+//! The MPI engine: one process per rank.
 
-// In this order: each may use those above it.
+// In this order: a module may use those above it.
 mod comm;
-mod element;
-mod parts;
-mod pairs;
+mod datatypes;
+mod message_buffer;
+mod pairwise;
 mod reductions;
 mod collectives;
 mod packet;
-mod small;
+mod packet_call;
 mod agreement;
-mod watch;
+mod pending_call;
 mod groups;
-mod shelf;
-mod circle;
+mod exposed_tensors;
+mod deadlock;
 mod service;
 mod process;
-mod mail;
+mod messages;
 mod launch;
-mod exposed;
-mod member;
+mod remote_read;
+mod communicator;
 
 use shardwise::error::ErrorKind;
 use std::sync::Arc;
 
-use shardwise::comm::engine::{caught, confine_candle_to, fnv1a, how_it_failed, pool};
+use shardwise::comm::engine::{catch_panic, failure_text, fnv1a, limit_candle_threads, rank_pool};
 use shardwise::{Error, Result, World};
 
 use comm::Comm;
+use communicator::MpiCommunicator;
 use launch::Launch;
-use member::Member;
 use process::Process;
-use service::Left;
+use service::LaunchExit;
 
 use crate::launcher::Launched;
 use crate::settings::Settings;
 
 impl Settings {
-    /// An error on every rank unless all have the same of those settings that decide what they call.
+    /// Checks that all ranks have the same settings, as far as they decide which MPI functions are called. Collective.
     fn agree(&self, world: &Comm) -> Result<()> {
         let Settings { check, deterministic, segment, largest_count, inside, across, .. } = self;
-        let said = format!(
+        let described = format!(
             "check: {check}, deterministic: {deterministic}, segment: {segment}, largest_count: {largest_count}, \
              links: {inside} inside a host and {across} across"
         );
-        let mine = fnv1a(said.as_bytes());
-        let [largest, least] = world.greatest(&[mine, !mine])?;
+        let mine = fnv1a(described.as_bytes());
+        let [largest, least] = world.all_reduce_max(&[mine, !mine])?;
         if largest == !least {
             return Ok(());
         }
-        let all = world.texts(&said)?;
+        let all = world.all_gather_text(&described)?;
         let other = all.iter().position(|text| *text != all[0]).unwrap_or(0);
         Err(ErrorKind::Disagreement.error(
             "settings",
@@ -60,7 +60,7 @@ impl Settings {
     }
 }
 
-/// Runs the program as the rank of this process.
+/// Runs the program as the rank of this process. Collective: returns when the program has returned on all ranks.
 pub(crate) fn run<T: Send>(
     settings: &Settings,
     launched: &Launched,
@@ -89,32 +89,32 @@ pub(crate) fn run<T: Send>(
     let rank = process.world.rank();
     process.service.enter(launches.count);
     let threads = settings.kernel_threads.unwrap_or(process.share_of_cores);
-    confine_candle_to(threads);
+    limit_candle_threads(threads);
     let launch = Arc::new(launch);
     let run = || {
         launch.enter();
-        program(World::new(Arc::new(Member::of_world(Arc::clone(&launch)))))
+        program(World::new(Arc::new(MpiCommunicator::of_world(Arc::clone(&launch)))))
     };
-    let result = pool(rank, threads).and_then(|pool| pool.install(|| caught(rank, run)));
-    let mine = Left {
+    let result = rank_pool(rank, threads).and_then(|pool| pool.install(|| catch_panic(rank, run)));
+    let mine = LaunchExit {
         launch: launches.count,
-        failed: result.as_ref().err().map(how_it_failed),
+        failed: result.as_ref().err().map(failure_text),
         begun: process.groups.begun(),
-        sent: launch.mail.sent(),
+        sent: launch.messages.sent(),
     };
     let all = process.service.leave(&mine)?;
     launch.close();
-    process.service.shelf.clear();
-    let unreceived = launch.mail.unreceived(&process.mail, |from| all[from].sent[rank])?;
+    process.service.exposed.clear();
+    let unreceived = launch.messages.unreceived(&process.message_comm, |from| all[from].sent[rank])?;
     let failed = all.iter().enumerate().find_map(|(rank, left)| Some((rank, left.failed.clone()?)));
     launches.failed = failed.as_ref().map(|(rank, how)| format!("rank {rank} {how}"));
     match (result, failed, unreceived) {
-        // A mistake that all ranks make is one error, that of the first of them.
+        // An error that several ranks return with the same text is reported as that of the lowest rank.
         (
             Err(error @ (Error::Invalid(_) | Error::Candle(_) | Error::Io(_) | Error::Other(_))),
             Some((first, how)),
             _,
-        ) if first < rank && how == how_it_failed(&error) => {
+        ) if first < rank && how == failure_text(&error) => {
             Err(Error::OnRank { rank: first, kind: error.kind().cloned().map(Box::new), message: how.into() })
         }
         (Err(error), _, _) => Err(error.of_rank(rank)),

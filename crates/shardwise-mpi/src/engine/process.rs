@@ -1,11 +1,11 @@
-//! MPI in this process: begun with the first launch, ended with the process.
+//! MPI in this process: initialised by the first launch, finalized when the process ends.
 
 use shardwise::error::ErrorKind;
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use shardwise::Result;
-use shardwise::comm::engine::cores;
+use shardwise::comm::engine::available_cores;
 
 use super::comm::{self, Comm};
 use super::groups::Groups;
@@ -13,34 +13,34 @@ use super::service::Service;
 use crate::launcher::Launched;
 use crate::settings;
 
-/// What lives as long as the process.
+/// What all launches of this process share.
 pub(super) struct Process {
-    /// All processes, from which groups are made.
+    /// All processes of the job, from which groups are created.
     pub(super) world: Comm,
-    /// Messages from rank to rank.
-    pub(super) mail: Comm,
+    /// Communicator of point-to-point messages.
+    pub(super) message_comm: Comm,
     pub(super) service: Arc<Service>,
-    /// This process's share of the cores of its machine.
+    /// Number of cores of its machine that this process may use.
     pub(super) share_of_cores: usize,
-    /// The host of every rank, by the least rank on it.
+    /// The host of every rank, identified by the lowest rank on it.
     pub(super) hosts: Arc<[usize]>,
     pub(super) groups: Arc<Groups>,
-    /// Held during a launch.
-    pub(super) launches: Mutex<Launches>,
+    /// Locked during a launch.
+    pub(super) launches: Mutex<LaunchHistory>,
 }
 
-/// Launches so far.
+/// The launches of this process so far.
 #[derive(Default)]
-pub(super) struct Launches {
+pub(super) struct LaunchHistory {
     pub(super) count: u64,
-    /// What went wrong in one of them.
+    /// The failure of one of them, after which no further launch is possible.
     pub(super) failed: Option<String>,
 }
 
 static PROCESS: OnceLock<Result<Process>> = OnceLock::new();
 
 impl Process {
-    /// The process, brought up by the first who asks.
+    /// Returns the process; the first call initialises MPI, which is collective over the job.
     pub(super) fn get(launched: &Launched) -> Result<&'static Process> {
         PROCESS.get_or_init(|| Process::begin(launched)).as_ref().map_err(Clone::clone)
     }
@@ -50,7 +50,7 @@ impl Process {
         comm::initialize()?;
         let world = Comm::world()?;
         if world.size() != launched.size {
-            // Ending in peace takes all processes, which do not know of each other.
+            // MPI stays initialised: processes that do not know of each other cannot finalize together.
             return Err(ErrorKind::Launch.error(
                 "MPI",
                 format!("{} process(es) where {} started {}", world.size(), launched.by, launched.size),
@@ -58,49 +58,54 @@ impl Process {
                 "use the mpirun of the library that the program was built with, or srun --mpi=pmix (or pmi2)",
             ));
         }
-        let mail = world.duplicate()?;
+        let message_comm = world.duplicate()?;
         let host = world.on_this_host()?;
-        let cores = Cores::find(&world, &host, take_turns)?;
-        let least = host.numbers(world.rank() as u64)?.into_iter().min().unwrap_or(0);
-        let hosts = world.numbers(least)?.into_iter().map(|rank| rank as usize).collect();
-        comm::set_take_turns(cores.take_turns);
+        let cores = CoreShare::find(&world, &host, take_turns)?;
+        let least = host.all_gather_u64(world.rank() as u64)?.into_iter().min().unwrap_or(0);
+        let hosts = world.all_gather_u64(least)?.into_iter().map(|rank| rank as usize).collect();
+        comm::set_oversubscribed(cores.oversubscribed);
         let groups = Arc::new(Groups::default());
         let service = Service::begin(world.duplicate()?, world.duplicate()?, Arc::clone(&groups))?;
         let world = world.duplicate()?;
         // SAFETY: a function without arguments that does not unwind.
         unsafe { libc::atexit(end) };
         let share_of_cores = cores.share;
-        Ok(Process { world, mail, service, share_of_cores, hosts, groups, launches: Mutex::default() })
+        Ok(Process { world, message_comm, service, share_of_cores, hosts, groups, launches: Mutex::default() })
     }
 }
 
-/// The cores of this machine, as the processes on it share them.
-struct Cores {
-    /// Those that this process is bound to, or its share where several are bound to the same.
+/// How the processes of a machine share its cores.
+struct CoreShare {
+    /// Number of cores that this process is bound to, divided among the processes that are bound to the same ones.
     share: usize,
-    /// Whether some machine of the job has fewer cores than processes; the same on all.
-    take_turns: bool,
+    /// Whether some machine of the job has more processes than cores; the same on all ranks.
+    oversubscribed: bool,
 }
 
-impl Cores {
-    fn find(world: &Comm, host: &Comm, take_turns: Option<bool>) -> Result<Self> {
-        let wanted: u64 = host.numbers(cores() as u64)?.iter().sum();
-        // SAFETY: a number of the system.
+impl CoreShare {
+    /// Collective. `overridden` replaces the count of the processes of this host.
+    fn find(world: &Comm, host: &Comm, overridden: Option<bool>) -> Result<Self> {
+        let wanted: u64 = host.all_gather_u64(available_cores() as u64)?.iter().sum();
+        // SAFETY: reads a number of the system.
         let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }.max(1) as u64;
-        let share = if wanted <= online { cores() } else { ((cores() as u64 * online / wanted) as usize).max(1) };
-        let crowded = take_turns.unwrap_or(host.size() as u64 > online);
-        let [take_turns] = world.greatest(&[u64::from(crowded)])?;
-        Ok(Cores { share, take_turns: take_turns > 0 })
+        let share = if wanted <= online {
+            available_cores()
+        } else {
+            ((available_cores() as u64 * online / wanted) as usize).max(1)
+        };
+        let crowded = overridden.unwrap_or(host.size() as u64 > online);
+        let [oversubscribed] = world.all_reduce_max(&[u64::from(crowded)])?;
+        Ok(CoreShare { share, oversubscribed: oversubscribed > 0 })
     }
 }
 
-/// Ends MPI when the process ends, together with the other processes.
+/// Finalizes MPI when the process ends, together with the other processes.
 extern "C" fn end() {
     if let Some(Ok(process)) = PROCESS.get()
         && process.service.end()
     {
-        // Over some networks a rank waits for ever in MPI_Finalize for one that was there much earlier (seen with MPICH 4.0
-        // on UCX). An error is of no use to anybody here.
+        // Over some networks a rank hangs in MPI_Finalize if another entered it much earlier (seen with MPICH 4.0 on UCX), so
+        // all enter it together. The process ends, so an error of the barrier is ignored.
         let _ = process.world.barrier();
         comm::finalize();
     }

@@ -1,5 +1,5 @@
-//! A thread in every process that is there for the other ranks while this one computes or waits inside MPI: it hands out
-//! exposed tensors, notes who has left, and ends the job when this rank waits for something that cannot come.
+//! The service thread of every process, which acts while the rank's program computes or blocks inside MPI: it sends exposed
+//! tensors, records which ranks have left, and ends the job if this rank waits for a call that cannot complete.
 
 use std::collections::HashMap;
 use std::ffi::c_int;
@@ -11,89 +11,90 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use serde::{Deserialize, Serialize};
-use shardwise::comm::engine::caught;
+use shardwise::comm::engine::catch_panic;
 use shardwise::error::RankCall;
 use shardwise::{Error, Result};
 
-use super::circle::{Doing, Waiting, circle};
-use super::comm::{Arrived, Comm, Request};
+use super::comm::{Comm, ReceivedMessage, Request};
+use super::deadlock::{ActiveCollective, RankActivity, find_cycle};
+use super::exposed_tensors::{ExposedSetId, ExposedStore, ReadRequest};
 use super::groups::{GroupState, Groups};
-use super::shelf::{ReadRequest, SetId, Shelf};
 
 pub(super) struct Service {
-    /// What services tell each other.
+    /// Messages between services.
     notices: Comm,
-    /// Answers to those who read tensors of this rank.
+    /// Answers to requests for exposed tensors.
     pub(super) answers: Comm,
     groups: Arc<Groups>,
-    pub(super) shelf: Shelf,
-    known: Mutex<Known>,
+    pub(super) exposed: ExposedStore,
+    status: Mutex<JobStatus>,
     changed: Condvar,
     stop: AtomicBool,
-    /// Set with the first failure that is known: collectives ask before every call.
+    /// Whether any rank has reported a failure: checked before every collective, without a lock.
     failed: AtomicBool,
-    /// Set when this process is about to end the job.
+    /// Whether this process is ending the job.
     dying: AtomicBool,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// What is known of all ranks.
+/// Which ranks have left a launch or ended.
 #[derive(Default)]
-struct Known {
-    /// The launch that is going on, or the last one.
+struct JobStatus {
+    /// Number of the current launch, or of the last one.
     launch: u64,
-    left: HashMap<u64, HashMap<usize, Left>>,
-    /// Ranks whose processes are at their end.
+    left: HashMap<u64, HashMap<usize, LaunchExit>>,
+    /// Whether the process of each rank has ended.
     ended: Vec<bool>,
 }
 
-/// What a rank tells all others when it returns from its program.
+/// What a rank reports to all other ranks when its program returns.
 #[derive(Clone, Serialize, Deserialize)]
-pub(super) struct Left {
+pub(super) struct LaunchExit {
     pub(super) launch: u64,
-    /// How it failed, if it did.
+    /// Text of its error, if it failed.
     pub(super) failed: Option<String>,
-    /// Collectives it has begun, by group.
+    /// Number of collectives that it has started, by group.
     pub(super) begun: HashMap<u64, u64>,
-    /// Messages it has sent to every rank.
+    /// Number of messages that it has sent to every rank.
     pub(super) sent: Vec<u64>,
 }
 
-/// Kinds of notices.
+/// Kinds of messages between services, as MPI tags.
 const READ: c_int = 1;
 const RELEASE: c_int = 2;
 const LEFT: c_int = 3;
 const ENDED: c_int = 4;
-const WHAT_ARE_YOU_DOING: c_int = 5;
-const DOING: c_int = 6;
+const QUERY_ACTIVITY: c_int = 5;
+const ACTIVITY: c_int = 6;
 
-/// How long the thread sleeps between two looks, at first and at most.
+/// How long the thread sleeps between polls: at first after it was busy, and at most. A read of an exposed tensor waits this
+/// long; a shorter sleep takes time from the kernels of the rank.
 const FIRST_SLEEP: Duration = Duration::from_micros(20);
 const LONGEST_SLEEP: Duration = Duration::from_millis(2);
 
-/// How long a call goes on before the thread asks whether it can still succeed.
-const PATIENCE: Duration = Duration::from_millis(200);
+/// How long a call lasts before the thread checks whether it can still complete. Most calls are shorter and cost nothing.
+const WATCH_AFTER: Duration = Duration::from_millis(200);
 
-/// How long a call goes on before the thread asks all ranks what they are doing, at first; then twice as long each time, so
-/// that a job with many ranks is not busy asking.
-const FIRST_QUESTION: Duration = Duration::from_secs(1);
+/// How long a call lasts before the thread queries all ranks for the first time; the interval then doubles, so that a job with
+/// many ranks is not busy with queries.
+const FIRST_QUERY: Duration = Duration::from_secs(1);
 
-/// How long a failed rank waits for the others to fail as well before it ends the job: when all were told of one error,
-/// they end the launch together.
-const GRACE: Duration = Duration::from_secs(3);
+/// How long a failed rank waits for the other ranks to fail as well before it ends the job: after an error that all ranks got, they
+/// end the launch together.
+const FAILURE_GRACE: Duration = Duration::from_secs(3);
 
-/// How long other ranks have to say what they are doing.
-const TIME_TO_ANSWER: Duration = Duration::from_secs(2);
+/// How long a rank waits for answers of the other ranks before it reports a timeout without them.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Service {
     pub(super) fn begin(notices: Comm, answers: Comm, groups: Arc<Groups>) -> Result<Arc<Self>> {
-        let known = Known { ended: vec![false; notices.size()], ..Known::default() };
+        let status = JobStatus { ended: vec![false; notices.size()], ..JobStatus::default() };
         let service = Arc::new(Service {
             notices,
             answers,
             groups,
-            shelf: Shelf::default(),
-            known: Mutex::new(known),
+            exposed: ExposedStore::default(),
+            status: Mutex::new(status),
             changed: Condvar::new(),
             stop: AtomicBool::new(false),
             failed: AtomicBool::new(false),
@@ -116,8 +117,8 @@ impl Service {
         (0..self.notices.size()).filter(move |&r| r != me)
     }
 
-    /// Ends the job, with the reason on the standard error.
-    pub(super) fn die(&self, reason: &str) -> ! {
+    /// Ends the job and prints the reason to standard error.
+    pub(super) fn abort_job(&self, reason: &str) -> ! {
         self.dying.store(true, SeqCst);
         // One write, so that the lines of several ranks do not mix.
         let text = format!("shardwise: {reason}\nshardwise: rank {} ends the job\n", self.rank());
@@ -126,62 +127,63 @@ impl Service {
         self.notices.abort()
     }
 
-    /// A launch begins in this process.
+    /// Starts a launch in this process.
     pub(super) fn enter(&self, launch: u64) {
-        self.known.lock().launch = launch;
+        self.status.lock().launch = launch;
     }
 
-    /// The failure of another rank in the current launch, if one has said so.
+    /// The lowest rank that has reported a failure in the current launch, and its error.
     pub(super) fn failure(&self) -> Option<(usize, String)> {
         if !self.failed.load(SeqCst) {
             return None;
         }
-        let known = self.known.lock();
-        let left = known.left.get(&known.launch)?;
+        let status = self.status.lock();
+        let left = status.left.get(&status.launch)?;
         left.iter().filter_map(|(&rank, left)| Some((rank, left.failed.clone()?))).min()
     }
 
-    /// Whether the process of a rank is at its end.
+    /// Whether the process of a rank has ended.
     pub(super) fn has_ended(&self, rank: usize) -> bool {
-        self.known.lock().ended[rank]
+        self.status.lock().ended[rank]
     }
 
-    /// How many messages a rank has sent to this one, if it has left the current launch.
+    /// Number of messages that a rank has sent to this one, if it has left the current launch.
     pub(super) fn sent_by(&self, rank: usize) -> Option<u64> {
-        let known = self.known.lock();
-        Some(known.left.get(&known.launch)?.get(&rank)?.sent[self.rank()])
+        let status = self.status.lock();
+        Some(status.left.get(&status.launch)?.get(&rank)?.sent[self.rank()])
     }
 
-    /// Tells all ranks that this one has returned from its program, and waits for all to return. What every rank said.
-    pub(super) fn leave(&self, mine: &Left) -> Result<Vec<Left>> {
+    /// Reports to all ranks that the program of this one has returned, and waits for their reports, which it returns in rank
+    /// order.
+    pub(super) fn leave(&self, mine: &LaunchExit) -> Result<Vec<LaunchExit>> {
         let text = serde_json::to_vec(mine).map_err(Error::other)?;
         for rank in self.others() {
             self.notices.send(&text, rank, LEFT)?;
         }
         let since = Instant::now();
-        let mut known = self.known.lock();
-        known.left.entry(mine.launch).or_default().insert(self.rank(), mine.clone());
+        let mut status = self.status.lock();
+        status.left.entry(mine.launch).or_default().insert(self.rank(), mine.clone());
         loop {
-            let left = &known.left[&mine.launch];
+            let left = &status.left[&mine.launch];
             if left.len() == self.notices.size() {
                 break;
             }
-            if let (Some(failed), true) = (&mine.failed, since.elapsed() > GRACE) {
-                self.die(&format!("rank {} {failed}", self.rank()));
+            if let (Some(failed), true) = (&mine.failed, since.elapsed() > FAILURE_GRACE) {
+                self.abort_job(&format!("rank {} {failed}", self.rank()));
             }
-            if let Some(rank) = self.others().find(|r| known.ended[*r] && !left.contains_key(r)) {
-                self.die(&format!(
+            if let Some(rank) = self.others().find(|r| status.ended[*r] && !left.contains_key(r)) {
+                self.abort_job(&format!(
                     "rank {rank} ended without taking part in the launch that rank {} left",
                     self.rank()
                 ));
             }
-            self.changed.wait_for(&mut known, PATIENCE);
+            self.changed.wait_for(&mut status, WATCH_AFTER);
         }
-        let mut left = known.left.remove(&mine.launch).unwrap_or_default();
+        let mut left = status.left.remove(&mine.launch).unwrap_or_default();
         Ok((0..self.notices.size()).filter_map(|rank| left.remove(&rank)).collect())
     }
 
-    /// Ends the thread when all processes are at their end. Whether MPI can be ended as well.
+    /// Waits for all processes to end and stops the thread. Returns whether MPI can be finalized.
     pub(super) fn end(&self) -> bool {
         if self.dying.load(SeqCst) {
             return false;
@@ -191,79 +193,84 @@ impl Service {
                 return false;
             }
         }
-        let mut known = self.known.lock();
+        let mut status = self.status.lock();
         let me = self.rank();
-        known.ended[me] = true;
-        while !known.ended.iter().all(|&ended| ended) {
-            self.changed.wait(&mut known);
+        status.ended[me] = true;
+        while !status.ended.iter().all(|&ended| ended) {
+            self.changed.wait(&mut status);
         }
-        drop(known);
+        drop(status);
         self.stop.store(true, SeqCst);
         self.thread.lock().take().is_none_or(|thread| thread.join().is_ok())
     }
 
-    /// Asks the service of a rank for a tensor; the answer comes with the ticket.
-    pub(super) fn ask(&self, rank: usize, request: &ReadRequest) -> Result<()> {
+    /// Requests an exposed tensor of a rank; the answer has the ticket as its tag.
+    pub(super) fn request_tensor(&self, rank: usize, request: &ReadRequest) -> Result<()> {
         self.notices.send(&request.encode(), rank, READ)
     }
 
-    /// Tells all ranks of a group that this one has no more use for a set of exposed tensors.
-    pub(super) fn release(&self, group: &[usize], set: SetId) {
+    /// Reports to all ranks of a group that this one no longer reads a set of exposed tensors.
+    pub(super) fn release(&self, group: &[usize], set: ExposedSetId) {
         for &rank in group {
             if rank == self.rank() {
-                self.shelf.release(set);
+                self.exposed.release(set);
             } else if let Err(error) = self.notices.send(&set.encode(), rank, RELEASE) {
-                self.die(&format!("rank {}: {error}", self.rank()));
+                self.abort_job(&format!("rank {}: {error}", self.rank()));
             }
         }
     }
 
-    /// What this rank is doing.
-    fn doing(&self) -> Doing {
+    /// The collectives that this rank is in and has started.
+    fn activity(&self) -> RankActivity {
         let waiting = |group: Arc<GroupState>| {
             let number = group.begun.load(SeqCst);
-            let RankCall { call, group: ranks, site, .. } = group.waiting.read(|pending| (pending.describe)())?;
-            Some(Waiting { group: group.identity, ranks, number, call, site })
+            let RankCall { call, group: ranks, site, .. } = group.pending.read(|pending| (pending.describe)())?;
+            Some(ActiveCollective { group: group.identity, ranks, number, call, site })
         };
-        // In this order: what a rank has begun meanwhile only shows that it is not late.
-        let waiting = self.groups.waiting().into_iter().filter_map(waiting).collect();
-        Doing { waiting, begun: self.groups.begun() }
+        // In this order: a collective that starts in between only shows that the rank is not late.
+        let waiting = self.groups.in_collective().into_iter().filter_map(waiting).collect();
+        RankActivity { active: waiting, begun: self.groups.begun() }
     }
 
     fn work(&self) {
-        let mut rounds =
-            Rounds { service: self, sending: Vec::new(), seen: HashMap::new(), doing: HashMap::new(), asked: None };
+        let mut service_loop = ServiceLoop {
+            service: self,
+            sending: Vec::new(),
+            seen: HashMap::new(),
+            activities: HashMap::new(),
+            asked: None,
+        };
         let mut sleep = FIRST_SLEEP;
         while !self.stop.load(SeqCst) {
-            // Without this thread nobody would notice anything any more.
-            match caught(self.rank(), || rounds.turn()) {
+            // Without this thread no failure would be noticed any more, so its own failure ends the job.
+            match catch_panic(self.rank(), || service_loop.poll()) {
                 Ok(true) => sleep = FIRST_SLEEP,
                 Ok(false) => sleep = (sleep * 2).min(LONGEST_SLEEP),
-                Err(error) => self.die(&error.of_rank(self.rank()).to_string()),
+                Err(error) => self.abort_job(&error.of_rank(self.rank()).to_string()),
             }
             std::thread::sleep(sleep);
         }
     }
 }
 
-/// The thread at work.
-struct Rounds<'a> {
+/// State of the service thread between polls.
+struct ServiceLoop<'a> {
     service: &'a Service,
-    /// What is on its way to other ranks, with the memory that must stay until it is there.
+    /// Messages in flight, with the memory that they use.
     sending: Vec<(Request, Box<dyn Send>)>,
-    /// Collectives that were under way at the last look, by group: their numbers, and when they were first seen.
+    /// Collectives that were in progress at the last poll, by group: their number, and when it was first seen.
     seen: HashMap<u64, (u64, Instant)>,
-    /// What others have said they are doing since they were last asked.
-    doing: HashMap<usize, Doing>,
-    /// The call for which they were asked, as group and number, and how long it is to last before they are asked again.
+    /// Answers of the other ranks to the last query.
+    activities: HashMap<usize, RankActivity>,
+    /// The call for which they were queried, as group and number, and how long it must last before the next query.
     asked: Option<(u64, u64, Duration)>,
 }
 
-impl Rounds<'_> {
-    /// Does what there is to do. Whether there was something.
-    fn turn(&mut self) -> Result<bool> {
+impl ServiceLoop<'_> {
+    /// Handles messages and checks calls in progress. Returns whether there was something to do.
+    fn poll(&mut self) -> Result<bool> {
         let mut busy = false;
-        while let Some(arrived) = self.service.notices.arrived()? {
+        while let Some(arrived) = self.service.notices.try_receive_any()? {
             self.read_notice(&arrived)?;
             busy = true;
         }
@@ -278,7 +285,7 @@ impl Rounds<'_> {
         if let Some(error) = failed {
             return Err(error);
         }
-        let waiting = self.service.groups.waiting();
+        let waiting = self.service.groups.in_collective();
         self.seen.retain(|identity, _| waiting.iter().any(|group| group.identity == *identity));
         for group in waiting {
             let number = group.begun.load(SeqCst);
@@ -287,138 +294,139 @@ impl Rounds<'_> {
                 (*seen, *since) = (number, Instant::now());
             }
             let waited = since.elapsed();
-            if waited > PATIENCE {
-                self.look_after(&group, number, waited)?;
+            if waited > WATCH_AFTER {
+                self.check_pending_call(&group, number, waited)?;
             }
         }
         Ok(busy || !self.sending.is_empty())
     }
 
-    fn read_notice(&mut self, arrived: &Arrived) -> Result<()> {
+    fn read_notice(&mut self, arrived: &ReceivedMessage) -> Result<()> {
         let (service, from) = (self.service, arrived.from);
         match arrived.tag {
             READ => {
-                for (request, tensor) in service.shelf.answer(&arrived.bytes, from, &service.answers)? {
+                for (request, tensor) in service.exposed.answer(&arrived.bytes, from, &service.answers)? {
                     self.sending.push((request, Box::new(tensor)));
                 }
             }
-            RELEASE => service.shelf.release(SetId::decode(&arrived.bytes)),
+            RELEASE => service.exposed.release(ExposedSetId::decode(&arrived.bytes)),
             LEFT => {
-                let left: Left = serde_json::from_slice(&arrived.bytes).map_err(Error::other)?;
+                let left: LaunchExit = serde_json::from_slice(&arrived.bytes).map_err(Error::other)?;
                 service.failed.fetch_or(left.failed.is_some(), SeqCst);
-                service.known.lock().left.entry(left.launch).or_default().insert(from, left);
+                service.status.lock().left.entry(left.launch).or_default().insert(from, left);
                 service.changed.notify_all();
             }
             ENDED => {
-                service.known.lock().ended[from] = true;
+                service.status.lock().ended[from] = true;
                 service.changed.notify_all();
             }
-            WHAT_ARE_YOU_DOING => {
-                let text = serde_json::to_vec(&service.doing()).map_err(Error::other)?;
-                // Not a call that waits: all services may ask each other at the same moment.
-                // SAFETY: the text is kept with the request until it is done; it is short enough for one.
-                let requests = unsafe { service.notices.start_send(text.as_ptr(), text.len(), from, DOING)? };
+            QUERY_ACTIVITY => {
+                let text = serde_json::to_vec(&service.activity()).map_err(Error::other)?;
+                // A blocking send could deadlock: all services may query each other at the same time.
+                // SAFETY: the text is kept with the requests until they are complete.
+                let requests = unsafe { service.notices.start_send(text.as_ptr(), text.len(), from, ACTIVITY)? };
                 let text = Arc::new(text);
                 for request in requests {
                     self.sending.push((request, Box::new(Arc::clone(&text))));
                 }
             }
-            DOING => {
-                self.doing.insert(from, serde_json::from_slice(&arrived.bytes).map_err(Error::other)?);
+            ACTIVITY => {
+                self.activities.insert(from, serde_json::from_slice(&arrived.bytes).map_err(Error::other)?);
             }
             other => unreachable!("notice {other}"),
         }
         Ok(())
     }
 
-    /// Ends the job if a call cannot succeed any more, or has taken too long.
-    fn look_after(&mut self, group: &GroupState, number: u64, waited: Duration) -> Result<()> {
-        let read = group.waiting.read(|pending| ((pending.describe)(), pending.deadline));
+    /// Ends the job if a call cannot complete any more, or has exceeded its deadline.
+    fn check_pending_call(&mut self, group: &GroupState, number: u64, waited: Duration) -> Result<()> {
+        let read = group.pending.read(|pending| ((pending.describe)(), pending.deadline));
         let Some((call, deadline)) = read else { return Ok(()) };
-        if let Some(rank) = self.never_comes(group, number) {
-            self.service.die(&Error::PeerLeft { rank, call: Box::new(call) }.to_string());
+        if let Some(rank) = self.absent_rank(group, number) {
+            self.service.abort_job(&Error::PeerLeft { rank, call: Box::new(call) }.to_string());
         }
         if waited < deadline {
-            return self.look_for_circle(group, number, waited);
+            return self.check_for_deadlock(group, number, waited);
         }
         let others: Vec<usize> = group.ranks.iter().copied().filter(|&r| r != self.service.rank()).collect();
-        self.ask_all()?;
+        self.query_all()?;
         let since = Instant::now();
-        while since.elapsed() < TIME_TO_ANSWER && others.iter().any(|r| !self.doing.contains_key(r)) {
-            while let Some(arrived) = self.service.notices.arrived()? {
+        while since.elapsed() < ANSWER_TIMEOUT && others.iter().any(|r| !self.activities.contains_key(r)) {
+            while let Some(arrived) = self.service.notices.try_receive_any()? {
                 self.read_notice(&arrived)?;
             }
             std::thread::sleep(LONGEST_SLEEP);
         }
-        if group.waiting.is_taken() && group.begun.load(SeqCst) == number {
+        if group.pending.is_pending() && group.begun.load(SeqCst) == number {
             let missing = others.into_iter().filter(|rank| self.is_missing(*rank, group, number)).collect();
-            self.service.die(&self.timeout(call, waited, missing));
+            self.service.abort_job(&self.timeout(call, waited, missing));
         }
         Ok(())
     }
 
-    /// Asks all ranks what they are doing. Answers come as notices.
-    fn ask_all(&mut self) -> Result<()> {
-        self.doing.clear();
-        self.service.others().try_for_each(|rank| self.service.notices.send(&[], rank, WHAT_ARE_YOU_DOING))
+    /// Queries all ranks for their activity. Answers arrive as messages.
+    fn query_all(&mut self) -> Result<()> {
+        self.activities.clear();
+        self.service.others().try_for_each(|rank| self.service.notices.send(&[], rank, QUERY_ACTIVITY))
     }
 
-    /// Ends the job if ranks wait for each other in a circle, this one among them.
-    fn look_for_circle(&mut self, group: &GroupState, number: u64, waited: Duration) -> Result<()> {
+    /// Ends the job if this rank is part of a deadlock.
+    fn check_for_deadlock(&mut self, group: &GroupState, number: u64, waited: Duration) -> Result<()> {
         let next = match self.asked {
             Some((identity, asked, next)) if (identity, asked) == (group.identity, number) => next,
-            // Answers to earlier questions say nothing about this call.
+            // Answers to earlier queries are not about this call.
             _ => {
-                self.doing.clear();
-                self.asked = Some((group.identity, number, FIRST_QUESTION));
+                self.activities.clear();
+                self.asked = Some((group.identity, number, FIRST_QUERY));
                 return Ok(());
             }
         };
         if waited > next {
             self.asked = Some((group.identity, number, waited * 2));
-            return self.ask_all();
+            return self.query_all();
         }
-        if self.doing.is_empty() {
+        if self.activities.is_empty() {
             return Ok(());
         }
-        let mut all = self.doing.clone();
-        all.insert(self.service.rank(), self.service.doing());
-        if let Some(circle) = circle(&all, self.service.rank()) {
-            self.service.die(&Error::Deadlock { circle }.to_string());
+        let mut all = self.activities.clone();
+        all.insert(self.service.rank(), self.service.activity());
+        if let Some(cycle) = find_cycle(&all, self.service.rank()) {
+            self.service.abort_job(&Error::Deadlock { cycle }.to_string());
         }
         Ok(())
     }
 
-    /// A rank that is needed and has already left without taking part.
-    fn never_comes(&self, group: &GroupState, number: u64) -> Option<usize> {
-        let known = self.service.known.lock();
-        let left = known.left.get(&known.launch);
+    /// A rank of the group that has left without starting this collective.
+    fn absent_rank(&self, group: &GroupState, number: u64) -> Option<usize> {
+        let status = self.service.status.lock();
+        let left = status.left.get(&status.launch);
         group.ranks.iter().copied().find(|rank| match left.and_then(|left| left.get(rank)) {
-            // One that failed ends the job itself, with its own error.
+            // A rank that failed ends the job itself, with its own error.
             Some(left) => left.failed.is_none() && left.begun.get(&group.identity).is_none_or(|&n| n < number),
-            None => known.ended[*rank],
+            None => status.ended[*rank],
         })
     }
 
-    /// Whether a rank has not come to the collective with this number, or does not say so.
+    /// Whether a rank has not started the collective with this number, or has not answered.
     fn is_missing(&self, rank: usize, group: &GroupState, number: u64) -> bool {
-        let begun = |doing: &Doing| doing.begun.get(&group.identity).is_some_and(|&n| n >= number);
-        !self.doing.get(&rank).is_some_and(begun)
+        let begun = |activity: &RankActivity| activity.begun.get(&group.identity).is_some_and(|&n| n >= number);
+        !self.activities.get(&rank).is_some_and(begun)
     }
 
-    /// The error of a call that took too long, with what the others are doing.
+    /// Text of the error of a call that exceeded its deadline, with the activity of the missing ranks.
     fn timeout(&self, call: RankCall, waited: Duration, missing: Vec<usize>) -> String {
-        let mut text = Error::Timeout { call: Box::new(call), waited, missing: missing.clone(), elsewhere: Vec::new() }
-            .to_string();
+        let mut text =
+            Error::Timeout { call: Box::new(call), waited, missing: missing.clone(), other_calls: Vec::new() }
+                .to_string();
         if missing.is_empty() {
             text += "\nshardwise: all ranks are in this call, so it takes longer than the deadline by itself";
         }
         for rank in missing {
-            text += &match self.doing.get(&rank) {
+            text += &match self.activities.get(&rank) {
                 None => format!("\nshardwise: rank {rank} does not answer"),
-                Some(doing) if doing.waiting.is_empty() => format!("\nshardwise: rank {rank} is in no call"),
-                Some(doing) => {
-                    let calls = doing.waiting.iter().map(|waiting| waiting.of_rank(rank).to_string());
+                Some(activity) if activity.active.is_empty() => format!("\nshardwise: rank {rank} is in no call"),
+                Some(activity) => {
+                    let calls = activity.active.iter().map(|waiting| waiting.of_rank(rank).to_string());
                     format!("\nshardwise: {}", calls.collect::<Vec<_>>().join("; "))
                 }
             };

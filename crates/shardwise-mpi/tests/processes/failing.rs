@@ -19,7 +19,7 @@ fn sum(world: &World) -> Result<()> {
     world.all_reduce(&Tensor::new(1f32, &Device::Cpu)?, ReduceOp::Sum).map(drop)
 }
 
-/// One rank returns an error while the others wait for it.
+/// One rank returns an error while the other ranks wait for it.
 pub(crate) fn one_rank_fails() {
     run(|world| {
         sum(&world)?;
@@ -62,7 +62,7 @@ pub(crate) fn ranks_in_other_groups() {
     });
 }
 
-/// One rank returns while the others still need it.
+/// One rank returns while the other ranks still need it.
 pub(crate) fn one_rank_leaves() {
     run(|world| {
         sum(&world)?;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use candle_core::{DType, Device, Tensor};
-use shardwise::models::{Spread, Weights};
+use shardwise::models::{DataParallelMode, ParallelismConfig};
 use shardwise::{Mesh, ReduceOp, Result, World};
 use shardwise_mpi::{Settings, launched};
 use shardwise_test_suites::{collectives, layout_pairs, recorded_training, remote_shards, vectors};
@@ -38,7 +38,7 @@ pub(crate) fn collectives_in_rank_order() {
     }
 }
 
-/// The same with limits so low that everything is cut into segments and messages between pairs.
+/// The same with limits so low that everything is split into segments and messages between pairs.
 pub(crate) fn collectives_in_pieces() {
     on_all(&in_rank_order().segment(4096).largest_count(50), |world| collectives::run(&world));
 }
@@ -130,8 +130,12 @@ pub(crate) fn recorded_training() {
         let directory = directory.clone();
         let followed = on_all(&settings, move |world| {
             let mesh: Mesh = "dp=2,tp=2".parse()?;
-            let spread = Spread { weights: Weights::Replicated, tensor_parallel: true, sequence_parallel: false };
-            recorded_training::follow_all(&world, &directory, &mesh, &spread)
+            let parallelism = ParallelismConfig {
+                data_parallel: DataParallelMode::Replicate,
+                tensor_parallel: true,
+                sequence_parallel: false,
+            };
+            recorded_training::follow_all(&world, &directory, &mesh, &parallelism)
         });
         assert!(followed > 0);
     }

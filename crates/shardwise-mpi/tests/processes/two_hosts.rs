@@ -8,7 +8,7 @@ use crate::job::{Ended, Job, mpirun};
 const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/processes/two_hosts.sh");
 
 /// What the script says where the system does not allow it.
-const NOT_HERE: &str = "two hosts cannot be made here";
+const NOT_HERE: &str = "two hosts cannot be set up here";
 
 /// Runs a case on two ranks per host; nothing where that cannot be done.
 fn run(case: &str) -> Option<Ended> {

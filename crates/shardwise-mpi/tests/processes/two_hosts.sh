@@ -30,7 +30,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
 unavailable() {
-    echo "two hosts cannot be made here: $1" >&2
+    echo "two hosts cannot be set up here: $1" >&2
     exit 77
 }
 command -v ip >/dev/null || unavailable "there is no ip command (package iproute2)"

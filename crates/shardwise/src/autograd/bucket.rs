@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 
-use crate::comm::{Call, DeviceMesh, Origin, on_behalf_of, operator};
+use crate::comm::{Call, DeviceMesh, Origin, record_operator, with_purpose};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::{Placement, ReduceOp};
 use crate::tensor::DTensor;
-use shardwise_kernels::{concat, dense, placeholder};
+use shardwise_kernels::{concat, contiguous, placeholder};
 
 /// Bytes of the largest bucket; a larger gradient is reduced alone. 25 MiB is the default of PyTorch's DDP.
 const MAX_BUCKET_BYTES: usize = 25 << 20;
@@ -45,7 +45,7 @@ pub(super) fn to_layouts(wanted: &[(DTensor, Layout)], site: Site) -> Result<Vec
     for ((_, kind, axes, _), members) in buckets {
         for bucket in fill(&members, wanted) {
             let parts: Vec<&(DTensor, Layout)> = bucket.iter().map(|&i| &wanted[i]).collect();
-            let moved = operator("gradients", || reduce(kind, &axes, &parts, site))?;
+            let moved = record_operator("gradients", || reduce(kind, &axes, &parts, site))?;
             bucket.iter().zip(moved).for_each(|(&i, tensor)| done[i] = Some(tensor));
         }
     }
@@ -131,7 +131,7 @@ fn reduce(kind: BucketKind, axes: &[usize], parts: &[&(DTensor, Layout)], site: 
     let packed = pack(mesh, axes[0], parts, &shapes, reduced_as)?;
     let origins = parts.iter().map(|(tensor, _)| tensor.origin());
     let origin = Origin::operator("backward", parts.len() as u64, origins, parts[0].0.shape());
-    let reduced = on_behalf_of(&origin, 0, || group.run(&call, &[packed], site))?.swap_remove(0);
+    let reduced = with_purpose(&origin, 0, || group.run(&call, &[packed], site))?.swap_remove(0);
     let mut start = 0;
     let mut moved = Vec::new();
     for ((tensor, layout), shapes) in parts.iter().zip(&shapes) {
@@ -172,7 +172,7 @@ fn pack(
                 }
             };
             if part.elem_count() > 0 {
-                flat.push(dense(&part)?.flatten_all()?);
+                flat.push(contiguous(&part)?.flatten_all()?);
             }
         }
     }

@@ -56,7 +56,7 @@ pub fn checkpoint_activations(
     if !is_recording() {
         return f(&plain);
     }
-    // Tensors that `f` captures may need a gradient even if no input does: an extra leaf makes the call part of the graph.
+    // Tensors that `f` captures may need a gradient even if no input does: an extra leaf puts the call into the graph.
     let anchor = first.detach().requires_grad();
     let outputs = with_recording(false, || f(&plain))?;
     let outputs = outputs.iter().map(DTensor::detach).collect();

@@ -6,7 +6,7 @@ use super::first_derivative_only;
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp};
 use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors, is_recording};
-use shardwise_kernels::dense;
+use shardwise_kernels::contiguous;
 
 /// Runs `f` on copies of the inputs' local parts, in their current layouts, and returns its result as a tensor with the given
 /// placements. Candle differentiates `f` in the backward pass.
@@ -123,7 +123,7 @@ impl Backward for LocalMapBackward {
             };
             inputs.push(Some(match self.wanted[i].clone() {
                 Some(placements) => DTensor::from_local_with_shape(&local, saved.mesh(i), placements, saved.shape(i))?,
-                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).settled(), dense(&local)?),
+                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).reduced(), contiguous(&local)?),
             }));
         }
         Ok(inputs)

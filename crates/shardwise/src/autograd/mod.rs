@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::layout::Layout;
 use crate::placement::{Placement, ReduceOp};
 use crate::rank_context::rank_context;
-use crate::tensor::{DTensor, Node, Recording, SavedTensors, Tape, in_gradient, is_recording, with_recording};
+use crate::tensor::{DTensor, Recording, SavedTensors, Tape, TapeNode, in_gradient, is_recording, with_recording};
 
 /// Options of a backward pass; see [`DTensor::backward_options`].
 #[derive(Clone, Copy, Default)]
@@ -34,7 +34,7 @@ pub struct BackwardOptions<'a> {
 /// (`Partial(Sum)`), which is reduced once, when it is needed: [`in_param_layout`](Self::in_param_layout) does so for all.
 pub struct Gradients {
     /// By number of the leaf, so that all ranks iterate in the same order.
-    leaves: BTreeMap<u64, (Arc<Node>, DTensor)>,
+    leaves: BTreeMap<u64, (Arc<TapeNode>, DTensor)>,
 }
 
 impl std::fmt::Debug for Gradients {
@@ -254,7 +254,7 @@ impl Gradients {
     pub fn in_param_layout(self) -> Result<Gradients> {
         let site = std::panic::Location::caller();
         let wanted: Vec<(DTensor, Layout)> =
-            self.leaves.values().map(|(node, g)| (g.clone(), node.layout(0).settled())).collect();
+            self.leaves.values().map(|(node, g)| (g.clone(), node.layout(0).reduced())).collect();
         // A bucket cannot be differentiated, so gradients that are part of a graph are moved one by one.
         let moved = match is_recording() && wanted.iter().any(|(g, _)| g.has_gradient()) {
             true => wanted.iter().map(|(g, layout)| g.to_layout_at(layout, site)).collect::<Result<Vec<_>>>()?,
@@ -281,7 +281,7 @@ pub(crate) fn first_derivative_only(name: &str) -> Result<()> {
 
 /// The gradients at which one backward pass ended.
 struct PassResult {
-    leaves: BTreeMap<u64, (Arc<Node>, DTensor)>,
+    leaves: BTreeMap<u64, (Arc<TapeNode>, DTensor)>,
     /// Gradients of outputs of calls before the first one that the pass goes through.
     earlier: Vec<(Tape, DTensor)>,
 }
@@ -290,7 +290,7 @@ struct PassResult {
 type Replayed = Vec<(Tape, DTensor)>;
 
 /// The leaves for which this call was the last one to contribute a gradient: no earlier call uses them.
-fn finished_leaves(recording: &Recording, uses: &mut BTreeMap<u64, usize>) -> Vec<Arc<Node>> {
+fn finished_leaves(recording: &Recording, uses: &mut BTreeMap<u64, usize>) -> Vec<Arc<TapeNode>> {
     let mut leaves = Vec::new();
     for parent in recording.parents.iter().flatten() {
         if let Some(left) = uses.get_mut(&parent.node.number) {
@@ -308,7 +308,7 @@ fn finished_leaves(recording: &Recording, uses: &mut BTreeMap<u64, usize>) -> Ve
 fn count_uses(seeds: &[(Tape, DTensor)], first: u64) -> Result<BTreeMap<u64, usize>> {
     let mut uses = BTreeMap::new();
     let mut seen = BTreeSet::new();
-    let mut open: Vec<Arc<Node>> = seeds.iter().map(|(tape, _)| Arc::clone(&tape.node)).collect();
+    let mut open: Vec<Arc<TapeNode>> = seeds.iter().map(|(tape, _)| Arc::clone(&tape.node)).collect();
     while let Some(node) = open.pop() {
         if node.number < first || !seen.insert(node.number) {
             continue;
@@ -345,7 +345,7 @@ fn shard_like_leaf(gradient: DTensor, leaf: &Layout) -> Result<DTensor> {
         leading.chain(other).filter(|&a| placements[a].is_shard(Some(dim))).collect::<Vec<_>>()
     };
     let cuts: Vec<Vec<usize>> = (0..own.shape().len()).map(order).collect();
-    let to = Layout::from_cuts(own.mesh(), own.shape(), &placements, &cuts).unwrap_or_else(|_| leaf.settled());
+    let to = Layout::from_shard_orders(own.mesh(), own.shape(), &placements, &cuts).unwrap_or_else(|_| leaf.reduced());
     gradient.to_layout(&to)
 }
 
@@ -393,7 +393,7 @@ fn backward_pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<
 }
 
 /// Calls whose outputs have gradients and whose backward pass has not run, by number, with these gradients so far.
-type OpenCalls = BTreeMap<u64, (Arc<Node>, Vec<Option<DTensor>>)>;
+type OpenCalls = BTreeMap<u64, (Arc<TapeNode>, Vec<Option<DTensor>>)>;
 
 /// Adds new gradients to those of the same outputs.
 fn add_up(open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
@@ -411,7 +411,7 @@ fn add_up(open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()
 
 /// Completes the gradient of a leaf to which its last use has contributed: adds the contributions, those in `open` and the new ones
 /// in `arrived`, and shards the sum like the leaf.
-fn complete_leaf(leaf: Arc<Node>, open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
+fn complete_leaf(leaf: Arc<TapeNode>, open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
     let mut own = Vec::new();
     arrived.retain(|(tape, gradient)| {
         let is_own = Arc::ptr_eq(&tape.node, &leaf);

@@ -44,7 +44,7 @@ pub(super) fn assign_writers(tasks: &[WriteTask]) -> Vec<usize> {
     let mut writers = vec![0; tasks.len()];
     for i in order {
         let least = tasks[i].holders.iter().min_by_key(|&&rank| (load.get(&rank).copied().unwrap_or(0), rank));
-        writers[i] = *least.expect("a box has a holder");
+        writers[i] = *least.expect("every box has a holder");
         *load.entry(writers[i]).or_default() += tasks[i].bytes;
     }
     writers

@@ -56,7 +56,7 @@ impl From<BlockChecksums> for ChecksumText {
         use std::fmt::Write as _;
         let mut crc32 = String::with_capacity(blocks.crc32.len() * 8);
         for checksum in &blocks.crc32 {
-            write!(crc32, "{checksum:08x}").expect("text takes everything");
+            write!(crc32, "{checksum:08x}").expect("writing to a String cannot fail");
         }
         ChecksumText { bytes: blocks.block_bytes, crc32 }
     }
@@ -153,7 +153,7 @@ mod tests {
                 assert_eq!(serde_json::from_str::<BlockChecksums>(&text).unwrap(), blocks);
             }
         }
-        assert_eq!(BlockHasher::new(1 << 40).block_bytes, 1 << 28, "a long chunk has few blocks");
+        assert_eq!(BlockHasher::new(1 << 40).block_bytes, 1 << 28, "a large chunk has few blocks");
         for bad in [r#"{"bytes":1,"crc32":"0000000"}"#, r#"{"bytes":1,"crc32":"+0000000"}"#, r#"{"bytes":1}"#] {
             assert!(serde_json::from_str::<BlockChecksums>(bad).is_err(), "{bad}");
         }

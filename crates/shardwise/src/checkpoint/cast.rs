@@ -68,7 +68,7 @@ mod tests {
 
     #[test]
     fn eight_bit_floats_decode_as_defined() {
-        // largest, smallest normal, smallest of all, one
+        // largest, smallest normal, smallest subnormal, one
         let e4 = [(0x7e, 448.0), (0x08, 2f32.powi(-6)), (0x01, 2f32.powi(-9)), (0x38, 1.0), (0xb8, -1.0)];
         let e5 =
             [(0x7b, 57344.0), (0x04, 2f32.powi(-14)), (0x01, 2f32.powi(-16)), (0x3c, 1.0), (0xfc, f32::NEG_INFINITY)];

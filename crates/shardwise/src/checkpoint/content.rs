@@ -129,7 +129,7 @@ pub(super) fn split_box(part: &TensorBox, elements: usize) -> Vec<TensorBox> {
     if part.volume() <= elements.max(1) {
         return if part.volume() == 0 { Vec::new() } else { vec![part.clone()] };
     }
-    let dim = part.sizes.iter().position(|&n| n > 1).expect("more than one element");
+    let dim = part.sizes.iter().position(|&n| n > 1).expect("a box of several elements has a dimension above 1");
     let inner = part.volume() / part.sizes[dim];
     let rows = (elements / inner).max(1);
     let slab = |start: usize| {

@@ -64,15 +64,20 @@ const ELEMENTS_AT_A_TIME: usize = 1 << 20;
 /// NaNs are equal.
 #[derive(Clone, Copy, Default)]
 pub struct DiffOptions<'a> {
-    /// Relative tolerance.
+    /// Relative tolerance; 0 by default.
     pub rtol: f64,
-    /// Absolute tolerance.
+    /// Absolute tolerance; 0 by default.
     pub atol: f64,
     /// Called with the number of bytes of the first checkpoint that were compared since the last call.
     pub progress: Option<&'a dyn Fn(u64)>,
 }
 
-/// Returns all differences between two checkpoints, by key.
+/// Compares two checkpoints, of any formats and layouts, and returns the differences by flat key.
+///
+/// Local: needs no world. Reads both completely, in bounded memory.
+///
+/// # Errors
+/// As [`Catalog::read_box`]: a checksum that does not match, a file that cannot be read.
 pub fn diff(first: &Catalog, second: &Catalog, options: DiffOptions<'_>) -> Result<Vec<(String, Difference)>> {
     let mut found = Vec::new();
     let keys: BTreeSet<&String> = first.tensors.keys().chain(second.tensors.keys()).collect();
@@ -152,9 +157,10 @@ impl TensorComparison<'_> {
 /// Elements as `f64`; types that cannot be converted are compared by their bits.
 fn numbers(bytes: &[u8], element: ElementType) -> Result<Vec<f64>> {
     match element {
-        ElementType::U64 | ElementType::C64 => {
-            Ok(bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().expect("eight")) as f64).collect())
-        }
+        ElementType::U64 | ElementType::C64 => Ok(bytes
+            .chunks_exact(8)
+            .map(|b| u64::from_le_bytes(b.try_into().expect("chunks of 8 bytes")) as f64)
+            .collect()),
         other => Ok(to_tensor(bytes, other)?.to_dtype(DType::F64)?.to_vec1()?),
     }
 }

@@ -33,7 +33,7 @@ pub(super) fn staged_path(target: &Path, process: u32, id: u64) -> PathBuf {
 }
 
 impl Staging {
-    /// Creates the staging directory, after removing those that crashed saves have left. Fails if this process is already
+    /// Creates the staging directory, after removing the ones that crashed saves have left. Fails if this process is already
     /// saving to the target, or if the target has files that are not a checkpoint's: they would be lost.
     pub(super) fn new(target: &Path, id: u64) -> Result<Self> {
         check_replaceable(target)?;
@@ -220,12 +220,12 @@ mod tests {
             assert_eq!(fs::read_to_string(target.join("x.safetensors")).unwrap(), content);
             assert!(!staged.exists());
         }
-        // a process that is no more, and one that is
+        // staging of a process that no longer runs, and of one that does
         fs::create_dir(staged_path(&target, 0x7fff_ffff, 8)).unwrap();
         fs::create_dir(staged_path(&target, 1, 8)).unwrap();
         drop(Staging::new(&target, 9).unwrap());
         assert_eq!(fs::read_dir(&root).unwrap().count(), 2);
-        // what is not a checkpoint stays
+        // other files stay
         fs::write(target.join("notes.txt"), "mine").unwrap();
         assert!(Staging::new(&target, 10).err().unwrap().to_string().contains("notes.txt"));
         assert!(Staging::new(&target.join("notes.txt"), 10).err().unwrap().to_string().contains("a file"));

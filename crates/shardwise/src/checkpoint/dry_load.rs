@@ -39,7 +39,7 @@ pub fn dry_load(
 ) -> Result<Vec<RankLoad>> {
     let mut layouts = Vec::new();
     for (key, stored) in &catalog.tensors {
-        let layout = Layout::new(mesh, stored.shape.as_slice(), place(key, &stored.shape)?)?.settled();
+        let layout = Layout::new(mesh, stored.shape.as_slice(), place(key, &stored.shape)?)?.reduced();
         layouts.push((stored, layout, stored.element.widened()?));
     }
     let of_rank = |&rank: &usize| {

@@ -22,6 +22,7 @@ use crate::error::Result;
 /// saves, conversions and the `shardwise ckpt` commands find it by name. A format only maps files to metadata: the library
 /// validates what [`open`](Self::open) returns (chunks cover their tensors, bytes are inside files), moves the elements, and
 /// replaces old checkpoints atomically.
+#[doc(alias = "StorageReader")]
 pub trait CheckpointFormat: Any + Send + Sync {
     /// Name of the format, such as `native`: lowercase, unique among all formats.
     fn name(&self) -> &'static str;
@@ -66,6 +67,7 @@ pub trait CheckpointFormat: Any + Send + Sync {
 ///
 /// Every rank writes its boxes with [`write_file`](Self::write_file), without communication. When all files are written, rank
 /// 0 (or the converting process) writes the file that [`index`](Self::index) returns.
+#[doc(alias = "StorageWriter")]
 pub trait FormatWriter: Send + Sync {
     /// Where the format stores non-tensor values.
     fn values(&self) -> ValueStorage;
@@ -86,7 +88,7 @@ pub trait FormatWriter: Send + Sync {
     /// Writes one file from its beginning. Returns the chunks in it, and whatever [`index`](Self::index) needs to know.
     fn write_file(&self, out: &mut BufWriter<File>, file: FileToWrite<'_>) -> Result<WrittenFile>;
 
-    /// Returns name and bytes of the file that describes all others, if the format has one. `contents` has the chunks of all
+    /// Returns name and bytes of the file that describes all other files, if the format has one. `contents` has the chunks of all
     /// files; those in `files` are empty.
     fn index(&self, contents: &Contents, files: &[WrittenFile]) -> Result<Option<(String, Vec<u8>)>>;
 }

@@ -15,7 +15,7 @@ use super::open::open;
 use super::state::{State, StateLeaf};
 use super::stored::StoredTensor;
 use super::value::{Key, Value, flat_key};
-use crate::comm::{DeviceMesh, World, texts, together};
+use crate::comm::{DeviceMesh, World, all_ok, gather_texts};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::{Layout, OwnedBox, TensorBox, TensorMeta};
 use crate::sharded::ShardedTensor;
@@ -81,7 +81,7 @@ pub fn load_placed(
                 ));
             }
             let dtype = stored.element.widened()?;
-            let tensor = read_tensor(&catalog.files, key, stored, &mesh, layout.settled(), dtype)?;
+            let tensor = read_tensor(&catalog.files, key, stored, &mesh, layout.reduced(), dtype)?;
             leaves.push((path_of(key), State::Tensor(tensor)));
         }
         leaves.extend(catalog.values.iter().map(|(key, value)| (path_of(key), State::Value(value.clone()))));
@@ -104,18 +104,19 @@ pub(super) fn load_consistent<T>(
 ) -> Result<(T, LoadReport)> {
     for _ in 0..ATTEMPTS {
         let catalog = open_on_all_ranks(world, path, site)?;
-        let mine = read(&catalog);
-        let said = match &mine {
+        let loaded = read(&catalog);
+        let status = match &loaded {
             Ok(_) => String::new(),
             Err(_) if catalog.files.is_replaced() => REPLACED.to_string(),
             Err(error) => format!("!{}", error.to_report()),
         };
-        let all = texts(world, &said, site)?;
-        if let Some(rank) = all.iter().position(|said| said.starts_with('!')) {
+        // Empty for success, `REPLACED`, or `!` and the error: one gather shows every rank how the load went.
+        let all = gather_texts(world, &status, site)?;
+        if let Some(rank) = all.iter().position(|status| status.starts_with('!')) {
             return Err(Error::from_report(world.ranks()[rank], &all[rank][1..]));
         }
         if all.iter().all(String::is_empty) {
-            return mine.map(|loaded| (loaded, catalog.files.report()));
+            return loaded.map(|loaded| (loaded, catalog.files.report()));
         }
     }
     let found = format!("a save that replaced {} {ATTEMPTS} times while it was read", path.display());
@@ -130,7 +131,7 @@ pub(super) fn load_consistent<T>(
 /// The message of a rank whose checkpoint was replaced while it was reading.
 const REPLACED: &str = "~";
 
-/// Opens a checkpoint on all ranks and makes sure that all of them opened the same save.
+/// Opens a checkpoint on all ranks and ensures that all of them opened the same save.
 fn open_on_all_ranks(world: &World, path: &Path, site: Site) -> Result<Catalog> {
     if world.is_dry() {
         return Err(ErrorKind::NoData.error(
@@ -142,22 +143,23 @@ fn open_on_all_ranks(world: &World, path: &Path, site: Site) -> Result<Catalog> 
     }
     let mut before = None;
     for attempt in 0..ATTEMPTS {
-        let catalog = together(world, open(path).and_then(|c| Ok((c.fingerprint()?, c))), site);
+        let catalog = all_ok(world, open(path).and_then(|c| Ok((c.fingerprint()?, c))), site);
         let (fingerprint, catalog) = catalog?;
         if world.size() == 1 {
             return Ok(catalog);
         }
         let instance = catalog.files.instance();
-        let all = texts(world, &format!("{fingerprint:016x} {instance:016x} {}", before == Some(instance)), site)?;
-        let said = |i: usize| all.iter().map(move |text| text.split(' ').nth(i));
-        let same = |i: usize| said(i).all(|text| text == all[0].split(' ').nth(i));
+        let all =
+            gather_texts(world, &format!("{fingerprint:016x} {instance:016x} {}", before == Some(instance)), site)?;
+        let field = |i: usize| all.iter().map(move |text| text.split(' ').nth(i));
+        let same = |i: usize| field(i).all(|text| text == all[0].split(' ').nth(i));
         // Hosts may have a copy each. Then the contents are equal, the files differ, and they stay as they are.
-        let is_settled = said(2).all(|stable| stable == Some("true"));
-        if same(0) && (same(1) || is_settled) {
+        let is_unchanged = field(2).all(|stable| stable == Some("true"));
+        if same(0) && (same(1) || is_unchanged) {
             return Ok(catalog);
         }
-        if is_settled && attempt > SETTLED {
-            let other = said(0).position(|text| text != all[0].split(' ').next()).unwrap_or(0);
+        if is_unchanged && attempt > MAX_STABLE_ATTEMPTS {
+            let other = field(0).position(|text| text != all[0].split(' ').next()).unwrap_or(0);
             let found =
                 format!("different contents on rank {} than on rank {}", world.ranks()[other], world.ranks()[0]);
             let found = format!("{found} at {}", path.display());
@@ -182,7 +184,7 @@ fn open_on_all_ranks(world: &World, path: &Path, site: Site) -> Result<Catalog> 
 
 /// After this many attempts with unchanged files on every rank, contents that differ are not a save that reaches some hosts
 /// later (attempts are 1 ms apart) but different checkpoints.
-const SETTLED: u32 = 20;
+const MAX_STABLE_ATTEMPTS: u32 = 20;
 
 /// Reads state with the structure of a template on this rank.
 pub(super) fn load_template(catalog: &Catalog, template: &State) -> Result<State> {
@@ -200,12 +202,12 @@ pub(super) fn load_template(catalog: &Catalog, template: &State) -> Result<State
             (StateLeaf::Value(_), TemplateMatch::Value(value)) => State::Value(value.clone()),
             (StateLeaf::Value(_), TemplateMatch::Tensor(stored)) => State::Value(read_number(files, &key, stored)?),
             (StateLeaf::Tensor(like), TemplateMatch::Tensor(stored)) => {
-                let layout = like.layout().settled();
+                let layout = like.layout().reduced();
                 State::Tensor(read_tensor(files, &key, stored, like.device_mesh(), layout, like.dtype())?)
             }
             (StateLeaf::Tensor(like), TemplateMatch::Value(value)) => {
                 let local = to_scalar(value, like.dtype())?;
-                State::Tensor(DTensor::from_parts(like.device_mesh(), like.layout().settled(), local))
+                State::Tensor(DTensor::from_parts(like.device_mesh(), like.layout().reduced(), local))
             }
             (StateLeaf::Sharded(like), TemplateMatch::Tensor(stored)) => {
                 State::Sharded(read_sharded(files, &key, stored, like)?)
@@ -214,7 +216,7 @@ pub(super) fn load_template(catalog: &Catalog, template: &State) -> Result<State
                 State::Plain(read_plain(files, &key, stored, like.dtype())?)
             }
             (StateLeaf::Plain(like), TemplateMatch::Value(value)) => State::Plain(to_scalar(value, like.dtype())?),
-            _ => unreachable!("refused with the entries"),
+            _ => unreachable!("refused by match_template"),
         };
         leaves.push((path, state));
     }
@@ -324,13 +326,13 @@ pub(super) fn read_number(files: &Files, key: &str, stored: &StoredTensor) -> Re
     })
 }
 
-/// A number as a tensor without dimensions.
+/// A number as a 0-D tensor.
 fn to_scalar(value: &Value, dtype: DType) -> Result<Tensor> {
     let number = match value {
         Value::Int(n) => Tensor::new(*n, &Device::Cpu)?,
         Value::Float(x) => Tensor::new(*x, &Device::Cpu)?,
         Value::Bool(b) => Tensor::new(u8::from(*b), &Device::Cpu)?,
-        _ => unreachable!("only numbers are taken for tensors"),
+        _ => unreachable!("match_template accepts only numbers here"),
     };
     Ok(number.to_dtype(dtype)?)
 }

@@ -7,7 +7,7 @@ use super::catalog::Catalog;
 use super::parts::{Restore, Stateful};
 use super::state::State;
 use crate::error::{ErrorKind, Result};
-use crate::nn::{Loaded, Module, StateDictOptions};
+use crate::nn::{IncompatibleKeys, Module, StateDictOptions};
 
 /// A module that is saved and restored with [`StateDictOptions`]: a name prefix, and strict or non-strict matching.
 ///
@@ -29,7 +29,7 @@ use crate::nn::{Loaded, Module, StateDictOptions};
 ///     let model = Linear::new(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]), 4, 6)?;
 ///     let mut part = ModelPart::new(&model, StateDictOptions { strict: false, ..in_ddp });
 ///     checkpoint::load_into(&world, &path, (&mut part,))?;
-///     assert_eq!(part.loaded().missing, ["bias"]);
+///     assert_eq!(part.loaded().missing_keys, ["bias"]);
 ///     Ok(())
 /// })?;
 /// # std::fs::remove_dir_all(&directory).unwrap();
@@ -41,18 +41,18 @@ pub struct ModelPart<'a, M: ?Sized> {
     module: &'a M,
     options: StateDictOptions,
     /// The names that did not match, found while the template was built.
-    compared: RefCell<Loaded>,
-    loaded: Loaded,
+    compared: RefCell<IncompatibleKeys>,
+    loaded: IncompatibleKeys,
 }
 
 impl<'a, M: Module + ?Sized> ModelPart<'a, M> {
     /// Wraps a module with options.
     pub fn new(module: &'a M, options: StateDictOptions) -> Self {
-        ModelPart { module, options, compared: RefCell::default(), loaded: Loaded::default() }
+        ModelPart { module, options, compared: RefCell::default(), loaded: IncompatibleKeys::default() }
     }
 
     /// The names that did not match in the last load.
-    pub fn loaded(&self) -> &Loaded {
+    pub fn loaded(&self) -> &IncompatibleKeys {
         &self.loaded
     }
 }
@@ -75,8 +75,8 @@ impl<M: Module + ?Sized> Restore for ModelPart<'_, M> {
         let mut state = self.module.state_dict();
         let own: Vec<&String> = state.keys().collect();
         let loaded = self.options.compare(&own, names)?;
-        state.retain(|name, _| !loaded.missing.contains(name));
-        if state.is_empty() && !loaded.missing.is_empty() {
+        state.retain(|name, _| !loaded.missing_keys.contains(name));
+        if state.is_empty() && !loaded.missing_keys.is_empty() {
             let found = format!("no entry of the module under {below}{}", self.options.prefix);
             let fix = "set the prefix, or name the entry with `checkpoint::named`";
             return Err(ErrorKind::Damaged.error("checkpoint", found, "at least one", fix));

@@ -44,7 +44,7 @@ pub fn open(path: impl AsRef<Path>) -> Result<Catalog> {
 /// Opens the directory that a checkpoint is in, and keeps the handle.
 fn open_directory(path: &Path) -> Result<Files> {
     // Where directories cannot be exchanged, the old checkpoint is renamed before the new one takes its place, and removed
-    // afterwards: between two looks it may have moved, so three rounds are made.
+    // afterwards: between two looks it may have moved, so it is looked for three times.
     for _ in 0..3 {
         for candidate in [path.to_path_buf(), previous_path(path)] {
             let directory = if candidate.is_file() { parent_of(&candidate) } else { candidate.clone() };

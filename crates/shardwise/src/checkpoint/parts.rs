@@ -65,13 +65,13 @@ pub trait Restore: Stateful {
 
 /// A tuple of one to six [`Stateful`] parts, such as `(&model, &optimizer, &mesh)`.
 pub trait StatefulParts {
-    /// Calls `visit` with every part.
+    /// Calls `visit` with every part, in order; stops at the first error.
     fn each(&self, visit: &mut dyn FnMut(&dyn Stateful) -> Result<()>) -> Result<()>;
 }
 
 /// A tuple of one to six [`Restore`] parts, such as `(&model, &mut optimizer, &mesh)`.
 pub trait RestoreParts {
-    /// Calls `visit` with every part.
+    /// Calls `visit` with every part, in order; stops at the first error.
     fn each_mut(&mut self, visit: &mut dyn FnMut(&mut dyn Restore) -> Result<()>) -> Result<()>;
 }
 

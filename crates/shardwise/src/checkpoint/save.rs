@@ -20,13 +20,13 @@ use super::state::{State, StateLeaf};
 use super::stored::{Contents, StoredTensor};
 use super::value::Value;
 use super::write::{boxes_by_file, finish_checkpoint, write_file};
-use crate::comm::{World, agree, texts, together};
+use crate::comm::{World, agree, all_ok, gather_texts};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
 use crate::redistribute::block;
 use crate::sharded::ShardedTensor;
 use crate::tensor::DTensor;
-use shardwise_kernels::{bytes_of, dense, own_copy, placeholder};
+use shardwise_kernels::{bytes_of, contiguous, own_copy, placeholder};
 
 /// Options of a save: format and timeout.
 #[doc(alias = "FileSystemWriter")]
@@ -106,7 +106,7 @@ pub fn async_save(world: &World, path: impl AsRef<Path>, state: &State, options:
 /// Dropped without [`wait`](Self::wait), rank 0 waits at most 5 more seconds for the files of the other ranks and then gives
 /// up; an incomplete save never replaces the old checkpoint.
 #[doc(alias = "AsyncSaveResponse")]
-#[must_use = "the checkpoint is certain only after wait"]
+#[must_use = "the checkpoint is complete only after `wait`"]
 pub struct AsyncSave {
     world: World,
     writer: Option<JoinHandle<Result<()>>>,
@@ -134,15 +134,15 @@ impl AsyncSave {
     fn finish(mut self, site: Site) -> Result<()> {
         // Join all ranks but rank 0 first, so that rank 0 does not wait for the files of a rank that failed.
         let is_first = self.world.rank() == 0;
-        let mine = if is_first { Ok(()) } else { self.join() };
-        let others = together(&self.world, mine, site);
-        if others.is_err() {
+        let joined = if is_first { Ok(()) } else { self.join() };
+        let other_ranks = all_ok(&self.world, joined, site);
+        if other_ranks.is_err() {
             self.wait.store(FAILED, SeqCst);
         }
-        let mine = if is_first { self.join() } else { Ok(()) };
+        let joined = if is_first { self.join() } else { Ok(()) };
         // If another rank failed, that is why rank 0 did: its error is the one to report.
-        match others {
-            Ok(()) => together(&self.world, mine, site),
+        match other_ranks {
+            Ok(()) => all_ok(&self.world, joined, site),
             Err(error) => Err(error),
         }
     }
@@ -175,20 +175,21 @@ fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site:
         ));
     }
     let planned = options.format.to_write().and_then(|writer| Ok((writer, plan(world, state, writer)?)));
-    let (writer, planned) = together(world, planned, site)?;
+    let (writer, planned) = all_ok(world, planned, site)?;
     let fingerprint = format!("{} {}", options.format, planned.describe());
     agree(world, &[("state to save", &fingerprint), ("path to save to", &path.to_string_lossy())], site)?;
-    let me = world.rank();
+    let rank = world.rank();
     // Rank 0 creates the staging directory; all ranks write to it.
-    let staging = match me {
+    let staging = match rank {
         0 => Staging::new(path, unique()).map(Some),
         _ => Ok(None),
     };
-    let staging = together(world, staging, site)?;
-    let chosen = texts(world, &staging.as_ref().map_or_else(String::new, |s| s.path().to_string_lossy().into()), site)?;
+    let staging = all_ok(world, staging, site)?;
+    let chosen =
+        gather_texts(world, &staging.as_ref().map_or_else(String::new, |s| s.path().to_string_lossy().into()), site)?;
     let wait = Arc::new(AtomicU8::new(AWAITED));
     let job = RankWriter {
-        rank: me,
+        rank,
         ranks: world.size(),
         writer,
         deadline: options.deadline,
@@ -197,8 +198,8 @@ fn begin(world: &World, path: &Path, state: &State, options: &SaveOptions, site:
         wait: Arc::clone(&wait),
         planned,
     };
-    let writer = std::thread::Builder::new().name(format!("save of rank {me}")).spawn(move || job.run());
-    let writer = together(world, writer.map_err(Error::from), site)?;
+    let writer = std::thread::Builder::new().name(format!("save of rank {rank}")).spawn(move || job.run());
+    let writer = all_ok(world, writer.map_err(Error::from), site)?;
     Ok(AsyncSave { world: world.clone(), writer: Some(writer), wait })
 }
 
@@ -350,12 +351,15 @@ impl TensorToSave {
     /// The elements of one of this rank's boxes.
     fn elements(&self, part: &TensorBox) -> Result<Tensor> {
         if part.volume() == 0 {
-            return Ok(dense(&placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: self.dtype })?)?);
+            return Ok(contiguous(&placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: self.dtype })?)?);
         }
-        let at =
-            self.local_boxes.iter().position(|owned| owned.global == *part).expect("tasks are boxes of their holders");
+        let at = self
+            .local_boxes
+            .iter()
+            .position(|owned| owned.global == *part)
+            .expect("a task is assigned to a rank that holds its box");
         let tensor = if self.tensors.len() == self.local_boxes.len() { &self.tensors[at] } else { &self.tensors[0] };
-        Ok(dense(&block(tensor, &self.local_boxes[at].local_offsets, &part.sizes)?)?)
+        Ok(contiguous(&block(tensor, &self.local_boxes[at].local_offsets, &part.sizes)?)?)
     }
 }
 
@@ -381,8 +385,8 @@ impl RankWriter {
         // Values are the same on all ranks; rank 0 writes them.
         let in_files = rank == 0 && writer.values() == ValueStorage::InFiles;
         let values = if in_files { contents.values.clone() } else { BTreeMap::new() };
-        let mine = write_boxes(writer, &staged, (rank, self.ranks), boxes, &values);
-        let said = match &mine {
+        let written = write_boxes(writer, &staged, (rank, self.ranks), boxes, &values);
+        let report_text = match &written {
             Ok(files) => serde_json::to_string(files).map_err(Error::other)?,
             Err(error) => format!("!{}", error.to_report()),
         };
@@ -390,11 +394,11 @@ impl RankWriter {
             // Renamed into place so that rank 0 never sees half a report. On a full disk there may be no room for it: then the
             // error of writing is the one to return.
             let unfinished = report.with_extension("unfinished");
-            let reported = fs::write(&unfinished, said).and_then(|()| fs::rename(&unfinished, &report));
-            mine?;
+            let reported = fs::write(&unfinished, report_text).and_then(|()| fs::rename(&unfinished, &report));
+            written?;
             return reported.map_err(|error| unwritable(&report, &error));
         };
-        let mut all = mine?;
+        let mut all = written?;
         for rank in 1..self.ranks {
             let path = report_path(&staged, rank);
             all.extend(wait_for(&path, rank, self.deadline, &self.wait)?);

@@ -9,7 +9,7 @@ use super::open::format_of;
 use super::parts::{RestoreParts, StatefulParts, restore_parts, state_of};
 use super::save::{AsyncSave, SaveOptions, async_save, save_with};
 use super::state::State;
-use crate::comm::{World, texts, together};
+use crate::comm::{World, all_ok, gather_texts};
 use crate::error::{ErrorKind, Result};
 
 /// A directory with one checkpoint per training step, `step-00000010` and so on.
@@ -154,9 +154,9 @@ impl Series {
     pub fn resume(&self, world: &World, mut parts: impl RestoreParts) -> Result<Option<Resumed>> {
         let site = Location::caller();
         // Rank 0 lists the steps for all: other hosts may see files of a shared disk later.
-        let steps = together(world, if world.rank() == 0 { self.steps() } else { Ok(Vec::new()) }, site)?;
+        let steps = all_ok(world, if world.rank() == 0 { self.steps() } else { Ok(Vec::new()) }, site)?;
         let text = steps.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
-        let steps = texts(world, &text, site)?.swap_remove(0);
+        let steps = gather_texts(world, &text, site)?.swap_remove(0);
         let (mut skipped, mut first) = (Vec::new(), None);
         for step in steps.split_whitespace().rev().filter_map(|step| step.parse::<u64>().ok()) {
             match restore_parts(world, &self.path(step), &mut parts, site) {
@@ -192,7 +192,7 @@ impl Series {
             }),
             _ => Ok(()),
         };
-        together(world, removed, Location::caller())
+        all_ok(world, removed, Location::caller())
     }
 }
 

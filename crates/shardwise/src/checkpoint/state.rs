@@ -159,7 +159,9 @@ impl State {
                 return collect_value(value, path, flat);
             }
             State::Map(_) => StateLeaf::Value(Value::Map(BTreeMap::new())),
-            State::List(_) | State::Value(_) => StateLeaf::Value(self.as_value().expect("values only")),
+            State::List(_) | State::Value(_) => {
+                StateLeaf::Value(self.as_value().expect("lists with tensors were flattened above"))
+            }
         };
         insert(path, leaf, flat)
     }

@@ -251,5 +251,5 @@ const MAX_EXPANDED: u64 = 64 << 20;
 
 /// What to do about a checkpoint that lacks files or chunks.
 pub(super) const INCOMPLETE: &str = "the checkpoint is incomplete; copy or save it again";
-/// What to do about a file whose content makes no sense.
+/// What to do about a file with inconsistent content.
 pub(super) const NOT_A_CHECKPOINT: &str = "the file is damaged, or was not written as a checkpoint";

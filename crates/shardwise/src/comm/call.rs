@@ -1,4 +1,4 @@
-//! What a rank asks of its group: one value per collective, with the rules for its arguments.
+//! [`Call`]: a collective as a value, with the checks of its arguments, its result shapes and its bytes.
 
 use std::fmt;
 
@@ -8,110 +8,111 @@ use smallvec::SmallVec;
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::placement::ReduceOp;
-use shardwise_kernels::check_served;
+use shardwise_kernels::check_supported;
 
 /// One size per rank of a group.
-pub type Sizes = SmallVec<[usize; 8]>;
+pub type RankSizes = SmallVec<[usize; 8]>;
 
-/// A collective with all arguments but the tensors. Roots are ranks within the group.
+/// A collective with all its arguments except the tensors. Roots are ranks within the group.
 ///
-/// Every rank of a group must make equal calls; only [`Call::AllToAll`] may differ, in what each rank expects.
+/// Engines receive it in [`Communicator::run`](super::Communicator::run). All ranks of a group must make equal calls;
+/// only [`Call::AllToAll`] may differ, in what each rank expects.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Call {
-    /// Wait for all.
+    /// Waits for all ranks.
     Barrier,
-    /// Find out whether every rank has the same numbers.
+    /// Checks that every rank passes the same numbers.
     Agree {
-        /// What the numbers are.
+        /// The name of the numbers in errors.
         what: &'static str,
-        /// The numbers.
+        /// The numbers of this rank.
         values: SmallVec<[u64; 4]>,
     },
-    /// Every rank gets the reduction of all inputs.
+    /// Reduces inputs of one shape; every rank gets the result.
     AllReduce {
-        /// How inputs combine.
+        /// The reduction.
         op: ReduceOp,
     },
-    /// The root gets the reduction of all inputs.
+    /// Reduces inputs of one shape; the root gets the result.
     Reduce {
-        /// How inputs combine.
+        /// The reduction.
         op: ReduceOp,
-        /// Who gets the result.
+        /// The rank that gets the result.
         root: usize,
     },
-    /// Every rank gets all inputs, joined along a dimension in rank order.
+    /// Concatenates the inputs in rank order; every rank gets the result.
     AllGather {
-        /// The dimension.
+        /// The dimension of the concatenation.
         dim: usize,
-        /// Size of every rank's input along it.
-        sizes: Sizes,
+        /// Size of every rank's input along `dim`.
+        sizes: RankSizes,
     },
-    /// The root gets all inputs, joined along a dimension in rank order.
+    /// Concatenates the inputs in rank order; the root gets the result.
     Gather {
-        /// The dimension.
+        /// The dimension of the concatenation.
         dim: usize,
-        /// Size of every rank's input along it.
-        sizes: Sizes,
-        /// Who gets the result.
+        /// Size of every rank's input along `dim`.
+        sizes: RankSizes,
+        /// The rank that gets the result.
         root: usize,
     },
-    /// Every rank gets its piece of the reduction of all inputs.
+    /// Reduces inputs of one shape and splits the result; every rank gets its piece.
     ReduceScatter {
-        /// How inputs combine.
+        /// The reduction.
         op: ReduceOp,
-        /// The dimension that is cut.
+        /// The dimension that is split.
         dim: usize,
-        /// Size of every rank's piece along it.
-        sizes: Sizes,
+        /// Size of every rank's piece along `dim`.
+        sizes: RankSizes,
     },
-    /// Every rank gets its piece of the root's input.
+    /// Splits the root's input; every rank gets its piece.
     Scatter {
-        /// The root's input.
+        /// Type and shape of the root's input.
         whole: TensorMeta,
-        /// The dimension that is cut.
+        /// The dimension that is split.
         dim: usize,
-        /// Size of every rank's piece along it.
-        sizes: Sizes,
-        /// Whose input it is.
+        /// Size of every rank's piece along `dim`.
+        sizes: RankSizes,
+        /// The rank whose input is split.
         root: usize,
     },
-    /// Every rank gets the root's input.
+    /// Copies the root's input to every rank.
     Broadcast {
-        /// The root's input.
+        /// Type and shape of the root's input.
         whole: TensorMeta,
-        /// Whose input it is.
+        /// The rank whose input is copied.
         root: usize,
     },
-    /// A tensor spread along one dimension becomes spread along another.
+    /// Changes the dimension on which a tensor is sharded over the group.
     ExchangeDims {
-        /// The dimension along which the inputs are pieces of the whole.
+        /// The dimension on which the inputs are sharded.
         from: usize,
-        /// Size of every rank's input along it.
-        from_sizes: Sizes,
-        /// The dimension along which the outputs are.
+        /// Size of every rank's input along `from`.
+        from_sizes: RankSizes,
+        /// The dimension on which the outputs are sharded.
         to: usize,
-        /// Size of every rank's output along it.
-        to_sizes: Sizes,
+        /// Size of every rank's output along `to`.
+        to_sizes: RankSizes,
     },
-    /// Every rank lets the others read its inputs, of which there may be any number.
+    /// Makes any number of inputs readable by every rank.
     Expose,
-    /// Every rank hands one tensor to every rank and gets one from each.
+    /// Every rank sends one tensor to every rank.
     AllToAll {
-        /// What this rank expects from every rank.
+        /// Type and shape of what this rank receives from every rank.
         expected: Vec<TensorMeta>,
     },
 }
 
 impl Call {
-    /// From this many bytes on, a second phase among threads costs less than doing all the work on every rank, or than
-    /// copying what a program passed in.
-    pub(crate) const SHARE_FROM: usize = 16 << 10;
+    /// The size of a result from which threads fill one shared output in two phases. Below it, the second
+    /// rendezvous costs more than computing the result on every rank, or than copying the program's inputs.
+    pub(crate) const SHARED_OUTPUT_MIN_BYTES: usize = 16 << 10;
 
-    /// Whether threads make this call in two phases, so that no rank reads another's inputs after it has returned. The same
-    /// answer on all ranks that agree on the call.
-    pub(crate) fn ends_with_reads(&self, inputs: &[Tensor]) -> bool {
+    /// Whether thread ranks execute this call in two phases, so that no rank reads another's inputs after the call has
+    /// returned. The same on all ranks of the call.
+    pub(crate) fn has_second_phase(&self, inputs: &[Tensor]) -> bool {
         let bytes = |shape: &[usize], dtype: DType| TensorMeta { shape: shape.to_vec(), dtype }.bytes();
-        let joined = |dim: usize, sizes: &Sizes| {
+        let joined = |dim: usize, sizes: &RankSizes| {
             let mut shape = inputs.first()?.dims().to_vec();
             *shape.get_mut(dim)? = sizes.iter().fold(0, |sum, &n| sum.saturating_add(n));
             Some(bytes(&shape, inputs[0].dtype()))
@@ -125,10 +126,10 @@ impl Call {
             Call::Scatter { whole, .. } => Some(whole.bytes()),
             Call::Barrier | Call::Agree { .. } | Call::Broadcast { .. } | Call::AllToAll { .. } | Call::Expose => None,
         };
-        whole.is_some_and(|bytes| bytes >= Self::SHARE_FROM)
+        whole.is_some_and(|bytes| bytes >= Self::SHARED_OUTPUT_MIN_BYTES)
     }
 
-    /// Name of the collective.
+    /// Name of the collective, as in [`CommRecord::call`](super::CommRecord::call).
     pub fn name(&self) -> &'static str {
         match self {
             Call::Barrier => "barrier",
@@ -146,9 +147,13 @@ impl Call {
         }
     }
 
-    /// Checks the arguments of the rank `me` of a group of `size`, as far as they can be judged without the others.
+    /// Checks the arguments of rank `me` in a group of `size` ranks, as far as one rank can. Local.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) for a wrong number of tensors, a root or dimension out of range, sizes
+    /// that do not match the tensor, or an element type that the reduction does not support.
     pub fn check(&self, me: usize, size: usize, inputs: &[Tensor]) -> Result<()> {
-        inputs.iter().try_for_each(check_served)?;
+        inputs.iter().try_for_each(check_supported)?;
         let count = |needed: usize| match inputs.len() {
             n if n == needed => Ok(()),
             n => Err(ErrorKind::Operands.error(
@@ -168,22 +173,22 @@ impl Call {
             }
             Call::AllGather { dim, sizes } => {
                 count(1)?;
-                check_held(inputs[0].dims(), *dim, sizes, me, size)
+                check_gather_sizes(inputs[0].dims(), *dim, sizes, me, size)
             }
             Call::Gather { dim, sizes, root } => {
                 check_root(*root, size)?;
                 count(1)?;
-                check_held(inputs[0].dims(), *dim, sizes, me, size)
+                check_gather_sizes(inputs[0].dims(), *dim, sizes, me, size)
             }
             Call::ReduceScatter { op, dim, sizes } => {
                 count(1)?;
                 op.check(inputs[0].dtype())?;
-                check_cut(inputs[0].dims(), *dim, sizes, size)
+                check_split_sizes(inputs[0].dims(), *dim, sizes, size)
             }
             Call::Scatter { whole, dim, sizes, root } => {
                 check_root(*root, size)?;
                 count(usize::from(me == *root))?;
-                check_cut(&whole.shape, *dim, sizes, size)?;
+                check_split_sizes(&whole.shape, *dim, sizes, size)?;
                 inputs.first().map_or(Ok(()), |t| check_meta(t, whole))
             }
             Call::Broadcast { whole, root } => {
@@ -193,8 +198,8 @@ impl Call {
             }
             Call::ExchangeDims { from, from_sizes, to, to_sizes } => {
                 count(1)?;
-                check_held(inputs[0].dims(), *from, from_sizes, me, size)?;
-                check_cut(inputs[0].dims(), *to, to_sizes, size)?;
+                check_gather_sizes(inputs[0].dims(), *from, from_sizes, me, size)?;
+                check_split_sizes(inputs[0].dims(), *to, to_sizes, size)?;
                 check_different(*from, *to)
             }
             Call::AllToAll { expected } => {
@@ -205,7 +210,7 @@ impl Call {
         }
     }
 
-    /// What rank `me` gets from the call, whose arguments are good.
+    /// Types and shapes of the results on rank `me`, for arguments that [`check`](Self::check) accepts.
     pub fn outputs(&self, me: usize, inputs: &[Tensor]) -> Vec<TensorMeta> {
         let like = |change: &dyn Fn(&mut Vec<usize>)| {
             let mut shape = inputs[0].dims().to_vec();
@@ -234,8 +239,9 @@ impl Call {
         }
     }
 
-    /// An error unless these tensors are what rank `me` gets from the call: an engine may be anybody's, and what computes on
-    /// its results relies on shapes and types.
+    /// Checks that an engine returned tensors of the right types and shapes to rank `me`.
+    ///
+    /// Engines may live in any crate, and unsafe kernels rely on shapes and types.
     pub fn check_outputs(&self, me: usize, inputs: &[Tensor], outputs: &[Tensor]) -> Result<()> {
         let like = |sizes: &[(usize, usize)]| match (inputs, outputs) {
             ([input, ..], [output]) => {
@@ -266,7 +272,7 @@ impl Call {
                 outputs.len() == expected.len() && outputs.iter().zip(expected).all(|(output, meta)| is(output, meta))
             }
         };
-        outputs.iter().try_for_each(check_served)?;
+        outputs.iter().try_for_each(check_supported)?;
         if fits {
             return Ok(());
         }
@@ -281,7 +287,7 @@ impl Call {
         ))
     }
 
-    /// Bytes that rank `me` of a group of `size` sends when the call is carried out with as few bytes as possible.
+    /// Bytes that rank `me` of a group of `size` ranks sends with an algorithm that sends as few bytes as possible.
     pub fn bytes_sent(&self, me: usize, size: usize, inputs: &[Tensor]) -> usize {
         let bytes = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
         let input = || inputs.first().map_or(0, bytes);
@@ -304,7 +310,7 @@ impl Call {
                 }
             }
             Call::ReduceScatter { sizes, dim, .. } | Call::Scatter { sizes, dim, .. } => {
-                // everything but the own piece
+                // everything except this rank's piece
                 inputs.first().map_or(0, |t| match t.dims()[*dim] {
                     0 => 0,
                     extent => bytes(t) / extent * (extent - sizes[me]),
@@ -318,7 +324,7 @@ impl Call {
         }
     }
 
-    /// The call and its tensors in words, such as `all_reduce(sum) of f32 [4, 8]`.
+    /// The call and its tensors as text, such as `all_reduce(sum) of f32 [4, 8]`.
     pub fn describe(&self, inputs: &[Tensor]) -> String {
         let mut text = self.to_string();
         for (i, t) in inputs.iter().enumerate() {
@@ -389,8 +395,8 @@ fn check_count(sizes: &[usize], size: usize) -> Result<()> {
     ))
 }
 
-/// `sizes` lists what every rank holds along `dim`; this rank must hold what it says.
-fn check_held(shape: &[usize], dim: usize, sizes: &[usize], me: usize, size: usize) -> Result<()> {
+/// `sizes` lists the size of every rank's tensor along `dim`: one per rank, the right one for this rank.
+fn check_gather_sizes(shape: &[usize], dim: usize, sizes: &[usize], me: usize, size: usize) -> Result<()> {
     check_dim(shape, dim)?;
     check_count(sizes, size)?;
     let joined = sizes.iter().try_fold(0usize, |sum, &s| sum.checked_add(s));
@@ -415,8 +421,8 @@ fn check_held(shape: &[usize], dim: usize, sizes: &[usize], me: usize, size: usi
     ))
 }
 
-/// `sizes` cuts `dim` into one piece per rank.
-fn check_cut(shape: &[usize], dim: usize, sizes: &[usize], size: usize) -> Result<()> {
+/// `sizes` splits `dim` into one piece per rank.
+fn check_split_sizes(shape: &[usize], dim: usize, sizes: &[usize], size: usize) -> Result<()> {
     check_dim(shape, dim)?;
     check_count(sizes, size)?;
     if sizes.iter().try_fold(0usize, |sum, &s| sum.checked_add(s)) == Some(shape[dim]) {

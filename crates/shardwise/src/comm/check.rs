@@ -1,4 +1,4 @@
-//! Whether all ranks of a group made the same call. The same verdict is reached on every rank.
+//! Checks that all ranks of a group made the same call. Every rank reaches the same verdict.
 
 use std::hash::{Hash, Hasher};
 
@@ -13,23 +13,23 @@ use crate::layout::TensorMeta;
 
 /// A collective as one rank entered it.
 #[derive(Clone)]
-pub(crate) struct Entry {
+pub(crate) struct CallEntry {
     pub(crate) call: Call,
     pub(crate) inputs: SmallVec<[Tensor; 1]>,
     pub(crate) site: Site,
-    /// On whose behalf the rank communicates, if that is known.
+    /// The value for which the rank communicates, if known.
     pub(crate) purpose: Option<Purpose>,
-    /// Why this rank's arguments cannot be used, if they cannot.
+    /// What is wrong with this rank's arguments, if anything.
     pub(crate) refused: Option<Error>,
 }
 
-impl Entry {
+impl CallEntry {
     pub(crate) fn new(call: &Call, inputs: &[Tensor], site: Site, me: usize, size: usize) -> Self {
         let refused = call.check(me, size, inputs).err();
-        Entry { call: call.clone(), inputs: inputs.into(), site, purpose: Purpose::current(), refused }
+        CallEntry { call: call.clone(), inputs: inputs.into(), site, purpose: Purpose::current(), refused }
     }
 
-    /// The entry in words. `ranks` are the global ranks of the group, `me` the position of the caller.
+    /// The entry as it appears in errors. `ranks` are the global ranks of the group, `me` the position of the caller.
     pub(crate) fn describe(&self, ranks: &[usize], me: usize) -> Box<RankCall> {
         Box::new(RankCall {
             rank: ranks[me],
@@ -40,20 +40,20 @@ impl Entry {
     }
 }
 
-/// The call and its tensors in words, and on whose behalf it is made.
+/// The call, its tensors and its purpose as text, for errors.
 pub fn describe(call: &Call, inputs: &[Tensor], purpose: Option<&Purpose>) -> String {
     let call = call.describe(inputs);
     purpose.map_or_else(|| call.clone(), |purpose| format!("{call} {purpose}"))
 }
 
-/// What to do about ranks that make different calls.
+/// The advice for ranks that make different calls.
 pub const SAME_CALLS: &str = "every rank of a group must make the same calls in the same order";
 
-/// What to do about ranks that make the same call on behalf of different values.
+/// The advice for ranks that make the same call for different values.
 pub const SAME_VALUES: &str = "the values come from different operators, arguments or shapes, so run the same operators on the same shapes on all ranks";
 
-/// An error unless all entries can be carried out together. `ranks` are the global ranks of the group.
-pub(crate) fn check_agreement(entries: &[&Entry], ranks: &[usize]) -> Result<()> {
+/// An error unless all entries are one collective with valid arguments. `ranks` are the global ranks of the group.
+pub(crate) fn check_agreement(entries: &[&CallEntry], ranks: &[usize]) -> Result<()> {
     for (position, entry) in entries.iter().enumerate() {
         if let Some(error) = &entry.refused {
             let call = entry.describe(ranks, position);
@@ -66,10 +66,10 @@ pub(crate) fn check_agreement(entries: &[&Entry], ranks: &[usize]) -> Result<()>
         advice,
     };
     for other in 1..entries.len() {
-        if !agree(entries[0], entries[other]) {
+        if !same_call(entries[0], entries[other]) {
             return Err(disagree(0, other, SAME_CALLS));
         }
-        let purpose = |entry: &Entry| entry.purpose.as_ref().map_or(0, Purpose::hash);
+        let purpose = |entry: &CallEntry| entry.purpose.as_ref().map_or(0, Purpose::hash);
         if purpose(entries[0]) != purpose(entries[other]) {
             return Err(disagree(0, other, SAME_VALUES));
         }
@@ -88,10 +88,11 @@ pub(crate) fn check_agreement(entries: &[&Entry], ranks: &[usize]) -> Result<()>
     Ok(())
 }
 
-/// A number that is the same on two ranks if and only if (but for one chance in 2^64) their entries are the same call on
-/// tensors that fit together, made on behalf of the same value ([`Purpose::current`]), as `check_agreement` judges it;
-/// the arguments must be good. What ranks hand each other in an `all_to_all` is not part of it: compare
-/// [`fingerprint_of`] what is sent and what is expected.
+/// A hash that is equal on two ranks if their calls match: the same call, tensors of matching types and shapes, and the
+/// same purpose ([`Purpose::current`]).
+///
+/// Calls that do not match collide with a chance of 2^-64. The arguments must have passed [`Call::check`]. The tensors of an
+/// `all_to_all` are not included: compare the [`meta_fingerprint`] of what is sent and of what is expected.
 pub fn fingerprint(call: &Call, inputs: &[Tensor]) -> u64 {
     let mut hasher = FxHasher::default();
     std::mem::discriminant(call).hash(&mut hasher);
@@ -113,16 +114,16 @@ pub fn fingerprint(call: &Call, inputs: &[Tensor]) -> u64 {
     hasher.finish()
 }
 
-/// A number that stands for a shape and an element type.
-pub fn fingerprint_of(meta: &TensorMeta) -> u64 {
+/// A hash of a shape and an element type, the same in every process.
+pub fn meta_fingerprint(meta: &TensorMeta) -> u64 {
     let mut hasher = FxHasher::default();
     meta.shape.hash(&mut hasher);
     meta.dtype.as_str().hash(&mut hasher);
     hasher.finish()
 }
 
-/// Whether two entries are the same call on tensors that fit together.
-fn agree(a: &Entry, b: &Entry) -> bool {
+/// Whether two entries are the same call on tensors of matching types and shapes.
+fn same_call(a: &CallEntry, b: &CallEntry) -> bool {
     let same_type = || a.inputs[0].dtype() == b.inputs[0].dtype();
     match (&a.call, &b.call) {
         (Call::AllToAll { .. }, Call::AllToAll { .. }) => true,
@@ -134,7 +135,7 @@ fn agree(a: &Entry, b: &Entry) -> bool {
             let (x, y) = (a.inputs[0].dims(), b.inputs[0].dims());
             same_type() && x.len() == y.len() && (0..x.len()).all(|d| d == *dim || x[d] == y[d])
         }
-        // Nothing beyond the call itself: the tensor is the root's alone and is part of the call.
+        // Only the call: either there are no tensors, or only the root has one, which the call describes.
         (
             Call::Barrier
             | Call::Agree { .. }
@@ -184,10 +185,10 @@ mod tests {
         ]
         .map(|(shape, dtype)| Tensor::zeros(shape, dtype, &Device::Cpu).unwrap());
         let site = std::panic::Location::caller();
-        let entries: Vec<Entry> = calls
+        let entries: Vec<CallEntry> = calls
             .iter()
             .flat_map(|call| {
-                tensors.iter().map(|t| Entry {
+                tensors.iter().map(|t| CallEntry {
                     call: call.clone(),
                     inputs: smallvec![t.clone()],
                     site,
@@ -200,7 +201,7 @@ mod tests {
         for a in &entries {
             for b in &entries {
                 let equal = fingerprint(&a.call, &a.inputs) == fingerprint(&b.call, &b.inputs);
-                assert_eq!(equal, agree(a, b), "{:?} {:?} and {:?} {:?}", a.call, a.inputs, b.call, b.inputs);
+                assert_eq!(equal, same_call(a, b), "{:?} {:?} and {:?} {:?}", a.call, a.inputs, b.call, b.inputs);
                 if equal { same += 1 } else { other += 1 }
             }
         }

@@ -1,11 +1,13 @@
-//! The mesh of a scope, for constructors that are not given one.
+//! The current mesh of a scope, for constructors without a mesh argument.
 
 use super::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::rank_context::{RankContext, in_scope, rank_context};
 
-/// Runs `body` with a mesh that the constructors of [`current_mesh`](crate::tensor::current_mesh) take. Scopes nest, and each rank
-/// is in its own.
+/// Runs `body` with `mesh` as the current mesh, on which the constructors of
+/// [`tensor::current_mesh`](crate::tensor::current_mesh) place tensors.
+///
+/// Local: the scope belongs to the calling rank. Scopes nest, and the innermost counts.
 ///
 /// ```
 /// use shardwise::prelude::*;
@@ -30,10 +32,10 @@ pub fn with_mesh<R>(mesh: &DeviceMesh, body: impl FnOnce() -> Result<R>) -> Resu
     in_scope(enter, |context, ()| drop(context.meshes.with(Vec::<DeviceMesh>::pop)), body)
 }
 
-/// The mesh of the innermost [`with_mesh`].
+/// Returns the mesh of the innermost [`with_mesh`] scope.
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) outside of any.
+/// [`Error::Invalid`](crate::Error::Invalid) outside of any scope.
 #[doc(alias = "get_current_mesh")]
 pub fn current_mesh() -> Result<DeviceMesh> {
     rank_context(|context| context.meshes.with(|meshes: &mut Vec<DeviceMesh>| meshes.last().cloned())).ok_or_else(

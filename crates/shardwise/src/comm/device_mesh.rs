@@ -1,4 +1,4 @@
-//! A mesh bound to a world: the arithmetic of [`Mesh`] together with the groups to communicate in.
+//! [`DeviceMesh`]: a [`Mesh`] bound to a world, with groups to communicate in, links and a random generator.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -12,28 +12,28 @@ use crate::error::{ErrorKind, Result};
 use crate::mesh::{Axes, Link, Links, Mesh, is_registered};
 use crate::random::Generator;
 
-/// A [`Mesh`] whose ranks are those of a running program, seen from one of them.
+/// A [`Mesh`] of ranks of a running world, as one rank sees it: PyTorch's `DeviceMesh`.
 ///
-/// All arithmetic comes from [`Mesh`], which it dereferences to. Ranks outside the mesh can hold it, but have no
-/// coordinate and no groups on it.
+/// Dereferences to [`Mesh`] for sizes, coordinates and axes. Ranks outside the mesh may hold it, but have no coordinate and
+/// no groups on it. Creating a mesh communicates nothing; clones share groups and generator.
 #[derive(Clone)]
-pub struct DeviceMesh(Arc<Bound>);
+pub struct DeviceMesh(Arc<BoundMesh>);
 
 #[derive(Clone)]
-struct Bound {
+struct BoundMesh {
     mesh: Mesh,
     world: World,
-    /// Groups by the axes they span, made when first asked for.
+    /// Groups by the axes they span, created on first use.
     groups: Arc<Mutex<HashMap<Vec<usize>, Group>>>,
     links: Links,
-    /// Whether the program gave the links, instead of the world's network.
+    /// Whether `links` came from `with_links` rather than from the world's network.
     given_links: bool,
     generator: Generator,
-    /// Set if some groups were given from outside.
+    /// Set by `with_group`: the identity of this set of groups.
     custom: Option<Arc<()>>,
 }
 
-/// What the groups and links of a mesh depend on beside the ranks, while the mesh lives.
+/// What the groups and links of a mesh depend on besides its ranks; valid while the mesh is alive.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct MeshIdentity {
     world: usize,
@@ -42,7 +42,12 @@ pub(crate) struct MeshIdentity {
 }
 
 impl World {
-    /// A mesh over the first ranks of the world. Nothing is communicated: every rank makes it by itself.
+    /// Creates a mesh over the first ranks of the world, in row-major order: the last axis varies fastest.
+    ///
+    /// Local: nothing is communicated, but every rank must create the same mesh.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if the world has fewer ranks than the mesh, or a name or size is invalid.
     ///
     /// ```
     /// # use shardwise::launch;
@@ -59,7 +64,7 @@ impl World {
         self.device_mesh(Mesh::new(axes)?)
     }
 
-    /// A mesh over any ranks of the world.
+    /// Binds any [`Mesh`] to this world, as [`DeviceMesh::new`].
     pub fn device_mesh(&self, mesh: Mesh) -> Result<DeviceMesh> {
         DeviceMesh::new(self, mesh)
     }
@@ -68,12 +73,11 @@ impl World {
 impl DeviceMesh {
     /// Binds a mesh to a world, which must have all its ranks.
     ///
-    /// Local: nothing is communicated. The links of the axes are those of the world's
-    /// [network](World::network).
+    /// Local: nothing is communicated. The links of the axes are those of the world's [network](World::network).
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if a rank is not one of the world, or if the mesh is on a type of device that computes nothing
-    /// here and has no registered backend.
+    /// [`Error::Invalid`](crate::Error::Invalid) if a rank of the mesh is not in the world, or if the mesh is on a device
+    /// type other than `cpu` that has no registered backend (a dry run accepts any).
     pub fn new(world: &World, mesh: Mesh) -> Result<Self> {
         if let Some(rank) = mesh.ranks().iter().find(|&&r| r >= world.size()) {
             return Err(ErrorKind::Rank { rank: *rank, size: world.size() }.error(
@@ -94,11 +98,11 @@ impl DeviceMesh {
         }
         let links = Links::new(&world.network().links(&mesh)?)?;
         let (world, generator, groups) = (world.clone(), Generator::new(0), Arc::default());
-        let bound = Bound { mesh, world, groups, links, given_links: false, generator, custom: None };
+        let bound = BoundMesh { mesh, world, groups, links, given_links: false, generator, custom: None };
         Ok(DeviceMesh(Arc::new(bound)))
     }
 
-    /// A mesh of one axis over the ranks of a group, which serves as the group of that axis.
+    /// Creates a mesh with one axis over the ranks of a group, which becomes the group of that axis. Local.
     pub fn from_group(world: &World, axis: &str, group: &Group) -> Result<Self> {
         let mesh = Self::new(world, Mesh::from_ranks([(axis, group.size())], group.ranks().to_vec())?)?;
         mesh.with_group(&[axis], group)
@@ -109,24 +113,29 @@ impl DeviceMesh {
         &self.0.mesh
     }
 
-    /// The world.
+    /// The world that the mesh is bound to.
     pub fn world(&self) -> &World {
         &self.0.world
     }
 
-    /// Coordinate of this rank, `None` if it is outside the mesh.
+    /// Coordinate of this rank on every axis, `None` if it is outside the mesh.
+    #[doc(alias = "get_coordinate")]
     pub fn my_coordinate(&self) -> Option<Vec<usize>> {
         self.0.mesh.coordinate(self.0.world.rank())
     }
 
-    /// The group through this rank along some axes (one is usual), in row-major order of the axes as listed. Made when first asked
-    /// for, then kept.
+    /// Returns the group of ranks along some axes that contains this rank, in row-major order of the axes as listed.
+    ///
+    /// Local: created on first use, then cached.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) for an unknown axis, or on a rank outside the mesh.
     #[doc(alias = "get_group")]
     pub fn group(&self, axes: &[&str]) -> Result<Group> {
         self.group_of(&self.0.mesh.axis_positions(axes)?)
     }
 
-    /// As [`group`](Self::group), with axes by position.
+    /// As [`group`](Self::group), with axes as indices.
     pub(crate) fn group_of(&self, axes: &[usize]) -> Result<Group> {
         if let Some(group) = self.0.groups.lock().get(axes) {
             return Ok(group.clone());
@@ -139,7 +148,7 @@ impl DeviceMesh {
                 "test my_coordinate() before communicating",
             ));
         }
-        let group = self.0.world.subgroup(&self.0.mesh.fibre(axes, self.0.world.rank()))?;
+        let group = self.0.world.subgroup(&self.0.mesh.group_ranks(axes, self.0.world.rank()))?;
         self.0.groups.lock().insert(axes.to_vec(), group.clone());
         Ok(group)
     }
@@ -149,19 +158,20 @@ impl DeviceMesh {
         self.group_of(&(0..self.0.mesh.ndim()).collect::<Vec<_>>())
     }
 
-    /// The groups through this rank along every axis, outermost first.
+    /// The group of this rank along each axis, outermost axis first. Local.
     #[doc(alias = "get_all_groups")]
     pub fn all_groups(&self) -> Result<Vec<Group>> {
         (0..self.0.mesh.ndim()).map(|axis| self.group_of(&[axis])).collect()
     }
 
-    /// The same mesh with another group for some axes, such as one from another engine. It must have the ranks of the
-    /// group that it replaces.
+    /// Returns the same mesh with another group for some axes, such as one of another engine.
+    ///
+    /// Local. The group must have the same ranks in the same order as the one that it replaces.
     #[doc(alias = "from_group")]
     #[doc(alias = "backend_override")]
     pub fn with_group(&self, axes: &[&str], group: &Group) -> Result<Self> {
         let positions = self.0.mesh.axis_positions(axes)?;
-        let ranks = self.0.mesh.fibre(&positions, self.0.world.rank());
+        let ranks = self.0.mesh.group_ranks(&positions, self.0.world.rank());
         if group.ranks() != ranks {
             return Err(ErrorKind::Mesh.error(
                 "mesh group",
@@ -173,11 +183,12 @@ impl DeviceMesh {
         let mut groups = self.0.groups.lock().clone();
         groups.insert(positions, group.clone());
         let groups = Arc::new(Mutex::new(groups));
-        Ok(DeviceMesh(Arc::new(Bound { groups, custom: Some(Arc::default()), ..(*self.0).clone() })))
+        Ok(DeviceMesh(Arc::new(BoundMesh { groups, custom: Some(Arc::default()), ..(*self.0).clone() })))
     }
 
-    /// The same mesh with other links along its axes than the network of the world gives it: one per axis. Planners price
-    /// collectives by them. Every rank must give the same ones.
+    /// Returns the same mesh with explicit links, one per axis, in place of those of the world's network.
+    ///
+    /// Planners estimate the time of collectives from them. Local, but every rank must pass the same links.
     pub fn with_links(&self, links: &[Link]) -> Result<Self> {
         if links.len() != self.0.mesh.ndim() {
             return Err(ErrorKind::Mesh.error(
@@ -188,22 +199,27 @@ impl DeviceMesh {
             ));
         }
         let groups = Arc::new(Mutex::new(self.0.groups.lock().clone()));
-        Ok(DeviceMesh(Arc::new(Bound { links: Links::new(links)?, given_links: true, groups, ..(*self.0).clone() })))
+        Ok(DeviceMesh(Arc::new(BoundMesh {
+            links: Links::new(links)?,
+            given_links: true,
+            groups,
+            ..(*self.0).clone()
+        })))
     }
 
-    /// Equal for two meshes of the same ranks only if they communicate and plan alike, while either lives.
+    /// Equal for two live meshes of the same ranks only if they use the same groups and links.
     pub(crate) fn identity(&self) -> MeshIdentity {
         let custom = self.0.custom.as_ref().map(|token| Arc::as_ptr(token) as usize);
         MeshIdentity { world: self.0.world.identity(), custom, links: self.0.links.clone() }
     }
 
-    /// Whether the two communicate in the same groups and plan alike.
+    /// Whether the two have the same ranks, groups and links.
     pub(crate) fn is_same(&self, other: &DeviceMesh) -> bool {
         Arc::ptr_eq(&self.0, &other.0) || self.0.mesh == other.0.mesh && self.identity() == other.identity()
     }
 
-    /// A mesh made of this one: it begins with the same seed. Links that the program gave stay with the axes that both
-    /// have; an axis that is made of others has the slowest of theirs.
+    /// A mesh derived from this one, with the same seed. Explicit links stay with the axes that both meshes have; an axis
+    /// merged from several axes gets the slowest of their links.
     fn derived(&self, mesh: Mesh, parts: &dyn Fn(&str) -> Vec<usize>) -> Result<Self> {
         let slowest = |mesh: &Mesh| mesh.axes().iter().map(|axis| self.0.links.slowest(&parts(&axis.name))).collect();
         let given: Option<Vec<Link>> = self.0.given_links.then(|| slowest(&mesh));
@@ -211,24 +227,24 @@ impl DeviceMesh {
         let new = Self::new(&self.0.world, mesh)?;
         let links = given.map_or_else(|| Ok(new.0.links.clone()), |links| Links::new(&links))?;
         let given_links = self.0.given_links;
-        Ok(DeviceMesh(Arc::new(Bound { links, given_links, generator, ..(*new.0).clone() })))
+        Ok(DeviceMesh(Arc::new(BoundMesh { links, given_links, generator, ..(*new.0).clone() })))
     }
 
-    /// The position of an axis that this mesh has, or of those that `others` names for a new one.
-    fn made_of(&self, axis: &str, others: &[usize]) -> Vec<usize> {
-        self.0.mesh.axis(axis).map_or_else(|_| others.to_vec(), |position| vec![position])
+    /// The indices of the axes that an axis of a derived mesh comes from: itself if this mesh has it, else `new_axis`.
+    fn source_axes(&self, axis: &str, new_axis: &[usize]) -> Vec<usize> {
+        self.0.mesh.axis(axis).map_or_else(|_| new_axis.to_vec(), |position| vec![position])
     }
 
-    /// The same mesh with the same links in another world, which must have all its ranks.
+    /// The same mesh with the same links bound to another world, which must have all its ranks.
     pub(crate) fn in_world(&self, world: &World) -> Result<Self> {
         let new = Self::new(world, self.0.mesh.clone())?;
         let generator = Generator::new(self.0.generator.state().seed);
         let (links, given_links) = (self.0.links.clone(), self.0.given_links);
-        Ok(DeviceMesh(Arc::new(Bound { links, given_links, generator, ..(*new.0).clone() })))
+        Ok(DeviceMesh(Arc::new(BoundMesh { links, given_links, generator, ..(*new.0).clone() })))
     }
 
-    /// The link along an axis, by which planners price collectives: that of the world's network, unless
-    /// [`with_links`](Self::with_links) gave another.
+    /// Latency and bandwidth along an axis, from which planners estimate times: those of the world's network, unless
+    /// [`with_links`](Self::with_links) replaced them.
     pub fn link(&self, axis: &str) -> Result<Link> {
         Ok(self.0.links.of_axis(self.0.mesh.axis(axis)?))
     }
@@ -237,46 +253,50 @@ impl DeviceMesh {
         &self.0.links
     }
 
-    /// The generator that random tensors on this mesh draw from. Clones of the mesh share it; a mesh made of this one, by
-    /// slicing for example, has its own, which begins with the same seed. Meshes made anew begin with seed 0.
+    /// The random generator of tensors on this mesh.
+    ///
+    /// Clones of the mesh share it. A mesh derived from this one, such as a slice, has its own generator with the same
+    /// seed. A new mesh has seed 0.
     pub fn generator(&self) -> &Generator {
         &self.0.generator
     }
 
-    /// Begins the generator of this mesh anew. Every rank must do the same, or the next draw is an error.
+    /// Restarts the generator of this mesh with a seed.
+    ///
+    /// Local, but every rank must set the same seed: the next draw checks it and is an error otherwise.
     pub fn manual_seed(&self, seed: u64) {
         self.0.generator.manual_seed(seed);
     }
 
-    /// The submesh spanned by some axes, in any order, that passes through this rank. See [`Mesh::slice`].
+    /// Returns the submesh of some axes, in the order given, that contains this rank. Local; see [`Mesh::slice`].
     #[doc(alias = "__getitem__")]
     pub fn slice<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>) -> Result<Self> {
-        self.derived(self.0.mesh.slice(names, self.0.world.rank())?, &|axis| self.made_of(axis, &[]))
+        self.derived(self.0.mesh.slice(names, self.0.world.rank())?, &|axis| self.source_axes(axis, &[]))
     }
 
-    /// Merges axes into one. See [`Mesh::flatten`].
+    /// Merges axes into one. Local; see [`Mesh::flatten`].
     #[doc(alias = "_flatten")]
     pub fn flatten<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>, name: &str) -> Result<Self> {
         let names: Vec<S> = names.into_iter().collect();
         let merged = self.0.mesh.axis_positions(&names)?;
         self.derived(self.0.mesh.flatten(&names, name)?, &|axis| match axis == name {
             true => merged.clone(),
-            false => self.made_of(axis, &[]),
+            false => self.source_axes(axis, &[]),
         })
     }
 
-    /// Splits an axis into several. See [`Mesh::unflatten`].
+    /// Splits an axis into several. Local; see [`Mesh::unflatten`].
     #[doc(alias = "_unflatten")]
     pub fn unflatten(&self, axis: &str, parts: impl Into<Axes>) -> Result<Self> {
         let split = [self.0.mesh.axis(axis)?];
-        self.derived(self.0.mesh.unflatten(axis, parts)?, &|part| self.made_of(part, &split))
+        self.derived(self.0.mesh.unflatten(axis, parts)?, &|part| self.source_axes(part, &split))
     }
 
-    /// Joins submeshes of this mesh. See [`Mesh::concatenate`].
+    /// Joins submeshes of this mesh. Local; see [`Mesh::concatenate`].
     #[doc(alias = "_concatenate")]
     pub fn concatenate(&self, parts: &[&DeviceMesh]) -> Result<Self> {
         let parts: Vec<&Mesh> = parts.iter().map(|p| p.mesh()).collect();
-        self.derived(self.0.mesh.concatenate(&parts)?, &|axis| self.made_of(axis, &[]))
+        self.derived(self.0.mesh.concatenate(&parts)?, &|axis| self.source_axes(axis, &[]))
     }
 }
 
@@ -288,7 +308,7 @@ impl Deref for DeviceMesh {
 }
 
 impl PartialEq for DeviceMesh {
-    /// Equal meshes of one program; which rank looks at them makes no difference.
+    /// Compares ranks, axes and device type; groups, links and generators do not count.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0) || self.0.mesh == other.0.mesh
     }

@@ -1,20 +1,22 @@
-//! A world without data: one rank of any number runs the program, and collectives only work out shapes.
+//! [`DryWorld`]: runs the program of one rank with shapes but without data.
 
 use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use super::check::Entry;
-use super::trace::Record;
-use super::{Call, Communicator, Exposed, Trace, World};
+use super::check::CallEntry;
+use super::trace::CommRecord;
+use super::{Call, Communicator, ExposedTensors, Trace, World};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::TensorMeta;
 use crate::mesh::{MAX_RANKS, Network};
 use shardwise_kernels::placeholder;
 
-/// Settings for a dry run: the program of one rank of a world of any size, without data and without the other ranks.
+/// A dry run: the program of one rank of a world of any size, without data and without the other ranks.
 ///
-/// Local tensors have the shapes and types that they would have, but no memory: every element is one and the same.
+/// Local tensors have the right shapes and types but share one element of memory, so a model that does not fit this
+/// machine can be planned on it: collectives are checked and recorded, bytes and operations are counted. What PyTorch does
+/// with `FakeTensorMode` and a fake process group.
 ///
 /// ```
 /// # use shardwise::{DryWorld, prelude::*};
@@ -37,23 +39,24 @@ pub struct DryWorld {
     network: Network,
 }
 
-/// What a dry run found out.
+/// The result of a dry run.
 #[derive(Debug)]
 pub struct DryRun<T> {
-    /// What the program returned.
+    /// The value that the program returned.
     pub value: T,
-    /// Every collective, in order.
-    pub records: Vec<Record>,
-    /// The most bytes that the rank's local tensors would take at one time.
+    /// Every collective of the rank, in order.
+    pub records: Vec<CommRecord>,
+    /// Peak memory of the rank's local tensors in bytes, as [`Memory::peak`](super::Memory::peak) counts it.
     pub peak_bytes: usize,
-    /// Elementary operations of the rank's operators, roughly: two per element of a product and term of its sum, one per
-    /// element of others.
+    /// Estimated operations of the rank: two per multiply-add of matrix products, one per element of other operators.
     pub flops: u64,
 }
 
 impl DryWorld {
-    /// A world of `size` ranks, of which rank 0 runs, in place of a world of threads: its [network](Self::network) is
-    /// [`Network::THREADS`].
+    /// Creates a dry world of `size` ranks, of which rank 0 runs, with the [network](Self::network) of thread ranks.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for 0 ranks or more than 2^24.
     pub fn new(size: usize) -> Result<Self> {
         if size == 0 || size > MAX_RANKS {
             let needed = format!("1 to {MAX_RANKS} ranks");
@@ -61,13 +64,16 @@ impl DryWorld {
                 "world",
                 format!("{size} ranks"),
                 needed,
-                "say how many ranks to imagine",
+                "pass the number of ranks of the world",
             ));
         }
         Ok(DryWorld { size, rank: 0, network: Network::THREADS })
     }
 
-    /// The rank whose program runs.
+    /// Sets the rank whose program runs.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the world has no such rank.
     pub fn as_rank(mut self, rank: usize) -> Result<Self> {
         if rank >= self.size {
             return Err(ErrorKind::Rank { rank, size: self.size }.error(
@@ -81,7 +87,7 @@ impl DryWorld {
         Ok(self)
     }
 
-    /// How fast the ranks of the world in whose place the dry run stands reach each other; planners go by it.
+    /// Sets the latency and bandwidth between ranks, from which planners estimate times.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the network does not have all ranks of the world.
@@ -102,16 +108,16 @@ impl DryWorld {
         Ok(self)
     }
 
-    /// Runs the program of the rank, on a thread of its own: what ranks keep per thread ends with the run.
+    /// Runs the program of the rank on a new thread, so that the caches of the rank end with the run.
     pub fn run<T: Send>(&self, program: impl FnOnce(World) -> Result<T> + Send) -> Result<DryRun<T>> {
         let ranks: Arc<[usize]> = (0..self.size).collect();
         let network = self.network.clone();
         let engine = Arc::new(DryMember { me: self.rank, world: self.size, ranks, network });
         let world = World::with_trace(engine, Trace::keeping(usize::MAX));
-        let (trace, memory, work) = (world.trace().clone(), world.memory().clone(), world.work().clone());
+        let (trace, memory, flops) = (world.trace().clone(), world.memory().clone(), world.flops().clone());
         let run = std::thread::scope(|scope| scope.spawn(|| program(world)).join());
         let value = run.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        Ok(DryRun { value, records: trace.records(), peak_bytes: memory.peak(), flops: work.total() })
+        Ok(DryRun { value, records: trace.records(), peak_bytes: memory.peak(), flops: flops.total() })
     }
 }
 
@@ -133,7 +139,7 @@ impl Communicator for DryMember {
 
     fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
         if let Err(error) = call.check(self.me, self.ranks.len(), inputs) {
-            let call = Entry::new(call, inputs, site, self.me, self.ranks.len()).describe(&self.ranks, self.me);
+            let call = CallEntry::new(call, inputs, site, self.me, self.ranks.len()).describe(&self.ranks, self.me);
             return Err(Error::Rejected { call, source: Box::new(error) });
         }
         call.outputs(self.me, inputs).iter().map(|meta| Ok(placeholder(meta)?)).collect()
@@ -163,8 +169,8 @@ impl Communicator for DryMember {
         Ok(Arc::new(DryMember { me, world, ranks: ranks.into(), network }))
     }
 
-    fn expose(&self, _: &[Tensor], _: Site) -> Result<Box<dyn Exposed>> {
-        Ok(Box::new(Imagined))
+    fn expose(&self, _: &[Tensor], _: Site) -> Result<Box<dyn ExposedTensors>> {
+        Ok(Box::new(PlaceholderTensors))
     }
 
     fn abort(&self, _: &str) {}
@@ -178,10 +184,10 @@ impl Communicator for DryMember {
     }
 }
 
-/// Tensors of ranks that do not run: placeholders.
-struct Imagined;
+/// Exposed tensors of ranks that do not run: reads return placeholders.
+struct PlaceholderTensors;
 
-impl Exposed for Imagined {
+impl ExposedTensors for PlaceholderTensors {
     fn read(&self, _: usize, _: usize, expected: &TensorMeta, _: Site) -> Result<Tensor> {
         Ok(placeholder(expected)?)
     }

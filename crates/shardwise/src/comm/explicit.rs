@@ -1,4 +1,4 @@
-//! Scopes in which communication that the program does not ask for by name is a warning or an error.
+//! Scopes in which an implicit redistribution, one that an operator makes by itself, is a warning or an error.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -10,10 +10,12 @@ use crate::layout::Layout;
 use crate::module_scope::user_site;
 use crate::rank_context::{RankContext, in_scope, rank_context};
 
-/// What to do about a redistribution that an operator makes by itself, because its inputs are not placed as it needs them.
+/// A policy for implicit redistributions, which an operator performs because it needs its inputs in another
+/// layout. PyTorch's `ExplicitRedistributionContext`.
 ///
-/// A redistribution that a program asks for by name (`redistribute`, `full_tensor`, a collective of a group) is always allowed,
-/// and so is one that communicates nothing. Scopes nest, the innermost counts, and each rank is in its own.
+/// Explicit communication (`redistribute`, `full_tensor`, a collective of a group) is always allowed, and so is a
+/// redistribution that communicates nothing. Local: a scope belongs to the calling rank. Scopes nest, and the innermost
+/// counts.
 ///
 /// ```
 /// use shardwise::prelude::*;
@@ -31,24 +33,25 @@ use crate::rank_context::{RankContext, in_scope, rank_context};
 /// ```
 #[doc(alias = "ExplicitRedistributionContext")]
 #[derive(Clone)]
-pub struct ExplicitRedistribution(Mode);
+pub struct ExplicitRedistribution(ImplicitPolicy);
 
+/// What happens to an implicit redistribution.
 #[derive(Clone, Default)]
-enum Mode {
+enum ImplicitPolicy {
     #[default]
     Allow,
     Warn(Rc<dyn Fn(&ImplicitRedistribution)>),
     Error,
 }
 
-/// A redistribution that an operator made, or would have made, by itself.
+/// An implicit redistribution, as reported to [`ExplicitRedistribution::warn_to`].
 #[derive(Debug, Clone)]
 pub struct ImplicitRedistribution {
-    /// The operator.
+    /// Name of the operator that redistributes.
     pub operator: &'static str,
-    /// The layout of the tensor that moves, and the one that the operator needs; none where parts of tensors are fetched.
+    /// The layouts of the tensor before and after; `None` if the operator fetches parts of tensors instead.
     pub layouts: Option<(Layout, Layout)>,
-    /// The first collective that it takes, with the line of the program.
+    /// The first collective of the redistribution, with the source line of the operator.
     pub call: RankCall,
 }
 
@@ -63,13 +66,13 @@ fn moves(layouts: &Option<(Layout, Layout)>) -> String {
 }
 
 impl ExplicitRedistribution {
-    /// An implicit redistribution is [`Error::Implicit`], before anything is communicated.
+    /// Fails an implicit redistribution with [`Error::Implicit`], before anything is communicated.
     pub fn error() -> Self {
-        ExplicitRedistribution(Mode::Error)
+        ExplicitRedistribution(ImplicitPolicy::Error)
     }
 
-    /// An implicit redistribution is printed to the standard error by the first rank of its group, once per operator and line of the
-    /// program.
+    /// Prints an implicit redistribution to standard error, on the first rank of its group, once per operator and source
+    /// line.
     pub fn warn() -> Self {
         let seen = RefCell::new(HashSet::new());
         Self::warn_to(move |found| {
@@ -80,40 +83,42 @@ impl ExplicitRedistribution {
         })
     }
 
-    /// An implicit redistribution is handed to a function, and executed.
+    /// Passes every implicit redistribution to `report`, and executes it.
     pub fn warn_to(report: impl Fn(&ImplicitRedistribution) + 'static) -> Self {
-        ExplicitRedistribution(Mode::Warn(Rc::new(report)))
+        ExplicitRedistribution(ImplicitPolicy::Warn(Rc::new(report)))
     }
 
-    /// Nothing is reported; for a part of a scope.
+    /// Allows implicit redistributions again, inside another scope.
     pub fn allow() -> Self {
-        ExplicitRedistribution(Mode::Allow)
+        ExplicitRedistribution(ImplicitPolicy::Allow)
     }
 
-    /// Runs `body` in this scope.
+    /// Runs `body` under this policy.
     pub fn run<R>(&self, body: impl FnOnce() -> R) -> R {
         in_scope(|context| enter(context, self.0.clone()), |context, before| drop(enter(context, before)), body)
     }
 }
 
-fn enter(context: &RankContext, mode: Mode) -> Mode {
-    context.reports_implicit.set(!matches!(mode, Mode::Allow));
-    context.implicit_redistributions.replace(mode)
+fn enter(context: &RankContext, policy: ImplicitPolicy) -> ImplicitPolicy {
+    context.reports_implicit.set(!matches!(policy, ImplicitPolicy::Allow));
+    context.implicit_redistributions.replace(policy)
 }
 
-/// The layouts between which a tensor is being redistributed, and whether that has been reported.
-type Moving = Option<(Layout, Layout, bool)>;
+/// The layouts before and after the redistribution that is being executed, and whether it has been reported.
+type CurrentRedistribution = Option<(Layout, Layout, bool)>;
 
-/// Runs `body`, which redistributes a tensor; reports inside name its layouts.
-pub(crate) fn while_moving<R>(from: &Layout, to: &Layout, body: impl FnOnce() -> R) -> R {
+/// Runs `body`, which redistributes a tensor: reports from inside contain its layouts.
+pub(crate) fn while_redistributing<R>(from: &Layout, to: &Layout, body: impl FnOnce() -> R) -> R {
     if !rank_context(|context| context.reports_implicit.get()) {
         return body();
     }
-    let enter = |context: &RankContext| context.moving.replace::<Moving>(Some((from.clone(), to.clone(), false)));
+    let enter = |context: &RankContext| {
+        context.moving.replace::<CurrentRedistribution>(Some((from.clone(), to.clone(), false)))
+    };
     in_scope(enter, |context, before| drop(context.moving.replace(before)), body)
 }
 
-/// Reports a collective that an operator is about to make by itself.
+/// Applies the policy to a collective that an operator is about to make by itself.
 pub(super) fn check(
     operator: &'static str,
     call: &'static str,
@@ -124,19 +129,19 @@ pub(super) fn check(
     if !rank_context(|context| context.reports_implicit.get()) {
         return Ok(());
     }
-    let take = |moving: &mut Moving| match moving {
+    let take = |moving: &mut CurrentRedistribution| match moving {
         Some((from, to, reported)) => (Some((from.clone(), to.clone())), std::mem::replace(reported, true)),
         None => (None, false),
     };
     let (layouts, reported) = rank_context(|context| context.moving.with(take));
     let call = RankCall { rank, call: call.to_string(), group: group.to_vec(), site: user_site(site).to_string() };
-    // Not borrowed while it runs: a report may use tensors.
-    match rank_context(|context| context.implicit_redistributions.with(|mode: &mut Mode| mode.clone())) {
-        Mode::Error => Err(Error::Implicit { operator, moves: moves(&layouts), call: Box::new(call) }),
-        Mode::Warn(report) if !reported => {
+    // Cloned, so that nothing is borrowed while the callback runs: it may use tensors.
+    match rank_context(|context| context.implicit_redistributions.with(|policy: &mut ImplicitPolicy| policy.clone())) {
+        ImplicitPolicy::Error => Err(Error::Implicit { operator, moves: moves(&layouts), call: Box::new(call) }),
+        ImplicitPolicy::Warn(report) if !reported => {
             report(&ImplicitRedistribution { operator, layouts, call });
             Ok(())
         }
-        Mode::Warn(_) | Mode::Allow => Ok(()),
+        ImplicitPolicy::Warn(_) | ImplicitPolicy::Allow => Ok(()),
     }
 }

@@ -1,4 +1,4 @@
-//! Groups of ranks, as programs use them.
+//! [`Group`]: collectives and point-to-point messages, as programs call them.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -8,27 +8,36 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 
 use super::call::Call;
-use super::{Communicator, Exposed};
+use super::{Communicator, ExposedTensors};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::TensorMeta;
 use crate::module_scope::user_site;
 use crate::placement::ReduceOp;
-use shardwise_kernels::{check_served, own_copy};
+use shardwise_kernels::{check_supported, own_copy};
 
-/// Some ranks that make collectives together, seen from one of them.
+/// A group of ranks that communicate, as one of its ranks sees it.
 ///
-/// All ranks of a group must make the same calls in the same order. Where they do not, every one of them gets an error
-/// that names two ranks and the two places in the program; no call ever hangs. Sizes may differ between ranks and may
-/// be zero. Results of reductions are combined in rank order: bitwise the same on every rank and in every run.
+/// A method is a collective unless its documentation says otherwise: every rank of the group must call it, in the same
+/// order. If ranks make different calls, all of them get [`Error::Mismatch`](crate::Error::Mismatch) with two ranks and
+/// the two source lines; a call whose partner never comes ends in an error instead of a hang. Tensor sizes may differ
+/// between ranks and may be zero. Reductions combine operands in rank order, so their results are bitwise the same on
+/// every rank and in every run.
 ///
-/// Ranks and roots in arguments count within the group. Collectives are made by the thread that runs the program of the
-/// rank; those of another thread are refused on every rank, because ranks could not know whose calls belong together.
+/// Ranks and roots in arguments are ranks within the group, not global ranks as in PyTorch. Only the thread that runs the
+/// rank's program may make collectives; a call from another thread is an error on every rank, because the order of two
+/// threads' calls would differ between ranks.
 ///
-/// What a rank passed in it may overwrite as soon as the call returns: no rank reads it any more. Where threads would (small
-/// tensors, `broadcast`, `all_to_all`, `send`, `expose`) it is copied. A result is cut off from any graph of candle's own
-/// gradients. Ranks that are threads of one process may hold a large result in one memory: `copy()` it before writing into it
-/// with `slice_set`. On one rank, or as the root of a broadcast between processes, a result may be the very tensor passed in,
-/// unless that is a variable (`candle_core::Var`).
+/// An input may be overwritten as soon as the call returns. Where ranks are threads and would still read it (small
+/// tensors, `broadcast`, `all_to_all`, `send`, `expose`), it is copied first. A result is detached from candle's own
+/// autograd. Ranks that are threads may share the memory of a large result: `copy()` it before writing into it with
+/// `slice_set`. On a group of one rank, or as the root of a broadcast between processes, the result may be the input
+/// itself, unless that is a `candle_core::Var`.
+///
+/// # Errors
+/// Every collective returns, on all ranks: [`Error::Rejected`](crate::Error::Rejected) if the arguments of a rank are
+/// invalid, [`Error::Mismatch`](crate::Error::Mismatch) if ranks make different calls,
+/// [`Error::Deadlock`](crate::Error::Deadlock), [`Error::PeerFailed`](crate::Error::PeerFailed),
+/// [`Error::PeerLeft`](crate::Error::PeerLeft) or [`Error::Timeout`](crate::Error::Timeout) if a rank will not come.
 ///
 /// ```
 /// # use shardwise::{launch, ReduceOp};
@@ -49,38 +58,45 @@ pub struct Group {
 }
 
 impl Group {
-    /// Wraps an engine's end of a group.
+    /// Creates a group from an engine's communicator.
     pub fn new(engine: Arc<dyn Communicator>) -> Self {
         Group { engine }
     }
 
-    /// This rank's position in the group.
+    /// This rank's number within the group. Local.
+    #[doc(alias = "get_rank")]
+    #[doc(alias = "get_group_rank")]
     pub fn rank(&self) -> usize {
         self.engine.rank()
     }
 
-    /// Number of ranks.
+    /// Number of ranks of the group. Local.
+    #[doc(alias = "get_world_size")]
     pub fn size(&self) -> usize {
         self.engine.ranks().len()
     }
 
-    /// Global ranks of the group, in group order.
+    /// Global ranks of the group, in group order. Local.
+    #[doc(alias = "get_process_group_ranks")]
     pub fn ranks(&self) -> &[usize] {
         self.engine.ranks()
     }
 
-    /// This rank's number in the world.
+    /// This rank's number in the world. Local.
+    #[doc(alias = "get_global_rank")]
     pub fn global_rank(&self) -> usize {
         self.ranks()[self.rank()]
     }
 
-    /// Waits until every rank is here.
+    /// Waits until every rank of the group has called it.
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
         self.run(&Call::Barrier, &[], Location::caller()).map(drop)
     }
 
-    /// An error on every rank unless all have the same numbers; `what` says in the error what they are.
+    /// Checks that all ranks pass the same numbers, such as a seed or a step.
+    ///
+    /// `what` names the numbers in the error, which every rank gets if they differ. Costs one small message.
     ///
     /// ```
     /// # use shardwise::launch;
@@ -92,51 +108,57 @@ impl Group {
         self.run(&Call::Agree { what, values: values.into() }, &[], Location::caller()).map(drop)
     }
 
-    /// Every rank gets the reduction of all tensors, which have one shape.
+    /// Reduces tensors of one shape over the group; every rank gets the result.
+    ///
+    /// Returns a new tensor, unlike PyTorch's in-place call.
     #[track_caller]
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
         self.single(&Call::AllReduce { op }, Some(tensor), Location::caller())
     }
 
-    /// The root gets the reduction of all tensors, which have one shape.
+    /// Reduces tensors of one shape over the group; the root gets the result, other ranks `None`.
     #[track_caller]
     pub fn reduce(&self, tensor: &Tensor, op: ReduceOp, root: usize) -> Result<Option<Tensor>> {
         self.at_most_one(&Call::Reduce { op, root }, Some(tensor), Location::caller())
     }
 
-    /// Every rank gets all tensors joined along `dim` in rank order; `sizes` are their sizes along it.
+    /// Concatenates the tensors of all ranks along `dim` in rank order; every rank gets the result.
+    ///
+    /// `sizes` are the sizes of the ranks' tensors along `dim`: they may differ and may be zero, and nothing is padded.
     ///
     /// ```
     /// # use shardwise::launch;
     /// # use candle_core::{Device, Tensor};
     /// launch(3, |world| {
-    ///     let mine = Tensor::full(world.rank() as u32, world.rank(), &Device::Cpu)?; // rank 0 holds nothing
+    ///     let mine = Tensor::full(world.rank() as u32, world.rank(), &Device::Cpu)?; // rank 0 has no elements
     ///     let all = world.all_gather(&mine, 0, &[0, 1, 2])?;
     ///     assert_eq!(all.to_vec1::<u32>()?, [1, 2, 2]);
     ///     Ok(())
     /// })?;
     /// # Ok::<(), shardwise::Error>(())
     /// ```
+    #[doc(alias = "all_gather_into_tensor")]
     #[track_caller]
     pub fn all_gather(&self, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<Tensor> {
         self.single(&Call::AllGather { dim, sizes: sizes.into() }, Some(tensor), Location::caller())
     }
 
-    /// The root gets all tensors joined along `dim` in rank order; `sizes` are their sizes along it.
+    /// As [`all_gather`](Self::all_gather), but only the root gets the result, other ranks `None`.
     #[track_caller]
     pub fn gather(&self, tensor: &Tensor, dim: usize, sizes: &[usize], root: usize) -> Result<Option<Tensor>> {
         self.at_most_one(&Call::Gather { dim, sizes: sizes.into(), root }, Some(tensor), Location::caller())
     }
 
-    /// The tensors, which have one shape, are reduced and the result is cut along `dim` into pieces of `sizes`; every
-    /// rank gets its piece.
+    /// Reduces tensors of one shape and splits the result along `dim` into pieces of `sizes`; every rank gets its piece.
+    #[doc(alias = "reduce_scatter_tensor")]
     #[track_caller]
     pub fn reduce_scatter(&self, tensor: &Tensor, op: ReduceOp, dim: usize, sizes: &[usize]) -> Result<Tensor> {
         self.single(&Call::ReduceScatter { op, dim, sizes: sizes.into() }, Some(tensor), Location::caller())
     }
 
-    /// The root's tensor, described by `whole`, is cut along `dim` into pieces of `sizes`; every rank gets its piece.
-    /// The root passes the tensor, every other rank `None`.
+    /// Splits the root's tensor along `dim` into pieces of `sizes`; every rank gets its piece.
+    ///
+    /// The root passes the tensor, other ranks `None`; all ranks pass its type and shape as `whole`.
     #[track_caller]
     pub fn scatter(
         &self,
@@ -150,13 +172,17 @@ impl Group {
         self.single(&call, tensor, Location::caller())
     }
 
-    /// Every rank gets the root's tensor, described by `whole`. The root passes the tensor, every other rank `None`.
+    /// Copies the root's tensor to every rank.
+    ///
+    /// The root passes the tensor, other ranks `None`; all ranks pass its type and shape as `whole`.
     #[track_caller]
     pub fn broadcast(&self, tensor: Option<&Tensor>, whole: &TensorMeta, root: usize) -> Result<Tensor> {
         self.single(&Call::Broadcast { whole: whole.clone(), root }, tensor, Location::caller())
     }
 
-    /// Hands `tensors[r]` to every rank `r` and gets from every rank what is `expected` from it.
+    /// Sends `tensors[r]` to every rank `r` and returns the tensors received, one per rank.
+    ///
+    /// `expected[r]` is the type and shape of what rank `r` sends here; it must match what that rank passes.
     ///
     /// ```
     /// # use shardwise::{launch, TensorMeta};
@@ -176,8 +202,10 @@ impl Group {
         self.run_given(&Call::AllToAll { expected: expected.to_vec() }, tensors, Location::caller())
     }
 
-    /// Changes the dimension along which a tensor is spread over the group: it is cut along `from` into pieces of
-    /// `from_sizes`, of which this rank holds one; afterwards it is cut along `to` into pieces of `to_sizes`.
+    /// Changes the dimension on which a tensor is sharded over the group, from dimension `from` to dimension `to`.
+    ///
+    /// Before the call, ranks hold pieces of `from_sizes` along `from`; after it, pieces of `to_sizes` along `to`. One
+    /// all-to-all.
     ///
     /// ```
     /// # use shardwise::launch;
@@ -191,6 +219,7 @@ impl Group {
     /// })?;
     /// # Ok::<(), shardwise::Error>(())
     /// ```
+    #[doc(alias = "shard_dim_alltoall")]
     #[track_caller]
     pub fn exchange_dims(
         &self,
@@ -204,22 +233,28 @@ impl Group {
         self.single(&call, Some(tensor), Location::caller())
     }
 
-    /// Hands a tensor to rank `to` of the group, without waiting for it to be received. Messages between two ranks
-    /// with one tag arrive in the order in which they were sent.
+    /// Sends a tensor to rank `to` of the group without waiting for the receiver.
+    ///
+    /// Point-to-point. Messages between two ranks with one tag arrive in the order in which they were sent. A message that
+    /// is never received is [`Error::Unreceived`](crate::Error::Unreceived) at the end of the launch.
+    #[doc(alias = "isend")]
     #[track_caller]
     pub fn send(&self, tensor: &Tensor, to: usize, tag: u64) -> Result<()> {
         self.engine.send(tensor, to, tag, Location::caller())
     }
 
     /// Waits for the tensor that rank `from` of the group sends with the same tag.
+    ///
+    /// Point-to-point. `expected` is its type and shape; a different tensor is an error.
     #[track_caller]
     pub fn recv(&self, expected: &TensorMeta, from: usize, tag: u64) -> Result<Tensor> {
         let tensor = self.engine.recv(expected, from, tag, Location::caller())?;
         received(tensor, expected)
     }
 
-    /// Lets every rank of the group read these tensors of this one from now on, without its help. All ranks of the group
-    /// make the call, each with any number of tensors.
+    /// Makes tensors of this rank readable by every rank of the group.
+    ///
+    /// Collective; each rank passes any number of tensors. Reads are one-sided: the owner takes no part in them.
     ///
     /// ```
     /// # use shardwise::{launch, TensorMeta};
@@ -235,16 +270,20 @@ impl Group {
     /// # Ok::<(), shardwise::Error>(())
     /// ```
     #[track_caller]
-    pub fn expose(&self, tensors: &[Tensor]) -> Result<Box<dyn Exposed>> {
+    pub fn expose(&self, tensors: &[Tensor]) -> Result<Box<dyn ExposedTensors>> {
         self.expose_at(&self.given(&Call::Expose, tensors), Location::caller())
     }
 
-    pub(crate) fn expose_at(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>> {
-        Ok(Box::new(Checked(self.engine.expose(tensors, site)?)))
+    pub(crate) fn expose_at(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn ExposedTensors>> {
+        Ok(Box::new(CheckedTensors(self.engine.expose(tensors, site)?)))
     }
 
-    /// Cuts the group into groups: ranks that name the same `color` end up together, ordered by `key` and then by
-    /// rank. A rank that names no color gets none.
+    /// Splits the group into subgroups of ranks with the same `color`, each ordered by `key` and then by rank.
+    ///
+    /// A rank without a color is in no subgroup. Costs one small all-gather.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) in a dry run, where the colors of other ranks are unknown.
     ///
     /// ```
     /// # use shardwise::launch;
@@ -255,6 +294,8 @@ impl Group {
     /// })?;
     /// # Ok::<(), shardwise::Error>(())
     /// ```
+    #[doc(alias = "split_group")]
+    #[doc(alias = "MPI_Comm_split")]
     #[track_caller]
     pub fn split(&self, color: Option<usize>, key: i64) -> Result<Option<Group>> {
         if self.is_dry() {
@@ -276,8 +317,14 @@ impl Group {
         self.subgroup(&ranks).map(Some)
     }
 
-    /// The group of some ranks of this world, given as global ranks in the order that the group shall have; this rank
-    /// must be one of them. Nothing is communicated: every member asks for the same group by itself.
+    /// Returns the group of some ranks of the world, given as global ranks in the order that the group is to have.
+    ///
+    /// Local: nothing is communicated. Unlike PyTorch's `new_group`, only members call it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if a rank is listed twice or is none of the world, or if this rank is not
+    /// listed.
+    #[doc(alias = "new_group")]
     pub fn subgroup(&self, ranks: &[usize]) -> Result<Group> {
         let mut sorted = ranks.to_vec();
         sorted.sort_unstable();
@@ -293,17 +340,17 @@ impl Group {
         self.engine.subgroup(ranks).map(Group::new)
     }
 
-    /// Brings every pending and later collective of the world to an error that carries `reason`, on all ranks.
+    /// Makes every pending and later collective of the world fail with `reason`, on all ranks. Local.
     pub fn abort(&self, reason: &str) {
         self.engine.abort(reason);
     }
 
-    /// Whether this is a dry run: tensors are placeholders without data.
+    /// Whether this is a [dry run](crate::DryWorld), in which tensors have shapes but no data.
     pub fn is_dry(&self) -> bool {
         self.engine.is_dry()
     }
 
-    /// Carries out a call that is put together elsewhere.
+    /// Executes a call whose inputs the caller will not overwrite.
     pub(crate) fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
         let outputs = self.engine.run(call, inputs, user_site(site))?;
         call.check_outputs(self.rank(), inputs, &outputs)?;
@@ -319,37 +366,37 @@ impl Group {
         Ok(self.run_given(call, input.map_or(&[], std::slice::from_ref), site)?.pop())
     }
 
-    /// Carries out a call on tensors of the program, which it may change in place as soon as it has the result.
+    /// Executes a call on tensors of the program, which may overwrite them as soon as the call returns.
     fn run_given(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
         self.run(call, &self.given(call, inputs), site)
     }
 
-    /// A program's tensors as something that other ranks can read: copied, unless the engine has no use for them after
-    /// the call. What cannot be copied is passed on, for the engine to refuse on every rank.
+    /// The program's tensors, copied if other ranks may read them after the call has returned. A tensor that cannot be
+    /// copied is passed on, so that the engine rejects it on every rank.
     fn given<'a>(&self, call: &Call, inputs: &'a [Tensor]) -> Cow<'a, [Tensor]> {
-        if !self.engine.shares_memory() || self.size() > 1 && call.ends_with_reads(inputs) {
+        if !self.engine.shares_memory() || self.size() > 1 && call.has_second_phase(inputs) {
             return Cow::Borrowed(inputs);
         }
-        let copy = |t: &Tensor| check_served(t).and_then(|()| own_copy(t)).unwrap_or_else(|_| t.clone());
+        let copy = |t: &Tensor| check_supported(t).and_then(|()| own_copy(t)).unwrap_or_else(|_| t.clone());
         inputs.iter().map(copy).collect::<Vec<_>>().into()
     }
 
-    /// Whether ranks of this group may hold one memory.
+    /// Whether ranks of this group may share the memory of a result.
     pub(crate) fn shares_memory(&self) -> bool {
         self.engine.shares_memory()
     }
 }
 
-/// A tensor that an engine received, if it is what was expected.
+/// Checks that a tensor from an engine has the expected type and shape.
 fn received(tensor: Tensor, expected: &TensorMeta) -> Result<Tensor> {
     Call::Broadcast { whole: expected.clone(), root: 0 }.check_outputs(0, &[], std::slice::from_ref(&tensor))?;
     Ok(tensor)
 }
 
-/// Tensors of other ranks, compared with what is expected of them whoever provides them.
-struct Checked(Box<dyn Exposed>);
+/// Checks type and shape of every read, whichever engine provides it.
+struct CheckedTensors(Box<dyn ExposedTensors>);
 
-impl Exposed for Checked {
+impl ExposedTensors for CheckedTensors {
     fn read(&self, rank: usize, index: usize, expected: &TensorMeta, site: Site) -> Result<Tensor> {
         received(self.0.read(rank, index, expected, site)?, expected)
     }

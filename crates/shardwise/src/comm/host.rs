@@ -1,18 +1,20 @@
-//! The threads on which the program of one rank runs, whichever engine the rank belongs to.
+//! Threads of a rank's program, for any engine: the thread pool, panics, and errors about threads.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Room for deep programs; only the part in use takes memory.
+/// Stack of a rank's threads: deep models recurse deeply, and only touched pages take memory.
 const STACK_BYTES: usize = 16 << 20;
 
-/// More threads than any machine has cores; a larger number is a typing error, and starting so many would not end.
+/// A bound above the cores of any machine: a larger number is a typing error, and starting so many threads would take
+/// forever.
 const MAX_KERNEL_THREADS: usize = 4096;
 
-/// A pool for the program of a rank, so that its parallel kernels stay within its share of the cores.
-pub fn pool(rank: usize, kernel_threads: usize) -> Result<rayon::ThreadPool> {
+/// Creates the thread pool on which a rank's program and its parallel kernels run, so that they stay within the rank's
+/// share of the cores.
+pub fn rank_pool(rank: usize, kernel_threads: usize) -> Result<rayon::ThreadPool> {
     if kernel_threads > MAX_KERNEL_THREADS {
         return Err(ErrorKind::Launch.error(
             "kernel threads",
@@ -29,8 +31,8 @@ pub fn pool(rank: usize, kernel_threads: usize) -> Result<rayon::ThreadPool> {
         .map_err(Error::other)
 }
 
-/// What the program of a rank returns; a panic becomes an error.
-pub fn caught<T>(rank: usize, program: impl FnOnce() -> Result<T>) -> Result<T> {
+/// Runs a rank's program; a panic becomes [`Error::Panicked`].
+pub fn catch_panic<T>(rank: usize, program: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(program)).unwrap_or_else(|payload| {
         let text = payload.downcast_ref::<&str>().map(|s| (*s).to_string());
         let message = text.or_else(|| payload.downcast_ref::<String>().cloned());
@@ -38,23 +40,24 @@ pub fn caught<T>(rank: usize, program: impl FnOnce() -> Result<T>) -> Result<T> 
     })
 }
 
-/// How an error of a rank's program reads behind the name of the rank.
-pub fn how_it_failed(error: &Error) -> String {
+/// The failure of a rank as other ranks read it, behind `rank N `.
+pub fn failure_text(error: &Error) -> String {
     match error {
         Error::Panicked { message, .. } => format!("panicked: {message}"),
         error => format!("failed: {error}"),
     }
 }
 
-/// Cores that this process may use.
-pub fn cores() -> usize {
+/// Number of cores that this process may use.
+pub fn available_cores() -> usize {
     std::thread::available_parallelism().map_or(1, Into::into)
 }
 
-/// Candle runs large elementwise operations on one pool for the whole process, behind a lock. Where several ranks share
-/// a machine, that pool has to be no larger than a rank's share; candle reads its size from the environment when it first
-/// needs it.
-pub fn confine_candle_to(threads: usize) {
+/// Limits candle's own thread pool, by setting `CANDLE_NUM_THREADS` once per process unless it is already set.
+///
+/// Candle runs large elementwise operations on one pool for the whole process, behind a lock. Where ranks share a machine,
+/// that pool must be no larger than a rank's share. Candle reads the variable when it first needs the pool.
+pub fn limit_candle_threads(threads: usize) {
     static ONCE: Once = Once::new();
     const VARIABLE: &str = "CANDLE_NUM_THREADS";
     ONCE.call_once(|| {
@@ -67,16 +70,16 @@ pub fn confine_candle_to(threads: usize) {
     });
 }
 
-/// A number of the calling thread that no other thread has while it lives.
-pub fn this_thread() -> usize {
+/// A number of the calling thread that is unique among the threads alive.
+pub fn thread_number() -> usize {
     thread_local! {
         static MARK: u8 = const { 0 };
     }
     MARK.with(|mark| &raw const *mark as usize)
 }
 
-/// Why a collective that was not made by the thread that runs the program of a rank is refused.
-pub fn second_thread(rank: usize) -> Error {
+/// The error of a collective that was not made by the thread that runs the rank's program.
+pub fn wrong_thread_error(rank: usize) -> Error {
     ErrorKind::Launch.error(
         "thread",
         format!("a collective of rank {rank} made by another thread than the one that runs its program"),
@@ -85,8 +88,8 @@ pub fn second_thread(rank: usize) -> Error {
     )
 }
 
-/// Why a call that was made after the end of its launch is refused.
-pub fn launch_is_over() -> Error {
+/// The error of a call after its launch has ended.
+pub fn launch_ended_error() -> Error {
     ErrorKind::Launch.error(
         "call",
         "one after the launch had ended",

@@ -1,66 +1,66 @@
-//! Measuring the links of a world: collectives of small and of large tensors, timed on all ranks.
+//! Measures latency and bandwidth of a world by timing small and large all-gathers.
 
 use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::trace::operator;
+use super::trace::record_operator;
 use super::{Group, World};
 use crate::error::Result;
 use crate::mesh::{Link, Network};
 use crate::placement::ReduceOp;
 
-/// Calls before the timed ones, in which engines set up their groups and ranks come into step.
+/// Untimed calls first, in which engines set up their groups and late ranks catch up.
 const WARM_UP: usize = 3;
 
-/// Timed calls; odd, so that the median is one of them.
+/// Timed calls; odd, so that the median is one of them. Fewer of the large ones, which vary less and take longer.
 const SMALL_CALLS: usize = 31;
 const LARGE_CALLS: usize = 9;
 
-/// Bytes per rank of a small tensor: latency alone.
+/// Bytes per rank of a small call, whose time is all latency.
 const SMALL: usize = 8;
 
-/// Bytes that a rank has after a large call: beyond caches and beyond messages that engines send eagerly, yet some
-/// milliseconds.
+/// Bytes that a rank has after a large call: more than caches hold and than MPI sends eagerly, yet only a few
+/// milliseconds per call.
 const LARGE: usize = 8 << 20;
 
-/// The least that a rank contributes to a large call, on however many ranks.
+/// The least that a rank contributes to a large call, on however many ranks: less would measure latency again.
 const LEAST_PIECE: usize = 64 << 10;
 
 impl World {
-    /// Measures the links between the ranks: inside the hosts, and across them if there are several.
+    /// Measures latency and bandwidth between the ranks of a host and, if there are several hosts, between hosts.
     ///
-    /// Collective over the world; it takes some tens of milliseconds on one host. All ranks get the same numbers, those of
-    /// the slowest rank, each the median of several calls. The first call measures, later ones return what it found. Hosts
-    /// are those of [`network`](Self::network), and a link that no two ranks have is the one stated there. A dry world
-    /// returns its network as it was configured.
+    /// Collective over the world; takes some tens of milliseconds on one host. All ranks get the same numbers: those of
+    /// the slowest rank, each the median of several calls. Later calls return the result of the first. Which ranks share a
+    /// host is taken from [`network`](Self::network), as is a link that no two ranks use. A dry world returns its
+    /// configured network.
     ///
-    /// The result is used by [`with_network`](Self::with_network).
+    /// Pass the result to [`with_network`](Self::with_network) to plan by it.
     pub fn measure_links(&self) -> Result<Network> {
         if self.is_dry() || self.size() == 1 {
             return Ok(self.network().clone());
         }
-        self.measured(|| operator("measure_links", || self.measure()))
+        self.measured(|| record_operator("measure_links", || self.measure()))
     }
 
     fn measure(&self) -> Result<Network> {
         let stated = self.network();
         let hosts = stated.groups(self.size())?;
         let inside = self.slowest(&hosts)?;
-        // The k-th ranks of all hosts are a group: that is what a mesh axis across hosts looks like, and as in a program
-        // all these groups communicate at once.
+        // The k-th ranks of all hosts form a group, as along a mesh axis across hosts; all these groups communicate at
+        // once, as in a program.
         let most = hosts.iter().map(Vec::len).max().unwrap_or(0);
         let row = |k: usize| hosts.iter().filter_map(|ranks| ranks.get(k).copied()).collect();
         let across = self.slowest(&(0..most).map(row).collect::<Vec<_>>())?;
-        let (inside, across) = (inside.unwrap_or(stated.inside()), across.or(inside.filter(|_| hosts.len() == 1)));
-        stated.with_links(inside, across.unwrap_or(stated.across()))
+        let (inside, across) = (inside.unwrap_or(stated.intra_host()), across.or(inside.filter(|_| hosts.len() == 1)));
+        stated.with_links(inside, across.unwrap_or(stated.inter_host()))
     }
 
-    /// The slowest link of any rank within its group of these disjoint ones, `None` if no group has two ranks. The same on
-    /// every rank of the world.
+    /// The slowest link that any rank measures within its group (the groups are disjoint), `None` if no group has two
+    /// ranks. The same on every rank of the world.
     fn slowest(&self, groups: &[Vec<usize>]) -> Result<Option<Link>> {
         let mine = groups.iter().find(|ranks| ranks.len() > 1 && ranks.contains(&self.global_rank()));
-        // Without a group a rank waits in the reduction below, with numbers that are slower than nothing.
+        // A rank without a group contributes zeros, which the maximum below ignores.
         let (latency_us, ns_per_byte) = match mine {
             Some(ranks) => {
                 let link = link_of(&self.subgroup(ranks)?)?;
@@ -74,20 +74,20 @@ impl World {
     }
 }
 
-/// The link of a group of at least two ranks as this rank sees it: the numbers with which the cost model of planners gives
-/// the times that gathers take.
+/// The link of a group of at least two ranks as this rank measures it: the numbers with which the planners' cost model
+/// (`redistribute::collective_us`) reproduces the measured times.
 fn link_of(group: &Group) -> Result<Link> {
     let ranks = group.size();
     let small = gather_us(group, SMALL, SMALL_CALLS)?;
     let piece = (LARGE / ranks).max(LEAST_PIECE);
     let large = gather_us(group, piece, LARGE_CALLS)?;
     let rounds = f64::from(usize::BITS - (ranks - 1).leading_zeros());
-    // On a busy machine a small call may take longer than a large one; at least half of that one is its bytes.
+    // On a busy machine a small call may take longer than a large one; then half of the large time counts as transfer.
     let moving = (large - small).max(large / 2.0);
     Ok(Link { latency_us: small / rounds, gb_per_s: (piece * (ranks - 1)) as f64 / moving / 1e3 })
 }
 
-/// The median time of a gather of so many bytes per rank, in microseconds.
+/// The median time of an all-gather of `bytes` per rank, in microseconds.
 fn gather_us(group: &Group, bytes: usize, calls: usize) -> Result<f64> {
     let piece = Tensor::zeros(bytes, DType::U8, &Device::Cpu)?;
     let sizes = vec![bytes; group.size()];

@@ -1,14 +1,19 @@
-//! How much memory the tensors of a rank take, and how much at most.
+//! Current and peak memory of a rank's tensors.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// Bytes of the local tensors of a rank's distributed tensors. In a dry run they are counted although they do not exist.
+/// Bytes of a rank's local tensors: those of its `DTensor`s and `ShardedTensor`s, optimizer state and intermediate results
+/// of redistributions.
+///
+/// Counts logical sizes, not the allocator: tensors that share memory count each, temporaries inside kernels do not count.
+/// In a dry run the bytes are counted although nothing is allocated.
+#[doc(alias = "memory_allocated")]
 #[derive(Debug, Clone, Default)]
-pub struct Memory(Arc<Counters>);
+pub struct Memory(Arc<MemoryCounters>);
 
 #[derive(Debug, Default)]
-struct Counters {
+struct MemoryCounters {
     current: AtomicUsize,
     peak: AtomicUsize,
 }
@@ -19,23 +24,25 @@ impl Memory {
         self.0.current.load(Relaxed)
     }
 
-    /// The most bytes that were in use at one time since the beginning or the last [`reset_peak`](Self::reset_peak).
+    /// Peak of the bytes in use since the launch or the last [`reset_peak`](Self::reset_peak).
+    #[doc(alias = "max_memory_allocated")]
     pub fn peak(&self) -> usize {
         self.0.peak.load(Relaxed)
     }
 
-    /// Forgets the peak so far.
+    /// Sets the peak to the bytes in use now.
+    #[doc(alias = "reset_peak_memory_stats")]
     pub fn reset_peak(&self) {
         self.0.peak.store(self.current(), Relaxed);
     }
 
-    /// Counts `bytes` for as long as the result lives.
-    pub(crate) fn charge(&self, bytes: usize) -> Charge {
+    /// Adds `bytes` until the result is dropped.
+    pub(crate) fn charge(&self, bytes: usize) -> MemoryCharge {
         self.take(bytes);
-        Charge { memory: self.clone(), bytes }
+        MemoryCharge { memory: self.clone(), bytes }
     }
 
-    /// Counts `bytes` until they are released.
+    /// Adds `bytes`, to be removed with [`release`](Self::release).
     pub(crate) fn take(&self, bytes: usize) {
         let now = self.0.current.fetch_add(bytes, Relaxed) + bytes;
         if now > self.0.peak.load(Relaxed) {
@@ -43,20 +50,20 @@ impl Memory {
         }
     }
 
-    /// Counts `bytes` no longer.
+    /// Removes `bytes`.
     pub(crate) fn release(&self, bytes: usize) {
         self.0.current.fetch_sub(bytes, Relaxed);
     }
 }
 
-/// Some bytes that are in use while this lives.
+/// Bytes that are counted until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Charge {
+pub(crate) struct MemoryCharge {
     memory: Memory,
     bytes: usize,
 }
 
-impl Drop for Charge {
+impl Drop for MemoryCharge {
     fn drop(&mut self) {
         self.memory.release(self.bytes);
     }

@@ -1,8 +1,9 @@
-//! Communication: groups of ranks, the collectives they make together, and the world of threads.
+//! Communication: worlds, groups of ranks, their collectives, and the engine that runs ranks as threads.
 //!
-//! A [`Group`] is what programs use: typed methods, call sites captured. Behind it stands a [`Communicator`], the
-//! engine: threads of this process here, MPI in a crate of its own. A collective travels to the engine as one
-//! [`Call`] value, so that checking, recording and describing it is written once for all engines.
+//! Programs use [`Group`] (PyTorch's `ProcessGroup`), whose methods capture the call site. A group wraps a
+//! [`Communicator`], the engine: threads of this process in [`threads`], MPI in the crate `shardwise-mpi`, no
+//! communication at all in a [`DryWorld`]. A collective reaches the engine as one [`Call`] value, so that checking,
+//! recording and describing collectives is written once for all engines.
 
 mod agreement;
 mod call;
@@ -19,24 +20,24 @@ mod memory;
 mod purpose;
 pub mod threads;
 mod trace;
-mod work;
+mod flops;
 mod world;
 
-pub(crate) use agreement::{agree, texts, together};
-pub use call::{Call, Sizes};
+pub(crate) use agreement::{agree, all_ok, gather_texts};
+pub use call::{Call, RankSizes};
 pub use current::{current_mesh, with_mesh};
 pub use device_mesh::DeviceMesh;
 pub(crate) use device_mesh::MeshIdentity;
 pub use dry::{DryRun, DryWorld};
-pub(crate) use explicit::while_moving;
+pub(crate) use explicit::while_redistributing;
 pub use explicit::{ExplicitRedistribution, ImplicitRedistribution};
 pub use group::Group;
-pub(crate) use memory::Charge;
 pub use memory::Memory;
-pub(crate) use purpose::{Origin, on_behalf_of};
+pub(crate) use memory::MemoryCharge;
+pub(crate) use purpose::{Origin, with_purpose};
 pub use threads::{ThreadWorld, launch, launch_scoped};
-pub(crate) use trace::implicitly;
-pub use trace::{Record, Report, Total, Trace, explicit_communication_only, operator};
+pub(crate) use trace::record_implicit_operator;
+pub use trace::{CommRecord, CommReport, CommTotal, Trace, explicit_communication_only, record_operator};
 pub use world::World;
 
 use std::sync::Arc;
@@ -47,13 +48,24 @@ use crate::error::{Result, Site};
 use crate::layout::TensorMeta;
 use crate::mesh::Network;
 
-/// Tensors of all ranks of a group that each of them can read at any time, as an engine provides them.
-pub trait Exposed: Send + Sync {
-    /// Tensor `index` of a rank of the group, which is described by `expected`. The rank takes no part.
+/// Tensors that the ranks of a group have made readable to each other with [`Group::expose`].
+///
+/// Implemented by engines. Dropping it does not wait for other ranks.
+pub trait ExposedTensors: Send + Sync {
+    /// Reads tensor `index` of a rank of the group.
+    ///
+    /// One-sided: the owner takes no part. `expected` is the type and shape that the caller knows the tensor to have.
+    ///
+    /// # Errors
+    /// [`Error::Rejected`](crate::Error::Rejected) if the rank has exposed no such tensor, or one of another type or shape.
     fn read(&self, rank: usize, index: usize, expected: &TensorMeta, site: Site) -> Result<Tensor>;
 }
 
-/// One rank's end of a group, as an engine provides it. Programs use [`Group`].
+/// The engine behind a [`Group`]: what a transport implements, for one rank of one group.
+///
+/// Programs use [`Group`]. To add a transport, implement this trait with the functions of [`engine`] and pass the group of
+/// all ranks to [`World::new`].
+#[doc(alias = "Backend")]
 pub trait Communicator: Send + Sync {
     /// This rank's position in the group.
     fn rank(&self) -> usize;
@@ -61,39 +73,44 @@ pub trait Communicator: Send + Sync {
     /// Global ranks of the group, in group order.
     fn ranks(&self) -> &[usize];
 
-    /// Carries out a collective that all ranks of the group enter. Returns what this rank gets: nothing, one tensor,
-    /// or for [`Call::AllToAll`] one tensor per rank. Arguments are as the program gave them: an engine checks them
-    /// ([`Call::check`]) so that a refusal reaches every rank of the group.
+    /// Executes a collective and returns this rank's results: none, one tensor, or one per rank for [`Call::AllToAll`].
+    ///
+    /// Collective. The arguments are unchecked: the engine calls [`Call::check`] and turns a rejection into an error on every
+    /// rank of the group.
     fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>>;
 
-    /// Hands a tensor to another rank of the group without waiting for it.
+    /// Sends a tensor to another rank of the group without waiting for the receiver.
     fn send(&self, tensor: &Tensor, to: usize, tag: u64, site: Site) -> Result<()>;
 
     /// Waits for the tensor that another rank of the group sends with the same tag.
     fn recv(&self, expected: &TensorMeta, from: usize, tag: u64, site: Site) -> Result<Tensor>;
 
-    /// The group of some ranks of this world, given as distinct global ranks, this one among them, in the order that
-    /// the group shall have. Every member asks for it; asking again gives the same group.
+    /// Returns the group of some ranks of the world, in the order given.
+    ///
+    /// Local, but every member must call it. `ranks` are distinct global ranks that include this one; equal lists return
+    /// the same group.
     fn subgroup(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>>;
 
-    /// Lets every rank of the group read these tensors of this one from now on, without its help. All ranks of the group
-    /// enter it.
-    fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>>;
+    /// Makes tensors of this rank readable by every rank of the group. Collective; later reads are one-sided.
+    fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn ExposedTensors>>;
 
-    /// Brings every pending and later collective of this world to an error that carries `reason`.
+    /// Makes every pending and later collective of the world fail with `reason`, on all ranks.
     fn abort(&self, reason: &str);
 
-    /// How fast the ranks of the whole world reach each other, the same on every rank. Local: planners ask for it before
-    /// anything is communicated. An engine states figures of its own, which it has measured or was configured with.
+    /// Latency and bandwidth between the ranks of the whole world, the same on every rank.
+    ///
+    /// Local: planners ask before anything is communicated, so an engine returns constants that were measured for its
+    /// transport or configured.
     fn network(&self) -> Network;
 
-    /// Whether tensors are placeholders without data, because only shapes are wanted.
+    /// Whether tensors are placeholders without data, as in a [`DryWorld`].
     fn is_dry(&self) -> bool {
         false
     }
 
-    /// Whether ranks read each other's tensors where they are, and may hold one memory: then what a program passes in is
-    /// copied where another rank could read it after the call has returned.
+    /// Whether ranks read each other's tensors in place and may share the memory of a result.
+    ///
+    /// If so, [`Group`] copies inputs that another rank could still read after the call has returned.
     fn shares_memory(&self) -> bool {
         false
     }

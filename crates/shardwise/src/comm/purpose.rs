@@ -1,8 +1,9 @@
-//! On whose behalf a rank communicates: the operator and the value.
+//! The purpose of a collective: the operator and the value for which a rank communicates.
 //!
-//! Ranks that run different operators, or the same ones on tensors of different shapes, often make the same collective: the
-//! sum and the mean of a sharded tensor both end in an all-reduce of one number. So every distributed value carries a hash
-//! of how it was computed, and ranks compare it along with the call. Values that a rank keeps to itself are never compared.
+//! Ranks that run different operators, or the same operators on other shapes, often make equal collectives: the sum and the
+//! mean of a sharded tensor both end in an all-reduce of one number. Without a check they would silently mix values. So
+//! every distributed value carries a hash of how it was computed, and ranks compare it along with the call. Values that
+//! are never communicated are never compared.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -13,23 +14,23 @@ use smallvec::SmallVec;
 use super::trace::current_operator;
 use crate::rank_context::{RankContext, in_scope, rank_context};
 
-/// How a distributed value was computed. Equal on ranks that ran the same operators on tensors of the same layouts.
+/// How a distributed value was computed. Its hash is equal on ranks that ran the same operators on the same layouts.
 #[derive(Debug, Clone)]
 pub(crate) struct Origin {
     hash: u64,
-    /// The operator; none for a value that did not come from one.
+    /// The operator that returned the value; `None` for a value created otherwise.
     operator: Option<&'static str>,
-    /// Shape of the first input of the operator, or of the value.
+    /// Shape of the operator's first input, or of the value, for errors.
     shape: SmallVec<[usize; 4]>,
 }
 
 impl Origin {
-    /// A value that did not come from an operator. `layout` is a hash of its layout.
+    /// The origin of a value that no operator returned. `layout` is the hash of its layout.
     pub(crate) fn leaf(layout: u64, shape: &[usize]) -> Self {
         Origin { hash: layout, operator: None, shape: shape.into() }
     }
 
-    /// The results of an operator. `call` is a hash of the operator with its arguments and the layouts of its inputs.
+    /// The origin of an operator's results. `call` is the hash of the operator, its arguments and the input layouts.
     pub(crate) fn operator<'a>(
         name: &'static str,
         call: u64,
@@ -43,7 +44,7 @@ impl Origin {
         }
     }
 
-    /// One of several results.
+    /// The origin of one of several results.
     pub(crate) fn output(&self, index: usize) -> Self {
         Origin { hash: self.hash.wrapping_add(index as u64), ..self.clone() }
     }
@@ -58,7 +59,7 @@ impl fmt::Display for Origin {
     }
 }
 
-/// The same number for the same two numbers, in this order.
+/// A hash of two hashes, in this order.
 fn mixed(a: u64, b: u64) -> u64 {
     let mut hasher = FxHasher::default();
     hasher.write_u64(a);
@@ -70,15 +71,16 @@ fn hash(origin: &Origin, also: u64, operator: Option<(&'static str, bool)>) -> u
     let mut hasher = FxHasher::default();
     hasher.write_u64(origin.hash);
     hasher.write_u64(also);
-    // A name that the program gave to a scope may depend on the rank.
+    // Only names of operators: the name of a `record_operator` scope may differ between ranks.
     if let Some((name, true)) = operator {
         name.hash(&mut hasher);
     }
     hasher.finish()
 }
 
-/// On whose behalf a rank makes a collective. Engines describe calls with it; [`fingerprint`](super::engine::fingerprint)
-/// contains it.
+/// The operator and value for which a rank calls a collective.
+///
+/// Engines put its text into errors; [`fingerprint`](super::engine::fingerprint) includes its hash.
 #[derive(Debug, Clone)]
 pub struct Purpose {
     hash: u64,
@@ -86,31 +88,33 @@ pub struct Purpose {
     origin: Origin,
 }
 
-/// The value on behalf of which this rank communicates, and a hash of what else ranks must have in common.
-type Current = Option<(Origin, u64)>;
+/// The value for which this rank communicates, and a hash of what else must be equal on all ranks.
+type CurrentPurpose = Option<(Origin, u64)>;
 
-/// Runs `body`; the collectives in it are on behalf of a value. `also` is a hash of what else ranks must have in common.
-pub(crate) fn on_behalf_of<R>(origin: &Origin, also: u64, body: impl FnOnce() -> R) -> R {
-    let enter = |context: &RankContext| context.purpose.replace::<Current>(Some((origin.clone(), also)));
+/// Runs `body`, whose collectives are for the value of `origin`. `also` is a hash of what else must be equal on all ranks.
+pub(crate) fn with_purpose<R>(origin: &Origin, also: u64, body: impl FnOnce() -> R) -> R {
+    let enter = |context: &RankContext| context.purpose.replace::<CurrentPurpose>(Some((origin.clone(), also)));
     in_scope(enter, |context, before| drop(context.purpose.replace(before)), body)
 }
 
 impl Purpose {
-    /// What this thread is communicating for, if that is known.
+    /// The purpose of what this thread communicates, if known.
     pub fn current() -> Option<Self> {
-        let (origin, also) = rank_context(|context| context.purpose.with(|current: &mut Current| current.clone()))?;
+        let (origin, also) =
+            rank_context(|context| context.purpose.with(|current: &mut CurrentPurpose| current.clone()))?;
         let operator = current_operator();
         Some(Purpose { hash: hash(&origin, also, operator), operator: operator.map(|(name, _)| name), origin })
     }
 
-    /// The hash of what this thread is communicating for; 0 if that is not known.
+    /// The hash of [`current`](Self::current), 0 if unknown.
     pub(super) fn current_hash() -> u64 {
         let operator = current_operator();
-        let of = |current: &mut Current| current.as_ref().map_or(0, |(origin, also)| hash(origin, *also, operator));
+        let of =
+            |current: &mut CurrentPurpose| current.as_ref().map_or(0, |(origin, also)| hash(origin, *also, operator));
         rank_context(|context| context.purpose.with(of))
     }
 
-    /// A number that all ranks of a collective have in common.
+    /// A hash that is equal on all ranks of a correct collective.
     pub(super) fn hash(&self) -> u64 {
         self.hash
     }

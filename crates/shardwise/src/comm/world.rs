@@ -1,51 +1,54 @@
-//! The world: all ranks of a program.
+//! The world: the group of all ranks, with its trace, memory statistics and network.
 
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
+use super::flops::FlopCounter;
 use super::trace::Traced;
-use super::work::Work;
 use super::{Communicator, Group, Memory, Trace};
 use crate::error::Result;
 use crate::mesh::Network;
 
-/// All ranks of a program, seen from one of them: a [`Group`] that can make meshes and that keeps a record of what the
-/// rank communicates and how much memory its tensors take.
+/// The group of all ranks, as one rank sees it.
+///
+/// Dereferences to [`Group`], so collectives over all ranks are methods of it. It also creates meshes
+/// ([`mesh`](World::mesh)), records what this rank communicates ([`trace`](World::trace)) and counts the bytes of its
+/// tensors ([`memory`](World::memory)). A launch passes one to each rank's program. Clones are the same world.
 #[doc(alias = "init_process_group")]
 #[derive(Clone, Debug)]
 pub struct World {
     all: Group,
     trace: Trace,
     memory: Memory,
-    work: Work,
+    flops: FlopCounter,
     network: Network,
-    /// What the first measurement found.
+    /// The result of the first `measure_links`.
     measured: Arc<OnceLock<Network>>,
 }
 
 impl World {
-    /// Wraps an engine's end of the group of all ranks.
+    /// Creates a world from an engine's group of all ranks; for engines in other crates.
     pub fn new(engine: Arc<dyn Communicator>) -> Self {
         Self::with_trace(engine, Trace::default())
     }
 
-    /// As [`new`](Self::new), with a trace that may have been set up otherwise.
+    /// As [`new`](Self::new), with a given trace: dry runs keep every record.
     pub(super) fn with_trace(engine: Arc<dyn Communicator>, trace: Trace) -> Self {
         let network = engine.network();
         let all = Group::new(Arc::new(Traced::new(engine, trace.clone())));
-        let (memory, work, measured) = (Memory::default(), Work::default(), Arc::default());
-        World { all, trace, memory, work, network, measured }
+        let (memory, flops, measured) = (Memory::default(), FlopCounter::default(), Arc::default());
+        World { all, trace, memory, flops, network, measured }
     }
 
-    /// How fast the ranks reach each other: what the engine states, unless it was configured otherwise.
+    /// Latency and bandwidth between the ranks: what the engine states, or what [`with_network`](Self::with_network) set.
     pub fn network(&self) -> &Network {
         &self.network
     }
 
-    /// The same world with another network: meshes that are built on it take their links from there.
+    /// Returns the same world with another network, from which new meshes take the links of their axes.
     ///
-    /// Local, but every rank must configure the same network: ranks that price collectives differently may plan different
-    /// ones, which is then an error on all of them.
+    /// Local, but every rank must pass the same network: ranks that estimate costs differently may plan different
+    /// collectives, which is then an error on all of them.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the network does not have all ranks of the world.
@@ -55,7 +58,7 @@ impl World {
     /// launch(4, |world| {
     ///     let world = world.with_network(world.measure_links()?)?;
     ///     let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
-    ///     assert_eq!(mesh.link("tp")?, world.network().inside());
+    ///     assert_eq!(mesh.link("tp")?, world.network().intra_host());
     ///     Ok(())
     /// })?;
     /// # Ok::<(), shardwise::Error>(())
@@ -65,7 +68,7 @@ impl World {
         Ok(World { network, measured: Arc::default(), ..self.clone() })
     }
 
-    /// The network that was measured first, or the one that `measure` finds.
+    /// Returns the stored measurement, or stores the result of `measure`.
     pub(super) fn measured(&self, measure: impl FnOnce() -> Result<Network>) -> Result<Network> {
         if let Some(network) = self.measured.get() {
             return Ok(network.clone());
@@ -74,22 +77,23 @@ impl World {
         Ok(self.measured.get_or_init(|| network).clone())
     }
 
-    /// What this rank has communicated.
+    /// The record of this rank's collectives, sends and receives.
     pub fn trace(&self) -> &Trace {
         &self.trace
     }
 
-    /// How much memory the local tensors of this rank's distributed tensors take.
+    /// Current and peak bytes of this rank's local tensors.
+    #[doc(alias = "max_memory_allocated")]
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
-    /// How much this rank would compute, in a dry run.
-    pub(crate) fn work(&self) -> &Work {
-        &self.work
+    /// Floating-point operations of this rank, counted in dry runs only.
+    pub(crate) fn flops(&self) -> &FlopCounter {
+        &self.flops
     }
 
-    /// A number that no other world has while this one lives.
+    /// A number that is unique among the worlds alive in this process.
     pub(super) fn identity(&self) -> usize {
         self.trace.identity()
     }

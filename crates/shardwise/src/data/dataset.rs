@@ -1,4 +1,4 @@
-//! What samples are drawn from.
+//! Datasets.
 
 use std::sync::Arc;
 
@@ -6,12 +6,12 @@ use candle_core::{Device, Tensor};
 
 use crate::error::{ErrorKind, Result};
 
-/// A number of samples, each of one or more tensors.
+/// A map-style dataset: samples by index, each of one or more tensors.
 pub trait Dataset {
     /// Number of samples.
     fn len(&self) -> usize;
 
-    /// Returns a sample. Tensors at the same place have one shape and type in all samples.
+    /// Returns sample `index`, from 0. Its tensors must have the same shapes and types as those of all other samples.
     fn sample(&self, index: usize) -> Result<Vec<Tensor>>;
 
     /// Whether there are no samples.
@@ -20,8 +20,10 @@ pub trait Dataset {
     }
 }
 
-/// A text in tokens as sequences of one length that follow each other. A sample is the ids of a sequence and its targets,
-/// which are one token ahead; both are i64. Tokens at the end that do not fill a sequence are left out.
+/// A tokenized text, split into consecutive sequences of one length, for language models.
+///
+/// A sample has two i64 tensors: the ids of a sequence, and its targets, which are one token ahead. Tokens at the end that do
+/// not fill a sequence are dropped.
 ///
 /// ```
 /// use shardwise::data::{Dataset, TokenSequences};
@@ -40,10 +42,10 @@ pub struct TokenSequences {
 }
 
 impl TokenSequences {
-    /// Sequences of `length` tokens.
+    /// Splits tokens into sequences of `length`.
     ///
     /// # Errors
-    /// If the tokens do not fill one sequence and its last target.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the tokens do not fill one sequence and its last target.
     pub fn new(tokens: impl Into<Arc<[u32]>>, length: usize) -> Result<Self> {
         let tokens = tokens.into();
         if length == 0 || tokens.len() <= length {

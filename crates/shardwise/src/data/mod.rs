@@ -1,7 +1,7 @@
-//! Batches for training: drawn in a reproducible order, sharded over mesh axes, resumable on any number of ranks.
+//! Data loading: batches in a reproducible order, sharded over mesh axes, resumable on any number of ranks.
 //!
-//! The position in the data is the number of samples drawn so far. It does not depend on the mesh, so a run that resumes on
-//! another one draws the same samples in the same order: none is lost, none repeated.
+//! The position in the data is the number of samples drawn so far. It does not depend on the mesh, so that a run that resumes
+//! on another mesh loses and repeats no sample.
 //!
 //! ```
 //! use shardwise::data::{Batches, TokenSequences};
@@ -34,10 +34,10 @@ use crate::layout::Layout;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
 
-/// Batches of a dataset, without end: after the last sample of an epoch come those of the next, in the same batch if it is
-/// not full.
+/// An endless loader of batches: after the last sample of an epoch come those of the next, in the same batch if it is not
+/// full.
 ///
-/// Local: no call communicates. All ranks of the mesh draw the same batches; each loads the samples that it holds of them.
+/// Local: no call communicates. All ranks of the mesh draw the same batches; each loads only the samples of its own shard.
 #[doc(alias = "DataLoader")]
 #[derive(Debug, Clone)]
 pub struct Batches<D> {
@@ -50,60 +50,62 @@ pub struct Batches<D> {
 }
 
 impl<D: Dataset> Batches<D> {
-    /// Batches of one sample, in the order of the dataset, the same on all ranks.
+    /// A loader of batches of one sample, in the order of the dataset, replicated on all ranks of the mesh.
     ///
     /// # Errors
-    /// If the dataset has no samples.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the dataset has no samples.
     pub fn new(dataset: D, mesh: &DeviceMesh) -> Result<Self> {
         let order = SampleOrder::new(dataset.len())?;
         let placements = vec![Placement::Replicate; mesh.ndim()];
         Ok(Batches { dataset, mesh: mesh.clone(), placements, order, batch: 1, position: 0 })
     }
 
-    /// Draws in another order in every epoch, the same for the same seed.
+    /// Shuffles every epoch anew; the order depends on the seed alone.
     pub fn shuffle(self, seed: u64) -> Self {
         Batches { order: self.order.shuffled(seed), ..self }
     }
 
-    /// Sets the number of samples of a batch, over all ranks.
+    /// Sets the global batch size, over all ranks; 1 by default.
+    #[doc(alias = "batch_size")]
     pub fn batch(self, samples: usize) -> Self {
         Batches { batch: samples, ..self }
     }
 
-    /// Shards batches over an axis of the mesh. Called again, over one more axis.
+    /// Shards batches on dimension 0 over a mesh axis. Several calls shard over several axes.
     ///
     /// # Errors
-    /// If the mesh has no such axis.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the mesh has no such axis.
     pub fn sharded(mut self, axis: &str) -> Result<Self> {
         let axis = self.mesh.mesh().axis(axis)?;
         self.placements[axis] = Placement::Shard(0);
         Ok(self)
     }
 
-    /// Number of samples drawn so far.
+    /// Number of samples drawn so far, over all ranks and epochs. Save it to resume with [`seek`](Self::seek).
     pub fn position(&self) -> u64 {
         self.position
     }
 
-    /// Number of epochs that are complete.
+    /// Number of complete epochs.
     pub fn epoch(&self) -> u64 {
         self.position / self.order.samples()
     }
 
-    /// The order in which samples are drawn.
+    /// Order in which samples are drawn.
     pub fn order(&self) -> &SampleOrder {
         &self.order
     }
 
-    /// Goes on at another position, such as that of a run that was interrupted.
+    /// Continues at another position, such as that of an interrupted run.
     pub fn seek(&mut self, position: u64) {
         self.position = position;
     }
 
-    /// Loads the next batch: the tensors of its samples, stacked along a new first dimension.
+    /// Loads the next batch: the tensors of its samples, stacked on a new dimension 0.
     ///
     /// # Errors
-    /// If the dataset returns one, or samples whose tensors differ in number, shape or type. The position stays then.
+    /// Errors of the dataset, and [`Error::Invalid`](crate::Error::Invalid) if tensors of samples differ in number, shape or
+    /// type. The position does not change then.
     pub fn next_batch(&mut self) -> Result<Vec<DTensor>> {
         let layout = Layout::new(self.mesh.mesh(), self.batch, self.placements.iter().cloned())?;
         let rank = self.mesh.world().rank();
@@ -111,13 +113,13 @@ impl<D: Dataset> Batches<D> {
             true => (layout.global_offset(rank)[0], layout.local_shape(rank)[0]),
             false => (0, 0),
         };
-        let load = |place: usize| self.dataset.sample(self.order.sample(self.position + place as u64) as usize);
-        // A rank without samples has to know what they look like.
+        let load = |index: usize| self.dataset.sample(self.order.sample(self.position + index as u64) as usize);
+        // A rank without samples loads one too: its empty shard needs shape and type.
         let like = load(first.min(self.batch.saturating_sub(1)))?;
         let mut columns: Vec<Vec<Tensor>> = vec![Vec::with_capacity(count); like.len()];
-        for place in first..first + count {
-            let sample = if place == first { like.clone() } else { load(place)? };
-            check_alike(&like, &sample)?;
+        for index in first..first + count {
+            let sample = if index == first { like.clone() } else { load(index)? };
+            check_same_shapes(&like, &sample)?;
             columns.iter_mut().zip(sample).for_each(|(column, tensor)| column.push(tensor));
         }
         let batch = columns.iter().zip(&like).map(|(column, like)| self.stacked(column, like));
@@ -126,7 +128,7 @@ impl<D: Dataset> Batches<D> {
         Ok(batch)
     }
 
-    /// One tensor of a batch, from the tensors of this rank's samples.
+    /// One tensor of a batch, stacked from the tensors of this rank's samples.
     fn stacked(&self, column: &[Tensor], like: &Tensor) -> Result<DTensor> {
         let with_samples = |samples: usize| Shape::from([&[samples], like.dims()].concat());
         let local = match column {
@@ -137,8 +139,8 @@ impl<D: Dataset> Batches<D> {
     }
 }
 
-/// An error unless two samples have tensors of the same shapes and types.
-fn check_alike(first: &[Tensor], sample: &[Tensor]) -> Result<()> {
+/// Checks that two samples have tensors of the same shapes and types.
+fn check_same_shapes(first: &[Tensor], sample: &[Tensor]) -> Result<()> {
     let described = |sample: &[Tensor]| -> Vec<String> {
         sample.iter().map(|t| format!("{} {:?}", t.dtype().as_str(), t.dims())).collect()
     };
@@ -151,6 +153,6 @@ fn check_alike(first: &[Tensor], sample: &[Tensor]) -> Result<()> {
         "samples of a batch",
         format!("[{}] and [{}]", described(first).join(", "), described(sample).join(", ")),
         "tensors of the same shapes and types in all samples",
-        "pad or cut the samples in the dataset",
+        "pad or truncate the samples in the dataset",
     ))
 }

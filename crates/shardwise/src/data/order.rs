@@ -1,13 +1,14 @@
-//! In which order samples are drawn. Pure arithmetic: an order is computed for any place in it, and nothing is stored.
+//! The order of samples, computed for any position: no permutation is stored, so that resuming costs nothing.
 
 use crate::error::{ErrorKind, Result};
 
-/// Rounds of the network that shuffles. Four suffice for a permutation that looks random; more cost little.
+/// Rounds of the Feistel network that shuffles. Four make a pseudorandom permutation (Luby and Rackoff); two more cost
+/// little.
 const ROUNDS: u64 = 6;
 
-/// The order of the samples of a dataset, epoch after epoch.
+/// The order in which the samples of a dataset are drawn, epoch after epoch; every epoch has every sample once.
 ///
-/// Every epoch has every sample once. Which sample has a number does not depend on batch sizes or on how many ranks draw.
+/// It maps positions to samples. The map depends neither on batch sizes nor on the number of ranks.
 ///
 /// ```
 /// use shardwise::data::SampleOrder;
@@ -28,10 +29,10 @@ pub struct SampleOrder {
 }
 
 impl SampleOrder {
-    /// The order of the dataset itself, over and over.
+    /// The order of the dataset itself, in every epoch.
     ///
     /// # Errors
-    /// If there are no samples.
+    /// [`Error::Invalid`](crate::Error::Invalid) if there are no samples.
     pub fn new(samples: usize) -> Result<Self> {
         if samples == 0 {
             let fix = "give the dataset more data, or use shorter sequences";
@@ -40,7 +41,7 @@ impl SampleOrder {
         Ok(SampleOrder { samples: samples as u64, seed: None })
     }
 
-    /// Another order in every epoch, the same for the same seed.
+    /// Shuffles every epoch anew; the order depends on the seed alone.
     pub fn shuffled(self, seed: u64) -> Self {
         SampleOrder { seed: Some(seed), ..self }
     }
@@ -50,31 +51,32 @@ impl SampleOrder {
         self.samples
     }
 
-    /// What the order is shuffled with, if it is.
+    /// Seed of the shuffle, if the order is shuffled.
     pub fn seed(&self) -> Option<u64> {
         self.seed
     }
 
-    /// The sample with a number, counted from the first one of the first epoch.
-    pub fn sample(&self, number: u64) -> u64 {
-        let (epoch, place) = (number / self.samples, number % self.samples);
-        let Some(seed) = self.seed else { return place };
+    /// Returns the index of the sample at a position, counted from the beginning of the first epoch.
+    pub fn sample(&self, position: u64) -> u64 {
+        let (epoch, index) = (position / self.samples, position % self.samples);
+        let Some(seed) = self.seed else { return index };
         let key = mix(seed ^ mix(epoch));
-        // A permutation of the next power of four: numbers beyond the samples are passed on until one is a sample.
-        let mut place = place;
+        // The network permutes the next power of four. Cycle walking restricts that to the samples: an index beyond them is
+        // permuted again until it is one of them.
+        let mut index = index;
         loop {
-            place = self.permuted(place, key);
-            if place < self.samples {
-                return place;
+            index = self.permuted(index, key);
+            if index < self.samples {
+                return index;
             }
         }
     }
 
-    /// A place in another order: a Feistel network on the two halves of its bits.
-    fn permuted(&self, place: u64, key: u64) -> u64 {
+    /// A Feistel network on the two halves of the bits of an index.
+    fn permuted(&self, index: u64, key: u64) -> u64 {
         let bits = (u64::BITS - (self.samples - 1).leading_zeros()).div_ceil(2).max(1);
         let mask = (1 << bits) - 1;
-        let (mut left, mut right) = (place >> bits, place & mask);
+        let (mut left, mut right) = (index >> bits, index & mask);
         for round in 0..ROUNDS {
             (left, right) = (right, left ^ mix(key ^ mix(right ^ (round << 32))) & mask);
         }
@@ -82,7 +84,7 @@ impl SampleOrder {
     }
 }
 
-/// A number that has nothing to do with the one it is computed from (SplitMix64).
+/// SplitMix64: a hash of a number.
 fn mix(x: u64) -> u64 {
     let mut z = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

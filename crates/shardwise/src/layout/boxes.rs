@@ -1,8 +1,9 @@
-//! Layouts as lists of boxes: what checkpoints, moves between meshes, sharded tensors and pictures work on.
+//! Layouts as lists of boxes, the form that checkpoints, moves between meshes and `ShardedTensor` work on.
 
 use super::Layout;
 
-/// A box of a tensor: where it begins and how far it reaches in every dimension.
+/// A rectangular part of a tensor: offset and size in every dimension.
+#[doc(alias = "ChunkStorageMetadata")]
 #[derive(Debug, Clone, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct TensorBox {
     /// First index in every dimension.
@@ -12,12 +13,13 @@ pub struct TensorBox {
 }
 
 impl TensorBox {
-    /// Number of elements.
+    /// Number of elements, saturating.
+    #[doc(alias = "numel")]
     pub fn volume(&self) -> usize {
         self.sizes.iter().fold(1, |volume, &n| volume.saturating_mul(n))
     }
 
-    /// The elements in both boxes, `None` if there are none.
+    /// The box of elements that are in both boxes, `None` if there are none.
     ///
     /// ```
     /// # use shardwise::TensorBox;
@@ -43,20 +45,23 @@ impl TensorBox {
     }
 }
 
-/// A box and the rank that holds it.
+/// A box of a tensor that a rank holds.
+#[doc(alias = "ShardMetadata")]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct OwnedBox {
     /// Global rank of the owner.
     pub rank: usize,
-    /// The box within the whole tensor.
+    /// The box in the whole tensor.
     pub global: TensorBox,
-    /// Where the box begins within the owner's local tensor.
+    /// Offset of the box in the owner's local tensor.
     pub local_offsets: Vec<usize>,
 }
 
 impl Layout {
-    /// The boxes that `rank` holds, in order of their place in its local tensor: one unless a dimension has a
-    /// strided or block-cyclic shard, none if the rank holds nothing or is outside the mesh.
+    /// The boxes that `rank` holds, ordered by their offsets in its local tensor.
+    ///
+    /// One box, or several if a dimension has a strided or block-cyclic shard; none if the rank holds no elements or is
+    /// outside the mesh.
     pub fn boxes_of(&self, rank: usize) -> Vec<OwnedBox> {
         let Some(coordinate) = self.mesh().coordinate(rank) else { return Vec::new() };
         let empty = TensorBox { offsets: Vec::new(), sizes: Vec::new() };
@@ -94,8 +99,8 @@ impl Layout {
         self.mesh().ranks().iter().flat_map(|&rank| self.boxes_of(rank))
     }
 
-    /// The boxes of one rank per replica set, the one whose coordinate is zero on every axis that cuts nothing: they
-    /// tile the tensor exactly.
+    /// The boxes of one rank per replica: of the ranks with coordinate 0 on every axis that shards nothing. They tile the
+    /// tensor exactly.
     pub fn primary_boxes(&self) -> impl Iterator<Item = OwnedBox> + '_ {
         let mesh = self.mesh();
         let primary = move |position: &usize| {

@@ -1,4 +1,4 @@
-//! Layouts: a tensor's shape, the mesh it lies on, and how. Pure arithmetic: what every rank owns.
+//! Layouts: a tensor's shape, its mesh and its placements, and so what every rank owns. Pure arithmetic, no communication.
 
 mod boxes;
 mod order;
@@ -16,15 +16,16 @@ pub use shardwise_kernels::TensorMeta;
 use crate::error::{ErrorKind, Result};
 use crate::intern::{Interned, Interner};
 use crate::mesh::Mesh;
-use crate::placement::{Divided, Placement};
+use crate::placement::{DivisionContext, Placement};
 pub(crate) use crate::placement::{Runs, chunk};
 
-/// How a tensor of a certain shape lies on a mesh: one placement per mesh axis and, where several axes cut one tensor
-/// dimension, the order in which they do.
+/// How a tensor is distributed over a mesh: its global shape, one placement per mesh axis and, where several axes shard
+/// one tensor dimension, the order in which they do. PyTorch's `DTensorSpec`.
 ///
-/// A layout that exists is valid. Equal layouts are one allocation: comparing, hashing and cloning cost a pointer's
-/// work. Two spellings of one thing become one: negative dimensions are resolved, a ragged placement with the sizes of
-/// a shard is that shard, a strided shard with factor 1 is a shard.
+/// A layout is checked when it is created, so every `Layout` is valid. Layouts are interned: comparing, hashing and cloning
+/// cost a pointer. Equivalent placements are stored in one form, so that they compare equal: negative dimensions are
+/// resolved, a ragged placement with the sizes of a plain shard becomes `Shard`, as do a strided shard with factor 1 and a
+/// block-cyclic one with one block per coordinate.
 ///
 /// ```
 /// # use shardwise::{Layout, Mesh, Placement::*};
@@ -44,30 +45,37 @@ struct LayoutData {
     mesh: Mesh,
     shape: Vec<usize>,
     placements: Vec<Placement>,
-    /// Per tensor dimension the mesh axes that cut it, in order of application.
-    cuts: Vec<Vec<usize>>,
+    /// Per tensor dimension the mesh axes that shard it; each divides what the axes before it have left.
+    orders: Vec<Vec<usize>>,
 }
 
-/// The largest element that a tensor can have.
+/// Size of the largest element type (`f64`, `i64`).
 const MAX_ELEMENT_BYTES: usize = 8;
 
 static LAYOUTS: LazyLock<Interner<LayoutData>> = LazyLock::new(Interner::new);
 
 impl Layout {
-    /// A layout in which several axes that cut one dimension do so in mesh order, outermost first.
+    /// Creates a layout. Axes that shard the same dimension do so in mesh order: the outermost divides the dimension, the
+    /// next divides each part.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if there is not one placement per mesh axis, a placement does not fit the
+    /// shape, or the shape overflows.
     pub fn new(mesh: &Mesh, shape: impl Into<Shape>, placements: impl IntoIterator<Item = Placement>) -> Result<Self> {
         Self::build(mesh, shape.into().into_dims(), &placements.into_iter().collect::<Vec<_>>(), &[])
     }
 
-    /// A layout with an explicit order of the axes that cut a dimension: `(dimension, axes)`, the axis that cuts first
-    /// comes first. Dimensions not listed keep the mesh order.
+    /// Creates a layout with an explicit order of the axes that shard a dimension.
+    ///
+    /// `order` lists `(dimension, axes)`: the first axis divides the dimension, the next each part. Dimensions that are not
+    /// listed keep the mesh order.
     ///
     /// ```
     /// # use shardwise::{Layout, Mesh, Placement::*};
     /// let mesh = Mesh::new([("dp", 2), ("tp", 2)])?;
     /// let layout = Layout::with_shard_order(&mesh, 8, [Shard(0), Shard(0)], &[(0, &["tp", "dp"])])?;
     /// let offsets: Vec<_> = (0..4).map(|r| layout.global_offset(r)[0]).collect();
-    /// assert_eq!(offsets, [0, 4, 2, 6]); // tp cuts the halves, dp cuts each half
+    /// assert_eq!(offsets, [0, 4, 2, 6]); // tp divides into halves, dp divides each half
     /// # Ok::<(), shardwise::Error>(())
     /// ```
     #[doc(alias = "ShardOrder")]
@@ -84,19 +92,19 @@ impl Layout {
         Self::build(mesh, shape.into().into_dims(), &placements.into_iter().collect::<Vec<_>>(), &order)
     }
 
-    /// Every rank of the mesh holds the whole tensor.
+    /// Creates a layout in which every rank of the mesh holds the whole tensor.
     pub fn replicated(mesh: &Mesh, shape: impl Into<Shape>) -> Result<Self> {
         Self::build(mesh, shape.into().into_dims(), &vec![Placement::Replicate; mesh.ndim()], &[])
     }
 
-    /// A layout from placements and, per tensor dimension, the axes that cut it in order.
-    pub(crate) fn from_cuts(
+    /// A layout from placements and, per tensor dimension, the axes that shard it in order.
+    pub(crate) fn from_shard_orders(
         mesh: &Mesh,
         shape: &[usize],
         placements: &[Placement],
-        cuts: &[Vec<usize>],
+        orders: &[Vec<usize>],
     ) -> Result<Self> {
-        let order: Vec<(usize, Vec<usize>)> = cuts.iter().cloned().enumerate().collect();
+        let order: Vec<(usize, Vec<usize>)> = orders.iter().cloned().enumerate().collect();
         Self::build(mesh, shape.to_vec(), placements, &order)
     }
 
@@ -127,22 +135,22 @@ impl Layout {
         Self::check_shape(&shape)?;
         let mut placements =
             placements.iter().map(|p| p.normalized(shape.len())).collect::<Result<Vec<Placement>>>()?;
-        let mut cuts = order::cuts(mesh, &placements, shape.len(), order)?;
-        for (dim, axes) in cuts.iter_mut().enumerate() {
+        let mut orders = order::shard_orders(mesh, &placements, shape.len(), order)?;
+        for (dim, axes) in orders.iter_mut().enumerate() {
             for (i, &axis) in axes.iter().enumerate() {
-                placements[axis] = stored(mesh, shape[dim], &placements, &axes[..i], axis)?;
+                placements[axis] = canonical(mesh, shape[dim], &placements, &axes[..i], axis)?;
             }
             *axes = order::canonical_order(mesh, axes);
         }
-        Ok(Layout(LAYOUTS.intern(LayoutData { mesh: mesh.clone(), shape, placements, cuts })))
+        Ok(Layout(LAYOUTS.intern(LayoutData { mesh: mesh.clone(), shape, placements, orders })))
     }
 
-    /// The mesh.
+    /// The mesh over whose ranks the tensor is distributed.
     pub fn mesh(&self) -> &Mesh {
         &self.0.mesh
     }
 
-    /// Shape of the whole tensor.
+    /// Global shape: that of the whole tensor.
     pub fn shape(&self) -> &[usize] {
         &self.0.shape
     }
@@ -152,35 +160,35 @@ impl Layout {
         &self.0.placements
     }
 
-    /// The mesh axes that cut a tensor dimension, the one that cuts first first.
+    /// The indices of the mesh axes that shard a tensor dimension, in the order in which they divide it.
     ///
     /// # Panics
     /// If the tensor has no such dimension.
     pub fn shard_order(&self, dim: usize) -> &[usize] {
-        &self.0.cuts[dim]
+        &self.0.orders[dim]
     }
 
-    /// Whether every rank of the mesh holds the whole value.
+    /// Whether every axis is replicated, so that every rank of the mesh holds the whole value.
     pub fn is_replicated(&self) -> bool {
         self.placements().iter().all(Placement::is_replicate)
     }
 
-    /// Whether a reduction is pending on some axis.
+    /// Whether some axis is partial, so that the value is the reduction of the ranks' local tensors.
     pub fn is_partial(&self) -> bool {
         self.placements().iter().any(Placement::is_partial)
     }
 
-    /// The same layout without pending reductions: partial axes are replicated.
-    pub fn settled(&self) -> Layout {
+    /// Returns the layout of the reduced value: partial axes become replicated, the remaining ones stay.
+    pub fn reduced(&self) -> Layout {
         if !self.is_partial() {
             return self.clone();
         }
         let settle = |p: &Placement| if p.is_partial() { Placement::Replicate } else { p.clone() };
         let placements: Vec<Placement> = self.placements().iter().map(settle).collect();
-        Self::from_cuts(self.mesh(), self.shape(), &placements, &self.0.cuts).expect("cuts as valid as before")
+        Self::from_shard_orders(self.mesh(), self.shape(), &placements, &self.0.orders).expect("the same shard orders")
     }
 
-    /// Shape of the part that `rank` holds; `[0]` for a rank outside the mesh.
+    /// Shape of the local tensor of `rank`; `[0]` for a rank outside the mesh.
     pub fn local_shape(&self, rank: usize) -> Vec<usize> {
         match self.mesh().coordinate(rank) {
             Some(coordinate) => (0..self.shape().len()).map(|dim| self.owned(dim, &coordinate).len()).collect(),
@@ -188,8 +196,10 @@ impl Layout {
         }
     }
 
-    /// Global index of the first element that `rank` holds, in a dimension of which it holds nothing the size of that
-    /// dimension; empty for a rank outside the mesh.
+    /// Global index of the first element that `rank` holds in every dimension; empty for a rank outside the mesh.
+    ///
+    /// In a dimension of which the rank holds no index, the offset is the size of the dimension.
+    #[doc(alias = "compute_local_shape_and_global_offset")]
     pub fn global_offset(&self, rank: usize) -> Vec<usize> {
         match self.mesh().coordinate(rank) {
             Some(coordinate) => (0..self.shape().len())
@@ -199,7 +209,7 @@ impl Layout {
         }
     }
 
-    /// The global indices along `dim` that `rank` holds, in local order; nothing for a rank outside the mesh.
+    /// The global indices along `dim` that `rank` holds, in local order; empty for a rank outside the mesh.
     ///
     /// # Panics
     /// If the tensor has no such dimension.
@@ -207,13 +217,13 @@ impl Layout {
         self.mesh().coordinate(rank).map_or(Vec::new(), |c| self.owned(dim, &c).iter().flatten().collect())
     }
 
-    /// The indices along `dim` at a mesh coordinate.
+    /// The global indices along `dim` that a mesh coordinate holds.
     pub(crate) fn owned(&self, dim: usize, coordinate: &[usize]) -> Runs {
-        owned(self.mesh(), self.shape()[dim], self.placements(), &self.0.cuts[dim], coordinate)
+        owned(self.mesh(), self.shape()[dim], self.placements(), &self.0.orders[dim], coordinate)
     }
 }
 
-/// The indices of `0..n` at a mesh coordinate after `axes` have cut in order.
+/// The indices of `0..n` that a mesh coordinate holds after `axes` have divided them in order.
 fn owned(mesh: &Mesh, n: usize, placements: &[Placement], axes: &[usize], coordinate: &[usize]) -> Runs {
     let mut runs = Runs::all(n);
     let mut outer = 0;
@@ -225,19 +235,19 @@ fn owned(mesh: &Mesh, n: usize, placements: &[Placement], axes: &[usize], coordi
     runs
 }
 
-/// The one form of the placement of `axis`, which shards a dimension of size `n` after the axes `before`; an error if it
-/// does not fit.
-fn stored(mesh: &Mesh, n: usize, placements: &[Placement], before: &[usize], axis: usize) -> Result<Placement> {
-    let divided = Divided {
+/// The stored form of the placement of `axis`, which shards a dimension of size `n` after the axes `before`; an error if
+/// it does not fit.
+fn canonical(mesh: &Mesh, n: usize, placements: &[Placement], before: &[usize], axis: usize) -> Result<Placement> {
+    let divided = DivisionContext {
         k: mesh.shape()[axis],
         combinations: before.iter().map(|&a| mesh.shape()[a]).product(),
         len: &|outer| owned(mesh, n, placements, before, &coordinate_of(mesh, before, outer)).len(),
         name: &|| format!("{} on axis `{}`", placements[axis], mesh.axes()[axis].name),
     };
-    placements[axis].stored(&divided)
+    placements[axis].canonical(&divided)
 }
 
-/// A mesh coordinate whose entries at `axes` are those of the row-major number `index`, and zero elsewhere.
+/// The mesh coordinate whose entries at `axes` are those of the row-major number `index`; other entries are zero.
 fn coordinate_of(mesh: &Mesh, axes: &[usize], mut index: usize) -> Vec<usize> {
     let mut coordinate = vec![0; mesh.ndim()];
     for &axis in axes.iter().rev() {

@@ -1,31 +1,31 @@
-//! The order in which mesh axes cut a tensor dimension, and its other form, strided shards.
+//! The order in which mesh axes shard a tensor dimension, and its other form, strided shards.
 //!
-//! "First `tp`, then `dp`" on a mesh `dp,tp` can also be said in mesh order: `dp` holds a piece of each of the `tp`
-//! chunks that are still to be made, which is a strided shard with factor `tp`. The two forms own the same elements
-//! as long as sizes divide; where they do not, they may differ, and the conversions here refuse instead of guessing.
+//! On a mesh `dp,tp`, "sharded by `tp`, then by `dp`" can also be written in mesh order: `dp` holds a piece of each of the
+//! `tp` chunks, which is a strided shard with factor `tp` (PyTorch's `_StridedShard`). Both forms own the same elements if
+//! the sizes divide. If not, they may differ, and the conversions here return an error.
 
 use super::{Layout, coordinate_of};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mesh::Mesh;
 use crate::placement::Placement;
 
-/// Per tensor dimension the axes that cut it, in mesh order.
-pub(super) fn default_cuts(placements: &[Placement], ndim: usize) -> Vec<Vec<usize>> {
+/// Per tensor dimension the axes that shard it, in mesh order.
+pub(super) fn default_shard_orders(placements: &[Placement], ndim: usize) -> Vec<Vec<usize>> {
     let axes_of = |dim| (0..placements.len()).filter(|&a| placements[a].is_shard(Some(dim))).collect();
     (0..ndim).map(axes_of).collect()
 }
 
-/// Per tensor dimension the axes that cut it, with `order` (dimension, axes) in place of mesh order where given.
-pub(super) fn cuts(
+/// Per tensor dimension the axes that shard it, in the `order` (dimension, axes) given or else in mesh order.
+pub(super) fn shard_orders(
     mesh: &Mesh,
     placements: &[Placement],
     ndim: usize,
     order: &[(usize, Vec<usize>)],
 ) -> Result<Vec<Vec<usize>>> {
-    let mut cuts = default_cuts(placements, ndim);
+    let mut orders = default_shard_orders(placements, ndim);
     for (dim, axes) in order {
         let names = |axes: &[usize]| axes.iter().map(|&a| mesh.axes()[a].name.as_str()).collect::<Vec<_>>().join(",");
-        let expected = cuts.get(*dim).cloned().unwrap_or_default();
+        let expected = orders.get(*dim).cloned().unwrap_or_default();
         let mut sorted = axes.clone();
         sorted.sort_unstable();
         let mut expected_sorted = expected.clone();
@@ -35,19 +35,19 @@ pub(super) fn cuts(
                 "shard order",
                 format!("`{}` for dimension {dim}", names(axes)),
                 if *dim < ndim {
-                    format!("each of `{}` once, the axes that cut dimension {dim}", names(&expected))
+                    format!("each of `{}` once, the axes that shard dimension {dim}", names(&expected))
                 } else {
                     format!("a dimension below {ndim}")
                 },
-                "list exactly the axes whose placement cuts that dimension",
+                "list exactly the axes whose placement shards that dimension",
             ));
         }
-        cuts[*dim].clone_from(axes);
+        orders[*dim].clone_from(axes);
     }
-    Ok(cuts)
+    Ok(orders)
 }
 
-/// Where an axis of size 1 stands makes no difference, so it always stands first.
+/// The position of an axis of size 1 makes no difference, so such axes always come first.
 pub(super) fn canonical_order(mesh: &Mesh, axes: &[usize]) -> Vec<usize> {
     let (mut ordered, rest): (Vec<_>, Vec<_>) = axes.iter().partition(|&&a| mesh.shape()[a] == 1);
     ordered.sort_unstable();
@@ -56,20 +56,23 @@ pub(super) fn canonical_order(mesh: &Mesh, axes: &[usize]) -> Vec<usize> {
 }
 
 impl Layout {
-    /// The axes that would cut `dim` in mesh order.
+    /// The axes that shard `dim`, in mesh order.
     pub(super) fn default_order(&self, dim: usize) -> Vec<usize> {
         let axes: Vec<usize> = (0..self.mesh().ndim()).filter(|a| self.shard_order(dim).contains(a)).collect();
         canonical_order(self.mesh(), &axes)
     }
 
-    /// Whether axes that cut the same dimension do so in mesh order.
+    /// Whether all axes that shard the same dimension do so in mesh order.
     pub fn has_default_order(&self) -> bool {
         (0..self.shape().len()).all(|dim| self.shard_order(dim) == self.default_order(dim))
     }
 
-    /// The same layout in mesh order, with strided shards where the order was another: the form in which PyTorch
-    /// stores "tensor parallel first, then data parallel". An error if the sizes are such that no strided shard owns
-    /// the same elements.
+    /// Returns the same layout in mesh order, with strided shards in place of an explicit shard order.
+    ///
+    /// This is the form in which PyTorch stores parameters that are sharded by tensor parallelism first and FSDP second.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the sizes do not divide, so that no strided shard owns the same elements.
     ///
     /// ```
     /// # use shardwise::{Layout, Mesh, Placement::*};
@@ -100,8 +103,11 @@ impl Layout {
         self.checked_same_ownership(strided, "strided")
     }
 
-    /// The same layout with plain shards in an explicit order where it had strided shards; the inverse of
-    /// [`to_strided`](Self::to_strided). An error if a strided shard stands for no order.
+    /// Returns the same layout with plain shards in an explicit order in place of strided shards; the inverse of
+    /// [`to_strided`](Self::to_strided).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if a strided shard corresponds to no order of axes.
     pub fn to_shard_order(&self) -> Result<Layout> {
         if !self.placements().iter().any(|p| p.split_factor().is_some()) {
             return Ok(self.clone());
@@ -125,7 +131,10 @@ impl Layout {
                 let product = |axes: &[usize]| axes.iter().map(|&a| self.mesh().shape()[a]).product::<usize>();
                 let position =
                     (0..=axes.len()).find(|&p| product(&axes[..p]) == factor.unwrap_or(1)).ok_or_else(|| {
-                        self.no_other_form("ordered", "a split factor is not the size of any axes that could cut first")
+                        self.no_other_form(
+                            "ordered",
+                            "a split factor is not the size of any axes that could shard first",
+                        )
                     })?;
                 axes.insert(position, axis);
             }
@@ -142,7 +151,7 @@ impl Layout {
         Err(self.no_other_form(form, "the sizes do not divide, so the two forms own different elements"))
     }
 
-    /// Whether every rank owns the same elements in the same local order under both layouts, which must have one mesh
+    /// Whether every rank owns the same elements in the same local order in both layouts, which must have the same mesh
     /// and shape.
     fn owns_same_as(&self, other: &Layout) -> bool {
         (0..self.shape().len()).all(|dim| {

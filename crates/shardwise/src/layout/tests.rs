@@ -38,7 +38,7 @@ fn bad_layouts_are_refused_with_the_reason() {
 }
 
 #[test]
-fn two_spellings_of_one_layout_are_one() {
+fn equivalent_placements_are_one_layout() {
     let same =
         |a: &str, b: &str| assert_eq!(layout("a=2,b=2", &[5, 6], a).unwrap(), layout("a=2,b=2", &[5, 6], b).unwrap());
     same("S(-1),R", "S(1),R");
@@ -51,7 +51,7 @@ fn two_spellings_of_one_layout_are_one() {
     assert_eq!(layout("a=1", &[5], "BC(0,2)").unwrap(), layout("a=1", &[5], "S(0)").unwrap());
     assert_ne!(layout("a=2", &[5], "BC(0,2)").unwrap(), layout("a=2", &[5], "S(0)").unwrap());
     assert_ne!(layout("a=2", &[4], "S(0)").unwrap(), layout("b=2", &[4], "S(0)").unwrap());
-    // where an axis of size 1 stands does not matter
+    // the position of an axis of size 1 does not matter
     let one = mesh("a=2,b=1");
     let a = Layout::with_shard_order(&one, 4, [Shard(0), Shard(0)], &[(0, &["a", "b"])]).unwrap();
     let b = Layout::with_shard_order(&one, 4, [Shard(0), Shard(0)], &[(0, &["b", "a"])]).unwrap();
@@ -60,7 +60,7 @@ fn two_spellings_of_one_layout_are_one() {
 }
 
 #[test]
-fn partials_of_different_operations_may_stand_side_by_side() {
+fn axes_may_be_partial_with_different_reductions() {
     let mixed = layout("a=2,b=2", &[4], "P(sum),P(max)").unwrap();
     assert!(mixed.is_partial() && !mixed.is_replicated());
     assert_eq!(mixed.placements()[1], Partial(ReduceOp::Max));
@@ -68,12 +68,12 @@ fn partials_of_different_operations_may_stand_side_by_side() {
 }
 
 #[test]
-fn nested_cuts_split_what_is_left() {
+fn an_inner_axis_divides_what_the_outer_axis_has_left() {
     // the worked example: 5 columns over 2x2
     let nested = layout("a=2,b=2", &[3, 5], "S(1),S(1)").unwrap();
     let held: Vec<_> = (0..4).map(|r| (nested.local_shape(r)[1], nested.global_offset(r)[1])).collect();
     assert_eq!(held, [(2, 0), (1, 2), (1, 3), (1, 4)]);
-    // sizes of an inner ragged cut may depend on the outer coordinate
+    // sizes of an inner ragged shard may depend on the outer coordinate
     let ragged = layout("a=2,b=2", &[7], "S(0;3,4),S(0;1,2,4,0)").unwrap();
     let held: Vec<_> = (0..4).map(|r| (ragged.local_shape(r)[0], ragged.global_offset(r)[0])).collect();
     assert_eq!(held, [(1, 0), (2, 1), (4, 3), (0, 7)]);
@@ -107,7 +107,7 @@ fn strided_and_ordered_forms_convert_only_where_they_agree() {
 fn serde_round_trips_and_checks() {
     let two = mesh("dp=2,tp=2");
     let ordered = Layout::with_shard_order(&two, (8, 3), [Shard(0), Shard(0)], &[(0, &["tp", "dp"])]).unwrap();
-    assert_eq!(ordered.to_string(), "[8, 3] on dp=2,tp=2: S(0), S(0); dim 0 cut by tp then dp");
+    assert_eq!(ordered.to_string(), "[8, 3] on dp=2,tp=2: S(0), S(0); dim 0 sharded by tp then dp");
     for layout in [ordered, layout("dp=2", &[5], "S(0;1,4)").unwrap()] {
         let json = serde_json::to_string(&layout).unwrap();
         assert_eq!(serde_json::from_str::<Layout>(&json).unwrap(), layout);

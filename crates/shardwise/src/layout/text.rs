@@ -9,7 +9,7 @@ use crate::mesh::Mesh;
 use crate::placement::Placement;
 
 impl Layout {
-    /// The dimensions that are cut in another order than that of the mesh, with the axes in order.
+    /// The dimensions that are sharded in another order than mesh order, with their axes.
     fn unusual_orders(&self) -> Vec<(usize, Vec<&str>)> {
         let unusual = (0..self.shape().len()).filter(|&dim| self.shard_order(dim) != self.default_order(dim));
         unusual
@@ -25,7 +25,7 @@ impl fmt::Display for Layout {
             write!(f, "{}{placement}", if i == 0 { "" } else { ", " })?;
         }
         for (dim, axes) in self.unusual_orders() {
-            write!(f, "; dim {dim} cut by {}", axes.join(" then "))?;
+            write!(f, "; dim {dim} sharded by {}", axes.join(" then "))?;
         }
         Ok(())
     }
@@ -38,7 +38,7 @@ impl fmt::Debug for Layout {
 }
 
 #[derive(Serialize, Deserialize)]
-struct Form {
+struct SerializedLayout {
     mesh: Mesh,
     shape: Vec<usize>,
     placements: Vec<Placement>,
@@ -49,7 +49,7 @@ struct Form {
 impl Serialize for Layout {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         let order = self.unusual_orders();
-        Form {
+        SerializedLayout {
             mesh: self.mesh().clone(),
             shape: self.shape().to_vec(),
             placements: self.placements().to_vec(),
@@ -61,7 +61,7 @@ impl Serialize for Layout {
 
 impl<'de> Deserialize<'de> for Layout {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        let form = Form::deserialize(deserializer)?;
+        let form = SerializedLayout::deserialize(deserializer)?;
         let names: Vec<(usize, Vec<&str>)> =
             form.order.iter().map(|(d, axes)| (*d, axes.iter().map(String::as_str).collect())).collect();
         let order: Vec<(usize, &[&str])> = names.iter().map(|(d, axes)| (*d, axes.as_slice())).collect();

@@ -1,4 +1,4 @@
-//! Types of devices by name. Which of them a program can use is decided where a mesh is bound to a world.
+//! Device types by name. Which of them can compute is decided when a mesh is bound to a world.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use parking_lot::RwLock;
 
 use crate::error::{ErrorKind, Result, nearest};
 
-/// Types of devices that have a name in PyTorch or candle.
+/// The device types of PyTorch and candle.
 pub(crate) const DEVICE_TYPES: [&str; 21] = [
     "cpu",
     "cuda",
@@ -31,22 +31,22 @@ pub(crate) const DEVICE_TYPES: [&str; 21] = [
     "privateuseone",
 ];
 
-/// Types for which a backend was registered.
+/// Device types with a registered backend.
 static REGISTERED: RwLock<BTreeSet<String>> = RwLock::new(BTreeSet::new());
 
-/// Lets meshes be on a type of device from now on, in the whole process.
+/// Allows meshes on a device type from now on, in the whole process.
 pub(crate) fn register_device_type(name: &str) -> Result<()> {
     check_name(name)?;
     REGISTERED.write().insert(name.to_string());
     Ok(())
 }
 
-/// Whether a backend was registered for a type of device.
+/// Whether a device type has a registered backend.
 pub(crate) fn is_registered(name: &str) -> bool {
     REGISTERED.read().contains(name)
 }
 
-/// An error unless a text is a name for a type of device.
+/// An error unless `name` is a valid device type, without an index.
 pub(super) fn check_name(name: &str) -> Result<()> {
     if !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
         return Ok(());
@@ -59,7 +59,7 @@ pub(super) fn check_name(name: &str) -> Result<()> {
     ))
 }
 
-/// An error unless a type of device is a known or a registered one.
+/// An error unless a device type is known or registered.
 pub(super) fn check_known(name: &str) -> Result<()> {
     if DEVICE_TYPES.contains(&name) || is_registered(name) {
         return Ok(());

@@ -1,4 +1,4 @@
-//! How fast ranks along the axes of a mesh reach each other, for planners.
+//! Latency and bandwidth along the axes of a mesh, for planners.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -8,7 +8,8 @@ use std::sync::LazyLock;
 use crate::error::{Error, ErrorKind, Result};
 use crate::intern::{Interned, Interner};
 
-/// The connection between neighbours along one mesh axis. Its text form is `1.5us,8GB/s`.
+/// Latency and bandwidth between neighbouring ranks, from which planners estimate the time of a collective. Its text form
+/// is `1.5us,8GB/s`.
 ///
 /// ```
 /// # use shardwise::mesh::Link;
@@ -19,17 +20,18 @@ use crate::intern::{Interned, Interner};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Link {
-    /// Time of an empty message in microseconds.
+    /// Latency of an empty message in microseconds.
     pub latency_us: f64,
-    /// Bytes per second of a long message, in 10^9.
+    /// Bandwidth of a long message in 10^9 bytes per second.
     pub gb_per_s: f64,
 }
 
 impl Link {
-    /// Threads of one process.
+    /// Ranks that are threads of one process: round numbers for a desktop CPU, not a measurement of this machine. Measure
+    /// with [`World::measure_links`](crate::World::measure_links).
     pub const THREADS: Link = Link { latency_us: 1.0, gb_per_s: 8.0 };
 
-    /// The same connection, checked: both numbers must be finite, the bandwidth above zero.
+    /// An error unless both numbers are finite, the latency not negative and the bandwidth above zero.
     pub(super) fn checked(self) -> Result<Self> {
         if self.latency_us >= 0.0 && self.latency_us.is_finite() && self.gb_per_s > 0.0 && self.gb_per_s.is_finite() {
             return Ok(self);
@@ -52,7 +54,7 @@ impl fmt::Display for Link {
 impl FromStr for Link {
     type Err = Error;
 
-    /// Reads a latency and a bandwidth, such as `1.5us,8GB/s`.
+    /// Parses a latency and a bandwidth, such as `1.5us,8GB/s`.
     fn from_str(text: &str) -> Result<Self> {
         let number = |text: &str, unit: &str| text.trim().strip_suffix(unit)?.trim().parse::<f64>().ok();
         let both =
@@ -65,7 +67,7 @@ impl FromStr for Link {
     }
 }
 
-/// One link per axis of a mesh. Equal ones are one allocation.
+/// One link per axis of a mesh, interned: comparing and hashing cost a pointer.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Links(Interned<LinkList>);
 
@@ -111,7 +113,7 @@ impl Links {
         self.0.0[axis]
     }
 
-    /// The slowest of some axes in either respect.
+    /// The largest latency and the smallest bandwidth of some axes.
     pub(crate) fn slowest(&self, axes: &[usize]) -> Link {
         let all = axes.iter().map(|&a| self.0.0[a]);
         all.fold(Link { latency_us: 0.0, gb_per_s: f64::MAX }, |a, b| Link {

@@ -1,4 +1,7 @@
-//! Device meshes: an n-dimensional array of ranks with named axes. Pure arithmetic, no communication.
+//! Device meshes: n-dimensional arrays of ranks with named axes. Pure arithmetic, no communication.
+//!
+//! A [`Mesh`] is a value; [`DeviceMesh`](crate::DeviceMesh) is the same bound to a running world. [`Network`] and [`Link`]
+//! describe latency and bandwidth for planners.
 
 mod device;
 mod links;
@@ -18,26 +21,29 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fnv::fnv1a;
 use crate::intern::{Interned, Interner};
 
-/// Named axes with their sizes, as [`Mesh::new`] takes them.
+/// Named mesh axes with their sizes, the argument of [`Mesh::new`].
 ///
-/// Made from `[("dp", 2), ("tp", 4)]`, from plain sizes `[2, 4]` (the axes are then called `axis0`, `axis1`), or from
-/// slices and vectors of the same.
+/// Converts from `[("dp", 2), ("tp", 4)]`, from plain sizes `[2, 4]` (the axes are then called `axis0`, `axis1`), and from
+/// slices and vectors of either.
+#[doc(alias = "mesh_dim_names")]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Axes(Vec<Axis>);
 
-/// One axis of a mesh.
+/// One axis of a mesh: PyTorch's mesh dimension.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Axis {
-    /// Name, unique within the mesh.
+    /// Name of the axis, unique within the mesh.
     pub name: String,
-    /// Number of coordinates along the axis.
+    /// Number of ranks along the axis.
     pub size: usize,
 }
 
-/// An n-dimensional array of ranks with named axes.
+/// An n-dimensional array of ranks with named axes, such as `dp=2,tp=4`.
 ///
-/// A mesh is a value: it knows ranks as numbers and talks to none of them. Equal meshes are one allocation, so that
-/// comparing, hashing and cloning cost a pointer's work.
+/// A mesh is a value: it contains rank numbers and communicates with none of them; [`World::mesh`](crate::World::mesh)
+/// creates one that does. Meshes are interned, so comparing, hashing and cloning cost a pointer.
+///
+/// The text form is `[device/]axes[@ranks]`; ranks are omitted if they are `0..n` in order.
 ///
 /// ```
 /// # use shardwise::Mesh;
@@ -78,18 +84,25 @@ impl std::hash::Hash for MeshData {
 
 static MESHES: LazyLock<Interner<MeshData>> = LazyLock::new(Interner::new);
 
-/// The device type of a mesh that names none.
+/// The device type of a mesh unless another is set.
 const DEFAULT_DEVICE: &str = "cpu";
 
 impl Mesh {
-    /// A mesh over ranks `0..n` in row-major order: the last axis varies fastest.
+    /// Creates a mesh over ranks `0..n` in row-major order: the last axis varies fastest.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for no axes, a size of 0, an invalid or repeated name, or more than 2^24 ranks.
+    #[doc(alias = "init_device_mesh")]
     pub fn new(axes: impl Into<Axes>) -> Result<Self> {
         let axes = axes.into();
         let size = axes.checked_size()?;
         Self::build(DEFAULT_DEVICE.to_string(), axes, (0..size).collect())
     }
 
-    /// A mesh over explicit ranks, listed in row-major order.
+    /// Creates a mesh over explicit ranks, listed in row-major order.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and if the number of ranks is not that of the coordinates or a rank is listed twice.
     ///
     /// ```
     /// # use shardwise::Mesh;
@@ -101,7 +114,8 @@ impl Mesh {
         Self::build(DEFAULT_DEVICE.to_string(), axes.into(), ranks)
     }
 
-    /// A two-axis mesh whose rows are the given groups of ranks, which must be of one size and disjoint.
+    /// Creates a two-axis mesh whose rows are the given groups of ranks, which must be disjoint and of one size.
+    #[doc(alias = "from_group")]
     pub fn from_groups(outer: &str, inner: &str, groups: &[Vec<usize>]) -> Result<Self> {
         let width = groups.first().map_or(0, Vec::len);
         if groups.iter().any(|g| g.len() != width) {
@@ -115,14 +129,13 @@ impl Mesh {
         Self::from_ranks([(outer, groups.len()), (inner, width)], groups.concat())
     }
 
-    /// The same ranks on another type of device, such as `cuda` or `xla`. A type has no index: which device of its
-    /// type a rank uses is the rank's own business.
+    /// Returns the same mesh on another device type, such as `cuda` or `xla`, without a device index.
     ///
-    /// A mesh is a description; a world computes on the CPU, and refuses a mesh on another type of device unless it runs
-    /// dry or a backend was registered for the type ([`register_backend`](crate::tensor::register_backend)).
+    /// This only labels the mesh: the crate computes on the CPU, and a world accepts a mesh on another device type only in
+    /// a dry run or if a backend was registered for the type ([`register_backend`](crate::tensor::register_backend)).
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a type that is neither a known one nor registered.
+    /// [`Error::Invalid`] for a device type that is neither known nor registered.
     pub fn on_device(&self, device: &str) -> Result<Self> {
         Self::build(device.to_string(), Axes(self.axes().to_vec()), self.ranks().to_vec())
     }
@@ -153,7 +166,7 @@ impl Mesh {
         Ok(Mesh(MESHES.intern(MeshData { device, axes: axes.0, shape, ranks, position: OnceLock::new() })))
     }
 
-    /// The type of device that holds the local tensors: `cpu` unless said otherwise.
+    /// The device type of the local tensors: `cpu` unless [`on_device`](Self::on_device) set another.
     pub fn device_type(&self) -> &str {
         &self.0.device
     }
@@ -163,17 +176,17 @@ impl Mesh {
         &self.0.axes
     }
 
-    /// The sizes of the axes.
+    /// The sizes of the axes, outermost first.
     pub fn shape(&self) -> &[usize] {
         &self.0.shape
     }
 
-    /// Number of axes.
+    /// Number of mesh axes.
     pub fn ndim(&self) -> usize {
         self.0.axes.len()
     }
 
-    /// Number of ranks.
+    /// Number of ranks in the mesh.
     pub fn size(&self) -> usize {
         self.0.ranks.len()
     }
@@ -183,7 +196,11 @@ impl Mesh {
         &self.0.ranks
     }
 
-    /// The position of the axis called `name`.
+    /// The index of the axis called `name`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::UnknownName`] if the mesh has no such axis.
+    #[doc(alias = "get_mesh_dim_by_name")]
     pub fn axis(&self, name: &str) -> Result<usize> {
         self.axes().iter().position(|a| a.name == name).ok_or_else(|| {
             ErrorKind::unknown(name).error(
@@ -203,7 +220,7 @@ impl Mesh {
         self.position(rank).is_some()
     }
 
-    /// Row-major position of `rank`, `None` outside the mesh.
+    /// Row-major position of `rank` in [`ranks`](Self::ranks), `None` outside the mesh.
     pub fn position(&self, rank: usize) -> Option<usize> {
         if self.ranks().get(rank) == Some(&rank) {
             return Some(rank); // the usual case: ranks 0..n in order
@@ -213,6 +230,7 @@ impl Mesh {
     }
 
     /// Coordinate of `rank` on every axis, `None` outside the mesh.
+    #[doc(alias = "get_coordinate")]
     pub fn coordinate(&self, rank: usize) -> Option<Vec<usize>> {
         self.position(rank).map(|p| self.coordinate_at(p))
     }
@@ -227,7 +245,8 @@ impl Mesh {
         coordinate
     }
 
-    /// Coordinate of `rank` on one axis, `None` outside the mesh.
+    /// Coordinate of `rank` on one axis, `None` outside the mesh: its rank within the group along that axis.
+    #[doc(alias = "get_local_rank")]
     pub fn local_rank(&self, rank: usize, axis: &str) -> Result<Option<usize>> {
         let axis = self.axis(axis)?;
         Ok(self.coordinate(rank).map(|c| c[axis]))
@@ -243,8 +262,10 @@ impl Mesh {
         coordinate.iter().zip(self.shape()).fold(0, |flat, (c, n)| flat * n + c)
     }
 
-    /// The submesh spanned by some axes, in the order given, that passes through `rank`: all other coordinates stay
-    /// those of `rank`. For a rank outside the mesh they are zero, and the rank is outside the submesh too.
+    /// Returns the submesh of some axes, in the order given, that contains `rank`.
+    ///
+    /// The coordinates on the other axes are those of `rank`; for a rank outside the mesh they are zero, and the rank is
+    /// outside the submesh too.
     ///
     /// ```
     /// # use shardwise::Mesh;
@@ -255,13 +276,12 @@ impl Mesh {
     /// ```
     pub fn slice<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>, rank: usize) -> Result<Self> {
         let axes = self.axis_positions(names)?;
-        let ranks = self.fibre(&axes, rank);
+        let ranks = self.group_ranks(&axes, rank);
         Self::build(self.0.device.clone(), Axes(axes.iter().map(|&a| self.axes()[a].clone()).collect()), ranks)
     }
 
-    /// Global ranks of the group through `rank` along some axes (by position), in row-major order of those axes as
-    /// listed.
-    pub(crate) fn fibre(&self, axes: &[usize], rank: usize) -> Vec<usize> {
+    /// Global ranks of the group of `rank` along some axes (by index), in row-major order of the axes as listed.
+    pub(crate) fn group_ranks(&self, axes: &[usize], rank: usize) -> Vec<usize> {
         let mut coordinate = self.coordinate(rank).unwrap_or_else(|| vec![0; self.ndim()]);
         let count = axes.iter().map(|&a| self.shape()[a]).product();
         let mut ranks = Vec::with_capacity(count);
@@ -276,7 +296,7 @@ impl Mesh {
         ranks
     }
 
-    /// All groups along one axis: every rank of the mesh is in exactly one of them.
+    /// The ranks of all groups along one axis: every rank of the mesh is in exactly one of them.
     ///
     /// ```
     /// # use shardwise::Mesh;
@@ -287,10 +307,10 @@ impl Mesh {
     pub fn groups(&self, axis: &str) -> Result<Vec<Vec<usize>>> {
         let axis = self.axis(axis)?;
         let first = (0..self.size()).filter(|&p| self.coordinate_at(p)[axis] == 0);
-        Ok(first.map(|p| self.fibre(&[axis], self.ranks()[p])).collect())
+        Ok(first.map(|p| self.group_ranks(&[axis], self.ranks()[p])).collect())
     }
 
-    /// Merges some axes, in the order given, into one called `name`, which stands where the first of them stood.
+    /// Merges some axes, in the order given, into one called `name`, in the place of the first of them.
     ///
     /// ```
     /// # use shardwise::Mesh;
@@ -311,10 +331,10 @@ impl Mesh {
                 axes.push(self.axes()[axis].clone());
             }
         }
-        Self::build(self.0.device.clone(), Axes(axes), self.fibre(&order, self.ranks()[0]))
+        Self::build(self.0.device.clone(), Axes(axes), self.group_ranks(&order, self.ranks()[0]))
     }
 
-    /// Splits one axis into several, whose sizes must multiply to its size.
+    /// Splits one axis into several; the product of their sizes must be its size.
     ///
     /// ```
     /// # use shardwise::Mesh;
@@ -339,7 +359,7 @@ impl Mesh {
         Self::build(self.0.device.clone(), Axes(axes), self.ranks().to_vec())
     }
 
-    /// Joins submeshes of this mesh that meet in one rank into the submesh spanned by all their axes.
+    /// Joins submeshes of this mesh that share a rank into the submesh of all their axes.
     ///
     /// ```
     /// # use shardwise::Mesh;
@@ -375,7 +395,7 @@ impl Mesh {
         self.slice(names, common)
     }
 
-    /// Positions of named axes; names must be distinct and at least one.
+    /// Indices of named axes; an error unless there is at least one and all are distinct.
     pub(crate) fn axis_positions<S: AsRef<str>>(&self, names: impl IntoIterator<Item = S>) -> Result<Vec<usize>> {
         let axes = names.into_iter().map(|n| self.axis(n.as_ref())).collect::<Result<Vec<_>>>()?;
         let repeated = (1..axes.len()).find(|&i| axes[..i].contains(&axes[i]));
@@ -390,7 +410,7 @@ impl Mesh {
         Ok(axes)
     }
 
-    /// A number that is the same in every process for equal meshes, for comparing across ranks.
+    /// A hash that is the same in every process and build, for comparing meshes across ranks.
     pub fn stable_hash(&self) -> u64 {
         // The text form determines the mesh.
         fnv1a(self.to_string().as_bytes())
@@ -398,7 +418,7 @@ impl Mesh {
 }
 
 impl Axes {
-    /// Number of coordinates, after checking names and sizes.
+    /// Checks names and sizes, and returns the number of ranks.
     fn checked_size(&self) -> Result<usize> {
         if self.0.is_empty() {
             return Err(ErrorKind::Mesh.error(
@@ -440,7 +460,7 @@ impl Axes {
     }
 }
 
-/// More ranks than any machine has; a larger product is a typing error, not a mesh.
+/// A bound above the ranks of any machine: a larger product is a typing error, and the list of ranks would fill memory.
 pub(crate) const MAX_RANKS: usize = 1 << 24;
 
 impl From<Vec<Axis>> for Axes {

@@ -1,4 +1,4 @@
-//! The network of a world: which ranks share a host, and the links inside a host and between hosts.
+//! The network of a world: which ranks share a host, and the links within a host and between hosts.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,21 +6,19 @@ use std::sync::Arc;
 use super::{Link, Mesh};
 use crate::error::{ErrorKind, Result};
 
-/// How fast the ranks of a world reach each other: the host of every rank, the link between ranks of one host and the
-/// link between hosts.
+/// The hosts of the ranks of a world, and latency and bandwidth within a host and between hosts.
 ///
-/// Engines state the network of their worlds, programs can configure another one
-/// ([`World::with_network`](crate::World::with_network)) or measure it
-/// ([`World::measure_links`](crate::World::measure_links)). Meshes take the links of their axes from it, and planners
-/// price collectives by them. A network with more levels than hosts is described per mesh axis instead, with
-/// [`DeviceMesh::with_links`](crate::DeviceMesh::with_links).
+/// Meshes take the links of their axes from it, and planners estimate the time of collectives from these. An engine states
+/// the network of its world; a program can set another one ([`World::with_network`](crate::World::with_network)) or
+/// measure it ([`World::measure_links`](crate::World::measure_links)). A network with more than these two levels is
+/// described per mesh axis instead, with [`DeviceMesh::with_links`](crate::DeviceMesh::with_links).
 ///
 /// ```
 /// # use shardwise::Mesh;
 /// # use shardwise::mesh::{Link, Network};
 /// let cable = Link { latency_us: 30.0, gb_per_s: 1.0 };
 /// let network = Network::of_hosts([0, 0, 1, 1], Link::THREADS, cable)?;
-/// // ranks 0, 1 and 2, 3 share a host: `tp` stays inside, `dp` goes across
+/// // ranks 0, 1 and 2, 3 share a host: `tp` is within a host, `dp` between hosts
 /// assert_eq!(network.links(&Mesh::new([("dp", 2), ("tp", 2)])?)?, [cable, Link::THREADS]);
 /// # Ok::<(), shardwise::Error>(())
 /// ```
@@ -33,10 +31,10 @@ pub struct Network {
 }
 
 impl Network {
-    /// Threads of one process.
+    /// Ranks that are threads of one process, see [`Link::THREADS`].
     pub const THREADS: Network = Network { hosts: None, inside: Link::THREADS, across: Link::THREADS };
 
-    /// Any number of ranks on one host.
+    /// Creates a network of any number of ranks on one host.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if a number of the link is negative or not finite, or its bandwidth zero.
@@ -45,7 +43,8 @@ impl Network {
         Ok(Network { hosts: None, inside: link, across: link })
     }
 
-    /// Ranks on several hosts: per rank the number of its host, in any numbering.
+    /// Creates a network of several hosts: `hosts` has the number of each rank's host, in any numbering; `inside` is the
+    /// link within a host, `across` the link between hosts.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if a number of a link is negative or not finite, or a bandwidth zero.
@@ -53,7 +52,7 @@ impl Network {
         Ok(Network { hosts: Some(hosts.into()), inside: inside.checked()?, across: across.checked()? })
     }
 
-    /// The same hosts with other links.
+    /// Returns the same hosts with other links.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if a number of a link is negative or not finite, or a bandwidth zero.
@@ -62,16 +61,16 @@ impl Network {
     }
 
     /// The link between ranks of one host.
-    pub fn inside(&self) -> Link {
+    pub fn intra_host(&self) -> Link {
         self.inside
     }
 
     /// The link between ranks of different hosts.
-    pub fn across(&self) -> Link {
+    pub fn inter_host(&self) -> Link {
         self.across
     }
 
-    /// The host of a rank.
+    /// The number of a rank's host.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the network has no such rank.
@@ -87,8 +86,8 @@ impl Network {
         })
     }
 
-    /// One link per axis of a mesh: the link between hosts where ranks along the axis are on different ones, else the link
-    /// inside a host. The same for every rank of the mesh.
+    /// One link per axis of a mesh: the link between hosts if any two neighbours along the axis are on different hosts,
+    /// else the link within a host. The same on every rank.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the network does not have all ranks of the mesh.
@@ -107,7 +106,7 @@ impl Network {
         Ok(crosses.map(|crosses| if crosses { self.across } else { self.inside }).collect())
     }
 
-    /// The ranks below `size` in groups of those that share a host, ascending.
+    /// The ranks `0..size` grouped by host, ascending.
     pub(crate) fn groups(&self, size: usize) -> Result<Vec<Vec<usize>>> {
         let mut groups: Vec<(usize, Vec<usize>)> = Vec::new();
         for rank in 0..size {

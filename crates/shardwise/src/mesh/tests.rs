@@ -59,7 +59,7 @@ fn text_and_serde_round_trip() {
 }
 
 #[test]
-fn equal_meshes_are_one_and_device_names_and_ranks_tell_them_apart() {
+fn equal_meshes_are_interned_and_differ_by_device_type_names_and_ranks() {
     let mesh = Mesh::new([("a", 2), ("b", 2)]).unwrap();
     assert_eq!(mesh, Mesh::from_ranks([("a", 2), ("b", 2)], vec![0, 1, 2, 3]).unwrap());
     assert_eq!(mesh.stable_hash(), "a=2,b=2".parse::<Mesh>().unwrap().stable_hash());
@@ -114,7 +114,7 @@ fn every_slice_holds_its_rank_and_groups_partition_the_mesh() {
 }
 
 #[test]
-fn flatten_and_unflatten_are_inverse_and_keep_the_order_asked_for() {
+fn flatten_and_unflatten_are_inverse_and_keep_the_order_given() {
     let mesh = Mesh::new([("a", 2), ("b", 3), ("c", 2)]).unwrap();
     let flat = mesh.flatten(["a", "b"], "ab").unwrap();
     assert_eq!(flat.unflatten("ab", [("a", 2), ("b", 3)]).unwrap(), mesh);
@@ -127,7 +127,7 @@ fn flatten_and_unflatten_are_inverse_and_keep_the_order_asked_for() {
 }
 
 #[test]
-fn concatenate_wants_slices_of_the_root_through_one_rank() {
+fn concatenate_needs_slices_of_the_root_through_one_rank() {
     let root = Mesh::new([("pp", 2), ("dp", 2), ("tp", 2)]).unwrap();
     let (dp, tp) = (root.slice(["dp"], 6).unwrap(), root.slice(["tp"], 6).unwrap());
     assert_eq!(root.concatenate(&[&tp, &dp]).unwrap(), root.slice(["tp", "dp"], 6).unwrap());

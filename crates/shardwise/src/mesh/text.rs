@@ -34,7 +34,7 @@ pub(super) fn axes(axes: &[Axis]) -> String {
     axes.iter().map(|a| format!("{}={}", a.name, a.size)).collect::<Vec<_>>().join(",")
 }
 
-/// Names are words, so that the text form of a mesh can be read back.
+/// An error for a name that the text form of a mesh could not be parsed with.
 pub(super) fn check_name(name: &str) -> Result<()> {
     let word = name.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '-' || c == '.');
     if word && name.chars().any(char::is_alphabetic) {
@@ -51,7 +51,7 @@ pub(super) fn check_name(name: &str) -> Result<()> {
 impl FromStr for Mesh {
     type Err = Error;
 
-    /// Reads `dp=2,tp=4`, plain sizes `2,4` or `2x4`, with an optional device type before `/` and ranks after `@`.
+    /// Parses `dp=2,tp=4`, plain sizes `2,4` or `2x4`, with an optional device type before `/` and ranks after `@`.
     fn from_str(text: &str) -> Result<Self> {
         let bad = |found: &str, needed: &str| {
             ErrorKind::Mesh.error(
@@ -66,7 +66,7 @@ impl FromStr for Mesh {
             Some((axes, ranks)) => (axes, Some(ranks)),
             None => (rest, None),
         };
-        let number = |s: &str| s.trim().parse::<usize>().map_err(|_| bad(s, "a whole number"));
+        let number = |s: &str| s.trim().parse::<usize>().map_err(|_| bad(s, "an integer"));
         let axes: Axes = if axes.contains('=') {
             let named = axes.split(',').map(|part| {
                 let (name, size) = part.split_once('=').ok_or_else(|| bad(part, "name=size"))?;

@@ -1,4 +1,4 @@
-//! The language models of this crate as one type: the list of them.
+//! The language models of this crate as one enum.
 
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::nn::Builder;
 use crate::tensor::DTensor;
 
-/// A language model of this crate, with its sizes. As JSON an object with the name of the model under `model`.
+/// Sizes of any language model of this crate. In JSON an object with the name of the model under `model`.
 ///
 /// ```
 /// use shardwise::models::{ModelConfig, ModelSpec};
@@ -26,14 +26,14 @@ use crate::tensor::DTensor;
 #[serde(tag = "model", rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum ModelConfig {
-    /// A GPT.
+    /// A GPT-2.
     Gpt(GptConfig),
     /// A model of the Llama family.
     Llama(LlamaConfig),
 }
 
 impl ModelConfig {
-    /// Which model: `gpt` or `llama`.
+    /// Name of the model: `gpt` or `llama`.
     pub fn name(&self) -> &'static str {
         match self {
             ModelConfig::Gpt(_) => "gpt",
@@ -41,7 +41,7 @@ impl ModelConfig {
         }
     }
 
-    /// Number of tokens.
+    /// Size of the vocabulary.
     pub fn vocab_size(&self) -> usize {
         match self {
             ModelConfig::Gpt(config) => config.vocab_size,
@@ -49,7 +49,7 @@ impl ModelConfig {
         }
     }
 
-    /// Longest sequence.
+    /// Longest sequence, in tokens.
     pub fn seq_len(&self) -> usize {
         match self {
             ModelConfig::Gpt(config) => config.seq_len,
@@ -57,7 +57,7 @@ impl ModelConfig {
         }
     }
 
-    /// Query heads, and key heads.
+    /// Numbers of query heads and of key heads.
     pub fn heads(&self) -> (usize, usize) {
         match self {
             ModelConfig::Gpt(config) => (config.n_heads, config.n_heads),
@@ -76,10 +76,10 @@ impl ModelSpec for ModelConfig {
         }
     }
 
-    fn build(&self, at: &Builder) -> Result<Box<dyn LanguageModel>> {
+    fn build(&self, builder: &Builder) -> Result<Box<dyn LanguageModel>> {
         Ok(match self {
-            ModelConfig::Gpt(config) => Box::new(config.build(at)?),
-            ModelConfig::Llama(config) => Box::new(config.build(at)?),
+            ModelConfig::Gpt(config) => Box::new(config.build(builder)?),
+            ModelConfig::Llama(config) => Box::new(config.build(builder)?),
         })
     }
 

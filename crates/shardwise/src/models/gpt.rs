@@ -1,43 +1,47 @@
-//! GPT.
+//! GPT-2.
 
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::language::{LanguageModel, Sizes, batch_loss, begin, example_batch, head};
+use super::language::{
+    LanguageModel, LanguageModelSizes, batch_loss, example_batch, initialize_weights, language_head,
+};
 use super::model::{Model, ModelSpec};
-use super::names::{Names, torch_name};
+use super::names::{WeightNames, torch_name};
 use crate::comm::DeviceMesh;
 use crate::error::Result;
 use crate::nn::init::Init;
 use crate::nn::{
-    Activation, AttentionConfig, Builder, Dropout, Embedding, Forward, Hooks, Item, LayerNorm, Linear, Mlp, Module,
-    MultiHeadAttention, PlanHints, join, layer,
+    Activation, AttentionConfig, Builder, Dropout, Embedding, Forward, Hooks, LayerNorm, Linear, Mlp,
+    MultiHeadAttention, PlanHints, layer,
 };
 use crate::param::Param;
 use crate::tensor::DTensor;
 
-/// Sizes of a GPT: learned positions, layer norm, GELU.
+/// Sizes of a GPT-2, with the defaults of a small model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct GptConfig {
-    /// Number of tokens.
+    /// Size of the vocabulary.
     pub vocab_size: usize,
-    /// Longest sequence.
+    /// Longest sequence: number of learned positions.
+    #[doc(alias = "n_positions")]
     pub seq_len: usize,
-    /// Features.
+    /// Features of the residual stream.
     pub d_model: usize,
-    /// Blocks.
+    /// Number of transformer blocks.
     pub n_layers: usize,
-    /// Heads of attention.
+    /// Attention heads; `d_model` must be a multiple.
     pub n_heads: usize,
     /// Features inside an MLP.
     pub d_ff: usize,
-    /// Added to the variance in norms.
+    /// Added to the variance in layer norms.
     pub layer_norm_eps: f64,
-    /// Whether the table of tokens is also the weight of the head.
+    /// Whether the head uses the weight of the token embedding (weight tying).
+    #[doc(alias = "tie_word_embeddings")]
     pub tied_head: bool,
-    /// Probability with which elements of embeddings and of what blocks add are dropped.
+    /// Dropout probability of embeddings and residual branches.
     pub dropout: f64,
 }
 
@@ -61,7 +65,7 @@ impl ModelSpec for GptConfig {
     type Model = Gpt;
 
     fn check(&self) -> Result<()> {
-        let sizes = Sizes {
+        let sizes = LanguageModelSizes {
             model: "gpt",
             vocab_size: self.vocab_size,
             seq_len: self.seq_len,
@@ -75,9 +79,9 @@ impl ModelSpec for GptConfig {
         sizes.check()
     }
 
-    fn build(&self, at: &Builder) -> Result<Gpt> {
+    fn build(&self, builder: &Builder) -> Result<Gpt> {
         self.check()?;
-        Gpt::new(at, self)
+        Gpt::new(builder, self)
     }
 
     fn example_batch(&self, samples: usize, mesh: &DeviceMesh) -> Result<Vec<DTensor>> {
@@ -107,78 +111,79 @@ impl ModelSpec for GptConfig {
     }
 }
 
-/// Learned positions, layer norm, GELU.
+/// GPT-2: learned positions, layer norm before each branch, GELU.
+#[doc(alias = "GPT2LMHeadModel")]
 pub struct Gpt {
-    /// The table of tokens.
+    /// Token embedding.
     pub tokens: Embedding,
-    /// What every position adds, `[length, width]`.
+    /// Learned position embedding, `[seq_len, d_model]`.
     pub positions: Param,
-    /// Of the embeddings.
+    /// Dropout of the embeddings.
     pub dropout: Dropout,
-    /// The blocks.
+    /// Transformer blocks.
     pub blocks: Vec<GptBlock>,
-    /// The last norm.
+    /// Norm before the head.
     pub norm: LayerNorm,
-    /// Logits from features.
+    /// Head, from features to logits.
     pub head: Linear,
-    /// Hooks.
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
-    /// Hints for planners.
+    /// Hints for planners; see [`PlanHints`].
     pub hints: PlanHints,
 }
 
 layer!(Gpt { tokens, positions, dropout, blocks, norm, head, hooks, hints });
 
-/// Attention and an MLP, each added to what goes in.
+/// A transformer block of [`Gpt`]: attention and MLP as residual branches.
 pub struct GptBlock {
-    /// The norm before attention.
+    /// Norm before attention.
     pub before_attention: LayerNorm,
-    /// Attention.
+    /// Causal self-attention.
     pub attention: MultiHeadAttention,
-    /// The norm before the MLP.
+    /// Norm before the MLP.
     pub before_mlp: LayerNorm,
-    /// The MLP.
+    /// Feed-forward block.
     pub mlp: Mlp,
-    /// Of what is added.
+    /// Dropout of both residual branches.
     pub dropout: Dropout,
-    /// Hooks.
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
 }
 
 layer!(GptBlock { before_attention, attention, before_mlp, mlp, dropout, hooks });
 
 impl Gpt {
-    /// A new model.
-    pub fn new(at: &Builder, config: &GptConfig) -> Result<Self> {
+    /// Builds the model with GPT-2's initializer. Check sizes before with [`ModelSpec::check`].
+    pub fn new(builder: &Builder, config: &GptConfig) -> Result<Self> {
         let GptConfig { vocab_size, seq_len, d_model, n_layers, layer_norm_eps, dropout, .. } = *config;
-        let tokens = Embedding::new(&at.at("tokens"), vocab_size, d_model)?;
-        let blocks = (0..n_layers).map(|i| GptBlock::new(&at.at(&format!("blocks.{i}")), config));
+        let tokens = Embedding::new(&builder.child("tokens"), vocab_size, d_model)?;
+        let blocks = (0..n_layers).map(|i| GptBlock::new(&builder.child(&format!("blocks.{i}")), config));
         let model = Gpt {
-            positions: at.param("positions", &[seq_len, d_model], Init::ZEROS)?,
+            positions: builder.param("positions", &[seq_len, d_model], Init::ZEROS)?,
             dropout: Dropout::new(dropout)?,
             blocks: blocks.collect::<Result<_>>()?,
-            norm: LayerNorm::new(&at.at("norm"), d_model, layer_norm_eps)?,
-            head: head(at, &tokens, config.tied_head)?,
+            norm: LayerNorm::new(&builder.child("norm"), d_model, layer_norm_eps)?,
+            head: language_head(builder, &tokens, config.tied_head)?,
             tokens,
-            hooks: at.hooks(),
+            hooks: builder.hooks(),
             hints: PlanHints::new().batch_input("blocks.0"),
         };
-        begin(&model, n_layers)?;
+        initialize_weights(&model, n_layers)?;
         Ok(model)
     }
 }
 
 impl GptBlock {
-    fn new(at: &Builder, config: &GptConfig) -> Result<Self> {
+    fn new(builder: &Builder, config: &GptConfig) -> Result<Self> {
         let GptConfig { d_model: width, n_heads: heads, d_ff, layer_norm_eps: eps, dropout, .. } = *config;
         let attention = AttentionConfig { width, heads, key_heads: heads, causal: true, rotary: None, bias: true };
         Ok(GptBlock {
-            before_attention: LayerNorm::new(&at.at("before_attention"), width, eps)?,
-            attention: MultiHeadAttention::new(&at.at("attention"), attention)?,
-            before_mlp: LayerNorm::new(&at.at("before_mlp"), width, eps)?,
-            mlp: Mlp::new(&at.at("mlp"), width, d_ff, Activation::GeluTanh)?,
+            before_attention: LayerNorm::new(&builder.child("before_attention"), width, eps)?,
+            attention: MultiHeadAttention::new(&builder.child("attention"), attention)?,
+            before_mlp: LayerNorm::new(&builder.child("before_mlp"), width, eps)?,
+            mlp: Mlp::new(&builder.child("mlp"), width, d_ff, Activation::GeluTanh)?,
             dropout: Dropout::new(dropout)?,
-            hooks: at.hooks(),
+            hooks: builder.hooks(),
         })
     }
 }
@@ -186,10 +191,10 @@ impl GptBlock {
 impl Forward for GptBlock {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         self.hooks.run(x, |x| {
-            let mixed = self.attention.forward(&self.before_attention.forward(x)?)?;
-            let x = x.add(&self.dropout.forward(&mixed)?)?;
-            let changed = self.mlp.forward(&self.before_mlp.forward(&x)?)?;
-            x.add(&self.dropout.forward(&changed)?)
+            let attended = self.attention.forward(&self.before_attention.forward(x)?)?;
+            let x = x.add(&self.dropout.forward(&attended)?)?;
+            let fed_forward = self.mlp.forward(&self.before_mlp.forward(&x)?)?;
+            x.add(&self.dropout.forward(&fed_forward)?)
         })
     }
 }
@@ -212,9 +217,10 @@ impl Model for Gpt {
         batch_loss(self, batch)
     }
 
-    fn names(&self) -> Names {
-        let mut names =
-            Names::new().add("transformer.wte.weight", "tokens.weight").add("transformer.wpe.weight", "positions");
+    fn weight_names(&self) -> WeightNames {
+        let mut names = WeightNames::new()
+            .add("transformer.wte.weight", "tokens.weight")
+            .add("transformer.wpe.weight", "positions");
         for i in 0..self.blocks.len() {
             let (theirs, ours) = (format!("transformer.h.{i}"), format!("blocks.{i}"));
             for kind in ["weight", "bias"] {

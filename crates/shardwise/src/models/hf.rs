@@ -1,4 +1,4 @@
-//! Weights and sizes as Hugging Face has them.
+//! Export to the directory format of Hugging Face.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,20 +12,25 @@ use super::model::{Model, ModelSpec};
 use super::names::WeightName;
 use super::weights::parameter;
 use crate::checkpoint::{ConvertOptions, Format, State, convert, save};
-use crate::comm::{World, together};
+use crate::comm::{World, all_ok};
 use crate::error::{Error, ErrorKind, Result};
 use crate::param::Param;
 use crate::tensor::DTensor;
 
-/// Writes a model as Hugging Face has it: `model.safetensors` (or several files with an index, if it is large) with the
-/// [`names`](Model::names) of the model, which are those of `LlamaForCausalLM` and `GPT2LMHeadModel` for models of this
-/// crate, and `config.json` with the [`hf_config`](ModelSpec::hf_config) of its sizes. All ranks of the world make the call.
+/// Writes a model in Hugging Face's format: `model.safetensors` (or several files with an index, if it is large) and
+/// `config.json`.
 ///
-/// No rank ever holds the whole model: ranks write what they own, and the first one joins the files with bounded memory. The
-/// directory is replaced as a whole; one with other files in it is refused.
+/// Tensors have the [`weight_names`](Model::weight_names) of the model, which are those of `LlamaForCausalLM` and
+/// `GPT2LMHeadModel` for models of this crate; `config.json` has the [`hf_config`](ModelSpec::hf_config) of the sizes.
 ///
-/// Rotary positions of Llama need no change: here as there, feature `i` of the first half of a head turns with feature `i` of
-/// the second half. Matrices inside the blocks of GPT-2 have inputs first; they are transposed.
+/// Collective: all ranks of the world must call it. No rank ever holds the full model: ranks write their shards, and the
+/// first rank merges the files with bounded memory. An earlier export there is replaced.
+///
+/// Rotary positions of Llama are stored as they are, since both sides pair feature `i` of the first half of a head with
+/// feature `i` of the second half. Matrices inside the blocks of GPT-2 are transposed, because its files have inputs first.
+///
+/// # Errors
+/// [`Error::Invalid`] if the directory has other files in it ([`check_export`]); I/O errors of any rank reach all ranks.
 ///
 /// ```
 /// use shardwise::checkpoint;
@@ -56,17 +61,17 @@ pub fn export_hf(
     config: &(impl ModelSpec + ?Sized),
 ) -> Result<()> {
     let (path, site) = (path.as_ref(), Location::caller());
-    together(world, check_export(path), site)?;
+    all_ok(world, check_export(path), site)?;
     let params: BTreeMap<String, Param> = model.named_parameters().into_iter().collect();
     let dtype = params.values().next().map_or(DType::F32, Param::dtype);
-    let names = model.names();
-    let weights = names.0.iter().map(|weight| Ok((weight.name.clone(), stored(weight, &params)?)));
+    let names = model.weight_names();
+    let weights = names.0.iter().map(|weight| Ok((weight.name.clone(), exported(weight, &params)?)));
     let weights = weights.collect::<Result<BTreeMap<_, _>>>()?;
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let parts = path.with_file_name(format!(".{name}.parts"));
     save(world, &parts, &State::from(weights))?;
     let joined = || -> Result<()> {
-        // What stands beside the weights of an earlier export goes with them.
+        // These belong to the earlier export, which is replaced.
         for name in ["config.json", "tokenizer.json"] {
             if path.join(name).exists() {
                 fs::remove_file(path.join(name))?;
@@ -79,10 +84,13 @@ pub fn export_hf(
         let text = serde_json::to_string_pretty(&config).map_err(Error::other)?;
         Ok(fs::write(path.join("config.json"), text + "\n")?)
     };
-    together(world, if world.rank() == 0 { joined() } else { Ok(()) }, site)
+    all_ok(world, if world.rank() == 0 { joined() } else { Ok(()) }, site)
 }
 
-/// An error if [`export_hf`] would refuse to write to a path: something else is there that would be lost.
+/// Checks that [`export_hf`] may write to a path: a new directory, an empty one, or an earlier export. Local.
+///
+/// # Errors
+/// [`Error::Invalid`] if other files would be lost, or the path is a file; an I/O error if the directory cannot be read.
 pub fn check_export(path: impl AsRef<Path>) -> Result<()> {
     let path = path.as_ref();
     let refused = |found: String| {
@@ -107,13 +115,13 @@ pub fn check_export(path: impl AsRef<Path>) -> Result<()> {
     Ok(())
 }
 
-/// A weight as the file has it, sharded as it is here.
-fn stored(weight: &WeightName, params: &BTreeMap<String, Param>) -> Result<DTensor> {
+/// A weight in the shape of the file, still sharded.
+fn exported(weight: &WeightName, params: &BTreeMap<String, Param>) -> Result<DTensor> {
     let parts: Result<Vec<DTensor>> =
         weight.paths.iter().map(|path| Ok(parameter(params, path)?.get().detach())).collect();
-    let whole = match parts?.as_slice() {
+    let joined = match parts?.as_slice() {
         [one] => one.clone(),
         several => DTensor::cat(&several.iter().collect::<Vec<_>>(), 0)?,
     };
-    if weight.transposed { whole.t() } else { Ok(whole) }
+    if weight.transposed { joined.t() } else { Ok(joined) }
 }

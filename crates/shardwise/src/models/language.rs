@@ -1,4 +1,4 @@
-//! Language models: what they have in common.
+//! The trait of language models, and what they have in common.
 
 use candle_core::DType;
 
@@ -11,10 +11,13 @@ use crate::nn::{Builder, Embedding, Forward, Linear, Module};
 use crate::ops::LossOptions;
 use crate::tensor::DTensor;
 
-/// A model that returns for every position of `[batch, length]` ids how likely each token is to come next; `forward` returns
-/// the logits `[batch, length, vocabulary]`.
+/// A causal language model: `forward` takes ids `[batch, length]` and returns logits `[batch, length, vocabulary]` of the next
+/// token.
+#[doc(alias = "CausalLM")]
 pub trait LanguageModel: Model + Forward {
-    /// The mean cross entropy of the tokens that did come next, `[batch, length]`.
+    /// Returns the mean cross entropy of the targets, `[batch, length]`, computed in f32.
+    ///
+    /// Collective. Logits that are sharded on the vocabulary are not gathered.
     #[track_caller]
     fn loss(&self, ids: &DTensor, targets: &DTensor) -> Result<DTensor> {
         let logits = self.forward(ids)?.flatten(0, 1)?.to_dtype(DType::F32)?;
@@ -22,7 +25,7 @@ pub trait LanguageModel: Model + Forward {
     }
 }
 
-/// The loss of a batch of ids and targets.
+/// The loss of a batch of two tensors, ids and targets.
 #[track_caller]
 pub(super) fn batch_loss(model: &dyn LanguageModel, batch: &[DTensor]) -> Result<DTensor> {
     let [ids, targets] = batch else {
@@ -33,14 +36,14 @@ pub(super) fn batch_loss(model: &dyn LanguageModel, batch: &[DTensor]) -> Result
     model.loss(ids, targets)
 }
 
-/// Ids and targets as [`TokenSequences`](crate::data::TokenSequences) has them.
+/// Zeros in the shapes of a batch of [`TokenSequences`](crate::data::TokenSequences).
 pub(super) fn example_batch(samples: usize, length: usize, mesh: &DeviceMesh) -> Result<Vec<DTensor>> {
     let ids = DTensor::zeros((samples, length), DType::I64, mesh, batch_placements(mesh))?;
     Ok(vec![ids.clone(), ids])
 }
 
 /// Sizes that all language models have.
-pub(super) struct Sizes {
+pub(super) struct LanguageModelSizes {
     pub(super) model: &'static str,
     pub(super) vocab_size: usize,
     pub(super) seq_len: usize,
@@ -52,11 +55,11 @@ pub(super) struct Sizes {
     pub(super) dropout: f64,
 }
 
-impl Sizes {
-    /// An error if the sizes do not fit together.
+impl LanguageModelSizes {
+    /// Checks that the sizes fit together.
     pub(super) fn check(&self) -> Result<()> {
         let bad = |found: String, needed: &str, fix: &str| Err(ErrorKind::Model.error("model", found, needed, fix));
-        let Sizes { model, width, heads, key_heads, dropout, .. } = *self;
+        let LanguageModelSizes { model, width, heads, key_heads, dropout, .. } = *self;
         let sizes = [self.vocab_size, self.seq_len, width, self.layers, heads, self.d_ff];
         if sizes.contains(&0) || key_heads == 0 {
             let found =
@@ -78,18 +81,18 @@ impl Sizes {
     }
 }
 
-/// The head, with a weight of its own or that of the table of tokens.
-pub(super) fn head(at: &Builder, tokens: &Embedding, tied: bool) -> Result<Linear> {
+/// Builds the head, with its own weight or, if tied, that of the token embedding.
+pub(super) fn language_head(builder: &Builder, tokens: &Embedding, tied: bool) -> Result<Linear> {
     if tied {
-        return Ok(Linear { weight: tokens.weight.clone(), bias: None, hooks: at.at("head").hooks() });
+        return Ok(Linear { weight: tokens.weight.clone(), bias: None, hooks: builder.child("head").hooks() });
     }
     let shape = tokens.weight.shape();
-    Linear::without_bias(&at.at("head"), shape[1], shape[0])
+    Linear::without_bias(&builder.child("head"), shape[1], shape[0])
 }
 
-/// Sets what weights begin with: matrices small and random, smaller where blocks add to the stream, so that its size does
-/// not grow with their number; biases zero.
-pub(super) fn begin(model: &dyn Module, layers: usize) -> Result<()> {
+/// Initializes weights as GPT-2 does: matrices normal with standard deviation 0.02, the ones that write to the residual stream
+/// divided by the root of their number, so that its variance does not grow with depth; biases zero.
+pub(super) fn initialize_weights(model: &dyn Module, layers: usize) -> Result<()> {
     const STD: f64 = 0.02;
     for (path, param) in model.named_parameters() {
         let value = param.get();
@@ -101,7 +104,7 @@ pub(super) fn begin(model: &dyn Module, layers: usize) -> Result<()> {
             _ if path.ends_with("bias") => Init::ZEROS,
             _ => continue,
         };
-        param.set(&init.make_in(value.layout(), value.dtype(), value.device_mesh())?)?;
+        param.set(&init.create_in(value.layout(), value.dtype(), value.device_mesh())?)?;
     }
     Ok(())
 }

@@ -4,42 +4,47 @@ use candle_core::DType;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::language::{LanguageModel, Sizes, batch_loss, begin, example_batch, head};
+use super::language::{
+    LanguageModel, LanguageModelSizes, batch_loss, example_batch, initialize_weights, language_head,
+};
 use super::model::{Model, ModelSpec};
-use super::names::{Names, torch_name};
+use super::names::{WeightNames, torch_name};
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::nn::{
-    AttentionConfig, Builder, Dropout, Embedding, Forward, Hooks, Item, Linear, Module, MultiHeadAttention, PlanHints,
-    RmsNorm, RotaryEmbedding, SwiGlu, join, layer,
+    AttentionConfig, Builder, Dropout, Embedding, Forward, Hooks, Linear, MultiHeadAttention, PlanHints, RmsNorm,
+    RotaryEmbedding, SwiGlu, layer,
 };
 use crate::tensor::DTensor;
 
-/// Sizes of a model of the Llama family: RMS norm, rotary positions, gated MLP, heads that share keys.
+/// Sizes of a model of the Llama family, with the defaults of a small model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LlamaConfig {
-    /// Number of tokens.
+    /// Size of the vocabulary.
     pub vocab_size: usize,
-    /// Longest sequence that it is trained on.
+    /// Longest sequence in training; rotary positions set no limit.
+    #[doc(alias = "max_position_embeddings")]
     pub seq_len: usize,
-    /// Features.
+    /// Features of the residual stream.
     pub d_model: usize,
-    /// Blocks.
+    /// Number of transformer blocks.
     pub n_layers: usize,
-    /// Query heads.
+    /// Query heads; `d_model` must be a multiple, and features per head an even number.
     pub n_heads: usize,
-    /// Key and value heads.
+    /// Key and value heads, each shared by a group of query heads.
+    #[doc(alias = "num_key_value_heads")]
     pub n_kv_heads: usize,
     /// Features inside an MLP.
     pub d_ff: usize,
-    /// Added to the mean square in norms.
+    /// Added to the mean square in RMS norms.
     pub rms_norm_eps: f64,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
-    /// Whether the table of tokens is also the weight of the head.
+    /// Whether the head uses the weight of the token embedding (weight tying).
+    #[doc(alias = "tie_word_embeddings")]
     pub tied_head: bool,
-    /// Probability with which elements of what blocks add are dropped.
+    /// Dropout probability of residual branches.
     pub dropout: f64,
 }
 
@@ -65,7 +70,7 @@ impl ModelSpec for LlamaConfig {
     type Model = Llama;
 
     fn check(&self) -> Result<()> {
-        let sizes = Sizes {
+        let sizes = LanguageModelSizes {
             model: "llama",
             vocab_size: self.vocab_size,
             seq_len: self.seq_len,
@@ -86,9 +91,9 @@ impl ModelSpec for LlamaConfig {
         Err(ErrorKind::Model.error("model", found, needed, "change width or heads"))
     }
 
-    fn build(&self, at: &Builder) -> Result<Llama> {
+    fn build(&self, builder: &Builder) -> Result<Llama> {
         self.check()?;
-        Llama::new(at, self)
+        Llama::new(builder, self)
     }
 
     fn example_batch(&self, samples: usize, mesh: &DeviceMesh) -> Result<Vec<DTensor>> {
@@ -121,74 +126,75 @@ impl ModelSpec for LlamaConfig {
     }
 }
 
-/// RMS norm, rotary positions, gated MLP, query heads that share key heads.
+/// Llama: rotary positions, RMS norm before each branch, gated MLP, grouped-query attention.
+#[doc(alias = "LlamaForCausalLM")]
 pub struct Llama {
-    /// The table of tokens.
+    /// Token embedding.
     pub tokens: Embedding,
-    /// The blocks.
+    /// Transformer blocks.
     pub blocks: Vec<LlamaBlock>,
-    /// The last norm.
+    /// Norm before the head.
     pub norm: RmsNorm,
-    /// Logits from features.
+    /// Head, from features to logits.
     pub head: Linear,
-    /// Hooks.
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
-    /// Hints for planners.
+    /// Hints for planners; see [`PlanHints`].
     pub hints: PlanHints,
 }
 
 layer!(Llama { tokens, blocks, norm, head, hooks, hints });
 
-/// Attention and a gated MLP, each added to what goes in.
+/// A transformer block of [`Llama`]: attention and gated MLP as residual branches.
 pub struct LlamaBlock {
-    /// The norm before attention.
+    /// Norm before attention.
     pub before_attention: RmsNorm,
-    /// Attention.
+    /// Causal self-attention.
     pub attention: MultiHeadAttention,
-    /// The norm before the MLP.
+    /// Norm before the MLP.
     pub before_mlp: RmsNorm,
-    /// The MLP.
+    /// Feed-forward block.
     pub mlp: SwiGlu,
-    /// Of what is added.
+    /// Dropout of both residual branches.
     pub dropout: Dropout,
-    /// Hooks.
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
 }
 
 layer!(LlamaBlock { before_attention, attention, before_mlp, mlp, dropout, hooks });
 
 impl Llama {
-    /// A new model.
-    pub fn new(at: &Builder, config: &LlamaConfig) -> Result<Self> {
+    /// Builds the model with GPT-2's initializer. Check sizes before with [`ModelSpec::check`].
+    pub fn new(builder: &Builder, config: &LlamaConfig) -> Result<Self> {
         let LlamaConfig { vocab_size, d_model, n_layers, rms_norm_eps, .. } = *config;
-        let tokens = Embedding::new(&at.at("tokens"), vocab_size, d_model)?;
-        let blocks = (0..n_layers).map(|i| LlamaBlock::new(&at.at(&format!("blocks.{i}")), config));
+        let tokens = Embedding::new(&builder.child("tokens"), vocab_size, d_model)?;
+        let blocks = (0..n_layers).map(|i| LlamaBlock::new(&builder.child(&format!("blocks.{i}")), config));
         let model = Llama {
             blocks: blocks.collect::<Result<_>>()?,
-            norm: RmsNorm::new(&at.at("norm"), d_model, rms_norm_eps)?,
-            head: head(at, &tokens, config.tied_head)?,
+            norm: RmsNorm::new(&builder.child("norm"), d_model, rms_norm_eps)?,
+            head: language_head(builder, &tokens, config.tied_head)?,
             tokens,
-            hooks: at.hooks(),
+            hooks: builder.hooks(),
             hints: PlanHints::new().batch_input("blocks.0"),
         };
-        begin(&model, n_layers)?;
+        initialize_weights(&model, n_layers)?;
         Ok(model)
     }
 }
 
 impl LlamaBlock {
-    fn new(at: &Builder, config: &LlamaConfig) -> Result<Self> {
+    fn new(builder: &Builder, config: &LlamaConfig) -> Result<Self> {
         let LlamaConfig { d_model: width, n_heads: heads, n_kv_heads: key_heads, d_ff, rms_norm_eps: eps, .. } =
             *config;
         let rotary = Some(RotaryEmbedding { base: config.rope_theta });
         let attention = AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: false };
         Ok(LlamaBlock {
-            before_attention: RmsNorm::new(&at.at("before_attention"), width, eps)?,
-            attention: MultiHeadAttention::new(&at.at("attention"), attention)?,
-            before_mlp: RmsNorm::new(&at.at("before_mlp"), width, eps)?,
-            mlp: SwiGlu::new(&at.at("mlp"), width, d_ff)?,
+            before_attention: RmsNorm::new(&builder.child("before_attention"), width, eps)?,
+            attention: MultiHeadAttention::new(&builder.child("attention"), attention)?,
+            before_mlp: RmsNorm::new(&builder.child("before_mlp"), width, eps)?,
+            mlp: SwiGlu::new(&builder.child("mlp"), width, d_ff)?,
             dropout: Dropout::new(config.dropout)?,
-            hooks: at.hooks(),
+            hooks: builder.hooks(),
         })
     }
 }
@@ -196,10 +202,10 @@ impl LlamaBlock {
 impl Forward for LlamaBlock {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         self.hooks.run(x, |x| {
-            let mixed = self.attention.forward(&self.before_attention.forward(x)?)?;
-            let x = x.add(&self.dropout.forward(&mixed)?)?;
-            let changed = self.mlp.forward(&self.before_mlp.forward(&x)?)?;
-            x.add(&self.dropout.forward(&changed)?)
+            let attended = self.attention.forward(&self.before_attention.forward(x)?)?;
+            let x = x.add(&self.dropout.forward(&attended)?)?;
+            let fed_forward = self.mlp.forward(&self.before_mlp.forward(&x)?)?;
+            x.add(&self.dropout.forward(&fed_forward)?)
         })
     }
 }
@@ -221,8 +227,8 @@ impl Model for Llama {
         batch_loss(self, batch)
     }
 
-    fn names(&self) -> Names {
-        let mut names = Names::new().add("model.embed_tokens.weight", "tokens.weight");
+    fn weight_names(&self) -> WeightNames {
+        let mut names = WeightNames::new().add("model.embed_tokens.weight", "tokens.weight");
         for i in 0..self.blocks.len() {
             for (their, our) in [
                 ("input_layernorm", "before_attention"),

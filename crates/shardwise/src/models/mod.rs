@@ -1,16 +1,16 @@
-//! Models, written as if for one device; plans specify separately how they are sharded.
+//! Language models, and what a custom model needs to be planned, trained, saved and exported like them.
 //!
-//! A model is anything that implements [`Model`], and its sizes [`ModelSpec`]: language models of this crate as well as models
-//! of programs.
+//! A model implements [`Model`], its sizes [`ModelSpec`]. Models are written as if for one device; plans specify separately how
+//! they are sharded.
 //!
 //! ```
-//! use shardwise::models::{GptConfig, ModelConfig, Spread, Weights, batch_placements, build};
+//! use shardwise::models::{GptConfig, ModelConfig, ParallelismConfig, DataParallelMode, batch_placements, build};
 //! use shardwise::prelude::*;
 //!
 //! let mesh = Mesh::new([("dp", 2), ("tp", 2)])?;
 //! let config = ModelConfig::Gpt(GptConfig { n_layers: 1, d_model: 32, d_ff: 64, ..GptConfig::default() });
-//! let spread = Spread { weights: Weights::Sharded, tensor_parallel: true, sequence_parallel: false };
-//! let plan = spread.plan(&config, &mesh)?;
+//! let parallelism = ParallelismConfig { data_parallel: DataParallelMode::FullyShard, tensor_parallel: true, sequence_parallel: false };
+//! let plan = parallelism.plan(&config, &mesh)?;
 //! launch(4, move |world| {
 //!     let mesh = world.device_mesh(mesh.clone())?;
 //!     let model = build(&config, &plan, &mesh, DType::F32)?;
@@ -38,6 +38,8 @@ pub use hf::{check_export, export_hf};
 pub use language::LanguageModel;
 pub use llama::{Llama, LlamaBlock, LlamaConfig};
 pub use model::{Model, ModelSpec};
-pub use names::{Names, WeightName};
-pub use plans::{Spread, Weights, batch_placements, build, estimate_step, search_plan};
+pub use names::{WeightName, WeightNames};
+pub use plans::{
+    DataParallelMode, ParallelismConfig, StepOptions, batch_placements, build, estimate_step, search_plan,
+};
 pub use weights::{export, import};

@@ -3,7 +3,7 @@
 use candle_core::DType;
 use serde_json::Value;
 
-use super::names::Names;
+use super::names::WeightNames;
 use crate::comm::DeviceMesh;
 use crate::error::Result;
 use crate::nn::{Builder, Module};
@@ -11,9 +11,9 @@ use crate::tensor::DTensor;
 
 /// A model that can be trained, saved and exported.
 ///
-/// Beyond its [`Module`] walk, in which [`Heads`](crate::nn::Heads) and [`PlanHints`](crate::nn::PlanHints) say what
-/// planners cannot see, it has a loss and the names of its weights. Models of this crate and of programs implement the same
-/// trait; `crates/tests-outside/tests/model.rs` has one with two inputs and shared weights.
+/// It is a [`Module`] with a loss and, optionally, names of its weights in files. Fields of type [`Heads`](crate::nn::Heads)
+/// and [`PlanHints`](crate::nn::PlanHints) give planners what they cannot see in the parameters. Custom models implement
+/// the same trait as those of this crate; `crates/tests-outside/tests/model.rs` has one with two inputs and shared weights.
 ///
 /// ```
 /// use shardwise::models::{Model, export};
@@ -34,21 +34,21 @@ use crate::tensor::DTensor;
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let model = Regression { layer: Linear::new(&Builder::new(&mesh).at("layer"), 3, 1)? };
+///     let model = Regression { layer: Linear::new(&Builder::new(&mesh).child("layer"), 3, 1)? };
 ///     assert_eq!(export(&model)?["layer.weight"].dims(), [1, 3]);
 ///     Ok(())
 /// })?;
 /// # Ok::<(), Error>(())
 /// ```
 pub trait Model: Module + Send + Sync {
-    /// Returns the mean loss of a batch, a tensor without dimensions. The batch has the tensors of its samples, stacked, as
-    /// [`Batches::next_batch`](crate::data::Batches::next_batch) returns them.
+    /// Returns the mean loss of a batch as a scalar tensor. The batch has the stacked tensors of its samples, as
+    /// [`Batches::next_batch`](crate::data::Batches::next_batch) returns them. Collective.
     #[track_caller]
     fn batch_loss(&self, batch: &[DTensor]) -> Result<DTensor>;
 
-    /// Names of the weights in files: the paths of the parameters, unless the model has others.
-    fn names(&self) -> Names {
-        Names::of_paths(&self.named_parameters())
+    /// Names of the weights in files; the paths of the parameters by default.
+    fn weight_names(&self) -> WeightNames {
+        WeightNames::of_paths(&self.named_parameters())
     }
 }
 
@@ -57,17 +57,17 @@ impl<M: Model + ?Sized> Model for Box<M> {
         (**self).batch_loss(batch)
     }
 
-    fn names(&self) -> Names {
-        (**self).names()
+    fn weight_names(&self) -> WeightNames {
+        (**self).weight_names()
     }
 }
 
-/// Sizes of a [`Model`], from which it is built: what plans, searches and exports begin with.
+/// Sizes of a [`Model`], from which it is built; the input of planners and exports.
 ///
-/// [`Spread::plan`](super::Spread::plan), [`search_plan`](super::search_plan), [`estimate_step`](super::estimate_step),
+/// [`ParallelismConfig::plan`](super::ParallelismConfig::plan), [`search_plan`](super::search_plan), [`estimate_step`](super::estimate_step),
 /// [`build`](super::build) and [`export_hf`](super::export_hf) take any of them.
 pub trait ModelSpec: Sync {
-    /// The model.
+    /// Type of the model.
     type Model: Model;
 
     /// Checks that the sizes fit together.
@@ -78,15 +78,15 @@ pub trait ModelSpec: Sync {
         Ok(())
     }
 
-    /// Builds a new model with the parameters that the builder creates.
-    fn build(&self, at: &Builder) -> Result<Self::Model>;
+    /// Builds the model; the builder creates its parameters.
+    fn build(&self, builder: &Builder) -> Result<Self::Model>;
 
-    /// Returns a batch as it comes from the data, sharded by [`batch_placements`](super::batch_placements). Values do not
-    /// matter: dry runs compute without them.
+    /// Returns a batch with the shapes and types of real ones, sharded by [`batch_placements`](super::batch_placements).
+    /// Values do not matter: it is used in dry runs.
     fn example_batch(&self, samples: usize, mesh: &DeviceMesh) -> Result<Vec<DTensor>>;
 
-    /// Returns what [`export_hf`](super::export_hf) writes to `config.json`, for weights of a type. Nothing is written for a
-    /// null.
+    /// Returns what [`export_hf`](super::export_hf) writes to `config.json`, for weights of a type. `Null`, the default, writes
+    /// no such file.
     fn hf_config(&self, dtype: DType) -> Value {
         let _ = dtype;
         Value::Null

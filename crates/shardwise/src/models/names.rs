@@ -1,56 +1,56 @@
-//! Names of weights in files.
+//! Names of weights in checkpoint files.
 
 use candle_core::DType;
 
 use crate::param::Param;
 
-/// A tensor of a file, and the parameters that it holds.
+/// A tensor of a checkpoint file, and the parameters that it holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WeightName {
-    /// Name in files.
+    /// Name of the tensor in files.
     pub name: String,
-    /// Paths of parameters in the model, joined along the first dimension.
+    /// Paths of the parameters, concatenated on dimension 0.
     pub paths: Vec<String>,
-    /// Whether [`export_hf`](super::export_hf) writes the transposed matrix, as files of GPT-2 have it.
+    /// Whether [`export_hf`](super::export_hf) transposes the matrix, as files of GPT-2 need.
     pub transposed: bool,
 }
 
-/// Names of the weights of a model in files.
+/// Maps the names of tensors in checkpoint files to paths of parameters.
 ///
 /// ```
 /// use shardwise::models::Names;
 ///
-/// let names = Names::new()
+/// let names = WeightNames::new()
 ///     .add("encoder.embedding.weight", "tokens.weight")
 ///     .join("encoder.in_proj_weight", ["attention.query.weight", "attention.key.weight", "attention.value.weight"])
 ///     .transposed("encoder.mlp.weight", ["mlp.up.weight"]);
 /// assert_eq!(names.0[1].paths.len(), 3);
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Names(pub Vec<WeightName>);
+pub struct WeightNames(pub Vec<WeightName>);
 
-impl Names {
-    /// No names yet.
+impl WeightNames {
+    /// An empty map.
     pub fn new() -> Self {
-        Names::default()
+        WeightNames::default()
     }
 
-    /// Every parameter under its own path.
+    /// Names every parameter by its path.
     pub fn of_paths(params: &[(String, Param)]) -> Self {
-        params.iter().fold(Names::new(), |names, (path, _)| names.add(path, path))
+        params.iter().fold(WeightNames::new(), |names, (path, _)| names.add(path, path))
     }
 
-    /// One parameter under a name.
+    /// Adds one parameter under a name.
     pub fn add(self, name: &str, path: &str) -> Self {
         self.join(name, [path])
     }
 
-    /// Several parameters under one name, joined along the first dimension.
+    /// Adds several parameters under one name, concatenated on dimension 0.
     pub fn join<S: Into<String>>(self, name: &str, paths: impl IntoIterator<Item = S>) -> Self {
         self.weight(name, paths, false)
     }
 
-    /// As [`join`](Self::join), of matrices that exported files have transposed.
+    /// As [`join`](Self::join), for matrices that [`export_hf`](super::export_hf) transposes.
     pub fn transposed<S: Into<String>>(self, name: &str, paths: impl IntoIterator<Item = S>) -> Self {
         self.weight(name, paths, true)
     }
@@ -62,7 +62,7 @@ impl Names {
     }
 }
 
-/// The name that PyTorch has for a type of weights.
+/// PyTorch's name of a floating-point type.
 pub(super) fn torch_name(dtype: DType) -> &'static str {
     match dtype {
         DType::BF16 => "bfloat16",

@@ -1,4 +1,4 @@
-//! Whole weights under the names that files use, out of a model and into it.
+//! Export and import of full weights by the names that files use.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,10 @@ use crate::error::{ErrorKind, Result};
 use crate::param::Param;
 use crate::tensor::DTensor;
 
-/// Returns the whole weights by the names that files use. Collective: all ranks must call it.
+/// Returns the full weights by the names that files use ([`Model::weight_names`]).
+///
+/// Collective: all ranks must call it. Gathers every weight to every rank; [`export_hf`](super::export_hf) writes files
+/// without doing so.
 ///
 /// ```
 /// use shardwise::models::{GptConfig, ModelSpec, export, import};
@@ -32,7 +35,7 @@ use crate::tensor::DTensor;
 pub fn export(model: &dyn Model) -> Result<BTreeMap<String, Tensor>> {
     let params: BTreeMap<String, Param> = model.named_parameters().into_iter().collect();
     let mut weights = BTreeMap::new();
-    for WeightName { name, paths, .. } in model.names().0 {
+    for WeightName { name, paths, .. } in model.weight_names().0 {
         let parts = paths.iter().map(|path| parameter(&params, path)?.get().detach().full_tensor());
         let parts = parts.collect::<Result<Vec<_>>>()?;
         let whole = if let [one] = &parts[..] { one.clone() } else { Tensor::cat(&parts, 0)? };
@@ -41,7 +44,7 @@ pub fn export(model: &dyn Model) -> Result<BTreeMap<String, Tensor>> {
     Ok(weights)
 }
 
-/// The parameter at a path; a module that was replaced may have none there.
+/// Looks up a parameter; a module that was replaced may have none at the path.
 pub(super) fn parameter<'a>(params: &'a BTreeMap<String, Param>, path: &str) -> Result<&'a Param> {
     params.get(path).ok_or_else(|| {
         let found = format!("no parameter at `{path}`");
@@ -49,12 +52,16 @@ pub(super) fn parameter<'a>(params: &'a BTreeMap<String, Param>, path: &str) -> 
     })
 }
 
-/// Sets the weights of a model from whole ones by the names that files use, each brought to the layout and type that it
-/// has here. Every rank takes its part out of its own copy. Nothing changes unless names and shapes fit.
+/// Sets the weights of a model from full tensors by the names that files use ([`Model::weight_names`]).
+///
+/// Each is converted to the type and layout that the parameter has. Every rank takes its shard out of its own copy.
+///
+/// # Errors
+/// [`Error::Invalid`](crate::Error::Invalid) if names or shapes do not fit; nothing changes then.
 #[track_caller]
 pub fn import(model: &dyn Model, weights: &BTreeMap<String, Tensor>) -> Result<()> {
     let params: BTreeMap<String, Param> = model.named_parameters().into_iter().collect();
-    let names = model.names();
+    let names = model.weight_names();
     let bad = |found: String| {
         let needed = "the names and shapes of the model's weights";
         Err(ErrorKind::Model.error("weights", found, needed, "load the weights of a model of the same kind and sizes"))
@@ -82,7 +89,7 @@ pub fn import(model: &dyn Model, weights: &BTreeMap<String, Tensor>) -> Result<(
         let now = param.get();
         let part = part.to_dtype(now.dtype())?;
         let mesh = now.device_mesh();
-        let value = DTensor::distribute_tensor(&part, mesh, now.layout().settled().placements().to_vec(), None)?;
+        let value = DTensor::distribute_tensor(&part, mesh, now.layout().reduced().placements().to_vec(), None)?;
         param.set(&value.to_layout(now.layout())?)?;
     }
     Ok(())

@@ -1,7 +1,7 @@
 //! Activation functions as layers.
 
 use super::linear::layer;
-use super::module::{Forward, Hooks, Item, Module, join};
+use super::module::{Forward, Hooks};
 use crate::error::Result;
 use crate::tensor::DTensor;
 
@@ -10,7 +10,7 @@ macro_rules! activations {
         $(#[doc = $doc])*
         #[derive(Clone, Default)]
         pub struct $name {
-            /// Hooks.
+            /// Input and output hooks; see [`Hooks`].
             pub hooks: Hooks,
             $($field: $T,)*
         }
@@ -18,7 +18,7 @@ macro_rules! activations {
         layer!($name { hooks });
 
         impl $name {
-            /// The layer; it has no parameters.
+            /// Creates the layer; it has no parameters.
             pub fn new($($field: $T),*) -> Self {
                 $name { hooks: Hooks::default(), $($field),* }
             }
@@ -34,26 +34,26 @@ macro_rules! activations {
 }
 
 activations! {
-    /// The positive part.
+    /// `max(x, 0)`.
     Relu {}, |x| x.relu();
-    /// `x * Phi(x)`.
+    /// GELU, `x * Phi(x)`, with the exact normal distribution.
     Gelu {}, |x| x.gelu();
-    /// The tanh approximation of gelu.
+    /// GELU with the tanh approximation, `approximate="tanh"` in PyTorch.
     GeluTanh {}, |x| x.gelu_tanh();
-    /// `x * sigmoid(x)`.
+    /// SiLU, `x * sigmoid(x)`.
     Silu {}, |x| x.silu();
     /// Hyperbolic tangent.
     Tanh {}, |x| x.tanh();
     /// `1 / (1 + exp(-x))`.
     Sigmoid {}, |x| x.sigmoid();
-    /// `x`, times a slope where it is negative.
+    /// `x` where it is positive, else `slope * x`.
     LeakyRelu { slope: f64 }, |x| x.leaky_relu(slope);
-    /// `x`, or `alpha * (exp(x) - 1)` where it is negative.
+    /// `x` where it is positive, else `alpha * (exp(x) - 1)`.
     Elu { alpha: f64 }, |x| x.elu(alpha);
-    /// `log(1 + exp(beta * x)) / beta`; `x` where `beta * x` is above a threshold.
+    /// `log(1 + exp(beta * x)) / beta`; `x` where `beta * x` is above the threshold, to avoid overflow.
     Softplus { beta: f64, threshold: f64 }, |x| x.softplus(beta, threshold);
-    /// Softmax along a dimension.
+    /// Softmax over dimension `dim`.
     Softmax { dim: isize }, |x| x.softmax(dim);
-    /// Log-softmax along a dimension.
+    /// Log-softmax over dimension `dim`.
     LogSoftmax { dim: isize }, |x| x.log_softmax(dim);
 }

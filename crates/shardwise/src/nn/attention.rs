@@ -3,54 +3,64 @@
 use super::build::Builder;
 use super::hints::Heads;
 use super::linear::{Linear, layer};
-use super::module::{Forward, Hooks, Item, Module, join};
+use super::module::{Forward, Hooks};
 use crate::error::{ErrorKind, Result};
 use crate::ops::AttentionOptions;
 use crate::tensor::DTensor;
 
-/// Positions as rotations of pairs of features.
+/// Rotary position embedding (RoPE): rotates pairs of features by angles that grow with the position.
+///
+/// Feature `i` of the first half of a head is paired with feature `i` of the second half, as in Hugging Face's Llama.
+#[doc(alias = "RoPE")]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RotaryEmbedding {
-    /// Base of the frequencies.
+    /// Base of the frequencies, `rope_theta` in Llama; usually 10000.
+    #[doc(alias = "rope_theta")]
     pub base: f64,
 }
 
 impl Forward for RotaryEmbedding {
-    /// `[..., length, size]`, the first row at position 0.
+    /// Takes `[..., length, head_dim]`; the first row is position 0.
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         x.rotary_embedding(self.base, 0)
     }
 }
 
-/// Sizes of an attention layer.
+/// Sizes and options of a [`MultiHeadAttention`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionConfig {
-    /// Features.
+    /// Features of input and output.
+    #[doc(alias = "embed_dim")]
     pub width: usize,
-    /// Query heads.
+    /// Query heads; `width` must be a multiple.
+    #[doc(alias = "num_heads")]
     pub heads: usize,
-    /// Key and value heads, each of which serves a group of query heads.
+    /// Key and value heads, each shared by a group of query heads (grouped-query attention); equal to `heads` for plain
+    /// multi-head attention.
     pub key_heads: usize,
-    /// Queries look only at keys that are not later.
+    /// Whether a causal mask hides later positions.
     pub causal: bool,
-    /// Positions.
+    /// Rotary position embedding of queries and keys, if any.
     pub rotary: Option<RotaryEmbedding>,
-    /// Linear layers have a bias.
+    /// Whether the linear layers have a bias.
     pub bias: bool,
 }
 
-/// Attention with several heads over `[batch, length, width]`.
+/// Multi-head attention over `[batch, length, width]`, also with fewer key heads than query heads (grouped-query).
+///
+/// Sharded over heads, no operator inside communicates; [`TensorParallel`](crate::plan::TensorParallel) does so, since the
+/// module has [`Heads`].
 #[doc(alias = "MultiheadAttention")]
 pub struct MultiHeadAttention {
-    /// Makes the queries.
+    /// Query projection.
     pub query: Linear,
-    /// Makes the keys.
+    /// Key projection.
     pub key: Linear,
-    /// Makes the values.
+    /// Value projection.
     pub value: Linear,
-    /// Mixes the heads.
+    /// Output projection.
     pub output: Linear,
-    /// Hooks.
+    /// Input and output hooks; see [` Hooks`].
     pub hooks: Hooks,
     heads: Heads,
     config: AttentionConfig,
@@ -59,8 +69,11 @@ pub struct MultiHeadAttention {
 layer!(MultiHeadAttention { query, key, value, output, heads, hooks });
 
 impl MultiHeadAttention {
-    /// A layer of these sizes.
-    pub fn new(at: &Builder, config: AttentionConfig) -> Result<Self> {
+    /// Builds the layer.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if the sizes are not multiples of each other.
+    pub fn new(builder: &Builder, config: AttentionConfig) -> Result<Self> {
         let AttentionConfig { width, heads, key_heads, bias, .. } = config;
         if heads == 0 || key_heads == 0 || !width.is_multiple_of(heads) || !heads.is_multiple_of(key_heads) {
             let found = format!("width {width}, {heads} query heads and {key_heads} key heads");
@@ -69,21 +82,23 @@ impl MultiHeadAttention {
         }
         let size = width / heads;
         let linear = |name: &str, inputs: usize, outputs: usize| match bias {
-            true => Linear::new(&at.at(name), inputs, outputs),
-            false => Linear::without_bias(&at.at(name), inputs, outputs),
+            true => Linear::new(&builder.child(name), inputs, outputs),
+            false => Linear::without_bias(&builder.child(name), inputs, outputs),
         };
         Ok(MultiHeadAttention {
             query: linear("query", width, width)?,
             key: linear("key", width, key_heads * size)?,
             value: linear("value", width, key_heads * size)?,
             output: linear("output", width, width)?,
-            hooks: at.hooks(),
+            hooks: builder.hooks(),
             heads: Heads { query: heads, key: key_heads },
             config,
         })
     }
 
-    /// Attention from `x` to `context`, with a mask that is added to the scores. Hooks see `x`.
+    /// Cross-attention: queries from `x`, keys and values from `context`, and a mask that is added to the scores.
+    ///
+    /// Hooks see `x`. A module that was replaced has no cross-attention: an error.
     #[track_caller]
     pub fn attend(&self, x: &DTensor, context: &DTensor, mask: Option<&DTensor>) -> Result<DTensor> {
         self.hooks.run_own("attend", x, |x| self.mix(x, context, mask))
@@ -91,11 +106,11 @@ impl MultiHeadAttention {
 
     fn mix(&self, x: &DTensor, context: &DTensor, mask: Option<&DTensor>) -> Result<DTensor> {
         let AttentionConfig { heads, key_heads, causal, rotary, .. } = self.config;
-        let apart = |t: DTensor, heads: usize| t.unflatten(-1, &[heads as isize, -1])?.transpose(-3, -2);
-        let turned = |t: DTensor| rotary.map_or(Ok(t.clone()), |rotary| rotary.forward(&t));
-        let queries = turned(apart(self.query.forward(x)?, heads)?)?;
-        let keys = turned(apart(self.key.forward(context)?, key_heads)?)?;
-        let values = apart(self.value.forward(context)?, key_heads)?;
+        let split_heads = |t: DTensor, heads: usize| t.unflatten(-1, &[heads as isize, -1])?.transpose(-3, -2);
+        let rotated = |t: DTensor| rotary.map_or(Ok(t.clone()), |rotary| rotary.forward(&t));
+        let queries = rotated(split_heads(self.query.forward(x)?, heads)?)?;
+        let keys = rotated(split_heads(self.key.forward(context)?, key_heads)?)?;
+        let values = split_heads(self.value.forward(context)?, key_heads)?;
         let mixed =
             queries.scaled_dot_product_attention(&keys, &values, AttentionOptions { causal, mask, scale: None })?;
         self.output.forward(&mixed.transpose(-3, -2)?.flatten(-2, -1)?)

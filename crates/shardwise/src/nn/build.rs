@@ -1,4 +1,4 @@
-//! Where a model's parameters are made: mesh, type, path and placement, apart from the model.
+//! The builder of parameters: it knows the mesh, the type, the path and the layout, so that model code does not.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use candle_core::DType;
 use parking_lot::Mutex;
 
 use super::init::Init;
-use super::module::{Buffer, Hooks, Item, Module, join};
+use super::module::{Buffer, Hooks, Module, ModuleItem, join};
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result, nearest};
 use crate::layout::Layout;
@@ -15,55 +15,85 @@ use crate::placement::Placement;
 use crate::tensor::DTensor;
 
 /// Chooses layouts by path and shape.
-type Place = Arc<dyn Fn(&str, &[usize]) -> Result<Layout> + Send + Sync>;
+type LayoutFn = Arc<dyn Fn(&str, &[usize]) -> Result<Layout> + Send + Sync>;
 
-/// Makes parameters at a path. What a parameter's initial value is does not depend on how it lies.
+/// Creates the parameters and buffers of a model, each under its dotted path.
+///
+/// Model code passes `builder.child("name")` down to its parts, as candle passes `vb.pp("name")`, and never mentions a
+/// layout. Which layout a parameter gets is decided by path, by whoever created the builder ([`placed`](Self::placed),
+/// [`ShardingPlan::builder`](crate::plan::ShardingPlan::builder)). Every rank allocates its local shards only. Initial values
+/// are the same for every layout and every number of ranks.
+///
+/// Local: creating parameters communicates nothing.
+#[doc(alias = "VarBuilder")]
 #[derive(Clone)]
 pub struct Builder {
     mesh: DeviceMesh,
     dtype: DType,
     path: String,
-    place: Place,
+    layout_of: LayoutFn,
     /// Paths at which parameters and buffers were built, by all clones.
     built: Arc<Mutex<Vec<String>>>,
 }
 
 impl Builder {
-    /// Parameters in f32, replicated over a mesh.
+    /// A builder at the root of a model, for parameters in f32 that are replicated over the mesh.
     pub fn new(mesh: &DeviceMesh) -> Self {
         let ranks = mesh.mesh().clone();
-        let place = Arc::new(move |_: &str, shape: &[usize]| Layout::replicated(&ranks, shape));
-        Builder { mesh: mesh.clone(), dtype: DType::F32, path: String::new(), place, built: Arc::default() }
+        let layout_of = Arc::new(move |_: &str, shape: &[usize]| Layout::replicated(&ranks, shape));
+        Builder { mesh: mesh.clone(), dtype: DType::F32, path: String::new(), layout_of, built: Arc::default() }
     }
 
-    /// The same with parameters of another type.
+    /// Sets the type of parameters and buffers.
     pub fn dtype(mut self, dtype: DType) -> Self {
         self.dtype = dtype;
         self
     }
 
-    /// The same with placements chosen by dotted path and shape.
-    pub fn placed(self, place: impl Fn(&str, &[usize]) -> Vec<Placement> + Send + Sync + 'static) -> Self {
+    /// Sets the placements of parameters and buffers, by dotted path and shape.
+    ///
+    /// ```
+    /// use shardwise::nn::Linear;
+    /// use shardwise::prelude::*;
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("tp", 2)])?;
+    ///     let builder = Builder::new(&mesh).placed(|path, _| match path {
+    ///         "up.weight" => vec![Shard(0)],
+    ///         _ => vec![Replicate],
+    ///     });
+    ///     let up = Linear::new(&builder.child("up"), 4, 6)?;
+    ///     assert_eq!(up.weight.get().to_local().dims(), [3, 4]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn placed(self, placements: impl Fn(&str, &[usize]) -> Vec<Placement> + Send + Sync + 'static) -> Self {
         let ranks = self.mesh.mesh().clone();
-        self.laid_out(move |path, shape| Layout::new(&ranks, shape, place(path, shape)))
+        self.laid_out(move |path, shape| Layout::new(&ranks, shape, placements(path, shape)))
     }
 
-    /// The same with layouts chosen by dotted path and shape, for orders of cuts that placements do not say.
-    pub fn laid_out(mut self, place: impl Fn(&str, &[usize]) -> Result<Layout> + Send + Sync + 'static) -> Self {
-        self.place = Arc::new(place);
+    /// Sets the layouts of parameters and buffers, by dotted path and shape.
+    ///
+    /// For what placements alone do not determine: the order in which several mesh axes shard one dimension.
+    pub fn laid_out(mut self, layout_of: impl Fn(&str, &[usize]) -> Result<Layout> + Send + Sync + 'static) -> Self {
+        self.layout_of = Arc::new(layout_of);
         self
     }
 
-    /// The place of a part of the model.
+    /// Returns the builder of a submodule; `name` must be the name of its field.
+    ///
+    /// [`check`](Self::check) finds names that are not.
+    #[doc(alias = "pp")]
     #[must_use]
-    pub fn at(&self, name: &str) -> Self {
+    pub fn child(&self, name: &str) -> Self {
         Builder { path: join(&self.path, name), ..self.clone() }
     }
 
     /// Checks that a module that was built here has a parameter or buffer at every path at which one was built.
     ///
-    /// Local. A name given to [`at`](Self::at) that is not the name of the field is found so: plans, and layouts chosen by
-    /// path, would not reach the parameters that the builder made under it. [`ShardingPlan::build`] calls this.
+    /// Local. Finds a name given to [`child`](Self::child) that is not the name of the field: plans, and layouts chosen by
+    /// path, would miss the parameters that were built under it. [`ShardingPlan::build`] calls this.
     ///
     /// [`ShardingPlan::build`]: crate::plan::ShardingPlan::build
     ///
@@ -81,9 +111,9 @@ impl Builder {
     /// }
     ///
     /// launch(2, |world| {
-    ///     let at = Builder::new(&world.mesh([("tp", 2)])?);
-    ///     let pair = Pair { up: Linear::new(&at.at("up"), 4, 8)?, down: Linear::new(&at.at("dwon"), 8, 4)? };
-    ///     let error = at.check(&pair).unwrap_err().to_string();
+    ///     let builder = Builder::new(&world.mesh([("tp", 2)])?);
+    ///     let pair = Pair { up: Linear::new(&builder.child("up"), 4, 8)?, down: Linear::new(&builder.child("dwon"), 8, 4)? };
+    ///     let error = builder.check(&pair).unwrap_err().to_string();
     ///     assert!(error.contains("`dwon.weight`") && error.contains("did you mean `down.weight`"), "{error}");
     ///     Ok(())
     /// })?;
@@ -92,7 +122,7 @@ impl Builder {
     pub fn check(&self, module: &dyn Module) -> Result<()> {
         let mut has = Vec::new();
         module.walk(&self.path, &mut |path, item| {
-            if matches!(item, Item::Param(_) | Item::Buffer(_)) {
+            if matches!(item, ModuleItem::Param(_) | ModuleItem::Buffer(_)) {
                 has.push(path.to_string());
             }
         });
@@ -104,35 +134,44 @@ impl Builder {
         Err(ErrorKind::Model.error(
             "module",
             format!("a parameter built as `{lost}`, where the module has none"),
-            "names given to Builder::at and Builder::param that are those of the module's fields",
+            "names given to Builder::child and Builder::param that are those of the module's fields",
             format!("did you mean {}?", nearest(lost, has)),
         ))
     }
 
-    /// Hooks of the module that is built here; they know its path from the start.
+    /// Creates the hooks of the module that is built here. Errors in its forward pass then name its path.
     pub fn hooks(&self) -> Hooks {
         Hooks::at(&self.path)
     }
 
-    /// The mesh.
+    /// The mesh that parameters are created on.
     pub fn mesh(&self) -> &DeviceMesh {
         &self.mesh
     }
 
-    /// A parameter.
+    /// Creates a parameter under the field name `name`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if the layout for its path does not fit the shape, or the initializer needs
+    /// another number of dimensions.
+    #[doc(alias = "register_parameter")]
     pub fn param(&self, name: &str, shape: &[usize], init: Init) -> Result<Param> {
         Ok(Param::new(&self.tensor(name, shape, init)?))
     }
 
-    /// A buffer.
+    /// Creates a buffer under the field name `name`: a tensor of the state that is not trained.
+    ///
+    /// # Errors
+    /// As for [`param`](Self::param).
+    #[doc(alias = "register_buffer")]
     pub fn buffer(&self, name: &str, shape: &[usize], init: Init) -> Result<Buffer> {
         Ok(Buffer::new(&self.tensor(name, shape, init)?))
     }
 
     fn tensor(&self, name: &str, shape: &[usize], init: Init) -> Result<DTensor> {
         let path = join(&self.path, name);
-        let layout = (self.place)(&path, shape)?;
+        let layout = (self.layout_of)(&path, shape)?;
         self.built.lock().push(path);
-        init.make_in(&layout, self.dtype, &self.mesh)
+        init.create_in(&layout, self.dtype, &self.mesh)
     }
 }

@@ -1,15 +1,22 @@
-//! A module's parameters laid out, and its input and output prepared, in one call.
+//! `distribute_module`.
 
-use super::module::{Hooks, Item, Module};
+use super::module::{Hooks, Module, ModuleItem};
 use crate::error::{ErrorKind, Result};
 use crate::param::Param;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
 
-/// Lays out every parameter as `partition` says (by path and shape; `None` leaves it as it is), and applies `input` and
-/// `output` to what goes in and comes out of the module.
+/// Redistributes the parameters of a module and registers hooks for its input and output.
 ///
-/// The module needs a field of type [`Hooks`] of its own for the latter, as the layers of this crate have.
+/// `partition` returns the placements of a parameter by path; `None` leaves it unchanged. `input` and `output` need a field
+/// of type [`Hooks`] in the module, as the layers of this crate have. Plans do the same by name:
+/// [`ShardingPlan`](crate::plan::ShardingPlan).
+///
+/// Collective: all ranks of the mesh must call it, because redistributing communicates. Optimizers created before see the
+/// new layouts, since parameters are shared cells.
+///
+/// # Errors
+/// [`Error::Invalid`](crate::Error::Invalid) if there is a hook but no such field, or placements do not fit a parameter.
 ///
 /// ```
 /// use shardwise::nn::{Builder, Forward, Linear, Module, distribute_module};
@@ -31,15 +38,15 @@ pub fn distribute_module(
     input: Option<HookFn>,
     output: Option<HookFn>,
 ) -> Result<()> {
-    let mut own: Option<Hooks> = None;
+    let mut root_hooks: Option<Hooks> = None;
     module.walk("", &mut |path, item| {
-        if let Item::Hooks(hooks) = item
+        if let ModuleItem::Hooks(hooks) = item
             && !path.contains('.')
         {
-            own = Some(hooks.clone());
+            root_hooks = Some(hooks.clone());
         }
     });
-    if (input.is_some() || output.is_some()) && own.is_none() {
+    if (input.is_some() || output.is_some()) && root_hooks.is_none() {
         let found = "a module without a field of type Hooks";
         return Err(ErrorKind::Model.error(
             "module",
@@ -53,12 +60,12 @@ pub fn distribute_module(
             param.set(&param.get().detach().redistribute(placements)?)?;
         }
     }
-    if let Some(hooks) = own {
+    if let Some(hooks) = root_hooks {
         input.into_iter().for_each(|hook| hooks.on_input(hook));
         output.into_iter().for_each(|hook| hooks.on_output(hook));
     }
     Ok(())
 }
 
-/// A function of what goes into or comes out of a module.
+/// A hook for the input or output of a module.
 type HookFn = Box<dyn Fn(&DTensor) -> Result<DTensor> + Send + Sync>;

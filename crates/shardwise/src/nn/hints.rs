@@ -1,11 +1,11 @@
-//! What modules say to planners: fields that hold no tensors.
+//! Fields of modules that inform planners; they hold no tensors.
 
 /// Numbers of heads of an attention module, for planners; a field of the module.
 ///
-/// [`TensorParallel`](crate::plan::TensorParallel) shards the linear layers beside it at the borders of heads, whatever the
-/// number of ranks: a key head goes to one rank together with its query heads. For that, the features of every such layer
-/// have to be ordered by key head: those of key head 0 first. In a projection to queries, keys and values at once, too:
-/// `[q.. k v]` of key head 0, then of key head 1.
+/// With it, [`TensorParallel`](crate::plan::TensorParallel) never splits a head between ranks, whatever the number of ranks:
+/// a key head goes to one rank together with its query heads. This requires that the features of the linear layers are
+/// ordered by key head, those of key head 0 first. That holds for a fused projection too: `[q.. k v]` of key head 0, then of
+/// key head 1.
 ///
 /// ```
 /// use shardwise::nn::{Builder, Heads, Linear, Module};
@@ -21,9 +21,9 @@
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("tp", 2)])?;
-///     let at = Builder::new(&mesh);
+///     let builder = Builder::new(&mesh);
 ///     // three heads of four features
-///     let (qkv, out) = (Linear::new(&at.at("qkv"), 12, 36)?, Linear::new(&at.at("out"), 12, 12)?);
+///     let (qkv, out) = (Linear::new(&builder.child("qkv"), 12, 36)?, Linear::new(&builder.child("out"), 12, 12)?);
 ///     let attention = Attention { qkv, out, heads: Heads { query: 3, key: 3 } };
 ///     let table = TensorParallel::new("tp").plan(&attention, &mesh)?.table(&attention)?;
 ///     assert_eq!(table.0[0].layout.placements(), [Placement::ragged(0, [24, 12])]);
@@ -33,16 +33,16 @@
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heads {
-    /// Query heads.
+    /// Number of query heads.
     pub query: usize,
-    /// Key and value heads, each of which serves a group of query heads.
+    /// Number of key and value heads, each shared by a group of query heads.
     pub key: usize,
 }
 
-/// Roles of the layers of a module, for planners; a field of the module. Paths are those below the module.
+/// Roles of the layers of a module, for planners; a field of the module. Paths are relative to the module.
 ///
-/// Planners recognise layers by usual names (`query`, `up`, `down`, ...); a module whose layers have others says what they
-/// are.
+/// Planners recognize layers by common names (`query`, `up`, `down`, ...). A module whose layers have other names lists
+/// them here. A path that names no layer is an error when a plan is built.
 ///
 /// ```
 /// use shardwise::nn::{Builder, Linear, PlanHints};
@@ -58,8 +58,8 @@ pub struct Heads {
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("tp", 2)])?;
-///     let at = Builder::new(&mesh);
-///     let (widen, narrow) = (Linear::new(&at.at("widen"), 4, 16)?, Linear::new(&at.at("narrow"), 16, 4)?);
+///     let builder = Builder::new(&mesh);
+///     let (widen, narrow) = (Linear::new(&builder.child("widen"), 4, 16)?, Linear::new(&builder.child("narrow"), 16, 4)?);
 ///     let mixer = Mixer { widen, narrow, hints: PlanHints::new().column("widen").row("narrow") };
 ///     let table = TensorParallel::new("tp").plan(&mixer, &mesh)?.table(&mixer)?;
 ///     assert_eq!(table.0[0].layout.placements(), [Shard(0)]);
@@ -69,17 +69,17 @@ pub struct Heads {
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PlanHints {
-    /// Linear layers that tensor parallelism shards by outputs.
+    /// Linear layers that tensor parallelism shards by columns (output features).
     pub columns: Vec<String>,
-    /// Linear layers that take what the columns return: tensor parallelism shards them by inputs.
+    /// Linear layers behind them, which tensor parallelism shards by rows (input features).
     pub rows: Vec<String>,
-    /// Modules whose input has the batch as its first dimension. Plans that shard weights over the axis of the batch bring
-    /// it there: embeddings may return rows of the whole batch.
+    /// Modules whose input has the batch as its first dimension. Fully sharded plans redistribute it to `Shard(0)` over the
+    /// batch axis, since a lookup in a sharded embedding may return the rows of the whole batch.
     pub batch_inputs: Vec<String>,
 }
 
 impl PlanHints {
-    /// No hints yet.
+    /// Empty hints.
     pub fn new() -> Self {
         PlanHints::default()
     }

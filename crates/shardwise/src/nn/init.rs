@@ -1,4 +1,6 @@
-//! Initial values: bit-equal for every layout, with fans of the whole tensor.
+//! Initializers of parameters.
+//!
+//! Values are bit-equal for every layout and number of ranks, and fans are those of the full tensor, not of a shard.
 
 use candle_core::DType;
 
@@ -9,63 +11,79 @@ use crate::placement::Placement;
 use crate::random::Distribution;
 use crate::tensor::DTensor;
 
-/// How a tensor begins.
+/// An initializer: what a new tensor is filled with. Gains are factors of the standard deviation, as in `torch.nn.init`.
+#[doc(alias = "torch.nn.init")]
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum Init {
-    /// One number everywhere.
+    /// One value everywhere.
+    #[doc(alias = "constant_")]
     Constant(f64),
-    /// Uniform between two numbers.
+    /// Uniform from the first number to below the second.
+    #[doc(alias = "uniform_")]
     Uniform(f64, f64),
     /// Normal with a mean and a standard deviation.
+    #[doc(alias = "normal_")]
     Normal(f64, f64),
-    /// Normal with mean 0 and a standard deviation, drawn again outside two standard deviations.
+    /// Normal with mean 0 and this standard deviation, truncated at two standard deviations.
+    #[doc(alias = "trunc_normal_")]
     TruncNormal(f64),
-    /// Uniform with variance `2 / (fan_in + fan_out)`, times the square of a gain.
+    /// Uniform with variance `gain^2 * 2 / (fan_in + fan_out)`.
+    #[doc(alias = "xavier_uniform_")]
     XavierUniform(f64),
-    /// Normal with variance `2 / (fan_in + fan_out)`, times the square of a gain.
+    /// Normal with variance `gain^2 * 2 / (fan_in + fan_out)`.
+    #[doc(alias = "xavier_normal_")]
     XavierNormal(f64),
-    /// Uniform with variance `1 / fan_in`, times the square of a gain.
+    /// Uniform with variance `gain^2 / fan_in`.
+    #[doc(alias = "kaiming_uniform_")]
     KaimingUniform(f64),
-    /// Normal with variance `1 / fan_in`, times the square of a gain.
+    /// Normal with variance `gain^2 / fan_in`.
+    #[doc(alias = "kaiming_normal_")]
     KaimingNormal(f64),
 }
 
 impl Init {
-    /// Zeros.
+    /// Fills with zeros.
     pub const ZEROS: Init = Init::Constant(0.0);
-    /// Ones.
+    /// Fills with ones.
     pub const ONES: Init = Init::Constant(1.0);
-    /// What linear and convolution layers begin with: uniform within `1 / sqrt(fan_in)`.
+    /// PyTorch's default for linear and convolution layers: uniform within `1 / sqrt(fan_in)`.
     pub const LINEAR: Init = Init::KaimingUniform(0.577_350_269_189_625_8); // 1 / sqrt(3)
 
-    /// A tensor that begins so. Draws from the generator of the mesh.
+    /// Creates a tensor filled by this initializer, with random numbers from the generator of the mesh.
+    ///
+    /// Local: every rank draws the elements of its own shard. All ranks of the mesh must call it, because it advances the
+    /// generator.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if placements do not fit the shape, or an initializer with fans is used for a
+    /// shape of less than two dimensions.
     #[track_caller]
-    pub fn make(
+    pub fn create(
         self,
         shape: &[usize],
         dtype: DType,
         mesh: &DeviceMesh,
         placements: impl IntoIterator<Item = Placement>,
     ) -> Result<DTensor> {
-        self.make_in(&Layout::new(mesh.mesh(), shape, placements)?, dtype, mesh)
+        self.create_in(&Layout::new(mesh.mesh(), shape, placements)?, dtype, mesh)
     }
 
-    /// As [`make`](Self::make), in a layout.
+    /// As [`create`](Self::create), in a layout.
     #[track_caller]
-    pub fn make_in(self, layout: &Layout, dtype: DType, mesh: &DeviceMesh) -> Result<DTensor> {
-        match self.start(layout.shape())? {
-            Start::Constant(value) => DTensor::full_in(layout, value, dtype, mesh),
-            Start::Random(distribution) => DTensor::random_in(layout, dtype, mesh, distribution),
+    pub fn create_in(self, layout: &Layout, dtype: DType, mesh: &DeviceMesh) -> Result<DTensor> {
+        match self.initial_value(layout.shape())? {
+            InitialValue::Constant(value) => DTensor::full_in(layout, value, dtype, mesh),
+            InitialValue::Random(distribution) => DTensor::random_in(layout, dtype, mesh, distribution),
         }
     }
 
-    /// What the elements of a tensor of this shape begin with.
-    pub(crate) fn start(self, shape: &[usize]) -> Result<Start> {
+    /// Resolves the fans for a full tensor of this shape.
+    pub(crate) fn initial_value(self, shape: &[usize]) -> Result<InitialValue> {
         let root3 = 3f64.sqrt();
         let fans = || fans(shape);
-        Ok(Start::Random(match self {
-            Init::Constant(value) => return Ok(Start::Constant(value)),
+        Ok(InitialValue::Random(match self {
+            Init::Constant(value) => return Ok(InitialValue::Constant(value)),
             Init::Uniform(low, high) => Distribution::Uniform { low, high },
             Init::Normal(mean, std) => Distribution::Normal { mean, std },
             Init::TruncNormal(std) => Distribution::TruncatedNormal { mean: 0.0, std, width: 2.0 },
@@ -83,11 +101,9 @@ impl Init {
     }
 }
 
-/// An initial value for a tensor of a certain shape.
-pub(crate) enum Start {
-    /// One number everywhere.
+/// An initializer for one shape: fans are resolved.
+pub(crate) enum InitialValue {
     Constant(f64),
-    /// Random numbers.
     Random(Distribution),
 }
 
@@ -95,12 +111,12 @@ fn uniform(bound: f64) -> Distribution {
     Distribution::Uniform { low: -bound, high: bound }
 }
 
-/// Inputs and outputs of one unit of a weight `[out, in, ...]`, of the whole tensor and not of a shard.
+/// `fan_in` and `fan_out` of a weight `[out, in, ...]`.
 fn fans(shape: &[usize]) -> Result<(f64, f64)> {
     let [out, inputs, field @ ..] = shape else {
         let found = format!("shape {shape:?}");
         return Err(ErrorKind::shape(shape).error(
-            "initialiser",
+            "initializer",
             found,
             "a weight [out, in, ...]",
             "use a uniform or normal one",

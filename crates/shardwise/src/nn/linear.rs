@@ -2,52 +2,53 @@
 
 use super::build::Builder;
 use super::init::Init;
-use super::module::{Forward, Hooks, Item, Mode, Module, join};
+use super::module::{Forward, Hooks, TrainingMode};
 use crate::error::{ErrorKind, Result};
 use crate::ops::EmbeddingBagMode;
 use crate::param::Param;
 use crate::tensor::DTensor;
 
-/// Declares how the fields of a layer of this crate are walked; other crates derive it.
+/// Implements `Module` for a layer of this crate. Other crates use `#[ derive(Module)]`, which names this crate as
+/// `::shardwise` and so cannot be used inside it.
 macro_rules! layer {
     ($name:ident { $($field:ident),* }) => {
-        impl Module for $name {
-            fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+        impl $crate::nn:: Module for $name {
+            fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, $crate::nn::ModuleItem<'_>)) {
                 if self.hooks.walk_replacement(path, "hooks", visit) {
                     return;
                 }
-                visit(path, Item::Module(stringify!($name)));
-                $(self.$field.walk(&join(path, stringify!($field)), visit);)*
+                visit(path, $crate::nn::ModuleItem::Module(stringify!($name)));
+                $($crate::nn::Module::walk(&self.$field,&$crate::nn::join(path, stringify!($field)), visit);)*
             }
         }
     };
 }
 pub(crate) use layer;
 
-/// `x W^T + b` with a weight `[out, in]`.
+/// Linear layer: `x W^T + b` on the last dimension, with a weight `[out, in]` as in PyTorch.
 pub struct Linear {
-    /// The weight, `[out, in]`.
+    /// Weight `[out, in]`.
     pub weight: Param,
-    /// The bias, `[out]`.
+    /// Bias `[out]`.
     pub bias: Option<Param>,
-    /// Hooks.
+    /// Input and output hooks; see [` Hooks`].
     pub hooks: Hooks,
 }
 
 layer!(Linear { weight, bias, hooks });
 
 impl Linear {
-    /// With a bias.
-    pub fn new(at: &Builder, inputs: usize, outputs: usize) -> Result<Self> {
+    /// Builds a layer with a bias, with PyTorch's initializer: uniform within `1 / sqrt(inputs)`.
+    pub fn new(builder: &Builder, inputs: usize, outputs: usize) -> Result<Self> {
         let bound = 1.0 / (inputs.max(1) as f64).sqrt();
-        let layer = Self::without_bias(at, inputs, outputs)?;
-        Ok(Linear { bias: Some(at.param("bias", &[outputs], Init::Uniform(-bound, bound))?), ..layer })
+        let layer = Self::without_bias(builder, inputs, outputs)?;
+        Ok(Linear { bias: Some(builder.param("bias", &[outputs], Init::Uniform(-bound, bound))?), ..layer })
     }
 
-    /// Without a bias.
-    pub fn without_bias(at: &Builder, inputs: usize, outputs: usize) -> Result<Self> {
-        let weight = at.param("weight", &[outputs, inputs], Init::LINEAR)?;
-        Ok(Linear { weight, bias: None, hooks: at.hooks() })
+    /// Builds a layer without a bias.
+    pub fn without_bias(builder: &Builder, inputs: usize, outputs: usize) -> Result<Self> {
+        let weight = builder.param("weight", &[outputs, inputs], Init::LINEAR)?;
+        Ok(Linear { weight, bias: None, hooks: builder.hooks() })
     }
 }
 
@@ -58,21 +59,21 @@ impl Forward for Linear {
     }
 }
 
-/// Rows of a table for ids.
+/// Embedding: looks up rows of a table by ids of any shape. A table sharded over the vocabulary gives partial sums.
 pub struct Embedding {
-    /// The table, `[vocabulary, features]`.
+    /// Table `[vocabulary, features]`.
     pub weight: Param,
-    /// Hooks.
+    /// Input and output hooks; see [` Hooks`].
     pub hooks: Hooks,
 }
 
 layer!(Embedding { weight, hooks });
 
 impl Embedding {
-    /// A table that begins normal.
-    pub fn new(at: &Builder, vocabulary: usize, features: usize) -> Result<Self> {
-        let weight = at.param("weight", &[vocabulary, features], Init::Normal(0.0, 1.0))?;
-        Ok(Embedding { weight, hooks: at.hooks() })
+    /// Builds a table with values from the standard normal distribution, as PyTorch does.
+    pub fn new(builder: &Builder, vocabulary: usize, features: usize) -> Result<Self> {
+        let weight = builder.param("weight", &[vocabulary, features], Init::Normal(0.0, 1.0))?;
+        Ok(Embedding { weight, hooks: builder.hooks() })
     }
 }
 
@@ -82,11 +83,11 @@ impl Forward for Embedding {
     }
 }
 
-/// Rows of a table for bags of ids, one row per bag.
+/// Embedding of bags of ids: the rows of each bag are summed, averaged or reduced to their maximum.
 pub struct EmbeddingBag {
-    /// The table, `[vocabulary, features]`.
+    /// Table `[vocabulary, features]`.
     pub weight: Param,
-    /// Hooks.
+    /// Input and output hooks; see [` Hooks`].
     pub hooks: Hooks,
     mode: EmbeddingBagMode,
 }
@@ -94,13 +95,13 @@ pub struct EmbeddingBag {
 layer!(EmbeddingBag { weight, hooks });
 
 impl EmbeddingBag {
-    /// A table that begins normal, and how a bag becomes one row.
-    pub fn new(at: &Builder, vocabulary: usize, features: usize, mode: EmbeddingBagMode) -> Result<Self> {
-        let weight = at.param("weight", &[vocabulary, features], Init::Normal(0.0, 1.0))?;
-        Ok(EmbeddingBag { weight, hooks: at.hooks(), mode })
+    /// Builds a table with values from the standard normal distribution; `mode` says how the rows of a bag become one.
+    pub fn new(builder: &Builder, vocabulary: usize, features: usize, mode: EmbeddingBagMode) -> Result<Self> {
+        let weight = builder.param("weight", &[vocabulary, features], Init::Normal(0.0, 1.0))?;
+        Ok(EmbeddingBag { weight, hooks: builder.hooks(), mode })
     }
 
-    /// Bags of any length: one begins at every offset of a vector of ids.
+    /// Looks up bags of any length: `offsets` has the position in `ids` at which each bag begins. Hooks see ` ids`.
     #[track_caller]
     pub fn forward_bags(&self, ids: &DTensor, offsets: &[usize]) -> Result<DTensor> {
         let bags = |ids: &DTensor| self.weight.get().embedding_bag(ids, Some(offsets), self.mode);
@@ -109,34 +110,38 @@ impl EmbeddingBag {
 }
 
 impl Forward for EmbeddingBag {
-    /// A matrix of ids, one bag per row.
+    /// Looks up bags of one length: one per row of the matrix `ids`.
     fn forward(&self, ids: &DTensor) -> Result<DTensor> {
         self.hooks.run(ids, |ids| self.weight.get().embedding_bag(ids, None, self.mode))
     }
 }
 
-/// Drops elements while training.
+/// Dropout: zeroes elements with probability `p` in training and scales the rest by `1 / (1 - p)`; the identity in
+/// evaluation. The mask is the same for every layout.
 pub struct Dropout {
-    /// Hooks.
+    /// Input and output hooks; see [` Hooks`].
     pub hooks: Hooks,
     p: f64,
-    mode: Mode,
+    training_mode: TrainingMode,
 }
 
-layer!(Dropout { mode, hooks });
+layer!(Dropout { training_mode, hooks });
 
 impl Dropout {
-    /// Drops with probability `p`.
+    /// Creates the layer.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) unless `p` is from 0 to 1.
     pub fn new(p: f64) -> Result<Self> {
         if !(0.0..=1.0).contains(&p) {
             return Err(ErrorKind::Argument.error("dropout", format!("probability {p}"), "0 to 1", "correct it"));
         }
-        Ok(Dropout { hooks: Hooks::default(), p, mode: Mode::default() })
+        Ok(Dropout { hooks: Hooks::default(), p, training_mode: TrainingMode::default() })
     }
 }
 
 impl Forward for Dropout {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        self.hooks.run(x, |x| x.dropout(self.p, self.mode.is_training()))
+        self.hooks.run(x, |x| x.dropout(self.p, self.training_mode.is_training()))
     }
 }

@@ -1,22 +1,22 @@
-//! Blocks of linear layers.
+//! Feed-forward blocks of transformers.
 
 use super::build::Builder;
 use super::linear::{Linear, layer};
-use super::module::{Forward, Hooks, Item, Module, join};
+use super::module::{Forward, Hooks};
 use crate::error::Result;
 use crate::tensor::DTensor;
 
-/// The function between two linear layers.
+/// The activation function of an [`Mlp`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Activation {
-    /// The positive part.
+    /// `max(x, 0)`.
     Relu,
-    /// `x * Phi(x)`.
+    /// GELU, `x * Phi(x)`.
     Gelu,
-    /// The tanh approximation of gelu.
+    /// GELU with the tanh approximation.
     GeluTanh,
-    /// `x * sigmoid(x)`.
+    /// SiLU, `x * sigmoid(x)`.
     Silu,
 }
 
@@ -31,13 +31,13 @@ impl Activation {
     }
 }
 
-/// A linear layer up, a function, a linear layer down.
+/// Feed-forward block: `down(activation(up(x)))`.
 pub struct Mlp {
-    /// The layer up.
+    /// From `width` to `hidden` features; tensor parallelism shards it by columns.
     pub up: Linear,
-    /// The layer down.
+    /// From `hidden` to `width` features; tensor parallelism shards it by rows.
     pub down: Linear,
-    /// Hooks.
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
     activation: Activation,
 }
@@ -45,10 +45,11 @@ pub struct Mlp {
 layer!(Mlp { up, down, hooks });
 
 impl Mlp {
-    /// From `width` features to `hidden` and back.
-    pub fn new(at: &Builder, width: usize, hidden: usize, activation: Activation) -> Result<Self> {
-        let (up, down) = (Linear::new(&at.at("up"), width, hidden)?, Linear::new(&at.at("down"), hidden, width)?);
-        Ok(Mlp { up, down, hooks: at.hooks(), activation })
+    /// Builds the block, with `width` features outside and `hidden` inside.
+    pub fn new(builder: &Builder, width: usize, hidden: usize, activation: Activation) -> Result<Self> {
+        let (up, down) =
+            (Linear::new(&builder.child("up"), width, hidden)?, Linear::new(&builder.child("down"), hidden, width)?);
+        Ok(Mlp { up, down, hooks: builder.hooks(), activation })
     }
 }
 
@@ -58,28 +59,28 @@ impl Forward for Mlp {
     }
 }
 
-/// `down(silu(gate(x)) * up(x))`, without biases.
+/// Gated feed-forward block of Llama: `down(silu(gate(x)) * up(x))`, without biases.
 pub struct SwiGlu {
-    /// The layer whose result is the gate.
+    /// From `width` to `hidden` features, through SiLU.
     pub gate: Linear,
-    /// The layer up.
+    /// From `width` to `hidden` features; tensor parallelism shards it by columns.
     pub up: Linear,
-    /// The layer down.
+    /// From `hidden` to `width` features; tensor parallelism shards it by rows.
     pub down: Linear,
-    /// Hooks.
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
 }
 
 layer!(SwiGlu { gate, up, down, hooks });
 
 impl SwiGlu {
-    /// From `width` features to `hidden` and back.
-    pub fn new(at: &Builder, width: usize, hidden: usize) -> Result<Self> {
+    /// Builds the block, with `width` features outside and `hidden` inside.
+    pub fn new(builder: &Builder, width: usize, hidden: usize) -> Result<Self> {
         Ok(SwiGlu {
-            gate: Linear::without_bias(&at.at("gate"), width, hidden)?,
-            up: Linear::without_bias(&at.at("up"), width, hidden)?,
-            down: Linear::without_bias(&at.at("down"), hidden, width)?,
-            hooks: at.hooks(),
+            gate: Linear::without_bias(&builder.child("gate"), width, hidden)?,
+            up: Linear::without_bias(&builder.child("up"), width, hidden)?,
+            down: Linear::without_bias(&builder.child("down"), hidden, width)?,
+            hooks: builder.hooks(),
         })
     }
 }

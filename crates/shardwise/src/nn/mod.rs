@@ -1,4 +1,7 @@
-//! Modules: structs of parameters, buffers and other modules, written as if for one device.
+//! Modules and layers, written as if for one device; `torch.nn` for Rust.
+//!
+//! A module is a struct with `#[derive(Module)]` ([`Module`]) that implements [`Forward`]. A [`Builder`] creates its
+//! parameters under dotted paths, in layouts that are chosen separately from the model.
 //!
 //! ```
 //! use shardwise::nn::{Builder, Forward, Linear, Module};
@@ -11,8 +14,8 @@
 //! }
 //!
 //! impl Mlp {
-//!     fn new(at: &Builder, width: usize) -> Result<Self> {
-//!         Ok(Mlp { up: Linear::new(&at.at("up"), width, 4 * width)?, down: Linear::new(&at.at("down"), 4 * width, width)? })
+//!     fn new(builder: &Builder, width: usize) -> Result<Self> {
+//!         Ok(Mlp { up: Linear::new(&builder.child("up"), width, 4 * width)?, down: Linear::new(&builder.child("down"), 4 * width, width)? })
 //!     }
 //! }
 //!
@@ -24,13 +27,13 @@
 //!
 //! launch(2, |world| {
 //!     let mesh = world.mesh([("tp", 2)])?;
-//!     // the layout of every parameter is said apart from the model
-//!     let built = Builder::new(&mesh).placed(|path, _| match path {
+//!     // layouts are specified separately from the model
+//!     let builder = Builder::new(&mesh).placed(|path, _| match path {
 //!         "up.weight" | "up.bias" => vec![Shard(0)],
 //!         "down.weight" => vec![Shard(1)],
 //!         _ => vec![Replicate],
 //!     });
-//!     let mlp = Mlp::new(&built, 8)?;
+//!     let mlp = Mlp::new(&builder, 8)?;
 //!     let y = mlp.forward(&DTensor::randn((4, 8), &mesh, [Replicate])?)?;
 //!     assert_eq!(y.placements(), [Partial(ReduceOp::Sum)]);
 //!     assert_eq!(mlp.named_parameters().iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(),
@@ -59,15 +62,15 @@ mod state_dict;
 pub use activation::{Elu, Gelu, GeluTanh, LeakyRelu, LogSoftmax, Relu, Sigmoid, Silu, Softmax, Softplus, Tanh};
 pub use attention::{AttentionConfig, MultiHeadAttention, RotaryEmbedding};
 pub use build::Builder;
-pub use conv::{Conv1d, Conv2d};
+pub use conv::{Conv1d, Conv1dOptions, Conv2d, Conv2dOptions};
 pub use distribute::distribute_module;
 pub use hints::{Heads, PlanHints};
 pub(crate) use linear::layer;
 pub use linear::{Dropout, Embedding, EmbeddingBag, Linear};
 pub use mlp::{Activation, Mlp, SwiGlu};
-pub use module::{Buffer, Forward, ForwardAll, Hooks, Item, Layer, Mode, Module, join};
+pub use module::{Buffer, Forward, ForwardAll, Hooks, Layer, Module, ModuleItem, TrainingMode, join};
 pub use norm::{BatchNorm, GroupNorm, LayerNorm, RmsNorm};
 pub use pool::{AvgPool1d, AvgPool2d, ConstantPad, Flatten, MaxPool1d, MaxPool2d};
 pub use sequential::Sequential;
 pub use shardwise_derive::Module;
-pub use state_dict::{Loaded, StateDictOptions};
+pub use state_dict::{IncompatibleKeys, StateDictOptions};

@@ -1,4 +1,4 @@
-//! What a module is: something whose parameters, buffers and parts can be walked by path.
+//! The traits of modules, and the things that a walk over a module finds.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,40 +8,46 @@ use candle_core::{DType, Device};
 use parking_lot::Mutex;
 
 use super::hints::{Heads, PlanHints};
-use super::state_dict::{Loaded, StateDictOptions};
+use super::state_dict::{IncompatibleKeys, StateDictOptions};
 use crate::error::{ErrorKind, Result};
 use crate::param::Param;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
 
-/// What a walk over a module meets.
-pub enum Item<'a> {
-    /// A module of a kind; what is inside follows.
+/// What [`Module::walk`] visits.
+pub enum ModuleItem<'a> {
+    /// The module itself, with the name of its type; its fields follow.
     Module(&'static str),
     /// A parameter.
     Param(&'a Param),
-    /// A tensor that belongs to the state but is not trained.
+    /// A buffer.
     Buffer(&'a Buffer),
-    /// Whether the module is being trained.
-    Mode(&'a Mode),
-    /// Functions to be applied to its input and output.
+    /// The switch between training and evaluation of a module.
+    TrainingMode(&'a TrainingMode),
+    /// The hooks of a module.
     Hooks(&'a Hooks),
-    /// How many heads the linear layers of the module are made of.
+    /// The numbers of heads of an attention module.
     Heads(Heads),
-    /// What planners cannot see in the parameters of the module.
+    /// Roles of layers that planners do not recognize by name.
     Hints(&'a PlanHints),
 }
 
-/// A struct of parameters, buffers and other modules. Derive it.
+/// A struct of parameters, buffers and other modules, as `torch.nn.Module`. Derive it with `#[derive(Module)]`.
+///
+/// All methods but [`walk`](Self::walk) are provided. Methods take `&self`: parameters are cells that modules and optimizers
+/// share.
+#[doc(alias = "torch.nn.Module")]
 pub trait Module {
-    /// Calls `visit` with every item, each with its dotted path, in order of declaration.
-    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>));
+    /// Calls `visit` for the module and everything inside, in order of declaration, with dotted paths below `path`.
+    ///
+    /// A module that was replaced ([`Hooks::replace`]) is walked as its replacement.
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>));
 
-    /// All parameters with their dotted paths. One that two modules share is listed once, under its first path.
+    /// Returns all parameters with their dotted paths. A shared (tied) parameter is listed once, under its first path.
     fn named_parameters(&self) -> Vec<(String, Param)> {
         let mut all: Vec<(String, Param)> = Vec::new();
         self.walk("", &mut |path, item| {
-            if let Item::Param(param) = item
+            if let ModuleItem::Param(param) = item
                 && !all.iter().any(|(_, p)| p.is_same(param))
             {
                 all.push((path.to_string(), param.clone()));
@@ -50,64 +56,67 @@ pub trait Module {
         all
     }
 
-    /// All buffers with their dotted paths.
+    /// Returns all buffers with their dotted paths.
     fn named_buffers(&self) -> Vec<(String, Buffer)> {
         let mut all = Vec::new();
         self.walk("", &mut |path, item| {
-            if let Item::Buffer(buffer) = item {
+            if let ModuleItem::Buffer(buffer) = item {
                 all.push((path.to_string(), buffer.clone()));
             }
         });
         all
     }
 
-    /// All modules inside, itself first, with their dotted paths and kinds.
+    /// Returns this module (path `""`) and all modules inside, with their dotted paths and the names of their types.
     fn named_modules(&self) -> Vec<(String, &'static str)> {
         let mut all = Vec::new();
         self.walk("", &mut |path, item| {
-            if let Item::Module(kind) = item {
+            if let ModuleItem::Module(kind) = item {
                 all.push((path.to_string(), kind));
             }
         });
         all
     }
 
-    /// The number of elements of all parameters.
+    /// Counts the elements of all parameters, of full tensors and not of local shards.
     fn parameter_count(&self) -> usize {
         self.named_parameters().iter().map(|(_, p)| p.shape().iter().product::<usize>()).sum()
     }
 
-    /// Modules inside behave as in training: dropout drops, batch norm takes its statistics from the batch.
+    /// Switches all modules inside to training: dropout drops, batch norm uses statistics of the batch.
     fn train(&self) {
-        self.set_mode(true);
+        self.set_training(true);
     }
 
-    /// Modules inside behave as in use.
+    /// Switches all modules inside to evaluation.
     fn eval(&self) {
-        self.set_mode(false);
+        self.set_training(false);
     }
 
-    /// Training or not.
-    fn set_mode(&self, training: bool) {
+    /// Switches all modules inside to training or evaluation.
+    fn set_training(&self, training: bool) {
         self.walk("", &mut |_, item| {
-            if let Item::Mode(mode) = item {
+            if let ModuleItem::TrainingMode(mode) = item {
                 mode.0.store(training, Relaxed);
             }
         });
     }
 
-    /// Converts all floating-point parameters and buffers.
+    /// Converts all floating-point parameters and buffers to another type. Local.
     fn to_dtype(&self, dtype: DType) -> Result<()> {
-        self.change(&|tensor| if tensor.dtype().is_float() { tensor.to_dtype(dtype) } else { Ok(tensor.clone()) })
+        self.map_tensors(&|tensor| if tensor.dtype().is_float() { tensor.to_dtype(dtype) } else { Ok(tensor.clone()) })
     }
 
-    /// Moves all parameters and buffers to a device.
+    /// Moves all parameters and buffers to a device. Local.
     fn to_device(&self, device: &Device) -> Result<()> {
-        self.change(&|tensor| tensor.to_device(device))
+        self.map_tensors(&|tensor| tensor.to_device(device))
     }
 
-    /// Replaces the value of every parameter and buffer by a function of it.
-    fn change(&self, f: &dyn Fn(&DTensor) -> Result<DTensor>) -> Result<()> {
+    /// Replaces the value of every parameter and buffer by `f` of it.
+    ///
+    /// Communicates what `f` communicates; a shared parameter is passed once.
+    #[doc(alias = "_apply")]
+    fn map_tensors(&self, f: &dyn Fn(&DTensor) -> Result<DTensor>) -> Result<()> {
         for (_, param) in self.named_parameters() {
             param.set(&f(&param.get().detach())?)?;
         }
@@ -117,7 +126,9 @@ pub trait Module {
         Ok(())
     }
 
-    /// The values of all parameters and buffers by path.
+    /// Returns the values of all parameters and buffers by path, detached, in their current layouts.
+    ///
+    /// Local, and copies nothing: tensors are immutable values. For files see [`checkpoint::save`](crate::checkpoint::save).
     fn state_dict(&self) -> BTreeMap<String, DTensor> {
         let parameters = self.named_parameters().into_iter().map(|(path, p)| (path, p.get().detach()));
         parameters.chain(self.named_buffers().into_iter().map(|(path, b)| (path, b.get()))).collect()
@@ -128,7 +139,9 @@ pub trait Module {
         self.state_dict().into_iter().map(|(path, tensor)| (options.prefix.clone() + &path, tensor)).collect()
     }
 
-    /// Sets all parameters and buffers, each brought to the layout and type that it has here.
+    /// Sets all parameters and buffers, each redistributed and converted to the layout and type that it has here.
+    ///
+    /// Collective if a layout differs: all ranks must call it.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) with all names and shapes that do not fit; nothing changes then.
@@ -136,8 +149,12 @@ pub trait Module {
         self.load_state_dict_with(state, &StateDictOptions::default()).map(drop)
     }
 
-    /// As [`load_state_dict`](Self::load_state_dict), with names matched as the options say. Returns those that did not match.
-    fn load_state_dict_with(&self, state: &BTreeMap<String, DTensor>, options: &StateDictOptions) -> Result<Loaded> {
+    /// As [`load_state_dict`](Self::load_state_dict), with names matched by the options. Returns the names that did not match.
+    fn load_state_dict_with(
+        &self,
+        state: &BTreeMap<String, DTensor>,
+        options: &StateDictOptions,
+    ) -> Result<IncompatibleKeys> {
         let own = self.state_dict();
         let given = |name: &str| state.get(&(options.prefix.clone() + name));
         let reshaped: Vec<&String> =
@@ -168,19 +185,21 @@ pub trait Module {
     }
 }
 
-/// A value in the type and layout of another.
+/// Converts and redistributes `value` to the type, mesh and layout of `like`.
 fn fitted(value: &DTensor, like: &DTensor) -> Result<DTensor> {
     let value = value.to_dtype(like.dtype())?;
     if value.device_mesh() == like.device_mesh() {
         return value.to_layout(like.layout());
     }
-    let whole = vec![Placement::Replicate; like.placements().len()];
-    value.to_mesh(like.device_mesh(), whole)?.to_layout(like.layout())
+    let replicated = vec![Placement::Replicate; like.placements().len()];
+    value.to_mesh(like.device_mesh(), replicated)?.to_layout(like.layout())
 }
 
 /// A module with one input and one output.
+///
+/// Collective: all ranks of the mesh of `x` must call `forward`, since operators inside may communicate.
 pub trait Forward {
-    /// The output for an input.
+    /// Computes the output for `x`.
     ///
     /// `#[track_caller]` holds for every implementation, so that errors inside a layer name the line that called it.
     #[track_caller]
@@ -189,8 +208,8 @@ pub trait Forward {
 
 /// A module with several inputs and outputs.
 ///
-/// Its hooks prepare each of them by number, as plans and parallel styles ask for
-/// ([`ShardingPlan::input_at`](crate::plan::ShardingPlan::input_at)).
+/// Plans and parallel styles redistribute each of them by its position
+/// ([`ShardingPlan::input_at`](crate::plan::ShardingPlan::input_at)), through [`Hooks::run_all`].
 ///
 /// ```
 /// use shardwise::nn::{ForwardAll, Hooks, Linear};
@@ -215,8 +234,8 @@ pub trait Forward {
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("tp", 2)])?;
-///     let at = Builder::new(&mesh);
-///     let model = Gate { gate: Linear::new(&at.at("gate"), 4, 4)?, hooks: at.hooks() };
+///     let builder = Builder::new(&mesh);
+///     let model = Gate { gate: Linear::new(&builder.child("gate"), 4, 4)?, hooks: builder.hooks() };
 ///     parallelize_module(&model, &mesh, &[("", &PrepareModuleInput::new("tp", Shard(0)).number(1))])?;
 ///     let x = DTensor::ones((2, 4), DType::F32, &mesh, [Replicate])?;
 ///     let outputs = model.forward_all(&[&x, &x])?;
@@ -226,30 +245,30 @@ pub trait Forward {
 /// # Ok::<(), Error>(())
 /// ```
 pub trait ForwardAll {
-    /// The outputs for some inputs.
+    /// Computes the outputs for the inputs.
     ///
     /// `#[track_caller]` holds for every implementation, as for [`Forward::forward`].
     #[track_caller]
     fn forward_all(&self, inputs: &[&DTensor]) -> Result<Vec<DTensor>>;
 }
 
-/// A path and a name behind it.
+/// Joins a dotted path and a name; the path of the root is empty.
 pub fn join(path: &str, name: &str) -> String {
     if path.is_empty() { name.to_string() } else { format!("{path}.{name}") }
 }
 
-/// A tensor that belongs to a module's state but is not trained. Clones share it.
+/// A tensor of a module's state that is not trained, such as running averages. Clones share one value.
 #[doc(alias = "register_buffer")]
 #[derive(Clone)]
 pub struct Buffer(Arc<Mutex<DTensor>>);
 
 impl Buffer {
-    /// A buffer with a first value.
+    /// Creates a buffer with an initial value.
     pub fn new(value: &DTensor) -> Self {
         Buffer(Arc::new(Mutex::new(value.detach())))
     }
 
-    /// The current value.
+    /// Returns the current value.
     pub fn get(&self) -> DTensor {
         self.0.lock().clone()
     }
@@ -260,19 +279,19 @@ impl Buffer {
     }
 }
 
-/// Whether a module is being trained; it is until [`Module::eval`]. Clones share it.
-#[doc(alias = "train")]
+/// The switch between training and evaluation, as a field of a module; training until [`Module::eval`]. Clones share it.
+#[doc(alias = "training")]
 #[derive(Clone)]
-pub struct Mode(Arc<AtomicBool>);
+pub struct TrainingMode(Arc<AtomicBool>);
 
-impl Default for Mode {
+impl Default for TrainingMode {
     fn default() -> Self {
-        Mode(Arc::new(AtomicBool::new(true)))
+        TrainingMode(Arc::new(AtomicBool::new(true)))
     }
 }
 
-impl Mode {
-    /// Whether the module is being trained.
+impl TrainingMode {
+    /// Whether the module is in training mode.
     pub fn is_training(&self) -> bool {
         self.0.load(Relaxed)
     }
@@ -281,8 +300,8 @@ impl Mode {
 macro_rules! items {
     ($($T:ty => $item:ident;)*) => {$(
         impl Module for $T {
-            fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
-                visit(path, Item::$item(self));
+            fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>)) {
+                visit(path, ModuleItem::$item(self));
             }
         }
     )*};
@@ -290,33 +309,35 @@ macro_rules! items {
 items! {
     Param => Param;
     Buffer => Buffer;
-    Mode => Mode;
+    TrainingMode => TrainingMode;
 }
 
-/// A function of a tensor.
+/// A hook: what it returns takes the place of the input or output.
 pub(super) type Hook = Arc<dyn Fn(&DTensor) -> Result<DTensor> + Send + Sync>;
 
-/// A module that can stand in for another one: it has one input and one output.
+/// A module with one input and one output that can be shared: what [`Sequential`](super::Sequential) holds and what
+/// [`Hooks::replace`] takes. Implemented for all such types.
 pub trait Layer: Module + Forward + Send + Sync {}
 
 impl<M: Module + Forward + Send + Sync> Layer for M {}
 
-/// The hooks of one module; a field of it. Clones share them.
+/// Input and output hooks of a module, and possibly a replacement for it; a field of the module. Clones share them.
 ///
-/// A module whose hooks hold a replacement is that replacement: [`run`](Self::run) runs it, and a walk over the module
-/// finds its parameters and not those of the module.
+/// A module that calls [`run`](Self::run) in its `forward` can be sharded by plans and styles: they register hooks that
+/// redistribute inputs and outputs. If the hooks hold a replacement, `run` runs that instead, and a walk over the module
+/// finds the parameters of the replacement.
 ///
-/// Hooks know the path of their module, for errors: from [`Builder::hooks`](super::Builder::hooks), or else from the last
-/// walk over the model.
+/// Hooks know the path of their module, for error messages: from [`Builder::hooks`](super::Builder::hooks), or else from
+/// the last walk over the model.
 #[derive(Clone, Default)]
-pub struct Hooks(pub(super) Arc<Mutex<Registered>>);
+pub struct Hooks(pub(super) Arc<Mutex<RegisteredHooks>>);
 
 /// What is registered for one module.
 #[derive(Clone, Default)]
-pub(super) struct Registered {
-    /// By number of the input.
+pub(super) struct RegisteredHooks {
+    /// By position of the input.
     pub(super) input: Vec<(usize, Hook)>,
-    /// By number of the output.
+    /// By position of the output.
     pub(super) output: Vec<(usize, Hook)>,
     pub(super) replacement: Option<Arc<dyn Layer>>,
     /// The path of the module, unless it is unknown or the root.
@@ -324,36 +345,36 @@ pub(super) struct Registered {
 }
 
 impl Module for Heads {
-    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
-        visit(path, Item::Heads(*self));
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>)) {
+        visit(path, ModuleItem::Heads(*self));
     }
 }
 
 impl Module for PlanHints {
-    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
-        visit(path, Item::Hints(self));
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>)) {
+        visit(path, ModuleItem::Hints(self));
     }
 }
 
 impl Module for Hooks {
-    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
-        self.name(path.rsplit_once('.').map_or("", |(module, _)| module));
-        visit(path, Item::Hooks(self));
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>)) {
+        self.note_path(path.rsplit_once('.').map_or("", |(module, _)| module));
+        visit(path, ModuleItem::Hooks(self));
     }
 }
 
-/// Fields that hold nothing to walk.
-macro_rules! plain {
+/// Types of fields that hold no tensors.
+macro_rules! without_tensors {
     ($($T:ty),*) => {$(
         impl Module for $T {
-            fn walk(&self, _: &str, _: &mut dyn FnMut(&str, Item<'_>)) {}
+            fn walk(&self, _: &str, _: &mut dyn FnMut(&str, ModuleItem<'_>)) {}
         }
     )*};
 }
-plain!(usize, isize, i32, i64, u32, u64, f32, f64, bool, String, &'static str, ());
+without_tensors!(usize, isize, i32, i64, u32, u64, f32, f64, bool, String, &'static str, ());
 
 impl<M: Module> Module for Vec<M> {
-    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>)) {
         for (i, module) in self.iter().enumerate() {
             module.walk(&join(path, &i.to_string()), visit);
         }
@@ -361,7 +382,7 @@ impl<M: Module> Module for Vec<M> {
 }
 
 impl<M: Module> Module for Option<M> {
-    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>)) {
         if let Some(module) = self {
             module.walk(path, visit);
         }
@@ -369,13 +390,13 @@ impl<M: Module> Module for Option<M> {
 }
 
 impl<M: Module + ?Sized> Module for Box<M> {
-    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>)) {
         (**self).walk(path, visit);
     }
 }
 
 impl<M: Module + ?Sized> Module for Arc<M> {
-    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>)) {
         (**self).walk(path, visit);
     }
 }

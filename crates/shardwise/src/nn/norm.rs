@@ -1,20 +1,20 @@
-//! Normalisation layers.
+//! Normalization layers.
 
 use super::build::Builder;
 use super::init::Init;
 use super::linear::layer;
-use super::module::{Buffer, Forward, Hooks, Item, Mode, Module, join};
+use super::module::{Buffer, Forward, Hooks, TrainingMode};
 use crate::error::Result;
 use crate::param::Param;
 use crate::tensor::{DTensor, no_grad};
 
-/// Mean 0 and variance 1 over the last dimension, times a weight, plus a bias.
+/// Layer norm over the last dimension, with weight and bias.
 pub struct LayerNorm {
-    /// The weight.
+    /// Weight, one element per normalized feature or channel.
     pub weight: Param,
-    /// The bias.
+    /// Bias, of the shape of the weight.
     pub bias: Param,
-    /// Hooks.
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
     eps: f64,
 }
@@ -22,10 +22,10 @@ pub struct LayerNorm {
 layer!(LayerNorm { weight, bias, hooks });
 
 impl LayerNorm {
-    /// For so many features.
-    pub fn new(at: &Builder, features: usize, eps: f64) -> Result<Self> {
-        let (weight, bias) = affine(at, features)?;
-        Ok(LayerNorm { weight, bias, hooks: at.hooks(), eps })
+    /// Builds the layer for a last dimension of size `features`; the weight starts with ones.
+    pub fn new(builder: &Builder, features: usize, eps: f64) -> Result<Self> {
+        let (weight, bias) = affine(builder, features)?;
+        Ok(LayerNorm { weight, bias, hooks: builder.hooks(), eps })
     }
 }
 
@@ -35,15 +35,16 @@ impl Forward for LayerNorm {
     }
 }
 
-fn affine(at: &Builder, features: usize) -> Result<(Param, Param)> {
-    Ok((at.param("weight", &[features], Init::ONES)?, at.param("bias", &[features], Init::ZEROS)?))
+fn affine(builder: &Builder, features: usize) -> Result<(Param, Param)> {
+    Ok((builder.param("weight", &[features], Init::ONES)?, builder.param("bias", &[features], Init::ZEROS)?))
 }
 
-/// Mean square 1 over the last dimension, times a weight.
+/// RMS norm over the last dimension, with a weight.
+#[doc(alias = "RMSNorm")]
 pub struct RmsNorm {
-    /// The weight.
+    /// Weight, one element per normalized feature or channel.
     pub weight: Param,
-    /// Hooks.
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
     eps: f64,
 }
@@ -51,9 +52,9 @@ pub struct RmsNorm {
 layer!(RmsNorm { weight, hooks });
 
 impl RmsNorm {
-    /// For so many features.
-    pub fn new(at: &Builder, features: usize, eps: f64) -> Result<Self> {
-        Ok(RmsNorm { weight: at.param("weight", &[features], Init::ONES)?, hooks: at.hooks(), eps })
+    /// Builds the layer for a last dimension of size `features`; the weight starts with ones.
+    pub fn new(builder: &Builder, features: usize, eps: f64) -> Result<Self> {
+        Ok(RmsNorm { weight: builder.param("weight", &[features], Init::ONES)?, hooks: builder.hooks(), eps })
     }
 }
 
@@ -63,13 +64,13 @@ impl Forward for RmsNorm {
     }
 }
 
-/// Mean 0 and variance 1 over groups of channels of `[n, channels, ...]`.
+/// Group norm of `[n, channels, ...]`, with weight and bias per channel.
 pub struct GroupNorm {
-    /// The weight.
+    /// Weight, one element per normalized feature or channel.
     pub weight: Param,
-    /// The bias.
+    /// Bias, of the shape of the weight.
     pub bias: Param,
-    /// Hooks.
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
     groups: usize,
     eps: f64,
@@ -78,10 +79,10 @@ pub struct GroupNorm {
 layer!(GroupNorm { weight, bias, hooks });
 
 impl GroupNorm {
-    /// For so many channels in so many groups.
-    pub fn new(at: &Builder, groups: usize, channels: usize, eps: f64) -> Result<Self> {
-        let (weight, bias) = affine(at, channels)?;
-        Ok(GroupNorm { weight, bias, hooks: at.hooks(), groups, eps })
+    /// Builds the layer for `channels` channels in `groups` groups.
+    pub fn new(builder: &Builder, groups: usize, channels: usize, eps: f64) -> Result<Self> {
+        let (weight, bias) = affine(builder, channels)?;
+        Ok(GroupNorm { weight, bias, hooks: builder.hooks(), groups, eps })
     }
 }
 
@@ -92,41 +93,44 @@ impl Forward for GroupNorm {
     }
 }
 
-/// Mean 0 and variance 1 per channel of `[n, channels, ...]`: of the whole batch while training, else of running averages.
+/// Batch norm of `[n, channels, ...]`.
+///
+/// In training the statistics are those of the whole batch over all ranks, as in PyTorch's `SyncBatchNorm`, and running
+/// averages follow them; in evaluation the running averages are used.
 #[doc(alias = "SyncBatchNorm")]
 #[doc(alias = "BatchNorm1d")]
 #[doc(alias = "BatchNorm2d")]
 pub struct BatchNorm {
-    /// The weight.
+    /// Weight, one element per normalized feature or channel.
     pub weight: Param,
-    /// The bias.
+    /// Bias, of the shape of the weight.
     pub bias: Param,
-    /// Running mean.
+    /// Running mean `[channels]`.
     pub running_mean: Buffer,
-    /// Running variance, with divisor `n - 1`.
+    /// Running variance `[channels]`, with divisor `n - 1`.
     pub running_var: Buffer,
-    /// Hooks.
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
-    mode: Mode,
+    training_mode: TrainingMode,
     momentum: f64,
     eps: f64,
 }
 
-layer!(BatchNorm { weight, bias, running_mean, running_var, mode, hooks });
+layer!(BatchNorm { weight, bias, running_mean, running_var, training_mode, hooks });
 
 impl BatchNorm {
-    /// For so many channels; running averages move by `momentum` towards each batch.
-    pub fn new(at: &Builder, channels: usize, momentum: f64, eps: f64) -> Result<Self> {
-        let (weight, bias) = affine(at, channels)?;
-        let running_mean = at.buffer("running_mean", &[channels], Init::ZEROS)?;
-        let running_var = at.buffer("running_var", &[channels], Init::ONES)?;
-        let (hooks, mode) = (at.hooks(), Mode::default());
-        Ok(BatchNorm { weight, bias, running_mean, running_var, hooks, mode, momentum, eps })
+    /// Builds the layer for `channels` channels; `momentum` is the weight of a new batch in the running averages.
+    pub fn new(builder: &Builder, channels: usize, momentum: f64, eps: f64) -> Result<Self> {
+        let (weight, bias) = affine(builder, channels)?;
+        let running_mean = builder.buffer("running_mean", &[channels], Init::ZEROS)?;
+        let running_var = builder.buffer("running_var", &[channels], Init::ONES)?;
+        let (hooks, training_mode) = (builder.hooks(), TrainingMode::default());
+        Ok(BatchNorm { weight, bias, running_mean, running_var, hooks, training_mode, momentum, eps })
     }
 
-    fn normalise(&self, x: &DTensor) -> Result<DTensor> {
+    fn normalize(&self, x: &DTensor) -> Result<DTensor> {
         let (weight, bias) = (self.weight.get(), self.bias.get());
-        if !self.mode.is_training() {
+        if !self.training_mode.is_training() {
             let running = (&self.running_mean.get(), &self.running_var.get());
             return x.batch_norm(Some(running), Some(&weight), Some(&bias), self.eps);
         }
@@ -145,6 +149,6 @@ impl BatchNorm {
 
 impl Forward for BatchNorm {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        self.hooks.run(x, |x| self.normalise(x))
+        self.hooks.run(x, |x| self.normalize(x))
     }
 }

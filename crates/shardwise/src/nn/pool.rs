@@ -1,7 +1,7 @@
 //! Pooling, padding and flattening as layers.
 
 use super::linear::layer;
-use super::module::{Forward, Hooks, Item, Module, join};
+use super::module::{Forward, Hooks};
 use crate::error::Result;
 use crate::tensor::DTensor;
 
@@ -10,9 +10,9 @@ macro_rules! pools {
         $(#[doc = $doc])*
         #[derive(Clone)]
         pub struct $name {
-            /// Hooks.
+            /// Input and output hooks; see [`Hooks`].
             pub hooks: Hooks,
-            size: usize,
+            kernel_size: usize,
             stride: usize,
             padding: usize,
         }
@@ -20,18 +20,18 @@ macro_rules! pools {
         layer!($name { hooks });
 
         impl $name {
-            /// Windows of `size` side by side, in every spatial dimension.
-            pub fn new(size: usize) -> Self {
-                $name { hooks: Hooks::default(), size, stride: size, padding: 0 }
+            /// Windows of `kernel_size` in every spatial dimension, side by side.
+            pub fn new(kernel_size: usize) -> Self {
+                $name { hooks: Hooks::default(), kernel_size, stride: kernel_size, padding: 0 }
             }
 
-            /// With another distance of windows.
+            /// Sets the distance between windows.
             pub fn stride(mut self, stride: usize) -> Self {
                 self.stride = stride;
                 self
             }
 
-            /// With a border on both sides.
+            /// Sets the padding on both sides.
             pub fn padding(mut self, padding: usize) -> Self {
                 self.padding = padding;
                 self
@@ -40,62 +40,62 @@ macro_rules! pools {
 
         impl Forward for $name {
             fn forward(&self, x: &DTensor) -> Result<DTensor> {
-                self.hooks.run(x, |x| x.$method(self.size, Some(self.stride), self.padding))
+                self.hooks.run(x, |x| x.$method(self.kernel_size, Some(self.stride), self.padding))
             }
         }
     )*};
 }
 
 pools! {
-    /// The largest element of each window of `[n, channels, length]`.
+    /// Max pooling of `[n, channels, length]`.
     MaxPool1d, max_pool1d;
-    /// The largest element of each window of `[n, channels, height, width]`.
+    /// Max pooling of `[n, channels, height, width]`.
     MaxPool2d, max_pool2d;
-    /// The mean of each window of `[n, channels, length]`; the border counts as zeros.
+    /// Average pooling of `[n, channels, length]`; padding counts as zeros.
     AvgPool1d, avg_pool1d;
-    /// The mean of each window of `[n, channels, height, width]`; the border counts as zeros.
+    /// Average pooling of `[n, channels, height, width]`; padding counts as zeros.
     AvgPool2d, avg_pool2d;
 }
 
-/// A border of one number.
+/// Padding with one value, in any number of dimensions.
 #[doc(alias = "ConstantPad1d")]
 #[doc(alias = "ConstantPad2d")]
 #[doc(alias = "ZeroPad1d")]
 #[doc(alias = "ZeroPad2d")]
 #[derive(Clone)]
 pub struct ConstantPad {
-    /// Hooks.
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
-    border: Vec<(usize, usize)>,
+    padding: Vec<(usize, usize)>,
     value: f64,
 }
 
 layer!(ConstantPad { hooks });
 
 impl ConstantPad {
-    /// A border of `value`: `(before, after)` per dimension, from the last dimension backwards.
-    pub fn new(border: &[(usize, usize)], value: f64) -> Self {
-        ConstantPad { hooks: Hooks::default(), border: border.to_vec(), value }
+    /// Pads with `value`: `(before, after)` per dimension, from the last dimension backwards.
+    pub fn new(padding: &[(usize, usize)], value: f64) -> Self {
+        ConstantPad { hooks: Hooks::default(), padding: padding.to_vec(), value }
     }
 }
 
 impl Forward for ConstantPad {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        self.hooks.run(x, |x| x.pad(&self.border, self.value))
+        self.hooks.run(x, |x| x.pad(&self.padding, self.value))
     }
 }
 
-/// All dimensions but the first as one.
+/// Flattens all dimensions but the first into one.
 #[derive(Clone, Default)]
 pub struct Flatten {
-    /// Hooks.
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
 }
 
 layer!(Flatten { hooks });
 
 impl Flatten {
-    /// The layer; it has no parameters.
+    /// Creates the layer.
     pub fn new() -> Self {
         Self::default()
     }

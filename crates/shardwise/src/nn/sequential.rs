@@ -1,24 +1,24 @@
-//! Layers one after the other.
+//! A chain of layers.
 
 use super::build::Builder;
-use super::module::{Forward, Hooks, Item, Layer, Module, join};
+use super::module::{Forward, Hooks, Layer, Module, ModuleItem, join};
 use crate::error::Result;
 use crate::tensor::DTensor;
 
-/// Layers one after the other; their names are their numbers, from 0.
+/// A chain of layers, each applied to the output of the one before. Their names are their positions, as in PyTorch.
 ///
 /// ```
-/// use shardwise::nn::{Conv2d, Flatten, Linear, MaxPool2d, Relu, Sequential};
+/// use shardwise::nn::{Conv2d, Conv2dOptions, Flatten, Linear, MaxPool2d, Relu, Sequential};
 /// use shardwise::prelude::*;
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
 ///     let model = Sequential::new(&Builder::new(&mesh))
-///         .build(|at| Conv2d::new(at, 1, 4, 3, Default::default()))?
+///         .build(|builder| Conv2d::new(builder, Conv2dOptions::new(1, 4, 3)))?
 ///         .add(Relu::new())
 ///         .add(MaxPool2d::new(2))
 ///         .add(Flatten::new())
-///         .build(|at| Linear::new(at, 36, 10))?;
+///         .build(|builder| Linear::new(builder, 36, 10))?;
 ///     let y = model.forward(&DTensor::randn((4, 1, 8, 8), &mesh, [Shard(0)])?)?;
 ///     assert_eq!((y.shape(), y.placements()), (&[4, 10][..], &[Shard(0)][..]));
 ///     assert_eq!(model.named_parameters()[2].0, "4.weight");
@@ -27,19 +27,19 @@ use crate::tensor::DTensor;
 /// # Ok::<(), Error>(())
 /// ```
 pub struct Sequential {
-    /// Hooks.
+    /// Input and output hooks; see [`Hooks`].
     pub hooks: Hooks,
     layers: Vec<Box<dyn Layer>>,
-    at: Builder,
+    builder: Builder,
 }
 
 impl Sequential {
-    /// No layers yet.
-    pub fn new(at: &Builder) -> Self {
-        Sequential { hooks: at.hooks(), layers: Vec::new(), at: at.clone() }
+    /// An empty chain, whose layers [`build`](Self::build) builds below this path.
+    pub fn new(builder: &Builder) -> Self {
+        Sequential { hooks: builder.hooks(), layers: Vec::new(), builder: builder.clone() }
     }
 
-    /// A layer after the others.
+    /// Appends a layer that has no parameters, or whose parameters were built under its position.
     #[must_use]
     #[allow(clippy::should_implement_trait)]
     pub fn add(mut self, layer: impl Layer + 'static) -> Self {
@@ -47,29 +47,29 @@ impl Sequential {
         self
     }
 
-    /// A layer after the others, built at its number.
+    /// Builds a layer with the builder of its position and appends it.
     pub fn build<L: Layer + 'static>(self, layer: impl FnOnce(&Builder) -> Result<L>) -> Result<Self> {
-        let layer = layer(&self.at.at(&self.layers.len().to_string()))?;
+        let layer = layer(&self.builder.child(&self.layers.len().to_string()))?;
         Ok(self.add(layer))
     }
 
-    /// How many layers there are.
+    /// Number of layers.
     pub fn len(&self) -> usize {
         self.layers.len()
     }
 
-    /// Whether there are none: the output is the input.
+    /// Whether there are no layers; the output is then the input.
     pub fn is_empty(&self) -> bool {
         self.layers.is_empty()
     }
 }
 
 impl Module for Sequential {
-    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>)) {
         if self.hooks.walk_replacement(path, "hooks", visit) {
             return;
         }
-        visit(path, Item::Module("Sequential"));
+        visit(path, ModuleItem::Module("Sequential"));
         for (i, layer) in self.layers.iter().enumerate() {
             layer.walk(&join(path, &i.to_string()), visit);
         }

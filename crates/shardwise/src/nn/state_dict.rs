@@ -1,10 +1,10 @@
-//! Which names a state may have when it is loaded into a module.
+//! Options of `load_state_dict`, and the names that did not match.
 
 use std::collections::HashSet;
 
 use crate::error::{ErrorKind, Result};
 
-/// How names of a state are matched with those of a module.
+/// How the names of a state dict are matched with those of a module.
 ///
 /// ```
 /// use shardwise::nn::{Linear, StateDictOptions};
@@ -17,20 +17,20 @@ use crate::error::{ErrorKind, Result};
 ///     let mut state = model.state_dict_with(&in_ddp);
 ///     state.remove("module.bias");
 ///     let loaded = model.load_state_dict_with(&state, &StateDictOptions { strict: false, ..in_ddp })?;
-///     assert_eq!((loaded.missing.len(), loaded.unexpected.len()), (1, 0));
+///     assert_eq!((loaded.missing_keys.len(), loaded.unexpected_keys.len()), (1, 0));
 ///     Ok(())
 /// })?;
 /// # Ok::<(), Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateDictOptions {
-    /// Whether it is an error if the state lacks names of the module or has names that the module lacks. Otherwise they are
-    /// returned, and what the state lacks stays as it is.
+    /// Whether missing and unexpected names are an error; true by default. Otherwise they are returned as
+    /// [`IncompatibleKeys`], and parameters that the state dict lacks keep their values.
     pub strict: bool,
-    /// Whether the state may lack names of the module, which stay as they are, also if the load is strict.
+    /// Whether the state dict may lack names of the module even if the load is strict; false by default.
     pub partial: bool,
-    /// What names begin with outside of the module, such as `module.`: added when saved, stripped when loaded. Names that
-    /// begin otherwise belong to others and are left alone.
+    /// Prefix of the names outside of the module, such as `module.`: added when saved, stripped when loaded. Names without it
+    /// are ignored.
     pub prefix: String,
 }
 
@@ -41,19 +41,17 @@ impl Default for StateDictOptions {
 }
 
 /// Names that a load did not match, in order.
-#[doc(alias = "IncompatibleKeys")]
+#[doc(alias = "_IncompatibleKeys")]
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Loaded {
-    /// Names of the module that the state lacks.
-    #[doc(alias = "missing_keys")]
-    pub missing: Vec<String>,
-    /// Names of the state that the module lacks, without the prefix.
-    #[doc(alias = "unexpected_keys")]
-    pub unexpected: Vec<String>,
+pub struct IncompatibleKeys {
+    /// Names of the module that the state dict lacks.
+    pub missing_keys: Vec<String>,
+    /// Names of the state dict that the module lacks, without the prefix.
+    pub unexpected_keys: Vec<String>,
 }
 
 impl StateDictOptions {
-    /// Compares names of a module with those of a state, which have the prefix.
+    /// Compares the names of a module with those of a state dict, which have the prefix.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) with all names that do not match, of both kinds, if the options do not allow them.
@@ -61,21 +59,21 @@ impl StateDictOptions {
         &self,
         own: &[impl AsRef<str>],
         stored: impl IntoIterator<Item = &'a str>,
-    ) -> Result<Loaded> {
+    ) -> Result<IncompatibleKeys> {
         let stored: Vec<&str> = stored.into_iter().filter_map(|name| name.strip_prefix(&*self.prefix)).collect();
         let own: Vec<&str> = own.iter().map(AsRef::as_ref).collect();
         let lacking = |names: &[&str], others: &[&str]| -> Vec<String> {
             let others: HashSet<&str> = others.iter().copied().collect();
             names.iter().filter(|name| !others.contains(*name)).map(ToString::to_string).collect()
         };
-        let loaded = Loaded { missing: lacking(&own, &stored), unexpected: lacking(&stored, &own) };
-        let fits = (self.partial || loaded.missing.is_empty()) && loaded.unexpected.is_empty();
+        let loaded = IncompatibleKeys { missing_keys: lacking(&own, &stored), unexpected_keys: lacking(&stored, &own) };
+        let fits = (self.partial || loaded.missing_keys.is_empty()) && loaded.unexpected_keys.is_empty();
         if fits || !self.strict {
             return Ok(loaded);
         }
         let under = if self.prefix.is_empty() { String::new() } else { format!(" under the prefix {:?}", self.prefix) };
-        let found = format!("missing {:?}, unexpected {:?}{under}", loaded.missing, loaded.unexpected);
-        Err(ErrorKind::State { missing: loaded.missing, unexpected: loaded.unexpected }.error(
+        let found = format!("missing {:?}, unexpected {:?}{under}", loaded.missing_keys, loaded.unexpected_keys);
+        Err(ErrorKind::State { missing: loaded.missing_keys, unexpected: loaded.unexpected_keys }.error(
             "state",
             found,
             "the names of the module",

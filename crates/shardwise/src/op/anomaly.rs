@@ -6,7 +6,7 @@ use crate::error::{ErrorKind, Result, Site};
 use crate::module_scope::{current_path, user_site};
 use crate::rank_context::{RankContext, in_scope, rank_context};
 use crate::tensor::DTensor;
-use shardwise_kernels::reals;
+use shardwise_kernels::to_f64_vec;
 
 /// Where an operator was called in the forward pass.
 #[derive(Clone)]
@@ -78,7 +78,7 @@ pub(super) fn check(name: &'static str, inputs: &[&DTensor], outputs: &[DTensor]
                 (format!("operands without NaN; input(s) {} had it", some.join(", ")), "look at where they come from")
             }
         };
-        let found = format!("NaN in {which} at element {at} of the part of rank {rank}{phase}");
+        let found = format!("NaN in {which} at element {at} of the local tensor of rank {rank}{phase}");
         let error = ErrorKind::Gradient.error("value", found, needed, fix);
         return Err(super::name_call(error, name, inputs, site));
     }
@@ -88,7 +88,7 @@ pub(super) fn check(name: &'static str, inputs: &[&DTensor], outputs: &[DTensor]
 /// The position of the first NaN in the local tensor.
 fn first_nan(tensor: &DTensor) -> Result<Option<usize>> {
     match tensor.dtype().is_float() {
-        true => Ok(reals(tensor.local())?.iter().position(|x| x.is_nan())),
+        true => Ok(to_f64_vec(tensor.local())?.iter().position(|x| x.is_nan())),
         false => Ok(None),
     }
 }

@@ -20,17 +20,17 @@ use candle_core::{DType, Tensor};
 use rustc_hash::FxHasher;
 use smallvec::SmallVec;
 
-use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of};
+use crate::comm::{DeviceMesh, Origin, record_implicit_operator, with_purpose};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::{Layout, OwnedBox, Runs, TensorBox, TensorMeta, coordinates};
 use crate::mesh::Mesh;
 use crate::module_scope::user_site;
 use crate::rank_context::rank_context;
-use crate::redistribute::Exchange;
+use crate::redistribute::BoxExchange;
 use crate::rule::{Decision, RequiredInput, Signature};
 use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors, check_metas, check_room};
 use shardwise_kernels::placeholder;
-use widening::{held_types, prepare};
+use widening::{convert_inputs, held_types};
 
 /// An operator together with its non-tensor arguments: sharding rule, local kernel and gradient.
 ///
@@ -63,7 +63,7 @@ pub trait Op: Any + Clone + Eq + Hash + Send + Sync {
     ///
     /// The inputs share memory with distributed tensors, which are immutable: a kernel must not write to them in place, nor keep
     /// another handle to what it returns. Not called in a dry run.
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>>;
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>>;
 
     /// In which type the kernel computes its term of an output that is `Partial` with a sum, mean or product.
     fn accumulation(&self) -> Accumulation {
@@ -113,14 +113,14 @@ pub enum Gradient<O: ?Sized> {
 pub type GradientFn<O> = fn(&O, &SavedTensors<'_>, &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
 
 /// One call of an operator as the autograd graph holds it.
-struct Recorded<O> {
+struct RecordedCall<O> {
     op: O,
     gradient: GradientFn<O>,
     /// Where it was called; recorded inside [`detect_anomaly`] only.
     recorded_at: Option<RecordedAt>,
 }
 
-impl<O: Op> Backward for Recorded<O> {
+impl<O: Op> Backward for RecordedCall<O> {
     fn name(&self) -> &'static str {
         self.op.name()
     }
@@ -158,7 +158,7 @@ pub struct KernelContext<'a> {
 
 impl KernelContext<'_> {
     /// The global indices along a dimension that this rank holds of an input, in local order, as ranges.
-    pub(crate) fn input(&self, input: usize, dim: usize) -> Runs {
+    pub(crate) fn input_runs(&self, input: usize, dim: usize) -> Runs {
         match &self.decision.inputs[input] {
             RequiredInput::Layout(layout) => layout.owned(dim, &self.coordinate()),
             RequiredInput::Boxes { boxes, .. } => {
@@ -182,12 +182,12 @@ impl KernelContext<'_> {
     }
 
     /// The global indices along a dimension that this rank holds of an output, in local order, as ranges.
-    pub(crate) fn output(&self, output: usize, dim: usize) -> Runs {
+    pub(crate) fn output_runs(&self, output: usize, dim: usize) -> Runs {
         self.decision.outputs[output].owned(dim, &self.coordinate())
     }
 
     /// How many shards of an input along a dimension begin before an index.
-    pub(crate) fn parts_before(&self, input: usize, dim: usize, index: usize) -> usize {
+    pub(crate) fn shards_before(&self, input: usize, dim: usize, index: usize) -> usize {
         let RequiredInput::Layout(layout) = &self.decision.inputs[input] else { return 0 };
         let starts = coordinates(self.mesh, layout.shard_order(dim)).filter_map(|c| layout.owned(dim, &c).first());
         starts.filter(|&start| start < index).count()
@@ -202,12 +202,12 @@ impl KernelContext<'_> {
 
     /// The global indices along a dimension that this rank holds of an input, one by one in local order.
     pub fn input_indices(&self, input: usize, dim: usize) -> Vec<usize> {
-        self.input(input, dim).iter().flatten().collect()
+        self.input_runs(input, dim).iter().flatten().collect()
     }
 
     /// The global indices along a dimension that this rank holds of an output, one by one in local order.
     pub fn output_indices(&self, output: usize, dim: usize) -> Vec<usize> {
-        self.output(output, dim).iter().flatten().collect()
+        self.output_runs(output, dim).iter().flatten().collect()
     }
 
     fn coordinate(&self) -> Vec<usize> {
@@ -232,26 +232,27 @@ pub struct OpPlan {
 pub struct CacheReport {
     /// Calls whose decision was in the cache.
     pub hits: usize,
-    /// Calls that had to be decided.
+    /// Calls that had to be prepared.
     pub misses: usize,
     /// Decisions in the cache now.
     pub kept: usize,
 }
 
-/// Decisions in the cache before it is cleared. A training step has a few hundred different calls; a program whose shapes change
-/// with every step must not grow without bound.
-const KEPT: usize = 4096;
+/// The cache is cleared when it has this many decisions: a bound on memory for programs whose shapes change with every step. A
+/// program that repeats its calls fills it again in one step.
+const MAX_DECISIONS: usize = 4096;
 
+/// The sharding decisions of a rank, by a hash of operator, arguments, input layouts and types.
 #[derive(Default)]
-struct Cache {
-    decisions: HashMap<u64, Vec<Entry>, BuildHasherDefault<PassThrough>>,
+struct DecisionCache {
+    decisions: HashMap<u64, Vec<CacheEntry>, BuildHasherDefault<PrehashedKey>>,
     report: CacheReport,
 }
 
-impl Cache {
-    fn keep(&mut self, hash: u64, entry: Entry) {
+impl DecisionCache {
+    fn keep(&mut self, hash: u64, entry: CacheEntry) {
         self.report.misses += 1;
-        if self.report.kept >= KEPT {
+        if self.report.kept >= MAX_DECISIONS {
             self.decisions.clear();
             self.report.kept = 0;
         }
@@ -260,26 +261,27 @@ impl Cache {
     }
 }
 
-struct Entry {
+/// One decision with the call that it is for.
+struct CacheEntry {
     op: Box<dyn Any>,
-    /// The number of the scoped rule that decided, or [`scope::DEFAULT_RULE`].
+    /// The number of the scoped rule that prepared, or [`scope::DEFAULT_RULE`].
     rule: u64,
     inputs: SmallVec<[(Layout, DType); 3]>,
     mesh: DeviceMesh,
-    decided: Rc<Decided>,
+    prepared: Rc<PreparedCall>,
 }
 
 /// Everything about a call that does not depend on the data.
-struct Decided {
+struct PreparedCall {
     decision: Decision,
     /// Per input how this rank obtains what the decision requires.
-    brings: SmallVec<[Bring; 3]>,
+    transfers: SmallVec<[InputTransfer; 3]>,
     /// Per output the shape and type of its local tensor on this rank.
     locals: Vec<TensorMeta>,
 }
 
 /// How a rank obtains what an operator requires of an input.
-enum Bring {
+enum InputTransfer {
     /// The input is in the required layout already.
     Ready,
     Redistribute(Layout),
@@ -292,16 +294,16 @@ enum Bring {
     /// After a redistribution ranks exchange boxes.
     Fetch {
         from: Layout,
-        exchange: Box<Exchange>,
+        exchange: Box<BoxExchange>,
         after: TensorMeta,
     },
 }
 
 /// A hasher that returns its key, which is a hash already.
 #[derive(Default)]
-struct PassThrough(u64);
+struct PrehashedKey(u64);
 
-impl Hasher for PassThrough {
+impl Hasher for PrehashedKey {
     fn finish(&self) -> u64 {
         self.0
     }
@@ -317,7 +319,7 @@ impl Hasher for PassThrough {
 ///
 /// Local. PyTorch's DTensor caches sharding propagation in the same way.
 pub fn cache_report() -> CacheReport {
-    rank_context(|context| context.decisions.with(|cache: &mut Cache| cache.report))
+    rank_context(|context| context.decisions.with(|cache: &mut DecisionCache| cache.report))
 }
 
 /// Executes a custom operator on tensors of one mesh, in the same way as the operators of this crate.
@@ -390,39 +392,39 @@ pub fn apply<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Vec<DTensor>> {
 pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result<Vec<DTensor>> {
     check_one_mesh(op.name(), inputs, site)?;
     let mesh = inputs[0].device_mesh();
-    let (decided, call) = decide(op, inputs).map_err(|e| name_call(e, op.name(), inputs, site))?;
+    let (prepared, call) = prepare_call(op, inputs).map_err(|e| name_call(e, op.name(), inputs, site))?;
     let (rank, dry) = (mesh.world().rank(), mesh.world().is_dry());
     let mut locals: SmallVec<[Tensor; 3]> = SmallVec::new();
-    for (input, bring) in inputs.iter().zip(&decided.brings) {
-        locals.push(match bring {
-            Bring::Ready => input.held().clone(),
-            _ => implicitly(op.name(), || bring.run(&input.detach(), dry, site))?,
+    for (input, transfer) in inputs.iter().zip(&prepared.transfers) {
+        locals.push(match transfer {
+            InputTransfer::Ready => input.held().clone(),
+            _ => record_implicit_operator(op.name(), || transfer.run(&input.detach(), dry, site))?,
         });
     }
     if dry {
         scope::note(op.name());
         let held: SmallVec<[&[usize]; 3]> = locals.iter().map(Tensor::dims).collect();
-        let made: SmallVec<[&[usize]; 3]> = decided.locals.iter().map(|m| m.shape.as_slice()).collect();
-        mesh.world().work().add(op.flops(&held, &made));
+        let made: SmallVec<[&[usize]; 3]> = prepared.locals.iter().map(|m| m.shape.as_slice()).collect();
+        mesh.world().flops().add(op.flops(&held, &made));
     }
-    let held = held_types(op.accumulation(), inputs, &locals, &decided.decision.outputs, &decided.locals);
+    let held = held_types(op.accumulation(), inputs, &locals, &prepared.decision.outputs, &prepared.locals);
     let outputs = match dry || !mesh.contains(rank) {
         true => {
-            let shapes = decided.locals.iter().zip(&held);
+            let shapes = prepared.locals.iter().zip(&held);
             shapes
                 .map(|(m, &held)| Ok(placeholder(&TensorMeta::new(m.shape.as_slice(), held))?))
                 .collect::<Result<Vec<_>>>()?
         }
         false => {
             let place = KernelContext {
-                decision: &decided.decision,
-                locals: &decided.locals,
+                decision: &prepared.decision,
+                locals: &prepared.locals,
                 held: &held,
                 mesh: mesh.mesh(),
                 rank,
             };
-            prepare(op.accumulation(), inputs, &mut locals, &held, &decided.locals)?;
-            let made = op.run(&locals, &place).and_then(|made| fitting(made, &decided.locals, &held));
+            convert_inputs(op.accumulation(), inputs, &mut locals, &held, &prepared.locals)?;
+            let made = op.run(&locals, &place).and_then(|made| checked_results(made, &prepared.locals, &held));
             made.map_err(|e| name_call(e, op.name(), inputs, site))?
         }
     };
@@ -430,7 +432,7 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     let wrap = |(index, ((layout, meta), local)): (usize, ((&Layout, &TensorMeta), Tensor))| {
         DTensor::from_held(mesh, layout.clone(), local, meta.dtype, origin.output(index))
     };
-    let described = decided.decision.outputs.iter().zip(&decided.locals);
+    let described = prepared.decision.outputs.iter().zip(&prepared.locals);
     let outputs = described.zip(outputs).enumerate().map(wrap).collect::<Result<Vec<DTensor>>>()?;
     if is_detecting() && !dry && mesh.contains(rank) {
         anomaly::check(op.name(), inputs, &outputs, site)?;
@@ -439,9 +441,9 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
         return Ok(outputs);
     }
     match op.gradient() {
-        Gradient::From(keeps, gradient) => Ok(DTensor::recorded(outputs, inputs, keeps, || {
+        Gradient::From(saves, gradient) => Ok(DTensor::recorded(outputs, inputs, saves, || {
             let recorded_at = is_detecting().then(|| RecordedAt::here(site));
-            Box::new(Recorded { op: op.clone(), gradient, recorded_at })
+            Box::new(RecordedCall { op: op.clone(), gradient, recorded_at })
         })),
         Gradient::NotDifferentiable => Ok(outputs),
     }
@@ -459,7 +461,7 @@ pub(crate) fn check_one_mesh(name: &str, inputs: &[&DTensor], site: Site) -> Res
 
 /// Converts the results of a kernel to the types in which they are held, and fails if their number, shapes or types are not
 /// those of the output layouts. If one output is held in a wider type, the kernel may have computed all outputs in it.
-fn fitting(mut made: Vec<Tensor>, locals: &[TensorMeta], held: &[DType]) -> Result<Vec<Tensor>> {
+fn checked_results(mut made: Vec<Tensor>, locals: &[TensorMeta], held: &[DType]) -> Result<Vec<Tensor>> {
     let wide = locals.iter().zip(held).any(|(m, held)| m.dtype != *held);
     if wide {
         for (tensor, held) in made.iter_mut().zip(held) {
@@ -477,13 +479,13 @@ fn fitting(mut made: Vec<Tensor>, locals: &[TensorMeta], held: &[DType]) -> Resu
     Err(ErrorKind::Operands.error("local results", found, needed, "correct the kernel, or the rule that it runs under"))
 }
 
-impl Bring {
+impl InputTransfer {
     fn new(mesh: &DeviceMesh, input: &DTensor, need: &RequiredInput) -> Result<Self> {
         let (from, axes, boxes) = match need {
-            RequiredInput::Layout(layout) if layout == input.layout() => return Ok(Bring::Ready),
-            RequiredInput::Layout(layout) => return Ok(Bring::Redistribute(layout.clone())),
+            RequiredInput::Layout(layout) if layout == input.layout() => return Ok(InputTransfer::Ready),
+            RequiredInput::Layout(layout) => return Ok(InputTransfer::Redistribute(layout.clone())),
             RequiredInput::Boxes { from, .. } if !mesh.contains(mesh.world().rank()) => {
-                return Ok(Bring::Redistribute(from.clone()));
+                return Ok(InputTransfer::Redistribute(from.clone()));
             }
             RequiredInput::Boxes { from, axes, boxes } => (from.clone(), axes, boxes),
         };
@@ -497,7 +499,12 @@ impl Bring {
         if boxes.len() != mesh.mesh().size() || !boxes.iter().all(inside) {
             let needed = format!("a box of {from} for each of {} ranks", mesh.mesh().size());
             let found = format!("boxes {boxes:?}");
-            return Err(ErrorKind::Layout.error("rule", found, needed, "ask for a part of the input on every rank"));
+            return Err(ErrorKind::Layout.error(
+                "rule",
+                found,
+                needed,
+                "request a box inside of the input for every rank",
+            ));
         }
         let ranks = mesh.mesh().ranks();
         let position = |rank: usize| ranks.iter().position(|&r| r == rank).expect("a rank of the mesh");
@@ -517,7 +524,7 @@ impl Bring {
                     .iter()
                     .all(|w| own.iter().any(|o| o.global.intersect(&w.global).as_ref() == Some(&w.global)))
         };
-        if mesh.mesh().fibre(axes, me).into_iter().all(held) {
+        if mesh.mesh().group_ranks(axes, me).into_iter().all(held) {
             let ranges = match (wanted(me).first(), from.boxes_of(me).first()) {
                 (Some(w), Some(own)) => {
                     let starts = w.global.offsets.iter().zip(&own.global.offsets).map(|(w, o)| w - o);
@@ -525,17 +532,17 @@ impl Bring {
                 }
                 _ => after.shape.iter().map(|&n| (0, n)).collect(),
             };
-            return Ok(Bring::Narrow { from, ranges, after });
+            return Ok(InputTransfer::Narrow { from, ranges, after });
         }
-        let exchange = Exchange::new(mesh.group_of(axes)?, input.dtype(), |r| from.boxes_of(r), wanted);
-        Ok(Bring::Fetch { from, exchange: Box::new(exchange), after })
+        let exchange = BoxExchange::new(mesh.group_of(axes)?, input.dtype(), |r| from.boxes_of(r), wanted);
+        Ok(InputTransfer::Fetch { from, exchange: Box::new(exchange), after })
     }
 
     fn run(&self, input: &DTensor, dry: bool, site: Site) -> Result<Tensor> {
         match self {
-            Bring::Ready => Ok(input.held().clone()),
-            Bring::Redistribute(layout) => Ok(input.to_layout_at(layout, site)?.held().clone()),
-            Bring::Narrow { from, ranges, after } => {
+            InputTransfer::Ready => Ok(input.held().clone()),
+            InputTransfer::Redistribute(layout) => Ok(input.to_layout_at(layout, site)?.held().clone()),
+            InputTransfer::Narrow { from, ranges, after } => {
                 let source = input.to_layout_at(from, site)?;
                 if dry || after.elem_count() == 0 {
                     return Ok(placeholder(&TensorMeta::new(after.shape.as_slice(), source.held().dtype()))?);
@@ -543,10 +550,10 @@ impl Bring {
                 let narrow = |t: Tensor, (dim, &(start, len)): (usize, &(usize, usize))| t.narrow(dim, start, len);
                 Ok(ranges.iter().enumerate().try_fold(source.held().clone(), narrow)?)
             }
-            Bring::Fetch { from, exchange, after } => {
+            InputTransfer::Fetch { from, exchange, after } => {
                 let source = input.to_layout_at(from, site)?;
                 let held = source.held();
-                on_behalf_of(input.origin(), 0, || {
+                with_purpose(input.origin(), 0, || {
                     if held.dtype() == after.dtype {
                         return exchange.assemble(held, after, site);
                     }
@@ -560,7 +567,7 @@ impl Bring {
 }
 
 /// Finds or makes the decision for a call. Also returns a hash of the call that is the same on all ranks.
-fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<(Rc<Decided>, u64)> {
+fn prepare_call<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<(Rc<PreparedCall>, u64)> {
     let mesh = inputs[0].device_mesh();
     let scoped = scope::rule_for(op.name(), mesh.mesh());
     let rule = scoped.as_ref().map_or(scope::DEFAULT_RULE, |scoped| scoped.number);
@@ -575,29 +582,30 @@ fn decide<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<(Rc<Decided>, u64)> {
     rule.hash(&mut hasher);
     op.type_id().hash(&mut hasher);
     let hash = hasher.finish();
-    let same = |entry: &Entry| {
+    let same = |entry: &CacheEntry| {
         entry.rule == rule
             && entry.op.downcast_ref::<O>() == Some(op)
             && entry.mesh.is_same(mesh)
             && entry.inputs.len() == inputs.len()
             && entry.inputs.iter().zip(inputs).all(|((layout, dtype), t)| layout == t.layout() && *dtype == t.dtype())
     };
-    let find = |cache: &mut Cache| {
+    let find = |cache: &mut DecisionCache| {
         let entry = cache.decisions.get(&hash).and_then(|bucket| bucket.iter().find(|e| same(e)))?;
         cache.report.hits += 1;
-        Some(Rc::clone(&entry.decided))
+        Some(Rc::clone(&entry.prepared))
     };
-    if let Some(decided) = rank_context(|context| context.decisions.with(find)) {
-        return Ok((decided, call));
+    if let Some(prepared) = rank_context(|context| context.decisions.with(find)) {
+        return Ok((prepared, call));
     }
-    let decided = Rc::new(Decided::new(op, inputs, scoped)?);
+    let prepared = Rc::new(PreparedCall::new(op, inputs, scoped)?);
     let inputs = inputs.iter().map(|t| (t.layout().clone(), t.dtype())).collect();
-    let entry = Entry { op: Box::new(op.clone()), rule, inputs, mesh: mesh.clone(), decided: Rc::clone(&decided) };
-    rank_context(|context| context.decisions.with(|cache: &mut Cache| cache.keep(hash, entry)));
-    Ok((decided, call))
+    let entry =
+        CacheEntry { op: Box::new(op.clone()), rule, inputs, mesh: mesh.clone(), prepared: Rc::clone(&prepared) };
+    rank_context(|context| context.decisions.with(|cache: &mut DecisionCache| cache.keep(hash, entry)));
+    Ok((prepared, call))
 }
 
-impl Decided {
+impl PreparedCall {
     /// Decides by the rule of a scope, or else by the rule of the operator.
     fn new<O: Op>(op: &O, inputs: &[&DTensor], scoped: Option<scope::RuleScope>) -> Result<Self> {
         let mesh = inputs[0].device_mesh();
@@ -618,9 +626,9 @@ impl Decided {
         let local =
             |(layout, meta): (&Layout, &TensorMeta)| TensorMeta { shape: layout.local_shape(rank), dtype: meta.dtype };
         let locals = decision.outputs.iter().zip(&plan.outputs).map(local).collect();
-        let brings = inputs.iter().zip(&decision.inputs).map(|(input, need)| Bring::new(mesh, input, need));
-        let brings = brings.collect::<Result<SmallVec<_>>>()?;
-        Ok(Decided { decision, brings, locals })
+        let transfers = inputs.iter().zip(&decision.inputs).map(|(input, need)| InputTransfer::new(mesh, input, need));
+        let transfers = transfers.collect::<Result<SmallVec<_>>>()?;
+        Ok(PreparedCall { decision, transfers, locals })
     }
 }
 

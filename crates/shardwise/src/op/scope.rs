@@ -83,7 +83,7 @@ impl RuleScope {
         }
         let found = format!("a rule for {} with inputs {needs:?} and outputs {:?}", self.name, decision.outputs);
         let needed = format!("layouts of shapes {given:?} and {outputs:?} on mesh {mesh}");
-        Err(ErrorKind::Layout.error("rule", found, needed, "make the layouts of the shapes that the rule is given"))
+        Err(ErrorKind::Layout.error("rule", found, needed, "build the layouts from the shapes that the rule gets"))
     }
 }
 

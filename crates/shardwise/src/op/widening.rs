@@ -59,7 +59,7 @@ pub(super) fn held_types(
 }
 
 /// Converts the inputs of a kernel to the types in which it computes outputs of the types `held`.
-pub(super) fn prepare(
+pub(super) fn convert_inputs(
     accumulation: Accumulation,
     inputs: &[&DTensor],
     locals: &mut [Tensor],

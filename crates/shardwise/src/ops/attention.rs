@@ -102,12 +102,12 @@ impl DTensor {
         }
         let half = size / 2;
         let table = |f: fn(f64) -> f64| {
-            let whole = vec![Placement::Replicate; self.placements().len()];
+            let replicated = vec![Placement::Replicate; self.placements().len()];
             let angle = move |at: &[usize]| {
                 let frequency = base.powf(-2.0 * at[1] as f64 / size as f64);
                 f((first + at[0]) as f64 * frequency)
             };
-            DTensor::from_fn(((length, half), self.dtype()), self.device_mesh(), whole, angle)
+            DTensor::from_fn(((length, half), self.dtype()), self.device_mesh(), replicated, angle)
         };
         let (cos, sin) = (table(f64::cos)?, table(f64::sin)?);
         let (a, b) = (self.narrow(-1, 0, half)?, self.narrow(-1, half, half)?);

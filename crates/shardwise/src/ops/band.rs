@@ -12,7 +12,7 @@ use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{dense, with_type};
+use shardwise_kernels::{contiguous, with_type};
 
 /// Keeps the elements of the last two dimensions with `lower <= column - row <= upper` and writes `outside` to the rest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -95,10 +95,10 @@ impl Op for Band {
         Ok(OpPlan { signature, outputs: vec![x.clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let x = dense(&inputs[0])?;
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let x = contiguous(&inputs[0])?;
         let ndim = x.rank();
-        let index = |dim: usize| at.input(0, dim).iter().flatten().collect::<Vec<_>>();
+        let index = |dim: usize| context.input_runs(0, dim).iter().flatten().collect::<Vec<_>>();
         let (rows, columns) = (index(ndim - 2), index(ndim - 1));
         if x.elem_count() == 0 {
             return Ok(vec![x]);

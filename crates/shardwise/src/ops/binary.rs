@@ -13,7 +13,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Operand};
-use shardwise_kernels::{Arithmetic, Each, Fold, Wide, fold, map};
+use shardwise_kernels::{ComputeType, DimReduction, PerType, ViaF64, pointwise, reduce_dims};
 
 /// The element type of the result of a function of two tensors.
 #[derive(Clone, Copy, PartialEq)]
@@ -36,7 +36,7 @@ struct BinaryFunction {
     passes: &'static [PartialOperands],
     /// Gradient with respect to each operand; `None` if the function is not differentiable.
     gradients: Option<[OperandGradient; 2]>,
-    run: fn([&Tensor; 2], &[usize], Arithmetic, DType) -> Result<Tensor>,
+    run: fn([&Tensor; 2], &[usize], ComputeType, DType) -> Result<Tensor>,
 }
 
 use ReduceOp::{Avg, Max, Min, Sum};
@@ -65,13 +65,13 @@ const MINIMUM: &[PartialOperands] = &[
 
 /// Defines the methods of [`DTensor`], the enum [`Binary`] and the table from one entry per function.
 ///
-/// The kernel is `each` (the same expression in f32 and f64) or `wide` (computed in f64 for f32 too), and `whole` for integers.
+/// The kernel is `each` (the same expression in f32 and f64) or `wide` (computed in f64 for f32 too), and `integer` for integers.
 /// After the arrow comes the gradient, which every entry must state: one [`OperandGradient`] per operand, or
 /// `not_differentiable`.
 macro_rules! functions {
     ($(
         $(#[doc = $doc:literal])*
-        $name:ident: $result_type:ident, $passes:expr, |$a:ident, $b:ident| $form:ident($real:expr), whole($whole:expr)
+        $name:ident: $result_type:ident, $passes:expr, |$a:ident, $b:ident| $form:ident($real:expr), integer($integer:expr)
             => $gradient:ident $(($left:ident($of_left:expr), $right:ident($of_right:expr)))?;
     )*) => {
         impl DTensor {
@@ -101,8 +101,8 @@ macro_rules! functions {
                 passes: $passes,
                 gradients: functions!(@$gradient $(($left($of_left), $right($of_right)))?),
                 run: |inputs, shape, arithmetic, dtype| {
-                    let whole = |[$a, $b]: [i64; 2]| $whole;
-                    Ok(map(functions!(@$form $a, $b, $real, whole), inputs, shape, arithmetic, dtype)?)
+                    let integer = |[$a, $b]: [i64; 2]| $integer;
+                    Ok(pointwise(functions!(@$form $a, $b, $real, integer), inputs, shape, arithmetic, dtype)?)
                 },
             },)*
         ];
@@ -122,10 +122,10 @@ macro_rules! functions {
     (@gradient_only $of:expr) => { OperandGradient::GradientOnly($of) };
     (@linear $of:expr) => { OperandGradient::LinearInOperands($of) };
     (@nonlinear $of:expr) => { OperandGradient::Nonlinear($of) };
-    (@each $a:ident, $b:ident, $real:expr, $whole:ident) => {
-        Each(|[$a, $b]: [f32; 2]| $real, |[$a, $b]: [f64; 2]| $real, $whole)
+    (@each $a:ident, $b:ident, $real:expr, $integer:ident) => {
+        PerType(|[$a, $b]: [f32; 2]| $real, |[$a, $b]: [f64; 2]| $real, $integer)
     };
-    (@wide $a:ident, $b:ident, $real:expr, $whole:ident) => { Wide(|[$a, $b]: [f64; 2]| $real, $whole) };
+    (@wide $a:ident, $b:ident, $real:expr, $integer:ident) => { ViaF64(|[$a, $b]: [f64; 2]| $real, $integer) };
 }
 
 /// The remainder with the sign of the divisor: from fmod, which is exact, and not from the rounded quotient.
@@ -157,88 +157,88 @@ macro_rules! floor_of_division {
 
 functions! {
     /// Adds two tensors.
-    add: Promoted, ADD, |a, b| each(a + b), whole(a.wrapping_add(b))
+    add: Promoted, ADD, |a, b| each(a + b), integer(a.wrapping_add(b))
         => gradients(gradient_only(|g| Ok(g.clone())), gradient_only(|g| Ok(g.clone())));
     /// Subtracts `other` from this tensor.
-    sub: Promoted, ADD, |a, b| each(a - b), whole(a.wrapping_sub(b))
+    sub: Promoted, ADD, |a, b| each(a - b), integer(a.wrapping_sub(b))
         => gradients(gradient_only(|g| Ok(g.clone())), gradient_only(DTensor::neg));
     /// Multiplies two tensors elementwise.
-    mul: Promoted, MUL, |a, b| each(a * b), whole(a.wrapping_mul(b))
+    mul: Promoted, MUL, |a, b| each(a * b), integer(a.wrapping_mul(b))
         => gradients(linear(|_, b, g| g.mul(b)), linear(|a, _, g| g.mul(a)));
     /// Divides this tensor by `other`; the result is floating point.
-    div: Float, &[], |a, b| each(a / b), whole(float_only(a, b))
+    div: Float, &[], |a, b| each(a / b), integer(float_only(a, b))
         // The square of the divisor may be beyond the type where the quotient is not.
         => gradients(linear(|_, b, g| g.div(b)), nonlinear(|a, b, g| g.mul(&a.div(b)?.div(b)?)?.neg()));
     /// Divides and rounds the exact quotient down: PyTorch's `div(rounding_mode="floor")`. An integer divided by zero is an error,
     /// as in [`fmod`](Self::fmod).
-    div_floor: Promoted, &[], |a, b| each(floor_of_division!(a, b)), whole(floor_of_quotient(a, b))
+    div_floor: Promoted, &[], |a, b| each(floor_of_division!(a, b)), integer(floor_of_quotient(a, b))
         => gradients(gradient_only(zero), gradient_only(zero));
     /// Divides and rounds the quotient towards zero: PyTorch's `div(rounding_mode="trunc")`. An integer divided by zero is an error,
     /// as in [`fmod`](Self::fmod).
-    div_trunc: Promoted, &[], |a, b| each((a / b).trunc()), whole(a.wrapping_div(b))
+    div_trunc: Promoted, &[], |a, b| each((a / b).trunc()), integer(a.wrapping_div(b))
         => gradients(gradient_only(zero), gradient_only(zero));
     /// Raises this tensor to the power `other`.
-    pow: Promoted, &[], |a, b| wide(a.powf(b)), whole(power(a, b))
+    pow: Promoted, &[], |a, b| wide(a.powf(b)), integer(power(a, b))
         => gradients(nonlinear(power_by_base), nonlinear(power_by_exponent));
     /// Returns the elementwise maximum; NaN if either operand is NaN.
-    maximum: Promoted, MAXIMUM, |a, b| each(if a > b || a.is_nan() { a } else { b }), whole(a.max(b))
+    maximum: Promoted, MAXIMUM, |a, b| each(if a > b || a.is_nan() { a } else { b }), integer(a.max(b))
         => gradients(nonlinear(|a, b, g| g.mul(&share(&a.gt(b)?, a, b)?)), nonlinear(|a, b, g| g.mul(&share(&b.gt(a)?, a, b)?)));
     /// Returns the elementwise minimum; NaN if either operand is NaN.
-    minimum: Promoted, MINIMUM, |a, b| each(if a < b || a.is_nan() { a } else { b }), whole(a.min(b))
+    minimum: Promoted, MINIMUM, |a, b| each(if a < b || a.is_nan() { a } else { b }), integer(a.min(b))
         => gradients(nonlinear(|a, b, g| g.mul(&share(&a.lt(b)?, a, b)?)), nonlinear(|a, b, g| g.mul(&share(&b.lt(a)?, a, b)?)));
     /// Returns the remainder of the division, with the sign of the dividend. An integer divided by zero is an error on the ranks
     /// that hold the zero; the other ranks get it with their next collective.
-    fmod: Promoted, &[], |a, b| each(a % b), whole(a.wrapping_rem(b))
+    fmod: Promoted, &[], |a, b| each(a % b), integer(a.wrapping_rem(b))
         => gradients(gradient_only(|g| Ok(g.clone())), nonlinear(|a, b, g| g.mul(&a.div_trunc(b)?)?.neg()));
     /// Returns the remainder of the division, with the sign of the divisor as in Python. An integer divided by zero is an error,
     /// as in [`fmod`](Self::fmod).
-    remainder: Promoted, &[], |a, b| each(remainder_of_division!(a, b)), whole(remainder_of_quotient(a, b))
+    remainder: Promoted, &[], |a, b| each(remainder_of_division!(a, b)), integer(remainder_of_quotient(a, b))
         => gradients(gradient_only(|g| Ok(g.clone())), nonlinear(|a, b, g| g.mul(&a.div_floor(b)?)?.neg()));
     /// Returns the angle of the point `(other, self)`, from -pi to pi.
-    atan2: Float, &[], |a, b| wide(a.atan2(b)), whole(float_only(a, b))
+    atan2: Float, &[], |a, b| wide(a.atan2(b)), integer(float_only(a, b))
         => gradients(nonlinear(|a, b, g| g.mul(b)?.div(&a.square()?.add(&b.square()?)?)),
             nonlinear(|a, b, g| g.mul(a)?.div(&a.square()?.add(&b.square()?)?)?.neg()));
     /// Returns `sqrt(self^2 + other^2)` without intermediate overflow.
-    hypot: Float, &[], |a, b| wide(a.hypot(b)), whole(float_only(a, b))
+    hypot: Float, &[], |a, b| wide(a.hypot(b)), integer(float_only(a, b))
         => gradients(nonlinear(|a, b, g| g.mul(a)?.div(&a.hypot(b)?)), nonlinear(|a, b, g| g.mul(b)?.div(&a.hypot(b)?)));
     /// Returns 1 where the elements are equal and 0 otherwise, as u8.
-    eq: Bool, &[], |a, b| each(if a == b { 1.0 } else { 0.0 }), whole(i64::from(a == b))
+    eq: Bool, &[], |a, b| each(if a == b { 1.0 } else { 0.0 }), integer(i64::from(a == b))
         => not_differentiable;
     /// Returns 1 where the elements differ and 0 otherwise, as u8.
-    ne: Bool, &[], |a, b| each(if a != b { 1.0 } else { 0.0 }), whole(i64::from(a != b))
+    ne: Bool, &[], |a, b| each(if a != b { 1.0 } else { 0.0 }), integer(i64::from(a != b))
         => not_differentiable;
     /// Returns 1 where `self < other` and 0 otherwise, as u8.
-    lt: Bool, &[], |a, b| each(if a < b { 1.0 } else { 0.0 }), whole(i64::from(a < b))
+    lt: Bool, &[], |a, b| each(if a < b { 1.0 } else { 0.0 }), integer(i64::from(a < b))
         => not_differentiable;
     /// Returns 1 where `self <= other` and 0 otherwise, as u8.
-    le: Bool, &[], |a, b| each(if a <= b { 1.0 } else { 0.0 }), whole(i64::from(a <= b))
+    le: Bool, &[], |a, b| each(if a <= b { 1.0 } else { 0.0 }), integer(i64::from(a <= b))
         => not_differentiable;
     /// Returns 1 where `self > other` and 0 otherwise, as u8.
-    gt: Bool, &[], |a, b| each(if a > b { 1.0 } else { 0.0 }), whole(i64::from(a > b))
+    gt: Bool, &[], |a, b| each(if a > b { 1.0 } else { 0.0 }), integer(i64::from(a > b))
         => not_differentiable;
     /// Returns 1 where `self >= other` and 0 otherwise, as u8.
-    ge: Bool, &[], |a, b| each(if a >= b { 1.0 } else { 0.0 }), whole(i64::from(a >= b))
+    ge: Bool, &[], |a, b| each(if a >= b { 1.0 } else { 0.0 }), integer(i64::from(a >= b))
         => not_differentiable;
     /// Returns 1 where both elements are nonzero and 0 otherwise, as u8.
     logical_and: Bool, &[], |a, b| each(if a != 0.0 && b != 0.0 { 1.0 } else { 0.0 }),
-        whole(i64::from(a != 0 && b != 0))
+        integer(i64::from(a != 0 && b != 0))
         => not_differentiable;
     /// Returns 1 where either element is nonzero and 0 otherwise, as u8.
     logical_or: Bool, &[], |a, b| each(if a != 0.0 || b != 0.0 { 1.0 } else { 0.0 }),
-        whole(i64::from(a != 0 || b != 0))
+        integer(i64::from(a != 0 || b != 0))
         => not_differentiable;
     /// Returns 1 where exactly one element is nonzero and 0 otherwise, as u8.
     logical_xor: Bool, &[], |a, b| each(if (a != 0.0) != (b != 0.0) { 1.0 } else { 0.0 }),
-        whole(i64::from((a != 0) != (b != 0)))
+        integer(i64::from((a != 0) != (b != 0)))
         => not_differentiable;
     /// Returns the bitwise AND of integers.
-    bitwise_and: Promoted, &[], |a, b| each(integer_only(a, b)), whole(a & b)
+    bitwise_and: Promoted, &[], |a, b| each(integer_only(a, b)), integer(a & b)
         => not_differentiable;
     /// Returns the bitwise OR of integers.
-    bitwise_or: Promoted, &[], |a, b| each(integer_only(a, b)), whole(a | b)
+    bitwise_or: Promoted, &[], |a, b| each(integer_only(a, b)), integer(a | b)
         => not_differentiable;
     /// Returns the bitwise XOR of integers.
-    bitwise_xor: Promoted, &[], |a, b| each(integer_only(a, b)), whole(a ^ b)
+    bitwise_xor: Promoted, &[], |a, b| each(integer_only(a, b)), integer(a ^ b)
         => not_differentiable;
 }
 
@@ -249,8 +249,8 @@ fn call(op: Binary, x: &DTensor, other: Operand<'_>) -> Result<DTensor> {
         (Binary::add, Operand::Number(number)) => return x.add_scalar(number),
         (Binary::sub, Operand::Number(number)) => return x.sub_scalar(number),
         (Binary::mul, Operand::Number(number)) => return x.mul_scalar(number),
-        (Binary::div, Operand::Number(number)) => return x.div_scalar(number.real()),
-        (Binary::pow, Operand::Number(number)) => return x.pow_scalar(number.real()),
+        (Binary::div, Operand::Number(number)) => return x.div_scalar(number.to_f64()),
+        (Binary::pow, Operand::Number(number)) => return x.pow_scalar(number.to_f64()),
         _ => {}
     }
     let other = other.tensor(x)?;
@@ -317,7 +317,7 @@ fn share(truth: &DTensor, a: &DTensor, b: &DTensor) -> Result<DTensor> {
 
 /// Fails if an integer divisor is zero.
 fn check_divisors(name: &str, divisors: &Tensor) -> Result<()> {
-    let none = fold(Fold::All, divisors, &(0..divisors.rank()).collect::<Vec<_>>(), &[], DType::U8)?;
+    let none = reduce_dims(DimReduction::All, divisors, &(0..divisors.rank()).collect::<Vec<_>>(), &[], DType::U8)?;
     if none.to_scalar::<u8>()? == 1 {
         return Ok(());
     }
@@ -391,7 +391,7 @@ impl Op for Binary {
         let mut signature = Signature::pointwise(&[&inputs[0].shape, &inputs[1].shape], &shape);
         for &(a, b, result) in self.function().passes {
             // A partial operand that would be converted is reduced first: converting its terms would round each of them.
-            let converted = |pending: Option<ReduceOp>, from: DType| pending.is_some() && from != dtype;
+            let converted = |partial: Option<ReduceOp>, from: DType| partial.is_some() && from != dtype;
             if !converted(a, inputs[0].dtype) && !converted(b, inputs[1].dtype) {
                 signature = signature.passing([a, b], result);
             }
@@ -403,9 +403,9 @@ impl Op for Binary {
         let (a, b) = (&inputs[0], &inputs[1]);
         let shape = broadcast_shape(&[a.dims(), b.dims()]).expect("parts of tensors that broadcast");
         let meet = dtype::promote(a.dtype(), b.dtype());
-        let whole = !meet.is_float() && self.function().result_type != BinaryResultType::Float;
-        let arithmetic = if whole { Arithmetic::Whole } else { Arithmetic::real([a.dtype(), b.dtype()]) };
-        if self.divides() && whole && !shape.contains(&0) {
+        let integer = !meet.is_float() && self.function().result_type != BinaryResultType::Float;
+        let arithmetic = if integer { ComputeType::I64 } else { ComputeType::float_for([a.dtype(), b.dtype()]) };
+        if self.divides() && integer && !shape.contains(&0) {
             check_divisors(self.name(), b)?;
         }
         Ok(vec![(self.function().run)([a, b], &shape, arithmetic, self.dtype(meet))?])

@@ -7,14 +7,14 @@ use candle_core::{DType, Tensor, WithDType};
 
 use super::scalar::Scalar;
 use super::{OpEntry, SampleInput};
-use crate::comm::implicitly;
+use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward, is_recording};
-use shardwise_kernels::{dense, from_reals, reals, reserve, with_type};
+use shardwise_kernels::{contiguous, from_f64_vec, reserve, to_f64_vec, with_type};
 
 /// The sliding window of a convolution or pooling along one dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -152,7 +152,7 @@ impl DTensor {
         let site = Location::caller();
         let without = |t: &DTensor, axes: &[usize]| {
             let to = t.layout().without_axes(axes)?;
-            implicitly(name, || t.to_layout_at(&to, site))
+            record_implicit_operator(name, || t.to_layout_at(&to, site))
         };
         let (x, weight) = (without(self, &partial)?, without(weight, &inside)?);
         let windows = weight.shape()[2..].iter().map(|&size| Window { size, stride, padding, dilation }).collect();
@@ -316,10 +316,10 @@ impl Op for Unfold {
         let mut from = inputs[0].clone();
         // Padding other than zero is right for partial maxima only.
         let kept = |p: &Placement| self.border.0 == 0.0 || *p == Placement::Partial(ReduceOp::Max);
-        let pending: Vec<usize> = (0..from.mesh().ndim())
+        let reduced: Vec<usize> = (0..from.mesh().ndim())
             .filter(|&a| from.placements()[a].is_partial() && !kept(&from.placements()[a]))
             .collect();
-        from = from.without_axes(&pending)?;
+        from = from.without_axes(&reduced)?;
         let axes: Vec<usize> = (0..spatial).flat_map(|s| from.shard_order(2 + s).to_vec()).collect();
         if !axes.is_empty() {
             from = from.unstrided(&|_| true)?;
@@ -331,29 +331,29 @@ impl Op for Unfold {
             let owned = |runs: &Runs| runs.iter().map(|run| window.middles_in(&run, count, n)).sum();
             resized = resized.resized(2 + s, count, &owned)?;
         }
-        let (mut placements, mut cuts) = (resized.placements().to_vec(), resized.cuts());
+        let (mut placements, mut cuts) = (resized.placements().to_vec(), resized.shard_orders());
         for placement in &mut placements {
             if let Some(dim) = placement.shard_dim().filter(|&d| d >= 2) {
                 *placement = placement.with_dim(dim + spatial);
             }
         }
         cuts.splice(2..2, vec![Vec::new(); spatial]);
-        let to = Layout::from_cuts(from.mesh(), shape, &placements, &cuts)?;
+        let to = Layout::from_shard_orders(from.mesh(), shape, &placements, &cuts)?;
         if axes.is_empty() {
             return Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] });
         }
         Ok(fetching(from, axes, to, &self.windows, [2, 2 + spatial], Window::needed))
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let x = dense(&inputs[0])?;
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let x = contiguous(&inputs[0])?;
         let spatial = self.windows.len();
         let outer = x.dims()[0] * x.dims()[1];
         // Per spatial dimension, offset and window the local index; `None` in the padding.
         let mut tables: Vec<Vec<Vec<Option<usize>>>> = Vec::new();
         for (s, window) in self.windows.iter().enumerate() {
-            let (held, own) = (at.input(0, 2 + s), at.output(0, 2 + spatial + s));
-            let n = at.input_shape(0)[2 + s];
+            let (held, own) = (context.input_runs(0, 2 + s), context.output_runs(0, 2 + spatial + s));
+            let n = context.input_shape(0)[2 + s];
             let start = held.first().unwrap_or(0);
             let place = |w: usize, offset: usize| {
                 let index = (w * window.stride + offset * window.dilation).checked_sub(window.padding)?;
@@ -455,19 +455,19 @@ impl Op for Fold {
                 _ => p.clone(),
             })
             .collect();
-        let mut cuts = from.cuts();
+        let mut cuts = from.shard_orders();
         cuts.drain(2..2 + spatial);
-        let to = Layout::from_cuts(from.mesh(), shape, &placements, &cuts)?;
+        let to = Layout::from_shard_orders(from.mesh(), shape, &placements, &cuts)?;
         if axes.is_empty() {
             return Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] });
         }
         Ok(fetching(from, axes, to, &self.windows, [2 + spatial, 2], Window::touching))
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let x = dense(&inputs[0])?;
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let x = contiguous(&inputs[0])?;
         let spatial = self.windows.len();
-        let shape = at.local_shape(0).to_vec();
+        let shape = context.local_shape(0).to_vec();
         let total: usize = shape.iter().product();
         if x.elem_count() == 0 || total == 0 {
             return Ok(vec![Tensor::zeros(shape, x.dtype(), x.device())?]);
@@ -475,7 +475,7 @@ impl Op for Fold {
         // Per spatial dimension, offset and window the local index it adds to; `None` outside of this shard.
         let mut tables: Vec<Vec<Vec<Option<usize>>>> = Vec::new();
         for (s, window) in self.windows.iter().enumerate() {
-            let (held, own) = (at.input(0, 2 + spatial + s), at.output(0, 2 + s));
+            let (held, own) = (context.input_runs(0, 2 + spatial + s), context.output_runs(0, 2 + s));
             let start = own.first().unwrap_or(0);
             let place = |w: usize, offset: usize| {
                 let index = (w * window.stride + offset * window.dilation).checked_sub(window.padding)?;
@@ -490,7 +490,7 @@ impl Op for Fold {
         let width = shape[shape.len() - 1];
         let plane: usize = shape[2..].iter().product();
         let mut sums = vec![0.0; total];
-        let mut values = reals(&x)?.into_iter();
+        let mut values = to_f64_vec(&x)?.into_iter();
         for plane in sums.chunks_exact_mut(plane) {
             for row in rows {
                 for column in columns {
@@ -504,7 +504,7 @@ impl Op for Fold {
                 }
             }
         }
-        Ok(vec![from_reals(sums, &shape, x.dtype())?])
+        Ok(vec![from_f64_vec(sums, &shape, x.dtype())?])
     }
 
     fn gradient(&self) -> Gradient<Self> {

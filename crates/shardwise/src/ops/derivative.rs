@@ -5,12 +5,12 @@ use std::panic::Location;
 
 use candle_core::Tensor;
 
-use crate::comm::implicitly;
+use crate::comm::record_implicit_operator;
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::placement::Placement;
 use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
-use shardwise_kernels::{Arithmetic, Wide, map};
+use shardwise_kernels::{ComputeType, ViaF64, pointwise};
 
 /// The derivative of a function of one number.
 pub(super) struct Derivative {
@@ -29,14 +29,14 @@ impl Derivative {
             return kernel(x, g);
         }
         let at = self.at;
-        let product = Wide(move |[x, g]: [f64; 2]| g * at(x), |[_, g]: [i64; 2]| g);
-        Ok(map(product, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())?)
+        let product = ViaF64(move |[x, g]: [f64; 2]| g * at(x), |[_, g]: [i64; 2]| g);
+        Ok(pointwise(product, [x, g], x.dims(), ComputeType::float_for([x.dtype(), g.dtype()]), g.dtype())?)
     }
 }
 
 /// Zeros in the shape and layout of a tensor; replicated along axes where the tensor is partial.
 pub(super) fn zero(x: &DTensor) -> Result<DTensor> {
-    DTensor::full_in(&x.layout().settled(), 0.0, x.dtype(), x.device_mesh())
+    DTensor::full_in(&x.layout().reduced(), 0.0, x.dtype(), x.device_mesh())
 }
 
 /// Computes the gradient with respect to one operand, from both operands and the gradient of the result.
@@ -76,9 +76,11 @@ pub(super) fn operand_gradients(
         let stretched = match of {
             OperandGradient::GradientOnly(of) => of(gradient)?,
             OperandGradient::LinearInOperands(of) => of(&saved.input(0), &saved.input(1), gradient)?,
-            OperandGradient::Nonlinear(of) => {
-                of(&beside(name, saved, 0, gradient)?, &beside(name, saved, 1, gradient)?, gradient)?
-            }
+            OperandGradient::Nonlinear(of) => of(
+                &placed_like_gradient(name, saved, 0, gradient)?,
+                &placed_like_gradient(name, saved, 1, gradient)?,
+                gradient,
+            )?,
         };
         found.push(Some(unbroadcast(&stretched, saved, i)?));
     }
@@ -88,7 +90,7 @@ pub(super) fn operand_gradients(
 /// Redistributes a saved input once for a formula that uses it several times: partial placements are reduced, and an input
 /// smaller than the gradient is sharded like the gradient.
 #[track_caller]
-fn beside(name: &'static str, saved: &SavedTensors<'_>, i: usize, gradient: &DTensor) -> Result<DTensor> {
+fn placed_like_gradient(name: &'static str, saved: &SavedTensors<'_>, i: usize, gradient: &DTensor) -> Result<DTensor> {
     let input = saved.input(i);
     let (own, of) = (input.layout(), gradient.layout());
     let new = of.shape().len() - own.shape().len();
@@ -107,9 +109,9 @@ fn beside(name: &'static str, saved: &SavedTensors<'_>, i: usize, gradient: &DTe
         return Ok(input);
     }
     // Ragged sizes of the gradient may not fit the other shards of the input.
-    let to = Layout::new(own.mesh(), own.shape(), placements).unwrap_or_else(|_| own.settled());
+    let to = Layout::new(own.mesh(), own.shape(), placements).unwrap_or_else(|_| own.reduced());
     let site = Location::caller();
-    implicitly(name, || input.to_layout_at(&to, site))
+    record_implicit_operator(name, || input.to_layout_at(&to, site))
 }
 
 /// Turns the gradient of a broadcast input into that of the input: summed over the broadcast dimensions, in the type of the

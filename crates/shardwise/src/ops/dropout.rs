@@ -33,7 +33,7 @@ impl DTensor {
             return self.mul(&self.zeros_like()?);
         }
         let mask = DTensor::random_in(
-            &self.layout().settled(),
+            &self.layout().reduced(),
             self.dtype(),
             self.device_mesh(),
             Distribution::Bernoulli { p: 1.0 - p },

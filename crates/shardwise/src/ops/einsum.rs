@@ -1,6 +1,7 @@
-//! Products that sum over shared dimensions: one equation of labels says the rule, the kernel and the gradient.
+//! Matrix products and `einsum`: one equation of labels determines the sharding rule, the kernel and the gradient.
 
 use std::borrow::Cow;
+use std::hash::{Hash, Hasher};
 use std::panic::Location;
 use std::sync::LazyLock;
 
@@ -16,7 +17,9 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
 use crate::placement::Placement;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
-use shardwise_kernels::{Fold, NOWHERE, dense, fold, product as matrix_product, take, wholes};
+use shardwise_kernels::{
+    DimReduction, NO_INDEX, batched_matmul as matrix_product, contiguous, index_select, reduce_dims, to_i64_vec,
+};
 
 /// The dimensions of matrix products.
 const M: Label = Label::letter('m');
@@ -35,23 +38,36 @@ fn equation(terms: [&str; 2], output: &str) -> Equation {
 }
 
 /// A product of one or two tensors.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct Einsum {
     name: &'static str,
     equation: Cow<'static, Equation>,
-    /// Whether a dimension of size 1 is stretched to the size that its letter has in the other tensor.
+    /// Whether a dimension of size 1 broadcasts to the size that its letter has in the other tensor.
     stretches: bool,
 }
 
+impl Hash for Einsum {
+    /// Without the name, which dispatch hashes anyway.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (&*self.equation, self.stretches).hash(state);
+    }
+}
+
 impl DTensor {
-    /// The product that an equation such as `bmk,bkn->bmn` describes; letters missing on the right are summed over.
+    /// Evaluates an Einstein summation such as `bmk,bkn->bmn`; letters missing on the right are summed over.
     ///
-    /// Equations are those of PyTorch: `...` stands for dimensions that broadcast, a letter that a tensor has twice for its
-    /// diagonal, a dimension of size 1 is stretched to the size that its letter has elsewhere, and without `->` the output has
+    /// A letter that is sharded in all tensors that have it needs no communication: if it is summed over, the result is
+    /// `Partial(Sum)`, else it is sharded on that letter. Other combinations redistribute the cheapest operands (collective).
+    ///
+    /// Equations are those of PyTorch: `...` stands for dimensions that broadcast, a letter that one tensor has twice for its
+    /// diagonal, a dimension of size 1 broadcasts to the size of its letter in the other tensors, and without `->` the output has
     /// the letters that occur once, in alphabetical order, capital letters first.
     ///
-    /// Three or more tensors are multiplied two at a time, in the order that takes the fewest multiplications (the cheapest
-    /// pair first for more than eight); tensors of half precision are rounded after each.
+    /// Three or more tensors are multiplied two at a time, in the order with the fewest multiplications (greedily for more than
+    /// eight tensors); half precision is rounded after each product.
+    ///
+    /// # Errors
+    /// If the equation is malformed, or sizes of a letter differ.
     #[track_caller]
     pub fn einsum(equation: &str, inputs: &[&DTensor]) -> Result<DTensor> {
         let site = Location::caller();
@@ -72,7 +88,29 @@ impl DTensor {
         multiply("einsum", equation, true, inputs)
     }
 
-    /// The matrix product, with vectors and with leading dimensions that broadcast.
+    /// Computes the matrix product; vectors and broadcasting leading dimensions as in PyTorch.
+    ///
+    /// Communicates nothing if the rows of the left or the columns of the right operand are sharded (the result is sharded on
+    /// them), or if the summed dimension is sharded in both (the result is `Partial(Sum)`). Otherwise the operand that is
+    /// cheaper to move is redistributed, which is collective.
+    ///
+    /// ```
+    /// # use shardwise::prelude::*;
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("tp", 2)])?;
+    ///     let x = DTensor::ones((4, 6), DType::F32, &mesh, [Replicate])?;
+    ///     let up = DTensor::ones((6, 8), DType::F32, &mesh, [Shard(1)])?; // column-parallel
+    ///     let down = DTensor::ones((8, 6), DType::F32, &mesh, [Shard(0)])?; // row-parallel
+    ///     let hidden = x.matmul(&up)?;
+    ///     assert_eq!(hidden.placements(), [Shard(1)]);
+    ///     assert_eq!(hidden.matmul(&down)?.placements(), [Partial(Sum)]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If an operand is a scalar, or sizes do not fit.
     #[track_caller]
     pub fn matmul(&self, other: &DTensor) -> Result<DTensor> {
         let (m, n) = (self.ndim(), other.ndim());
@@ -100,37 +138,38 @@ impl DTensor {
         multiply("matmul", equation, false, &[self, other])
     }
 
-    /// The product of two matrices.
+    /// Multiplies two matrices. Communicates as [`matmul`](Self::matmul) does.
     #[track_caller]
     pub fn mm(&self, other: &DTensor) -> Result<DTensor> {
         named("mm", &MATRICES, self, other)
     }
 
-    /// The products of a batch of matrices.
+    /// Multiplies two batches of matrices, `[batch, m, k]` and `[batch, k, n]`. Communicates nothing if the batch is sharded, else
+    /// as [`matmul`](Self::matmul) does.
     #[track_caller]
     pub fn bmm(&self, other: &DTensor) -> Result<DTensor> {
         named("bmm", &BATCHES, self, other)
     }
 
-    /// A matrix times a vector.
+    /// Multiplies a matrix and a vector. Communicates as [`matmul`](Self::matmul) does.
     #[track_caller]
     pub fn mv(&self, vector: &DTensor) -> Result<DTensor> {
         named("mv", &MATRIX_VECTOR, self, vector)
     }
 
-    /// The inner product of two vectors.
+    /// Computes the inner product of two vectors: `Partial(Sum)` if they are sharded.
     #[track_caller]
     pub fn dot(&self, other: &DTensor) -> Result<DTensor> {
         named("dot", &INNER, self, other)
     }
 
-    /// The outer product of two vectors.
+    /// Computes the outer product of two vectors, sharded on rows or columns as the vectors are.
     #[track_caller]
     pub fn outer(&self, other: &DTensor) -> Result<DTensor> {
         named("outer", &OUTER, self, other)
     }
 
-    /// The product with the letters of both tensors and of the result.
+    /// The einsum of two tensors, with the letters of both and of the result.
     #[track_caller]
     pub(super) fn contract(&self, other: &DTensor, terms: [&str; 2], output: &str) -> Result<DTensor> {
         multiply("einsum", equation(terms, output), false, &[self, other])
@@ -151,7 +190,7 @@ fn named(name: &'static str, equation: &'static Equation, a: &DTensor, b: &DTens
     Ok(dispatch(&op, &[a, b], Location::caller())?.swap_remove(0))
 }
 
-/// The product of one or two tensors.
+/// Dispatches the product of one or two tensors.
 #[track_caller]
 fn multiply(name: &'static str, equation: Equation, stretches: bool, inputs: &[&DTensor]) -> Result<DTensor> {
     let op = Einsum { name, equation: Cow::Owned(equation), stretches };
@@ -164,7 +203,7 @@ fn chain(equation: &Equation, inputs: &[&DTensor]) -> Result<DTensor> {
     let site = Location::caller();
     let shapes: Vec<&[usize]> = inputs.iter().map(|x| x.shape()).collect();
     let sizes = equation.sizes("einsum", &shapes, true).map_err(|e| name_call(e, "einsum", inputs, site))?;
-    // Without the dimensions that would be stretched, what they are stretched to can be summed over early.
+    // Broadcast dimensions are removed: their labels can then be summed over early in the other factors.
     let mut factors = Vec::new();
     let mut terms = Vec::new();
     for (term, &input) in equation.inputs.iter().zip(inputs) {
@@ -188,7 +227,7 @@ fn chain(equation: &Equation, inputs: &[&DTensor]) -> Result<DTensor> {
 }
 
 impl Einsum {
-    /// The names of the dimensions of a tensor for the rule: not those that are stretched, and of a diagonal the first.
+    /// The dimensions of a tensor for the sharding rule: `None` for dimensions that broadcast and for the second of a diagonal.
     fn named(term: &[Label], numbers: &[Label], stretched: impl Fn(usize) -> bool) -> Vec<Option<usize>> {
         let number = |d: usize| numbers.iter().position(|&label| label == term[d]);
         let named = |d: usize| if stretched(d) || term[..d].contains(&term[d]) { None } else { number(d) };
@@ -216,15 +255,16 @@ impl Op for Einsum {
         let mut signature = Signature::product(names, Self::named(output, &numbers, |_| false));
         let dtype = inputs.iter().map(|m| m.dtype).reduce(dtype::promote).expect("at least one input");
         if inputs.iter().any(|m| m.dtype != dtype) {
-            signature = signature.without_passes(); // operands must not be rounded before they are reduced
+            signature = signature.without_passes(); // converting the terms of a partial operand would round each of them
         }
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        // The usual case needs no analysis.
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        // The common case skips the analysis of the equation.
         if let [a, b] = inputs
-            && self.is_matrix_product(a, b)
+            && self.equation.is_matrix_product
+            && a.dims()[1] == b.dims()[0]
             && a.dtype() == b.dtype()
             && a.dtype().is_float()
             && a.elem_count() * b.elem_count() > 0
@@ -232,11 +272,11 @@ impl Op for Einsum {
             return Ok(vec![matrix_product(a, b, 0, 1)?]);
         }
         let dtype = inputs.iter().map(Tensor::dtype).reduce(dtype::promote).expect("at least one input");
-        // Integers are computed as i64 and wrap in the end, as their partial sums do.
+        // Integers are computed in i64 and wrap at the end, as their partial sums do.
         let work = if dtype.is_float() { dtype } else { DType::I64 };
         let mut factors = Vec::with_capacity(inputs.len());
         for (i, (x, term)) in inputs.iter().zip(&self.equation.inputs).enumerate() {
-            let held = |d: usize| (at.input_shape(i)[d], at.input(i, d));
+            let held = |d: usize| (context.input_shape(i)[d], context.input_runs(i, d));
             factors.push(diagonal(&x.to_dtype(work)?, term, &held)?);
         }
         let output = distinct(&self.equation.output);
@@ -249,13 +289,13 @@ impl Op for Einsum {
             _ => unreachable!("longer products are taken apart"),
         };
         let result = result.to_dtype(dtype)?;
-        let held = |d: usize| at.output(0, d);
+        let held = |d: usize| context.output_runs(0, d);
         let result =
             if output == self.equation.output { result } else { embedded(&result, &self.equation.output, &held)? };
-        Ok(vec![dense(&result)?])
+        Ok(vec![contiguous(&result)?])
     }
 
-    /// A multiplication and an addition for every combination of indices.
+    /// One multiplication and one addition per combination of indices.
     fn flops(&self, inputs: &[&[usize]], _: &[&[usize]]) -> u64 {
         let terms = || self.equation.inputs.iter().zip(inputs);
         let all: Term = terms().flat_map(|(term, _)| term.iter().copied()).collect();
@@ -277,18 +317,8 @@ impl Op for Einsum {
 }
 
 impl Einsum {
-    /// Whether it is `mk,kn->mn` of local tensors, with any letters.
-    fn is_matrix_product(&self, a: &Tensor, b: &Tensor) -> bool {
-        let (left, right) = (self.equation.inputs[0].as_slice(), self.equation.inputs[1].as_slice());
-        match (left, right, self.equation.output.as_slice()) {
-            ([m, k], [inner, n], [rows, columns]) => {
-                m != k && m != n && k != n && [k, m, n] == [inner, rows, columns] && a.dims()[1] == b.dims()[0]
-            }
-            _ => false,
-        }
-    }
-
-    /// The gradient of one factor: the product of that of the result and the other factors, summed over what this one lacks.
+    /// The gradient of one factor: the product of the gradient of the result and the other factors, summed over the labels that
+    /// this factor lacks.
     #[track_caller]
     fn of_factor(&self, i: usize, saved: &SavedTensors<'_>, gradient: &DTensor) -> Result<DTensor> {
         let (terms, output) = (&self.equation.inputs, &self.equation.output);
@@ -296,8 +326,8 @@ impl Einsum {
         let own = distinct(term);
         let extent = |label: Label| shape[term.iter().position(|&l| l == label).expect("a label of the factor")];
         let others: Vec<usize> = (0..terms.len()).filter(|&o| o != i).collect();
-        // Whether the result or another factor has the label in the size that it has here. Else it was stretched here, and is
-        // summed over, or this factor has it alone, and its gradient is the same all along it.
+        // A label that the result or another factor has in the same size is computed by the product. Of the rest, one that
+        // broadcast here is summed over, and one that only this factor has gets the same gradient along all of it.
         let size = |o: usize, label: Label| terms[o].iter().position(|&l| l == label).map(|d| saved.shape(o)[d]);
         let largest =
             |label: Label| others.iter().filter_map(|&o| size(o, label)).find(|&n| n != 1).unwrap_or(extent(label));
@@ -305,7 +335,7 @@ impl Einsum {
             |label: Label| output.contains(&label) || others.iter().any(|&o| size(o, label) == Some(extent(label)));
         let target: Term =
             own.iter().copied().filter(|&label| extent(label) == largest(label) && elsewhere(label)).collect();
-        // Where this factor is sharded, a partial one that is smaller is reduced first: else the product would have to be.
+        // If this factor is sharded, a smaller factor that is partial is reduced first: otherwise the larger product would be.
         let scattered = |(p, own): (&Placement, &Placement)| p.is_partial() && own.is_shard(None);
         let factor = |&o: &usize| {
             let factor = saved.input(o);
@@ -332,11 +362,11 @@ impl Einsum {
     }
 }
 
-/// The diagonal of a tensor that has labels twice, with each label once. `held` gives, per dimension, its global size and the
-/// indices that this rank holds of it.
+/// Takes the diagonals of a tensor that has labels twice, so that each label is left once. `held` gives the global size of a
+/// dimension and the indices that this rank holds of it.
 fn diagonal(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> (usize, Runs)) -> Result<(Tensor, Term)> {
     let (mut x, mut labels) = (x.clone(), term.clone());
-    // From the last dimension on, so that the numbers of those before it stay.
+    // From the last dimension on, so that the numbers of earlier dimensions stay valid.
     for second in (0..term.len()).rev() {
         let Some(first) = term[..second].iter().position(|label| *label == term[second]) else { continue };
         let (n, rows) = held(first);
@@ -349,20 +379,21 @@ fn diagonal(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> (usize, Runs)) -> R
         for outer in 0..count {
             for (row, &column) in columns.iter().enumerate() {
                 let line = |m: usize| ((outer * dims[first] + row) * between + m) * dims[second] + column;
-                taken.extend((0..between).map(|m| if column == NOWHERE { NOWHERE } else { line(m) }));
+                taken.extend((0..between).map(|m| if column == NO_INDEX { NO_INDEX } else { line(m) }));
             }
         }
         let inner: usize = dims[second + 1..].iter().product();
-        let lines = dense(&x)?.reshape((dims[..=second].iter().product::<usize>(), inner))?;
+        let lines = contiguous(&x)?.reshape((dims[..=second].iter().product::<usize>(), inner))?;
         labels.remove(second);
         let mut shape = dims;
         shape.remove(second);
-        x = take(&lines, 0, &taken)?.reshape(shape)?;
+        x = index_select(&lines, 0, &taken)?.reshape(shape)?;
     }
     Ok((x, labels))
 }
 
-/// The opposite of [`diagonal`]: zeros beside it. `held` gives the indices that this rank holds of a dimension of the result.
+/// The inverse of [`diagonal`]: writes to the diagonal of zeros. `held` gives the indices that this rank holds of a dimension of
+/// the result.
 fn embedded(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> Runs) -> Result<Tensor> {
     let mut x = x.clone();
     for second in 0..term.len() {
@@ -377,20 +408,20 @@ fn embedded(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> Runs) -> Result<Ten
             for (i, row) in rows.iter().enumerate() {
                 for m in 0..between {
                     let line = (outer * rows.len() + i) * between + m;
-                    taken.extend(columns.iter().map(|column| if column == row { line } else { NOWHERE }));
+                    taken.extend(columns.iter().map(|column| if column == row { line } else { NO_INDEX }));
                 }
             }
         }
         let inner: usize = dims[second..].iter().product();
-        let lines = dense(&x)?.reshape((dims[..second].iter().product::<usize>(), inner))?;
+        let lines = contiguous(&x)?.reshape((dims[..second].iter().product::<usize>(), inner))?;
         let mut shape = dims;
         shape.insert(second, columns.len());
-        x = take(&lines, 0, &taken)?.reshape(shape)?;
+        x = index_select(&lines, 0, &taken)?.reshape(shape)?;
     }
     Ok(x)
 }
 
-/// A factor without dimensions of size 1 that the other one has in another size.
+/// Removes the dimensions of a factor that broadcast to the other factor.
 fn without_stretched((x, term): &(Tensor, Term), other: &(Tensor, Term)) -> Result<(Tensor, Term)> {
     let size = |label: Label| other.1.iter().position(|&l| l == label).map(|d| other.0.dims()[d]);
     let stretched = |d: usize| x.dims()[d] == 1 && size(term[d]).is_some_and(|n| n != 1);
@@ -402,20 +433,20 @@ fn without_stretched((x, term): &(Tensor, Term), other: &(Tensor, Term)) -> Resu
     Ok((kept, labels))
 }
 
-/// Sums over the labels that the target has not, and puts the others in its order.
+/// Sums over the labels that the target lacks, and permutes the remaining ones to its order.
 fn sum_to(x: &Tensor, term: &[Label], target: &[Label]) -> Result<Tensor> {
     let (kept, summed): (Vec<usize>, Vec<usize>) = (0..term.len()).partition(|&d| target.contains(&term[d]));
     let sizes: Vec<usize> = kept.iter().map(|&d| x.dims()[d]).collect();
-    let x = if summed.is_empty() { x.clone() } else { fold(Fold::Sum, x, &summed, &sizes, x.dtype())? };
+    let x = if summed.is_empty() { x.clone() } else { reduce_dims(DimReduction::Sum, x, &summed, &sizes, x.dtype())? };
     let place = |label: &Label| kept.iter().position(|&d| term[d] == *label).expect("a label of the term");
     Ok(x.permute(target.iter().map(place).collect::<Vec<_>>())?)
 }
 
-/// The product of two tensors as a batch of matrix products: labels of both and of the target are the batch, labels of both
-/// alone are summed over.
+/// The product of two tensors as a batch of matrix products: labels of both tensors are the batch if the target has them, and
+/// summed over if not.
 fn product(a: &Tensor, a_term: &[Label], b: &Tensor, b_term: &[Label], target: &[Label]) -> Result<Tensor> {
     let of = |term: &[Label], wanted: &dyn Fn(&Label) -> bool| term.iter().copied().filter(wanted).collect::<Term>();
-    // Labels that one tensor has alone and the target has not are summed over first.
+    // Labels that only one tensor has, and the target lacks, are summed over first.
     let a_kept = of(a_term, &|l| b_term.contains(l) || target.contains(l));
     let b_kept = of(b_term, &|l| a_term.contains(l) || target.contains(l));
     let (a, b) = (sum_to(a, a_term, &a_kept)?, sum_to(b, b_term, &b_kept)?);
@@ -447,13 +478,13 @@ fn product(a: &Tensor, a_term: &[Label], b: &Tensor, b_term: &[Label], target: &
     arranged(&multiplied, &made, target.iter().copied().collect())
 }
 
-/// The product of integers, of which the dimensions are as those of [`matrix_product`].
+/// The product of integers; dimensions as in [`matrix_product`].
 fn whole_product(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Result<Tensor> {
     let rows = a.rank() - inner;
     let count = |dims: &[usize]| dims.iter().product::<usize>();
     let (m, k) = (count(&a.dims()[batch..rows]), count(&a.dims()[rows..]));
     let n = count(&b.dims()[batch + inner..]);
-    let (left, right) = (wholes(a)?, wholes(b)?);
+    let (left, right) = (to_i64_vec(a)?, to_i64_vec(b)?);
     let mut products = vec![0i64; left.len() / k * n];
     for (i, line) in products.chunks_exact_mut(n).enumerate() {
         let from = &right[i / m * k * n..];

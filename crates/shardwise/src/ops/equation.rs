@@ -1,4 +1,4 @@
-//! Equations of products: the dimensions of every operand and of the result by label.
+//! Einsum equations: the dimensions of every operand and of the result by label.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -10,27 +10,29 @@ use crate::error::{ErrorKind, Result};
 
 /// A dimension of a product: a letter, or a dimension that an ellipsis stands for.
 ///
-/// Letters are numbered in the order of an implicit output, `A` to `Z` before `a` to `z`. Dimensions of ellipses follow, counted
-/// from the last one, so that those of several operands meet there.
+/// Letters are numbered in the order of an implicit output, `A` to `Z` before `a` to `z`. Dimensions of ellipses follow, numbered
+/// from the last one, because they broadcast from the last one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Label(u8);
 
 /// The labels of the dimensions of one tensor.
 pub(super) type Term = SmallVec<[Label; 8]>;
 
-/// How many letters there are.
+/// The number of letters: `A` to `Z` and `a` to `z`.
 const LETTERS: u8 = 52;
 
 /// A product of tensors: labels of operands that the output lacks are summed over.
 ///
-/// A label that an operand has twice stands for its diagonal. One that the output has twice, which no text can say, is the
-/// opposite: zeros beside the diagonal.
+/// A label that an operand has twice stands for its diagonal. A label that the output has twice is the inverse, zeros off the
+/// diagonal: gradients need it, and no text expresses it.
 #[derive(Debug, Clone)]
 pub(super) struct Equation {
     pub(super) inputs: SmallVec<[Term; 2]>,
     pub(super) output: Term,
     /// Hash of the labels. Every call of a product hashes its equation, and most equations are built once per program.
     digest: u64,
+    /// Whether it is `mk,kn->mn`, with any letters.
+    pub(super) is_matrix_product: bool,
 }
 
 impl Hash for Equation {
@@ -59,7 +61,7 @@ impl Label {
         Label(number)
     }
 
-    /// Whether it comes from an ellipsis, so that it broadcasts in every product.
+    /// Whether it belongs to an ellipsis, whose dimensions broadcast in every product.
     fn is_batch(self) -> bool {
         self.0 >= LETTERS
     }
@@ -92,18 +94,25 @@ pub(super) fn distinct(term: &[Label]) -> Term {
 }
 
 impl Equation {
-    /// From the labels of one or more operands and of the output.
+    /// An equation from the labels of one or more operands and of the output.
     pub(super) fn new(inputs: impl IntoIterator<Item = Term>, output: impl IntoIterator<Item = Label>) -> Self {
         let (inputs, output): (SmallVec<[Term; 2]>, Term) =
             (inputs.into_iter().collect(), output.into_iter().collect());
         let mut hasher = FxHasher::default();
         (&inputs, &output).hash(&mut hasher);
-        Equation { inputs, output, digest: hasher.finish() }
+        let is_matrix_product = match (inputs.as_slice(), output.as_slice()) {
+            ([left, right], [rows, columns]) => match (left.as_slice(), right.as_slice()) {
+                ([m, k], [inner, n]) => m != k && m != n && k != n && [k, m, n] == [inner, rows, columns],
+                _ => false,
+            },
+            _ => false,
+        };
+        Equation { inputs, output, digest: hasher.finish(), is_matrix_product }
     }
 
-    /// From a text such as `...mk,kn->...mn` for operands with these numbers of dimensions, as PyTorch reads it: spaces do not
-    /// count, an ellipsis stands for the dimensions without letters, and without an arrow the output has those dimensions
-    /// and then the letters that occur once, in alphabetical order, capital ones first.
+    /// Parses a text such as `...mk,kn->...mn` for operands with these numbers of dimensions, as PyTorch does: spaces are ignored,
+    /// an ellipsis stands for the dimensions without letters, and without an arrow the output has those dimensions and then the
+    /// letters that occur once, in alphabetical order, capital letters first.
     pub(super) fn parse(text: &str, ndims: &[usize]) -> Result<Self> {
         let bad = |why: String| {
             let needed = "one term of letters and at most one `...` per tensor, such as `mk,kn->mn`";
@@ -150,7 +159,7 @@ impl Equation {
         Ok(Equation::new(inputs, output))
     }
 
-    /// The size of every label for operands of these shapes. Dimensions of ellipses broadcast, letters too if `stretches`.
+    /// The size of every label for operands of these shapes. Dimensions of ellipses broadcast, and letters too if `stretches`.
     pub(super) fn sizes(&self, name: &str, shapes: &[&[usize]], stretches: bool) -> Result<Sizes> {
         let bad = |needed: String| {
             let found = format!("shapes {shapes:?} in {name}({self})");

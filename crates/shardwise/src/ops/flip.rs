@@ -10,7 +10,7 @@ use crate::layout::{Layout, TensorBox, TensorMeta};
 use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::take;
+use shardwise_kernels::index_select;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Flip {
@@ -70,7 +70,7 @@ impl Op for Flip {
     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let turn = |x: Tensor, &dim: &usize| {
             let backwards: Vec<usize> = (0..x.dims()[dim]).rev().collect();
-            take(&x, dim, &backwards)
+            index_select(&x, dim, &backwards)
         };
         Ok(vec![self.dims.iter().try_fold(inputs[0].clone(), turn)?])
     }

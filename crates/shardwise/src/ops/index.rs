@@ -1,4 +1,4 @@
-//! `x.i(...)`: parts of a tensor by numbers, ranges, masks and lists of indices, and writing to them.
+//! Indexing, `x.i(...)` and `x.set(...)`: by numbers, ranges, masks and lists of indices.
 
 use std::borrow::Cow;
 use std::ops::{Range, RangeFrom, RangeFull, RangeInclusive, RangeTo, RangeToInclusive};
@@ -10,44 +10,47 @@ use crate::error::{ErrorKind, Result};
 use crate::placement::Placement;
 use crate::tensor::{Arange, DTensor, Operand};
 
-/// What [`DTensor::i`] takes for one dimension of a tensor.
+/// An index of one dimension of a tensor, see [`DTensor::i`].
+///
+/// Numbers, ranges, tensors and lists convert into it.
 #[doc(alias = "TensorIndexer")]
 #[derive(Clone)]
 pub enum Index<'a> {
-    /// One index, which removes the dimension; a negative one counts from the back.
+    /// One index, which removes the dimension; a negative one counts from the end.
     At(isize),
-    /// Every `step`-th index of a range. Negative ends count from the back, and ends beyond the tensor are cut off. Clippy takes
+    /// Every `step`-th index of a range. Negative ends count from the end, and ends beyond the tensor are clamped. Clippy takes
     /// the literal `1..-1` for an empty range: allow its lint `reversed_empty_ranges` where you write such ranges.
     Range {
-        /// The first index; the beginning if there is none.
+        /// The first index; `None`: the beginning of the dimension.
         start: Option<isize>,
-        /// Where the range ends; the end of the dimension if there is none.
+        /// The end of the range, exclusive; `None`: the end of the dimension.
         end: Option<isize>,
-        /// At least 1.
+        /// The distance between indices, at least 1.
         step: usize,
     },
-    /// A mask, if its type is u8 as that of comparisons: it stands for as many dimensions as it has. Else indices, which
-    /// may be negative: the dimension is replaced by theirs.
+    /// A mask if its type is u8, the type of comparisons: it indexes as many dimensions as it has. Else indices, which may be
+    /// negative; their dimensions replace the indexed one.
     Tensor(Cow<'a, DTensor>),
     /// Indices, which may be negative.
     List(Vec<i64>),
     /// A new dimension of size 1.
     NewAxis,
-    /// As many whole dimensions as the other indices leave.
+    /// As many full dimensions as the other indices leave.
     Ellipsis,
 }
 
-/// A new dimension of size 1: `x.i((.., NewAxis))`.
+/// Inserts a dimension of size 1: `x.i((.., NewAxis))`. PyTorch's `None` in an index.
 #[derive(Debug, Clone, Copy)]
 pub struct NewAxis;
 
-/// As many whole dimensions as the other indices leave: `x.i((Ellipsis, 0))` is the first along the last dimension.
+/// Stands for as many full dimensions as the other indices leave, `...` in PyTorch: `x.i((Ellipsis, 0))` is the first index of the
+/// last dimension.
 #[derive(Debug, Clone, Copy)]
 pub struct Ellipsis;
 
-/// Every `step`-th index of a range: `x.i(strided(1.., 2))` is `x[1::2]`.
+/// Returns every `step`-th index of a range: `x.i(strided(1.., 2))` is `x[1::2]` in PyTorch.
 ///
-/// Of an index that is not a range it changes nothing.
+/// Indices other than ranges are returned unchanged.
 pub fn strided<'a>(range: impl Into<Index<'a>>, step: usize) -> Index<'a> {
     match range.into() {
         Index::Range { start, end, .. } => Index::Range { start, end, step },
@@ -98,12 +101,12 @@ macro_rules! integers {
 }
 integers!(i32, i64, isize, u32, usize);
 
-/// An index of any integer type; those that no dimension has stay beyond all dimensions.
+/// Converts an index of any integer type; one that does not fit saturates, and is then out of range.
 fn at(index: impl TryInto<isize>) -> isize {
     index.try_into().unwrap_or(isize::MAX)
 }
 
-/// The end of a range that includes an index: behind the last one, which is -1, is the end of the dimension.
+/// The exclusive end of an inclusive range; after the last index, -1, comes the end of the dimension.
 fn behind(last: isize) -> Option<isize> {
     (last != -1).then_some(last.saturating_add(1))
 }
@@ -156,10 +159,10 @@ impl From<Ellipsis> for Index<'_> {
     }
 }
 
-/// What [`DTensor::i`] takes: one [`Index`] or a tuple of them, one after the other for the dimensions of the tensor.
+/// The argument of [`DTensor::i`]: one [`Index`] or a tuple of up to six, for the dimensions of the tensor in order.
 #[doc(alias = "IndexOp")]
 pub trait Indices<'a> {
-    /// The indices as a list.
+    /// Converts the indices to a list.
     fn list(self) -> Vec<Index<'a>>;
 }
 
@@ -195,19 +198,18 @@ tuples! {
     (A, B, C, D, E, F);
 }
 
-/// Masks and lists of indices, each with the first dimension that it stands for.
+/// Masks and index tensors, each with the first dimension that it indexes.
 type TensorIndices<'a> = Vec<(usize, Cow<'a, DTensor>)>;
 
 impl DTensor {
-    /// A part of this tensor, as `x[...]` in PyTorch: numbers, ranges, masks, lists of indices, new dimensions.
+    /// Indexes this tensor, as `x[...]` in PyTorch: by numbers, ranges, masks, lists of indices and new axes.
     ///
-    /// Ranges communicate nothing: each rank keeps what it holds of the part. One index along a sharded dimension is sent by
-    /// the rank that holds it. A mask communicates how many elements each rank picks, see
-    /// [`masked_select`](Self::masked_select); indices along a sharded dimension give a partial sum. All ranks of the mesh must
-    /// call it. Differentiable.
+    /// Collective: every rank of the mesh must call it. Ranges communicate nothing: every rank keeps what it holds of the slice.
+    /// One index of a sharded dimension is sent by the rank that holds it. A mask exchanges how many elements each rank selects,
+    /// see [`masked_select`](Self::masked_select). A list of indices of a sharded dimension gives a `Partial(Sum)` result.
     ///
-    /// JoinedIndices masks and lists of indices broadcast and pick single elements. Their dimensions come where the first of them
-    /// is, or in front, if others are between them.
+    /// Several masks and lists of indices broadcast and select single elements. Their dimensions replace the first indexed one if
+    /// the indexed dimensions are adjacent, and come first if not, as in PyTorch.
     ///
     /// ```
     /// use shardwise::prelude::*;
@@ -224,8 +226,8 @@ impl DTensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if there are more indices than dimensions, an index is outside its dimension, or a mask has another
-    /// shape than the dimensions that it stands for.
+    /// [`Error::Invalid`](crate::Error::Invalid) if there are more indices than dimensions, an index is out of range, or a mask does
+    /// not have the shape of the dimensions that it indexes.
     #[doc(alias = "__getitem__")]
     #[track_caller]
     pub fn i<'a>(&self, index: impl Indices<'a>) -> Result<DTensor> {
@@ -233,12 +235,13 @@ impl DTensor {
         part.picked_by(&arrays)
     }
 
-    /// Writes `value`, a tensor that broadcasts or a number, to a part of this tensor, as `x[...] = value` in PyTorch. Takes the
-    /// indices that [`i`](Self::i) takes.
+    /// Writes `value`, a tensor that broadcasts or a number, to an indexed part of this tensor, as `x[...] = value` in PyTorch.
     ///
-    /// Collective: every rank of the mesh must call it. Communicates the parts of `value` that are needed on another rank.
-    /// Differentiable: the gradient of the elements that were overwritten goes to `value`. Clones of this tensor keep the old
-    /// elements. If indices name an element more than once, it is not specified which value it gets.
+    /// Takes the same indices as [`i`](Self::i).
+    ///
+    /// Collective: every rank of the mesh must call it. Communicates the elements of `value` that belong to another rank's shard.
+    /// Differentiable: the gradient of overwritten elements goes to `value`. Clones of this tensor keep the old elements. An element
+    /// that is indexed more than once gets an unspecified one of its values.
     ///
     /// ```
     /// use shardwise::prelude::*;
@@ -275,7 +278,7 @@ impl DTensor {
         self.set_basic(&basic, Operand::Tensor(&written))
     }
 
-    /// One index per dimension, new axes apart: an ellipsis, which is at the end if there is none, replaced.
+    /// Expands the ellipsis, which is at the end if there is none, so that every dimension has one index besides new axes.
     fn indices_of_all<'a>(&self, given: Vec<Index<'a>>) -> Result<Vec<Index<'a>>> {
         let bad = |found: String, fix: &str| {
             let needed = format!("at most one index per dimension of {}", self.layout());
@@ -288,7 +291,7 @@ impl DTensor {
             .ok_or_else(|| bad(format!("indices for {used} dimensions"), "leave some out, or unsqueeze the tensor"))?;
         let ellipses = given.iter().filter(|i| matches!(i, Index::Ellipsis)).count();
         if ellipses > 1 {
-            return Err(bad(format!("{ellipses} ellipses"), "write the whole dimensions of all but one as .."));
+            return Err(bad(format!("{ellipses} ellipses"), "write .. for each full dimension of all but one"));
         }
         let mut all = Vec::new();
         for index in given {
@@ -303,7 +306,7 @@ impl DTensor {
         Ok(all)
     }
 
-    /// The part that numbers, ranges and new axes name, and the masks and lists for dimensions of it.
+    /// Applies numbers, ranges and new axes; returns the result and the masks and lists for its dimensions.
     #[track_caller]
     fn basic_part<'a>(&self, indices: &[Index<'a>]) -> Result<(DTensor, TensorIndices<'a>)> {
         let (mut part, mut arrays, mut dim) = (self.clone(), Vec::new(), 0);
@@ -319,8 +322,8 @@ impl DTensor {
                 Index::Tensor(tensor) => arrays.push((dim, tensor.clone())),
                 Index::List(list) => {
                     let tensor = Tensor::from_slice(list, list.len(), &Device::Cpu)?;
-                    let whole = vec![Placement::Replicate; self.placements().len()];
-                    let tensor = DTensor::distribute_tensor(&tensor, self.device_mesh(), whole, None)?;
+                    let replicated = vec![Placement::Replicate; self.placements().len()];
+                    let tensor = DTensor::distribute_tensor(&tensor, self.device_mesh(), replicated, None)?;
                     arrays.push((dim, Cow::Owned(tensor)));
                 }
                 Index::Ellipsis => unreachable!("replaced"),
@@ -330,7 +333,7 @@ impl DTensor {
         Ok((part, arrays))
     }
 
-    /// What masks and lists pick of this tensor.
+    /// Applies masks and lists of indices.
     #[track_caller]
     fn picked_by(&self, arrays: &TensorIndices<'_>) -> Result<DTensor> {
         match arrays.as_slice() {
@@ -349,7 +352,7 @@ impl DTensor {
         }
     }
 
-    /// A copy with `value` at what masks and lists pick.
+    /// A copy with `value` written where masks and lists index it.
     #[track_caller]
     fn with_arrays_set(&self, arrays: &TensorIndices<'_>, value: Operand<'_>) -> Result<DTensor> {
         let (dims, places, adjacent) = match arrays.as_slice() {
@@ -373,7 +376,7 @@ impl DTensor {
         let front = self.permute(&order)?;
         let sizes: Vec<usize> = front.shape().to_vec();
         let flat = front.flatten(0, dims.len() as isize - 1)?;
-        // The shape of what the same indices pick, and the value in it.
+        // The shape that the same indices would select, and the value expanded to it.
         let rest = &sizes[dims.len()..];
         let before = if adjacent { dims[0] } else { 0 };
         let shape = [&rest[..before], places.shape(), &rest[before..]].concat();
@@ -386,7 +389,7 @@ impl DTensor {
         put.permute(&back)
     }
 
-    /// JoinedIndices masks and lists as places in the dimensions that they stand for, joined to one.
+    /// Combines several masks and lists into flat indices of the dimensions that they index.
     #[track_caller]
     fn joined(&self, arrays: &[(usize, Cow<'_, DTensor>)]) -> Result<JoinedIndices> {
         let (mut dims, mut indices) = (Vec::new(), Vec::new());
@@ -395,7 +398,7 @@ impl DTensor {
                 if self.shape().get(*dim..dim + tensor.ndim()) != Some(tensor.shape()) {
                     let found =
                         format!("a mask of shape {:?} from dimension {dim} of {}", tensor.shape(), self.layout());
-                    let needed = "the sizes of dimensions of the tensor";
+                    let needed = "the shape of the dimensions that it indexes";
                     return Err(ErrorKind::shape(tensor.shape()).error("mask", found, needed, "expand the mask"));
                 }
                 indices.extend(tensor.nonzero()?.unbind(1)?);
@@ -414,13 +417,13 @@ impl DTensor {
         Ok(JoinedIndices { dims, places, adjacent })
     }
 
-    /// An order of all dimensions with some of them first.
+    /// A permutation that brings some dimensions to the front.
     fn indexed_first(&self, dims: &[usize]) -> Vec<isize> {
         let others = (0..self.ndim()).filter(|d| !dims.contains(d));
         dims.iter().copied().chain(others).map(|d| d as isize).collect()
     }
 
-    /// Writes to the part that numbers, ranges and new axes name.
+    /// Writes to what numbers, ranges and new axes index.
     #[track_caller]
     fn set_basic(&mut self, indices: &[Index<'_>], value: Operand<'_>) -> Result<()> {
         let mut ranges: Vec<Range<usize>> = Vec::new();
@@ -486,10 +489,10 @@ impl DTensor {
         self.assign(&ranges, &filled)
     }
 
-    /// One at every `step`-th index of the ranges, sharded like this tensor; `None` if all of it is meant.
+    /// A mask with 1 at every `step`-th index of the ranges, sharded like this tensor; `None` if that is everything.
     #[track_caller]
     fn mask_of(&self, ranges: &[Range<usize>], steps: &[usize]) -> Result<Option<DTensor>> {
-        let layout = self.layout().settled();
+        let layout = self.layout().reduced();
         let along = |dim: usize| -> Result<DTensor> {
             let like = |p: &Placement| match p.is_shard(Some(dim)) && layout.has_default_order() {
                 true => p.with_dim(0),
@@ -513,7 +516,7 @@ impl DTensor {
         Ok(mask)
     }
 
-    /// A copy with `value` at every `step`-th index of each dimension.
+    /// A copy with `value` written at every `step`-th index of each dimension.
     #[track_caller]
     fn with_strides_set(&self, steps: &[usize], value: &DTensor) -> Result<DTensor> {
         let Some(dim) = steps.iter().position(|&step| step > 1) else { return Ok(value.clone()) };
@@ -523,24 +526,25 @@ impl DTensor {
         let rows = self.slice(d, 0, None, steps[dim])?.with_strides_set(&others, value)?;
         let mut column = vec![1; self.ndim()];
         column[dim] = -1;
-        let whole = vec![Placement::Replicate; self.placements().len()];
+        let replicated = vec![Placement::Replicate; self.placements().len()];
         let (n, step) = (self.shape()[dim] as i64, steps[dim] as i64);
         let index =
-            DTensor::arange(Arange::new(0, n, step), DType::I64, self.device_mesh(), whole)?.reshape(&column)?;
+            DTensor::arange(Arange::new(0, n, step), DType::I64, self.device_mesh(), replicated)?.reshape(&column)?;
         self.scatter(d, &index.expand(&signed(rows.shape()))?, &rows)
     }
 }
 
+/// Several masks and index tensors as one index.
 struct JoinedIndices {
-    /// The dimensions that are indexed.
+    /// The indexed dimensions.
     dims: Vec<usize>,
-    /// Indices into these dimensions, joined to one.
+    /// Flat indices into these dimensions.
     places: DTensor,
-    /// Whether the dimensions follow each other.
+    /// Whether the dimensions are adjacent.
     adjacent: bool,
 }
 
-/// How many dimensions an index stands for, or makes.
+/// How many dimensions an index consumes, or inserts.
 fn dims_of(index: &Index<'_>) -> usize {
     match index {
         Index::Tensor(mask) if is_mask(mask) => mask.ndim(),
@@ -557,7 +561,7 @@ fn signed(dims: &[usize]) -> Vec<isize> {
     dims.iter().map(|&n| n as isize).collect()
 }
 
-/// A value in the shape of the part that it is written to. Leading dimensions of size 1 that the part does not have are dropped.
+/// Expands a value to the shape that it is written to; surplus leading dimensions of size 1 are removed.
 #[track_caller]
 fn expanded(value: &DTensor, shape: &[usize]) -> Result<DTensor> {
     let surplus = value.ndim().saturating_sub(shape.len());
@@ -577,13 +581,13 @@ fn expanded(value: &DTensor, shape: &[usize]) -> Result<DTensor> {
     value.expand(&signed(shape))
 }
 
-/// The order that brings the first `moved` of `ndim` dimensions behind the next `before`.
+/// The permutation that moves the first `moved` of `ndim` dimensions behind the next `before`.
 fn behind_others(moved: usize, before: usize, ndim: usize) -> Vec<isize> {
     let order = (moved..moved + before).chain(0..moved).chain(moved + before..ndim);
     order.map(|d| d as isize).collect()
 }
 
-/// The order that brings the `moved` dimensions behind the first `before` of `ndim` to the front.
+/// The permutation that moves the `moved` dimensions after the first `before` of `ndim` to the front.
 fn in_front(before: usize, moved: usize, ndim: usize) -> Vec<isize> {
     let order = (before..before + moved).chain(0..before).chain(before + moved..ndim);
     order.map(|d| d as isize).collect()

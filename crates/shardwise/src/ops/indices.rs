@@ -9,7 +9,7 @@ use crate::layout::{Runs, TensorMeta};
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::rule::Signature;
 use crate::tensor::DTensor;
-use shardwise_kernels::{NOWHERE, wholes};
+use shardwise_kernels::{NO_INDEX, to_i64_vec};
 
 /// The error for an index tensor of floating-point type.
 pub(super) fn not_integer(name: &str, dtype: DType) -> Error {
@@ -41,7 +41,7 @@ pub(super) fn local_positions(name: &str, index: &[i64], n: usize, held: &Runs) 
             )
         })?;
         let run = starts.partition_point(|&(start, ..)| start <= i).checked_sub(1).map(|r| starts[r]);
-        Ok(run.filter(|&(_, end, _)| i < end).map_or(NOWHERE, |(start, _, local)| local + i - start))
+        Ok(run.filter(|&(_, end, _)| i < end).map_or(NO_INDEX, |(start, _, local)| local + i - start))
     };
     index.iter().map(place).collect()
 }
@@ -92,7 +92,7 @@ impl Op for WrapIndices {
                 ))
             }
         };
-        let values = wholes(&inputs[0])?.into_iter().map(wrap).collect::<Result<Vec<_>>>()?;
+        let values = to_i64_vec(&inputs[0])?.into_iter().map(wrap).collect::<Result<Vec<_>>>()?;
         Ok(vec![Tensor::from_vec(values, inputs[0].dims(), inputs[0].device())?])
     }
 

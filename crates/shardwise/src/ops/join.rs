@@ -86,8 +86,8 @@ impl DTensor {
             let edge = |n: usize| {
                 let mut shape = padded.shape().to_vec();
                 shape[dim] = n;
-                let whole = vec![Placement::Replicate; padded.placements().len()];
-                DTensor::full(value, (shape.as_slice(), padded.dtype()), padded.device_mesh(), whole)
+                let replicated = vec![Placement::Replicate; padded.placements().len()];
+                DTensor::full(value, (shape.as_slice(), padded.dtype()), padded.device_mesh(), replicated)
             };
             let (front, back) = (edge(before)?, edge(after)?);
             let parts: Vec<&DTensor> = [(before, &front), (1, &padded), (after, &back)]
@@ -206,8 +206,8 @@ impl Op for Cat {
             ));
         }
         let dims = || (0..first.len()).map(|d| (d != self.dim).then_some(d)).collect::<Vec<_>>();
-        let shared = (0..first.len()).map(|d| if d == self.dim { DimSharding::Never } else { DimSharding::Free });
-        let signature = Signature::new(shared, inputs.iter().map(|_| dims()), [dims()]).passing_all();
+        let sharding = (0..first.len()).map(|d| if d == self.dim { DimSharding::Never } else { DimSharding::Free });
+        let signature = Signature::new(sharding, inputs.iter().map(|_| dims()), [dims()]).passing_all();
         let mut shape = first.clone();
         // A sum that overflows saturates, and is refused as a shape that memory cannot address.
         shape[self.dim] = inputs.iter().fold(0, |sum, m| sum.saturating_add(m.shape[self.dim]));
@@ -219,8 +219,8 @@ impl Op for Cat {
         let shape = &plan.outputs[0].shape;
         // Along a mesh axis the joined dimension stays sharded if at least as many elements are sharded on it as on another.
         let weight = |axis: usize, wanted: &dyn Fn(usize) -> bool| -> usize {
-            let cut = |l: &&&Layout| l.placements()[axis].shard_dim().is_some_and(wanted);
-            inputs.iter().filter(cut).map(|l| l.shape().iter().product::<usize>()).sum()
+            let sharded = |l: &&&Layout| l.placements()[axis].shard_dim().is_some_and(wanted);
+            inputs.iter().filter(sharded).map(|l| l.shape().iter().product::<usize>()).sum()
         };
         let along: Vec<usize> = (0..mesh.ndim())
             .filter(|&a| {
@@ -275,7 +275,7 @@ impl Cat {
     fn sharded_on_dim(&self, input: &Layout, base: &Layout, along: &[usize]) -> Result<Layout> {
         let build = |plain: bool| {
             let mut placements = base.placements().to_vec();
-            let mut cuts = base.cuts();
+            let mut cuts = base.shard_orders();
             let mut order: Vec<usize> = input.shard_order(self.dim).to_vec();
             order.extend(along.iter().filter(|a| !input.shard_order(self.dim).contains(a)));
             for axis in order.into_iter().filter(|a| along.contains(a)) {
@@ -286,7 +286,7 @@ impl Cat {
                 };
                 cuts[self.dim].push(axis);
             }
-            Layout::from_cuts(input.mesh(), input.shape(), &placements, &cuts)
+            Layout::from_shard_orders(input.mesh(), input.shape(), &placements, &cuts)
         };
         build(false).or_else(|_| build(true))
     }
@@ -301,12 +301,12 @@ impl Cat {
         order.extend(along.iter().filter(|a| !leader.shard_order(self.dim).contains(a)));
         let with = |shard: &dyn Fn(usize) -> Placement| {
             let mut placements = base.placements().to_vec();
-            let mut cuts = base.cuts();
+            let mut cuts = base.shard_orders();
             for &axis in &order {
                 placements[axis] = shard(axis);
             }
             cuts[self.dim].clone_from(&order);
-            Layout::from_cuts(mesh, base.shape(), &placements, &cuts)
+            Layout::from_shard_orders(mesh, base.shape(), &placements, &cuts)
         };
         let chunks = with(&|_| Placement::Shard(self.dim as isize))?;
         let total = base.shape()[self.dim];

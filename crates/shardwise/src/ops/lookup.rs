@@ -14,7 +14,7 @@ use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, DimSharding, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{dense, pick, reals, take, wholes};
+use shardwise_kernels::{contiguous, gather, index_select, to_f64_vec, to_i64_vec};
 
 /// Selects slices of `x` along a dimension by an index of any shape, whose dimensions replace that one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -142,8 +142,8 @@ impl DTensor {
         if self.dtype().is_float() {
             return Err(not_integer(&format!("one_hot of {}", self.layout()), self.dtype()));
         }
-        let whole = vec![crate::placement::Placement::Replicate; self.placements().len()];
-        let all = DTensor::arange(0.0..classes as f64, DType::I64, self.device_mesh(), whole)?;
+        let replicated = vec![crate::placement::Placement::Replicate; self.placements().len()];
+        let all = DTensor::arange(0.0..classes as f64, DType::I64, self.device_mesh(), replicated)?;
         let ids = WrapIndices { name: "one_hot", n: classes, from_back: false };
         let ids = dispatch(&ids, &[self], Location::caller())?.swap_remove(0);
         ids.unsqueeze(-1)?.eq(&all)?.to_dtype(DType::I64)
@@ -205,11 +205,11 @@ impl Op for IndexSelect {
         let ndim = x.shape.len();
         let of_index: Vec<Option<usize>> = (0..index.shape.len()).map(|d| Some(ndim + d)).collect();
         let of_x: Vec<Option<usize>> = (0..ndim).map(Some).collect();
-        let shared = (0..ndim + index.shape.len())
+        let sharding = (0..ndim + index.shape.len())
             .map(|d| if d == self.dim { DimSharding::Reduces(ReduceOp::Sum) } else { DimSharding::Free });
         let output = [&of_x[..self.dim], &of_index, &of_x[self.dim + 1..]].concat();
         let shape = [&x.shape[..self.dim], &index.shape, &x.shape[self.dim + 1..]].concat();
-        let signature = passing_first(Signature::new(shared, [of_x, of_index], [output]), 1);
+        let signature = passing_first(Signature::new(sharding, [of_x, of_index], [output]), 1);
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
     }
 
@@ -226,13 +226,17 @@ impl Op for IndexSelect {
         plan.signature.decide(&[&table.without_axes(&axes)?, ids], elem, &[&plan.outputs[0].shape])
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (x, index) = (&inputs[0], &inputs[1]);
-        let positions =
-            local_positions(self.name, &wholes(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
-        let taken = take(x, self.dim, &positions)?;
+        let positions = local_positions(
+            self.name,
+            &to_i64_vec(index)?,
+            context.input_shape(0)[self.dim],
+            &context.input_runs(0, self.dim),
+        )?;
+        let taken = index_select(x, self.dim, &positions)?;
         let shape = [&x.dims()[..self.dim], index.dims(), &x.dims()[self.dim + 1..]].concat();
-        Ok(vec![dense(&taken.reshape(shape)?)?])
+        Ok(vec![contiguous(&taken.reshape(shape)?)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -267,7 +271,7 @@ impl Op for Gather {
             return Err(ErrorKind::shape(&index.shape).error(
                 "index",
                 format!("shape {:?} in gather of shape {:?} along dimension {}", index.shape, x.shape, self.dim),
-                "as many dimensions, nowhere longer but along that one",
+                "an index with as many dimensions, no longer than the tensor except along that dimension",
                 "reshape or expand the index",
             ));
         }
@@ -276,17 +280,21 @@ impl Op for Gather {
         let of_x = (0..ndim).map(|d| if d == self.dim { Some(d) } else { aligned(d) }).collect();
         let of_index: Vec<Option<usize>> =
             (0..ndim).map(|d| if d == self.dim { Some(ndim) } else { aligned(d) }).collect();
-        let shared =
+        let sharding =
             (0..=ndim).map(|d| if d == self.dim { DimSharding::Reduces(ReduceOp::Sum) } else { DimSharding::Free });
-        let signature = passing_first(Signature::new(shared, [of_x, of_index.clone()], [of_index]), 1);
+        let signature = passing_first(Signature::new(sharding, [of_x, of_index.clone()], [of_index]), 1);
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: index.shape.clone(), dtype: x.dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (x, index) = (&inputs[0], &inputs[1]);
-        let positions =
-            local_positions("gather", &wholes(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
-        Ok(vec![pick(x, self.dim, &positions, index.dims())?])
+        let positions = local_positions(
+            "gather",
+            &to_i64_vec(index)?,
+            context.input_shape(0)[self.dim],
+            &context.input_runs(0, self.dim),
+        )?;
+        Ok(vec![gather(x, self.dim, &positions, index.dims())?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -314,8 +322,8 @@ impl Op for Bucketize {
     }
 
     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let edges = reals(&inputs[1])?;
-        let found = reals(&inputs[0])?.into_iter().map(|x| edges.partition_point(|&e| e < x) as i64);
+        let edges = to_f64_vec(&inputs[1])?;
+        let found = to_f64_vec(&inputs[0])?.into_iter().map(|x| edges.partition_point(|&e| e < x) as i64);
         Ok(vec![Tensor::from_vec(found.collect::<Vec<_>>(), inputs[0].dims(), inputs[0].device())?])
     }
 

@@ -8,7 +8,7 @@ use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
 use crate::op::name_call;
 use crate::tensor::DTensor;
-use shardwise_kernels::wholes;
+use shardwise_kernels::to_i64_vec;
 
 /// How a loss reduces its elements, PyTorch's `reduction`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -165,7 +165,7 @@ impl DTensor {
             return Ok(());
         }
         let bad = |&class: &i64| class != ignore_index && !usize::try_from(class).is_ok_and(|class| class < classes);
-        let Some(class) = wholes(target.held())?.into_iter().find(bad) else { return Ok(()) };
+        let Some(class) = to_i64_vec(target.held())?.into_iter().find(bad) else { return Ok(()) };
         let found = format!("class {class} among the targets of {name}");
         let needed = format!("classes from 0 to {}, or {ignore_index} to ignore a target", classes.saturating_sub(1));
         let kind = ErrorKind::Index { index: class, size: classes };

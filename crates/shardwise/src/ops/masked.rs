@@ -8,14 +8,14 @@ use candle_core::{DType, Device, Tensor};
 
 use super::binary::broadcast_shape;
 use super::{OpEntry, SampleInput};
-use crate::comm::{Call, DeviceMesh, implicitly};
+use crate::comm::{Call, DeviceMesh, record_implicit_operator};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::op::{Gradient, KernelContext, Op, OpPlan, check_one_mesh, dispatch, name_call};
 use crate::placement::Placement;
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{dense, reals, take, wholes, with_type};
+use shardwise_kernels::{contiguous, index_select, to_f64_vec, to_i64_vec, with_type};
 
 /// The layouts in which every rank can apply a mask over dimensions `at..at + ndim` of a tensor by itself.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -87,11 +87,11 @@ impl DTensor {
         }
         let site = Location::caller();
         let rows = by_rows(self.layout(), 0, self.ndim())?;
-        let mask = implicitly("nonzero", || self.to_layout_at(&rows, site))?;
-        let whole = vec![Placement::Replicate; self.placements().len()];
+        let mask = record_implicit_operator("nonzero", || self.to_layout_at(&rows, site))?;
+        let replicated = vec![Placement::Replicate; self.placements().len()];
         let columns = (0..self.ndim()).map(|dim| {
             let (n, mesh) = (self.shape()[dim] as i64, self.device_mesh());
-            let indices = DTensor::arange(0..n, DType::I64, mesh, whole.clone())?;
+            let indices = DTensor::arange(0..n, DType::I64, mesh, replicated.clone())?;
             let mut column = vec![1; self.ndim()];
             column[dim] = self.shape()[dim] as isize;
             let shape: Vec<isize> = self.shape().iter().map(|&n| n as isize).collect();
@@ -112,7 +112,7 @@ impl DTensor {
         let others: Vec<usize> = (0..self.placements().len()).filter(|axis| !rows(axis)).collect();
         let (to, site) = (self.layout().without_axes(&others)?, Location::caller());
         let sizes: Vec<isize> = shape.iter().map(|&n| n as isize).collect();
-        implicitly("masked_select", || self.to_layout_at(&to, site))?.expand(&sizes)
+        record_implicit_operator("masked_select", || self.to_layout_at(&to, site))?.expand(&sizes)
     }
 
     /// Selects by a mask over the dimensions from `at` on, which become one dimension.
@@ -143,7 +143,7 @@ impl DTensor {
             return Err(ErrorKind::shape(mask.shape()).error(
                 "mask",
                 found,
-                "the sizes of dimensions of the tensor",
+                "the shape of the dimensions that it indexes",
                 "expand the mask",
             ));
         }
@@ -152,9 +152,9 @@ impl DTensor {
         let placements: Vec<Placement> = x.placements().iter().map(over).collect();
         let mut cuts = vec![Vec::new(); ndim];
         cuts[0] = x.shard_order(at).to_vec();
-        let mask_layout = Layout::from_cuts(x.mesh(), mask.shape(), &placements, &cuts)?;
-        let mask = implicitly(name, || mask.to_layout_at(&mask_layout, site))?;
-        let counts = counts(&mask, site)?;
+        let mask_layout = Layout::from_shard_orders(x.mesh(), mask.shape(), &placements, &cuts)?;
+        let mask = record_implicit_operator(name, || mask.to_layout_at(&mask_layout, site))?;
+        let counts = selected_counts(&mask, site)?;
         let total = counts.values().sum();
         let resized = x.resized(at, total, &|runs| runs.first().map_or(0, |first| counts[&first]))?;
         let picked = joined(&resized, at, ndim)?;
@@ -165,17 +165,17 @@ impl DTensor {
 /// A layout in which every rank holds one range of whole rows of the dimensions `at..at + ndim`: axes that shard a later
 /// dimension shard the first one instead. Selected elements are then in row-major order across ranks, and none is replicated.
 fn by_rows(layout: &Layout, at: usize, ndim: usize) -> Result<Layout> {
-    let settled = layout.settled().unstrided(&|dim| dim == at)?;
+    let settled = layout.reduced().unstrided(&|dim| dim == at)?;
     let inner = |axis: &usize| settled.placements()[*axis].shard_dim().is_some_and(|d| d > at && d < at + ndim);
     let inner: Vec<usize> = (0..settled.placements().len()).filter(inner).collect();
     if inner.is_empty() {
         return Ok(settled);
     }
     let outer = settled.without_axes(&inner)?;
-    let (mut placements, mut cuts) = (outer.placements().to_vec(), outer.cuts());
+    let (mut placements, mut cuts) = (outer.placements().to_vec(), outer.shard_orders());
     inner.iter().for_each(|&axis| placements[axis] = Placement::Shard(at as isize));
     cuts[at].extend(&inner);
-    Layout::from_cuts(outer.mesh(), outer.shape(), &placements, &cuts)
+    Layout::from_shard_orders(outer.mesh(), outer.shape(), &placements, &cuts)
 }
 
 /// The layout `x`, sharded on dimension `at` like the rows of the mask if it is replicated there: narrowing is free.
@@ -184,10 +184,10 @@ fn sharded_as(x: Layout, at: usize, mask: &Layout) -> Result<Layout> {
     if !x.shard_order(at).is_empty() || !axes.iter().all(|&axis| x.placements()[axis].is_replicate()) {
         return Ok(x);
     }
-    let (mut placements, mut cuts) = (x.placements().to_vec(), x.cuts());
+    let (mut placements, mut cuts) = (x.placements().to_vec(), x.shard_orders());
     axes.iter().for_each(|&axis| placements[axis] = mask.placements()[axis].with_dim(at));
     cuts[at] = axes.to_vec();
-    Layout::from_cuts(x.mesh(), x.shape(), &placements, &cuts)
+    Layout::from_shard_orders(x.mesh(), x.shape(), &placements, &cuts)
 }
 
 /// The layout without the `ndim - 1` dimensions after `at`, which are not sharded.
@@ -201,23 +201,23 @@ fn joined(layout: &Layout, at: usize, ndim: usize) -> Result<Layout> {
     let dims = (0..layout.shape().len()).filter(|&d| kept(d));
     let (shape, cuts): (Vec<usize>, Vec<Vec<usize>>) =
         dims.map(|d| (layout.shape()[d], layout.shard_order(d).to_vec())).unzip();
-    Layout::from_cuts(layout.mesh(), &shape, &placements, &cuts)
+    Layout::from_shard_orders(layout.mesh(), &shape, &placements, &cuts)
 }
 
 /// How many elements of a mask are set in each shard of its first dimension, by the first index of the shard. Collective if it
 /// is sharded.
-fn counts(mask: &DTensor, site: Site) -> Result<BTreeMap<usize, usize>> {
+fn selected_counts(mask: &DTensor, site: Site) -> Result<BTreeMap<usize, usize>> {
     let (mesh, layout): (&DeviceMesh, &Layout) = (mask.device_mesh(), mask.layout());
     let (dry, axes) = (mesh.world().is_dry(), layout.shard_order(0));
     let row: usize = layout.shape()[1..].iter().product();
     let of_ranks: Vec<usize> = match (dry, axes.is_empty()) {
         (true, _) => mesh.mesh().ranks().iter().map(|&r| layout.local_shape(r)[0] * row).collect(),
-        (false, true) => vec![set(mask.local())?.len(); mesh.mesh().size()],
+        (false, true) => vec![nonzero_positions(mask.local())?.len(); mesh.mesh().size()],
         (false, false) => {
             let group = mesh.whole_group()?;
-            let mine = Tensor::new(&[set(mask.local())?.len() as i64], &Device::Cpu)?;
+            let mine = Tensor::new(&[nonzero_positions(mask.local())?.len() as i64], &Device::Cpu)?;
             let call = Call::AllGather { dim: 0, sizes: std::iter::repeat_n(1, group.size()).collect() };
-            let all = implicitly("masked_select", || group.run(&call, &[mine], site))?.swap_remove(0);
+            let all = record_implicit_operator("masked_select", || group.run(&call, &[mine], site))?.swap_remove(0);
             all.to_vec1::<i64>()?.into_iter().map(|n| n as usize).collect()
         }
     };
@@ -227,11 +227,11 @@ fn counts(mask: &DTensor, site: Site) -> Result<BTreeMap<usize, usize>> {
 }
 
 /// The positions of nonzero elements of a local mask, in row-major order.
-fn set(mask: &Tensor) -> Result<Vec<usize>> {
+fn nonzero_positions(mask: &Tensor) -> Result<Vec<usize>> {
     let positions = |is_set: Vec<bool>| (0..is_set.len()).filter(|&i| is_set[i]).collect();
     Ok(match mask.dtype().is_float() {
-        true => positions(reals(mask)?.into_iter().map(|x| x != 0.0).collect()),
-        false => positions(wholes(mask)?.into_iter().map(|x| x != 0).collect()),
+        true => positions(to_f64_vec(mask)?.into_iter().map(|x| x != 0.0).collect()),
+        false => positions(to_i64_vec(mask)?.into_iter().map(|x| x != 0).collect()),
     })
 }
 
@@ -269,10 +269,12 @@ impl Op for MaskedSelect {
         Ok(Decision { inputs, outputs: vec![self.0.picked.clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (outer, along, inner) = self.0.sizes(&inputs[0]);
-        let flat = dense(&inputs[0])?.reshape((outer, along, inner))?;
-        Ok(vec![dense(&take(&flat, 1, &set(&inputs[1])?)?.reshape(at.local_shape(0))?)?])
+        let flat = contiguous(&inputs[0])?.reshape((outer, along, inner))?;
+        Ok(vec![contiguous(
+            &index_select(&flat, 1, &nonzero_positions(&inputs[1])?)?.reshape(context.local_shape(0))?,
+        )?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -312,14 +314,14 @@ impl Op for MaskedPut {
 
     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let [x, mask, values] = inputs else { unreachable!("three inputs") };
-        let (x, places) = (dense(x)?, set(mask)?);
+        let (x, places) = (contiguous(x)?, nonzero_positions(mask)?);
         let ((outer, along, inner), count) = (self.0.sizes(&x), places.len());
         if x.elem_count() == 0 || count == 0 {
             return Ok(vec![x]);
         }
         with_type!(x.dtype(), T => {
             let mut elements: Vec<T> = x.flatten_all()?.to_vec1()?;
-            let values: Vec<T> = dense(values)?.flatten_all()?.to_vec1()?;
+            let values: Vec<T> = contiguous(values)?.flatten_all()?.to_vec1()?;
             for block in 0..outer {
                 for (i, &place) in places.iter().enumerate() {
                     let (to, from) = ((block * along + place) * inner, (block * count + i) * inner);

@@ -12,6 +12,7 @@ mod dtype;
 mod einsum;
 mod equation;
 mod flip;
+mod fused_rows;
 mod index;
 mod indices;
 mod join;
@@ -19,18 +20,17 @@ mod lookup;
 mod loss;
 mod masked;
 mod narrow;
+mod normalization;
 mod operators;
-mod order;
-mod overriding;
+mod override_rule;
 mod parametrized;
 mod reduce;
 mod reshape;
-mod rows;
 mod scalar;
 mod scan;
 mod scan_gradient;
 mod scatter;
-mod statistics;
+mod sort;
 mod table;
 mod ternary;
 mod unary;
@@ -41,7 +41,7 @@ pub use convolution::ConvOptions;
 pub use index::{Ellipsis, Index, Indices, NewAxis, strided};
 pub use lookup::EmbeddingBagMode;
 pub use loss::{LossOptions, Reduction};
-pub use overriding::override_rule;
+pub use override_rule::override_rule;
 pub use table::{OpEntry, PlacementRule, SampleInput};
 
 /// Iterates over all operators, with sample inputs: what tests and `shardwise ops` enumerate.
@@ -58,7 +58,7 @@ static OPS: [&[OpEntry]; 24] = [
     einsum::OPS,
     affine::OPS,
     reduce::OPS,
-    statistics::OPS,
+    normalization::OPS,
     loss::OPS,
     view::OPS,
     reshape::OPS,
@@ -69,7 +69,7 @@ static OPS: [&[OpEntry]; 24] = [
     lookup::OPS,
     scatter::OPS,
     masked::OPS,
-    order::OPS,
+    sort::OPS,
     scan::OPS,
     loss::CLASS_OPS,
     dropout::OPS,

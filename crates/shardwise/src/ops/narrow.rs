@@ -11,7 +11,7 @@ use crate::layout::{Layout, Runs, TensorMeta};
 use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{dense, reserve, take};
+use shardwise_kernels::{contiguous, index_select, reserve};
 
 /// Every `step`-th index of `start..start + step * len` along a dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -31,9 +31,9 @@ impl DTensor {
     pub fn narrow(&self, dim: isize, start: usize, len: usize) -> Result<DTensor> {
         let at = self.resolve_dim("narrow", dim)?;
         if start.checked_add(len).is_none_or(|end| end > self.shape()[at]) {
-            return Err(self.bad_part("narrow", &format!("{len} from {start}"), at));
+            return Err(self.bad_slice("narrow", &format!("{len} from {start}"), at));
         }
-        self.part(Narrow { dim: at, start, len, step: 1 })
+        self.sliced(Narrow { dim: at, start, len, step: 1 })
     }
 
     /// Returns the slice `[start:end:step]` of a dimension; negative ends count from the end, and ends beyond the tensor are
@@ -44,13 +44,13 @@ impl DTensor {
     pub fn slice(&self, dim: isize, start: isize, end: Option<isize>, step: usize) -> Result<DTensor> {
         let at = self.resolve_dim("slice", dim)?;
         if step == 0 {
-            return Err(self.bad_part("slice", "step 0", at));
+            return Err(self.bad_slice("slice", "step 0", at));
         }
         let n = self.shape()[at] as isize;
         let step = step.min(self.shape()[at].max(1)); // a longer one picks the first element too
         let edge = |i: isize| (if i < 0 { i.saturating_add(n) } else { i }).clamp(0, n) as usize;
         let (start, end) = (edge(start), edge(end.unwrap_or(n)));
-        self.part(Narrow { dim: at, start, len: end.saturating_sub(start).div_ceil(step), step })
+        self.sliced(Narrow { dim: at, start, len: end.saturating_sub(start).div_ceil(step), step })
     }
 
     /// Returns the slice at one index of a dimension, without that dimension; a negative index counts from the end.
@@ -62,9 +62,9 @@ impl DTensor {
         let n = self.shape()[at] as isize;
         let from_front = if index < 0 { index.saturating_add(n) } else { index };
         if !(0..n).contains(&from_front) {
-            return Err(self.bad_part("select", &format!("index {index}"), at));
+            return Err(self.bad_slice("select", &format!("index {index}"), at));
         }
-        self.part(Narrow { dim: at, start: from_front as usize, len: 1, step: 1 })?.squeeze(Some(at as isize))
+        self.sliced(Narrow { dim: at, start: from_front as usize, len: 1, step: 1 })?.squeeze(Some(at as isize))
     }
 
     /// Splits a dimension into pieces of the given sizes, whose sum is the size of the dimension.
@@ -74,12 +74,12 @@ impl DTensor {
     pub fn split_sizes(&self, sizes: &[usize], dim: isize) -> Result<Vec<DTensor>> {
         let at = self.resolve_dim("split", dim)?;
         if sizes.iter().try_fold(0usize, |sum, &s| sum.checked_add(s)) != Some(self.shape()[at]) {
-            return Err(self.bad_part("split", &format!("sizes {sizes:?}"), at));
+            return Err(self.bad_slice("split", &format!("sizes {sizes:?}"), at));
         }
         let mut start = 0;
         let mut pieces = reserve(sizes.len())?;
         for &len in sizes {
-            pieces.push(self.part(Narrow { dim: at, start, len, step: 1 })?);
+            pieces.push(self.sliced(Narrow { dim: at, start, len, step: 1 })?);
             start += len;
         }
         Ok(pieces)
@@ -93,7 +93,7 @@ impl DTensor {
         let at = self.resolve_dim("split", dim)?;
         let n = self.shape()[at];
         if size == 0 && n > 0 {
-            return Err(self.bad_part("split", "size 0", at));
+            return Err(self.bad_slice("split", "size 0", at));
         }
         let pieces = n.div_ceil(size.max(1)).max(1);
         let sizes: Vec<usize> = (0..pieces).map(|i| size.min(n - (i * size).min(n))).collect();
@@ -107,7 +107,7 @@ impl DTensor {
     pub fn chunk(&self, chunks: usize, dim: isize) -> Result<Vec<DTensor>> {
         let at = self.resolve_dim("chunk", dim)?;
         if chunks == 0 {
-            return Err(self.bad_part("chunk", "0 pieces", at));
+            return Err(self.bad_slice("chunk", "0 pieces", at));
         }
         match self.shape()[at] {
             0 => {
@@ -130,16 +130,17 @@ impl DTensor {
     }
 
     #[track_caller]
-    fn part(&self, op: Narrow) -> Result<DTensor> {
+    fn sliced(&self, op: Narrow) -> Result<DTensor> {
         if op.start == 0 && op.step == 1 && op.len == self.shape()[op.dim] {
             return Ok(self.clone());
         }
         Ok(dispatch(&op, &[self], Location::caller())?.swap_remove(0))
     }
 
-    fn bad_part(&self, name: &str, found: &str, dim: usize) -> Error {
+    fn bad_slice(&self, name: &str, found: &str, dim: usize) -> Error {
         let found = format!("{found} along dimension {dim} in {name} of {}", self.layout());
-        ErrorKind::Argument.error("part", found, "a part of the tensor", "correct the numbers")
+        let needed = format!("a slice of a dimension of size {}", self.shape()[dim]);
+        ErrorKind::Argument.error("slice", found, needed, "correct the arguments")
     }
 }
 
@@ -183,16 +184,16 @@ impl Op for Narrow {
         Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let held = at.input(0, self.dim);
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let held = context.input_runs(0, self.dim);
         let Some(run) = held.iter().next() else { return Ok(vec![inputs[0].clone()]) };
         let (first, count) = self.picked(run.start, run.end);
         if self.step == 1 {
             let start = if count == 0 { 0 } else { first - run.start };
-            return Ok(vec![dense(&inputs[0].narrow(self.dim, start, count)?)?]);
+            return Ok(vec![contiguous(&inputs[0].narrow(self.dim, start, count)?)?]);
         }
         let positions: Vec<usize> = (0..count).map(|i| first + i * self.step - run.start).collect();
-        Ok(vec![take(&inputs[0], self.dim, &positions)?])
+        Ok(vec![index_select(&inputs[0], self.dim, &positions)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {

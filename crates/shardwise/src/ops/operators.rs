@@ -1,5 +1,5 @@
-//! `+ - * /` and unary `-`. As in candle they return a [`Result`], take tensors and references, take the `Result` of
-//! another operator beside a tensor, and take plain numbers on either side.
+//! The operators `+ - * /` and unary `-` of [`DTensor`]. As in candle they return a [`Result`]. They accept tensors and references,
+//! the `Result` of another operator next to a tensor, and numbers on either side.
 //!
 //! ```
 //! use shardwise::prelude::*;
@@ -22,7 +22,7 @@ use std::ops::{Add, Div, Mul, Neg, Sub};
 use crate::error::{Error, Result};
 use crate::tensor::{DTensor, Operand};
 
-/// One literal of each kind has one type that it can be, so that `(x * 2)?` needs no annotation: f64 and i64.
+/// Implements one operator. Numbers are f64 and i64 only: then a literal has one possible type, and `(x * 2)?` needs no annotation.
 macro_rules! operator {
     ($Trait:ident, $method:ident, |$number:ident, $x:ident| $reversed:expr) => {
         operator!(@tensors DTensor, $Trait, $method);

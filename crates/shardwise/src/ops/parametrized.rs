@@ -12,7 +12,7 @@ use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
-use shardwise_kernels::{Arithmetic, Function, Number, Wide, limits, map, math};
+use shardwise_kernels::{ComputeType, Number, PointwiseFn, ViaF64, integer_range, math, pointwise};
 
 /// An elementwise function with its arguments, in the order of the method's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -109,8 +109,8 @@ impl Parametrized {
             Parametrized::Softplus(beta, _) if beta.0 > 0.0 => Monotonicity::Increasing,
             Parametrized::Clamp(..) => Monotonicity::Increasing,
             // An infinite number added to the opposite infinity would be NaN, and NaN wins every reduction.
-            Parametrized::Add(s) if s.real().is_finite() => Monotonicity::Increasing,
-            Parametrized::RSub(s) if s.real().is_finite() => Monotonicity::Decreasing,
+            Parametrized::Add(s) if s.to_f64().is_finite() => Monotonicity::Increasing,
+            Parametrized::RSub(s) if s.to_f64().is_finite() => Monotonicity::Decreasing,
             Parametrized::Mul(Number::Real(s)) | Parametrized::Div(Scalar(s)) if s.is_finite() && s != 0.0 => {
                 Monotonicity::Linear { increasing: s > 0.0 }
             }
@@ -127,7 +127,7 @@ impl Parametrized {
 
     /// Fails if integers are to be clamped to bounds outside of their type.
     fn check_bounds(self, dtype: DType) -> Result<()> {
-        let (Parametrized::Clamp(low, high), Some((least, most))) = (self, limits(dtype)) else { return Ok(()) };
+        let (Parametrized::Clamp(low, high), Some((least, most))) = (self, integer_range(dtype)) else { return Ok(()) };
         if self.result_type() != UnaryResultType::Same
             || low.is_none_or(|s| s.0 <= most as f64) && high.is_none_or(|s| s.0 >= least as f64)
         {
@@ -141,32 +141,32 @@ impl Parametrized {
 
     /// The element type of the result.
     fn result_type(self) -> UnaryResultType {
-        let whole = |s: Scalar| Number::Real(s.0).is_integer();
+        let integer = |s: Scalar| Number::Real(s.0).is_integer();
         match self {
             Parametrized::Add(s) | Parametrized::Mul(s) | Parametrized::RSub(s) if s.is_integer() => {
                 UnaryResultType::Same
             }
-            Parametrized::Pow(s) if whole(s) && s.0 >= 0.0 => UnaryResultType::Same,
-            Parametrized::Clamp(a, b) if a.is_none_or(whole) && b.is_none_or(whole) => UnaryResultType::Same,
+            Parametrized::Pow(s) if integer(s) && s.0 >= 0.0 => UnaryResultType::Same,
+            Parametrized::Clamp(a, b) if a.is_none_or(integer) && b.is_none_or(integer) => UnaryResultType::Same,
             Parametrized::NanToNum(..) => UnaryResultType::Same,
             _ => UnaryResultType::Float,
         }
     }
 
     /// Applies the function to a local tensor.
-    fn compute(self, x: &Tensor, arithmetic: Arithmetic, dtype: DType) -> Result<Tensor> {
+    fn compute(self, x: &Tensor, arithmetic: ComputeType, dtype: DType) -> Result<Tensor> {
         match self {
             Parametrized::LeakyRelu(Scalar(s)) => {
                 wide(x, arithmetic, dtype, move |x| if x < 0.0 { s * x } else { x }, |x| x)
             }
-            Parametrized::Elu(Scalar(alpha)) => Ok(map(Elu { alpha }, [x], x.dims(), arithmetic, dtype)?),
+            Parametrized::Elu(Scalar(alpha)) => Ok(pointwise(Elu { alpha }, [x], x.dims(), arithmetic, dtype)?),
             // `beta * x` in f32 would lose digits, so only beta 1 has an f32 kernel.
             Parametrized::Softplus(Scalar(beta), Scalar(threshold)) if beta != 1.0 => {
                 let f = move |x: f64| if beta * x > threshold { x } else { (beta * x).exp().ln_1p() / beta };
                 wide(x, arithmetic, dtype, f, |x| x)
             }
             Parametrized::Softplus(_, Scalar(threshold)) => {
-                Ok(map(Softplus { threshold }, [x], x.dims(), arithmetic, dtype)?)
+                Ok(pointwise(Softplus { threshold }, [x], x.dims(), arithmetic, dtype)?)
             }
             Parametrized::Pow(Scalar(2.0)) => Unary::square.compute(x, arithmetic, dtype),
             Parametrized::Pow(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x.powf(s), move |x| power(x, s as i64)),
@@ -180,16 +180,16 @@ impl Parametrized {
                 wide(x, arithmetic, dtype, real, move |x| x.max(low as i64).min(high as i64))
             }
             Parametrized::Add(s) => {
-                let (real, whole) = (s.real(), s.integer());
-                wide(x, arithmetic, dtype, move |x| x + real, move |x| x.wrapping_add(whole))
+                let (real, integer) = (s.to_f64(), s.to_i64());
+                wide(x, arithmetic, dtype, move |x| x + real, move |x| x.wrapping_add(integer))
             }
             Parametrized::Mul(s) => {
-                let (real, whole) = (s.real(), s.integer());
-                wide(x, arithmetic, dtype, move |x| x * real, move |x| x.wrapping_mul(whole))
+                let (real, integer) = (s.to_f64(), s.to_i64());
+                wide(x, arithmetic, dtype, move |x| x * real, move |x| x.wrapping_mul(integer))
             }
             Parametrized::RSub(s) => {
-                let (real, whole) = (s.real(), s.integer());
-                wide(x, arithmetic, dtype, move |x| real - x, move |x| whole.wrapping_sub(x))
+                let (real, integer) = (s.to_f64(), s.to_i64());
+                wide(x, arithmetic, dtype, move |x| real - x, move |x| integer.wrapping_sub(x))
             }
             Parametrized::Div(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x / s, |x| x),
             Parametrized::NanToNum(Scalar(nan), Scalar(most), Scalar(least)) => {
@@ -207,12 +207,18 @@ impl Parametrized {
 /// Applies a function in f64, for f32 inputs too: an f64 argument is not rounded to f32 before it is used.
 fn wide(
     x: &Tensor,
-    arithmetic: Arithmetic,
+    arithmetic: ComputeType,
     dtype: DType,
     real: impl Fn(f64) -> f64 + Copy,
-    whole: impl Fn(i64) -> i64 + Copy,
+    integer: impl Fn(i64) -> i64 + Copy,
 ) -> Result<Tensor> {
-    Ok(map(Wide(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| whole(x)), [x], x.dims(), arithmetic, dtype)?)
+    Ok(pointwise(
+        ViaF64(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| integer(x)),
+        [x],
+        x.dims(),
+        arithmetic,
+        dtype,
+    )?)
 }
 
 /// Kernel of `elu`.
@@ -221,7 +227,7 @@ struct Elu {
     alpha: f64,
 }
 
-impl Function<1> for Elu {
+impl PointwiseFn<1> for Elu {
     #[inline(always)]
     fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
         let below = (self.alpha * f64::from(math::expm1::<FMA>(x))) as f32;
@@ -245,7 +251,7 @@ struct Softplus {
     threshold: f64,
 }
 
-impl Function<1> for Softplus {
+impl PointwiseFn<1> for Softplus {
     #[inline(always)]
     fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
         let bent = math::softplus::<FMA>(x);
@@ -282,7 +288,7 @@ impl Op for Parametrized {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         self.check_bounds(inputs[0].dtype)?;
         // Adding a constant to every term of a mean adds it to the mean.
-        let shifts = matches!(self, Parametrized::Add(s) | Parametrized::RSub(s) if s.real().is_finite());
+        let shifts = matches!(self, Parametrized::Add(s) | Parametrized::RSub(s) if s.to_f64().is_finite());
         Ok(plan(&inputs[0], self.result_type(), self.monotonicity(), self.wraps(), shifts))
     }
 

@@ -6,14 +6,14 @@ use candle_core::{DType, Tensor};
 use smallvec::SmallVec;
 
 use super::{OpEntry, SampleInput};
-use crate::comm::implicitly;
+use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
 use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{DimSharding, Signature};
 use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
-use shardwise_kernels::{Arithmetic, Fold, Wide, fold, map};
+use shardwise_kernels::{ComputeType, DimReduction, ViaF64, pointwise, reduce_dims};
 
 /// A reduction over the dimensions `dims`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -177,15 +177,15 @@ impl ReduceKind {
     }
 
     /// The kernel that reduces local elements.
-    fn fold(self) -> Fold {
+    fn fold(self) -> DimReduction {
         match self {
-            ReduceKind::Sum | ReduceKind::Mean(_) => Fold::Sum,
-            ReduceKind::Prod => Fold::Product,
-            ReduceKind::Max => Fold::Max,
-            ReduceKind::Min => Fold::Min,
-            ReduceKind::Any => Fold::Any,
-            ReduceKind::All => Fold::All,
-            ReduceKind::CountNonzero => Fold::CountNonzero,
+            ReduceKind::Sum | ReduceKind::Mean(_) => DimReduction::Sum,
+            ReduceKind::Prod => DimReduction::Product,
+            ReduceKind::Max => DimReduction::Max,
+            ReduceKind::Min => DimReduction::Min,
+            ReduceKind::Any => DimReduction::Any,
+            ReduceKind::All => DimReduction::All,
+            ReduceKind::CountNonzero => DimReduction::CountNonzero,
         }
     }
 
@@ -257,15 +257,15 @@ impl Op for Reduce {
         if self.exact { Accumulation::Exact } else { Accumulation::InF32 }
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let (x, dtype) = (&inputs[0], at.output_dtype(0));
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let (x, dtype) = (&inputs[0], context.output_dtype(0));
         let shape: SmallVec<[usize; 6]> = self.shape(x.dims()).collect();
         let ReduceKind::Mean(count) = self.kind else {
-            return Ok(vec![fold(self.kind.fold(), x, &self.dims, &shape, dtype)?]);
+            return Ok(vec![reduce_dims(self.kind.fold(), x, &self.dims, &shape, dtype)?]);
         };
-        let sum = fold(Fold::Sum, x, &self.dims, &shape, DType::F64)?;
-        let mean = Wide(move |[x]: [f64; 1]| x / count as f64, |[x]: [i64; 1]| x);
-        Ok(vec![map(mean, [&sum], &shape, Arithmetic::F64, dtype)?])
+        let sum = reduce_dims(DimReduction::Sum, x, &self.dims, &shape, DType::F64)?;
+        let mean = ViaF64(move |[x]: [f64; 1]| x / count as f64, |[x]: [i64; 1]| x);
+        Ok(vec![pointwise(mean, [&sum], &shape, ComputeType::F64, dtype)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -329,10 +329,10 @@ fn before_broadcast(name: &'static str, gradient: &DTensor, x: &Layout) -> Resul
     };
     let cuts: Vec<Vec<usize>> = (0..own.shape().len()).map(order).collect();
     // Ragged sizes of `x` may not fit the other shards of the gradient; replicated always does.
-    let to = Layout::from_cuts(own.mesh(), own.shape(), &placements, &cuts);
+    let to = Layout::from_shard_orders(own.mesh(), own.shape(), &placements, &cuts);
     let to = to.or_else(|_| Layout::replicated(own.mesh(), own.shape()))?;
     let site = Location::caller();
-    implicitly(name, || gradient.to_layout_at(&to, site))
+    record_implicit_operator(name, || gradient.to_layout_at(&to, site))
 }
 
 /// Per element the product of all other elements along some dimensions: the gradient of `prod`, correct for zeros too.

@@ -12,7 +12,7 @@ use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::Placement;
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::dense;
+use shardwise_kernels::contiguous;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Reshape {
@@ -37,7 +37,7 @@ impl DTensor {
         Ok(dispatch(&Reshape { shape }, &[self], Location::caller())?.swap_remove(0))
     }
 
-    /// The same as [`reshape`](Self::reshape). Tensors are immutable, so a copy cannot be told from a view.
+    /// The same as [`reshape`](Self::reshape). Tensors are immutable, so a copy is indistinguishable from a view.
     #[track_caller]
     pub fn view(&self, shape: &[isize]) -> Result<DTensor> {
         self.reshape(shape)
@@ -151,8 +151,8 @@ impl Op for Reshape {
         Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let (shape, x) = (at.local_shape(0), dense(&inputs[0])?);
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let (shape, x) = (context.local_shape(0), contiguous(&inputs[0])?);
         Ok(vec![if x.elem_count() == 0 { Tensor::zeros(shape, x.dtype(), x.device())? } else { x.reshape(shape)? }])
     }
 
@@ -234,7 +234,7 @@ impl NewSharding {
     fn layout(&self, from: &Layout, shape: &[usize]) -> Result<Layout> {
         let of = |dim: usize| self.order.iter().find(|(d, _)| *d == dim).map_or(Vec::new(), |(_, axes)| axes.clone());
         let cuts: Vec<Vec<usize>> = (0..shape.len()).map(of).collect();
-        Layout::from_cuts(from.mesh(), shape, &self.placements, &cuts)
+        Layout::from_shard_orders(from.mesh(), shape, &self.placements, &cuts)
     }
 }
 
@@ -281,12 +281,12 @@ impl DimGroup {
     /// The case that each old and each new dimension is a product of common factors, and axes shard single factors.
     fn by_factors(&self, from: &Layout, new: &[usize]) -> Option<GroupSharding> {
         let factors = common_factors(from.shape(), &self.inputs, new, &self.outputs)?;
-        let mut cuts = Vec::new();
+        let mut sharded_factors = Vec::new();
         let mut next = 0;
         for &dim in &self.inputs {
             let own = factors_of(&factors, next, from.shape()[dim]);
             if !from.shard_order(dim).is_empty() {
-                cuts.push(sharded_factor(from, dim, &factors, own.clone())?);
+                sharded_factors.push(sharded_factor(from, dim, &factors, own.clone())?);
             }
             next = own.end;
         }
@@ -300,18 +300,18 @@ impl DimGroup {
             let mut before = 1;
             for factor in own.clone() {
                 let after: usize = factors[factor + 1..own.end].iter().product();
-                let Some(cut) = cuts.iter().find(|c| c.factor == factor) else {
+                let Some(sharded) = sharded_factors.iter().find(|c| c.factor == factor) else {
                     before *= factors[factor];
                     continue;
                 };
                 if before == 1 {
-                    let sizes: Vec<usize> = cut.counts.iter().map(|n| n * after).collect();
-                    placed.extend(ragged(from.mesh(), dim, &cut.axes, &sizes));
+                    let sizes: Vec<usize> = sharded.counts.iter().map(|n| n * after).collect();
+                    placed.extend(ragged(from.mesh(), dim, &sharded.axes, &sizes));
                 } else {
-                    let [axis] = cut.axes[..] else { return None };
+                    let [axis] = sharded.axes[..] else { return None };
                     placed.push((axis, Placement::strided(dim as isize, before)));
                 }
-                before *= cut.counts[0];
+                before *= sharded.counts[0];
             }
             if !placed.is_empty() {
                 carried.push((dim, placed));
@@ -336,12 +336,12 @@ impl DimGroup {
         }
         let sizes: Vec<usize> = shares.iter().map(|n| n * unit / inside).collect();
         let bare = from.without_axes(&axes).ok()?;
-        let (mut placements, mut cuts) = (bare.placements().to_vec(), bare.cuts());
+        let (mut placements, mut cuts) = (bare.placements().to_vec(), bare.shard_orders());
         for (axis, placement) in ragged(from.mesh(), self.inputs[0], &axes, &sizes) {
             placements[axis] = placement;
         }
         cuts[self.inputs[0]].clone_from(&axes);
-        let moved = Layout::from_cuts(from.mesh(), from.shape(), &placements, &cuts).ok()?;
+        let moved = Layout::from_shard_orders(from.mesh(), from.shape(), &placements, &cuts).ok()?;
         let carried = self.preserved(&moved, new)?;
         Some((moved, carried))
     }

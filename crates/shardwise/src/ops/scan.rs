@@ -12,7 +12,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward, is_in_gradient};
-use shardwise_kernels::{dense, from_reals, from_wholes, reals, wholes};
+use shardwise_kernels::{contiguous, from_f64_vec, from_i64_vec, to_f64_vec, to_i64_vec};
 
 /// A cumulative operation along a dimension; `cummax` and `cummin` also return indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -154,7 +154,7 @@ impl ScanKind {
     }
 
     /// The total after one more element, and whether that element is the new maximum or minimum.
-    fn real(self, total: f64, x: f64) -> (f64, bool) {
+    fn step_float(self, total: f64, x: f64) -> (f64, bool) {
         match self {
             ScanKind::Sum => (total + x, false),
             ScanKind::Prod => (total * x, false),
@@ -164,7 +164,7 @@ impl ScanKind {
         }
     }
 
-    fn whole(self, total: i64, x: i64) -> (i64, bool) {
+    fn step_integer(self, total: i64, x: i64) -> (i64, bool) {
         match self {
             ScanKind::Sum => (total.wrapping_add(x), false),
             ScanKind::Prod => (total.wrapping_mul(x), false),
@@ -212,9 +212,9 @@ impl Op for Scan {
         Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: [running, ends].concat() })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = &inputs[0];
-        let first = at.input(0, self.dim).iter().next().map_or(0, |run| run.start);
+        let first = context.input_runs(0, self.dim).iter().next().map_or(0, |run| run.start);
         let lines = Lines::new(x.dims(), self.dim).reversed(self.reverse);
         let mut indices = vec![0i64; x.elem_count()];
         let mut shape = x.dims().to_vec();
@@ -248,13 +248,13 @@ impl Op for Scan {
             }};
         }
         let (values, totals) = match x.dtype().is_float() {
-            true => scan!(reals(x)?, real, from_reals),
-            false => scan!(wholes(x)?, whole, from_wholes),
+            true => scan!(to_f64_vec(x)?, step_float, from_f64_vec),
+            false => scan!(to_i64_vec(x)?, step_integer, from_i64_vec),
         };
         if self.kind.outputs() == 1 {
             return Ok(vec![values, totals]);
         }
-        Ok(vec![values, from_wholes(indices, x.dims(), DType::I64)?, totals, from_wholes(last, &shape, DType::I64)?])
+        Ok(vec![values, from_i64_vec(indices, x.dims(), DType::I64)?, totals, from_i64_vec(last, &shape, DType::I64)?])
     }
 
     /// `scanned` records the two operators as one call, which is a [`Backward`](crate::tensor::Backward) in `scan_gradient`.
@@ -296,9 +296,15 @@ impl Lines {
 }
 
 /// How many shards along `dim` of an input, of which `parts` are not empty, are scanned before the shard of this rank.
-pub(super) fn scanned_before(at: &KernelContext<'_>, input: usize, dim: usize, parts: usize, reverse: bool) -> usize {
-    let Some(start) = at.input(input, dim).first() else { return 0 };
-    let before = at.parts_before(input, dim, start);
+pub(super) fn scanned_before(
+    context: &KernelContext<'_>,
+    input: usize,
+    dim: usize,
+    parts: usize,
+    reverse: bool,
+) -> usize {
+    let Some(start) = context.input_runs(input, dim).first() else { return 0 };
+    let before = context.shards_before(input, dim, start);
     if reverse { parts.saturating_sub(1 + before) } else { before }
 }
 
@@ -326,22 +332,22 @@ impl Op for Carry {
         Ok(Decision { inputs: needs.collect(), outputs })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let Scan { dim, kind, reverse, .. } = self.0;
         let (running, ends) = inputs.split_at(kind.outputs());
         let (x, totals) = (&running[0], &ends[0]);
-        let before = scanned_before(at, 0, dim, totals.dims()[dim], reverse);
+        let before = scanned_before(context, 0, dim, totals.dims()[dim], reverse);
         if before == 0 || x.elem_count() == 0 {
             return Ok(running.to_vec());
         }
         let lines = Lines::new(x.dims(), dim).reversed(reverse);
         let heads = Lines::new(totals.dims(), dim).reversed(reverse);
         let count = x.elem_count() / lines.n;
-        let of = |tensors: &[Tensor]| tensors.get(1).map_or(Ok(Vec::new()), wholes);
+        let of = |tensors: &[Tensor]| tensors.get(1).map_or(Ok(Vec::new()), to_i64_vec);
         let (mut index, place) = (of(running)?, of(ends)?);
         macro_rules! carry {
             ($read:ident, $step:ident, $from:ident) => {{
-                let (mut values, totals) = ($read(&dense(x)?)?, $read(&dense(totals)?)?);
+                let (mut values, totals) = ($read(&contiguous(x)?)?, $read(&contiguous(totals)?)?);
                 for line in 0..count {
                     let (mut total, mut from) = (totals[heads.at(line, 0)], heads.at(line, 0));
                     for part in 1..before {
@@ -362,13 +368,13 @@ impl Op for Carry {
             }};
         }
         let values = match x.dtype().is_float() {
-            true => carry!(reals, real, from_reals),
-            false => carry!(wholes, whole, from_wholes),
+            true => carry!(to_f64_vec, step_float, from_f64_vec),
+            false => carry!(to_i64_vec, step_integer, from_i64_vec),
         };
         if kind.outputs() == 1 {
             return Ok(vec![values]);
         }
-        Ok(vec![values, from_wholes(index, x.dims(), DType::I64)?])
+        Ok(vec![values, from_i64_vec(index, x.dims(), DType::I64)?])
     }
 
     /// `scanned` records the two operators as one call, which is a [`Backward`](crate::tensor::Backward) in `scan_gradient`.

@@ -13,7 +13,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{Backward, DTensor, SavedTensors, is_recording};
-use shardwise_kernels::{dense, from_reals, from_wholes, reals, wholes};
+use shardwise_kernels::{contiguous, from_f64_vec, from_i64_vec, to_f64_vec, to_i64_vec};
 
 impl Backward for Scan {
     fn name(&self) -> &'static str {
@@ -26,8 +26,13 @@ impl Backward for Scan {
             // An element is part of every total from its own on: the gradient is the reverse cumulative sum.
             ScanKind::Sum => gradient.scanned(Scan { reverse: !self.reverse, ..*self })?.swap_remove(0),
             ScanKind::Prod if is_recording() => {
-                let found = "the gradient of the gradient of cumprod";
-                return Err(ErrorKind::Gradient.error("gradient", found, "a first derivative", "use backward"));
+                let found = "a second derivative of cumprod";
+                return Err(ErrorKind::Gradient.error(
+                    "gradient",
+                    found,
+                    "a first derivative",
+                    "leave create_graph off",
+                ));
             }
             ScanKind::Prod => product_gradient(*self, &saved.input(0), gradient)?,
             ScanKind::Max | ScanKind::Min => extreme_gradient(*self, saved.layout(0), &saved.output(1), gradient)?,
@@ -92,8 +97,8 @@ fn statistic(of: &TensorMeta) -> TensorMeta {
 /// A plan in which all tensors have the same dimensions, and a partial second input (the gradient) passes.
 fn alike(inputs: &[TensorMeta], outputs: Vec<TensorMeta>) -> OpPlan {
     let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
-    let shared = dims.iter().map(|_| DimSharding::Free);
-    let signature = Signature::new(shared, inputs.iter().map(|_| dims.clone()), outputs.iter().map(|_| dims.clone()));
+    let sharding = dims.iter().map(|_| DimSharding::Free);
+    let signature = Signature::new(sharding, inputs.iter().map(|_| dims.clone()), outputs.iter().map(|_| dims.clone()));
     let signature = match inputs.len() {
         2 => signature.passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum),
         _ => signature,
@@ -150,8 +155,8 @@ impl Op for ProductParts {
         Ok(Decision::new([x.clone(), g.clone()], [x, g, a, b]))
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let (x, mut g) = (reals(&inputs[0])?, reals(&inputs[1])?);
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let (x, mut g) = (to_f64_vec(&inputs[0])?, to_f64_vec(&inputs[1])?);
         let lines = Lines::new(inputs[0].dims(), self.0.dim).reversed(self.0.reverse);
         let mut shape = inputs[0].dims().to_vec();
         shape[self.0.dim] = shape[self.0.dim].min(1);
@@ -159,7 +164,8 @@ impl Op for ProductParts {
         let a = (0..count).map(|line| self.walk(&lines, line, &x, &mut g, 0.0)).collect();
         let product = |line: usize| (0..lines.n).map(|j| x[lines.at(line, j)]).product();
         let b = (0..count).map(product).collect();
-        let (a, b) = (from_reals(a, &shape, at.output_dtype(2))?, from_reals(b, &shape, at.output_dtype(3))?);
+        let (a, b) =
+            (from_f64_vec(a, &shape, context.output_dtype(2))?, from_f64_vec(b, &shape, context.output_dtype(3))?);
         Ok(vec![inputs[0].clone(), inputs[1].clone(), a, b])
     }
 
@@ -182,13 +188,13 @@ impl Op for ProductGradient {
         gathering(self.0.dim, &inputs[..2], &inputs[2..], inputs[1])
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let Scan { dim, reverse, .. } = self.0;
-        let (x, mut g) = (reals(&inputs[0])?, reals(&inputs[1])?);
-        let (a, b) = (reals(&inputs[2])?, reals(&inputs[3])?);
+        let (x, mut g) = (to_f64_vec(&inputs[0])?, to_f64_vec(&inputs[1])?);
+        let (a, b) = (to_f64_vec(&inputs[2])?, to_f64_vec(&inputs[3])?);
         let lines = Lines::new(inputs[0].dims(), dim).reversed(reverse);
         let heads = Lines::new(inputs[2].dims(), dim).reversed(reverse);
-        let before = scanned_before(at, 0, dim, heads.n, reverse);
+        let before = scanned_before(context, 0, dim, heads.n, reverse);
         for line in 0..x.len() / lines.n.max(1) {
             let passed = (before + 1..heads.n).rev().fold(0.0, |c, part| {
                 let here = heads.at(line, part);
@@ -202,7 +208,7 @@ impl Op for ProductGradient {
                 product *= x[here];
             }
         }
-        Ok(vec![from_reals(g, inputs[0].dims(), inputs[1].dtype())?])
+        Ok(vec![from_f64_vec(g, inputs[0].dims(), inputs[1].dtype())?])
     }
 
     /// Part of a backward pass; the second derivative is refused in `Scan::run`.
@@ -226,9 +232,9 @@ impl Op for ExtremeParts {
         Ok(Decision::new([index, g.clone()], [g, sums, places]))
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let (index, g) = (wholes(&dense(&inputs[0])?)?, reals(&inputs[1])?);
-        let first = at.input(0, self.0.dim).first().unwrap_or(0) as i64;
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let (index, g) = (to_i64_vec(&contiguous(&inputs[0])?)?, to_f64_vec(&inputs[1])?);
+        let first = context.input_runs(0, self.0.dim).first().unwrap_or(0) as i64;
         let lines = Lines::new(inputs[0].dims(), self.0.dim);
         let mut shape = inputs[0].dims().to_vec();
         shape[self.0.dim] = shape[self.0.dim].min(1);
@@ -244,8 +250,8 @@ impl Op for ExtremeParts {
                 }
             }
         }
-        let own = from_reals(own, inputs[1].dims(), inputs[1].dtype())?;
-        Ok(vec![own, from_reals(sums, &shape, at.output_dtype(1))?, from_wholes(places, &shape, DType::I64)?])
+        let own = from_f64_vec(own, inputs[1].dims(), inputs[1].dtype())?;
+        Ok(vec![own, from_f64_vec(sums, &shape, context.output_dtype(1))?, from_i64_vec(places, &shape, DType::I64)?])
     }
 
     /// Runs in backward passes that are not recorded; recorded ones scatter.
@@ -267,10 +273,10 @@ impl Op for ExtremeGradient {
         gathering(self.0.dim, &inputs[..1], &inputs[1..], inputs[0])
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let (mut own, sums) = (reals(&inputs[0])?, reals(&inputs[1])?);
-        let places = wholes(&dense(&inputs[2])?)?;
-        let first = at.input(0, self.0.dim).first().unwrap_or(0) as i64;
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let (mut own, sums) = (to_f64_vec(&inputs[0])?, to_f64_vec(&inputs[1])?);
+        let places = to_i64_vec(&contiguous(&inputs[2])?)?;
+        let first = context.input_runs(0, self.0.dim).first().unwrap_or(0) as i64;
         let (lines, heads) = (Lines::new(inputs[0].dims(), self.0.dim), Lines::new(inputs[1].dims(), self.0.dim));
         for line in 0..own.len() / lines.n.max(1) {
             for part in (0..heads.n).map(|part| heads.at(line, part)) {
@@ -280,7 +286,7 @@ impl Op for ExtremeGradient {
                 }
             }
         }
-        Ok(vec![from_reals(own, inputs[0].dims(), inputs[0].dtype())?])
+        Ok(vec![from_f64_vec(own, inputs[0].dims(), inputs[0].dtype())?])
     }
 
     /// Runs in backward passes that are not recorded; recorded ones scatter.

@@ -15,7 +15,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, DimSharding, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{NOWHERE, Numbers, dense, wholes, with_type};
+use shardwise_kernels::{GatherOffsets, NO_INDEX, contiguous, to_i64_vec, with_type};
 
 /// Copies `x` with elements of `source` written at `index` along a dimension. Inputs: `x`, `index`, `source`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -111,7 +111,7 @@ impl DTensor {
 #[track_caller]
 pub(super) fn scatter_add_slices(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
     check_mesh("index_add", like, index)?;
-    let op = ScatterAdd { dim, size: like.shape()[dim], slices: true, like: like.settled() };
+    let op = ScatterAdd { dim, size: like.shape()[dim], slices: true, like: like.reduced() };
     Ok(dispatch(&op, &[index, source], Location::caller())?.swap_remove(0))
 }
 
@@ -119,7 +119,7 @@ pub(super) fn scatter_add_slices(like: &Layout, dim: usize, index: &DTensor, sou
 #[track_caller]
 pub(super) fn scatter_add_elements(like: &Layout, dim: usize, index: &DTensor, source: &DTensor) -> Result<DTensor> {
     check_mesh("scatter_add", like, index)?;
-    let op = ScatterAdd { dim, size: like.shape()[dim], slices: false, like: like.settled() };
+    let op = ScatterAdd { dim, size: like.shape()[dim], slices: false, like: like.reduced() };
     padded(&dispatch(&op, &[index, source], Location::caller())?.swap_remove(0), like.shape())
 }
 
@@ -145,7 +145,7 @@ fn narrowed(x: &DTensor, dim: usize, shape: &[usize]) -> Result<DTensor> {
     others.try_fold(x.clone(), |x, d| x.narrow(d as isize, 0, shape[d]))
 }
 
-fn whole(like: &DTensor) -> Vec<Placement> {
+fn replicated(like: &DTensor) -> Vec<Placement> {
     vec![Placement::Replicate; like.placements().len()]
 }
 
@@ -158,7 +158,7 @@ fn check_sizes(name: &str, dim: usize, x: &[usize], index: &[usize], source: &[u
     Err(ErrorKind::shape(index).error(
         "operands",
         format!("index {index:?} and source {source:?} in {name} of shape {x:?} along dimension {dim}"),
-        "as many dimensions, an index no longer than the source, nor than the tensor but along that dimension",
+        "equal numbers of dimensions, and an index no longer than the source, nor than the tensor except along that dimension",
         "reshape or slice the operands",
     ))
 }
@@ -189,27 +189,32 @@ impl Op for Scatter {
         let ndim = x.shape.len();
         let of_x: Vec<Option<usize>> = (0..ndim).map(|d| if d == self.dim { Some(d) } else { aligned(d) }).collect();
         let of_index: Vec<Option<usize>> = (0..ndim).map(aligned).collect();
-        let shared = (0..ndim).map(|_| DimSharding::Free);
-        let mut signature = Signature::new(shared, [of_x.clone(), of_index.clone(), of_index], [of_x]);
+        let sharding = (0..ndim).map(|_| DimSharding::Free);
+        let mut signature = Signature::new(sharding, [of_x.clone(), of_index.clone(), of_index], [of_x]);
         for op in ReduceOp::ALL {
             signature = signature.passing([Some(op), None, Some(op)], op);
         }
         Ok(OpPlan { signature, outputs: vec![x.clone()] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let [x, index, source] = inputs else { unreachable!("three inputs") };
-        let places = local_positions("scatter", &wholes(index)?, at.input_shape(0)[self.dim], &at.input(0, self.dim))?;
-        let x = dense(x)?;
-        let (targets, sources) = (Numbers::new(x.dims(), self.dim, index.dims()), used(source, index.dims())?);
+        let places = local_positions(
+            "scatter",
+            &to_i64_vec(index)?,
+            context.input_shape(0)[self.dim],
+            &context.input_runs(0, self.dim),
+        )?;
+        let x = contiguous(x)?;
+        let (targets, sources) = (GatherOffsets::new(x.dims(), self.dim, index.dims()), used(source, index.dims())?);
         if x.elem_count() == 0 || sources.elem_count() == 0 {
             return Ok(vec![x]);
         }
         with_type!(x.dtype(), T => {
             let mut values: Vec<T> = x.flatten_all()?.to_vec1()?;
             let sources: Vec<T> = sources.flatten_all()?.to_vec1()?;
-            for (i, &place) in places.iter().enumerate().filter(|(_, place)| **place != NOWHERE) {
-                values[targets.of(i, place)] = sources[i];
+            for (i, &place) in places.iter().enumerate().filter(|(_, place)| **place != NO_INDEX) {
+                values[targets.offset(i, place)] = sources[i];
             }
             Ok(vec![Tensor::from_vec(values, x.dims(), x.device())?])
         }, otherwise unreachable!("tensors of a mesh have served types"))
@@ -220,7 +225,8 @@ impl Op for Scatter {
             let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
             let (dim, index) = (op.dim as isize, saved.input(1));
             let covered = || {
-                let zeros = DTensor::zeros(index.shape(), gradient.dtype(), gradient.device_mesh(), whole(gradient))?;
+                let zeros =
+                    DTensor::zeros(index.shape(), gradient.dtype(), gradient.device_mesh(), replicated(gradient))?;
                 gradient.scatter(dim, &index, &zeros)
             };
             let source = || padded(&narrowed(gradient, op.dim, index.shape())?.gather(dim, &index)?, saved.shape(2));
@@ -236,7 +242,7 @@ impl Op for Scatter {
 /// Where the elements of a source are added in the local tensor of the result.
 struct AddTargets<'a> {
     places: &'a [usize],
-    numbers: &'a Numbers,
+    offsets: &'a GatherOffsets,
     /// Whether `places` are those of slices: `n` of them, each of `inner` consecutive elements.
     slices: bool,
     n: usize,
@@ -250,14 +256,14 @@ impl AddTargets<'_> {
         if self.slices {
             for (i, slice) in sources.chunks_exact(self.inner).enumerate() {
                 let place = self.places[i % self.n];
-                if place != NOWHERE {
+                if place != NO_INDEX {
                     let start = (i / self.n * self.held + place) * self.inner;
                     values[start..start + self.inner].iter_mut().zip(slice).for_each(|(v, s)| *v += *s);
                 }
             }
         } else {
-            for (i, &place) in self.places.iter().enumerate().filter(|(_, place)| **place != NOWHERE) {
-                values[self.numbers.of(i, place)] += sources[i];
+            for (i, &place) in self.places.iter().enumerate().filter(|(_, place)| **place != NO_INDEX) {
+                values[self.offsets.offset(i, place)] += sources[i];
             }
         }
         values
@@ -267,7 +273,7 @@ impl AddTargets<'_> {
 /// Narrows a source to the shape of the index.
 fn used(source: &Tensor, shape: &[usize]) -> Result<Tensor> {
     let narrow = |t: Tensor, (dim, &n): (usize, &usize)| t.narrow(dim, 0, n);
-    Ok(dense(&shape.iter().enumerate().try_fold(source.clone(), narrow)?)?)
+    Ok(contiguous(&shape.iter().enumerate().try_fold(source.clone(), narrow)?)?)
 }
 
 impl ScatterAdd {
@@ -324,9 +330,9 @@ impl Op for ScatterAdd {
         let of_source: Vec<Option<usize>> = (0..ndim).map(|d| aligned(d).then_some(d)).collect();
         let of_index = if self.slices { vec![Some(self.dim)] } else { of_source.clone() };
         let output: Vec<Option<usize>> = (0..ndim).map(|d| of_source[d].filter(|_| d != self.dim)).collect();
-        let shared =
+        let sharding =
             (0..ndim).map(|d| if d == self.dim { DimSharding::Reduces(ReduceOp::Sum) } else { DimSharding::Free });
-        let signature = Signature::new(shared, [of_index, of_source], [output])
+        let signature = Signature::new(sharding, [of_index, of_source], [output])
             .passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum)
             .passing([None, Some(ReduceOp::Avg)], ReduceOp::Avg);
         let mut shape = if self.slices { source.shape.clone() } else { index.shape.clone() };
@@ -351,20 +357,20 @@ impl Op for ScatterAdd {
             free && self.like.placements()[*axis].chunk_dim() == Some(self.dim)
         };
         let axes: Vec<usize> = self.like.shard_order(self.dim).iter().copied().filter(shardable).collect();
-        let (mut placements, mut cuts) = (output.placements().to_vec(), output.cuts());
+        let (mut placements, mut cuts) = (output.placements().to_vec(), output.shard_orders());
         for &axis in &axes {
             placements[axis] = Placement::Shard(self.dim as isize);
         }
         cuts[self.dim] = axes;
-        decision.outputs[0] = Layout::from_cuts(output.mesh(), output.shape(), &placements, &cuts)?;
+        decision.outputs[0] = Layout::from_shard_orders(output.mesh(), output.shape(), &placements, &cuts)?;
         Ok(decision)
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (index, source) = (&inputs[0], &inputs[1]);
-        let held = at.output(0, self.dim);
-        let places = local_positions(self.name(), &wholes(index)?, self.size, &held)?;
-        let source = if self.slices { dense(source)? } else { used(source, index.dims())? };
+        let held = context.output_runs(0, self.dim);
+        let places = local_positions(self.name(), &to_i64_vec(index)?, self.size, &held)?;
+        let source = if self.slices { contiguous(source)? } else { used(source, index.dims())? };
         let mut shape = source.dims().to_vec();
         shape[self.dim] = held.len();
         let zeros = Tensor::zeros(shape.as_slice(), source.dtype(), source.device())?;
@@ -373,16 +379,16 @@ impl Op for ScatterAdd {
         }
         let dims = source.dims();
         let (n, inner) = (dims[self.dim], dims[self.dim + 1..].iter().product::<usize>());
-        let numbers = Numbers::new(&shape, self.dim, dims);
+        let offsets = GatherOffsets::new(&shape, self.dim, dims);
         // Half precision adds up in f32, integers wrap.
         let work = match source.dtype() {
             DType::F16 | DType::BF16 => DType::F32,
-            whole if !whole.is_float() => DType::I64,
+            integer if !integer.is_float() => DType::I64,
             other => other,
         };
         let source = source.to_dtype(work)?;
         let targets =
-            AddTargets { places: &places, numbers: &numbers, slices: self.slices, n, inner, held: held.len() };
+            AddTargets { places: &places, offsets: &offsets, slices: self.slices, n, inner, held: held.len() };
         let count = zeros.elem_count();
         let sum = if work == DType::I64 {
             let sources: Vec<Wrapping<i64>> = source.flatten_all()?.to_vec1()?.into_iter().map(Wrapping).collect();
@@ -432,8 +438,8 @@ pub(super) const OPS: &[OpEntry] = &[
 /// An index with every row of the source once, in reverse.
 fn distinct_rows(source: &DTensor) -> Result<DTensor> {
     let n = source.shape()[0];
-    let whole = vec![Placement::Replicate; source.placements().len()];
-    let rows = DTensor::arange(0.0..n as f64, DType::I64, source.device_mesh(), whole)?;
+    let replicated = vec![Placement::Replicate; source.placements().len()];
+    let rows = DTensor::arange(0.0..n as f64, DType::I64, source.device_mesh(), replicated)?;
     let rows = rows.mul_scalar(-1.0)?.add_scalar(n as f64)?;
     rows.unsqueeze(1)?.expand(&[n as isize, source.shape()[1] as isize])
 }

@@ -1,4 +1,4 @@
-//! Functions of three tensors that broadcast, element by element.
+//! Elementwise functions of three tensors that broadcast: `where_cond`, `addcmul`, `clamp_tensor` and their kin.
 
 use std::borrow::Cow;
 use std::panic::Location;
@@ -15,7 +15,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Operand, SaveForBackward};
-use shardwise_kernels::{Arithmetic, Each, Number, Wide, map};
+use shardwise_kernels::{ComputeType, Number, PerType, ViaF64, pointwise};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Ternary {
@@ -26,7 +26,9 @@ enum Ternary {
 }
 
 impl DTensor {
-    /// `a` where this tensor is not zero, else `b`: tensors or plain numbers.
+    /// Selects `a` where this tensor is nonzero, else `b`, as `torch.where(self, a, b)`; both are tensors or numbers.
+    ///
+    /// Elementwise: communicates only if the operands are sharded differently or the condition is partial.
     #[doc(alias = "torch.where")]
     #[track_caller]
     pub fn where_cond<'a, 'b>(&self, a: impl Into<Operand<'a>>, b: impl Into<Operand<'b>>) -> Result<DTensor> {
@@ -35,14 +37,16 @@ impl DTensor {
             (a, Operand::Tensor(b)) => (a.tensor(b)?, Cow::Borrowed(b)),
             (Operand::Number(a), Operand::Number(b)) => {
                 let real = matches!(a, Number::Real(_)) || matches!(b, Number::Real(_));
-                let number = |n: Number| Operand::from(if real { n.real().into() } else { n });
+                let number = |n: Number| Operand::from(if real { n.to_f64().into() } else { n });
                 (number(a).tensor_alone(self)?, number(b).tensor_alone(self)?)
             }
         };
         call(Ternary::Where, [self, &a, &b])
     }
 
-    /// This tensor where `condition` is not zero, else `other`: a tensor or a plain number.
+    /// Selects this tensor where `condition` is nonzero, else `other`, a tensor or a number.
+    ///
+    /// PyTorch's method `x.where(condition, other)`. Communicates as [`where_cond`](Self::where_cond) does.
     ///
     /// ```
     /// # use shardwise::prelude::*;
@@ -61,25 +65,25 @@ impl DTensor {
         condition.where_cond(self, other)
     }
 
-    /// `x + value * a * b`.
+    /// Returns `self + value * a * b`. Elementwise.
     #[track_caller]
     pub fn addcmul(&self, a: &DTensor, b: &DTensor, value: f64) -> Result<DTensor> {
         call(Ternary::Addcmul(Scalar(value)), [self, a, b])
     }
 
-    /// `x + value * a / b`.
+    /// Returns `self + value * a / b`. Elementwise.
     #[track_caller]
     pub fn addcdiv(&self, a: &DTensor, b: &DTensor, value: f64) -> Result<DTensor> {
         call(Ternary::Addcdiv(Scalar(value)), [self, a, b])
     }
 
-    /// `x`, but no less than `low` and no more than `high`.
+    /// Clamps each element between the elements of two tensors, PyTorch's `clamp(min, max)` with tensors. Elementwise.
     #[track_caller]
     pub fn clamp_tensor(&self, low: &DTensor, high: &DTensor) -> Result<DTensor> {
         call(Ternary::ClampTensor, [self, low, high])
     }
 
-    /// `x` with a number where `mask` is not zero.
+    /// Writes a number where `mask` is nonzero. Elementwise; tensor and mask broadcast.
     #[track_caller]
     pub fn masked_fill(&self, mask: &DTensor, value: impl Into<Number>) -> Result<DTensor> {
         let number = DTensor::full(
@@ -91,7 +95,7 @@ impl DTensor {
         call(Ternary::Where, [mask, &number, self])
     }
 
-    /// `a + weight * (b - a)`, where this tensor is `a`.
+    /// Interpolates linearly: `self + weight * (b - self)`. Elementwise.
     #[track_caller]
     pub fn lerp(&self, b: &DTensor, weight: f64) -> Result<DTensor> {
         self.mul_scalar(1.0 - weight)?.add(&b.mul_scalar(weight)?)
@@ -135,19 +139,19 @@ impl Op for Ternary {
         let same = inputs.iter().all(|m| m.dtype == dtype);
         let (sum, max, min) = (ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min);
         match self {
-            // Linear in the first and one factor together.
+            // Linear in the addend and one factor together.
             Ternary::Addcmul(_) if same => {
                 signature =
                     signature.passing([Some(sum), Some(sum), None], sum).passing([Some(sum), None, Some(sum)], sum);
             }
-            // Rises with what is clamped.
+            // Increases with the clamped tensor.
             Ternary::ClampTensor if same => {
                 signature = signature.passing([Some(max), None, None], max).passing([Some(min), None, None], min);
             }
             _ => {}
         }
         if *self == Ternary::Where && inputs[1].dtype == dtype && inputs[2].dtype == dtype {
-            // The same side is chosen for every operand.
+            // Every term is selected from the same side.
             for op in ReduceOp::ALL {
                 signature = signature.passing([None, Some(op), Some(op)], op);
             }
@@ -161,41 +165,41 @@ impl Op for Ternary {
         let types = [x.dtype(), a.dtype(), b.dtype()];
         let dtype = self.dtype(types);
         let arithmetic = match self {
-            _ if !dtype.is_float() => Arithmetic::Whole,
-            // Only whether a condition is zero matters, which every integer keeps.
-            Ternary::Where if !types[0].is_float() => Arithmetic::real([types[1], types[2]]),
-            _ => Arithmetic::real(types),
+            _ if !dtype.is_float() => ComputeType::I64,
+            // Whether an integer condition is zero survives any conversion, so its type does not matter.
+            Ternary::Where if !types[0].is_float() => ComputeType::float_for([types[1], types[2]]),
+            _ => ComputeType::float_for(types),
         };
-        let choose = Each(
+        let choose = PerType(
             |[x, a, b]: [f32; 3]| if x != 0.0 { a } else { b },
             |[x, a, b]: [f64; 3]| if x != 0.0 { a } else { b },
             |[x, a, b]: [i64; 3]| if x != 0 { a } else { b },
         );
         let output = match *self {
-            // A fraction is not zero, but would become it as an integer.
-            Ternary::Where if arithmetic == Arithmetic::Whole && types[0].is_float() => {
-                let nonzero = Wide(|[x]: [f64; 1]| if x != 0.0 { 1.0 } else { 0.0 }, |[x]: [i64; 1]| x);
-                let mask = map(nonzero, [x], x.dims(), Arithmetic::real([types[0]]), DType::U8)?;
-                map(choose, [&mask, a, b], &shape, arithmetic, dtype)?
+            // A fraction is nonzero, but would be truncated to zero in integer arithmetic.
+            Ternary::Where if arithmetic == ComputeType::I64 && types[0].is_float() => {
+                let nonzero = ViaF64(|[x]: [f64; 1]| if x != 0.0 { 1.0 } else { 0.0 }, |[x]: [i64; 1]| x);
+                let mask = pointwise(nonzero, [x], x.dims(), ComputeType::float_for([types[0]]), DType::U8)?;
+                pointwise(choose, [&mask, a, b], &shape, arithmetic, dtype)?
             }
-            Ternary::Where => map(choose, [x, a, b], &shape, arithmetic, dtype)?,
+            Ternary::Where => pointwise(choose, [x, a, b], &shape, arithmetic, dtype)?,
             Ternary::ClampTensor => {
                 let real = |[x, low, high]: [f64; 3]| {
-                    // A bound that is NaN leaves no number between the bounds.
+                    // A bound that is NaN gives NaN.
                     let x = if x < low || low.is_nan() { low } else { x };
                     if x > high || high.is_nan() { high } else { x }
                 };
-                let whole = |[x, low, high]: [i64; 3]| x.max(low).min(high);
-                map(Wide(real, whole), [x, a, b], &shape, arithmetic, dtype)?
+                let integer = |[x, low, high]: [i64; 3]| x.max(low).min(high);
+                pointwise(ViaF64(real, integer), [x, a, b], &shape, arithmetic, dtype)?
             }
             Ternary::Addcmul(Scalar(v)) => {
-                let whole = move |[x, a, b]: [i64; 3]| x.wrapping_add((v as i64).wrapping_mul(a.wrapping_mul(b)));
-                let f = Wide(move |[x, a, b]: [f64; 3]| x + v * a * b, whole);
-                map(f, [x, a, b], &shape, arithmetic, dtype)?
+                let integer = move |[x, a, b]: [i64; 3]| x.wrapping_add((v as i64).wrapping_mul(a.wrapping_mul(b)));
+                let f = ViaF64(move |[x, a, b]: [f64; 3]| x + v * a * b, integer);
+                pointwise(f, [x, a, b], &shape, arithmetic, dtype)?
             }
             Ternary::Addcdiv(Scalar(v)) => {
-                let f = Wide(move |[x, a, b]: [f64; 3]| x + v * a / b, |[x, _, _]: [i64; 3]| x);
-                map(f, [x, a, b], &shape, arithmetic, dtype)?
+                let f = ViaF64(move |[x, a, b]: [f64; 3]| x + v * a / b, |[x, _, _]: [i64; 3]| x);
+                pointwise(f, [x, a, b], &shape, arithmetic, dtype)?
             }
         };
         Ok(vec![output])
@@ -264,7 +268,7 @@ mod tests {
     use crate::placement::Placement::Replicate;
 
     #[test]
-    fn a_fraction_is_not_zero_where_whole_numbers_are_chosen() {
+    fn a_fractional_condition_selects_integers() {
         launch(1, |world| {
             let mesh = world.mesh([("a", 1)])?;
             let cpu = &candle_core::Device::Cpu;

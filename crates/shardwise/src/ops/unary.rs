@@ -13,7 +13,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, SaveForBackward, is_recording};
-use shardwise_kernels::{Arithmetic, Each, Function, Wide, map, math};
+use shardwise_kernels::{ComputeType, PerType, PointwiseFn, ViaF64, math, pointwise};
 
 /// Whether a function preserves the order or the sums of its arguments. Decides which `Partial` placements pass through it
 /// unreduced: the maximum of increasing values is the value of the maximum.
@@ -48,7 +48,7 @@ struct UnaryFunction {
     name: &'static str,
     monotonicity: Monotonicity,
     result_type: UnaryResultType,
-    run: fn(&Tensor, Arithmetic, DType) -> Result<Tensor>,
+    run: fn(&Tensor, ComputeType, DType) -> Result<Tensor>,
     /// `None` if it is not differentiable.
     derivative: Option<Derivative>,
 }
@@ -56,13 +56,13 @@ struct UnaryFunction {
 /// Defines the methods of [`DTensor`], the enum [`Unary`] and the table from one entry per function.
 ///
 /// The kernel is one of `each` (the same expression in f32 and f64), `wide` (computed in f64 for f32 too) and `fast` (f32 has a
-/// vectorized function in [`math`]). Integers whose type is kept are returned unchanged unless `whole` gives a function.
+/// vectorized function in [`math`]). Integers whose type is kept are returned unchanged unless `integer` gives a function.
 /// After the arrow comes the derivative, which every entry must state: its value at a number, its formula in terms of
 /// operators and, for activations that dominate training steps, an f32 kernel; or `not_differentiable`.
 macro_rules! functions {
     ($(
         $(#[doc = $doc:literal])*
-        $name:ident: $monotonicity:expr, $result_type:ident, |$x:ident| $form:ident($real:expr) $(, whole($whole:expr))?
+        $name:ident: $monotonicity:expr, $result_type:ident, |$x:ident| $form:ident($real:expr) $(, integer($integer:expr))?
             => $derivative:ident $(($($parts:tt)*))?;
     )*) => {
         impl DTensor {
@@ -90,8 +90,8 @@ macro_rules! functions {
                 monotonicity: $monotonicity,
                 result_type: UnaryResultType::$result_type,
                 run: |x, arithmetic, dtype| {
-                    let whole = functions!(@whole $x $(, $whole)?);
-                    Ok(map(functions!(@$form $name, $x, $real, whole), [x], x.dims(), arithmetic, dtype)?)
+                    let integer = functions!(@integer $x $(, $integer)?);
+                    Ok(pointwise(functions!(@$form $name, $x, $real, integer), [x], x.dims(), arithmetic, dtype)?)
                 },
                 derivative: functions!(@$derivative $(($($parts)*))?),
             },)*
@@ -104,21 +104,21 @@ macro_rules! functions {
         #[cfg(test)]
         const ALL: &[Unary] = &[$(Unary::$name,)*];
     };
-    (@whole $x:ident) => { |[$x]: [i64; 1]| $x };
-    (@whole $x:ident, $whole:expr) => {
+    (@integer $x:ident) => { |[$x]: [i64; 1]| $x };
+    (@integer $x:ident, $integer:expr) => {
         |[$x]: [i64; 1]| {
             let _ = $x;
-            $whole
+            $integer
         }
     };
-    (@each $name:ident, $x:ident, $real:expr, $whole:ident) => {
-        Each(|[$x]: [f32; 1]| $real, |[$x]: [f64; 1]| $real, $whole)
+    (@each $name:ident, $x:ident, $real:expr, $integer:ident) => {
+        PerType(|[$x]: [f32; 1]| $real, |[$x]: [f64; 1]| $real, $integer)
     };
-    (@wide $name:ident, $x:ident, $real:expr, $whole:ident) => { Wide(|[$x]: [f64; 1]| $real, $whole) };
-    (@fast $name:ident, $x:ident, $real:expr, $whole:ident) => {{
+    (@wide $name:ident, $x:ident, $real:expr, $integer:ident) => { ViaF64(|[$x]: [f64; 1]| $real, $integer) };
+    (@fast $name:ident, $x:ident, $real:expr, $integer:ident) => {{
         #[derive(Clone, Copy)]
         struct F32Kernel<W>(W);
-        impl<W: Fn([i64; 1]) -> i64 + Copy> Function<1> for F32Kernel<W> {
+        impl<W: Fn([i64; 1]) -> i64 + Copy> PointwiseFn<1> for F32Kernel<W> {
             #[inline(always)]
             fn f32<const FMA: bool>(self, [$x]: [f32; 1]) -> f32 {
                 math::$name::<FMA>($x)
@@ -132,14 +132,14 @@ macro_rules! functions {
                 (self.0)(x)
             }
         }
-        F32Kernel($whole)
+        F32Kernel($integer)
     }};
     (@not_differentiable) => { None };
     (@derivative ($at:expr, $formula:expr)) => { Some(Derivative { at: $at, formula: $formula, kernel: None }) };
     (@derivative ($at:expr, $formula:expr, f32(|$x:ident| $fast:expr))) => {{
         #[derive(Clone, Copy)]
         struct F32Derivative;
-        impl Function<2> for F32Derivative {
+        impl PointwiseFn<2> for F32Derivative {
             #[inline(always)]
             fn f32<const FMA: bool>(self, [$x, g]: [f32; 2]) -> f32 {
                 g * $fast
@@ -155,7 +155,7 @@ macro_rules! functions {
             }
         }
         let kernel: fn(&Tensor, &Tensor) -> Result<Tensor> =
-            |x, g| Ok(map(F32Derivative, [x, g], x.dims(), Arithmetic::real([x.dtype(), g.dtype()]), g.dtype())?);
+            |x, g| Ok(pointwise(F32Derivative, [x, g], x.dims(), ComputeType::float_for([x.dtype(), g.dtype()]), g.dtype())?);
         Some(Derivative { at: $at, formula: $formula, kernel: Some(kernel) })
     }};
 }
@@ -171,19 +171,19 @@ fn sigmoid(x: f64) -> f64 {
 
 functions! {
     /// Returns the negative of each element.
-    neg: Monotonicity::Linear { increasing: false }, Same, |x| each(-x), whole(x.wrapping_neg())
+    neg: Monotonicity::Linear { increasing: false }, Same, |x| each(-x), integer(x.wrapping_neg())
         => derivative(|_| -1.0, |x| zero(x)?.add_scalar(-1.0));
     /// Returns the absolute value of each element.
-    abs: NOT_MONOTONE, Same, |x| each(x.abs()), whole(x.wrapping_abs())
+    abs: NOT_MONOTONE, Same, |x| each(x.abs()), integer(x.wrapping_abs())
         => derivative(|x| if x == 0.0 { 0.0 } else { x.signum() }, DTensor::sign);
     /// Returns the sign of each element: -1, 0 or 1; 0 for NaN, as in PyTorch.
-    sign: NOT_MONOTONE, Same, |x| each(if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 }), whole(x.signum())
+    sign: NOT_MONOTONE, Same, |x| each(if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 }), integer(x.signum())
         => derivative(|_| 0.0, zero);
     /// Returns the square of each element.
-    square: NOT_MONOTONE, Same, |x| each(x * x), whole(x.wrapping_mul(x))
+    square: NOT_MONOTONE, Same, |x| each(x * x), integer(x.wrapping_mul(x))
         => derivative(|x| 2.0 * x, |x| x.mul_scalar(2.0));
     /// Applies the rectified linear unit, `max(x, 0)`.
-    relu: INCREASING, Same, |x| each(if x < 0.0 { 0.0 } else { x }), whole(x.max(0))
+    relu: INCREASING, Same, |x| each(if x < 0.0 { 0.0 } else { x }), integer(x.max(0))
         => derivative(|x| f64::from(u8::from(x > 0.0)), |x| x.gt(&zero(x)?)?.to_dtype(x.dtype()),
             f32(|x| if x > 0.0 { 1.0 } else { 0.0 }));
     /// Rounds each element down to an integer.
@@ -334,19 +334,19 @@ functions! {
             0.5 * (1.0 + t) + 0.5 * x * (1.0 - t) * (1.0 + t) * inner * (1.0 + 3.0 * cubic * x * x)
         }));
     /// Returns 1 where an element is NaN and 0 otherwise, as u8.
-    isnan: NOT_MONOTONE, Bool, |x| each(if x.is_nan() { 1.0 } else { 0.0 }), whole(0)
+    isnan: NOT_MONOTONE, Bool, |x| each(if x.is_nan() { 1.0 } else { 0.0 }), integer(0)
         => not_differentiable;
     /// Returns 1 where an element is finite and 0 otherwise, as u8.
-    isfinite: NOT_MONOTONE, Bool, |x| each(if x.is_finite() { 1.0 } else { 0.0 }), whole(1)
+    isfinite: NOT_MONOTONE, Bool, |x| each(if x.is_finite() { 1.0 } else { 0.0 }), integer(1)
         => not_differentiable;
     /// Returns 1 where an element is infinite and 0 otherwise, as u8.
-    isinf: NOT_MONOTONE, Bool, |x| each(if x.is_infinite() { 1.0 } else { 0.0 }), whole(0)
+    isinf: NOT_MONOTONE, Bool, |x| each(if x.is_infinite() { 1.0 } else { 0.0 }), integer(0)
         => not_differentiable;
     /// Returns 1 where the sign bit of an element is set and 0 otherwise, as u8.
-    signbit: NOT_MONOTONE, Bool, |x| each(if x.is_sign_negative() { 1.0 } else { 0.0 }), whole(i64::from(x < 0))
+    signbit: NOT_MONOTONE, Bool, |x| each(if x.is_sign_negative() { 1.0 } else { 0.0 }), integer(i64::from(x < 0))
         => not_differentiable;
     /// Returns 1 where an element is zero and 0 otherwise, as u8.
-    logical_not: NOT_MONOTONE, Bool, |x| each(if x == 0.0 { 1.0 } else { 0.0 }), whole(i64::from(x == 0))
+    logical_not: NOT_MONOTONE, Bool, |x| each(if x == 0.0 { 1.0 } else { 0.0 }), integer(i64::from(x == 0))
         => not_differentiable;
 }
 
@@ -356,7 +356,7 @@ impl Unary {
     }
 
     /// Applies the function to a local tensor.
-    pub(super) fn compute(self, x: &Tensor, arithmetic: Arithmetic, dtype: DType) -> Result<Tensor> {
+    pub(super) fn compute(self, x: &Tensor, arithmetic: ComputeType, dtype: DType) -> Result<Tensor> {
         (self.function().run)(x, arithmetic, dtype)
     }
 }
@@ -372,8 +372,12 @@ impl UnaryResultType {
     }
 
     /// The arithmetic in which elements of this type are computed.
-    pub(super) fn arithmetic(self, input: DType) -> Arithmetic {
-        if !input.is_float() && self != UnaryResultType::Float { Arithmetic::Whole } else { Arithmetic::real([input]) }
+    pub(super) fn arithmetic(self, input: DType) -> ComputeType {
+        if !input.is_float() && self != UnaryResultType::Float {
+            ComputeType::I64
+        } else {
+            ComputeType::float_for([input])
+        }
     }
 }
 

@@ -12,7 +12,7 @@ use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::dense;
+use shardwise_kernels::contiguous;
 
 /// An operator whose every output dimension is one of the input, or new.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -79,7 +79,7 @@ impl DTensor {
         let ndim = self.ndim() as isize;
         let at = if dim < 0 { dim + ndim + 1 } else { dim };
         if !(0..=ndim).contains(&at) {
-            return Err(self.bad_dims("unsqueeze", &[dim], "a place among the dimensions"));
+            return Err(self.bad_dims("unsqueeze", &[dim], &format!("a position from {} to {ndim}", -ndim - 1)));
         }
         let mut dims: Vec<DimSource> = (0..self.ndim()).map(DimSource::Input).collect();
         dims.insert(at as usize, DimSource::New(1));
@@ -101,8 +101,10 @@ impl DTensor {
     /// Local. The expanded dimensions are not sharded, and share memory as in PyTorch.
     #[track_caller]
     pub fn expand(&self, sizes: &[isize]) -> Result<DTensor> {
-        let new =
-            sizes.len().checked_sub(self.ndim()).ok_or_else(|| self.bad_dims("expand", sizes, "no fewer sizes"))?;
+        let new = sizes
+            .len()
+            .checked_sub(self.ndim())
+            .ok_or_else(|| self.bad_dims("expand", sizes, "at least one size per dimension"))?;
         let mut dims = Vec::new();
         for (i, &size) in sizes.iter().enumerate() {
             let own = i.checked_sub(new).map(|d| (d, self.shape()[d]));
@@ -111,7 +113,13 @@ impl DTensor {
                 (Some((d, n)), Ok(size)) if n == size => DimSource::Input(d),
                 (Some((d, 1)), Ok(size)) => DimSource::Expanded(d, size),
                 (None, Ok(size)) => DimSource::New(size),
-                _ => return Err(self.bad_dims("expand", sizes, "sizes that are equal, or stretch a 1")),
+                _ => {
+                    return Err(self.bad_dims(
+                        "expand",
+                        sizes,
+                        "equal sizes, except where a dimension of size 1 is expanded",
+                    ));
+                }
             });
         }
         self.rearranged("expand", dims)
@@ -170,7 +178,7 @@ impl Op for RearrangeDims {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let x = &inputs[0];
         let used = |from: &DimSource| match from {
             DimSource::Input(d) | DimSource::Expanded(d, _) => Some(*d),
@@ -187,10 +195,10 @@ impl Op for RearrangeDims {
         for at in (0..self.dims.len()).filter(|&i| matches!(self.dims[i], DimSource::New(_))) {
             view = view.unsqueeze(at)?;
         }
-        if view.dims() != at.local_shape(0) {
-            view = view.broadcast_as(at.local_shape(0))?;
+        if view.dims() != context.local_shape(0) {
+            view = view.broadcast_as(context.local_shape(0))?;
         }
-        Ok(vec![if view.elem_count() == 0 { dense(&view)? } else { view }])
+        Ok(vec![if view.elem_count() == 0 { contiguous(&view)? } else { view }])
     }
 
     fn gradient(&self) -> Gradient<Self> {

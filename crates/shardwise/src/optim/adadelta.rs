@@ -7,13 +7,13 @@ use crate::error::Result;
 use shardwise_kernels::Elementwise;
 
 settings! {
-    /// Adadelta: changes as large as those before.
+    /// Adadelta: scales gradients by the ratio of running averages of squared updates and squared gradients. Elementwise.
     Adadelta {
-        /// How much of the means is kept.
+        /// Decay rate of the running averages.
         rho: f64 = 0.9,
-        /// Added to both means.
+        /// Added to both running averages for numerical stability.
         eps: f64 = 1e-6,
-        /// This much of the parameter is added to its gradient.
+        /// L2 penalty: this multiple of the parameter is added to its gradient.
         weight_decay: f64 = 0.0,
     }
 }
@@ -32,19 +32,19 @@ impl Optimizer for Adadelta {
         at_least_zero(Self::NAME, "weight_decay", self.weight_decay)
     }
 
-    fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
-        let rule = Delta { lr: at.lr(), settings: *self };
-        at.elementwise(["square_avg", "acc_delta"], rule)
+    fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
+        let rule = AdadeltaRule { lr: step.lr(), settings: *self };
+        step.elementwise(["square_avg", "acc_delta"], rule)
     }
 }
 
 #[derive(Clone, Copy)]
-struct Delta {
+struct AdadeltaRule {
     lr: f64,
     settings: Adadelta,
 }
 
-impl Elementwise<2> for Delta {
+impl Elementwise<2> for AdadeltaRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, [s, c]: [f64; 2]) -> (f64, [f64; 2]) {
         let Adadelta { rho, eps, weight_decay } = self.settings;

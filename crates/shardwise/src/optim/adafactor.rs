@@ -8,8 +8,8 @@ use crate::placement::Placement;
 use crate::tensor::DTensor;
 
 settings! {
-    /// Adafactor, as PyTorch's `torch.optim.Adafactor`: second moments of a matrix are kept as one number per row and one
-    /// per column, so that the state of an n x m matrix has n + m elements.
+    /// Adafactor, as `torch.optim.Adafactor`: second moments of a matrix are factored into one number per row and one per
+    /// column, so that the state of an n x m matrix has n + m elements.
     ///
     /// Tensors of more than two dimensions are batches of matrices; those of less keep a second moment per element. Steps
     /// are relative to the root mean square of the parameter.
@@ -24,7 +24,7 @@ settings! {
         eps: (Option<f64>, f64) = (None, 1e-3),
         /// Largest root mean square of an update; larger ones are scaled down to it.
         d: f64 = 1.0,
-        /// The parameter shrinks by this much times the learning rate.
+        /// Decoupled weight decay: the parameter is multiplied by `1 - lr * weight_decay`.
         weight_decay: f64 = 0.0,
     }
 }
@@ -49,54 +49,54 @@ impl Optimizer for Adafactor {
         at_least_zero(Self::NAME, "weight_decay", self.weight_decay)
     }
 
-    fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
-        let count = at.shape().iter().product::<usize>() as f64;
+    fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
+        let count = step.shape().iter().product::<usize>() as f64;
         if count == 0.0 {
             return Ok(());
         }
-        let (lr, t) = (at.lr(), at.count() as f64);
-        let smallest = self.eps.0.unwrap_or_else(|| spacing(at.dtype()));
-        let gradient = at.gradient()?;
-        let variance = variance(at, &gradient, t.powf(self.beta2_decay), smallest)?;
+        let (lr, t) = (step.lr(), step.count() as f64);
+        let smallest = self.eps.0.unwrap_or_else(|| machine_epsilon(step.dtype()));
+        let gradient = step.gradient()?;
+        let variance = variance(step, &gradient, t.powf(self.beta2_decay), smallest)?;
         let update = variance.clamp(Some(smallest * smallest), None)?.rsqrt()?.mul(&gradient)?;
-        let size = root_mean_square(&at.param()?, count)?.clamp(Some(self.eps.1), None)?;
+        let size = root_mean_square(&step.param()?, count)?.clamp(Some(self.eps.1), None)?;
         let excess = root_mean_square(&update, count)?.div_scalar(self.d)?.clamp(Some(1.0), None)?;
         let rate = size.mul_scalar(lr.min(1.0 / t.sqrt()))?.div(&excess)?;
         let shrink = 1.0 - lr * self.weight_decay;
-        at.apply(&update.mul(&rate)?, [], move |p: f64, change: f64, []: [f64; 0]| (p * shrink - change, []))
+        step.apply(&update.mul(&rate)?, [], move |p: f64, change: f64, []: [f64; 0]| (p * shrink - change, []))
     }
 }
 
-/// The second moments of all elements, after those that are kept have taken `weight` of this gradient's.
-fn variance(at: &mut ParamStep<'_>, gradient: &DTensor, weight: f64, smallest: f64) -> Result<DTensor> {
+/// Updates the factored second moments, in which this gradient has `weight`, and returns those of all elements.
+fn variance(step: &mut ParamStep<'_>, gradient: &DTensor, weight: f64, smallest: f64) -> Result<DTensor> {
     let squares = gradient.square()?;
-    if at.shape().len() < 2 {
-        let kept = at.state("variance")?.lerp(&squares, weight)?;
-        at.set_state("variance", &kept)?;
+    if step.shape().len() < 2 {
+        let kept = step.state("variance")?.lerp(&squares, weight)?;
+        step.set_state("variance", &kept)?;
         return Ok(kept);
     }
     let [by_row, by_column] = [("row_var", -1), ("col_var", -2)].map(|(name, dim)| -> Result<DTensor> {
-        let kept = at.state(name)?;
+        let kept = step.state(name)?;
         let mean = squares.mean(&[dim], true)?.to_layout(kept.layout())?;
         let kept = kept.lerp(&mean, weight)?;
-        at.set_state(name, &kept)?;
+        step.set_state(name, &kept)?;
         Ok(kept)
     });
     let by_row = by_row?;
     let mean = by_row.mean(&[-2], true)?;
-    let mean = mean.to_layout(&mean.layout().settled())?.clamp(Some(smallest), None)?;
+    let mean = mean.to_layout(&mean.layout().reduced())?.clamp(Some(smallest), None)?;
     by_row.div(&mean)?.mul(&by_column?)
 }
 
-/// The root of the mean of all squares, on every rank.
+/// Root mean square of a tensor, replicated.
 fn root_mean_square(tensor: &DTensor, count: f64) -> Result<DTensor> {
     let sum = tensor.square()?.sum_all()?;
     let replicated = vec![Placement::Replicate; tensor.device_mesh().ndim()];
     sum.redistribute(replicated)?.div_scalar(count)?.sqrt()
 }
 
-/// The difference between 1 and the next larger number of a type.
-fn spacing(dtype: candle_core::DType) -> f64 {
+/// Machine epsilon of a type, PyTorch's `torch.finfo(dtype).eps`.
+fn machine_epsilon(dtype: candle_core::DType) -> f64 {
     match dtype {
         candle_core::DType::F64 => f64::EPSILON,
         candle_core::DType::F16 => f64::from(half::f16::EPSILON),

@@ -7,15 +7,15 @@ use crate::error::Result;
 use shardwise_kernels::Elementwise;
 
 settings! {
-    /// Adagrad: divides by the root of the sum of all squared gradients.
+    /// Adagrad: divides gradients by the root of the sum of all squared gradients so far. Elementwise.
     Adagrad {
-        /// How fast the learning rate falls.
+        /// Learning rate decay: the rate of step t, from 0, is `lr / (1 + t * lr_decay)`.
         lr_decay: f64 = 0.0,
-        /// Added to the divisor.
+        /// Added to the denominator for numerical stability.
         eps: f64 = 1e-10,
-        /// This much of the parameter is added to its gradient.
+        /// L2 penalty: this multiple of the parameter is added to its gradient.
         weight_decay: f64 = 0.0,
-        /// What the sums begin with.
+        /// Initial value of the sums.
         initial_accumulator_value: f64 = 0.0,
     }
 }
@@ -35,20 +35,20 @@ impl Optimizer for Adagrad {
         at_least_zero(Self::NAME, "weight_decay", self.weight_decay)
     }
 
-    fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
-        let lr = at.lr() / (1.0 + (at.count() - 1) as f64 * self.lr_decay);
-        at.elementwise(["sum"], SumOfSquares { lr, decay: self.weight_decay, eps: self.eps })
+    fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
+        let lr = step.lr() / (1.0 + (step.count() - 1) as f64 * self.lr_decay);
+        step.elementwise(["sum"], AdagradRule { lr, decay: self.weight_decay, eps: self.eps })
     }
 }
 
 #[derive(Clone, Copy)]
-struct SumOfSquares {
+struct AdagradRule {
     lr: f64,
     decay: f64,
     eps: f64,
 }
 
-impl Elementwise<1> for SumOfSquares {
+impl Elementwise<1> for AdagradRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, [sum]: [f64; 1]) -> (f64, [f64; 1]) {
         let g = g + self.decay * p;

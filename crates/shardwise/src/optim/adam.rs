@@ -7,29 +7,29 @@ use crate::error::Result;
 use shardwise_kernels::Elementwise;
 
 settings! {
-    /// Adam: means of gradients and of their squares.
+    /// Adam: running averages of gradients and of their squares, with bias correction. Elementwise.
     Adam {
-        /// How much of the means is kept: of the gradients, of the squares.
+        /// Decay rates of the running averages of gradients and of their squares.
         betas: (f64, f64) = (0.9, 0.999),
-        /// Added to the divisor.
+        /// Added to the denominator for numerical stability.
         eps: f64 = 1e-8,
-        /// This much of the parameter is added to its gradient.
+        /// L2 penalty: this multiple of the parameter is added to its gradient.
         weight_decay: f64 = 0.0,
-        /// AMSGrad: divides by the largest mean of squares so far.
+        /// AMSGrad: the denominator uses the maximum of the second moments so far.
         amsgrad: bool = false,
     }
 }
 
 settings! {
-    /// Adam with decoupled weight decay.
+    /// Adam with decoupled weight decay. Elementwise.
     AdamW {
-        /// How much of the means is kept: of the gradients, of the squares.
+        /// Decay rates of the running averages of gradients and of their squares.
         betas: (f64, f64) = (0.9, 0.999),
-        /// Added to the divisor.
+        /// Added to the denominator for numerical stability.
         eps: f64 = 1e-8,
-        /// The parameter shrinks by this much times the learning rate.
+        /// Decoupled weight decay: the parameter is multiplied by `1 - lr * weight_decay`.
         weight_decay: f64 = 1e-2,
-        /// AMSGrad: divides by the largest mean of squares so far.
+        /// AMSGrad: the denominator uses the maximum of the second moments so far.
         amsgrad: bool = false,
     }
 }
@@ -45,9 +45,9 @@ impl Optimizer for Adam {
         check(Self::NAME, self.betas, self.eps, self.weight_decay)
     }
 
-    fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
-        let rule = Means { decay: self.weight_decay, ..Means::new(self.betas, self.eps, at) };
-        rule.run(at, self.amsgrad)
+    fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
+        let rule = AdamRule { decay: self.weight_decay, ..AdamRule::new(self.betas, self.eps, step) };
+        rule.run(step, self.amsgrad)
     }
 }
 
@@ -62,10 +62,10 @@ impl Optimizer for AdamW {
         check(Self::NAME, self.betas, self.eps, self.weight_decay)
     }
 
-    fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
-        let shrink = 1.0 - at.lr() * self.weight_decay;
-        let rule = Means { shrink, ..Means::new(self.betas, self.eps, at) };
-        rule.run(at, self.amsgrad)
+    fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
+        let shrink = 1.0 - step.lr() * self.weight_decay;
+        let rule = AdamRule { shrink, ..AdamRule::new(self.betas, self.eps, step) };
+        rule.run(step, self.amsgrad)
     }
 }
 
@@ -80,36 +80,38 @@ fn check(name: &str, betas: (f64, f64), eps: f64, weight_decay: f64) -> Result<(
     at_least_zero(name, "weight_decay", weight_decay)
 }
 
-/// Adam's and AdamW's rule, of which either leaves out one kind of decay.
+/// The update of Adam and AdamW, which differ in the kind of weight decay.
 #[derive(Clone, Copy)]
-struct Means {
+struct AdamRule {
     betas: (f64, f64),
     eps: f64,
+    /// L2 penalty (Adam).
     decay: f64,
+    /// Factor of the parameter (AdamW).
     shrink: f64,
-    /// The learning rate, with the bias correction of the mean.
+    /// The learning rate, with the bias correction of the first moment.
     lr: f64,
-    /// The bias correction of the root of the mean of squares.
+    /// The bias correction of the root of the second moment.
     correction: f64,
 }
 
-impl Means {
-    fn new(betas: (f64, f64), eps: f64, at: &ParamStep<'_>) -> Self {
-        let t = at.count() as f64;
-        let (lr, correction) = (at.lr() / (1.0 - betas.0.powf(t)), 1.0 / (1.0 - betas.1.powf(t)).sqrt());
-        Means { betas, eps, decay: 0.0, shrink: 1.0, lr, correction }
+impl AdamRule {
+    fn new(betas: (f64, f64), eps: f64, step: &ParamStep<'_>) -> Self {
+        let t = step.count() as f64;
+        let (lr, correction) = (step.lr() / (1.0 - betas.0.powf(t)), 1.0 / (1.0 - betas.1.powf(t)).sqrt());
+        AdamRule { betas, eps, decay: 0.0, shrink: 1.0, lr, correction }
     }
 
-    fn run(self, at: &mut ParamStep<'_>, amsgrad: bool) -> Result<()> {
+    fn run(self, step: &mut ParamStep<'_>, amsgrad: bool) -> Result<()> {
         match amsgrad {
-            true => at.elementwise(["exp_avg", "exp_avg_sq", "max_exp_avg_sq"], LargestMeans(self)),
-            false => at.elementwise(["exp_avg", "exp_avg_sq"], self),
+            true => step.elementwise(["exp_avg", "exp_avg_sq", "max_exp_avg_sq"], AmsGradRule(self)),
+            false => step.elementwise(["exp_avg", "exp_avg_sq"], self),
         }
     }
 
-    /// The new means.
+    /// The new first and second moment.
     #[inline(always)]
-    fn means(self, p: f64, g: f64, m: f64, v: f64) -> (f64, f64) {
+    fn moments(self, p: f64, g: f64, m: f64, v: f64) -> (f64, f64) {
         let (first, second) = self.betas;
         let g = g + self.decay * p;
         (first * m + (1.0 - first) * g, second * v + (1.0 - second) * (g * g))
@@ -117,28 +119,28 @@ impl Means {
 
     /// The new parameter.
     #[inline(always)]
-    fn moved(self, p: f64, m: f64, v: f64) -> f64 {
+    fn updated(self, p: f64, m: f64, v: f64) -> f64 {
         p * self.shrink - self.lr * m / (v.sqrt() * self.correction + self.eps)
     }
 }
 
-impl Elementwise<2> for Means {
+impl Elementwise<2> for AdamRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, [m, v]: [f64; 2]) -> (f64, [f64; 2]) {
-        let (m, v) = self.means(p, g, m, v);
-        (self.moved(p, m, v), [m, v])
+        let (m, v) = self.moments(p, g, m, v);
+        (self.updated(p, m, v), [m, v])
     }
 }
 
-/// AMSGrad: the largest mean of squares so far.
+/// AMSGrad.
 #[derive(Clone, Copy)]
-struct LargestMeans(Means);
+struct AmsGradRule(AdamRule);
 
-impl Elementwise<3> for LargestMeans {
+impl Elementwise<3> for AmsGradRule {
     #[inline(always)]
-    fn update(self, p: f64, g: f64, [m, v, largest]: [f64; 3]) -> (f64, [f64; 3]) {
-        let (m, v) = self.0.means(p, g, m, v);
-        let largest = if largest >= v { largest } else { v };
-        (self.0.moved(p, m, largest), [m, v, largest])
+    fn update(self, p: f64, g: f64, [m, v, max_v]: [f64; 3]) -> (f64, [f64; 3]) {
+        let (m, v) = self.0.moments(p, g, m, v);
+        let max_v = if max_v >= v { max_v } else { v };
+        (self.0.updated(p, m, max_v), [m, v, max_v])
     }
 }

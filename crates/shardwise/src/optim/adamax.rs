@@ -7,13 +7,13 @@ use crate::error::Result;
 use shardwise_kernels::Elementwise;
 
 settings! {
-    /// Adamax: Adam with the largest gradient instead of the mean of the squares.
+    /// Adamax: Adam with the infinity norm of gradients instead of the second moment. Elementwise.
     Adamax {
-        /// How much is kept: of the mean of the gradients, of the largest one.
+        /// Decay rates of the running average of gradients and of their infinity norm.
         betas: (f64, f64) = (0.9, 0.999),
-        /// Added to the size of the gradient.
+        /// Added to the absolute value of the gradient for numerical stability.
         eps: f64 = 1e-8,
-        /// This much of the parameter is added to its gradient.
+        /// L2 penalty: this multiple of the parameter is added to its gradient.
         weight_decay: f64 = 0.0,
     }
 }
@@ -32,19 +32,19 @@ impl Optimizer for Adamax {
         at_least_zero(Self::NAME, "weight_decay", self.weight_decay)
     }
 
-    fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
-        let lr = at.lr() / (1.0 - self.betas.0.powf(at.count() as f64));
-        at.elementwise(["exp_avg", "exp_inf"], LargestGradient { lr, settings: *self })
+    fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
+        let lr = step.lr() / (1.0 - self.betas.0.powf(step.count() as f64));
+        step.elementwise(["exp_avg", "exp_inf"], AdamaxRule { lr, settings: *self })
     }
 }
 
 #[derive(Clone, Copy)]
-struct LargestGradient {
+struct AdamaxRule {
     lr: f64,
     settings: Adamax,
 }
 
-impl Elementwise<2> for LargestGradient {
+impl Elementwise<2> for AdamaxRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, [m, u]: [f64; 2]) -> (f64, [f64; 2]) {
         let Adamax { betas, eps, weight_decay } = self.settings;

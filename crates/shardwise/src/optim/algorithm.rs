@@ -1,4 +1,4 @@
-//! Any optimizer as one type, and the list of those that come with the crate.
+//! `Algorithm`, any optimizer as one type, and the list of built-in optimizers.
 
 use std::any::Any;
 use std::fmt;
@@ -13,10 +13,10 @@ use super::param_step::ParamStep;
 use super::{Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, Lion, Muon, NAdam, RmsProp, Sgd};
 use crate::error::{Error, ErrorKind, Result};
 
-/// The one list of optimizers of this crate, by name, with their default settings.
+/// The list of built-in optimizers, by name.
 macro_rules! built_in {
     ($($Optimizer:ident),* $(,)?) => {
-        /// Names of the optimizers that come with the crate.
+        /// Names of the built-in optimizers.
         pub(super) const NAMES: &[&str] = &[$($Optimizer::NAME),*];
 
         fn built_in(name: &str) -> Option<Algorithm> {
@@ -29,7 +29,7 @@ macro_rules! built_in {
 }
 built_in!(Sgd, Adagrad, Adam, AdamW, RmsProp, Adadelta, Adamax, NAdam, Lion, Adafactor, Muon);
 
-/// An [`Optimizer`] of any type, with its settings.
+/// An [`Optimizer`] of any type, with its hyperparameters (type-erased).
 ///
 /// ```
 /// use shardwise::optim::{AdamW, Algorithm};
@@ -41,35 +41,36 @@ built_in!(Sgd, Adagrad, Adam, AdamW, RmsProp, Adadelta, Adamax, NAdam, Lion, Ada
 /// # Ok::<(), shardwise::Error>(())
 /// ```
 #[derive(Clone)]
-pub struct Algorithm(Form);
+pub struct Algorithm(AlgorithmRepr);
 
+/// Representation of an [`Algorithm`].
 #[derive(Clone)]
-enum Form {
-    Typed(Arc<dyn Erased>),
-    /// Read from a file: the settings of an optimizer of which the type is not known here. A load gives it the type that the
-    /// optimizer has that it is loaded into.
-    Stored {
+enum AlgorithmRepr {
+    Typed(Arc<dyn DynOptimizer>),
+    /// Settings from a file of an optimizer whose type is not known here, as for custom optimizers. Loading them into an
+    /// optimizer of the same name gives them its type.
+    Untyped {
         name: String,
         settings: Json,
     },
 }
 
-/// An optimizer without its type.
-trait Erased: fmt::Debug + Send + Sync {
+/// Object-safe form of [`Optimizer`].
+trait DynOptimizer: fmt::Debug + Send + Sync {
     fn name(&self) -> &'static str;
     fn default_lr(&self) -> f64;
     fn state(&self, shape: &[usize]) -> Vec<StateTensor>;
     fn numbers(&self) -> &'static [(&'static str, f64)];
     fn check(&self) -> Result<()>;
     fn check_shape(&self, shape: &[usize]) -> Result<()>;
-    fn step(&self, at: &mut ParamStep<'_>) -> Result<()>;
+    fn step(&self, step: &mut ParamStep<'_>) -> Result<()>;
     fn settings(&self) -> serde_json::Result<Json>;
-    /// The same optimizer with other settings.
-    fn read(&self, settings: Json) -> serde_json::Result<Arc<dyn Erased>>;
+    /// Deserializes settings into the same type of optimizer.
+    fn read(&self, settings: Json) -> serde_json::Result<Arc<dyn DynOptimizer>>;
     fn as_any(&self) -> &dyn Any;
 }
 
-impl<O: Optimizer> Erased for O {
+impl<O: Optimizer> DynOptimizer for O {
     fn name(&self) -> &'static str {
         O::NAME
     }
@@ -94,15 +95,15 @@ impl<O: Optimizer> Erased for O {
         O::check_shape(self, shape)
     }
 
-    fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
-        O::step(self, at)
+    fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
+        O::step(self, step)
     }
 
     fn settings(&self) -> serde_json::Result<Json> {
         serde_json::to_value(self)
     }
 
-    fn read(&self, settings: Json) -> serde_json::Result<Arc<dyn Erased>> {
+    fn read(&self, settings: Json) -> serde_json::Result<Arc<dyn DynOptimizer>> {
         Ok(Arc::new(serde_json::from_value::<O>(settings)?))
     }
 
@@ -113,17 +114,17 @@ impl<O: Optimizer> Erased for O {
 
 impl<O: Optimizer> From<O> for Algorithm {
     fn from(optimizer: O) -> Self {
-        Algorithm(Form::Typed(Arc::new(optimizer)))
+        Algorithm(AlgorithmRepr::Typed(Arc::new(optimizer)))
     }
 }
 
 impl Algorithm {
-    /// Names of the optimizers that come with the crate, which [`by_name`](Self::by_name) takes.
+    /// Names of the built-in optimizers, which [`by_name`](Self::by_name) takes.
     pub fn names() -> &'static [&'static str] {
         NAMES
     }
 
-    /// An optimizer of the crate by its name, with default settings.
+    /// Returns a built-in optimizer by name, with default settings.
     ///
     /// # Errors
     /// [`Error::Invalid`] with all names if there is none of this name.
@@ -134,25 +135,25 @@ impl Algorithm {
         })
     }
 
-    /// Name of the optimizer, as PyTorch's modules have it.
+    /// Name of the optimizer, such as `adamw`: that of its module in `torch.optim`.
     pub fn name(&self) -> &str {
         match &self.0 {
-            Form::Typed(optimizer) => optimizer.name(),
-            Form::Stored { name, .. } => name,
+            AlgorithmRepr::Typed(optimizer) => optimizer.name(),
+            AlgorithmRepr::Untyped { name, .. } => name,
         }
     }
 
-    /// The learning rate that is usual.
+    /// Default learning rate of the optimizer.
     pub fn default_lr(&self) -> f64 {
-        self.typed().map_or(1e-3, Erased::default_lr)
+        self.typed().map_or(1e-3, DynOptimizer::default_lr)
     }
 
-    /// The optimizer, if it is of this type.
+    /// Returns the optimizer if it is of this type.
     pub fn downcast_ref<O: Optimizer>(&self) -> Option<&O> {
         self.typed().ok()?.as_any().downcast_ref()
     }
 
-    /// The same optimizer with one setting changed, by the name of its field.
+    /// Returns the optimizer with one setting changed, by the name of its field.
     ///
     /// # Errors
     /// [`Error::Invalid`] if there is no such setting, or if it has another type.
@@ -167,15 +168,15 @@ impl Algorithm {
         self.with_settings(settings)
     }
 
-    /// Tensors that are kept for a parameter of a shape.
+    /// State tensors for a parameter of a shape.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the settings were read from a file and belong to no type yet.
+    /// [`Error::Invalid`] if the settings were read from a file and have no type yet.
     pub fn state(&self, shape: &[usize]) -> Result<Vec<StateTensor>> {
         Ok(self.typed()?.state(shape))
     }
 
-    /// Checks that a parameter of this shape can be optimized.
+    /// Checks that parameters of this shape are supported.
     ///
     /// # Errors
     /// Those of [`Optimizer::check_shape`].
@@ -183,7 +184,7 @@ impl Algorithm {
         self.typed()?.check_shape(shape)
     }
 
-    /// The settings by name; none of an optimizer that has no named fields.
+    /// The settings by name; empty for an optimizer without named fields.
     pub(crate) fn settings(&self) -> Result<serde_json::Map<String, Json>> {
         match self.stored().map_err(Error::other)? {
             Json::Object(settings) => Ok(settings),
@@ -191,17 +192,17 @@ impl Algorithm {
         }
     }
 
-    /// The settings as they are stored.
+    /// The settings as they are serialized.
     fn stored(&self) -> serde_json::Result<Json> {
         match &self.0 {
-            Form::Typed(optimizer) => optimizer.settings(),
-            Form::Stored { settings, .. } => Ok(settings.clone()),
+            AlgorithmRepr::Typed(optimizer) => optimizer.settings(),
+            AlgorithmRepr::Untyped { settings, .. } => Ok(settings.clone()),
         }
     }
 
-    /// The same optimizer with other settings.
+    /// The optimizer with other settings.
     pub(crate) fn with_settings(&self, settings: serde_json::Map<String, Json>) -> Result<Algorithm> {
-        // An optimizer without named fields keeps what it has.
+        // An optimizer without named fields keeps its settings.
         let settings = match settings.is_empty() {
             true => self.stored().map_err(Error::other)?,
             false => Json::Object(settings),
@@ -220,14 +221,16 @@ impl Algorithm {
                 fix,
             )
         })?;
-        Ok(Algorithm(Form::Typed(optimizer)))
+        Ok(Algorithm(AlgorithmRepr::Typed(optimizer)))
     }
 
-    /// Settings that were read from a file, with the type of the optimizer of the same name that they are loaded into. The type
-    /// may also differ because a program's optimizer has the name of one of the crate.
-    pub(super) fn bound_to(&self, own: &Algorithm) -> Result<Algorithm> {
+    /// Gives settings that were read from a file the type of the optimizer of the same name that they are loaded into. The
+    /// type may also differ because a custom optimizer has the name of a built-in one.
+    pub(super) fn with_type_of(&self, own: &Algorithm) -> Result<Algorithm> {
         match (&self.0, &own.0) {
-            (Form::Typed(found), Form::Typed(own)) if found.as_any().type_id() == own.as_any().type_id() => {
+            (AlgorithmRepr::Typed(found), AlgorithmRepr::Typed(own))
+                if found.as_any().type_id() == own.as_any().type_id() =>
+            {
                 Ok(self.clone())
             }
             _ => own.read(self.stored().map_err(Error::other)?),
@@ -242,16 +245,16 @@ impl Algorithm {
         self.typed()?.check()
     }
 
-    pub(super) fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
-        self.typed()?.step(at)
+    pub(super) fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
+        self.typed()?.step(step)
     }
 
-    fn typed(&self) -> Result<&dyn Erased> {
+    fn typed(&self) -> Result<&dyn DynOptimizer> {
         match &self.0 {
-            Form::Typed(optimizer) => Ok(&**optimizer),
-            Form::Stored { name, .. } => Err(ErrorKind::Optimizer.error(
+            AlgorithmRepr::Typed(optimizer) => Ok(&**optimizer),
+            AlgorithmRepr::Untyped { name, .. } => Err(ErrorKind::Optimizer.error(
                 "optimizer",
-                format!("settings of `{name}` from a file, which are not those of an optimizer of this crate"),
+                format!("settings of `{name}` from a file, which are not those of a built-in optimizer"),
                 "an optimizer of a type",
                 "load them into an optimizer of that type with `load_state_dict`",
             )),
@@ -262,13 +265,13 @@ impl Algorithm {
 impl fmt::Debug for Algorithm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Form::Typed(optimizer) => optimizer.fmt(f),
-            Form::Stored { name, settings } => write!(f, "{name} {settings}"),
+            AlgorithmRepr::Typed(optimizer) => optimizer.fmt(f),
+            AlgorithmRepr::Untyped { name, settings } => write!(f, "{name} {settings}"),
         }
     }
 }
 
-/// Of one name, with equal settings.
+/// Equal names and equal settings.
 impl PartialEq for Algorithm {
     fn eq(&self, other: &Self) -> bool {
         let settings = |algorithm: &Algorithm| algorithm.stored().ok();
@@ -276,7 +279,7 @@ impl PartialEq for Algorithm {
     }
 }
 
-/// As `{"adamw": {"betas": ...}}`.
+/// Serialized as `{"adamw": {"betas": ...}}`.
 impl Serialize for Algorithm {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         use serde::ser::Error as _;
@@ -292,10 +295,10 @@ impl<'de> Deserialize<'de> for Algorithm {
         let (Some((name, settings)), None) = (entries.next(), entries.next()) else {
             return Err(D::Error::custom("an optimizer is stored as one name with its settings"));
         };
-        // Earlier versions stored the names of types, such as AdamW. What the crate's optimizer does not take may belong to a
-        // program's optimizer of the same name.
+        // Earlier versions stored the names of types, such as AdamW. Settings that the built-in optimizer does not accept may
+        // belong to a custom optimizer of the same name.
         let known = built_in(&name.to_lowercase()).and_then(|known| known.read(settings.clone()).ok());
-        Ok(known.unwrap_or(Algorithm(Form::Stored { name, settings })))
+        Ok(known.unwrap_or(Algorithm(AlgorithmRepr::Untyped { name, settings })))
     }
 }
 
@@ -303,13 +306,13 @@ impl<'de> Deserialize<'de> for Algorithm {
 mod tests {
     use super::*;
 
-    /// Of a program, with the name of one of the crate.
+    /// A custom optimizer with the name of a built-in one.
     #[derive(Debug, Serialize, Deserialize)]
-    struct OtherLion {
+    struct UserLion {
         speed: f64,
     }
 
-    impl Optimizer for OtherLion {
+    impl Optimizer for UserLion {
         const NAME: &'static str = "lion";
 
         fn state(&self, _: &[usize]) -> Vec<StateTensor> {
@@ -323,19 +326,19 @@ mod tests {
 
     #[test]
     fn stored_settings_get_the_type_that_they_are_loaded_into() {
-        let stored = Algorithm::from(OtherLion { speed: 2.0 });
+        let stored = Algorithm::from(UserLion { speed: 2.0 });
         let text = serde_json::to_string(&stored).unwrap();
         assert_eq!(text, r#"{"lion":{"speed":2.0}}"#);
         let read: Algorithm = serde_json::from_str(&text).unwrap();
         assert_eq!(read, stored);
-        assert!(read.downcast_ref::<OtherLion>().is_none());
+        assert!(read.downcast_ref::<UserLion>().is_none());
         let message = read.check().unwrap_err().to_string();
         assert!(message.contains("settings of `lion` from a file"), "{message}");
-        let bound = read.bound_to(&Algorithm::from(OtherLion { speed: 1.0 })).unwrap();
-        assert_eq!(bound.downcast_ref::<OtherLion>().map(|lion| lion.speed), Some(2.0));
-        let message = read.bound_to(&Lion::default().into()).unwrap_err().to_string();
+        let bound = read.with_type_of(&Algorithm::from(UserLion { speed: 1.0 })).unwrap();
+        assert_eq!(bound.downcast_ref::<UserLion>().map(|lion| lion.speed), Some(2.0));
+        let message = read.with_type_of(&Lion::default().into()).unwrap_err().to_string();
         assert!(message.contains("settings of lion") && message.contains("speed"), "{message}");
         let typed = Algorithm::from(Lion::default());
-        assert!(typed.bound_to(&typed).unwrap().downcast_ref::<Lion>().is_some());
+        assert!(typed.with_type_of(&typed).unwrap().downcast_ref::<Lion>().is_some());
     }
 }

@@ -1,4 +1,4 @@
-//! Gradients made smaller before a step.
+//! Gradient clipping.
 
 use candle_core::{Device, Tensor};
 
@@ -8,14 +8,18 @@ use crate::error::{ErrorKind, Result};
 use crate::param::Param;
 use crate::placement::ReduceOp;
 use crate::tensor::DTensor;
-use shardwise_kernels::{Power, measure};
+use shardwise_kernels::{NormPartial, norm_partial};
 
-/// Multiplies the gradients of some parameters by one factor so that their norm, all together, is at most `max_norm`.
-/// Returns them, in the layouts of the parameters, and the norm before. Gradients of others stay as they are.
+/// Scales the gradients of some parameters so that their total norm is at most `max_norm`.
 ///
-/// `norm_type` is the order of the norm, such as 2, or infinity for the largest. Parameters may lie on different meshes: all
-/// ranks of the world call this together, with the parameters that they know of, and all get the norm over those of all.
-/// In a dry run the norm is not a number.
+/// Returns the gradients in the layouts of their parameters, and the total norm before clipping. Gradients of other
+/// parameters are returned unchanged. `norm_type` is the order of the norm: 2, or infinity for the largest element.
+///
+/// Collective: all ranks of the world must call it, since parameters may be on different meshes. Communicates what brings
+/// gradients into the layouts of their parameters, and one number per rank. In a dry run the norm is NaN.
+///
+/// # Errors
+/// [`Error::Invalid`](crate::Error::Invalid) without parameters, or if `norm_type` or `max_norm` is out of range.
 ///
 /// ```
 /// use shardwise::optim::clip_grad_norm;
@@ -59,14 +63,21 @@ pub fn clip_grad_norm<'a>(
     let (own, others) = gradients.split(&leaves);
     let own = own.in_param_layout()?;
     let total = total_norm(&own, &world, norm_type)?;
+    // PyTorch's constant, which keeps a zero norm from dividing by zero.
     let factor = max_norm / (total + 1e-6);
-    // Not-a-number spreads, as it would by multiplying always.
+    // PyTorch multiplies always, so that a NaN norm makes all gradients NaN; so does this.
     let own = if factor < 1.0 || factor.is_nan() { own.scale(factor)? } else { own };
     Ok((own.accumulate(others)?, total))
 }
 
-/// Clamps every element of the gradients of some parameters to the range from `-clip_value` to `clip_value`. Returns them
-/// in the layouts of the parameters; gradients of others stay as they are.
+/// Clamps every element of the gradients of some parameters to `-clip_value..=clip_value`.
+///
+/// Returns the gradients in the layouts of their parameters; those of other parameters are returned unchanged.
+///
+/// Collective: gradients that are partial sums are reduced first.
+///
+/// # Errors
+/// [`Error::Invalid`](crate::Error::Invalid) if `clip_value` is negative or NaN.
 #[doc(alias = "clip_grad_value_")]
 #[track_caller]
 pub fn clip_grad_value<'a>(
@@ -79,25 +90,25 @@ pub fn clip_grad_value<'a>(
     }
     let leaves: Vec<DTensor> = params.into_iter().map(Param::get).collect();
     let (own, others) = gradients.split(&leaves);
-    // A clamped sum is no sum of clamped operands.
+    // Partial sums must be reduced first: clamping does not commute with adding.
     let clamped = own.in_param_layout()?.map(|gradient| gradient.clamp(Some(-clip_value), Some(clip_value)))?;
     clamped.accumulate(others)
 }
 
-/// The norm of all gradients of all ranks together: one number per rank is communicated.
+/// The norm of the gradients of all ranks together. Communicates one number per rank.
 #[track_caller]
 fn total_norm(gradients: &Gradients, world: &World, norm_type: f64) -> Result<f64> {
     let (power, op) = match norm_type {
-        f64::INFINITY => (Power::Largest, ReduceOp::Max),
-        p => (Power::Sum(p), ReduceOp::Sum),
+        f64::INFINITY => (NormPartial::MaxAbs, ReduceOp::Max),
+        p => (NormPartial::PowerSum(p), ReduceOp::Sum),
     };
     let mut size = 0.0;
     for gradient in gradients.iter().filter(|gradient| !world.is_dry() && is_first_holder(gradient)) {
-        let part = measure(gradient.local(), power)?;
+        let part = norm_partial(gradient.local(), power)?;
         size = match power {
-            Power::Largest if size >= part => size,
-            Power::Largest => part,
-            Power::Sum(_) => size + part,
+            NormPartial::MaxAbs if size >= part => size,
+            NormPartial::MaxAbs => part,
+            NormPartial::PowerSum(_) => size + part,
         };
     }
     let all = world.all_reduce(&Tensor::new(size, &Device::Cpu)?, op)?;
@@ -108,7 +119,7 @@ fn total_norm(gradients: &Gradients, world: &World, norm_type: f64) -> Result<f6
     Ok(if norm_type.is_finite() { all.powf(1.0 / norm_type) } else { all })
 }
 
-/// Whether this rank is the first of those that hold its part, so that every element is counted once.
+/// Whether this rank is the first of the ranks that hold the same shard, so that every element is counted once.
 fn is_first_holder(tensor: &DTensor) -> bool {
     let coordinate = tensor.device_mesh().my_coordinate();
     let mut axes = coordinate.iter().flatten().zip(tensor.placements());

@@ -1,4 +1,4 @@
-//! Groups of parameters that are optimized alike.
+//! Parameter groups.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +6,10 @@ use super::algorithm::Algorithm;
 use super::optimizer::Optimizer;
 use crate::error::{ErrorKind, Result};
 
-/// How some parameters are optimized. An optimizer converts into a group with its usual learning rate.
+/// Settings of a group of parameters: the optimizer, the learning rate, and more.
+///
+/// An optimizer such as [`AdamW`](super::AdamW) converts into a group with its default learning rate.
+#[doc(alias = "param_groups")]
 ///
 /// ```
 /// use shardwise::optim::{AdamW, ParamGroup};
@@ -16,40 +19,41 @@ use crate::error::{ErrorKind, Result};
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ParamGroup {
-    /// The optimizer with its settings.
+    /// The optimizer with its hyperparameters.
     pub algorithm: Algorithm,
-    /// The learning rate, on which a [`Schedule`](super::Schedule) builds.
+    /// Learning rate; the base rate of a [`Schedule`](super::Schedule).
     pub lr: f64,
-    /// Whether parameters follow their gradients instead of going against them.
+    /// Whether the objective is maximized instead of minimized.
     pub maximize: bool,
-    /// Whether an f32 copy is kept of parameters of a half-precision type, in which small changes add up.
+    /// Whether master weights are kept: f32 copies of half-precision parameters, in which small updates add up.
+    #[doc(alias = "master_weights")]
     pub master: bool,
 }
 
 impl ParamGroup {
-    /// An optimizer with its usual learning rate.
+    /// A group with the default learning rate of the optimizer.
     pub fn new(algorithm: impl Into<Algorithm>) -> Self {
         let algorithm = algorithm.into();
         let lr = algorithm.default_lr();
         ParamGroup { algorithm, lr, maximize: false, master: false }
     }
 
-    /// The same with another learning rate.
+    /// Sets the learning rate.
     pub fn with_lr(self, lr: f64) -> Self {
         ParamGroup { lr, ..self }
     }
 
-    /// The same with an f32 copy of parameters of a half-precision type.
+    /// Keeps master weights: f32 copies of half-precision parameters.
     pub fn with_master(self) -> Self {
         ParamGroup { master: true, ..self }
     }
 
-    /// The same, following gradients upwards.
+    /// Maximizes the objective instead of minimizing it.
     pub fn maximizing(self) -> Self {
         ParamGroup { maximize: true, ..self }
     }
 
-    /// An error if a setting makes no sense.
+    /// Checks learning rate and hyperparameters.
     pub(super) fn check(&self) -> Result<()> {
         if !(self.lr >= 0.0 && self.lr.is_finite()) {
             return Err(ErrorKind::Optimizer.error(

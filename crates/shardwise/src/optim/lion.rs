@@ -7,14 +7,13 @@ use crate::error::Result;
 use shardwise_kernels::Elementwise;
 
 settings! {
-    /// Lion: every element moves by the learning rate, in the direction of the sign of a mean of gradients.
+    /// Lion: every element moves by the learning rate, in the direction of the sign of an interpolated momentum.
     ///
-    /// As in "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023), with decoupled weight decay. Communicates
-    /// nothing beyond the gradients.
+    /// As in "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023), with decoupled weight decay. Elementwise.
     Lion {
-        /// How much of the mean counts in the direction, and how much of it is kept.
+        /// Decay rates of the momentum: in the interpolation that gives the sign, and in the running average itself.
         betas: (f64, f64) = (0.9, 0.99),
-        /// The parameter shrinks by this much times the learning rate.
+        /// Decoupled weight decay: the parameter is multiplied by `1 - lr * weight_decay`.
         weight_decay: f64 = 0.0,
     }
 }
@@ -32,25 +31,26 @@ impl Optimizer for Lion {
         at_least_zero(Self::NAME, "weight_decay", self.weight_decay)
     }
 
-    fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
-        let lr = at.lr();
-        at.elementwise(["exp_avg"], Sign { lr, shrink: 1.0 - lr * self.weight_decay, betas: self.betas })
+    fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
+        let lr = step.lr();
+        step.elementwise(["exp_avg"], LionRule { lr, shrink: 1.0 - lr * self.weight_decay, betas: self.betas })
     }
 }
 
+/// The update of Lion.
 #[derive(Clone, Copy)]
-struct Sign {
+struct LionRule {
     lr: f64,
     shrink: f64,
     betas: (f64, f64),
 }
 
-impl Elementwise<1> for Sign {
+impl Elementwise<1> for LionRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, [m]: [f64; 1]) -> (f64, [f64; 1]) {
         let (first, second) = self.betas;
         let mean = first * m + (1.0 - first) * g;
-        // Zero moves nothing, and NaN stays NaN, as torch.sign has it.
+        // Zero gives no update and NaN stays NaN, as in torch.sign.
         let direction = if mean > 0.0 {
             1.0
         } else if mean < 0.0 {

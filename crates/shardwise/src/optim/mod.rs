@@ -1,10 +1,10 @@
-//! Optimizers over parameters of any layout: every rank updates what it holds, in one pass over memory.
+//! Optimizers for parameters in any layout: every rank updates its local shards, in one pass over memory.
 //!
-//! An optimizer is a type with the trait [`Optimizer`]; those of this crate are in files of their own beside this one.
+//! [`ShardedOptimizer`] applies an [`Optimizer`] such as [`AdamW`], [`Muon`] or a custom one to the parameters of a model.
 
 mod settings;
 mod optimizer;
-mod param_state;
+mod working_state;
 mod param_step;
 mod adadelta;
 mod adafactor;
@@ -53,15 +53,15 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::layout::Layout;
 use crate::param::Param;
 use crate::tensor::DTensor;
-use param_state::State;
+use working_state::WorkingState;
 
 /// An optimizer over named parameters, each in any layout on any mesh of the world.
 ///
 /// A step first brings gradients into the layouts of their parameters, in few large collectives. Elementwise optimizers
-/// are local from there on; those that see whole matrices ([`Adafactor`], [`Muon`]) say what else they communicate. The
-/// state of a parameter is sharded like the parameter.
+/// are local from there on;[`Adafactor`] and [`Muon`] need full matrices and document what else they communicate. The
+/// optimizer state of a parameter is sharded like the parameter (ZeRO for fully sharded ones).
 ///
-/// Gradients are values of one [`backward`](DTensor::backward): nothing has to be set to zero between steps.
+/// [`backward`](DTensor::backward) returns gradients as values, so there is no `zero_grad`.
 ///
 /// ```
 /// use shardwise::optim::{Adam, ParamGroup, ShardedOptimizer};
@@ -85,35 +85,39 @@ use param_state::State;
 /// ```
 pub struct ShardedOptimizer {
     groups: Vec<ParamGroup>,
-    slots: Vec<Slot>,
+    params: Vec<OptimizedParam>,
     schedule: Schedule,
     steps: u64,
 }
 
-/// One parameter.
-struct Slot {
+/// A parameter with its group and state.
+struct OptimizedParam {
     name: String,
     param: Param,
     group: usize,
-    /// Allocated when the first gradient comes.
-    state: Option<State>,
+    /// Allocated with the first gradient.
+    state: Option<WorkingState>,
 }
 
 impl ShardedOptimizer {
-    /// An optimizer with one group of parameters. All ranks must name the same ones in the same order.
+    /// Creates an optimizer with one group of parameters. All ranks must pass the same parameters in the same order.
     ///
     /// `group` is an optimizer such as [`AdamW`], or a [`ParamGroup`] with more settings.
+    ///
+    /// # Errors
+    /// Those of [`add_param_group`](Self::add_param_group).
     pub fn new(params: impl IntoIterator<Item = (String, Param)>, group: impl Into<ParamGroup>) -> Result<Self> {
         let mut new =
-            ShardedOptimizer { groups: Vec::new(), slots: Vec::new(), schedule: Schedule::Constant, steps: 0 };
+            ShardedOptimizer { groups: Vec::new(), params: Vec::new(), schedule: Schedule::Constant, steps: 0 };
         new.add_param_group(params, group)?;
         Ok(new)
     }
 
-    /// Adds parameters that are optimized in another way, also by another optimizer.
+    /// Adds a group of parameters with other settings, or another optimizer.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if a setting makes no sense, a parameter is there already, or the optimizer cannot take its shape.
+    /// [`Error::Invalid`] if a setting is out of range, a parameter or its name is used already, or the optimizer does not
+    /// support its shape. Nothing is added then.
     pub fn add_param_group(
         &mut self,
         params: impl IntoIterator<Item = (String, Param)>,
@@ -121,16 +125,16 @@ impl ShardedOptimizer {
     ) -> Result<()> {
         let group = group.into();
         group.check()?;
-        let known = self.slots.len();
+        let known = self.params.len();
         for (name, param) in params {
             if let Err(error) = group.algorithm.check_shape(&param.shape()) {
-                self.slots.truncate(known);
-                return Err(named(error, &name));
+                self.params.truncate(known);
+                return Err(with_name(error, &name));
             }
-            let other = self.slots.iter().find(|slot| slot.name == name || slot.param.is_same(&param));
+            let other = self.params.iter().find(|optimized| optimized.name == name || optimized.param.is_same(&param));
             if let Some(other) = other {
                 let found = format!("`{name}` beside `{}`", other.name);
-                self.slots.truncate(known);
+                self.params.truncate(known);
                 let needed = "every parameter once, under a name of its own";
                 return Err(ErrorKind::Optimizer.error(
                     "parameters",
@@ -139,18 +143,19 @@ impl ShardedOptimizer {
                     "leave one out; shared weights are one parameter",
                 ));
             }
-            self.slots.push(Slot { name, param, group: self.groups.len(), state: None });
+            self.params.push(OptimizedParam { name, param, group: self.groups.len(), state: None });
         }
         self.groups.push(group);
         Ok(())
     }
 
-    /// The groups in the order in which they were added.
+    /// The parameter groups in the order in which they were added.
+    #[doc(alias = "param_groups")]
     pub fn groups(&self) -> &[ParamGroup] {
         &self.groups
     }
 
-    /// The groups, to change their settings between steps, alike on all ranks.
+    /// The parameter groups, to change their settings between steps. All ranks must make the same changes.
     pub fn groups_mut(&mut self) -> &mut [ParamGroup] {
         &mut self.groups
     }
@@ -158,44 +163,50 @@ impl ShardedOptimizer {
     /// The parameters with their names, in the order in which they were added.
     #[doc(alias = "named_params_with_sharded_tensor")]
     pub fn params(&self) -> impl Iterator<Item = (&str, &Param)> {
-        self.slots.iter().map(|slot| (slot.name.as_str(), &slot.param))
+        self.params.iter().map(|optimized| (optimized.name.as_str(), &optimized.param))
     }
 
-    /// A parameter by its name.
+    /// Looks up a parameter by name.
     pub fn param(&self, name: &str) -> Option<&Param> {
-        self.slots.iter().find(|slot| slot.name == name).map(|slot| &slot.param)
+        self.params.iter().find(|optimized| optimized.name == name).map(|optimized| &optimized.param)
     }
 
-    /// The same with learning rates of all groups that follow a schedule.
+    /// Sets the learning-rate schedule of all groups.
     #[must_use]
     pub fn with_schedule(mut self, schedule: Schedule) -> Self {
         self.schedule = schedule;
         self
     }
 
-    /// Has the learning rates of all groups follow a schedule.
+    /// Sets the learning-rate schedule of all groups.
     pub fn set_schedule(&mut self, schedule: Schedule) {
         self.schedule = schedule;
     }
 
-    /// The schedule that the learning rates of all groups follow.
+    /// The learning-rate schedule of all groups.
     pub fn schedule(&self) -> Schedule {
         self.schedule
     }
 
-    /// Steps taken so far.
+    /// Number of steps taken so far.
     pub fn steps(&self) -> u64 {
         self.steps
     }
 
-    /// One step: every parameter that has a gradient gets a new value. Gradients of other leaves are not looked at.
+    /// Updates every parameter that has a gradient. Gradients of other leaves are ignored.
+    ///
+    /// Collective: all ranks must call it with the gradients of the same backward pass.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if a setting is out of range, or there are gradients but none belongs to the current value of a
+    /// parameter.
     #[track_caller]
     pub fn step(&mut self, gradients: Gradients) -> Result<()> {
         self.groups.iter().try_for_each(ParamGroup::check)?;
-        let leaves: Vec<DTensor> = self.slots.iter().map(|slot| slot.param.get()).collect();
+        let leaves: Vec<DTensor> = self.params.iter().map(|optimized| optimized.param.get()).collect();
         let given = gradients.len();
-        let (own, _) = gradients.split(&leaves);
-        if own.is_empty() && given > 0 {
+        let (mut gradients, _) = gradients.split(&leaves);
+        if gradients.is_empty() && given > 0 {
             return Err(ErrorKind::Optimizer.error(
                 "gradients",
                 format!("{given} gradient(s), none of them of a parameter of the optimizer"),
@@ -203,76 +214,77 @@ impl ShardedOptimizer {
                 "call get() on the parameters anew in every forward pass, after the step before",
             ));
         }
-        let mut own = own.in_param_layout()?;
-        for (slot, leaf) in self.slots.iter_mut().zip(&leaves) {
-            let Some(gradient) = own.take(leaf) else { continue };
-            let group = &self.groups[slot.group];
-            // A parameter that is a pending sum becomes the sum.
-            let param = leaf.detach().to_layout(&leaf.layout().settled())?;
-            let fits = slot.state.as_ref().map_or(Ok(false), |state| state.fits(&param, group))?;
+        gradients = gradients.in_param_layout()?;
+        for (optimized, leaf) in self.params.iter_mut().zip(&leaves) {
+            let Some(gradient) = gradients.take(leaf) else { continue };
+            let group = &self.groups[optimized.group];
+            // A parameter that is a partial sum is reduced.
+            let param = leaf.detach().to_layout(&leaf.layout().reduced())?;
+            let fits = optimized.state.as_ref().map_or(Ok(false), |state| state.fits(&param, group))?;
             if !fits {
-                let before = slot.state.take().map(|state| state.saved()).transpose()?;
-                slot.state = Some(State::new(&param, group, &before.unwrap_or_default())?);
+                let before = optimized.state.take().map(|state| state.saved()).transpose()?;
+                optimized.state = Some(WorkingState::new(&param, group, &before.unwrap_or_default())?);
             }
-            let state = slot.state.as_mut().expect("made above");
+            let state = optimized.state.as_mut().expect("created above");
             let new = state.step(param, &gradient, group, self.schedule.lr(self.steps, group.lr))?;
-            slot.param.set(&new)?;
+            optimized.param.set(&new)?;
         }
         self.steps += 1;
         Ok(())
     }
 
-    /// The state to save, each tensor sharded like its parameter.
+    /// Returns the state to save, each tensor sharded like its parameter. Local.
     ///
-    /// It is complete, also before the first step: a parameter that has not had a gradient yet has the state that its first
-    /// step begins with. So the state of a new optimizer is a template for [`checkpoint::load`](crate::checkpoint::load).
+    /// It is complete even before the first step: a parameter without a gradient so far has its initial state. So the state
+    /// of a new optimizer is a template for [`checkpoint::load`](crate::checkpoint::load).
     pub fn state_dict(&self) -> Result<OptimizerState> {
         let (groups, schedule) = (self.group_states(), Some(self.schedule));
         let mut state = OptimizerState { steps: self.steps, schedule, groups, params: BTreeMap::new() };
-        for slot in &self.slots {
-            let group = &self.groups[slot.group];
-            let saved = match &slot.state {
+        for optimized in &self.params {
+            let group = &self.groups[optimized.group];
+            let saved = match &optimized.state {
                 Some(state) => state.saved()?,
-                None => state::fresh(&slot.param.get().detach(), group)?,
+                None => state::initial(&optimized.param.get().detach(), group)?,
             };
-            state.params.insert(slot.name.clone(), saved);
+            state.params.insert(optimized.name.clone(), saved);
         }
         Ok(state)
     }
 
-    /// Mesh and layout in which a tensor of the state of a parameter is kept; none if there is no such parameter or tensor.
+    /// Returns mesh and layout of a state tensor of a parameter; `None` if there is no such parameter or tensor.
     ///
-    /// For programs that load states by [`checkpoint::load_placed`](crate::checkpoint::load_placed).
+    /// For use with [`checkpoint::load_placed`](crate::checkpoint::load_placed).
     pub fn state_layout(&self, param: &str, tensor: &str) -> Result<Option<(DeviceMesh, Layout)>> {
-        let Some(slot) = self.slots.iter().find(|slot| slot.name == param) else { return Ok(None) };
-        state::place(&slot.param.get(), &self.groups[slot.group], tensor)
+        let Some(optimized) = self.params.iter().find(|optimized| optimized.name == param) else { return Ok(None) };
+        state::mesh_and_layout(&optimized.param.get(), &self.groups[optimized.group], tensor)
     }
 
-    /// The state that all parameters begin with, in the layouts of the parameters: what is to be loaded, without a copy of what
-    /// is there.
+    /// The initial state of all parameters: a template of a load, without a copy of the current state.
     pub(crate) fn state_template(&self) -> Result<OptimizerState> {
-        let of = |slot: &Slot| {
-            let param = slot.param.get().detach();
-            Ok((slot.name.clone(), state::fresh(&param, &self.groups[slot.group])?))
+        let of = |optimized: &OptimizedParam| {
+            let param = optimized.param.get().detach();
+            Ok((optimized.name.clone(), state::initial(&param, &self.groups[optimized.group])?))
         };
-        let params = self.slots.iter().map(of).collect::<Result<_>>()?;
+        let params = self.params.iter().map(of).collect::<Result<_>>()?;
         Ok(OptimizerState { steps: 0, schedule: None, groups: self.group_states(), params })
     }
 
-    /// Continues from a saved state, with the settings and the schedule in it. Its tensors may have other layouts than the
-    /// parameters, also on other meshes of the world.
+    /// Loads a saved state, including settings and schedule. Its tensors may have other layouts than the parameters, also on
+    /// other meshes of the world.
+    ///
+    /// Collective: tensors are redistributed to the layouts of the parameters.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if it does not fit, or is that of an optimizer that has taken steps and has no moments; nothing
-    /// changes then.
+    /// [`Error::Invalid`] if names, groups, optimizers or shapes do not fit, or if no parameter has moments although steps were
+    /// taken; nothing changes then.
     #[track_caller]
     pub fn load_state_dict(&mut self, state: &OptimizerState) -> Result<()> {
         let groups = self.check(state, DTensor::shape)?;
         self.load(state, groups, |tensor, _, _| Ok(tensor.clone()))
     }
 
-    /// As [`load_state_dict`](Self::load_state_dict) from whole tensors, which may come from a world of another size. Every
-    /// rank takes its part out of its own copy.
+    /// As [`load_state_dict`](Self::load_state_dict), from full tensors, which may come from a world of another size. Every
+    /// rank takes its shard out of its own copy.
     #[track_caller]
     pub fn load_full_state(&mut self, state: &FullState) -> Result<()> {
         let groups = self.check(state, Tensor::dims)?;
@@ -281,7 +293,7 @@ impl ShardedOptimizer {
         })
     }
 
-    /// Puts states made of saved ones in place of those that are.
+    /// Replaces the state of all parameters by saved ones.
     #[track_caller]
     fn load<T>(
         &mut self,
@@ -290,38 +302,38 @@ impl ShardedOptimizer {
         tensor: impl Fn(&T, &DeviceMesh, &Layout) -> Result<DTensor>,
     ) -> Result<()> {
         let mut loaded = Vec::new();
-        for slot in &self.slots {
-            let saved = &state.params[&slot.name];
+        for optimized in &self.params {
+            let saved = &state.params[&optimized.name];
             if saved.is_empty() {
                 loaded.push(None);
                 continue;
             }
-            let param = slot.param.get().detach();
+            let param = optimized.param.get().detach();
             let mut tensors = BTreeMap::new();
-            let group = &groups[slot.group];
+            let group = &groups[optimized.group];
             for (kind, saved) in &saved.tensors {
-                // An f32 copy of a parameter that has none any more is left out.
-                if let Some((mesh, layout)) = state::place(&param, group, kind)? {
+                // Master weights of a parameter that no longer has them are dropped.
+                if let Some((mesh, layout)) = state::mesh_and_layout(&param, group, kind)? {
                     tensors.insert(kind.clone(), tensor(saved, &mesh, &layout)?);
                 }
             }
             let saved = ParamState { numbers: saved.numbers.clone(), tensors };
-            loaded.push(Some(State::new(&param, group, &saved)?));
+            loaded.push(Some(WorkingState::new(&param, group, &saved)?));
         }
-        self.slots.iter_mut().zip(loaded).for_each(|(slot, state)| slot.state = state);
+        self.params.iter_mut().zip(loaded).for_each(|(optimized, state)| optimized.state = state);
         self.groups = groups;
         self.schedule = state.schedule.unwrap_or(self.schedule);
         self.steps = state.steps;
         Ok(())
     }
 
-    /// The groups of a state; an error if it is not one of these parameters in these groups.
+    /// Checks that a state belongs to these parameters and groups, and returns its groups.
     pub(crate) fn check<T>(&self, state: &OptimizerState<T>, shape_of: fn(&T) -> &[usize]) -> Result<Vec<ParamGroup>> {
         let fix = "load the state of an optimizer of the same model";
         let bad = |found: String, needed: String| Err(ErrorKind::state().error("optimizer state", found, needed, fix));
-        for slot in &self.slots {
-            if !state.params.contains_key(&slot.name) {
-                return bad(format!("no parameter `{}`", slot.name), "all parameters of the optimizer".into());
+        for optimized in &self.params {
+            if !state.params.contains_key(&optimized.name) {
+                return bad(format!("no parameter `{}`", optimized.name), "all parameters of the optimizer".into());
             }
         }
         if let Some(name) = state.params.keys().find(|name| self.param(name).is_none()) {
@@ -340,21 +352,21 @@ impl ShardedOptimizer {
             if found != needed {
                 return bad(format!("{found} in group {i}"), needed.into());
             }
-            let algorithm = saved.group.algorithm.bound_to(&own.group.algorithm)?;
+            let algorithm = saved.group.algorithm.with_type_of(&own.group.algorithm)?;
             let group = ParamGroup { algorithm, ..saved.group.clone() };
             group.check()?;
             groups.push(group);
         }
         let mut keeping = Vec::new();
-        for slot in &self.slots {
-            let (algorithm, shape) = (&groups[slot.group].algorithm, slot.param.shape());
-            state::check(&slot.name, &state.params[&slot.name], algorithm, &shape, shape_of)?;
+        for optimized in &self.params {
+            let (algorithm, shape) = (&groups[optimized.group].algorithm, optimized.param.shape());
+            state::check(&optimized.name, &state.params[&optimized.name], algorithm, &shape, shape_of)?;
             if !algorithm.state(&shape)?.is_empty() {
-                keeping.push(slot);
+                keeping.push(optimized);
             }
         }
-        // One parameter without moments may have had no gradient; all of them were not loaded.
-        let is_empty = |slot: &&Slot| state.params[&slot.name].is_empty();
+        // A single parameter without moments may have had no gradient yet; if all lack them, they were not loaded.
+        let is_empty = |optimized: &&OptimizedParam| state.params[&optimized.name].is_empty();
         if state.steps > 0 && !keeping.is_empty() && keeping.iter().all(is_empty) {
             let found = format!("no moments of any parameter after {} step(s)", state.steps);
             let fix = "load into the state_dict() of an optimizer, which has an entry for every moment";
@@ -368,16 +380,18 @@ impl ShardedOptimizer {
         Ok(groups)
     }
 
-    /// Settings and names of parameters of every group.
+    /// Settings and parameter names of every group.
     pub(crate) fn group_states(&self) -> Vec<GroupState> {
-        let of = |i: usize| self.slots.iter().filter(move |slot| slot.group == i).map(|slot| slot.name.clone());
+        let of = |i: usize| {
+            self.params.iter().filter(move |optimized| optimized.group == i).map(|optimized| optimized.name.clone())
+        };
         let groups = self.groups.iter().enumerate();
         groups.map(|(i, group)| GroupState { group: group.clone(), params: of(i).collect() }).collect()
     }
 }
 
-/// An error about a parameter, with its name.
-fn named(error: Error, name: &str) -> Error {
+/// Adds the name of the parameter that an error is about.
+fn with_name(error: Error, name: &str) -> Error {
     match error {
         Error::Invalid(mut invalid) => {
             invalid.found = format!("`{name}` with {}", invalid.found);

@@ -7,7 +7,7 @@ use crate::error::{ErrorKind, Result};
 use crate::placement::Placement;
 use crate::tensor::DTensor;
 
-/// How [`Muon`] scales the learning rate for a matrix of n x m elements.
+/// How [`Muon`] scales the learning rate for an n x m matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AdjustLr {
@@ -20,7 +20,7 @@ pub enum AdjustLr {
 }
 
 settings! {
-    /// Muon, as PyTorch's `torch.optim.Muon`: momentum of a matrix, orthogonalized by Newton-Schulz iterations.
+    /// Muon, as `torch.optim.Muon`: the momentum of a matrix is orthogonalized by Newton-Schulz iterations.
     ///
     /// For matrices only: give other parameters (and embeddings, as its authors advise) a group with another optimizer.
     ///
@@ -29,11 +29,11 @@ settings! {
     /// the matrix is sharded on both dimensions; a replicated parameter communicates nothing. PyTorch rounds to bf16 between
     /// iterations; here they run in f32 (f64 for parameters of f64).
     Muon {
-        /// The parameter shrinks by this much times the learning rate.
+        /// Decoupled weight decay: the parameter is multiplied by `1 - lr * weight_decay`.
         weight_decay: f64 = 0.1,
-        /// How much of the mean of gradients is kept.
+        /// Momentum factor.
         momentum: f64 = 0.95,
-        /// Whether the momentum is applied one step ahead.
+        /// Whether Nesterov momentum is used.
         nesterov: bool = true,
         /// Coefficients a, b, c of an iteration: `X` becomes `a X + (b A + c A A) X`, where `A` is `X X^T`.
         ns_coefficients: (f64, f64, f64) = (3.4445, -4.7750, 2.0315),
@@ -47,7 +47,7 @@ settings! {
 }
 
 impl Muon {
-    /// The learning rate for a matrix of some rows and columns.
+    /// The learning rate for a matrix.
     fn adjusted(&self, lr: f64, rows: f64, columns: f64) -> f64 {
         lr * match self.adjust_lr_fn {
             None | Some(AdjustLr::Original) => (rows / columns).max(1.0).sqrt(),
@@ -56,7 +56,7 @@ impl Muon {
         }
     }
 
-    /// A whole matrix, orthogonalized.
+    /// Orthogonalizes a full matrix.
     fn orthogonalized(&self, matrix: &DTensor) -> Result<DTensor> {
         let (a, b, c) = self.ns_coefficients;
         let is_tall = matrix.shape()[0] > matrix.shape()[1];
@@ -107,20 +107,20 @@ impl Optimizer for Muon {
         ))
     }
 
-    fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
-        let (lr, &[rows, columns]) = (at.lr(), at.shape()) else {
-            return self.check_shape(at.shape());
+    fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
+        let (lr, &[rows, columns]) = (step.lr(), step.shape()) else {
+            return self.check_shape(step.shape());
         };
         if rows * columns == 0 {
             return Ok(());
         }
-        let gradient = at.gradient()?;
-        let momentum = at.state("momentum_buffer")?.lerp(&gradient, 1.0 - self.momentum)?;
-        at.set_state("momentum_buffer", &momentum)?;
+        let gradient = step.gradient()?;
+        let momentum = step.state("momentum_buffer")?.lerp(&gradient, 1.0 - self.momentum)?;
+        step.set_state("momentum_buffer", &momentum)?;
         let update = if self.nesterov { gradient.lerp(&momentum, self.momentum)? } else { momentum };
         let whole = update.redistribute(vec![Placement::Replicate; update.device_mesh().ndim()])?;
         let update = self.orthogonalized(&whole)?;
         let (rate, shrink) = (self.adjusted(lr, rows as f64, columns as f64), 1.0 - lr * self.weight_decay);
-        at.apply(&update, [], move |p: f64, change: f64, []: [f64; 0]| (p * shrink - rate * change, []))
+        step.apply(&update, [], move |p: f64, change: f64, []: [f64; 0]| (p * shrink - rate * change, []))
     }
 }

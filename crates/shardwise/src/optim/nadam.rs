@@ -7,24 +7,24 @@ use crate::error::Result;
 use shardwise_kernels::Elementwise;
 
 settings! {
-    /// Adam with momentum applied one step ahead.
+    /// Adam with Nesterov momentum. Elementwise.
     NAdam {
-        /// How much of the means is kept: of the gradients, of the squares.
+        /// Decay rates of the running averages of gradients and of their squares.
         betas: (f64, f64) = (0.9, 0.999),
-        /// Added to the divisor.
+        /// Added to the denominator for numerical stability.
         eps: f64 = 1e-8,
-        /// This much of the parameter is added to its gradient.
+        /// L2 penalty: this multiple of the parameter is added to its gradient.
         weight_decay: f64 = 0.0,
-        /// How fast the momentum grows to its final value.
+        /// Decay of the momentum schedule.
         momentum_decay: f64 = 4e-3,
     }
 }
 
-/// Name of the product of the momenta of all steps.
+/// State: product of the momenta of all steps so far.
 const MU_PRODUCT: &str = "mu_product";
 
 impl NAdam {
-    /// The momentum at a step.
+    /// The momentum at a step, by the schedule of the paper (0.96 is its constant).
     fn momentum(&self, step: u64) -> f64 {
         self.betas.0 * (1.0 - 0.5 * 0.96f64.powf(step as f64 * self.momentum_decay))
     }
@@ -49,37 +49,38 @@ impl Optimizer for NAdam {
         at_least_zero(Self::NAME, "weight_decay", self.weight_decay)
     }
 
-    fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
-        let (lr, step) = (at.lr(), at.count());
-        let product = at.number(MU_PRODUCT)? * self.momentum(step);
-        at.set_number(MU_PRODUCT, product)?;
-        let next = self.momentum(step + 1);
-        let rule = NextMean {
+    fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
+        let (lr, t) = (step.lr(), step.count());
+        let product = step.number(MU_PRODUCT)? * self.momentum(t);
+        step.set_number(MU_PRODUCT, product)?;
+        let next = self.momentum(t + 1);
+        let rule = NAdamRule {
             settings: *self,
-            of_gradient: lr * (1.0 - self.momentum(step)) / (1.0 - product),
-            of_mean: lr * next / (1.0 - product * next),
-            correction: 1.0 / (1.0 - self.betas.1.powf(step as f64)).sqrt(),
+            gradient_lr: lr * (1.0 - self.momentum(t)) / (1.0 - product),
+            moment_lr: lr * next / (1.0 - product * next),
+            correction: 1.0 / (1.0 - self.betas.1.powf(t as f64)).sqrt(),
         };
-        at.elementwise(["exp_avg", "exp_avg_sq"], rule)
+        step.elementwise(["exp_avg", "exp_avg_sq"], rule)
     }
 }
 
 #[derive(Clone, Copy)]
-struct NextMean {
+struct NAdamRule {
     settings: NAdam,
-    of_gradient: f64,
-    of_mean: f64,
-    /// The bias correction of the root of the mean of squares.
+    /// Learning rates of the gradient and of the first moment.
+    gradient_lr: f64,
+    moment_lr: f64,
+    /// The bias correction of the root of the second moment.
     correction: f64,
 }
 
-impl Elementwise<2> for NextMean {
+impl Elementwise<2> for NAdamRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, [m, v]: [f64; 2]) -> (f64, [f64; 2]) {
         let NAdam { betas, eps, weight_decay, .. } = self.settings;
         let g = g + weight_decay * p;
         let m = betas.0 * m + (1.0 - betas.0) * g;
         let v = betas.1 * v + (1.0 - betas.1) * (g * g);
-        (p - (self.of_gradient * g + self.of_mean * m) / (v.sqrt() * self.correction + eps), [m, v])
+        (p - (self.gradient_lr * g + self.moment_lr * m) / (v.sqrt() * self.correction + eps), [m, v])
     }
 }

@@ -1,4 +1,4 @@
-//! What an optimizer is: settings, named state per parameter, and what a step does to one parameter.
+//! The trait of optimizers: hyperparameters, named state per parameter, and the update of one parameter.
 
 use std::fmt;
 
@@ -8,16 +8,16 @@ use serde::de::DeserializeOwned;
 use super::param_step::ParamStep;
 use crate::error::Result;
 
-/// An optimizer. The fields of the type are its hyperparameters, which every parameter group has of its own.
+/// An optimization algorithm; implement it for a custom one. The fields of the type are its hyperparameters.
 ///
 /// [`step`](Self::step) updates one parameter, in one of two ways:
 ///
-/// * element by element, on what each rank holds, in one pass over memory: [`ParamStep::elementwise`];
-/// * with the whole tensor in view: [`ParamStep::gradient`] and [`ParamStep::state`] are [`DTensor`](crate::DTensor)s, on
-///   which any operator works and may communicate; [`ParamStep::apply`] writes the result.
+/// * element by element, on the local shard, in one pass over memory: [`ParamStep::elementwise`];
+/// * with distributed operators: [`ParamStep::gradient`] and [`ParamStep::state`] are [`DTensor`](crate::DTensor)s of the full
+///   shape, on which any operator works and may communicate; [`ParamStep::apply`] writes the result.
 ///
-/// Everything else comes along: parameter groups, schedules, `maximize`, f32 copies of half-precision parameters, dry runs,
-/// and state that is saved by name and continues in another layout or world size.
+/// [`ShardedOptimizer`](super::ShardedOptimizer) provides the rest: parameter groups, schedules, `maximize`, master weights
+/// of half-precision parameters, dry runs, and state that is saved by name and loaded in another layout or world size.
 ///
 /// ```
 /// use serde::{Deserialize, Serialize};
@@ -37,9 +37,9 @@ use crate::error::Result;
 ///         vec![StateTensor::zeros("momentum", shape)]
 ///     }
 ///
-///     fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
-///         let (lr, keep) = (at.lr(), self.momentum);
-///         at.elementwise(["momentum"], move |p: f64, g: f64, [m]: [f64; 1]| {
+///     fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
+///         let (lr, keep) = (step.lr(), self.momentum);
+///         step.elementwise(["momentum"], move |p: f64, g: f64, [m]: [f64; 1]| {
 ///             let m = keep * m + g;
 ///             (p - lr * m.signum(), [m])
 ///         })
@@ -58,24 +58,24 @@ use crate::error::Result;
 /// # Ok::<(), Error>(())
 /// ```
 pub trait Optimizer: fmt::Debug + Serialize + DeserializeOwned + Send + Sync + 'static {
-    /// Name under which settings are stored, in lower case: a state is loaded only into an optimizer of the same name.
+    /// Name in checkpoints, in lower case. A state is loaded only into an optimizer of the same name.
     const NAME: &'static str;
 
-    /// Learning rate of a group that does not set one.
+    /// Learning rate of groups that do not set one.
     const DEFAULT_LR: f64 = 1e-3;
 
-    /// Tensors that are kept for a parameter of a shape, such as moments. May depend on the settings.
+    /// State tensors of a parameter of a shape, such as moments. May depend on the hyperparameters.
     fn state(&self, shape: &[usize]) -> Vec<StateTensor>;
 
-    /// Numbers that are kept per parameter, with their values before the first step.
+    /// State numbers of a parameter, with their initial values.
     ///
-    /// By default the number of steps, `step`, which is counted for every optimizer that lists it; see
-    /// [`ParamStep::count`].
+    /// By default the number of steps, `step`, which is counted automatically for every optimizer that lists it
+    /// ([`ParamStep::count`]).
     fn numbers(&self) -> &'static [(&'static str, f64)] {
         &[("step", 0.0)]
     }
 
-    /// Checks the settings. Called when a group is added or loaded and before every step.
+    /// Checks the hyperparameters. Called when a group is added or loaded and before every step.
     ///
     /// # Errors
     /// Should return [`Error::Invalid`](crate::Error::Invalid) that names the setting.
@@ -83,7 +83,7 @@ pub trait Optimizer: fmt::Debug + Serialize + DeserializeOwned + Send + Sync + '
         Ok(())
     }
 
-    /// Checks that a parameter of this shape can be optimized. Called when the parameter is added.
+    /// Checks that parameters of this shape are supported. Called when a parameter is added.
     ///
     /// # Errors
     /// Should return [`Error::Invalid`](crate::Error::Invalid) that names the shape.
@@ -91,32 +91,32 @@ pub trait Optimizer: fmt::Debug + Serialize + DeserializeOwned + Send + Sync + '
         Ok(())
     }
 
-    /// Updates one parameter. Runs on all ranks, for the parameters in the order in which they were added; records no
-    /// gradients.
-    fn step(&self, at: &mut ParamStep<'_>) -> Result<()>;
+    /// Updates one parameter. Called on all ranks, for parameters in the order in which they were added, so that it may
+    /// communicate; without recording gradients.
+    fn step(&self, step: &mut ParamStep<'_>) -> Result<()>;
 }
 
-/// A tensor that an optimizer keeps for a parameter.
+/// A state tensor that an optimizer keeps for a parameter.
 ///
-/// Its layout follows from that of the parameter: a dimension that has the size of the same dimension of the parameter is
-/// sharded like it, all others are replicated; with another number of dimensions, the whole tensor is replicated.
+/// Its layout follows from that of the parameter: dimensions of the same size are sharded alike, other dimensions are not
+/// sharded. With another number of dimensions than the parameter, the tensor is replicated.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StateTensor {
     /// Name in checkpoints, such as `exp_avg`.
     pub name: &'static str,
-    /// Shape of the whole tensor.
+    /// Shape of the full tensor.
     pub shape: Vec<usize>,
-    /// Value of all elements before the first step.
+    /// Initial value of all elements.
     pub initial: f64,
 }
 
 impl StateTensor {
-    /// A tensor that starts with zeros.
+    /// A tensor of zeros.
     pub fn zeros(name: &'static str, shape: impl Into<Vec<usize>>) -> Self {
         StateTensor::full(name, shape, 0.0)
     }
 
-    /// A tensor that starts with one value everywhere.
+    /// A tensor filled with one initial value.
     pub fn full(name: &'static str, shape: impl Into<Vec<usize>>, initial: f64) -> Self {
         StateTensor { name, shape: shape.into(), initial }
     }

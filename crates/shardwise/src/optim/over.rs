@@ -1,12 +1,14 @@
-//! Optimizers over the parameters of a module in one call.
+//! `AdamW::default().over(&model)`: an optimizer over all parameters of a module.
 
 use super::ShardedOptimizer;
 use super::group::ParamGroup;
 use crate::error::Result;
 use crate::nn::Module;
 
-/// Everything that converts into a [`ParamGroup`], over all parameters of a module: any [`Optimizer`](super::Optimizer), also
-/// one of a program, an [`Algorithm`](super::Algorithm), or a [`ParamGroup`] with more settings.
+/// Creates a [`ShardedOptimizer`] over all parameters of a module.
+///
+/// Implemented for everything that converts into a [`ParamGroup`]: any [`Optimizer`](super::Optimizer), an
+/// [`Algorithm`](super::Algorithm), or a [`ParamGroup`] with more settings.
 ///
 /// ```
 /// use shardwise::nn::Linear;
@@ -26,7 +28,7 @@ use crate::nn::Module;
 /// # Ok::<(), Error>(())
 /// ```
 pub trait OptimizeModule: Into<ParamGroup> + Sized {
-    /// Creates an optimizer over all parameters of a module, by their paths. Shared weights are one parameter.
+    /// Creates an optimizer over all parameters of a module, named by their paths. Shared (tied) weights are one parameter.
     ///
     /// # Errors
     /// Those of [`ShardedOptimizer::new`].

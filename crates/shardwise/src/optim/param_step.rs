@@ -1,17 +1,17 @@
-//! One step of one parameter: what an optimizer reads, and how it writes.
+//! `ParamStep`: what an optimizer reads and writes in a step of one parameter.
 
 use candle_core::Tensor;
 
-use super::param_state::{MASTER, STEP, State, Values, placed};
+use super::working_state::{MASTER, STEP, StateValues, WorkingState, placed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::tensor::DTensor;
-use shardwise_kernels::{Elementwise, Stored, update};
+use shardwise_kernels::{Elementwise, StateElement, elementwise_update};
 
-/// One step of one parameter, as an [`Optimizer`](super::Optimizer) sees it.
+/// One step of one parameter: what [`Optimizer::step`](super::Optimizer::step) reads and writes.
 ///
 /// Tensors are read as [`DTensor`]s in the layout of the parameter, in f32 (f64 for a parameter of f64).
 pub struct ParamStep<'a> {
-    state: &'a mut State,
+    state: &'a mut WorkingState,
     value: DTensor,
     gradient: &'a DTensor,
     lr: f64,
@@ -19,7 +19,13 @@ pub struct ParamStep<'a> {
 }
 
 impl<'a> ParamStep<'a> {
-    pub(super) fn new(state: &'a mut State, value: DTensor, gradient: &'a DTensor, lr: f64, maximize: bool) -> Self {
+    pub(super) fn new(
+        state: &'a mut WorkingState,
+        value: DTensor,
+        gradient: &'a DTensor,
+        lr: f64,
+        maximize: bool,
+    ) -> Self {
         ParamStep { state, value, gradient, lr, sign: if maximize { -1.0 } else { 1.0 } }
     }
 
@@ -27,23 +33,23 @@ impl<'a> ParamStep<'a> {
         self.value
     }
 
-    /// The learning rate of this step, after the schedule.
+    /// Learning rate of this step, by the schedule.
     pub fn lr(&self) -> f64 {
         self.lr
     }
 
-    /// The number of this step of the parameter, from 1. It is kept as `step`; 0 for an optimizer whose
-    /// [`numbers`](super::Optimizer::numbers) do not list it.
+    /// Number of this step of the parameter, from 1; the state number `step`. 0 if the optimizer does not list it in its
+    /// [`numbers`](super::Optimizer::numbers).
     pub fn count(&self) -> u64 {
         self.state.numbers.iter().find(|(name, _)| *name == STEP).map_or(0, |(_, steps)| *steps as u64)
     }
 
-    /// Whether this is the first step of the parameter, also across saving and loading.
+    /// Whether this is the first step of the parameter; saved and loaded with the state.
     pub fn is_first(&self) -> bool {
         self.state.first
     }
 
-    /// A number of the state, by name.
+    /// Returns a state number by name.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the optimizer does not list it.
@@ -52,7 +58,7 @@ impl<'a> ParamStep<'a> {
         found.map(|(_, number)| *number).ok_or_else(|| self.unknown("number", name))
     }
 
-    /// Replaces a number of the state. All ranks must set the same one.
+    /// Sets a state number. All ranks must set the same value.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the optimizer does not list it.
@@ -64,35 +70,35 @@ impl<'a> ParamStep<'a> {
         Ok(())
     }
 
-    /// Shape of the whole parameter.
+    /// Shape of the full parameter.
     pub fn shape(&self) -> &[usize] {
         self.value.shape()
     }
 
-    /// Type of the elements of the parameter.
+    /// Element type of the parameter.
     pub fn dtype(&self) -> candle_core::DType {
         self.value.dtype()
     }
 
-    /// The parameter. Where an f32 copy is kept, that copy.
+    /// Returns the parameter, or its master weight if one is kept.
     pub fn param(&self) -> Result<DTensor> {
         let value = self.value.to_dtype(self.state.dtype())?;
         if !self.state.has_master() {
             return Ok(value);
         }
-        // Where the parameter is not the copy rounded, the program has set it, and its value counts.
+        // Where the parameter is not the rounded master weight, the program has set it since, and its value is used.
         let copy = self.state(MASTER)?;
         let rounded = copy.to_dtype(self.value.dtype())?.to_dtype(value.dtype())?;
         rounded.eq(&value)?.where_cond(&copy, &value)
     }
 
-    /// The gradient, negated to maximize.
+    /// Returns the gradient, negated if the objective is maximized.
     pub fn gradient(&self) -> Result<DTensor> {
         let gradient = self.gradient.detach().to_dtype(self.state.dtype())?;
         if self.sign < 0.0 { gradient.neg() } else { Ok(gradient) }
     }
 
-    /// A tensor of the state, by name.
+    /// Returns a state tensor by name.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the optimizer does not list it.
@@ -100,7 +106,7 @@ impl<'a> ParamStep<'a> {
         self.state.tensor(self.index(name)?)
     }
 
-    /// Replaces a tensor of the state, from any layout.
+    /// Replaces a state tensor by one in any layout. Collective if the layout differs.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the optimizer does not list it, or lists it with another shape.
@@ -110,7 +116,7 @@ impl<'a> ParamStep<'a> {
         self.state.set_tensor(i, tensor)
     }
 
-    /// Updates parameter and state element by element, in one pass over memory of what this rank holds.
+    /// Updates parameter and state element by element, in one pass over the memory of the local shards. Local.
     ///
     /// `state` names tensors of the shape of the parameter, in the order in which the rule takes their elements. The
     /// arithmetic is f64, rounded once when the results are stored, so it does not depend on the layout.
@@ -119,12 +125,12 @@ impl<'a> ParamStep<'a> {
     /// [`Error::Invalid`] if the optimizer does not list one of the tensors, or with another shape.
     pub fn elementwise<const K: usize>(&mut self, state: [&str; K], rule: impl Elementwise<K>) -> Result<()> {
         let gradient = self.gradient;
-        self.run(gradient, state, Signed { rule, sign: self.sign })
+        self.run(gradient, state, SignedGradientRule { rule, sign: self.sign })
     }
 
-    /// As [`elementwise`](Self::elementwise), with another tensor of the shape of the parameter in place of the gradient:
-    /// the rule is given `p`, the element of `change`, and the state. The tensor may be in any layout on the mesh of the
-    /// parameter.
+    /// As [`elementwise`](Self::elementwise), with `change` in place of the gradient.
+    ///
+    /// `change` has the shape of the parameter, in any layout on its mesh; it is redistributed to that of the parameter.
     #[track_caller]
     pub fn apply<const K: usize>(
         &mut self,
@@ -137,7 +143,7 @@ impl<'a> ParamStep<'a> {
         self.run(&change, state, rule)
     }
 
-    /// Replaces the parameter by a tensor in any layout on its mesh.
+    /// Replaces the parameter by a tensor in any layout on its mesh. Collective if the layout differs.
     #[track_caller]
     pub fn set_param(&mut self, value: &DTensor) -> Result<()> {
         self.apply(value, [], |_: f64, new: f64, []: [f64; 0]| (new, []))
@@ -157,12 +163,12 @@ impl<'a> ParamStep<'a> {
         }
         let (p, g) = (self.value.local(), change.local());
         let masters = usize::from(self.state.has_master());
-        // Also where there is nothing to compute the result is a new tensor: ranks compare how tensors came about.
+        // A rank with an empty shard creates a new tensor too: ranks compare the histories of tensors.
         let local = match &mut self.state.values {
-            Values::Dry(_) => p.clone(),
+            StateValues::Dry(_) => p.clone(),
             _ if p.elem_count() == 0 => p.clone(),
-            Values::F32(values) => run_on(values, masters, indices, rule, p, g)?,
-            Values::F64(values) => run_on(values, masters, indices, rule, p, g)?,
+            StateValues::F32(values) => run_on(values, masters, indices, rule, p, g)?,
+            StateValues::F64(values) => run_on(values, masters, indices, rule, p, g)?,
         };
         self.value = DTensor::from_parts(&self.state.mesh, self.state.layout.clone(), local);
         Ok(())
@@ -186,8 +192,8 @@ impl<'a> ParamStep<'a> {
     }
 }
 
-/// One pass over a parameter and some vectors of its state; the last of `masters` vectors is the f32 copy.
-fn run_on<S: Stored, const K: usize>(
+/// One pass over a parameter and some of its state; if `masters` is 1, the last vector holds the master weights.
+fn run_on<S: StateElement, const K: usize>(
     values: &mut [Vec<S>],
     masters: usize,
     indices: [usize; K],
@@ -197,7 +203,7 @@ fn run_on<S: Stored, const K: usize>(
 ) -> Result<Tensor> {
     let (state, master) = values.split_at_mut(values.len() - masters);
     let state = state.get_disjoint_mut(indices).map_err(|_| {
-        let fix = "name every tensor once, and not the f32 copy of the parameter";
+        let fix = "name every tensor once, and not the master weights";
         ErrorKind::Optimizer.error::<Error>(
             "state of an elementwise step",
             "a tensor named twice",
@@ -205,17 +211,17 @@ fn run_on<S: Stored, const K: usize>(
             fix,
         )
     })?;
-    Ok(update(rule, p, g, state.map(Vec::as_mut_slice), master.first_mut().map(Vec::as_mut_slice))?)
+    Ok(elementwise_update(rule, p, g, state.map(Vec::as_mut_slice), master.first_mut().map(Vec::as_mut_slice))?)
 }
 
-/// A rule for the gradient times 1 or -1.
+/// A rule on the gradient times 1, or -1 to maximize.
 #[derive(Clone, Copy)]
-struct Signed<R> {
+struct SignedGradientRule<R> {
     rule: R,
     sign: f64,
 }
 
-impl<R: Elementwise<K>, const K: usize> Elementwise<K> for Signed<R> {
+impl<R: Elementwise<K>, const K: usize> Elementwise<K> for SignedGradientRule<R> {
     #[inline(always)]
     fn update(self, p: f64, g: f64, state: [f64; K]) -> (f64, [f64; K]) {
         self.rule.update(p, self.sign * g, state)

@@ -7,18 +7,18 @@ use crate::error::Result;
 use shardwise_kernels::Elementwise;
 
 settings! {
-    /// RMSprop: divides by the root of the mean of squared gradients.
+    /// RMSprop: divides gradients by the root of a running average of their squares. Elementwise.
     #[doc(alias = "RMSprop")]
     RmsProp {
-        /// How much of the means is kept.
+        /// Decay rate of the running averages.
         alpha: f64 = 0.99,
-        /// Added to the divisor.
+        /// Added to the denominator for numerical stability.
         eps: f64 = 1e-8,
-        /// How much of the last change is kept; 0 for no momentum.
+        /// Momentum factor; 0 for none.
         momentum: f64 = 0.0,
-        /// Whether the mean gradient is taken out of the mean of the squares.
+        /// Whether the denominator is the variance of the gradient instead of its mean square.
         centered: bool = false,
-        /// This much of the parameter is added to its gradient.
+        /// L2 penalty: this multiple of the parameter is added to its gradient.
         weight_decay: f64 = 0.0,
     }
 }
@@ -41,34 +41,36 @@ impl Optimizer for RmsProp {
         at_least_zero(Self::NAME, "weight_decay", self.weight_decay)
     }
 
-    fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
-        let rule = MeanSquare { lr: at.lr(), settings: *self };
+    fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
+        let rule = RmsPropRule { lr: step.lr(), settings: *self };
         match (self.momentum != 0.0, self.centered) {
-            (false, false) => at.elementwise(["square_avg"], rule),
-            (true, false) => at.elementwise(["square_avg", "momentum_buffer"], WithMomentum(rule)),
-            (false, true) => at.elementwise(["square_avg", "grad_avg"], Centered(rule)),
-            (true, true) => at.elementwise(["square_avg", "grad_avg", "momentum_buffer"], CenteredWithMomentum(rule)),
+            (false, false) => step.elementwise(["square_avg"], rule),
+            (true, false) => step.elementwise(["square_avg", "momentum_buffer"], MomentumRmsPropRule(rule)),
+            (false, true) => step.elementwise(["square_avg", "grad_avg"], CenteredRmsPropRule(rule)),
+            (true, true) => {
+                step.elementwise(["square_avg", "grad_avg", "momentum_buffer"], CenteredMomentumRmsPropRule(rule))
+            }
         }
     }
 }
 
 #[derive(Clone, Copy)]
-struct MeanSquare {
+struct RmsPropRule {
     lr: f64,
     settings: RmsProp,
 }
 
-impl MeanSquare {
-    /// The gradient with decay, and the new mean of squares.
+impl RmsPropRule {
+    /// The gradient with weight decay, and the new mean square.
     #[inline(always)]
     fn square(self, p: f64, g: f64, q: f64) -> (f64, f64) {
         let g = g + self.settings.weight_decay * p;
         (g, self.settings.alpha * q + (1.0 - self.settings.alpha) * (g * g))
     }
 
-    /// The new mean of gradients and the spread around it, which rounding must not make negative.
+    /// The new mean of gradients and their variance, which rounding must not make negative.
     #[inline(always)]
-    fn spread(self, g: f64, a: f64, q: f64) -> (f64, f64) {
+    fn variance(self, g: f64, a: f64, q: f64) -> (f64, f64) {
         let a = self.settings.alpha * a + (1.0 - self.settings.alpha) * g;
         (a, (q - a * a).max(0.0))
     }
@@ -80,7 +82,7 @@ impl MeanSquare {
     }
 }
 
-impl Elementwise<1> for MeanSquare {
+impl Elementwise<1> for RmsPropRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, [q]: [f64; 1]) -> (f64, [f64; 1]) {
         let (g, q) = self.square(p, g, q);
@@ -89,9 +91,9 @@ impl Elementwise<1> for MeanSquare {
 }
 
 #[derive(Clone, Copy)]
-struct WithMomentum(MeanSquare);
+struct MomentumRmsPropRule(RmsPropRule);
 
-impl Elementwise<2> for WithMomentum {
+impl Elementwise<2> for MomentumRmsPropRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, [q, b]: [f64; 2]) -> (f64, [f64; 2]) {
         let (g, q) = self.0.square(p, g, q);
@@ -101,26 +103,26 @@ impl Elementwise<2> for WithMomentum {
 }
 
 #[derive(Clone, Copy)]
-struct Centered(MeanSquare);
+struct CenteredRmsPropRule(RmsPropRule);
 
-impl Elementwise<2> for Centered {
+impl Elementwise<2> for CenteredRmsPropRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, [q, a]: [f64; 2]) -> (f64, [f64; 2]) {
         let (g, q) = self.0.square(p, g, q);
-        let (a, spread) = self.0.spread(g, a, q);
-        (p - self.0.lr * self.0.change(g, spread), [q, a])
+        let (a, variance) = self.0.variance(g, a, q);
+        (p - self.0.lr * self.0.change(g, variance), [q, a])
     }
 }
 
 #[derive(Clone, Copy)]
-struct CenteredWithMomentum(MeanSquare);
+struct CenteredMomentumRmsPropRule(RmsPropRule);
 
-impl Elementwise<3> for CenteredWithMomentum {
+impl Elementwise<3> for CenteredMomentumRmsPropRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, [q, a, b]: [f64; 3]) -> (f64, [f64; 3]) {
         let (g, q) = self.0.square(p, g, q);
-        let (a, spread) = self.0.spread(g, a, q);
-        let b = self.0.settings.momentum * b + self.0.change(g, spread);
+        let (a, variance) = self.0.variance(g, a, q);
+        let b = self.0.settings.momentum * b + self.0.change(g, variance);
         (p - self.0.lr * b, [q, a, b])
     }
 }

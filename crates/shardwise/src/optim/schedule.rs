@@ -1,10 +1,13 @@
-//! Learning rates that change from step to step.
+//! Learning-rate schedules.
 
 use std::f64::consts::PI;
 
 use serde::{Deserialize, Serialize};
 
-/// What becomes of a learning rate as steps go by.
+/// A learning-rate schedule: linear warmup, then constant, linear or cosine decay.
+///
+/// It is a function of the step and the base rate of a parameter group, so that nothing has to be stepped or saved
+/// separately.
 ///
 /// ```
 /// use shardwise::optim::Schedule;
@@ -21,31 +24,31 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Schedule {
-    /// It stays.
+    /// The base rate at every step.
     #[default]
     Constant,
-    /// It rises for some steps to its full value and then falls in a line.
+    /// Linear warmup, then linear decay.
     Linear {
-        /// Steps until the full value is reached; the first step already takes a part of it.
+        /// Steps of warmup: step `i`, from 0, has `(i + 1) / warmup` of the base rate.
         warmup: u64,
-        /// Steps until it has fallen.
+        /// Steps until the end of the decay, warmup included; the rate is constant afterwards.
         total: u64,
-        /// What is left of it in the end, as a part of the full value.
+        /// Rate at the end, as a fraction of the base rate.
         end: f64,
     },
-    /// It rises for some steps to its full value and then falls as half a wave of a cosine.
+    /// Linear warmup, then cosine decay.
     Cosine {
-        /// Steps until the full value is reached; the first step already takes a part of it.
+        /// Steps of warmup: step `i`, from 0, has `(i + 1) / warmup` of the base rate.
         warmup: u64,
-        /// Steps until it has fallen.
+        /// Steps until the end of the decay, warmup included; the rate is constant afterwards.
         total: u64,
-        /// What is left of it in the end, as a part of the full value.
+        /// Rate at the end, as a fraction of the base rate.
         end: f64,
     },
 }
 
 impl Schedule {
-    /// The learning rate of a step, counted from 0, whose full value is `base`.
+    /// Returns the learning rate of a step, from 0, for a base rate.
     pub fn lr(&self, step: u64, base: f64) -> f64 {
         let (warmup, total, end) = match *self {
             Schedule::Constant => return base,
@@ -54,13 +57,13 @@ impl Schedule {
         if step < warmup {
             return base * (step + 1) as f64 / warmup as f64;
         }
-        let fallen = match total > warmup {
+        let progress = match total > warmup {
             true => ((step - warmup) as f64 / (total - warmup) as f64).min(1.0),
             false => 1.0,
         };
         let left = match self {
-            Schedule::Cosine { .. } => (1.0 + (PI * fallen).cos()) / 2.0,
-            _ => 1.0 - fallen,
+            Schedule::Cosine { .. } => (1.0 + (PI * progress).cos()) / 2.0,
+            _ => 1.0 - progress,
         };
         base * (end + (1.0 - end) * left)
     }

@@ -7,16 +7,18 @@ use crate::error::{ErrorKind, Result};
 use shardwise_kernels::Elementwise;
 
 settings! {
-    /// Stochastic gradient descent.
+    /// Stochastic gradient descent, with momentum if it is not 0.
+    ///
+    /// Elementwise: steps communicate nothing beyond bringing gradients into the layouts of their parameters.
     #[doc(alias = "SGD")]
     Sgd {
-        /// How much of the last change is kept; 0 for no momentum.
+        /// Momentum factor; 0 for none.
         momentum: f64 = 0.0,
-        /// How much less of the gradient goes into the momentum.
+        /// Dampening of the gradient in the momentum.
         dampening: f64 = 0.0,
-        /// Whether the momentum is applied one step ahead.
+        /// Nesterov momentum; needs a momentum and no dampening.
         nesterov: bool = false,
-        /// This much of the parameter is added to its gradient.
+        /// L2 penalty: this multiple of the parameter is added to its gradient.
         weight_decay: f64 = 0.0,
     }
 }
@@ -47,45 +49,49 @@ impl Optimizer for Sgd {
         at_least_zero(Self::NAME, "weight_decay", self.weight_decay)
     }
 
-    fn step(&self, at: &mut ParamStep<'_>) -> Result<()> {
-        let (lr, decay) = (at.lr(), self.weight_decay);
+    fn step(&self, step: &mut ParamStep<'_>) -> Result<()> {
+        let (lr, decay) = (step.lr(), self.weight_decay);
         if self.momentum == 0.0 {
-            return at.elementwise([], Plain { lr, decay });
+            return step.elementwise([], SgdRule { lr, decay });
         }
-        // The first gradient is not dampened.
-        let (keep, take) = if at.is_first() { (0.0, 1.0) } else { (self.momentum, 1.0 - self.dampening) };
-        let rule = Momentum { lr, decay, keep, take, ahead: self.momentum };
+        // As in PyTorch, the momentum buffer starts as the first gradient, without dampening.
+        let (keep, take) = if step.is_first() { (0.0, 1.0) } else { (self.momentum, 1.0 - self.dampening) };
+        let rule = MomentumRule { lr, decay, keep, take, momentum: self.momentum };
         match self.nesterov {
-            true => at.elementwise(["momentum_buffer"], Ahead(rule)),
-            false => at.elementwise(["momentum_buffer"], rule),
+            true => step.elementwise(["momentum_buffer"], NesterovRule(rule)),
+            false => step.elementwise(["momentum_buffer"], rule),
         }
     }
 }
 
+/// SGD without momentum.
 #[derive(Clone, Copy)]
-struct Plain {
+struct SgdRule {
     lr: f64,
     decay: f64,
 }
 
-impl Elementwise<0> for Plain {
+impl Elementwise<0> for SgdRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, _: [f64; 0]) -> (f64, [f64; 0]) {
         (p - self.lr * (g + self.decay * p), [])
     }
 }
 
+/// SGD with momentum.
 #[derive(Clone, Copy)]
-struct Momentum {
+struct MomentumRule {
     lr: f64,
     decay: f64,
+    /// Factor of the momentum buffer.
     keep: f64,
+    /// Factor of the gradient.
     take: f64,
-    /// The momentum of the next step.
-    ahead: f64,
+    /// Factor of the new buffer in the Nesterov update.
+    momentum: f64,
 }
 
-impl Elementwise<1> for Momentum {
+impl Elementwise<1> for MomentumRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, [b]: [f64; 1]) -> (f64, [f64; 1]) {
         let b = self.keep * b + self.take * (g + self.decay * p);
@@ -93,16 +99,16 @@ impl Elementwise<1> for Momentum {
     }
 }
 
-/// Nesterov's: the gradient and the momentum of the next step.
+/// SGD with Nesterov momentum.
 #[derive(Clone, Copy)]
-struct Ahead(Momentum);
+struct NesterovRule(MomentumRule);
 
-impl Elementwise<1> for Ahead {
+impl Elementwise<1> for NesterovRule {
     #[inline(always)]
     fn update(self, p: f64, g: f64, [b]: [f64; 1]) -> (f64, [f64; 1]) {
-        let Momentum { lr, decay, keep, take, ahead } = self.0;
+        let MomentumRule { lr, decay, keep, take, momentum } = self.0;
         let g = g + decay * p;
         let b = keep * b + take * g;
-        (p - lr * (g + ahead * b), [b])
+        (p - lr * (g + momentum * b), [b])
     }
 }

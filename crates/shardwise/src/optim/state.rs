@@ -1,4 +1,4 @@
-//! What an optimizer keeps per parameter: vectors that steps change in place, and their form to save and load.
+//! Saved states of optimizers, and their conversion from and to working states.
 
 use std::collections::BTreeMap;
 
@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 use super::algorithm::Algorithm;
 use super::group::ParamGroup;
 use super::optimizer::StateTensor;
-use super::param_state::{Entry, MASTER, STEP, State, Values, placed, vector};
 use super::param_step::ParamStep;
 use super::schedule::Schedule;
+use super::working_state::{MASTER, STEP, StateEntry, StateValues, WorkingState, placed, vector};
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
@@ -18,48 +18,49 @@ use crate::placement::Placement;
 use crate::tensor::{DTensor, no_grad};
 use shardwise_kernels::placeholder;
 
-/// Name of the number that marks the state of an optimizer that does not count steps as unused: 0 before the first step.
+/// State number of optimizers that do not count steps: 0 before the first step, absent afterwards.
 const BEGUN: &str = "begun";
 
-/// The state of an optimizer, by names of parameters; `T` is what tensors are.
+/// The state of a [`ShardedOptimizer`](super::ShardedOptimizer), by names of parameters; `T` is the type of tensors.
 ///
-/// It can be loaded into an optimizer whose parameters have other layouts. For a world of another size it goes through
-/// [`to_full`](OptimizerState::to_full), or through a checkpoint.
+/// It can be loaded into an optimizer whose parameters have other layouts. To load it in a world of another size, save a
+/// checkpoint, or convert it with [`to_full`](OptimizerState::to_full).
 #[derive(Debug, Clone)]
 pub struct OptimizerState<T = DTensor> {
-    /// Steps taken so far.
+    /// Number of steps taken so far.
     pub steps: u64,
-    /// The schedule of the learning rates; without one, that of the optimizer that loads it stays.
+    /// Learning-rate schedule; `None` keeps that of the optimizer that loads the state.
     pub schedule: Option<Schedule>,
-    /// The groups in order.
+    /// Parameter groups, in order.
     pub groups: Vec<GroupState>,
-    /// What is kept per parameter. One without content has not had a gradient yet.
+    /// State per parameter; empty for one that has not had a gradient yet.
     pub params: BTreeMap<String, ParamState<T>>,
 }
 
-/// The state with whole tensors, the same on every rank.
+/// An optimizer state with full tensors, the same on every rank.
+#[doc(alias = "full_optim_state_dict")]
 pub type FullState = OptimizerState<Tensor>;
 
-/// One group of parameters in a state.
+/// A parameter group in an [`OptimizerState`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GroupState {
-    /// Its settings.
+    /// Settings of the group.
     pub group: ParamGroup,
-    /// Names of its parameters.
+    /// Names of the parameters of the group.
     pub params: Vec<String>,
 }
 
-/// What is kept for one parameter, by the names that PyTorch uses.
+/// Optimizer state of one parameter, by PyTorch's names.
 #[derive(Debug, Clone)]
 pub struct ParamState<T = DTensor> {
-    /// Numbers, such as `step`; and `begun` with the value 0 where an optimizer that counts no steps has taken none.
+    /// Numbers, such as `step`. An optimizer that does not count steps has `begun` with the value 0 before its first step.
     pub numbers: BTreeMap<String, f64>,
-    /// Tensors, such as `exp_avg`; and `master_param`, the f32 copy of the parameter if there is one.
+    /// Tensors, such as `exp_avg`, and `master_param`, the master weights if they are kept.
     pub tensors: BTreeMap<String, T>,
 }
 
 impl<T> ParamState<T> {
-    /// Whether there is nothing in it.
+    /// Whether it has neither numbers nor tensors.
     pub(super) fn is_empty(&self) -> bool {
         self.numbers.is_empty() && self.tensors.is_empty()
     }
@@ -72,8 +73,9 @@ impl<T> Default for ParamState<T> {
 }
 
 impl OptimizerState {
-    /// The same with whole tensors on every rank of the world, also those outside the mesh of a parameter. All ranks must
-    /// call it.
+    /// Gathers full tensors to every rank of the world, also to ranks outside the mesh of a parameter.
+    ///
+    /// Collective: all ranks of the world must call it.
     #[track_caller]
     pub fn to_full(&self) -> Result<FullState> {
         let mut params = BTreeMap::new();
@@ -88,7 +90,7 @@ impl OptimizerState {
     }
 }
 
-/// The whole tensor on every rank of the world.
+/// The full tensor on every rank of the world.
 #[track_caller]
 fn everywhere(tensor: &DTensor) -> Result<Tensor> {
     let world = tensor.device_mesh().world();
@@ -99,14 +101,14 @@ fn everywhere(tensor: &DTensor) -> Result<Tensor> {
     Ok(tensor.to_mesh(&all, [Placement::Replicate])?.local().clone())
 }
 
-impl State {
-    /// A state for a parameter, with tensors that are there already; others begin anew.
+impl WorkingState {
+    /// Creates the state of a parameter from saved tensors; missing ones get their initial values.
     #[track_caller]
     pub(super) fn new(param: &DTensor, group: &ParamGroup, saved: &ParamState<DTensor>) -> Result<Self> {
-        let (mesh, layout) = (param.device_mesh().clone(), param.layout().settled());
+        let (mesh, layout) = (param.device_mesh().clone(), param.layout().reduced());
         let (tensors, dtype) = (tensors_of(param, group)?, dtype_of(param));
         let mut entries = Vec::new();
-        // In slot order and name order, which is the same on all ranks: moving a tensor takes all of them.
+        // In the same order on all ranks, because redistributing is collective.
         let mut parts = Vec::new();
         let mut charge = 0;
         for tensor in &tensors {
@@ -119,15 +121,17 @@ impl State {
             let meta = TensorMeta { shape: to.local_shape(mesh.world().rank()), dtype };
             charge += meta.bytes();
             parts.push((part.map(|part| part.local().clone()), tensor.initial, meta));
-            entries.push(Entry { name: tensor.name, layout: to });
+            entries.push(StateEntry { name: tensor.name, layout: to });
         }
         let charge = mesh.world().memory().charge(charge);
         let values = match dtype {
-            _ if mesh.world().is_dry() => Values::Dry(dtype),
+            _ if mesh.world().is_dry() => StateValues::Dry(dtype),
             DType::F64 => {
-                Values::F64(parts.iter().map(|(part, x, meta)| vector(part, *x, meta)).collect::<Result<_>>()?)
+                StateValues::F64(parts.iter().map(|(part, x, meta)| vector(part, *x, meta)).collect::<Result<_>>()?)
             }
-            _ => Values::F32(parts.iter().map(|(part, x, meta)| vector(part, *x as f32, meta)).collect::<Result<_>>()?),
+            _ => StateValues::F32(
+                parts.iter().map(|(part, x, meta)| vector(part, *x as f32, meta)).collect::<Result<_>>()?,
+            ),
         };
         let number =
             |&(name, initial): &(&'static str, f64)| (name, saved.numbers.get(name).copied().unwrap_or(initial));
@@ -139,16 +143,16 @@ impl State {
                 saved.numbers.get(BEGUN) == Some(&0.0) || !tensors.iter().any(is_kept)
             }
         };
-        Ok(State { numbers, first, entries, values, mesh, layout, _charge: charge })
+        Ok(WorkingState { numbers, first, entries, values, mesh, layout, _charge: charge })
     }
 
-    /// Whether this is the state of such a parameter under such settings.
+    /// Whether this state still fits the parameter and the settings of its group.
     pub(super) fn fits(&self, param: &DTensor, group: &ParamGroup) -> Result<bool> {
         let (tensors, numbers) = (tensors_of(param, group)?, group.algorithm.numbers()?);
-        let is_same = |(entry, tensor): (&Entry, &StateTensor)| {
+        let is_same = |(entry, tensor): (&StateEntry, &StateTensor)| {
             entry.name == tensor.name && entry.layout.shape() == tensor.shape.as_slice()
         };
-        Ok(self.layout == param.layout().settled()
+        Ok(self.layout == param.layout().reduced()
             && self.mesh.is_same(param.device_mesh())
             && self.dtype() == dtype_of(param)
             && self.entries.len() == tensors.len()
@@ -156,14 +160,14 @@ impl State {
             && self.numbers.iter().map(|(name, _)| name).eq(numbers.iter().map(|(name, _)| name)))
     }
 
-    /// The parameter after one more step against a gradient. Both have the layout of the parameter.
+    /// Runs one step and returns the new parameter. Parameter and gradient have the layout of the state.
     pub(super) fn step(&mut self, param: DTensor, gradient: &DTensor, group: &ParamGroup, lr: f64) -> Result<DTensor> {
         let before = self.numbers.clone();
         if let Some((_, steps)) = self.numbers.iter_mut().find(|(name, _)| *name == STEP) {
             *steps += 1.0;
         }
-        let mut at = ParamStep::new(self, param, gradient, lr, group.maximize);
-        let stepped = no_grad(|| group.algorithm.step(&mut at)).map(|()| at.into_param());
+        let mut step = ParamStep::new(self, param, gradient, lr, group.maximize);
+        let stepped = no_grad(|| group.algorithm.step(&mut step)).map(|()| step.into_param());
         match stepped {
             Ok(_) => self.first = false,
             Err(_) => self.numbers = before,
@@ -171,7 +175,7 @@ impl State {
         stepped
     }
 
-    /// A copy to keep.
+    /// Copies the state into its saved form.
     pub(super) fn saved(&self) -> Result<ParamState> {
         let mut saved = ParamState::default();
         saved.numbers.extend(self.numbers.iter().map(|&(name, number)| (name.to_string(), number)));
@@ -185,26 +189,26 @@ impl State {
     }
 }
 
-/// The state of a parameter that has not had a gradient yet: what its first step begins with.
-pub(super) fn fresh(param: &DTensor, group: &ParamGroup) -> Result<ParamState> {
+/// The state of a parameter before its first step.
+pub(super) fn initial(param: &DTensor, group: &ParamGroup) -> Result<ParamState> {
     let (mesh, dtype) = (param.device_mesh(), dtype_of(param));
     let mut saved = ParamState::default();
     for tensor in tensors_of(param, group)? {
-        let layout = layout_of(&tensor, &param.layout().settled())?;
+        let layout = layout_of(&tensor, &param.layout().reduced())?;
         let meta = TensorMeta { shape: layout.local_shape(mesh.world().rank()), dtype };
-        let made = match tensor.name {
+        let value = match tensor.name {
             MASTER => placed(param, mesh, &layout, dtype)?,
             _ => {
                 let local = match tensor.initial {
                     _ if mesh.world().is_dry() || meta.elem_count() == 0 => placeholder(&meta)?,
-                    // Zeros come from the system without being written.
+                    // The system hands out zeroed memory without writing it.
                     0.0 => Tensor::zeros(meta.shape.as_slice(), dtype, &Device::Cpu)?,
                     initial => Tensor::full(initial, meta.shape.as_slice(), &Device::Cpu)?.to_dtype(dtype)?,
                 };
                 DTensor::from_parts(mesh, layout, local)
             }
         };
-        saved.tensors.insert(tensor.name.to_string(), made);
+        saved.tensors.insert(tensor.name.to_string(), value);
     }
     let numbers = group.algorithm.numbers()?.iter();
     saved.numbers.extend(numbers.map(|&(name, initial)| (name.to_string(), initial)));
@@ -212,7 +216,7 @@ pub(super) fn fresh(param: &DTensor, group: &ParamGroup) -> Result<ParamState> {
     Ok(saved)
 }
 
-/// Records that no step was taken where nothing else tells: zeros may also be the moments after a step.
+/// Records that no step was taken, if there is no `step` that says so: zeros could also be the moments after a step.
 fn mark_unused(saved: &mut ParamState) {
     let has_moments = saved.tensors.keys().any(|name| name != MASTER);
     if has_moments && !saved.numbers.contains_key(STEP) {
@@ -220,14 +224,14 @@ fn mark_unused(saved: &mut ParamState) {
     }
 }
 
-/// The tensors that are kept for a parameter.
+/// The state tensors of a parameter, with master weights last.
 fn tensors_of(param: &DTensor, group: &ParamGroup) -> Result<Vec<StateTensor>> {
     let is_half = matches!(param.dtype(), DType::F16 | DType::BF16);
     let master = (group.master && is_half).then(|| StateTensor::zeros(MASTER, param.shape()));
     Ok(group.algorithm.state(param.shape())?.into_iter().chain(master).collect())
 }
 
-/// The layout of a tensor of the state of a parameter: dimensions of the same size are sharded alike.
+/// The layout of a state tensor: dimensions of the same size as in the parameter are sharded alike.
 fn layout_of(tensor: &StateTensor, param: &Layout) -> Result<Layout> {
     let (shape, mesh) = (tensor.shape.as_slice(), param.mesh());
     if shape == param.shape() {
@@ -239,17 +243,17 @@ fn layout_of(tensor: &StateTensor, param: &Layout) -> Result<Layout> {
     let is_kept = |dim: usize| shape[dim] == param.shape()[dim];
     let keep = |p: &Placement| if p.shard_dim().is_some_and(is_kept) { p.clone() } else { Placement::Replicate };
     let placements: Vec<Placement> = param.placements().iter().map(keep).collect();
-    let cuts = param.cuts().into_iter().enumerate();
-    let cuts: Vec<Vec<usize>> = cuts.map(|(dim, axes)| if is_kept(dim) { axes } else { Vec::new() }).collect();
-    Layout::from_cuts(mesh, shape, &placements, &cuts)
+    let orders = param.shard_orders().into_iter().enumerate();
+    let orders: Vec<Vec<usize>> = orders.map(|(dim, axes)| if is_kept(dim) { axes } else { Vec::new() }).collect();
+    Layout::from_shard_orders(mesh, shape, &placements, &orders)
 }
 
-/// The type of the state of a parameter.
+/// The element type of the state of a parameter.
 fn dtype_of(param: &DTensor) -> DType {
     if param.dtype() == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
-/// An error unless the tensors and numbers are those of an optimizer on a parameter of a shape.
+/// Checks that saved tensors and numbers are those of an optimizer for a parameter of a shape.
 pub(super) fn check<T>(
     name: &str,
     saved: &ParamState<T>,
@@ -290,9 +294,9 @@ pub(super) fn check<T>(
     Ok(())
 }
 
-/// Mesh and layout of one tensor of the state of a parameter.
-pub(super) fn place(param: &DTensor, group: &ParamGroup, name: &str) -> Result<Option<(DeviceMesh, Layout)>> {
+/// Mesh and layout of one state tensor of a parameter.
+pub(super) fn mesh_and_layout(param: &DTensor, group: &ParamGroup, name: &str) -> Result<Option<(DeviceMesh, Layout)>> {
     let tensors = tensors_of(param, group)?;
     let Some(tensor) = tensors.iter().find(|tensor| tensor.name == name) else { return Ok(None) };
-    Ok(Some((param.device_mesh().clone(), layout_of(tensor, &param.layout().settled())?)))
+    Ok(Some((param.device_mesh().clone(), layout_of(tensor, &param.layout().reduced())?)))
 }

@@ -1,19 +1,19 @@
-//! `Shard(dim)`: chunks of `ceil(n / k)`.
+//! `Shard(dim)`: chunks of `ceil(n / k)` indices, as in PyTorch.
 
 use std::fmt;
 
-use super::division::{Divided, Division, Stored};
+use super::division::{CanonicalForm, Division, DivisionContext};
 use super::runs::{Runs, chunk};
 use crate::error::Result;
 
-/// Chunks of `ceil(n / k)`, one per coordinate; trailing ones are smaller or empty.
+/// Chunks of `ceil(n / k)` indices, one per coordinate; trailing chunks are smaller or empty.
 pub(super) struct Chunks;
 
 impl Chunks {
     /// The text form.
     pub(super) const FORM: &str = "S(dim)";
 
-    /// The dimension, from the text form.
+    /// Parses the dimension from the text form.
     pub(super) fn parse(head: &str, arguments: &str) -> Option<isize> {
         if head == "S" { arguments.trim().parse().ok() } else { None }
     }
@@ -30,8 +30,8 @@ impl Division for Chunks {
         true
     }
 
-    fn stored(&self, _: &Divided<'_>) -> Result<Stored> {
-        Ok(Stored::AsWritten)
+    fn canonical(&self, _: &DivisionContext<'_>) -> Result<CanonicalForm> {
+        Ok(CanonicalForm::AsWritten)
     }
 
     fn write(&self, dim: isize, f: &mut fmt::Formatter<'_>) -> fmt::Result {

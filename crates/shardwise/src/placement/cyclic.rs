@@ -1,12 +1,12 @@
-//! `BlockCyclic { dim, block }`: blocks dealt out to the coordinates in turn.
+//! `BlockCyclic { dim, block }`: blocks assigned to the coordinates round-robin, as in ScaLAPACK.
 
 use std::fmt;
 
-use super::division::{Divided, Division, Stored};
+use super::division::{CanonicalForm, Division, DivisionContext};
 use super::runs::Runs;
 use crate::error::{ErrorKind, Result};
 
-/// Blocks of a given size, the last one smaller: coordinate `i` of `k` keeps blocks `i`, `i + k`, `i + 2k`, ...
+/// Blocks of a given size, the last one possibly smaller: coordinate `i` of `k` holds blocks `i`, `i + k`, `i + 2k`, ...
 pub(super) struct Cyclic {
     pub(super) block: usize,
 }
@@ -15,7 +15,7 @@ impl Cyclic {
     /// The text form.
     pub(super) const FORM: &str = "BC(dim,block)";
 
-    /// The dimension and the kind, from the text form.
+    /// Parses the dimension and the block size from the text form.
     pub(super) fn parse(head: &str, arguments: &str) -> Option<(isize, Self)> {
         let (dim, block) = arguments.split_once(',').filter(|_| head == "BC")?;
         Some((dim.trim().parse().ok()?, Cyclic { block: block.trim().parse().ok()? }))
@@ -33,7 +33,7 @@ impl Division for Cyclic {
         false
     }
 
-    fn stored(&self, divided: &Divided<'_>) -> Result<Stored> {
+    fn canonical(&self, divided: &DivisionContext<'_>) -> Result<CanonicalForm> {
         let k = divided.k;
         if self.block == 0 {
             return Err(ErrorKind::Layout.error(
@@ -43,10 +43,11 @@ impl Division for Cyclic {
                 "use S(dim) for a plain shard",
             ));
         }
-        // Not more than that: a program that takes the placement from a layout may use it for another size.
+        // Only if the block is exactly the chunk: a larger block is the same for this size too, but a program may take the
+        // placement from the layout and use it for a larger tensor.
         let is_chunked = |n: usize| n <= 1 || self.block == n.div_ceil(k);
         let same = k == 1 || (0..divided.combinations).all(|outer| is_chunked((divided.len)(outer)));
-        Ok(if same { Stored::Chunks } else { Stored::AsWritten })
+        Ok(if same { CanonicalForm::Chunks } else { CanonicalForm::AsWritten })
     }
 
     fn write(&self, dim: isize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -59,11 +60,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_are_dealt_out_in_turn() {
+    fn blocks_are_assigned_round_robin() {
         let held = |whole: &Runs, i| Cyclic { block: 2 }.part(whole, 3, i, 0).iter().flatten().collect::<Vec<_>>();
         let all = Runs::all(9);
         assert_eq!([held(&all, 0), held(&all, 1), held(&all, 2)], [vec![0, 1, 6, 7], vec![2, 3, 8], vec![4, 5]]);
-        // positions count within what other axes have left
+        // positions count within the indices that outer axes have left
         let mut rest = Runs::range(1..4);
         rest.push(10..15);
         assert_eq!([held(&rest, 0), held(&rest, 1), held(&rest, 2)], [vec![1, 2, 13, 14], vec![3, 10], vec![11, 12]]);

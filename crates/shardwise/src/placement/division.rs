@@ -1,5 +1,4 @@
-//! What every placement that shards a dimension answers: how it divides a range of indices over the coordinates of a mesh
-//! axis.
+//! [`Division`]: how a placement that shards a dimension divides indices over the coordinates of a mesh axis.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,47 +6,47 @@ use std::sync::Arc;
 use super::runs::Runs;
 use crate::error::Result;
 
-/// How a range of indices is divided over the coordinates of a mesh axis. One file per kind implements it; layouts,
-/// redistributions and operators ask [`Placement`](super::Placement), which asks the kind.
+/// How the indices of a dimension are divided over the coordinates of a mesh axis. One file per kind of shard implements
+/// it; layouts, redistributions and operators ask [`Placement`](super::Placement), which asks the kind.
 pub(super) trait Division {
-    /// What coordinate `i` of `k` keeps of `whole`. Over all `i` each index is kept once. `outer` numbers the coordinates
-    /// of the axes that divide the dimension before this one, row-major.
+    /// The indices of `whole` that coordinate `i` of `k` holds. Over all `i`, each index is held once. `outer` is the
+    /// row-major number of the coordinates on the axes that divide the dimension before this one.
     fn part(&self, whole: &Runs, k: usize, i: usize, outer: usize) -> Runs;
 
-    /// Whether every coordinate keeps one range of the positions of what is divided, one coordinate after the other.
+    /// Whether every coordinate holds one range of positions of `whole`, in the order of coordinates.
     fn is_contiguous(&self) -> bool;
 
-    /// Whether it divides ranges of any length.
+    /// Whether it can divide any number of indices.
     fn divides_any(&self) -> bool {
         true
     }
 
-    /// The form in which a layout stores it, so that equal divisions are equal placements; an error if it does not divide
-    /// what it is to divide.
-    fn stored(&self, divided: &Divided<'_>) -> Result<Stored>;
+    /// The form in which a layout stores it, so that equal divisions are equal placements; an error if it cannot divide
+    /// the indices of the context.
+    fn canonical(&self, divided: &DivisionContext<'_>) -> Result<CanonicalForm>;
 
-    /// Its text form on a dimension. Parsing it back is a function `parse` beside the kind.
+    /// Writes its text form on a dimension. The inverse is a function `parse` of the kind.
     fn write(&self, dim: isize, f: &mut fmt::Formatter<'_>) -> fmt::Result;
 }
 
-/// What is divided, for [`Division::stored`].
-pub(crate) struct Divided<'a> {
+/// The indices that are divided, for [`Division::canonical`].
+pub(crate) struct DivisionContext<'a> {
     /// Number of coordinates of the axis.
     pub(crate) k: usize,
-    /// Number of combinations of coordinates of the axes that divide before.
+    /// Number of combinations of coordinates on the axes that divide the dimension before this one.
     pub(crate) combinations: usize,
-    /// How much is to be divided at one of these combinations.
+    /// Number of indices to divide at one of these combinations.
     pub(crate) len: &'a dyn Fn(usize) -> usize,
     /// The placement and its axis, as errors name them.
     pub(crate) name: &'a dyn Fn() -> String,
 }
 
 /// How a layout stores a division.
-pub(super) enum Stored {
+pub(super) enum CanonicalForm {
     /// As the program wrote it.
     AsWritten,
-    /// It is the same as plain chunks.
+    /// As a plain shard, which owns the same indices.
     Chunks,
-    /// Ranges of these sizes.
+    /// As a ragged shard of these sizes.
     Sizes(Arc<[usize]>),
 }

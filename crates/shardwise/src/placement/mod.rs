@@ -1,8 +1,8 @@
-//! Placements: how a tensor is placed along one axis of a mesh.
+//! Placements: how a tensor is distributed along one axis of a mesh.
 //!
-//! A placement that shards divides the indices of a tensor dimension over the coordinates of the axis. Each kind is one file
-//! that implements `Division`: which indices a coordinate keeps, when two spellings are one, its text form. The rest of the
-//! crate asks a [`Placement`] and does not match on its kinds: a new kind is a file, its variant, and its line in `dim_mut`,
+//! A placement that shards divides the indices of a tensor dimension over the coordinates of the axis. Each kind of shard is
+//! one file that implements `Division`: which indices a coordinate holds, its stored form, its text form. The rest of the
+//! crate asks a [`Placement`] and does not match on kinds, so a new kind is a file, its variant, and its line in `dim_mut`,
 //! `ask` and `parse_kind` here.
 
 mod chunks;
@@ -13,8 +13,8 @@ mod ragged;
 mod runs;
 mod strided;
 
-pub(crate) use division::Divided;
-pub(crate) use partial::{commute, is_linear, stays};
+pub(crate) use division::DivisionContext;
+pub(crate) use partial::{commute, is_idempotent, is_linear};
 pub(crate) use runs::{Runs, chunk};
 pub use shardwise_kernels::ReduceOp;
 
@@ -27,14 +27,23 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use crate::error::{Error, ErrorKind, Result};
 use chunks::Chunks;
 use cyclic::Cyclic;
-use division::{Division, Stored};
+use division::{CanonicalForm, Division};
 use ragged::Ragged;
 use strided::Strided;
 
-/// How a tensor is placed along one axis of a mesh.
+/// How a tensor is distributed along one axis of a mesh.
 ///
-/// The dimension of a shard may be negative, counting from the last one, until a [`Layout`](crate::Layout) is made of
-/// it: the placements of a layout always have non-negative dimensions.
+/// A layout has one placement per mesh axis. The dimension of a shard may be negative, counting from the last; the
+/// placements of a [`Layout`](crate::Layout) always have non-negative dimensions.
+///
+/// | variant | text form | what coordinate `i` of `k` holds |
+/// |---|---|---|
+/// | `Replicate` | `R` | the whole tensor |
+/// | `Shard(0)` | `S(0)` | chunk `i` of dimension 0 |
+/// | `Ragged` | `S(0;3,1,2)` | a range of the `i`-th size |
+/// | `StridedShard` | `SS(0,2)` | the `i`-th piece of each of 2 chunks |
+/// | `BlockCyclic` | `BC(0,4)` | blocks `i`, `i + k`, ... of 4 indices |
+/// | `Partial(Sum)` | `P(sum)` | a term; the tensor is the sum over all coordinates |
 ///
 /// ```
 /// # use shardwise::{Placement, Placement::*, ReduceOp};
@@ -46,12 +55,12 @@ use strided::Strided;
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Placement {
-    /// Every coordinate holds the whole.
+    /// Every coordinate holds the whole tensor.
     Replicate,
-    /// The dimension is sharded in chunks of `ceil(n / size)`; trailing chunks are smaller or empty.
+    /// The dimension is sharded in chunks of `ceil(n / k)` indices; trailing chunks are smaller or empty.
     Shard(isize),
-    /// The dimension is split into chunks of `ceil(n / split_factor)`, each of these into one piece per coordinate;
-    /// coordinate `i` holds the `i`-th piece of every chunk, joined in order.
+    /// The dimension is split into chunks of `ceil(n / split_factor)` indices, each chunk into one piece per coordinate;
+    /// coordinate `i` holds the `i`-th piece of every chunk, in order.
     #[doc(alias = "_StridedShard")]
     StridedShard {
         /// The dimension that is sharded.
@@ -59,17 +68,19 @@ pub enum Placement {
         /// Number of chunks before sharding.
         split_factor: usize,
     },
-    /// The dimension is sharded in ranges of the given sizes.
+    /// The dimension is sharded in consecutive ranges of explicit sizes. PyTorch has no such placement.
+    ///
+    /// Slices and concatenations of sharded tensors get it, so that they need no communication.
     Ragged {
         /// The dimension that is sharded.
         dim: isize,
-        /// One size per coordinate; or, if other axes shard the dimension before this one, one size per coordinate for
-        /// every combination of their coordinates, this axis fastest.
+        /// One size per coordinate. If other axes shard the dimension before this one, their parts may be of different
+        /// sizes and need different divisions: then one size per coordinate for every combination of their coordinates,
+        /// this axis fastest.
         sizes: Arc<[usize]>,
     },
-    /// The dimension is split into blocks, the last one smaller, that are dealt out in turn: coordinate `i` holds blocks `i`,
-    /// `i + size`, `i + 2 * size`, ..., joined in order. Work that grows along a dimension, such as that of causal
-    /// attention or of factorizations, is balanced by it.
+    /// The dimension is split into blocks that are assigned round-robin: coordinate `i` of `k` holds blocks `i`, `i + k`,
+    /// `i + 2k`, ..., in order. Balances work that grows along a dimension, such as that of causal attention.
     #[doc(alias = "ScaLAPACK")]
     #[doc(alias = "cyclic")]
     BlockCyclic {
@@ -78,18 +89,18 @@ pub enum Placement {
         /// Number of indices in a block.
         block: usize,
     },
-    /// Every coordinate holds an operand; the value is their reduction. With several partial axes the last axis is
-    /// reduced first.
+    /// Every coordinate holds an operand of the whole shape; the tensor is their reduction. With several partial axes, the
+    /// last axis is reduced first.
     Partial(ReduceOp),
 }
 
 impl Placement {
-    /// A shard of `dim` in ranges of the given sizes.
+    /// Creates [`Placement::Ragged`].
     pub fn ragged(dim: isize, sizes: impl Into<Arc<[usize]>>) -> Self {
         Placement::Ragged { dim, sizes: sizes.into() }
     }
 
-    /// A shard of `dim` in blocks that are dealt out to the coordinates in turn.
+    /// Creates [`Placement::BlockCyclic`].
     ///
     /// ```
     /// # use shardwise::{Layout, Mesh, Placement};
@@ -102,13 +113,13 @@ impl Placement {
         Placement::BlockCyclic { dim, block }
     }
 
-    /// A shard of `dim` of which every coordinate holds a piece of each of `split_factor` chunks.
+    /// Creates [`Placement::StridedShard`].
     pub fn strided(dim: isize, split_factor: usize) -> Self {
         Placement::StridedShard { dim, split_factor }
     }
 }
 
-// What kinds of placements answer. Nothing else matches on the kinds of shards.
+// The only functions that match on the kinds of shards; `tests/architecture` checks it.
 impl Placement {
     /// The tensor dimension that is sharded, as written (it may be negative).
     #[inline]
@@ -122,7 +133,7 @@ impl Placement {
         }
     }
 
-    /// Asks how the dimension is divided, and which dimension that is (as written); `None` if none is.
+    /// Calls `question` with the division and the dimension (as written) of a shard; `None` for other placements.
     #[inline]
     fn ask<R>(&self, question: impl FnOnce(&dyn Division, isize) -> R) -> Option<R> {
         match self {
@@ -136,19 +147,19 @@ impl Placement {
         }
     }
 
-    /// The dimension of a plain shard, as a layout has it; `None` for everything else.
+    /// The dimension of a plain shard in a layout; `None` for all other placements.
     #[inline]
     pub(crate) fn chunk_dim(&self) -> Option<usize> {
         if let Placement::Shard(dim) = self { usize::try_from(*dim).ok() } else { None }
     }
 
-    /// The number of chunks of which coordinates hold pieces, if that is how the dimension is divided.
+    /// The split factor of a strided shard, `None` for all other placements.
     #[inline]
     pub(crate) fn split_factor(&self) -> Option<usize> {
         if let Placement::StridedShard { split_factor, .. } = self { Some(*split_factor) } else { None }
     }
 
-    /// The reduction that is still to be made.
+    /// The reduction of a partial placement, `None` for every other placement.
     #[inline]
     pub fn reduction(&self) -> Option<ReduceOp> {
         if let Placement::Partial(op) = self { Some(*op) } else { None }
@@ -162,14 +173,15 @@ impl Placement {
         self.ask(|_, dim| dim)
     }
 
-    /// The tensor dimension that this placement shards, `None` if it shards none. For the placements of a layout; a
-    /// negative dimension has no answer before it is resolved against a number of dimensions.
+    /// The tensor dimension that this placement shards, `None` if it shards none.
+    ///
+    /// Meant for placements of a layout: also `None` for a negative dimension, see [`normalized`](Self::normalized).
     #[inline]
     pub fn shard_dim(&self) -> Option<usize> {
         self.written_dim().and_then(|dim| usize::try_from(dim).ok())
     }
 
-    /// The same placement of another dimension.
+    /// The same placement on another dimension.
     pub(crate) fn with_dim(&self, dim: usize) -> Self {
         let mut other = self.clone();
         if let Some(own) = other.dim_mut() {
@@ -178,44 +190,44 @@ impl Placement {
         other
     }
 
-    /// A plain shard of the dimension that this placement shards; others stay as they are.
+    /// The plain shard on the dimension that this placement shards; placements that shard nothing are unchanged.
     pub(crate) fn plain(&self) -> Self {
         self.written_dim().map_or_else(|| self.clone(), Placement::Shard)
     }
 
-    /// Whether every coordinate holds one range of what is divided, in the order of coordinates. So are placements that
-    /// shard nothing.
+    /// Whether every coordinate holds one range of the divided indices, in the order of coordinates; also true for
+    /// placements that shard nothing.
     #[inline]
     pub(crate) fn is_contiguous(&self) -> bool {
         self.ask(|division, _| division.is_contiguous()).unwrap_or(true)
     }
 
-    /// Whether it fits tensors of any size, and behind shards of any other axes.
+    /// Whether it is valid for a dimension of any size, and after any other axes: all but ragged placements.
     pub(crate) fn fits_any_size(&self) -> bool {
         self.ask(|division, _| division.divides_any()).unwrap_or(true)
     }
 
-    /// What coordinate `i` of `k` holds of indices that the placement divides. `outer` numbers the coordinates of the axes
-    /// that shard the dimension before this one, row-major.
+    /// The indices of `whole` that coordinate `i` of `k` holds. `outer` is the row-major number of the coordinates on the
+    /// axes that shard the dimension before this one.
     #[inline]
     pub(crate) fn part(&self, whole: &Runs, k: usize, i: usize, outer: usize) -> Runs {
         self.ask(|division, _| division.part(whole, k, i, outer)).unwrap_or_else(|| whole.clone())
     }
 
-    /// The form in which a layout stores the placement, so that equal ones are equal; an error if it does not fit what it
-    /// is to divide.
-    pub(crate) fn stored(&self, divided: &Divided<'_>) -> Result<Self> {
-        let stored = self.ask(|division, dim| {
-            Ok(match division.stored(divided)? {
-                Stored::AsWritten => self.clone(),
-                Stored::Chunks => Placement::Shard(dim),
-                Stored::Sizes(sizes) => Placement::ragged(dim, sizes),
+    /// The form in which a layout stores the placement, so that equivalent placements are equal; an error if it does not
+    /// fit the dimension.
+    pub(crate) fn canonical(&self, divided: &DivisionContext<'_>) -> Result<Self> {
+        let canonical = self.ask(|division, dim| {
+            Ok(match division.canonical(divided)? {
+                CanonicalForm::AsWritten => self.clone(),
+                CanonicalForm::Chunks => Placement::Shard(dim),
+                CanonicalForm::Sizes(sizes) => Placement::ragged(dim, sizes),
             })
         });
-        stored.unwrap_or_else(|| Ok(self.clone()))
+        canonical.unwrap_or_else(|| Ok(self.clone()))
     }
 
-    /// Whether the placement shards a dimension (any dimension for `None`).
+    /// Whether the placement shards dimension `dim`, or any dimension for `None`.
     #[inline]
     pub fn is_shard(&self, dim: Option<usize>) -> bool {
         match dim {
@@ -224,19 +236,22 @@ impl Placement {
         }
     }
 
-    /// Whether every coordinate holds the whole.
+    /// Whether this is `Replicate`.
     #[inline]
     pub fn is_replicate(&self) -> bool {
         matches!(self, Placement::Replicate)
     }
 
-    /// Whether a reduction is still to be made.
+    /// Whether this is `Partial` with any reduction.
     #[inline]
     pub fn is_partial(&self) -> bool {
         self.reduction().is_some()
     }
 
-    /// The same placement with its dimension counted from the front, checked against `ndim`.
+    /// Returns the same placement with a non-negative dimension, for a tensor of `ndim` dimensions.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Dimension`] if the dimension is out of range.
     pub fn normalized(&self, ndim: usize) -> Result<Self> {
         let Some(written) = self.written_dim() else { return Ok(self.clone()) };
         let resolved = if written < 0 { written + ndim as isize } else { written };
@@ -255,7 +270,7 @@ impl Placement {
         Ok(self.with_dim(resolved as usize))
     }
 
-    /// Reads a list such as `S(0),R,P(sum)`.
+    /// Parses a comma-separated list such as `S(0),R,P(sum)`.
     ///
     /// ```
     /// # use shardwise::{Placement, Placement::*};
@@ -281,10 +296,10 @@ impl Placement {
     }
 }
 
-/// The text forms, for errors.
+/// The text forms, for the error of an unknown one.
 const FORMS: [&str; 6] = ["R", Chunks::FORM, Ragged::FORM, Strided::FORM, Cyclic::FORM, "P or P(op)"];
 
-/// A placement from the two parts of its text form, `head(arguments)`.
+/// Parses a shard from the two parts of its text form, `head(arguments)`.
 fn parse_kind(head: &str, arguments: &str) -> Option<Placement> {
     let chunks = || Chunks::parse(head, arguments).map(Placement::Shard);
     let ragged = || Ragged::parse(head, arguments).map(|(dim, sizes)| Placement::ragged(dim, sizes));
@@ -305,7 +320,7 @@ impl fmt::Display for Placement {
 impl FromStr for Placement {
     type Err = Error;
 
-    /// Reads `R`, `S(0)`, `S(0;3,1,2)` (ragged), `SS(0,2)` (strided), `BC(0,4)` (block-cyclic), `P(sum)` or `P` (sum).
+    /// Parses `R`, `S(0)`, `S(0;3,1,2)` (ragged), `SS(0,2)` (strided), `BC(0,4)` (block-cyclic), `P(sum)` or `P` (sum).
     fn from_str(text: &str) -> Result<Self> {
         let trimmed = text.trim();
         match trimmed {

@@ -1,12 +1,17 @@
-//! `Ragged { dim, sizes }`: ranges of given sizes.
+//! `Ragged { dim, sizes }`: ranges of explicit sizes.
+//!
+//! Slicing, concatenating or filtering a sharded tensor leaves ranks with uneven parts. Ragged shards describe them, so that
+//! such operators need no communication. Where an outer axis shards the same dimension, the parts of different outer
+//! coordinates differ too: then there is one row of sizes per combination of outer coordinates. Slicing `3..9` of 12 rows on
+//! a 2 x 2 mesh leaves outer coordinate 0 with sizes `0, 3` and coordinate 1 with `3, 0`, which no single row can express.
 
 use std::fmt;
 
-use super::division::{Divided, Division, Stored};
+use super::division::{CanonicalForm, Division, DivisionContext};
 use super::runs::{Runs, chunk};
 use crate::error::{ErrorKind, Result};
 
-/// Ranges of given sizes: one per coordinate, or one per coordinate for every combination of outer coordinates.
+/// Ranges of explicit sizes: one per coordinate, or one row of them per combination of outer coordinates.
 pub(super) struct Ragged<'a> {
     pub(super) sizes: &'a [usize],
 }
@@ -15,7 +20,7 @@ impl Ragged<'_> {
     /// The text form.
     pub(super) const FORM: &'static str = "S(dim;size,size,...)";
 
-    /// The dimension and the sizes, from the text form.
+    /// Parses the dimension and the sizes from the text form.
     pub(super) fn parse(head: &str, arguments: &str) -> Option<(isize, Vec<usize>)> {
         let (dim, sizes) = arguments.split_once(';').filter(|_| head == "S")?;
         let listed = sizes.split(',').filter(|_| !sizes.trim().is_empty());
@@ -23,13 +28,13 @@ impl Ragged<'_> {
         Some((dim.trim().parse().ok()?, sizes))
     }
 
-    /// The sizes for one combination of outer coordinates.
+    /// The sizes at one combination of outer coordinates.
     fn row(&self, k: usize, outer: usize) -> &[usize] {
         if self.sizes.len() == k { self.sizes } else { &self.sizes[outer * k..(outer + 1) * k] }
     }
 
-    fn check_count(&self, divided: &Divided<'_>) -> Result<()> {
-        let Divided { k, combinations, name, .. } = divided;
+    fn check_count(&self, divided: &DivisionContext<'_>) -> Result<()> {
+        let DivisionContext { k, combinations, name, .. } = divided;
         if self.sizes.len() == *k || self.sizes.len() == combinations * k {
             return Ok(());
         }
@@ -59,7 +64,7 @@ impl Division for Ragged<'_> {
         false
     }
 
-    fn stored(&self, divided: &Divided<'_>) -> Result<Stored> {
+    fn canonical(&self, divided: &DivisionContext<'_>) -> Result<CanonicalForm> {
         self.check_count(divided)?;
         let k = divided.k;
         let mut is_chunked = true;
@@ -76,11 +81,11 @@ impl Division for Ragged<'_> {
             is_chunked &= row.iter().enumerate().all(|(i, &s)| s == chunk(have, k, i).len());
         }
         if is_chunked {
-            return Ok(Stored::Chunks);
+            return Ok(CanonicalForm::Chunks);
         }
         let first = &self.sizes[..k];
         let repeats = self.sizes.len() > k && self.sizes.chunks(k).all(|row| row == first);
-        Ok(if repeats { Stored::Sizes(first.into()) } else { Stored::AsWritten })
+        Ok(if repeats { CanonicalForm::Sizes(first.into()) } else { CanonicalForm::AsWritten })
     }
 
     fn write(&self, dim: isize, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -4,15 +4,15 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
-/// The range that chunk `i` of `k` has in `n`: chunks of `ceil(n / k)`, trailing ones smaller or empty.
+/// The range of chunk `i` of `k` in `0..n`: chunks of `ceil(n / k)`, trailing ones smaller or empty.
 pub(crate) fn chunk(n: usize, k: usize, i: usize) -> Range<usize> {
     let size = n.div_ceil(k);
     let edge = |i: usize| n.min(size.saturating_mul(i));
     edge(i)..edge(i + 1)
 }
 
-/// Ascending global indices along one dimension, as non-empty ranges with gaps between them. Placements that are
-/// [contiguous](super::Placement::is_contiguous) give one range at most.
+/// Ascending global indices along one dimension, as non-empty ranges with gaps between them; at most one range for
+/// [contiguous](super::Placement::is_contiguous) placements.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Runs(SmallVec<[Range<usize>; 1]>);
 
@@ -32,7 +32,7 @@ impl Runs {
         self.0.iter().map(Range::len).sum()
     }
 
-    /// First index owned, `None` if nothing is.
+    /// The first index, `None` if there is none.
     pub(crate) fn first(&self) -> Option<usize> {
         self.0.first().map(|run| run.start)
     }
@@ -41,7 +41,7 @@ impl Runs {
         self.0.iter().cloned()
     }
 
-    /// Appends a range behind all others.
+    /// Appends a range of larger indices; adjacent ranges are merged.
     pub(crate) fn push(&mut self, run: Range<usize>) {
         match self.0.last_mut() {
             _ if run.is_empty() => {}
@@ -50,7 +50,7 @@ impl Runs {
         }
     }
 
-    /// Appends the indices at `positions` of `self` to `out`.
+    /// Appends to `out` the indices at `positions` of `self`.
     pub(super) fn take(&self, positions: Range<usize>, out: &mut Runs) {
         let mut before = 0;
         for run in &self.0 {
@@ -61,8 +61,8 @@ impl Runs {
         }
     }
 
-    /// Appends the indices at positions `first..first + len` of `self` to `out`, and at those `step` behind them, and so on
-    /// to the end. In one pass over the ranges, however many there are.
+    /// Appends to `out` the indices at positions `first..first + len` of `self`, then at the `len` positions that begin
+    /// `step` later, and so on. One pass over the ranges: large tensors with small blocks have many.
     pub(super) fn take_each(&self, first: usize, len: usize, step: usize, out: &mut Runs) {
         let (mut before, mut next) = (0, first);
         for run in &self.0 {
@@ -72,7 +72,7 @@ impl Runs {
                 let to = next.saturating_add(len).min(end);
                 out.push(run.start + (from - before)..run.start + (to - before));
                 if next.saturating_add(len) > end {
-                    break; // the rest of these positions is in the next range
+                    break; // the remaining positions are in the next range
                 }
                 next = next.saturating_add(step);
             }

@@ -1,4 +1,4 @@
-//! Plans carried out: everything is worked out and checked first, then changed.
+//! Applying plans: everything is resolved and checked before anything changes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,35 +7,42 @@ use std::sync::Arc;
 
 use super::local::collect_local_shard;
 use super::pattern::{is_beneath, is_exact, matches, parent};
-use super::places::Places;
-use super::sharder::{Part, Sharder};
-use super::sharding_plan::{Aspect, Numbered, ParamPlan, ShardingPlan, at};
+use super::sharder::{ModuleView, Sharder};
+use super::sharding_plan::{EntryKind, ParamPlan, PositionalEntry, ShardingPlan, with_path};
+use super::target_placements::TargetPlacements;
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result, nearest};
 use crate::layout::Layout;
-use crate::nn::{Buffer, Builder, Heads, Hooks, Item, Layer, Module, PlanHints};
+use crate::nn::{Buffer, Builder, Heads, Hooks, Layer, Module, ModuleItem, PlanHints};
 use crate::param::Param;
 use crate::tensor::DTensor;
 
 impl ShardingPlan {
-    /// A module built by the plan, with its hooks and replacements.
+    /// Builds a module whose parameters have the layouts of the plan from the start, then applies the rest of the plan.
+    ///
+    /// Collective: all ranks of the mesh must call it with the same plan. `new` is the constructor of the module.
     ///
     /// # Errors
-    /// If something in the plan does not fit the module, or the module has no parameter at a path for which one was built
+    /// [`Error::Invalid`](crate::Error::Invalid) if something in the plan does not fit the module, or the module has no parameter at a path for which one was built
     /// ([`Builder::check`]).
-    pub fn build<M: Module>(&self, mesh: &DeviceMesh, make: impl FnOnce(&Builder) -> Result<M>) -> Result<M> {
+    pub fn build<M: Module>(&self, mesh: &DeviceMesh, new: impl FnOnce(&Builder) -> Result<M>) -> Result<M> {
         let builder = self.builder(mesh);
-        let module = make(&builder)?;
+        let module = new(&builder)?;
         builder.check(&module)?;
         shard_module(&module, mesh, self)?;
         Ok(module)
     }
 }
 
-/// Spreads a module as a plan says: parameters and buffers are moved, modules replaced, inputs and outputs prepared.
+/// Applies a plan to a module: redistributes parameters and buffers, replaces modules, and registers hooks that redistribute
+/// inputs and outputs.
 ///
-/// If something in the plan does not fit the module or the mesh, nothing is changed. All ranks of the mesh must have the
-/// same plan. Make optimizers afterwards: a replacement has parameters of its own.
+/// Collective: all ranks of the mesh must call it with the same plan, which is checked. Create optimizers afterwards, because
+/// a replacement has other parameters.
+///
+/// # Errors
+/// [`Error::Invalid`](crate::Error::Invalid) if something in the plan does not fit the module or the mesh; nothing is changed
+/// then. All ranks get an error if their plans differ.
 #[track_caller]
 pub fn shard_module(module: &dyn Module, mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<()> {
     if mesh.contains(mesh.world().rank()) && mesh.size() > 1 {
@@ -43,39 +50,42 @@ pub fn shard_module(module: &dyn Module, mesh: &DeviceMesh, plan: &ShardingPlan)
         plan.to_string().hash(&mut hasher);
         mesh.group_of(&(0..mesh.ndim()).collect::<Vec<_>>())?.agree("sharding plan", &[hasher.finish()])?;
     }
-    let found = Found::new(module);
-    let moves = found.moves(plan, mesh)?;
-    let hooked = found.hooked(plan, mesh)?;
-    let numbered = found.numbered(plan, mesh)?;
+    let inventory = ModuleInventory::new(module);
+    let redistributions = inventory.redistributions(plan, mesh)?;
+    let planned_hooks = inventory.planned_hooks(plan, mesh)?;
+    let positional = inventory.positional(plan, mesh)?;
     let mut layers: Vec<(&Hooks, Arc<dyn Layer>)> = Vec::new();
-    for (path, sharder) in found.replaced(plan)? {
-        let layer = sharder.shard(&found.part(&path, mesh)).map_err(|e| at(e, &path))?;
-        layers.push((found.hooks_of(&path)?, layer));
+    for (path, sharder) in inventory.replaced(plan)? {
+        let layer = sharder.shard(&inventory.view(&path, mesh)).map_err(|e| with_path(e, &path))?;
+        layers.push((inventory.hooks_of(&path)?, layer));
     }
-    for (slot, layout) in moves {
-        slot.move_to(&layout)?;
+    for (tensor, layout) in redistributions {
+        tensor.redistribute(&layout)?;
     }
     layers.into_iter().for_each(|(hooks, layer)| hooks.replace(layer));
-    for Hooked { hooks, input, output, local } in hooked {
-        let bring = |places: Places| move |x: &DTensor| x.to_layout(&places.layout(x.layout())?);
-        input.into_iter().for_each(|places| hooks.on_input(bring(places)));
-        output.into_iter().for_each(|places| hooks.on_output(bring(places)));
+    for PlannedHooks { hooks, input, output, local } in planned_hooks {
+        input.into_iter().for_each(|target| hooks.on_input(redistribute_to(target)));
+        output.into_iter().for_each(|target| hooks.on_output(redistribute_to(target)));
         if local {
             hooks.on_output(collect_local_shard);
         }
     }
-    for (hooks, Numbered { aspect, index, places, .. }) in numbered {
-        let places = places.clone();
-        let bring = move |x: &DTensor| x.to_layout(&places.layout(x.layout())?);
-        match aspect {
-            Aspect::Output => hooks.on_output_at(*index, bring),
-            Aspect::Input | Aspect::Param => hooks.on_input_at(*index, bring),
+    for (hooks, PositionalEntry { kind, index, target, .. }) in positional {
+        let hook = redistribute_to(target.clone());
+        match kind {
+            EntryKind::Output => hooks.on_output_at(*index, hook),
+            EntryKind::Input | EntryKind::Param => hooks.on_input_at(*index, hook),
         }
     }
     Ok(())
 }
 
-/// Moves the parameters at a path.
+/// A hook that redistributes a tensor.
+fn redistribute_to(target: TargetPlacements) -> impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static {
+    move |x| x.to_layout(&target.layout(x.layout())?)
+}
+
+/// Redistributes the parameters at a path or pattern. Collective: all ranks of the mesh must call it.
 ///
 /// ```
 /// use shardwise::nn::{Builder, Linear};
@@ -92,56 +102,66 @@ pub fn shard_module(module: &dyn Module, mesh: &DeviceMesh, plan: &ShardingPlan)
 /// # Ok::<(), Error>(())
 /// ```
 #[track_caller]
-pub fn shard_parameter(module: &dyn Module, mesh: &DeviceMesh, path: &str, places: impl Into<Places>) -> Result<()> {
-    shard_module(module, mesh, &ShardingPlan::new().param(path, places))
+pub fn shard_parameter(
+    module: &dyn Module,
+    mesh: &DeviceMesh,
+    path: &str,
+    target: impl Into<TargetPlacements>,
+) -> Result<()> {
+    shard_module(module, mesh, &ShardingPlan::new().param(path, target))
 }
 
-/// Brings the output of the modules at a path to other placements from now on.
+/// Registers a redistribution of the output of the modules at a path or pattern. Collective, as [`shard_module`].
 #[doc(alias = "_reshard_output")]
 #[doc(alias = "hook_func")]
 #[track_caller]
-pub fn reshard_output(module: &dyn Module, mesh: &DeviceMesh, path: &str, places: impl Into<Places>) -> Result<()> {
-    shard_module(module, mesh, &ShardingPlan::new().output(path, places))
+pub fn reshard_output(
+    module: &dyn Module,
+    mesh: &DeviceMesh,
+    path: &str,
+    target: impl Into<TargetPlacements>,
+) -> Result<()> {
+    shard_module(module, mesh, &ShardingPlan::new().output(path, target))
 }
 
 /// A parameter or buffer.
 #[derive(Clone)]
-pub(super) enum Slot {
+pub(super) enum ParamOrBuffer {
     Param(Param),
     Buffer(Buffer),
 }
 
-impl Slot {
+impl ParamOrBuffer {
     pub(super) fn get(&self) -> DTensor {
         match self {
-            Slot::Param(param) => param.get().detach(),
-            Slot::Buffer(buffer) => buffer.get(),
+            ParamOrBuffer::Param(param) => param.get().detach(),
+            ParamOrBuffer::Buffer(buffer) => buffer.get(),
         }
     }
 
-    fn move_to(&self, layout: &Layout) -> Result<()> {
+    fn redistribute(&self, layout: &Layout) -> Result<()> {
         let moved = self.get().to_layout(layout)?;
         match self {
-            // A leaf that lies there already stays the leaf that it is.
-            Slot::Param(param) if param.layout() == *layout => Ok(()),
-            Slot::Param(param) => param.set(&moved),
-            Slot::Buffer(buffer) => {
+            // A parameter that is in the layout already keeps its leaf, so that gradients of earlier passes still find it.
+            ParamOrBuffer::Param(param) if param.layout() == *layout => Ok(()),
+            ParamOrBuffer::Param(param) => param.set(&moved),
+            ParamOrBuffer::Buffer(buffer) => {
                 buffer.set(&moved);
                 Ok(())
             }
         }
     }
 
-    fn is_same(&self, other: &Slot) -> bool {
-        matches!((self, other), (Slot::Param(a), Slot::Param(b)) if a.is_same(b))
+    fn is_same(&self, other: &ParamOrBuffer) -> bool {
+        matches!((self, other), (ParamOrBuffer::Param(a), ParamOrBuffer::Param(b)) if a.is_same(b))
     }
 }
 
-/// What a module has, by path.
+/// The tensors, modules, hooks and hints of a module, by path.
 #[derive(Default)]
-pub(super) struct Found {
-    /// A parameter that two modules share is here twice.
-    pub(super) tensors: Vec<(String, Slot)>,
+pub(super) struct ModuleInventory {
+    /// A shared (tied) parameter is listed under each of its paths.
+    pub(super) tensors: Vec<(String, ParamOrBuffer)>,
     pub(super) modules: Vec<(String, &'static str)>,
     /// By the path of the module that they belong to.
     pub(super) hooks: BTreeMap<String, Hooks>,
@@ -151,27 +171,30 @@ pub(super) struct Found {
     pub(super) hints: BTreeMap<String, PlanHints>,
 }
 
-/// What is done with inputs and outputs of one module.
-struct Hooked<'a> {
+/// What a plan does with input and output of one module.
+struct PlannedHooks<'a> {
     hooks: &'a Hooks,
-    input: Option<Places>,
-    output: Option<Places>,
+    input: Option<TargetPlacements>,
+    output: Option<TargetPlacements>,
+    /// Whether the module returns its local shard.
     local: bool,
 }
 
-impl Found {
+impl ModuleInventory {
     pub(super) fn new(module: &dyn Module) -> Self {
-        let mut found = Found::default();
+        let mut inventory = ModuleInventory::default();
         module.walk("", &mut |path, item| match item {
-            Item::Module(kind) => found.modules.push((path.to_string(), kind)),
-            Item::Param(param) => found.tensors.push((path.to_string(), Slot::Param(param.clone()))),
-            Item::Buffer(buffer) => found.tensors.push((path.to_string(), Slot::Buffer(buffer.clone()))),
-            Item::Hooks(hooks) => drop(found.hooks.insert(parent(path).0.to_string(), hooks.clone())),
-            Item::Heads(heads) => drop(found.heads.insert(parent(path).0.to_string(), heads)),
-            Item::Hints(hints) => drop(found.hints.insert(parent(path).0.to_string(), hints.clone())),
-            Item::Mode(_) => {}
+            ModuleItem::Module(kind) => inventory.modules.push((path.to_string(), kind)),
+            ModuleItem::Param(param) => inventory.tensors.push((path.to_string(), ParamOrBuffer::Param(param.clone()))),
+            ModuleItem::Buffer(buffer) => {
+                inventory.tensors.push((path.to_string(), ParamOrBuffer::Buffer(buffer.clone())))
+            }
+            ModuleItem::Hooks(hooks) => drop(inventory.hooks.insert(parent(path).0.to_string(), hooks.clone())),
+            ModuleItem::Heads(heads) => drop(inventory.heads.insert(parent(path).0.to_string(), heads)),
+            ModuleItem::Hints(hints) => drop(inventory.hints.insert(parent(path).0.to_string(), hints.clone())),
+            ModuleItem::TrainingMode(_) => {}
         });
-        found
+        inventory
     }
 
     pub(super) fn kind(&self, path: &str) -> Option<&'static str> {
@@ -179,27 +202,31 @@ impl Found {
     }
 
     /// The module at a path, for sharders and styles.
-    pub(super) fn part(&self, path: &str, mesh: &DeviceMesh) -> Part {
+    pub(super) fn view(&self, path: &str, mesh: &DeviceMesh) -> ModuleView {
         let kind = self.kind(path).unwrap_or_default();
         let (path, mesh) = (path.to_string(), mesh.clone());
-        let mut part = Part { path, kind, params: Vec::new(), buffers: Vec::new(), mesh };
-        for (own, slot) in self.tensors.iter().filter(|(own, _)| is_beneath(own, &part.path)) {
-            let name = own.strip_prefix(&part.path).expect("beneath").trim_start_matches('.').to_string();
-            match slot {
-                Slot::Param(param) => part.params.push((name, param.clone())),
-                Slot::Buffer(buffer) => part.buffers.push((name, buffer.clone())),
+        let mut view = ModuleView { path, kind, params: Vec::new(), buffers: Vec::new(), mesh };
+        for (own, tensor) in self.tensors.iter().filter(|(own, _)| is_beneath(own, &view.path)) {
+            let name = own.strip_prefix(&view.path).expect("beneath").trim_start_matches('.').to_string();
+            match tensor {
+                ParamOrBuffer::Param(param) => view.params.push((name, param.clone())),
+                ParamOrBuffer::Buffer(buffer) => view.buffers.push((name, buffer.clone())),
             }
         }
-        part
+        view
     }
 
-    /// Every parameter and buffer that the plan names, and where it goes.
-    pub(super) fn moves(&self, plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<Vec<(Slot, Layout)>> {
+    /// Every parameter and buffer that the plan places, with its new layout.
+    pub(super) fn redistributions(
+        &self,
+        plan: &ShardingPlan,
+        mesh: &DeviceMesh,
+    ) -> Result<Vec<(ParamOrBuffer, Layout)>> {
         plan.check_patterns()?;
-        let mut moves: Vec<(&str, Slot, Layout)> = Vec::new();
-        for (path, slot) in &self.tensors {
-            let Some(ParamPlan::Placements(_)) = plan.of_param(path)? else { continue };
-            let now = slot.get();
+        let mut moves: Vec<(&str, ParamOrBuffer, Layout)> = Vec::new();
+        for (path, tensor) in &self.tensors {
+            let Some(ParamPlan::Placements(_)) = plan.param_plan(path)? else { continue };
+            let now = tensor.get();
             if now.device_mesh() != mesh {
                 let found = format!("`{path}` on mesh {}", now.device_mesh().mesh());
                 let needed = format!("parameters on mesh {}", mesh.mesh());
@@ -211,35 +238,35 @@ impl Found {
                 ));
             }
             let layout = plan.layout_of(path, now.layout())?;
-            if let Some((other, _, before)) = moves.iter().find(|(_, s, l)| s.is_same(slot) && *l != layout) {
+            if let Some((other, _, before)) = moves.iter().find(|(_, s, l)| s.is_same(tensor) && *l != layout) {
                 let found = format!("`{other}` as {before} and `{path}` as {layout}, which are one parameter");
                 return Err(ErrorKind::Plan.error("sharding plan", found, "one layout for both", "give both the same"));
             }
-            moves.push((path, slot.clone(), layout));
+            moves.push((path, tensor.clone(), layout));
         }
         let tensors: Vec<&String> = self.tensors.iter().map(|(path, _)| path).collect();
         let modules: Vec<&String> = self.modules.iter().map(|(path, _)| path).collect();
         let all = [tensors.clone(), modules.clone()].concat();
         for (pattern, entry) in &plan.params {
             let (what, names) = match entry {
-                entry if entry.is_nothing() => ("parameter or module", &all),
+                entry if entry.is_empty() => ("parameter or module", &all),
                 ParamPlan::Placements(_) => ("parameter", &tensors),
                 ParamPlan::Sharder(_) => ("module", &modules),
             };
             check_match(pattern, what, names)?;
         }
-        let placed = |entry: &ParamPlan| matches!(entry, ParamPlan::Placements(_)) && !entry.is_nothing();
-        plan.check_counts(Aspect::Param, &plan.params, "parameter", &tensors, placed)?;
+        let placed = |entry: &ParamPlan| matches!(entry, ParamPlan::Placements(_)) && !entry.is_empty();
+        plan.check_effective(EntryKind::Param, &plan.params, "parameter", &tensors, placed)?;
         let replaced = |entry: &ParamPlan| matches!(entry, ParamPlan::Sharder(_));
-        plan.check_counts(Aspect::Param, &plan.params, "module", &modules, replaced)?;
-        Ok(moves.into_iter().map(|(_, slot, layout)| (slot, layout)).collect())
+        plan.check_effective(EntryKind::Param, &plan.params, "module", &modules, replaced)?;
+        Ok(moves.into_iter().map(|(_, tensor, layout)| (tensor, layout)).collect())
     }
 
-    /// Modules that are replaced; nothing else in the plan may be about what is inside them.
+    /// Modules that the plan replaces. An error if it places something inside one of them.
     fn replaced(&self, plan: &ShardingPlan) -> Result<Vec<(String, Arc<dyn Sharder>)>> {
         let mut replaced: Vec<(String, Arc<dyn Sharder>)> = Vec::new();
         for (path, _) in &self.modules {
-            if let Some(ParamPlan::Sharder(sharder)) = plan.of_param(path)? {
+            if let Some(ParamPlan::Sharder(sharder)) = plan.param_plan(path)? {
                 self.hooks_of(path)?;
                 replaced.push((path.clone(), Arc::clone(sharder)));
             }
@@ -247,13 +274,13 @@ impl Found {
         let tensors = self.tensors.iter().map(|(path, _)| path);
         let modules = || self.modules.iter().map(|(path, _)| path);
         let mut named: Vec<(&String, &String)> = Vec::new();
-        for (pattern, entry) in plan.params.iter().filter(|(_, entry)| !entry.is_nothing()) {
+        for (pattern, entry) in plan.params.iter().filter(|(_, entry)| !entry.is_empty()) {
             match entry {
                 ParamPlan::Placements(_) => named.extend(tensors.clone().map(|path| (pattern, path))),
                 ParamPlan::Sharder(_) => named.extend(modules().map(|path| (pattern, path))),
             }
         }
-        let hooked = plan.inputs.iter().chain(&plan.outputs).filter(|(_, places)| !places.is_nothing());
+        let hooked = plan.inputs.iter().chain(&plan.outputs).filter(|(_, places)| !places.is_empty());
         let hooked = hooked.map(|(pattern, _)| pattern).chain(&plan.locals);
         named.extend(hooked.flat_map(|pattern| modules().map(move |path| (pattern, path))));
         for (module, sharder) in &replaced {
@@ -270,38 +297,39 @@ impl Found {
         Ok(replaced)
     }
 
-    fn hooked(&self, plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<Vec<Hooked<'_>>> {
+    /// Inputs and outputs that the plan redistributes, by module.
+    fn planned_hooks(&self, plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<Vec<PlannedHooks<'_>>> {
         let names: Vec<&String> = self.modules.iter().map(|(path, _)| path).collect();
-        let patterns = plan.inputs.iter().chain(&plan.outputs).filter(|(_, places)| !places.is_nothing());
+        let patterns = plan.inputs.iter().chain(&plan.outputs).filter(|(_, places)| !places.is_empty());
         for (pattern, places) in patterns {
             check_match(pattern, "module", &names)?;
-            places.check(mesh.mesh()).map_err(|e| at(e, pattern))?;
+            places.check(mesh.mesh()).map_err(|e| with_path(e, pattern))?;
         }
         plan.locals.iter().try_for_each(|pattern| check_match(pattern, "module", &names))?;
-        let some = |places: &Places| !places.is_nothing();
-        plan.check_counts(Aspect::Input, &plan.inputs, "module", &names, some)?;
-        plan.check_counts(Aspect::Output, &plan.outputs, "module", &names, some)?;
+        let some = |places: &TargetPlacements| !places.is_empty();
+        plan.check_effective(EntryKind::Input, &plan.inputs, "module", &names, some)?;
+        plan.check_effective(EntryKind::Output, &plan.outputs, "module", &names, some)?;
         let mut all = Vec::new();
         for path in names {
-            let input = plan.one_of(Aspect::Input, &plan.inputs, path)?.filter(|p| some(p)).cloned();
-            let output = plan.one_of(Aspect::Output, &plan.outputs, path)?.filter(|p| some(p)).cloned();
-            let removed = plan.of_param(path)?.is_some_and(ParamPlan::is_nothing);
+            let input = plan.entry_for(EntryKind::Input, &plan.inputs, path)?.filter(|p| some(p)).cloned();
+            let output = plan.entry_for(EntryKind::Output, &plan.outputs, path)?.filter(|p| some(p)).cloned();
+            let removed = plan.param_plan(path)?.is_some_and(ParamPlan::is_empty);
             let own = |pattern: &&String| matches(pattern, path) && (is_exact(pattern) || !removed);
             let local = plan.locals.iter().any(|pattern| own(&pattern));
             if input.is_some() || output.is_some() || local {
-                all.push(Hooked { hooks: self.hooks_of(path)?, input, output, local });
+                all.push(PlannedHooks { hooks: self.hooks_of(path)?, input, output, local });
             }
         }
         Ok(all)
     }
 
-    /// The inputs and outputs that the plan says by number, with the hooks of their modules.
-    fn numbered<'p>(&self, plan: &'p ShardingPlan, mesh: &DeviceMesh) -> Result<Vec<(&Hooks, &'p Numbered)>> {
+    /// Entries for one of several inputs or outputs, with the hooks of their modules.
+    fn positional<'p>(&self, plan: &'p ShardingPlan, mesh: &DeviceMesh) -> Result<Vec<(&Hooks, &'p PositionalEntry)>> {
         let names: Vec<&String> = self.modules.iter().map(|(path, _)| path).collect();
         let mut all = Vec::new();
-        for entry in &plan.numbered {
+        for entry in &plan.positional {
             check_match(&entry.pattern, "module", &names)?;
-            entry.places.check(mesh.mesh()).map_err(|e| at(e, &entry.pattern))?;
+            entry.target.check(mesh.mesh()).map_err(|e| with_path(e, &entry.pattern))?;
             for path in names.iter().filter(|path| matches(&entry.pattern, path)) {
                 all.push((self.hooks_of(path)?, entry));
             }
@@ -321,7 +349,7 @@ impl Found {
     }
 }
 
-/// An error unless a pattern fits one of these paths.
+/// Checks that a pattern matches one of these paths.
 pub(super) fn check_match(pattern: &str, what: &str, names: &[&String]) -> Result<()> {
     if names.iter().any(|name| matches(pattern, name)) {
         return Ok(());
@@ -338,34 +366,34 @@ pub(super) fn check_match(pattern: &str, what: &str, names: &[&String]) -> Resul
     ))
 }
 
-/// Where a plan puts every parameter and buffer of a module; prints as a table.
+/// The layout that a plan gives every parameter and buffer of a module; prints as a table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanTable(pub Vec<PlanRow>);
 
-/// One parameter or buffer.
+/// One parameter or buffer of a [`PlanTable`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanRow {
-    /// Its path.
+    /// Path of the parameter or buffer.
     pub path: String,
-    /// Where it goes.
+    /// Layout under the plan.
     pub layout: Layout,
-    /// The shape of what the first rank of the mesh holds.
+    /// Shape of the local shard of the first rank of the mesh.
     pub local: Vec<usize>,
 }
 
 impl ShardingPlan {
-    /// Where the plan puts every parameter and buffer of a module. Nothing is changed.
+    /// Returns the layout of every parameter and buffer of a module under the plan. Local; nothing is changed.
     pub fn table(&self, module: &dyn Module) -> Result<PlanTable> {
-        let found = Found::new(module);
-        if let Some((_, slot)) = found.tensors.first() {
-            found.moves(self, slot.get().device_mesh())?;
+        let inventory = ModuleInventory::new(module);
+        if let Some((_, tensor)) = inventory.tensors.first() {
+            inventory.redistributions(self, tensor.get().device_mesh())?;
         }
-        let row = |(path, slot): &(String, Slot)| {
-            let layout = self.layout_of(path, slot.get().layout())?;
+        let row = |(path, tensor): &(String, ParamOrBuffer)| {
+            let layout = self.layout_of(path, tensor.get().layout())?;
             let local = layout.local_shape(layout.mesh().ranks()[0]);
             Ok(PlanRow { path: path.clone(), layout, local })
         };
-        found.tensors.iter().map(row).collect::<Result<_>>().map(PlanTable)
+        inventory.tensors.iter().map(row).collect::<Result<_>>().map(PlanTable)
     }
 }
 

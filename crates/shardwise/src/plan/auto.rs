@@ -1,27 +1,35 @@
-//! A planner that tries plans: each is run without data, and the cheapest that fits into memory is taken.
+//! `AutoPlanner`: runs candidate plans without data and takes the cheapest that fits into memory.
 
 use std::fmt;
 
-use super::apply::Found;
-use super::estimate::{Estimate, estimate};
-use super::planner::{FullyShard, ShardingPlanner};
+use super::estimate::{StepEstimate, estimate};
+use super::planner::ShardingPlanner;
+use super::search_space::{SearchSpace, StrategyChoice};
 use super::sharding_plan::ShardingPlan;
-use super::transformer::{Block, Cuts, Linear, Structure, TableCut};
 use crate::comm::DeviceMesh;
 use crate::error::{Error, ErrorKind, Result};
-use crate::nn::{Module, join};
-use crate::placement::Placement;
+use crate::nn::Module;
 
-/// Finds the plan under which a step takes the least time, among those that fit into the memory of a rank.
+/// Elementary operations per second of a rank unless set otherwise: about one core of a server in f32 matrix products.
+pub(crate) const DEFAULT_FLOPS_PER_S: f64 = 20e9;
+
+/// Default of [`AutoPlanner::trials`]: on two axes a transformer has about 30 neighbours per choice, so this allows a few
+/// rounds of improvement.
+const DEFAULT_TRIALS: usize = 150;
+
+/// Searches for the plan under which a training step takes the least time, among plans that fit into the memory of a rank.
 ///
-/// The step is the program's own: it builds the model by the plan that it is given ([`ShardingPlan::build`]), and does what
-/// a step of training does. It runs in a dry world of the size of the mesh's, once per plan. Time is estimated: that of
-/// collectives by the links of the mesh, that of operators by a rate of elementary operations.
+/// The step is a closure of the program: it builds the model by the plan that it is given ([`ShardingPlan::build`]) and runs
+/// what a training step runs. It is executed once per candidate in a dry run of the size of the mesh's world, without data.
+/// The time of collectives is estimated by the links of the mesh, that of operators by a rate of operations.
 ///
-/// Tried are first the plans that use every axis in one way for the whole model: whole (data parallelism), in pieces
-/// ([`FullyShard`]) or by tensor parallelism ([`TensorParallel`](super::TensorParallel)), the latter also with cut sequences.
-/// From the best of them on, parts of the model that look alike change their ways one after the other, as long as that
-/// helps. The result is never worse than one of the first, nor than a plan added by [`candidate`](Self::candidate).
+/// The first candidates use every mesh axis in one way for the whole model: replicated (data parallelism), fully sharded
+/// ([`FullyShard`](super::FullyShard)) or tensor parallel ([`TensorParallel`](super::TensorParallel)), the latter with and
+/// without sequence parallelism. Starting from the best of them, the search changes the strategy of one class of layers
+/// along one axis at a time, as long as that helps. The result is never worse than any of the first candidates, or than a
+/// plan added by [`candidate`](Self::candidate).
+///
+/// Local: ranks that search for the same module, mesh and step find the same plan.
 ///
 /// ```
 /// use shardwise::DryWorld;
@@ -29,18 +37,18 @@ use crate::placement::Placement;
 /// use shardwise::plan::{AutoPlanner, ShardingPlan};
 /// use shardwise::prelude::*;
 ///
-/// let make = |at: &Builder| Mlp::new(at, 256, 1024, Activation::Gelu);
+/// let mlp = |builder: &Builder| Mlp::new(builder, 256, 1024, Activation::Gelu);
 /// let step = move |plan: &ShardingPlan, mesh: &DeviceMesh| {
-///     let mlp = plan.build(mesh, make)?;
+///     let model = plan.build(mesh, mlp)?;
 ///     let x = DTensor::zeros((512, 256), DType::F32, mesh, [Replicate])?;
-///     mlp.forward(&x)?.square()?.sum_all()?.backward()?.in_param_layout()?;
+///     model.forward(&x)?.square()?.sum_all()?.backward()?.in_param_layout()?;
 ///     Ok(())
 /// };
 /// let search = DryWorld::new(4)?.run(|world| {
 ///     let mesh = world.mesh([("tp", 4)])?;
-///     AutoPlanner::new(step).search(&make(&Builder::new(&mesh))?, &mesh)
+///     AutoPlanner::new(step).search(&mlp(&Builder::new(&mesh))?, &mesh)
 /// })?.value;
-/// // a batch that is not shared: the layers share their work
+/// // the batch is replicated, so that sharding the layers is what saves time
 /// assert!(search.plan.to_string().contains("tp: S(1)"), "{search}");
 /// # Ok::<(), Error>(())
 /// ```
@@ -53,116 +61,130 @@ pub struct AutoPlanner<F> {
 }
 
 impl<F: Fn(&ShardingPlan, &DeviceMesh) -> Result<()> + Sync> AutoPlanner<F> {
-    /// For a step, with no limit of memory, ranks of 20 * 10^9 elementary operations per second and 150 trials.
+    /// A planner for a step, with no memory limit, 20e9 operations per second and 150 trials.
     pub fn new(step: F) -> Self {
-        AutoPlanner { step, memory_limit: usize::MAX, flops_per_s: 20e9, trials: 150, candidates: Vec::new() }
+        AutoPlanner {
+            step,
+            memory_limit: usize::MAX,
+            flops_per_s: DEFAULT_FLOPS_PER_S,
+            trials: DEFAULT_TRIALS,
+            candidates: Vec::new(),
+        }
     }
 
-    /// No rank may need more bytes.
+    /// Sets the most bytes that a rank may need.
     pub fn memory_limit(mut self, bytes: usize) -> Self {
         self.memory_limit = bytes;
         self
     }
 
-    /// How many elementary operations a rank does in a second.
+    /// Sets how many elementary operations a rank does in a second.
     pub fn flops_per_s(mut self, rate: f64) -> Self {
         self.flops_per_s = rate;
         self
     }
 
-    /// How many plans are tried at most, beyond those that are always tried.
+    /// Sets how many plans are tried beyond the uniform ones, which are always tried.
     pub fn trials(mut self, count: usize) -> Self {
         self.trials = count;
         self
     }
 
-    /// Tries a plan of one's own too.
+    /// Adds a plan to the candidates, under a name.
     pub fn candidate(mut self, name: &str, plan: ShardingPlan) -> Self {
         self.candidates.push((name.to_string(), plan));
         self
     }
 
-    /// What the step takes under a plan.
-    pub fn estimate(&self, plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<Estimate> {
+    /// Estimates time and memory of the step under a plan.
+    pub fn estimate(&self, plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<StepEstimate> {
         estimate(&self.step, plan, mesh, self.flops_per_s)
     }
 
-    /// The best plan, and all that were tried. The result depends on the module, the mesh and the step alone: every rank
-    /// finds the same.
-    pub fn search(&self, module: &dyn Module, mesh: &DeviceMesh) -> Result<Search> {
+    /// Returns the best plan and all that were tried.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if no plan fits into the memory limit, or the rate of operations is not positive; the error of the
+    /// step if it fails under every plan.
+    pub fn search(&self, module: &dyn Module, mesh: &DeviceMesh) -> Result<PlanSearch> {
         self.search_on(&ShardingPlan::new(), module, mesh)
     }
 
-    /// As [`search`](Self::search), with plans that all contain another one.
-    fn search_on(&self, base: &ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<Search> {
+    /// As [`search`](Self::search), with plans that all contain `base`.
+    fn search_on(&self, base: &ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<PlanSearch> {
         if !(self.flops_per_s.is_finite() && self.flops_per_s > 0.0) {
             let found = format!("{} elementary operations per second", self.flops_per_s);
-            return Err(ErrorKind::Plan.error("planner", found, "a finite number above 0", "say how fast a rank is"));
+            return Err(ErrorKind::Plan.error(
+                "planner",
+                found,
+                "a finite number above 0",
+                "set `flops_per_s` to the speed of a rank",
+            ));
         }
-        let space = Space::new(base, module, mesh);
-        let mut tried = Tried { planner: self, mesh, all: Vec::new(), refused: None };
+        let space = SearchSpace::new(base, module, mesh);
+        let mut run = SearchRun { planner: self, mesh, trials: Vec::new(), last_error: None };
         for (name, plan) in &self.candidates {
-            tried.add(name.clone(), plan.clone(), None);
+            run.add(name.clone(), plan.clone(), None);
         }
         let uniform = space.uniform();
         for choice in &uniform {
-            tried.add(space.name(choice), space.plan(choice)?, Some(choice.clone()));
+            run.add(space.name(choice), space.plan(choice)?, Some(choice.clone()));
         }
         let mut left = self.trials;
-        'better: while let Some(choice) = tried.best_choice() {
+        'better: while let Some(choice) = run.best_choice() {
             for next in space.neighbours(&choice) {
-                if tried.has(&next) {
+                if run.has(&next) {
                     continue;
                 }
                 if left == 0 {
                     break 'better;
                 }
                 left -= 1;
-                tried.add(space.name(&next), space.plan(&next)?, Some(next));
+                run.add(space.name(&next), space.plan(&next)?, Some(next));
             }
-            if tried.best_choice() == Some(choice) {
+            if run.best_choice() == Some(choice) {
                 break;
             }
         }
-        tried.result(self.memory_limit)
+        run.result(self.memory_limit)
     }
 }
 
 impl<F: Fn(&ShardingPlan, &DeviceMesh) -> Result<()> + Sync> ShardingPlanner for AutoPlanner<F> {
-    /// Every plan that is tried contains the one that is extended, but for candidates of one's own.
+    /// Searches among plans that contain `plan`; candidates added by [`AutoPlanner::candidate`] are tried as they are.
     fn extend(&self, plan: ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan> {
         Ok(self.search_on(&plan, module, mesh)?.plan)
     }
 }
 
-/// What [`AutoPlanner::search`] found; prints as a table of the plans that were tried, cheapest first.
+/// The result of [`AutoPlanner::search`]; prints as a table of the plans that were tried, cheapest first.
 #[derive(Debug, Clone)]
-pub struct Search {
+pub struct PlanSearch {
     /// The best plan.
     pub plan: ShardingPlan,
-    /// What a step takes under it.
-    pub estimate: Estimate,
-    /// All plans that were tried, those that fit into memory first, the cheapest first among them.
-    pub tried: Vec<Trial>,
+    /// Time and memory of a step under the best plan.
+    pub estimate: StepEstimate,
+    /// All plans that were tried: plans that fit into memory first, cheapest first.
+    pub trials: Vec<PlanTrial>,
     memory_limit: usize,
 }
 
-/// A plan that was tried.
+/// A plan that was tried in a search.
 #[derive(Debug, Clone)]
-pub struct Trial {
-    /// How parts of the model use the axes of the mesh.
+pub struct PlanTrial {
+    /// What the classes of layers do along the mesh axes, such as `Mlp dp:fsdp tp:tensor; sequence`.
     pub name: String,
-    /// The plan.
+    /// The plan itself.
     pub plan: ShardingPlan,
-    /// What a step takes under it.
-    pub estimate: Estimate,
+    /// Time and memory of a step under the plan.
+    pub estimate: StepEstimate,
 }
 
-impl fmt::Display for Search {
+impl fmt::Display for PlanSearch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let head = ["us/step", "compute", "communicate", "collectives", "KiB/rank"];
         writeln!(f, "{:>10} {:>10} {:>12} {:>12} {:>10}  plan", head[0], head[1], head[2], head[3], head[4])?;
-        for Trial { name, estimate: e, .. } in &self.tried {
+        for PlanTrial { name, estimate: e, .. } in &self.trials {
             let (us, kib) = (e.us(), e.peak_bytes.div_ceil(1024));
             write!(f, "{us:>10.1} {:>10.1} {:>12.1} ", e.compute_us, e.communication_us)?;
             let note = if e.peak_bytes > self.memory_limit { " (too large)" } else { "" };
@@ -172,256 +194,57 @@ impl fmt::Display for Search {
     }
 }
 
-/// Plans that were tried so far.
-struct Tried<'a, F> {
+/// A search in progress.
+struct SearchRun<'a, F> {
     planner: &'a AutoPlanner<F>,
     mesh: &'a DeviceMesh,
-    all: Vec<(Option<Choice>, Trial)>,
-    /// Why the last plan could not be run that could not.
-    refused: Option<Error>,
+    trials: Vec<(Option<StrategyChoice>, PlanTrial)>,
+    /// Error of the last plan under which the step failed.
+    last_error: Option<Error>,
 }
 
-impl<F: Fn(&ShardingPlan, &DeviceMesh) -> Result<()> + Sync> Tried<'_, F> {
-    fn add(&mut self, name: String, plan: ShardingPlan, choice: Option<Choice>) {
+impl<F: Fn(&ShardingPlan, &DeviceMesh) -> Result<()> + Sync> SearchRun<'_, F> {
+    fn add(&mut self, name: String, plan: ShardingPlan, choice: Option<StrategyChoice>) {
         match self.planner.estimate(&plan, self.mesh) {
-            Ok(estimate) => self.all.push((choice, Trial { name, plan, estimate })),
-            // A step may not be possible under every plan.
-            Err(error) => self.refused = Some(error),
+            Ok(estimate) => self.trials.push((choice, PlanTrial { name, plan, estimate })),
+            // The step may be impossible under some plans; the search goes on with the remaining ones.
+            Err(error) => self.last_error = Some(error),
         }
     }
 
-    fn has(&self, choice: &Choice) -> bool {
-        self.all.iter().any(|(own, _)| own.as_ref() == Some(choice))
+    fn has(&self, choice: &StrategyChoice) -> bool {
+        self.trials.iter().any(|(own, _)| own.as_ref() == Some(choice))
     }
 
-    /// Cheaper plans are smaller; of those that do not fit, the ones that need less memory.
-    fn order(&self, trial: &Trial) -> (bool, f64) {
+    /// Sort key: plans that fit into memory by time, then the remaining ones by memory.
+    fn order(&self, trial: &PlanTrial) -> (bool, f64) {
         let too_large = trial.estimate.peak_bytes > self.planner.memory_limit;
         (too_large, if too_large { trial.estimate.peak_bytes as f64 } else { trial.estimate.us() })
     }
 
-    fn compare(&self, a: &Trial, b: &Trial) -> std::cmp::Ordering {
+    fn compare(&self, a: &PlanTrial, b: &PlanTrial) -> std::cmp::Ordering {
         let (a, b) = (self.order(a), self.order(b));
         a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
     }
 
-    fn best_choice(&self) -> Option<Choice> {
-        let chosen = self.all.iter().filter(|(choice, _)| choice.is_some());
+    fn best_choice(&self) -> Option<StrategyChoice> {
+        let chosen = self.trials.iter().filter(|(choice, _)| choice.is_some());
         chosen.min_by(|a, b| self.compare(&a.1, &b.1)).and_then(|(choice, _)| choice.clone())
     }
 
-    fn result(self, memory_limit: usize) -> Result<Search> {
-        let mut tried: Vec<Trial> = self.all.iter().map(|(_, trial)| trial.clone()).collect();
-        tried.sort_by(|a, b| self.compare(a, b));
-        let Some(best) = tried.first() else {
+    fn result(self, memory_limit: usize) -> Result<PlanSearch> {
+        let mut trials: Vec<PlanTrial> = self.trials.iter().map(|(_, trial)| trial.clone()).collect();
+        trials.sort_by(|a, b| self.compare(a, b));
+        let Some(best) = trials.first() else {
             let none =
                 ErrorKind::Plan.error("planner", "no plan", "a step that runs under some plan", "correct the step");
-            return Err(self.refused.unwrap_or(none));
+            return Err(self.last_error.unwrap_or(none));
         };
         if best.estimate.peak_bytes > memory_limit {
             let found = format!("{} bytes per rank at least, under {}", best.estimate.peak_bytes, best.name);
             let fix = "raise the limit, use more ranks or a smaller batch, or checkpoint activations";
             return Err(ErrorKind::Plan.error("memory limit", found, format!("{memory_limit} bytes at most"), fix));
         }
-        Ok(Search { plan: best.plan.clone(), estimate: best.estimate, tried, memory_limit })
-    }
-}
-
-/// What a part of the model does along one axis.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Use {
-    /// Parameters are whole.
-    Whole,
-    /// Parameters are in pieces, and gathered for use.
-    Pieces,
-    /// Tensor parallelism; tables are cut by vocabulary.
-    Tensor,
-    /// Tables are cut by width.
-    Width,
-}
-
-/// Per class and axis what it does, and whether activations between blocks are cut along the axes of tensor parallelism.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Choice {
-    uses: Vec<Vec<Use>>,
-    sequence: bool,
-}
-
-/// Parts of a model that look alike and do the same.
-struct Class {
-    name: String,
-    parts: Parts,
-}
-
-enum Parts {
-    Blocks(Vec<Block>),
-    Tables(Vec<String>),
-    Heads(Vec<Linear>),
-    Rest(Vec<String>),
-}
-
-impl Class {
-    fn uses(&self) -> &'static [Use] {
-        match self.parts {
-            Parts::Tables(_) => &[Use::Whole, Use::Pieces, Use::Tensor, Use::Width],
-            Parts::Rest(_) => &[Use::Whole, Use::Pieces],
-            _ => &[Use::Whole, Use::Pieces, Use::Tensor],
-        }
-    }
-
-    fn params(&self) -> Vec<String> {
-        let both = |l: &Linear| {
-            let bias = l.bias.then(|| join(&l.path, "bias"));
-            std::iter::once(join(&l.path, "weight")).chain(bias).collect::<Vec<_>>()
-        };
-        match &self.parts {
-            Parts::Blocks(blocks) => {
-                blocks.iter().flat_map(|b| b.columns.iter().chain(&b.rows)).flat_map(both).collect()
-            }
-            Parts::Tables(tables) => tables.iter().map(|path| join(path, "weight")).collect(),
-            Parts::Heads(heads) => heads.iter().flat_map(both).collect(),
-            Parts::Rest(rest) => rest.clone(),
-        }
-    }
-}
-
-/// All plans that can be tried.
-struct Space<'a> {
-    /// What all of them contain.
-    base: &'a ShardingPlan,
-    module: &'a dyn Module,
-    mesh: &'a DeviceMesh,
-    classes: Vec<Class>,
-}
-
-impl<'a> Space<'a> {
-    fn new(base: &'a ShardingPlan, module: &'a dyn Module, mesh: &'a DeviceMesh) -> Self {
-        let Structure { blocks, tables, heads, rest } = Structure::of(module);
-        let mut classes: Vec<Class> = Vec::new();
-        for block in blocks {
-            let shapes = |b: &Block| b.columns.iter().chain(&b.rows).map(|l| l.shape.clone()).collect::<Vec<_>>();
-            let alike = classes.iter_mut().find_map(|class| match &mut class.parts {
-                Parts::Blocks(own)
-                    if own[0].kind == block.kind
-                        && own[0].units == block.units
-                        && shapes(&own[0]) == shapes(&block) =>
-                {
-                    Some(own)
-                }
-                _ => None,
-            });
-            match alike {
-                Some(own) => own.push(block),
-                None => classes.push(Class { name: block.kind.to_string(), parts: Parts::Blocks(vec![block]) }),
-            }
-        }
-        let mut class = |name: &str, some: bool, parts: Parts| {
-            if some {
-                classes.push(Class { name: name.to_string(), parts });
-            }
-        };
-        class("tables", !tables.is_empty(), Parts::Tables(tables));
-        class("heads", !heads.is_empty(), Parts::Heads(heads));
-        class("rest", !rest.is_empty(), Parts::Rest(rest));
-        Space { base, module, mesh, classes }
-    }
-
-    /// Every axis in one way for the whole model: all combinations on up to three axes, beyond that those in which at most
-    /// one axis differs from the others.
-    fn uniform(&self) -> Vec<Choice> {
-        let ways = [Use::Whole, Use::Pieces, Use::Tensor];
-        let axes = self.mesh.ndim();
-        let mut all: Vec<Vec<Use>> = vec![Vec::new()];
-        if axes <= 3 {
-            for _ in 0..axes {
-                all = all.iter().flat_map(|so_far| ways.map(|way| [so_far.as_slice(), &[way]].concat())).collect();
-            }
-        } else {
-            all = ways.iter().map(|&way| vec![way; axes]).collect();
-            for axis in 0..axes {
-                for (way, other) in ways.iter().flat_map(|&w| ways.map(|o| (w, o))).filter(|(w, o)| w != o) {
-                    let mut one = vec![other; axes];
-                    one[axis] = way;
-                    all.push(one);
-                }
-            }
-        }
-        let mut choices = Vec::new();
-        for uses in all {
-            let fit = |class: &Class, way: Use| if class.uses().contains(&way) { way } else { Use::Whole };
-            let of = |class: &Class| uses.iter().map(|&way| fit(class, way)).collect();
-            let plain = Choice { uses: self.classes.iter().map(of).collect(), sequence: false };
-            if uses.contains(&Use::Tensor) {
-                choices.push(Choice { sequence: true, ..plain.clone() });
-            }
-            choices.push(plain);
-        }
-        choices
-    }
-
-    /// Choices in which one class does something else along one axis, or sequences are cut or not.
-    fn neighbours(&self, choice: &Choice) -> Vec<Choice> {
-        let mut all = vec![Choice { sequence: !choice.sequence, ..choice.clone() }];
-        for (i, class) in self.classes.iter().enumerate() {
-            for axis in 0..self.mesh.ndim() {
-                for &way in class.uses().iter().filter(|&&way| way != choice.uses[i][axis]) {
-                    let mut next = choice.clone();
-                    next.uses[i][axis] = way;
-                    all.push(next);
-                }
-            }
-        }
-        all
-    }
-
-    fn plan(&self, choice: &Choice) -> Result<ShardingPlan> {
-        let mut plan = self.base.clone();
-        let sequence = choice.sequence.then_some(1);
-        for (i, axis) in self.mesh.axes().iter().enumerate() {
-            let mut cuts = Cuts { plan, mesh: self.mesh, axis: &axis.name, sequence };
-            for (class, uses) in self.classes.iter().zip(&choice.uses) {
-                match (&class.parts, uses[i]) {
-                    (_, Use::Pieces) => {}
-                    (Parts::Blocks(blocks), Use::Tensor) => blocks.iter().try_for_each(|b| cuts.block(b))?,
-                    (Parts::Tables(tables), Use::Tensor) => {
-                        tables.iter().try_for_each(|t| cuts.table(t, TableCut::Vocabulary))?;
-                    }
-                    (Parts::Tables(tables), Use::Width) => {
-                        tables.iter().try_for_each(|t| cuts.table(t, TableCut::Width))?;
-                    }
-                    (Parts::Heads(heads), Use::Tensor) => heads.iter().try_for_each(|h| cuts.head(h))?,
-                    _ => class.params().iter().try_for_each(|path| cuts.param(path, &Placement::Replicate))?,
-                }
-            }
-            plan = cuts.plan;
-        }
-        // Last, so that tensor parallelism cuts first.
-        let tensors = Found::new(self.module).tensors;
-        for (class, uses) in self.classes.iter().zip(&choice.uses).filter(|(_, uses)| uses.contains(&Use::Pieces)) {
-            let axes = self.mesh.axes().iter().zip(uses).filter(|(_, way)| **way == Use::Pieces);
-            let pieces = FullyShard::new(axes.map(|(axis, _)| axis.name.as_str()));
-            for path in class.params() {
-                if let Some((_, slot)) = tensors.iter().find(|(own, _)| *own == path) {
-                    let cut = pieces.cut(&plan.layout_of(&path, slot.get().layout())?)?;
-                    plan = plan.along(&path, self.mesh.mesh(), &cut)?;
-                }
-            }
-        }
-        Ok(plan)
-    }
-
-    /// Such as `Mlp dp:pieces tp:tensor; tables tp:width; sequence`.
-    fn name(&self, choice: &Choice) -> String {
-        let of = |(class, uses): (&Class, &Vec<Use>)| {
-            let axes = self.mesh.axes().iter().zip(uses).filter(|(_, way)| **way != Use::Whole);
-            let axes = axes.map(|(axis, way)| format!(" {}:{}", axis.name, format!("{way:?}").to_lowercase()));
-            let axes = axes.collect::<String>();
-            (!axes.is_empty()).then(|| class.name.clone() + &axes)
-        };
-        let mut parts: Vec<String> = self.classes.iter().zip(&choice.uses).filter_map(of).collect();
-        if choice.sequence {
-            parts.push("sequence".to_string());
-        }
-        if parts.is_empty() { "all whole".to_string() } else { parts.join("; ") }
+        Ok(PlanSearch { plan: best.plan.clone(), estimate: best.estimate, trials, memory_limit })
     }
 }

@@ -1,4 +1,4 @@
-//! What a rank holds of a tensor, as a tensor of its own.
+//! `collect_local_shard`.
 
 use crate::autograd::first_derivative_only;
 use crate::comm::DeviceMesh;
@@ -7,10 +7,11 @@ use crate::mesh::Mesh;
 use crate::placement::Placement;
 use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors};
 
-/// What this rank holds of a tensor, on a mesh of this rank alone. Pending reductions are carried out first.
+/// Returns this rank's local shard as a tensor on a mesh of this rank alone.
 ///
-/// Nothing else is communicated, in either direction: the gradient of the part becomes this rank's part of the gradient.
-/// Where ranks hold copies and go on to compute different things with them, each has a gradient of its own.
+/// Differentiable: the gradient of the result is this rank's local shard of the gradient. Where the tensor is replicated and
+/// ranks compute different things with their copies, their gradients differ. Partial sums are reduced first, which is
+/// collective; nothing else is communicated, in either direction.
 ///
 /// ```
 /// use shardwise::plan::collect_local_shard;
@@ -35,27 +36,28 @@ pub fn collect_local_shard(tensor: &DTensor) -> Result<DTensor> {
     if mesh.size() == 1 {
         return Ok(tensor.clone());
     }
-    let settled = tensor.to_layout(&tensor.layout().settled())?;
+    let settled = tensor.to_layout(&tensor.layout().reduced())?;
     let alone = DeviceMesh::new(mesh.world(), Mesh::from_ranks([("local", 1)], vec![mesh.world().rank()])?)?;
     let local = settled.local();
     let part = DTensor::from_local_with_shape(local, &alone, [Placement::Replicate], local.dims())?;
-    Ok(DTensor::recorded(vec![part], &[&settled], SaveForBackward::Nothing, || Box::new(LocalPart)).swap_remove(0))
+    Ok(DTensor::recorded(vec![part], &[&settled], SaveForBackward::Nothing, || Box::new(CollectLocalShardBackward))
+        .swap_remove(0))
 }
 
-/// The way back of [`collect_local_shard`].
-struct LocalPart;
+/// The backward pass of [`collect_local_shard`].
+struct CollectLocalShardBackward;
 
-impl Backward for LocalPart {
+impl Backward for CollectLocalShardBackward {
     fn name(&self) -> &'static str {
         "collect_local_shard"
     }
 
     fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         first_derivative_only(self.name())?;
-        let whole = |gradient: &DTensor| -> Result<DTensor> {
+        let to_shard = |gradient: &DTensor| -> Result<DTensor> {
             let local = gradient.redistribute([Placement::Replicate])?;
             Ok(DTensor::from_parts(saved.mesh(0), saved.layout(0).clone(), local.local().clone()))
         };
-        Ok(vec![gradients[0].as_ref().map(whole).transpose()?])
+        Ok(vec![gradients[0].as_ref().map(to_shard).transpose()?])
     }
 }

@@ -1,10 +1,10 @@
-//! Plans: how a model is spread over a mesh, said apart from the model, found by planners, and carried out in one call.
+//! Sharding plans: how a model is sharded over a mesh, specified separately from the model.
 //!
-//! * [`ShardingPlan`] is the value: paths to placements, to modules that replace others, to layouts of inputs and outputs.
-//!   [`shard_module`] carries it out, [`ShardingPlan::build`] builds a model by it.
-//! * [`ShardingPlanner`]s make plans: [`DataParallel`], [`FullyShard`], [`TensorParallel`], combinations of them, and
-//!   [`AutoPlanner`], which tries plans without data.
-//! * [`parallelize_module`] makes a plan of styles per module, such as [`ColwiseParallel`].
+//! * A [`ShardingPlan`] maps paths to placements of parameters, inputs and outputs, and to replacements of modules.
+//!   [`shard_module`] applies it to a model, [`ShardingPlan::build`] builds a model by it.
+//! * A [`ShardingPlanner`] creates plans: [`DataParallel`], [`FullyShard`], [`TensorParallel`], combinations of them, and
+//!   [`AutoPlanner`], which searches by running plans without data.
+//! * [`parallelize_module`] applies parallel styles such as [`ColwiseParallel`] to modules, as in PyTorch.
 //!
 //! ```
 //! use shardwise::nn::{Activation, Builder, Forward, Mlp, Module};
@@ -31,24 +31,26 @@ mod auto;
 mod estimate;
 mod local;
 mod pattern;
-mod places;
 mod planner;
+mod search_space;
 mod sharder;
 mod sharding_plan;
 mod styles;
+mod target_placements;
 mod transformer;
 
 pub use apply::{PlanRow, PlanTable, reshard_output, shard_module, shard_parameter};
-pub use auto::{AutoPlanner, Search, Trial};
-pub use estimate::Estimate;
+pub(crate) use auto::DEFAULT_FLOPS_PER_S;
+pub use auto::{AutoPlanner, PlanSearch, PlanTrial};
+pub use estimate::StepEstimate;
 pub use local::collect_local_shard;
-pub use places::Places;
-pub use planner::{Combined, DataParallel, FullyShard, ShardingPlanner, fully_shard, replicate};
-pub use sharder::{LowRankAdapter, Part, Sharder, VocabularyParallel};
+pub use planner::{CombinedPlanner, DataParallel, FullyShard, ShardingPlanner, fully_shard, replicate};
+pub use sharder::{LowRankAdapter, ModuleView, Sharder, VocabularyParallel};
 pub use sharding_plan::{ParamPlan, ShardingPlan};
 pub use styles::{
     ColwiseParallel, ParallelStyle, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, RowwiseParallel,
     SequenceParallel, parallelize_module,
 };
-pub use transformer::{TableCut, TensorParallel};
+pub use target_placements::TargetPlacements;
+pub use transformer::{EmbeddingSharding, TensorParallel};
 pub(crate) use transformer::{batch_inputs, check_hints};

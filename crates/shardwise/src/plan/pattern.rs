@@ -1,26 +1,28 @@
-//! Paths and patterns of paths.
+//! Patterns of dotted paths, in the style of shell globs.
 
 use crate::error::{ErrorKind, Result};
 
-/// Whether a dotted path fits a pattern. Components are compared one by one: `*` stands for any letters of one of them,
-/// `?` for one letter, `[qkv]`, `[0-3]` and `[!q]` for one letter of a set or outside it, and a component `**` for any
-/// number of components, none included. `{up,gate}` stands for either text, which may have dots and patterns inside.
+/// Whether a dotted path matches a pattern, component by component.
+///
+/// `*` matches any characters of one component, `?` one character, `[qkv]`, `[0-3]` and `[!q]` one character of a set or
+/// outside it, and a component `**` any number of components, also none. `{up,gate}` matches either text, which may contain
+/// dots and patterns.
 pub(super) fn matches(pattern: &str, path: &str) -> bool {
     if is_exact(pattern) {
         return pattern == path;
     }
     match alternatives(pattern) {
-        None => components(&split(pattern), &split(path)),
+        None => components_match(&split(pattern), &split(path)),
         Some(all) => all.iter().any(|one| matches(one, path)),
     }
 }
 
-/// Whether a pattern fits one path only: itself.
+/// Whether a pattern is a plain path, which matches only itself.
 pub(super) fn is_exact(pattern: &str) -> bool {
     !pattern.contains(['*', '?', '[', '{'])
 }
 
-/// An error if a bracket or a brace of a pattern is not closed, or nothing is inside it.
+/// Checks that the brackets and braces of a pattern are closed and not empty.
 pub(super) fn check(pattern: &str) -> Result<()> {
     let bad = |what: &str| {
         let found = format!("pattern `{pattern}` with {what}");
@@ -46,12 +48,12 @@ pub(super) fn check(pattern: &str) -> Result<()> {
     Ok(())
 }
 
-/// Whether a path lies inside a module, component by component: `layers.1` is not inside `layers.10`.
+/// Whether a path is inside a module, component by component: `layers.10.up` is not inside `layers.1`.
 pub(super) fn is_beneath(path: &str, module: &str) -> bool {
     module.is_empty() && !path.is_empty() || path.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'))
 }
 
-/// The module that a parameter or a field belongs to, and its name there.
+/// Splits the path of a field into the path of its module and its name.
 pub(super) fn parent(path: &str) -> (&str, &str) {
     path.rsplit_once('.').unwrap_or(("", path))
 }
@@ -61,7 +63,7 @@ fn split(path: &str) -> Vec<&str> {
     if path.is_empty() { Vec::new() } else { path.split('.').collect() }
 }
 
-/// The patterns that a pattern with braces stands for, by its first pair; `None` if it has none that is closed.
+/// Expands the first pair of braces; `None` if there is none that is closed.
 fn alternatives(pattern: &str) -> Option<Vec<String>> {
     let open = pattern.find('{')?;
     let (mut depth, mut start, mut inside) = (0usize, open + 1, Vec::new());
@@ -86,37 +88,37 @@ fn alternatives(pattern: &str) -> Option<Vec<String>> {
     None
 }
 
-fn components(pattern: &[&str], path: &[&str]) -> bool {
+fn components_match(pattern: &[&str], path: &[&str]) -> bool {
     match (pattern, path) {
         ([], []) => true,
-        (["**", rest @ ..], _) => (0..=path.len()).any(|skip| components(rest, &path[skip..])),
-        ([first, rest @ ..], [name, names @ ..]) => letters(first, name) && components(rest, names),
+        (["**", rest @ ..], _) => (0..=path.len()).any(|skip| components_match(rest, &path[skip..])),
+        ([first, rest @ ..], [name, names @ ..]) => chars_match(first, name) && components_match(rest, names),
         _ => false,
     }
 }
 
-fn letters(pattern: &str, name: &str) -> bool {
+fn chars_match(pattern: &str, name: &str) -> bool {
     let Some(first) = pattern.chars().next() else { return name.is_empty() };
     let rest = &pattern[first.len_utf8()..];
     if first == '*' {
         let mut ends = name.char_indices().map(|(i, _)| i).chain([name.len()]);
-        return ends.any(|i| letters(rest, &name[i..]));
+        return ends.any(|i| chars_match(rest, &name[i..]));
     }
     let Some(letter) = name.chars().next() else { return false };
     let names = &name[letter.len_utf8()..];
     match (first, set(rest)) {
-        ('?', _) => letters(rest, names),
-        ('[', Some((inside, after))) => is_in(inside, letter) && letters(after, names),
-        _ => first == letter && letters(rest, names),
+        ('?', _) => chars_match(rest, names),
+        ('[', Some((inside, after))) => is_in(inside, letter) && chars_match(after, names),
+        _ => first == letter && chars_match(rest, names),
     }
 }
 
-/// What stands between a bracket that was just opened and the one that closes it, and what comes behind.
+/// Splits behind an opening bracket: the set inside, and the rest behind the closing bracket.
 fn set(behind_open: &str) -> Option<(&str, &str)> {
     behind_open.split_once(']').filter(|(inside, _)| !inside.is_empty() && *inside != "!")
 }
 
-/// Whether a letter is one of a set such as `qkv`, `0-3` or `!q`.
+/// Whether a character is in a set such as `qkv`, `0-3` or `!q`.
 fn is_in(set: &str, letter: char) -> bool {
     let (outside, set) = set.strip_prefix('!').map_or((false, set), |set| (true, set));
     let all: Vec<char> = set.chars().collect();

@@ -1,6 +1,6 @@
-//! Planners: what makes a plan for a module and a mesh.
+//! The trait of planners, and planners for data parallelism and FSDP.
 
-use super::apply::{Found, Slot};
+use super::apply::{ModuleInventory, ParamOrBuffer};
 use super::pattern::is_beneath;
 use super::sharding_plan::{ParamPlan, ShardingPlan};
 use crate::comm::DeviceMesh;
@@ -9,18 +9,21 @@ use crate::layout::Layout;
 use crate::nn::Module;
 use crate::placement::Placement;
 
-/// Makes plans. A planner adds to a plan, so that several can be combined: each for the axes that it is about.
+/// Creates a [`ShardingPlan`] for a module on a mesh.
+///
+/// A planner extends a plan, so that several can be combined with [`and`](Self::and), each for its own mesh axes. Planning
+/// is local; [`shard_module`](super::shard_module) applies the plan.
 pub trait ShardingPlanner {
-    /// A plan with what this planner adds to it for a module on a mesh.
+    /// Adds what this planner decides for a module on a mesh to a plan.
     fn extend(&self, plan: ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan>;
 
-    /// The plan of this planner alone.
+    /// Returns the plan of this planner alone.
     #[doc(alias = "build_plan")]
     fn plan(&self, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan> {
         self.extend(ShardingPlan::new(), module, mesh)
     }
 
-    /// This planner, and another one on top of it.
+    /// Combines this planner with another one, which shards after it.
     ///
     /// ```
     /// use shardwise::nn::{Activation, Builder, Mlp};
@@ -32,31 +35,33 @@ pub trait ShardingPlanner {
     ///     let mlp = Mlp::new(&Builder::new(&mesh), 8, 16, Activation::Gelu)?;
     ///     let plan = TensorParallel::new("tp").and(FullyShard::new(["dp"])).plan(&mlp, &mesh)?;
     ///     shard_module(&mlp, &mesh, &plan)?;
-    ///     assert_eq!(mlp.up.weight.get().placements(), [Shard(0), Shard(0)]); // tp cuts first
+    ///     assert_eq!(mlp.up.weight.get().placements(), [Shard(0), Shard(0)]); // tp shards first
     ///     assert_eq!(mlp.up.weight.layout().shard_order(0), [1, 0]);
     ///     Ok(())
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
-    fn and<P: ShardingPlanner>(self, other: P) -> Combined<Self, P>
+    fn and<P: ShardingPlanner>(self, other: P) -> CombinedPlanner<Self, P>
     where
         Self: Sized,
     {
-        Combined(self, other)
+        CombinedPlanner(self, other)
     }
 }
 
-/// One planner on top of another. See [`ShardingPlanner::and`].
+/// Two planners, one after the other; see [`ShardingPlanner::and`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Combined<A, B>(A, B);
+pub struct CombinedPlanner<A, B>(A, B);
 
-impl<A: ShardingPlanner, B: ShardingPlanner> ShardingPlanner for Combined<A, B> {
+impl<A: ShardingPlanner, B: ShardingPlanner> ShardingPlanner for CombinedPlanner<A, B> {
     fn extend(&self, plan: ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan> {
         self.1.extend(self.0.extend(plan, module, mesh)?, module, mesh)
     }
 }
 
-/// Data parallelism: every rank along some axes has all parameters, and works on its part of the batch.
+/// Data parallelism (DDP): parameters are replicated over some mesh axes, and each rank works on its shard of the batch.
+///
+/// Gradients are reduced together, when an optimizer or `in_param_layout` needs them; there is no wrapper around the model.
 #[doc(alias = "DDP")]
 #[doc(alias = "DistributedDataParallel")]
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,7 +70,7 @@ pub struct DataParallel {
 }
 
 impl DataParallel {
-    /// Parameters whole along some axes.
+    /// Replicates parameters over these mesh axes.
     pub fn new<S: AsRef<str>>(axes: impl IntoIterator<Item = S>) -> Self {
         DataParallel { axes: names(axes) }
     }
@@ -73,14 +78,17 @@ impl DataParallel {
 
 impl ShardingPlanner for DataParallel {
     fn extend(&self, plan: ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan> {
-        let whole: Vec<(String, Placement)> = self.axes.iter().map(|a| (a.clone(), Placement::Replicate)).collect();
-        each_param(plan, module, mesh, |_| Ok(whole.clone()))
+        let replicated: Vec<(String, Placement)> =
+            self.axes.iter().map(|a| (a.clone(), Placement::Replicate)).collect();
+        each_param(plan, module, mesh, |_| Ok(replicated.clone()))
     }
 }
 
-/// Data parallelism with parameters, gradients and optimizer state in pieces (FSDP): every parameter is cut along some
-/// axes, after what other planners cut. An operator that needs it whole gathers it, if that is cheaper than to gather its
-/// input; its gradient is scattered.
+/// Fully sharded data parallelism (FSDP, ZeRO-3): parameters, gradients and optimizer state are sharded over some mesh axes.
+///
+/// Every parameter is sharded on one dimension, after the sharding of other planners. An operator that needs the full
+/// parameter gathers it, unless gathering the input is cheaper; gradients are reduce-scattered. Unlike PyTorch's
+/// `fully_shard`, there is no wrapper and no prefetching.
 #[doc(alias = "fully_shard")]
 #[doc(alias = "FSDP2")]
 #[doc(alias = "FSDP")]
@@ -91,24 +99,24 @@ pub struct FullyShard {
 }
 
 impl FullyShard {
-    /// Cut along some axes, at the longest dimension that divides evenly, or else at the longest.
+    /// Shards parameters over these mesh axes: on the longest dimension that divides evenly, else on the longest.
     pub fn new<S: AsRef<str>>(axes: impl IntoIterator<Item = S>) -> Self {
         FullyShard { axes: names(axes), dim: None }
     }
 
-    /// Cut at this dimension, where parameters have it, and at their last one where they have not.
+    /// Shards on this dimension, or on the last one of parameters that have fewer dimensions.
     pub fn on_dim(mut self, dim: usize) -> Self {
         self.dim = Some(dim);
         self
     }
 
-    /// What a parameter that lies so is to be cut along.
-    pub(super) fn cut(&self, now: &Layout) -> Result<Vec<(String, Placement)>> {
+    /// Placements over the axes of the planner for a parameter whose layout without them is that of `now`.
+    pub(super) fn placements_for(&self, now: &Layout) -> Result<Vec<(String, Placement)>> {
         let mesh = now.mesh();
         let own = mesh.axis_positions(&self.axes)?;
-        let ways: usize = own.iter().map(|&axis| mesh.shape()[axis]).product();
+        let shards: usize = own.iter().map(|&axis| mesh.shape()[axis]).product();
         let left = now.without_axes(&own)?.local_shape(mesh.ranks()[0]);
-        let longest = |&d: &usize| (left[d].is_multiple_of(ways) && left[d] > 0, left[d], std::cmp::Reverse(d));
+        let longest = |&d: &usize| (left[d].is_multiple_of(shards) && left[d] > 0, left[d], std::cmp::Reverse(d));
         let dim = match (self.dim, left.len()) {
             (_, 0) => None,
             (Some(dim), n) => Some(dim.min(n - 1)),
@@ -121,7 +129,7 @@ impl FullyShard {
 
 impl ShardingPlanner for FullyShard {
     fn extend(&self, plan: ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan> {
-        each_param(plan, module, mesh, |layout| self.cut(layout))
+        each_param(plan, module, mesh, |layout| self.placements_for(layout))
     }
 }
 
@@ -129,43 +137,47 @@ pub(super) fn names<S: AsRef<str>>(axes: impl IntoIterator<Item = S>) -> Vec<Str
     axes.into_iter().map(|axis| axis.as_ref().to_string()).collect()
 }
 
-/// Adds placements along more axes to every parameter, chosen by the layout that the plan gives it so far. Modules that
-/// the plan replaces are left alone.
+/// Adds placements to every parameter, chosen by the layout that the plan gives it so far. Parameters of modules that the
+/// plan replaces are skipped.
 fn each_param(
     mut plan: ShardingPlan,
     module: &dyn Module,
     mesh: &DeviceMesh,
     more: impl Fn(&Layout) -> Result<Vec<(String, Placement)>>,
 ) -> Result<ShardingPlan> {
-    let found = Found::new(module);
-    for (path, slot) in &found.tensors {
-        if let Slot::Param(param) = slot
-            && !is_replaced(&plan, &found, path)?
+    let inventory = ModuleInventory::new(module);
+    for (path, tensor) in &inventory.tensors {
+        if let ParamOrBuffer::Param(param) = tensor
+            && !is_replaced(&plan, &inventory, path)?
         {
             let more = more(&plan.layout_of(path, &param.layout())?)?;
-            plan = plan.along(path, mesh.mesh(), &more)?;
+            plan = plan.add_placements(path, mesh.mesh(), &more)?;
         }
     }
     Ok(plan)
 }
 
-/// Whether a path lies inside a module that the plan replaces.
-fn is_replaced(plan: &ShardingPlan, found: &Found, path: &str) -> Result<bool> {
-    for (module, _) in found.modules.iter().filter(|(module, _)| is_beneath(path, module)) {
-        if let Some(ParamPlan::Sharder(_)) = plan.of_param(module)? {
+/// Whether a path is inside a module that the plan replaces.
+fn is_replaced(plan: &ShardingPlan, inventory: &ModuleInventory, path: &str) -> Result<bool> {
+    for (module, _) in inventory.modules.iter().filter(|(module, _)| is_beneath(path, module)) {
+        if let Some(ParamPlan::Sharder(_)) = plan.param_plan(module)? {
             return Ok(true);
         }
     }
     Ok(false)
 }
 
-/// Cuts every parameter of a module along some axes, and moves it there: [`FullyShard`] in one call.
+/// Shards all parameters of a module over some mesh axes: [`FullyShard`] in one call.
+///
+/// Collective: all ranks of the mesh must call it. Redistributes the parameters.
 #[track_caller]
 pub fn fully_shard(module: &dyn Module, mesh: &DeviceMesh, axes: &[&str]) -> Result<()> {
     super::shard_module(module, mesh, &FullyShard::new(axes).plan(module, mesh)?)
 }
 
-/// Makes every parameter of a module whole along some axes: [`DataParallel`] in one call.
+/// Replicates all parameters of a module over some mesh axes: [`DataParallel`] in one call.
+///
+/// Collective: all ranks of the mesh must call it. Redistributes the parameters.
 #[track_caller]
 pub fn replicate(module: &dyn Module, mesh: &DeviceMesh, axes: &[&str]) -> Result<()> {
     super::shard_module(module, mesh, &DataParallel::new(axes).plan(module, mesh)?)

@@ -1,29 +1,30 @@
-//! What replaces a module, and two such replacements.
+//! The trait of types that replace modules, and two of them.
 
 use std::fmt;
 use std::sync::Arc;
 
-use super::places::Places;
+use super::target_placements::TargetPlacements;
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 use crate::nn::init::Init;
-use crate::nn::{Buffer, Forward, Item, Layer, Module, join};
+use crate::nn::{Buffer, Forward, Layer, Module, ModuleItem, join};
 use crate::param::Param;
 use crate::placement::Placement;
 use crate::tensor::DTensor;
 
-/// Makes a layer that stands in for a module: other parameters, another computation.
+/// Builds a layer that replaces a module: other parameters, another computation.
 ///
-/// The layer takes the module's place in its [`Hooks`](crate::nn::Hooks): a forward pass runs it, and parameters, states and optimizers that are
-/// made from then on see its own. The module itself must not be changed: a plan that is refused later has changed nothing.
+/// The layer is stored in the module's [`Hooks`](crate::nn::Hooks): ` forward` runs it, and walks find its parameters. Create
+/// optimizers afterwards. The module itself must not be changed, because a plan that turns out not to fit must leave
+/// everything unchanged.
 pub trait Sharder: fmt::Debug + Send + Sync {
-    /// The layer for one module.
-    fn shard(&self, part: &Part) -> Result<Arc<dyn Layer>>;
+    /// Builds the replacement of one module. Called on all ranks of the mesh.
+    fn shard(&self, module: &ModuleView) -> Result<Arc<dyn Layer>>;
 }
 
-/// A module as a [`Sharder`] sees it.
-pub struct Part {
+/// A module of a model as a [`Sharder`] or [`ParallelStyle`](super::ParallelStyle) sees it: its path, type and tensors.
+pub struct ModuleView {
     pub(super) path: String,
     pub(super) kind: &'static str,
     pub(super) params: Vec<(String, Param)>,
@@ -31,38 +32,38 @@ pub struct Part {
     pub(super) mesh: DeviceMesh,
 }
 
-impl Part {
-    /// Its path in the model.
+impl ModuleView {
+    /// Path of the module in the model.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// The name of its type.
+    /// Name of the type of the module, such as `Linear`.
     pub fn kind(&self) -> &'static str {
         self.kind
     }
 
-    /// The mesh of the plan.
+    /// The mesh that the plan is for.
     pub fn mesh(&self) -> &DeviceMesh {
         &self.mesh
     }
 
-    /// Its parameters, with paths inside it.
+    /// Parameters of the module, with paths relative to it.
     pub fn params(&self) -> &[(String, Param)] {
         &self.params
     }
 
-    /// Its buffers, with paths inside it.
+    /// Buffers of the module, with paths relative to it.
     pub fn buffers(&self) -> &[(String, Buffer)] {
         &self.buffers
     }
 
-    /// A parameter by its path inside the module.
+    /// Looks up a parameter by its path relative to the module.
     pub fn param(&self, name: &str) -> Option<&Param> {
         self.params.iter().find(|(own, _)| own == name).map(|(_, param)| param)
     }
 
-    /// The weight of a module of one of these kinds.
+    /// The weight of a module of one of these types, or an error for `who`.
     fn weight(&self, kinds: &[&str], who: &dyn fmt::Debug) -> Result<DTensor> {
         match self.param("weight") {
             Some(weight) if kinds.contains(&self.kind) => Ok(weight.get().detach()),
@@ -76,35 +77,38 @@ impl Part {
     }
 }
 
-/// Replaces a [`Linear`](crate::nn::Linear) by one whose weight no longer learns, plus a product of two small matrices that
-/// does (LoRA). The small matrices are cut as the weight is.
+/// Replaces a [`Linear`](crate::nn::Linear) by one with a frozen weight plus a trained product of two small matrices (LoRA).
+///
+/// The small matrices are sharded like the weight on the dimension that they share with it.
+#[doc(alias = "LoRA")]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LowRankAdapter {
-    /// Rank of the product.
-    pub rank: usize,
-    /// Factor of the product.
+    /// Rank of the product as a matrix: `down` is `[r, in]`, `up` is `[out, r]`.
+    pub r: usize,
+    /// Factor of the product, `lora_alpha / r` in PEFT.
     pub scale: f64,
 }
 
 impl Sharder for LowRankAdapter {
-    fn shard(&self, part: &Part) -> Result<Arc<dyn Layer>> {
-        let weight = part.weight(&["Linear"], self)?;
+    fn shard(&self, module: &ModuleView) -> Result<Arc<dyn Layer>> {
+        let weight = module.weight(&["Linear"], self)?;
         let (layout, mesh) = (weight.layout(), weight.device_mesh());
-        // A matrix that shares one dimension of the weight, at the same place.
-        let beside = |dim: usize, shape: [usize; 2]| {
+        // Layout of a matrix that shares dimension `dim` with the weight.
+        let layout_like_weight = |dim: usize, shape: [usize; 2]| {
             let keep = |p: &Placement| if p.shard_dim() == Some(dim) { p.clone() } else { Placement::Replicate };
             let placements: Vec<Placement> = layout.placements().iter().map(keep).collect();
-            let mut cuts = vec![Vec::new(); 2];
-            cuts[dim] = layout.shard_order(dim).to_vec();
-            Layout::from_cuts(layout.mesh(), &shape, &placements, &cuts)
+            let mut shard_orders = vec![Vec::new(); 2];
+            shard_orders[dim] = layout.shard_order(dim).to_vec();
+            Layout::from_shard_orders(layout.mesh(), &shape, &placements, &shard_orders)
         };
         let (outputs, inputs) = (layout.shape()[0], layout.shape()[1]);
-        let down = Init::KaimingUniform(1.0).make_in(&beside(1, [self.rank, inputs])?, weight.dtype(), mesh)?;
-        // The product begins at zero: nothing changes before the first step.
-        let up = Init::ZEROS.make_in(&beside(0, [outputs, self.rank])?, weight.dtype(), mesh)?;
+        let down =
+            Init::KaimingUniform(1.0).create_in(&layout_like_weight(1, [self.r, inputs])?, weight.dtype(), mesh)?;
+        // The product starts at zero, so that the replacement computes what the module computed until the first step.
+        let up = Init::ZEROS.create_in(&layout_like_weight(0, [outputs, self.r])?, weight.dtype(), mesh)?;
         Ok(Arc::new(LowRankLinear {
             weight: Buffer::new(&weight),
-            bias: part.param("bias").map(|bias| Buffer::new(&bias.get())),
+            bias: module.param("bias").map(|bias| Buffer::new(&bias.get())),
             down: Param::new(&down),
             up: Param::new(&up),
             scale: self.scale,
@@ -112,7 +116,7 @@ impl Sharder for LowRankAdapter {
     }
 }
 
-/// What [`LowRankAdapter`] makes.
+/// The layer that [`LowRankAdapter`] builds.
 struct LowRankLinear {
     weight: Buffer,
     bias: Option<Buffer>,
@@ -122,8 +126,8 @@ struct LowRankLinear {
 }
 
 impl Module for LowRankLinear {
-    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
-        visit(path, Item::Module("LowRankLinear"));
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>)) {
+        visit(path, ModuleItem::Module("LowRankLinear"));
         let fields: [(&str, &dyn Module); 4] =
             [("weight", &self.weight), ("bias", &self.bias), ("down", &self.down), ("up", &self.up)];
         fields.iter().for_each(|(name, field)| field.walk(&join(path, name), visit));
@@ -138,41 +142,43 @@ impl Forward for LowRankLinear {
     }
 }
 
-/// Replaces an [`Embedding`](crate::nn::Embedding) by one whose table is cut into rows along an axis: every rank looks up the
-/// ids that it has rows for, and the sum over ranks is carried out at once, whole or scattered.
+/// Replaces an [`Embedding`](crate::nn::Embedding) by one whose table is sharded over the vocabulary.
+///
+/// Every rank looks up the ids that it has rows for, and the partial sums are reduced immediately: all-reduced to a
+/// replicated output, or reduce- scattered to a sharded one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VocabularyParallel {
-    /// The mesh axis.
+    /// Mesh axis that the table is sharded over.
     pub axis: String,
-    /// How the output lies along the axis.
+    /// Placement of the output over the axis.
     pub output: Placement,
 }
 
 impl VocabularyParallel {
-    /// Rows cut along an axis, output whole.
+    /// Shards the table over a mesh axis, with a replicated output.
     pub fn new(axis: &str) -> Self {
         VocabularyParallel { axis: axis.to_string(), output: Placement::Replicate }
     }
 }
 
 impl Sharder for VocabularyParallel {
-    fn shard(&self, part: &Part) -> Result<Arc<dyn Layer>> {
-        let weight = part.weight(&["Embedding"], self)?;
-        let rows = Places::one(&self.axis, &Placement::Shard(0)).layout(weight.layout())?;
-        let output = Places::one(&self.axis, &self.output);
+    fn shard(&self, module: &ModuleView) -> Result<Arc<dyn Layer>> {
+        let weight = module.weight(&["Embedding"], self)?;
+        let rows = TargetPlacements::one(&self.axis, &Placement::Shard(0)).layout(weight.layout())?;
+        let output = TargetPlacements::one(&self.axis, &self.output);
         Ok(Arc::new(VocabularyEmbedding { weight: Param::new(&weight.to_layout(&rows)?), output }))
     }
 }
 
-/// What [`VocabularyParallel`] makes.
+/// The layer that [`VocabularyParallel`] builds.
 struct VocabularyEmbedding {
     weight: Param,
-    output: Places,
+    output: TargetPlacements,
 }
 
 impl Module for VocabularyEmbedding {
-    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, Item<'_>)) {
-        visit(path, Item::Module("VocabularyEmbedding"));
+    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>)) {
+        visit(path, ModuleItem::Module("VocabularyEmbedding"));
         self.weight.walk(&join(path, "weight"), visit);
     }
 }

@@ -1,4 +1,4 @@
-//! A plan: where parameters lie, what stands in for modules, and how inputs and outputs of modules are to lie.
+//! Sharding plans: layouts of parameters, inputs and outputs, and replacements of modules, by path.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,8 +6,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::pattern::{check, is_exact, matches};
-use super::places::Places;
 use super::sharder::Sharder;
+use super::target_placements::TargetPlacements;
 use crate::comm::DeviceMesh;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::Layout;
@@ -15,21 +15,21 @@ use crate::mesh::Mesh;
 use crate::nn::Builder;
 use crate::placement::Placement;
 
-/// What becomes of a parameter, or of a module with all its parameters.
+/// What a plan does with a parameter, or with a module.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ParamPlan {
-    /// A parameter or buffer lies so.
-    Placements(Places),
-    /// A module is replaced. Code cannot be stored: serializing it is an error.
+    /// Redistributes a parameter or buffer.
+    Placements(TargetPlacements),
+    /// Replaces a module. Code cannot be stored: serializing such a plan is an error.
     #[serde(skip)]
     Sharder(Arc<dyn Sharder>),
 }
 
 impl ParamPlan {
-    /// Whether everything stays as it is, as [`ShardingPlan::remove`] wants it.
-    pub(super) fn is_nothing(&self) -> bool {
-        matches!(self, ParamPlan::Placements(places) if places.is_nothing())
+    /// Whether nothing changes; the entries of [`ShardingPlan::remove`].
+    pub(super) fn is_empty(&self) -> bool {
+        matches!(self, ParamPlan::Placements(places) if places.is_empty())
     }
 }
 
@@ -52,12 +52,18 @@ impl fmt::Display for ParamPlan {
     }
 }
 
-/// How a module is spread over a mesh, apart from the module. Keys are dotted paths or patterns of them: `*` stands for one
-/// component or a part of it, `**` for any number of components, `?` for one letter, `[qkv]` and `[0-3]` for one letter of
-/// a set, `{up,gate}` for either text. An exact path counts before patterns, and an entry of [`replace`](Self::replace)
-/// before other patterns. An entry that fits nothing, or that never counts, is an error where the plan is used.
+/// How a model is sharded over a mesh, specified separately from the model.
 ///
-/// A plan is a value: it prints as a table, is stored as text, and is the same on every rank.
+/// A plan maps dotted paths, or patterns of them, to the placements of parameters ([`param`](Self::param)), of inputs and
+/// outputs of modules ([`input`](Self::input), [`output`](Self::output)) and to replacements of modules
+/// ([`sharder`](Self::sharder)). In patterns, `*` matches one component or a part of it, `**` any number of components, `?` one
+/// character, `[qkv]` and `[0-3]` one character of a set, `{up,gate}` either text.
+///
+/// An exact path takes precedence over patterns, and an entry of [`replace`](Self::replace) over other patterns. What a plan
+/// does not name does not change. An entry that matches nothing, or never takes effect, is an error where the plan is applied.
+///
+/// A plan is a value: it prints as a table, can be serialized, and is the same on every rank. [`build`](Self::build) builds a
+/// model by it, [`shard_module`](super::shard_module) applies it to an existing one.
 ///
 /// ```
 /// use shardwise::nn::{Activation, Builder, Forward, Mlp, Module};
@@ -70,14 +76,15 @@ impl fmt::Display for ParamPlan {
 ///         .param("up.*", [("tp", Shard(0))])
 ///         .param("down.weight", [("tp", Shard(1))])
 ///         .output("", [("tp", Replicate)]);
-///     // built in pieces from the start; a module that exists is spread by shard_module
-///     let mlp = plan.build(&mesh, |at| Mlp::new(at, 8, 16, Activation::Gelu))?;
+///     // no rank ever holds the full model
+///     let mlp = plan.build(&mesh, |builder| Mlp::new(builder, 8, 16, Activation::Gelu))?;
 ///     assert_eq!(mlp.up.weight.get().to_local().dims(), [8, 8]);
 ///     let y = mlp.forward(&DTensor::ones((4, 8), DType::F32, &mesh, [Shard(0), Replicate])?)?;
 ///     assert_eq!(y.placements(), [Shard(0), Replicate]);
-///     let whole = Mlp::new(&Builder::new(&mesh), 8, 16, Activation::Gelu)?;
-///     shard_module(&whole, &mesh, &plan)?;
-///     assert_eq!(whole.down.weight.layout(), mlp.down.weight.layout());
+///     // an existing model is redistributed
+///     let replicated = Mlp::new(&Builder::new(&mesh), 8, 16, Activation::Gelu)?;
+///     shard_module(&replicated, &mesh, &plan)?;
+///     assert_eq!(replicated.down.weight.layout(), mlp.down.weight.layout());
 ///     Ok(())
 /// })?;
 /// # Ok::<(), Error>(())
@@ -85,96 +92,100 @@ impl fmt::Display for ParamPlan {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ShardingPlan {
     pub(super) params: Vec<(String, ParamPlan)>,
-    pub(super) inputs: Vec<(String, Places)>,
-    pub(super) outputs: Vec<(String, Places)>,
+    pub(super) inputs: Vec<(String, TargetPlacements)>,
+    pub(super) outputs: Vec<(String, TargetPlacements)>,
+    /// Modules that return the local shard of their output.
     pub(super) locals: Vec<String>,
-    /// Patterns whose entries count before other patterns; of several the last.
+    /// Patterns that take precedence over other patterns; of several the last.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) replacing: Vec<(Aspect, String)>,
-    /// Patterns whose placements went into entries for single parameters, by [`along`](Self::along).
+    pub(super) replacing: Vec<(EntryKind, String)>,
+    /// Patterns whose placements went into entries for single parameters, by [`add_placements`](Self::add_placements).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) absorbed: Vec<String>,
-    /// Inputs and outputs by number, of modules that have several.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) numbered: Vec<Numbered>,
+    /// Inputs and outputs of modules that have several.
+    #[serde(default, rename = "numbered", skip_serializing_if = "Vec::is_empty")]
+    pub(super) positional: Vec<PositionalEntry>,
 }
 
-/// An input or output by number.
+/// Placements of one of several inputs or outputs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Numbered {
-    pub(super) aspect: Aspect,
+pub(super) struct PositionalEntry {
+    #[serde(rename = "aspect")]
+    pub(super) kind: EntryKind,
     pub(super) index: usize,
     pub(super) pattern: String,
-    pub(super) places: Places,
+    #[serde(rename = "places")]
+    pub(super) target: TargetPlacements,
 }
 
-/// What an entry of a plan is about.
+/// What an entry of a plan places.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Aspect {
+pub(super) enum EntryKind {
     Param,
     Input,
     Output,
 }
 
 impl ShardingPlan {
-    /// A plan that changes nothing.
+    /// An empty plan, which changes nothing.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Parameters and buffers at these paths lie so.
+    /// Sets the placements of the parameters and buffers that match a pattern.
     #[doc(alias = "plan")]
-    pub fn param(self, pattern: &str, places: impl Into<Places>) -> Self {
-        self.entry(pattern, ParamPlan::Placements(places.into()))
+    pub fn param(self, pattern: &str, target: impl Into<TargetPlacements>) -> Self {
+        self.entry(pattern, ParamPlan::Placements(target.into()))
     }
 
-    /// Modules at these paths are replaced.
+    /// Replaces the modules that match a pattern.
     pub fn sharder(self, pattern: &str, sharder: impl Sharder + 'static) -> Self {
         self.entry(pattern, ParamPlan::Sharder(Arc::new(sharder)))
     }
 
     fn entry(mut self, pattern: &str, plan: ParamPlan) -> Self {
-        self.params.retain(|(key, plan)| key != pattern || !plan.is_nothing());
-        // What an earlier entry of this pattern gave to others does not make this one count.
+        self.params.retain(|(key, plan)| key != pattern || !plan.is_empty());
+        // This entry must take effect itself; that an earlier one of the same pattern was absorbed does not count.
         self.absorbed.retain(|key| key != pattern);
         self.params.push((pattern.to_string(), plan));
         self
     }
 
-    /// Inputs of modules at these paths are brought there.
-    pub fn input(mut self, pattern: &str, places: impl Into<Places>) -> Self {
-        self.inputs.retain(|(key, places)| key != pattern || !places.is_nothing());
-        self.inputs.push((pattern.to_string(), places.into()));
+    /// Redistributes the inputs of the modules that match a pattern.
+    pub fn input(mut self, pattern: &str, target: impl Into<TargetPlacements>) -> Self {
+        self.inputs.retain(|(key, places)| key != pattern || !places.is_empty());
+        self.inputs.push((pattern.to_string(), target.into()));
         self
     }
 
-    /// Input number `index`, from 0, of modules with several inputs at these paths is brought there. Such entries add up, in the
-    /// order in which they were added.
-    pub fn input_at(self, pattern: &str, index: usize, places: impl Into<Places>) -> Self {
-        self.number(Aspect::Input, pattern, index, places.into())
+    /// Redistributes input `index`, from 0, of modules with several inputs.
+    ///
+    /// Several such entries for one input are applied one after the other.
+    pub fn input_at(self, pattern: &str, index: usize, target: impl Into<TargetPlacements>) -> Self {
+        self.positional(EntryKind::Input, pattern, index, target.into())
     }
 
-    /// As [`input_at`](Self::input_at), for output number `index`.
-    pub fn output_at(self, pattern: &str, index: usize, places: impl Into<Places>) -> Self {
-        self.number(Aspect::Output, pattern, index, places.into())
+    /// As [`input_at`](Self::input_at), for output `index`.
+    pub fn output_at(self, pattern: &str, index: usize, target: impl Into<TargetPlacements>) -> Self {
+        self.positional(EntryKind::Output, pattern, index, target.into())
     }
 
-    fn number(mut self, aspect: Aspect, pattern: &str, index: usize, places: Places) -> Self {
-        self.numbered.push(Numbered { aspect, index, pattern: pattern.to_string(), places });
+    fn positional(mut self, kind: EntryKind, pattern: &str, index: usize, target: TargetPlacements) -> Self {
+        self.positional.push(PositionalEntry { kind, index, pattern: pattern.to_string(), target });
         self
     }
 
-    /// Outputs of modules at these paths are brought there.
+    /// Redistributes the outputs of the modules that match a pattern.
     #[doc(alias = "output_plan")]
-    pub fn output(mut self, pattern: &str, places: impl Into<Places>) -> Self {
-        self.outputs.retain(|(key, places)| key != pattern || !places.is_nothing());
-        self.outputs.push((pattern.to_string(), places.into()));
+    pub fn output(mut self, pattern: &str, target: impl Into<TargetPlacements>) -> Self {
+        self.outputs.retain(|(key, places)| key != pattern || !places.is_empty());
+        self.outputs.push((pattern.to_string(), target.into()));
         self
     }
 
-    /// Places parameters and buffers at these paths so, whatever the plan said of them before: entries for single paths that
-    /// fit are taken out, and the new one counts before patterns.
+    /// Overrides the placements of the parameters and buffers that match a pattern: entries for exact paths that match are
+    /// removed, and the new entry takes precedence over other patterns.
     ///
     /// ```
     /// use shardwise::nn::{Activation, Builder, Mlp};
@@ -192,74 +203,74 @@ impl ShardingPlan {
     /// })?;
     /// # Ok::<(), Error>(())
     /// ```
-    pub fn replace(mut self, pattern: &str, places: impl Into<Places>) -> Self {
+    pub fn replace(mut self, pattern: &str, target: impl Into<TargetPlacements>) -> Self {
         displace(&mut self.params, pattern);
-        self.counts_first(Aspect::Param, pattern);
-        self.entry(pattern, ParamPlan::Placements(places.into()))
+        self.takes_precedence(EntryKind::Param, pattern);
+        self.entry(pattern, ParamPlan::Placements(target.into()))
     }
 
     /// As [`replace`](Self::replace), for inputs of modules.
-    pub fn replace_input(mut self, pattern: &str, places: impl Into<Places>) -> Self {
+    pub fn replace_input(mut self, pattern: &str, target: impl Into<TargetPlacements>) -> Self {
         displace(&mut self.inputs, pattern);
-        self.counts_first(Aspect::Input, pattern);
-        self.input(pattern, places)
+        self.takes_precedence(EntryKind::Input, pattern);
+        self.input(pattern, target)
     }
 
     /// As [`replace`](Self::replace), for outputs of modules.
-    pub fn replace_output(mut self, pattern: &str, places: impl Into<Places>) -> Self {
+    pub fn replace_output(mut self, pattern: &str, target: impl Into<TargetPlacements>) -> Self {
         displace(&mut self.outputs, pattern);
-        self.counts_first(Aspect::Output, pattern);
-        self.output(pattern, places)
+        self.takes_precedence(EntryKind::Output, pattern);
+        self.output(pattern, target)
     }
 
-    /// Takes out everything that the plan says of parameters and modules at these paths: they stay as they are, also
-    /// where a pattern for more paths fits them. What is added later counts.
+    /// Removes everything that the plan has for the parameters and modules that match a pattern, also from entries whose
+    /// pattern matches more. Entries that are added later take effect.
     pub fn remove(mut self, pattern: &str) -> Self {
         displace(&mut self.params, pattern);
         displace(&mut self.inputs, pattern);
         displace(&mut self.outputs, pattern);
         self.locals.retain(|key| key != pattern && !matches(pattern, key));
-        let nothing = || Places::Along(Vec::new());
-        // Parameters always, so that a pattern that fits nothing is noticed.
-        self.counts_first(Aspect::Param, pattern);
+        let nothing = || TargetPlacements::Along(Vec::new());
+        // An entry for parameters is added in any case, so that a pattern that matches nothing is an error.
+        self.takes_precedence(EntryKind::Param, pattern);
         self = self.entry(pattern, ParamPlan::Placements(nothing()));
         if self.inputs.iter().any(|(key, _)| !is_exact(key)) {
-            self.counts_first(Aspect::Input, pattern);
+            self.takes_precedence(EntryKind::Input, pattern);
             self.inputs.push((pattern.to_string(), nothing()));
         }
         if self.outputs.iter().any(|(key, _)| !is_exact(key)) {
-            self.counts_first(Aspect::Output, pattern);
+            self.takes_precedence(EntryKind::Output, pattern);
             self.outputs.push((pattern.to_string(), nothing()));
         }
         self
     }
 
-    fn counts_first(&mut self, aspect: Aspect, pattern: &str) {
-        self.replacing.retain(|(own, key)| *own != aspect || key != pattern);
-        self.replacing.push((aspect, pattern.to_string()));
+    fn takes_precedence(&mut self, kind: EntryKind, pattern: &str) {
+        self.replacing.retain(|(own, key)| *own != kind || key != pattern);
+        self.replacing.push((kind, pattern.to_string()));
     }
 
-    /// Modules at these paths return what this rank holds of their output. See
-    /// [`collect_local_shard`](super::collect_local_shard).
+    /// Makes the modules that match a pattern return this rank's local shard of their output
+    /// ([`collect_local_shard`](super::collect_local_shard)).
     #[doc(alias = "return_local_tensor")]
     pub fn return_local(mut self, pattern: &str) -> Self {
         self.locals.push(pattern.to_string());
         self
     }
 
-    /// Adds a placement along one axis to what the plan says of one input.
+    /// Adds a placement over one axis to the entry for one input.
     pub(super) fn input_along(mut self, path: &str, axis: &str, placement: &Placement) -> Self {
         add_along(&mut self.inputs, path, axis, placement);
         self
     }
 
-    /// Adds a placement along one axis to what the plan says of one output.
+    /// Adds a placement over one axis to the entry for one output.
     pub(super) fn output_along(mut self, path: &str, axis: &str, placement: &Placement) -> Self {
         add_along(&mut self.outputs, path, axis, placement);
         self
     }
 
-    /// Adds a placement along one axis to what the plan says of one parameter, in addition to and not in place of others.
+    /// Adds a placement over one axis to the entry for one parameter.
     pub(super) fn param_along(mut self, path: &str, axis: &str, placement: &Placement) -> Self {
         let mut own = Vec::new();
         self.params.retain(|(pattern, plan)| match plan {
@@ -274,15 +285,19 @@ impl ShardingPlan {
         self
     }
 
-    /// Adds placements along more axes to what the plan says of one parameter. They cut after what is there.
-    pub fn along(mut self, path: &str, mesh: &Mesh, more: &[(String, Placement)]) -> Result<Self> {
-        let so_far = match self.of_param(path)? {
+    /// Adds placements over more mesh axes to the placements that the plan has for one parameter. They shard after the ones that are
+    /// there. For planners.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the mesh has no such axis, patterns contradict each other, or the parameter has a sharding spec.
+    pub fn add_placements(mut self, path: &str, mesh: &Mesh, more: &[(String, Placement)]) -> Result<Self> {
+        let so_far = match self.param_plan(path)? {
             Some(ParamPlan::Placements(places)) => places.clone(),
-            _ => Places::Along(Vec::new()),
+            _ => TargetPlacements::Along(Vec::new()),
         };
-        let counting: Vec<&str> =
-            self.counting(Aspect::Param, &self.params, path).into_iter().map(|(k, _)| k).collect();
-        let patterns: Vec<String> = counting.into_iter().filter(|key| !is_exact(key)).map(String::from).collect();
+        let effective: Vec<&str> =
+            self.effective_entries(EntryKind::Param, &self.params, path).into_iter().map(|(k, _)| k).collect();
+        let patterns: Vec<String> = effective.into_iter().filter(|key| !is_exact(key)).map(String::from).collect();
         self.absorbed.extend(patterns);
         self.absorbed.sort_unstable();
         self.absorbed.dedup();
@@ -292,15 +307,18 @@ impl ShardingPlan {
         Ok(self)
     }
 
-    /// What the plan says of the parameter or module at a path.
-    pub fn of_param(&self, path: &str) -> Result<Option<&ParamPlan>> {
-        self.one_of(Aspect::Param, &self.params, path)
+    /// Returns what the plan does with the parameter or module at a path.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if several patterns match and disagree.
+    pub fn param_plan(&self, path: &str) -> Result<Option<&ParamPlan>> {
+        self.entry_for(EntryKind::Param, &self.params, path)
     }
 
-    /// The entries that count for a path: exact ones, else the last that replaces others, else all patterns that fit.
-    pub(super) fn counting<'a, T>(
+    /// The entries that take effect for a path: exact ones, else the last with precedence, else all patterns that match.
+    pub(super) fn effective_entries<'a, T>(
         &self,
-        aspect: Aspect,
+        kind: EntryKind,
         entries: &'a [(String, T)],
         path: &str,
     ) -> Vec<(&'a str, &'a T)> {
@@ -309,21 +327,21 @@ impl ShardingPlan {
         if !exact.is_empty() || self.replacing.is_empty() {
             return if exact.is_empty() { patterns } else { exact };
         }
-        let place = |pattern: &str| self.replacing.iter().position(|(own, key)| *own == aspect && key == pattern);
+        let place = |pattern: &str| self.replacing.iter().position(|(own, key)| *own == kind && key == pattern);
         let last = patterns.iter().filter(|(key, _)| place(key).is_some()).max_by_key(|(key, _)| place(key)).copied();
         last.map_or(patterns, |last| vec![last])
     }
 
-    /// The entry for a path, on which all that count agree.
-    pub(super) fn one_of<'a, T: PartialEq + fmt::Display>(
+    /// The entry for a path; an error if several take effect and disagree.
+    pub(super) fn entry_for<'a, T: PartialEq + fmt::Display>(
         &self,
-        aspect: Aspect,
+        kind: EntryKind,
         entries: &'a [(String, T)],
         path: &str,
     ) -> Result<Option<&'a T>> {
-        let counting = self.counting(aspect, entries, path);
-        let Some((first, value)) = counting.first() else { return Ok(None) };
-        match counting.iter().find(|(_, other)| other != value) {
+        let effective = self.effective_entries(kind, entries, path);
+        let Some((first, value)) = effective.first() else { return Ok(None) };
+        match effective.iter().find(|(_, other)| other != value) {
             None => Ok(Some(value)),
             Some((second, other)) => Err(ErrorKind::Plan.error(
                 "sharding plan",
@@ -334,32 +352,33 @@ impl ShardingPlan {
         }
     }
 
-    /// An error for a pattern that cannot be read.
+    /// Checks that all patterns are well-formed.
     pub(super) fn check_patterns(&self) -> Result<()> {
         let keys = self.params.iter().map(|(key, _)| key);
         let hooked = self.inputs.iter().chain(&self.outputs).map(|(key, _)| key);
-        let numbered = self.numbered.iter().map(|entry| &entry.pattern);
-        keys.chain(hooked).chain(&self.locals).chain(numbered).try_for_each(|key| check(key))
+        let positional = self.positional.iter().map(|entry| &entry.pattern);
+        keys.chain(hooked).chain(&self.locals).chain(positional).try_for_each(|key| check(key))
     }
 
-    /// An error for an entry that fits some of these paths but counts for none of them.
-    pub(super) fn check_counts<'a, T: fmt::Display + 'a>(
+    /// Checks that every entry that matches some of these paths takes effect for one of them.
+    pub(super) fn check_effective<'a, T: fmt::Display + 'a>(
         &self,
-        aspect: Aspect,
+        kind: EntryKind,
         entries: &[(String, T)],
         what: &str,
         paths: &[&String],
         own: impl Fn(&T) -> bool,
     ) -> Result<()> {
         for (pattern, value) in entries.iter().filter(|(_, value)| own(value)) {
-            // One that went into entries for single parameters has counted.
-            if is_exact(pattern) || aspect == Aspect::Param && self.absorbed.contains(pattern) {
+            // A pattern that was absorbed into entries for single parameters took effect there.
+            if is_exact(pattern) || kind == EntryKind::Param && self.absorbed.contains(pattern) {
                 continue;
             }
             let fitting: Vec<&&String> = paths.iter().filter(|path| matches(pattern, path)).collect();
-            let counts = |path: &str| self.counting(aspect, entries, path).iter().any(|(key, _)| key == pattern);
-            if !fitting.is_empty() && !fitting.iter().any(|path| counts(path)) {
-                let first = self.counting(aspect, entries, fitting[0])[0].0;
+            let takes_effect =
+                |path: &str| self.effective_entries(kind, entries, path).iter().any(|(key, _)| key == pattern);
+            if !fitting.is_empty() && !fitting.iter().any(|path| takes_effect(path)) {
+                let first = self.effective_entries(kind, entries, fitting[0])[0].0;
                 let found = format!(
                     "`{pattern}` ({value}), which fits {} {what}(s) but counts for none of them: for `{}`, `{first}` counts \
                      before it",
@@ -370,49 +389,51 @@ impl ShardingPlan {
                     "sharding plan",
                     found,
                     "entries that apply to something",
-                    format!("call replace(\"{pattern}\", ...) to override what the plan says, or leave it out"),
+                    format!("call replace(\"{pattern}\", ...) to override the plan, or leave it out"),
                 ));
             }
         }
         Ok(())
     }
 
-    /// The layout that the plan gives a parameter which lies so now.
+    /// Returns the layout that the plan gives a parameter whose layout is `now`.
     pub fn layout_of(&self, path: &str, now: &Layout) -> Result<Layout> {
-        match self.of_param(path)? {
-            Some(ParamPlan::Placements(places)) => places.layout(now).map_err(|e| at(e, path)),
+        match self.param_plan(path)? {
+            Some(ParamPlan::Placements(places)) => places.layout(now).map_err(|e| with_path(e, path)),
             _ => Ok(now.clone()),
         }
     }
 
-    /// Makes parameters where the plan says, so that no rank ever holds more of them. Give the finished model to
-    /// [`shard_module`](super::shard_module) for the rest of the plan; [`build`](Self::build) does both.
+    /// Returns a builder that creates parameters in the layouts of the plan, so that no rank ever holds the full model.
+    ///
+    /// Pass the finished model to [`shard_module`](super::shard_module) for the rest of the plan; [`build`](Self::build) does
+    /// both.
     pub fn builder(&self, mesh: &DeviceMesh) -> Builder {
         let (plan, ranks) = (self.clone(), mesh.mesh().clone());
         Builder::new(mesh).laid_out(move |path, shape| plan.layout_of(path, &Layout::replicated(&ranks, shape)?))
     }
 }
 
-/// Takes out the entries of a pattern, and those for single paths that fit it.
+/// Removes the entries of a pattern, and those for exact paths that match it.
 fn displace<T>(entries: &mut Vec<(String, T)>, pattern: &str) {
     entries.retain(|(key, _)| key != pattern && !(is_exact(key) && matches(pattern, key)));
 }
 
-/// Adds a placement along one axis to what a plan says of a path. Two that contradict each other become two entries, which
-/// [`ShardingPlan::one_of`] refuses.
-fn add_along(entries: &mut Vec<(String, Places)>, path: &str, axis: &str, placement: &Placement) {
+/// Adds a placement over one axis to the entry for a path. Two that contradict each other become two entries, which
+/// [`ShardingPlan::entry_for`] refuses.
+fn add_along(entries: &mut Vec<(String, TargetPlacements)>, path: &str, axis: &str, placement: &Placement) {
     let entry = entries.iter_mut().find(|(own, _)| own == path);
     match entry {
-        Some((_, Places::Along(along))) if along.iter().all(|(other, _)| other != axis) => {
+        Some((_, TargetPlacements::Along(along))) if along.iter().all(|(other, _)| other != axis) => {
             along.push((axis.to_string(), placement.clone()));
         }
-        Some((_, Places::Along(along))) if along.iter().any(|(a, p)| a == axis && p == placement) => {}
-        _ => entries.push((path.to_string(), Places::one(axis, placement))),
+        Some((_, TargetPlacements::Along(along))) if along.iter().any(|(a, p)| a == axis && p == placement) => {}
+        _ => entries.push((path.to_string(), TargetPlacements::one(axis, placement))),
     }
 }
 
-/// The same error, with the path that it is about.
-pub(super) fn at(error: Error, path: &str) -> Error {
+/// Adds the path that an error is about.
+pub(super) fn with_path(error: Error, path: &str) -> Error {
     let Error::Invalid(mut invalid) = error else { return error };
     invalid.found = format!("{} (in the sharding plan for `{path}`)", invalid.found);
     Error::Invalid(invalid)
@@ -423,18 +444,18 @@ impl fmt::Display for ShardingPlan {
         let params = self.params.iter().map(|(path, plan)| ("parameters", path, plan.to_string()));
         let inputs = self.inputs.iter().map(|(path, places)| ("input", path, places.to_string()));
         let outputs = self.outputs.iter().map(|(path, places)| ("output", path, places.to_string()));
-        let locals = self.locals.iter().map(|path| ("output", path, "local part".to_string()));
+        let locals = self.locals.iter().map(|path| ("output", path, "local shard".to_string()));
         for (what, path, text) in params.chain(inputs).chain(outputs).chain(locals) {
-            let text = if text.is_empty() { "stays as it is" } else { text.as_str() };
+            let text = if text.is_empty() { "unchanged" } else { text.as_str() };
             writeln!(f, "{what:<10}  {:<28}  {text}", format!("`{path}`"))?;
         }
-        for Numbered { aspect, index, pattern, places } in &self.numbered {
-            let what = format!("{aspect:?} {index}").to_lowercase();
-            writeln!(f, "{what:<10}  {:<28}  {places}", format!("`{pattern}`"))?;
+        for PositionalEntry { kind, index, pattern, target } in &self.positional {
+            let what = format!("{kind:?} {index}").to_lowercase();
+            writeln!(f, "{what:<10}  {:<28}  {target}", format!("`{pattern}`"))?;
         }
-        for (aspect, pattern) in &self.replacing {
-            let what = format!("{aspect:?}").to_lowercase();
-            writeln!(f, "{:<10}  {:<28}  before other patterns for {what}s", "counts", format!("`{pattern}`"))?;
+        for (kind, pattern) in &self.replacing {
+            let what = format!("{kind:?}").to_lowercase();
+            writeln!(f, "{:<10}  {:<28}  over other patterns for {what}s", "precedence", format!("`{pattern}`"))?;
         }
         Ok(())
     }

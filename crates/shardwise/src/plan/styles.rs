@@ -1,23 +1,31 @@
-//! Parallel styles: what is done to one module, by the name of the mesh axis that it acts on.
+//! Parallel styles: how one module is sharded over one mesh axis.
 
-use super::apply::{Found, check_match};
+use super::apply::{ModuleInventory, check_match};
 use super::pattern::matches;
 use super::shard_module;
-use super::sharder::Part;
+use super::sharder::ModuleView;
 use super::sharding_plan::ShardingPlan;
 use crate::comm::DeviceMesh;
 use crate::error::{Error, ErrorKind, Result};
 use crate::nn::{Module, join};
 use crate::placement::Placement;
 
-/// Says how one module is spread along one axis of a mesh; other axes stay as they are.
+/// How one module is sharded over one mesh axis; its placements over other axes do not change.
 pub trait ParallelStyle {
-    /// A plan with what the style says of a module.
-    fn extend(&self, plan: ShardingPlan, part: &Part) -> Result<ShardingPlan>;
+    /// Adds what the style does to a module to a plan.
+    fn extend(&self, plan: ShardingPlan, module: &ModuleView) -> Result<ShardingPlan>;
 }
 
-/// Applies styles to modules by path or pattern, on a mesh of any number of axes. Styles for one module add up, as long as
-/// they do not contradict each other. A key that fits no module is an error, and nothing is changed.
+/// Applies parallel styles to modules by path or pattern, on a mesh of any number of axes.
+///
+/// Unlike PyTorch's function, it takes the whole mesh: every style names its mesh axis. Styles for one module add up as long
+/// as they do not contradict each other. Patterns are those of [`ShardingPlan`].
+///
+/// Collective: all ranks of the mesh must call it. Redistributes the parameters.
+///
+/// # Errors
+/// [`Error::Invalid`] if a pattern matches no module, styles contradict each other, or a style does not support the type of
+/// a module. Nothing is changed then.
 ///
 /// ```
 /// use shardwise::nn::{Activation, Builder, Forward, Mlp};
@@ -36,21 +44,22 @@ pub trait ParallelStyle {
 /// ```
 #[track_caller]
 pub fn parallelize_module(module: &dyn Module, mesh: &DeviceMesh, styles: &[(&str, &dyn ParallelStyle)]) -> Result<()> {
-    let found = Found::new(module);
-    let modules: Vec<&String> = found.modules.iter().map(|(path, _)| path).collect();
+    let inventory = ModuleInventory::new(module);
+    let modules: Vec<&String> = inventory.modules.iter().map(|(path, _)| path).collect();
     let mut plan = ShardingPlan::new();
     for (pattern, style) in styles {
         check_match(pattern, "module", &modules)?;
         for path in modules.iter().filter(|path| matches(pattern, path)) {
-            plan = style.extend(plan, &found.part(path, mesh))?;
+            plan = style.extend(plan, &inventory.view(path, mesh))?;
         }
     }
     shard_module(module, mesh, &plan)
 }
 
-/// A layer cut by its outputs: weights of [`Linear`](crate::nn::Linear) and convolutions at dimension 0, with their bias;
-/// tables of [`Embedding`](crate::nn::Embedding) at dimension 1. The input is whole along the axis, the output cut at its
-/// features, unless said otherwise.
+/// Shards a layer by columns, its output features: dimension 0 of the weight and the bias of
+/// [`Linear`](crate::nn::Linear) and convolutions, dimension 1 of the table of [`Embedding`](crate::nn::Embedding).
+///
+/// By default the input is replicated over the axis and the output is sharded on its features.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ColwiseParallel {
     axis: String,
@@ -59,18 +68,20 @@ pub struct ColwiseParallel {
 }
 
 impl ColwiseParallel {
-    /// Along an axis.
+    /// Over a mesh axis.
     pub fn new(axis: &str) -> Self {
         ColwiseParallel { axis: axis.to_string(), input: Placement::Replicate, output: None }
     }
 
-    /// The input lies so along the axis.
+    /// Sets the placement over the axis to which the input is redistributed.
+    #[doc(alias = "input_layouts")]
     pub fn input(mut self, placement: Placement) -> Self {
         self.input = placement;
         self
     }
 
-    /// The output lies so along the axis.
+    /// Sets the placement over the axis to which the output is redistributed.
+    #[doc(alias = "output_layouts")]
     pub fn output(mut self, placement: Placement) -> Self {
         self.output = Some(placement);
         self
@@ -78,23 +89,25 @@ impl ColwiseParallel {
 }
 
 impl ParallelStyle for ColwiseParallel {
-    fn extend(&self, plan: ShardingPlan, part: &Part) -> Result<ShardingPlan> {
-        let (weight, features) = match part.kind() {
+    fn extend(&self, plan: ShardingPlan, module: &ModuleView) -> Result<ShardingPlan> {
+        let (weight, features) = match module.kind() {
             "Linear" => (0, -1),
             "Conv1d" | "Conv2d" => (0, 1),
             "Embedding" | "EmbeddingBag" => (1, -1),
-            _ => return Err(unknown(part, "ColwiseParallel")),
+            _ => return Err(unsupported(module, "ColwiseParallel")),
         };
-        let plan = param(plan, part, "weight", &self.axis, &Placement::Shard(weight));
-        let plan = param(plan, part, "bias", &self.axis, &Placement::Shard(0));
+        let plan = param(plan, module, "weight", &self.axis, &Placement::Shard(weight));
+        let plan = param(plan, module, "bias", &self.axis, &Placement::Shard(0));
         let output = self.output.clone().unwrap_or(Placement::Shard(features));
-        Ok(plan.input_along(part.path(), &self.axis, &self.input).output_along(part.path(), &self.axis, &output))
+        Ok(plan.input_along(module.path(), &self.axis, &self.input).output_along(module.path(), &self.axis, &output))
     }
 }
 
-/// A layer cut by its inputs: weights of [`Linear`](crate::nn::Linear) and convolutions at dimension 1, their bias whole;
-/// tables of [`Embedding`](crate::nn::Embedding) at dimension 0. The input is cut at its features (that of a table is
-/// whole), and the output is summed over the ranks and whole, unless said otherwise.
+/// Shards a layer by rows, its input features: dimension 1 of the weight of [`Linear`](crate::nn::Linear) and convolutions,
+/// with a replicated bias; dimension 0, the vocabulary, of the table of [`Embedding`](crate::nn::Embedding).
+///
+/// By default the input is sharded on its features (ids of an embedding are replicated), and the output is reduced and
+/// replicated over the axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowwiseParallel {
     axis: String,
@@ -103,18 +116,20 @@ pub struct RowwiseParallel {
 }
 
 impl RowwiseParallel {
-    /// Along an axis.
+    /// Over a mesh axis.
     pub fn new(axis: &str) -> Self {
         RowwiseParallel { axis: axis.to_string(), input: None, output: Placement::Replicate }
     }
 
-    /// The input lies so along the axis.
+    /// Sets the placement over the axis to which the input is redistributed.
+    #[doc(alias = "input_layouts")]
     pub fn input(mut self, placement: Placement) -> Self {
         self.input = Some(placement);
         self
     }
 
-    /// The output lies so along the axis.
+    /// Sets the placement over the axis to which the output is redistributed.
+    #[doc(alias = "output_layouts")]
     pub fn output(mut self, placement: Placement) -> Self {
         self.output = placement;
         self
@@ -122,22 +137,23 @@ impl RowwiseParallel {
 }
 
 impl ParallelStyle for RowwiseParallel {
-    fn extend(&self, plan: ShardingPlan, part: &Part) -> Result<ShardingPlan> {
-        let (weight, input) = match part.kind() {
+    fn extend(&self, plan: ShardingPlan, module: &ModuleView) -> Result<ShardingPlan> {
+        let (weight, input) = match module.kind() {
             "Linear" => (1, Placement::Shard(-1)),
             "Conv1d" | "Conv2d" => (1, Placement::Shard(1)),
             "Embedding" | "EmbeddingBag" => (0, Placement::Replicate),
-            _ => return Err(unknown(part, "RowwiseParallel")),
+            _ => return Err(unsupported(module, "RowwiseParallel")),
         };
-        let plan = param(plan, part, "weight", &self.axis, &Placement::Shard(weight));
-        let plan = param(plan, part, "bias", &self.axis, &Placement::Replicate);
+        let plan = param(plan, module, "weight", &self.axis, &Placement::Shard(weight));
+        let plan = param(plan, module, "bias", &self.axis, &Placement::Replicate);
         let input = self.input.clone().unwrap_or(input);
-        Ok(plan.input_along(part.path(), &self.axis, &input).output_along(part.path(), &self.axis, &self.output))
+        Ok(plan.input_along(module.path(), &self.axis, &input).output_along(module.path(), &self.axis, &self.output))
     }
 }
 
-/// A module that works on every element of a sequence by itself, such as a norm or dropout: parameters whole, input and
-/// output cut along the sequence.
+/// Runs a module on sequence shards: parameters are replicated, input and output are sharded on the sequence.
+///
+/// For modules that treat all positions alike, such as norms and dropout.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SequenceParallel {
     axis: String,
@@ -145,12 +161,13 @@ pub struct SequenceParallel {
 }
 
 impl SequenceParallel {
-    /// Along an axis, for sequences at dimension 1: `[batch, length, width]`.
+    /// Over a mesh axis, with sequences on dimension 1: `[batch, length, width]`.
     pub fn new(axis: &str) -> Self {
         SequenceParallel { axis: axis.to_string(), dim: 1 }
     }
 
-    /// For sequences at another dimension.
+    /// Sets the sequence dimension.
+    #[doc(alias = "sequence_dim")]
     pub fn on_dim(mut self, dim: isize) -> Self {
         self.dim = dim;
         self
@@ -158,32 +175,34 @@ impl SequenceParallel {
 }
 
 impl ParallelStyle for SequenceParallel {
-    fn extend(&self, plan: ShardingPlan, part: &Part) -> Result<ShardingPlan> {
-        let whole = |plan, (name, _): &(String, _)| param(plan, part, name, &self.axis, &Placement::Replicate);
-        let plan = part.params().iter().fold(plan, whole);
-        let cut = Placement::Shard(self.dim);
-        Ok(plan.input_along(part.path(), &self.axis, &cut).output_along(part.path(), &self.axis, &cut))
+    fn extend(&self, plan: ShardingPlan, module: &ModuleView) -> Result<ShardingPlan> {
+        let replicated = |plan, (name, _): &(String, _)| param(plan, module, name, &self.axis, &Placement::Replicate);
+        let plan = module.params().iter().fold(plan, replicated);
+        let sharded = Placement::Shard(self.dim);
+        Ok(plan.input_along(module.path(), &self.axis, &sharded).output_along(module.path(), &self.axis, &sharded))
     }
 }
 
-/// Brings the input of a module to a placement along an axis.
+/// Redistributes the input of a module over one mesh axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleInput {
-    /// The mesh axis.
+    /// Name of the mesh axis.
     pub axis: String,
-    /// How the input lies along it.
+    /// Placement over the axis.
+    #[doc(alias = "desired_input_layouts")]
     pub to: Placement,
-    /// Which input, from 0, of a module with several ([`ForwardAll`](crate::nn::ForwardAll)); `None` if it has one.
+    /// Position of the input, from 0, of a module with several ([`ForwardAll`](crate::nn::ForwardAll)); `None` if it has
+    /// one.
     pub number: Option<usize>,
 }
 
 impl PrepareModuleInput {
-    /// To a placement along an axis.
+    /// To a placement over a mesh axis.
     pub fn new(axis: &str, to: Placement) -> Self {
         PrepareModuleInput { axis: axis.to_string(), to, number: None }
     }
 
-    /// The input with this number, from 0, of a module with several.
+    /// Selects one of several inputs by its position, from 0.
     pub fn number(mut self, number: usize) -> Self {
         self.number = Some(number);
         self
@@ -191,32 +210,34 @@ impl PrepareModuleInput {
 }
 
 impl ParallelStyle for PrepareModuleInput {
-    fn extend(&self, plan: ShardingPlan, part: &Part) -> Result<ShardingPlan> {
+    fn extend(&self, plan: ShardingPlan, module: &ModuleView) -> Result<ShardingPlan> {
         Ok(match self.number {
-            Some(number) => plan.input_at(part.path(), number, [(self.axis.as_str(), self.to.clone())]),
-            None => plan.input_along(part.path(), &self.axis, &self.to),
+            Some(number) => plan.input_at(module.path(), number, [(self.axis.as_str(), self.to.clone())]),
+            None => plan.input_along(module.path(), &self.axis, &self.to),
         })
     }
 }
 
-/// Brings the output of a module to a placement along an axis.
+/// Redistributes the output of a module over one mesh axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleOutput {
-    /// The mesh axis.
+    /// Name of the mesh axis.
     pub axis: String,
-    /// How the output lies along it.
+    /// Placement over the axis.
+    #[doc(alias = "desired_output_layouts")]
     pub to: Placement,
-    /// Which output, from 0, of a module with several ([`ForwardAll`](crate::nn::ForwardAll)); `None` if it has one.
+    /// Position of the output, from 0, of a module with several ([`ForwardAll`](crate::nn::ForwardAll)); `None` if it has
+    /// one.
     pub number: Option<usize>,
 }
 
 impl PrepareModuleOutput {
-    /// To a placement along an axis.
+    /// To a placement over a mesh axis.
     pub fn new(axis: &str, to: Placement) -> Self {
         PrepareModuleOutput { axis: axis.to_string(), to, number: None }
     }
 
-    /// The output with this number, from 0, of a module with several.
+    /// Selects one of several outputs by its position, from 0.
     pub fn number(mut self, number: usize) -> Self {
         self.number = Some(number);
         self
@@ -224,25 +245,25 @@ impl PrepareModuleOutput {
 }
 
 impl ParallelStyle for PrepareModuleOutput {
-    fn extend(&self, plan: ShardingPlan, part: &Part) -> Result<ShardingPlan> {
+    fn extend(&self, plan: ShardingPlan, module: &ModuleView) -> Result<ShardingPlan> {
         Ok(match self.number {
-            Some(number) => plan.output_at(part.path(), number, [(self.axis.as_str(), self.to.clone())]),
-            None => plan.output_along(part.path(), &self.axis, &self.to),
+            Some(number) => plan.output_at(module.path(), number, [(self.axis.as_str(), self.to.clone())]),
+            None => plan.output_along(module.path(), &self.axis, &self.to),
         })
     }
 }
 
-/// Brings input and output of a module to placements along an axis.
+/// Redistributes input and output of a module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleInputOutput {
-    /// What is done with the input.
+    /// Redistribution of the input.
     pub input: PrepareModuleInput,
-    /// What is done with the output.
+    /// Redistribution of the output.
     pub output: PrepareModuleOutput,
 }
 
 impl PrepareModuleInputOutput {
-    /// To placements along one axis.
+    /// To placements over one mesh axis.
     pub fn new(axis: &str, input: Placement, output: Placement) -> Self {
         let input = PrepareModuleInput::new(axis, input);
         PrepareModuleInputOutput { input, output: PrepareModuleOutput::new(axis, output) }
@@ -250,23 +271,23 @@ impl PrepareModuleInputOutput {
 }
 
 impl ParallelStyle for PrepareModuleInputOutput {
-    fn extend(&self, plan: ShardingPlan, part: &Part) -> Result<ShardingPlan> {
-        self.output.extend(self.input.extend(plan, part)?, part)
+    fn extend(&self, plan: ShardingPlan, module: &ModuleView) -> Result<ShardingPlan> {
+        self.output.extend(self.input.extend(plan, module)?, module)
     }
 }
 
-/// Adds a parameter of a module, if it has it.
-fn param(plan: ShardingPlan, part: &Part, name: &str, axis: &str, placement: &Placement) -> ShardingPlan {
-    match part.param(name) {
-        Some(_) => plan.param_along(&join(part.path(), name), axis, placement),
+/// Adds the placement of a parameter, if the module has it.
+fn param(plan: ShardingPlan, module: &ModuleView, name: &str, axis: &str, placement: &Placement) -> ShardingPlan {
+    match module.param(name) {
+        Some(_) => plan.param_along(&join(module.path(), name), axis, placement),
         None => plan,
     }
 }
 
-fn unknown(part: &Part, style: &str) -> Error {
+fn unsupported(module: &ModuleView, style: &str) -> Error {
     ErrorKind::Plan.error(
         "parallel style",
-        format!("{style} for `{}`, a {}", part.path(), part.kind()),
+        format!("{style} for `{}`, a {}", module.path(), module.kind()),
         "Linear, Conv1d, Conv2d, Embedding or EmbeddingBag",
         "apply the style to the layers inside it, or write a sharding plan",
     )

@@ -1,6 +1,6 @@
-//! Tensor parallelism for transformers, which are recognised by how they are made.
+//! Tensor parallelism for transformers, whose layers are recognized by name and shape.
 
-use super::apply::Found;
+use super::apply::ModuleInventory;
 use super::pattern::parent;
 use super::planner::ShardingPlanner;
 use super::sharding_plan::ShardingPlan;
@@ -10,48 +10,52 @@ use crate::layout::{Layout, coordinates};
 use crate::nn::{Module, join};
 use crate::placement::Placement;
 
-/// Which dimension of an embedding table is cut.
+/// Which dimension of embedding tables [`TensorParallel`] shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum TableCut {
-    /// Rows: every rank knows some words.
+pub enum EmbeddingSharding {
+    /// Dimension 0, the vocabulary (`num_embeddings`): a lookup gives partial sums, which are reduced.
     Vocabulary,
-    /// Columns: every rank knows some features of all words.
-    Width,
+    /// Dimension 1, the features (`embedding_dim`): a lookup gives sharded features.
+    EmbeddingDim,
 }
 
-/// Tensor parallelism along one axis (Megatron).
+/// Tensor parallelism over one mesh axis, as in Megatron-LM.
 ///
-/// A module with linear layers that lead in (`query`, `key`, `value`, `up`, `gate` and their usual other names) and one that
-/// leads out (`output`, `down` and theirs) is a block: the first are cut by outputs, the last by inputs, and the sum over
-/// ranks runs behind it. In a module that says its [`Heads`](crate::nn::Heads), such as
-/// [`MultiHeadAttention`](crate::nn::MultiHeadAttention), every rank gets whole key heads with their query heads, as even as
-/// it goes: 3 and 2 of 5 on 2 ranks; where there are more ranks than key heads, some get none. Tables are cut by vocabulary or width, linear layers named like a head or as wide as
-/// a table's vocabulary by outputs. Everything else is whole. With [`sequence`](Self::sequence), activations between
-/// blocks are cut along their sequence: they are gathered before a block and scattered behind it.
+/// A *block* is a module with linear layers that lead in (`query`, `key`, `value`, `up`, `gate` and other common names) and
+/// one that leads out (`output`, `down`, ...). The first are sharded by columns, the last by rows, and one reduction follows
+/// each block. Modules whose layers have other names list them in [`PlanHints`](crate::nn::PlanHints).
+///
+/// In a module with [`Heads`](crate::nn::Heads), such as [`MultiHeadAttention`](crate::nn::MultiHeadAttention), heads are
+/// never split: every rank gets full key heads with their query heads, as evenly as possible (3 and 2 of 5 on 2 ranks). If
+/// there are more ranks than key heads, some get none.
+///
+/// Embeddings are sharded over vocabulary or features, language-model heads (by name, or as wide as the vocabulary) by
+/// columns; all other parameters are replicated. With [`sequence_parallel`](Self::sequence_parallel), activations between
+/// blocks are sharded on the sequence: all-gathered before a block and reduce-scattered behind it.
 #[doc(alias = "Megatron")]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorParallel {
     axis: String,
-    tables: TableCut,
-    sequence: Option<isize>,
+    embeddings: EmbeddingSharding,
+    sequence_dim: Option<isize>,
 }
 
 impl TensorParallel {
-    /// Along an axis, tables cut by vocabulary.
+    /// Over a mesh axis, with embeddings sharded over the vocabulary.
     pub fn new(axis: &str) -> Self {
-        TensorParallel { axis: axis.to_string(), tables: TableCut::Vocabulary, sequence: None }
+        TensorParallel { axis: axis.to_string(), embeddings: EmbeddingSharding::Vocabulary, sequence_dim: None }
     }
 
-    /// The same with tables cut otherwise.
-    pub fn tables(mut self, cut: TableCut) -> Self {
-        self.tables = cut;
+    /// Sets the dimension on which embeddings are sharded.
+    pub fn embeddings(mut self, sharding: EmbeddingSharding) -> Self {
+        self.embeddings = sharding;
         self
     }
 
-    /// The same with activations between blocks cut along this dimension, 1 for `[batch, length, width]`.
-    pub fn sequence(mut self, dim: isize) -> Self {
-        self.sequence = Some(dim);
+    /// Turns on sequence parallelism; `dim` is the sequence dimension of activations, 1 for `[batch, length, width]`.
+    pub fn sequence_parallel(mut self, dim: isize) -> Self {
+        self.sequence_dim = Some(dim);
         self
     }
 }
@@ -60,118 +64,122 @@ impl ShardingPlanner for TensorParallel {
     fn extend(&self, plan: ShardingPlan, module: &dyn Module, mesh: &DeviceMesh) -> Result<ShardingPlan> {
         mesh.axis(&self.axis)?;
         check_hints(module)?;
-        let structure = Structure::of(module);
-        let mut cuts = Cuts { plan, mesh, axis: &self.axis, sequence: self.sequence };
+        let structure = TransformerStructure::of(module);
+        let mut sharding = AxisSharding { plan, mesh, axis: &self.axis, sequence_dim: self.sequence_dim };
         for block in &structure.blocks {
-            cuts.block(block)?;
+            sharding.shard_block(block)?;
         }
-        for table in &structure.tables {
-            cuts.table(table, self.tables)?;
+        for path in &structure.embeddings {
+            sharding.shard_embedding(path, self.embeddings)?;
         }
         for head in &structure.heads {
-            cuts.head(head)?;
+            sharding.shard_head(head)?;
         }
         for path in &structure.rest {
-            cuts.param(path, &Placement::Replicate)?;
+            sharding.place_param(path, &Placement::Replicate)?;
         }
-        Ok(cuts.plan)
+        Ok(sharding.plan)
     }
 }
 
-/// A plan in the making: cuts along one axis are added to it.
-pub(super) struct Cuts<'a> {
+/// Adds the sharding of layers over one mesh axis to a plan.
+pub(super) struct AxisSharding<'a> {
     pub(super) plan: ShardingPlan,
     pub(super) mesh: &'a DeviceMesh,
     pub(super) axis: &'a str,
-    pub(super) sequence: Option<isize>,
+    /// Sequence dimension of activations, with sequence parallelism.
+    pub(super) sequence_dim: Option<isize>,
 }
 
-impl Cuts<'_> {
-    pub(super) fn param(&mut self, path: &str, placement: &Placement) -> Result<()> {
+impl AxisSharding<'_> {
+    pub(super) fn place_param(&mut self, path: &str, placement: &Placement) -> Result<()> {
         let plan = std::mem::take(&mut self.plan);
-        self.plan = plan.along(path, self.mesh.mesh(), &[(self.axis.to_string(), placement.clone())])?;
+        self.plan = plan.add_placements(path, self.mesh.mesh(), &[(self.axis.to_string(), placement.clone())])?;
         Ok(())
     }
 
     /// The weight of a linear layer, and its bias if it has one.
-    fn linear(&mut self, linear: &Linear, weight: &Placement, bias: &Placement) -> Result<()> {
-        self.param(&join(&linear.path, "weight"), weight)?;
-        if linear.bias { self.param(&join(&linear.path, "bias"), bias) } else { Ok(()) }
+    fn place_linear(&mut self, linear: &LinearLayer, weight: &Placement, bias: &Placement) -> Result<()> {
+        self.place_param(&join(&linear.path, "weight"), weight)?;
+        if linear.bias { self.place_param(&join(&linear.path, "bias"), bias) } else { Ok(()) }
     }
 
-    fn between(&self) -> Placement {
-        self.sequence.map_or(Placement::Replicate, Placement::Shard)
+    /// Placement of activations between blocks.
+    fn between_blocks(&self) -> Placement {
+        self.sequence_dim.map_or(Placement::Replicate, Placement::Shard)
     }
 
-    fn input(&mut self, path: &str) {
+    /// Gathers the input of a module.
+    fn gather_input(&mut self, path: &str) {
         self.plan = std::mem::take(&mut self.plan).input_along(path, self.axis, &Placement::Replicate);
     }
 
-    fn output(&mut self, path: &str) {
-        let between = self.between();
+    /// Reduces the output of a module.
+    fn reduce_output(&mut self, path: &str) {
+        let between = self.between_blocks();
         self.plan = std::mem::take(&mut self.plan).output_along(path, self.axis, &between);
     }
 
-    pub(super) fn block(&mut self, block: &Block) -> Result<()> {
+    pub(super) fn shard_block(&mut self, block: &TransformerBlock) -> Result<()> {
         for column in &block.columns {
-            let cut = self.cut(column, 0, block.units)?;
-            self.linear(column, &cut, &cut)?;
-            if self.sequence.is_some() && !block.hooks {
-                self.input(&column.path);
+            let by_columns = self.between_heads(column, 0, block.key_heads)?;
+            self.place_linear(column, &by_columns, &by_columns)?;
+            if self.sequence_dim.is_some() && !block.hooks {
+                self.gather_input(&column.path);
             }
         }
-        // Once for all that lead in.
-        if self.sequence.is_some() && block.hooks {
-            self.input(&block.path);
+        // One gather for all layers that lead in, instead of one each.
+        if self.sequence_dim.is_some() && block.hooks {
+            self.gather_input(&block.path);
         }
         for row in &block.rows {
-            let cut = self.cut(row, 1, block.units)?;
-            self.linear(row, &cut, &Placement::Replicate)?;
-            self.output(&row.path);
+            let by_rows = self.between_heads(row, 1, block.key_heads)?;
+            self.place_linear(row, &by_rows, &Placement::Replicate)?;
+            self.reduce_output(&row.path);
         }
         Ok(())
     }
 
-    /// How the axis cuts a dimension of a layer's weight whose features come in so many units, after the axes that the
-    /// plan has cut it by so far: never inside a unit.
-    fn cut(&self, linear: &Linear, dim: usize, units: Option<usize>) -> Result<Placement> {
+    /// Placement over the axis of a weight's dimension whose features come in key heads, on top of the sharding that the plan
+    /// has for it so far. Never splits a head: uneven shards where the heads do not divide evenly.
+    fn between_heads(&self, linear: &LinearLayer, dim: usize, key_heads: Option<usize>) -> Result<Placement> {
         let plain = Placement::Shard(dim as isize);
-        let Some(size) = units.and_then(|units| divided(linear.shape[dim], units)) else { return Ok(plain) };
+        let Some(head_size) = key_heads.and_then(|heads| divided(linear.shape[dim], heads)) else { return Ok(plain) };
         let mesh = self.mesh.mesh();
         let axis = mesh.axis(self.axis)?;
-        let whole = Layout::replicated(mesh, linear.shape.as_slice())?;
-        let so_far = self.plan.layout_of(&join(&linear.path, "weight"), &whole)?.without_axes(&[axis])?;
+        let replicated = Layout::replicated(mesh, linear.shape.as_slice())?;
+        let so_far = self.plan.layout_of(&join(&linear.path, "weight"), &replicated)?.without_axes(&[axis])?;
         let mut sizes = Vec::new();
         for outer in coordinates(mesh, so_far.shard_order(dim)) {
-            let Some(units) = divided(so_far.owned(dim, &outer).len(), size) else { return Ok(plain) };
+            let Some(heads) = divided(so_far.owned(dim, &outer).len(), head_size) else { return Ok(plain) };
             let ranks = mesh.shape()[axis];
-            sizes.extend((0..ranks).map(|rank| (units / ranks + usize::from(rank < units % ranks)) * size));
+            sizes.extend((0..ranks).map(|rank| (heads / ranks + usize::from(rank < heads % ranks)) * head_size));
         }
         let even = sizes.iter().all(|&n| n == sizes[0]);
         Ok(if even { plain } else { Placement::ragged(dim as isize, sizes) })
     }
 
-    pub(super) fn table(&mut self, path: &str, cut: TableCut) -> Result<()> {
-        let dim = if cut == TableCut::Vocabulary { 0 } else { 1 };
-        self.param(&join(path, "weight"), &Placement::Shard(dim))?;
-        self.output(path);
+    pub(super) fn shard_embedding(&mut self, path: &str, sharding: EmbeddingSharding) -> Result<()> {
+        let dim = if sharding == EmbeddingSharding::Vocabulary { 0 } else { 1 };
+        self.place_param(&join(path, "weight"), &Placement::Shard(dim))?;
+        self.reduce_output(path);
         Ok(())
     }
 
-    pub(super) fn head(&mut self, head: &Linear) -> Result<()> {
-        if self.sequence.is_some() {
-            self.input(&head.path);
+    pub(super) fn shard_head(&mut self, head: &LinearLayer) -> Result<()> {
+        if self.sequence_dim.is_some() {
+            self.gather_input(&head.path);
         }
-        self.linear(head, &Placement::Shard(0), &Placement::Shard(0))
+        self.place_linear(head, &Placement::Shard(0), &Placement::Shard(0))
     }
 }
 
-/// An error for a hint that names no linear layer, or no module.
+/// Checks that hints name linear layers, or modules.
 pub(crate) fn check_hints(module: &dyn Module) -> Result<()> {
-    let found = Found::new(module);
+    let inventory = ModuleInventory::new(module);
     let paths =
-        |linear: bool| found.modules.iter().filter(move |(_, kind)| !linear || *kind == "Linear").map(|(p, _)| p);
-    for (module, hints) in &found.hints {
+        |linear: bool| inventory.modules.iter().filter(move |(_, kind)| !linear || *kind == "Linear").map(|(p, _)| p);
+    for (module, hints) in &inventory.hints {
         let roles =
             [("column", &hints.columns, true), ("row", &hints.rows, true), ("batch input", &hints.batch_inputs, false)];
         for (role, hint, linear) in
@@ -190,48 +198,49 @@ pub(crate) fn check_hints(module: &dyn Module) -> Result<()> {
     Ok(())
 }
 
-/// Paths of modules whose input has the batch as its first dimension, as hints say.
+/// Paths of modules whose input has the batch as its first dimension, from hints.
 pub(crate) fn batch_inputs(module: &dyn Module) -> Vec<String> {
-    let hints = Found::new(module).hints;
+    let hints = ModuleInventory::new(module).hints;
     hints.iter().flat_map(|(module, hints)| hints.batch_inputs.iter().map(|hint| join(module, hint))).collect()
 }
 
-/// How often `part` goes into `whole`, if nothing is left.
+/// `whole / part`, if it divides evenly.
 fn divided(whole: usize, part: usize) -> Option<usize> {
     (part > 0 && whole.is_multiple_of(part)).then(|| whole / part)
 }
 
-/// A linear layer.
+/// A linear layer of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Linear {
+pub(super) struct LinearLayer {
     pub(super) path: String,
     pub(super) shape: Vec<usize>,
     pub(super) bias: bool,
 }
 
-/// A module in which some linear layers lead in and others lead out.
+/// A module in which some linear layers lead in (sharded by columns) and some lead out (sharded by rows).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Block {
+pub(super) struct TransformerBlock {
     pub(super) path: String,
     pub(super) kind: &'static str,
-    pub(super) columns: Vec<Linear>,
-    pub(super) rows: Vec<Linear>,
+    pub(super) columns: Vec<LinearLayer>,
+    pub(super) rows: Vec<LinearLayer>,
     pub(super) hooks: bool,
-    /// How many units features come in that are not to be cut: key heads.
-    pub(super) units: Option<usize>,
+    /// Number of key heads, which are not to be split; none outside of attention.
+    pub(super) key_heads: Option<usize>,
 }
 
-/// What a model is made of.
+/// The layers of a model by role.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Structure {
-    pub(super) blocks: Vec<Block>,
-    /// Embeddings.
-    pub(super) tables: Vec<String>,
-    pub(super) heads: Vec<Linear>,
-    /// All other parameters.
+pub(super) struct TransformerStructure {
+    pub(super) blocks: Vec<TransformerBlock>,
+    /// Paths of embeddings.
+    pub(super) embeddings: Vec<String>,
+    pub(super) heads: Vec<LinearLayer>,
+    /// Paths of all other parameters.
     pub(super) rest: Vec<String>,
 }
 
+/// Names of linear layers that lead into a block, in this crate and in common PyTorch models.
 const COLUMNS: &[&str] = &[
     "query",
     "key",
@@ -256,52 +265,54 @@ const COLUMNS: &[&str] = &[
     "w1",
     "w3",
 ];
+/// Names of linear layers that lead out of a block.
 const ROWS: &[&str] = &["output", "out", "o", "o_proj", "out_proj", "wo", "down", "down_proj", "fc2", "c_proj", "w2"];
+/// Names of language-model and classifier heads.
 const HEADS: &[&str] = &["head", "lm_head", "classifier", "unembedding"];
 
-impl Structure {
+impl TransformerStructure {
     pub(super) fn of(module: &dyn Module) -> Self {
-        let found = Found::new(module);
+        let inventory = ModuleInventory::new(module);
         let shape =
-            |path: &str| found.tensors.iter().find(|(own, _)| own == path).map(|(_, s)| s.get().shape().to_vec());
-        let linears = found.modules.iter().filter(|(_, kind)| *kind == "Linear").filter_map(|(path, _)| {
+            |path: &str| inventory.tensors.iter().find(|(own, _)| own == path).map(|(_, s)| s.get().shape().to_vec());
+        let linears = inventory.modules.iter().filter(|(_, kind)| *kind == "Linear").filter_map(|(path, _)| {
             let bias = shape(&join(path, "bias")).is_some();
-            Some(Linear { path: path.clone(), shape: shape(&join(path, "weight"))?, bias })
+            Some(LinearLayer { path: path.clone(), shape: shape(&join(path, "weight"))?, bias })
         });
-        let linears: Vec<Linear> = linears.collect();
-        let tables = found.modules.iter().filter(|(_, kind)| matches!(*kind, "Embedding" | "EmbeddingBag"));
-        let tables: Vec<String> = tables.map(|(path, _)| path.clone()).collect();
+        let linears: Vec<LinearLayer> = linears.collect();
+        let embeddings = inventory.modules.iter().filter(|(_, kind)| matches!(*kind, "Embedding" | "EmbeddingBag"));
+        let embeddings: Vec<String> = embeddings.map(|(path, _)| path.clone()).collect();
         let mut blocks = Vec::new();
-        for (path, kind) in &found.modules {
-            let named = |names: &[&str]| -> Vec<Linear> {
+        for (path, kind) in &inventory.modules {
+            let named = |names: &[&str]| -> Vec<LinearLayer> {
                 let own = linears.iter().filter(|l| {
                     let (module, name) = parent(&l.path);
                     module == path && l.path != *path && names.contains(&name)
                 });
                 own.cloned().collect()
             };
-            let hinted = |paths: &[String]| -> Vec<Linear> {
+            let hinted = |paths: &[String]| -> Vec<LinearLayer> {
                 let own = linears.iter().filter(|l| paths.iter().any(|hint| join(path, hint) == l.path));
                 own.cloned().collect()
             };
-            let (columns, rows) = match found.hints.get(path).filter(|hints| !hints.columns.is_empty()) {
+            let (columns, rows) = match inventory.hints.get(path).filter(|hints| !hints.columns.is_empty()) {
                 Some(hints) => (hinted(&hints.columns), hinted(&hints.rows)),
                 None => (named(COLUMNS), named(ROWS)),
             };
             if !columns.is_empty() && !rows.is_empty() {
-                let hooks = found.hooks.contains_key(path);
-                let units = found.heads.get(path).map(|heads| heads.key);
-                blocks.push(Block { path: path.clone(), kind, columns, rows, hooks, units });
+                let hooks = inventory.hooks.contains_key(path);
+                let key_heads = inventory.heads.get(path).map(|heads| heads.key);
+                blocks.push(TransformerBlock { path: path.clone(), kind, columns, rows, hooks, key_heads });
             }
         }
-        let in_block = |l: &Linear| blocks.iter().any(|b| b.columns.contains(l) || b.rows.contains(l));
-        let words: Vec<usize> = tables.iter().filter_map(|t| Some(shape(&join(t, "weight"))?[0])).collect();
-        let is_head = |l: &&Linear| HEADS.contains(&parent(&l.path).1) || words.contains(&l.shape[0]);
-        let heads: Vec<Linear> = linears.iter().filter(|l| !in_block(l)).filter(is_head).cloned().collect();
-        let owners = linears.iter().filter(|l| in_block(l) || heads.contains(l)).map(|l| &l.path).chain(&tables);
+        let in_block = |l: &LinearLayer| blocks.iter().any(|b| b.columns.contains(l) || b.rows.contains(l));
+        let vocabularies: Vec<usize> = embeddings.iter().filter_map(|t| Some(shape(&join(t, "weight"))?[0])).collect();
+        let is_head = |l: &&LinearLayer| HEADS.contains(&parent(&l.path).1) || vocabularies.contains(&l.shape[0]);
+        let heads: Vec<LinearLayer> = linears.iter().filter(|l| !in_block(l)).filter(is_head).cloned().collect();
+        let owners = linears.iter().filter(|l| in_block(l) || heads.contains(l)).map(|l| &l.path).chain(&embeddings);
         let owners: Vec<&String> = owners.collect();
         let free = |path: &String| !owners.iter().any(|owner| parent(path).0 == owner.as_str());
         let rest = module.named_parameters().into_iter().map(|(path, _)| path).filter(free).collect();
-        Structure { blocks, tables, heads, rest }
+        TransformerStructure { blocks, embeddings, heads, rest }
     }
 }

@@ -1,32 +1,32 @@
-//! The copy plan between any two lists of boxes: who sends which part of what to whom.
+//! The transfers between any two lists of boxes: which rank sends which block to which rank.
 
 use std::collections::HashMap;
 
 use crate::layout::{OwnedBox, TensorBox};
 
-/// A block that one rank hands to another (or to itself).
+/// A block that one rank sends to another, or keeps.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Transfer {
+pub(crate) struct BoxTransfer {
     /// Global rank of the sender.
     pub(crate) from: usize,
     /// Global rank of the receiver.
     pub(crate) to: usize,
-    /// Where the block begins in the sender's local tensor.
+    /// Offset of the block in the sender's local tensor.
     pub(crate) source: Vec<usize>,
-    /// Where it begins in the receiver's local tensor.
+    /// Offset of the block in the receiver's local tensor.
     pub(crate) target: Vec<usize>,
-    /// Its size.
+    /// Shape of the block.
     pub(crate) sizes: Vec<usize>,
 }
 
-/// Boxes to copy from, with replicas of one box together.
-pub(crate) struct Sources {
+/// The boxes to copy from, with the replicas of each.
+pub(crate) struct SourceBoxes {
     regions: Vec<(TensorBox, Vec<OwnedBox>)>,
-    /// By rank the regions that it holds.
+    /// The regions that each rank holds.
     held: HashMap<usize, Vec<usize>>,
 }
 
-impl Sources {
+impl SourceBoxes {
     pub(crate) fn new(boxes: impl IntoIterator<Item = OwnedBox>) -> Self {
         let mut place: HashMap<TensorBox, usize> = HashMap::new();
         let mut regions: Vec<(TensorBox, Vec<OwnedBox>)> = Vec::new();
@@ -39,22 +39,22 @@ impl Sources {
             held.entry(owned.rank).or_default().push(at);
             regions[at].1.push(owned);
         }
-        Sources { regions, held }
+        SourceBoxes { regions, held }
     }
 
-    /// Everything that fills the box `target`, each element once. Who provides it does not depend on who asks: the
-    /// receiver itself if it can, else its replicas take turns by receiver.
-    pub(crate) fn filling<'a>(&'a self, target: &'a OwnedBox) -> impl Iterator<Item = Transfer> + 'a {
+    /// The transfers that fill the box `target`, each element once. All ranks compute the same senders: the receiver
+    /// itself if it has the box, else a replica chosen by the receiver's rank, so that replicas share the work.
+    pub(crate) fn filling<'a>(&'a self, target: &'a OwnedBox) -> impl Iterator<Item = BoxTransfer> + 'a {
         (0..self.regions.len()).filter_map(move |region| self.transfer(region, target))
     }
 
-    /// The part of [`filling`](Self::filling) that `rank` provides, in the same order.
-    pub(crate) fn sent_by<'a>(&'a self, rank: usize, target: &'a OwnedBox) -> impl Iterator<Item = Transfer> + 'a {
+    /// The transfers of [`filling`](Self::filling) that `rank` sends, in the same order.
+    pub(crate) fn sent_by<'a>(&'a self, rank: usize, target: &'a OwnedBox) -> impl Iterator<Item = BoxTransfer> + 'a {
         let held = self.held.get(&rank).into_iter().flatten();
         held.filter_map(move |&region| self.transfer(region, target)).filter(move |t| t.from == rank)
     }
 
-    fn transfer(&self, region: usize, target: &OwnedBox) -> Option<Transfer> {
+    fn transfer(&self, region: usize, target: &OwnedBox) -> Option<BoxTransfer> {
         let (region, owners) = &self.regions[region];
         let part = region.intersect(&target.global)?;
         let own = owners.iter().find(|o| o.rank == target.rank);
@@ -63,7 +63,7 @@ impl Sources {
             let offsets = part.offsets.iter().zip(&owned.global.offsets).zip(&owned.local_offsets);
             offsets.map(|((part, start), local)| part - start + local).collect()
         };
-        Some(Transfer {
+        Some(BoxTransfer {
             from: owner.rank,
             to: target.rank,
             source: local(owner),
@@ -89,7 +89,7 @@ mod tests {
                 .map(|text| Layout::new(&mesh, (7, 5), Placement::parse_list(text).unwrap()).unwrap())
                 .collect();
         for from in &layouts {
-            let sources = Sources::new(from.boxes());
+            let sources = SourceBoxes::new(from.boxes());
             for to in &layouts {
                 for rank in 0..6 {
                     let filled: usize = to
@@ -102,8 +102,8 @@ mod tests {
                 }
             }
         }
-        // a rank that has what it needs asks nobody
-        let sources = Sources::new(layouts[4].boxes());
+        // a rank that already has its boxes receives none
+        let sources = SourceBoxes::new(layouts[4].boxes());
         let own = layouts[3].boxes().flat_map(|t| sources.filling(&t).collect::<Vec<_>>()).all(|t| t.from == t.to);
         assert!(own);
     }

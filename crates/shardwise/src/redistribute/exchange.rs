@@ -1,27 +1,27 @@
-//! Moving boxes between ranks: every rank gets what it lacks from those that have it, in one collective.
+//! [`BoxExchange`]: one all-to-all in which every rank receives the boxes that it lacks.
 
 use candle_core::{DType, Tensor};
 
-use super::boxes::{Sources, Transfer};
+use super::boxes::{BoxTransfer, SourceBoxes};
 use crate::comm::{Call, Group};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
-use shardwise_kernels::{Assembly, concat, dense, placeholder};
+use shardwise_kernels::{Assembly, concat, contiguous, placeholder};
 
-/// One rank's part in an exchange of boxes within a group.
+/// One rank's part of an exchange of boxes within a group.
 #[derive(Clone)]
-pub(crate) struct Exchange {
+pub(crate) struct BoxExchange {
     group: Group,
     call: Call,
     dtype: DType,
-    /// Per rank of the group what this rank sends to it.
-    outgoing: Vec<Vec<Transfer>>,
-    /// Per rank of the group what this rank gets from it.
-    incoming: Vec<Vec<Transfer>>,
+    /// What this rank sends to each rank of the group.
+    outgoing: Vec<Vec<BoxTransfer>>,
+    /// What this rank receives from each rank of the group.
+    incoming: Vec<Vec<BoxTransfer>>,
 }
 
-impl Exchange {
-    /// The part of this rank. `before` and `after` give the boxes of any rank of the group.
+impl BoxExchange {
+    /// Plans this rank's part. `before` and `after` return the boxes of any rank of the group.
     pub(crate) fn new(
         group: Group,
         dtype: DType,
@@ -29,39 +29,38 @@ impl Exchange {
         after: impl Fn(usize) -> Vec<OwnedBox>,
     ) -> Self {
         let (ranks, me) = (group.ranks(), group.global_rank());
-        let sources = Sources::new(ranks.iter().flat_map(|&rank| before(rank)));
+        let sources = SourceBoxes::new(ranks.iter().flat_map(|&rank| before(rank)));
         let position = |rank: usize| ranks.iter().position(|&r| r == rank).expect("owners are in the group");
-        let outgoing: Vec<Vec<Transfer>> = ranks
+        let outgoing: Vec<Vec<BoxTransfer>> = ranks
             .iter()
             .map(|&rank| {
                 after(rank).iter().flat_map(|target| sources.sent_by(me, target).collect::<Vec<_>>()).collect()
             })
             .collect();
-        let mut incoming: Vec<Vec<Transfer>> = vec![Vec::new(); ranks.len()];
+        let mut incoming: Vec<Vec<BoxTransfer>> = vec![Vec::new(); ranks.len()];
         for target in after(me) {
             for transfer in sources.filling(&target) {
                 incoming[position(transfer.from)].push(transfer);
             }
         }
         let expected = incoming.iter().map(|transfers| TensorMeta { shape: packed_shape(transfers), dtype }).collect();
-        Exchange { call: Call::AllToAll { expected }, group, dtype, outgoing, incoming }
+        BoxExchange { call: Call::AllToAll { expected }, group, dtype, outgoing, incoming }
     }
 
     /// The same exchange of elements of another type.
     pub(crate) fn of_type(&self, dtype: DType) -> Self {
         let expected = self.incoming.iter().map(|transfers| TensorMeta { shape: packed_shape(transfers), dtype });
-        Exchange { call: Call::AllToAll { expected: expected.collect() }, dtype, ..self.clone() }
+        BoxExchange { call: Call::AllToAll { expected: expected.collect() }, dtype, ..self.clone() }
     }
 
-    /// Carries the exchange out. Returns the blocks that this rank got, with their places in its new local tensor; none in
-    /// a dry run.
+    /// Executes the exchange. Returns the blocks that this rank received, with their offsets in its new local tensor; none
+    /// in a dry run. Collective over the group.
     pub(crate) fn run(&self, local: &Tensor, site: Site) -> Result<Vec<(Vec<usize>, Tensor)>> {
         self.run_with(&|offsets, sizes| block(local, offsets, sizes), site)
     }
 
-    /// As [`run`](Self::run), with what this rank sends given as a function from the place and the size of a block to the
-    /// block.
-    pub(crate) fn run_with(&self, source: View<'_>, site: Site) -> Result<Vec<(Vec<usize>, Tensor)>> {
+    /// As [`run`](Self::run), with a function that returns the block of given offsets and sizes in place of a tensor.
+    pub(crate) fn run_with(&self, source: BlockSource<'_>, site: Site) -> Result<Vec<(Vec<usize>, Tensor)>> {
         let pieces = self.outgoing.iter().map(|transfers| self.pack(source, transfers)).collect::<Result<Vec<_>>>()?;
         let got = self.group.run(&self.call, &pieces, site)?;
         let mut blocks = Vec::new();
@@ -83,13 +82,13 @@ impl Exchange {
         Ok(blocks)
     }
 
-    /// Carries the exchange out and puts the blocks together: they fill a new local tensor, described by `after`.
+    /// Executes the exchange and assembles the blocks into a new local tensor of the type and shape `after`.
     pub(crate) fn assemble(&self, local: &Tensor, after: &TensorMeta, site: Site) -> Result<Tensor> {
         self.assemble_with(&|offsets, sizes| block(local, offsets, sizes), after, site)
     }
 
-    /// As [`assemble`](Self::assemble), with what this rank sends given as in [`run_with`](Self::run_with).
-    pub(crate) fn assemble_with(&self, source: View<'_>, after: &TensorMeta, site: Site) -> Result<Tensor> {
+    /// As [`assemble`](Self::assemble), with a source as in [`run_with`](Self::run_with).
+    pub(crate) fn assemble_with(&self, source: BlockSource<'_>, after: &TensorMeta, site: Site) -> Result<Tensor> {
         let blocks = self.run_with(source, site)?;
         if self.group.is_dry() {
             return Ok(placeholder(after)?);
@@ -109,23 +108,23 @@ impl Exchange {
         Ok(unsafe { whole.finish() })
     }
 
-    /// What goes to one rank: a view if it is one block, else all blocks one after the other.
-    fn pack(&self, source: View<'_>, transfers: &[Transfer]) -> Result<Tensor> {
+    /// The tensor sent to one rank: a view if it is one block, else all blocks flattened and concatenated.
+    fn pack(&self, source: BlockSource<'_>, transfers: &[BoxTransfer]) -> Result<Tensor> {
         let meta = TensorMeta { shape: packed_shape(transfers), dtype: self.dtype };
         if self.group.is_dry() || transfers.is_empty() {
             return Ok(placeholder(&meta)?);
         }
-        let block = |transfer: &Transfer| source(&transfer.source, &transfer.sizes);
+        let block = |transfer: &BoxTransfer| source(&transfer.source, &transfer.sizes);
         if let [single] = transfers {
             return block(single);
         }
-        let flat = transfers.iter().map(|t| Ok(dense(&block(t)?)?.flatten_all()?)).collect::<Result<Vec<_>>>()?;
+        let flat = transfers.iter().map(|t| Ok(contiguous(&block(t)?)?.flatten_all()?)).collect::<Result<Vec<_>>>()?;
         Ok(concat(&flat, 0)?)
     }
 }
 
-/// Gives the block of a certain place and size.
-type View<'a> = &'a dyn Fn(&[usize], &[usize]) -> Result<Tensor>;
+/// A function that returns the block of given offsets and sizes.
+type BlockSource<'a> = &'a dyn Fn(&[usize], &[usize]) -> Result<Tensor>;
 
 /// A block of a tensor, as a view.
 pub(crate) fn block(tensor: &Tensor, offsets: &[usize], sizes: &[usize]) -> Result<Tensor> {
@@ -137,7 +136,7 @@ pub(crate) fn block(tensor: &Tensor, offsets: &[usize], sizes: &[usize]) -> Resu
 }
 
 /// One block keeps its shape; several are packed into one dimension.
-fn packed_shape(transfers: &[Transfer]) -> Vec<usize> {
+fn packed_shape(transfers: &[BoxTransfer]) -> Vec<usize> {
     match transfers {
         [] => vec![0],
         [single] => single.sizes.clone(),

@@ -1,22 +1,23 @@
-//! Carrying out a plan: each step as one rank does it, prepared once per pair of layouts and kept.
+//! Executes plans. The steps of a rank are prepared once per pair of layouts (groups, sizes, ranges) and cached.
 
 use std::collections::HashMap;
 use std::rc::Rc;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::exchange::Exchange;
-use super::plan::Step;
+use super::exchange::BoxExchange;
+use super::plan::RedistributeStep;
 use super::planner;
-use super::step::StepKind;
-use crate::comm::{Call, DeviceMesh, Group, MeshIdentity, Sizes, operator};
+use super::step::RedistributeStepKind;
+use crate::comm::{Call, DeviceMesh, Group, MeshIdentity, RankSizes, record_operator};
 use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
-use crate::placement::{ReduceOp, stays};
+use crate::placement::{ReduceOp, is_idempotent};
 use crate::rank_context::rank_context;
-use shardwise_kernels::{concat, dense, placeholder};
+use shardwise_kernels::{concat, contiguous, placeholder};
 
-/// Brings a rank's local tensor from one layout to another on the same mesh.
+/// Redistributes a local tensor from one layout to another on the same mesh. Collective over the mesh; ranks outside of it
+/// return their tensor.
 pub(crate) fn redistribute(
     mesh: &DeviceMesh,
     from: &Layout,
@@ -28,9 +29,9 @@ pub(crate) fn redistribute(
         return Ok(local.clone());
     }
     let prepared = prepared(mesh, from, to, local.dtype())?;
-    operator("redistribute", || {
+    record_operator("redistribute", || {
         let mut local = local.clone();
-        // What a step makes for the next one takes memory too; the last result is counted where it is kept.
+        // Intermediate results count as memory; the last one is counted by the tensor that holds it.
         let mut held = None;
         for (i, step) in prepared.iter().enumerate() {
             local = step.run(mesh, &local, site)?;
@@ -42,30 +43,31 @@ pub(crate) fn redistribute(
     })
 }
 
-/// A plan in a form that only has to be run.
-type Prepared = Rc<Vec<PreparedStep>>;
+/// The prepared steps of a plan, shared with the cache.
+type PreparedSteps = Rc<Vec<PreparedStep>>;
 
-/// What a prepared plan depends on.
-type Key = (Layout, Layout, DType, MeshIdentity);
+/// Everything that prepared steps depend on.
+type PreparedKey = (Layout, Layout, DType, MeshIdentity);
 
-/// Prepared plans that a rank keeps before it begins anew.
-const KEPT: usize = 4096;
+/// The number of cached plans at which the cache is emptied: far more than the pairs of layouts of a model, so that only
+/// programs that keep creating new shapes reach it.
+const MAX_PREPARED: usize = 4096;
 
-/// The prepared redistributions of a rank. The mesh is kept too: while it lives, no other world has its identity.
+/// The prepared plans of a rank. Holding the mesh keeps its identity unique: it is an address.
 #[derive(Default)]
-struct Kept(HashMap<Key, (DeviceMesh, Prepared)>);
+struct PreparedCache(HashMap<PreparedKey, (DeviceMesh, PreparedSteps)>);
 
-fn prepared(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> Result<Prepared> {
+fn prepared(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> Result<PreparedSteps> {
     let key = (from.clone(), to.clone(), dtype, mesh.identity());
-    let find = |kept: &mut Kept| kept.0.get(&key).map(|(_, prepared)| Rc::clone(prepared));
+    let find = |kept: &mut PreparedCache| kept.0.get(&key).map(|(_, prepared)| Rc::clone(prepared));
     if let Some(found) = rank_context(|context| context.redistributions.with(find)) {
         return Ok(found);
     }
     let plan = planner::candidates(from, to, dtype.size_in_bytes(), mesh.links())?.swap_remove(0);
     let steps = plan.steps().iter().map(|step| PreparedStep::new(mesh, step, dtype)).collect::<Result<Vec<_>>>()?;
     let prepared = Rc::new(steps);
-    let keep = |Kept(kept): &mut Kept| {
-        if kept.len() >= KEPT {
+    let keep = |PreparedCache(kept): &mut PreparedCache| {
+        if kept.len() >= MAX_PREPARED {
             kept.clear();
         }
         kept.insert(key, (mesh.clone(), Rc::clone(&prepared)));
@@ -74,9 +76,10 @@ fn prepared(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> Resu
     Ok(prepared)
 }
 
+/// One step as this rank executes it.
 enum PreparedStep {
     Nothing,
-    /// Per dimension the ranges to keep.
+    /// Keeps some ranges (start, length) of each dimension.
     Narrow {
         ranges: Vec<Vec<(usize, usize)>>,
         after: TensorMeta,
@@ -85,61 +88,68 @@ enum PreparedStep {
         group: Group,
         call: Call,
     },
-    Exchange {
-        exchange: Exchange,
+    ExchangeBoxes {
+        exchange: BoxExchange,
         after: TensorMeta,
     },
     MakePartial {
-        stages: Vec<Stage>,
+        stages: Vec<OperandStage>,
         after: TensorMeta,
     },
 }
 
-/// What becomes of the value on one axis that turns partial.
-enum Stage {
-    /// This rank's operand is neutral, another rank has the value.
+/// How a rank turns its value into its operand on one axis that becomes partial.
+enum OperandStage {
+    /// Replaces the value by the neutral element: the rank with coordinate 0 contributes the value.
     Neutral(ReduceOp),
-    /// This rank's shard begins at this offset along a dimension, among neutral elements.
+    /// Pads this rank's shard with neutral elements to the size of the dimension; the shard begins at `offset`.
     Pad { op: ReduceOp, dim: usize, offset: usize },
 }
 
 impl PreparedStep {
-    fn new(mesh: &DeviceMesh, step: &Step, dtype: DType) -> Result<Self> {
+    fn new(mesh: &DeviceMesh, step: &RedistributeStep, dtype: DType) -> Result<Self> {
         let (rank, before, after) = (mesh.world().rank(), &step.before, &step.after);
         let meta = TensorMeta { shape: after.local_shape(rank), dtype };
-        // Sizes along a dimension of what every rank of a group holds.
-        let sizes = |layout: &Layout, group: &Group, dim: usize| -> Sizes {
+        // The sizes of all ranks of a group along a dimension.
+        let sizes = |layout: &Layout, group: &Group, dim: usize| -> RankSizes {
             let mesh = layout.mesh();
             let size = |&r: &usize| layout.owned(dim, &mesh.coordinate(r).expect("in the mesh")).len();
             group.ranks().iter().map(size).collect()
         };
         Ok(match &step.kind {
-            StepKind::Relabel => PreparedStep::Nothing,
-            StepKind::Narrow => PreparedStep::Narrow { ranges: kept_ranges(before, after, rank), after: meta },
-            StepKind::AllReduce { axes, op } => {
+            RedistributeStepKind::Relabel => PreparedStep::Nothing,
+            RedistributeStepKind::Narrow => {
+                PreparedStep::Narrow { ranges: kept_ranges(before, after, rank), after: meta }
+            }
+            RedistributeStepKind::AllReduce { axes, op } => {
                 PreparedStep::Collective { group: mesh.group_of(axes)?, call: Call::AllReduce { op: *op } }
             }
-            StepKind::ReduceScatter { axes, op, dim } => {
+            RedistributeStepKind::ReduceScatter { axes, op, dim } => {
                 let group = mesh.group_of(axes)?;
                 let call = Call::ReduceScatter { op: *op, dim: *dim, sizes: sizes(after, &group, *dim) };
                 PreparedStep::Collective { group, call }
             }
-            StepKind::AllGather { axes, dim } => {
+            RedistributeStepKind::AllGather { axes, dim } => {
                 let group = mesh.group_of(axes)?;
                 let call = Call::AllGather { dim: *dim, sizes: sizes(before, &group, *dim) };
                 PreparedStep::Collective { group, call }
             }
-            StepKind::ExchangeDims { axes, from, to } => {
+            RedistributeStepKind::ExchangeDims { axes, from, to } => {
                 let group = mesh.group_of(axes)?;
                 let (from_sizes, to_sizes) = (sizes(before, &group, *from), sizes(after, &group, *to));
                 let call = Call::ExchangeDims { from: *from, from_sizes, to: *to, to_sizes };
                 PreparedStep::Collective { group, call }
             }
-            StepKind::Exchange { axes } => {
+            RedistributeStepKind::ExchangeBoxes { axes } => {
                 let (old, new) = (|r| before.boxes_of(r), |r| after.boxes_of(r));
-                PreparedStep::Exchange { exchange: Exchange::new(mesh.group_of(axes)?, dtype, old, new), after: meta }
+                PreparedStep::ExchangeBoxes {
+                    exchange: BoxExchange::new(mesh.group_of(axes)?, dtype, old, new),
+                    after: meta,
+                }
             }
-            StepKind::MakePartial => PreparedStep::MakePartial { stages: stages(before, after, rank), after: meta },
+            RedistributeStepKind::MakePartial => {
+                PreparedStep::MakePartial { stages: stages(before, after, rank), after: meta }
+            }
         })
     }
 
@@ -154,7 +164,7 @@ impl PreparedStep {
             PreparedStep::Collective { group, call } => {
                 Ok(group.run(call, std::slice::from_ref(local), site)?.swap_remove(0))
             }
-            PreparedStep::Exchange { exchange, after } => exchange.assemble(local, after, site),
+            PreparedStep::ExchangeBoxes { exchange, after } => exchange.assemble(local, after, site),
             PreparedStep::MakePartial { stages, after } => {
                 stages.iter().try_fold(local.clone(), |value, stage| stage.apply(&value, after))
             }
@@ -162,9 +172,9 @@ impl PreparedStep {
     }
 }
 
-/// Per dimension the ranges of the local tensor that stay when a layout is narrowed.
+/// Per dimension the ranges (start, length) of the local tensor that a narrowed layout keeps.
 fn kept_ranges(before: &Layout, after: &Layout, rank: usize) -> Vec<Vec<(usize, usize)>> {
-    let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh carry out nothing");
+    let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh execute no steps");
     let ranges = |dim: usize| {
         let mut start = 0;
         let mut ranges = Vec::new();
@@ -179,7 +189,7 @@ fn kept_ranges(before: &Layout, after: &Layout, rank: usize) -> Vec<Vec<(usize, 
     (0..before.shape().len()).map(ranges).collect()
 }
 
-/// Keeps some ranges in every dimension, in memory of its own: a shard must not keep the whole alive.
+/// Copies some ranges of every dimension. A copy rather than a view: a shard must not keep the whole tensor alive.
 fn narrow(local: &Tensor, ranges: &[Vec<(usize, usize)>]) -> Result<Tensor> {
     let mut kept = local.clone();
     for (dim, ranges) in ranges.iter().enumerate() {
@@ -195,13 +205,13 @@ fn narrow(local: &Tensor, ranges: &[Vec<(usize, usize)>]) -> Result<Tensor> {
     if kept.dims() == local.dims() {
         return Ok(local.clone());
     }
-    if kept.elem_count() > 0 && kept.is_contiguous() { Ok(kept.force_contiguous()?) } else { Ok(dense(&kept)?) }
+    if kept.elem_count() > 0 && kept.is_contiguous() { Ok(kept.force_contiguous()?) } else { Ok(contiguous(&kept)?) }
 }
 
-/// What a rank does to turn its value into its operand, from the first axis to the last: the last is reduced first, so
-/// what an earlier axis wants as a value, a later one makes operands of.
-fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<Stage> {
-    let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh carry out nothing");
+/// How a rank turns its value into its operand, from the first axis to the last. The last axis is reduced first, so the
+/// value that an earlier axis needs is what a later axis splits into operands.
+fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<OperandStage> {
+    let coordinate = before.mesh().coordinate(rank).expect("ranks outside the mesh execute no steps");
     let mut stages = Vec::new();
     let mut padded: Vec<usize> = Vec::new();
     for axis in 0..coordinate.len() {
@@ -211,28 +221,28 @@ fn stages(before: &Layout, after: &Layout, rank: usize) -> Vec<Stage> {
             continue;
         }
         match old.shard_dim() {
-            // Several axes that cut one dimension are of one operation, and padded at once.
+            // Axes that shard the same dimension have the same reduction, and are padded at once.
             Some(dim) if padded.contains(&dim) => {}
             Some(dim) => {
                 padded.push(dim);
                 let (part, whole) = (before.owned(dim, &coordinate), after.owned(dim, &coordinate));
-                // As many elements of the whole local tensor come before the first one of the part.
+                // The offset is the number of elements of the new local tensor before the first one of the shard.
                 let first = part.iter().next().map_or(0, |run| run.start);
                 let before = |run: std::ops::Range<usize>| first.clamp(run.start, run.end) - run.start;
-                stages.push(Stage::Pad { op, dim, offset: whole.iter().map(before).sum() });
+                stages.push(OperandStage::Pad { op, dim, offset: whole.iter().map(before).sum() });
             }
-            None if coordinate[axis] > 0 && !stays(op) => stages.push(Stage::Neutral(op)),
+            None if coordinate[axis] > 0 && !is_idempotent(op) => stages.push(OperandStage::Neutral(op)),
             None => {}
         }
     }
     stages
 }
 
-impl Stage {
+impl OperandStage {
     fn apply(&self, value: &Tensor, after: &TensorMeta) -> Result<Tensor> {
         match self {
-            Stage::Neutral(op) => neutral(*op, value.dims(), value.dtype()),
-            Stage::Pad { op, dim, offset } => {
+            OperandStage::Neutral(op) => neutral(*op, value.dims(), value.dtype()),
+            OperandStage::Pad { op, dim, offset } => {
                 let around = |size: usize| -> Result<Tensor> {
                     let mut shape = value.dims().to_vec();
                     shape[*dim] = size;
@@ -245,7 +255,7 @@ impl Stage {
     }
 }
 
-/// A tensor of operands that change nothing.
+/// A tensor of neutral elements of a reduction.
 fn neutral(op: ReduceOp, shape: &[usize], dtype: DType) -> Result<Tensor> {
     macro_rules! limits {
         ($T:ty, $lowest:expr, $highest:expr, $ones:expr) => {
@@ -255,7 +265,7 @@ fn neutral(op: ReduceOp, shape: &[usize], dtype: DType) -> Result<Tensor> {
                 ReduceOp::Max => Tensor::full::<$T, _>($lowest, shape, &Device::Cpu),
                 ReduceOp::Min => Tensor::full::<$T, _>($highest, shape, &Device::Cpu),
                 ReduceOp::BitAnd => Tensor::full::<$T, _>($ones, shape, &Device::Cpu),
-                ReduceOp::Avg => unreachable!("the plan replicates before it makes means"),
+                ReduceOp::Avg => unreachable!("the planner makes means partial only from replicas"),
             }
         };
     }

@@ -1,4 +1,8 @@
-//! Bringing a tensor from one layout to another: a plan, then its execution.
+//! Redistribution: plans the collectives that bring a tensor from one layout to another, and executes them.
+//!
+//! Planning is pure and the same on every rank: candidate plans are priced with the links of the mesh and the cheapest is
+//! taken. [`explain`] shows the plan and the rejected alternatives; [`DTensor::redistribute`](crate::DTensor::redistribute)
+//! executes it.
 
 mod boxes;
 mod cost;
@@ -11,10 +15,10 @@ mod search;
 
 pub use cost::Cost;
 pub(crate) use cost::collective_us;
-pub(crate) use exchange::{Exchange, block};
+pub(crate) use exchange::{BoxExchange, block};
 pub(crate) use execute::redistribute;
-pub use plan::{Plan, Step};
-pub use step::StepKind;
+pub use plan::{RedistributePlan, RedistributeStep};
+pub use step::RedistributeStepKind;
 
 use std::fmt;
 
@@ -24,16 +28,35 @@ use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 
-/// A plan and what was considered instead.
+/// The chosen plan of a redistribution and the rejected alternatives; prints as a list.
 #[derive(Debug, Clone)]
 pub struct Explanation {
-    /// The plan that is taken.
-    pub chosen: Plan,
-    /// Plans that would do the same at a higher cost, cheapest first.
-    pub rejected: Vec<Plan>,
+    /// The plan that `redistribute` executes.
+    pub chosen: RedistributePlan,
+    /// Other plans, cheapest first.
+    pub rejected: Vec<RedistributePlan>,
 }
 
-/// The plan for a redistribution on a mesh with its links, and the alternatives that were rejected.
+/// Plans a redistribution by the links of `mesh`, and returns the plan with the rejected alternatives.
+///
+/// Local: nothing is communicated or allocated.
+///
+/// # Errors
+/// [`Error::Invalid`](crate::Error::Invalid) if the layouts are not of one shape on this mesh.
+///
+/// ```
+/// use shardwise::prelude::*;
+/// use shardwise::redistribute::explain;
+///
+/// launch(2, |world| {
+///     let mesh = world.mesh([("tp", 2)])?;
+///     let layout = |placement| Layout::new(&mesh, (8, 8), [placement]);
+///     let found = explain(&mesh, &layout(Partial(ReduceOp::Sum))?, &layout(Shard(0))?, DType::F32)?;
+///     assert!(found.to_string().contains("reduce_scatter(sum) over tp along dim 0"), "{found}");
+///     Ok(())
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
 pub fn explain(mesh: &DeviceMesh, from: &Layout, to: &Layout, dtype: DType) -> Result<Explanation> {
     if from.mesh() != mesh.mesh() {
         let needed = format!("a layout on mesh {}", mesh.mesh());

@@ -1,51 +1,56 @@
-//! Planning a redistribution on one mesh: which steps, in which order. Pure: no rank is asked, no data touched.
+//! Plans redistributions on one mesh: which steps, in which order. Pure: no communication, no data.
 //!
-//! Everything that shrinks data comes first, everything that grows it last: narrow what may be narrowed for free, reduce
-//! pending partials (scattered where the target is sharded), move boxes between shards in one exchange, make partials.
-//! Where a choice remains, all combinations are costed and the cheapest is taken; their number is bounded. What a
-//! [search](super::search) finds besides is taken if it is cheaper.
+//! Steps that shrink data come first, steps that grow it last: narrow replicas for free, reduce partial axes (scattered
+//! where the target is sharded), move boxes between shards in one exchange, make axes partial. Where a choice remains, all
+//! combinations are priced and the cheapest is taken; their number is bounded. A [search](super::search) looks for plans
+//! outside of this scheme, and its result is taken if it is cheaper.
 
 use super::cost::cost;
-use super::plan::{Plan, Step};
-use super::search::{self, Leg, Stop};
-use super::step::StepKind;
+use super::plan::{RedistributePlan, RedistributeStep};
+use super::search::{self, LayoutSketch, SearchStep};
+use super::step::RedistributeStepKind;
 use crate::error::{ErrorKind, Result};
 use crate::layout::Layout;
 use crate::mesh::{Link, Links};
-use crate::placement::{Placement, ReduceOp, commute, stays};
+use crate::placement::{Placement, ReduceOp, commute, is_idempotent};
 
-/// The decisions that a plan leaves open: one bit per axis whose reduction could be scattered, and one more.
+/// The open decisions of a plan: `bits` has one bit per axis whose reduction may be scattered (0) or full (1).
 #[derive(Clone, Copy)]
-struct Choice {
+struct PlanChoice {
     bits: usize,
-    moves: Moves,
+    moves: MoveStrategy,
 }
 
-/// How shards come to where the target has them.
+/// How shards get to the layout of the target.
 #[derive(Clone, Copy, PartialEq)]
-enum Moves {
+enum MoveStrategy {
     /// One exchange to the target.
     Direct,
-    /// An exchange among the axes that are sharded now; axes that are replicated are narrowed afterwards.
+    /// An exchange over the axes that are sharded now; replicated axes are narrowed afterwards.
     NarrowLast,
-    /// Gather what is cut differently, then narrow it.
+    /// Gathers the dimensions that are sharded differently, then narrows them.
     GatherFirst,
 }
 
-/// With more axes than this to choose for, the others are scattered.
+/// The number of axes whose reductions are tried both scattered and full: 2^5 combinations times 3 strategies bound the
+/// time of planning. The reductions of further axes are scattered, which moves fewer bytes.
 const MAX_CHOICES: usize = 5;
 
-impl Plan {
-    /// The cheapest plan between threads ([`Link::THREADS`] on every axis), for elements of `elem` bytes. The layouts must
-    /// have one mesh and shape. [`explain`](super::explain) plans by the links of a mesh.
+impl RedistributePlan {
+    /// Plans a redistribution of elements of `elem` bytes between thread ranks, with [`Link::THREADS`] on every axis.
+    ///
+    /// Local. [`explain`](super::explain) plans by the links of a mesh.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if the layouts are not of one shape on one mesh.
     pub fn new(from: &Layout, to: &Layout, elem: usize) -> Result<Self> {
         let links = Links::uniform(from.mesh().ndim(), Link::THREADS);
         Ok(candidates(from, to, elem, &links)?.swap_remove(0))
     }
 }
 
-/// All plans that are considered, cheapest first.
-pub(super) fn candidates(from: &Layout, to: &Layout, elem: usize, links: &Links) -> Result<Vec<Plan>> {
+/// All plans considered, cheapest first.
+pub(super) fn candidates(from: &Layout, to: &Layout, elem: usize, links: &Links) -> Result<Vec<RedistributePlan>> {
     if from.mesh() != to.mesh() || from.shape() != to.shape() {
         return Err(ErrorKind::Layout.error(
             "layouts",
@@ -54,69 +59,81 @@ pub(super) fn candidates(from: &Layout, to: &Layout, elem: usize, links: &Links)
             "plan moves between meshes or shapes in steps",
         ));
     }
-    let mut plans: Vec<(Moves, Plan)> = Vec::new();
-    let open = Builder::new(from, to, elem, links).open_choices();
+    let mut plans: Vec<(MoveStrategy, RedistributePlan)> = Vec::new();
+    let open = PlanBuilder::new(from, to, elem, links).open_choices();
     for bits in 0..1usize << open.min(MAX_CHOICES) {
-        for moves in [Moves::Direct, Moves::NarrowLast, Moves::GatherFirst] {
-            let builder = Builder::new(from, to, elem, links);
-            let Some(plan) = builder.build(Choice { bits, moves })? else { continue };
-            let same = |(_, p): &(Moves, Plan)| p.steps.iter().map(|s| &s.kind).eq(plan.steps.iter().map(|s| &s.kind));
+        for moves in [MoveStrategy::Direct, MoveStrategy::NarrowLast, MoveStrategy::GatherFirst] {
+            let builder = PlanBuilder::new(from, to, elem, links);
+            let Some(plan) = builder.build(PlanChoice { bits, moves })? else { continue };
+            let same = |(_, p): &(MoveStrategy, RedistributePlan)| {
+                p.steps.iter().map(|s| &s.kind).eq(plan.steps.iter().map(|s| &s.kind))
+            };
             if !plans.iter().any(same) {
                 plans.push((moves, plan));
             }
         }
     }
     if let Some(plan) = searched(from, to, elem, links, &plans)? {
-        plans.push((Moves::Direct, plan));
+        plans.push((MoveStrategy::Direct, plan));
     }
-    let order = |a: &Plan, b: &Plan| a.us().total_cmp(&b.us()).then(a.steps.len().cmp(&b.steps.len()));
-    // A gather may save a round of messages, but never at the price of more bytes.
-    let exchanged = plans.iter().filter(|(moves, _)| *moves != Moves::GatherFirst).map(|(_, plan)| plan);
-    let limit = exchanged.min_by(|a, b| order(a, b)).map_or(usize::MAX, Plan::bytes);
-    let wasteful = |(moves, plan): &(Moves, Plan)| *moves == Moves::GatherFirst && plan.bytes() > limit;
+    let order =
+        |a: &RedistributePlan, b: &RedistributePlan| a.us().total_cmp(&b.us()).then(a.steps.len().cmp(&b.steps.len()));
+    // A gather may save a round of messages, but must not move more bytes: estimated latencies are less reliable than byte
+    // counts, and gathered tensors take memory.
+    let exchanged = plans.iter().filter(|(moves, _)| *moves != MoveStrategy::GatherFirst).map(|(_, plan)| plan);
+    let limit = exchanged.min_by(|a, b| order(a, b)).map_or(usize::MAX, RedistributePlan::bytes);
+    let wasteful =
+        |(moves, plan): &(MoveStrategy, RedistributePlan)| *moves == MoveStrategy::GatherFirst && plan.bytes() > limit;
     plans.sort_by(|a, b| wasteful(a).cmp(&wasteful(b)).then_with(|| order(&a.1, &b.1)));
     Ok(plans.into_iter().map(|(_, plan)| plan).collect())
 }
 
-/// The cheapest plan that a search finds, if it is cheaper than all others.
-fn searched(from: &Layout, to: &Layout, elem: usize, links: &Links, plans: &[(Moves, Plan)]) -> Result<Option<Plan>> {
-    let calls = |plan: &Plan| plan.steps.iter().filter(|step| step.cost.us > 0.0).count();
+/// The plan that the search finds, if it is cheaper than all other plans.
+fn searched(
+    from: &Layout,
+    to: &Layout,
+    elem: usize,
+    links: &Links,
+    plans: &[(MoveStrategy, RedistributePlan)],
+) -> Result<Option<RedistributePlan>> {
+    let calls = |plan: &RedistributePlan| plan.steps.iter().filter(|step| step.cost.us > 0.0).count();
     let Some((_, best)) = plans.iter().min_by(|a, b| a.1.us().total_cmp(&b.1.us())) else { return Ok(None) };
-    let mut builder = Builder::new(from, to, elem, links);
-    let pending = builder.pending();
+    let mut builder = PlanBuilder::new(from, to, elem, links);
+    let to_reduce = builder.axes_to_reduce();
     let all: Vec<usize> = (0..to.placements().len()).collect();
     let latency = links.slowest(&all).latency_us;
-    // One collective that takes a round or two can be saved, but not made cheaper.
+    // A single collective of one or two rounds cannot get cheaper, only be avoided, which happens where axes become
+    // partial. 3 latencies are more than two rounds.
     let makes = |axis: usize| to.placements()[axis].is_partial() && from.placements()[axis] != to.placements()[axis];
     let small = calls(best) == 1 && best.us() < 3.0 * latency && !all.iter().any(|&a| makes(a));
     if calls(best) == 0 || small {
         return Ok(None);
     }
-    let Some(legs) = search::cheapest(from, to, &pending, elem, links, best.us()) else { return Ok(None) };
-    builder.follow(&legs)?;
+    let Some(steps) = search::cheapest(from, to, &to_reduce, elem, links, best.us()) else { return Ok(None) };
+    builder.follow(&steps)?;
     let plan = builder.done();
-    // A collective costs something besides its rounds: one more has to save as much as a round takes.
+    // A collective has overhead beyond the cost model: each additional one must save at least one latency.
     let more = calls(&plan).saturating_sub(calls(best));
     Ok((plan.us() + more as f64 * latency < best.us()).then_some(plan))
 }
 
-/// A plan in the making.
-struct Builder<'a> {
+/// A plan under construction: `current` is the layout after the steps so far.
+struct PlanBuilder<'a> {
     to: &'a Layout,
     elem: usize,
     links: &'a Links,
     from: Layout,
     current: Layout,
-    steps: Vec<Step>,
+    steps: Vec<RedistributeStep>,
 }
 
-impl<'a> Builder<'a> {
+impl<'a> PlanBuilder<'a> {
     fn new(from: &Layout, to: &'a Layout, elem: usize, links: &'a Links) -> Self {
-        Builder { to, elem, links, from: from.clone(), current: from.clone(), steps: Vec::new() }
+        PlanBuilder { to, elem, links, from: from.clone(), current: from.clone(), steps: Vec::new() }
     }
 
-    /// `None` if the choice leads nowhere.
-    fn build(mut self, choice: Choice) -> Result<Option<Plan>> {
+    /// Builds the plan of a choice; `None` if the choice cannot reach the target.
+    fn build(mut self, choice: PlanChoice) -> Result<Option<RedistributePlan>> {
         if self.from != *self.to {
             self.relabel()?;
             self.narrow()?;
@@ -129,35 +146,39 @@ impl<'a> Builder<'a> {
         Ok(Some(self.done()))
     }
 
-    fn done(self) -> Plan {
+    fn done(self) -> RedistributePlan {
         assert_eq!(self.current, *self.to, "a plan ends where it should");
-        Plan { from: self.from, to: self.to.clone(), steps: self.steps }
+        RedistributePlan { from: self.from, to: self.to.clone(), steps: self.steps }
     }
 
-    /// Goes a way that a search has found. Legs of one kind that follow each other are one step where they can be.
-    fn follow(&mut self, legs: &[(Leg, Stop)]) -> Result<()> {
+    /// Appends the steps that the search has found; consecutive steps of one kind are merged where possible.
+    fn follow(&mut self, steps: &[(SearchStep, LayoutSketch)]) -> Result<()> {
         self.relabel()?;
-        let mut rest = legs;
-        while let Some((leg, _)) = rest.first() {
-            let alike = rest.iter().take_while(|(next, _)| leg.takes(next)).count().max(1);
-            let axes = rest[..alike].iter().filter_map(|(leg, _)| match leg {
-                Leg::Scatter { axis, .. } => Some(*axis),
+        let mut rest = steps;
+        while let Some((step, _)) = rest.first() {
+            let alike = rest.iter().take_while(|(next, _)| step.merges_with(next)).count().max(1);
+            let axes = rest[..alike].iter().filter_map(|(step, _)| match step {
+                SearchStep::Scatter { axis, .. } => Some(*axis),
                 _ => None,
             });
             let axes: Vec<usize> = axes.collect();
-            let stop = &rest[alike - 1].1;
+            let sketch = &rest[alike - 1].1;
             let small = |dim: usize| self.to.shard_order(dim).iter().copied().filter(|&a| self.size(a) == 1);
-            let cuts = stop.cuts.iter().enumerate().map(|(dim, axes)| small(dim).chain(axes.iter().copied()).collect());
-            let cuts: Vec<Vec<usize>> = cuts.collect();
-            let kind = match *leg {
-                Leg::Narrow => StepKind::Narrow,
-                Leg::Scatter { op, dim, .. } => StepKind::ReduceScatter { axes, op, dim },
-                Leg::Move => {
-                    self.move_kind(&Layout::from_cuts(self.to.mesh(), self.to.shape(), &stop.placements, &cuts)?)
-                }
-                Leg::MakePartial { .. } => StepKind::MakePartial,
+            let orders =
+                sketch.orders.iter().enumerate().map(|(dim, axes)| small(dim).chain(axes.iter().copied()).collect());
+            let orders: Vec<Vec<usize>> = orders.collect();
+            let kind = match *step {
+                SearchStep::Narrow => RedistributeStepKind::Narrow,
+                SearchStep::Scatter { op, dim, .. } => RedistributeStepKind::ReduceScatter { axes, op, dim },
+                SearchStep::Move => self.move_kind(&Layout::from_shard_orders(
+                    self.to.mesh(),
+                    self.to.shape(),
+                    &sketch.placements,
+                    &orders,
+                )?),
+                SearchStep::MakePartial { .. } => RedistributeStepKind::MakePartial,
             };
-            self.push(kind, &stop.placements, &cuts)?;
+            self.push(kind, &sketch.placements, &orders)?;
             rest = &rest[alike..];
         }
         Ok(())
@@ -167,29 +188,29 @@ impl<'a> Builder<'a> {
         self.to.mesh().shape()[axis]
     }
 
-    /// The axes that cut `dim` of a layout, without those of size 1, which cut nothing off.
-    fn real_cuts(&self, layout: &Layout, dim: usize) -> Vec<usize> {
+    /// The axes that shard `dim` in a layout, without those of size 1, which divide nothing.
+    fn real_order(&self, layout: &Layout, dim: usize) -> Vec<usize> {
         layout.shard_order(dim).iter().copied().filter(|&a| self.size(a) > 1).collect()
     }
 
-    fn push(&mut self, kind: StepKind, placements: &[Placement], cuts: &[Vec<usize>]) -> Result<()> {
-        let after = Layout::from_cuts(self.to.mesh(), self.to.shape(), placements, cuts)?;
+    fn push(&mut self, kind: RedistributeStepKind, placements: &[Placement], orders: &[Vec<usize>]) -> Result<()> {
+        let after = Layout::from_shard_orders(self.to.mesh(), self.to.shape(), placements, orders)?;
         if after != self.current {
             let cost = cost(&kind, &self.current, &after, self.elem, self.links);
-            self.steps.push(Step { kind, before: self.current.clone(), after: after.clone(), cost });
+            self.steps.push(RedistributeStep { kind, before: self.current.clone(), after: after.clone(), cost });
             self.current = after;
         }
         Ok(())
     }
 
-    fn current_cuts(&self) -> Vec<Vec<usize>> {
+    fn current_orders(&self) -> Vec<Vec<usize>> {
         (0..self.to.shape().len()).map(|dim| self.current.shard_order(dim).to_vec()).collect()
     }
 
-    /// On axes of size 1 every placement is the same data.
+    /// Takes the target's placements on axes of size 1, where every placement means the same data.
     fn relabel(&mut self) -> Result<()> {
         let mut placements = self.current.placements().to_vec();
-        let mut cuts = Vec::new();
+        let mut orders = Vec::new();
         for (axis, placement) in placements.iter_mut().enumerate() {
             if self.size(axis) == 1 {
                 placement.clone_from(&self.to.placements()[axis]);
@@ -197,102 +218,102 @@ impl<'a> Builder<'a> {
         }
         for dim in 0..self.to.shape().len() {
             let new = self.to.shard_order(dim).iter().copied().filter(|&a| self.size(a) == 1);
-            cuts.push(new.chain(self.real_cuts(&self.current, dim)).collect());
+            orders.push(new.chain(self.real_order(&self.current, dim)).collect());
         }
-        self.push(StepKind::Relabel, &placements, &cuts)
+        self.push(RedistributeStepKind::Relabel, &placements, &orders)
     }
 
-    /// The axes that are still to cut `dim`, if those that cut it now are the first of those that shall.
-    fn to_be_cut(&self, dim: usize) -> Vec<usize> {
-        let (now, target) = (self.real_cuts(&self.current, dim), self.real_cuts(self.to, dim));
+    /// The axes that still have to shard `dim`, if the axes that shard it now are a prefix of the target's order.
+    fn axes_to_shard(&self, dim: usize) -> Vec<usize> {
+        let (now, target) = (self.real_order(&self.current, dim), self.real_order(self.to, dim));
         let same = |&a: &usize| self.current.placements()[a] == self.to.placements()[a];
         if target.starts_with(&now) && now.iter().all(same) { target[now.len()..].to_vec() } else { Vec::new() }
     }
 
-    /// Keeps only what the target has, wherever that needs no communication.
+    /// Narrows replicated axes to the target's shards, where that needs no communication.
     fn narrow(&mut self) -> Result<()> {
-        let (mut placements, mut cuts) = (self.current.placements().to_vec(), self.current_cuts());
-        for (dim, cuts) in cuts.iter_mut().enumerate() {
+        let (mut placements, mut orders) = (self.current.placements().to_vec(), self.current_orders());
+        for (dim, orders) in orders.iter_mut().enumerate() {
             let replicated = |a: &usize| self.current.placements()[*a].is_replicate();
-            for axis in self.to_be_cut(dim).into_iter().take_while(replicated) {
+            for axis in self.axes_to_shard(dim).into_iter().take_while(replicated) {
                 placements[axis] = self.to.placements()[axis].clone();
-                cuts.push(axis);
+                orders.push(axis);
             }
         }
-        self.push(StepKind::Narrow, &placements, &cuts)
+        self.push(RedistributeStepKind::Narrow, &placements, &orders)
     }
 
-    /// The axes whose pending reduction must be carried out: those with another target, and those that stand in the way
-    /// of an earlier axis, because the last axis is reduced first and not all operations commute.
-    fn pending(&self) -> Vec<usize> {
+    /// The partial axes that must be reduced: those whose placement changes, and axes that block an earlier axis, because
+    /// the last axis is reduced first and not all reductions commute.
+    fn axes_to_reduce(&self) -> Vec<usize> {
         let partial = |axis: usize| self.current.placements()[axis].reduction().filter(|_| self.size(axis) > 1);
         let changes = |axis: usize| self.current.placements()[axis] != self.to.placements()[axis];
         let axes = 0..self.current.placements().len();
-        let mut pending: Vec<usize> = axes.clone().filter(|&a| partial(a).is_some() && changes(a)).collect();
-        let mut touched: Vec<(usize, ReduceOp)> = pending.iter().filter_map(|&a| Some((a, partial(a)?))).collect();
-        // Axes that become partial; a replicated value that stays on all ranks is an operand as it is.
+        let mut to_reduce: Vec<usize> = axes.clone().filter(|&a| partial(a).is_some() && changes(a)).collect();
+        let mut touched: Vec<(usize, ReduceOp)> = to_reduce.iter().filter_map(|&a| Some((a, partial(a)?))).collect();
+        // Axes that become partial, except where a replicated value is already a valid operand.
         let made = |a: usize| {
             let op = self.to.placements()[a].reduction()?;
-            (!(stays(op) && self.current.placements()[a].is_replicate())).then_some((a, op))
+            (!(is_idempotent(op) && self.current.placements()[a].is_replicate())).then_some((a, op))
         };
         touched.extend(axes.filter(|&a| changes(a) && self.size(a) > 1).filter_map(made));
         while let Some((axis, op)) = touched.pop() {
             for later in axis + 1..self.current.placements().len() {
-                if let Some(other) = partial(later).filter(|o| !commute(op, *o) && !pending.contains(&later)) {
-                    pending.push(later);
+                if let Some(other) = partial(later).filter(|o| !commute(op, *o) && !to_reduce.contains(&later)) {
+                    to_reduce.push(later);
                     touched.push((later, other));
                 }
             }
         }
-        pending.sort_unstable();
-        pending
+        to_reduce.sort_unstable();
+        to_reduce
     }
 
-    /// Axes whose reduction may be scattered, as far as choices are considered.
+    /// Axes whose reduction may be scattered or full, up to [`MAX_CHOICES`].
     fn scatterable(&self) -> Vec<usize> {
         let sharded = |a: &usize| self.to.placements()[*a].is_shard(None);
-        self.pending().into_iter().filter(sharded).take(MAX_CHOICES).collect()
+        self.axes_to_reduce().into_iter().filter(sharded).take(MAX_CHOICES).collect()
     }
 
-    /// Axes for which both a scattered and a full reduction are possible.
+    /// The number of [`scatterable`](Self::scatterable) axes.
     fn open_choices(&self) -> usize {
         self.scatterable().len()
     }
 
-    fn reduce(&mut self, choice: Choice) -> Result<()> {
+    fn reduce(&mut self, choice: PlanChoice) -> Result<()> {
         let open = self.scatterable();
         let scattered = |axis: usize| open.iter().position(|&a| a == axis).is_none_or(|i| choice.bits >> i & 1 == 0);
         loop {
-            let pending = self.pending();
-            let Some(&last) = pending.last() else { return Ok(()) };
-            // Those that may be reduced before all later ones: the last, and those before it that commute.
+            let to_reduce = self.axes_to_reduce();
+            let Some(&last) = to_reduce.last() else { return Ok(()) };
+            // Axes that may be reduced now: the last, and earlier ones that commute with all later ones.
             let free = |&a: &usize| {
-                let later = pending.iter().filter(|&&b| b > a);
+                let later = to_reduce.iter().filter(|&&b| b > a);
                 later.into_iter().all(|&b| commute(self.op_of(a), self.op_of(b)))
             };
-            let free: Vec<usize> = pending.iter().copied().filter(free).collect();
+            let free: Vec<usize> = to_reduce.iter().copied().filter(free).collect();
             if !self.scatter_in_place(&free, &scattered)? && !self.scatter_at_end(&free, &scattered)? {
                 let op = self.op_of(last);
                 let axes: Vec<usize> = free.into_iter().filter(|&a| self.op_of(a) == op).collect();
                 let mut placements = self.current.placements().to_vec();
                 axes.iter().for_each(|&a| placements[a] = Placement::Replicate);
-                let cuts = self.current_cuts();
-                self.push(StepKind::AllReduce { axes, op }, &placements, &cuts)?;
+                let orders = self.current_orders();
+                self.push(RedistributeStepKind::AllReduce { axes, op }, &placements, &orders)?;
             }
             self.narrow()?;
         }
     }
 
-    /// The operation of an axis that is partial.
+    /// The reduction of a partial axis.
     fn op_of(&self, axis: usize) -> ReduceOp {
-        self.current.placements()[axis].reduction().expect("pending axes are partial")
+        self.current.placements()[axis].reduction().expect("only partial axes are reduced")
     }
 
-    /// Reduces axes that the target has sharded next on some dimension. Whether there were any.
+    /// Reduce-scatters axes that come next in the target's order of some dimension; whether there were any.
     fn scatter_in_place(&mut self, free: &[usize], scattered: &impl Fn(usize) -> bool) -> Result<bool> {
         for dim in 0..self.to.shape().len() {
             let fits = |a: &usize| free.contains(a) && self.to.placements()[*a].is_contiguous() && scattered(*a);
-            let mut axes: Vec<usize> = self.to_be_cut(dim).into_iter().take_while(fits).collect();
+            let mut axes: Vec<usize> = self.axes_to_shard(dim).into_iter().take_while(fits).collect();
             if let Some(&first) = axes.first() {
                 let op = self.op_of(first);
                 let alike = axes.iter().take_while(|&&a| self.op_of(a) == op).count();
@@ -305,8 +326,8 @@ impl<'a> Builder<'a> {
         Ok(false)
     }
 
-    /// Reduces an axis that the target has sharded, but not where it can be put now: behind the present cuts of its
-    /// dimension, from where an exchange moves it. Whether there was one.
+    /// Reduce-scatters an axis that the target shards, but not next in its order: it is put after the current axes of the
+    /// dimension, and an exchange moves it later. Whether there was one.
     fn scatter_at_end(&mut self, free: &[usize], scattered: &impl Fn(usize) -> bool) -> Result<bool> {
         let sharded = free.iter().copied().find(|&a| self.to.placements()[a].is_shard(None) && scattered(a));
         let Some(axis) = sharded else { return Ok(false) };
@@ -316,87 +337,93 @@ impl<'a> Builder<'a> {
     }
 
     fn scatter(&mut self, axes: Vec<usize>, op: ReduceOp, targets: &[Placement], dim: usize) -> Result<()> {
-        let (mut placements, mut cuts) = (self.current.placements().to_vec(), self.current_cuts());
+        let (mut placements, mut orders) = (self.current.placements().to_vec(), self.current_orders());
         for (&axis, target) in axes.iter().zip(targets) {
             placements[axis] = target.clone();
-            cuts[dim].push(axis);
+            orders[dim].push(axis);
         }
-        self.push(StepKind::ReduceScatter { axes, op, dim }, &placements, &cuts)
+        self.push(RedistributeStepKind::ReduceScatter { axes, op, dim }, &placements, &orders)
     }
 
-    /// Whether a shard turns into operands of a reduction where it lies: what the rank does not own is neutral.
+    /// Whether a sharded axis can become partial in place, by padding with neutral elements: plain shards that come last
+    /// in their dimension. Not for means, whose operands would have to be scaled.
     fn pads(&self, axis: usize) -> bool {
         let (now, then) = (&self.current.placements()[axis], &self.to.placements()[axis]);
         let (Some(dim), Some(op)) = (now.chunk_dim(), then.reduction()) else { return false };
-        let mut without = self.real_cuts(&self.current, dim);
+        let mut without = self.real_order(&self.current, dim);
         let last = without.pop() == Some(axis);
-        last && op != ReduceOp::Avg && without == self.real_cuts(self.to, dim)
+        last && op != ReduceOp::Avg && without == self.real_order(self.to, dim)
     }
 
-    /// Brings every shard where the target has it. `false` if the choice leads nowhere.
-    fn move_boxes(&mut self, choice: Choice) -> Result<bool> {
+    /// Moves every shard to the layout of the target. `false` if the choice cannot reach it.
+    fn move_boxes(&mut self, choice: PlanChoice) -> Result<bool> {
         let mut placements = self.to.placements().to_vec();
-        let mut cuts: Vec<Vec<usize>> = (0..self.to.shape().len()).map(|d| self.to.shard_order(d).to_vec()).collect();
+        let mut orders: Vec<Vec<usize>> = (0..self.to.shape().len()).map(|d| self.to.shard_order(d).to_vec()).collect();
         for axis in 0..placements.len() {
             if placements[axis].is_partial() && placements[axis] != self.current.placements()[axis] {
                 placements[axis] = Placement::Replicate;
                 if self.pads(axis) {
                     placements[axis] = self.current.placements()[axis].clone();
-                    cuts[placements[axis].shard_dim().expect("a shard")].push(axis);
+                    orders[placements[axis].shard_dim().expect("a shard")].push(axis);
                 }
             }
         }
-        let target = Layout::from_cuts(self.to.mesh(), self.to.shape(), &placements, &cuts)?;
+        let target = Layout::from_shard_orders(self.to.mesh(), self.to.shape(), &placements, &orders)?;
         let reached = match choice.moves {
-            Moves::Direct => true,
-            Moves::NarrowLast => self.move_sharded(&target)?,
-            Moves::GatherFirst => self.gather_differences(&target)?,
+            MoveStrategy::Direct => true,
+            MoveStrategy::NarrowLast => self.move_sharded(&target)?,
+            MoveStrategy::GatherFirst => self.gather_differences(&target)?,
         };
         if reached && self.current != target {
-            let kind = if choice.moves == Moves::Direct { self.move_kind(&target) } else { StepKind::Narrow };
-            self.push(kind, &placements, &cuts)?;
+            let kind = if choice.moves == MoveStrategy::Direct {
+                self.move_kind(&target)
+            } else {
+                RedistributeStepKind::Narrow
+            };
+            self.push(kind, &placements, &orders)?;
         }
         Ok(reached)
     }
 
-    /// Moves what is sharded now, and leaves axes that are replicated to be narrowed. `false` if these do not all come
-    /// last.
+    /// Moves the axes that are sharded now and leaves replicated axes to be narrowed afterwards. `false` unless these come
+    /// last in the order of every dimension.
     fn move_sharded(&mut self, target: &Layout) -> Result<bool> {
         let mut placements = target.placements().to_vec();
-        let mut cuts: Vec<Vec<usize>> = Vec::new();
+        let mut orders: Vec<Vec<usize>> = Vec::new();
         for dim in 0..target.shape().len() {
-            let axes = self.real_cuts(target, dim);
+            let axes = self.real_order(target, dim);
             let replicated = |a: &&usize| self.current.placements()[**a].is_replicate();
             let first = axes.iter().position(|a| replicated(&a)).unwrap_or(axes.len());
             if !axes[first..].iter().all(|a| replicated(&a)) {
                 return Ok(false);
             }
             axes[first..].iter().for_each(|&a| placements[a] = Placement::Replicate);
-            cuts.push(target.shard_order(dim).iter().copied().filter(|a| !axes[first..].contains(a)).collect());
+            orders.push(target.shard_order(dim).iter().copied().filter(|a| !axes[first..].contains(a)).collect());
         }
-        let middle = Layout::from_cuts(target.mesh(), target.shape(), &placements, &cuts)?;
+        let middle = Layout::from_shard_orders(target.mesh(), target.shape(), &placements, &orders)?;
         if middle != self.current {
-            self.push(self.move_kind(&middle), &placements, &cuts)?;
+            self.push(self.move_kind(&middle), &placements, &orders)?;
         }
         Ok(true)
     }
 
-    /// The dimensions that are not cut as the target has them.
+    /// The dimensions that are sharded differently in the target.
     fn changed_dims(&self, target: &Layout) -> Vec<usize> {
         let differs = |&dim: &usize| {
-            let (now, then) = (self.real_cuts(&self.current, dim), self.real_cuts(target, dim));
+            let (now, then) = (self.real_order(&self.current, dim), self.real_order(target, dim));
             now != then || now.iter().any(|&a| self.current.placements()[a] != target.placements()[a])
         };
         (0..self.to.shape().len()).filter(differs).collect()
     }
 
-    /// The one collective that moves all boxes to where the target has them.
-    fn move_kind(&self, target: &Layout) -> StepKind {
+    /// The collective that moves all boxes to the layout of the target: an all-gather or an exchange of dimensions where one
+    /// suffices, else an exchange of boxes.
+    fn move_kind(&self, target: &Layout) -> RedistributeStepKind {
         let changed = self.changed_dims(target);
-        let cuts = |layout: &Layout, dim: usize| self.real_cuts(layout, dim);
-        // The axes that `longer` has behind those of `shorter`, if it begins with these.
+        let orders = |layout: &Layout, dim: usize| self.real_order(layout, dim);
+        // The axes of `longer` after those of `shorter`, if the latter are a prefix.
         let extra = |longer: &Layout, shorter: &Layout, dim: usize| -> Option<Vec<usize>> {
-            let (long, short) = (cuts(longer, dim), cuts(shorter, dim));
+            let (long, short) = (orders(longer, dim), orders(shorter, dim));
             let same = short.iter().all(|&a| longer.placements()[a] == shorter.placements()[a]);
             let rest = long.strip_prefix(short.as_slice())?.to_vec();
             let contiguous = rest.iter().all(|&a| longer.placements()[a].is_contiguous());
@@ -405,7 +432,7 @@ impl<'a> Builder<'a> {
         match changed[..] {
             [dim] => {
                 if let Some(axes) = extra(&self.current, target, dim) {
-                    return StepKind::AllGather { axes, dim };
+                    return RedistributeStepKind::AllGather { axes, dim };
                 }
             }
             [a, b] => {
@@ -414,38 +441,38 @@ impl<'a> Builder<'a> {
                         (extra(&self.current, target, from), extra(target, &self.current, to))
                         && old == new
                     {
-                        return StepKind::ExchangeDims { axes: old, from, to };
+                        return RedistributeStepKind::ExchangeDims { axes: old, from, to };
                     }
                 }
             }
             _ => {}
         }
         let involved = |axis: &usize| {
-            changed.iter().any(|&dim| cuts(&self.current, dim).contains(axis) || cuts(target, dim).contains(axis))
+            changed.iter().any(|&dim| orders(&self.current, dim).contains(axis) || orders(target, dim).contains(axis))
         };
-        StepKind::Exchange { axes: (0..target.placements().len()).filter(involved).collect() }
+        RedistributeStepKind::ExchangeBoxes { axes: (0..target.placements().len()).filter(involved).collect() }
     }
 
-    /// Joins everything that is cut otherwise than in the target. `false` if that is not one gather per dimension.
+    /// Gathers all dimensions that are sharded differently in the target. `false` if one of them takes more than a gather.
     fn gather_differences(&mut self, target: &Layout) -> Result<bool> {
         for dim in self.changed_dims(target) {
-            let (now, then) = (self.real_cuts(&self.current, dim), self.real_cuts(target, dim));
+            let (now, then) = (self.real_order(&self.current, dim), self.real_order(target, dim));
             let same = |(a, b): &(&usize, &usize)| a == b && self.current.placements()[**a] == target.placements()[**b];
             let keep = now.iter().zip(&then).take_while(same).count();
             let axes = now[keep..].to_vec();
-            let (mut placements, mut cuts) = (self.current.placements().to_vec(), self.current_cuts());
+            let (mut placements, mut orders) = (self.current.placements().to_vec(), self.current_orders());
             if !axes.iter().all(|&a| placements[a].is_contiguous()) {
                 return Ok(false);
             }
             axes.iter().for_each(|&a| placements[a] = Placement::Replicate);
-            cuts[dim].retain(|a| !axes.contains(a));
-            self.push(StepKind::AllGather { axes, dim }, &placements, &cuts)?;
+            orders[dim].retain(|a| !axes.contains(a));
+            self.push(RedistributeStepKind::AllGather { axes, dim }, &placements, &orders)?;
         }
         Ok(true)
     }
 
     fn make_partial(&mut self) -> Result<()> {
-        let cuts: Vec<Vec<usize>> = (0..self.to.shape().len()).map(|d| self.to.shard_order(d).to_vec()).collect();
-        self.push(StepKind::MakePartial, self.to.placements(), &cuts)
+        let orders: Vec<Vec<usize>> = (0..self.to.shape().len()).map(|d| self.to.shard_order(d).to_vec()).collect();
+        self.push(RedistributeStepKind::MakePartial, self.to.placements(), &orders)
     }
 }

@@ -1,9 +1,10 @@
-//! The cheapest way between two layouts of plain shards, found by search. Pure arithmetic on small descriptions of layouts.
+//! Searches for the cheapest plan between two layouts of plain shards: Dijkstra's algorithm over small descriptions of
+//! layouts.
 //!
-//! A way has three parts. First pending reductions are scattered, along any dimension and with replicas narrowed before, so
-//! that less is reduced. Then boxes move, once. At last come steps that cost nothing: narrowing, and making operands, of
-//! replicas or of shards where they are. Reductions that spread their result and gathers in rounds of their own are not
-//! looked at: they move no fewer bytes, and [the planner](super::planner) tries them.
+//! A path has three parts. First, partial axes are reduce-scattered, on any dimension and with replicas narrowed before, so
+//! that less is reduced. Then boxes move, once. Last come steps that cost nothing: narrowing, and making axes partial, from
+//! replicas or from shards in place. All-reduces and separate gathers are not searched: they move no fewer bytes, and
+//! [the planner](super::planner) tries them.
 
 use std::cell::OnceCell;
 use std::cmp::Reverse;
@@ -13,147 +14,149 @@ use std::collections::{BinaryHeap, HashMap};
 use super::cost::{collective_us, exchange_us, sample};
 use crate::layout::Layout;
 use crate::mesh::Links;
-use crate::placement::{Placement, ReduceOp, commute, stays};
+use crate::placement::{Placement, ReduceOp, commute, is_idempotent};
 
-/// What one part of a way does.
+/// One edge of a path.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Leg {
+pub(super) enum SearchStep {
     Narrow,
     Scatter { axis: usize, op: ReduceOp, dim: usize },
     Move,
     MakePartial { op: ReduceOp },
 }
 
-impl Leg {
-    /// Whether one step does this leg and another that follows.
-    pub(super) fn takes(&self, next: &Leg) -> bool {
+impl SearchStep {
+    /// Whether this step and the next can be one step of a plan.
+    pub(super) fn merges_with(&self, next: &SearchStep) -> bool {
         match (*self, *next) {
-            (Leg::Narrow, Leg::Narrow) => true,
-            (Leg::Scatter { op, dim, .. }, Leg::Scatter { op: other_op, dim: other, .. }) => {
+            (SearchStep::Narrow, SearchStep::Narrow) => true,
+            (SearchStep::Scatter { op, dim, .. }, SearchStep::Scatter { op: other_op, dim: other, .. }) => {
                 (op, dim) == (other_op, other)
             }
-            (Leg::MakePartial { op }, Leg::MakePartial { op: other }) => op == other,
+            (SearchStep::MakePartial { op }, SearchStep::MakePartial { op: other }) => op == other,
             _ => false,
         }
     }
 }
 
-/// Where a leg leads.
+/// A layout as the search compares it: without mesh and shape, which are the same for all.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) struct Stop {
+pub(super) struct LayoutSketch {
     pub(super) placements: Vec<Placement>,
-    /// Per dimension the axes that cut it, in order, without those of size 1.
-    pub(super) cuts: Vec<Vec<usize>>,
+    /// Per dimension the axes that shard it, in order, without those of size 1.
+    pub(super) orders: Vec<Vec<usize>>,
 }
 
-/// How many layouts are looked at on either side of the move of boxes, which bounds the time that a search takes: all on
-/// few axes; on more, those that are reached first.
-const MAX_STOPS: [usize; 2] = [32, 256];
+/// How many layouts are visited on either side of the exchange of boxes, to bound the time of a search: with few axes 256,
+/// which is all of them in practice; with more axes the 32 that are reached first.
+const MAX_LAYOUTS: [usize; 2] = [32, 256];
 
-/// Up to so many axes, everything that may pay is tried; with more, what pays often.
-const WIDE_AXES: usize = 3;
+/// Up to this many axes larger than 1, every step that may pay is tried; with more, the number of layouts explodes, and
+/// only steps that pay often are.
+const EXHAUSTIVE_AXES: usize = 3;
 
-/// The legs of the cheapest way that takes less time than `limit`, if there is one. `pending` are the axes to reduce.
+/// The steps of the cheapest path that takes less than `limit` microseconds, if there is one. `to_reduce` are the axes that
+/// must be reduced.
 pub(super) fn cheapest(
     from: &Layout,
     to: &Layout,
-    pending: &[usize],
+    to_reduce: &[usize],
     elem: usize,
     links: &Links,
     limit: f64,
-) -> Option<Vec<(Leg, Stop)>> {
-    let space = Space::new(from, to, pending, elem, links)?;
-    let ends = space.ends();
-    let mut nodes = vec![Node { place: space.place(space.stop(from)), us: 0.0, by: None }];
-    let mut number: HashMap<Stop, usize> = HashMap::from([(nodes[0].place.stop.clone(), 0)]);
+) -> Option<Vec<(SearchStep, LayoutSketch)>> {
+    let search = RedistributeSearch::new(from, to, to_reduce, elem, links)?;
+    let ends = search.end_layouts();
+    let mut nodes = vec![SearchNode { layout: search.search_layout(search.sketch(from)), us: 0.0, by: None }];
+    let mut number: HashMap<LayoutSketch, usize> = HashMap::from([(nodes[0].layout.sketch.clone(), 0)]);
     let mut open = BinaryHeap::from([Reverse((0u64, 0usize))]);
-    // Differences that are nothing but rounding are no reason for another plan.
+    // A plan must be better by more than rounding errors: otherwise equal costs would alternate between plans.
     let mut best = (limit * (1.0 - 1e-9), None);
     while let Some(Reverse((bits, at))) = open.pop() {
         let us = f64::from_bits(bits);
         if us >= best.0 || us > nodes[at].us {
             continue;
         }
-        for (i, end) in ends.iter().enumerate().filter(|(_, end)| end.partials == nodes[at].place.partials) {
-            let whole = us + space.move_us(&nodes[at].place, end, best.0 - us);
+        for (i, end) in ends.iter().enumerate().filter(|(_, end)| end.partials == nodes[at].layout.partials) {
+            let whole = us + search.move_us(&nodes[at].layout, end, best.0 - us);
             if whole < best.0 {
                 best = (whole, Some((at, i)));
             }
         }
-        for (leg, stop) in space.shrinking(&nodes[at].place.stop) {
-            let place = space.place(stop);
-            let us = us + space.scatter_us(leg, &nodes[at].place, &place);
+        for (step, sketch) in search.shrinking_steps(&nodes[at].layout.sketch) {
+            let layout = search.search_layout(sketch);
+            let us = us + search.scatter_us(step, &nodes[at].layout, &layout);
             if us >= best.0 {
                 continue;
             }
-            let new = match number.entry(place.stop.clone()) {
+            let new = match number.entry(layout.sketch.clone()) {
                 Entry::Occupied(known) => *known.get(),
-                Entry::Vacant(_) if nodes.len() == space.max_stops() => continue,
+                Entry::Vacant(_) if nodes.len() == search.max_layouts() => continue,
                 Entry::Vacant(free) => {
                     free.insert(nodes.len());
-                    nodes.push(Node { place, us: f64::INFINITY, by: None });
+                    nodes.push(SearchNode { layout, us: f64::INFINITY, by: None });
                     nodes.len() - 1
                 }
             };
             if us < nodes[new].us {
-                (nodes[new].us, nodes[new].by) = (us, Some((at, leg)));
-                // Times are not negative, so their bits are ordered as they are.
+                (nodes[new].us, nodes[new].by) = (us, Some((at, step)));
+                // The bits of non-negative floats are ordered like the floats.
                 open.push(Reverse((us.to_bits(), new)));
             }
         }
     }
-    best.1.map(|(at, end)| way(&nodes, at, &ends, end))
+    best.1.map(|(at, end)| path(&nodes, at, &ends, end))
 }
 
-/// The legs to node `at`, the move of boxes from there to `end`, and those from there to the target.
-fn way(nodes: &[Node], at: usize, ends: &[Place], end: usize) -> Vec<(Leg, Stop)> {
-    let mut legs = Vec::new();
+/// The steps to node `at`, the exchange of boxes from there to `end`, and the free steps from there to the target.
+fn path(nodes: &[SearchNode], at: usize, ends: &[SearchLayout], end: usize) -> Vec<(SearchStep, LayoutSketch)> {
+    let mut steps = Vec::new();
     let mut back = at;
-    while let Some((previous, leg)) = nodes[back].by {
-        legs.push((leg, nodes[back].place.stop.clone()));
+    while let Some((previous, step)) = nodes[back].by {
+        steps.push((step, nodes[back].layout.sketch.clone()));
         back = previous;
     }
-    legs.reverse();
-    legs.push((Leg::Move, ends[end].stop.clone()));
+    steps.reverse();
+    steps.push((SearchStep::Move, ends[end].sketch.clone()));
     let mut on = end;
-    while let Some((next, leg)) = ends[on].next {
-        legs.push((leg, ends[next].stop.clone()));
+    while let Some((next, step)) = ends[on].next {
+        steps.push((step, ends[next].sketch.clone()));
         on = next;
     }
-    legs
+    steps
 }
 
-/// A layout on the way, with what its price depends on.
-struct Place {
-    stop: Stop,
-    /// Per rank that is looked at and per dimension the range that it holds: begin and length.
+/// A layout with what costs depend on.
+struct SearchLayout {
+    sketch: LayoutSketch,
+    /// Per sampled rank and dimension the range that the rank holds: begin and length. Computed on first use.
     parts: OnceCell<Vec<(usize, usize)>>,
     partials: Vec<Option<ReduceOp>>,
-    /// For layouts behind the move of boxes: the one that follows.
-    next: Option<(usize, Leg)>,
+    /// For layouts after the exchange of boxes: the next layout on the way to the target.
+    next: Option<(usize, SearchStep)>,
 }
 
-struct Node {
-    place: Place,
+struct SearchNode {
+    layout: SearchLayout,
     us: f64,
-    by: Option<(usize, Leg)>,
+    by: Option<(usize, SearchStep)>,
 }
 
-/// What a search is about.
-struct Space<'a> {
+/// The inputs of a search.
+struct RedistributeSearch<'a> {
     from: &'a Layout,
     to: &'a Layout,
-    pending: &'a [usize],
+    to_reduce: &'a [usize],
     elem: usize,
     links: &'a Links,
     coordinates: Vec<Vec<usize>>,
-    /// Whether the mesh has so few axes that all that may pay is tried.
-    wide: bool,
+    /// Whether the mesh has at most [`EXHAUSTIVE_AXES`] axes.
+    exhaustive: bool,
 }
 
-impl<'a> Space<'a> {
-    /// `None` if there are other than plain shards, which this arithmetic does not describe.
-    fn new(from: &'a Layout, to: &'a Layout, pending: &'a [usize], elem: usize, links: &'a Links) -> Option<Self> {
+impl<'a> RedistributeSearch<'a> {
+    /// `None` if a layout has shards other than plain ones, which a [`LayoutSketch`] cannot describe.
+    fn new(from: &'a Layout, to: &'a Layout, to_reduce: &'a [usize], elem: usize, links: &'a Links) -> Option<Self> {
         let sizes = from.mesh().shape();
         let plain = |layout: &Layout| {
             let mut real = layout.placements().iter().zip(sizes).filter(|&(_, &size)| size > 1);
@@ -163,47 +166,47 @@ impl<'a> Space<'a> {
             return None;
         }
         let coordinates = sample(from.mesh()).map(|rank| from.mesh().coordinate(rank).expect("in the mesh")).collect();
-        let wide = sizes.iter().filter(|&&size| size > 1).count() <= WIDE_AXES;
-        Some(Space { from, to, pending, elem, links, coordinates, wide })
+        let exhaustive = sizes.iter().filter(|&&size| size > 1).count() <= EXHAUSTIVE_AXES;
+        Some(RedistributeSearch { from, to, to_reduce, elem, links, coordinates, exhaustive })
     }
 
     fn size(&self, axis: usize) -> usize {
         self.from.mesh().shape()[axis]
     }
 
-    fn max_stops(&self) -> usize {
-        MAX_STOPS[usize::from(self.wide)]
+    fn max_layouts(&self) -> usize {
+        MAX_LAYOUTS[usize::from(self.exhaustive)]
     }
 
     fn dims(&self) -> usize {
         self.from.shape().len()
     }
 
-    /// A layout as a stop: axes of size 1 are as in the target, whatever they are.
-    fn stop(&self, layout: &Layout) -> Stop {
+    /// The sketch of a layout, with the target's placements on axes of size 1.
+    fn sketch(&self, layout: &Layout) -> LayoutSketch {
         let axes = 0..layout.placements().len();
         let real = |a: usize| if self.size(a) > 1 { layout } else { self.to };
-        let cuts = |dim| layout.shard_order(dim).iter().copied().filter(|&a| self.size(a) > 1).collect();
-        Stop {
+        let orders = |dim| layout.shard_order(dim).iter().copied().filter(|&a| self.size(a) > 1).collect();
+        LayoutSketch {
             placements: axes.map(|a| real(a).placements()[a].clone()).collect(),
-            cuts: (0..self.dims()).map(cuts).collect(),
+            orders: (0..self.dims()).map(orders).collect(),
         }
     }
 
-    fn place(&self, stop: Stop) -> Place {
-        let partials = stop.placements.iter().map(Placement::reduction).collect();
-        Place { stop, parts: OnceCell::new(), partials, next: None }
+    fn search_layout(&self, sketch: LayoutSketch) -> SearchLayout {
+        let partials = sketch.placements.iter().map(Placement::reduction).collect();
+        SearchLayout { sketch, parts: OnceCell::new(), partials, next: None }
     }
 
-    /// What the ranks hold, found when it is asked for: most layouts are too many rounds away.
-    fn parts<'p>(&self, place: &'p Place) -> &'p [(usize, usize)] {
-        place.parts.get_or_init(|| self.held(&place.stop))
+    /// The ranges that the ranks hold. Lazy: most layouts are discarded by their latency alone.
+    fn parts<'p>(&self, layout: &'p SearchLayout) -> &'p [(usize, usize)] {
+        layout.parts.get_or_init(|| self.held(&layout.sketch))
     }
 
-    fn held(&self, stop: &Stop) -> Vec<(usize, usize)> {
+    fn held(&self, sketch: &LayoutSketch) -> Vec<(usize, usize)> {
         let mut parts = Vec::with_capacity(self.coordinates.len() * self.dims());
         for coordinate in &self.coordinates {
-            for (axes, &size) in stop.cuts.iter().zip(self.from.shape()) {
+            for (axes, &size) in sketch.orders.iter().zip(self.from.shape()) {
                 let (mut begin, mut len) = (0, size);
                 for &axis in axes {
                     let chunk = len.div_ceil(self.size(axis));
@@ -216,53 +219,55 @@ impl<'a> Space<'a> {
         parts
     }
 
-    /// Whether an operation on an axis may come before those that are pending on later axes.
-    fn is_free(&self, stop: &Stop, axis: usize, op: ReduceOp) -> bool {
-        let mut later = (axis + 1..stop.placements.len()).filter(|&a| self.size(a) > 1);
-        later.all(|a| stop.placements[a].reduction().is_none_or(|other| commute(op, other)))
+    /// Whether the reduction of an axis commutes with those of all later partial axes.
+    fn may_reduce_now(&self, sketch: &LayoutSketch, axis: usize, op: ReduceOp) -> bool {
+        let mut later = (axis + 1..sketch.placements.len()).filter(|&a| self.size(a) > 1);
+        later.all(|a| sketch.placements[a].reduction().is_none_or(|other| commute(op, other)))
     }
 
-    /// Legs that leave less on every rank: pending reductions are scattered and replicas narrowed. As long as something is
-    /// to be reduced, that pays even where shards are gathered afterwards: on few axes all are tried.
-    fn shrinking(&self, stop: &Stop) -> Vec<(Leg, Stop)> {
-        let mut legs = Vec::new();
-        let all = self.wide && (0..stop.placements.len()).any(|a| stop.placements[a].is_partial() && self.reduces(a));
-        let cut = |axis: usize, dim: usize| {
-            let mut cut = stop.clone();
-            cut.placements[axis] = Placement::Shard(dim as isize);
-            cut.cuts[dim].push(axis);
-            cut
+    /// Steps that shrink the local tensors: partial axes are reduce-scattered and replicas narrowed. While an axis is still to
+    /// be reduced, narrowing pays even if the shards are gathered afterwards.
+    fn shrinking_steps(&self, sketch: &LayoutSketch) -> Vec<(SearchStep, LayoutSketch)> {
+        let mut steps = Vec::new();
+        let all = self.exhaustive
+            && (0..sketch.placements.len()).any(|a| sketch.placements[a].is_partial() && self.reduces(a));
+        let shard_on = |axis: usize, dim: usize| {
+            let mut smaller = sketch.clone();
+            smaller.placements[axis] = Placement::Shard(dim as isize);
+            smaller.orders[dim].push(axis);
+            smaller
         };
         let dims = (0..self.dims()).filter(|&dim| self.from.shape()[dim] > 1);
-        for axis in (0..stop.placements.len()).filter(|&a| self.size(a) > 1) {
-            let (now, to) = (&stop.placements[axis], &self.to.placements()[axis]);
-            if let Some(op) = now.reduction().filter(|&op| self.reduces(axis) && self.is_free(stop, axis, op)) {
-                legs.extend(dims.clone().map(|dim| (Leg::Scatter { axis, op, dim }, cut(axis, dim))));
+        for axis in (0..sketch.placements.len()).filter(|&a| self.size(a) > 1) {
+            let (now, to) = (&sketch.placements[axis], &self.to.placements()[axis]);
+            if let Some(op) = now.reduction().filter(|&op| self.reduces(axis) && self.may_reduce_now(sketch, axis, op))
+            {
+                steps.extend(dims.clone().map(|dim| (SearchStep::Scatter { axis, op, dim }, shard_on(axis, dim))));
             } else if now.is_replicate() {
                 let useful = |dim: &usize| {
-                    let sharded = to.chunk_dim() == Some(*dim) && !self.pending.is_empty();
+                    let sharded = to.chunk_dim() == Some(*dim) && !self.to_reduce.is_empty();
                     all || sharded || to.reduction().is_some_and(|op| op != ReduceOp::Avg)
                 };
-                legs.extend(dims.clone().filter(useful).map(|dim| (Leg::Narrow, cut(axis, dim))));
+                steps.extend(dims.clone().filter(useful).map(|dim| (SearchStep::Narrow, shard_on(axis, dim))));
             }
         }
-        legs
+        steps
     }
 
-    /// Whether a partial value may be reduced: if it must be, or if it can become partial again.
+    /// Whether a partial axis may be reduced: if it must be, or (tried on few axes only) to become partial again later.
     fn reduces(&self, axis: usize) -> bool {
-        self.pending.contains(&axis) || self.wide
+        self.to_reduce.contains(&axis) || self.exhaustive
     }
 
-    /// The layouts from which the target is reached without communication, the target first.
-    fn ends(&self) -> Vec<Place> {
-        let mut ends = vec![self.place(self.stop(self.to))];
-        let mut known: HashMap<Stop, ()> = HashMap::from([(ends[0].stop.clone(), ())]);
+    /// The layouts from which the target can be reached without communication, the target first.
+    fn end_layouts(&self) -> Vec<SearchLayout> {
+        let mut ends = vec![self.search_layout(self.sketch(self.to))];
+        let mut known: HashMap<LayoutSketch, ()> = HashMap::from([(ends[0].sketch.clone(), ())]);
         let mut at = 0;
         while at < ends.len() {
-            for (leg, stop) in self.leading_to(&ends[at].stop) {
-                if ends.len() < self.max_stops() && known.insert(stop.clone(), ()).is_none() {
-                    ends.push(Place { next: Some((at, leg)), ..self.place(stop) });
+            for (step, sketch) in self.predecessors(&ends[at].sketch) {
+                if ends.len() < self.max_layouts() && known.insert(sketch.clone(), ()).is_none() {
+                    ends.push(SearchLayout { next: Some((at, step)), ..self.search_layout(sketch) });
                 }
             }
             at += 1;
@@ -270,51 +275,51 @@ impl<'a> Space<'a> {
         ends
     }
 
-    /// Free legs backwards: a shard may be narrowed of a replica, operands made of replicas or of shards. What a mean is of
-    /// would have to be scaled, which rounds: it is made of replicas.
-    fn leading_to(&self, stop: &Stop) -> Vec<(Leg, Stop)> {
-        let mut legs = Vec::new();
-        for axis in (0..stop.placements.len()).filter(|&a| self.size(a) > 1) {
+    /// The free steps that lead to a layout: a shard is narrowed from a replica; a partial axis is derived from a replica or
+    /// from a shard. A mean only from a replica: operands derived from shards would have to be scaled, which rounds.
+    fn predecessors(&self, sketch: &LayoutSketch) -> Vec<(SearchStep, LayoutSketch)> {
+        let mut steps = Vec::new();
+        for axis in (0..sketch.placements.len()).filter(|&a| self.size(a) > 1) {
             let source = &self.from.placements()[axis];
             let other = |placement: Placement| {
-                let mut other = stop.clone();
+                let mut other = sketch.clone();
                 other.placements[axis] = placement;
                 other
             };
-            let made = &stop.placements[axis];
-            if let Some(dim) = made.chunk_dim().filter(|&dim| stop.cuts[dim].last() == Some(&axis)) {
+            let made = &sketch.placements[axis];
+            if let Some(dim) = made.chunk_dim().filter(|&dim| sketch.orders[dim].last() == Some(&axis)) {
                 let mut whole = other(Placement::Replicate);
-                whole.cuts[dim].pop();
-                legs.push((Leg::Narrow, whole));
+                whole.orders[dim].pop();
+                steps.push((SearchStep::Narrow, whole));
             }
             if let Some(op) = made.reduction().filter(|_| source != made || self.reduces(axis)) {
-                let is_free = self.is_free(stop, axis, op);
-                if is_free && op != ReduceOp::Avg {
+                let may_reduce_now = self.may_reduce_now(sketch, axis, op);
+                if may_reduce_now && op != ReduceOp::Avg {
                     for dim in (0..self.dims()).filter(|&dim| self.from.shape()[dim] > 1) {
                         let mut shard = other(Placement::Shard(dim as isize));
-                        shard.cuts[dim].push(axis);
-                        legs.push((Leg::MakePartial { op }, shard));
+                        shard.orders[dim].push(axis);
+                        steps.push((SearchStep::MakePartial { op }, shard));
                     }
                 }
-                if is_free || stays(op) {
-                    legs.push((Leg::MakePartial { op }, other(Placement::Replicate)));
+                if may_reduce_now || is_idempotent(op) {
+                    steps.push((SearchStep::MakePartial { op }, other(Placement::Replicate)));
                 }
             }
         }
-        legs
+        steps
     }
 
-    fn scatter_us(&self, leg: Leg, before: &Place, after: &Place) -> f64 {
-        let Leg::Scatter { axis, .. } = leg else { return 0.0 };
+    fn scatter_us(&self, step: SearchStep, before: &SearchLayout, after: &SearchLayout) -> f64 {
+        let SearchStep::Scatter { axis, .. } = step else { return 0.0 };
         let held = |part: &[(usize, usize)]| part.iter().map(|&(_, len)| len).product::<usize>();
         let ranks = self.parts(before).chunks(self.dims()).zip(self.parts(after).chunks(self.dims()));
         let bytes = ranks.map(|(old, new)| held(old) - held(new)).max().unwrap_or(0) * self.elem;
         collective_us(1, self.size(axis), bytes, self.links.slowest(&[axis]))
     }
 
-    /// The time of moving boxes from one layout to another, or anything that is not below `limit`.
-    fn move_us(&self, before: &Place, after: &Place, limit: f64) -> f64 {
-        let (old, new) = (&before.stop.cuts, &after.stop.cuts);
+    /// The time of moving boxes from one layout to another; any value of at least `limit` if it is not below `limit`.
+    fn move_us(&self, before: &SearchLayout, after: &SearchLayout, limit: f64) -> f64 {
+        let (old, new) = (&before.sketch.orders, &after.sketch.orders);
         if old == new {
             return 0.0;
         }

@@ -1,51 +1,51 @@
-//! What a step of a redistribution does, and which reductions may change places.
+//! [`RedistributeStepKind`]: the collectives and local operations of a redistribution.
 
 use crate::placement::ReduceOp;
 
-/// What happens in a step. Axes are positions on the mesh; a group spans them in the order listed.
+/// The operation of one step. Axes are indices of mesh axes; the group of a collective spans them in the order listed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum StepKind {
-    /// Another name for the same data: axes of size 1.
+pub enum RedistributeStepKind {
+    /// Changes placements on axes of size 1, which changes no data. Local.
     Relabel,
-    /// Every rank keeps a part of what it has.
+    /// Every rank keeps a part of its local tensor: replicated axes become sharded. Local.
     Narrow,
-    /// Partial values are reduced; every rank gets the result.
+    /// Partial axes become replicated.
     AllReduce {
-        /// The axes.
+        /// The axes that are reduced.
         axes: Vec<usize>,
-        /// How operands combine.
+        /// The reduction.
         op: ReduceOp,
     },
-    /// Partial values are reduced; every rank gets a shard of the result.
+    /// Partial axes become sharded.
     ReduceScatter {
-        /// The axes.
+        /// The axes that are reduced.
         axes: Vec<usize>,
-        /// How operands combine.
+        /// The reduction.
         op: ReduceOp,
-        /// The tensor dimension that is cut.
+        /// The tensor dimension that becomes sharded.
         dim: usize,
     },
-    /// Shards along one dimension are joined.
+    /// Axes that shard one dimension become replicated.
     AllGather {
-        /// The axes.
+        /// The axes that are gathered.
         axes: Vec<usize>,
-        /// The tensor dimension.
+        /// The tensor dimension that was sharded.
         dim: usize,
     },
-    /// Shards along one dimension become shards along another.
+    /// Axes change the dimension that they shard, in one all-to-all.
     ExchangeDims {
-        /// The axes.
+        /// The axes over which the dimensions are sharded.
         axes: Vec<usize>,
-        /// The dimension that was cut.
+        /// The tensor dimension that was sharded.
         from: usize,
-        /// The dimension that is cut now.
+        /// The tensor dimension that becomes sharded.
         to: usize,
     },
-    /// Every rank gets the boxes that it lacks from those that have them.
-    Exchange {
-        /// The axes.
+    /// Every rank receives the boxes that it lacks from ranks that have them, in one all-to-all: any change of shards.
+    ExchangeBoxes {
+        /// The axes over whose ranks boxes move.
         axes: Vec<usize>,
     },
-    /// The value becomes operands of a reduction.
+    /// Replicated or sharded axes become partial, by filling with the neutral element of the reduction. Local.
     MakePartial,
 }

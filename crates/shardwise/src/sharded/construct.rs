@@ -9,11 +9,11 @@ use super::metadata::{ShardMetadata, ShardedTensorMetadata};
 use super::shard::TensorShard;
 use super::spec::AnyShardingSpec;
 use super::tensor::ShardedTensor;
-use crate::comm::{DeviceMesh, agree, texts};
+use crate::comm::{DeviceMesh, agree, gather_texts};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::TensorMeta;
 use crate::tensor::check_metas;
-use shardwise_kernels::{check_dtype, check_served, filled, own_copy, placeholder};
+use shardwise_kernels::{check_dtype, check_supported, filled, own_copy, placeholder};
 
 /// Checks that every shard fits into memory. Each rank looks at the shards of all, so all get the same error.
 fn check_shards(metadata: &ShardedTensorMetadata, dry: bool) -> Result<()> {
@@ -145,7 +145,7 @@ impl ShardedTensor {
             Err(error) => format!("!{error}"),
         };
         let mut ranks = Vec::new();
-        for (position, text) in texts(&group, &text, site)?.iter().enumerate() {
+        for (position, text) in gather_texts(&group, &text, site)?.iter().enumerate() {
             if let Some(error) = text.strip_prefix('!') {
                 let rank = group.ranks()[position];
                 let found = format!("invalid shards on rank {rank} ({error})");
@@ -211,7 +211,7 @@ impl ShardedTensor {
         shape: impl Into<Shape>,
         mesh: &DeviceMesh,
     ) -> Result<ShardedTensor> {
-        check_served(tensor)?;
+        check_supported(tensor)?;
         let (spec, size) = (spec.into(), shape.into().into_dims());
         let metadata = spec.build_metadata(&size, tensor.dtype())?;
         check_ranks(&metadata, mesh)?;
@@ -250,7 +250,7 @@ impl ShardedTensor {
         let spec = spec.into();
         let metadata = Self::checked(&spec, whole, mesh)?;
         check_local(tensors, &metadata, mesh.world().rank())?;
-        let copy = |tensor: &Tensor| Ok(check_served(tensor).and_then(|()| own_copy(tensor))?);
+        let copy = |tensor: &Tensor| Ok(check_supported(tensor).and_then(|()| own_copy(tensor))?);
         let tensors = tensors.iter().map(copy).collect::<Result<Vec<_>>>()?;
         Ok(Self::from_parts(mesh, metadata, spec, tensors))
     }
@@ -305,7 +305,7 @@ fn shard_tensor_at(
         let things = [("tensor", meta.as_str()), ("source rank", &source), ("sharding spec", &text)];
         agree(&mesh.whole_group()?, &things, site)?;
     }
-    check_served(tensor)?;
+    check_supported(tensor)?;
     let metadata = spec.build_metadata(tensor.dims(), tensor.dtype())?;
     check_ranks(&metadata, mesh)?;
     let tensors = spec.0.shard(&ShardTensorRequest { tensor, metadata: &metadata, mesh, src_rank, site })?;

@@ -11,9 +11,9 @@ use crate::error::{Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::mesh::Mesh;
 use crate::placement::Placement;
-use crate::redistribute::{Exchange, block};
+use crate::redistribute::{BoxExchange, block};
 use crate::tensor::{DTensor, check_partial};
-use shardwise_kernels::{dense, placeholder};
+use shardwise_kernels::{contiguous, placeholder};
 
 impl ShardedTensor {
     /// Converts this tensor to a [`DTensor`].
@@ -69,7 +69,7 @@ impl ShardedTensor {
         let site = Location::caller();
         let layout = Layout::new(mesh.mesh(), self.shape(), placements)?;
         check_partial(&layout, self.dtype())?;
-        let settled = layout.settled();
+        let settled = layout.reduced();
         let tensor = match mesh == &self.mesh && self.has_layout(&settled) {
             true => self.with_layout(settled)?,
             false => self.moved_to(mesh, settled, site)?,
@@ -80,7 +80,7 @@ impl ShardedTensor {
 
     /// Converts a [`DTensor`] to shards. Of ranks that hold replicas, the first holds the shard.
     ///
-    /// Local, unless the tensor is partial: then it is reduced first, which is collective. The graph of gradients ends here.
+    /// Local, unless the tensor is partial: then it is reduced first, which is collective. The autograd graph ends here.
     #[track_caller]
     pub fn from_dtensor(tensor: &DTensor) -> Result<ShardedTensor> {
         let reduced = tensor.reduced(Location::caller())?;
@@ -98,10 +98,12 @@ impl ShardedTensor {
                     Ok(placeholder(&TensorMeta { shape: shard.sizes.clone(), dtype: local.dtype() })?)
                 }
                 Some(owned) if boxes.len() > 1 => {
-                    Ok(dense(&block(local, &owned.local_offsets, &shard.sizes)?.copy()?)?)
+                    Ok(contiguous(&block(local, &owned.local_offsets, &shard.sizes)?.copy()?)?)
                 }
                 Some(_) => Ok(local.clone()),
-                None => Ok(dense(&placeholder(&TensorMeta { shape: shard.sizes.clone(), dtype: local.dtype() })?)?),
+                None => {
+                    Ok(contiguous(&placeholder(&TensorMeta { shape: shard.sizes.clone(), dtype: local.dtype() })?)?)
+                }
             }
         };
         let tensors = metadata.shards_of(me).map(part).collect::<Result<Vec<_>>>()?;
@@ -151,7 +153,7 @@ impl ShardedTensor {
         let group = mesh.world().subgroup(&ranks)?;
         let things = [("sharded tensor", &*self.metadata.to_string()), ("layout", &*layout.to_string())];
         agree(&group, &things, site)?;
-        let exchange = Exchange::new(group, self.dtype(), |r| self.metadata.boxes_of(r), |r| layout.boxes_of(r));
+        let exchange = BoxExchange::new(group, self.dtype(), |r| self.metadata.boxes_of(r), |r| layout.boxes_of(r));
         let local = exchange.assemble_with(&|offsets, sizes| box_view(&self.shards, offsets, sizes), &meta, site)?;
         Ok(DTensor::from_parts(mesh, layout, local))
     }
@@ -160,5 +162,5 @@ impl ShardedTensor {
 /// Whether two layouts give the same ranks the same parts, whatever the names of the axes.
 fn is_equivalent(a: &Layout, b: &Layout) -> bool {
     let mesh = |layout: &Layout| (layout.mesh().shape().to_vec(), layout.mesh().ranks().to_vec());
-    a.placements() == b.placements() && a.cuts() == b.cuts() && mesh(a) == mesh(b)
+    a.placements() == b.placements() && a.shard_orders() == b.shard_orders() && mesh(a) == mesh(b)
 }

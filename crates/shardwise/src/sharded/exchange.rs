@@ -8,8 +8,8 @@ use super::shard::TensorShard;
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorMeta};
-use crate::redistribute::{Exchange, block};
-use shardwise_kernels::{Assembly, dense, placeholder};
+use crate::redistribute::{BoxExchange, block};
+use shardwise_kernels::{Assembly, contiguous, placeholder};
 
 /// A whole tensor to be sharded, as [`shard_tensor`](super::shard_tensor()) passes it to
 /// [`ShardingSpec::shard`](super::ShardingSpec::shard).
@@ -43,7 +43,7 @@ pub fn distribute(request: &ShardTensorRequest<'_>) -> Result<Vec<Tensor>> {
         let part = |part: &ShardMetadata| match mesh.world().is_dry() {
             true => Ok(placeholder(&TensorMeta { shape: part.sizes.clone(), dtype: metadata.dtype })?),
             // Copied, so that the shard does not keep the whole tensor alive.
-            false => Ok(dense(&box_view(std::slice::from_ref(&own), &part.offsets, &part.sizes)?.copy()?)?),
+            false => Ok(contiguous(&box_view(std::slice::from_ref(&own), &part.offsets, &part.sizes)?.copy()?)?),
         };
         return metadata.shards_of(me).map(part).collect();
     };
@@ -99,7 +99,7 @@ pub(super) fn moved(
         return Ok(Vec::new());
     }
     let meta = |shard: &ShardMetadata| TensorMeta { shape: shard.sizes.clone(), dtype: to.dtype };
-    // A shard that lies inside one old shard of the same rank needs no exchange. Every rank computes this for all ranks, so all
+    // A shard inside one old shard of the same rank needs no exchange. Every rank computes this for all ranks, so all
     // agree on whether there is an exchange.
     let held = |rank: usize, part: &ShardMetadata| {
         part.volume() == 0 || from.shards_of(rank).any(|s| s.as_box().intersect(&part.as_box()) == Some(part.as_box()))
@@ -109,18 +109,20 @@ pub(super) fn moved(
     };
     let mut blocks = Vec::new();
     if mesh.ranks().iter().any(|&rank| !lacking(rank).is_empty()) {
-        let exchange = Exchange::new(mesh.whole_group()?, to.dtype, |rank| from.boxes_of(rank), lacking);
+        let exchange = BoxExchange::new(mesh.whole_group()?, to.dtype, |rank| from.boxes_of(rank), lacking);
         blocks = exchange.run_with(&|offsets, sizes| box_view(shards, offsets, sizes), site)?;
     }
     let build = |part: &ShardMetadata| -> Result<Tensor> {
         if mesh.world().is_dry() || part.volume() == 0 {
-            return Ok(placeholder(&meta(part)).and_then(|t| if mesh.world().is_dry() { Ok(t) } else { dense(&t) })?);
+            return Ok(
+                placeholder(&meta(part)).and_then(|t| if mesh.world().is_dry() { Ok(t) } else { contiguous(&t) })?
+            );
         }
         if held(me, part) {
             let piece = box_view(shards, &part.offsets, &part.sizes)?;
             // A part of an old shard is copied, so that it does not keep the old shard alive.
             let whole = shards.iter().any(|s| s.metadata.as_box() == part.as_box());
-            return if whole { Ok(piece) } else { Ok(dense(&piece.copy()?)?) };
+            return if whole { Ok(piece) } else { Ok(contiguous(&piece.copy()?)?) };
         }
         let whole = Assembly::new(meta(part))?;
         let target = part.as_box();
@@ -155,7 +157,7 @@ fn unplaced(owned: &OwnedBox) -> ShardMetadata {
     ShardMetadata { offsets: owned.global.offsets.clone(), sizes: owned.global.sizes.clone(), placement: None }
 }
 
-/// A view of a box of the whole tensor that lies inside one of the shards.
+/// A view of a box of the whole tensor inside one of the shards.
 pub(super) fn box_view(shards: &[TensorShard], offsets: &[usize], sizes: &[usize]) -> Result<Tensor> {
     let within = |shard: &&TensorShard| {
         let ShardMetadata { offsets: starts, sizes: lengths, .. } = &shard.metadata;

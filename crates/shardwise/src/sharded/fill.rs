@@ -11,7 +11,7 @@ use super::tensor::ShardedTensor;
 use crate::comm::DeviceMesh;
 use crate::error::{Result, Site};
 use crate::layout::TensorMeta;
-use crate::nn::init::{Init, Start};
+use crate::nn::init::{Init, InitialValue};
 use crate::random::Distribution;
 use crate::tensor::{TensorId, agreed_draw, random_box};
 use shardwise_kernels::{filled, placeholder};
@@ -111,7 +111,7 @@ impl ShardedTensor {
     ///     let mut weight = ShardedTensor::zeros(columns, (3, 8), DType::F32, &mesh)?;
     ///     weight.init(Init::KaimingUniform(1.0))?;
     ///     mesh.manual_seed(0);
-    ///     let whole = Init::KaimingUniform(1.0).make(&[3, 8], DType::F32, &mesh, [Replicate])?;
+    ///     let whole = Init::KaimingUniform(1.0).create(&[3, 8], DType::F32, &mesh, [Replicate])?;
     ///     assert_eq!(weight.full_tensor()?.to_vec2::<f32>()?, whole.to_local().to_vec2::<f32>()?);
     ///     Ok(())
     /// })?;
@@ -125,9 +125,9 @@ impl ShardedTensor {
     pub fn init(&mut self, init: Init) -> Result<()> {
         let (site, dtype, mesh) = (Location::caller(), self.dtype(), self.mesh.clone());
         let size = self.shape().to_vec();
-        match init.start(&size)? {
-            Start::Constant(value) => self.set_shards(&|part| Ok(filled(value, &shard_meta(part, dtype))?)),
-            Start::Random(distribution) => {
+        match init.initial_value(&size)? {
+            InitialValue::Constant(value) => self.set_shards(&|part| Ok(filled(value, &shard_meta(part, dtype))?)),
+            InitialValue::Random(distribution) => {
                 let draw = agreed_draw(distribution, &size, dtype, &mesh, mesh.generator(), site)?;
                 self.set_shards(&|part| random_box(distribution, draw, &size, &part.as_box(), dtype))
             }
@@ -151,7 +151,7 @@ impl ShardedTensor {
         Ok(())
     }
 
-    /// Replaces the shards of this rank by those that `build` returns. Clones keep the old ones.
+    /// Replaces the shards of this rank by the ones that `build` returns. Clones keep the old ones.
     pub(crate) fn set_shards(&mut self, build: &dyn Fn(&ShardMetadata) -> Result<Tensor>) -> Result<()> {
         let (dry, dtype) = (self.mesh.world().is_dry(), self.dtype());
         let one = |shard: &TensorShard| -> Result<TensorShard> {

@@ -32,7 +32,7 @@ impl AnyShardingSpec {
     /// [`Error::Invalid`](crate::Error::Invalid) if the layout is partial.
     pub fn from_layout(layout: &Layout) -> Result<Self> {
         if layout.is_partial() {
-            let needed = "a layout without pending reductions";
+            let needed = "a layout without partial axes";
             return Err(ErrorKind::Layout.error("layout", layout, needed, "redistribute the tensor first"));
         }
         if let ([axis], [placement]) = (layout.mesh().axes(), layout.placements())

@@ -212,11 +212,11 @@ impl ShardedTensorMetadata {
         let first = held.values().next()?;
         let origin = held.iter().find(|(_, b)| b.offsets.iter().all(|&o| o == 0)).map(|(&rank, _)| rank)?;
         let sharded_dim = |axis: usize| {
-            let fibre = mesh.fibre(&[axis], origin);
-            let offsets = |dim: usize| fibre.iter().filter_map(|r| held.get(r)).map(|b| b.offsets[dim]).max();
+            let group_ranks = mesh.group_ranks(&[axis], origin);
+            let offsets = |dim: usize| group_ranks.iter().filter_map(|r| held.get(r)).map(|b| b.offsets[dim]).max();
             let dim = (0..first.offsets.len()).find(|&dim| offsets(dim) > Some(0));
-            // Where one rank holds everything and the others nothing, any dimension can be the sharded one.
-            let lonely = fibre.iter().filter(|r| held.contains_key(r)).count() == 1 && fibre.len() > 1;
+            // Where one rank holds everything and the rest nothing, any dimension can be the sharded one.
+            let lonely = group_ranks.iter().filter(|r| held.contains_key(r)).count() == 1 && group_ranks.len() > 1;
             dim.or_else(|| (lonely && !first.offsets.is_empty()).then_some(0))
         };
         let axes: Vec<Option<usize>> = (0..mesh.ndim()).map(sharded_dim).collect();
@@ -227,7 +227,7 @@ impl ShardedTensorMetadata {
                 continue;
             }
             let size = |rank: &usize| held.get(rank).map_or(0, |b| b.sizes[dim]);
-            let sizes: Vec<usize> = mesh.fibre(&sharding, origin).iter().map(size).collect();
+            let sizes: Vec<usize> = mesh.group_ranks(&sharding, origin).iter().map(size).collect();
             for (axis, placement) in ragged(mesh, dim, &sharding, &sizes) {
                 placements[axis] = placement;
             }
@@ -285,7 +285,7 @@ pub(super) fn check_disjoint(shards: &[ShardMetadata]) -> Result<()> {
             "describe all of them in one tensor",
         ));
     }
-    // Sorted by where they begin along one dimension, a shard can overlap only those that begin before it ends. The
+    // Sorted by where they begin along one dimension, a shard can overlap only shards that begin before it ends. The
     // dimension with the most starts leaves the fewest to look at.
     let starts = |dim: usize| {
         let mut starts: Vec<usize> = shards.iter().map(|s| s.offsets[dim]).collect();

@@ -111,7 +111,7 @@ impl ShardedTensor {
     ///
     /// A custom operator called `name` ([`with_sharded_op`], [`register_spec_op`](super::register_spec_op)) replaces `f`. The
     /// second and later inputs are placed like the first if they have its shape and no layout of their own. Collective if `f`
-    /// or a conversion communicates. The graph of gradients ends here.
+    /// or a conversion communicates. The autograd graph ends here.
     ///
     /// ```
     /// use shardwise::prelude::*;

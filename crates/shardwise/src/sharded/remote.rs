@@ -8,7 +8,7 @@ use candle_core::Tensor;
 
 use super::metadata::ShardMetadata;
 use super::tensor::ShardedTensor;
-use crate::comm::Exposed;
+use crate::comm::ExposedTensors;
 use crate::error::Result;
 use crate::layout::TensorMeta;
 use shardwise_kernels::own_copy;
@@ -22,7 +22,7 @@ pub struct RemoteShard {
     owner: usize,
     /// Position of the shard among those of the owner.
     index: usize,
-    exposed: Arc<dyn Exposed>,
+    exposed: Arc<dyn ExposedTensors>,
     /// Whether a read returns the memory of the owner itself, which then has to be copied.
     shared: bool,
 }
@@ -70,7 +70,7 @@ impl ShardedTensor {
     pub fn remote_shards(&self) -> Result<BTreeMap<usize, Vec<RemoteShard>>> {
         let group = self.process_group()?;
         let tensors: Vec<Tensor> = self.shards.iter().map(|s| s.tensor.clone()).collect();
-        let exposed: Arc<dyn Exposed> = group.expose_at(&tensors, Location::caller())?.into();
+        let exposed: Arc<dyn ExposedTensors> = group.expose_at(&tensors, Location::caller())?.into();
         let of_rank = |(owner, &rank): (usize, &usize)| {
             let handle = |(index, shard): (usize, &ShardMetadata)| RemoteShard {
                 metadata: shard.clone(),

@@ -11,7 +11,7 @@ use super::metadata::{ShardMetadata, ShardedTensorMetadata};
 use super::shard::TensorShard;
 use super::spec::AnyShardingSpec;
 use super::tensor::ShardedTensor;
-use crate::comm::{DeviceMesh, texts};
+use crate::comm::{DeviceMesh, gather_texts};
 use crate::error::{Error, ErrorKind, Result};
 use shardwise_kernels::{bytes_of, check_dtype};
 
@@ -93,7 +93,7 @@ impl ShardedTensor {
         };
         let mut all: Vec<(usize, HeldShards)> = Vec::new();
         let mut first_spec = None;
-        for (position, text) in texts(&group, &text, site)?.iter().enumerate() {
+        for (position, text) in gather_texts(&group, &text, site)?.iter().enumerate() {
             let rank = group.ranks()[position];
             if let Some(error) = text.strip_prefix('!') {
                 let found = format!("states on rank {rank} that cannot be loaded ({error})");
@@ -133,7 +133,7 @@ impl ShardedTensor {
     }
 }
 
-/// What a rank sends to the others about its states.
+/// What a rank sends to all ranks about its states.
 #[derive(Clone, Serialize, Deserialize)]
 struct HeldShards {
     /// Metadata and spec of the states, and which shards they hold; `None` on a rank without states.

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use super::metadata::{ShardMetadata, ShardedTensorMetadata};
 use super::shard::TensorShard;
 use super::spec::AnyShardingSpec;
-use crate::comm::{Charge, DeviceMesh, Group};
+use crate::comm::{DeviceMesh, Group, MemoryCharge};
 use crate::error::{ErrorKind, Result};
 use crate::layout::Runs;
 use crate::tensor::{ShownPart, TensorId, local_text, show_parts};
@@ -35,7 +35,7 @@ pub struct ShardedTensor {
     /// The shards of this rank, in the order of the metadata.
     pub(super) shards: Vec<TensorShard>,
     /// Counts the bytes of the shards in the memory statistics of the world.
-    pub(super) _charge: Arc<Charge>,
+    pub(super) _charge: Arc<MemoryCharge>,
 }
 
 impl ShardedTensor {

@@ -4,11 +4,11 @@ use std::ops::Range;
 use std::panic::Location;
 
 use super::{Backward, DTensor, Number, SaveForBackward, SavedTensors, is_recording};
-use crate::comm::implicitly;
+use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{OwnedBox, TensorBox, TensorMeta};
 use crate::placement::{Placement, is_linear};
-use crate::redistribute::Exchange;
+use crate::redistribute::BoxExchange;
 use shardwise_kernels::{Assembly, filled, placeholder};
 
 const ZERO: Number = Number::Integer(0);
@@ -49,16 +49,16 @@ impl DTensor {
                 "slice, convert or move the value first",
             ));
         }
-        *self = implicitly("assign", || -> Result<DTensor> {
+        *self = record_implicit_operator("assign", || -> Result<DTensor> {
             if region.sizes == self.shape() {
                 // All elements are overwritten: nothing depends on the old value.
-                let moved = value.to_layout_at(&self.layout().settled(), site)?;
+                let moved = value.to_layout_at(&self.layout().reduced(), site)?;
                 return Ok(if is_recording() { moved } else { moved.detach() });
             }
             let (value, base) = (value.reduced(site)?, self.reduced(site)?);
-            let made = base.written(&region, Some(&value), ZERO, site)?;
-            let write = || Box::new(AssignBackward { name: "assign", region }) as Box<dyn Backward>;
-            Ok(Self::recorded(vec![made], &[&base, &value], SaveForBackward::Nothing, write).swap_remove(0))
+            let output = base.written(&region, Some(&value), ZERO, site)?;
+            let backward = || Box::new(AssignBackward { name: "assign", region }) as Box<dyn Backward>;
+            Ok(Self::recorded(vec![output], &[&base, &value], SaveForBackward::Nothing, backward).swap_remove(0))
         })?;
         Ok(())
     }
@@ -71,12 +71,12 @@ impl DTensor {
     pub fn fill_range(&mut self, ranges: &[Range<usize>], value: impl Into<Number>) -> Result<()> {
         let site = Location::caller();
         let region = self.region(ranges)?;
-        let value = value.into().fit(self.dtype())?; // refused by all ranks, also by those that hold nothing of the region
-        *self = implicitly("fill_range", || -> Result<DTensor> {
+        let value = value.into().fit(self.dtype())?; // refused by all ranks, also by ranks that hold nothing of the region
+        *self = record_implicit_operator("fill_range", || -> Result<DTensor> {
             let base = self.reduced(site)?;
-            let made = base.written(&region, None, value, site)?;
-            let write = || Box::new(AssignBackward { name: "fill_range", region }) as Box<dyn Backward>;
-            Ok(Self::recorded(vec![made], &[&base], SaveForBackward::Nothing, write).swap_remove(0))
+            let output = base.written(&region, None, value, site)?;
+            let backward = || Box::new(AssignBackward { name: "fill_range", region }) as Box<dyn Backward>;
+            Ok(Self::recorded(vec![output], &[&base], SaveForBackward::Nothing, backward).swap_remove(0))
         })?;
         Ok(())
     }
@@ -145,7 +145,7 @@ impl DTensor {
                     boxes
                 };
                 let group = mesh.whole_group()?;
-                Exchange::new(group, self.dtype(), shifted, overwritten).run(value.local(), site)?
+                BoxExchange::new(group, self.dtype(), shifted, overwritten).run(value.local(), site)?
             }
             None => {
                 let block = |owned: OwnedBox| -> Result<_> {
@@ -160,7 +160,7 @@ impl DTensor {
             return Ok(Self::from_parts(mesh, self.layout().clone(), placeholder(&meta)?));
         }
         let local = Assembly::new(meta)?;
-        // SAFETY: one thread; every block lies inside the local tensor, which is written as a whole first.
+        // SAFETY: one thread; every block is inside the local tensor, which is written as a whole first.
         let local = unsafe {
             local.paste(self.local(), &vec![0; self.ndim()]);
             blocks.iter().for_each(|(offsets, block)| local.paste(block, offsets));
@@ -189,10 +189,10 @@ impl Backward for AssignBackward {
                 true => gradient.clone(),
                 false => gradient.reduced(Location::caller())?,
             };
-            let made = gradient.written(&self.region, None, ZERO, Location::caller())?;
-            let write =
+            let output = gradient.written(&self.region, None, ZERO, Location::caller())?;
+            let backward =
                 || Box::new(AssignBackward { name: self.name, region: self.region.clone() }) as Box<dyn Backward>;
-            Ok(DTensor::recorded(vec![made], &[&gradient], SaveForBackward::Nothing, write).swap_remove(0))
+            Ok(DTensor::recorded(vec![output], &[&gradient], SaveForBackward::Nothing, backward).swap_remove(0))
         };
         let value = || {
             let ranges = self.region.offsets.iter().zip(&self.region.sizes).enumerate();

@@ -5,7 +5,7 @@ use std::panic::Location;
 use candle_core::{Device, Tensor, WithDType};
 
 use super::{DTensor, hash_of};
-use crate::comm::{Call, implicitly, on_behalf_of};
+use crate::comm::{Call, record_implicit_operator, with_purpose};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::Layout;
 use crate::placement::ReduceOp;
@@ -40,7 +40,7 @@ impl DTensor {
             ));
         }
         let replicated = Layout::replicated(self.layout().mesh(), self.shape())?;
-        let whole = implicitly("item", || self.to_layout_at(&replicated, site))?;
+        let whole = record_implicit_operator("item", || self.to_layout_at(&replicated, site))?;
         Ok(whole.local().flatten_all()?.to_vec1::<T>()?[0])
     }
 
@@ -75,7 +75,7 @@ impl DTensor {
         if self.shape() != other.shape() {
             return Ok(false);
         }
-        implicitly(name, || {
+        record_implicit_operator(name, || {
             let a = self.reduced(site)?;
             let b = other.to_layout_at(a.layout(), site)?;
             let passed = test(a.local(), b.local())?;
@@ -83,7 +83,7 @@ impl DTensor {
             let call = Call::AllReduce { op: ReduceOp::Min };
             let group = self.device_mesh().whole_group()?;
             let layouts = hash_of(&(a.layout(), other.layout()));
-            let all = on_behalf_of(self.origin(), layouts, || group.run(&call, &[mine], site))?.swap_remove(0);
+            let all = with_purpose(self.origin(), layouts, || group.run(&call, &[mine], site))?.swap_remove(0);
             Ok(all.to_vec1::<u8>()?[0] == 1)
         })
     }

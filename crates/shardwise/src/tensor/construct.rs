@@ -11,7 +11,7 @@ use crate::error::{ErrorKind, Result, Site};
 use crate::fnv::fnv1a;
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::Placement;
-use shardwise_kernels::{check_served, dense, immutable, own_copy, placeholder, with_bytes};
+use shardwise_kernels::{check_supported, contiguous, immutable, own_copy, placeholder, with_bytes};
 
 /// Options of [`DTensor::from_local_with`].
 #[derive(Debug, Clone, Default)]
@@ -101,7 +101,7 @@ impl DTensor {
                     let call = Call::AllGather { dim: 0, sizes: counts.iter().copied().collect() };
                     exits = exits_numbered(group.run(&call, &[mine], site)?.swap_remove(0).to_vec1()?);
                 }
-                check_served(local)?;
+                check_supported(local)?;
                 let layout = infer_layout(mesh, &placements, &shapes, group.ranks())?;
                 check_fit(&layout, &shapes, group.ranks())?;
                 check_partial(&layout, local.dtype())?;
@@ -162,7 +162,7 @@ impl DTensor {
         shape: impl Into<Shape>,
     ) -> Result<DTensor> {
         let layout = Layout::new(mesh.mesh(), shape, placements)?;
-        check_served(local)?;
+        check_supported(local)?;
         check_partial(&layout, local.dtype())?;
         let rank = mesh.world().rank();
         if !mesh.contains(rank) {
@@ -217,7 +217,7 @@ impl DTensor {
         let layout = || -> Result<Layout> {
             let to = Layout::new(mesh.mesh(), tensor.dims(), placements.clone())?;
             check_partial(&to, tensor.dtype())?;
-            check_served(tensor)?;
+            check_supported(tensor)?;
             Ok(to)
         };
         if !mesh.contains(mesh.world().rank()) {
@@ -229,15 +229,18 @@ impl DTensor {
             check_room(&to, tensor.dtype(), mesh.world().is_dry())?;
             // Slicing a part copies it. A part that is the whole tensor is copied here, because the program may write to it.
             let is_slice = to.local_shape(mesh.world().rank()) != tensor.dims();
-            let local =
-                if is_slice && !mesh.world().is_dry() { dense(&immutable(tensor)?)? } else { copied(mesh, tensor)? };
+            let local = if is_slice && !mesh.world().is_dry() {
+                contiguous(&immutable(tensor)?)?
+            } else {
+                copied(mesh, tensor)?
+            };
             return DTensor::from_parts(mesh, whole, local).to_layout_at(&to, site);
         };
         // Ranks agree first: an error after that is the same on every rank.
         let group = mesh.whole_group()?;
         agree_on_source(tensor, &group, source, &placements, site)?;
         let to = layout()?;
-        let scattered = to.settled();
+        let scattered = to.reduced();
         let local = scatter_boxes(tensor, &group, &scattered, source, site)?;
         DTensor::from_parts(mesh, scattered, local).to_layout_at(&to, site)
     }
@@ -255,7 +258,7 @@ fn check_replicas(tensor: &DTensor, site: Site) -> Result<()> {
     let all = group.run(&call, &[Tensor::new(&[mine], &Device::Cpu)?], site)?.swap_remove(0).to_vec1::<i64>()?;
     let hash = |rank: usize| all[group.ranks().iter().position(|&r| r == rank).expect("a rank of the mesh")];
     let axes: Vec<usize> = (0..mesh.ndim()).filter(|&axis| layout.placements()[axis].is_replicate()).collect();
-    let first = |rank: usize| mesh.mesh().fibre(&axes, rank)[0];
+    let first = |rank: usize| mesh.mesh().group_ranks(&axes, rank)[0];
     let differing: Vec<String> = group
         .ranks()
         .iter()
@@ -327,9 +330,9 @@ fn infer_layout(mesh: &DeviceMesh, placements: &[Placement], shapes: &[Vec<usize
         let axes = empty.shard_order(dim);
         // The size at every combination of coordinates of the sharding axes, at coordinate 0 of all other axes.
         let count = |axes: &[usize]| axes.iter().map(|&a| mesh.shape()[a]).product::<usize>();
-        let fibre = mesh.fibre(axes, mesh.ranks()[0]);
+        let group_ranks = mesh.group_ranks(axes, mesh.ranks()[0]);
         let position = |rank: &usize| ranks.iter().position(|r| r == rank).expect("in the mesh");
-        let sizes: Vec<usize> = fibre.iter().map(|rank| shapes[position(rank)][dim]).collect();
+        let sizes: Vec<usize> = group_ranks.iter().map(|rank| shapes[position(rank)][dim]).collect();
         // A sum that overflows saturates, and Layout::new refuses it.
         *whole = sizes.iter().fold(0, |sum, &n| sum.saturating_add(n));
         for (i, &axis) in axes.iter().enumerate() {
@@ -405,7 +408,7 @@ fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize,
                 None => piece.narrow(dim, 0, 0)?,
                 _ => {
                     let index: Vec<u32> = indices.iter().map(|&i| i as u32).collect();
-                    dense(&piece)?.index_select(&Tensor::new(index, &Device::Cpu)?, dim)?
+                    contiguous(&piece)?.index_select(&Tensor::new(index, &Device::Cpu)?, dim)?
                 }
             };
         }
@@ -415,5 +418,5 @@ fn scatter_boxes(tensor: &Tensor, group: &Group, layout: &Layout, source: usize,
     let mut got = group.run(&Call::AllToAll { expected }, &pieces, site)?;
     let local = got.swap_remove(source);
     // Copied, so that a part does not keep the whole tensor alive.
-    if group.is_dry() || local.dims() == tensor.dims() { Ok(local) } else { Ok(dense(&local.copy()?)?) }
+    if group.is_dry() || local.dims() == tensor.dims() { Ok(local) } else { Ok(contiguous(&local.copy()?)?) }
 }

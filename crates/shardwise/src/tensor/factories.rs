@@ -65,7 +65,7 @@ impl DTensor {
     ) -> Result<DTensor> {
         let TensorMeta { shape, dtype } = meta.into();
         let layout = Layout::new(mesh.mesh(), shape, placements)?;
-        let value = value.into().fit(dtype)?; // on all ranks, also on those that fill nothing
+        let value = value.into().fit(dtype)?; // on all ranks, also where nothing is filled
         build(mesh, &layout, dtype, Location::caller(), |meta, _| Ok(filled(value, meta)?))
     }
 
@@ -322,7 +322,7 @@ impl DTensor {
     /// partial become replicated.
     #[track_caller]
     pub fn full_like(&self, value: impl Into<Number>) -> Result<DTensor> {
-        let layout = self.layout().settled();
+        let layout = self.layout().reduced();
         let value = value.into().fit(self.dtype())?;
         build(self.device_mesh(), &layout, self.dtype(), Location::caller(), |meta, _| Ok(filled(value, meta)?))
     }
@@ -332,7 +332,7 @@ impl DTensor {
     #[track_caller]
     pub fn random_like(&self, distribution: Distribution) -> Result<DTensor> {
         let mesh = self.device_mesh();
-        let layout = self.layout().settled();
+        let layout = self.layout().reduced();
         random_at(distribution, &layout, self.dtype(), mesh, mesh.generator(), Location::caller())
     }
 
@@ -368,7 +368,7 @@ fn build(
     check_partial(layout, dtype)?;
     foreign::check_computes(mesh)?;
     check_room(layout, dtype, mesh.world().is_dry())?;
-    let settled = layout.settled();
+    let settled = layout.reduced();
     let rank = mesh.world().rank();
     let meta = TensorMeta { shape: settled.local_shape(rank), dtype };
     let local = match mesh.world().is_dry() || !mesh.contains(rank) {
@@ -491,10 +491,10 @@ fn filled_by(shape: &[usize], indices: &[Runs], dtype: DType, rule: ElementRule<
         // Integers wrap, as in PyTorch; a floating-point result of a rule must be a number that the type holds.
         DType::U8 | DType::U32 | DType::I16 | DType::I32 | DType::I64 => filled!(|value: Number| match value {
             Number::Integer(n) => Ok(n),
-            Number::Real(_) => value.fit(dtype).map(Number::integer),
+            Number::Real(_) => value.fit(dtype).map(Number::to_i64),
         }),
-        DType::F64 => filled!(|value: Number| Ok::<_, Error>(value.real())),
-        _ => filled!(|value: Number| Ok::<_, Error>(value.real() as f32)),
+        DType::F64 => filled!(|value: Number| Ok::<_, Error>(value.to_f64())),
+        _ => filled!(|value: Number| Ok::<_, Error>(value.to_f64() as f32)),
     }
 }
 

@@ -19,7 +19,7 @@ use super::{Backward, DTensor, SaveForBackward, SavedTensors, is_recording};
 use crate::error::{ErrorKind, Result};
 use crate::placement::{Placement, ReduceOp, is_linear};
 use crate::rank_context::{rank_context, rank_context_if_alive};
-use shardwise_kernels::{dense, with_type};
+use shardwise_kernels::{contiguous, with_type};
 
 /// A `to_local` call: the local part of a tensor leaves the distributed graph for local code.
 pub(super) struct LocalExit {
@@ -68,7 +68,7 @@ impl CustomOp1 for ToLocalOp {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Strides) -> candle_core::Result<(CpuStorage, Shape)> {
-        let local = dense(self.0.tensor.local()).map_err(candle_core::Error::wrap)?;
+        let local = contiguous(self.0.tensor.local()).map_err(candle_core::Error::wrap)?;
         let storage = with_type!(local.dtype(), T => {
             let elements: Vec<T> = if local.elem_count() == 0 { Vec::new() } else { local.flatten_all()?.to_vec1()? };
             T::to_cpu_storage_owned(elements)
@@ -163,7 +163,7 @@ pub(super) fn enter(
     }
     let inputs: Vec<DTensor> = exits.iter().map(|exit| exit.tensor.clone()).collect();
     let inputs: Vec<&DTensor> = inputs.iter().collect();
-    let grad_placements = grad_placements.unwrap_or_else(|| output.layout().settled().placements().to_vec());
+    let grad_placements = grad_placements.unwrap_or_else(|| output.layout().reduced().placements().to_vec());
     let placements = output.placements().to_vec();
     let backward = || {
         Box::new(FromLocalBackward { exits, local: local.clone(), placements, grad_placements }) as Box<dyn Backward>
@@ -216,13 +216,13 @@ impl Backward for FromLocalBackward {
                 return Ok(None);
             }
             let local = match exit.gradient.lock().take() {
-                Some(local) => dense(&local.detach())?,
+                Some(local) => contiguous(&local.detach())?,
                 // Only another rank's local code depends on this exit.
                 None => exit.tensor.local().zeros_like()?,
             };
             Ok(Some(match &exit.grad_placements {
                 Some(given) => DTensor::from_local_with_shape(&local, saved.mesh(i), given.clone(), saved.shape(i))?,
-                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).settled(), local),
+                None => DTensor::from_parts(saved.mesh(i), saved.layout(i).reduced(), local),
             }))
         };
         self.exits.iter().enumerate().map(input_gradient).collect()

@@ -26,7 +26,9 @@ pub use sequences::{Arange, Linspace, Logspace};
 pub(crate) use show::{ShownPart, local_text, show_parts};
 pub use state::DTensorState;
 pub use tape::{Backward, SaveForBackward, SavedTensors, no_grad};
-pub(crate) use tape::{Node, Recording, Tape, in_gradient, is_in_gradient, is_recording, next_number, with_recording};
+pub(crate) use tape::{
+    Recording, Tape, TapeNode, in_gradient, is_in_gradient, is_recording, next_number, with_recording,
+};
 
 use std::hash::{Hash, Hasher};
 use std::panic::Location;
@@ -36,11 +38,11 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Device, Tensor};
 use rustc_hash::FxHasher;
 
-use crate::comm::{DeviceMesh, Origin, implicitly, on_behalf_of, while_moving};
+use crate::comm::{DeviceMesh, Origin, record_implicit_operator, while_redistributing, with_purpose};
 use crate::error::{ErrorKind, Result, Site};
 use crate::layout::{Layout, TensorMeta};
 use crate::placement::{Placement, ReduceOp, is_linear};
-use crate::redistribute::{Exchange, redistribute};
+use crate::redistribute::{BoxExchange, redistribute};
 pub use shardwise_kernels::Number;
 use shardwise_kernels::{check_cpu, check_dtype, own_copy, placeholder};
 
@@ -214,8 +216,8 @@ impl DTensor {
     /// (`slice_set`) and a `DTensor` is immutable. In a dry run the result has the shape and no memory.
     /// [`Layout::local_shape`] returns the shape without a copy.
     ///
-    /// Differentiable: code on candle tensors between this call and a [`from_local`](Self::from_local) is part of the graph of
-    /// gradients. The gradient is expected in the layout of this tensor, replicated where it is partial. That is correct if
+    /// Differentiable: code on candle tensors between this call and a [`from_local`](Self::from_local) is part of the autograd
+    /// graph. The gradient is expected in the layout of this tensor, replicated where it is partial. That is correct if
     /// ranks with the same local part do the same with it; otherwise use
     /// [`to_local_with_grad_placements`](Self::to_local_with_grad_placements). `detach` of the result ends the graph.
     ///
@@ -258,7 +260,7 @@ impl DTensor {
         self.to_local_code(Some(placements))
     }
 
-    /// Copies the local part for local code, recorded as an exit from the graph of gradients if it has one.
+    /// Copies the local part for local code, recorded as an exit from the autograd graph if it has one.
     fn to_local_code(&self, grad_placements: Option<Vec<Placement>>) -> Result<Tensor> {
         match self.value.mesh.world().is_dry() {
             true => Ok(self.local().clone()),
@@ -282,7 +284,7 @@ impl DTensor {
         &self.value.held
     }
 
-    /// The same value with the terms of a partial f32 sum held in f64. Detached from the graph of gradients.
+    /// The same value with the terms of a partial f32 sum held in f64. Detached from the autograd graph.
     pub(crate) fn with_terms_in_f64(&self) -> Result<DTensor> {
         let held = converted(&self.value.mesh, self.held(), DType::F64)?;
         Self::from_held(&self.value.mesh, self.layout().clone(), held, self.dtype(), self.origin().clone())
@@ -387,11 +389,11 @@ impl DTensor {
         check_room(to, self.dtype(), self.value.mesh.world().is_dry())?;
         let layouts = hash_of(&(self.layout(), to));
         let terms = self.reducible()?;
-        let held = while_moving(self.layout(), to, || {
-            on_behalf_of(self.origin(), layouts, || redistribute(&self.value.mesh, self.layout(), to, &terms, site))
+        let held = while_redistributing(self.layout(), to, || {
+            with_purpose(self.origin(), layouts, || redistribute(&self.value.mesh, self.layout(), to, &terms, site))
         })?;
         let moved = Self::from_held(&self.value.mesh, to.clone(), held, self.dtype(), self.origin().clone())?;
-        Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).settled())))
+        Ok(self.moved(moved, "redistribute", &|saved, gradient| gradient.to_layout(&saved.layout(0).reduced())))
     }
 
     /// Moves this tensor to another mesh of the same world, with the given placements.
@@ -407,9 +409,9 @@ impl DTensor {
         let site = Location::caller();
         // Partial axes of the source are reduced before the move, those of the target created after it.
         let source = self.reduced(site)?;
-        let moved = source.move_boxes(mesh, to.settled(), site)?;
+        let moved = source.move_boxes(mesh, to.reduced(), site)?;
         let gradient: MoveGradient = &|saved, gradient| {
-            let layout = saved.layout(0).settled();
+            let layout = saved.layout(0).reduced();
             gradient.reduced(Location::caller())?.move_boxes(saved.mesh(0), layout, Location::caller())
         };
         source.moved(moved, "to_mesh", gradient).to_layout_at(&to, site)
@@ -426,10 +428,10 @@ impl DTensor {
         }
         let group = mesh.world().subgroup(&ranks)?;
         let from = self.layout();
-        let exchange = Exchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
+        let exchange = BoxExchange::new(group, self.dtype(), |r| from.boxes_of(r), |r| to.boxes_of(r));
         // Ranks outside the old mesh have not computed the value, so ranks compare its layout instead of its origin.
         let origin = Origin::leaf(hash_of(&(from, &to)), self.shape());
-        let local = on_behalf_of(&origin, 0, || exchange.assemble(self.local(), &meta, site))?;
+        let local = with_purpose(&origin, 0, || exchange.assemble(self.local(), &meta, site))?;
         Ok(Self::from_parts(mesh, to, local))
     }
 
@@ -468,7 +470,7 @@ impl DTensor {
 
     /// Reduces all partial axes: they become replicated.
     pub(crate) fn reduced(&self, site: Site) -> Result<DTensor> {
-        self.to_layout_at(&self.layout().settled(), site)
+        self.to_layout_at(&self.layout().reduced(), site)
     }
 
     /// Converts the elements to another type.
@@ -498,7 +500,7 @@ impl DTensor {
         }
         let source = match self.placements().iter().all(stays) {
             true => self.clone(),
-            false => implicitly("to_dtype", || self.reduced(site))?,
+            false => record_implicit_operator("to_dtype", || self.reduced(site))?,
         };
         let local = converted(&self.value.mesh, source.local(), dtype)?;
         let output = Self::from_terms(&self.value.mesh, source.layout().clone(), local, dtype, source.origin().clone());
@@ -556,7 +558,7 @@ impl Backward for RedistributeBackward {
 
     fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>> {
         let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
-        let moved = gradient.to_dtype(self.dtype.unwrap_or(saved.dtype(0)))?.to_layout(&saved.layout(0).settled())?;
+        let moved = gradient.to_dtype(self.dtype.unwrap_or(saved.dtype(0)))?.to_layout(&saved.layout(0).reduced())?;
         Ok(vec![Some(moved.to_dtype(saved.dtype(0))?)])
     }
 }

@@ -7,7 +7,7 @@ use candle_core::DType;
 use super::{DTensor, Number};
 use crate::error::Result;
 use crate::placement::Placement;
-use shardwise_kernels::limits;
+use shardwise_kernels::integer_range;
 
 /// A tensor or a plain number, where an operator accepts either: `x.gt(&y)`, `x.gt(0.0)`.
 ///
@@ -53,10 +53,10 @@ fn number_like(number: Number, dtype: DType, on: &DTensor) -> Result<DTensor> {
 
 /// The type that a number is promoted to beside a tensor of a type.
 fn dtype_beside(number: Number, dtype: DType) -> DType {
-    match limits(dtype) {
+    match integer_range(dtype) {
         None => dtype,
         Some(_) if !number.is_integer() => DType::F32,
-        Some((least, most)) if (least..=most).contains(&number.integer()) => dtype,
+        Some((least, most)) if (least..=most).contains(&number.to_i64()) => dtype,
         Some(_) => DType::I64,
     }
 }

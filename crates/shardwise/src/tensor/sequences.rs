@@ -35,14 +35,14 @@ impl Arange {
                 let (length, step) = (i128::from(end) - i128::from(start), i128::from(step));
                 (length.div_euclid(step) + i128::from(length.rem_euclid(step) != 0 && step > 0)).max(0) as f64
             }
-            _ => ((end.real() - start.real()) / step.real()).ceil(),
+            _ => ((end.to_f64() - start.to_f64()) / step.to_f64()).ceil(),
         };
-        if count.is_finite() && step.real() != 0.0 && count <= MAX_COUNT {
+        if count.is_finite() && step.to_f64() != 0.0 && count <= MAX_COUNT {
             return Ok(count.max(0.0) as usize);
         }
         Err(ErrorKind::Argument.error(
             "range",
-            format!("{} to {} in steps of {}", start.real(), end.real(), step.real()),
+            format!("{} to {} in steps of {}", start.to_f64(), end.to_f64(), step.to_f64()),
             "finite bounds and a step that leads from one to the other",
             "correct the bounds",
         ))
@@ -51,10 +51,10 @@ impl Arange {
     /// The number at a position: computed in i64 with wrapping for an integer type, in f64 otherwise.
     pub(super) fn at(&self, i: u64, is_float: bool) -> Number {
         match is_float {
-            true => Number::Real(self.start.real() + i as f64 * self.step.real()),
+            true => Number::Real(self.start.to_f64() + i as f64 * self.step.to_f64()),
             false => {
-                let offset = (i as i64).wrapping_mul(self.step.integer());
-                Number::Integer(self.start.integer().wrapping_add(offset))
+                let offset = (i as i64).wrapping_mul(self.step.to_i64());
+                Number::Integer(self.start.to_i64().wrapping_add(offset))
             }
         }
     }

@@ -6,7 +6,7 @@ use std::panic::Location;
 use candle_core::{DType, Device, Tensor, WithDType};
 
 use super::DTensor;
-use crate::comm::{Call, Group, operator};
+use crate::comm::{Call, Group, record_operator};
 use crate::error::{Result, Site};
 use crate::layout::Runs;
 use crate::placement::ReduceOp;
@@ -69,7 +69,7 @@ impl DTensor {
     pub fn show(&self) -> Result<String> {
         self.check_readable("show")?;
         let site = Location::caller();
-        let values = operator("show", || {
+        let values = record_operator("show", || {
             let source = self.reduced(site)?;
             let (layout, me) = (source.layout(), self.device_mesh().world().rank());
             // One of the ranks that hold replicas contributes.

@@ -23,30 +23,33 @@ pub trait Backward: Send + Sync {
     fn run(&self, saved: &SavedTensors<'_>, gradients: &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
 }
 
-/// Which tensors of a call its gradient needs; of the others only the layout is kept.
+/// Which tensors a call saves for its backward pass, as `ctx.save_for_backward` in PyTorch.
+///
+/// Saved tensors stay in memory until the backward pass has used them. Of the rest only layout and type are kept.
+#[doc(alias = "save_for_backward")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SaveForBackward {
-    /// None.
+    /// No tensor: the gradient depends on the gradients of the outputs alone.
     Nothing,
-    /// The inputs, as they lay before the call moved them.
+    /// All inputs, in the layouts that they had before the call redistributed them.
     Inputs,
-    /// One of the inputs.
+    /// One input, by its position.
     Input(usize),
-    /// The outputs.
+    /// All outputs.
     Outputs,
-    /// Both.
+    /// All inputs and outputs.
     All,
 }
 
 /// The place of a tensor in the graph: an output of a recorded call, or a leaf.
 #[derive(Clone)]
 pub(crate) struct Tape {
-    pub(crate) node: Arc<Node>,
+    pub(crate) node: Arc<TapeNode>,
     pub(crate) output: usize,
 }
 
 /// A recorded call or a leaf.
-pub(crate) struct Node {
+pub(crate) struct TapeNode {
     /// Increases with every call of a rank, so that a backward pass can visit later calls first.
     pub(crate) number: u64,
     /// Layouts of the outputs; a leaf is its own output.
@@ -160,7 +163,7 @@ impl DTensor {
     #[doc(alias = "requires_grad_")]
     pub fn requires_grad(&self) -> DTensor {
         let outputs = SmallVec::from_elem(self.layout().clone(), 1);
-        let node = Node { number: take_number(), outputs, state: Mutex::new(NodeState::Leaf) };
+        let node = TapeNode { number: take_number(), outputs, state: Mutex::new(NodeState::Leaf) };
         DTensor { value: Arc::clone(&self.value), tape: Some(Tape { node: Arc::new(node), output: 0 }) }
     }
 
@@ -169,7 +172,7 @@ impl DTensor {
         self.tape.is_some()
     }
 
-    /// Returns this tensor without its place in the graph of gradients. Local, no copy.
+    /// Returns this tensor without its place in the autograd graph. Local, no copy.
     pub fn detach(&self) -> DTensor {
         DTensor { value: Arc::clone(&self.value), tape: None }
     }
@@ -182,23 +185,23 @@ impl DTensor {
     pub(crate) fn recorded(
         outputs: Vec<DTensor>,
         inputs: &[&DTensor],
-        keeps: SaveForBackward,
+        saves: SaveForBackward,
         backward: impl FnOnce() -> Box<dyn Backward>,
     ) -> Vec<DTensor> {
         if !is_recording() || inputs.iter().all(|t| t.tape.is_none()) {
             return outputs;
         }
         let input = |i: usize| {
-            matches!(keeps, SaveForBackward::Inputs | SaveForBackward::All) || keeps == SaveForBackward::Input(i)
+            matches!(saves, SaveForBackward::Inputs | SaveForBackward::All) || saves == SaveForBackward::Input(i)
         };
-        let output = matches!(keeps, SaveForBackward::Outputs | SaveForBackward::All);
+        let output = matches!(saves, SaveForBackward::Outputs | SaveForBackward::All);
         let recording = Recording {
             parents: inputs.iter().map(|t| t.tape.clone().filter(|_| t.dtype().is_float())).collect(),
             inputs: inputs.iter().enumerate().map(|(i, t)| RecordedTensor::new(t, input(i))).collect(),
             outputs: outputs.iter().map(|t| RecordedTensor::new(t, output)).collect(),
             backward: backward(),
         };
-        let node = Arc::new(Node {
+        let node = Arc::new(TapeNode {
             number: take_number(),
             outputs: outputs.iter().map(|t| t.layout().clone()).collect(),
             state: Mutex::new(NodeState::Recorded(Arc::new(recording))),
@@ -211,7 +214,7 @@ impl DTensor {
     }
 }
 
-impl Node {
+impl TapeNode {
     /// The layout of a leaf or of an output.
     pub(crate) fn layout(&self, output: usize) -> &Layout {
         &self.outputs[output]
@@ -252,11 +255,11 @@ impl Node {
     }
 }
 
-/// The saved tensors of a recorded call, and the layouts of those that were not saved. PyTorch's `ctx`.
+/// The saved tensors of a recorded call, and the layouts of tensors that were not saved. PyTorch's `ctx`.
 #[doc(alias = "ctx")]
 #[doc(alias = "saved_tensors")]
 pub struct SavedTensors<'a> {
-    pub(crate) node: &'a Arc<Node>,
+    pub(crate) node: &'a Arc<TapeNode>,
     pub(crate) recording: &'a Recording,
 }
 
@@ -266,7 +269,7 @@ impl SavedTensors<'_> {
     /// # Panics
     /// If the operator did not ask to save it.
     pub fn input(&self, i: usize) -> DTensor {
-        let RecordedTensor::Saved(value) = &self.recording.inputs[i] else { panic!("input {i} is not kept") };
+        let RecordedTensor::Saved(value) = &self.recording.inputs[i] else { panic!("input {i} is not saved") };
         DTensor { value: Arc::clone(value), tape: self.recording.parents[i].clone() }
     }
 
@@ -275,7 +278,7 @@ impl SavedTensors<'_> {
     /// # Panics
     /// If the operator did not ask to save it.
     pub fn output(&self, i: usize) -> DTensor {
-        let RecordedTensor::Saved(value) = &self.recording.outputs[i] else { panic!("output {i} is not kept") };
+        let RecordedTensor::Saved(value) = &self.recording.outputs[i] else { panic!("output {i} is not saved") };
         DTensor { value: Arc::clone(value), tape: Some(Tape { node: Arc::clone(self.node), output: i }) }
     }
 

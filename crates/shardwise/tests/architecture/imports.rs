@@ -34,8 +34,8 @@ impl Crate {
         Crate { code, known }
     }
 
-    /// Files that use each other in a circle, directly or through other files. Uses between a folder's `mod.rs` and the files
-    /// in the folder do not count.
+    /// Import cycles between files, direct or indirect. A folder's `mod.rs` and the files in the folder
+    /// are one unit: imports between them are no edges.
     pub(crate) fn cycles(&self) -> Vec<Vec<String>> {
         let edges: BTreeMap<&ModulePath, BTreeSet<ModulePath>> =
             self.code.iter().map(|(module, text)| (module, self.used(module, text))).collect();

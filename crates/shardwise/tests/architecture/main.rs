@@ -73,7 +73,7 @@ fn the_check_finds_a_violation() {
     assert_eq!(violations(&order, "error", "use crate::{error::Error, mesh};").len(), 1);
 }
 
-/// What a call depends on besides its arguments is in one place; `comm::host` only marks its thread.
+/// Implicit state of a rank is in one place; `comm::host` only marks its thread.
 #[test]
 fn the_state_of_a_rank_is_in_rank_context() {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");

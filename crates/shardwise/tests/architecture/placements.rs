@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::rust_files;
 
-/// Kinds that other code builds by name and never takes apart.
+/// Kinds that other code builds by name and never matches on.
 const BUILT: &str = "Shard";
 
 /// Kinds that other code does not name: it builds them with functions of `Placement`.
@@ -69,8 +69,8 @@ fn the_check_distinguishes_values_from_patterns() {
     }
 }
 
-/// The lines that name a hidden kind, or have `Shard(...)` where a pattern stands: before `=>`, in `matches!`, between `let`
-/// and `=`.
+/// The lines that name a hidden kind, or have `Shard(...)` where a pattern stands: before `=>`, in `matches!`, between
+/// `let` and `=`.
 fn taken_apart(text: &str) -> Vec<String> {
     let mut found = Vec::new();
     for (number, line) in text.lines().enumerate() {

@@ -122,7 +122,7 @@ impl Draw {
         shape[from..].iter().map(|&n| if self.one_in(6) { 1 } else { n }).collect()
     }
 
-    /// Something about the call made different, wrong more often than not: a dimension, a size or a type.
+    /// Mutates a dimension, a size or a dtype of the call, which usually makes it invalid.
     pub(crate) fn spoil(&mut self, inputs: &mut [Input], attrs: &mut Value) {
         let integers: Vec<String> = attrs.as_object().map_or(Vec::new(), |all| {
             all.iter().filter(|(_, v)| v.is_i64() || v.is_array()).map(|(k, _)| k.clone()).collect()
@@ -132,7 +132,7 @@ impl Draw {
                 let key = self.choose(&integers);
                 let strange =
                     self.choose(&[-1, 1, 2, 3, 4, -3, -5, 7, 100, -100, 1 << 31, -(1 << 31), i64::MAX, i64::MIN]);
-                // Of what a result is as large as, only small ones.
+                // Arguments that set the size of the result stay small.
                 let sizes = matches!(
                     key.as_str(),
                     "classes"
@@ -191,7 +191,7 @@ pub(crate) struct Setting {
 const MESHES: &[&[usize]] = &[&[2], &[2], &[3], &[4], &[2, 2], &[2, 2], &[1, 3], &[2, 1]];
 
 impl Setting {
-    /// One rank that has everything.
+    /// A mesh of one rank.
     pub(crate) fn alone(inputs: &[Input]) -> Self {
         Setting { mesh: vec![1], placements: vec![vec![Replicate]; inputs.len()] }
     }
@@ -205,7 +205,7 @@ impl Setting {
             for axis in 0..axes.len() {
                 let mut tried = placed.clone();
                 tried[axis] = one_placement(draw, &mesh, input, &placed, axis);
-                // What cannot stand beside the other axis is replicated.
+                // A placement that is invalid beside that of the other axis becomes replicated.
                 if Layout::new(&mesh, input.shape.as_slice(), tried.clone()).is_ok() {
                     placed = tried;
                 }

@@ -14,7 +14,7 @@ use crate::numbers::{Elements, cotangent, elements, positions, to_tensor};
 use crate::operators::{Attrs, Operator};
 use crate::oracle::{Answer, Expected, number};
 
-/// Far longer than a call takes, also where other tests use the cores: only a hang gets there.
+/// Far longer than a call takes, also where other tests use the cores: only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// What a rank found.
@@ -24,7 +24,7 @@ enum Outcome {
     Done { outputs: Vec<Found>, gradients: Option<Vec<Option<Found>>> },
 }
 
-/// A whole tensor. Only the first rank brings its elements; all bring a number made of them.
+/// A whole tensor. Only the first rank brings its elements; all bring a hash of them.
 #[derive(Debug, Clone)]
 struct Found {
     dtype: DType,
@@ -53,7 +53,7 @@ impl Found {
     }
 }
 
-/// Makes a call in a setting and says what is wrong with the outcome.
+/// Runs a call in a setting and returns what is wrong with the outcome.
 pub(crate) fn check(
     operator: &'static Operator,
     call: &Arc<Call>,
@@ -134,7 +134,7 @@ fn run(operator: &Operator, call: &Call, setting: &Setting, world: &World) -> Re
         Ok(outcome) => outcome,
         // Only ranks that hold the element know of it: the error ends the program, as it does for whoever passes it on.
         Err(error) if depends_on_data(&error) => return Err(error),
-        // Also what comes back from other ranks: the place of a call is not part of the verdict.
+        // Errors from other ranks count too; the call site is not compared.
         Err(error) => Outcome::Refused {
             typed: matches!(error, Error::Invalid(_) | Error::Rejected { .. } | Error::OnRank { .. }),
             text: error.to_string(),

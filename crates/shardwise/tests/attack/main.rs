@@ -6,9 +6,10 @@
 //! panic.
 //!
 //! By default it runs the calls of the first seeds, whose answers are recorded in `data/answers.jsonl`. With
-//! `SHARDWISE_ATTACK_LIVE=1` a PyTorch answers (that of `SHARDWISE_PYTHON`, see `scripts/attack_oracle.py`), so that any
-//! number of calls can be made: `SHARDWISE_ATTACK_CASES`, from `SHARDWISE_SEED` on, or as many as `SHARDWISE_ATTACK_SECONDS`
-//! allow. `SHARDWISE_ATTACK_OP` selects one operator. `SHARDWISE_ATTACK_RECORD=1` rewrites the recorded answers.
+//! `SHARDWISE_ATTACK_LIVE=1` a PyTorch answers (that of `SHARDWISE_PYTHON`, see `scripts/attack_oracle.py`), so that
+//! any number of calls can be tested: `SHARDWISE_ATTACK_CASES`, from `SHARDWISE_SEED` on, or as many as
+//! `SHARDWISE_ATTACK_SECONDS` allow. `SHARDWISE_ATTACK_OP` selects one operator. `SHARDWISE_ATTACK_RECORD=1` rewrites
+//! the recorded answers.
 
 mod draw;
 mod found;
@@ -46,13 +47,13 @@ pub(crate) struct Call {
 /// Calls whose answers are recorded.
 const RECORDED: u64 = 900;
 
-/// Settings that every call is made in, beside one rank.
+/// Settings that every call runs in, besides one rank.
 const SETTINGS: u64 = 2;
 
-/// Calls that the oracle is ahead.
+/// Number of calls sent to the oracle ahead of their comparison.
 const AHEAD: usize = 32;
 
-/// Differences from PyTorch that are meant: the operator (any for none), a part of the problem's text, and why.
+/// Intended differences from PyTorch: the operator (`None` for any), a part of the reported text, and why.
 const MEANT: &[(&str, &str, &str)] = &[
     ("", " of [] on ", "a scalar has no dimension 0 or -1 to name"),
     (
@@ -144,7 +145,7 @@ impl Report {
                     setting.mesh,
                 ),
             ));
-            // one setting tells enough
+            // one setting is enough
             break;
         }
     }
@@ -177,7 +178,7 @@ impl Report {
 /// The largest call holds a few tensors of 2 MB (in f64 4 MB) on 4 ranks, forward and backward; a gibibyte is far more.
 const MOST_MEMORY: u64 = 1 << 30;
 
-/// The most memory that the process had, where the system tells.
+/// Peak memory of the process, where the system reports it.
 fn peak_memory() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"));

@@ -32,7 +32,7 @@ pub(crate) enum Elements {
     Whole(Vec<i64>),
 }
 
-/// A number that looks random for every pair.
+/// A pseudo-random number for every pair.
 pub(crate) fn mix(seed: u64, i: u64) -> u64 {
     let mut z = seed.wrapping_add(i.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -161,12 +161,12 @@ impl Input {
         wrapped(x, self.dtype)
     }
 
-    /// Whether pending reductions make sense: an index is not a sum of indices.
+    /// Whether partial placements make sense: an index is not a sum of indices.
     pub(crate) fn is_data(&self) -> bool {
         !matches!(self.values, "index" | "signed index" | "turn" | "target" | "mask" | "stairs")
     }
 
-    /// What a rank holds of this input in a layout, with operands on partial axes that reduce to it exactly.
+    /// The local tensor of this input in a layout; on partial axes, an operand that reduces to it exactly.
     pub(crate) fn local(&self, layout: &Layout, rank: usize) -> Result<Tensor> {
         let coordinate = layout.mesh().coordinate(rank).expect("every rank is in the mesh");
         let mut flat = vec![0];

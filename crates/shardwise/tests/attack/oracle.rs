@@ -94,7 +94,7 @@ impl Drop for Live {
     }
 }
 
-/// One line of the record: the seed, a number made of the call, and the answer.
+/// One line of the record: the seed, a hash of the call, and the answer.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Recorded {
     pub(crate) seed: u64,

@@ -1,28 +1,28 @@
-//! The planner that searches plans: never worse than handwritten plans, within its memory limit, the same on every rank, and
-//! its estimates match real steps.
+//! The planner that searches plans: never worse than handwritten plans, within its memory limit, the same on every
+//! rank, and its estimates match real steps.
 
 mod transformer;
 
 use shardwise::mesh::Link;
 use shardwise::nn::{Activation, Builder, Forward, Mlp};
 use shardwise::plan::{
-    AutoPlanner, DataParallel, Estimate, FullyShard, Search, ShardingPlan, ShardingPlanner, TensorParallel,
+    AutoPlanner, DataParallel, FullyShard, PlanSearch, ShardingPlan, ShardingPlanner, StepEstimate, TensorParallel,
     shard_module,
 };
 use shardwise::prelude::*;
 use shardwise::{DryWorld, optim};
 use transformer::Transformer;
 
-/// One step of training by a plan: the batch is shared along dp.
+/// One training step with a plan: the batch is sharded over dp.
 fn step(plan: &ShardingPlan, mesh: &DeviceMesh) -> Result<()> {
-    let model = plan.build(mesh, |at| Transformer::new(at, 2))?;
+    let model = plan.build(mesh, |builder| Transformer::new(builder, 2))?;
     let settings = optim::ParamGroup::new(optim::AdamW::default());
     let mut optimizer = optim::ShardedOptimizer::new(shardwise::nn::Module::named_parameters(&model), settings)?;
     let (ids, targets) = transformer::batch(mesh, 16)?;
     optimizer.step(model.loss(&ids, &targets)?.backward()?)
 }
 
-/// The plan that people write by hand: columns, then rows; words and classes by vocabulary.
+/// The usual handwritten plan: column-wise, then row-wise layers; embedding and head sharded by vocabulary.
 fn megatron() -> ShardingPlan {
     let column = || [("tp", Shard(0))];
     ShardingPlan::new()
@@ -46,7 +46,7 @@ fn on_mesh<T: Send>(links: [Link; 2], body: impl FnOnce(&DeviceMesh) -> Result<T
     ran.map(|run| run.value)
 }
 
-fn search(mesh: &DeviceMesh, limit: usize, trials: usize) -> Result<Search> {
+fn search(mesh: &DeviceMesh, limit: usize, trials: usize) -> Result<PlanSearch> {
     let planner = AutoPlanner::new(step).memory_limit(limit).trials(trials);
     planner.search(&Transformer::new(&Builder::new(mesh), 2)?, mesh)
 }
@@ -67,19 +67,19 @@ fn the_searched_plan_is_never_worse_than_a_handwritten_one() {
                 DataParallel::new(["dp", "tp"]).plan(&model, mesh)?,
                 FullyShard::new(["dp", "tp"]).plan(&model, mesh)?,
                 TensorParallel::new("tp").plan(&model, mesh)?,
-                TensorParallel::new("tp").sequence(1).plan(&model, mesh)?,
+                TensorParallel::new("tp").sequence_parallel(1).plan(&model, mesh)?,
                 TensorParallel::new("tp").and(FullyShard::new(["dp"])).plan(&model, mesh)?,
             ] {
                 let other = planner.estimate(&plan, mesh)?;
                 assert!(found.estimate.us() <= other.us(), "{found}\n{other:?}\n{plan}");
             }
-            // replicated work is not free: shared by four, a step computes less
+            // replicated work is not free: sharded over four ranks, a step computes less
             let whole = planner.estimate(&ShardingPlan::new(), mesh)?;
             assert!(by_hand.compute_us < 0.5 * whole.compute_us, "{by_hand:?} {whole:?}");
             assert!(found.estimate.us() < whole.us());
             // sorted, and every line says what it is
-            assert!(found.tried.windows(2).all(|two| two[0].estimate.us() <= two[1].estimate.us()));
-            assert_eq!(found.to_string().lines().count(), found.tried.len() + 1);
+            assert!(found.trials.windows(2).all(|two| two[0].estimate.us() <= two[1].estimate.us()));
+            assert_eq!(found.to_string().lines().count(), found.trials.len() + 1);
             Ok(())
         })
         .unwrap();
@@ -90,10 +90,10 @@ fn the_searched_plan_is_never_worse_than_a_handwritten_one() {
 fn the_memory_limit_is_respected_or_the_minimum_is_reported() {
     on_mesh([Link::THREADS, Link::THREADS], |mesh| {
         let free = search(mesh, usize::MAX, 30)?;
-        let peaks: Vec<usize> = free.tried.iter().map(|trial| trial.estimate.peak_bytes).collect();
+        let peaks: Vec<usize> = free.trials.iter().map(|trial| trial.estimate.peak_bytes).collect();
         let (least, most) = (*peaks.iter().min().expect("some"), *peaks.iter().max().expect("some"));
         assert!(least * 2 < most, "{least} {most}");
-        let mut last: Option<Estimate> = None;
+        let mut last: Option<StepEstimate> = None;
         for limit in [most, free.estimate.peak_bytes - 1, (least + free.estimate.peak_bytes) / 2, least] {
             let found = search(mesh, limit, 30)?;
             assert!(found.estimate.peak_bytes <= limit, "{found}");
@@ -123,7 +123,7 @@ fn estimates_match_a_real_step() {
         step(&chosen, &mesh)?;
         let (records, peak) = (world.trace().records().len(), world.memory().peak());
         // and the loss is that of one rank
-        let model = chosen.build(&mesh, |at| Transformer::new(&at.clone().dtype(DType::F64), 2))?;
+        let model = chosen.build(&mesh, |builder| Transformer::new(&builder.clone().dtype(DType::F64), 2))?;
         let (ids, targets) = transformer::batch(&mesh, 16)?;
         let loss = model.loss(&ids, &targets)?.item::<f64>()?;
         let alone = world.device_mesh(Mesh::from_ranks([("dp", 1), ("tp", 1)], vec![world.rank()])?)?;
@@ -144,14 +144,14 @@ fn estimates_match_a_real_step() {
 fn all_ranks_find_the_same_plan_and_links_affect_it() {
     let program = |world: World| {
         let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
-        let make = |at: &Builder| Mlp::new(at, 16, 64, Activation::Gelu);
+        let make = |builder: &Builder| Mlp::new(builder, 16, 64, Activation::Gelu);
         let step = move |plan: &ShardingPlan, mesh: &DeviceMesh| {
             let x = DTensor::zeros((32, 16), DType::F32, mesh, [Shard(0), Replicate])?;
             plan.build(mesh, make)?.forward(&x)?.square()?.sum_all()?.backward()?.in_param_layout().map(drop)
         };
         let mlp = make(&Builder::new(&mesh))?;
         let planner = AutoPlanner::new(step).trials(20);
-        // carried out together, which ranks with different plans could not
+        // run by all ranks together, which would fail with different plans
         shard_module(&mlp, &mesh, &planner.plan(&mlp, &mesh)?)?;
         let tensor = TensorParallel::new("tp").plan(&mlp, &mesh)?;
         let along =
@@ -170,19 +170,19 @@ fn candidates_steps_and_rates_are_validated() {
     on_mesh([Link::THREADS, Link::THREADS], |mesh| {
         let model = Mlp::new(&Builder::new(mesh), 8, 8, Activation::Relu)?;
         let small = |plan: &ShardingPlan, mesh: &DeviceMesh| {
-            let mlp = plan.build(mesh, |at| Mlp::new(at, 8, 8, Activation::Relu))?;
+            let mlp = plan.build(mesh, |builder| Mlp::new(builder, 8, 8, Activation::Relu))?;
             mlp.forward(&DTensor::zeros((4, 8), DType::F32, mesh, [Shard(0), Replicate])?).map(drop)
         };
-        // a plan of one's own is tried, and named
+        // a candidate plan is tried, and named
         let own = ShardingPlan::new().param("up.bias", [("tp", Shard(0))]);
         let found = AutoPlanner::new(small).trials(0).candidate("by hand", own).search(&model, mesh)?;
-        assert!(found.tried.iter().any(|trial| trial.name == "by hand"), "{found}");
+        assert!(found.trials.iter().any(|trial| trial.name == "by hand"), "{found}");
         // without trials all uniform plans remain: three ways on each of two axes, five of them with sequences
-        assert_eq!(found.tried.len(), 1 + 9 + 5, "{found}");
-        // one that cannot be run is left out, and the error of the step is told if none can
+        assert_eq!(found.trials.len(), 1 + 9 + 5, "{found}");
+        // a plan that cannot run is left out, and the error of the step is returned if none can
         let wrong = ShardingPlan::new().param("nothing", [("tp", Shard(0))]);
         let found = AutoPlanner::new(small).trials(0).candidate("wrong", wrong).search(&model, mesh)?;
-        assert!(found.tried.iter().all(|trial| trial.name != "wrong"));
+        assert!(found.trials.iter().all(|trial| trial.name != "wrong"));
         let never = |_: &ShardingPlan, _: &DeviceMesh| -> Result<()> { Err(Error::other("no batch")) };
         assert!(AutoPlanner::new(never).search(&model, mesh).unwrap_err().to_string().contains("no batch"));
         let message = AutoPlanner::new(small).flops_per_s(0.0).search(&model, mesh).unwrap_err().to_string();

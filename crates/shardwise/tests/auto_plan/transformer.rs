@@ -26,21 +26,21 @@ const WIDTH: usize = 64;
 const WORDS: usize = 96;
 
 impl Transformer {
-    pub(crate) fn new(at: &Builder, layers: usize) -> Result<Self> {
+    pub(crate) fn new(builder: &Builder, layers: usize) -> Result<Self> {
         let sizes = AttentionConfig { width: WIDTH, heads: 4, key_heads: 4, causal: true, rotary: None, bias: false };
-        let layer = |at: &Builder| {
+        let layer = |builder: &Builder| {
             Ok(Layer {
-                before: RmsNorm::new(&at.at("before"), WIDTH, 1e-6)?,
-                attention: MultiHeadAttention::new(&at.at("attention"), sizes)?,
-                between: RmsNorm::new(&at.at("between"), WIDTH, 1e-6)?,
-                mlp: SwiGlu::new(&at.at("mlp"), WIDTH, 4 * WIDTH)?,
+                before: RmsNorm::new(&builder.child("before"), WIDTH, 1e-6)?,
+                attention: MultiHeadAttention::new(&builder.child("attention"), sizes)?,
+                between: RmsNorm::new(&builder.child("between"), WIDTH, 1e-6)?,
+                mlp: SwiGlu::new(&builder.child("mlp"), WIDTH, 4 * WIDTH)?,
             })
         };
         Ok(Transformer {
-            tokens: Embedding::new(&at.at("tokens"), WORDS, WIDTH)?,
-            layers: (0..layers).map(|i| layer(&at.at(&format!("layers.{i}")))).collect::<Result<_>>()?,
-            norm: RmsNorm::new(&at.at("norm"), WIDTH, 1e-6)?,
-            head: Linear::new(&at.at("head"), WIDTH, WORDS)?,
+            tokens: Embedding::new(&builder.child("tokens"), WORDS, WIDTH)?,
+            layers: (0..layers).map(|i| layer(&builder.child(&format!("layers.{i}")))).collect::<Result<_>>()?,
+            norm: RmsNorm::new(&builder.child("norm"), WIDTH, 1e-6)?,
+            head: Linear::new(&builder.child("head"), WIDTH, WORDS)?,
         })
     }
 
@@ -55,7 +55,7 @@ impl Transformer {
     }
 }
 
-/// Words and the words after them, shared along the first axis of a mesh of two.
+/// Token ids and the ids that follow them, sharded over the first axis of a mesh of two.
 pub(crate) fn batch(mesh: &DeviceMesh, length: usize) -> Result<(DTensor, DTensor)> {
     let words = |after: usize| {
         let word = move |at: &[usize]| ((at[0] * 31 + (at[1] + after) * 7) % WORDS) as f64;

@@ -2,8 +2,8 @@
 //! forward and the backward pass are at most a bound that follows from the sizes of the inputs and of the operator's
 //! statistics; for the recorded gradients, at most what PyTorch sent.
 //!
-//! Operators run as dry runs, as every rank in turn, on samples enlarged so far that a statistic (one number per row along a
-//! dimension) is much smaller than the data.
+//! Operators run as dry runs, as every rank in turn, on samples enlarged so far that a statistic (one number per row
+//! along a dimension) is much smaller than the data.
 
 mod recorded_gradients;
 
@@ -14,22 +14,23 @@ use shardwise::{BackwardOptions, DryWorld};
 /// Ranks of the axis.
 const RANKS: usize = 2;
 
-/// Every dimension of a sample that is larger than one becomes so many times as large.
+/// The factor by which every dimension of a sample larger than one is enlarged.
 const SCALE: usize = 16;
 
-/// What an operator may send beside what its operands themselves take, per output.
+/// What an operator may send in addition to its operands, per output.
 enum Class {
     /// Nothing: shards stay where they are.
     Local,
     /// Nothing, but the formulas of its gradient use an operand up to four times (as those of statistics do).
     Formula,
-    /// Operands that are sharded in different ways, the largest included: where its shards would leave a larger partial sum.
+    /// Operands that are sharded in different ways, the largest included: where its shards would leave a larger partial
+    /// sum.
     Product,
-    /// So many statistics of a sharded dimension, forward and backward, each reduced for all ranks.
+    /// This many statistics of a sharded dimension, forward and backward, each all-reduced.
     Statistics(usize, usize),
-    /// So many slices along a sharded dimension, forward and backward: the border of a shard, or the slices asked for.
+    /// This many slices of a sharded dimension, forward and backward: halos, or the selected slices.
     Border(usize, usize),
-    /// An exception: so many times its operands and results, forward and backward, for a reason.
+    /// An exception with its reason: this many times the operands and results, forward and backward.
     Data(f64, f64, &'static str),
 }
 
@@ -39,7 +40,7 @@ const WINDOWS: &str = "weights sharded inside a window are gathered, and of shar
 
 const ROWS: &str = "picked elements are in row-major order, so that shards of later dimensions become shards of rows";
 
-/// The operators that are not local. Exceptions, which move data, must not become more: their number is asserted.
+/// The operators that are not local. Exceptions move data; their number is asserted, so that it does not grow.
 const CLASSES: &[(&str, Class)] = &[
     ("div", Formula),
     ("div_floor", Formula),
@@ -129,7 +130,7 @@ const LOGITS: &str = "logits over sharded features are partial sums, which are r
 const EXACT: &str =
     "sums of f32 over a sharded dimension travel in f64 forward, so that they do not depend on the layout";
 
-/// The recorded gradients for which more is sent than PyTorch sent, with the reason. They must not become more.
+/// The recorded gradients for which more is sent than PyTorch sent, with the reason. Their number must not grow.
 const MORE_THAN_RECORDED: [(&str, &str); 13] = [
     ("grads-0030", AGAIN),
     ("grads-0032", AGAIN),
@@ -171,8 +172,8 @@ fn large(samples: &[SampleInput]) -> Vec<SampleInput> {
     samples.iter().map(one).collect()
 }
 
-/// The placements to try along the axis (a dimension of size one is not sharded: one rank would hold it all): all combinations for one or two inputs, else one that is not replicated at a time
-/// and all sharded alike.
+/// The placements to try along the axis (a dimension of size one is not sharded: one rank would hold it all): all
+/// combinations for one or two inputs, else one that is not replicated at a time and all sharded alike.
 fn combinations(samples: &[SampleInput]) -> Vec<Vec<Placement>> {
     let options = |sample: &SampleInput| {
         let mut all = vec![Replicate];
@@ -215,7 +216,7 @@ fn measure(op: &OpEntry, samples: &[SampleInput], chosen: &[Placement], rank: us
         let made = outputs.iter().map(|y| y.elem_count() * y.dtype().size_in_bytes()).sum();
         let mut sent = Sent { forward: bytes(), backward: 0, outputs: outputs.len(), made };
         for output in outputs.iter().filter(|y| y.has_gradient()) {
-            let placements = output.layout().settled().placements().to_vec();
+            let placements = output.layout().reduced().placements().to_vec();
             let cotangent = DTensor::zeros(output.shape(), output.dtype(), &mesh, placements)?;
             world.trace().clear();
             let options = BackwardOptions { cotangent: Some(&cotangent), retain_graph: true, ..Default::default() };
@@ -229,8 +230,9 @@ fn measure(op: &OpEntry, samples: &[SampleInput], chosen: &[Placement], rank: us
 
 /// What a case may send, forward and backward, by all ranks together.
 ///
-/// What is partial is reduced for all, and all sharded operands but the largest are moved to it unless all are sharded alike. Backward an operand is brought where
-/// it is needed once more, and its gradient goes back. The rest is the operator's own.
+/// What is partial is reduced for all, and all sharded operands but the largest are moved to it unless all are sharded
+/// alike. Backward an operand is brought where it is needed once more, and its gradient goes back. The rest is the
+/// operator's own.
 fn bound(class: &Class, samples: &[SampleInput], chosen: &[Placement], sent: &Sent) -> (usize, usize) {
     let bytes = |s: &SampleInput| s.shape.iter().product::<usize>() * s.dtype.size_in_bytes();
     let others = RANKS - 1;
@@ -278,7 +280,7 @@ fn every_operator_sends_at_most_its_bound_forward_and_backward() {
         let floats = (op.samples)().iter().map(|s| large(s)).collect::<Vec<_>>();
         for samples in floats.iter().filter(|all| all.iter().all(|s| !s.shape.contains(&0))) {
             for chosen in combinations(samples) {
-                // what only integers have is refused, on all ranks alike
+                // operators for integers only reject the sample, on all ranks
                 let all: Option<Vec<Sent>> = (0..RANKS).map(|rank| measure(op, samples, &chosen, rank)).collect();
                 let Some(all) = all else { continue };
                 let sum = |f: fn(&Sent) -> usize| all.iter().map(f).sum::<usize>();

@@ -146,7 +146,7 @@ fn clip(case: &Case, mesh: &DeviceMesh) -> Result<()> {
     Ok(())
 }
 
-/// The settings that the vectors write down. Those that are not there have their defaults.
+/// The settings that the vectors write down. Missing ones have their defaults.
 fn group(kind: &str, hyper: &Value) -> Result<ParamGroup> {
     let number = |name: &str, default: f64| hyper[name].as_f64().unwrap_or(default);
     let flag = |name: &str| hyper[name].as_bool().unwrap_or(false);
@@ -187,22 +187,22 @@ fn choice(case: &Case, i: usize, t: usize) -> usize {
     case.id.bytes().fold(i * 7 + t * 3, |h, b| (h * 31 + usize::from(b)) % 1_000_003)
 }
 
-/// Some placements for a tensor, pending sums among them if `pending`.
-fn placements(shape: &[usize], mesh: &DeviceMesh, mut choice: usize, pending: bool) -> Vec<Placement> {
+/// Some placements for a tensor, partial sums among them if `partial`.
+fn placements(shape: &[usize], mesh: &DeviceMesh, mut choice: usize, partial: bool) -> Vec<Placement> {
     let mut chosen = Vec::new();
     for (axis, &k) in mesh.shape().iter().enumerate() {
         let last = shape.len().saturating_sub(1);
         chosen.push(match choice % 5 {
-            0 if pending => Partial(ReduceOp::Sum),
+            0 if partial => Partial(ReduceOp::Sum),
             1 if !shape.is_empty() => Shard(0),
             2 if !shape.is_empty() => Shard(last as isize),
-            // the last rank gets most; only where nothing else cuts the dimension
+            // the last rank gets most; only where no other axis shards the dimension
             3 if !shape.is_empty() && axis == 0 => {
                 let mut sizes = vec![shape[0] / (2 * k); k];
                 sizes[k - 1] = shape[0] - sizes[..k - 1].iter().sum::<usize>();
                 Placement::ragged(0, sizes)
             }
-            4 if pending => Partial(ReduceOp::Sum),
+            4 if partial => Partial(ReduceOp::Sum),
             _ => Replicate,
         });
         choice /= 5;
@@ -215,7 +215,7 @@ fn param(case: &Case, i: usize, value: &RecordedTensor, mesh: &DeviceMesh) -> Re
     Ok(Param::new(&DTensor::distribute_tensor(&value.to_tensor(), mesh, placed, None)?))
 }
 
-/// Gradients as a backward pass leaves them: in other layouts than the parameters, some as pending sums.
+/// Gradients as a backward pass leaves them: in other layouts than the parameters, some as partial sums.
 fn gradients(
     case: &Case,
     params: &[Param],

@@ -2,26 +2,30 @@
 
 use std::sync::Arc;
 
-use shardwise::models::{Spread, Weights};
+use shardwise::models::{DataParallelMode, ParallelismConfig};
 use shardwise::prelude::*;
 use shardwise_test_suites::recorded_training::Recorded;
 use shardwise_test_suites::vectors;
 
-/// Meshes with the spread that is tried on them.
-fn layouts() -> Vec<(&'static str, Spread)> {
-    let spread = |weights, tensor_parallel, sequence_parallel| Spread { weights, tensor_parallel, sequence_parallel };
-    let (replicated, sharded) = (Weights::Replicated, Weights::Sharded);
+/// Meshes with the parallelism that is tried on them.
+fn layouts() -> Vec<(&'static str, ParallelismConfig)> {
+    let parallelism = |data_parallel, tensor_parallel, sequence_parallel| ParallelismConfig {
+        data_parallel,
+        tensor_parallel,
+        sequence_parallel,
+    };
+    let (replicated, sharded) = (DataParallelMode::Replicate, DataParallelMode::FullyShard);
     vec![
-        ("dp=1", spread(replicated, false, false)),
-        ("dp=4", spread(replicated, false, false)),
-        ("dp=4", spread(sharded, false, false)),
-        ("dp=3", spread(sharded, false, false)),
-        ("tp=2", spread(replicated, true, false)),
-        ("tp=4", spread(replicated, true, false)),
-        ("dp=2,tp=2", spread(replicated, true, false)),
-        ("dp=2,tp=2", spread(sharded, true, false)),
-        ("tp=2", spread(replicated, true, true)),
-        ("dp=2,tp=2", spread(sharded, true, true)),
+        ("dp=1", parallelism(replicated, false, false)),
+        ("dp=4", parallelism(replicated, false, false)),
+        ("dp=4", parallelism(sharded, false, false)),
+        ("dp=3", parallelism(sharded, false, false)),
+        ("tp=2", parallelism(replicated, true, false)),
+        ("tp=4", parallelism(replicated, true, false)),
+        ("dp=2,tp=2", parallelism(replicated, true, false)),
+        ("dp=2,tp=2", parallelism(sharded, true, false)),
+        ("tp=2", parallelism(replicated, true, true)),
+        ("dp=2,tp=2", parallelism(sharded, true, true)),
     ]
 }
 
@@ -29,14 +33,14 @@ pub(crate) fn check() {
     let (mut cases, mut failures) = (0, Vec::new());
     for recorded in Recorded::all(&vectors::directory().join("train")) {
         let recorded = Arc::new(recorded);
-        for (mesh, spread) in layouts() {
+        for (mesh, parallelism) in layouts() {
             let axes: Mesh = mesh.parse().unwrap();
-            let Some(plan) = recorded.plan(&axes, &spread) else { continue };
+            let Some(plan) = recorded.plan(&axes, &parallelism) else { continue };
             cases += 1;
             let (size, followed) = (axes.size(), Arc::clone(&recorded));
             let run = move |world: World| followed.follow(&world.device_mesh(axes.clone())?, &plan);
             if let Err(error) = ThreadWorld::new(size).unwrap().run(run) {
-                failures.push(format!("{} on {mesh}, {spread:?}: {error}", recorded.name));
+                failures.push(format!("{} on {mesh}, {parallelism:?}: {error}", recorded.name));
             }
         }
     }

@@ -220,7 +220,7 @@ fn edge_values_give_the_results_of_pytorch() {
     failures.expect("every result is PyTorch's");
 }
 
-/// Runs a program on two ranks and returns what its first rank says.
+/// Runs a program on two ranks and returns the result of the first.
 fn on_two<T: Send + 'static>(program: impl Fn(&World, &DeviceMesh) -> Result<T> + Send + Sync + 'static) -> Result<T> {
     let world = ThreadWorld::new(2)?;
     Ok(world.run(move |world| program(&world, &world.mesh([("dp", 2)])?))?.swap_remove(0))
@@ -325,7 +325,7 @@ fn integers_divided_by_zero_are_an_error() {
         ("remainder", |a, b| a.remainder(b)),
     ];
     for (name, divide) in all {
-        // The zero is on the second rank; the others hear of it.
+        // The zero is on the second rank; the first gets the error by communication.
         let text = refused(name, move |_, mesh| {
             divide(&i64s(&[5, 6, 7, 8], mesh)?, &i64s(&[1, 2, 3, 0], mesh)?)?.full_tensor()
         });

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use shardwise::DryWorld;
 use shardwise::prelude::*;
 
-/// A recorded call; one that PyTorch refuses has no output.
+/// A recorded call; one that PyTorch rejects has no output.
 #[derive(Deserialize)]
 struct Case {
     equation: String,
@@ -24,7 +24,7 @@ fn cases() -> Vec<Case> {
     serde_json::from_str(include_str!("vectors.json")).unwrap()
 }
 
-/// Combinations of placements that are tried of a call with more.
+/// The number of placement combinations that are tried per call.
 const COMBINATIONS: usize = 10;
 
 /// An element of an operand, as `record.py` has it.
@@ -138,7 +138,8 @@ fn a_diagonal_of_sharded_rows_communicates_nothing_and_has_a_second_derivative()
 
 #[test]
 fn the_cheapest_order_is_the_one_that_runs() {
-    // From the left, [300, 2] x [2, 300] would be computed first: 180,000 multiplications and 300 more of each with the vector.
+    // From the left, [300, 2] x [2, 300] would be computed first: 180,000 multiplications and 300 more of each with the
+    // vector.
     let shapes: [&[usize]; 3] = [&[300, 2], &[2, 300], &[300]];
     let run = |world: World| {
         let mesh = world.mesh([("a", 1)])?;
@@ -165,7 +166,7 @@ fn capital_letters_are_ordinary_labels_and_errors_name_sizes() {
         assert!(error.contains("ij,jk,ki->") && error.contains("`j`, found 3 and 5"), "{error}");
         let error = DTensor::einsum("ii->i", &[&x]).unwrap_err().to_string();
         assert!(error.contains("one size for `i` of a diagonal, found 4 and 3"), "{error}");
-        // Only einsum stretches letters.
+        // Only einsum broadcasts letters.
         let [thin, wide] =
             [[4, 1], [3, 2]].map(|shape| DTensor::ones(&shape[..], DType::F64, &mesh, [Replicate]).unwrap());
         assert_eq!(DTensor::einsum("ij,jk->ik", &[&thin, &wide])?.full_tensor()?.sum_all()?.to_scalar::<f64>()?, 24.0);

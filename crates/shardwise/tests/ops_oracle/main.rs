@@ -25,7 +25,7 @@ fn placements(mesh: &Mesh, sample: &SampleInput, axis: usize, so_far: &[Placemen
     if sample.shape.is_empty() {
         all.truncate(1);
     }
-    // Indices are not sums of indices.
+    // An index tensor cannot be a partial sum.
     if sample.below.is_some() {
         return all;
     }
@@ -77,7 +77,7 @@ fn check(
     Ok(())
 }
 
-/// The answer of one rank that has everything.
+/// The result of one rank that holds everything.
 fn unsharded(op: &OpEntry, world: &World, samples: &[SampleInput]) -> Result<Vec<Tensor>> {
     let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
     let inputs = samples.iter().map(|s| input(&alone, s, &[Replicate])).collect::<Result<Vec<_>>>()?;
@@ -155,18 +155,18 @@ fn infinities_and_integer_limits_survive_every_unary_operator() {
         for tensor in [reals, bytes] {
             let whole = DTensor::distribute_tensor(&tensor, &alone, [Replicate], None)?;
             for op in ops().filter(|op| (op.samples)()[0].len() == 1) {
-                // what this shape does not suit is of no interest here
+                // operators that refuse this shape are tested in ops_bad_input
                 let Ok(plain) = (op.apply)(std::slice::from_ref(&whole)) else { continue };
                 let expected: Vec<Tensor> = plain.iter().map(DTensor::full_tensor).collect::<Result<_>>()?;
-                for pending in [ReduceOp::Max, ReduceOp::Min, ReduceOp::Sum] {
-                    // a shard padded with neutral operands: infinities, or the ends of the type
+                for reduction in [ReduceOp::Max, ReduceOp::Min, ReduceOp::Sum] {
+                    // a shard padded with the neutral element: infinities, or the limits of the type
                     let sharded = DTensor::distribute_tensor(&tensor, &mesh, [Shard(0)], None)?;
-                    let outputs = (op.apply)(&[sharded.redistribute([Partial(pending)])?])?;
+                    let outputs = (op.apply)(&[sharded.redistribute([Partial(reduction)])?])?;
                     for (output, expected) in outputs.iter().zip(&expected) {
                         let got = output.full_tensor()?;
                         assert!(
                             values::close(&got, expected, 1.0),
-                            "{} of {pending}: got {got}, expected {expected}",
+                            "{} of {reduction}: got {got}, expected {expected}",
                             op.name
                         );
                     }
@@ -209,7 +209,7 @@ fn sharding_decisions_are_cached() {
         }
         let after = shardwise::op::cache_report();
         assert_eq!((after.hits - before.hits, after.misses - before.misses), (10, 0));
-        // another argument is another operator
+        // another argument is another cache entry
         x.add_scalar(1.0)?;
         x.add_scalar(2.0)?;
         assert_eq!(shardwise::op::cache_report().misses - after.misses, 2);
@@ -233,7 +233,7 @@ fn products_and_chains_stay_sharded_without_communication() {
         assert_eq!(mean.placements(), [Partial(ReduceOp::Sum), Shard(0)]);
         let deep = x.matmul(&w)?.matmul(&DTensor::randn((4, 3), &mesh, [Replicate, Shard(0)])?)?;
         assert_eq!(deep.placements(), [Shard(0), Partial(ReduceOp::Sum)]);
-        // Batch and heads of attention, also where groups of heads share their keys.
+        // Attention sharded on batch or heads, grouped-query attention included.
         let queries = DTensor::randn((2, 8, 5, 4), &mesh, [Shard(0), Shard(1)])?;
         let keys = DTensor::randn((2, 4, 5, 4), &mesh, [Shard(0), Shard(1)])?;
         let causal = AttentionOptions { causal: true, ..AttentionOptions::default() };

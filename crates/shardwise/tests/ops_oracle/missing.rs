@@ -9,7 +9,7 @@ use shardwise::ops::{OpEntry, SampleInput, ops};
 use shardwise::prelude::*;
 use shardwise_test_suites::values;
 
-/// An operator, the placements of its inputs, and those that its outputs could have.
+/// An operator, the placements of its inputs, and the placements that its outputs could have.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Combination {
     op: &'static str,
@@ -48,13 +48,13 @@ const REASONS: &[Reason] = &[
     ),
     (&["neg", "mul_scalar"], EXTREMES, "integers may wrap"),
     (&["pow_scalar"], EXTREMES, "a power rises everywhere only with an odd exponent, and integers may wrap"),
-    (&["ge", "gt", "le", "lt"], EXTREMES, "not-a-number wins as an extreme, and loses every comparison"),
-    (&["softsign"], EXTREMES, "an infinite operand, which stands for none, gives not-a-number"),
+    (&["ge", "gt", "le", "lt"], EXTREMES, "NaN wins as an extreme, and loses every comparison"),
+    (&["softsign"], EXTREMES, "an infinite operand, which stands for none, gives NaN"),
     (&["sign"], EXTREMES, "NaN wins as an extreme, and its sign is 0"),
     (&["kl_div"], EXTREMES, "it rises or falls with its input by the sign of the target, which no rule knows"),
     (&["signbit"], EXTREMES, "which of two zeros is the larger is open"),
     (&["dropout"], EXTREMES, "a product does not know that one factor is never negative"),
-    (&["diagonal"], EXTREMES, "it is made of a sum, through which extremes do not pass"),
+    (&["diagonal"], EXTREMES, "it is computed as a sum, through which extremes do not pass"),
     (&["mean", "div_scalar"], &["P(sum)"], "integers would be rounded before they are reduced"),
     (&["floor", "ceil", "round", "trunc", "frac"], &[], "nobody rounds integers"),
     (&["isnan", "isinf", "isfinite", "nan_to_num"], &[], "by chance: all samples are finite"),
@@ -107,7 +107,7 @@ fn enlarged(samples: &[SampleInput]) -> Option<Vec<SampleInput>> {
     some.then(|| samples.iter().map(larger).collect())
 }
 
-/// The placements to try for an input: only even cuts, of more than one element.
+/// The placements to try for an input: only even shards, of more than one element.
 fn placements(sample: &SampleInput) -> Vec<Placement> {
     let cuts = (0..sample.shape.len()).filter(|&d| sample.shape[d] > 1).map(|d| Shard(d as isize));
     let mut all: Vec<Placement> = std::iter::once(Replicate).chain(cuts).collect();
@@ -123,8 +123,8 @@ fn reductions(dtype: DType) -> impl Iterator<Item = Placement> {
     all.into_iter().filter(move |op| op.supports(dtype)).map(Partial)
 }
 
-/// Sets of values: what holds for all of them is no chance. Large and small ones, with and without fractions, some with
-/// many zeros.
+/// Sets of values, so that a coincidence in one is not taken for a rule. Large and small ones, with and without
+/// fractions, some with many zeros.
 const SETS: usize = 64;
 
 /// The inputs of a call with one of the sets of values.
@@ -148,14 +148,14 @@ fn inputs(mesh: &DeviceMesh, samples: &[SampleInput], chosen: &[Placement], set:
     Ok(all)
 }
 
-/// All combinations on two ranks that communicate though they need not.
+/// All combinations on two ranks that communicate although they need not.
 pub(crate) fn combinations(world: &World) -> Result<Vec<Combination>> {
     let mesh = world.mesh([("a", 2)])?;
     let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
     let mut found = Vec::new();
     for op in ops() {
         for samples in (op.samples)().iter().filter_map(|s| enlarged(s)) {
-            // what larger sizes do not suit is of no interest here
+            // skips operators that reject larger sizes
             let Ok(first) = unsharded(op, &alone, &samples, 0) else { continue };
             let mut all: Vec<Vec<Placement>> = vec![Vec::new()];
             for sample in &samples {
@@ -241,7 +241,7 @@ fn local_placements(
         }
         if agreed(world, &[local.dims() == dims])?[0] {
             for placement in reductions(local.dtype()) {
-                let Partial(op) = placement else { unreachable!("reductions are pending") };
+                let Partial(op) = placement else { unreachable!("only partial placements are left") };
                 let reduced = world.all_reduce(local, op)?;
                 options.push((placement, values::close(&reduced, expected, 1.0)));
             }

@@ -114,7 +114,7 @@ fn results_do_not_depend_on_the_layout_on_one_to_four_ranks() {
                     assert_same_state(&state, &expected, tolerance(&algorithm, dtype));
                     let before: Vec<Layout> = params(&mesh, &layouts, dtype)?.iter().map(Param::layout).collect();
                     let after: Vec<Layout> = sharded.iter().map(Param::layout).collect();
-                    assert_eq!(after, before.iter().map(Layout::settled).collect::<Vec<_>>());
+                    assert_eq!(after, before.iter().map(Layout::reduced).collect::<Vec<_>>());
                 }
             }
             Ok(())
@@ -231,7 +231,7 @@ fn muon_gathers_the_matrix_once_and_adafactor_exchanges_statistics() {
             let mesh = world.mesh([("a", k)])?;
             let (muon, adafactor) = (Algorithm::from(Muon::default()), Algorithm::from(Adafactor::default()));
             let call = |name: &str, bytes: usize| (name.to_string(), bytes);
-            // an all-reduce of sums, which travel in f64
+            // an all-reduce of sums, which are communicated in f64
             let sums = |count: usize| call("all_reduce", 2 * 8 * count * (k - 1) / k);
             for dim in [0, 1] {
                 let gathered = call("all_gather", n * m * 4 / k * (k - 1));
@@ -313,7 +313,7 @@ fn a_state_saved_by_two_ranks_resumes_on_three_in_another_layout() {
                     let placed = param.layout().placements().to_vec();
                     param.set(&DTensor::distribute_tensor(value, &mesh, placed, None)?)?;
                 }
-                // what is loaded counts, not what the optimizer is made with
+                // loaded settings replace the ones that the optimizer was created with
                 let mut optimizer = ShardedOptimizer::new(named(&params), group.clone().with_lr(7.0))?;
                 match way {
                     "memory" => optimizer.load_full_state(&half)?,

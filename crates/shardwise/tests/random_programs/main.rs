@@ -5,8 +5,9 @@
 //!
 //! Gradients are taken through a second set of programs, and compared too.
 //!
-//! `SHARDWISE_PROGRAM_CASES` sets the number of programs (default 6000; 10000 is the full count), `SHARDWISE_GRADIENT_CASES`
-//! that of programs with gradients (default 2000, the full count), `SHARDWISE_SEED` the first seed.
+//! `SHARDWISE_PROGRAM_CASES` sets the number of programs (default 6000; 10000 is the full count),
+//! `SHARDWISE_GRADIENT_CASES` that of programs with gradients (default 2000, the full count), `SHARDWISE_SEED` the
+//! first seed.
 
 mod program;
 mod products;
@@ -26,10 +27,10 @@ use shardwise::prelude::*;
 
 const MESHES: [&[usize]; 9] = [&[2], &[3], &[4], &[2, 2], &[2, 3], &[3, 2], &[2, 2, 2], &[1, 3], &[6]];
 
-/// A world is made once for so many programs.
+/// Programs per world: creating one takes longer than running a program.
 const BATCH: u64 = 25;
 
-/// Far longer than a program takes: only a hang gets there.
+/// Far longer than a program takes: only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 #[test]
@@ -49,7 +50,7 @@ fn random_programs_give_the_unsharded_values() {
 fn run_batch(seeds: std::ops::Range<u64>, batch: u64) -> usize {
     let axes = MESHES[(batch % MESHES.len() as u64) as usize];
     let size: usize = axes.iter().product();
-    // now and then a rank stands beside the mesh
+    // now and then a rank is outside the mesh
     let ranks = size + usize::from(batch % 4 == 3);
     let world = ThreadWorld::new(ranks).unwrap().deadline(DEADLINE).kernel_threads(1);
     let done = world.run(move |world| {
@@ -102,7 +103,7 @@ fn random_programs_give_the_unsharded_gradients() {
 
 /// How far two gradients differ, in units of the larger one's largest element (or 1).
 fn difference(a: &Tensor, b: &Tensor) -> f64 {
-    // A rank beside the mesh has nothing to compare.
+    // A rank outside the mesh has nothing to compare.
     if a.dims() != b.dims() || a.elem_count() == 0 {
         return 0.0;
     }
@@ -146,7 +147,7 @@ fn run_program(world: &World, axes: &[usize], seed: u64) -> Result<usize> {
     let alone = world.device_mesh(Mesh::from_ranks([("one", 1)], vec![world.rank()])?)?;
     let wanted = rng.random_range(3..=12);
     let mut program = Program::new(rng, mesh, alone);
-    // What goes wrong inside shall come out with the program that did it.
+    // An error or panic is reported with the program that caused it.
     let outcome = catch_unwind(AssertUnwindSafe(|| -> Result<usize> {
         program.leaves()?;
         while program.operators() < wanted {

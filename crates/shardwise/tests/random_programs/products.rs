@@ -9,7 +9,7 @@ use crate::steps::{Step, any, apply, one_of};
 pub(crate) const STEPS: &[Step] =
     &[matmul, matmul, matmul, einsum, einsum, affine, attention, convolution, pooling, dropout, dtype];
 
-/// How a sum of `k` products magnifies errors.
+/// How a sum of `k` products amplifies errors.
 fn product_gain(p: &Program, a: usize, b: usize, k: usize) -> f64 {
     k.max(1) as f64 * p.value(a).span().max(p.value(b).span()).max(1.0)
 }
@@ -170,7 +170,7 @@ fn dropout(p: &mut Program) -> Result<()> {
 
 fn dtype(p: &mut Program) -> Result<()> {
     use candle_core::DType::{BF16, F16, F32, F64, I32, I64, U8};
-    // An inexact number may lie on either side of a whole one.
+    // An inexact number may be on either side of an integer.
     let Some(x) = p.find(any) else { return Ok(()) };
     let choices: &[DType] = match p.value(x).is_exact() {
         true => &[F64, F32, F16, BF16, I64, I32],

@@ -13,10 +13,10 @@ pub(crate) const LARGEST: usize = 240;
 /// Tensors with more dimensions are not used: candle's kernels end at 8, and some operators add a few.
 const MOST_DIMS: usize = 5;
 
-/// Values that are known less well are compared, but not used any more: what follows would say nothing.
+/// Values with a larger tolerance are compared, but not used any more: results computed from them would test nothing.
 const TOO_VAGUE: f64 = 1e-4;
 
-/// Larger values are brought back before they are used.
+/// Larger values are scaled down before they are used.
 const TOO_LARGE: f64 = 1000.0;
 
 /// One value of a program.
@@ -29,7 +29,7 @@ pub(crate) struct Value {
     error: f64,
     /// The largest absolute value.
     peak: f64,
-    /// The largest absolute value that an operand of a pending reduction may have.
+    /// The largest absolute value that a term of a partial tensor may have.
     span: f64,
     usable: bool,
 }
@@ -71,15 +71,15 @@ impl Value {
 /// What a leaf is filled with.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Fill {
-    /// Whole numbers in f64.
+    /// Integers in f64.
     Whole,
     /// Eighths in f64.
     Eighths,
-    /// Whole numbers in f32.
+    /// Integers in f32.
     Single,
-    /// Whole numbers in i64.
+    /// Integers in i64.
     Int,
-    /// Whole numbers from 0 up to below this one, in i64.
+    /// Integers in `0..n`, in i64.
     Below(usize),
 }
 
@@ -102,7 +102,7 @@ impl Program {
         Program { gradients: None, leaves: Vec::new(), rng, mesh, alone, values, text, operators: 0 }
     }
 
-    /// A program through which gradients are taken. Its leaves are generic, so that nothing lies on a kink or in a tie by
+    /// A program through which gradients are taken. Its leaves are generic, so that nothing is on a kink or in a tie by
     /// construction; `moved` moves all of them a little.
     pub(crate) fn with_gradients(rng: StdRng, mesh: DeviceMesh, alone: DeviceMesh, moved: f64) -> Self {
         Program { gradients: Some(moved), ..Self::new(rng, mesh, alone) }
@@ -191,7 +191,7 @@ impl Program {
         }
     }
 
-    /// The leaves that a program begins with.
+    /// The initial leaves of a program.
     pub(crate) fn leaves(&mut self) -> Result<()> {
         for _ in 0..self.rng.random_range(2..=4) {
             let ndim = *[0, 1, 2, 2, 2, 3, 3, 4].choose(&mut self.rng).expect("sizes");
@@ -265,13 +265,13 @@ impl Program {
         if trained {
             self.leaves.push(self.values.len());
         }
-        // The operands of pending reductions have some noise.
+        // The terms of partial tensors have some noise.
         let span = 16.0 + if layout.is_partial() { 9.0 * self.mesh.mesh().size() as f64 } else { 0.0 };
         self.check(sharded, plain, exact, 0.0, span, 0.0)?;
         Ok(self.values.len() - 1)
     }
 
-    /// A random layout; `any_order` allows other orders of cuts than that of the mesh.
+    /// A random layout; with `any_order`, mesh axes may shard a dimension in another order than that of the mesh.
     pub(crate) fn layout(&mut self, shape: &[usize], dtype: DType, any_order: bool) -> Layout {
         let (mesh, rng) = (self.mesh.mesh(), &mut self.rng);
         let mut placements = vec![Replicate; mesh.ndim()];
@@ -301,11 +301,11 @@ impl Program {
             orders[dim].1.shuffle(rng);
         }
         let order: Vec<(usize, &[&str])> = orders.iter().map(|(dim, axes)| (*dim, axes.as_slice())).collect();
-        // Ragged sizes fit the order for which they were made.
+        // Ragged sizes fit the order for which they were drawn.
         Layout::with_shard_order(mesh, shape, placements, &order).unwrap_or(usual)
     }
 
-    /// Runs an operator on both sides, compares all that it gives, and keeps it as new values.
+    /// Runs an operator sharded and unsharded, compares the results, and adds them as new values.
     ///
     /// `keeps` says that integers are not rounded on the way. `gain` bounds how much the operator magnifies an error
     /// of its operands, and its terms: what it adds up is no larger than `gain` times the operands.
@@ -342,7 +342,7 @@ impl Program {
         Ok(made)
     }
 
-    /// Brings large values back to where the next operators are well behaved.
+    /// Scales large values down to where the next operators are well conditioned.
     fn tame(&mut self, value: usize) -> Result<()> {
         if self.values[value].span <= TOO_LARGE || !self.values[value].usable {
             return Ok(());
@@ -383,7 +383,7 @@ impl Program {
         let peak = expected.iter().filter(|x| x.is_finite()).fold(0.0, |peak: f64, x| peak.max(x.abs()));
         let terms = terms.max(peak).max(1.0);
         let span = if sharded.layout().is_partial() { terms } else { peak };
-        // Whole numbers with fewer digits are not rounded, nor are halves of them.
+        // Integers with fewer digits are not rounded, nor are halves of them.
         let exact = (exact && terms * precision <= 0.5) || !plain.dtype().is_float();
         // An operator rounds a few times: each of its terms, and partial sums of them.
         let error = if exact { 0.0 } else { error + 8.0 * precision * terms };
@@ -411,7 +411,7 @@ impl Program {
     }
 }
 
-/// The distance of numbers around 1 in a type.
+/// The machine epsilon of a type.
 fn precision(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => f64::EPSILON,

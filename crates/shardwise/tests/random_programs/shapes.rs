@@ -1,4 +1,5 @@
-//! Steps of random programs that move elements: redistribution, views, slices, concatenation, lookups, scatters and sorting.
+//! Steps of random programs that move elements: redistribution, views, slices, concatenation, lookups, scatters and
+//! sorting.
 
 use rand::seq::SliceRandom;
 use shardwise::ops::EmbeddingBagMode;
@@ -43,7 +44,7 @@ fn redistribute(p: &mut Program) -> Result<()> {
     let (shape, dtype) = (p.value(x).shape().to_vec(), p.value(x).dtype());
     let layout = p.layout(&shape, dtype, true);
     apply!(p, format!("to_layout {layout}"), [x], true, 1.0, |x| {
-        // the unsharded side has nowhere to go
+        // the unsharded side has only one layout
         if x[0].layout().mesh() == layout.mesh() { x[0].to_layout(&layout) } else { Ok(x[0].clone()) }
     })
 }
@@ -52,7 +53,7 @@ fn signed(shape: &[usize]) -> Vec<isize> {
     shape.iter().map(|&n| n as isize).collect()
 }
 
-/// A shape with so many elements.
+/// A shape with `count` elements.
 fn factors(p: &mut Program, mut count: usize) -> Vec<usize> {
     let mut shape = Vec::new();
     while count > 1 && shape.len() < 4 {
@@ -311,7 +312,7 @@ fn bucketize(p: &mut Program) -> Result<()> {
     let length = 1 + p.below(5);
     let edges = p.leaf(&[length], Fill::Eighths)?;
     apply!(p, "bucketize, boundaries sorted", [x, edges], true, 1.0, |x| {
-        // no boundary is a whole number, so that none is hit
+        // no boundary is an integer, so that no element equals one
         x[0].bucketize(&x[1].floor()?.add_scalar(0.5)?.sort(0, false)?.0)
     })
 }
@@ -324,7 +325,7 @@ fn scatter_add(p: &mut Program) -> Result<()> {
     let longer: Vec<usize> = shape.iter().map(|&n| if p.chance(0.2) { n + 1 } else { n }).collect();
     let source = p.find_or(|v| v.shape() == longer && v.is_float(), |_| longer.clone())?;
     if !p.value(x).is_float() {
-        return Ok(()); // a fraction would be cut off on the way
+        return Ok(()); // a fraction would be truncated
     }
     let gain = 1.0 + shape[dim] as f64;
     apply!(p, format!("scatter_add {dim}"), [x, index, source], true, gain, |x| {

@@ -1,4 +1,4 @@
-//! What is written comes back, here and in PyTorch; what was made to do harm does none.
+//! DCP checkpoints: round trips here and in PyTorch; damaged and malicious files are refused.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
@@ -18,7 +18,7 @@ use super::*;
 use crate::error::{Error, Result};
 use crate::layout::TensorBox;
 
-/// A directory that is removed at the end.
+/// A directory that is removed on drop.
 struct DcpScratch(PathBuf);
 
 impl DcpScratch {
@@ -36,10 +36,10 @@ impl Drop for DcpScratch {
     }
 }
 
-/// Type, shape, elements, and the boxes in which they are written.
+/// Type, shape, elements, and the boxes that are written as chunks.
 type TestTensor = (ElementType, Vec<usize>, Vec<u8>, Vec<TensorBox>);
 
-/// TestState to be written: whole tensors as bytes, and how they are cut.
+/// State to write: global tensors as bytes, with their chunks.
 #[derive(Default)]
 struct TestState {
     tensors: BTreeMap<String, TestTensor>,
@@ -59,7 +59,7 @@ impl TestState {
         self.values.insert(key, value);
     }
 
-    /// A tensor of random bytes, cut along random planes, some of which leave empty boxes.
+    /// A tensor of random bytes, split at random positions, some of which leave empty boxes.
     fn tensor(&mut self, path: &[Key], element: ElementType, shape: &[usize], rng: &mut StdRng) {
         let key = self.path(path);
         let mut bytes = vec![0u8; shape.iter().product::<usize>() * element.size_in_bytes()];
@@ -71,9 +71,9 @@ impl TestState {
         for (dim, &length) in shape.iter().enumerate() {
             for _ in 0..rng.random_range(0..3) {
                 let at = rng.random_range(0..=length);
-                let cut = |part: TensorBox| -> Vec<TensorBox> {
+                let split = |part: TensorBox| -> Vec<TensorBox> {
                     let (start, size) = (part.offsets[dim], part.sizes[dim]);
-                    // Empty boxes only at the end: elsewhere one would begin where another box does.
+                    // Empty boxes only at the end: in the middle one would have the same offsets as the next box.
                     let behind = at == start + size && at != length;
                     if at <= start || at > start + size || behind || part.volume() == 0 {
                         return vec![part];
@@ -83,7 +83,7 @@ impl TestState {
                     (high.offsets[dim], high.sizes[dim]) = (at, start + size - at);
                     vec![low, high]
                 };
-                boxes = boxes.into_iter().flat_map(cut).collect();
+                boxes = boxes.into_iter().flat_map(split).collect();
             }
         }
         boxes.sort_by(|a, b| a.offsets.cmp(&b.offsets));
@@ -91,13 +91,13 @@ impl TestState {
         self.tensors.insert(key, (element, shape.to_vec(), bytes, boxes));
     }
 
-    /// Writes the state to so many files, parts being dealt out in turn.
+    /// Writes the state to `files` files, with the chunks distributed round-robin.
     fn write(&self, directory: &Path, files: usize) -> Result<Vec<ArchiveLocation>> {
         let mut parts: Vec<Vec<(String, TensorBox, BoxContent)>> = (0..files).map(|_| Vec::new()).collect();
         let mut turn = 0;
         for (key, (element, shape, bytes, boxes)) in &self.tensors {
             for part in boxes {
-                let tensor = cut(*element, shape, bytes, part)?;
+                let tensor = slice(*element, shape, bytes, part)?;
                 parts[turn % files].push((key.clone(), part.clone(), BoxContent::Memory { element: *element, tensor }));
                 turn += 1;
             }
@@ -122,8 +122,8 @@ impl TestState {
     }
 }
 
-/// A box of a tensor that is given as bytes, in a tensor of elements of that size.
-fn cut(element: ElementType, shape: &[usize], bytes: &[u8], part: &TensorBox) -> Result<Tensor> {
+/// A box of a tensor that is given as bytes, as a tensor of elements of the same size.
+fn slice(element: ElementType, shape: &[usize], bytes: &[u8], part: &TensorBox) -> Result<Tensor> {
     let dtype = match element.size_in_bytes() {
         1 => DType::U8,
         2 => DType::I16,
@@ -190,14 +190,14 @@ fn check(catalog: &Catalog, state: &TestState) {
 }
 
 #[test]
-fn what_is_written_is_read_back() {
+fn checkpoints_round_trip() {
     let scratch = DcpScratch::new("back");
     for seed in 0..30 {
         let state = sample(seed);
         let places = state.write(&scratch.0, 1 + seed as usize % 4).unwrap();
         let catalog = open(&scratch.0).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
         check(&catalog, &state);
-        // The places that the writer tells are those that the reader finds, checksums included.
+        // The reader finds the locations that the writer returned, checksums included.
         for place in places {
             let Some(mut chunk) = place.chunk else { continue };
             chunk.crc32 = chunk.crc32.filter(|_| chunk.part.volume() > 0);
@@ -207,7 +207,7 @@ fn what_is_written_is_read_back() {
 }
 
 #[test]
-fn pytorch_reads_what_is_written() {
+fn pytorch_reads_our_checkpoints() {
     let scratch = DcpScratch::new("python");
     let python = std::env::var("SHARDWISE_PYTHON").unwrap_or_else(|_| "python3".to_string());
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/scripts/read_dcp.py");
@@ -247,7 +247,7 @@ fn small() -> TestState {
 }
 
 #[test]
-fn cut_and_changed_files_are_found_or_harmless() {
+fn truncated_and_changed_files_are_detected_or_harmless() {
     let scratch = DcpScratch::new("flips");
     let state = small();
     state.write(&scratch.0, 1).unwrap();
@@ -267,7 +267,7 @@ fn cut_and_changed_files_are_found_or_harmless() {
     for file in [METADATA, "__0_0.distcp"] {
         let path = scratch.0.join(file);
         let whole = std::fs::read(&path).unwrap();
-        // In place: files that are made anew each time would take minutes.
+        // Changed in place: rewriting the files each time would take minutes.
         let open_file = std::fs::File::options().write(true).open(&path).unwrap();
         for at in 0..whole.len() {
             for mask in [1, 2, 4, 8, 16, 32, 64, 128, 255] {
@@ -279,15 +279,15 @@ fn cut_and_changed_files_are_found_or_harmless() {
         read().unwrap();
         for length in (0..whole.len()).rev() {
             open_file.set_len(length as u64).unwrap();
-            assert!(read().is_err(), "{file} cut at {length}");
+            assert!(read().is_err(), "{file} truncated to {length}");
         }
         std::fs::write(&path, &whole).unwrap();
     }
 }
 
-/// The same for files that PyTorch wrote. Elements of a storage that several tensors share have no checksum of their own.
+/// The same for files that PyTorch wrote. Tensors that share a storage have no checksum each.
 #[test]
-fn damaged_files_of_pytorch_do_no_harm() {
+fn damaged_pytorch_files_are_detected_or_harmless() {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/data/dcp");
     for (case, file) in [("nested", METADATA), ("torch_save", "model.pt")] {
         let scratch = DcpScratch::new(case);
@@ -322,13 +322,13 @@ fn damaged_files_of_pytorch_do_no_harm() {
         }
         for length in (0..bytes.len()).rev() {
             open_file.set_len(length as u64).unwrap();
-            assert!(open(root).is_err(), "{case} cut at {length}");
+            assert!(open(root).is_err(), "{case} truncated to {length}");
         }
     }
 }
 
 #[test]
-fn nothing_of_a_hostile_checkpoint_is_executed_or_read_from_elsewhere() {
+fn hostile_checkpoints_execute_nothing_and_read_no_other_files() {
     let scratch = DcpScratch::new("hostile");
     let state = small();
     let refused = |text: &str| {
@@ -336,7 +336,7 @@ fn nothing_of_a_hostile_checkpoint_is_executed_or_read_from_elsewhere() {
         assert!(error.contains(text), "{error}");
     };
     let places = state.write(&scratch.0, 1).unwrap();
-    // Names of files that lead elsewhere.
+    // File names that lead out of the directory.
     for file in ["../w", "/etc/passwd", "a/../../b", "", "a\\..\\b"] {
         let mut moved = places.clone();
         moved.iter_mut().for_each(|place| place.file = file.to_string());
@@ -344,7 +344,7 @@ fn nothing_of_a_hostile_checkpoint_is_executed_or_read_from_elsewhere() {
             .unwrap();
         refused("may be malicious");
     }
-    // Places beyond the file.
+    // Locations beyond the end of the file.
     for (offset, length) in [(0, 1 << 60), (1 << 60, 100), (i64::MAX as u64, i64::MAX as u64), (0, 10)] {
         let mut moved = places.clone();
         moved.iter_mut().for_each(|place| (place.offset, place.length) = (offset, length));
@@ -352,18 +352,18 @@ fn nothing_of_a_hostile_checkpoint_is_executed_or_read_from_elsewhere() {
             .unwrap();
         refused("zip archive");
     }
-    // A tensor that is larger than what is stored.
+    // A tensor larger than its chunks.
     let shapes = BTreeMap::from([("w".to_string(), (ElementType::I16, vec![1 << 61, 3]))]);
     std::fs::write(scratch.0.join(METADATA), metadata_bytes(&shapes, &places, &state.paths).unwrap()).unwrap();
     refused("memory can address");
-    // Of another type.
+    // A chunk of another type.
     let shapes = BTreeMap::from([("w".to_string(), (ElementType::U16, vec![2, 3]))]);
     std::fs::write(scratch.0.join(METADATA), metadata_bytes(&shapes, &places, &state.paths).unwrap()).unwrap();
     refused("as .metadata says");
     // A pickle that would run a command, in place of the metadata.
     std::fs::write(scratch.0.join(METADATA), b"\x80\x02cposix\nsystem\nX\x04\0\0\0true\x85R.").unwrap();
     refused("posix.system");
-    // And in a chunk and a value, under a checksum that fits.
+    // The same in a chunk and in a value, with a matching checksum.
     state.write(&scratch.0, 1).unwrap();
     let whole = std::fs::read(scratch.0.join("__0_0.distcp")).unwrap();
     for place in &places {
@@ -377,7 +377,7 @@ fn nothing_of_a_hostile_checkpoint_is_executed_or_read_from_elsewhere() {
         std::fs::write(scratch.0.join("__0_0.distcp"), bytes).unwrap();
         refused("os.system");
     }
-    // And in a file of torch.save.
+    // The same in a torch.save file.
     let file = scratch.0.join("model.pt");
     std::fs::write(&file, hostile_archive(u64::MAX)).unwrap();
     let error: Error = open(&file).unwrap_err();

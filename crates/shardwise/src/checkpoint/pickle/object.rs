@@ -18,7 +18,7 @@ pub(in crate::checkpoint) enum Object {
     Float(f64),
     /// A string.
     Text(Box<str>),
-    /// Bytes.
+    /// A `bytes` object.
     Bytes(Box<[u8]>),
     /// A list.
     List(Vec<ObjectId>),

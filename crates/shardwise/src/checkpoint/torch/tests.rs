@@ -1,4 +1,4 @@
-//! Files put together by hand, as `torch.save` would have them and as it would not.
+//! Handwritten `torch.save` files, valid and invalid.
 
 use super::super::catalog::Catalog;
 use super::super::open::open;
@@ -7,7 +7,7 @@ use super::super::value::{Key, Value};
 use super::super::zip::ZipWriter;
 use super::*;
 
-/// A file of `torch.save` around a pickle, with a storage of six numbers of 16 bits.
+/// Opens a `torch.save` file with this pickle and a storage of six 16-bit elements.
 fn opened(name: &str, byteorder: &[u8], fill: impl Fn(&mut PickleWriter)) -> Result<Catalog> {
     let mut pickle = PickleWriter::new();
     fill(&mut pickle);
@@ -26,7 +26,7 @@ fn opened(name: &str, byteorder: &[u8], fill: impl Fn(&mut PickleWriter)) -> Res
         }
         Ok(catalog)
     });
-    // What a test reads later it reads before the file is gone.
+    // The catalog keeps the file open, so tests can read it after this.
     let _ = std::fs::remove_file(&path);
     catalog
 }
@@ -64,7 +64,7 @@ fn dict(pickle: &mut PickleWriter, entries: &[(&str, Fill<'_>)]) {
 }
 
 #[test]
-fn nested_state_is_flattened_and_tensors_stay_where_they_are() {
+fn nested_state_is_flattened_and_tensors_are_located() {
     let catalog = opened("nested", b"little", |pickle| {
         dict(
             pickle,
@@ -108,7 +108,7 @@ fn nested_state_is_flattened_and_tensors_stay_where_they_are() {
 }
 
 #[test]
-fn tensors_outside_their_storage_and_other_lies_are_refused() {
+fn tensors_outside_their_storage_are_refused() {
     let refused = |needed: &str, byteorder: &[u8], fill: Fill<'_>| {
         let error = opened("refused", byteorder, fill).unwrap_err().to_string();
         assert!(error.contains(needed), "{error}");
@@ -132,9 +132,9 @@ fn tensors_outside_their_storage_and_other_lies_are_refused() {
     refused("an object", b"little", &|p| dict(p, &[("p", &|p| p.object("pathlib", "PosixPath"))]));
 }
 
-/// One long text, and one list, used by many entries: what is made of a pickle stays in proportion to its length.
+/// A long string and a list that many entries share: what is read stays in proportion to the length of the pickle.
 #[test]
-fn entries_that_share_what_they_hold_do_not_multiply_it() {
+fn shared_objects_are_not_expanded_without_bound() {
     for shared_key in [true, false] {
         let mut pickle = b"\x80\x02}(X\x01\0\0\0k".to_vec();
         pickle.push(b'X');

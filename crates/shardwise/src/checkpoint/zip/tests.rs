@@ -1,4 +1,4 @@
-//! Archives written and read, and archives that lie.
+//! Round trips of archives; damaged and malicious archives.
 
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use super::records::{CENTRAL, END_64, END_LENGTH};
 use super::*;
 use crate::error::Result;
 
-/// A directory that is removed at the end.
+/// A directory that is removed on drop.
 struct ZipScratch(PathBuf);
 
 impl ZipScratch {
@@ -48,7 +48,7 @@ fn read_all(files: &Files, start: u64, length: u64) -> Result<Vec<(String, Vec<u
 }
 
 #[test]
-fn entries_come_back_wherever_the_archive_lies() {
+fn entries_round_trip_at_any_offset_of_the_archive() {
     let scratch = ZipScratch::new("back");
     let sample = sample();
     for (before, comment) in [(0, 0), (13, 0), (5000, 0), (7, 40), (0, 65535)] {
@@ -68,9 +68,9 @@ fn entries_come_back_wherever_the_archive_lies() {
     }
 }
 
-/// More than 4 GiB, on a sink that keeps only what is not data.
+/// More than 4 GiB, written to a sparse file.
 #[test]
-fn large_entries_get_numbers_of_64_bits() {
+fn large_entries_use_zip64() {
     struct Sparse(std::fs::File);
     impl std::io::Write for Sparse {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
@@ -105,7 +105,7 @@ fn large_entries_get_numbers_of_64_bits() {
 
 #[test]
 fn compressed_entries_and_sizes_beyond_the_file_are_refused() {
-    let scratch = ZipScratch::new("lies");
+    let scratch = ZipScratch::new("false-sizes");
     let sample = sample();
     let central = sample.windows(4).position(|w| w == CENTRAL.to_le_bytes()).unwrap();
     let changed = |at: usize, with: &[u8]| {
@@ -118,7 +118,7 @@ fn compressed_entries_and_sizes_beyond_the_file_are_refused() {
     assert!(changed(20, &[0xfe; 8]).contains("inside the archive"));
     assert!(changed(20, &[0xff; 8]).contains("without a size"));
     assert!(changed(42, &[0xf0; 4]).contains("inside the archive"));
-    // The end's 64-bit part, with a directory of 2^60 bytes.
+    // A Zip64 end record with a directory of 2^60 bytes.
     let record = sample.windows(4).position(|w| w == END_64.to_le_bytes()).unwrap();
     let mut bytes = sample.clone();
     bytes[record + 40..record + 48].copy_from_slice(&(1u64 << 60).to_le_bytes());
@@ -131,7 +131,7 @@ fn compressed_entries_and_sizes_beyond_the_file_are_refused() {
 }
 
 #[test]
-fn cut_and_changed_archives_are_found_or_harmless() {
+fn truncated_and_changed_archives_are_detected_or_harmless() {
     let scratch = ZipScratch::new("flips");
     let sample = sample();
     let whole = read_all(&scratch.files(&sample), 0, sample.len() as u64).unwrap();
@@ -143,7 +143,7 @@ fn cut_and_changed_archives_are_found_or_harmless() {
     for at in 0..sample.len() {
         for mask in [1, 2, 4, 8, 16, 32, 64, 128, 255] {
             file.write_all_at(&[sample[at] ^ mask], at as u64).unwrap();
-            // A checksum of 0 stands for none, and names may change; what is under a name may not.
+            // A checksum of 0 means none, and names may change; the content under a name may not.
             for (name, content) in read_all(&files, 0, sample.len() as u64).unwrap_or_default() {
                 let same = whole.iter().find(|(known, _)| *known == name);
                 assert!(same.is_none_or(|(_, known)| *known == content), "byte {at}, {name}");

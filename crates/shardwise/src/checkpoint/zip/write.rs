@@ -15,7 +15,7 @@ const MAX_32: u64 = u32::MAX as u64;
 /// An archive under construction.
 pub(in crate::checkpoint) struct ZipWriter<'a, W: Write> {
     out: &'a mut W,
-    /// Bytes written so far.
+    /// Number of bytes written so far: the offset of the next record.
     position: u64,
     entries: Vec<WrittenEntry>,
 }

@@ -1,28 +1,29 @@
-//! What the ranks do once they have met: every rank reads the others' tensors where they lie.
+//! The work of a collective after the rendezvous: every rank reads the other ranks' tensors in place.
 //!
-//! Small results every rank computes for itself. Large ones the ranks make together: each fills its part of one output,
-//! and after a second phase all hold that same output.
+//! Every rank computes a small result for itself. For a large one, each rank fills its part of one output, and after a
+//! second phase all ranks hold that same output.
 
 use std::sync::Arc;
 
 use candle_core::{Storage, Tensor, WithDType};
 
-use super::meeting::Posted;
+use super::meeting::PostedEntry;
 use crate::comm::Call;
-use crate::comm::check::Entry;
+use crate::comm::check::CallEntry;
 use crate::error::Result;
 use crate::layout::{TensorMeta, chunk};
 use crate::placement::ReduceOp;
-use shardwise_kernels::{Assembly, Reducible, concat, dense, immutable, own_copy, reduce_block, with_type};
+use shardwise_kernels::{Assembly, Reducible, concat, contiguous, immutable, own_copy, reduce_operands, with_type};
 
-/// Parts of a shared reduction begin at multiples of this many elements, so that no cache line has two writers.
+/// Parts of a shared reduction begin at multiples of this many elements, so that no cache line has two writers, and
+/// vectorized loops have few remainders.
 const GRAIN: usize = 1024;
 
-/// Shorter runs than this are first made contiguous: reducing them one by one would be mostly overhead.
+/// Runs of fewer elements are first copied into one contiguous tensor: the overhead per run would exceed the reduction.
 const MIN_RUN: usize = 256;
 
-/// Makes an entry ready to be read by others, and on the first rank the output that all will fill, if there is one.
-pub(super) fn prepare(entry: &mut Entry, me: usize, size: usize) -> Option<Assembly> {
+/// Prepares an entry for reads by other ranks; on the first rank, allocates the output that all ranks fill, if any.
+pub(super) fn prepare(entry: &mut CallEntry, me: usize, size: usize) -> Option<Assembly> {
     if entry.refused.is_some() {
         return None;
     }
@@ -32,19 +33,19 @@ pub(super) fn prepare(entry: &mut Entry, me: usize, size: usize) -> Option<Assem
     })
 }
 
-/// Operands of reductions are read as dense ranges, and nobody is handed a view without elements.
-fn prepare_inputs(entry: &mut Entry) -> Result<()> {
+/// Makes operands of reductions contiguous, since they are read as slices, and replaces empty views by empty tensors.
+fn prepare_inputs(entry: &mut CallEntry) -> Result<()> {
     let reduces = matches!(entry.call, Call::AllReduce { .. } | Call::Reduce { .. } | Call::ReduceScatter { .. });
     for input in &mut entry.inputs {
         *input = immutable(input)?;
         if reduces || input.elem_count() == 0 {
-            *input = dense(input)?;
+            *input = contiguous(input)?;
         }
     }
     Ok(())
 }
 
-fn prepare_output(entry: &Entry, me: usize, size: usize) -> Result<Option<Assembly>> {
+fn prepare_output(entry: &CallEntry, me: usize, size: usize) -> Result<Option<Assembly>> {
     let (mut shape, dtype) = match entry.inputs.first() {
         Some(input) if me == 0 && size > 1 => (input.dims().to_vec(), input.dtype()),
         _ => return Ok(None),
@@ -55,11 +56,11 @@ fn prepare_output(entry: &Entry, me: usize, size: usize) -> Result<Option<Assemb
         _ => return Ok(None),
     }
     let output = TensorMeta { shape, dtype };
-    Ok((output.bytes() >= Call::SHARE_FROM).then(|| Assembly::new(output)).transpose()?)
+    Ok((output.bytes() >= Call::SHARED_OUTPUT_MIN_BYTES).then(|| Assembly::new(output)).transpose()?)
 }
 
-/// Carries out the call on which all ranks agree. `pass` brings this rank to the next phase together with the others.
-pub(super) fn carry_out(all: &[Arc<Posted>], me: usize, pass: impl FnOnce() -> Result<()>) -> Result<Vec<Tensor>> {
+/// Executes a call on which all ranks agree. `pass` waits for all ranks to reach the second phase.
+pub(super) fn execute(all: &[Arc<PostedEntry>], me: usize, pass: impl FnOnce() -> Result<()>) -> Result<Vec<Tensor>> {
     let shared = all[0].output.as_ref();
     let input = |rank: usize| &all[rank].entry.inputs[0];
     let inputs = || (0..all.len()).map(input).collect::<Vec<_>>();
@@ -76,9 +77,9 @@ pub(super) fn carry_out(all: &[Arc<Posted>], me: usize, pass: impl FnOnce() -> R
             None => only(Ok(concat(&(0..all.len()).map(|r| input(r).clone()).collect::<Vec<_>>(), *dim)?)),
         },
         Call::Reduce { .. } => Ok(Vec::new()),
-        call if call.ends_with_reads(&all[me].entry.inputs) => {
+        call if call.has_second_phase(&all[me].entry.inputs) => {
             let read = read_others(call, all, me);
-            // Whatever this rank got, the others wait for it here.
+            // Even after an error: the other ranks wait for this one here.
             pass()?;
             read
         }
@@ -86,8 +87,8 @@ pub(super) fn carry_out(all: &[Arc<Posted>], me: usize, pass: impl FnOnce() -> R
     }
 }
 
-/// What this rank gets by reading the others' tensors, or by sharing them.
-fn read_others(call: &Call, all: &[Arc<Posted>], me: usize) -> Result<Vec<Tensor>> {
+/// The results that a rank computes from the other ranks' tensors, or shares with them.
+fn read_others(call: &Call, all: &[Arc<PostedEntry>], me: usize) -> Result<Vec<Tensor>> {
     let input = |rank: usize| &all[rank].entry.inputs[0];
     let inputs = || (0..all.len()).map(input).collect::<Vec<_>>();
     let only = |tensor: Result<Tensor>| tensor.map(|t| vec![t]);
@@ -101,7 +102,7 @@ fn read_others(call: &Call, all: &[Arc<Posted>], me: usize) -> Result<Vec<Tensor
         }
         Call::Scatter { dim, sizes, root, .. } => {
             let piece = input(*root).narrow(*dim, sizes[..me].iter().sum(), sizes[me])?;
-            // Memory of its own: the root may overwrite the whole, and a piece does not keep it alive.
+            // Copied: the root may overwrite its tensor, and a view would keep all of it alive.
             only(Ok(own_copy(&piece)?))
         }
         Call::Broadcast { root, .. } => Ok(vec![input(*root).clone()]),
@@ -118,7 +119,7 @@ fn read_others(call: &Call, all: &[Arc<Posted>], me: usize) -> Result<Vec<Tensor
     }
 }
 
-/// The part of `inputs` that is this rank's goes into `output`, at `start` along `dim`.
+/// Copies this rank's input into the shared output, at `start` along `dim`.
 fn gather_into(
     output: &Assembly,
     input: &Tensor,
@@ -128,15 +129,15 @@ fn gather_into(
 ) -> Result<Tensor> {
     let mut offsets = vec![0; input.rank()];
     offsets[dim] = start;
-    // SAFETY: all ranks agree on shapes and sizes, so the parts lie side by side and fill the output; each rank writes
-    // its own. Nobody finishes before all have passed.
+    // SAFETY: all ranks agree on shapes and sizes, so their parts are disjoint and cover the output; each rank writes its
+    // own part. No rank calls finish before all have passed.
     unsafe { output.paste(input, &offsets) };
     pass()?;
     // SAFETY: every rank has written its part before the phase that just ended.
     Ok(unsafe { output.finish() })
 }
 
-/// The reduction of tensors of one shape, all of it or this rank's share in a common output.
+/// Reduces tensors of one shape: all elements, or this rank's share of them into the shared output.
 fn all_reduce(
     inputs: &[&Tensor],
     op: ReduceOp,
@@ -153,14 +154,14 @@ fn all_reduce(
     };
     let grains = chunk(count.div_ceil(GRAIN), inputs.len(), me);
     let (from, to) = (count.min(grains.start * GRAIN), count.min(grains.end * GRAIN));
-    // SAFETY: the ranges of the ranks are disjoint and cover the output; nobody finishes before all have passed.
+    // SAFETY: the ranges of the ranks are disjoint and cover the output; no rank calls finish before all have passed.
     unsafe { reduce_runs(inputs, op, output, &[(from, from)], to - from) };
     pass()?;
     // SAFETY: every rank has written its range before the phase that just ended.
     Ok(unsafe { output.finish() })
 }
 
-/// The reduction of indices `start..start + size` along `dim`.
+/// Reduces the indices `start..start + size` along `dim`.
 fn reduce_piece(inputs: &[&Tensor], op: ReduceOp, dim: usize, start: usize, size: usize) -> Result<Tensor> {
     let shape = inputs[0].dims();
     let (extent, inner) = match shape {
@@ -173,7 +174,7 @@ fn reduce_piece(inputs: &[&Tensor], op: ReduceOp, dim: usize, start: usize, size
         *n = size;
     }
     if outer > 1 && size < extent && size * inner < MIN_RUN {
-        let narrow = |t: &&Tensor| Ok(dense(&t.narrow(dim, start, size)?)?);
+        let narrow = |t: &&Tensor| Ok(contiguous(&t.narrow(dim, start, size)?)?);
         let narrowed = inputs.iter().map(narrow).collect::<Result<Vec<_>>>()?;
         return reduce_piece(&narrowed.iter().collect::<Vec<_>>(), op, dim, 0, size);
     }
@@ -190,7 +191,7 @@ fn reduce_piece(inputs: &[&Tensor], op: ReduceOp, dim: usize, start: usize, size
 /// Reduces runs of `len` elements, given as (position in the inputs, position in the output).
 ///
 /// # Safety
-/// The inputs are contiguous, of one type and shape; the runs are inside inputs and output; nobody else writes there.
+/// The inputs are contiguous, of one type and shape; the runs are inside inputs and output; no other thread writes there.
 unsafe fn reduce_runs(inputs: &[&Tensor], op: ReduceOp, output: &Assembly, runs: &[(usize, usize)], len: usize) {
     fn typed<T: WithDType + Reducible>(
         inputs: &[&Tensor],
@@ -213,7 +214,7 @@ unsafe fn reduce_runs(inputs: &[&Tensor], op: ReduceOp, output: &Assembly, runs:
             srcs.clear();
             srcs.extend(whole.iter().map(|s| &s[from..from + len]));
             // SAFETY: the promise of the outer function.
-            unsafe { reduce_block(op, &srcs, output.range::<T>(to)) };
+            unsafe { reduce_operands(op, &srcs, output.range::<T>(to)) };
         }
     }
     with_type!(inputs[0].dtype(), T => typed::<T>(inputs, op, output, runs, len), otherwise unreachable!("checked on entry"));

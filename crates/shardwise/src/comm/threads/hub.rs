@@ -1,4 +1,5 @@
-//! What the ranks of one world share: who failed, who left, who waits for whom. No call waits without passing here.
+//! The state that the ranks of one world share: which ranks failed, left, or wait for which. Every wait of this engine is
+//! in [`Hub::wait_until`], which is what makes deadlocks and failures visible.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,66 +9,68 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::mailbox::{Envelope, Mailbox};
-use super::meeting::{Meeting, Waiting};
-use crate::comm::host::{launch_is_over, second_thread, this_thread};
+use super::meeting::{Meeting, PhaseWaiter};
+use crate::comm::host::{launch_ended_error, thread_number, wrong_thread_error};
 use crate::error::{Error, RankCall, Result};
 
+/// The shared state of one world.
 pub(super) struct Hub {
     pub(super) deadline: Duration,
-    /// Meetings by the ranks that take part. They live as long as the world.
+    /// Meetings by their ranks. They live as long as the world.
     meetings: Mutex<HashMap<Vec<usize>, Arc<Meeting>>>,
     pub(super) mailbox: Mailbox,
-    /// Whether every rank has a core to itself, so that spinning harms nobody.
-    roomy: bool,
+    /// Whether there are at least as many cores as ranks, so that a spinning rank takes no core from another.
+    core_per_rank: bool,
     ranks: Vec<RankState>,
     /// Set together with `failure`; read without a lock while spinning.
     failed: AtomicBool,
-    failure: Mutex<Option<(Failure, Instant)>>,
-    /// What every sleeping rank waits for. Locked while looking for a circle, so that no rank can move meanwhile.
+    failure: Mutex<Option<(WorldFailure, Instant)>>,
+    /// What each sleeping rank waits for. Locked during the search for a cycle, so that the waits do not change meanwhile.
     waits: Mutex<Vec<Option<Wait>>>,
 }
 
 struct RankState {
+    /// Whether the rank has returned from its program.
     left: AtomicBool,
-    /// The thread that runs the program of this rank, and so makes its collectives; 0 before it runs.
+    /// The thread that runs the rank's program, and the only one that may make collectives; 0 before it runs.
     program: AtomicUsize,
     sleepers: AtomicUsize,
     lock: Mutex<()>,
     wake: Condvar,
 }
 
-/// Why the world cannot go on.
-enum Failure {
-    /// A rank failed by itself.
+/// Why all further calls of the world fail.
+enum WorldFailure {
+    /// A rank failed by itself; other ranks get [`Error::PeerFailed`] with their own calls.
     Rank { rank: usize, reason: Arc<str> },
-    /// Something that every rank is to hear in the same words.
-    Shared(Error),
+    /// An error that every rank gets unchanged, such as a deadlock.
+    SameForAll(Error),
 }
 
 /// What a sleeping rank waits for.
 #[derive(Clone)]
 pub(super) struct Wait {
     pub(super) call: Box<RankCall>,
-    pub(super) reason: Reason,
+    pub(super) reason: WaitReason,
 }
 
 #[derive(Clone)]
-pub(super) enum Reason {
-    /// For the others to come to a meeting.
+pub(super) enum WaitReason {
+    /// For all ranks of a meeting to reach a phase.
     Meeting { meeting: Arc<Meeting>, phase: u64 },
     /// For a message.
     Message(Envelope),
 }
 
-/// How long a rank looks before it sleeps, if it has a core to itself: longer than waking up takes (some 60 us here), or
-/// else ranks that have slept once keep each other late; shorter than anyone would notice on a power bill.
+/// How long a rank spins before it sleeps, if it has a core to itself. Longer than a wake-up takes (about 60 us where this
+/// was measured): otherwise ranks that have slept once keep making each other late. Short enough to waste little power.
 const SPIN: Duration = Duration::from_micros(200);
 
-/// How often a rank lets others run before it sleeps, if it shares its core.
+/// How often a rank yields its core before it sleeps, if ranks share cores.
 const YIELDS: usize = 8;
 
 impl Hub {
-    pub(super) fn new(size: usize, deadline: Duration, roomy: bool) -> Self {
+    pub(super) fn new(size: usize, deadline: Duration, core_per_rank: bool) -> Self {
         let rank = || RankState {
             left: AtomicBool::new(false),
             program: AtomicUsize::new(0),
@@ -79,7 +82,7 @@ impl Hub {
             deadline,
             meetings: Mutex::default(),
             mailbox: Mailbox::default(),
-            roomy,
+            core_per_rank,
             ranks: (0..size).map(|_| rank()).collect(),
             failed: AtomicBool::new(false),
             failure: Mutex::new(None),
@@ -91,7 +94,7 @@ impl Hub {
         self.ranks.len()
     }
 
-    /// The meeting of some ranks: one and the same for everybody who names the same ranks in the same order.
+    /// The meeting of some ranks: the same one for all ranks that pass the same list.
     pub(super) fn meeting(&self, ranks: &[usize]) -> Arc<Meeting> {
         let mut meetings = self.meetings.lock();
         if let Some(meeting) = meetings.get(ranks) {
@@ -102,46 +105,46 @@ impl Hub {
         meeting
     }
 
-    /// A rank failed: every pending and later call of the others ends in an error that names it.
+    /// Records that a rank failed: every pending and later call of the other ranks is an error that names it.
     pub(super) fn fail(&self, rank: usize, reason: String) {
-        self.record(Failure::Rank { rank, reason: reason.into() });
+        self.record(WorldFailure::Rank { rank, reason: reason.into() });
     }
 
-    /// Every pending and later call ends in this error.
+    /// Makes every pending and later call fail with this error.
     pub(super) fn fail_all(&self, error: Error) {
-        self.record(Failure::Shared(error));
+        self.record(WorldFailure::SameForAll(error));
     }
 
-    /// The first failure counts, later ones are its consequences.
-    fn record(&self, failure: Failure) {
+    /// Keeps the first failure: later ones are its consequences.
+    fn record(&self, failure: WorldFailure) {
         self.failure.lock().get_or_insert((failure, Instant::now()));
         self.failed.store(true, SeqCst);
         self.wake_all();
     }
 
-    /// The calling thread runs the program of a rank.
+    /// Registers the calling thread as the one that runs a rank's program.
     pub(super) fn enter(&self, rank: usize) {
-        self.ranks[rank].program.store(this_thread(), SeqCst);
+        self.ranks[rank].program.store(thread_number(), SeqCst);
     }
 
-    /// An error unless the calling thread runs the program of a rank: which of two threads' collectives come first would
-    /// be chance, on every rank by itself.
+    /// An error unless the calling thread runs the rank's program: the order of two threads' collectives would differ
+    /// between ranks.
     pub(super) fn check_thread(&self, rank: usize) -> Result<()> {
-        if self.ranks[rank].program.load(SeqCst) == this_thread() {
+        if self.ranks[rank].program.load(SeqCst) == thread_number() {
             return Ok(());
         }
-        Err(second_thread(rank))
+        Err(wrong_thread_error(rank))
     }
 
-    /// An error once a rank has returned from its program: what it left behind cannot communicate.
+    /// An error once a rank has returned from its program: groups that outlive it cannot communicate.
     pub(super) fn check_running(&self, rank: usize, call: impl FnOnce() -> Box<RankCall>) -> Result<()> {
         if !self.has_left(rank) {
             return Ok(());
         }
-        Err(Error::Rejected { call: call(), source: Box::new(launch_is_over()) })
+        Err(Error::Rejected { call: call(), source: Box::new(launch_ended_error()) })
     }
 
-    /// A rank has returned from its program: nobody needs to wait for it any longer.
+    /// Records that a rank has returned from its program, so that no rank waits for it any longer.
     pub(super) fn leave(&self, rank: usize) {
         self.ranks[rank].left.store(true, SeqCst);
         self.wake_all();
@@ -151,11 +154,11 @@ impl Hub {
         self.ranks[rank].left.load(SeqCst)
     }
 
-    /// The rank that failed first, if one failed by itself.
+    /// The rank whose own failure came first, if any.
     pub(super) fn first_failed(&self) -> Option<usize> {
         match self.failure.lock().as_ref()? {
-            (Failure::Rank { rank, .. }, _) => Some(*rank),
-            (Failure::Shared(_), _) => None,
+            (WorldFailure::Rank { rank, .. }, _) => Some(*rank),
+            (WorldFailure::SameForAll(_), _) => None,
         }
     }
 
@@ -164,14 +167,14 @@ impl Hub {
         self.failure.lock().as_ref().map(|(_, at)| at.elapsed())
     }
 
-    /// The error that a failure of the world means for a call, if there was one.
+    /// The error of a call after a failure of the world, if there was one.
     pub(super) fn failure_for(&self, call: impl FnOnce() -> Box<RankCall>) -> Option<Error> {
         if !self.failed.load(SeqCst) {
             return None;
         }
         match self.failure.lock().as_ref()? {
-            (Failure::Shared(error), _) => Some(error.clone()),
-            (Failure::Rank { rank, reason }, _) => {
+            (WorldFailure::SameForAll(error), _) => Some(error.clone()),
+            (WorldFailure::Rank { rank, reason }, _) => {
                 Some(Error::PeerFailed { rank: *rank, reason: Arc::clone(reason), call: call() })
             }
         }
@@ -181,10 +184,9 @@ impl Hub {
         (0..self.size()).for_each(|rank| self.wake(rank));
     }
 
-    /// Waits until `ready`, for as long as that can still happen.
+    /// Waits until `ready`; an error as soon as that can no longer happen, or after the deadline.
     ///
-    /// `missing` lists the ranks without which it cannot; `wait` describes the wait and is asked for only if it gets
-    /// long.
+    /// `missing` lists the ranks that have to act first. `wait` describes the wait and is called only if it gets long.
     pub(super) fn wait_until(
         &self,
         rank: usize,
@@ -202,9 +204,9 @@ impl Hub {
         result
     }
 
-    /// Looks for a short while. Whether it became ready.
+    /// Spins for a short while; whether the condition became true.
     fn spin(&self, ready: &impl Fn() -> bool) -> bool {
-        if !self.roomy {
+        if !self.core_per_rank {
             return (0..YIELDS).any(|_| {
                 std::thread::yield_now();
                 ready()
@@ -232,7 +234,7 @@ impl Hub {
         call: &RankCall,
     ) -> Result<()> {
         let state = &self.ranks[rank];
-        // A deadline beyond what the clock can say is none.
+        // A deadline beyond the range of the clock means no deadline.
         let until = Instant::now().checked_add(self.deadline);
         let mut guard = state.lock.lock();
         state.sleepers.fetch_add(1, SeqCst);
@@ -240,7 +242,7 @@ impl Hub {
             if ready() {
                 break Ok(());
             }
-            // In this order: a rank fails before it leaves, and it may come to the meeting before it leaves.
+            // This order matters: a rank records its failure before it leaves, and may join the meeting before it leaves.
             let gone: Vec<usize> = (0..self.size()).filter(|&r| self.has_left(r)).collect();
             if let Some(error) = self.failure_for(|| Box::new(call.clone())) {
                 break Err(error);
@@ -257,7 +259,7 @@ impl Hub {
             };
             if timed_out && !ready() {
                 let (call, waited, missing) = (Box::new(call.clone()), self.deadline, missing());
-                break Err(Error::Timeout { call, waited, elsewhere: self.calls_of(&missing), missing });
+                break Err(Error::Timeout { call, waited, other_calls: self.calls_of(&missing), missing });
             }
         };
         state.sleepers.fetch_sub(1, SeqCst);
@@ -268,25 +270,25 @@ impl Hub {
         result
     }
 
-    /// Ranks that wait for each other in a circle would wait for ever: an error for all of them. Whoever closes the
-    /// circle finds it, since everyone looks after writing down what it waits for.
+    /// Fails all ranks if this one waits for itself through other ranks. The rank that closes the cycle finds it, since each
+    /// rank searches after it has recorded its wait.
     fn look_for_circle(&self, rank: usize) -> Result<()> {
         let waits = self.waits.lock();
-        // A wait for a rank that has left ends by itself, so it is no part of a circle.
+        // A wait for a rank that has left ends with an error, so it is no part of a cycle.
         let edges = |wait: &Wait| {
             let missing = self.missing_for(wait);
             if missing.iter().any(|&r| self.has_left(r)) { Vec::new() } else { missing }
         };
         let Some(circle) = shortest_circle(&waits, rank, edges) else { return Ok(()) };
         let call = |rank: &usize| (*waits[*rank].as_ref().expect("on a circle of waiting ranks").call).clone();
-        let error = Error::Deadlock { circle: circle.iter().map(call).collect() };
+        let error = Error::Deadlock { cycle: circle.iter().map(call).collect() };
         drop(waits);
         self.fail_all(error.clone());
-        // Another failure may have come first; then that is what everybody hears.
+        // Another failure may have been recorded first; then all ranks get that one.
         Err(self.failure_for(|| self.waits.lock()[rank].as_ref().expect("still waiting").call.clone()).unwrap_or(error))
     }
 
-    /// The calls in which these ranks wait.
+    /// The calls in which some ranks wait, as far as they do.
     fn calls_of(&self, ranks: &[usize]) -> Vec<RankCall> {
         let waits = self.waits.lock();
         ranks.iter().filter_map(|&rank| Some((*waits[rank].as_ref()?.call).clone())).collect()
@@ -295,18 +297,18 @@ impl Hub {
     /// The ranks that a waiting rank waits for.
     fn missing_for(&self, wait: &Wait) -> Vec<usize> {
         match &wait.reason {
-            Reason::Meeting { meeting, phase } => meeting.missing(*phase),
-            Reason::Message(envelope) if self.mailbox.holds(envelope) => Vec::new(),
-            Reason::Message(envelope) => vec![envelope.from],
+            WaitReason::Meeting { meeting, phase } => meeting.missing(*phase),
+            WaitReason::Message(envelope) if self.mailbox.holds(envelope) => Vec::new(),
+            WaitReason::Message(envelope) => vec![envelope.from],
         }
     }
 }
 
-impl Waiting for Hub {
+impl PhaseWaiter for Hub {
     fn wake(&self, rank: usize) {
         let state = &self.ranks[rank];
         if state.sleepers.load(SeqCst) > 0 {
-            // Taking the lock orders this after the sleeper's last look at its condition.
+            // The lock orders the notification after the sleeper's last test of its condition.
             let _guard = state.lock.lock();
             state.wake.notify_all();
         }
@@ -320,14 +322,14 @@ impl Waiting for Hub {
         ready: impl Fn() -> bool,
         describe: &dyn Fn() -> Box<RankCall>,
     ) -> Result<()> {
-        let wait = || Wait { call: describe(), reason: Reason::Meeting { meeting: Arc::clone(meeting), phase } };
+        let wait = || Wait { call: describe(), reason: WaitReason::Meeting { meeting: Arc::clone(meeting), phase } };
         self.wait_until(rank, ready, || meeting.missing(phase), wait)
     }
 }
 
-/// The ranks on a shortest circle of waiting ranks through `start`, beginning with it, if there is one.
+/// The ranks on a shortest cycle of waits through `start`, beginning with `start`, if there is one.
 fn shortest_circle(waits: &[Option<Wait>], start: usize, missing: impl Fn(&Wait) -> Vec<usize>) -> Option<Vec<usize>> {
-    // Breadth first over "waits for", remembering through whom each rank was found.
+    // Breadth-first over "waits for", with the predecessor of each rank found.
     let mut found_through: Vec<Option<usize>> = vec![None; waits.len()];
     let mut open = std::collections::VecDeque::from([start]);
     while let Some(rank) = open.pop_front() {

@@ -1,4 +1,4 @@
-//! Messages from one rank to another.
+//! Point-to-point messages between ranks.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use crate::error::{Error, Result, Site};
 use crate::layout::TensorMeta;
 
-/// Who sends to whom, in which group and with which tag.
+/// The key by which a receiver finds a message: group, sender, receiver and tag. Ranks are global.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Envelope {
     pub(super) group: Vec<usize>,
@@ -18,7 +18,7 @@ pub(super) struct Envelope {
     pub(super) tag: u64,
 }
 
-/// What was sent: a tensor, or why the tensor was refused, so that the receiver does not wait for it.
+/// A sent tensor, or the error that rejected it, so that the receiver does not wait forever.
 pub(super) struct Message {
     pub(super) content: Result<Tensor>,
     pub(super) site: Site,
@@ -26,7 +26,7 @@ pub(super) struct Message {
 
 #[derive(Default)]
 pub(super) struct Mailbox {
-    /// Number of messages ever posted: lets a waiting rank see cheaply whether looking again is worth it.
+    /// Number of messages posted so far: a waiting rank looks into the map only when it has changed.
     posted: AtomicU64,
     messages: Mutex<HashMap<Envelope, VecDeque<Message>>>,
 }
@@ -55,7 +55,7 @@ impl Mailbox {
         message
     }
 
-    /// A message that nobody received, with its sender.
+    /// The error of a message that was never received, with its sender; the first by sender, receiver and tag.
     pub(super) fn unreceived(&self) -> Option<(usize, Error)> {
         let messages = self.messages.lock();
         let (envelope, queue) = messages.iter().min_by_key(|(e, _)| (e.from, e.to, e.tag))?;

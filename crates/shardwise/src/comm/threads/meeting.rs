@@ -1,34 +1,34 @@
-//! Where the ranks of a group meet: each posts its entry, waits for the others, and reads theirs.
+//! The rendezvous of a group: each rank posts its entry, waits for the entries of the other ranks, and reads them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use parking_lot::Mutex;
 
-use crate::comm::check::Entry;
+use crate::comm::check::CallEntry;
 use crate::error::{Error, RankCall, Result};
 use shardwise_kernels::Assembly;
 
-/// The shared part of a group.
+/// The state that the ranks of a group share.
 ///
-/// Ranks pass through phases together: nobody is in phase `p + 1` before everybody has come to phase `p`. A collective
-/// takes one phase, or two if the ranks work on one output. Entries lie in two sets of slots in turn: when a rank posts
-/// for collective `c`, all have come to `c - 1`, hence finished `c - 2`, whose slots it reuses.
+/// Ranks pass through phases together: no rank is in phase `p + 1` before every rank has reached phase `p`. A collective
+/// takes one phase, or two if the ranks fill one output. Two sets of slots alternate: when a rank posts its entry for
+/// collective `c`, every rank has reached `c - 1` and so finished `c - 2`, whose slots it reuses.
 pub(super) struct Meeting {
     ranks: Vec<usize>,
     /// Total of arrivals over all phases and ranks.
-    arrivals: Padded<AtomicU64>,
-    members: Vec<Padded<MemberState>>,
-    slots: [Vec<Mutex<Slot>>; 2],
+    arrivals: CacheAligned<AtomicU64>,
+    members: Vec<CacheAligned<MemberState>>,
+    slots: [Vec<Mutex<EntrySlot>>; 2],
 }
 
-/// Where a rank waits for the others.
-pub(super) trait Waiting {
-    /// Lets a rank look again whether what it waits for is there.
+/// How a rank waits for the other ranks; the hub implements it, which keeps this file independent of the hub.
+pub(super) trait PhaseWaiter {
+    /// Wakes a rank, so that it tests its condition again.
     fn wake(&self, rank: usize);
 
-    /// Waits until `ready`, which every rank must come to a phase of the meeting for. `describe` is asked for the call only
-    /// if the wait gets long.
+    /// Waits until `ready`, for which every rank must reach `phase` of the meeting. `describe` is called only if the wait
+    /// gets long.
     fn wait_for_phase(
         &self,
         rank: usize,
@@ -41,45 +41,46 @@ pub(super) trait Waiting {
 
 /// Keeps what different ranks write on different cache lines.
 #[repr(align(128))]
-struct Padded<T>(T);
+struct CacheAligned<T>(T);
 
 struct MemberState {
-    /// Number of phases this member has come to.
+    /// Number of phases this member has reached.
     phases: AtomicU64,
-    /// Held during a collective: a second thread of the same rank waits for its turn.
-    turn: Mutex<Turn>,
+    /// Locked during a collective: a second thread of the same rank waits for it.
+    turn: Mutex<MemberProgress>,
 }
 
-/// Where one member stands.
+/// How many collectives and phases one member has begun.
 #[derive(Default)]
-pub(super) struct Turn {
+pub(super) struct MemberProgress {
     collectives: u64,
     phases: u64,
-    /// Set when a wait of this member failed: the phases of the group no longer agree, so it stays failed.
+    /// Set when a wait of this member failed: its phase count no longer matches the group's, so all later calls fail.
     broken: Option<Error>,
 }
 
+/// One member's entry, and how many ranks have read it.
 #[derive(Default)]
-struct Slot {
-    posted: Option<Arc<Posted>>,
+struct EntrySlot {
+    posted: Option<Arc<PostedEntry>>,
     readers: usize,
 }
 
-/// What one rank brings to a collective.
-pub(super) struct Posted {
-    pub(super) entry: Entry,
-    /// The output that all ranks fill together; the first rank of the group brings it.
+/// What one rank contributes to a collective.
+pub(super) struct PostedEntry {
+    pub(super) entry: CallEntry,
+    /// The output that all ranks fill together; allocated by the first rank of the group.
     pub(super) output: Option<Assembly>,
 }
 
 impl Meeting {
     pub(super) fn new(ranks: Vec<usize>) -> Self {
         let size = ranks.len();
-        let member = |_| Padded(MemberState { phases: AtomicU64::new(0), turn: Mutex::default() });
+        let member = |_| CacheAligned(MemberState { phases: AtomicU64::new(0), turn: Mutex::default() });
         let slots = || (0..size).map(|_| Mutex::default()).collect();
         Meeting {
             ranks,
-            arrivals: Padded(AtomicU64::new(0)),
+            arrivals: CacheAligned(AtomicU64::new(0)),
             members: (0..size).map(member).collect(),
             slots: [slots(), slots()],
         }
@@ -90,20 +91,20 @@ impl Meeting {
         &self.ranks
     }
 
-    /// The global ranks that have not come to a phase yet.
+    /// The global ranks that have not reached a phase yet.
     pub(super) fn missing(&self, phase: u64) -> Vec<usize> {
         let late = |&m: &usize| self.members[m].0.phases.load(SeqCst) <= phase;
         (0..self.ranks.len()).filter(late).map(|m| self.ranks[m]).collect()
     }
 
-    /// Number of entries that lie in the slots.
+    /// Number of entries in the slots.
     #[cfg(test)]
     pub(super) fn posted(&self) -> usize {
         self.slots.iter().flatten().filter(|slot| slot.lock().posted.is_some()).count()
     }
 
-    /// Begins a collective of member `me`. The same error again if an earlier wait of this member failed.
-    pub(super) fn begin(&self, me: usize) -> Result<parking_lot::MutexGuard<'_, Turn>> {
+    /// Begins a collective of member `me`. Repeats the error if an earlier wait of this member failed.
+    pub(super) fn begin(&self, me: usize) -> Result<parking_lot::MutexGuard<'_, MemberProgress>> {
         let turn = self.members[me].0.turn.lock();
         match &turn.broken {
             Some(error) => Err(error.clone()),
@@ -111,38 +112,38 @@ impl Meeting {
         }
     }
 
-    /// Posts what `me` brings, waits for everybody, and returns what all have brought, in group order.
+    /// Posts the entry of `me`, waits for all ranks, and returns all entries in group order.
     pub(super) fn exchange(
         self: &Arc<Self>,
-        hub: &impl Waiting,
+        hub: &impl PhaseWaiter,
         me: usize,
-        turn: &mut Turn,
-        posted: Posted,
-    ) -> Result<Vec<Arc<Posted>>> {
+        turn: &mut MemberProgress,
+        posted: PostedEntry,
+    ) -> Result<Vec<Arc<PostedEntry>>> {
         let posted = Arc::new(posted);
         let slots = &self.slots[(turn.collectives % 2) as usize];
-        *slots[me].lock() = Slot { posted: Some(Arc::clone(&posted)), readers: 0 };
+        *slots[me].lock() = EntrySlot { posted: Some(Arc::clone(&posted)), readers: 0 };
         turn.collectives += 1;
         if let Err(error) = self.pass(hub, me, turn, &|| posted.entry.describe(&self.ranks, me)) {
             if matches!(error, Error::PeerLeft { .. }) {
-                // Nobody can complete this meeting, so nobody will read the entry.
-                *slots[me].lock() = Slot::default();
+                // This rendezvous can no longer complete, so no rank will read the entry.
+                *slots[me].lock() = EntrySlot::default();
             }
             return Err(error);
         }
-        // Begin at the own slot, so that ranks do not queue for the same one.
+        // Each rank begins at its own slot, so that ranks do not queue for the same lock.
         let size = self.ranks.len();
-        let mut all: Vec<Arc<Posted>> = (me..me + size).map(|m| slots[m % size].lock().read(size)).collect();
+        let mut all: Vec<Arc<PostedEntry>> = (me..me + size).map(|m| slots[m % size].lock().read(size)).collect();
         all.rotate_right(me);
         Ok(all)
     }
 
-    /// Comes to the next phase and waits until everybody has.
+    /// Enters the next phase and waits until all ranks have.
     pub(super) fn pass(
         self: &Arc<Self>,
-        hub: &impl Waiting,
+        hub: &impl PhaseWaiter,
         me: usize,
-        turn: &mut Turn,
+        turn: &mut MemberProgress,
         describe: &dyn Fn() -> Box<RankCall>,
     ) -> Result<()> {
         let phase = turn.phases;
@@ -162,10 +163,10 @@ impl Meeting {
     }
 }
 
-impl Slot {
-    /// A handle to what was posted. The last of `size` readers leaves nothing behind, so that tensors do not outlive
-    /// the collective in here.
-    fn read(&mut self, size: usize) -> Arc<Posted> {
+impl EntrySlot {
+    /// The posted entry. The last of `size` readers empties the slot, so that it keeps no tensor alive after the
+    /// collective.
+    fn read(&mut self, size: usize) -> Arc<PostedEntry> {
         self.readers += 1;
         let posted = if self.readers == size { self.posted.take() } else { self.posted.clone() };
         posted.expect("posted before the meeting, read once by each rank")

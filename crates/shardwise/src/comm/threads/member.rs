@@ -1,4 +1,4 @@
-//! One rank's end of a group of threads.
+//! The [`Communicator`] of one thread rank in one group.
 
 use std::sync::Arc;
 
@@ -6,15 +6,15 @@ use candle_core::Tensor;
 use parking_lot::MutexGuard;
 
 use super::collectives;
-use super::hub::{Hub, Reason, Wait};
+use super::hub::{Hub, Wait, WaitReason};
 use super::mailbox::{Envelope, Message};
-use super::meeting::{Meeting, Posted, Turn, Waiting};
-use crate::comm::check::{Entry, check_agreement};
-use crate::comm::{Call, Communicator, Exposed};
+use super::meeting::{Meeting, MemberProgress, PhaseWaiter, PostedEntry};
+use crate::comm::check::{CallEntry, check_agreement};
+use crate::comm::{Call, Communicator, ExposedTensors};
 use crate::error::{Error, ErrorKind, RankCall, Result, Site};
 use crate::layout::TensorMeta;
 use crate::mesh::Network;
-use shardwise_kernels::{check_served, own_copy};
+use shardwise_kernels::{check_supported, own_copy};
 
 pub(super) struct Member {
     hub: Arc<Hub>,
@@ -23,14 +23,14 @@ pub(super) struct Member {
 }
 
 impl Member {
-    /// The end that `rank` has of the group of all ranks. The calling thread runs the program of the rank.
+    /// The communicator of `rank` in the group of all ranks. The calling thread is the one that runs the rank's program.
     pub(super) fn of_world(hub: Arc<Hub>, rank: usize) -> Self {
         hub.enter(rank);
         let meeting = hub.meeting(&(0..hub.size()).collect::<Vec<_>>());
         Member { hub, meeting, me: rank }
     }
 
-    /// The envelope of a message between this rank and another of the group, which is an error if there is none.
+    /// The envelope of a message between this rank and rank `other` of the group; an error if the group has no such rank.
     fn envelope(&self, other: usize, tag: u64, incoming: bool) -> Result<Envelope> {
         let ranks = self.ranks();
         let Some(&other) = ranks.get(other) else {
@@ -45,10 +45,15 @@ impl Member {
         Ok(Envelope { group: ranks.to_vec(), from, to, tag })
     }
 
-    /// Meets the others of the group; what all of them brought is the same call.
-    fn meet(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<(Vec<Arc<Posted>>, MutexGuard<'_, Turn>)> {
+    /// Waits for all ranks of the group and checks that they make the same call. Returns their entries.
+    fn meet(
+        &self,
+        call: &Call,
+        inputs: &[Tensor],
+        site: Site,
+    ) -> Result<(Vec<Arc<PostedEntry>>, MutexGuard<'_, MemberProgress>)> {
         let (me, size) = (self.me, self.ranks().len());
-        let mut entry = Entry::new(call, inputs, site, me, size);
+        let mut entry = CallEntry::new(call, inputs, site, me, size);
         self.check_running(|| entry.describe(self.ranks(), me))?;
         if let Err(error) = self.hub.check_thread(self.ranks()[me]) {
             entry.refused = Some(error);
@@ -58,8 +63,8 @@ impl Member {
             return Err(error);
         }
         let output = collectives::prepare(&mut entry, me, size);
-        let all = self.meeting.exchange(&*self.hub, me, &mut turn, Posted { entry, output })?;
-        let entries: smallvec::SmallVec<[&Entry; 8]> = all.iter().map(|p| &p.entry).collect();
+        let all = self.meeting.exchange(&*self.hub, me, &mut turn, PostedEntry { entry, output })?;
+        let entries: smallvec::SmallVec<[&CallEntry; 8]> = all.iter().map(|p| &p.entry).collect();
         check_agreement(&entries, self.ranks())?;
         drop(entries);
         Ok((all, turn))
@@ -86,7 +91,7 @@ impl Communicator for Member {
     fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
         let (all, mut turn) = self.meet(call, inputs, site)?;
         let me = self.me;
-        collectives::carry_out(&all, me, || {
+        collectives::execute(&all, me, || {
             self.meeting.pass(&*self.hub, me, &mut turn, &|| all[me].entry.describe(self.ranks(), me))
         })
     }
@@ -103,8 +108,8 @@ impl Communicator for Member {
         if gone {
             return Err(Error::PeerLeft { rank: to, call: describe() });
         }
-        // The receiver has it whenever it likes, so it must be memory that the sender cannot change.
-        let content = check_served(tensor).and_then(|()| own_copy(tensor)).map_err(Error::from);
+        // The receiver may read it at any time, so it must be memory that the sender cannot overwrite.
+        let content = check_supported(tensor).and_then(|()| own_copy(tensor)).map_err(Error::from);
         let refused = content.as_ref().err().cloned();
         self.hub.mailbox.post(envelope, Message { content, site });
         self.hub.wake(to);
@@ -128,7 +133,7 @@ impl Communicator for Member {
                 envelope.to,
                 || mailbox.posted() != posted && mailbox.holds(&envelope),
                 || if mailbox.holds(&envelope) { Vec::new() } else { vec![envelope.from] },
-                || Wait { call: describe(), reason: Reason::Message(envelope.clone()) },
+                || Wait { call: describe(), reason: WaitReason::Message(envelope.clone()) },
             )?;
         };
         let Message { content, site: sent_at } = received;
@@ -164,10 +169,10 @@ impl Communicator for Member {
         Ok(Arc::new(Member { hub: Arc::clone(&self.hub), meeting: self.hub.meeting(ranks), me }))
     }
 
-    fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>> {
+    fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn ExposedTensors>> {
         let all = self.meet(&Call::Expose, tensors, site)?.0;
         let tensors = all.iter().map(|p| p.entry.inputs.to_vec()).collect();
-        Ok(Box::new(Shared { tensors, ranks: self.ranks().to_vec(), me: self.ranks()[self.me] }))
+        Ok(Box::new(SharedTensors { tensors, ranks: self.ranks().to_vec(), me: self.ranks()[self.me] }))
     }
 
     fn abort(&self, reason: &str) {
@@ -183,14 +188,14 @@ impl Communicator for Member {
     }
 }
 
-/// The tensors of all ranks, by position in the group: sharing them is all that reading takes.
-struct Shared {
+/// The exposed tensors of all ranks, by position in the group. A read clones a reference.
+struct SharedTensors {
     tensors: Vec<Vec<Tensor>>,
     ranks: Vec<usize>,
     me: usize,
 }
 
-impl Exposed for Shared {
+impl ExposedTensors for SharedTensors {
     fn read(&self, rank: usize, index: usize, expected: &TensorMeta, site: Site) -> Result<Tensor> {
         let found = self.tensors.get(rank).and_then(|tensors| tensors.get(index));
         match found {

@@ -1,7 +1,7 @@
-//! A world whose ranks are threads of this process: the embedded default, nothing to install.
+//! The default engine: ranks are threads of this process, with nothing to install.
 //!
-//! Sharing a reference is the transfer, and one meeting of the ranks is a collective. Ranks spin briefly and then
-//! sleep, so that more ranks than cores run well.
+//! A collective is one or two rendezvous of the ranks; transferring a tensor is sharing a reference. A waiting rank spins
+//! briefly and then sleeps, so that more ranks than cores run well.
 
 mod collectives;
 mod hub;
@@ -17,13 +17,17 @@ use hub::Hub;
 use member::Member;
 
 use super::World;
-use super::host::{caught, confine_candle_to, cores, how_it_failed, pool};
+use super::host::{available_cores, catch_panic, failure_text, limit_candle_threads, rank_pool};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Runs `program` on `ranks` threads and returns what the first of them returned.
+/// Runs `program` on `ranks` ranks, each a thread of this process, and returns the value of rank 0.
 ///
-/// If any rank fails, the error of the rank that failed first comes back, and it names the rank. Use [`ThreadWorld`]
-/// for the results of all ranks and for settings.
+/// Corresponds to `torchrun` or `mp.spawn`, without processes. If ranks fail, the error is that of the rank that failed
+/// first, with its number; the other ranks get an error from their next collective. Use [`ThreadWorld`] for the values of
+/// all ranks and for settings, [`launch_scoped`] for a program that borrows.
+///
+/// # Errors
+/// [`Error::Invalid`] for 0 ranks or more than 4096; else the error of the first failed rank.
 ///
 /// ```
 /// let sum = shardwise::launch(4, |world| {
@@ -47,8 +51,8 @@ where
 
 /// As [`launch`], for a program that borrows from its caller.
 ///
-/// A rank that never returns cannot be left behind, since it may use what it borrowed: if one is still away after another
-/// has failed and the deadline has passed, this process is aborted with a message that names it.
+/// A rank that never returns cannot be abandoned, since it may use what it borrowed: if one still runs when another has
+/// failed and the deadline has passed, the process is aborted with a message that names the rank.
 ///
 /// ```
 /// let weights = vec![0.5f32; 4];
@@ -69,7 +73,7 @@ where
     Ok(values.swap_remove(0))
 }
 
-/// Settings for a world of threads.
+/// Settings of a launch on threads: deadline and kernel threads, and the values of all ranks.
 ///
 /// ```
 /// # use shardwise::ThreadWorld;
@@ -85,14 +89,17 @@ pub struct ThreadWorld {
     kernel_threads: usize,
 }
 
-/// How long a rank waits for a silent one unless told otherwise.
+/// The default deadline: longer than any healthy step or checkpoint of one rank, short enough to notice a hang.
 const DEFAULT_DEADLINE: Duration = Duration::from_secs(300);
 
-/// More thread ranks than any program means; a larger number is a typing error.
+/// A bound on thread ranks: more is a typing error.
 const MAX_RANKS: usize = 4096;
 
 impl ThreadWorld {
     /// A world of `ranks` threads that share the cores of the machine evenly.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for 0 ranks or more than 4096.
     pub fn new(ranks: usize) -> Result<Self> {
         if ranks == 0 || ranks > MAX_RANKS {
             return Err(ErrorKind::Launch.error(
@@ -102,23 +109,23 @@ impl ThreadWorld {
                 "launch at least one rank",
             ));
         }
-        Ok(ThreadWorld { ranks, deadline: DEFAULT_DEADLINE, kernel_threads: (cores() / ranks).max(1) })
+        Ok(ThreadWorld { ranks, deadline: DEFAULT_DEADLINE, kernel_threads: (available_cores() / ranks).max(1) })
     }
 
-    /// How long a rank waits in one call for a silent one before everybody gets an error (300 s by default).
+    /// Sets how long a rank waits in one call for another rank before all ranks get [`Error::Timeout`]; 300 s by default.
+    #[doc(alias = "timeout")]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// How many threads the kernels of each rank may use: by default the cores divided by the ranks, at least one.
+    /// Sets how many threads the kernels of each rank may use: by default the cores divided by the ranks, at least one.
     pub fn kernel_threads(mut self, threads: usize) -> Self {
         self.kernel_threads = threads.max(1);
         self
     }
 
-    /// Runs `program` on every rank and returns what each returned, in rank order; if any rank failed, the error of
-    /// the one that failed first.
+    /// Runs `program` on every rank and returns all values in rank order; if ranks fail, the error of the first.
     pub fn run<T, F>(&self, program: F) -> Result<Vec<T>>
     where
         T: Send + 'static,
@@ -128,7 +135,7 @@ impl ThreadWorld {
         all_or_first_error(results, first_failed)
     }
 
-    /// As [`run`](Self::run), for a program that borrows; see [`launch_scoped`].
+    /// As [`run`](Self::run), for a program that borrows from its caller; see [`launch_scoped`].
     pub fn run_scoped<T, F>(&self, program: F) -> Result<Vec<T>>
     where
         T: Send,
@@ -140,7 +147,7 @@ impl ThreadWorld {
         std::thread::scope(|scope| {
             for (rank, result) in results.iter_mut().enumerate() {
                 let (hub, program, report) = (&hub, &program, report.clone());
-                match pool(rank, self.kernel_threads) {
+                match rank_pool(rank, self.kernel_threads) {
                     Ok(pool) => {
                         scope.spawn(move || {
                             let result = pool.install(|| run_rank(hub, rank, program));
@@ -161,10 +168,10 @@ impl ThreadWorld {
         all_or_first_error(results, first_failed)
     }
 
-    /// Runs `program` on every rank and returns each rank's own result, in rank order.
+    /// Runs `program` on every rank and returns the result of each rank, in rank order.
     ///
-    /// After a failure the other ranks have the time of the deadline to return; a rank that stays away even then is
-    /// reported and left behind, so that this function returns.
+    /// After a failure the other ranks have the time of the deadline to return. The thread of a rank that still runs is
+    /// abandoned, and the result of that rank is [`Error::Stuck`].
     pub fn run_each<T, F>(&self, program: F) -> Vec<Result<T>>
     where
         T: Send + 'static,
@@ -173,7 +180,7 @@ impl ThreadWorld {
         self.run_to_end(program).0
     }
 
-    /// Each rank's result, and the rank that failed first, if one failed by itself.
+    /// Each rank's result, and the rank whose own failure came first, if any.
     fn run_to_end<T, F>(&self, program: F) -> (Vec<Result<T>>, Option<usize>)
     where
         T: Send + 'static,
@@ -185,10 +192,10 @@ impl ThreadWorld {
         let mut results: Vec<Option<Result<T>>> = (0..self.ranks).map(|_| None).collect();
         for (rank, result) in results.iter_mut().enumerate() {
             let (hub_of_rank, program, report) = (Arc::clone(&hub), Arc::clone(&program), report.clone());
-            match pool(rank, self.kernel_threads) {
+            match rank_pool(rank, self.kernel_threads) {
                 Ok(pool) => pool.spawn(move || {
                     let result = run_rank(&hub_of_rank, rank, &*program);
-                    // Nobody listens any more if this rank was left behind.
+                    // The receiver is gone if this rank was abandoned.
                     let _ = report.send((rank, result));
                 }),
                 Err(error) => *result = Some(Err(not_started(&hub, rank, error))),
@@ -201,13 +208,13 @@ impl ThreadWorld {
 
     fn hub(&self) -> Arc<Hub> {
         if self.ranks > 1 {
-            confine_candle_to(self.kernel_threads);
+            limit_candle_threads(self.kernel_threads);
         }
-        Arc::new(Hub::new(self.ranks, self.deadline, self.ranks <= cores()))
+        Arc::new(Hub::new(self.ranks, self.deadline, self.ranks <= available_cores()))
     }
 }
 
-/// Tells the other ranks that one could not be started.
+/// Records that a rank could not be started, which fails the other ranks' collectives.
 fn not_started(hub: &Hub, rank: usize, error: Error) -> Error {
     hub.fail(rank, format!("could not be started: {error}"));
     hub.leave(rank);
@@ -218,7 +225,7 @@ fn is_stuck(error: &Error) -> bool {
     matches!(error, Error::Stuck { .. })
 }
 
-/// Each rank's result, and the rank that failed first, if one failed by itself. A message that nobody received is an error of
+/// Each rank's result, and the rank whose own failure came first, if any. A message that was never received is an error of
 /// its sender.
 fn ended<T>(hub: &Hub, results: Vec<Option<Result<T>>>) -> (Vec<Result<T>>, Option<usize>) {
     let unreceived = hub.mailbox.unreceived();
@@ -231,7 +238,7 @@ fn ended<T>(hub: &Hub, results: Vec<Option<Result<T>>>) -> (Vec<Result<T>>, Opti
     (results, hub.first_failed())
 }
 
-/// What all ranks returned; or the error of the rank that failed first.
+/// The values of all ranks, or the error of the rank that failed first.
 fn all_or_first_error<T>(results: Vec<Result<T>>, first_failed: Option<usize>) -> Result<Vec<T>> {
     if results.iter().all(Result::is_ok) {
         return results.into_iter().collect();
@@ -243,12 +250,12 @@ fn all_or_first_error<T>(results: Vec<Result<T>>, first_failed: Option<usize>) -
     Err(error.of_rank(rank))
 }
 
-/// Runs the program of one rank to its end, whichever way it ends, and tells the others.
+/// Runs the program of one rank, catches panics, and records how it ended for the other ranks.
 fn run_rank<T>(hub: &Arc<Hub>, rank: usize, program: &(impl Fn(World) -> Result<T> + ?Sized)) -> Result<T> {
     let world = World::new(Arc::new(Member::of_world(Arc::clone(hub), rank)));
-    let result = caught(rank, || program(world));
+    let result = catch_panic(rank, || program(world));
     if let Err(error) = &result {
-        hub.fail(rank, how_it_failed(error));
+        hub.fail(rank, failure_text(error));
     }
     hub.leave(rank);
     result
@@ -257,6 +264,7 @@ fn run_rank<T>(hub: &Arc<Hub>, rank: usize, program: &(impl Fn(World) -> Result<
 /// Waits for the ranks' results; after a failure no longer than the deadline.
 fn collect<T>(hub: &Hub, results: &mut [Option<Result<T>>], reports: &std::sync::mpsc::Receiver<(usize, Result<T>)>) {
     while results.iter().any(Option::is_none) {
+        // Results arrive through the channel at once; this only bounds how late an expired deadline is noticed.
         let patience = Duration::from_millis(50);
         match reports.recv_timeout(patience) {
             Ok((rank, result)) => results[rank] = Some(result),

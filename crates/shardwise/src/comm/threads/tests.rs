@@ -16,7 +16,7 @@ fn a_world_has_at_least_one_rank_and_not_absurdly_many() {
 fn kernels_of_a_rank_stay_within_its_share_of_the_cores() {
     for ranks in [1, 2, 5] {
         let threads = ThreadWorld::new(ranks).unwrap().run(|_| Ok(rayon::current_num_threads())).unwrap();
-        assert_eq!(threads, vec![(cores() / ranks).max(1); ranks]);
+        assert_eq!(threads, vec![(available_cores() / ranks).max(1); ranks]);
     }
     let threads = ThreadWorld::new(2).unwrap().kernel_threads(3).run(|_| Ok(rayon::current_num_threads()));
     assert_eq!(threads.unwrap(), [3, 3]);

@@ -1,4 +1,4 @@
-//! The operators under test: per operator how a call is drawn and how it is made. `scripts/attack_oracle.py` makes the same
+//! The operators under test: per operator how a call is drawn and how it is executed. `scripts/attack_oracle.py` makes the same
 //! calls with PyTorch.
 
 mod lookup;
@@ -24,7 +24,7 @@ pub(crate) struct Operator {
 /// Inputs and arguments of a call.
 pub(crate) type Drawn = (Vec<Input>, Value);
 
-/// Operators of the library that are not attacked here, and why.
+/// Operators of the library that this suite does not cover, and why.
 pub(crate) const LEFT_OUT: &[(&str, &str)] = &[
     ("dropout", "its elements are drawn from another generator than PyTorch's; tests/random_draws.rs compares them"),
     ("masked_select", "its shape depends on elements; tests/indexing.rs compares it"),
@@ -73,7 +73,7 @@ impl Attrs<'_> {
         self.0[key].as_array().expect("a list").iter().filter_map(Value::as_i64).map(|d| d as isize).collect()
     }
 
-    /// A number of things; negative ones cannot be said in a call, and are refused as the call would be by its type.
+    /// A count; negative ones cannot be expressed in a call, and are rejected as its type would reject them.
     pub(crate) fn count(&self, key: &str) -> Result<usize> {
         count(self.dim(key))
     }

@@ -119,7 +119,7 @@ fn expand(d: &mut Draw) -> Drawn {
     (vec![d.input(&from, dtype)], json!({"size": sizes}))
 }
 
-/// The prime factors of the size, dealt out anew.
+/// The prime factors of the size, distributed over new dimensions.
 fn reshape(d: &mut Draw) -> Drawn {
     input(d, 0..=4, |d, shape| {
         let mut n: usize = shape.iter().product();

@@ -1,10 +1,10 @@
-//! Element types and reductions as MPI knows them.
+//! MPI datatypes and operations for element types and reductions.
 
 use candle_core::DType;
 use mpi::ffi;
 use shardwise::ReduceOp;
 
-/// The type under which MPI moves elements; half-precision numbers travel as pairs of bytes.
+/// The MPI datatype that transfers elements of `dtype`; f16 and bf16, which MPI does not have, are sent as u16.
 pub(super) fn datatype(dtype: DType) -> ffi::MPI_Datatype {
     // SAFETY: constants of the library.
     unsafe {
@@ -21,10 +21,10 @@ pub(super) fn datatype(dtype: DType) -> ffi::MPI_Datatype {
     }
 }
 
-/// MPI's own operation for a reduction, if it does the same up to the order of the operands. A mean is its sum.
+/// The MPI operation for a reduction, if it gives the same result up to the order of the operands; the sum for an average.
 ///
-/// Half-precision numbers are not among its types, and what its maximum does with not-a-number is its own affair.
-pub(super) fn own_operation(op: ReduceOp, dtype: DType) -> Option<ffi::MPI_Op> {
+/// `None` for f16 and bf16, which MPI does not have, and for max and min of floats, where MPI leaves NaN unspecified.
+pub(super) fn mpi_op(op: ReduceOp, dtype: DType) -> Option<ffi::MPI_Op> {
     if matches!(dtype, DType::F16 | DType::BF16) {
         return None;
     }
@@ -43,11 +43,11 @@ pub(super) fn own_operation(op: ReduceOp, dtype: DType) -> Option<ffi::MPI_Op> {
     }
 }
 
-/// Turns sums into means, where that is what was asked for.
+/// Divides sums by the number of operands if the reduction is an average; does nothing otherwise.
 ///
 /// # Safety
-/// `first` is the address of `count` elements of the type, which nobody else touches.
-pub(super) unsafe fn finish(op: ReduceOp, dtype: DType, first: *mut u8, count: usize, operands: usize) {
+/// `first` is the address of `count` elements of the type, which nobody else accesses.
+pub(super) unsafe fn divide_for_avg(op: ReduceOp, dtype: DType, first: *mut u8, count: usize, operands: usize) {
     if op != ReduceOp::Avg {
         return;
     }
@@ -64,7 +64,7 @@ pub(super) unsafe fn finish(op: ReduceOp, dtype: DType, first: *mut u8, count: u
                     .iter_mut()
                     .for_each(|x| *x /= operands as f32);
             }
-            other => unreachable!("means of {other:?} are not left to MPI"),
+            other => unreachable!("averages of {other:?} are not reduced by MPI"),
         }
     }
 }

@@ -1,22 +1,23 @@
-//! Operators made of others: ranks that share a dimension exchange statistics of it, not data.
+//! Softmax, variance and normalization, composed of other operators: if a normalized dimension is sharded, ranks exchange
+//! statistics of it (maxima, sums), never the elements.
 
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
 use super::{OpEntry, SampleInput, dtype};
-use crate::comm::implicitly;
+use crate::comm::record_implicit_operator;
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::rule::{DimSharding, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
 
-/// The tensor itself without pending reductions, for operators that need it more than once.
+/// The identity on a tensor that is not partial: reduces a partial input, for operators that use it more than once.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct ReducePartials {
     name: &'static str,
-    /// Dimensions that shall not be cut for it.
+    /// Dimensions that must not become sharded by the reduction.
     dims: Vec<usize>,
 }
 
@@ -31,9 +32,9 @@ impl Op for ReducePartials {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
-        let shared =
+        let sharding =
             (0..dims.len()).map(|d| if self.dims.contains(&d) { DimSharding::Never } else { DimSharding::Free });
-        let signature = Signature::new(shared, [dims.clone()], [dims]);
+        let signature = Signature::new(sharding, [dims.clone()], [dims]);
         Ok(OpPlan { signature, outputs: vec![inputs[0].clone()] })
     }
 
@@ -50,10 +51,10 @@ impl Op for ReducePartials {
 }
 
 impl DTensor {
-    /// The tensor without pending reductions, brought about as is best for an operator along some dimensions.
+    /// Reduces partial placements, by reduce-scatter on a dimension other than `dims` where possible, else by all-reduce.
     #[track_caller]
     pub(super) fn without_partials(&self, name: &'static str, dims: &[isize]) -> Result<DTensor> {
-        // A dimension that there is not shall be found here, not by a part of the operator.
+        // Resolved here, so that a wrong dimension is reported in the name of this operator, not of one that it is composed of.
         let dims = dims.iter().map(|&d| self.resolve_dim(name, d)).collect::<Result<_>>()?;
         if !self.layout().is_partial() {
             return Ok(self.clone());
@@ -61,16 +62,14 @@ impl DTensor {
         Ok(dispatch(&ReducePartials { name, dims }, &[self], Location::caller())?.swap_remove(0))
     }
 
-    /// The tensor with its pending reductions carried out for all ranks at once, for results that all of them use again on
-    /// the way back.
+    /// Reduces partial placements by all-reduce, for small results that every rank uses again in the backward pass.
     #[track_caller]
     pub(super) fn all_reduced(&self, name: &'static str) -> Result<DTensor> {
         let site = Location::caller();
-        implicitly(name, || self.reduced(site))
+        record_implicit_operator(name, || self.reduced(site))
     }
 
-    /// This tensor in f32 if it is of half precision: an operator of several steps is computed in f32 and rounds its result
-    /// once. `None` for other types.
+    /// This tensor in f32 if it is half precision, so that a composed operator rounds once, in its result. `None` for other types.
     #[track_caller]
     pub(super) fn widened(&self) -> Result<Option<DTensor>> {
         match self.dtype() {
@@ -79,12 +78,14 @@ impl DTensor {
         }
     }
 
-    /// The type of a result that this tensor, a weight and a bias have a part in.
+    /// The promoted type of this tensor, a weight and a bias.
     fn promoted_type(&self, weight: Option<&DTensor>, bias: Option<&DTensor>) -> DType {
         [weight, bias].into_iter().flatten().fold(self.dtype(), |dtype, t| dtype::promote(dtype, t.dtype()))
     }
 
-    /// `exp(x)` divided by its sum along a dimension.
+    /// Applies the softmax along a dimension.
+    ///
+    /// Local if the dimension is not sharded. If it is, ranks all-reduce a maximum and a sum per line; the layout stays.
     #[track_caller]
     pub fn softmax(&self, dim: isize) -> Result<DTensor> {
         if self.elem_count() == 0 {
@@ -101,7 +102,9 @@ impl DTensor {
         exponentials.div(&exponentials.sum_of_positive(&[dim])?)
     }
 
-    /// The logarithm of the softmax.
+    /// Returns the logarithm of the softmax along a dimension, without overflow.
+    ///
+    /// Communicates as [`softmax`](Self::softmax) does.
     #[track_caller]
     pub fn log_softmax(&self, dim: isize) -> Result<DTensor> {
         if self.elem_count() == 0 {
@@ -118,7 +121,9 @@ impl DTensor {
         shifted.sub(&shifted.exp()?.sum_of_positive(&[dim])?.log()?)
     }
 
-    /// `log(sum(exp(x)))` over some dimensions (all for none named).
+    /// Computes `log(sum(exp(x)))` over some dimensions, or over all if `dims` is empty, without overflow.
+    ///
+    /// If a reduced dimension is sharded, ranks all-reduce a maximum and a sum per line.
     #[track_caller]
     pub fn logsumexp(&self, dims: &[isize], keepdim: bool) -> Result<DTensor> {
         if let [dim] = dims
@@ -135,18 +140,21 @@ impl DTensor {
         if x.elem_count() == 0 {
             return x.sum(dims, keepdim)?.log(); // nothing adds up to 0
         }
-        // The result does not depend on the shift, so that no gradient goes through it. An infinite one would turn
-        // everything into not-a-number.
+        // The result does not depend on the shift, so no gradient goes through it. An infinite shift would turn everything
+        // into NaN.
         let shift = x.detach().amax(dims, true)?.all_reduced("logsumexp")?.nan_to_num(f64::NAN, 0.0, 0.0)?;
         let sum = x.sub(&shift)?.exp()?.sum_of_positive(dims)?.all_reduced("logsumexp")?;
         let kept = sum.log()?.add(&shift)?;
         if keepdim {
             return Ok(kept);
         }
-        kept.sum(dims, false) // each sum has one term
+        kept.sum(dims, false) // every sum has one term: this removes the dimensions
     }
 
-    /// The variance over some dimensions (all for none named), with divisor `n - correction`.
+    /// Computes the variance over some dimensions, or over all if `dims` is empty, with divisor `n - correction`.
+    ///
+    /// If a reduced dimension is sharded, the mean is all-reduced, and the result is `Partial(Sum)`. Two passes, so it is accurate
+    /// for data far from zero.
     #[track_caller]
     pub fn var(&self, dims: &[isize], correction: f64, keepdim: bool) -> Result<DTensor> {
         let x = self.without_partials("var", dims)?;
@@ -159,7 +167,9 @@ impl DTensor {
         squares.div_scalar((count - correction).max(0.0))
     }
 
-    /// The standard deviation over some dimensions (all for none named), with divisor `n - correction`.
+    /// Computes the standard deviation over some dimensions, or over all if `dims` is empty, with divisor `n - correction`.
+    ///
+    /// If a reduced dimension is sharded, mean and variance are all-reduced.
     #[track_caller]
     pub fn std(&self, dims: &[isize], correction: f64, keepdim: bool) -> Result<DTensor> {
         let x = self.without_partials("std", dims)?;
@@ -169,7 +179,11 @@ impl DTensor {
         }
     }
 
-    /// The vector norm of an order (infinities included) over some dimensions (all for none named).
+    /// Computes the vector norm of an order over some dimensions, or over all if `dims` is empty.
+    ///
+    /// Orders may be infinite (maximum, minimum of the absolute values) or 0 (number of nonzero elements). If a reduced dimension
+    /// is sharded, one number per line is reduced. The gradient at zero is zero. PyTorch's `linalg.vector_norm`.
+    #[doc(alias = "vector_norm")]
     #[track_caller]
     pub fn norm(&self, order: f64, dims: &[isize], keepdim: bool) -> Result<DTensor> {
         dims.iter().try_for_each(|&d| self.resolve_dim("norm", d).map(drop))?;
@@ -189,7 +203,7 @@ impl DTensor {
         }
     }
 
-    /// The root of an order, whose gradient at zero is taken as zero: there a spread or a norm cannot fall.
+    /// The root of an order, with gradient zero at zero: a subgradient, since a norm or deviation is minimal there.
     #[track_caller]
     fn root(&self, order: f64) -> Result<DTensor> {
         let root = |x: &DTensor| if order == 2.0 { x.sqrt() } else { x.pow_scalar(1.0 / order) };
@@ -202,7 +216,9 @@ impl DTensor {
         flat.where_cond(&zero, &root(&flat.where_cond(&x.ones_like()?, &x)?)?)
     }
 
-    /// Mean 0 and variance 1 over the last `dims` dimensions, times a weight, plus a bias.
+    /// Applies layer normalization over the last `dims` dimensions: mean 0 and variance 1, times `weight`, plus `bias`.
+    ///
+    /// Local if these dimensions are not sharded; else ranks all-reduce the mean and the variance of each row.
     #[track_caller]
     pub fn layer_norm(
         &self,
@@ -228,7 +244,9 @@ impl DTensor {
         bias.map_or(Ok(scaled.clone()), |b| scaled.add(b))
     }
 
-    /// Mean square 1 over the last `dims` dimensions, times a weight.
+    /// Applies RMS normalization over the last `dims` dimensions: mean square 1, times `weight`.
+    ///
+    /// Local if these dimensions are not sharded; else ranks all-reduce one number per row.
     #[track_caller]
     pub fn rms_norm(&self, dims: usize, weight: Option<&DTensor>, eps: f64) -> Result<DTensor> {
         let last = self.last_dims("rms_norm", dims)?;
@@ -245,7 +263,13 @@ impl DTensor {
         weight.map_or(Ok(normal.clone()), |w| normal.mul(w))
     }
 
-    /// Mean 0 and variance 1 over groups of the channels of `[n, channels, ...]`, times a weight and plus a bias per channel.
+    /// Applies group normalization to `[n, channels, ...]`: mean 0 and variance 1 per group of channels, times `weight` and plus
+    /// `bias` per channel.
+    ///
+    /// If a normalized dimension is sharded, ranks all-reduce mean and variance per group.
+    ///
+    /// # Errors
+    /// If `groups` does not divide the channels.
     #[track_caller]
     pub fn group_norm(
         &self,
@@ -272,8 +296,11 @@ impl DTensor {
         normal.per_channel(weight, bias)
     }
 
-    /// Mean 0 and variance 1 per channel of `[n, channels, ...]`, times a weight and plus a bias per channel. Mean and
-    /// variance are those given, or those of the whole batch, whatever ranks share it.
+    /// Applies batch normalization to `[n, channels, ...]`: mean 0 and variance 1 per channel, times `weight` and plus `bias`.
+    ///
+    /// Mean and variance are `statistics` (inference), or those of the global batch (training): if the batch is sharded, ranks
+    /// all-reduce both per channel, as PyTorch's `SyncBatchNorm`.
+    #[doc(alias = "SyncBatchNorm")]
     #[track_caller]
     pub fn batch_norm(
         &self,
@@ -298,7 +325,9 @@ impl DTensor {
         normal.per_channel(weight, bias)
     }
 
-    /// The mean and the variance (with divisor `n - correction`) of every channel of `[n, channels, ...]`.
+    /// Computes the mean and the variance (with divisor `n - correction`) of every channel of `[n, channels, ...]`.
+    ///
+    /// If the batch is sharded, the mean is all-reduced, and both results are `Partial(Sum)`.
     #[track_caller]
     pub fn batch_statistics(&self, correction: f64) -> Result<(DTensor, DTensor)> {
         self.channel_statistics("batch_statistics", correction)
@@ -313,7 +342,7 @@ impl DTensor {
         Ok((self.mean(&others, false)?, self.var(&others, correction, false)?))
     }
 
-    /// A vector with one number per channel as it stands beside `[n, channels, ...]`.
+    /// Reshapes a vector with one number per channel to broadcast with `[n, channels, ...]`.
     #[track_caller]
     fn channels(&self, vector: &DTensor) -> Result<DTensor> {
         vector.reshape(&[vec![-1], vec![1; self.ndim() - 2]].concat())
@@ -331,8 +360,8 @@ impl DTensor {
             return Err(ErrorKind::Argument.error(
                 "dimensions",
                 found,
-                "some of the last ones",
-                "normalise at least one",
+                format!("1 to {} trailing dimensions", self.ndim()),
+                "pass the number of dimensions to normalize",
             ));
         }
         Ok((1..=dims as isize).map(|d| -d).collect())

@@ -1,4 +1,4 @@
-//! Numbers as arguments of factories and operators.
+//! Scalar arguments of factories and operators, and the conversion of scalars to element types.
 
 use std::hash::{Hash, Hasher};
 
@@ -6,10 +6,11 @@ use candle_core::{DType, WithDType};
 
 use crate::error::{ErrorKind, Result};
 
-/// A number that is an argument: a floating-point one, or an integer, which is exact in all of i64. Every function that
-/// takes `impl Into<Number>` takes plain numbers: `x.add_scalar(1.5)`, `x.add_scalar((1i64 << 53) + 1)`.
+/// A scalar argument, like PyTorch's `Number`: a float, or an integer, which stays exact over the range of i64.
 ///
-/// Equal and hashed by its bits.
+/// Functions that take `impl Into<Number>` take plain Rust numbers: `x.add_scalar(1.5)`, `x.add_scalar((1i64 << 53) + 1)`.
+///
+/// Comparison and hashing are by bits, so that NaN equals itself and `0.0` differs from `-0.0`.
 #[doc(alias = "Scalar")]
 #[derive(Debug, Clone, Copy)]
 pub enum Number {
@@ -20,31 +21,32 @@ pub enum Number {
 }
 
 impl Number {
-    /// As a floating-point number; integers of more than 53 bits are rounded.
-    pub fn real(self) -> f64 {
+    /// Converts to f64; integers of more than 53 bits are rounded.
+    pub fn to_f64(self) -> f64 {
         match self {
             Number::Real(x) => x,
             Number::Integer(n) => n as f64,
         }
     }
 
-    /// As an integer, without its fraction; what i64 does not hold becomes the nearest number that it holds, and NaN 0.
-    pub fn integer(self) -> i64 {
+    /// Converts to i64: truncates the fraction, saturates outside the range of i64, and turns NaN into 0.
+    pub fn to_i64(self) -> i64 {
         match self {
             Number::Real(x) => x as i64,
             Number::Integer(n) => n,
         }
     }
 
-    /// Whether it has no fraction and is exact, so that an operator on integers with it gives integers.
+    /// Whether it is an exact integer, so that an operator on an integer tensor and this number returns integers.
     pub fn is_integer(self) -> bool {
         match self {
+            // 9e15 is just below 2^53, up to which f64 represents every integer.
             Number::Real(x) => x.fract() == 0.0 && x.abs() < 9e15,
             Number::Integer(_) => true,
         }
     }
 
-    /// The negative; i64::MIN, which has none, wraps.
+    /// The negated number; `i64::MIN` wraps to itself.
     pub fn negative(self) -> Self {
         match self {
             Number::Real(x) => Number::Real(-x),
@@ -52,22 +54,23 @@ impl Number {
         }
     }
 
-    /// The number as an element; integers wrap.
-    pub(super) fn element<T: Element>(self) -> T {
+    /// Converts to an element; integers wrap.
+    pub(super) fn element<T: ScalarElement>(self) -> T {
         match self {
             Number::Real(x) => T::from_f64(x),
-            Number::Integer(n) => T::of_integer(n),
+            Number::Integer(n) => T::from_integer(n),
         }
     }
 
-    /// The number as an element of a type. A fraction is cut off for integer types, and a negative integer wraps in
-    /// unsigned ones, as in PyTorch.
+    /// Converts the number to the range of an element type.
+    ///
+    /// As in PyTorch, fractions are truncated for integer types, and a negative integer wraps in an unsigned type.
     ///
     /// # Errors
-    /// If the type does not hold the number: NaN and the infinities in integers, 300 in u8.
+    /// [`ErrorKind::Argument`] if the type does not represent the number: NaN or an infinity for an integer type, 300 for u8.
     pub fn fit(self, dtype: DType) -> Result<Self> {
-        let Some((least, most)) = limits(dtype) else { return Ok(self) };
-        // A negative fraction is not an integer that could wrap.
+        let Some((least, most)) = integer_range(dtype) else { return Ok(self) };
+        // Negative integers down to -MAX wrap in unsigned types; a negative number with a fraction does not.
         let low = match self {
             Number::Integer(_) if least == 0 => -most,
             Number::Real(x) if least == 0 && x.fract() == 0.0 => -most,
@@ -75,13 +78,13 @@ impl Number {
         };
         let inside = match self {
             Number::Integer(n) => (low..=most).contains(&n),
-            // 2^63 is the first number beyond i64, and exact.
+            // `i64::MAX as f64` rounds up to 2^63, which is outside i64.
             Number::Real(x) => {
                 !x.is_nan() && x >= low as f64 && x.trunc() <= most as f64 && x < 9_223_372_036_854_775_808.0
             }
         };
         if inside {
-            return Ok(Number::Integer(self.integer()));
+            return Ok(Number::Integer(self.to_i64()));
         }
         let found = match self {
             Number::Real(x) => format!("{x} for {}", dtype.as_str()),
@@ -96,16 +99,16 @@ impl Number {
     }
 }
 
-/// An element that integers become.
-pub(super) trait Element: WithDType {
-    /// The low bits of the integer, or the floating-point number nearest to it.
-    fn of_integer(n: i64) -> Self;
+/// An element type to which scalars convert.
+pub(super) trait ScalarElement: WithDType {
+    /// The low bits of the integer, or the nearest float.
+    fn from_integer(n: i64) -> Self;
 }
 
 macro_rules! elements {
     ($($T:ty: |$n:ident| $of:expr;)*) => {$(
-        impl Element for $T {
-            fn of_integer($n: i64) -> Self {
+        impl ScalarElement for $T {
+            fn from_integer($n: i64) -> Self {
                 $of
             }
         }
@@ -123,8 +126,8 @@ elements! {
     half::bf16: |n| half::bf16::from_f64(n as f64);
 }
 
-/// The least and the largest number of an integer type.
-pub fn limits(dtype: DType) -> Option<(i64, i64)> {
+/// Minimum and maximum of an integer type; `None` for floating-point types. PyTorch's `torch.iinfo`.
+pub fn integer_range(dtype: DType) -> Option<(i64, i64)> {
     Some(match dtype {
         DType::U8 => (0, u8::MAX.into()),
         DType::U32 => (0, u32::MAX.into()),
@@ -175,8 +178,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_type_takes_the_numbers_that_it_holds() {
-        let fits = |number: Number, dtype| number.fit(dtype).ok().map(Number::integer);
+    fn fit_accepts_what_the_type_represents() {
+        let fits = |number: Number, dtype| number.fit(dtype).ok().map(Number::to_i64);
         for (x, u8, i16, i64) in [
             (300.0, None, Some(300), Some(300)),
             (-1.0, Some(255 - 256), Some(-1), Some(-1)),

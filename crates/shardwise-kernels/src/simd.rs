@@ -1,16 +1,19 @@
-//! Loops compiled for several instruction sets, of which the best one is chosen at run time. Rust compiles for the oldest
-//! processor of a kind, whose vectors are a quarter as long as today's.
+//! Runtime dispatch of loops to the widest vector instructions of the processor (AVX-512, AVX2 with FMA, or the baseline).
+//!
+//! Rust compiles for the baseline of a target (SSE2 on x86-64), whose vectors are a quarter as long as AVX-512's.
 
-/// A loop. `run` and all that it calls must be `#[inline(always)]`: only then it is compiled anew for every set.
+/// A loop that is compiled once per instruction set.
+///
+/// `run` and everything that it calls must be `#[inline(always)]`: a function that is called instead of inlined is compiled
+/// for the baseline.
 pub(super) trait Kernel {
-    /// What the loop gives.
     type Output;
 
-    /// The loop; `FMA` says whether `mul_add` is one instruction.
+    /// Runs the loop. `FMA` is whether `mul_add` is a single instruction; otherwise it would be a slow library call.
     fn run<const FMA: bool>(self) -> Self::Output;
 }
 
-/// Runs a loop with the longest vectors that this processor has.
+/// Runs a loop with the widest vectors that this processor has.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn run<K: Kernel>(kernel: K) -> K::Output {
     if is_x86_feature_detected!("avx512f") {
@@ -36,7 +39,7 @@ fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<true>()
 }
 
-/// Runs a loop; other processors have one set of vectors.
+/// Runs a loop. On targets other than x86-64 the baseline is used; on aarch64 that includes NEON and FMA.
 #[cfg(not(target_arch = "x86_64"))]
 pub(super) fn run<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<{ cfg!(target_arch = "aarch64") }>()

@@ -1,29 +1,38 @@
-//! Whether memory can hold so many elements at all, asked before anything is allocated.
+//! The memory of the machine or container, against which tensors are checked before they are allocated.
 //!
-//! An allocator may promise memory that does not exist and leave it to the kernel to end the process when it is touched, so
-//! a failed allocation alone does not tell.
+//! Linux overcommits: an allocation larger than the memory may succeed, and the OOM killer ends the process when the pages
+//! are touched. So a tensor is refused by its size instead of by a failed allocation.
 
 use std::sync::OnceLock;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Bytes of memory and swap of this machine, or what a container leaves this process of them.
+/// Bytes of memory that this process can use: RAM and swap of the machine, or the limit of its cgroup if that is lower.
+///
+/// Read once per process. `isize::MAX` on systems other than Linux.
 pub fn memory_bytes() -> usize {
     static BYTES: OnceLock<usize> = OnceLock::new();
-    *BYTES.get_or_init(|| container().into_iter().chain([machine()]).min().expect("one at least"))
+    *BYTES.get_or_init(|| cgroup_limit().into_iter().chain([ram_and_swap()]).min().expect("at least one value"))
 }
 
-/// An error if so many elements of a size do not fit into the memory of this machine.
+/// Checks that `count` elements of `elem` bytes each fit into [`memory_bytes`].
+///
+/// # Errors
+/// [`ErrorKind::OutOfMemory`] if they do not, or if their size overflows.
 pub fn check_bytes(count: usize, elem: usize) -> Result<()> {
     match count.checked_mul(elem) {
         Some(bytes) if bytes <= memory_bytes() => Ok(()),
-        _ => Err(refused(count, elem, &format!("at most {}, the memory of this machine", gigabytes(memory_bytes())))),
+        _ => Err(out_of_memory(
+            count,
+            elem,
+            &format!("at most {}, the memory of this machine", gigabytes(memory_bytes())),
+        )),
     }
 }
 
-/// The error for elements that have no room.
+/// The error for `count` elements of `elem` bytes that cannot be allocated; `needed` is what would have fit.
 #[cold]
-pub(super) fn refused(count: usize, elem: usize, needed: &str) -> Error {
+pub(super) fn out_of_memory(count: usize, elem: usize, needed: &str) -> Error {
     let found = format!("{count} elements of {elem} byte(s), {}", gigabytes(count.saturating_mul(elem)));
     ErrorKind::OutOfMemory { bytes: count.saturating_mul(elem) as u64, limit: memory_bytes() as u64 }.error(
         "tensor",
@@ -38,7 +47,7 @@ fn gigabytes(bytes: usize) -> String {
 }
 
 #[cfg(target_os = "linux")]
-fn machine() -> usize {
+fn ram_and_swap() -> usize {
     // SAFETY: all zeros is a value of this struct of integers, and the call fills in nothing but it.
     let (info, code) = unsafe {
         let mut info: libc::sysinfo = std::mem::zeroed();
@@ -50,14 +59,14 @@ fn machine() -> usize {
     if code == 0 && bytes > 0 { usize::try_from(bytes).unwrap_or(usize::MAX) } else { isize::MAX as usize }
 }
 
-/// Elsewhere only the address space bounds a tensor before it is allocated.
+/// Without `sysinfo`, only the address space bounds a tensor before it is allocated.
 #[cfg(not(target_os = "linux"))]
-fn machine() -> usize {
+fn ram_and_swap() -> usize {
     isize::MAX as usize
 }
 
-/// The limit of the control group that this process is in, if it has one.
-fn container() -> Option<usize> {
+/// The memory limit of this process's cgroup (version 2, else version 1), if it has one.
+fn cgroup_limit() -> Option<usize> {
     let limit = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<usize>().ok();
     limit("/sys/fs/cgroup/memory.max").or_else(|| limit("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 }

@@ -12,7 +12,7 @@ use crate::layout::{Layout, TensorMeta};
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, is_recording};
-use shardwise_kernels::{dense, from_wholes, reals, take, wholes};
+use shardwise_kernels::{contiguous, from_i64_vec, index_select, to_f64_vec, to_i64_vec};
 
 /// The first `k` elements along a dimension in some order, and their indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -85,7 +85,7 @@ impl DTensor {
     pub fn kthvalue(&self, k: usize, dim: isize, keepdim: bool) -> Result<(DTensor, DTensor)> {
         let at = self.resolve_dim("kthvalue", dim)? as isize;
         if k == 0 {
-            return Err(self.bad_dims("kthvalue", &[0], "a k from 1 on"));
+            return Err(self.bad_dims("kthvalue", &[0], "k of at least 1"));
         }
         let (values, indices) = self.top_k("kthvalue", dim, k, SortOrder::Ascending)?;
         let last = |t: &DTensor| match keepdim {
@@ -181,8 +181,8 @@ impl DTensor {
             return Err(ErrorKind::Argument.error(
                 "number of elements",
                 found,
-                "no more than there are",
-                "ask for fewer",
+                format!("at most {}, the size of the dimension", self.shape()[dim]),
+                "use a smaller k, or another dimension",
             ));
         }
         let whole = TopK { name, dim, k, order, stage: TopKStage::Whole };
@@ -226,8 +226,8 @@ impl Op for TopK {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
         let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
-        let shared = (0..x.shape.len()).map(|d| if d == self.dim { DimSharding::Never } else { DimSharding::Free });
-        let signature = Signature::new(shared, inputs.iter().map(|_| dims.clone()), [dims.clone(), dims.clone()]);
+        let sharding = (0..x.shape.len()).map(|d| if d == self.dim { DimSharding::Never } else { DimSharding::Free });
+        let signature = Signature::new(sharding, inputs.iter().map(|_| dims.clone()), [dims.clone(), dims.clone()]);
         let mut shape = x.shape.clone();
         shape[self.dim] = self.k;
         let outputs =
@@ -240,15 +240,15 @@ impl Op for TopK {
             let shape = plan.outputs[0].shape.as_slice();
             return plan.signature.decide(inputs, elem, &[shape, shape]);
         }
-        let from = inputs[0].settled().unstrided(&|dim| dim == self.dim)?;
+        let from = inputs[0].reduced().unstrided(&|dim| dim == self.dim)?;
         let axes = from.shard_order(self.dim).to_vec();
         let held = crate::layout::coordinates(from.mesh(), &axes).map(|c| self.count(from.owned(self.dim, &c).len()));
         let to = from.resized(self.dim, held.sum(), &|runs| self.count(runs.len()))?;
         Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to.clone(), to] })
     }
 
-    fn run(&self, inputs: &[Tensor], at: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let x = dense(&inputs[0])?;
+    fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let x = contiguous(&inputs[0])?;
         let dims = x.dims().to_vec();
         let (n, inner) = (dims[self.dim], dims[self.dim + 1..].iter().product::<usize>());
         let k = self.count(n);
@@ -258,27 +258,26 @@ impl Op for TopK {
                 SortOrder::Ascending => larger(a, b),
                 SortOrder::Smallest => b.is_nan().cmp(&a.is_nan()).then(a.partial_cmp(b).unwrap_or(Ordering::Equal)),
             };
-            choose(&reals(&x)?, n, inner, k, compare)
+            choose(&to_f64_vec(&x)?, n, inner, k, compare)
         } else {
             let compare = |a: &i64, b: &i64| if self.order == SortOrder::Descending { b.cmp(a) } else { a.cmp(b) };
-            choose(&wholes(&x)?, n, inner, k, compare)
+            choose(&to_i64_vec(&x)?, n, inner, k, compare)
         };
         let mut shape = dims;
         shape[self.dim] = k;
         // `chosen` are the flat positions of the result's elements in the input.
         let flat = x.reshape(x.elem_count())?;
-        let values = dense(&take(&flat, 0, &chosen)?.reshape(shape.as_slice())?)?;
+        let values = contiguous(&index_select(&flat, 0, &chosen)?.reshape(shape.as_slice())?)?;
         let indices = match self.stage {
-            TopKStage::Merge => {
-                take(&dense(&inputs[1])?.reshape(flat.elem_count())?, 0, &chosen)?.reshape(shape.as_slice())?
-            }
+            TopKStage::Merge => index_select(&contiguous(&inputs[1])?.reshape(flat.elem_count())?, 0, &chosen)?
+                .reshape(shape.as_slice())?,
             _ => {
-                let first = at.input(0, self.dim).iter().next().map_or(0, |run| run.start);
+                let first = context.input_runs(0, self.dim).iter().next().map_or(0, |run| run.start);
                 let index = |&number: &usize| (number / inner % n + first) as i64;
-                from_wholes(chosen.iter().map(index).collect(), &shape, DType::I64)?
+                from_i64_vec(chosen.iter().map(index).collect(), &shape, DType::I64)?
             }
         };
-        Ok(vec![values, dense(&indices)?])
+        Ok(vec![values, contiguous(&indices)?])
     }
 
     /// Values that need a gradient are looked up by their indices, see `with_gradient`.

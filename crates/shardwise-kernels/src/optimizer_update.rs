@@ -1,5 +1,5 @@
-//! Steps of optimizers: a new parameter from the old one, its gradient and a state that is changed in place, all in one
-//! pass over memory.
+//! Elementwise optimizer steps in one pass over memory: a new parameter from the old one, its gradient and the optimizer
+//! state, which is updated in place. What PyTorch calls a fused optimizer.
 
 use std::array::from_fn;
 use std::mem::MaybeUninit;
@@ -7,24 +7,24 @@ use std::mem::MaybeUninit;
 use candle_core::{DType, Tensor, WithDType};
 
 use super::convert::{Block, Compute};
-use super::fresh::Fresh;
-use super::{check_served, dense, first_element, vector};
+use super::uninit_buffer::UninitBuffer;
+use super::{check_supported, contiguous, first_element, simd};
 use crate::error::Result;
 
-/// Elements worked on at a time: few enough that all buffers stay in the first-level cache.
+/// Elements per block: the three buffers of f64 take 12 KiB and stay in the first-level cache.
 const CHUNK: usize = 512;
 
-/// Elements that are computed together; a multiple of the length of every processor's vectors.
+/// Elements computed together; a multiple of the vector length of every processor.
 const LANES: usize = 16;
 
-/// How one element of a parameter changes, with `K` numbers of state.
+/// Update rule of an elementwise optimizer: how one element of a parameter changes, with `K` state tensors (2 for Adam).
 ///
-/// Computed in f64 whatever the types of the tensors are: memory bandwidth is the limit, and decay rates close to 1 are not
-/// rounded. A closure `|p: f64, g: f64, [m]: [f64; 1]| (p - lr * m, [m])` is one. A type that implements it should mark
-/// `update` as `#[inline(always)]`: the loop around it is compiled for several instruction sets, and only what is inlined
-/// is compiled with it.
+/// Computed in f64 whatever the types of the tensors are: memory bandwidth is the bottleneck, and decay rates close to 1 are
+/// not rounded. A closure `|p: f64, g: f64, [m]: [f64; 1]| (p - lr * m, [m])` is an update rule. A type that implements it
+/// should mark `update` as `#[inline(always)]`: the loop around it is compiled for several instruction sets, and only what is
+/// inlined is compiled with it.
 pub trait Elementwise<const K: usize>: Copy {
-    /// Returns the new element and its new state, from the element, its gradient and its state.
+    /// Returns the new element and its new state, given the element `p`, its gradient `g` and its state.
     fn update(self, p: f64, g: f64, state: [f64; K]) -> (f64, [f64; K]);
 }
 
@@ -38,30 +38,30 @@ where
     }
 }
 
-/// A type in which a state is kept.
-pub trait Stored: WithDType {
-    /// The number in f64.
+/// Element type of optimizer state and master weights: f32 or f64.
+pub trait StateElement: WithDType {
+    /// Converts to f64.
     fn wide(self) -> f64;
 
-    /// The nearest number of this type.
+    /// Rounds to this type.
     fn narrow(x: f64) -> Self;
 
-    /// Reads elements that follow each other into a buffer of their number.
+    /// Converts contiguous elements of `dtype` into a buffer.
     ///
     /// # Safety
-    /// The elements are of the type and can be read at `first`.
+    /// As many elements of type `dtype` as the buffer has can be read at `first`.
     unsafe fn load(dtype: DType, first: *const u8, buffer: &mut [MaybeUninit<Self>]);
 
-    /// Writes numbers one after the other.
+    /// Converts numbers to `dtype` and writes them one after the other.
     ///
     /// # Safety
-    /// As many elements of the type can be written at `first`.
+    /// As many elements of type `dtype` can be written at `first`.
     unsafe fn store(dtype: DType, numbers: &[Self], first: *mut u8);
 }
 
-macro_rules! stored {
+macro_rules! state_elements {
     ($($S:ty),*) => {$(
-        impl Stored for $S {
+        impl StateElement for $S {
             #[inline(always)]
             fn wide(self) -> f64 {
                 self.into()
@@ -85,32 +85,40 @@ macro_rules! stored {
         }
     )*};
 }
-stored!(f32, f64);
+state_elements!(f32, f64);
 
-/// The new parameter; the state changes in place. Parameter and gradient have one shape and any floating-point types, the
-/// vectors of the state have as many elements. Of a parameter whose type is too coarse to hold small changes, `master` is a
-/// finer copy; where the parameter is not that copy rounded, somebody else has set it, and its value counts.
-pub fn update<S: Stored, U: Elementwise<K>, const K: usize>(
+/// Applies an update rule to every element and returns the new parameter; the state is updated in place.
+///
+/// The parameter `p` and the gradient `g` have one shape and any floating-point types; every slice of `state`, and `master`,
+/// has as many elements. Computes in f64 on the calling thread.
+///
+/// `master` is a master copy in higher precision of a parameter in f16 or bf16, which would lose small updates. Where the
+/// parameter is not the master copy rounded, a program has assigned to the parameter, and the update starts from the
+/// assigned value.
+///
+/// # Panics
+/// If the shapes differ or a slice is too short.
+pub fn elementwise_update<S: StateElement, U: Elementwise<K>, const K: usize>(
     rule: U,
     p: &Tensor,
     g: &Tensor,
     mut state: [&mut [S]; K],
     mut master: Option<&mut [S]>,
 ) -> Result<Tensor> {
-    check_served(p)?;
-    check_served(g)?;
-    // Memory outside the gradient would be read otherwise.
+    check_supported(p)?;
+    check_supported(g)?;
+    // Otherwise memory outside the gradient would be read.
     assert_eq!(p.dims(), g.dims());
-    let (p, g) = (dense(p)?, dense(g)?);
+    let (p, g) = (contiguous(p)?, contiguous(g)?);
     let (dtype, count) = (p.dtype(), p.elem_count());
-    let output = Fresh::new(dtype, count)?;
+    let output = UninitBuffer::new(dtype, count)?;
     let (p_guard, g_guard) = (p.storage_and_layout(), g.storage_and_layout());
     let (p_first, g_first) = (first_element(&p_guard.0, p_guard.1).0, first_element(&g_guard.0, g_guard.1).0);
     let mut buffers = [[MaybeUninit::<S>::uninit(); CHUNK]; 3];
     for start in (0..count).step_by(CHUNK) {
         let n = CHUNK.min(count - start);
         let [p_buffer, g_buffer, results] = &mut buffers;
-        // SAFETY: both tensors are dense and the guards keep them; the range lies inside, and a buffer holds it.
+        // SAFETY: both tensors are contiguous, the guards keep them, the range is inside, and a buffer holds it.
         let (mut p_chunk, g_chunk) = unsafe {
             let p_at = p_first.add(start * dtype.size_in_bytes());
             let g_at = g_first.add(start * g.dtype().size_in_bytes());
@@ -118,19 +126,19 @@ pub fn update<S: Stored, U: Elementwise<K>, const K: usize>(
         };
         let merged;
         if let Some(master) = &master {
-            merged = unrounded(p_chunk, &master[start..start + n], dtype);
+            merged = with_master(p_chunk, &master[start..start + n], dtype);
             p_chunk = &merged[..n];
         }
         let mut each = state.iter_mut();
         let state = from_fn(|_| &mut each.next().expect("one per number")[start..start + n]);
-        // SAFETY: the output has room for all elements, and the range lies inside.
+        // SAFETY: the output has room for all elements, and the range is inside.
         unsafe {
             let to = output.first().add(start * dtype.size_in_bytes());
             if dtype == S::DTYPE {
                 let out = std::slice::from_raw_parts_mut(to.cast(), n);
-                vector::run(Step { rule, p: p_chunk, g: g_chunk, state, out });
+                simd::run(UpdateBlock { rule, p: p_chunk, g: g_chunk, state, out });
             } else {
-                vector::run(Step { rule, p: p_chunk, g: g_chunk, state, out: &mut results[..n] });
+                simd::run(UpdateBlock { rule, p: p_chunk, g: g_chunk, state, out: &mut results[..n] });
                 let results = results[..n].assume_init_ref();
                 S::store(dtype, results, to);
                 if let Some(master) = &mut master {
@@ -143,11 +151,11 @@ pub fn update<S: Stored, U: Elementwise<K>, const K: usize>(
     Ok(unsafe { output.finish(p.dims()) })
 }
 
-/// Elements where they lie if they are of the type, else converted into a buffer of their number.
+/// Returns contiguous elements in place if they have type `S`, else converted into the buffer, whose length is their number.
 ///
 /// # Safety
-/// The elements can be read at `first`, one after the other, for as long as the buffer lives.
-pub(super) unsafe fn read<S: Stored>(dtype: DType, first: *const u8, buffer: &mut [MaybeUninit<S>]) -> &[S] {
+/// The elements can be read at `first` for as long as the buffer lives.
+pub(super) unsafe fn read<S: StateElement>(dtype: DType, first: *const u8, buffer: &mut [MaybeUninit<S>]) -> &[S] {
     // SAFETY: the caller's promise; `load` writes the whole buffer.
     unsafe {
         if dtype == S::DTYPE {
@@ -158,13 +166,13 @@ pub(super) unsafe fn read<S: Stored>(dtype: DType, first: *const u8, buffer: &mu
     }
 }
 
-/// The finer copy where its rounding is the parameter, else the parameter.
-fn unrounded<S: Stored>(p: &[S], master: &[S], dtype: DType) -> [S; CHUNK] {
+/// The master copy where it rounds to the parameter, else the parameter, which a program has assigned.
+fn with_master<S: StateElement>(p: &[S], master: &[S], dtype: DType) -> [S; CHUNK] {
     let n = p.len();
     let mut merged = [S::narrow(0.0); CHUNK];
     let mut coarse = [0u64; CHUNK];
     let mut rounded = [MaybeUninit::<S>::uninit(); CHUNK];
-    // SAFETY: `coarse` has room for as many elements of any type, and `rounded` for those that are read back.
+    // SAFETY: `coarse` has room for as many elements of any type, and `rounded` for the elements that are read back.
     let rounded = unsafe {
         S::store(dtype, master, coarse.as_mut_ptr().cast());
         S::load(dtype, coarse.as_ptr().cast(), &mut rounded[..n]);
@@ -176,7 +184,7 @@ fn unrounded<S: Stored>(p: &[S], master: &[S], dtype: DType) -> [S; CHUNK] {
     merged
 }
 
-struct Step<'a, S, U, const K: usize> {
+struct UpdateBlock<'a, S, U, const K: usize> {
     rule: U,
     p: &'a [S],
     g: &'a [S],
@@ -184,21 +192,22 @@ struct Step<'a, S, U, const K: usize> {
     out: &'a mut [MaybeUninit<S>],
 }
 
-impl<S: Stored, U: Elementwise<K>, const K: usize> vector::Kernel for Step<'_, S, U, K> {
+impl<S: StateElement, U: Elementwise<K>, const K: usize> simd::Kernel for UpdateBlock<'_, S, U, K> {
     type Output = ();
 
     #[inline(always)]
     fn run<const FMA: bool>(self) {
-        let Step { rule, p, g, mut state, out } = self;
+        let UpdateBlock { rule, p, g, mut state, out } = self;
         let whole = out.len() / LANES * LANES;
         blocks::<S, U, K, LANES>(rule, p, g, state.each_mut().map(|s| &mut **s), out);
         blocks::<S, U, K, 1>(rule, &p[whole..], &g[whole..], state.map(|s| &mut s[whole..]), &mut out[whole..]);
     }
 }
 
-/// All whole blocks of `L` elements. In arrays of a known length they cannot overlap and need no checks, so that they become vectors.
+/// Updates all full blocks of `L` elements. Arrays of a known length need no bounds checks and cannot overlap, so that the
+/// loop becomes vector instructions.
 #[inline(always)]
-fn blocks<S: Stored, U: Elementwise<K>, const K: usize, const L: usize>(
+fn blocks<S: StateElement, U: Elementwise<K>, const K: usize, const L: usize>(
     rule: U,
     p: &[S],
     g: &[S],
@@ -229,11 +238,11 @@ mod tests {
     use candle_core::Device;
     use half::bf16;
 
-    /// Adds gradients up, and their squares.
+    /// A step of 0.25, with the sums of gradients and of their squares as state.
     #[derive(Clone, Copy)]
-    struct Adds;
+    struct SumsOfGradients;
 
-    impl Elementwise<2> for Adds {
+    impl Elementwise<2> for SumsOfGradients {
         #[inline(always)]
         fn update(self, p: f64, g: f64, [a, b]: [f64; 2]) -> (f64, [f64; 2]) {
             (p - g * 0.25, [a + g, b + g * g])
@@ -241,14 +250,14 @@ mod tests {
     }
 
     #[test]
-    fn every_element_changes_once_whatever_the_length_and_type() {
+    fn every_element_is_updated_once_for_any_length_and_type() {
         for n in [0, 1, 15, 16, 17, 511, 512, 513, 1100] {
             for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
                 let g = Tensor::arange(0f32, n as f32, &Device::Cpu).unwrap();
                 let p = (&g * 0.5).unwrap().to_dtype(dtype).unwrap();
                 let g = g.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap();
                 let (mut a, mut b) = (vec![1f32; n], vec![2f32; n]);
-                let new = update(Adds, &p, &g, [&mut a, &mut b], None).unwrap();
+                let new = elementwise_update(SumsOfGradients, &p, &g, [&mut a, &mut b], None).unwrap();
                 assert_eq!((new.dtype(), new.dims()), (dtype, [n].as_slice()));
                 let numbers = |t: &Tensor| t.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
                 if n > 0 {
@@ -263,17 +272,17 @@ mod tests {
     }
 
     #[test]
-    fn a_finer_copy_keeps_what_rounding_would_lose_until_the_parameter_is_set() {
+    fn the_master_copy_keeps_what_rounding_loses_until_the_parameter_is_assigned() {
         let full = |x: f32| Tensor::full(bf16::from_f32(x), 600, &Device::Cpu).unwrap();
         let g = Tensor::full(0.001f32, 600, &Device::Cpu).unwrap();
         let (mut a, mut b, mut master) = (vec![0f32; 600], vec![0f32; 600], vec![1f32; 600]);
         let mut p = full(1.0);
         for _ in 0..100 {
-            p = update(Adds, &p, &g, [&mut a, &mut b], Some(&mut master)).unwrap();
+            p = elementwise_update(SumsOfGradients, &p, &g, [&mut a, &mut b], Some(&mut master)).unwrap();
         }
         assert!(master.iter().all(|m| (m - 0.975).abs() < 1e-5), "{}", master[0]);
         assert!(p.to_vec1::<bf16>().unwrap().iter().all(|p| p.to_f32() == 0.9765625));
-        update(Adds, &full(3.0), &g, [&mut a, &mut b], Some(&mut master)).unwrap();
+        elementwise_update(SumsOfGradients, &full(3.0), &g, [&mut a, &mut b], Some(&mut master)).unwrap();
         assert!(master.iter().all(|&m| m == 3.0 - 0.00025));
     }
 }

@@ -1,4 +1,6 @@
-//! Elementwise reduction of several operands in their order, in one pass over memory.
+//! Elementwise reduction of several operands of one shape, in one pass over memory: the arithmetic of `all_reduce`.
+//!
+//! Operands are combined in their order, so that every rank that has the same operands gets the same bits.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -6,21 +8,25 @@ use smallvec::SmallVec;
 
 use crate::reduce_op::ReduceOp;
 
-/// Elements worked on at a time: small enough that the accumulator stays in the first-level cache.
+/// Elements reduced at a time: the accumulator (4 KiB of f32) stays in the first-level cache.
 const BLOCK: usize = 1024;
 
-/// A type whose operands can be reduced. Half-precision types accumulate in `f32` and round once at the end.
+/// An element type whose operands can be reduced.
+///
+/// f16 and bf16 accumulate in f32 and round once at the end; all other types accumulate in themselves. Integers wrap.
 pub trait Reducible: Copy + Send + Sync + 'static {
-    /// Reduces up to `BLOCK` elements: `dst[i]`, which holds `srcs[0][i]`, becomes the reduction of `srcs[..][i]`,
-    /// first operand first.
+    /// Reduces up to 1024 elements: `dst[i]`, which holds `srcs[0][i]` on entry, becomes the reduction of `srcs[..][i]`
+    /// from the first operand to the last.
     fn reduce(op: ReduceOp, srcs: &[&[Self]], dst: &mut [Self]);
 }
 
-/// Writes the reduction of `srcs`, all of one length, to `dst`, first operand first.
+/// Writes the elementwise reduction of `srcs`, all of one length, to `dst`, from the first operand to the last.
+///
+/// Runs on the calling thread and allocates nothing. A type that `op` does not support panics ([`ReduceOp::check`]).
 ///
 /// # Safety
 /// `dst` can be written for the length of the operands and does not overlap them. It may be uninitialised.
-pub unsafe fn reduce_block<T: Reducible>(op: ReduceOp, srcs: &[&[T]], dst: *mut T) {
+pub unsafe fn reduce_operands<T: Reducible>(op: ReduceOp, srcs: &[&[T]], dst: *mut T) {
     let len = srcs[0].len();
     let mut blocks: SmallVec<[&[T]; 8]> = SmallVec::new();
     for start in (0..len).step_by(BLOCK) {
@@ -37,11 +43,11 @@ pub unsafe fn reduce_block<T: Reducible>(op: ReduceOp, srcs: &[&[T]], dst: *mut 
     }
 }
 
-/// A type that is its own accumulator.
+/// A type that accumulates in itself.
 trait Accumulator: Copy {
-    /// `acc[i]` becomes its reduction with `src[i]`; a mean is summed up first.
+    /// `acc[i]` becomes its reduction with `src[i]`; an average accumulates the sum.
     fn fold(op: ReduceOp, acc: &mut [Self], src: &[Self]);
-    /// What is left to do after `operands` operands have been folded.
+    /// Divides the sum by the number of operands for an average.
     fn finish(op: ReduceOp, acc: &mut [Self], operands: usize);
 }
 
@@ -57,7 +63,7 @@ macro_rules! accumulator_float {
             fn fold(op: ReduceOp, acc: &mut [Self], src: &[Self]) {
                 match op {
                     ReduceOp::Sum | ReduceOp::Avg => zip(acc, src, |a, b| a + b),
-                    // Not-a-number on either side stays, as in a maximum over one tensor.
+                    // NaN on either side propagates, as in a maximum over one tensor.
                     ReduceOp::Max => zip(acc, src, |a, b| if a >= b || a.is_nan() { a } else { b }),
                     ReduceOp::Min => zip(acc, src, |a, b| if a <= b || a.is_nan() { a } else { b }),
                     ReduceOp::Product => zip(acc, src, |a, b| a * b),
@@ -95,7 +101,7 @@ macro_rules! accumulator_integer {
     };
 }
 
-/// Types that are reduced in themselves: the destination is the accumulator.
+/// Types that accumulate in themselves: the destination is the accumulator.
 macro_rules! reducible_directly {
     ($($accumulator:ident: $($T:ty),*;)*) => {$($(
         $accumulator!($T);
@@ -113,7 +119,7 @@ reducible_directly! {
     accumulator_integer: u8, u32, i16, i32, i64;
 }
 
-/// Types that are reduced in `f32`.
+/// Types that accumulate in f32.
 macro_rules! reducible_widened {
     ($($T:ty),*) => {$(
         impl Reducible for $T {
@@ -141,7 +147,7 @@ mod tests {
         let mut out = Vec::with_capacity(srcs[0].len());
         // SAFETY: the capacity is the length of the operands, all of which are written.
         unsafe {
-            reduce_block(op, srcs, out.as_mut_ptr());
+            reduce_operands(op, srcs, out.as_mut_ptr());
             out.set_len(srcs[0].len());
         }
         out
@@ -159,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn not_a_number_wins_on_either_side() {
+    fn nan_propagates_from_either_side() {
         for op in [ReduceOp::Max, ReduceOp::Min] {
             let out = reduce(op, &[&[f32::NAN, 1.0, 1.0][..], &[1.0, f32::NAN, 2.0], &[0.0, 0.0, 3.0]]);
             assert!(out[0].is_nan() && out[1].is_nan() && !out[2].is_nan(), "{op}: {out:?}");

@@ -1,4 +1,4 @@
-//! New memory for the elements of a tensor, written before it is read.
+//! Uninitialised memory for a new tensor: kernels write every element once, without filling it with zeros first.
 
 use std::mem::MaybeUninit;
 
@@ -8,49 +8,52 @@ use candle_core::{CpuStorage, DType, Shape, Storage, Tensor, WithDType};
 use super::{check_dtype, reserve, with_type};
 use crate::error::Result;
 
-/// Memory for so many elements of a type, not yet written.
-pub struct Fresh {
+/// Memory for a number of elements of one type that becomes a tensor once all of them are written.
+pub struct UninitBuffer {
     dtype: DType,
     count: usize,
     first: *mut u8,
-    /// Vector of length 0 with the capacity of the whole tensor.
+    /// A vector of length 0 with capacity for `count` elements.
     storage: CpuStorage,
 }
 
 // SAFETY: `first` points into the heap buffer that `storage` owns; writes through it follow the contract of whoever asks
 // for the address.
-unsafe impl Send for Fresh {}
+unsafe impl Send for UninitBuffer {}
 
-impl Fresh {
-    /// Reserves memory. Its pages are not touched, so that whoever fills a part pays for that part.
+impl UninitBuffer {
+    /// Reserves memory without touching its pages: page faults happen on the thread that writes a part first.
+    ///
+    /// # Errors
+    /// If the kernels do not support the element type ([`check_dtype`]) or memory does not suffice.
     pub fn new(dtype: DType, count: usize) -> Result<Self> {
         check_dtype(dtype)?;
         let (first, storage) = with_type!(dtype, T => {
             let mut buffer: Vec<T> = reserve(count)?;
-            ask_for_large_pages(buffer.as_mut_ptr().cast(), count * size_of::<T>());
+            advise_huge_pages(buffer.as_mut_ptr().cast(), count * size_of::<T>());
             (buffer.as_mut_ptr().cast(), T::to_cpu_storage_owned(buffer))
         }, otherwise unreachable!("checked above"));
-        Ok(Fresh { dtype, count, first, storage })
+        Ok(UninitBuffer { dtype, count, first, storage })
     }
 
-    /// How many elements there is room for.
+    /// Number of elements that the memory holds.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// The address of the first element.
+    /// Address of the first element.
     pub fn first(&self) -> *mut u8 {
         self.first
     }
 
-    /// The elements as memory to be written, if `T` is their type.
+    /// The elements as a slice to write to; `None` if `T` is not their type.
     pub(super) fn elements<T: WithDType>(&mut self) -> Option<&mut [MaybeUninit<T>]> {
         let same = self.dtype == T::DTYPE;
         // SAFETY: the buffer has room for `count` elements of this type, and the borrow is exclusive.
         same.then(|| unsafe { std::slice::from_raw_parts_mut(self.first.cast(), self.count) })
     }
 
-    /// The tensor of all elements.
+    /// Turns the memory into a contiguous tensor of `shape` without copying. The shape must have as many elements.
     ///
     /// # Safety
     /// Every element has been written, and the writes happened before this call.
@@ -65,17 +68,19 @@ impl Fresh {
     }
 }
 
-/// Large new memory costs most of its time in page faults; with large pages it takes 512 times fewer of them.
+/// Advises the kernel to use huge pages. Writing large new memory spends most of its time in page faults, and pages of 2 MiB
+/// take 512 times fewer of them than pages of 4 KiB.
 #[cfg(target_os = "linux")]
-fn ask_for_large_pages(first: *mut u8, bytes: usize) {
-    const LARGE_PAGE: usize = 2 << 20;
-    let aligned = first.align_offset(LARGE_PAGE);
-    if bytes >= 2 * LARGE_PAGE && aligned < bytes {
-        // SAFETY: the range lies inside one live allocation, and this advice does not change what memory holds. Where
-        // the kernel does not take it, nothing is lost, so the result does not matter.
+fn advise_huge_pages(first: *mut u8, bytes: usize) {
+    const HUGE_PAGE: usize = 2 << 20;
+    let aligned = first.align_offset(HUGE_PAGE);
+    // Less than two pages may not contain a whole aligned one.
+    if bytes >= 2 * HUGE_PAGE && aligned < bytes {
+        // SAFETY: the range is inside one live allocation, and this advice does not change what memory holds. The result is
+        // ignored: where the kernel does not follow the advice, pages of 4 KiB are used.
         unsafe { libc::madvise(first.add(aligned).cast(), bytes - aligned, libc::MADV_HUGEPAGE) };
     }
 }
 
 #[cfg(not(target_os = "linux"))]
-fn ask_for_large_pages(_: *mut u8, _: usize) {}
+fn advise_huge_pages(_: *mut u8, _: usize) {}

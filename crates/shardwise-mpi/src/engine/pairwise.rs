@@ -1,4 +1,4 @@
-//! Messages between all pairs of ranks at once: what has no collective of its own, or is too large for one.
+//! Direct messages between all pairs of ranks, for calls without an MPI collective and for tensors too large for one.
 
 use std::ffi::c_int;
 
@@ -6,27 +6,32 @@ use shardwise::Result;
 use smallvec::SmallVec;
 
 use super::comm::{Comm, Request};
-use super::parts::Part;
+use super::message_buffer::MessageBuffer;
 
+/// Tag of these messages, different from that of [`packet`](super::packet).
 const TAG: c_int = 1;
 
-/// Sends one part to every rank and receives one from every rank. The part for the rank itself is copied.
+/// Sends one buffer to every rank and receives one from every rank. Collective. The buffer for the rank itself is copied.
 ///
 /// # Safety
-/// Addresses and sizes are those of live memory; what is received overlaps nothing; every rank expects as many bytes as
-/// the other sends.
-pub(super) unsafe fn exchange(comm: &Comm, send: &[Part<*const u8>], receive: &[Part<*mut u8>]) -> Result<()> {
+/// Addresses and sizes are those of live memory; receive buffers overlap nothing; every rank expects as many bytes as the
+/// other sends.
+pub(super) unsafe fn exchange(
+    comm: &Comm,
+    send: &[MessageBuffer<*const u8>],
+    receive: &[MessageBuffer<*mut u8>],
+) -> Result<()> {
     let (me, size) = (comm.rank(), comm.size());
     let mut requests: SmallVec<[Request; 8]> = SmallVec::new();
-    // Everybody begins with the next rank, so that not all send to the first one at once.
+    // Every rank starts with its successor, so that not all ranks send to rank 0 at once.
     let others = || (1..size).map(|step| ((me + step) % size, (me + size - step) % size));
     for (_, from) in others() {
-        let Part { first, bytes } = receive[from];
+        let MessageBuffer { first, bytes } = receive[from];
         // SAFETY: the caller's promise; waited for below.
         requests.extend(unsafe { comm.start_receive(first, bytes, from, TAG)? });
     }
     for (to, _) in others() {
-        let Part { first, bytes } = send[to];
+        let MessageBuffer { first, bytes } = send[to];
         // SAFETY: the caller's promise; waited for below.
         requests.extend(unsafe { comm.start_send(first, bytes, to, TAG)? });
     }

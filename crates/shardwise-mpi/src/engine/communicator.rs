@@ -1,4 +1,4 @@
-//! One rank's end of a group of processes.
+//! The [`Communicator`] of one rank in a group of processes.
 
 use shardwise::error::ErrorKind;
 use std::sync::Arc;
@@ -6,33 +6,33 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use candle_core::Tensor;
 use shardwise::comm::engine::{Purpose, describe};
-use shardwise::comm::{Call, Communicator, Exposed};
+use shardwise::comm::{Call, Communicator, ExposedTensors};
 use shardwise::error::{RankCall, Site};
 use shardwise::mesh::Network;
 use shardwise::{Error, Result, TensorMeta};
 
-use super::agreement::{self, Asked};
+use super::agreement::{self, ProposedCall};
 use super::collectives;
 use super::comm::Comm;
-use super::exposed::Handle;
+use super::exposed_tensors::ExposedSetId;
 use super::groups::GroupState;
 use super::launch::Launch;
-use super::mail::{Envelope, Message};
-use super::shelf::SetId;
-use super::watch::Pending;
+use super::messages::{Envelope, Message};
+use super::pending_call::PendingCall;
+use super::remote_read::ExposedHandle;
 
-pub(super) struct Member {
+pub(super) struct MpiCommunicator {
     launch: Arc<Launch>,
     group: Arc<GroupState>,
 }
 
-impl Member {
-    /// This process's end of the group of all.
+impl MpiCommunicator {
+    /// The communicator of all ranks of the job.
     pub(super) fn of_world(launch: Arc<Launch>) -> Self {
         let world = &launch.process.world;
         let all: Vec<usize> = (0..world.size()).collect();
         let group = launch.process.groups.get(&all, world.rank());
-        Member { launch, group }
+        MpiCommunicator { launch, group }
     }
 
     fn describe(&self, call: String, site: Site) -> RankCall {
@@ -40,8 +40,9 @@ impl Member {
         RankCall { rank: ranks[*me], call, group: ranks.clone(), site: site.to_string() }
     }
 
-    /// Enters a collective and carries out `body` in it; it gets what has come along with the agreement of the ranks.
-    fn together<R>(
+    /// Starts a collective, checks that all ranks make the same call, and runs `body`, which gets the outputs if they came in
+    /// the packet.
+    fn run_collective<R>(
         &self,
         call: &Call,
         inputs: &[Tensor],
@@ -55,40 +56,41 @@ impl Member {
         if let Some((rank, reason)) = self.launch.process.service.failure() {
             return Err(Error::PeerFailed { rank, reason: reason.into(), call: Box::new(describe()) });
         }
-        let mut broken = self.group.turn.lock();
-        if let Some(error) = &*broken {
+        let mut out_of_sync = self.group.out_of_sync.lock();
+        if let Some(error) = &*out_of_sync {
             return Err(error.clone());
         }
-        let mut out_of_step = |error: Error| {
-            *broken = Some(error.clone());
+        let mut leave_sync = |error: Error| {
+            *out_of_sync = Some(error.clone());
             error
         };
-        let refused = self.launch.check_thread().err();
-        // What is refused must be told to the others; where nobody asks, this rank alone does not take part.
+        let rejected = self.launch.check_thread().err();
+        // With the check, a rank that rejects its call still takes part in it, so that all ranks get the error. Without the
+        // check, this rank alone returns an error and no longer makes the same calls as the group.
         let size = self.group.ranks.len();
-        let asks = size > 1 && (self.launch.check || matches!(call, Call::Agree { .. } | Call::Expose));
-        if !asks {
-            let checked = refused.clone().map_or_else(|| call.check(self.group.me, size, inputs), Err);
-            let refuse = |source| Error::Rejected { call: Box::new(describe()), source: Box::new(source) };
-            checked.map_err(refuse).map_err(|error| if size > 1 { out_of_step(error) } else { error })?;
+        let compares = size > 1 && (self.launch.check || matches!(call, Call::Agree { .. } | Call::Expose));
+        if !compares {
+            let checked = rejected.clone().map_or_else(|| call.check(self.group.me, size, inputs), Err);
+            let reject = |source| Error::Rejected { call: Box::new(describe()), source: Box::new(source) };
+            checked.map_err(reject).map_err(|error| if size > 1 { leave_sync(error) } else { error })?;
         }
         self.group.begun.fetch_add(1, SeqCst);
-        let pending = Pending { deadline: self.launch.deadline, describe: &describe };
-        self.group.waiting.over(&pending, || {
+        let pending = PendingCall { deadline: self.launch.deadline, describe: &describe };
+        self.group.pending.run(&pending, || {
             let comm = self.group.comm(&self.launch.process.world)?;
-            let come = match asks {
+            let received = match compares {
                 true => {
-                    let asked = Asked { call, inputs, site, purpose, refused };
-                    agreement::check(comm, &self.group.ranks, asked, self.launch.limits.deterministic)?
+                    let proposed = ProposedCall { call, inputs, site, purpose, rejected };
+                    agreement::check(comm, &self.group.ranks, proposed, self.launch.limits.deterministic)?
                 }
                 false => None,
             };
-            body(comm, come).map_err(out_of_step)
+            body(comm, received).map_err(leave_sync)
         })
     }
 
-    /// The global rank of another rank of the group.
-    fn other(&self, position: usize) -> Result<usize> {
+    /// The global rank at a position of the group.
+    fn global_rank(&self, position: usize) -> Result<usize> {
         let ranks = &self.group.ranks;
         ranks.get(position).copied().ok_or_else(|| {
             ErrorKind::Rank { rank: position, size: ranks.len() }.error(
@@ -100,19 +102,19 @@ impl Member {
         })
     }
 
-    /// Waits for a message.
+    /// Waits for a message, a failure or the exit of its sender, or the deadline.
     fn wait_for(&self, envelope: &Envelope, call: &dyn Fn() -> RankCall) -> Result<Message> {
-        let Launch { process, mail, .. } = &*self.launch;
+        let Launch { process, messages, .. } = &*self.launch;
         self.launch.wait_for(envelope.from, call, || {
-            // Asked before looking: what was sent before leaving has been seen then.
+            // Read before the queue: if the sender has left by now, all of its messages are found below.
             let (failure, sent) = (process.service.failure(), process.service.sent_by(envelope.from));
-            if let Some(message) = mail.take(&process.mail, envelope)? {
+            if let Some(message) = messages.take(&process.message_comm, envelope)? {
                 return Ok(Some(message));
             }
             if let Some((rank, reason)) = failure {
                 return Err(Error::PeerFailed { rank, reason: reason.into(), call: Box::new(call()) });
             }
-            let left = sent.is_some_and(|sent| mail.received(envelope.from) == sent);
+            let left = sent.is_some_and(|sent| messages.received(envelope.from) == sent);
             if left || process.service.has_ended(envelope.from) {
                 return Err(Error::PeerLeft { rank: envelope.from, call: Box::new(call()) });
             }
@@ -121,7 +123,7 @@ impl Member {
     }
 }
 
-impl Communicator for Member {
+impl Communicator for MpiCommunicator {
     fn rank(&self) -> usize {
         self.group.me
     }
@@ -131,32 +133,32 @@ impl Communicator for Member {
     }
 
     fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>> {
-        self.together(call, inputs, site, |comm, come| match come {
+        self.run_collective(call, inputs, site, |comm, received| match received {
             Some(outputs) => Ok(outputs),
-            None => collectives::carry_out(comm, self.launch.limits, call, inputs),
+            None => collectives::execute(comm, self.launch.limits, call, inputs),
         })
     }
 
     fn send(&self, tensor: &Tensor, to: usize, tag: u64, site: Site) -> Result<()> {
-        let to = self.other(to)?;
+        let to = self.global_rank(to)?;
         let meta = || TensorMeta::new(tensor.dims(), tensor.dtype());
         let describe = || self.describe(format!("send(to {to}, tag {tag}) of {}", meta()), site);
         self.launch.check_open(&describe)?;
-        let Launch { process, mail, .. } = &*self.launch;
+        let Launch { process, messages, .. } = &*self.launch;
         if let Some((rank, reason)) = process.service.failure() {
             return Err(Error::PeerFailed { rank, reason: reason.into(), call: Box::new(describe()) });
         }
         if process.service.sent_by(to).is_some() {
             return Err(Error::PeerLeft { rank: to, call: Box::new(describe()) });
         }
-        // The rules for a tensor are those of a collective on it.
+        // A message may contain the tensors that a collective accepts.
         let content = Call::Expose.check(0, 1, std::slice::from_ref(tensor)).map(|()| tensor.clone());
-        mail.send(&process.mail, to, (self.group.identity, tag), &content, &site.to_string())?;
+        messages.send(&process.message_comm, to, (self.group.identity, tag), &content, &site.to_string())?;
         content.map(drop)
     }
 
     fn recv(&self, expected: &TensorMeta, from: usize, tag: u64, site: Site) -> Result<Tensor> {
-        let from = self.other(from)?;
+        let from = self.global_rank(from)?;
         let describe = || self.describe(format!("recv({expected} from {from}, tag {tag})"), site);
         self.launch.check_open(&describe)?;
         let me = self.group.ranks[self.group.me];
@@ -192,23 +194,23 @@ impl Communicator for Member {
             ));
         }
         let group = self.launch.process.groups.get(ranks, world.rank());
-        Ok(Arc::new(Member { launch: Arc::clone(&self.launch), group }))
+        Ok(Arc::new(MpiCommunicator { launch: Arc::clone(&self.launch), group }))
     }
 
-    fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn Exposed>> {
-        let set = self.together(&Call::Expose, tensors, site, |comm, _| {
-            let set = SetId { group: self.group.identity, number: self.group.exposed.fetch_add(1, SeqCst) };
-            self.launch.process.service.shelf.put(set, tensors, self.group.ranks.len())?;
-            // Nobody reads before all tensors are there.
+    fn expose(&self, tensors: &[Tensor], site: Site) -> Result<Box<dyn ExposedTensors>> {
+        let set = self.run_collective(&Call::Expose, tensors, site, |comm, _| {
+            let set = ExposedSetId { group: self.group.identity, number: self.group.exposed.fetch_add(1, SeqCst) };
+            self.launch.process.service.exposed.put(set, tensors, self.group.ranks.len())?;
+            // No rank reads before all tensors are exposed.
             comm.barrier()?;
             Ok(set)
         })?;
-        Ok(Box::new(Handle { launch: Arc::clone(&self.launch), group: Arc::clone(&self.group), set }))
+        Ok(Box::new(ExposedHandle { launch: Arc::clone(&self.launch), group: Arc::clone(&self.group), set }))
     }
 
     fn abort(&self, reason: &str) {
         let rank = self.group.ranks[self.group.me];
-        self.launch.process.service.die(&format!("rank {rank} aborted: {reason}"));
+        self.launch.process.service.abort_job(&format!("rank {rank} aborted: {reason}"));
     }
 
     fn network(&self) -> Network {

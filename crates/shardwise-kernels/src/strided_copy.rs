@@ -1,13 +1,13 @@
-//! Copying a block between two strided buffers in one pass.
+//! Copy of a block between two buffers of any strides, in one pass.
 
 use std::mem::MaybeUninit;
 
 use smallvec::SmallVec;
 
 /// One dimension of a copy: size, source stride, destination stride, in elements.
-type Dim = (usize, usize, usize);
+type CopyDim = (usize, usize, usize);
 
-/// Copies a block of `sizes` elements of `elem` bytes each.
+/// Copies a block of shape `sizes` with elements of `elem` bytes, on the calling thread.
 ///
 /// # Safety
 /// `src` and `dst` point to the first element of the block, and every element that the sizes and strides reach from
@@ -23,27 +23,28 @@ pub(super) unsafe fn copy_block(
     if sizes.contains(&0) {
         return;
     }
-    let mut dims = merged(sizes, src_strides, dst_strides);
-    // The innermost dimension is copied as one run where both sides are dense in it. Where each side is dense in another
-    // dimension, both go innermost and are copied in tiles. The rest goes element by element.
+    let mut dims = merged_dims(sizes, src_strides, dst_strides);
+    // Where both sides have stride 1 in the innermost dimension, it is copied as runs of bytes. Where the two sides have
+    // stride 1 in different dimensions (a transpose), these two become the innermost and are copied in tiles. Everything
+    // else is copied element by element.
     if let Some(&(run, 1, 1)) = dims.last() {
         dims.pop();
         // SAFETY: forwarded from the caller; the loops visit exactly the block.
         unsafe {
-            // A call for every run would cost more than copying a short one: those are moved as a value of their size.
+            // A call of memcpy costs more than copying a short run: common short lengths are copied as one value.
             match run * elem {
-                4 => walk(&dims, src, dst, elem, |s, d| move_run::<4>(s, d)),
-                8 => walk(&dims, src, dst, elem, |s, d| move_run::<8>(s, d)),
-                16 => walk(&dims, src, dst, elem, |s, d| move_run::<16>(s, d)),
-                32 => walk(&dims, src, dst, elem, |s, d| move_run::<32>(s, d)),
-                64 => walk(&dims, src, dst, elem, |s, d| move_run::<64>(s, d)),
-                bytes => walk(&dims, src, dst, elem, |s, d| std::ptr::copy_nonoverlapping(s, d, bytes)),
+                4 => for_each_index(&dims, src, dst, elem, |s, d| copy_run::<4>(s, d)),
+                8 => for_each_index(&dims, src, dst, elem, |s, d| copy_run::<8>(s, d)),
+                16 => for_each_index(&dims, src, dst, elem, |s, d| copy_run::<16>(s, d)),
+                32 => for_each_index(&dims, src, dst, elem, |s, d| copy_run::<32>(s, d)),
+                64 => for_each_index(&dims, src, dst, elem, |s, d| copy_run::<64>(s, d)),
+                bytes => for_each_index(&dims, src, dst, elem, |s, d| std::ptr::copy_nonoverlapping(s, d, bytes)),
             }
         }
         return;
     }
-    let dense_in = |stride: fn(&Dim) -> usize| dims.iter().rposition(|d| stride(d) == 1);
-    let plane = match (dense_in(|d| d.1), dense_in(|d| d.2)) {
+    let unit_stride_dim = |stride: fn(&CopyDim) -> usize| dims.iter().rposition(|d| stride(d) == 1);
+    let plane = match (unit_stride_dim(|d| d.1), unit_stride_dim(|d| d.2)) {
         (Some(s), Some(d)) if s != d => {
             let plane = [dims[s], dims[d]];
             dims.remove(s.max(d));
@@ -55,37 +56,37 @@ pub(super) unsafe fn copy_block(
     // SAFETY: as above.
     unsafe {
         match elem {
-            1 => walk(&dims, src, dst, elem, |s, d| turn(s.cast::<u8>(), d.cast(), plane)),
-            2 => walk(&dims, src, dst, elem, |s, d| turn(s.cast::<u16>(), d.cast(), plane)),
-            4 => walk(&dims, src, dst, elem, |s, d| turn(s.cast::<u32>(), d.cast(), plane)),
-            8 => walk(&dims, src, dst, elem, |s, d| turn(s.cast::<u64>(), d.cast(), plane)),
+            1 => for_each_index(&dims, src, dst, elem, |s, d| copy_plane(s.cast::<u8>(), d.cast(), plane)),
+            2 => for_each_index(&dims, src, dst, elem, |s, d| copy_plane(s.cast::<u16>(), d.cast(), plane)),
+            4 => for_each_index(&dims, src, dst, elem, |s, d| copy_plane(s.cast::<u32>(), d.cast(), plane)),
+            8 => for_each_index(&dims, src, dst, elem, |s, d| copy_plane(s.cast::<u64>(), d.cast(), plane)),
             _ => unreachable!("no element type has {elem} bytes"),
         }
     }
 }
 
-/// Copies so many bytes.
+/// Copies `BYTES` bytes.
 ///
 /// # Safety
 /// They can be read at `src` and written at `dst`.
 #[inline(always)]
-unsafe fn move_run<const BYTES: usize>(src: *const u8, dst: *mut u8) {
+unsafe fn copy_run<const BYTES: usize>(src: *const u8, dst: *mut u8) {
     // SAFETY: the caller's promise; an array of bytes needs no alignment.
     unsafe { dst.cast::<[u8; BYTES]>().write(src.cast::<[u8; BYTES]>().read()) };
 }
 
-/// Elements along one side of a tile.
+/// Elements along one side of a tile: 32 x 32 elements of at most 8 bytes are 8 KiB, a quarter of a first-level cache.
 const TILE: usize = 32;
 
-/// Copies a plane of two dimensions. Where the source is dense in the first and the destination in the second, this goes
-/// in tiles: every line of the cache is then read and written once, whatever the strides are.
+/// Copies two dimensions. Where the source has stride 1 in the first and the destination in the second, it transposes tile
+/// by tile, so that every cache line is read and written once, whatever the other strides are.
 ///
 /// # Safety
 /// As for [`copy_block`].
-unsafe fn turn<T: Copy>(src: *const T, dst: *mut T, plane: [Dim; 2]) {
+unsafe fn copy_plane<T: Copy>(src: *const T, dst: *mut T, plane: [CopyDim; 2]) {
     let [(m, src_far, dst_far), (n, src_near, dst_near)] = plane;
     let tiles = if (src_far, dst_near) == (1, 1) { (m - m % TILE, n - n % TILE) } else { (0, 0) };
-    // Not initialised, since most planes are small and have no tiles.
+    // Uninitialised, because most planes are small and have no tiles.
     let mut tile = [MaybeUninit::<T>::uninit(); TILE * TILE];
     let tile: *mut T = tile.as_mut_ptr().cast();
     // SAFETY: all indices are inside the block, so all addresses are inside their buffers; tensors are aligned to their
@@ -99,7 +100,7 @@ unsafe fn turn<T: Copy>(src: *const T, dst: *mut T, plane: [Dim; 2]) {
                 }
                 for i in (0..TILE).step_by(SQUARE) {
                     for j in (0..TILE).step_by(SQUARE) {
-                        turn_square(tile.add(j * TILE + i), dst.add((top + i) * dst_far + left + j), dst_far);
+                        transpose_square(tile.add(j * TILE + i), dst.add((top + i) * dst_far + left + j), dst_far);
                     }
                 }
             }
@@ -112,19 +113,19 @@ unsafe fn turn<T: Copy>(src: *const T, dst: *mut T, plane: [Dim; 2]) {
     }
 }
 
-/// Elements along one side of what is turned in registers.
+/// Elements along one side of a square that is transposed in registers: 4 elements of 4 bytes fill one SSE register.
 const SQUARE: usize = 4;
 
-/// Writes a square of a tile, turned.
+/// Writes the transpose of a square of a tile.
 ///
 /// # Safety
 /// The square that begins at `src` is inside a tile, and as many elements can be written in rows of this stride at `dst`.
 #[inline(always)]
-unsafe fn turn_square<T: Copy>(src: *const T, dst: *mut T, stride: usize) {
+unsafe fn transpose_square<T: Copy>(src: *const T, dst: *mut T, stride: usize) {
     #[cfg(target_arch = "x86_64")]
     if size_of::<T>() == 4 {
         use std::arch::x86_64::*;
-        // SAFETY: every processor of this kind has these instructions; addresses are inside by the caller's promise.
+        // SAFETY: every x86-64 processor has these SSE2 instructions; addresses are inside by the caller's promise.
         unsafe {
             let line = |j: usize| _mm_loadu_si128(src.add(j * TILE).cast());
             let [a, b, c, d] = [line(0), line(1), line(2), line(3)];
@@ -145,9 +146,9 @@ unsafe fn turn_square<T: Copy>(src: *const T, dst: *mut T, stride: usize) {
     }
 }
 
-/// Drops dimensions of size 1 and joins neighbours that are dense on both sides.
-fn merged(sizes: &[usize], src_strides: &[usize], dst_strides: &[usize]) -> SmallVec<[Dim; 6]> {
-    let mut dims: SmallVec<[Dim; 6]> = SmallVec::new();
+/// Drops dimensions of size 1 and merges adjacent dimensions that are contiguous on both sides.
+fn merged_dims(sizes: &[usize], src_strides: &[usize], dst_strides: &[usize]) -> SmallVec<[CopyDim; 6]> {
+    let mut dims: SmallVec<[CopyDim; 6]> = SmallVec::new();
     for ((&size, &src), &dst) in sizes.iter().zip(src_strides).zip(dst_strides) {
         match dims.last_mut() {
             _ if size == 1 => {}
@@ -158,11 +159,17 @@ fn merged(sizes: &[usize], src_strides: &[usize], dst_strides: &[usize]) -> Smal
     dims
 }
 
-/// Calls `copy` for every index of `dims`.
+/// Calls `copy` with the source and destination address of every index of `dims`.
 ///
 /// # Safety
 /// As for [`copy_block`].
-unsafe fn walk(dims: &[Dim], src: *const u8, dst: *mut u8, elem: usize, copy: impl Fn(*const u8, *mut u8) + Copy) {
+unsafe fn for_each_index(
+    dims: &[CopyDim],
+    src: *const u8,
+    dst: *mut u8,
+    elem: usize,
+    copy: impl Fn(*const u8, *mut u8) + Copy,
+) {
     match dims {
         [] => copy(src, dst),
         [(size, s, d)] => {
@@ -174,7 +181,7 @@ unsafe fn walk(dims: &[Dim], src: *const u8, dst: *mut u8, elem: usize, copy: im
         [(size, s, d), rest @ ..] => {
             for i in 0..*size {
                 // SAFETY: index i is inside the block, so both addresses are inside their buffers.
-                unsafe { walk(rest, src.add(i * s * elem), dst.add(i * d * elem), elem, copy) };
+                unsafe { for_each_index(rest, src.add(i * s * elem), dst.add(i * d * elem), elem, copy) };
             }
         }
     }
@@ -185,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn planes_of_any_size_are_turned() {
+    fn planes_of_any_size_are_transposed() {
         fn check<T: Copy + PartialEq + std::fmt::Debug>(m: usize, n: usize, number: fn(usize) -> T) {
             let src: Vec<T> = (0..m * n).map(number).collect();
             let mut dst = vec![number(0); m * n];

@@ -1,13 +1,13 @@
-//! How much a rank would compute.
+//! Floating-point operations of a rank.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Elementary operations of a rank, counted in dry runs: a real run measures its time.
+/// Counts operations in dry runs, where planners need an estimate; a real run can measure its time instead.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Work(Arc<AtomicU64>);
+pub(crate) struct FlopCounter(Arc<AtomicU64>);
 
-impl Work {
+impl FlopCounter {
     pub(crate) fn add(&self, flops: u64) {
         self.0.fetch_add(flops, Relaxed);
     }

@@ -94,8 +94,8 @@ fn rows(op: RowOp, inputs: &[&DTensor]) -> Result<DTensor> {
 
 /// The dimensions of a tensor of rows: all but the last may be sharded.
 fn dims(ndim: usize) -> (Vec<DimSharding>, Vec<Option<usize>>) {
-    let shared = (0..ndim).map(|d| if d + 1 == ndim { DimSharding::Never } else { DimSharding::Free }).collect();
-    (shared, (0..ndim).map(Some).collect())
+    let sharding = (0..ndim).map(|d| if d + 1 == ndim { DimSharding::Never } else { DimSharding::Free }).collect();
+    (sharding, (0..ndim).map(Some).collect())
 }
 
 impl Op for RowOp {
@@ -111,14 +111,14 @@ impl Op for RowOp {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
-        let (shared, all) = dims(x.shape.len());
+        let (sharding, all) = dims(x.shape.len());
         let vectors = inputs[1..].iter().map(|_| vec![None]);
         let (mut shape, mut output) = (x.shape.clone(), all.clone());
         if *self == RowOp::LogSumExp {
             let last = shape.len() - 1;
             (shape[last], output[last]) = (1, None);
         }
-        let signature = Signature::new(shared, std::iter::once(all).chain(vectors), [output]);
+        let signature = Signature::new(sharding, std::iter::once(all).chain(vectors), [output]);
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
     }
 
@@ -217,7 +217,7 @@ impl Op for RowOpBackward {
         let (x, g) = (&inputs[0], &inputs[inputs.len() - 1]);
         let (_, all) = dims(x.shape.len());
         let last = x.shape.len() - 1;
-        let shared =
+        let sharding =
             (0..=last).map(|d| if d == last { DimSharding::Never } else { DimSharding::Reduces(ReduceOp::Sum) });
         let vectors = inputs[1..inputs.len() - 1].iter().map(|_| vec![None]);
         let named = std::iter::once(all.clone()).chain(vectors).chain([all.clone()]);
@@ -227,8 +227,8 @@ impl Op for RowOpBackward {
             _ => 0,
         };
         let made = std::iter::once(all).chain((0..summed).map(|_| vec![None]));
-        let pending = |op| (0..inputs.len()).map(move |i| (i + 1 == inputs.len()).then_some(op));
-        let signature = Signature::new(shared, named, made).passing(pending(ReduceOp::Sum), ReduceOp::Sum);
+        let partial_gradient = |op| (0..inputs.len()).map(move |i| (i + 1 == inputs.len()).then_some(op));
+        let signature = Signature::new(sharding, named, made).passing(partial_gradient(ReduceOp::Sum), ReduceOp::Sum);
         let vector = TensorMeta { shape: vec![x.shape[last]], dtype: g.dtype };
         let outputs = std::iter::once(g.clone()).chain((0..summed).map(|_| vector.clone()));
         Ok(OpPlan { signature, outputs: outputs.collect() })

@@ -1,27 +1,27 @@
-//! Small calls, whose data travel in the packet with which every call begins.
+//! Small calls, whose data fit into the packet that starts every call and need no further message.
 
 use candle_core::{DType, Tensor};
 use shardwise::comm::Call;
-use shardwise::comm::engine::{Buffer, dense, immutable, reduce, with_bytes};
+use shardwise::comm::engine::{ReceiveBuffer, contiguous, immutable, reduce, with_bytes};
 use shardwise::{ReduceOp, Result, TensorMeta};
 use smallvec::SmallVec;
 
-use super::collectives::Join;
-use super::element::finish;
-use super::packet::{Packet, ROOM};
+use super::collectives::GatheredPieces;
+use super::datatypes::divide_for_avg;
+use super::packet::{DATA_BYTES, Packet};
 
-/// What a small call does with the data of its packet. All ranks that make the same call find the same.
+/// How a small call uses the data of its packet. All ranks that make the same call choose the same variant.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Small {
-    /// There are none.
+pub(super) enum PacketCall {
+    /// The call has no data.
     NoData,
-    /// Every rank has an operand, and MPI combines them on the way.
+    /// Every rank has an operand; operands are combined pair by pair while the packets are exchanged.
     Reduce,
-    /// Every rank has an operand at a place of its own, and all ranks reduce them in rank order.
+    /// Every rank has an operand at a separate offset, and every rank reduces all of them in rank order.
     ReduceInOrder,
-    /// Every rank has a piece at a place of its own.
+    /// Every rank has a piece at a separate offset.
     Gather,
-    /// The root has a tensor.
+    /// Only the root has data.
     FromRoot,
 }
 
@@ -29,71 +29,71 @@ fn bytes_of(t: &Tensor) -> usize {
     t.elem_count().saturating_mul(t.dtype().size_in_bytes())
 }
 
-/// Whether two operands may be combined before a third joins them: not where that rounds more than once, or in another order
-/// than the one that was asked for.
-fn may_be_paired(op: ReduceOp, dtype: DType, deterministic: bool) -> bool {
+/// Whether operands may be combined pair by pair: not if that rounds f16 or bf16 more than once, or if rounding would depend
+/// on the order although rank order was requested.
+fn may_combine_pairwise(op: ReduceOp, dtype: DType, deterministic: bool) -> bool {
     let rounds = dtype.is_float() && matches!(op, ReduceOp::Sum | ReduceOp::Avg | ReduceOp::Product);
     !rounds || !deterministic && !matches!(dtype, DType::F16 | DType::BF16)
 }
 
-impl Small {
-    /// What a call whose arguments are good does with a packet; `None` if it does not fit.
+impl PacketCall {
+    /// How a call with valid arguments uses a packet; `None` if its data do not fit into one.
     pub(super) fn of(call: &Call, inputs: &[Tensor], size: usize, deterministic: bool) -> Option<Self> {
-        let fits = |bytes: usize, small: Small| (bytes <= ROOM).then_some(small);
+        let fits = |bytes: usize, kind: PacketCall| (bytes <= DATA_BYTES).then_some(kind);
         match call {
-            Call::Barrier | Call::Agree { .. } => Some(Small::NoData),
+            Call::Barrier | Call::Agree { .. } => Some(PacketCall::NoData),
             Call::AllReduce { op } | Call::Reduce { op, .. } | Call::ReduceScatter { op, .. } => {
                 let bytes = bytes_of(&inputs[0]);
-                match may_be_paired(*op, inputs[0].dtype(), deterministic) {
-                    true => fits(bytes, Small::Reduce),
-                    false => fits(bytes.saturating_mul(size), Small::ReduceInOrder),
+                match may_combine_pairwise(*op, inputs[0].dtype(), deterministic) {
+                    true => fits(bytes, PacketCall::Reduce),
+                    false => fits(bytes.saturating_mul(size), PacketCall::ReduceInOrder),
                 }
             }
             Call::AllGather { dim, sizes }
             | Call::Gather { dim, sizes, .. }
             | Call::ExchangeDims { from: dim, from_sizes: sizes, .. } => {
-                fits(Join::of(&inputs[0], *dim, sizes).bytes(), Small::Gather)
+                fits(GatheredPieces::of(&inputs[0], *dim, sizes).bytes(), PacketCall::Gather)
             }
-            Call::Broadcast { whole, .. } | Call::Scatter { whole, .. } => fits(whole.bytes(), Small::FromRoot),
+            Call::Broadcast { whole, .. } | Call::Scatter { whole, .. } => fits(whole.bytes(), PacketCall::FromRoot),
             Call::Expose | Call::AllToAll { .. } => None,
         }
     }
 
-    /// Puts this rank's data into its packet.
+    /// Writes this rank's data into its packet.
     pub(super) fn pack(self, call: &Call, inputs: &[Tensor], me: usize, packet: &mut Packet) -> Result<()> {
         let Some(input) = inputs.first() else { return Ok(()) };
         let copied;
-        // Copied into the packet at once: no need for memory that nobody can change.
+        // Copied into the packet right here, so it does not have to be detached or copied against later changes.
         let input = match input.is_contiguous() {
             true => input,
             false => {
-                copied = dense(input)?;
+                copied = contiguous(input)?;
                 &copied
             }
         };
         Ok(with_bytes(input, |bytes| match self {
-            Small::NoData => {}
-            Small::Reduce => {
+            PacketCall::NoData => {}
+            PacketCall::Reduce => {
                 if let Call::AllReduce { op } | Call::Reduce { op, .. } | Call::ReduceScatter { op, .. } = call {
-                    // A mean is its sum until all operands are there.
+                    // An average is a sum until `unpack` divides it.
                     let op = if *op == ReduceOp::Avg { ReduceOp::Sum } else { *op };
                     packet.put_operand(op, input.dtype(), bytes);
                 }
             }
-            Small::ReduceInOrder => packet.put(me * bytes.len(), bytes),
-            Small::Gather => {
+            PacketCall::ReduceInOrder => packet.put(me * bytes.len(), bytes),
+            PacketCall::Gather => {
                 if let Call::AllGather { dim, sizes }
                 | Call::Gather { dim, sizes, .. }
                 | Call::ExchangeDims { from: dim, from_sizes: sizes, .. } = call
                 {
-                    packet.put(Join::of(input, *dim, sizes).bytes_before(me), bytes);
+                    packet.put(GatheredPieces::of(input, *dim, sizes).bytes_before(me), bytes);
                 }
             }
-            Small::FromRoot => packet.put(0, bytes),
+            PacketCall::FromRoot => packet.put(0, bytes),
         })?)
     }
 
-    /// What rank `me` of `size` gets from the packet of all ranks.
+    /// The outputs of rank `me` of `size`, from the combined packet of all ranks.
     pub(super) fn unpack(
         self,
         call: &Call,
@@ -103,7 +103,7 @@ impl Small {
     ) -> Result<Vec<Tensor>> {
         let one = |tensor: Tensor| Ok(vec![tensor]);
         let piece = |whole: &Tensor, dim: usize, sizes: &[usize]| {
-            dense(&whole.narrow(dim, sizes[..me].iter().sum(), sizes[me])?).map(|piece| vec![piece])
+            contiguous(&whole.narrow(dim, sizes[..me].iter().sum(), sizes[me])?).map(|piece| vec![piece])
         };
         match call {
             Call::Reduce { root, .. } | Call::Gather { root, .. } if *root != me => Ok(Vec::new()),
@@ -112,13 +112,13 @@ impl Small {
                 Ok(piece(&self.reduced(*op, &inputs[0], size, packet)?, *dim, sizes)?)
             }
             Call::AllGather { dim, sizes } | Call::Gather { dim, sizes, .. } => {
-                one(joined(&Join::of(&inputs[0], *dim, sizes), packet)?)
+                one(concatenated(&GatheredPieces::of(&inputs[0], *dim, sizes), packet)?)
             }
             Call::ExchangeDims { from, from_sizes, to, to_sizes } => {
-                Ok(piece(&joined(&Join::of(&inputs[0], *from, from_sizes), packet)?, *to, to_sizes)?)
+                Ok(piece(&concatenated(&GatheredPieces::of(&inputs[0], *from, from_sizes), packet)?, *to, to_sizes)?)
             }
             Call::Broadcast { whole, root } => match inputs.first() {
-                Some(input) if me == *root => one(dense(&immutable(input)?)?),
+                Some(input) if me == *root => one(contiguous(&immutable(input)?)?),
                 _ => one(tensor(whole.clone(), packet)?),
             },
             Call::Scatter { whole, dim, sizes, .. } => Ok(piece(&tensor(whole.clone(), packet)?, *dim, sizes)?),
@@ -126,30 +126,30 @@ impl Small {
         }
     }
 
-    /// The reduction of operands like this one.
+    /// The reduced tensor, of the shape and type of `like`.
     fn reduced(self, op: ReduceOp, like: &Tensor, size: usize, packet: &Packet) -> Result<Tensor> {
         let (dtype, count) = (like.dtype(), like.elem_count());
-        let mut buffer = Buffer::new(TensorMeta::new(like.dims(), dtype))?;
+        let mut buffer = ReceiveBuffer::new(TensorMeta::new(like.dims(), dtype))?;
         let (first, bytes) = (packet.data.as_ptr(), count * dtype.size_in_bytes());
-        // SAFETY: the data of a packet are aligned for every type, and hold one operand, or one of every rank, as was checked
-        // when the packet was chosen. All elements of the buffer are written.
+        // SAFETY: the data of a packet are aligned for every type and hold one operand, or one of every rank, which `of`
+        // checked. All elements of the buffer are written.
         unsafe {
-            if self == Small::ReduceInOrder {
+            if self == PacketCall::ReduceInOrder {
                 let operands: SmallVec<[*const u8; 8]> = (0..size).map(|rank| first.add(rank * bytes)).collect();
                 reduce(op, dtype, &operands, count, buffer.first());
             } else {
                 buffer.first().copy_from_nonoverlapping(first, bytes);
-                finish(op, dtype, buffer.first(), count, size);
+                divide_for_avg(op, dtype, buffer.first(), count, size);
             }
             Ok(buffer.finish())
         }
     }
 }
 
-/// A tensor whose elements are the first data of a packet, which has them all.
+/// The tensor at the start of the data of a packet.
 fn tensor(meta: TensorMeta, packet: &Packet) -> Result<Tensor> {
     let bytes = &packet.data[..meta.bytes()];
-    let mut buffer = Buffer::new(meta)?;
+    let mut buffer = ReceiveBuffer::new(meta)?;
     // SAFETY: all bytes of the buffer are written.
     unsafe {
         buffer.first().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
@@ -157,13 +157,13 @@ fn tensor(meta: TensorMeta, packet: &Packet) -> Result<Tensor> {
     }
 }
 
-/// The pieces of all ranks as one tensor.
-fn joined(join: &Join<'_>, packet: &Packet) -> Result<Tensor> {
-    let bytes = &packet.data[..join.bytes()];
-    let mut buffer = join.buffer()?;
+/// The tensor concatenated from the pieces of all ranks.
+fn concatenated(pieces: &GatheredPieces<'_>, packet: &Packet) -> Result<Tensor> {
+    let bytes = &packet.data[..pieces.bytes()];
+    let mut buffer = pieces.buffer()?;
     // SAFETY: the pieces of all ranks fill the buffer.
     unsafe {
         buffer.first().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
-        join.finish(buffer)
+        pieces.finish(buffer)
     }
 }

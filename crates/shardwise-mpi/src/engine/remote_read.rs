@@ -1,4 +1,4 @@
-//! Reading what other ranks have exposed, without their help: their services answer.
+//! One-sided reads of tensors that other ranks have exposed: their service threads answer.
 
 use shardwise::error::ErrorKind;
 use std::ffi::c_int;
@@ -6,31 +6,31 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use candle_core::{DType, Tensor};
-use shardwise::comm::Exposed;
-use shardwise::comm::engine::{Buffer, fingerprint_of, with_bytes};
+use shardwise::comm::ExposedTensors;
+use shardwise::comm::engine::{ReceiveBuffer, meta_fingerprint, with_bytes};
 use shardwise::error::{RankCall, Site};
 use shardwise::{Error, Result, TensorMeta};
 
 use super::comm::Request;
+use super::exposed_tensors::{ExposedSetId, ReadRequest, words};
 use super::groups::GroupState;
 use super::launch::Launch;
-use super::shelf::{ReadRequest, SetId, words};
 
-/// What the ranks of a group exposed together, seen from one of them.
-pub(super) struct Handle {
+/// Access of one rank to the tensors that the ranks of a group exposed in one call.
+pub(super) struct ExposedHandle {
     pub(super) launch: Arc<Launch>,
     pub(super) group: Arc<GroupState>,
-    pub(super) set: SetId,
+    pub(super) set: ExposedSetId,
 }
 
-/// Tells apart the answers to what threads of this process ask at the same time.
+/// Tags of answers, so that those to several threads of this process do not mix.
 static TICKETS: AtomicU32 = AtomicU32::new(0);
 
-/// Any MPI library takes tags up to this one.
+/// The largest tag that the MPI standard guarantees.
 const LARGEST_TAG: u32 = 32_767;
 
-impl Handle {
-    /// Receives a tensor, or hears what is there instead.
+impl ExposedHandle {
+    /// Receives a tensor, or a text that describes what was found instead.
     fn receive(
         &self,
         rank: usize,
@@ -39,18 +39,18 @@ impl Handle {
         call: &dyn Fn() -> RankCall,
     ) -> Result<Result<Tensor, String>> {
         let service = &self.launch.process.service;
-        service.ask(rank, request)?;
+        service.request_tensor(rank, request)?;
         let tag = request.ticket as c_int;
         let receive = |meta: TensorMeta| -> Result<Tensor> {
-            let (bytes, mut buffer) = (meta.bytes(), Buffer::new(meta)?);
-            // SAFETY: memory for that many bytes, which nobody touches before they have come.
+            let (bytes, mut buffer) = (meta.bytes(), ReceiveBuffer::new(meta)?);
+            // SAFETY: memory for that many bytes, which nobody else accesses before they have arrived.
             let mut requests = unsafe { service.answers.start_receive(buffer.first(), bytes, rank, tag)? };
-            let come = self.launch.wait_for(rank, call, || Ok(Request::all_done(&mut requests)?.then_some(())));
-            if let Err(error) = come {
-                // What is late would be written to memory that is no longer there.
-                service.die(&error.to_string());
+            let arrived = self.launch.wait_for(rank, call, || Ok(Request::all_done(&mut requests)?.then_some(())));
+            if let Err(error) = arrived {
+                // MPI would write a late answer to memory that has been freed.
+                service.abort_job(&error.to_string());
             }
-            // SAFETY: all of it has come.
+            // SAFETY: all bytes have arrived.
             Ok(unsafe { buffer.finish() })
         };
         let header = receive(TensorMeta::new(16, DType::U8))?;
@@ -63,7 +63,7 @@ impl Handle {
     }
 }
 
-impl Exposed for Handle {
+impl ExposedTensors for ExposedHandle {
     fn read(&self, rank: usize, index: usize, expected: &TensorMeta, site: Site) -> Result<Tensor> {
         let group = &self.group;
         let call = || RankCall {
@@ -73,27 +73,27 @@ impl Exposed for Handle {
             site: site.to_string(),
         };
         self.launch.check_open(&call)?;
-        let refuse = |found: String| {
+        let reject = |found: String| {
             let what = format!("{found} as tensor {index} of rank {rank} in group {:?}", group.ranks);
             let source = ErrorKind::Operands.error("fetch", what, expected, "read what the rank has exposed");
             Error::Rejected { call: Box::new(call()), source: Box::new(source) }
         };
-        let Some(&owner) = group.ranks.get(rank) else { return Err(refuse("nothing".into())) };
+        let Some(&owner) = group.ranks.get(rank) else { return Err(reject("nothing".into())) };
         let service = &self.launch.process.service;
         if owner == service.rank() {
-            return match service.shelf.find(self.set, index) {
+            return match service.exposed.find(self.set, index) {
                 Some(tensor) if TensorMeta::new(tensor.dims(), tensor.dtype()) == *expected => Ok(tensor),
-                Some(tensor) => Err(refuse(TensorMeta::new(tensor.dims(), tensor.dtype()).to_string())),
-                None => Err(refuse("nothing".into())),
+                Some(tensor) => Err(reject(TensorMeta::new(tensor.dims(), tensor.dtype()).to_string())),
+                None => Err(reject("nothing".into())),
             };
         }
         let ticket = u64::from(TICKETS.fetch_add(1, Relaxed) % LARGEST_TAG + 1);
-        let request = ReadRequest { set: self.set, index: index as u64, expected: fingerprint_of(expected), ticket };
-        self.receive(owner, &request, expected, &call)?.map_err(refuse)
+        let request = ReadRequest { set: self.set, index: index as u64, expected: meta_fingerprint(expected), ticket };
+        self.receive(owner, &request, expected, &call)?.map_err(reject)
     }
 }
 
-impl Drop for Handle {
+impl Drop for ExposedHandle {
     fn drop(&mut self) {
         if self.launch.is_open() {
             self.launch.process.service.release(&self.group.ranks, self.set);

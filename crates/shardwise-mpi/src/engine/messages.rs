@@ -1,5 +1,5 @@
-//! Messages from one rank to another. The receiver takes everything that arrives, in the order in which it was sent, and
-//! keeps what it was not looking for.
+//! Point-to-point messages. A receiver takes every message that arrives, in the order in which they were sent, and queues
+//! messages that it is not waiting for.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
@@ -7,27 +7,27 @@ use std::ffi::c_int;
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use shardwise::comm::engine::{Buffer, dense, immutable, with_bytes};
+use shardwise::comm::engine::{ReceiveBuffer, contiguous, immutable, with_bytes};
 use shardwise::{Error, Result, TensorMeta};
 
 use super::comm::{Comm, Request, Requests};
 
-/// Who sends, in which group and with which tag.
+/// Sender, group and tag of a message, by which receives match it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Envelope {
-    /// Global rank.
+    /// Global rank of the sender.
     pub(super) from: usize,
     pub(super) group: u64,
     pub(super) tag: u64,
 }
 
-/// What was sent: a tensor, or why the tensor was refused, so that the receiver does not wait for it.
+/// A received message: a tensor, or why the sender rejected its tensor, so that the receiver does not wait for it.
 pub(super) struct Message {
     pub(super) content: Result<Tensor, String>,
     pub(super) site: String,
 }
 
-/// The first part of a message.
+/// The first part of a message, as JSON; the elements of the tensor follow.
 #[derive(Serialize, Deserialize)]
 struct Header {
     group: u64,
@@ -35,56 +35,57 @@ struct Header {
     site: String,
     shape: Vec<usize>,
     dtype: String,
-    refused: Option<String>,
+    rejected: Option<String>,
 }
 
-/// What this rank has sent and received in one launch.
-pub(super) struct Mail {
-    outgoing: Mutex<Outgoing>,
-    incoming: Mutex<Incoming>,
+/// Messages that this rank has sent and received in one launch.
+pub(super) struct MessageQueue {
+    outgoing: Mutex<OutgoingMessages>,
+    incoming: Mutex<IncomingMessages>,
 }
 
-struct Outgoing {
-    /// Messages to every rank.
+struct OutgoingMessages {
+    /// Number of messages sent to every rank.
     sent: Vec<u64>,
-    sending: Vec<Sending>,
+    sending: Vec<MessageInFlight>,
 }
 
-/// A message under way, with the memory that must stay until it is sent.
-struct Sending {
+/// A message in flight, with the memory that it uses.
+struct MessageInFlight {
     requests: Requests,
     _header: Vec<u8>,
     _tensor: Option<Tensor>,
 }
 
-struct Incoming {
-    /// Messages from every rank that have arrived.
+struct IncomingMessages {
+    /// Number of messages that have arrived from every rank.
     received: Vec<u64>,
-    kept: HashMap<Envelope, VecDeque<Message>>,
+    /// Messages that no receive has taken yet.
+    unclaimed: HashMap<Envelope, VecDeque<Message>>,
 }
 
 const HEADER: c_int = 1;
 const CONTENT: c_int = 2;
 
-impl Mail {
+impl MessageQueue {
     pub(super) fn new(size: usize) -> Self {
-        Mail {
-            outgoing: Mutex::new(Outgoing { sent: vec![0; size], sending: Vec::new() }),
-            incoming: Mutex::new(Incoming { received: vec![0; size], kept: HashMap::new() }),
+        MessageQueue {
+            outgoing: Mutex::new(OutgoingMessages { sent: vec![0; size], sending: Vec::new() }),
+            incoming: Mutex::new(IncomingMessages { received: vec![0; size], unclaimed: HashMap::new() }),
         }
     }
 
-    /// Messages that were sent to every rank.
+    /// Number of messages that were sent to every rank.
     pub(super) fn sent(&self) -> Vec<u64> {
         self.outgoing.lock().sent.clone()
     }
 
-    /// Messages from a rank that have arrived.
+    /// Number of messages that have arrived from a rank.
     pub(super) fn received(&self, from: usize) -> u64 {
         self.incoming.lock().received[from]
     }
 
-    /// Hands a tensor, or why it is refused, to a rank. Returns at once.
+    /// Starts to send a tensor, or the reason why it was rejected, to a rank. Does not wait for the receiver.
     pub(super) fn send(
         &self,
         comm: &Comm,
@@ -96,7 +97,7 @@ impl Mail {
         let content = content
             .as_ref()
             .map_err(ToString::to_string)
-            .and_then(|t| immutable(t).and_then(|t| dense(&t)).map_err(|error| error.to_string()));
+            .and_then(|t| immutable(t).and_then(|t| contiguous(&t)).map_err(|error| error.to_string()));
         if to == comm.rank() {
             let envelope = Envelope { from: to, group, tag };
             self.incoming.lock().keep(envelope, Message { content, site: site.into() });
@@ -106,43 +107,44 @@ impl Mail {
             Ok(tensor) => (tensor.dims().to_vec(), tensor.dtype().as_str()),
             Err(_) => (Vec::new(), ""),
         };
-        let refused = content.as_ref().err().cloned();
-        let header = Header { group, tag, site: site.into(), shape, dtype: dtype.into(), refused };
+        let rejected = content.as_ref().err().cloned();
+        let header = Header { group, tag, site: site.into(), shape, dtype: dtype.into(), rejected };
         let header = serde_json::to_vec(&header).map_err(Error::other)?;
-        // Held over both parts: the receiver takes them one after the other.
+        // Locked while both parts are sent: the receiver expects them one after the other.
         let mut outgoing = self.outgoing.lock();
-        outgoing.forget_what_is_done()?;
+        outgoing.drop_completed()?;
         let (first, count) = (header.as_ptr(), header.len());
-        // SAFETY: the memory is kept with the requests until they are done.
+        // SAFETY: the memory is kept with the requests until they are complete.
         let mut requests = unsafe { comm.start_send(first, count, to, HEADER)? };
         if let Ok(tensor) = &content {
             let (first, bytes) = with_bytes(tensor, |bytes| (bytes.as_ptr(), bytes.len()))?;
             // SAFETY: as above, and nobody changes the tensor.
             requests.extend(unsafe { comm.start_send(first, bytes, to, CONTENT)? });
         }
-        outgoing.sending.push(Sending { requests, _header: header, _tensor: content.ok() });
+        outgoing.sending.push(MessageInFlight { requests, _header: header, _tensor: content.ok() });
         outgoing.sent[to] += 1;
         Ok(())
     }
 
-    /// The next message with this envelope, if it has arrived.
+    /// Takes the next message with this envelope, if one has arrived.
     pub(super) fn take(&self, comm: &Comm, envelope: &Envelope) -> Result<Option<Message>> {
         let mut incoming = self.incoming.lock();
         incoming.collect(comm)?;
-        let Some(queue) = incoming.kept.get_mut(envelope) else { return Ok(None) };
-        self.outgoing.lock().forget_what_is_done()?;
+        let Some(queue) = incoming.unclaimed.get_mut(envelope) else { return Ok(None) };
+        self.outgoing.lock().drop_completed()?;
         let message = queue.pop_front();
         if queue.is_empty() {
-            incoming.kept.remove(envelope);
+            incoming.unclaimed.remove(envelope);
         }
         Ok(message)
     }
 
-    /// A message that nobody has received. All ranks have left, and `sent` says what each has sent to this one.
+    /// Returns an error for a message that the program has not received, after all ranks have left. `sent` is the number of
+    /// messages that a rank has sent to this one.
     pub(super) fn unreceived(&self, comm: &Comm, sent: impl Fn(usize) -> u64) -> Result<Option<Error>> {
         let mut incoming = self.incoming.lock();
-        // What was sent is on its way; taking it also sets the sender free.
-        // Rank by rank: one that has all of its messages received may have begun the next launch.
+        // Messages still in flight are received, which also completes the requests of their senders. Rank by rank: a rank
+        // whose messages have all been received may have started the next launch.
         for rank in (0..comm.size()).filter(|&rank| rank != comm.rank()) {
             while incoming.received[rank] < sent(rank) {
                 incoming.collect_one(comm, Some(rank))?;
@@ -151,7 +153,7 @@ impl Mail {
         for mut message in self.outgoing.lock().sending.drain(..) {
             Request::wait_all(&mut message.requests)?;
         }
-        let Some((envelope, queue)) = incoming.kept.iter().min_by_key(|(envelope, _)| *envelope) else {
+        let Some((envelope, queue)) = incoming.unclaimed.iter().min_by_key(|(envelope, _)| *envelope) else {
             return Ok(None);
         };
         let Message { content, site } = &queue[0];
@@ -163,8 +165,8 @@ impl Mail {
     }
 }
 
-impl Outgoing {
-    fn forget_what_is_done(&mut self) -> Result<()> {
+impl OutgoingMessages {
+    fn drop_completed(&mut self) -> Result<()> {
         let mut checked = Ok(());
         self.sending.retain_mut(|message| {
             let done = Request::all_done(&mut message.requests);
@@ -180,36 +182,36 @@ impl Outgoing {
     }
 }
 
-impl Incoming {
+impl IncomingMessages {
     fn keep(&mut self, envelope: Envelope, message: Message) {
-        self.kept.entry(envelope).or_default().push_back(message);
+        self.unclaimed.entry(envelope).or_default().push_back(message);
     }
 
-    /// Takes all messages that have arrived.
+    /// Queues all messages that have arrived.
     fn collect(&mut self, comm: &Comm) -> Result<()> {
         while self.collect_one(comm, None)? {}
         Ok(())
     }
 
-    /// Takes a message from a rank, or from anybody, if one has arrived.
+    /// Queues a message from a rank (`None`: from any), if one has arrived. Returns whether one had.
     fn collect_one(&mut self, comm: &Comm, from: Option<usize>) -> Result<bool> {
-        let Some(arrived) = comm.arrived_with(HEADER, from)? else { return Ok(false) };
-        let Header { group, tag, site, shape, dtype, refused } =
-            serde_json::from_slice(&arrived.bytes).map_err(Error::other)?;
-        let content = match refused {
+        let Some(header) = comm.try_receive(HEADER, from)? else { return Ok(false) };
+        let Header { group, tag, site, shape, dtype, rejected } =
+            serde_json::from_slice(&header.bytes).map_err(Error::other)?;
+        let content = match rejected {
             Some(reason) => Err(reason),
             None => {
                 let meta = TensorMeta::new(shape, dtype.parse().map_err(Error::other)?);
-                let (bytes, mut buffer) = (meta.bytes(), Buffer::new(meta)?);
+                let (bytes, mut buffer) = (meta.bytes(), ReceiveBuffer::new(meta)?);
                 // SAFETY: memory for that many bytes, which are received before it becomes a tensor.
                 unsafe {
-                    comm.receive(buffer.first(), bytes, arrived.from, CONTENT)?;
+                    comm.receive(buffer.first(), bytes, header.from, CONTENT)?;
                     Ok(buffer.finish())
                 }
             }
         };
-        self.received[arrived.from] += 1;
-        self.keep(Envelope { from: arrived.from, group, tag }, Message { content, site });
+        self.received[header.from] += 1;
+        self.keep(Envelope { from: header.from, group, tag }, Message { content, site });
         Ok(true)
     }
 }

@@ -1,75 +1,75 @@
-//! The tensors and numbers that steps change in place for one parameter.
+//! Working states: the tensors and numbers of one parameter that steps change in place.
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::comm::{Charge, DeviceMesh};
+use crate::comm::{DeviceMesh, MemoryCharge};
 use crate::error::Result;
 use crate::layout::{Layout, TensorMeta};
 use crate::tensor::DTensor;
-use shardwise_kernels::{dense, placeholder, reserve};
+use shardwise_kernels::{contiguous, placeholder, reserve};
 
-/// Name of the f32 copy of a half-precision parameter.
+/// State tensor with the master weights: the f32 copy of a half-precision parameter.
 pub(super) const MASTER: &str = "master_param";
-/// Name of the number of steps of a parameter.
+/// State number that counts the steps of a parameter.
 pub(super) const STEP: &str = "step";
 
-/// What is kept for a parameter while an optimizer works.
-pub(super) struct State {
-    /// Those that the optimizer lists, in its order.
+/// The optimizer state of one parameter between steps.
+pub(super) struct WorkingState {
+    /// In the order of [`Optimizer::numbers`](super::Optimizer::numbers).
     pub(super) numbers: Vec<(&'static str, f64)>,
-    /// Whether no step has been taken.
+    /// Whether no step has been taken yet.
     pub(super) first: bool,
-    /// The tensors in the order of the optimizer; the f32 copy of the parameter stands last.
-    pub(super) entries: Vec<Entry>,
-    pub(super) values: Values,
+    /// In the order of [`Optimizer::state`](super::Optimizer::state), master weights last.
+    pub(super) entries: Vec<StateEntry>,
+    pub(super) values: StateValues,
     pub(super) mesh: DeviceMesh,
     /// Layout of the parameter.
     pub(super) layout: Layout,
-    pub(super) _charge: Charge,
+    pub(super) _charge: MemoryCharge,
 }
 
-/// Name and layout of a tensor.
-pub(super) struct Entry {
+/// Name and layout of a state tensor.
+pub(super) struct StateEntry {
     pub(super) name: &'static str,
     pub(super) layout: Layout,
 }
 
-/// This rank's part of every tensor, in row-major order.
-pub(super) enum Values {
+/// Local shards of all state tensors, in row-major order.
+pub(super) enum StateValues {
     F32(Vec<Vec<f32>>),
     F64(Vec<Vec<f64>>),
-    /// In a dry run there are none.
+    /// A dry run has no values, only a type.
     Dry(DType),
 }
 
-impl State {
-    /// Type of all tensors.
+impl WorkingState {
+    /// Element type of all state tensors.
     pub(super) fn dtype(&self) -> DType {
         match &self.values {
-            Values::F32(_) => DType::F32,
-            Values::F64(_) => DType::F64,
-            Values::Dry(dtype) => *dtype,
+            StateValues::F32(_) => DType::F32,
+            StateValues::F64(_) => DType::F64,
+            StateValues::Dry(dtype) => *dtype,
         }
     }
 
-    /// Whether there is an f32 copy of the parameter.
+    /// Whether master weights are kept.
     pub(super) fn has_master(&self) -> bool {
         self.entries.last().is_some_and(|entry| entry.name == MASTER)
     }
 
-    /// A copy of one tensor.
+    /// Copies one state tensor.
     pub(super) fn tensor(&self, i: usize) -> Result<DTensor> {
         let layout = &self.entries[i].layout;
         let shape = layout.local_shape(self.mesh.world().rank());
         let local = match &self.values {
-            Values::F32(values) => Tensor::from_slice(&values[i], shape.as_slice(), &Device::Cpu)?,
-            Values::F64(values) => Tensor::from_slice(&values[i], shape.as_slice(), &Device::Cpu)?,
-            Values::Dry(dtype) => placeholder(&TensorMeta { shape, dtype: *dtype })?,
+            StateValues::F32(values) => Tensor::from_slice(&values[i], shape.as_slice(), &Device::Cpu)?,
+            StateValues::F64(values) => Tensor::from_slice(&values[i], shape.as_slice(), &Device::Cpu)?,
+            StateValues::Dry(dtype) => placeholder(&TensorMeta { shape, dtype: *dtype })?,
         };
         Ok(DTensor::from_parts(&self.mesh, layout.clone(), local))
     }
 
-    /// Replaces one tensor by another in any layout on its mesh.
+    /// Replaces one state tensor by one in any layout on its mesh.
     #[track_caller]
     pub(super) fn set_tensor(&mut self, i: usize, tensor: &DTensor) -> Result<()> {
         let layout = &self.entries[i].layout;
@@ -77,15 +77,15 @@ impl State {
         let meta = TensorMeta { shape: layout.local_shape(self.mesh.world().rank()), dtype: tensor.dtype() };
         let part = Some(tensor.local().clone());
         match &mut self.values {
-            Values::F32(values) => values[i] = vector(&part, 0.0, &meta)?,
-            Values::F64(values) => values[i] = vector(&part, 0.0, &meta)?,
-            Values::Dry(_) => {}
+            StateValues::F32(values) => values[i] = vector(&part, 0.0, &meta)?,
+            StateValues::F64(values) => values[i] = vector(&part, 0.0, &meta)?,
+            StateValues::Dry(_) => {}
         }
         Ok(())
     }
 }
 
-/// A tensor in a layout on a mesh, in a type.
+/// Converts and redistributes a tensor.
 #[track_caller]
 pub(super) fn placed(tensor: &DTensor, mesh: &DeviceMesh, layout: &Layout, dtype: DType) -> Result<DTensor> {
     let tensor = tensor.to_dtype(dtype)?;
@@ -95,7 +95,7 @@ pub(super) fn placed(tensor: &DTensor, mesh: &DeviceMesh, layout: &Layout, dtype
     tensor.to_mesh(mesh, layout.placements().to_vec())?.to_layout(layout)
 }
 
-/// The elements of a part, or as many times one number.
+/// The elements of a local shard, or that many copies of an initial value.
 pub(super) fn vector<T: candle_core::WithDType>(
     part: &Option<Tensor>,
     initial: T,
@@ -104,9 +104,9 @@ pub(super) fn vector<T: candle_core::WithDType>(
     let count = meta.elem_count();
     match part {
         _ if count == 0 => Ok(Vec::new()),
-        Some(part) => Ok(dense(part)?.flatten_all()?.to_vec1()?),
+        Some(part) => Ok(contiguous(part)?.flatten_all()?.to_vec1()?),
         None => {
-            // Zeros of this kind come from the system without being written.
+            // Fails instead of aborting if there is no memory; `vec!` of zeros then gets zeroed memory without writing it.
             drop(reserve::<T>(count)?);
             Ok(vec![initial; count])
         }

@@ -1,0 +1,557 @@
+//! Reductions over dimensions of a tensor: sum, product, max, min, any, all, count_nonzero.
+//!
+//! The elements of one result are numbered in row-major order; element `i` accumulates in lane `i % LANES`, and the lanes
+//! are combined in a fixed order at the end. So the bits of a result depend on its own elements only, not on strides or on
+//! the order in which memory is read: a tensor sharded on a dimension that is kept gives the same bits as a replicated one.
+//! Lanes also keep the rounding error of sums small. f32 accumulates sums and products in f64, which costs little because
+//! memory bandwidth is the bottleneck.
+
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+
+use candle_core::{DType, Tensor};
+
+use super::convert::{Block, Compute};
+use super::uninit_buffer::UninitBuffer;
+use super::{Number, contiguous, filled, first_element, integer_range, simd};
+use crate::error::Result;
+use crate::meta::TensorMeta;
+
+/// Independent accumulators per result: a multiple of the vector length of every processor. Changing it changes the bits of
+/// results.
+pub(super) const LANES: usize = 16;
+
+/// Results that are reduced together when the innermost dimension is kept: their lanes of f64 take 16 KiB and stay in the
+/// first-level cache.
+const COLUMNS: usize = 128;
+
+/// Elements converted at a time.
+const CHUNK: usize = LANES * COLUMNS;
+
+/// A reduction over dimensions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DimReduction {
+    /// Sum; integers wrap.
+    Sum,
+    /// Product; integers wrap.
+    Product,
+    /// Maximum; NaN if any element is NaN.
+    Max,
+    /// Minimum; NaN if any element is NaN.
+    Min,
+    /// 1 if any element is nonzero, else 0.
+    Any,
+    /// 1 if all elements are nonzero, else 0.
+    All,
+    /// Number of nonzero elements.
+    CountNonzero,
+}
+
+impl DimReduction {
+    /// The result of reducing no elements.
+    fn neutral(self, dtype: DType) -> Number {
+        let (least, most) = integer_range(dtype)
+            .map_or((f64::NEG_INFINITY.into(), f64::INFINITY.into()), |(least, most)| {
+                (Number::Integer(least), Number::Integer(most))
+            });
+        match self {
+            // 0.0 and not -0.0, the neutral element of floats: PyTorch returns 0.0 for no elements and for a sum of -0.0.
+            DimReduction::Sum | DimReduction::Any | DimReduction::CountNonzero => Number::Integer(0),
+            DimReduction::Product | DimReduction::All => Number::Integer(1),
+            DimReduction::Max => least,
+            DimReduction::Min => most,
+        }
+    }
+}
+
+/// Reduces the dimensions `dims` (in ascending order) of `x` and returns a tensor of `shape` and `dtype`.
+///
+/// `shape` has as many elements as the dimensions that are kept; it may contain the reduced dimensions as 1. Sums and
+/// products of floats accumulate in f64, those of integers in i64; max and min in the type of `x` (f16 and bf16 in f32);
+/// any, all and count in i64. The result converts to `dtype` once. Runs on the calling thread; copies `x` only if the
+/// reduced dimensions are neither adjacent in memory nor can become so by a permutation.
+pub fn reduce_dims(kind: DimReduction, x: &Tensor, dims: &[usize], shape: &[usize], dtype: DType) -> Result<Tensor> {
+    if x.elem_count() == 0 {
+        return filled(kind.neutral(dtype), &TensorMeta { shape: shape.to_vec(), dtype });
+    }
+    let (x, extent) = with_adjacent_dims(x, dims)?;
+    match x.dtype() {
+        DType::F64 => reduce_in::<f64>(kind, &x, extent, shape, dtype),
+        t if t.is_float() => reduce_in::<f32>(kind, &x, extent, shape, dtype),
+        _ => reduce_in::<i64>(kind, &x, extent, shape, dtype),
+    }
+}
+
+/// Sizes of a contiguous tensor seen as `[outer, reduced, inner]`, of which the middle is reduced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct ReducedExtent {
+    outer: usize,
+    reduced: usize,
+    inner: usize,
+}
+
+/// Permutes the dimensions so that those to reduce are adjacent, and copies only if the result is not contiguous.
+fn with_adjacent_dims(x: &Tensor, dims: &[usize]) -> Result<(Tensor, ReducedExtent)> {
+    if x.is_contiguous()
+        && let Some(extent) = extent(x.dims(), dims)
+    {
+        return Ok((x.clone(), extent));
+    }
+    let kept: Vec<usize> = (0..x.rank()).filter(|d| !dims.contains(d)).collect();
+    let reduced: usize = dims.iter().map(|&d| x.dims()[d]).product();
+    let others = x.elem_count() / reduced;
+    let last = x.permute([&kept, dims].concat())?;
+    let first = x.permute([dims, &kept].concat())?;
+    if first.is_contiguous() && !last.is_contiguous() {
+        return Ok((first, ReducedExtent { outer: 1, reduced, inner: others }));
+    }
+    Ok((contiguous(&last)?, ReducedExtent { outer: others, reduced, inner: 1 }))
+}
+
+/// The sizes, if the dimensions to reduce are adjacent.
+fn extent(shape: &[usize], dims: &[usize]) -> Option<ReducedExtent> {
+    let mut extent = ReducedExtent { outer: 1, reduced: 1, inner: 1 };
+    for (d, &size) in shape.iter().enumerate().filter(|&(_, &size)| size != 1) {
+        match (dims.contains(&d), extent.reduced, extent.inner) {
+            (true, _, 1) => extent.reduced *= size,
+            (true, ..) => return None,
+            (false, 1, _) => extent.outer *= size,
+            (false, ..) => extent.inner *= size,
+        }
+    }
+    if extent.reduced == 1 {
+        // Nothing is reduced: one row of many results is faster than many rows of one element.
+        (extent.outer, extent.inner) = (1, extent.outer);
+    }
+    Some(extent)
+}
+
+fn reduce_in<C>(kind: DimReduction, x: &Tensor, extent: ReducedExtent, shape: &[usize], dtype: DType) -> Result<Tensor>
+where
+    C: Compute,
+    Sum: Accumulate<C>,
+    Product: Accumulate<C>,
+    Max: Accumulate<C>,
+    Min: Accumulate<C>,
+    Any: Accumulate<C>,
+    All: Accumulate<C>,
+    CountNonzero: Accumulate<C>,
+{
+    match kind {
+        DimReduction::Sum => reduce_by::<C, Sum>(x, extent, shape, dtype),
+        DimReduction::Product => reduce_by::<C, Product>(x, extent, shape, dtype),
+        DimReduction::Max => reduce_by::<C, Max>(x, extent, shape, dtype),
+        DimReduction::Min => reduce_by::<C, Min>(x, extent, shape, dtype),
+        DimReduction::Any => reduce_by::<C, Any>(x, extent, shape, dtype),
+        DimReduction::All => reduce_by::<C, All>(x, extent, shape, dtype),
+        DimReduction::CountNonzero => reduce_by::<C, CountNonzero>(x, extent, shape, dtype),
+    }
+}
+
+fn reduce_by<C: Compute, S: Accumulate<C>>(
+    x: &Tensor,
+    extent: ReducedExtent,
+    shape: &[usize],
+    dtype: DType,
+) -> Result<Tensor> {
+    let output = UninitBuffer::new(dtype, extent.outer * extent.inner)?;
+    let (storage, layout) = x.storage_and_layout();
+    let (first, from) = first_element(&storage, layout);
+    let source = Elements { first, dtype: from, count: x.elem_count() };
+    let mut results = ResultWriter { first: output.first(), dtype };
+    match extent.inner {
+        1 => reduce_rows::<C, S>(&source, extent, &mut results),
+        _ => (0..extent.outer).for_each(|i| reduce_columns::<C, S>(&source, i, extent, &mut results)),
+    }
+    // SAFETY: every result was written.
+    Ok(unsafe { output.finish(shape) })
+}
+
+/// The elements of a contiguous tensor, which the caller keeps alive.
+struct Elements {
+    first: *const u8,
+    dtype: DType,
+    count: usize,
+}
+
+impl Elements {
+    /// The elements as a slice, if they have this type.
+    fn in_place<C: Compute>(&self) -> Option<&[C]> {
+        // SAFETY: there are `count` elements of this type, and whoever built this keeps them alive.
+        (self.dtype == C::DTYPE).then(|| unsafe { std::slice::from_raw_parts(self.first.cast(), self.count) })
+    }
+
+    /// Converts a block that begins at element `from`.
+    fn load<'a, C: Compute>(&self, from: usize, block: Block, buffer: &'a mut [MaybeUninit<C>; CHUNK]) -> &'a [C] {
+        let buffer = &mut buffer[..block.rows * block.width];
+        assert!(from + (block.rows - 1) * block.row_stride + (block.width - 1) * block.stride < self.count);
+        // SAFETY: the last element of the block is inside; the buffer has the size of the block.
+        unsafe {
+            C::load(self.dtype, self.first.add(from * self.dtype.size_in_bytes()), block, buffer);
+            buffer.assume_init_ref()
+        }
+    }
+}
+
+/// Writes results one after the other to memory that has room for all of them.
+struct ResultWriter {
+    first: *mut u8,
+    dtype: DType,
+}
+
+impl ResultWriter {
+    fn push<A: Compute>(&mut self, results: &[A]) {
+        // SAFETY: as many results are pushed as there is room for.
+        unsafe {
+            A::store(self.dtype, results, self.first);
+            self.first = self.first.add(results.len() * self.dtype.size_in_bytes());
+        }
+    }
+}
+
+/// Reduces every row of a matrix: the innermost dimension is reduced.
+fn reduce_rows<C: Compute, S: Accumulate<C>>(source: &Elements, extent: ReducedExtent, results: &mut ResultWriter) {
+    let (count, width) = (extent.outer, extent.reduced);
+    let mut done = [S::NEUTRAL; COLUMNS];
+    if let Some(elements) = source.in_place::<C>() {
+        for rows in elements.chunks(COLUMNS * width) {
+            let done = &mut done[..rows.len() / width];
+            simd::run(RowBlock::<C, S> { rows, width, done });
+            results.push(done);
+        }
+        return;
+    }
+    let mut buffer = [MaybeUninit::<C>::uninit(); CHUNK];
+    let together = (CHUNK / width).clamp(1, COLUMNS);
+    for row in (0..count).step_by(together) {
+        let done = &mut done[..together.min(count - row)];
+        if width <= CHUNK {
+            let block = Block { rows: 1, row_stride: 0, width: done.len() * width, stride: 1 };
+            let rows = source.load(row * width, block, &mut buffer);
+            simd::run(RowBlock::<C, S> { rows, width, done });
+        } else {
+            let mut lanes = [S::NEUTRAL; LANES];
+            for from in (0..width).step_by(CHUNK) {
+                let block = Block { rows: 1, row_stride: 0, width: CHUNK.min(width - from), stride: 1 };
+                let piece = source.load(row * width + from, block, &mut buffer);
+                lanes = simd::run(RowPiece::<C, S> { lanes, piece });
+            }
+            done[0] = combine_lanes::<C, S>(lanes);
+        }
+        results.push(done);
+    }
+}
+
+/// Reduces every column of matrix number `outer`: the innermost dimension is kept.
+fn reduce_columns<C: Compute, S: Accumulate<C>>(
+    source: &Elements,
+    outer: usize,
+    extent: ReducedExtent,
+    results: &mut ResultWriter,
+) {
+    let ReducedExtent { reduced, inner, .. } = extent;
+    let start = outer * reduced * inner;
+    let mut buffer = [MaybeUninit::<C>::uninit(); CHUNK];
+    let mut lanes = [MaybeUninit::<S::Acc>::uninit(); LANES * COLUMNS];
+    for column in (0..inner).step_by(COLUMNS) {
+        let width = COLUMNS.min(inner - column);
+        let lanes = &mut lanes[..LANES * width];
+        lanes.fill(MaybeUninit::new(S::NEUTRAL));
+        // SAFETY: just written.
+        let lanes = unsafe { lanes.assume_init_mut() };
+        for row in (0..reduced).step_by(LANES) {
+            let (from, rows) = (start + row * inner + column, LANES.min(reduced - row));
+            match source.in_place::<C>() {
+                Some(elements) if width == inner => {
+                    simd::run(LaneBlock::<C, S>::new(lanes, &elements[from..from + rows * width]));
+                }
+                Some(elements) => {
+                    for (lane, i) in lanes.chunks_exact_mut(width).zip(0..rows) {
+                        simd::run(LaneBlock::<C, S>::new(lane, &elements[from + i * inner..][..width]));
+                    }
+                }
+                None => {
+                    let block = Block { rows, row_stride: inner, width, stride: 1 };
+                    simd::run(LaneBlock::<C, S>::new(lanes, source.load(from, block, &mut buffer)));
+                }
+            }
+        }
+        let mut half = LANES / 2;
+        while half > 0 {
+            let (left, right) = lanes.split_at_mut(half * width);
+            left.iter_mut().zip(right).for_each(|(a, b)| *a = S::combine(*a, *b));
+            half /= 2;
+        }
+        results.push(&lanes[..width]);
+    }
+}
+
+/// How elements of type `C` are reduced.
+pub(super) trait Accumulate<C> {
+    /// The accumulator.
+    type Acc: Compute;
+    /// Its initial value.
+    const NEUTRAL: Self::Acc;
+    /// Accumulates one element.
+    fn step(acc: Self::Acc, x: C) -> Self::Acc;
+    /// Combines two accumulators.
+    fn combine(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+}
+
+pub(super) struct Sum;
+struct Product;
+pub(super) struct Max;
+struct Min;
+struct Any;
+struct All;
+struct CountNonzero;
+
+#[inline(always)]
+fn nonzero<T: PartialEq + Default + Copy>(x: T) -> i64 {
+    i64::from(x != T::default())
+}
+
+// NaN on either side propagates.
+macro_rules! max_or_nan {
+    ($a:ident, $x:ident) => {
+        if $a >= $x || $a.is_nan() { $a } else { $x }
+    };
+}
+macro_rules! min_or_nan {
+    ($a:ident, $x:ident) => {
+        if $a <= $x || $a.is_nan() { $a } else { $x }
+    };
+}
+macro_rules! accumulators {
+    ($($S:ident: $($C:ty)|* as $Acc:ty, $neutral:expr, |$a:ident, $x:ident| $step:expr, $join:expr;)*) => {$($(
+        impl Accumulate<$C> for $S {
+            type Acc = $Acc;
+            const NEUTRAL: $Acc = $neutral;
+
+            #[inline(always)]
+            fn step($a: $Acc, $x: $C) -> $Acc {
+                $step
+            }
+
+            #[inline(always)]
+            fn combine($a: $Acc, $x: $Acc) -> $Acc {
+                $join
+            }
+        }
+    )*)*};
+}
+accumulators! {
+    Sum: f32 | f64 as f64, 0.0, |a, x| a + x as f64, a + x;
+    Sum: i64 as i64, 0, |a, x| a.wrapping_add(x), a.wrapping_add(x);
+    Product: f32 | f64 as f64, 1.0, |a, x| a * x as f64, a * x;
+    Product: i64 as i64, 1, |a, x| a.wrapping_mul(x), a.wrapping_mul(x);
+    Max: f32 as f32, f32::NEG_INFINITY, |a, x| max_or_nan!(a, x), max_or_nan!(a, x);
+    Max: f64 as f64, f64::NEG_INFINITY, |a, x| max_or_nan!(a, x), max_or_nan!(a, x);
+    Max: i64 as i64, i64::MIN, |a, x| a.max(x), a.max(x);
+    Min: f32 as f32, f32::INFINITY, |a, x| min_or_nan!(a, x), min_or_nan!(a, x);
+    Min: f64 as f64, f64::INFINITY, |a, x| min_or_nan!(a, x), min_or_nan!(a, x);
+    Min: i64 as i64, i64::MAX, |a, x| a.min(x), a.min(x);
+    Any: f32 | f64 | i64 as i64, 0, |a, x| a | nonzero(x), a | x;
+    All: f32 | f64 | i64 as i64, 1, |a, x| a & nonzero(x), a & x;
+    CountNonzero: f32 | f64 | i64 as i64, 0, |a, x| a + nonzero(x), a + x;
+}
+
+/// Combines the lanes pairwise: the first half with the second, and so on.
+#[inline(always)]
+pub(super) fn combine_lanes<C, S: Accumulate<C>>(mut lanes: [S::Acc; LANES]) -> S::Acc {
+    let mut half = LANES / 2;
+    while half > 0 {
+        for i in 0..half {
+            lanes[i] = S::combine(lanes[i], lanes[i + half]);
+        }
+        half /= 2;
+    }
+    lanes[0]
+}
+
+/// Accumulates more elements, the first of which belongs to lane 0.
+#[inline(always)]
+pub(super) fn accumulate_lanes<C: Copy, S: Accumulate<C>>(
+    mut lanes: [S::Acc; LANES],
+    elements: &[C],
+) -> [S::Acc; LANES] {
+    let (whole, rest) = elements.as_chunks::<LANES>();
+    for chunk in whole {
+        for i in 0..LANES {
+            lanes[i] = S::step(lanes[i], chunk[i]);
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(rest) {
+        *lane = S::step(*lane, x);
+    }
+    lanes
+}
+
+/// Several rows, each reduced to one result.
+struct RowBlock<'a, C, S: Accumulate<C>> {
+    rows: &'a [C],
+    width: usize,
+    done: &'a mut [S::Acc],
+}
+
+impl<C: Compute, S: Accumulate<C>> simd::Kernel for RowBlock<'_, C, S> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        for (done, row) in self.done.iter_mut().zip(self.rows.chunks_exact(self.width)) {
+            *done = combine_lanes::<C, S>(accumulate_lanes::<C, S>([S::NEUTRAL; LANES], row));
+        }
+    }
+}
+
+/// A piece of one long row; all but the last piece have a multiple of [`LANES`] elements.
+struct RowPiece<'a, C, S: Accumulate<C>> {
+    lanes: [S::Acc; LANES],
+    piece: &'a [C],
+}
+
+impl<C: Compute, S: Accumulate<C>> simd::Kernel for RowPiece<'_, C, S> {
+    type Output = [S::Acc; LANES];
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) -> Self::Output {
+        accumulate_lanes::<C, S>(self.lanes, self.piece)
+    }
+}
+
+/// Accumulators, and one element for each of the first of them.
+struct LaneBlock<'a, C, S: Accumulate<C>> {
+    acc: &'a mut [S::Acc],
+    elements: &'a [C],
+    step: PhantomData<S>,
+}
+
+impl<'a, C, S: Accumulate<C>> LaneBlock<'a, C, S> {
+    fn new(acc: &'a mut [S::Acc], elements: &'a [C]) -> Self {
+        LaneBlock { acc, elements, step: PhantomData }
+    }
+}
+
+impl<C: Compute, S: Accumulate<C>> simd::Kernel for LaneBlock<'_, C, S> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        for (acc, &x) in self.acc.iter_mut().zip(self.elements) {
+            *acc = S::step(*acc, x);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    const ALL: [DimReduction; 7] = [
+        DimReduction::Sum,
+        DimReduction::Product,
+        DimReduction::Max,
+        DimReduction::Min,
+        DimReduction::Any,
+        DimReduction::All,
+        DimReduction::CountNonzero,
+    ];
+
+    fn numbers(shape: &[usize], dtype: DType) -> Tensor {
+        let count = shape.iter().product::<usize>() as u32;
+        let t = Tensor::arange(0u32, count, &Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+        let small = t.affine(0.7, 1.0).unwrap().sin().unwrap().affine(3.0, 2.0).unwrap();
+        small.round().unwrap().reshape(shape).unwrap().to_dtype(dtype).unwrap()
+    }
+
+    fn values(t: &Tensor) -> Vec<f64> {
+        match t.elem_count() {
+            0 => Vec::new(),
+            _ => t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap(),
+        }
+    }
+
+    fn plain(kind: DimReduction, row: &[f64]) -> f64 {
+        let nonzero = row.iter().filter(|x| **x != 0.0).count();
+        match kind {
+            DimReduction::Sum => row.iter().sum(),
+            DimReduction::Product => row.iter().product(),
+            DimReduction::Max => row.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+            DimReduction::Min => row.iter().copied().fold(f64::INFINITY, f64::min),
+            DimReduction::Any => f64::from(u8::from(nonzero > 0)),
+            DimReduction::All => f64::from(u8::from(nonzero == row.len())),
+            DimReduction::CountNonzero => nonzero as f64,
+        }
+    }
+
+    #[test]
+    fn every_choice_of_dimensions_equals_the_plain_loop() {
+        let shapes: [&[usize]; 6] = [&[7], &[5, 37], &[3, 4, 5], &[2, 300, 3], &[40, 1, 140], &[2, 3, 2, 3]];
+        for shape in shapes {
+            for dtype in [DType::F32, DType::F64, DType::BF16, DType::I64, DType::I16] {
+                let x = numbers(shape, dtype);
+                let transposed = numbers(&shape.iter().rev().copied().collect::<Vec<_>>(), dtype);
+                let transposed = transposed.permute((0..shape.len()).rev().collect::<Vec<_>>()).unwrap();
+                for chosen in 0..1usize << shape.len() {
+                    let (dims, kept): (Vec<usize>, Vec<usize>) = (0..shape.len()).partition(|d| chosen >> d & 1 == 1);
+                    let sizes: Vec<usize> = kept.iter().map(|&d| shape[d]).collect();
+                    let width: usize = dims.iter().map(|&d| shape[d]).product();
+                    for x in [&x, &transposed] {
+                        let rows = values(&x.permute([&kept[..], &dims].concat()).unwrap());
+                        for kind in ALL {
+                            // A product of many is not exact in any order.
+                            if width > 12 && kind == DimReduction::Product {
+                                continue;
+                            }
+                            // Counts and sums are not exact in small types.
+                            let small = matches!(dtype, DType::I16 | DType::BF16);
+                            let wide = if small { DType::I64 } else { dtype };
+                            let expected: Vec<f64> = rows.chunks(width).map(|row| plain(kind, row)).collect();
+                            let got = reduce_dims(kind, x, &dims, &sizes, wide).unwrap();
+                            assert_eq!(got.dims(), sizes);
+                            assert_eq!(values(&got), expected, "{kind:?} of {dtype:?} {shape:?} over {dims:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_bits_of_a_result_depend_on_its_own_elements_only() {
+        for dtype in [DType::F64, DType::F32, DType::F16] {
+            let x = numbers(&[1000, 200], DType::F64).affine(0.1, 1e3).unwrap().to_dtype(dtype).unwrap();
+            let all = values(&reduce_dims(DimReduction::Sum, &x, &[0], &[200], DType::F64).unwrap());
+            for (start, len) in [(0, 1), (3, 17), (7, 150)] {
+                let part = x.narrow(1, start, len).unwrap();
+                let got = values(&reduce_dims(DimReduction::Sum, &part, &[0], &[len], DType::F64).unwrap());
+                assert_eq!(got, all[start..start + len], "{dtype:?}");
+                let got =
+                    values(&reduce_dims(DimReduction::Sum, &part.t().unwrap(), &[1], &[len], DType::F64).unwrap());
+                assert_eq!(got, all[start..start + len], "{dtype:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn no_elements_give_the_neutral_element_and_nan_propagates() {
+        let none = Tensor::zeros((4, 3), DType::I16, &Device::Cpu).unwrap().narrow(0, 4, 0).unwrap();
+        let of = |kind| values(&reduce_dims(kind, &none, &[0], &[3], DType::I16).unwrap());
+        assert_eq!(of(DimReduction::Max), vec![f64::from(i16::MIN); 3]);
+        assert_eq!(of(DimReduction::Min), vec![f64::from(i16::MAX); 3]);
+        assert_eq!(of(DimReduction::Product), vec![1.0; 3]);
+        assert_eq!(reduce_dims(DimReduction::Sum, &none, &[1], &[0], DType::I64).unwrap().dims(), [0]);
+        for place in 0..40 {
+            let mut x = vec![1f32; 40];
+            x[place] = f32::NAN;
+            let x = Tensor::new(x, &Device::Cpu).unwrap();
+            for kind in [DimReduction::Max, DimReduction::Min] {
+                assert!(values(&reduce_dims(kind, &x, &[0], &[], DType::F32).unwrap())[0].is_nan(), "{place}");
+            }
+        }
+        let bytes = Tensor::new(vec![200u8; 700], &Device::Cpu).unwrap();
+        assert_eq!(values(&reduce_dims(DimReduction::Sum, &bytes, &[0], &[], DType::I64).unwrap()), [140_000.0]);
+    }
+}
