@@ -108,7 +108,7 @@ pub fn own_copy(tensor: &Tensor) -> Result<Tensor> {
     let copy = Assembly::new(TensorMeta::new(tensor.dims(), tensor.dtype()))?;
     // SAFETY: one thread; the block has the type and shape of the copy and fills it.
     unsafe {
-        copy.paste(tensor, &vec![0; tensor.rank()]);
+        copy.paste(tensor, &vec![0; tensor.dims().len()]);
         Ok(copy.finish())
     }
 }
@@ -131,7 +131,7 @@ pub fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     // There is a dimension: a tensor without dimensions is contiguous and was returned above.
     shape[dim] = parts.iter().fold(0, |sum, part| sum.saturating_add(part.dims()[dim]));
     let whole = Assembly::new(TensorMeta { shape, dtype: parts[0].dtype() })?;
-    let mut offsets = vec![0; parts[0].rank()];
+    let mut offsets = vec![0; parts[0].dims().len()];
     for part in parts {
         // SAFETY: one thread; the parts are adjacent along `dim` and fill the tensor.
         unsafe { whole.paste(part, &offsets) };
@@ -145,14 +145,17 @@ pub fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
 fn shape_for_concat(parts: &[Tensor], dim: usize) -> Result<Vec<usize>> {
     let (found, needed) = match parts {
         [] => ("no tensors".to_string(), "at least one tensor".to_string()),
-        [first, ..] if dim >= first.rank() => {
-            (format!("dimension {dim} of shape {:?}", first.dims()), format!("a dimension below {}", first.rank()))
-        }
+        [first, ..] if dim >= first.dims().len() => (
+            format!("dimension {dim} of shape {:?}", first.dims()),
+            format!("a dimension below {}", first.dims().len()),
+        ),
         [first, ..] => {
             parts.iter().try_for_each(check_supported)?;
             let fits = |part: &&Tensor| {
-                let others = |d: &usize| *d != dim && part.dims()[*d] != first.dims()[*d];
-                part.dtype() == first.dtype() && part.rank() == first.rank() && !(0..first.rank()).any(|d| others(&d))
+                let differs = |d: &usize| *d != dim && part.dims()[*d] != first.dims()[*d];
+                part.dtype() == first.dtype()
+                    && part.dims().len() == first.dims().len()
+                    && !(0..first.dims().len()).any(|d| differs(&d))
             };
             let Some(other) = parts.iter().find(|part| !fits(part)) else { return Ok(first.dims().to_vec()) };
             let describe = |t: &Tensor| format!("{} {:?}", t.dtype().as_str(), t.dims());

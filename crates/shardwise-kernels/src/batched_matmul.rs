@@ -30,7 +30,7 @@ pub fn batched_matmul(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Res
         let wide = batched_matmul(&a.to_dtype(DType::F32)?, &b.to_dtype(DType::F32)?, batch, inner)?;
         return Ok(wide.to_dtype(dtype)?);
     }
-    let rows = a.rank() - inner;
+    let rows = a.dims().len() - inner;
     let shape = [&a.dims()[..rows], &b.dims()[batch + inner..]].concat();
     let (a, b) = (MatrixBatch::new(a, batch, rows)?, MatrixBatch::new(b, batch, batch + inner)?);
     assert!(a.sizes[0] == b.sizes[0] && a.sizes[2] == b.sizes[1], "product of {:?} and {:?}", a.sizes, b.sizes);
@@ -56,7 +56,7 @@ struct MatrixBatch {
 impl MatrixBatch {
     /// Dimensions `..batch` are the batch, `batch..first` the first dimension of a matrix and `first..` the second.
     fn new(tensor: &Tensor, batch: usize, first: usize) -> Result<Self> {
-        let ranges = [0..batch, batch..first, first..tensor.rank()];
+        let ranges = [0..batch, batch..first, first..tensor.dims().len()];
         let sizes = ranges.clone().map(|r| tensor.dims()[r].iter().product());
         let merged = ranges.map(|r| merged_stride(&tensor.dims()[r.clone()], &tensor.stride()[r]));
         if let [Some(a), Some(b), Some(c)] = merged

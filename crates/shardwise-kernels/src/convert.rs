@@ -165,7 +165,7 @@ impl Cast<bf16> for f32 {
         let bits = self.to_bits();
         // Round to nearest, ties to even.
         let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-        // A carry from the mantissa would turn NaN into infinity; the quiet bit keeps it a NaN.
+        // A carry beyond the mantissa would turn NaN into infinity; the quiet bit keeps it a NaN.
         let quiet = bits >> 16 | 0x40;
         bf16::from_bits(if self.is_nan() { quiet } else { rounded } as u16)
     }

@@ -68,8 +68,8 @@ impl DimReduction {
 ///
 /// `shape` has as many elements as the dimensions that are kept; it may contain the reduced dimensions as 1. Sums and
 /// products of floats accumulate in f64, those of integers in i64; max and min in the type of `x` (f16 and bf16 in f32);
-/// any, all and count in i64. The result converts to `dtype` once. Runs on the calling thread; copies `x` only if the
-/// reduced dimensions are neither adjacent in memory nor can become so by a permutation.
+/// any, all and count in i64. The result converts to `dtype` once. Runs on the calling thread; copies `x` only if no
+/// permutation of its dimensions is contiguous with the reduced dimensions first, last or adjacent in the middle.
 pub fn reduce_dims(kind: DimReduction, x: &Tensor, dims: &[usize], shape: &[usize], dtype: DType) -> Result<Tensor> {
     if x.elem_count() == 0 {
         return filled(kind.neutral(dtype), &TensorMeta { shape: shape.to_vec(), dtype });
@@ -97,7 +97,7 @@ fn with_adjacent_dims(x: &Tensor, dims: &[usize]) -> Result<(Tensor, ReducedExte
     {
         return Ok((x.clone(), extent));
     }
-    let kept: Vec<usize> = (0..x.rank()).filter(|d| !dims.contains(d)).collect();
+    let kept: Vec<usize> = (0..x.dims().len()).filter(|d| !dims.contains(d)).collect();
     let reduced: usize = dims.iter().map(|&d| x.dims()[d]).product();
     let others = x.elem_count() / reduced;
     let last = x.permute([&kept, dims].concat())?;

@@ -16,6 +16,7 @@ pub mod parameters;
 pub mod recorded_training;
 pub mod remote_shards;
 pub mod scratch;
+pub mod settings;
 pub mod torch_attributes;
 pub mod torch_ops;
 pub mod values;

@@ -30,7 +30,7 @@ pub fn run(world: &World, scratch: &Path) -> Result<usize> {
         // Owners overwrite and drop the tensor: handles still read the exposed elements.
         x.fill(99.0)?;
         drop(x);
-        // One reader at a time, so that not even an owner's own reads make progress for other ranks.
+        // One reader at a time, so that not even an owner's own reads make progress for another rank's.
         for reader in 0..world.size() {
             let marker = scratch.join(format!("{case}-alone-{reader}"));
             if reader == world.rank() {

@@ -1,7 +1,7 @@
-//! What is in effect for the program of a rank: the scopes that it is in, and what the rank keeps between calls.
+//! Thread-local context of a rank: the scopes that its program is in, and the caches that it keeps between calls.
 //!
-//! A rank's program runs on one thread, so the context belongs to the thread. This is the only state of that kind; a rank
-//! that looks into it sees everything that a call may depend on besides its arguments.
+//! A rank's program runs on one thread, so the context is thread-local. It is the only thread-local state of the crate: a call
+//! depends on nothing but its arguments and this struct.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -14,17 +14,18 @@ thread_local! {
     static CONTEXT: RankContext = const { RankContext::new() };
 }
 
-/// Reads or changes the context of this rank.
+/// Runs `body` with the context of this rank.
 pub(crate) fn rank_context<R>(body: impl FnOnce(&RankContext) -> R) -> R {
     CONTEXT.with(body)
 }
 
-/// As [`rank_context`]; `None` where the thread is ending and the context is gone, for destructors.
+/// Like [`rank_context`], for destructors: `None` if the thread is ending and its context has been dropped.
 pub(crate) fn rank_context_if_alive<R>(body: impl FnOnce(&RankContext) -> R) -> Option<R> {
     CONTEXT.try_with(body).ok()
 }
 
-/// Runs `body` after `enter`; `leave` undoes that with what `enter` returned, also when `body` panics.
+/// Runs `body` in a scope: `enter` changes the context before it, and `leave` undoes that with the value of `enter`, also if
+/// `body` panics.
 pub(crate) fn in_scope<S, R>(
     enter: impl FnOnce(&RankContext) -> S,
     leave: impl FnOnce(&RankContext, S),
@@ -46,47 +47,48 @@ pub(crate) fn in_scope<S, R>(
 pub(crate) struct RankContext {
     /// The modules whose `forward` is running, the innermost last.
     pub(crate) modules: RefCell<Vec<EnteredModule>>,
-    /// The operators that are being executed, the innermost last, and whether they communicate without being asked.
+    /// The operators that are being executed, the innermost last, and whether each redistributes implicitly.
     pub(crate) operators: RefCell<Vec<(&'static str, bool)>>,
-    /// The meshes of the scopes of `with_mesh`: `Vec<DeviceMesh>`.
+    /// The meshes of active `with_mesh` scopes: `Vec<DeviceMesh>`.
     pub(crate) meshes: AnyField,
-    /// On behalf of which value ranks communicate: `comm::purpose`.
+    /// The value on whose behalf the rank communicates: `comm::purpose`.
     pub(crate) purpose: AnyField,
-    /// What happens to implicit redistributions: `comm::explicit`.
+    /// Whether implicit redistributions are allowed, warnings or errors: `comm::explicit`.
     pub(crate) implicit_redistributions: AnyField,
-    /// Whether [`implicit_redistributions`](Self::implicit_redistributions) is anything but the default; every collective asks.
+    /// Whether [`implicit_redistributions`](Self::implicit_redistributions) is not the default: a cheap flag, because every
+    /// collective reads it.
     pub(crate) reports_implicit: Cell<bool>,
     /// The redistribution that is being executed: `comm::explicit`.
     pub(crate) moving: AnyField,
-    /// Whether calls of operators are not recorded for a backward pass.
+    /// Whether operators are not recorded for a backward pass, as in PyTorch's `no_grad`.
     pub(crate) is_recording_paused: Cell<bool>,
     /// Whether the gradient of an operator is being computed.
     pub(crate) is_in_gradient: Cell<bool>,
-    /// How many scopes of `detect_anomaly` there are.
+    /// Number of active `detect_anomaly` scopes.
     pub(crate) anomaly_scopes: Cell<usize>,
-    /// The calls whose gradients are being computed, in words, the innermost last.
+    /// Texts of the calls whose gradients are being computed, the innermost last, for errors.
     pub(crate) backward_calls: RefCell<Vec<String>>,
-    /// The rules of the scopes of `override_rule`: `op::scope`.
+    /// The rules of active `override_rule` scopes: `op::scope`.
     pub(crate) rules: AnyField,
-    /// How many [`rules`](Self::rules) there are: most programs have none, and every call asks.
+    /// Number of [`rules`](Self::rules): a cheap test, because every operator reads it and most programs have none.
     pub(crate) rule_count: Cell<usize>,
-    /// The operators executed so far, where somebody wants to know.
+    /// Names of the operators executed so far, if they are being recorded.
     pub(crate) operator_names: RefCell<Option<BTreeSet<&'static str>>>,
-    /// The operators of the scopes of `with_sharded_op`: `sharded::operators`.
+    /// The operators of active `with_sharded_op` scopes: `sharded::operators`.
     pub(crate) sharded_operators: AnyField,
-    /// Decisions about operators: `op`.
+    /// Cache of sharding decisions by operator and input layouts: `op`.
     pub(crate) decisions: AnyField,
-    /// Redistributions with their groups and calls prepared: `redistribute::execute`.
+    /// Cache of redistribution plans with their groups and calls: `redistribute::execute`.
     pub(crate) redistributions: AnyField,
-    /// Tensors handed to local code that has gradients: `tensor::local_code`.
+    /// Tensors passed to differentiable local code: `tensor::local_code`.
     pub(crate) local_exits: AnyField,
-    /// Gradients of tensors that a replayed call used without being given them: `autograd`.
+    /// Gradients of tensors that a recomputed call captured instead of taking them as inputs: `autograd`.
     pub(crate) replayed_gradients: AnyField,
 }
 
 /// A module whose `forward` is running.
 pub(crate) struct EnteredModule {
-    /// Dotted path from the root of the model, if it is known.
+    /// Dotted path from the root of the model, if known.
     pub(crate) path: Option<Arc<str>>,
     /// Where `forward` was called.
     pub(crate) site: Site,
@@ -118,7 +120,8 @@ impl RankContext {
     }
 }
 
-/// A field whose type belongs to a module above this one; always the same type, which begins as its default.
+/// A field whose type is defined in a module that this one must not depend on. The type is always the same, and the initial
+/// value is its default.
 pub(crate) struct AnyField(RefCell<Option<Box<dyn Any>>>);
 
 impl AnyField {
@@ -126,14 +129,14 @@ impl AnyField {
         AnyField(RefCell::new(None))
     }
 
-    /// Reads or changes the value. `body` must not come back to the same field.
+    /// Runs `body` with the value. `body` must not access the same field again (it panics).
     pub(crate) fn with<T: Default + 'static, R>(&self, body: impl FnOnce(&mut T) -> R) -> R {
         let mut held = self.0.borrow_mut();
         let value = held.get_or_insert_with(|| Box::new(T::default()));
         body(value.downcast_mut().expect("a field has one type"))
     }
 
-    /// The value, replaced by another.
+    /// Replaces the value and returns the previous one.
     pub(crate) fn replace<T: Default + 'static>(&self, value: T) -> T {
         self.with(|held| std::mem::replace(held, value))
     }

@@ -119,7 +119,7 @@ impl Signature {
         for factor in 0..signature.inputs.len() {
             for op in [ReduceOp::Sum, ReduceOp::Avg] {
                 let partial = (0..signature.inputs.len()).map(|i| (i == factor).then_some(op));
-                signature = signature.passing(partial, op);
+                signature = signature.allow_partial(partial, op);
             }
         }
         signature
@@ -140,13 +140,13 @@ impl Signature {
         }
     }
 
-    /// This signature, in which inputs that are all `Partial` with one reduction pass, whichever it is.
+    /// Lets inputs that are all `Partial` with one reduction pass unreduced, whichever reduction it is.
     ///
-    /// For operators that only move elements.
-    pub fn passing_all(mut self) -> Self {
+    /// For operators that only move elements, such as a transpose.
+    pub fn allow_all_partial(mut self) -> Self {
         for op in ReduceOp::ALL {
             let inputs = vec![Some(op); self.inputs.len()];
-            self = self.passing(inputs, op);
+            self = self.allow_partial(inputs, op);
         }
         self
     }
@@ -176,20 +176,20 @@ impl Signature {
 
     /// The signature of an operator that rearranges the dimensions of one tensor: per dimension of the output that of the input
     /// (`None`: a new one). Dimensions that do not stay cannot be sharded.
-    pub fn renaming(ndim: usize, stays: &dyn Fn(usize) -> bool, output: Vec<Option<usize>>) -> Self {
+    pub fn rearrangement(ndim: usize, stays: &dyn Fn(usize) -> bool, output: Vec<Option<usize>>) -> Self {
         let dims = (0..ndim).map(|d| if stays(d) { DimSharding::Free } else { DimSharding::Never }).collect();
         Signature { dims, inputs: vec![(0..ndim).map(Some).collect()], outputs: vec![output], passes: Vec::new() }
     }
 
-    /// This signature, in which every partial input is reduced first.
-    pub fn without_passes(mut self) -> Self {
+    /// Removes all ways to run on partial inputs: they are reduced first.
+    pub fn forbid_partial(mut self) -> Self {
         self.passes.clear();
         self
     }
 
-    /// This signature with one more way to run: on inputs that are `Partial` with these reductions (`None`: replicated), the
+    /// Adds a way to run without reducing partial inputs: if they are `Partial` with these reductions (`None`: not partial), the
     /// outputs are `Partial` with `output`.
-    pub fn passing(mut self, inputs: impl IntoIterator<Item = Option<ReduceOp>>, output: ReduceOp) -> Self {
+    pub fn allow_partial(mut self, inputs: impl IntoIterator<Item = Option<ReduceOp>>, output: ReduceOp) -> Self {
         self.passes.push(PartialPass { inputs: inputs.into_iter().collect(), output });
         self
     }
@@ -336,7 +336,7 @@ impl Signature {
         shapes: &[&[usize]],
         plain: bool,
     ) -> Result<Decision> {
-        let cuts: Vec<Vec<usize>> =
+        let orders: Vec<Vec<usize>> =
             (0..self.dims.len()).map(|dim| shard_order_of(inputs, choices, &self.inputs, dim)).collect();
         let layout = |tensor: &[Option<usize>], shape: &[usize], of: TensorRole| -> Result<Layout> {
             let placement = |(axis, choice): (usize, &AxisChoice)| match choice {
@@ -359,8 +359,8 @@ impl Signature {
                 },
             };
             let placements: Vec<Placement> = choices.iter().enumerate().map(placement).collect();
-            let cuts: Vec<Vec<usize>> = tensor.iter().map(|d| d.map_or(Vec::new(), |d| cuts[d].clone())).collect();
-            Layout::from_shard_orders(mesh, shape, &placements, &cuts)
+            let orders: Vec<Vec<usize>> = tensor.iter().map(|d| d.map_or(Vec::new(), |d| orders[d].clone())).collect();
+            Layout::from_shard_orders(mesh, shape, &placements, &orders)
         };
         let needed = inputs
             .iter()

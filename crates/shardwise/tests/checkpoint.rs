@@ -1,4 +1,4 @@
-//! Checkpoints: saved in any layout of any world and loaded in any other; nested values, async snapshots, refused input.
+//! Checkpoints: saved in any layout on any world and loaded into any other; values, async saves, and invalid calls.
 //!
 //! `SHARDWISE_CHECKPOINT_CASES` sets the number of random round trips per format (default 400), `SHARDWISE_SEED` the first
 //! seed.
@@ -19,13 +19,10 @@ use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor, shard_tensor};
 use shardwise_test_suites::errors::same_error_on_all_ranks;
 use shardwise_test_suites::scratch::Scratch;
+use shardwise_test_suites::settings::env_or;
 
 const DTYPES: [DType; 9] =
     [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I64, DType::I32, DType::I16, DType::U32, DType::U8];
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
 
 fn whole(shape: &[usize], dtype: DType, salt: usize) -> Tensor {
     let count = shape.iter().product::<usize>();
@@ -60,7 +57,7 @@ fn layout(rng: &mut StdRng, ranks: usize, ndim: usize) -> (Mesh, Vec<Placement>)
 }
 
 fn round_trips(format: Format, name: &str) {
-    let (cases, first) = (number("SHARDWISE_CHECKPOINT_CASES", 400), number("SHARDWISE_SEED", 0) as u64);
+    let (cases, first) = (env_or("SHARDWISE_CHECKPOINT_CASES", 400usize), env_or("SHARDWISE_SEED", 0usize) as u64);
     let scratch = Scratch::new(name);
     for case in 0..cases {
         let seed = first * 1_000_003 + case as u64;
@@ -141,12 +138,12 @@ fn nested(mesh: &DeviceMesh) -> Result<State> {
 }
 
 #[test]
-fn nested_state_round_trips_native() {
+fn nested_state_round_trips() {
     nested_state(Format::Native, "nested");
 }
 
 #[test]
-fn nested_state_round_trips_dcp() {
+fn nested_state_round_trips_through_dcp() {
     nested_state(Format::Dcp, "nested-dcp");
 }
 
@@ -227,7 +224,7 @@ fn each_box_is_written_once_and_bytes_are_balanced_over_ranks() {
 }
 
 #[test]
-fn async_save_is_a_snapshot_while_training_continues() {
+fn an_async_save_is_a_snapshot_and_does_not_block() {
     let scratch = Scratch::new("async");
     let path = scratch.0.join("state");
     let place = path.clone();
@@ -251,7 +248,7 @@ fn async_save_is_a_snapshot_while_training_continues() {
 }
 
 #[test]
-fn a_failed_save_or_load_is_the_same_error_on_all_ranks_and_changes_nothing() {
+fn invalid_saves_and_loads_are_one_error_on_all_ranks_and_change_nothing() {
     let scratch = Arc::new(Scratch::new("refused"));
     let save = |name: &'static str, state: fn(&DeviceMesh, usize) -> Result<State>| {
         let scratch = Arc::clone(&scratch);
@@ -330,7 +327,7 @@ fn long_lists_keep_their_order() {
 }
 
 #[test]
-fn a_save_never_replaces_files_that_are_not_a_checkpoint() {
+fn a_save_replaces_nothing_but_checkpoints() {
     let scratch = Arc::new(Scratch::new("precious"));
     let project = scratch.0.join("project");
     std::fs::create_dir_all(project.join("inner")).unwrap();
@@ -366,7 +363,7 @@ fn a_save_never_replaces_files_that_are_not_a_checkpoint() {
 }
 
 #[test]
-fn a_series_keeps_later_steps_after_a_restart_from_an_earlier_one() {
+fn a_series_keeps_the_newest_after_resuming_from_an_older_checkpoint() {
     let scratch = Scratch::new("series");
     let series = Series::new(scratch.0.join("run")).keep(2);
     let saving = series.clone();
@@ -383,7 +380,7 @@ fn a_series_keeps_later_steps_after_a_restart_from_an_earlier_one() {
 }
 
 #[test]
-fn convert_preserves_everything_and_diff_finds_differences() {
+fn conversions_preserve_tensors_and_values_and_diff_finds_changes() {
     let scratch = Scratch::new("convert");
     let (native, place) = (scratch.0.join("native"), scratch.0.join("native"));
     launch(3, move |world| {

@@ -1,4 +1,4 @@
-//! Damaged and hostile checkpoints: damage is detected wherever there is a checksum, and never does more than an error.
+//! Corrupt and malicious checkpoints: detected wherever there is a checksum, and never worse than an error.
 //!
 //! `SHARDWISE_DAMAGE_CASES` sets the number of corrupted files (default 2000), `SHARDWISE_SEED` the first seed.
 
@@ -12,10 +12,7 @@ use shardwise::checkpoint::{self, Format, SaveOptions, State, verify};
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, ShardedTensor};
 use shardwise_test_suites::scratch::Scratch;
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
+use shardwise_test_suites::settings::env_or;
 
 /// Saves a small checkpoint of several files.
 fn save(path: &Path, format: Format) {
@@ -64,8 +61,8 @@ fn inspected(path: &Path) -> bool {
 }
 
 #[test]
-fn damage_is_detected_wherever_there_is_a_checksum_and_never_panics() {
-    let (cases, first) = (number("SHARDWISE_DAMAGE_CASES", 2000), number("SHARDWISE_SEED", 0) as u64);
+fn corruption_is_found_by_checksums_and_is_only_ever_an_error() {
+    let (cases, first) = (env_or("SHARDWISE_DAMAGE_CASES", 2000usize), env_or("SHARDWISE_SEED", 0usize) as u64);
     let scratch = Scratch::new("flips");
     let formats = [Format::Native, Format::HuggingFace, Format::Dcp];
     let mut found = [0; 3];
@@ -116,7 +113,7 @@ fn safetensors(header: &str, bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn malicious_files_are_refused() {
+fn malicious_files_are_rejected() {
     let scratch = Scratch::new("hostile");
     let refused = |name: &str, contents: &[u8], said: &str| {
         let path = scratch.0.join(name);

@@ -1,4 +1,4 @@
-//! A saving process is killed at random moments: afterwards the directory has the old checkpoint or the new one, complete.
+//! A saving process is killed at random moments: afterwards the directory holds the old checkpoint or the new one, complete.
 //!
 //! `SHARDWISE_CRASH_CASES` sets the number of killed processes (default 200), `SHARDWISE_SEED` the first seed.
 
@@ -10,17 +10,14 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::checkpoint::{self, State, Value, verify};
 use shardwise::prelude::*;
+use shardwise_test_suites::settings::env_or;
 
 /// Environment variable of the saving process: the path to save to.
 const TARGET: &str = "SHARDWISE_CRASH_TARGET";
 
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
-
 /// The saving process: saves one generation after the other until it is killed.
 #[test]
-fn saving_process() {
+fn child_process_that_saves() {
     let Some(target) = std::env::var_os(TARGET).map(PathBuf::from) else { return };
     let first = generation(&target).unwrap_or(0) + 1;
     launch(2, move |world| {
@@ -53,7 +50,7 @@ fn generation(target: &Path) -> Option<i64> {
 
 #[test]
 fn a_process_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_one() {
-    let (cases, seed) = (number("SHARDWISE_CRASH_CASES", 200), number("SHARDWISE_SEED", 0) as u64);
+    let (cases, seed) = (env_or("SHARDWISE_CRASH_CASES", 200usize), env_or("SHARDWISE_SEED", 0usize) as u64);
     let root = std::env::temp_dir().join(format!("shardwise-crash-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&root);
     std::fs::create_dir_all(&root).unwrap();
@@ -62,13 +59,13 @@ fn a_process_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_one() {
     let (mut before, mut advanced, mut leftovers) = (None, 0, 0);
     for case in 0..cases {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "saving_process", "--nocapture"])
+            .args(["--exact", "child_process_that_saves", "--nocapture"])
             .env(TARGET, &target)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        // The first process runs until there is a checkpoint, the later ones for a random time around the duration of a save.
+        // The first process runs until there is a checkpoint, later ones for a random time around the duration of a save.
         let start = Instant::now();
         let pause = Duration::from_micros(rng.random_range(0..60_000));
         while before.is_none() && !target.exists() {

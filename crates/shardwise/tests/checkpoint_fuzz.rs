@@ -1,5 +1,5 @@
-//! Fuzzing of every parser of checkpoint files with mutated good files: never a panic, never a hang, never more memory than the
-//! files justify. The result is an error, or a checkpoint that can be read.
+//! Mutation fuzzing of every parser of checkpoint files: never a panic, a hang, or more memory than the files justify. The
+//! outcome is an error or a readable checkpoint.
 //!
 //! `SHARDWISE_FUZZ_SECONDS` bounds the time per parser (default 2; hours find more), `SHARDWISE_SEED` sets the seed.
 
@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shardwise::checkpoint::{self, ConvertOptions, Format, convert};
+use shardwise_test_suites::settings::env_or;
 
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |v| v.parse().expect(name))
@@ -58,7 +59,7 @@ fn mutate(rng: &mut StdRng, bytes: &mut Vec<u8>) {
 
 /// Mutates `file` and opens the checkpoint at `path` until the time is up. Prints how many were still valid.
 fn fuzz(name: &str, good: &Path, file: &str, path: impl Fn(&Path) -> PathBuf) {
-    let (seconds, seed) = (number("SHARDWISE_FUZZ_SECONDS", 2), number("SHARDWISE_SEED", 0));
+    let (seconds, seed) = (env_or("SHARDWISE_FUZZ_SECONDS", 2u64), env_or("SHARDWISE_SEED", 0u64));
     let scratch = std::env::temp_dir().join(format!("shardwise-fuzz-{name}-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&scratch);
     copy(good, &scratch);
@@ -89,38 +90,38 @@ fn fuzz(name: &str, good: &Path, file: &str, path: impl Fn(&Path) -> PathBuf) {
 }
 
 #[test]
-fn safetensors_header() {
+fn fuzz_safetensors_header() {
     fuzz("safetensors", &samples().join("hf_plain/checkpoint"), "model-00001-of-00003.safetensors", Path::to_path_buf);
 }
 
 #[test]
-fn safetensors_index() {
+fn fuzz_safetensors_index() {
     fuzz("index", &samples().join("hf_plain/checkpoint"), "model.safetensors.index.json", Path::to_path_buf);
 }
 
 #[test]
-fn safetensors_sharding_info() {
+fn fuzz_offsets_in_rank_headers() {
     let file = "shard-00002-model-00001-of-00001.safetensors";
     fuzz("offsets", &samples().join("hf_sharded/checkpoint"), file, Path::to_path_buf);
 }
 
 #[test]
-fn dcp_metadata_pickle() {
+fn fuzz_dcp_metadata_pickle() {
     fuzz("metadata", &samples().join("nested/checkpoint"), ".metadata", Path::to_path_buf);
 }
 
 #[test]
-fn dcp_archives() {
+fn fuzz_dcp_archives() {
     fuzz("distcp", &samples().join("nested/checkpoint"), "__2_0.distcp", Path::to_path_buf);
 }
 
 #[test]
-fn torch_save_file() {
+fn fuzz_torch_save_files() {
     fuzz("torch", &samples().join("torch_save/checkpoint"), "model.pt", |scratch| scratch.join("model.pt"));
 }
 
 #[test]
-fn native_manifest() {
+fn fuzz_native_manifest() {
     let good = std::env::temp_dir().join(format!("shardwise-fuzz-good-{}", std::process::id()));
     convert(samples().join("nested/checkpoint"), &good, &ConvertOptions::to(Format::Native), &|_| {}).unwrap();
     fuzz("manifest", &good, "manifest.json", Path::to_path_buf);

@@ -1,4 +1,4 @@
-//! Guarantees of a load: it never mixes two saves, damage is always detected, errors name the path, cause and rank.
+//! A load reads one consistent checkpoint, detects all corruption, and its errors name path and cause.
 //!
 //! `SHARDWISE_CONCURRENT_LOADS` sets the number of loads during concurrent saves (default 400; 20000 take a few minutes),
 //! `SHARDWISE_FLIP_CASES` the number of flipped bits (default 200; 2000 for all), `SHARDWISE_SEED` the first seed.
@@ -15,10 +15,7 @@ use shardwise::prelude::*;
 use shardwise::{OwnedBox, TensorBox};
 use shardwise_test_suites::errors::same_error_on_all_ranks;
 use shardwise_test_suites::scratch::Scratch;
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
+use shardwise_test_suites::settings::env_or;
 
 /// State of two ranks in which every element is `number`.
 fn generation(world: &World, number: i64, format: Format) -> Result<State> {
@@ -89,8 +86,8 @@ fn load_while_saving(format: Format, loads: usize) -> i64 {
 }
 
 #[test]
-fn loads_during_saves_never_mix_checkpoints() {
-    let loads = number("SHARDWISE_CONCURRENT_LOADS", 400);
+fn loads_during_saves_read_one_consistent_checkpoint() {
+    let loads = env_or("SHARDWISE_CONCURRENT_LOADS", 400usize);
     let saves = load_while_saving(Format::Native, loads);
     println!("{loads} loads by three ranks while {saves} checkpoints were saved: none mixed, none damaged");
     assert!(saves > 3, "saves must happen meanwhile: {saves}");
@@ -102,7 +99,7 @@ fn loads_during_saves_never_mix_checkpoints() {
 }
 
 #[test]
-fn a_catalog_is_a_snapshot_when_another_save_follows() {
+fn an_open_catalog_is_not_affected_by_a_later_save() {
     let scratch = Scratch::new("pinned");
     let path = scratch.0.join("state");
     let save = |number: i64| {
@@ -197,8 +194,8 @@ fn flip(file: &Path, place: u64, bit: u32) {
 }
 
 #[test]
-fn every_flipped_bit_is_detected_by_a_load_in_any_layout() {
-    let (cases, first) = (number("SHARDWISE_FLIP_CASES", 200), number("SHARDWISE_SEED", 0) as u64);
+fn every_flipped_bit_is_found_by_a_load_in_another_layout() {
+    let (cases, first) = (env_or("SHARDWISE_FLIP_CASES", 200usize), env_or("SHARDWISE_SEED", 0usize) as u64);
     flips(Format::Native, cases, first);
 }
 
@@ -217,7 +214,7 @@ fn without_blocks(path: &Path) {
 }
 
 #[test]
-fn loads_without_block_checksums_report_what_is_unchecked() {
+fn checkpoints_without_block_checksums_load_and_report_what_is_unchecked() {
     let scratch = Scratch::new("old");
     let path = scratch.0.join("state");
     let save = |format: Format| {
@@ -262,7 +259,7 @@ fn loads_without_block_checksums_report_what_is_unchecked() {
 }
 
 #[test]
-fn duplicate_names_in_a_header_are_refused() {
+fn a_duplicate_name_in_a_header_is_rejected() {
     let scratch = Scratch::new("twice");
     let tensor = |range: &str| format!("{{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":{range}}}");
     let one = tensor("[0,2]");
@@ -283,7 +280,7 @@ fn duplicate_names_in_a_header_are_refused() {
 }
 
 #[test]
-fn convert_selects_entries_and_writes_several_boxes_per_rank() {
+fn a_conversion_writes_the_selected_tensors_with_several_boxes_per_rank() {
     let scratch = Scratch::new("boxes");
     let path = scratch.0.join("state");
     let place = path.clone();
@@ -320,7 +317,7 @@ const FULL: &str = "SHARDWISE_FULL_TARGET";
 
 /// The process with a file size limit: rank 1 has the most to write.
 #[test]
-fn process_with_file_size_limit() {
+fn child_process_with_a_full_disk() {
     let Some(target) = std::env::var_os(FULL).map(PathBuf::from) else { return };
     let error = same_error_on_all_ranks(2, move |world| {
         let mesh = world.mesh([("all", 2)])?;
@@ -331,7 +328,7 @@ fn process_with_file_size_limit() {
 }
 
 #[test]
-fn errors_of_a_full_disk_or_an_unwritable_path_name_path_cause_and_rank() {
+fn errors_of_full_disks_and_unwritable_paths_name_path_cause_and_rank() {
     let scratch = Scratch::new("full");
     let target = scratch.0.join("state");
     // A limit on file sizes stands in for a full disk: writes fail in the same way.
@@ -339,7 +336,7 @@ fn errors_of_a_full_disk_or_an_unwritable_path_name_path_cause_and_rank() {
     let output = Command::new("sh")
         .args(["-c", script, "sh"])
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "process_with_file_size_limit", "--nocapture"])
+        .args(["--exact", "child_process_with_a_full_disk", "--nocapture"])
         .env(FULL, &target)
         .output()
         .unwrap();

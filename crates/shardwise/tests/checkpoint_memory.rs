@@ -1,4 +1,4 @@
-//! Peak memory of loads and conversions.
+//! Peak memory of loading and converting checkpoints.
 //!
 //! `SHARDWISE_CONVERT_MB` sets the size of the checkpoint that is converted (default 768; 4096 takes about a minute).
 
@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use shardwise::checkpoint::{self, ConvertOptions, ElementType, Format, State, convert};
 use shardwise::prelude::*;
+use shardwise_test_suites::settings::env_or;
 
 const MB: usize = 1_000_000;
 
@@ -28,7 +29,7 @@ fn memory() -> (usize, usize) {
 
 /// A single test: other tests in the same process would be measured too.
 #[test]
-fn a_load_takes_the_size_of_its_tensors_and_a_conversion_is_bounded() {
+fn loading_needs_memory_for_the_loaded_shards_and_converting_little_more() {
     let root = scratch("load");
     let (path, side, count) = (root.join("state"), 2000, 12); // 16 MB each
     let whole = side * side * 4 * count;
@@ -53,7 +54,7 @@ fn a_load_takes_the_size_of_its_tensors_and_a_conversion_is_bounded() {
     }
     std::fs::remove_dir_all(&root).unwrap();
 
-    let megabytes = std::env::var("SHARDWISE_CONVERT_MB").map_or(768, |v| v.parse::<usize>().unwrap());
+    let megabytes: usize = env_or("SHARDWISE_CONVERT_MB", 768);
     let root = scratch("convert");
     let path = root.join("large");
     // A sparse file is a cheap large checkpoint; saving one would need its size in memory.

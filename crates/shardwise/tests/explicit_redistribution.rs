@@ -82,7 +82,7 @@ fn an_implicit_redistribution_is_an_error_in_an_explicit_scope() {
         let mesh = world.mesh([("tp", 2)])?;
         let x = DTensor::ones((4, 6), DType::F32, &mesh, [Shard(1)])?;
         let strict = ExplicitRedistribution::error();
-        // explicit redistributions are allowed, and so are redistributions that move nothing
+        // explicit redistributions are allowed, and implicit ones that move nothing
         strict.run(|| x.t()?.redistribute([Replicate])?.matmul(&x)?.gelu())?;
         let line = line!() + 1;
         let error = strict.run(|| x.matmul(&x.t()?)?.exp()).unwrap_err();

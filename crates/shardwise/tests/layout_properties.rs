@@ -6,6 +6,7 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use shardwise::{Layout, Mesh, Placement, ReduceOp};
+use shardwise_test_suites::settings::env_or;
 
 #[test]
 fn every_rank_owns_what_the_definition_says_and_the_boxes_tile_the_tensor() {
@@ -49,8 +50,7 @@ fn shard_order_and_strided_shards_convert_into_each_other() {
 }
 
 fn for_each_seed(mut body: impl FnMut(&mut StdRng)) {
-    let number = |name: &str, default: u64| std::env::var(name).map_or(default, |v| v.parse().expect(name));
-    let (cases, first) = (number("SHARDWISE_LAYOUT_CASES", 3000), number("SHARDWISE_SEED", 0));
+    let (cases, first) = (env_or("SHARDWISE_LAYOUT_CASES", 3000u64), env_or("SHARDWISE_SEED", 0u64));
     for seed in first..first + cases {
         let run = std::panic::AssertUnwindSafe(|| body(&mut StdRng::seed_from_u64(seed)));
         if let Err(payload) = std::panic::catch_unwind(run) {

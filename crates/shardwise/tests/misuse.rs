@@ -12,6 +12,7 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use shardwise::{Error, Group, ReduceOp, Result, TensorMeta, ThreadWorld, World};
+use shardwise_test_suites::settings::env_or;
 
 /// Far longer than any of these programs takes: only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -19,8 +20,7 @@ const DEADLINE: Duration = Duration::from_secs(20);
 #[test]
 fn every_faulty_program_ends_in_an_error_that_names_the_faulty_rank() {
     silence_injected_panics();
-    let number = |name: &str, default: u64| std::env::var(name).map_or(default, |v| v.parse().expect(name));
-    let (cases, first) = (number("SHARDWISE_MISUSE_CASES", 1500), number("SHARDWISE_SEED", 0));
+    let (cases, first) = (env_or("SHARDWISE_MISUSE_CASES", 1500u64), env_or("SHARDWISE_SEED", 0u64));
     let mut seen = std::collections::BTreeMap::<String, usize>::new();
     for seed in first..first + cases {
         let case = Arc::new(Case::random(&mut StdRng::seed_from_u64(seed)));

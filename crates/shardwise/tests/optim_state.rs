@@ -19,7 +19,7 @@ fn go_on(
     range: std::ops::Range<usize>,
 ) -> Result<(FullState, Vec<Tensor>)> {
     let params = params(mesh, layouts)?;
-    // loaded settings replace the ones that the optimizer was created with
+    // loaded settings replace the settings that the optimizer was created with
     let lr = if from.is_some() { 7.0 } else { 0.05 };
     let mut optimizer = ShardedOptimizer::new(named(&params[..4]), ParamGroup::new(algorithm).with_lr(lr))?;
     optimizer

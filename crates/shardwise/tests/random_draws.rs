@@ -10,6 +10,7 @@ use shardwise::Generator;
 use shardwise::prelude::*;
 use shardwise::random::GeneratorState;
 use shardwise::tensor::RandomOptions;
+use shardwise_test_suites::settings::env_or;
 use shardwise_test_suites::values;
 
 fn bits(t: &Tensor) -> Vec<u64> {
@@ -29,8 +30,7 @@ fn bits(t: &Tensor) -> Vec<u64> {
 
 #[test]
 fn draws_are_equal_to_those_of_one_rank() {
-    let number = |name: &str, default: usize| std::env::var(name).map_or(default, |v| v.parse().expect(name));
-    let (cases, first) = (number("SHARDWISE_DRAW_CASES", 300), number("SHARDWISE_SEED", 0));
+    let (cases, first) = (env_or("SHARDWISE_DRAW_CASES", 300usize), env_or("SHARDWISE_SEED", 0usize));
     for ranks in 1..=8 {
         let run = move |world: World| {
             for seed in (first..first + cases).filter(|seed| 1 + seed % 8 == ranks) {

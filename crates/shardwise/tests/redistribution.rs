@@ -10,11 +10,8 @@ use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
 use shardwise::redistribute::{RedistributePlan, explain};
 use shardwise::tensor::Arange;
+use shardwise_test_suites::settings::env_or;
 use shardwise_test_suites::{layout_pairs, values};
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
 
 fn check_all_pairs(mesh_shape: &[usize], shapes: &[[usize; 2]], dtype: DType, stride: usize) {
     let (mesh_shape, shapes) = (mesh_shape.to_vec(), shapes.to_vec());
@@ -60,14 +57,14 @@ fn all_pairs_with_block_cyclic_shards() {
 #[test]
 fn all_pairs_on_three_axes() {
     // An odd stride has no factor in common with the 512 layouts, so that each comes up as a source and as a target.
-    let stride = number("SHARDWISE_PAIR_STRIDE", 5);
+    let stride = env_or("SHARDWISE_PAIR_STRIDE", 5usize);
     check_all_pairs(&[2, 2, 2], &SHAPES[..1], DType::F64, stride);
 }
 
 #[test]
 fn any_layout_on_any_mesh_redistributes_to_any_other() {
-    let (cases, first) = (number("SHARDWISE_CROSS_MESH_CASES", 500), number("SHARDWISE_SEED", 0));
-    // The one world of an engine may have any size, so a few cases run on other sizes than the one with the most meshes.
+    let (cases, first) = (env_or("SHARDWISE_CROSS_MESH_CASES", 500usize), env_or("SHARDWISE_SEED", 0usize));
+    // The one world of an engine may have any size, so a few cases run on sizes other than the one with the most meshes.
     for (ranks, cases) in [(6, cases), (4, cases / 10), (1, cases / 10)] {
         let run = move |world: World| layout_pairs::any_layout_on_any_mesh(&world, first, cases);
         ThreadWorld::new(ranks).unwrap().run(run).unwrap();
@@ -79,7 +76,7 @@ fn any_layout_on_any_mesh_redistributes_to_any_other() {
 #[test]
 fn plans_with_the_fewest_bytes_give_the_same_values() {
     use shardwise::mesh::Link;
-    let first = number("SHARDWISE_SEED", 0) as u64;
+    let first = env_or("SHARDWISE_SEED", 0usize) as u64;
     for axes in [&[2, 2][..], &[2, 3], &[2, 2, 2]] {
         let run = move |world: World| {
             let links = vec![Link { latency_us: 0.0, gb_per_s: 8.0 }; axes.len()];

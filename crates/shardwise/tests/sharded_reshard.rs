@@ -12,12 +12,9 @@ use shardwise::sharded::{
     shard_tensor,
 };
 use shardwise::{OwnedBox, TensorBox};
+use shardwise_test_suites::settings::env_or;
 
 const DTYPES: [DType; 6] = [DType::F64, DType::F32, DType::BF16, DType::I64, DType::U32, DType::U8];
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
 
 /// A tensor whose elements are all different, as far as the type can represent them.
 fn whole(shape: &[usize], dtype: DType) -> Tensor {
@@ -134,7 +131,7 @@ fn lacking(before: &ShardedTensor, after: &ShardedTensor) -> usize {
 
 #[test]
 fn any_spec_to_any_other_is_exact_and_sends_every_byte_once() {
-    let (cases, first) = (number("SHARDWISE_SPEC_CASES", 1000), number("SHARDWISE_SEED", 0) as u64);
+    let (cases, first) = (env_or("SHARDWISE_SPEC_CASES", 1000usize), env_or("SHARDWISE_SEED", 0usize) as u64);
     let mut kinds = std::collections::BTreeMap::<&str, usize>::new();
     for case in 0..cases {
         let seed = first * 1_000_003 + case as u64;

@@ -1,4 +1,5 @@
-//! State dicts: strict and non-strict names, states as maps, optimizers over modules, identity of sharded tensors.
+//! Which names a state dict must have when it is loaded, state dicts as maps, optimizers over modules, and identities of
+//! sharded tensors.
 
 use serde::{Deserialize, Serialize};
 use shardwise::checkpoint::{self, ModelPart, Series, State, Value, named};
@@ -52,7 +53,7 @@ fn numbers(tensor: &DTensor) -> Result<Vec<f32>> {
 }
 
 #[test]
-fn load_state_dict_follows_the_options() {
+fn options_control_how_names_of_a_state_dict_are_matched() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let (source, target) = (Renamed::new(&mesh)?, Pair::new(&mesh)?);
@@ -96,7 +97,7 @@ fn load_state_dict_follows_the_options() {
 }
 
 #[test]
-fn load_into_follows_the_options_on_any_number_of_ranks() {
+fn options_control_how_names_of_a_checkpoint_are_matched() {
     let scratch = Scratch::new("model-part");
     let path = scratch.0.join("state");
     let place = path.clone();
@@ -149,7 +150,7 @@ fn load_into_follows_the_options_on_any_number_of_ranks() {
 }
 
 #[test]
-fn states_convert_from_and_to_maps() {
+fn state_dicts_are_maps() {
     let mut state: State = [("step", 7), ("epoch", 2)].into_iter().collect();
     state.extend([("names", State::list(["a", "b"])), ("step", State::from(8))]);
     let entries: Vec<(String, State)> = state.clone().into_iter().collect();
@@ -167,7 +168,7 @@ fn states_convert_from_and_to_maps() {
 }
 
 #[test]
-fn resume_restores_model_optimizer_data_and_custom_parts() {
+fn a_run_resumes_with_one_call_including_custom_state() {
     let scratch = Scratch::new("resume-call");
     let path = scratch.0.join("run");
     let run = move |world: World| {
@@ -207,7 +208,7 @@ impl Optimizer for Constant {
 }
 
 #[test]
-fn every_optimizer_can_be_built_over_a_module() {
+fn every_optimizer_takes_a_module() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let layer = || Linear::without_bias(&Builder::new(&mesh).placed(|_, _| vec![Shard(0)]), 3, 4);

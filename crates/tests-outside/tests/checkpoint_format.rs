@@ -1,4 +1,4 @@
-//! A checkpoint format in one file: bytes of boxes in `*.raw`, and all descriptions in `raw.json`.
+//! A custom checkpoint format in one file: bytes of boxes in `*.raw`, and all metadata in `raw.json`.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -195,7 +195,7 @@ fn a_registered_format_is_saved_recognized_loaded_and_converted() {
 }
 
 #[test]
-fn damage_and_foreign_files_are_found_in_it() {
+fn corruption_and_unknown_files_are_found_in_it() {
     let scratch = Scratch::new("damage");
     let raw = Format::register(&Raw).unwrap();
     let path = scratch.at("raw");

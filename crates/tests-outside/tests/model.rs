@@ -1,6 +1,6 @@
-//! A model of a program: two towers that read queries and documents with one table of tokens, trained to find the document
-//! of every query among those of the batch. It is planned, searched for, estimated, trained, saved, resumed on another mesh
-//! and exported through the same traits as the models of the library.
+//! A custom model: two towers that embed queries and documents with one token table, trained to find the document of every
+//! query in the batch. It is planned, searched for, estimated, trained, saved, resumed on another mesh and exported through
+//! the same traits as the models of the library.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -264,7 +264,7 @@ impl Drop for Place {
 }
 
 #[test]
-fn planners_follow_the_walk_and_the_hints() {
+fn planners_follow_the_modules_and_the_hints() {
     for size in [2, 3] {
         let run = move |world: World| {
             let mesh = world.mesh([("dp", 1), ("tp", size)])?;
@@ -313,7 +313,7 @@ fn on_threads() -> StepOptions {
 }
 
 #[test]
-fn a_search_and_estimates_run_the_step_without_data() {
+fn a_plan_search_and_estimates_run_the_step_without_data() {
     let mesh = Mesh::new([("dp", 2)]).unwrap();
     let replicated = ParallelismConfig { data_parallel: DataParallelMode::Replicate, ..sharded() };
     for (mesh, parallelism) in

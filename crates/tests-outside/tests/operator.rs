@@ -1,4 +1,4 @@
-//! Operators in one file: a row-wise one with its rule, kernel and gradient, and one that is not differentiable.
+//! Custom operators in one file: a row-wise one with its rule, kernel and gradient, and one that is not differentiable.
 
 use candle_core::{D, Device, Tensor};
 use shardwise::error::ErrorKind;
@@ -164,7 +164,7 @@ fn value_and_gradients(x: &DTensor, scale: &DTensor) -> Result<[Vec<f64>; 3]> {
 const SHAPES: [[&[usize]; 2]; 2] = [[&[4, 3, 5], &[4, 3]], [&[5, 2], &[5]]];
 
 #[test]
-fn value_and_gradient_are_the_unsharded_ones_in_every_placement() {
+fn value_and_gradient_equal_the_unsharded_ones_in_every_placement() {
     for ranks in [2, 3] {
         launch(ranks, move |world| {
             let mesh = world.mesh([("a", ranks)])?;
@@ -190,7 +190,7 @@ fn value_and_gradient_are_the_unsharded_ones_in_every_placement() {
 }
 
 #[test]
-fn the_gradient_is_the_slope() {
+fn the_gradient_matches_finite_differences() {
     launch(2, |world| {
         let mesh = world.mesh([("a", 2)])?;
         let [x, scale] = [filled(&[4, 3], 0)?, filled(&[4], 1)?];
@@ -220,7 +220,7 @@ fn the_gradient_is_the_slope() {
 }
 
 #[test]
-fn rows_stay_where_they_are_and_what_has_to_move_is_in_the_trace() {
+fn sharded_rows_communicate_nothing_and_redistributions_are_traced() {
     launch(2, |world| {
         let mesh = world.mesh([("a", 2)])?;
         let (x, scale) = (filled(&[4, 6], 0)?, filled(&[4], 1)?);
@@ -244,7 +244,7 @@ fn rows_stay_where_they_are_and_what_has_to_move_is_in_the_trace() {
 }
 
 #[test]
-fn decisions_are_cached_and_bad_operands_are_named() {
+fn decisions_are_cached_and_errors_name_invalid_operands() {
     launch(2, |world| {
         let mesh = world.mesh([("a", 2)])?;
         let [x, scale] =

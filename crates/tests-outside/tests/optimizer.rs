@@ -1,5 +1,5 @@
-//! Two optimizers of a program: one that works element by element, one that sees whole matrices. Groups, schedules, states and
-//! checkpoints of any world size come along.
+//! Two custom optimizers: one elementwise, one that needs the full matrix. Parameter groups, schedules, states and
+//! checkpoints for any world size come with the trait.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -205,7 +205,7 @@ fn by_columns(_: &str, shape: &[usize]) -> Vec<Placement> {
 }
 
 #[test]
-fn optimizers_of_a_program_do_not_see_the_layout() {
+fn custom_optimizers_do_not_depend_on_the_layout() {
     let expected = train(1, replicated, 0..6, Files::default());
     for ranks in [2, 3, 4] {
         for place in [replicated as Place, by_rows, by_columns] {
@@ -220,7 +220,7 @@ fn optimizers_of_a_program_do_not_see_the_layout() {
 }
 
 #[test]
-fn their_states_continue_on_another_number_of_ranks() {
+fn their_states_resume_on_another_number_of_ranks() {
     let path = std::env::temp_dir().join(format!("shardwise-outside-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&path);
     std::fs::create_dir_all(&path).unwrap();
@@ -235,7 +235,7 @@ fn their_states_continue_on_another_number_of_ranks() {
 }
 
 #[test]
-fn what_they_refuse_names_parameter_and_setting() {
+fn their_errors_name_parameter_and_setting() {
     let run = |world: World| {
         let mesh = world.mesh([("dp", 2)])?;
         let net = Net::new(&Builder::new(&mesh))?;

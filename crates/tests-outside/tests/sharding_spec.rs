@@ -1,4 +1,5 @@
-//! A sharding spec in one file: rows dealt out to ranks in blocks, with an operator that stays on the rank.
+//! A custom sharding spec in one file: rows distributed over ranks in blocks, with an operator that runs on the local
+//! shards.
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -70,7 +71,7 @@ fn rows(tensor: &Tensor) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn tensors_of_a_new_spec_are_made_moved_and_stored() {
+fn tensors_of_a_custom_spec_are_created_resharded_and_saved() {
     for ranks in [2, 3] {
         let before = SHARDED.load(SeqCst);
         launch(ranks, move |world| {
@@ -108,7 +109,7 @@ fn tensors_of_a_new_spec_are_made_moved_and_stored() {
 }
 
 #[test]
-fn an_operator_of_the_spec_runs_in_place_of_the_general_one() {
+fn an_operator_of_the_spec_replaces_the_built_in_one() {
     for ranks in [2, 3] {
         launch(ranks, move |world| {
             register()?;
@@ -157,7 +158,7 @@ impl ShardingSpec for Short {
 }
 
 #[test]
-fn shards_that_do_not_fill_the_tensor_are_refused() {
+fn shards_that_do_not_cover_the_tensor_are_rejected() {
     let error = launch(2, |world| {
         let mesh = world.mesh([("all", 2)])?;
         ShardedTensor::zeros(Short, (11, 2), DType::F32, &mesh).map(drop)

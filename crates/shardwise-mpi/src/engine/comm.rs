@@ -242,7 +242,7 @@ impl Comm {
         };
         let starts: Vec<c_int> = counts.iter().map(&mut start).collect();
         let mut all = vec![0u8; counts.iter().map(|&n| n as usize).sum()];
-        // SAFETY: the ranks have just exchanged the counts, and there is room for all of them.
+        // SAFETY: the counts have just been exchanged, and there is room for all of them.
         unsafe {
             let kind = ffi::RSMPI_UINT8_T;
             collective!(

@@ -1,5 +1,5 @@
 //! Point-to-point messages. A receiver takes every message that arrives, in the order in which they were sent, and queues
-//! messages that it is not waiting for.
+//! the messages that it is not waiting for.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;

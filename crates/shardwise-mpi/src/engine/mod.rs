@@ -1,6 +1,23 @@
 //! The MPI engine: one process per rank.
+//!
+//! | file | contents |
+//! |---|---|
+//! | `comm` | one MPI communicator; every MPI function is called through `checked!` or `collective!`, which check its code |
+//! | `datatypes`, `message_buffer`, `pairwise` | MPI datatypes; buffers, counts, displacements; messages between all pairs |
+//! | `reductions`, `collectives` | execution of each call with MPI |
+//! | `packet`, `packet_call` | the packet that starts every call; calls that are complete with it |
+//! | `agreement` | check that all ranks make the same call: one packet, texts only after a mismatch |
+//! | `pending_call`, `groups` | the call that this rank is in, published for the service; communicators of groups |
+//! | `exposed_tensors`, `deadlock`, `service` | tensors exposed to other ranks; cycles of waiting ranks; the service thread |
+//! | `process`, `messages`, `launch` | MPI in this process; point-to-point messages; one launch |
+//! | `remote_read`, `communicator` | one-sided reads of exposed tensors; the `Communicator` |
+//!
+//! A rank that blocks inside MPI cannot be interrupted, so what the hub does for threads is done by the service thread. It
+//! reads from `pending_call` which collective of which group this rank is in, by number, and every rank that leaves reports
+//! how many it has started. If a rank left before that number, the call cannot complete, and the job ends with the error that
+//! a thread would have returned. Waits for messages and for exposed tensors poll with a deadline and return typed errors.
 
-// In this order: a module may use those above it.
+// In this order: a module may use the modules above it.
 mod comm;
 mod datatypes;
 mod message_buffer;

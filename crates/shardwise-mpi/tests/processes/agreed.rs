@@ -1,4 +1,4 @@
-//! Errors that all ranks get together: the job goes on, and so does each process.
+//! Errors that every rank of a group returns: the job and its processes go on.
 
 use candle_core::{DType, Device, Tensor};
 use shardwise::error::ErrorKind;
@@ -14,17 +14,17 @@ fn zeros(count: usize, dtype: DType) -> Tensor {
     Tensor::zeros(count, dtype, &Device::Cpu).unwrap()
 }
 
-/// Runs a program that all ranks leave with an error; the error of this rank.
+/// Runs a program that returns an error on all ranks, and returns the error of this rank.
 fn refused(settings: &Settings, program: impl Fn(World) -> Result<()> + Send + Sync + 'static) -> Error {
     settings.launch(processes(), program).expect_err("an error on every rank")
 }
 
-/// Something for every rank to do, and parts of the error that it leads to.
-type Quarrel = (fn(&Group) -> Result<()>, &'static [&'static str]);
+/// Calls of the ranks that do not match, and parts of the resulting error.
+type MismatchCase = (fn(&Group) -> Result<()>, &'static [&'static str]);
 
-/// Calls that do not fit together, all in one launch: the group is as good as before after each of them.
+/// Mismatched calls, all in one launch: the group can be used after each of them.
 pub(crate) fn calls_that_do_not_fit() {
-    const QUARRELS: &[Quarrel] = &[
+    const CASES: &[MismatchCase] = &[
         (
             |world| match world.rank() {
                 1 => world.all_reduce(&zeros(3, DType::F32), ReduceOp::Max).map(drop),
@@ -70,26 +70,26 @@ pub(crate) fn calls_that_do_not_fit() {
     ];
     let done = Settings::default().launch(processes(), |world| {
         let backwards = world.subgroup(&(0..world.size()).rev().collect::<Vec<_>>())?;
-        for (quarrel, parts) in QUARRELS {
-            let message = quarrel(&world).expect_err("an error on every rank").to_string();
+        for (mismatch, parts) in CASES {
+            let message = mismatch(&world).expect_err("an error on every rank").to_string();
             for part in *parts {
                 assert!(message.contains(part), "{part} is missing in: {message}");
             }
-            // the same words everywhere
+            // the same text on all ranks
             let mine = Tensor::new(message.as_bytes(), &Device::Cpu)?;
             let whole = TensorMeta::new(mine.dims(), DType::U8);
             let first = world.broadcast((world.rank() == 0).then_some(&mine), &whole, 0)?;
             assert_eq!(first.to_vec1::<u8>()?, mine.to_vec1::<u8>()?);
-            quarrel(&backwards).expect_err("an error in a group, too");
+            mismatch(&backwards).expect_err("an error in a group, too");
             assert_eq!(
                 world.all_reduce(&Tensor::new(1i64, &Device::Cpu)?, ReduceOp::Sum)?.to_scalar::<i64>()?,
                 world.size() as i64
             );
         }
-        Ok(QUARRELS.len())
+        Ok(CASES.len())
     });
-    assert_eq!(done.unwrap(), QUARRELS.len());
-    // Where nobody compares, what is checked anyway still is.
+    assert_eq!(done.unwrap(), CASES.len());
+    // Without the comparison of calls, `agree` and the checks of local arguments remain.
     let unchecked = Settings::default().check(false).launch(processes(), |world| {
         assert!(world.agree("step", &[world.rank() as u64]).is_err());
         let message = world.all_gather(&zeros(1, DType::U8), 0, &[]).unwrap_err().to_string();
@@ -99,7 +99,7 @@ pub(crate) fn calls_that_do_not_fit() {
     unchecked.unwrap();
 }
 
-/// Ranks that do not do the same, with the settings that a program has by default.
+/// Ranks that compute different values, with the default settings.
 pub(crate) fn disagreements() {
     let done = launch(processes(), |world| {
         disagreements::two_threads(&world)?;
@@ -108,7 +108,7 @@ pub(crate) fn disagreements() {
     assert!(done.unwrap() > 10);
 }
 
-/// Messages that do not fit, do not come or are not wanted.
+/// Messages of the wrong shape, messages that are never sent, and messages that are never received.
 pub(crate) fn messages() {
     let result = launch(processes(), |world| {
         let (me, meta) = (world.rank(), TensorMeta::new(3, DType::F32));
@@ -153,7 +153,7 @@ pub(crate) fn messages() {
     }
 }
 
-/// What is refused before, in or after a launch.
+/// Errors before, during and after a launch.
 pub(crate) fn launches() {
     let mine = launched().expect("started by a launcher").rank == 1;
     let message = refused(&Settings::default().deterministic(mine), |_| Ok(())).to_string();

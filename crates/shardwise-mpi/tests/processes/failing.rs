@@ -1,4 +1,4 @@
-//! Failures that only end the job: it must end soon, with an error that names the rank at fault.
+//! Failures that end the job: it must end soon, with an error that names the failed rank.
 
 use std::time::{Duration, Instant};
 
@@ -50,14 +50,14 @@ pub(crate) fn one_rank_is_silent() {
     });
 }
 
-/// Ranks that wait in a circle, each in a collective of another group.
+/// A deadlock: ranks that wait in a cycle, each in a collective of another group.
 pub(crate) fn ranks_in_other_groups() {
     run(|world| {
         sum(&world)?;
         let (me, size) = (world.rank(), world.size());
         let mut pair = [me, (me + 1) % size];
         pair.sort_unstable();
-        // With the next rank first, which does the same: nobody has its partner.
+        // Every rank waits for its successor, which is in the group with its own successor.
         world.subgroup(&pair)?.barrier()
     });
 }
@@ -105,7 +105,7 @@ pub(crate) fn one_rank_is_killed() {
     });
 }
 
-/// The job must end with a failure within 30 s and print all of these.
+/// Checks that the job failed within 30 s and printed all of `parts`.
 fn expect(ended: Ended, parts: &[&str]) {
     let Ended { success, output, took } = ended;
     assert!(!success, "the job did not fail:\n{output}");

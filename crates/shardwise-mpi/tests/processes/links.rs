@@ -1,4 +1,4 @@
-//! The links that the engine states, and the links that ranks measure.
+//! The default links of the engine, configured links and measured links.
 
 use shardwise::World;
 use shardwise::mesh::{Link, Network};
@@ -10,13 +10,13 @@ fn settings() -> Settings {
     Settings::from_env().expect("good settings")
 }
 
-/// All ranks have the same numbers: what differs would be an error on every rank.
+/// Checks that all ranks have the same links.
 fn agree(world: &World, what: &'static str, network: &Network) -> shardwise::Result<()> {
     let numbers = |link: Link| [link.latency_us.to_bits(), link.gb_per_s.to_bits()];
     world.agree(what, &[numbers(network.intra_host()), numbers(network.inter_host())].concat())
 }
 
-/// On one host every axis has the engine's link inside a host, which is not that of threads.
+/// On one host every mesh axis has the engine's link inside a host, which differs from that of threads.
 pub(crate) fn of_one_host() {
     on_all(&settings(), |world| {
         let stated = world.network().clone();
@@ -34,7 +34,7 @@ pub(crate) fn of_one_host() {
     });
 }
 
-/// A program's settings take the place of the engine's figures.
+/// Links in the settings replace the defaults of the engine.
 pub(crate) fn configured() {
     let (inside, across) = (Link { latency_us: 1.0, gb_per_s: 6.0 }, Link { latency_us: 3.0, gb_per_s: 25.0 });
     on_all(&settings().links(inside, across), move |world| {

@@ -1,4 +1,4 @@
-//! Suites of the library on a world of processes.
+//! Test suites of the library, run by ranks that are processes.
 
 use std::path::PathBuf;
 
@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use shardwise::models::{DataParallelMode, ParallelismConfig};
 use shardwise::{Mesh, ReduceOp, Result, World};
 use shardwise_mpi::{Settings, launched};
+use shardwise_test_suites::settings::env_or;
 use shardwise_test_suites::{collectives, layout_pairs, recorded_training, remote_shards, vectors};
 
 /// Runs a program on all processes of the job.
@@ -17,20 +18,16 @@ pub(crate) fn on_all<T: Send + 'static>(
     settings.launch(processes, program).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// The directory that the test runner made for this job.
+/// The directory that the test runner created for this job.
 pub(crate) fn scratch() -> PathBuf {
     std::env::var_os("SHARDWISE_SCRATCH").expect("set by the test runner").into()
-}
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |text| text.parse().expect(name))
 }
 
 fn in_rank_order() -> Settings {
     Settings::from_env().expect("good settings").deterministic(true)
 }
 
-/// Every collective, to the last bit what the thread world gives.
+/// Every collective, with the same bits as on threads.
 pub(crate) fn collectives_in_rank_order() {
     for check in [true, false] {
         let checked = on_all(&in_rank_order().check(check), |world| collectives::run(&world));
@@ -38,7 +35,7 @@ pub(crate) fn collectives_in_rank_order() {
     }
 }
 
-/// The same with limits so low that everything is split into segments and messages between pairs.
+/// The same with limits so low that every call is split into segments and pairwise messages.
 pub(crate) fn collectives_in_pieces() {
     on_all(&in_rank_order().segment(4096).largest_count(50), |world| collectives::run(&world));
 }
@@ -57,7 +54,7 @@ pub(crate) fn groups_side_by_side() {
     });
 }
 
-/// Reductions in MPI's order differ from those in rank order by rounding at most, and not at all for integers.
+/// Reductions in MPI's order differ from reductions in rank order by rounding at most, and not at all for integers.
 pub(crate) fn fast_reductions() {
     let program = |world: World, counts: &[u32]| {
         let mut results = Vec::new();
@@ -107,8 +104,8 @@ pub(crate) fn fast_reductions() {
 /// Every pair of layouts on meshes of one and two axes, and random layouts on random meshes.
 pub(crate) fn redistribution() {
     let processes = launched().expect("started by a launcher").size;
-    let (cases, first) = (number("SHARDWISE_CROSS_MESH_CASES", 500), number("SHARDWISE_SEED", 0));
-    let stride = number("SHARDWISE_PAIR_STRIDE", 1);
+    let (cases, first) = (env_or("SHARDWISE_CROSS_MESH_CASES", 500usize), env_or("SHARDWISE_SEED", 0usize));
+    let stride = env_or("SHARDWISE_PAIR_STRIDE", 1usize);
     let checked = on_all(&in_rank_order(), move |world| {
         let shapes = [[5, 3], [0, 4], [1, 7], [11, 2]];
         let mut checked = layout_pairs::all_pairs(&world, &[processes], &shapes, DType::F64, 1)?;
@@ -141,7 +138,7 @@ pub(crate) fn recorded_training() {
     }
 }
 
-/// Shards of ranks that make no call are read all the same.
+/// One-sided reads: shards of a rank are read although it makes no call.
 pub(crate) fn remote_shards() {
     on_all(&in_rank_order(), |world| remote_shards::run(&world, &scratch()));
 }

@@ -1,4 +1,4 @@
-//! Ranks on two hosts that share nothing but a network: namespaces of this machine, joined by a virtual cable.
+//! Ranks on two hosts that share only a network: network namespaces of this machine, connected by a virtual cable.
 
 use shardwise_test_suites::scratch::Scratch;
 use std::time::Duration;
@@ -7,10 +7,10 @@ use crate::job::{Ended, Job, mpirun};
 
 const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/processes/two_hosts.sh");
 
-/// What the script says where the system does not allow it.
+/// What the script prints where the system does not allow network namespaces.
 const NOT_HERE: &str = "two hosts cannot be set up here";
 
-/// Runs a case on two ranks per host; nothing where that cannot be done.
+/// Runs a case on two ranks per host; `None` where that is not possible.
 fn run(case: &str) -> Option<Ended> {
     if !crate::job::is_open_mpi() {
         // One run of three with MPICH 4.0.2 did not end here, with the ranks on different hosts over UCX's TCP.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs an MPI program on two "hosts" of this machine: two network namespaces, each with a host name of its own, joined by
-# nothing but a pair of virtual network cards. Needs root.
+# Runs an MPI program on two "hosts" of this machine: two network namespaces, each with its own host name, connected
+# by a pair of virtual network cards only. Needs root.
 #
 #   two_hosts.sh MPIRUN RANKS_PER_HOST PROGRAM [ARGUMENT]...
 #
@@ -34,7 +34,7 @@ unavailable() {
     exit 77
 }
 command -v ip >/dev/null || unavailable "there is no ip command (package iproute2)"
-[ "$(id -u)" = 0 ] || unavailable "only root makes network namespaces"
+[ "$(id -u)" = 0 ] || unavailable "only root can create network namespaces"
 ip netns add "$near" 2>"$work/why" && ip netns add "$far" 2>"$work/why" || unavailable "$(cat "$work/why")"
 ip link add "swe$$a" type veth peer name "swe$$b" 2>"$work/why" || unavailable "$(cat "$work/why")"
 unshare --uts true 2>"$work/why" || unavailable "$(cat "$work/why")"

@@ -38,7 +38,7 @@ pub struct StoredTensor {
     pub chunks: Vec<Chunk>,
 }
 
-/// A box of a tensor that is stored contiguously in one file, and where.
+/// A box of a tensor that is stored in one file: its offsets and sizes, the file, and the position in it.
 #[doc(alias = "ChunkStorageMetadata")]
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Chunk {

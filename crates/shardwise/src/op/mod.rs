@@ -108,7 +108,7 @@ pub enum Gradient<O: ?Sized> {
     From(SaveForBackward, GradientFn<O>),
 }
 
-/// The backward pass of an operator: computes the gradient of every input (`None`: zero, or not [wanted](SavedTensors::wants)) from
+/// The backward pass of an operator: computes the gradient of every input (`None`: zero, or not [wanted](SavedTensors::needs_input_grad)) from
 /// the gradients of the outputs (`None`: zero), with operators on distributed tensors. See [`Backward::run`].
 pub type GradientFn<O> = fn(&O, &SavedTensors<'_>, &[Option<DTensor>]) -> Result<Vec<Option<DTensor>>>;
 

@@ -89,8 +89,10 @@ impl Op for Band {
         let signature = Signature::pointwise(&[&x.shape], &x.shape);
         // Zeros of all ranks reduce to zero. Any other number survives only the reductions that pick one of their operands.
         let signature = match self.outside.0 {
-            0.0 => signature.passing_all(),
-            _ => signature.passing([Some(ReduceOp::Max)], ReduceOp::Max).passing([Some(ReduceOp::Min)], ReduceOp::Min),
+            0.0 => signature.allow_all_partial(),
+            _ => signature
+                .allow_partial([Some(ReduceOp::Max)], ReduceOp::Max)
+                .allow_partial([Some(ReduceOp::Min)], ReduceOp::Min),
         };
         Ok(OpPlan { signature, outputs: vec![x.clone()] })
     }

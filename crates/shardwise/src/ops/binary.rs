@@ -393,7 +393,7 @@ impl Op for Binary {
             // A partial operand that would be converted is reduced first: converting its terms would round each of them.
             let converted = |partial: Option<ReduceOp>, from: DType| partial.is_some() && from != dtype;
             if !converted(a, inputs[0].dtype) && !converted(b, inputs[1].dtype) {
-                signature = signature.passing([a, b], result);
+                signature = signature.allow_partial([a, b], result);
             }
         }
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })

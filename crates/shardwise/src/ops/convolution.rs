@@ -302,8 +302,8 @@ impl Op for Unfold {
             [[&dims[..2], &inside, &dims[2..]].concat()],
         );
         let signature = match self.border.0 {
-            0.0 => signature.passing_all(),
-            _ => signature.passing([Some(ReduceOp::Max)], ReduceOp::Max),
+            0.0 => signature.allow_all_partial(),
+            _ => signature.allow_partial([Some(ReduceOp::Max)], ReduceOp::Max),
         };
         let sizes: Vec<usize> = self.windows.iter().map(|w| w.size).collect();
         let shape = [&x.shape[..2], &sizes, &counts].concat();
@@ -331,14 +331,14 @@ impl Op for Unfold {
             let owned = |runs: &Runs| runs.iter().map(|run| window.middles_in(&run, count, n)).sum();
             resized = resized.resized(2 + s, count, &owned)?;
         }
-        let (mut placements, mut cuts) = (resized.placements().to_vec(), resized.shard_orders());
+        let (mut placements, mut orders) = (resized.placements().to_vec(), resized.shard_orders());
         for placement in &mut placements {
             if let Some(dim) = placement.shard_dim().filter(|&d| d >= 2) {
                 *placement = placement.with_dim(dim + spatial);
             }
         }
-        cuts.splice(2..2, vec![Vec::new(); spatial]);
-        let to = Layout::from_shard_orders(from.mesh(), shape, &placements, &cuts)?;
+        orders.splice(2..2, vec![Vec::new(); spatial]);
+        let to = Layout::from_shard_orders(from.mesh(), shape, &placements, &orders)?;
         if axes.is_empty() {
             return Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] });
         }
@@ -426,8 +426,9 @@ impl Op for Fold {
             [dims.clone()],
         );
         let shape = [&x.shape[..2], &self.sizes].concat();
-        let signature =
-            signature.passing([Some(ReduceOp::Sum)], ReduceOp::Sum).passing([Some(ReduceOp::Avg)], ReduceOp::Avg);
+        let signature = signature
+            .allow_partial([Some(ReduceOp::Sum)], ReduceOp::Sum)
+            .allow_partial([Some(ReduceOp::Avg)], ReduceOp::Avg);
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })
     }
 
@@ -455,9 +456,9 @@ impl Op for Fold {
                 _ => p.clone(),
             })
             .collect();
-        let mut cuts = from.shard_orders();
-        cuts.drain(2..2 + spatial);
-        let to = Layout::from_shard_orders(from.mesh(), shape, &placements, &cuts)?;
+        let mut orders = from.shard_orders();
+        orders.drain(2..2 + spatial);
+        let to = Layout::from_shard_orders(from.mesh(), shape, &placements, &orders)?;
         if axes.is_empty() {
             return Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] });
         }

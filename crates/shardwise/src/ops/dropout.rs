@@ -10,8 +10,8 @@ use crate::tensor::DTensor;
 impl DTensor {
     /// Zeroes elements with probability `p` and scales the rest by `1 / (1 - p)`; returns this tensor unless `training`.
     ///
-    /// Draws from the generator of the mesh, and drops the same elements in every layout. Every rank of the mesh must call it, so
-    /// that generators stay in step; the mask itself is computed without communication.
+    /// Draws from the generator of the mesh, and drops the same elements in every layout. Collective: every rank of the mesh must
+    /// call it. Ranks compare the states of their generators; no elements move.
     ///
     /// # Errors
     /// If `p` is not in `0..=1` or the elements are integers.

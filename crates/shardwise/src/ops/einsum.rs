@@ -255,7 +255,7 @@ impl Op for Einsum {
         let mut signature = Signature::product(names, Self::named(output, &numbers, |_| false));
         let dtype = inputs.iter().map(|m| m.dtype).reduce(dtype::promote).expect("at least one input");
         if inputs.iter().any(|m| m.dtype != dtype) {
-            signature = signature.without_passes(); // converting the terms of a partial operand would round each of them
+            signature = signature.forbid_partial(); // converting the terms of a partial operand would round each of them
         }
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }

@@ -43,7 +43,7 @@ impl Op for Flip {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
         let signature =
-            Signature::new(dims.iter().map(|_| DimSharding::Free), [dims.clone()], [dims.clone()]).passing_all();
+            Signature::new(dims.iter().map(|_| DimSharding::Free), [dims.clone()], [dims.clone()]).allow_all_partial();
         Ok(OpPlan { signature, outputs: vec![inputs[0].clone()] })
     }
 

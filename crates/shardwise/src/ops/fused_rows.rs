@@ -228,7 +228,8 @@ impl Op for RowOpBackward {
         };
         let made = std::iter::once(all).chain((0..summed).map(|_| vec![None]));
         let partial_gradient = |op| (0..inputs.len()).map(move |i| (i + 1 == inputs.len()).then_some(op));
-        let signature = Signature::new(sharding, named, made).passing(partial_gradient(ReduceOp::Sum), ReduceOp::Sum);
+        let signature =
+            Signature::new(sharding, named, made).allow_partial(partial_gradient(ReduceOp::Sum), ReduceOp::Sum);
         let vector = TensorMeta { shape: vec![x.shape[last]], dtype: g.dtype };
         let outputs = std::iter::once(g.clone()).chain((0..summed).map(|_| vector.clone()));
         Ok(OpPlan { signature, outputs: outputs.collect() })

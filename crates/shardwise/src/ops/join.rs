@@ -126,6 +126,8 @@ impl DTensor {
     }
 
     /// Repeats the tensor `times[d]` times along dimension `d`; surplus numbers add dimensions in front.
+    ///
+    /// Repeated dimensions that are sharded are resharded or gathered, as [`reshape`](Self::reshape) needs it.
     #[track_caller]
     pub fn repeat(&self, times: &[usize]) -> Result<DTensor> {
         let Some(new) = times.len().checked_sub(self.ndim()) else {
@@ -159,7 +161,9 @@ impl DTensor {
         thick.expand(&sizes)?.reshape(&merged)
     }
 
-    /// Every slice along a dimension so many times.
+    /// Repeats every slice of a dimension `times` times in a row.
+    ///
+    /// Communicates as [`reshape`](Self::reshape) does: nothing if the dimension is not sharded.
     #[track_caller]
     pub fn repeat_interleave(&self, times: usize, dim: isize) -> Result<DTensor> {
         let at = self.resolve_dim("repeat_interleave", dim)?;
@@ -207,7 +211,7 @@ impl Op for Cat {
         }
         let dims = || (0..first.len()).map(|d| (d != self.dim).then_some(d)).collect::<Vec<_>>();
         let sharding = (0..first.len()).map(|d| if d == self.dim { DimSharding::Never } else { DimSharding::Free });
-        let signature = Signature::new(sharding, inputs.iter().map(|_| dims()), [dims()]).passing_all();
+        let signature = Signature::new(sharding, inputs.iter().map(|_| dims()), [dims()]).allow_all_partial();
         let mut shape = first.clone();
         // A sum that overflows saturates, and is refused as a shape that memory cannot address.
         shape[self.dim] = inputs.iter().fold(0, |sum, m| sum.saturating_add(m.shape[self.dim]));
@@ -275,7 +279,7 @@ impl Cat {
     fn sharded_on_dim(&self, input: &Layout, base: &Layout, along: &[usize]) -> Result<Layout> {
         let build = |plain: bool| {
             let mut placements = base.placements().to_vec();
-            let mut cuts = base.shard_orders();
+            let mut orders = base.shard_orders();
             let mut order: Vec<usize> = input.shard_order(self.dim).to_vec();
             order.extend(along.iter().filter(|a| !input.shard_order(self.dim).contains(a)));
             for axis in order.into_iter().filter(|a| along.contains(a)) {
@@ -284,9 +288,9 @@ impl Cat {
                     own if !plain && own.is_contiguous() && own.is_shard(Some(self.dim)) => own.clone(),
                     _ => Placement::Shard(self.dim as isize),
                 };
-                cuts[self.dim].push(axis);
+                orders[self.dim].push(axis);
             }
-            Layout::from_shard_orders(input.mesh(), input.shape(), &placements, &cuts)
+            Layout::from_shard_orders(input.mesh(), input.shape(), &placements, &orders)
         };
         build(false).or_else(|_| build(true))
     }
@@ -301,12 +305,12 @@ impl Cat {
         order.extend(along.iter().filter(|a| !leader.shard_order(self.dim).contains(a)));
         let with = |shard: &dyn Fn(usize) -> Placement| {
             let mut placements = base.placements().to_vec();
-            let mut cuts = base.shard_orders();
+            let mut orders = base.shard_orders();
             for &axis in &order {
                 placements[axis] = shard(axis);
             }
-            cuts[self.dim].clone_from(&order);
-            Layout::from_shard_orders(mesh, base.shape(), &placements, &cuts)
+            orders[self.dim].clone_from(&order);
+            Layout::from_shard_orders(mesh, base.shape(), &placements, &orders)
         };
         let chunks = with(&|_| Placement::Shard(self.dim as isize))?;
         let total = base.shape()[self.dim];

@@ -150,9 +150,9 @@ impl DTensor {
         let x = sharded_as(by_rows(self.layout(), at, ndim)?, at, &by_rows(mask.layout(), 0, ndim)?)?;
         let over = |p: &Placement| if p.is_shard(Some(at)) { p.with_dim(0) } else { Placement::Replicate };
         let placements: Vec<Placement> = x.placements().iter().map(over).collect();
-        let mut cuts = vec![Vec::new(); ndim];
-        cuts[0] = x.shard_order(at).to_vec();
-        let mask_layout = Layout::from_shard_orders(x.mesh(), mask.shape(), &placements, &cuts)?;
+        let mut orders = vec![Vec::new(); ndim];
+        orders[0] = x.shard_order(at).to_vec();
+        let mask_layout = Layout::from_shard_orders(x.mesh(), mask.shape(), &placements, &orders)?;
         let mask = record_implicit_operator(name, || mask.to_layout_at(&mask_layout, site))?;
         let counts = selected_counts(&mask, site)?;
         let total = counts.values().sum();
@@ -172,10 +172,10 @@ fn by_rows(layout: &Layout, at: usize, ndim: usize) -> Result<Layout> {
         return Ok(settled);
     }
     let outer = settled.without_axes(&inner)?;
-    let (mut placements, mut cuts) = (outer.placements().to_vec(), outer.shard_orders());
+    let (mut placements, mut orders) = (outer.placements().to_vec(), outer.shard_orders());
     inner.iter().for_each(|&axis| placements[axis] = Placement::Shard(at as isize));
-    cuts[at].extend(&inner);
-    Layout::from_shard_orders(outer.mesh(), outer.shape(), &placements, &cuts)
+    orders[at].extend(&inner);
+    Layout::from_shard_orders(outer.mesh(), outer.shape(), &placements, &orders)
 }
 
 /// The layout `x`, sharded on dimension `at` like the rows of the mask if it is replicated there: narrowing is free.
@@ -184,10 +184,10 @@ fn sharded_as(x: Layout, at: usize, mask: &Layout) -> Result<Layout> {
     if !x.shard_order(at).is_empty() || !axes.iter().all(|&axis| x.placements()[axis].is_replicate()) {
         return Ok(x);
     }
-    let (mut placements, mut cuts) = (x.placements().to_vec(), x.shard_orders());
+    let (mut placements, mut orders) = (x.placements().to_vec(), x.shard_orders());
     axes.iter().for_each(|&axis| placements[axis] = mask.placements()[axis].with_dim(at));
-    cuts[at] = axes.to_vec();
-    Layout::from_shard_orders(x.mesh(), x.shape(), &placements, &cuts)
+    orders[at] = axes.to_vec();
+    Layout::from_shard_orders(x.mesh(), x.shape(), &placements, &orders)
 }
 
 /// The layout without the `ndim - 1` dimensions after `at`, which are not sharded.
@@ -199,9 +199,9 @@ fn joined(layout: &Layout, at: usize, ndim: usize) -> Result<Layout> {
     };
     let placements: Vec<Placement> = layout.placements().iter().map(moved).collect();
     let dims = (0..layout.shape().len()).filter(|&d| kept(d));
-    let (shape, cuts): (Vec<usize>, Vec<Vec<usize>>) =
+    let (shape, orders): (Vec<usize>, Vec<Vec<usize>>) =
         dims.map(|d| (layout.shape()[d], layout.shard_order(d).to_vec())).unzip();
-    Layout::from_shard_orders(layout.mesh(), &shape, &placements, &cuts)
+    Layout::from_shard_orders(layout.mesh(), &shape, &placements, &orders)
 }
 
 /// How many elements of a mask are set in each shard of its first dimension, by the first index of the shard. Collective if it

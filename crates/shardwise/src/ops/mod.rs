@@ -6,6 +6,7 @@ mod band;
 mod binary;
 mod contraction;
 mod convolution;
+mod custom_elementwise;
 mod derivative;
 mod dropout;
 mod dtype;
@@ -38,6 +39,7 @@ mod view;
 
 pub use attention::AttentionOptions;
 pub use convolution::ConvOptions;
+pub use custom_elementwise::{ElementwiseDerivative, ElementwiseKernel, ElementwiseOp};
 pub use index::{Ellipsis, Index, Indices, NewAxis, strided};
 pub use lookup::EmbeddingBagMode;
 pub use loss::{LossOptions, Reduction};

@@ -172,7 +172,7 @@ impl Op for Narrow {
         let x = &inputs[0];
         let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
         let signature =
-            Signature::new(dims.iter().map(|_| DimSharding::Free), [dims.clone()], [dims.clone()]).passing_all();
+            Signature::new(dims.iter().map(|_| DimSharding::Free), [dims.clone()], [dims.clone()]).allow_all_partial();
         let mut shape = x.shape.clone();
         shape[self.dim] = self.len;
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })

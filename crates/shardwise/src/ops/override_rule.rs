@@ -20,7 +20,7 @@ use crate::tensor::DTensor;
 /// inside the scope use the rule for the same operator too. Scopes nest; the innermost rule applies.
 ///
 /// Collective: every rank of the mesh must enter the scope with the same rule; if one does not, all get an error. PyTorch's
-/// `register_sharding` is global and for good; this one ends with the scope.
+/// `register_sharding` is global and permanent; this one ends with the scope.
 ///
 /// # Errors
 /// If there is no operator `name`, or if it is composed of other operators and has no rule itself; the error names the operators

@@ -31,66 +31,88 @@ enum Parametrized {
 
 impl DTensor {
     /// Applies the leaky ReLU activation: `x` where positive, else `slope * x`.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn leaky_relu(&self, slope: f64) -> Result<DTensor> {
         call(Parametrized::LeakyRelu(Scalar(slope)), self)
     }
 
     /// Applies the ELU activation: `x` where positive, else `alpha * (exp(x) - 1)`.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn elu(&self, alpha: f64) -> Result<DTensor> {
         call(Parametrized::Elu(Scalar(alpha)), self)
     }
 
     /// Applies the softplus activation, `log(1 + exp(beta * x)) / beta`; `x` itself where `beta * x` exceeds `threshold`.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn softplus(&self, beta: f64, threshold: f64) -> Result<DTensor> {
         call(Parametrized::Softplus(Scalar(beta), Scalar(threshold)), self)
     }
 
     /// Raises each element to the power `exponent`.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn pow_scalar(&self, exponent: f64) -> Result<DTensor> {
         call(Parametrized::Pow(Scalar(exponent)), self)
     }
 
     /// Clamps each element to `min..=max`; `None` is no bound. NaN stays NaN.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn clamp(&self, min: Option<f64>, max: Option<f64>) -> Result<DTensor> {
         call(Parametrized::Clamp(min.map(Scalar), max.map(Scalar)), self)
     }
 
-    /// Adds a number to each element. Partial sums are reduced first; partial means, maxima and minima pass.
+    /// Adds a number to each element.
+    ///
+    /// Elementwise: partial sums are reduced first; partial means, maxima and minima pass unreduced.
     #[track_caller]
     pub fn add_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
         call(Parametrized::Add(number.into()), self)
     }
 
     /// Subtracts a number from each element.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn sub_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
         call(Parametrized::Add(number.into().negative()), self)
     }
 
     /// Subtracts each element from a number, PyTorch's `rsub`.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn rsub_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
         call(Parametrized::RSub(number.into()), self)
     }
 
-    /// Multiplies each element by a number. Partial sums pass unreduced.
+    /// Multiplies each element by a number.
+    ///
+    /// Elementwise: keeps the layout and communicates nothing; partial sums pass unreduced.
     #[track_caller]
     pub fn mul_scalar(&self, number: impl Into<Number>) -> Result<DTensor> {
         call(Parametrized::Mul(number.into()), self)
     }
 
-    /// Divides each element by a number; the result is floating point. Partial sums pass unreduced.
+    /// Divides each element by a number; the result is floating point.
+    ///
+    /// Elementwise: keeps the layout and communicates nothing; partial sums pass unreduced.
     #[track_caller]
     pub fn div_scalar(&self, number: f64) -> Result<DTensor> {
         call(Parametrized::Div(Scalar(number)), self)
     }
 
     /// Replaces NaN, positive infinity and negative infinity by numbers.
+    ///
+    /// Elementwise: keeps the layout, and communicates only to reduce a partial tensor.
     #[track_caller]
     pub fn nan_to_num(&self, nan: f64, posinf: f64, neginf: f64) -> Result<DTensor> {
         call(Parametrized::NanToNum(Scalar(nan), Scalar(posinf), Scalar(neginf)), self)

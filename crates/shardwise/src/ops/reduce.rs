@@ -241,11 +241,11 @@ impl Op for Reduce {
             // Narrow integers wrap in their own type: partial ones are reduced in it before they are widened to i64.
             ReduceKind::Sum | ReduceKind::Mean(_) | ReduceKind::Prod if dtype != x.dtype => {}
             ReduceKind::Sum | ReduceKind::Mean(_) => {
-                signature = signature.passing([Some(ReduceOp::Sum)], ReduceOp::Sum);
-                signature = signature.passing([Some(ReduceOp::Avg)], ReduceOp::Avg);
+                signature = signature.allow_partial([Some(ReduceOp::Sum)], ReduceOp::Sum);
+                signature = signature.allow_partial([Some(ReduceOp::Avg)], ReduceOp::Avg);
             }
             ReduceKind::Prod | ReduceKind::Max | ReduceKind::Min => {
-                signature = signature.passing([Some(combines)], combines)
+                signature = signature.allow_partial([Some(combines)], combines)
             }
             ReduceKind::Any | ReduceKind::All | ReduceKind::CountNonzero => {}
         }
@@ -327,9 +327,9 @@ fn before_broadcast(name: &'static str, gradient: &DTensor, x: &Layout) -> Resul
         let other = own.shard_order(dim).iter().copied().filter(|a| !x.shard_order(dim).contains(a));
         led.chain(other).filter(|&a| placements[a].is_shard(Some(dim))).collect::<Vec<_>>()
     };
-    let cuts: Vec<Vec<usize>> = (0..own.shape().len()).map(order).collect();
+    let orders: Vec<Vec<usize>> = (0..own.shape().len()).map(order).collect();
     // Ragged sizes of `x` may not fit the other shards of the gradient; replicated always does.
-    let to = Layout::from_shard_orders(own.mesh(), own.shape(), &placements, &cuts);
+    let to = Layout::from_shard_orders(own.mesh(), own.shape(), &placements, &orders);
     let to = to.or_else(|_| Layout::replicated(own.mesh(), own.shape()))?;
     let site = Location::caller();
     record_implicit_operator(name, || gradient.to_layout_at(&to, site))

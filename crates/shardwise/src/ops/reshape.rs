@@ -115,7 +115,7 @@ impl Op for Reshape {
             [vec![None; self.shape.len()]],
         );
         Ok(OpPlan {
-            signature: signature.passing_all(),
+            signature: signature.allow_all_partial(),
             outputs: vec![TensorMeta { shape: self.shape.clone(), dtype: x.dtype }],
         })
     }
@@ -131,23 +131,23 @@ impl Op for Reshape {
         let single: Vec<usize> = (0..from.shape().len()).filter(|&d| from.shape()[d] == 1).collect();
         from = from.without_axes(&axes_sharding(&from, &single))?;
         let groups = groups(from.shape(), &self.shape);
-        let mut cuts = NewSharding::of(&from);
+        let mut sharding = NewSharding::of(&from);
         for group in &groups {
             // In the current layout; else resharded in units that both shapes can be sharded in; else gathered.
             let found = group.preserved(&from, &self.shape).or_else(|| {
-                let (moved, carried) = group.in_units(&from, &self.shape)?;
+                let (moved, preserved) = group.in_units(&from, &self.shape)?;
                 from = moved;
-                Some(carried)
+                Some(preserved)
             });
             match found {
-                Some(carried) => cuts.add(carried),
+                Some(preserved) => sharding.add(preserved),
                 None => {
                     let axes = axes_sharding(&from, &group.inputs);
                     from = from.without_axes(&axes)?;
                 }
             }
         }
-        let to = cuts.layout(&from, &self.shape)?;
+        let to = sharding.layout(&from, &self.shape)?;
         Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: vec![to] })
     }
 
@@ -222,10 +222,10 @@ impl NewSharding {
         NewSharding { placements: from.placements().iter().map(partial).collect(), order: Vec::new() }
     }
 
-    fn add(&mut self, carried: GroupSharding) {
-        for (dim, cuts) in carried {
-            self.order.push((dim, cuts.iter().map(|(axis, _)| *axis).collect()));
-            for (axis, placement) in cuts {
+    fn add(&mut self, preserved: GroupSharding) {
+        for (dim, axes) in preserved {
+            self.order.push((dim, axes.iter().map(|(axis, _)| *axis).collect()));
+            for (axis, placement) in axes {
                 self.placements[axis] = placement;
             }
         }
@@ -233,8 +233,8 @@ impl NewSharding {
 
     fn layout(&self, from: &Layout, shape: &[usize]) -> Result<Layout> {
         let of = |dim: usize| self.order.iter().find(|(d, _)| *d == dim).map_or(Vec::new(), |(_, axes)| axes.clone());
-        let cuts: Vec<Vec<usize>> = (0..shape.len()).map(of).collect();
-        Layout::from_shard_orders(from.mesh(), shape, &self.placements, &cuts)
+        let orders: Vec<Vec<usize>> = (0..shape.len()).map(of).collect();
+        Layout::from_shard_orders(from.mesh(), shape, &self.placements, &orders)
     }
 }
 
@@ -252,13 +252,13 @@ impl DimGroup {
         if axes.is_empty() {
             return Some(Vec::new());
         }
-        let carried = self.leading(from, new).or_else(|| self.by_factors(from, new))?;
-        let mut cuts = NewSharding::of(from);
-        cuts.add(carried.clone());
-        let to = cuts.layout(from, new).ok()?;
+        let preserved = self.leading(from, new).or_else(|| self.by_factors(from, new))?;
+        let mut sharding = NewSharding::of(from);
+        sharding.add(preserved.clone());
+        let to = sharding.layout(from, new).ok()?;
         let held = |layout: &Layout, dims: &[usize], c: &[usize]| flat_runs(layout, dims, c);
         let same = |c: Vec<usize>| held(from, &self.inputs, &c) == held(&to, &self.outputs, &c);
-        coordinates(from.mesh(), &axes).all(same).then_some(carried)
+        coordinates(from.mesh(), &axes).all(same).then_some(preserved)
     }
 
     /// The case that only the first dimension is sharded, in ranges: the first new one is too, if the ranges fit.
@@ -290,7 +290,7 @@ impl DimGroup {
             }
             next = own.end;
         }
-        let mut carried = Vec::new();
+        let mut preserved = Vec::new();
         let mut next = 0;
         for &dim in &self.outputs {
             let own = factors_of(&factors, next, new[dim]);
@@ -314,10 +314,10 @@ impl DimGroup {
                 before *= sharded.counts[0];
             }
             if !placed.is_empty() {
-                carried.push((dim, placed));
+                preserved.push((dim, placed));
             }
         }
-        Some(carried)
+        Some(preserved)
     }
 
     /// A layout in which the axes that shard this group shard it in units that divide both shapes, and the new sharding.
@@ -336,14 +336,14 @@ impl DimGroup {
         }
         let sizes: Vec<usize> = shares.iter().map(|n| n * unit / inside).collect();
         let bare = from.without_axes(&axes).ok()?;
-        let (mut placements, mut cuts) = (bare.placements().to_vec(), bare.shard_orders());
+        let (mut placements, mut orders) = (bare.placements().to_vec(), bare.shard_orders());
         for (axis, placement) in ragged(from.mesh(), self.inputs[0], &axes, &sizes) {
             placements[axis] = placement;
         }
-        cuts[self.inputs[0]].clone_from(&axes);
-        let moved = Layout::from_shard_orders(from.mesh(), from.shape(), &placements, &cuts).ok()?;
-        let carried = self.preserved(&moved, new)?;
-        Some((moved, carried))
+        orders[self.inputs[0]].clone_from(&axes);
+        let moved = Layout::from_shard_orders(from.mesh(), from.shape(), &placements, &orders).ok()?;
+        let preserved = self.preserved(&moved, new)?;
+        Some((moved, preserved))
     }
 }
 

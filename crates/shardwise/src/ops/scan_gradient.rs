@@ -100,7 +100,7 @@ fn alike(inputs: &[TensorMeta], outputs: Vec<TensorMeta>) -> OpPlan {
     let sharding = dims.iter().map(|_| DimSharding::Free);
     let signature = Signature::new(sharding, inputs.iter().map(|_| dims.clone()), outputs.iter().map(|_| dims.clone()));
     let signature = match inputs.len() {
-        2 => signature.passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum),
+        2 => signature.allow_partial([None, Some(ReduceOp::Sum)], ReduceOp::Sum),
         _ => signature,
     };
     OpPlan { signature, outputs }

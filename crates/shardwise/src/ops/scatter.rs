@@ -192,7 +192,7 @@ impl Op for Scatter {
         let sharding = (0..ndim).map(|_| DimSharding::Free);
         let mut signature = Signature::new(sharding, [of_x.clone(), of_index.clone(), of_index], [of_x]);
         for op in ReduceOp::ALL {
-            signature = signature.passing([Some(op), None, Some(op)], op);
+            signature = signature.allow_partial([Some(op), None, Some(op)], op);
         }
         Ok(OpPlan { signature, outputs: vec![x.clone()] })
     }
@@ -333,8 +333,8 @@ impl Op for ScatterAdd {
         let sharding =
             (0..ndim).map(|d| if d == self.dim { DimSharding::Reduces(ReduceOp::Sum) } else { DimSharding::Free });
         let signature = Signature::new(sharding, [of_index, of_source], [output])
-            .passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum)
-            .passing([None, Some(ReduceOp::Avg)], ReduceOp::Avg);
+            .allow_partial([None, Some(ReduceOp::Sum)], ReduceOp::Sum)
+            .allow_partial([None, Some(ReduceOp::Avg)], ReduceOp::Avg);
         let mut shape = if self.slices { source.shape.clone() } else { index.shape.clone() };
         shape[self.dim] = self.size;
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: source.dtype }] })
@@ -357,12 +357,12 @@ impl Op for ScatterAdd {
             free && self.like.placements()[*axis].chunk_dim() == Some(self.dim)
         };
         let axes: Vec<usize> = self.like.shard_order(self.dim).iter().copied().filter(shardable).collect();
-        let (mut placements, mut cuts) = (output.placements().to_vec(), output.shard_orders());
+        let (mut placements, mut orders) = (output.placements().to_vec(), output.shard_orders());
         for &axis in &axes {
             placements[axis] = Placement::Shard(self.dim as isize);
         }
-        cuts[self.dim] = axes;
-        decision.outputs[0] = Layout::from_shard_orders(output.mesh(), output.shape(), &placements, &cuts)?;
+        orders[self.dim] = axes;
+        decision.outputs[0] = Layout::from_shard_orders(output.mesh(), output.shape(), &placements, &orders)?;
         Ok(decision)
     }
 

@@ -113,7 +113,7 @@ impl DTensor {
         self.extreme("min_dim", dim, keepdim, SortOrder::Smallest)
     }
 
-    /// Returns the first index (i64) of the maximum along a dimension, or of the flattened tensor without one.
+    /// Returns the first index (i64) of the maximum along a dimension; `None` indexes the flattened tensor.
     ///
     /// If the dimension is sharded, one candidate per rank is exchanged.
     #[track_caller]
@@ -121,7 +121,7 @@ impl DTensor {
         self.arg("argmax", dim, keepdim, SortOrder::Descending)
     }
 
-    /// Returns the first index (i64) of the minimum along a dimension, or of the flattened tensor without one.
+    /// Returns the first index (i64) of the minimum along a dimension; `None` indexes the flattened tensor.
     ///
     /// If the dimension is sharded, one candidate per rank is exchanged.
     #[track_caller]

@@ -141,19 +141,21 @@ impl Op for Ternary {
         match self {
             // Linear in the addend and one factor together.
             Ternary::Addcmul(_) if same => {
-                signature =
-                    signature.passing([Some(sum), Some(sum), None], sum).passing([Some(sum), None, Some(sum)], sum);
+                signature = signature
+                    .allow_partial([Some(sum), Some(sum), None], sum)
+                    .allow_partial([Some(sum), None, Some(sum)], sum);
             }
             // Increases with the clamped tensor.
             Ternary::ClampTensor if same => {
-                signature = signature.passing([Some(max), None, None], max).passing([Some(min), None, None], min);
+                signature =
+                    signature.allow_partial([Some(max), None, None], max).allow_partial([Some(min), None, None], min);
             }
             _ => {}
         }
         if *self == Ternary::Where && inputs[1].dtype == dtype && inputs[2].dtype == dtype {
             // Every term is selected from the same side.
             for op in ReduceOp::ALL {
-                signature = signature.passing([None, Some(op), Some(op)], op);
+                signature = signature.allow_partial([None, Some(op), Some(op)], op);
             }
         }
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })

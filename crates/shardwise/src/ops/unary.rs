@@ -392,7 +392,7 @@ pub(super) fn plan(
 ) -> OpPlan {
     let dtype = result_type.dtype(x.dtype);
     let mut signature = Signature::pointwise(&[&x.shape], &x.shape);
-    let mut pass = |from, to| signature = signature.clone().passing([Some(from)], to);
+    let mut pass = |from, to| signature = signature.clone().allow_partial([Some(from)], to);
     let (sum, avg, max, min) = (ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max, ReduceOp::Min);
     if shifts && x.dtype.is_float() {
         pass(avg, avg);
@@ -470,8 +470,8 @@ impl Op for UnaryBackward {
         let (x, g) = (&inputs[0], &inputs[1]);
         // Linear in the gradient, so its partial sums pass.
         let signature = Signature::pointwise(&[&x.shape, &g.shape], &x.shape)
-            .passing([None, Some(ReduceOp::Sum)], ReduceOp::Sum)
-            .passing([None, Some(ReduceOp::Avg)], ReduceOp::Avg);
+            .allow_partial([None, Some(ReduceOp::Sum)], ReduceOp::Sum)
+            .allow_partial([None, Some(ReduceOp::Avg)], ReduceOp::Avg);
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: x.shape.clone(), dtype: g.dtype }] })
     }
 

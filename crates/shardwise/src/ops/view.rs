@@ -86,7 +86,7 @@ impl DTensor {
         self.rearranged("unsqueeze", dims)
     }
 
-    /// Removes dimension `dim` if its size is 1, or all dimensions of size 1 without one.
+    /// Removes dimension `dim` if its size is 1; `None` removes all dimensions of size 1.
     ///
     /// Local, unless a removed dimension is sharded: then the rank that holds it sends it to the other ranks.
     #[track_caller]
@@ -170,9 +170,9 @@ impl Op for RearrangeDims {
         };
         // A dimension that is removed or expanded has one element, which cannot be sharded usefully.
         let stays = |d: usize| self.dims.contains(&DimSource::Input(d));
-        let mut signature = Signature::renaming(x.shape.len(), &stays, self.dims.iter().map(kept).collect());
+        let mut signature = Signature::rearrangement(x.shape.len(), &stays, self.dims.iter().map(kept).collect());
         for op in ReduceOp::ALL {
-            signature = signature.passing([Some(op)], op);
+            signature = signature.allow_partial([Some(op)], op);
         }
         let shape = self.dims.iter().map(size).collect();
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype: x.dtype }] })

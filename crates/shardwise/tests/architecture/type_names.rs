@@ -38,9 +38,6 @@ fn definitions(text: &str) -> Vec<(usize, String)> {
 
 #[test]
 fn no_type_name_is_defined_twice_in_a_crate() {
-    if !super::words::is_enforced() {
-        return;
-    }
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let mut twice = Vec::new();
     for entry in std::fs::read_dir(crates).unwrap() {

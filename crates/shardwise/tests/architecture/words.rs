@@ -135,16 +135,8 @@ fn checked_paths() -> Vec<PathBuf> {
     }
 }
 
-/// Whether the checks of prose and names count. `cargo test` will enforce them once the workspace passes.
-pub(crate) fn is_enforced() -> bool {
-    std::env::var_os("SHARDWISE_WORDS").is_some()
-}
-
 #[test]
 fn prose_uses_the_words_of_the_field() {
-    if !is_enforced() {
-        return;
-    }
     let mut files = Vec::new();
     checked_paths().iter().for_each(|path| prose_files(path, &mut files));
     assert!(!files.is_empty(), "no .rs or .md file in {:?}", checked_paths());

@@ -24,7 +24,7 @@ enum Outcome {
     Done { outputs: Vec<Found>, gradients: Option<Vec<Option<Found>>> },
 }
 
-/// A whole tensor. Only the first rank brings its elements; all bring a hash of them.
+/// A full tensor. Only the first rank returns its elements; all return a checksum of them.
 #[derive(Debug, Clone)]
 struct Found {
     dtype: DType,

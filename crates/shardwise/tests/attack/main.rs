@@ -7,7 +7,7 @@
 //!
 //! By default it runs the calls of the first seeds, whose answers are recorded in `data/answers.jsonl`. With
 //! `SHARDWISE_ATTACK_LIVE=1` a PyTorch answers (that of `SHARDWISE_PYTHON`, see `scripts/attack_oracle.py`), so that
-//! any number of calls can be tested: `SHARDWISE_ATTACK_CASES`, from `SHARDWISE_SEED` on, or as many as
+//! any number of calls can run: `SHARDWISE_ATTACK_CASES`, from `SHARDWISE_SEED` on, or as many as
 //! `SHARDWISE_ATTACK_SECONDS` allow. `SHARDWISE_ATTACK_OP` selects one operator. `SHARDWISE_ATTACK_RECORD=1` rewrites
 //! the recorded answers.
 
@@ -30,6 +30,7 @@ use operators::Operator;
 use oracle::{Answer, Live, Recorded};
 use serde::Serialize;
 use serde_json::Value;
+use shardwise_test_suites::settings::env_or;
 
 /// A call without its layouts: all that the oracle needs.
 #[derive(Debug, Serialize)]
@@ -76,10 +77,6 @@ const MEANT: &[(&str, &str, &str)] = &[
     ("", "expected dtype", "operands of different types meet in one that holds both"),
     ("", "scalar type", "operands of different types meet in one that holds both"),
 ];
-
-fn variable(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |v| v.parse().unwrap_or_else(|_| panic!("{name}={v} is no number")))
-}
 
 /// The call of a seed.
 fn call(seed: u64, operators: &[&'static Operator], samples: usize) -> (&'static Operator, Arc<Call>) {
@@ -191,15 +188,15 @@ fn random_calls_match_pytorch() {
     let operators: Vec<&Operator> =
         operators::all().into_iter().filter(|o| only.as_deref().is_none_or(|name| name == o.name)).collect();
     assert!(!operators.is_empty(), "SHARDWISE_ATTACK_OP={only:?} is no operator under attack");
-    let first = variable("SHARDWISE_SEED", 0);
-    let seconds = variable("SHARDWISE_ATTACK_SECONDS", u64::MAX);
+    let first = env_or("SHARDWISE_SEED", 0u64);
+    let seconds = env_or("SHARDWISE_ATTACK_SECONDS", u64::MAX);
     let default = if seconds == u64::MAX { RECORDED } else { u64::MAX };
-    let cases = variable("SHARDWISE_ATTACK_CASES", default);
+    let cases = env_or("SHARDWISE_ATTACK_CASES", default);
     let mut report = Report::new();
-    if variable("SHARDWISE_ATTACK_RECORD", 0) == 1 {
+    if env_or("SHARDWISE_ATTACK_RECORD", 0u64) == 1 {
         return record(&operators);
     }
-    if variable("SHARDWISE_ATTACK_LIVE", 0) == 0 {
+    if env_or("SHARDWISE_ATTACK_LIVE", 0u64) == 0 {
         assert!(
             only.is_none() && first.saturating_add(cases) <= RECORDED,
             "only the first {RECORDED} seeds are recorded; set SHARDWISE_ATTACK_LIVE=1"

@@ -146,7 +146,7 @@ fn clip(case: &Case, mesh: &DeviceMesh) -> Result<()> {
     Ok(())
 }
 
-/// The settings that the vectors write down. Missing ones have their defaults.
+/// The settings in the vectors; missing ones have their defaults.
 fn group(kind: &str, hyper: &Value) -> Result<ParamGroup> {
     let number = |name: &str, default: f64| hyper[name].as_f64().unwrap_or(default);
     let flag = |name: &str| hyper[name].as_bool().unwrap_or(false);

@@ -11,6 +11,7 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use shardwise::ops::{AttentionOptions, OpEntry, SampleInput, ops};
 use shardwise::prelude::*;
+use shardwise_test_suites::settings::env_or;
 use shardwise_test_suites::values;
 
 /// The placements to try for an input along one axis.
@@ -117,8 +118,7 @@ fn every_rule_on_one_axis_gives_the_unsharded_result() {
 
 #[test]
 fn random_layouts_on_two_axes_give_the_unsharded_result() {
-    let number = |name: &str, default: u64| std::env::var(name).map_or(default, |v| v.parse().expect(name));
-    let (cases, seed) = (number("SHARDWISE_OP_CASES", 40), number("SHARDWISE_SEED", 0));
+    let (cases, seed) = (env_or("SHARDWISE_OP_CASES", 40u64), env_or("SHARDWISE_SEED", 0u64));
     let run = move |world: World| {
         let mesh = world.mesh([("a", 2), ("b", 2)])?;
         for (i, op) in ops().enumerate() {

@@ -54,7 +54,7 @@ const REASONS: &[Reason] = &[
     (&["kl_div"], EXTREMES, "it rises or falls with its input by the sign of the target, which no rule knows"),
     (&["signbit"], EXTREMES, "which of two zeros is the larger is open"),
     (&["dropout"], EXTREMES, "a product does not know that one factor is never negative"),
-    (&["diagonal"], EXTREMES, "it is computed as a sum, through which extremes do not pass"),
+    (&["diagonal"], EXTREMES, "it is computed by a sum, which does not commute with extremes"),
     (&["mean", "div_scalar"], &["P(sum)"], "integers would be rounded before they are reduced"),
     (&["floor", "ceil", "round", "trunc", "frac"], &[], "nobody rounds integers"),
     (&["isnan", "isinf", "isfinite", "nan_to_num"], &[], "by chance: all samples are finite"),
@@ -109,8 +109,8 @@ fn enlarged(samples: &[SampleInput]) -> Option<Vec<SampleInput>> {
 
 /// The placements to try for an input: only even shards, of more than one element.
 fn placements(sample: &SampleInput) -> Vec<Placement> {
-    let cuts = (0..sample.shape.len()).filter(|&d| sample.shape[d] > 1).map(|d| Shard(d as isize));
-    let mut all: Vec<Placement> = std::iter::once(Replicate).chain(cuts).collect();
+    let shards = (0..sample.shape.len()).filter(|&d| sample.shape[d] > 1).map(|d| Shard(d as isize));
+    let mut all: Vec<Placement> = std::iter::once(Replicate).chain(shards).collect();
     // A few elements may fit by chance.
     if sample.below.is_none() && sample.shape.iter().product::<usize>() >= 12 {
         all.extend(reductions(sample.dtype));

@@ -313,7 +313,7 @@ fn a_state_saved_by_two_ranks_resumes_on_three_in_another_layout() {
                     let placed = param.layout().placements().to_vec();
                     param.set(&DTensor::distribute_tensor(value, &mesh, placed, None)?)?;
                 }
-                // loaded settings replace the ones that the optimizer was created with
+                // loaded settings replace the settings that the optimizer was created with
                 let mut optimizer = ShardedOptimizer::new(named(&params), group.clone().with_lr(7.0))?;
                 match way {
                     "memory" => optimizer.load_full_state(&half)?,

@@ -24,6 +24,7 @@ use rand::rngs::StdRng;
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{Rng, SeedableRng};
 use shardwise::prelude::*;
+use shardwise_test_suites::settings::env_or;
 
 const MESHES: [&[usize]; 9] = [&[2], &[3], &[4], &[2, 2], &[2, 3], &[3, 2], &[2, 2, 2], &[1, 3], &[6]];
 
@@ -35,8 +36,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 
 #[test]
 fn random_programs_give_the_unsharded_values() {
-    let number = |name: &str, default: u64| std::env::var(name).map_or(default, |v| v.parse().expect(name));
-    let (cases, first) = (number("SHARDWISE_PROGRAM_CASES", 6000), number("SHARDWISE_SEED", 0));
+    let (cases, first) = (env_or("SHARDWISE_PROGRAM_CASES", 6000u64), env_or("SHARDWISE_SEED", 0u64));
     let end = first + cases;
     let mut operators = 0;
     let starts: Vec<u64> = (first / BATCH..end.div_ceil(BATCH)).map(|batch| batch * BATCH).collect();
@@ -65,8 +65,7 @@ fn run_batch(seeds: std::ops::Range<u64>, batch: u64) -> usize {
 
 #[test]
 fn random_programs_give_the_unsharded_gradients() {
-    let number = |name: &str, default: u64| std::env::var(name).map_or(default, |v| v.parse().expect(name));
-    let (cases, first) = (number("SHARDWISE_GRADIENT_CASES", 2000), number("SHARDWISE_SEED", 0));
+    let (cases, first) = (env_or("SHARDWISE_GRADIENT_CASES", 2000u64), env_or("SHARDWISE_SEED", 0u64));
     let (mut taken, mut unstable) = (0, 0);
     for batch in 0..cases.div_ceil(BATCH) {
         let axes = MESHES[(batch % MESHES.len() as u64) as usize];

@@ -105,7 +105,7 @@ fn large_entries_use_zip64() {
 
 #[test]
 fn compressed_entries_and_sizes_beyond_the_file_are_refused() {
-    let scratch = ZipScratch::new("false-sizes");
+    let scratch = ZipScratch::new("hostile");
     let sample = sample();
     let central = sample.windows(4).position(|w| w == CENTRAL.to_le_bytes()).unwrap();
     let changed = |at: usize, with: &[u8]| {

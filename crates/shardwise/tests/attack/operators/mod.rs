@@ -1,4 +1,4 @@
-//! The operators under test: per operator how a call is drawn and how it is executed. `scripts/attack_oracle.py` makes the same
+//! The operators under test: per operator how a call is drawn and run. `scripts/attack_oracle.py` makes the same
 //! calls with PyTorch.
 
 mod lookup;
