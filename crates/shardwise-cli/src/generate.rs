@@ -1,4 +1,4 @@
-//! `shardwise generate`: text from a trained model.
+//! `shardwise generate`: text generation with a trained model.
 
 use shardwise::error::ErrorKind;
 use std::io::Write;
@@ -11,52 +11,52 @@ use shardwise::nn::Builder;
 use shardwise::prelude::*;
 
 use crate::train::checkpoints::load_model;
-use crate::train::sample::{Choice, continued};
-use crate::train::saved;
+use crate::train::model_dir;
+use crate::train::sample::{Sampling, generate};
 
-/// What to write.
+/// The options of `shardwise generate`.
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
   shardwise generate
-  shardwise generate shardwise-out --prompt 'Alice was' --tokens 300 --temperature 0.7
+  shardwise generate shardwise-out --prompt 'Alice was' --top-k 20
   shardwise generate --temperature 0 --json")]
-pub(crate) struct Options {
-    /// Directory that `shardwise train` wrote; its last checkpoint is used.
+pub(crate) struct GenerateOptions {
+    /// Output directory of `shardwise train`; its latest checkpoint is loaded
     #[arg(default_value = "shardwise-out")]
     model: PathBuf,
-    /// What the text begins with.
+    /// Text to continue
     #[arg(long, default_value = "The ")]
     prompt: String,
-    /// Tokens to make.
+    /// Number of tokens to generate
     #[arg(long, default_value_t = 200)]
     tokens: usize,
-    /// Below 1 likely tokens become likelier; 0 always takes the likeliest.
+    /// Sampling temperature; 0 is greedy decoding
     #[arg(long, default_value_t = 0.8)]
     temperature: f64,
-    /// Consider only so many of the likeliest tokens.
-    #[arg(long, default_value_t = 50)]
-    top: usize,
-    /// Another seed gives another text.
+    /// Sample from this many most likely tokens
+    #[arg(long, value_name = "K", default_value_t = 50)]
+    top_k: usize,
+    /// Seed of the sampling
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Print a JSON object with `prompt` and `text`.
+    /// Print a JSON object with the fields `prompt` and `text`
     #[arg(long)]
     json: bool,
 }
 
-pub(crate) fn run(options: &Options) -> Result<()> {
+pub(crate) fn run(options: &GenerateOptions) -> Result<()> {
     if !(options.temperature >= 0.0 && options.temperature.is_finite()) {
         let found = options.temperature;
         return Err(ErrorKind::Argument.error(
             "temperature",
             found,
-            "a number that is at least 0",
+            "a finite number of at least 0",
             "correct the option",
         ));
     }
-    let saved = saved::read(&options.model)?;
-    let prompt = saved.coding.encode(&options.prompt)?;
+    let saved = model_dir::read(&options.model)?;
+    let prompt = saved.codec.encode(&options.prompt)?;
     if prompt.is_empty() {
         return Err(ErrorKind::Argument.error(
             "prompt",
@@ -68,20 +68,20 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let stored = checkpoint::open(&saved.checkpoint)?;
     let dtype = stored.tensor("model.tokens.weight")?.element.dtype().unwrap_or(DType::F32);
     let config = saved.config;
-    let choice = Choice {
+    let sampling = Sampling {
         tokens: options.tokens,
         window: config.seq_len(),
         temperature: options.temperature,
-        top: options.top,
+        top_k: options.top_k,
         seed: options.seed,
     };
-    let made = launch(1, move |world| {
+    let generated = launch(1, move |world| {
         let mesh = world.mesh([("dp", 1)])?;
         let model = config.build(&Builder::new(&mesh).dtype(dtype))?;
         load_model(&world, &saved.checkpoint, &*model)?;
-        continued(&*model, &mesh, &prompt, choice)
+        generate(&*model, &mesh, &prompt, sampling)
     })?;
-    let text = saved.coding.decode(&made)?;
+    let text = saved.codec.decode(&generated)?;
     let mut out = std::io::stdout().lock();
     if options.json {
         let object = serde_json::json!({ "prompt": options.prompt, "text": text });

@@ -1,13 +1,14 @@
-//! The `shardwise` command.
+//! The `shardwise` command: trains models, measures performance, and inspects and converts checkpoints.
 
-/// Tensors come and go in sizes that the usual allocator hands back to the system each time; this one keeps them, which
-/// saves most page faults.
+/// Keeps freed tensor buffers for the next tensor. The system allocator returns blocks of these sizes to the operating system
+/// each time, and most of the time of small steps then goes into page faults.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 mod bench;
 mod ckpt;
 mod generate;
+mod old_options;
 mod ops;
 mod output;
 mod processes;
@@ -17,83 +18,93 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Distributed tensors for Rust: training, benchmarks and tools.
+/// Distributed tensors for Rust: train models, measure performance, inspect and convert checkpoints.
 #[derive(Parser)]
-#[command(name = "shardwise", version, arg_required_else_help = true, after_help = EXAMPLES)]
+#[command(
+    name = "shardwise",
+    version,
+    arg_required_else_help = true,
+    // Longer lines are hard to read.
+    max_term_width = 120,
+    after_help = AFTER_HELP
+)]
 struct Cli {
     #[command(subcommand)]
-    command: Command,
+    command: CliCommand,
 }
 
-const EXAMPLES: &str = "Examples:
-  shardwise train                                 a small GPT on a book, on 4 thread ranks
-  shardwise train --mesh dp=2,tp=2 --plan fsdp+tp --data FILE
-  mpirun -n 4 shardwise train --plan fsdp         on 4 processes, of one or several machines
-  shardwise generate shardwise-out --prompt Alice text from what was trained
-  shardwise ckpt inspect DIRECTORY                what is in a checkpoint of any format
-  shardwise ckpt convert run/ hf/ --to hf         for Hugging Face
-  shardwise bench train                           training steps on one rank and on two
-  shardwise bench collectives                     a table for 2, 4 and 8 thread ranks
-  shardwise bench collectives --ranks 2 --json    one JSON object per line
-  shardwise bench redistribute                    changes of layout on 2 and 4 thread ranks
-  shardwise bench dispatch                        operators beside the plain tensor operation
-  shardwise ops                                   all operators and how they are spread
-  shardwise ops matmul                            what matmul does with every placement
+/// A paragraph is one line here: clap wraps it to the width of the terminal. Lines of examples are shorter than 80 columns.
+const AFTER_HELP: &str = "\
+Under mpirun or srun, `train` and the multi-rank benchmarks run one rank per process (in builds with the feature `mpi`); \
+every other command runs on the first process alone. Output is text, also in a pipe; pass --json for machine-readable output.
 
-Under mpirun or srun (in builds with the feature mpi) training and benchmarks of several ranks have one rank per process;
-all else is done by the first process. Output is text, also into a pipe; say --json where a program reads it.";
+Examples:
+  shardwise train                           train a small GPT on 4 thread ranks
+  shardwise train --mesh dp=2,tp=2 --plan fsdp+tp --data FILE
+  mpirun -n 4 shardwise train --plan fsdp   one rank per process
+  shardwise generate shardwise-out --prompt Alice
+  shardwise ckpt inspect DIRECTORY          list the contents of a checkpoint
+  shardwise ckpt convert run/ hf/ --to hf   convert it for Hugging Face
+  shardwise bench train                     time training steps
+  shardwise bench collectives --ranks 2 --json
+  shardwise ops matmul                      show the sharding rules of matmul";
 
 #[derive(Subcommand)]
-enum Command {
-    /// Measure how fast things are on this machine.
+enum CliCommand {
+    /// Measure collectives, redistribution, dispatch, checkpoints and training steps
     #[command(subcommand)]
     Bench(bench::Bench),
-    /// List the operators: how they are spread over ranks, what they communicate, whether they have a gradient.
-    Ops(ops::Options),
-    /// Train a language model on a text, spread over a mesh of ranks: threads, or processes under mpirun.
-    Train(Box<train::Options>),
-    /// Write text with a trained model.
-    Generate(generate::Options),
-    /// Look at checkpoints of any format, compare, check and convert them.
-    Ckpt(ckpt::Options),
+    /// List the operators with their sharding rules, collectives and gradients
+    Ops(ops::OpsOptions),
+    /// Train a language model on a mesh of threads, or of processes under mpirun
+    Train(Box<train::TrainOptions>),
+    /// Generate text with a trained model
+    Generate(generate::GenerateOptions),
+    /// Inspect, verify, compare, convert and reshard checkpoints
+    Ckpt(ckpt::CkptOptions),
 }
 
-impl Command {
-    /// Whether it takes all processes that were started; else the first one does it alone.
-    fn takes_all(&self) -> bool {
+impl CliCommand {
+    /// Whether every process of an MPI job takes part; otherwise the first process runs the command alone.
+    fn runs_on_all_processes(&self) -> bool {
         match self {
-            Command::Train(_) => true,
-            Command::Bench(bench) => bench.takes_all(),
-            Command::Ops(_) | Command::Generate(_) | Command::Ckpt(_) => false,
+            CliCommand::Train(_) => true,
+            CliCommand::Bench(bench) => bench.runs_on_all_processes(),
+            CliCommand::Ops(_) | CliCommand::Generate(_) | CliCommand::Ckpt(_) => false,
         }
     }
 }
 
 fn main() -> ExitCode {
-    let command = match Cli::try_parse() {
+    let command = match Cli::try_parse_from(old_options::replaced(std::env::args_os())) {
         Ok(Cli { command }) => command,
-        Err(error) => return processes::answer(&error),
+        Err(error) => return processes::print_clap_error(&error),
     };
-    if !command.takes_all() && !processes::is_first() {
+    if !command.runs_on_all_processes() && !processes::is_first() {
         return ExitCode::SUCCESS;
     }
     let result = match command {
-        Command::Bench(bench) => bench.run(),
-        Command::Ops(options) => ops::run(&options),
-        Command::Train(options) => train::run(*options),
-        Command::Generate(options) => generate::run(&options),
-        Command::Ckpt(options) => match ckpt::run(&options) {
+        CliCommand::Bench(bench) => bench.run(),
+        CliCommand::Ops(options) => ops::run(&options),
+        CliCommand::Train(options) => train::run(*options),
+        CliCommand::Generate(options) => generate::run(&options),
+        CliCommand::Ckpt(options) => match ckpt::run(&options) {
             Ok(false) => return ExitCode::FAILURE,
             other => other.map(drop),
         },
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        // Whoever read the output has seen enough, as in `shardwise ops | head`.
+        // The reader has closed the pipe, as in `shardwise ops | head`.
         Err(error) if processes::is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             processes::report(&error);
             ExitCode::FAILURE
         }
     }
+}
+
+#[test]
+fn definitions_of_options_are_consistent() {
+    <Cli as clap::CommandFactory>::command().debug_assert();
 }

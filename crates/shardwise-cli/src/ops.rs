@@ -1,4 +1,4 @@
-//! `shardwise ops`: the table of operators.
+//! `shardwise ops`: the operators and their sharding rules.
 
 use clap::Args;
 use serde::Serialize;
@@ -6,39 +6,39 @@ use shardwise::error::ErrorKind;
 use shardwise::ops::{OpEntry, PlacementRule, ops};
 use shardwise::{Error, Result};
 
-use crate::output::{Row, Rows};
+use crate::output::{RowPrinter, TableRow};
 
-/// What to list.
+/// The options of `shardwise ops`.
 #[derive(Args)]
 #[command(after_help = "\
-Rules speak of one mesh axis: the placements of the inputs, then that of the (first) output. R: every rank holds the whole;
-S(d): dimension d is cut; P(sum): a pending sum. A rule that is free communicates nothing. Found by running every operator
-without data on two ranks.
+A rule gives the placements of the inputs and of the first output on one mesh axis: R is replicated, S(d) is sharded on \
+dimension d, P(sum) is a partial sum. A free rule communicates nothing. The rules are found by running each operator without \
+data on two ranks.
 
 Examples:
   shardwise ops
   shardwise ops softmax
   shardwise ops --json | jq -r 'select(.differentiable) | .name'")]
-pub(crate) struct Options {
-    /// Show what this operator does with every placement.
+pub(crate) struct OpsOptions {
+    /// Show the rules of this operator for every combination of placements
     name: Option<String>,
-    /// Print JSON lines instead of a table.
+    /// Print JSON lines instead of a table
     #[arg(long)]
     json: bool,
 }
 
-/// One operator.
+/// An operator in the list.
 #[derive(Serialize)]
-struct Listed {
+struct OperatorRow {
     name: &'static str,
     differentiable: bool,
-    /// Rules that communicate nothing.
+    /// The rules that communicate nothing.
     free: Vec<String>,
-    /// What the other combinations of placements communicate.
+    /// The collectives that other combinations of placements need.
     communicates: Vec<&'static str>,
 }
 
-impl Row for Listed {
+impl TableRow for OperatorRow {
     fn columns(&self) -> Vec<(&'static str, i32, String)> {
         vec![
             ("operator", -28, self.name.to_string()),
@@ -49,15 +49,15 @@ impl Row for Listed {
     }
 }
 
-/// One rule of an operator.
+/// A rule of one operator.
 #[derive(Serialize)]
-struct Shown {
+struct RuleRow {
     inputs: String,
     output: String,
     collectives: Vec<&'static str>,
 }
 
-impl Row for Shown {
+impl TableRow for RuleRow {
     fn columns(&self) -> Vec<(&'static str, i32, String)> {
         let collectives = if self.collectives.is_empty() { "-".into() } else { self.collectives.join(", ") };
         vec![
@@ -68,26 +68,26 @@ impl Row for Shown {
     }
 }
 
-pub(crate) fn run(options: &Options) -> Result<()> {
+pub(crate) fn run(options: &OpsOptions) -> Result<()> {
     if let Some(name) = &options.name {
         let op = ops().find(|op| op.name == name).ok_or_else(|| unknown(name))?;
         let rules = op.rules()?;
-        let mut rows = Rows::new(options.json, rules.len() as u64);
+        let mut rows = RowPrinter::new(options.json, rules.len() as u64);
         for rule in rules {
             let (inputs, output) = sides(&rule);
-            rows.print(&Shown { inputs, output, collectives: rule.collectives })?;
+            rows.print(&RuleRow { inputs, output, collectives: rule.collectives })?;
         }
         return Ok(());
     }
-    let mut rows = Rows::new(options.json, ops().count() as u64);
+    let mut rows = RowPrinter::new(options.json, ops().count() as u64);
     for op in ops() {
         rows.announce(op.name);
-        rows.print(&listed(op)?)?;
+        rows.print(&operator_row(op)?)?;
     }
     Ok(())
 }
 
-fn listed(op: &OpEntry) -> Result<Listed> {
+fn operator_row(op: &OpEntry) -> Result<OperatorRow> {
     let (mut free, mut communicates) = (Vec::new(), Vec::new());
     for rule in op.rules()? {
         if !rule.collectives.is_empty() {
@@ -99,7 +99,7 @@ fn listed(op: &OpEntry) -> Result<Listed> {
     }
     communicates.sort_unstable();
     communicates.dedup();
-    Ok(Listed { name: op.name, differentiable: op.is_differentiable()?, free, communicates })
+    Ok(OperatorRow { name: op.name, differentiable: op.is_differentiable()?, free, communicates })
 }
 
 /// The placements of the inputs and of the output.

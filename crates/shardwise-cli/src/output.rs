@@ -1,4 +1,4 @@
-//! What a measurement looks like: aligned columns for people, JSON lines for programs.
+//! Output of rows: a table with aligned columns, or JSON lines.
 
 use std::io::Write;
 use std::time::Duration;
@@ -8,36 +8,37 @@ use serde::Serialize;
 
 use crate::processes;
 
-/// Prints rows as they come, in the first process: JSON lines if asked for, else a table.
-pub(crate) struct Rows {
+/// Prints each row as soon as it is known, on the first process only.
+pub(crate) struct RowPrinter {
     json: bool,
     header_printed: bool,
     bar: ProgressBar,
 }
 
-/// A row that can also be shown as columns of a table: (title, width, value). A width below zero aligns to the left.
-pub(crate) trait Row: Serialize {
+/// A row of output. Serialized for `--json`.
+pub(crate) trait TableRow: Serialize {
+    /// The columns of the table as (title, width, value). A negative width aligns to the left.
     fn columns(&self) -> Vec<(&'static str, i32, String)>;
 }
 
-impl Rows {
-    /// `total` is the number of rows to come, for the progress bar on the standard error.
+impl RowPrinter {
+    /// Shows a progress bar for `total` rows on standard error.
     pub(crate) fn new(json: bool, total: u64) -> Self {
         let shown = if processes::is_first() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         let bar = ProgressBar::with_draw_target(Some(total), shown);
         let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg} {elapsed}").expect("a valid template");
         bar.set_style(style);
         bar.enable_steady_tick(Duration::from_millis(200));
-        Rows { json, header_printed: false, bar }
+        RowPrinter { json, header_printed: false, bar }
     }
 
-    /// Says what is being measured now.
+    /// Shows `what` beside the progress bar.
     pub(crate) fn announce(&self, what: &str) {
         self.bar.set_message(what.to_string());
     }
 
-    /// Prints one row.
-    pub(crate) fn print(&mut self, row: &impl Row) -> std::io::Result<()> {
+    /// Prints a row, before the first one the header of the table.
+    pub(crate) fn print(&mut self, row: &impl TableRow) -> std::io::Result<()> {
         if !processes::is_first() {
             return Ok(());
         }
@@ -46,7 +47,7 @@ impl Rows {
         self.bar.suspend(|| writeln!(std::io::stdout().lock(), "{text}"))
     }
 
-    fn table_row(&mut self, row: &impl Row) -> String {
+    fn table_row(&mut self, row: &impl TableRow) -> String {
         let columns = row.columns();
         let line = |pick: &dyn Fn(usize) -> String| {
             let cells = columns.iter().enumerate().map(|(i, (_, width, _))| {
@@ -63,7 +64,7 @@ impl Rows {
     }
 }
 
-impl Drop for Rows {
+impl Drop for RowPrinter {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
     }

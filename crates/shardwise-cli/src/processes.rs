@@ -1,6 +1,6 @@
-//! The processes that run the command together: this one alone, or one per rank that `mpirun` or `srun` started.
+//! The processes of the job: this one alone, or one per rank under `mpirun` or `srun`.
 //!
-//! The first of them speaks: it prints on the standard output, shows progress and writes files.
+//! Only the first process prints to standard output, shows progress and writes files that all ranks share.
 
 use shardwise::error::ErrorKind;
 use std::io::Write;
@@ -12,17 +12,17 @@ use shardwise::{Error, Result};
 use shardwise_mpi::Settings;
 pub(crate) use shardwise_mpi::{Launched, launched};
 
-/// Whether this is the process that speaks.
+/// Whether this is the first process of the job, which does the printing.
 pub(crate) fn is_first() -> bool {
-    other_rank().is_none()
+    nonzero_rank().is_none()
 }
 
-/// The rank of this process, if another one speaks.
-fn other_rank() -> Option<usize> {
+/// The rank of this process if it is not the first one.
+fn nonzero_rank() -> Option<usize> {
     launched().map(|job| job.rank).filter(|&rank| rank > 0)
 }
 
-/// The world sizes to measure: the number of processes, on threads those asked for or else the usual ones.
+/// The world sizes to measure: the number of processes of the job; on threads `asked`, by default `usual`.
 pub(crate) fn world_sizes(asked: Option<&[usize]>, usual: &[usize]) -> Result<Vec<usize>> {
     match (launched(), asked) {
         (None, asked) => Ok(asked.unwrap_or(usual).to_vec()),
@@ -30,15 +30,16 @@ pub(crate) fn world_sizes(asked: Option<&[usize]>, usual: &[usize]) -> Result<Ve
             "ranks",
             format!("{asked:?} in a job of {size} process(es)"),
             "one process per rank",
-            format!("leave the option out, or start it without {by} to measure ranks that are threads"),
+            format!("leave the option out, or run without {by} to measure thread ranks"),
         )),
         (Some(Launched { size, .. }), _) => Ok(vec![size]),
     }
 }
 
-/// What this process has found, if all of them have found something; else the error of the first that has one, which is
-/// then that of all. For what every process finds out by itself before ranks begin; the environment is looked at too.
-pub(crate) fn agreed<T>(mine: Result<T>) -> Result<T> {
+/// Returns `mine` if it is `Ok` on all processes; otherwise the error of the first process that has one, on all of them.
+///
+/// Collective. For checks that every process makes before the ranks start; the settings of the environment are checked too.
+pub(crate) fn all_ok<T>(mine: Result<T>) -> Result<T> {
     if let Some(Launched { size, .. }) = launched().filter(|job| job.size > 1) {
         let found = mine.as_ref().map(drop).map_err(Error::clone).and_then(|()| Settings::from_env().map(drop));
         Settings::default().launch(size, move |world| world.all_ok(found.clone()))?;
@@ -46,16 +47,16 @@ pub(crate) fn agreed<T>(mine: Result<T>) -> Result<T> {
     mine
 }
 
-/// The network between the ranks that the command will run: between the processes of the job, or between threads.
+/// The network between the ranks: between the processes of the job, or between threads.
 ///
-/// Comes before anything that can fail on one process only, since all of them have to take part.
+/// Collective, so it comes before any check that can fail on one process only.
 pub(crate) fn network() -> Result<Network> {
     let Some(Launched { size, .. }) = launched().filter(|job| job.size > 1) else { return Ok(Network::THREADS) };
-    // What is wrong with the environment is an error of `agreed`, which names it once for all processes.
+    // Errors of the environment are reported by `all_ok`, once for all processes.
     Settings::from_env().unwrap_or_default().launch(size, |world| Ok(world.network().clone()))
 }
 
-/// Whether an error says that nobody reads the output any more.
+/// Whether an error means that the reader of the output has closed it.
 pub(crate) fn is_closed_pipe(error: &Error) -> bool {
     match error {
         Error::Io(error) => error.kind() == std::io::ErrorKind::BrokenPipe,
@@ -64,36 +65,36 @@ pub(crate) fn is_closed_pipe(error: &Error) -> bool {
     }
 }
 
-/// Prints what went wrong: once if it is an error of all processes.
+/// Prints an error to standard error: once per job if all processes have it.
 pub(crate) fn report(error: &Error) {
-    let text = match (other_rank(), error) {
+    let text = match (nonzero_rank(), error) {
         (None, Error::OnRank { rank: 0, message, .. }) => format!("error: {message}\n"),
         (None, error) => format!("error: {error}\n"),
-        // The first process has it too.
+        // The first process prints it too.
         (Some(_), Error::OnRank { .. } | Error::Rejected { .. } | Error::Mismatch { .. }) => return,
-        // Without MPI there is but one, and all processes have it.
-        (Some(_), _) if cfg!(not(feature = "mpi")) => return let_the_first_speak(),
+        // Without MPI the only error is that there is no MPI, and the first process prints it.
+        (Some(_), _) if cfg!(not(feature = "mpi")) => return wait_for_first_process(),
         (Some(rank), error) => {
-            let_the_first_speak();
+            wait_for_first_process();
             format!("rank {rank}: error: {error}\n")
         }
     };
-    // One write, so that lines of several processes do not mix. There is no other place to tell of a failure.
+    // One write, so that lines of several processes do not mix. A failure to write cannot be reported anywhere.
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
-/// Answers a command line that asks for help or that cannot be understood. All processes have the same one.
-pub(crate) fn answer(error: &clap::Error) -> ExitCode {
+/// Prints help, or the error of a command line that does not parse, once per job.
+pub(crate) fn print_clap_error(error: &clap::Error) -> ExitCode {
     if is_first() {
         let _ = error.print();
     } else if error.exit_code() != 0 {
-        let_the_first_speak();
+        wait_for_first_process();
     }
     ExitCode::from(error.exit_code().clamp(0, 255) as u8)
 }
 
-/// A launcher ends all processes as soon as one of them fails. What they fail of together the first one says, so the
-/// others do not end before it.
-fn let_the_first_speak() {
+/// Waits so that the first process can print an error that all processes have: a launcher kills the job as soon as one
+/// process fails. A second is far longer than printing takes, and nobody waits for it after success.
+fn wait_for_first_process() {
     std::thread::sleep(Duration::from_secs(1));
 }

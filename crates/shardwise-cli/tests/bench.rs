@@ -1,4 +1,4 @@
-//! The command as a user runs it.
+//! `shardwise bench` and `shardwise ops`.
 
 use std::process::{Command, Output};
 

@@ -1,4 +1,4 @@
-//! The checkpoint tools of the command, on checkpoints that PyTorch and others have written.
+//! `shardwise ckpt` on checkpoints that PyTorch, Hugging Face and this library have written.
 
 use serde_json::Value;
 use shardwise_test_suites::scratch::Scratch;
@@ -14,7 +14,7 @@ fn ckpt(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_shardwise")).arg("ckpt").args(arguments).output().unwrap()
 }
 
-/// What a command that must succeed has printed.
+/// Standard output of a command that must succeed.
 fn printed(arguments: &[&str]) -> String {
     let output = ckpt(arguments);
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -26,7 +26,7 @@ fn text(path: &Path) -> &str {
 }
 
 #[test]
-fn every_format_is_looked_at_converted_and_found_the_same() {
+fn every_format_is_inspected_and_converted_without_a_difference() {
     let scratch = Scratch::new("formats");
     let source = sample("nested");
     let seen: Value = serde_json::from_str(&printed(&["inspect", text(&source), "--json"])).unwrap();
@@ -62,7 +62,7 @@ fn every_format_is_looked_at_converted_and_found_the_same() {
 }
 
 #[test]
-fn formats_are_named_by_the_list_of_the_library() {
+fn format_names_come_from_the_library() {
     let scratch = Scratch::new("format-names");
     let (source, to) = (sample("nested"), scratch.0.join("to"));
     let help = printed(&["convert", "--help"]);
@@ -77,9 +77,9 @@ fn formats_are_named_by_the_list_of_the_library() {
 }
 
 #[test]
-fn a_checkpoint_is_cut_for_a_mesh_and_a_load_is_tried_without_doing_it() {
-    let scratch = Scratch::new("cut");
-    let (source, to) = (sample("hf_plain"), scratch.0.join("cut"));
+fn a_checkpoint_is_resharded_for_a_mesh_and_dry_loaded() {
+    let scratch = Scratch::new("reshard");
+    let (source, to) = (sample("hf_plain"), scratch.0.join("resharded"));
     printed(&[
         "reshard",
         text(&source),
@@ -109,7 +109,7 @@ fn a_checkpoint_is_cut_for_a_mesh_and_a_load_is_tried_without_doing_it() {
 }
 
 #[test]
-fn a_conversion_writes_what_is_included_and_not_excluded() {
+fn convert_writes_entries_that_are_included_and_not_excluded() {
     let scratch = Scratch::new("selected");
     let (source, to) = (sample("nested"), scratch.0.join("some"));
     printed(&[
@@ -141,7 +141,7 @@ fn a_conversion_writes_what_is_included_and_not_excluded() {
 }
 
 #[test]
-fn damage_and_mistakes_are_told_and_end_with_a_failure() {
+fn damage_and_mistakes_are_reported_with_a_failing_exit_code() {
     let scratch = Scratch::new("damage");
     let good = scratch.0.join("good");
     printed(&["convert", text(&sample("hf_plain")), text(&good)]);

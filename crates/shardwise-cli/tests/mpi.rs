@@ -1,5 +1,5 @@
-//! The command under `mpirun`: processes as ranks. `MPIRUN` names another `mpirun` than the one on the path: it must belong
-//! to the library that the command is built with.
+//! The command under `mpirun`, with one rank per process. The variable `MPIRUN` names the launcher if it is not `mpirun`; it
+//! must belong to the MPI library that the command is built with.
 
 mod command;
 
@@ -94,7 +94,7 @@ impl Ended {
         self.stdout
     }
 
-    /// A failure that is told once, with all these parts.
+    /// Asserts that the job failed with one error that contains all these parts.
     fn failed_with(self, parts: &[&str]) {
         let Ended { success, stdout, stderr } = self;
         assert!(!success && stdout.is_empty(), "{parts:?}: {stdout}{stderr}");
@@ -112,7 +112,7 @@ fn on(place: &Place, processes: usize, arguments: &[&str]) -> Ended {
     Job::start(place, processes, &[&[PROGRAM], arguments].concat()).end()
 }
 
-/// The options of a training with an output directory and a log of the same name.
+/// The options of a training run whose output directory and log have the same name.
 fn training(place: &Place, name: &str, options: &[&str]) -> Vec<String> {
     let (out, log) = (place.at(name), place.at(&format!("{name}.jsonl")));
     let all = [&["train", "--json", "--out", &out, "--log", &log], options].concat();
@@ -140,7 +140,7 @@ fn losses(place: &Place, name: &str) -> BTreeMap<u64, f64> {
 }
 
 #[test]
-fn processes_train_as_threads_do_bit_by_bit() {
+fn losses_on_processes_are_bitwise_those_on_threads() {
     let place = Place::new("mpi-train");
     let steps = ["--steps", "6"];
     for (processes, options, mesh) in [
@@ -148,7 +148,7 @@ fn processes_train_as_threads_do_bit_by_bit() {
         (2, &["--plan", "fsdp"], Some("dp=2")),
         (
             2,
-            &["--model", "llama", "--key-heads", "2", "--mesh", "tp=2", "--sequence-parallel", "--accumulate", "2"],
+            &["--model", "llama", "--kv-heads", "2", "--mesh", "tp=2", "--sequence-parallel", "--accumulate", "2"],
             None,
         ),
         (4, &["--mesh", "dp=2,tp=2", "--plan", "fsdp+tp", "--dtype", "bf16"], None),
@@ -170,7 +170,7 @@ fn processes_train_as_threads_do_bit_by_bit() {
 }
 
 #[test]
-fn what_threads_saved_processes_go_on_from_and_the_other_way_round() {
+fn processes_resume_from_checkpoints_of_threads_and_threads_from_those_of_processes() {
     let place = Place::new("mpi-resume");
     let saving = [&TINY[..], &["--steps", "8", "--save-every", "4", "--plan", "fsdp", "--dropout", "0.1"]].concat();
     train_on_threads(&place, "threads", &[&saving[..], &["--mesh", "dp=2"]].concat());
@@ -195,7 +195,7 @@ fn what_threads_saved_processes_go_on_from_and_the_other_way_round() {
 }
 
 #[test]
-fn what_takes_one_rank_is_done_and_printed_once() {
+fn commands_of_one_rank_run_and_print_once() {
     let place = Place::new("mpi-once");
     let summary = train(&place, 1, "run", &[&TINY[..], &["--steps", "1"]].concat());
     let (out, checkpoint) = (place.at("run"), summary["checkpoint"].as_str().unwrap());
@@ -238,7 +238,7 @@ fn benchmarks_measure_the_processes_of_the_job() {
         found.iter().map(|row| (row["mode"].as_str().unwrap(), row["world"].as_u64().unwrap())).collect();
     assert_eq!(modes, [("ddp", 2), ("tp", 2), ("fsdp", 2)]);
     let dir = place.at("ckpt");
-    let found = rows(3, &["ckpt", "--mb", "16", "--times", "1", "--dir", &dir]);
+    let found = rows(3, &["ckpt", "--mb", "16", "--repeats", "1", "--dir", &dir]);
     assert!(found.len() == 5 && found.iter().all(|row| row["s"].as_f64().unwrap() > 0.0), "{found:?}");
     assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
     on(&place, 2, &["bench", "redistribute", "--ranks", "2,4"]).failed_with(&["[2, 4]", "job of 2"]);
@@ -247,7 +247,7 @@ fn benchmarks_measure_the_processes_of_the_job() {
 }
 
 #[test]
-fn a_failure_of_all_processes_is_told_once() {
+fn a_failure_of_all_processes_is_reported_once() {
     let place = Place::new("mpi-failures");
     let out = place.at("out");
     let begin = ["train", "--out", &out];
@@ -258,7 +258,7 @@ fn a_failure_of_all_processes_is_told_once() {
         .end()
         .failed_with(&["SHARDWISE_DEADLINE=soon"]);
     assert!(!Path::new(&out).exists());
-    // found out by the first rank alone, while the others wait
+    // found by rank 0 alone, while the other ranks wait
     on(&place, 2, &[&more[..], &["--log", &place.at("no/such/log")]].concat())
         .failed_with(&["invalid log", "no/such/log"]);
     let taken = place.file("taken", "");
@@ -267,7 +267,7 @@ fn a_failure_of_all_processes_is_told_once() {
     if Path::new("/dev/full").exists() {
         on(&place, 2, &[&more[..], &["--log", "/dev/full", "--overwrite"]].concat()).failed_with(&["No space left"]);
     }
-    // found out by each for itself, and reported once for all
+    // found by each rank, and reported once
     let summary = train(&place, 1, "run", &[&TINY[..], &["--steps", "2"]].concat());
     let incomplete = place.at("incomplete");
     let renamed = ["--rename", "generator\\.(.*)=other.$1"];
@@ -277,7 +277,7 @@ fn a_failure_of_all_processes_is_told_once() {
 }
 
 #[test]
-fn a_process_that_sees_other_files_is_named() {
+fn a_process_that_reads_different_files_is_named() {
     let place = Place::new("mpi-files");
     let text = place.file("text-0", "what the first process reads ".repeat(80));
     let line = |out: &str| format!("exec {PROGRAM} train --data {} --out {out}", text.replace("-0", "-$rank"));
@@ -289,7 +289,7 @@ fn a_process_that_sees_other_files_is_named() {
 }
 
 #[test]
-fn an_interrupt_of_any_process_ends_all_and_keeps_what_was_learned() {
+fn an_interrupt_of_any_process_stops_all_of_them_and_saves_a_checkpoint() {
     let place = Place::new("mpi-interrupt");
     let endless = |name: &str, more: &[&str]| {
         let arguments = training(&place, name, &[&TINY[..], &["--steps", "1000000"], more].concat()).join(" ");

@@ -1,4 +1,4 @@
-//! The command in the hands of someone who pipes it, mistypes, and fills disks.
+//! Closed pipes, mistyped names, full disks and other surroundings in which the command has to behave.
 
 mod command;
 
@@ -26,7 +26,7 @@ fn a_closed_pipe_is_not_an_error() {
 }
 
 #[test]
-fn training_goes_on_when_nobody_reads_what_it_says() {
+fn training_continues_after_standard_error_is_closed() {
     let place = Place::new("unread");
     let out = place.at("out");
     let mut child = Command::new(env!("CARGO_BIN_EXE_shardwise"))
@@ -60,7 +60,7 @@ fn operators_that_do_not_exist_are_refused_in_any_script() {
 }
 
 #[test]
-fn text_stays_text_in_a_pipe() {
+fn output_in_a_pipe_is_text_unless_json_is_asked_for() {
     let text = succeeds(&["ops", "matmul"]);
     assert!(text.starts_with("inputs ") && serde_json::from_str::<serde_json::Value>(&text).is_err(), "{text}");
     let place = Place::new("text");
@@ -76,7 +76,7 @@ fn text_stays_text_in_a_pipe() {
     }
 }
 
-/// The steps at which the curve of a run has points of the training, as many as the line has.
+/// The number of points on the curve of the training losses.
 fn points(out: &str) -> usize {
     let picture = std::fs::read_to_string(format!("{out}/loss.svg")).unwrap();
     let trained = picture.split("points=\"").nth(2).unwrap().split('"').next().unwrap();
@@ -107,7 +107,7 @@ fn the_curve_keeps_its_history_across_resumes() {
 }
 
 #[test]
-fn nothing_left_to_train_says_so() {
+fn resuming_a_finished_run_reports_that_nothing_is_left_to_train() {
     let place = Place::new("over");
     let out = place.at("out");
     succeeds(&[&["train", "--out", &out, "--steps", "2", "--mesh", "dp=2"], &TINY[..]].concat());
@@ -121,7 +121,7 @@ fn nothing_left_to_train_says_so() {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn what_cannot_be_written_is_told_with_its_path_and_cause() {
+fn a_path_that_cannot_be_written_is_reported_with_its_cause() {
     let place = Place::new("full");
     let out = place.at("out");
     let options = [&["--mesh", "dp=2", "--steps", "2"][..], &TINY].concat();

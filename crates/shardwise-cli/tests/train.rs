@@ -30,7 +30,7 @@ fn training_learns_and_leaves_a_model_a_curve_and_a_log() {
     let log = place.at("steps.jsonl");
     let more =
         ["--steps", "120", "--mesh", "dp=2,tp=2", "--plan", "fsdp+tp", "--log", &log, "--report", "--lr", "0.02"];
-    let more = [&more[..], &["--width", "32", "--batch", "16"]].concat();
+    let more = [&more[..], &["--d-model", "32", "--batch-size", "16"]].concat();
     let summary = train(&place, &more);
     let number = |name: &str| summary[name].as_f64().unwrap();
     assert_eq!((summary["steps"].as_u64(), summary["stopped"].as_bool()), (Some(120), Some(false)));
@@ -53,7 +53,7 @@ fn training_learns_and_leaves_a_model_a_curve_and_a_log() {
     let text = written(&[])["text"].as_str().unwrap().to_string();
     assert!(!text.is_empty() && written(&[])["text"] == *text, "{text}");
     assert_ne!(written(&["--seed", "1"])["text"], *text);
-    // what samples of the training said is what the saved model says
+    // greedy decoding continues the prompt
     let beginning = succeeds(&["generate", out, "--prompt", "A", "--tokens", "4", "--temperature", "0"]);
     assert!(beginning.starts_with('A') && beginning.len() > 4, "{beginning}");
 }
@@ -68,7 +68,7 @@ fn losses(place: &Place, more: &[&str]) -> Vec<f64> {
 #[test]
 fn a_seed_gives_the_same_losses_on_every_mesh_with_every_plan() {
     let place = Place::new("meshes");
-    for model in [&["--dropout", "0.2", "--accumulate", "2"][..], &["--model", "llama", "--key-heads", "2"]] {
+    for model in [&["--dropout", "0.2", "--accumulate", "2"][..], &["--model", "llama", "--kv-heads", "2"]] {
         let expected = losses(&place, &[model, &["--mesh", "dp=1"]].concat());
         assert_eq!(expected.len(), 5);
         for way in [
@@ -87,7 +87,7 @@ fn a_seed_gives_the_same_losses_on_every_mesh_with_every_plan() {
 }
 
 #[test]
-fn options_stand_in_a_file_and_the_command_line_wins() {
+fn the_command_line_overrides_the_config_file() {
     let place = Place::new("file");
     let config = place.file(
         "job.toml",
@@ -105,7 +105,7 @@ fn options_stand_in_a_file_and_the_command_line_wins() {
 }
 
 #[test]
-fn other_text_and_a_tokenizer_file_are_learned_from() {
+fn a_text_file_with_a_tokenizer_is_learned() {
     let place = Place::new("tokens");
     let text = place.file("text.txt", "one two three zwölf ".repeat(90));
     let words = ["one ", "two ", "three ", "zwölf "];
@@ -143,7 +143,7 @@ fn mistakes_are_explained_before_anything_runs() {
     train(&["--mesh", "pp=2"], &["axis `pp`"]);
     train(&["--mesh", "dp=100000"], &["100000 ranks"]);
     train(&["--mesh", "dp=2,tp=2", "--plan", "ddp"], &["idle"]);
-    train(&["--mesh", "dp=4", "--batch", "3"], &["3 sequence(s) for 4 ranks"]);
+    train(&["--mesh", "dp=4", "--batch-size", "3"], &["3 sequence(s) for 4 ranks"]);
     train(&["--heads", "5"], &["5 query heads"]);
     train(&["--steps", "0"], &["steps"]);
     train(&["--lr=-1"], &["lr"]);
@@ -177,7 +177,7 @@ fn one_of_several_processes_without_mpi_does_not_train_as_if_it_were_alone() {
     assert!(message.contains("one of 4") && message.contains("build it with the feature `mpi`"), "{message}");
     assert!(message.starts_with("error: ") && other.is_empty(), "{other}");
     assert!(!Path::new(&out).exists());
-    // what takes one rank the first process does, and a job of one process is no more than that
+    // commands of one rank run on the first process, and a job of one process needs no MPI
     assert!(!started("0", "4", &["ops", "--json"]).stdout.is_empty());
     assert!(started("1", "4", &["ops", "--json"]).stdout.is_empty());
     let alone = started("0", "1", &train);
@@ -186,7 +186,7 @@ fn one_of_several_processes_without_mpi_does_not_train_as_if_it_were_alone() {
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_ends_after_a_step_and_keeps_what_was_learned() {
+fn ctrl_c_stops_after_the_step_and_saves_a_checkpoint() {
     use std::io::{BufRead, BufReader};
     use std::process::Stdio;
 
@@ -199,7 +199,7 @@ fn ctrl_c_ends_after_a_step_and_keeps_what_was_learned() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // It says so when the first step is over.
+    // It prints a line after the first step.
     let mut said = BufReader::new(child.stderr.take().unwrap()).lines();
     let first = said.by_ref().map(|line| line.unwrap()).find(|line| line.contains("step 1:"));
     assert!(first.is_some());
@@ -212,7 +212,7 @@ fn ctrl_c_ends_after_a_step_and_keeps_what_was_learned() {
     let steps = summary["steps"].as_u64().unwrap();
     assert!(summary["stopped"] == true && (1..1_000_000).contains(&steps), "{summary}");
     assert!(!succeeds(&["generate", &out, "--tokens", "3"]).is_empty());
-    // what was saved goes on
+    // the checkpoint resumes
     let more = (steps + 3).to_string();
     let resumed =
         json(&succeeds(&["train", "--json", "--resume", "--out", &out, "--steps", &more, "--eval-every", "0"]));
@@ -220,7 +220,7 @@ fn ctrl_c_ends_after_a_step_and_keeps_what_was_learned() {
 }
 
 #[test]
-fn bench_train_measures_every_mode_on_the_same_training() {
+fn bench_train_gets_the_same_losses_in_every_mode() {
     let text = succeeds(&["bench", "train", "--steps", "1", "--json"]);
     let rows: Vec<Value> = text.lines().map(json).collect();
     let modes: Vec<(&str, u64)> =

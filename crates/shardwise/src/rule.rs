@@ -267,7 +267,7 @@ impl Signature {
             let moved: f64 = (0..inputs.len()).map(|i| bytes[i] * self.transition(inputs, i, axis, choice)).sum();
             match choice {
                 // Sharding a summed dimension leaves outputs partial. If inputs are already sharded so, the caller asked for it
-                // (row-parallel linear) and may combine the partial sum with others before it is reduced: free. If inputs have
+                // (row-parallel linear) and may combine the partial sum with other ones before it is reduced: free. If inputs have
                 // to be moved for it, the reduction that will follow is charged: the bytes of those outputs once.
                 AxisChoice::Shard { dim, leader } if leader.is_none() || moved > 0.0 => match self.dims[*dim] {
                     DimSharding::Reduces(_) => moved + partial[*dim],

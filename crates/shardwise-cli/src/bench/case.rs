@@ -1,6 +1,6 @@
 //! The collectives that are measured, and the tensors they are measured on.
 
-/// A collective, as this library and MPI know it.
+/// A collective that this library and MPI both have.
 #[derive(Clone, Copy)]
 pub(super) enum Collective {
     Barrier,
@@ -11,10 +11,11 @@ pub(super) enum Collective {
     ExchangeDims,
 }
 
-/// Columns of the benchmark tensors; their rows are whatever the size asks for.
+/// Columns of the benchmark tensors; the number of rows follows from the size. At least as many as ranks that are measured
+/// by default, so that every rank gets a column.
 pub(super) const COLUMNS: usize = 8;
 
-/// As even a cut as there is.
+/// Splits `total` into `n` sizes that differ by at most one.
 pub(super) fn even(total: usize, n: usize) -> Vec<usize> {
     (0..n).map(|r| total * (r + 1) / n - total * r / n).collect()
 }

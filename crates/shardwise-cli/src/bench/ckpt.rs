@@ -1,4 +1,4 @@
-//! `shardwise bench ckpt`: how fast checkpoints are saved and loaded.
+//! `shardwise bench ckpt`: throughput of saving and loading checkpoints.
 
 use shardwise::error::ErrorKind;
 use std::fs::{self, File};
@@ -13,51 +13,51 @@ use shardwise::TensorMeta;
 use shardwise::checkpoint::{self, State};
 use shardwise::prelude::*;
 
-use crate::output::{Row, Rows};
+use crate::output::{RowPrinter, TableRow};
 use crate::processes;
 
-/// What to measure.
+/// The options of `shardwise bench ckpt`.
 #[derive(Args)]
 #[command(after_help = "\
-16 tensors of f32 on 2 thread ranks (under mpirun, on its processes), cut by rows: saved; loaded as they were; loaded cut by
-columns. Beside it, the same bytes written to one file and made durable, and read again. Files are in the page cache when
-they are read.
+Saves 16 f32 matrices that are sharded on dimension 0 over 2 thread ranks (under mpirun, over its processes), loads them in the \
+same layout, and loads them sharded on dimension 1. The `floor` cases write the same bytes to one file with fsync, and read \
+them. Files are in the page cache when they are read.
 
 Examples:
   shardwise bench ckpt
   shardwise bench ckpt --json --mb 1024 --dir /fast/disk
   mpirun -n 4 shardwise bench ckpt --dir /shared/disk")]
-pub(crate) struct Options {
-    /// Size of all tensors in MB.
+pub(crate) struct BenchCkptOptions {
+    /// Total size of the tensors in MB
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(16..))]
     mb: u64,
-    /// Where to write, in a directory of its own that is removed at the end.
+    /// Directory to write to, in a subdirectory that is removed at the end
     #[arg(long, default_value_os_t = std::env::temp_dir())]
     dir: PathBuf,
-    /// Repetitions, of which the best counts.
+    /// Repetitions per case; the best time is reported
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
-    times: u32,
-    /// Print JSON lines instead of a table.
+    repeats: u32,
+    /// Print JSON lines instead of a table
     #[arg(long)]
     json: bool,
 }
 
-/// Threads, where there are no processes.
+/// Thread ranks outside an MPI job.
 const RANKS: usize = 2;
 const TENSORS: usize = 16;
 
 #[derive(Serialize)]
-struct Measured {
+struct CkptTiming {
     case: &'static str,
     /// Seconds.
     s: f64,
     /// Bytes of all tensors per second, in GB.
     gbps: f64,
-    /// The most memory that a process had during the case, in MB.
+    /// Peak memory of the process that needs most during the case, in MB.
     maxrss_mb: f64,
 }
 
-impl Row for Measured {
+impl TableRow for CkptTiming {
     fn columns(&self) -> Vec<(&'static str, i32, String)> {
         vec![
             ("case", -22, self.case.to_string()),
@@ -68,26 +68,26 @@ impl Row for Measured {
     }
 }
 
-pub(crate) fn run(options: &Options) -> Result<()> {
-    let ranks = processes::agreed(processes::world_sizes(None, &[RANKS]))?[0];
+pub(crate) fn run(options: &BenchCkptOptions) -> Result<()> {
+    let ranks = processes::all_ok(processes::world_sizes(None, &[RANKS]))?[0];
     let scratch = Scratch::new(ranks, &options.dir)?;
-    // A square matrix each, of a size that all ranks can cut either way.
+    // Square matrices whose sides are divisible by the number of ranks: every rank has the same share in both layouts.
     let side = ((options.mb as usize * 1_000_000 / TENSORS / 4) as f64).sqrt() as usize / ranks * ranks;
     let bytes = TENSORS * side * side * 4;
-    let mut rows = Rows::new(options.json, 5);
-    let mut measure = |case: &'static str, run: &dyn Fn() -> Result<Once>| -> Result<()> {
+    let mut rows = RowPrinter::new(options.json, 5);
+    let mut measure = |case: &'static str, run: &dyn Fn() -> Result<Repetition>| -> Result<()> {
         rows.announce(case);
         let (mut best, mut memory) = (f64::INFINITY, 0f64);
-        for _ in 0..options.times {
+        for _ in 0..options.repeats {
             let once = run()?;
             best = best.min(once.s);
             memory = memory.max(once.peak_mb);
         }
-        rows.print(&Measured { case, s: best, gbps: bytes as f64 / best / 1e9, maxrss_mb: memory })?;
+        rows.print(&CkptTiming { case, s: best, gbps: bytes as f64 / best / 1e9, maxrss_mb: memory })?;
         Ok(())
     };
     let path = scratch.0.join("state");
-    let made = move |world: &World| -> Result<State> {
+    let build_state = move |world: &World| -> Result<State> {
         let mesh = world.mesh([("all", ranks)])?;
         let one = |i: usize| {
             Ok((format!("t{i:02}"), DTensor::full(i as f64, ((side, side), DType::F32), &mesh, [Shard(0)])?))
@@ -97,21 +97,21 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     measure("save", &|| {
         let path = path.clone();
         shardwise_mpi::launch(ranks, move |world| {
-            forget_peak();
-            let state = made(&world)?;
-            clocked(&world, || checkpoint::save(&world, &path, &state))
+            reset_peak();
+            let state = build_state(&world)?;
+            timed(&world, || checkpoint::save(&world, &path, &state))
         })
     })?;
     for (case, placement) in [("load same", Shard(0)), ("load reshard S0->S1", Shard(1))] {
         measure(case, &|| {
             let (path, placement) = (path.clone(), placement.clone());
             shardwise_mpi::launch(ranks, move |world| {
-                forget_peak();
+                reset_peak();
                 let mesh = world.mesh([("all", ranks)])?;
                 let place = |_: &str, shape: &[usize]| {
                     Ok((mesh.clone(), Layout::new(mesh.mesh(), shape, [placement.clone()])?))
                 };
-                clocked(&world, || checkpoint::load_placed(&world, &path, place).map(drop))
+                timed(&world, || checkpoint::load_placed(&world, &path, place).map(drop))
             })
         })?;
     }
@@ -120,31 +120,31 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
     let plain = scratch.0.join("plain");
     let block = vec![7u8; 16 << 20];
-    let alone = |body: &dyn Fn() -> Result<()>| -> Result<Once> {
-        forget_peak();
+    let alone = |body: &dyn Fn() -> Result<()>| -> Result<Repetition> {
+        reset_peak();
         let start = Instant::now();
         body()?;
-        Ok(Once { s: start.elapsed().as_secs_f64(), peak_mb: peak_mb() })
+        Ok(Repetition { s: start.elapsed().as_secs_f64(), peak_mb: peak_mb() })
     };
     measure("floor: plain write", &|| alone(&|| write_plain(&plain, &block, bytes)))?;
     measure("floor: plain read", &|| alone(&|| read_plain(&plain, bytes)))
 }
 
 /// One repetition of a case.
-struct Once {
+struct Repetition {
     s: f64,
     peak_mb: f64,
 }
 
-/// The time from a barrier to a barrier, on the rank for which it is longest, and the memory of the process that needs most.
-fn clocked(world: &World, body: impl FnOnce() -> Result<()>) -> Result<Once> {
+/// Runs `body` between two barriers. Returns the time of the slowest rank and the peak memory of the process that needs most.
+fn timed(world: &World, body: impl FnOnce() -> Result<()>) -> Result<Repetition> {
     world.barrier()?;
     let start = Instant::now();
     body()?;
     world.barrier()?;
     let mine = Tensor::new(&[start.elapsed().as_secs_f64(), peak_mb()], &Device::Cpu)?;
     let most = world.all_reduce(&mine, ReduceOp::Max)?.to_vec1::<f64>()?;
-    Ok(Once { s: most[0], peak_mb: most[1] })
+    Ok(Repetition { s: most[0], peak_mb: most[1] })
 }
 
 fn write_plain(path: &Path, block: &[u8], bytes: usize) -> Result<()> {
@@ -164,11 +164,11 @@ fn read_plain(path: &Path, bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// A directory that all ranks use and the first process removes at the end.
+/// A directory that all ranks share. The first process removes it on drop.
 struct Scratch(PathBuf);
 
 impl Scratch {
-    /// A new one in a directory, named after the first process.
+    /// Creates a directory in `parent`, named after the process id of the first process. Collective.
     fn new(ranks: usize, parent: &Path) -> Result<Self> {
         let parent = parent.to_path_buf();
         let path = shardwise_mpi::launch(ranks, move |world| {
@@ -179,7 +179,7 @@ impl Scratch {
             world.on_first_rank(|| {
                 fs::create_dir_all(&path).map_err(|error| {
                     let found = format!("{}: {error}", path.display());
-                    ErrorKind::Argument.error("--dir", found, "a place that can be written to", "name another one")
+                    ErrorKind::Argument.error("--dir", found, "a writable directory", "choose another directory")
                 })
             })?;
             Ok(path)
@@ -196,7 +196,7 @@ impl Drop for Scratch {
     }
 }
 
-/// The most memory that the process has had since [`forget_peak`], in MB; 0 where the system does not say.
+/// Peak memory of the process since [`reset_peak`], in MB; 0 where the operating system does not report it.
 fn peak_mb() -> f64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find(|line| line.starts_with("VmHWM:"));
@@ -204,7 +204,7 @@ fn peak_mb() -> f64 {
     kilobytes.unwrap_or(0.0) * 1024.0 / 1e6
 }
 
-/// Begins to measure the peak anew, where the system can.
-fn forget_peak() {
+/// Resets the peak that the operating system records, where it can.
+fn reset_peak() {
     let _ = fs::write("/proc/self/clear_refs", "5");
 }

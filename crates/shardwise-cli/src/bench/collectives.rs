@@ -1,4 +1,4 @@
-//! `shardwise bench collectives`: every collective beside a plain copy of the bytes that one rank must write.
+//! `shardwise bench collectives`: latency and throughput of the collectives, compared with memcpy and with plain MPI.
 
 use candle_core::{DType, Device, Tensor};
 use clap::Args;
@@ -9,39 +9,38 @@ use shardwise_mpi::launch;
 
 use super::case::{COLUMNS, Collective, even};
 #[cfg(feature = "mpi")]
-use super::raw_mpi::Raw;
+use super::raw_mpi::RawMpiCall;
 use super::timing::{duration, memcpy_ms, time, time_in_turn};
-use crate::output::{Row, Rows};
+use crate::output::{RowPrinter, TableRow};
 use crate::processes;
 
-/// What to measure.
+/// The options of `shardwise bench collectives`.
 #[derive(Args)]
 #[command(after_help = "\
-Every case is a collective on f32 tensors whose full size is in its name. `memcpy_ms` is the time in which a rank
-copies the bytes that it must write (its result) into memory that exists already, all ranks at once, in the same
-run: a floor that leaves out what new memory costs.
+Each case is a collective on f32 tensors; its name has the size of the full tensor. `memcpy_ms` is the time of a memcpy of the \
+rank's result into allocated memory, on all ranks at once in the same run: a lower bound without the cost of allocation.
 
-Under mpirun the world is that of the processes, and `raw_ms` is the time of the MPI call that a program would make by
-itself on memory that exists already, in turn with ours.
+Under mpirun the ranks are its processes, and `raw_ms` is the time of the plain MPI call into allocated memory, in alternation \
+with ours.
 
 Examples:
   shardwise bench collectives
   shardwise bench collectives --ranks 2 --mb 64 --json
-  mpirun -n 2 shardwise bench collectives --json     (built with --features mpi)")]
-pub(crate) struct Options {
-    /// World sizes to measure: 2, 4 and 8 threads by default, under mpirun the number of processes.
+  mpirun -n 2 shardwise bench collectives --only all_reduce --json")]
+pub(crate) struct BenchCollectivesOptions {
+    /// World sizes to measure [default: 2,4,8; under mpirun the number of processes]
     #[arg(long, value_delimiter = ',')]
     ranks: Option<Vec<usize>>,
-    /// Size of the largest tensors in megabytes.
+    /// Size of the largest tensors in MiB
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=4096))]
     mb: u16,
-    /// Sizes of the tensors in bytes, instead of 64 bytes, 1 MB and the largest.
+    /// Sizes of the tensors in bytes, instead of 64 bytes, 1 MiB and --mb
     #[arg(long, value_delimiter = ',', conflicts_with = "mb", value_parser = clap::value_parser!(u32).range(64..))]
     bytes: Vec<u32>,
-    /// Collectives to measure, by name; all if none is named.
+    /// Collectives to measure [default: all]
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
-    /// Print JSON lines instead of a table.
+    /// Print JSON lines instead of a table
     #[arg(long)]
     json: bool,
 }
@@ -56,7 +55,7 @@ const COLLECTIVES: [(Collective, &str); 6] = [
 ];
 
 #[derive(Serialize, Clone)]
-struct Measured {
+struct CollectiveTiming {
     case: String,
     world: usize,
     /// Best time of one call.
@@ -65,17 +64,17 @@ struct Measured {
     median_ms: f64,
     /// Bytes of the full tensor per second, in 10^9.
     gbps: f64,
-    /// Time of a plain copy of the bytes that one rank must write into memory in use, all ranks copying at once.
+    /// Time of a memcpy of the rank's result into allocated memory, on all ranks at once.
     memcpy_ms: f64,
-    /// Under mpirun, best time of the MPI call that a program would make by itself.
+    /// Best time of the plain MPI call, under mpirun.
     #[serde(skip_serializing_if = "Option::is_none")]
     raw_ms: Option<f64>,
-    /// Median of it.
+    /// Median time of the plain MPI call.
     #[serde(skip_serializing_if = "Option::is_none")]
     raw_median_ms: Option<f64>,
 }
 
-impl Row for Measured {
+impl TableRow for CollectiveTiming {
     fn columns(&self) -> Vec<(&'static str, i32, String)> {
         let raw = self.raw_median_ms.map(|ms| ("raw median", 11, duration(ms)));
         let columns = [
@@ -90,17 +89,17 @@ impl Row for Measured {
     }
 }
 
-pub(crate) fn run(options: &Options) -> Result<()> {
+pub(crate) fn run(options: &BenchCollectivesOptions) -> Result<()> {
     let sizes: Vec<usize> = match options.bytes.as_slice() {
         [] => vec![64, 1 << 20, usize::from(options.mb) << 20],
         given => given.iter().map(|&bytes| bytes as usize).collect(),
     };
-    let chosen = processes::agreed(chosen(&options.only))?;
-    let worlds = processes::agreed(processes::world_sizes(options.ranks.as_deref(), &[2, 4, 8]))?;
+    let chosen = processes::all_ok(chosen(&options.only))?;
+    let worlds = processes::all_ok(processes::world_sizes(options.ranks.as_deref(), &[2, 4, 8]))?;
     let per_collective =
         |collective: &Collective| if matches!(collective, Collective::Barrier) { 1 } else { sizes.len() };
     let per_world: usize = chosen.iter().map(|(collective, _)| per_collective(collective)).sum();
-    let mut rows = Rows::new(options.json, (worlds.len() * per_world) as u64);
+    let mut rows = RowPrinter::new(options.json, (worlds.len() * per_world) as u64);
     for ranks in worlds {
         for &(collective, name) in &chosen {
             let sizes = if matches!(collective, Collective::Barrier) { &[0][..] } else { &sizes[..] };
@@ -112,29 +111,24 @@ pub(crate) fn run(options: &Options) -> Result<()> {
                     b if b < 1 << 20 => format!("{b}B {name}"),
                     b => format!("{}MB {name}", b >> 20),
                 };
-                rows.print(&Measured { case, world: ranks, ..measured })?;
+                rows.print(&CollectiveTiming { case, world: ranks, ..measured })?;
             }
         }
     }
     Ok(())
 }
 
-/// The collectives with these names; all if there are no names.
+/// The collectives with these names; all of them if there are no names.
 fn chosen(names: &[String]) -> Result<Vec<(Collective, &'static str)>> {
     let known = COLLECTIVES.map(|(_, name)| name);
     if let Some(unknown) = names.iter().find(|name| !known.contains(&name.as_str())) {
-        return Err(ErrorKind::Argument.error(
-            "--only",
-            unknown,
-            known.join(", "),
-            "name collectives that are measured",
-        ));
+        return Err(ErrorKind::Argument.error("--only", unknown, known.join(", "), "choose from these names"));
     }
     let is_chosen = |name: &str| names.is_empty() || names.iter().any(|chosen| chosen == name);
     Ok(COLLECTIVES.into_iter().filter(|(_, name)| is_chosen(name)).collect())
 }
 
-fn measure(world: &World, collective: Collective, bytes: usize) -> Result<Measured> {
+fn measure(world: &World, collective: Collective, bytes: usize) -> Result<CollectiveTiming> {
     let (n, me) = (world.size(), world.rank());
     let rows = bytes / 4 / COLUMNS;
     let (row_sizes, column_sizes) = (even(rows, n), even(COLUMNS, n));
@@ -158,7 +152,7 @@ fn measure(world: &World, collective: Collective, bytes: usize) -> Result<Measur
         }
     };
     #[cfg(feature = "mpi")]
-    let raw = processes::launched().map(|_| Raw::new(world, collective, bytes));
+    let raw = processes::launched().map(|_| RawMpiCall::new(world, collective, bytes));
     #[cfg(feature = "mpi")]
     let raw = raw.as_ref().map(|raw| || raw.call());
     #[cfg(not(feature = "mpi"))]
@@ -169,7 +163,7 @@ fn measure(world: &World, collective: Collective, bytes: usize) -> Result<Measur
     };
     let memcpy_ms = if written == 0 { 0.0 } else { memcpy_ms(world, written)? };
     let ms = times[0];
-    Ok(Measured {
+    Ok(CollectiveTiming {
         case: String::new(),
         world: n,
         ms,

@@ -1,4 +1,4 @@
-//! `shardwise bench dispatch`: what an operator costs beyond the plain tensor operation.
+//! `shardwise bench dispatch`: overhead of an operator on a `DTensor` over the same operation of candle.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -9,26 +9,26 @@ use serde::Serialize;
 use shardwise::DryWorld;
 use shardwise::prelude::*;
 
-use crate::output::{Row, Rows};
+use crate::output::{RowPrinter, TableRow};
 
-/// What to measure.
+/// The options of `shardwise bench dispatch`.
 #[derive(Args)]
 #[command(after_help = "\
-Tensors are f32 of 8x8 on a mesh of one rank, so that nothing is communicated. `local` cases are candle's own operation on
-plain tensors, in the same run. `cold` cases are first calls for new shapes on meshes of 2 to 16 ranks, data apart: what is
-decided once and then kept. Times are the best of several samples.
+The tensors are 8x8 in f32 on a mesh of one rank, so nothing is communicated. `local` cases are candle's operation on plain \
+tensors in the same run. `cold` cases are first calls for new shapes on meshes of 2 to 16 ranks, without data: they measure \
+sharding propagation, whose result is cached. Times are the best of 20 samples.
 
 Examples:
   shardwise bench dispatch
   shardwise bench dispatch --json")]
-pub(crate) struct Options {
-    /// Print JSON lines instead of a table.
+pub(crate) struct BenchDispatchOptions {
+    /// Print JSON lines instead of a table
     #[arg(long)]
     json: bool,
 }
 
 #[derive(Serialize)]
-struct Measured {
+struct DispatchTiming {
     case: String,
     /// Microseconds per call, best sample.
     us: f64,
@@ -36,7 +36,7 @@ struct Measured {
     median_us: f64,
 }
 
-impl Row for Measured {
+impl TableRow for DispatchTiming {
     fn columns(&self) -> Vec<(&'static str, i32, String)> {
         vec![
             ("case", -22, self.case.clone()),
@@ -46,8 +46,8 @@ impl Row for Measured {
     }
 }
 
-pub(crate) fn run(options: &Options) -> Result<()> {
-    let mut rows = Rows::new(options.json, 21);
+pub(crate) fn run(options: &BenchDispatchOptions) -> Result<()> {
+    let mut rows = RowPrinter::new(options.json, 21);
     for (case, samples) in warm()? {
         rows.print(&measured(case, samples))?;
     }
@@ -59,9 +59,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-fn measured(case: String, mut samples: Vec<f64>) -> Measured {
+fn measured(case: String, mut samples: Vec<f64>) -> DispatchTiming {
     samples.sort_by(f64::total_cmp);
-    Measured { case, us: samples[0], median_us: samples[samples.len() / 2] }
+    DispatchTiming { case, us: samples[0], median_us: samples[samples.len() / 2] }
 }
 
 /// Microseconds per call, per sample.
@@ -78,7 +78,7 @@ fn time(call: impl Fn() -> Result<()>) -> Result<Vec<f64>> {
     Ok(samples)
 }
 
-/// Every operator on plain tensors and on distributed ones, alternating.
+/// Each operator on plain tensors and on distributed ones, in alternation.
 fn warm() -> Result<Vec<(String, Vec<f64>)>> {
     let mut ran = ThreadWorld::new(1)?.run(|world| {
         let mesh = world.mesh([("one", 1)])?;
@@ -117,7 +117,7 @@ fn warm() -> Result<Vec<(String, Vec<f64>)>> {
     Ok(ran.swap_remove(0))
 }
 
-/// First calls for shapes never seen, on a mesh of `axes` axes of two ranks each.
+/// First calls for new shapes, on a mesh with `axes` axes of size 2.
 fn cold(op: &'static str, axes: usize) -> Result<Vec<f64>> {
     let dry = DryWorld::new(1 << axes)?.run(move |world| {
         let mesh = world.mesh(vec![2; axes])?;

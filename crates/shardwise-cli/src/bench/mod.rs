@@ -1,4 +1,4 @@
-//! `shardwise bench`.
+//! `shardwise bench`: benchmarks of the library on this machine.
 
 mod ckpt;
 mod case;
@@ -15,21 +15,21 @@ use shardwise::Result;
 
 #[derive(Subcommand)]
 pub(crate) enum Bench {
-    /// Checkpoints saved and loaded, beside plain files.
-    Ckpt(ckpt::Options),
-    /// Collectives of the thread world beside plain copies of the same bytes.
-    Collectives(collectives::Options),
-    /// Operators on one rank beside the plain operation, and first calls.
-    Dispatch(dispatch::Options),
-    /// Changes of layout beside plain copies of the same bytes.
-    Redistribute(redistribute::Options),
-    /// Training steps of a small GPT on one rank and on two.
-    Train(train::Options),
+    /// Throughput of saving and loading checkpoints, compared with plain files
+    Ckpt(ckpt::BenchCkptOptions),
+    /// Latency and throughput of collectives, compared with memcpy
+    Collectives(collectives::BenchCollectivesOptions),
+    /// Overhead of operators over plain candle operations, and the cost of first calls
+    Dispatch(dispatch::BenchDispatchOptions),
+    /// Throughput of redistribution between layouts, compared with memcpy
+    Redistribute(redistribute::BenchRedistributeOptions),
+    /// Training steps of a small GPT with one rank, DDP, FSDP and tensor parallelism
+    Train(train::BenchTrainOptions),
 }
 
 impl Bench {
-    /// Whether it measures what several ranks do.
-    pub(crate) fn takes_all(&self) -> bool {
+    /// Whether every process of an MPI job takes part.
+    pub(crate) fn runs_on_all_processes(&self) -> bool {
         !matches!(self, Bench::Dispatch(_))
     }
 

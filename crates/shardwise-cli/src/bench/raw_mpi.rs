@@ -1,4 +1,4 @@
-//! The MPI calls that a program would make by itself, on memory that it keeps: what our collectives are compared with.
+//! Plain MPI calls on allocated memory, with which our collectives are compared.
 
 use shardwise::error::ErrorKind;
 use std::cell::RefCell;
@@ -9,26 +9,26 @@ use shardwise::{Result, World};
 
 use super::case::{COLUMNS, Collective, even};
 
-/// A call that is ready to be made, on `f32` matrices.
-pub(super) struct Raw {
+/// A prepared MPI call on `f32` matrices.
+pub(super) struct RawMpiCall {
     collective: Collective,
-    memory: RefCell<Memory>,
+    memory: RefCell<CallBuffers>,
     /// Elements of the full matrix.
     count: c_int,
     /// Elements of every rank's rows.
     counts: Vec<c_int>,
     starts: Vec<c_int>,
-    exchange: Exchange,
+    exchange: ColumnExchange,
     me: usize,
 }
 
-struct Memory {
+struct CallBuffers {
     from: Vec<f32>,
     to: Vec<f32>,
 }
 
-/// What MPI needs to cut a matrix by columns and to join it by rows without a copy: types with strides.
-struct Exchange {
+/// Arguments of `MPI_Alltoallw` that exchange a row-sharded matrix for a column-sharded one without packing: strided data types.
+struct ColumnExchange {
     ones: Vec<c_int>,
     /// In bytes.
     send_starts: Vec<c_int>,
@@ -38,7 +38,7 @@ struct Exchange {
     receive_types: Vec<ffi::MPI_Datatype>,
 }
 
-impl Raw {
+impl RawMpiCall {
     pub(super) fn new(world: &World, collective: Collective, bytes: usize) -> Self {
         let (n, me, rows) = (world.size(), world.rank(), bytes / 4 / COLUMNS);
         let (row_sizes, column_sizes) = (even(rows, n), even(COLUMNS, n));
@@ -51,20 +51,20 @@ impl Raw {
         let (send_types, float) = unsafe {
             let float = ffi::RSMPI_FLOAT;
             let vector = |&columns: &usize| {
-                let mut made = ffi::RSMPI_DATATYPE_NULL;
-                ffi::MPI_Type_vector(int(mine), int(columns), int(COLUMNS), float, &raw mut made);
-                ffi::MPI_Type_commit(&raw mut made);
-                made
+                let mut datatype = ffi::RSMPI_DATATYPE_NULL;
+                ffi::MPI_Type_vector(int(mine), int(columns), int(COLUMNS), float, &raw mut datatype);
+                ffi::MPI_Type_commit(&raw mut datatype);
+                datatype
             };
             (column_sizes.iter().map(vector).collect(), float)
         };
-        Raw {
+        RawMpiCall {
             collective,
-            memory: RefCell::new(Memory { from: vec![1.0; rows * COLUMNS], to: vec![0.0; rows * COLUMNS] }),
+            memory: RefCell::new(CallBuffers { from: vec![1.0; rows * COLUMNS], to: vec![0.0; rows * COLUMNS] }),
             count: int(rows * COLUMNS),
             counts: row_sizes.iter().map(|s| int(s * COLUMNS)).collect(),
             starts: starts(&row_sizes, COLUMNS),
-            exchange: Exchange {
+            exchange: ColumnExchange {
                 ones: vec![1; n],
                 send_starts: starts(&column_sizes, 4),
                 send_types,
@@ -77,7 +77,7 @@ impl Raw {
     }
 
     pub(super) fn call(&self) -> Result<()> {
-        let Memory { from, to } = &mut *self.memory.borrow_mut();
+        let CallBuffers { from, to } = &mut *self.memory.borrow_mut();
         let (from, to) = (from.as_mut_ptr().cast(), to.as_mut_ptr().cast());
         let (counts, starts, mine) = (self.counts.as_ptr(), self.starts.as_ptr(), self.counts[self.me]);
         let even = self.counts.iter().all(|&n| n == mine);
@@ -92,7 +92,7 @@ impl Raw {
                 Collective::AllReduce => ffi::MPI_Allreduce(from, to, self.count, float, sum, world),
                 Collective::ReduceScatter => ffi::MPI_Reduce_scatter(from, to, counts, float, sum, world),
                 Collective::ExchangeDims => {
-                    let Exchange { ones, send_starts, send_types, receive_starts, receive_counts, receive_types } =
+                    let ColumnExchange { ones, send_starts, send_types, receive_starts, receive_counts, receive_types } =
                         &self.exchange;
                     ffi::MPI_Alltoallw(
                         from,
@@ -120,11 +120,11 @@ impl Raw {
     }
 }
 
-impl Drop for Raw {
+impl Drop for RawMpiCall {
     fn drop(&mut self) {
-        for made in &mut self.exchange.send_types {
-            // SAFETY: made by this program, and no longer in use.
-            unsafe { ffi::MPI_Type_free(made) };
+        for datatype in &mut self.exchange.send_types {
+            // SAFETY: committed in `new`, and no call that uses it is in progress.
+            unsafe { ffi::MPI_Type_free(datatype) };
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `shardwise bench redistribute`: changes of layout beside plain copies.
+//! `shardwise bench redistribute`: throughput of redistribution, compared with memcpy.
 
 use candle_core::{DType, Device, Tensor};
 use clap::Args;
@@ -6,50 +6,50 @@ use serde::Serialize;
 use shardwise::prelude::*;
 
 use super::timing::{duration, memcpy_ms, time};
-use crate::output::{Row, Rows};
+use crate::output::{RowPrinter, TableRow};
 use crate::processes;
 
-/// What to measure.
+/// The options of `shardwise bench redistribute`.
 #[derive(Args)]
 #[command(after_help = "\
-Tensors are f32 with 1024 columns; sizes are those of the whole tensor. `gbps` is bytes of the whole tensor per second,
-`memcpy_gbps` the speed of a plain copy of as many bytes into memory in use, all ranks at once, in the same run.
+The tensors are f32 with 1024 columns; sizes are those of the full tensor. `gbps` is the size of the full tensor per second, \
+`memcpy_gbps` the throughput of a memcpy of as many bytes into allocated memory, on all ranks at once in the same run.
 
 Examples:
   shardwise bench redistribute
   shardwise bench redistribute --ranks 2 --json
   mpirun -n 4 shardwise bench redistribute")]
-pub(crate) struct Options {
-    /// World sizes to measure [2,4; the number of processes under mpirun]
+pub(crate) struct BenchRedistributeOptions {
+    /// World sizes to measure [default: 2,4; under mpirun the number of processes]
     #[arg(long, value_delimiter = ',')]
     ranks: Option<Vec<usize>>,
-    /// Sizes of the whole tensor in megabytes.
+    /// Sizes of the full tensor in MiB
     #[arg(long, value_delimiter = ',', default_value = "1,16,64", value_parser = clap::value_parser!(u16).range(1..=4096))]
     mb: Vec<u16>,
-    /// Print JSON lines instead of a table.
+    /// Print JSON lines instead of a table
     #[arg(long)]
     json: bool,
 }
 
-/// Name, source and target.
+/// The name of a case and its source and target placements.
 const CASES: [(&str, &str, &str); 4] =
     [("S0->R", "S(0)", "R"), ("S0->S1", "S(0)", "S(1)"), ("P->R", "P(sum)", "R"), ("P->S0", "P(sum)", "S(0)")];
 
 #[derive(Serialize)]
-struct Measured {
+struct RedistributeTiming {
     case: String,
     world: usize,
     /// Best time of one redistribution.
     ms: f64,
     /// Median time of one redistribution.
     median_ms: f64,
-    /// Bytes of the whole tensor per second, in 10^9.
+    /// Bytes of the full tensor per second, in 10^9.
     gbps: f64,
-    /// The same for a plain copy.
+    /// The same for a memcpy.
     memcpy_gbps: f64,
 }
 
-impl Row for Measured {
+impl TableRow for RedistributeTiming {
     fn columns(&self) -> Vec<(&'static str, i32, String)> {
         vec![
             ("case", -16, self.case.clone()),
@@ -62,9 +62,9 @@ impl Row for Measured {
     }
 }
 
-pub(crate) fn run(options: &Options) -> Result<()> {
-    let worlds = processes::agreed(processes::world_sizes(options.ranks.as_deref(), &[2, 4]))?;
-    let mut rows = Rows::new(options.json, (worlds.len() * (options.mb.len() * CASES.len() + 1)) as u64);
+pub(crate) fn run(options: &BenchRedistributeOptions) -> Result<()> {
+    let worlds = processes::all_ok(processes::world_sizes(options.ranks.as_deref(), &[2, 4]))?;
+    let mut rows = RowPrinter::new(options.json, (worlds.len() * (options.mb.len() * CASES.len() + 1)) as u64);
     for ranks in worlds {
         rows.announce(&format!("small tensors on {ranks} ranks"));
         rows.print(&measure("small S0->R".into(), ranks, [8, 8], "S(0)", "R")?)?;
@@ -79,7 +79,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-fn measure(case: String, ranks: usize, shape: [usize; 2], from: &str, to: &str) -> Result<Measured> {
+fn measure(case: String, ranks: usize, shape: [usize; 2], from: &str, to: &str) -> Result<RedistributeTiming> {
     let (from, to): (Placement, Placement) = (from.parse()?, to.parse()?);
     let bytes = shape[0] * shape[1] * 4;
     let (ms, median_ms, memcpy) = shardwise_mpi::launch(ranks, move |world| {
@@ -91,5 +91,5 @@ fn measure(case: String, ranks: usize, shape: [usize; 2], from: &str, to: &str) 
         Ok((times[0], times[times.len() / 2], memcpy_ms(&world, bytes)?))
     })?;
     let gbps = |ms: f64| bytes as f64 / ms / 1e6;
-    Ok(Measured { case, world: ranks, ms, median_ms, gbps: gbps(ms), memcpy_gbps: gbps(memcpy) })
+    Ok(RedistributeTiming { case, world: ranks, ms, median_ms, gbps: gbps(ms), memcpy_gbps: gbps(memcpy) })
 }

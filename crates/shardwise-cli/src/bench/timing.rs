@@ -1,4 +1,4 @@
-//! Measuring calls that ranks make together.
+//! Timing of collective calls.
 
 use std::cell::RefCell;
 use std::time::Instant;
@@ -6,19 +6,21 @@ use std::time::Instant;
 use candle_core::{Device, Tensor};
 use shardwise::{Error, Group, ReduceOp, Result};
 
-/// Times of one call in milliseconds, in ascending order. Every sample begins when all ranks are ready and lasts until
-/// the last one is done; short calls are repeated within a sample.
+/// Times of one call in milliseconds, in ascending order. Collective.
+///
+/// A sample begins with a barrier and lasts until the slowest rank is done; short calls are repeated within a sample.
 pub(super) fn time(group: &Group, bytes: usize, call: impl Fn() -> Result<()>) -> Result<Vec<f64>> {
     let [times] = time_in_turn(group, bytes, [&call])?;
     Ok(times)
 }
 
-/// As [`time`], for several calls: they take turns, so that what disturbs the machine disturbs all of them.
+/// As [`time`], for several calls in alternation, so that noise of the machine affects all of them alike.
 pub(super) fn time_in_turn<const N: usize>(
     group: &Group,
     bytes: usize,
     calls: [&dyn Fn() -> Result<()>; N],
 ) -> Result<[Vec<f64>; N]> {
+    // A sample of a small call has to be long against the resolution of the clock and the barrier before it.
     let (samples, repeats) = match bytes {
         b if b < 1 << 16 => (20, 2000),
         b if b <= 1 << 20 => (20, 20),
@@ -42,7 +44,7 @@ pub(super) fn time_in_turn<const N: usize>(
     Ok(times)
 }
 
-/// Best time in which a rank copies some bytes into memory that is in use already, all ranks at once.
+/// Best time of a memcpy of `bytes` into allocated memory, on all ranks at once. Collective.
 pub(super) fn memcpy_ms(group: &Group, bytes: usize) -> Result<f64> {
     let (source, copy) = (vec![1u8; bytes], RefCell::new(vec![2u8; bytes]));
     let times = time(group, bytes, || {

@@ -1,4 +1,4 @@
-//! `shardwise bench train`: how fast a small GPT trains on one and on several ranks.
+//! `shardwise bench train`: time per training step of a small GPT on one rank and on several.
 
 use shardwise::error::ErrorKind;
 use std::time::Instant;
@@ -12,30 +12,29 @@ use shardwise::plan::ShardingPlan;
 use shardwise::prelude::*;
 use shardwise_mpi::Settings;
 
-use crate::output::{Row, Rows};
+use crate::output::{RowPrinter, TableRow};
 use crate::processes::{self, Launched};
-use crate::train::trainer::Recipe;
+use crate::train::trainer::TrainerConfig;
 
-/// What to measure.
+/// The options of `shardwise bench train`.
 #[derive(Args)]
 #[command(after_help = "\
-A GPT of 4 layers, width 256, 8 heads, a vocabulary of 1024, sequences of 128, batches of 8, in f32, with AdamW. `single`
-is one rank; the others are two ranks that share the batch (ddp), the batch and the weights (fsdp), or heads and features
-(tp). Under mpirun there are as many ranks as processes. Every rank computes on one thread. A step is forward, backward and optimizer. The losses of all modes are those of
-the same training and differ by rounding alone.
+Trains a GPT with 4 layers, d_model 256, 8 heads and a vocabulary of 1024 on 8 sequences of 128 tokens, in f32 with AdamW. \
+`single` is one rank; `ddp`, `fsdp` and `tp` use two thread ranks, or under mpirun one rank per process. Each rank computes on \
+one thread. A step is forward, backward and optimizer step. The losses of all modes are equal up to rounding.
 
 Examples:
   shardwise bench train
   shardwise bench train --json --steps 40
   mpirun -n 4 shardwise bench train --modes ddp,fsdp")]
-pub(crate) struct Options {
-    /// Steps to measure per mode, after three that are not counted.
+pub(crate) struct BenchTrainOptions {
+    /// Steps to measure per mode, after 3 warm-up steps
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
-    /// Only these modes [all; under mpirun those of that many ranks]
+    /// Modes to measure [default: all; under mpirun the ones that fit the number of processes]
     #[arg(long, value_delimiter = ',', value_parser = MODES)]
     modes: Option<Vec<String>>,
-    /// Print JSON lines instead of a table.
+    /// Print JSON lines instead of a table
     #[arg(long)]
     json: bool,
 }
@@ -47,20 +46,20 @@ const LENGTH: usize = 128;
 const VOCABULARY: usize = 1024;
 
 #[derive(Serialize)]
-struct Measured {
+struct TrainTiming {
     mode: String,
     world: usize,
     /// Milliseconds of the best step.
     best_ms: f64,
     /// Milliseconds of the median step.
     median_ms: f64,
-    /// Of the median step.
+    /// Tokens per second of the median step.
     tokens_per_s: f64,
-    /// Of the last step.
+    /// Loss of the last step.
     loss: f64,
 }
 
-impl Row for Measured {
+impl TableRow for TrainTiming {
     fn columns(&self) -> Vec<(&'static str, i32, String)> {
         vec![
             ("mode", -8, self.mode.clone()),
@@ -73,25 +72,25 @@ impl Row for Measured {
     }
 }
 
-/// How one mode trains.
-struct Way {
+/// The mesh and the sharding plan of a mode.
+struct TrainCase {
     mode: String,
     mesh: Mesh,
     plan: ShardingPlan,
 }
 
-pub(crate) fn run(options: &Options) -> Result<()> {
-    let ways = processes::agreed(ways(options.modes.as_deref()))?;
-    let mut rows = Rows::new(options.json, ways.len() as u64);
-    for way in ways {
-        rows.announce(&way.mode);
-        rows.print(&measure(way, options.steps)?)?;
+pub(crate) fn run(options: &BenchTrainOptions) -> Result<()> {
+    let cases = processes::all_ok(cases(options.modes.as_deref()))?;
+    let mut rows = RowPrinter::new(options.json, cases.len() as u64);
+    for case in cases {
+        rows.announce(&case.mode);
+        rows.print(&measure(case, options.steps)?)?;
     }
     Ok(())
 }
 
-/// How the modes train that were asked for, or all that there are for the processes of the job.
-fn ways(asked: Option<&[String]>) -> Result<Vec<Way>> {
+/// The modes in `asked`; by default all modes that fit the number of processes.
+fn cases(asked: Option<&[String]>) -> Result<Vec<TrainCase>> {
     let processes = processes::launched();
     let several = processes.as_ref().map_or(2, |job| job.size);
     let all: Vec<String> = MODES.map(str::to_string).into();
@@ -100,11 +99,11 @@ fn ways(asked: Option<&[String]>) -> Result<Vec<Way>> {
         Some(1) => &all[..1],
         Some(_) => &all[1..],
     };
-    let way = |mode: &String| {
+    let case = |mode: &String| {
         let is_single = mode == "single";
         if let (true, Some(Launched { by, .. })) = (is_single && several > 1, processes::launched()) {
             let found = format!("single, which is one rank, in a job of {several} processes");
-            let fix = format!("leave it out, or start it with {by} -n 1");
+            let fix = format!("leave it out, or run with {by} -n 1");
             return Err(ErrorKind::Argument.error("mode", found, "one process per rank", fix));
         }
         let parallelism = ParallelismConfig {
@@ -114,9 +113,9 @@ fn ways(asked: Option<&[String]>) -> Result<Vec<Way>> {
         };
         let axis = if mode == "tp" { "tp" } else { "dp" };
         let mesh = Mesh::new([(axis, if is_single { 1 } else { several })])?;
-        Ok(Way { mode: mode.clone(), plan: parallelism.plan(&config(), &mesh)?, mesh })
+        Ok(TrainCase { mode: mode.clone(), plan: parallelism.plan(&config(), &mesh)?, mesh })
     };
-    asked.unwrap_or(usual).iter().map(way).collect()
+    asked.unwrap_or(usual).iter().map(case).collect()
 }
 
 fn config() -> ModelConfig {
@@ -131,12 +130,12 @@ fn config() -> ModelConfig {
     })
 }
 
-fn measure(Way { mode, mesh, plan }: Way, steps: u32) -> Result<Measured> {
+fn measure(TrainCase { mode, mesh, plan }: TrainCase, steps: u32) -> Result<TrainTiming> {
     let world = mesh.size();
     let program = move |ranks: World| {
         let mesh = ranks.device_mesh(mesh.clone())?;
         let group = ParamGroup::new(AdamW::default());
-        let recipe = Recipe {
+        let recipe = TrainerConfig {
             config: &config(),
             plan: &plan,
             dtype: DType::F32,
@@ -162,7 +161,7 @@ fn measure(Way { mode, mesh, plan }: Way, steps: u32) -> Result<Measured> {
     let (times, loss) = Settings::from_env()?.kernel_threads(1).launch(world, program)?;
     let median_ms = times[times.len() / 2];
     let tokens_per_s = (BATCH * LENGTH) as f64 / (median_ms * 1e-3);
-    Ok(Measured { mode, world, best_ms: times[0], median_ms, tokens_per_s, loss })
+    Ok(TrainTiming { mode, world, best_ms: times[0], median_ms, tokens_per_s, loss })
 }
 
 /// Ids and targets of a batch, sharded over the mesh.
@@ -175,7 +174,7 @@ fn batch(tokens: &[u32], mesh: &DeviceMesh) -> Result<Vec<DTensor>> {
     Ok(vec![part(0)?, part(1)?])
 }
 
-/// Tokens that can be predicted in part: each follows from the one before, or is anything.
+/// Synthetic tokens with something to learn: three of four follow from the token before, one is random.
 fn tokens(step: u32) -> Vec<u32> {
     let mut state = u64::from(step) + 1;
     let mut token = 0u64;

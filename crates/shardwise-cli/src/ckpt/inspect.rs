@@ -15,10 +15,10 @@ pub(super) fn run(path: &Path, json: bool) -> Result<()> {
         writeln!(out, "{}", to_json(&catalog))?;
         return Ok(());
     }
-    let tree = Tree::new(&catalog);
+    let tree = NameTree::new(&catalog);
     let mut lines = Vec::new();
     tree.lines(0, &mut lines);
-    // The names first, so that what follows can stand in columns.
+    // The longest name decides where the columns begin; 48 keeps them on the screen.
     let width = lines.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0).min(48);
     for (name, rest) in lines {
         writeln!(out, "{}", format!("{name:<width$}  {rest}").trim_end())?;
@@ -29,7 +29,7 @@ pub(super) fn run(path: &Path, json: bool) -> Result<()> {
     let size = size(catalog.bytes());
     writeln!(
         out,
-        "\n{}: {tensors} tensors in {parts} parts, {elements} elements, {size}; {values} values",
+        "\n{}: {tensors} tensors in {parts} chunks, {elements} elements, {size}; {values} values",
         catalog.format
     )?;
     Ok(())
@@ -43,24 +43,24 @@ fn to_json(catalog: &Catalog) -> Json {
     json!({ "format": catalog.format, "bytes": catalog.bytes(), "tensors": tensors, "values": catalog.values })
 }
 
-/// Entries by the components of their names.
+/// The entries of a catalog by the components of their names.
 #[derive(Default)]
-struct Tree<'a> {
-    inner: BTreeMap<Component, Tree<'a>>,
+struct NameTree<'a> {
+    inner: BTreeMap<Component, NameTree<'a>>,
     tensor: Option<&'a StoredTensor>,
     value: Option<&'a Value>,
 }
 
-/// A component of a name; numbers come in the order of numbers.
+/// A component of a name. Numbers sort by value: 2 before 10.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Component {
     Number(usize),
     Name(String),
 }
 
-impl<'a> Tree<'a> {
+impl<'a> NameTree<'a> {
     fn new(catalog: &'a Catalog) -> Self {
-        let mut tree = Tree::default();
+        let mut tree = NameTree::default();
         for (key, tensor) in &catalog.tensors {
             tree.at(key).tensor = Some(tensor);
         }
@@ -75,7 +75,7 @@ impl<'a> Tree<'a> {
             Ok(number) => Component::Number(number),
             Err(_) => Component::Name(part.to_string()),
         };
-        // A name with more dots than anybody has is shown as it is.
+        // Bounds the recursion of `lines` for names of hostile files; no real name has that many dots.
         key.splitn(128, '.').fold(self, |tree, part| tree.inner.entry(component(part)).or_default())
     }
 
@@ -100,12 +100,12 @@ fn describe(tensor: &StoredTensor) -> String {
     let shape = format!("{:?}", tensor.shape);
     let parts = match tensor.chunks.len() {
         1 => String::new(),
-        n => format!("  {n} parts"),
+        n => format!("  {n} chunks"),
     };
     format!("{:<5} {shape:<18} {:>10}{parts}", tensor.element.to_string(), size(tensor.bytes()))
 }
 
-/// A number of bytes for people.
+/// A number of bytes in a readable unit.
 fn size(bytes: usize) -> String {
     let units = ["B", "kB", "MB", "GB", "TB"];
     let mut value = bytes as f64;

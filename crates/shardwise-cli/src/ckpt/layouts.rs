@@ -1,38 +1,41 @@
-//! How the tensors of a checkpoint lie on a mesh, by name.
+//! Layouts of the tensors of a checkpoint on a mesh, chosen by name.
 
 use clap::{Args, ValueEnum};
 use shardwise::error::ErrorKind;
 use shardwise::plan::ShardingPlan;
 use shardwise::{Layout, Mesh, Placement, Result};
 
-/// A mesh, and how tensors lie on it.
+/// The options for a mesh and the layouts on it.
 #[derive(Args)]
-pub(super) struct Layouts {
-    /// Axes of the mesh, such as dp=2,tp=4.
+pub(super) struct LayoutOptions {
+    /// Axes of the mesh, for example dp=2,tp=4
     #[arg(long)]
     mesh: Mesh,
-    /// How tensors lie that no --place names.
+    /// Sharding plan for tensors without a --place rule
     #[arg(long, value_enum, default_value = "fsdp")]
     plan: PlanName,
-    /// PATTERN=PLACEMENTS, one placement per axis: 'layers.*.up.weight=R,S(0)'. * stands for one component, ** for any number.
+    /// Placements of the tensors whose names match a pattern, one placement per mesh axis: PATTERN=PLACEMENTS, for example
+    /// 'layers.*.up.weight=R,S(0)'. In a pattern * matches one component of a name and ** any number of them.
+    /// May be repeated
     #[arg(long = "place", value_name = "RULE")]
     places: Vec<String>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum PlanName {
-    /// Every rank has everything.
+    /// Every rank holds every tensor
     Replicate,
-    /// Every tensor is cut along its first dimension that can be, over axis dp or the first axis.
+    /// Each tensor is sharded on its first evenly divisible dimension, over axis dp (or the first axis)
     Fsdp,
-    /// Weights of transformers are cut by columns and rows, by their names, over axis tp or the last axis.
+    /// Transformer weights are sharded by column or by row, chosen by name, over axis tp (or the last axis)
     Tp,
-    /// Both.
+    /// fsdp and tp combined
     #[value(name = "fsdp+tp")]
     FsdpTp,
 }
 
-/// Weights whose outputs are cut, and weights whose inputs are, by the component of the name before `weight` or `bias`.
+/// Weights that tensor parallelism shards on their output features (column-wise), by the component of the name before `weight`
+/// or `bias`: names of Hugging Face, then of this library, then of GPT-2.
 const BY_COLUMNS: [&str; 15] = [
     "q_proj",
     "k_proj",
@@ -50,39 +53,40 @@ const BY_COLUMNS: [&str; 15] = [
     "head",
     "wte",
 ];
+/// Weights that tensor parallelism shards on their input features (row-wise).
 const BY_ROWS: [&str; 4] = ["o_proj", "down_proj", "output", "down"];
 
-/// Layouts by name and shape.
-pub(super) struct Chosen {
+/// The layout of each tensor, by name and shape.
+pub(super) struct CheckpointLayouts {
     pub(super) mesh: Mesh,
     plan: PlanName,
-    placed: ShardingPlan,
+    overrides: ShardingPlan,
 }
 
-impl Layouts {
-    pub(super) fn chosen(&self) -> Result<Chosen> {
-        let mut placed = ShardingPlan::new();
+impl LayoutOptions {
+    pub(super) fn resolve(&self) -> Result<CheckpointLayouts> {
+        let mut overrides = ShardingPlan::new();
         for rule in &self.places {
             let Some((pattern, placements)) = rule.split_once('=') else {
                 let fix = "for example 'layers.*.up.weight=R,S(0)'";
                 return Err(ErrorKind::Argument.error("--place", format!("{rule:?}"), "PATTERN=PLACEMENTS", fix));
             };
-            placed = placed.param(pattern, Placement::parse_list(placements)?);
+            overrides = overrides.param(pattern, Placement::parse_list(placements)?);
         }
-        Ok(Chosen { mesh: self.mesh.clone(), plan: self.plan, placed })
+        Ok(CheckpointLayouts { mesh: self.mesh.clone(), plan: self.plan, overrides })
     }
 }
 
-impl Chosen {
+impl CheckpointLayouts {
     pub(super) fn layout(&self, key: &str, shape: &[usize]) -> Result<Layout> {
         let whole = Layout::replicated(&self.mesh, shape)?;
-        if self.placed.param_plan(key)?.is_some() {
-            return self.placed.layout_of(key, &whole);
+        if self.overrides.param_plan(key)?.is_some() {
+            return self.overrides.layout_of(key, &whole);
         }
         let axis = |name: &str, other: usize| self.mesh.axis(name).unwrap_or(other);
         let (dp, tp) = (axis("dp", 0), axis("tp", self.mesh.ndim() - 1));
         let mut plan = ShardingPlan::new();
-        let mut left = shape.to_vec();
+        let mut local_shape = shape.to_vec();
         if matches!(self.plan, PlanName::Tp | PlanName::FsdpTp)
             && let Some(dim) = tensor_parallel_dim(key, shape)
         {
@@ -91,13 +95,15 @@ impl Chosen {
                 &self.mesh,
                 &[(self.mesh.axes()[tp].name.clone(), Placement::Shard(dim as isize))],
             )?;
-            left[dim] = left[dim].div_ceil(self.mesh.shape()[tp]);
+            local_shape[dim] = local_shape[dim].div_ceil(self.mesh.shape()[tp]);
         }
         let is_used = self.plan == PlanName::FsdpTp && dp == tp;
         if matches!(self.plan, PlanName::Fsdp | PlanName::FsdpTp) && !is_used && !shape.is_empty() {
             let k = self.mesh.shape()[dp];
-            let dim = (0..left.len()).find(|&d| left[d] >= k && left[d].is_multiple_of(k));
-            let dim = dim.unwrap_or_else(|| (0..left.len()).max_by_key(|&d| (left[d], usize::MAX - d)).unwrap_or(0));
+            let dim = (0..local_shape.len()).find(|&d| local_shape[d] >= k && local_shape[d].is_multiple_of(k));
+            let dim = dim.unwrap_or_else(|| {
+                (0..local_shape.len()).max_by_key(|&d| (local_shape[d], usize::MAX - d)).unwrap_or(0)
+            });
             plan = plan.add_placements(
                 key,
                 &self.mesh,
@@ -108,7 +114,7 @@ impl Chosen {
     }
 }
 
-/// The dimension along which tensor parallelism cuts a weight of a transformer.
+/// The dimension on which tensor parallelism shards a weight of a transformer.
 fn tensor_parallel_dim(key: &str, shape: &[usize]) -> Option<usize> {
     let mut components = key.rsplit('.');
     let kind = components.next()?;

@@ -1,4 +1,4 @@
-//! Tools for checkpoints of any format: look, compare, check, convert, cut anew, and try a load without doing it.
+//! `shardwise ckpt`: inspects, compares, verifies, converts and reshards checkpoints of any format.
 
 mod convert;
 mod inspect;
@@ -18,121 +18,161 @@ use serde_json::json;
 use shardwise::Result;
 use shardwise::checkpoint::{self, ConvertOptions, DiffOptions, ElementType, Format, RankLoad};
 
-use crate::output::{Row, Rows};
+use crate::output::{RowPrinter, TableRow};
 use progress::byte_bar;
 
 const EXAMPLES: &str = "Examples:
-  shardwise ckpt inspect model/                              what is in it
-  shardwise ckpt verify run/step-00000100                    checksums, holes, missing bytes
-  shardwise ckpt diff before/ after/ --atol 1e-6             where two of them differ
-  shardwise ckpt convert run/ hf/ --to hf --dtype bf16       for Hugging Face, in half the size
-  shardwise ckpt convert run/ w/ --include 'model\\..*'        the weights without the optimizer
-  shardwise ckpt convert a/ b/ --rename 'model\\.(.*)=$1'     with other names
+  shardwise ckpt inspect model/
+  shardwise ckpt verify run/checkpoints/step-00000100
+  shardwise ckpt diff before/ after/ --atol 1e-6
+  shardwise ckpt convert run/ hf/ --to hf --dtype bf16
+  shardwise ckpt convert run/ weights/ --include 'model\\..*'
   shardwise ckpt reshard a/ b/ --mesh dp=2,tp=2 --plan fsdp+tp
-  shardwise ckpt dry-load a/ --mesh dp=8 --plan fsdp         what each rank would read and hold";
+  shardwise ckpt dry-load a/ --mesh dp=8 --plan fsdp";
 
-/// Look at checkpoints, compare, check and convert them.
+const INSPECT_EXAMPLES: &str = "Examples:
+  shardwise ckpt inspect shardwise-out/checkpoints/step-00000300
+  shardwise ckpt inspect model.safetensors
+  shardwise ckpt inspect model.pt --json | jq '.tensors | keys'";
+
+const DIFF_EXAMPLES: &str = "\
+Tensors are equal if |a - b| <= atol + rtol * |b| holds for all elements and their types and shapes are the same. The exit \
+code is 1 if the checkpoints differ.
+
+Examples:
+  shardwise ckpt diff before/ after/
+  shardwise ckpt diff run/ hf/ --rtol 1e-2 --json";
+
+const VERIFY_EXAMPLES: &str = "\
+The exit code is 1 if something is missing or damaged.
+
+Examples:
+  shardwise ckpt verify shardwise-out/checkpoints/step-00000300
+  shardwise ckpt verify model/ --json | jq .problems";
+
+const CONVERT_EXAMPLES: &str = "Examples:
+  shardwise ckpt convert run/ hf/ --to hf --dtype bf16
+  shardwise ckpt convert run/ weights/ --include 'model\\..*'
+  shardwise ckpt convert a/ b/ --rename 'model\\.(.*)=$1'
+  shardwise ckpt convert model.pt dcp/ --to dcp";
+
+const RESHARD_EXAMPLES: &str = "Examples:
+  shardwise ckpt reshard a/ b/ --mesh dp=8
+  shardwise ckpt reshard a/ b/ --mesh dp=2,tp=2 --plan fsdp+tp
+  shardwise ckpt reshard a/ b/ --mesh tp=4 --place 'layers.*.up.weight=S(0)'";
+
+const DRY_LOAD_EXAMPLES: &str = "Examples:
+  shardwise ckpt dry-load a/ --mesh dp=8 --plan fsdp
+  shardwise ckpt dry-load a/ --mesh dp=4,tp=2 --plan fsdp+tp --json";
+
+/// Inspect, verify, compare, convert and reshard checkpoints
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub(crate) struct Options {
+pub(crate) struct CkptOptions {
     #[command(subcommand)]
-    command: Command,
+    command: CkptCommand,
 }
 
 #[derive(Subcommand)]
-enum Command {
-    /// Show tensors, values, shapes, types, parts and sizes as a tree.
+enum CkptCommand {
+    /// List tensors and values with shapes, types, chunks and sizes
+    #[command(after_help = INSPECT_EXAMPLES)]
     Inspect {
-        /// Directory or file of the checkpoint.
+        /// Directory or file of the checkpoint
         path: PathBuf,
-        /// One JSON object.
+        /// Print a JSON object
         #[arg(long)]
         json: bool,
     },
-    /// Show where two checkpoints differ; ends with 1 if they do.
+    /// Compare two checkpoints, tensor by tensor and value by value
+    #[command(after_help = DIFF_EXAMPLES)]
     Diff {
-        /// The first checkpoint.
+        /// First checkpoint
         first: PathBuf,
-        /// The second checkpoint.
+        /// Second checkpoint
         second: PathBuf,
-        /// Relative tolerance.
+        /// Relative tolerance
         #[arg(long, default_value_t = 0.0)]
         rtol: f64,
-        /// Absolute tolerance.
+        /// Absolute tolerance
         #[arg(long, default_value_t = 0.0)]
         atol: f64,
-        /// One JSON object per difference.
+        /// Print a JSON object per difference
         #[arg(long)]
         json: bool,
     },
-    /// Read everything and compare it with its checksums; ends with 1 if something is wrong.
+    /// Read a checkpoint completely and compare it with its checksums
+    #[command(after_help = VERIFY_EXAMPLES)]
     Verify {
-        /// Directory or file of the checkpoint.
+        /// Directory or file of the checkpoint
         path: PathBuf,
-        /// One JSON object.
+        /// Print a JSON object
         #[arg(long)]
         json: bool,
     },
-    /// Write a checkpoint in another format, type or with other names.
+    /// Convert a checkpoint to another format or element type, or rename and select its entries
+    #[command(after_help = CONVERT_EXAMPLES)]
     Convert {
-        /// The checkpoint to read.
+        /// Checkpoint to read
         from: PathBuf,
-        /// The directory to write.
+        /// Directory to write
         to: PathBuf,
         #[command(flatten)]
-        writing: Writing,
+        write: WriteOptions,
     },
-    /// Write a checkpoint cut for a mesh, one file per rank.
+    /// Write a checkpoint sharded for a mesh, one file per rank
+    #[command(after_help = RESHARD_EXAMPLES)]
     Reshard {
-        /// The checkpoint to read.
+        /// Checkpoint to read
         from: PathBuf,
-        /// The directory to write.
+        /// Directory to write
         to: PathBuf,
         #[command(flatten)]
-        layouts: layouts::Layouts,
+        layouts: layouts::LayoutOptions,
         #[command(flatten)]
-        writing: Writing,
+        write: WriteOptions,
     },
-    /// Tell from descriptions alone whether a load would succeed, and what every rank would read and hold.
+    /// Check from the metadata alone whether a load would succeed, and what each rank would read and allocate
+    #[command(after_help = DRY_LOAD_EXAMPLES)]
     DryLoad {
-        /// Directory or file of the checkpoint.
+        /// Directory or file of the checkpoint
         path: PathBuf,
         #[command(flatten)]
-        layouts: layouts::Layouts,
-        /// One JSON object per rank.
+        layouts: layouts::LayoutOptions,
+        /// Print a JSON object per rank
         #[arg(long)]
         json: bool,
     },
 }
 
-/// How a checkpoint is written.
+/// The options for writing a checkpoint.
 #[derive(Args)]
-struct Writing {
-    /// The format to write.
+struct WriteOptions {
+    /// Format to write
     #[arg(long = "to", alias = "format", value_name = "FORMAT", value_parser = writable_formats(), default_value = "native")]
     format: Format,
-    /// Another type for tensors of floating-point numbers, such as bf16.
+    /// Convert floating-point tensors to this type, for example bf16
     #[arg(long)]
     dtype: Option<ElementType>,
-    /// A regular expression that a whole name fits: only such tensors and values are written.
+    /// Write only the entries whose full name matches this regular expression. May be repeated
     #[arg(long, value_name = "PATTERN")]
     include: Vec<String>,
-    /// A regular expression that a whole name fits: such tensors and values are not written, also if they are included.
+    /// Leave out the entries whose full name matches this regular expression; wins over --include. May be repeated
     #[arg(long, value_name = "PATTERN")]
     exclude: Vec<String>,
-    /// PATTERN=REPLACEMENT: a regular expression that a whole name fits, and what becomes of it ($1 for the first group).
-    /// The first rule that fits counts.
+    /// Rename entries: PATTERN=REPLACEMENT, where the regular expression PATTERN matches the full name and $1 in REPLACEMENT is
+    /// its first group. May be repeated; the first rule that matches applies
     #[arg(long = "rename", value_name = "RULE")]
     rules: Vec<String>,
-    /// Size of a file at most, in MB, unless one tensor is larger.
+    /// Maximum size of a file in MB; a larger tensor gets a file for itself
     #[arg(long, default_value_t = 5000)]
     max_file_mb: usize,
-    /// Report as one JSON object, with the keys of all values that the format cannot store.
+    /// Print a JSON object, which lists all values that the format cannot store
     #[arg(long)]
     json: bool,
 }
 
-/// The formats that can be written, with what `--help` says of them.
+/// The formats that can be written, with their descriptions for `--help`.
 fn writable_formats() -> impl TypedValueParser<Value = Format> {
     let value = |format: Format| {
         let names: Vec<&str> = format.aliases().to_vec();
@@ -143,7 +183,7 @@ fn writable_formats() -> impl TypedValueParser<Value = Format> {
     PossibleValuesParser::new(formats.map(value)).try_map(|name| name.parse::<Format>())
 }
 
-impl Writing {
+impl WriteOptions {
     fn options(&self) -> Result<ConvertOptions> {
         let rules = self.rules.iter().map(|rule| parse_rule(rule)).collect::<Result<Vec<_>>>()?;
         let rename = move |name: &str| {
@@ -161,7 +201,7 @@ impl Writing {
     }
 }
 
-/// A pattern that a whole name has to fit.
+/// Compiles a pattern that has to match a full name.
 fn whole_name(pattern: &str) -> Result<Regex> {
     Regex::new(&format!("^(?:{pattern})$")).map_err(|error| {
         ErrorKind::Argument.error("--include or --exclude", error, "a regular expression", "for example 'model\\..*'")
@@ -177,11 +217,11 @@ fn parse_rule(rule: &str) -> Result<(Regex, String)> {
     Ok((pattern, new.to_string()))
 }
 
-/// Runs a command; whether all is well.
-pub(crate) fn run(options: &Options) -> Result<bool> {
+/// Runs a subcommand. Returns false if `diff` found differences or `verify` found problems.
+pub(crate) fn run(options: &CkptOptions) -> Result<bool> {
     match &options.command {
-        Command::Inspect { path, json } => inspect::run(path, *json).map(|()| true),
-        Command::Diff { first, second, rtol, atol, json } => {
+        CkptCommand::Inspect { path, json } => inspect::run(path, *json).map(|()| true),
+        CkptCommand::Diff { first, second, rtol, atol, json } => {
             let (first, second) = (checkpoint::open(first)?, checkpoint::open(second)?);
             let bar = byte_bar(first.bytes() as u64);
             let options = DiffOptions { rtol: *rtol, atol: *atol, progress: Some(&|bytes| bar.inc(bytes)) };
@@ -195,25 +235,25 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
                 }
             }
             if found.is_empty() && !*json {
-                writeln!(out, "the same: {} tensors, {} values", first.tensors.len(), first.values.len())?;
+                writeln!(out, "no differences: {} tensors, {} values", first.tensors.len(), first.values.len())?;
             }
             Ok(found.is_empty())
         }
-        Command::Verify { path, json } => verify(path, *json),
-        Command::Convert { from, to, writing } => {
-            convert::run(from, to, &writing.options()?, writing.json).map(|()| true)
+        CkptCommand::Verify { path, json } => verify(path, *json),
+        CkptCommand::Convert { from, to, write } => {
+            convert::run(from, to, &write.options()?, write.json).map(|()| true)
         }
-        Command::Reshard { from, to, layouts, writing } => {
-            let layouts = layouts.chosen()?;
+        CkptCommand::Reshard { from, to, layouts, write } => {
+            let layouts = layouts.resolve()?;
             let boxes = move |key: &str, shape: &[usize]| Ok(layouts.layout(key, shape)?.primary_boxes().collect());
-            let options = ConvertOptions { reshard: Some(Arc::new(boxes)), ..writing.options()? };
-            convert::run(from, to, &options, writing.json).map(|()| true)
+            let options = ConvertOptions { reshard: Some(Arc::new(boxes)), ..write.options()? };
+            convert::run(from, to, &options, write.json).map(|()| true)
         }
-        Command::DryLoad { path, layouts, json } => {
-            let (catalog, layouts) = (checkpoint::open(path)?, layouts.chosen()?);
+        CkptCommand::DryLoad { path, layouts, json } => {
+            let (catalog, layouts) = (checkpoint::open(path)?, layouts.resolve()?);
             let place = |key: &str, shape: &[usize]| Ok(layouts.layout(key, shape)?.placements().to_vec());
             let loads = checkpoint::dry_load(&catalog, &layouts.mesh, place)?;
-            let mut rows = Rows::new(*json, loads.len() as u64);
+            let mut rows = RowPrinter::new(*json, loads.len() as u64);
             loads.into_iter().try_for_each(|load| rows.print(&LoadRow(load)))?;
             Ok(true)
         }
@@ -223,7 +263,7 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
 #[derive(serde::Serialize)]
 struct LoadRow(RankLoad);
 
-impl Row for LoadRow {
+impl TableRow for LoadRow {
     fn columns(&self) -> Vec<(&'static str, i32, String)> {
         let mb = |bytes: usize| format!("{:.1}", bytes as f64 / 1e6);
         vec![
@@ -231,7 +271,7 @@ impl Row for LoadRow {
             ("tensors MB", 12, mb(self.0.tensor_bytes)),
             ("read MB", 12, mb(self.0.read_bytes)),
             ("peak MB", 12, mb(self.0.peak_bytes)),
-            ("parts", 7, self.0.chunks.to_string()),
+            ("chunks", 7, self.0.chunks.to_string()),
             ("files", 6, self.0.files.to_string()),
         ]
     }
@@ -259,13 +299,13 @@ fn verify(path: &PathBuf, json: bool) -> Result<bool> {
     }
     found.problems.iter().try_for_each(|problem| writeln!(out, "problem: {problem}"))?;
     found.unknown_files.iter().try_for_each(|name| writeln!(out, "not part of the checkpoint: {name}"))?;
-    let said = if found.is_intact() { "whole" } else { "NOT whole" };
-    writeln!(out, "{said}: {} parts verified, {} stored without a checksum", found.verified, found.without_checksum)?;
+    let said = if found.is_intact() { "intact" } else { "NOT intact" };
+    writeln!(out, "{said}: {} chunks verified, {} stored without a checksum", found.verified, found.without_checksum)?;
     if found.without_block_checksums > 0 {
         let (count, fix) = (found.without_block_checksums, "`ckpt convert` adds them");
         writeln!(
             out,
-            "{count} parts have no checksums of blocks: a load in another layout does not check them; {fix}"
+            "{count} chunks have no block checksums, so a load in another layout does not verify them; {fix}"
         )?;
     }
     Ok(found.is_intact())

@@ -1,4 +1,4 @@
-//! The loss curve as a picture.
+//! The loss curve as SVG.
 
 use std::fmt::Write;
 
@@ -9,7 +9,7 @@ const RIGHT: f64 = 20.0;
 const TOP: f64 = 40.0;
 const BOTTOM: f64 = 50.0;
 
-/// An SVG of the losses of steps and of those on held-out text (each after so many steps), and of a guess by frequency.
+/// Draws the training losses and the held-out losses, as (number of steps, loss), and the unigram loss.
 pub(crate) fn svg(title: &str, losses: &[(u64, f64)], held_out: &[(u64, f64)], unigram: f64) -> String {
     let all = losses.iter().map(|&(_, loss)| loss).chain(held_out.iter().map(|&(_, loss)| loss)).chain([unigram]);
     let (low, high) = all.filter(|x| x.is_finite()).fold((f64::MAX, f64::MIN), |(a, b), x| (a.min(x), b.max(x)));
@@ -54,7 +54,7 @@ pub(crate) fn svg(title: &str, losses: &[(u64, f64)], held_out: &[(u64, f64)], u
     let tested = line(&mut held_out.iter().map(|&(step, loss)| (step as f64, loss)));
     add(format!("<polyline points=\"{tested}\" fill=\"none\" stroke=\"#d62728\" stroke-width=\"2\"/>"));
     for (i, (color, name)) in
-        [("#1f77b4", "training"), ("#d62728", "held-out text"), ("#999", "guess by frequency")].iter().enumerate()
+        [("#1f77b4", "training"), ("#d62728", "held-out text"), ("#999", "unigram")].iter().enumerate()
     {
         let (x, y) = (WIDTH - RIGHT - 150.0, TOP + 10.0 + 18.0 * i as f64);
         add(format!("<path d=\"M{x} {y}h24\" stroke=\"{color}\" stroke-width=\"2\"/>"));
@@ -63,7 +63,7 @@ pub(crate) fn svg(title: &str, losses: &[(u64, f64)], held_out: &[(u64, f64)], u
     svg + "</svg>\n"
 }
 
-/// A round distance of which about five make up a range.
+/// A round distance between about five ticks of a range.
 fn tick(range: f64) -> f64 {
     let power = 10f64.powf((range / 5.0).log10().floor());
     let unit = [1.0, 2.0, 5.0, 10.0].into_iter().find(|unit| unit * power * 5.0 >= range);

@@ -1,4 +1,4 @@
-//! The losses of a run by step, in a file of its output directory: what a resumed training draws its curve from.
+//! The losses of a run by step, in a file of its output directory, from which a resumed run continues its curve.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -7,22 +7,22 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use shardwise::{Error, Result};
 
-use super::checkpoints::unwritable;
-use super::saved::write;
+use super::checkpoints::cannot_write;
+use super::model_dir::write;
 
-/// Name of the file.
-const HISTORY: &str = "losses.jsonl";
+/// File name in the output directory.
+const HISTORY_FILE: &str = "losses.jsonl";
 
-/// Losses of steps and of held-out text, each after so many steps.
+/// Losses as (number of steps, loss).
 #[derive(Default)]
-pub(super) struct Losses {
+pub(super) struct LossRecord {
     pub(super) trained: Vec<(u64, f64)>,
     pub(super) held_out: Vec<(u64, f64)>,
 }
 
-/// A line of the file: one of the two losses. Those that are not finite are left out, because JSON has no such numbers.
+/// A line of the file, with one of the two losses. Non-finite losses are left out, because JSON cannot represent them.
 #[derive(Serialize, Deserialize)]
-struct Line {
+struct HistoryLine {
     step: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     loss: Option<f64>,
@@ -30,13 +30,15 @@ struct Line {
     held_out_loss: Option<f64>,
 }
 
-impl Losses {
-    /// What a run wrote up to a step; nothing where there is no such file, as from runs before there was one.
-    fn read(out: &Path, last: u64) -> Losses {
-        let text = std::fs::read_to_string(out.join(HISTORY)).unwrap_or_default();
-        let mut losses = Losses::default();
-        // A line that was cut off by a crash is one of a step after the last checkpoint.
-        for line in text.lines().filter_map(|line| serde_json::from_str::<Line>(line).ok()).filter(|l| l.step <= last) {
+impl LossRecord {
+    /// Reads the losses up to a step; none if there is no file, as in directories of earlier versions.
+    fn read(out: &Path, last: u64) -> LossRecord {
+        let text = std::fs::read_to_string(out.join(HISTORY_FILE)).unwrap_or_default();
+        let mut losses = LossRecord::default();
+        // A line truncated by a crash belongs to a step after the latest checkpoint, so it can be ignored.
+        for line in
+            text.lines().filter_map(|line| serde_json::from_str::<HistoryLine>(line).ok()).filter(|l| l.step <= last)
+        {
             losses.trained.extend(line.loss.map(|loss| (line.step, loss)));
             losses.held_out.extend(line.held_out_loss.map(|loss| (line.step, loss)));
         }
@@ -44,51 +46,55 @@ impl Losses {
     }
 }
 
-/// The losses so far, and the file that gets them as they come.
-pub(super) struct History {
-    pub(super) losses: Losses,
+/// The losses so far, and the file that they are appended to.
+pub(super) struct LossHistory {
+    pub(super) losses: LossRecord,
     path: PathBuf,
     file: BufWriter<File>,
 }
 
-impl History {
-    /// Begins the history of a run, with that of the run it goes on from up to the step of its checkpoint.
-    pub(super) fn begin(out: &Path, from: Option<&Path>, last: u64) -> Result<History> {
-        let losses = from.map_or_else(Losses::default, |from| Losses::read(from, last));
-        let path = out.join(HISTORY);
-        let mut lines: Vec<Line> = Vec::new();
-        lines.extend(losses.trained.iter().map(|&(step, loss)| Line { step, loss: Some(loss), held_out_loss: None }));
-        lines.extend(losses.held_out.iter().map(|&(step, l)| Line { step, loss: None, held_out_loss: Some(l) }));
+impl LossHistory {
+    /// Starts the history of a run, with that of the run it resumes from up to the step of the checkpoint.
+    pub(super) fn begin(out: &Path, from: Option<&Path>, last: u64) -> Result<LossHistory> {
+        let losses = from.map_or_else(LossRecord::default, |from| LossRecord::read(from, last));
+        let path = out.join(HISTORY_FILE);
+        let mut lines: Vec<HistoryLine> = Vec::new();
+        lines.extend(losses.trained.iter().map(|&(step, loss)| HistoryLine {
+            step,
+            loss: Some(loss),
+            held_out_loss: None,
+        }));
+        lines.extend(losses.held_out.iter().map(|&(step, l)| HistoryLine { step, loss: None, held_out_loss: Some(l) }));
         lines.sort_by_key(|line| line.step);
         let text: Result<String> = lines.iter().map(|line| Ok(json(line)? + "\n")).collect();
         write(&path, text?)?;
         let file =
-            File::options().append(true).open(&path).map_err(|error| unwritable("output file", &path, &error))?;
-        Ok(History { losses, path, file: BufWriter::new(file) })
+            File::options().append(true).open(&path).map_err(|error| cannot_write("output file", &path, &error))?;
+        Ok(LossHistory { losses, path, file: BufWriter::new(file) })
     }
 
     pub(super) fn trained(&mut self, step: u64, loss: f64) -> Result<()> {
         self.losses.trained.push((step, loss));
-        self.add(&Line { step, loss: Some(loss), held_out_loss: None })
+        self.add(&HistoryLine { step, loss: Some(loss), held_out_loss: None })
     }
 
     pub(super) fn held_out(&mut self, step: u64, loss: f64) -> Result<()> {
-        // A run that is looked at again has been there before.
+        // Resuming a finished run evaluates the same step again.
         self.losses.held_out.retain(|&(other, _)| other != step);
         self.losses.held_out.push((step, loss));
-        self.add(&Line { step, loss: None, held_out_loss: Some(loss) })
+        self.add(&HistoryLine { step, loss: None, held_out_loss: Some(loss) })
     }
 
-    fn add(&mut self, line: &Line) -> Result<()> {
+    fn add(&mut self, line: &HistoryLine) -> Result<()> {
         if line.loss.or(line.held_out_loss).is_some_and(|loss| !loss.is_finite()) {
             return Ok(());
         }
         let text = json(line)?;
         let written = writeln!(self.file, "{text}").and_then(|()| self.file.flush());
-        written.map_err(|error| unwritable("output file", &self.path, &error))
+        written.map_err(|error| cannot_write("output file", &self.path, &error))
     }
 }
 
-fn json(line: &Line) -> Result<String> {
+fn json(line: &HistoryLine) -> Result<String> {
     serde_json::to_string(line).map_err(Error::other)
 }

@@ -1,4 +1,4 @@
-//! `shardwise train`: a language model on a text, over any mesh of ranks.
+//! `shardwise train`: trains a language model on a text, on any mesh of ranks.
 
 pub(crate) mod checkpoints;
 mod curve;
@@ -7,7 +7,7 @@ mod history;
 mod progress;
 mod run;
 pub(crate) mod sample;
-pub(crate) mod saved;
+pub(crate) mod model_dir;
 mod settings;
 pub(crate) mod trainer;
 
@@ -22,70 +22,68 @@ use shardwise::mesh::Network;
 use shardwise::models::check_export;
 use shardwise::prelude::*;
 
-use checkpoints::Resumed;
-use run::{Outcome, Prepared, STOP, Summary, WORLD, work};
-use settings::Settings;
+use checkpoints::ResumePoint;
+use run::{PreparedRun, RunOutcome, RunSummary, STOP, WORLD, train_on_rank};
+use settings::TrainSettings;
 
 use crate::processes;
 
-/// What to train and what to show.
+/// The options of `shardwise train`.
 #[derive(Args)]
 #[command(
     args_override_self = true,
     after_help = "\
-Without options it trains a small GPT on a book that comes with the command, on 4 thread ranks. A seed gives the same
-training on every mesh and with every plan, up to rounding. Ctrl-C ends it after the step and saves a checkpoint, as every
-training does at its end; --resume goes on from there. Options then need not be given again, and those that are given count:
-another mesh and plan, more steps.
+Without options, trains a small GPT on a built-in book on 4 thread ranks. The same seed gives the same losses on every mesh and \
+with every plan, up to rounding. A checkpoint is saved at the end, and on Ctrl-C after the current step. --resume continues from \
+it with the options of that run; options that are given override them, for example another mesh and plan, or more steps.
 
-Under mpirun or srun every process is a rank: the mesh has as many, and is dp=N for N processes unless it is named. All
-processes read options, text and checkpoints, from a file system that they share; the first one writes, except for
-checkpoints, of which each writes its part. With SHARDWISE_DETERMINISTIC=1 the results are those of the same mesh on
-threads, bit by bit. A SIGINT to any of the processes is a Ctrl-C; what mpirun makes of a Ctrl-C of its own, its manual
-says (Open MPI ends the processes at once).
+Under mpirun or srun each process is a rank; the default mesh for N processes is dp=N. All processes read the options, the text \
+and the checkpoints from a shared file system. Each process writes its part of a checkpoint; the first one writes all other \
+files. With SHARDWISE_DETERMINISTIC=1 the results are bitwise equal to those of the same mesh on threads. SIGINT to any process \
+works like Ctrl-C; Ctrl-C in mpirun depends on mpirun (Open MPI kills the processes at once).
 
 Examples:
   shardwise train
   shardwise train --model llama --mesh dp=2 --plan fsdp --steps 500
-  shardwise train --data notes.txt --size medium --mesh tp=2 --log steps.jsonl
+  shardwise train --data notes.txt --size medium --mesh tp=2
   shardwise train --config job.toml --lr 0.001 --report
   shardwise train --save-every 50 --keep 2
   shardwise train --resume --mesh tp=2 --steps 600
   shardwise train --model llama --out llama --export-hf llama-hf
   mpirun -n 4 shardwise train --mesh dp=2,tp=2 --plan fsdp+tp
   mpirun -n 2 shardwise train --resume --mesh dp=2 --plan fsdp
-  shardwise generate shardwise-out --prompt 'Alice'"
+  mpirun -n 4 shardwise train --plan auto --log steps.jsonl"
 )]
-pub(crate) struct Options {
-    /// Read options from a TOML file; those given here win.
+pub(crate) struct TrainOptions {
+    /// Read options from a TOML file; options of the command line override it
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     #[command(flatten)]
-    settings: Settings,
-    /// Go on from a checkpoint, on any mesh with any plan: the last one of a directory, or the one that is named [that of
-    /// --out]. With the same mesh and plan, losses are those of a training without the break, bit by bit.
+    settings: TrainSettings,
+    /// Continue from a checkpoint, on any mesh with any plan: the latest one in a directory, or one checkpoint [default: the
+    /// directory of --out]. With the same mesh and plan the losses are bitwise equal to those of an uninterrupted run
     #[arg(long, value_name = "DIR")]
     resume: Option<Option<PathBuf>>,
-    /// Remove checkpoints of later steps that an earlier training left in the output directory.
+    /// Delete checkpoints of later steps that an earlier run left in the output directory
     #[arg(long)]
     overwrite: bool,
-    /// Write the model at the end as Hugging Face has it: model.safetensors with the names of LlamaForCausalLM or
-    /// GPT2LMHeadModel, and config.json.
+    /// Export the trained model for Hugging Face: config.json, and model.safetensors with the names of LlamaForCausalLM or
+    /// GPT2LMHeadModel
     #[arg(long, value_name = "DIR")]
     export_hf: Option<PathBuf>,
-    /// Print what a step communicates.
+    /// Print the collectives of the last step
     #[arg(long)]
     report: bool,
-    /// Print the summary as a JSON object.
+    /// Print the summary as a JSON object
     #[arg(long)]
     json: bool,
 }
 
-pub(crate) fn run(options: Options) -> Result<()> {
-    let (shown, json) = (options.report, options.json);
+pub(crate) fn run(options: TrainOptions) -> Result<()> {
+    let (with_report, json) = (options.report, options.json);
     let network = processes::network()?;
-    let prepared = processes::agreed(prepared(options, network))?;
-    // A second time ends it at once, and with it the other processes.
+    let prepared = processes::all_ok(prepare(options, network))?;
+    // The first Ctrl-C stops after the step; the second one ends all processes at once.
     let handler = || {
         if STOP.swap(true, Relaxed) {
             WORLD.get().inspect(|world| world.abort("it was interrupted a second time"));
@@ -93,19 +91,19 @@ pub(crate) fn run(options: Options) -> Result<()> {
         }
     };
     ctrlc::set_handler(handler).map_err(Error::other)?;
-    let Outcome { summary, report } =
-        shardwise_mpi::launch(prepared.job.mesh.size(), move |world| work(&world, &prepared))?;
+    let RunOutcome { summary, report } =
+        shardwise_mpi::launch(prepared.job.mesh.size(), move |world| train_on_rank(&world, &prepared))?;
     if processes::is_first() {
-        show(&summary, shown.then_some(&report), json)?;
+        print_summary(&summary, with_report.then_some(&report), json)?;
     }
     Ok(())
 }
 
-/// Decides and checks everything that can be known without writing anything.
-fn prepared(options: Options, network: Network) -> Result<Prepared> {
+/// Resolves and checks all options before anything is written.
+fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
     let mut settings = options.settings.with_file(options.config.as_deref())?;
     let resumed = match &options.resume {
-        Some(path) => Some(Resumed::find(path.as_deref().unwrap_or(settings.out()))?),
+        Some(path) => Some(ResumePoint::find(path.as_deref().unwrap_or(settings.out()))?),
         None => None,
     };
     if let Some(resumed) = &resumed {
@@ -119,19 +117,19 @@ fn prepared(options: Options, network: Network) -> Result<Prepared> {
         Some("") => {
             return Err(ErrorKind::Argument.error(
                 "--prompt",
-                "nothing",
-                "a text to go on from",
+                "an empty text",
+                "a text to continue",
                 "leave the option out",
             ));
         }
-        Some(prompt) => tokens.coding.encode(prompt)?,
+        Some(prompt) => tokens.codec.encode(prompt)?,
         None => tokens.beginning(16.min(job.config.seq_len())),
     };
-    let Options { overwrite, export_hf, .. } = options;
-    Ok(Prepared { job, tokens, prompt, resumed, overwrite, export_hf })
+    let TrainOptions { overwrite, export_hf, .. } = options;
+    Ok(PreparedRun { job, tokens, prompt, resumed, overwrite, export_hf })
 }
 
-fn show(summary: &Summary, report: Option<&CommReport>, json: bool) -> Result<()> {
+fn print_summary(summary: &RunSummary, report: Option<&CommReport>, json: bool) -> Result<()> {
     let mut out = std::io::stdout().lock();
     if json {
         let mut object = serde_json::to_value(summary).map_err(Error::other)?;
@@ -147,20 +145,20 @@ fn show(summary: &Summary, report: Option<&CommReport>, json: bool) -> Result<()
         return Ok(writeln!(out, "{object}")?);
     }
     if let Some(report) = report {
-        writeln!(out, "What the first rank communicated in the last step:\n{report}")?;
+        writeln!(out, "Collectives of rank 0 in the last step:\n{report}")?;
     }
-    let stopped = if summary.stopped { ", stopped by the user" } else { "" };
+    let stopped = if summary.stopped { ", interrupted" } else { "" };
     writeln!(out, "steps          {}{stopped}", summary.steps)?;
     writeln!(out, "time           {:.1} s", summary.seconds)?;
     writeln!(out, "speed          {:.0} tokens/s", summary.tokens_per_s)?;
     writeln!(out, "communication  {:.0} % of the time", summary.communication * 100.0)?;
     match summary.loss {
-        Some(loss) => writeln!(out, "loss           {loss:.3} at the end of training")?,
-        None => writeln!(out, "loss           none: nothing left to train, ask for more steps with --steps")?,
+        Some(loss) => writeln!(out, "loss           {loss:.3} (mean of the last steps)")?,
+        None => writeln!(out, "loss           none: nothing left to train; raise --steps")?,
     }
     writeln!(out, "held-out loss  {:.3}", summary.held_out_loss)?;
-    writeln!(out, "guessing       {:.3} by frequency alone", summary.unigram_entropy)?;
-    writeln!(out, "model          {}", summary.model.display())?;
+    writeln!(out, "unigram loss   {:.3} (predicting by token frequency alone)", summary.unigram_entropy)?;
+    writeln!(out, "output         {}", summary.model.display())?;
     writeln!(out, "checkpoint     {}", summary.checkpoint.display())?;
     writeln!(out, "loss curve     {}", summary.curve.display())?;
     writeln!(out, "sample         {:?}", summary.sample)?;

@@ -1,4 +1,4 @@
-//! What is shown and logged while a model is trained.
+//! Progress bar, log and loss history of a run.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -9,48 +9,48 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use shardwise::Result;
 
-use super::checkpoints::unwritable;
+use super::checkpoints::cannot_write;
 use super::curve;
-use super::history::History;
-use super::saved::write;
+use super::history::LossHistory;
+use super::model_dir::write;
 
-/// One step, as it is logged.
+/// A step in the log.
 #[derive(Serialize)]
-pub(super) struct Step {
+pub(super) struct StepLog {
     /// Counted from 1.
     pub(super) step: u64,
     pub(super) loss: f64,
-    /// Of all gradients before clipping; nothing if they are not clipped.
+    /// Gradient norm before clipping; none without clipping.
     pub(super) grad_norm: Option<f64>,
     pub(super) lr: f64,
     pub(super) ms: f64,
     pub(super) tokens_per_s: f64,
-    /// Part of the time in communication.
+    /// Fraction of the time in collectives.
     pub(super) communication: f64,
 }
 
-/// The bar on the standard error, the log and the history. The first rank has one.
+/// The progress bar on standard error, the log and the loss history. Exists on rank 0 only.
 pub(super) struct Progress {
     bar: ProgressBar,
     log: RefCell<Option<(PathBuf, BufWriter<File>)>>,
-    history: RefCell<History>,
+    history: RefCell<LossHistory>,
 }
 
 impl Progress {
-    pub(super) fn new(steps: u64, log: Option<(PathBuf, BufWriter<File>)>, history: History) -> Self {
+    pub(super) fn new(steps: u64, log: Option<(PathBuf, BufWriter<File>)>, history: LossHistory) -> Self {
         let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
         let style = ProgressStyle::with_template("{bar:24} {pos}/{len} {msg} eta {eta}").expect("a valid template");
         bar.set_style(style);
         Progress { bar, log: RefCell::new(log), history: RefCell::new(history) }
     }
 
-    /// A line of text on the standard error.
-    pub(super) fn say(&self, line: &str) {
-        // Training goes on when nobody listens any more.
+    /// Prints a line on standard error.
+    pub(super) fn print_line(&self, line: &str) {
+        // Training continues if standard error is closed.
         self.bar.suspend(|| drop(writeln!(std::io::stderr(), "{line}")));
     }
 
-    pub(super) fn step(&self, step: &Step) -> Result<()> {
+    pub(super) fn step(&self, step: &StepLog) -> Result<()> {
         let share = step.communication * 100.0;
         self.bar.set_message(format!("loss {:.3} {:.0} tokens/s comm {share:.0}%", step.loss, step.tokens_per_s));
         self.bar.set_position(step.step);
@@ -59,12 +59,12 @@ impl Progress {
     }
 
     pub(super) fn evaluation(&self, step: u64, loss: f64) -> Result<()> {
-        self.say(&format!("step {step}: held-out loss {loss:.3}"));
+        self.print_line(&format!("step {step}: held-out loss {loss:.3}"));
         self.history.borrow_mut().held_out(step, loss)?;
         self.log(&serde_json::json!({ "step": step, "held_out_loss": loss }))
     }
 
-    /// Draws the losses of the run, and of those that it goes on from.
+    /// Draws the losses, including those before a resume.
     pub(super) fn curve(&self, path: &Path, title: &str, unigram_entropy: f64) -> Result<()> {
         let losses = &self.history.borrow().losses;
         write(path, curve::svg(title, &losses.trained, &losses.held_out, unigram_entropy))
@@ -73,7 +73,7 @@ impl Progress {
     fn log(&self, entry: &impl Serialize) -> Result<()> {
         if let Some((path, log)) = &mut *self.log.borrow_mut() {
             let text = serde_json::to_string(entry).map_err(shardwise::Error::other)?;
-            writeln!(log, "{text}").and_then(|()| log.flush()).map_err(|error| unwritable("log", path, &error))?;
+            writeln!(log, "{text}").and_then(|()| log.flush()).map_err(|error| cannot_write("log", path, &error))?;
         }
         Ok(())
     }

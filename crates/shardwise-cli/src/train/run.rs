@@ -16,132 +16,132 @@ use shardwise::models::export_hf;
 use shardwise::prelude::*;
 use shardwise::train::TrainingStep;
 
-use super::checkpoints::{self, Resumed, Saver, unwritable};
-use super::data::{BatchShape, Tokens};
-use super::history::History;
-use super::progress::{Progress, Step};
-use super::sample::{Choice, continued};
-use super::saved;
-use super::settings::Job;
-use super::trainer::{Recipe, TrainingRun};
+use super::checkpoints::{self, ResumePoint, Saver, cannot_write};
+use super::data::{BatchShape, TokenizedText};
+use super::history::LossHistory;
+use super::model_dir;
+use super::progress::{Progress, StepLog};
+use super::sample::{Sampling, generate};
+use super::settings::TrainJob;
+use super::trainer::{TrainerConfig, TrainingRun};
 
-/// What came out.
+/// The summary of a run, as `--json` prints it.
 #[derive(Serialize, Clone)]
-pub(super) struct Summary {
+pub(super) struct RunSummary {
     pub(super) steps: u64,
-    /// Whether it was interrupted.
+    /// Whether it was interrupted before the last step.
     pub(super) stopped: bool,
     pub(super) parameters: usize,
-    /// Mean over the last tenth of the steps, at most 20; nothing if there were none left.
+    /// Mean over the last tenth of the steps, at most 20: single batches are noisy. None if no step was left to run.
     pub(super) loss: Option<f64>,
     /// On held-out text.
     pub(super) held_out_loss: f64,
-    /// Of a guess that knows only how frequent tokens are.
+    /// Loss of predicting by token frequency alone.
     pub(super) unigram_entropy: f64,
     pub(super) tokens_per_s: f64,
-    /// Part of the time that the first rank spent in communication, waiting included.
+    /// Fraction of the time that rank 0 spent in collectives, waiting included.
     pub(super) communication: f64,
     pub(super) seconds: f64,
     pub(super) sample: String,
     pub(super) model: PathBuf,
-    /// The last one.
+    /// The latest one.
     pub(super) checkpoint: PathBuf,
     pub(super) curve: PathBuf,
 }
 
-/// Everything a rank knows before it begins.
-pub(super) struct Prepared {
-    pub(super) job: Job,
-    pub(super) tokens: Tokens,
-    /// What samples begin with.
+/// The checked inputs of a run.
+pub(super) struct PreparedRun {
+    pub(super) job: TrainJob,
+    pub(super) tokens: TokenizedText,
+    /// The prompt of the samples.
     pub(super) prompt: Vec<u32>,
-    pub(super) resumed: Option<Resumed>,
+    pub(super) resumed: Option<ResumePoint>,
     pub(super) overwrite: bool,
     pub(super) export_hf: Option<PathBuf>,
 }
 
-/// What the first rank has in the end.
-pub(super) struct Outcome {
-    pub(super) summary: Summary,
+/// The results of rank 0.
+pub(super) struct RunOutcome {
+    pub(super) summary: RunSummary,
     pub(super) report: CommReport,
 }
 
-/// Evaluations use so many batches.
-const EVALUATED: usize = 4;
+/// Batches per evaluation: enough to compare steps, few enough not to slow down a small run.
+const EVAL_BATCHES: usize = 4;
 
-/// Set when the user wants to stop.
+/// Set by Ctrl-C.
 pub(super) static STOP: AtomicBool = AtomicBool::new(false);
 
-/// The ranks, once they have begun.
+/// The world, once the ranks run: the Ctrl-C handler aborts it.
 pub(super) static WORLD: OnceLock<World> = OnceLock::new();
 
-impl Prepared {
-    /// The step after which the run begins.
+impl PreparedRun {
+    /// The number of steps that are already done.
     fn first_step(&self) -> u64 {
         self.resumed.as_ref().map_or(0, |resumed| resumed.step)
     }
 
-    /// Prepares the places to write to, which is the business of the first rank.
-    fn make_room(&self) -> Result<Progress> {
+    /// Creates the output directory and opens the files in it. Rank 0 calls it.
+    fn open_outputs(&self) -> Result<Progress> {
         let job = &self.job;
-        std::fs::create_dir_all(&job.out).map_err(|error| unwritable("output directory", &job.out, &error))?;
+        std::fs::create_dir_all(&job.out).map_err(|error| cannot_write("output directory", &job.out, &error))?;
         let log = match &job.log {
             Some(path) => {
                 let (append, mut open) = (self.resumed.is_some(), OpenOptions::new());
                 let opened = open.create(true).write(true).append(append).truncate(!append).open(path);
-                Some((path.clone(), BufWriter::new(opened.map_err(|error| unwritable("log", path, &error))?)))
+                Some((path.clone(), BufWriter::new(opened.map_err(|error| cannot_write("log", path, &error))?)))
             }
             None => None,
         };
-        checkpoints::make_way(&job.out, self.first_step(), self.overwrite)?;
-        saved::describe(&job.out, &job.config, &self.tokens.coding)?;
-        let from = self.resumed.as_ref().and_then(Resumed::out);
-        let history = History::begin(&job.out, from, self.first_step())?;
+        checkpoints::clear_later_checkpoints(&job.out, self.first_step(), self.overwrite)?;
+        model_dir::write_info(&job.out, &job.config, &self.tokens.codec)?;
+        let from = self.resumed.as_ref().and_then(ResumePoint::out);
+        let history = LossHistory::begin(&job.out, from, self.first_step())?;
         Ok(Progress::new(job.steps, log, history))
     }
 }
 
-/// The program of every rank.
-pub(super) fn work(world: &World, prepared: &Prepared) -> Result<Outcome> {
+/// Trains on this rank. Collective.
+pub(super) fn train_on_rank(world: &World, prepared: &PreparedRun) -> Result<RunOutcome> {
     WORLD.get_or_init(|| world.clone());
-    let mut worker = Worker::new(world, prepared)?;
-    worker.announce();
-    while worker.run.step < prepared.job.steps && !all_want_to_stop(world)? {
-        worker.step()?;
+    let mut run = RankRun::new(world, prepared)?;
+    run.announce();
+    while run.training.step < prepared.job.steps && !any_rank_stops(world)? {
+        run.step()?;
     }
-    worker.finish()
+    run.finish()
 }
 
-/// A run on one rank, with what it has seen so far.
-struct Worker<'a> {
+/// The run on this rank.
+struct RankRun<'a> {
     world: &'a World,
-    prepared: &'a Prepared,
-    run: TrainingRun,
+    prepared: &'a PreparedRun,
+    training: TrainingRun,
     held_out: Batches<TokenSequences>,
     saver: Saver<'a>,
-    /// The first rank has one.
+    /// On rank 0.
     progress: Option<Progress>,
-    /// Whether a resumed run draws other data than the one that it goes on from.
+    /// Whether the data differ from those of the checkpoint, so that batches start over.
     other_data: bool,
-    /// Losses of the steps of this run.
+    /// Losses of the steps since the start or the resume.
     losses: Vec<f64>,
-    /// What the last step communicated.
+    /// The collectives of the last step.
     report: Option<CommReport>,
     seconds: f64,
-    /// Of these seconds.
+    /// Seconds in collectives.
     communicating: f64,
 }
 
-impl<'a> Worker<'a> {
-    /// Builds the model on its mesh, or restores it.
-    fn new(world: &'a World, prepared: &'a Prepared) -> Result<Self> {
-        let Prepared { job, tokens, resumed, .. } = prepared;
-        // Processes have read them one by one.
+impl<'a> RankRun<'a> {
+    /// Builds the model on its mesh and loads the checkpoint to resume from. Collective.
+    fn new(world: &'a World, prepared: &'a PreparedRun) -> Result<Self> {
+        let PreparedRun { job, tokens, resumed, .. } = prepared;
+        // Every process has read these by itself.
         let numbers = [prepared.first_step(), job.steps, job.seed, tokens.fingerprint()];
         world.agree("step, steps, seed and text", &numbers)?;
-        let progress = world.on_first_rank(|| prepared.make_room())?;
+        let progress = world.on_first_rank(|| prepared.open_outputs())?;
         let mesh = world.device_mesh(job.mesh.clone())?;
-        let recipe = Recipe {
+        let recipe = TrainerConfig {
             config: &job.config,
             plan: &job.plan,
             dtype: job.dtype,
@@ -157,10 +157,10 @@ impl<'a> Worker<'a> {
             Some(resumed) => resumed.load(world, &mut run, job)?,
             None => false,
         };
-        Ok(Worker {
+        Ok(RankRun {
             world,
             prepared,
-            run,
+            training: run,
             held_out,
             saver: Saver::new(world, job),
             progress,
@@ -172,31 +172,31 @@ impl<'a> Worker<'a> {
         })
     }
 
-    fn job(&self) -> &'a Job {
+    fn job(&self) -> &'a TrainJob {
         &self.prepared.job
     }
 
-    /// A line of text, from the first rank.
-    fn say(&self, line: &dyn Fn() -> String) {
-        self.progress.iter().for_each(|progress| progress.say(&line()));
+    /// Prints a line on rank 0.
+    fn print_line(&self, line: &dyn Fn() -> String) {
+        self.progress.iter().for_each(|progress| progress.print_line(&line()));
     }
 
-    /// Something that the first rank writes; if it cannot, the run ends on all ranks.
+    /// Writes to a file on rank 0; a failure is an error on all ranks.
     fn write(&self, write: &dyn Fn(&Progress) -> Result<()>) -> Result<()> {
         self.world.on_first_rank(|| self.progress.iter().try_for_each(write)).map(drop)
     }
 
-    /// Says what is about to run.
+    /// Prints what is about to run.
     fn announce(&self) {
-        let (job, tokens, step) = (self.job(), &self.prepared.tokens, self.run.step);
+        let (job, tokens, step) = (self.job(), &self.prepared.tokens, self.training.step);
         if let Some(search) = &job.search {
             let (best, tried) = (&search.trials[0].name, search.trials.len());
-            self.say(&|| format!("plan `{best}`, the cheapest of {tried} that were tried"));
+            self.print_line(&|| format!("plan `{best}`, the fastest of {tried} candidates by estimate"));
         }
-        self.say(&|| {
+        self.print_line(&|| {
             format!(
-                "{} parameters on {}, {} tokens to learn from; guessing by frequency gives a loss of {:.3}",
-                self.run.trainer.model.parameter_count(),
+                "{} parameters on {}, {} training tokens; unigram loss {:.3}",
+                self.training.trainer.model.parameter_count(),
                 job.mesh,
                 tokens.counts().0,
                 tokens.unigram_entropy(),
@@ -204,46 +204,48 @@ impl<'a> Worker<'a> {
         });
         let steps = job.steps;
         if step >= steps {
-            self.say(&|| {
-                format!("nothing left to train: the checkpoint is at step {step} of {steps}; ask for more with --steps")
+            self.print_line(&|| {
+                format!("nothing left to train: the checkpoint is at step {step} of {steps}; raise --steps")
             });
         } else if self.prepared.resumed.is_some() {
-            self.say(&|| format!("goes on after step {step} of {steps}"));
+            self.print_line(&|| format!("resuming after step {step} of {steps}"));
         }
         if self.other_data {
-            self.say(&|| "other text or another seed than that of the checkpoint: begins with the first batch".into());
+            self.print_line(&|| {
+                "the text or the seed differs from the checkpoint: starting with the first batch".into()
+            });
         }
     }
 
-    /// One step, and what is due after it.
+    /// Runs one step, and the evaluation, checkpoint and sample that are due after it.
     fn step(&mut self) -> Result<()> {
         let job = self.job();
-        let batches = (0..job.accumulate).map(|_| self.run.batches.next_batch()).collect::<Result<Vec<_>>>()?;
+        let batches = (0..job.accumulate).map(|_| self.training.batches.next_batch()).collect::<Result<Vec<_>>>()?;
         self.world.trace().clear();
         let start = Instant::now();
-        let stepped = self.run.trainer.step_on_all(&batches)?;
+        let stepped = self.training.trainer.step_on_all(&batches)?;
         let seconds = start.elapsed().as_secs_f64();
-        self.run.step += 1;
+        self.training.step += 1;
         self.record(stepped, seconds)?;
-        let step = self.run.step;
+        let step = self.training.step;
         let is_due = |every: u64| every > 0 && step.is_multiple_of(every);
         if is_due(job.eval_every) && step < job.steps {
             let loss = self.evaluate()?;
             self.write(&|progress| progress.evaluation(step, loss))?;
         }
         if is_due(job.save_every) {
-            self.saver.save(&self.run, job)?;
+            self.saver.save(&self.training, job)?;
         }
         if is_due(job.sample_every) && step < job.steps {
             let text = self.sample()?;
-            self.say(&|| format!("step {step}: {text:?}"));
+            self.print_line(&|| format!("step {step}: {text:?}"));
         }
         Ok(())
     }
 
-    /// Notes and shows what a step reports.
+    /// Records and logs the result of a step.
     fn record(&mut self, TrainingStep { loss, grad_norm }: TrainingStep, seconds: f64) -> Result<()> {
-        let (job, step) = (self.job(), self.run.step);
+        let (job, step) = (self.job(), self.training.step);
         let report = self.world.trace().report();
         let communication: f64 = report.0.iter().map(|(_, _, total)| total.duration.as_secs_f64()).sum();
         self.seconds += seconds;
@@ -256,7 +258,7 @@ impl<'a> Worker<'a> {
                 let fix = "use a smaller learning rate, clipping, or f32";
                 return Err(ErrorKind::Argument.error("training", found, "a finite number", fix));
             }
-            progress.step(&Step {
+            progress.step(&StepLog {
                 step,
                 loss,
                 grad_norm,
@@ -268,39 +270,39 @@ impl<'a> Worker<'a> {
         })
     }
 
-    /// The mean loss on the same held-out batches every time.
+    /// The mean loss on held-out batches, always the same ones.
     fn evaluate(&mut self) -> Result<f64> {
         self.held_out.seek(0);
         let mut sum = 0.0;
-        for _ in 0..EVALUATED {
-            sum += self.run.trainer.evaluate(&self.held_out.next_batch()?)?;
+        for _ in 0..EVAL_BATCHES {
+            sum += self.training.trainer.evaluate(&self.held_out.next_batch()?)?;
         }
-        Ok(sum / EVALUATED as f64)
+        Ok(sum / EVAL_BATCHES as f64)
     }
 
-    /// The prompt with what the model adds to it.
+    /// The prompt and its continuation by the model.
     fn sample(&self) -> Result<String> {
         let (job, prompt) = (self.job(), &self.prepared.prompt);
-        let choice = Choice {
+        let sampling = Sampling {
             tokens: job.sample_tokens,
             window: job.config.seq_len(),
             temperature: 0.8,
-            top: 50,
+            top_k: 50,
             seed: job.seed,
         };
-        let added = continued(&*self.run.trainer.model, &self.run.mesh, prompt, choice)?;
-        self.prepared.tokens.coding.decode(&[&prompt[..], &added].concat())
+        let continuation = generate(&*self.training.trainer.model, &self.training.mesh, prompt, sampling)?;
+        self.prepared.tokens.codec.decode(&[&prompt[..], &continuation].concat())
     }
 
-    /// Saves, evaluates and exports the model at the end.
-    fn finish(mut self) -> Result<Outcome> {
+    /// Saves the last checkpoint, evaluates, and exports the model.
+    fn finish(mut self) -> Result<RunOutcome> {
         let (job, tokens) = (self.job(), &self.prepared.tokens);
-        self.saver.end(&self.run, job)?;
+        self.saver.end(&self.training, job)?;
         let held_out_loss = self.evaluate()?;
         let sample = self.sample()?;
         if let Some(path) = &self.prepared.export_hf {
-            export_hf(self.world, path, &self.run.trainer.model, &job.config)?;
-            self.world.on_first_rank(|| tokens.coding.write(path))?;
+            export_hf(self.world, path, &self.training.trainer.model, &job.config)?;
+            self.world.on_first_rank(|| tokens.codec.write(path))?;
         }
         let summary = self.summary(held_out_loss, sample);
         self.write(&|progress| {
@@ -308,17 +310,17 @@ impl<'a> Worker<'a> {
             let title = format!("{} on {}, loss in nats per token", job.config.name(), job.mesh);
             progress.curve(&summary.curve, &title, summary.unigram_entropy)
         })?;
-        Ok(Outcome { summary, report: self.report.unwrap_or(CommReport(Vec::new())) })
+        Ok(RunOutcome { summary, report: self.report.unwrap_or(CommReport(Vec::new())) })
     }
 
-    fn summary(&self, held_out_loss: f64, sample: String) -> Summary {
-        let (job, steps, losses) = (self.job(), self.run.step, &self.losses);
+    fn summary(&self, held_out_loss: f64, sample: String) -> RunSummary {
+        let (job, steps, losses) = (self.job(), self.training.step, &self.losses);
         let tail = (losses.len() / 10).clamp(1, 20);
         let seconds = f64::max(self.seconds, 1e-9);
-        Summary {
+        RunSummary {
             steps,
             stopped: steps < job.steps,
-            parameters: self.run.trainer.model.parameter_count(),
+            parameters: self.training.trainer.model.parameter_count(),
             loss: (!losses.is_empty()).then(|| losses.iter().rev().take(tail).sum::<f64>() / tail as f64),
             held_out_loss,
             unigram_entropy: self.prepared.tokens.unigram_entropy(),
@@ -333,8 +335,8 @@ impl<'a> Worker<'a> {
     }
 }
 
-/// Whether any rank has seen that the user wants to stop; the same answer on all of them.
-fn all_want_to_stop(world: &World) -> Result<bool> {
+/// Whether any rank has received Ctrl-C. Collective: all ranks get the same answer.
+fn any_rank_stops(world: &World) -> Result<bool> {
     let seen = Tensor::new(u8::from(STOP.load(Relaxed)), &Device::Cpu)?;
     Ok(world.all_reduce(&seen, ReduceOp::Max)?.to_scalar::<u8>()? > 0)
 }

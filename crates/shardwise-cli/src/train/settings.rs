@@ -1,4 +1,4 @@
-//! What to train: options from the command line, over those of a file, over defaults.
+//! Settings of a training run: from the command line, a TOML file, a checkpoint and defaults, in this order of precedence.
 
 use shardwise::Error;
 use shardwise::error::ErrorKind;
@@ -15,16 +15,18 @@ use shardwise::optim::{AdamW, Algorithm, Muon, Optimizer, ParamGroup, Schedule};
 use shardwise::plan::{PlanSearch, ShardingPlan};
 use shardwise::prelude::*;
 
-use super::data::Tokens;
+use super::data::TokenizedText;
+use crate::old_options;
 use crate::processes::{self, Launched};
 
-/// Declares the options, each of which can also be an entry of a TOML file.
+/// Declares the options; each one is also a key of the TOML file.
 macro_rules! settings {
     ($($(#[$about:meta])* $field:ident: $T:ty,)*) => {
-        /// What to train. Every option can stand in a TOML file under its long name; the command line wins.
+        /// The options of a run that a TOML file may also set, under their long names. Checkpoints store them with the serialized
+        /// names, which therefore stay as they are; both these and the long names are read.
         #[derive(Args, Serialize, Deserialize, Debug, Clone, Default)]
         #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-        pub(crate) struct Settings {
+        pub(crate) struct TrainSettings {
             $(
                 $(#[$about])*
                 #[arg(long)]
@@ -33,150 +35,176 @@ macro_rules! settings {
             )*
         }
 
-        impl Settings {
-            /// These, and those of `others` where nothing is said here.
-            pub(super) fn over(self, others: Settings) -> Settings {
-                Settings { $($field: self.$field.or(others.$field),)* }
+        impl TrainSettings {
+            /// These settings, with those of `defaults` where nothing is set.
+            pub(super) fn over(self, defaults: TrainSettings) -> TrainSettings {
+                TrainSettings { $($field: self.$field.or(defaults.$field),)* }
             }
         }
     };
 }
 
 settings! {
-    /// The model: `gpt` (learned positions, layer norm, GELU) or `llama` (rotary positions, RMS norm, SwiGLU) [gpt]
-    model: Family,
-    /// Sizes to begin with; options for single sizes change them [small]
-    size: Size,
-    /// Number of blocks
+    /// Model architecture: gpt (learned positions, LayerNorm, GELU) or llama (RoPE, RMSNorm, SwiGLU) [default: gpt]
+    model: ModelFamily,
+    /// Preset of the model's sizes, which the options below override [default: small]
+    size: ModelSize,
+    /// Number of transformer blocks
     layers: usize,
-    /// Features
-    width: usize,
-    /// Heads of attention
+    /// Width of the residual stream
+    #[arg(value_name = "WIDTH")]
+    #[serde(rename = "width", alias = "d-model")]
+    d_model: usize,
+    /// Number of attention heads
     heads: usize,
-    /// Key and value heads of llama, each of which serves a group of query heads
-    key_heads: usize,
-    /// Features inside an MLP
-    hidden: usize,
-    /// Length of sequences in tokens
-    length: usize,
-    /// Use the table of tokens as the weight of the head too [false]
+    /// Number of key/value heads of llama (grouped-query attention) [default: half of the heads]
+    #[arg(value_name = "HEADS")]
+    #[serde(rename = "key-heads", alias = "kv-heads")]
+    kv_heads: usize,
+    /// Width of the MLP [default: 4 * d-model for gpt, 8/3 * d-model for llama]
+    #[arg(value_name = "WIDTH")]
+    #[serde(rename = "hidden", alias = "d-ff")]
+    d_ff: usize,
+    /// Sequence length in tokens
+    #[arg(value_name = "TOKENS")]
+    #[serde(rename = "length", alias = "seq-len")]
+    seq_len: usize,
+    /// Share the weight of the token embedding with the output head [default: false]
     #[arg(num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     tied_head: bool,
-    /// Probability of dropping elements while training [0]
+    /// Dropout probability [default: 0]
+    #[arg(value_name = "PROBABILITY")]
     dropout: f64,
-    /// Mesh of ranks: `dp` shares the batch, `tp` shares heads and features [dp=2,tp=2; dp=N in a job of N processes]
+    /// Device mesh: data parallelism over the axis dp, tensor parallelism over tp [default: dp=2,tp=2; under mpirun dp=N]
     mesh: String,
-    /// What ranks share [tp on a mesh with an axis tp, else ddp]
-    plan: Plan,
-    /// Share positions along tp where features are whole [false]
+    /// Parallelism plan [default: tp if the mesh has an axis tp, otherwise ddp]
+    plan: PlanChoice,
+    /// Shard activations on the sequence dimension over tp where they would be replicated [default: false]
     #[arg(num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     sequence_parallel: bool,
-    /// Text to learn from, UTF-8 [a book that comes with the command]
+    /// UTF-8 text file to train on [default: a built-in book]
+    #[arg(value_name = "FILE")]
     data: PathBuf,
-    /// A tokenizer.json of the tokenizers library [bytes are tokens]
+    /// tokenizer.json of the tokenizers library [default: one token per byte]
+    #[arg(value_name = "FILE")]
     tokenizer: PathBuf,
-    /// Training steps [300]
+    /// Number of training steps [default: 300]
     steps: u64,
-    /// Sequences per batch, over all ranks [16]
-    batch: usize,
-    /// Batches per step, whose gradients add up [1]
+    /// Sequences per batch, over all ranks [default: 16]
+    #[arg(value_name = "SEQUENCES")]
+    #[serde(rename = "batch", alias = "batch-size")]
+    batch_size: usize,
+    /// Gradient accumulation: batches per optimizer step [default: 1]
+    #[arg(value_name = "BATCHES")]
     accumulate: usize,
-    /// The optimizer; parameters that it cannot take (muon: all but matrices) get adamw [adamw]
+    /// Optimizer; parameters that it does not support (muon: all but matrices) use adamw [default: adamw]
     #[arg(value_parser = PossibleValuesParser::new(Algorithm::names().iter().copied()))]
     optimizer: String,
-    /// Learning rate, reached after the warm-up, with cosine decay to a tenth [0.003 for adamw and muon, else the optimizer's]
+    /// Peak learning rate, after a linear warm-up and before cosine decay to a tenth [default: 0.003 for adamw and muon,
+    /// otherwise the default of the optimizer]
     lr: f64,
-    /// Steps until the full learning rate is reached [a tenth of the steps]
+    /// Number of warm-up steps [default: a tenth of the steps]
+    #[arg(value_name = "STEPS")]
     warmup: u64,
-    /// Weight decay [0.01 for adamw, else the optimizer's]
+    /// Weight decay [default: 0.01 for adamw, otherwise the default of the optimizer]
     weight_decay: f64,
-    /// Largest norm of all gradients together; 0 for no clipping [1]
-    clip: f64,
-    /// Type of the parameters [f32]
-    dtype: Precision,
-    /// Keep an f32 copy of bf16 parameters, in which small changes add up [true]
+    /// Maximum gradient norm; 0 disables clipping [default: 1]
+    #[arg(value_name = "NORM")]
+    #[serde(rename = "clip", alias = "clip-grad-norm")]
+    clip_grad_norm: f64,
+    /// Data type of the parameters [default: f32]
+    dtype: ParamDtype,
+    /// Keep f32 master weights for bf16 parameters [default: true]
     #[arg(num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
-    master: bool,
-    /// Seed of weights, batches, dropout and samples: the same for every mesh and plan [0]
+    #[serde(rename = "master", alias = "master-weights")]
+    master_weights: bool,
+    /// Seed of initialization, shuffling, dropout and samples; the same on every mesh with every plan [default: 0]
     seed: u64,
-    /// Measure the loss on held-out text every so many steps; 0 for only at the end [50]
+    /// Evaluate on held-out text every so many steps; 0 means only at the end [default: 50]
+    #[arg(value_name = "STEPS")]
     eval_every: u64,
-    /// Write a sample every so many steps; 0 for only at the end [0]
+    /// Generate a sample every so many steps; 0 means only at the end [default: 0]
+    #[arg(value_name = "STEPS")]
     sample_every: u64,
-    /// Tokens of a sample [120]
+    /// Number of tokens of a sample [default: 120]
+    #[arg(value_name = "TOKENS")]
     sample_tokens: usize,
-    /// What samples begin with [the first words of the held-out text]
+    /// Prompt of the samples [default: the beginning of the held-out text]
     prompt: String,
-    /// Save a checkpoint every so many steps; 0 for only at the end [0]
+    /// Save a checkpoint every so many steps; 0 means only at the end [default: 0]
+    #[arg(value_name = "STEPS")]
     save_every: u64,
-    /// Checkpoints to keep, the newest ones [3]
+    /// Number of latest checkpoints to keep [default: 3]
+    #[arg(value_name = "CHECKPOINTS")]
     keep: usize,
-    /// Directory for checkpoints and the loss curve [shardwise-out]
+    /// Output directory for checkpoints and the loss curve [default: shardwise-out]
+    #[arg(value_name = "DIR")]
     out: PathBuf,
-    /// Write a JSON object per step to this file; with --resume they are added to it
+    /// Write a JSON object per step to this file; with --resume, append to it
+    #[arg(value_name = "FILE")]
     log: PathBuf,
 }
 
-/// Which model.
+/// Model architecture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Family {
+pub(crate) enum ModelFamily {
     Gpt,
     Llama,
 }
 
-/// Sizes with a name.
+/// Preset of the model's sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Size {
-    /// 2 layers, width 64, 4 heads, length 64
+pub(crate) enum ModelSize {
+    /// 2 layers, d-model 64, 4 heads, seq-len 64
     Tiny,
-    /// 3 layers, width 96, 4 heads, length 64
+    /// 3 layers, d-model 96, 4 heads, seq-len 64
     Small,
-    /// 4 layers, width 256, 8 heads, length 128
+    /// 4 layers, d-model 256, 8 heads, seq-len 128
     Medium,
-    /// 12 layers, width 768, 12 heads, length 1024
+    /// 12 layers, d-model 768, 12 heads, seq-len 1024
     Large,
 }
 
-/// What ranks share.
+/// Parallelism plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-pub(crate) enum Plan {
-    /// The batch, over dp: every rank has all weights
+pub(crate) enum PlanChoice {
+    /// Data parallelism over dp with replicated parameters
     #[serde(rename = "ddp")]
     Ddp,
-    /// The batch and the weights, over dp: weights are gathered where they are used
+    /// Data parallelism over dp with sharded parameters, gathered before use
     #[serde(rename = "fsdp")]
     Fsdp,
-    /// Heads and features, over tp; the batch over dp if the mesh has that axis
+    /// Tensor parallelism over tp, and data parallelism over dp if the mesh has that axis
     #[serde(rename = "tp")]
     Tp,
-    /// Heads and features over tp, the batch and the weights over dp
+    /// Tensor parallelism over tp and fsdp over dp
     #[value(name = "fsdp+tp")]
     #[serde(rename = "fsdp+tp")]
     FsdpTp,
-    /// The cheapest of many that are tried without data
+    /// The plan with the lowest estimated step time, found by dry runs
     #[serde(rename = "auto")]
     Auto,
 }
 
-/// Type of parameters.
+/// Data type of the parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Precision {
+pub(crate) enum ParamDtype {
     F32,
     Bf16,
 }
 
-/// Everything decided.
-pub(crate) struct Job {
+/// A training job with every setting resolved.
+pub(crate) struct TrainJob {
     pub(crate) config: ModelConfig,
     pub(crate) mesh: Mesh,
     pub(crate) plan: ShardingPlan,
-    /// The plans that were tried, if the plan was searched for.
+    /// The candidates of `--plan auto`.
     pub(crate) search: Option<PlanSearch>,
     pub(crate) dtype: DType,
-    /// For the parameters that the optimizer takes, and for all others.
+    /// For the parameters that the optimizer supports, and for the remaining ones.
     pub(crate) groups: [ParamGroup; 2],
     pub(crate) schedule: Schedule,
     pub(crate) clip: Option<f64>,
@@ -192,23 +220,23 @@ pub(crate) struct Job {
     pub(crate) keep: usize,
     pub(crate) out: PathBuf,
     pub(crate) log: Option<PathBuf>,
-    /// The options that a checkpoint tells, so that they need not be given again.
-    pub(crate) settings: Settings,
+    /// The options that are stored in checkpoints, so that `--resume` need not repeat them.
+    pub(crate) settings: TrainSettings,
 }
 
-impl Job {
-    /// Tokens that a step learns from, over all ranks.
+impl TrainJob {
+    /// Tokens per step, over all ranks.
     pub(super) fn tokens_per_step(&self) -> usize {
         self.batch * self.accumulate * self.config.seq_len()
     }
 }
 
-/// The directory for what comes out.
+/// The default output directory.
 const OUT: &str = "shardwise-out";
 
-impl Settings {
-    /// These, over those of a TOML file.
-    pub(crate) fn with_file(self, path: Option<&Path>) -> Result<Settings> {
+impl TrainSettings {
+    /// These settings, with those of a TOML file where nothing is set.
+    pub(crate) fn with_file(self, path: Option<&Path>) -> Result<TrainSettings> {
         let Some(path) = path else { return Ok(self) };
         let fix = "see `shardwise train --help` for the options";
         let text = std::fs::read_to_string(path).map_err(|error| {
@@ -217,34 +245,35 @@ impl Settings {
         let found = |error: toml::de::Error| format!("{}: {}", path.display(), error.to_string().trim_end());
         let file = toml::from_str(&text)
             .map_err(|error| ErrorKind::Argument.error::<Error>("config", found(error), "options", fix))?;
+        old_options::note_keys(text.parse::<toml::Table>().unwrap_or_default().keys());
         Ok(self.over(file))
     }
 
-    /// These, and those of the run that saved a checkpoint where nothing is said here. A new mesh or plan is taken for all
-    /// of how ranks share.
-    pub(crate) fn resuming(self, mut saved: Settings) -> Settings {
+    /// These settings, with those of a checkpoint where nothing is set. A new mesh or plan replaces all saved settings of
+    /// parallelism.
+    pub(crate) fn resuming(self, mut saved: TrainSettings) -> TrainSettings {
         if self.mesh.is_some() || self.plan.is_some() {
             (saved.plan, saved.sequence_parallel) = (None, None);
         }
         self.over(saved)
     }
 
-    /// The directory for what comes out.
+    /// The output directory.
     pub(crate) fn out(&self) -> &Path {
         self.out.as_deref().unwrap_or(Path::new(OUT))
     }
 
     /// The text as tokens.
-    pub(crate) fn tokens(&self) -> Result<Tokens> {
-        Tokens::read(self.data.as_deref(), self.tokenizer.as_deref())
+    pub(crate) fn tokens(&self) -> Result<TokenizedText> {
+        TokenizedText::read(self.data.as_deref(), self.tokenizer.as_deref())
     }
 
-    /// Decides what is left open, and checks that everything fits together.
-    pub(crate) fn decide(self, tokens: &Tokens, network: Network) -> Result<Job> {
+    /// Fills in the defaults and checks that the settings are consistent.
+    pub(crate) fn decide(self, tokens: &TokenizedText, network: Network) -> Result<TrainJob> {
         let config = self.model_config(tokens.vocabulary());
-        let mesh = self.find_mesh()?;
+        let mesh = self.resolve_mesh()?;
         let (steps, batch, accumulate) =
-            (self.steps.unwrap_or(300), self.batch.unwrap_or(16), self.accumulate.unwrap_or(1));
+            (self.steps.unwrap_or(300), self.batch_size.unwrap_or(16), self.accumulate.unwrap_or(1));
         let at_least_one = |option: &'static str, value: u64| match value {
             0 => Err(ErrorKind::Argument.error::<Error>(option, "0", "at least 1", "correct the option")),
             _ => Ok(()),
@@ -253,36 +282,36 @@ impl Settings {
         at_least_one("accumulate", accumulate as u64)?;
         let keep = self.keep.unwrap_or(3);
         at_least_one("keep", keep as u64)?;
-        let sharing = mesh.axes().iter().find(|axis| axis.name == "dp").map_or(1, |axis| axis.size);
-        if batch < sharing {
-            let found = format!("{batch} sequence(s) for {sharing} ranks along `dp`");
-            return Err(ErrorKind::Argument.error("batch", found, "at least one for every rank", "use a larger batch"));
+        let dp_size = mesh.axes().iter().find(|axis| axis.name == "dp").map_or(1, |axis| axis.size);
+        if batch < dp_size {
+            let found = format!("{batch} sequence(s) for {dp_size} ranks along `dp`");
+            return Err(ErrorKind::Argument.error("batch-size", found, "at least one per rank", "use a larger batch"));
         }
         tokens.check(config.seq_len())?;
-        let (plan, search) = self.find_plan(&config, &mesh, StepOptions::new(batch, network))?;
-        let clip = self.clip.unwrap_or(1.0);
-        let numbers = [("lr", self.lr), ("weight-decay", self.weight_decay), ("clip", Some(clip))];
+        let (plan, search) = self.resolve_plan(&config, &mesh, StepOptions::new(batch, network))?;
+        let clip = self.clip_grad_norm.unwrap_or(1.0);
+        let numbers = [("lr", self.lr), ("weight-decay", self.weight_decay), ("clip-grad-norm", Some(clip))];
         for (option, value) in numbers.into_iter().filter_map(|(option, value)| Some((option, value?))) {
             if !(value >= 0.0 && value.is_finite()) {
                 return Err(ErrorKind::Argument.error(
                     option,
                     value,
-                    "a number that is at least 0",
+                    "a finite number of at least 0",
                     "correct the option",
                 ));
             }
         }
         let groups = self.groups()?;
         let warmup = self.warmup.unwrap_or(steps / 10);
-        // A checkpoint has the seed in its own way, and its reader another place to write to. The mesh is said even if it
-        // was not asked for, since what it is then depends on who started the command.
-        let settings = Settings { seed: None, out: None, log: None, mesh: Some(mesh.to_string()), ..self.clone() };
-        Ok(Job {
+        // A checkpoint stores the seed with its data position, and a resumed run has its own outputs. The mesh is stored even if
+        // it is the default, which depends on how many processes were started.
+        let settings = TrainSettings { seed: None, out: None, log: None, mesh: Some(mesh.to_string()), ..self.clone() };
+        Ok(TrainJob {
             config,
             mesh,
             plan,
             search,
-            dtype: if self.dtype == Some(Precision::Bf16) { DType::BF16 } else { DType::F32 },
+            dtype: if self.dtype == Some(ParamDtype::Bf16) { DType::BF16 } else { DType::F32 },
             groups,
             schedule: Schedule::Cosine { warmup, total: steps, end: 0.1 },
             clip: (clip > 0.0).then_some(clip),
@@ -302,12 +331,12 @@ impl Settings {
         })
     }
 
-    /// The optimizer, and the one for parameters that it cannot take.
+    /// The optimizer, and the one for parameters that it does not support.
     fn groups(&self) -> Result<[ParamGroup; 2]> {
         let adamw = Algorithm::from(AdamW { betas: (0.9, 0.95), ..AdamW::default() });
         let algorithm = match self.optimizer.as_deref().unwrap_or(AdamW::NAME) {
             AdamW::NAME => adamw.clone(),
-            // With this scale one learning rate serves matrices and all others.
+            // With this scale matrices and the parameters that AdamW updates can share a learning rate.
             Muon::NAME => Algorithm::by_name(Muon::NAME)?.with_setting("adjust_lr_fn", "match_rms_adamw")?,
             other => Algorithm::by_name(other)?,
         };
@@ -320,14 +349,14 @@ impl Settings {
                 Some(decay) => algorithm.with_setting("weight_decay", decay)?,
                 None => algorithm,
             };
-            let master = self.master.unwrap_or(true);
+            let master = self.master_weights.unwrap_or(true);
             Ok(ParamGroup { master, ..ParamGroup::new(algorithm).with_lr(self.lr.unwrap_or(lr)) })
         };
         Ok([group(algorithm)?, group(adamw)?])
     }
 
-    /// The mesh: of threads, or of the processes that were started.
-    fn find_mesh(&self) -> Result<Mesh> {
+    /// The mesh of threads, or of the processes of the job.
+    fn resolve_mesh(&self) -> Result<Mesh> {
         let Some(Launched { by, size, .. }) = processes::launched() else {
             let mesh: Mesh = self.mesh.as_deref().unwrap_or("dp=2,tp=2").parse()?;
             ThreadWorld::new(mesh.size())?;
@@ -339,23 +368,23 @@ impl Settings {
         }
         let ranks = mesh.size();
         let found = format!("{mesh} for {ranks} rank(s) in a job of {size} process(es)");
-        let fix = format!("start it with {by} -n {ranks}, or with a mesh of {size} rank(s) such as --mesh dp={size}");
+        let fix = format!("run with {by} -n {ranks}, or use a mesh of {size} rank(s) such as --mesh dp={size}");
         Err(ErrorKind::Launch.error("mesh", found, "one process per rank", fix))
     }
 
-    /// The plan, and what was tried if it was searched for.
-    fn find_plan(
+    /// The plan, and the candidates of `--plan auto`.
+    fn resolve_plan(
         &self,
         config: &ModelConfig,
         mesh: &Mesh,
         step: StepOptions,
     ) -> Result<(ShardingPlan, Option<PlanSearch>)> {
-        let by_mesh = if mesh.axis("tp").is_ok() { Plan::Tp } else { Plan::Ddp };
+        let by_mesh = if mesh.axis("tp").is_ok() { PlanChoice::Tp } else { PlanChoice::Ddp };
         let plan = self.plan.unwrap_or(by_mesh);
         let sequence_parallel = self.sequence_parallel.unwrap_or(false);
-        if plan == Plan::Auto {
+        if plan == PlanChoice::Auto {
             if sequence_parallel {
-                let needed = "a plan that is not searched for";
+                let needed = "a plan other than auto";
                 return Err(ErrorKind::Argument.error(
                     "plan",
                     "auto with sequence-parallel",
@@ -366,46 +395,46 @@ impl Settings {
             let search = search_plan(config, mesh, &step)?;
             return Ok((search.plan.clone(), Some(search)));
         }
-        let sharded = matches!(plan, Plan::Fsdp | Plan::FsdpTp);
+        let sharded = matches!(plan, PlanChoice::Fsdp | PlanChoice::FsdpTp);
         let parallelism = ParallelismConfig {
             data_parallel: if sharded { DataParallelMode::FullyShard } else { DataParallelMode::Replicate },
-            tensor_parallel: matches!(plan, Plan::Tp | Plan::FsdpTp),
+            tensor_parallel: matches!(plan, PlanChoice::Tp | PlanChoice::FsdpTp),
             sequence_parallel,
         };
         Ok((parallelism.plan(config, mesh)?, None))
     }
 
     fn model_config(&self, vocab_size: usize) -> ModelConfig {
-        let (layers, width, heads, length) = match self.size.unwrap_or(Size::Small) {
-            Size::Tiny => (2, 64, 4, 64),
-            Size::Small => (3, 96, 4, 64),
-            Size::Medium => (4, 256, 8, 128),
-            Size::Large => (12, 768, 12, 1024),
+        let (layers, width, heads, length) = match self.size.unwrap_or(ModelSize::Small) {
+            ModelSize::Tiny => (2, 64, 4, 64),
+            ModelSize::Small => (3, 96, 4, 64),
+            ModelSize::Medium => (4, 256, 8, 128),
+            ModelSize::Large => (12, 768, 12, 1024),
         };
-        let (n_layers, d_model) = (self.layers.unwrap_or(layers), self.width.unwrap_or(width));
-        let (n_heads, seq_len) = (self.heads.unwrap_or(heads), self.length.unwrap_or(length));
+        let (n_layers, d_model) = (self.layers.unwrap_or(layers), self.d_model.unwrap_or(width));
+        let (n_heads, seq_len) = (self.heads.unwrap_or(heads), self.seq_len.unwrap_or(length));
         let (tied_head, dropout) = (self.tied_head.unwrap_or(false), self.dropout.unwrap_or(0.0));
-        match self.model.unwrap_or(Family::Gpt) {
-            Family::Gpt => ModelConfig::Gpt(GptConfig {
+        match self.model.unwrap_or(ModelFamily::Gpt) {
+            ModelFamily::Gpt => ModelConfig::Gpt(GptConfig {
                 vocab_size,
                 seq_len,
                 d_model,
                 n_layers,
                 n_heads,
-                d_ff: self.hidden.unwrap_or(4 * d_model),
+                d_ff: self.d_ff.unwrap_or(4 * d_model),
                 tied_head,
                 dropout,
                 ..GptConfig::default()
             }),
-            Family::Llama => ModelConfig::Llama(LlamaConfig {
+            ModelFamily::Llama => ModelConfig::Llama(LlamaConfig {
                 vocab_size,
                 seq_len,
                 d_model,
                 n_layers,
                 n_heads,
-                n_kv_heads: self.key_heads.unwrap_or(if n_heads.is_multiple_of(2) { n_heads / 2 } else { n_heads }),
-                // Three matrices here take what two take elsewhere.
-                d_ff: self.hidden.unwrap_or(8 * d_model / 3),
+                n_kv_heads: self.kv_heads.unwrap_or(if n_heads.is_multiple_of(2) { n_heads / 2 } else { n_heads }),
+                // SwiGLU has three matrices: as many parameters as two with 4 * d_model.
+                d_ff: self.d_ff.unwrap_or(8 * d_model / 3),
                 tied_head,
                 dropout,
                 ..LlamaConfig::default()

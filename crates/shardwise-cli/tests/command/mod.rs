@@ -1,11 +1,11 @@
-//! The command as a user runs it, in a directory of its own.
+//! Runs the command in a temporary directory.
 
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
 use serde_json::Value;
 
-/// A directory of its own for a test, removed when it is over.
+/// A temporary directory for a test, removed on drop.
 pub(crate) struct Place(PathBuf);
 
 impl Place {
@@ -50,17 +50,17 @@ pub(crate) fn lines(path: &str) -> Vec<Value> {
     std::fs::read_to_string(path).unwrap().lines().map(json).collect()
 }
 
-/// A model that takes no time.
+/// The options of a model that trains in no time.
 pub(crate) const TINY: [&str; 14] = [
     "--layers",
     "1",
-    "--width",
+    "--d-model",
     "16",
     "--heads",
     "2",
-    "--length",
+    "--seq-len",
     "16",
-    "--batch",
+    "--batch-size",
     "8",
     "--sample-tokens",
     "8",

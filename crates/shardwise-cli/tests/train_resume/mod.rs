@@ -1,4 +1,4 @@
-//! Checkpoints of trainings: going on from them, keeping them, and exports.
+//! Resuming from checkpoints, keeping the latest ones, and exports.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -26,10 +26,10 @@ fn steps_in(out: &str) -> Vec<String> {
 }
 
 #[test]
-fn a_resumed_training_is_the_one_without_the_break() {
+fn a_resumed_run_is_bitwise_the_uninterrupted_one() {
     let place = Place::new("resume");
     let gpt = ["--dropout", "0.2", "--accumulate", "2", "--mesh", "dp=2", "--plan", "fsdp"];
-    let llama = ["--model", "llama", "--key-heads", "2", "--dtype", "bf16", "--mesh", "dp=2,tp=2"];
+    let llama = ["--model", "llama", "--kv-heads", "2", "--dtype", "bf16", "--mesh", "dp=2,tp=2"];
     for (name, options, others) in [
         ("gpt", &gpt[..], &[&["--mesh", "tp=2"][..], &["--mesh", "dp=3", "--plan", "fsdp"], &["--plan", "ddp"]][..]),
         ("llama", &llama, &[]),
@@ -58,7 +58,7 @@ fn a_resumed_training_is_the_one_without_the_break() {
 }
 
 #[test]
-fn checkpoints_of_other_models_and_what_would_be_lost_are_refused() {
+fn checkpoints_of_other_models_and_loss_of_later_checkpoints_are_refused() {
     let place = Place::new("refused");
     let options = [&TINY[..], &["--mesh", "dp=2", "--steps", "7", "--save-every", "2", "--keep", "2"]].concat();
     let out = place.at("out");
@@ -68,7 +68,7 @@ fn checkpoints_of_other_models_and_what_would_be_lost_are_refused() {
         fails(&[&["train", "--out", &out, "--resume"], more].concat(), parts);
         assert_eq!(steps_in(&out).len(), 2);
     };
-    resume(&["--width", "32"], &["step-00000007", "d_model 16", "d_model 32", "leave out"]);
+    resume(&["--d-model", "32"], &["step-00000007", "d_model 16", "d_model 32", "leave out"]);
     resume(&["--model", "llama"], &["model \"gpt\"", "model \"llama\""]);
     resume(&[&place.at("nothing")], &["nothing", "--resume"]);
     resume(&[&format!("{out}/checkpoints/step-00000006"), "--steps", "9"], &["up to step 7", "--overwrite"]);
@@ -81,7 +81,7 @@ fn checkpoints_of_other_models_and_what_would_be_lost_are_refused() {
     let (summary, losses) = run(&place, "out", &["--resume", "--steps", "9", "--lr", "0.001"]);
     assert_eq!((summary["steps"].as_u64(), losses.len()), (Some(9), 9));
     assert_eq!(steps_in(&out), ["step-00000008", "step-00000009"]);
-    // a training that is over stays as it is
+    // resuming a finished run changes nothing
     let before = std::fs::read(format!("{out}/checkpoints/step-00000009/manifest.json")).unwrap();
     let (summary, _) = run(&place, "out", &["--resume"]);
     assert!(summary["loss"].is_null() && summary["held_out_loss"].is_f64(), "{summary}");
@@ -95,7 +95,7 @@ fn checkpoints_of_other_models_and_what_would_be_lost_are_refused() {
 }
 
 #[test]
-fn a_resumed_training_draws_on_where_it_stopped_unless_the_data_are_others() {
+fn a_resumed_run_continues_with_the_next_sequence_unless_the_data_differ() {
     let place = Place::new("position");
     let options = [&TINY[..], &["--mesh", "dp=2", "--steps", "3", "--accumulate", "2"]].concat();
     let out = place.at("out");
@@ -110,7 +110,7 @@ fn a_resumed_training_draws_on_where_it_stopped_unless_the_data_are_others() {
     // 8 sequences per batch, 2 batches per step
     assert_eq!(position(3), 48);
     // batches of another size on another mesh go on after the last sequence
-    run(&place, "out", &["--resume", "--steps", "5", "--mesh", "dp=3", "--batch", "5"]);
+    run(&place, "out", &["--resume", "--steps", "5", "--mesh", "dp=3", "--batch-size", "5"]);
     assert_eq!(position(5), 48 + 2 * 10);
     let resumed = |more: &[&str]| {
         let output = shardwise(&[&["train", "--out", &out, "--resume"], more].concat());
@@ -120,7 +120,7 @@ fn a_resumed_training_draws_on_where_it_stopped_unless_the_data_are_others() {
     assert!(!resumed(&["--steps", "6"]).contains("first batch"));
     assert_eq!(position(6), 78);
     let said = resumed(&["--steps", "7", "--seed", "9"]);
-    assert!(said.contains("another seed") && said.contains("first batch"), "{said}");
+    assert!(said.contains("the seed differs") && said.contains("first batch"), "{said}");
     assert_eq!(position(7), 10);
 }
 

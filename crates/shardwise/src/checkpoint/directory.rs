@@ -33,7 +33,7 @@ pub(super) fn staged_path(target: &Path, process: u32, id: u64) -> PathBuf {
 }
 
 impl Staging {
-    /// Creates the staging directory, after removing those that crashed saves have left. Fails if this process is already
+    /// Creates the staging directory, after removing the ones that crashed saves have left. Fails if this process is already
     /// saving to the target, or if the target has files that are not a checkpoint's: they would be lost.
     pub(super) fn new(target: &Path, id: u64) -> Result<Self> {
         check_replaceable(target)?;

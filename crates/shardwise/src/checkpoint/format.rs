@@ -88,7 +88,7 @@ pub trait FormatWriter: Send + Sync {
     /// Writes one file from its beginning. Returns the chunks in it, and whatever [`index`](Self::index) needs to know.
     fn write_file(&self, out: &mut BufWriter<File>, file: FileToWrite<'_>) -> Result<WrittenFile>;
 
-    /// Returns name and bytes of the file that describes all others, if the format has one. `contents` has the chunks of all
+    /// Returns name and bytes of the file that describes all other files, if the format has one. `contents` has the chunks of all
     /// files; those in `files` are empty.
     fn index(&self, contents: &Contents, files: &[WrittenFile]) -> Result<Option<(String, Vec<u8>)>>;
 }

@@ -219,7 +219,7 @@ impl DeviceMesh {
     }
 
     /// A mesh derived from this one, with the same seed. Explicit links stay with the axes that both meshes have; an axis
-    /// merged from others gets the slowest of their links.
+    /// merged from several axes gets the slowest of their links.
     fn derived(&self, mesh: Mesh, parts: &dyn Fn(&str) -> Vec<usize>) -> Result<Self> {
         let slowest = |mesh: &Mesh| mesh.axes().iter().map(|axis| self.0.links.slowest(&parts(&axis.name))).collect();
         let given: Option<Vec<Link>> = self.0.given_links.then(|| slowest(&mesh));
@@ -244,7 +244,7 @@ impl DeviceMesh {
     }
 
     /// Latency and bandwidth along an axis, from which planners estimate times: those of the world's network, unless
-    /// [`with_links`](Self::with_links) set others.
+    /// [`with_links`](Self::with_links) replaced them.
     pub fn link(&self, axis: &str) -> Result<Link> {
         Ok(self.0.links.of_axis(self.0.mesh.axis(axis)?))
     }

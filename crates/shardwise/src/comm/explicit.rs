@@ -10,7 +10,7 @@ use crate::layout::Layout;
 use crate::module_scope::user_site;
 use crate::rank_context::{RankContext, in_scope, rank_context};
 
-/// A policy for implicit redistributions: those that an operator makes by itself because it needs its inputs in another
+/// A policy for implicit redistributions, which an operator performs because it needs its inputs in another
 /// layout. PyTorch's `ExplicitRedistributionContext`.
 ///
 /// Explicit communication (`redistribute`, `full_tensor`, a collective of a group) is always allowed, and so is a
@@ -66,7 +66,7 @@ fn moves(layouts: &Option<(Layout, Layout)>) -> String {
 }
 
 impl ExplicitRedistribution {
-    /// Makes an implicit redistribution [`Error::Implicit`], before anything is communicated.
+    /// Fails an implicit redistribution with [`Error::Implicit`], before anything is communicated.
     pub fn error() -> Self {
         ExplicitRedistribution(ImplicitPolicy::Error)
     }

@@ -88,7 +88,7 @@ pub fn wrong_thread_error(rank: usize) -> Error {
     )
 }
 
-/// The error of a call that was made after its launch had ended.
+/// The error of a call after its launch has ended.
 pub fn launch_ended_error() -> Error {
     ErrorKind::Launch.error(
         "call",

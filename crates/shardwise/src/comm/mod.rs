@@ -75,7 +75,7 @@ pub trait Communicator: Send + Sync {
 
     /// Executes a collective and returns this rank's results: none, one tensor, or one per rank for [`Call::AllToAll`].
     ///
-    /// Collective. The arguments are unchecked: the engine calls [`Call::check`] and makes a rejection an error on every
+    /// Collective. The arguments are unchecked: the engine calls [`Call::check`] and turns a rejection into an error on every
     /// rank of the group.
     fn run(&self, call: &Call, inputs: &[Tensor], site: Site) -> Result<Vec<Tensor>>;
 

@@ -78,7 +78,7 @@ fn hash(origin: &Origin, also: u64, operator: Option<(&'static str, bool)>) -> u
     hasher.finish()
 }
 
-/// The operator and value for which a rank makes a collective.
+/// The operator and value for which a rank calls a collective.
 ///
 /// Engines put its text into errors; [`fingerprint`](super::engine::fingerprint) includes its hash.
 #[derive(Debug, Clone)]

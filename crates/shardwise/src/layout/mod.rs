@@ -179,7 +179,7 @@ impl Layout {
         self.placements().iter().any(Placement::is_partial)
     }
 
-    /// Returns the layout of the reduced value: partial axes become replicated, others stay.
+    /// Returns the layout of the reduced value: partial axes become replicated, the remaining ones stay.
     pub fn reduced(&self) -> Layout {
         if !self.is_partial() {
             return self.clone();

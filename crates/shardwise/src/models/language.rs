@@ -90,7 +90,7 @@ pub(super) fn language_head(builder: &Builder, tokens: &Embedding, tied: bool) -
     Linear::without_bias(&builder.child("head"), shape[1], shape[0])
 }
 
-/// Initializes weights as GPT-2 does: matrices normal with standard deviation 0.02, those that write to the residual stream
+/// Initializes weights as GPT-2 does: matrices normal with standard deviation 0.02, the ones that write to the residual stream
 /// divided by the root of their number, so that its variance does not grow with depth; biases zero.
 pub(super) fn initialize_weights(model: &dyn Module, layers: usize) -> Result<()> {
     const STD: f64 = 0.02;

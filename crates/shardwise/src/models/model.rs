@@ -12,7 +12,7 @@ use crate::tensor::DTensor;
 /// A model that can be trained, saved and exported.
 ///
 /// It is a [`Module`] with a loss and, optionally, names of its weights in files. Fields of type [`Heads`](crate::nn::Heads)
-/// and [`PlanHints`](crate::nn::PlanHints) tell planners what they cannot see in the parameters. Custom models implement
+/// and [`PlanHints`](crate::nn::PlanHints) give planners what they cannot see in the parameters. Custom models implement
 /// the same trait as those of this crate; `crates/tests-outside/tests/model.rs` has one with two inputs and shared weights.
 ///
 /// ```

@@ -54,7 +54,7 @@ impl ParallelismConfig {
     /// Returns the plan for a model on a mesh. Local: the model is built in a dry run, so that a plain [`Mesh`] is enough.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if the mesh lacks an axis that is needed, has others than `dp` and `tp`, or
+    /// [`Error::Invalid`](crate::Error::Invalid) if the mesh lacks an axis that is needed, has axes other than `dp` and `tp`, or
     /// leaves one idle.
     pub fn plan(&self, config: &(impl ModelSpec + ?Sized), mesh: &Mesh) -> Result<ShardingPlan> {
         self.check(config, mesh)?;
@@ -151,7 +151,7 @@ impl StepOptions {
     }
 }
 
-/// Searches for the plan under which a training step takes the least time, among those that fit into the memory limit.
+/// Searches for the plan under which a training step takes the least time, among plans that fit into the memory limit.
 ///
 /// Local: the candidates run in dry runs, without data and without other ranks. The result depends on the arguments alone,
 /// so that ranks that pass the same ones get the same plan.

@@ -42,7 +42,7 @@ pub struct Heads {
 /// Roles of the layers of a module, for planners; a field of the module. Paths are relative to the module.
 ///
 /// Planners recognize layers by common names (`query`, `up`, `down`, ...). A module whose layers have other names lists
-/// them here. A path that names no layer is an error where a plan is made.
+/// them here. A path that names no layer is an error when a plan is built.
 ///
 /// ```
 /// use shardwise::nn::{Builder, Linear, PlanHints};

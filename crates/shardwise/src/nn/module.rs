@@ -149,7 +149,7 @@ pub trait Module {
         self.load_state_dict_with(state, &StateDictOptions::default()).map(drop)
     }
 
-    /// As [`load_state_dict`](Self::load_state_dict), with names matched by the options. Returns those that did not match.
+    /// As [`load_state_dict`](Self::load_state_dict), with names matched by the options. Returns the names that did not match.
     fn load_state_dict_with(
         &self,
         state: &BTreeMap<String, DTensor>,

@@ -119,7 +119,7 @@ fn total_norm(gradients: &Gradients, world: &World, norm_type: f64) -> Result<f6
     Ok(if norm_type.is_finite() { all.powf(1.0 / norm_type) } else { all })
 }
 
-/// Whether this rank is the first of those that hold the same shard, so that every element is counted once.
+/// Whether this rank is the first of the ranks that hold the same shard, so that every element is counted once.
 fn is_first_holder(tensor: &DTensor) -> bool {
     let coordinate = tensor.device_mesh().my_coordinate();
     let mut axes = coordinate.iter().flatten().zip(tensor.placements());

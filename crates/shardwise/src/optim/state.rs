@@ -102,7 +102,7 @@ fn everywhere(tensor: &DTensor) -> Result<Tensor> {
 }
 
 impl WorkingState {
-    /// Creates the state of a parameter from saved tensors; those that are missing get their initial values.
+    /// Creates the state of a parameter from saved tensors; missing ones get their initial values.
     #[track_caller]
     pub(super) fn new(param: &DTensor, group: &ParamGroup, saved: &ParamState<DTensor>) -> Result<Self> {
         let (mesh, layout) = (param.device_mesh().clone(), param.layout().reduced());

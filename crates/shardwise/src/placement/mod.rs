@@ -159,7 +159,7 @@ impl Placement {
         if let Placement::StridedShard { split_factor, .. } = self { Some(*split_factor) } else { None }
     }
 
-    /// The reduction of a partial placement, `None` for all others.
+    /// The reduction of a partial placement, `None` for every other placement.
     #[inline]
     pub fn reduction(&self) -> Option<ReduceOp> {
         if let Placement::Partial(op) = self { Some(*op) } else { None }

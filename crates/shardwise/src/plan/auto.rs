@@ -17,7 +17,7 @@ pub(crate) const DEFAULT_FLOPS_PER_S: f64 = 20e9;
 /// rounds of improvement.
 const DEFAULT_TRIALS: usize = 150;
 
-/// Searches for the plan under which a training step takes the least time, among those that fit into the memory of a rank.
+/// Searches for the plan under which a training step takes the least time, among plans that fit into the memory of a rank.
 ///
 /// The step is a closure of the program: it builds the model by the plan that it is given ([`ShardingPlan::build`]) and runs
 /// what a training step runs. It is executed once per candidate in a dry run of the size of the mesh's world, without data.
@@ -164,7 +164,7 @@ pub struct PlanSearch {
     pub plan: ShardingPlan,
     /// Time and memory of a step under the best plan.
     pub estimate: StepEstimate,
-    /// All plans that were tried: those that fit into memory first, cheapest first.
+    /// All plans that were tried: plans that fit into memory first, cheapest first.
     pub trials: Vec<PlanTrial>,
     memory_limit: usize,
 }
@@ -207,7 +207,7 @@ impl<F: Fn(&ShardingPlan, &DeviceMesh) -> Result<()> + Sync> SearchRun<'_, F> {
     fn add(&mut self, name: String, plan: ShardingPlan, choice: Option<StrategyChoice>) {
         match self.planner.estimate(&plan, self.mesh) {
             Ok(estimate) => self.trials.push((choice, PlanTrial { name, plan, estimate })),
-            // The step may be impossible under some plans; the search goes on with the others.
+            // The step may be impossible under some plans; the search goes on with the remaining ones.
             Err(error) => self.last_error = Some(error),
         }
     }
@@ -216,7 +216,7 @@ impl<F: Fn(&ShardingPlan, &DeviceMesh) -> Result<()> + Sync> SearchRun<'_, F> {
         self.trials.iter().any(|(own, _)| own.as_ref() == Some(choice))
     }
 
-    /// Sort key: plans that fit into memory by time, then the others by memory.
+    /// Sort key: plans that fit into memory by time, then the remaining ones by memory.
     fn order(&self, trial: &PlanTrial) -> (bool, f64) {
         let too_large = trial.estimate.peak_bytes > self.planner.memory_limit;
         (too_large, if too_large { trial.estimate.peak_bytes as f64 } else { trial.estimate.us() })

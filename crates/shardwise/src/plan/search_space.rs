@@ -129,7 +129,7 @@ impl<'a> SearchSpace<'a> {
 
     /// Choices in which all classes use an axis in the same way. All combinations on up to three axes (27, and those with
     /// tensor parallelism twice); beyond that, where they would be too many to run, those in which at most one axis differs
-    /// from the others.
+    /// from the remaining ones.
     pub(super) fn uniform(&self) -> Vec<StrategyChoice> {
         let every = [AxisStrategy::Replicate, AxisStrategy::FullyShard, AxisStrategy::TensorParallel];
         let axes = self.mesh.ndim();

@@ -134,6 +134,7 @@ impl ShardingPlan {
     }
 
     /// Sets the placements of the parameters and buffers that match a pattern.
+    #[doc(alias = "plan")]
     pub fn param(self, pattern: &str, target: impl Into<TargetPlacements>) -> Self {
         self.entry(pattern, ParamPlan::Placements(target.into()))
     }
@@ -284,7 +285,7 @@ impl ShardingPlan {
         self
     }
 
-    /// Adds placements over more mesh axes to those that the plan has for one parameter. They shard after the ones that are
+    /// Adds placements over more mesh axes to the placements that the plan has for one parameter. They shard after the ones that are
     /// there. For planners.
     ///
     /// # Errors

@@ -111,7 +111,7 @@ impl TargetPlacements {
                 "placements",
                 format!("{self} for mesh {mesh}"),
                 format!("{}, one per mesh axis", mesh.ndim()),
-                "list all axes, or name those that matter",
+                "list all axes, or name the axes that matter",
             )),
             TargetPlacements::All(_) | TargetPlacements::Spec(_) => Ok(()),
             TargetPlacements::Along(along) => {

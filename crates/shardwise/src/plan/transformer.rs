@@ -217,7 +217,7 @@ pub(super) struct LinearLayer {
     pub(super) bias: bool,
 }
 
-/// A module in which some linear layers lead in (sharded by columns) and others lead out (sharded by rows).
+/// A module in which some linear layers lead in (sharded by columns) and some lead out (sharded by rows).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TransformerBlock {
     pub(super) path: String,

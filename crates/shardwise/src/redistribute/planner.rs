@@ -88,7 +88,7 @@ pub(super) fn candidates(from: &Layout, to: &Layout, elem: usize, links: &Links)
     Ok(plans.into_iter().map(|(_, plan)| plan).collect())
 }
 
-/// The plan that the search finds, if it is cheaper than all others.
+/// The plan that the search finds, if it is cheaper than all other plans.
 fn searched(
     from: &Layout,
     to: &Layout,
@@ -223,7 +223,7 @@ impl<'a> PlanBuilder<'a> {
         self.push(RedistributeStepKind::Relabel, &placements, &orders)
     }
 
-    /// The axes that still have to shard `dim`, if those that shard it now are a prefix of the target's order.
+    /// The axes that still have to shard `dim`, if the axes that shard it now are a prefix of the target's order.
     fn axes_to_shard(&self, dim: usize) -> Vec<usize> {
         let (now, target) = (self.real_order(&self.current, dim), self.real_order(self.to, dim));
         let same = |&a: &usize| self.current.placements()[a] == self.to.placements()[a];
@@ -243,7 +243,7 @@ impl<'a> PlanBuilder<'a> {
         self.push(RedistributeStepKind::Narrow, &placements, &orders)
     }
 
-    /// The partial axes that must be reduced: those whose placement changes, and those that block an earlier axis, because
+    /// The partial axes that must be reduced: those whose placement changes, and axes that block an earlier axis, because
     /// the last axis is reduced first and not all reductions commute.
     fn axes_to_reduce(&self) -> Vec<usize> {
         let partial = |axis: usize| self.current.placements()[axis].reduction().filter(|_| self.size(axis) > 1);

@@ -275,8 +275,8 @@ impl<'a> RedistributeSearch<'a> {
         ends
     }
 
-    /// The free steps that lead to a layout: a shard is narrowed from a replica; a partial axis is made from a replica or
-    /// from a shard. A mean only from a replica: operands made from shards would have to be scaled, which rounds.
+    /// The free steps that lead to a layout: a shard is narrowed from a replica; a partial axis is derived from a replica or
+    /// from a shard. A mean only from a replica: operands derived from shards would have to be scaled, which rounds.
     fn predecessors(&self, sketch: &LayoutSketch) -> Vec<(SearchStep, LayoutSketch)> {
         let mut steps = Vec::new();
         for axis in (0..sketch.placements.len()).filter(|&a| self.size(a) > 1) {

@@ -151,7 +151,7 @@ impl ShardedTensor {
         Ok(())
     }
 
-    /// Replaces the shards of this rank by those that `build` returns. Clones keep the old ones.
+    /// Replaces the shards of this rank by the ones that `build` returns. Clones keep the old ones.
     pub(crate) fn set_shards(&mut self, build: &dyn Fn(&ShardMetadata) -> Result<Tensor>) -> Result<()> {
         let (dry, dtype) = (self.mesh.world().is_dry(), self.dtype());
         let one = |shard: &TensorShard| -> Result<TensorShard> {

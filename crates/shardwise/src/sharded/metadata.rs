@@ -285,7 +285,7 @@ pub(super) fn check_disjoint(shards: &[ShardMetadata]) -> Result<()> {
             "describe all of them in one tensor",
         ));
     }
-    // Sorted by where they begin along one dimension, a shard can overlap only those that begin before it ends. The
+    // Sorted by where they begin along one dimension, a shard can overlap only shards that begin before it ends. The
     // dimension with the most starts leaves the fewest to look at.
     let starts = |dim: usize| {
         let mut starts: Vec<usize> = shards.iter().map(|s| s.offsets[dim]).collect();

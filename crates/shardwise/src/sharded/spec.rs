@@ -25,7 +25,7 @@ use crate::layout::Layout;
 /// use shardwise::prelude::*;
 /// use shardwise::sharded::{RemoteDevice, ShardMetadata, ShardedTensor, ShardedTensorMetadata, ShardingSpec};
 ///
-/// /// The first `rows` rows on rank 0, the others on rank 1.
+/// /// The first `rows` rows on rank 0, the remaining rows on rank 1.
 /// #[derive(Debug)]
 /// struct SplitAt {
 ///     rows: usize,
@@ -33,7 +33,7 @@ use crate::layout::Layout;
 ///
 /// impl fmt::Display for SplitAt {
 ///     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-///         write!(f, "{} rows on rank 0, the others on rank 1", self.rows)
+///         write!(f, "{} rows on rank 0, the remaining rows on rank 1", self.rows)
 ///     }
 /// }
 ///

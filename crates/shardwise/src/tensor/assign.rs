@@ -71,7 +71,7 @@ impl DTensor {
     pub fn fill_range(&mut self, ranges: &[Range<usize>], value: impl Into<Number>) -> Result<()> {
         let site = Location::caller();
         let region = self.region(ranges)?;
-        let value = value.into().fit(self.dtype())?; // refused by all ranks, also by those that hold nothing of the region
+        let value = value.into().fit(self.dtype())?; // refused by all ranks, also by ranks that hold nothing of the region
         *self = record_implicit_operator("fill_range", || -> Result<DTensor> {
             let base = self.reduced(site)?;
             let output = base.written(&region, None, value, site)?;

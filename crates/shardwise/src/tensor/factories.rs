@@ -65,7 +65,7 @@ impl DTensor {
     ) -> Result<DTensor> {
         let TensorMeta { shape, dtype } = meta.into();
         let layout = Layout::new(mesh.mesh(), shape, placements)?;
-        let value = value.into().fit(dtype)?; // on all ranks, also on those that fill nothing
+        let value = value.into().fit(dtype)?; // on all ranks, also where nothing is filled
         build(mesh, &layout, dtype, Location::caller(), |meta, _| Ok(filled(value, meta)?))
     }
 

@@ -255,7 +255,7 @@ impl TapeNode {
     }
 }
 
-/// The saved tensors of a recorded call, and the layouts of those that were not saved. PyTorch's `ctx`.
+/// The saved tensors of a recorded call, and the layouts of tensors that were not saved. PyTorch's `ctx`.
 #[doc(alias = "ctx")]
 #[doc(alias = "saved_tensors")]
 pub struct SavedTensors<'a> {

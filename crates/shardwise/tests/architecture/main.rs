@@ -3,6 +3,9 @@
 
 mod imports;
 mod placements;
+mod prose;
+mod type_names;
+mod words;
 
 use std::path::{Path, PathBuf};
 

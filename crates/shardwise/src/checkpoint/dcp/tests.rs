@@ -279,7 +279,7 @@ fn truncated_and_changed_files_are_detected_or_harmless() {
         read().unwrap();
         for length in (0..whole.len()).rev() {
             open_file.set_len(length as u64).unwrap();
-            assert!(read().is_err(), "{file} cut at {length}");
+            assert!(read().is_err(), "{file} truncated to {length}");
         }
         std::fs::write(&path, &whole).unwrap();
     }
@@ -322,7 +322,7 @@ fn damaged_pytorch_files_are_detected_or_harmless() {
         }
         for length in (0..bytes.len()).rev() {
             open_file.set_len(length as u64).unwrap();
-            assert!(open(root).is_err(), "{case} cut at {length}");
+            assert!(open(root).is_err(), "{case} truncated to {length}");
         }
     }
 }

@@ -270,7 +270,7 @@ impl Hub {
         result
     }
 
-    /// Fails all ranks if this one waits for itself through others. The rank that closes the cycle finds it, since each
+    /// Fails all ranks if this one waits for itself through other ranks. The rank that closes the cycle finds it, since each
     /// rank searches after it has recorded its wait.
     fn look_for_circle(&self, rank: usize) -> Result<()> {
         let waits = self.waits.lock();

@@ -1,4 +1,4 @@
-//! The rendezvous of a group: each rank posts its entry, waits for the others, and reads theirs.
+//! The rendezvous of a group: each rank posts its entry, waits for the entries of the other ranks, and reads them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -22,7 +22,7 @@ pub(super) struct Meeting {
     slots: [Vec<Mutex<EntrySlot>>; 2],
 }
 
-/// How a rank waits for the others; the hub implements it, which keeps this file independent of the hub.
+/// How a rank waits for the other ranks; the hub implements it, which keeps this file independent of the hub.
 pub(super) trait PhaseWaiter {
     /// Wakes a rank, so that it tests its condition again.
     fn wake(&self, rank: usize);
