@@ -16,7 +16,7 @@ use shardwise_test_suites::settings::env_or;
 /// Environment variable of the saving process: the path to save to.
 const TARGET: &str = "SHARDWISE_CRASH_TARGET";
 
-/// The child process: saves one generation after the other until it is killed.
+/// The saving process: saves one generation after the other until it is killed.
 #[test]
 fn child_process_that_saves() {
     let Some(target) = std::env::var_os(TARGET).map(PathBuf::from) else { return };
@@ -66,7 +66,7 @@ fn a_process_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_one() {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        // The first process runs until there is a checkpoint, later ones for a random time around the length of a save.
+        // The first process runs until there is a checkpoint, later ones for a random time around the duration of a save.
         let start = Instant::now();
         let pause = Duration::from_micros(rng.random_range(0..60_000));
         while before.is_none() && !target.exists() {

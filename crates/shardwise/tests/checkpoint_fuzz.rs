@@ -12,7 +12,7 @@ use rand::{Rng, SeedableRng};
 use shardwise::checkpoint::{self, ConvertOptions, Format, convert};
 use shardwise_test_suites::settings::env_or;
 
-/// Checkpoints written by PyTorch and by Hugging Face libraries.
+/// Checkpoints that PyTorch and other tools have written.
 fn samples() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/data/dcp")
 }

@@ -32,7 +32,7 @@ fn generation(world: &World, number: i64, format: Format) -> Result<State> {
     Ok(State::map(entries))
 }
 
-/// Loads again and again with three ranks, in another layout, while two other ranks save one generation after the other to
+/// Loads repeatedly on three ranks, in another layout, while two ranks of another world save one generation after the other to
 /// the same path. Returns how many generations were saved meanwhile.
 fn load_while_saving(format: Format, loads: usize) -> i64 {
     let scratch = Scratch::new(&format!("concurrent-{format:?}"));

@@ -171,7 +171,7 @@ fn restored(world: &World) -> Result<(Net, ShardedOptimizer, DTensor, DTensor)> 
     Ok((net, optimizer, input("x")?, input("y")?))
 }
 
-/// Compares parameters and running averages with PyTorch's after its step.
+/// Compares parameters and running averages with those of PyTorch after its step.
 fn compare(net: &Net, expected: &Path) -> Result<()> {
     for (name, tensor) in net.state_dict() {
         let numbers = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();

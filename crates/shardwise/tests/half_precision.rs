@@ -231,7 +231,7 @@ fn partial_products_of_half_precision_are_communicated_in_f32() {
             let product = a.linear(&b, None)?;
             assert_eq!((product.dtype(), product.to_local().dtype()), (dtype, dtype));
             assert_eq!(product.placements(), [Partial(ReduceOp::Sum)]);
-            // A view of a partial sum and its sum with another stay in f32.
+            // Views of a partial sum, and its sum with another, stay in f32.
             let made = product.t()?.add(&product.mul_scalar(-0.5)?)?;
             assert_eq!(made.placements(), [Partial(ReduceOp::Sum)]);
             world.trace().clear();

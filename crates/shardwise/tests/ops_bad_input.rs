@@ -13,8 +13,7 @@ use shardwise_test_suites::values;
 /// Far longer than any of these calls takes: only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Composite operators, and the part that fails: its message says with which tensors, and where the
-/// program called.
+/// Composed operators, and the operators inside of them that refuse: their messages name the tensors and the line of the program.
 const MADE_OF: &[(&str, &[&str])] = &[
     ("linear", &["einsum", "add"]),
     ("addmm", &["mm", "add"]),

@@ -16,7 +16,7 @@ use shardwise_test_suites::settings::env_or;
 
 const DTYPES: [DType; 6] = [DType::F64, DType::F32, DType::BF16, DType::I64, DType::U32, DType::U8];
 
-/// A tensor whose elements are all different as far as the type can represent.
+/// A tensor whose elements are all different, as far as the type can represent them.
 fn whole(shape: &[usize], dtype: DType) -> Tensor {
     let count = shape.iter().product::<usize>() as i64;
     Tensor::arange(0i64, count, &Device::Cpu).unwrap().reshape(shape).unwrap().to_dtype(dtype).unwrap()

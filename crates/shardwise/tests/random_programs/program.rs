@@ -301,7 +301,7 @@ impl Program {
             orders[dim].1.shuffle(rng);
         }
         let order: Vec<(usize, &[&str])> = orders.iter().map(|(dim, axes)| (*dim, axes.as_slice())).collect();
-        // Ragged sizes fit the shard order that they were generated for.
+        // Ragged sizes fit the order for which they were drawn.
         Layout::with_shard_order(mesh, shape, placements, &order).unwrap_or(usual)
     }
 
