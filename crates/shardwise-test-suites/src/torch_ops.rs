@@ -57,7 +57,8 @@ macro_rules! torch_ops {
         &[$(TorchOp {
             name: $name,
             torch: $torch,
-            #[allow(unused_variables, irrefutable_let_patterns, reason = "not every row has keywords or a fixed number of inputs")]
+            // Not every row has keywords or a fixed number of inputs.
+            #[allow(unused_variables, irrefutable_let_patterns, clippy::redundant_at_rest_pattern)]
             call: |inputs, $kw| {
                 let [$($input),*] = inputs else {
                     return Err(Error::other(format!("{}: unexpected number of inputs, {}", $torch, inputs.len())));
