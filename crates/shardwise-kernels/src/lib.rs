@@ -2,7 +2,7 @@
 //!
 //! | task | items |
 //! |---|---|
-//! | new memory, strided copies, concatenation | [`UninitBuffer`], [`Assembly`], [`contiguous`], [`concat`], [`split_packed`] |
+//! | new memory, strided copies, concatenation | [`UninitBuffer`], [`Assembly`], [`contiguous`], [`concat()`], [`split_packed`] |
 //! | elementwise functions with broadcasting | [`pointwise`], [`PointwiseFn`], [`math`] |
 //! | reductions over dimensions, and over operands | [`reduce_dims`], [`reduce_operands`], [`norm_partial`] |
 //! | softmax and norms over the last dimension | [`rows`] |
@@ -12,9 +12,9 @@
 //! | types shared with the library | [`TensorMeta`], [`ReduceOp`], [`Number`], [`ErrorKind`] |
 //!
 //! Kernels take f64, f32, f16, bf16, i64, i32, i16, u32 and u8 unless they say otherwise. f16 and bf16 are computed in f32
-//! and rounded once per result. Kernels run on the calling thread, because ranks already run in parallel;
-//! [`batched_matmul`] alone uses the rayon pool of the rank. Tensors of any strides are accepted, and a result is a new
-//! contiguous tensor that does not depend on the strides of the inputs, bit by bit.
+//! or f64 and rounded at the end. Kernels run on the calling thread, because ranks already run in parallel;
+//! [`batched_matmul`] alone uses the rayon pool of the rank. Inputs may have any strides, and a result is a new contiguous
+//! tensor. Except for [`batched_matmul`], the bits of a result do not depend on the strides of the inputs.
 
 #[doc(hidden)]
 pub use {candle_core, half};

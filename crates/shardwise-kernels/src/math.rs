@@ -121,7 +121,7 @@ pub fn exp<const FMA: bool>(x: f32) -> f32 {
     Exponential { powers, ..Exponential::new::<FMA>(rest, n) }.value()
 }
 
-/// `exp(x) - 1`, exact for small x.
+/// `exp(x) - 1`, accurate for small x.
 #[inline(always)]
 pub fn expm1<const FMA: bool>(x: f32) -> f32 {
     let (rest, n) = reduce::<FMA>(at_most(at_least(x, -30.0), 89.0));
@@ -176,7 +176,7 @@ pub fn log<const FMA: bool>(x: f32) -> f32 {
     if x < 0.0 { f32::NAN } else { value }
 }
 
-/// `log(1 + x)`, exact for small x.
+/// `log(1 + x)`, accurate for small x.
 #[inline(always)]
 pub fn log1p<const FMA: bool>(x: f32) -> f32 {
     let (far, n) = mantissa(1.0 + x);

@@ -6,7 +6,8 @@ use std::time::Duration;
 use shardwise::mesh::Link;
 use shardwise::{Error, Result};
 
-/// Settings of a launch under MPI, which must be the same on all ranks. On threads only deadline and kernel threads apply.
+/// Settings of a launch. On threads only [`deadline`](Self::deadline) and [`kernel_threads`](Self::kernel_threads) apply; all
+/// other settings must be the same on all ranks.
 ///
 /// ```
 /// # use std::time::Duration;

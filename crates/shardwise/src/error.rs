@@ -96,8 +96,8 @@ pub enum Error {
 
     /// A rank did not join a call before the deadline of the launch.
     #[error(
-        "{call} waited {waited:?} for rank(s) {missing:?}, which did not come{}; \
-         look at what they were doing, or raise the deadline of the launch",
+        "{call} waited {waited:?} for rank(s) {missing:?}, which did not join{}; \
+         check what they were doing, or raise the deadline of the launch",
         in_other_calls(other_calls)
     )]
     Timeout {
@@ -128,7 +128,7 @@ pub enum Error {
 
     /// A rank did not return from its program before the deadline after another rank had failed; its thread was abandoned.
     #[error(
-        "rank {rank} did not return within {waited:?} after another rank had failed, and was left behind; \
+        "rank {rank} did not return within {waited:?} after another rank had failed, so its thread was abandoned; \
          look for a loop that makes no collective call"
     )]
     Stuck {

@@ -26,7 +26,7 @@ fn calls_of_two_threads_of_one_rank_are_never_matched() {
     }
 }
 
-/// The error of every communicating call on tensors and groups that outlive their launch.
+/// The errors of all calls that communicate, on a world and a tensor that outlive their launch.
 fn communicate(world: &World, x: &DTensor) -> Vec<Error> {
     let tensor = Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap();
     let meta = TensorMeta::new(4, DType::F32);
@@ -44,7 +44,7 @@ fn communicate(world: &World, x: &DTensor) -> Vec<Error> {
         world.subgroup(&ranks).unwrap().barrier(),
         mesh.group(&["dp"]).unwrap().barrier(),
     ];
-    // With a single rank these need no communication.
+    // A single rank needs no other rank for these.
     if world.size() > 1 {
         results.push(DTensor::from_local(&tensor, &mesh, [Shard(0)]).map(drop));
         results.push(x.full_tensor().map(drop));
@@ -109,7 +109,7 @@ fn a_timeout_names_ranks_that_are_in_another_call() {
     assert!(error.to_string().contains("rank 1 called recv(f32 [1] from 2, tag 7)"), "{error}");
 }
 
-/// A custom engine that returns arbitrary results.
+/// An engine of another crate that returns arbitrary tensors.
 struct Careless(fn() -> Vec<Tensor>);
 
 impl Communicator for Careless {

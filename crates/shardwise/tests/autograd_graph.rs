@@ -161,8 +161,8 @@ fn backward_frees_saved_tensors_while_results_are_alive() {
         let left = world.memory().current() - before;
         println!("graph {graph} bytes, after backward {left} bytes");
         assert!(graph > 10 * whole, "{graph}");
-        // a result of redistribute, of local_map, of checkpoint_activations, and the loss (a term held in f64); the gradient of the
-        // half weight; the first input is no longer held
+        // a result of redistribute, of local_map, of checkpoint_activations, and the loss (a term held in f64); the
+        // gradient of the half weight; the first input is no longer held
         assert_eq!(left, 2 * whole + half + 8 + half - whole, "{left}");
         drop((gradients, w));
         Ok(())

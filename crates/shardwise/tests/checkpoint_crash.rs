@@ -1,4 +1,5 @@
-//! A saving process is killed at random moments: afterwards the directory holds the old checkpoint or the new one, complete.
+//! A saving process is killed at random moments: afterwards the directory holds the old checkpoint or the new one,
+//! complete.
 //!
 //! `SHARDWISE_CRASH_CASES` sets the number of killed processes (default 200), `SHARDWISE_SEED` the first seed.
 

@@ -12,10 +12,6 @@ use rand::{Rng, SeedableRng};
 use shardwise::checkpoint::{self, ConvertOptions, Format, convert};
 use shardwise_test_suites::settings::env_or;
 
-fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |v| v.parse().expect(name))
-}
-
 /// Checkpoints that PyTorch and other tools have written.
 fn samples() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/data/dcp")

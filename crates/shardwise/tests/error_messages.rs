@@ -59,7 +59,7 @@ fn a_nan_error_names_the_operator_that_produced_it() {
             let mesh = world.mesh([("dp", 2)])?;
             let x = DTensor::arange(0.0..4.0, DType::F32, &mesh, [at.clone()])?;
             let step = || x.sub_scalar(2.5)?.log()?.add_scalar(1.0)?.sum_all();
-            // Without the scope there is no check.
+            // Without the scope nothing is reported.
             step()?;
             detect_anomaly(step).map(drop)
         });

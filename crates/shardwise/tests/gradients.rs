@@ -179,8 +179,8 @@ fn gradients_in_every_placement_equal_the_unsharded_gradients() {
     }
 }
 
-/// All combinations of placements of the inputs along one axis. With more than two inputs one at a time is not replicated, and
-/// all are sharded on their first dimension once.
+/// All combinations of placements of the inputs along one axis. With more than two inputs one at a time is not
+/// replicated, and all are sharded on their first dimension once.
 fn combinations(mesh: &Mesh, samples: &[SampleInput]) -> Vec<Vec<Placement>> {
     let options = |sample: &SampleInput| {
         let mut all = vec![Replicate];

@@ -32,8 +32,8 @@ fn reals(t: &Tensor) -> Vec<f64> {
     t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
-/// Fails unless numbers are the exact ones, rounded once. Computing in f32 adds an error of a few f32 units, relative to the
-/// largest number where terms cancel.
+/// Fails unless numbers are the exact ones, rounded once. Computing in f32 adds an error of a few f32 units, relative
+/// to the largest number where terms cancel.
 fn rounded_once(got: &Tensor, exact: &Tensor, dtype: DType) -> std::result::Result<(), String> {
     if (got.dims(), got.dtype()) != (exact.dims(), dtype) {
         return Err(format!("{:?} {:?} and not {dtype:?} {:?}", got.dtype(), got.dims(), exact.dims()));

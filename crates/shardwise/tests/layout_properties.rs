@@ -164,10 +164,10 @@ fn random_ragged(rng: &mut StdRng, case: &Case, dim: usize, axis: usize) -> Plac
             rest /= case.mesh.shape()[a];
         }
         let n = case.indices(dim, &coordinate, axes).len();
-        let mut cuts: Vec<usize> = (1..k).map(|_| rng.random_range(0..=n)).collect();
-        cuts.extend([0, n]);
-        cuts.sort_unstable();
-        sizes.extend(cuts.windows(2).map(|w| w[1] - w[0]));
+        let mut bounds: Vec<usize> = (1..k).map(|_| rng.random_range(0..=n)).collect();
+        bounds.extend([0, n]);
+        bounds.sort_unstable();
+        sizes.extend(bounds.windows(2).map(|w| w[1] - w[0]));
     }
     Placement::ragged(dim as isize, sizes)
 }

@@ -21,7 +21,7 @@ fn two_hosts(inside: &str) -> Network {
     Network::of_hosts(hosts, Link::THREADS, CABLE).unwrap()
 }
 
-/// An engine of another crate: one rank of four, with its own network figures. Nothing is communicated.
+/// An engine of another crate: one rank of four, with its own network. Nothing is communicated.
 struct Planned(Network);
 
 impl Communicator for Planned {

@@ -234,7 +234,7 @@ impl Case {
         }
         for (rank, result) in results.iter().enumerate() {
             let may_end_well = match self.fault {
-                // The message is never received, which is found at the end and reported for its sender.
+                // The message is never received, which is reported for its sender at the end.
                 Fault::SendsWhatNobodyReceives => rank != self.faulty,
                 Fault::ReturnsOk | Fault::Aborts => rank == self.faulty,
                 // A call that looks like the next one is missed, or is too many, only at the end of the program.

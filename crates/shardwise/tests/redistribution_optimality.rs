@@ -11,7 +11,7 @@ use shardwise::redistribute::{RedistributePlan, RedistributeStepKind};
 
 const ELEM: usize = 4;
 
-/// Placements and, per dimension, the axes that shard it, in order.
+/// Placements and, per dimension, the axes that shard it in order.
 type Node = Layout;
 
 fn is_partial(placement: &Placement) -> Option<ReduceOp> {
@@ -21,13 +21,13 @@ fn is_partial(placement: &Placement) -> Option<ReduceOp> {
     }
 }
 
-fn cuts(layout: &Layout) -> Vec<Vec<usize>> {
+fn shard_orders(layout: &Layout) -> Vec<Vec<usize>> {
     (0..layout.shape().len()).map(|dim| layout.shard_order(dim).to_vec()).collect()
 }
 
-fn with(layout: &Layout, placements: Vec<Placement>, cuts: &[Vec<usize>]) -> Layout {
+fn with(layout: &Layout, placements: Vec<Placement>, orders: &[Vec<usize>]) -> Layout {
     let mesh = layout.mesh();
-    let names: Vec<(usize, Vec<&str>)> = cuts
+    let names: Vec<(usize, Vec<&str>)> = orders
         .iter()
         .enumerate()
         .map(|(dim, axes)| (dim, axes.iter().map(|&a| mesh.axes()[a].name.as_str()).collect()))
@@ -46,7 +46,7 @@ fn all_layouts(mesh: &Mesh, shape: [usize; 2], kinds: &[&str]) -> Vec<Node> {
     let mut layouts = Vec::new();
     for placements in all {
         let plain = Layout::new(mesh, shape.as_slice(), placements.clone()).unwrap();
-        let orders: Vec<Vec<Vec<usize>>> = cuts(&plain).iter().map(|axes| permutations(axes)).collect();
+        let orders: Vec<Vec<Vec<usize>>> = shard_orders(&plain).iter().map(|axes| permutations(axes)).collect();
         for first in &orders[0] {
             for second in &orders[1] {
                 layouts.push(with(&plain, placements.clone(), &[first.clone(), second.clone()]));
@@ -89,20 +89,20 @@ fn commute(a: ReduceOp, b: ReduceOp) -> bool {
 
 /// Where one elementary step leads, and the bytes that it moves; exchanges apart.
 fn steps(from: &Layout, ops: &[ReduceOp]) -> Vec<(Layout, usize)> {
-    let (placements, cuts) = (from.placements(), cuts(from));
+    let (placements, orders) = (from.placements(), shard_orders(from));
     let mut all = Vec::new();
     for axis in 0..placements.len() {
         let later_commute =
             |op: ReduceOp| placements[axis + 1..].iter().filter_map(is_partial).all(|other| commute(op, other));
-        let to = |placement: Placement, cuts: &[Vec<usize>]| {
+        let to = |placement: Placement, orders: &[Vec<usize>]| {
             let mut changed = placements.to_vec();
             changed[axis] = placement;
-            with(from, changed, cuts)
+            with(from, changed, orders)
         };
         let behind = |dim: usize| {
-            let mut cuts = cuts.clone();
-            cuts[dim].push(axis);
-            cuts
+            let mut orders = orders.clone();
+            orders[dim].push(axis);
+            orders
         };
         match &placements[axis] {
             Partial(op) if later_commute(*op) => {
@@ -116,13 +116,13 @@ fn steps(from: &Layout, ops: &[ReduceOp]) -> Vec<(Layout, usize)> {
                 all.extend((0..2).map(|dim| (to(Shard(dim as isize), &behind(dim)), 0)));
                 // copies of a value are operands of a maximum or a mean as they are
                 let made = ops.iter().filter(|&&op| op == ReduceOp::Max || op == ReduceOp::Avg || later_commute(op));
-                all.extend(made.map(|&op| (to(Partial(op), &cuts), 0)));
+                all.extend(made.map(|&op| (to(Partial(op), &orders), 0)));
             }
-            Shard(dim) if cuts[*dim as usize].last() == Some(&axis) => {
-                let mut cuts = cuts.clone();
-                cuts[*dim as usize].pop();
+            Shard(dim) if orders[*dim as usize].last() == Some(&axis) => {
+                let mut orders = orders.clone();
+                orders[*dim as usize].pop();
                 let made = ops.iter().filter(|&&op| op != ReduceOp::Avg && later_commute(op));
-                all.extend(made.map(|&op| (to(Partial(op), &cuts), 0)));
+                all.extend(made.map(|&op| (to(Partial(op), &orders), 0)));
             }
             _ => {}
         }
@@ -207,8 +207,8 @@ fn compare(mesh: &str, shape: [usize; 2], kinds: &[&str]) -> Vec<Above> {
         own.extend(nodes.iter().filter(same_partials).map(exchanged));
         edges.push(own);
     }
-    let plain = |l: &Layout| cuts(l).iter().all(|axes| axes.is_sorted());
-    // Three axes have many shard orders: paths go through all of them, sources and targets have the default one.
+    let plain = |l: &Layout| shard_orders(l).iter().all(|axes| axes.is_sorted());
+    // Three axes have many shard orders: paths go through all of them, sources and targets are in mesh order.
     let looked_at = |layout: &Layout| mesh.ndim() < 3 || plain(layout);
     let (mut above, mut pairs) = (Vec::new(), 0);
     for (start, from) in nodes.iter().enumerate().filter(|(_, from)| looked_at(from)) {

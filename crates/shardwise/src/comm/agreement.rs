@@ -23,7 +23,12 @@ pub(crate) fn agree(group: &Group, named: &[(&'static str, &str)], site: Site) -
         let texts = gather_texts(group, text, site)?;
         let found =
             format!("{} on rank {}, {} on rank {}", texts[0], group.ranks()[0], texts[other], group.ranks()[other]);
-        return Err(ErrorKind::Disagreement.error(what, found, "the same on all ranks", "let all ranks pass the same"));
+        return Err(ErrorKind::Disagreement.error(
+            what,
+            found,
+            "the same on all ranks",
+            "pass the same value on all ranks",
+        ));
     }
     Ok(())
 }

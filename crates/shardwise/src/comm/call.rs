@@ -391,7 +391,7 @@ fn check_count(sizes: &[usize], size: usize) -> Result<()> {
         "sizes",
         format!("{sizes:?}"),
         format!("{size}, one per rank of the group"),
-        "list all ranks",
+        "list one size per rank",
     ))
 }
 

@@ -93,7 +93,7 @@ impl DeviceMesh {
                 "mesh",
                 format!("mesh {mesh} on device type `{device}`, on which this library does not compute"),
                 "a mesh on `cpu`, or on a type with a registered backend",
-                "use on_device(\"cpu\"), register a backend for the type, or run the program dry",
+                "use on_device(\"cpu\"), register a backend for the type, or use a DryWorld",
             ));
         }
         let links = Links::new(&world.network().links(&mesh)?)?;

@@ -37,7 +37,7 @@ use shardwise_kernels::{check_supported, own_copy};
 /// Every collective returns, on all ranks: [`Error::Rejected`](crate::Error::Rejected) if the arguments of a rank are
 /// invalid, [`Error::Mismatch`](crate::Error::Mismatch) if ranks make different calls,
 /// [`Error::Deadlock`](crate::Error::Deadlock), [`Error::PeerFailed`](crate::Error::PeerFailed),
-/// [`Error::PeerLeft`](crate::Error::PeerLeft) or [`Error::Timeout`](crate::Error::Timeout) if a rank will not come.
+/// [`Error::PeerLeft`](crate::Error::PeerLeft) or [`Error::Timeout`](crate::Error::Timeout) if a rank will not join.
 ///
 /// ```
 /// # use shardwise::{launch, ReduceOp};

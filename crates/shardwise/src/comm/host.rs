@@ -93,7 +93,7 @@ pub fn launch_ended_error() -> Error {
     ErrorKind::Launch.error(
         "call",
         "one after the launch had ended",
-        "a world whose ranks are still there",
-        "communicate inside the program that is launched",
+        "a world whose ranks still run",
+        "communicate inside the launched program",
     )
 }

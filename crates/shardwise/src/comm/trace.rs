@@ -35,6 +35,19 @@ pub struct CommRecord {
 /// What one rank has communicated: the most recent calls one by one, and totals over all calls.
 ///
 /// Always on; recording adds about 0.1 us to a call. PyTorch has `CommDebugMode` for this.
+///
+/// ```
+/// # use shardwise::{launch, ReduceOp};
+/// # use candle_core::{Device, Tensor};
+/// launch(2, |world| {
+///     world.all_reduce(&Tensor::new(1f32, &Device::Cpu)?, ReduceOp::Sum)?;
+///     let report = world.trace().report();
+///     let (_, call, total) = report.0[0];
+///     assert_eq!((call, total.calls, total.bytes), ("all_reduce", 1, 4));
+///     Ok(())
+/// })?;
+/// # Ok::<(), shardwise::Error>(())
+/// ```
 #[doc(alias = "CommDebugMode")]
 #[derive(Debug, Clone)]
 pub struct Trace(Arc<Mutex<TraceData>>);

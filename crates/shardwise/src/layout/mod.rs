@@ -55,8 +55,9 @@ const MAX_ELEMENT_BYTES: usize = 8;
 static LAYOUTS: LazyLock<Interner<LayoutData>> = LazyLock::new(Interner::new);
 
 impl Layout {
-    /// Creates a layout. Axes that shard the same dimension do so in mesh order: the outermost divides the dimension, the
-    /// next divides each part.
+    /// Creates a layout from one placement per mesh axis.
+    ///
+    /// Axes that shard the same dimension do so in mesh order: the outermost divides the dimension, the next each part.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if there is not one placement per mesh axis, a placement does not fit the
@@ -129,7 +130,7 @@ impl Layout {
                 "placements",
                 format!("{} placement(s) for mesh {mesh}", placements.len()),
                 format!("{}, one per mesh axis", mesh.ndim()),
-                "use R for axes that do not matter",
+                "use R for axes on which the tensor is replicated",
             ));
         }
         Self::check_shape(&shape)?;
@@ -155,7 +156,7 @@ impl Layout {
         &self.0.shape
     }
 
-    /// One placement per mesh axis.
+    /// One placement per mesh axis, with non-negative dimensions and in stored form.
     pub fn placements(&self) -> &[Placement] {
         &self.0.placements
     }

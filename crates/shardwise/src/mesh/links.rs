@@ -27,8 +27,8 @@ pub struct Link {
 }
 
 impl Link {
-    /// Ranks that are threads of one process: round numbers for a desktop CPU, not a measurement of this machine. Measure
-    /// with [`World::measure_links`](crate::World::measure_links).
+    /// Nominal numbers for ranks that are threads of one process. [`World::measure_links`](crate::World::measure_links)
+    /// measures those of a machine.
     pub const THREADS: Link = Link { latency_us: 1.0, gb_per_s: 8.0 };
 
     /// An error unless both numbers are finite, the latency not negative and the bandwidth above zero.

@@ -103,7 +103,7 @@ impl DTensor {
     ///     let down = DTensor::ones((8, 6), DType::F32, &mesh, [Shard(0)])?; // row-parallel
     ///     let hidden = x.matmul(&up)?;
     ///     assert_eq!(hidden.placements(), [Shard(1)]);
-    ///     assert_eq!(hidden.matmul(&down)?.placements(), [Partial(Sum)]);
+    ///     assert_eq!(hidden.matmul(&down)?.placements(), [Partial(ReduceOp::Sum)]);
     ///     Ok(())
     /// })?;
     /// # Ok::<(), Error>(())

@@ -95,12 +95,12 @@ pub enum Placement {
 }
 
 impl Placement {
-    /// Creates [`Placement::Ragged`].
+    /// Shards dimension `dim` in consecutive ranges of explicit sizes: [`Placement::Ragged`].
     pub fn ragged(dim: isize, sizes: impl Into<Arc<[usize]>>) -> Self {
         Placement::Ragged { dim, sizes: sizes.into() }
     }
 
-    /// Creates [`Placement::BlockCyclic`].
+    /// Shards dimension `dim` in blocks that are assigned round-robin: [`Placement::BlockCyclic`].
     ///
     /// ```
     /// # use shardwise::{Layout, Mesh, Placement};
@@ -113,7 +113,7 @@ impl Placement {
         Placement::BlockCyclic { dim, block }
     }
 
-    /// Creates [`Placement::StridedShard`].
+    /// Shards each of `split_factor` chunks of dimension `dim`: [`Placement::StridedShard`].
     pub fn strided(dim: isize, split_factor: usize) -> Self {
         Placement::StridedShard { dim, split_factor }
     }
