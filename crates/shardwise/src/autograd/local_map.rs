@@ -22,7 +22,7 @@ use shardwise_kernels::contiguous;
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let x = DTensor::arange(0.0.. 4.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
+///     let x = DTensor::arange(0.0..4.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
 ///     let scale = DTensor::ones(1, DType::F32, &mesh, [Replicate])?.requires_grad();
 ///     let gradients = [None, Some(vec![Partial(ReduceOp::Sum)])];
 ///     let y = local_map(&[&x, &scale], [Shard(0)], &gradients, |x| x[0].sqr()?.broadcast_mul(&x[1]))?;
@@ -105,8 +105,8 @@ impl Backward for LocalMapBackward {
         let Some(gradient) = &gradients[0] else { return Ok(vec![None; saved.num_inputs()]) };
         first_derivative_only(self.name())?;
         // Each term of a partial sum has the gradient of the sum.
-        let settled = |p: &Placement| if p.is_partial() { Placement::Replicate } else { p.clone() };
-        let gradient = gradient.redistribute(self.placements.iter().map(settled))?;
+        let replicated = |p: &Placement| if p.is_partial() { Placement::Replicate } else { p.clone() };
+        let gradient = gradient.redistribute(self.placements.iter().map(replicated))?;
         let mean = |(p, &n): (&Placement, &usize)| if *p == Placement::Partial(ReduceOp::Avg) { n } else { 1 };
         let share: usize = self.placements.iter().zip(gradient.device_mesh().shape()).map(mean).product();
         let gradient = if share > 1 { gradient.div_scalar(share as f64)? } else { gradient };

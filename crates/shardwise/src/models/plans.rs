@@ -140,12 +140,12 @@ impl StepOptions {
         StepOptions { batch, network, memory_limit: usize::MAX, flops_per_s: DEFAULT_FLOPS_PER_S }
     }
 
-    /// Sets [`memory_limit`](Self::memory_limit).
+    /// Sets `memory_limit`.
     pub fn memory_limit(self, bytes: usize) -> Self {
         StepOptions { memory_limit: bytes, ..self }
     }
 
-    /// Sets [`flops_per_s`](Self::flops_per_s).
+    /// Sets `flops_per_s`.
     pub fn flops_per_s(self, rate: f64) -> Self {
         StepOptions { flops_per_s: rate, ..self }
     }

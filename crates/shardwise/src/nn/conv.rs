@@ -41,27 +41,27 @@ macro_rules! convolutions {
                 $options { in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias }
             }
 
-            /// Sets [`stride`](Self::stride).
+            /// Sets `stride`.
             pub fn stride(self, stride: usize) -> Self {
                 $options { stride, ..self }
             }
 
-            /// Sets [`padding`](Self::padding).
+            /// Sets `padding`.
             pub fn padding(self, padding: usize) -> Self {
                 $options { padding, ..self }
             }
 
-            /// Sets [`dilation`](Self::dilation).
+            /// Sets `dilation`.
             pub fn dilation(self, dilation: usize) -> Self {
                 $options { dilation, ..self }
             }
 
-            /// Sets [`groups`](Self::groups).
+            /// Sets `groups`.
             pub fn groups(self, groups: usize) -> Self {
                 $options { groups, ..self }
             }
 
-            /// Sets [`bias`](Self::bias).
+            /// Sets `bias`.
             pub fn bias(self, bias: bool) -> Self {
                 $options { bias, ..self }
             }

@@ -366,7 +366,7 @@ pub fn cache_report() -> CacheReport {
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let x = DTensor::arange(0.0.. 3.0, DType::F64, &mesh, [Shard(0)])?.requires_grad();
+///     let x = DTensor::arange(0.0..3.0, DType::F64, &mesh, [Shard(0)])?.requires_grad();
 ///     let y = op::apply(&Cube, &[&x])?.swap_remove(0);
 ///     assert_eq!(y.placements(), [Shard(0)]);
 ///     assert_eq!(y.sum_all()?.backward()?.get(&x)?.full_tensor()?.to_vec1::<f64>()?, [0.0, 3.0, 12.0]);

@@ -47,7 +47,7 @@ impl DTensor {
     /// # use shardwise::prelude::*;
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::arange(0.0.. 6.0, DType::F32, &mesh, [Shard(0)])?;
+    ///     let x = DTensor::arange(0.0..6.0, DType::F32, &mesh, [Shard(0)])?;
     ///     let large = x.masked_select(&x.gt(1.5)?)?;
     ///     assert_eq!(large.layout().to_string(), "[4] on dp=2: S(0;1,3)");
     ///     Ok(())

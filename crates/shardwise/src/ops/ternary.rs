@@ -52,7 +52,7 @@ impl DTensor {
     /// # use shardwise::prelude::*;
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::arange(-2.0.. 2.0, DType::F32, &mesh, [Shard(0)])?;
+    ///     let x = DTensor::arange(-2.0..2.0, DType::F32, &mesh, [Shard(0)])?;
     ///     let y = x.where_(&x.gt(0.0)?, 0.5)?;
     ///     assert_eq!(y.full_tensor()?.to_vec1::<f32>()?, [0.5, 0.5, 0.5, 1.0]);
     ///     Ok(())

@@ -19,7 +19,7 @@ use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors};
 ///
 /// launch(2, |world| {
 ///     let mesh = world.mesh([("dp", 2)])?;
-///     let x = DTensor::arange(0.0.. 3.0, DType::F64, &mesh, [Shard(0)])?.requires_grad();
+///     let x = DTensor::arange(0.0..3.0, DType::F64, &mesh, [Shard(0)])?.requires_grad();
 ///     let mine = collect_local_shard(&x)?;
 ///     assert_eq!(mine.shape(), [2 - world.rank()]);
 ///     let gradients = mine.square()?.sum_all()?.backward()?;

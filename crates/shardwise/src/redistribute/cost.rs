@@ -68,9 +68,8 @@ pub(super) fn sample(mesh: &Mesh) -> impl Iterator<Item = usize> + '_ {
 
 /// The time of an exchange of boxes in which the busiest rank receives `busiest` bytes and ranks receive `mean` on average.
 ///
-/// The mean counts 7/8, so that plans minimize the bytes of all ranks together, as `tests/redistribution_optimality.rs`
-/// demands: ranks that receive less leave shared memory and network bandwidth to other ranks. The busiest rank counts 1/8,
-/// so that of plans with about the same total the more balanced one is taken.
+/// The mean counts 7/8: ranks that receive less leave their bandwidth to other ranks (thread ranks share one memory bus, ranks
+/// of a host one network card), so the total decides more than the busiest rank. The rest keeps plans balanced.
 pub(super) fn exchange_us(ranks: usize, busiest: usize, mean: usize, link: Link) -> f64 {
     collective_us(1, ranks, (busiest + 7 * mean) / 8, link)
 }

@@ -69,10 +69,10 @@ impl ShardedTensor {
         let site = Location::caller();
         let layout = Layout::new(mesh.mesh(), self.shape(), placements)?;
         check_partial(&layout, self.dtype())?;
-        let settled = layout.reduced();
-        let tensor = match mesh == &self.mesh && self.has_layout(&settled) {
-            true => self.with_layout(settled)?,
-            false => self.moved_to(mesh, settled, site)?,
+        let reduced = layout.reduced();
+        let tensor = match mesh == &self.mesh && self.has_layout(&reduced) {
+            true => self.with_layout(reduced)?,
+            false => self.moved_to(mesh, reduced, site)?,
         };
         let tensor = tensor.to_layout_at(&layout, site)?;
         Ok(if self.requires_grad() { tensor.requires_grad() } else { tensor })

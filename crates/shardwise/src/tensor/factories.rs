@@ -368,14 +368,14 @@ fn build(
     check_partial(layout, dtype)?;
     foreign::check_computes(mesh)?;
     check_room(layout, dtype, mesh.world().is_dry())?;
-    let settled = layout.reduced();
+    let reduced = layout.reduced();
     let rank = mesh.world().rank();
-    let meta = TensorMeta { shape: settled.local_shape(rank), dtype };
+    let meta = TensorMeta { shape: reduced.local_shape(rank), dtype };
     let local = match mesh.world().is_dry() || !mesh.contains(rank) {
         true => placeholder(&meta)?,
-        false => fill(&meta, &settled)?,
+        false => fill(&meta, &reduced)?,
     };
-    DTensor::from_parts(mesh, settled, local).to_layout_at(layout, site)
+    DTensor::from_parts(mesh, reduced, local).to_layout_at(layout, site)
 }
 
 /// Builds a tensor of random elements; an error on every rank if the ranks' generators differ.

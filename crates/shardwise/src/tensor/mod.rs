@@ -57,7 +57,7 @@ use shardwise_kernels::{check_cpu, check_dtype, own_copy, placeholder};
 ///
 /// launch(4, |world| {
 ///     let mesh = world.mesh([("dp", 2), ("tp", 2)])?;
-///     let x = DTensor::arange(0.0.. 12.0, DType::F32, &mesh, [Shard(0), Replicate])?;
+///     let x = DTensor::arange(0.0..12.0, DType::F32, &mesh, [Shard(0), Replicate])?;
 ///     let y = x.redistribute([Replicate, Shard(0)])?;
 ///     assert_eq!(y.full_tensor()?.to_vec1::<f32>()?[7], 7.0);
 ///     assert_eq!(y.to_local().dims(), [6]);
@@ -225,7 +225,7 @@ impl DTensor {
     /// # use shardwise::prelude::*;
     /// launch(2, |world| {
     ///     let mesh = world.mesh([("dp", 2)])?;
-    ///     let x = DTensor::arange(-2.0.. 2.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
+    ///     let x = DTensor::arange(-2.0..2.0, DType::F32, &mesh, [Shard(0)])?.requires_grad();
     ///     let local = x.to_local().relu()?; // any code on candle tensors
     ///     let y = DTensor::from_local(&local, &mesh, [Shard(0)])?;
     ///     let grads = y.square()?.sum_all()?.backward()?;
