@@ -165,14 +165,14 @@ mod tests {
         assert_eq!(Format::register(&FIRST).unwrap(), mine);
         assert_eq!(Format::all()[0], mine);
         assert_eq!(
-            ("HF".parse::<Format>().unwrap(), "TestFormat".parse::<Format>().unwrap()),
+            ("HF".parse::<Format>().unwrap(), "Mine".parse::<Format>().unwrap()),
             (Format::HuggingFace, mine)
         );
         let error = "zarr".parse::<Format>().unwrap_err().to_string();
         assert!(error.contains("mine, native, dcp, hugging-face, torch"), "{error}");
         let error = mine.to_write().err().unwrap().to_string();
         assert!(error.contains("mine, which is only read") && error.contains("native, dcp, hugging-face"), "{error}");
-        assert_eq!(format!("{:?} {:?} {mine:?}", Format::HuggingFace, Format::Native), "HuggingFace Native TestFormat");
+        assert_eq!(format!("{:?} {:?} {mine:?}", Format::HuggingFace, Format::Native), "HuggingFace Native Mine");
         let text = serde_json::to_string(&Format::HuggingFace).unwrap();
         assert_eq!(
             (text.as_str(), serde_json::from_str::<Format>(&text).unwrap()),
