@@ -288,7 +288,7 @@ impl TrainSettings {
             return Err(ErrorKind::Argument.error("batch-size", found, "at least one per rank", "use a larger batch"));
         }
         tokens.check(config.seq_len())?;
-        let (plan, search) = self.resolve_plan(&config, &mesh, StepOptions::new(batch, network))?;
+        let (plan, search) = self.resolve_plan(&config, &mesh, &StepOptions::new(batch, network))?;
         let clip = self.clip_grad_norm.unwrap_or(1.0);
         let numbers = [("lr", self.lr), ("weight-decay", self.weight_decay), ("clip-grad-norm", Some(clip))];
         for (option, value) in numbers.into_iter().filter_map(|(option, value)| Some((option, value?))) {
@@ -377,7 +377,7 @@ impl TrainSettings {
         &self,
         config: &ModelConfig,
         mesh: &Mesh,
-        step: StepOptions,
+        step: &StepOptions,
     ) -> Result<(ShardingPlan, Option<PlanSearch>)> {
         let by_mesh = if mesh.axis("tp").is_ok() { PlanChoice::Tp } else { PlanChoice::Ddp };
         let plan = self.plan.unwrap_or(by_mesh);
@@ -392,7 +392,7 @@ impl TrainSettings {
                     "leave one of them out",
                 ));
             }
-            let search = search_plan(config, mesh, &step)?;
+            let search = search_plan(config, mesh, step)?;
             return Ok((search.plan.clone(), Some(search)));
         }
         let sharded = matches!(plan, PlanChoice::Fsdp | PlanChoice::FsdpTp);

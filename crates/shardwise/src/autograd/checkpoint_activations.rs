@@ -67,7 +67,6 @@ pub fn checkpoint_activations(
 }
 
 /// The backward pass of a checkpointed function: runs it again, recorded, and goes back through the recording.
-
 struct CheckpointBackward<F> {
     f: Arc<F>,
     /// Per input the state of the generator of its mesh before the first run.

@@ -86,7 +86,6 @@ pub fn local_map(
 }
 
 /// The backward pass of `local_map`.
-
 struct LocalMapBackward {
     vars: Vec<Var>,
     local: Tensor,

@@ -164,10 +164,7 @@ mod tests {
         let mine = Format::register(&FIRST).unwrap();
         assert_eq!(Format::register(&FIRST).unwrap(), mine);
         assert_eq!(Format::all()[0], mine);
-        assert_eq!(
-            ("HF".parse::<Format>().unwrap(), "Mine".parse::<Format>().unwrap()),
-            (Format::HuggingFace, mine)
-        );
+        assert_eq!(("HF".parse::<Format>().unwrap(), "Mine".parse::<Format>().unwrap()), (Format::HuggingFace, mine));
         let error = "zarr".parse::<Format>().unwrap_err().to_string();
         assert!(error.contains("mine, native, dcp, hugging-face, torch"), "{error}");
         let error = mine.to_write().err().unwrap().to_string();

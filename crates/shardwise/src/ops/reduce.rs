@@ -245,7 +245,7 @@ impl Op for Reduce {
                 signature = signature.allow_partial([Some(ReduceOp::Avg)], ReduceOp::Avg);
             }
             ReduceKind::Prod | ReduceKind::Max | ReduceKind::Min => {
-                signature = signature.allow_partial([Some(combines)], combines)
+                signature = signature.allow_partial([Some(combines)], combines);
             }
             ReduceKind::Any | ReduceKind::All | ReduceKind::CountNonzero => {}
         }

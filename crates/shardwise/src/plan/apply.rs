@@ -187,7 +187,7 @@ impl ModuleInventory {
             ModuleItem::Module(kind) => inventory.modules.push((path.to_string(), kind)),
             ModuleItem::Param(param) => inventory.tensors.push((path.to_string(), ParamOrBuffer::Param(param.clone()))),
             ModuleItem::Buffer(buffer) => {
-                inventory.tensors.push((path.to_string(), ParamOrBuffer::Buffer(buffer.clone())))
+                inventory.tensors.push((path.to_string(), ParamOrBuffer::Buffer(buffer.clone())));
             }
             ModuleItem::Hooks(hooks) => drop(inventory.hooks.insert(parent(path).0.to_string(), hooks.clone())),
             ModuleItem::Heads(heads) => drop(inventory.heads.insert(parent(path).0.to_string(), heads)),

@@ -83,7 +83,7 @@ impl fmt::Display for RedistributeStep {
                 write!(f, "reduce_scatter({op}) over {} along dim {dim}", names(axes))?;
             }
             RedistributeStepKind::AllGather { axes, dim } => {
-                write!(f, "all_gather over {} along dim {dim}", names(axes))?
+                write!(f, "all_gather over {} along dim {dim}", names(axes))?;
             }
             RedistributeStepKind::ExchangeDims { axes, from, to } => {
                 write!(f, "exchange_dims over {} from dim {from} to dim {to}", names(axes))?;

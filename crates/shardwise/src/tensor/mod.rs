@@ -86,7 +86,6 @@ impl TensorId {
 }
 
 /// Layout and local elements of a tensor, shared by its clones.
-
 struct TensorValue {
     id: TensorId,
     mesh: DeviceMesh,
@@ -574,7 +573,6 @@ pub(crate) fn hash_of(value: &impl Hash) -> u64 {
 type MoveGradient = &'static (dyn Fn(&SavedTensors<'_>, &DTensor) -> Result<DTensor> + Send + Sync);
 
 /// The backward pass of a redistribution, a move to another mesh or a conversion.
-
 struct MoveBackward {
     name: &'static str,
     gradient: MoveGradient,
