@@ -474,7 +474,7 @@
 //! # let state = std::collections::BTreeMap::from([("module.weight".to_string(), model.weight.get())]);
 //! let options = StateDictOptions { strict: false, prefix: "module.".into(), ..StateDictOptions::default() };
 //! let IncompatibleKeys { missing_keys, unexpected_keys } = model.load_state_dict_with(&state, &options)?;
-//! # assert_eq!((missing.len(), unexpected.len()), (1, 0));
+//! # assert_eq!((missing_keys.len(), unexpected_keys.len()), (1, 0));
 //! # Ok(())
 //! # })?;
 //! # Ok::<(), Error>(())

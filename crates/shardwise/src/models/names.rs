@@ -18,7 +18,7 @@ pub struct WeightName {
 /// Maps the names of tensors in checkpoint files to paths of parameters.
 ///
 /// ```
-/// use shardwise::models::Names;
+/// use shardwise::models::WeightNames;
 ///
 /// let names = WeightNames::new()
 ///     .add("encoder.embedding.weight", "tokens.weight")

@@ -191,7 +191,7 @@ pub fn search_plan(config: &(impl ModelSpec + ?Sized), mesh: &Mesh, options: &St
 ///
 /// let config = GptConfig { n_layers: 1, d_model: 32, d_ff: 64, ..GptConfig::default() };
 /// let (mesh, options) = (Mesh::new([("dp", 4)])?, StepOptions::new(8, Network::THREADS));
-/// let peak_bytes = |weights| -> shardwise::Result<usize> {
+/// let peak_bytes = |data_parallel| -> shardwise::Result<usize> {
 ///     let parallelism = ParallelismConfig { data_parallel, tensor_parallel: false, sequence_parallel: false };
 ///     Ok(estimate_step(&config, &parallelism.plan(&config, &mesh)?, &mesh, &options)?.peak_bytes)
 /// };
