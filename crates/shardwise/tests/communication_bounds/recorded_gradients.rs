@@ -1,12 +1,11 @@
 //! Bytes sent for the recorded gradients, forward and backward: by PyTorch and by this library.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use serde::Deserialize;
 use serde_json::Value;
 use shardwise::prelude::*;
-use shardwise_test_suites::torch_ops::apply;
+use shardwise_test_suites::recorded_graph::{GraphInput, GraphNode, distribute_inputs, placements, run_nodes};
 use shardwise_test_suites::vectors::{RecordedPlacement, RecordedTensor, directory};
 
 #[derive(Deserialize)]
@@ -14,8 +13,8 @@ struct Case {
     id: String,
     graph: String,
     mesh_shape: Vec<usize>,
-    inputs: Vec<Input>,
-    nodes: Vec<Node>,
+    inputs: Vec<GraphInput>,
+    nodes: Vec<GraphNode>,
     output: String,
     cotangent: RecordedTensor,
     torch_output_placements: Option<Vec<RecordedPlacement>>,
@@ -28,23 +27,6 @@ struct Case {
 #[derive(Deserialize)]
 struct Comm {
     bytes_sent_total: usize,
-}
-
-#[derive(Deserialize)]
-struct Input {
-    name: String,
-    global: RecordedTensor,
-    placements: Vec<RecordedPlacement>,
-    locals: Option<Vec<RecordedTensor>>,
-    requires_grad: bool,
-}
-
-#[derive(Deserialize)]
-struct Node {
-    op: String,
-    inputs: Vec<String>,
-    attrs: Value,
-    output: Value,
 }
 
 /// Bytes that all ranks sent, forward and backward together.
@@ -79,20 +61,7 @@ pub(crate) fn compare() -> Vec<Compared> {
 /// The bytes that this rank sends.
 fn run(case: &Case, world: &World) -> Result<usize> {
     let mesh = world.mesh(case.mesh_shape.clone())?;
-    let placements =
-        |forms: &[RecordedPlacement]| forms.iter().map(RecordedPlacement::to_placement).collect::<Vec<_>>();
-    let mut values: HashMap<&str, DTensor> = HashMap::new();
-    for input in &case.inputs {
-        let placed = placements(&input.placements);
-        let tensor = match &input.locals {
-            Some(locals) => {
-                let local = locals[world.rank()].to_tensor();
-                DTensor::from_local_with_shape(&local, &mesh, placed, input.global.shape.as_slice())?
-            }
-            None => DTensor::distribute_tensor(&input.global.to_tensor(), &mesh, placed, None)?,
-        };
-        values.insert(&input.name, if input.requires_grad { tensor.requires_grad() } else { tensor });
-    }
+    let mut values = distribute_inputs(&case.inputs, &mesh)?;
     // The cotangent is placed as the recorded output was, without partial sums, so that neither has to move it.
     let settled = |p: Placement| if p.is_partial() { Replicate } else { p };
     let of_output = case.torch_output_placements.as_deref().unwrap_or_default();
@@ -100,21 +69,7 @@ fn run(case: &Case, world: &World) -> Result<usize> {
     wanted.resize(mesh.ndim(), Replicate);
     let cotangent = DTensor::distribute_tensor(&case.cotangent.to_tensor(), &mesh, wanted, None)?;
     world.trace().clear();
-    for node in &case.nodes {
-        let inputs: Vec<DTensor> = node.inputs.iter().map(|name| values[name.as_str()].clone()).collect();
-        let outputs = match node.op.as_str() {
-            "redistribute" => {
-                let forms = Vec::<RecordedPlacement>::deserialize(&node.attrs["placements"]).expect("placements");
-                vec![inputs[0].redistribute(placements(&forms))?]
-            }
-            name => apply(name, &inputs, &node.attrs)?,
-        };
-        let names: Vec<&str> = match &node.output {
-            Value::Array(names) => names.iter().filter_map(Value::as_str).collect(),
-            name => name.as_str().into_iter().collect(),
-        };
-        values.extend(names.into_iter().zip(outputs));
-    }
+    run_nodes(&case.nodes, &mut values)?;
     values[case.output.as_str()].backward_with(&cotangent)?;
     Ok(world.trace().records().iter().map(|r| r.bytes).sum())
 }
