@@ -4,6 +4,7 @@ use candle_core::{DType, Tensor};
 use gemm::Parallelism;
 use rayon::prelude::*;
 
+use super::parallel::SharedPtr;
 use super::{Assembly, contiguous, with_first_element};
 use crate::error::Result;
 use crate::meta::TensorMeta;
@@ -81,14 +82,6 @@ fn merged_stride(dims: &[usize], strides: &[usize]) -> Option<usize> {
     Some(walked.map_or(1, |(stride, _)| stride))
 }
 
-/// An address that several threads use: they read the factors, and write results that do not overlap.
-#[derive(Clone, Copy)]
-struct SharedPtr<T>(*mut T);
-// SAFETY: threads read what nobody writes, and write to ranges that do not overlap.
-unsafe impl<T> Send for SharedPtr<T> {}
-// SAFETY: as above.
-unsafe impl<T> Sync for SharedPtr<T> {}
-
 /// Writes all products to `output`, one contiguous matrix after the other.
 ///
 /// # Safety
@@ -97,25 +90,27 @@ unsafe fn multiply<T: 'static + Copy + Send + Sync>(a: &MatrixBatch, b: &MatrixB
     let ([count, m, k], n) = (a.sizes, b.sizes[2]);
     with_first_element(&a.tensor, |left, _| {
         with_first_element(&b.tensor, |right, _| {
-            let (left, right, output) =
-                (SharedPtr(left.cast::<T>().cast_mut()), SharedPtr(right.cast::<T>().cast_mut()), SharedPtr(output));
+            let (left, right, output) = (
+                SharedPtr::new(left.cast::<T>().cast_mut()),
+                SharedPtr::new(right.cast::<T>().cast_mut()),
+                SharedPtr::new(output),
+            );
             let work = m * n * k;
             let one_product = |i: usize, threads: Parallelism| {
-                let (left, right, output) = (left, right, output);
                 // SAFETY: strides and sizes are those of live tensors; the products do not overlap.
                 unsafe {
                     gemm::gemm(
                         m,
                         n,
                         k,
-                        { output }.0.add(i * m * n),
+                        output.get().add(i * m * n),
                         1,
                         n as isize,
                         false,
-                        { left }.0.add(i * a.strides[0]).cast_const(),
+                        left.get().add(i * a.strides[0]).cast_const(),
                         a.strides[2] as isize,
                         a.strides[1] as isize,
-                        { right }.0.add(i * b.strides[0]).cast_const(),
+                        right.get().add(i * b.strides[0]).cast_const(),
                         b.strides[2] as isize,
                         b.strides[1] as isize,
                         zero,

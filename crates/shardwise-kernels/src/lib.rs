@@ -20,6 +20,7 @@
 pub use {candle_core, half};
 
 mod error;
+mod parallel;
 mod meta;
 mod reduce_op;
 mod memory_limit;
@@ -32,6 +33,7 @@ mod element_vec;
 mod batched_matmul;
 mod reduce_operands;
 mod simd;
+mod peak;
 pub mod math;
 mod convert;
 mod pointwise;
@@ -51,6 +53,7 @@ pub use memory_limit::{check_bytes, memory_bytes};
 pub use meta::TensorMeta;
 pub use norm_partial::{NormPartial, norm_partial};
 pub use optimizer_update::{Elementwise, StateElement, elementwise_update};
+pub use peak::{MULTIPLY_ADDS_PER_BLOCK, multiply_adds};
 pub use pointwise::{ComputeType, PerType, PointwiseFn, ViaF64, pointwise};
 pub use reduce_dims::{DimReduction, reduce_dims};
 pub use reduce_op::ReduceOp;

@@ -4,6 +4,7 @@ mod ckpt;
 mod case;
 mod collectives;
 mod dispatch;
+mod kernels;
 #[cfg(feature = "mpi")]
 mod raw_mpi;
 mod redistribute;
@@ -21,6 +22,8 @@ pub(crate) enum Bench {
     Collectives(collectives::BenchCollectivesOptions),
     /// Overhead of operators over plain candle operations, and the cost of first calls
     Dispatch(dispatch::BenchDispatchOptions),
+    /// Operators on large tensors of one rank, compared with memcpy and the peak of the processor
+    Kernels(kernels::BenchKernelsOptions),
     /// Throughput of redistribution between layouts, compared with memcpy
     Redistribute(redistribute::BenchRedistributeOptions),
     /// Training steps of a small GPT with one rank, DDP, FSDP and tensor parallelism
@@ -30,7 +33,7 @@ pub(crate) enum Bench {
 impl Bench {
     /// Whether every process of an MPI job takes part.
     pub(crate) fn runs_on_all_processes(&self) -> bool {
-        !matches!(self, Bench::Dispatch(_))
+        !matches!(self, Bench::Dispatch(_) | Bench::Kernels(_))
     }
 
     pub(crate) fn run(self) -> Result<()> {
@@ -38,6 +41,7 @@ impl Bench {
             Bench::Ckpt(options) => ckpt::run(&options),
             Bench::Collectives(options) => collectives::run(&options),
             Bench::Dispatch(options) => dispatch::run(&options),
+            Bench::Kernels(options) => kernels::run(&options),
             Bench::Redistribute(options) => redistribute::run(&options),
             Bench::Train(options) => train::run(&options),
         }
