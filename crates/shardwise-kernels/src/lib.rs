@@ -8,6 +8,7 @@
 //! | softmax and norms over the last dimension | [`rows`] |
 //! | matrix products | [`batched_matmul`] |
 //! | selection by index | [`index_select`], [`gather`], [`GatherOffsets`] |
+//! | random elements by position | [`random_elements`], [`philox4x32_10`] |
 //! | optimizer steps | [`elementwise_update`], [`Elementwise`] |
 //! | types shared with the library | [`TensorMeta`], [`ReduceOp`], [`Number`], [`ErrorKind`] |
 //!
@@ -30,12 +31,13 @@ mod compare;
 mod strided_copy;
 mod gather;
 mod element_vec;
-mod batched_matmul;
-mod reduce_operands;
 mod simd;
+mod matmul;
+mod reduce_operands;
 mod peak;
 pub mod math;
 mod convert;
+mod random;
 mod pointwise;
 mod scalar;
 mod reduce_dims;
@@ -44,7 +46,7 @@ mod optimizer_update;
 mod norm_partial;
 
 pub use assembly::{Assembly, concat, contiguous, own_copy, split_packed};
-pub use batched_matmul::batched_matmul;
+pub use matmul::{batched_matmul, batched_matmul_bias};
 pub use compare::{all_close, all_equal};
 pub use element_vec::{from_f64_vec, from_i64_vec, to_f64_vec, to_i64_vec};
 pub use error::{Error, ErrorKind, Invalid, Result};
@@ -56,6 +58,7 @@ pub use optimizer_update::{Elementwise, StateElement, elementwise_update};
 pub use peak::{MULTIPLY_ADDS_PER_BLOCK, multiply_adds};
 pub use pointwise::{ComputeType, PerType, PointwiseFn, ViaF64, pointwise};
 pub use reduce_dims::{DimReduction, reduce_dims};
+pub use random::{RandomDraw, RandomNumbers, philox4x32_10, random_elements};
 pub use reduce_op::ReduceOp;
 pub use reduce_operands::{Reducible, reduce_operands};
 pub use scalar::{Number, integer_range};

@@ -13,6 +13,26 @@ pub(super) trait Kernel {
     fn run<const FMA: bool>(self) -> Self::Output;
 }
 
+/// The instruction sets that loops are compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum InstructionSet {
+    Avx512,
+    Avx2,
+    Baseline,
+}
+
+/// The widest instruction set of this processor.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn instruction_set() -> InstructionSet {
+    if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512vl") && is_x86_feature_detected!("avx512dq") {
+        return InstructionSet::Avx512;
+    }
+    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+        return InstructionSet::Avx2;
+    }
+    InstructionSet::Baseline
+}
+
 /// Runs a loop with the widest vectors that this processor has.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn run<K: Kernel>(kernel: K) -> K::Output {
