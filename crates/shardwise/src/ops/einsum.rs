@@ -182,6 +182,23 @@ impl DTensor {
         let inputs = [leading().chain(letters("k")).collect(), letters("nk").collect()];
         multiply("einsum", Equation::new(inputs, leading().chain(letters("n"))), false, &[self, weight])
     }
+
+    /// The gradient of the input of a linear layer: this one of its result, `[..., out]`, times the weight, `[out, in]`.
+    #[track_caller]
+    pub(super) fn linear_input_gradient(&self, weight: &DTensor) -> Result<DTensor> {
+        let leading = || batch(self.ndim() - 1);
+        let inputs = [leading().chain(letters("n")).collect(), letters("nk").collect()];
+        multiply("einsum", Equation::new(inputs, leading().chain(letters("k"))), false, &[self, weight])
+    }
+
+    /// The gradient of the weight of a linear layer: this one of its result, `[..., out]`, times the input, `[..., in]`, summed
+    /// over all leading dimensions.
+    #[track_caller]
+    pub(super) fn linear_weight_gradient(&self, input: &DTensor) -> Result<DTensor> {
+        let leading = || batch(self.ndim() - 1);
+        let inputs = [leading().chain(letters("n")).collect(), leading().chain(letters("k")).collect()];
+        multiply("einsum", Equation::new(inputs, letters("nk")), false, &[self, input])
+    }
 }
 
 #[track_caller]
