@@ -3,7 +3,7 @@
 //! | task | items |
 //! |---|---|
 //! | new memory, strided copies, concatenation | [`UninitBuffer`], [`Assembly`], [`contiguous`], [`concat()`], [`split_packed`] |
-//! | elementwise functions with broadcasting | [`pointwise`], [`PointwiseFn`], [`math`] |
+//! | elementwise functions with broadcasting, conversion | [`pointwise`], [`PointwiseFn`], [`math`], [`convert()`] |
 //! | reductions over dimensions, and over operands | [`reduce_dims`], [`reduce_operands`], [`norm_partial`] |
 //! | softmax and norms over the last dimension | [`rows`] |
 //! | matrix products | [`batched_matmul`] |
@@ -39,6 +39,8 @@ pub mod math;
 mod convert;
 mod random;
 mod pointwise;
+#[cfg(test)]
+mod math_accuracy;
 mod scalar;
 mod reduce_dims;
 pub mod rows;
@@ -48,6 +50,7 @@ mod norm_partial;
 pub use assembly::{Assembly, concat, contiguous, own_copy, split_packed};
 pub use matmul::{batched_matmul, batched_matmul_bias};
 pub use compare::{all_close, all_equal};
+pub use convert::convert;
 pub use element_vec::{from_f64_vec, from_i64_vec, to_f64_vec, to_i64_vec};
 pub use error::{Error, ErrorKind, Invalid, Result};
 pub use gather::{GatherOffsets, NO_INDEX, gather, index_select};

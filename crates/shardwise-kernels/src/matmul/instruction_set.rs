@@ -1,7 +1,7 @@
 //! Runs an inner loop with the registers of the processor.
 
 use super::lanes::{Lanes, Plain};
-use crate::simd::{self, InstructionSet};
+use crate::simd::InstructionSet;
 
 /// An inner loop that is compiled once per kind of register.
 ///
@@ -26,7 +26,7 @@ macro_rules! vectorized {
         impl Vectorized for $T {
             #[inline]
             fn run<K: LaneKernel<$T>>(kernel: K) -> K::Output {
-                match simd::instruction_set() {
+                match InstructionSet::selected() {
                     // SAFETY: the processor has the instructions.
                     #[cfg(target_arch = "x86_64")]
                     InstructionSet::Avx512 => unsafe { avx512::<$T, super::lanes::$Avx512, K>(kernel) },
@@ -34,7 +34,7 @@ macro_rules! vectorized {
                     #[cfg(target_arch = "x86_64")]
                     InstructionSet::Avx2 => unsafe { avx2::<$T, super::lanes::$Avx2, K>(kernel) },
                     // SAFETY: no instructions beyond the baseline.
-                    _ => unsafe { kernel.run::<Plain<$T>>() },
+                    InstructionSet::Baseline => unsafe { kernel.run::<Plain<$T>>() },
                 }
             }
         }
