@@ -7,7 +7,8 @@
 //! | reductions over dimensions, and over operands | [`reduce_dims`], [`reduce_operands`], [`norm_partial`] |
 //! | softmax and norms over the last dimension | [`rows`] |
 //! | matrix products | [`batched_matmul`] |
-//! | selection by index | [`index_select`], [`gather`], [`GatherOffsets`] |
+//! | selection by index, scatters | [`index_select`], [`gather`], [`scatter()`], [`index_add`], [`IndexRange`] |
+//! | sorting, scans, searches | [`top_k`], [`scan_totals`], [`scan_extremes`], [`bucketize`], [`nonzero_positions`], [`band()`] |
 //! | optimizer steps | [`elementwise_update`], [`Elementwise`] |
 //! | types shared with the library | [`TensorMeta`], [`ReduceOp`], [`Number`], [`ErrorKind`] |
 //!
@@ -28,7 +29,11 @@ mod uninit_buffer;
 mod assembly;
 mod compare;
 mod strided_copy;
+mod typed_slice;
 mod gather;
+mod index_range;
+mod scatter;
+mod band;
 mod element_vec;
 mod batched_matmul;
 mod reduce_operands;
@@ -38,27 +43,40 @@ pub mod math;
 mod convert;
 mod pointwise;
 mod scalar;
+mod order;
+mod scan;
+mod search;
 mod reduce_dims;
 pub mod rows;
 mod optimizer_update;
 mod norm_partial;
 
 pub use assembly::{Assembly, concat, contiguous, own_copy, split_packed};
+pub use band::band;
 pub use batched_matmul::batched_matmul;
 pub use compare::{all_close, all_equal};
-pub use element_vec::{from_f64_vec, from_i64_vec, to_f64_vec, to_i64_vec};
+pub use element_vec::{from_f64_vec, to_f64_vec};
 pub use error::{Error, ErrorKind, Invalid, Result};
-pub use gather::{GatherOffsets, NO_INDEX, gather, index_select};
+pub use gather::{NO_INDEX, gather, index_select, index_select_by};
+pub use index_range::{IndexRange, first_outside, wrapped_indices};
 pub use memory_limit::{check_bytes, memory_bytes};
 pub use meta::TensorMeta;
 pub use norm_partial::{NormPartial, norm_partial};
 pub use optimizer_update::{Elementwise, StateElement, elementwise_update};
+pub use order::{SortOrder, top_k};
 pub use peak::{MULTIPLY_ADDS_PER_BLOCK, multiply_adds};
 pub use pointwise::{ComputeType, PerType, PointwiseFn, ViaF64, pointwise};
 pub use reduce_dims::{DimReduction, reduce_dims};
 pub use reduce_op::ReduceOp;
 pub use reduce_operands::{Reducible, reduce_operands};
 pub use scalar::{Number, integer_range};
+pub use scan::{
+    ProductScan, ScanKind, ScannedExtremes, add_to_places, carry_extremes, carry_totals, extreme_sums,
+    product_gradient, product_parts, scan_extremes, scan_totals,
+};
+pub use scatter::{index_add, put_slices, scatter, scatter_add};
+pub use search::{bucketize, count_nonzero, first_nan, nonzero_positions};
+pub use typed_slice::with_slice;
 pub use uninit_buffer::UninitBuffer;
 
 use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
