@@ -114,12 +114,16 @@ pub fn contiguous(tensor: &Tensor) -> Result<Tensor> {
 /// Candle writes to tensors in place (`Var::set`, `slice_set`) and does not say which tensors share memory, so every plain
 /// tensor that crosses the boundary between a user's program and the library is copied.
 pub fn own_copy(tensor: &Tensor) -> Result<Tensor> {
+    // SAFETY: the copy is complete.
+    Ok(unsafe { copy_to_change(tensor)?.finish() })
+}
+
+/// Copies a tensor to new memory in which elements can still be changed.
+pub(super) fn copy_to_change(tensor: &Tensor) -> Result<Assembly> {
     let copy = Assembly::new(TensorMeta::new(tensor.dims(), tensor.dtype()))?;
     // SAFETY: the block has the type and shape of the copy and fills it.
-    unsafe {
-        copy.paste_by(copy_block_on_threads, tensor, &vec![0; tensor.dims().len()]);
-        Ok(copy.finish())
-    }
+    unsafe { copy.paste_by(copy_block_on_threads, tensor, &vec![0; tensor.dims().len()]) };
+    Ok(copy)
 }
 
 /// Concatenates tensors along `dim`, as `torch.cat`. A single contiguous tensor is returned without a copy.

@@ -1,18 +1,16 @@
 //! Selection by index along one dimension: whole slices (`index_select`) or single elements (`gather`).
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use candle_core::Tensor;
 
-use super::index_range::{IndexElements, IndexRange};
+use super::index_range::{INDEX_BLOCK, IndexElements, IndexRange, NO_INDEX};
 use super::parallel::{SharedPtr, over_ranges};
 use super::typed_slice::LineShape;
 use super::{Assembly, contiguous, with_first_element};
 use crate::error::Result;
 use crate::meta::TensorMeta;
-
-/// An index that selects nothing, such as that of an element another rank holds: the result is zero there.
-pub const NO_INDEX: usize = usize::MAX;
 
 /// Selects the slices of `x` at `indices` along `dim`, as `torch.index_select`; zeros for [`NO_INDEX`].
 ///
@@ -27,7 +25,7 @@ pub fn index_select(x: &Tensor, dim: usize, indices: &[usize]) -> Result<Tensor>
 
 /// Selects the slices of `x` along `dim` by an integer tensor of any shape, whose dimensions replace that one.
 ///
-/// `held` says which indices are where in `x`; the slices of all others are zeros. Any supported type.
+/// `held` says which indices are where in `x`; the slices of missing ones are zeros. Any supported type.
 ///
 /// # Panics
 /// If `held` has more indices than the dimension.
@@ -130,7 +128,7 @@ unsafe fn copy_slices<B: Copy>(source: *const u8, to: *mut u8, positions: &[usiz
 
 /// Selects one element of `x` for every element of an integer tensor, as `torch.gather`.
 ///
-/// `held` says which indices are where along `dim` of `x`; the results of all others are zero. The other coordinates are those
+/// `held` says which indices are where along `dim` of `x`; the results of missing ones are zero. The other coordinates are those
 /// of the element of `index`. Any supported type; divided over the threads of the pool.
 ///
 /// # Panics
@@ -287,12 +285,14 @@ impl ElementOffsets {
         base: impl Fn(usize) -> usize,
         body: &impl Fn(&OffsetSegment<'_>),
     ) {
-        let mut offsets = [0; super::index_range::INDEX_BLOCK];
+        let mut offsets = [MaybeUninit::uninit(); INDEX_BLOCK];
         elements.for_each_block(range, held, |from, positions| {
             for (i, (offset, &position)) in offsets.iter_mut().zip(positions).enumerate() {
-                *offset = if position == NO_INDEX { NO_INDEX } else { base(from + i) + position * self.stride };
+                offset.write(if position == NO_INDEX { NO_INDEX } else { base(from + i) + position * self.stride });
             }
-            body(&OffsetSegment { from, offsets: &offsets[..positions.len()] });
+            // SAFETY: as many were just written as there are positions.
+            let offsets = unsafe { offsets[..positions.len()].assume_init_ref() };
+            body(&OffsetSegment { from, offsets });
         });
     }
 }

@@ -7,13 +7,16 @@ use candle_core::Tensor;
 use smallvec::SmallVec;
 
 use super::convert::{Block, Compute};
-use super::{NO_INDEX, contiguous, simd, with_first_element};
+use super::{contiguous, simd, with_first_element};
 use crate::error::Result;
+
+/// An index that selects nothing, such as that of an element another rank holds: the result is zero there.
+pub const NO_INDEX: usize = usize::MAX;
 
 /// Indices that are read at a time: 2 KiB of i64.
 pub(super) const INDEX_BLOCK: usize = 256;
 
-/// The indices of a dimension that a tensor holds, in ascending runs; [`NO_INDEX`] stands for all others.
+/// The indices of a dimension that a tensor holds, in ascending runs; [`NO_INDEX`] stands for every missing one.
 #[derive(Debug, Clone)]
 pub struct IndexRange {
     /// Start, end and position in the tensor of each run.
@@ -59,10 +62,12 @@ impl IndexRange {
     }
 
     /// Writes the positions of indices; negative indices are held nowhere.
-    fn positions(&self, indices: &[i64], to: &mut [usize]) {
+    fn positions<'a>(&self, indices: &[i64], to: &'a mut [MaybeUninit<usize>]) -> &'a [usize] {
         for (to, &index) in to.iter_mut().zip(indices) {
-            *to = usize::try_from(index).map_or(NO_INDEX, |index| self.position(index));
+            to.write(usize::try_from(index).map_or(NO_INDEX, |index| self.position(index)));
         }
+        // SAFETY: as many were just written as there are indices.
+        unsafe { to[..indices.len()].assume_init_ref() }
     }
 }
 
@@ -106,11 +111,10 @@ impl<'a> IndexElements<'a> {
     /// Calls `body` with the numbers of the first index of each block in a range, and the positions of the block's indices.
     pub(super) fn for_each_block(&self, range: Range<usize>, held: &IndexRange, mut body: impl FnMut(usize, &[usize])) {
         let mut indices = [MaybeUninit::uninit(); INDEX_BLOCK];
-        let mut positions = [0; INDEX_BLOCK];
+        let mut positions = [MaybeUninit::uninit(); INDEX_BLOCK];
         for from in range.clone().step_by(INDEX_BLOCK) {
             let count = INDEX_BLOCK.min(range.end - from);
-            held.positions(self.read(from, count, &mut indices), &mut positions);
-            body(from, &positions[..count]);
+            body(from, held.positions(self.read(from, count, &mut indices), &mut positions));
         }
     }
 }

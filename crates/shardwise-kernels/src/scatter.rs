@@ -4,42 +4,41 @@
 
 use candle_core::{DType, Tensor, WithDType};
 
+use super::assembly::copy_to_change;
 use super::convert::{Block, Compute};
 use super::gather::ElementOffsets;
-use super::index_range::{IndexElements, IndexRange};
+use super::index_range::{IndexElements, IndexRange, NO_INDEX};
 use super::parallel::{SharedPtr, over_ranges};
 use super::typed_slice::{LineShape, with_slice};
 use super::uninit_buffer::UninitBuffer;
-use super::{NO_INDEX, contiguous, own_copy, simd, with_first_element, with_type};
+use super::{contiguous, simd, with_first_element, with_type};
 use crate::error::Result;
 
 /// Copies `x` with elements of `source` written at `index` along `dim`, as `torch.scatter`.
 ///
-/// `source` has the type of `x` and the shape of `index`. `held` says which indices are where in `x`; elements at all others
-/// are not written. Of several elements for one place the last is written.
+/// `source` has the type of `x` and the shape of `index`. `held` says which indices are where in `x`; elements at missing
+/// ones are not written. Of several elements for one place the last is written.
 ///
 /// # Panics
 /// If a coordinate is outside of `x`, or the types or shapes differ.
 pub fn scatter(x: &Tensor, dim: usize, index: &Tensor, source: &Tensor, held: &IndexRange) -> Result<Tensor> {
     assert!(source.dims() == index.dims() && source.dtype() == x.dtype(), "one source per index");
-    let copy = own_copy(x)?;
+    let copy = copy_to_change(x)?;
     let (index, source) = (contiguous(index)?, contiguous(source)?);
     let offsets = ElementOffsets::new(x.dims(), dim, index.dims());
-    with_first_element(&copy, |target, _| {
-        let target = SharedPtr::new(target.cast_mut());
-        with_type!(x.dtype(), T => with_slice::<T, _>(&source, |source| {
-            offsets.for_each_segment(IndexElements::new(&index), held, |segment| {
-                for (&offset, &value) in segment.offsets.iter().zip(&source[segment.from..]) {
-                    if offset != NO_INDEX {
-                        // SAFETY: the copy is contiguous and new, the offset is inside it, and elements of one line, which
-                        // may have the same offset, are visited on one thread.
-                        unsafe { target.get().cast::<T>().add(offset).write(value) };
-                    }
+    with_type!(x.dtype(), T => with_slice::<T, _>(&source, |source| {
+        offsets.for_each_segment(IndexElements::new(&index), held, |segment| {
+            for (&offset, &value) in segment.offsets.iter().zip(&source[segment.from..]) {
+                if offset != NO_INDEX {
+                    // SAFETY: the offset is inside the copy, and elements of one line, which may have the same offset, are
+                    // visited on one thread.
+                    unsafe { copy.range::<T>(offset).write(value) };
                 }
-            });
-        }), otherwise unreachable!("`own_copy` checks it"))
-    })?;
-    Ok(copy)
+            }
+        });
+    })?, otherwise unreachable!("checked when copied"));
+    // SAFETY: the copy was complete.
+    Ok(unsafe { copy.finish() })
 }
 
 /// Copies `x`, seen as `[outer, n, inner]`, with slices of `values` written at positions of the middle dimension.
@@ -52,21 +51,17 @@ pub fn put_slices(x: &Tensor, dims: [usize; 3], positions: &[usize], values: &Te
     let ([outer, n, inner], count) = (dims, positions.len());
     assert!(values.dtype() == x.dtype() && x.elem_count() == outer * n * inner, "{:?} as {dims:?}", x.dims());
     assert!(values.elem_count() == outer * count * inner && positions.iter().all(|&p| p < n), "positions below {n}");
-    let (copy, values) = (own_copy(x)?, contiguous(values)?);
-    if values.elem_count() == 0 {
-        return Ok(copy);
-    }
+    let (copy, values) = (copy_to_change(x)?, contiguous(values)?);
     let bytes = inner * x.dtype().size_in_bytes();
-    with_first_element(&copy, |target, _| {
-        with_first_element(&values, |source, _| {
-            for slice in 0..outer * count {
-                let to = slice / count * n + positions[slice % count];
-                // SAFETY: the copy is new memory; both slices are inside, because positions are below `n`.
-                unsafe { target.cast_mut().add(to * bytes).copy_from_nonoverlapping(source.add(slice * bytes), bytes) };
-            }
-        });
+    with_first_element(&values, |source, _| {
+        for slice in 0..outer * count {
+            let to = slice / count * n + positions[slice % count];
+            // SAFETY: both slices are inside, because positions are below `n`.
+            unsafe { copy.range::<u8>(to * bytes).copy_from_nonoverlapping(source.add(slice * bytes), bytes) };
+        }
     });
-    Ok(copy)
+    // SAFETY: the copy was complete.
+    Ok(unsafe { copy.finish() })
 }
 
 /// How elements of a type are added up.
@@ -111,7 +106,7 @@ addends! {
 /// Adds elements of `source` to zeros of `shape` at `index` along `dim`, as `torch.scatter_add` to zeros.
 ///
 /// `source` has the shape of `index`; the result has its type. `held` says which indices are where in the result; elements at
-/// all others are not added. f16 and bf16 are added up in f32, integers wrap.
+/// missing ones are not added. f16 and bf16 are added up in f32, integers wrap.
 ///
 /// # Panics
 /// If a coordinate is outside of `shape`, or the shapes differ.

@@ -148,7 +148,7 @@ mod tests {
             assert_eq!(nonzero_positions(&x).unwrap(), expected, "{dtype:?}");
             assert_eq!(count_nonzero(&x).unwrap(), expected.len());
         }
-        // -0.0 is zero, NaN and small numbers are not, and neither are integers that a float would round to others.
+        // -0.0 is zero, NaN and subnormal numbers are not.
         let x = Tensor::new(&[-0.0f32, f32::NAN, 1e-40, 0.0], &Device::Cpu).unwrap();
         assert_eq!(nonzero_positions(&x).unwrap(), [1, 2]);
     }

@@ -1,5 +1,7 @@
 //! Typed views of contiguous tensors, and new tensors that a kernel fills through an address.
 
+use std::mem::MaybeUninit;
+
 use candle_core::{Tensor, WithDType};
 
 use super::parallel::SharedPtr;
@@ -34,6 +36,14 @@ pub(super) unsafe fn filled_by<T: WithDType>(shape: &[usize], fill: impl FnOnce(
     fill(SharedPtr::new(memory.first().cast()));
     // SAFETY: the caller's promise.
     Ok(unsafe { memory.finish(shape) })
+}
+
+/// Fills memory with one value. Buffers on the stack are uninitialised, because small tensors use little of them.
+#[inline(always)]
+pub(super) fn filled_with<T: Copy>(memory: &mut [MaybeUninit<T>], value: T) -> &mut [T] {
+    memory.fill(MaybeUninit::new(value));
+    // SAFETY: every element was just written.
+    unsafe { memory.assume_init_mut() }
 }
 
 /// Sizes of a contiguous tensor seen as `[outer, n, inner]`, of which the middle is the dimension that a kernel works along.

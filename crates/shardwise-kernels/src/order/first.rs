@@ -1,7 +1,10 @@
 //! The first element of every line in some order: `argmax`, `argmin`, and maxima and minima with their indices.
 
+use std::mem::MaybeUninit;
+
 use super::rank::{Rank, Ranked, Ranking};
 use crate::simd;
+use crate::typed_slice::filled_with;
 
 /// Elements of a line whose smallest rank is found before it is compared with that of the line so far: long enough that the
 /// comparison is free, short enough that looking for its position again reads the cache.
@@ -54,9 +57,10 @@ impl<T: Ranked> simd::Kernel for FirstOfColumns<'_, T> {
     #[inline(always)]
     fn run<const FMA: bool>(self) {
         let width = self.found.len();
-        let mut best = [T::Rank::MAX; COLUMNS];
-        let mut index = [T::Rank::default(); COLUMNS];
-        let (best, index) = (&mut best[..width], &mut index[..width]);
+        let mut buffers = [[MaybeUninit::uninit(); COLUMNS]; 2];
+        let [best, index] = &mut buffers;
+        let best = filled_with(&mut best[..width], T::Rank::MAX);
+        let index = filled_with(&mut index[..width], T::Rank::MAX);
         self.found.fill(0);
         for start in (0..self.rows).step_by(ROWS) {
             // `MAX` means that these rows have nothing better.

@@ -14,9 +14,9 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::parallel::{SharedPtr, over_ranges};
-use super::typed_slice::{LineShape, filled_by, with_slice};
+use super::typed_slice::{LineShape, filled_by, filled_with, with_slice};
 use super::{contiguous, simd, with_type};
-use crate::error::Result;
+use crate::error::{ErrorKind, Result};
 use rank::{Ranked, RankedIndex, Ranking};
 
 pub use rank::SortOrder;
@@ -27,14 +27,23 @@ pub use rank::SortOrder;
 /// keep their bits. Any supported type; lines are divided over the threads of the pool.
 ///
 /// # Errors
-/// If the kernels do not support the type, or memory does not suffice.
+/// If the kernels do not support the type, if memory does not suffice, or if more than one element is asked of lines that have
+/// more than `u32::MAX`.
 ///
 /// # Panics
-/// If `k` exceeds the size of the dimension, or a line has more than `u32::MAX` elements.
+/// If `k` exceeds the size of the dimension.
 pub fn top_k(x: &Tensor, dim: usize, k: usize, order: SortOrder, first_index: i64) -> Result<(Tensor, Tensor)> {
     let x = contiguous(x)?;
     let lines = LineShape::new(x.dims(), dim);
-    assert!(k <= lines.n && (k <= 1 || u32::try_from(lines.n).is_ok()), "{k} elements of {}", lines.n);
+    assert!(k <= lines.n, "{k} elements of {}", lines.n);
+    if k > 1 && u32::try_from(lines.n).is_err() {
+        return Err(ErrorKind::shape(x.dims()).error(
+            "dimension to sort",
+            format!("{} elements", lines.n),
+            format!("at most {}", u32::MAX),
+            "sort parts of it",
+        ));
+    }
     let mut shape = x.dims().to_vec();
     shape[dim] = k;
     with_type!(x.dtype(), T => {
@@ -92,8 +101,8 @@ fn write_lines<T: Ranked>(elements: &[T], lines: LineShape, k: usize, order: Sor
                 let (matrix, column) = (strip / strips, strip % strips * first::COLUMNS);
                 let width = first::COLUMNS.min(inner - column);
                 let from = &elements[matrix * n * inner + column..(matrix + 1) * n * inner];
-                let mut found = [0; first::COLUMNS];
-                let found = &mut found[..width];
+                let mut found = [MaybeUninit::uninit(); first::COLUMNS];
+                let found = filled_with(&mut found[..width], 0);
                 simd::run(first::FirstOfColumns { elements: from, stride: inner, rows: n, ranking, found });
                 for (i, &row) in found.iter().enumerate() {
                     // SAFETY: this strip's columns are inside the matrix, and no other range has them.

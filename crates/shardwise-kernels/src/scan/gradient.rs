@@ -6,11 +6,12 @@ use std::mem::MaybeUninit;
 
 use candle_core::{DType, Tensor, WithDType};
 
+use crate::assembly::copy_to_change;
 use crate::convert::{Block, Compute};
 use crate::error::Result;
 use crate::typed_slice::{LineShape, with_slice};
 use crate::uninit_buffer::UninitBuffer;
-use crate::{contiguous, own_copy, with_first_element, with_type};
+use crate::{contiguous, with_first_element, with_type};
 
 /// Elements of a line that are converted at a time: two operands and the products take 6 KiB.
 const BLOCK: usize = 256;
@@ -195,8 +196,8 @@ pub fn product_gradient(
 
 /// Adds the gradients of cumulative maxima or minima of a part of a dimension, which begins at `first_index`, up by index.
 ///
-/// Returns the gradient of the part's own elements, and for every line the sum of those that belong to an earlier part, in `dtype`,
-/// with its index (-1: none).
+/// Returns the gradient of the part's own elements, and for every line the sum that belongs to an earlier part, in `dtype`, with its
+/// index (-1: none).
 ///
 /// # Errors
 /// If memory does not suffice.
@@ -262,11 +263,12 @@ pub fn add_to_places(
     places: &Tensor,
     first_index: i64,
 ) -> Result<Tensor> {
-    let (copy, sums) = (own_copy(gradient)?, contiguous(sums)?);
-    let (lines, heads) = (ScanLines::new(&copy, dim, false), ScanLines::new(&sums, dim, false));
+    let (gradient, sums) = (contiguous(gradient)?, contiguous(sums)?);
+    let copy = copy_to_change(&gradient)?;
+    let (lines, heads) = (ScanLines::new(&gradient, dim, false), ScanLines::new(&sums, dim, false));
     let (n, parts) = (lines.shape.n, heads.shape.n);
     with_slice::<i64, _>(places, |places| {
-        for line in 0..copy.elem_count() / n.max(1) {
+        for line in 0..gradient.elem_count() / n.max(1) {
             let index = |part: usize| places[heads.start(line, part, 1)];
             for part in 0..parts {
                 // -1 is before every part. The sums for one place are added when the first of them is found.
@@ -276,16 +278,14 @@ pub fn add_to_places(
                 };
                 let same = (part..parts).filter(|&other| index(other) == index(part));
                 let sum = same.fold(lines.at(line, place), |sum, other| sum + heads.at(line, other));
-                let (dtype, at) = (copy.dtype(), lines.start(line, place, 1));
-                with_first_element(&copy, |first, _| {
-                    // SAFETY: the copy is new memory, which nobody else reads or writes, and the element is inside it.
-                    unsafe {
-                        let to = first.cast_mut().add(at * dtype.size_in_bytes());
-                        write_strided(dtype, to, 1, std::iter::once(sum));
-                    }
-                });
+                let (dtype, at) = (gradient.dtype(), lines.start(line, place, 1));
+                // SAFETY: the element is inside the copy.
+                unsafe {
+                    write_strided(dtype, copy.range(at * dtype.size_in_bytes()), 1, std::iter::once(sum));
+                }
             }
         }
     })?;
-    Ok(copy)
+    // SAFETY: the copy was complete.
+    Ok(unsafe { copy.finish() })
 }

@@ -1,11 +1,13 @@
 //! Cumulative sums and products.
 
+use std::mem::MaybeUninit;
+
 use candle_core::{DType, Tensor, WithDType};
 
 use super::ScanKind;
 use crate::error::Result;
 use crate::parallel::{SharedPtr, over_ranges};
-use crate::typed_slice::{LineShape, filled_by, with_slice};
+use crate::typed_slice::{LineShape, filled_by, filled_with, with_slice};
 use crate::{check_supported, simd, with_type};
 
 /// A type in which totals are computed.
@@ -243,8 +245,8 @@ impl<T: Scanned, const PRODUCT: bool> simd::Kernel for ScanColumns<'_, T, PRODUC
     fn run<const FMA: bool>(self) {
         let ScanBlock { from, to, n, stride, direction, totals } = self.0;
         let width = totals.len();
-        let mut total = [ScanBlock::<T, PRODUCT>::START; COLUMNS];
-        let total = &mut total[..width];
+        let mut total = [MaybeUninit::uninit(); COLUMNS];
+        let total = filled_with(&mut total[..width], ScanBlock::<T, PRODUCT>::START);
         for j in 0..n {
             let at = if direction.reverse { n - 1 - j } else { j };
             let line = &from[at * stride..][..width];
@@ -260,7 +262,7 @@ impl<T: Scanned, const PRODUCT: bool> simd::Kernel for ScanColumns<'_, T, PRODUC
                 to.iter_mut().zip(total.iter()).for_each(|(to, total)| *to = T::rounded(*total));
             }
         }
-        totals.iter_mut().zip(total).for_each(|(to, total)| *to = T::rounded(*total));
+        totals.iter_mut().zip(total.iter()).for_each(|(to, total)| *to = T::rounded(*total));
     }
 }
 

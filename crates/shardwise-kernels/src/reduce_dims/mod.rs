@@ -6,6 +6,8 @@
 //! as a replicated one. Lanes also keep the rounding error of sums small. f32 accumulates sums and products in f64, which
 //! costs little because memory bandwidth is the bottleneck.
 
+mod accumulate;
+
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -14,14 +16,14 @@ use candle_core::{DType, Tensor};
 
 use super::convert::{Block, Compute};
 use super::parallel::{SharedPtr, over_ranges};
+use super::typed_slice::filled_with;
 use super::uninit_buffer::UninitBuffer;
 use super::{Number, contiguous, filled, first_element, integer_range, simd};
 use crate::error::Result;
 use crate::meta::TensorMeta;
+use accumulate::{All, Any, CountNonzero, Min, Product};
 
-/// Independent accumulators per result: a multiple of the vector length of every processor. Changing it changes the bits of
-/// results.
-pub(super) const LANES: usize = 16;
+pub(super) use accumulate::{Accumulate, LANES, Max, Sum, accumulate_lanes, combine_lanes};
 
 /// Results that are reduced together when the innermost dimension is kept: their lanes of f64 take 16 KiB and stay in the
 /// first-level cache.
@@ -304,7 +306,7 @@ fn reduce_strips<C: Compute, S: Accumulate<C>>(
     let ReducedExtent { outer, reduced, inner } = extent;
     let (spans, strips) = (reduced.div_ceil(SPAN), inner.div_ceil(COLUMNS));
     over_ranges(outer * spans * strips, reduced.min(SPAN) * inner.min(COLUMNS), 1, |range| {
-        let mut lanes = [S::NEUTRAL; LANES * COLUMNS];
+        let mut lanes = [MaybeUninit::uninit(); LANES * COLUMNS];
         for item in range {
             let (span, column) = (item / strips, item % strips * COLUMNS);
             let row = span % spans * SPAN;
@@ -332,11 +334,10 @@ struct ColumnStrip {
 fn reduce_strip<'a, C: Compute, S: Accumulate<C>>(
     source: &Elements,
     strip: ColumnStrip,
-    lanes: &'a mut [S::Acc; LANES * COLUMNS],
+    lanes: &'a mut [MaybeUninit<S::Acc>; LANES * COLUMNS],
 ) -> &'a [S::Acc] {
     let ColumnStrip { from, rows, stride, width } = strip;
-    let lanes = &mut lanes[..LANES * width];
-    lanes.fill(S::NEUTRAL);
+    let lanes = filled_with(&mut lanes[..LANES * width], S::NEUTRAL);
     if let Some(elements) = source.in_place::<C>() {
         let elements = &elements[from..from + (rows - 1) * stride + width];
         simd::run(StripInPlace::<C, S> { lanes: &mut *lanes, elements, strip });
@@ -354,107 +355,6 @@ fn reduce_strip<'a, C: Compute, S: Accumulate<C>>(
         half /= 2;
     }
     &lanes[..width]
-}
-
-/// How elements of type `C` are reduced.
-pub(super) trait Accumulate<C> {
-    /// The accumulator.
-    type Acc: Compute;
-    /// Its initial value.
-    const NEUTRAL: Self::Acc;
-    /// Accumulates one element.
-    fn step(acc: Self::Acc, x: C) -> Self::Acc;
-    /// Combines two accumulators.
-    fn combine(a: Self::Acc, b: Self::Acc) -> Self::Acc;
-}
-
-pub(super) struct Sum;
-struct Product;
-pub(super) struct Max;
-struct Min;
-struct Any;
-struct All;
-struct CountNonzero;
-
-#[inline(always)]
-fn nonzero<T: PartialEq + Default + Copy>(x: T) -> i64 {
-    i64::from(x != T::default())
-}
-
-// NaN on either side propagates.
-macro_rules! max_or_nan {
-    ($a:ident, $x:ident) => {
-        if $a >= $x || $a.is_nan() { $a } else { $x }
-    };
-}
-macro_rules! min_or_nan {
-    ($a:ident, $x:ident) => {
-        if $a <= $x || $a.is_nan() { $a } else { $x }
-    };
-}
-macro_rules! accumulators {
-    ($($S:ident: $($C:ty)|* as $Acc:ty, $neutral:expr, |$a:ident, $x:ident| $step:expr, $join:expr;)*) => {$($(
-        impl Accumulate<$C> for $S {
-            type Acc = $Acc;
-            const NEUTRAL: $Acc = $neutral;
-
-            #[inline(always)]
-            fn step($a: $Acc, $x: $C) -> $Acc {
-                $step
-            }
-
-            #[inline(always)]
-            fn combine($a: $Acc, $x: $Acc) -> $Acc {
-                $join
-            }
-        }
-    )*)*};
-}
-accumulators! {
-    Sum: f32 | f64 as f64, 0.0, |a, x| a + x as f64, a + x;
-    Sum: i64 as i64, 0, |a, x| a.wrapping_add(x), a.wrapping_add(x);
-    Product: f32 | f64 as f64, 1.0, |a, x| a * x as f64, a * x;
-    Product: i64 as i64, 1, |a, x| a.wrapping_mul(x), a.wrapping_mul(x);
-    Max: f32 as f32, f32::NEG_INFINITY, |a, x| max_or_nan!(a, x), max_or_nan!(a, x);
-    Max: f64 as f64, f64::NEG_INFINITY, |a, x| max_or_nan!(a, x), max_or_nan!(a, x);
-    Max: i64 as i64, i64::MIN, |a, x| a.max(x), a.max(x);
-    Min: f32 as f32, f32::INFINITY, |a, x| min_or_nan!(a, x), min_or_nan!(a, x);
-    Min: f64 as f64, f64::INFINITY, |a, x| min_or_nan!(a, x), min_or_nan!(a, x);
-    Min: i64 as i64, i64::MAX, |a, x| a.min(x), a.min(x);
-    Any: f32 | f64 | i64 as i64, 0, |a, x| a | nonzero(x), a | x;
-    All: f32 | f64 | i64 as i64, 1, |a, x| a & nonzero(x), a & x;
-    CountNonzero: f32 | f64 | i64 as i64, 0, |a, x| a + nonzero(x), a + x;
-}
-
-/// Combines the lanes pairwise: the first half with the second, and so on.
-#[inline(always)]
-pub(super) fn combine_lanes<C, S: Accumulate<C>>(mut lanes: [S::Acc; LANES]) -> S::Acc {
-    let mut half = LANES / 2;
-    while half > 0 {
-        for i in 0..half {
-            lanes[i] = S::combine(lanes[i], lanes[i + half]);
-        }
-        half /= 2;
-    }
-    lanes[0]
-}
-
-/// Accumulates more elements, the first of which belongs to lane 0.
-#[inline(always)]
-pub(super) fn accumulate_lanes<C: Copy, S: Accumulate<C>>(
-    mut lanes: [S::Acc; LANES],
-    elements: &[C],
-) -> [S::Acc; LANES] {
-    let (whole, rest) = elements.as_chunks::<LANES>();
-    for chunk in whole {
-        for i in 0..LANES {
-            lanes[i] = S::step(lanes[i], chunk[i]);
-        }
-    }
-    for (lane, &x) in lanes.iter_mut().zip(rest) {
-        *lane = S::step(*lane, x);
-    }
-    lanes
 }
 
 /// Several rows, each reduced to one result.
