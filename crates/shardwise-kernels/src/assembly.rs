@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use super::strided_copy::copy_block;
+use super::strided_copy::{CopyBlock, copy_block, copy_block_on_threads};
 use super::uninit_buffer::UninitBuffer;
 use super::{check_supported, with_first_element};
 use crate::error::{ErrorKind, Result};
@@ -54,6 +54,15 @@ impl Assembly {
     /// The block has this tensor's element type, is on the CPU and fits at `offsets`; no other thread writes to the
     /// same box; [`finish`](Self::finish) is called later.
     pub unsafe fn paste(&self, block: &Tensor, offsets: &[usize]) {
+        // SAFETY: the caller's promise.
+        unsafe { self.paste_by(copy_block, block, offsets) };
+    }
+
+    /// Copies `block` with one of the functions of `strided_copy`.
+    ///
+    /// # Safety
+    /// As for [`paste`](Self::paste).
+    unsafe fn paste_by(&self, copy: CopyBlock, block: &Tensor, offsets: &[usize]) {
         if block.elem_count() == 0 {
             return;
         }
@@ -61,7 +70,7 @@ impl Assembly {
         let start: usize = offsets.iter().zip(&self.strides).map(|(o, s)| o * s).sum();
         with_first_element(block, |src, src_strides| {
             // SAFETY: the source is a live tensor; the destination is inside the reserved buffer because the block fits.
-            unsafe { copy_block(src, src_strides, self.first.add(start * elem), &self.strides, block.dims(), elem) };
+            unsafe { copy(src, src_strides, self.first.add(start * elem), &self.strides, block.dims(), elem) };
         });
     }
 
@@ -105,12 +114,16 @@ pub fn contiguous(tensor: &Tensor) -> Result<Tensor> {
 /// Candle writes to tensors in place (`Var::set`, `slice_set`) and does not say which tensors share memory, so every plain
 /// tensor that crosses the boundary between a user's program and the library is copied.
 pub fn own_copy(tensor: &Tensor) -> Result<Tensor> {
+    // SAFETY: the copy is complete.
+    Ok(unsafe { copy_to_change(tensor)?.finish() })
+}
+
+/// Copies a tensor to new memory in which elements can still be changed.
+pub(super) fn copy_to_change(tensor: &Tensor) -> Result<Assembly> {
     let copy = Assembly::new(TensorMeta::new(tensor.dims(), tensor.dtype()))?;
-    // SAFETY: one thread; the block has the type and shape of the copy and fills it.
-    unsafe {
-        copy.paste(tensor, &vec![0; tensor.dims().len()]);
-        Ok(copy.finish())
-    }
+    // SAFETY: the block has the type and shape of the copy and fills it.
+    unsafe { copy.paste_by(copy_block_on_threads, tensor, &vec![0; tensor.dims().len()]) };
+    Ok(copy)
 }
 
 /// Concatenates tensors along `dim`, as `torch.cat`. A single contiguous tensor is returned without a copy.
@@ -133,8 +146,8 @@ pub fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     let whole = Assembly::new(TensorMeta { shape, dtype: parts[0].dtype() })?;
     let mut offsets = vec![0; parts[0].dims().len()];
     for part in parts {
-        // SAFETY: one thread; the parts are adjacent along `dim` and fill the tensor.
-        unsafe { whole.paste(part, &offsets) };
+        // SAFETY: the parts are adjacent along `dim` and fill the tensor.
+        unsafe { whole.paste_by(copy_block_on_threads, part, &offsets) };
         offsets[dim] += part.dims()[dim];
     }
     // SAFETY: the parts fill the tensor.

@@ -15,27 +15,10 @@ pub fn to_f64_vec(tensor: &Tensor) -> Result<Vec<f64>> {
     }
 }
 
-/// Copies the elements, converted to i64, in row-major order. Fractions are truncated.
-pub fn to_i64_vec(tensor: &Tensor) -> Result<Vec<i64>> {
-    match tensor.elem_count() {
-        // As in `to_f64_vec`.
-        0 => Ok(Vec::new()),
-        _ => Ok(tensor.to_dtype(DType::I64)?.flatten_all()?.to_vec1()?),
-    }
-}
-
 /// Builds a tensor of this shape and type from values in row-major order.
 ///
 /// # Errors
 /// If the number of values is not that of the shape.
 pub fn from_f64_vec(values: Vec<f64>, shape: &[usize], dtype: DType) -> Result<Tensor> {
-    Ok(Tensor::from_vec(values, shape, &candle_core::Device::Cpu)?.to_dtype(dtype)?)
-}
-
-/// Builds a tensor of this shape and type from integers in row-major order.
-///
-/// # Errors
-/// If the number of values is not that of the shape.
-pub fn from_i64_vec(values: Vec<i64>, shape: &[usize], dtype: DType) -> Result<Tensor> {
     Ok(Tensor::from_vec(values, shape, &candle_core::Device::Cpu)?.to_dtype(dtype)?)
 }

@@ -4,8 +4,13 @@ use std::mem::MaybeUninit;
 
 use smallvec::SmallVec;
 
+use super::parallel::{MIN_WORK_FOR_THREADS, SharedPtr, over_ranges};
+
 /// One dimension of a copy: size, source stride, destination stride, in elements.
 type CopyDim = (usize, usize, usize);
+
+/// One of the functions that copy a block: source and its strides, destination and its strides, sizes, bytes per element.
+pub(super) type CopyBlock = unsafe fn(*const u8, &[usize], *mut u8, &[usize], &[usize], usize);
 
 /// Copies a block of shape `sizes` with elements of `elem` bytes, on the calling thread.
 ///
@@ -63,6 +68,38 @@ pub(super) unsafe fn copy_block(
             _ => unreachable!("no element type has {elem} bytes"),
         }
     }
+}
+
+/// As [`copy_block`], on the threads of the pool if the block is large.
+///
+/// # Safety
+/// As for [`copy_block`].
+pub(super) unsafe fn copy_block_on_threads(
+    src: *const u8,
+    src_strides: &[usize],
+    dst: *mut u8,
+    dst_strides: &[usize],
+    sizes: &[usize],
+    elem: usize,
+) {
+    let count: usize = sizes.iter().product();
+    let Some(dim) = sizes.iter().position(|&n| n > 1).filter(|_| count * elem / 4 >= MIN_WORK_FOR_THREADS) else {
+        // SAFETY: the caller's promise.
+        return unsafe { copy_block(src, src_strides, dst, dst_strides, sizes, elem) };
+    };
+    let (src, dst) = (SharedPtr::new(src.cast_mut()), SharedPtr::new(dst));
+    // Whole tiles of a transpose, unless there are few indices.
+    let align = if sizes[dim] >= 8 * TILE { TILE } else { 1 };
+    over_ranges(sizes[dim], count / sizes[dim] * elem / 4, align, |range| {
+        let mut part: SmallVec<[usize; 6]> = sizes.into();
+        part[dim] = range.len();
+        // SAFETY: the ranges are different parts of the block.
+        unsafe {
+            let from = src.get().cast_const().add(range.start * src_strides[dim] * elem);
+            let to = dst.get().add(range.start * dst_strides[dim] * elem);
+            copy_block(from, src_strides, to, dst_strides, &part, elem);
+        }
+    });
 }
 
 /// Copies `BYTES` bytes.
@@ -198,7 +235,14 @@ mod tests {
             let mut dst = vec![number(0); m * n];
             // SAFETY: both hold m * n elements, and the strides stay inside.
             unsafe {
-                copy_block(src.as_ptr().cast(), &[1, m], dst.as_mut_ptr().cast(), &[n, 1], &[m, n], size_of::<T>());
+                copy_block_on_threads(
+                    src.as_ptr().cast(),
+                    &[1, m],
+                    dst.as_mut_ptr().cast(),
+                    &[n, 1],
+                    &[m, n],
+                    size_of::<T>(),
+                );
             };
             for (i, x) in dst.iter().enumerate() {
                 assert_eq!(*x, src[i % n * m + i / n], "{m} x {n}, element {i}");
@@ -212,5 +256,7 @@ mod tests {
                 check(m, n, |i| i as u64);
             }
         }
+        // Large enough for threads.
+        check(300, 1000, |i| i as u32);
     }
 }

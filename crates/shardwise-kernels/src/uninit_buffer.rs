@@ -1,10 +1,12 @@
 //! Uninitialised memory for a new tensor: kernels write every element once, without filling it with zeros first.
 
+use std::alloc::Layout;
 use std::mem::MaybeUninit;
 
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Shape, Storage, Tensor, WithDType};
 
+use super::memory_limit::{check_bytes, out_of_memory};
 use super::{check_dtype, reserve, with_type};
 use crate::error::Result;
 
@@ -36,9 +38,41 @@ impl UninitBuffer {
         Ok(UninitBuffer { dtype, count, first, storage })
     }
 
+    /// Allocates memory that holds zeros, without touching its pages: the system provides zeroed ones when they are used.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new).
+    pub fn zeroed(dtype: DType, count: usize) -> Result<Self> {
+        check_dtype(dtype)?;
+        let (first, storage) = with_type!(dtype, T => {
+            check_bytes(count, size_of::<T>())?;
+            let mut buffer: Vec<T> = match count {
+                0 => Vec::new(),
+                _ => {
+                    let layout = Layout::array::<T>(count).expect("checked with the memory of the machine");
+                    // SAFETY: the layout has a size.
+                    let first = unsafe { std::alloc::alloc_zeroed(layout) };
+                    if first.is_null() {
+                        return Err(out_of_memory(count, size_of::<T>(), "memory that is free now"));
+                    }
+                    // SAFETY: allocated by the global allocator with this layout. The length stays 0 until `finish`.
+                    unsafe { Vec::from_raw_parts(first.cast(), 0, count) }
+                }
+            };
+            advise_huge_pages(buffer.as_mut_ptr().cast(), count * size_of::<T>());
+            (buffer.as_mut_ptr().cast(), T::to_cpu_storage_owned(buffer))
+        }, otherwise unreachable!("checked above"));
+        Ok(UninitBuffer { dtype, count, first, storage })
+    }
+
     /// Number of elements that the memory holds.
     pub fn count(&self) -> usize {
         self.count
+    }
+
+    /// Type of the elements.
+    pub(super) fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// Address of the first element.

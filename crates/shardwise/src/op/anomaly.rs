@@ -6,7 +6,7 @@ use crate::error::{ErrorKind, Result, Site};
 use crate::module_scope::{current_path, user_site};
 use crate::rank_context::{RankContext, in_scope, rank_context};
 use crate::tensor::DTensor;
-use shardwise_kernels::to_f64_vec;
+use shardwise_kernels::first_nan;
 
 /// Where an operator was called in the forward pass.
 #[derive(Clone)]
@@ -61,7 +61,7 @@ pub(super) fn in_backward_of<R>(name: &'static str, origin: Option<RecordedAt>, 
 /// Fails if an output has NaN on this rank.
 pub(super) fn check(name: &'static str, inputs: &[&DTensor], outputs: &[DTensor], site: Site) -> Result<()> {
     for (i, output) in outputs.iter().enumerate() {
-        let Some(at) = first_nan(output)? else { continue };
+        let Some(at) = first_nan(output.local())? else { continue };
         let rank = output.device_mesh().world().rank();
         let which = if outputs.len() > 1 { format!("result {i} of {name}") } else { format!("the result of {name}") };
         let phase = rank_context(|context| {
@@ -70,7 +70,7 @@ pub(super) fn check(name: &'static str, inputs: &[&DTensor], outputs: &[DTensor]
         });
         let mut nan_inputs = Vec::new();
         for (i, input) in inputs.iter().enumerate() {
-            nan_inputs.extend(first_nan(input)?.map(|_| i.to_string()));
+            nan_inputs.extend(first_nan(input.local())?.map(|_| i.to_string()));
         }
         let (needed, fix) = match nan_inputs.as_slice() {
             [] => ("numbers".to_string(), "look at what the operands hold at that place"),
@@ -83,12 +83,4 @@ pub(super) fn check(name: &'static str, inputs: &[&DTensor], outputs: &[DTensor]
         return Err(super::name_call(error, name, inputs, site));
     }
     Ok(())
-}
-
-/// The position of the first NaN in the local tensor.
-fn first_nan(tensor: &DTensor) -> Result<Option<usize>> {
-    match tensor.dtype().is_float() {
-        true => Ok(to_f64_vec(tensor.local())?.iter().position(|x| x.is_nan())),
-        false => Ok(None),
-    }
 }

@@ -2,7 +2,7 @@
 
 use std::panic::Location;
 
-use candle_core::{DType, Tensor, WithDType};
+use candle_core::{DType, Tensor};
 
 use super::scalar::Scalar;
 use super::{OpEntry, SampleInput};
@@ -12,7 +12,7 @@ use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{contiguous, with_type};
+use shardwise_kernels::band;
 
 /// Keeps the elements of the last two dimensions with `lower <= column - row <= upper` and writes `outside` to the rest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -98,26 +98,10 @@ impl Op for Band {
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let x = contiguous(&inputs[0])?;
-        let ndim = x.rank();
+        let ndim = inputs[0].rank();
         let index = |dim: usize| context.input_runs(0, dim).iter().flatten().collect::<Vec<_>>();
         let (rows, columns) = (index(ndim - 2), index(ndim - 1));
-        if x.elem_count() == 0 {
-            return Ok(vec![x]);
-        }
-        with_type!(x.dtype(), T => {
-            let mut values: Vec<T> = x.flatten_all()?.to_vec1()?;
-            let outside = T::from_f64(self.outside.0);
-            for (i, line) in values.chunks_exact_mut(columns.len()).enumerate() {
-                let row = rows[i % rows.len()] as isize;
-                // Local columns ascend, so the ones inside the band are one range.
-                let from = columns.partition_point(|&c| (c as isize) < row + self.lower);
-                let to = columns.partition_point(|&c| (c as isize) <= row + self.upper).max(from);
-                line[..from].fill(outside);
-                line[to..].fill(outside);
-            }
-            Ok(vec![Tensor::from_vec(values, x.dims(), x.device())?])
-        }, otherwise unreachable!("tensors of a mesh have served types"))
+        Ok(vec![band(&inputs[0], &rows, &columns, [self.lower, self.upper], self.outside.0)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {

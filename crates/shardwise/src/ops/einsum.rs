@@ -9,7 +9,6 @@ use candle_core::{DType, Tensor};
 
 use super::contraction::order;
 use super::equation::{Equation, Label, Term, batch, distinct, letters, size_of};
-use super::indices::local_positions;
 use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Runs, TensorMeta};
@@ -18,7 +17,8 @@ use crate::placement::Placement;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
 use shardwise_kernels::{
-    DimReduction, NO_INDEX, batched_matmul as matrix_product, contiguous, index_select, reduce_dims, to_i64_vec,
+    DimReduction, IndexRange, NO_INDEX, batched_matmul as matrix_product, contiguous, index_select, reduce_dims,
+    with_slice,
 };
 
 /// The dimensions of matrix products.
@@ -293,7 +293,7 @@ impl Op for Einsum {
         let work = if dtype.is_float() { dtype } else { DType::I64 };
         let mut factors = Vec::with_capacity(inputs.len());
         for (i, (x, term)) in inputs.iter().zip(&self.equation.inputs).enumerate() {
-            let held = |d: usize| (context.input_shape(i)[d], context.input_runs(i, d));
+            let held = |d: usize| context.input_runs(i, d);
             factors.push(diagonal(&x.to_dtype(work)?, term, &held)?);
         }
         let output = distinct(&self.equation.output);
@@ -379,16 +379,15 @@ impl Einsum {
     }
 }
 
-/// Takes the diagonals of a tensor that has labels twice, so that each label is left once. `held` gives the global size of a
-/// dimension and the indices that this rank holds of it.
-fn diagonal(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> (usize, Runs)) -> Result<(Tensor, Term)> {
+/// Takes the diagonals of a tensor that has labels twice, so that each label is left once. `held` gives the indices that
+/// this rank holds of a dimension.
+fn diagonal(x: &Tensor, term: &Term, held: &dyn Fn(usize) -> Runs) -> Result<(Tensor, Term)> {
     let (mut x, mut labels) = (x.clone(), term.clone());
     // From the last dimension on, so that the numbers of earlier dimensions stay valid.
     for second in (0..term.len()).rev() {
         let Some(first) = term[..second].iter().position(|label| *label == term[second]) else { continue };
-        let (n, rows) = held(first);
-        let rows: Vec<i64> = rows.iter().flatten().map(|i| i as i64).collect();
-        let columns = local_positions("einsum", &rows, n, &held(second).1)?;
+        let held_columns = IndexRange::new(held(second).iter());
+        let columns: Vec<usize> = held(first).iter().flatten().map(|row| held_columns.position(row)).collect();
         let dims = x.dims().to_vec();
         let (count, between) =
             (dims[..first].iter().product::<usize>(), dims[first + 1..second].iter().product::<usize>());
@@ -501,14 +500,18 @@ fn whole_product(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Result<T
     let count = |dims: &[usize]| dims.iter().product::<usize>();
     let (m, k) = (count(&a.dims()[batch..rows]), count(&a.dims()[rows..]));
     let n = count(&b.dims()[batch + inner..]);
-    let (left, right) = (to_i64_vec(a)?, to_i64_vec(b)?);
-    let mut products = vec![0i64; left.len() / k * n];
-    for (i, line) in products.chunks_exact_mut(n).enumerate() {
-        let from = &right[i / m * k * n..];
-        for (j, &x) in left[i * k..(i + 1) * k].iter().enumerate() {
-            line.iter_mut().zip(&from[j * n..]).for_each(|(y, &z)| *y = y.wrapping_add(x.wrapping_mul(z)));
-        }
-    }
+    let products = with_slice::<i64, _>(a, |left| {
+        with_slice::<i64, _>(b, |right| {
+            let mut products = vec![0i64; left.len() / k * n];
+            for (i, line) in products.chunks_exact_mut(n).enumerate() {
+                let from = &right[i / m * k * n..];
+                for (j, &x) in left[i * k..(i + 1) * k].iter().enumerate() {
+                    line.iter_mut().zip(&from[j * n..]).for_each(|(y, &z)| *y = y.wrapping_add(x.wrapping_mul(z)));
+                }
+            }
+            products
+        })
+    })??;
     let shape = [&a.dims()[..rows], &b.dims()[batch + inner..]].concat();
     Ok(Tensor::from_vec(products, shape, a.device())?)
 }

@@ -1,15 +1,15 @@
-//! Index tensors: checking, negative indices, and the translation of global indices to local positions.
+//! Index tensors: checking, and negative indices.
 
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::layout::{Runs, TensorMeta};
+use crate::layout::TensorMeta;
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::rule::Signature;
 use crate::tensor::DTensor;
-use shardwise_kernels::{NO_INDEX, to_i64_vec};
+use shardwise_kernels::{first_outside, wrapped_indices};
 
 /// The error for an index tensor of floating-point type.
 pub(super) fn not_integer(name: &str, dtype: DType) -> Error {
@@ -21,29 +21,16 @@ pub(super) fn not_integer(name: &str, dtype: DType) -> Error {
     )
 }
 
-/// Translates global indices along a dimension of size `n` to positions in what a rank holds of it; `NOWHERE` for indices that
-/// another rank holds. An index outside of the dimension is an error.
-pub(super) fn local_positions(name: &str, index: &[i64], n: usize, held: &Runs) -> Result<Vec<usize>> {
-    let mut starts = Vec::new();
-    let mut local = 0;
-    for run in held.iter() {
-        starts.push((run.start, run.end, local));
-        local += run.len();
-    }
-    let place = |&i: &i64| {
-        let i = usize::try_from(i).ok().filter(|&i| i < n).ok_or_else(|| {
-            let found = format!("{i} in {name} along a dimension of size {n}");
-            ErrorKind::Index { index: i, size: n }.error::<Error>(
-                "index",
-                found,
-                format!("numbers from 0 to {}", n.saturating_sub(1)),
-                "check the indices",
-            )
-        })?;
-        let run = starts.partition_point(|&(start, ..)| start <= i).checked_sub(1).map(|r| starts[r]);
-        Ok(run.filter(|&(_, end, _)| i < end).map_or(NO_INDEX, |(start, _, local)| local + i - start))
-    };
-    index.iter().map(place).collect()
+/// Checks that all indices are those of a dimension of size `n`.
+pub(super) fn check_indices(name: &str, index: &Tensor, n: usize) -> Result<()> {
+    let Some(outside) = first_outside(index, 0..n as i64, None)? else { return Ok(()) };
+    let found = format!("{outside} in {name} along a dimension of size {n}");
+    Err(ErrorKind::Index { index: outside, size: n }.error(
+        "index",
+        found,
+        format!("numbers from 0 to {}", n.saturating_sub(1)),
+        "check the indices",
+    ))
 }
 
 /// Wraps negative indices of a dimension of size `n`, as i64; indices outside of it are an error.
@@ -77,23 +64,17 @@ impl Op for WrapIndices {
     }
 
     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let n = self.n as i64;
-        let wrap = |i: i64| match i {
-            _ if (0..n).contains(&i) => Ok(i),
-            _ if self.from_back && (-n..0).contains(&i) => Ok(i + n),
-            _ => {
-                let found = format!("{i} in {} along a dimension of size {n}", self.name);
-                let least = if self.from_back { -n } else { 0 };
-                Err(ErrorKind::Index { index: i, size: self.n }.error(
-                    "index",
-                    found,
-                    format!("numbers from {least} to {}", n - 1),
-                    "check the indices",
-                ))
-            }
+        let (index, n) = (&inputs[0], self.n as i64);
+        let least = if self.from_back { -n } else { 0 };
+        let Some(outside) = first_outside(index, least..n, None)? else {
+            return Ok(vec![wrapped_indices(index, self.n)?]);
         };
-        let values = to_i64_vec(&inputs[0])?.into_iter().map(wrap).collect::<Result<Vec<_>>>()?;
-        Ok(vec![Tensor::from_vec(values, inputs[0].dims(), inputs[0].device())?])
+        Err(ErrorKind::Index { index: outside, size: self.n }.error(
+            "index",
+            format!("{outside} in {} along a dimension of size {n}", self.name),
+            format!("numbers from {least} to {}", n - 1),
+            "check the indices",
+        ))
     }
 
     fn gradient(&self) -> Gradient<Self> {

@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::indices::{WrapIndices, local_positions, not_integer, wrapped};
+use super::indices::{WrapIndices, check_indices, not_integer, wrapped};
 use super::scatter::{scatter_add_elements, scatter_add_slices};
 use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
@@ -14,7 +14,7 @@ use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, DimSharding, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{contiguous, gather, index_select, to_f64_vec, to_i64_vec};
+use shardwise_kernels::{IndexRange, bucketize, gather, index_select_by};
 
 /// Selects slices of `x` along a dimension by an index of any shape, whose dimensions replace that one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -228,15 +228,9 @@ impl Op for IndexSelect {
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (x, index) = (&inputs[0], &inputs[1]);
-        let positions = local_positions(
-            self.name,
-            &to_i64_vec(index)?,
-            context.input_shape(0)[self.dim],
-            &context.input_runs(0, self.dim),
-        )?;
-        let taken = index_select(x, self.dim, &positions)?;
-        let shape = [&x.dims()[..self.dim], index.dims(), &x.dims()[self.dim + 1..]].concat();
-        Ok(vec![contiguous(&taken.reshape(shape)?)?])
+        check_indices(self.name, index, context.input_shape(0)[self.dim])?;
+        let held = IndexRange::new(context.input_runs(0, self.dim).iter());
+        Ok(vec![index_select_by(x, self.dim, index, &held)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -288,13 +282,9 @@ impl Op for Gather {
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (x, index) = (&inputs[0], &inputs[1]);
-        let positions = local_positions(
-            "gather",
-            &to_i64_vec(index)?,
-            context.input_shape(0)[self.dim],
-            &context.input_runs(0, self.dim),
-        )?;
-        Ok(vec![gather(x, self.dim, &positions, index.dims())?])
+        check_indices("gather", index, context.input_shape(0)[self.dim])?;
+        let held = IndexRange::new(context.input_runs(0, self.dim).iter());
+        Ok(vec![gather(x, self.dim, index, &held)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -322,9 +312,7 @@ impl Op for Bucketize {
     }
 
     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let edges = to_f64_vec(&inputs[1])?;
-        let found = to_f64_vec(&inputs[0])?.into_iter().map(|x| edges.partition_point(|&e| e < x) as i64);
-        Ok(vec![Tensor::from_vec(found.collect::<Vec<_>>(), inputs[0].dims(), inputs[0].device())?])
+        Ok(vec![bucketize(&inputs[0], &inputs[1])?])
     }
 
     fn gradient(&self) -> Gradient<Self> {

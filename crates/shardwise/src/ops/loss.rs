@@ -8,7 +8,7 @@ use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
 use crate::op::name_call;
 use crate::tensor::DTensor;
-use shardwise_kernels::to_i64_vec;
+use shardwise_kernels::first_outside;
 
 /// How a loss reduces its elements, PyTorch's `reduction`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -164,8 +164,8 @@ impl DTensor {
         if world.is_dry() || !target.device_mesh().contains(world.rank()) {
             return Ok(());
         }
-        let bad = |&class: &i64| class != ignore_index && !usize::try_from(class).is_ok_and(|class| class < classes);
-        let Some(class) = to_i64_vec(target.held())?.into_iter().find(bad) else { return Ok(()) };
+        let outside = first_outside(target.held(), 0..classes as i64, Some(ignore_index))?;
+        let Some(class) = outside else { return Ok(()) };
         let found = format!("class {class} among the targets of {name}");
         let needed = format!("classes from 0 to {}, or {ignore_index} to ignore a target", classes.saturating_sub(1));
         let kind = ErrorKind::Index { index: class, size: classes };

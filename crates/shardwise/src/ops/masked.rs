@@ -15,7 +15,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, check_one_mesh, dispatch, n
 use crate::placement::Placement;
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{contiguous, index_select, to_f64_vec, to_i64_vec, with_type};
+use shardwise_kernels::{contiguous, count_nonzero, index_select, nonzero_positions, put_slices};
 
 /// The layouts in which every rank can apply a mask over dimensions `at..at + ndim` of a tensor by itself.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -212,10 +212,10 @@ fn selected_counts(mask: &DTensor, site: Site) -> Result<BTreeMap<usize, usize>>
     let row: usize = layout.shape()[1..].iter().product();
     let of_ranks: Vec<usize> = match (dry, axes.is_empty()) {
         (true, _) => mesh.mesh().ranks().iter().map(|&r| layout.local_shape(r)[0] * row).collect(),
-        (false, true) => vec![nonzero_positions(mask.local())?.len(); mesh.mesh().size()],
+        (false, true) => vec![count_nonzero(mask.local())?; mesh.mesh().size()],
         (false, false) => {
             let group = mesh.whole_group()?;
-            let mine = Tensor::new(&[nonzero_positions(mask.local())?.len() as i64], &Device::Cpu)?;
+            let mine = Tensor::new(&[count_nonzero(mask.local())? as i64], &Device::Cpu)?;
             let call = Call::AllGather { dim: 0, sizes: std::iter::repeat_n(1, group.size()).collect() };
             let all = record_implicit_operator("masked_select", || group.run(&call, &[mine], site))?.swap_remove(0);
             all.to_vec1::<i64>()?.into_iter().map(|n| n as usize).collect()
@@ -224,15 +224,6 @@ fn selected_counts(mask: &DTensor, site: Site) -> Result<BTreeMap<usize, usize>>
     let parts = mesh.mesh().ranks().iter().zip(of_ranks);
     let held = parts.filter(|(rank, _)| layout.local_shape(**rank)[0] > 0);
     Ok(held.map(|(&rank, count)| (layout.global_offset(rank)[0], count)).collect())
-}
-
-/// The positions of nonzero elements of a local mask, in row-major order.
-fn nonzero_positions(mask: &Tensor) -> Result<Vec<usize>> {
-    let positions = |is_set: Vec<bool>| (0..is_set.len()).filter(|&i| is_set[i]).collect();
-    Ok(match mask.dtype().is_float() {
-        true => positions(to_f64_vec(mask)?.into_iter().map(|x| x != 0.0).collect()),
-        false => positions(to_i64_vec(mask)?.into_iter().map(|x| x != 0).collect()),
-    })
 }
 
 impl MaskLayouts {
@@ -314,22 +305,8 @@ impl Op for MaskedPut {
 
     fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let [x, mask, values] = inputs else { unreachable!("three inputs") };
-        let (x, places) = (contiguous(x)?, nonzero_positions(mask)?);
-        let ((outer, along, inner), count) = (self.0.sizes(&x), places.len());
-        if x.elem_count() == 0 || count == 0 {
-            return Ok(vec![x]);
-        }
-        with_type!(x.dtype(), T => {
-            let mut elements: Vec<T> = x.flatten_all()?.to_vec1()?;
-            let values: Vec<T> = contiguous(values)?.flatten_all()?.to_vec1()?;
-            for block in 0..outer {
-                for (i, &place) in places.iter().enumerate() {
-                    let (to, from) = ((block * along + place) * inner, (block * count + i) * inner);
-                    elements[to..to + inner].copy_from_slice(&values[from..from + inner]);
-                }
-            }
-            Ok(vec![Tensor::from_vec(elements, x.dims(), x.device())?])
-        }, otherwise unreachable!("tensors of a mesh have served types"))
+        let (outer, along, inner) = self.0.sizes(x);
+        Ok(vec![put_slices(x, [outer, along, inner], &nonzero_positions(mask)?, values)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {

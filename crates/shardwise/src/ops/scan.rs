@@ -12,7 +12,9 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward, is_in_gradient};
-use shardwise_kernels::{contiguous, from_f64_vec, from_i64_vec, to_f64_vec, to_i64_vec};
+use shardwise_kernels::{ScannedExtremes, carry_extremes, carry_totals, scan_extremes, scan_totals};
+
+pub(super) use shardwise_kernels::ScanKind;
 
 /// A cumulative operation along a dimension; `cummax` and `cummin` also return indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -23,15 +25,6 @@ pub(super) struct Scan {
     pub(super) reverse: bool,
     /// Excludes the element itself (an exclusive scan); products only.
     pub(super) exclusive: bool,
-}
-
-/// What a scan accumulates.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum ScanKind {
-    Sum,
-    Prod,
-    Max,
-    Min,
 }
 
 /// The second half of a scan: combines the scan of a shard with the totals of the shards before it.
@@ -117,7 +110,7 @@ impl DTensor {
                 .transpose()?;
         let mut scanned = dispatch(&op, &[terms.as_ref().unwrap_or(self)], site)?;
         if scanned[0].layout().shard_order(op.dim).is_empty() {
-            scanned.truncate(op.kind.outputs());
+            scanned.truncate(op.outputs());
         } else {
             scanned = dispatch(&Carry(op), &scanned.iter().collect::<Vec<_>>(), site)?;
         }
@@ -135,42 +128,16 @@ fn pair(mut outputs: Vec<DTensor>) -> Result<(DTensor, DTensor)> {
     Ok((outputs.pop().expect("two outputs"), indices))
 }
 
-impl ScanKind {
-    /// The neutral element of sums and products.
-    fn neutral(self) -> i8 {
-        i8::from(self == ScanKind::Prod)
-    }
-
+impl Scan {
     /// The number of output tensors: maxima and minima have indices too.
-    fn outputs(self) -> usize {
-        if matches!(self, ScanKind::Max | ScanKind::Min) { 2 } else { 1 }
+    fn outputs(&self) -> usize {
+        if matches!(self.kind, ScanKind::Max | ScanKind::Min) { 2 } else { 1 }
     }
 
-    fn dtype(self, input: DType) -> DType {
-        match self {
+    fn dtype(&self, input: DType) -> DType {
+        match self.kind {
             ScanKind::Sum | ScanKind::Prod if !input.is_float() => DType::I64,
             _ => input,
-        }
-    }
-
-    /// The total after one more element, and whether that element is the new maximum or minimum.
-    fn step_float(self, total: f64, x: f64) -> (f64, bool) {
-        match self {
-            ScanKind::Sum => (total + x, false),
-            ScanKind::Prod => (total * x, false),
-            ScanKind::Max if total.is_nan() && !x.is_nan() || x < total => (total, false),
-            ScanKind::Min if total.is_nan() && !x.is_nan() || x > total => (total, false),
-            ScanKind::Max | ScanKind::Min => (x, true),
-        }
-    }
-
-    fn step_integer(self, total: i64, x: i64) -> (i64, bool) {
-        match self {
-            ScanKind::Sum => (total.wrapping_add(x), false),
-            ScanKind::Prod => (total.wrapping_mul(x), false),
-            ScanKind::Max if x < total => (total, false),
-            ScanKind::Min if x > total => (total, false),
-            ScanKind::Max | ScanKind::Min => (x, true),
         }
     }
 }
@@ -189,11 +156,11 @@ impl Op for Scan {
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let x = &inputs[0];
         let dims: Vec<Option<usize>> = (0..x.shape.len()).map(Some).collect();
-        let all = vec![dims.clone(); 2 * self.kind.outputs()];
+        let all = vec![dims.clone(); 2 * self.outputs()];
         let signature = Signature::new(dims.iter().map(|_| DimSharding::Free), [dims.clone()], all);
         let of = |dtype: DType| TensorMeta { shape: x.shape.clone(), dtype };
-        let one = [of(self.kind.dtype(x.dtype)), of(DType::I64)];
-        let one = &one[..self.kind.outputs()];
+        let one = [of(self.dtype(x.dtype)), of(DType::I64)];
+        let one = &one[..self.outputs()];
         Ok(OpPlan { signature, outputs: [one, one].concat() })
     }
 
@@ -207,54 +174,18 @@ impl Op for Scan {
             .filter(|&a| inputs[0].placements()[a].is_partial() && !passes(&inputs[0].placements()[a]))
             .collect();
         let from = inputs[0].without_axes(&reduced)?.unstrided(&|dim| dim == self.dim)?;
-        let (running, ends) =
-            (vec![from.clone(); self.kind.outputs()], vec![totals(&from, self.dim)?; self.kind.outputs()]);
+        let (running, ends) = (vec![from.clone(); self.outputs()], vec![totals(&from, self.dim)?; self.outputs()]);
         Ok(Decision { inputs: vec![RequiredInput::Layout(from)], outputs: [running, ends].concat() })
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let x = &inputs[0];
-        let first = context.input_runs(0, self.dim).iter().next().map_or(0, |run| run.start);
-        let lines = Lines::new(x.dims(), self.dim).reversed(self.reverse);
-        let mut indices = vec![0i64; x.elem_count()];
-        let mut shape = x.dims().to_vec();
-        shape[self.dim] = shape[self.dim].min(1);
-        let count = shape.iter().product();
-        let mut last = vec![0i64; count];
-        let dtype = self.kind.dtype(x.dtype());
-        macro_rules! scan {
-            ($values:expr, $step:ident, $from:ident) => {{
-                let mut values = $values;
-                let mut totals = Vec::with_capacity(count);
-                for line in 0..count {
-                    for j in 1..lines.n {
-                        let (before, here) = (lines.at(line, j - 1), lines.at(line, j));
-                        let (total, new) = self.kind.$step(values[before], values[here]);
-                        values[here] = total;
-                        indices[here] = if new { j as i64 } else { indices[before] };
-                    }
-                    let end = lines.at(line, lines.n - 1);
-                    totals.push(values[end]);
-                    last[line] = indices[end] + first as i64;
-                    if self.exclusive {
-                        for j in (1..lines.n).rev() {
-                            values[lines.at(line, j)] = values[lines.at(line, j - 1)];
-                        }
-                        values[lines.at(line, 0)] = self.kind.neutral().into();
-                    }
-                }
-                indices.iter_mut().for_each(|i| *i += first as i64);
-                ($from(values, x.dims(), dtype)?, $from(totals, &shape, dtype)?)
-            }};
-        }
-        let (values, totals) = match x.dtype().is_float() {
-            true => scan!(to_f64_vec(x)?, step_float, from_f64_vec),
-            false => scan!(to_i64_vec(x)?, step_integer, from_i64_vec),
-        };
-        if self.kind.outputs() == 1 {
+        if self.outputs() == 1 {
+            let (values, totals) = scan_totals(&inputs[0], self.dim, self.kind, self.reverse, self.exclusive)?;
             return Ok(vec![values, totals]);
         }
-        Ok(vec![values, from_i64_vec(indices, x.dims(), DType::I64)?, totals, from_i64_vec(last, &shape, DType::I64)?])
+        let first = context.input_runs(0, self.dim).first().unwrap_or(0);
+        let scanned = scan_extremes(&inputs[0], self.dim, self.kind, first as i64)?;
+        Ok(vec![scanned.values, scanned.indices, scanned.last_values, scanned.last_indices])
     }
 
     /// `scanned` records the two operators as one call, which is a [`Backward`](crate::tensor::Backward) in `scan_gradient`.
@@ -269,30 +200,6 @@ pub(super) fn totals(from: &Layout, dim: usize) -> Result<Layout> {
     let axes = from.shard_order(dim);
     let parts = coordinates(from.mesh(), axes).map(|c| one(&from.owned(dim, &c))).sum();
     from.resized(dim, parts, &one)
-}
-
-/// Where the elements of the lines along a dimension are in memory.
-#[derive(Clone, Copy)]
-pub(super) struct Lines {
-    pub(super) n: usize,
-    inner: usize,
-    reverse: bool,
-}
-
-impl Lines {
-    pub(super) fn new(dims: &[usize], dim: usize) -> Self {
-        Lines { n: dims[dim], inner: dims[dim + 1..].iter().product(), reverse: false }
-    }
-
-    /// These lines, indexed from their ends if `reverse`.
-    pub(super) fn reversed(self, reverse: bool) -> Self {
-        Lines { reverse, ..self }
-    }
-
-    pub(super) fn at(&self, line: usize, j: usize) -> usize {
-        let j = if self.reverse { self.n - 1 - j } else { j };
-        (line / self.inner * self.n + j) * self.inner + line % self.inner
-    }
 }
 
 /// How many shards along `dim` of an input, of which `parts` are not empty, are scanned before the shard of this rank.
@@ -315,7 +222,7 @@ impl Op for Carry {
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
         let dims: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
-        let count = self.0.kind.outputs();
+        let count = self.0.outputs();
         let signature = Signature::new(
             dims.iter().map(|_| DimSharding::Free),
             vec![dims.clone(); 2 * count],
@@ -325,7 +232,7 @@ impl Op for Carry {
     }
 
     fn decide(&self, _: &OpPlan, inputs: &[&Layout], _: &[usize]) -> Result<Decision> {
-        let (running, ends) = inputs.split_at(self.0.kind.outputs());
+        let (running, ends) = inputs.split_at(self.0.outputs());
         let whole = ends[0].without_axes(running[0].shard_order(self.0.dim))?;
         let outputs: Vec<Layout> = running.iter().map(|&l| l.clone()).collect();
         let needs = outputs.iter().cloned().chain(ends.iter().map(|_| whole.clone())).map(RequiredInput::Layout);
@@ -334,47 +241,18 @@ impl Op for Carry {
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let Scan { dim, kind, reverse, .. } = self.0;
-        let (running, ends) = inputs.split_at(kind.outputs());
-        let (x, totals) = (&running[0], &ends[0]);
-        let before = scanned_before(context, 0, dim, totals.dims()[dim], reverse);
-        if before == 0 || x.elem_count() == 0 {
+        let (running, ends) = inputs.split_at(self.0.outputs());
+        let before = scanned_before(context, 0, dim, ends[0].dims()[dim], reverse);
+        if before == 0 || running[0].elem_count() == 0 {
             return Ok(running.to_vec());
         }
-        let lines = Lines::new(x.dims(), dim).reversed(reverse);
-        let heads = Lines::new(totals.dims(), dim).reversed(reverse);
-        let count = x.elem_count() / lines.n;
-        let of = |tensors: &[Tensor]| tensors.get(1).map_or(Ok(Vec::new()), to_i64_vec);
-        let (mut index, place) = (of(running)?, of(ends)?);
-        macro_rules! carry {
-            ($read:ident, $step:ident, $from:ident) => {{
-                let (mut values, totals) = ($read(&contiguous(x)?)?, $read(&contiguous(totals)?)?);
-                for line in 0..count {
-                    let (mut total, mut from) = (totals[heads.at(line, 0)], heads.at(line, 0));
-                    for part in 1..before {
-                        let here = heads.at(line, part);
-                        let (next, new) = kind.$step(total, totals[here]);
-                        (total, from) = (next, if new { here } else { from });
-                    }
-                    for j in 0..lines.n {
-                        let here = lines.at(line, j);
-                        let (next, new) = kind.$step(total, values[here]);
-                        values[here] = next;
-                        if !new && !index.is_empty() {
-                            index[here] = place[from];
-                        }
-                    }
-                }
-                $from(values, x.dims(), x.dtype())?
-            }};
+        if let ([x], [totals]) = (running, ends) {
+            return Ok(vec![carry_totals(x, totals, dim, kind, before, reverse)?]);
         }
-        let values = match x.dtype().is_float() {
-            true => carry!(to_f64_vec, step_float, from_f64_vec),
-            false => carry!(to_i64_vec, step_integer, from_i64_vec),
-        };
-        if kind.outputs() == 1 {
-            return Ok(vec![values]);
-        }
-        Ok(vec![values, from_i64_vec(index, x.dims(), DType::I64)?])
+        let [values, indices, last_values, last_indices] = [0, 1, 2, 3].map(|i| inputs[i].clone());
+        let scanned = ScannedExtremes { values, indices, last_values, last_indices };
+        let (values, indices) = carry_extremes(&scanned, dim, kind, before)?;
+        Ok(vec![values, indices])
     }
 
     /// `scanned` records the two operators as one call, which is a [`Backward`](crate::tensor::Backward) in `scan_gradient`.

@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use candle_core::{DType, Tensor};
 
-use super::scan::{Lines, Scan, ScanKind, scanned_before, totals};
+use super::scan::{Scan, ScanKind, scanned_before, totals};
 use super::scatter::scatter_add_elements;
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
@@ -13,7 +13,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{Backward, DTensor, SavedTensors, is_recording};
-use shardwise_kernels::{contiguous, from_f64_vec, from_i64_vec, to_f64_vec, to_i64_vec};
+use shardwise_kernels::{self as kernels, ProductScan, add_to_places, extreme_sums, product_parts};
 
 impl Backward for Scan {
     fn name(&self) -> &'static str {
@@ -124,19 +124,9 @@ fn gathering(dim: usize, shards: &[&Layout], statistics: &[&Layout], output: &La
     Ok(Decision::new(needs, [output.clone()]))
 }
 
-impl ProductParts {
-    /// Walks through a line from its end, starting with what the next shard passes: replaces the gradient by `s`, and returns
-    /// what this shard passes on.
-    fn walk(&self, lines: &Lines, line: usize, x: &[f64], g: &mut [f64], mut passed: f64) -> f64 {
-        for j in (0..lines.n).rev() {
-            let here = lines.at(line, j);
-            let own = g[here];
-            let s = if self.0.exclusive { passed } else { own + passed };
-            passed = x[here] * s + if self.0.exclusive { own } else { 0.0 };
-            g[here] = s;
-        }
-        passed
-    }
+/// The cumulative product that a scan is.
+fn product_scan(scan: Scan) -> ProductScan {
+    ProductScan { dim: scan.dim, reverse: scan.reverse, exclusive: scan.exclusive }
 }
 
 impl Op for ProductParts {
@@ -156,16 +146,8 @@ impl Op for ProductParts {
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let (x, mut g) = (to_f64_vec(&inputs[0])?, to_f64_vec(&inputs[1])?);
-        let lines = Lines::new(inputs[0].dims(), self.0.dim).reversed(self.0.reverse);
-        let mut shape = inputs[0].dims().to_vec();
-        shape[self.0.dim] = shape[self.0.dim].min(1);
-        let count = shape.iter().product::<usize>();
-        let a = (0..count).map(|line| self.walk(&lines, line, &x, &mut g, 0.0)).collect();
-        let product = |line: usize| (0..lines.n).map(|j| x[lines.at(line, j)]).product();
-        let b = (0..count).map(product).collect();
-        let (a, b) =
-            (from_f64_vec(a, &shape, context.output_dtype(2))?, from_f64_vec(b, &shape, context.output_dtype(3))?);
+        let dtypes = [context.output_dtype(2), context.output_dtype(3)];
+        let [a, b] = product_parts(product_scan(self.0), &inputs[0], &inputs[1], dtypes)?;
         Ok(vec![inputs[0].clone(), inputs[1].clone(), a, b])
     }
 
@@ -190,25 +172,9 @@ impl Op for ProductGradient {
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let Scan { dim, reverse, .. } = self.0;
-        let (x, mut g) = (to_f64_vec(&inputs[0])?, to_f64_vec(&inputs[1])?);
-        let (a, b) = (to_f64_vec(&inputs[2])?, to_f64_vec(&inputs[3])?);
-        let lines = Lines::new(inputs[0].dims(), dim).reversed(reverse);
-        let heads = Lines::new(inputs[2].dims(), dim).reversed(reverse);
-        let before = scanned_before(context, 0, dim, heads.n, reverse);
-        for line in 0..x.len() / lines.n.max(1) {
-            let passed = (before + 1..heads.n).rev().fold(0.0, |c, part| {
-                let here = heads.at(line, part);
-                a[here] + b[here] * c
-            });
-            ProductParts(self.0).walk(&lines, line, &x, &mut g, passed);
-            let mut product: f64 = (0..before).map(|part| b[heads.at(line, part)]).product();
-            for j in 0..lines.n {
-                let here = lines.at(line, j);
-                g[here] *= product;
-                product *= x[here];
-            }
-        }
-        Ok(vec![from_f64_vec(g, inputs[0].dims(), inputs[1].dtype())?])
+        let [x, gradient, a, b] = inputs else { unreachable!("four inputs") };
+        let before = scanned_before(context, 0, dim, a.dims()[dim], reverse);
+        Ok(vec![kernels::product_gradient(product_scan(self.0), x, gradient, [a, b], before)?])
     }
 
     /// Part of a backward pass; the second derivative is refused in `Scan::run`.
@@ -233,25 +199,9 @@ impl Op for ExtremeParts {
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let (index, g) = (to_i64_vec(&contiguous(&inputs[0])?)?, to_f64_vec(&inputs[1])?);
         let first = context.input_runs(0, self.0.dim).first().unwrap_or(0) as i64;
-        let lines = Lines::new(inputs[0].dims(), self.0.dim);
-        let mut shape = inputs[0].dims().to_vec();
-        shape[self.0.dim] = shape[self.0.dim].min(1);
-        let count = shape.iter().product::<usize>();
-        let mut own = vec![0.0; g.len()];
-        let (mut sums, mut places) = (vec![0.0; count], vec![-1; count]);
-        for line in 0..count {
-            for j in 0..lines.n {
-                let here = lines.at(line, j);
-                match usize::try_from(index[here] - first) {
-                    Ok(place) => own[lines.at(line, place)] += g[here],
-                    Err(_) => (sums[line], places[line]) = (sums[line] + g[here], index[here]),
-                }
-            }
-        }
-        let own = from_f64_vec(own, inputs[1].dims(), inputs[1].dtype())?;
-        Ok(vec![own, from_f64_vec(sums, &shape, context.output_dtype(1))?, from_i64_vec(places, &shape, DType::I64)?])
+        let sums = extreme_sums(self.0.dim, &inputs[0], &inputs[1], first, context.output_dtype(1))?;
+        Ok(sums.to_vec())
     }
 
     /// Runs in backward passes that are not recorded; recorded ones scatter.
@@ -274,19 +224,9 @@ impl Op for ExtremeGradient {
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let (mut own, sums) = (to_f64_vec(&inputs[0])?, to_f64_vec(&inputs[1])?);
-        let places = to_i64_vec(&contiguous(&inputs[2])?)?;
+        let [gradient, sums, places] = inputs else { unreachable!("three inputs") };
         let first = context.input_runs(0, self.0.dim).first().unwrap_or(0) as i64;
-        let (lines, heads) = (Lines::new(inputs[0].dims(), self.0.dim), Lines::new(inputs[1].dims(), self.0.dim));
-        for line in 0..own.len() / lines.n.max(1) {
-            for part in (0..heads.n).map(|part| heads.at(line, part)) {
-                // -1 is before every shard.
-                if let Some(place) = usize::try_from(places[part] - first).ok().filter(|&p| p < lines.n) {
-                    own[lines.at(line, place)] += sums[part];
-                }
-            }
-        }
-        Ok(vec![from_f64_vec(own, inputs[0].dims(), inputs[0].dtype())?])
+        Ok(vec![add_to_places(self.0.dim, gradient, sums, places, first)?])
     }
 
     /// Runs in backward passes that are not recorded; recorded ones scatter.

@@ -1,13 +1,11 @@
 //! Scatters: writing or adding elements and slices at given indices. A rank writes what falls into its own shard; if the source
 //! is sharded instead, the result of an addition is `Partial(Sum)`.
 
-use std::num::Wrapping;
-use std::ops::AddAssign;
 use std::panic::Location;
 
-use candle_core::{DType, Tensor, WithDType};
+use candle_core::{DType, Tensor};
 
-use super::indices::{local_positions, wrapped};
+use super::indices::{check_indices, wrapped};
 use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Layout, TensorMeta};
@@ -15,7 +13,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
 use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, DimSharding, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
-use shardwise_kernels::{GatherOffsets, NO_INDEX, contiguous, to_i64_vec, with_type};
+use shardwise_kernels::{IndexRange, index_add, scatter, scatter_add};
 
 /// Copies `x` with elements of `source` written at `index` along a dimension. Inputs: `x`, `index`, `source`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -199,25 +197,9 @@ impl Op for Scatter {
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let [x, index, source] = inputs else { unreachable!("three inputs") };
-        let places = local_positions(
-            "scatter",
-            &to_i64_vec(index)?,
-            context.input_shape(0)[self.dim],
-            &context.input_runs(0, self.dim),
-        )?;
-        let x = contiguous(x)?;
-        let (targets, sources) = (GatherOffsets::new(x.dims(), self.dim, index.dims()), used(source, index.dims())?);
-        if x.elem_count() == 0 || sources.elem_count() == 0 {
-            return Ok(vec![x]);
-        }
-        with_type!(x.dtype(), T => {
-            let mut values: Vec<T> = x.flatten_all()?.to_vec1()?;
-            let sources: Vec<T> = sources.flatten_all()?.to_vec1()?;
-            for (i, &place) in places.iter().enumerate().filter(|(_, place)| **place != NO_INDEX) {
-                values[targets.offset(i, place)] = sources[i];
-            }
-            Ok(vec![Tensor::from_vec(values, x.dims(), x.device())?])
-        }, otherwise unreachable!("tensors of a mesh have served types"))
+        check_indices("scatter", index, context.input_shape(0)[self.dim])?;
+        let held = IndexRange::new(context.input_runs(0, self.dim).iter());
+        Ok(vec![scatter(x, self.dim, index, &used(source, index.dims())?, &held)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -239,41 +221,10 @@ impl Op for Scatter {
     }
 }
 
-/// Where the elements of a source are added in the local tensor of the result.
-struct AddTargets<'a> {
-    places: &'a [usize],
-    offsets: &'a GatherOffsets,
-    /// Whether `places` are those of slices: `n` of them, each of `inner` consecutive elements.
-    slices: bool,
-    n: usize,
-    inner: usize,
-    /// The size of the local shard along the dimension.
-    held: usize,
-}
-
-impl AddTargets<'_> {
-    fn add<T: Copy + AddAssign>(&self, mut values: Vec<T>, sources: &[T]) -> Vec<T> {
-        if self.slices {
-            for (i, slice) in sources.chunks_exact(self.inner).enumerate() {
-                let place = self.places[i % self.n];
-                if place != NO_INDEX {
-                    let start = (i / self.n * self.held + place) * self.inner;
-                    values[start..start + self.inner].iter_mut().zip(slice).for_each(|(v, s)| *v += *s);
-                }
-            }
-        } else {
-            for (i, &place) in self.places.iter().enumerate().filter(|(_, place)| **place != NO_INDEX) {
-                values[self.offsets.offset(i, place)] += sources[i];
-            }
-        }
-        values
-    }
-}
-
 /// Narrows a source to the shape of the index.
 fn used(source: &Tensor, shape: &[usize]) -> Result<Tensor> {
     let narrow = |t: Tensor, (dim, &n): (usize, &usize)| t.narrow(dim, 0, n);
-    Ok(contiguous(&shape.iter().enumerate().try_fold(source.clone(), narrow)?)?)
+    Ok(shape.iter().enumerate().try_fold(source.clone(), narrow)?)
 }
 
 impl ScatterAdd {
@@ -368,40 +319,14 @@ impl Op for ScatterAdd {
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
         let (index, source) = (&inputs[0], &inputs[1]);
-        let held = context.output_runs(0, self.dim);
-        let places = local_positions(self.name(), &to_i64_vec(index)?, self.size, &held)?;
-        let source = if self.slices { contiguous(source)? } else { used(source, index.dims())? };
-        let mut shape = source.dims().to_vec();
-        shape[self.dim] = held.len();
-        let zeros = Tensor::zeros(shape.as_slice(), source.dtype(), source.device())?;
-        if source.elem_count() == 0 || zeros.elem_count() == 0 {
-            return Ok(vec![zeros]);
+        check_indices(self.name(), index, self.size)?;
+        let held = IndexRange::new(context.output_runs(0, self.dim).iter());
+        if self.slices {
+            return Ok(vec![index_add(self.dim, index, source, &held)?]);
         }
-        let dims = source.dims();
-        let (n, inner) = (dims[self.dim], dims[self.dim + 1..].iter().product::<usize>());
-        let offsets = GatherOffsets::new(&shape, self.dim, dims);
-        // Half precision adds up in f32, integers wrap.
-        let work = match source.dtype() {
-            DType::F16 | DType::BF16 => DType::F32,
-            integer if !integer.is_float() => DType::I64,
-            other => other,
-        };
-        let source = source.to_dtype(work)?;
-        let targets =
-            AddTargets { places: &places, offsets: &offsets, slices: self.slices, n, inner, held: held.len() };
-        let count = zeros.elem_count();
-        let sum = if work == DType::I64 {
-            let sources: Vec<Wrapping<i64>> = source.flatten_all()?.to_vec1()?.into_iter().map(Wrapping).collect();
-            let values = targets.add(vec![Wrapping(0); count], &sources).into_iter().map(|v| v.0).collect::<Vec<_>>();
-            Tensor::from_vec(values, shape.as_slice(), zeros.device())?
-        } else {
-            with_type!(work, T => {
-                let sources: Vec<T> = source.flatten_all()?.to_vec1()?;
-                let values = targets.add(vec![T::from_f64(0.0); count], &sources);
-                Tensor::from_vec(values, shape.as_slice(), zeros.device())?
-            }, otherwise unreachable!("tensors of a mesh have served types"))
-        };
-        Ok(vec![sum.to_dtype(zeros.dtype())?])
+        let mut shape = index.dims().to_vec();
+        shape[self.dim] = held.len();
+        Ok(vec![scatter_add(&shape, self.dim, index, &used(source, index.dims())?, &held)?])
     }
 
     fn gradient(&self) -> Gradient<Self> {

@@ -1,7 +1,6 @@
 //! Sorting and selection: `sort`, `topk`, `max_dim`, `argmax` and their kin. If the dimension is sharded, ranks exchange only
 //! the best candidates of their shards, where that is less than the elements.
 
-use std::cmp::Ordering;
 use std::panic::Location;
 
 use candle_core::{DType, Tensor};
@@ -12,7 +11,7 @@ use crate::layout::{Layout, TensorMeta};
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, is_recording};
-use shardwise_kernels::{contiguous, from_i64_vec, index_select, to_f64_vec, to_i64_vec};
+use shardwise_kernels::{IndexRange, SortOrder, gather, top_k};
 
 /// The first `k` elements along a dimension in some order, and their indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -22,17 +21,6 @@ struct TopK {
     k: usize,
     order: SortOrder,
     stage: TopKStage,
-}
-
-/// What comes first. Sorts are stable.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum SortOrder {
-    /// The largest; NaN counts as larger than any number.
-    Descending,
-    /// The smallest; NaN counts as larger than any number.
-    Ascending,
-    /// The smallest, but NaN before any number: for minima, which propagate NaN.
-    Smallest,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -248,78 +236,25 @@ impl Op for TopK {
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let x = contiguous(&inputs[0])?;
-        let dims = x.dims().to_vec();
-        let (n, inner) = (dims[self.dim], dims[self.dim + 1..].iter().product::<usize>());
-        let k = self.count(n);
-        let chosen = if x.dtype().is_float() {
-            let compare = |a: &f64, b: &f64| match self.order {
-                SortOrder::Descending => larger(b, a),
-                SortOrder::Ascending => larger(a, b),
-                SortOrder::Smallest => b.is_nan().cmp(&a.is_nan()).then(a.partial_cmp(b).unwrap_or(Ordering::Equal)),
-            };
-            choose(&to_f64_vec(&x)?, n, inner, k, compare)
-        } else {
-            let compare = |a: &i64, b: &i64| if self.order == SortOrder::Descending { b.cmp(a) } else { a.cmp(b) };
-            choose(&to_i64_vec(&x)?, n, inner, k, compare)
+        let x = &inputs[0];
+        let k = self.count(x.dims()[self.dim]);
+        // The candidates of a merge are numbered by their places in the gathered tensor, from 0.
+        let first = match self.stage {
+            TopKStage::Merge => 0,
+            _ => context.input_runs(0, self.dim).first().unwrap_or(0),
         };
-        let mut shape = dims;
-        shape[self.dim] = k;
-        // `chosen` are the flat positions of the result's elements in the input.
-        let flat = x.reshape(x.elem_count())?;
-        let values = contiguous(&index_select(&flat, 0, &chosen)?.reshape(shape.as_slice())?)?;
-        let indices = match self.stage {
-            TopKStage::Merge => index_select(&contiguous(&inputs[1])?.reshape(flat.elem_count())?, 0, &chosen)?
-                .reshape(shape.as_slice())?,
-            _ => {
-                let first = context.input_runs(0, self.dim).iter().next().map_or(0, |run| run.start);
-                let index = |&number: &usize| (number / inner % n + first) as i64;
-                from_i64_vec(chosen.iter().map(index).collect(), &shape, DType::I64)?
-            }
-        };
-        Ok(vec![values, contiguous(&indices)?])
+        let (values, indices) = top_k(x, self.dim, k, self.order, first as i64)?;
+        if self.stage == TopKStage::Merge {
+            let held = IndexRange::all(x.dims()[self.dim]);
+            return Ok(vec![values, gather(&inputs[1], self.dim, &indices, &held)?]);
+        }
+        Ok(vec![values, indices])
     }
 
     /// Values that need a gradient are looked up by their indices, see `with_gradient`.
     fn gradient(&self) -> Gradient<Self> {
         Gradient::NotDifferentiable
     }
-}
-
-/// Compares with NaN as the largest.
-fn larger(a: &f64, b: &f64) -> Ordering {
-    a.is_nan().cmp(&b.is_nan()).then(a.partial_cmp(b).unwrap_or(Ordering::Equal))
-}
-
-/// The flat positions of the first `k` elements of every line along a dimension of size `n` and stride `inner`.
-fn choose<T>(values: &[T], n: usize, inner: usize, k: usize, compare: impl Fn(&T, &T) -> Ordering) -> Vec<usize> {
-    if values.is_empty() || k == 0 {
-        return Vec::new();
-    }
-    let outer = values.len() / (n * inner);
-    let mut chosen = vec![0; outer * k * inner];
-    let mut line: Vec<usize> = Vec::with_capacity(n);
-    for o in 0..outer {
-        for i in 0..inner {
-            let number = |j: usize| (o * n + j) * inner + i;
-            let by = |a: &usize, b: &usize| compare(&values[number(*a)], &values[number(*b)]).then(a.cmp(b));
-            line.clear();
-            if k == 1 {
-                line.extend((0..n).min_by(by));
-            } else {
-                line.extend(0..n);
-                if k < n {
-                    line.select_nth_unstable_by(k - 1, by);
-                    line.truncate(k);
-                }
-                line.sort_unstable_by(by);
-            }
-            for (j, &place) in line.iter().enumerate() {
-                chosen[(o * k + j) * inner + i] = number(place);
-            }
-        }
-    }
-    chosen
 }
 
 macro_rules! entry {

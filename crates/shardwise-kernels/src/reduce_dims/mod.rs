@@ -1,29 +1,37 @@
 //! Reductions over dimensions of a tensor: sum, product, max, min, any, all, count_nonzero.
 //!
-//! The elements of one result are numbered in row-major order; element `i` accumulates in lane `i % LANES`, and the lanes
-//! are combined in a fixed order at the end. So the bits of a result depend on its own elements only, not on strides or on
-//! the order in which memory is read: a tensor sharded on a dimension that is kept gives the same bits as a replicated one.
-//! Lanes also keep the rounding error of sums small. f32 accumulates sums and products in f64, which costs little because
-//! memory bandwidth is the bottleneck.
+//! The elements of one result are numbered in row-major order; element `i` accumulates in lane `i % LANES` of span `i / SPAN`,
+//! and the lanes and then the spans are combined in a fixed order. So the bits of a result depend on its own elements only, not
+//! on strides, threads or the order in which memory is read: a tensor sharded on a dimension that is kept gives the same bits
+//! as a replicated one. Lanes also keep the rounding error of sums small. f32 accumulates sums and products in f64, which
+//! costs little because memory bandwidth is the bottleneck.
+
+mod accumulate;
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 
 use super::convert::{Block, Compute};
+use super::parallel::{SharedPtr, over_ranges};
+use super::typed_slice::filled_with;
 use super::uninit_buffer::UninitBuffer;
 use super::{Number, contiguous, filled, first_element, integer_range, simd};
 use crate::error::Result;
 use crate::meta::TensorMeta;
+use accumulate::{All, Any, CountNonzero, Min, Product};
 
-/// Independent accumulators per result: a multiple of the vector length of every processor. Changing it changes the bits of
-/// results.
-pub(super) const LANES: usize = 16;
+pub(super) use accumulate::{Accumulate, LANES, Max, Sum, accumulate_lanes, combine_lanes};
 
 /// Results that are reduced together when the innermost dimension is kept: their lanes of f64 take 16 KiB and stay in the
 /// first-level cache.
 const COLUMNS: usize = 128;
+
+/// Elements of one result that one thread reduces; a result of more is combined from the results of such spans, in order. A
+/// multiple of [`LANES`], and 20 us of work. Changing it changes the bits of results.
+const SPAN: usize = 1 << 16;
 
 /// Elements converted at a time.
 const CHUNK: usize = LANES * COLUMNS;
@@ -68,7 +76,7 @@ impl DimReduction {
 ///
 /// `shape` has as many elements as the dimensions that are kept; it may contain the reduced dimensions as 1. Sums and
 /// products of floats accumulate in f64, those of integers in i64; max and min in the type of `x` (f16 and bf16 in f32);
-/// any, all and count in i64. The result converts to `dtype` once. Runs on the calling thread; copies `x` only if no
+/// any, all and count in i64. The result converts to `dtype` once. Divided over the threads of the pool; copies `x` only if no
 /// permutation of its dimensions is contiguous with the reduced dimensions first, last or adjacent in the middle.
 pub fn reduce_dims(kind: DimReduction, x: &Tensor, dims: &[usize], shape: &[usize], dtype: DType) -> Result<Tensor> {
     if x.elem_count() == 0 {
@@ -154,14 +162,43 @@ fn reduce_by<C: Compute, S: Accumulate<C>>(
     shape: &[usize],
     dtype: DType,
 ) -> Result<Tensor> {
-    let output = UninitBuffer::new(dtype, extent.outer * extent.inner)?;
+    let ReducedExtent { outer, reduced, inner } = extent;
+    let output = UninitBuffer::new(dtype, outer * inner)?;
     let (storage, layout) = x.storage_and_layout();
     let (first, from) = first_element(&storage, layout);
     let source = Elements { first, dtype: from, count: x.elem_count() };
-    let mut results = ResultWriter { first: output.first(), dtype };
-    match extent.inner {
-        1 => reduce_rows::<C, S>(&source, extent, &mut results),
-        _ => (0..extent.outer).for_each(|i| reduce_columns::<C, S>(&source, i, extent, &mut results)),
+    let results = ResultMemory { first: SharedPtr::new(output.first()), dtype };
+    let spans = reduced.div_ceil(SPAN);
+    if spans == 1 && inner == 1 {
+        over_ranges(outer, reduced, COLUMNS, |rows| reduce_rows::<C, S>(&source, rows, reduced, results));
+    } else if spans == 1 {
+        reduce_strips::<C, S>(&source, extent, |at, sums| results.write(at, sums));
+    } else {
+        // Results of the spans of all results, which are then combined in order.
+        let mut partial = vec![S::NEUTRAL; outer * spans * inner];
+        let address = SharedPtr::new(partial.as_mut_ptr());
+        // SAFETY: the strips of the spans are different parts of the vector.
+        let write = |at: usize, sums: &[S::Acc]| unsafe {
+            address.get().add(at).copy_from_nonoverlapping(sums.as_ptr(), sums.len());
+        };
+        if inner == 1 {
+            over_ranges(outer * spans, SPAN, 1, |range| {
+                for item in range {
+                    let from = item % spans * SPAN;
+                    let length = SPAN.min(reduced - from);
+                    write(item, &[reduce_piece::<C, S>(&source, item / spans * reduced + from, length)]);
+                }
+            });
+        } else {
+            reduce_strips::<C, S>(&source, extent, write);
+        }
+        for (i, spans) in partial.chunks_exact_mut(spans * inner).enumerate() {
+            let (first, others) = spans.split_at_mut(inner);
+            for other in others.chunks_exact(inner) {
+                first.iter_mut().zip(other).for_each(|(a, b)| *a = S::combine(*a, *b));
+            }
+            results.write(i * inner, first);
+        }
     }
     // SAFETY: every result was written.
     Ok(unsafe { output.finish(shape) })
@@ -173,6 +210,9 @@ struct Elements {
     dtype: DType,
     count: usize,
 }
+
+// SAFETY: the elements are only read.
+unsafe impl Sync for Elements {}
 
 impl Elements {
     /// The elements as a slice, if they have this type.
@@ -193,198 +233,128 @@ impl Elements {
     }
 }
 
-/// Writes results one after the other to memory that has room for all of them.
-struct ResultWriter {
-    first: *mut u8,
+/// Memory with room for all results, of which threads write different ones.
+#[derive(Clone, Copy)]
+struct ResultMemory {
+    first: SharedPtr<u8>,
     dtype: DType,
 }
 
-impl ResultWriter {
-    fn push<A: Compute>(&mut self, results: &[A]) {
-        // SAFETY: as many results are pushed as there is room for.
-        unsafe {
-            A::store(self.dtype, results, self.first);
-            self.first = self.first.add(results.len() * self.dtype.size_in_bytes());
-        }
+impl ResultMemory {
+    /// Writes results from number `at` on.
+    fn write<A: Compute>(self, at: usize, results: &[A]) {
+        // SAFETY: results have numbers for which there is room, and each is written once.
+        unsafe { A::store(self.dtype, results, self.first.get().add(at * self.dtype.size_in_bytes())) };
     }
 }
 
-/// Reduces every row of a matrix: the innermost dimension is reduced.
-fn reduce_rows<C: Compute, S: Accumulate<C>>(source: &Elements, extent: ReducedExtent, results: &mut ResultWriter) {
-    let (count, width) = (extent.outer, extent.reduced);
+/// Reduces some rows of a matrix: the innermost dimension is reduced.
+fn reduce_rows<C: Compute, S: Accumulate<C>>(
+    source: &Elements,
+    range: Range<usize>,
+    width: usize,
+    results: ResultMemory,
+) {
     let mut done = [S::NEUTRAL; COLUMNS];
     if let Some(elements) = source.in_place::<C>() {
-        for rows in elements.chunks(COLUMNS * width) {
-            let done = &mut done[..rows.len() / width];
+        for row in range.clone().step_by(COLUMNS) {
+            let done = &mut done[..COLUMNS.min(range.end - row)];
+            let rows = &elements[row * width..(row + done.len()) * width];
             simd::run(RowBlock::<C, S> { rows, width, done });
-            results.push(done);
+            results.write(row, done);
         }
         return;
     }
     let mut buffer = [MaybeUninit::<C>::uninit(); CHUNK];
     let together = (CHUNK / width).clamp(1, COLUMNS);
-    for row in (0..count).step_by(together) {
-        let done = &mut done[..together.min(count - row)];
+    for row in range.clone().step_by(together) {
+        let done = &mut done[..together.min(range.end - row)];
         if width <= CHUNK {
             let block = Block { rows: 1, row_stride: 0, width: done.len() * width, stride: 1 };
             let rows = source.load(row * width, block, &mut buffer);
             simd::run(RowBlock::<C, S> { rows, width, done });
         } else {
-            let mut lanes = [S::NEUTRAL; LANES];
-            for from in (0..width).step_by(CHUNK) {
-                let block = Block { rows: 1, row_stride: 0, width: CHUNK.min(width - from), stride: 1 };
-                let piece = source.load(row * width + from, block, &mut buffer);
-                lanes = simd::run(RowPiece::<C, S> { lanes, piece });
-            }
-            done[0] = combine_lanes::<C, S>(lanes);
+            done[0] = reduce_piece::<C, S>(source, row * width, width);
         }
-        results.push(done);
+        results.write(row, done);
     }
 }
 
-/// Reduces every column of matrix number `outer`: the innermost dimension is kept.
-fn reduce_columns<C: Compute, S: Accumulate<C>>(
-    source: &Elements,
-    outer: usize,
-    extent: ReducedExtent,
-    results: &mut ResultWriter,
-) {
-    let ReducedExtent { reduced, inner, .. } = extent;
-    let start = outer * reduced * inner;
+/// Reduces `length` adjacent elements from number `from` on.
+fn reduce_piece<C: Compute, S: Accumulate<C>>(source: &Elements, from: usize, length: usize) -> S::Acc {
+    let mut lanes = [S::NEUTRAL; LANES];
+    if let Some(elements) = source.in_place::<C>() {
+        lanes = simd::run(RowPiece::<C, S> { lanes, piece: &elements[from..from + length] });
+        return combine_lanes::<C, S>(lanes);
+    }
     let mut buffer = [MaybeUninit::<C>::uninit(); CHUNK];
-    let mut lanes = [MaybeUninit::<S::Acc>::uninit(); LANES * COLUMNS];
-    for column in (0..inner).step_by(COLUMNS) {
-        let width = COLUMNS.min(inner - column);
-        let lanes = &mut lanes[..LANES * width];
-        lanes.fill(MaybeUninit::new(S::NEUTRAL));
-        // SAFETY: just written.
-        let lanes = unsafe { lanes.assume_init_mut() };
-        for row in (0..reduced).step_by(LANES) {
-            let (from, rows) = (start + row * inner + column, LANES.min(reduced - row));
-            match source.in_place::<C>() {
-                Some(elements) if width == inner => {
-                    simd::run(LaneBlock::<C, S>::new(lanes, &elements[from..from + rows * width]));
-                }
-                Some(elements) => {
-                    for (lane, i) in lanes.chunks_exact_mut(width).zip(0..rows) {
-                        simd::run(LaneBlock::<C, S>::new(lane, &elements[from + i * inner..][..width]));
-                    }
-                }
-                None => {
-                    let block = Block { rows, row_stride: inner, width, stride: 1 };
-                    simd::run(LaneBlock::<C, S>::new(lanes, source.load(from, block, &mut buffer)));
-                }
-            }
-        }
-        let mut half = LANES / 2;
-        while half > 0 {
-            let (left, right) = lanes.split_at_mut(half * width);
-            left.iter_mut().zip(right).for_each(|(a, b)| *a = S::combine(*a, *b));
-            half /= 2;
-        }
-        results.push(&lanes[..width]);
+    for start in (0..length).step_by(CHUNK) {
+        let block = Block { rows: 1, row_stride: 0, width: CHUNK.min(length - start), stride: 1 };
+        let piece = source.load(from + start, block, &mut buffer);
+        lanes = simd::run(RowPiece::<C, S> { lanes, piece });
     }
+    combine_lanes::<C, S>(lanes)
 }
 
-/// How elements of type `C` are reduced.
-pub(super) trait Accumulate<C> {
-    /// The accumulator.
-    type Acc: Compute;
-    /// Its initial value.
-    const NEUTRAL: Self::Acc;
-    /// Accumulates one element.
-    fn step(acc: Self::Acc, x: C) -> Self::Acc;
-    /// Combines two accumulators.
-    fn combine(a: Self::Acc, b: Self::Acc) -> Self::Acc;
-}
-
-pub(super) struct Sum;
-struct Product;
-pub(super) struct Max;
-struct Min;
-struct Any;
-struct All;
-struct CountNonzero;
-
-#[inline(always)]
-fn nonzero<T: PartialEq + Default + Copy>(x: T) -> i64 {
-    i64::from(x != T::default())
-}
-
-// NaN on either side propagates.
-macro_rules! max_or_nan {
-    ($a:ident, $x:ident) => {
-        if $a >= $x || $a.is_nan() { $a } else { $x }
-    };
-}
-macro_rules! min_or_nan {
-    ($a:ident, $x:ident) => {
-        if $a <= $x || $a.is_nan() { $a } else { $x }
-    };
-}
-macro_rules! accumulators {
-    ($($S:ident: $($C:ty)|* as $Acc:ty, $neutral:expr, |$a:ident, $x:ident| $step:expr, $join:expr;)*) => {$($(
-        impl Accumulate<$C> for $S {
-            type Acc = $Acc;
-            const NEUTRAL: $Acc = $neutral;
-
-            #[inline(always)]
-            fn step($a: $Acc, $x: $C) -> $Acc {
-                $step
-            }
-
-            #[inline(always)]
-            fn combine($a: $Acc, $x: $Acc) -> $Acc {
-                $join
-            }
+/// Reduces the columns of all matrices, span by span; the innermost dimension is kept. Calls `write` with the results of a strip
+/// of columns and the number of the first, counted over matrices, spans and columns.
+fn reduce_strips<C: Compute, S: Accumulate<C>>(
+    source: &Elements,
+    extent: ReducedExtent,
+    write: impl Fn(usize, &[S::Acc]) + Sync,
+) {
+    let ReducedExtent { outer, reduced, inner } = extent;
+    let (spans, strips) = (reduced.div_ceil(SPAN), inner.div_ceil(COLUMNS));
+    over_ranges(outer * spans * strips, reduced.min(SPAN) * inner.min(COLUMNS), 1, |range| {
+        let mut lanes = [MaybeUninit::uninit(); LANES * COLUMNS];
+        for item in range {
+            let (span, column) = (item / strips, item % strips * COLUMNS);
+            let row = span % spans * SPAN;
+            let strip = ColumnStrip {
+                from: (span / spans * reduced + row) * inner + column,
+                rows: SPAN.min(reduced - row),
+                stride: inner,
+                width: COLUMNS.min(inner - column),
+            };
+            write(span * inner + column, reduce_strip::<C, S>(source, strip, &mut lanes));
         }
-    )*)*};
-}
-accumulators! {
-    Sum: f32 | f64 as f64, 0.0, |a, x| a + x as f64, a + x;
-    Sum: i64 as i64, 0, |a, x| a.wrapping_add(x), a.wrapping_add(x);
-    Product: f32 | f64 as f64, 1.0, |a, x| a * x as f64, a * x;
-    Product: i64 as i64, 1, |a, x| a.wrapping_mul(x), a.wrapping_mul(x);
-    Max: f32 as f32, f32::NEG_INFINITY, |a, x| max_or_nan!(a, x), max_or_nan!(a, x);
-    Max: f64 as f64, f64::NEG_INFINITY, |a, x| max_or_nan!(a, x), max_or_nan!(a, x);
-    Max: i64 as i64, i64::MIN, |a, x| a.max(x), a.max(x);
-    Min: f32 as f32, f32::INFINITY, |a, x| min_or_nan!(a, x), min_or_nan!(a, x);
-    Min: f64 as f64, f64::INFINITY, |a, x| min_or_nan!(a, x), min_or_nan!(a, x);
-    Min: i64 as i64, i64::MAX, |a, x| a.min(x), a.min(x);
-    Any: f32 | f64 | i64 as i64, 0, |a, x| a | nonzero(x), a | x;
-    All: f32 | f64 | i64 as i64, 1, |a, x| a & nonzero(x), a & x;
-    CountNonzero: f32 | f64 | i64 as i64, 0, |a, x| a + nonzero(x), a + x;
+    });
 }
 
-/// Combines the lanes pairwise: the first half with the second, and so on.
-#[inline(always)]
-pub(super) fn combine_lanes<C, S: Accumulate<C>>(mut lanes: [S::Acc; LANES]) -> S::Acc {
+/// Adjacent columns of a matrix: the first element, the number of rows, the distance between them, and the columns.
+#[derive(Clone, Copy)]
+struct ColumnStrip {
+    from: usize,
+    rows: usize,
+    stride: usize,
+    width: usize,
+}
+
+/// Reduces every column of a strip.
+fn reduce_strip<'a, C: Compute, S: Accumulate<C>>(
+    source: &Elements,
+    strip: ColumnStrip,
+    lanes: &'a mut [MaybeUninit<S::Acc>; LANES * COLUMNS],
+) -> &'a [S::Acc] {
+    let ColumnStrip { from, rows, stride, width } = strip;
+    let lanes = filled_with(&mut lanes[..LANES * width], S::NEUTRAL);
+    if let Some(elements) = source.in_place::<C>() {
+        let elements = &elements[from..from + (rows - 1) * stride + width];
+        simd::run(StripInPlace::<C, S> { lanes: &mut *lanes, elements, strip });
+    } else {
+        let mut buffer = [MaybeUninit::<C>::uninit(); CHUNK];
+        for row in (0..rows).step_by(LANES) {
+            let block = Block { rows: LANES.min(rows - row), row_stride: stride, width, stride: 1 };
+            simd::run(LaneBlock::<C, S>::new(lanes, source.load(from + row * stride, block, &mut buffer)));
+        }
+    }
     let mut half = LANES / 2;
     while half > 0 {
-        for i in 0..half {
-            lanes[i] = S::combine(lanes[i], lanes[i + half]);
-        }
+        let (left, right) = lanes.split_at_mut(half * width);
+        left.iter_mut().zip(right).for_each(|(a, b)| *a = S::combine(*a, *b));
         half /= 2;
     }
-    lanes[0]
-}
-
-/// Accumulates more elements, the first of which belongs to lane 0.
-#[inline(always)]
-pub(super) fn accumulate_lanes<C: Copy, S: Accumulate<C>>(
-    mut lanes: [S::Acc; LANES],
-    elements: &[C],
-) -> [S::Acc; LANES] {
-    let (whole, rest) = elements.as_chunks::<LANES>();
-    for chunk in whole {
-        for i in 0..LANES {
-            lanes[i] = S::step(lanes[i], chunk[i]);
-        }
-    }
-    for (lane, &x) in lanes.iter_mut().zip(rest) {
-        *lane = S::step(*lane, x);
-    }
-    lanes
+    &lanes[..width]
 }
 
 /// Several rows, each reduced to one result.
@@ -440,6 +410,42 @@ impl<C: Compute, S: Accumulate<C>> simd::Kernel for LaneBlock<'_, C, S> {
     fn run<const FMA: bool>(self) {
         for (acc, &x) in self.acc.iter_mut().zip(self.elements) {
             *acc = S::step(*acc, x);
+        }
+    }
+}
+
+/// A strip of columns whose elements need no conversion, and the lanes of its columns.
+struct StripInPlace<'a, C, S: Accumulate<C>> {
+    lanes: &'a mut [S::Acc],
+    elements: &'a [C],
+    strip: ColumnStrip,
+}
+
+/// Rows of one lane that are accumulated at a time, so that a lane is read and written once for all of them.
+const ROWS_OF_LANE: usize = 4;
+
+impl<C: Compute, S: Accumulate<C>> simd::Kernel for StripInPlace<'_, C, S> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        let ColumnStrip { rows, stride, width, .. } = self.strip;
+        let line = |row: usize| &self.elements[row * stride..][..width];
+        let blocks = rows / (LANES * ROWS_OF_LANE);
+        for block in 0..blocks {
+            let first = block * LANES * ROWS_OF_LANE;
+            for (i, lane) in self.lanes.chunks_exact_mut(width).enumerate() {
+                let at = |number: usize| line(first + number * LANES + i);
+                let [a, b, c, d] = [at(0), at(1), at(2), at(3)];
+                for j in 0..width {
+                    let acc = S::step(S::step(lane[j], a[j]), b[j]);
+                    lane[j] = S::step(S::step(acc, c[j]), d[j]);
+                }
+            }
+        }
+        for row in blocks * LANES * ROWS_OF_LANE..rows {
+            let lane = &mut self.lanes[row % LANES * width..][..width];
+            lane.iter_mut().zip(line(row)).for_each(|(acc, &x)| *acc = S::step(*acc, x));
         }
     }
 }
@@ -533,6 +539,33 @@ mod tests {
                 assert_eq!(got, all[start..start + len], "{dtype:?}");
             }
         }
+    }
+
+    #[test]
+    fn results_of_many_elements_do_not_depend_on_the_number_of_threads() {
+        let run = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| {
+                let mut all = Vec::new();
+                for dtype in [DType::F32, DType::F16, DType::I64] {
+                    let x = numbers(&[SPAN + 100, 3], DType::F64).affine(0.1, 1.0).unwrap().to_dtype(dtype).unwrap();
+                    for (dims, shape) in [(vec![0], vec![3]), (vec![1], vec![SPAN + 100]), (vec![0, 1], vec![])] {
+                        let sum = reduce_dims(DimReduction::Sum, &x, &dims, &shape, DType::F64).unwrap();
+                        let line = reduce_dims(DimReduction::Sum, &x.t().unwrap(), &[1], &[3], DType::F64).unwrap();
+                        if dims == [0] {
+                            assert_eq!(values(&sum), values(&line), "{dtype:?}, by columns and by rows");
+                        }
+                        let exact: f64 = values(&x).iter().sum();
+                        let found: f64 = values(&sum).iter().sum();
+                        assert!((found - exact).abs() <= 1e-9 * exact.abs(), "{dtype:?} over {dims:?}");
+                        all.push(values(&sum));
+                    }
+                }
+                all
+            })
+        };
+        let one = run(1);
+        assert!(one == run(2) && one == run(4));
     }
 
     #[test]
