@@ -7,6 +7,7 @@
 //! | reductions over dimensions, and over operands | [`reduce_dims`], [`reduce_operands`], [`norm_partial`] |
 //! | softmax and norms over the last dimension | [`rows`] |
 //! | matrix products | [`batched_matmul`] |
+//! | attention in blocks | [`attention`] |
 //! | selection by index | [`index_select`], [`gather`], [`GatherOffsets`] |
 //! | optimizer steps | [`elementwise_update`], [`Elementwise`] |
 //! | types shared with the library | [`TensorMeta`], [`ReduceOp`], [`Number`], [`ErrorKind`] |
@@ -40,6 +41,7 @@ mod pointwise;
 mod scalar;
 mod reduce_dims;
 pub mod rows;
+pub mod attention;
 mod optimizer_update;
 mod norm_partial;
 

@@ -44,3 +44,11 @@ fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
 pub(super) fn run<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<{ cfg!(target_arch = "aarch64") }>()
 }
+
+/// Whether the processor has the 32 registers of 512 bits of AVX-512, for kernels that choose the size of a tile.
+pub(super) fn has_wide_registers() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avx512f");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
