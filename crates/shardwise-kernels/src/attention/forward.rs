@@ -33,22 +33,43 @@ const ROWS: usize = 128;
 ///
 /// # Errors
 /// If shapes or types do not fit, or memory does not suffice.
-pub fn attention_forward(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+pub fn attention_forward(operands: [&Tensor; 3], dtype: DType, args: &AttentionArgs<'_>) -> Result<(Tensor, Tensor)> {
+    let [out, logs, _] = attend(operands, dtype, args, Statistics::Logarithm)?;
+    Ok((out, logs))
+}
+
+/// [`attention_forward`] over a part of the keys. Returns the maximum of every query's scores and the sum of exponentials of
+/// its scores minus the maximum, in place of the logarithm: the logarithm of a large number would lose digits of the weight
+/// that the part has among others. The maximum is -inf and the sum 0 where no key is seen.
+///
+/// # Errors
+/// As `attention_forward`.
+pub fn attention_part(operands: [&Tensor; 3], dtype: DType, args: &AttentionArgs<'_>) -> Result<[Tensor; 3]> {
+    attend(operands, dtype, args, Statistics::MaximumAndSum)
+}
+
+/// What is returned beside the output.
+#[derive(Clone, Copy, PartialEq)]
+enum Statistics {
+    Logarithm,
+    MaximumAndSum,
+}
+
+fn attend(
+    [q, k, v]: [&Tensor; 3],
     dtype: DType,
     args: &AttentionArgs<'_>,
-) -> Result<(Tensor, Tensor)> {
+    statistics: Statistics,
+) -> Result<[Tensor; 3]> {
     let locked = [Locked::new(q)?, Locked::new(k)?, Locked::new(v)?];
     let mask = args.mask.map(Locked::new).transpose()?;
     let problem = Problem::new([&locked[0], &locked[1], &locked[2]], mask.as_ref(), args)?;
     // Eight rows of two vectors each fill half of the registers of AVX-512; AVX2 has half as many, half as long.
     match (q.dtype() == DType::F64, simd::has_wide_registers()) {
-        (true, true) => forward::<f64, 8, 16>(&problem, q.dims(), dtype),
-        (true, false) => forward::<f64, 4, 8>(&problem, q.dims(), dtype),
-        (false, true) => forward::<f32, 8, 32>(&problem, q.dims(), dtype),
-        (false, false) => forward::<f32, 4, 16>(&problem, q.dims(), dtype),
+        (true, true) => forward::<f64, 8, 16>(&problem, q.dims(), dtype, statistics),
+        (true, false) => forward::<f64, 4, 8>(&problem, q.dims(), dtype, statistics),
+        (false, true) => forward::<f32, 8, 32>(&problem, q.dims(), dtype, statistics),
+        (false, false) => forward::<f32, 4, 16>(&problem, q.dims(), dtype, statistics),
     }
 }
 
@@ -56,33 +77,40 @@ fn forward<F: AttentionFloat, const MR: usize, const L: usize>(
     problem: &Problem<'_>,
     shape: &[usize],
     dtype: DType,
-) -> Result<(Tensor, Tensor)> {
+    statistics: Statistics,
+) -> Result<[Tensor; 3]> {
     let rows = &shape[..shape.len() - 1];
     let count: usize = rows.iter().product();
+    let sums_shape: &[usize] = if statistics == Statistics::MaximumAndSum { rows } else { &[0] };
     let out = UninitBuffer::new(dtype, count * problem.value_size)?;
     let logs = UninitBuffer::new(F::DTYPE, count)?;
-    let (out_first, logs_first) = (SharedPtr::new(out.first()), SharedPtr::new(logs.first().cast::<F>()));
+    let sums = UninitBuffer::new(F::DTYPE, sums_shape.iter().product())?;
+    let targets = ForwardTargets {
+        out: SharedPtr::new(out.first()),
+        logs: SharedPtr::new(logs.first().cast::<F>()),
+        sums: (statistics == Statistics::MaximumAndSum).then(|| SharedPtr::new(sums.first().cast::<F>())),
+    };
     if count > 0 {
         let block = (ROWS / problem.groups).clamp(1, problem.queries);
         let blocks = problem.queries.div_ceil(block);
         let items = problem.heads * blocks;
         // Two products, 20 multiplications of which take about as long as one unit of cost.
-        over_ranges(items, problem.product_size() / 10 / items, 1, |range| {
+        over_ranges(items, problem.product_size() / 10 / items, 1, |items| {
             let scratch = ForwardScratch::<F>::new(problem, block, L);
-            let kernel = ForwardItems::<F, MR, L> {
-                problem,
-                dtype,
-                items: range,
-                block,
-                out: out_first,
-                logs: logs_first,
-                scratch,
-            };
-            simd::run(kernel);
+            simd::run(ForwardItems::<F, MR, L> { problem, dtype, items, block, targets, scratch });
         });
     }
-    // SAFETY: the items are all queries of all heads, and each writes its output and logarithm.
-    unsafe { Ok((out.finish([rows, &[problem.value_size]].concat()), logs.finish(rows))) }
+    // SAFETY: the items are all queries of all heads, and each writes its output and statistics.
+    unsafe { Ok([out.finish([rows, &[problem.value_size]].concat()), logs.finish(rows), sums.finish(sums_shape)]) }
+}
+
+/// Where results are written.
+#[derive(Clone, Copy)]
+struct ForwardTargets<F> {
+    out: SharedPtr<u8>,
+    /// Logarithms; or maxima, if there are sums.
+    logs: SharedPtr<F>,
+    sums: Option<SharedPtr<F>>,
 }
 
 /// Memory of one thread.
@@ -128,8 +156,7 @@ struct ForwardItems<'a, F, const MR: usize, const L: usize> {
     items: Range<usize>,
     /// Queries per item.
     block: usize,
-    out: SharedPtr<u8>,
-    logs: SharedPtr<F>,
+    targets: ForwardTargets<F>,
     scratch: ForwardScratch<F>,
 }
 
@@ -286,11 +313,18 @@ impl<F: AttentionFloat, const MR: usize, const L: usize> ForwardItems<'_, F, MR,
             transpose(size, lanes.count, outputs.as_ptr(), L, F::ONE, scratch.rows.as_mut_ptr(), size);
             for l in 0..lanes.count {
                 let row = lanes.head[l] * queries + lanes.query[l];
-                let to = self.out.get().add(row * size * self.dtype.size_in_bytes());
+                let to = self.targets.out.get().add(row * size * self.dtype.size_in_bytes());
                 F::store(self.dtype, &scratch.rows[l * size..(l + 1) * size], to);
-                let sum = sums[l].wide();
-                let log = if sum == 0.0 { f64::NEG_INFINITY } else { scratch.highest[tile * L + l].wide() + sum.ln() };
-                self.logs.get().add(row).write(F::narrow(log));
+                let (sum, highest) = (sums[l], scratch.highest[tile * L + l]);
+                let log = match self.targets.sums {
+                    Some(sums) => {
+                        sums.get().add(row).write(sum);
+                        highest
+                    }
+                    None if sum == F::ZERO => F::NEG_INFINITY,
+                    None => F::narrow(highest.wide() + sum.wide().ln()),
+                };
+                self.targets.logs.get().add(row).write(log);
             }
         }
     }

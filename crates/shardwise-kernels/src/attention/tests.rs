@@ -4,7 +4,10 @@ use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use super::{AttentionArgs, AttentionDropout, attention_backward, attention_forward, merge_attention_parts, row_dots};
+use super::{
+    AttentionArgs, AttentionDropout, attention_backward, attention_forward, attention_part, merge_attention_parts,
+    row_dots,
+};
 
 /// Sizes and options of one comparison.
 #[derive(Debug, Clone, Default)]
@@ -165,7 +168,7 @@ impl Case {
             mask: mask.as_ref(),
             dropout: (self.p > 0.0).then_some(dropout),
         };
-        let (out, logs) = attention_forward(&q, &k, &v, dtype, &args).unwrap();
+        let (out, logs) = attention_forward([&q, &k, &v], dtype, &args).unwrap();
         let dots = row_dots(&out, &g).unwrap();
         let d = attention_backward([&q, &k, &v], &g, [&logs, &dots], [dtype; 3], &args).unwrap();
         [out, logs, d.queries, d.keys, d.values]
@@ -267,15 +270,15 @@ fn parts_of_the_keys_merge_to_the_whole() {
             dropout: None,
         };
         let select = |t: &Tensor| t.index_select(&index, 1).unwrap();
-        attention_forward(&q, &select(&k), &select(&v), DType::F64, &args).unwrap()
+        attention_part([&q, &select(&k), &select(&v)], DType::F64, &args).unwrap()
     };
     // Strided keys, keys that no query sees, and no keys.
     let parts = [part((0..50).step_by(2).collect()), part((1..50).step_by(2).collect()), part(Vec::new())];
-    let stack = |each: Vec<&Tensor>| Tensor::stack(&each, 0).unwrap();
-    let outputs = stack(parts.iter().map(|p| &p.0).collect());
-    let logs = stack(parts.iter().map(|p| &p.1).collect());
-    let all = Tensor::from_slice(&whole[1], (2, 40), &Device::Cpu).unwrap();
-    let merged = merge_attention_parts(&outputs, &logs, &all).unwrap();
+    let stack = |which: usize| Tensor::stack(&parts.iter().map(|p| &p[which]).collect::<Vec<_>>(), 0).unwrap();
+    let (outputs, maxima, sums) = (stack(0), stack(1), stack(2));
+    let weights = (maxima.broadcast_sub(&maxima.max(0).unwrap()).unwrap().exp().unwrap() * &sums).unwrap();
+    let weights = weights.broadcast_div(&weights.sum(0).unwrap()).unwrap();
+    let merged = merge_attention_parts(&outputs, &weights).unwrap();
     for (x, y) in numbers(&merged).iter().zip(&whole[0]) {
         assert!((x - y).abs() < 1e-12, "{x} and not {y}");
     }

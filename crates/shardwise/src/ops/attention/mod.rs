@@ -3,6 +3,7 @@
 mod composed;
 mod operator;
 mod params;
+mod rotary;
 
 use std::panic::Location;
 
@@ -11,7 +12,6 @@ use candle_core::DType;
 use super::scalar::Scalar;
 use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
-use crate::placement::Placement;
 use crate::random::Distribution;
 use crate::tensor::{DTensor, agreed_draw};
 use composed::Composed;
@@ -196,38 +196,6 @@ impl DTensor {
             )
         })
     }
-
-    /// Applies rotary position embedding (RoPE) to `[..., length, size]`.
-    ///
-    /// Feature `i` of the first half of a head is paired with feature `i` of the second half, and the pair is rotated by
-    /// `position * base^(-2 i / size)`. The first row has position `first`. Elementwise along `length`: communicates nothing if
-    /// batch, heads or length are sharded.
-    ///
-    /// # Errors
-    /// If `size` is odd or the elements are integers.
-    #[track_caller]
-    pub fn rotary_embedding(&self, base: f64, first: usize) -> Result<DTensor> {
-        let [.., length, size] = *self.shape() else {
-            return Err(self.bad_dims("rotary_embedding", &[], "[..., length, size]"));
-        };
-        if size % 2 == 1 || !self.dtype().is_float() {
-            return Err(self.bad_dims("rotary_embedding", &[], "an even number of floating-point features"));
-        }
-        let half = size / 2;
-        let table = |f: fn(f64) -> f64| {
-            let replicated = vec![Placement::Replicate; self.placements().len()];
-            let angle = move |at: &[usize]| {
-                let frequency = base.powf(-2.0 * at[1] as f64 / size as f64);
-                f((first + at[0]) as f64 * frequency)
-            };
-            DTensor::from_fn(((length, half), self.dtype()), self.device_mesh(), replicated, angle)
-        };
-        let (cos, sin) = (table(f64::cos)?, table(f64::sin)?);
-        let (a, b) = (self.narrow(-1, 0, half)?, self.narrow(-1, half, half)?);
-        let left = a.mul(&cos)?.sub(&b.mul(&sin)?)?;
-        let right = b.mul(&cos)?.add(&a.mul(&sin)?)?;
-        DTensor::cat(&[&left, &right], -1)
-    }
 }
 
 /// Splits the head dimension of a mask into groups, like that of the queries.
@@ -244,11 +212,28 @@ pub(super) const OPS: &[OpEntry] = &[
         name: "scaled_dot_product_attention",
         samples: heads,
         apply: |x| {
+            let q = x[0].mul_scalar(0.1)?;
             let mask = x[0].select(0, 0)?.select(0, 0)?.narrow(1, 0, 1)?;
             let masked = AttentionOptions { mask: Some(&mask), ..AttentionOptions::default() };
             let causal = AttentionOptions { causal: true, scale: Some(0.01), ..AttentionOptions::default() };
-            let attend = |options| x[0].mul_scalar(0.1)?.scaled_dot_product_attention(&x[1], &x[2], options);
-            Ok(vec![attend(AttentionOptions::default())?, attend(causal)?, attend(masked)?])
+            // Everything at once, with the same draw every time, so that runs can be compared.
+            let seen = x[1].select(0, 0)?.select(0, 0)?.narrow(1, 0, 1)?.transpose(0, 1)?.ne(1.0)?;
+            let all = AttentionOptions {
+                causal: true,
+                mask: Some(&seen),
+                scale: Some(0.1),
+                window: Some(1),
+                soft_cap: Some(2.0),
+                dropout: 0.4,
+                query_offset: 1,
+            };
+            q.device_mesh().manual_seed(7);
+            let (result, logsumexp) = q.attention_with_logsumexp(&x[1], &x[2], all)?;
+            let attend = |options| q.scaled_dot_product_attention(&x[1], &x[2], options);
+            let plain = attend(AttentionOptions::default())?;
+            // A query that sees no key has a logarithm of -inf.
+            let logsumexp = logsumexp.nan_to_num(0.0, 0.0, 0.0)?;
+            Ok(vec![plain, attend(causal)?, attend(masked)?, result, logsumexp])
         },
     },
     OpEntry {

@@ -14,7 +14,8 @@ use crate::placement::{Placement, ReduceOp};
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors, is_recording};
 use shardwise_kernels::attention::{
-    AttentionArgs, AttentionDropout, attention_backward, attention_forward, merge_attention_parts, row_dots,
+    AttentionArgs, AttentionDropout, attention_backward, attention_forward, attention_part, merge_attention_parts,
+    row_dots,
 };
 use shardwise_kernels::{concat, filled};
 
@@ -23,7 +24,8 @@ const NAME: &str = "scaled_dot_product_attention";
 /// Attention over the keys that a rank holds.
 ///
 /// Inputs: queries `[batch.., key heads, (groups,) queries, size]`, keys, values, and optionally a mask that broadcasts to the
-/// scores. Outputs: the result, and the logarithms of the sums of exponentials.
+/// scores. Outputs: the result, and the logarithms of the sums of exponentials; or over parts of the keys, the maxima of the
+/// scores and the sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Attention {
     params: AttentionParams,
@@ -41,8 +43,7 @@ struct AttentionBackward(AttentionParams);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct RowDots;
 
-/// Merges the outputs of [`Attention`] over parts of the keys to a tensor of type `dtype`. Inputs: results, their logarithms, and
-/// the logarithms over all parts.
+/// Merges the outputs of [`Attention`] over parts of the keys to a tensor of type `dtype`. Inputs: results and their weights.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct MergeParts {
     dtype: DType,
@@ -59,11 +60,17 @@ pub(super) fn attend(params: AttentionParams, inputs: &[&DTensor], site: Site) -
         return dispatch(&Attention { params, parts }, inputs, site).map(pair);
     }
     let detached: Vec<DTensor> = inputs.iter().map(|t| t.detach()).collect();
-    let [results, logs] = pair(dispatch(&Attention { params, parts }, &detached.iter().collect::<Vec<_>>(), site)?);
-    let all_logs = logs.logsumexp(&[0], false)?;
-    let merged =
-        dispatch(&MergeParts { dtype: inputs[0].dtype() }, &[&results, &logs, &all_logs], site)?.swap_remove(0);
-    let outputs = vec![merged, all_logs];
+    let found = dispatch(&Attention { params, parts }, &detached.iter().collect::<Vec<_>>(), site)?;
+    let [results, maxima, sums] = <[DTensor; 3]>::try_from(found).expect("three outputs");
+    // A part without keys has a maximum of -inf and a sum of zero.
+    let highest = maxima.amax(&[0], true)?.all_reduced(NAME)?.nan_to_num(f64::NAN, f64::INFINITY, 0.0)?;
+    let weights = maxima.sub(&highest)?.exp()?.mul(&sums)?;
+    let total = weights.sum(&[0], true)?.all_reduced(NAME)?;
+    // At least 1 if a key is seen, and else zero, like all weights.
+    let shares = weights.div(&total.maximum(0.5)?)?;
+    let merged = dispatch(&MergeParts { dtype: inputs[0].dtype() }, &[&results, &shares], site)?.swap_remove(0);
+    let logs = total.log()?.add(&highest)?.squeeze(Some(0))?;
+    let outputs = vec![merged, logs];
     Ok(pair(DTensor::recorded(outputs, inputs, SaveForBackward::All, || Box::new(MergedAttention(params)))))
 }
 
@@ -77,9 +84,9 @@ fn parts_of_keys(params: &AttentionParams, inputs: &[&DTensor]) -> Result<usize>
     let layouts: Vec<&Layout> = inputs.iter().map(|t| t.layout()).collect();
     let elem: Vec<usize> = metas.iter().map(|m| m.dtype.size_in_bytes()).collect();
     let names = DimNames::new(params, &metas)?;
-    let signature = names.forward(&metas, false, DimSharding::Reduces(ReduceOp::Sum))?;
-    let shapes = names.shapes(&metas, None);
-    let decision = signature.decide(&layouts, &elem, &[&shapes[0], &shapes[1]])?;
+    let signature = names.forward(&metas, true, DimSharding::Reduces(ReduceOp::Sum))?;
+    let [result, row] = names.shapes(&metas, Some(1));
+    let decision = signature.decide(&layouts, &elem, &[&result, &row, &row])?;
     let RequiredInput::Layout(keys) = &decision.inputs[1] else { return Ok(1) };
     Ok(keys.shard_order(dim).iter().map(|&axis| keys.mesh().shape()[axis]).product())
 }
@@ -162,9 +169,16 @@ impl DimNames {
 
     fn forward(&self, inputs: &[TensorMeta], parts: bool, keys: DimSharding) -> Result<Signature> {
         let mask = inputs.get(3).map(|mask| self.of_mask(inputs, mask)).transpose()?;
-        let outputs = [self.of(true, &[self.queries, self.value_size]), self.of(true, &[self.queries])];
+        let (result, row) = (self.of(true, &[self.queries, self.value_size]), self.of(true, &[self.queries]));
+        let outputs = [result, row.clone()].into_iter().chain(parts.then_some(row));
         let outputs = outputs.map(|names| parts.then_some(None).into_iter().chain(names).collect::<Vec<_>>());
-        Ok(Signature::new(self.sharding(DimSharding::Free, keys), self.operands().into_iter().chain(mask), outputs))
+        let mut sharding = self.sharding(DimSharding::Free, keys);
+        // Ranks with other features of the values compute the same statistics.
+        sharding[self.value_size] = DimSharding::Free;
+        let signature = Signature::new(sharding, self.operands().into_iter().chain(mask), outputs);
+        // Linear in the values; the mean of equal statistics is each of them.
+        let partial_values = (0..inputs.len()).map(|i| (i == 2).then_some(ReduceOp::Avg));
+        Ok(if parts { signature } else { signature.allow_partial(partial_values, ReduceOp::Avg) })
     }
 
     /// The shapes of the result and the logarithms, with a first dimension of `parts` if given.
@@ -232,45 +246,51 @@ impl Op for Attention {
         let [result, logs] = names.shapes(inputs, several.then_some(self.parts));
         let dtype = inputs[0].dtype;
         // Parts are merged before the result is rounded.
-        let outputs = vec![
-            TensorMeta { shape: result, dtype: if several { statistics(dtype) } else { dtype } },
-            TensorMeta { shape: logs, dtype: statistics(dtype) },
-        ];
+        let result = TensorMeta { shape: result, dtype: if several { statistics(dtype) } else { dtype } };
+        let logs = TensorMeta { shape: logs, dtype: statistics(dtype) };
+        let outputs = [result, logs.clone()].into_iter().chain(several.then_some(logs)).collect();
         Ok(OpPlan { signature: names.forward(inputs, several, keys)?, outputs })
     }
 
     fn decide(&self, plan: &OpPlan, inputs: &[&Layout], elem: &[usize]) -> Result<Decision> {
-        let shapes: Vec<&[usize]> = plan.outputs.iter().map(|m| m.shape.as_slice()).collect();
+        let mut shapes: Vec<Vec<usize>> = plan.outputs.iter().map(|m| m.shape.clone()).collect();
+        if self.parts > 1 {
+            // A rank reduces one part. The same sizes as in `parts_of_keys` give the same decision.
+            shapes.iter_mut().for_each(|shape| shape[0] = 1);
+        }
+        let shapes: Vec<&[usize]> = shapes.iter().map(Vec::as_slice).collect();
         let mut decision = plan.signature.decide(inputs, elem, &shapes)?;
         if self.parts > 1 {
             let RequiredInput::Layout(keys) = &decision.inputs[1] else { return Ok(decision) };
             let axes = keys.shard_order(keys.shape().len() - 2).to_vec();
-            for output in &mut decision.outputs {
+            for (output, meta) in decision.outputs.iter_mut().zip(&plan.outputs) {
                 // Along the axes of the keys the rule says `Partial`; here every rank holds its own part.
                 let mut placements = output.placements().to_vec();
                 axes.iter().for_each(|&axis| placements[axis] = Placement::Shard(0));
                 let mut orders = output.shard_orders();
                 orders[0] = axes.clone();
-                *output = Layout::from_shard_orders(output.mesh(), output.shape(), &placements, &orders)?;
+                *output = Layout::from_shard_orders(output.mesh(), &meta.shape, &placements, &orders)?;
             }
         }
         Ok(decision)
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let (result, logs) = with_args(&self.params, inputs.get(3), context, |args| {
-            attention_forward(&inputs[0], &inputs[1], &inputs[2], context.output_dtype(0), args)
-        })?;
-        if self.parts == 1 {
-            return Ok(vec![result, logs]);
-        }
-        // A rank that holds several parts, because a custom rule did not shard the keys, has all keys in the first of them.
-        let with_parts = |t: Tensor, output: usize, rest: f64| -> Result<Tensor> {
-            let (t, local) = (t.unsqueeze(0)?, context.local_shape(output));
-            let missing = TensorMeta::new([&[local[0].saturating_sub(1)], &local[1..]].concat(), t.dtype());
-            if local[0] == 1 { Ok(t) } else { Ok(concat(&[t, filled(rest, &missing)?], 0)?) }
-        };
-        Ok(vec![with_parts(result, 0, 0.0)?, with_parts(logs, 1, f64::NEG_INFINITY)?])
+        let (operands, dtype) = ([&inputs[0], &inputs[1], &inputs[2]], context.output_dtype(0));
+        with_args(&self.params, inputs.get(3), context, |args| {
+            if self.parts == 1 {
+                let (result, logs) = attention_forward(operands, dtype, args)?;
+                return Ok(vec![result, logs]);
+            }
+            let found = attention_part(operands, dtype, args)?.into_iter().zip([0.0, f64::NEG_INFINITY, 0.0]);
+            // A rank that holds several parts, because a custom rule did not shard the keys, has all keys in the first.
+            let padded = |(output, (t, rest)): (usize, (Tensor, f64))| -> Result<Tensor> {
+                let (t, local) = (t.unsqueeze(0)?, context.local_shape(output));
+                let missing = TensorMeta::new([&[local[0].saturating_sub(1)], &local[1..]].concat(), t.dtype());
+                if local[0] == 1 { Ok(t) } else { Ok(concat(&[t, filled(rest, &missing)?], 0)?) }
+            };
+            found.enumerate().map(padded).collect()
+        })
     }
 
     fn flops(&self, inputs: &[&[usize]], outputs: &[&[usize]]) -> u64 {
@@ -401,17 +421,13 @@ impl Op for MergeParts {
     }
 
     fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
-        let ndim = inputs[0].shape.len();
-        let names = |range: std::ops::Range<usize>| range.map(Some).collect::<Vec<_>>();
-        let parts = std::iter::once(DimSharding::Reduces(ReduceOp::Sum));
-        let sharding = parts.chain((1..ndim).map(|_| DimSharding::Free));
-        let operands = [names(0..ndim), names(0..ndim - 1), names(1..ndim - 1)];
-        let signature = Signature::new(sharding, operands, [names(1..ndim)]);
+        let all: Vec<Option<usize>> = (0..inputs[0].shape.len()).map(Some).collect();
+        let signature = Signature::product([all.clone(), all[..all.len() - 1].to_vec()], all[1..].to_vec());
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape: inputs[0].shape[1..].to_vec(), dtype: self.dtype }] })
     }
 
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
-        let merged = merge_attention_parts(&inputs[0], &inputs[1], &inputs[2])?;
+        let merged = merge_attention_parts(&inputs[0], &inputs[1])?;
         Ok(vec![merged.to_dtype(context.output_dtype(0))?])
     }
 
