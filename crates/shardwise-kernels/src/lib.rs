@@ -10,6 +10,7 @@
 //! | selection by index, scatters | [`index_select`], [`gather`], [`scatter()`], [`index_add`], [`IndexRange`] |
 //! | sorting, scans, searches | [`top_k`], [`scan_totals`], [`scan_extremes`], [`bucketize`], [`nonzero_positions`], [`band()`] |
 //! | random elements by position | [`random_elements`], [`philox4x32_10`] |
+//! | attention in blocks | [`attention`] |
 //! | optimizer steps | [`elementwise_update`], [`Elementwise`] |
 //! | types shared with the library | [`TensorMeta`], [`ReduceOp`], [`Number`], [`ErrorKind`] |
 //!
@@ -53,6 +54,7 @@ mod scan;
 mod search;
 mod reduce_dims;
 pub mod rows;
+pub mod attention;
 mod optimizer_update;
 mod norm_partial;
 

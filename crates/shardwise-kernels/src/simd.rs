@@ -171,3 +171,11 @@ mod tests {
         assert!(message.contains("SHARDWISE_SIMD is \"sse9\"") && message.contains("baseline"), "{message}");
     }
 }
+
+/// Whether the processor has the 32 registers of 512 bits of AVX-512, for kernels that choose the size of a tile.
+pub(super) fn has_wide_registers() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avx512f");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
