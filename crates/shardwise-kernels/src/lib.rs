@@ -7,6 +7,7 @@
 //! | reductions over dimensions, and over operands | [`reduce_dims`], [`reduce_operands`], [`norm_partial`] |
 //! | softmax and norms over the last dimension | [`rows`] |
 //! | matrix products | [`batched_matmul`] |
+//! | convolutions, maxima and means over windows | [`convolution`], [`pooling`] |
 //! | selection by index | [`index_select`], [`gather`], [`GatherOffsets`] |
 //! | optimizer steps | [`elementwise_update`], [`Elementwise`] |
 //! | types shared with the library | [`TensorMeta`], [`ReduceOp`], [`Number`], [`ErrorKind`] |
@@ -33,6 +34,9 @@ mod element_vec;
 mod batched_matmul;
 mod reduce_operands;
 mod simd;
+mod typed_slice;
+pub mod convolution;
+pub mod pooling;
 mod peak;
 pub mod math;
 mod convert;
@@ -60,6 +64,8 @@ pub use reduce_op::ReduceOp;
 pub use reduce_operands::{Reducible, reduce_operands};
 pub use scalar::{Number, integer_range};
 pub use uninit_buffer::UninitBuffer;
+
+use typed_slice::with_elements;
 
 use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
 
