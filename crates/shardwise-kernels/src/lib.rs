@@ -6,6 +6,7 @@
 //! | elementwise functions with broadcasting | [`pointwise`], [`PointwiseFn`], [`math`] |
 //! | reductions over dimensions, and over operands | [`reduce_dims`], [`reduce_operands`], [`norm_partial`] |
 //! | softmax and norms over the last dimension | [`rows`] |
+//! | statistics and normalization of channels | [`channels`] |
 //! | matrix products | [`batched_matmul`] |
 //! | convolutions, maxima and means over windows | [`convolution`], [`pooling`] |
 //! | selection by index | [`index_select`], [`gather`], [`GatherOffsets`] |
@@ -37,6 +38,7 @@ mod simd;
 mod typed_slice;
 pub mod convolution;
 pub mod pooling;
+pub mod channels;
 mod peak;
 pub mod math;
 mod convert;

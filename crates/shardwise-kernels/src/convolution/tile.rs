@@ -353,15 +353,14 @@ unsafe fn dot_tile<V: Lanes, const M: usize, const K: usize>(
         }
         let rest = block.pixels - vectors * V::COUNT;
         if rest > 0 {
-            let part = |from: *const V::Item| {
-                let mut lanes = [V::Item::ZERO; 16];
-                std::ptr::copy_nonoverlapping(from.add(vectors * V::COUNT), lanes.as_mut_ptr(), rest);
-                V::load(lanes.as_ptr())
-            };
+            let mut gradients = [zero; M];
+            for (m, lanes) in gradients.iter_mut().enumerate() {
+                *lanes = V::load_first(gradient.add(m * block.gradient_stride + vectors * V::COUNT), rest);
+            }
             for (i, input) in inputs.iter().enumerate() {
-                let input = part(*input);
-                for (m, sums) in sums.iter_mut().enumerate() {
-                    sums[i] = sums[i].multiply_add(part(gradient.add(m * block.gradient_stride)), input);
+                let input = V::load_first(input.add(vectors * V::COUNT), rest);
+                for (sums, gradient) in sums.iter_mut().zip(gradients) {
+                    sums[i] = sums[i].multiply_add(gradient, input);
                 }
             }
         }
@@ -372,8 +371,6 @@ unsafe fn dot_tile<V: Lanes, const M: usize, const K: usize>(
             }
         }
         let depth = block.channels * block.taps.len();
-        for m in 0..M {
-            V::add_sums(lanes.as_ptr().add(m * K * V::COUNT), K, block.out.add((first + m) * depth + k));
-        }
+        V::add_sums(lanes.as_ptr(), [M, K], block.out.add(first * depth + k), depth);
     }
 }

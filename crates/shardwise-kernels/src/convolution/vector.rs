@@ -4,8 +4,8 @@
 use std::arch::x86_64::{
     __m256, __m256d, __m512, __m512d, _mm256_fmadd_pd, _mm256_fmadd_ps, _mm256_loadu_pd, _mm256_loadu_ps,
     _mm256_set1_pd, _mm256_set1_ps, _mm256_storeu_pd, _mm256_storeu_ps, _mm512_fmadd_pd, _mm512_fmadd_ps,
-    _mm512_loadu_pd, _mm512_loadu_ps, _mm512_reduce_add_pd, _mm512_reduce_add_ps, _mm512_set1_pd, _mm512_set1_ps,
-    _mm512_storeu_pd, _mm512_storeu_ps,
+    _mm512_loadu_pd, _mm512_loadu_ps, _mm512_maskz_loadu_pd, _mm512_maskz_loadu_ps, _mm512_reduce_add_pd,
+    _mm512_reduce_add_ps, _mm512_set1_pd, _mm512_set1_ps, _mm512_storeu_pd, _mm512_storeu_ps,
 };
 
 use super::ConvNumber;
@@ -24,11 +24,14 @@ pub(super) unsafe trait Lanes: Copy {
     /// `self + a * b`.
     unsafe fn multiply_add(self, a: Self, b: Self) -> Self;
 
-    /// Adds the sums of the lanes of `count` stored vectors to the numbers at `out`.
+    /// Loads the first `count` numbers, less than there are lanes, and zeros.
+    unsafe fn load_first(from: *const Self::Item, count: usize) -> Self;
+
+    /// Adds the sums of the lanes of `rows` times `columns` stored vectors to numbers of which rows are `stride` apart.
     ///
     /// Reads them from memory: lanes of 256 bits have 16 registers only, so that adding them inside the loop of a tile would move
     /// its accumulators to memory.
-    unsafe fn add_sums(vectors: *const Self::Item, count: usize, out: *mut Self::Item);
+    unsafe fn add_sums(vectors: *const Self::Item, size: [usize; 2], out: *mut Self::Item, stride: usize);
 }
 
 /// The sum of the lanes of a vector, as a tree.
@@ -44,10 +47,25 @@ fn tree<T: ConvNumber, const L: usize>(mut lanes: [T; L]) -> T {
     lanes[0]
 }
 
+/// The first `count` numbers, and zeros.
+///
+/// # Safety
+/// There are so many numbers, and less than `L`.
+#[inline(always)]
+unsafe fn first<T: ConvNumber, const L: usize>(from: *const T, count: usize) -> [T; L] {
+    let mut lanes = [T::ZERO; L];
+    for (l, lane) in lanes.iter_mut().enumerate().take(count) {
+        // SAFETY: that of the caller.
+        *lane = unsafe { *from.add(l) };
+    }
+    lanes
+}
+
 #[cfg(target_arch = "x86_64")]
 macro_rules! vectors {
     ($($V:ident of $count:literal $T:ident, $features:literal:
-        $splat:ident, $load:ident, $store:ident, $multiply_add:ident, $add_sums:ident |$lanes:ident| $sum:expr;)*) => {$(
+        $splat:ident, $load:ident, $store:ident, $multiply_add:ident, $add_sums:ident |$lanes:ident| $sum:expr,
+        |$from:ident, $count_of:ident| $first:expr;)*) => {$(
         // SAFETY: the methods are those of this type.
         unsafe impl Lanes for $V {
             type Item = $T;
@@ -77,19 +95,30 @@ macro_rules! vectors {
                 unsafe { $multiply_add(a, b, self) }
             }
 
-            unsafe fn add_sums(vectors: *const $T, count: usize, out: *mut $T) {
+            #[inline(always)]
+            unsafe fn load_first(from: *const $T, count: usize) -> Self {
+                // SAFETY: the contract of the trait; lanes that are not loaded are not read.
+                unsafe {
+                    let ($from, $count_of) = (from, count);
+                    $first
+                }
+            }
+
+            unsafe fn add_sums(vectors: *const $T, size: [usize; 2], out: *mut $T, stride: usize) {
                 // SAFETY: the contract of the trait.
-                unsafe { $add_sums(vectors, count, out) }
+                unsafe { $add_sums(vectors, size, out, stride) }
             }
         }
 
         #[target_feature(enable = $features)]
-        unsafe fn $add_sums(vectors: *const $T, count: usize, out: *mut $T) {
-            for i in 0..count {
-                // SAFETY: that of the caller.
-                unsafe {
-                    let $lanes = vectors.add(i * $count);
-                    *out.add(i) += $sum;
+        unsafe fn $add_sums(vectors: *const $T, [rows, columns]: [usize; 2], out: *mut $T, stride: usize) {
+            for row in 0..rows {
+                for column in 0..columns {
+                    // SAFETY: that of the caller.
+                    unsafe {
+                        let $lanes = vectors.add((row * columns + column) * $count);
+                        *out.add(row * stride + column) += $sum;
+                    }
                 }
             }
         }
@@ -98,13 +127,17 @@ macro_rules! vectors {
 #[cfg(target_arch = "x86_64")]
 vectors! {
     __m512 of 16 f32, "avx512f": _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, add_sums_m512
-        |lanes| _mm512_reduce_add_ps(_mm512_loadu_ps(lanes));
+        |lanes| _mm512_reduce_add_ps(_mm512_loadu_ps(lanes)),
+        |from, count| _mm512_maskz_loadu_ps((1 << count) - 1, from);
     __m512d of 8 f64, "avx512f": _mm512_set1_pd, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_fmadd_pd, add_sums_m512d
-        |lanes| _mm512_reduce_add_pd(_mm512_loadu_pd(lanes));
+        |lanes| _mm512_reduce_add_pd(_mm512_loadu_pd(lanes)),
+        |from, count| _mm512_maskz_loadu_pd((1 << count) - 1, from);
     __m256 of 8 f32, "avx2,fma": _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, add_sums_m256
-        |lanes| tree(lanes.cast::<[f32; 8]>().read_unaligned());
+        |lanes| tree(lanes.cast::<[f32; 8]>().read_unaligned()),
+        |from, count| _mm256_loadu_ps(first::<f32, 8>(from, count).as_ptr());
     __m256d of 4 f64, "avx2,fma": _mm256_set1_pd, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_fmadd_pd, add_sums_m256d
-        |lanes| tree(lanes.cast::<[f64; 4]>().read_unaligned());
+        |lanes| tree(lanes.cast::<[f64; 4]>().read_unaligned()),
+        |from, count| _mm256_loadu_pd(first::<f64, 4>(from, count).as_ptr());
 }
 
 /// Eight numbers in vectors of the compiler's choice.
@@ -142,10 +175,22 @@ unsafe impl<T: ConvNumber, const FMA: bool> Lanes for AnyLanes<T, FMA> {
     }
 
     #[inline(always)]
-    unsafe fn add_sums(vectors: *const T, count: usize, out: *mut T) {
-        for i in 0..count {
-            // SAFETY: that of the caller.
-            unsafe { *out.add(i) = (*out.add(i)).plus(tree(vectors.add(i * 8).cast::<[T; 8]>().read_unaligned())) };
+    unsafe fn load_first(from: *const T, count: usize) -> Self {
+        // SAFETY: the caller passes so many numbers.
+        AnyLanes(unsafe { first(from, count) })
+    }
+
+    #[inline(always)]
+    unsafe fn add_sums(vectors: *const T, [rows, columns]: [usize; 2], out: *mut T, stride: usize) {
+        for row in 0..rows {
+            for column in 0..columns {
+                // SAFETY: that of the caller.
+                unsafe {
+                    let lanes = vectors.add((row * columns + column) * 8).cast::<[T; 8]>().read_unaligned();
+                    let sum = out.add(row * stride + column);
+                    *sum = (*sum).plus(tree(lanes));
+                }
+            }
         }
     }
 }
