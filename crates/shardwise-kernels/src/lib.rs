@@ -6,11 +6,13 @@
 //! | elementwise functions with broadcasting, conversion | [`pointwise`], [`PointwiseFn`], [`math`], [`convert()`] |
 //! | reductions over dimensions, and over operands | [`reduce_dims`], [`reduce_operands`], [`norm_partial`] |
 //! | softmax and norms over the last dimension | [`rows`] |
+//! | statistics and normalization of channels | [`channels`] |
 //! | matrix products | [`batched_matmul`] |
 //! | selection by index, scatters | [`index_select`], [`gather`], [`scatter()`], [`index_add`], [`IndexRange`] |
 //! | sorting, scans, searches | [`top_k`], [`scan_totals`], [`scan_extremes`], [`bucketize`], [`nonzero_positions`], [`band()`] |
 //! | random elements by position | [`random_elements`], [`philox4x32_10`] |
 //! | attention in blocks | [`attention`] |
+//! | convolutions, maxima and means over windows | [`convolution`], [`pooling`] |
 //! | optimizer steps | [`elementwise_update`], [`Elementwise`] |
 //! | types shared with the library | [`TensorMeta`], [`ReduceOp`], [`Number`], [`ErrorKind`] |
 //!
@@ -41,6 +43,9 @@ mod element_vec;
 mod simd;
 mod matmul;
 mod reduce_operands;
+pub mod convolution;
+pub mod pooling;
+pub mod channels;
 mod peak;
 pub mod math;
 mod convert;

@@ -169,12 +169,6 @@ impl DTensor {
         named("outer", &OUTER, self, other)
     }
 
-    /// The einsum of two tensors, with the letters of both and of the result.
-    #[track_caller]
-    pub(super) fn contract(&self, other: &DTensor, terms: [&str; 2], output: &str) -> Result<DTensor> {
-        multiply("einsum", equation(terms, output), false, &[self, other])
-    }
-
     /// `x` of shape `[..., in]` times the transpose of a weight of shape `[out, in]`.
     #[track_caller]
     pub(super) fn times_transposed(&self, weight: &DTensor) -> Result<DTensor> {
