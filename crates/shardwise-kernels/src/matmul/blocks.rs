@@ -41,7 +41,7 @@ const ROUNDED_SIDE: usize = 960;
 const LINE: usize = 64;
 
 #[repr(align(64))]
-struct StackPanels<T>(#[expect(dead_code, reason = "memory")] [T; ON_STACK]);
+struct StackPanels<T>([T; ON_STACK]);
 
 /// A product of two matrices in memory.
 #[derive(Clone, Copy)]

@@ -37,17 +37,19 @@ macro_rules! factors {
             #[cfg(target_arch = "x86_64")]
             #[inline(always)]
             unsafe fn eight_f32(from: *const Self) -> std::arch::x86_64::__m256 {
-                // SAFETY: the caller's promise.
-                unsafe { $eight(from) }
+                $eight(from)
             }
         }
     )*};
 }
 factors! {
-    f32 => f32: |x| x, |x| x, x86::eight_from_f32;
+    // SAFETY: the caller's promise, here and below.
+    f32 => f32: |x| x, |x| x, |from| unsafe { x86::eight_from_f32(from) };
     f64 => f64: |x| x, |x| x, |_| unreachable!("f64 is multiplied in f64");
-    bf16 => f32: bf16_to_f32, f32_to_bf16, x86::eight_from_bf16;
-    f16 => f32: f16::to_f32, f16::from_f32, x86::eight_from_f16;
+    // SAFETY: as above.
+    bf16 => f32: bf16_to_f32, f32_to_bf16, |from| unsafe { x86::eight_from_bf16(from) };
+    // SAFETY: as above.
+    f16 => f32: f16::to_f32, f16::from_f32, |from| unsafe { x86::eight_from_f16(from) };
 }
 
 /// The bits of a bf16 are the upper half of those of an f32. As in `half`, but without its look-up of processor features, so
