@@ -4,7 +4,7 @@ use std::mem::MaybeUninit;
 
 use candle_core::{DType, Tensor};
 
-use super::{NormKind, RowFloat, RowWriter, in_type_of, over_rows, per_element, rows_and_width, scratch_of, sum, write};
+use super::{CHAIN, NormKind, RowFloat, RowWriter, in_type_of, over_rows, per_element, rows_and_width, scratch_of, sum, write};
 use crate::error::Result;
 use crate::parallel::SharedPtr;
 use crate::simd::{self, Kernel};
@@ -78,16 +78,26 @@ fn norm_backward(
         let mut sums = vec![0.0; blocks * 2 * width];
         let first = SharedPtr::new(sums.as_mut_ptr());
         over_rows::<T, 2>(&[x, g], block, &|i, [x, g], scratch| {
-            let (normal, rest) = scratch_of(scratch, 3 * width).split_at_mut(width);
-            let (scaled, converted) = rest.split_at_mut(width);
+            let (row_in_block, end) = (i % block, (i / block + 1) * block);
+            let scratch = scratch_of(scratch, 5 * width);
+            let (normal, rest) = scratch.split_at_mut(width);
+            let (scaled, rest) = rest.split_at_mut(width);
+            let (converted, sums) = rest.split_at_mut(width);
+            if row_in_block == 0 {
+                sums.fill(MaybeUninit::new(T::narrow(0.0)));
+            }
             let weight = weight.as_deref();
-            // SAFETY: one thread has all rows of a block, and so its sums. The kernel writes the whole row.
+            // SAFETY: one thread has all rows of a block, and so its sums, which the first row has set to zero. The kernel
+            // writes the whole row.
             unsafe {
-                let sums = std::slice::from_raw_parts_mut(first.get().add(i / block * 2 * width), 2 * width);
-                let (dweight, dbias) = sums.split_at_mut(width);
+                let sums = sums.assume_init_mut();
                 target.write(i, converted, |out| {
-                    simd::run(NormBackward { norm, x, weight, g, eps, normal, scaled, dweight, dbias, out });
+                    simd::run(NormBackward { norm, x, weight, g, eps, normal, scaled, sums, out });
                 });
+                if (row_in_block + 1) % CHAIN == 0 || i + 1 == end || i + 1 == count {
+                    let totals = std::slice::from_raw_parts_mut(first.get().add(i / block * 2 * width), 2 * width);
+                    simd::run(FlushSums { sums, totals });
+                }
             }
         })?;
         let mut totals = vec![0.0; 2 * width];
@@ -162,8 +172,8 @@ struct NormBackward<'a, T> {
     normal: &'a mut [MaybeUninit<T>],
     /// Scratch memory for the gradient of the normalised row.
     scaled: &'a mut [MaybeUninit<T>],
-    dweight: &'a mut [f64],
-    dbias: &'a mut [f64],
+    /// The sums of the gradients of weight and bias over the last few rows.
+    sums: &'a mut [T],
     out: &'a mut [MaybeUninit<T>],
 }
 
@@ -179,14 +189,34 @@ impl<T: RowFloat> Kernel for NormBackward<'_, T> {
             None => write(self.scaled, [self.g], |[g]| g),
         };
         let count = self.x.len() as f64;
-        let along = sum(scaled, normal, |g, x| g * x) / count;
-        let mean = if self.norm == NormKind::Layer { sum(scaled, scaled, |g, _| g) / count } else { 0.0 };
-        write(self.out, [scaled, normal], |[g, x]| T::narrow(stats.rstd * (g.wide() - mean - x.wide() * along)));
-        for ((sum, g), x) in self.dweight.iter_mut().zip(self.g).zip(normal) {
-            *sum += g.wide() * x.wide();
+        let along = T::narrow(sum(scaled, normal, |g, x| g * x) / count);
+        let mean = match self.norm {
+            NormKind::Layer => T::narrow(sum(scaled, scaled, |g, _| g) / count),
+            NormKind::RootMeanSquare => T::narrow(0.0),
+        };
+        write(self.out, [scaled, normal], |[g, x]| stats.rstd * (g - mean - x * along));
+        let (dweight, dbias) = self.sums.split_at_mut(self.x.len());
+        for (((dweight, dbias), &g), &x) in dweight.iter_mut().zip(dbias).zip(self.g).zip(normal) {
+            *dweight = *dweight + g * x;
+            *dbias = *dbias + g;
         }
-        for (sum, g) in self.dbias.iter_mut().zip(self.g) {
-            *sum += g.wide();
+    }
+}
+
+/// Adds sums of a few rows to those of a block, and starts them anew.
+struct FlushSums<'a, T> {
+    sums: &'a mut [T],
+    totals: &'a mut [f64],
+}
+
+impl<T: RowFloat> Kernel for FlushSums<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        for (total, sum) in self.totals.iter_mut().zip(self.sums) {
+            *total += sum.wide();
+            *sum = T::narrow(0.0);
         }
     }
 }

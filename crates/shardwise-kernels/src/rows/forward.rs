@@ -158,12 +158,21 @@ impl<T: RowFloat> Kernel for NormForward<'_, T> {
     #[inline(always)]
     fn run<const FMA: bool>(self) {
         let stats = self.norm.stats(self.row, self.eps);
-        let out = match self.weight {
-            Some(weight) => write(self.out, [self.row, weight], |[x, w]| stats.normalize(x) * w),
-            None => write(self.out, [self.row], |[x]| stats.normalize(x)),
-        };
-        if let Some(bias) = self.bias {
-            zip_in_place(out, bias, |x, b| x + b);
+        match self.weight {
+            Some(weight) => match self.bias {
+                Some(bias) => {
+                    write(self.out, [self.row, weight, bias], |[x, w, b]| stats.normalize(x) * w + b);
+                }
+                None => {
+                    write(self.out, [self.row, weight], |[x, w]| stats.normalize(x) * w);
+                }
+            },
+            None => {
+                let out = write(self.out, [self.row], |[x]| stats.normalize(x));
+                if let Some(bias) = self.bias {
+                    zip_in_place(out, bias, |x, b| x + b);
+                }
+            }
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Softmax, log-softmax, logsumexp, layer norm and RMS norm over the last dimension, with their gradients.
 //!
 //! All other dimensions are flattened to rows. Each row is read from memory once and stays in the cache while it is computed.
-//! f64 is computed in f64; f32, f16 and bf16 in f32; sums and means accumulate in f64. The result has the type of the input.
+//! f64 is computed in f64; f32, f16 and bf16 in f32; sums and means of more than a few elements accumulate in f64. The result
+//! has the type of the input.
 //! Large inputs are divided over the threads of the pool by rows; one that is not contiguous is copied first.
 
 mod backward;
@@ -67,20 +68,36 @@ row_floats! {
     f64: |x| x.exp();
 }
 
-/// Sums `f(a[i], b[i])` over two rows in f64.
+/// Terms that are added in the type of the row before they are added to sums in f64: three roundings per term, and an eighth
+/// of the conversions.
+const CHAIN: usize = 8;
+
+/// Sums `f(a[i], b[i])` over two rows, in f64 but for short chains.
 #[inline(always)]
-fn sum<T: RowFloat>(a: &[T], b: &[T], f: impl Fn(f64, f64) -> f64) -> f64 {
+fn sum<T: RowFloat>(a: &[T], b: &[T], f: impl Fn(T, T) -> T) -> f64 {
     let mut lanes = [<Sum as Accumulate<f64>>::NEUTRAL; LANES];
-    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
-    for (a, b) in a.iter().zip(b) {
-        for i in 0..LANES {
-            lanes[i] += f(a[i].wide(), b[i].wide());
+    let ((chains, rest), (b_chains, b_rest)) = (a.as_chunks::<{ CHAIN * LANES }>(), b.as_chunks::<{ CHAIN * LANES }>());
+    for (a, b) in chains.iter().zip(b_chains) {
+        let term = |k: usize, i: usize| f(a[k * LANES + i], b[k * LANES + i]);
+        for (i, lane) in lanes.iter_mut().enumerate() {
+            let pair = |k: usize| term(k, i) + term(k + 1, i);
+            *lane += ((pair(0) + pair(2)) + (pair(4) + pair(6))).wide();
         }
     }
-    for ((lane, a), b) in lanes.iter_mut().zip(a_rest).zip(b_rest) {
-        *lane += f(a.wide(), b.wide());
+    for (a, b) in rest.chunks(LANES).zip(b_rest.chunks(LANES)) {
+        for ((lane, &a), &b) in lanes.iter_mut().zip(a).zip(b) {
+            *lane += f(a, b).wide();
+        }
     }
     combine_lanes::<f64, Sum>(lanes)
+}
+
+/// Sums the squares of `f(x)` over a row. Where they leave the range of the type, they are computed in f64.
+#[inline(always)]
+fn sum_of_squares<T: RowFloat>(row: &[T], f: impl Fn(T) -> T) -> f64 {
+    let squares = sum(row, row, |x, _| f(x) * f(x));
+    // Below this, squares of f32 may have lost digits or vanished.
+    if squares.is_finite() && squares > 1e-24 { squares } else { row.iter().map(|&x| f(x).wide().powi(2)).sum() }
 }
 
 /// Writes an elementwise function of rows to memory that may be uninitialised, and returns it as initialised.
@@ -103,30 +120,33 @@ fn zip_in_place<T: Copy>(row: &mut [T], by: &[T], f: impl Fn(T, T) -> T) {
 
 /// Statistics that normalise a row: the mean that is subtracted, and one over the standard deviation.
 #[derive(Clone, Copy)]
-struct RowStats {
-    mean: f64,
-    rstd: f64,
+struct RowStats<T> {
+    /// The mean as a number of the type and the rest, so that differences from a large mean keep their digits.
+    mean: [T; 2],
+    rstd: T,
 }
 
-impl RowStats {
+impl<T: RowFloat> RowStats<T> {
     /// Mean and standard deviation of a row, for layer norm.
     #[inline(always)]
-    fn layer<T: RowFloat>(row: &[T], eps: f64) -> Self {
+    fn layer(row: &[T], eps: f64) -> Self {
         let mean = sum(row, row, |x, _| x) / row.len() as f64;
-        let square = sum(row, row, |x, _| (x - mean) * (x - mean));
-        RowStats { mean, rstd: 1.0 / (square / row.len() as f64 + eps).sqrt() }
+        let high = T::narrow(mean);
+        let mean = [high, T::narrow(mean - high.wide())];
+        let square = sum_of_squares(row, |x| x - mean[0] - mean[1]);
+        RowStats { mean, rstd: T::narrow(1.0 / (square / row.len() as f64 + eps).sqrt()) }
     }
 
     /// No mean, and the root mean square of a row, for RMS norm.
     #[inline(always)]
-    fn root_mean_square<T: RowFloat>(row: &[T], eps: f64) -> Self {
-        let square = sum(row, row, |x, _| x * x);
-        RowStats { mean: 0.0, rstd: 1.0 / (square / row.len() as f64 + eps).sqrt() }
+    fn root_mean_square(row: &[T], eps: f64) -> Self {
+        let square = sum_of_squares(row, |x| x);
+        RowStats { mean: [T::narrow(0.0); 2], rstd: T::narrow(1.0 / (square / row.len() as f64 + eps).sqrt()) }
     }
 
     #[inline(always)]
-    fn normalize<T: RowFloat>(self, x: T) -> T {
-        T::narrow((x.wide() - self.mean) * self.rstd)
+    fn normalize(self, x: T) -> T {
+        (x - self.mean[0] - self.mean[1]) * self.rstd
     }
 }
 
@@ -139,7 +159,7 @@ enum NormKind {
 
 impl NormKind {
     #[inline(always)]
-    fn stats<T: RowFloat>(self, row: &[T], eps: f64) -> RowStats {
+    fn stats<T: RowFloat>(self, row: &[T], eps: f64) -> RowStats<T> {
         match self {
             NormKind::Layer => RowStats::layer(row, eps),
             NormKind::RootMeanSquare => RowStats::root_mean_square(row, eps),
