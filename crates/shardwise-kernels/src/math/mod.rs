@@ -9,7 +9,7 @@
 //! within its 2 ulp. Coefficients are minimax fits on the interval that a comment states.
 //!
 //! Where rare arguments need more work (subnormal numbers, an angle of many turns), a function has a shorter form in
-//! [`near`] for all others, with the same bits; [`is_near`] says which. A loop checks a block of arguments and takes the
+//! [`near`] for ordinary arguments, with the same bits; [`is_near`] says which. A loop checks a block of arguments and takes the
 //! shorter form if it can.
 
 mod activation;
