@@ -186,8 +186,9 @@ impl<F: PointwiseFn<N>, const N: usize> simd::Kernel for PointwiseF32<'_, F, N> 
                 }
             }
         }
-        let remainder = from_fn(|k| &inputs[k][full..]);
-        if (0..rest.len()).all(|j| f.is_near(from_fn(|k| remainder[k][j]))) {
+        let remainder: [&[f32]; N] = from_fn(|k| &inputs[k][full..][..rest.len()]);
+        // Without an early exit, so that this loop consists of vector instructions too.
+        if (0..rest.len()).fold(true, |near, j| near & f.is_near(from_fn(|k| remainder[k][j]))) {
             each(remainder, rest, |x| f.f32_near::<FMA>(x));
         } else {
             each(remainder, rest, |x| f.f32::<FMA>(x));
