@@ -186,8 +186,9 @@ impl<F: PointwiseFn<N>, const N: usize> simd::Kernel for PointwiseF32<'_, F, N> 
                 }
             }
         }
-        let remainder = from_fn(|k| &inputs[k][full..]);
-        if (0..rest.len()).all(|j| f.is_near(from_fn(|k| remainder[k][j]))) {
+        let remainder: [&[f32]; N] = from_fn(|k| &inputs[k][full..][..rest.len()]);
+        // Without an early exit, so that this loop consists of vector instructions too.
+        if (0..rest.len()).fold(true, |near, j| near & f.is_near(from_fn(|k| remainder[k][j]))) {
             each(remainder, rest, |x| f.f32_near::<FMA>(x));
         } else {
             each(remainder, rest, |x| f.f32::<FMA>(x));
@@ -537,5 +538,32 @@ mod tests {
         }
         let strided = Tensor::stack(&[&x, &x], 1).unwrap().narrow(1, 1, 1).unwrap().squeeze(1).unwrap();
         assert_eq!(gelu(&strided), all);
+    }
+
+    #[test]
+    fn the_bits_of_a_result_do_not_depend_on_the_number_of_threads() {
+        let product = PerType(|[a, b]: [f32; 2]| a * b + a, |[a, b]: [f64; 2]| a * b + a, |[a, b]: [i64; 2]| a * b + a);
+        let column = |n: usize| Tensor::arange(0u32, n as u32, &Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+        let large = (column(300 * 701).affine(0.37, -40_000.0).unwrap()).reshape((300, 701)).unwrap();
+        let row = column(701).affine(0.11, 3.0).unwrap();
+        let bytes = |threads: usize, a: &Tensor, b: &Tensor, compute: ComputeType, dtype: DType| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let output = pool.install(|| pointwise(product, [a, b], &[300, 701], compute, dtype)).unwrap();
+            crate::bytes_of(&output).unwrap()
+        };
+        for (dtype, compute) in
+            [(DType::F32, ComputeType::F32), (DType::F64, ComputeType::F64), (DType::BF16, ComputeType::F32)]
+        {
+            let (large, row) = (large.to_dtype(dtype).unwrap(), row.to_dtype(dtype).unwrap());
+            // In place, broadcast, and block by block with a conversion.
+            for (a, b) in [(&large, &large), (&large, &row), (&row, &large)] {
+                for output in [dtype, DType::F16] {
+                    let expected = bytes(1, a, b, compute, output);
+                    for threads in [2, 3, 5] {
+                        assert_eq!(bytes(threads, a, b, compute, output), expected, "{dtype:?} on {threads} threads");
+                    }
+                }
+            }
+        }
     }
 }

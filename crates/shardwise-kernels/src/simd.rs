@@ -95,7 +95,7 @@ impl InstructionSet {
     }
 }
 
-/// Runs a loop with the widest vectors that this processor has, or with those that `SHARDWISE_SIMD` selects.
+/// Runs a loop with the widest vectors that this processor has, or with the set that `SHARDWISE_SIMD` names.
 #[inline]
 pub(super) fn run<K: Kernel>(kernel: K) -> K::Output {
     // SAFETY: only a set that the processor has is selected.

@@ -11,6 +11,10 @@ pub(super) const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// 1.5 * 2^23: adding it to a small number leaves the nearest integer in the low bits of the mantissa.
 pub(super) const ROUNDER: f32 = 12_582_912.0;
 
+/// Coefficients of `(exp(r) - 1 - r) / r^2` for |r| <= ln(2) / 2.
+pub(super) const EXP_COEFFICIENTS: [f32; 5] =
+    [1.378_059_4e-3, 8.373_124_5e-3, 4.166_953_6e-2, 0.166_664_72, 0.499_999_85];
+
 /// `(1 + more) * 2^n`, not yet multiplied out.
 #[derive(Clone, Copy)]
 pub(super) struct Exponential {
@@ -46,7 +50,7 @@ impl Exponential {
 /// exp(rest) - 1 for |rest| <= ln(2) / 2, with the accuracy that exp(rest) needs.
 #[inline(always)]
 pub(super) fn exp_of_rest<const FMA: bool>(rest: f32) -> f32 {
-    let p = polynomial::<FMA, 5>(rest, [1.378_059_4e-3, 8.373_124_5e-3, 4.166_953_6e-2, 0.166_664_72, 0.499_999_85]);
+    let p = polynomial::<FMA, 5>(rest, EXP_COEFFICIENTS);
     fma::<FMA>(rest * rest, p, rest)
 }
 

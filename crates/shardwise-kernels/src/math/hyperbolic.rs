@@ -1,7 +1,15 @@
 //! Hyperbolic functions.
 
-use super::exponential::{exp_of_rest, power_of_two, reduce};
+use std::f32::consts::LOG2_E;
+
+use super::exponential::{EXP_COEFFICIENTS, LN_2_HIGH, LN_2_LOW, ROUNDER, power_of_two};
 use super::{at_most, fma, polynomial, polynomial_wide, wide};
+
+/// Coefficients of `(exp(2 r) - 1 - 2 r) / (2 r^2)`: those of `exp`, scaled by powers of two.
+const EXP_COEFFICIENTS_OF_HALF: [f32; 5] = {
+    let [a, b, c, d, e] = EXP_COEFFICIENTS;
+    [32.0 * a, 16.0 * b, 8.0 * c, 4.0 * d, 2.0 * e]
+};
 
 /// Hyperbolic sine.
 #[inline(always)]
@@ -30,15 +38,20 @@ pub fn cosh<const FMA: bool>(x: f32) -> f32 {
 #[inline(always)]
 pub fn tanh<const FMA: bool>(x: f32) -> f32 {
     let size = x.abs();
-    // 1 - 2 / (exp(2 |x|) + 1)
-    let (rest, n) = reduce::<FMA>(2.0 * at_most(size, 10.0));
-    let power = power_of_two(n);
-    let far = 1.0 - 2.0 / fma::<FMA>(exp_of_rest::<FMA>(rest), power, power + 1.0);
-    // |x| < 0.625
+    // 1 - 1 / ((exp(2 |x|) + 1) / 2), with the range reduction and the polynomial of `exp` in half the argument.
+    let inside = at_most(size, 10.0);
+    let rounded = fma::<FMA>(inside, 2.0 * LOG2_E, ROUNDER);
+    let n = rounded - ROUNDER;
+    let rest = fma::<FMA>(n, -0.5 * LN_2_LOW, fma::<FMA>(n, -0.5 * LN_2_HIGH, inside));
+    let p = polynomial::<FMA, 5>(rest, EXP_COEFFICIENTS_OF_HALF);
+    let more = fma::<FMA>(rest * rest, p, rest);
+    let power = power_of_two(rounded.to_bits().wrapping_sub(ROUNDER.to_bits()) as i32);
+    let far = 1.0 - 1.0 / fma::<FMA>(more, power, fma::<FMA>(power, 0.5, 0.5));
+    // |x| < 1/2
     let square = x * x;
-    let p = polynomial::<FMA, 5>(square, [-5.704_988e-3, 2.063_908_7e-2, -5.373_971_5e-2, 0.133_314_42, -0.333_332_8]);
+    let p = polynomial::<FMA, 4>(square, [1.724_148_1e-2, -5.304_548_7e-2, 0.133_258_79, -0.333_331_44]);
     let near = fma::<FMA>(size * square, p, size);
-    (if size < 0.625 { near } else { far }).copysign(x)
+    (if size < 0.5 { near } else { far }).copysign(x)
 }
 
 /// Inverse hyperbolic sine.

@@ -9,7 +9,7 @@
 //! within its 2 ulp. Coefficients are minimax fits on the interval that a comment states.
 //!
 //! Where rare arguments need more work (subnormal numbers, an angle of many turns), a function has a shorter form in
-//! [`near`] for all others, with the same bits; [`is_near`] says which. A loop checks a block of arguments and takes the
+//! [`near`] for ordinary arguments, with the same bits; [`is_near`] says which. A loop checks a block of arguments and takes the
 //! shorter form if it can.
 
 mod activation;
@@ -33,6 +33,7 @@ pub use trigonometric::{cos, sin, tan};
 
 /// Forms of functions for arguments that [`is_near`] accepts, with the bits of the general functions.
 pub mod near {
+    pub use super::error_function::gelu_near as gelu;
     pub use super::exponential::exp_near as exp;
     pub use super::logarithm::{log_near as log, log2_near as log2, log10_near as log10};
     pub use super::trigonometric::{cos_near as cos, sin_near as sin, tan_near as tan};
@@ -40,6 +41,7 @@ pub mod near {
 
 /// Whether the form of a function in [`near`] may be used for an argument.
 pub mod is_near {
+    pub use super::error_function::is_gelu_near as gelu;
     pub use super::exponential::is_exp_near as exp;
     pub use super::logarithm::{is_normal as log, is_normal as log2, is_normal as log10};
     pub use super::trigonometric::{is_few_turns as cos, is_few_turns as sin, is_few_turns as tan};
