@@ -5,11 +5,56 @@
 
 use std::mem::MaybeUninit;
 
-use candle_core::{DType, WithDType};
+use candle_core::{DType, Tensor, WithDType};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use super::{simd, with_type};
+use super::parallel::{SharedPtr, over_ranges};
+use super::uninit_buffer::UninitBuffer;
+use super::{check_supported, contiguous, simd, with_first_element, with_type};
+use crate::error::Result;
+
+/// Elements that are converted at a time: both sides stay in the first-level cache.
+const CONVERT_CHUNK: usize = 4096;
+
+/// Converts the elements of a tensor to another type; between f32 and a half-precision type with vector instructions, on the
+/// threads of the pool if the tensor is large.
+///
+/// # Errors
+/// If the kernels do not support the tensor, or memory does not suffice.
+pub fn convert(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    check_supported(x)?;
+    match (x.dtype(), dtype) {
+        (DType::F32, DType::BF16) => convert_all::<f32, bf16>(x),
+        (DType::F32, DType::F16) => convert_all::<f32, f16>(x),
+        (DType::BF16, DType::F32) => convert_all::<bf16, f32>(x),
+        (DType::F16, DType::F32) => convert_all::<f16, f32>(x),
+        _ => Ok(x.to_dtype(dtype)?),
+    }
+}
+
+fn convert_all<S: Cast<D> + WithDType, D: WithDType>(x: &Tensor) -> Result<Tensor> {
+    let (x, count) = (contiguous(x)?, x.elem_count());
+    let output = UninitBuffer::new(D::DTYPE, count)?;
+    let out = SharedPtr::new(output.first());
+    with_first_element(&x, |first, _| {
+        let first = SharedPtr::new(first.cast_mut());
+        // One unit of cost for reading and one for writing.
+        over_ranges(count, 2, CONVERT_CHUNK, |range| {
+            for start in range.clone().step_by(CONVERT_CHUNK) {
+                let length = CONVERT_CHUNK.min(range.end - start);
+                // SAFETY: both sides have `count` elements of these types, and ranges do not overlap.
+                unsafe {
+                    let from = std::slice::from_raw_parts(first.get().cast::<S>().add(start), length);
+                    let to = out.get().cast::<MaybeUninit<D>>().add(start);
+                    S::cast_all(from, std::slice::from_raw_parts_mut(to, length));
+                }
+            }
+        });
+    });
+    // SAFETY: the ranges cover every element.
+    Ok(unsafe { output.finish(x.shape()) })
+}
 
 /// A strided block of a matrix: `rows` rows of `width` elements, and the strides between rows and between elements.
 #[derive(Clone, Copy)]
@@ -233,6 +278,29 @@ mod tests {
             let bytes: [u8; 2] = [x.cast(), f64::from(x).cast()];
             assert_eq!(bytes, [expected; 2], "{x}");
         }
+    }
+
+    #[test]
+    fn tensors_convert_like_their_elements() {
+        use candle_core::Device;
+        // More than one range, with a remainder, and a view that is not contiguous.
+        let x = Tensor::arange(0u32, 80_003, &Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+        let x = ((x - 40_000.0).unwrap() * 1.01).unwrap();
+        let turned = x.narrow(0, 0, 300).unwrap().reshape((20, 15)).unwrap().t().unwrap();
+        for t in [&x, &turned] {
+            let numbers = t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let half = convert(t, DType::F16).unwrap();
+            let brain = convert(t, DType::BF16).unwrap();
+            assert_eq!((half.dims(), brain.dims()), (t.dims(), t.dims()));
+            let halves: Vec<f16> = numbers.iter().map(|x| f16::from_f32(*x)).collect();
+            let brains: Vec<bf16> = numbers.iter().map(|x| bf16::from_f32(*x)).collect();
+            assert_eq!(half.flatten_all().unwrap().to_vec1::<f16>().unwrap(), halves);
+            assert_eq!(brain.flatten_all().unwrap().to_vec1::<bf16>().unwrap(), brains);
+            let back = |t: &Tensor| convert(t, DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            assert_eq!(back(&half), halves.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
+            assert_eq!(back(&brain), brains.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
+        }
+        assert_eq!(convert(&x, DType::I64).unwrap().to_vec1::<i64>().unwrap()[1], -40_398);
     }
 
     #[test]

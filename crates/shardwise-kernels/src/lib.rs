@@ -3,19 +3,24 @@
 //! | task | items |
 //! |---|---|
 //! | new memory, strided copies, concatenation | [`UninitBuffer`], [`Assembly`], [`contiguous`], [`concat()`], [`split_packed`] |
-//! | elementwise functions with broadcasting | [`pointwise`], [`PointwiseFn`], [`math`] |
+//! | elementwise functions with broadcasting, conversion | [`pointwise`], [`PointwiseFn`], [`math`], [`convert()`] |
 //! | reductions over dimensions, and over operands | [`reduce_dims`], [`reduce_operands`], [`norm_partial`] |
 //! | softmax and norms over the last dimension | [`rows`] |
+//! | statistics and normalization of channels | [`channels`] |
 //! | matrix products | [`batched_matmul`] |
 //! | selection by index, scatters | [`index_select`], [`gather`], [`scatter()`], [`index_add`], [`IndexRange`] |
 //! | sorting, scans, searches | [`top_k`], [`scan_totals`], [`scan_extremes`], [`bucketize`], [`nonzero_positions`], [`band()`] |
+//! | random elements by position | [`random_elements`], [`philox4x32_10`] |
+//! | attention in blocks | [`attention`] |
+//! | convolutions, maxima and means over windows | [`convolution`], [`pooling`] |
 //! | optimizer steps | [`elementwise_update`], [`Elementwise`] |
 //! | types shared with the library | [`TensorMeta`], [`ReduceOp`], [`Number`], [`ErrorKind`] |
 //!
 //! Kernels take f64, f32, f16, bf16, i64, i32, i16, u32 and u8 unless they say otherwise. f16 and bf16 are computed in f32
-//! or f64 and rounded at the end. Kernels run on the calling thread, because ranks already run in parallel;
-//! [`batched_matmul`] alone uses the rayon pool of the rank. Inputs may have any strides, and a result is a new contiguous
-//! tensor. Except for [`batched_matmul`], the bits of a result do not depend on the strides of the inputs.
+//! or f64 and rounded at the end. Large inputs are divided over the rayon pool of the calling thread; the bits of a result
+//! depend neither on the number of threads nor on the strides of the inputs, and are the same with AVX2 and AVX-512 (one
+//! exception: a product with few rows is summed in another order if the right factor is transposed). Inputs may have any
+//! strides, and a result is a new contiguous tensor.
 
 #[doc(hidden)]
 pub use {candle_core, half};
@@ -35,30 +40,38 @@ mod gather;
 mod scatter;
 mod band;
 mod element_vec;
-mod batched_matmul;
-mod reduce_operands;
 mod simd;
+mod matmul;
+mod reduce_operands;
+pub mod convolution;
+pub mod pooling;
+pub mod channels;
 mod peak;
 pub mod math;
 mod convert;
+mod random;
 mod pointwise;
+#[cfg(test)]
+mod math_accuracy;
 mod scalar;
 mod order;
 mod scan;
 mod search;
 mod reduce_dims;
 pub mod rows;
+pub mod attention;
 mod optimizer_update;
 mod norm_partial;
 
 pub use assembly::{Assembly, concat, contiguous, own_copy, split_packed};
 pub use band::band;
-pub use batched_matmul::batched_matmul;
 pub use compare::{all_close, all_equal};
+pub use convert::convert;
 pub use element_vec::{from_f64_vec, to_f64_vec};
 pub use error::{Error, ErrorKind, Invalid, Result};
 pub use gather::{gather, index_select, index_select_by};
 pub use index_range::{IndexRange, NO_INDEX, first_outside, wrapped_indices};
+pub use matmul::{batched_matmul, batched_matmul_bias};
 pub use memory_limit::{check_bytes, memory_bytes};
 pub use meta::TensorMeta;
 pub use norm_partial::{NormPartial, norm_partial};
@@ -67,6 +80,7 @@ pub use order::{SortOrder, top_k};
 pub use peak::{MULTIPLY_ADDS_PER_BLOCK, multiply_adds};
 pub use pointwise::{ComputeType, PerType, PointwiseFn, ViaF64, pointwise};
 pub use reduce_dims::{DimReduction, reduce_dims};
+pub use random::{RandomDraw, RandomNumbers, philox4x32_10, random_elements};
 pub use reduce_op::ReduceOp;
 pub use reduce_operands::{Reducible, reduce_operands};
 pub use scalar::{Number, integer_range};

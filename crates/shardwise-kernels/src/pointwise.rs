@@ -2,11 +2,13 @@
 
 use std::array::from_fn;
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use candle_core::{DType, Layout, Storage, Tensor};
 use smallvec::SmallVec;
 
 use super::convert::{Block, Compute};
+use super::parallel::{SharedPtr, over_ranges};
 use super::uninit_buffer::UninitBuffer;
 use super::{contiguous, first_element, simd};
 use crate::error::Result;
@@ -15,13 +17,35 @@ use crate::error::Result;
 /// f64 take 16 KiB and stay in the first-level cache.
 const CHUNK: usize = 512;
 
+/// Elements per block where nothing has to be converted or gathered: long enough that the work per block does not count.
+const LONG_CHUNK: usize = 8192;
+
+/// Elements that are checked together for the shorter form of a function: 8 vectors of AVX-512.
+const NEAR_BLOCK: usize = 128;
+
+/// Cost per element of a function in f64 for [`over_ranges`]: most are library calls of 5 to 40 ns.
+const F64_COST: usize = 20;
+
 /// A function of `N` elements, in each of the three types in which it may be computed ([`ComputeType`]).
 ///
 /// Fields of the implementing type are its constant arguments. The methods must be `#[inline(always)]`: the loop around them
 /// is compiled for several instruction sets, and only what is inlined is compiled with it.
-pub trait PointwiseFn<const N: usize>: Copy {
+pub trait PointwiseFn<const N: usize>: Copy + Sync {
+    /// Whether [`f32_near`](Self::f32_near) is a shorter form of [`f32`](Self::f32).
+    const HAS_NEAR: bool = false;
+
     /// Computes in f32; `FMA` is passed on to the functions of [`math`](super::math).
     fn f32<const FMA: bool>(self, x: [f32; N]) -> f32;
+    /// Computes in f32 where [`is_near`](Self::is_near) holds, with the same bits.
+    #[inline(always)]
+    fn f32_near<const FMA: bool>(self, x: [f32; N]) -> f32 {
+        self.f32::<FMA>(x)
+    }
+    /// Whether the shorter form may be used, as in [`math::is_near`](super::math::is_near).
+    #[inline(always)]
+    fn is_near(self, _: [f32; N]) -> bool {
+        true
+    }
     /// Computes in f64.
     fn f64(self, x: [f64; N]) -> f64;
     /// Computes in i64, for integer results.
@@ -34,8 +58,8 @@ pub struct ViaF64<R, W>(pub R, pub W);
 
 impl<const N: usize, R, W> PointwiseFn<N> for ViaF64<R, W>
 where
-    R: Fn([f64; N]) -> f64 + Copy,
-    W: Fn([i64; N]) -> i64 + Copy,
+    R: Fn([f64; N]) -> f64 + Copy + Sync,
+    W: Fn([i64; N]) -> i64 + Copy + Sync,
 {
     #[inline(always)]
     fn f32<const FMA: bool>(self, x: [f32; N]) -> f32 {
@@ -59,9 +83,9 @@ pub struct PerType<S, R, W>(pub S, pub R, pub W);
 
 impl<const N: usize, S, R, W> PointwiseFn<N> for PerType<S, R, W>
 where
-    S: Fn([f32; N]) -> f32 + Copy,
-    R: Fn([f64; N]) -> f64 + Copy,
-    W: Fn([i64; N]) -> i64 + Copy,
+    S: Fn([f32; N]) -> f32 + Copy + Sync,
+    R: Fn([f64; N]) -> f64 + Copy + Sync,
+    W: Fn([i64; N]) -> i64 + Copy + Sync,
 {
     #[inline(always)]
     fn f32<const FMA: bool>(self, x: [f32; N]) -> f32 {
@@ -102,7 +126,8 @@ impl ComputeType {
 /// `dtype`.
 ///
 /// The inputs may differ in type and strides. The function is computed in `compute`; results convert to `dtype` (integers
-/// wrap, floats saturate). Runs on the calling thread. The bits of a result do not depend on the position of its element.
+/// wrap, floats saturate). Large tensors are divided over the threads of the pool. The bits of a result do not depend on the
+/// position of its element.
 ///
 /// # Panics
 /// If an input does not broadcast to `shape`.
@@ -115,19 +140,21 @@ pub fn pointwise<const N: usize, F: PointwiseFn<N>>(
 ) -> Result<Tensor> {
     match compute {
         ComputeType::F32 => {
-            over_blocks(inputs, shape, dtype, &|inputs, out| simd::run(PointwiseF32 { f, inputs, out }))
+            over_blocks(inputs, shape, dtype, N + 1, &|inputs, out| simd::run(PointwiseF32 { f, inputs, out }))
         }
         ComputeType::F64 => {
-            over_blocks(inputs, shape, dtype, &|inputs, out| simd::run(PointwiseF64 { f, inputs, out }))
+            over_blocks(inputs, shape, dtype, F64_COST, &|inputs, out| simd::run(PointwiseF64 { f, inputs, out }))
         }
-        ComputeType::I64 => over_blocks(inputs, shape, dtype, &|inputs, out| each(inputs, out, |x| f.i64(x))),
+        ComputeType::I64 => {
+            over_blocks(inputs, shape, dtype, 2 * (N + 1), &|inputs, out| simd::run(PointwiseI64 { f, inputs, out }))
+        }
     }
 }
 
-struct PointwiseF32<'a, F, const N: usize> {
-    f: F,
-    inputs: [&'a [f32]; N],
-    out: &'a mut [MaybeUninit<f32>],
+pub(crate) struct PointwiseF32<'a, F, const N: usize> {
+    pub(crate) f: F,
+    pub(crate) inputs: [&'a [f32]; N],
+    pub(crate) out: &'a mut [MaybeUninit<f32>],
 }
 
 impl<F: PointwiseFn<N>, const N: usize> simd::Kernel for PointwiseF32<'_, F, N> {
@@ -135,7 +162,51 @@ impl<F: PointwiseFn<N>, const N: usize> simd::Kernel for PointwiseF32<'_, F, N> 
 
     #[inline(always)]
     fn run<const FMA: bool>(self) {
-        each(self.inputs, self.out, |x| self.f.f32::<FMA>(x));
+        let PointwiseF32 { f, inputs, out } = self;
+        if !F::HAS_NEAR {
+            return each(inputs, out, |x| f.f32::<FMA>(x));
+        }
+        // Full blocks: the check and each of the two loops have no remainder. The second reads from the first-level cache.
+        let full = out.len() - out.len() % NEAR_BLOCK;
+        let (blocks, rest) = out.split_at_mut(full);
+        for (i, out) in blocks.as_chunks_mut::<NEAR_BLOCK>().0.iter_mut().enumerate() {
+            let block: [&[f32; NEAR_BLOCK]; N] =
+                from_fn(|k| inputs[k][i * NEAR_BLOCK..].first_chunk().expect("inputs are as long as the output"));
+            let mut near = true;
+            for j in 0..NEAR_BLOCK {
+                near &= f.is_near(from_fn(|k| block[k][j]));
+            }
+            if near {
+                for j in 0..NEAR_BLOCK {
+                    out[j].write(f.f32_near::<FMA>(from_fn(|k| block[k][j])));
+                }
+            } else {
+                for j in 0..NEAR_BLOCK {
+                    out[j].write(f.f32::<FMA>(from_fn(|k| block[k][j])));
+                }
+            }
+        }
+        let remainder = from_fn(|k| &inputs[k][full..]);
+        if (0..rest.len()).all(|j| f.is_near(from_fn(|k| remainder[k][j]))) {
+            each(remainder, rest, |x| f.f32_near::<FMA>(x));
+        } else {
+            each(remainder, rest, |x| f.f32::<FMA>(x));
+        }
+    }
+}
+
+struct PointwiseI64<'a, F, const N: usize> {
+    f: F,
+    inputs: [&'a [i64]; N],
+    out: &'a mut [MaybeUninit<i64>],
+}
+
+impl<F: PointwiseFn<N>, const N: usize> simd::Kernel for PointwiseI64<'_, F, N> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        each(self.inputs, self.out, |x| self.f.i64(x));
     }
 }
 
@@ -165,18 +236,19 @@ pub(super) fn each<T: Copy, const N: usize>(inputs: [&[T]; N], out: &mut [MaybeU
 }
 
 /// A loop over a block of elements: inputs of one length, and an output of that length to write.
-type BlockLoop<'a, C, const N: usize> = &'a dyn Fn([&[C]; N], &mut [MaybeUninit<C>]);
+type BlockLoop<'a, C, const N: usize> = &'a (dyn Fn([&[C]; N], &mut [MaybeUninit<C>]) + Sync);
 
-/// Calls a loop with the elements of tensors that broadcast to `shape`: all at once where no input has to be converted,
-/// broadcast or gathered, else block by block.
+/// Calls a loop with the elements of tensors that broadcast to `shape`: in long ranges where no input has to be converted,
+/// broadcast or gathered, else block by block. `cost` is that of an element for [`over_ranges`].
 fn over_blocks<C: Compute, const N: usize>(
     inputs: [&Tensor; N],
     shape: &[usize],
     dtype: DType,
+    cost: usize,
     body: BlockLoop<'_, C, N>,
 ) -> Result<Tensor> {
     let count = shape.iter().product();
-    let mut output = UninitBuffer::new(dtype, count)?;
+    let output = UninitBuffer::new(dtype, count)?;
     if count > 0 {
         let mut copies = [const { None }; N];
         for (copy, input) in copies.iter_mut().zip(inputs).filter(|(_, input)| is_transposed(input)) {
@@ -187,14 +259,26 @@ fn over_blocks<C: Compute, const N: usize>(
         let sources: [InputMemory; N] = from_fn(|k| InputMemory::new(&guards[k].0, guards[k].1));
         let in_place =
             (0..N).all(|k| sources[k].dtype == C::DTYPE && inputs[k].dims() == shape && inputs[k].is_contiguous());
-        match output.elements::<C>().filter(|_| in_place) {
-            // SAFETY: the tensors are contiguous with `count` elements of this type, and the guards keep them.
-            Some(out) => body(from_fn(|k| unsafe { std::slice::from_raw_parts(sources[k].first.cast(), count) }), out),
-            None => {
-                let dims = merged_dims(shape, from_fn(|k| guards[k].1));
-                // SAFETY: the sizes and strides are those of the tensors, which the guards keep.
-                unsafe { block_by_block(&sources, &dims, dtype, output.first(), body) };
-            }
+        let out = SharedPtr::new(output.first());
+        if in_place && dtype == C::DTYPE {
+            // Ranges begin at multiples of a block, so that no range but the last has a remainder.
+            over_ranges(count, cost, NEAR_BLOCK, |range| {
+                // SAFETY: the tensors are contiguous with `count` elements of this type, and the guards keep them; ranges do
+                // not overlap.
+                unsafe {
+                    let part = |k: usize| {
+                        std::slice::from_raw_parts(sources[k].first().cast::<C>().add(range.start), range.len())
+                    };
+                    let out = out.get().cast::<MaybeUninit<C>>().add(range.start);
+                    body(from_fn(part), std::slice::from_raw_parts_mut(out, range.len()));
+                }
+            });
+        } else {
+            let blocks = Blocks::new(&sources, merged_dims(shape, from_fn(|k| guards[k].1)), dtype, C::DTYPE);
+            over_ranges(blocks.count(), cost * blocks.rows * blocks.width, 1, |range| {
+                // SAFETY: the sizes and strides are those of the tensors, which the guards keep; ranges do not overlap.
+                unsafe { blocks.run(range, out.get(), body) };
+            });
         }
     }
     // SAFETY: the loop wrote every element.
@@ -208,17 +292,21 @@ fn is_transposed(t: &Tensor) -> bool {
     innermost.is_some_and(|(_, &stride)| stride > 1) && t.elem_count() > CHUNK
 }
 
-/// Address of the first element of an input, and the element type.
+/// Address of the first element of an input, which is read only, and the element type.
 #[derive(Clone, Copy)]
 struct InputMemory {
-    first: *const u8,
+    first: SharedPtr<u8>,
     dtype: DType,
 }
 
 impl InputMemory {
     fn new(storage: &Storage, layout: &Layout) -> Self {
         let (first, dtype) = first_element(storage, layout);
-        InputMemory { first, dtype }
+        InputMemory { first: SharedPtr::new(first.cast_mut()), dtype }
+    }
+
+    fn first(&self) -> *const u8 {
+        self.first.get()
     }
 }
 
@@ -246,61 +334,96 @@ fn merged_dims<const N: usize>(shape: &[usize], layouts: [&Layout; N]) -> SmallV
 
 /// The general case: blocks of several rows of the last dimension, or of a part of one row. Inputs and outputs that are not
 /// contiguous in the compute type go through buffers.
-///
-/// # Safety
-/// Every element that sizes and strides reach is readable; `out` can be written for as many elements.
-unsafe fn block_by_block<C: Compute, const N: usize>(
-    sources: &[InputMemory; N],
-    dims: &[BroadcastDim<N>],
+struct Blocks<'a, const N: usize> {
+    sources: &'a [InputMemory; N],
+    dims: SmallVec<[BroadcastDim<N>; 6]>,
+    /// Type of the result.
     dtype: DType,
-    out: *mut u8,
-    body: BlockLoop<'_, C, N>,
-) {
-    let (n, stride) = dims.last().copied().unwrap_or((1, [0; N]));
-    let (m, row_stride) = dims.len().checked_sub(2).map_or((1, [0; N]), |d| dims[d]);
-    let outer = &dims[..dims.len().saturating_sub(2)];
-    let (rows, width) = if n < CHUNK { (CHUNK / n, n) } else { (1, CHUNK) };
-    let mut buffers = [[MaybeUninit::<C>::uninit(); CHUNK]; N];
-    let mut results = [MaybeUninit::<C>::uninit(); CHUNK];
-    // What each buffer holds: a broadcast input is often the same for block after block and is then loaded once.
-    let mut held = [(std::ptr::null::<u8>(), 0, 0); N];
-    let mut done = 0;
-    for number in 0..outer.iter().map(|(size, _)| size).product() {
-        let begin = offsets(outer, number);
-        for i in (0..m).step_by(rows) {
-            for j in (0..n).step_by(width) {
-                let (rows, width) = (rows.min(m - i), width.min(n - j));
-                let count = rows * width;
-                for k in 0..N {
-                    let source = sources[k];
-                    let offset = begin[k] + i * row_stride[k] + j * stride[k];
-                    // SAFETY: the block is a part of the tensor.
-                    let first = unsafe { source.first.add(offset * source.dtype.size_in_bytes()) };
-                    let in_place = source.dtype == C::DTYPE && stride[k] == 1 && (rows == 1 || row_stride[k] == width);
-                    if !in_place && held[k] != (first, rows, width) {
-                        let block = Block { rows, row_stride: row_stride[k], width, stride: stride[k] };
-                        // SAFETY: as above; a block has no more elements than a buffer.
-                        unsafe { C::load(source.dtype, first, block, &mut buffers[k][..count]) };
-                    }
-                    held[k] = (first, if in_place { 0 } else { rows }, width);
+    /// Rows and elements per row of a block; the last of each dimension may be smaller.
+    rows: usize,
+    width: usize,
+}
+
+impl<'a, const N: usize> Blocks<'a, N> {
+    fn new(sources: &'a [InputMemory; N], dims: SmallVec<[BroadcastDim<N>; 6]>, dtype: DType, compute: DType) -> Self {
+        let (n, stride) = dims.last().copied().unwrap_or((1, [0; N]));
+        let direct = dtype == compute && (0..N).all(|k| sources[k].dtype == compute && stride[k] == 1);
+        let (rows, width) = match n {
+            _ if n >= CHUNK && direct => (1, n.min(LONG_CHUNK)),
+            _ if n >= CHUNK => (1, CHUNK),
+            _ => (CHUNK / n, n),
+        };
+        Blocks { sources, dims, dtype, rows, width }
+    }
+
+    /// The last two dimensions: their sizes, and the strides of the inputs.
+    fn inner(&self) -> [BroadcastDim<N>; 2] {
+        let last = self.dims.last().copied().unwrap_or((1, [0; N]));
+        [self.dims.len().checked_sub(2).map_or((1, [0; N]), |d| self.dims[d]), last]
+    }
+
+    fn outer(&self) -> &[BroadcastDim<N>] {
+        &self.dims[..self.dims.len().saturating_sub(2)]
+    }
+
+    /// Number of blocks along the last two dimensions.
+    fn per_matrix(&self) -> [usize; 2] {
+        let [(m, _), (n, _)] = self.inner();
+        [m.div_ceil(self.rows), n.div_ceil(self.width)]
+    }
+
+    fn count(&self) -> usize {
+        self.outer().iter().map(|(size, _)| size).product::<usize>() * self.per_matrix().iter().product::<usize>()
+    }
+
+    /// Computes the blocks with these numbers, counted in row-major order.
+    ///
+    /// # Safety
+    /// Every element that sizes and strides reach is readable; `out` can be written for as many elements, and no other thread
+    /// writes to those of these blocks.
+    unsafe fn run<C: Compute>(&self, numbers: Range<usize>, out: *mut u8, body: BlockLoop<'_, C, N>) {
+        let Blocks { sources, dtype, .. } = *self;
+        let [(m, row_stride), (n, stride)] = self.inner();
+        let [down, across] = self.per_matrix();
+        let mut buffers = [[MaybeUninit::<C>::uninit(); CHUNK]; N];
+        let mut results = [MaybeUninit::<C>::uninit(); CHUNK];
+        // What each buffer holds: a broadcast input is often the same for block after block and is then loaded once.
+        let mut held = [(std::ptr::null::<u8>(), 0, 0); N];
+        for number in numbers {
+            let (matrix, i, j) =
+                (number / across / down, number / across % down * self.rows, number % across * self.width);
+            let begin = offsets(self.outer(), matrix);
+            let (rows, width) = (self.rows.min(m - i), self.width.min(n - j));
+            let count = rows * width;
+            for k in 0..N {
+                let source = sources[k];
+                let offset = begin[k] + i * row_stride[k] + j * stride[k];
+                // SAFETY: the block is a part of the tensor.
+                let first = unsafe { source.first().add(offset * source.dtype.size_in_bytes()) };
+                let in_place = source.dtype == C::DTYPE && stride[k] == 1 && (rows == 1 || row_stride[k] == width);
+                if !in_place && held[k] != (first, rows, width) {
+                    let block = Block { rows, row_stride: row_stride[k], width, stride: stride[k] };
+                    // SAFETY: as above; a block that is not read in place has no more elements than a buffer.
+                    unsafe { C::load(source.dtype, first, block, &mut buffers[k][..count]) };
                 }
-                let inputs: [&[C]; N] = from_fn(|k| match held[k] {
-                    // SAFETY: read in place: the elements of the block are contiguous.
-                    (first, 0, _) => unsafe { std::slice::from_raw_parts(first.cast(), count) },
-                    // SAFETY: loaded above, or for a block before this one.
-                    _ => unsafe { buffers[k][..count].assume_init_ref() },
-                });
-                // SAFETY: blocks follow each other in row-major order, so this one begins after `done` elements.
-                unsafe {
-                    let to = out.add(done * dtype.size_in_bytes());
-                    if dtype == C::DTYPE {
-                        body(inputs, std::slice::from_raw_parts_mut(to.cast(), count));
-                    } else {
-                        body(inputs, &mut results[..count]);
-                        C::store(dtype, results[..count].assume_init_ref(), to);
-                    }
+                held[k] = (first, if in_place { 0 } else { rows }, width);
+            }
+            let inputs: [&[C]; N] = from_fn(|k| match held[k] {
+                // SAFETY: read in place: the elements of the block are contiguous.
+                (first, 0, _) => unsafe { std::slice::from_raw_parts(first.cast(), count) },
+                // SAFETY: loaded above, or for a block before this one.
+                _ => unsafe { buffers[k][..count].assume_init_ref() },
+            });
+            // SAFETY: blocks follow each other in row-major order: those before this one fill the rows above it, and if rows
+            // are divided, it has one row.
+            unsafe {
+                let to = out.add(((matrix * m + i) * n + j) * dtype.size_in_bytes());
+                if dtype == C::DTYPE {
+                    body(inputs, std::slice::from_raw_parts_mut(to.cast(), count));
+                } else {
+                    body(inputs, &mut results[..count]);
+                    C::store(dtype, results[..count].assume_init_ref(), to);
                 }
-                done += count;
             }
         }
     }

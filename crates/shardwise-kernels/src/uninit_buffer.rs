@@ -1,7 +1,6 @@
 //! Uninitialised memory for a new tensor: kernels write every element once, without filling it with zeros first.
 
 use std::alloc::Layout;
-use std::mem::MaybeUninit;
 
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Shape, Storage, Tensor, WithDType};
@@ -78,13 +77,6 @@ impl UninitBuffer {
     /// Address of the first element.
     pub fn first(&self) -> *mut u8 {
         self.first
-    }
-
-    /// The elements as a slice to write to; `None` if `T` is not their type.
-    pub(super) fn elements<T: WithDType>(&mut self) -> Option<&mut [MaybeUninit<T>]> {
-        let same = self.dtype == T::DTYPE;
-        // SAFETY: the buffer has room for `count` elements of this type, and the borrow is exclusive.
-        same.then(|| unsafe { std::slice::from_raw_parts_mut(self.first.cast(), self.count) })
     }
 
     /// Turns the memory into a contiguous tensor of `shape` without copying. The shape must have as many elements.

@@ -321,6 +321,11 @@ fn cast(x: &DTensor, dtype: &str) -> Result<DTensor> {
 }
 
 fn attention(q: &DTensor, [k, v]: [&DTensor; 2], mask: Option<&DTensor>, kw: Attributes<'_>) -> Result<DTensor> {
-    let options = AttentionOptions { causal: kw.flag("is_causal"), mask, scale: kw.number("scale") };
+    let options = AttentionOptions {
+        causal: kw.flag("is_causal"),
+        mask,
+        scale: kw.number("scale"),
+        ..AttentionOptions::default()
+    };
     q.scaled_dot_product_attention(k, v, options)
 }

@@ -1,6 +1,6 @@
 //! Random tensors that do not depend on the layout: each element is a function of seed, draw and global index.
 //!
-//! Element `i` of draw `o` of a generator with seed `s` is computed by Philox4x32-10 with key `s` and a counter of `i` and
+//! Elements of draw `o` of a generator with seed `s` are computed by Philox4x32-10 with key `s` and a counter of their index and
 //! `o`. So every layout, mesh and world size gives the same bits without communication. PyTorch's
 //! `OffsetBasedRNGTracker` guarantees less: that replicas agree and shards differ.
 //! Philox is implemented here because generators of other crates are streams: they return the next number, not the number
@@ -14,6 +14,9 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{ErrorKind, Result};
+use shardwise_kernels::{RandomDraw, RandomNumbers};
+#[doc(inline)]
+pub use shardwise_kernels::philox4x32_10;
 
 /// The state of a [`Generator`], as stored in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -22,6 +25,12 @@ pub struct GeneratorState {
     pub seed: u64,
     /// Number of draws so far.
     pub offset: u64,
+}
+
+impl From<GeneratorState> for RandomDraw {
+    fn from(state: GeneratorState) -> Self {
+        RandomDraw { seed: state.seed, draw: state.offset }
+    }
 }
 
 /// The random state of a mesh: a seed and the number of draws so far.
@@ -176,6 +185,21 @@ impl Distribution {
         ))
     }
 
+    /// The distribution as one that is computed in vectors of f32; `None` for element types and distributions that need more
+    /// digits, which [`at`](Self::at) has.
+    pub(crate) fn in_vectors(&self, dtype: DType) -> Option<RandomNumbers> {
+        match *self {
+            // One bit decides, whatever the type.
+            Distribution::Bernoulli { p } => Some(RandomNumbers::Choice { probability: p, value: 1.0 }),
+            _ if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) => None,
+            Distribution::Uniform { low, high } => {
+                Some(RandomNumbers::Uniform { low: low as f32, high: high as f32, bits: mantissa_bits(dtype) })
+            }
+            Distribution::Normal { mean, std } => Some(RandomNumbers::Normal { mean: mean as f32, std: std as f32 }),
+            _ => None,
+        }
+    }
+
     /// The value of the element at `index`, for an element type of `precision` bits. A uniform number has no more bits, so
     /// that rounding does not reach the upper bound.
     pub(crate) fn at(&self, draw: GeneratorState, index: u64, precision: u32) -> f64 {
@@ -198,7 +222,7 @@ impl Distribution {
                 let radius = (-2.0 * (1.0 - to_unit(words[0], words[1])).ln()).sqrt();
                 mean + std * radius * (TAU * to_unit(words[2], words[3])).cos()
             }
-            Distribution::Bernoulli { p } => f64::from(u8::from(unit(draw, index) < p)),
+            Distribution::Bernoulli { .. } => unreachable!("computed in vectors"),
             Distribution::Integers { .. } | Distribution::Permutation { .. } => self.integer_at(draw, index) as f64,
         }
     }
@@ -226,12 +250,6 @@ pub(crate) fn mantissa_bits(dtype: DType) -> u32 {
         DType::F32 => 24,
         _ => 53,
     }
-}
-
-/// A uniform number in `0..1` for the element at `index`.
-fn unit(draw: GeneratorState, index: u64) -> f64 {
-    let words = block(draw, index);
-    to_unit(words[0], words[1])
 }
 
 /// 53 bits of two words as a number in `0..1`.
@@ -287,19 +305,6 @@ fn normal_quantile(share: f64) -> f64 {
     z
 }
 
-/// The Philox4x32-10 counter-based generator (Salmon, Moraes, Dror and Shaw, 2011), which PyTorch uses on CUDA devices.
-pub fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
-    for round in 0..10 {
-        if round > 0 {
-            key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
-        }
-        let a = u64::from(counter[0]) * 0xD251_1F53;
-        let b = u64::from(counter[2]) * 0xCD9E_8D57;
-        counter = [(b >> 32) as u32 ^ counter[1] ^ key[0], b as u32, (a >> 32) as u32 ^ counter[3] ^ key[1], a as u32];
-    }
-    counter
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -345,7 +350,6 @@ mod tests {
         for (distribution, mean, variance) in [
             (Distribution::Uniform { low: -1.0, high: 3.0 }, 1.0, 16.0 / 12.0),
             (Distribution::Normal { mean: 2.0, std: 3.0 }, 2.0, 9.0),
-            (Distribution::Bernoulli { p: 0.3 }, 0.3, 0.21),
             (Distribution::Integers { low: -5, high: 6 }, 0.0, 10.0),
         ] {
             let (m, v) = moments(distribution);

@@ -80,6 +80,8 @@ pub(crate) struct RankContext {
     pub(crate) decisions: AnyField,
     /// Cache of redistribution plans with their groups and calls: `redistribute::execute`.
     pub(crate) redistributions: AnyField,
+    /// Tables of angles of rotary position embedding: `ops::attention`.
+    pub(crate) rotary_tables: AnyField,
     /// Tensors passed to differentiable local code: `tensor::local_code`.
     pub(crate) local_exits: AnyField,
     /// Gradients of tensors that a recomputed call captured instead of taking them as inputs: `autograd`.
@@ -114,6 +116,7 @@ impl RankContext {
             sharded_operators: AnyField::new(),
             decisions: AnyField::new(),
             redistributions: AnyField::new(),
+            rotary_tables: AnyField::new(),
             local_exits: AnyField::new(),
             replayed_gradients: AnyField::new(),
         }

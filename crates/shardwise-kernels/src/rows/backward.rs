@@ -4,34 +4,34 @@ use std::mem::MaybeUninit;
 
 use candle_core::{DType, Tensor};
 
-use super::{NormKind, RowFloat, RowWriter, in_type_of, over_rows, per_element, rows_and_width, sum, write};
+use super::{NormKind, RowFloat, RowWriter, in_type_of, over_rows, per_element, rows_and_width, scratch_of, sum, write};
 use crate::error::Result;
+use crate::parallel::SharedPtr;
 use crate::simd::{self, Kernel};
 
 /// Gradient of softmax: `y * (g - sum(g * y))`, given its output `y` and the gradient `g` of the output, of one shape.
 pub fn softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor> {
-    in_type_of!(y, T => {
-        let (count, width) = rows_and_width(y);
-        let mut target = RowWriter::new(y.dtype(), count, width)?;
-        over_rows::<T, 2>(&[y, g], &mut |[y, g]| {
-            // SAFETY: the kernel writes the whole row.
-            unsafe { target.write(|out| simd::run(SoftmaxBackward { y, g, out })) };
-        })?;
-        Ok(target.finish(y.dims()))
-    })
+    in_type_of!(y, T => map_row_pairs::<T>(y, g, &|y, g, out| simd::run(SoftmaxBackward { y, g, out })))
 }
 
 /// Gradient of log-softmax: `g - exp(y) * sum(g)`, given its output `y` and the gradient `g` of the output, of one shape.
 pub fn log_softmax_backward_rows(y: &Tensor, g: &Tensor) -> Result<Tensor> {
-    in_type_of!(y, T => {
-        let (count, width) = rows_and_width(y);
-        let mut target = RowWriter::new(y.dtype(), count, width)?;
-        over_rows::<T, 2>(&[y, g], &mut |[y, g]| {
-            // SAFETY: the kernel writes the whole row.
-            unsafe { target.write(|out| simd::run(LogSoftmaxBackward { y, g, out })) };
-        })?;
-        Ok(target.finish(y.dims()))
-    })
+    in_type_of!(y, T => map_row_pairs::<T>(y, g, &|y, g, out| simd::run(LogSoftmaxBackward { y, g, out })))
+}
+
+/// Writes a row, given the rows of an output and of its gradient.
+type PairKernel<'a, T> = &'a (dyn Fn(&[T], &[T], &mut [MaybeUninit<T>]) + Sync);
+
+/// A new tensor like `y` of which `body` writes every row.
+fn map_row_pairs<T: RowFloat>(y: &Tensor, g: &Tensor, body: PairKernel<'_, T>) -> Result<Tensor> {
+    let (count, width) = rows_and_width(y);
+    let target = RowWriter::new(y.dtype(), count, width)?;
+    over_rows::<T, 2>(&[y, g], 1, &|i, [y, g], scratch| {
+        // SAFETY: the kernels write the whole row, and each row once.
+        unsafe { target.write(i, scratch_of(scratch, width), |out| body(y, g, out)) };
+    })?;
+    // SAFETY: every row was written.
+    Ok(unsafe { target.finish(y.dims()) })
 }
 
 /// Gradients of layer norm with respect to input, weight and bias, given the input `x` and the gradient `g` of the output.
@@ -71,33 +71,53 @@ fn norm_backward(
         let (count, width) = rows_and_width(x);
         let dtype = weight.map_or(x.dtype(), Tensor::dtype);
         let weight = weight.map(|w| per_element::<T>(w, width)).transpose()?;
-        let mut target = RowWriter::new(x.dtype(), count, width)?;
-        let (mut dweight, mut dbias) = (vec![0.0; width], vec![0.0; width]);
-        let mut scratch = vec![[MaybeUninit::<T>::uninit(); 2]; width];
-        over_rows::<T, 2>(&[x, g], &mut |[x, g]| {
-            let (normal, scaled) = scratch.as_flattened_mut().split_at_mut(width);
-            let (weight, dweight, dbias) = (weight.as_deref(), &mut dweight, &mut dbias);
-            // SAFETY: the kernel writes the whole row.
+        let target = RowWriter::new(x.dtype(), count, width)?;
+        // Every block of rows has sums of its own, which are added in order: the bits do not depend on threads.
+        let block = count.div_ceil(MAX_BLOCKS).max(MIN_BLOCK_ROWS);
+        let blocks = count.div_ceil(block);
+        let mut sums = vec![0.0; blocks * 2 * width];
+        let first = SharedPtr::new(sums.as_mut_ptr());
+        over_rows::<T, 2>(&[x, g], block, &|i, [x, g], scratch| {
+            let (normal, rest) = scratch_of(scratch, 3 * width).split_at_mut(width);
+            let (scaled, converted) = rest.split_at_mut(width);
+            let weight = weight.as_deref();
+            // SAFETY: one thread has all rows of a block, and so its sums. The kernel writes the whole row.
             unsafe {
-                target.write(|out| {
+                let sums = std::slice::from_raw_parts_mut(first.get().add(i / block * 2 * width), 2 * width);
+                let (dweight, dbias) = sums.split_at_mut(width);
+                target.write(i, converted, |out| {
                     simd::run(NormBackward { norm, x, weight, g, eps, normal, scaled, dweight, dbias, out });
                 });
             }
         })?;
-        Ok((target.finish(x.dims()), one_row(&dweight, dtype)?, one_row(&dbias, dtype)?))
+        let mut totals = vec![0.0; 2 * width];
+        for block in sums.chunks_exact((2 * width).max(1)) {
+            totals.iter_mut().zip(block).for_each(|(total, sum)| *total += sum);
+        }
+        let (dweight, dbias) = totals.split_at(width);
+        // SAFETY: every row was written.
+        Ok((unsafe { target.finish(x.dims()) }, one_row(dweight, dtype)?, one_row(dbias, dtype)?))
     })
 }
 
+/// Blocks of rows that have sums of their own, at most: enough for many threads, and few enough that adding them takes no
+/// time.
+const MAX_BLOCKS: usize = 64;
+
+/// Rows per block, at least.
+const MIN_BLOCK_ROWS: usize = 16;
+
 /// Builds a tensor of one dimension.
 fn one_row(values: &[f64], dtype: DType) -> Result<Tensor> {
-    let mut target = RowWriter::<f64>::new(dtype, 1, values.len())?;
-    // SAFETY: `write` writes the whole row.
+    let target = RowWriter::new(dtype, 1, values.len())?;
+    let mut scratch = vec![MaybeUninit::uninit(); values.len()];
+    // SAFETY: `write` writes the whole row, the only one.
     unsafe {
-        target.write(|out| {
+        target.write::<f64>(0, &mut scratch, |out| {
             write(out, [values], |[x]| x);
         });
+        Ok(target.finish(&[values.len()]))
     }
-    Ok(target.finish(&[values.len()]))
 }
 
 struct SoftmaxBackward<'a, T> {

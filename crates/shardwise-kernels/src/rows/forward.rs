@@ -5,47 +5,48 @@ use std::mem::MaybeUninit;
 use candle_core::Tensor;
 
 use super::{
-    NormKind, RowFloat, RowWriter, in_type_of, over_rows, per_element, rows_and_width, sum, write, zip_in_place,
+    NormKind, RowFloat, RowWriter, in_type_of, over_rows, per_element, rows_and_width, scratch_of, sum, write,
+    zip_in_place,
 };
 use crate::error::Result;
 use crate::simd::{self, Kernel};
 
 /// Softmax over the last dimension. Returns a tensor of the shape and type of `x`.
 pub fn softmax_rows(x: &Tensor) -> Result<Tensor> {
-    in_type_of!(x, T => {
-        let (count, width) = rows_and_width(x);
-        let mut target = RowWriter::new(x.dtype(), count, width)?;
-        // SAFETY: the kernel writes the whole row.
-        over_rows::<T, 1>(&[x], &mut |[row]| unsafe { target.write(|out| simd::run(Softmax { row, out })) })?;
-        Ok(target.finish(x.dims()))
-    })
+    in_type_of!(x, T => map_rows::<T>(x, &|row, out| simd::run(Softmax { row, out })))
 }
 
 /// Log-softmax over the last dimension. Returns a tensor of the shape and type of `x`.
 pub fn log_softmax_rows(x: &Tensor) -> Result<Tensor> {
-    in_type_of!(x, T => {
-        let (count, width) = rows_and_width(x);
-        let mut target = RowWriter::new(x.dtype(), count, width)?;
-        // SAFETY: the kernel writes the whole row.
-        over_rows::<T, 1>(&[x], &mut |[row]| unsafe { target.write(|out| simd::run(LogSoftmax { row, out })) })?;
-        Ok(target.finish(x.dims()))
-    })
+    in_type_of!(x, T => map_rows::<T>(x, &|row, out| simd::run(LogSoftmax { row, out })))
+}
+
+/// A new tensor of which `body` writes every row, given that of `x`.
+fn map_rows<T: RowFloat>(x: &Tensor, body: &(dyn Fn(&[T], &mut [MaybeUninit<T>]) + Sync)) -> Result<Tensor> {
+    let (count, width) = rows_and_width(x);
+    let target = RowWriter::new(x.dtype(), count, width)?;
+    over_rows::<T, 1>(&[x], 1, &|i, [row], scratch| {
+        // SAFETY: the kernels write the whole row, and each row once.
+        unsafe { target.write(i, scratch_of(scratch, width), |out| body(row, out)) };
+    })?;
+    // SAFETY: every row was written.
+    Ok(unsafe { target.finish(x.dims()) })
 }
 
 /// `log(sum(exp(x)))` over the last dimension, whose size becomes 1.
 pub fn logsumexp_rows(x: &Tensor) -> Result<Tensor> {
     in_type_of!(x, T => {
         let (count, width) = rows_and_width(x);
-        let mut target = RowWriter::new(x.dtype(), count, 1)?;
-        let mut scratch = vec![MaybeUninit::<T>::uninit(); width];
-        over_rows::<T, 1>(&[x], &mut |[row]| {
-            let value = simd::run(LogSumExp { row, scratch: &mut scratch });
-            // SAFETY: the row has one element.
-            unsafe { target.write(|out| { out[0].write(T::narrow(value)); }) };
+        let target = RowWriter::new(x.dtype(), count, 1)?;
+        over_rows::<T, 1>(&[x], 1, &|i, [row], scratch| {
+            let value = simd::run(LogSumExp { row, scratch: scratch_of(scratch, width.max(1)) });
+            // SAFETY: the row has one element, and each row is written once.
+            unsafe { target.write(i, scratch, |out| { out[0].write(T::narrow(value)); }) };
         })?;
         let mut shape = x.dims().to_vec();
         shape.last_mut().into_iter().for_each(|last| *last = 1);
-        Ok(target.finish(&shape))
+        // SAFETY: every row was written.
+        Ok(unsafe { target.finish(&shape) })
     })
 }
 
@@ -71,16 +72,11 @@ pub fn rms_norm_rows(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Te
 
 fn norm_rows(norm: NormKind, x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     in_type_of!(x, T => {
-        let (count, width) = rows_and_width(x);
+        let (_, width) = rows_and_width(x);
         let weight = weight.map(|w| per_element::<T>(w, width)).transpose()?;
         let bias = bias.map(|b| per_element::<T>(b, width)).transpose()?;
-        let mut target = RowWriter::new(x.dtype(), count, width)?;
-        over_rows::<T, 1>(&[x], &mut |[row]| {
-            let (weight, bias) = (weight.as_deref(), bias.as_deref());
-            // SAFETY: the kernel writes the whole row.
-            unsafe { target.write(|out| simd::run(NormForward { norm, row, weight, bias, eps, out })) };
-        })?;
-        Ok(target.finish(x.dims()))
+        let (weight, bias) = (weight.as_deref(), bias.as_deref());
+        map_rows::<T>(x, &|row, out| simd::run(NormForward { norm, row, weight, bias, eps, out }))
     })
 }
 
@@ -107,8 +103,9 @@ impl<T: RowFloat> Kernel for Softmax<'_, T> {
     #[inline(always)]
     fn run<const FMA: bool>(self) {
         let (out, total) = exponentials::<FMA, T>(self.row, T::max_of(self.row), self.out);
-        let total = T::narrow(total);
-        out.iter_mut().for_each(|e| *e /= total);
+        // A product takes a quarter of the time of a division, for half a unit in the last place.
+        let share = T::narrow(1.0 / total);
+        out.iter_mut().for_each(|e| *e = *e * share);
     }
 }
 

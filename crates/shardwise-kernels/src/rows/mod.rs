@@ -2,7 +2,7 @@
 //!
 //! All other dimensions are flattened to rows. Each row is read from memory once and stays in the cache while it is computed.
 //! f64 is computed in f64; f32, f16 and bf16 in f32; sums and means accumulate in f64. The result has the type of the input.
-//! Kernels run on the calling thread; an input that is not contiguous is copied first.
+//! Large inputs are divided over the threads of the pool by rows; one that is not contiguous is copied first.
 
 mod backward;
 mod forward;
@@ -19,6 +19,7 @@ use std::ops::{Add, DivAssign, Mul, Sub};
 use candle_core::{DType, Tensor};
 
 use super::convert::{Block, Compute};
+use super::parallel::{SharedPtr, over_ranges};
 use super::pointwise::each;
 use super::reduce_dims::{Accumulate, LANES, Max, Sum, accumulate_lanes, combine_lanes};
 use super::uninit_buffer::UninitBuffer;
@@ -177,13 +178,32 @@ fn per_element<T: Compute>(parameter: &Tensor, width: usize) -> Result<Vec<T>> {
             "reshape the tensors",
         ));
     }
+    let parameter = contiguous(parameter)?;
+    let (storage, layout) = parameter.storage_and_layout();
+    let (first, dtype) = first_element(&storage, layout);
     let mut values = Vec::with_capacity(width);
-    over_rows(&[parameter], &mut |[row]: [&[T]; 1]| values.extend_from_slice(row))?;
+    let block = Block { rows: 1, row_stride: 0, width, stride: 1 };
+    // SAFETY: the tensor is contiguous with `width` elements, for which the vector has room.
+    unsafe {
+        T::load(dtype, first, block, &mut values.spare_capacity_mut()[..width]);
+        values.set_len(width);
+    }
     Ok(values)
 }
 
-/// Calls `body` with the rows of tensors of one shape, one row of each at a time.
-fn over_rows<T: Compute, const N: usize>(tensors: &[&Tensor; N], body: &mut dyn FnMut([&[T]; N])) -> Result<()> {
+/// Work per element of a row, in units of [`over_ranges`]: an exponential, or several passes over a row in the cache.
+const COST: usize = 4;
+
+/// Memory of one thread for a row before it is converted, and for what a kernel keeps of it.
+type RowScratch<T> = Vec<MaybeUninit<T>>;
+
+/// Calls `body` with the number of a row and the row of each tensor, all of one shape, on the threads of the pool if there is
+/// enough work. The rows of a block of `block` rows are visited in order by one thread.
+fn over_rows<T: Compute, const N: usize>(
+    tensors: &[&Tensor; N],
+    block: usize,
+    body: &(dyn Fn(usize, [&[T]; N], &mut RowScratch<T>) + Sync),
+) -> Result<()> {
     if let Some(other) = tensors.iter().find(|t| t.dims() != tensors[0].dims()) {
         let found = format!("rows of shapes {:?} and {:?}", tensors[0].dims(), other.dims());
         return Err(ErrorKind::shape(other.dims()).error(
@@ -203,72 +223,90 @@ fn over_rows<T: Compute, const N: usize>(tensors: &[&Tensor; N], body: &mut dyn 
     }
     let guards: [_; N] = from_fn(|k| contiguous_tensors[k].storage_and_layout());
     let sources: [_; N] = from_fn(|k| first_element(&guards[k].0, guards[k].1));
-    let mut buffers: [Vec<T>; N] = from_fn(|_| Vec::new());
-    for row in 0..count {
-        let mut rows = [&[][..]; N];
-        for (((first, dtype), buffer), values) in sources.iter().zip(&mut buffers).zip(&mut rows) {
-            // SAFETY: the row is inside the tensor, which is contiguous and kept by its guard. The buffer has room for a row,
-            // which is written before it is read.
-            *values = unsafe {
-                let first = first.add(row * width * dtype.size_in_bytes());
-                if *dtype == T::DTYPE {
-                    std::slice::from_raw_parts(first.cast(), width)
-                } else {
-                    buffer.reserve(width);
-                    let block = Block { rows: 1, row_stride: 0, width, stride: 1 };
-                    T::load(*dtype, first, block, &mut buffer.spare_capacity_mut()[..width]);
-                    std::slice::from_raw_parts(buffer.as_ptr(), width)
-                }
-            };
+    let sources = sources.map(|(first, dtype)| (SharedPtr::new(first.cast_mut()), dtype));
+    over_ranges(count, width * COST, block, |range| {
+        let mut buffers: [Vec<T>; N] = from_fn(|_| Vec::new());
+        let mut scratch = RowScratch::new();
+        for row in range {
+            let mut rows = [&[][..]; N];
+            for (((first, dtype), buffer), values) in sources.iter().zip(&mut buffers).zip(&mut rows) {
+                // SAFETY: the row is inside the tensor, which is contiguous and kept by its guard. The buffer has room for a
+                // row, which is written before it is read.
+                *values = unsafe {
+                    let first = first.get().add(row * width * dtype.size_in_bytes()).cast_const();
+                    if *dtype == T::DTYPE {
+                        std::slice::from_raw_parts(first.cast(), width)
+                    } else {
+                        buffer.reserve(width);
+                        let block = Block { rows: 1, row_stride: 0, width, stride: 1 };
+                        T::load(*dtype, first, block, &mut buffer.spare_capacity_mut()[..width]);
+                        std::slice::from_raw_parts(buffer.as_ptr(), width)
+                    }
+                };
+            }
+            body(row, rows, &mut scratch);
         }
-        body(rows);
-    }
+    });
     Ok(())
 }
 
-/// Writes the rows of a new tensor, from the first to the last.
-struct RowWriter<T> {
-    memory: UninitBuffer,
-    dtype: DType,
-    width: usize,
-    /// Elements written so far.
-    written: usize,
-    /// A row before it is converted to the type of the tensor.
-    buffer: Vec<T>,
+/// The first `count` elements of the scratch memory, which grows to that size.
+fn scratch_of<T: Copy>(scratch: &mut RowScratch<T>, count: usize) -> &mut [MaybeUninit<T>] {
+    if scratch.len() < count {
+        scratch.resize(count, MaybeUninit::uninit());
+    }
+    &mut scratch[..count]
 }
 
-impl<T: Compute> RowWriter<T> {
+/// Writes the rows of a new tensor, in any order.
+struct RowWriter {
+    memory: UninitBuffer,
+    first: SharedPtr<u8>,
+    dtype: DType,
+    width: usize,
+}
+
+impl RowWriter {
     fn new(dtype: DType, rows: usize, width: usize) -> Result<Self> {
-        Ok(RowWriter { memory: UninitBuffer::new(dtype, rows * width)?, dtype, width, written: 0, buffer: Vec::new() })
+        let memory = UninitBuffer::new(dtype, rows * width)?;
+        let first = SharedPtr::new(memory.first());
+        Ok(RowWriter { memory, first, dtype, width })
     }
 
-    /// Writes the next row with `body`.
+    /// Writes a row with `body`, through the scratch memory if it has to be converted.
     ///
     /// # Safety
-    /// `body` writes every element of the slice.
-    unsafe fn write(&mut self, body: impl FnOnce(&mut [MaybeUninit<T>])) {
-        let begin = self.written;
-        self.written += self.width;
-        assert!(self.written <= self.memory.count());
-        if let Some(elements) = self.memory.elements::<T>() {
-            return body(&mut elements[begin..begin + self.width]);
-        }
-        self.buffer.reserve(self.width);
-        body(&mut self.buffer.spare_capacity_mut()[..self.width]);
-        // SAFETY: the buffer was written just now, and there is room for the row.
+    /// The row exists, no other thread writes it, and `body` writes every element of the slice.
+    unsafe fn write<T: Compute>(
+        &self,
+        row: usize,
+        scratch: &mut [MaybeUninit<T>],
+        body: impl FnOnce(&mut [MaybeUninit<T>]),
+    ) {
+        // SAFETY: the caller's promises.
         unsafe {
-            let row = std::slice::from_raw_parts(self.buffer.as_ptr(), self.width);
-            T::store(self.dtype, row, self.memory.first().add(begin * self.dtype.size_in_bytes()));
+            let to = self.first.get().add(row * self.width * self.dtype.size_in_bytes());
+            if self.dtype == T::DTYPE {
+                return body(std::slice::from_raw_parts_mut(to.cast(), self.width));
+            }
+            let converted = &mut scratch[..self.width];
+            body(converted);
+            T::store(self.dtype, converted.assume_init_ref(), to);
         }
     }
 
-    /// Returns the tensor, of which all rows have been written.
-    fn finish(self, shape: &[usize]) -> Tensor {
-        assert_eq!(self.written, self.memory.count());
-        // SAFETY: every element was written.
+    /// Returns the tensor.
+    ///
+    /// # Safety
+    /// All rows have been written.
+    unsafe fn finish(self, shape: &[usize]) -> Tensor {
+        // SAFETY: the caller's promise.
         unsafe { self.memory.finish(shape) }
     }
 }
+
+// SAFETY: threads write rows that do not overlap.
+unsafe impl Sync for RowWriter {}
 
 #[cfg(test)]
 mod tests {

@@ -111,8 +111,11 @@ impl MultiHeadAttention {
         let queries = rotated(split_heads(self.query.forward(x)?, heads)?)?;
         let keys = rotated(split_heads(self.key.forward(context)?, key_heads)?)?;
         let values = split_heads(self.value.forward(context)?, key_heads)?;
-        let mixed =
-            queries.scaled_dot_product_attention(&keys, &values, AttentionOptions { causal, mask, scale: None })?;
+        let mixed = queries.scaled_dot_product_attention(
+            &keys,
+            &values,
+            AttentionOptions { causal, mask, ..AttentionOptions::default() },
+        )?;
         self.output.forward(&mixed.transpose(-3, -2)?.flatten(-2, -1)?)
     }
 }

@@ -62,7 +62,10 @@ mod state_dict;
 pub use activation::{Elu, Gelu, GeluTanh, LeakyRelu, LogSoftmax, Relu, Sigmoid, Silu, Softmax, Softplus, Tanh};
 pub use attention::{AttentionConfig, MultiHeadAttention, RotaryEmbedding};
 pub use build::Builder;
-pub use conv::{Conv1d, Conv1dOptions, Conv2d, Conv2dOptions};
+pub use conv::{
+    Conv1d, Conv1dOptions, Conv2d, Conv2dOptions, Conv3d, Conv3dOptions, ConvTranspose1d, ConvTranspose1dOptions,
+    ConvTranspose2d, ConvTranspose2dOptions, ConvTranspose3d, ConvTranspose3dOptions,
+};
 pub use distribute::distribute_module;
 pub use hints::{Heads, PlanHints};
 pub(crate) use linear::layer;

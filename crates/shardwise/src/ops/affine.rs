@@ -2,12 +2,16 @@
 
 use std::panic::Location;
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 
 use super::{OpEntry, SampleInput};
 use crate::error::{ErrorKind, Result};
-use crate::op::name_call;
-use crate::tensor::DTensor;
+use crate::layout::TensorMeta;
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
+use crate::placement::Placement;
+use crate::rule::{DimSharding, Signature};
+use crate::tensor::{DTensor, SaveForBackward};
+use shardwise_kernels::batched_matmul_bias;
 
 impl DTensor {
     /// Applies a linear layer: this tensor `[..., in]` times the transpose of `weight`, `[out, in]`, plus `bias`, `[out]`.
@@ -40,8 +44,24 @@ impl DTensor {
             );
             return Err(name_call(error, "linear", &[self, weight], Location::caller()));
         }
-        let product = self.times_transposed(weight)?;
-        bias.map_or(Ok(product.clone()), |bias| product.add(bias))
+        match bias {
+            None => self.times_transposed(weight),
+            Some(bias) if self.fits_fused_linear(weight, bias) => {
+                Ok(dispatch(&LinearBias, &[self, weight, bias], Location::caller())?.swap_remove(0))
+            }
+            Some(bias) => self.times_transposed(weight)?.add(bias),
+        }
+    }
+
+    /// Whether product and sum can be computed in one pass: the features of the input are not sharded and nothing is partial,
+    /// so that every rank has complete products to add the bias to.
+    fn fits_fused_linear(&self, weight: &DTensor, bias: &DTensor) -> bool {
+        let all = [self, weight, bias];
+        self.dtype().is_float()
+            && all.iter().all(|t| t.dtype() == self.dtype() && !t.placements().iter().any(Placement::is_partial))
+            && bias.shape() == &weight.shape()[..1]
+            && self.layout().shard_order(self.ndim() - 1).is_empty()
+            && weight.layout().shard_order(1).is_empty()
     }
 
     /// Returns `beta * self + alpha * (a @ b)`; this tensor broadcasts to the product of the two matrices.
@@ -61,6 +81,48 @@ impl DTensor {
     }
 }
 
+/// `x w^T + bias` in one pass over the result, where the features of `x` are not sharded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct LinearBias;
+
+impl Op for LinearBias {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn plan(&self, inputs: &[TensorMeta]) -> Result<OpPlan> {
+        let [x, weight, _] = inputs else { unreachable!("three inputs") };
+        let leading = x.shape.len() - 1;
+        // Dimensions of the operator: the leading ones, then the features of the result, then those of the input.
+        let (out, features) = (leading, leading + 1);
+        let dims = (0..=leading).map(|_| DimSharding::Free).chain([DimSharding::Never]);
+        let with = |last: usize| (0..leading).chain([last]).map(Some).collect::<Vec<_>>();
+        let named = [with(features), vec![Some(out), Some(features)], vec![Some(out)]];
+        let shape = x.shape[..leading].iter().chain(&weight.shape[..1]).copied().collect();
+        Ok(OpPlan {
+            signature: Signature::new(dims, named, [with(out)]),
+            outputs: vec![TensorMeta { shape, dtype: x.dtype }],
+        })
+    }
+
+    fn run(&self, inputs: &[Tensor], _: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        Ok(vec![batched_matmul_bias(&inputs[0], &inputs[1].t()?, 0, 1, Some(&inputs[2]))?])
+    }
+
+    fn gradient(&self) -> Gradient<Self> {
+        Gradient::From(SaveForBackward::Inputs, |_, saved, gradients| {
+            let Some(g) = &gradients[0] else { return Ok(vec![None; 3]) };
+            let leading: Vec<isize> = (0..g.ndim() as isize - 1).collect();
+            let needs = |i: usize, of: &dyn Fn() -> Result<DTensor>| saved.needs_input_grad(i).then(of).transpose();
+            Ok(vec![
+                needs(0, &|| g.linear_input_gradient(&saved.input(1)))?,
+                needs(1, &|| g.linear_weight_gradient(&saved.input(0)))?,
+                needs(2, &|| if leading.is_empty() { Ok(g.clone()) } else { g.sum(&leading, false) })?,
+            ])
+        })
+    }
+}
+
 #[track_caller]
 fn scaled(x: &DTensor, factor: f64) -> Result<DTensor> {
     if factor == 1.0 { Ok(x.clone()) } else { x.mul_scalar(factor) }
@@ -77,7 +139,9 @@ fn sample(shapes: [&[usize]; 3]) -> Vec<SampleInput> {
 }
 
 fn linear_samples() -> Vec<Vec<SampleInput>> {
-    vec![sample([&[2, 3, 5], &[4, 5], &[4]]), sample([&[3], &[2, 3], &[2]])]
+    let floats = |shapes: [&[usize]; 3]| shapes.iter().map(|shape| SampleInput::new(shape, DType::F64)).collect();
+    let fused = [floats([&[2, 3, 5], &[4, 5], &[4]]), floats([&[3], &[2, 3], &[2]])];
+    [sample([&[2, 3, 5], &[4, 5], &[4]]), sample([&[3], &[2, 3], &[2]])].into_iter().chain(fused).collect()
 }
 
 fn addmm_samples() -> Vec<Vec<SampleInput>> {

@@ -58,10 +58,10 @@ impl DTensor {
         summed.to_dtype(self.dtype())
     }
 
-    /// Writes `outside` where the column exceeds the row by more than `ahead`.
+    /// Writes -inf where `column - row` is below `lower` or above `upper`; `None` is no bound.
     #[track_caller]
-    pub(super) fn causal(&self, ahead: isize, outside: f64) -> Result<DTensor> {
-        self.band("causal_mask", -FAR, ahead, outside)
+    pub(super) fn attention_band(&self, lower: Option<isize>, upper: Option<isize>) -> Result<DTensor> {
+        self.band("attention_mask", lower.unwrap_or(-FAR), upper.unwrap_or(FAR), f64::NEG_INFINITY)
     }
 
     #[track_caller]

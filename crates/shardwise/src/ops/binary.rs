@@ -13,7 +13,7 @@ use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, Operand};
-use shardwise_kernels::{ComputeType, DimReduction, PerType, ViaF64, pointwise, reduce_dims};
+use shardwise_kernels::{ComputeType, DimReduction, PerType, PointwiseFn, math, pointwise, reduce_dims};
 
 /// The element type of the result of a function of two tensors.
 #[derive(Clone, Copy, PartialEq)]
@@ -65,13 +65,14 @@ const MINIMUM: &[PartialOperands] = &[
 
 /// Defines the methods of [`DTensor`], the enum [`Binary`] and the table from one entry per function.
 ///
-/// The kernel is `each` (the same expression in f32 and f64) or `wide` (computed in f64 for f32 too), and `integer` for integers.
+/// The kernel is `each` (the same expression in f32 and f64) or `fast` (f32 has a vectorized function in [`math`]), and `integer` for
+/// integers.
 /// After the arrow comes the gradient, which every entry must state: one [`OperandGradient`] per operand, or
 /// `not_differentiable`.
 macro_rules! functions {
     ($(
         $(#[doc = $doc:literal])*
-        $name:ident: $result_type:ident, $passes:expr, |$a:ident, $b:ident| $form:ident($real:expr), integer($integer:expr)
+        $name:ident: $result_type:ident, $passes:expr, |$a:ident, $b:ident| $form:ident $real:tt, integer($integer:expr)
             => $gradient:ident $(($left:ident($of_left:expr), $right:ident($of_right:expr)))?;
     )*) => {
         impl DTensor {
@@ -122,10 +123,28 @@ macro_rules! functions {
     (@gradient_only $of:expr) => { OperandGradient::GradientOnly($of) };
     (@linear $of:expr) => { OperandGradient::LinearInOperands($of) };
     (@nonlinear $of:expr) => { OperandGradient::Nonlinear($of) };
-    (@each $a:ident, $b:ident, $real:expr, $integer:ident) => {
+    (@each $a:ident, $b:ident, ($real:expr), $integer:ident) => {
         PerType(|[$a, $b]: [f32; 2]| $real, |[$a, $b]: [f64; 2]| $real, $integer)
     };
-    (@wide $a:ident, $b:ident, $real:expr, $integer:ident) => { ViaF64(|[$a, $b]: [f64; 2]| $real, $integer) };
+    (@fast $a:ident, $b:ident, ($fast:expr, $real:expr), $integer:ident) => {{
+        #[derive(Clone, Copy)]
+        struct F32Kernel<W>(W);
+        impl<W: Fn([i64; 2]) -> i64 + Copy + Sync> PointwiseFn<2> for F32Kernel<W> {
+            #[inline(always)]
+            fn f32<const FMA: bool>(self, [$a, $b]: [f32; 2]) -> f32 {
+                $fast
+            }
+            #[inline(always)]
+            fn f64(self, [$a, $b]: [f64; 2]) -> f64 {
+                $real
+            }
+            #[inline(always)]
+            fn i64(self, x: [i64; 2]) -> i64 {
+                (self.0)(x)
+            }
+        }
+        F32Kernel($integer)
+    }};
 }
 
 /// The remainder with the sign of the divisor: from fmod, which is exact, and not from the rounded quotient.
@@ -178,7 +197,7 @@ functions! {
     div_trunc: Promoted, &[], |a, b| each((a / b).trunc()), integer(a.wrapping_div(b))
         => gradients(gradient_only(zero), gradient_only(zero));
     /// Raises this tensor to the power `other`.
-    pow: Promoted, &[], |a, b| wide(a.powf(b)), integer(power(a, b))
+    pow: Promoted, &[], |a, b| fast(math::pow::<FMA>(a, f64::from(b)), a.powf(b)), integer(power(a, b))
         => gradients(nonlinear(power_by_base), nonlinear(power_by_exponent));
     /// Returns the elementwise maximum; NaN if either operand is NaN.
     maximum: Promoted, MAXIMUM, |a, b| each(if a > b || a.is_nan() { a } else { b }), integer(a.max(b))
@@ -195,11 +214,11 @@ functions! {
     remainder: Promoted, &[], |a, b| each(remainder_of_division!(a, b)), integer(remainder_of_quotient(a, b))
         => gradients(gradient_only(|g| Ok(g.clone())), nonlinear(|a, b, g| g.mul(&a.div_floor(b)?)?.neg()));
     /// Returns the angle of the point `(other, self)`, from -pi to pi.
-    atan2: Float, &[], |a, b| wide(a.atan2(b)), integer(float_only(a, b))
+    atan2: Float, &[], |a, b| fast(math::atan2::<FMA>(a, b), a.atan2(b)), integer(float_only(a, b))
         => gradients(nonlinear(|a, b, g| g.mul(b)?.div(&a.square()?.add(&b.square()?)?)),
             nonlinear(|a, b, g| g.mul(a)?.div(&a.square()?.add(&b.square()?)?)?.neg()));
     /// Returns `sqrt(self^2 + other^2)` without intermediate overflow.
-    hypot: Float, &[], |a, b| wide(a.hypot(b)), integer(float_only(a, b))
+    hypot: Float, &[], |a, b| fast(math::hypot::<FMA>(a, b), a.hypot(b)), integer(float_only(a, b))
         => gradients(nonlinear(|a, b, g| g.mul(a)?.div(&a.hypot(b)?)), nonlinear(|a, b, g| g.mul(b)?.div(&a.hypot(b)?)));
     /// Returns 1 where the elements are equal and 0 otherwise, as u8.
     eq: Bool, &[], |a, b| each(if a == b { 1.0 } else { 0.0 }), integer(i64::from(a == b))

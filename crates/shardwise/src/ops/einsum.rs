@@ -169,18 +169,29 @@ impl DTensor {
         named("outer", &OUTER, self, other)
     }
 
-    /// The einsum of two tensors, with the letters of both and of the result.
-    #[track_caller]
-    pub(super) fn contract(&self, other: &DTensor, terms: [&str; 2], output: &str) -> Result<DTensor> {
-        multiply("einsum", equation(terms, output), false, &[self, other])
-    }
-
     /// `x` of shape `[..., in]` times the transpose of a weight of shape `[out, in]`.
     #[track_caller]
     pub(super) fn times_transposed(&self, weight: &DTensor) -> Result<DTensor> {
         let leading = || batch(self.ndim() - 1);
         let inputs = [leading().chain(letters("k")).collect(), letters("nk").collect()];
         multiply("einsum", Equation::new(inputs, leading().chain(letters("n"))), false, &[self, weight])
+    }
+
+    /// The gradient of the input of a linear layer: this one of its result, `[..., out]`, times the weight, `[out, in]`.
+    #[track_caller]
+    pub(super) fn linear_input_gradient(&self, weight: &DTensor) -> Result<DTensor> {
+        let leading = || batch(self.ndim() - 1);
+        let inputs = [leading().chain(letters("n")).collect(), letters("nk").collect()];
+        multiply("einsum", Equation::new(inputs, leading().chain(letters("k"))), false, &[self, weight])
+    }
+
+    /// The gradient of the weight of a linear layer: this one of its result, `[..., out]`, times the input, `[..., in]`, summed
+    /// over all leading dimensions.
+    #[track_caller]
+    pub(super) fn linear_weight_gradient(&self, input: &DTensor) -> Result<DTensor> {
+        let leading = || batch(self.ndim() - 1);
+        let inputs = [leading().chain(letters("n")).collect(), leading().chain(letters("k")).collect()];
+        multiply("einsum", Equation::new(inputs, letters("nk")), false, &[self, input])
     }
 }
 

@@ -4,6 +4,7 @@ mod affine;
 mod attention;
 mod band;
 mod binary;
+mod channel_norm;
 mod contraction;
 mod convolution;
 mod custom_elementwise;
@@ -38,7 +39,7 @@ mod unary;
 mod view;
 
 pub use attention::AttentionOptions;
-pub use convolution::ConvOptions;
+pub use convolution::{ConvOptions, ConvTransposeOptions, PerDim};
 pub use custom_elementwise::{ElementwiseDerivative, ElementwiseKernel, ElementwiseOp};
 pub use index::{Ellipsis, Index, Indices, NewAxis, strided};
 pub use lookup::EmbeddingBagMode;
@@ -52,7 +53,7 @@ pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// All operators by family. The order is that of `shardwise ops`.
-static OPS: [&[OpEntry]; 24] = [
+static OPS: [&[OpEntry]; 25] = [
     unary::OPS,
     parametrized::OPS,
     binary::OPS,
@@ -77,4 +78,5 @@ static OPS: [&[OpEntry]; 24] = [
     dropout::OPS,
     attention::OPS,
     convolution::OPS,
+    convolution::POOLING_OPS,
 ];

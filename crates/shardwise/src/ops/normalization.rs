@@ -309,6 +309,13 @@ impl DTensor {
         bias: Option<&DTensor>,
         eps: f64,
     ) -> Result<DTensor> {
+        let fused = match statistics {
+            None => self.fused_batch_norm(weight, bias, eps)?,
+            Some((mean, variance)) => self.fused_inference_norm([mean, variance], weight, bias, eps)?,
+        };
+        if let Some(normal) = fused {
+            return Ok(normal);
+        }
         if let Some(wide) = self.widened()? {
             return wide.batch_norm(statistics, weight, bias, eps)?.to_dtype(self.promoted_type(weight, bias));
         }
@@ -337,6 +344,10 @@ impl DTensor {
     fn channel_statistics(&self, name: &'static str, correction: f64) -> Result<(DTensor, DTensor)> {
         if self.ndim() < 2 {
             return Err(self.bad_dims(name, &[], "[n, channels, ...]"));
+        }
+        let floats = matches!(self.dtype(), DType::F32 | DType::F64) && !self.layout().is_partial();
+        if floats && !self.has_gradient() && self.elem_count() > 0 {
+            return self.fused_statistics(name, correction);
         }
         let others: Vec<isize> = (0..self.ndim() as isize).filter(|&d| d != 1).collect();
         Ok((self.mean(&others, false)?, self.var(&others, correction, false)?))

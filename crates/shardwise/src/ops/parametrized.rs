@@ -182,16 +182,21 @@ impl Parametrized {
                 wide(x, arithmetic, dtype, move |x| if x < 0.0 { s * x } else { x }, |x| x)
             }
             Parametrized::Elu(Scalar(alpha)) => Ok(pointwise(Elu { alpha }, [x], x.dims(), arithmetic, dtype)?),
-            // `beta * x` in f32 would lose digits, so only beta 1 has an f32 kernel.
-            Parametrized::Softplus(Scalar(beta), Scalar(threshold)) if beta != 1.0 => {
-                let f = move |x: f64| if beta * x > threshold { x } else { (beta * x).exp().ln_1p() / beta };
-                wide(x, arithmetic, dtype, f, |x| x)
-            }
-            Parametrized::Softplus(_, Scalar(threshold)) => {
-                Ok(pointwise(Softplus { threshold }, [x], x.dims(), arithmetic, dtype)?)
+            Parametrized::Softplus(Scalar(beta), Scalar(threshold)) => {
+                Ok(pointwise(Softplus { beta, threshold }, [x], x.dims(), arithmetic, dtype)?)
             }
             Parametrized::Pow(Scalar(2.0)) => Unary::square.compute(x, arithmetic, dtype),
-            Parametrized::Pow(Scalar(s)) => wide(x, arithmetic, dtype, move |x| x.powf(s), move |x| power(x, s as i64)),
+            // Exact products and roots, as in PyTorch. Integers have the general kernel: they wrap.
+            Parametrized::Pow(Scalar(s)) if arithmetic != ComputeType::I64 && s == 3.0 => {
+                wide(x, arithmetic, dtype, |x| x * x * x, |x| x)
+            }
+            Parametrized::Pow(Scalar(s)) if arithmetic != ComputeType::I64 && s == 0.5 => {
+                Unary::sqrt.compute(x, arithmetic, dtype)
+            }
+            Parametrized::Pow(Scalar(s)) if arithmetic != ComputeType::I64 && s == -1.0 => {
+                Unary::reciprocal.compute(x, arithmetic, dtype)
+            }
+            Parametrized::Pow(Scalar(exponent)) => Ok(pointwise(Pow { exponent }, [x], x.dims(), arithmetic, dtype)?),
             Parametrized::Clamp(low, high) => {
                 // NaN stays NaN, and a bound that is NaN gives NaN.
                 let (low, high) = (low.map_or(f64::NEG_INFINITY, |s| s.0), high.map_or(f64::INFINITY, |s| s.0));
@@ -231,8 +236,8 @@ fn wide(
     x: &Tensor,
     arithmetic: ComputeType,
     dtype: DType,
-    real: impl Fn(f64) -> f64 + Copy,
-    integer: impl Fn(i64) -> i64 + Copy,
+    real: impl Fn(f64) -> f64 + Copy + Sync,
+    integer: impl Fn(i64) -> i64 + Copy + Sync,
 ) -> Result<Tensor> {
     Ok(pointwise(
         ViaF64(move |[x]: [f64; 1]| real(x), move |[x]: [i64; 1]| integer(x)),
@@ -267,27 +272,53 @@ impl PointwiseFn<1> for Elu {
     }
 }
 
-/// Kernel of `softplus` with beta 1.
+/// Kernel of `softplus`.
 #[derive(Clone, Copy)]
 struct Softplus {
+    beta: f64,
     threshold: f64,
 }
 
 impl PointwiseFn<1> for Softplus {
     #[inline(always)]
     fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
-        let bent = math::softplus::<FMA>(x);
-        if f64::from(x) > self.threshold { x } else { bent }
+        let Softplus { beta, threshold } = self;
+        // The same for every element, so that the compiler takes it out of the loop.
+        let bent = if beta == 1.0 { math::softplus::<FMA>(x) } else { math::softplus_of_multiple::<FMA>(x, beta) };
+        if beta * f64::from(x) > threshold { x } else { bent }
     }
 
     #[inline(always)]
     fn f64(self, [x]: [f64; 1]) -> f64 {
-        if x > self.threshold { x } else { x.exp().ln_1p() }
+        if self.beta * x > self.threshold { x } else { (self.beta * x).exp().ln_1p() / self.beta }
     }
 
     #[inline(always)]
     fn i64(self, [x]: [i64; 1]) -> i64 {
         x
+    }
+}
+
+/// Kernel of `pow_scalar`.
+#[derive(Clone, Copy)]
+struct Pow {
+    exponent: f64,
+}
+
+impl PointwiseFn<1> for Pow {
+    #[inline(always)]
+    fn f32<const FMA: bool>(self, [x]: [f32; 1]) -> f32 {
+        math::pow::<FMA>(x, self.exponent)
+    }
+
+    #[inline(always)]
+    fn f64(self, [x]: [f64; 1]) -> f64 {
+        x.powf(self.exponent)
+    }
+
+    #[inline(always)]
+    fn i64(self, [x]: [i64; 1]) -> i64 {
+        power(x, self.exponent as i64)
     }
 }
 

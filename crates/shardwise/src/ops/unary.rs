@@ -55,8 +55,8 @@ struct UnaryFunction {
 
 /// Defines the methods of [`DTensor`], the enum [`Unary`] and the table from one entry per function.
 ///
-/// The kernel is one of `each` (the same expression in f32 and f64), `wide` (computed in f64 for f32 too) and `fast` (f32 has a
-/// vectorized function in [`math`]). Integers whose type is kept are returned unchanged unless `integer` gives a function.
+/// The kernel is one of `each` (the same expression in f32 and f64), `wide` (computed in f64 for f32 too), `fast` (f32 has a
+/// vectorized function in [`math`]) and `near` (and a shorter form for most arguments in [`math::near`]). Integers whose type is kept are returned unchanged unless `integer` gives a function.
 /// After the arrow comes the derivative, which every entry must state: its value at a number, its formula in terms of
 /// operators and, for activations that dominate training steps, an f32 kernel; or `not_differentiable`.
 macro_rules! functions {
@@ -118,10 +118,38 @@ macro_rules! functions {
     (@fast $name:ident, $x:ident, $real:expr, $integer:ident) => {{
         #[derive(Clone, Copy)]
         struct F32Kernel<W>(W);
-        impl<W: Fn([i64; 1]) -> i64 + Copy> PointwiseFn<1> for F32Kernel<W> {
+        impl<W: Fn([i64; 1]) -> i64 + Copy + Sync> PointwiseFn<1> for F32Kernel<W> {
             #[inline(always)]
             fn f32<const FMA: bool>(self, [$x]: [f32; 1]) -> f32 {
                 math::$name::<FMA>($x)
+            }
+            #[inline(always)]
+            fn f64(self, [$x]: [f64; 1]) -> f64 {
+                $real
+            }
+            #[inline(always)]
+            fn i64(self, x: [i64; 1]) -> i64 {
+                (self.0)(x)
+            }
+        }
+        F32Kernel($integer)
+    }};
+    (@near $name:ident, $x:ident, $real:expr, $integer:ident) => {{
+        #[derive(Clone, Copy)]
+        struct F32Kernel<W>(W);
+        impl<W: Fn([i64; 1]) -> i64 + Copy + Sync> PointwiseFn<1> for F32Kernel<W> {
+            const HAS_NEAR: bool = true;
+            #[inline(always)]
+            fn f32<const FMA: bool>(self, [$x]: [f32; 1]) -> f32 {
+                math::$name::<FMA>($x)
+            }
+            #[inline(always)]
+            fn f32_near<const FMA: bool>(self, [$x]: [f32; 1]) -> f32 {
+                math::near::$name::<FMA>($x)
+            }
+            #[inline(always)]
+            fn is_near(self, [$x]: [f32; 1]) -> bool {
+                math::is_near::$name($x)
             }
             #[inline(always)]
             fn f64(self, [$x]: [f64; 1]) -> f64 {
@@ -175,13 +203,14 @@ functions! {
         => derivative(|_| -1.0, |x| zero(x)?.add_scalar(-1.0));
     /// Returns the absolute value of each element.
     abs: NOT_MONOTONE, Same, |x| each(x.abs()), integer(x.wrapping_abs())
-        => derivative(|x| if x == 0.0 { 0.0 } else { x.signum() }, DTensor::sign);
+        => derivative(|x| if x == 0.0 { 0.0 } else { x.signum() }, DTensor::sign,
+            f32(|x| if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 }));
     /// Returns the sign of each element: -1, 0 or 1; 0 for NaN, as in PyTorch.
     sign: NOT_MONOTONE, Same, |x| each(if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 }), integer(x.signum())
         => derivative(|_| 0.0, zero);
     /// Returns the square of each element.
     square: NOT_MONOTONE, Same, |x| each(x * x), integer(x.wrapping_mul(x))
-        => derivative(|x| 2.0 * x, |x| x.mul_scalar(2.0));
+        => derivative(|x| 2.0 * x, |x| x.mul_scalar(2.0), f32(|x| 2.0 * x));
     /// Applies the rectified linear unit, `max(x, 0)`.
     relu: INCREASING, Same, |x| each(if x < 0.0 { 0.0 } else { x }), integer(x.max(0))
         => derivative(|x| f64::from(u8::from(x > 0.0)), |x| x.gt(&zero(x)?)?.to_dtype(x.dtype()),
@@ -202,29 +231,29 @@ functions! {
     frac: NOT_MONOTONE, Float, |x| each(x.fract())
         => derivative(|_| 1.0, |x| zero(x)?.add_scalar(1.0));
     /// Returns the exponential of each element.
-    exp: INCREASING, Float, |x| fast(x.exp())
+    exp: INCREASING, Float, |x| near(x.exp())
         => derivative(f64::exp, DTensor::exp, f32(|x| math::exp::<FMA>(x)));
     /// Returns `exp(x) - 1` of each element, accurate near 0.
     expm1: INCREASING, Float, |x| fast(x.exp_m1())
-        => derivative(f64::exp, DTensor::exp);
+        => derivative(f64::exp, DTensor::exp, f32(|x| math::exp::<FMA>(x)));
     /// Returns 2 to the power of each element.
-    exp2: INCREASING, Float, |x| each(x.exp2())
-        => derivative(|x| x.exp2() * LN_2, |x| x.exp2()?.mul_scalar(LN_2));
+    exp2: INCREASING, Float, |x| fast(x.exp2())
+        => derivative(|x| x.exp2() * LN_2, |x| x.exp2()?.mul_scalar(LN_2), f32(|x| math::exp2::<FMA>(x) * LN_2 as f32));
     /// Returns the natural logarithm of each element.
-    log: Monotonicity::IncreasingWhereDefined, Float, |x| fast(x.ln())
-        => derivative(f64::recip, DTensor::reciprocal);
+    log: Monotonicity::IncreasingWhereDefined, Float, |x| near(x.ln())
+        => derivative(f64::recip, DTensor::reciprocal, f32(|x| 1.0 / x));
     /// Returns `log(1 + x)` of each element, accurate near 0.
     log1p: Monotonicity::IncreasingWhereDefined, Float, |x| fast(x.ln_1p())
-        => derivative(|x| 1.0 / (1.0 + x), |x| x.add_scalar(1.0)?.reciprocal());
+        => derivative(|x| 1.0 / (1.0 + x), |x| x.add_scalar(1.0)?.reciprocal(), f32(|x| 1.0 / (1.0 + x)));
     /// Returns the logarithm to base 2 of each element.
-    log2: Monotonicity::IncreasingWhereDefined, Float, |x| each(x.log2())
-        => derivative(|x| 1.0 / (x * LN_2), |x| x.mul_scalar(LN_2)?.reciprocal());
+    log2: Monotonicity::IncreasingWhereDefined, Float, |x| near(x.log2())
+        => derivative(|x| 1.0 / (x * LN_2), |x| x.mul_scalar(LN_2)?.reciprocal(), f32(|x| 1.0 / (x * LN_2 as f32)));
     /// Returns the logarithm to base 10 of each element.
-    log10: Monotonicity::IncreasingWhereDefined, Float, |x| wide(x.log10())
-        => derivative(|x| 1.0 / (x * LN_10), |x| x.mul_scalar(LN_10)?.reciprocal());
+    log10: Monotonicity::IncreasingWhereDefined, Float, |x| near(x.log10())
+        => derivative(|x| 1.0 / (x * LN_10), |x| x.mul_scalar(LN_10)?.reciprocal(), f32(|x| 1.0 / (x * LN_10 as f32)));
     /// Returns the square root of each element.
     sqrt: Monotonicity::IncreasingWhereDefined, Float, |x| each(x.sqrt())
-        => derivative(|x| 0.5 / x.sqrt(), |x| x.rsqrt()?.mul_scalar(0.5));
+        => derivative(|x| 0.5 / x.sqrt(), |x| x.rsqrt()?.mul_scalar(0.5), f32(|x| 0.5 / x.sqrt()));
     /// Returns the reciprocal of the square root of each element.
     rsqrt: NOT_MONOTONE, Float, |x| each(1.0 / x.sqrt())
         => derivative(|x| -0.5 / (x * x.sqrt()), |x| x.rsqrt()?.pow_scalar(3.0)?.mul_scalar(-0.5));
@@ -232,28 +261,29 @@ functions! {
     reciprocal: NOT_MONOTONE, Float, |x| each(1.0 / x)
         => derivative(|x| -1.0 / (x * x), |x| x.reciprocal()?.square()?.neg());
     /// Returns the sine of each element.
-    sin: NOT_MONOTONE, Float, |x| each(x.sin())
-        => derivative(f64::cos, DTensor::cos);
+    sin: NOT_MONOTONE, Float, |x| near(x.sin())
+        => derivative(f64::cos, DTensor::cos, f32(|x| math::cos::<FMA>(x)));
     /// Returns the cosine of each element.
-    cos: NOT_MONOTONE, Float, |x| each(x.cos())
-        => derivative(|x| -x.sin(), |x| x.sin()?.neg());
+    cos: NOT_MONOTONE, Float, |x| near(x.cos())
+        => derivative(|x| -x.sin(), |x| x.sin()?.neg(), f32(|x| -math::sin::<FMA>(x)));
     /// Returns the tangent of each element.
-    tan: NOT_MONOTONE, Float, |x| wide(x.tan())
+    tan: NOT_MONOTONE, Float, |x| near(x.tan())
         => derivative(|x| 1.0 + x.tan().powi(2), |x| x.tan()?.square()?.add_scalar(1.0));
     /// Returns the inverse sine of each element.
-    asin: NOT_MONOTONE, Float, |x| wide(x.asin())
+    asin: NOT_MONOTONE, Float, |x| fast(x.asin())
         => derivative(|x| 1.0 / (1.0 - x * x).sqrt(), |x| x.square()?.rsub_scalar(1.0)?.rsqrt());
     /// Returns the inverse tangent of each element.
-    atan: INCREASING, Float, |x| wide(x.atan())
-        => derivative(|x| 1.0 / (1.0 + x * x), |x| x.square()?.add_scalar(1.0)?.reciprocal());
+    atan: INCREASING, Float, |x| fast(x.atan())
+        => derivative(|x| 1.0 / (1.0 + x * x), |x| x.square()?.add_scalar(1.0)?.reciprocal(),
+            f32(|x| 1.0 / (1.0 + x * x)));
     /// Returns the hyperbolic sine of each element.
-    sinh: INCREASING, Float, |x| wide(x.sinh())
-        => derivative(f64::cosh, DTensor::cosh);
+    sinh: INCREASING, Float, |x| fast(x.sinh())
+        => derivative(f64::cosh, DTensor::cosh, f32(|x| math::cosh::<FMA>(x)));
     /// Returns the hyperbolic cosine of each element.
-    cosh: NOT_MONOTONE, Float, |x| wide(x.cosh())
-        => derivative(f64::sinh, DTensor::sinh);
+    cosh: NOT_MONOTONE, Float, |x| fast(x.cosh())
+        => derivative(f64::sinh, DTensor::sinh, f32(|x| math::sinh::<FMA>(x)));
     /// Returns the inverse hyperbolic sine of each element.
-    asinh: INCREASING, Float, |x| wide(libm::asinh(x)) // that of std overflows for the largest numbers
+    asinh: INCREASING, Float, |x| fast(libm::asinh(x)) // that of std overflows for the largest numbers
         => derivative(|x| 1.0 / (1.0 + x * x).sqrt(), |x| x.square()?.add_scalar(1.0)?.rsqrt());
     /// Returns the hyperbolic tangent of each element.
     tanh: INCREASING, Float, |x| fast(x.tanh())
@@ -274,10 +304,13 @@ functions! {
         }));
     /// Returns `log(sigmoid(x))` of each element, without overflow.
     logsigmoid: INCREASING, Float, |x| fast(x.min(0.0) - (-x.abs()).exp().ln_1p())
-        => derivative(|x| sigmoid(-x), |x| x.neg()?.sigmoid());
+        => derivative(|x| sigmoid(-x), |x| x.neg()?.sigmoid(), f32(|x| math::sigmoid::<FMA>(-x)));
     /// Applies the softsign activation, `x / (1 + |x|)`.
     softsign: NOT_MONOTONE, Float, |x| each(x / (1.0 + x.abs()))
-        => derivative(|x| (1.0 + x.abs()).powi(-2), |x| x.abs()?.add_scalar(1.0)?.square()?.reciprocal());
+        => derivative(|x| (1.0 + x.abs()).powi(-2), |x| x.abs()?.add_scalar(1.0)?.square()?.reciprocal(), f32(|x| {
+            let sum = 1.0 + x.abs();
+            1.0 / (sum * sum)
+        }));
     /// Applies the SiLU activation (swish), `x * sigmoid(x)`.
     silu: NOT_MONOTONE, Float, |x| fast(x / (1.0 + (-x).exp()))
         => derivative(|x| sigmoid(x) * (1.0 + x * sigmoid(-x)), |x| {
@@ -292,7 +325,10 @@ functions! {
         }, |x| {
             let t = x.softplus(1.0, 20.0)?.tanh()?;
             t.add(&x.mul(&x.sigmoid()?)?.mul(&t.square()?.rsub_scalar(1.0)?)?)
-        });
+        }, f32(|x| {
+            let t = math::tanh::<FMA>(math::softplus::<FMA>(x));
+            t + x * (1.0 - t) * (1.0 + t) * math::sigmoid::<FMA>(x)
+        }));
     /// Applies the hard swish activation, `x * clamp(x + 3, 0, 6) / 6`.
     ///
     /// The gradient at -3 and 3 is that of the outer, linear pieces, as in PyTorch.

@@ -119,7 +119,7 @@ impl<'a> ParamStep<'a> {
     /// Updates parameter and state element by element, in one pass over the memory of the local shards. Local.
     ///
     /// `state` names tensors of the shape of the parameter, in the order in which the rule takes their elements. The
-    /// arithmetic is f64, rounded once when the results are stored, so it does not depend on the layout.
+    /// arithmetic is f64 (of some rules partly f32), rounded once when the results are stored: it does not depend on the layout.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the optimizer does not list one of the tensors, or with another shape.
@@ -225,5 +225,10 @@ impl<R: Elementwise<K>, const K: usize> Elementwise<K> for SignedGradientRule<R>
     #[inline(always)]
     fn update(self, p: f64, g: f64, state: [f64; K]) -> (f64, [f64; K]) {
         self.rule.update(p, self.sign * g, state)
+    }
+
+    #[inline(always)]
+    fn update_f32(self, p: f32, g: f32, state: [f32; K]) -> (f32, [f32; K]) {
+        self.rule.update_f32(p, self.sign as f32 * g, state)
     }
 }

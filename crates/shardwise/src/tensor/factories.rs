@@ -11,7 +11,7 @@ use crate::error::{Error, RankCall, Result, Site};
 use crate::layout::{Layout, Runs, TensorBox, TensorMeta};
 use crate::placement::Placement;
 use crate::random::{Distribution, Generator, GeneratorState, mantissa_bits};
-use shardwise_kernels::{Number, check_dtype, filled, placeholder, reserve};
+use shardwise_kernels::{Number, check_dtype, filled, placeholder, random_elements, reserve};
 
 /// An element by its row-major number in the whole tensor and its index in every dimension.
 type ElementRule<'a> = &'a dyn Fn(u64, &[usize]) -> Number;
@@ -391,7 +391,47 @@ fn random_at(
     check_dtype(dtype)?;
     check_room(layout, dtype, mesh.world().is_dry())?;
     let draw = agreed_draw(distribution, layout.shape(), dtype, mesh, generator, site)?;
-    by_rule(mesh, layout, dtype, site, &random_rule(distribution, draw, dtype))
+    let rank = mesh.world().rank();
+    build(mesh, layout, dtype, site, |_, layout| {
+        let coordinate = layout.mesh().coordinate(rank).expect("ranks outside the mesh fill nothing");
+        let indices: Vec<Runs> = (0..layout.shape().len()).map(|dim| layout.owned(dim, &coordinate)).collect();
+        random_at_indices(distribution, draw, layout.shape(), &indices, dtype)
+    })
+}
+
+/// The elements of a random tensor of this shape at all combinations of `indices`.
+fn random_at_indices(
+    distribution: Distribution,
+    draw: GeneratorState,
+    shape: &[usize],
+    indices: &[Runs],
+    dtype: DType,
+) -> Result<Tensor> {
+    let Some(numbers) = distribution.in_vectors(dtype) else {
+        return filled_by(shape, indices, dtype, &random_rule(distribution, draw, dtype));
+    };
+    let sizes: Vec<usize> = indices.iter().map(Runs::len).collect();
+    let mut runs = Vec::new();
+    if !sizes.contains(&0) {
+        contiguous_runs(shape, indices, 0, &mut runs);
+    }
+    Ok(random_elements(draw.into(), numbers, runs, dtype)?.reshape(sizes)?)
+}
+
+/// Appends the elements at all combinations of `indices` as (row-major number of the first, length), in order.
+fn contiguous_runs(shape: &[usize], indices: &[Runs], flat: u64, runs: &mut Vec<(u64, usize)>) {
+    let [own, rest @ ..] = indices else {
+        runs.push((flat, 1));
+        return;
+    };
+    let inner = &shape[1..];
+    let inner_count: usize = inner.iter().product();
+    let at = |i: usize| flat + (i * inner_count) as u64;
+    if rest.iter().zip(inner).all(|(runs, &size)| runs.len() == size) {
+        runs.extend(own.iter().map(|range| (at(range.start), range.len() * inner_count)));
+        return;
+    }
+    own.iter().flatten().for_each(|i| contiguous_runs(inner, rest, at(i), runs));
 }
 
 /// Takes the next draw of a generator for a tensor of this shape. Collective: an error on every rank if the ranks' generators
@@ -445,7 +485,7 @@ pub(crate) fn random_box(
 ) -> Result<Tensor> {
     let run = |(&start, &size): (&usize, &usize)| Runs::range(start..start + size);
     let indices: Vec<Runs> = part.offsets.iter().zip(&part.sizes).map(run).collect();
-    filled_by(shape, &indices, dtype, &random_rule(distribution, draw, dtype))
+    random_at_indices(distribution, draw, shape, &indices, dtype)
 }
 
 fn random_rule(distribution: Distribution, draw: GeneratorState, dtype: DType) -> impl Fn(u64, &[usize]) -> Number {

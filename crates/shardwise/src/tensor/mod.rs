@@ -44,7 +44,7 @@ use crate::layout::{Layout, TensorMeta};
 use crate::placement::{Placement, ReduceOp, is_linear};
 use crate::redistribute::{BoxExchange, redistribute};
 pub use shardwise_kernels::Number;
-use shardwise_kernels::{check_cpu, check_dtype, own_copy, placeholder};
+use shardwise_kernels::{check_cpu, check_dtype, convert, own_copy, placeholder};
 
 /// A distributed tensor: one logical tensor whose elements are placed on the ranks of a mesh.
 ///
@@ -613,7 +613,7 @@ pub(crate) fn accumulates(layout: &Layout) -> bool {
 fn converted(mesh: &DeviceMesh, local: &Tensor, dtype: DType) -> Result<Tensor> {
     match mesh.world().is_dry() {
         true => Ok(placeholder(&TensorMeta::new(local.dims(), dtype))?),
-        false => Ok(local.to_dtype(dtype)?),
+        false => Ok(convert(local, dtype)?),
     }
 }
 

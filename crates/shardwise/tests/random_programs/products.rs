@@ -104,7 +104,7 @@ fn attention(p: &mut Program) -> Result<()> {
     }
     let causal = p.chance(0.5);
     apply!(p, format!("attention, causal {causal}"), [q, keys, values], false, gain, |x| {
-        let options = AttentionOptions { causal, scale: Some(0.125), mask: None };
+        let options = AttentionOptions { causal, scale: Some(0.125), ..AttentionOptions::default() };
         x[0].scaled_dot_product_attention(&x[1], &x[2], options)
     })
 }

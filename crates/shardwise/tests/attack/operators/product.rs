@@ -48,7 +48,12 @@ const OTHERS: &[Operator] = &[
         name: "scaled_dot_product_attention",
         draw: attention,
         apply: |x, a| {
-            let options = AttentionOptions { causal: a.flag("causal"), mask: x.get(3), scale: a.maybe_number("scale") };
+            let options = AttentionOptions {
+                causal: a.flag("causal"),
+                mask: x.get(3),
+                scale: a.maybe_number("scale"),
+                ..AttentionOptions::default()
+            };
             Ok(one(x[0].scaled_dot_product_attention(&x[1], &x[2], options)?))
         },
     },

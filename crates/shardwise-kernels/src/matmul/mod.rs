@@ -1,46 +1,74 @@
 //! Batched matrix product of strided tensors, copied only where strides do not allow it, with threads for large products.
+//!
+//! The kernels are this crate's own because products of other crates round half types between blocks or convert them
+//! beforehand, and their bits depend on the number of threads and on the instruction set.
+
+mod blocks;
+mod few_rows;
+mod instruction_set;
+mod lanes;
+mod pack;
+mod tile;
 
 use candle_core::{DType, Tensor};
-use gemm::Parallelism;
+use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::parallel::SharedPtr;
-use super::{Assembly, contiguous, with_first_element};
+use super::parallel::{MIN_WORK_FOR_THREADS, SharedPtr};
+use super::{Assembly, contiguous, first_element, reserve};
 use crate::error::Result;
 use crate::meta::TensorMeta;
-
-/// Products with fewer multiplications than this run on the calling thread: they take some tens of microseconds, about as long
-/// as waking the threads of the pool.
-const MIN_MULTIPLICATIONS_FOR_THREADS: usize = 1 << 20;
+use blocks::{MULTIPLICATIONS_PER_UNIT, Product, multiply};
+use few_rows::Real;
+use instruction_set::Vectorized;
+use pack::{Factor, Source};
 
 /// Multiplies two batches of matrices, each group of dimensions flattened, like JAX's `dot_general`.
 ///
 /// `a` has dimensions `[batch.., rows.., inner..]` and `b` has `[batch.., inner.., columns..]`, with `batch` batch dimensions
 /// and `inner` contracted ones; the result has `[batch.., rows.., columns..]`. Both have one floating-point type. f32
-/// accumulates in f32 and f64 in f64; f16 and bf16 are converted to f32, multiplied, and rounded once.
+/// accumulates in f32 and f64 in f64; f16 and bf16 are converted to f32 block by block, multiplied, and rounded once.
 ///
-/// Large products use the rayon pool of the calling thread: a single one is divided, several are distributed. A tensor is
-/// copied only if one of its groups of dimensions cannot be walked with one stride.
+/// Large products use the rayon pool of the calling thread: a single one is divided, several are distributed. The bits do not
+/// depend on the number of threads. A tensor is copied only if one of its groups of dimensions cannot be walked with one
+/// stride.
 ///
 /// # Panics
 /// If the batch or inner sizes differ.
 pub fn batched_matmul(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Result<Tensor> {
+    batched_matmul_bias(a, b, batch, inner, None)
+}
+
+/// As [`batched_matmul`], and adds a bias to every row of the product, rounded once with it.
+///
+/// The bias has the type of the factors and the dimensions `[columns..]`.
+///
+/// # Panics
+/// If sizes differ.
+pub fn batched_matmul_bias(
+    a: &Tensor,
+    b: &Tensor,
+    batch: usize,
+    inner: usize,
+    bias: Option<&Tensor>,
+) -> Result<Tensor> {
     let dtype = a.dtype();
-    // `gemm` rounds its f16 product between blocks of the inner dimension, and has none for bf16.
-    if matches!(dtype, DType::F16 | DType::BF16) {
-        let wide = batched_matmul(&a.to_dtype(DType::F32)?, &b.to_dtype(DType::F32)?, batch, inner)?;
-        return Ok(wide.to_dtype(dtype)?);
-    }
     let rows = a.dims().len() - inner;
     let shape = [&a.dims()[..rows], &b.dims()[batch + inner..]].concat();
     let (a, b) = (MatrixBatch::new(a, batch, rows)?, MatrixBatch::new(b, batch, batch + inner)?);
     assert!(a.sizes[0] == b.sizes[0] && a.sizes[2] == b.sizes[1], "product of {:?} and {:?}", a.sizes, b.sizes);
+    assert!(a.tensor.dtype() == b.tensor.dtype(), "product of {:?} and {:?}", a.tensor.dtype(), b.tensor.dtype());
+    let bias = bias.map(contiguous).transpose()?;
+    assert!(bias.as_ref().is_none_or(|bias| bias.elem_count() == b.sizes[2] && bias.dtype() == dtype), "{bias:?}");
     let output = Assembly::new(TensorMeta { shape, dtype })?;
     // SAFETY: the output has room for every product; all of it is written; the type is that of the tensors.
     unsafe {
         match dtype {
-            DType::F64 => multiply::<f64>(&a, &b, output.range(0), 0.0, 1.0),
-            _ => multiply::<f32>(&a, &b, output.range(0), 0.0, 1.0),
+            DType::F64 => multiply_all::<f64>(&a, &b, bias.as_ref(), output.range(0))?,
+            DType::F32 => multiply_all::<f32>(&a, &b, bias.as_ref(), output.range(0))?,
+            DType::BF16 => multiply_all::<bf16>(&a, &b, bias.as_ref(), output.range(0))?,
+            DType::F16 => multiply_all::<f16>(&a, &b, bias.as_ref(), output.range(0))?,
+            other => unreachable!("a product of {other:?}, which callers convert"),
         }
         Ok(output.finish())
     }
@@ -85,51 +113,48 @@ fn merged_stride(dims: &[usize], strides: &[usize]) -> Option<usize> {
 /// Writes all products to `output`, one contiguous matrix after the other.
 ///
 /// # Safety
-/// The tensors have elements of type `T`, and there is room for the products.
-unsafe fn multiply<T: 'static + Copy + Send + Sync>(a: &MatrixBatch, b: &MatrixBatch, output: *mut T, zero: T, one: T) {
+/// The tensors have elements of type `S`, and there is room for the products.
+unsafe fn multiply_all<S: Factor>(a: &MatrixBatch, b: &MatrixBatch, bias: Option<&Tensor>, output: *mut S) -> Result<()>
+where
+    S::Wide: Vectorized + Real,
+{
     let ([count, m, k], n) = (a.sizes, b.sizes[2]);
-    with_first_element(&a.tensor, |left, _| {
-        with_first_element(&b.tensor, |right, _| {
-            let (left, right, output) = (
-                SharedPtr::new(left.cast::<T>().cast_mut()),
-                SharedPtr::new(right.cast::<T>().cast_mut()),
-                SharedPtr::new(output),
-            );
-            let work = m * n * k;
-            let one_product = |i: usize, threads: Parallelism| {
-                // SAFETY: strides and sizes are those of live tensors; the products do not overlap.
-                unsafe {
-                    gemm::gemm(
-                        m,
-                        n,
-                        k,
-                        output.get().add(i * m * n),
-                        1,
-                        n as isize,
-                        false,
-                        left.get().add(i * a.strides[0]).cast_const(),
-                        a.strides[2] as isize,
-                        a.strides[1] as isize,
-                        right.get().add(i * b.strides[0]).cast_const(),
-                        b.strides[2] as isize,
-                        b.strides[1] as isize,
-                        zero,
-                        one,
-                        false,
-                        false,
-                        false,
-                        threads,
-                    );
-                }
-            };
-            let threads = if work * count < MIN_MULTIPLICATIONS_FOR_THREADS { 1 } else { rayon::current_num_threads() };
-            match (threads, count) {
-                (1, _) => (0..count).for_each(|i| one_product(i, Parallelism::None)),
-                (_, 1) => one_product(0, Parallelism::Rayon(threads)),
-                _ => (0..count).into_par_iter().for_each(|i| one_product(i, Parallelism::None)),
-            }
-        });
+    let guards = [&a.tensor, &b.tensor].map(Tensor::storage_and_layout);
+    let [left, right] = guards.each_ref().map(|(storage, layout)| {
+        SharedPtr::new(first_element(storage, layout).0.cast::<S>().cast_mut())
     });
+    let bias = bias.map(|bias| wide_elements::<S>(bias)).transpose()?;
+    let bias = bias.as_ref().map(|bias| SharedPtr::new(bias.as_ptr().cast_mut()));
+    let output = SharedPtr::new(output);
+    let one_product = |i: usize, threads: bool| -> Result<()> {
+        // SAFETY: strides and sizes are those of live tensors; the products do not overlap.
+        unsafe {
+            let product = Product {
+                m,
+                n,
+                k,
+                left: Source { first: left.get().add(i * a.strides[0]), across: a.strides[1], along: a.strides[2] },
+                right: Source { first: right.get().add(i * b.strides[0]), across: b.strides[2], along: b.strides[1] },
+                bias: bias.map(|bias| bias.get().cast_const()),
+            };
+            multiply(product, output.get().add(i * m * n), threads)
+        }
+    };
+    let is_large = (m * n).saturating_mul(k * count) / MULTIPLICATIONS_PER_UNIT >= MIN_WORK_FOR_THREADS;
+    match (is_large && rayon::current_num_threads() > 1, count) {
+        (true, 2..) => (0..count).into_par_iter().try_for_each(|i| one_product(i, false)),
+        (threads, _) => (0..count).try_for_each(|i| one_product(i, threads)),
+    }
+}
+
+/// The elements of a contiguous tensor in the type in which they are added.
+fn wide_elements<S: Factor>(tensor: &Tensor) -> Result<Vec<S::Wide>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let first = first_element(&storage, layout).0.cast::<S>();
+    let mut values = reserve(tensor.elem_count())?;
+    // SAFETY: the elements of a contiguous tensor of this type.
+    values.extend((0..tensor.elem_count()).map(|i| unsafe { (*first.add(i)).wide() }));
+    Ok(values)
 }
 
 #[cfg(test)]

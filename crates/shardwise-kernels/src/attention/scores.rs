@@ -1,0 +1,180 @@
+//! What happens to a block of scores between the two products: soft cap, masks, and dropout.
+//!
+//! A block has a row per key, whose elements belong to the queries of a [`Lanes`].
+
+use std::ops::Range;
+
+use super::float::AttentionFloat;
+use super::problem::{AttentionDropout, Mask, Problem};
+
+/// Queries that are computed together, one per element of a vector.
+pub(super) struct Lanes<const L: usize> {
+    /// Queries in use; the remaining lanes repeat the last of them.
+    pub(super) count: usize,
+    /// Index of each query's head among all query heads.
+    pub(super) head: [usize; L],
+    pub(super) query: [usize; L],
+    /// Keys that at least one query may see.
+    pub(super) seen: Range<usize>,
+    first: [i32; L],
+    end: [i32; L],
+    /// Position in all scores of the first key of each query, for dropout.
+    position: [u64; L],
+}
+
+impl<const L: usize> Lanes<L> {
+    /// The queries of `rows`, where row `r` is query `r / groups` of query head `r % groups` of a key head.
+    #[inline(always)]
+    pub(super) fn new(problem: &Problem<'_>, key_head: usize, rows: Range<usize>) -> Self {
+        let (mut lanes, last) = (
+            Lanes {
+                count: rows.len(),
+                head: [0; L],
+                query: [0; L],
+                seen: problem.seen_by_any(rows.start / problem.groups..(rows.end - 1) / problem.groups + 1),
+                first: [0; L],
+                end: [0; L],
+                position: [0; L],
+            },
+            rows.end - 1,
+        );
+        for l in 0..L {
+            let row = (rows.start + l).min(last);
+            let (query, head) = (row / problem.groups, key_head * problem.groups + row % problem.groups);
+            let seen = problem.seen_by(query);
+            (lanes.query[l], lanes.head[l]) = (query, head);
+            (lanes.first[l], lanes.end[l]) = (seen.start as i32, seen.end as i32);
+            if let Some(dropout) = &problem.args.dropout {
+                let row = dropout.heads[head].wrapping_mul(dropout.queries as u64) + problem.args.queries[query] as u64;
+                lanes.position[l] = row.wrapping_mul(dropout.keys as u64);
+            }
+        }
+        lanes
+    }
+
+    /// Whether a query of these does not see one of the keys.
+    #[inline(always)]
+    fn bounded(&self, keys: &Range<usize>) -> bool {
+        (0..L).any(|l| self.first[l] > keys.start as i32 || self.end[l] < keys.end as i32)
+    }
+}
+
+/// Applies the soft cap and the masks to the scores of `keys`, whose rows are `row` elements apart.
+///
+/// If there is a soft cap, its slope at every element is written to `slope`, unless that is null.
+///
+/// # Safety
+/// The blocks have a row of `L` elements for each key.
+#[inline(always)]
+pub(super) unsafe fn mask_scores<F: AttentionFloat, const FMA: bool, const L: usize>(
+    problem: &Problem<'_>,
+    lanes: &Lanes<L>,
+    keys: Range<usize>,
+    scores: *mut F,
+    slope: *mut F,
+    row: usize,
+) {
+    // SAFETY: the caller's promise.
+    let line = |first: *mut F, j: usize| unsafe { &mut *first.add(j * row).cast::<[F; L]>() };
+    if let Some(cap) = problem.args.soft_cap {
+        let (cap, inverse) = (F::narrow(cap), F::narrow(1.0 / cap));
+        for j in 0..keys.len() {
+            let scores = line(scores, j);
+            let bent: [F; L] = scores.map(|score| (score * inverse).hyperbolic_tangent::<FMA>());
+            *scores = bent.map(|bent| bent * cap);
+            if !slope.is_null() {
+                *line(slope, j) = bent.map(|bent| F::ONE - bent * bent);
+            }
+        }
+    }
+    if let Some(mask) = &problem.mask {
+        add_mask(mask, lanes, keys.clone(), |j| line(scores, j));
+    }
+    if lanes.bounded(&keys) {
+        for j in 0..keys.len() {
+            let (key, scores) = ((keys.start + j) as i32, line(scores, j));
+            for l in 0..L {
+                let seen = lanes.first[l] <= key && key < lanes.end[l];
+                scores[l] = if seen { scores[l] } else { F::NEG_INFINITY };
+            }
+        }
+    }
+}
+
+/// Keys whose part of a mask is converted at a time.
+const MASKED_KEYS: usize = 64;
+
+#[inline(always)]
+fn add_mask<'a, F: AttentionFloat, const L: usize>(
+    mask: &Mask,
+    lanes: &Lanes<L>,
+    keys: Range<usize>,
+    line: impl Fn(usize) -> &'a mut [F; L],
+) {
+    let boolean = |x: F| if x == F::ZERO { F::NEG_INFINITY } else { F::ZERO };
+    let mut buffer = [F::ZERO; MASKED_KEYS];
+    for start in keys.clone().step_by(MASKED_KEYS) {
+        let part = start..(start + MASKED_KEYS).min(keys.end);
+        for l in 0..if mask.shared { 1 } else { lanes.count } {
+            // SAFETY: head, query and keys are inside the scores, to which the mask broadcasts; the buffer has room.
+            unsafe { mask.operand.load_part(lanes.head[l], lanes.query[l], part.clone(), &mut buffer) };
+            for j in 0..part.len() {
+                let added = if mask.boolean { boolean(buffer[j]) } else { buffer[j] };
+                let scores = line(part.start - keys.start + j);
+                if mask.shared {
+                    scores.iter_mut().for_each(|score| *score += added);
+                } else {
+                    scores[l] += added;
+                }
+            }
+        }
+    }
+}
+
+/// Multiplies the elements of `keys` in a block by zero or by `1 / (1 - p)`.
+///
+/// # Safety
+/// The block has a row of `L` elements for each key.
+#[inline(always)]
+pub(super) unsafe fn drop_out<F: AttentionFloat, const L: usize>(
+    problem: &Problem<'_>,
+    dropout: &AttentionDropout<'_>,
+    lanes: &Lanes<L>,
+    keys: Range<usize>,
+    blocks: &[*mut F],
+    row: usize,
+) {
+    // A number of 53 bits is below `1 - p` times 2^53 if it is below the next integer.
+    let kept = ((1.0 - dropout.p) * (1u64 << 53) as f64).ceil() as u64;
+    let factor = F::narrow(1.0 / (1.0 - dropout.p));
+    for (j, &key) in problem.args.keys[keys].iter().enumerate() {
+        let mut factors = [F::ZERO; L];
+        for l in 0..L {
+            let words = philox(lanes.position[l].wrapping_add(key as u64), dropout.draw, dropout.seed);
+            factors[l] = if words >> 11 < kept { factor } else { F::ZERO };
+        }
+        for block in blocks {
+            // SAFETY: the caller's promise.
+            let line = unsafe { &mut *block.add(j * row).cast::<[F; L]>() };
+            for l in 0..L {
+                line[l] *= factors[l];
+            }
+        }
+    }
+}
+
+/// The first 64 bits of Philox4x32-10 for an index of a draw: the same words as the generator of random tensors has.
+#[inline(always)]
+pub(super) fn philox(index: u64, draw: u64, seed: u64) -> u64 {
+    let mut counter = [index as u32, (index >> 32) as u32, draw as u32, (draw >> 32) as u32];
+    let mut key = [seed as u32, (seed >> 32) as u32];
+    for round in 0..10 {
+        if round > 0 {
+            key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
+        }
+        let a = u64::from(counter[0]) * 0xD251_1F53;
+        let b = u64::from(counter[2]) * 0xCD9E_8D57;
+        counter = [(b >> 32) as u32 ^ counter[1] ^ key[0], b as u32, (a >> 32) as u32 ^ counter[3] ^ key[1], a as u32];
+    }
+    u64::from(counter[0]) | u64::from(counter[1]) << 32
+}

@@ -1,0 +1,384 @@
+//! The outer loops of a product: blocks of both factors are packed into panels, and tiles of the result computed from them.
+//!
+//! Every element of the result is the sum over blocks of [`DEPTH`] products, each block summed in order. So its bits depend
+//! neither on the other sizes nor on threads, and are the same with AVX2 and AVX-512.
+
+use std::any::TypeId;
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use super::few_rows::{self, Real, multiply_few_rows};
+use super::instruction_set::{LaneKernel, Vectorized};
+use super::lanes::{Lanes, MAX_LANES};
+use super::pack::{Factor, Panels, Source, pack};
+use super::tile::{Store, Tile, VECTORS, multiply_panels};
+use crate::error::Result;
+use crate::parallel::{SharedPtr, over_ranges};
+use crate::reserve;
+use crate::simd::{self, Kernel};
+
+/// Products per block of the contracted dimension. A panel of the left factor (8 rows of 512 f32, 16 KiB) stays in the first
+/// cache while panels of the right one are read from the second.
+pub(super) const DEPTH: usize = 512;
+
+/// Columns of the right factor whose panels (1 MiB in f32) stay in the second cache while all rows pass. A multiple of the
+/// width of a tile on every instruction set.
+const CACHED_COLUMNS: usize = 480;
+
+/// Rows and columns of the result that are packed at once, to bound the memory of panels.
+const MAX_SIDE: usize = 3840;
+
+/// Multiplications that take as long as one unit of [`over_ranges`].
+pub(super) const MULTIPLICATIONS_PER_UNIT: usize = 16;
+
+/// Elements of panels that are on the stack, for products so small that an allocation would show.
+const ON_STACK: usize = 1024;
+
+/// Rows and columns of the result that are summed before they are rounded to a half type.
+const ROUNDED_SIDE: usize = 960;
+
+/// Bytes of a line of the cache.
+const LINE: usize = 64;
+
+#[repr(align(64))]
+struct StackPanels<T>([T; ON_STACK]);
+
+/// A product of two matrices in memory.
+#[derive(Clone, Copy)]
+pub(super) struct Product<S: Factor> {
+    /// Rows, columns and the contracted dimension.
+    pub(super) m: usize,
+    pub(super) n: usize,
+    pub(super) k: usize,
+    pub(super) left: Source<S>,
+    pub(super) right: Source<S>,
+    /// A row that is added to every row of the result.
+    pub(super) bias: Option<*const S::Wide>,
+}
+
+/// Writes a product to `output`, a contiguous matrix, on the threads of the pool if `threads` is set and it is large.
+///
+/// # Safety
+/// All addresses, sizes and strides belong to live memory, and nobody else uses the output.
+pub(super) unsafe fn multiply<S: Factor, O: Factor<Wide = S::Wide>>(
+    product: Product<S>,
+    output: *mut O,
+    threads: bool,
+) -> Result<()>
+where
+    S::Wide: Vectorized + Real,
+{
+    if few_rows::applies(&product) {
+        // SAFETY: the caller's promises.
+        unsafe { multiply_few_rows(product, output, threads) };
+        return Ok(());
+    }
+    let is_rounded = TypeId::of::<O>() != TypeId::of::<S::Wide>();
+    let side = if is_rounded { ROUNDED_SIDE } else { MAX_SIDE };
+    let (m, n, depth) = (product.m.min(side), product.n.min(side), product.k.min(DEPTH));
+    let [left, right] = [m * depth, n.min(CACHED_COLUMNS + MAX_LANES).next_multiple_of(MAX_LANES) * depth];
+    let sums = if is_rounded { m * n } else { 0 };
+    let left = left.next_multiple_of(MAX_LANES);
+    let mut stack = MaybeUninit::<StackPanels<S::Wide>>::uninit();
+    let mut heap = Vec::new();
+    let scratch: *mut S::Wide = if left + right + sums <= ON_STACK {
+        stack.as_mut_ptr().cast()
+    } else {
+        heap = reserve::<MaybeUninit<S::Wide>>(left + right + sums + MAX_LANES)?;
+        // Registers that are read across two lines of the cache would take twice as long.
+        let first = heap.as_mut_ptr();
+        // SAFETY: there is room for as many elements as the longest register has.
+        unsafe { first.add(first.align_offset(LINE)).cast() }
+    };
+    // SAFETY: three parts of the memory, one after the other, each at the beginning of a line.
+    let [left, right, sums] = unsafe { [scratch, scratch.add(left), scratch.add(left + right)] };
+    for i in (0..product.m).step_by(side) {
+        for j in (0..product.n).step_by(side) {
+            // SAFETY: parts of the operands, with room for their panels and sums.
+            unsafe {
+                let part = Product {
+                    m: m.min(product.m - i),
+                    n: n.min(product.n - j),
+                    left: Source { first: product.left.first.add(i * product.left.across), ..product.left },
+                    right: Source { first: product.right.first.add(j * product.right.across), ..product.right },
+                    bias: product.bias.map(|bias| bias.add(j)),
+                    ..product
+                };
+                let to = output.add(i * product.n + j);
+                if is_rounded {
+                    part.multiply([left, right], (sums, part.n), threads);
+                    round_rows(sums, to, [part.m, part.n], product.n, threads);
+                } else {
+                    part.multiply([left, right], (to.cast(), product.n), threads);
+                }
+            }
+        }
+    }
+    drop(heap);
+    Ok(())
+}
+
+/// Rounds a contiguous matrix of sums to the type of the result, whose rows are `stride` apart.
+///
+/// # Safety
+/// Both matrices have these sizes.
+unsafe fn round_rows<O: Factor>(sums: *const O::Wide, output: *mut O, [m, n]: [usize; 2], stride: usize, threads: bool) {
+    let (sums, output) = (SharedPtr::new(sums.cast_mut()), SharedPtr::new(output));
+    divide(threads, m, n, |rows| {
+        for row in rows {
+            // SAFETY: the row is inside both matrices, and no other range has it.
+            let (from, to) = unsafe {
+                (std::slice::from_raw_parts(sums.get().add(row * n), n), output.get().add(row * stride))
+            };
+            simd::run(RoundRow { from, to });
+        }
+    });
+}
+
+struct RoundRow<'a, O: Factor> {
+    from: &'a [O::Wide],
+    to: *mut O,
+}
+
+impl<O: Factor> Kernel for RoundRow<'_, O> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        for (i, &x) in self.from.iter().enumerate() {
+            // SAFETY: the row has as many elements.
+            unsafe { self.to.add(i).write(O::narrow(x)) };
+        }
+    }
+}
+
+impl<S: Factor> Product<S>
+where
+    S::Wide: Vectorized,
+{
+    /// # Safety
+    /// As [`multiply`]; the addresses in `panels` have room for those of one block of the contracted dimension. `output` is the
+    /// address of the result and the stride of its rows.
+    unsafe fn multiply(self, panels: [*mut S::Wide; 2], output: (*mut S::Wide, usize), threads: bool) {
+        let shape = S::Wide::run(QueryShape);
+        for begin in (0..self.k.max(1)).step_by(DEPTH) {
+            let depth = DEPTH.min(self.k - begin);
+            let block = PackedBlock { product: self, begin, depth, panels };
+            let store = match self.bias {
+                _ if begin > 0 => Store::Accumulate,
+                Some(bias) => Store::AddRow(bias),
+                None => Store::Overwrite,
+            };
+            let rows = self.m.div_ceil(shape.rows);
+            divide(threads, rows, shape.rows * depth * 2, |panels| S::Wide::run(PackLeft(&block, panels)));
+            let mut group = 0..0;
+            while group.end < self.n {
+                // A last group of one register per row would be slow.
+                let rest = self.n - group.end;
+                let width = if rest <= CACHED_COLUMNS + MAX_LANES { rest } else { CACHED_COLUMNS };
+                group = group.end..group.end + width;
+                let columns = ColumnPanels { group: group.clone(), shape };
+                let pack = |panels| S::Wide::run(PackRight { block: &block, columns: &columns, panels });
+                divide(threads, columns.count(), shape.columns() * depth * 2, pack);
+                let tiles = Tiles { m: self.m, columns: &columns, depth, panels, output, store };
+                let cost = shape.rows * width * depth / MULTIPLICATIONS_PER_UNIT;
+                divide(threads, rows, cost, |rows| S::Wide::run(TileRange { tiles: &tiles, rows }));
+            }
+        }
+    }
+}
+
+fn divide(threads: bool, count: usize, cost: usize, body: impl Fn(Range<usize>) + Sync) {
+    if threads {
+        over_ranges(count, cost, 1, body);
+    } else if count > 0 {
+        body(0..count);
+    }
+}
+
+/// Rows of a full tile, and elements in a register of the instruction set in use.
+#[derive(Clone, Copy)]
+struct TileShape {
+    rows: usize,
+    lanes: usize,
+}
+
+impl TileShape {
+    fn columns(self) -> usize {
+        VECTORS * self.lanes
+    }
+}
+
+struct QueryShape;
+
+impl<T> LaneKernel<T> for QueryShape {
+    type Output = TileShape;
+
+    #[inline(always)]
+    unsafe fn run<V: Lanes<Element = T>>(self) -> TileShape {
+        TileShape { rows: V::ROWS, lanes: V::COUNT }
+    }
+}
+
+/// The panels of a group of columns: as wide as a tile, except that the last four registers are two panels of two and not
+/// three and one, because a tile of one register per row waits for its own sums.
+struct ColumnPanels {
+    group: Range<usize>,
+    shape: TileShape,
+}
+
+impl ColumnPanels {
+    /// Registers across all columns.
+    fn registers(&self) -> usize {
+        self.group.len().div_ceil(self.shape.lanes)
+    }
+
+    fn ends_with_two_pairs(&self) -> bool {
+        self.registers() >= 4 && self.registers() % VECTORS == 1
+    }
+
+    fn count(&self) -> usize {
+        self.registers().div_ceil(VECTORS)
+    }
+
+    /// The columns of a panel, counted from the first of the group.
+    #[inline(always)]
+    fn columns(&self, panel: usize) -> Range<usize> {
+        let (width, total) = (self.shape.columns(), self.group.len());
+        let (mut begin, mut end) = (panel * width, ((panel + 1) * width).min(total));
+        if self.ends_with_two_pairs() {
+            let last = self.count() - 1;
+            end = if panel + 1 == last { end - self.shape.lanes } else { end };
+            begin = if panel == last { begin - self.shape.lanes } else { begin };
+        }
+        begin..end
+    }
+}
+
+/// A block of the contracted dimension, and the addresses of its panels.
+///
+/// The panel of rows that begin at `i` is `i * depth` elements after the first, and so it is for columns.
+struct PackedBlock<S: Factor> {
+    product: Product<S>,
+    begin: usize,
+    depth: usize,
+    panels: [*mut S::Wide; 2],
+}
+
+// SAFETY: threads read the operands, and write panels that do not overlap.
+unsafe impl<S: Factor> Sync for PackedBlock<S> {}
+
+struct PackLeft<'a, S: Factor>(&'a PackedBlock<S>, Range<usize>);
+
+impl<S: Factor> LaneKernel<S::Wide> for PackLeft<'_, S> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Lanes<Element = S::Wide>>(self) {
+        let PackedBlock { product: Product { m, left, .. }, begin, depth, panels: [first, _] } = *self.0;
+        let (start, end) = (self.1.start * V::ROWS, (self.1.end * V::ROWS).min(m));
+        let full = end - end % V::ROWS;
+        // SAFETY: the rows are inside the matrix, and the panels inside their memory.
+        unsafe {
+            let source = Source { first: left.first.add(begin * left.along), ..left };
+            let mut panels = Panels { first, width: V::ROWS, multiple: 1, depth };
+            pack::<V, S>(source, start..full.max(start), panels);
+            // The last rows are several panels, each half as wide as the one before or less.
+            for (row, rows) in row_parts::<V>(full.max(start) / V::ROWS, end) {
+                panels.width = rows;
+                pack::<V, S>(source, row..row + rows, panels);
+            }
+        }
+    }
+}
+
+/// Packs some panels of a group of columns.
+struct PackRight<'a, S: Factor> {
+    block: &'a PackedBlock<S>,
+    columns: &'a ColumnPanels,
+    panels: Range<usize>,
+}
+
+impl<S: Factor> LaneKernel<S::Wide> for PackRight<'_, S> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Lanes<Element = S::Wide>>(self) {
+        let PackedBlock { product: Product { right, .. }, begin, depth, panels: [_, first] } = *self.block;
+        // SAFETY: the columns are inside the matrix, and the panels inside their memory.
+        unsafe {
+            let at = begin * right.along + self.columns.group.start * right.across;
+            let source = Source { first: right.first.add(at), ..right };
+            let panels = Panels { first, width: VECTORS * V::COUNT, multiple: V::COUNT, depth };
+            // All full panels at once, so that rows of the matrix are read in order, then the others.
+            let full = self.panels.clone().filter(|&panel| self.columns.columns(panel).len() == panels.width).count();
+            let begin = self.columns.columns(self.panels.start).start;
+            pack::<V, S>(source, begin..begin + full * panels.width, panels);
+            for panel in self.panels.start + full..self.panels.end {
+                let columns = self.columns.columns(panel);
+                pack::<V, S>(source, columns.clone(), Panels { width: columns.len(), ..panels });
+            }
+        }
+    }
+}
+
+/// The rows of a panel as (first, number) with numbers that are powers of two: one full part, or several at the end of the
+/// matrix.
+#[inline(always)]
+fn row_parts<V: Lanes>(panel: usize, m: usize) -> impl Iterator<Item = (usize, usize)> {
+    let mut row = panel * V::ROWS;
+    let end = (row + V::ROWS).min(m);
+    std::iter::from_fn(move || {
+        let left = end - row;
+        let rows = if left == 0 { return None } else { 1usize << left.ilog2() };
+        row += rows;
+        Some((row - rows, rows))
+    })
+}
+
+/// All tiles of a group of columns, for one block of the contracted dimension.
+struct Tiles<'a, T> {
+    m: usize,
+    columns: &'a ColumnPanels,
+    depth: usize,
+    panels: [*mut T; 2],
+    /// The first element of the result, and the stride of its rows.
+    output: (*mut T, usize),
+    store: Store<T>,
+}
+
+// SAFETY: threads read panels, and write tiles that do not overlap.
+unsafe impl<T> Sync for Tiles<'_, T> {}
+
+/// The tiles of some panels of rows.
+struct TileRange<'a, T> {
+    tiles: &'a Tiles<'a, T>,
+    rows: Range<usize>,
+}
+
+impl<T: Copy> LaneKernel<T> for TileRange<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Lanes<Element = T>>(self) {
+        let Tiles { m, columns: group, depth, panels: [left, right], output: (output, stride), store } = *self.tiles;
+        for panel in self.rows {
+            for (row, rows) in row_parts::<V>(panel, m) {
+                for panel in 0..group.count() {
+                    let columns = group.columns(panel);
+                    // SAFETY: panels and tile are inside their memory, and no other item has this tile.
+                    unsafe {
+                        let column = group.group.start + columns.start;
+                        let first = output.add(row * stride + column);
+                        let tile = Tile { first, stride, rows, columns: columns.len() };
+                        let store = match store {
+                            Store::AddRow(bias) => Store::AddRow(bias.add(column)),
+                            other => other,
+                        };
+                        multiply_panels::<V>(depth, left.add(row * depth), right.add(columns.start * depth), tile, store);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! Products with few rows, as in decoding: the right factor is read once, where it is, because packing it would take longer
+//! than multiplying.
+
+use std::array::from_fn;
+use std::ops::Range;
+
+use super::blocks::{DEPTH, Product};
+use super::instruction_set::{LaneKernel, Vectorized};
+use super::lanes::{Lanes, MAX_LANES};
+use super::pack::{Factor, wide_lanes};
+use crate::parallel::{SharedPtr, over_ranges};
+
+/// Products with at most this many rows are computed here. With more, packing pays off (measured for 2048 x 8192).
+pub(super) const MAX_ROWS: usize = 4;
+
+/// Registers with partial sums of a dot product.
+const LANES: usize = 2;
+
+/// Partial sums of a dot product in the longest registers.
+const MAX_PARTS: usize = LANES * MAX_LANES;
+
+/// Columns whose dot products are computed together.
+const STREAMS: usize = 4;
+
+/// Columns that are summed together where those of the right factor are adjacent.
+const COLUMNS: usize = 64;
+
+/// Whether a product has few rows and a right factor whose rows or columns are contiguous.
+pub(super) fn applies<S: Factor>(product: &Product<S>) -> bool {
+    let one_stride = product.right.along == 1 && product.left.along == 1 || product.right.across == 1;
+    product.m <= MAX_ROWS && one_stride && product.n * product.k >= 4096
+}
+
+/// Writes the product to `output`, a contiguous matrix.
+///
+/// # Safety
+/// As `multiply`.
+pub(super) unsafe fn multiply_few_rows<S: Factor, O: Factor<Wide = S::Wide>>(product: Product<S>, output: *mut O, threads: bool)
+where
+    S::Wide: Real + Vectorized,
+{
+    let shared = SharedProduct(product, SharedPtr::new(output));
+    let body = |range: Range<usize>| {
+        // The whole value, so that the closure does not capture the addresses in it.
+        let SharedProduct(product, output) = { shared };
+        macro_rules! rows {
+            ($($rows:literal)*) => {
+                match product.m {
+                    $($rows => S::Wide::run(FewRows::<S, O, $rows> { product, output: output.get(), columns: range }),)*
+                    rows => unreachable!("{rows} rows"),
+                }
+            };
+        }
+        rows!(1 2 3 4);
+    };
+    // Reading an element of the right factor from memory takes about as long as writing one.
+    let cost = product.k;
+    if threads { over_ranges(product.n, cost, COLUMNS, body) } else { body(0..product.n) }
+}
+
+/// The type in which products are summed.
+pub(super) trait Real: Copy + Default + Send + Sync + 'static {
+    fn times(self, other: Self) -> Self;
+    fn plus(self, other: Self) -> Self;
+}
+
+macro_rules! reals {
+    ($($T:ty),*) => {$(
+        impl Real for $T {
+            #[inline(always)]
+            fn times(self, other: $T) -> $T {
+                self * other
+            }
+            #[inline(always)]
+            fn plus(self, other: $T) -> $T {
+                self + other
+            }
+        }
+    )*};
+}
+reals!(f32, f64);
+
+#[derive(Clone, Copy)]
+struct SharedProduct<S: Factor, O>(Product<S>, SharedPtr<O>);
+// SAFETY: threads read the factors, and write columns that do not overlap.
+unsafe impl<S: Factor, O> Send for SharedProduct<S, O> {}
+// SAFETY: as above.
+unsafe impl<S: Factor, O> Sync for SharedProduct<S, O> {}
+
+/// A range of columns of a product with `M` rows.
+struct FewRows<S: Factor, O, const M: usize> {
+    product: Product<S>,
+    output: *mut O,
+    columns: Range<usize>,
+}
+
+impl<S: Factor, O: Factor<Wide = S::Wide>, const M: usize> LaneKernel<S::Wide> for FewRows<S, O, M>
+where
+    S::Wide: Real,
+{
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Lanes<Element = S::Wide>>(self) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.product.right.along == 1 && self.product.left.along == 1 {
+                self.dot_products::<V>();
+            } else {
+                self.sums_of_rows::<V>();
+            }
+        }
+    }
+}
+
+impl<S: Factor, O: Factor<Wide = S::Wide>, const M: usize> FewRows<S, O, M>
+where
+    S::Wide: Real,
+{
+    #[inline(always)]
+    fn write(&self, row: usize, column: usize, sum: S::Wide) {
+        // SAFETY: the column is one of this range, and the bias has an element for it.
+        unsafe {
+            let sum = self.product.bias.map_or(sum, |bias| sum.plus(*bias.add(column)));
+            self.output.add(row * self.product.n + column).write(O::narrow(sum));
+        }
+    }
+
+    /// Columns of the right factor are contiguous: each is read once and multiplied with every row. Several at once, because
+    /// one stream does not keep the memory busy.
+    ///
+    /// # Safety
+    /// The processor has the instructions of `V`.
+    #[inline(always)]
+    unsafe fn dot_products<V: Lanes<Element = S::Wide>>(&self) {
+        let mut column = self.columns.start;
+        // SAFETY: the caller's promise.
+        unsafe {
+            while column + STREAMS <= self.columns.end {
+                self.dot_columns::<V, STREAMS>(column);
+                column += STREAMS;
+            }
+            for column in column..self.columns.end {
+                self.dot_columns::<V, 1>(column);
+            }
+        }
+    }
+
+    /// # Safety
+    /// The processor has the instructions of `V`.
+    #[inline(always)]
+    unsafe fn dot_columns<V: Lanes<Element = S::Wide>, const N: usize>(&self, column: usize) {
+        let Product { left, right, k, .. } = self.product;
+        // SAFETY: rows and columns have `k` contiguous elements.
+        unsafe {
+            let rows: [*const S; M] = from_fn(|i| left.first.add(i * left.across));
+            let lines: [*const S; N] = from_fn(|j| right.first.add((column + j) * right.across));
+            let mut sums = [[[V::zero(); LANES]; N]; M];
+            let step = LANES * V::COUNT;
+            for begin in (0..k - k % step).step_by(step) {
+                for l in 0..LANES {
+                    let at = begin + l * V::COUNT;
+                    let lines: [V; N] = from_fn(|j| wide_lanes::<V, S>(lines[j].add(at)));
+                    for i in 0..M {
+                        let row = wide_lanes::<V, S>(rows[i].add(at));
+                        for j in 0..N {
+                            sums[i][j][l] = row.mul_add(lines[j], sums[i][j][l]);
+                        }
+                    }
+                }
+            }
+            for i in 0..M {
+                for j in 0..N {
+                    let mut parts = [S::Wide::default(); MAX_PARTS];
+                    for (l, sum) in sums[i][j].iter().enumerate() {
+                        sum.store(parts.as_mut_ptr().add(l * V::COUNT));
+                    }
+                    for p in k - k % step..k {
+                        let part = &mut parts[p % step];
+                        *part = part.plus((*rows[i].add(p)).wide().times((*lines[j].add(p)).wide()));
+                    }
+                    // Halves are added until one sum is left.
+                    let mut half = step / 2;
+                    while half > 0 {
+                        for l in 0..half {
+                            parts[l] = parts[l].plus(parts[l + half]);
+                        }
+                        half /= 2;
+                    }
+                    self.write(i, column + j, parts[0]);
+                }
+            }
+        }
+    }
+
+    /// Rows of the right factor are contiguous: each adds a multiple of itself to the sums of its columns.
+    ///
+    /// # Safety
+    /// The processor has the instructions of `V`.
+    #[inline(always)]
+    unsafe fn sums_of_rows<V: Lanes<Element = S::Wide>>(&self) {
+        const REGISTERS: usize = 4;
+        let mut column = self.columns.start;
+        // SAFETY: the caller's promise.
+        unsafe {
+            while column + REGISTERS * V::COUNT <= self.columns.end {
+                self.sum_columns::<V, REGISTERS>(column);
+                column += REGISTERS * V::COUNT;
+            }
+            while column + V::COUNT <= self.columns.end {
+                self.sum_columns::<V, 1>(column);
+                column += V::COUNT;
+            }
+        }
+        let Product { left, right, k, .. } = self.product;
+        for column in column..self.columns.end {
+            for i in 0..M {
+                // SAFETY: elements of both factors.
+                let term = |p: usize| unsafe {
+                    let x = (*left.first.add(i * left.across + p * left.along)).wide();
+                    x.times((*right.first.add(p * right.along + column)).wide())
+                };
+                let block = |begin: usize| {
+                    (begin..(begin + DEPTH).min(k)).fold(S::Wide::default(), |sum, p| sum.plus(term(p)))
+                };
+                let sum = (0..k).step_by(DEPTH).fold(S::Wide::default(), |total, begin| total.plus(block(begin)));
+                self.write(i, column, sum);
+            }
+        }
+    }
+
+    /// # Safety
+    /// The processor has the instructions of `V`, and this range has the columns.
+    #[inline(always)]
+    unsafe fn sum_columns<V: Lanes<Element = S::Wide>, const N: usize>(&self, column: usize) {
+        let Product { left, right, k, .. } = self.product;
+        // SAFETY: elements of both factors and of the output.
+        unsafe {
+            let mut totals = [[V::zero(); N]; M];
+            for begin in (0..k).step_by(DEPTH) {
+                let mut sums = [[V::zero(); N]; M];
+                for p in begin..(begin + DEPTH).min(k) {
+                    let line = right.first.add(p * right.along + column);
+                    let line: [V; N] = from_fn(|n| wide_lanes::<V, S>(line.add(n * V::COUNT)));
+                    for i in 0..M {
+                        let x = V::splat((*left.first.add(i * left.across + p * left.along)).wide());
+                        for n in 0..N {
+                            sums[i][n] = x.mul_add(line[n], sums[i][n]);
+                        }
+                    }
+                }
+                for i in 0..M {
+                    for n in 0..N {
+                        totals[i][n] = totals[i][n].add(sums[i][n]);
+                    }
+                }
+            }
+            for (i, totals) in totals.iter().enumerate() {
+                let mut parts = [S::Wide::default(); MAX_LANES];
+                for (n, total) in totals.iter().enumerate() {
+                    total.store(parts.as_mut_ptr());
+                    for (l, &part) in parts[..V::COUNT].iter().enumerate() {
+                        self.write(i, column + n * V::COUNT + l, part);
+                    }
+                }
+            }
+        }
+    }
+}

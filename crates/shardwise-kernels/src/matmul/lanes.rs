@@ -1,0 +1,141 @@
+//! Vectors of one instruction set, as the inner loop of a product needs them.
+
+/// A register of elements.
+///
+/// Methods are `#[inline(always)]` and compile to single instructions inside a function with the target features of the
+/// register.
+///
+/// # Safety
+/// All methods require that the processor has the instructions of the register; `load` and `store` access [`COUNT`]
+/// elements from an address of any alignment.
+///
+/// [`COUNT`]: Lanes::COUNT
+pub(super) trait Lanes: Copy {
+    type Element: Copy;
+
+    /// Elements in a register.
+    const COUNT: usize;
+
+    /// Rows of a tile. Together with [`VECTORS`](super::tile::VECTORS) registers per row, they fill the registers that the
+    /// instruction set has, but for those that hold the operands.
+    const ROWS: usize;
+
+    /// Whether the instruction set includes AVX2 and F16C.
+    const HAS_AVX2: bool;
+
+    unsafe fn zero() -> Self;
+    unsafe fn splat(x: Self::Element) -> Self;
+    unsafe fn load(from: *const Self::Element) -> Self;
+    unsafe fn store(self, to: *mut Self::Element);
+    unsafe fn add(self, other: Self) -> Self;
+    /// `self * factor + summand`, rounded once where the instruction set has fused multiply-add.
+    unsafe fn mul_add(self, factor: Self, summand: Self) -> Self;
+}
+
+/// Elements in the longest register.
+pub(super) const MAX_LANES: usize = 16;
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use x86::{F32x8, F32x16, F64x4, F64x8};
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::Lanes;
+    use core::arch::x86_64::*;
+
+    macro_rules! registers {
+        ($($Name:ident: $Register:ty, $T:ty, $count:expr, $rows:expr, $zero:ident, $splat:ident, $load:ident, $store:ident, $add:ident, $fma:ident;)*) => {$(
+            #[derive(Clone, Copy)]
+            pub(in super::super) struct $Name($Register);
+
+            impl Lanes for $Name {
+                type Element = $T;
+                const COUNT: usize = $count;
+                const ROWS: usize = $rows;
+                const HAS_AVX2: bool = true;
+
+                #[inline(always)]
+                unsafe fn zero() -> Self {
+                    // SAFETY: the processor has the instruction, as the trait requires.
+                    $Name(unsafe { $zero() })
+                }
+                #[inline(always)]
+                unsafe fn splat(x: $T) -> Self {
+                    // SAFETY: as above.
+                    $Name(unsafe { $splat(x) })
+                }
+                #[inline(always)]
+                unsafe fn load(from: *const $T) -> Self {
+                    // SAFETY: as above; the elements are readable.
+                    $Name(unsafe { $load(from) })
+                }
+                #[inline(always)]
+                unsafe fn store(self, to: *mut $T) {
+                    // SAFETY: as above; the elements can be written.
+                    unsafe { $store(to, self.0) }
+                }
+                #[inline(always)]
+                unsafe fn add(self, other: Self) -> Self {
+                    // SAFETY: as above.
+                    $Name(unsafe { $add(self.0, other.0) })
+                }
+                #[inline(always)]
+                unsafe fn mul_add(self, factor: Self, summand: Self) -> Self {
+                    // SAFETY: as above.
+                    $Name(unsafe { $fma(self.0, factor.0, summand.0) })
+                }
+            }
+        )*};
+    }
+    // 8 rows of 3 registers are 24 of the 32 registers of AVX-512; 4 rows are 12 of the 16 of AVX2.
+    registers! {
+        F32x16: __m512, f32, 16, 8, _mm512_setzero_ps, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_fmadd_ps;
+        F64x8: __m512d, f64, 8, 8, _mm512_setzero_pd, _mm512_set1_pd, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_add_pd, _mm512_fmadd_pd;
+        F32x8: __m256, f32, 8, 4, _mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_fmadd_ps;
+        F64x4: __m256d, f64, 4, 4, _mm256_setzero_pd, _mm256_set1_pd, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_add_pd, _mm256_fmadd_pd;
+    }
+}
+
+/// Four elements without instructions of a particular set, and with a rounding between multiplication and addition: a fused
+/// one would be a library call on the baseline of x86-64.
+#[derive(Clone, Copy)]
+pub(super) struct Plain<T>([T; 4]);
+
+macro_rules! plain {
+    ($($T:ty),*) => {$(
+        impl Lanes for Plain<$T> {
+            type Element = $T;
+            const COUNT: usize = 4;
+            const ROWS: usize = 4;
+            const HAS_AVX2: bool = false;
+
+            #[inline(always)]
+            unsafe fn zero() -> Self {
+                Plain([0.0; 4])
+            }
+            #[inline(always)]
+            unsafe fn splat(x: $T) -> Self {
+                Plain([x; 4])
+            }
+            #[inline(always)]
+            unsafe fn load(from: *const $T) -> Self {
+                // SAFETY: the elements are readable, as the trait requires.
+                Plain(unsafe { from.cast::<[$T; 4]>().read_unaligned() })
+            }
+            #[inline(always)]
+            unsafe fn store(self, to: *mut $T) {
+                // SAFETY: the elements can be written, as the trait requires.
+                unsafe { to.cast::<[$T; 4]>().write_unaligned(self.0) }
+            }
+            #[inline(always)]
+            unsafe fn add(self, other: Self) -> Self {
+                Plain(std::array::from_fn(|i| self.0[i] + other.0[i]))
+            }
+            #[inline(always)]
+            unsafe fn mul_add(self, factor: Self, summand: Self) -> Self {
+                Plain(std::array::from_fn(|i| self.0[i] * factor.0[i] + summand.0[i]))
+            }
+        }
+    )*};
+}
+plain!(f32, f64);

@@ -1,0 +1,138 @@
+//! The inner loop of a product: a tile of the result, held in registers while a panel of each factor is read.
+
+use super::lanes::Lanes;
+
+/// Registers per row of a tile.
+pub(super) const VECTORS: usize = 3;
+
+/// What happens to the product of a tile.
+#[derive(Clone, Copy)]
+pub(super) enum Store<T> {
+    /// Replaces what the result holds.
+    Overwrite,
+    /// Is added to what the result holds.
+    Accumulate,
+    /// Replaces what the result holds, after adding a row of as many elements as the result has columns.
+    AddRow(*const T),
+}
+
+/// A tile of the result: `rows` by `columns` elements, rows `stride` apart.
+#[derive(Clone, Copy)]
+pub(super) struct Tile<T> {
+    pub(super) first: *mut T,
+    pub(super) stride: usize,
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+}
+
+/// Multiplies a panel of the left factor, `depth` by `tile.rows`, with one of the right factor, `depth` by as many registers
+/// as the columns fill.
+///
+/// # Safety
+/// The processor has the instructions of `V`; panels and tile have these sizes; `tile.rows` is a power of two up to
+/// [`Lanes::ROWS`], and `tile.columns` at most [`VECTORS`] registers.
+#[inline(always)]
+pub(super) unsafe fn multiply_panels<V: Lanes>(
+    depth: usize,
+    left: *const V::Element,
+    right: *const V::Element,
+    tile: Tile<V::Element>,
+    store: Store<V::Element>,
+) {
+    macro_rules! sized {
+        ($($rows:literal)*) => {
+            match (tile.rows, tile.columns.div_ceil(V::COUNT)) {
+                // SAFETY: the caller's promises, with the sizes as constants.
+                $(
+                    ($rows, 1) => unsafe { sized_tile::<V, $rows, 1>(depth, left, right, tile, store) },
+                    // SAFETY: as above.
+                    ($rows, 2) => unsafe { sized_tile::<V, $rows, 2>(depth, left, right, tile, store) },
+                    // SAFETY: as above.
+                    ($rows, 3) => unsafe { sized_tile::<V, $rows, 3>(depth, left, right, tile, store) },
+                )*
+                sizes => unreachable!("a tile of {sizes:?}"),
+            }
+        };
+    }
+    if V::ROWS == 8 { sized!(8 4 2 1) } else { sized!(4 2 1) }
+}
+
+/// As [`multiply_panels`], for a number of rows and registers that is known when it is compiled, so that the sums stay in
+/// registers.
+#[inline(always)]
+unsafe fn sized_tile<V: Lanes, const R: usize, const N: usize>(
+    depth: usize,
+    mut left: *const V::Element,
+    mut right: *const V::Element,
+    tile: Tile<V::Element>,
+    store: Store<V::Element>,
+) {
+    // SAFETY: the caller's promises: every address is inside a panel or the tile.
+    unsafe {
+        let mut sums = [[V::zero(); N]; R];
+        for _ in 0..depth {
+            let mut columns = [V::zero(); N];
+            for (n, column) in columns.iter_mut().enumerate() {
+                *column = V::load(right.add(n * V::COUNT));
+            }
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let x = V::splat(*left.add(r));
+                for (sum, &column) in sums.iter_mut().zip(&columns) {
+                    *sum = x.mul_add(column, *sum);
+                }
+            }
+            left = left.add(R);
+            right = right.add(N * V::COUNT);
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            let row = tile.first.add(r * tile.stride);
+            for (n, &sum) in sums.iter().enumerate() {
+                let valid = tile.columns - n * V::COUNT;
+                if valid >= V::COUNT {
+                    let to = row.add(n * V::COUNT);
+                    match store {
+                        Store::Overwrite => sum,
+                        Store::Accumulate => V::load(to).add(sum),
+                        Store::AddRow(summand) => V::load(summand.add(n * V::COUNT)).add(sum),
+                    }
+                    .store(to);
+                } else {
+                    store_part(sum, row.add(n * V::COUNT), valid, store, n * V::COUNT);
+                }
+            }
+        }
+    }
+}
+
+/// Stores the first `valid` elements of a register, through memory of a full one.
+///
+/// # Safety
+/// As many elements can be read and written at `to`, and read at `column` of an added row.
+#[inline(always)]
+unsafe fn store_part<V: Lanes>(
+    sum: V,
+    to: *mut V::Element,
+    valid: usize,
+    store: Store<V::Element>,
+    column: usize,
+) {
+    // SAFETY: the buffer is as long as the longest register; the rest is the caller's promise.
+    unsafe {
+        let mut buffer = [sum; 2];
+        let first = buffer.as_mut_ptr().cast::<V::Element>();
+        let from = match store {
+            Store::Overwrite => None,
+            Store::Accumulate => Some(to.cast_const()),
+            Store::AddRow(summand) => Some(summand.add(column)),
+        };
+        let sum = match from {
+            None => sum,
+            Some(from) => {
+                std::ptr::copy_nonoverlapping(from, first, valid);
+                V::load(first).add(sum)
+            }
+        };
+        sum.store(first);
+        std::ptr::copy_nonoverlapping(first, to, valid);
+    }
+}
