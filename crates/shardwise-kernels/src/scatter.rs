@@ -300,3 +300,42 @@ impl<T: Addend<Sum = T>> simd::Kernel for AddSlice<'_, T> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn half_precision_is_added_up_in_f32_and_integers_wrap() {
+        // In bf16, 256 + 1 is 256.
+        let (n, width) = (300, 600);
+        for (dtype, expected) in [(DType::BF16, 300.0), (DType::F16, 300.0), (DType::F32, 300.0), (DType::U8, 44.0)] {
+            let source = Tensor::ones((n, width), dtype, &Device::Cpu).unwrap();
+            let index = Tensor::full(7i64, n, &Device::Cpu).unwrap();
+            // Of indices 5 to 8, the result holds those from 6 on.
+            let held = IndexRange::new([6..9]);
+            let slices = index_add(0, &index, &source, &held).unwrap();
+            let wide = index.reshape((n, 1)).unwrap().broadcast_as((n, width)).unwrap();
+            let elements = scatter_add(&[3, width], 0, &wide, &source, &held).unwrap();
+            for sums in [slices, elements] {
+                assert_eq!(sums.dtype(), dtype);
+                let sums = sums.to_dtype(DType::F64).unwrap().to_vec2::<f64>().unwrap();
+                assert_eq!(sums, [vec![0.0; width], vec![expected; width], vec![0.0; width]], "{dtype:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_last_of_several_elements_is_written_and_missing_indices_are_skipped() {
+        let x = Tensor::zeros((2, 4), DType::I64, &Device::Cpu).unwrap();
+        let source = Tensor::new(&[[1i64, 2, 3], [4, 5, 6]], &Device::Cpu).unwrap();
+        let index = Tensor::new(&[[10u8, 12, 10], [13, 9, 14]], &Device::Cpu).unwrap();
+        let got = scatter(&x, 1, &index, &source, &IndexRange::new([10..14])).unwrap();
+        assert_eq!(got.to_vec2::<i64>().unwrap(), [[3, 0, 2, 0], [0, 0, 0, 4]]);
+        let values = Tensor::new(&[[7i64, 8], [9, 10]], &Device::Cpu).unwrap();
+        let got = put_slices(&x, [2, 4, 1], &[1, 3], &values).unwrap();
+        assert_eq!(got.to_vec2::<i64>().unwrap(), [[0, 7, 0, 8], [0, 9, 0, 10]]);
+        assert_eq!(x.to_vec2::<i64>().unwrap(), [[0; 4]; 2], "the operand is not changed");
+    }
+}

@@ -1,10 +1,13 @@
 //! Searches: the first NaN, the positions of nonzero elements, and the buckets of numbers between boundaries.
 
+use std::mem::MaybeUninit;
+
 use candle_core::{DType, Tensor, WithDType};
 
+use super::convert::{Block, Compute};
 use super::parallel::over_ranges;
 use super::typed_slice::{filled_by, with_slice};
-use super::{simd, with_type};
+use super::{check_supported, contiguous, simd, with_first_element, with_type};
 use crate::error::Result;
 
 /// Elements that are tested at a time before the search looks at each of them.
@@ -94,16 +97,39 @@ pub fn nonzero_positions(mask: &Tensor) -> Result<Vec<usize>> {
 /// # Errors
 /// If the kernels do not support a type or device, or memory does not suffice.
 pub fn bucketize(x: &Tensor, boundaries: &Tensor) -> Result<Tensor> {
-    if x.dtype() != boundaries.dtype() {
-        let float = x.dtype().is_float() || boundaries.dtype().is_float();
-        let both = if float { DType::F64 } else { DType::I64 };
-        return bucketize(&x.to_dtype(both)?, &boundaries.to_dtype(both)?);
-    }
-    super::check_dtype(x.dtype())?;
-    let found = with_type!(x.dtype(), T => with_slice::<T, _>(boundaries, |boundaries| {
-        with_slice::<T, _>(x, |x| buckets(x, boundaries))
-    })??, otherwise unreachable!("checked above"))?;
-    Ok(found.reshape(x.dims())?)
+    check_supported(x)?;
+    let (own, other) = (x.dtype(), boundaries.dtype());
+    let found = if own == other {
+        with_type!(own, T => with_slice::<T, _>(boundaries, |boundaries| {
+            with_slice::<T, _>(x, |x| buckets(x, boundaries))
+        })??, otherwise unreachable!("checked above"))
+    } else if own.is_float() || other.is_float() {
+        converted_buckets::<f64>(&contiguous(x)?, boundaries)
+    } else {
+        converted_buckets::<i64>(&contiguous(x)?, boundaries)
+    };
+    Ok(found?.reshape(x.dims())?)
+}
+
+/// As [`buckets`], for elements of another type than the boundaries, which are converted block by block.
+fn converted_buckets<C: Compute>(x: &Tensor, boundaries: &Tensor) -> Result<Tensor> {
+    let (count, dtype) = (x.elem_count(), x.dtype());
+    let mut buffer = [MaybeUninit::<C>::uninit(); BLOCK];
+    with_slice::<C, _>(&boundaries.to_dtype(C::DTYPE)?, |boundaries| {
+        // SAFETY: the blocks together are all elements of the contiguous tensor, and the buffer has the size of one.
+        with_first_element(x, |first, _| unsafe {
+            filled_by::<i64>(&[count], |to| {
+                for from in (0..count).step_by(BLOCK) {
+                    let width = BLOCK.min(count - from);
+                    let block = Block { rows: 1, row_stride: 0, width, stride: 1 };
+                    C::load(dtype, first.add(from * dtype.size_in_bytes()), block, &mut buffer[..width]);
+                    for (i, x) in buffer[..width].assume_init_ref().iter().enumerate() {
+                        to.get().add(from + i).write(boundaries.partition_point(|b| b < x) as i64);
+                    }
+                }
+            })
+        })
+    })?
 }
 
 fn buckets<T: WithDType>(x: &[T], boundaries: &[T]) -> Result<Tensor> {

@@ -51,8 +51,8 @@ fn in_every_placement(check: fn(&DTensor, &DeviceMesh) -> Result<()>) {
     }
 }
 
-fn on(mesh: &DeviceMesh, tensor: Tensor) -> Result<DTensor> {
-    DTensor::distribute_tensor(&tensor, mesh, [Placement::Replicate], Some(0))
+fn on(mesh: &DeviceMesh, tensor: &Tensor) -> Result<DTensor> {
+    DTensor::distribute_tensor(tensor, mesh, [Placement::Replicate], Some(0))
 }
 
 #[test]
@@ -104,12 +104,12 @@ fn indexing_by_every_integer_type() {
         let positions = [3usize, 0, 0, 2, 1];
         for dtype in [DType::I64, DType::I32, DType::I16, DType::U32, DType::U8] {
             let vector = Tensor::new(&positions.map(|p| p as i64), &Device::Cpu)?;
-            let index = on(mesh, vector.to_dtype(dtype)?)?;
+            let index = on(mesh, &vector.to_dtype(dtype)?)?;
             let rows = || positions.iter().flat_map(|&p| X[p]);
             expect("index_select", &x.index_select(0, &index)?, rows())?;
             expect("index", &x.index(&index)?, rows())?;
             expect("embedding", &x.embedding(&index)?, rows())?;
-            let columns = on(mesh, vector.reshape((5, 1))?.broadcast_as((5, COLUMNS))?.to_dtype(dtype)?)?;
+            let columns = on(mesh, &vector.reshape((5, 1))?.broadcast_as((5, COLUMNS))?.to_dtype(dtype)?)?;
             expect("gather", &x.gather(0, &columns)?, rows())?;
             let mut summed = X;
             for (i, &p) in positions.iter().enumerate() {
@@ -120,7 +120,7 @@ fn indexing_by_every_integer_type() {
             expect("index_add", &x.index_add(0, &index, &source)?, flat())?;
             expect("scatter_add", &x.scatter_add(0, &columns, &source)?, flat())?;
             expect("index_put", &x.index_put(&[&index], &source, true)?, flat())?;
-            let first = on(mesh, Tensor::new(&[[2i64; COLUMNS]], &Device::Cpu)?.to_dtype(dtype)?)?;
+            let first = on(mesh, &Tensor::new(&[[2i64; COLUMNS]], &Device::Cpu)?.to_dtype(dtype)?)?;
             let mut written = X;
             written[2] = X[0];
             expect("scatter", &x.scatter(0, &first, &x.narrow(0, 0, 1)?)?, written.into_iter().flatten())?;
@@ -134,7 +134,7 @@ fn masks_bands_and_buckets() {
     in_every_placement(|x, mesh| {
         let mask = X.map(|row| row.map(|n| u8::from(n > BIG)));
         let chosen = || X.iter().flatten().copied().filter(|&n| n > BIG);
-        let mask = on(mesh, Tensor::new(&mask, &Device::Cpu)?)?;
+        let mask = on(mesh, &Tensor::new(&mask, &Device::Cpu)?)?;
         expect("masked_select", &x.masked_select(&mask)?, chosen())?;
         let places = (0..ROWS * COLUMNS).filter(|i| X[i / COLUMNS][i % COLUMNS] != 0);
         let places = places.flat_map(|i| [(i / COLUMNS) as i64, (i % COLUMNS) as i64]);
@@ -148,7 +148,7 @@ fn masks_bands_and_buckets() {
         expect("triu", &x.triu(1)?, inside(|r, c| c > r))?;
         expect("flip", &x.flip(&[0, 1])?, X.into_iter().flatten().rev())?;
         let edges = [i64::MIN, -BIG, BIG, BIG + 1, BIG + 2, i64::MAX];
-        let buckets = on(mesh, Tensor::new(&edges, &Device::Cpu)?)?;
+        let buckets = on(mesh, &Tensor::new(&edges, &Device::Cpu)?)?;
         let found = X.iter().flatten().map(|x| edges.partition_point(|e| e < x) as i64);
         expect("bucketize", &x.bucketize(&buckets)?, found)
     });

@@ -221,13 +221,13 @@ impl<T: Scanned, const PRODUCT: bool> simd::Kernel for ScanRows<'_, T, PRODUCT> 
         assert!(from.len() >= ROWS * n);
         for j in 0..n {
             let at = if direction.reverse { n - 1 - j } else { j };
-            for row in 0..ROWS {
+            for (row, total) in total.iter_mut().enumerate() {
                 // SAFETY: checked above for the elements; as many results can be written.
                 unsafe {
-                    let next = ScanBlock::<T, PRODUCT>::step(total[row], *from.get_unchecked(row * n + at));
-                    let result = if direction.exclusive { total[row] } else { next };
+                    let next = ScanBlock::<T, PRODUCT>::step(*total, *from.get_unchecked(row * n + at));
+                    let result = if direction.exclusive { *total } else { next };
                     to.add(row * n + at).write(T::rounded(result));
-                    total[row] = next;
+                    *total = next;
                 }
             }
         }
