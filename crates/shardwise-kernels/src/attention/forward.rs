@@ -40,7 +40,7 @@ pub fn attention_forward(operands: [&Tensor; 3], dtype: DType, args: &AttentionA
 
 /// [`attention_forward`] over a part of the keys. Returns the maximum of every query's scores and the sum of exponentials of
 /// its scores minus the maximum, in place of the logarithm: the logarithm of a large number would lose digits of the weight
-/// that the part has among others. The maximum is -inf and the sum 0 where no key is seen.
+/// that the part has among all parts. The maximum is -inf and the sum 0 where no key is seen.
 ///
 /// # Errors
 /// As `attention_forward`.

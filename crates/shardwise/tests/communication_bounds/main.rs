@@ -117,8 +117,8 @@ const CLASSES: &[(&str, Class)] = &[
     ("nonzero", Data(0.17, 0.0, ROWS)),
     ("bucketize", Data(0.52, 0.0, "every rank searches all boundaries")),
     ("embedding_bag", Data(20.0, 13.0, "rows of a partial table are reduced for extremes, which are no sums")),
-    ("rotary_embedding", Data(0.67, 1.0, "of sharded features the two that turn together are on different ranks")),
-    ("scaled_dot_product_attention", Data(1.5, 1.2, "every query meets every key")),
+    ("rotary_embedding", Data(0.34, 0.0, "of sharded features the two that turn together are on different ranks")),
+    ("scaled_dot_product_attention", Data(2.0, 1.7, "every query meets every key, in four calls that share operands")),
     ("conv1d", Data(2.0, 10.4, WINDOWS)),
     ("conv2d", Data(3.7, 42.6, WINDOWS)),
 ];
