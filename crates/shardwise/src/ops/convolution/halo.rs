@@ -45,9 +45,21 @@ pub(super) fn spatial_axes(layout: &Layout, spatial: usize) -> Vec<usize> {
     (first..layout.shape().len()).flat_map(|dim| layout.shard_order(dim).to_vec()).collect()
 }
 
-/// The layout with one range per rank in every dimension, if a spatial dimension is sharded.
-pub(super) fn contiguous_shards(layout: &Layout, spatial: usize) -> Result<Layout> {
-    if spatial_axes(layout, spatial).is_empty() { Ok(layout.clone()) } else { layout.unstrided(&|_| true) }
+/// The layouts with one range per rank in every dimension, if a spatial dimension of one of the first `with_positions` is sharded,
+/// or may become so: a box is one range per dimension.
+pub(super) fn contiguous_shards<const N: usize>(
+    layouts: [&Layout; N],
+    with_positions: usize,
+    spatial: usize,
+) -> Result<[Layout; N]> {
+    let sharded = |layout: &&Layout| layout.is_partial() || !spatial_axes(layout, spatial).is_empty();
+    let mut found = layouts.map(Layout::clone);
+    if layouts[..with_positions].iter().any(sharded) {
+        for layout in &mut found {
+            *layout = layout.unstrided(&|_| true)?;
+        }
+    }
+    Ok(found)
 }
 
 /// Requires of a tensor in the layout `from`, on every rank, what the rank's shard of a tensor in the layout `to` needs along

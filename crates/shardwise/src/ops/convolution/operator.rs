@@ -1,4 +1,4 @@
-//! The convolution as an operator, with its gradients: a trilinear form of which one tensor is computed from the two others.
+//! The convolution as an operator, with its gradients: a trilinear form of which one tensor is computed from the two that are given.
 
 use std::panic::Location;
 
@@ -66,7 +66,7 @@ impl Convolution {
     /// Decides on a gradient of the weight, in which sharded positions are summed over.
     fn decide_weight(&self, plan: &OpPlan, inputs: &[&Layout], elem: &[usize]) -> Result<Decision> {
         let spatial = self.windows.len();
-        let (result, input) = (contiguous_shards(inputs[0], spatial)?, contiguous_shards(inputs[1], spatial)?);
+        let [result, input] = contiguous_shards([inputs[0], inputs[1]], 2, spatial)?;
         let with_elements = as_elements(&result, &input, &self.sizes)?;
         let shape = plan.outputs[0].shape.as_slice();
         let decision = plan.signature.decide(&[&with_elements, &input], elem, &[shape])?;
@@ -108,13 +108,13 @@ impl Op for Convolution {
         }
         // Decided as if the result had as many positions as what it is computed from.
         let spatial = self.windows.len();
-        let source = contiguous_shards(inputs[0], spatial)?;
+        let [source, weight] = contiguous_shards([inputs[0], inputs[1]], 1, spatial)?;
         let shape = &plan.outputs[0].shape;
         let first = shape.len() - spatial;
         let as_source = [&shape[..first], &source.shape()[first..]].concat();
-        let mut decision = plan.signature.decide(&[&source, inputs[1]], elem, &[&as_source])?;
+        let mut decision = plan.signature.decide(&[&source, &weight], elem, &[&as_source])?;
         let [from] = chosen_layouts(&decision);
-        let from = held_positions(&contiguous_shards(&from, spatial)?, &source, spatial)?;
+        let from = held_positions(&from, &source, spatial)?;
         (decision.outputs[0], decision.inputs[0]) = match self.computes {
             Computes::Result => {
                 let to = window_layout(&decision.outputs[0], &self.windows, &self.counts)?;

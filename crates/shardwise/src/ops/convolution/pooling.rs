@@ -10,11 +10,11 @@ use super::halo::{
 };
 use super::window::{Window, window_counts};
 use crate::error::Result;
-use crate::layout::{Layout, TensorMeta};
-use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::layout::{Layout, Runs, TensorMeta};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
 use crate::ops::{OpEntry, SampleInput, dtype};
 use crate::placement::ReduceOp;
-use crate::rule::{Decision, DimSharding, Signature};
+use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
 use shardwise_kernels::convolution::{ConvGeometry, WindowAxis};
 use shardwise_kernels::pooling::{Pooling, pool};
@@ -98,8 +98,8 @@ impl DTensor {
             return self.to_dtype(real)?.pooling(name, function, spatial, size, stride, padding);
         }
         let windows = vec![window; spatial];
-        let counts = window_counts(name, &windows, self.shape())
-            .map_err(|e| crate::op::name_call(e, name, &[self], Location::caller()))?;
+        let counts =
+            window_counts(name, &windows, self.shape()).map_err(|e| name_call(e, name, &[self], Location::caller()))?;
         Pool { name, function, windows, sizes: self.shape()[2..].to_vec(), counts }.run_on(&[self])
     }
 }
@@ -123,11 +123,11 @@ impl Pool {
     /// elements of those windows.
     fn decide_max_backward(&self, plan: &OpPlan, inputs: &[&Layout], elem: &[usize]) -> Result<Decision> {
         let spatial = self.windows.len();
-        let (g, x) = (contiguous_shards(inputs[0], spatial)?, contiguous_shards(inputs[1], spatial)?);
+        let [g, x] = contiguous_shards([inputs[0], inputs[1]], 2, spatial)?;
         let with_elements = as_elements(&g, &x, &self.sizes)?;
         let mut decision = plan.signature.decide(&[&with_elements, &x], elem, &[&plan.outputs[0].shape])?;
         let [of_g, of_x] = chosen_layouts(&decision);
-        let to = contiguous_shards(&decision.outputs[0], spatial)?;
+        let to = decision.outputs[0].clone();
         let of_g = held_positions(&chosen_windows(&of_g, &g, &self.windows, &self.counts)?, &g, spatial)?;
         let of_x = held_positions(&of_x, &x, spatial)?;
         let around = |window: &Window, from: usize, to: usize, n: usize| {
@@ -169,19 +169,17 @@ impl Op for Pool {
         }
         // Decided as if the result had as many positions as what it is computed from.
         let spatial = self.windows.len();
-        let now = inputs.iter().map(|l| contiguous_shards(l, spatial)).collect::<Result<Vec<_>>>()?;
-        let mut decision = plan.signature.decide(&now.iter().collect::<Vec<_>>(), elem, &[now[0].shape()])?;
-        let to = contiguous_shards(&decision.outputs[0], spatial)?;
+        let [first, last] = contiguous_shards([inputs[0], inputs[inputs.len() - 1]], 2, spatial)?;
+        let now = &[&first, &last][..inputs.len()];
+        let mut decision = plan.signature.decide(now, elem, &[first.shape()])?;
+        let to = &decision.outputs[0];
         let (to, needed): (Layout, fn(&Window, usize, usize, usize) -> _) = match self.function {
-            PoolFn::MeanBackward => (element_layout(&to, &self.sizes)?, Window::touching),
-            _ => (window_layout(&to, &self.windows, &self.counts)?, Window::needed),
+            PoolFn::MeanBackward => (element_layout(to, &self.sizes)?, Window::touching),
+            _ => (window_layout(to, &self.windows, &self.counts)?, Window::needed),
         };
-        for (i, now) in now.iter().enumerate() {
-            let from = match &decision.inputs[i] {
-                crate::rule::RequiredInput::Layout(layout) => contiguous_shards(layout, spatial)?,
-                crate::rule::RequiredInput::Boxes { .. } => unreachable!("a signature decides on layouts"),
-            };
-            decision.inputs[i] = required(held_positions(&from, now, spatial)?, &to, &self.windows, needed);
+        for (input, now) in decision.inputs.iter_mut().zip(now) {
+            let RequiredInput::Layout(from) = &*input else { unreachable!("a signature decides on layouts") };
+            *input = required(held_positions(from, now, spatial)?, &to, &self.windows, needed);
         }
         decision.outputs[0] = to;
         Ok(decision)
@@ -210,7 +208,7 @@ impl Op for Pool {
             PoolFn::MaxBackward => {
                 let mut kept = [0..1, 0..1, 0..1];
                 for s in 0..self.windows.len() {
-                    let first = |runs: crate::layout::Runs| runs.first().unwrap_or(0);
+                    let first = |runs: Runs| runs.first().unwrap_or(0);
                     let start = first(context.output_runs(0, 2 + s)) - first(context.input_runs(1, 2 + s));
                     kept[3 - self.windows.len() + s] = start..start + shape[2 + s];
                 }
