@@ -130,7 +130,8 @@ pub fn elementwise_update<S: StateElement, U: Elementwise<K>, const K: usize>(
     assert!(state.iter().all(|s| s.len() == count) && master.as_ref().is_none_or(|m| m.len() == count));
     let output = UninitBuffer::new(dtype, count)?;
     let (p_guard, g_guard) = (p.storage_and_layout(), g.storage_and_layout());
-    let [p_first, g_first] = [&p_guard, &g_guard].map(|guard| SharedPtr::new(first_element(&guard.0, guard.1).0.cast_mut()));
+    let [p_first, g_first] =
+        [&p_guard, &g_guard].map(|guard| SharedPtr::new(first_element(&guard.0, guard.1).0.cast_mut()));
     let state = state.map(|s| SharedPtr::new(s.as_mut_ptr()));
     let master = master.map(|m| SharedPtr::new(m.as_mut_ptr()));
     let out_first = SharedPtr::new(output.first());
@@ -144,7 +145,8 @@ pub fn elementwise_update<S: StateElement, U: Elementwise<K>, const K: usize>(
         unsafe {
             let p_at = p_first.get().add(start * dtype.size_in_bytes());
             let g_at = g_first.get().add(start * g.dtype().size_in_bytes());
-            let (mut p_chunk, g_chunk) = (read(dtype, p_at, &mut p_buffer[..n]), read(g.dtype(), g_at, &mut g_buffer[..n]));
+            let (mut p_chunk, g_chunk) =
+                (read(dtype, p_at, &mut p_buffer[..n]), read(g.dtype(), g_at, &mut g_buffer[..n]));
             let mut master = master.map(|m| std::slice::from_raw_parts_mut(m.get().add(start), n));
             let merged;
             if let Some(master) = &master {

@@ -288,7 +288,9 @@ mod tests {
         assert!((share - 0.3).abs() < 5.0 * (0.21 / n as f64).sqrt(), "{share}");
         assert!(chosen.iter().all(|&x| x == 0.0 || x == 2.0));
         for (probability, expected) in [(0.0, 0.0), (1.0, 1.0)] {
-            assert!(values(RandomNumbers::Choice { probability, value: 1.0 }, &[(0, n)]).iter().all(|&x| x == expected));
+            assert!(
+                values(RandomNumbers::Choice { probability, value: 1.0 }, &[(0, n)]).iter().all(|&x| x == expected)
+            );
         }
         let uniform = values(RandomNumbers::Uniform { low: -1.0, high: 1.0, bits: 24 }, &[(0, n)]);
         let (least, most) = uniform.iter().fold((9f32, -9f32), |(a, b), &x| (a.min(x), b.max(x)));

@@ -14,9 +14,9 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{ErrorKind, Result};
-use shardwise_kernels::{RandomDraw, RandomNumbers};
 #[doc(inline)]
 pub use shardwise_kernels::philox4x32_10;
+use shardwise_kernels::{RandomDraw, RandomNumbers};
 
 /// The state of a [`Generator`], as stored in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -122,14 +122,19 @@ where
 ///
 /// # Safety
 /// Both matrices have these sizes.
-unsafe fn round_rows<O: Factor>(sums: *const O::Wide, output: *mut O, [m, n]: [usize; 2], stride: usize, threads: bool) {
+unsafe fn round_rows<O: Factor>(
+    sums: *const O::Wide,
+    output: *mut O,
+    [m, n]: [usize; 2],
+    stride: usize,
+    threads: bool,
+) {
     let (sums, output) = (SharedPtr::new(sums.cast_mut()), SharedPtr::new(output));
     divide(threads, m, n, |rows| {
         for row in rows {
             // SAFETY: the row is inside both matrices, and no other range has it.
-            let (from, to) = unsafe {
-                (std::slice::from_raw_parts(sums.get().add(row * n), n), output.get().add(row * stride))
-            };
+            let (from, to) =
+                unsafe { (std::slice::from_raw_parts(sums.get().add(row * n), n), output.get().add(row * stride)) };
             simd::run(RoundRow { from, to });
         }
     });
@@ -375,7 +380,13 @@ impl<T: Copy> LaneKernel<T> for TileRange<'_, T> {
                             Store::AddRow(bias) => Store::AddRow(bias.add(column)),
                             other => other,
                         };
-                        multiply_panels::<V>(depth, left.add(row * depth), right.add(columns.start * depth), tile, store);
+                        multiply_panels::<V>(
+                            depth,
+                            left.add(row * depth),
+                            right.add(columns.start * depth),
+                            tile,
+                            store,
+                        );
                     }
                 }
             }

@@ -35,8 +35,11 @@ pub(super) fn applies<S: Factor>(product: &Product<S>) -> bool {
 ///
 /// # Safety
 /// As `multiply`.
-pub(super) unsafe fn multiply_few_rows<S: Factor, O: Factor<Wide = S::Wide>>(product: Product<S>, output: *mut O, threads: bool)
-where
+pub(super) unsafe fn multiply_few_rows<S: Factor, O: Factor<Wide = S::Wide>>(
+    product: Product<S>,
+    output: *mut O,
+    threads: bool,
+) where
     S::Wide: Real + Vectorized,
 {
     let shared = SharedProduct(product, SharedPtr::new(output));
@@ -220,9 +223,8 @@ where
                     let x = (*left.first.add(i * left.across + p * left.along)).wide();
                     x.times((*right.first.add(p * right.along + column)).wide())
                 };
-                let block = |begin: usize| {
-                    (begin..(begin + DEPTH).min(k)).fold(S::Wide::default(), |sum, p| sum.plus(term(p)))
-                };
+                let block =
+                    |begin: usize| (begin..(begin + DEPTH).min(k)).fold(S::Wide::default(), |sum, p| sum.plus(term(p)));
                 let sum = (0..k).step_by(DEPTH).fold(S::Wide::default(), |total, begin| total.plus(block(begin)));
                 self.write(i, column, sum);
             }

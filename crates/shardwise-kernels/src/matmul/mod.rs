@@ -120,9 +120,9 @@ where
 {
     let ([count, m, k], n) = (a.sizes, b.sizes[2]);
     let guards = [&a.tensor, &b.tensor].map(Tensor::storage_and_layout);
-    let [left, right] = guards.each_ref().map(|(storage, layout)| {
-        SharedPtr::new(first_element(storage, layout).0.cast::<S>().cast_mut())
-    });
+    let [left, right] = guards
+        .each_ref()
+        .map(|(storage, layout)| SharedPtr::new(first_element(storage, layout).0.cast::<S>().cast_mut()));
     let bias = bias.map(|bias| wide_elements::<S>(bias)).transpose()?;
     let bias = bias.as_ref().map(|bias| SharedPtr::new(bias.as_ptr().cast_mut()));
     let output = SharedPtr::new(output);

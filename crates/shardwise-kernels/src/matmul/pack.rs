@@ -99,7 +99,11 @@ pub(super) struct Panels<T> {
 /// The processor has the instructions of `V`. The elements are inside the matrix and the panels have room for them; `across`
 /// begins at a full panel.
 #[inline(always)]
-pub(super) unsafe fn pack<V: Lanes<Element = S::Wide>, S: Factor>(source: Source<S>, across: Range<usize>, panels: Panels<S::Wide>) {
+pub(super) unsafe fn pack<V: Lanes<Element = S::Wide>, S: Factor>(
+    source: Source<S>,
+    across: Range<usize>,
+    panels: Panels<S::Wide>,
+) {
     let Panels { width: full, multiple, depth, .. } = panels;
     // SAFETY: the caller's promises.
     unsafe {

@@ -109,13 +109,7 @@ unsafe fn sized_tile<V: Lanes, const R: usize, const N: usize>(
 /// # Safety
 /// As many elements can be read and written at `to`, and read at `column` of an added row.
 #[inline(always)]
-unsafe fn store_part<V: Lanes>(
-    sum: V,
-    to: *mut V::Element,
-    valid: usize,
-    store: Store<V::Element>,
-    column: usize,
-) {
+unsafe fn store_part<V: Lanes>(sum: V, to: *mut V::Element, valid: usize, store: Store<V::Element>, column: usize) {
     // SAFETY: the buffer is as long as the longest register; the rest is the caller's promise.
     unsafe {
         let mut buffer = [sum; 2];

@@ -4,7 +4,9 @@ use std::mem::MaybeUninit;
 
 use candle_core::{DType, Tensor};
 
-use super::{CHAIN, NormKind, RowFloat, RowWriter, in_type_of, over_rows, per_element, rows_and_width, scratch_of, sum, write};
+use super::{
+    CHAIN, NormKind, RowFloat, RowWriter, in_type_of, over_rows, per_element, rows_and_width, scratch_of, sum, write,
+};
 use crate::error::Result;
 use crate::parallel::SharedPtr;
 use crate::simd::{self, Kernel};

@@ -20,9 +20,11 @@ pub(super) fn measure(threads: usize) -> Rates {
         let (source, mut target) = (vec![1u8; BYTES], vec![2u8; BYTES]);
         best(9, || target.copy_from_slice(black_box(&source)))
     };
-    let arithmetic = || best(9, || {
-        black_box(shardwise_kernels::multiply_adds(BLOCKS));
-    });
+    let arithmetic = || {
+        best(9, || {
+            black_box(shardwise_kernels::multiply_adds(BLOCKS));
+        })
+    };
     const BLOCKS: usize = 20_000;
     Rates {
         bytes_per_ms: 2.0 * (BYTES * threads) as f64 / on_threads(threads, copy),
