@@ -207,11 +207,11 @@ fn functions_of_two_numbers_are_within_two_ulp() {
             let mut random = StdRng::seed_from_u64(7);
             let mut blocks = 0;
             measure($name, $kernel, $exact, |[a, b]: &mut [[f32; BLOCK]; 2]| {
-                for i in 0..BLOCK {
+                for (i, pair) in a.iter_mut().zip(b).enumerate() {
                     let mut any = || f32::from_bits(random.random());
                     let (x, y) = (any(), any());
                     // Pairs of special numbers first; then any two, and those whose results are neither zero nor infinite.
-                    (a[i], b[i]) = match i % 4 {
+                    (*pair.0, *pair.1) = match i % 4 {
                         _ if blocks == 0 => (special[i / special.len() % special.len()], special[i % special.len()]),
                         0 => (x, y),
                         1 => (x, random.random_range(-4.0..4.0)),

@@ -170,30 +170,27 @@ impl<F: PointwiseFn<N>, const N: usize> simd::Kernel for PointwiseF32<'_, F, N> 
         let full = out.len() - out.len() % NEAR_BLOCK;
         let (blocks, rest) = out.split_at_mut(full);
         for (i, out) in blocks.as_chunks_mut::<NEAR_BLOCK>().0.iter_mut().enumerate() {
-            let block: [&[f32; NEAR_BLOCK]; N] =
-                from_fn(|k| inputs[k][i * NEAR_BLOCK..].first_chunk().expect("inputs are as long as the output"));
-            let mut near = true;
-            for j in 0..NEAR_BLOCK {
-                near &= f.is_near(from_fn(|k| block[k][j]));
-            }
-            if near {
-                for j in 0..NEAR_BLOCK {
-                    out[j].write(f.f32_near::<FMA>(from_fn(|k| block[k][j])));
-                }
+            let block: [&[f32]; N] = from_fn(|k| &inputs[k][i * NEAR_BLOCK..][..NEAR_BLOCK]);
+            if all_near(f, block) {
+                each(block, out, |x| f.f32_near::<FMA>(x));
             } else {
-                for j in 0..NEAR_BLOCK {
-                    out[j].write(f.f32::<FMA>(from_fn(|k| block[k][j])));
-                }
+                each(block, out, |x| f.f32::<FMA>(x));
             }
         }
         let remainder: [&[f32]; N] = from_fn(|k| &inputs[k][full..][..rest.len()]);
-        // Without an early exit, so that this loop consists of vector instructions too.
-        if (0..rest.len()).fold(true, |near, j| near & f.is_near(from_fn(|k| remainder[k][j]))) {
+        if all_near(f, remainder) {
             each(remainder, rest, |x| f.f32_near::<FMA>(x));
         } else {
             each(remainder, rest, |x| f.f32::<FMA>(x));
         }
     }
+}
+
+/// Whether the shorter form may be used for all elements. Without an early exit, so that the loop becomes vector
+/// instructions.
+#[inline(always)]
+fn all_near<F: PointwiseFn<N>, const N: usize>(f: F, inputs: [&[f32]; N]) -> bool {
+    (0..inputs[0].len()).fold(true, |near, i| near & f.is_near(from_fn(|k| inputs[k][i])))
 }
 
 struct PointwiseI64<'a, F, const N: usize> {

@@ -1,6 +1,6 @@
 //! Exponentials.
 
-use std::f32::consts::LOG2_E;
+use std::f32::consts::{LN_2, LOG2_E};
 
 use super::{at_least, at_most, fma, polynomial};
 
@@ -100,10 +100,8 @@ pub fn exp2<const FMA: bool>(x: f32) -> f32 {
     let rest = x - (rounded - ROUNDER);
     let n = rounded.to_bits().wrapping_sub(ROUNDER.to_bits()) as i32;
     // |rest| <= 1/2
-    let p = polynomial::<FMA, 6>(
-        rest,
-        [1.535_335_9e-4, 1.339_887_5e-3, 9.618_437e-3, 5.550_332_5e-2, 0.240_226_48, 0.693_147_2],
-    );
+    let p =
+        polynomial::<FMA, 6>(rest, [1.535_335_9e-4, 1.339_887_5e-3, 9.618_437e-3, 5.550_332_5e-2, 0.240_226_48, LN_2]);
     let half = n >> 1;
     fma::<FMA>(rest, p, 1.0) * power_of_two(half) * power_of_two(n.wrapping_sub(half))
 }

@@ -21,7 +21,7 @@ pub fn asin<const FMA: bool>(x: f32) -> f32 {
     // |root| <= 0.57
     let p = polynomial::<FMA, 6>(
         square,
-        [4.958_652e-2, 4.900_294_9e-3, 3.460_732_5e-2, 4.414_515_3e-2, 7.502_647_5e-2, 0.166_666_2],
+        [4.958_652e-2, 4.900_295e-3, 3.460_732_5e-2, 4.414_515_3e-2, 7.502_647_5e-2, 0.166_666_2],
     );
     let value = fma::<FMA>(square * root, p, root);
     let beyond = FRAC_PI_2 - (2.0 * value - FRAC_PI_2_LOW);
