@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use candle_core::Tensor;
 use shardwise::ops::{
-    AttentionOptions, ConvOptions, EmbeddingBagMode, LossOptions, OpEntry, Reduction, SampleInput, ops,
+    AttentionOptions, ConvOptions, ConvTransposeOptions, EmbeddingBagMode, LossOptions, OpEntry, Reduction,
+    SampleInput, ops,
 };
 use shardwise::prelude::*;
 use shardwise_test_suites::values;
@@ -35,8 +36,6 @@ const MADE_OF: &[(&str, &[&str])] = &[
     ("scaled_dot_product_attention", &["matmul"]),
     ("masked_fill", &["where_cond"]),
     ("lerp", &["add"]),
-    ("conv1d", &["einsum"]),
-    ("conv2d", &["einsum"]),
 ];
 
 /// Whether a message names the operator, and a tensor with its mesh and placements.
@@ -385,6 +384,14 @@ const CALLS: &[(&str, &[&str], Call)] = &[
     }),
     ("conv1d", &["stride: 0"], |o| {
         Ok(vec![o.line.conv1d(&o.line, None, ConvOptions { stride: 0, ..ConvOptions::default() })?])
+    }),
+    ("conv1d", &["one number, or 1"], |o| {
+        let two = ConvOptions { stride: [1, 1], padding: [0, 0], dilation: [1, 1], groups: 1 };
+        Ok(vec![o.line.conv1d(&o.line, None, two)?])
+    }),
+    ("conv_transpose1d", &["output padding [1]"], |o| {
+        let options = ConvTransposeOptions { output_padding: 1, ..ConvTransposeOptions::default() };
+        Ok(vec![o.line.conv_transpose1d(&o.line, None, options)?])
     }),
     ("conv2d", &["[2, 2, 8]"], |o| Ok(vec![o.line.conv2d(&o.line, None, ConvOptions::default())?])),
     ("avg_pool1d", &["size: 9"], |o| Ok(vec![o.line.avg_pool1d(9, None, 0)?])),

@@ -138,7 +138,7 @@ impl Packing {
         (runs, slots, next)
     }
 
-    /// Elements of a packed block, with those that register tiles may read past its end.
+    /// Elements of a packed block, with what register tiles may read past its end.
     pub(super) fn scratch(&self, channels: usize) -> usize {
         channels * self.channel_stride(self.columns) + READ_AHEAD
     }

@@ -30,13 +30,14 @@ enum Class {
     Statistics(usize, usize),
     /// This many slices of a sharded dimension, forward and backward: halos, or the selected slices.
     Border(usize, usize),
+    /// This many times the operands and results, forward and backward: a product, and the halos of its windows. Windows are
+    /// enlarged like everything else, so that a halo is as large as a shard.
+    Windows(f64, f64),
     /// An exception with its reason: this many times the operands and results, forward and backward.
     Data(f64, f64, &'static str),
 }
 
-use Class::{Border, Data, Formula, Product, Statistics};
-
-const WINDOWS: &str = "weights sharded inside a window are gathered, and of sharded positions the gradients of windows across a border move";
+use Class::{Border, Data, Formula, Product, Statistics, Windows};
 
 const ROWS: &str = "picked elements are in row-major order, so that shards of later dimensions become shards of rows";
 
@@ -119,8 +120,12 @@ const CLASSES: &[(&str, Class)] = &[
     ("embedding_bag", Data(20.0, 13.0, "rows of a partial table are reduced for extremes, which are no sums")),
     ("rotary_embedding", Data(0.34, 0.0, "of sharded features the two that turn together are on different ranks")),
     ("scaled_dot_product_attention", Data(2.0, 1.7, "every query meets every key, in four calls that share operands")),
-    ("conv1d", Data(2.0, 10.4, WINDOWS)),
-    ("conv2d", Data(3.7, 42.6, WINDOWS)),
+    ("conv1d", Windows(2.0, 4.0)),
+    ("conv2d", Windows(2.0, 4.0)),
+    ("conv3d", Windows(2.0, 4.0)),
+    ("conv_transpose1d", Windows(2.0, 4.0)),
+    ("conv_transpose2d", Windows(2.0, 4.0)),
+    ("conv_transpose3d", Windows(2.0, 4.0)),
 ];
 
 const AGAIN: &str = "operands moved for the forward pass are not kept, and moved once more for the backward pass";
@@ -263,7 +268,7 @@ fn bound(class: &Class, samples: &[SampleInput], chosen: &[Placement], sent: &Se
         Class::Local | Formula | Product => (0, 0),
         Statistics(f, b) => (f * statistic, b * statistic),
         Border(f, b) => (f * RANKS * slice, b * RANKS * slice),
-        Data(f, b, _) => {
+        Data(f, b, _) | Windows(f, b) => {
             return ((f * (others * data) as f64) as usize, (b * (others * data) as f64) as usize);
         }
     };
@@ -299,7 +304,8 @@ fn every_operator_sends_at_most_its_bound_forward_and_backward() {
                 }
             }
         }
-        if let Data(_, _, reason) = class {
+        if let Data(..) | Windows(..) = class {
+            let reason = if let Data(_, _, reason) = class { reason } else { "halos of windows" };
             println!(
                 "{} sends up to {:.2} times its data forward and {:.2} times backward: {reason}",
                 op.name, most.0, most.1
@@ -308,7 +314,7 @@ fn every_operator_sends_at_most_its_bound_forward_and_backward() {
     }
     let exceptions = CLASSES.iter().filter(|(_, class)| matches!(class, Data(..))).count();
     println!("{cases} cases, {exceptions} operators that move data");
-    assert!(exceptions <= 17, "{exceptions} exceptions: find a way that moves less before adding one");
+    assert!(exceptions <= 15, "{exceptions} exceptions: find a way that moves less before adding one");
     assert!(cases > 3000, "{cases} cases");
     assert!(over.is_empty(), "{} cases send more than their bound:\n{}", over.len(), over.join("\n"));
 }
