@@ -34,7 +34,7 @@ fn reduce_few_turns<const FMA: bool>(x: f32) -> Reduced {
         let rounded = fma::<FMA>(x, std::f32::consts::FRAC_2_PI, ROUNDER);
         let n = rounded - ROUNDER;
         // pi/2 in three parts; the products are exact inside the fused operations.
-        let first = fma::<FMA>(n, -f32::from_bits(0x3fc9_0fda), x);
+        let first = fma::<FMA>(n, -f32::from_bits(0x3fc9_0fd8), x);
         let second = fma::<FMA>(n, -3.139_164_7e-7, first);
         let rest = fma::<FMA>(n, -5.390_302_5e-15, second);
         // The difference is exact unless the angle is near a multiple, where the rest has digits enough.
