@@ -11,22 +11,27 @@ use rayon::prelude::*;
 /// the pool and waiting for them takes 5 to 15 us.
 pub(crate) const MIN_WORK_FOR_THREADS: usize = 1 << 16;
 
-/// Ranges per thread: more than one, so that a thread that starts late or is interrupted does not hold up the others.
+/// Ranges per thread: more than one, so that a thread that starts late or is interrupted does not hold up the result.
 const RANGES_PER_THREAD: usize = 4;
 
 /// Calls `body` with ranges that together are `0..count`, on the threads of the pool if there is enough work.
 ///
 /// `cost` is the work per item, where 1 is reading or writing one f32 in the cache (about 0.3 ns). Ranges begin at multiples
 /// of `align`.
+#[inline]
 pub(crate) fn over_ranges(count: usize, cost: usize, align: usize, body: impl Fn(Range<usize>) + Sync) {
     let work = count.saturating_mul(cost.max(1));
-    let threads = if work < MIN_WORK_FOR_THREADS { 1 } else { rayon::current_num_threads() };
-    if threads == 1 {
-        if count > 0 {
-            body(0..count);
-        }
-        return;
+    if work >= MIN_WORK_FOR_THREADS && rayon::current_num_threads() > 1 {
+        divide(count, work, align, &body);
+    } else if count > 0 {
+        body(0..count);
     }
+}
+
+/// Divides the items over the threads of the pool. Not generic: the code of rayon for one closure is larger than most kernels,
+/// and there are about a thousand closures.
+fn divide(count: usize, work: usize, align: usize, body: &(dyn Fn(Range<usize>) + Sync)) {
+    let threads = rayon::current_num_threads();
     let ranges = (threads * RANGES_PER_THREAD).min(work / (MIN_WORK_FOR_THREADS / 4)).max(1);
     let size = count.div_ceil(ranges).next_multiple_of(align.max(1));
     (0..count.div_ceil(size)).into_par_iter().with_max_len(1).for_each(|i| body(i * size..((i + 1) * size).min(count)));

@@ -7,7 +7,7 @@ use std::ops::Range;
 use super::blocks::{DEPTH, Product};
 use super::instruction_set::{LaneKernel, Vectorized};
 use super::lanes::{Lanes, MAX_LANES};
-use super::pack::{Factor, wide_lanes};
+use super::pack::{Factor, Source, wide_lanes};
 use crate::parallel::{SharedPtr, over_ranges};
 
 /// Products with at most this many rows are computed here. With more, packing pays off (measured for 2048 x 8192).
@@ -43,18 +43,33 @@ pub(super) unsafe fn multiply_few_rows<S: Factor, O: Factor<Wide = S::Wide>>(
     S::Wide: Real + Vectorized,
 {
     let shared = SharedProduct(product, SharedPtr::new(output));
-    let body = |range: Range<usize>| {
+    let body = |columns: Range<usize>| {
         // The whole value, so that the closure does not capture the addresses in it.
         let SharedProduct(product, output) = { shared };
-        macro_rules! rows {
-            ($($rows:literal)*) => {
-                match product.m {
-                    $($rows => S::Wide::run(FewRows::<S, O, $rows> { product, output: output.get(), columns: range }),)*
-                    rows => unreachable!("{rows} rows"),
+        let mut row = 0;
+        while row < product.m {
+            // SAFETY: the rows are those of the factor and of the output.
+            let (left, output) = unsafe {
+                let left = Source { first: product.left.first.add(row * product.left.across), ..product.left };
+                (left, output.get().add(row * product.n))
+            };
+            let (product, columns) = (Product { left, ..product }, columns.clone());
+            // Powers of two, to compile fewer loops.
+            row += match product.m - row {
+                1 => {
+                    S::Wide::run(FewRows::<S, O, 1> { product, output, columns });
+                    1
+                }
+                2 | 3 => {
+                    S::Wide::run(FewRows::<S, O, 2> { product, output, columns });
+                    2
+                }
+                _ => {
+                    S::Wide::run(FewRows::<S, O, 4> { product, output, columns });
+                    4
                 }
             };
         }
-        rows!(1 2 3 4);
     };
     // Reading an element of the right factor from memory takes about as long as writing one.
     let cost = product.k;
