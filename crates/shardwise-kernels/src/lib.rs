@@ -67,7 +67,7 @@ pub use assembly::{Assembly, concat, contiguous, own_copy, split_packed};
 pub use band::band;
 pub use compare::{all_close, all_equal};
 pub use convert::convert;
-pub use element_vec::{from_f64_vec, to_f64_vec};
+pub use element_vec::to_f64_vec;
 pub use error::{Error, ErrorKind, Invalid, Result};
 pub use gather::{gather, index_select, index_select_by};
 pub use index_range::{IndexRange, NO_INDEX, first_outside, wrapped_indices};

@@ -23,7 +23,7 @@ const LANES: usize = 16;
 /// Elements that come from one group of counters.
 const GROUP: usize = 4 * LANES;
 
-/// Elements that a thread computes before it takes others.
+/// Elements that a thread computes at a time.
 const PIECE: usize = 256 * GROUP;
 
 /// A draw of a generator: the key and the upper half of the counter of Philox.

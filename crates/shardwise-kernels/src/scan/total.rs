@@ -96,6 +96,11 @@ scanned! {
 /// Rows that are scanned together: each total waits for the one before it, and eight independent ones hide that latency.
 const ROWS: usize = 8;
 
+/// Adjacent elements of a row that are scanned before those of the next row: a cache line of f32. Element by element, rows
+/// whose distance is a power of two share the sets of the first-level cache, and reads follow writes to addresses with the
+/// same low bits.
+const TILE: usize = 16;
+
 /// Adjacent columns that are scanned together: 4 KiB of totals.
 const COLUMNS: usize = 512;
 
@@ -208,6 +213,25 @@ impl<T: Scanned, const PRODUCT: bool> ScanBlock<'_, T, PRODUCT> {
     }
 }
 
+impl<T: Scanned, const PRODUCT: bool> ScanBlock<'_, T, PRODUCT> {
+    /// Scans adjacent elements of a row, and returns the total after them.
+    #[inline(always)]
+    fn tile(
+        mut total: T::Total,
+        line: &[T],
+        results: &mut [MaybeUninit<T::Rounded>; TILE],
+        direction: Direction,
+    ) -> T::Total {
+        for j in 0..line.len() {
+            let at = if direction.reverse { line.len() - 1 - j } else { j };
+            let next = Self::step(total, line[at]);
+            results[at].write(T::rounded(if direction.exclusive { total } else { next }));
+            total = next;
+        }
+        total
+    }
+}
+
 /// Scans [`ROWS`] adjacent rows.
 struct ScanRows<'a, T: Scanned, const PRODUCT: bool>(ScanBlock<'a, T, PRODUCT>);
 
@@ -219,16 +243,20 @@ impl<T: Scanned, const PRODUCT: bool> simd::Kernel for ScanRows<'_, T, PRODUCT> 
         let ScanBlock { from, to, n, direction, totals, .. } = self.0;
         let mut total = [ScanBlock::<T, PRODUCT>::START; ROWS];
         assert!(from.len() >= ROWS * n);
-        for j in 0..n {
-            let at = if direction.reverse { n - 1 - j } else { j };
+        let tiles = n.div_ceil(TILE);
+        for tile in 0..tiles {
+            let start = TILE * if direction.reverse { tiles - 1 - tile } else { tile };
+            let width = TILE.min(n - start);
             for (row, total) in total.iter_mut().enumerate() {
-                // SAFETY: checked above for the elements; as many results can be written.
-                unsafe {
-                    let next = ScanBlock::<T, PRODUCT>::step(*total, *from.get_unchecked(row * n + at));
-                    let result = if direction.exclusive { *total } else { next };
-                    to.add(row * n + at).write(T::rounded(result));
-                    *total = next;
-                }
+                let line = &from[row * n + start..][..width];
+                let mut results = [MaybeUninit::<T::Rounded>::uninit(); TILE];
+                *total = match <&[T; TILE]>::try_from(line) {
+                    // Of known length, so that the loop is unrolled.
+                    Ok(line) => ScanBlock::<T, PRODUCT>::tile(*total, line, &mut results, direction),
+                    Err(_) => ScanBlock::<T, PRODUCT>::tile(*total, line, &mut results, direction),
+                };
+                // SAFETY: there is a result for each of these elements, and as many were just written.
+                unsafe { to.add(row * n + start).copy_from_nonoverlapping(results.as_ptr().cast(), width) };
             }
         }
         totals.iter_mut().zip(total).for_each(|(to, total)| *to = T::rounded(total));
