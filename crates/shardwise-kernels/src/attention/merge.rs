@@ -123,11 +123,20 @@ impl<F: AttentionFloat> Kernel for Dots<'_, F> {
         let padded = size.next_multiple_of(LANES);
         let (mut left, mut right) = (vec![F::ZERO; padded], vec![F::ZERO; padded]);
         for row in self.rows {
-            // SAFETY: the rows are inside the tensors, and there is room for them.
-            unsafe {
-                self.a.load(row, 0..1, size, left.as_mut_ptr(), size);
-                self.b.load(row, 0..1, size, right.as_mut_ptr(), size);
-            }
+            // SAFETY: the rows are inside the tensors, and there is room for them. Without padding they are read in place.
+            let (left, right) = unsafe {
+                let line = |operand: &Operand, buffer: &mut [F]| -> *const F {
+                    match operand.in_place::<F>(row) {
+                        Some((first, _)) if padded == size => first,
+                        _ => {
+                            operand.load(row, 0..1, size, buffer.as_mut_ptr(), size);
+                            buffer.as_ptr()
+                        }
+                    }
+                };
+                let (left, right) = (line(self.a, &mut left), line(self.b, &mut right));
+                (std::slice::from_raw_parts(left, padded), std::slice::from_raw_parts(right, padded))
+            };
             let mut sums = [F::ZERO; LANES];
             for (x, y) in left.as_chunks::<LANES>().0.iter().zip(right.as_chunks::<LANES>().0) {
                 for l in 0..LANES {

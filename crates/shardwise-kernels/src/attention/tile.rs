@@ -140,7 +140,10 @@ pub(super) unsafe fn transpose<F: AttentionFloat>(
         while row + STRIP <= rows {
             for d in 0..width {
                 let source = from.add(row * from_row + d);
-                let line: [F; STRIP] = std::array::from_fn(|i| *source.add(i * from_row) * factor);
+                let mut line = [F::ZERO; STRIP];
+                for (i, x) in line.iter_mut().enumerate() {
+                    *x = *source.add(i * from_row) * factor;
+                }
                 *to.add(d * to_row + row).cast::<[F; STRIP]>() = line;
             }
             row += STRIP;
