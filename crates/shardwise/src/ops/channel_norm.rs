@@ -6,7 +6,7 @@ use std::panic::Location;
 use candle_core::{DType, Device, Tensor};
 
 use super::scalar::Scalar;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layout::TensorMeta;
 use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::placement::ReduceOp;
@@ -219,7 +219,7 @@ impl Op for ChannelOp {
         let stats = |eps: Scalar| ChannelStats { mean: &inputs[1], variance: &inputs[2], eps: eps.0 };
         let vector = |sums: Vec<f64>, i: usize| {
             let count = sums.len();
-            Ok::<_, crate::Error>(Tensor::from_vec(sums, count, &Device::Cpu)?.to_dtype(context.output_dtype(i))?)
+            Ok::<_, Error>(Tensor::from_vec(sums, count, &Device::Cpu)?.to_dtype(context.output_dtype(i))?)
         };
         let over = |sums: Vec<f64>, count: Scalar| sums.into_iter().map(|s| s / count.0).collect::<Vec<f64>>();
         Ok(match self.function {

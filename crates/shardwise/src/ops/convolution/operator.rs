@@ -9,7 +9,7 @@ use super::halo::{
     required, window_layout,
 };
 use super::window::Window;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layout::{Layout, Runs, TensorMeta};
 use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
 use crate::rule::{Decision, RequiredInput, Signature};
@@ -166,7 +166,7 @@ impl Op for Convolution {
             true => [&shape[..at], &[shape[at] * shape[at + 1]], &shape[at + 2..]].concat(),
             false => shape.to_vec(),
         };
-        let flat = |x: &Tensor, at: usize| Ok::<_, crate::Error>(contiguous(x)?.reshape(merged(x.dims(), at))?);
+        let flat = |x: &Tensor, at: usize| Ok::<_, Error>(contiguous(x)?.reshape(merged(x.dims(), at))?);
         let found = match self.computes {
             Computes::Result => convolve(&flat(a, 1)?, &flat(b, 0)?, &geometry, &merged(shape, 1))?,
             Computes::Input => convolve_input(&flat(a, 1)?, &flat(b, 0)?, &geometry, &merged(shape, 1))?,

@@ -16,6 +16,7 @@ use crate::ops::{OpEntry, SampleInput, dtype};
 use crate::placement::ReduceOp;
 use crate::rule::{Decision, DimSharding, RequiredInput, Signature};
 use crate::tensor::{DTensor, SaveForBackward};
+use shardwise_kernels::check_bytes;
 use shardwise_kernels::convolution::{ConvGeometry, WindowAxis};
 use shardwise_kernels::pooling::{Pooling, pool};
 
@@ -97,6 +98,10 @@ impl DTensor {
         if function == PoolFn::Mean && self.dtype() != real {
             return self.to_dtype(real)?.pooling(name, function, spatial, size, stride, padding);
         }
+        // Every element of a window is visited, in the padding too.
+        let elements = (0..spatial).fold(1usize, |elements, _| elements.saturating_mul(size));
+        check_bytes(elements, real.size_in_bytes())
+            .map_err(|e| name_call(e.into(), name, &[self], Location::caller()))?;
         let windows = vec![window; spatial];
         let counts =
             window_counts(name, &windows, self.shape()).map_err(|e| name_call(e, name, &[self], Location::caller()))?;
