@@ -14,7 +14,7 @@ use crate::parallel::{SharedPtr, over_ranges};
 use crate::simd::{self, Kernel};
 use crate::uninit_buffer::UninitBuffer;
 
-/// Keys per block.
+/// Keys per block, as in the forward pass: probabilities and gradients of a block are 64 KiB in f32.
 const KEYS: usize = 128;
 
 /// Vectors of queries per block: the sums of a key's gradients stay in registers for as many queries.

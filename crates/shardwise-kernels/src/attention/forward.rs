@@ -14,7 +14,8 @@ use crate::simd::{self, Kernel};
 use crate::uninit_buffer::UninitBuffer;
 
 /// Keys per block. Their scores with a vector of queries (16 KiB in f32) stay in the first-level cache, and they
-/// themselves in the second-level cache while several vectors of queries visit them. Measured: 64 and 256 are slower.
+/// themselves in the second-level cache while several vectors of queries visit them. Blocks of 256 are 4% slower in the
+/// product with the values.
 const KEYS: usize = 128;
 
 /// Rows (a query of one head each) per item: as many visit a block of keys while it is in the cache.

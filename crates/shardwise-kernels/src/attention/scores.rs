@@ -93,9 +93,9 @@ pub(super) unsafe fn mask_scores<F: AttentionFloat, const FMA: bool, const L: us
     if lanes.bounded(&keys) {
         for j in 0..keys.len() {
             let (key, scores) = ((keys.start + j) as i32, line(scores, j));
-            for l in 0..L {
+            for (l, score) in scores.iter_mut().enumerate() {
                 let seen = lanes.first[l] <= key && key < lanes.end[l];
-                scores[l] = if seen { scores[l] } else { F::NEG_INFINITY };
+                *score = if seen { *score } else { F::NEG_INFINITY };
             }
         }
     }
@@ -118,8 +118,8 @@ fn add_mask<'a, F: AttentionFloat, const L: usize>(
         for l in 0..if mask.shared { 1 } else { lanes.count } {
             // SAFETY: head, query and keys are inside the scores, to which the mask broadcasts; the buffer has room.
             unsafe { mask.operand.load_part(lanes.head[l], lanes.query[l], part.clone(), &mut buffer) };
-            for j in 0..part.len() {
-                let added = if mask.boolean { boolean(buffer[j]) } else { buffer[j] };
+            for (j, &x) in buffer[..part.len()].iter().enumerate() {
+                let added = if mask.boolean { boolean(x) } else { x };
                 let scores = line(part.start - keys.start + j);
                 if mask.shared {
                     scores.iter_mut().for_each(|score| *score += added);
@@ -149,9 +149,9 @@ pub(super) unsafe fn drop_out<F: AttentionFloat, const L: usize>(
     let factor = F::narrow(1.0 / (1.0 - dropout.p));
     for (j, &key) in problem.args.keys[keys].iter().enumerate() {
         let mut factors = [F::ZERO; L];
-        for l in 0..L {
-            let words = philox(lanes.position[l].wrapping_add(key as u64), dropout.draw, dropout.seed);
-            factors[l] = if words >> 11 < kept { factor } else { F::ZERO };
+        for (to, position) in factors.iter_mut().zip(&lanes.position) {
+            let words = philox(position.wrapping_add(key as u64), dropout.draw, dropout.seed);
+            *to = if words >> 11 < kept { factor } else { F::ZERO };
         }
         for block in blocks {
             // SAFETY: the caller's promise.
