@@ -138,8 +138,7 @@ impl RandomNumbers {
                 words.map(|words| words.map(|word| low + (word >> shift) as f32 * unit * (high - low)))
             }
             RandomNumbers::Choice { probability, value } => {
-                // 2^32 for certainty, which no word reaches.
-                let bound = (probability * 4_294_967_296.0).round() as u64;
+                let bound = choice_bound(probability);
                 words.map(|words| words.map(|word| if u64::from(word) < bound { value } else { 0.0 }))
             }
             RandomNumbers::Normal { mean, std } => {
@@ -195,6 +194,22 @@ fn words(draw: RandomDraw, first: u64) -> [[u32; LANES]; 4] {
     counter
 }
 
+/// Whether an element is chosen with a probability: the decision of [`RandomNumbers::Choice`] for one element by itself.
+#[inline(always)]
+pub(crate) fn is_chosen(draw: RandomDraw, index: u64, bound: u64) -> bool {
+    let halves = |x: u64| [x as u32, (x >> 32) as u32];
+    let within = (index % GROUP as u64) as usize;
+    let [low, high] = halves(index / GROUP as u64 * LANES as u64 + (within % LANES) as u64);
+    let [d0, d1] = halves(draw.draw);
+    u64::from(philox4x32_10([low, high, d0, d1], halves(draw.seed))[within / LANES]) < bound
+}
+
+/// The words below this bound are chosen: 2^32 for certainty, which no word reaches.
+#[inline(always)]
+pub(crate) fn choice_bound(probability: f64) -> u64 {
+    (probability * 4_294_967_296.0).round() as u64
+}
+
 #[inline(always)]
 fn next_key([a, b]: [u32; 2]) -> [u32; 2] {
     [a.wrapping_add(0x9E37_79B9), b.wrapping_add(0xBB67_AE85)]
@@ -216,7 +231,7 @@ fn philox_round<const N: usize>([a, b, c, d]: [[u32; N]; 4], key: [u32; 2]) -> [
 }
 
 /// The counter-based generator Philox4x32-10 (Salmon, Moraes, Dror and Shaw, 2011), which PyTorch uses on CUDA devices.
-#[inline]
+#[inline(always)]
 pub fn philox4x32_10(counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     let mut counter = counter.map(|word| [word]);
     for round in 0..10 {
@@ -287,6 +302,9 @@ mod tests {
         // Five standard errors.
         assert!((share - 0.3).abs() < 5.0 * (0.21 / n as f64).sqrt(), "{share}");
         assert!(chosen.iter().all(|&x| x == 0.0 || x == 2.0));
+        for i in (0..n).step_by(997) {
+            assert_eq!(is_chosen(DRAW, i as u64, choice_bound(0.3)), chosen[i] == 2.0, "element {i}");
+        }
         for (probability, expected) in [(0.0, 0.0), (1.0, 1.0)] {
             assert!(
                 values(RandomNumbers::Choice { probability, value: 1.0 }, &[(0, n)]).iter().all(|&x| x == expected)

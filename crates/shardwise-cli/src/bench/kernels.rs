@@ -28,7 +28,7 @@ both are measured at the start of the run.
 Examples:
   shardwise bench kernels --threads 1
   shardwise bench kernels --only sin,'attention causal 1024' --json
-  SHARDWISE_SIMD=avx2 shardwise bench kernels         # vectors of 256 bits on a processor that has longer ones")]
+  SHARDWISE_SIMD=avx2 shardwise bench kernels   # vectors of 256 bits")]
 pub(crate) struct BenchKernelsOptions {
     /// Threads of the rank
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1024))]

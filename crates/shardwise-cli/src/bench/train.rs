@@ -41,8 +41,8 @@ pub(crate) struct BenchTrainOptions {
     #[arg(long, value_delimiter = ',', value_parser = MODES)]
     modes: Option<Vec<String>>,
     /// Size of the model and the batch
-    #[arg(long, value_enum, default_value_t = ModelSize::Default)]
-    size: ModelSize,
+    #[arg(long, value_enum, default_value_t = BenchSize::Default)]
+    size: BenchSize,
     /// Number of layers
     #[arg(long, value_name = "N")]
     layers: Option<usize>,
@@ -74,7 +74,7 @@ const WARM_UP: u32 = 3;
 
 /// A size of the model and the batch.
 #[derive(Clone, Copy, ValueEnum)]
-enum ModelSize {
+enum BenchSize {
     Default,
     Long,
     Large,
@@ -95,9 +95,9 @@ struct TrainSizes {
 impl BenchTrainOptions {
     fn sizes(&self) -> TrainSizes {
         let [layers, width, heads, length, batch, vocab] = match self.size {
-            ModelSize::Default => [4, 256, 8, 128, 8, 1024],
-            ModelSize::Long => [6, 512, 8, 512, 4, 256],
-            ModelSize::Large => [12, 768, 12, 1024, 1, 16384],
+            BenchSize::Default => [4, 256, 8, 128, 8, 1024],
+            BenchSize::Long => [6, 512, 8, 512, 4, 256],
+            BenchSize::Large => [12, 768, 12, 1024, 1, 16384],
         };
         TrainSizes {
             layers: self.layers.unwrap_or(layers),
@@ -125,7 +125,7 @@ struct TrainTiming {
     loss: f64,
     /// Milliseconds of the first step.
     first_ms: f64,
-    /// Largest resident memory of the process so far, in MB; 0 where the system does not tell.
+    /// Largest resident memory of the process so far, in MB; 0 where the system does not report it.
     peak_mb: f64,
 }
 

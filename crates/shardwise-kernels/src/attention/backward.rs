@@ -7,14 +7,14 @@ use candle_core::{DType, Tensor};
 use super::float::AttentionFloat;
 use super::forward::rows_of;
 use super::problem::{AttentionArgs, Locked, Operand, Problem};
-use super::scores::{Lanes, drop_out, mask_scores};
+use super::scores::{QueryLanes, drop_out, mask_scores};
 use super::tile::{Factor, product, transpose};
 use crate::error::Result;
 use crate::parallel::{SharedPtr, over_ranges};
 use crate::simd::{self, Kernel};
 use crate::uninit_buffer::UninitBuffer;
 
-/// Keys per block.
+/// Keys per block, as in the forward pass: probabilities and gradients of a block are 64 KiB in f32.
 const KEYS: usize = 128;
 
 /// Vectors of queries per block: the sums of a key's gradients stay in registers for as many queries.
@@ -288,8 +288,8 @@ impl<F: AttentionFloat, const MR: usize, const L: usize> BackwardItems<'_, F, MR
         let (problem, seen) = (&self.call.problem, self.call.problem.seen_by_any(queries.clone()));
         let rows = queries.start * problem.groups..queries.end * problem.groups;
         let starts = rows.clone().step_by(L);
-        let tiles: Vec<Lanes<L>> =
-            starts.map(|first| Lanes::new(problem, head, first..(first + L).min(rows.end))).collect();
+        let tiles: Vec<QueryLanes<L>> =
+            starts.map(|first| QueryLanes::new(problem, head, first..(first + L).min(rows.end))).collect();
         self.pack(&tiles, rows.len());
         let end = self.keys.end.min(seen.end);
         // Blocks begin at multiples of their size, whatever the queries see: so both kinds of passes have the same blocks.
@@ -306,12 +306,12 @@ impl<F: AttentionFloat, const MR: usize, const L: usize> BackwardItems<'_, F, MR
 
     /// Loads queries, gradients and statistics of a block.
     #[inline(always)]
-    fn pack(&mut self, tiles: &[Lanes<L>], rows: usize) {
+    fn pack(&mut self, tiles: &[QueryLanes<L>], rows: usize) {
         let (problem, scratch) = (&self.call.problem, &mut self.scratch);
         let (size, value_size, width) = (problem.size, problem.value_size, scratch.width);
         let (row, value_row) = (size.next_multiple_of(L), value_size.next_multiple_of(L));
         let scale = problem.scale::<F>();
-        // Lanes without a query: an infinite logarithm gives probabilities of zero.
+        // QueryLanes without a query: an infinite logarithm gives probabilities of zero.
         scratch.logs.fill(F::INFINITY);
         scratch.dots.fill(F::ZERO);
         for (t, lanes) in tiles.iter().enumerate() {
@@ -346,7 +346,7 @@ impl<F: AttentionFloat, const MR: usize, const L: usize> BackwardItems<'_, F, MR
     fn visit<const FMA: bool>(
         &mut self,
         head: usize,
-        tiles: &[Lanes<L>],
+        tiles: &[QueryLanes<L>],
         rows: usize,
         keys: Range<usize>,
         sums: Option<[*mut F; 2]>,
@@ -411,7 +411,7 @@ impl<F: AttentionFloat, const MR: usize, const L: usize> BackwardItems<'_, F, MR
 
     /// Writes the gradients of a block of queries.
     #[inline(always)]
-    fn store_query_gradients(&mut self, tiles: &[Lanes<L>]) {
+    fn store_query_gradients(&mut self, tiles: &[QueryLanes<L>]) {
         let (problem, scratch) = (&self.call.problem, &mut self.scratch);
         let (size, scale) = (problem.size, problem.scale());
         for (t, lanes) in tiles.iter().enumerate() {

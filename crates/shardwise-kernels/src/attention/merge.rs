@@ -98,13 +98,13 @@ fn dots<F: AttentionFloat>(a: &Tensor, b: &Tensor, rows: &[usize]) -> Result<Ten
     let [a, b] = [a.unsqueeze(rows.len())?, b.unsqueeze(rows.len())?];
     let (a, b) = (Locked::new(&a)?, Locked::new(&b)?);
     let (a, b) = (a.operand(), b.operand());
-    over_ranges(count, size, 1, |rows| simd::run(Dots { a: &a, b: &b, size, rows, target }));
+    over_ranges(count, size, 1, |rows| simd::run(RowDots { a: &a, b: &b, size, rows, target }));
     // SAFETY: every row is written.
     Ok(unsafe { found.finish(rows) })
 }
 
 /// Dot products of some rows.
-struct Dots<'a, F> {
+struct RowDots<'a, F> {
     a: &'a Operand,
     b: &'a Operand,
     size: usize,
@@ -112,7 +112,7 @@ struct Dots<'a, F> {
     target: SharedPtr<F>,
 }
 
-impl<F: AttentionFloat> Kernel for Dots<'_, F> {
+impl<F: AttentionFloat> Kernel for RowDots<'_, F> {
     type Output = ();
 
     #[inline(always)]

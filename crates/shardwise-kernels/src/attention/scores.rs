@@ -1,14 +1,15 @@
 //! What happens to a block of scores between the two products: soft cap, masks, and dropout.
 //!
-//! A block has a row per key, whose elements belong to the queries of a [`Lanes`].
+//! A block has a row per key, whose elements belong to the queries of a [`QueryLanes`].
 
 use std::ops::Range;
 
 use super::float::AttentionFloat;
 use super::problem::{AttentionDropout, Mask, Problem};
+use crate::random::{RandomDraw, choice_bound, is_chosen};
 
 /// Queries that are computed together, one per element of a vector.
-pub(super) struct Lanes<const L: usize> {
+pub(super) struct QueryLanes<const L: usize> {
     /// Queries in use; the remaining lanes repeat the last of them.
     pub(super) count: usize,
     /// Index of each query's head among all query heads.
@@ -22,12 +23,12 @@ pub(super) struct Lanes<const L: usize> {
     position: [u64; L],
 }
 
-impl<const L: usize> Lanes<L> {
+impl<const L: usize> QueryLanes<L> {
     /// The queries of `rows`, where row `r` is query `r / groups` of query head `r % groups` of a key head.
     #[inline(always)]
     pub(super) fn new(problem: &Problem<'_>, key_head: usize, rows: Range<usize>) -> Self {
         let (mut lanes, last) = (
-            Lanes {
+            QueryLanes {
                 count: rows.len(),
                 head: [0; L],
                 query: [0; L],
@@ -68,7 +69,7 @@ impl<const L: usize> Lanes<L> {
 #[inline(always)]
 pub(super) unsafe fn mask_scores<F: AttentionFloat, const FMA: bool, const L: usize>(
     problem: &Problem<'_>,
-    lanes: &Lanes<L>,
+    lanes: &QueryLanes<L>,
     keys: Range<usize>,
     scores: *mut F,
     slope: *mut F,
@@ -93,9 +94,9 @@ pub(super) unsafe fn mask_scores<F: AttentionFloat, const FMA: bool, const L: us
     if lanes.bounded(&keys) {
         for j in 0..keys.len() {
             let (key, scores) = ((keys.start + j) as i32, line(scores, j));
-            for l in 0..L {
+            for (l, score) in scores.iter_mut().enumerate() {
                 let seen = lanes.first[l] <= key && key < lanes.end[l];
-                scores[l] = if seen { scores[l] } else { F::NEG_INFINITY };
+                *score = if seen { *score } else { F::NEG_INFINITY };
             }
         }
     }
@@ -107,7 +108,7 @@ const MASKED_KEYS: usize = 64;
 #[inline(always)]
 fn add_mask<'a, F: AttentionFloat, const L: usize>(
     mask: &Mask,
-    lanes: &Lanes<L>,
+    lanes: &QueryLanes<L>,
     keys: Range<usize>,
     line: impl Fn(usize) -> &'a mut [F; L],
 ) {
@@ -118,8 +119,8 @@ fn add_mask<'a, F: AttentionFloat, const L: usize>(
         for l in 0..if mask.shared { 1 } else { lanes.count } {
             // SAFETY: head, query and keys are inside the scores, to which the mask broadcasts; the buffer has room.
             unsafe { mask.operand.load_part(lanes.head[l], lanes.query[l], part.clone(), &mut buffer) };
-            for j in 0..part.len() {
-                let added = if mask.boolean { boolean(buffer[j]) } else { buffer[j] };
+            for (j, &x) in buffer[..part.len()].iter().enumerate() {
+                let added = if mask.boolean { boolean(x) } else { x };
                 let scores = line(part.start - keys.start + j);
                 if mask.shared {
                     scores.iter_mut().for_each(|score| *score += added);
@@ -139,19 +140,18 @@ fn add_mask<'a, F: AttentionFloat, const L: usize>(
 pub(super) unsafe fn drop_out<F: AttentionFloat, const L: usize>(
     problem: &Problem<'_>,
     dropout: &AttentionDropout<'_>,
-    lanes: &Lanes<L>,
+    lanes: &QueryLanes<L>,
     keys: Range<usize>,
     blocks: &[*mut F],
     row: usize,
 ) {
-    // A number of 53 bits is below `1 - p` times 2^53 if it is below the next integer.
-    let kept = ((1.0 - dropout.p) * (1u64 << 53) as f64).ceil() as u64;
+    let (bound, draw) = (choice_bound(1.0 - dropout.p), RandomDraw { seed: dropout.seed, draw: dropout.draw });
     let factor = F::narrow(1.0 / (1.0 - dropout.p));
     for (j, &key) in problem.args.keys[keys].iter().enumerate() {
         let mut factors = [F::ZERO; L];
-        for l in 0..L {
-            let words = philox(lanes.position[l].wrapping_add(key as u64), dropout.draw, dropout.seed);
-            factors[l] = if words >> 11 < kept { factor } else { F::ZERO };
+        for (to, position) in factors.iter_mut().zip(&lanes.position) {
+            let is_kept = is_chosen(draw, position.wrapping_add(key as u64), bound);
+            *to = if is_kept { factor } else { F::ZERO };
         }
         for block in blocks {
             // SAFETY: the caller's promise.
@@ -161,20 +161,4 @@ pub(super) unsafe fn drop_out<F: AttentionFloat, const L: usize>(
             }
         }
     }
-}
-
-/// The first 64 bits of Philox4x32-10 for an index of a draw: the same words as the generator of random tensors has.
-#[inline(always)]
-pub(super) fn philox(index: u64, draw: u64, seed: u64) -> u64 {
-    let mut counter = [index as u32, (index >> 32) as u32, draw as u32, (draw >> 32) as u32];
-    let mut key = [seed as u32, (seed >> 32) as u32];
-    for round in 0..10 {
-        if round > 0 {
-            key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
-        }
-        let a = u64::from(counter[0]) * 0xD251_1F53;
-        let b = u64::from(counter[2]) * 0xCD9E_8D57;
-        counter = [(b >> 32) as u32 ^ counter[1] ^ key[0], b as u32, (a >> 32) as u32 ^ counter[3] ^ key[1], a as u32];
-    }
-    u64::from(counter[0]) | u64::from(counter[1]) << 32
 }

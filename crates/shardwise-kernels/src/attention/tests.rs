@@ -4,6 +4,8 @@ use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use crate::random::{RandomDraw, choice_bound, is_chosen};
+
 use super::{
     AttentionArgs, AttentionDropout, attention_backward, attention_forward, attention_part, merge_attention_parts,
     row_dots,
@@ -74,8 +76,9 @@ impl Case {
         if self.p == 0.0 {
             return 1.0;
         }
-        let unit = (super::scores::philox((row * self.keys + key) as u64, 9, 77) >> 11) as f64 / (1u64 << 53) as f64;
-        if unit < 1.0 - self.p { 1.0 / (1.0 - self.p) } else { 0.0 }
+        let draw = RandomDraw { seed: 77, draw: 9 };
+        let is_kept = is_chosen(draw, (row * self.keys + key) as u64, choice_bound(1.0 - self.p));
+        if is_kept { 1.0 / (1.0 - self.p) } else { 0.0 }
     }
 
     /// Outputs, logarithms, and the gradients of queries, keys and values, from all scores.

@@ -141,7 +141,8 @@ fn tangent<const FMA: bool>(angle: Reduced) -> f32 {
         let p = polynomial::<FMA, 7>(square, COEFFICIENTS);
         // The derivative is about 1 + rest^2.
         let tail = fma::<FMA>(square * rest, p, fma::<FMA>(low, square, low));
-        let tangent = rest + tail;
+        // A negative zero stays one.
+        let tangent = if rest == 0.0 { rest } else { rest + tail };
         let lost = tail - (tangent - rest);
         // -1 / (tangent + lost), by one step of Newton's method.
         let inverse = -1.0 / tangent;
@@ -152,7 +153,7 @@ fn tangent<const FMA: bool>(angle: Reduced) -> f32 {
     let rest = f64::from(rest) + f64::from(low);
     let square = rest * rest;
     let p = polynomial_wide::<FMA, 7>(square, COEFFICIENTS.map(f64::from));
-    let tangent = rest + square * rest * p;
+    let tangent = if rest == 0.0 { f64::from(angle.rest) } else { rest + square * rest * p };
     (if n & 1 == 0 { tangent } else { -1.0 / tangent }) as f32
 }
 

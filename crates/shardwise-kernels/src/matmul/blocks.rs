@@ -8,18 +8,15 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::few_rows::{self, Real, multiply_few_rows};
-use super::instruction_set::{LaneKernel, Vectorized};
-use super::lanes::{Lanes, MAX_LANES};
-use super::pack::{Factor, Panels, Source, pack};
+use super::instruction_set::{RegisterKernel, Vectorized};
+use super::pack::{MatmulElement, Panels, Source, pack};
+use super::product::{DEPTH, MatrixProduct};
+use super::registers::{MAX_LANES, Register};
 use super::tile::{Store, Tile, VECTORS, multiply_panels};
 use crate::error::Result;
 use crate::parallel::{SharedPtr, over_ranges};
 use crate::reserve;
 use crate::simd::{self, Kernel};
-
-/// Products per block of the contracted dimension. A panel of the left factor (8 rows of 512 f32, 16 KiB) stays in the first
-/// cache while panels of the right one are read from the second.
-pub(super) const DEPTH: usize = 512;
 
 /// Columns of the right factor whose panels (1 MiB in f32) stay in the second cache while all rows pass. A multiple of the
 /// width of a tile on every instruction set.
@@ -43,25 +40,12 @@ const LINE: usize = 64;
 #[repr(align(64))]
 struct StackPanels<T>([T; ON_STACK]);
 
-/// A product of two matrices in memory.
-#[derive(Clone, Copy)]
-pub(super) struct Product<S: Factor> {
-    /// Rows, columns and the contracted dimension.
-    pub(super) m: usize,
-    pub(super) n: usize,
-    pub(super) k: usize,
-    pub(super) left: Source<S>,
-    pub(super) right: Source<S>,
-    /// A row that is added to every row of the result.
-    pub(super) bias: Option<*const S::Wide>,
-}
-
 /// Writes a product to `output`, a contiguous matrix, on the threads of the pool if `threads` is set and it is large.
 ///
 /// # Safety
 /// All addresses, sizes and strides belong to live memory, and nobody else uses the output.
-pub(super) unsafe fn multiply<S: Factor, O: Factor<Wide = S::Wide>>(
-    product: Product<S>,
+pub(super) unsafe fn multiply<S: MatmulElement, O: MatmulElement<Wide = S::Wide>>(
+    product: MatrixProduct<S>,
     output: *mut O,
     threads: bool,
 ) -> Result<()>
@@ -96,7 +80,7 @@ where
         for j in (0..product.n).step_by(side) {
             // SAFETY: parts of the operands, with room for their panels and sums.
             unsafe {
-                let part = Product {
+                let part = MatrixProduct {
                     m: m.min(product.m - i),
                     n: n.min(product.n - j),
                     left: Source { first: product.left.first.add(i * product.left.across), ..product.left },
@@ -122,7 +106,7 @@ where
 ///
 /// # Safety
 /// Both matrices have these sizes.
-unsafe fn round_rows<O: Factor>(
+unsafe fn round_rows<O: MatmulElement>(
     sums: *const O::Wide,
     output: *mut O,
     [m, n]: [usize; 2],
@@ -140,12 +124,12 @@ unsafe fn round_rows<O: Factor>(
     });
 }
 
-struct RoundRow<'a, O: Factor> {
+struct RoundRow<'a, O: MatmulElement> {
     from: &'a [O::Wide],
     to: *mut O,
 }
 
-impl<O: Factor> Kernel for RoundRow<'_, O> {
+impl<O: MatmulElement> Kernel for RoundRow<'_, O> {
     type Output = ();
 
     #[inline(always)]
@@ -157,7 +141,7 @@ impl<O: Factor> Kernel for RoundRow<'_, O> {
     }
 }
 
-impl<S: Factor> Product<S>
+impl<S: MatmulElement> MatrixProduct<S>
 where
     S::Wide: Vectorized,
 {
@@ -185,7 +169,7 @@ where
                 let columns = ColumnPanels { group: group.clone(), shape };
                 let pack = |panels| S::Wide::run(PackRight { block: &block, columns: &columns, panels });
                 divide(threads, columns.count(), shape.columns() * depth * 2, pack);
-                let tiles = Tiles { m: self.m, columns: &columns, depth, panels, output, store };
+                let tiles = TileGrid { m: self.m, columns: &columns, depth, panels, output, store };
                 let cost = shape.rows * width * depth / MULTIPLICATIONS_PER_UNIT;
                 divide(threads, rows, cost, |rows| S::Wide::run(TileRange { tiles: &tiles, rows }));
             }
@@ -205,23 +189,23 @@ fn divide(threads: bool, count: usize, cost: usize, body: impl Fn(Range<usize>) 
 #[derive(Clone, Copy)]
 struct TileShape {
     rows: usize,
-    lanes: usize,
+    registers: usize,
 }
 
 impl TileShape {
     fn columns(self) -> usize {
-        VECTORS * self.lanes
+        VECTORS * self.registers
     }
 }
 
 struct QueryShape;
 
-impl<T> LaneKernel<T> for QueryShape {
+impl<T> RegisterKernel<T> for QueryShape {
     type Output = TileShape;
 
     #[inline(always)]
-    unsafe fn run<V: Lanes<Element = T>>(self) -> TileShape {
-        TileShape { rows: V::ROWS, lanes: V::COUNT }
+    unsafe fn run<V: Register<Element = T>>(self) -> TileShape {
+        TileShape { rows: V::ROWS, registers: V::COUNT }
     }
 }
 
@@ -235,7 +219,7 @@ struct ColumnPanels {
 impl ColumnPanels {
     /// Registers across all columns.
     fn registers(&self) -> usize {
-        self.group.len().div_ceil(self.shape.lanes)
+        self.group.len().div_ceil(self.shape.registers)
     }
 
     fn ends_with_two_pairs(&self) -> bool {
@@ -253,8 +237,8 @@ impl ColumnPanels {
         let (mut begin, mut end) = (panel * width, ((panel + 1) * width).min(total));
         if self.ends_with_two_pairs() {
             let last = self.count() - 1;
-            end = if panel + 1 == last { end - self.shape.lanes } else { end };
-            begin = if panel == last { begin - self.shape.lanes } else { begin };
+            end = if panel + 1 == last { end - self.shape.registers } else { end };
+            begin = if panel == last { begin - self.shape.registers } else { begin };
         }
         begin..end
     }
@@ -263,24 +247,24 @@ impl ColumnPanels {
 /// A block of the contracted dimension, and the addresses of its panels.
 ///
 /// The panel of rows that begin at `i` is `i * depth` elements after the first, and so it is for columns.
-struct PackedBlock<S: Factor> {
-    product: Product<S>,
+struct PackedBlock<S: MatmulElement> {
+    product: MatrixProduct<S>,
     begin: usize,
     depth: usize,
     panels: [*mut S::Wide; 2],
 }
 
 // SAFETY: threads read the operands, and write panels that do not overlap.
-unsafe impl<S: Factor> Sync for PackedBlock<S> {}
+unsafe impl<S: MatmulElement> Sync for PackedBlock<S> {}
 
-struct PackLeft<'a, S: Factor>(&'a PackedBlock<S>, Range<usize>);
+struct PackLeft<'a, S: MatmulElement>(&'a PackedBlock<S>, Range<usize>);
 
-impl<S: Factor> LaneKernel<S::Wide> for PackLeft<'_, S> {
+impl<S: MatmulElement> RegisterKernel<S::Wide> for PackLeft<'_, S> {
     type Output = ();
 
     #[inline(always)]
-    unsafe fn run<V: Lanes<Element = S::Wide>>(self) {
-        let PackedBlock { product: Product { m, left, .. }, begin, depth, panels: [first, _] } = *self.0;
+    unsafe fn run<V: Register<Element = S::Wide>>(self) {
+        let PackedBlock { product: MatrixProduct { m, left, .. }, begin, depth, panels: [first, _] } = *self.0;
         let (start, end) = (self.1.start * V::ROWS, (self.1.end * V::ROWS).min(m));
         let full = end - end % V::ROWS;
         // SAFETY: the rows are inside the matrix, and the panels inside their memory.
@@ -298,24 +282,24 @@ impl<S: Factor> LaneKernel<S::Wide> for PackLeft<'_, S> {
 }
 
 /// Packs some panels of a group of columns.
-struct PackRight<'a, S: Factor> {
+struct PackRight<'a, S: MatmulElement> {
     block: &'a PackedBlock<S>,
     columns: &'a ColumnPanels,
     panels: Range<usize>,
 }
 
-impl<S: Factor> LaneKernel<S::Wide> for PackRight<'_, S> {
+impl<S: MatmulElement> RegisterKernel<S::Wide> for PackRight<'_, S> {
     type Output = ();
 
     #[inline(always)]
-    unsafe fn run<V: Lanes<Element = S::Wide>>(self) {
-        let PackedBlock { product: Product { right, .. }, begin, depth, panels: [_, first] } = *self.block;
+    unsafe fn run<V: Register<Element = S::Wide>>(self) {
+        let PackedBlock { product: MatrixProduct { right, .. }, begin, depth, panels: [_, first] } = *self.block;
         // SAFETY: the columns are inside the matrix, and the panels inside their memory.
         unsafe {
             let at = begin * right.along + self.columns.group.start * right.across;
             let source = Source { first: right.first.add(at), ..right };
             let panels = Panels { first, width: VECTORS * V::COUNT, multiple: V::COUNT, depth };
-            // All full panels at once, so that rows of the matrix are read in order, then the others.
+            // All full panels at once, so that rows of the matrix are read in order, then the narrower ones.
             let full = self.panels.clone().filter(|&panel| self.columns.columns(panel).len() == panels.width).count();
             let begin = self.columns.columns(self.panels.start).start;
             pack::<V, S>(source, begin..begin + full * panels.width, panels);
@@ -330,7 +314,7 @@ impl<S: Factor> LaneKernel<S::Wide> for PackRight<'_, S> {
 /// The rows of a panel as (first, number) with numbers that are powers of two: one full part, or several at the end of the
 /// matrix.
 #[inline(always)]
-fn row_parts<V: Lanes>(panel: usize, m: usize) -> impl Iterator<Item = (usize, usize)> {
+fn row_parts<V: Register>(panel: usize, m: usize) -> impl Iterator<Item = (usize, usize)> {
     let mut row = panel * V::ROWS;
     let end = (row + V::ROWS).min(m);
     std::iter::from_fn(move || {
@@ -342,7 +326,7 @@ fn row_parts<V: Lanes>(panel: usize, m: usize) -> impl Iterator<Item = (usize, u
 }
 
 /// All tiles of a group of columns, for one block of the contracted dimension.
-struct Tiles<'a, T> {
+struct TileGrid<'a, T> {
     m: usize,
     columns: &'a ColumnPanels,
     depth: usize,
@@ -353,20 +337,20 @@ struct Tiles<'a, T> {
 }
 
 // SAFETY: threads read panels, and write tiles that do not overlap.
-unsafe impl<T> Sync for Tiles<'_, T> {}
+unsafe impl<T> Sync for TileGrid<'_, T> {}
 
 /// The tiles of some panels of rows.
 struct TileRange<'a, T> {
-    tiles: &'a Tiles<'a, T>,
+    tiles: &'a TileGrid<'a, T>,
     rows: Range<usize>,
 }
 
-impl<T: Copy> LaneKernel<T> for TileRange<'_, T> {
+impl<T: Copy> RegisterKernel<T> for TileRange<'_, T> {
     type Output = ();
 
     #[inline(always)]
-    unsafe fn run<V: Lanes<Element = T>>(self) {
-        let Tiles { m, columns: group, depth, panels: [left, right], output: (output, stride), store } = *self.tiles;
+    unsafe fn run<V: Register<Element = T>>(self) {
+        let TileGrid { m, columns: group, depth, panels: [left, right], output: (output, stride), store } = *self.tiles;
         for panel in self.rows {
             for (row, rows) in row_parts::<V>(panel, m) {
                 for panel in 0..group.count() {

@@ -4,29 +4,26 @@
 use std::array::from_fn;
 use std::ops::Range;
 
-use super::blocks::{DEPTH, Product};
-use super::instruction_set::{LaneKernel, Vectorized};
-use super::lanes::{Lanes, MAX_LANES};
-use super::pack::{Factor, Source, wide_lanes};
+use super::instruction_set::{RegisterKernel, Vectorized};
+use super::pack::{MatmulElement, Source, wide_lanes};
+use super::product::{DEPTH, MatrixProduct};
+use super::registers::{MAX_LANES, Register};
 use crate::parallel::{SharedPtr, over_ranges};
 
 /// Products with at most this many rows are computed here. With more, packing pays off (measured for 2048 x 8192).
 pub(super) const MAX_ROWS: usize = 4;
 
-/// Registers with partial sums of a dot product.
-const LANES: usize = 2;
+/// Partial sums of a dot product, in as many registers as they take: the same on every instruction set, for the same bits.
+const PARTS: usize = 32;
 
-/// Partial sums of a dot product in the longest registers.
-const MAX_PARTS: usize = LANES * MAX_LANES;
-
-/// Columns whose dot products are computed together.
-const STREAMS: usize = 4;
+/// Registers of partial sums with the shortest registers.
+const MAX_REGISTERS: usize = PARTS / 4;
 
 /// Columns that are summed together where those of the right factor are adjacent.
 const COLUMNS: usize = 64;
 
 /// Whether a product has few rows and a right factor whose rows or columns are contiguous.
-pub(super) fn applies<S: Factor>(product: &Product<S>) -> bool {
+pub(super) fn applies<S: MatmulElement>(product: &MatrixProduct<S>) -> bool {
     let one_stride = product.right.along == 1 && product.left.along == 1 || product.right.across == 1;
     product.m <= MAX_ROWS && one_stride && product.n * product.k >= 4096
 }
@@ -35,8 +32,8 @@ pub(super) fn applies<S: Factor>(product: &Product<S>) -> bool {
 ///
 /// # Safety
 /// As `multiply`.
-pub(super) unsafe fn multiply_few_rows<S: Factor, O: Factor<Wide = S::Wide>>(
-    product: Product<S>,
+pub(super) unsafe fn multiply_few_rows<S: MatmulElement, O: MatmulElement<Wide = S::Wide>>(
+    product: MatrixProduct<S>,
     output: *mut O,
     threads: bool,
 ) where
@@ -53,7 +50,7 @@ pub(super) unsafe fn multiply_few_rows<S: Factor, O: Factor<Wide = S::Wide>>(
                 let left = Source { first: product.left.first.add(row * product.left.across), ..product.left };
                 (left, output.get().add(row * product.n))
             };
-            let (product, columns) = (Product { left, ..product }, columns.clone());
+            let (product, columns) = (MatrixProduct { left, ..product }, columns.clone());
             // Powers of two, to compile fewer loops.
             row += match product.m - row {
                 1 => {
@@ -99,27 +96,27 @@ macro_rules! reals {
 reals!(f32, f64);
 
 #[derive(Clone, Copy)]
-struct SharedProduct<S: Factor, O>(Product<S>, SharedPtr<O>);
+struct SharedProduct<S: MatmulElement, O>(MatrixProduct<S>, SharedPtr<O>);
 // SAFETY: threads read the factors, and write columns that do not overlap.
-unsafe impl<S: Factor, O> Send for SharedProduct<S, O> {}
+unsafe impl<S: MatmulElement, O> Send for SharedProduct<S, O> {}
 // SAFETY: as above.
-unsafe impl<S: Factor, O> Sync for SharedProduct<S, O> {}
+unsafe impl<S: MatmulElement, O> Sync for SharedProduct<S, O> {}
 
 /// A range of columns of a product with `M` rows.
-struct FewRows<S: Factor, O, const M: usize> {
-    product: Product<S>,
+struct FewRows<S: MatmulElement, O, const M: usize> {
+    product: MatrixProduct<S>,
     output: *mut O,
     columns: Range<usize>,
 }
 
-impl<S: Factor, O: Factor<Wide = S::Wide>, const M: usize> LaneKernel<S::Wide> for FewRows<S, O, M>
+impl<S: MatmulElement, O: MatmulElement<Wide = S::Wide>, const M: usize> RegisterKernel<S::Wide> for FewRows<S, O, M>
 where
     S::Wide: Real,
 {
     type Output = ();
 
     #[inline(always)]
-    unsafe fn run<V: Lanes<Element = S::Wide>>(self) {
+    unsafe fn run<V: Register<Element = S::Wide>>(self) {
         // SAFETY: the caller's promise.
         unsafe {
             if self.product.right.along == 1 && self.product.left.along == 1 {
@@ -131,7 +128,7 @@ where
     }
 }
 
-impl<S: Factor, O: Factor<Wide = S::Wide>, const M: usize> FewRows<S, O, M>
+impl<S: MatmulElement, O: MatmulElement<Wide = S::Wide>, const M: usize> FewRows<S, O, M>
 where
     S::Wide: Real,
 {
@@ -150,13 +147,20 @@ where
     /// # Safety
     /// The processor has the instructions of `V`.
     #[inline(always)]
-    unsafe fn dot_products<V: Lanes<Element = S::Wide>>(&self) {
+    unsafe fn dot_products<V: Register<Element = S::Wide>>(&self) {
         let mut column = self.columns.start;
         // SAFETY: the caller's promise.
         unsafe {
-            while column + STREAMS <= self.columns.end {
-                self.dot_columns::<V, STREAMS>(column);
-                column += STREAMS;
+            // As many columns as there are registers for their sums.
+            if V::COUNT >= 16 {
+                while column + 4 <= self.columns.end {
+                    self.dot_columns::<V, 4>(column);
+                    column += 4;
+                }
+            }
+            while column + 2 <= self.columns.end {
+                self.dot_columns::<V, 2>(column);
+                column += 2;
             }
             for column in column..self.columns.end {
                 self.dot_columns::<V, 1>(column);
@@ -167,16 +171,15 @@ where
     /// # Safety
     /// The processor has the instructions of `V`.
     #[inline(always)]
-    unsafe fn dot_columns<V: Lanes<Element = S::Wide>, const N: usize>(&self, column: usize) {
-        let Product { left, right, k, .. } = self.product;
+    unsafe fn dot_columns<V: Register<Element = S::Wide>, const N: usize>(&self, column: usize) {
+        let MatrixProduct { left, right, k, .. } = self.product;
         // SAFETY: rows and columns have `k` contiguous elements.
         unsafe {
             let rows: [*const S; M] = from_fn(|i| left.first.add(i * left.across));
             let lines: [*const S; N] = from_fn(|j| right.first.add((column + j) * right.across));
-            let mut sums = [[[V::zero(); LANES]; N]; M];
-            let step = LANES * V::COUNT;
-            for begin in (0..k - k % step).step_by(step) {
-                for l in 0..LANES {
+            let mut sums = [[[V::zero(); MAX_REGISTERS]; N]; M];
+            for begin in (0..k - k % PARTS).step_by(PARTS) {
+                for l in 0..PARTS / V::COUNT {
                     let at = begin + l * V::COUNT;
                     let lines: [V; N] = from_fn(|j| wide_lanes::<V, S>(lines[j].add(at)));
                     for i in 0..M {
@@ -189,16 +192,16 @@ where
             }
             for i in 0..M {
                 for j in 0..N {
-                    let mut parts = [S::Wide::default(); MAX_PARTS];
-                    for (l, sum) in sums[i][j].iter().enumerate() {
+                    let mut parts = [S::Wide::default(); PARTS];
+                    for (l, sum) in sums[i][j][..PARTS / V::COUNT].iter().enumerate() {
                         sum.store(parts.as_mut_ptr().add(l * V::COUNT));
                     }
-                    for p in k - k % step..k {
-                        let part = &mut parts[p % step];
+                    for p in k - k % PARTS..k {
+                        let part = &mut parts[p % PARTS];
                         *part = part.plus((*rows[i].add(p)).wide().times((*lines[j].add(p)).wide()));
                     }
                     // Halves are added until one sum is left.
-                    let mut half = step / 2;
+                    let mut half = PARTS / 2;
                     while half > 0 {
                         for l in 0..half {
                             parts[l] = parts[l].plus(parts[l + half]);
@@ -216,7 +219,7 @@ where
     /// # Safety
     /// The processor has the instructions of `V`.
     #[inline(always)]
-    unsafe fn sums_of_rows<V: Lanes<Element = S::Wide>>(&self) {
+    unsafe fn sums_of_rows<V: Register<Element = S::Wide>>(&self) {
         const REGISTERS: usize = 4;
         let mut column = self.columns.start;
         // SAFETY: the caller's promise.
@@ -230,18 +233,25 @@ where
                 column += V::COUNT;
             }
         }
-        let Product { left, right, k, .. } = self.product;
+        let MatrixProduct { left, right, k, .. } = self.product;
         for column in column..self.columns.end {
             for i in 0..M {
-                // SAFETY: elements of both factors.
-                let term = |p: usize| unsafe {
-                    let x = (*left.first.add(i * left.across + p * left.along)).wide();
-                    x.times((*right.first.add(p * right.along + column)).wide())
-                };
-                let block =
-                    |begin: usize| (begin..(begin + DEPTH).min(k)).fold(S::Wide::default(), |sum, p| sum.plus(term(p)));
-                let sum = (0..k).step_by(DEPTH).fold(S::Wide::default(), |total, begin| total.plus(block(begin)));
-                self.write(i, column, sum);
+                // One lane of a register, for the same rounding as in the other columns.
+                // SAFETY: elements of both factors; the caller's promise.
+                unsafe {
+                    let mut total = V::zero();
+                    for begin in (0..k).step_by(DEPTH) {
+                        let mut sum = V::zero();
+                        for p in begin..(begin + DEPTH).min(k) {
+                            let x = V::splat((*left.first.add(i * left.across + p * left.along)).wide());
+                            sum = x.mul_add(V::splat((*right.first.add(p * right.along + column)).wide()), sum);
+                        }
+                        total = total.add(sum);
+                    }
+                    let mut parts = [S::Wide::default(); MAX_LANES];
+                    total.store(parts.as_mut_ptr());
+                    self.write(i, column, parts[0]);
+                }
             }
         }
     }
@@ -249,8 +259,8 @@ where
     /// # Safety
     /// The processor has the instructions of `V`, and this range has the columns.
     #[inline(always)]
-    unsafe fn sum_columns<V: Lanes<Element = S::Wide>, const N: usize>(&self, column: usize) {
-        let Product { left, right, k, .. } = self.product;
+    unsafe fn sum_columns<V: Register<Element = S::Wide>, const N: usize>(&self, column: usize) {
+        let MatrixProduct { left, right, k, .. } = self.product;
         // SAFETY: elements of both factors and of the output.
         unsafe {
             let mut totals = [[V::zero(); N]; M];

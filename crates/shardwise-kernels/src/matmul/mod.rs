@@ -6,8 +6,9 @@
 mod blocks;
 mod few_rows;
 mod instruction_set;
-mod lanes;
+mod registers;
 mod pack;
+mod product;
 mod tile;
 
 use candle_core::{DType, Tensor};
@@ -18,10 +19,11 @@ use super::parallel::{MIN_WORK_FOR_THREADS, SharedPtr};
 use super::{Assembly, contiguous, first_element, reserve};
 use crate::error::Result;
 use crate::meta::TensorMeta;
-use blocks::{MULTIPLICATIONS_PER_UNIT, Product, multiply};
+use blocks::{MULTIPLICATIONS_PER_UNIT, multiply};
 use few_rows::Real;
 use instruction_set::Vectorized;
-use pack::{Factor, Source};
+use pack::{MatmulElement, Source};
+use product::MatrixProduct;
 
 /// Multiplies two batches of matrices, each group of dimensions flattened, like JAX's `dot_general`.
 ///
@@ -114,7 +116,12 @@ fn merged_stride(dims: &[usize], strides: &[usize]) -> Option<usize> {
 ///
 /// # Safety
 /// The tensors have elements of type `S`, and there is room for the products.
-unsafe fn multiply_all<S: Factor>(a: &MatrixBatch, b: &MatrixBatch, bias: Option<&Tensor>, output: *mut S) -> Result<()>
+unsafe fn multiply_all<S: MatmulElement>(
+    a: &MatrixBatch,
+    b: &MatrixBatch,
+    bias: Option<&Tensor>,
+    output: *mut S,
+) -> Result<()>
 where
     S::Wide: Vectorized + Real,
 {
@@ -129,7 +136,7 @@ where
     let one_product = |i: usize, threads: bool| -> Result<()> {
         // SAFETY: strides and sizes are those of live tensors; the products do not overlap.
         unsafe {
-            let product = Product {
+            let product = MatrixProduct {
                 m,
                 n,
                 k,
@@ -148,7 +155,7 @@ where
 }
 
 /// The elements of a contiguous tensor in the type in which they are added.
-fn wide_elements<S: Factor>(tensor: &Tensor) -> Result<Vec<S::Wide>> {
+fn wide_elements<S: MatmulElement>(tensor: &Tensor) -> Result<Vec<S::Wide>> {
     let (storage, layout) = tensor.storage_and_layout();
     let first = first_element(&storage, layout).0.cast::<S>();
     let mut values = reserve(tensor.elem_count())?;
@@ -187,5 +194,94 @@ mod tests {
         );
         let rows = batched_matmul(&x, &single.reshape((8, 4)).unwrap(), 0, 1).unwrap();
         assert_eq!(rows.dims(), [2, 3, 5, 4]);
+    }
+
+    /// Small integers, whose products and sums are exact in every type.
+    fn integers(shape: [usize; 2], seed: u64, dtype: DType) -> Tensor {
+        let mut state = seed;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            ((state >> 33) % 3) as f64 - 1.0
+        };
+        let values: Vec<f64> = (0..shape[0] * shape[1]).map(|_| next()).collect();
+        Tensor::from_vec(values, &shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+    }
+
+    fn numbers(t: &Tensor) -> Vec<f64> {
+        t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    /// Sizes around those of tiles, panels, blocks and groups of columns, of each instruction set.
+    const SIZES: [[usize; 3]; 14] = [
+        [1, 1, 1],
+        [3, 5, 7],
+        [8, 48, 16],
+        [9, 49, 33],
+        [7, 64, 512],
+        [15, 16, 513],
+        [17, 97, 1030],
+        [64, 481, 40],
+        [13, 500, 12],
+        [1, 600, 300],
+        [2, 70, 1100],
+        [3, 300, 64],
+        [4, 33, 520],
+        [20, 0, 5],
+    ];
+
+    #[test]
+    fn products_are_exact_for_all_sizes_types_and_strides() {
+        for [m, n, k] in SIZES {
+            for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+                for transposed in [[false, false], [false, true], [true, false], [true, true]] {
+                    let factor = |[rows, columns]: [usize; 2], seed: u64, transposed: bool| match transposed {
+                        false => integers([rows, columns], seed, dtype),
+                        true => integers([columns, rows], seed, dtype).t().unwrap(),
+                    };
+                    let (a, b) = (factor([m, k], 1, transposed[0]), factor([k, n], 2, transposed[1]));
+                    let bias = integers([1, n], 3, dtype).flatten_all().unwrap();
+                    let (left, right, added) = (numbers(&a), numbers(&b), numbers(&bias));
+                    let product = |e: usize| {
+                        let (i, j) = (e / n, e % n);
+                        (0..k).map(|p| left[i * k + p] * right[p * n + j]).sum::<f64>()
+                    };
+                    let plain: Vec<f64> = (0..m * n).map(product).collect();
+                    let sums: Vec<f64> = plain.iter().enumerate().map(|(e, x)| x + added[e % n]).collect();
+                    let rounded = |x: &[f64]| {
+                        let x = Tensor::from_slice(x, (m, n), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+                        numbers(&x)
+                    };
+                    let case = format!("{m} x {k} x {n} of {dtype:?}, {transposed:?}");
+                    assert_eq!(numbers(&batched_matmul(&a, &b, 0, 1).unwrap()), rounded(&plain), "{case}");
+                    let got = batched_matmul_bias(&a, &b, 0, 1, Some(&bias)).unwrap();
+                    assert_eq!(numbers(&got), rounded(&sums), "{case}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn bits_do_not_depend_on_threads_rows_or_columns() {
+        let pool = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let random = |shape: &[usize]| Tensor::randn(0f32, 1.0, shape, &Device::Cpu).unwrap();
+        let bits = |t: &Tensor| -> Vec<u32> {
+            t.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+        };
+        let (a, b) = (random(&[200, 700]), random(&[700, 530]));
+        let expected = pool(1).install(|| batched_matmul(&a, &b, 0, 1)).unwrap();
+        for threads in [2, 4] {
+            let got = pool(threads).install(|| batched_matmul(&a, &b, 0, 1)).unwrap();
+            assert_eq!(bits(&got), bits(&expected), "{threads} threads");
+        }
+        // A part of the product is the product of parts, also of few rows.
+        for (rows, columns) in [((3, 50), (7, 100)), ((10, 2), (0, 530)), ((199, 1), (16, 333))] {
+            let (a, b) = (a.narrow(0, rows.0, rows.1).unwrap(), b.narrow(1, columns.0, columns.1).unwrap());
+            let part = expected.narrow(0, rows.0, rows.1).unwrap().narrow(1, columns.0, columns.1).unwrap();
+            assert_eq!(bits(&batched_matmul(&a, &b, 0, 1).unwrap()), bits(&part), "{rows:?} {columns:?}");
+        }
+        let (a, b) = (random(&[6, 90, 80]), random(&[6, 80, 70]));
+        let expected = pool(1).install(|| batched_matmul(&a, &b, 1, 1)).unwrap();
+        let got = pool(3).install(|| batched_matmul(&a, &b, 1, 1)).unwrap();
+        assert_eq!(bits(&got), bits(&expected));
     }
 }

@@ -6,10 +6,10 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::lanes::{Lanes, MAX_LANES};
+use super::registers::{MAX_LANES, Register};
 
 /// An element of a factor, and the type in which it is multiplied.
-pub(super) trait Factor: Copy + Send + Sync + 'static {
+pub(super) trait MatmulElement: Copy + Send + Sync + 'static {
     type Wide: Copy + Default + Send + Sync + 'static;
     fn wide(self) -> Self::Wide;
     fn narrow(x: Self::Wide) -> Self;
@@ -24,7 +24,7 @@ pub(super) trait Factor: Copy + Send + Sync + 'static {
 
 macro_rules! factors {
     ($($T:ty => $W:ty: $wide:expr, $narrow:expr, $eight:expr;)*) => {$(
-        impl Factor for $T {
+        impl MatmulElement for $T {
             type Wide = $W;
             #[inline(always)]
             fn wide(self) -> $W {
@@ -99,7 +99,7 @@ pub(super) struct Panels<T> {
 /// The processor has the instructions of `V`. The elements are inside the matrix and the panels have room for them; `across`
 /// begins at a full panel.
 #[inline(always)]
-pub(super) unsafe fn pack<V: Lanes<Element = S::Wide>, S: Factor>(
+pub(super) unsafe fn pack<V: Register<Element = S::Wide>, S: MatmulElement>(
     source: Source<S>,
     across: Range<usize>,
     panels: Panels<S::Wide>,
@@ -159,7 +159,11 @@ pub(super) unsafe fn pack<V: Lanes<Element = S::Wide>, S: Factor>(
 /// # Safety
 /// The processor has the instructions of `V`, and both addresses have `count` elements.
 #[inline(always)]
-unsafe fn copy_registers<V: Lanes<Element = S::Wide>, S: Factor>(from: *const S, to: *mut S::Wide, count: usize) {
+unsafe fn copy_registers<V: Register<Element = S::Wide>, S: MatmulElement>(
+    from: *const S,
+    to: *mut S::Wide,
+    count: usize,
+) {
     for i in (0..count).step_by(V::COUNT) {
         // SAFETY: the caller's promise.
         unsafe { wide_lanes::<V, S>(from.add(i)).store(to.add(i)) };
@@ -171,7 +175,7 @@ unsafe fn copy_registers<V: Lanes<Element = S::Wide>, S: Factor>(from: *const S,
 /// # Safety
 /// The processor has the instructions of `V`, and as many elements are readable.
 #[inline(always)]
-pub(super) unsafe fn wide_lanes<V: Lanes<Element = S::Wide>, S: Factor>(from: *const S) -> V {
+pub(super) unsafe fn wide_lanes<V: Register<Element = S::Wide>, S: MatmulElement>(from: *const S) -> V {
     // SAFETY: the caller's promise; the buffer has the elements of the longest register.
     unsafe {
         if TypeId::of::<S>() == TypeId::of::<S::Wide>() {
@@ -193,7 +197,7 @@ const SQUARE: usize = 8;
 /// # Safety
 /// As [`pack`].
 #[inline(always)]
-unsafe fn transpose_square<V: Lanes, S: Factor>(source: Source<S>, to: *mut S::Wide, pitch: usize) {
+unsafe fn transpose_square<V: Register, S: MatmulElement>(source: Source<S>, to: *mut S::Wide, pitch: usize) {
     // SAFETY: the caller's promises.
     unsafe {
         #[cfg(target_arch = "x86_64")]

@@ -1,6 +1,6 @@
 //! The inner loop of a product: a tile of the result, held in registers while a panel of each factor is read.
 
-use super::lanes::Lanes;
+use super::registers::Register;
 
 /// Registers per row of a tile.
 pub(super) const VECTORS: usize = 3;
@@ -30,9 +30,9 @@ pub(super) struct Tile<T> {
 ///
 /// # Safety
 /// The processor has the instructions of `V`; panels and tile have these sizes; `tile.rows` is a power of two up to
-/// [`Lanes::ROWS`], and `tile.columns` at most [`VECTORS`] registers.
+/// [`Register::ROWS`], and `tile.columns` at most [`VECTORS`] registers.
 #[inline(always)]
-pub(super) unsafe fn multiply_panels<V: Lanes>(
+pub(super) unsafe fn multiply_panels<V: Register>(
     depth: usize,
     left: *const V::Element,
     right: *const V::Element,
@@ -60,7 +60,7 @@ pub(super) unsafe fn multiply_panels<V: Lanes>(
 /// As [`multiply_panels`], for a number of rows and registers that is known when it is compiled, so that the sums stay in
 /// registers.
 #[inline(always)]
-unsafe fn sized_tile<V: Lanes, const R: usize, const N: usize>(
+unsafe fn sized_tile<V: Register, const R: usize, const N: usize>(
     depth: usize,
     mut left: *const V::Element,
     mut right: *const V::Element,
@@ -109,7 +109,7 @@ unsafe fn sized_tile<V: Lanes, const R: usize, const N: usize>(
 /// # Safety
 /// As many elements can be read and written at `to`, and read at `column` of an added row.
 #[inline(always)]
-unsafe fn store_part<V: Lanes>(sum: V, to: *mut V::Element, valid: usize, store: Store<V::Element>, column: usize) {
+unsafe fn store_part<V: Register>(sum: V, to: *mut V::Element, valid: usize, store: Store<V::Element>, column: usize) {
     // SAFETY: the buffer is as long as the longest register; the rest is the caller's promise.
     unsafe {
         let mut buffer = [sum; 2];

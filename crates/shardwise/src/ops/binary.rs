@@ -128,8 +128,8 @@ macro_rules! functions {
     };
     (@fast $a:ident, $b:ident, ($fast:expr, $real:expr), $integer:ident) => {{
         #[derive(Clone, Copy)]
-        struct F32Kernel<W>(W);
-        impl<W: Fn([i64; 2]) -> i64 + Copy + Sync> PointwiseFn<2> for F32Kernel<W> {
+        struct F32Binary<W>(W);
+        impl<W: Fn([i64; 2]) -> i64 + Copy + Sync> PointwiseFn<2> for F32Binary<W> {
             #[inline(always)]
             fn f32<const FMA: bool>(self, [$a, $b]: [f32; 2]) -> f32 {
                 $fast
@@ -143,7 +143,7 @@ macro_rules! functions {
                 (self.0)(x)
             }
         }
-        F32Kernel($integer)
+        F32Binary($integer)
     }};
 }
 

@@ -117,8 +117,8 @@ macro_rules! functions {
     (@wide $name:ident, $x:ident, $real:expr, $integer:ident) => { ViaF64(|[$x]: [f64; 1]| $real, $integer) };
     (@fast $name:ident, $x:ident, $real:expr, $integer:ident) => {{
         #[derive(Clone, Copy)]
-        struct F32Kernel<W>(W);
-        impl<W: Fn([i64; 1]) -> i64 + Copy + Sync> PointwiseFn<1> for F32Kernel<W> {
+        struct F32Unary<W>(W);
+        impl<W: Fn([i64; 1]) -> i64 + Copy + Sync> PointwiseFn<1> for F32Unary<W> {
             #[inline(always)]
             fn f32<const FMA: bool>(self, [$x]: [f32; 1]) -> f32 {
                 math::$name::<FMA>($x)
@@ -132,12 +132,12 @@ macro_rules! functions {
                 (self.0)(x)
             }
         }
-        F32Kernel($integer)
+        F32Unary($integer)
     }};
     (@near $name:ident, $x:ident, $real:expr, $integer:ident) => {{
         #[derive(Clone, Copy)]
-        struct F32Kernel<W>(W);
-        impl<W: Fn([i64; 1]) -> i64 + Copy + Sync> PointwiseFn<1> for F32Kernel<W> {
+        struct F32NearZero<W>(W);
+        impl<W: Fn([i64; 1]) -> i64 + Copy + Sync> PointwiseFn<1> for F32NearZero<W> {
             const HAS_NEAR: bool = true;
             #[inline(always)]
             fn f32<const FMA: bool>(self, [$x]: [f32; 1]) -> f32 {
@@ -160,7 +160,7 @@ macro_rules! functions {
                 (self.0)(x)
             }
         }
-        F32Kernel($integer)
+        F32NearZero($integer)
     }};
     (@not_differentiable) => { None };
     (@derivative ($at:expr, $formula:expr)) => { Some(Derivative { at: $at, formula: $formula, kernel: None }) };

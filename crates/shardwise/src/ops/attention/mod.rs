@@ -10,7 +10,7 @@ use std::panic::Location;
 use candle_core::DType;
 
 use super::scalar::Scalar;
-use super::{OpEntry, SampleInput};
+use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
 use crate::random::Distribution;
 use crate::tensor::{DTensor, agreed_draw};
@@ -107,6 +107,10 @@ impl DTensor {
 
     #[track_caller]
     fn attend(&self, keys: &DTensor, values: &DTensor, options: AttentionOptions<'_>) -> Result<[DTensor; 2]> {
+        let dtype = dtype::promote(dtype::promote(self.dtype(), keys.dtype()), values.dtype());
+        if dtype.is_float() && [self, keys, values].iter().any(|x| x.dtype() != dtype) {
+            return self.to_dtype(dtype)?.attend(&keys.to_dtype(dtype)?, &values.to_dtype(dtype)?, options);
+        }
         let (heads, groups) = self.check_attention(keys, values)?;
         let grouped = groups > 1;
         let params = self.attention_params(keys, &options, grouped)?;

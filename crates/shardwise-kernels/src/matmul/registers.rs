@@ -9,15 +9,15 @@
 /// All methods require that the processor has the instructions of the register; `load` and `store` access [`COUNT`]
 /// elements from an address of any alignment.
 ///
-/// [`COUNT`]: Lanes::COUNT
-pub(super) trait Lanes: Copy {
+/// [`COUNT`]: Register::COUNT
+pub(super) trait Register: Copy {
     type Element: Copy;
 
     /// Elements in a register.
     const COUNT: usize;
 
     /// Rows of a tile. Together with [`VECTORS`](super::tile::VECTORS) registers per row, they fill the registers that the
-    /// instruction set has, but for those that hold the operands.
+    /// instruction set has, but for a few that hold the operands.
     const ROWS: usize;
 
     /// Whether the instruction set includes AVX2 and F16C.
@@ -40,7 +40,7 @@ pub(super) use x86::{F32x8, F32x16, F64x4, F64x8};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::Lanes;
+    use super::Register;
     use core::arch::x86_64::*;
 
     macro_rules! registers {
@@ -48,7 +48,7 @@ mod x86 {
             #[derive(Clone, Copy)]
             pub(in super::super) struct $Name($Register);
 
-            impl Lanes for $Name {
+            impl Register for $Name {
                 type Element = $T;
                 const COUNT: usize = $count;
                 const ROWS: usize = $rows;
@@ -103,7 +103,7 @@ pub(super) struct Plain<T>([T; 4]);
 
 macro_rules! plain {
     ($($T:ty),*) => {$(
-        impl Lanes for Plain<$T> {
+        impl Register for Plain<$T> {
             type Element = $T;
             const COUNT: usize = 4;
             const ROWS: usize = 4;
