@@ -267,8 +267,11 @@ fn wrong_options_are_errors() {
             let error = q.scaled_dot_product_attention(&k, &v, options).unwrap_err().to_string();
             assert!(error.contains(word) && error.contains("scaled_dot_product_attention"), "{error}");
         }
-        let error = q.scaled_dot_product_attention(&k.to_dtype(DType::F32)?, &v, plain).unwrap_err().to_string();
-        assert!(error.contains("one floating-point type"), "{error}");
+        let counts = k.to_dtype(DType::I64)?;
+        let error = counts.scaled_dot_product_attention(&counts, &counts, plain).unwrap_err().to_string();
+        assert!(error.contains("floating-point"), "{error}");
+        let promoted = q.scaled_dot_product_attention(&k.to_dtype(DType::F32)?, &v, plain)?;
+        assert_eq!(promoted.dtype(), DType::F64);
         Ok(())
     })
     .unwrap();

@@ -23,12 +23,11 @@ mod peak;
 Each case is one operator on a mesh of one rank, in f32 unless its name says otherwise, through the same calls as in a program. \
 `fwd+bwd` is the operator and the gradients of all its inputs. `floor` is the time of a memcpy that reads and writes as many \
 bytes as the operator has to, or of its multiplications and additions at the rate that this processor reaches in registers; \
-both are measured at the start of the run.
+both are measured at the start of the run. SHARDWISE_SIMD=avx2 or baseline selects shorter vectors than the processor has.
 
 Examples:
   shardwise bench kernels --threads 1
-  shardwise bench kernels --only sin,'attention causal 1024' --json
-  SHARDWISE_SIMD=avx2 shardwise bench kernels   # vectors of 256 bits")]
+  shardwise bench kernels --only sin,'attention causal 1024' --json")]
 pub(crate) struct BenchKernelsOptions {
     /// Threads of the rank
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1024))]

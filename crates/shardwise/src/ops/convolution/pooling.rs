@@ -205,6 +205,8 @@ impl Op for Pool {
             }
         };
         let axes: Vec<WindowAxis> = self.windows.iter().enumerate().map(axis).collect();
+        // Elements before and after those that windows reach, which have no gradient and of which no halo was fetched.
+        let (mut reached, mut margins) = (shape.to_vec(), vec![(0, 0); shape.len()]);
         let pooling = match self.function {
             PoolFn::Max => Pooling::Max,
             PoolFn::Pick => Pooling::Pick,
@@ -213,16 +215,29 @@ impl Op for Pool {
             PoolFn::MaxBackward => {
                 let mut kept = [0..1, 0..1, 0..1];
                 for s in 0..self.windows.len() {
-                    let first = |runs: Runs| runs.first().unwrap_or(0);
-                    let start = first(context.output_runs(0, 2 + s)) - first(context.input_runs(1, 2 + s));
-                    kept[3 - self.windows.len() + s] = start..start + shape[2 + s];
+                    let range = |runs: Runs| {
+                        let first = runs.first().unwrap_or(0);
+                        first..first + runs.len()
+                    };
+                    let (own, held) = (range(context.output_runs(0, 2 + s)), range(context.input_runs(1, 2 + s)));
+                    let both = own.start.max(held.start)..own.end.min(held.end);
+                    if both.is_empty() {
+                        return Ok(vec![Tensor::zeros(shape, inputs[0].dtype(), inputs[0].device())?]);
+                    }
+                    reached[2 + s] = both.len();
+                    margins[2 + s] = (both.start - own.start, own.end - both.end);
+                    kept[3 - self.windows.len() + s] = both.start - held.start..both.end - held.start;
                 }
                 Pooling::MaxBackward(kept)
             }
         };
         let axes = ConvGeometry::new(&axes, 1).axes;
         let inputs: Vec<&Tensor> = inputs.iter().collect();
-        Ok(vec![pool(&pooling, &inputs, &axes, shape)?])
+        let mut result = pool(&pooling, &inputs, &axes, &reached)?;
+        for (dim, &(before, after)) in margins.iter().enumerate().filter(|(_, margin)| **margin != (0, 0)) {
+            result = result.pad_with_zeros(dim, before, after)?;
+        }
+        Ok(vec![result])
     }
 
     fn gradient(&self) -> Gradient<Self> {
@@ -256,7 +271,9 @@ pub(in crate::ops) const OPS: &[OpEntry] = &[
     OpEntry {
         name: "max_pool2d",
         samples: plane,
-        apply: |x| Ok(vec![x[0].max_pool2d(2, None, 0)?, x[0].max_pool2d(3, Some(2), 1)?]),
+        apply: |x| {
+            Ok(vec![x[0].max_pool2d(2, None, 0)?, x[0].max_pool2d(3, Some(2), 1)?, x[0].max_pool2d(1, Some(3), 0)?])
+        },
     },
 ];
 
