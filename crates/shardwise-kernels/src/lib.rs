@@ -22,6 +22,8 @@
 //! exception: a product with few rows is summed in another order if the right factor is transposed). Inputs may have any
 //! strides, and a result is a new contiguous tensor.
 
+#![allow(clippy::needless_range_loop, reason = "loops over several arrays by one index become vector instructions")]
+
 #[doc(hidden)]
 pub use {candle_core, half};
 

@@ -380,7 +380,7 @@ mod tests {
                 let rounded = |numbers: Vec<f64>| {
                     let wide = Tensor::from_vec(
                         numbers.into_iter().map(|v| v as f32).collect::<Vec<_>>(),
-                        shape.iter().product::<usize>().max(1).min(usize::MAX),
+                        shape.iter().product::<usize>().max(1),
                         &Device::Cpu,
                     );
                     values(&wide.unwrap().to_dtype(dtype).unwrap())

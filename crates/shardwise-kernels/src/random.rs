@@ -312,6 +312,6 @@ mod tests {
         }
         let uniform = values(RandomNumbers::Uniform { low: -1.0, high: 1.0, bits: 24 }, &[(0, n)]);
         let (least, most) = uniform.iter().fold((9f32, -9f32), |(a, b), &x| (a.min(x), b.max(x)));
-        assert!(least >= -1.0 && least < -0.9999 && most < 1.0 && most > 0.9999, "{least} to {most}");
+        assert!((-1.0..-0.9999).contains(&least) && (0.9999..1.0).contains(&most), "{least} to {most}");
     }
 }

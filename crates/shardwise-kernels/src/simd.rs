@@ -142,6 +142,14 @@ fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<true>()
 }
 
+/// Whether the set in use has the 32 registers of 512 bits of AVX-512, for kernels that choose the size of a tile.
+pub(super) fn has_wide_registers() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return InstructionSet::selected() == InstructionSet::Avx512;
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -170,12 +178,4 @@ mod tests {
         let message = refused.downcast_ref::<String>().unwrap();
         assert!(message.contains("SHARDWISE_SIMD is \"sse9\"") && message.contains("baseline"), "{message}");
     }
-}
-
-/// Whether the processor has the 32 registers of 512 bits of AVX-512, for kernels that choose the size of a tile.
-pub(super) fn has_wide_registers() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return is_x86_feature_detected!("avx512f");
-    #[cfg(not(target_arch = "x86_64"))]
-    false
 }

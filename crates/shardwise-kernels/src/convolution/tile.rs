@@ -307,11 +307,11 @@ unsafe fn dots<V: Lanes>(block: &WeightProduct<'_, V::Item>) {
             unsafe {
                 match (rows, columns) {
                     (ROWS_OF_TILE, COLUMNS_OF_TILE) => {
-                        dot_tile::<V, ROWS_OF_TILE, COLUMNS_OF_TILE>(block, first, k, std::array::from_fn(source))
+                        dot_tile::<V, ROWS_OF_TILE, COLUMNS_OF_TILE>(block, first, k, std::array::from_fn(source));
                     }
                     (ROWS_OF_TILE, _) => dot_tile::<V, ROWS_OF_TILE, 1>(block, first, k, std::array::from_fn(source)),
                     (_, COLUMNS_OF_TILE) => {
-                        dot_tile::<V, 1, COLUMNS_OF_TILE>(block, first, k, std::array::from_fn(source))
+                        dot_tile::<V, 1, COLUMNS_OF_TILE>(block, first, k, std::array::from_fn(source));
                     }
                     (_, _) => dot_tile::<V, 1, 1>(block, first, k, std::array::from_fn(source)),
                 }

@@ -42,8 +42,8 @@ pub(super) unsafe fn multiply_panels<V: Register>(
     macro_rules! sized {
         ($($rows:literal)*) => {
             match (tile.rows, tile.columns.div_ceil(V::COUNT)) {
-                // SAFETY: the caller's promises, with the sizes as constants.
                 $(
+                    // SAFETY: the caller's promises, with the sizes as constants.
                     ($rows, 1) => unsafe { sized_tile::<V, $rows, 1>(depth, left, right, tile, store) },
                     // SAFETY: as above.
                     ($rows, 2) => unsafe { sized_tile::<V, $rows, 2>(depth, left, right, tile, store) },

@@ -199,8 +199,8 @@ impl<T: RowFloat> Kernel for NormBackward<'_, T> {
         write(self.out, [scaled, normal], |[g, x]| stats.rstd * (g - mean - x * along));
         let (dweight, dbias) = self.sums.split_at_mut(self.x.len());
         for (((dweight, dbias), &g), &x) in dweight.iter_mut().zip(dbias).zip(self.g).zip(normal) {
-            *dweight = *dweight + g * x;
-            *dbias = *dbias + g;
+            *dweight += g * x;
+            *dbias += g;
         }
     }
 }

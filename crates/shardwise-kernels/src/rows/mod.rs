@@ -15,7 +15,7 @@ pub use forward::{layer_norm_rows, log_softmax_rows, logsumexp_rows, rms_norm_ro
 
 use std::array::from_fn;
 use std::mem::MaybeUninit;
-use std::ops::{Add, DivAssign, Mul, Sub};
+use std::ops::{Add, AddAssign, Mul, MulAssign, Sub};
 
 use candle_core::{DType, Tensor};
 
@@ -28,7 +28,7 @@ use super::{contiguous, first_element, math};
 use crate::error::{ErrorKind, Result};
 
 /// The floating-point types in which rows are computed: f32 and f64.
-trait RowFloat: Compute + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + DivAssign {
+trait RowFloat: Compute + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + AddAssign + MulAssign {
     fn wide(self) -> f64;
     fn narrow(x: f64) -> Self;
     /// `exp(x)`; `FMA` as in [`math`].
@@ -217,13 +217,12 @@ const COST: usize = 4;
 /// Memory of one thread for a row before it is converted, and for what a kernel keeps of it.
 type RowScratch<T> = Vec<MaybeUninit<T>>;
 
+/// Takes the number of a row, the row of each tensor, and scratch memory.
+type RowBody<'a, T, const N: usize> = &'a (dyn Fn(usize, [&[T]; N], &mut RowScratch<T>) + Sync);
+
 /// Calls `body` with the number of a row and the row of each tensor, all of one shape, on the threads of the pool if there is
 /// enough work. The rows of a block of `block` rows are visited in order by one thread.
-fn over_rows<T: Compute, const N: usize>(
-    tensors: &[&Tensor; N],
-    block: usize,
-    body: &(dyn Fn(usize, [&[T]; N], &mut RowScratch<T>) + Sync),
-) -> Result<()> {
+fn over_rows<T: Compute, const N: usize>(tensors: &[&Tensor; N], block: usize, body: RowBody<'_, T, N>) -> Result<()> {
     if let Some(other) = tensors.iter().find(|t| t.dims() != tensors[0].dims()) {
         let found = format!("rows of shapes {:?} and {:?}", tensors[0].dims(), other.dims());
         return Err(ErrorKind::shape(other.dims()).error(

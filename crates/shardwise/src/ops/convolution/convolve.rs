@@ -141,7 +141,7 @@ impl DTensor {
             .map_err(|e| name_call(e, name, &[self, weight], Location::caller()))?;
         let sizes = self.shape()[2..].to_vec();
         let op = Convolution { name, computes: Computes::Result, windows, grouped: groups > 1, sizes, counts };
-        self.form(op, weight, groups, bias)
+        self.form(&op, weight, groups, bias)
     }
 
     #[track_caller]
@@ -189,7 +189,7 @@ impl DTensor {
         };
         let counts = self.shape()[2..].to_vec();
         let op = Convolution { name, computes: Computes::Input, windows, grouped: groups > 1, sizes, counts };
-        self.form(op, weight, groups, bias)
+        self.form(&op, weight, groups, bias)
     }
 
     /// The windows of a weight, from stride, padding and dilation.
@@ -215,7 +215,7 @@ impl DTensor {
 
     /// Runs the operator, with groups as a dimension of their own, and adds a bias.
     #[track_caller]
-    fn form(&self, op: Convolution, weight: &DTensor, groups: usize, bias: Option<&DTensor>) -> Result<DTensor> {
+    fn form(&self, op: &Convolution, weight: &DTensor, groups: usize, bias: Option<&DTensor>) -> Result<DTensor> {
         let spatial = op.windows.len();
         let wide = dtype::promote(self.dtype(), weight.dtype());
         let typed = |t: &DTensor| if t.dtype() == wide { Ok(t.clone()) } else { t.to_dtype(wide) };

@@ -11,7 +11,7 @@ use crate::rule::{Decision, RequiredInput};
 use shardwise_kernels::convolution::WindowAxis;
 
 /// The range of one tensor that a range of another needs: `(window, from, to, size)`.
-type Needed = fn(&Window, usize, usize, usize) -> Range<usize>;
+pub(super) type Needed = fn(&Window, usize, usize, usize) -> Range<usize>;
 
 /// The layout of the windows of a tensor in the layout `elements`: a window belongs to the shard that holds its middle.
 /// `elements` has one range per rank in every spatial dimension; these are the last.

@@ -5,7 +5,7 @@ use std::panic::Location;
 use candle_core::{DType, Tensor};
 
 use super::halo::{
-    as_elements, chosen_layouts, chosen_windows, contiguous_shards, element_layout, held_positions, local_axis,
+    Needed, as_elements, chosen_layouts, chosen_windows, contiguous_shards, element_layout, held_positions, local_axis,
     required, window_layout,
 };
 use super::window::{Window, window_counts};
@@ -178,7 +178,7 @@ impl Op for Pool {
         let now = &[&first, &last][..inputs.len()];
         let mut decision = plan.signature.decide(now, elem, &[first.shape()])?;
         let to = &decision.outputs[0];
-        let (to, needed): (Layout, fn(&Window, usize, usize, usize) -> _) = match self.function {
+        let (to, needed): (Layout, Needed) = match self.function {
             PoolFn::MeanBackward => (element_layout(to, &self.sizes)?, Window::touching),
             _ => (window_layout(to, &self.windows, &self.counts)?, Window::needed),
         };
