@@ -4,7 +4,7 @@ use super::exponential::ROUNDER;
 use super::wide::ROUNDER as ROUNDER_WIDE;
 use super::{fma, polynomial, polynomial_wide};
 
-/// Whether an angle is small enough for [`reduce_few_turns`].
+/// Whether an angle is small enough for the shorter reduction.
 #[inline(always)]
 pub fn is_few_turns(x: f32) -> bool {
     x.abs() <= 30_000.0
