@@ -205,7 +205,7 @@ impl Op for Pool {
             }
         };
         let axes: Vec<WindowAxis> = self.windows.iter().enumerate().map(axis).collect();
-        // Elements before and after those that windows reach, which have no gradient and of which no halo was fetched.
+        // Elements before and after elements that windows reach, which have no gradient and of which no halo was fetched.
         let (mut reached, mut margins) = (shape.to_vec(), vec![(0, 0); shape.len()]);
         let pooling = match self.function {
             PoolFn::Max => Pooling::Max,
