@@ -10,8 +10,8 @@ unsafe extern "C" {
     fn mi_option_set(option: std::ffi::c_int, value: std::ffi::c_long);
 }
 
-/// Keeps unused memory for ten seconds instead of ten milliseconds: the buffers of a training step are those of the next, and
-/// zeroing new pages for them took a tenth of a step of a second.
+/// Keeps unused memory for ten seconds instead of ten milliseconds: every step of a training run needs buffers of the same sizes,
+/// and zeroing new pages for them took up to a seventh of the samples of a profile.
 fn keep_freed_memory() {
     /// The number of `mi_option_purge_delay`, in milliseconds.
     const PURGE_DELAY: std::ffi::c_int = 15;

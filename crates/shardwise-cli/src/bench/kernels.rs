@@ -84,7 +84,8 @@ pub(crate) fn run(options: &BenchKernelsOptions) -> Result<()> {
     let program = move |world: World| {
         let mesh = world.mesh([("one", 1)])?;
         let rates = peak::measure(threads);
-        let mut bench = KernelBench { only: &only, seconds, threads, rates, rows: RowPrinter::new(json, 83), ran: 0 };
+        let mut bench =
+            KernelBench { only: &only, seconds, threads, rates, rows: RowPrinter::new(json, 83), ran: Vec::new() };
         elementwise(&mut bench, &mesh)?;
         reductions(&mut bench, &mesh)?;
         movement(&mut bench, &mesh)?;
@@ -93,9 +94,15 @@ pub(crate) fn run(options: &BenchKernelsOptions) -> Result<()> {
         attention(&mut bench, &mesh)?;
         images(&mut bench, &mesh)?;
         optimizer(&mut bench, &mesh)?;
-        if bench.ran == 0 {
+        let unknown: Vec<&str> = only.iter().filter(|name| !bench.ran.contains(name)).map(String::as_str).collect();
+        if !unknown.is_empty() {
             let needed = "names of cases as the table lists them";
-            return Err(ErrorKind::Argument.error("--only", only.join(","), needed, "run without --only to see them"));
+            return Err(ErrorKind::Argument.error(
+                "--only",
+                unknown.join(","),
+                needed,
+                "run without --only to see them",
+            ));
         }
         Ok(())
     };
@@ -109,7 +116,8 @@ struct KernelBench<'a> {
     threads: usize,
     rates: peak::Rates,
     rows: RowPrinter,
-    ran: usize,
+    /// Names of the cases so far.
+    ran: Vec<String>,
 }
 
 impl KernelBench<'_> {
@@ -128,7 +136,7 @@ impl KernelBench<'_> {
         if !self.only.is_empty() && !self.only.iter().any(|only| only == name) {
             return Ok(());
         }
-        self.ran += 1;
+        self.ran.push(name.to_string());
         self.rows.announce(name);
         (0..2).try_for_each(|_| call(prepare()?).map(|out| drop(black_box(out))))?;
         let (mut times, begin) = (Vec::new(), Instant::now());
