@@ -1,13 +1,12 @@
-//! One model sharded by four plans: written by hand, by planners, with an adapter, and by parallel styles. The losses
-//! are equal.
+//! One model sharded by three plans: written by hand, by planners, and by parallel styles. The losses are equal.
 //!
 //! Run with `cargo run --example 12_plans`.
 
 use shardwise::nn::{Activation, Builder, Embedding, Forward, LayerNorm, Linear, Mlp, Module};
 use shardwise::ops::LossOptions;
 use shardwise::plan::{
-    ColwiseParallel, FullyShard, LowRankAdapter, RowwiseParallel, ShardingPlan, ShardingPlanner, TensorParallel,
-    parallelize_module, shard_module,
+    ColwiseParallel, FullyShard, RowwiseParallel, ShardingPlan, ShardingPlanner, TensorParallel, parallelize_module,
+    shard_module,
 };
 use shardwise::prelude::*;
 
@@ -55,11 +54,7 @@ fn main() -> Result<()> {
             .output("mlp", [("tp", Replicate)]);
         // By planners: tensor parallelism, then fully sharded data parallelism on the rest.
         let planned = TensorParallel::new("tp").and(FullyShard::new(["dp"])).plan(&fresh()?, &mesh)?;
-        // With a LoRA adapter: the layer's weight is frozen, a low-rank correction is trained.
-        let adapted = ShardingPlan::new()
-            .sharder("mlp.up", LowRankAdapter { r: 4, scale: 1.0 })
-            .param("head.*", [("tp", Shard(0))]);
-        for (name, plan) in [("by hand", &by_hand), ("planned", &planned), ("adapted", &adapted)] {
+        for (name, plan) in [("by hand", &by_hand), ("planned", &planned)] {
             let model = fresh()?;
             shard_module(&model, &mesh, plan)?;
             let loss = model.loss(&mesh)?;

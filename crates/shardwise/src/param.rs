@@ -42,12 +42,48 @@ impl Param {
         Param(Arc::new(Mutex::new(value.requires_grad())))
     }
 
-    /// Returns the current value as a leaf: the same one until the next [`set`](Self::set).
+    /// Freezes the parameter (`false`) or makes it trainable again (`true`, the state of a new one). Local.
+    ///
+    /// A frozen parameter is part of the model's state, but no leaf: backward passes compute no gradient for it, and optimizers
+    /// that were created over it skip it. All ranks must freeze the same parameters, since gradients are computed by
+    /// collectives. [`Module::set_requires_grad`](crate::nn::Module::set_requires_grad) does so for all parameters of a module.
+    ///
+    /// ```
+    /// use shardwise::param::Param;
+    /// use shardwise::prelude::*;
+    ///
+    /// launch(2, |world| {
+    ///     let mesh = world.mesh([("dp", 2)])?;
+    ///     let base = Param::new(&DTensor::ones(4, DType::F32, &mesh, [Shard(0)])?);
+    ///     let scale = Param::new(&DTensor::ones(4, DType::F32, &mesh, [Shard(0)])?);
+    ///     base.set_requires_grad(false);
+    ///     let gradients = base.get().mul(&scale.get())?.sum_all()?.backward()?;
+    ///     assert_eq!(gradients.len(), 1);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[doc(alias = "requires_grad_")]
+    #[doc(alias = "freeze")]
+    pub fn set_requires_grad(&self, trainable: bool) {
+        let mut current = self.0.lock();
+        if trainable != current.has_gradient() {
+            *current = if trainable { current.requires_grad() } else { current.detach() };
+        }
+    }
+
+    /// Whether the parameter is trainable, that is, not frozen.
+    pub fn requires_grad(&self) -> bool {
+        self.0.lock().has_gradient()
+    }
+
+    /// Returns the current value as a leaf: the same one until the next [`set`](Self::set). A frozen one is no leaf.
     pub fn get(&self) -> DTensor {
         self.0.lock().clone()
     }
 
-    /// Replaces the value by one of the same shape, in any layout and type. Local. Leaves returned earlier are unchanged.
+    /// Replaces the value by one of the same shape, in any layout and type. Local. Leaves returned earlier are unchanged, and a
+    /// frozen parameter stays frozen.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the shape differs.
@@ -61,7 +97,7 @@ impl Param {
                 "reshape the value, or create a new parameter",
             ));
         }
-        *current = value.requires_grad();
+        *current = if current.has_gradient() { value.requires_grad() } else { value.detach() };
         Ok(())
     }
 

@@ -11,9 +11,8 @@ use shardwise::nn::{
 use shardwise::ops::EmbeddingBagMode;
 use shardwise::optim::{ParamGroup, Sgd, ShardedOptimizer};
 use shardwise::plan::{
-    DataParallel, EmbeddingSharding, FullyShard, LowRankAdapter, ModuleView, Sharder, ShardingPlan, ShardingPlanner,
-    TensorParallel, VocabularyParallel, collect_local_shard, fully_shard, replicate, reshard_output, shard_module,
-    shard_parameter,
+    DataParallel, EmbeddingSharding, FullyShard, ModuleView, Sharder, ShardingPlan, ShardingPlanner, TensorParallel,
+    VocabularyParallel, collect_local_shard, fully_shard, replicate, reshard_output, shard_module, shard_parameter,
 };
 use shardwise::prelude::*;
 use shardwise::sharded::{ChunkShardingSpec, EnumerableShardingSpec, RemoteDevice, ShardMetadata};
@@ -189,7 +188,7 @@ impl Forward for Double {
 
 impl Sharder for Doubled {
     fn shard(&self, module: &ModuleView) -> Result<Arc<dyn Layer>> {
-        assert_eq!((module.path(), module.kind(), module.params().len()), ("own.w1", "Linear", 2));
+        assert_eq!((module.kind(), module.params().len()), ("Linear", 2), "{}", module.path());
         Ok(Arc::new(Double { weight: module.param("weight").expect("a weight").clone(), hooks: Hooks::default() }))
     }
 }
@@ -309,44 +308,20 @@ fn built_in_sharders_keep_values_and_gradients() {
             loss.backward()?.get(&param.get())?.full_tensor()
         };
         let of_table = gradient(&model, "tokens.weight")?;
-        shard_parameter(&model, &mesh, "unembed.weight", [("tp", Shard(0))])?;
-        shard_parameter(&model, &mesh, "own.w2.weight", [("tp", Shard(1))])?;
         let scattered = VocabularyParallel { output: Shard(1), ..VocabularyParallel::new("tp") };
-        let plan = ShardingPlan::new()
-            .sharder("tokens", scattered)
-            .sharder("unembed", LowRankAdapter { r: 2, scale: 0.5 })
-            .sharder("own.w2", LowRankAdapter { r: 3, scale: 2.0 });
-        shard_module(&model, &mesh, &plan)?;
+        shard_module(&model, &mesh, &ShardingPlan::new().sharder("tokens", scattered))?;
         let embedded = model.tokens.forward(&ids(&mesh, &[Shard(0), Replicate])?)?;
         assert_eq!(embedded.placements(), [Shard(0), Shard(1)]);
-        // adapters start at zero, and the embedding table is unchanged
         let y = model.forward(&ids(&mesh, &[Shard(0), Replicate])?)?;
         assert!(close(&y.full_tensor()?, &expected));
         assert!(close(&gradient(&model, "tokens.weight")?, &of_table));
-        // weights of adapted layers are frozen; the adapters are trained and sharded as the weights are
         let params = model.named_parameters();
-        let layout =
-            |name: &str| params.iter().find(|(own, _)| own == name).map(|(_, p)| p.get().placements().to_vec());
-        assert_eq!(layout("tokens.weight"), Some(vec![Replicate, Shard(0)]));
-        assert_eq!(layout("unembed.weight"), None);
-        assert_eq!(layout("unembed.up"), Some(vec![Replicate, Shard(0)]));
-        assert_eq!(layout("unembed.down"), Some(vec![Replicate, Replicate]));
-        assert_eq!(layout("own.w2.down"), Some(vec![Replicate, Shard(1)]));
-        assert!(model.state_dict().contains_key("unembed.weight"));
-        let mut optimizer =
-            ShardedOptimizer::new(model.named_parameters(), ParamGroup::new(Sgd::default()).with_lr(0.1))?;
-        let loss = || model.forward(&ids(&mesh, &[Shard(0), Replicate])?)?.square()?.mean(&[], false);
-        let before = loss()?.item::<f64>()?;
-        for _ in 0..3 {
-            optimizer.step(loss()?.backward()?)?;
-        }
-        assert!(loss()?.item::<f64>()? < before);
-        let up = model.named_parameters().into_iter().find(|(own, _)| own == "unembed.up").expect("an adapter").1;
-        assert!(up.get().abs()?.sum_all()?.item::<f64>()? > 0.0, "the adapter learns");
+        let table = params.iter().find(|(own, _)| own == "tokens.weight").expect("the table");
+        assert_eq!(table.1.get().placements(), [Replicate, Shard(0)]);
         // of the wrong kind
-        let wrong = ShardingPlan::new().sharder("layers.0.norm", LowRankAdapter { r: 2, scale: 1.0 });
+        let wrong = ShardingPlan::new().sharder("layers.0.norm", VocabularyParallel::new("tp"));
         let message = shard_module(&model, &mesh, &wrong).unwrap_err().to_string();
-        assert!(["LayerNorm", "layers.0.norm", "Linear"].iter().all(|part| message.contains(part)), "{message}");
+        assert!(["LayerNorm", "layers.0.norm", "Embedding"].iter().all(|part| message.contains(part)), "{message}");
         Ok(())
     };
     ThreadWorld::new(4).unwrap().run(program).unwrap();
@@ -401,21 +376,24 @@ fn mismatched_plans_are_rejected_without_changes() {
             )
         };
         let before = state();
-        let adapter = LowRankAdapter { r: 1, scale: 1.0 };
+        let rows = VocabularyParallel::new("tp");
         let new = ShardingPlan::new;
         // a valid entry stands beside every invalid one: it must not be applied
         let cases: Vec<(ShardingPlan, &[&str])> = vec![
             (new().param("own.w1.wait", [("tp", Shard(0))]), &["own.w1.wait", "fits no parameter", "`own.w1.weight`"]),
             (new().param("layer.*.mlp.up.weight", [("tp", Shard(0))]), &["pattern", "fits no parameter", "layers."]),
             (new().param("own.w1", [("tp", Shard(0))]), &["fits no parameter", "`own.w1.bias`"]),
-            (new().sharder("own.w3", adapter), &["fits no module", "`own.w1`"]),
+            (new().sharder("own.w3", rows.clone()), &["fits no module", "`own.w1`"]),
             (new().output("unembedding", [("tp", Shard(0))]), &["fits no module", "`unembed`"]),
             (new().return_local("own.w"), &["fits no module", "`own.w1`"]),
             (
-                new().sharder("own.w1", adapter).param("own.w1.weight", [("tp", Shard(0))]),
-                &["LowRankAdapter", "own.w1.weight", "narrower"],
+                new().sharder("own.w1", rows.clone()).param("own.w1.weight", [("tp", Shard(0))]),
+                &["VocabularyParallel", "own.w1.weight", "narrower"],
             ),
-            (new().sharder("own.w1", adapter).param("own.**", [("tp", Shard(0))]), &["LowRankAdapter", "own.**"]),
+            (
+                new().sharder("own.w1", rows.clone()).param("own.**", [("tp", Shard(0))]),
+                &["VocabularyParallel", "own.**"],
+            ),
             (
                 new().sharder("layers.1", Doubled).output("layers.1.mlp", [("tp", Replicate)]),
                 &["Doubled", "layers.1.mlp"],
@@ -434,7 +412,7 @@ fn mismatched_plans_are_rejected_without_changes() {
             (new().param("own.w1.bias", [("tp", Shard(-2))]), &["S(-2)", "own.w1.bias"]),
             (new().output("own", [("tp", Shard(0))]), &["`own`, a Own without hooks", "Hooks"]),
             (new().sharder("own", Doubled), &["`own`, a Own without hooks"]),
-            (new().sharder("unembed", adapter).sharder("layers.3.mlp", adapter), &["Mlp", "layers.3.mlp"]),
+            (new().sharder("layers.3.mlp", rows), &["Mlp", "layers.3.mlp"]),
         ];
         for (plan, parts) in cases {
             let plan = plan.param("tokens.weight", [("tp", Shard(0))]).output("tokens", [("tp", Shard(0))]);
@@ -447,7 +425,7 @@ fn mismatched_plans_are_rejected_without_changes() {
             );
         }
         // component by component: layers.1 is not a part of layers.11, nor the other way round
-        let beside = new().sharder("layers.1.attention.query", adapter).param("layers.11.**", [("tp", Shard(0))]);
+        let beside = new().sharder("layers.1.attention.query", Doubled).param("layers.11.**", [("tp", Shard(0))]);
         shard_module(&model, &mesh, &beside)?;
         assert!(model.layers[1].attention.query.hooks.replacement().is_some());
         // an exact path takes precedence over patterns
@@ -501,10 +479,7 @@ fn ranks_with_different_plans_all_get_an_error() {
 fn ranks_outside_the_mesh_follow_the_plan_without_taking_part() {
     let program = |world: World| {
         let mesh = world.mesh([("tp", 2)])?;
-        let plan = ShardingPlan::new()
-            .param("down.weight", [Shard(1)])
-            .sharder("up", LowRankAdapter { r: 2, scale: 1.0 })
-            .output("", [Replicate]);
+        let plan = ShardingPlan::new().param("down.weight", [Shard(1)]).output("", [Replicate]);
         let mlp = plan.build(&mesh, |builder| Mlp::new(builder, 5, 7, Activation::Gelu))?;
         let y = mlp.forward(&DTensor::ones((3, 5), DType::F32, &mesh, [Replicate])?)?;
         y.sum_all()?.backward()?.in_param_layout()?;

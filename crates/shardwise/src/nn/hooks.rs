@@ -73,6 +73,11 @@ impl Hooks {
         self.0.lock().replacement = Some(layer);
     }
 
+    /// Ends the replacement of the module: it runs itself again. Its hooks stay.
+    pub fn restore(&self) {
+        self.0.lock().replacement = None;
+    }
+
     /// Returns the layer that replaces the module, if there is one.
     pub fn replacement(&self) -> Option<Arc<dyn Layer>> {
         self.0.lock().replacement.clone()

@@ -56,6 +56,18 @@ pub trait Module {
         all
     }
 
+    /// Returns the parameters that are not frozen, with their dotted paths; see [`Param::set_requires_grad`].
+    fn trainable_parameters(&self) -> Vec<(String, Param)> {
+        self.named_parameters().into_iter().filter(|(_, param)| param.requires_grad()).collect()
+    }
+
+    /// Freezes all parameters (`false`) or makes them trainable; see [`Param::set_requires_grad`]. Local.
+    #[doc(alias = "requires_grad_")]
+    #[doc(alias = "freeze")]
+    fn set_requires_grad(&self, trainable: bool) {
+        self.named_parameters().iter().for_each(|(_, param)| param.set_requires_grad(trainable));
+    }
+
     /// Returns all buffers with their dotted paths.
     fn named_buffers(&self) -> Vec<(String, Buffer)> {
         let mut all = Vec::new();

@@ -1,11 +1,11 @@
-//! `AdamW::default().over(&model)`: an optimizer over all parameters of a module.
+//! `AdamW::default().over(&model)`: an optimizer over all trainable parameters of a module.
 
 use super::ShardedOptimizer;
 use super::group::ParamGroup;
-use crate::error::Result;
+use crate::error::{ErrorKind, Result};
 use crate::nn::Module;
 
-/// Creates a [`ShardedOptimizer`] over all parameters of a module.
+/// Creates a [`ShardedOptimizer`] over all trainable parameters of a module.
 ///
 /// Implemented for everything that converts into a [`ParamGroup`]: any [`Optimizer`](super::Optimizer), an
 /// [`Algorithm`](super::Algorithm), or a [`ParamGroup`] with more settings.
@@ -28,12 +28,20 @@ use crate::nn::Module;
 /// # Ok::<(), Error>(())
 /// ```
 pub trait OptimizeModule: Into<ParamGroup> + Sized {
-    /// Creates an optimizer over all parameters of a module, named by their paths. Shared (tied) weights are one parameter.
+    /// Creates an optimizer over all parameters of a module that are not frozen, named by their paths. Shared (tied) weights are
+    /// one parameter.
     ///
     /// # Errors
-    /// Those of [`ShardedOptimizer::new`].
+    /// [`Error::Invalid`](crate::Error::Invalid) if all parameters are frozen, and those of [`ShardedOptimizer::new`].
     fn over(self, module: &(impl Module + ?Sized)) -> Result<ShardedOptimizer> {
-        ShardedOptimizer::new(module.named_parameters(), self)
+        let trainable = module.trainable_parameters();
+        let frozen = module.named_parameters().len();
+        if trainable.is_empty() && frozen > 0 {
+            let found = format!("{frozen} parameters, all of them frozen");
+            let fix = "call `set_requires_grad(true)` on what is to be trained";
+            return Err(ErrorKind::Optimizer.error("parameters", found, "a trainable parameter", fix));
+        }
+        ShardedOptimizer::new(trainable, self)
     }
 }
 

@@ -45,7 +45,7 @@ pub use auto::{AutoPlanner, PlanSearch, PlanTrial};
 pub use estimate::StepEstimate;
 pub use local::collect_local_shard;
 pub use planner::{CombinedPlanner, DataParallel, FullyShard, ShardingPlanner, fully_shard, replicate};
-pub use sharder::{LowRankAdapter, ModuleView, Sharder, VocabularyParallel};
+pub use sharder::{ModuleView, Sharder, VocabularyParallel};
 pub use sharding_plan::{ParamPlan, ShardingPlan};
 pub use styles::{
     ColwiseParallel, ParallelStyle, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, RowwiseParallel,

@@ -1,4 +1,4 @@
-//! The trait of types that replace modules, and two of them.
+//! The trait of types that replace modules, and one of them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,8 +6,6 @@ use std::sync::Arc;
 use super::target_placements::TargetPlacements;
 use crate::comm::DeviceMesh;
 use crate::error::{ErrorKind, Result};
-use crate::layout::Layout;
-use crate::nn::init::Init;
 use crate::nn::{Buffer, Forward, Layer, Module, ModuleItem, join};
 use crate::param::Param;
 use crate::placement::Placement;
@@ -74,71 +72,6 @@ impl ModuleView {
                 "correct the path in the plan",
             )),
         }
-    }
-}
-
-/// Replaces a [`Linear`](crate::nn::Linear) by one with a frozen weight plus a trained product of two small matrices (LoRA).
-///
-/// The small matrices are sharded like the weight on the dimension that they share with it.
-#[doc(alias = "LoRA")]
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct LowRankAdapter {
-    /// Rank of the product as a matrix: `down` is `[r, in]`, `up` is `[out, r]`.
-    pub r: usize,
-    /// Factor of the product, `lora_alpha / r` in PEFT.
-    pub scale: f64,
-}
-
-impl Sharder for LowRankAdapter {
-    fn shard(&self, module: &ModuleView) -> Result<Arc<dyn Layer>> {
-        let weight = module.weight(&["Linear"], self)?;
-        let (layout, mesh) = (weight.layout(), weight.device_mesh());
-        // Layout of a matrix that shares dimension `dim` with the weight.
-        let layout_like_weight = |dim: usize, shape: [usize; 2]| {
-            let keep = |p: &Placement| if p.shard_dim() == Some(dim) { p.clone() } else { Placement::Replicate };
-            let placements: Vec<Placement> = layout.placements().iter().map(keep).collect();
-            let mut shard_orders = vec![Vec::new(); 2];
-            shard_orders[dim] = layout.shard_order(dim).to_vec();
-            Layout::from_shard_orders(layout.mesh(), &shape, &placements, &shard_orders)
-        };
-        let (outputs, inputs) = (layout.shape()[0], layout.shape()[1]);
-        let down =
-            Init::KaimingUniform(1.0).create_in(&layout_like_weight(1, [self.r, inputs])?, weight.dtype(), mesh)?;
-        // The product starts at zero, so that the replacement computes what the module computed until the first step.
-        let up = Init::ZEROS.create_in(&layout_like_weight(0, [outputs, self.r])?, weight.dtype(), mesh)?;
-        Ok(Arc::new(LowRankLinear {
-            weight: Buffer::new(&weight),
-            bias: module.param("bias").map(|bias| Buffer::new(&bias.get())),
-            down: Param::new(&down),
-            up: Param::new(&up),
-            scale: self.scale,
-        }))
-    }
-}
-
-/// The layer that [`LowRankAdapter`] builds.
-struct LowRankLinear {
-    weight: Buffer,
-    bias: Option<Buffer>,
-    down: Param,
-    up: Param,
-    scale: f64,
-}
-
-impl Module for LowRankLinear {
-    fn walk(&self, path: &str, visit: &mut dyn FnMut(&str, ModuleItem<'_>)) {
-        visit(path, ModuleItem::Module("LowRankLinear"));
-        let fields: [(&str, &dyn Module); 4] =
-            [("weight", &self.weight), ("bias", &self.bias), ("down", &self.down), ("up", &self.up)];
-        fields.iter().for_each(|(name, field)| field.walk(&join(path, name), visit));
-    }
-}
-
-impl Forward for LowRankLinear {
-    fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let bias = self.bias.as_ref().map(Buffer::get);
-        let adapted = x.linear(&self.down.get(), None)?.linear(&self.up.get(), None)?;
-        x.linear(&self.weight.get(), bias.as_ref())?.add(&adapted.mul_scalar(self.scale)?)
     }
 }
 
