@@ -35,6 +35,7 @@ mod llama;
 mod load;
 mod model;
 mod names;
+mod peft;
 mod plans;
 mod pretrained;
 mod weights;
@@ -52,6 +53,7 @@ pub use load::{
 };
 pub use model::{Model, ModelSpec};
 pub use names::{RowOrder, WeightName, WeightNames};
+pub use peft::{load_adapter, lora_targets, save_adapter};
 pub use plans::{
     DataParallelMode, ParallelismConfig, StepOptions, batch_placements, build, estimate_step, search_plan,
 };

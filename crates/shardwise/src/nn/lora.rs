@@ -67,8 +67,8 @@ impl Lora {
         self.alpha / self.rank as f64
     }
 
-    /// Puts an adapter beside every linear layer whose path `is_target` accepts, and freezes all other parameters. Returns the
-    /// paths of the layers with an adapter.
+    /// Puts an adapter beside every linear layer whose path `is_target` accepts, and freezes all parameters but those of adapters. Returns
+    /// the paths of the layers with an adapter.
     ///
     /// The layers keep their weights and hooks; paths of parameters stay the same, with `lora_a` and `lora_b` beside `weight`.
     /// `lora_a` is random and `lora_b` zero, so that outputs are unchanged at first. The adapter of a sharded weight is sharded
@@ -89,7 +89,7 @@ impl Lora {
             return Err(ErrorKind::Model.error("adapter", format!("one at `{path}` already"), "a layer without", fix));
         }
         if chosen.is_empty() {
-            let some = nearest("attention.query", layers.into_keys());
+            let some = nearest("attention.query", layers.keys().cloned());
             let fix = format!("choose by path, for example {some}");
             return Err(ErrorKind::Model.error("targets of adapters", "no linear layer", "one at least", fix));
         }
@@ -99,6 +99,10 @@ impl Lora {
             adapted.push((path.clone(), hooks.clone(), self.beside(weight, parts.bias.clone())?));
         }
         module.set_requires_grad(false);
+        for (a, b) in layers.values().filter_map(|parts| parts.adapter.as_ref()) {
+            a.set_requires_grad(true);
+            b.set_requires_grad(true);
+        }
         let paths = adapted.iter().map(|(path, ..)| path.clone()).collect();
         adapted.into_iter().for_each(|(_, hooks, layer)| hooks.replace(Arc::new(layer)));
         Ok(paths)
