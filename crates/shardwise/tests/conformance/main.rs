@@ -5,6 +5,7 @@
 mod dcp;
 mod grads;
 mod local_shards;
+mod models;
 mod ops;
 mod optim;
 mod redistribute;
@@ -52,4 +53,9 @@ fn train() {
 #[test]
 fn dcp() {
     dcp::run();
+}
+
+#[test]
+fn models() {
+    models::check();
 }
