@@ -347,6 +347,7 @@ const WITHOUT_EFFECT: &[&str] = &[
     "corda_config",
     "runtime_config",
     "peft_version",
+    "qalora_group_size",
     "ensure_weight_tying",
 ];
 
