@@ -124,7 +124,7 @@ fn padding_and_truncation_of_the_file_do_not_apply() {
     assert!(pair.ids.len() == 12 && whole.ids.len() > 12);
     // [CLS] a [SEP] b [SEP]: special tokens stay, and the longer text is shortened first
     assert_eq!((pair.ids[0], pair.ids[11]), (2, 3));
-    assert_eq!(pair.types.iter().filter(|&&kind| kind == 1).count(), 6);
+    assert_eq!(pair.types.iter().filter(|&&kind| kind == 1).count(), 5);
     assert!(plain.encode_pair(sentence, None, 1).is_err());
     // written back with what it asks for
     let path = std::env::temp_dir().join(format!("shardwise-text-{}.json", std::process::id()));

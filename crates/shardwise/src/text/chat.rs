@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use minijinja::value::ValueKind;
 use minijinja::{Environment, Value, context};
 use serde::{Deserialize, Deserializer};
 
@@ -170,6 +171,10 @@ impl ChatTemplate {
         environment.set_fuel(Some(MOST_INSTRUCTIONS));
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_filter("tojson", tojson);
+        // In Python texts and dictionaries are sequences too: whatever has a length and items.
+        environment.add_test("sequence", |value: &Value| {
+            matches!(value.kind(), ValueKind::Seq | ValueKind::String | ValueKind::Map)
+        });
         environment.add_function("strftime_now", |format: &str| strftime_now(format));
         environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
             Err(minijinja::Error::new(minijinja::ErrorKind::InvalidOperation, message))

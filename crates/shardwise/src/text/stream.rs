@@ -4,8 +4,11 @@ use super::tokenizer::Tokenizer;
 use crate::error::Result;
 
 /// Tokens before the first one that are decoded with it. Tokenizers drop the space in front of a text, so a text that continues
-/// another one has to be decoded with its end; a character has at most 4 tokens.
+/// another one has to be decoded with its end.
 const CONTEXT: usize = 6;
+
+/// Bytes of a character, each of which may be a token: of so many neighbouring tokens one begins a character.
+const CHARACTER: usize = 4;
 
 /// Decodes tokens one by one; see [`Tokenizer::stream`].
 ///
@@ -23,7 +26,12 @@ pub struct TextStream<'a> {
 
 impl<'a> TextStream<'a> {
     pub(super) fn new(tokenizer: &'a Tokenizer, before: &[u32]) -> Self {
-        let ids = before[before.len().saturating_sub(CONTEXT)..].to_vec();
+        // Decoding from inside a character on would spoil what follows it.
+        let starts = (CONTEXT..CONTEXT + CHARACTER).map(|length| before.len().saturating_sub(length));
+        let begins = |&start: &usize| {
+            tokenizer.decode(&before[start..]).is_ok_and(|text| !text.starts_with(char::REPLACEMENT_CHARACTER))
+        };
+        let ids = before[starts.into_iter().find(begins).unwrap_or(0)..].to_vec();
         TextStream { tokenizer, start: 0, returned: ids.len(), ids }
     }
 
@@ -54,7 +62,10 @@ impl<'a> TextStream<'a> {
         let same = before.char_indices().zip(all.chars()).find(|((_, a), b)| a != b).map(|((at, _), _)| at);
         let piece = all.get(same.unwrap_or(before.len()).min(all.len())..).unwrap_or_default().to_string();
         if !piece.is_empty() {
-            self.start = self.returned;
+            // Later tokens are decoded from a complete character on.
+            if !before.ends_with(char::REPLACEMENT_CHARACTER) {
+                self.start = self.returned;
+            }
             self.returned = self.ids.len();
         }
         // Tokens before `start` are never needed again.
