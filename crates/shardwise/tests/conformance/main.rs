@@ -5,6 +5,7 @@
 mod dcp;
 mod grads;
 mod local_shards;
+mod models;
 mod ops;
 mod optim;
 mod redistribute;
@@ -58,4 +59,9 @@ fn text() {
 #[test]
 fn dcp() {
     dcp::run();
+}
+
+#[test]
+fn models() {
+    models::check();
 }

@@ -1,0 +1,79 @@
+//! One layer of a decoder.
+
+use super::attention::{AttentionCall, DecoderAttention};
+use super::mlp::DecoderMlp;
+use super::norm::FeatureNorm;
+use super::spec::DecoderSpec;
+use crate::error::Result;
+use crate::nn::{Builder, Dropout, Forward, Hooks, layer};
+use crate::tensor::DTensor;
+
+/// A transformer block of a [`Decoder`](super::Decoder): attention and MLP as residual branches.
+pub struct DecoderBlock {
+    /// Norm before attention.
+    pub before_attention: Option<FeatureNorm>,
+    /// Causal self-attention.
+    pub attention: DecoderAttention,
+    /// Norm behind attention.
+    pub after_attention: Option<FeatureNorm>,
+    /// Norm before the MLP.
+    pub before_mlp: Option<FeatureNorm>,
+    /// Feed-forward block.
+    pub mlp: DecoderMlp,
+    /// Norm behind the MLP.
+    pub after_mlp: Option<FeatureNorm>,
+    /// Dropout of both residual branches.
+    pub dropout: Dropout,
+    /// Input and output hooks; see [`Hooks`].
+    pub hooks: Hooks,
+    parallel: bool,
+}
+
+layer!(DecoderBlock {
+    before_attention, attention, after_attention, before_mlp, mlp, after_mlp, dropout, hooks
+});
+
+impl DecoderBlock {
+    pub(in crate::models) fn new(builder: &Builder, spec: &DecoderSpec, layer: usize) -> Result<Self> {
+        let norm = |name: &str, there: bool| {
+            there.then(|| FeatureNorm::new(&builder.child(name), spec.width, spec.norm)).transpose()
+        };
+        let own = &spec.layers[layer];
+        Ok(DecoderBlock {
+            before_attention: norm("before_attention", spec.norms_before)?,
+            attention: DecoderAttention::new(
+                &builder.child("attention"),
+                spec.width,
+                &spec.attention,
+                spec.norm,
+                own,
+                true,
+            )?,
+            after_attention: norm("after_attention", spec.norms_after)?,
+            before_mlp: norm("before_mlp", spec.norms_before)?,
+            mlp: DecoderMlp::new(&builder.child("mlp"), spec.width, spec.mlp)?,
+            after_mlp: norm("after_mlp", spec.norms_after)?,
+            dropout: Dropout::new(spec.dropout)?,
+            hooks: builder.hooks(),
+            parallel: spec.parallel_residual,
+        })
+    }
+
+    #[track_caller]
+    pub(in crate::models) fn run(&self, x: &DTensor, call: AttentionCall<'_>) -> Result<DTensor> {
+        let compute = |x: &DTensor| -> Result<DTensor> {
+            let attended = self.attention.attend(&normed(self.before_attention.as_ref(), x)?, call)?;
+            let attended = self.dropout.forward(&normed(self.after_attention.as_ref(), &attended)?)?;
+            let after = x.add(&attended)?;
+            let mlp_input = if self.parallel { x } else { &after };
+            let fed_forward = self.mlp.forward(&normed(self.before_mlp.as_ref(), mlp_input)?)?;
+            after.add(&self.dropout.forward(&normed(self.after_mlp.as_ref(), &fed_forward)?)?)
+        };
+        self.hooks.run(x, compute)
+    }
+}
+
+#[track_caller]
+fn normed(norm: Option<&FeatureNorm>, x: &DTensor) -> Result<DTensor> {
+    norm.map_or_else(|| Ok(x.clone()), |norm| norm.forward(x))
+}
