@@ -3,11 +3,11 @@
 use std::fmt;
 use std::str::FromStr;
 
+use candle_core::quantized::GgmlDType;
 use candle_core::quantized::k_quants::{
     BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0, BlockQ8_1,
     BlockQ8K, GgmlType,
 };
-use candle_core::quantized::GgmlDType;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use crate::error::{Error, ErrorKind, Result};

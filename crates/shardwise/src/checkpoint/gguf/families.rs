@@ -56,10 +56,8 @@ const DECODER_LAYER: &[(&str, &str, Change)] = &[
     ("ffn_up", "mlp.up_proj", Change::Same),
     ("ffn_down", "mlp.down_proj", Change::Same),
 ];
-const LLAMA_LAYER: &[(&str, &str, Change)] = &[
-    ("attn_q", "self_attn.q_proj", Change::QueryRows),
-    ("attn_k", "self_attn.k_proj", Change::KeyRows),
-];
+const LLAMA_LAYER: &[(&str, &str, Change)] =
+    &[("attn_q", "self_attn.q_proj", Change::QueryRows), ("attn_k", "self_attn.k_proj", Change::KeyRows)];
 const MIXTRAL_LAYER: &[(&str, &str, Change)] = &[
     ("attn_q", "self_attn.q_proj", Change::QueryRows),
     ("attn_k", "self_attn.k_proj", Change::KeyRows),
@@ -95,10 +93,8 @@ const GEMMA2_LAYER: &[(&str, &str, Change)] = &[
     HEAD_NORMS[0],
     HEAD_NORMS[1],
 ];
-const PHI3_LAYER: &[(&str, &str, Change)] = &[
-    ("attn_qkv", "self_attn.qkv_proj", Change::Same),
-    ("ffn_up", "mlp.gate_up_proj", Change::Same),
-];
+const PHI3_LAYER: &[(&str, &str, Change)] =
+    &[("attn_qkv", "self_attn.qkv_proj", Change::Same), ("ffn_up", "mlp.gate_up_proj", Change::Same)];
 const GPT2: &[(&str, &str)] = &[
     ("token_embd", "transformer.wte"),
     ("position_embd", "transformer.wpe"),
@@ -143,7 +139,8 @@ impl Family {
             "gpt2" => Family::Gpt2,
             "gptneox" => Family::GptNeoX,
             other => {
-                let known = "llama, qwen2, qwen3, qwen2moe, qwen3moe, olmoe, gemma, gemma2, gemma3, phi3, gpt2, gptneox";
+                let known =
+                    "llama, qwen2, qwen3, qwen2moe, qwen3moe, olmoe, gemma, gemma2, gemma3, phi3, gpt2, gptneox";
                 return Err(ErrorKind::unknown(other).error(
                     "GGUF file",
                     format!("architecture {other:?}"),

@@ -92,7 +92,9 @@ impl<'a> Metadata<'a> {
     /// A list of strings.
     pub(super) fn texts(&self, key: &str) -> Result<Option<Vec<&'a str>>> {
         self.typed(key, "a list of strings", |value| match value {
-            Value::List(list) => list.iter().map(|v| if let Value::Text(t) = v { Some(t.as_str()) } else { None }).collect(),
+            Value::List(list) => {
+                list.iter().map(|v| if let Value::Text(t) = v { Some(t.as_str()) } else { None }).collect()
+            }
             _ => None,
         })
     }

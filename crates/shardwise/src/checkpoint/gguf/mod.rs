@@ -1,9 +1,19 @@
 //! GGUF files of llama.cpp: tensors, quantized or not, and metadata that describes the model and its tokenizer.
 //!
 //! [`open`](super::open) reads a file under the names it has: tensors with their dimensions in row-major order, quantized ones
-//! as `f32`, and the metadata as values.
+//! as `f32`, and the metadata as values. [`open_as_hf`] sees the file as the Hugging Face directory that it was made from, with
+//! the names, configuration and tokenizer of one; [`convert`](super::convert()) to Hugging Face's format writes that directory.
 
+mod config;
+mod families;
 mod header;
+mod metadata;
+mod pre_tokenizer;
+mod rope;
+mod tokenizer;
+mod view;
+
+pub use view::{HfView, open_as_hf};
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -44,9 +54,7 @@ impl CheckpointFormat for Gguf {
         for tensor in header.tensors {
             let (element, encoding) = match tensor.stored {
                 StoredType::Plain(element) => (element, None),
-                StoredType::Blocks(block) => {
-                    (super::ElementType::F32, Some(ChunkEncoding::Quantized(block)))
-                }
+                StoredType::Blocks(block) => (super::ElementType::F32, Some(ChunkEncoding::Quantized(block))),
             };
             let part = TensorBox { offsets: vec![0; tensor.shape.len()], sizes: tensor.shape.clone() };
             let file = name.clone();
