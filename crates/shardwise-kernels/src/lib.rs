@@ -13,6 +13,7 @@
 //! | random elements by position | [`random_elements`], [`philox4x32_10`] |
 //! | attention in blocks | [`attention`] |
 //! | convolutions, maxima and means over windows | [`convolution`], [`pooling`] |
+//! | quantized blocks of GGUF files | [`quantized`] |
 //! | optimizer steps | [`elementwise_update`], [`Elementwise`] |
 //! | types shared with the library | [`TensorMeta`], [`ReduceOp`], [`Number`], [`ErrorKind`] |
 //!
@@ -64,6 +65,7 @@ pub mod rows;
 pub mod attention;
 mod optimizer_update;
 mod norm_partial;
+pub mod quantized;
 
 pub use assembly::{Assembly, concat, contiguous, own_copy, split_packed};
 pub use band::band;

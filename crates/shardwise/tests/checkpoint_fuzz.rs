@@ -117,6 +117,12 @@ fn fuzz_torch_save_files() {
 }
 
 #[test]
+fn fuzz_gguf_files() {
+    let good = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/gguf");
+    fuzz("gguf", &good, "blocks.gguf", |scratch| scratch.join("blocks.gguf"));
+}
+
+#[test]
 fn fuzz_native_manifest() {
     let good = std::env::temp_dir().join(format!("shardwise-fuzz-good-{}", std::process::id()));
     convert(samples().join("nested/checkpoint"), &good, &ConvertOptions::to(Format::Native), &|_| {}).unwrap();

@@ -164,7 +164,7 @@ fn a_registered_format_is_saved_recognized_loaded_and_converted() {
     let raw = Format::register(&Raw).unwrap();
     assert_eq!(("raw".parse::<Format>().unwrap(), "BYTES".parse::<Format>().unwrap()), (raw, raw));
     let error = "zarr".parse::<Format>().unwrap_err().to_string();
-    assert!(error.contains("raw, native, dcp, hugging-face, torch"), "{error}");
+    assert!(error.contains("raw, native, dcp, hugging-face, gguf, torch"), "{error}");
 
     let path = scratch.at("raw");
     save(&path, raw, 6).unwrap();

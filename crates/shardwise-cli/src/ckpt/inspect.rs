@@ -26,7 +26,7 @@ pub(super) fn run(path: &Path, json: bool) -> Result<()> {
     let parts: usize = catalog.tensors.values().map(|t| t.chunks.len()).sum();
     let (tensors, values) = (catalog.tensors.len(), catalog.values.len());
     let elements: usize = catalog.tensors.values().map(StoredTensor::elem_count).sum();
-    let size = size(catalog.bytes());
+    let size = size(stored_bytes(&catalog));
     writeln!(
         out,
         "\n{}: {tensors} tensors in {parts} chunks, {elements} elements, {size}; {values} values",
@@ -37,10 +37,10 @@ pub(super) fn run(path: &Path, json: bool) -> Result<()> {
 
 fn to_json(catalog: &Catalog) -> Json {
     let tensor = |(key, t): (&String, &StoredTensor)| {
-        (key.clone(), json!({ "dtype": t.element, "shape": t.shape, "bytes": t.bytes(), "parts": t.chunks }))
+        (key.clone(), json!({ "dtype": t.type_name(), "shape": t.shape, "bytes": t.stored_bytes(), "parts": t.chunks }))
     };
     let tensors: serde_json::Map<String, Json> = catalog.tensors.iter().map(tensor).collect();
-    json!({ "format": catalog.format, "bytes": catalog.bytes(), "tensors": tensors, "values": catalog.values })
+    json!({ "format": catalog.format, "bytes": stored_bytes(catalog), "tensors": tensors, "values": catalog.values })
 }
 
 /// The entries of a catalog by the components of their names.
@@ -87,12 +87,39 @@ impl<'a> NameTree<'a> {
             };
             let described = match (tree.tensor, tree.value) {
                 (Some(tensor), _) => describe(tensor),
-                (None, Some(value)) => format!("= {value}"),
+                (None, Some(value)) => format!("= {}", shortened(value)),
                 (None, None) => String::new(),
             };
             lines.push((format!("{}{name}", "  ".repeat(depth)), described));
             tree.lines(depth + 1, lines);
         }
+    }
+}
+
+/// Bytes of all tensors in the files.
+fn stored_bytes(catalog: &Catalog) -> u64 {
+    catalog.tensors.values().map(StoredTensor::stored_bytes).fold(0, u64::saturating_add)
+}
+
+/// Entries of a list and characters of a value that are shown: vocabularies have hundreds of thousands.
+const SHOWN_ENTRIES: usize = 16;
+const SHOWN_CHARS: usize = 200;
+
+/// A value on one line of bounded length.
+fn shortened(value: &Value) -> String {
+    if let Value::List(list) | Value::Tuple(list) = value
+        && list.len() > SHOWN_ENTRIES
+    {
+        let first = Value::List(list[..SHOWN_ENTRIES].to_vec()).to_string();
+        return format!("{} of {} entries", shortened_text(&first), list.len());
+    }
+    shortened_text(&value.to_string())
+}
+
+fn shortened_text(text: &str) -> String {
+    match text.char_indices().nth(SHOWN_CHARS) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_string(),
     }
 }
 
@@ -102,11 +129,11 @@ fn describe(tensor: &StoredTensor) -> String {
         1 => String::new(),
         n => format!("  {n} chunks"),
     };
-    format!("{:<5} {shape:<18} {:>10}{parts}", tensor.element.to_string(), size(tensor.bytes()))
+    format!("{:<5} {shape:<18} {:>10}{parts}", tensor.type_name(), size(tensor.stored_bytes()))
 }
 
 /// A number of bytes in a readable unit.
-fn size(bytes: usize) -> String {
+fn size(bytes: u64) -> String {
     let units = ["B", "kB", "MB", "GB", "TB"];
     let mut value = bytes as f64;
     let mut unit = 0;

@@ -55,7 +55,7 @@ impl BoxToWrite {
         })?;
         let (crc32, blocks) = hasher.finish();
         let (part, file) = (self.part.clone(), file.to_string());
-        Ok(Chunk { part, file, offset, strides: None, crc32: Some(crc32), blocks: Some(blocks) })
+        Ok(Chunk { part, file, offset, strides: None, crc32: Some(crc32), blocks: Some(blocks), encoding: None })
     }
 }
 

@@ -9,9 +9,10 @@ use rayon::prelude::*;
 
 use super::catalog::Catalog;
 use super::content::{BoxContent, BoxToWrite};
-use super::directory::Staging;
+use super::directory::{Staging, unwritable};
 use super::element::ElementType;
 use super::format::{FileRole, Format, FormatWriter, ValueStorage, WrittenFile};
+use super::gguf::HfView;
 use super::open::open;
 use super::stored::{Contents, StoredTensor};
 use super::value::{Key, Value};
@@ -68,6 +69,9 @@ pub struct Conversion {
 /// Local: runs in one process, with one thread per core and at most 16 MiB of elements in memory per thread. A checkpoint that
 /// exists at `to` is replaced atomically at the end. `progress` is called with numbers of bytes.
 ///
+/// A GGUF file that is converted to Hugging Face's format gets the names of Hugging Face, a `config.json` and the files of its
+/// tokenizer ([`gguf`](super::gguf)); `select` and `rename` then see these names.
+///
 /// # Errors
 /// [`ErrorKind::Argument`] if `to` contains the source, two keys get the same name or nothing is selected;
 /// [`ErrorKind::Unsupported`] for a read-only format or a type that cannot be converted; [`ErrorKind::Damaged`] if a checksum of the
@@ -80,7 +84,8 @@ pub fn convert(
     options: &ConvertOptions,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<Conversion> {
-    let (source, to, writer) = (open(from)?, to.as_ref(), options.format.to_write()?);
+    let (opened, to, writer) = (open(from)?, to.as_ref(), options.format.to_write()?);
+    let (source, beside) = as_source(opened, options)?;
     if to.exists() && fs::canonicalize(&source.directory)?.starts_with(fs::canonicalize(to)?) {
         let found = format!("target {}, which contains the source", to.display());
         return Err(ErrorKind::Argument.error(
@@ -94,11 +99,31 @@ pub fn convert(
     let plan = plan_files(&source, &contents, options, writer)?;
     let staging = Staging::new(to, 0)?;
     let files = write_all(staging.path(), writer, plan, &contents.values, progress)?;
+    for (name, text) in beside {
+        let path = staging.path().join(name);
+        fs::write(&path, text).map_err(|error| unwritable(&path, &error))?;
+    }
     let (tensors, bytes) = (contents.tensors.len(), contents.bytes() as u64);
     let done = Conversion { tensors, files: files.len(), bytes, left_out };
     finish_checkpoint(writer, staging.path(), contents, files)?;
     staging.commit()?;
     Ok(done)
+}
+
+/// The checkpoint to convert, and the files to write beside its tensors. A GGUF file becomes a Hugging Face directory with the
+/// names, the configuration and the tokenizer of one.
+fn as_source(opened: Catalog, options: &ConvertOptions) -> Result<(Catalog, Vec<(&'static str, String)>)> {
+    if opened.format != Format::Gguf || options.format != Format::HuggingFace {
+        return Ok((opened, Vec::new()));
+    }
+    let mut view = HfView::of(opened)?;
+    // Most elements are in the type of the largest tensor.
+    let largest = view.catalog.tensors.values().max_by_key(|tensor| tensor.elem_count());
+    if let Some(largest) = largest {
+        view.config["torch_dtype"] = element_for(largest.element, options).torch_name().into();
+    }
+    let beside = view.files();
+    Ok((view.catalog, beside))
 }
 
 /// The metadata to write, without chunks, and the keys of values that the format cannot hold.

@@ -8,7 +8,7 @@ use serde::{Deserialize, Deserializer, de};
 
 use super::files::Files;
 use super::format::{CheckpointFormat, Format, FormatWriter};
-use super::{dcp, hf, native, torch};
+use super::{dcp, gguf, hf, native, torch};
 use crate::error::{Error, ErrorKind, Result};
 
 macro_rules! formats {
@@ -27,6 +27,7 @@ formats! {
     Native native::Native, "Shardwise's own format: safetensors files, and a manifest with checksums of every block.";
     Dcp dcp::Dcp, "PyTorch's distributed checkpoint (DCP): `.metadata` and `.distcp` files.";
     HuggingFace hf::HuggingFace, "Hugging Face safetensors: one file, several with an index, or one per rank. Holds tensors only.";
+    Gguf gguf::Gguf, "A GGUF file of llama.cpp, quantized or not. Read only.";
     Torch torch::Torch, "A single `torch.save` file. Read only.";
 }
 
@@ -166,7 +167,7 @@ mod tests {
         assert_eq!(Format::all()[0], mine);
         assert_eq!(("HF".parse::<Format>().unwrap(), "Mine".parse::<Format>().unwrap()), (Format::HuggingFace, mine));
         let error = "zarr".parse::<Format>().unwrap_err().to_string();
-        assert!(error.contains("mine, native, dcp, hugging-face, torch"), "{error}");
+        assert!(error.contains("mine, native, dcp, hugging-face, gguf, torch"), "{error}");
         let error = mine.to_write().err().unwrap().to_string();
         assert!(error.contains("mine, which is only read") && error.contains("native, dcp, hugging-face"), "{error}");
         assert_eq!(format!("{:?} {:?} {mine:?}", Format::HuggingFace, Format::Native), "HuggingFace Native Mine");

@@ -77,7 +77,8 @@ fn contents(files: &Files) -> Result<Contents> {
                 ));
             }
             let part = TensorBox { offsets, sizes };
-            let chunk = Chunk { part, file: name.clone(), offset, strides: None, crc32: None, blocks: None };
+            let chunk =
+                Chunk { part, file: name.clone(), offset, strides: None, crc32: None, blocks: None, encoding: None };
             found.entry(key).or_default().push((element, chunk));
         }
     }

@@ -1,17 +1,18 @@
 //! Reading boxes of tensors: only the bytes that are needed, directly into the target, each verified by its checksum.
 
 use super::blocks::BlockChecksums;
+use super::encoding::ChunkEncoding;
 use super::files::Files;
 use super::stored::{Chunk, StoredTensor, row_major};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorBox;
 
 /// Runs shorter than this are read together with the bytes between them: below it a system call costs more than the bytes.
-const SHORT_RUN: usize = 16 << 10;
+pub(super) const SHORT_RUN: usize = 16 << 10;
 /// Runs further apart than this are read one by one: reading the gap would cost more than another call.
-const FAR_APART: u64 = 256 << 10;
+pub(super) const FAR_APART: u64 = 256 << 10;
 /// Bytes that are read at a time: few enough to still be in the core's cache when they are hashed and copied.
-const WINDOW: u64 = 1 << 20;
+pub(super) const WINDOW: u64 = 1 << 20;
 
 impl Files {
     /// Fills `into` with a box of a tensor, row-major, from the chunks that overlap it. Chunks with block checksums are read by
@@ -20,8 +21,13 @@ impl Files {
         for chunk in &tensor.chunks {
             let Some(both) = chunk.part.intersect(part) else { continue };
             let size = tensor.element.size_in_bytes();
-            let runs = ByteRuns::new(chunk, &both, part, size);
             self.check_first(&chunk.file)?;
+            if let Some(ChunkEncoding::Quantized(block)) = chunk.encoding {
+                let bytes = self.read_quantized(chunk, block, &both, part, into)?;
+                self.count(key, bytes, false);
+                continue;
+            }
+            let runs = ByteRuns::new(chunk, &both, part, size);
             let bytes = (both.volume() * size) as u64;
             if let (Some(blocks), Some(length), None) = (&chunk.blocks, chunk.span(tensor.element), &chunk.strides) {
                 let window = ReadWindow { start: 0, bytes: Vec::new() };
@@ -40,6 +46,9 @@ impl Files {
                 check_crc(key, chunk, 0, expected, hasher.finalize())?;
             }
             self.count(key, bytes, whole_crc.is_some());
+            if chunk.encoding == Some(ChunkEncoding::PlusOne) {
+                Files::subtract_one(&runs, into)?;
+            }
         }
         Ok(())
     }
@@ -171,7 +180,7 @@ pub(super) fn check_crc(key: &str, chunk: &Chunk, at: u64, expected: u32, found:
 }
 
 /// Byte ranges that are contiguous both in a chunk and in the target box, in the chunk's order.
-struct ByteRuns {
+pub(super) struct ByteRuns {
     /// Sizes of the dimensions that are iterated over; the dimensions inside them form one run.
     sizes: Vec<usize>,
     /// Byte steps in the chunk and in the target for each of these dimensions.
@@ -180,14 +189,14 @@ struct ByteRuns {
     source: u64,
     target: usize,
     /// Length of a run.
-    bytes: usize,
+    pub(super) bytes: usize,
     /// End of the last byte that is needed of the chunk.
-    end: u64,
+    pub(super) end: u64,
 }
 
 impl ByteRuns {
     /// The runs of the box `both`, the intersection of the chunk with the box `target`.
-    fn new(chunk: &Chunk, both: &TensorBox, target: &TensorBox, size: usize) -> Self {
+    pub(super) fn new(chunk: &Chunk, both: &TensorBox, target: &TensorBox, size: usize) -> Self {
         let (strides, target_strides) = (chunk.strides(), row_major(&target.sizes));
         let start = |inner: &TensorBox, strides: &[usize]| -> usize {
             both.offsets.iter().zip(&inner.offsets).zip(strides).map(|((b, o), s)| (b - o) * s).sum()
@@ -215,11 +224,11 @@ impl ByteRuns {
     }
 
     /// Distance from one run to the next in the chunk.
-    fn step(&self) -> u64 {
+    pub(super) fn step(&self) -> u64 {
         self.source_steps.last().copied().unwrap_or(0)
     }
 
-    fn for_each(&self, mut visit: impl FnMut(u64, usize) -> Result<()>) -> Result<()> {
+    pub(super) fn for_each(&self, mut visit: impl FnMut(u64, usize) -> Result<()>) -> Result<()> {
         let mut index = vec![0; self.sizes.len()];
         let (mut source, mut target) = (self.source, self.target);
         loop {

@@ -5,9 +5,11 @@ use std::path::{Component, Path};
 
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
+use shardwise_kernels::quantized::BlockType;
 
 use super::blocks::BlockChecksums;
 use super::element::ElementType;
+use super::encoding::ChunkEncoding;
 use super::value::{Key, Value, flat_key};
 use crate::error::{ErrorKind, Result};
 use crate::layout::TensorBox;
@@ -58,6 +60,9 @@ pub struct Chunk {
     /// CRC-32 per block, if the chunk was written with them: then partial reads are verified too.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blocks: Option<BlockChecksums>,
+    /// How the elements are stored; `None` for plain elements of the tensor's type.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encoding: Option<ChunkEncoding>,
 }
 
 impl StoredTensor {
@@ -66,9 +71,29 @@ impl StoredTensor {
         self.shape.iter().fold(1, |count, &n| count.saturating_mul(n))
     }
 
-    /// Size of the global tensor in bytes, in its stored type.
+    /// Size of the global tensor in bytes, in the type that it is read as.
     pub fn bytes(&self) -> usize {
         self.elem_count().saturating_mul(self.element.size_in_bytes())
+    }
+
+    /// Number of bytes that the chunks take in their files: fewer than [`bytes`](Self::bytes) if they are quantized.
+    pub fn stored_bytes(&self) -> u64 {
+        self.chunks.iter().map(|chunk| chunk.stored_bytes(self.element)).fold(0, u64::saturating_add)
+    }
+
+    /// The blocks that all chunks are stored in, if the tensor is quantized.
+    pub fn quantization(&self) -> Option<BlockType> {
+        let block = |chunk: &Chunk| match chunk.encoding {
+            Some(ChunkEncoding::Quantized(block)) => Some(block),
+            _ => None,
+        };
+        let first = block(self.chunks.first()?)?;
+        self.chunks.iter().all(|chunk| block(chunk) == Some(first)).then_some(first)
+    }
+
+    /// Name of the type that the elements are stored in: `f32`, or `Q4_1` if they are quantized.
+    pub fn type_name(&self) -> String {
+        self.quantization().map_or_else(|| self.element.to_string(), |block| block.to_string())
     }
 
     /// Checks that the chunks cover the tensor, each element once.
@@ -100,6 +125,18 @@ impl Chunk {
         self.strides.clone().unwrap_or_else(|| row_major(&self.part.sizes))
     }
 
+    /// Number of bytes that the elements take in the file.
+    pub(super) fn stored_bytes(&self, element: ElementType) -> u64 {
+        self.bytes_of(self.part.volume() as u64, element).unwrap_or(u64::MAX)
+    }
+
+    fn bytes_of(&self, elements: u64, element: ElementType) -> Option<u64> {
+        match self.encoding {
+            Some(encoding) => encoding.bytes(elements, element),
+            None => elements.checked_mul(element.size_in_bytes() as u64),
+        }
+    }
+
     /// Number of bytes from the first element to the end of the last one in the file; `None` if that overflows.
     pub fn span(&self, element: ElementType) -> Option<u64> {
         if self.part.volume() == 0 {
@@ -112,7 +149,7 @@ impl Chunk {
             .iter()
             .zip(&strides)
             .try_fold(0u64, |last, (&n, &stride)| last.checked_add((n as u64 - 1).checked_mul(stride as u64)?))?;
-        last.checked_add(1)?.checked_mul(element.size_in_bytes() as u64)
+        self.bytes_of(last.checked_add(1)?, element)
     }
 }
 
@@ -178,8 +215,17 @@ impl Contents {
                         NOT_A_CHECKPOINT,
                     ));
                 }
+                if let Some(encoding) = chunk.encoding
+                    && !(tensor.element == ElementType::F32
+                        && chunk.blocks.is_none()
+                        && encoding.fits(&chunk.strides(), &chunk.part.sizes))
+                {
+                    let found = format!("tensor {key:?} of type {} with encoding {encoding:?}", tensor.element);
+                    let needed = "f32, and rows of whole blocks without checksums";
+                    return Err(ErrorKind::Damaged.error("checkpoint", found, needed, NOT_A_CHECKPOINT));
+                }
                 // With strides of zero a file of a few bytes could claim a tensor that fills the memory.
-                let bytes = chunk.part.volume().saturating_mul(tensor.element.size_in_bytes()) as u64;
+                let bytes = chunk.stored_bytes(tensor.element);
                 if chunk.strides.is_some() && bytes > size.max(MAX_EXPANDED) {
                     let found = format!("tensor {key:?} of {bytes} bytes, expanded by strides from a file of {size}");
                     return Err(ErrorKind::Damaged.error(

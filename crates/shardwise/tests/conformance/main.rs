@@ -10,6 +10,7 @@ mod ops;
 mod optim;
 mod redistribute;
 mod sharded_tensor;
+mod text;
 mod train;
 
 use shardwise_test_suites::vectors;
@@ -48,6 +49,11 @@ fn optim() {
 #[test]
 fn train() {
     train::check();
+}
+
+#[test]
+fn text() {
+    text::run();
 }
 
 #[test]

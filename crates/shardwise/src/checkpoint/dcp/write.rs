@@ -61,6 +61,7 @@ pub(super) fn write_file(
             strides: None,
             crc32: Some(written.crc32),
             blocks: Some(written.blocks),
+            encoding: None,
         };
         let (key, file, length) = (key.clone(), name.to_string(), written.length);
         locations.push(ArchiveLocation { key, file, offset, length, chunk: Some(chunk) });

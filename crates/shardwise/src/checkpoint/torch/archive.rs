@@ -71,7 +71,7 @@ impl LocatedTensor {
     /// The metadata of a chunk that is the box `part` of a larger tensor.
     pub(in crate::checkpoint) fn chunk(self, part: TensorBox, file: &str) -> Chunk {
         let LocatedTensor { offset, strides, crc32, blocks, .. } = self;
-        Chunk { part, file: file.to_string(), offset, strides, crc32, blocks }
+        Chunk { part, file: file.to_string(), offset, strides, crc32, blocks, encoding: None }
     }
 }
 

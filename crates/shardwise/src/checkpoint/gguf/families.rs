@@ -1,0 +1,206 @@
+//! The model families: which architecture of llama.cpp is which model of Hugging Face, and what its tensors are called.
+
+use crate::error::{ErrorKind, Result};
+
+/// A family of models that GGUF files can be opened as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Family {
+    Llama,
+    Mistral,
+    Mixtral,
+    Qwen2,
+    Qwen3,
+    Qwen2Moe,
+    Qwen3Moe,
+    Olmoe,
+    Gemma,
+    Gemma2,
+    Gemma3,
+    Phi3,
+    Gpt2,
+    GptNeoX,
+}
+
+/// What is done to a stored tensor so that it is the one of Hugging Face.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Change {
+    /// Nothing.
+    Same,
+    /// Rows of each query head are reordered from neighbours (2i, 2i + 1) to halves (i, i + n/2).
+    QueryRows,
+    /// The same for the key heads.
+    KeyRows,
+    /// Queries, keys and values of all heads become those of each head in turn.
+    RowsByHead,
+    /// Inputs come first.
+    Transposed,
+    /// 1 is subtracted.
+    MinusOne,
+    /// A vector becomes a matrix of one row.
+    OneRow,
+    /// The first dimension is the expert; `{e}` of the name is its number.
+    Experts,
+}
+
+/// Names that most decoders have, for tensors outside the layers and inside them.
+const DECODER: &[(&str, &str)] =
+    &[("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
+const DECODER_LAYER: &[(&str, &str, Change)] = &[
+    ("attn_norm", "input_layernorm", Change::Same),
+    ("attn_q", "self_attn.q_proj", Change::Same),
+    ("attn_k", "self_attn.k_proj", Change::Same),
+    ("attn_v", "self_attn.v_proj", Change::Same),
+    ("attn_output", "self_attn.o_proj", Change::Same),
+    ("ffn_norm", "post_attention_layernorm", Change::Same),
+    ("ffn_gate", "mlp.gate_proj", Change::Same),
+    ("ffn_up", "mlp.up_proj", Change::Same),
+    ("ffn_down", "mlp.down_proj", Change::Same),
+];
+const LLAMA_LAYER: &[(&str, &str, Change)] =
+    &[("attn_q", "self_attn.q_proj", Change::QueryRows), ("attn_k", "self_attn.k_proj", Change::KeyRows)];
+const MIXTRAL_LAYER: &[(&str, &str, Change)] = &[
+    ("attn_q", "self_attn.q_proj", Change::QueryRows),
+    ("attn_k", "self_attn.k_proj", Change::KeyRows),
+    ("ffn_gate_inp", "block_sparse_moe.gate", Change::Same),
+    ("ffn_gate_exps", "block_sparse_moe.experts.{e}.w1", Change::Experts),
+    ("ffn_down_exps", "block_sparse_moe.experts.{e}.w2", Change::Experts),
+    ("ffn_up_exps", "block_sparse_moe.experts.{e}.w3", Change::Experts),
+];
+const HEAD_NORMS: [(&str, &str, Change); 2] =
+    [("attn_q_norm", "self_attn.q_norm", Change::Same), ("attn_k_norm", "self_attn.k_norm", Change::Same)];
+const EXPERTS: [(&str, &str, Change); 4] = [
+    ("ffn_gate_inp", "mlp.gate", Change::Same),
+    ("ffn_gate_exps", "mlp.experts.{e}.gate_proj", Change::Experts),
+    ("ffn_up_exps", "mlp.experts.{e}.up_proj", Change::Experts),
+    ("ffn_down_exps", "mlp.experts.{e}.down_proj", Change::Experts),
+];
+const QWEN2_MOE_LAYER: &[(&str, &str, Change)] = &[
+    EXPERTS[0],
+    EXPERTS[1],
+    EXPERTS[2],
+    EXPERTS[3],
+    ("ffn_gate_inp_shexp", "mlp.shared_expert_gate", Change::OneRow),
+    ("ffn_gate_shexp", "mlp.shared_expert.gate_proj", Change::Same),
+    ("ffn_up_shexp", "mlp.shared_expert.up_proj", Change::Same),
+    ("ffn_down_shexp", "mlp.shared_expert.down_proj", Change::Same),
+];
+const QWEN3_MOE_LAYER: &[(&str, &str, Change)] =
+    &[EXPERTS[0], EXPERTS[1], EXPERTS[2], EXPERTS[3], HEAD_NORMS[0], HEAD_NORMS[1]];
+const GEMMA2_LAYER: &[(&str, &str, Change)] = &[
+    ("ffn_norm", "pre_feedforward_layernorm", Change::Same),
+    ("post_attention_norm", "post_attention_layernorm", Change::Same),
+    ("post_ffw_norm", "post_feedforward_layernorm", Change::Same),
+    HEAD_NORMS[0],
+    HEAD_NORMS[1],
+];
+const PHI3_LAYER: &[(&str, &str, Change)] =
+    &[("attn_qkv", "self_attn.qkv_proj", Change::Same), ("ffn_up", "mlp.gate_up_proj", Change::Same)];
+const GPT2: &[(&str, &str)] = &[
+    ("token_embd", "transformer.wte"),
+    ("position_embd", "transformer.wpe"),
+    ("output_norm", "transformer.ln_f"),
+    ("output", "lm_head"),
+];
+const GPT2_LAYER: &[(&str, &str, Change)] = &[
+    ("attn_norm", "ln_1", Change::Same),
+    ("attn_qkv", "attn.c_attn", Change::Transposed),
+    ("attn_output", "attn.c_proj", Change::Transposed),
+    ("ffn_norm", "ln_2", Change::Same),
+    ("ffn_up", "mlp.c_fc", Change::Transposed),
+    ("ffn_down", "mlp.c_proj", Change::Transposed),
+];
+const NEOX: &[(&str, &str)] =
+    &[("token_embd", "gpt_neox.embed_in"), ("output_norm", "gpt_neox.final_layer_norm"), ("output", "embed_out")];
+const NEOX_LAYER: &[(&str, &str, Change)] = &[
+    ("attn_norm", "input_layernorm", Change::Same),
+    ("attn_qkv", "attention.query_key_value", Change::RowsByHead),
+    ("attn_output", "attention.dense", Change::Same),
+    ("ffn_norm", "post_attention_layernorm", Change::Same),
+    ("ffn_up", "mlp.dense_h_to_4h", Change::Same),
+    ("ffn_down", "mlp.dense_4h_to_h", Change::Same),
+];
+
+impl Family {
+    /// The family of an architecture; models with several names at Hugging Face are told apart by the last two arguments.
+    pub(super) fn of(architecture: &str, has_experts: bool, has_window: bool) -> Result<Family> {
+        Ok(match architecture {
+            "llama" if has_experts => Family::Mixtral,
+            "llama" if has_window => Family::Mistral,
+            "llama" => Family::Llama,
+            "qwen2" => Family::Qwen2,
+            "qwen3" => Family::Qwen3,
+            "qwen2moe" => Family::Qwen2Moe,
+            "qwen3moe" => Family::Qwen3Moe,
+            "olmoe" => Family::Olmoe,
+            "gemma" => Family::Gemma,
+            "gemma2" => Family::Gemma2,
+            "gemma3" => Family::Gemma3,
+            "phi3" => Family::Phi3,
+            "gpt2" => Family::Gpt2,
+            "gptneox" => Family::GptNeoX,
+            other => {
+                let known =
+                    "llama, qwen2, qwen3, qwen2moe, qwen3moe, olmoe, gemma, gemma2, gemma3, phi3, gpt2, gptneox";
+                return Err(ErrorKind::unknown(other).error(
+                    "GGUF file",
+                    format!("architecture {other:?}"),
+                    format!("one of {known}"),
+                    "use the Hugging Face directory of the model, or convert with `--to native`, which keeps GGUF's names",
+                ));
+            }
+        })
+    }
+
+    /// `model_type` and the name of the class in a `config.json`.
+    pub(super) fn hf_names(self) -> (&'static str, &'static str) {
+        match self {
+            Family::Llama => ("llama", "LlamaForCausalLM"),
+            Family::Mistral => ("mistral", "MistralForCausalLM"),
+            Family::Mixtral => ("mixtral", "MixtralForCausalLM"),
+            Family::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
+            Family::Qwen3 => ("qwen3", "Qwen3ForCausalLM"),
+            Family::Qwen2Moe => ("qwen2_moe", "Qwen2MoeForCausalLM"),
+            Family::Qwen3Moe => ("qwen3_moe", "Qwen3MoeForCausalLM"),
+            Family::Olmoe => ("olmoe", "OlmoeForCausalLM"),
+            Family::Gemma => ("gemma", "GemmaForCausalLM"),
+            Family::Gemma2 => ("gemma2", "Gemma2ForCausalLM"),
+            Family::Gemma3 => ("gemma3_text", "Gemma3ForCausalLM"),
+            Family::Phi3 => ("phi3", "Phi3ForCausalLM"),
+            Family::Gpt2 => ("gpt2", "GPT2LMHeadModel"),
+            Family::GptNeoX => ("gpt_neox", "GPTNeoXForCausalLM"),
+        }
+    }
+
+    /// The name of a tensor at Hugging Face and what is done to it; `None` for one that the family does not have.
+    pub(super) fn hf_tensor(self, name: &str) -> Option<(String, Change)> {
+        let (path, kind) = name.rsplit_once('.')?;
+        if !matches!(kind, "weight" | "bias") {
+            return None;
+        }
+        let (outside, layers, prefix): (_, &[&[_]], _) = match self {
+            Family::Llama | Family::Mistral => (DECODER, &[LLAMA_LAYER, DECODER_LAYER], "model.layers"),
+            Family::Mixtral => (DECODER, &[MIXTRAL_LAYER, DECODER_LAYER], "model.layers"),
+            Family::Qwen2 | Family::Gemma => (DECODER, &[DECODER_LAYER], "model.layers"),
+            Family::Qwen3 => (DECODER, &[&HEAD_NORMS, DECODER_LAYER], "model.layers"),
+            Family::Qwen2Moe => (DECODER, &[QWEN2_MOE_LAYER, DECODER_LAYER], "model.layers"),
+            Family::Qwen3Moe | Family::Olmoe => (DECODER, &[QWEN3_MOE_LAYER, DECODER_LAYER], "model.layers"),
+            Family::Gemma2 | Family::Gemma3 => (DECODER, &[GEMMA2_LAYER, DECODER_LAYER], "model.layers"),
+            Family::Phi3 => (DECODER, &[PHI3_LAYER, DECODER_LAYER], "model.layers"),
+            Family::Gpt2 => (GPT2, &[GPT2_LAYER], "transformer.h"),
+            Family::GptNeoX => (NEOX, &[NEOX_LAYER], "gpt_neox.layers"),
+        };
+        let (new, change) = match path.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
+            None => (outside.iter().find(|(old, _)| *old == path)?.1.to_string(), Change::Same),
+            Some((layer, rest)) => {
+                let layer: usize = layer.parse().ok()?;
+                let &(_, new, change) = layers.iter().flat_map(|table| table.iter()).find(|(old, ..)| *old == rest)?;
+                (format!("{prefix}.{layer}.{new}"), change)
+            }
+        };
+        // Matrices of GPT-2 are transposed; its biases are not.
+        let change = if change == Change::Transposed && kind == "bias" { Change::Same } else { change };
+        let is_gemma = matches!(self, Family::Gemma | Family::Gemma2 | Family::Gemma3);
+        let change = if is_gemma && path.ends_with("_norm") { Change::MinusOne } else { change };
+        Some((format!("{new}.{kind}"), change))
+    }
+}
