@@ -3,6 +3,7 @@
 mod convert;
 mod inspect;
 mod layouts;
+mod merge_lora;
 mod progress;
 
 use shardwise::Error;
@@ -28,7 +29,8 @@ const EXAMPLES: &str = "Examples:
   shardwise ckpt convert run/ hf/ --to hf --dtype bf16
   shardwise ckpt convert run/ weights/ --include 'model\\..*'
   shardwise ckpt reshard a/ b/ --mesh dp=2,tp=2 --plan fsdp+tp
-  shardwise ckpt dry-load a/ --mesh dp=8 --plan fsdp";
+  shardwise ckpt dry-load a/ --mesh dp=8 --plan fsdp
+  shardwise ckpt merge-lora model/ adapter/ merged/";
 
 const INSPECT_EXAMPLES: &str = "Examples:
   shardwise ckpt inspect shardwise-out/checkpoints/step-00000300
@@ -64,6 +66,10 @@ const RESHARD_EXAMPLES: &str = "Examples:
 const DRY_LOAD_EXAMPLES: &str = "Examples:
   shardwise ckpt dry-load a/ --mesh dp=8 --plan fsdp
   shardwise ckpt dry-load a/ --mesh dp=4,tp=2 --plan fsdp+tp --json";
+
+const MERGE_LORA_EXAMPLES: &str = "Examples:
+  shardwise ckpt merge-lora model/ adapter/ merged/
+  shardwise ckpt merge-lora model/ adapter/ merged/ --ranks 4 --dtype bf16";
 
 /// Inspect, verify, compare, convert and reshard checkpoints
 #[derive(Args)]
@@ -143,6 +149,9 @@ enum CkptCommand {
         #[arg(long)]
         json: bool,
     },
+    /// Add the low-rank adapters of PEFT or of `train --lora` to the weights of their model
+    #[command(after_help = MERGE_LORA_EXAMPLES)]
+    MergeLora(merge_lora::MergeLoraOptions),
 }
 
 /// The options for writing a checkpoint.
@@ -257,6 +266,7 @@ pub(crate) fn run(options: &CkptOptions) -> Result<bool> {
             loads.into_iter().try_for_each(|load| rows.print(&LoadRow(load)))?;
             Ok(true)
         }
+        CkptCommand::MergeLora(options) => merge_lora::run(options).map(|()| true),
     }
 }
 

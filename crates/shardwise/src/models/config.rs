@@ -5,11 +5,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::gpt::GptConfig;
-use super::language::LanguageModel;
+use super::language::{LanguageModel, example_batch};
 use super::llama::LlamaConfig;
 use super::model::ModelSpec;
+use super::pretrained::PretrainedConfig;
 use crate::comm::DeviceMesh;
-use crate::error::Result;
+use crate::error::{ErrorKind, Result};
 use crate::nn::Builder;
 use crate::tensor::DTensor;
 
@@ -30,14 +31,22 @@ pub enum ModelConfig {
     Gpt(GptConfig),
     /// A model of the Llama family.
     Llama(LlamaConfig),
+    /// A model of another library.
+    Pretrained {
+        /// Its configuration in Hugging Face's form.
+        config: PretrainedConfig,
+        /// Length of sequences in training, in tokens: most models take longer ones than anybody trains on.
+        seq_len: usize,
+    },
 }
 
 impl ModelConfig {
-    /// Name of the model: `gpt` or `llama`.
+    /// Name of the model: `gpt`, `llama`, or the kind of a model of another library.
     pub fn name(&self) -> &'static str {
         match self {
             ModelConfig::Gpt(_) => "gpt",
             ModelConfig::Llama(_) => "llama",
+            ModelConfig::Pretrained { config, .. } => config.model_type(),
         }
     }
 
@@ -46,6 +55,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt(config) => config.vocab_size,
             ModelConfig::Llama(config) => config.vocab_size,
+            ModelConfig::Pretrained { config, .. } => config.vocab_size(),
         }
     }
 
@@ -54,6 +64,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt(config) => config.seq_len,
             ModelConfig::Llama(config) => config.seq_len,
+            ModelConfig::Pretrained { seq_len, .. } => *seq_len,
         }
     }
 
@@ -62,6 +73,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt(config) => (config.n_heads, config.n_heads),
             ModelConfig::Llama(config) => (config.n_heads, config.n_kv_heads),
+            ModelConfig::Pretrained { config, .. } => config.heads(),
         }
     }
 }
@@ -73,6 +85,15 @@ impl ModelSpec for ModelConfig {
         match self {
             ModelConfig::Gpt(config) => config.check(),
             ModelConfig::Llama(config) => config.check(),
+            ModelConfig::Pretrained { config, seq_len } => {
+                let (found, most) = (*seq_len, config.max_positions());
+                if found == 0 || found > most {
+                    let needed = format!("1 to {most}, the positions of the model");
+                    let fix = "choose another length";
+                    return Err(ErrorKind::Model.error("length of sequences", found, needed, fix));
+                }
+                config.check()
+            }
         }
     }
 
@@ -80,6 +101,7 @@ impl ModelSpec for ModelConfig {
         Ok(match self {
             ModelConfig::Gpt(config) => Box::new(config.build(builder)?),
             ModelConfig::Llama(config) => Box::new(config.build(builder)?),
+            ModelConfig::Pretrained { config, .. } => Box::new(config.build(builder)?),
         })
     }
 
@@ -87,6 +109,7 @@ impl ModelSpec for ModelConfig {
         match self {
             ModelConfig::Gpt(config) => config.example_batch(samples, mesh),
             ModelConfig::Llama(config) => config.example_batch(samples, mesh),
+            ModelConfig::Pretrained { seq_len, .. } => example_batch(samples, *seq_len, mesh),
         }
     }
 
@@ -94,6 +117,7 @@ impl ModelSpec for ModelConfig {
         match self {
             ModelConfig::Gpt(config) => config.hf_config(dtype),
             ModelConfig::Llama(config) => config.hf_config(dtype),
+            ModelConfig::Pretrained { config, .. } => config.hf_config(dtype),
         }
     }
 }

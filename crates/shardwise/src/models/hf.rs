@@ -16,6 +16,7 @@ use crate::comm::{World, all_ok};
 use crate::error::{Error, ErrorKind, Result};
 use crate::param::Param;
 use crate::tensor::DTensor;
+use crate::text::TextFiles;
 
 /// Writes a model in Hugging Face's format: `model.safetensors` (or several files with an index, if it is large) and
 /// `config.json`.
@@ -72,7 +73,7 @@ pub fn export_hf(
     save(world, &parts, &State::from(weights))?;
     let joined = || -> Result<()> {
         // These belong to the earlier export, which is replaced.
-        for name in ["config.json", "tokenizer.json"] {
+        for name in beside_weights() {
             if path.join(name).exists() {
                 fs::remove_file(path.join(name))?;
             }
@@ -108,11 +109,16 @@ pub fn check_export(path: impl AsRef<Path>) -> Result<()> {
     }
     for entry in fs::read_dir(path)? {
         let name = entry?.file_name().to_string_lossy().into_owned();
-        if !["config.json", "tokenizer.json"].contains(&name.as_str()) && !Format::HuggingFace.owns(&name) {
+        if !beside_weights().any(|own| own == name) && !Format::HuggingFace.owns(&name) {
             return refused(format!("{} in {}", name, path.display()));
         }
     }
     Ok(())
+}
+
+/// Names of the files of an export beside those of the weights.
+fn beside_weights() -> impl Iterator<Item = &'static str> {
+    std::iter::once("config.json").chain(TextFiles::NAMES)
 }
 
 /// A weight in the shape of the file, still sharded.

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::DType;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Value, json};
 
 use super::cache::KvCache;
@@ -200,6 +201,19 @@ impl PretrainedConfig {
                 ))
             }
         }
+    }
+}
+
+/// As the JSON that was read.
+impl Serialize for PretrainedConfig {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        self.json.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for PretrainedConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        PretrainedConfig::from_json(&Value::deserialize(deserializer)?).map_err(serde::de::Error::custom)
     }
 }
 

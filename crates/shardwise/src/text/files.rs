@@ -32,6 +32,32 @@ pub struct TextFiles {
 }
 
 impl TextFiles {
+    /// Names of the files in a directory that [`write`](Self::write) writes.
+    pub const NAMES: [&str; 4] =
+        ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
+
+    /// Writes the files that are not missing into an existing directory, except for `config.json`, which belongs to the
+    /// weights. Local.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Path`] if a file cannot be written.
+    pub fn write(&self, directory: impl AsRef<Path>) -> Result<()> {
+        let json = |value: &Value| match value {
+            Value::Null => Vec::new(),
+            value => format!("{value:#}\n").into_bytes(),
+        };
+        let template = self.chat_template.clone().unwrap_or_default().into_bytes();
+        let contents = [self.tokenizer.clone(), json(&self.tokenizer_config), json(&self.generation_config), template];
+        for (name, content) in Self::NAMES.iter().zip(contents).filter(|(_, content)| !content.is_empty()) {
+            let path = directory.as_ref().join(name);
+            std::fs::write(&path, content).map_err(|error| {
+                let found = format!("{}: {error}", path.display());
+                ErrorKind::path(&path).error::<crate::Error>("output file", found, "a writable path", "choose another")
+            })?;
+        }
+        Ok(())
+    }
+
     /// Reads the files of a directory. Local.
     ///
     /// # Errors

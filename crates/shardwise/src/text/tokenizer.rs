@@ -147,7 +147,8 @@ impl Tokenizer {
     pub fn encode_pair(&self, text: &str, pair: Option<&str>, most: usize) -> Result<EncodedPair> {
         let TextEncoding::File(file) = &self.encoding else {
             let both: Vec<&str> = std::iter::once(text).chain(pair).collect();
-            let tokens = both.iter().zip(0..).flat_map(|(text, kind)| text.bytes().map(move |byte| (u32::from(byte), kind)));
+            let tokens =
+                both.iter().zip(0..).flat_map(|(text, kind)| text.bytes().map(move |byte| (u32::from(byte), kind)));
             let (ids, types) = tokens.take(most).unzip();
             return Ok(EncodedPair { ids, types });
         };

@@ -1,0 +1,83 @@
+//! `shardwise ckpt merge-lora`: a model directory whose weights include an adapter.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use serde_json::{Value, json};
+use shardwise::launch_scoped;
+use shardwise::models::{self, check_export, export_hf, load_adapter};
+use shardwise::nn::Module;
+use shardwise::plan::TensorParallel;
+use shardwise::prelude::*;
+use shardwise::text::TextFiles;
+
+#[derive(Args)]
+pub(super) struct MergeLoraOptions {
+    /// Model directory in Hugging Face's form
+    base: PathBuf,
+    /// Directory with adapter_config.json and adapter_model.safetensors
+    adapter: PathBuf,
+    /// Directory to write
+    to: PathBuf,
+    /// Thread ranks over which the model is sharded while it is merged
+    #[arg(long, default_value_t = 1)]
+    ranks: usize,
+    /// Data type to write [default: that of the model]
+    #[arg(long)]
+    dtype: Option<StoredDtype>,
+    /// Print a JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Data type of the weights that are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum StoredDtype {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl StoredDtype {
+    /// The type that a `config.json` names; f32 if it names none.
+    fn of(config: &Value) -> Self {
+        match [&config["dtype"], &config["torch_dtype"]].into_iter().find_map(Value::as_str) {
+            Some("bfloat16") => StoredDtype::Bf16,
+            Some("float16") => StoredDtype::F16,
+            _ => StoredDtype::F32,
+        }
+    }
+
+    fn dtype(self) -> DType {
+        match self {
+            StoredDtype::F32 => DType::F32,
+            StoredDtype::Bf16 => DType::BF16,
+            StoredDtype::F16 => DType::F16,
+        }
+    }
+}
+
+pub(super) fn run(options: &MergeLoraOptions) -> Result<()> {
+    check_export(&options.to)?;
+    let layers = launch_scoped(options.ranks, |world| {
+        let mesh = world.mesh([("tp", options.ranks)])?;
+        // In f32, and rounded once.
+        let model = models::load(&options.base, &mesh, TensorParallel::new("tp"))?;
+        let lora = load_adapter(&world, &options.adapter, &model)?;
+        let merged = lora.merge(&model)?;
+        let config = model.config();
+        model.to_dtype(options.dtype.unwrap_or(StoredDtype::of(config.json())).dtype())?;
+        export_hf(&world, &options.to, &model, config)?;
+        Ok(merged.len())
+    })?;
+    if options.base.join("tokenizer.json").exists() {
+        TextFiles::read(&options.base)?.write(&options.to)?;
+    }
+    let mut out = std::io::stdout().lock();
+    match options.json {
+        true => writeln!(out, "{}", json!({ "layers": layers, "directory": options.to }))?,
+        false => writeln!(out, "merged the adapters of {layers} layers into {}", options.to.display())?,
+    }
+    Ok(())
+}
