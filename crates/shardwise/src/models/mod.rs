@@ -37,6 +37,7 @@ mod model;
 mod names;
 mod plans;
 mod pretrained;
+mod source;
 mod weights;
 
 pub use cache::KvCache;
@@ -56,4 +57,5 @@ pub use plans::{
     DataParallelMode, ParallelismConfig, StepOptions, batch_placements, build, estimate_step, search_plan,
 };
 pub use pretrained::{PretrainedConfig, PretrainedModel};
+pub use source::load_tokenizer;
 pub use weights::{export, import};
