@@ -200,7 +200,7 @@ fn commands_of_one_rank_run_and_print_once() {
     let summary = train(&place, 1, "run", &[&TINY[..], &["--steps", "1"]].concat());
     let (out, checkpoint) = (place.at("run"), summary["checkpoint"].as_str().unwrap());
     for arguments in [
-        &["generate", &out, "--tokens", "8", "--json"][..],
+        &["generate", &out, "--max-tokens", "8", "--json"][..],
         &["ckpt", "inspect", checkpoint, "--json"],
         &["ckpt", "verify", checkpoint, "--json"],
         &["ckpt", "dry-load", checkpoint, "--mesh", "dp=2", "--json"],

@@ -224,17 +224,29 @@ impl Encoder {
         token_types: Option<&DTensor>,
         pooling: Pooling,
     ) -> Result<DTensor> {
+        let pooled = self.pooled(ids, mask, token_types, pooling)?;
+        let length = pooled.square()?.sum(&[-1], true)?.sqrt()?.maximum(1e-12)?;
+        pooled.div(&length)
+    }
+
+    /// Computes as [`embed`](Self::embed), without dividing by the length. Collective.
+    #[track_caller]
+    pub fn pooled(
+        &self,
+        ids: &DTensor,
+        mask: Option<&DTensor>,
+        token_types: Option<&DTensor>,
+        pooling: Pooling,
+    ) -> Result<DTensor> {
         let hidden = self.encode(ids, mask, token_types)?.last_hidden_state.to_dtype(DType::F32)?;
-        let pooled = match (pooling, mask) {
-            (Pooling::Cls, _) => hidden.select(1, 0)?,
-            (Pooling::Mean, None) => hidden.mean(&[1], false)?,
+        match (pooling, mask) {
+            (Pooling::Cls, _) => hidden.select(1, 0),
+            (Pooling::Mean, None) => hidden.mean(&[1], false),
             (Pooling::Mean, Some(mask)) => {
                 let counts = mask.ne(0.0)?.to_dtype(DType::F32)?.unsqueeze(-1)?;
                 // A row of padding alone has the mean 0.
-                hidden.mul(&counts)?.sum(&[1], false)?.div(&counts.sum(&[1], false)?.maximum(1e-9)?)?
+                hidden.mul(&counts)?.sum(&[1], false)?.div(&counts.sum(&[1], false)?.maximum(1e-9)?)
             }
-        };
-        let length = pooled.square()?.sum(&[-1], true)?.sqrt()?.maximum(1e-12)?;
-        pooled.div(&length)
+        }
     }
 }

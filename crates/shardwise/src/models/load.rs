@@ -11,7 +11,8 @@ use super::encoder::Encoder;
 use super::model::ModelSpec;
 use super::names::{WeightName, WeightNames};
 use super::pretrained::{PretrainedConfig, PretrainedModel};
-use crate::checkpoint::{Catalog, LoadReport, MappedBox, RankLoad, load_consistent, open, read_mapped};
+use super::source::gguf_file;
+use crate::checkpoint::{Catalog, Format, LoadReport, MappedBox, RankLoad, gguf, load_consistent, open, read_mapped};
 use crate::comm::{DeviceMesh, DryWorld, all_ok};
 use crate::error::{Error, ErrorKind, Result, Site};
 use crate::layout::{Layout, OwnedBox, TensorMeta};
@@ -52,7 +53,9 @@ impl Default for LoadOptions {
     }
 }
 
-/// Loads a causal language model from a directory in Hugging Face's form, sharded as a planner decides.
+/// Loads a causal language model from a directory in Hugging Face's form or from a GGUF file, sharded as a planner decides.
+///
+/// Quantized weights of a GGUF file are dequantized.
 ///
 /// The directory has a `config.json` of a known family and its weights: `model.safetensors`, several files with
 /// `model.safetensors.index.json`, or `pytorch_model.bin`, from which nothing is executed.
@@ -100,7 +103,8 @@ pub fn load_with(
     let site = Location::caller();
     let source = ModelSource::open(path.as_ref(), mesh, options, site)?;
     let plan = source.plan(mesh, site, &|builder: &Builder| source.config.build(builder), &planner)?;
-    source.load(mesh, &plan, options, site, |builder| source.config.build(builder))
+    let (model, report) = source.load(mesh, &plan, options, site, |builder| source.config.build(builder))?;
+    Ok((model.loaded_from(path.as_ref()), report))
 }
 
 /// Loads as [`load_with`] does, by a plan that is known already. Collective.
@@ -113,7 +117,8 @@ pub fn load_planned(
 ) -> Result<(PretrainedModel, LoadReport)> {
     let site = Location::caller();
     let source = ModelSource::open(path.as_ref(), mesh, options, site)?;
-    source.load(mesh, plan, options, site, |builder| source.config.build(builder))
+    let (model, report) = source.load(mesh, plan, options, site, |builder| source.config.build(builder))?;
+    Ok((model.loaded_from(path.as_ref()), report))
 }
 
 /// Loads an encoder, such as BERT, as [`load`] loads a language model. Collective.
@@ -154,8 +159,8 @@ pub fn dry_load_model(
     options: &LoadOptions,
 ) -> Result<Vec<RankLoad>> {
     let path = path.as_ref();
-    let config = PretrainedConfig::read_ignoring(path, &options.ignored_fields)?;
-    let catalog = open(weights_in(path)?)?;
+    let ModelSource { config, weights, .. } = ModelSource::read(path, options)?;
+    let catalog = as_hf(open(weights)?)?;
     let loads = |module: &dyn Module, mesh: &DeviceMesh| -> Result<Vec<RankLoad>> {
         let plan = planner.plan(module, mesh)?;
         let params = module.named_parameters();
@@ -184,11 +189,12 @@ struct ModelSource {
 impl ModelSource {
     /// Reads the configuration on all ranks.
     fn open(path: &Path, mesh: &DeviceMesh, options: &LoadOptions, site: Site) -> Result<Self> {
-        let read = || {
-            let config = PretrainedConfig::read_ignoring(path, &options.ignored_fields)?;
-            Ok(ModelSource { config, weights: weights_in(path)? })
-        };
-        all_ok(mesh.world(), read(), site)
+        all_ok(mesh.world(), Self::read(path, options), site)
+    }
+
+    fn read(path: &Path, options: &LoadOptions) -> Result<Self> {
+        let config = PretrainedConfig::read_ignoring(path, &options.ignored_fields)?;
+        Ok(ModelSource { config, weights: gguf_file(path).map_or_else(|| weights_in(path), Ok)? })
     }
 
     /// The plan of a planner, which sees the model in a dry run: nothing is allocated.
@@ -219,6 +225,7 @@ impl ModelSource {
         let names = self.config.weight_names_of(&module);
         let shapes = shapes_of(&module);
         let read = |catalog: &Catalog| -> Result<Vec<(Param, DTensor)>> {
+            let catalog = &as_hf(catalog.clone())?;
             let found = StoredWeights::find(catalog, &self.config, &names, &shapes, options)?;
             let layouts = params.iter().map(|(path, param)| (path.clone(), param.layout())).collect();
             let rank = mesh.world().rank();
@@ -242,6 +249,11 @@ impl ModelSource {
         }
         Ok((module, report))
     }
+}
+
+/// The catalog with the names and shapes of Hugging Face, which a GGUF file has not.
+fn as_hf(catalog: Catalog) -> Result<Catalog> {
+    if catalog.format == Format::Gguf { Ok(gguf::HfView::of(catalog)?.catalog) } else { Ok(catalog) }
 }
 
 /// The file or directory with the weights of a model directory.

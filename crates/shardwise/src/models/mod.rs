@@ -38,6 +38,7 @@ mod names;
 mod peft;
 mod plans;
 mod pretrained;
+mod source;
 mod weights;
 
 pub use cache::KvCache;
@@ -58,4 +59,5 @@ pub use plans::{
     DataParallelMode, ParallelismConfig, StepOptions, batch_placements, build, estimate_step, search_plan,
 };
 pub use pretrained::{PretrainedConfig, PretrainedModel};
+pub use source::load_tokenizer;
 pub use weights::{export, import};

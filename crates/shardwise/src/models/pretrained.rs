@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
-use std::path::Path;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 
 use candle_core::DType;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -18,11 +18,14 @@ use super::fields::ConfigFields;
 use super::language::{LanguageModel, batch_loss, example_batch, initialize_weights};
 use super::model::{Model, ModelSpec};
 use super::names::{WeightNames, torch_name};
+use super::source::{gguf_file, load_tokenizer};
+use crate::checkpoint::gguf;
 use crate::comm::DeviceMesh;
 use crate::error::{Error, ErrorKind, Result};
 use crate::nn::{Builder, Forward, Module, ModuleItem};
 use crate::param::Param;
 use crate::tensor::DTensor;
+use crate::text::Tokenizer;
 
 /// The configuration of a model in Hugging Face's form, `config.json`, of any family that this library knows.
 ///
@@ -57,7 +60,7 @@ enum ModelArchitecture {
 }
 
 impl PretrainedConfig {
-    /// Reads the configuration of a model directory, or a `config.json`. Local.
+    /// Reads the configuration of a model directory, of a GGUF file, or a `config.json`. Local.
     ///
     /// # Errors
     /// [`Error::Invalid`] if there is no such file, it is not JSON, the model is of an unknown kind, or a field is not
@@ -68,6 +71,9 @@ impl PretrainedConfig {
     }
 
     pub(super) fn read_ignoring(path: &Path, ignored: &[String]) -> Result<Self> {
+        if let Some(file) = gguf_file(path) {
+            return Self::from_json_ignoring(&gguf::open_as_hf(file)?.config, ignored);
+        }
         let path = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
         let unreadable = |found: String| {
             let needed = "a model directory with a config.json";
@@ -242,7 +248,7 @@ impl ModelSpec for PretrainedConfig {
         if !builder.is_zeros() {
             initialize_weights(&decoder, spec.layers.len())?;
         }
-        Ok(PretrainedModel { decoder, config: self.clone() })
+        Ok(PretrainedModel { decoder, config: self.clone(), source: None, tokenizer: OnceLock::new() })
     }
 
     fn example_batch(&self, samples: usize, mesh: &DeviceMesh) -> Result<Vec<DTensor>> {
@@ -269,12 +275,37 @@ const EXAMPLE_LENGTH: usize = 2048;
 pub struct PretrainedModel {
     decoder: Decoder,
     config: PretrainedConfig,
+    /// Where it was loaded from.
+    source: Option<PathBuf>,
+    tokenizer: OnceLock<Tokenizer>,
 }
 
 impl PretrainedModel {
     /// The configuration that the model was built from.
     pub fn config(&self) -> &PretrainedConfig {
         &self.config
+    }
+
+    /// The tokenizer of the files that the model was loaded from; read when it is first needed. Local.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the model was not loaded, and those of [`load_tokenizer`].
+    pub fn tokenizer(&self) -> Result<&Tokenizer> {
+        if let Some(tokenizer) = self.tokenizer.get() {
+            return Ok(tokenizer);
+        }
+        let Some(source) = &self.source else {
+            let found = "a model that was built and not loaded";
+            let fix = "load it with `models::load`, or encode the text with a tokenizer of your own";
+            return Err(ErrorKind::Model.error("tokenizer", found, "a model that was loaded from files", fix));
+        };
+        let read = load_tokenizer(source)?;
+        Ok(self.tokenizer.get_or_init(|| read))
+    }
+
+    /// Remembers where the model was loaded from.
+    pub(super) fn loaded_from(self, path: &Path) -> Self {
+        PretrainedModel { source: Some(path.to_path_buf()), ..self }
     }
 
     /// Computes the logits `[batch, vocabulary]` of the token after ids `[batch, new tokens]`, which follow those that the

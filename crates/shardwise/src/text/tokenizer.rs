@@ -1,6 +1,7 @@
 //! Tokenizers of model directories.
 
 use std::fmt;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
@@ -137,6 +138,20 @@ impl Tokenizer {
                 Ok(encoding.get_ids().to_vec())
             }
         }
+    }
+
+    /// Encodes a text and returns with every token the bytes of the text that it stands for; none for special tokens that are
+    /// added.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<Vec<(u32, Range<usize>)>> {
+        let TextEncoding::File(file) = &self.encoding else {
+            return Ok(text.bytes().enumerate().map(|(at, byte)| (u32::from(byte), at..at + 1)).collect());
+        };
+        let encoding = guarded(|| file.tokenizer.encode(text, add_special)).map_err(cannot_encode)?;
+        let offsets = encoding.get_offsets().iter().map(|&(start, end)| start..end);
+        Ok(encoding.get_ids().iter().copied().zip(offsets).collect())
     }
 
     /// Encodes a text, or two as a pair, for an encoder, with special tokens. At most `most` tokens: the end of the text is
