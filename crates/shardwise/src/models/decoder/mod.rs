@@ -6,6 +6,7 @@
 
 mod attention;
 mod block;
+mod experts;
 mod mlp;
 mod norm;
 mod rope;
@@ -14,11 +15,12 @@ mod spec;
 pub use attention::DecoderAttention;
 pub(super) use attention::{AttentionCall, linear};
 pub use block::DecoderBlock;
+pub use experts::{Experts, MixtureOfExperts};
 pub use mlp::DecoderMlp;
 pub use norm::FeatureNorm;
 pub(super) use rope::{Rope, RopeScaling};
 pub(super) use spec::{
-    AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm,
+    AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm,
 };
 
 use std::sync::Arc;
