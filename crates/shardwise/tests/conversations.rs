@@ -123,7 +123,8 @@ fn packing_loses_no_token_and_predicts_across_no_border() {
         seen.sort_unstable();
         let alone = documents.iter().filter(|document| document.ids.len() == 1).map(|document| document.ids[0]);
         // Only documents of one token, which nothing predicts, may be left out.
-        let expected = (1..i64::from(next)).filter(|&id| seen.contains(&id) || !alone.clone().any(|one| i64::from(one) == id));
+        let expected =
+            (1..i64::from(next)).filter(|&id| seen.contains(&id) || !alone.clone().any(|one| i64::from(one) == id));
         assert_eq!(seen, expected.collect::<Vec<_>>());
         // A document longer than a sequence loses one prediction, at the split.
         let split: usize = documents.iter().map(|document| document.ids.len().div_ceil(length) - 1).sum();

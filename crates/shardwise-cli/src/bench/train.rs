@@ -209,6 +209,8 @@ fn measure(TrainCase { mode, mesh, plan }: TrainCase, steps: u32, sizes: TrainSi
         let mesh = ranks.device_mesh(mesh.clone())?;
         let group = ParamGroup::new(AdamW::default());
         let recipe = TrainerConfig {
+            init: None,
+            lora: None,
             config: &config(sizes),
             plan: &plan,
             dtype: DType::F32,

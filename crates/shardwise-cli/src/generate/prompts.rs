@@ -21,7 +21,9 @@ pub(super) enum Request {
     Nothing,
     Prompts(Vec<EncodedPrompt>),
     /// A conversation with whoever writes to standard input.
-    Chat { system: Option<String> },
+    Chat {
+        system: Option<String>,
+    },
 }
 
 /// A prompt and its tokens.

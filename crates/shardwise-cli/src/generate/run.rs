@@ -50,8 +50,9 @@ pub(super) fn on_rank(world: &World, job: &GenerateJob) -> Result<()> {
                     .try_for_each(|(i, rows)| batch(world, job, rows, i, seconds, || cached(&model))),
             }
         }
-        SourceKind::Trained { config, checkpoint } => {
+        SourceKind::Trained { config, lora, checkpoint } => {
             let model = build(config, &job.plan, &mesh, job.source.dtype)?;
+            lora.as_ref().map_or(Ok(()), |lora| lora.apply(&*model))?;
             load_model(world, checkpoint, &*model)?;
             let seconds = start.elapsed().as_secs_f64();
             let Request::Prompts(prompts) = &job.request else { return Ok(()) };

@@ -12,6 +12,7 @@ use shardwise::prelude::*;
 use shardwise::text::Tokenizer;
 
 use super::WeightDtype;
+use crate::train::lora::LoraSettings;
 use crate::train::model_dir::{self, ModelDir};
 
 /// A model on disk.
@@ -26,17 +27,17 @@ pub(super) enum SourceKind {
     /// A directory in Hugging Face's form, or a GGUF file.
     Pretrained { path: PathBuf, config: Box<PretrainedConfig> },
     /// A checkpoint of `shardwise train`.
-    Trained { config: ModelConfig, checkpoint: PathBuf },
+    Trained { config: ModelConfig, lora: Option<LoraSettings>, checkpoint: PathBuf },
 }
 
 impl GenerationSource {
     /// Reads configuration and tokenizer.
     pub(super) fn open(path: &Path, dtype: Option<WeightDtype>) -> Result<Self> {
         if model_dir::is_trained(path) {
-            let ModelDir { config, tokenizer, checkpoint } = model_dir::read(path)?;
+            let ModelDir { config, tokenizer, lora, checkpoint } = model_dir::read(path)?;
             let stored = checkpoint::open(&checkpoint)?.tensor("model.tokens.weight")?.element.dtype();
             let dtype = dtype.map_or(stored.unwrap_or(DType::F32), WeightDtype::dtype);
-            return Ok(GenerationSource { kind: SourceKind::Trained { config, checkpoint }, tokenizer, dtype });
+            return Ok(GenerationSource { kind: SourceKind::Trained { config, lora, checkpoint }, tokenizer, dtype });
         }
         let config = pretrained_config(path)?;
         if config.is_encoder() {
@@ -57,9 +58,8 @@ impl GenerationSource {
     pub(super) fn check(&self, ids: &[u32]) -> Result<()> {
         let SourceKind::Pretrained { config, .. } = &self.kind else { return Ok(()) };
         let (context, vocabulary) = (config.max_positions(), config.vocab_size());
-        let bad = |found: String, needed: String, fix: &str| {
-            Err(ErrorKind::Argument.error("prompt", found, needed, fix))
-        };
+        let bad =
+            |found: String, needed: String, fix: &str| Err(ErrorKind::Argument.error("prompt", found, needed, fix));
         if ids.len() > context {
             let needed = format!("at most {context}, the context of the model");
             return bad(format!("{} tokens", ids.len()), needed, "shorten the prompt");

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use shardwise::checkpoint::{self, AsyncSave, Catalog, Series, State, Value};
 use shardwise::models::{LanguageModel, ModelConfig};
 use shardwise::prelude::*;
+use shardwise::text::TextFiles;
 
 use super::settings::{TrainJob, TrainSettings};
 use super::trainer::TrainingRun;
@@ -21,7 +22,7 @@ pub(crate) fn series(out: &Path) -> Series {
 /// The metadata of a checkpoint to resume from.
 pub(super) struct ResumePoint {
     path: PathBuf,
-    config: ModelConfig,
+    pub(super) config: ModelConfig,
     /// The options of the run that saved it, without its output paths.
     pub(super) settings: TrainSettings,
     /// Number of steps done.
@@ -64,6 +65,13 @@ impl ResumePoint {
             })
         };
         checkpoint::open(&path).and_then(|catalog| read(&catalog)).map_err(bad)
+    }
+
+    /// Tokenizer and chat template of a run that began with a model of another library, from its output directory.
+    pub(super) fn text_files(&self) -> Option<Result<TextFiles>> {
+        let ModelConfig::Pretrained { config, .. } = &self.config else { return None };
+        let out = self.out().filter(|out| out.join("tokenizer.json").exists())?;
+        Some(TextFiles::read(out).map(|files| TextFiles { config: config.json().clone(), ..files }))
     }
 
     /// The output directory of the run that saved it.

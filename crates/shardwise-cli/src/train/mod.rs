@@ -4,6 +4,7 @@ pub(crate) mod checkpoints;
 mod curve;
 mod data;
 mod history;
+pub(crate) mod lora;
 mod progress;
 mod run;
 pub(crate) mod model_dir;
@@ -49,6 +50,8 @@ Examples:
   shardwise train --save-every 50 --keep 2
   shardwise train --resume --mesh tp=2 --steps 600
   shardwise train --model llama --out llama --export-hf llama-hf
+  shardwise train --init model/ --data chats.jsonl --mesh dp=2 --plan fsdp
+  shardwise train --init model/ --data text.txt --lora rank=8,targets=q_proj+v_proj
   mpirun -n 4 shardwise train --mesh dp=2,tp=2 --plan fsdp+tp
   mpirun -n 2 shardwise train --resume --mesh dp=2 --plan fsdp
   mpirun -n 4 shardwise train --plan auto --log steps.jsonl"
@@ -66,8 +69,8 @@ pub(crate) struct TrainOptions {
     /// Delete checkpoints of later steps that an earlier run left in the output directory
     #[arg(long)]
     overwrite: bool,
-    /// Export the trained model for Hugging Face: config.json, and model.safetensors with the names of LlamaForCausalLM or
-    /// GPT2LMHeadModel
+    /// Export the trained model for Hugging Face: config.json, and model.safetensors with the names of its family; adapters of
+    /// --lora are added to the weights
     #[arg(long, value_name = "DIR")]
     export_hf: Option<PathBuf>,
     /// Print the collectives of the last step
@@ -108,8 +111,8 @@ fn prepare(options: TrainOptions, network: Network) -> Result<PreparedRun> {
     if let Some(resumed) = &resumed {
         settings = settings.resuming(resumed.settings.clone());
     }
-    let tokens = settings.tokens()?;
-    let job = settings.decide(&tokens, network)?;
+    let tokens = settings.tokens(resumed.as_ref())?;
+    let job = settings.decide(&tokens, network, resumed.as_ref())?;
     resumed.iter().try_for_each(|resumed| resumed.check(&job))?;
     options.export_hf.iter().try_for_each(check_export)?;
     let prompt = match job.prompt.as_deref() {
@@ -155,10 +158,13 @@ fn print_summary(summary: &RunSummary, report: Option<&CommReport>, json: bool) 
         Some(loss) => writeln!(out, "loss           {loss:.3} (mean of the last steps)")?,
         None => writeln!(out, "loss           none: nothing left to train; raise --steps")?,
     }
-    writeln!(out, "held-out loss  {:.3}", summary.held_out_loss)?;
+    writeln!(out, "held-out loss  {:.3}, perplexity {:.2}", summary.held_out_loss, summary.held_out_loss.exp())?;
     writeln!(out, "unigram loss   {:.3} (predicting by token frequency alone)", summary.unigram_entropy)?;
     writeln!(out, "output         {}", summary.model.display())?;
     writeln!(out, "checkpoint     {}", summary.checkpoint.display())?;
+    if let Some(adapter) = &summary.adapter {
+        writeln!(out, "adapter        {}", adapter.display())?;
+    }
     writeln!(out, "loss curve     {}", summary.curve.display())?;
     writeln!(out, "sample         {:?}", summary.sample)?;
     Ok(())

@@ -5,11 +5,13 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use shardwise::models::ModelConfig;
-use shardwise::text::Tokenizer;
+use shardwise::text::{TextFiles, Tokenizer};
 use shardwise::{Error, Result};
 
 use super::checkpoints::{cannot_write, series};
-use super::data::{TOKENIZER, read_tokenizer};
+use super::data::tokenizer_file;
+use super::lora::LoraSettings;
+use super::settings::TrainJob;
 
 const CONFIG: &str = "config.json";
 
@@ -20,12 +22,19 @@ struct ModelInfo {
     model: ModelConfig,
     /// `bytes`, or the name of a file in the same directory.
     tokenizer: String,
+    /// Adapters whose weights are in the checkpoints.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lora: Option<LoraSettings>,
 }
 
+/// File name of the tokenizer.
+const TOKENIZER: &str = TextFiles::NAMES[0];
+
 /// Writes the configuration and the tokenizer into an existing directory.
-pub(super) fn write_info(directory: &Path, config: &ModelConfig, tokenizer: &Tokenizer) -> Result<()> {
-    let tokenizer = if tokenizer.write(directory.join(TOKENIZER))? { TOKENIZER } else { "bytes" };
-    let info = ModelInfo { model: config.clone(), tokenizer: tokenizer.to_string() };
+pub(super) fn write_info(directory: &Path, job: &TrainJob, files: &TextFiles) -> Result<()> {
+    files.write(directory)?;
+    let tokenizer = if files.tokenizer.is_empty() { "bytes" } else { TOKENIZER }.to_string();
+    let info = ModelInfo { model: job.config.clone(), tokenizer, lora: job.lora.clone() };
     let text = serde_json::to_string_pretty(&info).map_err(Error::other)?;
     write(&directory.join(CONFIG), text + "\n")
 }
@@ -39,6 +48,7 @@ pub(super) fn write(path: &Path, content: String) -> Result<()> {
 pub(crate) struct ModelDir {
     pub(crate) config: ModelConfig,
     pub(crate) tokenizer: Tokenizer,
+    pub(crate) lora: Option<LoraSettings>,
     /// The latest one.
     pub(crate) checkpoint: PathBuf,
 }
@@ -48,7 +58,9 @@ pub(crate) struct ModelDir {
 pub(crate) fn is_trained(directory: &Path) -> bool {
     let text = std::fs::read_to_string(directory.join(CONFIG));
     match text.ok().and_then(|text| serde_json::from_str::<serde_json::Value>(&text).ok()) {
-        Some(config) => config.get("model").is_some_and(serde_json::Value::is_string) && config.get("tokenizer").is_some(),
+        Some(config) => {
+            config.get("model").is_some_and(serde_json::Value::is_string) && config.get("tokenizer").is_some()
+        }
         None => directory.join("checkpoints").is_dir() || directory == Path::new("shardwise-out"),
     }
 }
@@ -66,7 +78,13 @@ pub(crate) fn read(directory: &Path) -> Result<ModelDir> {
     };
     let text = std::fs::read_to_string(directory.join(CONFIG)).map_err(|error| bad(CONFIG, error.to_string()))?;
     let info: ModelInfo = serde_json::from_str(&text).map_err(|error| bad(CONFIG, error.to_string()))?;
-    let file = (info.tokenizer != "bytes").then(|| directory.join(&info.tokenizer));
+    let tokenizer = match (&info.model, info.tokenizer.as_str()) {
+        (_, "bytes") => Tokenizer::bytes(),
+        (ModelConfig::Pretrained { config, .. }, _) => {
+            Tokenizer::new(&TextFiles { config: config.json().clone(), ..TextFiles::read(directory)? })?
+        }
+        (_, file) => Tokenizer::new(&tokenizer_file(&directory.join(file))?)?,
+    };
     let checkpoint = series(directory).latest()?.ok_or_else(|| bad("checkpoints", "no checkpoint yet".into()))?;
-    Ok(ModelDir { config: info.model, tokenizer: read_tokenizer(file.as_deref())?, checkpoint })
+    Ok(ModelDir { config: info.model, tokenizer, lora: info.lora, checkpoint })
 }

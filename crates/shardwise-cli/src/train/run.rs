@@ -11,14 +11,14 @@ use std::time::Instant;
 use candle_core::{Device, Tensor};
 use serde::Serialize;
 use shardwise::comm::CommReport;
-use shardwise::data::{Batches, TokenSequences};
+use shardwise::data::Batches;
 use shardwise::generate::{Generation, Sampling, UncachedPredictor};
-use shardwise::models::export_hf;
+use shardwise::models::{export_hf, save_adapter};
 use shardwise::prelude::*;
 use shardwise::train::TrainingStep;
 
 use super::checkpoints::{self, ResumePoint, Saver, cannot_write};
-use super::data::{BatchShape, TOKENIZER, TokenizedText};
+use super::data::{BatchShape, TextSequences, TokenizedText};
 use super::history::LossHistory;
 use super::model_dir;
 use super::progress::{Progress, StepLog};
@@ -46,6 +46,9 @@ pub(super) struct RunSummary {
     pub(super) model: PathBuf,
     /// The latest one.
     pub(super) checkpoint: PathBuf,
+    /// Of a run with `--lora`, in the form of PEFT.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) adapter: Option<PathBuf>,
     pub(super) curve: PathBuf,
 }
 
@@ -94,7 +97,7 @@ impl PreparedRun {
             None => None,
         };
         checkpoints::clear_later_checkpoints(&job.out, self.first_step(), self.overwrite)?;
-        model_dir::write_info(&job.out, &job.config, &self.tokens.tokenizer)?;
+        model_dir::write_info(&job.out, job, &self.tokens.files)?;
         let from = self.resumed.as_ref().and_then(ResumePoint::out);
         let history = LossHistory::begin(&job.out, from, self.first_step())?;
         Ok(Progress::new(job.steps, log, history))
@@ -117,7 +120,7 @@ struct RankRun<'a> {
     world: &'a World,
     prepared: &'a PreparedRun,
     training: TrainingRun,
-    held_out: Batches<TokenSequences>,
+    held_out: Batches<TextSequences>,
     saver: Saver<'a>,
     /// On rank 0.
     progress: Option<Progress>,
@@ -143,6 +146,9 @@ impl<'a> RankRun<'a> {
         let mesh = world.device_mesh(job.mesh.clone())?;
         let recipe = TrainerConfig {
             config: &job.config,
+            // A checkpoint has all weights.
+            init: job.init.as_deref().filter(|_| resumed.is_none()),
+            lora: job.lora.as_ref(),
             plan: &job.plan,
             dtype: job.dtype,
             seed: job.seed,
@@ -286,7 +292,8 @@ impl<'a> RankRun<'a> {
         let sampling = Sampling::new(0.8).top_k(50).tokens(job.sample_tokens).seed(job.seed);
         let (model, tokenizer) = (&*self.training.trainer.model, &self.prepared.tokens.tokenizer);
         let predictor = UncachedPredictor::new(model, job.config.vocab_size(), job.config.seq_len())?;
-        let continuation = Generation::new(predictor, tokenizer, std::slice::from_ref(prompt), sampling)?.collect_padded()?;
+        let continuation =
+            Generation::new(predictor, tokenizer, std::slice::from_ref(prompt), sampling)?.collect_padded()?;
         tokenizer.decode_with_special(&[&prompt[..], &continuation[0]].concat())
     }
 
@@ -296,9 +303,16 @@ impl<'a> RankRun<'a> {
         self.saver.end(&self.training, job)?;
         let held_out_loss = self.evaluate()?;
         let sample = self.sample()?;
+        let model = &self.training.trainer.model;
+        if let (Some(settings), Some(init)) = (&job.lora, &job.init) {
+            save_adapter(self.world, job.adapter(), model, &settings.lora, &init.to_string_lossy())?;
+        }
         if let Some(path) = &self.prepared.export_hf {
-            export_hf(self.world, path, &self.training.trainer.model, &job.config)?;
-            self.world.on_first_rank(|| tokens.tokenizer.write(path.join(TOKENIZER)))?;
+            if let Some(settings) = &job.lora {
+                settings.lora.merge(model)?;
+            }
+            export_hf(self.world, path, model, &job.config)?;
+            self.world.on_first_rank(|| tokens.files.write(path))?;
         }
         let summary = self.summary(held_out_loss, sample);
         self.write(&|progress| {
@@ -326,6 +340,7 @@ impl<'a> RankRun<'a> {
             sample,
             model: job.out.clone(),
             checkpoint: checkpoints::series(&job.out).path(steps),
+            adapter: job.lora.as_ref().map(|_| job.adapter()),
             curve: job.out.join("loss.svg"),
         }
     }

@@ -9,13 +9,17 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use shardwise::mesh::Network;
 use shardwise::models::{
-    DataParallelMode, GptConfig, LlamaConfig, ModelConfig, ParallelismConfig, StepOptions, search_plan,
+    DataParallelMode, GptConfig, LlamaConfig, ModelConfig, ModelSpec, ParallelismConfig, PretrainedConfig, StepOptions,
+    load_text_files, search_plan,
 };
 use shardwise::optim::{AdamW, Algorithm, Muon, Optimizer, ParamGroup, Schedule};
 use shardwise::plan::{PlanSearch, ShardingPlan};
 use shardwise::prelude::*;
+use shardwise::text::TextFiles;
 
-use super::data::TokenizedText;
+use super::checkpoints::ResumePoint;
+use super::data::{TokenizedText, tokenizer_file};
+use super::lora::LoraSettings;
 use crate::old_options;
 use crate::processes;
 
@@ -47,6 +51,13 @@ macro_rules! settings {
 settings! {
     /// Model architecture: gpt (learned positions, LayerNorm, GELU) or llama (RoPE, RMSNorm, SwiGLU) [default: gpt]
     model: ModelFamily,
+    /// Start from the weights of a model, with its sizes and its tokenizer: a directory in Hugging Face's form, or a GGUF file
+    #[arg(value_name = "MODEL")]
+    init: PathBuf,
+    /// Train low-rank adapters and freeze the weights of --init: rank=8,alpha=16,dropout=0,targets=q_proj+v_proj, each
+    /// optional; targets are names of layers, or all-linear. They are saved for PEFT in the directory adapter of --out
+    #[arg(value_name = "SETTINGS", num_args = 0..=1, default_missing_value = "")]
+    lora: LoraSettings,
     /// Preset of the model's sizes, which the options below override [default: small]
     size: ModelSize,
     /// Number of transformer blocks
@@ -65,7 +76,7 @@ settings! {
     #[arg(value_name = "WIDTH")]
     #[serde(rename = "hidden", alias = "d-ff")]
     d_ff: usize,
-    /// Sequence length in tokens
+    /// Sequence length in tokens [default: by --size; with --init 512, or the positions of the model]
     #[arg(value_name = "TOKENS")]
     #[serde(rename = "length", alias = "seq-len")]
     seq_len: usize,
@@ -82,10 +93,14 @@ settings! {
     /// Shard activations on the sequence dimension over tp where they would be replicated [default: false]
     #[arg(num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     sequence_parallel: bool,
-    /// UTF-8 text file to train on [default: a built-in book]
+    /// Text file to train on, or JSON lines (.jsonl) with a conversation {"messages": [...]}, {"prompt": ..., "completion": ...}
+    /// or {"text": ...} each: the loss is on answers and completions [default: a built-in book]
     #[arg(value_name = "FILE")]
     data: PathBuf,
-    /// tokenizer.json of the tokenizers library [default: one token per byte]
+    /// Put several documents of JSON lines into one sequence [default: true]
+    #[arg(num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    packing: bool,
+    /// tokenizer.json of the tokenizers library [default: that of --init, otherwise one token per byte]
     #[arg(value_name = "FILE")]
     tokenizer: PathBuf,
     /// Number of training steps [default: 300]
@@ -100,8 +115,8 @@ settings! {
     /// Optimizer; parameters that it does not support (muon: all but matrices) use adamw [default: adamw]
     #[arg(value_parser = PossibleValuesParser::new(Algorithm::names().iter().copied()))]
     optimizer: String,
-    /// Peak learning rate, after a linear warm-up and before cosine decay to a tenth [default: 0.003 for adamw and muon,
-    /// otherwise the default of the optimizer]
+    /// Peak learning rate, after a linear warm-up and before cosine decay to a tenth [default: 0.003 for adamw and muon, with
+    /// --init 0.00002 and with --lora 0.0002, otherwise the default of the optimizer]
     lr: f64,
     /// Number of warm-up steps [default: a tenth of the steps]
     #[arg(value_name = "STEPS")]
@@ -199,6 +214,9 @@ pub(crate) enum ParamDtype {
 /// A training job with every setting resolved.
 pub(crate) struct TrainJob {
     pub(crate) config: ModelConfig,
+    /// The model whose weights the run begins with.
+    pub(crate) init: Option<PathBuf>,
+    pub(crate) lora: Option<LoraSettings>,
     pub(crate) mesh: Mesh,
     pub(crate) plan: ShardingPlan,
     /// The candidates of `--plan auto`.
@@ -225,11 +243,19 @@ pub(crate) struct TrainJob {
 }
 
 impl TrainJob {
+    /// Where the adapters of `--lora` are saved.
+    pub(super) fn adapter(&self) -> PathBuf {
+        self.out.join("adapter")
+    }
+
     /// Tokens per step, over all ranks.
     pub(super) fn tokens_per_step(&self) -> usize {
         self.batch * self.accumulate * self.config.seq_len()
     }
 }
+
+/// Default length of sequences of a model that takes longer ones.
+const FINE_TUNING_LENGTH: usize = 512;
 
 /// The default output directory.
 const OUT: &str = "shardwise-out";
@@ -264,13 +290,44 @@ impl TrainSettings {
     }
 
     /// The text as tokens.
-    pub(crate) fn tokens(&self) -> Result<TokenizedText> {
-        TokenizedText::read(self.data.as_deref(), self.tokenizer.as_deref())
+    pub(crate) fn tokens(&self, resumed: Option<&ResumePoint>) -> Result<TokenizedText> {
+        let files = match (&self.init, &self.tokenizer) {
+            (Some(_), Some(tokenizer)) => {
+                let found = format!("{} beside --init", tokenizer.display());
+                let needed = "the tokenizer that the model was trained with";
+                return Err(ErrorKind::Argument.error("--tokenizer", found, needed, "leave one of the options out"));
+            }
+            // The model that a run began with may be gone when it is resumed.
+            (Some(init), None) => match resumed.and_then(ResumePoint::text_files) {
+                Some(files) => files?,
+                None => load_text_files(init)?,
+            },
+            (None, Some(path)) => tokenizer_file(path)?,
+            (None, None) => TextFiles::default(),
+        };
+        TokenizedText::read(self.data.as_deref(), files, self.packing.unwrap_or(true))
     }
 
     /// Fills in the defaults and checks that the settings are consistent.
-    pub(crate) fn decide(self, tokens: &TokenizedText, network: Network) -> Result<TrainJob> {
-        let config = self.model_config(tokens.vocabulary());
+    pub(crate) fn decide(
+        self,
+        tokens: &TokenizedText,
+        network: Network,
+        resumed: Option<&ResumePoint>,
+    ) -> Result<TrainJob> {
+        let config = match &self.init {
+            Some(init) => self.pretrained(init, resumed)?,
+            None => self.model_config(tokens.vocabulary()),
+        };
+        if tokens.vocabulary() > config.vocab_size() && tokens.largest() as usize >= config.vocab_size() {
+            let found = format!("token {} for a vocabulary of {}", tokens.largest(), config.vocab_size());
+            let needed = "tokens of the model's vocabulary";
+            return Err(ErrorKind::Data.error("data", found, needed, "use the tokenizer that belongs to the model"));
+        }
+        if self.lora.is_some() && self.init.is_none() {
+            let fix = "name a model with --init";
+            return Err(ErrorKind::Argument.error("--lora", "a model without weights", "a trained model", fix));
+        }
         let mesh = processes::mesh(self.mesh.as_deref(), "dp=2,tp=2", "dp")?;
         let (steps, batch, accumulate) =
             (self.steps.unwrap_or(300), self.batch_size.unwrap_or(16), self.accumulate.unwrap_or(1));
@@ -301,13 +358,15 @@ impl TrainSettings {
                 ));
             }
         }
-        let groups = self.groups()?;
+        let (groups, out) = (self.groups()?, self.out().to_path_buf());
         let warmup = self.warmup.unwrap_or(steps / 10);
         // A checkpoint stores the seed with its data position, and a resumed run has its own outputs. The mesh is stored even if
         // it is the default, which depends on how many processes were started.
         let settings = TrainSettings { seed: None, out: None, log: None, mesh: Some(mesh.to_string()), ..self.clone() };
         Ok(TrainJob {
             config,
+            init: self.init,
+            lora: self.lora,
             mesh,
             plan,
             search,
@@ -324,7 +383,7 @@ impl TrainSettings {
             sample_tokens: self.sample_tokens.unwrap_or(120),
             save_every: self.save_every.unwrap_or(0),
             keep,
-            out: self.out().to_path_buf(),
+            out,
             prompt: self.prompt,
             log: self.log,
             settings,
@@ -341,6 +400,9 @@ impl TrainSettings {
             other => Algorithm::by_name(other)?,
         };
         let lr = match algorithm.name() {
+            // The weights are good already: large steps would forget what they know.
+            AdamW::NAME | Muon::NAME if self.lora.is_some() => 2e-4,
+            AdamW::NAME | Muon::NAME if self.init.is_some() => 2e-5,
             AdamW::NAME | Muon::NAME => 3e-3,
             _ => algorithm.default_lr(),
         };
@@ -385,6 +447,25 @@ impl TrainSettings {
             sequence_parallel,
         };
         Ok((parallelism.plan(config, mesh)?, None))
+    }
+
+    /// The configuration of `--init`, or the one that the run to resume began with.
+    fn pretrained(&self, init: &Path, resumed: Option<&ResumePoint>) -> Result<ModelConfig> {
+        let sizes = [self.layers, self.d_model, self.heads, self.kv_heads, self.d_ff];
+        if self.model.is_some() || self.size.is_some() || self.tied_head.is_some() || sizes.iter().any(Option::is_some)
+        {
+            let found = "an option for the sizes of a model beside --init";
+            let needed = "the sizes of the model in its config.json";
+            return Err(ErrorKind::Argument.error("--init", found, needed, "leave --model, --size and the sizes out"));
+        }
+        let config = match resumed.map(|resumed| &resumed.config) {
+            Some(ModelConfig::Pretrained { config, .. }) => config.clone(),
+            _ => PretrainedConfig::read(init)?,
+        };
+        let seq_len = self.seq_len.unwrap_or(config.max_positions().min(FINE_TUNING_LENGTH));
+        let config = ModelConfig::Pretrained { config, seq_len };
+        config.check()?;
+        Ok(config)
     }
 
     fn model_config(&self, vocab_size: usize) -> ModelConfig {

@@ -1,10 +1,15 @@
 //! Builds a model with its optimizer, for `train` and for `bench train`.
 
-use shardwise::data::{Batches, TokenSequences};
-use shardwise::models::{LanguageModel, ModelConfig, build};
+use std::path::Path;
+
+use shardwise::data::Batches;
+use shardwise::models::{LanguageModel, LoadOptions, ModelConfig, build, load_planned};
 use shardwise::optim::{ParamGroup, Schedule, ShardedOptimizer};
 use shardwise::plan::ShardingPlan;
 use shardwise::prelude::*;
+
+use super::data::TextSequences;
+use super::lora::LoraSettings;
 
 pub(crate) type Trainer = shardwise::train::Trainer<Box<dyn LanguageModel>>;
 
@@ -12,7 +17,7 @@ pub(crate) type Trainer = shardwise::train::Trainer<Box<dyn LanguageModel>>;
 pub(super) struct TrainingRun {
     pub(super) trainer: Trainer,
     pub(super) mesh: DeviceMesh,
-    pub(super) batches: Batches<TokenSequences>,
+    pub(super) batches: Batches<TextSequences>,
     /// Number of steps done.
     pub(super) step: u64,
 }
@@ -20,6 +25,9 @@ pub(super) struct TrainingRun {
 /// The settings of a [`Trainer`].
 pub(crate) struct TrainerConfig<'a> {
     pub(crate) config: &'a ModelConfig,
+    /// The model whose weights the run begins with.
+    pub(crate) init: Option<&'a Path>,
+    pub(crate) lora: Option<&'a LoraSettings>,
     pub(crate) plan: &'a ShardingPlan,
     /// Data type of the parameters.
     pub(crate) dtype: DType,
@@ -36,10 +44,18 @@ impl TrainerConfig<'_> {
     /// Builds the model and its optimizer on a mesh. Collective.
     pub(crate) fn build(&self, mesh: &DeviceMesh) -> Result<Trainer> {
         mesh.manual_seed(self.seed);
-        let model = build(self.config, self.plan, mesh, self.dtype)?;
+        let model: Box<dyn LanguageModel> = match self.init {
+            Some(path) => {
+                let mut options = LoadOptions::default();
+                options.dtype = self.dtype;
+                Box::new(load_planned(path, mesh, self.plan, &options)?.0)
+            }
+            None => build(self.config, self.plan, mesh, self.dtype)?,
+        };
+        self.lora.map_or(Ok(()), |lora| lora.apply(&*model))?;
         let [group, rest] = self.groups;
         let fits = |(_, param): &(String, Param)| group.algorithm.check_shape(&param.shape()).is_ok();
-        let (fitting, remaining): (Vec<_>, Vec<_>) = model.named_parameters().into_iter().partition(fits);
+        let (fitting, remaining): (Vec<_>, Vec<_>) = model.trainable_parameters().into_iter().partition(fits);
         let mut optimizer = ShardedOptimizer::new(fitting, group.clone())?;
         if !remaining.is_empty() {
             optimizer.add_param_group(remaining, rest.clone())?;

@@ -135,7 +135,9 @@ pub fn read_documents(path: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<V
                 let tools = tools.as_ref().map(|tools| tools.get()).filter(|tools| *tools != "null");
                 LabeledTokens::conversation(tokenizer, &messages, tools)
             }
-            DocumentLine::Completion { prompt, completion } => LabeledTokens::completion(tokenizer, &prompt, &completion),
+            DocumentLine::Completion { prompt, completion } => {
+                LabeledTokens::completion(tokenizer, &prompt, &completion)
+            }
             DocumentLine::Text { text } => {
                 let mut ids = tokenizer.encode(&text)?;
                 ids.extend(tokenizer.special().eos.first());

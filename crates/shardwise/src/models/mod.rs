@@ -43,9 +43,7 @@ mod weights;
 
 pub use cache::KvCache;
 pub use config::ModelConfig;
-pub use decoder::{
-    Decoder, DecoderAttention, DecoderBlock, DecoderMlp, Experts, FeatureNorm, MixtureOfExperts,
-};
+pub use decoder::{Decoder, DecoderAttention, DecoderBlock, DecoderMlp, Experts, FeatureNorm, MixtureOfExperts};
 pub use encoder::{Encoder, EncoderBlock, EncoderOutput, Pooling};
 pub use gpt::{Gpt, GptBlock, GptConfig};
 pub use hf::{check_export, export_hf};
@@ -61,5 +59,5 @@ pub use plans::{
     DataParallelMode, ParallelismConfig, StepOptions, batch_placements, build, estimate_step, search_plan,
 };
 pub use pretrained::{PretrainedConfig, PretrainedModel};
-pub use source::load_tokenizer;
+pub use source::{load_text_files, load_tokenizer};
 pub use weights::{export, import};

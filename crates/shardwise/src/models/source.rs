@@ -31,15 +31,23 @@ pub(super) fn gguf_file(path: &Path) -> Option<PathBuf> {
 /// ```
 #[doc(alias = "AutoTokenizer")]
 pub fn load_tokenizer(path: impl AsRef<Path>) -> Result<Tokenizer> {
+    Tokenizer::new(&load_text_files(path)?)
+}
+
+/// Reads the files of a model directory that concern text, or their contents in a GGUF file. Local.
+///
+/// # Errors
+/// [`ErrorKind::Path`] if the directory does not exist or has no `tokenizer.json`; [`ErrorKind::Damaged`] if a file is no JSON.
+pub fn load_text_files(path: impl AsRef<Path>) -> Result<TextFiles> {
     let path = path.as_ref();
-    let Some(file) = gguf_file(path) else { return Tokenizer::from_dir(path) };
+    let Some(file) = gguf_file(path) else { return TextFiles::read(path) };
     let view = gguf::open_as_hf(&file)?;
     let Some(tokenizer) = view.tokenizer_json else {
         let found = format!("a GGUF file without a tokenizer: {}", file.display());
         let fix = "convert the model again, with its tokenizer";
         return Err(ErrorKind::path(file).error("tokenizer", found, "a file with `tokenizer.ggml` keys", fix));
     };
-    Tokenizer::new(&TextFiles {
+    Ok(TextFiles {
         tokenizer: tokenizer.into_bytes(),
         tokenizer_config: view.tokenizer_config,
         config: view.config,

@@ -3,7 +3,9 @@
 use super::apply::ModuleInventory;
 use super::planner::FullyShard;
 use super::sharding_plan::ShardingPlan;
-use super::transformer::{AxisSharding, EXPERT_STACKS, EmbeddingSharding, LinearLayer, TransformerBlock, TransformerStructure};
+use super::transformer::{
+    AxisSharding, EXPERT_STACKS, EmbeddingSharding, LinearLayer, TransformerBlock, TransformerStructure,
+};
 use crate::comm::DeviceMesh;
 use crate::error::Result;
 use crate::nn::{Module, join};

@@ -33,7 +33,15 @@ pub struct DecoderBlock {
 }
 
 layer!(DecoderBlock {
-    before_attention, attention, after_attention, before_mlp, mlp, experts, after_mlp, dropout, hooks
+    before_attention,
+    attention,
+    after_attention,
+    before_mlp,
+    mlp,
+    experts,
+    after_mlp,
+    dropout,
+    hooks
 });
 
 impl DecoderBlock {
@@ -59,9 +67,7 @@ impl DecoderBlock {
                 Some(_) => None,
             },
             experts: match own.experts {
-                Some(experts) => {
-                    Some(MixtureOfExperts::new(&builder.child("experts"), spec.width, experts, spec.mlp)?)
-                }
+                Some(experts) => Some(MixtureOfExperts::new(&builder.child("experts"), spec.width, experts, spec.mlp)?),
                 None => None,
             },
             after_mlp: norm("after_mlp", spec.norms_after)?,

@@ -108,14 +108,7 @@ impl Experts {
                 return Err(ErrorKind::shape(x.shape()).error("input of experts", x.layout(), needed, "reshape it"));
             };
             let rows = |t: &DTensor| t.flatten(0, 1);
-            let operands = [
-                rows(x)?,
-                rows(chosen)?,
-                rows(weights)?,
-                self.gate.get(),
-                self.up.get(),
-                self.down.get(),
-            ];
+            let operands = [rows(x)?, rows(chosen)?, rows(weights)?, self.gate.get(), self.up.get(), self.down.get()];
             let op = ExpertMlp { activation: self.activation };
             let found = op::apply(&op, &operands.iter().collect::<Vec<_>>())?.swap_remove(0);
             found.unflatten(0, &[batch as isize, length as isize])
@@ -255,10 +248,9 @@ fn scalar_functions(activation: Activation) -> ExpertActivation {
     let (value, slope): (fn(f64) -> f64, fn(f64) -> f64) = match activation {
         Activation::Relu => (|x| x.max(0.0), |x| f64::from(u8::from(x > 0.0))),
         Activation::ReluSquared => (|x| x.max(0.0) * x.max(0.0), |x| 2.0 * x.max(0.0)),
-        Activation::Gelu => (
-            |x| x * normal(x),
-            |x| normal(x) + x * (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt(),
-        ),
+        Activation::Gelu => {
+            (|x| x * normal(x), |x| normal(x) + x * (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt())
+        }
         Activation::GeluTanh => (
             |x| 0.5 * x * (1.0 + bent(x).0.tanh()),
             |x| {
@@ -268,10 +260,9 @@ fn scalar_functions(activation: Activation) -> ExpertActivation {
             },
         ),
         Activation::Silu => (|x| x * sigmoid(x), |x| sigmoid(x) * (1.0 + x * (1.0 - sigmoid(x)))),
-        Activation::QuickGelu => (
-            |x| x * sigmoid(QUICK * x),
-            |x| sigmoid(QUICK * x) * (1.0 + QUICK * x * (1.0 - sigmoid(QUICK * x))),
-        ),
+        Activation::QuickGelu => {
+            (|x| x * sigmoid(QUICK * x), |x| sigmoid(QUICK * x) * (1.0 + QUICK * x * (1.0 - sigmoid(QUICK * x))))
+        }
         Activation::Tanh => (f64::tanh, |x| 1.0 - x.tanh() * x.tanh()),
         Activation::Sigmoid => (sigmoid, |x| sigmoid(x) * (1.0 - sigmoid(x))),
     };

@@ -2,9 +2,7 @@
 //! and values head by head in one matrix.
 
 use super::{Architecture, Family, NameEntry, module, per_head};
-use crate::models::decoder::{
-    AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm,
-};
+use crate::models::decoder::{AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm};
 use crate::models::fields::{RopeDefaults, RopeSizes, read_rope};
 use crate::nn::Activation;
 
@@ -35,12 +33,8 @@ pub(super) static FAMILY: Family = Family {
             fields.number(name)?;
         }
         let bias = fields.flag("attention_bias", true)?;
-        let layer = LayerSpec {
-            window: None,
-            rope: Some(0),
-            scale: (head_dim.max(1) as f64).sqrt().recip(),
-            experts: None,
-        };
+        let layer =
+            LayerSpec { window: None, rope: Some(0), scale: (head_dim.max(1) as f64).sqrt().recip(), experts: None };
         Ok(Architecture::Decoder(DecoderSpec {
             vocab_size: fields.size_or("vocab_size", 50432)?,
             width,

@@ -170,8 +170,7 @@ impl NameEntry {
             }
             NameForm::Module | NameForm::Transposed | NameForm::PerHead => {
                 ["weight", "bias"].into_iter().fold(taken, |names, kind| {
-                    let paths: Vec<String> =
-                        self.paths.iter().map(|path| format!("{}.{kind}", number(path))).collect();
+                    let paths: Vec<String> = self.paths.iter().map(|path| format!("{}.{kind}", number(path))).collect();
                     let name = format!("{stored}.{kind}");
                     match self.form {
                         _ if !paths.iter().all(|path| params.contains_key(path)) => names,

@@ -65,11 +65,7 @@ pub(super) const NAMES: &[NameEntry] = &[
 ];
 
 /// Gives experts to every layer, or to those that `decoder_sparse_step` and `mlp_only_layers` name.
-pub(super) fn set_sparse_layers(
-    fields: &ConfigFields<'_>,
-    spec: &mut DecoderSpec,
-    experts: ExpertsSpec,
-) -> Result<()> {
+pub(super) fn set_sparse_layers(fields: &ConfigFields<'_>, spec: &mut DecoderSpec, experts: ExpertsSpec) -> Result<()> {
     // Adds a balancing term to the loss.
     fields.only("output_router_logits", false)?;
     fields.number("router_aux_loss_coef")?;
