@@ -22,7 +22,7 @@ const SHORT: [&str; 8] = ["--length", "16", "--batch", "4", "--eval-every", "0",
 
 /// Trains on the built-in book and returns the summary and the losses.
 fn train(place: &Place, out: &str, more: &[&str]) -> (Value, Vec<f64>) {
-    let (out, log) = (place.at(out), place.at("steps.jsonl"));
+    let (out, log) = (place.at(out), place.at(&format!("{out}.jsonl")));
     let arguments = [&["train", "--json", "--out", &out, "--log", &log], &SHORT[..], more].concat();
     let summary = json(&succeeds(&arguments));
     let losses = lines(&log).iter().filter_map(|line| line["loss"].as_f64()).collect();

@@ -1,4 +1,5 @@
 //! Runs the command in a temporary directory.
+#![allow(dead_code, reason = "every test binary uses a part of it")]
 
 use std::path::PathBuf;
 use std::process::{Command, Output};
