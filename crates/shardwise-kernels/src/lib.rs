@@ -52,6 +52,7 @@ pub mod channels;
 mod peak;
 pub mod math;
 mod convert;
+mod accumulate;
 mod random;
 mod pointwise;
 #[cfg(test)]
@@ -68,6 +69,7 @@ mod optimizer_update;
 mod norm_partial;
 pub mod quantized;
 
+pub use accumulate::{add_assign, same_storage};
 pub use assembly::{Assembly, concat, contiguous, own_copy, split_packed};
 pub use band::band;
 pub use compare::{all_close, all_equal};
@@ -76,7 +78,7 @@ pub use element_vec::to_f64_vec;
 pub use error::{Error, ErrorKind, Invalid, Result};
 pub use gather::{gather, index_select, index_select_by};
 pub use index_range::{IndexRange, NO_INDEX, first_outside, wrapped_indices};
-pub use matmul::{batched_matmul, batched_matmul_bias};
+pub use matmul::{add_batched_matmul, batched_matmul, batched_matmul_bias, batched_matmul_f32};
 pub use memory_limit::{check_bytes, memory_bytes};
 pub use meta::TensorMeta;
 pub use norm_partial::{NormPartial, norm_partial};

@@ -33,7 +33,7 @@ struct Model {
 
 impl Model {
     fn new(builder: &Builder) -> Result<Self> {
-        let sizes = AttentionConfig { width: WIDTH, heads: 8, key_heads: 8, causal: true, rotary: None, bias: false };
+        let sizes = AttentionConfig { width: WIDTH, heads: 8, key_heads: 8, causal: true, ..Default::default() };
         let block = |builder: &Builder| {
             Ok(Block {
                 before: RmsNorm::new(&builder.child("before"), WIDTH, 1e-6)?,

@@ -1,6 +1,7 @@
 //! Fused attention against the same attention composed of other operators, in every layout; what it communicates; caches,
 //! dropout, second derivatives and dry runs. A mask with a gradient is what makes attention take the composed form.
 
+use shardwise::nn::{AttentionConfig, Builder, Forward, Module, MultiHeadAttention};
 use shardwise::ops::AttentionOptions;
 use shardwise::prelude::*;
 use shardwise::{BackwardOptions, DryWorld};
@@ -307,4 +308,60 @@ fn rotary_embedding_turns_pairs_by_their_positions() {
         Ok(())
     })
     .unwrap();
+}
+
+#[test]
+fn a_layer_passes_its_window_cap_and_dropout_to_the_operator() {
+    let run = |world: World| {
+        let mesh = world.mesh([("dp", 2)])?;
+        let config = AttentionConfig {
+            width: 12,
+            heads: 4,
+            key_heads: 2,
+            causal: true,
+            window: Some(3),
+            soft_cap: Some(0.7),
+            dropout: 0.4,
+            ..AttentionConfig::default()
+        };
+        let layer = MultiHeadAttention::new(&Builder::new(&mesh), config)?;
+        let x = DTensor::randn((2, 9, 12), &mesh, [Shard(0)])?;
+        let by_hand = |dropout: f64| {
+            let heads = |t: DTensor, heads: isize| t.unflatten(-1, &[heads, -1])?.transpose(1, 2);
+            let options = AttentionOptions {
+                causal: true,
+                window: Some(3),
+                soft_cap: Some(0.7),
+                dropout,
+                ..AttentionOptions::default()
+            };
+            let (keys, values) = (heads(layer.key.forward(&x)?, 2)?, heads(layer.value.forward(&x)?, 2)?);
+            let mixed = heads(layer.query.forward(&x)?, 4)?.scaled_dot_product_attention(&keys, &values, options)?;
+            layer.output.forward(&mixed.transpose(1, 2)?.flatten(-2, -1)?)
+        };
+        let numbers = |t: DTensor| t.full_tensor()?.flatten_all()?.to_vec1::<f32>().map_err(Error::from);
+        let drawn = |of: &dyn Fn() -> Result<DTensor>| {
+            mesh.manual_seed(3);
+            numbers(of()?)
+        };
+        let trained = drawn(&|| layer.forward(&x))?;
+        assert_eq!(trained, drawn(&|| by_hand(0.4))?);
+        layer.eval();
+        let evaluated = numbers(layer.forward(&x)?)?;
+        assert_eq!(evaluated, numbers(by_hand(0.0)?)?);
+        assert_ne!(trained, evaluated);
+        let plain = AttentionConfig { window: None, soft_cap: None, ..config };
+        let other = MultiHeadAttention::new(&Builder::new(&mesh), plain)?;
+        for ((_, from), (_, to)) in layer.named_parameters().iter().zip(other.named_parameters()) {
+            to.set(&from.get().detach())?;
+        }
+        other.eval();
+        assert_ne!(evaluated, numbers(other.forward(&x)?)?);
+        for wrong in [AttentionConfig { dropout: 1.0, ..config }, AttentionConfig { soft_cap: Some(0.0), ..config }] {
+            let error = MultiHeadAttention::new(&Builder::new(&mesh), wrong).err().expect("refused").to_string();
+            assert!(error.contains("soft cap above 0"), "{error}");
+        }
+        Ok(())
+    };
+    launch(2, run).unwrap();
 }

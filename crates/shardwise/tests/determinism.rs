@@ -64,6 +64,14 @@ fn digests(threads: usize) -> Vec<(String, u64)> {
         differentiate("linear", &[&m, &square, &bias], &|x| x[0].linear(&x[1], Some(&x[2])))?;
         differentiate("layer_norm", &[&m, &bias, &bias], &|x| x[0].layer_norm(1, Some(&x[1]), Some(&x[2]), 1e-5))?;
         differentiate("rms_norm", &[&m, &bias], &|x| x[0].rms_norm(1, Some(&x[1]), 1e-5))?;
+        differentiate("add_layer_norm", &[&m, &m, &bias], &|x| {
+            let (sum, normal) = x[0].add_layer_norm(&x[1], Some(&x[2]), Some(&x[2]), 1e-5)?;
+            sum.mul(&normal)
+        })?;
+        differentiate("three uses", &[&m, &square, &bias], &|x| {
+            let each = |x: &[DTensor]| x[0].linear(&x[1], Some(&x[2]));
+            each(x)?.add(&each(x)?.square()?)?.add(&x[0].rms_norm(1, Some(&x[2]), 1e-5)?.sum_all()?)
+        })?;
         differentiate("gelu", &[&m], &|x| x[0].gelu()?.add(&x[0].gelu_tanh()?)?.add(&x[0].silu()?))?;
         differentiate("cross_entropy", &[&m], &|x| x[0].cross_entropy(&classes, LossOptions::default()))?;
         let causal = AttentionOptions { causal: true, ..AttentionOptions::default() };

@@ -37,7 +37,8 @@ struct Block {
 
 impl Block {
     fn new(builder: &Builder) -> Result<Self> {
-        let sizes = AttentionConfig { width: 12, heads: 4, key_heads: 4, causal: true, rotary: None, bias: true };
+        let sizes =
+            AttentionConfig { width: 12, heads: 4, key_heads: 4, causal: true, bias: true, ..Default::default() };
         Ok(Block {
             norm: RmsNorm::new(&builder.child("norm"), 12, 1e-6)?,
             attention: MultiHeadAttention::new(&builder.child("attention"), sizes)?,

@@ -28,7 +28,11 @@ fn alone(world: &World) -> Result<DeviceMesh> {
 
 fn attention(builder: &Builder, width: usize, heads: usize, key_heads: usize) -> Result<MultiHeadAttention> {
     let rotary = Some(RotaryEmbedding { base: 50.0 });
-    MultiHeadAttention::new(builder, AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true })
+    let rest = AttentionConfig::default();
+    MultiHeadAttention::new(
+        builder,
+        AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true, ..rest },
+    )
 }
 
 #[test]

@@ -34,7 +34,11 @@ struct Case {
 
 fn attention(builder: &Builder, width: usize, heads: usize, key_heads: usize) -> Result<MultiHeadAttention> {
     let rotary = Some(RotaryEmbedding { base: 50.0 });
-    MultiHeadAttention::new(builder, AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true })
+    let rest = AttentionConfig::default();
+    MultiHeadAttention::new(
+        builder,
+        AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: true, ..rest },
+    )
 }
 
 /// Every layer, with sizes that four ranks do not divide evenly.

@@ -237,6 +237,9 @@ impl Everything {
             causal: true,
             rotary: Some(RotaryEmbedding { base: 100.0 }),
             bias: true,
+            window: Some(2),
+            soft_cap: Some(5.0),
+            dropout: 0.25,
         };
         Ok(Everything {
             embedding: Embedding::new(&builder.child("embedding"), 11, 8)?,

@@ -82,7 +82,7 @@ struct Tower {
 impl Tower {
     fn new(builder: &Builder, config: &TwoTowerConfig, tokens: Embedding) -> Result<Self> {
         let TwoTowerConfig { width, heads, .. } = *config;
-        let attention = AttentionConfig { width, heads, key_heads: heads, causal: false, rotary: None, bias: false };
+        let attention = AttentionConfig { width, heads, key_heads: heads, ..AttentionConfig::default() };
         let same_length = Conv1dOptions::new(width, width, 3).padding(1);
         let mixers = (0..2).map(|i| Mixer::new(&builder.child(&format!("mixers.{i}")), config));
         Ok(Tower {

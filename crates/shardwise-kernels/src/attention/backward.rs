@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 
 use super::float::AttentionFloat;
 use super::forward::rows_of;
-use super::problem::{AttentionArgs, Locked, Operand, Problem};
+use super::problem::{AttentionArgs, Locked, Operand, Problem, store_row};
 use super::scores::{QueryLanes, drop_out, mask_scores};
 use super::tile::{Factor, product, transpose};
 use crate::error::Result;
@@ -422,7 +422,7 @@ impl<F: AttentionFloat, const MR: usize, const L: usize> BackwardItems<'_, F, MR
                 for l in 0..lanes.count {
                     let row = lanes.head[l] * problem.queries + lanes.query[l];
                     let to = self.targets[0].get().add(row * size * self.call.dtypes[0].size_in_bytes());
-                    F::store(self.call.dtypes[0], &scratch.queries[l * size..(l + 1) * size], to);
+                    store_row(self.call.dtypes[0], &scratch.queries[l * size..(l + 1) * size], to);
                 }
             }
         }

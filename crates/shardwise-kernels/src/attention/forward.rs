@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::float::AttentionFloat;
-use super::problem::{AttentionArgs, Locked, Operand, Problem};
+use super::problem::{AttentionArgs, Locked, Operand, Problem, store_row};
 use super::scores::{QueryLanes, drop_out, mask_scores};
 use super::tile::{Factor, product, transpose};
 use crate::error::Result;
@@ -315,7 +315,7 @@ impl<F: AttentionFloat, const MR: usize, const L: usize> ForwardItems<'_, F, MR,
             for l in 0..lanes.count {
                 let row = lanes.head[l] * queries + lanes.query[l];
                 let to = self.targets.out.get().add(row * size * self.dtype.size_in_bytes());
-                F::store(self.dtype, &scratch.rows[l * size..(l + 1) * size], to);
+                store_row(self.dtype, &scratch.rows[l * size..(l + 1) * size], to);
                 let (sum, highest) = (sums[l], scratch.highest[tile * L + l]);
                 let log = match self.targets.sums {
                     Some(sums) => {

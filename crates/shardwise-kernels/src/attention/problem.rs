@@ -77,6 +77,7 @@ impl Operand {
     }
 
     /// The address of a row and the stride between rows, if they can be read as they are.
+    #[inline(always)]
     pub(super) fn in_place<F: Compute>(&self, head: usize) -> Option<(*const F, usize)> {
         let direct = self.dtype == F::DTYPE && self.column == 1;
         // SAFETY: heads are inside the tensor.
@@ -87,6 +88,7 @@ impl Operand {
     ///
     /// # Safety
     /// The rows are inside the tensor, whose rows have `width` elements, and the buffer has room for them.
+    #[inline(always)]
     pub(super) unsafe fn load<F: Compute>(
         &self,
         head: usize,
@@ -95,6 +97,17 @@ impl Operand {
         to: *mut F,
         stride: usize,
     ) {
+        // Most rows have a few dozen elements: finding out how to convert them would take longer than copying.
+        if let Some((first, pitch)) = self.in_place::<F>(head) {
+            for (i, row) in rows.enumerate() {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let (from, to) = (first.add(row * pitch), to.add(i * stride));
+                    if width == 1 { to.write(*from) } else { std::ptr::copy_nonoverlapping(from, to, width) }
+                }
+            }
+            return;
+        }
         for (i, row) in rows.enumerate() {
             let block = Block { rows: 1, row_stride: 0, width, stride: self.column };
             let at = (self.heads[head] + row * self.row) * self.dtype.size_in_bytes();
@@ -119,6 +132,21 @@ impl Operand {
         unsafe {
             let buffer = std::slice::from_raw_parts_mut(to.as_mut_ptr().cast(), part.len());
             F::load(self.dtype, self.first.get().add(at), block, buffer);
+        }
+    }
+}
+
+/// Writes a row as elements of `dtype`; without a search for the conversion if there is none.
+///
+/// # Safety
+/// As many elements of type `dtype` can be written at `to`.
+#[inline(always)]
+pub(super) unsafe fn store_row<F: Compute>(dtype: DType, row: &[F], to: *mut u8) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match dtype == F::DTYPE {
+            true => std::ptr::copy_nonoverlapping(row.as_ptr(), to.cast(), row.len()),
+            false => F::store(dtype, row, to),
         }
     }
 }

@@ -154,7 +154,7 @@ where
             let depth = DEPTH.min(self.k - begin);
             let block = PackedBlock { product: self, begin, depth, panels };
             let store = match self.bias {
-                _ if begin > 0 => Store::Accumulate,
+                _ if begin > 0 || self.accumulates => Store::Accumulate,
                 Some(bias) => Store::AddRow(bias),
                 None => Store::Overwrite,
             };

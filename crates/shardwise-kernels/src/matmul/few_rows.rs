@@ -25,7 +25,7 @@ const COLUMNS: usize = 64;
 /// Whether a product has few rows and a right factor whose rows or columns are contiguous.
 pub(super) fn applies<S: MatmulElement>(product: &MatrixProduct<S>) -> bool {
     let one_stride = product.right.along == 1 && product.left.along == 1 || product.right.across == 1;
-    product.m <= MAX_ROWS && one_stride && product.n * product.k >= 4096
+    product.m <= MAX_ROWS && !product.accumulates && one_stride && product.n * product.k >= 4096
 }
 
 /// Writes the product to `output`, a contiguous matrix.

@@ -15,6 +15,7 @@ use candle_core::{DType, Tensor};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use super::accumulate::over_memory;
 use super::parallel::{MIN_WORK_FOR_THREADS, SharedPtr};
 use super::{Assembly, contiguous, first_element, reserve};
 use crate::error::Result;
@@ -41,6 +42,25 @@ pub fn batched_matmul(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Res
     batched_matmul_bias(a, b, batch, inner, None)
 }
 
+/// As [`batched_matmul`] of factors in f16 or bf16, with the sums in f32 as they are before they would be rounded: terms of a
+/// larger sum. Reads the factors in their own type.
+///
+/// # Panics
+/// If sizes or types differ, or the factors have another type.
+pub fn batched_matmul_f32(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Result<Tensor> {
+    let product = BatchedProduct::new(a, b, batch, inner)?;
+    let output = Assembly::new(TensorMeta { shape: product.shape.clone(), dtype: DType::F32 })?;
+    // SAFETY: the output has room for every product; all of it is written; the type is that of the tensors.
+    unsafe {
+        match a.dtype() {
+            DType::BF16 => product.multiply_all::<bf16, f32>(None, output.range(0))?,
+            DType::F16 => product.multiply_all::<f16, f32>(None, output.range(0))?,
+            other => unreachable!("sums of {other:?}, which are not rounded to f32"),
+        }
+        Ok(output.finish())
+    }
+}
+
 /// As [`batched_matmul`], and adds a bias to every row of the product, rounded once with it.
 ///
 /// The bias has the type of the factors and the dimensions `[columns..]`.
@@ -55,24 +75,61 @@ pub fn batched_matmul_bias(
     bias: Option<&Tensor>,
 ) -> Result<Tensor> {
     let dtype = a.dtype();
-    let rows = a.dims().len() - inner;
-    let shape = [&a.dims()[..rows], &b.dims()[batch + inner..]].concat();
-    let (a, b) = (MatrixBatch::new(a, batch, rows)?, MatrixBatch::new(b, batch, batch + inner)?);
-    assert!(a.sizes[0] == b.sizes[0] && a.sizes[2] == b.sizes[1], "product of {:?} and {:?}", a.sizes, b.sizes);
-    assert!(a.tensor.dtype() == b.tensor.dtype(), "product of {:?} and {:?}", a.tensor.dtype(), b.tensor.dtype());
+    let product = BatchedProduct::new(a, b, batch, inner)?;
     let bias = bias.map(contiguous).transpose()?;
-    assert!(bias.as_ref().is_none_or(|bias| bias.elem_count() == b.sizes[2] && bias.dtype() == dtype), "{bias:?}");
-    let output = Assembly::new(TensorMeta { shape, dtype })?;
+    let columns = product.b.sizes[2];
+    assert!(bias.as_ref().is_none_or(|bias| bias.elem_count() == columns && bias.dtype() == dtype), "{bias:?}");
+    let output = Assembly::new(TensorMeta { shape: product.shape.clone(), dtype })?;
     // SAFETY: the output has room for every product; all of it is written; the type is that of the tensors.
     unsafe {
         match dtype {
-            DType::F64 => multiply_all::<f64>(&a, &b, bias.as_ref(), output.range(0))?,
-            DType::F32 => multiply_all::<f32>(&a, &b, bias.as_ref(), output.range(0))?,
-            DType::BF16 => multiply_all::<bf16>(&a, &b, bias.as_ref(), output.range(0))?,
-            DType::F16 => multiply_all::<f16>(&a, &b, bias.as_ref(), output.range(0))?,
+            DType::F64 => product.multiply_all::<f64, f64>(bias.as_ref(), output.range(0))?,
+            DType::F32 => product.multiply_all::<f32, f32>(bias.as_ref(), output.range(0))?,
+            DType::BF16 => product.multiply_all::<bf16, bf16>(bias.as_ref(), output.range(0))?,
+            DType::F16 => product.multiply_all::<f16, f16>(bias.as_ref(), output.range(0))?,
             other => unreachable!("a product of {other:?}, which callers convert"),
         }
         Ok(output.finish())
+    }
+}
+
+/// Adds a product to `target` in place: the blocks of the sum over `inner` dimensions are added to what it holds, one by one.
+///
+/// As [`batched_matmul`] otherwise. `target` is contiguous, has the shape of the product and the type of the factors, f32 or
+/// f64; no other tensor uses its memory.
+///
+/// # Panics
+/// If sizes or types differ, or `target` is not contiguous.
+pub fn add_batched_matmul(target: &Tensor, a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Result<()> {
+    let product = BatchedProduct { accumulates: true, ..BatchedProduct::new(a, b, batch, inner)? };
+    assert!(target.dims() == product.shape && target.dtype() == a.dtype(), "{:?} and {:?}", target, product.shape);
+    // SAFETY: the target has an element for each of the product, of this type, and is locked for writing.
+    over_memory(target, |first| unsafe {
+        match target.dtype() {
+            DType::F64 => product.multiply_all::<f64, f64>(None, first.cast()),
+            DType::F32 => product.multiply_all::<f32, f32>(None, first.cast()),
+            other => unreachable!("a sum of {other:?}, which callers round"),
+        }
+    })
+}
+
+/// Two batches of matrices whose sizes fit, and the shape of their product.
+struct BatchedProduct {
+    a: MatrixBatch,
+    b: MatrixBatch,
+    shape: Vec<usize>,
+    /// Whether it is added to what the result holds.
+    accumulates: bool,
+}
+
+impl BatchedProduct {
+    fn new(a: &Tensor, b: &Tensor, batch: usize, inner: usize) -> Result<Self> {
+        assert!(a.dtype() == b.dtype(), "product of {:?} and {:?}", a.dtype(), b.dtype());
+        let rows = a.dims().len() - inner;
+        let shape = [&a.dims()[..rows], &b.dims()[batch + inner..]].concat();
+        let (a, b) = (MatrixBatch::new(a, batch, rows)?, MatrixBatch::new(b, batch, batch + inner)?);
+        assert!(a.sizes[0] == b.sizes[0] && a.sizes[2] == b.sizes[1], "product of {:?} and {:?}", a.sizes, b.sizes);
+        Ok(BatchedProduct { a, b, shape, accumulates: false })
     }
 }
 
@@ -112,45 +169,52 @@ fn merged_stride(dims: &[usize], strides: &[usize]) -> Option<usize> {
     Some(walked.map_or(1, |(stride, _)| stride))
 }
 
-/// Writes all products to `output`, one contiguous matrix after the other.
-///
-/// # Safety
-/// The tensors have elements of type `S`, and there is room for the products.
-unsafe fn multiply_all<S: MatmulElement>(
-    a: &MatrixBatch,
-    b: &MatrixBatch,
-    bias: Option<&Tensor>,
-    output: *mut S,
-) -> Result<()>
-where
-    S::Wide: Vectorized + Real,
-{
-    let ([count, m, k], n) = (a.sizes, b.sizes[2]);
-    let guards = [&a.tensor, &b.tensor].map(Tensor::storage_and_layout);
-    let [left, right] = guards
-        .each_ref()
-        .map(|(storage, layout)| SharedPtr::new(first_element(storage, layout).0.cast::<S>().cast_mut()));
-    let bias = bias.map(|bias| wide_elements::<S>(bias)).transpose()?;
-    let bias = bias.as_ref().map(|bias| SharedPtr::new(bias.as_ptr().cast_mut()));
-    let output = SharedPtr::new(output);
-    let one_product = |i: usize, threads: bool| -> Result<()> {
-        // SAFETY: strides and sizes are those of live tensors; the products do not overlap.
-        unsafe {
-            let product = MatrixProduct {
-                m,
-                n,
-                k,
-                left: Source { first: left.get().add(i * a.strides[0]), across: a.strides[1], along: a.strides[2] },
-                right: Source { first: right.get().add(i * b.strides[0]), across: b.strides[2], along: b.strides[1] },
-                bias: bias.map(|bias| bias.get().cast_const()),
-            };
-            multiply(product, output.get().add(i * m * n), threads)
+impl BatchedProduct {
+    /// Writes all products to `output`, one contiguous matrix after the other.
+    ///
+    /// # Safety
+    /// The tensors have elements of type `S`, and there is room for the products.
+    unsafe fn multiply_all<S: MatmulElement, O: MatmulElement<Wide = S::Wide>>(
+        &self,
+        bias: Option<&Tensor>,
+        output: *mut O,
+    ) -> Result<()>
+    where
+        S::Wide: Vectorized + Real,
+    {
+        let BatchedProduct { a, b, .. } = self;
+        let ([count, m, k], n) = (a.sizes, b.sizes[2]);
+        let guards = [&a.tensor, &b.tensor].map(Tensor::storage_and_layout);
+        let [left, right] = guards
+            .each_ref()
+            .map(|(storage, layout)| SharedPtr::new(first_element(storage, layout).0.cast::<S>().cast_mut()));
+        let bias = bias.map(|bias| wide_elements::<S>(bias)).transpose()?;
+        let bias = bias.as_ref().map(|bias| SharedPtr::new(bias.as_ptr().cast_mut()));
+        let output = SharedPtr::new(output);
+        let one_product = |i: usize, threads: bool| -> Result<()> {
+            // SAFETY: strides and sizes are those of live tensors; the products do not overlap.
+            unsafe {
+                let product = MatrixProduct {
+                    m,
+                    n,
+                    k,
+                    left: Source { first: left.get().add(i * a.strides[0]), across: a.strides[1], along: a.strides[2] },
+                    right: Source {
+                        first: right.get().add(i * b.strides[0]),
+                        across: b.strides[2],
+                        along: b.strides[1],
+                    },
+                    bias: bias.map(|bias| bias.get().cast_const()),
+                    accumulates: self.accumulates,
+                };
+                multiply(product, output.get().add(i * m * n), threads)
+            }
+        };
+        let is_large = (m * n).saturating_mul(k * count) / MULTIPLICATIONS_PER_UNIT >= MIN_WORK_FOR_THREADS;
+        match (is_large && rayon::current_num_threads() > 1, count) {
+            (true, 2..) => (0..count).into_par_iter().try_for_each(|i| one_product(i, false)),
+            (threads, _) => (0..count).try_for_each(|i| one_product(i, threads)),
         }
-    };
-    let is_large = (m * n).saturating_mul(k * count) / MULTIPLICATIONS_PER_UNIT >= MIN_WORK_FOR_THREADS;
-    match (is_large && rayon::current_num_threads() > 1, count) {
-        (true, 2..) => (0..count).into_par_iter().try_for_each(|i| one_product(i, false)),
-        (threads, _) => (0..count).try_for_each(|i| one_product(i, threads)),
     }
 }
 
@@ -255,6 +319,15 @@ mod tests {
                     assert_eq!(numbers(&batched_matmul(&a, &b, 0, 1).unwrap()), rounded(&plain), "{case}");
                     let got = batched_matmul_bias(&a, &b, 0, 1, Some(&bias)).unwrap();
                     assert_eq!(numbers(&got), rounded(&sums), "{case}");
+                    if matches!(dtype, DType::F32 | DType::F64) {
+                        let target = integers([m, n], 4, dtype);
+                        let expected: Vec<f64> = numbers(&target).iter().zip(&plain).map(|(x, y)| x + y).collect();
+                        add_batched_matmul(&target, &a, &b, 0, 1).unwrap();
+                        assert_eq!(numbers(&target), expected, "{case}");
+                    } else {
+                        let got = batched_matmul_f32(&a, &b, 0, 1).unwrap();
+                        assert_eq!((got.dtype(), numbers(&got)), (DType::F32, plain), "{case}");
+                    }
                 }
             }
         }

@@ -17,4 +17,6 @@ pub(super) struct MatrixProduct<S: MatmulElement> {
     pub(super) right: Source<S>,
     /// A row that is added to every row of the result.
     pub(super) bias: Option<*const S::Wide>,
+    /// Whether the product is added to what the result holds. Without a bias.
+    pub(super) accumulates: bool,
 }

@@ -1,5 +1,7 @@
 //! The inner loop of a product: a tile of the result, held in registers while a panel of each factor is read.
 
+use std::mem::MaybeUninit;
+
 use super::registers::Register;
 
 /// Registers per row of a tile.
@@ -84,21 +86,71 @@ unsafe fn sized_tile<V: Register, const R: usize, const N: usize>(
             left = left.add(R);
             right = right.add(N * V::COUNT);
         }
+        if tile.columns < N * V::COUNT {
+            return store_parts(&spilled(&sums), tile, store);
+        }
+        // Loops of constant length over few instructions: they are unrolled, so that the sums never leave their registers.
+        match store {
+            Store::Overwrite => {
+                for (r, sums) in sums.iter().enumerate() {
+                    for (n, &sum) in sums.iter().enumerate() {
+                        sum.store(tile.first.add(r * tile.stride + n * V::COUNT));
+                    }
+                }
+            }
+            Store::Accumulate => {
+                for (r, sums) in sums.iter().enumerate() {
+                    for (n, &sum) in sums.iter().enumerate() {
+                        let to = tile.first.add(r * tile.stride + n * V::COUNT);
+                        V::load(to).add(sum).store(to);
+                    }
+                }
+            }
+            Store::AddRow(summand) => {
+                for (r, sums) in sums.iter().enumerate() {
+                    for (n, &sum) in sums.iter().enumerate() {
+                        let row = V::load(summand.add(n * V::COUNT));
+                        row.add(sum).store(tile.first.add(r * tile.stride + n * V::COUNT));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The sums of a tile in memory of their own: loops that index them would keep the sums themselves in memory.
+#[inline(always)]
+unsafe fn spilled<V: Register, const R: usize, const N: usize>(sums: &[[V; N]; R]) -> [[V; N]; R] {
+    let mut copy = MaybeUninit::<[[V; N]; R]>::uninit();
+    let first = copy.as_mut_ptr().cast::<V>();
+    // SAFETY: every element is written.
+    unsafe {
+        for (r, sums) in sums.iter().enumerate() {
+            for (n, &sum) in sums.iter().enumerate() {
+                first.add(r * N + n).write(sum);
+            }
+        }
+        copy.assume_init()
+    }
+}
+
+/// Stores a tile whose last columns fill no register.
+///
+/// # Safety
+/// As [`multiply_panels`].
+#[inline(always)]
+unsafe fn store_parts<V: Register, const R: usize, const N: usize>(
+    sums: &[[V; N]; R],
+    tile: Tile<V::Element>,
+    store: Store<V::Element>,
+) {
+    // SAFETY: the caller's promises.
+    unsafe {
         for (r, sums) in sums.iter().enumerate() {
             let row = tile.first.add(r * tile.stride);
             for (n, &sum) in sums.iter().enumerate() {
-                let valid = tile.columns - n * V::COUNT;
-                if valid >= V::COUNT {
-                    let to = row.add(n * V::COUNT);
-                    match store {
-                        Store::Overwrite => sum,
-                        Store::Accumulate => V::load(to).add(sum),
-                        Store::AddRow(summand) => V::load(summand.add(n * V::COUNT)).add(sum),
-                    }
-                    .store(to);
-                } else {
-                    store_part(sum, row.add(n * V::COUNT), valid, store, n * V::COUNT);
-                }
+                let valid = (tile.columns - n * V::COUNT).min(V::COUNT);
+                store_part(sum, row.add(n * V::COUNT), valid, store, n * V::COUNT);
             }
         }
     }

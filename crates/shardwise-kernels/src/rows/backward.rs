@@ -2,11 +2,12 @@
 
 use std::mem::MaybeUninit;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, WithDType};
 
 use super::{
     CHAIN, NormKind, RowFloat, RowWriter, in_type_of, over_rows, per_element, rows_and_width, scratch_of, sum, write,
 };
+use crate::accumulate::{AddSlices, over_memory};
 use crate::error::Result;
 use crate::parallel::SharedPtr;
 use crate::simd::{self, Kernel};
@@ -45,7 +46,24 @@ pub fn layer_norm_backward_rows(
     g: &Tensor,
     eps: f64,
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    norm_backward(NormKind::Layer, x, weight, g, eps)
+    norm_backward(NormKind::Layer, x, weight, g, eps, None)
+}
+
+/// As [`layer_norm_backward_rows`], and adds the gradient of the input to `sum`, in place, instead of returning it.
+///
+/// `sum` is contiguous, of the shape and type of `x`, which is f32 or f64; no other tensor uses its memory.
+///
+/// # Panics
+/// If `sum` is not so.
+pub fn add_layer_norm_backward_rows(
+    sum: &Tensor,
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    g: &Tensor,
+    eps: f64,
+) -> Result<(Tensor, Tensor)> {
+    let (_, dweight, dbias) = norm_backward(NormKind::Layer, x, weight, g, eps, Some(sum))?;
+    Ok((dweight, dbias))
 }
 
 /// Gradients of RMS norm with respect to input and, if there is one, weight, given the input `x` and the gradient `g` of the
@@ -58,22 +76,61 @@ pub fn rms_norm_backward_rows(
     g: &Tensor,
     eps: f64,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let (dx, dweight, _) = norm_backward(NormKind::RootMeanSquare, x, weight, g, eps)?;
+    let (dx, dweight, _) = norm_backward(NormKind::RootMeanSquare, x, weight, g, eps, None)?;
     Ok((dx, weight.map(|_| dweight)))
 }
 
+/// As [`rms_norm_backward_rows`], and adds the gradient of the input to `sum`, as [`add_layer_norm_backward_rows`] does.
+///
+/// # Panics
+/// As `add_layer_norm_backward_rows`.
+pub fn add_rms_norm_backward_rows(
+    sum: &Tensor,
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    g: &Tensor,
+    eps: f64,
+) -> Result<Option<Tensor>> {
+    let (_, dweight, _) = norm_backward(NormKind::RootMeanSquare, x, weight, g, eps, Some(sum))?;
+    Ok(weight.map(|_| dweight))
+}
+
+/// The gradients of input, weight and bias; that of the input is added to `sum`, if there is one, and `sum` returned.
 fn norm_backward(
     norm: NormKind,
     x: &Tensor,
     weight: Option<&Tensor>,
     g: &Tensor,
     eps: f64,
+    sum: Option<&Tensor>,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let Some(sum) = sum else { return norm_backward_to(norm, x, weight, g, eps, None) };
+    assert!(sum.dims() == x.dims() && sum.dtype() == x.dtype(), "{sum:?} and {x:?}");
+    let mut found = None;
+    over_memory(sum, |first| {
+        found = Some(norm_backward_to(norm, x, weight, g, eps, Some(SharedPtr::new(first)))?);
+        Ok(())
+    })?;
+    let (_, dweight, dbias) = found.expect("computed above");
+    Ok((sum.clone(), dweight, dbias))
+}
+
+/// As [`norm_backward`]; `sum` is the address of a sum of the shape and type of `x`, which nobody else uses.
+fn norm_backward_to(
+    norm: NormKind,
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    g: &Tensor,
+    eps: f64,
+    sum: Option<SharedPtr<u8>>,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     in_type_of!(x, T => {
+        // Sums in place are not rounded on the way.
+        assert!(sum.is_none() || x.dtype() == T::DTYPE, "{:?}", x.dtype());
         let (count, width) = rows_and_width(x);
         let dtype = weight.map_or(x.dtype(), Tensor::dtype);
         let weight = weight.map(|w| per_element::<T>(w, width)).transpose()?;
-        let target = RowWriter::new(x.dtype(), count, width)?;
+        let target = RowWriter::new(x.dtype(), if sum.is_some() { 0 } else { count }, width)?;
         // Every block of rows has sums of its own, which are added in order: the bits do not depend on threads.
         let block = count.div_ceil(MAX_BLOCKS).max(MIN_BLOCK_ROWS);
         let blocks = count.div_ceil(block);
@@ -93,9 +150,15 @@ fn norm_backward(
             // writes the whole row.
             unsafe {
                 let sums = sums.assume_init_mut();
-                target.write(i, converted, |out| {
-                    simd::run(NormBackward { norm, x, weight, g, eps, normal, scaled, sums, out });
-                });
+                if let Some(sum) = sum {
+                    simd::run(NormBackward { norm, x, weight, g, eps, normal, scaled, sums, out: converted });
+                    let to = std::slice::from_raw_parts_mut(sum.get().cast::<T>().add(i * width), width);
+                    simd::run(AddSlices { to, from: converted.assume_init_ref() });
+                } else {
+                    target.write(i, converted, |out| {
+                        simd::run(NormBackward { norm, x, weight, g, eps, normal, scaled, sums, out });
+                    });
+                }
                 if (row_in_block + 1) % CHAIN == 0 || i + 1 == end || i + 1 == count {
                     let totals = std::slice::from_raw_parts_mut(first.get().add(i / block * 2 * width), 2 * width);
                     simd::run(FlushSums { sums, totals });
@@ -107,8 +170,9 @@ fn norm_backward(
             totals.iter_mut().zip(block).for_each(|(total, sum)| *total += sum);
         }
         let (dweight, dbias) = totals.split_at(width);
+        let shape = if sum.is_some() { &[0][..] } else { x.dims() };
         // SAFETY: every row was written.
-        Ok((unsafe { target.finish(x.dims()) }, one_row(dweight, dtype)?, one_row(dbias, dtype)?))
+        Ok((unsafe { target.finish(shape) }, one_row(dweight, dtype)?, one_row(dbias, dtype)?))
     })
 }
 
@@ -302,6 +366,17 @@ mod tests {
                         }
                     };
                     assert_close(&got, &dx, &x, precision);
+                    if matches!(x.dtype(), DType::F32 | DType::F64) {
+                        // The gradient in place of a sum: twice the gradient, from memory that holds it once.
+                        let sum = got.copy().unwrap();
+                        match norm {
+                            NormKind::Layer => drop(add_layer_norm_backward_rows(&sum, &x, weight, &g, 1e-2).unwrap()),
+                            NormKind::RootMeanSquare => {
+                                drop(add_rms_norm_backward_rows(&sum, &x, weight, &g, 1e-2).unwrap());
+                            }
+                        }
+                        assert_eq!(rows(&sum), rows(&(&got + &got).unwrap()));
+                    }
                     assert_close(&got_weight, &dweight.collect::<Vec<_>>(), &x, precision);
                     assert_close(&got_bias, &dbias, &x, precision);
                 }

@@ -146,13 +146,13 @@ impl<T: RowFloat> Kernel for LogSumExp<'_, T> {
     }
 }
 
-struct NormForward<'a, T> {
-    norm: NormKind,
-    row: &'a [T],
-    weight: Option<&'a [T]>,
-    bias: Option<&'a [T]>,
-    eps: f64,
-    out: &'a mut [MaybeUninit<T>],
+pub(super) struct NormForward<'a, T> {
+    pub(super) norm: NormKind,
+    pub(super) row: &'a [T],
+    pub(super) weight: Option<&'a [T]>,
+    pub(super) bias: Option<&'a [T]>,
+    pub(super) eps: f64,
+    pub(super) out: &'a mut [MaybeUninit<T>],
 }
 
 impl<T: RowFloat> Kernel for NormForward<'_, T> {

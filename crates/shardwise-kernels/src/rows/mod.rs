@@ -7,11 +7,14 @@
 
 mod backward;
 mod forward;
+mod residual;
 
 pub use backward::{
-    layer_norm_backward_rows, log_softmax_backward_rows, rms_norm_backward_rows, softmax_backward_rows,
+    add_layer_norm_backward_rows, add_rms_norm_backward_rows, layer_norm_backward_rows, log_softmax_backward_rows,
+    rms_norm_backward_rows, softmax_backward_rows,
 };
 pub use forward::{layer_norm_rows, log_softmax_rows, logsumexp_rows, rms_norm_rows, softmax_rows};
+pub use residual::{add_layer_norm_rows, add_rms_norm_rows};
 
 use std::array::from_fn;
 use std::mem::MaybeUninit;

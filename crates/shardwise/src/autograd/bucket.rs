@@ -11,8 +11,11 @@ use crate::placement::{Placement, ReduceOp};
 use crate::tensor::DTensor;
 use shardwise_kernels::{concat, contiguous, placeholder};
 
-/// Bytes of the largest bucket; a larger gradient is reduced alone. 25 MiB is the default of PyTorch's DDP.
+/// Bytes of the largest bucket. 25 MiB is the default of PyTorch's DDP.
 const MAX_BUCKET_BYTES: usize = 25 << 20;
+
+/// Gradients of at least this many bytes are reduced alone: packing them would take longer than another collective.
+const MIN_BYTES_ALONE: usize = 1 << 20;
 
 /// The collective that a gradient needs.
 #[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
@@ -65,6 +68,10 @@ fn kind(from: &Layout, to: &Layout) -> Option<(BucketKind, Vec<usize>)> {
     if axes.is_empty() || !axes.iter().all(is_partial) || !alike {
         return None;
     }
+    // A sum of one term needs no reduction, and no copy in a bucket.
+    if axes.iter().all(|&axis| from.mesh().shape()[axis] == 1) {
+        return None;
+    }
     if axes.iter().all(|&axis| to.placements()[axis].is_replicate()) {
         return Some((BucketKind::AllReduce, axes));
     }
@@ -76,13 +83,15 @@ fn kind(from: &Layout, to: &Layout) -> Option<(BucketKind, Vec<usize>)> {
     last.then_some((BucketKind::ReduceScatter, axes))
 }
 
-/// Divides the members into buckets of at most [`MAX_BUCKET_BYTES`].
+/// Divides the members into buckets of at most [`MAX_BUCKET_BYTES`]; large gradients are alone.
 fn fill(members: &[usize], wanted: &[(DTensor, Layout)]) -> Vec<Vec<usize>> {
     let mut buckets: Vec<(usize, Vec<usize>)> = Vec::new();
+    let mut alone = Vec::new();
     for &i in members {
         // The size of the whole tensor, an upper bound that is the same on all ranks, so that all form the same buckets.
         let bytes = wanted[i].0.elem_count() * reduction_dtype(wanted[i].0.dtype()).size_in_bytes();
         match buckets.last_mut() {
+            _ if bytes >= MIN_BYTES_ALONE => alone.push(vec![i]),
             Some((size, bucket)) if *size + bytes <= MAX_BUCKET_BYTES => {
                 *size += bytes;
                 bucket.push(i);
@@ -90,7 +99,7 @@ fn fill(members: &[usize], wanted: &[(DTensor, Layout)]) -> Vec<Vec<usize>> {
             _ => buckets.push((bytes, vec![i])),
         }
     }
-    buckets.into_iter().map(|(_, bucket)| bucket).collect()
+    buckets.into_iter().map(|(_, bucket)| bucket).chain(alone).collect()
 }
 
 /// The type in which gradients are reduced: half precision in f32.
@@ -139,8 +148,8 @@ fn reduce(kind: BucketKind, axes: &[usize], parts: &[&(DTensor, Layout)], site: 
         let n = count(&shape);
         let local = match mesh.world().is_dry() || n == 0 {
             true => placeholder(&TensorMeta { shape, dtype: reduced_as })?,
-            // Copied, so that a gradient does not keep the bucket alive.
-            false => reduced.narrow(0, start, n)?.force_contiguous()?.reshape(shape)?,
+            // A view: all gradients of a bucket are used by the same step, and a copy would be one more pass over them.
+            false => reduced.narrow(0, start, n)?.reshape(shape)?,
         };
         start += n;
         moved.push(DTensor::from_held(mesh, layout.clone(), local, dtype, tensor.origin().clone())?);

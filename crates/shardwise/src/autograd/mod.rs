@@ -7,6 +7,7 @@ mod local_map;
 pub use checkpoint_activations::checkpoint_activations;
 pub use local_map::local_map;
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -226,7 +227,7 @@ impl Gradients {
     pub fn accumulate(mut self, other: Gradients) -> Result<Gradients> {
         for (number, (node, gradient)) in other.leaves {
             let sum = match self.leaves.remove(&number) {
-                Some((_, so_far)) => so_far.add(&gradient)?,
+                Some((_, so_far)) => so_far.plus(gradient)?,
                 None => gradient,
             };
             self.leaves.insert(number, (node, sum));
@@ -370,9 +371,14 @@ fn backward_pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<
             found.leaves.insert(number, (node, gradient));
             continue;
         };
-        let saved = SavedTensors { node: &node, recording: &recording };
+        let sums = take_sums(&recording, &mut open);
+        let saved = SavedTensors { node: &node, recording: &recording, sums: RefCell::new(sums) };
         let inputs = in_gradient(true, || recording.backward.run(&saved, &gradients))?;
         debug_assert_eq!(inputs.len(), recording.parents.len(), "{}", recording.backward.name());
+        // Sums that were not added to a gradient come before it.
+        for (parent, sum) in recording.parents.iter().zip(saved.sums.take()) {
+            arrived.extend(parent.clone().zip(sum));
+        }
         for (i, (parent, gradient)) in recording.parents.iter().zip(inputs).enumerate() {
             if let (Some(parent), Some(gradient)) = (parent, gradient) {
                 debug_assert_eq!(gradient.shape(), saved.shape(i), "input {i} of {}", recording.backward.name());
@@ -395,6 +401,12 @@ fn backward_pass(seeds: Vec<(Tape, DTensor)>, first: u64, keep: bool) -> Result<
 /// Calls whose outputs have gradients and whose backward pass has not run, by number, with these gradients so far.
 type OpenCalls = BTreeMap<u64, (Arc<TapeNode>, Vec<Option<DTensor>>)>;
 
+/// Takes the sums of the gradients that the inputs of a call have so far, so that its backward pass can add to them in place.
+fn take_sums(recording: &Recording, open: &mut OpenCalls) -> Vec<Option<DTensor>> {
+    let mut take = |parent: &Tape| open.get_mut(&parent.node.number)?.1[parent.output].take();
+    recording.parents.iter().map(|parent| take(parent.as_ref()?)).collect()
+}
+
 /// Adds new gradients to those of the same outputs.
 fn add_up(open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
     for (tape, gradient) in arrived.drain(..) {
@@ -402,7 +414,7 @@ fn add_up(open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()
         let (_, gradients) = open.entry(tape.node.number).or_insert_with(new);
         let slot = &mut gradients[tape.output];
         *slot = Some(match slot.take() {
-            Some(sum) => sum.add(&gradient)?,
+            Some(sum) => sum.plus(gradient)?,
             None => gradient,
         });
     }
@@ -412,16 +424,10 @@ fn add_up(open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()
 /// Completes the gradient of a leaf to which its last use has contributed: adds the contributions, those in `open` and the new ones
 /// in `arrived`, and shards the sum like the leaf.
 fn complete_leaf(leaf: Arc<TapeNode>, open: &mut OpenCalls, arrived: &mut Vec<(Tape, DTensor)>) -> Result<()> {
-    let mut own = Vec::new();
-    arrived.retain(|(tape, gradient)| {
-        let is_own = Arc::ptr_eq(&tape.node, &leaf);
-        if is_own {
-            own.push(gradient.clone());
-        }
-        !is_own
-    });
+    let is_own = |(tape, _): &mut (Tape, DTensor)| Arc::ptr_eq(&tape.node, &leaf);
+    let own: Vec<DTensor> = arrived.extract_if(.., is_own).map(|(_, gradient)| gradient).collect();
     let before = open.get_mut(&leaf.number).and_then(|(_, gradients)| gradients[0].take());
-    let Some(sum) = before.into_iter().chain(own).map(Ok).reduce(|a, b| a?.add(&b?)).transpose()? else {
+    let Some(sum) = before.into_iter().chain(own).map(Ok).reduce(|a, b| a?.plus(b?)).transpose()? else {
         return Ok(());
     };
     let gradient = shard_like_leaf(sum, leaf.layout(0))?;

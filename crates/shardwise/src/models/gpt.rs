@@ -176,7 +176,8 @@ impl Gpt {
 impl GptBlock {
     fn new(builder: &Builder, config: &GptConfig) -> Result<Self> {
         let GptConfig { d_model: width, n_heads: heads, d_ff, layer_norm_eps: eps, dropout, .. } = *config;
-        let attention = AttentionConfig { width, heads, key_heads: heads, causal: true, rotary: None, bias: true };
+        let attention =
+            AttentionConfig { width, heads, key_heads: heads, causal: true, bias: true, ..AttentionConfig::default() };
         Ok(GptBlock {
             before_attention: LayerNorm::new(&builder.child("before_attention"), width, eps)?,
             attention: MultiHeadAttention::new(&builder.child("attention"), attention)?,
@@ -192,8 +193,8 @@ impl Forward for GptBlock {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         self.hooks.run(x, |x| {
             let attended = self.attention.forward(&self.before_attention.forward(x)?)?;
-            let x = x.add(&self.dropout.forward(&attended)?)?;
-            let fed_forward = self.mlp.forward(&self.before_mlp.forward(&x)?)?;
+            let (x, normal) = self.before_mlp.forward_residual(x, &self.dropout.forward(&attended)?)?;
+            let fed_forward = self.mlp.forward(&normal)?;
             x.add(&self.dropout.forward(&fed_forward)?)
         })
     }

@@ -187,7 +187,7 @@ impl LlamaBlock {
         let LlamaConfig { d_model: width, n_heads: heads, n_kv_heads: key_heads, d_ff, rms_norm_eps: eps, .. } =
             *config;
         let rotary = Some(RotaryEmbedding { base: config.rope_theta });
-        let attention = AttentionConfig { width, heads, key_heads, causal: true, rotary, bias: false };
+        let attention = AttentionConfig { width, heads, key_heads, causal: true, rotary, ..AttentionConfig::default() };
         Ok(LlamaBlock {
             before_attention: RmsNorm::new(&builder.child("before_attention"), width, eps)?,
             attention: MultiHeadAttention::new(&builder.child("attention"), attention)?,
@@ -203,8 +203,8 @@ impl Forward for LlamaBlock {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         self.hooks.run(x, |x| {
             let attended = self.attention.forward(&self.before_attention.forward(x)?)?;
-            let x = x.add(&self.dropout.forward(&attended)?)?;
-            let fed_forward = self.mlp.forward(&self.before_mlp.forward(&x)?)?;
+            let (x, normal) = self.before_mlp.forward_residual(x, &self.dropout.forward(&attended)?)?;
+            let fed_forward = self.mlp.forward(&normal)?;
             x.add(&self.dropout.forward(&fed_forward)?)
         })
     }

@@ -3,7 +3,7 @@
 use super::build::Builder;
 use super::hints::Heads;
 use super::linear::{Linear, layer};
-use super::module::{Forward, Hooks};
+use super::module::{Forward, Hooks, TrainingMode};
 use crate::error::{ErrorKind, Result};
 use crate::ops::AttentionOptions;
 use crate::tensor::DTensor;
@@ -27,6 +27,15 @@ impl Forward for RotaryEmbedding {
 }
 
 /// Sizes and options of a [`MultiHeadAttention`].
+///
+/// By default one head of no features without a mask; write the sizes and what differs:
+///
+/// ```
+/// use shardwise::nn::AttentionConfig;
+///
+/// // A layer of Mistral, whose positions see themselves and 4095 before.
+/// let config = AttentionConfig { width: 4096, heads: 32, key_heads: 8, causal: true, window: Some(4095), ..Default::default() };
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionConfig {
     /// Features of input and output.
@@ -44,6 +53,31 @@ pub struct AttentionConfig {
     pub rotary: Option<RotaryEmbedding>,
     /// Whether the linear layers have a bias.
     pub bias: bool,
+    /// How many positions before its own a query sees, as in [`AttentionOptions::window`]; by default all.
+    #[doc(alias = "sliding_window")]
+    pub window: Option<usize>,
+    /// Smooth bound of the scores, as in [`AttentionOptions::soft_cap`]; by default none.
+    #[doc(alias = "attn_logit_softcapping")]
+    pub soft_cap: Option<f64>,
+    /// Dropout probability of the attention probabilities in training; none in evaluation ([`Module::eval`](super::Module::eval)).
+    #[doc(alias = "attention_dropout")]
+    pub dropout: f64,
+}
+
+impl Default for AttentionConfig {
+    fn default() -> Self {
+        AttentionConfig {
+            width: 0,
+            heads: 1,
+            key_heads: 1,
+            causal: false,
+            rotary: None,
+            bias: false,
+            window: None,
+            soft_cap: None,
+            dropout: 0.0,
+        }
+    }
 }
 
 /// Multi-head attention over `[batch, length, width]`, also with fewer key heads than query heads (grouped-query).
@@ -63,22 +97,30 @@ pub struct MultiHeadAttention {
     /// Input and output hooks; see [` Hooks`].
     pub hooks: Hooks,
     heads: Heads,
+    training_mode: TrainingMode,
     config: AttentionConfig,
 }
 
-layer!(MultiHeadAttention { query, key, value, output, heads, hooks });
+layer!(MultiHeadAttention { query, key, value, output, heads, training_mode, hooks });
 
 impl MultiHeadAttention {
     /// Builds the layer.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if the sizes are not multiples of each other.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the sizes are not multiples of each other, the dropout is not at least 0 and
+    /// below 1, or the soft cap is not above 0.
     pub fn new(builder: &Builder, config: AttentionConfig) -> Result<Self> {
         let AttentionConfig { width, heads, key_heads, bias, .. } = config;
         if heads == 0 || key_heads == 0 || !width.is_multiple_of(heads) || !heads.is_multiple_of(key_heads) {
             let found = format!("width {width}, {heads} query heads and {key_heads} key heads");
             let needed = "a width that is a multiple of the heads, and these of the key heads";
             return Err(ErrorKind::Model.error("attention", found, needed, "change the numbers of heads"));
+        }
+        let AttentionConfig { dropout, soft_cap, .. } = config;
+        if !(0.0..1.0).contains(&dropout) || soft_cap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
+            let found = format!("dropout {dropout} and soft cap {soft_cap:?}");
+            let needed = "a dropout of at least 0 and below 1, and a soft cap above 0";
+            return Err(ErrorKind::Model.error("attention", found, needed, "correct the configuration"));
         }
         let size = width / heads;
         let linear = |name: &str, inputs: usize, outputs: usize| match bias {
@@ -92,6 +134,7 @@ impl MultiHeadAttention {
             output: linear("output", width, width)?,
             hooks: builder.hooks(),
             heads: Heads { query: heads, key: key_heads },
+            training_mode: TrainingMode::default(),
             config,
         })
     }
@@ -105,7 +148,8 @@ impl MultiHeadAttention {
     }
 
     fn mix(&self, x: &DTensor, context: &DTensor, mask: Option<&DTensor>) -> Result<DTensor> {
-        let AttentionConfig { heads, key_heads, causal, rotary, .. } = self.config;
+        let AttentionConfig { heads, key_heads, causal, rotary, window, soft_cap, .. } = self.config;
+        let dropout = if self.training_mode.is_training() { self.config.dropout } else { 0.0 };
         let split_heads = |t: DTensor, heads: usize| t.unflatten(-1, &[heads as isize, -1])?.transpose(-3, -2);
         let rotated = |t: DTensor| rotary.map_or(Ok(t.clone()), |rotary| rotary.forward(&t));
         let queries = rotated(split_heads(self.query.forward(x)?, heads)?)?;
@@ -114,7 +158,7 @@ impl MultiHeadAttention {
         let mixed = queries.scaled_dot_product_attention(
             &keys,
             &values,
-            AttentionOptions { causal, mask, ..AttentionOptions::default() },
+            AttentionOptions { causal, mask, window, soft_cap, dropout, ..AttentionOptions::default() },
         )?;
         self.output.forward(&mixed.transpose(-3, -2)?.flatten(-2, -1)?)
     }

@@ -128,6 +128,25 @@ impl Hooks {
         })
     }
 
+    /// Runs a norm of `x + branch`: `fused`, which returns the sum and its norm, in the scope of the module; or, if hooks or a
+    /// replacement have to see the sum, the addition and then `forward`.
+    #[track_caller]
+    pub(super) fn run_residual(
+        &self,
+        x: &DTensor,
+        branch: &DTensor,
+        forward: &dyn Fn(&DTensor) -> Result<DTensor>,
+        fused: &dyn Fn(&DTensor, &DTensor) -> Result<(DTensor, DTensor)>,
+    ) -> Result<(DTensor, DTensor)> {
+        let RegisteredHooks { input, output, replacement, path } = self.0.lock().clone();
+        if input.is_empty() && output.is_empty() && replacement.is_none() {
+            return in_this_module(path, Location::caller(), || fused(x, branch));
+        }
+        let sum = x.add(branch)?;
+        let normal = forward(&sum)?;
+        Ok((sum, normal))
+    }
+
     /// As [`run`](Self::run), for a computation with more arguments than `x`, which a replacement does not have: an error if
     /// there is one.
     #[track_caller]

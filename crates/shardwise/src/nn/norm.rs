@@ -29,6 +29,18 @@ impl LayerNorm {
     }
 }
 
+impl LayerNorm {
+    /// Computes `x + branch` and the norm of the sum, in one pass over memory unless the layer has hooks or was replaced.
+    ///
+    /// Returns the sum and its norm: what a transformer block needs after a residual branch.
+    #[track_caller]
+    pub fn forward_residual(&self, x: &DTensor, branch: &DTensor) -> Result<(DTensor, DTensor)> {
+        self.hooks.run_residual(x, branch, &|sum| self.forward(sum), &|x, branch| {
+            x.add_layer_norm(branch, Some(&self.weight.get()), Some(&self.bias.get()), self.eps)
+        })
+    }
+}
+
 impl Forward for LayerNorm {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         self.hooks.run(x, |x| x.layer_norm(1, Some(&self.weight.get()), Some(&self.bias.get()), self.eps))
@@ -55,6 +67,16 @@ impl RmsNorm {
     /// Builds the layer for a last dimension of size `features`; the weight starts with ones.
     pub fn new(builder: &Builder, features: usize, eps: f64) -> Result<Self> {
         Ok(RmsNorm { weight: builder.param("weight", &[features], Init::ONES)?, hooks: builder.hooks(), eps })
+    }
+}
+
+impl RmsNorm {
+    /// Computes `x + branch` and the norm of the sum, as [`LayerNorm::forward_residual`] does.
+    #[track_caller]
+    pub fn forward_residual(&self, x: &DTensor, branch: &DTensor) -> Result<(DTensor, DTensor)> {
+        self.hooks.run_residual(x, branch, &|sum| self.forward(sum), &|x, branch| {
+            x.add_rms_norm(branch, Some(&self.weight.get()), self.eps)
+        })
     }
 }
 

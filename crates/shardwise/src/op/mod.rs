@@ -28,8 +28,10 @@ use crate::module_scope::user_site;
 use crate::rank_context::rank_context;
 use crate::redistribute::BoxExchange;
 use crate::rule::{Decision, RequiredInput, Signature};
-use crate::tensor::{Backward, DTensor, SaveForBackward, SavedTensors, check_metas, check_room};
-use shardwise_kernels::placeholder;
+use crate::tensor::{
+    Backward, DTensor, SaveForBackward, SavedTensors, check_metas, check_room, is_in_gradient, is_recording,
+};
+use shardwise_kernels::{placeholder, same_storage};
 use widening::{convert_inputs, held_types};
 
 /// An operator together with its non-tensor arguments: sharding rule, local kernel and gradient.
@@ -390,6 +392,53 @@ pub fn apply<O: Op>(op: &O, inputs: &[&DTensor]) -> Result<Vec<DTensor>> {
 
 /// Executes an operator on tensors of one mesh: the one entry point of all operators.
 pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result<Vec<DTensor>> {
+    execute(op, inputs, site, None)
+}
+
+/// A sum to which an operator can add its first output in the same pass over memory, see [`dispatch_onto`].
+struct OntoSum<'a> {
+    sum: &'a mut Option<DTensor>,
+    kernel: OntoKernel<'a>,
+    halves: bool,
+}
+
+/// Runs a kernel that adds its first output to the local part of a sum, in place if the flag says that nothing else uses its memory,
+/// and returns all outputs.
+pub(crate) type OntoKernel<'a> = &'a dyn Fn(&Tensor, bool, &[Tensor], &KernelContext<'_>) -> Result<Vec<Tensor>>;
+
+/// Executes an operator of a backward pass as [`dispatch`] does, and adds `sum` to its first output with `kernel`: then `sum` is `None`
+/// afterwards. Leaves it where the layout or the type of the output is another, or the pass is recorded. `halves`: whether
+/// the kernel adds half-precision numbers, too.
+///
+/// Whether the sum is added depends on layouts and types alone, so it is the same on all ranks; whether it is in place does not change
+/// the result.
+pub(crate) fn dispatch_onto<O: Op>(
+    op: &O,
+    inputs: &[&DTensor],
+    sum: &mut Option<DTensor>,
+    kernel: OntoKernel<'_>,
+    halves: bool,
+    site: Site,
+) -> Result<Vec<DTensor>> {
+    let onto = sum.is_some().then_some(OntoSum { sum, kernel, halves });
+    execute(op, inputs, site, onto)
+}
+
+impl<'a> OntoSum<'a> {
+    /// Takes the sum if it has the layout and the type of the output.
+    fn take(self, output: &Layout, meta: &TensorMeta, held: DType) -> Option<(DTensor, OntoKernel<'a>)> {
+        let Self { sum, kernel, halves } = self;
+        let fits = |sum: &mut DTensor| {
+            let types = [sum.dtype(), meta.dtype, held];
+            let added = matches!(held, DType::F32 | DType::F64) || halves && held.is_float();
+            sum.layout() == output && types.iter().all(|t| *t == sum.held_for_kernel().dtype()) && added
+        };
+        let sum = if is_recording() || is_detecting() { None } else { sum.take_if(fits) };
+        sum.map(|sum| (sum, kernel))
+    }
+}
+
+fn execute<O: Op>(op: &O, inputs: &[&DTensor], site: Site, onto: Option<OntoSum<'_>>) -> Result<Vec<DTensor>> {
     check_one_mesh(op.name(), inputs, site)?;
     let mesh = inputs[0].device_mesh();
     let (prepared, call) = prepare_call(op, inputs).map_err(|e| name_call(e, op.name(), inputs, site))?;
@@ -397,7 +446,7 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
     let mut locals: SmallVec<[Tensor; 3]> = SmallVec::new();
     for (input, transfer) in inputs.iter().zip(&prepared.transfers) {
         locals.push(match transfer {
-            InputTransfer::Ready => input.held().clone(),
+            InputTransfer::Ready => input.held_for_kernel().clone(),
             _ => record_implicit_operator(op.name(), || transfer.run(&input.detach(), dry, site))?,
         });
     }
@@ -408,7 +457,10 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
         mesh.world().flops().add(op.flops(&held, &made));
     }
     let held = held_types(op.accumulation(), inputs, &locals, &prepared.decision.outputs, &prepared.locals);
-    let outputs = match dry || !mesh.contains(rank) {
+    let outputs = &prepared.decision.outputs;
+    let onto = onto.and_then(|onto| onto.take(outputs.first()?, prepared.locals.first()?, *held.first()?));
+    let computes = !dry && mesh.contains(rank);
+    let outputs = match !computes {
         true => {
             let shapes = prepared.locals.iter().zip(&held);
             shapes
@@ -424,13 +476,30 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
                 rank,
             };
             convert_inputs(op.accumulation(), inputs, &mut locals, &held, &prepared.locals)?;
-            let made = op.run(&locals, &place).and_then(|made| checked_results(made, &prepared.locals, &held));
+            let made = match &onto {
+                None => op.run(&locals, &place),
+                Some((sum, kernel)) => kernel(sum.held_for_kernel(), sum.is_exclusive(), &locals, &place),
+            };
+            let made = made.and_then(|made| checked_results(made, &prepared.locals, &held));
             made.map_err(|e| name_call(e, op.name(), inputs, site))?
         }
     };
+    let shares = match computes && is_in_gradient() && !is_recording() {
+        true => Some(shared_memory(inputs, &locals, &outputs)),
+        false => None,
+    };
     let origin = Origin::operator(op.name(), call, inputs.iter().map(|t| t.origin()), inputs[0].shape());
     let wrap = |(index, ((layout, meta), local)): (usize, ((&Layout, &TensorMeta), Tensor))| {
-        DTensor::from_held(mesh, layout.clone(), local, meta.dtype, origin.output(index))
+        let mut origin = origin.output(index);
+        if let (0, Some((sum, _))) = (index, &onto) {
+            origin = Origin::operator("add", call, [sum.origin(), &origin].into_iter(), sum.shape());
+        }
+        let output = DTensor::from_held(mesh, layout.clone(), local, meta.dtype, origin)?;
+        // What is added to a sum is in memory of the sum, or in new memory.
+        if shares.as_ref().is_some_and(|shares| !shares[index]) || onto.is_some() && index == 0 {
+            output.set_exclusive();
+        }
+        Ok(output)
     };
     let described = prepared.decision.outputs.iter().zip(&prepared.locals);
     let outputs = described.zip(outputs).enumerate().map(wrap).collect::<Result<Vec<DTensor>>>()?;
@@ -447,6 +516,21 @@ pub(crate) fn dispatch<O: Op>(op: &O, inputs: &[&DTensor], site: Site) -> Result
         })),
         Gradient::NotDifferentiable => Ok(outputs),
     }
+}
+
+/// Per output whether it uses memory of an input or of another output; such an input is no longer exclusive.
+fn shared_memory(inputs: &[&DTensor], locals: &[Tensor], outputs: &[Tensor]) -> SmallVec<[bool; 3]> {
+    let shared = |(index, output): (usize, &Tensor)| {
+        let mut shares = outputs[..index].iter().any(|other| same_storage(output, other));
+        for (input, local) in inputs.iter().zip(locals) {
+            if same_storage(output, local) {
+                input.held();
+                shares = true;
+            }
+        }
+        shares
+    };
+    outputs.iter().enumerate().map(shared).collect()
 }
 
 /// Fails if the operands of an operator are on different meshes.

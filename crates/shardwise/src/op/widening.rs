@@ -16,6 +16,9 @@ use crate::tensor::{DTensor, accumulates, is_in_gradient};
 pub enum Accumulation {
     /// Half precision accumulates in f32: the kernel gets its inputs converted to f32. f32 and f64 stay as they are.
     InF32,
+    /// Types as with `InF32`, but the kernel gets its inputs unconverted, and returns its result in the type of
+    /// [`KernelContext::output_dtype`](super::KernelContext::output_dtype): for kernels that read half precision and sum in f32.
+    InF32FromAnyType,
     /// Half precision accumulates in f32 and, except in a backward pass, f32 in f64. The kernel gets its inputs unconverted and
     /// returns its result in the type of [`KernelContext::output_dtype`](super::KernelContext::output_dtype).
     Exact,
@@ -48,7 +51,8 @@ pub(super) fn held_types(
     let held = |(layout, meta): (&Layout, &TensorMeta)| {
         let own = match (accumulation, meta.dtype) {
             _ if !meta.dtype.is_float() || !accumulates(layout) => return meta.dtype,
-            (Accumulation::InF32 | Accumulation::Exact, DType::F16 | DType::BF16) => DType::F32,
+            (Accumulation::OneTerm, dtype) => dtype,
+            (_, DType::F16 | DType::BF16) => DType::F32,
             // A gradient of a weight is as large as the weight: in f64 it would take twice the memory and the bytes.
             (Accumulation::Exact, DType::F32) if !is_in_gradient() => DType::F64,
             (_, dtype) => dtype,
@@ -71,7 +75,7 @@ pub(super) fn convert_inputs(
     for (input, local) in inputs.iter().zip(locals.iter_mut()) {
         let wanted = match widened {
             // The kernel accepts terms in the type in which they are held.
-            Some(_) if accumulation == Accumulation::Exact => continue,
+            Some(_) if matches!(accumulation, Accumulation::Exact | Accumulation::InF32FromAnyType) => continue,
             Some(wide) if local.dtype().is_float() => wider(wide, local.dtype()),
             Some(_) => continue,
             // No output is held in a wider type: inputs are converted to the type of their tensor.

@@ -115,7 +115,7 @@ impl Op for LinearBias {
             let leading: Vec<isize> = (0..g.ndim() as isize - 1).collect();
             let needs = |i: usize, of: &dyn Fn() -> Result<DTensor>| saved.needs_input_grad(i).then(of).transpose();
             Ok(vec![
-                needs(0, &|| g.linear_input_gradient(&saved.input(1)))?,
+                needs(0, &|| saved.with_sum(0, |sum| g.linear_input_gradient(&saved.input(1), sum)))?,
                 needs(1, &|| g.linear_weight_gradient(&saved.input(0)))?,
                 needs(2, &|| if leading.is_empty() { Ok(g.clone()) } else { g.sum(&leading, false) })?,
             ])

@@ -7,18 +7,19 @@ use std::sync::LazyLock;
 
 use candle_core::{DType, Tensor};
 
+use super::accumulate::target;
 use super::contraction::order;
 use super::equation::{Equation, Label, Term, batch, distinct, letters, size_of};
 use super::{OpEntry, SampleInput, dtype};
 use crate::error::{ErrorKind, Result};
 use crate::layout::{Runs, TensorMeta};
-use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, name_call};
+use crate::op::{Accumulation, Gradient, KernelContext, Op, OpPlan, dispatch, dispatch_onto, name_call};
 use crate::placement::Placement;
 use crate::rule::Signature;
 use crate::tensor::{DTensor, SaveForBackward, SavedTensors};
 use shardwise_kernels::{
-    DimReduction, IndexRange, NO_INDEX, batched_matmul as matrix_product, contiguous, index_select, reduce_dims,
-    with_slice,
+    DimReduction, IndexRange, NO_INDEX, add_assign, add_batched_matmul, batched_matmul as matrix_product,
+    batched_matmul_f32, contiguous, index_select, reduce_dims, with_slice,
 };
 
 /// The dimensions of matrix products.
@@ -177,12 +178,13 @@ impl DTensor {
         multiply("einsum", Equation::new(inputs, leading().chain(letters("n"))), false, &[self, weight])
     }
 
-    /// The gradient of the input of a linear layer: this one of its result, `[..., out]`, times the weight, `[out, in]`.
+    /// The gradient of the input of a linear layer: this one of its result, `[..., out]`, times the weight, `[out, in]`. Adds
+    /// `sum` if it is in the layout of the gradient, and takes it then.
     #[track_caller]
-    pub(super) fn linear_input_gradient(&self, weight: &DTensor) -> Result<DTensor> {
+    pub(super) fn linear_input_gradient(&self, weight: &DTensor, sum: &mut Option<DTensor>) -> Result<DTensor> {
         let leading = || batch(self.ndim() - 1);
         let inputs = [leading().chain(letters("n")).collect(), letters("nk").collect()];
-        multiply("einsum", Equation::new(inputs, leading().chain(letters("k"))), false, &[self, weight])
+        multiply_onto(sum, Equation::new(inputs, leading().chain(letters("k"))), false, &[self, weight])
     }
 
     /// The gradient of the weight of a linear layer: this one of its result, `[..., out]`, times the input, `[..., in]`, summed
@@ -206,6 +208,21 @@ fn named(name: &'static str, equation: &'static Equation, a: &DTensor, b: &DTens
 fn multiply(name: &'static str, equation: Equation, stretches: bool, inputs: &[&DTensor]) -> Result<DTensor> {
     let op = Einsum { name, equation: Cow::Owned(equation), stretches };
     Ok(dispatch(&op, inputs, Location::caller())?.swap_remove(0))
+}
+
+/// Dispatches a product of a backward pass, and adds `sum` if it is in the layout of the product: then it is `None` afterwards.
+#[track_caller]
+fn multiply_onto(
+    sum: &mut Option<DTensor>,
+    equation: Equation,
+    stretches: bool,
+    inputs: &[&DTensor],
+) -> Result<DTensor> {
+    let op = Einsum { name: "einsum", equation: Cow::Owned(equation), stretches };
+    let kernel = |sum: &Tensor, is_exclusive: bool, inputs: &[Tensor], context: &KernelContext<'_>| {
+        Ok(vec![op.run_onto(&target(sum, is_exclusive)?, inputs, context)?])
+    };
+    Ok(dispatch_onto(&op, inputs, sum, &kernel, false, Location::caller())?.swap_remove(0))
 }
 
 /// The product of three or more tensors, two at a time.
@@ -271,20 +288,30 @@ impl Op for Einsum {
         Ok(OpPlan { signature, outputs: vec![TensorMeta { shape, dtype }] })
     }
 
+    fn accumulation(&self) -> Accumulation {
+        Accumulation::InF32FromAnyType
+    }
+
     fn run(&self, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Vec<Tensor>> {
+        let dtype = context.output_dtype(0);
+        let sums_f32 = self.sums_f32(inputs, dtype);
         // The common case skips the analysis of the equation.
         if let [a, b] = inputs
             && self.equation.is_matrix_product
             && a.dims()[1] == b.dims()[0]
             && a.dtype() == b.dtype()
-            && a.dtype().is_float()
+            && (a.dtype() == dtype || sums_f32)
+            && dtype.is_float()
             && a.elem_count() * b.elem_count() > 0
         {
-            return Ok(vec![matrix_product(a, b, 0, 1)?]);
+            return Ok(vec![if sums_f32 { batched_matmul_f32(a, b, 0, 1)? } else { matrix_product(a, b, 0, 1)? }]);
         }
-        let dtype = inputs.iter().map(Tensor::dtype).reduce(dtype::promote).expect("at least one input");
         // Integers are computed in i64 and wrap at the end, as their partial sums do.
-        let work = if dtype.is_float() { dtype } else { DType::I64 };
+        let work = match dtype.is_float() {
+            true if sums_f32 => inputs[0].dtype(),
+            true => dtype,
+            false => DType::I64,
+        };
         let mut factors = Vec::with_capacity(inputs.len());
         for (i, (x, term)) in inputs.iter().zip(&self.equation.inputs).enumerate() {
             let held = |d: usize| context.input_runs(i, d);
@@ -295,7 +322,8 @@ impl Op for Einsum {
             [(x, term)] => sum_to(x, term, &output)?,
             [a, b] => {
                 let (a, b) = (without_stretched(a, b)?, without_stretched(b, a)?);
-                product(&a.0, &a.1, &b.0, &b.1, &output)?
+                let result = if sums_f32 { ProductResult::SumsF32 } else { ProductResult::OfFactorType };
+                product(&a.0, &a.1, &b.0, &b.1, &output, result)?
             }
             _ => unreachable!("longer products are taken apart"),
         };
@@ -328,6 +356,39 @@ impl Op for Einsum {
 }
 
 impl Einsum {
+    /// As `run`, with the product added to `sum`.
+    fn run_onto(&self, sum: &Tensor, inputs: &[Tensor], context: &KernelContext<'_>) -> Result<Tensor> {
+        let Equation { inputs: terms, output, .. } = &*self.equation;
+        let simple = |term: &Term| distinct(term) == *term;
+        if let ([a, b], [left, right]) = (inputs, &terms[..])
+            && [a, b].iter().all(|x| x.dtype() == sum.dtype() && !x.dims().contains(&0))
+            && [left, right, output].into_iter().all(simple)
+        {
+            let (a, b) = ((a.clone(), left.clone()), (b.clone(), right.clone()));
+            let (a, b) = (without_stretched(&a, &b)?, without_stretched(&b, &a)?);
+            product(&a.0, &a.1, &b.0, &b.1, output, ProductResult::AddTo(sum))?;
+        } else {
+            add_assign(sum, &self.run(inputs, context)?[0])?;
+        }
+        Ok(sum.clone())
+    }
+
+    /// Whether the result holds sums in f32 of products of two half-precision factors, which the kernel reads in their type. A
+    /// label that one factor alone would sum over first, since the other lacks it or broadcasts, needs wider factors.
+    fn sums_f32(&self, inputs: &[Tensor], output: DType) -> bool {
+        let ([a, b], [left, right]) = (inputs, &self.equation.inputs[..]) else { return false };
+        if output != DType::F32 || a.dtype() != b.dtype() || !matches!(a.dtype(), DType::F16 | DType::BF16) {
+            return false;
+        }
+        let met = |x: &Tensor, term: &Term, other: &Tensor, other_term: &Term| {
+            term.iter().zip(x.dims()).all(|(label, n)| {
+                let in_other = other_term.iter().position(|l| l == label).map(|d| other.dims()[d]);
+                in_other == Some(*n) || self.equation.output.contains(label)
+            })
+        };
+        met(a, left, b, right) && met(b, right, a, left)
+    }
+
     /// The gradient of one factor: the product of the gradient of the result and the other factors, summed over the labels that
     /// this factor lacks.
     #[track_caller]
@@ -344,7 +405,7 @@ impl Einsum {
             |label: Label| others.iter().filter_map(|&o| size(o, label)).find(|&n| n != 1).unwrap_or(extent(label));
         let elsewhere =
             |label: Label| output.contains(&label) || others.iter().any(|&o| size(o, label) == Some(extent(label)));
-        let target: Term =
+        let wanted: Term =
             own.iter().copied().filter(|&label| extent(label) == largest(label) && elsewhere(label)).collect();
         // If this factor is sharded, a smaller factor that is partial is reduced first: otherwise the larger product would be.
         let scattered = |(p, own): (&Placement, &Placement)| p.is_partial() && own.is_shard(None);
@@ -357,8 +418,14 @@ impl Einsum {
         let factors = others.iter().map(factor).collect::<Result<Vec<DTensor>>>()?;
         let inputs: Vec<&DTensor> = std::iter::once(gradient).chain(&factors).collect();
         let inputs_terms = std::iter::once(output).chain(others.iter().map(|&o| &terms[o])).cloned();
-        let mut product = multiply("einsum", Equation::new(inputs_terms, target.iter().copied()), true, &inputs)?;
-        for (d, &label) in own.iter().enumerate().filter(|(_, label)| !target.contains(label)) {
+        let product = Equation::new(inputs_terms, wanted.iter().copied());
+        // The product is the gradient itself, and can be added to a sum, unless dimensions or the type have to be changed.
+        let is_gradient = wanted == *term && gradient.dtype() == saved.dtype(i);
+        let mut product = match is_gradient {
+            true => saved.with_sum(i, |sum| multiply_onto(sum, product, true, &inputs))?,
+            false => multiply("einsum", product, true, &inputs)?,
+        };
+        for (d, &label) in own.iter().enumerate().filter(|(_, label)| !wanted.contains(label)) {
             product = product.unsqueeze(d as isize)?;
             if extent(label) != 1 {
                 let mut sizes = vec![-1; product.ndim()];
@@ -454,7 +521,14 @@ fn sum_to(x: &Tensor, term: &[Label], target: &[Label]) -> Result<Tensor> {
 
 /// The product of two tensors as a batch of matrix products: labels of both tensors are the batch if the target has them, and
 /// summed over if not.
-fn product(a: &Tensor, a_term: &[Label], b: &Tensor, b_term: &[Label], target: &[Label]) -> Result<Tensor> {
+fn product(
+    a: &Tensor,
+    a_term: &[Label],
+    b: &Tensor,
+    b_term: &[Label],
+    target: &[Label],
+    result: ProductResult<'_>,
+) -> Result<Tensor> {
     let of = |term: &[Label], wanted: &dyn Fn(&Label) -> bool| term.iter().copied().filter(wanted).collect::<Term>();
     // Labels that only one tensor has, and the target lacks, are summed over first.
     let a_kept = of(a_term, &|l| b_term.contains(l) || target.contains(l));
@@ -476,16 +550,40 @@ fn product(a: &Tensor, a_term: &[Label], b: &Tensor, b_term: &[Label], target: &
     let made = joined([&batch, &rows, &columns]);
     let shape: Vec<usize> = made.iter().map(size).collect();
     let multiplied = if shape.contains(&0) || inner.iter().map(size).any(|n| n == 0) {
-        Tensor::zeros(shape, a.dtype(), a.device())?
+        let dtype = if matches!(result, ProductResult::SumsF32) { DType::F32 } else { a.dtype() };
+        Tensor::zeros(shape, dtype, a.device())?
     } else {
         let left = arranged(&a, &a_kept, joined([&batch, &rows, &inner]))?;
         let right = arranged(&b, &b_kept, joined([&batch, &inner, &columns]))?;
         match left.dtype() {
             DType::I64 => whole_product(&left, &right, batch.len(), inner.len())?,
-            _ => matrix_product(&left, &right, batch.len(), inner.len())?,
+            _ => match result {
+                ProductResult::OfFactorType => matrix_product(&left, &right, batch.len(), inner.len())?,
+                ProductResult::SumsF32 => batched_matmul_f32(&left, &right, batch.len(), inner.len())?,
+                ProductResult::AddTo(sum) if made[..] == *target => {
+                    add_batched_matmul(sum, &left, &right, batch.len(), inner.len())?;
+                    return Ok(sum.clone());
+                }
+                ProductResult::AddTo(_) => matrix_product(&left, &right, batch.len(), inner.len())?,
+            },
         }
     };
-    arranged(&multiplied, &made, target.iter().copied().collect())
+    let arranged = arranged(&multiplied, &made, target.iter().copied().collect())?;
+    if let ProductResult::AddTo(sum) = result {
+        add_assign(sum, &arranged)?;
+    }
+    Ok(arranged)
+}
+
+/// Where a product of two factors goes, and in which type.
+#[derive(Clone, Copy)]
+enum ProductResult<'a> {
+    /// A new tensor of the type of the factors.
+    OfFactorType,
+    /// A new tensor of f32 sums of half-precision factors.
+    SumsF32,
+    /// Added to a tensor in place.
+    AddTo(&'a Tensor),
 }
 
 /// The product of integers; dimensions as in [`matrix_product`].

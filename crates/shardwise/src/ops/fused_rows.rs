@@ -5,21 +5,23 @@ use std::panic::Location;
 
 use candle_core::Tensor;
 
+use super::accumulate::target;
 use super::scalar::Scalar;
 use crate::error::Result;
 use crate::layout::TensorMeta;
-use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch};
+use crate::op::{Gradient, KernelContext, Op, OpPlan, dispatch, dispatch_onto};
 use crate::placement::ReduceOp;
 use crate::rule::{DimSharding, Signature};
 use crate::tensor::{DTensor, SaveForBackward, SavedTensors, is_recording};
 use shardwise_kernels::rows::{
-    layer_norm_backward_rows, layer_norm_rows, log_softmax_backward_rows, log_softmax_rows, logsumexp_rows,
-    rms_norm_backward_rows, rms_norm_rows, softmax_backward_rows, softmax_rows,
+    add_layer_norm_backward_rows, add_rms_norm_backward_rows, layer_norm_backward_rows, layer_norm_rows,
+    log_softmax_backward_rows, log_softmax_rows, logsumexp_rows, rms_norm_backward_rows, rms_norm_rows,
+    softmax_backward_rows, softmax_rows,
 };
 
 /// A fused function of every row. Inputs of norms: the tensor, then optionally a weight, then optionally a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum RowOp {
+pub(super) enum RowOp {
     Softmax,
     LogSoftmax,
     LogSumExp,
@@ -30,7 +32,7 @@ enum RowOp {
 /// The backward pass of a [`RowOp`]. Inputs: the result of a softmax, or the input (and weight) of a norm; then the gradient of
 /// the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct RowOpBackward(RowOp);
+pub(super) struct RowOpBackward(pub(super) RowOp);
 
 impl DTensor {
     /// Whether `dim` is the last dimension, not sharded, of a floating-point tensor.
@@ -81,7 +83,7 @@ impl DTensor {
         rows(RowOp::RmsNorm(Scalar(eps)), &inputs).map(Some)
     }
 
-    fn fits_fused_kernel(&self, inputs: &[&DTensor]) -> bool {
+    pub(super) fn fits_fused_kernel(&self, inputs: &[&DTensor]) -> bool {
         let vector = |t: &&DTensor| t.dtype() == self.dtype() && t.shape() == &self.shape()[self.ndim() - 1..];
         self.holds_whole_rows(-1) && inputs[1..].iter().all(vector)
     }
@@ -165,7 +167,17 @@ impl RowOp {
             return self.formula(saved, g);
         }
         let inputs: Vec<&DTensor> = kept.iter().chain([g]).collect();
-        let found = dispatch(&RowOpBackward(*self), &inputs, Location::caller())?;
+        let op = RowOpBackward(*self);
+        let site = Location::caller();
+        let found = match self {
+            RowOp::LayerNorm(_) | RowOp::RmsNorm(_) => saved.with_sum(0, |sum| {
+                let kernel = |sum: &Tensor, is_exclusive: bool, inputs: &[Tensor], _: &KernelContext<'_>| {
+                    op.run_onto(&target(sum, is_exclusive)?, inputs)
+                };
+                dispatch_onto(&op, &inputs, sum, &kernel, false, site)
+            })?,
+            _ => dispatch(&op, &inputs, site)?,
+        };
         Ok(found.into_iter().map(Some).take(saved.num_inputs()).collect())
     }
 
@@ -173,7 +185,7 @@ impl RowOp {
     #[track_caller]
     fn formula(&self, saved: &SavedTensors<'_>, g: &DTensor) -> Result<Vec<Option<DTensor>>> {
         let over = |t: &DTensor| t.sum(&[-1], true);
-        let eps = match self {
+        match self {
             RowOp::Softmax => {
                 let y = saved.output(0);
                 return Ok(vec![Some(y.mul(&g.sub(&over(&g.mul(&y)?)?)?)?)]);
@@ -183,27 +195,54 @@ impl RowOp {
                 return Ok(vec![Some(g.sub(&y.exp()?.mul(&over(g)?)?)?)]);
             }
             RowOp::LogSumExp => unreachable!("has one formula"),
-            RowOp::LayerNorm(eps) | RowOp::RmsNorm(eps) => eps.0,
+            RowOp::LayerNorm(_) | RowOp::RmsNorm(_) => {}
+        }
+        let weight = (saved.num_inputs() > 1).then(|| saved.input(1));
+        let found = self.norm_formula(&saved.input(0), weight.as_ref(), g)?;
+        Ok(found.into_iter().take(saved.num_inputs()).map(Some).collect())
+    }
+
+    /// The gradients of the input of a norm, of the weight if there is one, and of the bias, in terms of differentiable operators.
+    #[track_caller]
+    pub(super) fn norm_formula(&self, x: &DTensor, weight: Option<&DTensor>, g: &DTensor) -> Result<Vec<DTensor>> {
+        let (eps, is_layer) = match self {
+            RowOp::LayerNorm(eps) => (eps.0, true),
+            RowOp::RmsNorm(eps) => (eps.0, false),
+            other => unreachable!("{other:?} is no norm"),
         };
-        let x = saved.input(0);
-        let centred = if matches!(self, RowOp::LayerNorm(_)) { x.sub(&x.mean(&[-1], true)?)? } else { x };
+        let centred = if is_layer { x.sub(&x.mean(&[-1], true)?)? } else { x.clone() };
         let scale = centred.square()?.mean(&[-1], true)?.add_scalar(eps)?.rsqrt()?;
         let normal = centred.mul(&scale)?;
-        let weighted = if saved.num_inputs() > 1 { g.mul(&saved.input(1))? } else { g.clone() };
+        let weighted = weight.map_or(Ok(g.clone()), |weight| g.mul(weight))?;
         let mut inner = weighted.sub(&normal.mul(&weighted.mul(&normal)?.mean(&[-1], true)?)?)?;
-        if matches!(self, RowOp::LayerNorm(_)) {
+        if is_layer {
             inner = inner.sub(&weighted.mean(&[-1], true)?)?;
         }
         let others: Vec<isize> = (0..g.ndim() as isize - 1).collect();
         let summed = |t: &DTensor| if others.is_empty() { Ok(t.clone()) } else { t.sum(&others, false) };
-        let mut found = vec![Some(inner.mul(&scale)?)];
-        if saved.num_inputs() > 1 {
-            found.push(Some(summed(&g.mul(&normal)?)?));
-        }
-        if saved.num_inputs() > 2 {
-            found.push(Some(summed(g)?));
+        let mut found = vec![inner.mul(&scale)?];
+        if weight.is_some() {
+            found.push(summed(&g.mul(&normal)?)?);
+            found.push(summed(g)?);
         }
         Ok(found)
+    }
+}
+
+impl RowOpBackward {
+    /// As `run` of a norm, with the gradient of its input added to `sum`.
+    pub(super) fn run_onto(self, sum: &Tensor, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+        let (x, g) = (&inputs[0], &inputs[inputs.len() - 1]);
+        let weight = inputs[1..inputs.len() - 1].first();
+        let first = std::iter::once(sum.clone());
+        Ok(match self.0 {
+            RowOp::LayerNorm(eps) => {
+                let (dweight, dbias) = add_layer_norm_backward_rows(sum, x, weight, g, eps.0)?;
+                first.chain([dweight, dbias]).collect()
+            }
+            RowOp::RmsNorm(eps) => first.chain(add_rms_norm_backward_rows(sum, x, weight, g, eps.0)?).collect(),
+            _ => unreachable!("a sum for norms alone"),
+        })
     }
 }
 

@@ -1,5 +1,6 @@
 //! The operators of [`DTensor`](crate::DTensor), one family per file: methods, sharding rule, kernel, gradient. [`ops`] lists them all.
 
+mod accumulate;
 mod affine;
 mod attention;
 mod band;
@@ -27,6 +28,7 @@ mod operators;
 mod override_rule;
 mod parametrized;
 mod reduce;
+mod residual;
 mod reshape;
 mod scalar;
 mod scan;
@@ -54,7 +56,7 @@ pub fn ops() -> impl Iterator<Item = &'static OpEntry> {
 }
 
 /// All operators by family. The order is that of `shardwise ops`.
-static OPS: [&[OpEntry]; 25] = [
+static OPS: [&[OpEntry]; 26] = [
     unary::OPS,
     parametrized::OPS,
     binary::OPS,
@@ -63,6 +65,7 @@ static OPS: [&[OpEntry]; 25] = [
     affine::OPS,
     reduce::OPS,
     normalization::OPS,
+    residual::OPS,
     loss::OPS,
     view::OPS,
     reshape::OPS,

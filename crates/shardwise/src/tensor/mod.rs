@@ -32,7 +32,7 @@ pub(crate) use tape::{
 
 use std::hash::{Hash, Hasher};
 use std::panic::Location;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device, Tensor};
@@ -96,6 +96,8 @@ struct TensorValue {
     held: Tensor,
     /// `held` converted to the type of the tensor, computed when first asked for.
     rounded: OnceLock<Tensor>,
+    /// Whether the memory of `held` was allocated for this tensor alone, and no other tensor has been given it since.
+    is_exclusive: AtomicBool,
     origin: Origin,
 }
 
@@ -130,6 +132,7 @@ impl DTensor {
             dtype,
             held,
             rounded: OnceLock::new(),
+            is_exclusive: AtomicBool::new(false),
             origin,
         };
         mesh.world().memory().take(value.bytes());
@@ -270,7 +273,8 @@ impl DTensor {
 
     /// The local part in the type of the tensor, without a copy: for reading only.
     pub(crate) fn local(&self) -> &Tensor {
-        let TensorValue { mesh, dtype, held, rounded, .. } = &*self.value;
+        let TensorValue { mesh, dtype, rounded, .. } = &*self.value;
+        let held = self.held();
         if held.dtype() == *dtype {
             return held;
         }
@@ -280,7 +284,26 @@ impl DTensor {
     /// The local part in the possibly wider type in which it is held, without a copy: for reading only; see
     /// [`to_local`](Self::to_local).
     pub(crate) fn held(&self) -> &Tensor {
+        // Whoever has the memory may keep it.
+        if self.value.is_exclusive.load(Relaxed) {
+            self.value.is_exclusive.store(false, Relaxed);
+        }
         &self.value.held
+    }
+
+    /// As [`held`](Self::held), for a kernel, which keeps no handle to the memory of its inputs unless it returns one.
+    pub(crate) fn held_for_kernel(&self) -> &Tensor {
+        &self.value.held
+    }
+
+    /// States that the memory of the local part was allocated for this tensor alone.
+    pub(crate) fn set_exclusive(&self) {
+        self.value.is_exclusive.store(true, Relaxed);
+    }
+
+    /// Whether this handle is the only way to the memory of the local part, so that its owner may write to it.
+    pub(crate) fn is_exclusive(&self) -> bool {
+        self.value.is_exclusive.load(Relaxed) && Arc::strong_count(&self.value) == 1
     }
 
     /// The same value with the terms of a partial f32 sum held in f64. Detached from the autograd graph.

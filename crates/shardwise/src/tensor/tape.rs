@@ -1,5 +1,6 @@
 //! The tape of autograd: a graph of recorded calls, each with its backward pass.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -39,6 +40,32 @@ pub enum SaveForBackward {
     Outputs,
     /// All inputs and outputs.
     All,
+    /// Some inputs and some outputs, by their positions.
+    Only {
+        /// Positions of inputs; those that a call does not have are ignored.
+        inputs: &'static [usize],
+        /// Positions of outputs.
+        outputs: &'static [usize],
+    },
+}
+
+impl SaveForBackward {
+    fn saves_input(self, i: usize) -> bool {
+        match self {
+            SaveForBackward::Nothing | SaveForBackward::Outputs => false,
+            SaveForBackward::Inputs | SaveForBackward::All => true,
+            SaveForBackward::Input(saved) => saved == i,
+            SaveForBackward::Only { inputs, .. } => inputs.contains(&i),
+        }
+    }
+
+    fn saves_output(self, i: usize) -> bool {
+        match self {
+            SaveForBackward::Nothing | SaveForBackward::Inputs | SaveForBackward::Input(_) => false,
+            SaveForBackward::Outputs | SaveForBackward::All => true,
+            SaveForBackward::Only { outputs, .. } => outputs.contains(&i),
+        }
+    }
 }
 
 /// The place of a tensor in the graph: an output of a recorded call, or a leaf.
@@ -191,14 +218,10 @@ impl DTensor {
         if !is_recording() || inputs.iter().all(|t| t.tape.is_none()) {
             return outputs;
         }
-        let input = |i: usize| {
-            matches!(saves, SaveForBackward::Inputs | SaveForBackward::All) || saves == SaveForBackward::Input(i)
-        };
-        let output = matches!(saves, SaveForBackward::Outputs | SaveForBackward::All);
         let recording = Recording {
             parents: inputs.iter().map(|t| t.tape.clone().filter(|_| t.dtype().is_float())).collect(),
-            inputs: inputs.iter().enumerate().map(|(i, t)| RecordedTensor::new(t, input(i))).collect(),
-            outputs: outputs.iter().map(|t| RecordedTensor::new(t, output)).collect(),
+            inputs: inputs.iter().enumerate().map(|(i, t)| RecordedTensor::new(t, saves.saves_input(i))).collect(),
+            outputs: outputs.iter().enumerate().map(|(i, t)| RecordedTensor::new(t, saves.saves_output(i))).collect(),
             backward: backward(),
         };
         let node = Arc::new(TapeNode {
@@ -261,6 +284,8 @@ impl TapeNode {
 pub struct SavedTensors<'a> {
     pub(crate) node: &'a Arc<TapeNode>,
     pub(crate) recording: &'a Recording,
+    /// Per input the sum of the gradients that it has from later calls, if any.
+    pub(crate) sums: RefCell<Vec<Option<DTensor>>>,
 }
 
 impl SavedTensors<'_> {
@@ -285,6 +310,15 @@ impl SavedTensors<'_> {
     /// Number of inputs of the call.
     pub fn num_inputs(&self) -> usize {
         self.recording.inputs.len()
+    }
+
+    /// Calls `body` with the sum of the gradients that an input has from later calls. A body that takes the sum adds it to the
+    /// gradient that it returns, in one pass over memory.
+    pub(crate) fn with_sum<R>(&self, i: usize, body: impl FnOnce(&mut Option<DTensor>) -> R) -> R {
+        let mut sum = self.sums.borrow_mut()[i].take();
+        let result = body(&mut sum);
+        self.sums.borrow_mut()[i] = sum;
+        result
     }
 
     /// Whether the gradient of an input is needed; if not, skip computing it.

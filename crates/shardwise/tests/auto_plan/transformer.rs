@@ -27,7 +27,7 @@ const WORDS: usize = 96;
 
 impl Transformer {
     pub(crate) fn new(builder: &Builder, layers: usize) -> Result<Self> {
-        let sizes = AttentionConfig { width: WIDTH, heads: 4, key_heads: 4, causal: true, rotary: None, bias: false };
+        let sizes = AttentionConfig { width: WIDTH, heads: 4, key_heads: 4, causal: true, ..Default::default() };
         let layer = |builder: &Builder| {
             Ok(Layer {
                 before: RmsNorm::new(&builder.child("before"), WIDTH, 1e-6)?,

@@ -77,6 +77,8 @@ const CLASSES: &[(&str, Class)] = &[
     ("norm", Statistics(2, 3)),
     ("layer_norm", Statistics(2, 4)),
     ("rms_norm", Statistics(2, 3)),
+    ("add_layer_norm", Statistics(2, 4)),
+    ("add_rms_norm", Statistics(2, 3)),
     ("group_norm", Statistics(2, 4)),
     ("batch_norm", Statistics(4, 5)),
     ("batch_statistics", Statistics(2, 2)),

@@ -30,6 +30,11 @@ pub(crate) const LEFT_OUT: &[(&str, &str)] = &[
     ("masked_select", "its shape depends on elements; tests/indexing.rs compares it"),
     ("nonzero", "its shape depends on elements; tests/indexing.rs compares it"),
     ("batch_statistics", "mean and var, which are attacked, of every channel"),
+    (
+        "add_layer_norm",
+        "add and layer_norm, which are attacked, in one pass; tests/residual_norm.rs compares it with both",
+    ),
+    ("add_rms_norm", "add and rms_norm, which are attacked, in one pass; tests/residual_norm.rs compares it with both"),
     ("conv3d", "tests/convolutions.rs compares it with PyTorch for every placement"),
     ("conv_transpose1d", "tests/convolutions.rs compares it with PyTorch for every placement"),
     ("conv_transpose2d", "tests/convolutions.rs compares it with PyTorch for every placement"),
