@@ -14,10 +14,10 @@ use shardwise::plan::{DataParallel, ShardingPlanner, TensorParallel};
 use shardwise::prelude::*;
 use shardwise::text::{EncodedPair, Tokenizer};
 
+use crate::generate::WeightDtype;
 use crate::generate::dry::{loads, print_loads};
 use crate::generate::run::load_shown;
 use crate::generate::source::pretrained_config;
-use crate::generate::WeightDtype;
 use crate::{lines, processes};
 
 /// The options of `shardwise embed`.
@@ -118,7 +118,12 @@ fn prepare(options: &EmbedOptions) -> Result<EmbedJob> {
     let config = pretrained_config(&options.model)?;
     if !config.is_encoder() {
         let found = format!("{}, a causal language model ({})", options.model.display(), config.model_type());
-        return Err(ErrorKind::Model.error("model", found, "an encoder such as bert", "use `shardwise generate` for it"));
+        return Err(ErrorKind::Model.error(
+            "model",
+            found,
+            "an encoder such as bert",
+            "use `shardwise generate` for it",
+        ));
     }
     if options.batch_size == 0 {
         return Err(ErrorKind::Argument.error("batch-size", 0, "at least 1", "correct the option"));
@@ -184,7 +189,8 @@ fn read_sentences(path: &Path) -> Result<Vec<String>> {
 /// Loads the encoder and writes the embeddings. Collective; the first rank writes.
 fn on_rank(world: &World, job: &EmbedJob) -> Result<()> {
     let texts = job.sentences.iter().flat_map(|text| text.bytes().chain([0]));
-    let hash = texts.fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    let hash =
+        texts.fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
     world.agree("sentences", &[job.sentences.len() as u64, hash])?;
     let mesh = world.device_mesh(job.mesh.clone())?;
     let encoder = load_shown(world, |options| {
@@ -217,8 +223,7 @@ fn embed(job: &EmbedJob, encoder: &Encoder, mesh: &DeviceMesh, sentences: &[Stri
     let pad = i64::from(job.tokenizer.special().pad.unwrap_or(0));
     let ranks = mesh.mesh().axis("dp").map_or(1, |axis| mesh.mesh().shape()[axis]);
     // Few sentences are computed by all ranks of `dp`.
-    let placements =
-        if sentences.len() < ranks { vec![Replicate; mesh.ndim()] } else { batch_placements(mesh.mesh()) };
+    let placements = if sentences.len() < ranks { vec![Replicate; mesh.ndim()] } else { batch_placements(mesh.mesh()) };
     let placed = |value: &dyn Fn(&EncodedPair, usize) -> i64| -> Result<DTensor> {
         let values = encoded.iter().flat_map(|row| (0..length).map(|i| value(row, i))).collect::<Vec<i64>>();
         let whole = Tensor::from_vec(values, (sentences.len(), length), &Device::Cpu)?;

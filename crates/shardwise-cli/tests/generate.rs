@@ -50,10 +50,14 @@ fn greedy_tokens_are_the_recorded_ones_on_every_mesh() {
             assert_eq!(found["tokens"], case["greedy"][0], "{name} on {mesh}");
             assert_eq!((&found["prompt"], &found["stop"]), (&case["text"], &Value::from("length")));
             assert_eq!(found["prompt_tokens"].as_u64(), Some(case["input_ids"][0].as_array().unwrap().len() as u64));
-            let ranks: usize = mesh.split(',').map(|axis| axis.split('=').next_back().unwrap().parse::<usize>().unwrap()).product();
+            let ranks: usize =
+                mesh.split(',').map(|axis| axis.split('=').next_back().unwrap().parse::<usize>().unwrap()).product();
             let peaks: Vec<u64> = serde_json::from_value(found["peak_memory_bytes"].clone()).unwrap();
             assert!(peaks.len() == ranks && peaks.iter().all(|&peak| peak > 10_000), "{peaks:?}");
-            assert!(found["tokens_per_s"].as_f64().unwrap() > 0.0 && found["time_to_first_token_ms"].as_f64().unwrap() > 0.0);
+            assert!(
+                found["tokens_per_s"].as_f64().unwrap() > 0.0
+                    && found["time_to_first_token_ms"].as_f64().unwrap() > 0.0
+            );
             // The streamed text is the same, with the prompt in front.
             let text = succeeds(&arguments);
             assert_eq!(text, format!("{prompt}{}\n", found["text"].as_str().unwrap()), "{name} on {mesh}");
@@ -131,13 +135,12 @@ fn embeddings_are_the_recorded_ones() {
     let (width, data) = (case["embedding"]["shape"][1].as_u64().unwrap() as usize, &case["embedding"]["data"]);
     let expected: Vec<f64> = serde_json::from_value(data.clone()).unwrap();
     let file = place.file("sentences.txt", texts.join("\n"));
-    let close = |found: &[f64]| found.len() == expected.len() && found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-4);
+    let close =
+        |found: &[f64]| found.len() == expected.len() && found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-4);
     for mesh in ["dp=1", "tp=2", "dp=2,tp=2"] {
         let rows = objects(&["embed", &model("bert"), &file, "--normalize", "--mesh", mesh, "--batch-size", "3"]);
-        let found: Vec<f64> = rows
-            .iter()
-            .flat_map(|row| serde_json::from_value::<Vec<f64>>(row["embedding"].clone()).unwrap())
-            .collect();
+        let found: Vec<f64> =
+            rows.iter().flat_map(|row| serde_json::from_value::<Vec<f64>>(row["embedding"].clone()).unwrap()).collect();
         assert!(close(&found), "{mesh}");
         assert!(rows.iter().zip(&texts).all(|(row, text)| row["text"] == **text));
     }
@@ -148,8 +151,7 @@ fn embeddings_are_the_recorded_ones() {
     let (header, elements) = bytes.split_at(bytes.len() - expected.len() * 4);
     let shape = format!("'shape': ({}, {width})", texts.len());
     assert!(header.starts_with(b"\x93NUMPY") && String::from_utf8_lossy(header).contains(&shape));
-    let found: Vec<f64> =
-        elements.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()).into()).collect();
+    let found: Vec<f64> = elements.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()).into()).collect();
     assert!(close(&found));
     // Without --normalize the lengths differ from 1; the first token gives another vector.
     let plain = objects(&["embed", &model("bert"), &file])[0]["embedding"].clone();
@@ -163,7 +165,8 @@ fn bad_inputs_are_reported_once_and_clearly() {
     let place = Place::new("bad-prompts");
     let (llama, gpt2, bert) = (model("llama_gqa"), model("gpt2"), model("bert"));
     let long = "word ".repeat(600);
-    let (empty, wrong) = (place.file("empty.txt", "\n \n"), place.file("wrong.jsonl", "{\"prompt\": \"a\"}\n{\"x\": 1}\n"));
+    let (empty, wrong) =
+        (place.file("empty.txt", "\n \n"), place.file("wrong.jsonl", "{\"prompt\": \"a\"}\n{\"x\": 1}\n"));
     let broken = place.at("broken");
     std::fs::create_dir_all(&broken).unwrap();
     std::fs::write(format!("{broken}/config.json"), std::fs::read(format!("{llama}/config.json")).unwrap()).unwrap();

@@ -26,7 +26,8 @@ fn main() -> Result<()> {
             let config = model.config();
             let (heads, key_heads) = config.heads();
             println!("{}: {} layers, {heads} heads, {key_heads} key heads", config.model_type(), config.layers());
-            for (path, param) in model.named_parameters().iter().filter(|(path, _)| path.contains("blocks.0.attention")) {
+            for (path, param) in model.named_parameters().iter().filter(|(path, _)| path.contains("blocks.0.attention"))
+            {
                 println!("  {path}: {}", param.layout());
             }
             Ok(())

@@ -11,7 +11,8 @@ fn model(name: &str) -> std::path::PathBuf {
 
 #[test]
 fn chat_templates_render_what_transformers_renders() {
-    let text = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/chat_templates.jsonl")).unwrap();
+    let text =
+        std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/chat_templates.jsonl")).unwrap();
     let mut rendered = 0;
     for line in text.lines() {
         // Messages are parsed from the text: their fields have an order.
@@ -50,9 +51,8 @@ fn chat_templates_render_what_transformers_renders() {
 
 #[test]
 fn bad_templates_are_errors_and_end() {
-    let render = |source: &str| {
-        ChatTemplate::new(source)?.render(&[], &ChatOptions::default(), &SpecialTokens::default())
-    };
+    let render =
+        |source: &str| ChatTemplate::new(source)?.render(&[], &ChatOptions::default(), &SpecialTokens::default());
     let error = ChatTemplate::new("{% for m in messages %}").unwrap_err();
     assert!(error.kind() == Some(&ErrorKind::Model) && error.to_string().contains("chat template"), "{error}");
     for source in [
@@ -70,7 +70,8 @@ fn bad_templates_are_errors_and_end() {
 
 #[test]
 fn templates_of_a_list_are_chosen_by_tools() {
-    let list = json!([{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }}"}]);
+    let list =
+        json!([{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }}"}]);
     let files = TextFiles { tokenizer_config: json!({ "chat_template": list }), ..TextFiles::default() };
     let template = ChatTemplate::of(&files).unwrap().unwrap();
     let render = |tools: Option<&str>| {
@@ -113,8 +114,7 @@ fn padding_and_truncation_of_the_file_do_not_apply() {
     asks["padding"] = json!({
         "strategy": {"Fixed": 128}, "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"
     });
-    asks["truncation"] =
-        json!({"direction": "Right", "max_length": 6, "strategy": "LongestFirst", "stride": 0});
+    asks["truncation"] = json!({"direction": "Right", "max_length": 6, "strategy": "LongestFirst", "stride": 0});
     let files = TextFiles { tokenizer: asks.to_string().into_bytes(), ..TextFiles::default() };
     let (plain, padded) = (Tokenizer::from_dir(model("bert")).unwrap(), Tokenizer::new(&files).unwrap());
     let sentence = "The number of heads is nine and so on and on.";
@@ -131,7 +131,23 @@ fn padding_and_truncation_of_the_file_do_not_apply() {
     assert!(padded.write(&path).unwrap());
     let written: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     std::fs::remove_file(&path).unwrap();
-    assert_eq!((&written["padding"]["strategy"], &written["truncation"]["max_length"]), (&json!({"Fixed": 128}), &json!(6)));
+    assert_eq!(
+        (&written["padding"]["strategy"], &written["truncation"]["max_length"]),
+        (&json!({"Fixed": 128}), &json!(6))
+    );
+}
+
+#[test]
+fn prompts_have_special_tokens_in_front_only() {
+    // The tokenizer of mixtral adds tokens on both sides, that of mistral in front, that of gpt2 none.
+    for name in ["mixtral", "mistral", "gpt2"] {
+        let tokenizer = Tokenizer::from_dir(model(name)).unwrap();
+        let cases: Value = serde_json::from_slice(&std::fs::read(model(name).join("cases.json")).unwrap()).unwrap();
+        for case in cases["cases"].as_array().unwrap().iter().filter(|case| case["text"].is_string()) {
+            let ids: Vec<u32> = serde_json::from_value(case["input_ids"][0].clone()).unwrap();
+            assert_eq!(tokenizer.encode_prompt(case["text"].as_str().unwrap()).unwrap(), ids, "{name}");
+        }
+    }
 }
 
 #[test]
@@ -178,7 +194,10 @@ fn hostile_files_are_errors_that_name_them() {
         changed(&|value| value["model"]["type"] = json!("Sorcery")),
         changed(&|value| value["model"]["vocab"]["x"] = json!(-4)),
         changed(&|value| value["model"]["merges"][0] = json!("no such merge")),
-        changed(&|value| value["pre_tokenizer"] = json!({"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false})),
+        changed(&|value| {
+            value["pre_tokenizer"] =
+                json!({"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false})
+        }),
     ] {
         let files = TextFiles { tokenizer: bytes.clone(), ..TextFiles::default() };
         let error = Tokenizer::new(&files).unwrap_err();
@@ -190,10 +209,8 @@ fn hostile_files_are_errors_that_name_them() {
         "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "[NONE]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}], "special_tokens": {}
     });
-    let files = TextFiles {
-        tokenizer: changed(&|value| value["post_processor"] = template.clone()),
-        ..TextFiles::default()
-    };
+    let files =
+        TextFiles { tokenizer: changed(&|value| value["post_processor"] = template.clone()), ..TextFiles::default() };
     let outcome = Tokenizer::new(&files).and_then(|tokenizer| tokenizer.encode("a"));
     assert!(outcome.is_err());
     let error = Tokenizer::from_dir("/no/such/directory").unwrap_err();

@@ -29,9 +29,8 @@ pub(super) fn talk(
         if text.trim().is_empty() {
             continue;
         }
-        let answered = session.say(&text, &job.sampling, |token| {
-            if first && !job.json { stream(token.text()) } else { Ok(()) }
-        });
+        let answered =
+            session.say(&text, &job.sampling, |token| if first && !job.json { stream(token.text()) } else { Ok(()) });
         let answer = on_all_ranks(world, answered)?;
         let figures = Figures::gather(world, load_s, 1, answer.stats)?;
         if !first {

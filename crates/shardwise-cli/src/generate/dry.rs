@@ -27,9 +27,7 @@ pub(crate) fn loads(path: &Path, mesh: &Mesh, dtype: DType) -> Result<Vec<RankLo
     let mut options = LoadOptions::default();
     options.dtype = dtype;
     match (mesh.axis("tp").is_ok(), mesh.axis("dp").is_ok()) {
-        (true, true) => {
-            dry_load_model(path, mesh, TensorParallel::new("tp").and(DataParallel::new(["dp"])), &options)
-        }
+        (true, true) => dry_load_model(path, mesh, TensorParallel::new("tp").and(DataParallel::new(["dp"])), &options),
         (true, false) => dry_load_model(path, mesh, TensorParallel::new("tp"), &options),
         _ => dry_load_model(path, mesh, DataParallel::new(["dp"]), &options),
     }

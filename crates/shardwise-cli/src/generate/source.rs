@@ -57,9 +57,8 @@ impl GenerationSource {
     pub(super) fn check(&self, ids: &[u32]) -> Result<()> {
         let SourceKind::Pretrained { config, .. } = &self.kind else { return Ok(()) };
         let (context, vocabulary) = (config.max_positions(), config.vocab_size());
-        let bad = |found: String, needed: String, fix: &str| {
-            Err(ErrorKind::Argument.error("prompt", found, needed, fix))
-        };
+        let bad =
+            |found: String, needed: String, fix: &str| Err(ErrorKind::Argument.error("prompt", found, needed, fix));
         if ids.len() > context {
             let needed = format!("at most {context}, the context of the model");
             return bad(format!("{} tokens", ids.len()), needed, "shorten the prompt");

@@ -48,7 +48,9 @@ pub(crate) struct ModelDir {
 pub(crate) fn is_trained(directory: &Path) -> bool {
     let text = std::fs::read_to_string(directory.join(CONFIG));
     match text.ok().and_then(|text| serde_json::from_str::<serde_json::Value>(&text).ok()) {
-        Some(config) => config.get("model").is_some_and(serde_json::Value::is_string) && config.get("tokenizer").is_some(),
+        Some(config) => {
+            config.get("model").is_some_and(serde_json::Value::is_string) && config.get("tokenizer").is_some()
+        }
         None => directory.join("checkpoints").is_dir() || directory == Path::new("shardwise-out"),
     }
 }

@@ -286,7 +286,8 @@ impl<'a> RankRun<'a> {
         let sampling = Sampling::new(0.8).top_k(50).tokens(job.sample_tokens).seed(job.seed);
         let (model, tokenizer) = (&*self.training.trainer.model, &self.prepared.tokens.tokenizer);
         let predictor = UncachedPredictor::new(model, job.config.vocab_size(), job.config.seq_len())?;
-        let continuation = Generation::new(predictor, tokenizer, std::slice::from_ref(prompt), sampling)?.collect_padded()?;
+        let continuation =
+            Generation::new(predictor, tokenizer, std::slice::from_ref(prompt), sampling)?.collect_padded()?;
         tokenizer.decode_with_special(&[&prompt[..], &continuation[0]].concat())
     }
 

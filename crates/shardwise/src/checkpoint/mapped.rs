@@ -58,13 +58,7 @@ pub(crate) fn read_mapped(catalog: &Catalog, meta: TensorMeta, boxes: &[MappedBo
     Ok(unsafe { whole.finish() })
 }
 
-fn piece(
-    catalog: &Catalog,
-    mapped: &MappedBox,
-    stored: &TensorBox,
-    sizes: &[usize],
-    dtype: DType,
-) -> Result<Tensor> {
+fn piece(catalog: &Catalog, mapped: &MappedBox, stored: &TensorBox, sizes: &[usize], dtype: DType) -> Result<Tensor> {
     let read = read_box(&catalog.files, &mapped.key, catalog.tensor(&mapped.key)?, stored, dtype)?;
     Ok(if mapped.transposed { read.t()? } else { read.reshape(sizes)? })
 }

@@ -86,13 +86,19 @@ impl LabeledTokens {
             found.ids.push(*id);
             found.labels.push(if counts(at) { i64::from(*id) } else { IGNORED_LABEL });
         }
-        if let Some(&end) = tokenizer.special().eos.first()
-            && found.ids.last() != Some(&end)
-        {
-            found.ids.push(end);
-            found.labels.push(i64::from(end));
-        }
+        found.end(tokenizer);
         Ok(found)
+    }
+
+    /// Adds the end token of the model, unless the tokenizer has added it; it counts in the loss.
+    fn end(&mut self, tokenizer: &Tokenizer) {
+        let Some(&end) = tokenizer.special().eos.first() else { return };
+        if self.ids.last() == Some(&end) {
+            self.labels.pop();
+        } else {
+            self.ids.push(end);
+        }
+        self.labels.push(i64::from(end));
     }
 }
 
@@ -135,11 +141,13 @@ pub fn read_documents(path: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<V
                 let tools = tools.as_ref().map(|tools| tools.get()).filter(|tools| *tools != "null");
                 LabeledTokens::conversation(tokenizer, &messages, tools)
             }
-            DocumentLine::Completion { prompt, completion } => LabeledTokens::completion(tokenizer, &prompt, &completion),
+            DocumentLine::Completion { prompt, completion } => {
+                LabeledTokens::completion(tokenizer, &prompt, &completion)
+            }
             DocumentLine::Text { text } => {
-                let mut ids = tokenizer.encode(&text)?;
-                ids.extend(tokenizer.special().eos.first());
-                Ok(LabeledTokens::all(ids))
+                let mut document = LabeledTokens::all(tokenizer.encode(&text)?);
+                document.end(tokenizer);
+                Ok(document)
             }
         };
         documents.push(document.map_err(|error| bad(i + 1, &error))?);

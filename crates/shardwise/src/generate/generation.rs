@@ -136,10 +136,7 @@ impl<'a> Generation<'a> {
             steps: 0,
             // The last token need not fit: nothing follows it.
             most_steps: predictor.context().map_or(usize::MAX, |context| context.saturating_sub(longest) + 1),
-            stats: GenerationStats {
-                prompt_tokens: prompts.iter().map(Vec::len).sum(),
-                ..GenerationStats::default()
-            },
+            stats: GenerationStats { prompt_tokens: prompts.iter().map(Vec::len).sum(), ..GenerationStats::default() },
             failed: false,
             predictor: Box::new(predictor),
             sampling,

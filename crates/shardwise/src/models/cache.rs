@@ -107,7 +107,12 @@ impl KvCache {
         match known {
             Some(known) if known != rows => {
                 let found = format!("{rows} row(s) for a cache of {known}");
-                Err(ErrorKind::Argument.error("batch", found, "the rows of the cache", "use a new cache for other rows"))
+                Err(ErrorKind::Argument.error(
+                    "batch",
+                    found,
+                    "the rows of the cache",
+                    "use a new cache for other rows",
+                ))
             }
             _ => Ok(()),
         }

@@ -228,12 +228,7 @@ pub(super) struct RopeDefaults {
 
 impl Default for RopeDefaults {
     fn default() -> Self {
-        RopeDefaults {
-            theta: 10000.0,
-            theta_field: "rope_theta",
-            part: 1.0,
-            part_field: "partial_rotary_factor",
-        }
+        RopeDefaults { theta: 10000.0, theta_field: "rope_theta", part: 1.0, part_field: "partial_rotary_factor" }
     }
 }
 

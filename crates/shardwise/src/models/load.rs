@@ -374,8 +374,7 @@ impl<'a> StoredWeights<'a> {
 
     /// Reads this rank's part of a parameter; also returns how many bytes of files that took.
     fn read(&self, catalog: &Catalog, path: &str, layout: &Layout, rank: usize, dtype: DType) -> Result<(Tensor, u64)> {
-        let boxes: Vec<MappedBox> =
-            layout.boxes_of(rank).iter().flat_map(|owned| self.boxes(path, owned)).collect();
+        let boxes: Vec<MappedBox> = layout.boxes_of(rank).iter().flat_map(|owned| self.boxes(path, owned)).collect();
         let meta = TensorMeta { shape: layout.local_shape(rank), dtype };
         Ok((read_mapped(catalog, meta, &boxes)?, self.bytes(&boxes) as u64))
     }

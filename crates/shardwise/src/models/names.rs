@@ -73,12 +73,7 @@ impl WeightNames {
     }
 
     /// Adds several parameters under one name, joined head by head on dimension 0, as the fused projections of GPT-NeoX are.
-    pub fn join_per_head<S: Into<String>>(
-        self,
-        name: &str,
-        paths: impl IntoIterator<Item = S>,
-        heads: usize,
-    ) -> Self {
+    pub fn join_per_head<S: Into<String>>(self, name: &str, paths: impl IntoIterator<Item = S>, heads: usize) -> Self {
         self.weight(name, paths, false, RowOrder::PerHead(heads), None)
     }
 

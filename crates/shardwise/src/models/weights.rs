@@ -89,7 +89,9 @@ pub fn import(model: &dyn Model, weights: &BTreeMap<String, Tensor>) -> Result<(
         let mesh = now.device_mesh();
         let all = now.layout().reduced();
         let value = match slice {
-            None => DTensor::distribute_tensor(&part, mesh, all.placements().to_vec(), None)?.to_layout(now.layout())?,
+            None => {
+                DTensor::distribute_tensor(&part, mesh, all.placements().to_vec(), None)?.to_layout(now.layout())?
+            }
             Some(index) => {
                 let replicated = vec![Placement::Replicate; mesh.ndim()];
                 let mut value = now.detach().redistribute(replicated.clone())?;

@@ -44,7 +44,14 @@ impl Builder {
     pub fn new(mesh: &DeviceMesh) -> Self {
         let ranks = mesh.mesh().clone();
         let layout_of = Arc::new(move |_: &str, shape: &[usize]| Layout::replicated(&ranks, shape));
-        Builder { mesh: mesh.clone(), dtype: DType::F32, path: String::new(), layout_of, zeros: false, built: Arc::default() }
+        Builder {
+            mesh: mesh.clone(),
+            dtype: DType::F32,
+            path: String::new(),
+            layout_of,
+            zeros: false,
+            built: Arc::default(),
+        }
     }
 
     /// Sets the type of parameters and buffers.

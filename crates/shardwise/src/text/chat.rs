@@ -53,9 +53,9 @@ impl Message {
 
     /// The fields as templates see them: with the reasoning under both names that they read.
     fn for_template(&self) -> Value {
-        let reasoning = REASONING.iter().find_map(|name| {
-            self.fields.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none())
-        });
+        let reasoning = REASONING
+            .iter()
+            .find_map(|name| self.fields.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none()));
         let Some(reasoning) = reasoning else { return self.fields.clone() };
         let names = self.fields.try_iter().into_iter().flatten();
         let own = names.filter_map(|name| Some((name.clone(), self.fields.get_item(&name).ok()?)));
@@ -165,7 +165,11 @@ impl ChatTemplate {
     fn compile<'a>(named: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self> {
         let mut environment = Environment::new();
         environment.set_syntax(
-            minijinja::syntax::SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(invalid)?,
+            minijinja::syntax::SyntaxConfig::builder()
+                .trim_blocks(true)
+                .lstrip_blocks(true)
+                .build()
+                .map_err(invalid)?,
         );
         environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
         environment.set_fuel(Some(MOST_INSTRUCTIONS));
@@ -180,9 +184,7 @@ impl ChatTemplate {
             Err(minijinja::Error::new(minijinja::ErrorKind::InvalidOperation, message))
         });
         for (name, source) in named {
-            environment
-                .add_template_owned(name.to_string(), without_generation_tags(source))
-                .map_err(invalid)?;
+            environment.add_template_owned(name.to_string(), without_generation_tags(source)).map_err(invalid)?;
         }
         Ok(ChatTemplate { environment: Arc::new(environment) })
     }
@@ -216,7 +218,10 @@ impl ChatTemplate {
             add_generation_prompt => options.add_generation_prompt,
         };
         let texts = special.texts.iter().map(|(name, text)| (name.as_str(), Value::from(text.as_str())));
-        let more = options.variables.iter().map(|(name, value)| (name.as_str(), Value::deserialize(value).unwrap_or_default()));
+        let more = options
+            .variables
+            .iter()
+            .map(|(name, value)| (name.as_str(), Value::deserialize(value).unwrap_or_default()));
         let more = Value::from_pairs(texts.chain(more));
         template.render(context! { ..given, ..more }).map_err(refused)
     }

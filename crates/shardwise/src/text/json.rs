@@ -161,9 +161,7 @@ mod tests {
             r#"{"b": [1, 2.5, -3e-7, 1e16, true, null], "a": {"x": "é\"\\\n\u0001\ud83d\ude42 <&'>"}, "e": [], "f": {}}"#,
         )
         .unwrap();
-        let with = |options: Vec<(&str, Value)>| {
-            tojson(&value, options.into_iter().collect()).unwrap()
-        };
+        let with = |options: Vec<(&str, Value)>| tojson(&value, options.into_iter().collect()).unwrap();
         // json.dumps(value, ensure_ascii=False), with indent=2 and sort_keys, and with ensure_ascii and separators
         assert_eq!(
             with(vec![]),

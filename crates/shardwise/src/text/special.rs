@@ -28,8 +28,7 @@ impl SpecialTokens {
     pub(super) fn of(files: &TextFiles, id_of: impl Fn(&str) -> Option<u32>) -> Result<Self> {
         let texts = token_texts(&files.tokenizer_config);
         let ids = |field: &str| -> Result<Vec<u32>> {
-            for (name, config) in
-                [("generation_config.json", &files.generation_config), ("config.json", &files.config)]
+            for (name, config) in [("generation_config.json", &files.generation_config), ("config.json", &files.config)]
             {
                 let found = ids_of(name, field, config.get(format!("{field}_id")))?;
                 if !found.is_empty() {

@@ -13,7 +13,8 @@ const CHARACTER: usize = 4;
 /// Decodes tokens one by one; see [`Tokenizer::stream`].
 ///
 /// Pieces are complete characters: bytes of a character that is not complete are kept until it is. Together the pieces are
-/// what decoding all tokens at once gives. Special tokens are skipped.
+/// what decoding all tokens at once gives, but for tokenizers with byte fallback where invalid bytes follow valid ones: decoding
+/// at once then spoils both. Special tokens are skipped.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,

@@ -122,6 +122,22 @@ impl Tokenizer {
         self.encode_text(text, true)
     }
 
+    /// Encodes the beginning of a text that a model is to continue: with the special tokens that the model expects in front of
+    /// a text, and without those behind one.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
+        let TextEncoding::File(file) = &self.encoding else { return self.encode(text) };
+        let encoding = guarded(|| file.tokenizer.encode_fast(text, true)).map_err(cannot_encode)?;
+        // Marks tokens that were added, not special tokens that the text spells out.
+        let added = encoding.get_special_tokens_mask().iter().rev().take_while(|&&added| added == 1).count();
+        let ids = encoding.get_ids();
+        // Without text, all of them are in front.
+        let kept = if added == ids.len() { ids.len() } else { ids.len() - added };
+        Ok(ids[..kept].to_vec())
+    }
+
     /// Encodes a text without adding special tokens. Those that the text itself spells out are recognised.
     ///
     /// # Errors
@@ -162,7 +178,8 @@ impl Tokenizer {
     pub fn encode_pair(&self, text: &str, pair: Option<&str>, most: usize) -> Result<EncodedPair> {
         let TextEncoding::File(file) = &self.encoding else {
             let both: Vec<&str> = std::iter::once(text).chain(pair).collect();
-            let tokens = both.iter().zip(0..).flat_map(|(text, kind)| text.bytes().map(move |byte| (u32::from(byte), kind)));
+            let tokens =
+                both.iter().zip(0..).flat_map(|(text, kind)| text.bytes().map(move |byte| (u32::from(byte), kind)));
             let (ids, types) = tokens.take(most).unzip();
             return Ok(EncodedPair { ids, types });
         };

@@ -202,7 +202,8 @@ impl Recorded<'_> {
         expected: &[Vec<u32>],
     ) -> Result<Vec<Vec<u32>>> {
         let config = model.config().json();
-        let rope = if config["rope_scaling"].is_object() { &config["rope_scaling"] } else { &config["rope_parameters"] };
+        let rope =
+            if config["rope_scaling"].is_object() { &config["rope_scaling"] } else { &config["rope_parameters"] };
         let kind = rope["rope_type"].as_str().or(rope["type"].as_str()).unwrap_or("default");
         let (prompt, count) = (prompts[0].len(), expected[0].len());
         let joined = |count: usize| -> Vec<Vec<u32>> {
@@ -240,8 +241,7 @@ impl Recorded<'_> {
     /// Ids and the targets behind them.
     fn training_batch(&self) -> Result<[DTensor; 2]> {
         let train = &self.recorded["train"];
-        let ids: Vec<Vec<u32>> =
-            rows_of(&train["input_ids"]).iter().map(|row| row[..row.len() - 1].to_vec()).collect();
+        let ids: Vec<Vec<u32>> = rows_of(&train["input_ids"]).iter().map(|row| row[..row.len() - 1].to_vec()).collect();
         let labels: Vec<Vec<i64>> = train["labels"]
             .as_array()
             .unwrap()
@@ -293,8 +293,7 @@ impl Recorded<'_> {
         let mut optimizer =
             ShardedOptimizer::new(model.named_parameters(), ParamGroup::new(adamw).with_lr(number("lr")))?;
         let [ids, targets] = self.training_batch()?;
-        let expected: Vec<f64> =
-            recorded["losses"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect();
+        let expected: Vec<f64> = recorded["losses"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect();
         let mut got = Vec::new();
         for _ in &expected {
             let loss = model.loss(&ids, &targets)?;
@@ -326,7 +325,11 @@ impl Recorded<'_> {
                     let real: Vec<bool> =
                         rows_of(&case["attention_mask"]).concat().iter().map(|seen| *seen == 1).collect();
                     let kept = |all: &[f64]| -> Vec<f64> {
-                        all.chunks(width).zip(&real).filter(|(_, real)| **real).flat_map(|(row, _)| row.to_vec()).collect()
+                        all.chunks(width)
+                            .zip(&real)
+                            .filter(|(_, real)| **real)
+                            .flat_map(|(row, _)| row.to_vec())
+                            .collect()
                     };
                     self.close(id, kind, &kept(&numbers(&found)?), &kept(&expected))?;
                 }

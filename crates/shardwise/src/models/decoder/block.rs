@@ -29,9 +29,7 @@ pub struct DecoderBlock {
     parallel: bool,
 }
 
-layer!(DecoderBlock {
-    before_attention, attention, after_attention, before_mlp, mlp, after_mlp, dropout, hooks
-});
+layer!(DecoderBlock { before_attention, attention, after_attention, before_mlp, mlp, after_mlp, dropout, hooks });
 
 impl DecoderBlock {
     pub(in crate::models) fn new(builder: &Builder, spec: &DecoderSpec, layer: usize) -> Result<Self> {

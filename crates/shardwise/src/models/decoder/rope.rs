@@ -20,15 +20,37 @@ pub(in crate::models) struct Rope {
 pub(in crate::models) enum RopeScaling {
     None,
     /// All frequencies divided by `factor`.
-    Linear { factor: f64 },
+    Linear {
+        factor: f64,
+    },
     /// A larger base for sequences longer than `positions`.
-    Dynamic { factor: f64, positions: usize },
+    Dynamic {
+        factor: f64,
+        positions: usize,
+    },
     /// Low frequencies divided by `factor`, with a ramp to those that stay.
-    Yarn { factor: f64, original: f64, beta_fast: f64, beta_slow: f64, truncate: bool, attention_factor: f64 },
+    Yarn {
+        factor: f64,
+        original: f64,
+        beta_fast: f64,
+        beta_slow: f64,
+        truncate: bool,
+        attention_factor: f64,
+    },
     /// Low frequencies divided by `factor`, with a ramp in terms of wavelengths.
-    Llama3 { factor: f64, low: f64, high: f64, original: f64 },
+    Llama3 {
+        factor: f64,
+        low: f64,
+        high: f64,
+        original: f64,
+    },
     /// One divisor per frequency, others for sequences longer than `original`.
-    Long { short: Vec<f64>, long: Vec<f64>, original: usize, attention_factor: f64 },
+    Long {
+        short: Vec<f64>,
+        long: Vec<f64>,
+        original: usize,
+        attention_factor: f64,
+    },
 }
 
 impl Rope {
@@ -40,7 +62,8 @@ impl Rope {
     /// The angles per position for a sequence of `length` positions.
     pub(in crate::models) fn frequencies(&self, length: usize) -> Arc<RotaryFrequencies> {
         let size = self.size as f64;
-        let powers = |base: f64| (0..self.size / 2).map(move |i| base.powf(-2.0 * i as f64 / size)).collect::<Vec<f64>>();
+        let powers =
+            |base: f64| (0..self.size / 2).map(move |i| base.powf(-2.0 * i as f64 / size)).collect::<Vec<f64>>();
         let plain = powers(self.base);
         let (frequencies, scale) = match &self.scaling {
             RopeScaling::None => (plain, 1.0),

@@ -136,7 +136,10 @@ impl DecoderSpec {
             return bad(format!("0 as {name}"), "sizes of at least 1");
         }
         if !heads.is_multiple_of(key_heads) {
-            return bad(format!("{heads} heads and {key_heads} key heads"), "heads that are a multiple of the key heads");
+            return bad(
+                format!("{heads} heads and {key_heads} key heads"),
+                "heads that are a multiple of the key heads",
+            );
         }
         if let Some(rope) = self.ropes.iter().find(|rope| rope.size > head_dim || !rope.size.is_multiple_of(2)) {
             let found = format!("{} features of a head of {head_dim} that turn with the position", rope.size);

@@ -1,9 +1,7 @@
 //! GPT-2: learned positions, layer norms, matrices with inputs first.
 
 use super::{Architecture, Family, NameEntry, exact, module, transposed};
-use crate::models::decoder::{
-    AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm,
-};
+use crate::models::decoder::{AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm};
 use crate::nn::Activation;
 
 pub(super) static FAMILY: Family = Family {

@@ -2,9 +2,7 @@
 
 use super::{Architecture, Family, NameEntry, local_layers, module};
 use crate::error::Result;
-use crate::models::decoder::{
-    AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm,
-};
+use crate::models::decoder::{AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm};
 use crate::models::fields::{ConfigFields, RopeDefaults, RopeSizes, read_rope};
 use crate::nn::Activation;
 

@@ -20,7 +20,8 @@ use crate::error::{Error, ErrorKind, Result, nearest};
 use crate::param::Param;
 
 /// All families, in alphabetical order.
-const FAMILIES: &[&Family] = &[&bert::FAMILY, &gpt2::FAMILY, &llama::FAMILY, &mistral::FAMILY, &qwen2::FAMILY, &qwen3::FAMILY];
+const FAMILIES: &[&Family] =
+    &[&bert::FAMILY, &gpt2::FAMILY, &llama::FAMILY, &mistral::FAMILY, &qwen2::FAMILY, &qwen3::FAMILY];
 
 /// A family of models, as Hugging Face's `transformers` names them.
 pub(super) struct Family {
@@ -137,8 +138,7 @@ impl NameEntry {
             }
             NameForm::Module | NameForm::Transposed | NameForm::PerHead => {
                 ["weight", "bias"].into_iter().fold(taken, |names, kind| {
-                    let paths: Vec<String> =
-                        self.paths.iter().map(|path| format!("{}.{kind}", number(path))).collect();
+                    let paths: Vec<String> = self.paths.iter().map(|path| format!("{}.{kind}", number(path))).collect();
                     let name = format!("{stored}.{kind}");
                     match self.form {
                         _ if !paths.iter().all(|path| params.contains_key(path)) => names,

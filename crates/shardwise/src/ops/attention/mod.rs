@@ -15,8 +15,8 @@ use crate::error::{ErrorKind, Result};
 use crate::random::Distribution;
 use crate::tensor::{DTensor, agreed_draw};
 use composed::Composed;
-pub(crate) use rotary::RotaryFrequencies;
 use params::{AttentionParams, DropoutDraw};
+pub(crate) use rotary::RotaryFrequencies;
 
 /// Options of [`scaled_dot_product_attention`](DTensor::scaled_dot_product_attention): what a query sees, and what happens to its
 /// scores.
