@@ -42,7 +42,9 @@ mod weights;
 
 pub use cache::KvCache;
 pub use config::ModelConfig;
-pub use decoder::{Decoder, DecoderAttention, DecoderBlock, DecoderMlp, FeatureNorm};
+pub use decoder::{
+    Decoder, DecoderAttention, DecoderBlock, DecoderMlp, Experts, FeatureNorm, MixtureOfExperts,
+};
 pub use encoder::{Encoder, EncoderBlock, EncoderOutput, Pooling};
 pub use gpt::{Gpt, GptBlock, GptConfig};
 pub use hf::{check_export, export_hf};

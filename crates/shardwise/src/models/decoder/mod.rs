@@ -6,6 +6,7 @@
 
 mod attention;
 mod block;
+mod experts;
 mod mlp;
 mod norm;
 mod rope;
@@ -14,10 +15,13 @@ mod spec;
 pub use attention::DecoderAttention;
 pub(super) use attention::{AttentionCall, linear};
 pub use block::DecoderBlock;
+pub use experts::{Experts, MixtureOfExperts};
 pub use mlp::DecoderMlp;
 pub use norm::FeatureNorm;
 pub(super) use rope::{Rope, RopeScaling};
-pub(super) use spec::{AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm};
+pub(super) use spec::{
+    AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec, NormKind, NormSpec, QueryKeyNorm,
+};
 
 use std::sync::Arc;
 
@@ -148,13 +152,9 @@ impl Decoder {
             DTensor::from_fn(((rows, 1, 1, first + length), DType::U8), ids.device_mesh(), batch_placed(ids), real)
         });
         let mask = mask.transpose()?;
-        let angles: Vec<Arc<RotaryFrequencies>> = self
-            .spec
-            .ropes
-            .iter()
-            .zip(&self.angles)
-            .map(|(rope, known)| if rope.depends_on_length() { rope.frequencies(longest) } else { Arc::clone(known) })
-            .collect();
+        let angles: Vec<Arc<RotaryFrequencies>> = self.spec.ropes.iter().zip(&self.angles).map(|(rope, known)| {
+            if rope.depends_on_length() { rope.frequencies(longest) } else { Arc::clone(known) }
+        }).collect();
         for (i, block) in self.blocks.iter().enumerate() {
             let call = AttentionCall {
                 first,
@@ -184,13 +184,7 @@ impl Decoder {
 
     /// The rows of the position table for positions from `first` on, which begin after the padding of each row.
     #[track_caller]
-    fn position_rows(
-        &self,
-        table: &DTensor,
-        ids: &DTensor,
-        first: usize,
-        padding: Option<&[usize]>,
-    ) -> Result<DTensor> {
+    fn position_rows(&self, table: &DTensor, ids: &DTensor, first: usize, padding: Option<&[usize]>) -> Result<DTensor> {
         let length = ids.shape()[1];
         let Some(padding) = padding else { return table.narrow(0, first, length) };
         let padding = padding.to_vec();

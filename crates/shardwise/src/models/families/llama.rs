@@ -56,6 +56,8 @@ pub(super) struct LlamaDefaults {
     pub(super) activation: Activation,
     pub(super) activation_field: &'static str,
     pub(super) theta: f64,
+    /// Whether the family reads its rotary embeddings itself.
+    pub(super) own_ropes: bool,
 }
 
 impl Default for LlamaDefaults {
@@ -74,6 +76,7 @@ impl Default for LlamaDefaults {
             activation: Activation::Silu,
             activation_field: "hidden_act",
             theta: 10000.0,
+            own_ropes: false,
         }
     }
 }
@@ -93,7 +96,10 @@ pub(super) fn read_llama_like(fields: &ConfigFields<'_>, defaults: &LlamaDefault
     let max_positions = fields.size_or("max_position_embeddings", defaults.max_positions)?;
     let layers = fields.size_or("num_hidden_layers", defaults.layers)?;
     let rope = RopeDefaults { theta: defaults.theta, ..RopeDefaults::default() };
-    let rope = read_rope(fields, &rope, RopeSizes { head_dim, max_positions })?;
+    let ropes = match defaults.own_ropes {
+        true => Vec::new(),
+        false => vec![read_rope(fields, &rope, RopeSizes { head_dim, max_positions })?],
+    };
     let layer =
         LayerSpec { window: None, rope: Some(0), scale: (head_dim.max(1) as f64).sqrt().recip(), experts: None };
     Ok(DecoderSpec {
@@ -122,7 +128,7 @@ pub(super) fn read_llama_like(fields: &ConfigFields<'_>, defaults: &LlamaDefault
             bias: false,
         },
         layers: vec![layer; layers],
-        ropes: vec![rope],
+        ropes,
         embedding_scale: None,
         logit_soft_cap: None,
         tied_head: fields.flag("tie_word_embeddings", defaults.tied)?,

@@ -4,15 +4,23 @@
 //! add one, write such a file and list it in [`FAMILIES`].
 
 mod bert;
+mod gemma2;
+mod gemma3;
 mod gpt2;
+mod gpt_neox;
 mod llama;
 mod mistral;
+mod mixtral;
+mod olmoe;
+mod phi3;
 mod qwen2;
+mod qwen2_moe;
 mod qwen3;
+mod qwen3_moe;
 
 use std::collections::BTreeMap;
 
-use super::decoder::{DecoderSpec, LayerSpec};
+use super::decoder::DecoderSpec;
 use super::encoder::EncoderSpec;
 use super::fields::ConfigFields;
 use super::names::WeightNames;
@@ -20,8 +28,22 @@ use crate::error::{Error, ErrorKind, Result, nearest};
 use crate::param::Param;
 
 /// All families, in alphabetical order.
-const FAMILIES: &[&Family] =
-    &[&bert::FAMILY, &gpt2::FAMILY, &llama::FAMILY, &mistral::FAMILY, &qwen2::FAMILY, &qwen3::FAMILY];
+const FAMILIES: &[&Family] = &[
+    &bert::FAMILY,
+    &gemma2::FAMILY,
+    &gemma3::FAMILY,
+    &gpt2::FAMILY,
+    &gpt_neox::FAMILY,
+    &llama::FAMILY,
+    &mistral::FAMILY,
+    &mixtral::FAMILY,
+    &olmoe::FAMILY,
+    &phi3::FAMILY,
+    &qwen2::FAMILY,
+    &qwen2_moe::FAMILY,
+    &qwen3::FAMILY,
+    &qwen3_moe::FAMILY,
+];
 
 /// A family of models, as Hugging Face's `transformers` names them.
 pub(super) struct Family {
@@ -116,6 +138,16 @@ pub(super) const fn transposed(stored: &'static str, paths: &'static [&'static s
     NameEntry { stored, paths, form: NameForm::Transposed }
 }
 
+/// Several modules in one, joined head by head.
+pub(super) const fn per_head(stored: &'static str, paths: &'static [&'static str]) -> NameEntry {
+    NameEntry { stored, paths, form: NameForm::PerHead }
+}
+
+/// A stack of experts, of which files have one tensor each.
+pub(super) const fn per_expert(stored: &'static str, path: &'static [&'static str; 1]) -> NameEntry {
+    NameEntry { stored, paths: path, form: NameForm::PerExpert }
+}
+
 /// One parameter.
 pub(super) const fn exact(stored: &'static str, path: &'static [&'static str; 1]) -> NameEntry {
     NameEntry { stored, paths: path, form: NameForm::Exact }
@@ -138,7 +170,8 @@ impl NameEntry {
             }
             NameForm::Module | NameForm::Transposed | NameForm::PerHead => {
                 ["weight", "bias"].into_iter().fold(taken, |names, kind| {
-                    let paths: Vec<String> = self.paths.iter().map(|path| format!("{}.{kind}", number(path))).collect();
+                    let paths: Vec<String> =
+                        self.paths.iter().map(|path| format!("{}.{kind}", number(path))).collect();
                     let name = format!("{stored}.{kind}");
                     match self.form {
                         _ if !paths.iter().all(|path| params.contains_key(path)) => names,
@@ -150,11 +183,6 @@ impl NameEntry {
             }
         }
     }
-}
-
-/// Layers that are all alike.
-pub(super) fn uniform_layers(count: usize, layer: &LayerSpec) -> Vec<LayerSpec> {
-    vec![layer.clone(); count]
 }
 
 /// Reads `layer_types`: for every layer whether its attention is local (`sliding_attention`); `default` where there is none.
