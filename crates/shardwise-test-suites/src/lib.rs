@@ -13,6 +13,7 @@ pub mod disagreements;
 pub mod errors;
 pub mod layout_pairs;
 pub mod parameters;
+pub mod public_models;
 pub mod recorded_graph;
 pub mod recorded_training;
 pub mod remote_shards;

@@ -137,35 +137,37 @@ struct Writer(Vec<u8>);
 
 impl Writer {
     fn new(tensors: u64, values: u64) -> Self {
-        let mut writer = Writer(b"GGUF".to_vec());
-        writer.u32(3).u64(tensors).u64(values);
-        writer
+        Writer(b"GGUF".to_vec()).u32(3).u64(tensors).u64(values)
     }
 
-    fn u32(&mut self, n: u32) -> &mut Self {
+    fn u32(mut self, n: u32) -> Self {
         self.0.extend(n.to_le_bytes());
         self
     }
 
-    fn u64(&mut self, n: u64) -> &mut Self {
+    fn u64(mut self, n: u64) -> Self {
         self.0.extend(n.to_le_bytes());
         self
     }
 
-    fn text(&mut self, text: &str) -> &mut Self {
-        self.u64(text.len() as u64);
+    fn text(mut self, text: &str) -> Self {
+        self = self.u64(text.len() as u64);
         self.0.extend(text.as_bytes());
         self
     }
 
-    fn tensor(&mut self, name: &str, dims: &[u64], kind: u32, offset: u64) -> &mut Self {
-        self.text(name).u32(dims.len() as u32);
-        dims.iter().for_each(|&n| drop(self.u64(n)));
-        self.u32(kind).u64(offset)
+    fn tensor(self, name: &str, dims: &[u64], kind: u32, offset: u64) -> Self {
+        let writer = self.text(name).u32(dims.len() as u32);
+        dims.iter().fold(writer, |writer, &n| writer.u64(n)).u32(kind).u64(offset)
     }
 
-    fn data(&mut self, bytes: usize) -> &mut Self {
+    fn data(mut self, bytes: usize) -> Self {
         self.0.resize(self.0.len().next_multiple_of(32) + bytes, 0);
+        self
+    }
+
+    fn byte(mut self, byte: u8) -> Self {
+        self.0.push(byte);
         self
     }
 
@@ -179,51 +181,39 @@ impl Writer {
 #[test]
 fn hostile_files_are_errors_that_say_what_is_wrong() {
     let scratch = Scratch::new("gguf-hostile");
-    let of = |build: &dyn Fn(&mut Writer), tensors: u64, values: u64| {
-        let mut writer = Writer::new(tensors, values);
-        build(&mut writer);
-        writer.open(&scratch)
+    let of = |build: &dyn Fn(Writer) -> Writer, tensors: u64, values: u64| {
+        build(Writer::new(tensors, values)).open(&scratch)
     };
-    let good = of(&|w| drop(w.tensor("a", &[32, 2], 8, 0).data(68)), 1, 0).unwrap();
+    let good = of(&|w| w.tensor("a", &[32, 2], 8, 0).data(68), 1, 0).unwrap();
     assert_eq!(good.tensor("a").unwrap().shape, [2, 32]);
     let cases: Vec<(&str, Result<Catalog>)> = vec![
         ("does not begin with GGUF", Writer(b"GGUX".to_vec()).open(&scratch)),
         ("does not begin with GGUF", Writer(Vec::new()).open(&scratch)),
         ("version 77", Writer([&b"GGUF"[..], &77u32.to_le_bytes()].concat()).open(&scratch)),
         ("big-endian", Writer([&b"GGUF"[..], &3u32.to_be_bytes(), &[0; 16]].concat()).open(&scratch)),
-        ("inside the file", of(&|_| {}, u64::MAX, 0)),
-        ("inside the file", of(&|_| {}, 0, u64::MAX)),
-        ("inside the file", of(&|w| drop(w.u64(u64::MAX)), 0, 1)),
-        ("inside the file", of(&|w| drop(w.text("k").u32(8).u64(1 << 60)), 0, 1)),
-        ("inside the file", of(&|w| drop(w.text("k").u32(9).u32(4).u64(1 << 60).u32(1)), 0, 1)),
-        (
-            "nested",
-            of(
-                &|w| {
-                    w.text("k").u32(9);
-                    (0..40).for_each(|_| drop(w.u32(9).u64(1)))
-                },
-                0,
-                1,
-            ),
-        ),
-        ("a value of type 99", of(&|w| drop(w.text("k").u32(99)), 0, 1)),
-        ("the boolean 7", of(&|w| w.text("k").u32(7).0.push(7), 0, 1)),
-        ("two values named \"k\"", of(&|w| drop(w.text("k").u32(4).u32(1).text("k").u32(4).u32(1)), 0, 2)),
-        ("general.alignment 0", of(&|w| drop(w.text("general.alignment").u32(4).u32(0)), 0, 1)),
-        ("general.alignment 12", of(&|w| drop(w.text("general.alignment").u32(4).u32(12)), 0, 1)),
-        ("not UTF-8", of(&|w| w.u64(1).0.push(0xff), 1, 0)),
-        ("\"blk.0.x\" of type IQ2_XXS", of(&|w| drop(w.tensor("blk.0.x", &[256], 16, 0).data(99)), 1, 0)),
-        ("\"a\" of type 4000", of(&|w| drop(w.tensor("a", &[256], 4000, 0).data(99)), 1, 0)),
-        ("\"a\" of 5 dimensions", of(&|w| drop(w.tensor("a", &[1, 1, 1, 1, 1], 0, 0).data(99)), 1, 0)),
-        ("whole blocks of 32", of(&|w| drop(w.tensor("a", &[33], 8, 0).data(99)), 1, 0)),
-        ("whole blocks of 256", of(&|w| drop(w.tensor("a", &[32, 8], 12, 0).data(999)), 1, 0)),
-        ("inside the file", of(&|w| drop(w.tensor("a", &[32, 2], 8, 0).data(67)), 1, 0)),
-        ("inside the file", of(&|w| drop(w.tensor("a", &[1 << 40, 1 << 40], 0, 0).data(64)), 1, 0)),
-        ("inside the file", of(&|w| drop(w.tensor("a", &[32], 0, u64::MAX - 31).data(64)), 1, 0)),
-        ("a multiple of 32", of(&|w| drop(w.tensor("a", &[4], 0, 8).data(64)), 1, 0)),
-        ("two tensors named", of(&|w| drop(w.tensor("a", &[4], 0, 0).tensor("a", &[4], 0, 32).data(64)), 2, 0)),
-        ("do not overlap", of(&|w| drop(w.tensor("a", &[16], 0, 0).tensor("b", &[4], 0, 32).data(64)), 2, 0)),
+        ("inside the file", of(&|w| w, u64::MAX, 0)),
+        ("inside the file", of(&|w| w, 0, u64::MAX)),
+        ("inside the file", of(&|w| w.u64(u64::MAX), 0, 1)),
+        ("inside the file", of(&|w| w.text("k").u32(8).u64(1 << 60), 0, 1)),
+        ("inside the file", of(&|w| w.text("k").u32(9).u32(4).u64(1 << 60).u32(1), 0, 1)),
+        ("nested", of(&|w| (0..40).fold(w.text("k").u32(9), |w, _| w.u32(9).u64(1)), 0, 1)),
+        ("a value of type 99", of(&|w| w.text("k").u32(99), 0, 1)),
+        ("the boolean 7", of(&|w| w.text("k").u32(7).byte(7), 0, 1)),
+        ("two values named \"k\"", of(&|w| w.text("k").u32(4).u32(1).text("k").u32(4).u32(1), 0, 2)),
+        ("general.alignment 0", of(&|w| w.text("general.alignment").u32(4).u32(0), 0, 1)),
+        ("general.alignment 12", of(&|w| w.text("general.alignment").u32(4).u32(12), 0, 1)),
+        ("not UTF-8", of(&|w| w.u64(1).byte(0xff), 1, 0)),
+        ("\"blk.0.x\" of type IQ2_XXS", of(&|w| w.tensor("blk.0.x", &[256], 16, 0).data(99), 1, 0)),
+        ("\"a\" of type 4000", of(&|w| w.tensor("a", &[256], 4000, 0).data(99), 1, 0)),
+        ("\"a\" of 5 dimensions", of(&|w| w.tensor("a", &[1, 1, 1, 1, 1], 0, 0).data(99), 1, 0)),
+        ("whole blocks of 32", of(&|w| w.tensor("a", &[33], 8, 0).data(99), 1, 0)),
+        ("whole blocks of 256", of(&|w| w.tensor("a", &[32, 8], 12, 0).data(999), 1, 0)),
+        ("inside the file", of(&|w| w.tensor("a", &[32, 2], 8, 0).data(67), 1, 0)),
+        ("inside the file", of(&|w| w.tensor("a", &[1 << 40, 1 << 40], 0, 0).data(64), 1, 0)),
+        ("inside the file", of(&|w| w.tensor("a", &[32], 0, u64::MAX - 31).data(64), 1, 0)),
+        ("a multiple of 32", of(&|w| w.tensor("a", &[4], 0, 8).data(64), 1, 0)),
+        ("two tensors named", of(&|w| w.tensor("a", &[4], 0, 0).tensor("a", &[4], 0, 32).data(64), 2, 0)),
+        ("do not overlap", of(&|w| w.tensor("a", &[16], 0, 0).tensor("b", &[4], 0, 32).data(64), 2, 0)),
     ];
     for (i, (needed, result)) in cases.into_iter().enumerate() {
         let error = result.map(|_| ()).expect_err(needed);

@@ -33,6 +33,7 @@ const EXAMPLES: &str = "Examples:
 const INSPECT_EXAMPLES: &str = "Examples:
   shardwise ckpt inspect shardwise-out/checkpoints/step-00000300
   shardwise ckpt inspect model.safetensors
+  shardwise ckpt inspect model.gguf
   shardwise ckpt inspect model.pt --json | jq '.tensors | keys'";
 
 const DIFF_EXAMPLES: &str = "\
@@ -54,7 +55,8 @@ const CONVERT_EXAMPLES: &str = "Examples:
   shardwise ckpt convert run/ hf/ --to hf --dtype bf16
   shardwise ckpt convert run/ weights/ --include 'model\\..*'
   shardwise ckpt convert a/ b/ --rename 'model\\.(.*)=$1'
-  shardwise ckpt convert model.pt dcp/ --to dcp";
+  shardwise ckpt convert model.pt dcp/ --to dcp
+  shardwise ckpt convert model.gguf hf/ --to hf";
 
 const RESHARD_EXAMPLES: &str = "Examples:
   shardwise ckpt reshard a/ b/ --mesh dp=8

@@ -1,7 +1,7 @@
 //! Distributed checkpoints: saved from any layout, loaded into any other, in several formats.
 //!
-//! The counterpart of `torch.distributed.checkpoint` (DCP). A checkpoint is a directory, or a single safetensors or
-//! `torch.save` file.
+//! The counterpart of `torch.distributed.checkpoint` (DCP). A checkpoint is a directory, or a single safetensors, GGUF
+//! or `torch.save` file.
 //!
 //! * [`save_from`], [`load_into`] and [`resume`] save and restore a training run in one call: model, optimizer with its
 //!   schedule, random generator of the mesh and position in the data. [`ModelPart`] adds a name prefix and non-strict loads.
@@ -9,6 +9,7 @@
 //!   keeps the last few checkpoints of a run.
 //! * [`open`] reads the metadata of a checkpoint of any format as a [`Catalog`], without a world. [`verify`], [`diff`],
 //!   [`convert`] and [`dry_load`] are built on it.
+//! * [`gguf`] sees a GGUF file as a Hugging Face directory.
 //! * [`CheckpointFormat`] describes a file format; [`Format::register`] adds a custom one.
 //!
 //! Saves and loads are collective: every rank of the world calls them with the same path. Each rank writes and reads its own

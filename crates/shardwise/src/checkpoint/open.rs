@@ -16,7 +16,7 @@ use crate::error::{Error, ErrorKind, Result};
 /// one open: reaching it means that the directory is not what it seems.
 const ATTEMPTS: u32 = 100;
 
-/// Opens the checkpoint at `path`, a directory or a single safetensors or `torch.save` file, and reads its metadata.
+/// Opens the checkpoint at `path`, a directory or a single safetensors, GGUF or `torch.save` file, and reads its metadata.
 ///
 /// Local: any rank may call it, and it needs no world. Reads no tensor elements. The metadata is validated: every chunk is
 /// inside its file, and the chunks of each tensor cover it exactly once. If a save replaces the checkpoint meanwhile, the

@@ -65,8 +65,8 @@ pub(super) fn config(
     };
     let epsilon = epsilon.ok_or_else(|| bad("attention.layer_norm_rms_epsilon", "none", "a number"))?;
     if family == Family::Gpt2 {
-        // Files of llama.cpp always claim four times the width; the matrices are what counts.
-        let inner = size("blk.0.ffn_up.weight", 0).or(inner);
+        // Files of llama.cpp always claim four times the width, which is what null means; the matrices are what counts.
+        let inner = size("blk.0.ffn_up.weight", 0).or(inner).filter(|inner| *inner != 4 * hidden);
         let gpt2 = json!({
             "n_embd": hidden, "n_layer": layers, "n_head": heads.queries, "n_positions": context, "n_ctx": context,
             "n_inner": inner, "layer_norm_epsilon": epsilon, "activation_function": "gelu_new",
