@@ -162,7 +162,7 @@ fn streams_end_at_characters_and_keep_spaces() {
                 assert!(pieces.iter().all(|piece| !piece.contains('\u{fffd}')) || cut > 0, "{name}: {pieces:?}");
                 let whole = pieces.concat() + &stream.finish().unwrap();
                 let (all, before) = (tokenizer.decode(&ids).unwrap(), tokenizer.decode(&ids[..cut]).unwrap());
-                // Half a character before the cut is shown as a replacement, and completed behind it.
+                // Half a character before the border is shown as a replacement, and completed behind it.
                 let before = before.trim_end_matches('\u{fffd}');
                 assert_eq!(whole, all[before.len()..], "{name}: {text:?} after {cut}");
             }

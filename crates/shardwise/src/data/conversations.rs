@@ -48,7 +48,7 @@ impl LabeledTokens {
         for (i, _) in messages.iter().enumerate().filter(|(_, message)| message.role() == "assistant") {
             let (before, upto) = (render(i, true)?, render(i + 1, false)?);
             if !whole.starts_with(&upto) {
-                let found = format!("a chat template that changes message {i} when others follow it");
+                let found = format!("a chat template that changes message {i} when messages follow it");
                 let fix = "train on conversations that end with this message";
                 return Err(ErrorKind::Data.error("conversation", found, "a text that only grows", fix));
             }

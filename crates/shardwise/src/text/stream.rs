@@ -25,8 +25,15 @@ pub struct TextStream<'a> {
     returned: usize,
 }
 
+impl Tokenizer {
+    /// A decoder of tokens that come one by one, behind the tokens `before`, which have been shown already.
+    pub fn stream(&self, before: &[u32]) -> TextStream<'_> {
+        TextStream::new(self, before)
+    }
+}
+
 impl<'a> TextStream<'a> {
-    pub(super) fn new(tokenizer: &'a Tokenizer, before: &[u32]) -> Self {
+    fn new(tokenizer: &'a Tokenizer, before: &[u32]) -> Self {
         // Decoding from inside a character on would spoil what follows it.
         let starts = (CONTEXT..CONTEXT + CHARACTER).map(|length| before.len().saturating_sub(length));
         let begins = |&start: &usize| {

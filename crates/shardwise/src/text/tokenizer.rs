@@ -10,7 +10,6 @@ use tokenizers::{PaddingParams, PostProcessor, TruncationParams};
 use super::chat::{ChatOptions, ChatTemplate, Message};
 use super::files::TextFiles;
 use super::special::SpecialTokens;
-use super::stream::TextStream;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Encodes text as tokens and decodes tokens, with the special tokens and the chat template of a model.
@@ -138,7 +137,7 @@ impl Tokenizer {
         Ok(ids[..kept].to_vec())
     }
 
-    /// Encodes a text without adding special tokens. Those that the text itself spells out are recognised.
+    /// Encodes a text without adding special tokens. Special tokens that the text itself spells out are recognised.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
@@ -231,11 +230,6 @@ impl Tokenizer {
                 ErrorKind::Data.error("tokens", found, needed, "check that tokenizer and model belong together")
             }),
         }
-    }
-
-    /// A decoder of tokens that come one by one, behind the tokens `before`, which have been shown already.
-    pub fn stream(&self, before: &[u32]) -> TextStream<'_> {
-        TextStream::new(self, before)
     }
 
     /// Renders a conversation with the model's chat template and encodes it.
