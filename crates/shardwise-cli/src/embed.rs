@@ -24,7 +24,7 @@ use crate::{lines, processes};
 #[derive(Args)]
 #[command(after_help = "\
 FILE has a sentence per line, or, as a .jsonl file, an object with the field `text` per line. Padding neither counts in the mean nor \
-is attended to. Longer sentences than the model has positions for are cut at the end. JSON lines have the fields `text` and \
+is attended to. Sentences that are longer than the model has positions for are truncated. JSON lines have the fields `text` and \
 `embedding`; an npy file has an array of f32 with a row per sentence.
 
 Under mpirun or srun each process is a rank; the default mesh for N processes is dp=N.

@@ -7,7 +7,7 @@ use shardwise::generate::{CachedPredictor, ChatSession, Generation, Sampling, St
 use shardwise::models::{self, PretrainedModel, load_tokenizer};
 use shardwise::plan::{DataParallel, ShardingPlanner, TensorParallel};
 use shardwise::prelude::*;
-use shardwise::text::Message;
+use shardwise::text::{ChatOptions, Message};
 
 const MESHES: [&str; 4] = ["tp=1", "tp=2", "tp=3", "dp=2,tp=2"];
 
@@ -82,7 +82,7 @@ fn recorded_generations_are_the_same_on_every_mesh() {
 
 #[test]
 fn a_text_is_continued_as_recorded_and_streamed_completely() {
-    for (name, mesh) in [("qwen2", "tp=3"), ("qwen3", "tp=1"), ("mistral", "tp=2")] {
+    for (name, mesh) in [("qwen2", "tp=3"), ("qwen3", "tp=1"), ("gpt2", "tp=2")] {
         let recorded = cases(name);
         let case = recorded["cases"][0].clone();
         let (text, expected) = (case["text"].as_str().unwrap().to_string(), ids(&case["greedy"]).swap_remove(0));
@@ -139,20 +139,23 @@ fn a_seed_gives_the_same_tokens_on_every_mesh_alone_and_in_a_batch() {
 
 #[test]
 fn sharded_logits_are_not_gathered_for_greedy_decoding_and_top_k() {
-    let bytes = |sampling: Sampling| {
+    let within = |sampling: Sampling, most: usize| {
         on_mesh("llama_gqa", "tp=3", move |model| {
             let generation = model.generate("hello", sampling.clone().tokens(5).eos(&[]))?;
             let world = model.named_parameters()[0].1.get().device_mesh().world().clone();
             world.trace().clear();
             generation.collect_padded()?;
             let report = world.trace().report();
-            Ok(report.0.iter().filter(|(by, ..)| *by == "next_token").map(|(.., total)| total.bytes).sum::<usize>())
+            let own = report.0.iter().filter(|(by, ..)| *by == "next_token").map(|(.., total)| total.bytes);
+            let bytes = own.sum::<usize>();
+            assert!(bytes > 0);
+            Ok(bytes <= most)
         })
     };
-    // Per step, to each of two other ranks: k logits of 4 bytes and k ids of 8. The vocabulary has 512 logits.
-    assert_eq!(bytes(Sampling::greedy()), 5 * 2 * 12);
-    assert_eq!(bytes(Sampling::new(1.0).top_k(10)), 5 * 2 * 10 * 12);
-    assert!(bytes(Sampling::new(1.0)) >= 5 * 2 * 170 * 4);
+    // Per step, to each of two other ranks: k logits of 4 bytes and k ids of 8. A rank has 170 or 171 of 512 logits.
+    assert!(within(Sampling::greedy(), 5 * 2 * 12));
+    assert!(within(Sampling::new(1.0).top_k(10), 5 * 2 * 10 * 12));
+    assert!(!within(Sampling::new(1.0), 5 * 2 * 170 * 4 - 1));
 }
 
 #[test]
@@ -193,7 +196,11 @@ fn a_conversation_keeps_its_cache_and_answers_as_without() {
         let sampling = Sampling::greedy().tokens(9);
         let mut chat = ChatSession::new(model, tokenizer)?;
         chat.add(Message::new("system", "Answer in one word."));
-        let first = chat.say("How many heads?", &sampling, |_| Ok(()))?;
+        let mut said = Vec::new();
+        let first = chat.say("How many heads?", &sampling, |token| {
+            said.push(token.id);
+            Ok(())
+        })?;
         assert_eq!(first.computed_tokens, first.stats.prompt_tokens);
         let mut shown = String::new();
         let second = chat.say("And key heads?", &sampling, |token| {
@@ -201,18 +208,24 @@ fn a_conversation_keeps_its_cache_and_answers_as_without() {
             Ok(())
         })?;
         assert_eq!(shown, second.text);
-        // The template trims contents, so an answer that ends with a space is computed anew.
-        if first.text.trim() == first.text {
-            assert!(second.computed_tokens < second.stats.prompt_tokens - 20, "{second:?}");
-        }
-        let mut messages = chat.messages().to_vec();
+        // Only what is new, and the last token of the first answer, which nothing had followed.
+        assert!(second.computed_tokens < second.stats.prompt_tokens - 20, "{second:?}");
+        // The tokens of the answer stay as they were generated, whatever their text would be encoded to.
+        let messages = chat.messages().to_vec();
         assert_eq!(messages.len(), 5);
-        messages.pop();
-        let anew = model.answer(&messages, sampling.clone())?.text()?.swap_remove(0);
-        assert_eq!(anew, second.text);
+        let options = ChatOptions { add_generation_prompt: true, ..ChatOptions::default() };
+        let before = tokenizer.chat_text(&messages[..2], &options)?;
+        let all = tokenizer.chat_text(&messages[..4], &options)?;
+        let mut ids = tokenizer.encode_without_special(&before)?;
+        ids.extend(&said);
+        ids.extend(
+            tokenizer.encode_without_special(all.strip_prefix(&(before + &first.text)).expect("a text that grows"))?,
+        );
+        let anew = Generation::new(CachedPredictor::new(model)?, tokenizer, &[ids], sampling.clone())?;
+        assert_eq!(anew.text()?[0], second.text);
         let failed = chat.say("Once more", &sampling, |_| Err(Error::other("no screen"))).unwrap_err();
         assert!(failed.to_string().contains("no screen") && chat.messages().len() == 5);
-        assert_eq!(chat.say("And key heads?", &sampling, |_| Ok(()))?.computed_tokens > 40, true);
+        assert!(chat.say("And key heads?", &sampling, |_| Ok(()))?.computed_tokens > 40, "a new cache after a failure");
         Ok(())
     });
 }

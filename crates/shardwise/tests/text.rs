@@ -138,6 +138,19 @@ fn padding_and_truncation_of_the_file_do_not_apply() {
 }
 
 #[test]
+fn prompts_have_special_tokens_in_front_only() {
+    // The tokenizer of mixtral adds tokens on both sides, that of mistral in front, that of gpt2 none.
+    for name in ["mixtral", "mistral", "gpt2"] {
+        let tokenizer = Tokenizer::from_dir(model(name)).unwrap();
+        let cases: Value = serde_json::from_slice(&std::fs::read(model(name).join("cases.json")).unwrap()).unwrap();
+        for case in cases["cases"].as_array().unwrap().iter().filter(|case| case["text"].is_string()) {
+            let ids: Vec<u32> = serde_json::from_value(case["input_ids"][0].clone()).unwrap();
+            assert_eq!(tokenizer.encode_prompt(case["text"].as_str().unwrap()).unwrap(), ids, "{name}");
+        }
+    }
+}
+
+#[test]
 fn streams_end_at_characters_and_keep_spaces() {
     for name in ["llama_gqa", "mistral", "mixtral", "qwen2"] {
         let tokenizer = Tokenizer::from_dir(model(name)).unwrap();
@@ -149,7 +162,7 @@ fn streams_end_at_characters_and_keep_spaces() {
                 assert!(pieces.iter().all(|piece| !piece.contains('\u{fffd}')) || cut > 0, "{name}: {pieces:?}");
                 let whole = pieces.concat() + &stream.finish().unwrap();
                 let (all, before) = (tokenizer.decode(&ids).unwrap(), tokenizer.decode(&ids[..cut]).unwrap());
-                // Half a character before the cut is shown as a replacement, and completed behind it.
+                // Half a character before the border is shown as a replacement, and completed behind it.
                 let before = before.trim_end_matches('\u{fffd}');
                 assert_eq!(whole, all[before.len()..], "{name}: {text:?} after {cut}");
             }

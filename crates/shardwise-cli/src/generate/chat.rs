@@ -8,8 +8,8 @@ use shardwise::models::PretrainedModel;
 use shardwise::prelude::*;
 use shardwise::text::Message;
 
+use super::job::{GenerateJob, on_all_ranks};
 use super::output::{Figures, stream};
-use super::run::{GenerateJob, on_all_ranks};
 use crate::lines;
 
 /// Reads a message per line and prints the answers, until standard input ends. Collective; the first rank reads and prints.

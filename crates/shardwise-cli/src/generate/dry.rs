@@ -8,7 +8,7 @@ use shardwise::models::{LoadOptions, dry_load_model};
 use shardwise::plan::{DataParallel, ShardingPlanner, TensorParallel};
 use shardwise::prelude::*;
 
-use super::run::GenerateJob;
+use super::job::GenerateJob;
 use super::source::SourceKind;
 use crate::ckpt::LoadRow;
 use crate::output::RowPrinter;

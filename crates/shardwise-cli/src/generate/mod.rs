@@ -2,6 +2,7 @@
 
 mod chat;
 pub(crate) mod dry;
+mod job;
 mod output;
 mod prompts;
 pub(crate) mod run;
@@ -16,8 +17,8 @@ use shardwise::generate::Sampling;
 use shardwise::prelude::*;
 
 use crate::processes;
+use job::GenerateJob;
 use prompts::Request;
-use run::GenerateJob;
 use source::GenerationSource;
 
 /// The options of `shardwise generate`.

@@ -6,7 +6,7 @@ use serde::Serialize;
 use shardwise::generate::{GenerationStats, StopReason};
 use shardwise::prelude::*;
 
-use super::run::GenerateJob;
+use super::job::GenerateJob;
 use crate::ckpt::inspect::size;
 
 /// A row of a batch, with the figures of the batch, as `--json` prints it.

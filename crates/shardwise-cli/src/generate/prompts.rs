@@ -94,7 +94,7 @@ fn encode_text(text: String, source: &GenerationSource) -> Result<EncodedPrompt>
     let ids = match source.is_trained() {
         // Trained without special tokens.
         true => source.tokenizer.encode_without_special(&text)?,
-        false => source.tokenizer.encode(&text)?,
+        false => source.tokenizer.encode_prompt(&text)?,
     };
     if text.is_empty() || ids.is_empty() {
         let fix = "give a prompt that is not empty";

@@ -3,29 +3,17 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use shardwise::generate::{CachedPredictor, Generation, NextLogits, Sampling, UncachedPredictor};
+use shardwise::generate::{CachedPredictor, Generation, NextLogits, UncachedPredictor};
 use shardwise::models::{LoadOptions, PretrainedModel, build, load_planned};
-use shardwise::plan::ShardingPlan;
 use shardwise::prelude::*;
 
 use super::chat;
+use super::job::{GenerateJob, on_all_ranks};
 use super::output::{Figures, GeneratedText, PrintedRow, note, print_rows, stream};
 use super::prompts::{EncodedPrompt, Request};
-use super::source::{GenerationSource, SourceKind};
+use super::source::SourceKind;
 use crate::ckpt::progress::byte_bar;
 use crate::train::checkpoints::load_model;
-
-/// The checked inputs of a run.
-pub(super) struct GenerateJob {
-    pub(super) source: GenerationSource,
-    pub(super) mesh: Mesh,
-    pub(super) plan: ShardingPlan,
-    pub(super) sampling: Sampling,
-    pub(super) request: Request,
-    /// Prompts that are computed together.
-    pub(super) batch_size: usize,
-    pub(super) json: bool,
-}
 
 /// Loads the model and generates. Collective.
 pub(super) fn on_rank(world: &World, job: &GenerateJob) -> Result<()> {
@@ -139,12 +127,4 @@ fn batch<'a, P: NextLogits + 'a>(
         note(&figures.summary(stats.new_tokens));
     }
     Ok(())
-}
-
-/// An error that every rank found by itself becomes one error of all ranks, which is printed once.
-pub(super) fn on_all_ranks<T>(world: &World, mine: Result<T>) -> Result<T> {
-    match mine {
-        Err(error @ Error::Invalid(_)) => world.all_ok(Err(error)),
-        other => other,
-    }
 }

@@ -48,7 +48,7 @@ impl LabeledTokens {
         for (i, _) in messages.iter().enumerate().filter(|(_, message)| message.role() == "assistant") {
             let (before, upto) = (render(i, true)?, render(i + 1, false)?);
             if !whole.starts_with(&upto) {
-                let found = format!("a chat template that changes message {i} when others follow it");
+                let found = format!("a chat template that changes message {i} when messages follow it");
                 let fix = "train on conversations that end with this message";
                 return Err(ErrorKind::Data.error("conversation", found, "a text that only grows", fix));
             }
@@ -86,13 +86,19 @@ impl LabeledTokens {
             found.ids.push(*id);
             found.labels.push(if counts(at) { i64::from(*id) } else { IGNORED_LABEL });
         }
-        if let Some(&end) = tokenizer.special().eos.first()
-            && found.ids.last() != Some(&end)
-        {
-            found.ids.push(end);
-            found.labels.push(i64::from(end));
-        }
+        found.end(tokenizer);
         Ok(found)
+    }
+
+    /// Adds the end token of the model, unless the tokenizer has added it; it counts in the loss.
+    fn end(&mut self, tokenizer: &Tokenizer) {
+        let Some(&end) = tokenizer.special().eos.first() else { return };
+        if self.ids.last() == Some(&end) {
+            self.labels.pop();
+        } else {
+            self.ids.push(end);
+        }
+        self.labels.push(i64::from(end));
     }
 }
 
@@ -139,9 +145,9 @@ pub fn read_documents(path: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<V
                 LabeledTokens::completion(tokenizer, &prompt, &completion)
             }
             DocumentLine::Text { text } => {
-                let mut ids = tokenizer.encode(&text)?;
-                ids.extend(tokenizer.special().eos.first());
-                Ok(LabeledTokens::all(ids))
+                let mut document = LabeledTokens::all(tokenizer.encode(&text)?);
+                document.end(tokenizer);
+                Ok(document)
             }
         };
         documents.push(document.map_err(|error| bad(i + 1, &error))?);

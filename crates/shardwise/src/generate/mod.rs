@@ -54,14 +54,14 @@ impl PretrainedModel {
     /// Those of the [tokenizer](Self::tokenizer) and of [`Generation::new`].
     pub fn generate(&self, prompt: &str, sampling: Sampling) -> Result<Generation<'_>> {
         let tokenizer = self.tokenizer()?;
-        Generation::new(CachedPredictor::new(self)?, tokenizer, &[tokenizer.encode(prompt)?], sampling)
+        Generation::new(CachedPredictor::new(self)?, tokenizer, &[tokenizer.encode_prompt(prompt)?], sampling)
     }
 
     /// Generates the texts that follow several prompts, as one batch. Collective; errors as for
     /// [`generate`](Self::generate).
     pub fn generate_batch(&self, prompts: &[impl AsRef<str>], sampling: Sampling) -> Result<Generation<'_>> {
         let tokenizer = self.tokenizer()?;
-        let ids = prompts.iter().map(|prompt| tokenizer.encode(prompt.as_ref())).collect::<Result<Vec<_>>>()?;
+        let ids = prompts.iter().map(|prompt| tokenizer.encode_prompt(prompt.as_ref())).collect::<Result<Vec<_>>>()?;
         Generation::new(CachedPredictor::new(self)?, tokenizer, &ids, sampling)
     }
 

@@ -54,11 +54,13 @@ impl<P: NextLogits + ?Sized> NextLogits for &mut P {
     }
 }
 
-/// A model with a key/value cache: a new token costs one pass over one position.
+/// A model with a key/value cache: a new token costs one pass over one position. The model is in evaluation mode as long as
+/// this exists.
 pub struct CachedPredictor<'a> {
     model: &'a PretrainedModel,
     mesh: DeviceMesh,
     cache: KvCache,
+    _mode: EvaluationMode<'a>,
 }
 
 impl<'a> CachedPredictor<'a> {
@@ -67,7 +69,7 @@ impl<'a> CachedPredictor<'a> {
     /// # Errors
     /// [`ErrorKind::Model`] if the model has no parameters.
     pub fn new(model: &'a PretrainedModel) -> Result<Self> {
-        Ok(CachedPredictor { model, mesh: mesh_of(model)?, cache: KvCache::new() })
+        Ok(CachedPredictor { model, mesh: mesh_of(model)?, cache: KvCache::new(), _mode: EvaluationMode::new(model) })
     }
 }
 
@@ -91,17 +93,19 @@ impl NextLogits for CachedPredictor<'_> {
 
     fn next_logits(&mut self, new: &[Vec<u32>]) -> Result<DTensor> {
         let ids = placed_ids(new, &self.mesh)?;
-        evaluated(self.model, || self.model.forward_cached(&ids, &mut self.cache))
+        no_grad(|| self.model.forward_cached(&ids, &mut self.cache))
     }
 }
 
-/// A model without a cache: every new token costs a pass over the last `window` tokens. Rows must have one length.
+/// A model without a cache: every new token costs a pass over the last `window` tokens. Rows must have one length. The model is
+/// in evaluation mode as long as this exists.
 pub struct UncachedPredictor<'a> {
     model: &'a dyn LanguageModel,
     mesh: DeviceMesh,
     vocab_size: usize,
     window: usize,
     seen: Vec<Vec<u32>>,
+    _mode: EvaluationMode<'a>,
 }
 
 impl<'a> UncachedPredictor<'a> {
@@ -110,7 +114,8 @@ impl<'a> UncachedPredictor<'a> {
     /// # Errors
     /// [`ErrorKind::Model`] if the model has no parameters.
     pub fn new(model: &'a dyn LanguageModel, vocab_size: usize, window: usize) -> Result<Self> {
-        Ok(UncachedPredictor { model, mesh: mesh_of(model)?, vocab_size, window, seen: Vec::new() })
+        let (mesh, mode) = (mesh_of(model)?, EvaluationMode::new(model));
+        Ok(UncachedPredictor { model, mesh, vocab_size, window, seen: Vec::new(), _mode: mode })
     }
 }
 
@@ -141,7 +146,7 @@ impl NextLogits for UncachedPredictor<'_> {
         self.seen.iter_mut().zip(new).for_each(|(seen, new)| seen.extend(new));
         let window = |seen: &Vec<u32>| seen[seen.len().saturating_sub(self.window)..].to_vec();
         let ids = placed_ids(&self.seen.iter().map(window).collect::<Vec<_>>(), &self.mesh)?;
-        evaluated(self.model, || self.model.forward(&ids)?.select(1, -1))
+        no_grad(|| self.model.forward(&ids)?.select(1, -1))
     }
 }
 
@@ -153,13 +158,21 @@ fn mesh_of(model: &dyn Module) -> Result<DeviceMesh> {
     }
 }
 
-/// Runs a forward pass in evaluation mode, without gradients. The model is in training mode afterwards, as after
+/// Keeps a model in evaluation mode as long as it exists; then the model is in training mode, as after
 /// [`Trainer::evaluate`](crate::train::Trainer::evaluate).
-fn evaluated(model: &dyn Module, pass: impl FnOnce() -> Result<DTensor>) -> Result<DTensor> {
-    model.eval();
-    let logits = no_grad(pass);
-    model.train();
-    logits
+struct EvaluationMode<'a>(&'a dyn Module);
+
+impl<'a> EvaluationMode<'a> {
+    fn new(model: &'a dyn Module) -> Self {
+        model.eval();
+        EvaluationMode(model)
+    }
+}
+
+impl Drop for EvaluationMode<'_> {
+    fn drop(&mut self) {
+        self.0.train();
+    }
 }
 
 /// Ids `[rows, length]`, sharded over `dp` if there are rows for every rank of that axis.

@@ -13,7 +13,8 @@ const CHARACTER: usize = 4;
 /// Decodes tokens one by one; see [`Tokenizer::stream`].
 ///
 /// Pieces are complete characters: bytes of a character that is not complete are kept until it is. Together the pieces are
-/// what decoding all tokens at once gives. Special tokens are skipped.
+/// what decoding all tokens at once gives, but for tokenizers with byte fallback where invalid bytes follow valid ones: decoding
+/// at once then spoils both. Special tokens are skipped.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
@@ -24,8 +25,15 @@ pub struct TextStream<'a> {
     returned: usize,
 }
 
+impl Tokenizer {
+    /// A decoder of tokens that come one by one, behind the tokens `before`, which have been shown already.
+    pub fn stream(&self, before: &[u32]) -> TextStream<'_> {
+        TextStream::new(self, before)
+    }
+}
+
 impl<'a> TextStream<'a> {
-    pub(super) fn new(tokenizer: &'a Tokenizer, before: &[u32]) -> Self {
+    fn new(tokenizer: &'a Tokenizer, before: &[u32]) -> Self {
         // Decoding from inside a character on would spoil what follows it.
         let starts = (CONTEXT..CONTEXT + CHARACTER).map(|length| before.len().saturating_sub(length));
         let begins = |&start: &usize| {

@@ -10,7 +10,6 @@ use tokenizers::{PaddingParams, PostProcessor, TruncationParams};
 use super::chat::{ChatOptions, ChatTemplate, Message};
 use super::files::TextFiles;
 use super::special::SpecialTokens;
-use super::stream::TextStream;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Encodes text as tokens and decodes tokens, with the special tokens and the chat template of a model.
@@ -122,7 +121,23 @@ impl Tokenizer {
         self.encode_text(text, true)
     }
 
-    /// Encodes a text without adding special tokens. Those that the text itself spells out are recognised.
+    /// Encodes the beginning of a text that a model is to continue: with the special tokens that the model expects in front of
+    /// a text, and without those behind one.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
+        let TextEncoding::File(file) = &self.encoding else { return self.encode(text) };
+        let encoding = guarded(|| file.tokenizer.encode_fast(text, true)).map_err(cannot_encode)?;
+        // Marks tokens that were added, not special tokens that the text spells out.
+        let added = encoding.get_special_tokens_mask().iter().rev().take_while(|&&added| added == 1).count();
+        let ids = encoding.get_ids();
+        // Without text, all of them are in front.
+        let kept = if added == ids.len() { ids.len() } else { ids.len() - added };
+        Ok(ids[..kept].to_vec())
+    }
+
+    /// Encodes a text without adding special tokens. Special tokens that the text itself spells out are recognised.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
@@ -215,11 +230,6 @@ impl Tokenizer {
                 ErrorKind::Data.error("tokens", found, needed, "check that tokenizer and model belong together")
             }),
         }
-    }
-
-    /// A decoder of tokens that come one by one, behind the tokens `before`, which have been shown already.
-    pub fn stream(&self, before: &[u32]) -> TextStream<'_> {
-        TextStream::new(self, before)
     }
 
     /// Renders a conversation with the model's chat template and encodes it.
