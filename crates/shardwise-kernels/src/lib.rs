@@ -43,6 +43,7 @@ mod scatter;
 mod band;
 mod element_vec;
 mod simd;
+mod stream;
 mod matmul;
 mod reduce_operands;
 pub mod convolution;
