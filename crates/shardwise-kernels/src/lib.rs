@@ -44,6 +44,7 @@ mod scatter;
 mod band;
 mod element_vec;
 mod simd;
+mod stream;
 mod matmul;
 mod reduce_operands;
 pub mod convolution;

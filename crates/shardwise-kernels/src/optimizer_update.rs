@@ -8,6 +8,7 @@ use candle_core::{DType, Tensor, WithDType};
 
 use super::convert::{Block, Compute};
 use super::parallel::{SharedPtr, over_ranges};
+use super::stream;
 use super::uninit_buffer::UninitBuffer;
 use super::{check_supported, contiguous, first_element, simd};
 use crate::error::Result;
@@ -17,6 +18,10 @@ const CHUNK: usize = 512;
 
 /// Elements computed together; a multiple of the vector length of every processor.
 const LANES: usize = 16;
+
+/// Elements of a parameter that is stored past the caches. A model with such parameters does not stay in the cache during a step,
+/// because its state takes three times as much; that of small ones may.
+const MIN_STREAMED: usize = 1 << 18;
 
 /// Update rule of an elementwise optimizer: how one element of a parameter changes, with `K` state tensors (2 for Adam).
 ///
@@ -157,9 +162,11 @@ pub fn elementwise_update<S: StateElement, U: Elementwise<K>, const K: usize>(
             let to = out_first.get().add(start * dtype.size_in_bytes());
             if dtype == S::DTYPE {
                 let out = std::slice::from_raw_parts_mut(to.cast(), n);
-                simd::run(UpdateBlock { rule, p: p_chunk, g: g_chunk, state, out });
+                let is_streamed = count >= MIN_STREAMED;
+                simd::run(UpdateBlock { rule, p: p_chunk, g: g_chunk, state, out, is_streamed });
             } else {
-                simd::run(UpdateBlock { rule, p: p_chunk, g: g_chunk, state, out: &mut results[..n] });
+                let out = &mut results[..n];
+                simd::run(UpdateBlock { rule, p: p_chunk, g: g_chunk, state, out, is_streamed: false });
                 let results = results[..n].assume_init_ref();
                 S::store(dtype, results, to);
                 if let Some(master) = &mut master {
@@ -169,7 +176,10 @@ pub fn elementwise_update<S: StateElement, U: Elementwise<K>, const K: usize>(
         }
     };
     // An element reads and writes about seven numbers in memory.
-    over_ranges(count.div_ceil(CHUNK), 8 * CHUNK, 1, |chunks| chunks.for_each(update));
+    over_ranges(count.div_ceil(CHUNK), 8 * CHUNK, 1, |chunks| {
+        chunks.for_each(update);
+        stream::finish();
+    });
     // SAFETY: the chunks cover all elements.
     Ok(unsafe { output.finish(p.dims()) })
 }
@@ -213,6 +223,8 @@ struct UpdateBlock<'a, S, U, const K: usize> {
     g: &'a [S],
     state: [&'a mut [S]; K],
     out: &'a mut [MaybeUninit<S>],
+    /// Whether the output is stored past the caches where that is possible.
+    is_streamed: bool,
 }
 
 impl<S: StateElement, U: Elementwise<K>, const K: usize> simd::Kernel for UpdateBlock<'_, S, U, K> {
@@ -220,15 +232,24 @@ impl<S: StateElement, U: Elementwise<K>, const K: usize> simd::Kernel for Update
 
     #[inline(always)]
     fn run<const FMA: bool>(self) {
-        let UpdateBlock { rule, p, g, mut state, out } = self;
+        let UpdateBlock { rule, p, g, mut state, out, is_streamed } = self;
         let whole = out.len() / LANES * LANES;
-        blocks::<S, U, K, LANES>(rule, p, g, state.each_mut().map(|s| &mut **s), out);
-        blocks::<S, U, K, 1>(rule, &p[whole..], &g[whole..], state.map(|s| &mut s[whole..]), &mut out[whole..]);
+        let full = state.each_mut().map(|s| &mut **s);
+        if is_streamed && stream::is_possible::<_, FMA>(out.as_ptr()) {
+            blocks::<S, U, K, LANES>(rule, p, g, full, out, |new, to| {
+                // SAFETY: the address is that of the output or a multiple of 64 bytes after it.
+                unsafe { stream::store(new, to.as_mut_ptr().cast()) };
+            });
+        } else {
+            blocks::<S, U, K, LANES>(rule, p, g, full, out, |new, to| *to = new.map(MaybeUninit::new));
+        }
+        let (p, g, state) = (&p[whole..], &g[whole..], state.map(|s| &mut s[whole..]));
+        blocks::<S, U, K, 1>(rule, p, g, state, &mut out[whole..], |new, to| *to = new.map(MaybeUninit::new));
     }
 }
 
-/// Updates all full blocks of `L` elements. Arrays of a known length need no bounds checks and cannot overlap, so that the
-/// loop becomes vector instructions.
+/// Updates all full blocks of `L` elements, which `write` writes to the output. Arrays of a known length need no bounds checks and
+/// cannot overlap, so that the loop becomes vector instructions.
 #[inline(always)]
 fn blocks<S: StateElement, U: Elementwise<K>, const K: usize, const L: usize>(
     rule: U,
@@ -236,6 +257,7 @@ fn blocks<S: StateElement, U: Elementwise<K>, const K: usize, const L: usize>(
     g: &[S],
     state: [&mut [S]; K],
     out: &mut [MaybeUninit<S>],
+    write: impl Fn([S; L], &mut [MaybeUninit<S>; L]),
 ) {
     let n = out.len() / L;
     let (p, g) = (&p.as_chunks::<L>().0[..n], &g.as_chunks::<L>().0[..n]);
@@ -250,7 +272,7 @@ fn blocks<S: StateElement, U: Elementwise<K>, const K: usize, const L: usize>(
             new[j] = p;
             (0..K).for_each(|k| after[k][j] = s[k]);
         }
-        out[i] = new.map(MaybeUninit::new);
+        write(new, &mut out[i]);
         (0..K).for_each(|k| state[k][i] = after[k]);
     }
 }

@@ -8,13 +8,17 @@
 use std::arch::x86_64::{__m256, __m256d, __m512, __m512d};
 
 use super::ConvNumber;
+#[cfg(target_arch = "x86_64")]
+use super::vector::LanePair;
 use super::vector::{AnyLanes, Lanes};
 use crate::simd;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::InstructionSet;
 
 /// Vectors of pixels in a tile.
 const VECTORS: usize = 3;
 
-/// Output channels, and channels and taps, of a tile of a weight gradient. Larger tiles take fewer loads, and were slower.
+/// Output channels, at most, and channels and taps, of a tile of a weight gradient. Larger tiles take fewer loads, and were slower.
 pub(super) const ROWS_OF_TILE: usize = 4;
 const COLUMNS_OF_TILE: usize = 3;
 
@@ -78,18 +82,16 @@ macro_rules! tile_numbers {
     ($($T:ty: $V512:ty, $V256:ty;)*) => {$(
         impl TileNumber for $T {
             fn rows_of_tile() -> usize {
-                if is_x86_feature_detected!("avx512f") { 8 } else { 4 }
+                if InstructionSet::selected() == InstructionSet::Avx512 { 8 } else { 4 }
             }
 
             unsafe fn multiply_block(block: &BlockProduct<'_, Self>) {
                 // SAFETY: the contract of the caller; the processor has what the functions are compiled for.
                 unsafe {
-                    if is_x86_feature_detected!("avx512f") {
-                        tiles_avx512::<$V512>(block)
-                    } else if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                        tiles_avx2::<$V256>(block)
-                    } else {
-                        simd::run(Tiles(block))
+                    match InstructionSet::selected() {
+                        InstructionSet::Avx512 => tiles_avx512::<$V512>(block),
+                        InstructionSet::Avx2 => tiles_avx2::<$V256>(block),
+                        InstructionSet::Baseline => simd::run(Tiles(block)),
                     }
                 }
             }
@@ -97,12 +99,11 @@ macro_rules! tile_numbers {
             unsafe fn multiply_weight(block: &WeightProduct<'_, Self>) {
                 // SAFETY: as above.
                 unsafe {
-                    if is_x86_feature_detected!("avx512f") {
-                        dots_avx512::<$V512>(block)
-                    } else if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                        dots_avx2::<$V256>(block)
-                    } else {
-                        simd::run(Dots(block))
+                    match InstructionSet::selected() {
+                        InstructionSet::Avx512 => dots_avx512::<$V512>(block),
+                        // As many lanes as with AVX-512, for the same bits.
+                        InstructionSet::Avx2 => dots_avx2::<LanePair<$V256>>(block),
+                        InstructionSet::Baseline => simd::run(Dots(block)),
                     }
                 }
             }
@@ -154,14 +155,14 @@ unsafe fn tiles_avx2<V: Lanes>(block: &BlockProduct<'_, V::Item>) {
 #[target_feature(enable = "avx512f")]
 unsafe fn dots_avx512<V: Lanes>(block: &WeightProduct<'_, V::Item>) {
     // SAFETY: as above.
-    unsafe { dots::<V>(block) }
+    unsafe { dots::<V, ROWS_OF_TILE>(block) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn dots_avx2<V: Lanes>(block: &WeightProduct<'_, V::Item>) {
-    // SAFETY: as above.
-    unsafe { dots::<V>(block) }
+    // SAFETY: as above. Half as many rows, because a pair takes two of the 16 registers.
+    unsafe { dots::<V, { ROWS_OF_TILE / 2 }>(block) }
 }
 
 /// The tiles of a block in vectors of the compiler's choice.
@@ -186,7 +187,7 @@ impl<T: ConvNumber> simd::Kernel for Dots<'_, T> {
     #[inline(always)]
     fn run<const FMA: bool>(self) {
         // SAFETY: as above.
-        unsafe { dots::<AnyLanes<T, FMA>>(self.0) }
+        unsafe { dots::<AnyLanes<T, FMA>, ROWS_OF_TILE>(self.0) }
     }
 }
 
@@ -294,26 +295,24 @@ unsafe fn tile<V: Lanes, const M: usize, const N: usize>(block: &BlockProduct<'_
 /// # Safety
 /// The contract of [`WeightProduct`] and [`Lanes`].
 #[inline(always)]
-unsafe fn dots<V: Lanes>(block: &WeightProduct<'_, V::Item>) {
+unsafe fn dots<V: Lanes, const ROWS: usize>(block: &WeightProduct<'_, V::Item>) {
     let (taps, depth) = (block.taps.len(), block.channels * block.taps.len());
     let mut first = 0;
     while first < block.count {
-        let rows = if block.count - first >= ROWS_OF_TILE { ROWS_OF_TILE } else { 1 };
+        let rows = if block.count - first >= ROWS { ROWS } else { 1 };
         let mut k = 0;
         while k < depth {
             let columns = if depth - k >= COLUMNS_OF_TILE { COLUMNS_OF_TILE } else { 1 };
             let source = |i: usize| (k + i) / taps * block.channel_stride + block.taps[(k + i) % taps];
             // SAFETY: the contract of the caller.
             unsafe {
-                match (rows, columns) {
-                    (ROWS_OF_TILE, COLUMNS_OF_TILE) => {
-                        dot_tile::<V, ROWS_OF_TILE, COLUMNS_OF_TILE>(block, first, k, std::array::from_fn(source));
+                match (rows == ROWS, columns == COLUMNS_OF_TILE) {
+                    (true, true) => {
+                        dot_tile::<V, ROWS, COLUMNS_OF_TILE>(block, first, k, std::array::from_fn(source));
                     }
-                    (ROWS_OF_TILE, _) => dot_tile::<V, ROWS_OF_TILE, 1>(block, first, k, std::array::from_fn(source)),
-                    (_, COLUMNS_OF_TILE) => {
-                        dot_tile::<V, 1, COLUMNS_OF_TILE>(block, first, k, std::array::from_fn(source));
-                    }
-                    (_, _) => dot_tile::<V, 1, 1>(block, first, k, std::array::from_fn(source)),
+                    (true, false) => dot_tile::<V, ROWS, 1>(block, first, k, std::array::from_fn(source)),
+                    (false, true) => dot_tile::<V, 1, COLUMNS_OF_TILE>(block, first, k, std::array::from_fn(source)),
+                    (false, false) => dot_tile::<V, 1, 1>(block, first, k, std::array::from_fn(source)),
                 }
             }
             k += columns;

@@ -140,6 +140,73 @@ vectors! {
         |from, count| _mm256_loadu_pd(first::<f64, 4>(from, count).as_ptr());
 }
 
+/// Two vectors as one of twice the length.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(super) struct LanePair<V>([V; 2]);
+
+#[cfg(target_arch = "x86_64")]
+// SAFETY: the methods are those of the vectors.
+unsafe impl<V: Lanes> Lanes for LanePair<V> {
+    type Item = V::Item;
+    const COUNT: usize = 2 * V::COUNT;
+
+    #[inline(always)]
+    unsafe fn splat(x: V::Item) -> Self {
+        // SAFETY: the contract of the trait, here and below.
+        LanePair(unsafe { [V::splat(x); 2] })
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const V::Item) -> Self {
+        // SAFETY: as above.
+        LanePair(unsafe { [V::load(from), V::load(from.add(V::COUNT))] })
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut V::Item) {
+        // SAFETY: as above.
+        unsafe {
+            self.0[0].store(to);
+            self.0[1].store(to.add(V::COUNT));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn multiply_add(self, a: Self, b: Self) -> Self {
+        // SAFETY: as above.
+        LanePair(unsafe { [self.0[0].multiply_add(a.0[0], b.0[0]), self.0[1].multiply_add(a.0[1], b.0[1])] })
+    }
+
+    #[inline(always)]
+    unsafe fn load_first(from: *const V::Item, count: usize) -> Self {
+        // SAFETY: as above; of the second vector nothing is read unless the first one is full.
+        LanePair(unsafe {
+            match count.checked_sub(V::COUNT) {
+                None => [V::load_first(from, count), V::splat(V::Item::ZERO)],
+                Some(rest) => [V::load(from), V::load_first(from.add(V::COUNT), rest)],
+            }
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn add_sums(vectors: *const V::Item, [rows, columns]: [usize; 2], out: *mut V::Item, stride: usize) {
+        for row in 0..rows {
+            for column in 0..columns {
+                // SAFETY: as above. No vector has more than 8 numbers twice.
+                unsafe {
+                    let lanes = vectors.add((row * columns + column) * Self::COUNT);
+                    let mut halves = [V::Item::ZERO; 8];
+                    for l in 0..V::COUNT {
+                        halves[l] = (*lanes.add(l)).plus(*lanes.add(l + V::COUNT));
+                    }
+                    V::add_sums(halves.as_ptr(), [1, 1], out.add(row * stride + column), stride);
+                }
+            }
+        }
+    }
+}
+
 /// Eight numbers in vectors of the compiler's choice.
 #[derive(Clone, Copy)]
 pub(super) struct AnyLanes<T, const FMA: bool>([T; 8]);

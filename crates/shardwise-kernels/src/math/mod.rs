@@ -13,6 +13,7 @@
 //! shorter form if it can.
 
 mod activation;
+mod division;
 mod error_function;
 mod exponential;
 mod hyperbolic;
@@ -33,6 +34,7 @@ pub use trigonometric::{cos, sin, tan};
 
 /// Forms of functions for arguments that [`is_near`] accepts, with the bits of the general functions.
 pub mod near {
+    pub use super::division::fmod_near as fmod;
     pub use super::error_function::gelu_near as gelu;
     pub use super::exponential::exp_near as exp;
     pub use super::logarithm::{log_near as log, log2_near as log2, log10_near as log10};
@@ -41,6 +43,7 @@ pub mod near {
 
 /// Whether the form of a function in [`near`] may be used for an argument.
 pub mod is_near {
+    pub use super::division::is_fmod_near as fmod;
     pub use super::error_function::is_gelu_near as gelu;
     pub use super::exponential::is_exp_near as exp;
     pub use super::logarithm::{is_normal as log, is_normal as log2, is_normal as log10};

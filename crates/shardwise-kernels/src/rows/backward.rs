@@ -5,7 +5,8 @@ use std::mem::MaybeUninit;
 use candle_core::{DType, Tensor, WithDType};
 
 use super::{
-    CHAIN, NormKind, RowFloat, RowWriter, in_type_of, over_rows, per_element, rows_and_width, scratch_of, sum, write,
+    CHAIN, NormKind, RowFloat, RowStats, RowWriter, in_type_of, over_rows, per_element, rows_and_width, scratch_of,
+    sum, sums, write,
 };
 use crate::accumulate::{AddSlices, over_memory};
 use crate::error::Result;
@@ -138,10 +139,7 @@ fn norm_backward_to(
         let first = SharedPtr::new(sums.as_mut_ptr());
         over_rows::<T, 2>(&[x, g], block, &|i, [x, g], scratch| {
             let (row_in_block, end) = (i % block, (i / block + 1) * block);
-            let scratch = scratch_of(scratch, 5 * width);
-            let (normal, rest) = scratch.split_at_mut(width);
-            let (scaled, rest) = rest.split_at_mut(width);
-            let (converted, sums) = rest.split_at_mut(width);
+            let (converted, sums) = scratch_of(scratch, 3 * width).split_at_mut(width);
             if row_in_block == 0 {
                 sums.fill(MaybeUninit::new(T::narrow(0.0)));
             }
@@ -151,12 +149,12 @@ fn norm_backward_to(
             unsafe {
                 let sums = sums.assume_init_mut();
                 if let Some(sum) = sum {
-                    simd::run(NormBackward { norm, x, weight, g, eps, normal, scaled, sums, out: converted });
+                    simd::run(NormBackward { norm, x, weight, g, eps, sums, out: converted });
                     let to = std::slice::from_raw_parts_mut(sum.get().cast::<T>().add(i * width), width);
                     simd::run(AddSlices { to, from: converted.assume_init_ref() });
                 } else {
                     target.write(i, converted, |out| {
-                        simd::run(NormBackward { norm, x, weight, g, eps, normal, scaled, sums, out });
+                        simd::run(NormBackward { norm, x, weight, g, eps, sums, out });
                     });
                 }
                 if (row_in_block + 1) % CHAIN == 0 || i + 1 == end || i + 1 == count {
@@ -234,10 +232,6 @@ struct NormBackward<'a, T> {
     weight: Option<&'a [T]>,
     g: &'a [T],
     eps: f64,
-    /// Scratch memory for the normalised row.
-    normal: &'a mut [MaybeUninit<T>],
-    /// Scratch memory for the gradient of the normalised row.
-    scaled: &'a mut [MaybeUninit<T>],
     /// The sums of the gradients of weight and bias over the last few rows.
     sums: &'a mut [T],
     out: &'a mut [MaybeUninit<T>],
@@ -248,25 +242,44 @@ impl<T: RowFloat> Kernel for NormBackward<'_, T> {
 
     #[inline(always)]
     fn run<const FMA: bool>(self) {
-        let stats = self.norm.stats(self.x, self.eps);
-        let normal = &*write(self.normal, [self.x], |[x]| stats.normalize(x));
-        let scaled = &*match self.weight {
-            Some(weight) => write(self.scaled, [self.g, weight], |[g, w]| g * w),
-            None => write(self.scaled, [self.g], |[g]| g),
-        };
-        let count = self.x.len() as f64;
-        let along = T::narrow(sum(scaled, normal, |g, x| g * x) / count);
-        let mean = match self.norm {
-            NormKind::Layer => T::narrow(sum(scaled, scaled, |g, _| g) / count),
-            NormKind::RootMeanSquare => T::narrow(0.0),
-        };
-        write(self.out, [scaled, normal], |[g, x]| stats.rstd * (g - mean - x * along));
-        let (dweight, dbias) = self.sums.split_at_mut(self.x.len());
-        for (((dweight, dbias), &g), &x) in dweight.iter_mut().zip(dbias).zip(self.g).zip(normal) {
-            *dweight += g * x;
+        let NormBackward { norm, x, weight, g, eps, sums, out } = self;
+        let stats = norm.stats(x, eps);
+        match weight {
+            Some(weight) => norm_gradient(norm, stats, [g, x, weight], out, |[g, x, w]| [g * w, stats.normalize(x)]),
+            None => norm_gradient(norm, stats, [g, x], out, |[g, x]| [g, stats.normalize(x)]),
+        }
+        let (dweight, dbias) = sums.split_at_mut(x.len());
+        for (((dweight, dbias), &g), &x) in dweight.iter_mut().zip(dbias).zip(g).zip(x) {
+            *dweight += g * stats.normalize(x);
             *dbias += g;
         }
     }
+}
+
+/// Writes the gradient of a row. `terms` are the gradient of the normalised row and that row, of which each is cheaper to compute
+/// twice than to store.
+#[inline(always)]
+fn norm_gradient<T: RowFloat, const N: usize>(
+    norm: NormKind,
+    stats: RowStats<T>,
+    rows: [&[T]; N],
+    out: &mut [MaybeUninit<T>],
+    terms: impl Fn([T; N]) -> [T; 2],
+) {
+    let [along, total] = sums(rows, |row| {
+        let [g, x] = terms(row);
+        [g * x, g]
+    });
+    let count = rows[0].len() as f64;
+    let along = T::narrow(along / count);
+    let mean = match norm {
+        NormKind::Layer => T::narrow(total / count),
+        NormKind::RootMeanSquare => T::narrow(0.0),
+    };
+    write(out, rows, |row| {
+        let [g, x] = terms(row);
+        stats.rstd * (g - mean - x * along)
+    });
 }
 
 /// Adds sums of a few rows to those of a block, and starts them anew.

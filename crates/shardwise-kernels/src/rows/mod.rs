@@ -78,21 +78,35 @@ const CHAIN: usize = 8;
 /// Sums `f(a[i], b[i])` over two rows, in f64 but for short chains.
 #[inline(always)]
 fn sum<T: RowFloat>(a: &[T], b: &[T], f: impl Fn(T, T) -> T) -> f64 {
-    let mut lanes = [<Sum as Accumulate<f64>>::NEUTRAL; LANES];
-    let ((chains, rest), (b_chains, b_rest)) = (a.as_chunks::<{ CHAIN * LANES }>(), b.as_chunks::<{ CHAIN * LANES }>());
-    for (a, b) in chains.iter().zip(b_chains) {
-        let term = |k: usize, i: usize| f(a[k * LANES + i], b[k * LANES + i]);
-        for (i, lane) in lanes.iter_mut().enumerate() {
-            let pair = |k: usize| term(k, i) + term(k + 1, i);
-            *lane += ((pair(0) + pair(2)) + (pair(4) + pair(6))).wide();
+    let [total] = sums([a, b], |[a, b]| [f(a, b)]);
+    total
+}
+
+/// Sums several functions of rows in one pass, as [`sum`] does.
+#[inline(always)]
+fn sums<T: RowFloat, const N: usize, const K: usize>(rows: [&[T]; N], f: impl Fn([T; N]) -> [T; K]) -> [f64; K] {
+    let mut lanes = [[<Sum as Accumulate<f64>>::NEUTRAL; LANES]; K];
+    let width = rows[0].len();
+    // Arrays of a known length, so that the loop over lanes becomes vector instructions.
+    let chains: [&[[T; CHAIN * LANES]]; N] = rows.map(|row| &row[..width].as_chunks().0[..width / (CHAIN * LANES)]);
+    for c in 0..width / (CHAIN * LANES) {
+        let chain: [&[T; CHAIN * LANES]; N] = from_fn(|n| &chains[n][c]);
+        for i in 0..LANES {
+            let term = |k: usize| f(from_fn(|n| chain[n][k * LANES + i]));
+            let terms: [[T; K]; CHAIN] = [term(0), term(1), term(2), term(3), term(4), term(5), term(6), term(7)];
+            for k in 0..K {
+                let pair = |c: usize| terms[c][k] + terms[c + 1][k];
+                lanes[k][i] += ((pair(0) + pair(2)) + (pair(4) + pair(6))).wide();
+            }
         }
     }
-    for (a, b) in rest.chunks(LANES).zip(b_rest.chunks(LANES)) {
-        for ((lane, &a), &b) in lanes.iter_mut().zip(a).zip(b) {
-            *lane += f(a, b).wide();
+    for i in width - width % (CHAIN * LANES)..width {
+        let terms = f(from_fn(|n| rows[n][i]));
+        for k in 0..K {
+            lanes[k][i % LANES] += terms[k].wide();
         }
     }
-    combine_lanes::<f64, Sum>(lanes)
+    lanes.map(combine_lanes::<f64, Sum>)
 }
 
 /// Sums the squares of `f(x)` over a row. Where they leave the range of the type, they are computed in f64.

@@ -65,8 +65,8 @@ const MINIMUM: &[PartialOperands] = &[
 
 /// Defines the methods of [`DTensor`], the enum [`Binary`] and the table from one entry per function.
 ///
-/// The kernel is `each` (the same expression in f32 and f64) or `fast` (f32 has a vectorized function in [`math`]), and `integer` for
-/// integers.
+/// The kernel is `each` (the same expression in f32 and f64), `fast` (f32 has a vectorized function in [`math`]) or `near` (f32 has one
+/// for the operands that a condition accepts), and `integer` for integers.
 /// After the arrow comes the gradient, which every entry must state: one [`OperandGradient`] per operand, or
 /// `not_differentiable`.
 macro_rules! functions {
@@ -145,12 +145,41 @@ macro_rules! functions {
         }
         F32Binary($integer)
     }};
+    (@near $a:ident, $b:ident, ($is_near:expr, $near:expr, $real:expr), $integer:ident) => {{
+        #[derive(Clone, Copy)]
+        struct NearBinary<W>(W);
+        impl<W: Fn([i64; 2]) -> i64 + Copy + Sync> PointwiseFn<2> for NearBinary<W> {
+            const HAS_NEAR: bool = true;
+
+            #[inline(always)]
+            fn f32<const FMA: bool>(self, [$a, $b]: [f32; 2]) -> f32 {
+                $real
+            }
+            #[inline(always)]
+            fn f32_near<const FMA: bool>(self, [$a, $b]: [f32; 2]) -> f32 {
+                $near
+            }
+            #[inline(always)]
+            fn is_near(self, [$a, $b]: [f32; 2]) -> bool {
+                $is_near
+            }
+            #[inline(always)]
+            fn f64(self, [$a, $b]: [f64; 2]) -> f64 {
+                $real
+            }
+            #[inline(always)]
+            fn i64(self, x: [i64; 2]) -> i64 {
+                (self.0)(x)
+            }
+        }
+        NearBinary($integer)
+    }};
 }
 
 /// The remainder with the sign of the divisor: from fmod, which is exact, and not from the rounded quotient.
 macro_rules! remainder_of_division {
-    ($a:ident, $b:ident) => {{
-        let left = $a % $b;
+    ($left:expr, $b:ident) => {{
+        let left = $left;
         if left != 0.0 && ($b < 0.0) != (left < 0.0) { left + $b } else { left }
     }};
 }
@@ -207,11 +236,15 @@ functions! {
         => gradients(nonlinear(|a, b, g| g.mul(&share(&a.lt(b)?, a, b)?)), nonlinear(|a, b, g| g.mul(&share(&b.lt(a)?, a, b)?)));
     /// Returns the remainder of the division, with the sign of the dividend. An integer divided by zero is an error on the ranks
     /// that hold the zero; the other ranks get it with their next collective.
-    fmod: Promoted, &[], |a, b| each(a % b), integer(a.wrapping_rem(b))
+    fmod: Promoted, &[], |a, b| near(math::is_near::fmod(a, b), math::near::fmod(a, b), a % b), integer(a.wrapping_rem(b))
         => gradients(gradient_only(|g| Ok(g.clone())), nonlinear(|a, b, g| g.mul(&a.div_trunc(b)?)?.neg()));
     /// Returns the remainder of the division, with the sign of the divisor as in Python. An integer divided by zero is an error,
     /// as in [`fmod`](Self::fmod).
-    remainder: Promoted, &[], |a, b| each(remainder_of_division!(a, b)), integer(remainder_of_quotient(a, b))
+    remainder: Promoted, &[], |a, b| near(
+        math::is_near::fmod(a, b),
+        remainder_of_division!(math::near::fmod(a, b), b),
+        remainder_of_division!(a % b, b)
+    ), integer(remainder_of_quotient(a, b))
         => gradients(gradient_only(|g| Ok(g.clone())), nonlinear(|a, b, g| g.mul(&a.div_floor(b)?)?.neg()));
     /// Returns the angle of the point `(other, self)`, from -pi to pi.
     atan2: Float, &[], |a, b| fast(math::atan2::<FMA>(a, b), a.atan2(b)), integer(float_only(a, b))

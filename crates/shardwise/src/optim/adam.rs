@@ -125,12 +125,23 @@ impl AdamRule {
 }
 
 impl AdamRule {
-    /// As [`updated`](Self::updated), with root and quotient in f32: their error is a few units in the last place of the step,
-    /// which is small beside the parameter, and a root in f64 takes longer than all the rest.
+    /// As [`moments`](Self::moments), in f32. A running average is the old one plus a share of the difference: so the rounded
+    /// share is a small factor of a small number, where a rounded decay rate close to 1 would change the average itself.
+    #[inline(always)]
+    fn moments_f32(self, p: f32, g: f32, m: f32, v: f32) -> (f32, f32) {
+        let average = |old: f32, new: f32, decay: f64| match decay > 0.5 {
+            true => old + (1.0 - decay) as f32 * (new - old),
+            false => new + decay as f32 * (old - new),
+        };
+        let g = g + self.decay as f32 * p;
+        (average(m, g, self.betas.0), average(v, g * g, self.betas.1))
+    }
+
+    /// As [`updated`](Self::updated), in f32: the change is rounded, which is small beside the parameter.
     #[inline(always)]
     fn updated_f32(self, p: f32, m: f32, v: f32) -> f32 {
         let quotient = m / (v.sqrt() * self.correction as f32 + self.eps as f32);
-        (f64::from(p) * self.shrink - self.lr * f64::from(quotient)) as f32
+        p - (self.lr as f32 * quotient + (1.0 - self.shrink) as f32 * p)
     }
 }
 
@@ -143,8 +154,8 @@ impl Elementwise<2> for AdamRule {
 
     #[inline(always)]
     fn update_f32(self, p: f32, g: f32, [m, v]: [f32; 2]) -> (f32, [f32; 2]) {
-        let (m, v) = self.moments(p.into(), g.into(), m.into(), v.into());
-        (self.updated_f32(p, m as f32, v as f32), [m as f32, v as f32])
+        let (m, v) = self.moments_f32(p, g, m, v);
+        (self.updated_f32(p, m, v), [m, v])
     }
 }
 
@@ -162,8 +173,7 @@ impl Elementwise<3> for AmsGradRule {
 
     #[inline(always)]
     fn update_f32(self, p: f32, g: f32, [m, v, max_v]: [f32; 3]) -> (f32, [f32; 3]) {
-        let (m, v) = self.0.moments(p.into(), g.into(), m.into(), v.into());
-        let (m, v) = (m as f32, v as f32);
+        let (m, v) = self.0.moments_f32(p, g, m, v);
         let max_v = if max_v >= v { max_v } else { v };
         (self.0.updated_f32(p, m, max_v), [m, v, max_v])
     }
