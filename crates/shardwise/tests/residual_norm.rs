@@ -75,11 +75,13 @@ fn one_pass_gives_what_two_passes_give() {
                 [Shard(0), Partial(ReduceOp::Sum)],
                 [Partial(ReduceOp::Sum), Replicate],
             ] {
+                // Weights of FSDP are sharded, too.
+                let weights = if places[0] == Shard(1) { Shard(0) } else { Replicate };
                 let inputs = [
                     filled(&[3, 4, 6], dtype, &mesh, places[0].clone(), 0.1)?,
                     filled(&[3, 4, 6], dtype, &mesh, places[1].clone(), 0.2)?,
-                    filled(&[6], dtype, &mesh, Replicate, 0.3)?,
-                    filled(&[6], dtype, &mesh, Replicate, 0.4)?,
+                    filled(&[6], dtype, &mesh, weights.clone(), 0.3)?,
+                    filled(&[6], dtype, &mesh, weights.clone(), 0.4)?,
                 ];
                 for [one, two] in FORMS {
                     for used in USED {

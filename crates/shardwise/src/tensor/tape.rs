@@ -42,7 +42,7 @@ pub enum SaveForBackward {
     All,
     /// Some inputs and some outputs, by their positions.
     Only {
-        /// Positions of inputs; those that a call does not have are ignored.
+        /// Positions of inputs; a position beyond the last input is ignored.
         inputs: &'static [usize],
         /// Positions of outputs.
         outputs: &'static [usize],
