@@ -156,12 +156,13 @@ pub fn dry_load_model(
     let path = path.as_ref();
     let config = PretrainedConfig::read_ignoring(path, &options.ignored_fields)?;
     let catalog = open(weights_in(path)?)?;
+    let config = config.with_pooler_of(&catalog);
     let loads = |module: &dyn Module, mesh: &DeviceMesh| -> Result<Vec<RankLoad>> {
         let plan = planner.plan(module, mesh)?;
         let params = module.named_parameters();
         let layout = |(path, param): &(String, Param)| Ok((path.clone(), plan.layout_of(path, &param.layout())?));
         let layouts = params.iter().map(layout).collect::<Result<BTreeMap<String, Layout>>>()?;
-        let names = config.weight_names_of(module);
+        let names = config.stored_names_of(&params.iter().cloned().collect(), &catalog);
         let shapes = shapes_of(module);
         let found = StoredWeights::find(&catalog, &config, &names, &shapes, options)?;
         mesh.mesh().ranks().iter().map(|&rank| found.rank_load(rank, &layouts, options.dtype)).collect()
@@ -186,7 +187,9 @@ impl ModelSource {
     fn open(path: &Path, mesh: &DeviceMesh, options: &LoadOptions, site: Site) -> Result<Self> {
         let read = || {
             let config = PretrainedConfig::read_ignoring(path, &options.ignored_fields)?;
-            Ok(ModelSource { config, weights: weights_in(path)? })
+            let weights = weights_in(path)?;
+            let config = if config.is_encoder() { config.with_pooler_of(&open(&weights)?) } else { config };
+            Ok(ModelSource { config, weights })
         };
         all_ok(mesh.world(), read(), site)
     }
@@ -216,9 +219,9 @@ impl ModelSource {
         let module = all_ok(mesh.world(), built, site)?;
         shard_module(&module, mesh, plan)?;
         let params: BTreeMap<String, Param> = module.named_parameters().into_iter().collect();
-        let names = self.config.weight_names_of(&module);
         let shapes = shapes_of(&module);
         let read = |catalog: &Catalog| -> Result<Vec<(Param, DTensor)>> {
+            let names = self.config.stored_names_of(&params, catalog);
             let found = StoredWeights::find(catalog, &self.config, &names, &shapes, options)?;
             let layouts = params.iter().map(|(path, param)| (path.clone(), param.layout())).collect();
             let rank = mesh.world().rank();
