@@ -45,6 +45,9 @@ impl EncoderSpec {
         if !self.width.is_multiple_of(self.heads) {
             return bad(format!("{} heads of {} features", self.heads, self.width), "features that the heads divide");
         }
+        if self.first_position >= self.positions {
+            return bad(format!("{} positions", self.positions), "more positions than the first one");
+        }
         Ok(())
     }
 }

@@ -342,8 +342,8 @@ fn read_scaling(
         "longrope" | "su" => {
             let original = original()?;
             let divisors = |name: &str| -> Result<Vec<f64>> {
-                let found = fields.numbers(name)?.filter(|d| d.len() == size / 2 && d.iter().all(|x| *x > 0.0));
-                found.ok_or_else(|| fields.bad(name, &format!("{} numbers above 0", size / 2)))
+                let found = fields.numbers(name)?.filter(|d| d.len() == size.div_ceil(2) && d.iter().all(|x| *x > 0.0));
+                found.ok_or_else(|| fields.bad(name, &format!("{} numbers above 0", size.div_ceil(2))))
             };
             let factor = fields.number("factor")?.unwrap_or(max_positions as f64 / original as f64);
             let inferred = match factor <= 1.0 {

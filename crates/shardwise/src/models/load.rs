@@ -166,7 +166,7 @@ pub fn dry_load_model(
         let params = module.named_parameters();
         let layout = |(path, param): &(String, Param)| Ok((path.clone(), plan.layout_of(path, &param.layout())?));
         let layouts = params.iter().map(layout).collect::<Result<BTreeMap<String, Layout>>>()?;
-        let names = config.weight_names_of(module);
+        let names = config.stored_names_of(&params.iter().cloned().collect(), &catalog);
         let shapes = shapes_of(module);
         let found = StoredWeights::find(&catalog, &config, &names, &shapes, options)?;
         mesh.mesh().ranks().iter().map(|&rank| found.rank_load(rank, &layouts, options.dtype)).collect()
@@ -194,7 +194,9 @@ impl ModelSource {
 
     fn read(path: &Path, options: &LoadOptions) -> Result<Self> {
         let config = PretrainedConfig::read_ignoring(path, &options.ignored_fields)?;
-        Ok(ModelSource { config, weights: gguf_file(path).map_or_else(|| weights_in(path), Ok)? })
+        let weights = gguf_file(path).map_or_else(|| weights_in(path), Ok)?;
+        let config = if config.is_encoder() { config.with_pooler_of(&open(&weights)?) } else { config };
+        Ok(ModelSource { config, weights })
     }
 
     /// The plan of a planner, which sees the model in a dry run: nothing is allocated.
@@ -222,10 +224,10 @@ impl ModelSource {
         let module = all_ok(mesh.world(), built, site)?;
         shard_module(&module, mesh, plan)?;
         let params: BTreeMap<String, Param> = module.named_parameters().into_iter().collect();
-        let names = self.config.weight_names_of(&module);
         let shapes = shapes_of(&module);
         let read = |catalog: &Catalog| -> Result<Vec<(Param, DTensor)>> {
             let catalog = &as_hf(catalog.clone())?;
+            let names = self.config.stored_names_of(&params, catalog);
             let found = StoredWeights::find(catalog, &self.config, &names, &shapes, options)?;
             let layouts = params.iter().map(|(path, param)| (path.clone(), param.layout())).collect();
             let rank = mesh.world().rank();

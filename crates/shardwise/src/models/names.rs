@@ -30,6 +30,8 @@ pub enum RowOrder {
     Concatenated,
     /// For each of so many heads, its rows of the first parameter, then its rows of the next.
     PerHead(usize),
+    /// For each element of dimension 0, such as an expert, all rows of the first parameter, then all of the next.
+    Stacked,
 }
 
 /// Maps the names of tensors in checkpoint files to paths of parameters.
@@ -82,6 +84,11 @@ impl WeightNames {
         self.weight(name, [path], false, RowOrder::Concatenated, Some(index))
     }
 
+    /// Adds several stacks of matrices under one name, joined matrix by matrix on dimension 1.
+    pub fn join_stacked<S: Into<String>>(self, name: &str, paths: impl IntoIterator<Item = S>) -> Self {
+        self.weight(name, paths, false, RowOrder::Stacked, None)
+    }
+
     fn weight<S: Into<String>>(
         mut self,
         name: &str,
@@ -115,17 +122,24 @@ pub(super) struct StoredBox {
 }
 
 impl WeightName {
-    /// The shape of a part of the stored tensor, from the shape of the whole parameter.
-    fn part_shape<'a>(&self, shape: &'a [usize]) -> &'a [usize] {
-        if self.slice.is_some() { &shape[1..] } else { shape }
+    /// The dimension of parameters on which rows are joined.
+    fn row_dim(&self) -> usize {
+        usize::from(self.slice.is_some() || self.rows == RowOrder::Stacked)
+    }
+
+    /// Rows of a parameter of this shape.
+    fn rows_in(&self, shape: &[usize]) -> usize {
+        shape.get(self.row_dim()).copied().unwrap_or(1)
     }
 
     /// The shape of the stored tensor, from the shapes of the parameters.
     pub(super) fn stored_shape(&self, shapes: &[Vec<usize>]) -> Vec<usize> {
-        let rows = shapes.iter().map(|shape| self.part_shape(shape).first().copied().unwrap_or(1)).sum();
-        let mut stored = self.part_shape(&shapes[0]).to_vec();
-        if let Some(first) = stored.first_mut() {
-            *first = rows;
+        let mut stored = shapes[0].clone();
+        if let Some(rows) = stored.get_mut(self.row_dim()) {
+            *rows = shapes.iter().map(|shape| self.rows_in(shape)).sum();
+        }
+        if self.slice.is_some() {
+            stored.remove(0);
         }
         if self.transposed {
             stored.reverse();
@@ -135,9 +149,9 @@ impl WeightName {
 
     /// Where the rows of parameter `part` are, from the shapes of all of them.
     pub(super) fn rows_of(&self, part: usize, shapes: &[Vec<usize>]) -> StoredRows {
-        let rows = |i: usize| self.part_shape(&shapes[i]).first().copied().unwrap_or(1);
+        let rows = |i: usize| self.rows_in(&shapes[i]);
         let groups = match self.rows {
-            RowOrder::Concatenated => 1,
+            RowOrder::Concatenated | RowOrder::Stacked => 1,
             RowOrder::PerHead(heads) => heads.max(1),
         };
         let all: usize = (0..shapes.len()).map(rows).sum();
@@ -154,10 +168,15 @@ impl WeightName {
             }
             (offsets[0], sizes[0]) = (index, 1);
         }
-        let inner = usize::from(self.slice.is_some());
+        // The stored tensor lacks the dimension of a slice.
+        let from = usize::from(self.slice.is_some());
+        let inner = self.row_dim();
+        let stored_box = |offsets: &[usize], sizes: &[usize]| TensorBox {
+            offsets: offsets[from..].to_vec(),
+            sizes: sizes[from..].to_vec(),
+        };
         let Some((&first, &count)) = offsets.get(inner).zip(sizes.get(inner)) else {
-            let stored = TensorBox { offsets: offsets[inner..].to_vec(), sizes: sizes[inner..].to_vec() };
-            return vec![StoredBox { stored, offsets, sizes }];
+            return vec![StoredBox { stored: stored_box(&offsets, &sizes), offsets, sizes }];
         };
         let StoredRows { block, stride, offset } = self.rows_of(part, shapes);
         let mut found = Vec::new();
@@ -165,8 +184,8 @@ impl WeightName {
         while row < first + count {
             let length = (block - row % block).min(first + count - row);
             (offsets[inner], sizes[inner]) = (row, length);
-            let mut stored = TensorBox { offsets: offsets[inner..].to_vec(), sizes: sizes[inner..].to_vec() };
-            stored.offsets[0] = row / block * stride + offset + row % block;
+            let mut stored = stored_box(&offsets, &sizes);
+            stored.offsets[inner - from] = row / block * stride + offset + row % block;
             if self.transposed {
                 stored.offsets.reverse();
                 stored.sizes.reverse();
@@ -186,6 +205,7 @@ impl WeightName {
         match (parts, self.rows) {
             ([one], _) => Ok(one.clone()),
             (several, RowOrder::Concatenated) => DTensor::cat(&several.iter().collect::<Vec<_>>(), 0),
+            (several, RowOrder::Stacked) => DTensor::cat(&several.iter().collect::<Vec<_>>(), 1),
             (several, RowOrder::PerHead(heads)) => {
                 let by_head = |part: &DTensor| part.unflatten(0, &[heads as isize, -1]);
                 let by_head = several.iter().map(by_head).collect::<Result<Vec<_>>>()?;

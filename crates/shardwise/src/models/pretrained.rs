@@ -12,14 +12,14 @@ use serde_json::{Value, json};
 
 use super::cache::KvCache;
 use super::decoder::{Decoder, DecoderSpec, Logits};
-use super::encoder::Encoder;
+use super::encoder::{Encoder, EncoderSpec};
 use super::families::{Architecture, Family};
 use super::fields::ConfigFields;
 use super::language::{LanguageModel, batch_loss, example_batch, initialize_weights};
 use super::model::{Model, ModelSpec};
 use super::names::{WeightNames, torch_name};
 use super::source::{gguf_file, load_tokenizer};
-use crate::checkpoint::gguf;
+use crate::checkpoint::{Catalog, gguf};
 use crate::comm::DeviceMesh;
 use crate::error::{Error, ErrorKind, Result};
 use crate::nn::{Builder, Forward, Module, ModuleItem};
@@ -56,7 +56,7 @@ pub struct PretrainedConfig {
 /// As [`Architecture`], with a decoder that is shared.
 enum ModelArchitecture {
     Decoder(Arc<DecoderSpec>),
-    Encoder(super::encoder::EncoderSpec),
+    Encoder(EncoderSpec),
 }
 
 impl PretrainedConfig {
@@ -180,6 +180,15 @@ impl PretrainedConfig {
         self.family.weight_names(&params, self.layers(), self.heads().0)
     }
 
+    /// Names of these parameters in files that have tensors of certain names.
+    pub(super) fn stored_names_of(&self, params: &BTreeMap<String, Param>, stored: &Catalog) -> WeightNames {
+        let is_stored = |name: &str| {
+            let bare = name.strip_prefix(self.family.prefix).unwrap_or(name);
+            stored.tensors.contains_key(name) || stored.tensors.contains_key(bare)
+        };
+        self.family.stored_names(params, self.layers(), self.heads().0, is_stored)
+    }
+
     /// Builds an encoder; the builder creates its parameters.
     ///
     /// # Errors
@@ -192,6 +201,15 @@ impl PretrainedConfig {
                 Err(ErrorKind::Model.error("model", found, "an encoder such as bert", "use `models::load` for it"))
             }
         }
+    }
+
+    /// The same encoder without a pooler, if files do not have one; models that were trained for other tasks may lack it.
+    pub(super) fn with_pooler_of(mut self, stored: &Catalog) -> Self {
+        if let ModelArchitecture::Encoder(spec) = &*self.architecture {
+            let pooler = spec.pooler && stored.tensors.keys().any(|name| name.ends_with("pooler.dense.weight"));
+            self.architecture = Arc::new(ModelArchitecture::Encoder(EncoderSpec { pooler, ..spec.clone() }));
+        }
+        self
     }
 
     fn decoder(&self) -> Result<&Arc<DecoderSpec>> {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 
 use super::model::Model;
-use super::names::{StoredRows, WeightName};
+use super::names::{RowOrder, StoredRows, WeightName};
 use crate::error::{ErrorKind, Result};
 use crate::param::Param;
 use crate::placement::Placement;
@@ -110,6 +110,9 @@ fn part_of(weight: &WeightName, part: usize, shapes: &[Vec<usize>], whole: &Tens
     let StoredRows { block, stride, offset } = weight.rows_of(part, shapes);
     if weight.slice.is_some() || weight.paths.len() == 1 {
         return Ok((weight.slice, whole.clone()));
+    }
+    if weight.rows == RowOrder::Stacked {
+        return Ok((None, whole.narrow(1, offset, block)?));
     }
     let groups = whole.dims()[0] / stride;
     let rows = (0..groups).map(|group| whole.narrow(0, group * stride + offset, block));

@@ -28,7 +28,8 @@ pub enum EmbeddingSharding {
 ///
 /// In a module with [`Heads`](crate::nn::Heads), such as [`MultiHeadAttention`](crate::nn::MultiHeadAttention), heads are
 /// never split: every rank gets full key heads with their query heads, as evenly as possible (3 and 2 of 5 on 2 ranks). If
-/// there are more ranks than key heads, some get none.
+/// there are more ranks than key heads, some get none. In models of [`PretrainedConfig`](crate::models::PretrainedConfig),
+/// query heads are divided by themselves where that leaves the busiest rank less to do, and every rank computes all key heads.
 ///
 /// The stacked weights of a mixture of experts (a module of kind `Experts`) are sharded inside every expert.
 ///
@@ -126,8 +127,13 @@ impl AxisSharding<'_> {
     }
 
     pub(super) fn shard_block(&mut self, block: &TransformerBlock) -> Result<()> {
+        let groups_split = self.splits_groups(block)?;
+        let heads = if groups_split { block.query_heads } else { block.key_heads };
         for column in &block.columns {
-            let by_columns = self.between_heads(column, 0, block.key_heads)?;
+            let by_columns = match groups_split && !block.is_query(column) {
+                true => Placement::Replicate,
+                false => self.between_heads(column, 0, heads)?,
+            };
             self.place_linear(column, &by_columns, &by_columns)?;
             if self.sequence_dim.is_some() && !block.hooks {
                 self.gather_input(&column.path);
@@ -138,18 +144,37 @@ impl AxisSharding<'_> {
             self.gather_input(&block.path);
         }
         for row in &block.rows {
-            let by_rows = self.between_heads(row, 1, block.key_heads)?;
+            let by_rows = self.between_heads(row, 1, heads)?;
             self.place_linear(row, &by_rows, &Placement::Replicate)?;
             self.reduce_output(&row.path);
         }
         Ok(())
     }
 
-    /// Placement over the axis of a weight's dimension whose features come in key heads, on top of the sharding that the plan
-    /// has for it so far. Never splits a head: uneven shards where the heads do not divide evenly.
-    fn between_heads(&self, linear: &LinearLayer, dim: usize, key_heads: Option<usize>) -> Result<Placement> {
+    /// Whether query heads are divided without regard to the key heads that they share, which every rank then computes.
+    ///
+    /// Otherwise a rank has whole groups: with few key heads some ranks have many more queries than others, or nothing. The
+    /// cheaper way is the one in which the busiest rank has fewer rows of projections, which are its products and the weights
+    /// that it reads.
+    fn splits_groups(&self, block: &TransformerBlock) -> Result<bool> {
+        let (Some(queries), Some(keys), true) = (block.query_heads, block.key_heads, block.repeats_key_heads) else {
+            return Ok(false);
+        };
+        let ranks = self.mesh.mesh().shape()[self.mesh.axis(&self.axis)?];
+        if keys == 0 || queries <= keys || ranks == 1 {
+            return Ok(false);
+        }
+        // Rows in heads: queries and outputs, keys and values.
+        let by_groups = keys.div_ceil(ranks) * (2 * queries / keys + 2);
+        let by_queries = 2 * queries.div_ceil(ranks) + 2 * keys;
+        Ok(by_queries < by_groups)
+    }
+
+    /// Placement over the axis of a weight's dimension whose features come in so many heads, on top of the sharding that the
+    /// plan has for it so far. Never splits a head: uneven shards where the heads do not divide evenly.
+    fn between_heads(&self, linear: &LinearLayer, dim: usize, heads: Option<usize>) -> Result<Placement> {
         let plain = Placement::Shard(dim as isize);
-        let Some(head_size) = key_heads.and_then(|heads| divided(linear.shape[dim], heads)) else { return Ok(plain) };
+        let Some(head_size) = heads.and_then(|heads| divided(linear.shape[dim], heads)) else { return Ok(plain) };
         let mesh = self.mesh.mesh();
         let axis = mesh.axis(self.axis)?;
         let replicated = Layout::replicated(mesh, linear.shape.as_slice())?;
@@ -249,6 +274,17 @@ pub(super) struct TransformerBlock {
     pub(super) hooks: bool,
     /// Number of key heads, which are not to be split; none outside of attention.
     pub(super) key_heads: Option<usize>,
+    /// Number of query heads; none outside of attention.
+    pub(super) query_heads: Option<usize>,
+    /// Whether the module repeats key heads for query heads that are sharded in another way.
+    pub(super) repeats_key_heads: bool,
+}
+
+impl TransformerBlock {
+    /// Whether a layer projects to queries, which are more than keys.
+    fn is_query(&self, column: &LinearLayer) -> bool {
+        self.columns.iter().all(|other| other.shape[0] <= column.shape[0])
+    }
 }
 
 /// The layers of a model by role.
@@ -331,8 +367,17 @@ impl TransformerStructure {
             };
             if !columns.is_empty() && !rows.is_empty() {
                 let hooks = inventory.hooks.contains_key(path);
-                let key_heads = inventory.heads.get(path).map(|heads| heads.key);
-                blocks.push(TransformerBlock { path: path.clone(), kind, columns, rows, hooks, key_heads });
+                let heads = inventory.heads.get(path);
+                blocks.push(TransformerBlock {
+                    path: path.clone(),
+                    kind,
+                    columns,
+                    rows,
+                    hooks,
+                    key_heads: heads.map(|heads| heads.key),
+                    query_heads: heads.map(|heads| heads.query),
+                    repeats_key_heads: *kind == "DecoderAttention",
+                });
             }
         }
         let in_block = |l: &LinearLayer| blocks.iter().any(|b| b.columns.contains(l) || b.rows.contains(l));

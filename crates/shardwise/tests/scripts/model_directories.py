@@ -8,6 +8,7 @@ states, greedy tokens and, for some, a loss with norms of gradients. Norm weight
 biases around 0, so that a forgotten one shows. Seeds are tried until greedy tokens lead by a margin that rounding cannot turn.
 """
 
+import copy
 import json
 import os
 import sys
@@ -35,7 +36,7 @@ MODELS = {
                                    })),
     "phi3": ("phi3", dict(SMALL, num_attention_heads=4, num_key_value_heads=2, sliding_window=7,
                           original_max_position_embeddings=128, **rope(rope_type="default", partial_rotary_factor=0.5))),
-    "phi3_longrope": ("phi3", dict(SMALL, max_position_embeddings=128, original_max_position_embeddings=16,
+    "phi3_longrope": ("phi3", dict(SMALL, max_position_embeddings=128, original_max_position_embeddings=8,
                                    **rope(rope_type="longrope", short_factor=[1.0, 1.1, 1.3, 1.9],
                                           long_factor=[1.0, 2.0, 5.0, 9.0]))),
     "gpt_neox": ("gpt_neox", dict({k: v for k, v in SMALL.items() if k != "num_key_value_heads"},
@@ -51,8 +52,8 @@ MODELS = {
     "olmoe": ("olmoe", dict(SMALL, num_experts=4, num_experts_per_tok=2, clip_qkv=1.5, intermediate_size=24)),
     "llama_linear": ("llama", dict(SMALL, attention_bias=True, mlp_bias=True, hidden_act="gelu_pytorch_tanh",
                                    **rope(rope_type="linear", factor=3.0))),
-    "llama_dynamic": ("llama", dict(SMALL, max_position_embeddings=16, num_attention_heads=2, num_key_value_heads=1,
-                                    **rope(rope_type="dynamic", factor=4.0))),
+    "llama_dynamic": ("llama", dict(SMALL, max_position_embeddings=40, num_attention_heads=2, num_key_value_heads=1,
+                                    **rope(rope_type="dynamic", factor=1.5))),
     "llama_yarn": ("llama", dict(SMALL, head_dim=24, max_position_embeddings=128,
                                  **rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=8,
                                         beta_slow=2))),
@@ -65,6 +66,8 @@ MODELS = {
                                       max_position_embeddings=40, pad_token_id=0)),
 }
 ENCODERS = {"roberta", "distilbert"}
+# Their angles change with the length, and keys in a cache keep those of their time: tokens may differ without a cache.
+BY_LENGTH = {"phi3_longrope", "llama_dynamic"}
 TRAINED = {"gemma2", "gpt_neox", "qwen2_moe", "qwen3_moe"}
 NEW_TOKENS = 24
 
@@ -80,9 +83,12 @@ def randomize(model, seed):
         draw = torch.randn(p.shape, generator=generator)
         if p.dim() == 1:
             around = 1.0 if "norm" in name.lower() and name.endswith("weight") and not gemma(model) else 0.0
-            p.data = around + 0.2 * draw
+            # With a tied head the last norm sets the size of the logits.
+            p.data = around + 0.2 * draw + (3.0 if gemma(model) and name == "model.norm.weight" else 0.0)
         else:
-            p.data = draw * (0.7 if "embed" in name or "wte" in name else 1.6 / p.shape[-1] ** 0.5)
+            # A tied head prefers the token that it has just seen, the more so the larger embeddings are.
+            embedding = 0.12 if gemma(model) else 0.7
+            p.data = draw * (embedding if "embed" in name or "wte" in name else 1.6 / p.shape[-1] ** 0.5)
     return model
 
 
@@ -95,11 +101,13 @@ def scale_logits(model, ids):
     with torch.no_grad():
         head = model.get_output_embeddings()
         if head is not None and head.weight is not model.get_input_embeddings().weight:
-            head.weight.data *= 3.0 / model(ids).logits.std()
+            head.weight.data *= 3.0 / copy.deepcopy(model)(ids).logits.std()
 
 
 def greedy(model, ids, cached):
     """Greedy tokens and the smallest lead of the best logit."""
+    # Angles that grow with the length stay in the module that computed them.
+    model = copy.deepcopy(model)
     out, margin, past, given = ids, float("inf"), None, ids
     with torch.no_grad():
         for _ in range(NEW_TOKENS):
@@ -119,24 +127,28 @@ def causal(name, kind, options):
     for seed in range(400):
         model = randomize(AutoModelForCausalLM.from_config(config).float().eval(), seed)
         torch.manual_seed(seed)
-        prompts = {"long": torch.randint(3, options["vocab_size"], (1, 21)),
+        prompts = {"long": torch.randint(3, options["vocab_size"], (1, 44 if name == "llama_dynamic" else 21)),
                    "batch2": torch.randint(3, options["vocab_size"], (2, 9)),
                    "one_token": torch.randint(3, options["vocab_size"], (1, 1))}
+        if name in BY_LENGTH:
+            del prompts["one_token"]
         scale_logits(model, prompts["long"])
         cases, good = [], True
         for id, ids in prompts.items():
             tokens, margin = greedy(model, ids, True)
             other, margin2 = greedy(model, ids, False)
-            good &= min(margin, margin2) > 0.01 and all(len(set(row)) >= 5 for row in tokens.tolist())
-            good &= bool((tokens == other).all()) and 2 not in tokens
+            good &= min(margin, margin2) > 0.004 and all(len(set(row)) >= 4 for row in tokens.tolist())
+            good &= bool((tokens == other).all()) or name in BY_LENGTH
+            if os.environ.get("VERBOSE"):
+                print(name, seed, id, margin, margin2, [len(set(row)) for row in tokens.tolist()], (tokens == other).all())
             if not good:
                 break
             with torch.no_grad():
-                found = model(ids, output_hidden_states=True)
+                found = copy.deepcopy(model)(ids, output_hidden_states=True)
             norms = torch.stack([h.flatten(1).norm(dim=1) for h in found.hidden_states])
             cases.append({"id": id, "text": None, "input_ids": ids.tolist(), "attention_mask": None,
                           "logits": tensor(found.logits[:, -2:]), "hidden_norms": tensor(norms),
-                          "greedy": tokens.tolist(), "greedy_min_margin": round(min(margin, margin2), 5)})
+                          "greedy": tokens.tolist(), "greedy_uncached": other.tolist(), "greedy_min_margin": round(min(margin, margin2), 5)})
         if good:
             break
     else:
@@ -146,7 +158,7 @@ def causal(name, kind, options):
                     "logits": {"atol": 1e-4, "rtol": 1e-4}, "hidden_norms": {"atol": 1e-4, "rtol": 1e-4},
                     "greedy": "exact", "loss": {"atol": 2e-5, "rtol": 2e-5}, "grad_norms": {"atol": 1e-5, "rtol": 1e-3},
                     "train_losses": {"atol": 1e-4, "rtol": 1e-4}},
-                "cases": cases, "generate": [padded(model, options)], "router_min_gap": None, "train": None,
+                "cases": cases, "generate": [] if name in BY_LENGTH else [padded(model, options)], "router_min_gap": None, "train": None,
                 "text_cases": [], "chat_cases": []}
     return model, recorded, prompts
 
@@ -167,7 +179,8 @@ def train(model, ids):
     loss.backward()
     grads = {name: p.grad.double().norm().item() for name, p in model.named_parameters() if p.grad is not None}
     # Only names that files have too: experts are one tensor each there.
-    names = [n for n in grads if ".experts." not in n][:3] + [n for n in grads if ".experts." not in n][-2:]
+    names = [n for n in grads if ".experts." not in n and n != "lm_head.weight"]
+    names = names[:3] + names[-2:]
     recorded = {"input_ids": ids.tolist(), "labels": ids.tolist(), "loss": loss.item(),
                 "grad_norms": {n: grads[n] for n in names},
                 "total_grad_norm": sum(g * g for g in grads.values()) ** 0.5}
@@ -217,6 +230,7 @@ def made_with():
 
 
 def main():
+    torch.set_num_threads(1)
     out, names = sys.argv[1], sys.argv[2:] or list(MODELS)
     for name in names:
         kind, options = MODELS[name]

@@ -2,12 +2,16 @@
 
 use std::sync::Arc;
 
+use candle_core::DType;
+
 use super::norm::FeatureNorm;
 use super::spec::{AttentionSpec, LayerSpec, NormSpec, QueryKeyNorm};
 use crate::error::Result;
+use crate::layout::Layout;
 use crate::models::cache::{CachedKeys, KvCache};
 use crate::nn::{Builder, Forward, Heads, Hooks, Linear, layer};
 use crate::ops::{AttentionOptions, RotaryFrequencies};
+use crate::placement::Placement;
 use crate::tensor::DTensor;
 
 /// Grouped-query attention of a [`Decoder`](super::Decoder) or of an encoder.
@@ -96,11 +100,11 @@ impl DecoderAttention {
         let AttentionCall { first, rotary, mask, cache } = call;
         let projected = |linear: &Linear, norm: Option<&FeatureNorm>, heads: usize| -> Result<DTensor> {
             let mut found = linear.forward(x)?;
-            if let Some(clip) = clip {
-                found = found.clamp(Some(-clip), Some(clip))?;
-            }
             if let (QueryKeyNorm::AllHeads, Some(norm)) = (query_key_norm, norm) {
                 found = norm.forward(&found)?;
+            }
+            if let Some(clip) = clip {
+                found = found.clamp(Some(-clip), Some(clip))?;
             }
             found = found.unflatten(-1, &[heads as isize, -1])?;
             if let (QueryKeyNorm::PerHead, Some(norm)) = (query_key_norm, norm) {
@@ -112,6 +116,7 @@ impl DecoderAttention {
         let queries = turned(projected(&self.query, self.query_norm.as_ref(), heads)?)?;
         let keys = turned(projected(&self.key, self.key_norm.as_ref(), key_heads)?)?;
         let values = projected(&self.value, None, key_heads)?;
+        let [keys, values] = repeated_key_heads(&queries, keys, values)?;
         let CachedKeys { keys, values, first: first_key } = match cache {
             Some((cache, layer)) => cache.append(layer, self.window, &keys, &values)?,
             None => CachedKeys { keys, values, first },
@@ -134,6 +139,29 @@ impl DecoderAttention {
         let mixed = queries.scaled_dot_product_attention(&keys, &values, options)?;
         self.output.forward(&mixed.transpose(-3, -2)?.flatten(-2, -1)?)
     }
+}
+
+/// Keys and values `[batch, key heads, length, size]` as they are or, if queries are sharded over a mesh axis that key heads are
+/// replicated over, repeated for every query head and sharded like those. Communicates nothing in the second case.
+#[track_caller]
+fn repeated_key_heads(queries: &DTensor, keys: DTensor, values: DTensor) -> Result<[DTensor; 2]> {
+    let (heads, key_heads) = (queries.shape()[1], keys.shape()[1]);
+    let (sharded, by) = (queries.layout().shard_order(1), keys.layout().shard_order(1));
+    let group = heads / key_heads;
+    if group == 1 || sharded.iter().all(|axis| by.contains(axis)) {
+        return Ok([keys, values]);
+    }
+    let layout = queries.layout();
+    let placement = |axis: usize| match sharded.contains(&axis) {
+        true => layout.placements()[axis].with_dim(0),
+        false => Placement::Replicate,
+    };
+    let placements: Vec<Placement> = (0..layout.placements().len()).map(placement).collect();
+    let layout = Layout::from_shard_orders(layout.mesh(), &[heads], &placements, &[sharded.to_vec()])?;
+    let mesh = queries.device_mesh();
+    let key_head = |i: &[usize]| (i[0] / group) as f64;
+    let key_of = DTensor::from_fn((heads, DType::U32), mesh, placements, key_head)?.to_layout(&layout)?;
+    Ok([keys.index_select(1, &key_of)?, values.index_select(1, &key_of)?])
 }
 
 /// A linear layer from and to these numbers of features.

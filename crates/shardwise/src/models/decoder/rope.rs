@@ -10,7 +10,7 @@ use crate::ops::RotaryFrequencies;
 pub(in crate::models) struct Rope {
     /// Base of the frequencies, `rope_theta`.
     pub(in crate::models) base: f64,
-    /// Features of a head that turn, the first ones.
+    /// Features of a head that turn, the first ones; with an odd number one more does.
     pub(in crate::models) size: usize,
     pub(in crate::models) scaling: RopeScaling,
 }
@@ -62,8 +62,9 @@ impl Rope {
     /// The angles per position for a sequence of `length` positions.
     pub(in crate::models) fn frequencies(&self, length: usize) -> Arc<RotaryFrequencies> {
         let size = self.size as f64;
-        let powers =
-            |base: f64| (0..self.size / 2).map(move |i| base.powf(-2.0 * i as f64 / size)).collect::<Vec<f64>>();
+        let powers = |base: f64| {
+            (0..self.size.div_ceil(2)).map(move |i| base.powf(-2.0 * i as f64 / size)).collect::<Vec<f64>>()
+        };
         let plain = powers(self.base);
         let (frequencies, scale) = match &self.scaling {
             RopeScaling::None => (plain, 1.0),

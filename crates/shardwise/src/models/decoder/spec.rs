@@ -49,7 +49,7 @@ pub(in crate::models) struct AttentionSpec {
     pub(in crate::models) bias: bool,
     pub(in crate::models) output_bias: bool,
     pub(in crate::models) query_key_norm: QueryKeyNorm,
-    /// Bounds queries, keys and values to `-clip..clip`.
+    /// Bounds queries, keys and values to `-clip..clip`, after a norm of all heads.
     pub(in crate::models) clip: Option<f64>,
     pub(in crate::models) soft_cap: Option<f64>,
 }
@@ -141,9 +141,9 @@ impl DecoderSpec {
                 "heads that are a multiple of the key heads",
             );
         }
-        if let Some(rope) = self.ropes.iter().find(|rope| rope.size > head_dim || !rope.size.is_multiple_of(2)) {
+        if let Some(rope) = self.ropes.iter().find(|rope| rope.size.next_multiple_of(2) > head_dim || rope.size == 0) {
             let found = format!("{} features of a head of {head_dim} that turn with the position", rope.size);
-            return bad(found, "an even number of at most the size of a head");
+            return bad(found, "pairs of features, at least one and at most the size of a head");
         }
         for experts in self.layers.iter().filter_map(|layer| layer.experts) {
             if experts.count == 0 || experts.hidden == 0 || !(1..=experts.count).contains(&experts.per_token) {

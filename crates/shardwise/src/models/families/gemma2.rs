@@ -13,6 +13,7 @@ pub(super) static FAMILY: Family = Family {
     architecture: "Gemma2ForCausalLM",
     prefix: "model.",
     names: NAMES,
+    other_names: &[],
     ignored_tensors: &["*.rotary_emb.inv_freq"],
     read: |fields| {
         let mut spec = read_llama_like(fields, &gemma_defaults(256_000, 8192))?;

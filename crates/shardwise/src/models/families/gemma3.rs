@@ -12,6 +12,7 @@ pub(super) static FAMILY: Family = Family {
     architecture: "Gemma3ForCausalLM",
     prefix: "model.",
     names: NAMES,
+    other_names: &[],
     ignored_tensors: &["*.rotary_emb.inv_freq"],
     read: |fields| {
         let defaults = LlamaDefaults { own_ropes: true, ..gemma_defaults(262_208, 131_072) };

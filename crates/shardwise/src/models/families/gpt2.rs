@@ -9,6 +9,7 @@ pub(super) static FAMILY: Family = Family {
     architecture: "GPT2LMHeadModel",
     prefix: "transformer.",
     names: NAMES,
+    other_names: &[],
     // Causal masks, which some files store.
     ignored_tensors: &["*.attn.bias", "*.attn.masked_bias"],
     read: |fields| {

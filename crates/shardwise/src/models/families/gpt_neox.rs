@@ -11,6 +11,7 @@ pub(super) static FAMILY: Family = Family {
     architecture: "GPTNeoXForCausalLM",
     prefix: "gpt_neox.",
     names: NAMES,
+    other_names: &[module("lm_head", &["head"])],
     // Causal masks and angles, which older files store.
     ignored_tensors: &["*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"],
     read: |fields| {

@@ -11,6 +11,7 @@ pub(super) static FAMILY: Family = Family {
     architecture: "LlamaForCausalLM",
     prefix: "model.",
     names: NAMES,
+    other_names: &[],
     ignored_tensors: &["*.rotary_emb.inv_freq"],
     read: |fields| {
         let mut spec = read_llama_like(fields, &LlamaDefaults::default())?;

@@ -8,6 +8,7 @@ pub(super) static FAMILY: Family = Family {
     architecture: "MistralForCausalLM",
     prefix: "model.",
     names: NAMES,
+    other_names: &[],
     ignored_tensors: &["*.rotary_emb.inv_freq"],
     read: |fields| {
         let defaults = LlamaDefaults {

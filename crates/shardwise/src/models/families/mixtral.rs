@@ -1,7 +1,7 @@
 //! Mixtral: Mistral with a mixture of experts in place of every MLP.
 
 use super::llama::{LlamaDefaults, read_llama_like, set_window};
-use super::{Architecture, Family, NameEntry, module, per_expert};
+use super::{Architecture, Family, STACKED_EXPERTS, NameEntry, module, per_expert};
 use crate::models::decoder::ExpertsSpec;
 
 pub(super) static FAMILY: Family = Family {
@@ -9,6 +9,7 @@ pub(super) static FAMILY: Family = Family {
     architecture: "MixtralForCausalLM",
     prefix: "model.",
     names: NAMES,
+    other_names: STACKED_EXPERTS,
     ignored_tensors: &["*.rotary_emb.inv_freq"],
     read: |fields| {
         let defaults = LlamaDefaults {

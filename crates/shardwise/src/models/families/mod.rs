@@ -4,6 +4,7 @@
 //! add one, write such a file and list it in [`FAMILIES`].
 
 mod bert;
+mod distilbert;
 mod gemma2;
 mod gemma3;
 mod gpt2;
@@ -17,6 +18,7 @@ mod qwen2;
 mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
+mod roberta;
 
 use std::collections::BTreeMap;
 
@@ -30,6 +32,7 @@ use crate::param::Param;
 /// All families, in alphabetical order.
 const FAMILIES: &[&Family] = &[
     &bert::FAMILY,
+    &distilbert::FAMILY,
     &gemma2::FAMILY,
     &gemma3::FAMILY,
     &gpt2::FAMILY,
@@ -43,6 +46,7 @@ const FAMILIES: &[&Family] = &[
     &qwen2_moe::FAMILY,
     &qwen3::FAMILY,
     &qwen3_moe::FAMILY,
+    &roberta::FAMILY,
 ];
 
 /// A family of models, as Hugging Face's `transformers` names them.
@@ -55,6 +59,9 @@ pub(super) struct Family {
     pub(super) prefix: &'static str,
     /// Names of weights in files, in both directions.
     pub(super) names: &'static [NameEntry],
+    /// Other names that files may have, for loading alone: if one of these is there, it takes the place of the names of the same
+    /// parameters.
+    pub(super) other_names: &'static [NameEntry],
     /// Tensors in files that are no weights of the model: patterns with `*` for any text.
     pub(super) ignored_tensors: &'static [&'static str],
     /// Reads sizes and options; every field that it supports, and no other.
@@ -91,13 +98,34 @@ impl Family {
 
     /// Names in files of these parameters.
     pub(super) fn weight_names(&self, params: &BTreeMap<String, Param>, layers: usize, heads: usize) -> WeightNames {
-        let mut names = WeightNames::new();
-        for entry in self.names {
-            let count = if entry.stored.contains("{i}") { layers } else { 1 };
-            names = (0..count).fold(names, |names, i| entry.extend(names, params, i, heads));
+        expanded(self.names, params, layers, heads)
+    }
+
+    /// As [`weight_names`](Self::weight_names), with the other names that these files have.
+    pub(super) fn stored_names(
+        &self,
+        params: &BTreeMap<String, Param>,
+        layers: usize,
+        heads: usize,
+        is_stored: impl Fn(&str) -> bool,
+    ) -> WeightNames {
+        let mut names = self.weight_names(params, layers, heads);
+        for other in expanded(self.other_names, params, layers, heads).0 {
+            if is_stored(&other.name) {
+                names.0.retain(|name| name.paths.iter().all(|path| !other.paths.contains(path)));
+                names.0.push(other);
+            }
         }
         names
     }
+}
+
+/// The names of a table for a model with these parameters.
+fn expanded(table: &[NameEntry], params: &BTreeMap<String, Param>, layers: usize, heads: usize) -> WeightNames {
+    table.iter().fold(WeightNames::new(), |names, entry| {
+        let count = if entry.stored.contains("{i}") { layers } else { 1 };
+        (0..count).fold(names, |names, i| entry.extend(names, params, i, heads))
+    })
 }
 
 /// A line of a table of names: a module or tensor in files, and the modules or parameters that it holds. `{i}` stands for the
@@ -121,6 +149,8 @@ enum NameForm {
     Exact,
     /// One tensor per expert, a slice of the parameter.
     PerExpert,
+    /// Stacks of experts, joined expert by expert.
+    Stacked,
 }
 
 /// A module under another name.
@@ -148,6 +178,21 @@ pub(super) const fn per_expert(stored: &'static str, path: &'static [&'static st
     NameEntry { stored, paths: path, form: NameForm::PerExpert }
 }
 
+/// Stacks of experts in one, joined expert by expert.
+pub(super) const fn stacked(stored: &'static str, paths: &'static [&'static str]) -> NameEntry {
+    NameEntry { stored, paths, form: NameForm::Stacked }
+}
+
+/// Names of experts in files that hold all experts of a layer in one tensor, as transformers 5 has them in memory.
+pub(super) const STACKED_EXPERTS: &[NameEntry] = &[
+    module("model.layers.{i}.mlp.gate", &["blocks.{i}.experts.router"]),
+    stacked(
+        "model.layers.{i}.mlp.experts.gate_up_proj",
+        &["blocks.{i}.experts.experts.gate", "blocks.{i}.experts.experts.up"],
+    ),
+    stacked("model.layers.{i}.mlp.experts.down_proj", &["blocks.{i}.experts.experts.down"]),
+];
+
 /// One parameter.
 pub(super) const fn exact(stored: &'static str, path: &'static [&'static str; 1]) -> NameEntry {
     NameEntry { stored, paths: path, form: NameForm::Exact }
@@ -163,6 +208,13 @@ impl NameEntry {
                 true => taken.add(&stored, &number(self.paths[0])),
                 false => taken,
             },
+            NameForm::Stacked => {
+                let paths: Vec<String> = self.paths.iter().map(|path| number(path)).collect();
+                match paths.iter().all(|path| params.contains_key(path)) {
+                    true => taken.join_stacked(&stored, paths),
+                    false => taken,
+                }
+            }
             NameForm::PerExpert => {
                 let path = number(self.paths[0]);
                 let count = params.get(&path).map_or(0, |param| param.shape()[0]);

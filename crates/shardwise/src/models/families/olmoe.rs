@@ -2,7 +2,7 @@
 
 use super::llama::{LlamaDefaults, read_llama_like};
 use super::qwen2_moe::{NAMES, set_sparse_layers};
-use super::{Architecture, Family};
+use super::{Architecture, Family, STACKED_EXPERTS};
 use crate::models::decoder::{ExpertsSpec, QueryKeyNorm};
 
 pub(super) static FAMILY: Family = Family {
@@ -10,6 +10,7 @@ pub(super) static FAMILY: Family = Family {
     architecture: "OlmoeForCausalLM",
     prefix: "model.",
     names: NAMES,
+    other_names: STACKED_EXPERTS,
     ignored_tensors: &["*.rotary_emb.inv_freq"],
     read: |fields| {
         let defaults = LlamaDefaults {
