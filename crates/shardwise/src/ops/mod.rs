@@ -26,6 +26,7 @@ mod normalization;
 mod operators;
 mod override_rule;
 mod parametrized;
+mod quantized;
 mod reduce;
 mod reshape;
 mod scalar;
